@@ -1,0 +1,1 @@
+"""Measuring: cold slots, CUDA graphs, roofs and peers. docs/measuring.md says how and why."""

@@ -1,0 +1,64 @@
+"""Timing on the GPU: many launches in one CUDA graph, each on slots that are not in the cache."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+COLD_BYTES = 256 << 20  # distinct state touched before any slot repeats: several times the cache of any GPU so far
+MAX_LAUNCHES = 2048
+MIN_LAUNCHES = 16
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Microseconds per launch: the median over graph replays, and the fastest and slowest of them."""
+
+    median: float
+    fastest: float
+    slowest: float
+
+    @property
+    def spread(self) -> float:
+        """Slowest minus fastest replay, relative to the median."""
+        return (self.slowest - self.fastest) / self.median
+
+
+def cold_slots(batch: int, slot_bytes: int, device: torch.device) -> tuple[int, list[Tensor]]:
+    """The size a pool needs, and slots for each launch of a graph, such that every launch meets cold ones."""
+    launches = min(MAX_LAUNCHES, max(MIN_LAUNCHES, -(-COLD_BYTES // (batch * slot_bytes))))
+    pool = max(2 * batch, -(-COLD_BYTES // slot_bytes))
+    order = torch.randperm(pool, generator=torch.Generator().manual_seed(0))
+    flat = order.repeat(-(-batch * launches // pool))[: batch * launches]
+    return pool, list(flat.to(torch.int32).to(device).split(batch))
+
+
+def time_launches(launches: Sequence[Callable[[], object]], replays: int = 15) -> Timing:
+    """Capture the launches into one graph and time its replays."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for launch in launches[:2]:  # compiles, and allocates what is allocated once
+            launch()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for launch in launches:
+            launch()
+    for _ in range(3):
+        graph.replay()
+    times = sorted(_replay_time(graph) / len(launches) for _ in range(replays))
+    return Timing(statistics.median(times), times[0], times[-1])
+
+
+def _replay_time(graph: torch.cuda.CUDAGraph) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e3

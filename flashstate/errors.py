@@ -1,0 +1,86 @@
+"""Argument checks with one voice: the argument's name, what it got, and what is allowed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ACTIVATION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+INDEX_DTYPES = (torch.int32, torch.int64)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def describe_shape(axes: tuple[str, ...], sizes: tuple[int | None, ...]) -> str:
+    named = [axis if size is None else f"{axis}={size}" for axis, size in zip(axes, sizes, strict=True)]
+    return f"({', '.join(named)})"
+
+
+def check_tensor(
+    name: str,
+    tensor: Any,
+    axes: tuple[str, ...],
+    sizes: tuple[int | None, ...],
+    *,
+    dtypes: Sequence[torch.dtype] = ACTIVATION_DTYPES,
+    device: torch.device | None = None,
+) -> None:
+    """Raise unless `tensor` has these axes (a size of None is free), one of these dtypes, and lives on `device`."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    if tensor.dtype not in dtypes:
+        raise TypeError(f"{name} must be {' or '.join(map(dtype_name, dtypes))}, got {dtype_name(tensor.dtype)}")
+    if tensor.dim() != len(axes) or any(
+        want is not None and got != want for got, want in zip(tensor.shape, sizes, strict=True)
+    ):
+        raise ValueError(f"{name} must have shape {describe_shape(axes, sizes)}, got {tuple(tensor.shape)}")
+    if device is not None and tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device}, but the state is on {device}")
+
+
+def check_flag(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+
+
+def check_row_contiguous(name: str, tensor: Tensor) -> None:
+    """Raise unless consecutive elements of the last axis are neighbours in memory."""
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise ValueError(
+            f"{name} must be contiguous along its last axis, got strides {tuple(tensor.stride())}; "
+            "other axes may have any stride"
+        )
+
+
+def check_contiguous(name: str, tensor: Tensor) -> Tensor:
+    """Parameters are read without strides: raise unless the tensor is contiguous; returns it."""
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, got strides {tuple(tensor.stride())}; make it so once, at load time")
+    return tensor
+
+
+def tied(
+    name: str,
+    tensor: Any,
+    axes: tuple[str, ...],
+    sizes: tuple[int, ...],
+    more_axes: tuple[str, ...],
+    more_sizes: tuple[int, ...],
+    device: torch.device,
+) -> Tensor:
+    """Check a tensor that has these axes, or more that it was expanded along (stride 0); returns it without those."""
+    if not isinstance(tensor, Tensor) or tensor.dim() != len(axes) + len(more_axes):
+        check_tensor(name, tensor, axes, sizes, device=device)
+        return tensor
+    check_tensor(name, tensor, axes + more_axes, sizes + more_sizes, device=device)
+    for axis, size, stride in zip(more_axes, more_sizes, tensor.stride()[len(axes) :], strict=True):
+        if size > 1 and stride != 0:
+            raise ValueError(
+                f"{name} must be {describe_shape(axes, sizes)}, or expanded from it: got its own values along {axis}"
+            )
+    return tensor[(..., *(0 for _ in more_axes))]

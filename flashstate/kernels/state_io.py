@@ -1,0 +1,96 @@
+"""Reading and writing stored states: the only device code that knows a format or a rounding.
+
+The functions to_* and random_bits have twins in state/rounding.py that give the same bytes. bfloat16 is read and
+written through its bits: exact everywhere, and right in Triton's interpreter, whose own conversions are not.
+"""
+
+import triton
+import triton.language as tl
+
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def load_state(ptrs, mask):
+    """The float32 values of a tile of stored state; zero where masked."""
+    if ptrs.dtype.element_ty == tl.bfloat16:
+        code = tl.load(ptrs.to(tl.pointer_type(tl.uint16), bitcast=True), mask=mask, other=0)
+        return (code.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_state(ptrs, v, mask, rows, seed, token, stream, COLS: tl.constexpr, ROUNDING: tl.constexpr, ROUNDS: tl.constexpr):
+    """Round the float32 tile `v` and store it. `rows` (BLOCK_ROWS,) counts rows within the slot: head * ROWS + row."""
+    dtype: tl.constexpr = ptrs.dtype.element_ty
+    if ROUNDING == "nearest":
+        code = to_nearest(v, dtype, not INTERPRETED)
+    else:
+        random = random_bits(seed, rows, token, stream, COLS, v.shape[1], ROUNDS)
+        if ROUNDING == "stochastic_hw":
+            code = to_float16_stochastic_hw(v, random)
+        elif dtype == tl.float16:
+            code = to_float16_stochastic(v, random)
+        else:
+            code = to_bfloat16_stochastic(v, random)
+    tl.store(ptrs.to(tl.pointer_type(code.dtype), bitcast=True), code, mask=mask)
+
+
+@triton.jit
+def random_bits(seed, rows, token, stream, COLS: tl.constexpr, BLOCK_COLS: tl.constexpr, ROUNDS: tl.constexpr):
+    """Sixteen random bits for every element of a (BLOCK_ROWS, BLOCK_COLS) tile, as uint32.
+
+    One Philox call serves eight consecutive columns; word i of it holds columns 2i (low half) and 2i + 1. A thread then
+    holds eight neighbouring columns, the layout of a 16-byte access of a 16-bit format.
+    """
+    calls: tl.constexpr = (COLS + 7) // 8  # per row
+    c0 = (rows[:, None] * calls + tl.arange(0, BLOCK_COLS // 8)[None, :]).to(tl.uint32)
+    zero = c0 * 0
+    r0, r1, r2, r3 = tl.philox(seed, c0, zero + token, zero + stream, zero, ROUNDS)
+    words = tl.join(tl.join(r0, r2), tl.join(r1, r3))  # (rows, calls, 2, 2): r0 r1 r2 r3
+    halves = tl.join(words & 0xFFFF, words >> 16)  # (rows, calls, 2, 2, 2)
+    return tl.reshape(halves, (rows.shape[0], BLOCK_COLS))
+
+
+@triton.jit
+def to_nearest(v, dtype: tl.constexpr, HARDWARE: tl.constexpr):
+    """float32 to a float format, to nearest, ties to even."""
+    if dtype == tl.bfloat16 and not HARDWARE:
+        bits = v.to(tl.uint32, bitcast=True)
+        rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+        return tl.where(v == v, rounded, 0x7FC0).to(tl.uint16)
+    else:
+        return v.to(dtype)
+
+
+@triton.jit
+def to_float16_stochastic(v, random):
+    """float32 to float16, away from zero with the probability of the discarded fraction."""
+    magnitude = tl.abs(v)
+    bits = magnitude.to(tl.uint32, bitcast=True)
+    code = ((bits + (random & 0x1FFF)) >> 13) - (112 << 10)  # 13 mantissa bits fewer, exponent bias 15
+    subnormal = magnitude < 6.103515625e-05  # 2^-14; multiples of 2^-24: the code is the multiple; 16 bits of fraction
+    fixed_point = (tl.where(subnormal, magnitude, 0.0) * 1099511627776.0).to(tl.uint32)  # 2^40
+    code = tl.where(subnormal, (fixed_point + random) >> 16, code)
+    code = tl.where(magnitude > 65504.0, 0x7BFF, code)  # rounding never makes an inf,
+    code = tl.where(magnitude >= 65536.0, 0x7C00, code)  # but what is too large by a whole step is one
+    code = tl.where(v == v, code, 0x7E00)
+    sign = v.to(tl.uint32, bitcast=True) >> 16 & 0x8000
+    return (code | sign).to(tl.uint16)
+
+
+@triton.jit
+def to_bfloat16_stochastic(v, random):
+    """float32 to bfloat16, away from zero with the probability of the discarded fraction."""
+    bits = v.to(tl.uint32, bitcast=True)
+    random = tl.where((bits & 0x7FFFFFFF) < 0x7F7F0000, random, 0)  # from the largest finite value on: truncate
+    return tl.where(v == v, (bits + random) >> 16, 0x7FC0).to(tl.uint16)
+
+
+@triton.jit
+def to_float16_stochastic_hw(v, random):
+    """float32 to float16 by the conversion instruction of sm_100 and sm_103, which takes 13 random bits per value."""
+    return tl.inline_asm_elementwise(
+        "cvt.rs.f16x2.f32 $0, $2, $1, $3;", "=r,r,r,r", [v, random.to(tl.uint16)], tl.float16, is_pure=True, pack=2
+    )

@@ -1,0 +1,124 @@
+"""Launch configs: looked up in a table per GPU, else made by a heuristic; never tuned on live state.
+
+All valid configs of one problem sum a row of the state in the same order: a row is never split over warps, and every
+thread holds the same number of consecutive columns. So a result does not depend on the config.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import resources
+
+import torch
+
+ACCESS_BYTES = 16  # of state per thread and access
+WARP = 32
+
+
+@dataclass(frozen=True)
+class Config:
+    """How one kernel is launched: rows of the state per program, and warps per program."""
+
+    block_rows: int
+    num_warps: int
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a config is chosen for. Fields up to `rounding` name a table; `batch_heads` finds the entry in it."""
+
+    op: str
+    rows: int
+    cols: int
+    format: str
+    rounding: str
+    batch_heads: int
+
+    @property
+    def block_cols(self) -> int:
+        """Columns of a tile: the whole row, padded to a power of two that fills at least one random call."""
+        return max(16, 1 << (self.cols - 1).bit_length())
+
+    @property
+    def rows_per_warp(self) -> int:
+        """Rows that one access of a warp covers; a program has at least these for each of its warps."""
+        itemsize: int = getattr(torch, self.format).itemsize
+        return max(1, WARP * (ACCESS_BYTES // itemsize) // self.block_cols)
+
+    def valid(self, config: Config) -> bool:
+        """Whether `config` keeps the reduction order."""
+        powers_of_two = all(n > 0 and n & (n - 1) == 0 for n in (config.block_rows, config.num_warps))
+        return powers_of_two and config.block_rows >= config.num_warps * self.rows_per_warp
+
+
+_overridden: Config | None = None
+
+
+@contextmanager
+def override(config: Config) -> Iterator[None]:
+    """Use `config` for every launch inside: for tuning and for tests."""
+    global _overridden
+    before, _overridden = _overridden, config
+    try:
+        yield
+    finally:
+        _overridden = before
+
+
+def choose(problem: Problem, gpu: str) -> Config:
+    """The config for `problem` on the GPU of that name."""
+    return choose_with_reason(problem, gpu)[0]
+
+
+def choose_with_reason(problem: Problem, gpu: str) -> tuple[Config, str]:
+    """The config, and a few words on where it comes from."""
+    if _overridden is not None:
+        if not problem.valid(_overridden):
+            raise ValueError(f"{_overridden} would change the order of sums for {problem}")
+        return _overridden, "override"
+    return _look_up(problem, gpu)
+
+
+@functools.lru_cache(maxsize=4096)
+def _look_up(problem: Problem, gpu: str) -> tuple[Config, str]:
+    entries = load_table(gpu).get(_table_key(problem))
+    if entries is None:
+        return _heuristic(problem), "heuristic: no table for this GPU, op, shape and format"
+    nearest = min(entries, key=lambda size: abs(math.log(size / problem.batch_heads)))
+    return entries[nearest], f"table of {gpu}, measured at batch x heads = {nearest}"
+
+
+def _heuristic(problem: Problem) -> Config:
+    """One warp with a few rows for small batches, so that the rows of a head spread over many programs; four for large."""
+    num_warps, per_thread = (1, 32) if problem.batch_heads < 2048 else (4, 64)
+    all_rows = 1 << (problem.rows - 1).bit_length()
+    block_rows = min(all_rows, per_thread * WARP * num_warps // problem.block_cols)
+    while num_warps > 1 and num_warps * problem.rows_per_warp > block_rows:
+        num_warps //= 2
+    return Config(max(block_rows, num_warps * problem.rows_per_warp), num_warps)
+
+
+def _table_key(problem: Problem) -> str:
+    return f"{problem.op} {problem.rows}x{problem.cols} {problem.format} {problem.rounding}"
+
+
+@functools.cache
+def load_table(gpu: str) -> dict[str, dict[int, Config]]:
+    """The measured configs of a GPU, keyed by op, shape and format, then by batch x heads; empty if there are none."""
+    name = gpu.lower().replace(" ", "-") + ".json"
+    file = resources.files("flashstate.launch") / "tables" / name
+    if not file.is_file():
+        return {}
+    table = json.loads(file.read_text())["configs"]
+    return {key: {int(size): Config(*config) for size, config in entries.items()} for key, entries in table.items()}
+
+
+@functools.cache
+def gpu_name(device: torch.device) -> str:
+    """The name tables are filed under; an interpreted CPU has none."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreter"

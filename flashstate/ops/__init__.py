@@ -1,0 +1,1 @@
+"""The doors: one file per op, with its signature, its docstring, its checks and its launch."""

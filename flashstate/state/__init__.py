@@ -1,0 +1,1 @@
+"""What a stored state is: its formats, its rounding, and where its slots are."""

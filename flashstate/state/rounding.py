@@ -1,0 +1,59 @@
+"""Stochastic rounding: the random bits and the conversions, in plain torch. docs/formats.md defines both.
+
+kernels/state_io.py holds the same functions under the same names; for equal inputs both give equal bytes.
+Unsigned 32-bit words live in int64 tensors here, because torch has no arithmetic on uint32.
+"""
+
+import torch
+from torch import Tensor
+
+WORD = 0xFFFFFFFF
+SEED_STEP = 0x9E3779B97F4A7C15 - (1 << 64)  # what advance() adds to a seed, as a signed 64-bit number
+
+
+def philox(seed: Tensor, c0: Tensor, c1: int, c2: int, c3: int, rounds: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Philox-4x32: four words per counter. `seed` int64 is the key, low word first; it broadcasts against `c0`."""
+    seed, w0 = torch.broadcast_tensors(seed, c0)
+    k0, k1 = seed & WORD, (seed >> 32) & WORD
+    w1, w2, w3 = (torch.full_like(w0, c) for c in (c1, c2, c3))
+    for _ in range(rounds):
+        high, low = 0xCD9E8D57 * w2, 0xD2511F53 * w0  # 64-bit products; they wrap in int64, which keeps every bit
+        w0, w2 = (high >> 32) & WORD ^ w1 ^ k0, (low >> 32) & WORD ^ w3 ^ k1
+        w1, w3 = high & WORD, low & WORD
+        k0, k1 = (k0 + 0x9E3779B9) & WORD, (k1 + 0xBB67AE85) & WORD
+    return w0, w1, w2, w3
+
+
+def random_bits(seed: Tensor, shape: tuple[int, int, int], token: int, stream: int, rounds: int) -> Tensor:
+    """Sixteen random bits for every element of (heads, rows, cols), one set per seed: (batch, heads, rows, cols) int64.
+
+    One Philox call serves eight consecutive columns of a row; word i of it holds columns 2i (low half) and 2i + 1.
+    """
+    heads, rows, cols = shape
+    calls = -(-cols // 8)  # per row
+    c0 = torch.arange(heads * rows * calls, device=seed.device)
+    words = torch.stack(philox(seed[:, None], c0[None, :], token, stream, 0, rounds), dim=-1)  # (batch, calls, 4)
+    halves = torch.stack((words & 0xFFFF, words >> 16), dim=-1)  # (batch, calls, 4, 2)
+    return halves.reshape(-1, heads, rows, calls * 8)[..., :cols]
+
+
+def to_float16_stochastic(v: Tensor, random: Tensor) -> Tensor:
+    """float32 to float16, away from zero with the probability of the discarded fraction."""
+    bits, magnitude = v.view(torch.int32).long(), v.abs()
+    code = ((bits & 0x7FFFFFFF) + (random & 0x1FFF) >> 13) - (112 << 10)  # 13 mantissa bits fewer, exponent bias 15
+    subnormal = magnitude < 2.0**-14  # multiples of 2^-24: the code is the multiple; 16 bits of fraction below it
+    fixed_point = torch.where(subnormal, magnitude, 0.0) * 2.0**40
+    code = torch.where(subnormal, fixed_point.long() + random >> 16, code)
+    code = torch.where(magnitude > 65504.0, 0x7BFF, code)  # rounding never makes an inf,
+    code = torch.where(magnitude >= 65536.0, 0x7C00, code)  # but what is too large by a whole step is one
+    code = torch.where(v.isnan(), 0x7E00, code)
+    return (code | bits >> 16 & 0x8000).to(torch.uint16).view(torch.float16)
+
+
+def to_bfloat16_stochastic(v: Tensor, random: Tensor) -> Tensor:
+    """float32 to bfloat16, away from zero with the probability of the discarded fraction."""
+    bits = v.view(torch.int32).long() & WORD
+    magnitude = bits & 0x7FFFFFFF
+    random = torch.where(magnitude < 0x7F7F0000, random, 0)  # from the largest finite value on: truncate; inf stays
+    code = torch.where(v.isnan(), 0x7FC0, bits + random >> 16)
+    return code.to(torch.uint16).view(torch.bfloat16)
