@@ -20,6 +20,13 @@ def uses_kernels(device: torch.device) -> bool:
     raise ValueError(f"state is on {device}; flashstate runs on cuda and cpu devices")
 
 
+def kernel_rounding(rounding: str, device: torch.device) -> str:
+    """The name kernels know a rounding by: on NVIDIA GPUs, stochastic rounding has a form of its own, equal in bytes."""
+    if rounding == "stochastic" and device.type == "cuda" and torch.version.cuda is not None:
+        return "stochastic_ptx"
+    return rounding
+
+
 @contextmanager
 def interpreted() -> Iterator[None]:
     """Send ops on CPU tensors through the Triton kernels, run by Triton's interpreter."""

@@ -16,7 +16,7 @@ from flashstate.errors import (
     dtype_name,
     tied,
 )
-from flashstate.launch import Problem, choose, uses_kernels
+from flashstate.launch import Problem, choose, kernel_rounding, uses_kernels
 from flashstate.launch.config import ACCESS_BYTES, gpu_name
 from flashstate.ops.library import register
 from flashstate.reference import mamba2 as reference
@@ -69,7 +69,9 @@ def mamba2_step(
     dt = tied("dt", dt, ("batch", "heads"), (batch, heads), ("rows",), (rows,), device)
     A = check_contiguous("A", tied("A", A, ("heads",), (heads,), ("rows", "cols"), (rows, cols), device))
     if dt_bias is not None:
-        dt_bias = check_contiguous("dt_bias", tied("dt_bias", dt_bias, ("heads",), (heads,), ("rows",), (rows,), device))
+        dt_bias = check_contiguous(
+            "dt_bias", tied("dt_bias", dt_bias, ("heads",), (heads,), ("rows",), (rows,), device)
+        )
     if D is not None:
         D = _check_skip(D, heads, rows, device)
     _check_modes(state, batch, slots, dt_softplus, update)
@@ -165,7 +167,7 @@ def _run(
             H=heads, HEADS_PER_GROUP=heads // B.shape[1], ROWS=rows, COLS=cols,
             SLOT_ALIGN=math.gcd(slot_stride, ACCESS_BYTES // data.element_size()),
             D_PER_ROW=D is not None and D.dim() == 2, DT_SOFTPLUS=dt_softplus, UPDATE=update,
-            ROUNDING=rounding, ROUNDS=rounds, BLOCK_ROWS=config.block_rows, BLOCK_COLS=problem.block_cols,
+            ROUNDING=kernel_rounding(rounding, data.device), ROUNDS=rounds, BLOCK_ROWS=config.block_rows, BLOCK_COLS=problem.block_cols,
             num_warps=config.num_warps, enable_fp_fusion=False,
         )  # fmt: skip
 

@@ -87,8 +87,12 @@ def _check_data(data: Tensor) -> None:
     if slot_size >= 1 << 31:
         raise ValueError(f"data must have fewer than 2^31 elements per slot, got {slot_size}")
     dense = (slot_size, rows * cols, cols, 1)
-    if any(size > 1 and got != want for size, got, want in zip(data.shape[1:], data.stride()[1:], dense[1:], strict=True)):
-        raise ValueError(f"data must be contiguous within a slot, with strides (any, {dense[1]}, {dense[2]}, 1), got {data.stride()}")
+    if any(
+        size > 1 and got != want for size, got, want in zip(data.shape[1:], data.stride()[1:], dense[1:], strict=True)
+    ):
+        raise ValueError(
+            f"data must be contiguous within a slot, with strides (any, {dense[1]}, {dense[2]}, 1), got {data.stride()}"
+        )
     if slots > 1 and data.stride(0) < slot_size:
         raise ValueError(f"data has overlapping slots: slot stride {data.stride(0)}, slot size {slot_size}")
 
@@ -116,8 +120,12 @@ def _check_rounding(data: Tensor, rounding: str, rounds: int, seed: Tensor | Non
 
 def _check_hardware_rounding(device: torch.device) -> None:
     if device.type != "cuda" or torch.version.cuda is None:
-        raise ValueError(f"rounding='stochastic_hw' needs an NVIDIA GPU of compute capability 10.0 or 10.3, got {device}")
+        raise ValueError(
+            f"rounding='stochastic_hw' needs an NVIDIA GPU of compute capability 10.0 or 10.3, got {device}"
+        )
     capability = torch.cuda.get_device_capability(device)
     if capability not in HARDWARE_ROUNDING:
         got = ".".join(map(str, capability))
-        raise ValueError(f"rounding='stochastic_hw' needs compute capability 10.0 or 10.3, {device} has {got}; use 'stochastic'")
+        raise ValueError(
+            f"rounding='stochastic_hw' needs compute capability 10.0 or 10.3, {device} has {got}; use 'stochastic'"
+        )
