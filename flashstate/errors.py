@@ -85,4 +85,6 @@ def tied(
             raise ValueError(
                 f"{name} must be {describe_shape(axes, sizes)}, or expanded from it: got its own values along {axis}"
             )
-    return tensor[(..., *(0 for _ in more_axes))]
+    for _ in more_axes:
+        tensor = tensor[..., 0]
+    return tensor

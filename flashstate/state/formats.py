@@ -1,4 +1,4 @@
-"""The formats a state can be stored in, and how a float32 value becomes their bytes. docs/formats.md is the text to it."""
+"""The formats a state can be stored in, and how float32 values become their bytes; docs/formats.md has the words."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
