@@ -11,7 +11,7 @@ PAIRS = 4  # a register holds two float16 values; one 16-byte access holds four 
 
 
 def _rounding() -> str:
-    """PTX for PAIRS registers of float16 ($0...), from twice as many float32 values, then PAIRS words of random bits."""
+    """PTX operands: PAIRS registers of float16 to write, twice as many float32 values, PAIRS words of random bits."""
     out = [f"${i}" for i in range(PAIRS)]
     value = [f"${PAIRS + i}" for i in range(2 * PAIRS)]
     random = [f"${3 * PAIRS + i}" for i in range(PAIRS)]
@@ -30,7 +30,7 @@ def _rounding() -> str:
     for i in range(1, PAIRS):
         lines += [f"abs.f16x2 bits, {out[i]};", "min.f16x2 least, least, bits;", "max.NaN.f16x2 most, most, bits;"]
     lines += [
-        "mov.b32 bits, 0x04000400;",  # 2^-14 twice: anything subnormal, and a NaN whose sum wrapped around, is not above
+        "mov.b32 bits, 0x04000400;",  # 2^-14 twice: subnormals, and NaNs whose sum wrapped around, are not above
         "setp.gt.f16x2 p|q, least, bits;",
         "and.pred p, p, q;",
         "@!p bra special;",

@@ -14,51 +14,63 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 @triton.jit
 def load_state(ptrs, mask):
-    """The float32 values of a tile of stored state; zero where masked."""
+    """The float32 values of a tile of stored state; undefined where masked."""
     if ptrs.dtype.element_ty == tl.bfloat16:
-        code = tl.load(ptrs.to(tl.pointer_type(tl.uint16), bitcast=True), mask=mask, other=0)
+        code = tl.load(ptrs.to(tl.pointer_type(tl.uint16), bitcast=True), mask=mask, eviction_policy="evict_first")
         return (code.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:
-        return tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+        return tl.load(ptrs, mask=mask, eviction_policy="evict_first").to(tl.float32)
 
 
 @triton.jit
-def store_state(
-    ptrs, v, mask, rows, seed, token, stream, COLS: tl.constexpr, ROUNDING: tl.constexpr, ROUNDS: tl.constexpr
-):
-    """Round the float32 tile `v` and store it. `rows` (BLOCK_ROWS,) counts rows within the slot: head * ROWS + row.
+def store_state(ptrs, v, mask, random, ROUNDING: tl.constexpr):
+    """Round the float32 tile `v` and store it.
 
     ROUNDING is the state's, or "stochastic_ptx", which gives the bytes of "stochastic" and is for NVIDIA GPUs.
     """
     dtype: tl.constexpr = ptrs.dtype.element_ty
     if ROUNDING == "nearest":
         code = to_nearest(v, dtype, not INTERPRETED)
+    elif dtype == tl.bfloat16:
+        code = to_bfloat16_stochastic(v, random)
+    elif ROUNDING == "stochastic_hw":
+        code = to_float16_stochastic_hw(v, random)
+    elif ROUNDING == "stochastic_ptx":
+        code = to_float16_stochastic_ptx(v, random)
     else:
-        random = random_bits(seed, rows, token, stream, COLS, v.shape[1], ROUNDS)
-        if dtype == tl.bfloat16:
-            code = to_bfloat16_stochastic(v, random)
-        elif ROUNDING == "stochastic_hw":
-            code = to_float16_stochastic_hw(v, random)
-        elif ROUNDING == "stochastic_ptx":
-            code = to_float16_stochastic_ptx(v, random)
-        else:
-            code = to_float16_stochastic(v, random)
-    tl.store(ptrs.to(tl.pointer_type(code.dtype), bitcast=True), code, mask=mask)
+        code = to_float16_stochastic(v, random)
+    tl.store(ptrs.to(tl.pointer_type(code.dtype), bitcast=True), code, mask=mask, eviction_policy="evict_first")
 
 
 @triton.jit
-def random_bits(seed, rows, token, stream, COLS: tl.constexpr, BLOCK_COLS: tl.constexpr, ROUNDS: tl.constexpr):
-    """Sixteen random bits for every element of a (BLOCK_ROWS, BLOCK_COLS) tile, as uint32.
+def load_seed(seed_ptr, slot, live):
+    """The seed of a slot. Load it before the state: random bits are then drawn while the state is on its way."""
+    if seed_ptr is None:
+        return 0
+    else:
+        return tl.load(seed_ptr + slot, mask=live, other=0)
 
-    One Philox call serves eight consecutive columns; word i of it holds columns 2i (low half) and 2i + 1. A thread then
-    holds eight neighbouring columns, the layout of a 16-byte access of a 16-bit format.
+
+@triton.jit
+def random_bits(
+    seed, rows, token, stream,
+    COLS: tl.constexpr, BLOCK_COLS: tl.constexpr, ROUNDING: tl.constexpr, ROUNDS: tl.constexpr,
+):  # fmt: skip
+    """Sixteen random bits for every element of a (BLOCK_ROWS, BLOCK_COLS) tile, as uint32; 0 if none are needed.
+
+    `rows` (BLOCK_ROWS,) counts rows within the slot: head * ROWS + row. One Philox call serves eight consecutive
+    columns; word i of it holds columns 2i (low half) and 2i + 1. A thread then holds eight neighbouring columns, the
+    layout of a 16-byte access of a 16-bit format.
     """
-    calls: tl.constexpr = (COLS + 7) // 8  # per row
-    c0 = (rows[:, None] * calls + tl.arange(0, BLOCK_COLS // 8)[None, :]).to(tl.uint32)
-    r0, r1, r2, r3 = philox(seed, c0, token, stream, 0, ROUNDS)
-    words = tl.join(tl.join(r0, r2), tl.join(r1, r3))  # (rows, calls, 2, 2): r0 r1 r2 r3
-    halves = tl.join(words & 0xFFFF, words >> 16)  # (rows, calls, 2, 2, 2)
-    return tl.reshape(halves, (rows.shape[0], BLOCK_COLS))
+    if ROUNDING == "nearest":
+        return 0
+    else:
+        calls: tl.constexpr = (COLS + 7) // 8  # per row
+        c0 = (rows[:, None] * calls + tl.arange(0, BLOCK_COLS // 8)[None, :]).to(tl.uint32)
+        r0, r1, r2, r3 = philox(seed, c0, token, stream, 0, ROUNDS)
+        words = tl.join(tl.join(r0, r2), tl.join(r1, r3))  # (rows, calls, 2, 2): r0 r1 r2 r3
+        halves = tl.join(words & 0xFFFF, words >> 16)  # (rows, calls, 2, 2, 2)
+        return tl.reshape(halves, (rows.shape[0], BLOCK_COLS))
 
 
 @triton.jit

@@ -21,7 +21,7 @@ def uses_kernels(device: torch.device) -> bool:
 
 
 def kernel_rounding(rounding: str, device: torch.device) -> str:
-    """The name kernels know a rounding by: on NVIDIA GPUs, stochastic rounding has a form of its own, equal in bytes."""
+    """The name kernels know a rounding by: NVIDIA GPUs have their own form of stochastic rounding, equal in bytes."""
     if rounding == "stochastic" and device.type == "cuda" and torch.version.cuda is not None:
         return "stochastic_ptx"
     return rounding

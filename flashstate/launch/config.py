@@ -30,30 +30,43 @@ class Config:
 
 @dataclass(frozen=True)
 class Problem:
-    """What a config is chosen for. Fields up to `rounding` name a table; `batch_heads` finds the entry in it."""
+    """What a config is chosen for. Fields up to `vector` name a table; `batch_heads` finds the entry in it."""
 
     op: str
     rows: int
     cols: int
     format: str
     rounding: str
+    vector: int  # consecutive elements of state that one access of a thread takes: 16 bytes where alignment allows
     batch_heads: int
 
     @property
     def block_cols(self) -> int:
-        """Columns of a tile: the whole row, padded to a power of two that fills at least one random call."""
-        return max(16, 1 << (self.cols - 1).bit_length())
+        """Columns of a tile: the whole row, padded to a power of two that holds whole Philox calls."""
+        return max(16, next_power_of_2(self.cols))
 
     @property
     def rows_per_warp(self) -> int:
         """Rows that one access of a warp covers; a program has at least these for each of its warps."""
-        itemsize: int = getattr(torch, self.format).itemsize
-        return max(1, WARP * (ACCESS_BYTES // itemsize) // self.block_cols)
+        return max(1, WARP * self.vector // self.block_cols)
 
     def valid(self, config: Config) -> bool:
-        """Whether `config` keeps the reduction order."""
-        powers_of_two = all(n > 0 and n & (n - 1) == 0 for n in (config.block_rows, config.num_warps))
-        return powers_of_two and config.block_rows >= config.num_warps * self.rows_per_warp
+        """Whether `config` keeps the reduction order. Triton splits a row that one access of a warp does not cover over
+        the warps there are, so such rows get one warp."""
+        powers_of_two = all(n == next_power_of_2(n) for n in (config.block_rows, config.num_warps))
+        splits_rows = config.num_warps > 1 and WARP * self.vector < self.block_cols
+        return powers_of_two and not splits_rows and config.block_rows >= config.num_warps * self.rows_per_warp
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+def access_width(data: torch.Tensor) -> int:
+    """Elements per access that a pool's alignment allows. Of a pointer, Triton knows only if it is 16-byte aligned."""
+    if data.data_ptr() % ACCESS_BYTES:
+        return 1
+    return math.gcd(data.shape[-1], data.stride(0), ACCESS_BYTES // data.element_size())
 
 
 _overridden: Config | None = None
@@ -94,17 +107,17 @@ def _look_up(problem: Problem, gpu: str) -> tuple[Config, str]:
 
 
 def _heuristic(problem: Problem) -> Config:
-    """One warp with a few rows for small batches, so that the rows of a head spread over many programs; four for large."""
+    """One warp with a few rows for small batches, so that a head spreads over many programs; four warps for large."""
     num_warps, per_thread = (1, 32) if problem.batch_heads < 2048 else (4, 64)
-    all_rows = 1 << (problem.rows - 1).bit_length()
-    block_rows = min(all_rows, per_thread * WARP * num_warps // problem.block_cols)
-    while num_warps > 1 and num_warps * problem.rows_per_warp > block_rows:
-        num_warps //= 2
-    return Config(max(block_rows, num_warps * problem.rows_per_warp), num_warps)
+    block_rows = min(next_power_of_2(problem.rows), per_thread * WARP * num_warps // problem.block_cols)
+    config = Config(max(block_rows, problem.rows_per_warp), num_warps)
+    while not problem.valid(config):
+        config = Config(config.block_rows, config.num_warps // 2)
+    return config
 
 
 def _table_key(problem: Problem) -> str:
-    return f"{problem.op} {problem.rows}x{problem.cols} {problem.format} {problem.rounding}"
+    return f"{problem.op} {problem.rows}x{problem.cols} {problem.format} {problem.rounding} vector {problem.vector}"
 
 
 @functools.cache

@@ -35,7 +35,15 @@ def _run(seed: Tensor, read: Tensor | None, null: int) -> None:
         return
     with torch.cuda.device_of(seed):
         advance_seeds_kernel[(rows,)](
-            seed, read, fault_flag(seed.device), read_stride, seed.shape[0], null, SEED_STEP, num_warps=1
+            seed,
+            read,
+            fault_flag(seed.device),
+            read_stride,
+            seed.shape[0],
+            null,
+            SEED_STEP,
+            num_warps=1,
+            enable_fp_fusion=False,
         )
 
 

@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu, softplus
 
 from flashstate.reference.state_io import load_state, resolve_slots, store_state
 from flashstate.state.slots import Slots
 from flashstate.state.state import State
+
+
+def softplus(x: Tensor) -> Tensor:
+    """log(1 + exp(x)), the identity above 20.
+
+    Written with torch.exp and torch.log1p, as silu below with torch.exp: torch.nn.functional's versions round the last
+    elements of a CPU tensor differently from the rest, so a row would depend on its neighbours.
+    """
+    return torch.where(x > 20.0, x, torch.log1p(torch.exp(x)))
+
+
+def silu(x: Tensor) -> Tensor:
+    return x / (1.0 + torch.exp(-x))
 
 
 def mamba2_token(
@@ -32,7 +44,7 @@ def mamba2_token(
     if dt_bias is not None:
         dt = dt + dt_bias.to(s.dtype)
     if dt_softplus:
-        dt = softplus(dt, threshold=20.0)  # (batch, H)
+        dt = softplus(dt)  # (batch, H)
     dA = torch.exp(dt * A)  # (batch, H)
     s = s * dA[..., None, None] + (dt[..., None] * x)[..., None] * B[..., None, :]  # (batch, H, D, N)
     y = (s * C[..., None, :]).sum(-1)  # (batch, H, D)

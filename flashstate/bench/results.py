@@ -1,0 +1,107 @@
+"""What a benchmark leaves behind: rows, where they come from, and the CSV that holds both."""
+
+from __future__ import annotations
+
+import csv
+import platform
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flashstate.info import versions
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement; its fields are the columns of the CSV."""
+
+    implementation: str
+    format: str
+    rounding: str
+    batch: int
+    heads: int
+    groups: int
+    rows: int
+    cols: int
+    microseconds: float  # per call, median
+    spread: float  # slowest minus fastest, relative to the median
+    gigabytes_per_second: float  # of the bytes a call must move at least
+    percent_of_touch: float | None  # None where there is no roof: on a CPU
+
+    @property
+    def label(self) -> str:
+        """Format and rounding in one word or two."""
+        return self.format if self.rounding == "nearest" else f"{self.format} {self.rounding}"
+
+    @property
+    def shape(self) -> str:
+        return f"{self.heads} heads, {self.groups} group{'s' if self.groups > 1 else ''}, {self.rows} x {self.cols}"
+
+
+PARSERS: dict[str, Callable[[str], Any]] = {
+    "str": str,
+    "int": int,
+    "float": float,
+    "float | None": lambda text: float(text) if text else None,
+}
+
+
+def write_csv(path: Path, rows: Sequence[Row], provenance: Mapping[str, str]) -> None:
+    """Comment lines that say where the numbers come from, a header, and the rows."""
+    with path.open("w", newline="") as file:
+        file.writelines(f"# {name}: {value}\n" for name, value in provenance.items())
+        writer = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
+        writer.writeheader()
+        for row in rows:
+            writer.writerow({name: _rounded(value) for name, value in asdict(row).items()})
+
+
+def _rounded(value: object) -> object:
+    return f"{value:.5g}" if isinstance(value, float) else value
+
+
+def read_csv(path: Path) -> tuple[dict[str, str], list[Row]]:
+    """The provenance and the rows of such a file."""
+    lines = path.read_text().splitlines()
+    comments = [line[2:].partition(": ") for line in lines if line.startswith("# ")]
+    records = list(csv.DictReader(line for line in lines if not line.startswith("#")))
+    columns = [field.name for field in fields(Row)]
+    if not records or list(records[0]) != columns:
+        raise ValueError(f"{path} is not a file that flashstate bench wrote: it wants the columns {', '.join(columns)}")
+    rows = [
+        Row(**{field.name: PARSERS[str(field.type)](record[field.name]) for field in fields(Row)}) for record in records
+    ]
+    return {name: value for name, _, value in comments}, rows
+
+
+def provenance_of(device: torch.device) -> dict[str, str]:
+    """Everything that a number depends on and that the rows do not say."""
+    found = {**versions(), "commit": _commit(), "date": datetime.now(timezone.utc).date().isoformat()}
+    if device.type == "cuda":
+        found["device"] = torch.cuda.get_device_name(device)
+        found["driver"] = _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0")
+        found["CUDA"] = str(torch.version.cuda or torch.version.hip)
+    else:
+        found["device"] = f"CPU, {platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+    return found
+
+
+def _commit() -> str:
+    """The commit of the sources, with "-dirty" where they differ from it; "unknown" where git does not track them."""
+    here = ("git", "-C", str(Path(__file__).parent))
+    if _output_of(*here, "ls-files", Path(__file__).name) == "unknown":
+        return "unknown"
+    return _output_of(*here, "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
+
+
+def _output_of(*command: str) -> str:
+    try:
+        output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return output or "unknown"

@@ -1,0 +1,109 @@
+"""`flashstate check`: the laws of flashstate.laws, proved on the user's own device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from rich.text import Text
+
+from flashstate.launch import uses_kernels
+from flashstate.laws import LawBroken, laws_for
+from flashstate.testing import ODD_CASES, REAL_CASES, Case
+
+Law = Callable[[Case, torch.device], None]
+SHOWN_FAILURES = 3  # per law
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How one law fared: over how many cases, and what each case that broke it had to say."""
+
+    law: str
+    cases: int
+    failures: dict[str, str]  # case -> message
+
+
+def run_check(device: torch.device, quick: bool) -> int:
+    """Prove the laws, print the verdicts, and return the exit status: 0 if all hold, 1 otherwise."""
+    laws = laws_for(device)
+    pairs = [(words, case) for words in laws for case in cases_on(device, quick)]
+    tracked = track(pairs, description="proving", console=Console(stderr=True), transient=True)
+    return show_verdicts(prove(laws, tracked, device), device)
+
+
+def cases_on(device: torch.device, quick: bool) -> Sequence[Case]:
+    """The cases for a device: real shapes need a GPU. `quick`: the first case of every format and rounding."""
+    cases = REAL_CASES + ODD_CASES if device.type == "cuda" else ODD_CASES
+    if not quick:
+        return cases
+    firsts = {(case.format, case.rounding): case for case in reversed(cases)}
+    return list(firsts.values())[::-1]
+
+
+def prove(laws: Mapping[str, Law], pairs: Iterable[tuple[str, Case]], device: torch.device) -> list[Verdict]:
+    """Try every pair of a law's name and a case; one verdict per law, in their order."""
+    tried = dict.fromkeys(laws, 0)
+    failures: dict[str, dict[str, str]] = {words: {} for words in laws}
+    for words, case in pairs:
+        tried[words] += 1
+        complaint = complaint_of(laws[words], case, device)
+        if complaint is not None:
+            failures[words][str(case)] = complaint
+    return [Verdict(words, tried[words], failures[words]) for words in laws]
+
+
+def complaint_of(law: Law, case: Case, device: torch.device) -> str | None:
+    """What the law says against this case; None if it holds. A crash is a complaint too."""
+    try:
+        law(case, device)
+    except LawBroken as broken:
+        return str(broken)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def show_verdicts(verdicts: Sequence[Verdict], device: torch.device) -> int:
+    console = Console()
+    table = Table(
+        "law",
+        "cases",
+        "verdict",
+        title=f"Laws, proved for {implementation(device)}",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+    )
+    for verdict in verdicts:
+        word = Text(f"broken by {len(verdict.failures)}", "red") if verdict.failures else Text("holds", "green")
+        table.add_row(Text(verdict.law), str(verdict.cases), word)
+    console.print(table)
+    broken = [verdict for verdict in verdicts if verdict.failures]
+    for verdict in broken:
+        _show_failures(console, verdict)
+    if broken:
+        console.print(f"{len(broken)} of {len(verdicts)} laws are broken by {implementation(device)}.", style="red")
+        return 1
+    console.print(f"All {len(verdicts)} laws hold for {implementation(device)}.", style="green")
+    return 0
+
+
+def _show_failures(console: Console, verdict: Verdict) -> None:
+    console.print(Text(f"\nbroken: {verdict.law}", "red"))
+    for case, message in list(verdict.failures.items())[:SHOWN_FAILURES]:
+        console.print(Text(f"  {case}\n    {message}"), soft_wrap=True)
+    more = len(verdict.failures) - SHOWN_FAILURES
+    if more > 0:
+        console.print(f"  and {more} more cases")
+
+
+def implementation(device: torch.device) -> str:
+    """What runs a call on this device, in words."""
+    if device.type == "cuda":
+        return f"the kernels on {torch.cuda.get_device_name(device)}"
+    return "the kernels in Triton's interpreter" if uses_kernels(device) else "the reference on the CPU"

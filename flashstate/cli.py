@@ -1,0 +1,179 @@
+"""The command line: flashstate info | check | demo | bench. It parses options; other modules do the work."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from flashstate.state.formats import FORMATS, ROUNDINGS
+
+FORMAT_NAMES = tuple(format.name for format in FORMATS.values())
+BENCH_FORMATS = ("float32", "bfloat16", "float16", "float16:stochastic")
+BATCHES = (1, 4, 16, 64, 256, 1024)
+CPU_BATCHES = (1, 4, 16)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command and return its exit status: 0 well, 1 something is wrong with flashstate, 2 a bad option."""
+    options = build_parser().parse_args(argv)
+    try:
+        status: int = options.run(options)
+    except (ValueError, OSError) as error:
+        Console(stderr=True).print(f"flashstate: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        return 2
+    return status
+
+
+def build_parser() -> argparse.ArgumentParser:
+    from flashstate.info import flashstate_version
+
+    parser = argparse.ArgumentParser(
+        prog="flashstate", description="Step the recurrent state of language models while they generate."
+    )
+    parser.add_argument("--version", action="version", version=f"flashstate {flashstate_version()}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="info | check | demo | bench")
+    for add in (_add_info, _add_check, _add_demo, _add_bench):
+        add(commands)
+    return parser
+
+
+Commands = argparse._SubParsersAction  # what add_subparsers returns; argparse has no public name for it
+
+
+def _add_info(commands: Commands[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("info", help="versions, devices, formats, and which launch config a case gets and why")
+    _add_shape(parser)
+    parser.add_argument("--format", choices=FORMAT_NAMES, default="float32")
+    parser.add_argument("--rounding", choices=ROUNDINGS, default="nearest")
+    parser.add_argument("--batch", type=positive, nargs="+", default=BATCHES, metavar="N")
+    parser.add_argument("--gpu", metavar="NAME", help="show the configs of this GPU instead of yours")
+    parser.set_defaults(run=_info)
+
+
+def _add_check(commands: Commands[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("check", help="prove the laws every op obeys, on your device")
+    _add_device(parser)
+    parser.add_argument("--quick", action="store_true", help="one case per format")
+    parser.set_defaults(run=_check)
+
+
+def _add_demo(commands: Commands[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("demo", help="serve requests from one pool per format and compare with float64")
+    _add_device(parser)
+    parser.add_argument("--steps", type=positive, default=1500, metavar="N", help="model steps (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N")
+    parser.set_defaults(run=_demo)
+
+
+def _add_bench(commands: Commands[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("bench", help="time mamba2_step beside the roof of memory and other libraries")
+    _add_device(parser)
+    _add_shape(parser)
+    parser.add_argument("--groups", type=positive, default=1, metavar="N")
+    parser.add_argument(
+        "--formats", nargs="+", default=BENCH_FORMATS, metavar="FORMAT[:ROUNDING]", help="such as float16:stochastic"
+    )
+    parser.add_argument(
+        "--batches", type=positive, nargs="+", metavar="N", help=f"default: {_listed(BATCHES)}; on a CPU fewer"
+    )
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the measurements there")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them there, as a PNG")
+    parser.add_argument("--from-csv", type=Path, metavar="FILE", help="measure nothing: show and draw this file")
+    parser.set_defaults(run=_bench)
+
+
+def _add_device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", metavar="DEVICE", help="cpu, cuda or cuda:N (default: cuda if there is one)")
+
+
+def _add_shape(parser: argparse.ArgumentParser) -> None:
+    for name, size in (("heads", 16), ("rows", 64), ("cols", 128)):
+        parser.add_argument(f"--{name}", type=positive, default=size, metavar="N", help="default: %(default)s")
+
+
+def _info(options: argparse.Namespace) -> int:
+    from flashstate.info import show_info
+    from flashstate.testing import Case
+
+    name, rounding = check_format(options.format, options.rounding)
+    case = Case(heads=options.heads, rows=options.rows, cols=options.cols, format=name, rounding=rounding)
+    show_info([replace(case, batch=batch) for batch in options.batch], options.gpu)
+    return 0
+
+
+def _check(options: argparse.Namespace) -> int:
+    from flashstate.check import run_check
+
+    return run_check(find_device(options.device), options.quick)
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from flashstate.demo import show_demo
+
+    show_demo(find_device(options.device), options.steps, options.seed)
+    return 0
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from flashstate.bench.run import cases_of, redraw, run_bench
+
+    if options.from_csv is not None:
+        return redraw(options.from_csv, options.plot)
+    device = find_device(options.device)
+    formats = [parse_format(text) for text in options.formats]
+    batches = options.batches or (BATCHES if device.type == "cuda" else CPU_BATCHES)
+    cases = cases_of(formats, batches, options.heads, options.groups, options.rows, options.cols)
+    return run_bench(cases, device, options.csv, options.plot)
+
+
+def positive(text: str) -> int:
+    """An argparse type: an int above zero."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
+    return number
+
+
+def find_device(name: str | None) -> torch.device:
+    """The device an option names, or the best there is; ValueError where there is no such device."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu") if name is None else _parse_device(name)
+    if device.type == "cpu":
+        return device
+    index = 0 if device.index is None else device.index
+    if index >= torch.cuda.device_count():
+        raise ValueError(f"--device {name}: this machine has {torch.cuda.device_count()} GPUs that torch can use")
+    return torch.device("cuda", index)
+
+
+def _parse_device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device must be cpu, cuda or cuda:N, got {name!r}")
+    return device
+
+
+def parse_format(text: str) -> tuple[str, str]:
+    """Format and rounding of "float16:stochastic"; without a rounding it is to nearest."""
+    name, _, rounding = text.partition(":")
+    return check_format(name, rounding or "nearest")
+
+
+def check_format(name: str, rounding: str) -> tuple[str, str]:
+    """Raise ValueError unless the format exists and knows the rounding; returns both."""
+    roundings = {format.name: format.roundings for format in FORMATS.values()}
+    if name not in roundings:
+        raise ValueError(f"there is no format {name!r}, only {_listed(FORMAT_NAMES)}")
+    if rounding not in roundings[name]:
+        raise ValueError(f"{name} has no rounding {rounding!r}, only {_listed(roundings[name])}")
+    return name, rounding
+
+
+def _listed(items: tuple[object, ...]) -> str:
+    return ", ".join(map(str, items))

@@ -1,0 +1,154 @@
+"""What a user installs and imports: the names, the files, the version, and the map of the tree."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import subprocess
+import sys
+from importlib import metadata, resources
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import flashstate
+from flashstate.launch.config import load_table
+
+ROOT = Path(__file__).parent.parent
+
+STEP = """
+state, x, dt, A = torch.zeros(2, 1, 4, 8), torch.ones(2, 1, 4), torch.ones(2, 1), -torch.ones(1)
+B = torch.ones(2, 1, 8)
+y = flashstate.mamba2_step(state, x, dt, A, B, B)
+assert bool((y > 0).all() and (state > 0).all())
+"""
+
+
+def run_python(code: str) -> None:
+    """Run `code` in a fresh interpreter; its traceback is the message of a failure."""
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def pyproject() -> dict[str, Any]:
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 cannot read TOML")
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def test_public_names_are_exactly_all() -> None:
+    public = {
+        name
+        for name, value in vars(flashstate).items()
+        if not name.startswith("_") and not isinstance(value, ModuleType)
+    }
+    assert public == set(flashstate.__all__)
+
+
+@pytest.mark.parametrize("name", flashstate.__all__)
+def test_every_public_name_has_a_docstring_of_its_own(name: str) -> None:
+    doc = inspect.getdoc(getattr(flashstate, name))
+    assert doc
+    assert not doc.startswith(f"{name}("), "this is the signature that dataclass makes up"
+
+
+def test_the_import_and_a_cpu_step_work_without_triton() -> None:
+    run_python(f"import sys\nsys.modules['triton'] = None  # importing it fails\nimport torch, flashstate\n{STEP}")
+
+
+def test_the_import_and_a_cpu_step_do_not_import_triton() -> None:
+    code = f"""
+import sys, torch
+by_torch = set(sys.modules)
+import flashstate
+{STEP}
+added = {{name for name in set(sys.modules) - by_torch if name.split(".")[0] == "triton"}}
+kernels = {{name for name in sys.modules if name.startswith("flashstate.kernels")}}
+assert not added and not kernels, (added, kernels)
+"""
+    run_python(code)
+
+
+def test_the_type_marker_is_found_in_the_package() -> None:
+    assert (resources.files("flashstate") / "py.typed").is_file()
+
+
+def test_every_launch_table_is_found_in_the_package_under_the_name_of_its_gpu() -> None:
+    tables = list((resources.files("flashstate.launch") / "tables").iterdir())
+    assert tables
+    for file in tables:
+        assert json.loads(file.read_text())["configs"].keys() == load_table(file.name.removesuffix(".json")).keys()
+
+
+def test_every_file_of_the_package_is_built_into_it() -> None:
+    patterns = pyproject()["tool"]["setuptools"]["package-data"]["flashstate"]
+    package = ROOT / "flashstate"
+    data = {file for pattern in patterns for file in package.glob(pattern)}
+    files = {ROOT / name for name in files_of_the_tree() if name.startswith("flashstate/")}
+    missed = {file for file in files - data if file.suffix != ".py"}
+    assert not missed, f"not in package-data: {missed}"
+    homeless = {file for file in files if file.suffix == ".py" and not (file.parent / "__init__.py").exists()}
+    assert not homeless, f"not in a package: {homeless}"
+
+
+def test_the_installed_version_is_the_declared_one() -> None:
+    assert metadata.version("flashstate") == pyproject()["project"]["version"]
+
+
+def test_the_newest_release_in_the_changelog_is_the_declared_version() -> None:
+    released = re.findall(r"^## \[(\d[^\]]*)\]", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert released[0] == pyproject()["project"]["version"]
+
+
+def git(*arguments: str) -> str:
+    """What git prints in the root of the tree; skips where this is not a checkout of its own."""
+    try:
+        result = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
+    except FileNotFoundError:
+        pytest.skip("git is not installed, so the files of the tree are not known")
+    if result.returncode != 0:
+        pytest.skip(f"not in a git checkout: {result.stderr.strip()}")
+    return result.stdout
+
+
+def files_of_the_tree() -> set[str]:
+    """Every file git tracks or would track, relative to the root."""
+    if Path(git("rev-parse", "--show-toplevel").strip()).resolve() != ROOT.resolve():
+        pytest.skip("not in a git checkout of its own: the tree lies inside another repository")
+    listed = git("ls-files", "-z", "--cached", "--others", "--exclude-standard").split("\0")
+    return {name for name in listed if name and (ROOT / name).is_file()}
+
+
+def map_of_the_tree() -> dict[str, str]:
+    """Path to description, from the block in CONTRIBUTING.md; a directory ends with a slash."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```text\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    entries: dict[str, str] = {}
+    parents: list[str] = []
+    for line in block.splitlines():
+        indent = len(line) - len(line.lstrip(" "))
+        name, _, description = line.strip().partition(" ")
+        assert indent in range(0, 2 * len(parents) + 1, 2), f"indentation of {line!r}"
+        parents = parents[: indent // 2]
+        path = "".join(parents) + name
+        assert path not in entries, f"{path} is on the map twice"
+        entries[path] = description.strip()
+        if name.endswith("/"):
+            parents.append(name)
+    return entries
+
+
+def test_the_map_in_contributing_is_the_tree() -> None:
+    entries, files = map_of_the_tree(), files_of_the_tree()
+    mapped = {path for path in entries if not path.endswith("/")}
+    assert mapped == files, f"not on the map: {sorted(files - mapped)}; not in the tree: {sorted(mapped - files)}"
+
+
+def test_the_map_describes_every_entry_and_names_no_empty_directory() -> None:
+    entries = map_of_the_tree()
+    assert all(entries.values()), [path for path, description in entries.items() if not description]
+    for path in entries:
+        if path.endswith("/"):
+            assert any(other.startswith(path) and other != path for other in entries), f"{path} is empty"
