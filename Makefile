@@ -1,45 +1,44 @@
-# make demo | make test need nothing but Python >= 3.10; each makes the environment it uses.
+# `make demo` and `make test` need nothing but Python >= 3.10: each makes the environment it uses.
 VENV   ?= .venv
 PYTHON ?= $(VENV)/bin/python
 JOBS   ?= 2
 
-# With PYTHON=python3 (an environment you already have) nothing is installed.
+# With PYTHON=python3, an environment that is already there, nothing is installed.
 ENVIRONMENT := $(if $(filter $(VENV)/bin/python,$(PYTHON)),$(VENV)/ready)
-INTERPRETED := TRITON_INTERPRET=1 $(PYTHON) -m pytest -n $(JOBS) -m "not gpu and not compiled"
-COMPILED    := env -u TRITON_INTERPRET $(PYTHON) -m pytest -n $(JOBS) -m compiled
+PYTEST      := OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(JOBS)
 
-.PHONY: demo test lint test-oldest test-gpu clean
+.PHONY: demo test lint test-kernels test-oldest test-gpu figures clean
 
 demo: $(ENVIRONMENT)
 	$(PYTHON) -m flashstate demo
 
-test: $(ENVIRONMENT) lint
-	$(INTERPRETED)
-	$(COMPILED)
+test: lint test-kernels
+
+# Triton's interpreter replaces every kernel when triton is imported, so compile-only tests are a process of their own.
+test-kernels: $(ENVIRONMENT)
+	TRITON_INTERPRET=1 $(PYTEST) -m "not gpu and not compiled"
+	env -u TRITON_INTERPRET $(PYTEST) -m compiled
 
 lint: $(ENVIRONMENT)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
 
-# The other end of the supported Triton range; the newest is what `make test` installs.
-test-oldest: .venv-oldest/ready
-	TRITON_INTERPRET=1 .venv-oldest/bin/python -m pytest -n $(JOBS) -m "not gpu and not compiled"
-	env -u TRITON_INTERPRET .venv-oldest/bin/python -m pytest -n $(JOBS) -m compiled
+# The other end of the supported Triton range; `make test` has the newest.
+test-oldest:
+	$(MAKE) test-kernels VENV=.venv-oldest TRITON='triton==3.6.0'
 
+# JOBS processes compile beside each other and share the GPU.
 test-gpu: $(ENVIRONMENT)
-	env -u TRITON_INTERPRET $(PYTHON) -m pytest -m gpu
+	env -u TRITON_INTERPRET $(PYTEST) -m gpu
+
+figures: $(ENVIRONMENT)
+	$(PYTHON) -m flashstate bench --from-csv results/h200.csv --plot docs/h200.png
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	python3 -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --upgrade pip
-	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
-	touch $@
-
-.venv-oldest/ready: pyproject.toml constraints.txt
-	python3 -m venv .venv-oldest
-	.venv-oldest/bin/python -m pip install --quiet --upgrade pip
-	.venv-oldest/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]' triton==3.6.0
+	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]' $(TRITON)
 	touch $@
 
 clean:

@@ -16,25 +16,25 @@ from flashstate.testing import Case, Inputs, error_ratio, make_inputs, oracle, w
 
 Law = Callable[[Case, torch.device], None]
 LAWS: dict[str, Law] = {}
+NEEDS: dict[str, str] = {}  # what a law is about, where it does not speak of every implementation: "kernels" or "cuda"
 
 
 class LawBroken(AssertionError):  # noqa: N818  (a verdict, not an error)
     """A law does not hold."""
 
 
-def law(words: str) -> Callable[[Law], Law]:
+def law(words: str, *, needs: str = "") -> Callable[[Law], Law]:
     def add(check: Law) -> Law:
-        LAWS[words] = check
+        LAWS[words], NEEDS[words] = check, needs
         return check
 
     return add
 
 
 def laws_for(device: torch.device) -> dict[str, Law]:
-    """The laws that say something on this device: a CPU has no graphs and streams, and the reference no configs."""
-    only_cuda = {graph_replays_draw_fresh_bits, second_stream_works}
-    silent = (set() if device.type == "cuda" else only_cuda) | (set() if uses_kernels(device) else {configs_agree})
-    return {words: check for words, check in LAWS.items() if check not in silent}
+    """The laws that say something on this device: the reference has no configs, and a CPU no graphs and streams."""
+    there = {"", "cuda", "kernels"} if device.type == "cuda" else {"", "kernels"} if uses_kernels(device) else {""}
+    return {words: check for words, check in LAWS.items() if NEEDS[words] in there}
 
 
 def require(condition: bool, message: str) -> None:
@@ -97,7 +97,7 @@ def independence(case: Case, device: torch.device) -> None:
         require_equal_bytes(f"state of row {row}", alone.state.data[slot], together.state.data[slot])
 
 
-@law("the launch config does not change a byte")
+@law("the launch config does not change a byte", needs="kernels")
 def configs_agree(case: Case, device: torch.device) -> None:
     inputs = make_inputs(replace(case, x="float32"), device)  # a float32 output shows every bit of a sum
     first, y_first = None, None
@@ -169,6 +169,24 @@ def _require_fault(kind: str | None) -> None:
         require(kind is not None and kind in str(error), f"unexpected fault: {error}")
     else:
         require(kind is None, f"a {kind} slot past the pool went unnoticed")
+
+
+@law("NaN in a row's input shows in that row and nowhere else")
+def nan_is_local(case: Case, device: torch.device) -> None:
+    for name in ("x", "dt", "B", "C"):
+        inputs = make_inputs(case, device)
+        clean = inputs.fresh()
+        inputs.arguments = {**inputs.arguments, name: inputs.arguments[name].clone()}
+        inputs.arguments[name][0] = torch.nan
+        y, y_clean = inputs.step(), clean.step()
+        require(bool(y[0].isnan().all()), f"NaN in {name} was hidden")
+        require_equal_bytes("the other rows", y[1:], y_clean[1:])
+        rest = rest_of(inputs)
+        require_equal_bytes("slots outside the batch", inputs.state.data[rest], clean.state.data[rest])
+        if name != "C":
+            require(
+                bool(inputs.state.data[int(inputs.slots[0])].isnan().all()), f"NaN in {name} did not reach the state"
+            )
 
 
 @law("a separate write slot receives the state, and the read slot keeps its own")
@@ -303,7 +321,7 @@ def _seeds(inputs: Inputs) -> Tensor:
     return inputs.state.seed
 
 
-@law("a CUDA graph draws fresh random bits at every replay")
+@law("a CUDA graph draws fresh random bits at every replay", needs="cuda")
 def graph_replays_draw_fresh_bits(case: Case, device: torch.device) -> None:
     inputs = make_inputs(case, device)
     eager = inputs.fresh()
@@ -326,7 +344,7 @@ def graph_replays_draw_fresh_bits(case: Case, device: torch.device) -> None:
         require_equal_bytes("state after a replay", inputs.state.data, eager.state.data)
 
 
-@law("a second stream works")
+@law("a second stream works", needs="cuda")
 def second_stream_works(case: Case, device: torch.device) -> None:
     inputs = make_inputs(case, device)
     other = inputs.fresh()

@@ -1,0 +1,30 @@
+"""Which tests can run in this process, and memory that shows when nobody wrote it."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+REASONS = {
+    "gpu": (torch.cuda.is_available() and not INTERPRETING, "needs a GPU (make test-gpu)"),
+    "interpreted": (INTERPRETING, "needs TRITON_INTERPRET=1 (make test)"),
+    "compiled": (not INTERPRETING, "needs TRITON_INTERPRET unset (make test)"),
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        for marker, (possible, reason) in REASONS.items():
+            if item.get_closest_marker(marker) and not possible:
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def fresh_memory_holds_nan() -> Iterator[None]:
+    """torch.empty gives NaN (or the largest integer), so that a result nobody wrote does not look like one."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -1,0 +1,231 @@
+"""mamba2_step: the laws on every implementation, an independent model, torch.compile, and pools of any size."""
+
+import math
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+import flashstate
+from flashstate.laws import LAWS, NEEDS
+from flashstate.reference.mamba2 import mamba2_token
+from flashstate.testing import ODD_CASES, REAL_CASES, Case, Inputs, interpreted, make_inputs
+
+CPU = torch.device("cpu")
+CUDA = torch.device("cuda")
+GPU_CASES = REAL_CASES + ODD_CASES
+ALL_CONFIGS = "the launch config does not change a byte"
+SHAPES_FOR_CONFIGS = {(64, 128), (128, 256), (80, 20), (4, 33)}
+
+
+def laws(*about: str) -> list[str]:
+    return [words for words in LAWS if NEEDS[words] in about]
+
+
+def gpu_law_cases() -> list[tuple[str, Case]]:
+    """Every law on every case, but all configs only for a few shapes: each config is a compilation."""
+    product = [(words, case) for words in laws("", "kernels", "cuda") for case in GPU_CASES]
+    few = [case for case in GPU_CASES if (case.rows, case.cols) in SHAPES_FOR_CONFIGS and case.heads <= 16]
+    return [(words, case) for words, case in product if words != ALL_CONFIGS or case in few]
+
+
+@pytest.mark.parametrize("case", ODD_CASES + REAL_CASES[-5:], ids=str)
+@pytest.mark.parametrize("words", laws(""))
+def test_reference_obeys(words: str, case: Case) -> None:
+    LAWS[words](case, CPU)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("case", ODD_CASES, ids=str)
+@pytest.mark.parametrize("words", laws("", "kernels"))
+def test_interpreted_kernel_obeys(words: str, case: Case) -> None:
+    with interpreted():
+        LAWS[words](case, CPU)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("words", "case"), gpu_law_cases(), ids=str)
+def test_compiled_kernel_obeys(words: str, case: Case) -> None:
+    LAWS[words](case, CUDA)
+
+
+def one_element(s: float, x: float, dt: float, A: float, B: float) -> float:
+    """The recurrence for one element of the state, in Python's floats."""
+    dt = dt if dt > 20.0 else math.log1p(math.exp(dt))
+    return s * math.exp(dt * A) + dt * x * B
+
+
+def test_reference_equals_the_recurrence_written_with_loops() -> None:
+    batch, heads, groups, rows, cols = 2, 4, 2, 3, 5
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator, dtype=torch.float64)
+
+    s, x, dt, A = (
+        normal(batch, heads, rows, cols),
+        normal(batch, heads, rows),
+        normal(batch, heads),
+        -normal(heads).abs(),
+    )
+    B, C, D, z = normal(batch, groups, cols), normal(batch, groups, cols), normal(heads), normal(batch, heads, rows)
+    dt[0, 0], dt[0, 1], dt[1, 0] = 30.0, -40.0, 20.5
+    y, after = mamba2_token(s, x, dt, A, B, C, D, z, None, True)
+    for b in range(batch):
+        for h in range(heads):
+            g = h // (heads // groups)
+            for d in range(rows):
+                row = [
+                    one_element(*map(float, (s[b, h, d, n], x[b, h, d], dt[b, h], A[h], B[b, g, n])))
+                    for n in range(cols)
+                ]
+                out = sum(value * float(C[b, g, n]) for n, value in enumerate(row)) + float(D[h] * x[b, h, d])
+                out *= float(z[b, h, d]) / (1 + math.exp(-float(z[b, h, d])))
+                assert torch.allclose(after[b, h, d], torch.tensor(row, dtype=torch.float64), rtol=1e-13, atol=1e-15)
+                assert math.isclose(float(y[b, h, d]), out, rel_tol=1e-12, abs_tol=1e-14)
+
+
+EXTREME_DT = [-80.0, -60.0, -17.0, -1e-3, 0.0, 1.0, 19.999, 20.0, 20.001, 100.0, 1e4]
+
+
+def extreme_step(device: torch.device) -> Tensor:
+    """The state after one step from zero with x = B = 1 and A = 0: it is softplus(dt)."""
+    dt = torch.tensor(EXTREME_DT, device=device)[:, None]
+    data = torch.zeros(len(EXTREME_DT), 1, 1, 1, device=device)
+    one = torch.ones(len(EXTREME_DT), 1, 1, device=device)
+    flashstate.mamba2_step(data, one, dt, torch.zeros(1, device=device), one, one)
+    return data.flatten().double().cpu()
+
+
+def check_extreme_dt(device: torch.device) -> None:
+    exact = torch.nn.functional.softplus(torch.tensor(EXTREME_DT, dtype=torch.float64), threshold=700)
+    assert ((extreme_step(device) - exact).abs() <= 4 * torch.finfo(torch.float32).eps * exact).all()
+
+
+def test_reference_keeps_tiny_and_huge_time_steps() -> None:
+    check_extreme_dt(CPU)
+
+
+@pytest.mark.interpreted
+def test_interpreted_kernel_keeps_tiny_and_huge_time_steps() -> None:
+    with interpreted():
+        check_extreme_dt(CPU)
+
+
+@pytest.mark.gpu
+def test_compiled_kernel_keeps_tiny_and_huge_time_steps() -> None:
+    check_extreme_dt(CUDA)
+
+
+COMPILED_CASE = Case(batch=4, heads=4, groups=2, rows=16, cols=32, format="float16", rounding="stochastic", slots=9)
+
+
+def check_compile(device: torch.device, backend: str) -> None:
+    """A whole model step in one graph: page-strided pool, State and Slots made inside, seeds moved on."""
+    inputs = make_inputs(COMPILED_CASE, device)
+    size = inputs.state.data[0].numel()
+    seed = inputs.state.seed
+    assert seed is not None
+    pages = torch.zeros(COMPILED_CASE.slots, size + 16, dtype=torch.float16, device=device)
+    pages[:, :size] = inputs.state.data.flatten(1)
+
+    def model_step(pages: Tensor, seed: Tensor, x: Tensor, slots: Tensor) -> Tensor:
+        data = pages[:, :size].view(COMPILED_CASE.slots, 4, 16, 32)
+        state = flashstate.State(data, rounding="stochastic", seed=seed, stream=1)
+        rows = flashstate.Slots(slots, null=0)
+        arguments = {**inputs.arguments, "x": x * 2}
+        y = flashstate.mamba2_step(state, **arguments, **inputs.options, slots=rows)
+        y = y + flashstate.mamba2_step(state, **arguments, **inputs.options, slots=rows, update=False)
+        state.advance(rows)
+        return y
+
+    runs = []
+    for run in (model_step, torch.compile(model_step, fullgraph=True, backend=backend)):
+        memory = [pages.clone(), seed.clone()]
+        outputs = [run(*memory, inputs.arguments["x"], inputs.slots) for _ in range(3)]
+        runs.append([*outputs, *memory])
+    for eager, compiled in zip(*runs, strict=True):
+        assert torch.equal(eager, compiled)
+    assert not torch.equal(runs[0][-2], pages)
+    assert not torch.equal(runs[0][-1], seed)
+
+
+def test_torch_compile_takes_the_whole_step_in_one_graph() -> None:
+    check_compile(CPU, "aot_eager")
+
+
+@pytest.mark.gpu
+def test_torch_compile_takes_the_whole_step_in_one_graph_on_a_gpu() -> None:
+    check_compile(CUDA, "inductor")
+
+
+def test_an_empty_batch_does_nothing() -> None:
+    inputs = make_inputs(Case(), CPU)
+    before = inputs.state.data.clone()
+    empty = {name: t if name == "A" else t[:0] for name, t in inputs.arguments.items()}
+    y = inputs.step(**empty, z=inputs.options["z"][:0], slots=inputs.slots[:0])
+    assert y.shape == (0, 4, 16)
+    assert torch.equal(inputs.state.data, before)
+
+
+def largest_pool(device: torch.device) -> Inputs:
+    """A pool of more than 2^31 elements, its batch on the last slots."""
+    case = Case(8, 16, 1, 64, 128, format="float16", x="bfloat16", bc="bfloat16", dt="bfloat16", slots=8)
+    inputs = make_inputs(case, device)
+    slots = (1 << 31) // (16 * 64 * 128) + 64
+    data = torch.zeros(slots, 16, 64, 128, dtype=torch.float16, device=device)
+    data[-8:] = inputs.state.data
+    inputs.state = flashstate.State(data)
+    inputs.slots = inputs.slots + (slots - 8)
+    return inputs
+
+
+@pytest.mark.gpu
+def test_a_pool_past_2_31_elements_works() -> None:
+    large = largest_pool(CUDA)
+    assert large.state.data.numel() > 1 << 31
+    small = Inputs(flashstate.State(large.state.data[-8:].clone()), large.arguments, large.options, large.slots % 8)
+    small.slots = large.slots - (large.state.data.shape[0] - 8)
+    assert torch.equal(large.step(), small.step())
+    assert torch.equal(large.state.data[-8:], small.state.data)
+    assert not large.state.data[:-8].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("strides", [((1 << 31) + 64, 16), (16, (1 << 30) + 64)], ids=["batch", "head"])
+def test_activations_past_2_31_elements_work(strides: tuple[int, int]) -> None:
+    inputs = make_inputs(Case(2, 4, 2, 16, 16, x="float16"), CUDA)
+    x = inputs.arguments["x"]
+    elements = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, (*strides, 1), strict=True))
+    assert elements > 1 << 31
+    far = torch.empty(elements, dtype=torch.float16, device=CUDA).as_strided(x.shape, (*strides, 1))
+    far.copy_(x)
+    want = inputs.fresh().step()
+    assert torch.equal(inputs.step(x=far), want)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_device_that_is_not_current_works() -> None:
+    other = torch.device("cuda", 1)
+    here, there = make_inputs(REAL_CASES[0], CUDA), make_inputs(REAL_CASES[0], other)
+    assert torch.equal(here.step().cpu(), there.step().cpu())
+
+
+@pytest.mark.gpu
+def test_hardware_rounding_is_refused_where_there_is_none() -> None:
+    if torch.cuda.get_device_capability() in ((10, 0), (10, 3)):
+        pytest.skip("this GPU has it")
+    data, seed = (
+        torch.zeros(2, 1, 1, 8, device=CUDA, dtype=torch.float16),
+        torch.zeros(2, dtype=torch.int64, device=CUDA),
+    )
+    with pytest.raises(ValueError, match=r"10\.0 or 10\.3"):
+        flashstate.State(data, rounding="stochastic_hw", seed=seed)
+
+
+def test_interpreted_needs_the_environment_to_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(os.environ, "TRITON_INTERPRET", raising=False)
+    with pytest.raises(RuntimeError, match="TRITON_INTERPRET"), interpreted():
+        pass
