@@ -48,6 +48,13 @@ def check_flag(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
+def check_int(name: str, value: Any, smallest: int, largest: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    if not smallest <= value <= largest:
+        raise ValueError(f"{name} must be from {smallest} to {largest}, got {value}")
+
+
 def check_row_contiguous(name: str, tensor: Tensor) -> None:
     """Raise unless consecutive elements of the last axis are neighbours in memory."""
     if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:

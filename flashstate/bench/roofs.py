@@ -23,7 +23,7 @@ def touch_kernel(state_ptr, slots_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     slot = tl.load(slots_ptr + pid // tiles).to(tl.int64)
     offs = pid % tiles * BLOCK + tl.arange(0, BLOCK)
     ptrs = state_ptr + slot * SIZE + offs
-    store_state(ptrs, -load_state(ptrs, offs < SIZE), offs < SIZE, 0, 0, 0, 0, SIZE, "nearest", 1)
+    store_state(ptrs, -load_state(ptrs, offs < SIZE), offs < SIZE, 0, "nearest")
 
 
 def touch(data: Tensor, block: int, num_warps: int, slots: Tensor) -> None:

