@@ -107,37 +107,53 @@ def slot_numbers(own: list[int], slots: int, null: int) -> st.SearchStrategy[tup
 
 @dataclass
 class Expected:
-    """What the model says of the live rows, one entry per row: exactly, and in float32 and the format."""
+    """What the model says, one entry per row and slot: exactly, and in float32 and the formats."""
 
-    y: list[Tensor]
-    y_plain: list[Tensor]
-    state: list[Tensor]
-    state_plain: list[Tensor]
+    y: Tensor
+    y_plain: Tensor
+    state: Tensor
+    state_plain: Tensor
 
 
-def model(inputs: Inputs, situation: Situation) -> Expected:
-    """The live rows one by one, on their own."""
-    want = Expected([], [], [], [])
+def model(inputs: Inputs, rows_and_slots: list[tuple[int, int]]) -> Expected:
+    """Rows of the batch one by one, each on its own, on these slots."""
     state, x = inputs.state, inputs.arguments["x"]
-    for row in situation.live:
-        slot = situation.read[row]
+    entries = []
+    for row, slot in rows_and_slots:
         arguments: dict[str, Any] = {"D": None, "z": None, "dt_bias": None, **inputs.arguments, **inputs.options}
         for name in ("x", "dt", "B", "C", "z"):
             arguments[name] = None if arguments[name] is None else arguments[name][row : row + 1]
-        before = state.data[slot][None]
+        before = state.data[slot : slot + 1]
         y, after = mamba2_token(before.double(), **arguments)
         y_plain, after_plain = mamba2_token(before.float(), **arguments)
         random = None
         if state.rounding == "stochastic":
             assert state.seed is not None
-            random = random_bits(
-                state.seed[slot : slot + 1], after[0].shape, token=0, stream=state.stream, rounds=state.rounds
-            )
-        want.y.append(y[0])
-        want.y_plain.append(y_plain[0].to(x.dtype))
-        want.state.append(after[0])
-        want.state_plain.append(decode(encode(after_plain, state.data.dtype, random))[0])
-    return want
+            seed, shape = state.seed[slot : slot + 1], after.shape[1:]
+            random = random_bits(seed, shape, token=0, stream=state.stream, rounds=state.rounds)
+        stored = decode(encode(after_plain, state.data.dtype, random))
+        entries.append((y, y_plain.to(x.dtype), after, stored))
+    return Expected(*map(torch.cat, zip(*entries, strict=True)))
+
+
+def require_within_budget(got: Tensor, entries: list[int], exact: Tensor, plain: Tensor) -> None:
+    """`got` is some entries of the model. The others are there for the budget, which few values would leave to luck."""
+    filled = plain.clone()
+    filled[entries] = got
+    assert error_ratio(filled, exact, plain) <= 1.0
+
+
+def require_same_bytes_but_few(got: Tensor, plain: Tensor) -> None:
+    """A 16-bit format hides the last bits of float32, so equal random bits give equal bytes, but for a few in 1000."""
+    assert (got != plain).sum() <= 1 + got.numel() // 100
+
+
+def stable_inputs(situation: Situation) -> Inputs:
+    """Random inputs whose time steps are not negative: such a step would make states grow without bound."""
+    inputs = make_inputs(situation.case, CPU, situation.seed)
+    if situation.case.dt_bias and not situation.case.dt_softplus:
+        inputs.options["dt_bias"].abs_()
+    return inputs
 
 
 def in_pages(inputs: Inputs, situation: Situation) -> tuple[Inputs, Tensor]:
@@ -151,7 +167,7 @@ def in_pages(inputs: Inputs, situation: Situation) -> tuple[Inputs, Tensor]:
     return replace(inputs, state=with_data(inputs.state, pool, inputs.state.seed)), buffer
 
 
-def index_tensor(numbers: tuple[int, ...] | None, situation: Situation) -> Tensor | None:
+def indices(numbers: tuple[int, ...] | None, situation: Situation) -> Tensor | None:
     return None if numbers is None else torch.tensor(numbers, dtype=getattr(torch, situation.case.index))
 
 
@@ -161,35 +177,34 @@ def equal_bytes(one: Tensor, other: Tensor) -> bool:
 
 def require_the_model(situation: Situation) -> None:
     """Outputs and stored states are within budget, and every other byte is as the loop leaves it."""
-    inputs, buffer = in_pages(make_inputs(situation.case, CPU, situation.seed), situation)
-    dead = [row for row in range(situation.case.batch) if row not in situation.live]
+    faults_found()
+    inputs, buffer = in_pages(stable_inputs(situation), situation)
+    state, live, written = inputs.state, situation.live, situation.written
+    dead = [row for row in range(situation.case.batch) if row not in live]
     inputs.arguments["x"][dead] = torch.nan
     inputs.arguments["B"][dead] = torch.nan
-    want = model(inputs, situation)
-    seed, memory = inputs.state.seed, buffer.clone()
-    assert seed is not None
-    seed_before = seed.clone()
-    read, write = index_tensor(situation.read, situation), index_tensor(situation.write, situation)
-    assert read is not None
+    all_slots = [(row, slot) for row in live for slot in range(situation.case.slots)]
+    want = model(inputs, [(row, situation.read[row]) for row in live] + all_slots) if live else None
+    memory, seed = buffer.clone(), state.seed.clone()
+    slots = Slots(indices(situation.read, situation), write=indices(situation.write, situation), null=situation.null)
     out = torch.full_like(inputs.arguments["x"], torch.nan) if situation.given_out else None
 
-    y = inputs.step(slots=Slots(read, write=write, null=situation.null), update=situation.update, out=out)
+    y = inputs.step(slots=slots, update=situation.update, out=out)
 
     assert out is None or y is out
     assert y.dtype == inputs.arguments["x"].dtype
     assert (y[dead] == 0).all()
-    if situation.live:
-        assert error_ratio(y[situation.live], torch.stack(want.y), torch.stack(want.y_plain)) <= 1.0
-    stored = [situation.target(row) for row in situation.written]
-    if stored:
-        kept = [situation.live.index(row) for row in situation.written]
-        exact, plain = (torch.stack([states[i] for i in kept]) for states in (want.state, want.state_plain))
-        assert error_ratio(decode(inputs.state.data[stored]), exact, plain) <= 1.0
-        inputs.state.data[stored] = memory.as_strided(
-            inputs.state.data.shape, inputs.state.data.stride(), situation.offset
-        )[stored]
+    if want:
+        require_within_budget(y[live], list(range(len(live))), want.y, want.y_plain)
+    if written:
+        targets, entries = [situation.target(row) for row in written], [live.index(row) for row in written]
+        stored = decode(state.data[targets])
+        require_within_budget(stored, entries, want.state, want.state_plain)
+        if state.data.dtype != torch.float32:
+            require_same_bytes_but_few(stored, want.state_plain[entries])
+        state.data[targets] = memory.as_strided(state.data.shape, state.data.stride(), situation.offset)[targets]
     assert equal_bytes(buffer, memory)
-    assert torch.equal(seed, seed_before)
+    assert torch.equal(state.seed, seed)
     assert faults_found() == expected_faults(situation)
     assert faults_found() == []
 

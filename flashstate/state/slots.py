@@ -44,5 +44,6 @@ def as_slots(slots: Slots | Tensor | None) -> Slots | None:
     if slots is None or isinstance(slots, Slots):
         return slots
     if isinstance(slots, Tensor):
+        check_tensor("slots", slots, ("batch",), (None,), dtypes=INDEX_DTYPES)
         return Slots(slots)
     raise TypeError(f"slots must be a Slots, an index tensor or None, got {type(slots).__name__}")

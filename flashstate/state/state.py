@@ -35,7 +35,7 @@ class State:
     stream: int = 0
 
     def __post_init__(self) -> None:
-        _check_data(self.data)
+        _check_data("data", self.data)
         _check_rounding(self.data, self.rounding, self.rounds, self.seed, self.stream)
 
     @property
@@ -64,27 +64,28 @@ def as_state(state: State | Tensor) -> State:
     if isinstance(state, State):
         return state
     if isinstance(state, Tensor):
+        _check_data("state", state)
         return State(state)
     raise TypeError(f"state must be a State or a tensor, got {type(state).__name__}")
 
 
-def _check_data(data: Tensor) -> None:
-    check_tensor("data", data, ("slots", "heads", "rows", "cols"), (None,) * 4, dtypes=tuple(FORMATS))
+def _check_data(name: str, data: Tensor) -> None:
+    check_tensor(name, data, ("slots", "heads", "rows", "cols"), (None,) * 4, dtypes=tuple(FORMATS))
     slots, heads, rows, cols = data.shape
     if 0 in data.shape:
-        raise ValueError(f"data must not be empty, got shape {tuple(data.shape)}")
+        raise ValueError(f"{name} must not be empty, got shape {tuple(data.shape)}")
     slot_size = heads * rows * cols
     if slot_size >= 1 << 31:
-        raise ValueError(f"data must have fewer than 2^31 elements per slot, got {slot_size}")
+        raise ValueError(f"{name} must have fewer than 2^31 elements per slot, got {slot_size}")
     dense = (slot_size, rows * cols, cols, 1)
     if any(
         size > 1 and got != want for size, got, want in zip(data.shape[1:], data.stride()[1:], dense[1:], strict=True)
     ):
         raise ValueError(
-            f"data must be contiguous within a slot, with strides (any, {dense[1]}, {dense[2]}, 1), got {data.stride()}"
+            f"{name} must be contiguous within a slot: strides (any, {dense[1]}, {dense[2]}, 1), got {data.stride()}"
         )
     if slots > 1 and data.stride(0) < slot_size:
-        raise ValueError(f"data has overlapping slots: slot stride {data.stride(0)}, slot size {slot_size}")
+        raise ValueError(f"{name} has overlapping slots: slot stride {data.stride(0)}, slot size {slot_size}")
 
 
 def _check_rounding(data: Tensor, rounding: str, rounds: int, seed: Tensor | None, stream: int) -> None:
