@@ -12,7 +12,7 @@ from rich.console import Console
 from flashstate.state.formats import FORMATS, ROUNDINGS
 
 FORMAT_NAMES = tuple(format.name for format in FORMATS.values())
-BENCH_FORMATS = ("float32", "bfloat16", "float16", "float16:stochastic")
+BENCH_FORMATS = ("float32", "bfloat16", "float16", "float16:stochastic", "bfloat16:stochastic")
 BATCHES = (1, 4, 16, 64, 256, 1024)
 CPU_BATCHES = (1, 4, 16)
 
@@ -82,6 +82,7 @@ def _add_bench(commands: Commands[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the measurements there")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them there, as a PNG")
+    parser.add_argument("--commit", metavar="TEXT", help="what the CSV says of the sources where git cannot tell")
     parser.add_argument("--from-csv", type=Path, metavar="FILE", help="measure nothing: show and draw this file")
     parser.set_defaults(run=_bench)
 
@@ -127,7 +128,7 @@ def _bench(options: argparse.Namespace) -> int:
     formats = [parse_format(text) for text in options.formats]
     batches = options.batches or (BATCHES if device.type == "cuda" else CPU_BATCHES)
     cases = cases_of(formats, batches, options.heads, options.groups, options.rows, options.cols)
-    return run_bench(cases, device, options.csv, options.plot)
+    return run_bench(cases, device, options.csv, options.plot, options.commit)
 
 
 def positive(text: str) -> int:

@@ -19,7 +19,9 @@ from flashstate.state.state import State
 
 __all__ = ["ODD_CASES", "REAL_CASES", "Case", "Inputs", "error_ratio", "interpreted", "make_inputs", "oracle"]
 
-BUDGET = 4.0  # a kernel may be this many times as wrong as the same computation in plain float32 and the format
+# A kernel may be this many times as wrong as the same computation in plain float32 and the format. exp and log of GPUs
+# and of the interpreter are a few ulp off where torch's are one: the largest seen is 1.7 on an H200, 2.8 interpreted.
+BUDGET = 4.0
 
 
 @dataclass(frozen=True)

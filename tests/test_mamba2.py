@@ -99,8 +99,11 @@ def extreme_step(device: torch.device) -> Tensor:
 
 
 def check_extreme_dt(device: torch.device) -> None:
-    exact = torch.nn.functional.softplus(torch.tensor(EXTREME_DT, dtype=torch.float64), threshold=700)
-    assert ((extreme_step(device) - exact).abs() <= 4 * torch.finfo(torch.float32).eps * exact).all()
+    """exp on a GPU rounds its argument, so the relative error of a tiny result grows with |dt|; it is not lost."""
+    dt = torch.tensor(EXTREME_DT, dtype=torch.float64)
+    exact = torch.nn.functional.softplus(dt, threshold=700)
+    allowed = (4 + dt.clamp(max=0).abs()) * torch.finfo(torch.float32).eps * exact
+    assert ((extreme_step(device) - exact).abs() <= allowed).all()
 
 
 def test_reference_keeps_tiny_and_huge_time_steps() -> None:

@@ -79,9 +79,9 @@ def read_csv(path: Path) -> tuple[dict[str, str], list[Row]]:
     return {name: value for name, _, value in comments}, rows
 
 
-def provenance_of(device: torch.device) -> dict[str, str]:
-    """Everything that a number depends on and that the rows do not say."""
-    found = {**versions(), "commit": _commit(), "date": datetime.now(timezone.utc).date().isoformat()}
+def provenance_of(device: torch.device, commit: str | None = None) -> dict[str, str]:
+    """Everything that a number depends on and that the rows do not say; `commit` where git cannot tell it."""
+    found = {**versions(), "commit": commit or _commit(), "date": datetime.now(timezone.utc).date().isoformat()}
     if device.type == "cuda":
         found["device"] = torch.cuda.get_device_name(device)
         found["driver"] = _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0")

@@ -167,7 +167,13 @@ def row_of(implementation: str, case: Case, timing: Timing, roof: Timing | None)
     )
 
 
-def run_bench(cases: Sequence[Case], device: torch.device, csv_path: Path | None, plot_path: Path | None) -> int:
+def run_bench(
+    cases: Sequence[Case],
+    device: torch.device,
+    csv_path: Path | None,
+    plot_path: Path | None,
+    commit: str | None = None,
+) -> int:
     """Measure with a progress bar, print, write and draw. Exit status 1 where flashstate is wrong."""
     for path in (csv_path, plot_path):
         check_folder(path)
@@ -179,7 +185,7 @@ def run_bench(cases: Sequence[Case], device: torch.device, csv_path: Path | None
     except MeasurementError as reason:
         errors.print(f"flashstate is {reason}; nothing is timed", style="red")
         return 1
-    provenance = provenance_of(device)
+    provenance = provenance_of(device, commit)
     show(console, report, provenance)
     if csv_path is not None:
         write_csv(csv_path, report.rows, provenance)
