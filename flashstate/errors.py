@@ -33,6 +33,8 @@ def check_tensor(
     """Raise unless `tensor` has these axes (a size of None is free), one of these dtypes, and lives on `device`."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{name} must be a dense tensor, got {tensor.layout}")
     if tensor.dtype not in dtypes:
         raise TypeError(f"{name} must be {' or '.join(map(dtype_name, dtypes))}, got {dtype_name(tensor.dtype)}")
     if tensor.dim() != len(axes) or any(
@@ -62,6 +64,15 @@ def check_row_contiguous(name: str, tensor: Tensor) -> None:
             f"{name} must be contiguous along its last axis, got strides {tuple(tensor.stride())}; "
             "other axes may have any stride"
         )
+
+
+def check_no_overlap(name: str, tensor: Tensor) -> None:
+    """Raise where two elements of a tensor share memory, as in an expanded one."""
+    reach = 1  # elements that the axes with smaller strides span
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride < reach:
+            raise ValueError(f"{name} must not overlap itself, got strides {tuple(tensor.stride())}")
+        reach = max(reach, stride * size)
 
 
 def check_contiguous(name: str, tensor: Tensor) -> Tensor:

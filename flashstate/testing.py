@@ -135,7 +135,8 @@ def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
     if case.z:
         options["z"] = normal(batch, heads, rows, dtype_name=case.x)
     if case.dt_bias:
-        options["dt_bias"] = normal(heads, dtype_name=case.parameters) - 1
+        bias = normal(heads, dtype_name=case.parameters)
+        options["dt_bias"] = bias - 1 if case.dt_softplus else bias.abs()  # time steps are positive
     slots = torch.randperm(case.slots, generator=generator)[:batch].to(dtype(case.index)).to(device)
     return Inputs(state, arguments, options, slots)
 

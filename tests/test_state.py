@@ -106,7 +106,7 @@ STATE_REFUSALS: list[Refusal] = [
             f"data with axes {i} and {j} swapped",
             given(data=torch.zeros(3, 4, 4, 4).transpose(i, j)),
             ValueError,
-            r"^data must be contiguous within a slot, .* got \(",
+            r"^data must be contiguous within a slot: strides .* got \(",
         )
         for i, j in ((1, 2), (1, 3), (2, 3), (0, 3), (0, 1))
     ],
@@ -186,17 +186,14 @@ STATE_REFUSALS: list[Refusal] = [
     ("seed expanded", only("seed", lambda t: t[:1].expand(3)), ValueError, r"^seed must be contiguous, got stride 0"),
     ("seed elsewhere", only("seed", lambda t: t.to(META)), ValueError, r"^seed is on meta, but the state is on cpu"),
     *[
-        (
-            f"rounds {rounds!r}",
-            given(rounds=rounds),
-            ValueError,
-            rf"^rounds must be an int from 1 to 16, got {rounds!r}",
-        )
-        for rounds in (0, 17, -1, "10", 10.0, None, True)
+        (f"{name} {value!r}", given(**{name: value}), TypeError, rf"^{name} must be an int, got {value!r}")
+        for name in ("rounds", "stream")
+        for value in ("10", 10.0, None, True)
     ],
     *[
-        (f"stream {stream!r}", given(stream=stream), ValueError, rf"^stream must be an int .* got {stream!r}")
-        for stream in (-1, 1 << 32, "0", 0.0, None, True)
+        (f"{name} {value}", given(**{name: value}), ValueError, rf"^{name} must be from {allowed}, got {value}")
+        for name, allowed, values in (("rounds", "1 to 16", (-1, 0, 17)), ("stream", "0 to 4294967295", (-1, 1 << 32)))
+        for value in values
     ],
 ]
 
@@ -246,7 +243,7 @@ SLOTS_REFUSALS: list[Refusal] = [
         for null in (None, 1.0, "0", True, torch.tensor(0))
     ],
     *[
-        (f"null {name}", given(null=null), ValueError, rf"^null must fit in 64 bits, got {null}")
+        (f"null {name}", given(null=null), ValueError, rf"^null must be from -9223372036854775808 to .* got {null}")
         for name, null in (("2^63", 1 << 63), ("-2^63 - 1", -(1 << 63) - 1))
     ],
 ]
@@ -257,6 +254,11 @@ def test_slots_refuses_by_name_and_changes_nothing(change: Change, error: type[E
     arguments = {"read": torch.tensor([2, 0, 1]), "write": torch.tensor([4, 5, 3]), "null": -1}
     wrong = {**arguments, **change(arguments)}
     refuses(lambda: Slots(wrong["read"], write=wrong["write"], null=wrong["null"]), error, message, arguments)
+
+
+def test_a_sparse_tensor_is_refused_by_name() -> None:
+    with pytest.raises(TypeError, match=r"^read must be a dense tensor"):
+        Slots(torch.tensor([1, 0]).to_sparse())
 
 
 def test_slots_takes_both_index_types_and_every_64_bit_null() -> None:
@@ -452,9 +454,15 @@ STEP_REFUSALS: list[Refusal] = [
         "out expanded over heads",
         wrong_out(lambda t: t[:, :1].expand_as(t)),
         ValueError,
-        r"^out must not be expanded, got strides \(24, 0, 1\)",
+        r"^out must not overlap itself, got strides \(24, 0, 1\)",
     ),
-    ("out expanded over the batch", wrong_out(lambda t: t[:1].expand_as(t)), ValueError, r"^out must not be expanded"),
+    ("out expanded over the batch", wrong_out(lambda t: t[:1].expand_as(t)), ValueError, r"^out must not overlap"),
+    (
+        "out with overlapping heads",
+        wrong_out(lambda t: t.as_strided(t.shape, (24, 3, 1))),
+        ValueError,
+        r"^out must not",
+    ),
     ("out of another dtype than x", wrong_out(Tensor.float), TypeError, r"^out must be float16, got float32"),
     *[
         (f"{name} {value!r}", given(**{name: value}), TypeError, rf"^{name} must be True or False, got {value!r}")

@@ -9,6 +9,7 @@ from flashstate.errors import (
     INDEX_DTYPES,
     check_contiguous,
     check_flag,
+    check_no_overlap,
     check_row_contiguous,
     check_tensor,
     dtype_name,
@@ -133,8 +134,7 @@ def _check_modes(state: State, batch: int, slots: Slots | None, dt_softplus: boo
 def _check_out(out: Tensor, x: Tensor) -> None:
     check_tensor("out", out, ("batch", "heads", "rows"), tuple(x.shape), dtypes=(x.dtype,), device=x.device)
     check_row_contiguous("out", out)
-    if any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride(), strict=True)):
-        raise ValueError(f"out must not be expanded, got strides {out.stride()}")
+    check_no_overlap("out", out)
 
 
 def _run(
