@@ -38,7 +38,8 @@ figures: $(ENVIRONMENT)
 $(VENV)/ready: pyproject.toml constraints.txt
 	python3 -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --upgrade pip
-	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]' $(TRITON)
+	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(if $(TRITON),$(VENV)/bin/python -m pip install --quiet --no-deps '$(TRITON)')
 	touch $@
 
 clean:

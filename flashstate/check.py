@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,10 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from flashstate.launch import uses_kernels
-from flashstate.laws import LawBroken, laws_for
+from flashstate.laws import Law, LawBroken, laws_for, pairs
 from flashstate.testing import FORMATS, ODD_CASES, REAL_CASES, Case
 
-Law = Callable[[Case, torch.device], None]
 SHOWN_FAILURES = 3  # per law
 
 
@@ -32,8 +31,9 @@ class Verdict:
 def run_check(device: torch.device, quick: bool) -> int:
     """Prove the laws, print the verdicts, and return the exit status: 0 if all hold, 1 otherwise."""
     laws = laws_for(device)
-    pairs = [(words, case) for words in laws for case in cases_on(device, quick)]
-    tracked = track(pairs, description="proving", console=Console(stderr=True), transient=True)
+    tracked = track(
+        pairs(laws, cases_on(device, quick)), description="proving", console=Console(stderr=True), transient=True
+    )
     return show_verdicts(prove(laws, tracked, device), device)
 
 
@@ -50,11 +50,11 @@ def cases_on(device: torch.device, quick: bool) -> Sequence[Case]:
     return list(firsts.values())[::-1]
 
 
-def prove(laws: Mapping[str, Law], pairs: Iterable[tuple[str, Case]], device: torch.device) -> list[Verdict]:
+def prove(laws: Mapping[str, Law], tried_pairs: Iterable[tuple[str, Case]], device: torch.device) -> list[Verdict]:
     """Try every pair of a law's name and a case; one verdict per law, in their order."""
     tried = dict.fromkeys(laws, 0)
     failures: dict[str, dict[str, str]] = {words: {} for words in laws}
-    for words, case in pairs:
+    for words, case in tried_pairs:
         tried[words] += 1
         complaint = complaint_of(laws[words], case, device)
         if complaint is not None:

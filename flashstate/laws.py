@@ -2,30 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+import itertools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from flashstate.launch import Config, override, uses_kernels
 from flashstate.state.faults import check_faults
+from flashstate.state.rounding import SEED_STEP
 from flashstate.state.slots import Slots
-from flashstate.state.state import State
 from flashstate.testing import Case, Inputs, error_ratio, make_inputs, oracle, with_data
 
 Law = Callable[[Case, torch.device], None]
 LAWS: dict[str, Law] = {}
-NEEDS: dict[str, str] = {}  # what a law is about, where it does not speak of every implementation: "kernels" or "cuda"
+SCOPES: dict[str, Scope] = {}
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What a law speaks of: every implementation, "kernels" or "cuda" only, and which cases."""
+
+    needs: str
+    includes: Callable[[Case], bool]
 
 
 class LawBroken(AssertionError):  # noqa: N818  (a verdict, not an error)
     """A law does not hold."""
 
 
-def law(words: str, *, needs: str = "") -> Callable[[Law], Law]:
+def law(words: str, *, needs: str = "", includes: Callable[[Case], bool] = lambda case: True) -> Callable[[Law], Law]:
+    """Add a function to LAWS under the words that say what holds."""
+
     def add(check: Law) -> Law:
-        LAWS[words], NEEDS[words] = check, needs
+        LAWS[words], SCOPES[words] = check, Scope(needs, includes)
         return check
 
     return add
@@ -34,7 +45,12 @@ def law(words: str, *, needs: str = "") -> Callable[[Law], Law]:
 def laws_for(device: torch.device) -> dict[str, Law]:
     """The laws that say something on this device: the reference has no configs, and a CPU no graphs and streams."""
     there = {"", "cuda", "kernels"} if device.type == "cuda" else {"", "kernels"} if uses_kernels(device) else {""}
-    return {words: check for words, check in LAWS.items() if NEEDS[words] in there}
+    return {words: check for words, check in LAWS.items() if SCOPES[words].needs in there}
+
+
+def pairs(laws: Iterable[str], cases: Iterable[Case]) -> list[tuple[str, Case]]:
+    """Every law with every case it speaks of."""
+    return [(words, case) for words, case in itertools.product(laws, cases) if SCOPES[words].includes(case)]
 
 
 def require(condition: bool, message: str) -> None:
@@ -44,7 +60,9 @@ def require(condition: bool, message: str) -> None:
 
 def require_equal_bytes(what: str, got: Tensor, want: Tensor) -> None:
     """Raise unless both hold the same bytes; a NaN equals any NaN."""
-    differs = (got != want) & ~(got.isnan() & want.isnan())
+    require(got.shape == want.shape and got.dtype == want.dtype, f"{what}: {got.shape} {got.dtype} is not comparable")
+    integers = {2: torch.int16, 4: torch.int32}[got.element_size()]
+    differs = (got.view(integers) != want.view(integers)) & ~(got.isnan() & want.isnan())
     require(not bool(differs.any()), f"{what}: {int(differs.sum())} of {got.numel()} elements differ")
 
 
@@ -143,20 +161,18 @@ def untouched_slots(case: Case, device: torch.device) -> None:
 def padding(case: Case, device: torch.device) -> None:
     for null, hole in ((-1, -1), (-1, -7), (0, 0), (1 << 40, case.slots + 3)):
         inputs = make_inputs(case, device)
-        wide = replace(inputs, slots=inputs.slots.long())
-        null_is_live = wide.slots == null  # that slot is no request's where it is the null slot
-        wide.slots[null_is_live] = hole
-        wide.slots[0] = hole
-        before = wide.state.data.clone()
-        wide.arguments["x"][0] = torch.nan
-        free = rest_of(wide)
-        write = wide.slots.clone()
+        inputs.slots[inputs.slots == null] = hole  # that slot is no request's where it is the null slot
+        inputs.slots[0] = hole
+        before = inputs.state.data.clone()
+        inputs.arguments["x"][0] = torch.nan
+        free = rest_of(inputs)
+        write = inputs.slots.clone()
         write[0] = free[0] if len(free) else hole
-        y = wide.step(slots=Slots(wide.slots, write=write, null=null))
-        dead = wide.slots == hole
+        y = inputs.step(slots=Slots(inputs.slots, write=write, null=null))
+        dead = inputs.slots == hole
         require(bool((y[dead] == 0).all()), f"output of a padding row (slot {hole}, null {null}) is not zero")
-        live = torch.isin(torch.arange(case.slots, device=device), wide.slots[~dead])
-        require_equal_bytes("slots outside the batch", wide.state.data[~live], before[~live])
+        live = torch.isin(torch.arange(case.slots, device=device), inputs.slots[~dead])
+        require_equal_bytes("slots outside the batch", inputs.state.data[~live], before[~live])
         require(not bool(y.isnan().any()), "NaN left a padding row")
         _require_fault("read" if hole >= case.slots else None)
 
@@ -293,18 +309,14 @@ def paged_pool(case: Case, device: torch.device) -> None:
         require(bool(between.isnan().all() and pages[:offset].isnan().all()), "memory between slots was written")
 
 
-@law("stochastic rounding draws other bits after advance and in another stream, and advance moves only its slots")
+@law(
+    "stochastic rounding draws other bits after advance and in another stream, and advance moves only its slots",
+    includes=lambda case: case.rounding == "stochastic",
+)
 def seeds_decide(case: Case, device: torch.device) -> None:
-    if case.rounding != "stochastic" or case.rows * case.cols < 64:
-        return
     inputs = make_inputs(case, device)
     base, stepped, streamed = inputs.fresh(), inputs.fresh(), inputs.fresh()
-    streamed = replace(
-        streamed,
-        state=State(
-            streamed.state.data, rounding=case.rounding, seed=streamed.state.seed, stream=streamed.state.stream + 1
-        ),
-    )
+    streamed = replace(streamed, state=replace(streamed.state, stream=streamed.state.stream + 1))
     stepped.state.advance(stepped.slots)
     rest = rest_of(inputs)
     moved = _seeds(stepped) != _seeds(inputs)
@@ -333,15 +345,35 @@ def graph_replays_draw_fresh_bits(case: Case, device: torch.device) -> None:
 
     one_step(inputs.fresh())  # compiles
     torch.cuda.synchronize(device)
+    before, seeds = inputs.state.data.clone(), _seeds(inputs).clone()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         one_step(inputs)
-    for _ in range(3):
+    for replays in range(1, 4):
         graph.replay()
         replayed = out.clone()
         one_step(eager)
         require_equal_bytes("output of a replay", replayed, out)
         require_equal_bytes("state after a replay", inputs.state.data, eager.state.data)
+        moved = _seeds(inputs)[inputs.slots.long()] - seeds[inputs.slots.long()]
+        require(bool((moved == _wrapped(replays * SEED_STEP)).all()), f"seeds did not move on by {replays} steps")
+    _require_other_bits(graph, inputs, before)
+
+
+def _require_other_bits(graph: torch.cuda.CUDAGraph, inputs: Inputs, before: Tensor) -> None:
+    """Two replays from the same state store different bytes, where rounding is stochastic."""
+    stored = []
+    for _ in range(2):
+        inputs.state.data.copy_(before)
+        graph.replay()
+        stored.append(inputs.state.data.clone())
+    fresh = inputs.state.rounding == "nearest" or not torch.equal(*stored)
+    require(fresh, "two replays from the same state drew the same bits")
+
+
+def _wrapped(number: int) -> int:
+    """The number as 64-bit arithmetic has it."""
+    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 @law("a second stream works", needs="cuda")

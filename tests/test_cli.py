@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import subprocess
 import sys
@@ -118,6 +119,7 @@ def test_check_reports_broken_laws_and_crashes(
 
     laws = {"fine": lambda case, device: None, "is broken": breaks, "does crash": crashes}
     monkeypatch.setattr("flashstate.check.laws_for", lambda device: laws)
+    monkeypatch.setattr("flashstate.check.pairs", itertools.product)
     assert main(["check", "--quick", "--device", "cpu"]) == 1
     out = output_of(capsys)
     assert "fine 5 holds" in out

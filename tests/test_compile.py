@@ -23,21 +23,29 @@ CONFIGS = (Config(4, 1), Config(8, 1))
 
 
 @cache
-def compile_step(case: Case, config: Config, architecture: int | str, rounding: str = "", vector: int = 0) -> Any:
-    """mamba2_step_kernel as a call with this case would compile it; `rounding` and `vector` as kernels know them."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+def compile_step(
+    case: Case,
+    config: Config,
+    architecture: int | str,
+    rounding: str = "",
+    vector: int = 0,
+    paged: bool = False,
+    update: bool = True,
+) -> Any:
+    """mamba2_step_kernel as a call with this case would compile it; `rounding` and `vector` as kernels know them.
 
-    from flashstate.kernels.mamba2 import mamba2_step_kernel
+    `paged`: separate write slots, 64-bit slot numbers and a slot stride past 32 bits.
+    """
+    from flashstate.kernels.mamba2 import UNSPECIALIZED, mamba2_step_kernel
 
     problem = case.problem
     stochastic = case.rounding != "nearest"
     constants = {
         "H": case.heads, "HEADS_PER_GROUP": case.heads // case.groups, "ROWS": case.rows, "COLS": case.cols,
         "VECTOR": vector or problem.vector, "D_PER_ROW": case.D == "row", "DT_SOFTPLUS": case.dt_softplus,
-        "UPDATE": True, "ROUNDING": rounding or case.rounding, "ROUNDS": 10,
-        "BLOCK_ROWS": config.block_rows, "BLOCK_COLS": problem.block_cols, "write_ptr": None,
+        "UPDATE": update, "ROUNDING": rounding or case.rounding, "ROUNDS": 10,
+        "BLOCK_ROWS": config.block_rows, "BLOCK_COLS": problem.block_cols,
+        **({} if paged else {"write_ptr": None}),
         **({} if stochastic else {"seed_ptr": None}),
         **({} if case.D else {"D_ptr": None}),
         **({} if case.z else {"z_ptr": None}),
@@ -45,9 +53,9 @@ def compile_step(case: Case, config: Config, architecture: int | str, rounding: 
     }  # fmt: skip
     pointers = {"state_ptr": case.format, "A_ptr": case.parameters, "D_ptr": case.parameters, "dt_ptr": case.dt,
                 "dt_bias_ptr": case.parameters, "B_ptr": case.bc, "C_ptr": case.bc}  # fmt: skip
-    integers = {"seed_ptr": "*i64", "read_ptr": "*i32", "fault_ptr": "*i64"}
+    index = "*i64" if paged else "*i32"
+    integers = {"seed_ptr": "*i64", "read_ptr": index, "write_ptr": index, "fault_ptr": "*i64"}
     signature, attributes = {}, {}
-    unspecialized = {"dt_stride_b", "dt_stride_h", "read_stride", "write_stride", "num_slots", "null", "stream"}
     for position, name in enumerate(mamba2_step_kernel.arg_names):
         if name in constants:
             signature[name] = "constexpr"
@@ -56,13 +64,28 @@ def compile_step(case: Case, config: Config, architecture: int | str, rounding: 
             if name != "state_ptr" or constants["VECTOR"] > 1:
                 attributes[(position,)] = [["tt.divisibility", 16]]
         else:
-            signature[name] = "i32"
-            if name not in unspecialized and name != "slot_stride":
+            signature[name] = "i64" if paged and name == "slot_stride" else "i32"
+            if name not in UNSPECIALIZED and name != "slot_stride":
                 attributes[(position,)] = [["tt.divisibility", 16]]
-    source = ASTSource(mamba2_step_kernel, signature, constants, attributes)
+    return compile_for(architecture, mamba2_step_kernel, signature, constants, attributes, config.num_warps)
+
+
+def compile_for(
+    architecture: int | str,
+    kernel: Any,
+    signature: dict[str, str],
+    constants: dict[str, Any],
+    attributes: dict[tuple[int], Any],
+    num_warps: int,
+) -> Any:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
     nvidia = isinstance(architecture, int)
     target = GPUTarget("cuda", architecture, 32) if nvidia else GPUTarget("hip", architecture, 64)
-    return triton.compile(source, target=target, options={"num_warps": config.num_warps, "enable_fp_fusion": True})
+    source = ASTSource(kernel, signature, constants, attributes)
+    return triton.compile(source, target=target, options={"num_warps": num_warps, "enable_fp_fusion": True})
 
 
 def kernel_rounding(case: Case, architecture: int | str) -> str:
@@ -86,26 +109,16 @@ def spilled_bytes(kernel: Any, tmp_path: Path) -> int:
     return sum(int(stack) + int(local) for stack, local in found)
 
 
-def access_bytes(kernel: Any) -> tuple[int, int]:
-    """The widest load and the widest store of state, in bytes; on NVIDIA the state's accesses are those with a hint."""
+def access_bytes(kernel: Any) -> tuple[int, ...]:
+    """Bytes of a load and of a store of state: on NVIDIA of those with a hint, which must all be equal; on AMD the
+    widest there are."""
     if "amdgcn" in kernel.asm:
-        widths = {
-            "dwordx4": 16,
-            "b128": 16,
-            "dwordx2": 8,
-            "b64": 8,
-            "dword": 4,
-            "b32": 4,
-            "ushort": 2,
-            "short": 2,
-            "b16": 2,
-        }
+        widths = {"dwordx4": 16, "b128": 16, "dwordx2": 8, "b64": 8, "dword": 4, "b32": 4, "ushort": 2, "short": 2}
         found = re.findall(r"(?:global|buffer)_(load|store)_(\w+)", kernel.asm["amdgcn"])
-        sizes = [(kind, widths.get(width, 1)) for kind, width in found]
-    else:
-        found = re.findall(r"\b(ld|st)\.global\.L1::evict_first[\w:.]*?(?:\.v(\d))?\.b(\d+)\b", kernel.asm["ptx"])
-        sizes = [("load" if kind == "ld" else "store", int(n or 1) * int(bits) // 8) for kind, n, bits in found]
-    return max(s for kind, s in sizes if kind == "load"), max(s for kind, s in sizes if kind == "store")
+        return tuple(max(widths.get(w, 1) for kind, w in found if kind == wanted) for wanted in ("load", "store"))
+    found = re.findall(r"\b(ld|st)\.global\.L1::evict_first[\w:.]*?(?:\.v(\d))?\.b(\d+)\b", kernel.asm["ptx"])
+    (load,), (store,) = ({int(n or 1) * int(bits) // 8 for kind, n, bits in found if kind == k} for k in ("ld", "st"))
+    return load, store
 
 
 @pytest.mark.parametrize("architecture", [*NVIDIA, *AMD])
@@ -118,6 +131,22 @@ def test_every_architecture_compiles_with_16_byte_accesses_and_no_spills(
         kernel = compile_step(case, config, architecture, kernel_rounding(case, architecture))
         assert access_bytes(kernel) == (16, 16)
         assert spilled_bytes(kernel, tmp_path) == 0
+
+
+@pytest.mark.parametrize("architecture", [*NVIDIA, *AMD])
+def test_every_architecture_compiles_the_other_forms(architecture: int | str, tmp_path: Path) -> None:
+    from flashstate.kernels.seeds import advance_seeds_kernel
+
+    case = replace(SHAPE, format="float16", rounding="stochastic", D="row")
+    rounding = kernel_rounding(case, architecture)
+    paged = compile_step(case, Config(8, 1), architecture, rounding, paged=True)
+    assert access_bytes(paged) == (16, 16)
+    assert spilled_bytes(paged, tmp_path) == 0
+    assert spilled_bytes(compile_step(case, Config(8, 1), architecture, rounding, update=False), tmp_path) == 0
+    names = advance_seeds_kernel.arg_names
+    types = ("*i64", "*i32", "*i64", "i32", "i32", "i32", "i64")
+    seeds = compile_for(architecture, advance_seeds_kernel, dict(zip(names, types, strict=True)), {}, {}, 1)
+    assert spilled_bytes(seeds, tmp_path) == 0
 
 
 @pytest.mark.parametrize("architecture", [100, 103])

@@ -2,13 +2,14 @@
 
 import math
 import os
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 import flashstate
-from flashstate.laws import LAWS, NEEDS
+from flashstate.laws import LAWS, SCOPES, pairs
 from flashstate.reference.mamba2 import mamba2_token
 from flashstate.testing import ODD_CASES, REAL_CASES, Case, Inputs, interpreted, make_inputs
 
@@ -19,33 +20,31 @@ ALL_CONFIGS = "the launch config does not change a byte"
 SHAPES_FOR_CONFIGS = {(64, 128), (128, 256), (80, 20), (4, 33)}
 
 
-def laws(*about: str) -> list[str]:
-    return [words for words in LAWS if NEEDS[words] in about]
+def laws(*needs: str) -> list[str]:
+    return [words for words in LAWS if SCOPES[words].needs in needs]
 
 
-def gpu_law_cases() -> list[tuple[str, Case]]:
-    """Every law on every case, but all configs only for a few shapes: each config is a compilation."""
-    product = [(words, case) for words in laws("", "kernels", "cuda") for case in GPU_CASES]
+def gpu_pairs() -> list[tuple[str, Case]]:
+    """Every law with every case, but all configs only for a few shapes: each config is a compilation."""
     few = [case for case in GPU_CASES if (case.rows, case.cols) in SHAPES_FOR_CONFIGS and case.heads <= 16]
-    return [(words, case) for words, case in product if words != ALL_CONFIGS or case in few]
+    every = pairs(laws("", "kernels", "cuda"), GPU_CASES)
+    return [(words, case) for words, case in every if words != ALL_CONFIGS or case in few]
 
 
-@pytest.mark.parametrize("case", ODD_CASES + REAL_CASES[-5:], ids=str)
-@pytest.mark.parametrize("words", laws(""))
+@pytest.mark.parametrize(("words", "case"), pairs(laws(""), ODD_CASES + REAL_CASES[-5:]), ids=str)
 def test_reference_obeys(words: str, case: Case) -> None:
     LAWS[words](case, CPU)
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("case", ODD_CASES, ids=str)
-@pytest.mark.parametrize("words", laws("", "kernels"))
+@pytest.mark.parametrize(("words", "case"), pairs(laws("", "kernels"), ODD_CASES), ids=str)
 def test_interpreted_kernel_obeys(words: str, case: Case) -> None:
     with interpreted():
         LAWS[words](case, CPU)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("words", "case"), gpu_law_cases(), ids=str)
+@pytest.mark.parametrize(("words", "case"), gpu_pairs(), ids=str)
 def test_compiled_kernel_obeys(words: str, case: Case) -> None:
     LAWS[words](case, CUDA)
 
@@ -163,6 +162,89 @@ def test_torch_compile_takes_the_whole_step_in_one_graph_on_a_gpu() -> None:
     check_compile(CUDA, "inductor")
 
 
+def test_many_layers_share_one_compiled_function() -> None:
+    """The stream of a layer is an argument of the graph, not a constant in it: twenty layers are not twenty graphs."""
+    inputs = make_inputs(COMPILED_CASE, CPU)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def layer(data: Tensor, seed: Tensor, stream: int) -> Tensor:
+        state = flashstate.State(data, rounding="stochastic", seed=seed, stream=stream)
+        return flashstate.mamba2_step(state, **inputs.arguments, **inputs.options, slots=inputs.slots)
+
+    for stream in range(20):
+        layer(inputs.state.data, inputs.state.seed, stream)
+
+
+def test_registered_ops_declare_what_they_write() -> None:
+    inputs = make_inputs(COMPILED_CASE, CPU)
+    state, a, o = inputs.state, inputs.arguments, inputs.options
+    step = (state.data, state.seed, "stochastic", 10, 1, a["x"], a["dt"], a["A"], a["B"], a["C"], o["D"], o["z"],
+            o["dt_bias"], True, inputs.slots, None, -1, True, torch.empty_like(a["x"]))  # fmt: skip
+    torch.library.opcheck(torch.ops.flashstate.mamba2_step.default, step)
+    torch.library.opcheck(torch.ops.flashstate.advance_seeds.default, (state.seed, inputs.slots, -1))
+
+
+@pytest.mark.gpu
+def test_the_cuda_graphs_of_torch_compile_work_after_an_eager_step() -> None:
+    inputs = make_inputs(COMPILED_CASE, CUDA)
+    eager = inputs.fresh()
+    compiled = torch.compile(lambda run: run.step() * 2, fullgraph=True, mode="reduce-overhead")
+    for _ in range(4):
+        want = eager.step() * 2
+        assert torch.equal(compiled(inputs), want)
+    assert torch.equal(inputs.state.data, eager.state.data)
+
+
+@pytest.mark.gpu
+def test_a_call_with_out_neither_allocates_nor_synchronises() -> None:
+    inputs = make_inputs(REAL_CASES[0], CUDA)
+    out = torch.empty_like(inputs.arguments["x"])
+    inputs.step(out=out)
+    inputs.state.advance(inputs.slots)
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        inputs.step(out=out)
+        inputs.state.advance(inputs.slots)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+
+
+def check_inference_mode(device: torch.device) -> None:
+    """A server's steps run in inference mode; the flag they may set is read and cleared outside it, and the reverse."""
+    for setting, reading in ((True, False), (False, True)):
+        with torch.inference_mode(setting):
+            inputs = make_inputs(Case(), device)
+            inputs.step(slots=inputs.slots + 100)
+        with torch.inference_mode(reading), pytest.raises(IndexError, match="read slot"):
+            flashstate.check_faults()
+
+
+def test_faults_cross_the_border_of_inference_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flashstate.state.faults._flags", {})
+    check_inference_mode(CPU)
+
+
+@pytest.mark.gpu
+def test_faults_cross_the_border_of_inference_mode_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flashstate.state.faults._flags", {})
+    check_inference_mode(CUDA)
+
+
+@pytest.mark.gpu
+def test_a_fault_on_another_stream_is_seen() -> None:
+    inputs = make_inputs(REAL_CASES[0], CUDA)
+    inputs.step()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(100_000_000)
+        inputs.step(slots=inputs.slots + 1000)
+    with pytest.raises(IndexError, match="read slot"):
+        flashstate.check_faults()
+
+
 def test_an_empty_batch_does_nothing() -> None:
     inputs = make_inputs(Case(), CPU)
     before = inputs.state.data.clone()
@@ -188,8 +270,8 @@ def largest_pool(device: torch.device) -> Inputs:
 def test_a_pool_past_2_31_elements_works() -> None:
     large = largest_pool(CUDA)
     assert large.state.data.numel() > 1 << 31
-    small = Inputs(flashstate.State(large.state.data[-8:].clone()), large.arguments, large.options, large.slots % 8)
-    small.slots = large.slots - (large.state.data.shape[0] - 8)
+    first = large.state.data.shape[0] - 8
+    small = replace(large, state=flashstate.State(large.state.data[first:].clone()), slots=large.slots - first)
     assert torch.equal(large.step(), small.step())
     assert torch.equal(large.state.data[-8:], small.state.data)
     assert not large.state.data[:-8].any()

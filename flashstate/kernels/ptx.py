@@ -60,4 +60,5 @@ def _rounding() -> str:
 
 
 TO_FLOAT16_STOCHASTIC = tl.constexpr(_rounding())
-TO_FLOAT16_STOCHASTIC_REGISTERS = tl.constexpr(",".join(["=r"] * PAIRS + ["r"] * (3 * PAIRS)))
+# "&": a register of the output is written before all inputs are read.
+TO_FLOAT16_STOCHASTIC_REGISTERS = tl.constexpr(",".join(["=&r"] * PAIRS + ["r"] * (3 * PAIRS)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,9 +23,15 @@ def uses_kernels(device: torch.device) -> bool:
 
 def kernel_rounding(rounding: str, device: torch.device) -> str:
     """The name kernels know a rounding by: NVIDIA GPUs have their own form of stochastic rounding, equal in bytes."""
-    if rounding == "stochastic" and device.type == "cuda" and torch.version.cuda is not None:
-        return "stochastic_ptx"
-    return rounding
+    return "stochastic_ptx" if rounding == "stochastic" and _has_packed_float16(device) else rounding
+
+
+@functools.cache
+def _has_packed_float16(device: torch.device) -> bool:
+    """Whether the instructions of kernels/ptx.py are there: NVIDIA GPUs from compute capability 8.0 on."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 @contextmanager

@@ -63,7 +63,8 @@ def mamba2_step(
     update: False computes the output and leaves the state as it is.
 
     Inputs are float32, bfloat16 or float16, each its own; the output has the dtype of x. Batch, head and group axes of
-    activations may have any stride. Nothing is differentiable.
+    activations may have any stride. `out` may be x itself, and must not overlap other arguments. Nothing is
+    differentiable.
     """
     state, slots = as_state(state), as_slots(slots)
     _, heads, rows, cols = state.data.shape
@@ -158,10 +159,12 @@ def _run(
     vector = access_width(data)
     problem = Problem("mamba2_step", rows, cols, dtype_name(data.dtype), rounding, vector, batch * heads)
     config = choose(problem, gpu_name(data.device))
-    grid = (batch * heads * -(-rows // config.block_rows),)
+    programs = batch * heads * -(-rows // config.block_rows)
+    if programs >= 1 << 31:
+        raise ValueError(f"x must need fewer than 2^31 programs, got {programs} for shape {tuple(x.shape)}")
     z_stride_b, z_stride_h = (0, 0) if z is None else z.stride()[:2]
     with torch.cuda.device_of(data):
-        mamba2_step_kernel[grid](
+        mamba2_step_kernel[(programs,)](
             data, None if rounding == "nearest" else seed, x, dt, A, B, C, D, z, dt_bias, out,
             read, write, fault_flag(data.device),
             data.stride(0), *x.stride()[:2], *dt.stride(), *B.stride()[:2], *C.stride()[:2], z_stride_b, z_stride_h,
@@ -176,8 +179,8 @@ def _run(
 
 
 register(
-    "mamba2_step(Tensor(a!) data, Tensor? seed, str rounding, int rounds, int stream, "
+    "mamba2_step(Tensor(a!) data, Tensor? seed, str rounding, int rounds, SymInt stream, "
     "Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? dt_bias, bool dt_softplus, "
-    "Tensor? read, Tensor? write, int null, bool update, Tensor(b!) out) -> ()",
+    "Tensor? read, Tensor? write, SymInt null, bool update, Tensor(b!) out) -> ()",
     _run,
 )

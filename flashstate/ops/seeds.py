@@ -47,4 +47,4 @@ def _run(seed: Tensor, read: Tensor | None, null: int) -> None:
         )
 
 
-register("advance_seeds(Tensor(a!) seed, Tensor? read, int null) -> ()", _run)
+register("advance_seeds(Tensor(a!) seed, Tensor? read, SymInt null) -> ()", _run)

@@ -16,17 +16,20 @@ def fault_flag(device: torch.device) -> Tensor:
                 "flashstate met this device for the first time inside a CUDA graph capture: "
                 "run the op once before capturing, as any CUDA graph needs"
             )
-        flag = _flags[device] = torch.zeros(len(KINDS), dtype=torch.int64, device=device)
+        with torch.inference_mode(False):  # else only inference mode could clear it
+            flag = _flags[device] = torch.zeros(len(KINDS), dtype=torch.int64, device=device)
     return flag
 
 
 def check_faults() -> None:
-    """Raise IndexError if any op since the last check met a slot outside its pool. Synchronises with every device used.
+    """Raise IndexError if any op since the last check met a slot outside its pool. Waits for every device used.
 
     Such rows were treated as padding (read) or not written (write), so no memory was harmed. The flag is cleared.
     """
     found = []
     for device, flag in _flags.items():
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         found += [f"{kind} slot {slot} on {device}" for kind, slot in zip(KINDS, flag.tolist(), strict=True) if slot]
         flag.zero_()
     if found:
