@@ -14,7 +14,16 @@ import torch
 from torch import Tensor
 
 import flashstate
-from flashstate.launch import Config, Problem, choose, choose_with_reason, interpreted, kernel_rounding, override
+from flashstate.launch import (
+    Config,
+    Problem,
+    backend,
+    choose,
+    choose_with_reason,
+    interpreted,
+    kernel_rounding,
+    override,
+)
 from flashstate.launch import config as launch_config
 from flashstate.launch.backend import uses_kernels
 from flashstate.launch.config import ACCESS_BYTES, access_width, load_table
@@ -226,11 +235,17 @@ def test_an_access_is_as_wide_as_every_row_of_every_slot_is_aligned(
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic", "stochastic_hw"])
-@pytest.mark.parametrize(("cuda", "on_gpu"), [("13.0", "stochastic_ptx"), (None, "stochastic")], ids=["NVIDIA", "AMD"])
+@pytest.mark.parametrize(
+    ("cuda", "capability", "on_gpu"),
+    [("13.0", (8, 0), "stochastic_ptx"), ("13.0", (7, 5), "stochastic"), (None, (9, 4), "stochastic")],
+    ids=["NVIDIA", "old NVIDIA", "AMD"],
+)
 def test_only_stochastic_rounding_on_nvidia_gpus_has_another_name_in_kernels(
-    monkeypatch: pytest.MonkeyPatch, cuda: str | None, on_gpu: str, rounding: str
+    monkeypatch: pytest.MonkeyPatch, cuda: str | None, capability: tuple[int, int], on_gpu: str, rounding: str
 ) -> None:
     monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(backend, "_has_packed_float16", backend._has_packed_float16.__wrapped__)  # not the cached one
     assert kernel_rounding(rounding, CPU) == rounding
     assert kernel_rounding(rounding, CUDA) == (on_gpu if rounding == "stochastic" else rounding)
 
