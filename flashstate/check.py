@@ -14,7 +14,8 @@ from rich.text import Text
 
 from flashstate.launch import uses_kernels
 from flashstate.laws import Law, LawBroken, laws_for, pairs
-from flashstate.testing import FORMATS, ODD_CASES, REAL_CASES, Case
+from flashstate.state.formats import PORTABLE_FORMATS
+from flashstate.testing import ODD_CASES, REAL_CASES, Case
 
 SHOWN_FAILURES = 3  # per law
 
@@ -42,7 +43,7 @@ def cases_on(device: torch.device, quick: bool) -> Sequence[Case]:
 
     Not all real shapes: every case and mode of a kernel is a compilation. `make test-gpu` has the whole product.
     """
-    real = REAL_CASES[: len(FORMATS)]
+    real = REAL_CASES[: len(PORTABLE_FORMATS)]
     cases = real + ODD_CASES if device.type == "cuda" else ODD_CASES
     if not quick:
         return cases

@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from flashstate.state.formats import FORMATS, ROUNDINGS
+from flashstate.state.formats import FORMATS, PORTABLE_FORMATS, ROUNDINGS
 
 FORMAT_NAMES = tuple(format.name for format in FORMATS.values())
-BENCH_FORMATS = ("float32", "bfloat16", "float16", "float16:stochastic", "bfloat16:stochastic")
+BENCH_FORMATS = tuple(f"{name}:{rounding}" for name, rounding in PORTABLE_FORMATS)
 BATCHES = (1, 4, 16, 64, 256, 1024)
 CPU_BATCHES = (1, 4, 16)
 

@@ -26,6 +26,7 @@ from torch import Tensor
 from flashstate.check import implementation
 from flashstate.ops.mamba2 import mamba2_step
 from flashstate.reference.mamba2 import mamba2_token
+from flashstate.state.formats import PORTABLE_FORMATS, label_of
 from flashstate.state.state import State
 
 HEADS, ROWS, COLS = 4, 16, 64
@@ -33,13 +34,6 @@ SLOTS, BATCH = 8, 10  # requests that fit, and the fixed batch of the server: ro
 REQUESTS = 2.0 * SLOTS  # that arrive during a run, about
 DECAYS = (0.98, 0.999)  # per token, of the fastest and the slowest head
 LEVEL, WANDER_TOKENS = 0.97, 100.0  # share of a request's own level in its inputs; how long its inputs stay alike
-FORMATS = (
-    ("float32", "nearest"),
-    ("bfloat16", "nearest"),
-    ("float16", "nearest"),
-    ("bfloat16", "stochastic"),
-    ("float16", "stochastic"),
-)
 
 
 @dataclass(frozen=True)
@@ -174,7 +168,7 @@ def one_thread() -> Iterator[None]:
 def _serve(device: torch.device, steps: int, seed: int, tracked: Callable[[range], Iterable[int]]) -> list[DemoRow]:
     generator = torch.Generator().manual_seed(seed)
     traffic, model = Traffic(steps, random.Random(seed)), Model(device, generator)
-    contenders = [_contender(name, rounding, device, generator) for name, rounding in FORMATS]
+    contenders = [_contender(name, rounding, device, generator) for name, rounding in PORTABLE_FORMATS]
     truth = Truth(torch.zeros(SLOTS, HEADS, ROWS, COLS, dtype=torch.float64, device=device))
     _warm_up(contenders, model, device)
     tokens = 0
@@ -255,9 +249,10 @@ def demo_table(rows: Sequence[DemoRow]) -> Table:
     names = ("bytes/request", "output error", "state error", "tokens/s")
     table = Table("format", *(Column(name, justify="right") for name in names), box=SIMPLE_HEAD)
     for row in rows:
-        name = row.format if row.rounding == "nearest" else f"{row.format} {row.rounding}"
         errors = (f"{row.output_error:.1e}", f"{row.state_error:.1e}")
-        table.add_row(name, f"{row.bytes_per_request:,}", *errors, f"{row.tokens_per_second:,.0f}")
+        table.add_row(
+            label_of(row.format, row.rounding), f"{row.bytes_per_request:,}", *errors, f"{row.tokens_per_second:,.0f}"
+        )
     return table
 
 

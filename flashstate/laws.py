@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from flashstate.launch import Config, override, uses_kernels
+from flashstate.launch import override, uses_kernels, valid_configs
 from flashstate.state.faults import check_faults
 from flashstate.state.rounding import SEED_STEP
 from flashstate.state.slots import Slots
-from flashstate.testing import Case, Inputs, error_ratio, make_inputs, oracle, with_data
+from flashstate.testing import Case, Inputs, error_ratio, make_inputs, oracle
 
 Law = Callable[[Case, torch.device], None]
 LAWS: dict[str, Law] = {}
@@ -119,7 +119,7 @@ def independence(case: Case, device: torch.device) -> None:
 def configs_agree(case: Case, device: torch.device) -> None:
     inputs = make_inputs(replace(case, x="float32"), device)  # a float32 output shows every bit of a sum
     first, y_first = None, None
-    for config in valid_configs(case):
+    for config in valid_configs(case.problem):
         again = inputs.fresh()
         with override(config):
             y = again.step()
@@ -127,13 +127,6 @@ def configs_agree(case: Case, device: torch.device) -> None:
             first, y_first = again, y
         require_equal_bytes(f"output with {config}", y, y_first)
         require_equal_bytes(f"state with {config}", again.state.data, first.state.data)
-
-
-def valid_configs(case: Case) -> list[Config]:
-    """Every config a table may hold for this case, up to 128 elements of state in a thread."""
-    configs = [Config(block_rows, num_warps) for block_rows in (1, 2, 4, 8, 16, 32, 64) for num_warps in (1, 2, 4, 8)]
-    elements = case.problem.block_cols / 32
-    return [c for c in configs if case.problem.valid(c) and c.block_rows * elements / c.num_warps <= 128]
 
 
 @law("five launches on equal inputs give equal bytes")
@@ -300,7 +293,7 @@ def paged_pool(case: Case, device: torch.device) -> None:
         pages = torch.full((case.slots * (size + gap) + offset,), torch.nan, device=device).to(inputs.state.data.dtype)
         data = pages[offset:].view(case.slots, size + gap)[:, :size].view(inputs.state.data.shape)
         data.copy_(inputs.state.data)
-        paged, dense = replace(inputs, state=with_data(inputs.state, data, inputs.state.seed)), inputs.fresh()
+        paged, dense = replace(inputs, state=replace(inputs.state, data=data)), inputs.fresh()
         y = paged.step()
         dense.step()
         require_within_budget(f"output with offset {offset}, gap {gap}", y, want.y, want.y_plain)
@@ -316,7 +309,7 @@ def paged_pool(case: Case, device: torch.device) -> None:
 def seeds_decide(case: Case, device: torch.device) -> None:
     inputs = make_inputs(case, device)
     base, stepped, streamed = inputs.fresh(), inputs.fresh(), inputs.fresh()
-    streamed = replace(streamed, state=replace(streamed.state, stream=streamed.state.stream + 1))
+    streamed.state = replace(streamed.state, stream=streamed.state.stream + 1)
     stepped.state.advance(stepped.slots)
     rest = rest_of(inputs)
     moved = _seeds(stepped) != _seeds(inputs)

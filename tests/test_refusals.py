@@ -170,6 +170,14 @@ def test_state_refuses_what_is_positional_but_data() -> None:
         State(torch.zeros(1, 1, 1, 1), "nearest")  # type: ignore[misc]
 
 
+WRONG_INDICES = (
+    ("int16", Tensor.short, TypeError, r"^{name} must be int32 or int64, got int16"),
+    ("float32", Tensor.float, TypeError, r"^{name} must be int32 or int64, got float32"),
+    ("bool", Tensor.bool, TypeError, r"^{name} must be int32 or int64, got bool"),
+    ("of rank 0", lambda t: t[0], ValueError, r"^{name} must have shape \(batch.*\), got \(\)"),
+    ("of rank 2", lambda t: t[:, None], ValueError, r"^{name} must have shape \(batch.*\), got \(3, 1\)"),
+)
+
 SLOTS_REFUSALS: list[Refusal] = [
     *[
         (f"{name} {what}", only(name, change), error, message.format(name=name))
@@ -177,11 +185,7 @@ SLOTS_REFUSALS: list[Refusal] = [
         for what, change, error, message in (
             ("a list", Tensor.tolist, TypeError, r"^{name} must be a tensor, got list"),
             ("an int", lambda t: 3, TypeError, r"^{name} must be a tensor, got int"),
-            ("int16", Tensor.short, TypeError, r"^{name} must be int32 or int64, got int16"),
-            ("float32", Tensor.float, TypeError, r"^{name} must be int32 or int64, got float32"),
-            ("bool", Tensor.bool, TypeError, r"^{name} must be int32 or int64, got bool"),
-            ("of rank 0", lambda t: t[0], ValueError, r"^{name} must have shape \(batch.*\), got \(\)"),
-            ("of rank 2", lambda t: t[:, None], ValueError, r"^{name} must have shape \(batch.*\), got \(3, 1\)"),
+            *WRONG_INDICES,
         )
     ],
     ("read missing", given(read=None), TypeError, r"^read must be a tensor, got NoneType"),
@@ -221,16 +225,13 @@ def test_slots_takes_both_index_types_and_every_64_bit_null() -> None:
 STATE_SLOTS = (
     ("a list", Tensor.tolist, TypeError, r"^slots must be a Slots, an index tensor or None, got list"),
     ("an int", lambda t: 1, TypeError, r"^slots must be a Slots, an index tensor or None, got int"),
-    ("int16", Tensor.short, TypeError, r"^slots must be int32 or int64, got int16"),
-    ("float32", Tensor.float, TypeError, r"^slots must be int32 or int64, got float32"),
-    ("bool", Tensor.bool, TypeError, r"^slots must be int32 or int64, got bool"),
-    ("of rank 0", lambda t: t[0], ValueError, r"^slots must have shape \(batch.*\), got \(\)"),
-    ("of rank 2", lambda t: t[:, None], ValueError, r"^slots must have shape \(batch.*\), got \(3, 1\)"),
+    *WRONG_INDICES,
     ("elsewhere", lambda t: t.to(META), ValueError, r"^slots (is|are) on meta, but the state is on cpu"),
     ("a Slots elsewhere", lambda t: Slots(t.to(META)), ValueError, r"^slots (is|are) on meta, but the state is on cpu"),
 )
 WRONG_SLOTS: list[Refusal] = [
-    (f"slots {what}", only("slots", change), error, message) for what, change, error, message in STATE_SLOTS
+    (f"slots {what}", only("slots", change), error, message.format(name="slots"))
+    for what, change, error, message in STATE_SLOTS
 ]
 
 ADVANCE_REFUSALS: list[Refusal] = [

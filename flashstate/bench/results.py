@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from flashstate.info import versions
+from flashstate.state.formats import label_of
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,7 @@ class Row:
 
     @property
     def label(self) -> str:
-        """Format and rounding in one word or two."""
-        return self.format if self.rounding == "nearest" else f"{self.format} {self.rounding}"
+        return label_of(self.format, self.rounding)
 
     @property
     def shape(self) -> str:

@@ -22,7 +22,7 @@ from flashstate.bench.plot import draw, require_matplotlib
 from flashstate.bench.results import Row, provenance_of, read_csv, write_csv
 from flashstate.bench.timing import Timing, cold_slots, time_launches
 from flashstate.state.formats import decode
-from flashstate.testing import Case, Inputs, error_ratio, make_inputs, oracle, with_data
+from flashstate.testing import Case, Inputs, error_ratio, make_inputs, oracle
 
 SPARE_SLOTS = 3  # of the small pool results are checked on
 CPU_SECONDS = 0.3  # per measurement
@@ -119,7 +119,7 @@ def on_larger_pool(inputs: Inputs, pool: int) -> Inputs:
     small = inputs.state
     data = torch.empty(pool, *small.data.shape[1:], dtype=small.data.dtype, device=small.data.device).normal_()
     seed = torch.randint(1 << 62, (pool,), device=small.data.device)
-    return replace(inputs, state=with_data(small, data, seed))
+    return replace(inputs, state=replace(small, data=data, seed=seed))
 
 
 def time_peer(bind: Binding, inputs: Inputs, timed: Inputs, slots: Sequence[Tensor]) -> Timing:

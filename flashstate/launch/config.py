@@ -58,6 +58,13 @@ class Problem:
         return powers_of_two and not splits_rows and config.block_rows >= config.num_warps * self.rows_per_warp
 
 
+def valid_configs(problem: Problem) -> list[Config]:
+    """Every config a table may hold for `problem`: valid, and up to 128 elements of state in a thread."""
+    configs = [Config(block_rows, num_warps) for block_rows in (1, 2, 4, 8, 16, 32, 64) for num_warps in (1, 2, 4, 8)]
+    most = 128 * WARP // problem.block_cols  # rows per warp
+    return [c for c in configs if problem.valid(c) and c.block_rows <= most * c.num_warps]
+
+
 def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 

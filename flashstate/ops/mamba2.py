@@ -15,8 +15,7 @@ from flashstate.errors import (
     dtype_name,
     tied,
 )
-from flashstate.launch import Problem, choose, kernel_rounding, uses_kernels
-from flashstate.launch.config import access_width, gpu_name
+from flashstate.launch import Problem, access_width, choose, gpu_name, kernel_rounding, uses_kernels
 from flashstate.ops.library import register
 from flashstate.reference import mamba2 as reference
 from flashstate.state.faults import fault_flag

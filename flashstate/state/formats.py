@@ -30,6 +30,14 @@ FORMATS = {
     )
 }
 
+# Every format with every rounding that runs on any device.
+PORTABLE_FORMATS = tuple((f.name, r) for f in FORMATS.values() for r in f.roundings if r != "stochastic_hw")
+
+
+def label_of(name: str, rounding: str) -> str:
+    """A format and its rounding in one word or two."""
+    return name if rounding == "nearest" else f"{name} {rounding}"
+
 
 def decode(stored: Tensor) -> Tensor:
     """The float32 values that stored bytes stand for."""
