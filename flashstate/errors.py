@@ -76,11 +76,9 @@ def check_no_overlap(name: str, tensor: Tensor) -> None:
 
 
 def check_contiguous(name: str, tensor: Tensor) -> Tensor:
-    """Parameters are read without strides: raise unless the tensor is contiguous; returns it."""
+    """Raise unless the tensor is contiguous, so that it can be read without strides; returns it."""
     if not tensor.is_contiguous():
-        raise ValueError(
-            f"{name} must be contiguous, got strides {tuple(tensor.stride())}; make it so once, at load time"
-        )
+        raise ValueError(f"{name} must be contiguous, got strides {tuple(tensor.stride())}")
     return tensor
 
 

@@ -1,14 +1,23 @@
 """The formats a state can be stored in, and how float32 values become their bytes; docs/formats.md has the words."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from flashstate.state.rounding import to_bfloat16_stochastic, to_float16_stochastic
+from flashstate.state.rounding import (
+    to_bfloat16_stochastic,
+    to_float8_stochastic,
+    to_float16_stochastic,
+    to_integer_stochastic,
+)
 
 ROUNDINGS = ("nearest", "stochastic", "stochastic_hw")
+SMALLEST_AMAX = 2.0**-100  # a row whose largest magnitude is below is stored as zeros
 
 
 @dataclass(frozen=True)
@@ -19,6 +28,12 @@ class Format:
     dtype: torch.dtype
     roundings: tuple[str, ...]
     to_stochastic: Callable[[Tensor, Tensor], Tensor] | None = None
+    largest: int | None = None  # of block-scaled formats: the stored value that a row's largest magnitude becomes
+
+    @property
+    def scaled(self) -> bool:
+        """Whether every row has a float32 scale beside it."""
+        return self.largest is not None
 
 
 FORMATS = {
@@ -27,6 +42,9 @@ FORMATS = {
         Format("float32", torch.float32, ("nearest",)),
         Format("bfloat16", torch.bfloat16, ("nearest", "stochastic"), to_bfloat16_stochastic),
         Format("float16", torch.float16, ROUNDINGS, to_float16_stochastic),
+        Format("int16", torch.int16, ("nearest", "stochastic"), to_integer_stochastic, 32767),
+        Format("int8", torch.int8, ("nearest", "stochastic"), to_integer_stochastic, 127),
+        Format("float8_e4m3fn", torch.float8_e4m3fn, ROUNDINGS, to_float8_stochastic, 448),
     )
 }
 
@@ -39,15 +57,35 @@ def label_of(name: str, rounding: str) -> str:
     return name if rounding == "nearest" else f"{name} {rounding}"
 
 
-def decode(stored: Tensor) -> Tensor:
-    """The float32 values that stored bytes stand for."""
-    return stored.float()
+class Encoded(NamedTuple):
+    """Values as they are stored: the data, and the scale of every row where the format has scales."""
+
+    data: Tensor
+    scale: Tensor | None
 
 
-def encode(values: Tensor, dtype: torch.dtype, random: Tensor | None = None) -> Tensor:
+def decode(data: Tensor, scale: Tensor | None = None) -> Tensor:
+    """The float32 values (..., cols) that stored data (..., cols) and its scale (...) stand for."""
+    return data.float() if scale is None else data.float() * scale[..., None]
+
+
+def encode(values: Tensor, dtype: torch.dtype, random: Tensor | None = None) -> Encoded:
     """float32 values in the format `dtype`: to nearest even, or stochastically where 16 random bits each are given."""
+    fmt = FORMATS[dtype]
+    if fmt.largest is None:
+        return Encoded(_rounded(values, fmt, random), None)
+    amax = values.abs().amax(-1)  # NaN where a row holds one
+    finite, small = amax.isfinite(), amax < SMALLEST_AMAX
+    one, largest = torch.ones_like(amax), torch.full_like(amax, fmt.largest)  # number / tensor is not a division
+    e = torch.where(finite & ~small, largest / amax, 0.0)
+    scale = torch.where(finite, torch.where(small, one, one / e), torch.nan)
+    w = torch.where(finite[..., None], values * e[..., None], 0.0)
+    return Encoded(_rounded(w.clamp(-fmt.largest, fmt.largest), fmt, random), scale)
+
+
+def _rounded(values: Tensor, fmt: Format, random: Tensor | None) -> Tensor:
     if random is None:
-        return values.to(dtype)
-    to_stochastic = FORMATS[dtype].to_stochastic
-    assert to_stochastic is not None, f"{dtype} is not rounded"
-    return to_stochastic(values, random)
+        whole = fmt.dtype in (torch.int16, torch.int8)
+        return (values.round() if whole else values).to(fmt.dtype)
+    assert fmt.to_stochastic is not None, f"{fmt.name} is not rounded"
+    return fmt.to_stochastic(values, random).to(fmt.dtype)

@@ -11,11 +11,14 @@ WORD = 0xFFFFFFFF
 SEED_STEP = 0x9E3779B97F4A7C15 - (1 << 64)  # what advance() adds to a seed, as a signed 64-bit number
 
 
-def philox(seed: Tensor, c0: Tensor, c1: int, c2: int, c3: int, rounds: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Philox-4x32: four words per counter. `seed` int64 is the key, low word first; it broadcasts against `c0`."""
-    seed, w0 = torch.broadcast_tensors(seed, c0)
+def philox(
+    seed: Tensor, c0: Tensor, c1: Tensor | int, c2: int, c3: int, rounds: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Philox-4x32: four words per counter. `seed` int64 is the key, low word first; seed, c0 and c1 broadcast."""
+    c1 = torch.as_tensor(c1, device=seed.device) & WORD
+    seed, w0, w1 = torch.broadcast_tensors(seed, c0, c1)
     k0, k1 = seed & WORD, (seed >> 32) & WORD
-    w1, w2, w3 = (torch.full_like(w0, c) for c in (c1, c2, c3))
+    w2, w3 = torch.full_like(w0, c2), torch.full_like(w0, c3)
     for _ in range(rounds):
         high, low = 0xCD9E8D57 * w2, 0xD2511F53 * w0  # 64-bit products; they wrap in int64, which keeps every bit
         w0, w2 = (high >> 32) & WORD ^ w1 ^ k0, (low >> 32) & WORD ^ w3 ^ k1
@@ -24,15 +27,16 @@ def philox(seed: Tensor, c0: Tensor, c1: int, c2: int, c3: int, rounds: int) -> 
     return w0, w1, w2, w3
 
 
-def random_bits(seed: Tensor, shape: tuple[int, int, int], token: int, stream: int, rounds: int) -> Tensor:
+def random_bits(seed: Tensor, shape: tuple[int, int, int], token: Tensor | int, stream: int, rounds: int) -> Tensor:
     """Sixteen random bits for every element of (heads, rows, cols), one set per seed: (batch, heads, rows, cols) int64.
 
-    One Philox call serves eight consecutive columns of a row; word i of it holds columns 2i (low half) and 2i + 1.
+    `token` is the index of the token in its call: one for all, or (batch,). One Philox call serves eight consecutive columns of a row; word i of it holds columns 2i (low half) and 2i + 1.
     """
     heads, rows, cols = shape
     calls = -(-cols // 8)  # per row
     c0 = torch.arange(heads * rows * calls, device=seed.device)
-    words = torch.stack(philox(seed[:, None], c0[None, :], token, stream, 0, rounds), dim=-1)  # (batch, calls, 4)
+    c1 = torch.as_tensor(token, device=seed.device).reshape(-1, 1)
+    words = torch.stack(philox(seed[:, None], c0[None, :], c1, stream, 0, rounds), dim=-1)  # (batch, calls, 4)
     halves = torch.stack((words & 0xFFFF, words >> 16), dim=-1)  # (batch, calls, 4, 2)
     return halves.reshape(-1, heads, rows, calls * 8)[..., :cols]
 
@@ -57,3 +61,20 @@ def to_bfloat16_stochastic(v: Tensor, random: Tensor) -> Tensor:
     random = torch.where(magnitude < 0x7F7F0000, random, 0)  # from the largest finite value on: truncate; inf stays
     code = torch.where(v.isnan(), 0x7FC0, bits + random >> 16)
     return code.to(torch.uint16).view(torch.bfloat16)
+
+
+def to_integer_stochastic(w: Tensor, random: Tensor) -> Tensor:
+    """float32 to a whole number, upward with the probability of the discarded fraction."""
+    floor = w.floor()
+    return floor + (random * 2.0**-16 < w - floor)
+
+
+def to_float8_stochastic(w: Tensor, random: Tensor) -> Tensor:
+    """float32 of magnitude up to 448 to float8_e4m3fn, away from zero with the probability of the discarded fraction."""
+    bits, magnitude = w.view(torch.int32).long(), w.abs()
+    code = ((bits & 0x7FFFFFFF) + (random << 4) >> 20) - (120 << 3)  # 20 mantissa bits fewer, exponent bias 7
+    subnormal = magnitude < 2.0**-6  # multiples of 2^-9: the code is the multiple; 16 bits of fraction below it
+    fixed_point = torch.where(subnormal, magnitude, 0.0) * 2.0**25
+    code = torch.where(subnormal, fixed_point.long() + random >> 16, code)
+    code = code.clamp(max=0x7E)  # 448; above it there is only NaN
+    return (code | bits >> 24 & 0x80).to(torch.uint8).view(torch.float8_e4m3fn)

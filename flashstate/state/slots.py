@@ -1,4 +1,4 @@
-"""Slots: which slot of the pool every row of a batch reads and writes."""
+"""Slots: which slots of the pool every row of a batch reads and writes, and which tokens it has."""
 
 from __future__ import annotations
 
@@ -6,37 +6,107 @@ from dataclasses import KW_ONLY, dataclass
 
 from torch import Tensor
 
-from flashstate.errors import INDEX_DTYPES, check_int, check_tensor
+from flashstate.errors import INDEX_DTYPES, check_contiguous, check_int, check_row_contiguous, check_tensor
 
 
 @dataclass(frozen=True, eq=False)
 class Slots:
-    """Where the rows of a batch live in the pool; built once per model step and shared by all layers.
+    """Where the rows of a batch live, and how many tokens each has; built once per model step, shared by all layers.
 
-    read: (batch,) int32 or int64, the slot each row continues from. A row whose slot is `null`, negative or past the
-        pool is padding: its output is zero and no memory of the pool is touched.
-    write: (batch,), where the new state goes; None writes where it was read. A row whose write slot is `null`, negative
-        or past the pool is not written.
+    read: (batch,) int32 or int64, the slot each row continues from; or (batch, n) with `accepted`. A row whose slot is
+        `null`, negative or past the pool is padding: its output is zero and no memory of the pool is touched.
+    write: (batch,), where the state after the last token goes; None: where it was read. Or (batch, T): where the state
+        after every token goes, and nothing else is written. A slot that is `null`, negative or past the pool skips
+        that write.
+    accepted: (batch,) numbers from 1 to n: row b reads read[b, accepted[b] - 1]. Any other number makes it padding.
+    snapshot_rows: (batch,), the row of `snapshots` that a batch row fills; None: its own. Negative: none.
+    cu_seqlens: (batch + 1,), for packed tokens: row b has the tokens from cu_seqlens[b] up to cu_seqlens[b + 1].
+    max_len: the largest number of tokens a packed row has; needed for snapshots of packed tokens.
+    parents: (batch, T), a draft tree: token t continues from the state after token parents[b, t] < t, or with -1 from
+        the slot that was read. A token whose parent is anything else gives zero, and so do those that follow from it.
     null: the slot number that means "no request"; negatives always do.
 
-    Slots past the pool also set a flag that `flashstate.check_faults()` reports. The tensors are read when an op runs,
-    not when this object is made, so a CUDA graph can be replayed with other slots in them. Two rows that write one
-    slot, or a row that writes what another row reads, are the caller's error.
+    With packed tokens the second axis of `write` and `parents` has max_len entries. Numbers past the pool, past n or
+    past the snapshots also set a flag that `flashstate.check_faults()` reports. The tensors are read when an op runs,
+    not when this object is made, so a CUDA graph can be replayed with other contents. Two rows that write one slot, or
+    a row that writes what another row reads, are the caller's error; inside `flashstate.debug()` they are found.
     """
 
     read: Tensor
     _: KW_ONLY
     write: Tensor | None = None
+    accepted: Tensor | None = None
+    snapshot_rows: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    max_len: int | None = None
+    parents: Tensor | None = None
     null: int = -1
 
     def __post_init__(self) -> None:
-        read, write = self.read, self.write
-        check_tensor("read", read, ("batch",), (None,), dtypes=INDEX_DTYPES)
-        if write is not None:
-            check_tensor("write", write, ("batch",), tuple(read.shape), dtypes=INDEX_DTYPES)
-            if write.device != read.device:
-                raise ValueError(f"write is on {write.device}, read on {read.device}")
+        self._check_read()
+        batch = self.read.shape[0]
+        _check_table("write", self.write, batch, (1, 2))
+        _check_table("parents", self.parents, batch, (2,))
+        _check_list("accepted", self.accepted, ("batch",), batch)
+        _check_list("snapshot_rows", self.snapshot_rows, ("batch",), batch)
+        _check_list("cu_seqlens", self.cu_seqlens, ("batch + 1",), batch + 1)
+        self._check_max_len()
         check_int("null", self.null, -(1 << 63), (1 << 63) - 1)
+        for name in ("write", "accepted", "snapshot_rows", "cu_seqlens", "parents"):
+            tensor = getattr(self, name)
+            if tensor is not None and tensor.device != self.read.device:
+                raise ValueError(f"{name} is on {tensor.device}, read on {self.read.device}")
+
+    def _check_read(self) -> None:
+        if isinstance(self.read, Tensor) and self.read.dim() == 2:
+            check_tensor("read", self.read, ("batch", "n"), (None, None), dtypes=INDEX_DTYPES)
+            check_row_contiguous("read", self.read)
+            if self.accepted is None:
+                raise ValueError("accepted must be given for read (batch, n): it says which of the n slots to read")
+        else:
+            check_tensor("read", self.read, ("batch",), (None,), dtypes=INDEX_DTYPES)
+            if self.accepted is not None:
+                raise ValueError(f"accepted needs read (batch, n) to choose from, got read {tuple(self.read.shape)}")
+
+    def _check_max_len(self) -> None:
+        if self.max_len is not None:
+            check_int("max_len", self.max_len, 0, (1 << 31) - 1)
+            if self.cu_seqlens is None:
+                raise ValueError("max_len is for packed tokens: give it with cu_seqlens")
+        for name, table in (("write", self.write), ("parents", self.parents)):
+            if table is not None and table.dim() == 2 and table.shape[1] != self.longest:
+                raise ValueError(
+                    f"{name} must have an entry for each of the {self.longest} tokens, got shape {tuple(table.shape)}"
+                )
+
+    @property
+    def longest(self) -> int | None:
+        """The most tokens a row has, as far as this object knows."""
+        if self.max_len is not None:
+            return self.max_len
+        tables = [t for t in (self.write, self.parents) if t is not None and t.dim() == 2]
+        return tables[0].shape[1] if tables else None
+
+    @property
+    def per_token(self) -> bool:
+        """Whether the state after every token is written, each to its own slot."""
+        return self.write is not None and self.write.dim() == 2
+
+
+def _check_table(name: str, table: Tensor | None, batch: int, ranks: tuple[int, ...]) -> None:
+    """A tensor of numbers per batch row, or per batch row and token."""
+    if table is None:
+        return
+    rank = table.dim() if isinstance(table, Tensor) and table.dim() in ranks else ranks[0]
+    check_tensor(name, table, ("batch", "T")[:rank], (batch, None)[:rank], dtypes=INDEX_DTYPES)
+    if rank == 2:
+        check_row_contiguous(name, table)
+
+
+def _check_list(name: str, numbers: Tensor | None, axes: tuple[str], size: int) -> None:
+    if numbers is not None:
+        check_tensor(name, numbers, axes, (size,), dtypes=INDEX_DTYPES)
+        check_contiguous(name, numbers)
 
 
 def as_slots(slots: Slots | Tensor | None) -> Slots | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,22 +12,29 @@ from flashstate.state.formats import FORMATS, ROUNDINGS, Format
 from flashstate.state.slots import Slots, as_slots
 
 HARDWARE_ROUNDING = ((10, 0), (10, 3))  # compute capabilities that have cvt.rs
+POOL_AXES = ("slots", "heads", "rows", "cols")
+SNAPSHOT_AXES = ("batch", "T", "heads", "rows", "cols")
 
 
 @dataclass(frozen=True, eq=False)
 class State:
     """The state of one layer for all slots. Ops update `data` in place; this object only describes it.
 
-    data: (slots, heads, rows, cols) float32, bfloat16 or float16; the dtype is the format. The slot axis may have any
-        stride (pages of a larger cache); a slot itself is contiguous and holds fewer than 2^31 elements.
+    data: (slots, heads, rows, cols) float32, bfloat16, float16, int16, int8 or float8_e4m3fn; the dtype is the format.
+        The slot axis may have any stride (pages of a larger cache); a slot itself is contiguous and holds fewer than
+        2^31 elements. For `snapshots`: (batch, T, heads, rows, cols), any strides on the first two axes.
+    scale: (slots, heads, rows) float32, one per row of cols, for the last three dtypes, which need it: value = stored *
+        scale. For `snapshots`: (batch, T, heads, rows). Any strides outside a slot.
     rounding: how float32 results are stored: "nearest" (ties to even), "stochastic", or "stochastic_hw" (the cvt.rs
-        instruction: float16 on compute capability 10.0 and 10.3 only; bytes of its own).
+        instruction: float16 and float8 on compute capability 10.0 and 10.3 only; bytes of its own).
     rounds: rounds of Philox behind the random bits of "stochastic".
     seed: (slots,) int64, one per slot, needed for stochastic rounding. Ops read seeds; only `advance` moves them.
+        Snapshots have none: they are rounded with the bits of the state they are taken of.
     stream: tells layers and tensor-parallel ranks that share seeds apart; 0 to 2^32 - 1.
     """
 
     data: Tensor
+    scale: Tensor | None = None
     _: KW_ONLY
     rounding: str = "nearest"
     rounds: int = 10
@@ -35,8 +42,11 @@ class State:
     stream: int = 0
 
     def __post_init__(self) -> None:
-        _check_data("data", self.data)
-        _check_rounding(self.data, self.rounding, self.rounds, self.seed, self.stream)
+        axes = SNAPSHOT_AXES if isinstance(self.data, Tensor) and self.data.dim() == 5 else POOL_AXES
+        _check_data("data", self.data, axes)
+        _check_scale(self.scale, self.data, axes)
+        _check_rounding(self.data, self.rounding, self.rounds, self.stream)
+        _check_seed(self.data, self.rounding, self.seed)
 
     @property
     def format(self) -> Format:
@@ -44,8 +54,10 @@ class State:
 
     @property
     def bytes_per_slot(self) -> int:
-        """Bytes of memory one slot takes: its state, and its seed where it has one."""
-        return self.data[0].numel() * self.data.element_size() + (8 if self.seed is not None else 0)
+        """Bytes of memory one slot takes: its state, its scales and its seed, where it has them."""
+        scale = 0 if self.scale is None else self.scale[0].numel() * self.scale.element_size()
+        seed = 0 if self.seed is None else self.seed.element_size()
+        return self.data[0].numel() * self.data.element_size() + scale + seed
 
     def advance(self, slots: Slots | Tensor | None = None) -> None:
         """Move the seeds of the read slots on (None: of all), so that the next step draws new random bits.
@@ -62,33 +74,78 @@ class State:
 def as_state(state: State | Tensor) -> State:
     """What ops accept as `state`: a State, or a bare tensor, which means State(tensor)."""
     if isinstance(state, State):
-        return state
+        if state.data.dim() == len(POOL_AXES):
+            return state
+        raise ValueError(f"state must have data (slots, heads, rows, cols), got {tuple(state.data.shape)}")
     if isinstance(state, Tensor):
-        _check_data("state", state)
+        _check_data("state", state, POOL_AXES)
+        _check_needs_no_scale("state", state)
         return State(state)
     raise TypeError(f"state must be a State or a tensor, got {type(state).__name__}")
 
 
-def _check_data(name: str, data: Tensor) -> None:
-    check_tensor(name, data, ("slots", "heads", "rows", "cols"), (None,) * 4, dtypes=tuple(FORMATS))
-    slots, heads, rows, cols = data.shape
+def as_snapshots(snapshots: State | Tensor, state: State) -> State:
+    """What ops accept as `snapshots`: a State of rank 5, or a bare tensor, rounded as the state is if it can be."""
+    if isinstance(snapshots, Tensor):
+        _check_data("snapshots", snapshots, SNAPSHOT_AXES)
+        _check_needs_no_scale("snapshots", snapshots)
+        known = state.rounding in FORMATS[snapshots.dtype].roundings
+        snapshots = State(snapshots, rounding=state.rounding if known else "nearest")
+    if not isinstance(snapshots, State):
+        raise TypeError(f"snapshots must be a State or a tensor, got {type(snapshots).__name__}")
+    if snapshots.data.dim() != len(SNAPSHOT_AXES):
+        shape = tuple(snapshots.data.shape)
+        raise ValueError(f"snapshots must have data (batch, T, heads, rows, cols), got {shape}")
+    if snapshots.rounding != "nearest" and state.seed is None:
+        raise ValueError(f"snapshots with rounding={snapshots.rounding!r} need a state with a seed, got seed=None")
+    return replace(snapshots, rounds=state.rounds, stream=state.stream)
+
+
+def _check_data(name: str, data: Tensor, axes: tuple[str, ...]) -> None:
+    check_tensor(name, data, axes, (None,) * len(axes), dtypes=tuple(FORMATS))
     if 0 in data.shape:
         raise ValueError(f"{name} must not be empty, got shape {tuple(data.shape)}")
-    slot_size = heads * rows * cols
-    if slot_size >= 1 << 31:
-        raise ValueError(f"{name} must have fewer than 2^31 elements per slot, got {slot_size}")
-    dense = (slot_size, rows * cols, cols, 1)
-    if any(
-        size > 1 and got != want for size, got, want in zip(data.shape[1:], data.stride()[1:], dense[1:], strict=True)
-    ):
+    if data.shape[-3:].numel() >= 1 << 31:
+        raise ValueError(f"{name} must have fewer than 2^31 elements per slot, got {data.shape[-3:].numel()}")
+    _check_slots_of(name, data, data.shape[-3:])
+
+
+def _check_slots_of(name: str, tensor: Tensor, slot: torch.Size) -> None:
+    """Raise unless every slot (the last axes) is contiguous, and slots do not overlap."""
+    dense = [slot[axis + 1 :].numel() for axis in range(len(slot))]
+    outer = tensor.dim() - len(slot)
+    strides = tensor.stride()[outer:]
+    if any(size > 1 and got != want for size, got, want in zip(slot, strides, dense, strict=True)):
         raise ValueError(
-            f"{name} must be contiguous within a slot: strides (any, {dense[1]}, {dense[2]}, 1), got {data.stride()}"
+            f"{name} must be contiguous within a slot: strides ({', '.join(['any'] * outer + list(map(str, dense)))}), "
+            f"got {tensor.stride()}"
         )
-    if slots > 1 and data.stride(0) < slot_size:
-        raise ValueError(f"{name} has overlapping slots: slot stride {data.stride(0)}, slot size {slot_size}")
+    reach = slot.numel()
+    for stride, size in sorted(zip(tensor.stride()[:outer], tensor.shape[:outer], strict=True)):
+        if size > 1 and stride < reach:
+            raise ValueError(f"{name} has overlapping slots: slot stride {stride}, slot size {reach}")
+        reach = max(reach, stride * size)
 
 
-def _check_rounding(data: Tensor, rounding: str, rounds: int, seed: Tensor | None, stream: int) -> None:
+def _check_scale(scale: Tensor | None, data: Tensor, axes: tuple[str, ...]) -> None:
+    fmt = FORMATS[data.dtype]
+    if not fmt.scaled:
+        if scale is not None:
+            raise ValueError(f"scale is not for {fmt.name}, whose values are stored as they are")
+        return
+    if scale is None:
+        raise ValueError(f"{fmt.name} needs scale: ({', '.join(axes[:-1])}) float32, one per row")
+    check_tensor("scale", scale, axes[:-1], tuple(data.shape[:-1]), dtypes=(torch.float32,), device=data.device)
+    _check_slots_of("scale", scale, scale.shape[-2:])
+
+
+def _check_needs_no_scale(name: str, data: Tensor) -> None:
+    fmt = FORMATS[data.dtype]
+    if fmt.scaled:
+        raise ValueError(f"{name} of dtype {fmt.name} needs a scale: pass State(data, scale)")
+
+
+def _check_rounding(data: Tensor, rounding: str, rounds: int, stream: int) -> None:
     if rounding not in ROUNDINGS:
         raise ValueError(f"rounding must be one of {', '.join(ROUNDINGS)}, got {rounding!r}")
     fmt = FORMATS[data.dtype]
@@ -96,6 +153,15 @@ def _check_rounding(data: Tensor, rounding: str, rounds: int, seed: Tensor | Non
         raise ValueError(f"rounding={rounding!r} is not for {fmt.name}, which has {', '.join(fmt.roundings)}")
     check_int("rounds", rounds, 1, 16)
     check_int("stream", stream, 0, (1 << 32) - 1)
+    if rounding == "stochastic_hw":
+        _check_hardware_rounding(data.device)
+
+
+def _check_seed(data: Tensor, rounding: str, seed: Tensor | None) -> None:
+    if data.dim() == len(SNAPSHOT_AXES):
+        if seed is not None:
+            raise ValueError("seed is not for snapshots, which use the bits of the state they are taken of")
+        return
     if seed is None:
         if rounding != "nearest":
             raise ValueError(f"rounding={rounding!r} needs seed: (slots,) int64, one per slot")
@@ -103,8 +169,6 @@ def _check_rounding(data: Tensor, rounding: str, rounds: int, seed: Tensor | Non
     check_tensor("seed", seed, ("slots",), (data.shape[0],), dtypes=(torch.int64,), device=data.device)
     if not seed.is_contiguous():
         raise ValueError(f"seed must be contiguous, got stride {seed.stride(0)}")
-    if rounding == "stochastic_hw":
-        _check_hardware_rounding(data.device)
 
 
 def _check_hardware_rounding(device: torch.device) -> None:
