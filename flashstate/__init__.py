@@ -1,8 +1,9 @@
 """Step the recurrent state of state-space and linear-attention language models while they generate."""
 
+from flashstate.ops.debug import debug
 from flashstate.ops.mamba2 import mamba2_step
 from flashstate.state.faults import check_faults
 from flashstate.state.slots import Slots
 from flashstate.state.state import State
 
-__all__ = ["Slots", "State", "check_faults", "mamba2_step"]
+__all__ = ["Slots", "State", "check_faults", "debug", "mamba2_step"]

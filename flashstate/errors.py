@@ -91,16 +91,13 @@ def tied(
     more_sizes: tuple[int, ...],
     device: torch.device,
 ) -> Tensor:
-    """Check a tensor that has these axes, or more that it was expanded along (stride 0); returns it without those."""
+    """Check a tensor that has these axes, or more; returns it without those if it was expanded along them (stride 0)."""
     if not isinstance(tensor, Tensor) or tensor.dim() != len(axes) + len(more_axes):
         check_tensor(name, tensor, axes, sizes, device=device)
         return tensor
     check_tensor(name, tensor, axes + more_axes, sizes + more_sizes, device=device)
-    for axis, size, stride in zip(more_axes, more_sizes, tensor.stride()[len(axes) :], strict=True):
-        if size > 1 and stride != 0:
-            raise ValueError(
-                f"{name} must be {describe_shape(axes, sizes)}, or expanded from it: got its own values along {axis}"
-            )
+    if any(size > 1 and stride != 0 for size, stride in zip(more_sizes, tensor.stride()[len(axes) :], strict=True)):
+        return tensor
     for _ in more_axes:
         tensor = tensor[..., 0]
     return tensor

@@ -5,11 +5,14 @@ import triton.language as tl
 
 
 @triton.jit
-def entry(ptr, i, stride_i, j, stride_j):
-    """Pointer to entry (i, j) of a tensor's first two axes.
+def token_entry(tensor, b, t, h):
+    """Pointer to the values of token t of batch row b at head or group h; `tensor`: its pointer and those strides.
 
     Torch strides are never negative; told so, the compiler needs one instruction instead of three for a 64-bit product.
     """
-    tl.assume(stride_i >= 0)
-    tl.assume(stride_j >= 0)
-    return ptr + i.to(tl.int64) * stride_i + j.to(tl.int64) * stride_j
+    ptr, stride_b, stride_t, stride_h = tensor
+    tl.assume(stride_b >= 0)
+    tl.assume(stride_t >= 0)
+    tl.assume(stride_h >= 0)
+    return ptr + b.to(tl.int64) * stride_b + t.to(tl.int64) * stride_t + h.to(tl.int64) * stride_h
+

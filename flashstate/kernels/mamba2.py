@@ -3,9 +3,17 @@
 import triton
 import triton.language as tl
 
-from flashstate.kernels.addressing import entry
-from flashstate.kernels.slots import resolve_read, resolve_write
-from flashstate.kernels.state_io import load_seed, load_state, random_bits, store_state
+from flashstate.kernels.addressing import token_entry
+from flashstate.kernels.slots import (
+    ancestor,
+    end_of_tokens,
+    path_to,
+    resolve_read,
+    resolve_snapshot_row,
+    resolve_write,
+    token_range,
+)
+from flashstate.kernels.state_io import load_seed, load_state, random_bits, store_state, tile_at
 
 
 @triton.jit
@@ -23,28 +31,35 @@ def silu(x):
 
 
 @triton.jit
-def load_skip(D_ptr, h, offs_d, mask_d, ROWS: tl.constexpr, PER_ROW: tl.constexpr):
-    """D of head h: a value for each row, or one for all."""
+def load_head(ptr, offs_d, mask_d, PER_ROW: tl.constexpr):
+    """A value for each row of a head, (BLOCK_ROWS,), or one for all."""
     if PER_ROW:
-        return tl.load(D_ptr + h * ROWS + offs_d, mask=mask_d, other=0.0).to(tl.float32)
+        return tl.load(ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)
     else:
-        return tl.load(D_ptr + h).to(tl.float32)
+        return tl.load(ptr).to(tl.float32)
 
 
-UNSPECIALIZED = ["dt_stride_b", "dt_stride_h", "read_stride", "write_stride", "num_slots", "null", "stream"]
+UNSPECIALIZED = ["dt_view", "read", "write", "parents", "snapshot_rows", "tokens", "longest", "num_slots", "null", "stream"]
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def mamba2_step_kernel(
-    state_ptr, seed_ptr, x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, D_ptr, z_ptr, dt_bias_ptr, out_ptr,  # None: absent
-    read_ptr, write_ptr, fault_ptr,
-    slot_stride, x_stride_b, x_stride_h, dt_stride_b, dt_stride_h, B_stride_b, B_stride_g, C_stride_b, C_stride_g,
-    z_stride_b, z_stride_h, out_stride_b, out_stride_h, read_stride, write_stride,
+    state,  # data, scale, slot stride of either
+    snapshots,  # data, scale, row stride of either, token stride of either; None: none are taken
+    x_view, B_view, C_view, z_view, out_view, dt_view,  # pointer; batch, token and head (or group) stride; None: absent
+    A_ptr, D_ptr, dt_bias_ptr, seed_ptr, cu_seqlens_ptr, fault_ptr,  # None: absent
+    read,  # table, its row stride and width, accepted counts
+    write, parents,  # table, its row stride; None: absent
+    snapshot_rows,  # list, how many rows there are
+    tokens,  # length of the token axis
+    longest,  # entries that write, parents and snapshots have for the tokens of a row
     num_slots, null, stream,
     H: tl.constexpr, HEADS_PER_GROUP: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-    VECTOR: tl.constexpr,  # consecutive elements of state per access; divides slot_stride
-    D_PER_ROW: tl.constexpr, DT_SOFTPLUS: tl.constexpr, UPDATE: tl.constexpr,
-    ROUNDING: tl.constexpr, ROUNDS: tl.constexpr,
+    VECTOR: tl.constexpr, SNAPSHOT_VECTOR: tl.constexpr,  # elements per access; they divide the strides of data
+    A_PER_ELEMENT: tl.constexpr, DT_PER_ROW: tl.constexpr, BIAS_PER_ROW: tl.constexpr, D_PER_ROW: tl.constexpr,
+    DT_SOFTPLUS: tl.constexpr, ONE_TOKEN: tl.constexpr,
+    STORES: tl.constexpr,  # after which tokens the pool is written: "last", "every" or "none"
+    ROUNDING: tl.constexpr, SNAPSHOT_ROUNDING: tl.constexpr, ROUNDS: tl.constexpr, TARGET: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
     tiles: tl.constexpr = (ROWS + BLOCK_ROWS - 1) // BLOCK_ROWS
@@ -57,46 +72,100 @@ def mamba2_step_kernel(
     offs_n = tl.arange(0, BLOCK_COLS)
     mask_d = offs_d < ROWS
     mask_n = offs_n < COLS
-    mask = mask_d[:, None] & mask_n[None, :]
+    tile = tile_at(h * ROWS + first_row, h * ROWS + ROWS, COLS, BLOCK_ROWS, BLOCK_COLS)
 
-    # No branches: a padding row is masked. So loads and random bits do not wait until the row is known to be live.
-    read = resolve_read(read_ptr, read_stride, b, num_slots, null, fault_ptr)
-    live = read >= 0
-    tile = (h * ROWS + first_row) * COLS  # within a slot, which has fewer than 2^31 elements
-    offs_tile = tl.arange(0, BLOCK_ROWS)[:, None] * COLS + offs_n[None, :]
-    seed = load_seed(seed_ptr, read, live)
-    s_ptrs = state_ptr + tl.multiple_of(read * slot_stride, VECTOR) + tile + offs_tile
-    s = load_state(s_ptrs, tl.where(live, mask, False))
+    # No branches: a padding row is masked. So loads do not wait until the row is known to be live.
+    slot = resolve_read(read, b, num_slots, null, fault_ptr)
+    live = slot >= 0
+    seed = load_seed(seed_ptr, slot, live)
+    data_ptr, scale_ptr, slot_stride, scale_stride = state
+    s = load_state(data_ptr, scale_ptr, slot * slot_stride, slot * scale_stride, live, tile, VECTOR, TARGET)
     if COLS < BLOCK_COLS:
         s = tl.where(mask_n[None, :], s, 0.0)
+    initial = s
 
-    x = tl.load(entry(x_ptr, b, x_stride_b, h, x_stride_h) + offs_d, mask=mask_d, other=0.0).to(tl.float32)
-    dt = tl.load(entry(dt_ptr, b, dt_stride_b, h, dt_stride_h)).to(tl.float32)
-    A = tl.load(A_ptr + h).to(tl.float32)
-    B = tl.load(entry(B_ptr, b, B_stride_b, g, B_stride_g) + offs_n, mask=mask_n, other=0.0).to(tl.float32)
-    C = tl.load(entry(C_ptr, b, C_stride_b, g, C_stride_g) + offs_n, mask=mask_n, other=0.0).to(tl.float32)
+    if A_PER_ELEMENT:
+        A = tl.load(A_ptr + tile[0] + tile[1], mask=tile[3], other=0.0).to(tl.float32)
+    else:
+        A = tl.load(A_ptr + h).to(tl.float32)
     if D_ptr is not None:
-        D = load_skip(D_ptr, h, offs_d, mask_d, ROWS, D_PER_ROW)
-    if z_ptr is not None:
-        z = tl.load(entry(z_ptr, b, z_stride_b, h, z_stride_h) + offs_d, mask=mask_d, other=0.0).to(tl.float32)
-    random = random_bits(seed, h * ROWS + offs_d, 0, stream, COLS, BLOCK_COLS, ROUNDING, ROUNDS)
-
+        D = load_head(D_ptr + h * (ROWS if D_PER_ROW else 1), offs_d, mask_d, D_PER_ROW)
     if dt_bias_ptr is not None:
-        dt += tl.load(dt_bias_ptr + h).to(tl.float32)
-    if DT_SOFTPLUS:
-        dt = softplus(dt)
-    dA = tl.exp(dt * A)
-    s = tl.fma(s, dA, (dt * x)[:, None] * B[None, :])
-    y = tl.sum(s * C[None, :], axis=1)
-    if D_ptr is not None:
-        y += D * x
-    if z_ptr is not None:
-        y *= silu(z)
-    y = tl.where(live, y, 0.0).to(out_ptr.dtype.element_ty)
-    tl.store(entry(out_ptr, b, out_stride_b, h, out_stride_h) + offs_d, y, mask=mask_d)
+        dt_bias = load_head(dt_bias_ptr + h * (ROWS if BIAS_PER_ROW else 1), offs_d, mask_d, BIAS_PER_ROW)
 
-    if UPDATE:
-        write = resolve_write(write_ptr, write_stride, b, read, num_slots, null, fault_ptr)
-        s_ptrs = state_ptr + tl.multiple_of(write * slot_stride, VECTOR) + tile + offs_tile
-        mask = tl.where(write >= 0, mask, False)
-        store_state(s_ptrs, s, mask, random, ROUNDING)
+    zero = b * 0
+    first, count = zero, 1
+    if not ONE_TOKEN:
+        first, count = token_range(cu_seqlens_ptr, b, tokens)
+    for index in range(0, count):
+        t = zero + index  # a number of the kernel also where the interpreter has one of Python
+        runs, steps = live, 1
+        if parents is not None:
+            steps, follows = path_to(parents, b, t, longest)
+            runs = live & (steps > 0)
+            s = tl.where(follows, s, initial)
+        C = tl.load(token_entry(C_view, b, first + t, g) + offs_n, mask=mask_n, other=0.0).to(tl.float32)
+        if z_view is not None:
+            z = tl.load(token_entry(z_view, b, first + t, h) + offs_d, mask=mask_d, other=0.0).to(tl.float32)
+        x = tl.zeros([BLOCK_ROWS], tl.float32)
+        for step in range(0, steps):
+            i = t
+            if parents is not None:
+                i = ancestor(parents, b, t, steps - 1 - step, longest)
+            x = tl.load(token_entry(x_view, b, first + i, h) + offs_d, mask=mask_d, other=0.0).to(tl.float32)
+            dt = load_head(token_entry(dt_view, b, first + i, h), offs_d, mask_d, DT_PER_ROW)
+            B = tl.load(token_entry(B_view, b, first + i, g) + offs_n, mask=mask_n, other=0.0).to(tl.float32)
+
+            if dt_bias_ptr is not None:
+                dt += dt_bias
+            if DT_SOFTPLUS:
+                dt = softplus(dt)
+            if DT_PER_ROW or BIAS_PER_ROW:
+                dA = tl.exp(dt[:, None] * A)
+            else:
+                dA = tl.exp(dt * A)
+            s = tl.fma(s, dA, (dt * x)[:, None] * B[None, :])
+        y = tl.sum(s * C[None, :], axis=1)
+        if D_ptr is not None:
+            y += D * x
+        if z_view is not None:
+            y *= silu(z)
+        y = tl.where(runs, y, 0.0).to(out_view[0].dtype.element_ty)
+        tl.store(token_entry(out_view, b, first + t, h) + offs_d, y, mask=mask_d)
+
+        if STORES == "every":
+            random = random_bits(seed, tile[2], t, stream, COLS, BLOCK_COLS, ROUNDING, ROUNDS)
+            to = resolve_write(write, b, t, slot, runs & (t < longest), num_slots, null, fault_ptr)
+            store_state(
+                data_ptr, scale_ptr, to * slot_stride, to * scale_stride, to >= 0, tile, s, random,
+                ROUNDING, VECTOR, TARGET,
+            )  # fmt: skip
+        if snapshots is not None:
+            copy_ptr, copy_scale_ptr, row_stride, scale_row_stride, token_stride, scale_token_stride = snapshots
+            random = random_bits(seed, tile[2], t, stream, COLS, BLOCK_COLS, SNAPSHOT_ROUNDING, ROUNDS)
+            to = resolve_snapshot_row(snapshot_rows, b, runs & (t < longest), fault_ptr)
+            store_state(
+                copy_ptr, copy_scale_ptr, to * row_stride + t.to(tl.int64) * token_stride,
+                to * scale_row_stride + t.to(tl.int64) * scale_token_stride, to >= 0, tile, s, random,
+                SNAPSHOT_ROUNDING, SNAPSHOT_VECTOR, TARGET,
+            )  # fmt: skip
+
+    if STORES == "last":
+        random = random_bits(seed, tile[2], count - 1, stream, COLS, BLOCK_COLS, ROUNDING, ROUNDS)
+        to = resolve_write(write, b, 0, slot, live, num_slots, null, fault_ptr)
+        if not ONE_TOKEN:
+            to = tl.where(count > 0, to, -1)
+        store_state(
+            data_ptr, scale_ptr, to * slot_stride, to * scale_stride, to >= 0, tile, s, random,
+            ROUNDING, VECTOR, TARGET,
+        )  # fmt: skip
+    if cu_seqlens_ptr is not None:
+        zero_unused(out_view, cu_seqlens_ptr, b, h, offs_d, mask_d, tokens, tl.num_programs(0) // (H * tiles))
+
+
+@triton.jit
+def zero_unused(out_view, cu_seqlens_ptr, b, h, offs_d, mask_d, tokens, batch):
+    """Zero the output of the tokens that no row has, those past the last row's; the rows share the work."""
+    zero = tl.zeros(offs_d.shape, out_view[0].dtype.element_ty)
+    for t in range(end_of_tokens(cu_seqlens_ptr, batch, tokens) + b, tokens, batch):
+        tl.store(token_entry(out_view, b, b * 0 + t, h) + offs_d, zero, mask=mask_d)

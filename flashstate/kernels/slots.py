@@ -1,36 +1,115 @@
-"""Which slot a batch row reads and writes; reference/state_io.py has the same functions in torch."""
+"""Which slots a batch row reads and writes, and which tokens it has; reference/state_io.py has the same in torch."""
 
 import triton
 import triton.language as tl
 
 READ_FAULT = tl.constexpr(0)  # elements of the fault flag, as state/faults.py names them
 WRITE_FAULT = tl.constexpr(1)
+ACCEPTED_FAULT = tl.constexpr(2)
+SNAPSHOT_FAULT = tl.constexpr(3)
 
 
 @triton.jit
-def resolve_read(read_ptr, read_stride, b, num_slots, null, fault_ptr):
-    """The slot row `b` reads, int64; -1 for a padding row."""
-    if read_ptr is None:
+def resolve_read(read, b, num_slots, null, fault_ptr):
+    """The slot row `b` reads, int64; -1 for a padding row. `read`: table, its row stride and width, accepted counts."""
+    table_ptr, stride, width, accepted_ptr = read
+    if table_ptr is None:
         return b.to(tl.int64)
+    elif accepted_ptr is None:
+        return _in_pool(_load(table_ptr, b, stride, 0), num_slots, null, fault_ptr + READ_FAULT)
     else:
-        slot = _load_slot(read_ptr, read_stride, b)
+        accepted = tl.load(accepted_ptr + b)
+        tl.store(fault_ptr + ACCEPTED_FAULT, accepted.to(tl.int64), mask=accepted > width)
+        inside = (accepted >= 1) & (accepted <= width)
+        slot = tl.load(_entry(table_ptr, b, stride, accepted - 1), mask=inside, other=-1)
         return _in_pool(slot, num_slots, null, fault_ptr + READ_FAULT)
 
 
 @triton.jit
-def resolve_write(write_ptr, write_stride, b, read, num_slots, null, fault_ptr):
-    """The slot row `b` writes, int64; -1 for none, and for a padding row wherever it points."""
-    if write_ptr is None:
-        return read
+def resolve_write(write, b, column, slot, goes, num_slots, null, fault_ptr):
+    """The slot row `b` writes, int64: its entry in that column of the table, or `slot`, which it read, if there is no
+    table; -1 for none, and wherever it points unless `goes`. `write`: table and its row stride."""
+    if write is None:
+        return slot
     else:
-        slot = tl.where(read < 0, -1, _load_slot(write_ptr, write_stride, b))
-        return _in_pool(slot, num_slots, null, fault_ptr + WRITE_FAULT)
+        table_ptr, stride = write
+        to = tl.load(_entry(table_ptr, b, stride, column), mask=goes, other=-1)
+        return _in_pool(to, num_slots, null, fault_ptr + WRITE_FAULT)
 
 
 @triton.jit
-def _load_slot(ptr, stride, b):
+def resolve_snapshot_row(rows, b, goes, fault_ptr):
+    """The row of the snapshots that row `b` fills, int64; -1 for none. `rows`: their list, and how many there are."""
+    rows_ptr, num_rows = rows
+    if rows_ptr is None:
+        row = b.to(tl.int64)
+    else:
+        row = tl.load(rows_ptr + b).to(tl.int64)
+    return _in_pool(tl.where(goes, row, -1), num_rows, -1, fault_ptr + SNAPSHOT_FAULT)
+
+
+@triton.jit
+def token_range(cu_seqlens_ptr, b, tokens):
+    """The first token of row `b` on the token axis, and how many it has; `tokens` is the length of that axis."""
+    if cu_seqlens_ptr is None:
+        return b * 0, tokens
+    else:
+        first = _load_bound(cu_seqlens_ptr + b, tokens)
+        last = _load_bound(cu_seqlens_ptr + b + 1, tokens)
+        return first, tl.maximum(last - first, 0)
+
+
+@triton.jit
+def end_of_tokens(cu_seqlens_ptr, batch, tokens):
+    """Where the last row's tokens end on the token axis."""
+    return _load_bound(cu_seqlens_ptr + batch, tokens)
+
+
+@triton.jit
+def _load_bound(ptr, tokens):
+    return tl.minimum(tl.maximum(tl.load(ptr), 0), tokens).to(tl.int32)
+
+
+@triton.jit
+def path_to(parents, b, t, longest):
+    """How many steps lead to token t from the state at hand, which is the one after token t - 1 if that is its parent
+    and the initial one otherwise, and which of both it is; 0 steps if an ancestor's parent is invalid."""
+    parent = _load_parent(parents, b, t, longest)
+    follows = parent == t - 1
+    count = t * 0 + 1
+    child = t
+    while (parent >= 0) & (parent < child):
+        child = parent
+        parent = _load_parent(parents, b, child, longest)
+        count += 1
+    return tl.where(parent == -1, tl.where(follows, 1, count), 0), follows
+
+
+@triton.jit
+def ancestor(parents, b, t, generations, longest):
+    """The token that is so many generations above token t."""
+    for _ in range(0, generations):
+        t = _load_parent(parents, b, t, longest)
+    return t
+
+
+@triton.jit
+def _load_parent(parents, b, t, longest):
+    """The parent of token t; past the table an invalid one."""
+    table_ptr, stride = parents
+    parent = tl.load(_entry(table_ptr, b, stride, t), mask=t < longest, other=-2)
+    return tl.where((parent >= -1) & (parent < longest), parent, -2).to(tl.int32)
+
+
+@triton.jit
+def _entry(ptr, b, stride, column):
     tl.assume(stride >= 0)
-    return tl.load(ptr + b.to(tl.int64) * stride)
+    return ptr + b.to(tl.int64) * stride + column
+
+
+@triton.jit
+def _load(ptr, b, stride, column):
+    return tl.load(_entry(ptr, b, stride, column))
 
 
 @triton.jit

@@ -1,7 +1,11 @@
 """Reading and writing stored states: the only device code that knows a format or a rounding.
 
-The functions to_* and random_bits have twins in state/rounding.py that give the same bytes. bfloat16 is read and
-written through its bits: exact everywhere, and right in Triton's interpreter, whose own conversions are not.
+The functions to_* and random_bits have twins in state/formats.py and state/rounding.py that give the same bytes. Formats
+that Triton's interpreter converts wrongly (bfloat16, float8) are read and written through their bits; where TARGET has an
+instruction for it, that does the same. A float8 pool is passed as uint8: a float8 pointer does not compile for sm_80.
+
+TARGET says which instructions there are: "interpreter", "portable", "sm_80" (NVIDIA: PTX, float16 pairs) or "sm_89" (and
+float8 conversions).
 """
 
 import triton
@@ -9,42 +13,67 @@ import triton.language as tl
 
 from flashstate.kernels.ptx import TO_FLOAT16_STOCHASTIC, TO_FLOAT16_STOCHASTIC_REGISTERS
 
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+@triton.jit
+def tile_at(first_row, last_row, COLS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr):
+    """The tile of whole rows from `first_row` up to `last_row`, counted within a slot: what load_state and store_state
+    need to know of it. A slot has fewer than 2^31 elements."""
+    rows = first_row + tl.arange(0, BLOCK_ROWS)
+    cols = tl.arange(0, BLOCK_COLS)
+    offsets = tl.arange(0, BLOCK_ROWS)[:, None] * COLS + cols[None, :]  # from the first element
+    mask_rows = rows < last_row
+    return first_row * COLS, offsets, rows, mask_rows[:, None] & (cols < COLS)[None, :], mask_rows
 
 
 @triton.jit
-def load_state(ptrs, mask):
-    """The float32 values of a tile of stored state; undefined where masked."""
-    if ptrs.dtype.element_ty == tl.bfloat16:
+def load_state(ptr, scale_ptr, offset, scale_offset, live, tile, VECTOR: tl.constexpr, TARGET: tl.constexpr):
+    """The float32 values of a tile of the slot at `offset`, a multiple of VECTOR elements; undefined where masked."""
+    first, offsets, rows, mask, mask_rows = tile
+    dtype: tl.constexpr = ptr.dtype.element_ty
+    ptrs = ptr + tl.multiple_of(offset, VECTOR) + first + offsets
+    mask = tl.where(live, mask, False)
+    if dtype == tl.bfloat16:
         code = tl.load(ptrs.to(tl.pointer_type(tl.uint16), bitcast=True), mask=mask, eviction_policy="evict_first")
         return (code.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:
-        return tl.load(ptrs, mask=mask, eviction_policy="evict_first").to(tl.float32)
+        code = tl.load(ptrs, mask=mask, eviction_policy="evict_first")
+        if scale_ptr is None:
+            return code.to(tl.float32)
+        else:
+            mask_rows = tl.where(live, mask_rows, False)
+            scale = tl.load(scale_ptr + scale_offset + rows, mask=mask_rows, eviction_policy="evict_first")
+            if dtype == tl.uint8:
+                return from_float8(code, TARGET) * scale[:, None]
+            else:
+                return code.to(tl.float32) * scale[:, None]
 
 
 @triton.jit
-def store_state(ptrs, v, mask, random, ROUNDING: tl.constexpr):
-    """Round the float32 tile `v` and store it.
-
-    ROUNDING is the state's, or "stochastic_ptx", which gives the bytes of "stochastic" and is for NVIDIA GPUs.
-    """
-    dtype: tl.constexpr = ptrs.dtype.element_ty
-    if ROUNDING == "nearest":
-        code = to_nearest(v, dtype, not INTERPRETED)
-    elif dtype == tl.bfloat16:
-        code = to_bfloat16_stochastic(v, random)
-    elif ROUNDING == "stochastic_hw":
-        code = to_float16_stochastic_hw(v, random)
-    elif ROUNDING == "stochastic_ptx":
-        code = to_float16_stochastic_ptx(v, random)
+def store_state(
+    ptr, scale_ptr, offset, scale_offset, live, tile, v, random,
+    ROUNDING: tl.constexpr, VECTOR: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """Round the float32 tile `v`, which is zero in columns that do not exist, and store it."""
+    first, offsets, rows, mask, mask_rows = tile
+    dtype: tl.constexpr = ptr.dtype.element_ty
+    ptrs = ptr + tl.multiple_of(offset, VECTOR) + first + offsets
+    if scale_ptr is None:
+        code = to_float(v, random, dtype, ROUNDING, TARGET)
     else:
-        code = to_float16_stochastic(v, random)
-    tl.store(ptrs.to(tl.pointer_type(code.dtype), bitcast=True), code, mask=mask, eviction_policy="evict_first")
+        w, scale = to_scaled(v, dtype)
+        mask_rows = tl.where(live, mask_rows, False)
+        tl.store(scale_ptr + scale_offset + rows, scale, mask=mask_rows, eviction_policy="evict_first")
+        if dtype == tl.uint8:
+            code = to_float8(w, random, ROUNDING, TARGET)
+        else:
+            code = to_integer(w, random, dtype, ROUNDING)
+    ptrs = ptrs.to(tl.pointer_type(code.dtype), bitcast=True)
+    tl.store(ptrs, code, mask=tl.where(live, mask, False), eviction_policy="evict_first")
 
 
 @triton.jit
 def load_seed(seed_ptr, slot, live):
-    """The seed of a slot. Load it before the state: random bits are then drawn while the state is on its way."""
+    """The seed of a slot. Load it before the state: it is there when random bits are to be drawn."""
     if seed_ptr is None:
         return 0
     else:
@@ -94,9 +123,24 @@ def philox(seed, c0, c1, c2, c3, ROUNDS: tl.constexpr):
 
 
 @triton.jit
-def to_nearest(v, dtype: tl.constexpr, HARDWARE: tl.constexpr):
+def to_float(v, random, dtype: tl.constexpr, ROUNDING: tl.constexpr, TARGET: tl.constexpr):
+    """float32 to float32, bfloat16 or float16."""
+    if ROUNDING == "nearest":
+        return to_nearest(v, dtype, TARGET)
+    elif dtype == tl.bfloat16:
+        return to_bfloat16_stochastic(v, random)
+    elif ROUNDING == "stochastic_hw":
+        return to_float16_stochastic_hw(v, random)
+    elif TARGET == "sm_80" or TARGET == "sm_89":
+        return to_float16_stochastic_ptx(v, random)
+    else:
+        return to_float16_stochastic(v, random)
+
+
+@triton.jit
+def to_nearest(v, dtype: tl.constexpr, TARGET: tl.constexpr):
     """float32 to a float format, to nearest, ties to even."""
-    if dtype == tl.bfloat16 and not HARDWARE:
+    if dtype == tl.bfloat16 and TARGET == "interpreter":
         bits = v.to(tl.uint32, bitcast=True)
         rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
         return tl.where(v == v, rounded, 0x7FC0).to(tl.uint16)
@@ -134,6 +178,14 @@ def to_float16_stochastic_ptx(v, random):
 
 
 @triton.jit
+def to_float16_stochastic_hw(v, random):
+    """float32 to float16 by the conversion instruction of sm_100 and sm_103, which takes 13 random bits per value."""
+    return tl.inline_asm_elementwise(
+        "cvt.rs.f16x2.f32 $0, $2, $1, $3;", "=r,r,r,r", [v, random.to(tl.uint16)], tl.float16, is_pure=True, pack=2
+    )
+
+
+@triton.jit
 def to_bfloat16_stochastic(v, random):
     """float32 to bfloat16, away from zero with the probability of the discarded fraction."""
     bits = v.to(tl.uint32, bitcast=True)
@@ -142,8 +194,73 @@ def to_bfloat16_stochastic(v, random):
 
 
 @triton.jit
-def to_float16_stochastic_hw(v, random):
-    """float32 to float16 by the conversion instruction of sm_100 and sm_103, which takes 13 random bits per value."""
+def to_scaled(v, dtype: tl.constexpr):
+    """Every row times e, so that its largest magnitude is the format's; and the scale 1/e that undoes it, (rows,).
+
+    A row below 2^-100 becomes zeros with scale 1, a row with a NaN or inf zeros with scale NaN. The product is an FMA
+    with zero, which rounds like a product and which the compiler cannot contract with what follows.
+    """
+    largest: tl.constexpr = 32767.0 if dtype == tl.int16 else 127.0 if dtype == tl.int8 else 448.0
+    # Magnitudes are ordered like their bits, and the bits of inf and NaN are the largest.
+    amax = tl.max((v.to(tl.int32, bitcast=True) & 0x7FFFFFFF), axis=1).to(tl.float32, bitcast=True)
+    finite = amax < float("inf")
+    normal = finite & (amax >= 7.888609052210118e-31)  # 2^-100
+    e = tl.div_rn(largest, tl.where(normal, amax, largest))
+    scale = tl.where(finite, tl.div_rn(1.0, e), float("nan"))
+    w = tl.where(normal[:, None], tl.fma(v, e[:, None], 0.0), 0.0)
+    return tl.minimum(tl.maximum(w, -largest), largest), scale
+
+
+@triton.jit
+def to_integer(w, random, dtype: tl.constexpr, ROUNDING: tl.constexpr):
+    """float32 within the range of an integer format to a whole number: to nearest even, or stochastically."""
+    if ROUNDING == "stochastic":
+        floor = tl.floor(w)
+        u = (random << 7 | 0x3F800000).to(tl.float32, bitcast=True) - 1.0  # random / 65536
+        w = tl.where(u < w - floor, floor + 1.0, floor)
+    # In [2^23, 2^24) neighbours are 1 apart: adding 1.5 * 2^23 rounds to nearest even, and the low bits are the number.
+    return (w + 12582912.0).to(tl.int32, bitcast=True).to(dtype)
+
+
+@triton.jit
+def to_float8(w, random, ROUNDING: tl.constexpr, TARGET: tl.constexpr):
+    """float32 of magnitude up to 448 to the bits of float8_e4m3fn."""
+    if ROUNDING == "stochastic_hw":
+        return to_float8_stochastic_hw(w, random)
+    elif ROUNDING == "nearest" and TARGET == "sm_89":
+        return w.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        magnitude = tl.abs(w)
+        bits = magnitude.to(tl.uint32, bitcast=True)
+        subnormal = magnitude < 0.015625  # 2^-6; multiples of 2^-9: the code is the multiple
+        if ROUNDING == "nearest":
+            code = ((bits + 0x7FFFF + (bits >> 20 & 1)) >> 20) - (120 << 3)  # 20 mantissa bits fewer, exponent bias 7
+            multiple = (magnitude + 16384.0).to(tl.uint32, bitcast=True) - 0x46800000  # 2^14: neighbours 2^-9 apart
+        else:
+            code = ((bits + (random << 4)) >> 20) - (120 << 3)
+            fixed_point = (tl.where(subnormal, magnitude, 0.0) * 33554432.0).to(tl.uint32)  # 2^25
+            multiple = (fixed_point + random) >> 16
+        code = tl.minimum(tl.where(subnormal, multiple, code), 0x7E)  # 448; above it there is only NaN
+        sign = w.to(tl.uint32, bitcast=True) >> 24 & 0x80
+        return (code | sign).to(tl.uint8)
+
+
+@triton.jit
+def to_float8_stochastic_hw(w, random):
+    """float32 to float8 by the conversion instruction of sm_100 and sm_103: one word of random bits for four values."""
     return tl.inline_asm_elementwise(
-        "cvt.rs.f16x2.f32 $0, $2, $1, $3;", "=r,r,r,r", [v, random.to(tl.uint16)], tl.float16, is_pure=True, pack=2
-    )
+        "cvt.rs.satfinite.e4m3x4.f32 $0, {$4, $3, $2, $1}, $5;", "=r,r,r,r,r,r,r", [w, random.to(tl.uint16)], tl.uint8,
+        is_pure=True, pack=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def from_float8(code, TARGET: tl.constexpr):
+    """The float32 values of float8_e4m3fn bits."""
+    if TARGET == "sm_89":
+        return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        bits = code.to(tl.uint32)
+        value = ((bits & 0x80) << 24 | (bits & 0x7F) << 20).to(tl.float32, bitcast=True)
+        value *= 1329227995784915872903807060280344576.0  # 2^120: the difference of the exponent biases
+        return tl.where((bits & 0x7F) == 0x7F, float("nan"), value)

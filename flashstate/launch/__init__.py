@@ -1,6 +1,6 @@
 """How a kernel is started: which backend runs a call, and with which config."""
 
-from flashstate.launch.backend import interpreted, kernel_rounding, uses_kernels
+from flashstate.launch.backend import interpreted, kernel_target, uses_kernels
 from flashstate.launch.config import (
     Config,
     Problem,
@@ -20,7 +20,7 @@ __all__ = [
     "choose_with_reason",
     "gpu_name",
     "interpreted",
-    "kernel_rounding",
+    "kernel_target",
     "override",
     "uses_kernels",
     "valid_configs",

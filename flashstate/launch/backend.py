@@ -21,17 +21,15 @@ def uses_kernels(device: torch.device) -> bool:
     raise ValueError(f"state is on {device}; flashstate runs on cuda and cpu devices")
 
 
-def kernel_rounding(rounding: str, device: torch.device) -> str:
-    """The name kernels know a rounding by: NVIDIA GPUs have their own form of stochastic rounding, equal in bytes."""
-    return "stochastic_ptx" if rounding == "stochastic" and _has_packed_float16(device) else rounding
-
-
 @functools.cache
-def _has_packed_float16(device: torch.device) -> bool:
-    """Whether the instructions of kernels/ptx.py are there: NVIDIA GPUs from compute capability 8.0 on."""
-    if device.type != "cuda" or torch.version.cuda is None:
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 0)
+def kernel_target(device: torch.device) -> str:
+    """The instructions that kernels/state_io.py may use on a device; every choice gives the same bytes."""
+    if device.type == "cpu":
+        return "interpreter"
+    if torch.version.cuda is None:
+        return "portable"
+    capability = torch.cuda.get_device_capability(device)
+    return "sm_89" if capability >= (8, 9) else "sm_80" if capability >= (8, 0) else "portable"
 
 
 @contextmanager

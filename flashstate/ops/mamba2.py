@@ -1,4 +1,4 @@
-"""mamba2_step: one token through the selective state update of Mamba-2."""
+"""mamba2_step: tokens through the selective state update of Mamba-1 and Mamba-2."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from flashstate.errors import (
-    INDEX_DTYPES,
     check_contiguous,
     check_flag,
     check_no_overlap,
@@ -15,15 +14,27 @@ from flashstate.errors import (
     dtype_name,
     tied,
 )
-from flashstate.launch import Problem, access_width, choose, gpu_name, kernel_rounding, uses_kernels
+from flashstate.launch import Problem, access_width, choose, gpu_name, kernel_target, uses_kernels
+from flashstate.launch.arguments import read_table, snapshots_view, state_view, table, token_view
+from flashstate.ops.debug import check_contents, debugging
 from flashstate.ops.library import register
+from flashstate.ops.tokens import (
+    SLOTS_SCHEMA,
+    SNAPSHOTS_SCHEMA,
+    Tokens,
+    check_slots,
+    check_snapshots,
+    flat_slots,
+    flat_snapshots,
+    tokens_of,
+)
 from flashstate.reference import mamba2 as reference
 from flashstate.state.faults import fault_flag
 from flashstate.state.slots import Slots, as_slots
-from flashstate.state.state import State, as_state
+from flashstate.state.state import State, as_snapshots, as_state
 
-# Contraction makes FMAs of the products in the read-out sum: 4 % off a float16 stochastic step on an H200. The state
-# update is an explicit FMA and the encoders are integer arithmetic, out of its reach.
+# Contraction makes FMAs of the products in the read-out sum: 4 % off a float16 stochastic step on an H200. What decides
+# stored bytes is out of its reach: the state update is an explicit FMA, and so is the one product in the encoders.
 FP_FUSION = True
 
 
@@ -40,146 +51,160 @@ def mamba2_step(
     dt_bias: Tensor | None = None,
     dt_softplus: bool = True,
     slots: Slots | Tensor | None = None,
+    snapshots: State | Tensor | None = None,
     update: bool = True,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Step every row of the batch by one token; update the state in place and return the output.
+    """Step every row of the batch by its tokens; update the state in place and return the outputs.
 
-    Per row and head, in float32, with the head's group of B and C::
+    Per row and head, token by token, in float32, with the head's group of B and C::
 
         dt = softplus(dt + dt_bias)         softplus only with dt_softplus
         s  = s * exp(dt * A) + (dt * x) ⊗ B
         y  = s C + D * x
         y  = y * silu(z)                    only with z
 
-    state: State, or a tensor (slots, heads, rows, cols).
-    x, z: (batch, heads, rows), and `out`, which the result is written to if it is given.
-    dt: (batch, heads), or (batch, heads, rows) expanded from it.
-    A: (heads,), or (heads, rows, cols) expanded from it.
-    B, C: (batch, groups, cols), where groups divides heads.
-    D: (heads,) or (heads, rows). dt_bias: (heads,), or (heads, rows) expanded from it.
-    slots: Slots, or (batch,) slot numbers; None: row b is slot b.
-    update: False computes the output and leaves the state as it is.
+    Token axes, written (...): (batch,) for one token per row, (batch, T), or (tokens,) packed with slots.cu_seqlens.
 
-    Inputs are float32, bfloat16 or float16, each its own; the output has the dtype of x. Batch, head and group axes of
-    activations may have any stride. `out` may be x itself, and must not overlap other arguments. Nothing is
-    differentiable.
+    state: State, or a tensor (slots, heads, rows, cols).
+    x, z: (..., heads, rows), and `out`, which the result is written to if it is given.
+    dt: (..., heads), or per channel (..., heads, rows).
+    A: (heads,), or (heads, rows, cols).
+    B, C: (..., groups, cols), where groups divides heads.
+    D, dt_bias: (heads,) or (heads, rows).
+    slots: Slots, or (batch,) slot numbers; None: row b is slot b.
+    snapshots: State, or a tensor (batch or more, T or more, heads, rows, cols): receives the state after every token.
+    update: False leaves the pool as it is.
+
+    Inputs are float32, bfloat16 or float16, each its own; the output has the dtype of x. Token, head and group axes of
+    activations may have any stride; dt, A, D and dt_bias may be expanded from one value per head. `out` may be x itself,
+    and must not overlap other arguments. Nothing is differentiable.
     """
     state, slots = as_state(state), as_slots(slots)
-    _, heads, rows, cols = state.data.shape
-    device = state.data.device
-    batch = _check_activations(state, x, B, C, z)
-    dt = tied("dt", dt, ("batch", "heads"), (batch, heads), ("rows",), (rows,), device)
-    A = check_contiguous("A", tied("A", A, ("heads",), (heads,), ("rows", "cols"), (rows, cols), device))
-    if dt_bias is not None:
-        dt_bias = check_contiguous(
-            "dt_bias", tied("dt_bias", dt_bias, ("heads",), (heads,), ("rows",), (rows,), device)
-        )
-    if D is not None:
-        D = _check_skip(D, heads, rows, device)
-    _check_modes(state, batch, slots, dt_softplus, update)
+    _, heads, rows, _ = state.data.shape
+    tokens = tokens_of("x", x, {"heads": heads, "rows": rows}, state, slots)
+    _check_activations(state, tokens, x, B, C, z)
+    dt, A, D, dt_bias = _check_parameters(state, tokens, dt, A, D, dt_bias)
+    check_flag("dt_softplus", dt_softplus)
+    check_slots(state, tokens, slots, update)
+    if snapshots is not None:
+        snapshots = as_snapshots(snapshots, state)
+        check_snapshots(snapshots, state, tokens, slots)
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     else:
-        _check_out(out, x)
-    read, write, null = (None, None, -1) if slots is None else (slots.read, slots.write, slots.null)
+        _check_out(out, x, tokens)
+    if debugging():
+        check_contents(state, tokens, slots, snapshots, update)
     run = torch.ops.flashstate.mamba2_step if torch.compiler.is_compiling() else _run
     run(
-        state.data, state.seed, state.rounding, state.rounds, state.stream,
-        x, dt, A, B, C, D, z, dt_bias, dt_softplus, read, write, null, update, out,
+        state.data, state.scale, state.seed, state.rounding, state.rounds, state.stream,
+        x, dt, A, B, C, D, z, dt_bias, dt_softplus, *flat_slots(slots), *flat_snapshots(snapshots), update, out,
     )  # fmt: skip
     return out
 
 
-def _check_activations(state: State, x: Tensor, B: Tensor, C: Tensor, z: Tensor | None) -> int:
-    """Check what has one row of values per batch row and head or group; returns the batch size."""
+def _check_activations(state: State, tokens: Tokens, x: Tensor, B: Tensor, C: Tensor, z: Tensor | None) -> None:
+    """Check what has one row of values per token and head or group, x already for its shape."""
     _, heads, rows, cols = state.data.shape
     device = state.data.device
-    check_tensor("x", x, ("batch", "heads", "rows"), (None, heads, rows), device=device)
-    batch = x.shape[0]
-    check_tensor("B", B, ("batch", "groups", "cols"), (batch, None, cols), device=device)
-    groups = B.shape[1]
+    groups_of = (*tokens.axes, "groups", "cols")
+    check_tensor("B", B, groups_of, (*tokens.sizes, None, cols), device=device)
+    groups = B.shape[-2]
     if groups == 0 or heads % groups:
         raise ValueError(f"B must have a number of groups that divides the {heads} heads, got {groups}")
-    check_tensor("C", C, ("batch", "groups", "cols"), (batch, groups, cols), device=device)
+    check_tensor("C", C, groups_of, (*tokens.sizes, groups, cols), device=device)
     if z is not None:
-        check_tensor("z", z, ("batch", "heads", "rows"), (batch, heads, rows), device=device)
+        check_tensor("z", z, (*tokens.axes, "heads", "rows"), (*tokens.sizes, heads, rows), device=device)
         check_row_contiguous("z", z)
     for name, tensor in (("x", x), ("B", B), ("C", C)):
         check_row_contiguous(name, tensor)
-    return batch
 
 
-def _check_skip(D: Tensor, heads: int, rows: int, device: torch.device) -> Tensor:
-    """D as (heads,), or as (heads, rows) where it differs along a head."""
-    if isinstance(D, Tensor) and D.dim() == 2 and D.stride(1) != 0:
-        check_tensor("D", D, ("heads", "rows"), (heads, rows), device=device)
-    else:
-        D = tied("D", D, ("heads",), (heads,), ("rows",), (rows,), device)
-    return check_contiguous("D", D)
+def _check_parameters(
+    state: State, tokens: Tokens, dt: Tensor, A: Tensor, D: Tensor | None, dt_bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Check what has one value per head, or more; returned without the axes it was expanded along."""
+    _, heads, rows, cols = state.data.shape
+    device = state.data.device
+    dt = tied("dt", dt, (*tokens.axes, "heads"), (*tokens.sizes, heads), ("rows",), (rows,), device)
+    if dt.dim() > len(tokens.axes) + 1:
+        check_row_contiguous("dt", dt)
+    A = check_contiguous("A", tied("A", A, ("heads",), (heads,), ("rows", "cols"), (rows, cols), device))
+    per_head = []
+    for name, parameter in (("D", D), ("dt_bias", dt_bias)):
+        if parameter is not None:
+            parameter = tied(name, parameter, ("heads",), (heads,), ("rows",), (rows,), device)
+            check_contiguous(name, parameter)
+        per_head.append(parameter)
+    return dt, A, per_head[0], per_head[1]
 
 
-def _check_modes(state: State, batch: int, slots: Slots | None, dt_softplus: bool, update: bool) -> None:
-    check_flag("dt_softplus", dt_softplus)
-    check_flag("update", update)
-    if slots is None:
-        if batch > state.data.shape[0]:
-            raise ValueError(f"slots must be given for a batch of {batch} on a pool of {state.data.shape[0]} slots")
-        return
-    check_tensor("slots", slots.read, ("batch",), (batch,), dtypes=INDEX_DTYPES, device=state.data.device)
-    if slots.write is not None and not update:
-        raise ValueError("update=False writes no state, so slots must not have write")
-
-
-def _check_out(out: Tensor, x: Tensor) -> None:
-    check_tensor("out", out, ("batch", "heads", "rows"), tuple(x.shape), dtypes=(x.dtype,), device=x.device)
+def _check_out(out: Tensor, x: Tensor, tokens: Tokens) -> None:
+    check_tensor("out", out, (*tokens.axes, "heads", "rows"), tuple(x.shape), dtypes=(x.dtype,), device=x.device)
     check_row_contiguous("out", out)
     check_no_overlap("out", out)
 
 
 def _run(
-    data: Tensor, seed: Tensor | None, rounding: str, rounds: int, stream: int,
+    data: Tensor, scale: Tensor | None, seed: Tensor | None, rounding: str, rounds: int, stream: int,
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor,
     D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None, dt_softplus: bool,
-    read: Tensor | None, write: Tensor | None, null: int, update: bool, out: Tensor,
+    read: Tensor | None, write: Tensor | None, accepted: Tensor | None, snapshot_rows: Tensor | None,
+    cu_seqlens: Tensor | None, max_len: int | None, parents: Tensor | None, null: int,
+    snapshot_data: Tensor | None, snapshot_scale: Tensor | None, snapshot_rounding: str, update: bool, out: Tensor,
 ) -> None:  # fmt: skip
-    """Fill `out` and update `data`. Arguments are checked; flat, as torch.library and the kernel want them."""
+    """Fill `out` and the snapshots, and update `data`. Arguments are checked; flat, as torch.library wants them."""
     if not uses_kernels(data.device):
-        state = State(data, rounding=rounding, rounds=rounds, seed=seed, stream=stream)
-        slots = None if read is None else Slots(read, write=write, null=null)
-        reference.mamba2_step(state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, slots, update, out)
+        state = State(data, scale, rounding=rounding, rounds=rounds, seed=seed, stream=stream)
+        slots = snapshots = None
+        if read is not None:
+            slots = Slots(read, write=write, accepted=accepted, snapshot_rows=snapshot_rows, cu_seqlens=cu_seqlens,
+                          max_len=None if cu_seqlens is None else max_len, parents=parents, null=null)  # fmt: skip
+        if snapshot_data is not None:
+            snapshots = State(snapshot_data, snapshot_scale, rounding=snapshot_rounding, rounds=rounds, stream=stream)
+        reference.mamba2_step(state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, slots, snapshots, update, out)
         return
-    batch, heads, rows = x.shape
-    if batch == 0:
+    if x.numel() == 0 or (read is not None and read.shape[0] == 0):
+        out.zero_()
         return
     from flashstate.kernels.mamba2 import mamba2_step_kernel
 
-    num_slots, _, _, cols = data.shape
+    num_slots, heads, rows, cols = data.shape
+    packed = cu_seqlens is not None
+    token_axes = x.dim() - 2
+    num_tokens = x.shape[token_axes - 1] if packed or token_axes == 2 else 1
+    batch = x.shape[0] if read is None else read.shape[0]
     vector = access_width(data)
     problem = Problem("mamba2_step", rows, cols, dtype_name(data.dtype), rounding, vector, batch * heads)
     config = choose(problem, gpu_name(data.device))
     programs = batch * heads * -(-rows // config.block_rows)
     if programs >= 1 << 31:
         raise ValueError(f"x must need fewer than 2^31 programs, got {programs} for shape {tuple(x.shape)}")
-    z_stride_b, z_stride_h = (0, 0) if z is None else z.stride()[:2]
+    draws = rounding != "nearest" or snapshot_rounding != "nearest"
     with torch.cuda.device_of(data):
         mamba2_step_kernel[(programs,)](
-            data, None if rounding == "nearest" else seed, x, dt, A, B, C, D, z, dt_bias, out,
-            read, write, fault_flag(data.device),
-            data.stride(0), *x.stride()[:2], *dt.stride(), *B.stride()[:2], *C.stride()[:2], z_stride_b, z_stride_h,
-            *out.stride()[:2], 0 if read is None else read.stride(0), 0 if write is None else write.stride(0),
-            num_slots, null, stream,
-            H=heads, HEADS_PER_GROUP=heads // B.shape[1], ROWS=rows, COLS=cols, VECTOR=vector,
-            D_PER_ROW=D is not None and D.dim() == 2, DT_SOFTPLUS=dt_softplus, UPDATE=update,
-            ROUNDING=kernel_rounding(rounding, data.device), ROUNDS=rounds,
+            state_view(data, scale), None if snapshot_data is None else snapshots_view(snapshot_data, snapshot_scale),
+            *(None if t is None else token_view(t, token_axes, packed) for t in (x, B, C, z, out, dt)),
+            A, D, dt_bias, seed if draws else None, cu_seqlens, fault_flag(data.device),
+            read_table(read, accepted), table(write), table(parents),
+            (snapshot_rows, 0 if snapshot_data is None else snapshot_data.shape[0]),
+            num_tokens, max_len or 0 if packed else num_tokens, num_slots, null, stream,
+            H=heads, HEADS_PER_GROUP=heads // B.shape[-2], ROWS=rows, COLS=cols,
+            VECTOR=vector, SNAPSHOT_VECTOR=1 if snapshot_data is None else access_width(snapshot_data),
+            A_PER_ELEMENT=A.dim() == 3, DT_PER_ROW=dt.dim() == token_axes + 2,
+            BIAS_PER_ROW=dt_bias is not None and dt_bias.dim() == 2, D_PER_ROW=D is not None and D.dim() == 2,
+            DT_SOFTPLUS=dt_softplus, ONE_TOKEN=num_tokens == 1 and not packed,
+            STORES="none" if not update else "every" if write is not None and write.dim() == 2 else "last",
+            ROUNDING=rounding, SNAPSHOT_ROUNDING=snapshot_rounding, ROUNDS=rounds, TARGET=kernel_target(data.device),
             BLOCK_ROWS=config.block_rows, BLOCK_COLS=problem.block_cols,
             num_warps=config.num_warps, enable_fp_fusion=FP_FUSION,
         )  # fmt: skip
 
 
 register(
-    "mamba2_step(Tensor(a!) data, Tensor? seed, str rounding, int rounds, SymInt stream, "
+    "mamba2_step(Tensor(a!) data, Tensor(b!)? scale, Tensor? seed, str rounding, int rounds, SymInt stream, "
     "Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? dt_bias, bool dt_softplus, "
-    "Tensor? read, Tensor? write, SymInt null, bool update, Tensor(b!) out) -> ()",
+    f"{SLOTS_SCHEMA}, {SNAPSHOTS_SCHEMA.format('c', 'd')}, bool update, Tensor(e!) out) -> ()",
     _run,
 )

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from flashstate.launch import uses_kernels
+from flashstate.launch.arguments import read_table
 from flashstate.ops.library import register
 from flashstate.reference import state_io as reference
 from flashstate.state.faults import fault_flag
@@ -17,34 +18,26 @@ def advance_seeds(seed: Tensor, slots: Slots | None) -> None:
     """Add SEED_STEP to the seeds of the slots that are read."""
     if slots is not None and slots.read.device != seed.device:
         raise ValueError(f"slots are on {slots.read.device}, but the state is on {seed.device}")
-    read, null = (None, -1) if slots is None else (slots.read, slots.null)
-    if torch.compiler.is_compiling():
-        torch.ops.flashstate.advance_seeds(seed, read, null)
-    else:
-        _run(seed, read, null)
+    read, accepted, null = (None, None, -1) if slots is None else (slots.read, slots.accepted, slots.null)
+    run = torch.ops.flashstate.advance_seeds if torch.compiler.is_compiling() else _run
+    run(seed, read, accepted, null)
 
 
-def _run(seed: Tensor, read: Tensor | None, null: int) -> None:
+def _run(seed: Tensor, read: Tensor | None, accepted: Tensor | None, null: int) -> None:
     if not uses_kernels(seed.device):
-        reference.advance_seeds(seed, None if read is None else Slots(read, null=null))
+        slots = None if read is None else Slots(read, accepted=accepted, null=null)
+        reference.advance_seeds(seed, slots)
         return
     from flashstate.kernels.seeds import advance_seeds_kernel
 
-    rows, read_stride = (seed.shape[0], 0) if read is None else (read.shape[0], read.stride(0))
+    rows = seed.shape[0] if read is None else read.shape[0]
     if rows == 0:
         return
     with torch.cuda.device_of(seed):
         advance_seeds_kernel[(rows,)](
-            seed,
-            read,
-            fault_flag(seed.device),
-            read_stride,
-            seed.shape[0],
-            null,
-            SEED_STEP,
-            num_warps=1,
-            enable_fp_fusion=False,
-        )
+            seed, read_table(read, accepted), fault_flag(seed.device), seed.shape[0], null, SEED_STEP,
+            num_warps=1, enable_fp_fusion=False,
+        )  # fmt: skip
 
 
-register("advance_seeds(Tensor(a!) seed, Tensor? read, SymInt null) -> ()", _run)
+register("advance_seeds(Tensor(a!) seed, Tensor? read, Tensor? accepted, SymInt null) -> ()", _run)

@@ -1,11 +1,18 @@
-"""mamba2_step: the selective state update of Mamba-2. docs/ops.md derives it; this file defines it."""
+"""mamba2_step: the selective state update of Mamba-1 and Mamba-2. docs/ops.md derives it; this file defines it."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from flashstate.reference.state_io import load_state, resolve_slots, store_state
+from flashstate.reference.state_io import (
+    load_state,
+    resolve_read,
+    resolve_snapshot_rows,
+    resolve_write,
+    store_state,
+    token_positions,
+)
 from flashstate.state.slots import Slots
 from flashstate.state.state import State
 
@@ -26,30 +33,32 @@ def silu(x: Tensor) -> Tensor:
 def mamba2_token(
     s: Tensor,  # (batch, H, D, N), float32 or float64: the dtype everything is computed in
     x: Tensor,  # (batch, H, D)
-    dt: Tensor,  # (batch, H)
-    A: Tensor,  # (H,)
+    dt: Tensor,  # (batch, H), or per channel (batch, H, D)
+    A: Tensor,  # (H,), or (H, D, N)
     B: Tensor,  # (batch, G, N)
     C: Tensor,  # (batch, G, N)
     D: Tensor | None,  # (H,) or (H, D)
     z: Tensor | None,  # (batch, H, D)
-    dt_bias: Tensor | None,  # (H,)
+    dt_bias: Tensor | None,  # (H,) or (H, D)
     dt_softplus: bool,
 ) -> tuple[Tensor, Tensor]:
     """One token: the output (batch, H, D) and the state after it (batch, H, D, N), both unrounded."""
-    heads_per_group = s.shape[1] // B.shape[1]
-    x, dt, A = x.to(s.dtype), dt.to(s.dtype), A.to(s.dtype)
+    H = s.shape[1]
+    heads_per_group = H // B.shape[1]
+    x, dt = x.to(s.dtype), dt.to(s.dtype).reshape(*dt.shape[:2], -1)  # (batch, H, D), (batch, H, D or 1)
+    A = A.to(s.dtype).reshape(H, *A.shape[1:] or (1, 1))  # (H, D, N) or (H, 1, 1)
     B = B.to(s.dtype).repeat_interleave(heads_per_group, dim=1)  # (batch, H, N)
     C = C.to(s.dtype).repeat_interleave(heads_per_group, dim=1)  # (batch, H, N)
 
     if dt_bias is not None:
-        dt = dt + dt_bias.to(s.dtype)
+        dt = dt + dt_bias.to(s.dtype).reshape(H, -1)
     if dt_softplus:
-        dt = softplus(dt)  # (batch, H)
-    dA = torch.exp(dt * A)  # (batch, H)
-    s = s * dA[..., None, None] + (dt[..., None] * x)[..., None] * B[..., None, :]  # (batch, H, D, N)
+        dt = softplus(dt)  # (batch, H, D or 1)
+    dA = torch.exp(dt[..., None] * A)  # (batch, H, D or 1, N or 1)
+    s = s * dA + (dt * x)[..., None] * B[..., None, :]  # (batch, H, D, N)
     y = (s * C[..., None, :]).sum(-1)  # (batch, H, D)
     if D is not None:
-        y = y + D.to(s.dtype).reshape(s.shape[1], -1) * x
+        y = y + D.to(s.dtype).reshape(H, -1) * x
     if z is not None:
         y = y * silu(z.to(s.dtype))
     return y, s
@@ -58,7 +67,7 @@ def mamba2_token(
 @torch.no_grad()
 def mamba2_step(
     state: State,
-    x: Tensor,
+    x: Tensor,  # (batch, T, H, D), (batch, H, D), or packed (tokens, H, D); the others alike
     dt: Tensor,
     A: Tensor,
     B: Tensor,
@@ -68,16 +77,72 @@ def mamba2_step(
     dt_bias: Tensor | None,
     dt_softplus: bool,
     slots: Slots | None,
+    snapshots: State | None,
     update: bool,
     out: Tensor,
 ) -> None:
-    """One token for every row of the batch, on the pool: fills `out` and, with `update`, the slots written."""
-    read, write = resolve_slots(slots, x.shape[0], state.data.shape[0], x.device)
+    """Every token of every row of the batch, on the pool: fills `out`, `snapshots` and, with `update`, the pool."""
+    batch = x.shape[0] if slots is None else slots.read.shape[0]
+    num_slots, *shape = state.data.shape
+    lead = x.dim() - 2  # token axes, flattened to one
+    x, dt, B, C = (t.flatten(0, lead - 1) for t in (x, dt, B, C))
+    z = None if z is None else z.flatten(0, lead - 1)
+    at = token_positions(slots, batch, x.shape[0], x.device)  # (batch, T)
+    read = resolve_read(slots, batch, num_slots, x.device)
+    write = resolve_write(slots, read, num_slots)
+    rows = None if snapshots is None else resolve_snapshot_rows(slots, read, snapshots.data.shape[0])
+    seed = None if state.seed is None else state.seed[read]
+    parents = None if slots is None else slots.parents
+    longest = at.shape[1] if slots is None or slots.longest is None else slots.longest
+
     live = read >= 0
-    s = load_state(state, read)
-    gate = None if z is None else z[live]
-    y, s = mamba2_token(s, x[live], dt[live], A, B[live], C[live], D, gate, dt_bias, dt_softplus)
-    out.zero_()
-    out[live] = y.to(out.dtype)
-    if update:
-        store_state(state, s, read, write)
+    s = x.new_zeros(batch, *shape, dtype=torch.float32)  # (batch, H, D, N): the state after the last token
+    s[live] = load_state(state, read[live])
+    after = Tree(s, parents) if parents is not None else None
+    y = x.new_zeros(x.shape, dtype=torch.float32)
+    for t in range(at.shape[1]):
+        runs = live & (at[:, t] >= 0)
+        if after is not None:
+            s, runs = after.continues_from(t, runs)
+        token, gate = at[runs, t], None if z is None else z[at[runs, t]]
+        y[token], s[runs] = mamba2_token(
+            s[runs], x[token], dt[token], A, B[token], C[token], D, gate, dt_bias, dt_softplus
+        )
+        if after is not None:
+            after.append(s)
+        index = torch.full_like(read, t)
+        if update and write.dim() == 2:
+            store_state(state, s, (torch.where(runs, column(write, t), -1),), seed, index)
+        if snapshots is not None and rows is not None and t < longest:
+            store_state(snapshots, s, (torch.where(runs, rows, -1), index), seed, index)
+    out.copy_(y.reshape(out.shape))
+    if update and write.dim() == 1:
+        length = (at >= 0).sum(1)
+        store_state(state, s, (torch.where(length > 0, write, -1),), seed, length - 1)
+
+
+def column(table: Tensor, t: int) -> Tensor:
+    """The entries (batch,) for token t; past the table, which only a row longer than max_len has, an invalid number."""
+    return table[:, t] if t < table.shape[1] else torch.full_like(table[:, 0], -2)
+
+
+class Tree:
+    """The states after every token so far, for rows whose tokens form a tree."""
+
+    def __init__(self, s: Tensor, parents: Tensor) -> None:
+        self.states = [s]  # after token -1, 0, 1, ...; each (batch, H, D, N)
+        self.valid = [s.new_ones(len(s), dtype=torch.bool)]  # whether there is a state, (batch,)
+        self.parents = parents.long()
+
+    def continues_from(self, t: int, runs: Tensor) -> tuple[Tensor, Tensor]:
+        """The states that the rows' token t continues from, and which rows have it: (batch, H, D, N), (batch,)."""
+        parent = column(self.parents, t)
+        inside = (parent >= -1) & (parent < t)
+        index = torch.where(inside, parent + 1, 0)
+        row = torch.arange(len(index), device=index.device)
+        runs = runs & inside & torch.stack(self.valid)[index, row]
+        self.valid.append(runs)
+        return torch.stack(self.states)[index, row], runs
+
+    def append(self, s: Tensor) -> None:
+        self.states.append(s)

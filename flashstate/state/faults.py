@@ -3,12 +3,13 @@
 import torch
 from torch import Tensor
 
-KINDS = ("read", "write")  # element i of a flag is an offending slot of that kind; 0, always in range, means none
+# Element i of a flag is an offending number of that kind; 0, which never offends, means none.
+KINDS = ("read", "write", "accepted", "snapshot row")
 _flags: dict[torch.device, Tensor] = {}
 
 
 def fault_flag(device: torch.device) -> Tensor:
-    """The flag of a device, int64 (2,), made at its first use."""
+    """The flag of a device, int64, made at its first use."""
     flag = _flags.get(device)
     if flag is None:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -22,15 +23,18 @@ def fault_flag(device: torch.device) -> Tensor:
 
 
 def check_faults() -> None:
-    """Raise IndexError if any op since the last check met a slot outside its pool. Waits for every device used.
+    """Raise IndexError if any op since the last check met a number out of range. Waits for every device used.
 
-    Such rows were treated as padding (read) or not written (write), so no memory was harmed. The flag is cleared.
+    These are slots outside their pool, accepted counts above n, and rows outside the snapshots. Such rows were treated
+    as padding (read, accepted) or not written (write, snapshot row), so no memory was harmed. The flag is cleared.
     """
     found = []
     for device, flag in _flags.items():
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        found += [f"{kind} slot {slot} on {device}" for kind, slot in zip(KINDS, flag.tolist(), strict=True) if slot]
+        words = {"read": "read slot", "write": "write slot"}
+        offending = zip(KINDS, flag.tolist(), strict=True)
+        found += [f"{words.get(kind, kind)} {number} on {device}" for kind, number in offending if number]
         flag.zero_()
     if found:
-        raise IndexError(f"slots outside their pool: {', '.join(found)} (one example of each kind)")
+        raise IndexError(f"out of range: {', '.join(found)} (one example of each kind)")

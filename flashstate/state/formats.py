@@ -75,11 +75,10 @@ def encode(values: Tensor, dtype: torch.dtype, random: Tensor | None = None) -> 
     if fmt.largest is None:
         return Encoded(_rounded(values, fmt, random), None)
     amax = values.abs().amax(-1)  # NaN where a row holds one
-    finite, small = amax.isfinite(), amax < SMALLEST_AMAX
-    one, largest = torch.ones_like(amax), torch.full_like(amax, fmt.largest)  # number / tensor is not a division
-    e = torch.where(finite & ~small, largest / amax, 0.0)
-    scale = torch.where(finite, torch.where(small, one, one / e), torch.nan)
-    w = torch.where(finite[..., None], values * e[..., None], 0.0)
+    normal, largest = amax.isfinite() & (amax >= SMALLEST_AMAX), torch.full_like(amax, fmt.largest)
+    e = largest / torch.where(normal, amax, largest)
+    scale = torch.where(amax.isfinite(), torch.ones_like(e) / e, torch.nan)  # number / tensor is not a division
+    w = torch.where(normal[..., None], values * e[..., None], 0.0)
     return Encoded(_rounded(w.clamp(-fmt.largest, fmt.largest), fmt, random), scale)
 
 

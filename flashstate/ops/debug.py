@@ -1,0 +1,96 @@
+"""debug(): checks of what tensors hold, which ops leave out because the host would have to wait for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from flashstate.ops.tokens import Tokens
+from flashstate.reference.state_io import resolve_read, resolve_snapshot_rows, resolve_write
+from flashstate.state.faults import check_faults
+from flashstate.state.slots import Slots
+from flashstate.state.state import State
+
+_debugging = False
+
+
+@contextmanager
+def debug() -> Iterator[None]:
+    """Check the contents of slots before every op inside: it waits for the device, and raises before writing anything.
+
+    Found are two rows that write one slot or fill one row of the snapshots, a row that writes what another row reads,
+    boundaries of packed tokens that are not in order, rows longer than max_len, invalid parents, and all that
+    `check_faults` reports. Not inside torch.compile; a CUDA graph cannot be captured inside.
+    """
+    global _debugging
+    before, _debugging = _debugging, True
+    try:
+        yield
+    finally:
+        _debugging = before
+
+
+def debugging() -> bool:
+    return _debugging and not torch.compiler.is_compiling()
+
+
+def check_contents(
+    state: State, tokens: Tokens, slots: Slots | None, snapshots: State | None, update: bool
+) -> None:
+    """Raise where the numbers in `slots` would make an op lose or mix up a state."""
+    if slots is None:
+        return
+    if slots.read.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("flashstate.debug() reads tensors on the host, which a CUDA graph cannot capture")
+    check_faults()
+    num_slots = state.data.shape[0]
+    read = resolve_read(slots, tokens.batch, num_slots, slots.read.device)
+    if slots.cu_seqlens is not None:
+        _check_boundaries(slots.cu_seqlens, tokens.sizes[0], slots.longest)
+    if slots.parents is not None:
+        _check_parents(slots.parents[read >= 0])
+    if update:
+        write = resolve_write(slots, read, num_slots)
+        _check_unique("slot", "write", write)
+        _check_others_reads(read, write)
+    if snapshots is not None:
+        _check_unique("row of the snapshots", "fill", resolve_snapshot_rows(slots, read, snapshots.data.shape[0]))
+    check_faults()
+
+
+def _check_boundaries(cu_seqlens: Tensor, tokens: int, longest: int | None) -> None:
+    bounds = cu_seqlens.tolist()
+    lengths = [last - first for first, last in zip(bounds, bounds[1:], strict=False)]
+    if bounds[0] != 0 or any(length < 0 for length in lengths) or bounds[-1] > tokens:
+        raise ValueError(f"slots.cu_seqlens must start at 0, never fall, and end at {tokens} or before, got {bounds}")
+    if longest is not None and max(lengths, default=0) > longest:
+        raise ValueError(f"slots.cu_seqlens has a row of {max(lengths)} tokens, but max_len is {longest}")
+
+
+def _check_parents(parents: Tensor) -> None:
+    index = torch.arange(parents.shape[1], device=parents.device)
+    wrong = ((parents < -1) | (parents >= index)).nonzero()
+    if len(wrong):
+        row, token = wrong[0].tolist()
+        parent = int(parents[row, token])
+        raise ValueError(f"slots.parents must be from -1 to t - 1, got {parent} for token {token} of live row {row}")
+
+
+def _check_unique(what: str, do: str, numbers: Tensor) -> None:
+    values, counts = numbers[numbers >= 0].unique(return_counts=True)
+    if (counts > 1).any():
+        twice = int(values[counts > 1][0])
+        raise ValueError(f"slots {do} {what} {twice} more than once")
+
+
+def _check_others_reads(read: Tensor, write: Tensor) -> None:
+    """No row may write a slot that another row reads; its own it may."""
+    write = write.reshape(len(read), -1)
+    clash = (write[:, :, None] == read) & (write[:, :, None] >= 0)  # (batch, T, batch)
+    clash &= ~torch.eye(len(read), dtype=torch.bool, device=read.device)[:, None, :]
+    if clash.any():
+        row, token, other = clash.nonzero()[0].tolist()
+        raise ValueError(f"slots let row {row} write slot {int(write[row, token])}, which row {other} reads")

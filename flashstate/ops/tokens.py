@@ -1,0 +1,98 @@
+"""What all ops check about the tokens of a call, the slots they run in, and their snapshots."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from flashstate.errors import check_flag, check_tensor
+from flashstate.state.slots import Slots
+from flashstate.state.state import State
+
+
+class Tokens(NamedTuple):
+    """The token axes of a call's activations, by name and by size, and the rows and tokens they hold."""
+
+    axes: tuple[str, ...]  # ("batch",), ("batch", "T") or packed ("tokens",)
+    sizes: tuple[int, ...]
+    batch: int
+    longest: int | None  # the most tokens a row has; None where only the device knows
+
+    @property
+    def packed(self) -> bool:
+        return self.axes == ("tokens",)
+
+
+def tokens_of(name: str, x: Tensor, widths: dict[str, int], state: State, slots: Slots | None) -> Tokens:
+    """The tokens of `x` (..., *widths), an op's first argument that has some; checks its shape, dtype and device."""
+    packed = slots is not None and slots.cu_seqlens is not None
+    one = isinstance(x, Tensor) and x.dim() == 1 + len(widths)
+    axes = ("tokens",) if packed else ("batch",) if one else ("batch", "T")
+    sizes = (None,) * len(axes) + tuple(widths.values())
+    check_tensor(name, x, axes + tuple(widths), sizes, device=state.data.device)
+    lead = tuple(x.shape[: len(axes)])
+    if slots is not None and packed:
+        return Tokens(axes, lead, slots.read.shape[0], slots.longest)
+    return Tokens(axes, lead, lead[0], 1 if one else lead[1])
+
+
+def check_slots(state: State, tokens: Tokens, slots: Slots | None, update: bool) -> None:
+    """Raise unless the slots are for these tokens, on the state's device, and write what `update` allows."""
+    check_flag("update", update)
+    num_slots, device = state.data.shape[0], state.data.device
+    if slots is None:
+        if tokens.batch > num_slots:
+            raise ValueError(f"slots must be given for a batch of {tokens.batch} on a pool of {num_slots} slots")
+        return
+    if slots.read.device != device:
+        raise ValueError(f"slots are on {slots.read.device}, but the state is on {device}")
+    if slots.read.shape[0] != tokens.batch:
+        raise ValueError(f"slots must have {tokens.batch} rows, as the batch has, got {slots.read.shape[0]}")
+    for name, table in (("write", slots.write), ("parents", slots.parents)):
+        if table is not None and table.dim() == 2 and table.shape[1] != tokens.longest:
+            got = tuple(table.shape)
+            raise ValueError(f"slots.{name} must have an entry for each of the {tokens.longest} tokens, got shape {got}")
+    if slots.write is not None and not update:
+        raise ValueError("update=False writes no state, so slots must not have write")
+    if slots.parents is not None and update and not slots.per_token:
+        raise ValueError(
+            "slots.parents makes a tree, which has no last state: it needs update=False, or write (batch, T)"
+        )
+
+
+def check_snapshots(snapshots: State, state: State, tokens: Tokens, slots: Slots | None) -> None:
+    """Raise unless the snapshots have room for every token of every row."""
+    if tokens.longest is None:
+        raise ValueError("snapshots of packed tokens need slots.max_len, the most tokens a row has")
+    shape = tuple(snapshots.data.shape)
+    if shape[2:] != tuple(state.data.shape[1:]):
+        raise ValueError(f"snapshots must be of states {tuple(state.data.shape[1:])}, got {shape[2:]}")
+    if snapshots.data.device != state.data.device:
+        raise ValueError(f"snapshots is on {snapshots.data.device}, but the state is on {state.data.device}")
+    if shape[1] < tokens.longest:
+        raise ValueError(f"snapshots must have room for {tokens.longest} tokens, got shape {shape}")
+    if shape[0] < tokens.batch and (slots is None or slots.snapshot_rows is None):
+        raise ValueError(f"snapshots must have room for {tokens.batch} rows, got shape {shape}")
+
+
+SLOTS_SCHEMA = (
+    "Tensor? read, Tensor? write, Tensor? accepted, Tensor? snapshot_rows, Tensor? cu_seqlens, SymInt? max_len, "
+    "Tensor? parents, SymInt null"
+)
+SNAPSHOTS_SCHEMA = "Tensor({0}!)? snapshot_data, Tensor({1}!)? snapshot_scale, str snapshot_rounding"
+
+
+def flat_slots(slots: Slots | None) -> tuple[Any, ...]:
+    """The fields of a Slots in the order of SLOTS_SCHEMA."""
+    if slots is None:
+        return None, None, None, None, None, None, None, -1
+    return (
+        slots.read, slots.write, slots.accepted, slots.snapshot_rows, slots.cu_seqlens, slots.longest, slots.parents,
+        slots.null,
+    )  # fmt: skip
+
+
+def flat_snapshots(snapshots: State | None) -> tuple[Any, ...]:
+    """The fields of snapshots in the order of SNAPSHOTS_SCHEMA."""
+    return (None, None, "nearest") if snapshots is None else (snapshots.data, snapshots.scale, snapshots.rounding)
