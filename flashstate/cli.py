@@ -1,20 +1,29 @@
-"""The command line: flashstate info | check | demo | bench. It parses options; other modules do the work."""
+"""The command line: flashstate info | check | demo | bench | plan. It parses options; other modules do the work."""
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
+from flashstate.errors import ACTIVATION_DTYPES, dtype_name
 from flashstate.state.formats import FORMATS, PORTABLE_FORMATS, ROUNDINGS
 
 FORMAT_NAMES = tuple(format.name for format in FORMATS.values())
 BENCH_FORMATS = tuple(f"{name}:{rounding}" for name, rounding in PORTABLE_FORMATS)
 BATCHES = (1, 4, 16, 64, 256, 1024)
 CPU_BATCHES = (1, 4, 16)
+ACTIVATIONS = tuple(map(dtype_name, ACTIVATION_DTYPES))
+PLAN_HELP = {
+    "layers": "those with a state",
+    "heads": "of a state; of the delta rule: value heads",
+    "rows": "of a head; of the delta rule: the value dimension",
+    "cols": "of a head, the state dimension; of the delta rule: the key dimension",
+    "groups": "of B and C; of the delta rule: key heads",
+}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -35,8 +44,8 @@ def build_parser() -> argparse.ArgumentParser:
         prog="flashstate", description="Step the recurrent state of language models while they generate."
     )
     parser.add_argument("--version", action="version", version=f"flashstate {flashstate_version()}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="info | check | demo | bench")
-    for add in (_add_info, _add_check, _add_demo, _add_bench):
+    commands = parser.add_subparsers(title="commands", required=True, metavar="info | check | demo | bench | plan")
+    for add in (_add_info, _add_check, _add_demo, _add_bench, _add_plan):
         add(commands)
     return parser
 
@@ -87,6 +96,32 @@ def _add_bench(commands: Commands[argparse.ArgumentParser]) -> None:
     parser.set_defaults(run=_bench)
 
 
+def _add_plan(commands: Commands[argparse.ArgumentParser]) -> None:
+    from flashstate.models import DEFAULT_PRESET, KINDS, LARGEST_WINDOW, PRESETS
+
+    parser = commands.add_parser("plan", help="how many requests fit in memory, for every format of their states")
+    models = f"one of {_listed(tuple(PRESETS))} (default: {DEFAULT_PRESET})"
+    parser.add_argument("--model", choices=tuple(PRESETS), metavar="NAME", help=models)
+    parser.add_argument("--config", type=Path, metavar="PATH", help="a Transformers config.json, or its folder")
+    shape = parser.add_argument_group(
+        "shape", "Instead of a model, or to change one.", argument_default=argparse.SUPPRESS
+    )
+    shape.add_argument("--kind", choices=KINDS, help="default: mamba2")
+    for name in ("layers", "heads", "rows", "cols", "groups"):
+        shape.add_argument(f"--{name}", type=positive, metavar="N", help=PLAN_HELP[name])
+    shape.add_argument("--conv-width", type=int, metavar="N", help="0: no convolution (default: 4)")
+    shape.add_argument("--dtype", dest="activations", choices=ACTIVATIONS, help="of activations (default: bfloat16)")
+    ring = f"of the replay ring of mamba2, up to {LARGEST_WINDOW} (default: 0, no ring)"
+    shape.add_argument("--window", type=int, metavar="N", help=ring)
+    shape.add_argument("--tokens", type=positive, metavar="N", help="the longest call a ring takes (default: 1)")
+    parser.add_argument(
+        "--memory", default="40GiB", metavar="SIZE", help="such as 512MiB or 40GB (default: %(default)s)"
+    )
+    ranks = "ranks that share the heads; the memory is that of one (default: %(default)s)"
+    parser.add_argument("--tensor-parallel", type=positive, default=1, metavar="N", help=ranks)
+    parser.set_defaults(run=_plan)
+
+
 def _add_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", metavar="DEVICE", help="cpu, cuda or cuda:N (default: cuda if there is one)")
 
@@ -129,6 +164,18 @@ def _bench(options: argparse.Namespace) -> int:
     batches = options.batches or (BATCHES if device.type == "cuda" else CPU_BATCHES)
     cases = cases_of(formats, batches, options.heads, options.groups, options.rows, options.cols)
     return run_bench(cases, device, options.csv, options.plot, options.commit)
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from flashstate.models import ModelShape, choose_shape
+    from flashstate.plan import show_plan
+
+    changes = {field.name: getattr(options, field.name) for field in fields(ModelShape) if hasattr(options, field.name)}
+    if "activations" in changes:
+        changes["activations"] = getattr(torch, changes["activations"])
+    name, shape = choose_shape(options.model, options.config, changes)
+    show_plan(name, shape, options.memory, options.tensor_parallel)
+    return 0
 
 
 def positive(text: str) -> int:

@@ -1,0 +1,286 @@
+"""What decides the memory of a model's recurrent states: its shape; presets, and shapes from a Transformers config."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+KINDS = ("mamba2", "gated_delta")
+NECESSARY = ("layers", "heads", "rows", "cols", "groups")  # what a shape cannot do without
+ARCHITECTURE = {"kind", "conv_width", *NECESSARY}  # what training fixed; the other fields are choices of a server
+LARGEST_WINDOW = 64  # of a replay ring
+RECURRENT_LAYERS = ("mamba", "linear_attention", "hybrid")  # names of layers with a state; hybrid: attention beside it
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The layers of a model that have a recurrent state, all of one shape.
+
+    kind: "mamba2", or "gated_delta" for Gated DeltaNet and KDA.
+    heads, rows, cols: of a state; of the delta rule: value heads, their dimension V and that of the keys, K.
+    groups: of B and C; of the delta rule: key heads.
+    conv_width: of the convolution before the recurrence, which keeps its last conv_width - 1 inputs; 0: there is none.
+    activations: the dtype of those inputs and of the replay ring.
+    window: of the replay ring; 0: there is none. It takes calls of at most `tokens` tokens.
+    """
+
+    kind: str
+    layers: int
+    heads: int
+    rows: int
+    cols: int
+    groups: int
+    conv_width: int = 4
+    activations: torch.dtype = torch.bfloat16
+    window: int = 0
+    tokens: int = 1
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"kind must be {' or '.join(KINDS)}, got {self.kind!r}")
+        if self.layers < 1:
+            raise ValueError(f"at least 1 of the layers must have a recurrent state, got {self.layers}")
+        for name in ("heads", "rows", "cols", "groups", "tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.heads % self.groups:
+            raise ValueError(f"the number of groups must divide the {self.heads} heads, got {self.groups}")
+        if self.conv_width < 0 or self.conv_width == 1:
+            raise ValueError(f"conv_width must be 0, for no convolution, or at least 2, got {self.conv_width}")
+        self._check_ring()
+
+    def _check_ring(self) -> None:
+        if not 0 <= self.window <= LARGEST_WINDOW:
+            raise ValueError(f"window must be from 0, for no ring, to {LARGEST_WINDOW}, got {self.window}")
+        if self.window and self.kind != "mamba2":
+            raise ValueError(f"window must be 0 for {self.kind}: only mamba2 states have a replay ring")
+        if not self.window and self.tokens > 1:
+            raise ValueError(f"tokens={self.tokens} needs a window: it sizes the replay ring and nothing else")
+        if self.window and self.tokens > self.window:
+            raise ValueError(f"tokens must be at most the window, {self.window}, got {self.tokens}")
+
+    @property
+    def conv_channels(self) -> int:
+        """Channels of the convolution: x, B and C of Mamba-2; v, q and k of the delta rule."""
+        return self.heads * self.rows + 2 * self.groups * self.cols
+
+    def split(self, ranks: int) -> ModelShape:
+        """What one of so many tensor-parallel ranks holds; where groups are fewer than ranks, several hold the same."""
+        if ranks < 1 or self.heads % ranks:
+            raise ValueError(f"tensor parallel must divide the {self.heads} heads, got {ranks}")
+        if self.groups % ranks and ranks % self.groups:
+            raise ValueError(f"tensor parallel must divide the {self.groups} groups or be a multiple, got {ranks}")
+        return replace(self, heads=self.heads // ranks, groups=max(1, self.groups // ranks))
+
+
+# From the config.json of the model that a comment names; the last from the README and code of state-spaces/mamba.
+PRESETS = {
+    # nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16: 40 of its 88 layers are M in hybrid_override_pattern.
+    "nemotron-3-super-120b": ModelShape("mamba2", layers=40, heads=128, rows=64, cols=128, groups=8),
+    # Qwen/Qwen3-Next-80B-A3B-Instruct: 48 layers, every fourth with full attention.
+    "qwen3-next-80b": ModelShape("gated_delta", layers=36, heads=32, rows=128, cols=128, groups=16),
+    # Qwen/Qwen3.5-397B-A17B: 60 layers, every fourth with full attention.
+    "qwen3.5-397b": ModelShape("gated_delta", layers=45, heads=64, rows=128, cols=128, groups=16),
+    # state-spaces/mamba2-2.7b: 64 layers of model dimension 2560; the rest are the defaults of its class Mamba2.
+    "mamba2-2.7b": ModelShape("mamba2", layers=64, heads=80, rows=64, cols=128, groups=1),
+}
+DEFAULT_PRESET = "nemotron-3-super-120b"
+
+
+def choose_shape(preset: str | None, config: Path | None, changes: dict[str, Any]) -> tuple[str, ModelShape]:
+    """A name and the shape of a preset or a config.json, with some fields changed; or a shape of given fields alone."""
+    if preset is not None and config is not None:
+        raise ValueError("a model comes from a preset or from a config.json, got both")
+    changed = bool(changes.keys() & ARCHITECTURE)
+    if preset is None and config is None and changed:
+        return "this shape", _shape_alone(changes)
+    name = str(config) if config is not None else preset or DEFAULT_PRESET
+    shape = shape_from_config(config) if config is not None else PRESETS[name]
+    return f"{name} with changes" if changed else name, replace(shape, **changes)
+
+
+def _shape_alone(fields: dict[str, Any]) -> ModelShape:
+    missing = [name for name in NECESSARY if name not in fields]
+    if missing:
+        raise ValueError(f"without a preset or a config.json a shape also needs {', '.join(missing)}")
+    return ModelShape(**{"kind": "mamba2", **fields})
+
+
+def shape_from_config(path: Path) -> ModelShape:
+    """The shape that a Transformers config.json describes; `path` is the file, or the folder that holds it."""
+    config = _read_config(path / "config.json" if path.is_dir() else path)
+    if config.model_type not in READERS:
+        supported = ", ".join(READERS)
+        raise ValueError(f"{config.path}: model_type {config.model_type!r} is not supported, only {supported}")
+    try:
+        return READERS[config.model_type](config)
+    except ValueError as error:
+        raise ValueError(f"{config.path} ({config.model_type}): {error}") from None
+
+
+@dataclass(frozen=True)
+class Config:
+    """The fields of a config.json that describe the language model."""
+
+    path: Path
+    model_type: str
+    fields: dict[str, Any]
+
+    def get(self, name: str) -> Any:
+        """The value of a field, None where it is missing; a dot leads into an object."""
+        value: Any = self.fields
+        for part in name.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        return value
+
+    def number(self, name: str) -> int:
+        value = self.get(name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"the field {name} must be an integer above 0, {_found(value)}")
+        return value
+
+    def items(self, name: str) -> list[Any]:
+        value = self.get(name)
+        if not isinstance(value, list):
+            raise ValueError(f"the field {name} must be a list, {_found(value)}")
+        return value
+
+
+def _found(value: Any) -> str:
+    return "but it is missing" if value is None else f"got {value!r}"
+
+
+def _read_config(path: Path) -> Config:
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not a JSON file: {error}") from None
+    if not isinstance(fields, dict):
+        raise ValueError(f"{path} must hold an object, as a Transformers config.json does")
+    text = fields.get("text_config")  # of models that also see
+    text = {"model_type": fields.get("model_type"), **text} if isinstance(text, dict) else fields
+    return Config(path, str(text.get("model_type")).removesuffix("_text"), text)
+
+
+def _read_mamba2(config: Config) -> ModelShape:
+    return ModelShape(
+        "mamba2",
+        layers=config.number("num_hidden_layers"),
+        heads=config.number("num_heads"),
+        rows=config.number("head_dim"),
+        cols=config.number("state_size"),
+        groups=config.number("n_groups"),
+        conv_width=config.number("conv_kernel"),
+    )
+
+
+def _read_nemotron_h(config: Config) -> ModelShape:
+    return ModelShape(
+        "mamba2",
+        layers=_recurrent_layers(config),
+        heads=config.number("mamba_num_heads"),
+        rows=config.number("mamba_head_dim"),
+        cols=config.number("ssm_state_size"),
+        groups=config.number("n_groups"),
+        conv_width=config.number("conv_kernel"),
+    )
+
+
+def _read_bamba(config: Config) -> ModelShape:
+    heads = config.number("mamba_n_heads")
+    automatic = config.get("mamba_d_head") == "auto"
+    return ModelShape(
+        "mamba2",
+        layers=_recurrent_layers(config),
+        heads=heads,
+        rows=_inner_size(config) // heads if automatic else config.number("mamba_d_head"),
+        cols=config.number("mamba_d_state"),
+        groups=config.number("mamba_n_groups"),
+        conv_width=config.number("mamba_d_conv"),
+    )
+
+
+def _read_zamba2(config: Config) -> ModelShape:
+    heads = config.number("n_mamba_heads")
+    return ModelShape(
+        "mamba2",
+        layers=_recurrent_layers(config),
+        heads=heads,
+        rows=_inner_size(config) // heads,
+        cols=config.number("mamba_d_state"),
+        groups=config.number("mamba_ngroups"),
+        conv_width=config.number("mamba_d_conv"),
+    )
+
+
+def _read_qwen(config: Config) -> ModelShape:
+    return ModelShape(
+        "gated_delta",
+        layers=_recurrent_layers(config),
+        heads=config.number("linear_num_value_heads"),
+        rows=config.number("linear_value_head_dim"),
+        cols=config.number("linear_key_head_dim"),
+        groups=config.number("linear_num_key_heads"),
+        conv_width=config.number("linear_conv_kernel_dim"),
+    )
+
+
+def _read_kimi_linear(config: Config) -> ModelShape:
+    heads, size = config.number("linear_attn_config.num_heads"), config.number("linear_attn_config.head_dim")
+    return ModelShape(
+        "gated_delta",
+        layers=len(config.items("linear_attn_config.kda_layers")),
+        heads=heads,
+        rows=size,
+        cols=size,
+        groups=heads,
+        conv_width=config.number("linear_attn_config.short_conv_kernel_size"),
+    )
+
+
+READERS: dict[str, Callable[[Config], ModelShape]] = {
+    "mamba2": _read_mamba2,
+    "nemotron_h": _read_nemotron_h,
+    "bamba": _read_bamba,
+    "granitemoehybrid": _read_bamba,
+    "falcon_h1": _read_bamba,
+    "zamba2": _read_zamba2,
+    "qwen3_next": _read_qwen,
+    "qwen3_5": _read_qwen,
+    "qwen3_5_moe": _read_qwen,
+    "kimi_linear": _read_kimi_linear,
+}
+
+
+def _inner_size(config: Config) -> int:
+    """Channels of x in one layer."""
+    if config.get("mamba_d_ssm") is not None:
+        return config.number("mamba_d_ssm")
+    return config.number("mamba_expand") * config.number("hidden_size")
+
+
+def _recurrent_layers(config: Config) -> int:
+    """How many layers have a state, from whichever field of the model's family tells."""
+    for name in ("layer_types", "layers_block_type"):
+        if config.get(name) is not None:
+            return sum(config.items(name).count(layer) for layer in RECURRENT_LAYERS)
+    if config.model_type == "nemotron_h":
+        return _pattern(config).count("M")
+    layers = config.number("num_hidden_layers")
+    if config.model_type.startswith("qwen"):
+        return layers - layers // config.number("full_attention_interval")
+    if config.model_type == "bamba" and config.get("attn_layer_indices") is not None:
+        return layers - len(config.items("attn_layer_indices"))
+    return layers
+
+
+def _pattern(config: Config) -> str:
+    pattern = config.get("hybrid_override_pattern")
+    if not isinstance(pattern, str):
+        raise ValueError("it needs the field hybrid_override_pattern or layers_block_type, to count its Mamba layers")
+    return pattern

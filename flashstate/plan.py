@@ -1,0 +1,134 @@
+"""`flashstate plan`: what one request keeps in memory, format by format, and how many requests fit."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from decimal import Decimal
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Column, Table
+
+from flashstate.errors import dtype_name
+from flashstate.models import ModelShape
+from flashstate.state.formats import FORMATS, Format
+
+SCALE_BYTES = 4  # float32, one per row of a block-scaled state
+SEED_BYTES = 8  # int64, one per request whose states are rounded stochastically
+DT_BYTES = 4  # float32 in a ring, whatever the activations are
+CURSOR_BYTES = 8  # of a ring: start and count, int32 each, shared by all layers
+BINARY, DECIMAL = ("B", "KiB", "MiB", "GiB", "TiB"), ("B", "KB", "MB", "GB", "TB")
+UNITS = {name: base**power for names, base in ((BINARY, 1024), (DECIMAL, 1000)) for power, name in enumerate(names)}
+
+
+@dataclass(frozen=True)
+class RequestBytes:
+    """Bytes that one request keeps, over all layers."""
+
+    state: int
+    scales: int
+    seed: int
+    conv: int
+    ring: int
+
+    @property
+    def total(self) -> int:
+        return self.state + self.scales + self.seed + self.conv + self.ring
+
+
+def request_bytes(shape: ModelShape, format: Format) -> RequestBytes:
+    """What a request keeps whose states have this format; with a seed wherever the format can use one."""
+    rows = shape.layers * shape.heads * shape.rows
+    return RequestBytes(
+        state=rows * shape.cols * format.dtype.itemsize,
+        scales=rows * SCALE_BYTES if format.scaled else 0,
+        seed=SEED_BYTES if "stochastic" in format.roundings else 0,
+        conv=shape.layers * shape.conv_channels * max(0, shape.conv_width - 1) * shape.activations.itemsize,
+        ring=ring_bytes(shape),
+    )
+
+
+def ring_bytes(shape: ModelShape) -> int:
+    """x, B and dt of the last tokens, in every layer, and the cursor."""
+    if not shape.window:
+        return 0
+    values = shape.heads * shape.rows + shape.groups * shape.cols
+    token = values * shape.activations.itemsize + shape.heads * DT_BYTES
+    return shape.layers * (shape.window + shape.tokens) * token + CURSOR_BYTES
+
+
+def parse_memory(text: str) -> int:
+    """Bytes of "40GiB", "40GB" or "1.5 TiB"."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]+)", text)
+    size = int(Decimal(match[1]) * UNITS[match[2]]) if match and match[2] in UNITS else 0
+    if size < 1:
+        raise ValueError(f"memory must be a number above 0 and a unit of {', '.join(UNITS)}, as in 40GiB, got {text!r}")
+    return size
+
+
+def show_plan(name: str, shape: ModelShape, memory: str, ranks: int = 1) -> None:
+    """Print what a request keeps on each of so many tensor-parallel ranks, and how many fit in so much memory."""
+    size, part = parse_memory(memory), shape.split(ranks)
+    console = Console(highlight=False)
+    console.print(f"{name}: {describe(shape)}", markup=False)
+    if ranks > 1:
+        console.print(f"On each of {ranks} ranks: {plural(part.heads, 'head')}, {group_count(part)}.")
+    console.print(plan_table(part, size, memory))
+    for line in notes(part):
+        console.print(line)
+
+
+def describe(shape: ModelShape) -> str:
+    """A shape in one sentence."""
+    conv = f"a convolution of width {shape.conv_width}" if shape.conv_width else "no convolution"
+    heads = f"{plural(shape.heads, 'head')} x {shape.rows} x {shape.cols}"
+    return (
+        f"{shape.kind}, {plural(shape.layers, 'layer')} with a state of {heads}, "
+        f"{group_count(shape)}, {conv}, {dtype_name(shape.activations)} activations."
+    )
+
+
+def group_count(shape: ModelShape) -> str:
+    return plural(shape.groups, "group" if shape.kind == "mamba2" else "key head")
+
+
+def plural(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def plan_table(shape: ModelShape, memory: int, budget: str) -> Table:
+    """A row per format: its bytes, itemised, the requests that fit in memory, and its bytes relative to float32."""
+    sizes = {format.name: request_bytes(shape, format) for format in FORMATS.values()}
+    baseline = sizes["float32"].total
+    unit = next(name for name in reversed(BINARY) if name == "B" or baseline >= 10 * UNITS[name])
+    items = ("state", "scales", "conv", "ring", "total")
+    parts = [item for item in items if any(getattr(size, item) for size in sizes.values())]
+    names = (*parts, f"requests\nin {budget}", "of\nfloat32")
+    columns = [Column(name, justify="right", overflow="fold") for name in names]
+    title = f"{unit} per request, by the format of the state"
+    table = Table(Column("format", no_wrap=True), *columns, title=title, title_justify="left", box=SIMPLE_HEAD)
+    for name, size in sizes.items():
+        cells = [amount(getattr(size, part), unit) for part in parts]
+        table.add_row(name, *cells, f"{memory // size.total:,}", f"{size.total / baseline:.1%}")
+    return table
+
+
+def amount(size: int, unit: str) -> str:
+    """Bytes in a unit, without it."""
+    if size == 0:
+        return "-"
+    return f"{size:,}" if unit == "B" else f"{size / UNITS[unit]:,.2f}"
+
+
+def notes(shape: ModelShape) -> list[str]:
+    """What the table counts and what it leaves out."""
+    lines = []
+    if shape.window:
+        rows = f"{shape.window} + {shape.tokens} tokens, the window and the longest call"
+        lines.append(f"The ring holds {rows}, in every layer.")
+    lines.append(
+        f"The total includes a seed of {SEED_BYTES} bytes in formats with stochastic rounding. "
+        "Not counted: weights, workspace, and the KV cache of attention layers."
+    )
+    return lines
