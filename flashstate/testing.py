@@ -13,8 +13,9 @@ from flashstate.launch import Problem, interpreted
 from flashstate.launch.config import ACCESS_BYTES
 from flashstate.ops.mamba2 import mamba2_step
 from flashstate.reference.mamba2 import mamba2_token
-from flashstate.state.formats import PORTABLE_FORMATS, decode, encode
+from flashstate.state.formats import FORMATS, PORTABLE_FORMATS, decode, encode
 from flashstate.state.rounding import random_bits
+from flashstate.state.slots import Slots
 from flashstate.state.state import State
 
 __all__ = ["ODD_CASES", "REAL_CASES", "Case", "Inputs", "error_ratio", "interpreted", "make_inputs", "oracle"]
@@ -26,7 +27,7 @@ BUDGET = 4.0
 
 @dataclass(frozen=True)
 class Case:
-    """One problem for mamba2_step: a shape, a format, and which optional arguments it has."""
+    """One problem for mamba2_step: a shape, a format, its tokens, and which optional arguments it has."""
 
     batch: int = 3
     heads: int = 4
@@ -45,13 +46,18 @@ class Case:
     dt_softplus: bool = True
     index: str = "int32"  # dtype of slot numbers
     slots: int = 7
+    tokens: int = 0  # per row, on an axis of their own; 0: one, without that axis
+    packed: bool = False  # rows of different lengths, up to `tokens`, one after the other
+    mamba1: bool = False  # dt and dt_bias have a value for each row, A for each element
 
     def __str__(self) -> str:
         shape = f"b{self.batch}-h{self.heads}g{self.groups}-{self.rows}x{self.cols}"
         dtypes = "-".join(dict.fromkeys((self.x, self.bc, self.dt, self.parameters)))
-        options = [name for name, on in (("z", self.z), ("bias", self.dt_bias), ("softplus", self.dt_softplus)) if on]
+        flags = (("z", self.z), ("bias", self.dt_bias), ("softplus", self.dt_softplus), ("mamba1", self.mamba1))
+        options = [name for name, on in flags if on]
         skip = [] if self.D is None else [f"D{self.D}"]
-        return "-".join([shape, self.format, self.rounding, dtypes, self.index, *skip, *options])
+        tokens = [f"T{self.tokens}{'packed' if self.packed else ''}"] if self.tokens else []
+        return "-".join([shape, *tokens, self.format, self.rounding, dtypes, self.index, *skip, *options])
 
     @property
     def problem(self) -> Problem:
@@ -59,20 +65,43 @@ class Case:
         return Problem("mamba2_step", self.rows, self.cols, self.format, self.rounding, vector, self.batch * self.heads)
 
     @property
+    def lengths(self) -> list[int]:
+        """Tokens of every row. Packed rows count down from `tokens` to none, and start again."""
+        if not self.packed:
+            return [self.tokens or 1] * self.batch
+        return [self.tokens - row % (self.tokens + 1) for row in range(self.batch)]
+
+    @property
+    def token_axes(self) -> tuple[int, ...]:
+        """Sizes of the leading axes of activations. Packed tokens have two more than there are rows for."""
+        if self.packed:
+            return (sum(self.lengths) + 2,)
+        return (self.batch, self.tokens) if self.tokens else (self.batch,)
+
+    @property
     def slot_bytes(self) -> int:
-        """Bytes of state in one slot."""
+        """Bytes of state in one slot, without its scales."""
         return self.heads * self.rows * self.cols * dtype(self.format).itemsize
 
     @property
-    def counted_bytes(self) -> int:
-        """Bytes one call must move at least: the state twice, everything else once."""
-        x = self.batch * self.heads * self.rows * dtype(self.x).itemsize * (3 if self.z else 2)
-        bc = 2 * self.batch * self.groups * self.cols * dtype(self.bc).itemsize
-        dt = self.batch * self.heads * dtype(self.dt).itemsize
-        per_head = 1 + (self.dt_bias) + (0 if self.D is None else self.rows if self.D == "row" else 1)
+    def scale_bytes(self) -> int:
+        """Bytes of scales in one slot."""
+        return 4 * self.heads * self.rows if FORMATS[dtype(self.format)].scaled else 0
+
+    def counted_bytes(self, stores: int = 1) -> int:
+        """Bytes one call must move at least: the state of every row read once and stored `stores` times (once in place;
+        with snapshots once per token), everything else once."""
+        tokens = sum(self.lengths)
+        x = tokens * self.heads * self.rows * dtype(self.x).itemsize * (3 if self.z else 2)
+        bc = 2 * tokens * self.groups * self.cols * dtype(self.bc).itemsize
+        dt = tokens * self.heads * (self.rows if self.mamba1 else 1) * dtype(self.dt).itemsize
+        per_row = self.rows if self.mamba1 else 1
+        per_head = (self.rows * self.cols if self.mamba1 else 1) + self.dt_bias * per_row
+        per_head += 0 if self.D is None else self.rows if self.D == "row" else 1
         parameters = self.heads * per_head * dtype(self.parameters).itemsize
         index = self.batch * (dtype(self.index).itemsize + (8 if self.rounding != "nearest" else 0))
-        return 2 * self.batch * self.slot_bytes + x + bc + dt + parameters + index
+        state = (1 + stores) * self.batch * (self.slot_bytes + self.scale_bytes)
+        return state + x + bc + dt + parameters + index
 
 
 def dtype(name: str) -> torch.dtype:
@@ -88,38 +117,94 @@ class Inputs:
     state: State
     arguments: dict[str, Tensor]  # x, dt, A, B, C
     options: dict[str, Any]  # the keyword arguments
-    slots: Tensor
+    slots: Tensor  # (batch,)
+    lengths: list[int] | None  # of packed rows
 
     def step(self, **changes: Any) -> Tensor:
         """Call mamba2_step, with some arguments changed or added."""
-        arguments = {"state": self.state, **self.arguments, **self.options, "slots": self.slots, **changes}
-        return mamba2_step(**arguments)
+        slots = self.slots if self.lengths is None else self.at()
+        return mamba2_step(**{"state": self.state, **self.arguments, **self.options, "slots": slots, **changes})
 
-    def fresh(self) -> Inputs:
-        """The same inputs on a copy of the pool and its seeds, with the same strides."""
-        old = self.state.data
-        data = torch.empty_strided(old.size(), old.stride(), dtype=old.dtype, device=old.device).copy_(old)
-        seed = None if self.state.seed is None else self.state.seed.clone()
-        return replace(self, state=replace(self.state, data=data, seed=seed))
+    def at(self, **fields: Any) -> Slots:
+        """The slots of the batch with more fields of Slots, or others."""
+        if self.lengths is not None:
+            bounds = torch.tensor([0, *self.lengths]).cumsum(0).to(self.slots)
+            fields = {"cu_seqlens": bounds, "max_len": max(self.lengths, default=0), **fields}
+        return Slots(fields.pop("read", self.slots), **fields)
+
+    def fresh(self, extra: int = 0) -> Inputs:
+        """The same inputs on a copy of the pool and its seeds, with the same strides; or with `extra` more slots."""
+        state = self.state
+        if extra:
+            copies = [t if t is None else torch.cat([t, t[:1].expand(extra, *t.shape[1:])]) for t in _tensors(state)]
+        else:
+            copies = [t if t is None else _copy(t) for t in _tensors(state)]
+        return replace(self, state=replace(state, **dict(zip(("data", "scale", "seed"), copies, strict=True))))
+
+    def of_rows(self, rows: Tensor) -> Inputs:
+        """The same pool with some rows of the batch, in some order."""
+        if self.lengths is None:
+            index, lengths = rows, None
+        else:
+            lengths = [self.lengths[row] for row in rows.tolist()]
+            pieces = torch.arange(sum(self.lengths)).split(self.lengths)
+            index = torch.cat([pieces[row] for row in rows.tolist()]).to(rows.device)
+        arguments = {name: t if name == "A" else t[index] for name, t in self.arguments.items()}
+        options = {name: t[index] if name == "z" else t for name, t in self.options.items()}
+        return replace(self, arguments=arguments, options=options, slots=self.slots[rows], lengths=lengths)
+
+    def of_tokens(self, tokens: slice | int) -> Inputs:
+        """The same pool and rows, which are not packed, with some of the tokens; with an int one, without its axis."""
+        assert self.lengths is None
+        arguments = {name: t if name == "A" else t[:, tokens] for name, t in self.arguments.items()}
+        options = {name: t[:, tokens] if name == "z" else t for name, t in self.options.items()}
+        return replace(self, arguments=arguments, options=options)
+
+    def dense_row(self, row: int) -> Inputs:
+        """One row of a packed batch alone, its tokens on an axis of their own."""
+        alone = self.of_rows(torch.tensor([row], device=self.slots.device))
+        arguments = {name: t if name == "A" else t[None] for name, t in alone.arguments.items()}
+        options = {name: t[None] if name == "z" else t for name, t in alone.options.items()}
+        return replace(alone, arguments=arguments, options=options, lengths=None)
+
+    @property
+    def row_lengths(self) -> list[int]:
+        """Tokens of every row."""
+        x = self.arguments["x"]
+        return self.lengths or [x.shape[1] if x.dim() == 4 else 1] * x.shape[0]
+
+    def per_row(self, y: Tensor) -> list[Tensor]:
+        """The outputs of every row."""
+        return list(y) if self.lengths is None else list(y[: sum(self.lengths)].split(self.lengths))
+
+
+def _tensors(state: State) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    return state.data, state.scale, state.seed
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
-    """Random inputs: the scales of a trained model, every slot filled, the batch on distinct slots in random order."""
+    """Random inputs: the scales of a trained model, every slot filled, the batch on distinct slots in random order.
+    NaN in tokens that no row has."""
     generator = torch.Generator().manual_seed(seed)
 
-    def normal(*size: int, dtype_name: str) -> Tensor:
+    def normal(*size: int, dtype_name: str = "float32") -> Tensor:
         return torch.randn(*size, generator=generator).to(dtype(dtype_name)).to(device)
 
-    batch, heads, groups, rows, cols = case.batch, case.heads, case.groups, case.rows, case.cols
-    data = normal(case.slots, heads, rows, cols, dtype_name=case.format)
+    heads, groups, rows, cols, lead = case.heads, case.groups, case.rows, case.cols, case.token_axes
+    data, scale = encode(normal(case.slots, heads, rows, cols), dtype(case.format))
     seeds = torch.randint(-(1 << 62), 1 << 62, (case.slots,), generator=generator).to(device)
-    state = State(data, rounding=case.rounding, seed=seeds, stream=3)
+    state = State(data, scale, rounding=case.rounding, seed=seeds, stream=3)
+    per_row = (rows,) if case.mamba1 else ()
     arguments = {
-        "x": normal(batch, heads, rows, dtype_name=case.x),
-        "dt": normal(batch, heads, dtype_name=case.dt),
-        "A": -normal(heads, dtype_name=case.parameters).abs(),
-        "B": normal(batch, groups, cols, dtype_name=case.bc),
-        "C": normal(batch, groups, cols, dtype_name=case.bc),
+        "x": normal(*lead, heads, rows, dtype_name=case.x),
+        "dt": normal(*lead, heads, *per_row, dtype_name=case.dt),
+        "A": -normal(heads, *((rows, cols) if case.mamba1 else ()), dtype_name=case.parameters).abs(),
+        "B": normal(*lead, groups, cols, dtype_name=case.bc),
+        "C": normal(*lead, groups, cols, dtype_name=case.bc),
     }
     skip = {"head": (heads,), "row": (heads, rows)}
     options: dict[str, Any] = {"dt_softplus": case.dt_softplus}
@@ -128,41 +213,56 @@ def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
     if case.D is not None:
         options["D"] = normal(*skip[case.D], dtype_name=case.parameters)
     if case.z:
-        options["z"] = normal(batch, heads, rows, dtype_name=case.x)
+        options["z"] = normal(*lead, heads, rows, dtype_name=case.x)
     if case.dt_bias:
-        bias = normal(heads, dtype_name=case.parameters)
+        bias = normal(heads, *per_row, dtype_name=case.parameters)
         options["dt_bias"] = bias - 1 if case.dt_softplus else bias.abs()  # time steps are positive
-    slots = torch.randperm(case.slots, generator=generator)[:batch].to(dtype(case.index)).to(device)
-    return Inputs(state, arguments, options, slots)
+    slots = torch.randperm(case.slots, generator=generator)[: case.batch].to(dtype(case.index)).to(device)
+    if case.packed:
+        for tensor in (arguments["x"], arguments["dt"], arguments["B"], arguments["C"]):
+            tensor[sum(case.lengths) :] = torch.nan
+    return Inputs(state, arguments, options, slots, case.lengths if case.packed else None)
 
 
 @dataclass(frozen=True)
 class Expected:
     """What a call must give: exactly, and as plain float32 arithmetic and the formats give it."""
 
-    y: Tensor
+    y: Tensor  # of all tokens that a row has, one after the other
     y_plain: Tensor
-    state: Tensor
+    state: Tensor  # of the batch
     state_plain: Tensor
 
 
 def oracle(inputs: Inputs) -> Expected:
-    """The output and the new states of the batch: in float64, and in float32 rounded to the output's and the format."""
+    """The outputs and the new states of the batch: in float64, and in float32 rounded to the output's and the format."""
     state, slots = inputs.state, inputs.slots.long()
-    before = decode(state.data[slots])
-    arguments: dict[str, Any] = {"D": None, "z": None, "dt_bias": None, **inputs.arguments, **inputs.options}
-
-    def run(s: Tensor) -> tuple[Tensor, Tensor]:
-        return mamba2_token(s, **arguments)
-
-    y, after = run(before.double())
-    y_plain, after_plain = run(before)
+    before = decode(state.data[slots], None if state.scale is None else state.scale[slots])
+    y, after = _recurrence(inputs, before.double())
+    y_plain, after_plain = _recurrence(inputs, before)
+    lengths = torch.tensor(inputs.row_lengths, device=slots.device)
     random = None
     if state.rounding == "stochastic" and state.seed is not None:
         _, heads, rows, cols = before.shape
-        random = random_bits(state.seed[slots], (heads, rows, cols), 0, state.stream, state.rounds)
-    stored = decode(encode(after_plain, state.data.dtype, random))
+        random = random_bits(state.seed[slots], (heads, rows, cols), lengths - 1, state.stream, state.rounds)
+    stored = decode(*encode(after_plain, state.data.dtype, random))
+    stored = torch.where((lengths > 0)[:, None, None, None], stored, before)  # rows without tokens keep theirs
     return Expected(y, y_plain.to(inputs.arguments["x"].dtype), after, stored)
+
+
+def _recurrence(inputs: Inputs, s: Tensor) -> tuple[Tensor, Tensor]:
+    """The outputs (tokens, H, D) of all rows and the states after them, computed in the dtype of `s`."""
+    if inputs.lengths is not None:
+        rows = [_recurrence(inputs.dense_row(row), s[row : row + 1]) for row in range(len(s))]
+        return torch.cat([y for y, _ in rows]), torch.cat([state for _, state in rows])
+    parameters = {"D": None, "z": None, "dt_bias": None, **inputs.options, "A": inputs.arguments["A"]}
+    x = inputs.arguments["x"]
+    outputs = []
+    for run in [inputs] if x.dim() == 3 else [inputs.of_tokens(t) for t in range(x.shape[1])]:
+        y, s = mamba2_token(s, **{**parameters, **run.options, **run.arguments})
+        outputs.append(y)
+    y = torch.stack(outputs, 1) if outputs else x.to(s.dtype)  # (batch, T, H, D)
+    return y.flatten(0, 1), s
 
 
 def error_ratio(got: Tensor, exact: Tensor, plain: Tensor) -> float:

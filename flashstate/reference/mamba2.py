@@ -45,7 +45,7 @@ def mamba2_token(
     """One token: the output (batch, H, D) and the state after it (batch, H, D, N), both unrounded."""
     H = s.shape[1]
     heads_per_group = H // B.shape[1]
-    x, dt = x.to(s.dtype), dt.to(s.dtype).reshape(*dt.shape[:2], -1)  # (batch, H, D), (batch, H, D or 1)
+    x, dt = x.to(s.dtype), dt.to(s.dtype).reshape(*dt.shape[:2], *dt.shape[2:] or (1,))  # (batch, H, D or 1)
     A = A.to(s.dtype).reshape(H, *A.shape[1:] or (1, 1))  # (H, D, N) or (H, 1, 1)
     B = B.to(s.dtype).repeat_interleave(heads_per_group, dim=1)  # (batch, H, N)
     C = C.to(s.dtype).repeat_interleave(heads_per_group, dim=1)  # (batch, H, N)

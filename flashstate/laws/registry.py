@@ -1,0 +1,49 @@
+"""Where laws are kept, and which of them speak of a case and a device."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from flashstate.launch import uses_kernels
+from flashstate.testing import Case
+
+Law = Callable[[Case, torch.device], None]
+LAWS: dict[str, Law] = {}
+SCOPES: dict[str, Scope] = {}
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What a law speaks of: every implementation, "kernels" or "cuda" only, and which cases."""
+
+    needs: str
+    includes: Callable[[Case], bool]
+
+
+class LawBroken(AssertionError):  # noqa: N818  (a verdict, not an error)
+    """A law does not hold."""
+
+
+def law(words: str, *, needs: str = "", includes: Callable[[Case], bool] = lambda case: True) -> Callable[[Law], Law]:
+    """Add a function to LAWS under the words that say what holds."""
+
+    def add(check: Law) -> Law:
+        LAWS[words], SCOPES[words] = check, Scope(needs, includes)
+        return check
+
+    return add
+
+
+def laws_for(device: torch.device) -> dict[str, Law]:
+    """The laws that say something on this device: the reference has no configs, and a CPU no graphs and streams."""
+    there = {"", "cuda", "kernels"} if device.type == "cuda" else {"", "kernels"} if uses_kernels(device) else {""}
+    return {words: check for words, check in LAWS.items() if SCOPES[words].needs in there}
+
+
+def pairs(laws: Iterable[str], cases: Iterable[Case]) -> list[tuple[str, Case]]:
+    """Every law with every case it speaks of."""
+    return [(words, case) for words, case in itertools.product(laws, cases) if SCOPES[words].includes(case)]

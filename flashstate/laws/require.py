@@ -1,0 +1,91 @@
+"""What laws demand of results, and what they need to ask it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashstate.laws.registry import LawBroken
+from flashstate.state.faults import check_faults
+from flashstate.state.formats import decode, encode
+from flashstate.state.rounding import random_bits
+from flashstate.state.state import State
+from flashstate.testing import Inputs, error_ratio
+
+
+def require(condition: bool, message: str) -> None:
+    if not condition:
+        raise LawBroken(message)
+
+
+def require_equal_bytes(what: str, got: Tensor, want: Tensor) -> None:
+    """Raise unless both hold the same bytes; a NaN equals any NaN."""
+    require(got.shape == want.shape and got.dtype == want.dtype, f"{what}: {got.shape} {got.dtype} is not comparable")
+    differs = bits_of(got) != bits_of(want)
+    if got.is_floating_point():
+        differs &= ~(got.isnan() & want.isnan())
+    require(not bool(differs.any()), f"{what}: {int(differs.sum())} of {got.numel()} elements differ")
+
+
+def require_equal_states(what: str, got: State, want: State, slots: Tensor | None = None) -> None:
+    """Raise unless the states in these slots (None: in all) have equal bytes, scales among them."""
+    for name, a, b in (("data", got.data, want.data), ("scale", got.scale, want.scale)):
+        if a is not None and b is not None:
+            require_equal_bytes(f"{name} of {what}", *((a, b) if slots is None else (a[slots], b[slots])))
+
+
+def bits_of(tensor: Tensor) -> Tensor:
+    return tensor.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+
+
+def require_within_budget(what: str, got: Tensor, exact: Tensor, plain: Tensor) -> None:
+    ratio = error_ratio(got, exact, plain)
+    require(ratio <= 1.0, f"{what} is {ratio:.2f} times its error budget away from float64")
+
+
+def rest_of(inputs: Inputs) -> Tensor:
+    """The slots no row of the batch reads."""
+    slots = torch.arange(inputs.state.data.shape[0], device=inputs.slots.device)
+    return slots[~torch.isin(slots, inputs.slots.long())]
+
+
+def values_in(state: State, slots: Tensor) -> Tensor:
+    """The float32 states in these slots."""
+    return decode(state.data[slots], None if state.scale is None else state.scale[slots])
+
+
+def poison(state: State, slots: Tensor) -> None:
+    """Fill slots with what must not get out: NaN, in data that can hold it and in scales."""
+    bits_of(state.data)[slots] = {1: 0x7F, 2: 0x7FFF, 4: 0x7FFFFFFF}[state.data.element_size()]
+    if state.scale is not None:
+        state.scale[slots] = torch.nan
+
+
+def all_tokens(inputs: Inputs, y: Tensor) -> Tensor:
+    """The outputs (tokens, heads, rows) of all tokens that a row has."""
+    return torch.cat([row.reshape(-1, *y.shape[-2:]) for row in inputs.per_row(y)])
+
+
+def require_fault(kind: str | None) -> None:
+    """The fault flag is set for numbers out of range of this kind, and for nothing else."""
+    try:
+        check_faults()
+    except IndexError as error:
+        require(kind is not None and kind in str(error), f"unexpected fault: {error}")
+    else:
+        require(kind is None, f"a {kind} number out of range went unnoticed")
+
+
+def require_stored(what: str, got: State, where: Any, values: Tensor, keyed: State, read: Tensor, token: int) -> None:
+    """Raise unless the entries `where` of `got` are the encoding of these float32 states, with the bits of the slots
+    `read` of the state `keyed` at this token."""
+    random = None
+    if got.rounding == "stochastic" and keyed.seed is not None:
+        _, heads, rows, cols = values.shape
+        random = random_bits(keyed.seed[read], (heads, rows, cols), token, keyed.stream, keyed.rounds)
+    data, scale = encode(values, got.data.dtype, random)
+    require_equal_bytes(f"data of {what}", got.data[where], data)
+    if scale is not None and got.scale is not None:
+        require_equal_bytes(f"scale of {what}", got.scale[where], scale)

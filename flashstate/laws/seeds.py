@@ -1,0 +1,103 @@
+"""Laws of random bits, CUDA graphs and streams."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from flashstate.laws.registry import law
+from flashstate.laws.require import (
+    bits_of,
+    require,
+    require_equal_bytes,
+    require_equal_states,
+    rest_of,
+)
+from flashstate.state.rounding import SEED_STEP
+from flashstate.testing import Case, Inputs, make_inputs
+
+
+@law(
+    "stochastic rounding draws other bits after advance and in another stream, and advance moves only its slots",
+    includes=lambda case: case.rounding == "stochastic",
+)
+def seeds_decide(case: Case, device: torch.device) -> None:
+    inputs = make_inputs(case, device)
+    base, stepped, streamed = inputs.fresh(), inputs.fresh(), inputs.fresh()
+    streamed.state = replace(streamed.state, stream=streamed.state.stream + 1)
+    stepped.state.advance(stepped.slots)
+    rest = rest_of(inputs)
+    moved = _seeds(stepped) != _seeds(inputs)
+    require(not bool(moved[rest].any()) and bool(moved[inputs.slots.long()].all()), "advance moved the wrong seeds")
+    for run in (base, stepped, streamed):
+        run.step()
+    long = inputs.slots.long()[torch.tensor(inputs.row_lengths, device=device) > 0]
+    for name, other in (("after advance", stepped), ("in another stream", streamed)):
+        same = (bits_of(other.state.data) == bits_of(base.state.data))[long].flatten(1).all(1)
+        require(not bool(same.any()), f"the bytes {name} are the same")
+
+
+def _seeds(inputs: Inputs) -> Tensor:
+    assert inputs.state.seed is not None
+    return inputs.state.seed
+
+
+@law("a CUDA graph draws fresh random bits at every replay", needs="cuda")
+def graph_replays_draw_fresh_bits(case: Case, device: torch.device) -> None:
+    inputs = make_inputs(case, device)
+    eager = inputs.fresh()
+    out = torch.empty_like(inputs.arguments["x"])
+
+    def one_step(run: Inputs) -> None:
+        run.step(out=out)
+        run.state.advance(run.slots)
+
+    one_step(inputs.fresh())  # compiles
+    torch.cuda.synchronize(device)
+    before, seeds = inputs.fresh(), _seeds(inputs).clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        one_step(inputs)
+    for replays in range(1, 4):
+        graph.replay()
+        replayed = out.clone()
+        one_step(eager)
+        require_equal_bytes("output of a replay", replayed, out)
+        require_equal_states("the pool after a replay", inputs.state, eager.state)
+        moved = _seeds(inputs)[inputs.slots.long()] - seeds[inputs.slots.long()]
+        require(bool((moved == _wrapped(replays * SEED_STEP)).all()), f"seeds did not move on by {replays} steps")
+    _require_other_bits(graph, inputs, before)
+
+
+def _require_other_bits(graph: torch.cuda.CUDAGraph, inputs: Inputs, before: Inputs) -> None:
+    """Two replays from the same state store different bytes, where rounding is stochastic."""
+    stored = []
+    for _ in range(2):
+        for now, then in ((inputs.state.data, before.state.data), (inputs.state.scale, before.state.scale)):
+            if now is not None and then is not None:
+                now.copy_(then)
+        graph.replay()
+        stored.append(bits_of(inputs.state.data).clone())
+    fresh = inputs.state.rounding == "nearest" or not torch.equal(*stored)
+    require(fresh, "two replays from the same state drew the same bits")
+
+
+def _wrapped(number: int) -> int:
+    """The number as 64-bit arithmetic has it."""
+    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+@law("a second stream works", needs="cuda")
+def second_stream_works(case: Case, device: torch.device) -> None:
+    inputs = make_inputs(case, device)
+    other = inputs.fresh()
+    want = inputs.step()
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        got = other.step()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    require_equal_bytes("output", got, want)
+    require_equal_states("the pool", other.state, inputs.state)

@@ -1,0 +1,272 @@
+"""Laws of every step: accuracy, independence, slots, padding, strides."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from flashstate.launch import override, valid_configs
+from flashstate.laws.registry import law
+from flashstate.laws.require import (
+    all_tokens,
+    bits_of,
+    poison,
+    require,
+    require_equal_bytes,
+    require_equal_states,
+    require_fault,
+    require_within_budget,
+    rest_of,
+    values_in,
+)
+from flashstate.testing import Case, make_inputs, oracle
+
+
+@law("output and state are as close to float64 as float32 and the format allow")
+def close_to_float64(case: Case, device: torch.device) -> None:
+    inputs = make_inputs(case, device)
+    want = oracle(inputs)
+    y = inputs.step()
+    require_within_budget("the output", all_tokens(inputs, y), want.y, want.y_plain)
+    require_within_budget("the state", values_in(inputs.state, inputs.slots.long()), want.state, want.state_plain)
+
+
+@law("permuting the rows of a batch permutes the results")
+def permutation(case: Case, device: torch.device) -> None:
+    inputs = make_inputs(case, device)
+    shuffled = inputs.fresh()
+    order = torch.randperm(case.batch, generator=torch.Generator().manual_seed(1)).to(device)
+    other = shuffled.of_rows(order)
+    rows, rows_shuffled = inputs.per_row(inputs.step()), other.per_row(other.step())
+    for position, row in enumerate(order.tolist()):
+        require_equal_bytes(f"output of row {row}", rows_shuffled[position], rows[row])
+    require_equal_states("the pool", shuffled.state, inputs.state)
+
+
+@law("a row does not depend on its neighbours or on the batch size")
+def independence(case: Case, device: torch.device) -> None:
+    inputs = make_inputs(case, device)
+    together = inputs.fresh()
+    rows = together.per_row(together.step())
+    for row in {0, case.batch - 1}:
+        alone = inputs.fresh()
+        one = alone.of_rows(torch.tensor([row], device=device))
+        require_equal_bytes(f"output of row {row}", one.per_row(one.step())[0], rows[row])
+        slot = inputs.slots[row : row + 1].long()
+        require_equal_states(f"row {row}", alone.state, together.state, slot)
+
+
+@law("the launch config does not change a byte", needs="kernels")
+def configs_agree(case: Case, device: torch.device) -> None:
+    inputs = make_inputs(replace(case, x="float32"), device)  # a float32 output shows every bit of a sum
+    first, y_first = None, None
+    for config in valid_configs(case.problem):
+        again = inputs.fresh()
+        with override(config):
+            y = again.step()
+        if first is None or y_first is None:
+            first, y_first = again, y
+        require_equal_bytes(f"output with {config}", y, y_first)
+        require_equal_states(f"the pool with {config}", again.state, first.state)
+
+
+@law("five launches on equal inputs give equal bytes")
+def repeatable(case: Case, device: torch.device) -> None:
+    inputs = make_inputs(case, device)
+    runs = [inputs.fresh() for _ in range(5)]
+    outputs = [run.step() for run in runs]
+    for run, y in zip(runs[1:], outputs[1:], strict=True):
+        require_equal_bytes("output", y, outputs[0])
+        require_equal_states("the pool", run.state, runs[0].state)
+
+
+@law("slots that no row writes keep their bytes, and NaN in them stays there")
+def untouched_slots(case: Case, device: torch.device) -> None:
+    clean, inputs = make_inputs(case, device), make_inputs(case, device)
+    rest = rest_of(inputs)
+    poison(inputs.state, rest)
+    before = inputs.fresh()
+    y, y_clean = inputs.step(), clean.step()
+    require_equal_bytes("output", y, y_clean)
+    require_equal_states("the batch", inputs.state, clean.state, inputs.slots.long())
+    require_equal_states("slots outside the batch", inputs.state, before.state, rest)
+
+
+@law("a padding row gives zero and touches nothing, even with a valid write slot")
+def padding(case: Case, device: torch.device) -> None:
+    for null, hole in ((-1, -1), (-1, -7), (0, 0), (1 << 40, case.slots + 3)):
+        inputs = make_inputs(case, device)
+        inputs.slots[inputs.slots == null] = hole  # that slot is no request's where it is the null slot
+        inputs.slots[0] = hole
+        before = inputs.fresh()
+        inputs.per_row(inputs.arguments["x"])[0].fill_(torch.nan)
+        free = rest_of(inputs)
+        write = inputs.slots.clone()
+        write[0] = free[0] if len(free) else hole
+        y = inputs.step(slots=inputs.at(write=write, null=null))
+        dead = inputs.slots == hole
+        for row in dead.nonzero()[:, 0].tolist():
+            zero = bool((inputs.per_row(y)[row] == 0).all())
+            require(zero, f"output of a padding row (slot {hole}, null {null}) is not zero")
+        live = torch.isin(torch.arange(case.slots, device=device), inputs.slots[~dead])
+        require_equal_states("slots outside the batch", inputs.state, before.state, (~live).nonzero()[:, 0])
+        require(not bool(y.isnan().any()), "NaN left a padding row")
+        require_fault("read" if hole >= case.slots else None)
+
+
+@law("NaN in a row's input shows in that row and nowhere else")
+def nan_is_local(case: Case, device: torch.device) -> None:
+    clean = make_inputs(case, device)
+    y_clean = clean.per_row(clean.step())
+    for name in ("x", "dt", "B", "C"):
+        inputs = make_inputs(case, device)
+        inputs.per_row(inputs.arguments[name])[0].fill_(torch.nan)
+        y = inputs.per_row(inputs.step())
+        require(bool(y[0].isnan().all()), f"NaN in {name} was hidden")
+        for row, row_clean in zip(y[1:], y_clean[1:], strict=True):
+            require_equal_bytes("the other rows", row, row_clean)
+        require_equal_states(
+            "the other slots", inputs.state, clean.state, rest_of(replace(inputs, slots=inputs.slots[:1]))
+        )
+        if name != "C":
+            hidden = not bool(values_in(inputs.state, inputs.slots[:1].long()).isnan().all())
+            require(not hidden, f"NaN in {name} did not reach the state")
+
+
+@law("a separate write slot receives the state, and the read slot keeps its own")
+def separate_write(case: Case, device: torch.device) -> None:
+    inputs = make_inputs(case, device)
+    in_place, moved = inputs.fresh(extra=case.batch), inputs.fresh(extra=case.batch)
+    free = torch.arange(case.slots, case.slots + case.batch, device=device)
+    y, y_moved = in_place.step(), moved.step(slots=moved.at(write=free))
+    require_equal_bytes("output", y_moved, y)
+    read, stepped = inputs.slots.long(), torch.tensor(inputs.row_lengths, device=device) > 0
+    written = replace(
+        moved.state, data=moved.state.data[free], scale=_entries(moved.state.scale, free), seed=None, rounding="nearest"
+    )
+    want = replace(
+        in_place.state,
+        data=in_place.state.data[read],
+        scale=_entries(in_place.state.scale, read),
+        seed=None,
+        rounding="nearest",
+    )
+    require_equal_states("written slots", written, want, stepped)
+    require_equal_states("read slots", moved.state, inputs.state, read)
+
+
+def _entries(tensor: Tensor | None, index: Tensor) -> Tensor | None:
+    return None if tensor is None else tensor[index]
+
+
+@law("a write slot that is null, negative or past the pool is not written")
+def skipped_write(case: Case, device: torch.device) -> None:
+    for null, hole in ((-1, -1), (-1, -9), (1 << 40, 1 << 40), (-1, case.slots)):
+        inputs = make_inputs(case, device)
+        kept, want = inputs.fresh(), inputs.step()
+        before = kept.fresh()
+        write = torch.full_like(inputs.slots.long(), hole)
+        y = kept.step(slots=kept.at(write=write, null=null))
+        require_equal_bytes("output", y, want)
+        require_equal_states(f"the pool (write slot {hole}, null {null})", kept.state, before.state)
+        require_fault("write" if hole == case.slots else None)
+
+
+@law("update=False gives the same output and leaves the pool as it is")
+def update_false(case: Case, device: torch.device) -> None:
+    inputs = make_inputs(case, device)
+    before = inputs.fresh()
+    y_kept = inputs.step(update=False)
+    require_equal_states("the pool", inputs.state, before.state)
+    require_equal_bytes("output", y_kept, inputs.step())
+
+
+@law("without slots, row b is slot b", includes=lambda case: not case.packed)
+def default_slots(case: Case, device: torch.device) -> None:
+    inputs = make_inputs(case, device)
+    given, left_out = inputs.fresh(), inputs.fresh()
+    y = given.step(slots=torch.arange(case.batch, device=device))
+    require_equal_bytes("output", left_out.step(slots=None), y)
+    require_equal_states("the pool", left_out.state, given.state)
+
+
+@law("`out` is filled and returned, whatever its strides")
+def given_out(case: Case, device: torch.device) -> None:
+    inputs = make_inputs(case, device)
+    want = inputs.fresh().step()
+    x = inputs.arguments["x"]
+    buffer = torch.full((*x.shape[:-2], 2, case.heads, case.rows + 3), torch.nan, dtype=x.dtype, device=device)
+    out = buffer[..., 1, :, 1 : case.rows + 1]
+    require(inputs.step(out=out) is out, "the result is not `out`")
+    require_equal_bytes("out", out, want)
+    around = buffer[..., 0, :, :].isnan().all() and buffer[..., case.rows + 1 :].isnan().all()
+    require(bool(around), "memory around out changed")
+
+
+@law("strided activations and expanded parameters change nothing")
+def strided_activations(case: Case, device: torch.device) -> None:
+    inputs = make_inputs(case, device)
+    views = inputs.fresh()
+    arguments, options = dict(views.arguments), dict(views.options)
+    for name in ("x", "B", "C"):
+        arguments[name] = _view_into_projection(arguments[name])
+    if case.z:
+        options["z"] = _view_into_projection(options["z"])
+    if case.mamba1:
+        arguments["dt"] = _view_into_projection(arguments["dt"])
+    else:
+        dt = arguments["dt"].transpose(0, -1).contiguous().transpose(0, -1)
+        arguments["dt"] = dt[..., None].expand(*dt.shape, case.rows)
+        arguments["A"] = arguments["A"][:, None, None].expand(-1, case.rows, case.cols)
+        if case.dt_bias:
+            options["dt_bias"] = options["dt_bias"][:, None].expand(-1, case.rows)
+    if case.D == "head":
+        options["D"] = options["D"][:, None].expand(-1, case.rows)
+    views.arguments, views.options = arguments, options
+    table = torch.stack([views.slots, views.slots.flip(0)], dim=1)
+    y = views.step(slots=views.at(read=table[:, 0]))
+    require_equal_bytes("output", y, inputs.step())
+    require_equal_states("the pool", views.state, inputs.state)
+
+
+def _view_into_projection(tensor: Tensor) -> Tensor:
+    """The same values as a slice of wider rows, one element off alignment, NaN around them."""
+    *lead, heads, width = tensor.shape
+    wide = torch.full((*lead, 2 * heads, width + 3), torch.nan, dtype=tensor.dtype, device=tensor.device)
+    wide[..., heads:, 1 : width + 1] = tensor
+    return wide[..., heads:, 1 : width + 1]
+
+
+@law("page-strided and unaligned pools work, and nothing between the pages is touched")
+def paged_pool(case: Case, device: torch.device) -> None:
+    inputs = make_inputs(case, device)
+    want = oracle(inputs)
+    dense = inputs.fresh()
+    dense.step()
+    for offset, gap in ((0, 16), (0, 5), (1, 3)):
+        data, data_pages = _paged(inputs.state.data, offset, gap)
+        scale, scale_pages = (None, None) if inputs.state.scale is None else _paged(inputs.state.scale, offset, gap)
+        paged = replace(inputs, state=replace(inputs.state, data=data, scale=scale))
+        y = all_tokens(inputs, paged.step())
+        require_within_budget(f"output with offset {offset}, gap {gap}", y, want.y, want.y_plain)
+        require_equal_states(f"the pool with offset {offset}, gap {gap}", paged.state, dense.state)
+        for pages in (data_pages, scale_pages):
+            if pages is not None:
+                filled = pages[offset:].view(case.slots, -1)[:, -gap:]
+                around = bool((filled == PAGE_FILL).all() and (pages[:offset] == PAGE_FILL).all())
+                require(around, "memory between slots was written")
+
+
+PAGE_FILL = 77
+
+
+def _paged(tensor: Tensor, offset: int, gap: int) -> tuple[Tensor, Tensor]:
+    """The same values in pages `gap` elements longer than a slot, `offset` elements into the memory; and its bits."""
+    slots, size = tensor.shape[0], tensor[0].numel()
+    bits = bits_of(tensor.contiguous())
+    pages = torch.full((slots * (size + gap) + offset,), PAGE_FILL, dtype=bits.dtype, device=tensor.device)
+    view = pages[offset:].view(slots, size + gap)[:, :size].view(tensor.shape)
+    view.copy_(bits)
+    return view.view(tensor.dtype), pages

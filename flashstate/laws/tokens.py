@@ -1,0 +1,178 @@
+"""Laws of several tokens per call: packed rows, a state after every token, draft trees."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashstate.laws.registry import law
+from flashstate.laws.require import (
+    require,
+    require_equal_bytes,
+    require_equal_states,
+    require_fault,
+    require_stored,
+)
+from flashstate.state.formats import decode, encode
+from flashstate.state.state import State
+from flashstate.testing import Case, dtype, make_inputs
+
+
+def several(case: Case) -> bool:
+    """Whether rows have several tokens each, all the same number."""
+    return case.tokens > 1 and not case.packed
+
+
+@law(
+    "T tokens at once equal T calls, bit for bit while the state is float32; it is rounded once, when it is stored",
+    includes=several,
+)
+def tokens_at_once(case: Case, device: torch.device) -> None:
+    inputs = make_inputs(case, device)
+    slots, state = inputs.slots.long(), inputs.state
+    single = replace(inputs.fresh(), state=State(decode(state.data, state.scale).clone()))
+    outputs = [single.of_tokens(t).step() for t in range(case.tokens)]
+    y = inputs.step()
+    if case.format == "float32":  # other formats add up a row in another order
+        require_equal_bytes("outputs", y, torch.stack(outputs, 1))
+    require_stored("the pool", state, slots, single.state.data[slots], state, slots, case.tokens - 1)
+
+
+@law(
+    "packed rows of any length, none among them, equal the same rows alone; tokens no row has give zero",
+    includes=lambda case: case.packed,
+)
+def packed_equals_dense(case: Case, device: torch.device) -> None:
+    inputs = make_inputs(case, device)
+    packed = inputs.fresh()
+    y = packed.step()
+    require(bool((y[sum(case.lengths) :] == 0).all()), "the output of a token that no row has is not zero")
+    for row, got in enumerate(packed.per_row(y)):
+        alone = inputs.fresh().dense_row(row)
+        require_equal_bytes(f"output of row {row}", got, alone.step()[0])
+        require_equal_states(f"row {row}", packed.state, alone.state, inputs.slots[row : row + 1].long())
+
+
+@law("a state written after every token to a slot of its own is what a call that ends there stores", includes=several)
+def per_token_writes(case: Case, device: torch.device) -> None:
+    inputs = make_inputs(case, device)
+    extra = case.batch * case.tokens
+    run = inputs.fresh(extra)
+    write = torch.arange(case.slots, case.slots + extra, device=device).reshape(case.batch, case.tokens)
+    write[0, 0], write[-1, -1] = -1, case.slots + extra  # one token skipped, one past the pool
+    y = run.step(slots=run.at(write=write))
+    require_fault("write")
+    require_equal_states("slots that are read", run.state, inputs.state, torch.arange(case.slots, device=device))
+    for t in range(case.tokens):
+        ends = inputs.fresh()
+        prefix = ends.of_tokens(slice(0, t + 1))
+        require_equal_bytes(f"outputs up to token {t}", y[:, : t + 1], prefix.step())
+        goes = (write[:, t] >= 0) & (write[:, t] < case.slots + extra)
+        _require_same_entries(f"token {t}", run.state, write[goes, t], ends.state, inputs.slots[goes].long())
+
+
+def _require_same_entries(what: str, got: State, where: Any, want: State, slots: Tensor) -> None:
+    require_equal_bytes(f"data of {what}", got.data[where], want.data[slots])
+    if got.scale is not None and want.scale is not None:
+        require_equal_bytes(f"scale of {what}", got.scale[where], want.scale[slots])
+
+
+@law("snapshots hold the state after every token, in any format, at their rows, and change nothing else")
+def snapshots_of_every_token(case: Case, device: torch.device) -> None:
+    exact = make_inputs(case, device)
+    plain, read = exact.fresh(), exact.slots.long()
+    y = plain.step()
+    rows = torch.randperm(case.batch + 2, generator=torch.Generator().manual_seed(2))[: case.batch].to(device)
+    truth = make_snapshots(case, "float32", "nearest", device)
+    for update in (True, False):
+        run = exact.fresh()
+        at = run.at(snapshot_rows=rows)
+        require_equal_bytes("output", run.step(slots=at, snapshots=truth.data, update=update), y)
+        require_equal_states("the pool", run.state, (plain if update else exact).state)
+    for name, rounding in {(case.format, case.rounding), ("int8", "stochastic"), ("float16", "nearest")}:
+        taken = make_snapshots(case, name, rounding, device)
+        before = taken.data.clone()
+        exact.step(slots=exact.at(snapshot_rows=rows), snapshots=taken, update=False)
+        for t in range(case.tokens or 1):
+            has = torch.tensor(exact.row_lengths, device=device) > t
+            values = truth.data[rows[has], t]
+            require_stored(f"token {t} in {name}", taken, (rows[has], t), values, exact.state, read[has], t)
+            require_equal_bytes("snapshots of ended rows", taken.data[rows[~has], t], before[rows[~has], t])
+        others = ~torch.isin(torch.arange(case.batch + 2, device=device), rows)
+        require_equal_bytes("other rows of the snapshots", taken.data[others], before[others])
+
+
+def make_snapshots(case: Case, name: str, rounding: str, device: torch.device) -> State:
+    """Snapshots with two rows and a token more than the case needs, filled with something."""
+    shape = (case.batch + 2, (case.tokens or 1) + 1, case.heads, case.rows, case.cols)
+    data, scale = encode(torch.ones(shape, device=device), dtype(name))
+    return State(data, scale, rounding=rounding)
+
+
+@law("a row with n slots to read reads the one its accepted count names, and is padding if there is none")
+def accepted_slots(case: Case, device: torch.device) -> None:
+    inputs = make_inputs(case, device)
+    n = 3
+    accepted = torch.arange(case.batch, device=device) % n + 1
+    read = torch.full((case.batch, n + 1), case.slots, device=device)[:, :n].to(inputs.slots)  # past the pool
+    read[torch.arange(case.batch, device=device), accepted - 1] = inputs.slots
+    chosen, plain = inputs.fresh(), inputs.fresh()
+    y, want = chosen.step(slots=chosen.at(read=read, accepted=accepted)), plain.step()
+    require_equal_bytes("output", y, want)
+    require_equal_states("the pool", chosen.state, plain.state)
+    for count in (0, -1, n + 1):
+        accepted[0] = count
+        run = inputs.fresh()
+        y = run.per_row(run.step(slots=run.at(read=read, accepted=accepted)))
+        require(bool((y[0] == 0).all()), f"a row with accepted = {count} is not padding")
+        require_equal_states("its slot", run.state, inputs.state, inputs.slots[:1].long())
+        require_fault("accepted" if count > n else None)
+
+
+TREE = (-1, 0, 0, 2, -1, 4, 3, 5)  # a trunk that forks, and a second root
+
+
+@law(
+    "a token of a draft tree gives what its path from the root alone gives, and its state too",
+    includes=lambda case: several(case) and case.tokens <= len(TREE),
+)
+def draft_tree(case: Case, device: torch.device) -> None:
+    inputs = make_inputs(case, device)
+    parents = torch.tensor(TREE[: case.tokens], device=device).repeat(case.batch, 1)
+    taken, chain = (make_snapshots(case, case.format, "nearest", device) for _ in range(2))
+    y = inputs.step(slots=inputs.at(parents=parents), snapshots=taken, update=False)
+    for t in range(case.tokens):
+        path = [t]
+        while TREE[path[0]] >= 0:
+            path.insert(0, TREE[path[0]])
+        alone = inputs.fresh().of_tokens(path)
+        y_alone = alone.step(update=False, snapshots=chain)
+        require_equal_bytes(f"output of token {t}", y[:, t], y_alone[:, -1])
+        batch = torch.arange(case.batch, device=device)
+        require_equal_bytes(f"state after token {t}", taken.data[batch, t], chain.data[batch, len(path) - 1])
+
+
+@law(
+    "a token whose parent is invalid gives zero and stores nothing, and so does what follows from it",
+    includes=lambda case: several(case) and case.tokens >= 3,
+)
+def invalid_parents(case: Case, device: torch.device) -> None:
+    inputs = make_inputs(case, device)
+    parents = (torch.arange(case.tokens, device=device) - 1).repeat(case.batch, 1)
+    extra = case.batch * case.tokens
+    write = torch.arange(case.slots, case.slots + extra, device=device).reshape(case.batch, case.tokens)
+    plain = inputs.fresh(extra)
+    want = plain.step(slots=plain.at(write=write, parents=parents))
+    for wrong in (1, -2, case.tokens, 1 << 40):
+        parents[0, 1] = wrong
+        run = inputs.fresh(extra)
+        before = run.fresh()
+        y = run.step(slots=run.at(write=write, parents=parents))
+        require(bool((y[0, 1:] == 0).all()), f"a token with parent {wrong} gives an output")
+        require_equal_bytes("the token before", y[0, 0], want[0, 0])
+        require_equal_bytes("the other rows", y[1:], want[1:])
+        require_equal_states("their slots", run.state, before.state, write[0, 1:])
+        require_equal_states("the other slots", run.state, plain.state, write[1:].flatten())
