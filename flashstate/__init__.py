@@ -3,7 +3,8 @@
 from flashstate.ops.debug import debug
 from flashstate.ops.mamba2 import mamba2_step
 from flashstate.state.faults import check_faults
+from flashstate.state.pool import StatePool
 from flashstate.state.slots import Slots
 from flashstate.state.state import State
 
-__all__ = ["Slots", "State", "check_faults", "debug", "mamba2_step"]
+__all__ = ["Slots", "State", "StatePool", "check_faults", "debug", "mamba2_step"]

@@ -29,8 +29,12 @@ def check_tensor(
     *,
     dtypes: Sequence[torch.dtype] = ACTIVATION_DTYPES,
     device: torch.device | None = None,
+    also: tuple[tuple[str, ...], tuple[int | None, ...]] | None = None,
 ) -> None:
-    """Raise unless `tensor` has these axes (a size of None is free), one of these dtypes, and lives on `device`."""
+    """Raise unless `tensor` has these axes (a size of None is free), one of these dtypes, and lives on `device`.
+
+    `also`: axes and sizes that the caller allows besides; the message has both.
+    """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
     if tensor.layout is not torch.strided:
@@ -40,7 +44,8 @@ def check_tensor(
     if tensor.dim() != len(axes) or any(
         want is not None and got != want for got, want in zip(tensor.shape, sizes, strict=True)
     ):
-        raise ValueError(f"{name} must have shape {describe_shape(axes, sizes)}, got {tuple(tensor.shape)}")
+        allowed = " or ".join(describe_shape(*shape) for shape in ((axes, sizes), also) if shape is not None)
+        raise ValueError(f"{name} must have shape {allowed}, got {tuple(tensor.shape)}")
     if device is not None and tensor.device != device:
         raise ValueError(f"{name} is on {tensor.device}, but the state is on {device}")
 
@@ -75,10 +80,13 @@ def check_no_overlap(name: str, tensor: Tensor) -> None:
         reach = max(reach, stride * size)
 
 
-def check_contiguous(name: str, tensor: Tensor) -> Tensor:
-    """Raise unless the tensor is contiguous, so that it can be read without strides; returns it."""
+def check_contiguous(name: str, tensor: Tensor, also: str = "") -> Tensor:
+    """Raise unless the tensor is contiguous, so that it can be read without strides; returns it.
+
+    `also`: what the caller allows besides.
+    """
     if not tensor.is_contiguous():
-        raise ValueError(f"{name} must be contiguous, got strides {tuple(tensor.stride())}")
+        raise ValueError(f"{name} must be contiguous{also}, got strides {tuple(tensor.stride())}")
     return tensor
 
 
@@ -91,11 +99,12 @@ def tied(
     more_sizes: tuple[int, ...],
     device: torch.device,
 ) -> Tensor:
-    """Check a tensor that has these axes, or more; returns it without those if it was expanded along them (stride 0)."""
+    """Check a tensor that has these axes, or more; returned without those it was expanded along (stride 0)."""
+    few, all_axes = (axes, sizes), (axes + more_axes, sizes + more_sizes)
     if not isinstance(tensor, Tensor) or tensor.dim() != len(axes) + len(more_axes):
-        check_tensor(name, tensor, axes, sizes, device=device)
+        check_tensor(name, tensor, *few, device=device, also=all_axes)
         return tensor
-    check_tensor(name, tensor, axes + more_axes, sizes + more_sizes, device=device)
+    check_tensor(name, tensor, *all_axes, device=device, also=few)
     if any(size > 1 and stride != 0 for size, stride in zip(more_sizes, tensor.stride()[len(axes) :], strict=True)):
         return tensor
     for _ in more_axes:

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from flashstate.kernels.state_io import load_state, philox, store_state, to_nearest
+from flashstate.kernels.state_io import load_state, philox, store_state, tile_at, to_float8, to_nearest
 
 
 @triton.jit
@@ -27,19 +27,50 @@ def _store_words(ptr, offs, w0, w1, w2, w3):
 
 
 @triton.jit
-def encode_kernel(stored_ptr, value_ptr, random_ptr, ROUNDING: tl.constexpr):
-    """store_state on 64 values; ROUNDING "integer" is rounding to nearest without the hardware's conversion."""
-    offs = tl.program_id(0) * 64 + tl.arange(0, 1)[:, None] * 64 + tl.arange(0, 64)[None, :]
-    v = tl.load(value_ptr + offs)
-    random = tl.load(random_ptr + offs).to(tl.uint32)
-    if ROUNDING == "integer":
-        code = to_nearest(v, stored_ptr.dtype.element_ty, False)
-        tl.store((stored_ptr + offs).to(tl.pointer_type(tl.uint16), bitcast=True), code)
-    else:
-        store_state(stored_ptr + offs, v, offs >= 0, random, ROUNDING)
+def encode_kernel(
+    stored_ptr, scale_ptr, value_ptr, random_ptr, rows,
+    COLS: tl.constexpr, ROUNDING: tl.constexpr, TARGET: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):  # fmt: skip
+    """store_state on (slots, rows, COLS): one program per tile and slot. The last slot is not live."""
+    slot = tl.program_id(1)
+    tile = tile_at(tl.program_id(0) * BLOCK_ROWS, rows, COLS, BLOCK_ROWS, BLOCK_COLS)
+    offs = slot * rows * COLS + tile[0] + tile[1]
+    v = tl.load(value_ptr + offs, mask=tile[3], other=0.0)
+    random = tl.load(random_ptr + offs, mask=tile[3], other=0).to(tl.uint32)
+    live = slot < tl.num_programs(1) - 1
+    store_state(
+        stored_ptr, scale_ptr, slot * rows * COLS, slot * rows, live, tile, v, random, ROUNDING, 1, TARGET,
+    )  # fmt: skip
 
 
 @triton.jit
-def decode_kernel(value_ptr, stored_ptr):
-    offs = tl.program_id(0) * 64 + tl.arange(0, 64)
-    tl.store(value_ptr + offs, load_state(stored_ptr + offs, offs >= 0))
+def decode_kernel(
+    value_ptr, stored_ptr, scale_ptr, rows,
+    COLS: tl.constexpr, TARGET: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):  # fmt: skip
+    """load_state of (slots, rows, COLS): one program per tile and slot."""
+    slot = tl.program_id(1)
+    tile = tile_at(tl.program_id(0) * BLOCK_ROWS, rows, COLS, BLOCK_ROWS, BLOCK_COLS)
+    v = load_state(stored_ptr, scale_ptr, slot * rows * COLS, slot * rows, slot >= 0, tile, 1, TARGET)
+    tl.store(value_ptr + slot * rows * COLS + tile[0] + tile[1], v, mask=tile[3])
+
+
+@triton.jit
+def count_differences_kernel(count_ptr, FLOAT8: tl.constexpr, BLOCK: tl.constexpr):
+    """How many float32 values the hardware rounds to nearest as other bytes than integer arithmetic does.
+
+    One program per BLOCK values, in the order of their bits. To float8 only those that to_float8 is for.
+    """
+    bits = tl.program_id(0).to(tl.uint32) * BLOCK + tl.arange(0, BLOCK).to(tl.uint32)
+    v = bits.to(tl.float32, bitcast=True)
+    if FLOAT8:
+        v = tl.where(tl.abs(v) <= 448.0, v, 0.0)
+        hardware = to_float8(v, 0, "nearest", "sm_89")
+        integer = to_float8(v, 0, "nearest", "portable")
+    else:
+        v = tl.where(v == v, v, 0.0)
+        hardware = to_nearest(v, tl.bfloat16, "portable").to(tl.uint16, bitcast=True)
+        integer = to_nearest(v, tl.bfloat16, "interpreter")
+    different = tl.sum((hardware != integer).to(tl.int32), axis=0)
+    tl.atomic_add(count_ptr, different, mask=different > 0)

@@ -1,7 +1,7 @@
 """Tables of wrong calls: what is changed in a right one, what that raises, and that no memory changes."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -11,7 +11,16 @@ from torch import Tensor
 from flashstate import Slots, State
 from flashstate.testing import Case, make_inputs
 
+CPU = torch.device("cpu")
+META = torch.device("meta")
 CASE = Case(batch=3, heads=4, groups=2, rows=6, cols=5, format="float16", rounding="stochastic", x="float16")
+T = 3
+SNAPSHOTS = (5, 6, 4, 6, 5)  # room for more rows and tokens than there are
+FORMS = {
+    form: replace(CASE, tokens=tokens, packed=packed)
+    for form, tokens, packed in (("one token", 0, False), ("several tokens", T, False), ("packed", T, True))
+}
+ALL_FORMS = {**FORMS, **{f"{form} per row": replace(case, mamba1=True, D="row") for form, case in FORMS.items()}}
 
 Arguments = dict[str, Any]
 Change = Callable[[Arguments], Arguments]  # all arguments of a call that is right: those to change to make it wrong
@@ -26,16 +35,43 @@ def given(**values: Any) -> Change:
     return lambda arguments: values
 
 
+def at(**tables: Any) -> Change:
+    """`slots` with other fields: values, or what becomes of (batch,) slot numbers."""
+
+    def change(arguments: Arguments) -> Arguments:
+        slots = arguments["slots"] if isinstance(arguments["slots"], Slots) else Slots(arguments["slots"])
+        return {"slots": replace(slots, **{name: t(slots.read) if callable(t) else t for name, t in tables.items()})}
+
+    return change
+
+
+def both(*changes: Change) -> Change:
+    return lambda arguments: {name: value for change in changes for name, value in change(arguments).items()}
+
+
+def columns(n: int) -> Callable[[Tensor], Tensor]:
+    """A table of n columns from a list of numbers."""
+    return lambda numbers: numbers[:, None].repeat(1, n)
+
+
 def table(refusals: list[Refusal]) -> pytest.MarkDecorator:
     names = [refusal[0] for refusal in refusals]
     assert len(set(names)) == len(names)
     return pytest.mark.parametrize(("change", "error", "message"), [r[1:] for r in refusals], ids=names)
 
 
+def table_of_forms(forms: dict[str, Case], refusals: Callable[[Case], list[Refusal]]) -> pytest.MarkDecorator:
+    """The refusals of every form, beside the form."""
+    entries = [(f"{form}: {r[0]}", case, *r[1:]) for form, case in forms.items() for r in refusals(case)]
+    names = [entry[0] for entry in entries]
+    assert len(set(names)) == len(names)
+    return pytest.mark.parametrize(("case", "change", "error", "message"), [e[1:] for e in entries], ids=names)
+
+
 def tensors_of(value: Any) -> Iterator[Tensor]:
     """Every tensor with memory in an argument, a State or a Slots."""
     if isinstance(value, Tensor):
-        if not value.is_meta:
+        if not value.is_meta and not value.is_sparse:
             yield value
     elif isinstance(value, (State, Slots)):
         for field in fields(value):
@@ -44,7 +80,7 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
 
 def memory_of(tensor: Tensor) -> Tensor:
     """The bytes of a tensor's storage, so that memory around a view counts too."""
-    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 def refuses(call: Callable[[], Any], error: type[Exception], message: str, touched: Arguments) -> None:
@@ -58,12 +94,41 @@ def refuses(call: Callable[[], Any], error: type[Exception], message: str, touch
 
 def strided(tensor: Tensor) -> Tensor:
     """The same values, every second element of longer rows."""
-    return tensor.repeat_interleave(2, dim=-1)[..., ::2]
+    return torch.stack([tensor, tensor], -1).flatten(-2)[..., ::2]
 
 
 def resized(tensor: Tensor, axis: int, by: int) -> Tensor:
     size = tensor.shape[axis] + by
     return torch.cat([tensor, tensor], axis).narrow(axis, 0, size).clone()
+
+
+def on_meta(value: Any) -> Any:
+    """The same argument on another device."""
+    if isinstance(value, (State, Slots)):
+        return replace(value, **{field.name: on_meta(getattr(value, field.name)) for field in fields(value)})
+    return value.to(META) if isinstance(value, Tensor) else value
+
+
+WRONG_INDICES = (
+    ("int16", Tensor.short, TypeError, r"^{name} must be int32 or int64, got int16"),
+    ("float32", Tensor.float, TypeError, r"^{name} must be int32 or int64, got float32"),
+    ("bool", Tensor.bool, TypeError, r"^{name} must be int32 or int64, got bool"),
+    ("of rank 0", lambda t: t.flatten()[0], ValueError, r"^{name} must have shape \(batch.*\), got \(\)"),
+    ("of rank 3", lambda t: t.reshape(-1, 1, 1), ValueError, r"^{name} must have shape \(batch.*\), got \(\d+, 1, 1\)"),
+)
+_SLOTS_OF_A_CALL = (
+    ("a list", Tensor.tolist, TypeError, r"^slots must be a Slots, an index tensor or None, got list"),
+    ("an int", lambda t: 1, TypeError, r"^slots must be a Slots, an index tensor or None, got int"),
+    ("a State", lambda t: State(torch.ones(1, 1, 1, 1)), TypeError, r"^slots must be a Slots, .* got State"),
+    *WRONG_INDICES,
+    ("of rank 2", lambda t: t[:, None], ValueError, r"^slots must have shape \(batch\), got \(3, 1\)"),
+    ("elsewhere", on_meta, ValueError, r"^slots are on meta, but the state is on cpu"),
+    ("a Slots elsewhere", lambda t: Slots(on_meta(t)), ValueError, r"^slots are on meta, but the state is on cpu"),
+)
+WRONG_SLOTS: list[Refusal] = [
+    (f"slots {what}", only("slots", change), error, message.format(name="slots"))
+    for what, change, error, message in _SLOTS_OF_A_CALL
+]
 
 
 def state_arguments() -> Arguments:
@@ -72,15 +137,35 @@ def state_arguments() -> Arguments:
     return {"data": data, "rounding": "stochastic", "rounds": 10, "seed": torch.tensor([5, -6, 7]), "stream": 3}
 
 
-def step_arguments() -> Arguments:
-    """All arguments of a call that is right, `out` and the slots no row has among them."""
-    inputs = make_inputs(CASE, torch.device("cpu"))
-    out = torch.full_like(inputs.arguments["x"], 7.0)
+def scaled_arguments(dtype: torch.dtype = torch.int8, *axes: int) -> Arguments:
+    """The arguments of a State with scales that is right; with other leading axes than 3 slots."""
+    data = torch.randn(*axes or (3,), 2, 4, 8, generator=torch.Generator().manual_seed(0)).mul(40).to(dtype)
+    return {"data": data, "scale": data[..., 0].float() + 0.5}
+
+
+def slots_arguments() -> Arguments:
+    """The arguments of a Slots that is right and has everything; its read slots are a view of a wider table."""
+    return {
+        "read": torch.arange(12).reshape(3, 4)[:, 1:3],
+        "write": torch.arange(12, 24).reshape(3, 4),
+        "accepted": torch.tensor([1, 2, 1], dtype=torch.int32),
+        "snapshot_rows": torch.tensor([2, 0, 1]),
+        "cu_seqlens": torch.tensor([0, 4, 4, 7], dtype=torch.int32),
+        "max_len": 4,
+        "parents": torch.tensor([-1, 0, 0, 2]).repeat(3, 1),
+        "null": -1,
+    }
+
+
+def step_arguments(case: Case = CASE, device: torch.device = CPU) -> Arguments:
+    """All arguments of a call that is right, `out`, snapshots and the slots no row has among them."""
+    inputs = make_inputs(case, device)
     return {
         "state": inputs.state,
         **inputs.arguments,
         **inputs.options,
-        "slots": inputs.slots,
+        "slots": inputs.at() if case.packed else inputs.slots,
+        "snapshots": torch.full(SNAPSHOTS, 7.0, dtype=torch.float16, device=device),
         "update": True,
-        "out": out,
+        "out": torch.full_like(inputs.arguments["x"], 7.0),
     }

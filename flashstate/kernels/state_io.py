@@ -208,13 +208,16 @@ def to_scaled(v, dtype: tl.constexpr):
     e = tl.div_rn(largest, tl.where(normal, amax, largest))
     scale = tl.where(finite, tl.div_rn(1.0, e), float("nan"))
     w = tl.where(normal[:, None], tl.fma(v, e[:, None], 0.0), 0.0)
-    return tl.minimum(tl.maximum(w, -largest), largest), scale
+    return w, scale
 
 
 @triton.jit
 def to_integer(w, random, dtype: tl.constexpr, ROUNDING: tl.constexpr):
-    """float32 within the range of an integer format to a whole number: to nearest even, or stochastically."""
+    """What to_scaled gives, at most a rounding error beyond the largest, to a whole number: to nearest even, which takes
+    such an error away, or stochastically."""
     if ROUNDING == "stochastic":
+        largest: tl.constexpr = 32767.0 if dtype == tl.int16 else 127.0
+        w = tl.minimum(tl.maximum(w, -largest), largest)
         floor = tl.floor(w)
         u = (random << 7 | 0x3F800000).to(tl.float32, bitcast=True) - 1.0  # random / 65536
         w = tl.where(u < w - floor, floor + 1.0, floor)
@@ -224,7 +227,7 @@ def to_integer(w, random, dtype: tl.constexpr, ROUNDING: tl.constexpr):
 
 @triton.jit
 def to_float8(w, random, ROUNDING: tl.constexpr, TARGET: tl.constexpr):
-    """float32 of magnitude up to 448 to the bits of float8_e4m3fn."""
+    """What to_scaled gives to the bits of float8_e4m3fn."""
     if ROUNDING == "stochastic_hw":
         return to_float8_stochastic_hw(w, random)
     elif ROUNDING == "nearest" and TARGET == "sm_89":

@@ -21,7 +21,7 @@ from flashstate.testing import Case, Inputs, make_inputs
 
 @law(
     "stochastic rounding draws other bits after advance and in another stream, and advance moves only its slots",
-    includes=lambda case: case.rounding == "stochastic",
+    includes=lambda case: case.rounding == "stochastic" and case.rows * case.cols >= 32,
 )
 def seeds_decide(case: Case, device: torch.device) -> None:
     inputs = make_inputs(case, device)

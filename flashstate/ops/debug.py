@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -21,9 +23,10 @@ _debugging = False
 def debug() -> Iterator[None]:
     """Check the contents of slots before every op inside: it waits for the device, and raises before writing anything.
 
-    Found are two rows that write one slot or fill one row of the snapshots, a row that writes what another row reads,
-    boundaries of packed tokens that are not in order, rows longer than max_len, invalid parents, and all that
-    `check_faults` reports. Not inside torch.compile; a CUDA graph cannot be captured inside.
+    Found are two rows, or two tokens of a row, that write one slot; two rows that fill one row of the snapshots; a row
+    that writes what another row reads; boundaries of packed tokens that are not in order; rows longer than max_len;
+    invalid parents; and all that `check_faults` reports, from calls before it too. Not inside torch.compile; a CUDA
+    graph cannot be captured inside.
     """
     global _debugging
     before, _debugging = _debugging, True
@@ -37,58 +40,76 @@ def debugging() -> bool:
     return _debugging and not torch.compiler.is_compiling()
 
 
-def check_contents(
-    state: State, tokens: Tokens, slots: Slots | None, snapshots: State | None, update: bool
-) -> None:
+def check_contents(state: State, tokens: Tokens, slots: Slots | None, snapshots: State | None, update: bool) -> None:
     """Raise where the numbers in `slots` would make an op lose or mix up a state."""
     if slots is None:
         return
     if slots.read.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("flashstate.debug() reads tensors on the host, which a CUDA graph cannot capture")
-    check_faults()
-    num_slots = state.data.shape[0]
-    read = resolve_read(slots, tokens.batch, num_slots, slots.read.device)
+    check_faults()  # of earlier calls
+    num_slots, device = state.data.shape[0], slots.read.device
     if slots.cu_seqlens is not None:
         _check_boundaries(slots.cu_seqlens, tokens.sizes[0], slots.longest)
-    if slots.parents is not None:
-        _check_parents(slots.parents[read >= 0])
-    if update:
-        write = resolve_write(slots, read, num_slots)
-        _check_unique("slot", "write", write)
-        _check_others_reads(read, write)
-    if snapshots is not None:
-        _check_unique("row of the snapshots", "fill", resolve_snapshot_rows(slots, read, snapshots.data.shape[0]))
+    length = _lengths(slots, tokens)
+    read = resolve_read(slots, tokens.batch, num_slots, device)
+    read = torch.where(length > 0, read, -1)  # a row without tokens does nothing
+    write = resolve_write(_without_unused(slots, length), read, num_slots)
+    rows = None if snapshots is None else resolve_snapshot_rows(slots, read, snapshots.data.shape[0])
     check_faults()
+    if slots.parents is not None:
+        _check_parents(slots.parents, torch.where(read >= 0, length, 0))
+    if update:
+        _check_unique("write slot", write)
+        _check_others_reads(read, write)
+    if rows is not None:
+        _check_unique("fill snapshot row", rows)
+
+
+def _lengths(slots: Slots, tokens: Tokens) -> Tensor:
+    """How many tokens every row has, (batch,)."""
+    if slots.cu_seqlens is not None:
+        return slots.cu_seqlens.long().diff()
+    return torch.full((tokens.batch,), tokens.longest or 0, device=slots.read.device)
+
+
+def _without_unused(slots: Slots, length: Tensor) -> Slots:
+    """The same slots, but nothing in the entries of `write` for tokens that a row does not have."""
+    if slots.write is None or not slots.per_token:
+        return slots
+    index = torch.arange(slots.write.shape[1], device=length.device)
+    return replace(slots, write=torch.where(index < length[:, None], slots.write, -1))
 
 
 def _check_boundaries(cu_seqlens: Tensor, tokens: int, longest: int | None) -> None:
     bounds = cu_seqlens.tolist()
-    lengths = [last - first for first, last in zip(bounds, bounds[1:], strict=False)]
+    lengths = [last - first for first, last in pairwise(bounds)]
     if bounds[0] != 0 or any(length < 0 for length in lengths) or bounds[-1] > tokens:
         raise ValueError(f"slots.cu_seqlens must start at 0, never fall, and end at {tokens} or before, got {bounds}")
     if longest is not None and max(lengths, default=0) > longest:
         raise ValueError(f"slots.cu_seqlens has a row of {max(lengths)} tokens, but max_len is {longest}")
 
 
-def _check_parents(parents: Tensor) -> None:
+def _check_parents(parents: Tensor, length: Tensor) -> None:
+    """`length`: how many entries of every row are used."""
     index = torch.arange(parents.shape[1], device=parents.device)
-    wrong = ((parents < -1) | (parents >= index)).nonzero()
+    wrong = (((parents < -1) | (parents >= index)) & (index < length[:, None])).nonzero()
     if len(wrong):
         row, token = wrong[0].tolist()
         parent = int(parents[row, token])
-        raise ValueError(f"slots.parents must be from -1 to t - 1, got {parent} for token {token} of live row {row}")
+        raise ValueError(f"slots.parents must be from -1 to t - 1, got {parent} for token {token} of row {row}")
 
 
-def _check_unique(what: str, do: str, numbers: Tensor) -> None:
+def _check_unique(do: str, numbers: Tensor) -> None:
     values, counts = numbers[numbers >= 0].unique(return_counts=True)
     if (counts > 1).any():
         twice = int(values[counts > 1][0])
-        raise ValueError(f"slots {do} {what} {twice} more than once")
+        rows = (numbers == twice).nonzero()[:, 0].tolist()
+        raise ValueError(f"slots {do} {twice} more than once: rows {', '.join(map(str, rows))}")
 
 
 def _check_others_reads(read: Tensor, write: Tensor) -> None:
     """No row may write a slot that another row reads; its own it may."""
-    write = write.reshape(len(read), -1)
+    write = write if write.dim() == 2 else write[:, None]
     clash = (write[:, :, None] == read) & (write[:, :, None] >= 0)  # (batch, T, batch)
     clash &= ~torch.eye(len(read), dtype=torch.bool, device=read.device)[:, None, :]
     if clash.any():

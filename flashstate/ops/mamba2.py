@@ -36,6 +36,7 @@ from flashstate.state.state import State, as_snapshots, as_state
 # Contraction makes FMAs of the products in the read-out sum: 4 % off a float16 stochastic step on an H200. What decides
 # stored bytes is out of its reach: the state update is an explicit FMA, and so is the one product in the encoders.
 FP_FUSION = True
+OR_EXPANDED = ", or expanded from contiguous values per head"
 
 
 def mamba2_step(
@@ -77,8 +78,8 @@ def mamba2_step(
     update: False leaves the pool as it is.
 
     Inputs are float32, bfloat16 or float16, each its own; the output has the dtype of x. Token, head and group axes of
-    activations may have any stride; dt, A, D and dt_bias may be expanded from one value per head. `out` may be x itself,
-    and must not overlap other arguments. Nothing is differentiable.
+    activations may have any stride; dt, A, D and dt_bias may be expanded from one value per head. `out` may be x
+    itself, and must not overlap other arguments. Nothing is differentiable.
     """
     state, slots = as_state(state), as_slots(slots)
     _, heads, rows, _ = state.data.shape
@@ -130,12 +131,13 @@ def _check_parameters(
     dt = tied("dt", dt, (*tokens.axes, "heads"), (*tokens.sizes, heads), ("rows",), (rows,), device)
     if dt.dim() > len(tokens.axes) + 1:
         check_row_contiguous("dt", dt)
-    A = check_contiguous("A", tied("A", A, ("heads",), (heads,), ("rows", "cols"), (rows, cols), device))
+    A = tied("A", A, ("heads",), (heads,), ("rows", "cols"), (rows, cols), device)
+    check_contiguous("A", A, OR_EXPANDED)
     per_head = []
     for name, parameter in (("D", D), ("dt_bias", dt_bias)):
         if parameter is not None:
             parameter = tied(name, parameter, ("heads",), (heads,), ("rows",), (rows,), device)
-            check_contiguous(name, parameter)
+            check_contiguous(name, parameter, OR_EXPANDED)
         per_head.append(parameter)
     return dt, A, per_head[0], per_head[1]
 

@@ -29,8 +29,12 @@ def tokens_of(name: str, x: Tensor, widths: dict[str, int], state: State, slots:
     packed = slots is not None and slots.cu_seqlens is not None
     one = isinstance(x, Tensor) and x.dim() == 1 + len(widths)
     axes = ("tokens",) if packed else ("batch",) if one else ("batch", "T")
-    sizes = (None,) * len(axes) + tuple(widths.values())
-    check_tensor(name, x, axes + tuple(widths), sizes, device=state.data.device)
+    names, sizes = tuple(widths), tuple(widths.values())
+    other = None if packed else ("batch", "T") if one else ("batch",)
+    check_tensor(
+        name, x, axes + names, (None,) * len(axes) + sizes, device=state.data.device,
+        also=None if other is None else (other + names, (None,) * len(other) + sizes),
+    )  # fmt: skip
     lead = tuple(x.shape[: len(axes)])
     if slots is not None and packed:
         return Tokens(axes, lead, slots.read.shape[0], slots.longest)
@@ -51,8 +55,8 @@ def check_slots(state: State, tokens: Tokens, slots: Slots | None, update: bool)
         raise ValueError(f"slots must have {tokens.batch} rows, as the batch has, got {slots.read.shape[0]}")
     for name, table in (("write", slots.write), ("parents", slots.parents)):
         if table is not None and table.dim() == 2 and table.shape[1] != tokens.longest:
-            got = tuple(table.shape)
-            raise ValueError(f"slots.{name} must have an entry for each of the {tokens.longest} tokens, got shape {got}")
+            longest, got = tokens.longest, tuple(table.shape)
+            raise ValueError(f"slots.{name} must have an entry for each of the {longest} tokens, got shape {got}")
     if slots.write is not None and not update:
         raise ValueError("update=False writes no state, so slots must not have write")
     if slots.parents is not None and update and not slots.per_token:

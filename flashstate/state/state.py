@@ -55,9 +55,9 @@ class State:
     @property
     def bytes_per_slot(self) -> int:
         """Bytes of memory one slot takes: its state, its scales and its seed, where it has them."""
-        scale = 0 if self.scale is None else self.scale[0].numel() * self.scale.element_size()
+        scale = 0 if self.scale is None else self.scale.shape[1:].numel() * self.scale.element_size()
         seed = 0 if self.seed is None else self.seed.element_size()
-        return self.data[0].numel() * self.data.element_size() + scale + seed
+        return self.data.shape[1:].numel() * self.data.element_size() + scale + seed
 
     def advance(self, slots: Slots | Tensor | None = None) -> None:
         """Move the seeds of the read slots on (None: of all), so that the next step draws new random bits.
@@ -103,7 +103,7 @@ def as_snapshots(snapshots: State | Tensor, state: State) -> State:
 
 def _check_data(name: str, data: Tensor, axes: tuple[str, ...]) -> None:
     check_tensor(name, data, axes, (None,) * len(axes), dtypes=tuple(FORMATS))
-    if 0 in data.shape:
+    if 0 in (data.shape if axes == POOL_AXES else data.shape[-3:]):  # an empty batch has empty snapshots
         raise ValueError(f"{name} must not be empty, got shape {tuple(data.shape)}")
     if data.shape[-3:].numel() >= 1 << 31:
         raise ValueError(f"{name} must have fewer than 2^31 elements per slot, got {data.shape[-3:].numel()}")
@@ -123,7 +123,9 @@ def _check_slots_of(name: str, tensor: Tensor, slot: torch.Size) -> None:
     reach = slot.numel()
     for stride, size in sorted(zip(tensor.stride()[:outer], tensor.shape[:outer], strict=True)):
         if size > 1 and stride < reach:
-            raise ValueError(f"{name} has overlapping slots: slot stride {stride}, slot size {reach}")
+            raise ValueError(
+                f"{name} has overlapping slots: an axis of stride {stride}, which must be {reach} or more"
+            )
         reach = max(reach, stride * size)
 
 
