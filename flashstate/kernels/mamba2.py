@@ -45,7 +45,7 @@ UNSPECIALIZED = ["dt_view", "read", "write", "parents", "snapshot_rows", "tokens
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def mamba2_step_kernel(
     state,  # data, scale, slot stride of either
-    snapshots,  # data, scale, row stride of either, token stride of either; None: none are taken
+    snapshots,  # data (None: none are taken), scale, row stride of either, token stride of either
     x_view, B_view, C_view, z_view, out_view, dt_view,  # pointer; batch, token and head (or group) stride; None: absent
     A_ptr, D_ptr, dt_bias_ptr, seed_ptr, cu_seqlens_ptr, fault_ptr,  # None: absent
     read,  # table, its row stride and width, accepted counts
@@ -79,6 +79,7 @@ def mamba2_step_kernel(
     live = slot >= 0
     seed = load_seed(seed_ptr, slot, live)
     data_ptr, scale_ptr, slot_stride, scale_stride = state
+    copy_ptr, copy_scale_ptr, row_stride, scale_row_stride, token_stride, scale_token_stride = snapshots
     s = load_state(data_ptr, scale_ptr, slot * slot_stride, slot * scale_stride, live, tile, VECTOR, TARGET)
     if COLS < BLOCK_COLS:
         s = tl.where(mask_n[None, :], s, 0.0)
@@ -97,6 +98,8 @@ def mamba2_step_kernel(
     first, count = zero, 1
     if not ONE_TOKEN:
         first, count = token_range(cu_seqlens_ptr, b, tokens)
+    if STORES == "last":  # drawn while the state is on its way
+        random = random_bits(seed, tile[2], count - 1, stream, COLS, BLOCK_COLS, ROUNDING, ROUNDS)
     for index in range(0, count):
         t = zero + index  # a number of the kernel also where the interpreter has one of Python
         runs, steps = live, 1
@@ -134,24 +137,22 @@ def mamba2_step_kernel(
         tl.store(token_entry(out_view, b, first + t, h) + offs_d, y, mask=mask_d)
 
         if STORES == "every":
-            random = random_bits(seed, tile[2], t, stream, COLS, BLOCK_COLS, ROUNDING, ROUNDS)
+            bits = random_bits(seed, tile[2], t, stream, COLS, BLOCK_COLS, ROUNDING, ROUNDS)
             to = resolve_write(write, b, t, slot, runs & (t < longest), num_slots, null, fault_ptr)
             store_state(
-                data_ptr, scale_ptr, to * slot_stride, to * scale_stride, to >= 0, tile, s, random,
+                data_ptr, scale_ptr, to * slot_stride, to * scale_stride, to >= 0, tile, s, bits,
                 ROUNDING, VECTOR, TARGET,
             )  # fmt: skip
-        if snapshots is not None:
-            copy_ptr, copy_scale_ptr, row_stride, scale_row_stride, token_stride, scale_token_stride = snapshots
-            random = random_bits(seed, tile[2], t, stream, COLS, BLOCK_COLS, SNAPSHOT_ROUNDING, ROUNDS)
+        if copy_ptr is not None:
+            bits = random_bits(seed, tile[2], t, stream, COLS, BLOCK_COLS, SNAPSHOT_ROUNDING, ROUNDS)
             to = resolve_snapshot_row(snapshot_rows, b, runs & (t < longest), fault_ptr)
             store_state(
                 copy_ptr, copy_scale_ptr, to * row_stride + t.to(tl.int64) * token_stride,
-                to * scale_row_stride + t.to(tl.int64) * scale_token_stride, to >= 0, tile, s, random,
+                to * scale_row_stride + t.to(tl.int64) * scale_token_stride, to >= 0, tile, s, bits,
                 SNAPSHOT_ROUNDING, SNAPSHOT_VECTOR, TARGET,
             )  # fmt: skip
 
     if STORES == "last":
-        random = random_bits(seed, tile[2], count - 1, stream, COLS, BLOCK_COLS, ROUNDING, ROUNDS)
         to = resolve_write(write, b, 0, slot, live, num_slots, null, fault_ptr)
         if not ONE_TOKEN:
             to = tl.where(count > 0, to, -1)

@@ -197,18 +197,21 @@ def to_bfloat16_stochastic(v, random):
 def to_scaled(v, dtype: tl.constexpr):
     """Every row times e, so that its largest magnitude is the format's; and the scale 1/e that undoes it, (rows,).
 
-    A row below 2^-100 becomes zeros with scale 1, a row with a NaN or inf zeros with scale NaN. The product is an FMA
-    with zero, which rounds like a product and which the compiler cannot contract with what follows.
+    A row below 2^-100 becomes zeros with scale 1, a row with a NaN or inf zeros with scale NaN.
     """
     largest: tl.constexpr = 32767.0 if dtype == tl.int16 else 127.0 if dtype == tl.int8 else 448.0
     # Magnitudes are ordered like their bits, and the bits of inf and NaN are the largest.
-    amax = tl.max((v.to(tl.int32, bitcast=True) & 0x7FFFFFFF), axis=1).to(tl.float32, bitcast=True)
+    amax = tl.max(v.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1).to(tl.float32, bitcast=True)
     finite = amax < float("inf")
     normal = finite & (amax >= 7.888609052210118e-31)  # 2^-100
+    amax = tl.minimum(amax, 3.4028232635611926e38)  # of the largest float32 itself the scale would decode to inf
     e = tl.div_rn(largest, tl.where(normal, amax, largest))
     scale = tl.where(finite, tl.div_rn(1.0, e), float("nan"))
-    w = tl.where(normal[:, None], tl.fma(v, e[:, None], 0.0), 0.0)
-    return w, scale
+    if dtype == tl.uint8:
+        w = v * e[:, None]
+    else:
+        w = tl.fma(v, e[:, None], 0.0)  # rounds like a product, and cannot be contracted with the sums of to_integer
+    return tl.where(normal[:, None], w, 0.0), scale
 
 
 @triton.jit

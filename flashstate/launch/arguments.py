@@ -23,8 +23,12 @@ def state_view(data: Tensor, scale: Tensor | None) -> StateView:
     return as_bytes(data), scale, data.stride(0), 0 if scale is None else scale.stride(0)
 
 
-def snapshots_view(data: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor | None, int, int, int, int]:
-    """Snapshots and their scales, with the row strides and the token strides of both."""
+def snapshots_view(
+    data: Tensor | None, scale: Tensor | None
+) -> tuple[Tensor | None, Tensor | None, int, int, int, int]:
+    """Snapshots and their scales, with the row strides and the token strides of both; all nothing without data."""
+    if data is None:
+        return None, None, 0, 0, 0, 0
     scale_strides = (0, 0) if scale is None else scale.stride()[:2]
     return as_bytes(data), scale, data.stride(0), scale_strides[0], data.stride(1), scale_strides[1]
 

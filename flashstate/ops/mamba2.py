@@ -186,7 +186,7 @@ def _run(
     draws = rounding != "nearest" or snapshot_rounding != "nearest"
     with torch.cuda.device_of(data):
         mamba2_step_kernel[(programs,)](
-            state_view(data, scale), None if snapshot_data is None else snapshots_view(snapshot_data, snapshot_scale),
+            state_view(data, scale), snapshots_view(snapshot_data, snapshot_scale),
             *(None if t is None else token_view(t, token_axes, packed) for t in (x, B, C, z, out, dt)),
             A, D, dt_bias, seed if draws else None, cu_seqlens, fault_flag(data.device),
             read_table(read, accepted), table(write), table(parents),

@@ -18,6 +18,7 @@ from flashstate.state.rounding import (
 
 ROUNDINGS = ("nearest", "stochastic", "stochastic_hw")
 SMALLEST_AMAX = 2.0**-100  # a row whose largest magnitude is below is stored as zeros
+LARGEST_AMAX = 3.4028232635611926e38  # the float32 below the largest, whose own scale would decode it to inf
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def encode(values: Tensor, dtype: torch.dtype, random: Tensor | None = None) -> 
         return Encoded(_rounded(values, fmt, random), None)
     amax = values.abs().amax(-1)  # NaN where a row holds one
     normal, largest = amax.isfinite() & (amax >= SMALLEST_AMAX), torch.full_like(amax, fmt.largest)
-    e = largest / torch.where(normal, amax, largest)
+    e = largest / torch.where(normal, amax.clamp(max=LARGEST_AMAX), largest)
     scale = torch.where(amax.isfinite(), torch.ones_like(e) / e, torch.nan)  # number / tensor is not a division
     w = torch.where(normal[..., None], values * e[..., None], 0.0)
     return Encoded(_rounded(w.clamp(-fmt.largest, fmt.largest), fmt, random), scale)

@@ -1,0 +1,337 @@
+"""Formats with a scale per row (int16, int8, float8): bounds, special rows, probabilities, equal bytes everywhere."""
+
+import math
+from bisect import bisect_right
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from test_formats import (
+    ALL_RANDOM,
+    EVERYWHERE,
+    bits_to_float,
+    codes,
+    decoded_by_triton,
+    encoded_by_triton,
+    forms,
+    same_bytes,
+)
+from torch import Tensor
+
+from flashstate.launch import kernel_target
+from flashstate.state.formats import FORMATS, decode, encode
+from flashstate.state.rounding import random_bits
+
+INT16, INT8, FLOAT8 = torch.int16, torch.int8, torch.float8_e4m3fn
+LARGEST = {INT16: 32767, INT8: 127, FLOAT8: 448}
+FLOAT8_MAGNITUDES = [
+    Fraction(c % 8, 512) if c < 8 else (1 + Fraction(c % 8, 8)) * Fraction(2) ** (c // 8 - 7) for c in range(127)
+]
+MAGNITUDES = {INT16: range(32768), INT8: range(128), FLOAT8: FLOAT8_MAGNITUDES}  # of codes 0, 1, 2, ...
+DTYPES = pytest.mark.parametrize("dtype", LARGEST, ids=str)
+ROUNDINGS = pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+COLS = 64
+F = torch.tensor([0, 2**-18, 2**-16, 2**-15 + 2**-17, 0.1, 1 / 3, 0.5, 0.7, 0.999, 1 - 2**-16, 1 - 2**-18])  # fractions
+
+
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+def float32_of(bits: Tensor) -> Tensor:
+    return bits.int().view(torch.float32)
+
+
+def factor(amax: Tensor, dtype: torch.dtype) -> Tensor:
+    """e = largest / amax in float32."""
+    return torch.full_like(amax, LARGEST[dtype]) / amax
+
+
+def step(w: Tensor, dtype: torch.dtype) -> Tensor:
+    """The distance of the format's neighbouring values around `w`, which is in units of the scale; float64."""
+    if dtype is not FLOAT8:
+        return torch.ones_like(w, dtype=torch.float64)
+    return torch.ldexp(torch.ones_like(w, dtype=torch.float64), torch.frexp(w).exponent.clamp(min=-5) - 4)
+
+
+def finite_rows(dtype: torch.dtype) -> Tensor:
+    """Rows (rows, 64) whose amax has every exponent: zeros, subnormals, values within two ulps of ties, ±amax."""
+    mantissa = torch.randint(0, 1 << 23, (255, 3), generator=generator())
+    mantissa[:, 0], mantissa[:, 1] = 0, (1 << 23) - 1
+    every = float32_of((torch.arange(255) << 23)[:, None] + mantissa).flatten()
+    exact = LARGEST[dtype] * 2.0 ** torch.arange(-60, 60, 7)  # e is a power of two: ties stay ties
+    edges = float32_of(bits_to_float(0x0D800000).view(torch.int32) + torch.arange(-2, 3))  # around 2^-100
+    amax = torch.cat([every, exact, edges])[:, None]
+    n = len(amax)
+
+    grid = torch.tensor([float(m) for m in MAGNITUDES[dtype]]).double()
+    index = torch.randint(0, len(grid) - 1, (n, 32), generator=generator())
+    index[:, :4], index[:, 4:8] = torch.arange(4), len(grid) - 2 - torch.arange(4)
+    tie = ((grid[index] + grid[index + 1]) / 2 / factor(amax, dtype)).float()
+    tie = float32_of((tie.view(torch.int32) + torch.randint(-2, 3, tie.shape, generator=generator())).clamp(min=0))
+    spread = amax * torch.exp2(-40 * torch.rand(n, 24, generator=generator()))
+    fixed = bits_to_float(0x7F7FFFFF, 0, 1, 0x007FFFFF).expand(n, 4)  # amax, 0, subnormals
+    magnitudes = torch.minimum(torch.cat([tie, spread, fixed, fixed], 1), amax)
+    sign = torch.randint(0, 2, magnitudes.shape, generator=generator()) * 2.0 - 1
+    sign[:, -8:-4], sign[:, -4:] = 1.0, -1.0
+    order = torch.rand(magnitudes.shape, generator=generator()).argsort(1)
+    return (magnitudes * sign).gather(1, order)
+
+
+def special_rows() -> Tensor:
+    """Rows that hold NaNs and infs, one of them or all, at either end and between, and rows of nothing but zeros."""
+    rows = torch.randn(11, COLS, generator=generator())
+    rows[0, 0], rows[1, 63], rows[2] = torch.nan, torch.nan, torch.nan
+    rows[3, 31], rows[4, 7], rows[5] = torch.inf, -torch.inf, -torch.inf
+    rows[6, ::9], rows[7, 5], rows[7, 6] = bits_to_float(0xFFFFFFFF), torch.nan, torch.inf
+    rows[8], rows[9], rows[10, ::2] = 0.0, -0.0, -0.0
+    return rows
+
+
+def all_rows(dtype: torch.dtype) -> Tensor:
+    """Both kinds, mixed, (slots, rows, 64)."""
+    rows = torch.cat([finite_rows(dtype), special_rows().repeat(3, 1)])
+    rows = torch.cat([rows, rows[: len(rows) % 2]])
+    return rows[torch.randperm(len(rows), generator=generator())].view(2, -1, COLS)
+
+
+def random_for(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Random bits where it matters: within one of those at which the rounding of `values` changes; and any others."""
+    w = (values * factor(values.abs().amax(-1, keepdim=True), dtype)).nan_to_num(0, 0, 0).double()
+    fraction = (w.abs() / step(w, dtype) % 1 * 65536).long()
+    near = fraction + torch.randint(-1, 2, w.shape, generator=generator())
+    kind = torch.randint(0, 5, w.shape, generator=generator())
+    any_other = torch.randint(0, 65536, w.shape, generator=generator())
+    choices = (near, 65536 - near, any_other, torch.zeros_like(near), torch.full_like(near, 65535))
+    return torch.stack(choices).gather(0, kind[None])[0].clamp(0, 65535)
+
+
+def random_if(rounding: str, values: Tensor, dtype: torch.dtype) -> Tensor | None:
+    return None if rounding == "nearest" else random_for(values, dtype)
+
+
+@DTYPES
+@ROUNDINGS
+def test_a_stored_value_is_within_half_a_step_or_one_of_the_value(dtype: torch.dtype, rounding: str) -> None:
+    """And 2^-23 of the value for float32 arithmetic: up to 2^-8 of a step in int16, 2^-16 in int8, 2^-19 in float8."""
+    values = finite_rows(dtype)
+    values = values[values.abs().amax(-1) >= 2.0**-100]
+    data, scale = encode(values, dtype, random_if(rounding, values, dtype))
+    unit = scale[:, None].double()
+    error = (data.double() * unit - values.double()).abs()
+    allowed = (0.5 if rounding == "nearest" else 1.0) * step(values.double() / unit, dtype) * unit
+    assert (error <= allowed + values.double().abs() * 2.0**-23).all()
+
+
+@DTYPES
+@ROUNDINGS
+def test_the_largest_magnitude_becomes_the_largest_code_and_none_is_beyond(dtype: torch.dtype, rounding: str) -> None:
+    values = all_rows(dtype)
+    stored = encode(values, dtype, random_if(rounding, values, dtype)).data.float()
+    assert (stored.abs() <= LARGEST[dtype]).all()  # neither -32768 nor -128, and no NaN of float8
+    amax = values.abs().amax(-1, keepdim=True)
+    full = (values.abs() == amax) & (amax >= 2.0**-100) & amax.isfinite()
+    if rounding == "nearest":
+        assert (stored[full] == LARGEST[dtype] * values[full].sign()).all()
+    assert stored[full].abs().amin() >= LARGEST[dtype] - step(torch.tensor(LARGEST[dtype] - 1.0), dtype)
+
+
+@DTYPES
+@ROUNDINGS
+def test_a_finite_row_decodes_to_finite_values(dtype: torch.dtype, rounding: str) -> None:
+    """Up to the largest float32, whose row has the largest scale."""
+    top = float32_of(0x7F7FFFFF - torch.arange(1000))[:, None] * torch.tensor([1.0, -1.0, 0.5])
+    for values in (finite_rows(dtype), top):
+        encoded = encode(values, dtype, random_if(rounding, values, dtype))
+        assert encoded.scale.isfinite().all()
+        assert decode(*encoded).isfinite().all()
+
+
+@DTYPES
+def test_ties_go_to_even_codes(dtype: torch.dtype) -> None:
+    grid = torch.tensor([float(m) for m in MAGNITUDES[dtype]])
+    ties = (grid[1:] + grid[:-1]) / 2
+    for unit in (2.0**-90, 1.0, 2.0**90):
+        row = torch.cat([grid[-1:], ties, -ties]) * unit
+        data, scale = encode(row, dtype)
+        assert scale == unit
+        assert (codes(data)[1:] % 2 == 0).all()
+        assert torch.equal((data.float().abs()[1:] - ties.repeat(2)).abs() * 2, (grid[1:] - grid[:-1]).repeat(2))
+
+
+@DTYPES
+@ROUNDINGS
+def test_rows_below_2_to_the_minus_100_are_zeros_with_scale_1(dtype: torch.dtype, rounding: str) -> None:
+    edge = torch.tensor(2.0**-100)
+    below = edge.nextafter(torch.tensor(0.0))
+    for amax in (torch.tensor(0.0), torch.tensor(-0.0), bits_to_float(1)[0], torch.tensor(2.0**-126), below):
+        row = torch.stack([amax, -amax, amax / 2, torch.tensor(0.0)])
+        data, scale = encode(row, dtype, random_if(rounding, row, dtype))
+        assert (codes(data) == 0).all()
+        assert scale == 1.0
+    data, scale = encode(torch.stack([edge, -edge]), dtype, random_if(rounding, edge.expand(2), dtype))
+    assert data.float().tolist() == [LARGEST[dtype], -LARGEST[dtype]]
+    assert abs(scale.double() * LARGEST[dtype] / 2.0**-100 - 1) < 2.0**-22
+
+
+@DTYPES
+@ROUNDINGS
+def test_a_row_with_nan_or_inf_decodes_to_nan_and_harms_no_other(dtype: torch.dtype, rounding: str) -> None:
+    values = all_rows(dtype)
+    random = random_if(rounding, values, dtype)
+    data, scale = encode(values, dtype, random)
+    poisoned = ~values.isfinite().all(-1)
+    assert poisoned.sum() == 24
+    assert (codes(data)[poisoned] == 0).all()
+    assert scale[poisoned].isnan().all()
+    assert decode(data, scale)[poisoned].isnan().all()
+    for slot, row in zip(*torch.where(~poisoned), strict=True):
+        alone = encode(values[slot, row], dtype, None if random is None else random[slot, row])
+        assert torch.equal(codes(data[slot, row]), codes(alone.data))
+        assert scale[slot, row] == alone.scale
+
+
+@DTYPES
+@pytest.mark.parametrize("amax", [3.7, 1e-20])
+def test_rounding_up_is_as_likely_as_the_discarded_fraction(dtype: torch.dtype, amax: float) -> None:
+    """Not by sampling: over all 65536 random values, near zero, at full scale, and for float8 in every binade."""
+    grid = torch.tensor([float(m) for m in MAGNITUDES[dtype]]).double()
+    index = torch.arange(0, 126, 7) if dtype is FLOAT8 else torch.tensor([0, 1, 2, 77, len(grid) // 2, len(grid) - 2])
+    w = (grid[index, None] + (grid[index + 1] - grid[index])[:, None] * F).flatten()
+    w = torch.cat([w, torch.tensor([1e-30, 2.0**-11, 2.0**-26])])
+    row = torch.cat([torch.tensor([amax]), (w * amax / LARGEST[dtype]).float(), -(w * amax / LARGEST[dtype]).float()])
+    w = (row * factor(row[:1], dtype))[1:].double().clamp(-LARGEST[dtype], LARGEST[dtype])  # what float32 makes of it
+    stored = torch.cat([
+        encode(row.expand(len(random), -1), dtype, random[:, None].expand(-1, len(row))).data
+        for random in ALL_RANDOM.split(4096)
+    ])[:, 1:].double()  # fmt: skip
+    toward = (w / step(w, dtype)).trunc() * step(w, dtype)
+    away = toward + step(w, dtype) * w.sign()
+    assert ((stored == toward) | (stored == away)).all()
+    ups, fraction = (stored != toward).double().mean(0), (w - toward).abs() / step(w, dtype)
+    assert ((ups - fraction).abs() <= 2.0**-16).all()
+
+
+@DTYPES
+@pytest.mark.parametrize("amax", [1.0, 3.7, 1e-20, 1e30])
+def test_the_mean_over_seeds_is_the_value(dtype: torch.dtype, amax: float) -> None:
+    n = 1 << 14
+    row = torch.tensor([1.0, -0.9999, 0.77, -0.5003, 0.1, -0.013, 1e-3, -1e-4, 3.3e-5, 1e-6, -1e-9]) * amax
+    seeds = torch.arange(n) * 0x5851F42D4C957F2D
+    random = random_bits(seeds, (1, 1, len(row)), 0, 0, 10)[:, 0, 0]
+    data, scale = encode(row.expand(n, -1), dtype, random)
+    unit, v = scale[0].double(), row.double()
+    size = step(v / unit, dtype) * unit
+    f = v.abs() / size % 1
+    bound = 4 * size * (f * (1 - f) / n).sqrt() + size * 2.0**-16 + v.abs() * 2.0**-23  # float32 arithmetic
+    assert ((data.double().mean(0) * unit - v).abs() <= bound).all()
+
+
+@DTYPES
+def test_equal_seeds_store_equal_bytes_and_other_seeds_others(dtype: torch.dtype) -> None:
+    values = torch.randn(2, 3, 40, generator=generator()) * torch.tensor([1e-9, 1.0, 1e9])[:, None]
+    first, again, other = (
+        encode(values, dtype, random_bits(torch.tensor([seed]), (2, 3, 40), 0, 0, 10)[0]) for seed in (7, 7, 8)
+    )
+    assert same_bytes(first, again)
+    assert torch.equal(first.scale, other.scale)
+    assert (codes(first.data) != codes(other.data)).float().mean() > 0.1
+
+
+def slow_encode(row: list[float], dtype: torch.dtype, random: list[int] | None) -> tuple[list[int], float]:
+    """docs/formats.md word for word, a value at a time: arithmetic in float32, rounding by exact fractions."""
+    if not all(math.isfinite(v) for v in row):
+        return [0] * len(row), math.nan
+    amax = max(abs(v) for v in row)
+    if amax < 2.0**-100:
+        return [0] * len(row), 1.0
+    amax = min(amax, float(np.nextafter(np.finfo(np.float32).max, np.float32(0))))  # so that it does not decode to inf
+    e = np.float32(LARGEST[dtype]) / np.float32(amax)
+    w = [np.clip(np.float32(v) * e, -LARGEST[dtype], LARGEST[dtype]) for v in row]
+    return [slow_round(w[i], dtype, None if random is None else random[i]) for i in range(len(row))], float(1 / e)
+
+
+def slow_round(w: np.float32, dtype: torch.dtype, random: int | None) -> int:
+    """The code of `w`: a signed number, or the byte of a float8."""
+    if random is not None and dtype is not FLOAT8:
+        return int(np.floor(w)) + (random / 65536 < float(w - np.floor(w)))
+    magnitudes, exact = MAGNITUDES[dtype], abs(Fraction(float(w)))
+    code = bisect_right(magnitudes, exact) - 1
+    fraction = Fraction(0)
+    if code + 1 < len(magnitudes):
+        fraction = (exact - magnitudes[code]) / (magnitudes[code + 1] - magnitudes[code])
+    if random is None:
+        code += fraction > Fraction(1, 2) or (fraction == Fraction(1, 2) and code % 2 == 1)
+    else:
+        code += fraction + Fraction(random, 65536) >= 1  # the addition carries into the kept bits
+    if dtype is FLOAT8:
+        return code | (0x80 if np.signbit(w) else 0)
+    return -code if w < 0 else code
+
+
+@DTYPES
+@ROUNDINGS
+def test_encode_agrees_with_exact_fractions(dtype: torch.dtype, rounding: str) -> None:
+    values = all_rows(dtype).view(-1, COLS)[::5]
+    values[0, 0] = torch.finfo(torch.float32).max
+    random = random_if(rounding, values, dtype)
+    data, scale = encode(values, dtype, random)
+    for i, row in enumerate(values.tolist()):
+        want, want_scale = slow_encode(row, dtype, None if random is None else random[i].tolist())
+        assert codes(data[i]).tolist() == want
+        assert scale[i] == want_scale or (scale[i].isnan() and math.isnan(want_scale))
+
+
+def test_float8_codes_are_what_their_definition_says() -> None:
+    every = torch.arange(256).to(torch.uint8).view(FLOAT8).double()
+    assert every[[0x7F, 0xFF]].isnan().all()
+    assert every[:0x7F].tolist() == [float(m) for m in FLOAT8_MAGNITUDES]
+    assert torch.equal(every[0x80:0xFF], -every[:0x7F])
+    assert codes(every[0x80].to(FLOAT8)) == 0x80
+
+
+@EVERYWHERE
+@DTYPES
+@ROUNDINGS
+def test_triton_and_torch_store_equal_bytes(device: torch.device, dtype: torch.dtype, rounding: str) -> None:
+    """Every target of the device; contraction of a product with what follows it must not change a byte."""
+    values = all_rows(dtype)
+    random = random_if(rounding, values, dtype)
+    want = encode(values, dtype, random)
+    for form in forms(device):
+        assert same_bytes(encoded_by_triton(values, random, dtype, device, *form), want), form
+
+
+@EVERYWHERE
+@DTYPES
+@ROUNDINGS
+@pytest.mark.parametrize("cols", [7, 20, 33])
+def test_odd_rows_and_columns_do_not_change_a_byte(
+    device: torch.device, dtype: torch.dtype, rounding: str, cols: int
+) -> None:
+    """Slots of six rows in tiles of four: what is beyond the last row or column takes no part."""
+    values = all_rows(dtype).view(-1, COLS)[:30, :cols].reshape(5, 6, cols)
+    random = random_if(rounding, values, dtype)
+    got = encoded_by_triton(values, random, dtype, device, kernel_target(device), True)
+    assert same_bytes(got, encode(values, dtype, random))
+    decoded = decoded_by_triton(*got, device, kernel_target(device), True)
+    assert torch.equal(codes(decoded), codes(decode(*got)))
+
+
+@EVERYWHERE
+@DTYPES
+@pytest.mark.filterwarnings("ignore:.*encountered in multiply:RuntimeWarning")
+def test_triton_and_torch_decode_every_code_to_equal_values(device: torch.device, dtype: torch.dtype) -> None:
+    """With scales that encode never gives, too: zero, subnormal, negative, too large, inf, NaN."""
+    every = torch.arange(65536).to(torch.uint16) if dtype is INT16 else torch.arange(256).to(torch.uint8)
+    scales = [1.0, 0.3, 2.0**-115, 1e-38, 1e-40, 1e-45, 0.0, -0.0, -2.5, 1e30, 3e38, torch.inf, torch.nan]
+    data = every.view(dtype).view(1, -1, COLS).repeat(len(scales), 1, 1)
+    scale = torch.tensor(scales)[:, None].expand(data.shape[:2]).contiguous()
+    want = codes(decode(data, scale))
+    for form in forms(device):
+        assert torch.equal(codes(decoded_by_triton(data, scale, device, *form)), want), form
+
+
+def test_the_formats_here_are_those_with_a_scale() -> None:
+    assert {dtype: f.largest for dtype, f in FORMATS.items() if f.scaled} == LARGEST
