@@ -89,6 +89,8 @@ def _add_bench(commands: Commands[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--batches", type=positive, nargs="+", metavar="N", help=f"default: {_listed(BATCHES)}; on a CPU fewer"
     )
+    several = "per row and call; several are timed with and without snapshots (default: %(default)s)"
+    parser.add_argument("--tokens", type=positive, nargs="+", default=(1,), metavar="N", help=several)
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the measurements there")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them there, as a PNG")
     parser.add_argument("--commit", metavar="TEXT", help="what the CSV says of the sources where git cannot tell")
@@ -155,15 +157,16 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _bench(options: argparse.Namespace) -> int:
-    from flashstate.bench.run import cases_of, redraw, run_bench
+    from flashstate.bench.run import jobs_of, redraw, run_bench
 
     if options.from_csv is not None:
         return redraw(options.from_csv, options.plot)
     device = find_device(options.device)
     formats = [parse_format(text) for text in options.formats]
     batches = options.batches or (BATCHES if device.type == "cuda" else CPU_BATCHES)
-    cases = cases_of(formats, batches, options.heads, options.groups, options.rows, options.cols)
-    return run_bench(cases, device, options.csv, options.plot, options.commit)
+    shape = (options.heads, options.groups, options.rows, options.cols)
+    jobs = jobs_of(formats, batches, options.tokens, shape)
+    return run_bench(jobs, device, options.csv, options.plot, options.commit)
 
 
 def _plan(options: argparse.Namespace) -> int:

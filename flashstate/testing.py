@@ -62,7 +62,9 @@ class Case:
     @property
     def problem(self) -> Problem:
         vector = math.gcd(self.cols, ACCESS_BYTES // dtype(self.format).itemsize)
-        return Problem("mamba2_step", self.rows, self.cols, self.format, self.rounding, vector, self.batch * self.heads)
+        several = self.packed or self.tokens > 1
+        size = self.batch * self.heads
+        return Problem("mamba2_step", self.rows, self.cols, self.format, self.rounding, vector, size, several)
 
     @property
     def lengths(self) -> list[int]:
@@ -134,12 +136,17 @@ class Inputs:
 
     def fresh(self, extra: int = 0) -> Inputs:
         """The same inputs on a copy of the pool and its seeds, with the same strides; or with `extra` more slots."""
+
+        def copied(tensor: Tensor) -> Tensor:
+            if extra:
+                return torch.cat([tensor, tensor[:1].expand(extra, *tensor.shape[1:])])
+            new = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+            return new.copy_(tensor)
+
         state = self.state
-        if extra:
-            copies = [t if t is None else torch.cat([t, t[:1].expand(extra, *t.shape[1:])]) for t in _tensors(state)]
-        else:
-            copies = [t if t is None else _copy(t) for t in _tensors(state)]
-        return replace(self, state=replace(state, **dict(zip(("data", "scale", "seed"), copies, strict=True))))
+        scale = None if state.scale is None else copied(state.scale)
+        seed = None if state.seed is None else copied(state.seed)
+        return replace(self, state=replace(state, data=copied(state.data), scale=scale, seed=seed))
 
     def of_rows(self, rows: Tensor) -> Inputs:
         """The same pool with some rows of the batch, in some order."""
@@ -153,7 +160,7 @@ class Inputs:
         options = {name: t[index] if name == "z" else t for name, t in self.options.items()}
         return replace(self, arguments=arguments, options=options, slots=self.slots[rows], lengths=lengths)
 
-    def of_tokens(self, tokens: slice | int) -> Inputs:
+    def of_tokens(self, tokens: slice | list[int] | int) -> Inputs:
         """The same pool and rows, which are not packed, with some of the tokens; with an int one, without its axis."""
         assert self.lengths is None
         arguments = {name: t if name == "A" else t[:, tokens] for name, t in self.arguments.items()}
@@ -176,14 +183,6 @@ class Inputs:
     def per_row(self, y: Tensor) -> list[Tensor]:
         """The outputs of every row."""
         return list(y) if self.lengths is None else list(y[: sum(self.lengths)].split(self.lengths))
-
-
-def _tensors(state: State) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    return state.data, state.scale, state.seed
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
@@ -235,7 +234,7 @@ class Expected:
 
 
 def oracle(inputs: Inputs) -> Expected:
-    """The outputs and the new states of the batch: in float64, and in float32 rounded to the output's and the format."""
+    """Outputs and new states of the batch: in float64, and in float32 rounded to the output's dtype and the format."""
     state, slots = inputs.state, inputs.slots.long()
     before = decode(state.data[slots], None if state.scale is None else state.scale[slots])
     y, after = _recurrence(inputs, before.double())

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flashstate.testing import Inputs
 
-Step = Callable[[Tensor], Tensor]
+Step = Callable[[Any], Tensor]  # of slots
 Binding = Callable[[Inputs], Step]
 
 
@@ -61,6 +61,10 @@ PEERS: dict[str, Binding] = {"vllm": bind_vllm, "flashinfer": bind_flashinfer, "
 
 def _public_function(module: str, inputs: Inputs) -> Callable[..., Tensor]:
     """The module's selective_state_update; MeasurementError without one, or where states are not rounded to nearest."""
+    if inputs.arguments["x"].dim() != 3:
+        raise MeasurementError("only compared with one token per call")
+    if inputs.state.scale is not None:
+        raise MeasurementError("only compared where states have no scales")
     if inputs.state.rounding != "nearest":
         raise MeasurementError(f"only compared where states are rounded to nearest, not {inputs.state.rounding}")
     try:

@@ -9,7 +9,7 @@ from typing import Any
 
 from flashstate.bench.results import Row
 
-COLOURS = ("#0b6e99", "#d9480f", "#2b8a3e", "#862e9c", "#5c4400", "#495057")  # one per format
+COLOURS = ("#0b6e99", "#d9480f", "#2b8a3e", "#862e9c", "#c2255c", "#5c4400")  # one per format
 MARKERS = {"flashstate": "o", "reference, CPU": "o", "vllm": "s", "flashinfer": "^", "mamba_ssm": "v"}
 ROOF, ROOF_COLOUR = "touch", "#868e96"
 
@@ -21,10 +21,14 @@ def require_matplotlib() -> None:
 
 
 def draw(rows: Sequence[Row], provenance: Mapping[str, str], path: Path) -> None:
-    """Write a PNG with a line per implementation and format; without a roof, only the panel of times."""
+    """Write a PNG with a line per implementation and format; without a roof, only the panel of times.
+
+    Calls with several tokens are left out of a picture that has others.
+    """
     require_matplotlib()
     from matplotlib.figure import Figure
 
+    rows = [row for row in rows if row.tokens == 1] or rows
     has_roof = any(row.percent_of_touch is not None for row in rows)
     figure = Figure(figsize=(13 if has_roof else 8, 5.2), dpi=150, layout="constrained", facecolor="white")
     panels = figure.subplots(1, 1 + has_roof, squeeze=False)[0]
@@ -68,14 +72,17 @@ def lines_of(rows: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
 
 
 def _style(key: tuple[str, str], rows: Sequence[Row]) -> dict[str, Any]:
-    """Colour says the format, marker and dash the implementation; flashstate's lines are the solid ones."""
+    """Colour says the format, a hollow marker stochastic rounding, marker and dash the implementation; flashstate's
+    lines are the solid ones."""
     implementation, label = key
     if implementation == ROOF:
         return {"color": ROOF_COLOUR, "label": "touch, the roof", "linewidth": 1, "linestyle": ":"}
-    labels = list(dict.fromkeys(row.label for row in rows))
+    formats = list(dict.fromkeys(row.format for row in rows))
     ours = MARKERS.get(implementation) == "o"
+    colour = COLOURS[formats.index(label.replace(",", " ").split()[0]) % len(COLOURS)]
     return {
-        "color": COLOURS[labels.index(label) % len(COLOURS)],
+        "color": colour,
+        "markerfacecolor": "white" if "stochastic" in label else colour,
         "label": f"{implementation}, {label}",
         "marker": MARKERS.get(implementation, "D"),
         "linewidth": 2.2 if ours else 1.1,

@@ -29,6 +29,8 @@ class Row:
     groups: int
     rows: int
     cols: int
+    tokens: int  # per row of the batch and call
+    snapshots: int  # 1: the state after every token goes to snapshots, and the pool is only read
     microseconds: float  # per call, median
     spread: float  # slowest minus fastest, relative to the median
     gigabytes_per_second: float  # of the bytes a call must move at least
@@ -36,7 +38,9 @@ class Row:
 
     @property
     def label(self) -> str:
-        return label_of(self.format, self.rounding)
+        """The format, and what is not one token in place."""
+        tokens = f", {self.tokens} tokens" if self.tokens > 1 else ""
+        return f"{label_of(self.format, self.rounding)}{tokens}{', snapshots' if self.snapshots else ''}"
 
     @property
     def shape(self) -> str:

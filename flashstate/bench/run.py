@@ -20,13 +20,29 @@ from torch import Tensor
 from flashstate.bench.peers import PEERS, Binding, MeasurementError, Step
 from flashstate.bench.plot import draw, require_matplotlib
 from flashstate.bench.results import Row, provenance_of, read_csv, write_csv
-from flashstate.bench.timing import Timing, cold_slots, time_launches
+from flashstate.bench.timing import COLD_BYTES, Timing, cold_rows, cold_slots, time_launches
 from flashstate.state.formats import decode
-from flashstate.testing import Case, Inputs, error_ratio, make_inputs, oracle
+from flashstate.state.slots import Slots
+from flashstate.state.state import State
+from flashstate.testing import Case, Inputs, dtype, error_ratio, make_inputs, oracle
 
 SPARE_SLOTS = 3  # of the small pool results are checked on
 CPU_SECONDS = 0.3  # per measurement
 CPU_CALLS = 5  # per measurement, at least
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # by the bytes of an element: not all formats can be filled
+
+
+@dataclass(frozen=True)
+class Job:
+    """One measurement: a case, updated in place, or with snapshots of every token and the pool only read."""
+
+    case: Case
+    snapshots: bool = False
+
+    @property
+    def stores(self) -> int:
+        """States stored per row."""
+        return (self.case.tokens or 1) if self.snapshots else 1
 
 
 @dataclass
@@ -37,89 +53,126 @@ class Report:
     skipped: dict[str, set[str]] = field(default_factory=dict)
 
 
-def cases_of(
-    formats: Sequence[tuple[str, str]], batches: Sequence[int], heads: int, groups: int, rows: int, cols: int
-) -> list[Case]:
-    """One case per format and batch size: bfloat16 activations, float32 parameters, a gate."""
+def jobs_of(
+    formats: Sequence[tuple[str, str]], batches: Sequence[int], tokens: Sequence[int], shape: tuple[int, int, int, int]
+) -> list[Job]:
+    """For every format, number of tokens and batch size of a shape (heads, groups, rows, cols): bfloat16 activations,
+    float32 parameters, a gate. Several tokens once with the last state stored, once with all as snapshots."""
+    heads, groups, rows, cols = shape
     if heads % groups:
         raise ValueError(f"the number of groups must divide the {heads} heads, got {groups}")
-    common = Case(heads=heads, groups=groups, rows=rows, cols=cols, x="bfloat16", bc="bfloat16", dt="bfloat16")
+    common = Case(1, heads, groups, rows, cols, x="bfloat16", bc="bfloat16", dt="bfloat16")
     return [
-        replace(common, batch=batch, format=name, rounding=rounding, slots=batch + SPARE_SLOTS)
+        Job(
+            replace(
+                common,
+                batch=batch,
+                format=name,
+                rounding=rounding,
+                slots=batch + SPARE_SLOTS,
+                tokens=0 if count == 1 else count,
+            ),
+            snapshots,
+        )
         for name, rounding in formats
+        for count in tokens
+        for snapshots in ((False,) if count == 1 else (False, True))
         for batch in batches
     ]
 
 
 def bench(
-    cases: Sequence[Case], device: torch.device, tracked: Callable[[Sequence[Case]], Iterable[Case]] = iter
+    jobs: Sequence[Job], device: torch.device, tracked: Callable[[Sequence[Job]], Iterable[Job]] = iter
 ) -> Report:
-    """Check and measure every case; MeasurementError where flashstate's own result is wrong."""
+    """Check and measure every job; MeasurementError where flashstate's own result is wrong."""
     report = Report()
     on_gpu = device.type == "cuda"
     measure = measure_on_gpu if on_gpu else measure_on_cpu
     with torch.cuda.device(device) if on_gpu else nullcontext():
-        for case in tracked(cases):
+        for job in tracked(jobs):
             try:
-                measure(case, device, report)
+                measure(job, device, report)
             except MeasurementError as reason:
-                raise MeasurementError(f"{reason}, for {case}") from reason
+                raise MeasurementError(f"{reason}, for {job.case}") from reason
     return report
 
 
-def measure_on_gpu(case: Case, device: torch.device, report: Report) -> None:
+def measure_on_gpu(job: Job, device: torch.device, report: Report) -> None:
     """flashstate, every peer that is there and right, and the roof, all on the same cold slots."""
     from flashstate.bench.roofs import time_touch
 
+    case = job.case
     inputs = make_inputs(case, device)
-    check(bind_flashstate, inputs)
+    check(partial(bind_flashstate, snapshots=snapshots_for(job, case.batch, device)), inputs)
     pool, slots = cold_slots(case.batch, case.slot_bytes, device)
     timed = on_larger_pool(inputs, pool)
-    roof = time_touch(timed.state.data, slots)
-    ours = time_on_slots(bind_flashstate(timed), slots)
-    report.rows += [row_of("touch", case, roof, roof), row_of("flashstate", case, ours, roof)]
+    snapshots = snapshots_for(job, max(case.batch, COLD_BYTES // (case.slot_bytes * job.stores)), device)
+    if snapshots is None:
+        roof = time_touch(timed.state.data, slots)
+        ours = time_on_slots(bind_flashstate(timed), slots)
+    else:
+        rows = cold_rows(case.batch, snapshots.data.shape[0], len(slots), device)
+        roof = time_touch(timed.state.data, slots, snapshots.data, rows)
+        both = [Slots(at, snapshot_rows=to) for at, to in zip(slots, rows, strict=True)]
+        ours = time_on_slots(bind_flashstate(timed, snapshots), both)
+    report.rows += [row_of("touch", job, roof, roof), row_of("flashstate", job, ours, roof)]
     for name, bind in PEERS.items():
         try:
             timing = time_peer(bind, inputs, timed, slots)
         except MeasurementError as reason:
             report.skipped.setdefault(name, set()).add(str(reason))
         else:
-            report.rows.append(row_of(name, case, timing, roof))
+            report.rows.append(row_of(name, job, timing, roof))
 
 
-def measure_on_cpu(case: Case, device: torch.device, report: Report) -> None:
+def measure_on_cpu(job: Job, device: torch.device, report: Report) -> None:
     """The reference by the wall clock, on whatever the caches hold: a CPU has no kernels to compare."""
-    inputs = make_inputs(case, device)
-    check(bind_flashstate, inputs)
-    timing = time_on_cpu(partial(bind_flashstate(inputs), inputs.slots))
-    report.rows.append(row_of("reference, CPU", case, timing, None))
+    inputs = make_inputs(job.case, device)
+    bind = partial(bind_flashstate, snapshots=snapshots_for(job, job.case.batch, device))
+    check(bind, inputs)
+    timing = time_on_cpu(partial(bind(inputs), inputs.slots))
+    report.rows.append(row_of("reference, CPU", job, timing, None))
 
 
-def bind_flashstate(inputs: Inputs) -> Step:
+def snapshots_for(job: Job, rows: int, device: torch.device) -> State | None:
+    """Room for the snapshots of so many batch rows, in the format of the pool; None if the job takes none."""
+    case = job.case
+    if not job.snapshots:
+        return None
+    shape = (rows, job.stores, case.heads, case.rows, case.cols)
+    bits = torch.zeros(shape, dtype=INTEGERS[dtype(case.format).itemsize], device=device)
+    scale = torch.ones(shape[:-1], device=device) if case.scale_bytes else None
+    return State(bits.view(dtype(case.format)), scale, rounding=case.rounding)
+
+
+def bind_flashstate(inputs: Inputs, snapshots: State | None = None) -> Step:
     out = torch.empty_like(inputs.arguments["x"])
-    return lambda slots: inputs.step(slots=slots, out=out)
+    if snapshots is None:
+        return lambda slots: inputs.step(slots=slots, out=out)
+    return lambda slots: inputs.step(slots=slots, out=out, snapshots=snapshots, update=False)
 
 
 def check(bind: Binding, inputs: Inputs) -> None:
     """Raise MeasurementError unless a step on a copy of `inputs` gives an output and states within their budgets."""
     want, copy = oracle(inputs), inputs.fresh()
-    y = bind(copy)(copy.slots)
-    states = decode(copy.state.data[copy.slots.long()])
-    ratios = {
-        "output": error_ratio(y, want.y, want.y_plain),
-        "state": error_ratio(states, want.state, want.state_plain),
-    }
+    y = bind(copy)(copy.slots).reshape(want.y.shape)
+    ratios = {"output": error_ratio(y, want.y, want.y_plain)}
+    kept = bind.keywords.get("snapshots") if isinstance(bind, partial) else None
+    stored, where = (copy.state, (copy.slots.long(),)) if kept is None else (kept, (slice(None), -1))
+    states = decode(stored.data[where], None if stored.scale is None else stored.scale[where])
+    ratios["state"] = error_ratio(states, want.state, want.state_plain)
     for what, ratio in ratios.items():
         if ratio > 1:
             raise MeasurementError(f"wrong: its {what} is {ratio:.3g} times the error budget away from float64")
 
 
 def on_larger_pool(inputs: Inputs, pool: int) -> Inputs:
-    """The same batch on a pool of that many slots, with random states."""
+    """The same batch on a pool of that many slots, filled with the states of the small one."""
     small = inputs.state
-    data = torch.empty(pool, *small.data.shape[1:], dtype=small.data.dtype, device=small.data.device).normal_()
+    slots = torch.arange(pool, device=small.data.device) % small.data.shape[0]
+    scale = None if small.scale is None else small.scale[slots]
     seed = torch.randint(1 << 62, (pool,), device=small.data.device)
-    return replace(inputs, state=replace(small, data=data, seed=seed))
+    return replace(inputs, state=replace(small, data=small.data[slots], scale=scale, seed=seed))
 
 
 def time_peer(bind: Binding, inputs: Inputs, timed: Inputs, slots: Sequence[Tensor]) -> Timing:
@@ -133,7 +186,7 @@ def time_peer(bind: Binding, inputs: Inputs, timed: Inputs, slots: Sequence[Tens
         raise MeasurementError(f"failed: {type(error).__name__}: {error}") from error
 
 
-def time_on_slots(step: Step, slots: Sequence[Tensor]) -> Timing:
+def time_on_slots(step: Step, slots: Sequence[Tensor] | Sequence[Slots]) -> Timing:
     return time_launches([partial(step, of_launch) for of_launch in slots])
 
 
@@ -148,9 +201,11 @@ def time_on_cpu(call: Callable[[], object]) -> Timing:
     return Timing(statistics.median(times), min(times), max(times))
 
 
-def row_of(implementation: str, case: Case, timing: Timing, roof: Timing | None) -> Row:
+def row_of(implementation: str, job: Job, timing: Timing, roof: Timing | None) -> Row:
     """A measurement as a row. The roof moves the state and nothing else, so its bytes are fewer."""
-    moved = 2 * case.batch * case.slot_bytes if timing is roof else case.counted_bytes
+    case = job.case
+    state = (1 + job.stores) * case.batch * case.slot_bytes
+    moved = state if timing is roof else case.counted_bytes(job.stores)
     return Row(
         implementation,
         case.format,
@@ -160,6 +215,8 @@ def row_of(implementation: str, case: Case, timing: Timing, roof: Timing | None)
         case.groups,
         case.rows,
         case.cols,
+        case.tokens or 1,
+        int(job.snapshots),
         timing.median,
         timing.spread,
         moved / timing.median / 1e3,
@@ -168,7 +225,7 @@ def row_of(implementation: str, case: Case, timing: Timing, roof: Timing | None)
 
 
 def run_bench(
-    cases: Sequence[Case],
+    jobs: Sequence[Job],
     device: torch.device,
     csv_path: Path | None,
     plot_path: Path | None,
@@ -181,7 +238,7 @@ def run_bench(
         require_matplotlib()
     console, errors = Console(), Console(stderr=True)
     try:
-        report = bench(cases, device, partial(track, description="measuring", console=errors, transient=True))
+        report = bench(jobs, device, partial(track, description="measuring", console=errors, transient=True))
     except MeasurementError as reason:
         errors.print(f"flashstate is {reason}; nothing is timed", style="red")
         return 1

@@ -37,6 +37,11 @@ def cold_slots(batch: int, slot_bytes: int, device: torch.device) -> tuple[int, 
     return pool, list(flat.to(torch.int32).to(device).split(batch))
 
 
+def cold_rows(batch: int, rows: int, launches: int, device: torch.device) -> list[Tensor]:
+    """Rows of the snapshots for each launch, one after the other, all of them before any comes again."""
+    return list((torch.arange(batch * launches) % rows).to(torch.int32).to(device).split(batch))
+
+
 def time_launches(launches: Sequence[Callable[[], object]], replays: int = 15) -> Timing:
     """Capture the launches into one graph and time its replays."""
     stream = torch.cuda.Stream()

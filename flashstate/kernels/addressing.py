@@ -15,4 +15,3 @@ def token_entry(tensor, b, t, h):
     tl.assume(stride_t >= 0)
     tl.assume(stride_h >= 0)
     return ptr + b.to(tl.int64) * stride_b + t.to(tl.int64) * stride_t + h.to(tl.int64) * stride_h
-

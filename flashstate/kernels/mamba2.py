@@ -39,7 +39,9 @@ def load_head(ptr, offs_d, mask_d, PER_ROW: tl.constexpr):
         return tl.load(ptr).to(tl.float32)
 
 
-UNSPECIALIZED = ["dt_view", "read", "write", "parents", "snapshot_rows", "tokens", "longest", "num_slots", "null", "stream"]
+UNSPECIALIZED = [
+    "dt_view", "read", "write", "parents", "snapshot_rows", "tokens", "longest", "num_slots", "null", "stream"
+]  # fmt: skip
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)

@@ -1,11 +1,11 @@
 """Reading and writing stored states: the only device code that knows a format or a rounding.
 
-The functions to_* and random_bits have twins in state/formats.py and state/rounding.py that give the same bytes. Formats
-that Triton's interpreter converts wrongly (bfloat16, float8) are read and written through their bits; where TARGET has an
-instruction for it, that does the same. A float8 pool is passed as uint8: a float8 pointer does not compile for sm_80.
+The functions to_* and random_bits have twins in state/formats.py and state/rounding.py that give the same bytes.
+Formats that Triton's interpreter converts wrongly (bfloat16, float8) are read and written through their bits, or by an
+instruction that does the same. A float8 pool is passed as uint8: a float8 pointer does not compile for sm_80.
 
-TARGET says which instructions there are: "interpreter", "portable", "sm_80" (NVIDIA: PTX, float16 pairs) or "sm_89" (and
-float8 conversions).
+TARGET says which instructions there are: "interpreter", "portable", "sm_80" (NVIDIA: PTX, pairs of float16) or "sm_89"
+(also float8 conversions).
 """
 
 import triton
@@ -216,8 +216,8 @@ def to_scaled(v, dtype: tl.constexpr):
 
 @triton.jit
 def to_integer(w, random, dtype: tl.constexpr, ROUNDING: tl.constexpr):
-    """What to_scaled gives, at most a rounding error beyond the largest, to a whole number: to nearest even, which takes
-    such an error away, or stochastically."""
+    """What to_scaled gives, at most a rounding error beyond the largest, to a whole number: to nearest even, which
+    takes such an error away, or stochastically."""
     if ROUNDING == "stochastic":
         largest: tl.constexpr = 32767.0 if dtype == tl.int16 else 127.0
         w = tl.minimum(tl.maximum(w, -largest), largest)

@@ -11,7 +11,7 @@ Table = tuple[Tensor, int]
 
 
 def token_view(tensor: Tensor, token_axes: int, packed: bool) -> TokenView:
-    """A tensor that starts with axes batch, or batch and token, or packed tokens, and then heads: with their strides."""
+    """A tensor (batch, heads, ...), (batch, T, heads, ...) or packed (tokens, heads, ...), and its strides."""
     strides = tensor.stride()
     if token_axes == 2:
         return tensor, strides[0], strides[1], strides[2]

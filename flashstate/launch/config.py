@@ -30,7 +30,7 @@ class Config:
 
 @dataclass(frozen=True)
 class Problem:
-    """What a config is chosen for. Fields up to `vector` name a table; `batch_heads` finds the entry in it."""
+    """What a config is chosen for. All fields but `batch_heads` name a table; that finds the entry in it."""
 
     op: str
     rows: int
@@ -39,6 +39,7 @@ class Problem:
     rounding: str
     vector: int  # consecutive elements of state that one access of a thread takes: 16 bytes where alignment allows
     batch_heads: int
+    several_tokens: bool = False  # per row and call
 
     @property
     def block_cols(self) -> int:
@@ -124,7 +125,11 @@ def _heuristic(problem: Problem) -> Config:
 
 
 def _table_key(problem: Problem) -> str:
-    return f"{problem.op} {problem.rows}x{problem.cols} {problem.format} {problem.rounding} vector {problem.vector}"
+    tokens = "several" if problem.several_tokens else "one"
+    return (
+        f"{problem.op} {problem.rows}x{problem.cols} {problem.format} {problem.rounding} vector {problem.vector} "
+        f"tokens {tokens}"
+    )
 
 
 @functools.cache

@@ -126,8 +126,8 @@ def accepted_slots(case: Case, device: torch.device) -> None:
     for count in (0, -1, n + 1):
         accepted[0] = count
         run = inputs.fresh()
-        y = run.per_row(run.step(slots=run.at(read=read, accepted=accepted)))
-        require(bool((y[0] == 0).all()), f"a row with accepted = {count} is not padding")
+        first = run.per_row(run.step(slots=run.at(read=read, accepted=accepted)))[0]
+        require(bool((first == 0).all()), f"a row with accepted = {count} is not padding")
         require_equal_states("its slot", run.state, inputs.state, inputs.slots[:1].long())
         require_fault("accepted" if count > n else None)
 

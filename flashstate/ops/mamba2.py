@@ -178,7 +178,10 @@ def _run(
     num_tokens = x.shape[token_axes - 1] if packed or token_axes == 2 else 1
     batch = x.shape[0] if read is None else read.shape[0]
     vector = access_width(data)
-    problem = Problem("mamba2_step", rows, cols, dtype_name(data.dtype), rounding, vector, batch * heads)
+    one_token = num_tokens == 1 and not packed
+    problem = Problem(
+        "mamba2_step", rows, cols, dtype_name(data.dtype), rounding, vector, batch * heads, not one_token
+    )  # fmt: skip
     config = choose(problem, gpu_name(data.device))
     programs = batch * heads * -(-rows // config.block_rows)
     if programs >= 1 << 31:
@@ -196,7 +199,7 @@ def _run(
             VECTOR=vector, SNAPSHOT_VECTOR=1 if snapshot_data is None else access_width(snapshot_data),
             A_PER_ELEMENT=A.dim() == 3, DT_PER_ROW=dt.dim() == token_axes + 2,
             BIAS_PER_ROW=dt_bias is not None and dt_bias.dim() == 2, D_PER_ROW=D is not None and D.dim() == 2,
-            DT_SOFTPLUS=dt_softplus, ONE_TOKEN=num_tokens == 1 and not packed,
+            DT_SOFTPLUS=dt_softplus, ONE_TOKEN=one_token,
             STORES="none" if not update else "every" if write is not None and write.dim() == 2 else "last",
             ROUNDING=rounding, SNAPSHOT_ROUNDING=snapshot_rounding, ROUNDS=rounds, TARGET=kernel_target(data.device),
             BLOCK_ROWS=config.block_rows, BLOCK_COLS=problem.block_cols,

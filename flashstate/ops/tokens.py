@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -87,7 +87,12 @@ SLOTS_SCHEMA = (
 SNAPSHOTS_SCHEMA = "Tensor({0}!)? snapshot_data, Tensor({1}!)? snapshot_scale, str snapshot_rounding"
 
 
-def flat_slots(slots: Slots | None) -> tuple[Any, ...]:
+FlatSlots = tuple[
+    Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, int | None, Tensor | None, int
+]
+
+
+def flat_slots(slots: Slots | None) -> FlatSlots:
     """The fields of a Slots in the order of SLOTS_SCHEMA."""
     if slots is None:
         return None, None, None, None, None, None, None, -1
@@ -97,6 +102,6 @@ def flat_slots(slots: Slots | None) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def flat_snapshots(snapshots: State | None) -> tuple[Any, ...]:
+def flat_snapshots(snapshots: State | None) -> tuple[Tensor | None, Tensor | None, str]:
     """The fields of snapshots in the order of SNAPSHOTS_SCHEMA."""
     return (None, None, "nearest") if snapshots is None else (snapshots.data, snapshots.scale, snapshots.rounding)

@@ -83,7 +83,7 @@ def store_state(state: State, values: Tensor, where: tuple[Tensor, ...], seed: T
         random = random_bits(seed[goes], (heads, rows, cols), token[goes], state.stream, state.rounds)
     data, scale = encode(values, state.data.dtype, random)
     state.data[where] = data
-    if state.scale is not None:
+    if state.scale is not None and scale is not None:
         state.scale[where] = scale
 
 

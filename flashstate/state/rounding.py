@@ -30,7 +30,8 @@ def philox(
 def random_bits(seed: Tensor, shape: tuple[int, int, int], token: Tensor | int, stream: int, rounds: int) -> Tensor:
     """Sixteen random bits for every element of (heads, rows, cols), one set per seed: (batch, heads, rows, cols) int64.
 
-    `token` is the index of the token in its call: one for all, or (batch,). One Philox call serves eight consecutive columns of a row; word i of it holds columns 2i (low half) and 2i + 1.
+    `token` is the index of the token in its call: one for all, or (batch,). One Philox call serves eight consecutive
+    columns of a row; word i of it holds columns 2i (low half) and 2i + 1.
     """
     heads, rows, cols = shape
     calls = -(-cols // 8)  # per row
@@ -70,7 +71,7 @@ def to_integer_stochastic(w: Tensor, random: Tensor) -> Tensor:
 
 
 def to_float8_stochastic(w: Tensor, random: Tensor) -> Tensor:
-    """float32 of magnitude up to 448 to float8_e4m3fn, away from zero with the probability of the discarded fraction."""
+    """float32 up to 448 to float8_e4m3fn, away from zero with the probability of the discarded fraction."""
     bits, magnitude = w.view(torch.int32).long(), w.abs()
     code = ((bits & 0x7FFFFFFF) + (random << 4) >> 20) - (120 << 3)  # 20 mantissa bits fewer, exponent bias 7
     subnormal = magnitude < 2.0**-6  # multiples of 2^-9: the code is the multiple; 16 bits of fraction below it

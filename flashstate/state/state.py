@@ -123,9 +123,7 @@ def _check_slots_of(name: str, tensor: Tensor, slot: torch.Size) -> None:
     reach = slot.numel()
     for stride, size in sorted(zip(tensor.stride()[:outer], tensor.shape[:outer], strict=True)):
         if size > 1 and stride < reach:
-            raise ValueError(
-                f"{name} has overlapping slots: an axis of stride {stride}, which must be {reach} or more"
-            )
+            raise ValueError(f"{name} has overlapping slots: an axis of stride {stride}, which must be {reach} or more")
         reach = max(reach, stride * size)
 
 

@@ -1,0 +1,62 @@
+"""Plain tensors into the slots of a pool and back: one program per (slot, head, block of rows).
+
+Slot numbers come checked from the host: they are distinct where they are written, and the pool has them.
+"""
+
+import triton
+import triton.language as tl
+
+from flashstate.kernels.state_io import load_seed, load_state, random_bits, store_state, tile_at
+
+BEFORE_THE_FIRST_TOKEN = tl.constexpr(0xFFFFFFFF)  # token -1 in the counter of the random bits: no step draws them
+
+
+@triton.jit
+def this_program(slots_ptr, H: tl.constexpr, ROWS: tl.constexpr, BLOCK_ROWS: tl.constexpr):
+    """The entry of the list, its slot (int64), the head and the first row that this program has."""
+    tiles: tl.constexpr = (ROWS + BLOCK_ROWS - 1) // BLOCK_ROWS
+    pid = tl.program_id(0)
+    n = pid // (H * tiles)
+    return n.to(tl.int64), tl.load(slots_ptr + n), pid // tiles % H, pid % tiles * BLOCK_ROWS
+
+
+@triton.jit(do_not_specialize=["stream"])
+def write_states_kernel(
+    state,  # data, scale, slot stride of either
+    values,  # pointer; strides of its entries, heads and rows
+    slots_ptr, seed_ptr, stream,
+    H: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, VECTOR: tl.constexpr,
+    ROUNDING: tl.constexpr, ROUNDS: tl.constexpr, TARGET: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):  # fmt: skip
+    n, slot, h, first_row = this_program(slots_ptr, H, ROWS, BLOCK_ROWS)
+    live = slot >= 0
+    seed = load_seed(seed_ptr, slot, live)
+    tile = tile_at(h * ROWS + first_row, h * ROWS + ROWS, COLS, BLOCK_ROWS, BLOCK_COLS)
+
+    values_ptr, stride_n, stride_h, stride_row = values
+    rows = (first_row + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
+    offsets = rows[:, None] * stride_row + tl.arange(0, BLOCK_COLS)[None, :]
+    ptrs = values_ptr + n * stride_n + h.to(tl.int64) * stride_h + offsets
+    v = tl.load(ptrs, mask=tile[3], other=0.0).to(tl.float32)
+
+    random = random_bits(seed, tile[2], BEFORE_THE_FIRST_TOKEN, stream, COLS, BLOCK_COLS, ROUNDING, ROUNDS)
+    data_ptr, scale_ptr, slot_stride, scale_stride = state
+    store_state(
+        data_ptr, scale_ptr, slot * slot_stride, slot * scale_stride, live, tile, v, random, ROUNDING, VECTOR, TARGET
+    )
+
+
+@triton.jit
+def read_states_kernel(
+    state,  # data, scale, slot stride of either
+    out_ptr,  # float32, contiguous
+    slots_ptr,
+    H: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, VECTOR: tl.constexpr, TARGET: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):  # fmt: skip
+    n, slot, h, first_row = this_program(slots_ptr, H, ROWS, BLOCK_ROWS)
+    tile = tile_at(h * ROWS + first_row, h * ROWS + ROWS, COLS, BLOCK_ROWS, BLOCK_COLS)
+    data_ptr, scale_ptr, slot_stride, scale_stride = state
+    v = load_state(data_ptr, scale_ptr, slot * slot_stride, slot * scale_stride, slot >= 0, tile, VECTOR, TARGET)
+    tl.store(out_ptr + n * (H * ROWS * COLS) + tile[0] + tile[1], v, mask=tile[3])

@@ -1,0 +1,71 @@
+"""write_states and read_states: the launches behind StatePool.write and StatePool.read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashstate.errors import check_row_contiguous, check_tensor, dtype_name
+from flashstate.launch import Problem, access_width, choose, gpu_name, kernel_target, uses_kernels
+from flashstate.launch.arguments import state_view
+from flashstate.reference import state_io as reference
+from flashstate.state.state import POOL_AXES, State
+
+TOKEN = -1  # what random bits of a written state are drawn for: the token before the first of a step
+
+
+@torch.no_grad()
+def write_states(state: State, slots: Tensor, states: Tensor) -> None:
+    """Round `states` (slots, heads, rows, cols) to the format of `state` and store them in these slots, int64."""
+    check_tensor("states", states, POOL_AXES, (len(slots), *state.data.shape[1:]), device=state.data.device)
+    check_row_contiguous("states", states)
+    if len(slots) == 0:
+        return
+    if not uses_kernels(slots.device):
+        seed = None if state.seed is None else state.seed[slots]
+        reference.store_state(state, states.float(), (slots,), seed, torch.full_like(slots, TOKEN))
+        return
+    from flashstate.kernels.pool import write_states_kernel
+
+    programs, constants = _launch("pool_write", state, slots)
+    with torch.cuda.device_of(slots):
+        write_states_kernel[(programs,)](
+            state_view(state.data, state.scale), (states, *states.stride()[:3]),
+            slots, None if state.rounding == "nearest" else state.seed, state.stream,
+            ROUNDING=state.rounding, ROUNDS=state.rounds, enable_fp_fusion=False, **constants,
+        )  # fmt: skip
+
+
+@torch.no_grad()
+def read_states(state: State, slots: Tensor) -> Tensor:
+    """The states in these slots, int64: (slots, heads, rows, cols) float32."""
+    if not uses_kernels(slots.device):
+        return reference.load_state(state, slots)
+    out = torch.empty((len(slots), *state.data.shape[1:]), dtype=torch.float32, device=slots.device)
+    if len(slots) == 0:
+        return out
+    from flashstate.kernels.pool import read_states_kernel
+
+    programs, constants = _launch("pool_read", state, slots)
+    with torch.cuda.device_of(slots):
+        read_states_kernel[(programs,)](
+            state_view(state.data, state.scale), out, slots, enable_fp_fusion=False, **constants
+        )
+    return out
+
+
+def _launch(op: str, state: State, slots: Tensor) -> tuple[int, dict[str, Any]]:
+    """How many programs a call has, and what both kernels are compiled for."""
+    _, heads, rows, cols = state.data.shape
+    vector = access_width(state.data)
+    problem = Problem(op, rows, cols, dtype_name(state.data.dtype), state.rounding, vector, len(slots) * heads)
+    config = choose(problem, gpu_name(slots.device))
+    programs = len(slots) * heads * -(-rows // config.block_rows)
+    if programs >= 1 << 31:
+        raise ValueError(f"slots must need fewer than 2^31 programs, got {programs} for {len(slots)} slots")
+    return programs, {
+        "H": heads, "ROWS": rows, "COLS": cols, "VECTOR": vector, "TARGET": kernel_target(slots.device),
+        "BLOCK_ROWS": config.block_rows, "BLOCK_COLS": problem.block_cols, "num_warps": config.num_warps,
+    }  # fmt: skip
