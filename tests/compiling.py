@@ -58,7 +58,7 @@ class Launch:
 def describe(
     value: Any, path: tuple[int, ...], specialize: bool, constants: dict[Any, Any], attributes: dict[Any, Any]
 ) -> Any:
-    """The type of an argument, as Triton specialises it: None and 1 are constants, multiples of 16 are known as such."""
+    """The type of an argument as Triton specialises it: None and 1 are constants, multiples of 16 known as such."""
     if isinstance(value, tuple):
         return tuple(describe(v, (*path, i), specialize, constants, attributes) for i, v in enumerate(value))
     if value is None or (specialize and isinstance(value, int) and value == 1):
@@ -89,6 +89,7 @@ def recorded(module: str, name: str, architecture: int | str) -> Iterator[list[L
     with (
         mock.patch(f"{module}.{name}", Recorder()),
         mock.patch.object(backend, "_interpreting", True),
-        mock.patch("flashstate.ops.mamba2.kernel_target", lambda device: target_of(architecture)),
+        mock.patch("flashstate.ops.mamba2.kernel_target", return_value=target_of(architecture)),
+        mock.patch("flashstate.ops.pool.kernel_target", return_value=target_of(architecture)),
     ):
         yield launches

@@ -3,100 +3,50 @@
 import os
 import re
 import subprocess
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from compiling import recorded
 
+from flashstate import StatePool
+from flashstate.launch import override
 from flashstate.launch.config import Config, load_table, valid_configs
-from flashstate.state.formats import PORTABLE_FORMATS
-from flashstate.testing import REAL_CASES, Case, dtype
+from flashstate.laws.tokens import TREE, make_snapshots
+from flashstate.state.formats import FORMATS, PORTABLE_FORMATS
+from flashstate.testing import REAL_CASES, Case, Inputs, dtype, make_inputs
 
 pytestmark = pytest.mark.compiled
 
-NVIDIA = (80, 89, 90, 100, 103, 120)
-AMD = ("gfx942", "gfx950")
-TRITON_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-SHAPE = Case(4, 16, 1, 64, 128, x="bfloat16", bc="bfloat16", dt="bfloat16")
-CONFIGS = (Config(4, 1), Config(8, 1))
+CPU = torch.device("cpu")
+ARCHITECTURES = (80, 89, 90, 100, 103, 120, "gfx942", "gfx950")
+SHAPE = Case(2, 16, 1, 64, 128, x="bfloat16", bc="bfloat16", dt="bfloat16", slots=4)
+Call = Callable[[Case, Inputs], object]
+
+
+def plain(case: Case, inputs: Inputs) -> object:
+    return inputs.step()
 
 
 @cache
-def compile_step(
-    case: Case,
-    config: Config,
-    architecture: int | str,
-    rounding: str = "",
-    vector: int = 0,
-    paged: bool = False,
-    update: bool = True,
-) -> Any:
-    """mamba2_step_kernel as a call with this case would compile it; `rounding` and `vector` as kernels know them.
-
-    `paged`: separate write slots, 64-bit slot numbers and a slot stride past 32 bits.
-    """
-    from flashstate.kernels.mamba2 import UNSPECIALIZED, mamba2_step_kernel
-
-    problem = case.problem
-    stochastic = case.rounding != "nearest"
-    constants = {
-        "H": case.heads, "HEADS_PER_GROUP": case.heads // case.groups, "ROWS": case.rows, "COLS": case.cols,
-        "VECTOR": vector or problem.vector, "D_PER_ROW": case.D == "row", "DT_SOFTPLUS": case.dt_softplus,
-        "UPDATE": update, "ROUNDING": rounding or case.rounding, "ROUNDS": 10,
-        "BLOCK_ROWS": config.block_rows, "BLOCK_COLS": problem.block_cols,
-        **({} if paged else {"write_ptr": None}),
-        **({} if stochastic else {"seed_ptr": None}),
-        **({} if case.D else {"D_ptr": None}),
-        **({} if case.z else {"z_ptr": None}),
-        **({} if case.dt_bias else {"dt_bias_ptr": None}),
-    }  # fmt: skip
-    pointers = {"state_ptr": case.format, "A_ptr": case.parameters, "D_ptr": case.parameters, "dt_ptr": case.dt,
-                "dt_bias_ptr": case.parameters, "B_ptr": case.bc, "C_ptr": case.bc}  # fmt: skip
-    index = "*i64" if paged else "*i32"
-    integers = {"seed_ptr": "*i64", "read_ptr": index, "write_ptr": index, "fault_ptr": "*i64"}
-    signature, attributes = {}, {}
-    for position, name in enumerate(mamba2_step_kernel.arg_names):
-        if name in constants:
-            signature[name] = "constexpr"
-        elif name.endswith("_ptr"):
-            signature[name] = integers.get(name) or f"*{TRITON_NAMES[pointers.get(name, case.x)]}"
-            if name != "state_ptr" or constants["VECTOR"] > 1:
-                attributes[(position,)] = [["tt.divisibility", 16]]
-        else:
-            signature[name] = "i64" if paged and name == "slot_stride" else "i32"
-            if name not in UNSPECIALIZED and name != "slot_stride":
-                attributes[(position,)] = [["tt.divisibility", 16]]
-    return compile_for(architecture, mamba2_step_kernel, signature, constants, attributes, config.num_warps)
-
-
-def compile_for(
-    architecture: int | str,
-    kernel: Any,
-    signature: dict[str, str],
-    constants: dict[str, Any],
-    attributes: dict[tuple[int], Any],
-    num_warps: int,
-) -> Any:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    nvidia = isinstance(architecture, int)
-    target = GPUTarget("cuda", architecture, 32) if nvidia else GPUTarget("hip", architecture, 64)
-    source = ASTSource(kernel, signature, constants, attributes)
-    return triton.compile(source, target=target, options={"num_warps": num_warps, "enable_fp_fusion": True})
-
-
-def kernel_rounding(case: Case, architecture: int | str) -> str:
-    return "stochastic_ptx" if case.rounding == "stochastic" and isinstance(architecture, int) else case.rounding
+def compile_step(case: Case, config: Config, architecture: int | str, call: Call = plain) -> Any:
+    """mamba2_step_kernel as a call with this case would compile it."""
+    inputs = make_inputs(case, CPU)
+    with recorded("flashstate.kernels.mamba2", "mamba2_step_kernel", architecture) as launches, override(config):
+        call(case, inputs)
+    (launch,) = launches
+    return launch.compile(architecture)
 
 
 def spilled_bytes(kernel: Any, tmp_path: Path) -> int:
-    """Bytes of registers that did not fit: the stack of the machine code on NVIDIA, the spill counts on AMD."""
+    """What did not fit into registers: the stack of the machine code on NVIDIA, the vector registers spilled on AMD
+    (scalar ones go to vector registers, not to memory)."""
     if "amdgcn" in kernel.asm:
-        return sum(int(n) for n in re.findall(r"\.[sv]gpr_spill_count:\s+(\d+)", kernel.asm["amdgcn"]))
+        return sum(int(n) for n in re.findall(r"\.vgpr_spill_count:\s+(\d+)", kernel.asm["amdgcn"]))
     import triton
 
     binary = tmp_path / "kernel.cubin"
@@ -110,91 +60,183 @@ def spilled_bytes(kernel: Any, tmp_path: Path) -> int:
     return sum(int(stack) + int(local) for stack, local in found)
 
 
-def access_bytes(kernel: Any) -> tuple[int, ...]:
-    """Bytes of a load and of a store of state: on NVIDIA of those with a hint, which must all be equal; on AMD the
-    widest there are."""
+def access_bytes(kernel: Any) -> tuple[set[int], set[int]]:
+    """Bytes of the loads and of the stores of state and scales: on NVIDIA those with a hint, on AMD the widest."""
     if "amdgcn" in kernel.asm:
         widths = {"dwordx4": 16, "b128": 16, "dwordx2": 8, "b64": 8, "dword": 4, "b32": 4, "ushort": 2, "short": 2}
         found = re.findall(r"(?:global|buffer)_(load|store)_(\w+)", kernel.asm["amdgcn"])
-        return tuple(max(widths.get(w, 1) for kind, w in found if kind == wanted) for wanted in ("load", "store"))
+        loads, stores = ({max(widths.get(w, 1) for kind, w in found if kind == k)} for k in ("load", "store"))
+        return loads, stores
     found = re.findall(r"\b(ld|st)\.global\.L1::evict_first[\w:.]*?(?:\.v(\d))?\.b(\d+)\b", kernel.asm["ptx"])
-    (load,), (store,) = ({int(n or 1) * int(bits) // 8 for kind, n, bits in found if kind == k} for k in ("ld", "st"))
-    return load, store
+    loads, stores = ({int(n or 1) * int(bits) // 8 for kind, n, bits in found if kind == k} for k in ("ld", "st"))
+    return loads, stores
 
 
-@pytest.mark.parametrize("architecture", [*NVIDIA, *AMD])
-@pytest.mark.parametrize(("name", "rounding"), PORTABLE_FORMATS)
-def test_every_architecture_compiles_with_16_byte_accesses_and_no_spills(
+def expected_accesses(architecture: int | str, name: str) -> set[int]:
+    """16 bytes of data, and 4 of a scale where there are some."""
+    scaled = isinstance(architecture, int) and FORMATS[dtype(name)].scaled
+    return {16, 4} if scaled else {16}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(("name", "rounding"), [(f.name, f.roundings[:2][-1]) for f in FORMATS.values()])
+def test_every_format_compiles_with_16_byte_accesses_and_no_spills(
     architecture: int | str, name: str, rounding: str, tmp_path: Path
 ) -> None:
-    case = replace(SHAPE, format=name, rounding=rounding)
-    for config in CONFIGS:
-        kernel = compile_step(case, config, architecture, kernel_rounding(case, architecture))
-        assert access_bytes(kernel) == (16, 16)
-        assert spilled_bytes(kernel, tmp_path) == 0
+    kernel = compile_step(replace(SHAPE, format=name, rounding=rounding), Config(8, 1), architecture)
+    want = expected_accesses(architecture, name)
+    assert access_bytes(kernel) == (want, want)
+    assert spilled_bytes(kernel, tmp_path) == 0
 
 
-@pytest.mark.parametrize("architecture", [*NVIDIA, *AMD])
-def test_every_architecture_compiles_the_other_forms(architecture: int | str, tmp_path: Path) -> None:
-    from flashstate.kernels.seeds import advance_seeds_kernel
+def paged(case: Case, inputs: Inputs) -> object:
+    """Separate write slots, 64-bit slot numbers and a slot stride past 32 bits."""
+    data = inputs.state.data
+    stride = (1 << 31) + 16
+    far = torch.empty(0, dtype=data.dtype).set_(data.untyped_storage(), 0, (1, *data.shape[1:]), data.stride())
+    inputs.state = replace(inputs.state, data=far.as_strided(far.shape, (stride, *far.stride()[1:])), seed=None)
+    slots = inputs.slots.long()
+    return inputs.step(slots=inputs.at(read=slots, write=slots))
 
-    case = replace(SHAPE, format="float16", rounding="stochastic", D="row")
-    rounding = kernel_rounding(case, architecture)
-    paged = compile_step(case, Config(8, 1), architecture, rounding, paged=True)
-    assert access_bytes(paged) == (16, 16)
-    assert spilled_bytes(paged, tmp_path) == 0
-    assert spilled_bytes(compile_step(case, Config(8, 1), architecture, rounding, update=False), tmp_path) == 0
-    names = advance_seeds_kernel.arg_names
-    types = ("*i64", "*i32", "*i64", "i32", "i32", "i32", "i64")
-    seeds = compile_for(architecture, advance_seeds_kernel, dict(zip(names, types, strict=True)), {}, {}, 1)
-    assert spilled_bytes(seeds, tmp_path) == 0
+
+def kept(case: Case, inputs: Inputs) -> object:
+    return inputs.step(update=False)
+
+
+def written_per_token(case: Case, inputs: Inputs) -> object:
+    read = inputs.slots[:, None].expand(-1, 3).contiguous()
+    write = torch.arange(case.batch * case.tokens).reshape(case.batch, case.tokens)
+    return inputs.step(slots=inputs.at(read=read, accepted=inputs.slots, write=write))
+
+
+def with_snapshots(case: Case, inputs: Inputs) -> object:
+    snapshots = make_snapshots(case, "int8", "stochastic", CPU)
+    return inputs.step(slots=inputs.at(snapshot_rows=inputs.slots), snapshots=snapshots)
+
+
+def with_a_tree(case: Case, inputs: Inputs) -> object:
+    parents = torch.tensor(TREE[: case.tokens]).repeat(case.batch, 1)
+    return inputs.step(slots=inputs.at(parents=parents), update=False)
+
+
+FLOAT16 = replace(SHAPE, format="float16", rounding="stochastic", D="row")
+SEVERAL = replace(SHAPE, tokens=4)
+FORMS: dict[str, tuple[Case, Call]] = {
+    "paged": (replace(SHAPE, format="float16"), paged),
+    "without update": (FLOAT16, kept),
+    "several tokens": (replace(FLOAT16, tokens=4), plain),
+    "packed tokens": (replace(FLOAT16, tokens=4, packed=True), plain),
+    "a slot for every token": (replace(SEVERAL, format="int8", rounding="stochastic"), written_per_token),
+    "snapshots": (SEVERAL, with_snapshots),
+    "a tree": (SEVERAL, with_a_tree),
+    "Mamba-1": (replace(SHAPE, heads=1, rows=256, cols=16, mamba1=True, D="row"), plain),
+}
+
+
+@pytest.mark.parametrize("architecture", [80, 90, 100, "gfx942"])
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_compiles_without_spills(architecture: int | str, form: str, tmp_path: Path) -> None:
+    case, call = FORMS[form]
+    kernel = compile_step(case, Config(max(8, case.problem.rows_per_warp), 1), architecture, call)
+    assert spilled_bytes(kernel, tmp_path) == 0
+    if isinstance(architecture, int):
+        loads, stores = access_bytes(kernel)
+        assert loads == expected_accesses(architecture, case.format)
+        assert 16 in stores or call in (kept, with_a_tree)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_architecture_compiles_the_small_kernels(architecture: int | str, tmp_path: Path) -> None:
+    pool = StatePool.mamba2(
+        slots=4, layers=1, heads=2, rows=64, cols=128, dtype=torch.int8, rounding="stochastic", seed=0
+    )
+    slots = [0, 2]
+    pool.acquire(4)
+    calls: dict[tuple[str, str], Callable[[], object]] = {
+        ("flashstate.kernels.seeds", "advance_seeds_kernel"): lambda: pool.advance(torch.tensor(slots)),
+        ("flashstate.kernels.pool", "write_states_kernel"): lambda: pool.write(0, slots, torch.zeros(2, 2, 64, 128)),
+        ("flashstate.kernels.pool", "read_states_kernel"): lambda: pool.read(0, slots),
+    }
+    for (module, name), call in calls.items():
+        with recorded(module, name, architecture) as launches:
+            call()
+        (launch,) = launches
+        assert spilled_bytes(launch.compile(architecture), tmp_path) == 0
 
 
 @pytest.mark.parametrize("architecture", [100, 103])
-def test_hardware_rounding_is_one_instruction_where_there_is_one(architecture: int) -> None:
-    case = replace(SHAPE, format="float16", rounding="stochastic")
-    kernel = compile_step(case, Config(8, 1), architecture, "stochastic_hw")
-    assert kernel.asm["ptx"].count("cvt.rs.f16x2.f32") == 8 * 128 // 32 // 2
-    assert access_bytes(kernel) == (16, 16)
+@pytest.mark.parametrize(
+    ("name", "instruction", "values"), [("float16", "f16x2", 2), ("float8_e4m3fn", "satfinite.e4m3x4", 4)]
+)
+def test_hardware_rounding_is_one_instruction_where_there_is_one(
+    architecture: int, name: str, instruction: str, values: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flashstate.state.state._check_hardware_rounding", lambda device: None)
+    case = replace(SHAPE, format=name, rounding="stochastic_hw")
+    kernel = compile_step(case, Config(8, 1), architecture)
+    assert kernel.asm["ptx"].count(f"cvt.rs.{instruction}.f32") == 8 * 128 // 32 // values
+    assert 16 in access_bytes(kernel)[1]
 
 
-@pytest.mark.parametrize("case", [c for c in REAL_CASES if c.batch != 64 and c.heads <= 16], ids=str)
+ODD_ON_HOPPER = [c for c in REAL_CASES if c.batch < 64 and c.heads <= 16 and c.cols != 128]
+
+
+@pytest.mark.parametrize("case", ODD_ON_HOPPER[::3], ids=str)
 def test_odd_shapes_compile_without_spills(case: Case, tmp_path: Path) -> None:
     config = Config(max(1, case.problem.rows_per_warp), 1)
-    assert spilled_bytes(compile_step(case, config, 90, kernel_rounding(case, 90)), tmp_path) == 0
+    assert spilled_bytes(compile_step(case, config, 90), tmp_path) == 0
 
 
-@pytest.mark.parametrize(("vector", "width"), [(8, 16), (4, 8), (2, 4), (1, 2)])
-def test_a_pool_is_accessed_as_widely_as_its_alignment_allows(vector: int, width: int) -> None:
-    case = replace(SHAPE, format="bfloat16")
-    assert access_bytes(compile_step(case, Config(8, 1), 90, vector=vector)) == (width, width)
+def narrowed(vector: int) -> Call:
+    """A pool whose slots lie so that accesses of `vector` elements are aligned, and no wider ones."""
+
+    def call(case: Case, inputs: Inputs) -> object:
+        data = inputs.state.data
+        size = data[0].numel()
+        pages = torch.zeros(case.slots, size + vector, dtype=data.dtype)
+        inputs.state = replace(inputs.state, data=pages[:, :size].view(data.shape))
+        return inputs.step()
+
+    return cache(lambda: call)()
 
 
-def reduced_layout(kernel: Any) -> tuple[list[int], list[int]]:
-    """Columns per thread and warps along the columns, of the tile that is summed over its columns."""
+NARROWED = {vector: narrowed(vector) for vector in (1, 2, 4, 8, 16)}
+
+
+@pytest.mark.parametrize(("name", "vector", "width"), [
+    ("bfloat16", 8, 16), ("bfloat16", 4, 8), ("bfloat16", 2, 4), ("bfloat16", 1, 2),
+    ("int8", 16, 16), ("int8", 8, 8), ("int8", 1, 1),
+])  # fmt: skip
+def test_a_pool_is_accessed_as_widely_as_its_alignment_allows(name: str, vector: int, width: int) -> None:
+    case = replace(SHAPE, format=name)
+    want = {width} if name == "bfloat16" else {width, 4}
+    assert access_bytes(compile_step(case, Config(8, 1), 90, NARROWED[vector])) == (want, want)
+
+
+def reduced_layout(kernel: Any) -> tuple[list[int], list[int], list[int]]:
+    """Columns per thread, threads and warps along the columns, of the tile that is summed over its columns."""
     text = kernel.asm["ttgir"]
     layouts = dict(re.findall(r"^(#\w+) = #ttg\.blocked<\{(.*)\}>$", text, re.M))
     name = re.search(r'"tt\.reduce".*?\}\) : \(tensor<\d+x\d+xf32, (#\w+)>\)', text, re.S)
     assert name, text
     layout = layouts[name[1]]
-    per_thread, warps = (re.search(rf"{key} = \[([\d, ]+)\]", layout) for key in ("sizePerThread", "warpsPerCTA"))
-    assert per_thread
-    assert warps
-    return [int(n) for n in per_thread[1].split(",")], [int(n) for n in warps[1].split(",")]
+    found = [re.search(rf"{key} = \[([\d, ]+)\]", layout) for key in ("sizePerThread", "threadsPerWarp", "warpsPerCTA")]
+    per_thread, threads, warps = ([int(n) for n in key[1].split(",")] for key in found if key)
+    return per_thread, threads, warps
 
 
 ORDERED = [
-    (replace(SHAPE, rows=rows, cols=cols, format=name, rounding=rounding), vector)
-    for rows, cols, name, rounding, vector in (
-        (64, 128, "float32", "nearest", 4),
-        (64, 128, "float32", "nearest", 1),  # a pool that is not aligned
-        (64, 128, "bfloat16", "nearest", 8),
-        (64, 128, "float16", "stochastic", 8),
-        (64, 128, "float16", "stochastic", 2),
-        (64, 256, "float32", "nearest", 4),  # a row is more than a warp reads at once
-        (80, 20, "bfloat16", "stochastic", 4),
-        (80, 16, "float16", "nearest", 8),
-        (4, 33, "float16", "nearest", 1),
+    (replace(SHAPE, rows=rows, cols=cols, format=name, rounding=rounding, tokens=tokens), vector)
+    for rows, cols, name, rounding, tokens, vector in (
+        (64, 128, "float32", "nearest", 0, 4),
+        (64, 128, "float32", "nearest", 0, 1),  # a pool that is not aligned
+        (64, 128, "float16", "stochastic", 0, 8),
+        (64, 128, "float16", "stochastic", 4, 2),
+        (64, 128, "int8", "stochastic", 0, 16),
+        (64, 256, "float32", "nearest", 0, 4),  # a row is more than a warp reads at once
+        (80, 20, "bfloat16", "stochastic", 0, 4),
+        (80, 16, "float8_e4m3fn", "nearest", 0, 16),
+        (4, 33, "float16", "nearest", 4, 1),
     )
 ]
 
@@ -203,24 +245,38 @@ ORDERED = [
 def test_no_valid_config_splits_a_row_over_warps(case: Case, vector: int) -> None:
     """The order of a row's sum is the layout of its columns: it must be the same for all configs of a problem."""
     problem = replace(case.problem, vector=vector)
+    call = plain if vector == case.problem.vector else NARROWED[vector]
     configs = valid_configs(problem)
     assert len(configs) > 2
     columns = set()
     for config in configs:
-        per_thread, warps = reduced_layout(compile_step(case, config, 90, kernel_rounding(case, 90), vector))
+        per_thread, threads, warps = reduced_layout(compile_step(case, config, 90, call))
         assert warps[1] == 1
-        columns.add(per_thread[1])
-    assert columns == {vector}
+        columns.add((per_thread[1], threads[1]))
+    assert len(columns) == 1
+    assert columns.pop()[0] == vector
+
+
+@pytest.mark.parametrize(("name", "rounding"), PORTABLE_FORMATS[::2])
+def test_every_form_sums_a_row_in_the_same_order(name: str, rounding: str) -> None:
+    """One token, several, a state after each of them, snapshots in another format, a tree: the same layout."""
+    one = replace(SHAPE, format=name, rounding=rounding)
+    several = replace(one, tokens=4)
+    forms = [(one, plain), (several, plain), (several, written_per_token), (several, with_snapshots)]
+    forms += [(several, with_a_tree), (replace(several, packed=True), plain)]
+    layouts = {str(reduced_layout(compile_step(case, Config(8, 1), 90, call))) for case, call in forms}
+    assert len(layouts) == 1
 
 
 def test_every_table_entry_compiles_without_spills(tmp_path: Path) -> None:
     table = load_table("NVIDIA H200")
     assert table
     for key, entries in table.items():
-        op, shape, name, rounding, _, vector = key.split()
+        op, shape, name, rounding, _, vector, _, tokens = key.split()
         rows, cols = map(int, shape.split("x"))
         assert op == "mamba2_step"
         assert int(vector) * dtype(name).itemsize == 16
-        case = replace(SHAPE, rows=rows, cols=cols, format=name, rounding=rounding)
+        count = 4 if tokens == "several" else 0
+        case = replace(SHAPE, rows=rows, cols=cols, format=name, rounding=rounding, tokens=count)
         for config in set(entries.values()):
-            assert spilled_bytes(compile_step(case, config, 90, kernel_rounding(case, 90)), tmp_path) == 0
+            assert spilled_bytes(compile_step(case, config, 90), tmp_path) == 0

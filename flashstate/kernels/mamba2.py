@@ -39,8 +39,11 @@ def load_head(ptr, offs_d, mask_d, PER_ROW: tl.constexpr):
         return tl.load(ptr).to(tl.float32)
 
 
+# Of the alignment of snapshots only SNAPSHOT_VECTOR is known: accesses wider than those of the pool would change the
+# layout of the tile, and with it the order in which a row is summed.
 UNSPECIALIZED = [
-    "dt_view", "read", "write", "parents", "snapshot_rows", "tokens", "longest", "num_slots", "null", "stream"
+    "snapshots", "dt_view", "read", "write", "parents", "snapshot_rows", "tokens", "longest", "num_slots", "null",
+    "stream",
 ]  # fmt: skip
 
 
@@ -57,7 +60,7 @@ def mamba2_step_kernel(
     longest,  # entries that write, parents and snapshots have for the tokens of a row
     num_slots, null, stream,
     H: tl.constexpr, HEADS_PER_GROUP: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-    VECTOR: tl.constexpr, SNAPSHOT_VECTOR: tl.constexpr,  # elements per access; they divide the strides of data
+    VECTOR: tl.constexpr, SNAPSHOT_VECTOR: tl.constexpr,  # elements per access
     A_PER_ELEMENT: tl.constexpr, DT_PER_ROW: tl.constexpr, BIAS_PER_ROW: tl.constexpr, D_PER_ROW: tl.constexpr,
     DT_SOFTPLUS: tl.constexpr, ONE_TOKEN: tl.constexpr,
     STORES: tl.constexpr,  # after which tokens the pool is written: "last", "every" or "none"

@@ -26,11 +26,19 @@ def tile_at(first_row, last_row, COLS: tl.constexpr, BLOCK_ROWS: tl.constexpr, B
 
 
 @triton.jit
+def tile_ptrs(ptr, offset, tile, VECTOR: tl.constexpr):
+    """Pointers to a tile of the slot at `offset`, where accesses of VECTOR elements are aligned."""
+    first, offsets, _, _, _ = tile
+    slot_ptr = tl.multiple_of(ptr + offset, VECTOR * ptr.dtype.element_ty.primitive_bitwidth // 8)
+    return slot_ptr + first + offsets
+
+
+@triton.jit
 def load_state(ptr, scale_ptr, offset, scale_offset, live, tile, VECTOR: tl.constexpr, TARGET: tl.constexpr):
-    """The float32 values of a tile of the slot at `offset`, a multiple of VECTOR elements; undefined where masked."""
-    first, offsets, rows, mask, mask_rows = tile
+    """The float32 values of a tile of the slot at `offset`; undefined where masked."""
+    _, _, rows, mask, mask_rows = tile
     dtype: tl.constexpr = ptr.dtype.element_ty
-    ptrs = ptr + tl.multiple_of(offset, VECTOR) + first + offsets
+    ptrs = tile_ptrs(ptr, offset, tile, VECTOR)
     mask = tl.where(live, mask, False)
     if dtype == tl.bfloat16:
         code = tl.load(ptrs.to(tl.pointer_type(tl.uint16), bitcast=True), mask=mask, eviction_policy="evict_first")
@@ -54,9 +62,9 @@ def store_state(
     ROUNDING: tl.constexpr, VECTOR: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """Round the float32 tile `v`, which is zero in columns that do not exist, and store it."""
-    first, offsets, rows, mask, mask_rows = tile
+    _, _, rows, mask, mask_rows = tile
     dtype: tl.constexpr = ptr.dtype.element_ty
-    ptrs = ptr + tl.multiple_of(offset, VECTOR) + first + offsets
+    ptrs = tile_ptrs(ptr, offset, tile, VECTOR)
     if scale_ptr is None:
         code = to_float(v, random, dtype, ROUNDING, TARGET)
     else:

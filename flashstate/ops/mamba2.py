@@ -196,7 +196,7 @@ def _run(
             (snapshot_rows, 0 if snapshot_data is None else snapshot_data.shape[0]),
             num_tokens, max_len or 0 if packed else num_tokens, num_slots, null, stream,
             H=heads, HEADS_PER_GROUP=heads // B.shape[-2], ROWS=rows, COLS=cols,
-            VECTOR=vector, SNAPSHOT_VECTOR=1 if snapshot_data is None else access_width(snapshot_data),
+            VECTOR=vector, SNAPSHOT_VECTOR=1 if snapshot_data is None else min(vector, access_width(snapshot_data)),
             A_PER_ELEMENT=A.dim() == 3, DT_PER_ROW=dt.dim() == token_axes + 2,
             BIAS_PER_ROW=dt_bias is not None and dt_bias.dim() == 2, D_PER_ROW=D is not None and D.dim() == 2,
             DT_SOFTPLUS=dt_softplus, ONE_TOKEN=one_token,
