@@ -15,11 +15,11 @@ CPU = torch.device("cpu")
 META = torch.device("meta")
 CASE = Case(batch=3, heads=4, groups=2, rows=6, cols=5, format="float16", rounding="stochastic", x="float16")
 T = 3
-SNAPSHOTS = (5, 6, 4, 6, 5)  # room for more rows and tokens than there are
 FORMS = {
     form: replace(CASE, tokens=tokens, packed=packed)
     for form, tokens, packed in (("one token", 0, False), ("several tokens", T, False), ("packed", T, True))
 }
+SMALL_FORMS = {form: replace(case, heads=1, groups=1, rows=2, cols=3) for form, case in FORMS.items()}  # to be run
 ALL_FORMS = {**FORMS, **{f"{form} per row": replace(case, mamba1=True, D="row") for form, case in FORMS.items()}}
 
 Arguments = dict[str, Any]
@@ -158,14 +158,14 @@ def slots_arguments() -> Arguments:
 
 
 def step_arguments(case: Case = CASE, device: torch.device = CPU) -> Arguments:
-    """All arguments of a call that is right, `out`, snapshots and the slots no row has among them."""
+    """All arguments of a call that is right: `out`, and snapshots with room for more rows and tokens, among them."""
     inputs = make_inputs(case, device)
     return {
         "state": inputs.state,
         **inputs.arguments,
         **inputs.options,
         "slots": inputs.at() if case.packed else inputs.slots,
-        "snapshots": torch.full(SNAPSHOTS, 7.0, dtype=torch.float16, device=device),
+        "snapshots": torch.full((5, 6, case.heads, case.rows, case.cols), 7.0, dtype=torch.float16, device=device),
         "update": True,
         "out": torch.full_like(inputs.arguments["x"], 7.0),
     }

@@ -3,21 +3,29 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import FrozenInstanceError, fields, replace
-from itertools import product
+from itertools import cycle
 from typing import Any
 
 import pytest
 import torch
 from refusals import (
-    CASE,
-    FORMS,
-    memory_of,
+    CPU,
+    META,
+    SMALL_FORMS,
+    Arguments,
+    Change,
+    at,
+    both,
+    columns,
+    given,
+    only,
     scaled_arguments,
     slots_arguments,
     state_arguments,
     step_arguments,
-    tensors_of,
+    strided,
 )
+from torch import Tensor
 
 import flashstate
 from flashstate import Slots, State
@@ -26,8 +34,6 @@ from flashstate.state.faults import fault_flag
 from flashstate.state.state import as_snapshots
 from flashstate.testing import Case
 
-CPU = torch.device("cpu")
-META = torch.device("meta")
 SEED_STEP = 0x9E3779B97F4A7C15
 
 
@@ -252,6 +258,16 @@ def test_advance_skips_and_reports_a_slot_past_the_pool(
 
 
 @EVERYWHERE
+def test_advance_moves_the_accepted_slots(device: torch.device, implementation: Implementation) -> None:
+    read, accepted = torch.tensor([[0, 1], [2, 3], [4, 5]], device=device), torch.tensor([2, 0, 1], device=device)
+    state = state_with_seeds(device)
+    with implementation():
+        state.advance(Slots(read, accepted=accepted))
+    assert state.seed is not None
+    assert state.seed.tolist() == advanced({1: 1, 4: 1})
+
+
+@EVERYWHERE
 def test_a_step_reads_seeds_and_leaves_them(device: torch.device, implementation: Implementation) -> None:
     state, one = state_with_seeds(device), torch.ones(6, 1, 1, device=device)
     cols = torch.ones(6, 1, 8, device=device)
@@ -260,6 +276,127 @@ def test_a_step_reads_seeds_and_leaves_them(device: torch.device, implementation
     assert state.seed is not None
     assert state.seed.tolist() == list(SEEDS)
     assert not (state.data == 1.5).any()
+
+
+def wide(numbers: Tensor) -> Tensor:
+    """The numbers in the second column of a table that is a view of a wider one."""
+    return torch.stack([numbers + 90, numbers + 90, numbers, numbers + 90], 1)[:, 1:3]
+
+
+def everything_at(*kinds: torch.dtype) -> Change:
+    """Every table there is, of these types."""
+
+    def change(arguments: Arguments) -> Arguments:
+        read = arguments["slots"].read
+        first_only = torch.stack([read, -1 - read, -1 - read], 1)
+        tables = {
+            "read": wide(read),
+            "accepted": torch.full_like(read, 2),
+            "write": first_only,
+            "snapshot_rows": torch.arange(3).flip(0).to(read),
+            "parents": torch.tensor([-1, 0, 0]).to(read).repeat(3, 1),
+            "cu_seqlens": arguments["slots"].cu_seqlens,
+        }
+        typed = {name: table.to(kind) for (name, table), kind in zip(tables.items(), cycle(kinds), strict=False)}
+        return at(**typed)(arguments)
+
+    return change
+
+
+def same_rows(numbers: Tensor) -> Tensor:
+    return torch.arange(3).to(numbers)
+
+
+def chain(numbers: Tensor) -> Tensor:
+    return torch.tensor([-1, 0, 1]).to(numbers).repeat(3, 1)
+
+
+INT32, INT64, AS_IT_IS = torch.int32, torch.int64, given()
+EQUAL: list[tuple[str, str, Change, Change]] = [
+    ("accepted slots of a wider table", "several tokens", at(read=wide, accepted=lambda t: t * 0 + 2), AS_IT_IS),
+    ("slots that are every second entry", "several tokens", at(read=strided, write=strided), AS_IT_IS),
+    ("tables of mixed types", "packed", everything_at(INT32, INT64), everything_at(INT64)),
+    ("tables of other mixed types", "packed", everything_at(INT64, INT32), everything_at(INT64)),
+    ("a slot to write for the one token", "one token", at(write=columns(1)), AS_IT_IS),
+    ("snapshot rows that are the rows", "several tokens", at(snapshot_rows=same_rows), AS_IT_IS),
+    ("parents that are the token before", "packed", both(given(update=False), at(parents=chain)), given(update=False)),
+    ("a larger max_len", "packed", at(max_len=6), AS_IT_IS),
+    ("the largest null", "several tokens", at(null=(1 << 63) - 1), AS_IT_IS),
+    ("the smallest null", "several tokens", at(null=-(1 << 63)), AS_IT_IS),
+    ("a State of snapshots", "packed", only("snapshots", lambda t: State(t, rounding="stochastic")), AS_IT_IS),
+]
+
+
+@EVERYWHERE
+@pytest.mark.parametrize(("form", "change", "same"), [equal[1:] for equal in EQUAL], ids=[equal[0] for equal in EQUAL])
+def test_a_call_equals_a_plainer_one_with(
+    device: torch.device, implementation: Implementation, form: str, change: Change, same: Change
+) -> None:
+    runs = []
+    for change_it in (change, same):
+        arguments = step_arguments(SMALL_FORMS[form], device)
+        with implementation():
+            flashstate.mamba2_step(**{**arguments, **change_it(arguments)})
+        runs.append([arguments["out"], arguments["state"].data, arguments["snapshots"]])
+    assert all(map(torch.equal, *runs))
+    assert not (arguments["snapshots"] == 7.0).all()
+    flashstate.check_faults()
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("form", SMALL_FORMS)
+def test_snapshots_may_have_room_for_more(device: torch.device, implementation: Implementation, form: str) -> None:
+    case = SMALL_FORMS[form]
+    runs = []
+    for rows, tokens in ((3, case.tokens or 1), (5, 6)):
+        arguments = step_arguments(case, device)
+        snapshots = torch.full((rows, tokens, 1, 2, 3), 7.0, device=device)
+        with implementation():
+            flashstate.mamba2_step(**{**arguments, "snapshots": snapshots})
+        runs.append(snapshots)
+    exact, larger = runs
+    assert torch.equal(larger[: exact.shape[0], : exact.shape[1]], exact)
+    larger[: exact.shape[0], : exact.shape[1]] = 7.0
+    assert (larger == 7.0).all()
+
+
+def tokens_cut(arguments: Arguments) -> Arguments:
+    return {name: arguments[name][:, :0] for name in ("x", "dt", "B", "C", "z", "out")}
+
+
+EMPTY: list[tuple[str, Case, Change]] = [
+    *[(f"an empty batch, {form}", replace(case, batch=0), AS_IT_IS) for form, case in SMALL_FORMS.items()],
+    *[
+        (f"an empty batch with empty snapshots, {form}", replace(case, batch=0), only("snapshots", lambda t: t[:0]))
+        for form, case in SMALL_FORMS.items()
+    ],
+    ("no tokens", SMALL_FORMS["several tokens"], tokens_cut),
+    ("no tokens, with a table for them", SMALL_FORMS["several tokens"], both(tokens_cut, at(write=columns(0)))),
+    ("no tokens, packed", SMALL_FORMS["packed"], at(cu_seqlens=lambda t: torch.zeros(4).to(t))),
+    (
+        "no tokens, packed and with max_len 0",
+        SMALL_FORMS["packed"],
+        at(cu_seqlens=lambda t: torch.zeros(4).to(t), max_len=0),
+    ),
+]
+
+
+@EVERYWHERE
+@pytest.mark.parametrize(("case", "change"), [empty[1:] for empty in EMPTY], ids=[empty[0] for empty in EMPTY])
+def test_nothing_is_written_for(
+    device: torch.device, implementation: Implementation, case: Case, change: Change
+) -> None:
+    arguments = step_arguments(case, device)
+    arguments.update(change(arguments))
+    pool, seed = arguments["state"].data.clone(), arguments["state"].seed.clone()
+    with implementation(), flashstate.debug():
+        y = flashstate.mamba2_step(**arguments)
+    assert y is arguments["out"]
+    assert (y == 0).all()
+    assert torch.equal(arguments["state"].data, pool)
+    assert torch.equal(arguments["state"].seed, seed)
+    assert (arguments["snapshots"] == 7.0).all()
+    flashstate.check_faults()
 
 
 def step(device: torch.device, slots: Slots, tokens: int, **options: Any) -> None:
@@ -273,7 +410,7 @@ def step(device: torch.device, slots: Slots, tokens: int, **options: Any) -> Non
     flashstate.mamba2_step(state_with_seeds(device), x, x[..., 0], A, B, B, slots=slots, **options)
 
 
-FIRST, NONE = [0, 1, 2], [-1, -1, -1]
+FIRST = [0, 1, 2]
 FAULTS: list[tuple[str, dict[str, Any], list[str]]] = [
     ("nothing", {"read": [0, -1, 5], "write": [3, 77, -8]}, []),
     ("a read slot", {"read": [0, 77, 1]}, ["read slot 77"]),
@@ -321,6 +458,7 @@ def test_check_faults_raises_once_and_names(
 
 UNUSED: dict[str, dict[str, Any]] = {
     "write slots of tokens": {"write": torch.tensor([[3, 88], [88, 88], [4, 5]])},
+    "write slots of rows": {"write": torch.tensor([3, 88, 4])},
     "snapshot rows": {"snapshot_rows": torch.tensor([0, 9, 1])},
 }
 
@@ -329,11 +467,8 @@ UNUSED: dict[str, dict[str, Any]] = {
 @EVERYWHERE
 @pytest.mark.parametrize("tables", UNUSED.values(), ids=UNUSED)
 def test_entries_for_tokens_that_a_row_does_not_have_are_no_faults(
-    device: torch.device, implementation: Implementation, tables: dict[str, Any], request: pytest.FixtureRequest
+    device: torch.device, implementation: Implementation, tables: dict[str, Any]
 ) -> None:
-    if implementation is contextlib.nullcontext and device == CPU:
-        reason = "reference.resolve_write and resolve_snapshot_rows note entries that no token uses"
-        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
     bounds = torch.tensor([0, 1, 1, 3], device=device)
     tables = {name: table.to(device) for name, table in tables.items()}
     slots = Slots(torch.tensor(FIRST, device=device), cu_seqlens=bounds, max_len=2, **tables)

@@ -158,9 +158,10 @@ def mamba2_step_kernel(
             )  # fmt: skip
 
     if STORES == "last":
-        to = resolve_write(write, b, 0, slot, live, num_slots, null, fault_ptr)
+        goes = live
         if not ONE_TOKEN:
-            to = tl.where(count > 0, to, -1)
+            goes = live & (count > 0)
+        to = tl.where(goes, resolve_write(write, b, 0, slot, goes, num_slots, null, fault_ptr), -1)
         store_state(
             data_ptr, scale_ptr, to * slot_stride, to * scale_stride, to >= 0, tile, s, random,
             ROUNDING, VECTOR, TARGET,

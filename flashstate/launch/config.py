@@ -71,10 +71,10 @@ def next_power_of_2(n: int) -> int:
 
 
 def access_width(data: torch.Tensor) -> int:
-    """Elements per access that a pool's alignment allows. Of a pointer, Triton knows only if it is 16-byte aligned."""
+    """Elements per access that the alignment of a state allows. Of a pointer, Triton knows only multiples of 16."""
     if data.data_ptr() % ACCESS_BYTES:
         return 1
-    return math.gcd(data.shape[-1], data.stride(0), ACCESS_BYTES // data.element_size())
+    return math.gcd(data.shape[-1], *data.stride()[:-3], ACCESS_BYTES // data.element_size())
 
 
 _overridden: Config | None = None

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from flashstate.ops.tokens import Tokens
-from flashstate.reference.state_io import resolve_read, resolve_snapshot_rows, resolve_write
+from flashstate.reference.state_io import resolve, resolve_read
 from flashstate.state.faults import check_faults
 from flashstate.state.slots import Slots
 from flashstate.state.state import State
@@ -46,16 +45,15 @@ def check_contents(state: State, tokens: Tokens, slots: Slots | None, snapshots:
         return
     if slots.read.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("flashstate.debug() reads tensors on the host, which a CUDA graph cannot capture")
-    check_faults()  # of earlier calls
     num_slots, device = state.data.shape[0], slots.read.device
     if slots.cu_seqlens is not None:
         _check_boundaries(slots.cu_seqlens, tokens.sizes[0], slots.longest)
     length = _lengths(slots, tokens)
     read = resolve_read(slots, tokens.batch, num_slots, device)
     read = torch.where(length > 0, read, -1)  # a row without tokens does nothing
-    write = resolve_write(_without_unused(slots, length), read, num_slots)
-    rows = None if snapshots is None else resolve_snapshot_rows(slots, read, snapshots.data.shape[0])
-    check_faults()
+    write = _writes(slots, read, length, num_slots)
+    rows = None if snapshots is None else _snapshot_rows(slots, read, snapshots.data.shape[0])
+    check_faults()  # of earlier calls too
     if slots.parents is not None:
         _check_parents(slots.parents, torch.where(read >= 0, length, 0))
     if update:
@@ -72,12 +70,19 @@ def _lengths(slots: Slots, tokens: Tokens) -> Tensor:
     return torch.full((tokens.batch,), tokens.longest or 0, device=slots.read.device)
 
 
-def _without_unused(slots: Slots, length: Tensor) -> Slots:
-    """The same slots, but nothing in the entries of `write` for tokens that a row does not have."""
-    if slots.write is None or not slots.per_token:
-        return slots
-    index = torch.arange(slots.write.shape[1], device=length.device)
-    return replace(slots, write=torch.where(index < length[:, None], slots.write, -1))
+def _writes(slots: Slots, read: Tensor, length: Tensor, num_slots: int) -> Tensor:
+    """The slots that are written, (batch,) or (batch, T); -1 for none, as for tokens that a row does not have."""
+    if slots.write is None:
+        return read
+    goes = read >= 0
+    if slots.per_token:
+        goes = goes[:, None] & (torch.arange(slots.write.shape[1], device=read.device) < length[:, None])
+    return resolve("write", slots.write, goes, num_slots, slots.null)
+
+
+def _snapshot_rows(slots: Slots, read: Tensor, num_rows: int) -> Tensor:
+    rows = torch.arange(len(read), device=read.device) if slots.snapshot_rows is None else slots.snapshot_rows
+    return resolve("snapshot row", rows, read >= 0, num_rows)
 
 
 def _check_boundaries(cu_seqlens: Tensor, tokens: int, longest: int | None) -> None:

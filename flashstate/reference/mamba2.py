@@ -7,9 +7,8 @@ from torch import Tensor
 
 from flashstate.reference.state_io import (
     load_state,
+    resolve,
     resolve_read,
-    resolve_snapshot_rows,
-    resolve_write,
     store_state,
     token_positions,
 )
@@ -89,8 +88,8 @@ def mamba2_step(
     z = None if z is None else z.flatten(0, lead - 1)
     at = token_positions(slots, batch, x.shape[0], x.device)  # (batch, T)
     read = resolve_read(slots, batch, num_slots, x.device)
-    write = resolve_write(slots, read, num_slots)
-    rows = None if snapshots is None else resolve_snapshot_rows(slots, read, snapshots.data.shape[0])
+    write, null = (None, -1) if slots is None else (slots.write, slots.null)
+    rows = None if slots is None else slots.snapshot_rows
     seed = None if state.seed is None else state.seed[read]
     parents = None if slots is None else slots.parents
     longest = at.shape[1] if slots is None or slots.longest is None else slots.longest
@@ -111,19 +110,23 @@ def mamba2_step(
         if after is not None:
             after.append(s)
         index = torch.full_like(read, t)
-        if update and write.dim() == 2:
-            store_state(state, s, (torch.where(runs, column(write, t), -1),), seed, index)
-        if snapshots is not None and rows is not None and t < longest:
-            store_state(snapshots, s, (torch.where(runs, rows, -1), index), seed, index)
+        if update and write is not None and write.dim() == 2:
+            to = resolve("write", column(write, t), runs, num_slots, null)
+            store_state(state, s, (to,), seed, index)
+        if snapshots is not None and t < longest:
+            to = torch.arange(batch, device=x.device) if rows is None else rows
+            to = resolve("snapshot row", to, runs, snapshots.data.shape[0])
+            store_state(snapshots, s, (to, index), seed, index)
     out.copy_(y.reshape(out.shape))
-    if update and write.dim() == 1:
+    if update and (write is None or write.dim() == 1):
         length = (at >= 0).sum(1)
-        store_state(state, s, (torch.where(length > 0, write, -1),), seed, length - 1)
+        to = resolve("write", read if write is None else write, live & (length > 0), num_slots, null)
+        store_state(state, s, (to,), seed, length - 1)
 
 
 def column(table: Tensor, t: int) -> Tensor:
     """The entries (batch,) for token t; past the table, which only a row longer than max_len has, an invalid number."""
-    return table[:, t] if t < table.shape[1] else torch.full_like(table[:, 0], -2)
+    return table[:, t] if t < table.shape[1] else table.new_full((len(table),), -2)
 
 
 class Tree:

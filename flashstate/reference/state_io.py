@@ -16,42 +16,26 @@ def resolve_read(slots: Slots | None, batch: int, num_slots: int, device: torch.
     """The slot every row reads, (batch,) int64; -1 for padding."""
     if slots is None:
         return torch.arange(batch, device=device)
-    read = slots.read.long()
-    if slots.accepted is not None:
-        n, accepted = read.shape[1], slots.accepted.long()
-        inside = (accepted >= 1) & (accepted <= n)
-        _note("accepted", accepted[accepted > n], device)
-        column = torch.where(inside, accepted - 1, 0)
-        read = torch.where(inside, read.gather(1, column[:, None])[:, 0] if n else -1, -1)
-    return _in_pool("read", read, num_slots, slots.null, device)
+    if slots.accepted is None:
+        return resolve("read", slots.read, torch.ones_like(slots.read, dtype=torch.bool), num_slots, slots.null)
+    n, accepted = slots.read.shape[1], slots.accepted.long()
+    _note("accepted", accepted[accepted > n])
+    inside = (accepted >= 1) & (accepted <= n)
+    column = torch.where(inside, accepted - 1, 0)
+    read = slots.read.gather(1, column[:, None])[:, 0] if n else torch.full_like(accepted, -1)
+    return resolve("read", read, inside, num_slots, slots.null)
 
 
-def resolve_write(slots: Slots | None, read: Tensor, num_slots: int) -> Tensor:
-    """The slot every row writes, (batch,), or the slots its tokens do, (batch, T); -1 for none."""
-    if slots is None or slots.write is None:
-        return read
-    padding = read < 0 if slots.write.dim() == 1 else (read < 0)[:, None]
-    wanted = torch.where(padding, -1, slots.write.long())  # a padding row writes nothing, wherever it points
-    return _in_pool("write", wanted, num_slots, slots.null, read.device)
+def resolve(kind: str, numbers: Tensor, goes: Tensor, limit: int, null: int = -1) -> Tensor:
+    """Slots, or rows of snapshots, as int64: -1 where they are null, negative or past the limit, and unless `goes`."""
+    numbers = torch.where(goes, numbers.long(), -1)
+    _note(kind, numbers[(numbers >= limit) & (numbers != null)])
+    return torch.where((numbers < 0) | (numbers >= limit) | (numbers == null), -1, numbers)
 
 
-def resolve_snapshot_rows(slots: Slots | None, read: Tensor, num_rows: int) -> Tensor:
-    """The row of the snapshots that every row fills, (batch,); -1 for none."""
-    if slots is None or slots.snapshot_rows is None:
-        wanted = torch.arange(len(read), device=read.device)
-    else:
-        wanted = slots.snapshot_rows.long()
-    return _in_pool("snapshot row", torch.where(read < 0, -1, wanted), num_rows, -1, read.device)
-
-
-def _in_pool(kind: str, slot: Tensor, num_slots: int, null: int, device: torch.device) -> Tensor:
-    _note(kind, slot[(slot >= num_slots) & (slot != null)], device)
-    return torch.where((slot < 0) | (slot >= num_slots) | (slot == null), -1, slot)
-
-
-def _note(kind: str, outside: Tensor, device: torch.device) -> None:
+def _note(kind: str, outside: Tensor) -> None:
     if outside.numel():
-        fault_flag(device)[KINDS.index(kind)] = outside[0]
+        fault_flag(outside.device)[KINDS.index(kind)] = outside[0]
 
 
 def token_positions(slots: Slots | None, batch: int, tokens: int, device: torch.device) -> Tensor:
