@@ -1,111 +1,35 @@
-"""StatePool: slots that come clean and stay apart, states that go in and out, and wrong calls that change nothing."""
+"""StatePool: slots that come clean and stay apart, states that go in and out, and a host that does not wait."""
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
+from pools import (
+    CPU,
+    CUDA,
+    EVERY_FORMAT,
+    POISON,
+    bytes_of,
+    dirty,
+    gaps_are_poison,
+    in_pages,
+    is_clean,
+    make_pool,
+    memory_of,
+    same,
+    seed_of,
+    tensors_of,
 )
 from torch import Tensor
 
-import flashstate
-from flashstate import Slots, State, StatePool
+from flashstate import Slots, StatePool
 from flashstate.launch import Problem, interpreted, override, valid_configs
-from flashstate.state.formats import FORMATS, PORTABLE_FORMATS, decode, encode
+from flashstate.state.formats import decode, encode
 from flashstate.state.rounding import SEED_STEP, random_bits
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-EVERY_FORMAT = pytest.mark.parametrize(("name", "rounding"), PORTABLE_FORMATS)
 DEVICES = pytest.mark.parametrize("device", [CPU, pytest.param(CUDA, marks=pytest.mark.gpu)], ids=str)
-SHAPE = {"heads": 2, "rows": 3, "cols": 5}
-GAP = 3  # elements between the slots of a pool in pages
-POISON = 0x7F
-
-
-def make_pool(name: str = "float16", rounding: str = "stochastic", **options: Any) -> StatePool:
-    sizes = {"slots": 6, "layers": 2, **SHAPE, "stream": 7, "seed": 1}
-    return StatePool.mamba2(**{**sizes, "dtype": getattr(torch, name), "rounding": rounding, **options})
-
-
-def in_pages(formats: list[tuple[str, str]], slots: int, shape: tuple[int, ...], device: torch.device) -> list[State]:
-    """States of these formats that share a seed, with gaps between their slots; every byte is poison."""
-    seed = torch.arange(slots, device=device) * 0x5851F42D4C957F2D
-    states = []
-    for i, (name, rounding) in enumerate(formats):
-        dtype = getattr(torch, name)
-        scale = poisoned(slots, shape[:-1], torch.float32, device) if FORMATS[dtype].scaled else None
-        data = poisoned(slots, shape, dtype, device)
-        states.append(State(data, scale, rounding=rounding, seed=seed, stream=40 + i))
-    return states
-
-
-def poisoned(slots: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """(slots, *shape) with gaps between slots, all of it bytes that no clean slot has: NaN in every float format."""
-    size = torch.Size(shape).numel()
-    memory = torch.empty(slots, size + GAP, dtype=dtype, device=device)
-    memory.view(torch.uint8).fill_(POISON)
-    return memory[:, :size].unflatten(1, shape)
-
-
-def tensors_of(pool: StatePool) -> list[Tensor]:
-    """The tensors of a pool."""
-    states = [pool.layer(i) for i in range(pool.layers)]
-    tensors = [tensor for state in states for tensor in (state.data, state.scale)]
-    return [tensor for tensor in (*tensors, states[0].seed) if tensor is not None]
-
-
-def memory_of(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor's storage, gaps between slots among them."""
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-
-
-def gaps_are_poison(pool: StatePool) -> bool:
-    """Whether the memory between the slots of a pool in pages is as it was."""
-    pages = [t for t in tensors_of(pool) if t.stride(0) == t[0].numel() + GAP]
-    return all(bool((memory_of(t).view(len(t), -1)[:, t[0].nbytes :] == POISON).all()) for t in pages)
-
-
-def bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(torch.uint8)
-
-
-def same(one: Tensor, other: Tensor) -> bool:
-    """Equal bytes; a NaN is equal to any NaN."""
-    one, other = one.detach().cpu(), other.detach().cpu()
-    if one.dtype in (torch.float32, torch.bfloat16, torch.float16):
-        if not torch.equal(one.isnan(), other.isnan()):
-            return False
-        one, other = (torch.where(t.isnan(), torch.zeros_like(t), t) for t in (one, other))
-    return torch.equal(bytes_of(one), bytes_of(other))
-
-
-def seed_of(pool: StatePool) -> Tensor:
-    seed = pool.layer(0).seed
-    assert seed is not None
-    return seed
-
-
-def dirty(pool: StatePool) -> None:
-    """Poison all memory of a pool."""
-    for tensor in tensors_of(pool):
-        memory_of(tensor).fill_(POISON)
-
-
-def is_clean(pool: StatePool, slots: list[int]) -> bool:
-    states = [pool.layer(i) for i in range(pool.layers)]
-    zero = all(not bytes_of(state.data[slots]).any() for state in states)
-    return zero and all(bool((state.scale[slots] == 1).all()) for state in states if state.scale is not None)
 
 
 # What write stores and read gives
@@ -368,8 +292,9 @@ def test_a_wrapped_pool_holds_every_slot_until_it_is_released() -> None:
 def test_advance_moves_the_seeds_of_the_slots_that_are_read(device: torch.device) -> None:
     for slots, moved in (
         (None, range(6)),
-        ([0, 3, -1, 5], [3, 5]),  # with the pool's null
-        (Slots(torch.tensor([0, 3], device=device)), [0, 3]),  # with its own
+        ([0, 3, -1, 5], [0, 3, 5]),  # a bare tensor has no null but negatives
+        (Slots(torch.tensor([0, 3], device=device), null=0), [3]),
+        (Slots(torch.tensor([2, 3], device=device), cu_seqlens=torch.tensor([0, 0, 4], device=device)), [3]),
     ):
         pool = make_pool(null=0, device=device)
         pool.acquire(5)
@@ -408,147 +333,7 @@ def test_states_that_require_gradients_leave_no_trace() -> None:
     assert not pool.read(0, 0).requires_grad
 
 
-# Wrong calls
-
-
-def wrong_slots(name: str, call: Callable[[StatePool, Any], Any]) -> list[tuple[Any, ...]]:
-    """What every method refuses as slots, on a pool whose slots 0 to 3 are held and whose null is 5."""
-    wrong: list[tuple[Any, type[Exception], str]] = [
-        (4, ValueError, "must be held, but slot 4 is free"),
-        ([0, 4], ValueError, "must be held, but slot 4 is free"),
-        (5, ValueError, "must be held, but slot 5 is the null slot"),
-        (6, ValueError, "must be from 0 to 5, got 6"),
-        ([1, -1], ValueError, "must be from 0 to 5, got -1"),
-        (torch.tensor([1 << 40]), ValueError, "must be from 0 to 5, got 1099511627776"),
-        (True, TypeError, "must be an int, got True"),
-        ([1, 2.0], TypeError, "must be an int, got 2.0"),
-        (1.0, TypeError, "must be an int, a sequence of ints or an integer tensor, got float"),
-        (None, TypeError, "must be an int, a sequence of ints or an integer tensor, got NoneType"),
-        ("1", TypeError, "must be an int, a sequence of ints or an integer tensor, got str"),
-        (torch.tensor([1.0]), TypeError, "must be int32 or int64, got float32"),
-        (torch.tensor(True), TypeError, "must be int32 or int64, got bool"),
-        (torch.tensor([[1]]), ValueError, r"must have shape \(slots\), got \(1, 1\)"),
-    ]
-    return [
-        (lambda pool, slots=slots: call(pool, slots), error, f"^{name} {message}") for slots, error, message in wrong
-    ]
-
-
-ONE = torch.ones(1, 2, 3, 5)
-TWO = torch.ones(2, 2, 3, 5)
-TWICE = "must be distinct, got slot 1 more than once"
-REFUSALS: list[tuple[Any, ...]] = [
-    *wrong_slots("slots", lambda pool, slots: pool.release(slots)),
-    *wrong_slots("slots", lambda pool, slots: pool.reset(slots)),
-    *wrong_slots("slots", lambda pool, slots: pool.write(0, slots, ONE)),
-    *wrong_slots("slots", lambda pool, slots: pool.read(0, slots)),
-    *wrong_slots("src", lambda pool, slots: pool.copy(slots, 1)),
-    *wrong_slots("dst", lambda pool, slots: pool.copy(1, slots)),
-    (lambda pool: pool.release([1, 2, 1]), ValueError, f"^slots {TWICE}"),
-    (lambda pool: pool.reset([1, 1]), ValueError, f"^slots {TWICE}"),
-    (lambda pool: pool.write(0, [1, 1], TWO), ValueError, f"^slots {TWICE}"),
-    (lambda pool: pool.copy([0, 2], [1, 1]), ValueError, f"^dst {TWICE}"),
-    (lambda pool: pool.copy([0, 2], [1]), ValueError, "^dst must have as many slots as src, 2, got 1"),
-    (lambda pool: pool.copy(0, 1, keep_seed=1), TypeError, "^keep_seed must be True or False, got 1"),
-    (lambda pool: pool.acquire(2), RuntimeError, "^acquire needs 2 free slots, but only 1 of 6 are free"),
-    (lambda pool: pool.acquire(-1), ValueError, "^n must be from 0"),
-    (lambda pool: pool.acquire(1.0), TypeError, "^n must be an int, got 1.0"),
-    (lambda pool: pool.acquire(True), TypeError, "^n must be an int, got True"),
-    (lambda pool: pool.acquire(1, seed=[1, 2]), ValueError, "^seed must be one int, or one for each of 1 slots, got 2"),
-    (lambda pool: pool.acquire(1, seed=1.5), TypeError, "^seed must be an int, a sequence"),
-    (lambda pool: pool.acquire(1, seed=True), TypeError, "^seed must be an int, got True"),
-    (lambda pool: pool.acquire(1, seed=1 << 63), ValueError, "^seed must be from -9223372036854775808 to"),
-    (lambda pool: pool.reset([0, 1], seed=[1, "2"]), TypeError, "^seed must be an int, got '2'"),
-    (lambda pool: pool.reset([0, 1], seed=torch.tensor([1.0, 2.0])), TypeError, "^seed must be int32 or int64"),
-    (lambda pool: pool.reset([0, 1], seed=torch.tensor([1])), ValueError, r"^seed must have shape \(slots=2\)"),
-    (
-        lambda pool: pool.reset(0, seed=torch.tensor([1]).to("meta")),
-        ValueError,
-        "^seed is on meta, but the state is on",
-    ),
-    (lambda pool: pool.write(2, 0, ONE), IndexError, "^layer must be from 0 to 1, got 2"),
-    (lambda pool: pool.read(-1, 0), IndexError, "^layer must be from 0 to 1, got -1"),
-    (lambda pool: pool.write(0, 0, ONE.double()), TypeError, "^states must be float32 or bfloat16 or float16"),
-    (
-        lambda pool: pool.write(0, 0, ONE[0]),
-        ValueError,
-        r"^states must have shape \(slots=1, heads=2, rows=3, cols=5\)",
-    ),
-    (lambda pool: pool.write(0, [0, 1], ONE), ValueError, r"^states must have shape \(slots=2, "),
-    (lambda pool: pool.write(0, 0, ONE.tolist()), TypeError, "^states must be a tensor, got list"),
-    (
-        lambda pool: pool.write(0, 0, ONE.mT.contiguous().mT),
-        ValueError,
-        "^states must be contiguous along its last axis",
-    ),
-    (lambda pool: pool.write(0, 0, ONE.to("meta")), ValueError, "^states is on meta, but the state is on cpu"),
-    (lambda pool: pool.advance(2), TypeError, "^slots must be a Slots, an index tensor or None, got int"),
-    (lambda pool: pool.advance(torch.tensor([0.5])), TypeError, "^slots must be int32 or int64"),
-]
-
-
-def everything(pool: StatePool) -> tuple[Any, ...]:
-    """All that a call could change."""
-    memory = [memory_of(tensor).tolist() for tensor in tensors_of(pool)]
-    return memory, list(pool._free), set(pool._held), pool._generator.get_state().tolist()
-
-
-@pytest.mark.parametrize("name", ["float16", "int8"])
-def test_wrong_calls_are_refused_by_name_and_change_nothing(name: str) -> None:
-    pool = make_pool(name, null=5)
-    pool.acquire(4)
-    dirty(pool)
-    before = everything(pool)
-    for call, error, message in REFUSALS:
-        with pytest.raises(error, match=message):
-            call(pool)
-        assert everything(pool) == before, message
-
-
-def layers(*states: Any, **options: Any) -> Callable[[], StatePool]:
-    return lambda: StatePool.wrap(list(states), **options)
-
-
-HALF, WHOLE = torch.zeros(4, 2, 3, 5, dtype=torch.float16), torch.zeros(4, 2, 3, 5)
-SEEDED = State(HALF, seed=torch.zeros(4, dtype=torch.int64))
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda: make_pool(slots=0), ValueError, "^slots must be from 1 to"),
-        (lambda: make_pool(layers=2.0), TypeError, "^layers must be an int, got 2.0"),
-        (lambda: make_pool(rows=-1), ValueError, "^rows must be from 1 to"),
-        (lambda: make_pool("float64"), TypeError, "^dtype must be float32 or .* got float64"),
-        (lambda: make_pool(dtype="float16"), TypeError, "^dtype must be float32 or .* got 'float16'"),
-        (lambda: make_pool("float32"), ValueError, "^rounding='stochastic' is not for float32"),
-        (lambda: make_pool(rounding="up"), ValueError, "^rounding must be one of"),
-        (lambda: make_pool(rounding="stochastic_hw"), ValueError, "^rounding='stochastic_hw' needs an NVIDIA GPU"),
-        (lambda: make_pool(rounds=0), ValueError, "^rounds must be from 1 to 16"),
-        (lambda: make_pool(stream=(1 << 32) - 1), ValueError, "^stream must be from 0 to 4294967294"),
-        (lambda: make_pool(seed="a"), TypeError, "^seed must be an int"),
-        (lambda: make_pool(null=None), TypeError, "^null must be an int"),
-        (lambda: make_pool(device="meta"), ValueError, "^state is on meta"),
-        (
-            lambda: StatePool.gated_delta(slots=1, layers=1, heads=1, value_dim=0, key_dim=1),
-            ValueError,
-            "^value_dim must",
-        ),
-        (layers(), ValueError, "^states must have one State per layer, got none"),
-        (lambda: StatePool.wrap(State(WHOLE)), TypeError, "^states must be a sequence of States, got State"),  # type: ignore[arg-type]
-        (layers(State(WHOLE), HALF), TypeError, r"^states\[1\] must be a State, got Tensor"),
-        (layers(State(WHOLE), State(HALF[:3])), ValueError, r"^states\[1\].data must have shape \(slots=4, "),
-        (layers(State(WHOLE), State(HALF[None])), ValueError, r"^states\[1\].data must have shape \(slots=4, "),
-        (layers(State(WHOLE), State(WHOLE)), ValueError, r"^states\[1\] must not share the memory of another layer"),
-        (layers(State(WHOLE.to("meta"))), ValueError, "^state is on meta"),
-        (layers(SEEDED, State(WHOLE, seed=torch.zeros(4).long())), ValueError, "^states must share one seed tensor"),
-        (layers(State(WHOLE), null=0.5), TypeError, "^null must be an int"),
-        (layers(State(WHOLE), seed=1 << 64), ValueError, "^seed must be from"),
-    ],
-)
-def test_pools_that_cannot_be_are_refused(call: Callable[[], Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        call()
+# GPUs
 
 
 @pytest.mark.gpu
@@ -585,218 +370,3 @@ def test_a_graph_captures_advance_and_nothing_else() -> None:
     graph.replay()
     graph.replay()
     assert (seed_of(pool) - before).tolist() == (2 * torch.tensor([SEED_STEP] * 2 + [0] * 4)).tolist()
-
-
-# Requests that come and go
-
-
-@dataclass
-class Request:
-    """A request as it would be on its own: single-slot states that no pool has seen, and its seed."""
-
-    states: list[State]
-    seed: Tensor | None  # (1,)
-
-    @classmethod
-    def new(cls, pool: StatePool, slot: int) -> "Request":
-        """A clean request with the seed that the pool gave this slot."""
-        layers = [pool.layer(i) for i in range(pool.layers)]
-        seed = None if layers[0].seed is None else layers[0].seed[slot : slot + 1].clone()
-        states = [
-            replace(
-                layer,
-                data=torch.zeros_like(layer.data[:1].contiguous()),
-                scale=None if layer.scale is None else torch.ones_like(layer.scale[:1].contiguous()),
-                seed=None if layer.seed is None else seed,
-            )
-            for layer in layers
-        ]
-        return cls(states, seed)
-
-    def take(self, i: int, data: Tensor, scale: Tensor | None) -> None:
-        """Make these the state of layer i."""
-        bytes_of(self.states[i].data).copy_(bytes_of(data))
-        if scale is not None:
-            self.states[i].scale.copy_(scale)
-
-
-class Requests(RuleBasedStateMachine):
-    """A pool under requests in any order, beside the same requests each on its own: they never differ by a bit."""
-
-    implementation: ClassVar[Callable[[], Any]] = contextlib.nullcontext
-
-    @initialize(
-        formats=st.tuples(*[st.sampled_from(PORTABLE_FORMATS)] * 2),
-        kind=st.sampled_from(["own", "null inside", "pages"]),
-    )
-    def make(self, formats: tuple[tuple[str, str], tuple[str, str]], kind: str) -> None:
-        null = 2 if kind == "null inside" else -1
-        if kind == "pages":
-            self.pool = StatePool.wrap(in_pages(list(formats), 6, (2, 3, 5), CPU), seed=0)
-            self.pool.release(range(6))
-        else:
-            self.pool = make_pool(*formats[0], null=null)
-        dirty(self.pool)
-        self.requests: dict[int, Request] = {}
-        self.acquire(3, None)
-
-    def some(self, data: st.DataObject, repeat: bool = False, size: int | None = None) -> list[int]:
-        """Slots that are held."""
-        slots = st.sampled_from(sorted(self.requests))
-        return data.draw(st.lists(slots, unique=not repeat, min_size=size or 1, max_size=size or 3), label="slots")
-
-    @rule(n=st.integers(1, 3), seed=st.none() | st.integers(-(1 << 63), (1 << 63) - 1))
-    def acquire(self, n: int, seed: int | None) -> None:
-        if n > self.pool.free:
-            with pytest.raises(RuntimeError, match=r"^acquire needs"):
-                self.pool.acquire(n, seed)
-            return
-        others = [None if request.seed is None else request.seed.item() for request in self.requests.values()]
-        for slot in self.pool.acquire(n, seed).tolist():
-            assert slot not in (*self.requests, self.pool.null)
-            self.requests[slot] = request = Request.new(self.pool, slot)
-            if request.seed is not None:
-                assert request.seed == seed if seed is not None else request.seed not in others
-
-    @precondition(lambda self: self.requests)
-    @rule(data=st.data())
-    def release(self, data: st.DataObject) -> None:
-        slots = self.some(data)
-        self.pool.release(slots)
-        for slot in slots:
-            del self.requests[slot]
-            for tensor in tensors_of(self.pool):
-                tensor[slot : slot + 1].view(torch.uint8).fill_(POISON)
-            with pytest.raises(ValueError, match=f"^slots must be held, but slot {slot} is free"):
-                self.pool.release(slot)
-
-    @precondition(lambda self: self.requests)
-    @rule(data=st.data())
-    def reset(self, data: st.DataObject) -> None:
-        slots = self.some(data)
-        self.pool.reset(slots)
-        self.requests.update({slot: Request.new(self.pool, slot) for slot in slots})
-
-    @precondition(lambda self: self.requests)
-    @rule(data=st.data(), keep_seed=st.booleans())
-    def copy(self, data: st.DataObject, keep_seed: bool) -> None:
-        targets = self.some(data)
-        sources = self.some(data, repeat=True, size=len(targets))
-        self.pool.copy(sources, targets, keep_seed)
-        clones = [[(s.data, s.scale) for s in self.requests[source].states] for source in sources]
-        seeds = [self.requests[source].seed for source in sources]
-        for target, clone, seed in zip(targets, clones, seeds, strict=True):
-            self.requests[target] = request = Request.new(self.pool, target)
-            assert not keep_seed or seed is None or torch.equal(seed, request.seed)
-            for i, (state, scale) in enumerate(clone):
-                request.take(i, state, scale)
-
-    @precondition(lambda self: self.requests)
-    @rule(data=st.data(), i=st.integers(0, 1), number=st.integers(0, 99), half=st.booleans())
-    def write(self, data: st.DataObject, i: int, number: int, half: bool) -> None:
-        slots = self.some(data)
-        values = torch.randn(len(slots), 2, 3, 5, generator=torch.Generator().manual_seed(number))
-        values = values.half() if half else values
-        with self.implementation():
-            self.pool.write(i, slots, values)
-        for slot, value in zip(slots, values.split(1), strict=True):
-            request, state = self.requests[slot], self.requests[slot].states[i]
-            random = None
-            if state.rounding == "stochastic":
-                random = random_bits(request.seed, (2, 3, 5), -1, state.stream, state.rounds)
-            request.take(i, *encode(value.float(), state.data.dtype, random))
-
-    @precondition(lambda self: self.requests)
-    @rule(data=st.data(), i=st.integers(0, 1), number=st.integers(0, 99), elsewhere=st.booleans())
-    def step(self, data: st.DataObject, i: int, number: int, elsewhere: bool) -> None:
-        """Rows in some slots and one padding row; the new states go back, or to other slots that are held."""
-        slots = self.some(data)
-        others = [slot for slot in sorted(self.requests) if slot not in slots]
-        targets = others[: len(slots)] if elsewhere and len(others) >= len(slots) else slots
-        arguments = step_arguments(len(slots) + 1, number)
-        padding = self.pool.null
-        where = Slots(
-            torch.tensor([*slots, padding]),
-            write=None if targets is slots else torch.tensor([*targets, padding]),
-            null=self.pool.null,
-        )
-        with self.implementation():
-            y = flashstate.mamba2_step(self.pool.layer(i), **arguments, slots=where)
-        assert not y[-1].any()
-        for row, (slot, target) in enumerate(zip(slots, targets, strict=True)):
-            alone = self.requests[slot].states[i]
-            if target != slot:
-                alone = replace(
-                    alone, data=alone.data.clone(), scale=None if alone.scale is None else alone.scale.clone()
-                )
-            own = {name: t if name == "A" else t[row : row + 1] for name, t in arguments.items()}
-            with self.implementation():
-                assert same(flashstate.mamba2_step(alone, **own), y[row : row + 1])
-            self.requests[target].take(i, alone.data, alone.scale)
-
-    @precondition(lambda self: self.requests)
-    @rule(data=st.data(), everyone=st.booleans())
-    def advance(self, data: st.DataObject, everyone: bool) -> None:
-        slots = sorted(self.requests) if everyone else self.some(data)
-        with self.implementation():
-            self.pool.advance(None if everyone else torch.tensor([*slots, self.pool.null]))
-        for slot in slots:
-            seed = self.requests[slot].seed
-            if seed is not None:
-                seed += SEED_STEP
-
-    @precondition(lambda self: self.requests)
-    @rule(data=st.data(), i=st.integers(0, 1))
-    def read(self, data: st.DataObject, i: int) -> None:
-        slots = self.some(data, repeat=True)
-        with self.implementation():
-            values = self.pool.read(i, slots)
-        states = [self.requests[slot].states[i] for slot in slots]
-        assert values.isfinite().all()
-        assert same(values, torch.cat([decode(state.data, state.scale) for state in states]))
-
-    @invariant()
-    def every_request_is_as_on_its_own_and_the_rest_is_poison(self) -> None:
-        for i in range(self.pool.layers):
-            layer = self.pool.layer(i)
-            for name in ("data", "scale"):
-                tensor = getattr(layer, name)
-                if tensor is not None:
-                    want = bytes_of(torch.empty_like(tensor, memory_format=torch.contiguous_format)).fill_(POISON)
-                    for slot, request in self.requests.items():
-                        want[slot] = bytes_of(getattr(request.states[i], name))[0]
-                    assert torch.equal(bytes_of(tensor), want)
-        for slot, request in self.requests.items():
-            assert request.seed is None or seed_of(self.pool)[slot] == request.seed
-        assert self.pool.free == 6 - (self.pool.null >= 0) - len(self.requests)
-        assert gaps_are_poison(self.pool)
-
-
-def step_arguments(batch: int, number: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(number)
-    shapes = {"x": (batch, 2, 3), "dt": (batch, 2), "A": (2,), "B": (batch, 1, 5), "C": (batch, 1, 5)}
-    arguments = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-    return {**arguments, "A": -arguments["A"].abs()}
-
-
-class InterpretedRequests(Requests):
-    implementation = staticmethod(interpreted)
-
-
-@pytest.mark.parametrize(
-    ("machine", "examples", "steps"),
-    [(Requests, 60, 30), pytest.param(InterpretedRequests, 4, 12, marks=pytest.mark.interpreted)],
-)
-def test_requests_live_in_a_pool_as_on_their_own(machine: type[Requests], examples: int, steps: int) -> None:
-    run_state_machine_as_test(
-        machine,
-        settings=settings(
-            deadline=None,
-            derandomize=True,
-            print_blob=True,
-            max_examples=examples,
-            stateful_step_count=steps,
-            phases=(Phase.generate, Phase.shrink),
-            suppress_health_check=(HealthCheck.too_slow, HealthCheck.data_too_large),
-        ),
-    )

@@ -6,12 +6,12 @@ import triton.language as tl
 from flashstate.kernels.addressing import token_entry
 from flashstate.kernels.slots import (
     ancestor,
-    end_of_tokens,
     path_to,
     resolve_read,
     resolve_snapshot_row,
     resolve_write,
     token_range,
+    unused_tokens,
 )
 from flashstate.kernels.state_io import load_seed, load_state, random_bits, store_state, tile_at
 
@@ -172,7 +172,9 @@ def mamba2_step_kernel(
 
 @triton.jit
 def zero_unused(out_view, cu_seqlens_ptr, b, h, offs_d, mask_d, tokens, batch):
-    """Zero the output of the tokens that no row has, those past the last row's; the rows share the work."""
+    """Zero the output of the tokens that no row has; the rows share the work."""
     zero = tl.zeros(offs_d.shape, out_view[0].dtype.element_ty)
-    for t in range(end_of_tokens(cu_seqlens_ptr, batch, tokens) + b, tokens, batch):
-        tl.store(token_entry(out_view, b, b * 0 + t, h) + offs_d, zero, mask=mask_d)
+    start, end = unused_tokens(cu_seqlens_ptr, batch, tokens)
+    for index in range(b, start + tokens - end, batch):
+        t = tl.where(index < start, b * 0 + index, end + index - start)
+        tl.store(token_entry(out_view, b, t, h) + offs_d, zero, mask=mask_d)

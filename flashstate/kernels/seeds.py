@@ -3,12 +3,14 @@
 import triton
 import triton.language as tl
 
-from flashstate.kernels.slots import resolve_read
+from flashstate.kernels.slots import resolve_read, token_range
 
 
-@triton.jit(do_not_specialize=["read", "num_slots", "null", "seed_step"])
-def advance_seeds_kernel(seed_ptr, read, fault_ptr, num_slots, null, seed_step):
+@triton.jit(do_not_specialize=["read", "tokens", "num_slots", "null", "seed_step"])
+def advance_seeds_kernel(seed_ptr, read, cu_seqlens_ptr, fault_ptr, tokens, num_slots, null, seed_step):
     """One program per batch row. Atomic, so that rows which share a slot advance it once each, in any order."""
-    slot = resolve_read(read, tl.program_id(0), num_slots, null, fault_ptr)
-    if slot >= 0:
+    b = tl.program_id(0)
+    slot = resolve_read(read, b, num_slots, null, fault_ptr)
+    _, count = token_range(cu_seqlens_ptr, b, tokens)
+    if (slot >= 0) & (count > 0):
         tl.atomic_add(seed_ptr + slot, seed_step)

@@ -60,9 +60,9 @@ def token_range(cu_seqlens_ptr, b, tokens):
 
 
 @triton.jit
-def end_of_tokens(cu_seqlens_ptr, batch, tokens):
-    """Where the last row's tokens end on the token axis."""
-    return _load_bound(cu_seqlens_ptr + batch, tokens)
+def unused_tokens(cu_seqlens_ptr, batch, tokens):
+    """Where on the token axis the first row's tokens start and the last row's end: no row has those outside."""
+    return _load_bound(cu_seqlens_ptr, tokens), _load_bound(cu_seqlens_ptr + batch, tokens)
 
 
 @triton.jit

@@ -79,7 +79,7 @@ def mamba2_step(
 
     Inputs are float32, bfloat16 or float16, each its own; the output has the dtype of x. Token, head and group axes of
     activations may have any stride; dt, A, D and dt_bias may be expanded from one value per head. `out` may be x
-    itself, and must not overlap other arguments. Nothing is differentiable.
+    itself, unless tokens form a tree, and must not overlap other arguments. Nothing is differentiable.
     """
     state, slots = as_state(state), as_slots(slots)
     _, heads, rows, _ = state.data.shape
@@ -94,7 +94,7 @@ def mamba2_step(
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     else:
-        _check_out(out, x, tokens)
+        _check_out(out, x, tokens, slots)
     if debugging():
         check_contents(state, tokens, slots, snapshots, update)
     run = torch.ops.flashstate.mamba2_step if torch.compiler.is_compiling() else _run
@@ -142,10 +142,14 @@ def _check_parameters(
     return dt, A, per_head[0], per_head[1]
 
 
-def _check_out(out: Tensor, x: Tensor, tokens: Tokens) -> None:
+def _check_out(out: Tensor, x: Tensor, tokens: Tokens, slots: Slots | None) -> None:
     check_tensor("out", out, (*tokens.axes, "heads", "rows"), tuple(x.shape), dtypes=(x.dtype,), device=x.device)
     check_row_contiguous("out", out)
     check_no_overlap("out", out)
+    if slots is not None and slots.parents is not None and out.data_ptr() == x.data_ptr():
+        raise ValueError(
+            "out must not be x with slots.parents: a token's x is read again for those that follow it"
+        )
 
 
 def _run(

@@ -13,19 +13,23 @@ from flashstate.state.faults import fault_flag
 from flashstate.state.rounding import SEED_STEP
 from flashstate.state.slots import Slots
 
+MOST_TOKENS = (1 << 31) - 1  # a token axis has fewer
+
 
 def advance_seeds(seed: Tensor, slots: Slots | None) -> None:
-    """Add SEED_STEP to the seeds of the slots that are read."""
+    """Add SEED_STEP to the seeds of the slots that are read by rows with tokens."""
     if slots is not None and slots.read.device != seed.device:
         raise ValueError(f"slots are on {slots.read.device}, but the state is on {seed.device}")
-    read, accepted, null = (None, None, -1) if slots is None else (slots.read, slots.accepted, slots.null)
+    read, accepted, cu_seqlens, null = None, None, None, -1
+    if slots is not None:
+        read, accepted, cu_seqlens, null = slots.read, slots.accepted, slots.cu_seqlens, slots.null
     run = torch.ops.flashstate.advance_seeds if torch.compiler.is_compiling() else _run
-    run(seed, read, accepted, null)
+    run(seed, read, accepted, cu_seqlens, null)
 
 
-def _run(seed: Tensor, read: Tensor | None, accepted: Tensor | None, null: int) -> None:
+def _run(seed: Tensor, read: Tensor | None, accepted: Tensor | None, cu_seqlens: Tensor | None, null: int) -> None:
     if not uses_kernels(seed.device):
-        slots = None if read is None else Slots(read, accepted=accepted, null=null)
+        slots = None if read is None else Slots(read, accepted=accepted, cu_seqlens=cu_seqlens, null=null)
         reference.advance_seeds(seed, slots)
         return
     from flashstate.kernels.seeds import advance_seeds_kernel
@@ -35,9 +39,10 @@ def _run(seed: Tensor, read: Tensor | None, accepted: Tensor | None, null: int) 
         return
     with torch.cuda.device_of(seed):
         advance_seeds_kernel[(rows,)](
-            seed, read_table(read, accepted), fault_flag(seed.device), seed.shape[0], null, SEED_STEP,
+            seed, read_table(read, accepted), cu_seqlens, fault_flag(seed.device), MOST_TOKENS, seed.shape[0], null,
+            SEED_STEP,
             num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
 
 
-register("advance_seeds(Tensor(a!) seed, Tensor? read, Tensor? accepted, SymInt null) -> ()", _run)
+register("advance_seeds(Tensor(a!) seed, Tensor? read, Tensor? accepted, Tensor? cu_seqlens, SymInt null) -> ()", _run)

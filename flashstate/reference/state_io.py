@@ -72,7 +72,10 @@ def store_state(state: State, values: Tensor, where: tuple[Tensor, ...], seed: T
 
 
 def advance_seeds(seed: Tensor, slots: Slots | None) -> None:
-    """Add SEED_STEP to the seeds of the slots that are read, once for every row that reads them."""
+    """Add SEED_STEP to the seeds of the slots that are read, once for every row with tokens that reads them."""
     read = resolve_read(slots, seed.shape[0], seed.shape[0], seed.device)
-    read = read[read >= 0]
+    goes = read >= 0
+    if slots is not None and slots.cu_seqlens is not None:
+        goes &= slots.cu_seqlens.diff() > 0
+    read = read[goes]
     seed.index_add_(0, read, torch.full_like(read, SEED_STEP))

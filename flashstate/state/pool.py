@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -223,23 +222,20 @@ class StatePool:
         sources, targets = self._check_held("src", src), self._check_held("dst", dst, unique=True)
         if len(sources) != len(targets):
             raise ValueError(f"dst must have as many slots as src, {len(sources)}, got {len(targets)}")
-        seeds = self._on_device(self._seeds(None, len(targets))).unbind()
         for tensor, _ in self._memory:
             _copy_slots(tensor, sources, targets)
         if self._seed is not None and keep_seed:
             _copy_slots(self._seed, sources, targets)
         elif self._seed is not None:
-            _put(self._seed, targets, seeds)
+            _put(self._seed, targets, self._on_device(self._seeds(None, len(targets))).unbind())
 
     def advance(self, slots: Slots | Tensor | None = None) -> None:
         """Move the seeds of the read slots on (None: of all slots), so that the next step draws new random bits.
 
         Call it once per model step, after all layers: it is one small launch, and a CUDA graph captures it. `slots` is
-        what the ops got; a bare tensor means Slots(tensor, null=pool.null). Without seeds it does nothing.
+        what the ops got. Without seeds it does nothing.
         """
         where = as_slots(slots)
-        if isinstance(slots, Tensor) and where is not None:
-            where = replace(where, null=self.null)
         if self._seed is not None:
             advance_seeds(self._seed, where)
 

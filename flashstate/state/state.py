@@ -62,7 +62,8 @@ class State:
     def advance(self, slots: Slots | Tensor | None = None) -> None:
         """Move the seeds of the read slots on (None: of all), so that the next step draws new random bits.
 
-        Call it once per model step, after all layers. It is one small launch, and a CUDA graph captures it.
+        Call it once per model step, after all layers, with the slots of that step: rows without tokens keep their
+        seeds. It is one small launch, and a CUDA graph captures it.
         """
         from flashstate.ops.seeds import advance_seeds
 
@@ -89,8 +90,9 @@ def as_snapshots(snapshots: State | Tensor, state: State) -> State:
     if isinstance(snapshots, Tensor):
         _check_data("snapshots", snapshots, SNAPSHOT_AXES)
         _check_needs_no_scale("snapshots", snapshots)
-        known = state.rounding in FORMATS[snapshots.dtype].roundings
-        snapshots = State(snapshots, rounding=state.rounding if known else "nearest")
+        known = FORMATS[snapshots.dtype].roundings
+        wanted = (state.rounding, "nearest" if state.rounding == "nearest" else "stochastic", "nearest")
+        snapshots = State(snapshots, rounding=next(rounding for rounding in wanted if rounding in known))
     if not isinstance(snapshots, State):
         raise TypeError(f"snapshots must be a State or a tensor, got {type(snapshots).__name__}")
     if snapshots.data.dim() != len(SNAPSHOT_AXES):

@@ -1,0 +1,91 @@
+"""Pools for tests: small ones, and ones in pages full of poison that shows what was written."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flashstate import State, StatePool
+from flashstate.state.formats import FORMATS, PORTABLE_FORMATS
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+EVERY_FORMAT = pytest.mark.parametrize(("name", "rounding"), PORTABLE_FORMATS)
+SHAPE = {"heads": 2, "rows": 3, "cols": 5}
+GAP = 3  # elements between the slots of a pool in pages
+POISON = 0x7F
+
+
+def make_pool(name: str = "float16", rounding: str = "stochastic", **options: Any) -> StatePool:
+    sizes = {"slots": 6, "layers": 2, **SHAPE, "stream": 7, "seed": 1}
+    return StatePool.mamba2(**{**sizes, "dtype": getattr(torch, name), "rounding": rounding, **options})
+
+
+def in_pages(formats: list[tuple[str, str]], slots: int, shape: tuple[int, ...], device: torch.device) -> list[State]:
+    """States of these formats that share a seed, with gaps between their slots; every byte is poison."""
+    seed = torch.arange(slots, device=device) * 0x5851F42D4C957F2D
+    states = []
+    for i, (name, rounding) in enumerate(formats):
+        dtype = getattr(torch, name)
+        scale = poisoned(slots, shape[:-1], torch.float32, device) if FORMATS[dtype].scaled else None
+        data = poisoned(slots, shape, dtype, device)
+        states.append(State(data, scale, rounding=rounding, seed=seed, stream=40 + i))
+    return states
+
+
+def poisoned(slots: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """(slots, *shape) with gaps between slots, all of it bytes that no clean slot has: NaN in every float format."""
+    size = torch.Size(shape).numel()
+    memory = torch.empty(slots, size + GAP, dtype=dtype, device=device)
+    memory.view(torch.uint8).fill_(POISON)
+    return memory[:, :size].unflatten(1, shape)
+
+
+def tensors_of(pool: StatePool) -> list[Tensor]:
+    """The tensors of a pool."""
+    states = [pool.layer(i) for i in range(pool.layers)]
+    tensors = [tensor for state in states for tensor in (state.data, state.scale)]
+    return [tensor for tensor in (*tensors, states[0].seed) if tensor is not None]
+
+
+def memory_of(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor's storage, gaps between slots among them."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def gaps_are_poison(pool: StatePool) -> bool:
+    """Whether the memory between the slots of a pool in pages is as it was."""
+    pages = [t for t in tensors_of(pool) if t.stride(0) == t[0].numel() + GAP]
+    return all(bool((memory_of(t).view(len(t), -1)[:, t[0].nbytes :] == POISON).all()) for t in pages)
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    """Equal bytes; a NaN is equal to any NaN."""
+    one, other = one.detach().cpu(), other.detach().cpu()
+    if one.dtype in (torch.float32, torch.bfloat16, torch.float16):
+        if not torch.equal(one.isnan(), other.isnan()):
+            return False
+        one, other = (torch.where(t.isnan(), torch.zeros_like(t), t) for t in (one, other))
+    return torch.equal(bytes_of(one), bytes_of(other))
+
+
+def seed_of(pool: StatePool) -> Tensor:
+    seed = pool.layer(0).seed
+    assert seed is not None
+    return seed
+
+
+def dirty(pool: StatePool) -> None:
+    """Poison all memory of a pool."""
+    for tensor in tensors_of(pool):
+        memory_of(tensor).fill_(POISON)
+
+
+def is_clean(pool: StatePool, slots: list[int]) -> bool:
+    states = [pool.layer(i) for i in range(pool.layers)]
+    zero = all(not bytes_of(state.data[slots]).any() for state in states)
+    return zero and all(bool((state.scale[slots] == 1).all()) for state in states if state.scale is not None)

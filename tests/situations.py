@@ -1,0 +1,202 @@
+"""Random problems for mamba2_step, and what follows from their numbers alone: which tokens run, and what is stored."""
+
+from dataclasses import dataclass, replace
+from random import Random
+
+from hypothesis import strategies as st
+
+from flashstate.state.formats import PORTABLE_FORMATS
+from flashstate.testing import Case
+
+NOWHERE = 1 << 30  # past every pool
+FORMS = ("one token", "several tokens", "packed")
+Numbers = tuple[int, ...]
+Table = tuple[Numbers, ...]
+RowAndToken = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Situation:
+    """A problem, and where everything lies: the pool inside a larger buffer, the rows on its slots, their tokens."""
+
+    case: Case  # with the number of rows, and not their tokens
+    form: str  # "one token", "several tokens" or "packed"
+    lengths: Numbers  # tokens of every row
+    extra: int  # packed tokens that no row has
+    longest: int  # entries that tables and snapshots have for the tokens of a row
+    per_row: tuple[bool, bool, bool]  # whether dt, A and dt_bias are more than one value per head
+    seed: int
+    offset: int  # elements before the pool
+    gap: int  # elements between slots
+    read: Table
+    accepted: Numbers | None
+    write: Table | None
+    every: bool  # whether the state after every token is written
+    update: bool
+    null: int
+    parents: Table | None
+    max_len: int | None
+    snapshots: tuple[str, str] | None  # a format and its rounding
+    snapshot_rows: Numbers | None
+    spare: int  # rows and tokens that snapshots have more than needed
+    out: str  # "new", "given" or "x"
+
+    @property
+    def tokens(self) -> int:
+        """The length of the token axis."""
+        return sum(self.lengths) + self.extra
+
+    @property
+    def snapshot_size(self) -> tuple[int, int]:
+        return self.case.batch + self.spare, self.longest + self.spare
+
+    def at(self, row: int, token: int) -> int:
+        """Where a token is on the token axis."""
+        return sum(self.lengths[:row]) + token
+
+    def inside(self, slot: int) -> bool:
+        return 0 <= slot < self.case.slots and slot != self.null
+
+    def past(self, slot: int) -> bool:
+        return slot >= self.case.slots and slot != self.null
+
+    def slot(self, row: int) -> int:
+        """What a row reads; -1 where `accepted` names none."""
+        column = 0 if self.accepted is None else self.accepted[row] - 1
+        return self.read[row][column] if 0 <= column < len(self.read[row]) else -1
+
+    def snapshot_row(self, row: int) -> int:
+        return row if self.snapshot_rows is None else self.snapshot_rows[row]
+
+    @property
+    def running(self) -> dict[RowAndToken, int]:
+        """The tokens that give an output, and the token each continues from: -1 for the state that was read."""
+        found: dict[RowAndToken, int] = {}
+        for row, length in enumerate(self.lengths):
+            for t in range(length if self.inside(self.slot(row)) else 0):
+                parent = t - 1 if self.parents is None else self.parents[row][t] if t < self.longest else -2
+                if parent == -1 or (row, parent) in found:
+                    found[row, t] = parent
+        return found
+
+    @property
+    def stores(self) -> list[tuple[str, Numbers, RowAndToken]]:
+        """What is written: to the state or the snapshots, at which entry, and after which token."""
+        found: list[tuple[str, Numbers, RowAndToken]] = []
+        for row, t in self.running:
+            table = self.write or [[self.slot(row)]] * self.case.batch
+            if self.every and t < self.longest and self.inside(table[row][t]):
+                found.append(("state", (table[row][t],), (row, t)))
+            if self.update and not self.every and t == self.lengths[row] - 1 and self.inside(table[row][0]):
+                found.append(("state", (table[row][0],), (row, t)))
+            if self.snapshots and t < self.longest and 0 <= self.snapshot_row(row) < self.snapshot_size[0]:
+                found.append(("snapshots", (self.snapshot_row(row), t), (row, t)))
+        return found
+
+    @property
+    def faults(self) -> set[str]:
+        """Kinds of numbers out of range among those that are used."""
+        found = {"accepted" for numbers, k in zip(self.read, self.accepted or (), strict=False) if k > len(numbers)}
+        found |= {"read slot" for row in range(self.case.batch) if self.past(self.slot(row))}
+        for row, t in self.running:
+            if self.write is not None and t < (self.longest if self.every else 1):
+                found |= {"write slot"} if self.past(self.write[row][t]) else set()
+            if self.snapshots and t < self.longest and self.snapshot_row(row) >= self.snapshot_size[0]:
+                found.add("snapshot row")
+        return found
+
+
+@st.composite
+def cases(draw: st.DrawFn, most_heads: int, rows: int, cols: int, dtypes: tuple[str, ...]) -> Case:
+    """A problem without its slots and tokens."""
+    name, rounding = draw(st.sampled_from(PORTABLE_FORMATS))
+    dtype, groups = st.sampled_from(dtypes), draw(st.integers(1, most_heads))
+    return Case(
+        batch=draw(st.integers(1, 4)),
+        heads=groups * draw(st.integers(1, most_heads)),
+        groups=groups,
+        rows=draw(st.integers(1, rows)),
+        cols=draw(st.integers(1, cols)),
+        format=name,
+        rounding=rounding,
+        x=draw(dtype),
+        bc=draw(dtype),
+        dt=draw(dtype),
+        parameters=draw(dtype),
+        D=draw(st.sampled_from([None, "head", "row"])),
+        z=draw(st.booleans()),
+        dt_bias=draw(st.booleans()),
+        dt_softplus=draw(st.booleans()),
+        index=draw(st.sampled_from(["int32", "int64"])),
+        mamba1=True,
+    )
+
+
+def mostly(own: int, *others: int) -> st.SearchStrategy[int]:
+    """A row's own number, else one of those that are special."""
+    return st.sampled_from([own] * 2 * len(others) + [*others])
+
+
+def parents_of(tokens: int) -> st.SearchStrategy[Numbers]:
+    """The parents of a row's tokens, few of them invalid."""
+    return st.tuples(*[st.sampled_from([*range(-1, t)] * 4 + [t, t + 1, -2, NOWHERE]) for t in range(tokens)])
+
+
+@st.composite
+def situations(draw: st.DrawFn, most_heads: int, rows: int, cols: int, dtypes: tuple[str, ...]) -> Situation:
+    case, form = draw(cases(most_heads, rows, cols, dtypes)), draw(st.sampled_from(FORMS))
+    batch, flag, few = case.batch, st.booleans(), st.integers(0, 4)
+    lengths = (
+        draw(st.tuples(*[few] * batch)) if form == "packed" else (1 if form == "one token" else draw(few),) * batch
+    )
+    longest = max(lengths)
+    if form == "packed":  # tables may be longer than any row is, or, which is wrong, shorter
+        longest = max(0, longest + draw(st.sampled_from([0, 0, 1, -1])))
+    update, every = draw(st.sampled_from([(True, True), (True, False), (True, False), (False, False)]))
+
+    seed, slots = draw(st.integers(0, 1 << 16)), batch * (1 + max(longest, 1)) + 1 + draw(st.integers(0, 2))
+    order = Random(seed).sample(range(slots), slots)
+    null = draw(st.sampled_from([-1, order[-1], 1 << 20]))
+    no_slot = (null, -1, -5, slots, slots + 4, NOWHERE)
+    read = [[draw(mostly(own, *no_slot))] for own in order[:batch]]
+    accepted, n = None, draw(st.sampled_from([0, 0, 1, 2, 3]))
+    if n:
+        accepted = draw(st.tuples(*[st.integers(1, n) | st.sampled_from([1, 0, -1, n + 1])] * batch))
+        others = [order[-1], NOWHERE, order[0]][:n]
+        read = [[own if i == k - 1 else others[i] for i in range(n)] for (own,), k in zip(read, accepted, strict=True)]
+    write = None
+    if every or (update and draw(flag)):
+        own = [order[batch + row :: batch][: longest if every else 1] for row in range(batch)]
+        if every and longest and draw(flag):  # the first token of a row may write where the row reads
+            own = [[order[row], *numbers[1:]] for row, numbers in enumerate(own)]
+        write = tuple(draw(st.tuples(*[mostly(slot, *no_slot) for slot in numbers])) for numbers in own)
+    parents = None
+    if (every or not update) and draw(flag):
+        parents = draw(st.tuples(*[parents_of(longest)] * batch))
+    snapshots, spare = draw(st.none() | st.sampled_from(PORTABLE_FORMATS)), draw(st.integers(0, 1))
+    own_rows = Random(seed).sample(range(batch + spare), batch)
+    no_row = (-1, -9, batch + spare, NOWHERE)
+    has_table = every or parents is not None
+    return Situation(
+        case=replace(case, slots=slots),
+        form=form,
+        lengths=lengths,
+        extra=draw(st.integers(0, 2)) if form == "packed" else 0,
+        longest=longest,
+        per_row=draw(st.tuples(flag, flag, flag)),
+        seed=seed,
+        offset=draw(st.integers(0, 3)),
+        gap=draw(st.integers(0, 9)),
+        read=tuple(map(tuple, read)),
+        accepted=accepted,
+        write=write,
+        every=every,
+        update=update,
+        null=null,
+        parents=parents,
+        max_len=longest if form == "packed" and ((snapshots and not has_table) or draw(flag)) else None,
+        snapshots=snapshots,
+        snapshot_rows=draw(st.none() | st.tuples(*[mostly(row, *no_row) for row in own_rows])),
+        spare=spare,
+        out=draw(st.sampled_from(["new", "given"] if parents else ["new", "given", "x"])),
+    )
