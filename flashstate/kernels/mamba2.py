@@ -135,7 +135,7 @@ def mamba2_step_kernel(
             s = tl.fma(s, dA, (dt * x)[:, None] * B[None, :])
         y = tl.sum(s * C[None, :], axis=1)
         if D_ptr is not None:
-            y += D * x
+            y = tl.fma(x, D, y)
         if z_view is not None:
             y *= silu(z)
         y = tl.where(runs, y, 0.0).to(out_view[0].dtype.element_ty)

@@ -33,10 +33,9 @@ from flashstate.state.faults import fault_flag
 from flashstate.state.slots import Slots, as_slots
 from flashstate.state.state import State, as_snapshots, as_state
 
-# Contraction makes FMAs of the products in the read-out sum: 4 % off a float16 stochastic step on an H200. What decides
-# stored bytes is out of its reach: the state update is an explicit FMA, and so is the one product in the encoders.
-FP_FUSION = True
-OR_EXPANDED = ", or expanded from contiguous values per head"
+# Contraction would save an instruction per element in the read-out sum, but which products it contracts differs between
+# compiled variants: a token of a tree would not give the bytes it gives in a chain. FMAs are written where they are meant.
+FP_FUSION = False
 
 
 def mamba2_step(
