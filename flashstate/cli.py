@@ -73,7 +73,9 @@ def _add_check(commands: Commands[argparse.ArgumentParser]) -> None:
 def _add_demo(commands: Commands[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("demo", help="serve requests from one pool per format and compare with float64")
     _add_device(parser)
-    parser.add_argument("--steps", type=positive, default=1500, metavar="N", help="model steps (default: %(default)s)")
+    parser.add_argument("--steps", type=positive, default=150, metavar="N", help="model steps (default: %(default)s)")
+    tokens = "per request and step, all but the first speculative (default: %(default)s)"
+    parser.add_argument("--tokens", type=positive, default=4, metavar="N", help=tokens)
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     parser.set_defaults(run=_demo)
 
@@ -89,7 +91,7 @@ def _add_bench(commands: Commands[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--batches", type=positive, nargs="+", metavar="N", help=f"default: {_listed(BATCHES)}; on a CPU fewer"
     )
-    several = "per row and call; several are timed with and without snapshots (default: %(default)s)"
+    several = "per row and call; several are timed with and without snapshots (default: 1)"
     parser.add_argument("--tokens", type=positive, nargs="+", default=(1,), metavar="N", help=several)
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the measurements there")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them there, as a PNG")
@@ -152,7 +154,7 @@ def _check(options: argparse.Namespace) -> int:
 def _demo(options: argparse.Namespace) -> int:
     from flashstate.demo import show_demo
 
-    show_demo(find_device(options.device), options.steps, options.seed)
+    show_demo(find_device(options.device), options.steps, options.tokens, options.seed)
     return 0
 
 

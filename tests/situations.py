@@ -1,5 +1,6 @@
 """Random problems for mamba2_step, and what follows from their numbers alone: which tokens run, and what is stored."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
@@ -22,7 +23,8 @@ class Situation:
     case: Case  # with the number of rows, and not their tokens
     form: str  # "one token", "several tokens" or "packed"
     lengths: Numbers  # tokens of every row
-    extra: int  # packed tokens that no row has
+    before: int  # packed tokens that no row has, before those of the first
+    after: int  # and after those of the last
     longest: int  # entries that tables and snapshots have for the tokens of a row
     per_row: tuple[bool, bool, bool]  # whether dt, A and dt_bias are more than one value per head
     seed: int
@@ -44,7 +46,7 @@ class Situation:
     @property
     def tokens(self) -> int:
         """The length of the token axis."""
-        return sum(self.lengths) + self.extra
+        return self.before + sum(self.lengths) + self.after
 
     @property
     def snapshot_size(self) -> tuple[int, int]:
@@ -52,7 +54,7 @@ class Situation:
 
     def at(self, row: int, token: int) -> int:
         """Where a token is on the token axis."""
-        return sum(self.lengths[:row]) + token
+        return self.before + sum(self.lengths[:row]) + token
 
     def inside(self, slot: int) -> bool:
         return 0 <= slot < self.case.slots and slot != self.null
@@ -132,56 +134,56 @@ def cases(draw: st.DrawFn, most_heads: int, rows: int, cols: int, dtypes: tuple[
     )
 
 
-def mostly(own: int, *others: int) -> st.SearchStrategy[int]:
-    """A row's own number, else one of those that are special."""
-    return st.sampled_from([own] * 2 * len(others) + [*others])
+def mostly(right: Sequence[int], wrong: Sequence[int]) -> st.SearchStrategy[int]:
+    """One of the right numbers, in few cases one of the wrong ones."""
+    return st.sampled_from([*right] * (1 + 6 * len(wrong) // len(right)) + [*wrong])
 
 
 def parents_of(tokens: int) -> st.SearchStrategy[Numbers]:
-    """The parents of a row's tokens, few of them invalid."""
-    return st.tuples(*[st.sampled_from([*range(-1, t)] * 4 + [t, t + 1, -2, NOWHERE]) for t in range(tokens)])
+    return st.tuples(*[mostly(range(-1, t), [t, t + 1, -2, NOWHERE]) for t in range(tokens)])
 
 
 @st.composite
-def situations(draw: st.DrawFn, most_heads: int, rows: int, cols: int, dtypes: tuple[str, ...]) -> Situation:
-    case, form = draw(cases(most_heads, rows, cols, dtypes)), draw(st.sampled_from(FORMS))
-    batch, flag, few = case.batch, st.booleans(), st.integers(0, 4)
-    lengths = (
-        draw(st.tuples(*[few] * batch)) if form == "packed" else (1 if form == "one token" else draw(few),) * batch
+def situations(draw: st.DrawFn, form: str, tree: bool, of_case: st.SearchStrategy[Case]) -> Situation:
+    """Situations with tokens of a form, as a draft tree or not."""
+    case, stores = (
+        draw(of_case),
+        draw(st.sampled_from(["every", "none"] if tree else ["in place", "elsewhere", "every", "none"])),
     )
+    batch, flag, few, packed = case.batch, st.booleans(), mostly([1, 2, 3, 4], [0]), form == "packed"
+    lengths = draw(st.tuples(*[few] * batch)) if packed else (draw(few) if form == "several tokens" else 1,) * batch
+    before, after = (draw(st.integers(0, 1)), draw(st.integers(0, 2))) if packed else (0, 0)
     longest = max(lengths)
-    if form == "packed":  # tables may be longer than any row is, or, which is wrong, shorter
+    if packed:  # tables may be longer than any row is, or, which is wrong, shorter
         longest = max(0, longest + draw(st.sampled_from([0, 0, 1, -1])))
-    update, every = draw(st.sampled_from([(True, True), (True, False), (True, False), (False, False)]))
 
     seed, slots = draw(st.integers(0, 1 << 16)), batch * (1 + max(longest, 1)) + 1 + draw(st.integers(0, 2))
     order = Random(seed).sample(range(slots), slots)
     null = draw(st.sampled_from([-1, order[-1], 1 << 20]))
     no_slot = (null, -1, -5, slots, slots + 4, NOWHERE)
-    read = [[draw(mostly(own, *no_slot))] for own in order[:batch]]
+    read = [[draw(mostly([own], no_slot))] for own in order[:batch]]
     accepted, n = None, draw(st.sampled_from([0, 0, 1, 2, 3]))
     if n:
-        accepted = draw(st.tuples(*[st.integers(1, n) | st.sampled_from([1, 0, -1, n + 1])] * batch))
+        accepted = draw(st.tuples(*[mostly(range(1, n + 1), [0, -1, n + 1])] * batch))
         others = [order[-1], NOWHERE, order[0]][:n]
         read = [[own if i == k - 1 else others[i] for i in range(n)] for (own,), k in zip(read, accepted, strict=True)]
     write = None
-    if every or (update and draw(flag)):
-        own = [order[batch + row :: batch][: longest if every else 1] for row in range(batch)]
-        if every and longest and draw(flag):  # the first token of a row may write where the row reads
-            own = [[order[row], *numbers[1:]] for row, numbers in enumerate(own)]
-        write = tuple(draw(st.tuples(*[mostly(slot, *no_slot) for slot in numbers])) for numbers in own)
-    parents = None
-    if (every or not update) and draw(flag):
-        parents = draw(st.tuples(*[parents_of(longest)] * batch))
+    if stores in ("elsewhere", "every"):
+        own = [order[batch + row :: batch][: longest if stores == "every" else 1] for row in range(batch)]
+        if draw(flag):  # a row may write where it reads, at one of its tokens
+            own = [[order[row], *numbers[1:]] if numbers else [] for row, numbers in enumerate(own)]
+        write = tuple(draw(st.tuples(*[mostly([slot], no_slot) for slot in numbers])) for numbers in own)
     snapshots, spare = draw(st.none() | st.sampled_from(PORTABLE_FORMATS)), draw(st.integers(0, 1))
     own_rows = Random(seed).sample(range(batch + spare), batch)
     no_row = (-1, -9, batch + spare, NOWHERE)
-    has_table = every or parents is not None
+    needs_max_len = snapshots is not None and stores != "every" and not tree
+    outs = ["new", "given", "x"] if not tree else ["new", "given"] if max(lengths) else ["new"]
     return Situation(
         case=replace(case, slots=slots),
         form=form,
         lengths=lengths,
-        extra=draw(st.integers(0, 2)) if form == "packed" else 0,
+        before=before,
+        after=after,
         longest=longest,
         per_row=draw(st.tuples(flag, flag, flag)),
         seed=seed,
@@ -190,13 +192,13 @@ def situations(draw: st.DrawFn, most_heads: int, rows: int, cols: int, dtypes: t
         read=tuple(map(tuple, read)),
         accepted=accepted,
         write=write,
-        every=every,
-        update=update,
+        every=stores == "every",
+        update=stores != "none",
         null=null,
-        parents=parents,
-        max_len=longest if form == "packed" and ((snapshots and not has_table) or draw(flag)) else None,
+        parents=draw(st.tuples(*[parents_of(longest)] * batch)) if tree else None,
+        max_len=longest if packed and (needs_max_len or draw(flag)) else None,
         snapshots=snapshots,
-        snapshot_rows=draw(st.none() | st.tuples(*[mostly(row, *no_row) for row in own_rows])),
+        snapshot_rows=draw(st.none() | st.tuples(*[mostly([row], no_row) for row in own_rows])),
         spare=spare,
-        out=draw(st.sampled_from(["new", "given"] if parents else ["new", "given", "x"])),
+        out=draw(st.sampled_from(outs)),
     )

@@ -1,23 +1,26 @@
-"""The command line, and what it runs: info, check and demo; tests/test_bench.py has bench."""
+"""The command line, and what it runs: info and check; the other commands have files of their own."""
 
 from __future__ import annotations
 
 import itertools
-import random
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 
+from flashstate.check import SHOWN_FAILURES, cases_on
 from flashstate.cli import main
-from flashstate.demo import BATCH, SLOTS, Traffic, one_thread, run_demo
+from flashstate.demo import one_thread
 from flashstate.info import versions
-from flashstate.laws import LawBroken
+from flashstate.launch import choose
+from flashstate.laws import LawBroken, laws_for, pairs
+from flashstate.state.formats import FORMATS, PORTABLE_FORMATS
 from flashstate.testing import Case
 
-CPU = torch.device("cpu")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 TINY = ["--device", "cpu", "--batches", "1", "2", "--heads", "2", "--rows", "4", "--cols", "16"]
 
 
@@ -37,10 +40,23 @@ def test_info_shows_versions_formats_and_the_configs_of_a_case(capsys: pytest.Ca
     assert main(["info", "--gpu", "Some GPU", "--format", "float16", "--rounding", "stochastic", "--batch", "3"]) == 0
     out = output_of(capsys)
     assert all(f"{name} {version}" in out for name, version in versions().items())
-    assert "bfloat16 2 nearest, stochastic" in out
+    for fmt in FORMATS.values():
+        assert f"{fmt.name} {fmt.dtype.itemsize} {', '.join(fmt.roundings)}" in out
     assert "64 x 128, float16, stochastic, on Some GPU" in out
     assert "3 48" in out
     assert "heuristic" in out
+
+
+@pytest.mark.parametrize(("name", "rounding"), PORTABLE_FORMATS)
+def test_info_shows_configs_for_every_format(name: str, rounding: str, capsys: pytest.CaptureFixture[str]) -> None:
+    case = Case(heads=16, rows=80, cols=20, format=name, rounding=rounding)
+    options = ["--format", name, "--rounding", rounding, "--rows", "80", "--cols", "20", "--batch", "1", "256"]
+    assert main(["info", "--gpu", "none", *options]) == 0
+    out = output_of(capsys)
+    assert f"80 x 20, {name}, {rounding}, on none" in out
+    for batch in (1, 256):
+        config = choose(replace(case, batch=batch).problem, "none")
+        assert f" {batch} {16 * batch} {config.block_rows} {config.num_warps} heuristic" in out
 
 
 def test_info_without_a_gpu_shows_the_table_of_another(
@@ -71,7 +87,16 @@ def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.parametrize(
-    "argv", [[], ["nonsense"], ["info", "--batch", "0"], ["info", "--format", "float7"], ["demo", "--steps", "many"]]
+    "argv",
+    [
+        [],
+        ["nonsense"],
+        ["info", "--batch", "0"],
+        ["info", "--format", "float7"],
+        ["demo", "--steps", "many"],
+        ["bench", "--tokens", "0"],
+        ["check", "--quick", "yes"],
+    ],
 )
 def test_what_cannot_be_parsed_exits_with_2(argv: list[str]) -> None:
     with pytest.raises(SystemExit) as exit:
@@ -83,9 +108,14 @@ def test_what_cannot_be_parsed_exits_with_2(argv: list[str]) -> None:
     ("argv", "complaint"),
     [
         (["info", "--rounding", "stochastic"], "float32 has no rounding 'stochastic', only nearest"),
+        (
+            ["info", "--format", "int8", "--rounding", "stochastic_hw"],
+            "int8 has no rounding 'stochastic_hw', only nearest, stochastic",
+        ),
         (["check", "--device", "tpu"], "--device must be cpu, cuda or cuda:N, got 'tpu'"),
         (["check", "--device", "cuda:99"], "--device cuda:99: this machine has"),
         (["bench", *TINY, "--formats", "float7"], "there is no format 'float7'"),
+        (["bench", *TINY, "--formats", "int16:up"], "int16 has no rounding 'up', only nearest, stochastic"),
         (["bench", *TINY, "--groups", "3"], "the number of groups must divide the 2 heads, got 3"),
         (["bench", *TINY, "--csv", "no/such/folder/a.csv"], "to write a.csv to"),
         (["bench", "--from-csv", "missing.csv"], "No such file"),
@@ -104,8 +134,28 @@ def test_a_bad_option_is_one_line_and_exits_with_2(
 def test_check_proves_the_reference(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "--quick", "--device", "cpu"]) == 0
     out = output_of(capsys)
-    assert "laws hold for the reference on the CPU." in out
+    assert f"All {len(laws_for(CPU))} laws hold for the reference on the CPU." in out
     assert "broken" not in out
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA], ids=str)
+def test_a_quick_check_takes_one_case_per_format(device: torch.device) -> None:
+    every, quick = (cases_on(device, quick=quick) for quick in (False, True))
+    assert sorted((case.format, case.rounding) for case in quick) == sorted(PORTABLE_FORMATS)
+    assert set(quick) < set(every)
+
+
+ONE_TOKEN = pytest.mark.xfail(strict=True, reason="a quick check on a GPU has no case of several tokens")
+
+
+@pytest.mark.parametrize(
+    ("device", "quick"),
+    [(CPU, False), (CPU, True), (CUDA, False), pytest.param(CUDA, True, marks=ONE_TOKEN)],
+    ids=str,
+)
+def test_a_check_tries_every_law_on_some_case(device: torch.device, quick: bool) -> None:
+    laws = laws_for(device)
+    assert {words for words, _ in pairs(laws, cases_on(device, quick))} == laws.keys()
 
 
 def test_check_reports_broken_laws_and_crashes(
@@ -122,40 +172,10 @@ def test_check_reports_broken_laws_and_crashes(
     monkeypatch.setattr("flashstate.check.pairs", itertools.product)
     assert main(["check", "--quick", "--device", "cpu"]) == 1
     out = output_of(capsys)
-    assert "fine 5 holds" in out
-    assert "is broken 5 broken by 5" in out
-    assert f"{Case()} 3 of [4] elements differ" in out
+    cases = len(PORTABLE_FORMATS)
+    assert f"fine {cases} holds" in out
+    assert f"is broken {cases} broken by {cases}" in out
+    assert f"{cases_on(CPU, quick=True)[0]} 3 of [4] elements differ" in out
+    assert f"and {cases - SHOWN_FAILURES} more cases" in out
     assert "RuntimeError: out of luck" in out
     assert "2 of 3 laws are broken by the reference on the CPU." in out
-
-
-def test_requests_wait_for_slots_and_never_share_one() -> None:
-    traffic, admitted, fullest, emptiest = Traffic(500, random.Random(0)), 0, 0, BATCH
-    for _ in range(500):
-        before = set(traffic.left)
-        taken = traffic.admit()
-        assert not before & set(taken)
-        slots = traffic.batch(CPU).tolist()
-        running = [slot for slot in slots if slot >= 0]
-        assert len(slots) == BATCH
-        assert sorted(running) == sorted(before | set(taken))
-        admitted, fullest, emptiest = admitted + len(taken), max(fullest, len(running)), min(emptiest, len(running))
-        traffic.finish()
-    assert admitted > SLOTS == fullest > emptiest
-
-
-def test_in_the_demo_stochastic_bfloat16_drifts_less_than_nearest() -> None:
-    rows = {(row.format, row.rounding): row for row in run_demo(CPU, steps=150, seed=0)}
-    assert rows["float32", "nearest"].output_error < 1e-5
-    assert rows["bfloat16", "stochastic"].state_error < rows["bfloat16", "nearest"].state_error
-    assert rows["bfloat16", "nearest"].bytes_per_request * 2 == rows["float32", "nearest"].bytes_per_request
-    assert all(row.tokens_per_second > 0 for row in rows.values())
-
-
-def test_demo_prints_a_row_per_format_and_repeats_itself(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", "--device", "cpu", "--steps", "5"]) == 0
-    out = output_of(capsys)
-    assert all(name in out for name in ("float32 16,384", "bfloat16 stochastic 8,200", "float16 stochastic 8,200"))
-    assert "with stochastic rounding than with rounding to nearest" in out
-    first, second = (run_demo(CPU, steps=5, seed=1) for _ in range(2))
-    assert [row.state_error for row in first] == [row.state_error for row in second]

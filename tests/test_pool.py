@@ -294,6 +294,14 @@ def test_advance_moves_the_seeds_of_the_slots_that_are_read(device: torch.device
         (None, range(6)),
         ([0, 3, -1, 5], [0, 3, 5]),  # a bare tensor has no null but negatives
         (Slots(torch.tensor([0, 3], device=device), null=0), [3]),
+        (
+            Slots(
+                torch.tensor([[1, 2, 9], [3, 4, 0], [5, 5, 5]], device=device),
+                accepted=torch.tensor([2, 1, 0], device=device),
+                null=0,
+            ),
+            [1, 2, 3, 4],  # all slots of a request, not those of padding
+        ),
         (Slots(torch.tensor([2, 3], device=device), cu_seqlens=torch.tensor([0, 0, 4], device=device)), [3]),
     ):
         pool = make_pool(null=0, device=device)

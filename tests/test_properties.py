@@ -1,13 +1,14 @@
 """mamba2_step on random problems equals a loop over rows and tokens; rounding keeps its promises for every float32."""
 
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from situations import NOWHERE, Numbers, RowAndToken, Situation, Table, situations
+from situations import FORMS, NOWHERE, Numbers, RowAndToken, Situation, Table, cases, situations
 from torch import Tensor
 
 import flashstate
@@ -15,7 +16,7 @@ from flashstate import Slots, State
 from flashstate.reference.mamba2 import mamba2_token
 from flashstate.state.faults import KINDS
 from flashstate.state.formats import Encoded, decode, encode
-from flashstate.state.rounding import random_bits
+from flashstate.state.rounding import SEED_STEP, random_bits
 from flashstate.testing import error_ratio, interpreted, make_inputs
 
 CPU = torch.device("cpu")
@@ -26,6 +27,7 @@ COMMON = settings(
     phases=(Phase.explicit, Phase.generate, Phase.shrink),
     suppress_health_check=(HealthCheck.too_slow, HealthCheck.data_too_large),
 )
+EVERY_FORM = pytest.mark.parametrize(("form", "tree"), list(product(FORMS, (False, True))))
 PER_TOKEN = ("x", "dt", "B", "C", "z")
 
 
@@ -75,23 +77,27 @@ class Call:
                     arguments[name] = arguments[name].unflatten(0, (situation.case.batch, situation.longest))
         x = arguments["x"]
         out = {"new": None, "given": torch.full_like(x, torch.nan), "x": x}[situation.out]
-        bounds = [situation.at(row, 0) for row in range(situation.case.batch + 1)]
-        slots = Slots(
-            self.numbers(situation.read, squeeze=situation.accepted is None),
-            write=self.numbers(situation.write, squeeze=not situation.every),
-            accepted=self.numbers(situation.accepted),
-            snapshot_rows=self.numbers(situation.snapshot_rows),
-            cu_seqlens=self.numbers(tuple(bounds)) if situation.form == "packed" else None,
-            max_len=situation.max_len,
-            parents=self.numbers(situation.parents),
-            null=situation.null,
-        )
         y = flashstate.mamba2_step(
-            self.state, **arguments, slots=slots, snapshots=self.snapshots, update=situation.update, out=out
+            self.state, **arguments, slots=self.slots, snapshots=self.snapshots, update=situation.update, out=out
         )
         assert out is None or y is out
         assert y.dtype == x.dtype
         return y.reshape(self.arguments["x"].shape)
+
+    @property
+    def slots(self) -> Slots:
+        situation = self.situation
+        bounds = tuple(situation.at(row, 0) for row in range(situation.case.batch + 1))
+        return Slots(
+            self.numbers(situation.read, squeeze=situation.accepted is None),
+            write=self.numbers(situation.write, squeeze=not situation.every),
+            accepted=self.numbers(situation.accepted),
+            snapshot_rows=self.numbers(situation.snapshot_rows),
+            cu_seqlens=self.numbers(bounds) if situation.form == "packed" else None,
+            max_len=situation.max_len,
+            parents=self.numbers(situation.parents),
+            null=situation.null,
+        )
 
     def numbers(self, entries: Numbers | Table | None, squeeze: bool = False) -> Tensor | None:
         """A list of numbers, or a table, as a view of a wider one; or its only column."""
@@ -167,6 +173,17 @@ def require_faults(situation: Situation) -> None:
     assert not faults_found()
 
 
+def require_advance(got: Call, want: Call) -> None:
+    """Seeds move on, once for every row that reads them; for packed rows only if they have tokens."""
+    situation = want.situation
+    got.state.advance(got.slots)
+    for row, length in enumerate(situation.lengths):
+        if situation.inside(situation.slot(row)) and (length or situation.form != "packed"):
+            want.state.seed[situation.slot(row)] += SEED_STEP
+    assert torch.equal(got.state.seed, want.state.seed)
+    assert faults_found() == situation.faults & {"read slot", "accepted"}
+
+
 def faults_found() -> set[str]:
     try:
         flashstate.check_faults()
@@ -182,9 +199,11 @@ def put(target: State, where: Numbers, data: Tensor, scale: Tensor | None) -> No
         target.scale[where] = scale
 
 
-@settings(COMMON, max_examples=150)
-@given(situations(most_heads=3, rows=20, cols=70, dtypes=("float32", "bfloat16", "float16")))
-def test_reference_equals_a_loop_over_rows_and_tokens_bit_by_bit(situation: Situation) -> None:
+@settings(COMMON, max_examples=60)
+@given(data=st.data())
+@EVERY_FORM
+def test_reference_equals_a_loop_over_rows_and_tokens_bit_by_bit(form: str, tree: bool, data: st.DataObject) -> None:
+    situation = data.draw(situations(form, tree, cases(3, 20, 70, ("float32", "bfloat16", "float16"))))
     faults_found()
     got, want = Call.of(situation), Call.of(situation)
     y, y_want, after = got.step(), torch.zeros_like(want.arguments["x"]), outcomes(want, torch.float32)
@@ -197,13 +216,16 @@ def test_reference_equals_a_loop_over_rows_and_tokens_bit_by_bit(situation: Situ
     assert equal_bytes(y, y_want)
     require_equal_memory(got, want)
     require_faults(situation)
+    require_advance(got, want)
 
 
 @pytest.mark.interpreted
-@settings(COMMON, max_examples=25)
-@given(situations(most_heads=2, rows=9, cols=35, dtypes=("float32", "float16")))
-def test_interpreted_kernel_is_close_to_a_loop_over_rows_and_tokens(situation: Situation) -> None:
+@settings(COMMON, max_examples=10)
+@given(data=st.data())
+@EVERY_FORM
+def test_interpreted_kernel_is_close_to_a_loop_over_rows_and_tokens(form: str, tree: bool, data: st.DataObject) -> None:
     """Within budget, and every byte that it should not touch is as it was."""
+    situation = data.draw(situations(form, tree, cases(2, 9, 35, ("float32", "float16"))))
     faults_found()
     got, want = Call.of(situation), Call.of(situation)
     every = list(range(situation.case.slots))  # a budget of few values would be left to luck
@@ -228,6 +250,8 @@ def test_interpreted_kernel_is_close_to_a_loop_over_rows_and_tokens(situation: S
         require_within_budget(entries, situation)
     require_equal_memory(got, want)
     require_faults(situation)
+    with interpreted():
+        require_advance(got, want)
 
 
 def require_within_budget(entries: list[tuple[Tensor, Tensor, Tensor, int]], situation: Situation) -> None:

@@ -3,14 +3,17 @@
 import triton
 import triton.language as tl
 
-from flashstate.kernels.slots import resolve_read, token_range
+from flashstate.kernels.slots import resolve_read, slot_in_column, token_range
 
 
 @triton.jit(do_not_specialize=["read", "tokens", "num_slots", "null", "seed_step"])
 def advance_seeds_kernel(seed_ptr, read, cu_seqlens_ptr, fault_ptr, tokens, num_slots, null, seed_step):
-    """One program per batch row. Atomic, so that rows which share a slot advance it once each, in any order."""
+    """One program per batch row and column of its slots: all slots of a request move on together, whichever was read.
+    Atomic, so that rows which share a slot advance it once each, in any order."""
     b = tl.program_id(0)
     slot = resolve_read(read, b, num_slots, null, fault_ptr)
     _, count = token_range(cu_seqlens_ptr, b, tokens)
     if (slot >= 0) & (count > 0):
-        tl.atomic_add(seed_ptr + slot, seed_step)
+        slot = slot_in_column(read, b, tl.program_id(1), slot)
+        if (slot >= 0) & (slot < num_slots) & (slot != null):
+            tl.atomic_add(seed_ptr + slot, seed_step)

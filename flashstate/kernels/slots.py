@@ -26,6 +26,16 @@ def resolve_read(read, b, num_slots, null, fault_ptr):
 
 
 @triton.jit
+def slot_in_column(read, b, column, slot):
+    """The entry of row `b` in that column of its table of slots; `slot`, which it read, if it has no table."""
+    table_ptr, stride, _, accepted_ptr = read
+    if accepted_ptr is None:
+        return slot
+    else:
+        return _load(table_ptr, b, stride, column).to(tl.int64)
+
+
+@triton.jit
 def resolve_write(write, b, column, slot, goes, num_slots, null, fault_ptr):
     """The slot row `b` writes, int64: its entry in that column of the table, or `slot`, which it read, if there is no
     table; -1 for none, and wherever it points unless `goes`. `write`: table and its row stride."""

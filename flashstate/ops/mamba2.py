@@ -33,9 +33,11 @@ from flashstate.state.faults import fault_flag
 from flashstate.state.slots import Slots, as_slots
 from flashstate.state.state import State, as_snapshots, as_state
 
-# Contraction would save an instruction per element in the read-out sum, but which products it contracts differs between
-# compiled variants: a token of a tree would not give the bytes it gives in a chain. FMAs are written where they are meant.
+# Contraction would save an instruction per element in the read-out sum, but what it contracts differs between compiled
+# variants: a token of a tree would not give the bytes it gives in a chain. FMAs are written where they are meant.
 FP_FUSION = False
+
+OR_EXPANDED = ", or expanded from contiguous values per head"
 
 
 def mamba2_step(
@@ -146,9 +148,7 @@ def _check_out(out: Tensor, x: Tensor, tokens: Tokens, slots: Slots | None) -> N
     check_row_contiguous("out", out)
     check_no_overlap("out", out)
     if slots is not None and slots.parents is not None and out.data_ptr() == x.data_ptr():
-        raise ValueError(
-            "out must not be x with slots.parents: a token's x is read again for those that follow it"
-        )
+        raise ValueError("out must not be x with slots.parents: a token's x is read again for those that follow it")
 
 
 def _run(

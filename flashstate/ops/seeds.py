@@ -17,7 +17,7 @@ MOST_TOKENS = (1 << 31) - 1  # a token axis has fewer
 
 
 def advance_seeds(seed: Tensor, slots: Slots | None) -> None:
-    """Add SEED_STEP to the seeds of the slots that are read by rows with tokens."""
+    """Add SEED_STEP to the seeds of the slots that rows with tokens have to read, chosen or not."""
     if slots is not None and slots.read.device != seed.device:
         raise ValueError(f"slots are on {slots.read.device}, but the state is on {seed.device}")
     read, accepted, cu_seqlens, null = None, None, None, -1
@@ -35,10 +35,11 @@ def _run(seed: Tensor, read: Tensor | None, accepted: Tensor | None, cu_seqlens:
     from flashstate.kernels.seeds import advance_seeds_kernel
 
     rows = seed.shape[0] if read is None else read.shape[0]
-    if rows == 0:
+    if rows == 0 or (read is not None and read.numel() == 0):
         return
+    columns = 1 if accepted is None or read is None else read.shape[1]
     with torch.cuda.device_of(seed):
-        advance_seeds_kernel[(rows,)](
+        advance_seeds_kernel[(rows, columns)](
             seed, read_table(read, accepted), cu_seqlens, fault_flag(seed.device), MOST_TOKENS, seed.shape[0], null,
             SEED_STEP,
             num_warps=1, enable_fp_fusion=False,

@@ -72,10 +72,14 @@ def store_state(state: State, values: Tensor, where: tuple[Tensor, ...], seed: T
 
 
 def advance_seeds(seed: Tensor, slots: Slots | None) -> None:
-    """Add SEED_STEP to the seeds of the slots that are read, once for every row with tokens that reads them."""
+    """Add SEED_STEP to the seeds of the slots that rows with tokens have to read, once for each; with a table of slots
+    to all of a row's, so that the slots of a request move on together."""
     read = resolve_read(slots, seed.shape[0], seed.shape[0], seed.device)
     goes = read >= 0
     if slots is not None and slots.cu_seqlens is not None:
         goes &= slots.cu_seqlens.diff() > 0
     read = read[goes]
+    if slots is not None and slots.accepted is not None:
+        read = slots.read[goes].long().flatten()
+        read = read[(read >= 0) & (read < seed.shape[0]) & (read != slots.null)]
     seed.index_add_(0, read, torch.full_like(read, SEED_STEP))

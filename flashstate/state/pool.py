@@ -233,7 +233,8 @@ class StatePool:
         """Move the seeds of the read slots on (None: of all slots), so that the next step draws new random bits.
 
         Call it once per model step, after all layers: it is one small launch, and a CUDA graph captures it. `slots` is
-        what the ops got. Without seeds it does nothing.
+        what the ops got: of a row with n slots to read all n move on, so that a request whose slots got equal seeds is
+        reproducible from that seed. Without seeds it does nothing.
         """
         where = as_slots(slots)
         if self._seed is not None:

@@ -29,7 +29,8 @@ class Slots:
     With packed tokens the second axis of `write` and `parents` has max_len entries. Numbers past the pool, past n or
     past the snapshots also set a flag that `flashstate.check_faults()` reports. The tensors are read when an op runs,
     not when this object is made, so a CUDA graph can be replayed with other contents. Two rows that write one slot, or
-    a row that writes what another row reads, are the caller's error; inside `flashstate.debug()` they are found.
+    a row that writes what another row reads, are the caller's error; inside `flashstate.debug()` they are found. What a
+    row reads itself it may write.
     """
 
     read: Tensor

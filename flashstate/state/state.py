@@ -62,8 +62,9 @@ class State:
     def advance(self, slots: Slots | Tensor | None = None) -> None:
         """Move the seeds of the read slots on (None: of all), so that the next step draws new random bits.
 
-        Call it once per model step, after all layers, with the slots of that step: rows without tokens keep their
-        seeds. It is one small launch, and a CUDA graph captures it.
+        Call it once per model step, after all layers, with the slots of that step. Rows without tokens keep their
+        seeds. Of a row with n slots to read all n move on, whichever was accepted: given equal seeds, they stay equal.
+        It is one small launch, and a CUDA graph captures it.
         """
         from flashstate.ops.seeds import advance_seeds
 

@@ -1,0 +1,285 @@
+"""flashstate demo: what it serves, what it calls the truth, and that no padding, rejected token or slot leaks."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flashstate
+from flashstate.cli import main
+from flashstate.demo import Contender, Demo, DemoRow, effect, one_thread, run_demo
+from flashstate.launch.backend import interpreted
+from flashstate.state.formats import PORTABLE_FORMATS
+from flashstate.traffic import BATCH, COLS, HEADS, LAYERS, REQUESTS, ROWS, WIDTHS, Model, Request, Traffic
+
+CPU = torch.device("cpu")
+DRIFTING = ("bfloat16", "int8", "float8_e4m3fn")  # rounded to nearest, in a run as short as the tests'
+
+
+@pytest.fixture(autouse=True)
+def one_cpu_thread() -> Iterator[None]:
+    """Several threads on tensors this small are slow, and very slow where tests run side by side."""
+    with one_thread():
+        yield
+
+
+@pytest.fixture
+def short_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prefill is a loop over the prompt."""
+    monkeypatch.setattr("flashstate.traffic.PROMPT_TOKENS", (1, 20))
+
+
+def output_of(capsys: pytest.CaptureFixture[str]) -> str:
+    """What was printed, without the line breaks of a narrow terminal."""
+    return " ".join(capsys.readouterr().out.split())
+
+
+def running(demo: Demo) -> list[int]:
+    """The rows of the batch that have a request."""
+    return [row for row, request in enumerate(demo.traffic.rows) if request is not None]
+
+
+def timeless(rows: list[DemoRow]) -> list[DemoRow]:
+    return [replace(row, tokens_per_second=0.0) for row in rows]
+
+
+@functools.cache
+def errors_of_a_run() -> dict[tuple[str, str], float]:
+    """The state error of every format and rounding, where a state is rounded every second token or more often."""
+    return {(row.format, row.rounding): row.state_error for row in run_demo(CPU, steps=60, tokens=2, seed=0).rows()}
+
+
+@pytest.mark.usefixtures("short_prompts")
+def test_the_command_prints_what_was_served_a_row_per_format_and_findings(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--device", "cpu", "--steps", "3"]) == 0
+    out = output_of(capsys)
+    demo = run_demo(CPU, steps=3, tokens=4, seed=0)
+    assert f"Model steps: 3. Requests: {demo.requests}. " in out
+    assert f"Tokens: {demo.proposed} proposed, {demo.accepted} accepted. " in out
+    assert "a pool of 32 slots, 4 for a request" in out
+    for cells in ("float32 16,384 65,536", "int16 8,448 33,792", "float8_e4m3fn stochastic 4,360 17,440"):
+        assert f"{cells} " in out
+    for row in demo.rows():
+        assert f"{row.output_error:.1e} {row.state_error:.1e} " in out
+    assert f"float64 never saw the {demo.proposed - demo.accepted} rejected tokens" in out
+    assert out.count(": stochastic rounding ") == 5
+
+
+@pytest.mark.usefixtures("short_prompts")
+def test_with_one_token_nothing_is_rejected_and_a_request_has_one_slot(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--device", "cpu", "--steps", "2", "--tokens", "1", "--seed", "7"]) == 0
+    out = output_of(capsys)
+    demo = run_demo(CPU, steps=2, tokens=1, seed=7)
+    assert demo.proposed == demo.accepted
+    assert f"Tokens: {demo.proposed} proposed, {demo.proposed} accepted. " in out
+    assert "bfloat16 stochastic 8,200 8,200 " in out
+    assert "rejected" not in out
+    assert demo.rows()[0].state_error < 1e-5
+
+
+@pytest.mark.parametrize("argv", [["--tokens", "0"], ["--tokens", "many"], ["--steps", "0"]])
+def test_steps_and_tokens_are_positive(argv: list[str]) -> None:
+    with pytest.raises(SystemExit) as exit:
+        main(["demo", *argv])
+    assert exit.value.code == 2
+
+
+def test_more_bits_make_smaller_errors() -> None:
+    errors = errors_of_a_run()
+    assert errors.keys() == set(PORTABLE_FORMATS)
+    assert errors["float32", "nearest"] < 1e-5
+    sixteen = [error for (name, _), error in errors.items() if name in ("bfloat16", "float16", "int16")]
+    eight = [error for (name, _), error in errors.items() if name in ("int8", "float8_e4m3fn")]
+    assert errors["float32", "nearest"] < min(sixteen)
+    assert max(sixteen) < min(eight)
+    assert max(eight) < 0.5
+
+
+@pytest.mark.parametrize("name", DRIFTING)
+def test_stochastic_rounding_drifts_less_where_nearest_loses_updates(name: str) -> None:
+    assert errors_of_a_run()[name, "stochastic"] < 0.9 * errors_of_a_run()[name, "nearest"]
+
+
+@pytest.mark.usefixtures("short_prompts")
+def test_equal_seeds_give_equal_numbers_and_others_do_not() -> None:
+    first, second, other = (run_demo(CPU, steps=3, tokens=3, seed=seed) for seed in (1, 1, 2))
+    assert timeless(first.rows()) == timeless(second.rows())
+    assert all(row.tokens_per_second > 0 for row in first.rows())
+    assert all(a.state_error != b.state_error for a, b in zip(first.rows(), other.rows(), strict=True))
+
+
+def replayed(tokens: Tensor, model: Model) -> tuple[Tensor, Tensor]:
+    """The last output and the state of tokens (tokens, layers, WIDTH), by the equations and nothing else."""
+    state = torch.zeros(LAYERS, HEADS, ROWS, COLS, dtype=torch.float64)
+    y = torch.zeros(LAYERS, HEADS, ROWS, dtype=torch.float64)
+    for token in tokens.double():
+        x, dt, B, C = token.split(WIDTHS, dim=-1)
+        dt = torch.log(1 + torch.exp(dt + model.dt_bias.double()))
+        update = torch.einsum("lh,lhr,lc->lhrc", dt, x.reshape(LAYERS, HEADS, ROWS), B)
+        state = torch.exp(-dt)[..., None, None] * state + update
+        y = torch.einsum("lhrc,lc->lhr", state, C)
+    return y, state
+
+
+@pytest.mark.usefixtures("short_prompts")
+def test_the_truth_is_the_prompt_and_the_accepted_tokens_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    demo = Demo(CPU, steps=20, tokens=4, seed=3)
+    demo.contenders.clear()
+    demo.contenders.append(Contender("float32", "nearest", 4, demo.model, CPU, seed=0))
+    outputs: list[tuple[Tensor, Tensor]] = []
+    step = demo.truth.step
+
+    def recorded(proposed: Tensor, accepted: Tensor) -> Tensor:
+        outputs.append((step(proposed, accepted), accepted))
+        return outputs[-1][0]
+
+    monkeypatch.setattr(demo.truth, "step", recorded)
+    for _ in range(8):
+        demo.step()
+        y, accepted = outputs[-1]
+        assert running(demo)
+        for row in running(demo):
+            request = demo.traffic.rows[row]
+            assert request is not None
+            last, state = replayed(request.tokens[: request.done], demo.model)
+            torch.testing.assert_close(demo.truth.states[row], state, rtol=1e-10, atol=1e-12)
+            torch.testing.assert_close(y[row, accepted[row] - 1], last, rtol=1e-10, atol=1e-12)
+    assert len({tuple(accepted.tolist()) for _, accepted in outputs}) > 4, "the numbers of accepted tokens vary"
+
+
+@pytest.mark.usefixtures("short_prompts")
+def test_rejected_tokens_leave_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = run_demo(CPU, steps=5, tokens=3, seed=0)
+    propose = Traffic.propose
+
+    def proposed_nan(traffic: Traffic) -> tuple[Tensor, Tensor]:
+        proposed, accepted = propose(traffic)
+        proposed[torch.arange(3) >= accepted[:, None]] = torch.nan
+        return proposed, accepted
+
+    monkeypatch.setattr(Traffic, "propose", proposed_nan)
+    poisoned = run_demo(CPU, steps=5, tokens=3, seed=0)
+    assert usual.proposed > usual.accepted
+    assert timeless(poisoned.rows()) == timeless(usual.rows())
+    assert all(math.isfinite(row.state_error) for row in poisoned.rows())
+
+
+@pytest.mark.usefixtures("short_prompts")
+def test_padding_is_nan_and_gives_zero_and_spreads_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[Tensor, Tensor, Tensor]] = []
+    step = Contender.step
+
+    def recorded(contender: Contender, proposed: Tensor) -> Tensor:
+        seen.append((proposed, contender.accepted > 0, step(contender, proposed)))
+        return seen[-1][-1]
+
+    monkeypatch.setattr(Contender, "step", recorded)
+    demo = run_demo(CPU, steps=3, tokens=2, seed=0)
+    for proposed, live, y in seen:
+        assert not live.all()
+        assert proposed[~live].isnan().all()
+        assert not y[~live].any()
+        assert y[live].isfinite().all()
+    for contender in demo.contenders:
+        for i in range(LAYERS):
+            state = contender.pool.layer(i)
+            assert state.data.float().isfinite().all()
+            assert state.scale is None or state.scale.isfinite().all()
+
+
+@pytest.mark.usefixtures("short_prompts")
+def test_requests_wait_for_slots_which_all_come_back() -> None:
+    demo = Demo(CPU, steps=6, tokens=2, seed=0)
+    waited = False
+    for _ in range(30):
+        demo.step()
+        held = len(running(demo)) * demo.tokens
+        assert all(contender.pool.free == contender.pool.slots - held for contender in demo.contenders)
+        waited |= bool(demo.traffic.waiting)
+        owned = demo.contenders[0].slots
+        assert (owned >= 0).all(dim=1).nonzero()[:, 0].tolist() == running(demo)
+        assert len(owned[owned >= 0].unique()) == held
+    demo.step(last=True)
+    assert waited
+    assert demo.requests > REQUESTS
+    assert all(contender.pool.free == contender.pool.slots for contender in demo.contenders)
+    assert not any(demo.traffic.rows)
+
+
+def test_traffic_fills_the_server_and_drains_it_and_never_shares_a_row() -> None:
+    traffic, fullest, emptiest, admitted = Traffic(steps=200, draft_tokens=4, seed=0), 0, BATCH, 0
+    for _ in range(200):
+        before = list(traffic.rows)
+        room = REQUESTS - sum(request is not None for request in before)
+        traffic.arrive()
+        for row, request in traffic.admit(room):
+            assert before[row] is None
+            assert traffic.rows[row] is request
+            admitted += 1
+        busy = sum(request is not None for request in traffic.rows)
+        fullest, emptiest = max(fullest, busy), min(emptiest, busy)
+        traffic.propose()
+        traffic.leave(everybody=False)
+    assert admitted > fullest == REQUESTS > emptiest
+
+
+def test_accepted_tokens_are_the_requests_own_and_end_with_it() -> None:
+    traffic = Traffic(steps=50, draft_tokens=3, seed=1)
+    request = Request(torch.arange(7.0)[:, None, None].expand(7, LAYERS, sum(WIDTHS)), done=2)
+    traffic.rows[4] = request
+    taken: list[float] = []
+    while request.left:
+        proposed, accepted = traffic.propose()
+        assert 1 <= accepted[4] <= 3
+        assert accepted.sum() == accepted[4]
+        taken += proposed[4, : accepted[4], 0, 0].tolist()
+    assert taken == [2.0, 3.0, 4.0, 5.0, 6.0]
+    assert traffic.leave(everybody=False) == [4]
+    assert not any(traffic.rows)
+
+
+@pytest.mark.usefixtures("short_prompts")
+def test_no_row_touches_what_is_anothers() -> None:
+    with flashstate.debug():
+        run_demo(CPU, steps=4, tokens=3, seed=0)
+    flashstate.check_faults()
+
+
+@pytest.mark.parametrize(
+    ("device", "context"),
+    [
+        pytest.param("cpu", interpreted, id="interpreter", marks=pytest.mark.interpreted),
+        pytest.param("cuda", contextlib.nullcontext, id="gpu", marks=pytest.mark.gpu),
+    ],
+)
+@pytest.mark.usefixtures("short_prompts")
+def test_kernels_serve_as_well_as_the_reference(
+    device: str, context: type[AbstractContextManager[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if device == "cpu":  # the interpreter is slow
+        monkeypatch.setattr("flashstate.demo.PORTABLE_FORMATS", (("float32", "nearest"), ("int8", "stochastic")))
+        for name, size in (("BATCH", 3), ("REQUESTS", 2)):
+            monkeypatch.setattr(f"flashstate.traffic.{name}", size)
+            monkeypatch.setattr(f"flashstate.demo.{name}", size)
+    reference = run_demo(CPU, steps=2, tokens=2, seed=0)
+    with context():
+        kernels = run_demo(torch.device(device), steps=2, tokens=2, seed=0)
+    assert (kernels.proposed, kernels.accepted) == (reference.proposed, reference.accepted)
+    for got, want in zip(kernels.rows(), reference.rows(), strict=True):
+        assert got.state_error == pytest.approx(want.state_error, rel=0.1, abs=1e-6)
+        assert got.output_error == pytest.approx(want.output_error, rel=0.1, abs=1e-6)
+
+
+def test_findings_say_what_got_worse() -> None:
+    assert effect(3.0, 2.0) == "makes the state error 1.5 times smaller"
+    assert effect(2.0, 3.0) == "makes the state error 1.5 times larger"
+    assert effect(1.02, 1.0) == effect(1.0, 1.02) == "hardly changes the state error"
