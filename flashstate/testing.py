@@ -124,8 +124,9 @@ class Inputs:
 
     def step(self, **changes: Any) -> Tensor:
         """Call mamba2_step, with some arguments changed or added."""
-        slots = self.slots if self.lengths is None else self.at()
-        return mamba2_step(**{"state": self.state, **self.arguments, **self.options, "slots": slots, **changes})
+        if "slots" not in changes:
+            changes["slots"] = self.slots if self.lengths is None else self.at()
+        return mamba2_step(**{"state": self.state, **self.arguments, **self.options, **changes})
 
     def at(self, **fields: Any) -> Slots:
         """The slots of the batch with more fields of Slots, or others."""

@@ -174,12 +174,13 @@ def require_faults(situation: Situation) -> None:
 
 
 def require_advance(got: Call, want: Call) -> None:
-    """Seeds move on, once for every row that reads them; for packed rows only if they have tokens."""
+    """The seeds of all slots that a row has to read move on, if it is live; those of a packed row if it has tokens."""
     situation = want.situation
     got.state.advance(got.slots)
     for row, length in enumerate(situation.lengths):
         if situation.inside(situation.slot(row)) and (length or situation.form != "packed"):
-            want.state.seed[situation.slot(row)] += SEED_STEP
+            for slot in filter(situation.inside, situation.read[row]):
+                want.state.seed[slot] += SEED_STEP
     assert torch.equal(got.state.seed, want.state.seed)
     assert faults_found() == situation.faults & {"read slot", "accepted"}
 
