@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.box import SIMPLE_HEAD
@@ -24,7 +25,7 @@ from flashstate.bench.timing import COLD_BYTES, Timing, cold_rows, cold_slots, t
 from flashstate.state.formats import decode
 from flashstate.state.slots import Slots
 from flashstate.state.state import State
-from flashstate.testing import Case, Inputs, dtype, error_ratio, make_inputs, oracle
+from flashstate.testing import Case, Expected, Inputs, dtype, error_ratio, make_inputs, oracle
 
 SPARE_SLOTS = 3  # of the small pool results are checked on
 CPU_SECONDS = 0.3  # per measurement
@@ -103,7 +104,8 @@ def measure_on_gpu(job: Job, device: torch.device, report: Report) -> None:
 
     case = job.case
     inputs = make_inputs(case, device)
-    check(partial(bind_flashstate, snapshots=snapshots_for(job, case.batch, device)), inputs)
+    small = snapshots_for(job, case.batch, device)
+    check(partial(bind_flashstate, snapshots=small), inputs, small)
     pool, slots = cold_slots(case.batch, case.slot_bytes, device)
     timed = on_larger_pool(inputs, pool)
     snapshots = snapshots_for(job, max(case.batch, COLD_BYTES // (case.slot_bytes * job.stores)), device)
@@ -128,8 +130,9 @@ def measure_on_gpu(job: Job, device: torch.device, report: Report) -> None:
 def measure_on_cpu(job: Job, device: torch.device, report: Report) -> None:
     """The reference by the wall clock, on whatever the caches hold: a CPU has no kernels to compare."""
     inputs = make_inputs(job.case, device)
-    bind = partial(bind_flashstate, snapshots=snapshots_for(job, job.case.batch, device))
-    check(bind, inputs)
+    snapshots = snapshots_for(job, job.case.batch, device)
+    bind = partial(bind_flashstate, snapshots=snapshots)
+    check(bind, inputs, snapshots)
     timing = time_on_cpu(partial(bind(inputs), inputs.slots))
     report.rows.append(row_of("reference, CPU", job, timing, None))
 
@@ -152,18 +155,28 @@ def bind_flashstate(inputs: Inputs, snapshots: State | None = None) -> Step:
     return lambda slots: inputs.step(slots=slots, out=out, snapshots=snapshots, update=False)
 
 
-def check(bind: Binding, inputs: Inputs) -> None:
-    """Raise MeasurementError unless a step on a copy of `inputs` gives an output and states within their budgets."""
+def check(bind: Binding, inputs: Inputs, snapshots: State | None = None) -> None:
+    """Raise MeasurementError unless a step on a copy of `inputs` gives an output, and in the pool or the snapshots
+    states, within their budgets."""
     want, copy = oracle(inputs), inputs.fresh()
     y = bind(copy)(copy.slots).reshape(want.y.shape)
     ratios = {"output": error_ratio(y, want.y, want.y_plain)}
-    kept = bind.keywords.get("snapshots") if isinstance(bind, partial) else None
-    stored, where = (copy.state, (copy.slots.long(),)) if kept is None else (kept, (slice(None), -1))
-    states = decode(stored.data[where], None if stored.scale is None else stored.scale[where])
-    ratios["state"] = error_ratio(states, want.state, want.state_plain)
+    if snapshots is None:
+        ratios["state"] = state_error(copy.state, (copy.slots.long(),), want)
+    else:
+        x = inputs.arguments["x"]
+        for t in range(x.shape[1]):
+            ends_there = oracle(inputs.of_tokens(slice(0, t + 1)))
+            ratios[f"snapshot of token {t}"] = state_error(snapshots, (slice(0, len(x)), t), ends_there)
     for what, ratio in ratios.items():
-        if ratio > 1:
+        if not ratio <= 1:
             raise MeasurementError(f"wrong: its {what} is {ratio:.3g} times the error budget away from float64")
+
+
+def state_error(stored: State, where: tuple[Any, ...], want: Expected) -> float:
+    """The error of the states in these entries as a fraction of its budget."""
+    states = decode(stored.data[where], None if stored.scale is None else stored.scale[where])
+    return error_ratio(states, want.state, want.state_plain)
 
 
 def on_larger_pool(inputs: Inputs, pool: int) -> Inputs:
