@@ -146,16 +146,15 @@ def parents_of(tokens: int) -> st.SearchStrategy[Numbers]:
 @st.composite
 def situations(draw: st.DrawFn, form: str, tree: bool, of_case: st.SearchStrategy[Case]) -> Situation:
     """Situations with tokens of a form, as a draft tree or not."""
-    case, stores = (
-        draw(of_case),
-        draw(st.sampled_from(["every", "none"] if tree else ["in place", "elsewhere", "every", "none"])),
-    )
-    batch, flag, few, packed = case.batch, st.booleans(), mostly([1, 2, 3, 4], [0]), form == "packed"
-    lengths = draw(st.tuples(*[few] * batch)) if packed else (draw(few) if form == "several tokens" else 1,) * batch
-    before, after = (draw(st.integers(0, 1)), draw(st.integers(0, 2))) if packed else (0, 0)
+    case, flag, packed = draw(of_case), st.booleans(), form == "packed"
+    stores = draw(st.sampled_from(["every", "none", "in place", "elsewhere"][: 2 if tree else 4]))
+    batch, before, after = case.batch, 0, 0
+    lengths: Numbers = (1 if form == "one token" else draw(mostly([1, 2, 3, 4], [0])),) * batch
     longest = max(lengths)
-    if packed:  # tables may be longer than any row is, or, which is wrong, shorter
-        longest = max(0, longest + draw(st.sampled_from([0, 0, 1, -1])))
+    if packed:
+        lengths = draw(st.tuples(*[st.integers(0, 4)] * batch))
+        before, after = draw(st.integers(0, 1)), draw(st.integers(0, 2))
+        longest = max(0, max(lengths) + draw(st.sampled_from([0, 0, 1, -1])))  # -1: wrong, and harmless
 
     seed, slots = draw(st.integers(0, 1 << 16)), batch * (1 + max(longest, 1)) + 1 + draw(st.integers(0, 2))
     order = Random(seed).sample(range(slots), slots)

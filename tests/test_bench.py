@@ -219,12 +219,12 @@ def test_snapshots_that_are_right_pass_the_check(name: str, rounding: str) -> No
     ],
 )
 def test_snapshots_that_are_wrong_fail_the_check(name: str, spoil: Callable[[State], object]) -> None:
-    with pytest.raises(MeasurementError, match=r"^wrong: its state is .* times the error budget"):
+    with pytest.raises(MeasurementError, match=r"^wrong: its snapshot of token \d is .* times the error budget"):
         check_spoiled(name, "nearest", spoil)
 
 
 def test_snapshots_with_wrong_scales_fail_the_check() -> None:
-    with pytest.raises(MeasurementError, match=r"^wrong: its state is .* times the error budget"):
+    with pytest.raises(MeasurementError, match=r"^wrong: its snapshot of token \d is .* times the error budget"):
         check_spoiled("int16", "stochastic", lambda snapshots: snapshots.scale.mul_(1.01))
 
 
