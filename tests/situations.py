@@ -176,7 +176,7 @@ def situations(draw: st.DrawFn, form: str, tree: bool, of_case: st.SearchStrateg
     own_rows = Random(seed).sample(range(batch + spare), batch)
     no_row = (-1, -9, batch + spare, NOWHERE)
     needs_max_len = snapshots is not None and stores != "every" and not tree
-    outs = ["new", "given", "x"] if not tree else ["new", "given"] if max(lengths) else ["new"]
+    outs = ["new", "given"] if tree else ["new", "given", "x"]
     return Situation(
         case=replace(case, slots=slots),
         form=form,

@@ -258,7 +258,7 @@ def test_advance_skips_and_reports_a_slot_past_the_pool(
 
 
 @EVERYWHERE
-def test_advance_moves_all_slots_of_a_row_whichever_was_accepted(device: torch.device, implementation: Implementation) -> None:
+def test_advance_moves_all_slots_of_a_row(device: torch.device, implementation: Implementation) -> None:
     read, accepted = torch.tensor([[0, 1], [2, 3], [4, 5]], device=device), torch.tensor([2, 0, 1], device=device)
     state = state_with_seeds(device)
     with implementation():

@@ -206,6 +206,12 @@ def slots_refusals(case: Case) -> list[Refusal]:
             ValueError,
             r"^slots.parents makes a tree, .* needs update=False, or write \(batch, T\)",
         ),
+        (
+            "a tree whose outputs overwrite its inputs",
+            both(both(given(update=False), tree), lambda a: {"out": a["x"]}),
+            ValueError,
+            r"^out must not be x with slots.parents",
+        ),
         *[
             (f"{name} {value!r}", given(**{name: value}), TypeError, rf"^{name} must be True or False, got {value!r}")
             for name in ("dt_softplus", "update")

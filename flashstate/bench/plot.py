@@ -86,7 +86,7 @@ def _style(key: tuple[str, str], rows: Sequence[Row]) -> dict[str, Any]:
         "label": f"{implementation}, {label}",
         "marker": MARKERS.get(implementation, "D"),
         "linewidth": 2.2 if ours else 1.1,
-        "linestyle": "-" if ours else "--",
+        "linestyle": "-." if "snapshots" in label else "-" if ours else "--",
         "markersize": 6 if ours else 4.5,
     }
 

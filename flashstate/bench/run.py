@@ -62,6 +62,8 @@ def jobs_of(
     heads, groups, rows, cols = shape
     if heads % groups:
         raise ValueError(f"the number of groups must divide the {heads} heads, got {groups}")
+    if heads * rows * cols % 4:
+        raise ValueError(f"a state of {heads} heads of {rows} x {cols} is not whole 32-bit words in every format")
     common = Case(1, heads, groups, rows, cols, x="bfloat16", bc="bfloat16", dt="bfloat16")
     return [
         Job(

@@ -95,7 +95,7 @@ def mamba2_step(
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     else:
-        _check_out(out, x, tokens, slots)
+        _check_out(out, x, tokens)
     if debugging():
         check_contents(state, tokens, slots, snapshots, update)
     run = torch.ops.flashstate.mamba2_step if torch.compiler.is_compiling() else _run
@@ -143,12 +143,10 @@ def _check_parameters(
     return dt, A, per_head[0], per_head[1]
 
 
-def _check_out(out: Tensor, x: Tensor, tokens: Tokens, slots: Slots | None) -> None:
+def _check_out(out: Tensor, x: Tensor, tokens: Tokens) -> None:
     check_tensor("out", out, (*tokens.axes, "heads", "rows"), tuple(x.shape), dtypes=(x.dtype,), device=x.device)
     check_row_contiguous("out", out)
     check_no_overlap("out", out)
-    if slots is not None and slots.parents is not None and out.data_ptr() == x.data_ptr():
-        raise ValueError("out must not be x with slots.parents: a token's x is read again for those that follow it")
 
 
 def _run(
@@ -160,6 +158,11 @@ def _run(
     snapshot_data: Tensor | None, snapshot_scale: Tensor | None, snapshot_rounding: str, update: bool, out: Tensor,
 ) -> None:  # fmt: skip
     """Fill `out` and the snapshots, and update `data`. Arguments are checked; flat, as torch.library wants them."""
+    if x.numel() == 0 or (read is not None and read.shape[0] == 0):
+        out.zero_()
+        return
+    if parents is not None and out.data_ptr() == x.data_ptr():
+        raise ValueError("out must not be x with slots.parents: a token's x is read again for those that follow it")
     if not uses_kernels(data.device):
         state = State(data, scale, rounding=rounding, rounds=rounds, seed=seed, stream=stream)
         slots = snapshots = None
@@ -169,9 +172,6 @@ def _run(
         if snapshot_data is not None:
             snapshots = State(snapshot_data, snapshot_scale, rounding=snapshot_rounding, rounds=rounds, stream=stream)
         reference.mamba2_step(state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, slots, snapshots, update, out)
-        return
-    if x.numel() == 0 or (read is not None and read.shape[0] == 0):
-        out.zero_()
         return
     from flashstate.kernels.mamba2 import mamba2_step_kernel
 

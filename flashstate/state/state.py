@@ -123,7 +123,7 @@ def _check_slots_of(name: str, tensor: Tensor, slot: torch.Size) -> None:
             f"{name} must be contiguous within a slot: strides ({', '.join(['any'] * outer + list(map(str, dense)))}), "
             f"got {tensor.stride()}"
         )
-    reach = slot.numel()
+    reach = slot.numel() if tensor.numel() else 0
     for stride, size in sorted(zip(tensor.stride()[:outer], tensor.shape[:outer], strict=True)):
         if size > 1 and stride < reach:
             raise ValueError(f"{name} has overlapping slots: an axis of stride {stride}, which must be {reach} or more")
