@@ -15,7 +15,7 @@ from rich.text import Text
 from flashstate.launch import uses_kernels
 from flashstate.laws import Law, LawBroken, laws_for, pairs
 from flashstate.state.formats import PORTABLE_FORMATS
-from flashstate.testing import ODD_CASES, REAL_CASES, Case
+from flashstate.testing import ODD_CASES, QUICK_CASES, REAL_CASES, Case
 
 SHOWN_FAILURES = 3  # per law
 
@@ -41,15 +41,11 @@ def run_check(device: torch.device, quick: bool) -> int:
 def cases_on(device: torch.device, quick: bool) -> Sequence[Case]:
     """The cases for a device: odd shapes, and on a GPU a real one in every format. `quick`: one case per format.
 
-    Not all real shapes: every case and mode of a kernel is a compilation. `make test-gpu` has the whole product.
+    On a GPU not all there are: every case and form of a kernel is a compilation. `make test-gpu` has more.
     """
-    one_each = slice(len(PORTABLE_FORMATS))
-    real, odd = REAL_CASES[one_each], ODD_CASES[one_each]
-    if device.type != "cuda":
-        return odd if quick else ODD_CASES
     if quick:
-        return [small if small.tokens else large for small, large in zip(odd, real, strict=True)]
-    return real + odd
+        return QUICK_CASES
+    return REAL_CASES[: len(PORTABLE_FORMATS)] + QUICK_CASES if device.type == "cuda" else ODD_CASES
 
 
 def prove(laws: Mapping[str, Law], tried_pairs: Iterable[tuple[str, Case]], device: torch.device) -> list[Verdict]:

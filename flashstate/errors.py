@@ -73,11 +73,20 @@ def check_row_contiguous(name: str, tensor: Tensor) -> None:
 
 def check_no_overlap(name: str, tensor: Tensor) -> None:
     """Raise where two elements of a tensor share memory, as in an expanded one."""
-    reach = 1  # elements that the axes with smaller strides span
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+    if too_short(tensor.stride(), tensor.shape, 1) is not None:
+        raise ValueError(f"{name} must not overlap itself, got strides {tuple(tensor.stride())}")
+
+
+def too_short(strides: Sequence[int], sizes: Sequence[int], reach: int) -> tuple[int, int] | None:
+    """The first stride that is shorter than what lies within it, and how long that is; None if there is none.
+
+    `reach`: elements that one entry of these axes spans. Axes that interleave count as too short.
+    """
+    for stride, size in sorted(zip(strides, sizes, strict=True)):
         if size > 1 and stride < reach:
-            raise ValueError(f"{name} must not overlap itself, got strides {tuple(tensor.stride())}")
-        reach = max(reach, stride * size)
+            return stride, reach
+        reach += (size - 1) * stride
+    return None
 
 
 def check_contiguous(name: str, tensor: Tensor, also: str = "") -> Tensor:

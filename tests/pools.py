@@ -13,7 +13,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 EVERY_FORMAT = pytest.mark.parametrize(("name", "rounding"), PORTABLE_FORMATS)
 SHAPE = {"heads": 2, "rows": 3, "cols": 5}
 GAP = 3  # elements between the slots of a pool in pages
-POISON = 0x7F
+POISON = 0xFF
 
 
 def make_pool(name: str = "float16", rounding: str = "stochastic", **options: Any) -> StatePool:

@@ -10,12 +10,24 @@ from torch import Tensor
 
 import flashstate
 from flashstate.laws import LAWS, SCOPES, pairs
+from flashstate.laws.tokens import TREE, make_snapshots
+from flashstate.ops.tokens import flat_slots, flat_snapshots
 from flashstate.reference.mamba2 import mamba2_token
-from flashstate.testing import ODD_CASES, REAL_CASES, Case, Inputs, interpreted, make_inputs
+from flashstate.state.formats import PORTABLE_FORMATS
+from flashstate.testing import (
+    ODD_CASES,
+    ODD_SHAPES,
+    QUICK_CASES,
+    REAL_CASES,
+    Case,
+    Inputs,
+    interpreted,
+    make_inputs,
+)
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
-GPU_CASES = REAL_CASES + ODD_CASES[:11]
+GPU_CASES = REAL_CASES + QUICK_CASES
 ALL_CONFIGS = "the launch config does not change a byte"
 ACCURACY = "output and state are as close to float64 as float32 and the format allow"
 SHAPES_FOR_CONFIGS = {(64, 128), (128, 256), (80, 20), (4, 33)}
@@ -26,14 +38,30 @@ def laws(*needs: str) -> list[str]:
 
 
 def interpreted_pairs() -> list[tuple[str, Case]]:
-    """Accuracy for all cases; every other law with every fourth, which are all formats and all shapes once or twice."""
-    every = pairs(laws("", "kernels"), ODD_CASES)
-    order = list(LAWS)
-    return [
-        (words, case)
-        for words, case in every
-        if words == ACCURACY or ODD_CASES.index(case) % 4 == order.index(words) % 4
-    ]
+    """Accuracy for all cases; every other law with every format, in the forms it speaks of by turns."""
+    chosen = [(ACCURACY, case) for case in ODD_CASES]
+    forms = len(ODD_SHAPES)
+    for w, words in enumerate(words for words in laws("", "kernels") if words != ACCURACY):
+        for k in range(len(PORTABLE_FORMATS)):
+            spoken_of = [case for _, case in pairs([words], ODD_CASES[forms * k : forms * (k + 1)])]
+            chosen += [(words, spoken_of[(w + k) % len(spoken_of)])] if spoken_of else []
+    return chosen
+
+
+def form_of(case: Case) -> tuple[bool, bool, bool]:
+    return case.tokens > 0, case.packed, case.mamba1
+
+
+def test_every_law_meets_every_format_and_every_form_in_the_interpreter() -> None:
+    """Of those it speaks of: the law about seeds only of stochastic rounding, which leaves it some of the forms."""
+    formats, forms = set(PORTABLE_FORMATS), set(map(form_of, ODD_CASES))
+    assert {(c.format, c.rounding, *form_of(c)) for c in ODD_CASES} == {(*f, *form) for f in formats for form in forms}
+    for words in laws("", "kernels"):
+        met = [case for law, case in interpreted_pairs() if law == words]
+        possible = [case for _, case in pairs([words], ODD_CASES)]
+        assert {(c.format, c.rounding) for c in met} == {(c.format, c.rounding) for c in possible}
+        if len(met) >= len(formats):
+            assert set(map(form_of, met)) == set(map(form_of, possible))
 
 
 def gpu_pairs() -> list[tuple[str, Case]]:
@@ -194,14 +222,61 @@ def test_many_layers_share_one_compiled_function() -> None:
         layer(inputs.state.data, inputs.state.seed, stream)
 
 
-def test_registered_ops_declare_what_they_write() -> None:
-    inputs = make_inputs(COMPILED_CASE, CPU)
+def registered_arguments(
+    inputs: Inputs, slots: flashstate.Slots, snapshots: flashstate.State | None, update: bool
+) -> tuple:
+    """What the door gives to the registered op."""
     state, a, o = inputs.state, inputs.arguments, inputs.options
-    step = (state.data, None, state.seed, "stochastic", 10, 1, a["x"], a["dt"], a["A"], a["B"], a["C"], o["D"], o["z"],
-            o["dt_bias"], True, inputs.slots, None, None, None, None, None, None, -1, None, None, "nearest", True,
-            torch.empty_like(a["x"]))  # fmt: skip
-    torch.library.opcheck(torch.ops.flashstate.mamba2_step.default, step)
-    torch.library.opcheck(torch.ops.flashstate.advance_seeds.default, (state.seed, inputs.slots, None, None, -1))
+    return (
+        state.data, state.scale, state.seed, state.rounding, 10, 1,
+        a["x"], a["dt"], a["A"], a["B"], a["C"], o["D"], o["z"], o["dt_bias"], True,
+        *flat_slots(slots), *flat_snapshots(snapshots), update, torch.empty_like(a["x"]),
+    )  # fmt: skip
+
+
+SEVERAL = replace(COMPILED_CASE, tokens=4, format="int8", cols=16)
+
+
+def test_registered_ops_declare_what_they_write() -> None:
+    """Also scales, snapshots and slots for every token, with packed tokens and with a tree."""
+    step = torch.ops.flashstate.mamba2_step.default
+    one, dense, packed = (make_inputs(c, CPU) for c in (COMPILED_CASE, SEVERAL, replace(SEVERAL, packed=True)))
+    torch.library.opcheck(step, registered_arguments(one, one.at(), None, True))
+    snapshots = make_snapshots(SEVERAL, "int16", "stochastic", CPU)  # torch cannot compare float8
+    tree = dense.at(parents=torch.tensor(TREE[:4]).repeat(4, 1))
+    torch.library.opcheck(step, registered_arguments(dense, tree, snapshots, False))
+    write = torch.arange(16).reshape(4, 4)
+    torch.library.opcheck(step, registered_arguments(packed, packed.at(write=write), snapshots, True))
+    seed = one.state.seed
+    torch.library.opcheck(torch.ops.flashstate.advance_seeds.default, (seed, one.slots, None, None, -1))
+
+
+def check_compiled_speculation(device: torch.device, backend: str) -> None:
+    """Four tokens of a tree from a slot that was accepted, a slot for each, snapshots in another format."""
+    inputs = make_inputs(SEVERAL, device).fresh(extra=16)
+    parents = torch.tensor(TREE[:4], device=device).repeat(4, 1)
+    read, accepted = inputs.slots[:, None].repeat(1, 2), torch.tensor([1, 2, 1, 2], device=device)
+    write = torch.arange(SEVERAL.slots, SEVERAL.slots + 16, device=device).reshape(4, 4)
+
+    def model_step(state: flashstate.State, snapshots: flashstate.State, out: Tensor) -> Tensor:
+        slots = flashstate.Slots(read, accepted=accepted, write=write, parents=parents)
+        y = flashstate.mamba2_step(
+            state, **inputs.arguments, **inputs.options, slots=slots, snapshots=snapshots, out=out
+        )
+        state.advance(slots)
+        return y * 2
+
+    results = []
+    for run in (model_step, torch.compile(model_step, fullgraph=True, backend=backend)):
+        fresh, taken = inputs.fresh(), make_snapshots(SEVERAL, "float16", "nearest", device)
+        y = run(fresh.state, taken, torch.empty_like(inputs.arguments["x"]))
+        results.append((y, fresh.state.data, fresh.state.scale, fresh.state.seed, taken.data))
+    for eager, compiled in zip(*results, strict=True):
+        assert torch.equal(eager, compiled)
+
+
+def test_torch_compile_takes_speculation_in_one_graph() -> None:
+    check_compiled_speculation(CPU, "aot_eager")
 
 
 @pytest.mark.gpu

@@ -112,6 +112,20 @@ HALF, WHOLE = torch.zeros(4, 2, 3, 5, dtype=torch.float16), torch.zeros(4, 2, 3,
 SEEDED = State(HALF, seed=torch.zeros(4, dtype=torch.int64))
 
 
+BYTES, SCALES = torch.zeros(2, 4, 2, 3, 5, dtype=torch.int8), torch.ones(4, 2, 3)
+PAGES = torch.zeros(4, 70)
+
+
+def in_page(start: int) -> torch.Tensor:
+    """The states of one layer, from this element of every page on."""
+    return PAGES[:, start : start + 30].view(4, 2, 3, 5)
+
+
+def test_layers_may_take_turns_in_a_page_or_follow_one_another() -> None:
+    assert StatePool.wrap([State(in_page(0)), State(in_page(40)), State(BYTES[0], SCALES)]).layers == 3
+    assert StatePool.wrap([State(BYTES[i], scale) for i, scale in enumerate(torch.ones(2, 4, 2, 3))]).layers == 2
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
@@ -139,6 +153,9 @@ SEEDED = State(HALF, seed=torch.zeros(4, dtype=torch.int64))
         (layers(State(WHOLE), State(HALF[:3])), ValueError, r"^states\[1\].data must have shape \(slots=4, "),
         (layers(State(WHOLE), State(HALF[None])), ValueError, r"^states\[1\].data must have shape \(slots=4, "),
         (layers(State(WHOLE), State(WHOLE)), ValueError, r"^states\[1\] must not share the memory of another layer"),
+        (layers(State(BYTES[0], SCALES), State(BYTES[1], SCALES)), ValueError, r"^states\[1\] must not share"),
+        (layers(State(in_page(0)), State(in_page(29))), ValueError, r"^states\[1\] must not share"),
+        (layers(State(in_page(30)), State(in_page(1))), ValueError, r"^states\[1\] must not share"),
         (layers(State(WHOLE.to("meta"))), ValueError, "^state is on meta"),
         (layers(SEEDED, State(WHOLE, seed=torch.zeros(4).long())), ValueError, "^states must share one seed tensor"),
         (layers(State(WHOLE), null=0.5), TypeError, "^null must be an int"),

@@ -171,6 +171,31 @@ class Requests(RuleBasedStateMachine):
                 assert same(flashstate.mamba2_step(alone, **own), y[row : row + 1])
             self.requests[target].take(i, alone.data, alone.scale)
 
+    @precondition(lambda self: len(self.requests) >= 3)
+    @rule(data=st.data(), i=st.integers(0, 1), number=st.integers(0, 99), accepted=st.integers(0, 3))
+    def speculate(self, data: st.DataObject, i: int, number: int, accepted: int) -> None:
+        """Three tokens from the slot of three that was accepted, if any; the state after each goes to one of them."""
+        slots = self.some(data, size=3)
+        arguments = {name: t if name == "A" else t[None] for name, t in step_arguments(3, number).items()}
+        table = torch.tensor([slots])
+        where = Slots(table, accepted=torch.tensor([accepted]), write=table)
+        with self.implementation():
+            y = flashstate.mamba2_step(self.pool.layer(i), **arguments, slots=where)
+        if not accepted:
+            assert not y.any()
+            return
+        source, after = self.requests[slots[accepted - 1]].states[i], []
+        for t in range(3):
+            alone = replace(
+                source, data=source.data.clone(), scale=None if source.scale is None else source.scale.clone()
+            )
+            tokens = {name: value if name == "A" else value[:, : t + 1] for name, value in arguments.items()}
+            with self.implementation():
+                assert same(flashstate.mamba2_step(alone, **tokens), y[:, : t + 1])
+            after.append(alone)
+        for target, alone in zip(slots, after, strict=True):
+            self.requests[target].take(i, alone.data, alone.scale)
+
     @precondition(lambda self: self.requests)
     @rule(data=st.data(), everyone=st.booleans())
     def advance(self, data: st.DataObject, everyone: bool) -> None:

@@ -39,8 +39,9 @@ def load_head(ptr, offs_d, mask_d, PER_ROW: tl.constexpr):
         return tl.load(ptr).to(tl.float32)
 
 
-# Of the alignment of snapshots only SNAPSHOT_VECTOR is known: accesses wider than those of the pool would change the
-# layout of the tile, and with it the order in which a row is summed.
+# Numbers that are read one at a time need no alignment, and every specialisation is a compilation. Of the alignment of
+# snapshots only SNAPSHOT_VECTOR is known: accesses wider than those of the pool would change the layout of the tile,
+# and with it the order in which a row is summed.
 UNSPECIALIZED = [
     "snapshots", "dt_view", "read", "write", "parents", "snapshot_rows", "tokens", "longest", "num_slots", "null",
     "stream",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -329,11 +330,34 @@ def _check_states(states: Sequence[State]) -> None:
         uses_kernels(state.data.device)  # refuses devices that no op runs on
         if state.data.device != first.device:
             raise ValueError(f"{name} is on {state.data.device}, but states[0] is on {first.device}")
-        if any(state.data.data_ptr() == other.data.data_ptr() for other in states[:i]):
-            raise ValueError(f"{name} must not share the memory of another layer")
+        for other in states[:i]:
+            for a, b in itertools.product(_slotted(state), _slotted(other)):
+                if _share_memory(a, b):
+                    raise ValueError(f"{name} must not share the memory of another layer")
     seeds = {state.seed.data_ptr() for state in states if state.seed is not None}
     if len(seeds) > 1:
         raise ValueError(f"states must share one seed tensor, from which all layers draw, got {len(seeds)}")
+
+
+def _slotted(state: State) -> list[Tensor]:
+    """What a state keeps for every slot of its layer alone."""
+    return [state.data] if state.scale is None else [state.data, state.scale]
+
+
+def _share_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether slots of two tensors overlap. Where they take turns, as in pages, they must have pages of one size, and
+    are told apart by their places in a page."""
+    (first, end, page, size), (other, other_end, other_page, other_size) = _place_of(a), _place_of(b)
+    if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr() or end <= other or other_end <= first:
+        return False
+    return page != other_page or (other - first) % page < size or (first - other) % page < other_size
+
+
+def _place_of(tensor: Tensor) -> tuple[int, int, int, int]:
+    """In bytes of its storage: where a tensor starts and ends, from slot to slot, and how long a slot is."""
+    width = tensor.element_size()
+    first, page, size = int(tensor.storage_offset()) * width, tensor.stride(0) * width, tensor[0].numel() * width
+    return first, first + (len(tensor) - 1) * page + size, max(page, 1), size
 
 
 def _copy_slots(tensor: Tensor, sources: list[int], targets: list[int]) -> None:

@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 import torch
 from torch import Tensor
 
-from flashstate.errors import check_int, check_tensor
+from flashstate.errors import check_int, check_tensor, too_short
 from flashstate.state.formats import FORMATS, ROUNDINGS, Format
 from flashstate.state.slots import Slots, as_slots
 
@@ -123,11 +123,10 @@ def _check_slots_of(name: str, tensor: Tensor, slot: torch.Size) -> None:
             f"{name} must be contiguous within a slot: strides ({', '.join(['any'] * outer + list(map(str, dense)))}), "
             f"got {tensor.stride()}"
         )
-    reach = slot.numel() if tensor.numel() else 0
-    for stride, size in sorted(zip(tensor.stride()[:outer], tensor.shape[:outer], strict=True)):
-        if size > 1 and stride < reach:
-            raise ValueError(f"{name} has overlapping slots: an axis of stride {stride}, which must be {reach} or more")
-        reach = max(reach, stride * size)
+    short = too_short(tensor.stride()[:outer], tensor.shape[:outer], slot.numel()) if tensor.numel() else None
+    if short is not None:
+        stride, least = short
+        raise ValueError(f"{name} has overlapping slots: an axis of stride {stride}, which must be {least} or more")
 
 
 def _check_scale(scale: Tensor | None, data: Tensor, axes: tuple[str, ...]) -> None:
