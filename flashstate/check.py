@@ -41,7 +41,7 @@ def run_check(device: torch.device, quick: bool) -> int:
 def cases_on(device: torch.device, quick: bool) -> Sequence[Case]:
     """The cases for a device: odd shapes, and on a GPU a real one in every format. `quick`: one case per format.
 
-    On a GPU not all there are: every case and form of a kernel is a compilation. `make test-gpu` has more.
+    On a GPU not all there are: every case and form of a kernel is a compilation. `make test-gpu` has them all.
     """
     if quick:
         return QUICK_CASES
