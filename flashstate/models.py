@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -167,67 +168,38 @@ def _read_config(path: Path) -> Config:
     return Config(path, str(text.get("model_type")).removesuffix("_text"), text)
 
 
-def _read_mamba2(config: Config) -> ModelShape:
+def _read(
+    config: Config, *, kind: str, heads: str, rows: str | int, cols: str, groups: str, conv_width: str,
+    layers: str | None = None,
+) -> ModelShape:  # fmt: skip
+    """The shape from the fields of these names; rows may be known, and layers be counted in the family's way."""
     return ModelShape(
-        "mamba2",
-        layers=config.number("num_hidden_layers"),
-        heads=config.number("num_heads"),
-        rows=config.number("head_dim"),
-        cols=config.number("state_size"),
-        groups=config.number("n_groups"),
-        conv_width=config.number("conv_kernel"),
-    )
-
-
-def _read_nemotron_h(config: Config) -> ModelShape:
-    return ModelShape(
-        "mamba2",
-        layers=_recurrent_layers(config),
-        heads=config.number("mamba_num_heads"),
-        rows=config.number("mamba_head_dim"),
-        cols=config.number("ssm_state_size"),
-        groups=config.number("n_groups"),
-        conv_width=config.number("conv_kernel"),
+        kind,
+        layers=_recurrent_layers(config) if layers is None else config.number(layers),
+        heads=config.number(heads),
+        rows=rows if isinstance(rows, int) else config.number(rows),
+        cols=config.number(cols),
+        groups=config.number(groups),
+        conv_width=config.number(conv_width),
     )
 
 
 def _read_bamba(config: Config) -> ModelShape:
-    heads = config.number("mamba_n_heads")
+    heads = "mamba_n_heads"
     automatic = config.get("mamba_d_head") == "auto"
-    return ModelShape(
-        "mamba2",
-        layers=_recurrent_layers(config),
-        heads=heads,
-        rows=_inner_size(config) // heads if automatic else config.number("mamba_d_head"),
-        cols=config.number("mamba_d_state"),
-        groups=config.number("mamba_n_groups"),
-        conv_width=config.number("mamba_d_conv"),
-    )
+    rows = _inner_size(config) // config.number(heads) if automatic else "mamba_d_head"
+    return _read(
+        config, kind="mamba2", heads=heads, rows=rows, cols="mamba_d_state", groups="mamba_n_groups",
+        conv_width="mamba_d_conv",
+    )  # fmt: skip
 
 
 def _read_zamba2(config: Config) -> ModelShape:
-    heads = config.number("n_mamba_heads")
-    return ModelShape(
-        "mamba2",
-        layers=_recurrent_layers(config),
-        heads=heads,
-        rows=_inner_size(config) // heads,
-        cols=config.number("mamba_d_state"),
-        groups=config.number("mamba_ngroups"),
-        conv_width=config.number("mamba_d_conv"),
-    )
-
-
-def _read_qwen(config: Config) -> ModelShape:
-    return ModelShape(
-        "gated_delta",
-        layers=_recurrent_layers(config),
-        heads=config.number("linear_num_value_heads"),
-        rows=config.number("linear_value_head_dim"),
-        cols=config.number("linear_key_head_dim"),
-        groups=config.number("linear_num_key_heads"),
-        conv_width=config.number("linear_conv_kernel_dim"),
-    )
+    heads = "n_mamba_heads"
+    return _read(
+        config, kind="mamba2", heads=heads, rows=_inner_size(config) // config.number(heads), cols="mamba_d_state",
+        groups="mamba_ngroups", conv_width="mamba_d_conv",
+    )  # fmt: skip
 
 
 def _read_kimi_linear(config: Config) -> ModelShape:
@@ -242,6 +214,19 @@ def _read_kimi_linear(config: Config) -> ModelShape:
         conv_width=config.number("linear_attn_config.short_conv_kernel_size"),
     )
 
+
+_read_mamba2 = partial(
+    _read, kind="mamba2", layers="num_hidden_layers", heads="num_heads", rows="head_dim", cols="state_size",
+    groups="n_groups", conv_width="conv_kernel",
+)  # fmt: skip
+_read_nemotron_h = partial(
+    _read, kind="mamba2", heads="mamba_num_heads", rows="mamba_head_dim", cols="ssm_state_size",
+    groups="n_groups", conv_width="conv_kernel",
+)  # fmt: skip
+_read_qwen = partial(
+    _read, kind="gated_delta", heads="linear_num_value_heads", rows="linear_value_head_dim", cols="linear_key_head_dim",
+    groups="linear_num_key_heads", conv_width="linear_conv_kernel_dim",
+)  # fmt: skip
 
 READERS: dict[str, Callable[[Config], ModelShape]] = {
     "mamba2": _read_mamba2,

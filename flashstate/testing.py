@@ -13,7 +13,8 @@ from flashstate.launch import Problem, interpreted
 from flashstate.launch.config import ACCESS_BYTES
 from flashstate.ops.mamba2 import mamba2_step
 from flashstate.reference.mamba2 import mamba2_token
-from flashstate.state.formats import FORMATS, PORTABLE_FORMATS, decode, encode
+from flashstate.reference.state_io import load_state
+from flashstate.state.formats import FORMATS, PORTABLE_FORMATS, Encoded, decode, encode
 from flashstate.state.rounding import random_bits
 from flashstate.state.slots import Slots
 from flashstate.state.state import State
@@ -247,17 +248,22 @@ class Expected:
 def oracle(inputs: Inputs) -> Expected:
     """Outputs and new states of the batch: in float64, and in float32 rounded to the output's dtype and the format."""
     state, slots = inputs.state, inputs.slots.long()
-    before = decode(state.data[slots], None if state.scale is None else state.scale[slots])
+    before = load_state(state, slots)
     y, after = _recurrence(inputs, before.double())
     y_plain, after_plain = _recurrence(inputs, before)
     lengths = torch.tensor(inputs.row_lengths, device=slots.device)
-    random = None
-    if state.rounding == "stochastic" and state.seed is not None:
-        _, heads, rows, cols = before.shape
-        random = random_bits(state.seed[slots], (heads, rows, cols), lengths - 1, state.stream, state.rounds)
-    stored = decode(*encode(after_plain, state.data.dtype, random))
+    stored = decode(*encoded(after_plain, state, state, slots, lengths - 1))
     stored = torch.where((lengths > 0)[:, None, None, None], stored, before)  # rows without tokens keep theirs
     return Expected(y, y_plain.to(inputs.arguments["x"].dtype), after, stored)
+
+
+def encoded(values: Tensor, into: State, keyed: State, read: Tensor, token: Tensor | int) -> Encoded:
+    """float32 states as `into` stores them, with the random bits of the slots `read` of `keyed` at this token."""
+    random = None
+    if into.rounding == "stochastic" and keyed.seed is not None:
+        _, heads, rows, cols = values.shape
+        random = random_bits(keyed.seed[read], (heads, rows, cols), token, keyed.stream, keyed.rounds)
+    return encode(values, into.data.dtype, random)
 
 
 def _recurrence(inputs: Inputs, s: Tensor) -> tuple[Tensor, Tensor]:

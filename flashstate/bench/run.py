@@ -30,7 +30,6 @@ from flashstate.testing import Case, Expected, Inputs, dtype, error_ratio, make_
 SPARE_SLOTS = 3  # of the small pool results are checked on
 CPU_SECONDS = 0.3  # per measurement
 CPU_CALLS = 5  # per measurement, at least
-INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # by the bytes of an element: not all formats can be filled
 
 
 @dataclass(frozen=True)
@@ -145,9 +144,9 @@ def snapshots_for(job: Job, rows: int, device: torch.device) -> State | None:
     if not job.snapshots:
         return None
     shape = (rows, job.stores, case.heads, case.rows, case.cols)
-    bits = torch.zeros(shape, dtype=INTEGERS[dtype(case.format).itemsize], device=device)
+    data = torch.zeros(shape, dtype=dtype(case.format), device=device)
     scale = torch.ones(shape[:-1], device=device) if case.scale_bytes else None
-    return State(bits.view(dtype(case.format)), scale, rounding=case.rounding)
+    return State(data, scale, rounding=case.rounding)
 
 
 def bind_flashstate(inputs: Inputs, snapshots: State | None = None) -> Step:

@@ -9,10 +9,8 @@ from torch import Tensor
 
 from flashstate.laws.registry import LawBroken
 from flashstate.state.faults import check_faults
-from flashstate.state.formats import decode, encode
-from flashstate.state.rounding import random_bits
 from flashstate.state.state import State
-from flashstate.testing import Inputs, error_ratio
+from flashstate.testing import Inputs, encoded, error_ratio
 
 
 def require(condition: bool, message: str) -> None:
@@ -29,11 +27,16 @@ def require_equal_bytes(what: str, got: Tensor, want: Tensor) -> None:
     require(not bool(differs.any()), f"{what}: {int(differs.sum())} of {got.numel()} elements differ")
 
 
-def require_equal_states(what: str, got: State, want: State, slots: Tensor | None = None) -> None:
-    """Raise unless the states in these slots (None: in all) have equal bytes, scales among them."""
+def require_equal_states(
+    what: str, got: State, want: State, slots: Tensor | None = None, wanted: Tensor | None = None
+) -> None:
+    """Raise unless the states in these slots (None: in all) have equal bytes, scales among them, with those in the
+    slots `wanted` of the other (None: the same slots)."""
+    here = ... if slots is None else slots
+    there = here if wanted is None else wanted
     for name, a, b in (("data", got.data, want.data), ("scale", got.scale, want.scale)):
         if a is not None and b is not None:
-            require_equal_bytes(f"{name} of {what}", *((a, b) if slots is None else (a[slots], b[slots])))
+            require_equal_bytes(f"{name} of {what}", a[here], b[there])
 
 
 def bits_of(tensor: Tensor) -> Tensor:
@@ -49,11 +52,6 @@ def rest_of(inputs: Inputs) -> Tensor:
     """The slots no row of the batch reads."""
     slots = torch.arange(inputs.state.data.shape[0], device=inputs.slots.device)
     return slots[~torch.isin(slots, inputs.slots.long())]
-
-
-def values_in(state: State, slots: Tensor) -> Tensor:
-    """The float32 states in these slots."""
-    return decode(state.data[slots], None if state.scale is None else state.scale[slots])
 
 
 def poison(state: State, slots: Tensor) -> None:
@@ -81,11 +79,7 @@ def require_fault(kind: str | None) -> None:
 def require_stored(what: str, got: State, where: Any, values: Tensor, keyed: State, read: Tensor, token: int) -> None:
     """Raise unless the entries `where` of `got` are the encoding of these float32 states, with the bits of the slots
     `read` of the state `keyed` at this token."""
-    random = None
-    if got.rounding == "stochastic" and keyed.seed is not None:
-        _, heads, rows, cols = values.shape
-        random = random_bits(keyed.seed[read], (heads, rows, cols), token, keyed.stream, keyed.rounds)
-    data, scale = encode(values, got.data.dtype, random)
+    data, scale = encoded(values, got, keyed, read, token)
     require_equal_bytes(f"data of {what}", got.data[where], data)
     if scale is not None and got.scale is not None:
         require_equal_bytes(f"scale of {what}", got.scale[where], scale)

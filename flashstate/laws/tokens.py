@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from flashstate.laws.registry import law
 from flashstate.laws.require import (
@@ -71,13 +69,7 @@ def per_token_writes(case: Case, device: torch.device) -> None:
         prefix = ends.of_tokens(slice(0, t + 1))
         require_equal_bytes(f"outputs up to token {t}", y[:, : t + 1], prefix.step())
         goes = (write[:, t] >= 0) & (write[:, t] < case.slots + extra)
-        _require_same_entries(f"token {t}", run.state, write[goes, t], ends.state, inputs.slots[goes].long())
-
-
-def _require_same_entries(what: str, got: State, where: Any, want: State, slots: Tensor) -> None:
-    require_equal_bytes(f"data of {what}", got.data[where], want.data[slots])
-    if got.scale is not None and want.scale is not None:
-        require_equal_bytes(f"scale of {what}", got.scale[where], want.scale[slots])
+        require_equal_states(f"token {t}", run.state, ends.state, write[goes, t], inputs.slots[goes].long())
 
 
 @law("snapshots hold the state after every token, in any format, at their rows, and change nothing else")

@@ -11,9 +11,7 @@ from flashstate.ops.library import register
 from flashstate.reference import state_io as reference
 from flashstate.state.faults import fault_flag
 from flashstate.state.rounding import SEED_STEP
-from flashstate.state.slots import Slots
-
-MOST_TOKENS = (1 << 31) - 1  # a token axis has fewer
+from flashstate.state.slots import MOST_TOKENS, Slots
 
 
 def advance_seeds(seed: Tensor, slots: Slots | None) -> None:

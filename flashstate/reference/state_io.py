@@ -8,7 +8,7 @@ from torch import Tensor
 from flashstate.state.faults import KINDS, fault_flag
 from flashstate.state.formats import decode, encode
 from flashstate.state.rounding import SEED_STEP, random_bits
-from flashstate.state.slots import Slots
+from flashstate.state.slots import MOST_TOKENS, Slots
 from flashstate.state.state import State
 
 
@@ -77,7 +77,7 @@ def advance_seeds(seed: Tensor, slots: Slots | None) -> None:
     read = resolve_read(slots, seed.shape[0], seed.shape[0], seed.device)
     goes = read >= 0
     if slots is not None and slots.cu_seqlens is not None:
-        goes &= slots.cu_seqlens.long().clamp(0, (1 << 31) - 1).diff() > 0
+        goes &= slots.cu_seqlens.long().clamp(0, MOST_TOKENS).diff() > 0
     read = read[goes]
     if slots is not None and slots.accepted is not None:
         read = slots.read[goes].long().flatten()

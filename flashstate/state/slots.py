@@ -8,6 +8,8 @@ from torch import Tensor
 
 from flashstate.errors import INDEX_DTYPES, check_contiguous, check_int, check_row_contiguous, check_tensor
 
+MOST_TOKENS = (1 << 31) - 1  # on a token axis
+
 
 @dataclass(frozen=True, eq=False)
 class Slots:
@@ -71,7 +73,7 @@ class Slots:
 
     def _check_max_len(self) -> None:
         if self.max_len is not None:
-            check_int("max_len", self.max_len, 0, (1 << 31) - 1)
+            check_int("max_len", self.max_len, 0, MOST_TOKENS)
             if self.cu_seqlens is None:
                 raise ValueError("max_len is for packed tokens: give it with cu_seqlens")
         for name, table in (("write", self.write), ("parents", self.parents)):
