@@ -81,7 +81,10 @@ def _add_demo(commands: Commands[argparse.ArgumentParser]) -> None:
 
 
 def _add_bench(commands: Commands[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("bench", help="time mamba2_step beside the roof of memory and other libraries")
+    from flashstate.bench.ops import OPS
+
+    parser = commands.add_parser("bench", help="time an op beside the roofs of memory and other libraries")
+    parser.add_argument("op", nargs="?", choices=tuple(OPS), default="mamba2", help="default: %(default)s")
     _add_device(parser)
     _add_shape(parser)
     parser.add_argument("--groups", type=positive, default=1, metavar="N")
@@ -93,10 +96,14 @@ def _add_bench(commands: Commands[argparse.ArgumentParser]) -> None:
     )
     several = "per row and call; several are timed with and without snapshots (default: 1)"
     parser.add_argument("--tokens", type=positive, nargs="+", default=(1,), metavar="N", help=several)
+    peers = "libraries to compare with, or none (default: all that can be imported)"
+    parser.add_argument("--peers", nargs="+", metavar="NAME", help=peers)
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the measurements there")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them there, as a PNG")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="put them as a table between the marks in there")
     parser.add_argument("--commit", metavar="TEXT", help="what the CSV says of the sources where git cannot tell")
     parser.add_argument("--from-csv", type=Path, metavar="FILE", help="measure nothing: show and draw this file")
+    parser.add_argument("--host", action="store_true", help="measure only what a call costs the host")
     parser.set_defaults(run=_bench)
 
 
@@ -159,16 +166,24 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _bench(options: argparse.Namespace) -> int:
-    from flashstate.bench.run import jobs_of, redraw, run_bench
+    from flashstate.bench.ops import OPS
+    from flashstate.bench.peers import choose_peers
+    from flashstate.bench.run import Files, redraw, run_bench, run_host
 
+    files = Files(options.csv, options.plot, options.markdown)
+    if options.host and (files != Files() or options.from_csv is not None):
+        raise ValueError("--host measures only what a call costs the host: it reads, writes and draws no file")
     if options.from_csv is not None:
-        return redraw(options.from_csv, options.plot)
-    device = find_device(options.device)
+        return redraw(options.from_csv, files)
+    op, device = OPS[options.op], find_device(options.device)
+    peers = choose_peers(op.peers, options.peers)
+    if options.host:
+        return run_host(op, peers, device)
     formats = [parse_format(text) for text in options.formats]
     batches = options.batches or (BATCHES if device.type == "cuda" else CPU_BATCHES)
     shape = (options.heads, options.groups, options.rows, options.cols)
-    jobs = jobs_of(formats, batches, options.tokens, shape)
-    return run_bench(jobs, device, options.csv, options.plot, options.commit)
+    jobs = op.jobs(formats, batches, options.tokens, shape)
+    return run_bench(op, jobs, peers, device, files, options.commit)
 
 
 def _plan(options: argparse.Namespace) -> int:

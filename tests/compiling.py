@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from flashstate.launch import backend
+from flashstate.launch.start import FP_FUSION
 
 TYPES = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int8: "i8", torch.uint8: "u8",
     torch.int16: "i16", torch.int32: "i32", torch.int64: "i64",
 }  # fmt: skip
-OPTIONS = ("num_warps", "enable_fp_fusion")
 
 
 def target_of(architecture: int | str) -> str:
@@ -76,20 +76,20 @@ def describe(
 def recorded(module: str, name: str, architecture: int | str) -> Iterator[list[Launch]]:
     """Calls on CPU tensors inside reach the launch of this kernel as on that architecture, and end there."""
     launches: list[Launch] = []
-    kernel = getattr(importlib.import_module(module), name)
+    wanted = getattr(importlib.import_module(module), name)
 
-    class Recorder:
-        def __getitem__(self, grid: Any) -> Callable[..., None]:
-            def record(*args: Any, **kwargs: Any) -> None:
-                options = {key: kwargs.pop(key) for key in OPTIONS}
-                launches.append(Launch(kernel, {**dict(zip(kernel.arg_names, args, strict=False)), **kwargs}, options))
+    def record(
+        kernel: Any, grid: Any, device: Any, arguments: Any, constants: dict[str, Any], num_warps: int
+    ) -> None:
+        assert kernel is wanted
+        named = {**dict(zip(kernel.arg_names, arguments, strict=False)), **constants}
+        launches.append(Launch(kernel, named, {"num_warps": num_warps, "enable_fp_fusion": FP_FUSION}))
 
-            return record
-
-    with (
-        mock.patch(f"{module}.{name}", Recorder()),
-        mock.patch.object(backend, "_interpreting", True),
-        mock.patch("flashstate.ops.mamba2.kernel_target", return_value=target_of(architecture)),
-        mock.patch("flashstate.ops.pool.kernel_target", return_value=target_of(architecture)),
-    ):
+    target = mock.Mock(return_value=target_of(architecture))
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(backend, "_interpreting", True))
+        for op in ("mamba2", "pool", "seeds"):
+            patches.enter_context(mock.patch(f"flashstate.ops.{op}.start", record))
+        for op in ("mamba2", "pool"):
+            patches.enter_context(mock.patch(f"flashstate.ops.{op}.kernel_target", target))
         yield launches

@@ -1,89 +1,84 @@
-"""Other libraries' one-token step of Mamba-2, called through their public functions with the arguments of ours.
-
-A binding takes inputs and returns a step: it advances the state of the slots it is given, in place, and returns the
-output. What a peer needs in another shape or dtype is converted when it is bound, so that it costs the step nothing.
-"""
+"""Other libraries that are timed beside flashstate, each through its public function. Every op has its own peers."""
 
 from __future__ import annotations
 
 import importlib
-import inspect
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from flashstate.state.slots import Slots
+from flashstate.state.state import State
 from flashstate.testing import Inputs
 
-Step = Callable[[Any], Tensor]  # of slots
-Binding = Callable[[Inputs], Step]
+# A step advances the states of the slots it is given, in place or into snapshots, and returns the output. A binding
+# makes one of inputs, and of snapshots where the job takes them.
+Step = Callable[[Slots], Tensor]
+Binding = Callable[[Inputs, State | None], Step]
+NO_PEERS = "none"
 
 
 class MeasurementError(Exception):
     """Why an implementation is not timed."""
 
 
-def bind_mamba_ssm(inputs: Inputs) -> Step:
-    update = _public_function("mamba_ssm.ops.triton.selective_state_update", inputs)
-    if inputs.state.data.numel() >= 1 << 31:
-        raise MeasurementError("it has 32-bit offsets, and this pool is larger")
-    arguments = expanded(inputs)
-    return lambda slots: update(**arguments, state_batch_indices=slots)
+@dataclass(frozen=True)
+class Peer:
+    """Where the public function of another library is, and how it is called with the arguments of ours.
+
+    What the function needs in another shape or dtype is converted by `bind`, once, so that it costs the step nothing.
+    `bind` raises MeasurementError where the function cannot do the job.
+    """
+
+    module: str
+    function: str
+    bind: Callable[[Callable[..., Any], Inputs, State | None], Step]
+
+    def load(self) -> Binding:
+        """Import the function; MeasurementError where that fails."""
+        try:
+            function = getattr(importlib.import_module(self.module), self.function)
+        except Exception as error:  # a broken installation may raise anything
+            raise MeasurementError(f"cannot be imported: {error}") from error
+        return partial(self.bind, function)
+
+    @property
+    def version(self) -> str:
+        """Of the imported library, as it says itself."""
+        return str(getattr(sys.modules.get(self.module.split(".")[0]), "__version__", "unknown version"))
 
 
-def bind_flashinfer(inputs: Inputs) -> Step:
-    """It wants dt in the dtype of D and dt_bias: dt is widened, which changes no value."""
-    update = _public_function("flashinfer.mamba", inputs)
-    arguments = expanded(inputs, dt=inputs.arguments["dt"].to(inputs.options["dt_bias"].dtype))
-    arguments["out"] = torch.empty_like(inputs.arguments["x"])
-    return lambda slots: update(**arguments, state_batch_indices=slots)
+def choose_peers(known: Mapping[str, Peer], names: Sequence[str] | None) -> dict[str, Peer]:
+    """The peers of these names; all without names, none for "none". ValueError for a name that is none of them."""
+    if names is None:
+        return dict(known)
+    if list(names) == [NO_PEERS]:
+        return {}
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ValueError(f"there is no peer {unknown[0]!r}, only {', '.join(known)}; {NO_PEERS!r} alone for none")
+    return {name: known[name] for name in names}
 
 
-def bind_vllm(inputs: Inputs) -> Step:
-    """Newer releases take slot 0 for padding unless told otherwise, older ones know only -1."""
-    update = _public_function("vllm.model_executor.layers.mamba.ops.mamba_ssm", inputs)
-    arguments = expanded(inputs)
-    arguments["out"] = out = torch.empty_like(inputs.arguments["x"])
-    if "null_block_id" in inspect.signature(update).parameters:
-        update = partial(update, null_block_id=-1)
-
-    def step(slots: Tensor) -> Tensor:
-        update(**arguments, state_batch_indices=slots)
-        return out
-
-    return step
-
-
-PEERS: dict[str, Binding] = {"vllm": bind_vllm, "flashinfer": bind_flashinfer, "mamba_ssm": bind_mamba_ssm}
+def load_peers(peers: Mapping[str, Peer], device: torch.device) -> tuple[dict[str, Binding], dict[str, set[str]]]:
+    """The bindings of the peers that can be imported, and the reasons why others cannot be compared."""
+    bindings: dict[str, Binding] = {}
+    reasons: dict[str, set[str]] = {}
+    for name, peer in peers.items():
+        try:
+            if device.type != "cuda":
+                raise MeasurementError("only compared on a GPU")
+            bindings[name] = peer.load()
+        except MeasurementError as reason:
+            reasons[name] = {str(reason)}
+    return bindings, reasons
 
 
-def _public_function(module: str, inputs: Inputs) -> Callable[..., Tensor]:
-    """The module's selective_state_update; MeasurementError without one, or where states are not rounded to nearest."""
-    if inputs.arguments["x"].dim() != 3:
-        raise MeasurementError("only compared with one token per call")
-    if inputs.state.scale is not None:
-        raise MeasurementError("only compared where states have no scales")
-    if inputs.state.rounding != "nearest":
-        raise MeasurementError(f"only compared where states are rounded to nearest, not {inputs.state.rounding}")
-    try:
-        update: Callable[..., Tensor] = importlib.import_module(module).selective_state_update
-    except Exception as error:  # a broken installation may raise anything
-        raise MeasurementError(f"cannot be imported: {error}") from error
-    return update
-
-
-def expanded(inputs: Inputs, dt: Tensor | None = None) -> dict[str, Any]:
-    """All arguments but the slots, with what is one per head expanded along it, as all peers want them."""
-    _, heads, rows, cols = inputs.state.data.shape
-    dt = inputs.arguments["dt"] if dt is None else dt
-    per_head = {name: inputs.options[name][:, None].expand(heads, rows) for name in ("D", "dt_bias")}
-    return {
-        **inputs.arguments,
-        **inputs.options,
-        **per_head,
-        "state": inputs.state.data,
-        "dt": dt[..., None].expand(-1, heads, rows),
-        "A": inputs.arguments["A"][:, None, None].expand(heads, rows, cols),
-    }
+def versions_of(peers: Mapping[str, Peer], names: Iterable[str]) -> str:
+    """The names with their versions, for the record."""
+    return ", ".join(f"{name} {peers[name].version}" for name in names)

@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from flashstate.bench.results import Row
 
-COLOURS = ("#0b6e99", "#d9480f", "#2b8a3e", "#862e9c", "#c2255c", "#5c4400")  # one per format
-MARKERS = {"flashstate": "o", "reference, CPU": "o", "vllm": "s", "flashinfer": "^", "mamba_ssm": "v"}
-ROOF, ROOF_COLOUR = "touch", "#868e96"
+OURS = {"color": "#0b5fa5", "marker": "o", "linewidth": 2.4, "markersize": 5, "zorder": 3}
+STYLES: dict[str, dict[str, Any]] = {
+    "flashstate": OURS,
+    "reference, CPU": OURS,
+    "vllm": {"color": "#d9480f", "marker": "s"},
+    "flashinfer": {"color": "#2b8a3e", "marker": "^"},
+    "mamba_ssm": {"color": "#862e9c", "marker": "v"},
+    "fla": {"color": "#a07000", "marker": "D"},
+    "touch": {"color": "#495057", "linestyle": ":", "linewidth": 1.2},
+    "read": {"color": "#adb5bd", "linestyle": ":", "linewidth": 1.2},
+}
+OTHER = {"linewidth": 1.2, "markersize": 3.5}  # what a style does not say; a peer without a style gets a default colour
+ROOFS = ("touch", "read")
+COLUMNS = 4
+PANEL_WIDTH, PANEL_HEIGHT, HEAD_HEIGHT = 2.7, 1.75, 0.75  # inches
+Lines = dict[str, list[Row]]  # of one panel: implementation -> rows, in the order of the batch
 
 
 def require_matplotlib() -> None:
@@ -21,7 +34,8 @@ def require_matplotlib() -> None:
 
 
 def draw(rows: Sequence[Row], provenance: Mapping[str, str], path: Path) -> None:
-    """Write a PNG with a line per implementation and format; without a roof, only the panel of times.
+    """Write a PNG: for every format a panel of percents of the roof, then for every format one of times, with a line
+    per implementation. Without a roof there are only times.
 
     Calls with several tokens are left out of a picture that has others.
     """
@@ -29,73 +43,80 @@ def draw(rows: Sequence[Row], provenance: Mapping[str, str], path: Path) -> None
     from matplotlib.figure import Figure
 
     rows = [row for row in rows if row.tokens == 1] or rows
-    has_roof = any(row.percent_of_touch is not None for row in rows)
-    figure = Figure(figsize=(13 if has_roof else 8, 5.2), dpi=150, layout="constrained", facecolor="white")
-    panels = figure.subplots(1, 1 + has_roof, squeeze=False)[0]
-    if has_roof:
-        _draw_percent(panels[0], rows)
-    _draw_times(panels[-1], rows)
-    handles, labels = panels[-1].get_legend_handles_labels()
-    once = dict(zip(labels, handles, strict=True))  # all roofs share a label
-    figure.legend(once.values(), once.keys(), loc="outside right center", frameon=False, fontsize=9)
-    device = provenance.get("device", "an unknown device")
-    figure.suptitle(f"mamba2_step, {rows[0].shape}, on {device}", fontsize=12, x=0.01, ha="left")
+    kinds = [_draw_percents, _draw_times] if any(row.percent_of_touch is not None for row in rows) else [_draw_times]
+    lines = lines_of(rows)
+    columns = min(COLUMNS, len(lines))
+    height = -(-len(lines) // columns) * PANEL_HEIGHT + HEAD_HEIGHT
+    size = (max(columns, 2) * PANEL_WIDTH, height * len(kinds))
+    figure = Figure(figsize=size, dpi=150, layout="constrained", facecolor="white")
+    parts = figure.subfigures(len(kinds), 1, squeeze=False)[:, 0]
+    for part, draw_kind in zip(parts, kinds, strict=True):
+        _draw_panels(part, lines, columns, draw_kind)
+    figure.suptitle(f"{rows[0].shape}, on {provenance.get('device', 'an unknown device')}", fontsize=12)
     figure.savefig(path, format="png")
 
 
-def _draw_percent(panel: Any, rows: Sequence[Row]) -> None:
-    panel.axhline(100, color=ROOF_COLOUR, linewidth=1, linestyle=":")
-    for key, line in lines_of(rows).items():
-        if key[0] != ROOF:
-            percents = [row.percent_of_touch for row in line]
-            panel.plot([row.batch for row in line], percents, **_style(key, rows))
-    panel.set_ylim(bottom=0)
-    panel.set_ylabel("percent of the touch roof")
-    _finish(panel, rows)
-
-
-def _draw_times(panel: Any, rows: Sequence[Row]) -> None:
-    for key, line in lines_of(rows).items():
-        panel.plot([row.batch for row in line], [row.microseconds for row in line], **_style(key, rows))
-    panel.set_yscale("log")
-    panel.set_ylabel("microseconds per call")
-    panel.yaxis.set_major_formatter("{x:g}")
-    _finish(panel, rows)
-
-
-def lines_of(rows: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
-    """The rows of each line, keyed by implementation and format, in the order of the batch."""
-    lines: dict[tuple[str, str], list[Row]] = {}
+def lines_of(rows: Sequence[Row]) -> dict[str, Lines]:
+    """The lines of every label."""
+    lines: dict[str, Lines] = {row.label: {} for row in rows}
     for row in sorted(rows, key=lambda row: row.batch):
-        lines.setdefault((row.implementation, row.label), []).append(row)
+        lines[row.label].setdefault(row.implementation, []).append(row)
     return lines
 
 
-def _style(key: tuple[str, str], rows: Sequence[Row]) -> dict[str, Any]:
-    """Colour says the format, a hollow marker stochastic rounding, marker and dash the implementation; flashstate's
-    lines are the solid ones."""
-    implementation, label = key
-    if implementation == ROOF:
-        return {"color": ROOF_COLOUR, "label": "touch, the roof", "linewidth": 1, "linestyle": ":"}
-    formats = list(dict.fromkeys(row.format for row in rows))
-    ours = MARKERS.get(implementation) == "o"
-    colour = COLOURS[formats.index(label.replace(",", " ").split()[0]) % len(COLOURS)]
-    return {
-        "color": colour,
-        "markerfacecolor": "white" if "stochastic" in label else colour,
-        "label": f"{implementation}, {label}",
-        "marker": MARKERS.get(implementation, "D"),
-        "linewidth": 2.2 if ours else 1.1,
-        "linestyle": "-." if "snapshots" in label else "-" if ours else "--",
-        "markersize": 6 if ours else 4.5,
-    }
+def _draw_panels(part: Any, lines: Mapping[str, Lines], columns: int, draw_panel: Callable[[Any, Lines], str]) -> None:
+    """A panel per label, all with the same axes, under a legend that serves all of them."""
+    panels = part.subplots(-(-len(lines) // columns), columns, squeeze=False, sharex=True, sharey=True).flatten()
+    legend: dict[str, Any] = {}
+    for panel, (label, of_label) in zip(panels, lines.items(), strict=False):
+        part.supylabel(draw_panel(panel, of_label), fontsize=9)
+        _finish(panel, label, of_label)
+        handles, names = panel.get_legend_handles_labels()
+        legend.update(zip(names, handles, strict=True))
+    for index, panel in enumerate(panels):
+        panel.set_visible(index < len(lines))
+        panel.tick_params(labelbottom=index + columns >= len(lines))  # also above an empty cell
+    names = sorted(legend, key=_rank)
+    part.legend([legend[name] for name in names], names, loc="outside upper center", ncols=8, frameon=False, fontsize=9)
+    part.supxlabel("batch size", fontsize=9)
 
 
-def _finish(panel: Any, rows: Sequence[Row]) -> None:
-    batches = sorted({row.batch for row in rows})
+def _draw_percents(panel: Any, lines: Lines) -> str:
+    """Draw into a panel, and return what its y axis shows. The roof is a level; `read` is no part of a step."""
+    panel.axhline(100, label="touch", **_style("touch"))
+    for name, line in lines.items():
+        if name not in ROOFS:
+            panel.plot([row.batch for row in line], [row.percent_of_touch for row in line], label=name, **_style(name))
+    panel.set_ylim(0, 115)
+    panel.set_yticks((0, 25, 50, 75, 100))
+    return "percent of touch, the roof"
+
+
+def _draw_times(panel: Any, lines: Lines) -> str:
+    """Draw into a panel, and return what its y axis shows."""
+    for name, line in lines.items():
+        panel.plot([row.batch for row in line], [row.microseconds for row in line], label=name, **_style(name))
+    panel.set_yscale("log")
+    panel.yaxis.set_major_formatter("{x:g}")
+    return "microseconds per call"
+
+
+def _style(name: str) -> dict[str, Any]:
+    return {**OTHER, **STYLES.get(name, {"marker": "x"})}
+
+
+def _rank(name: str) -> int:
+    """The place of an implementation in the legend."""
+    return list(STYLES).index(name) if name in STYLES else len(STYLES)
+
+
+def _finish(panel: Any, title: str, lines: Lines) -> None:
+    batches = sorted({row.batch for line in lines.values() for row in line})
+    panel.set_title(title, fontsize=9)
     panel.set_xscale("log", base=2)
     panel.set_xticks(batches, [str(batch) for batch in batches])
-    panel.set_xlabel("batch size")
+    panel.tick_params(labelsize=8)
+    panel.minorticks_off()
     panel.grid(color="#e9ecef", linewidth=0.8)
     panel.set_axisbelow(True)
     panel.spines[["top", "right"]].set_visible(False)

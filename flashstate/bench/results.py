@@ -16,11 +16,14 @@ import torch
 from flashstate.info import versions
 from flashstate.state.formats import label_of
 
+HOST_COST = "host cost"  # the entry of the provenance that has it
+
 
 @dataclass(frozen=True)
 class Row:
     """One measurement; its fields are the columns of the CSV."""
 
+    op: str
     implementation: str
     format: str
     rounding: str
@@ -44,7 +47,9 @@ class Row:
 
     @property
     def shape(self) -> str:
-        return f"{self.heads} heads, {self.groups} group{'s' if self.groups > 1 else ''}, {self.rows} x {self.cols}"
+        """The op and the shape, which all rows of a run share."""
+        groups = f"{self.groups} group{'s' if self.groups > 1 else ''}"
+        return f"{self.op}, {self.heads} heads, {groups}, {self.rows} x {self.cols}"
 
 
 PARSERS: dict[str, Callable[[str], Any]] = {
@@ -57,7 +62,7 @@ PARSERS: dict[str, Callable[[str], Any]] = {
 
 def write_csv(path: Path, rows: Sequence[Row], provenance: Mapping[str, str]) -> None:
     """Comment lines that say where the numbers come from, a header, and the rows."""
-    with path.open("w", newline="") as file:
+    with path.open("w", newline="", encoding="utf-8") as file:
         file.writelines(f"# {name}: {value}\n" for name, value in provenance.items())
         writer = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
         writer.writeheader()
@@ -71,7 +76,7 @@ def _rounded(value: object) -> object:
 
 def read_csv(path: Path) -> tuple[dict[str, str], list[Row]]:
     """The provenance and the rows of such a file."""
-    lines = path.read_text().splitlines()
+    lines = path.read_text(encoding="utf-8").splitlines()
     comments = [line[2:].partition(": ") for line in lines if line.startswith("# ")]
     records = list(csv.DictReader(line for line in lines if not line.startswith("#")))
     columns = [field.name for field in fields(Row)]

@@ -1,8 +1,8 @@
-"""The roof of a step, measured: move the same bytes of state and do nothing else. Needs triton and a GPU."""
+"""The roofs of a step, measured: move the same bytes of state and do nothing else. Needs triton and a GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -11,20 +11,30 @@ import triton.language as tl
 from torch import Tensor
 
 from flashstate.bench.timing import Timing, time_launches
+from flashstate.state.slots import Slots
 
 TOUCH_CONFIGS = ((1024, 4), (2048, 4), (4096, 4), (4096, 8), (8192, 8))  # 32-bit words and warps per program
+READ_CONFIGS = ((2048, 4), (4096, 4), (8192, 8))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def words_of_program(  # type: ignore[no-untyped-def]
+    state_ptr, slots_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The batch row of this program, its BLOCK of the SIZE words of a slot, and where in the pool they are."""
+    tiles: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
+    pid = tl.program_id(0)
+    b = pid // tiles
+    offs = pid % tiles * BLOCK + tl.arange(0, BLOCK)
+    return b, offs, state_ptr + tl.load(slots_ptr + b).to(tl.int64) * SIZE + offs
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def touch_kernel(  # type: ignore[no-untyped-def]
     state_ptr, slots_ptr, copies_ptr, rows_ptr, SIZE: tl.constexpr, COPIES: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """BLOCK of the SIZE words of one slot: flip their sign bits in place, or copy them to COPIES places of a row."""
-    tiles: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
-    pid = tl.program_id(0)
-    b = pid // tiles
-    offs = pid % tiles * BLOCK + tl.arange(0, BLOCK)
-    ptrs = state_ptr + tl.load(slots_ptr + b).to(tl.int64) * SIZE + offs
+    """Flip the sign bits of words in place, or copy the words to COPIES places of a row."""
+    b, offs, ptrs = words_of_program(state_ptr, slots_ptr, SIZE, BLOCK)
     words = tl.load(ptrs, mask=offs < SIZE, eviction_policy="evict_first")
     if COPIES == 0:
         tl.store(ptrs, words ^ -2147483648, mask=offs < SIZE, eviction_policy="evict_first")
@@ -34,23 +44,59 @@ def touch_kernel(  # type: ignore[no-untyped-def]
             tl.store(ptrs + copy * SIZE, words, mask=offs < SIZE, eviction_policy="evict_first")
 
 
-def touch(data: Tensor, slots: Tensor, copies: Tensor | None, rows: Tensor | None, block: int, num_warps: int) -> None:
+@triton.jit  # type: ignore[untyped-decorator]
+def read_kernel(  # type: ignore[no-untyped-def]
+    state_ptr, slots_ptr, sums_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Add words up: a sum per program is stored, because the compiler drops loads that nobody uses."""
+    _, offs, ptrs = words_of_program(state_ptr, slots_ptr, SIZE, BLOCK)
+    words = tl.load(ptrs, mask=offs < SIZE, other=0, eviction_policy="evict_first")
+    tl.store(sums_ptr + tl.program_id(0), tl.sum(words, 0))
+
+
+def touch(data: Tensor, slots: Slots, copies: Tensor | None, block: int, num_warps: int) -> None:
     """Touch these slots of a dense pool once: in place, or with `copies` (rows, T, ...) as snapshots of every token."""
-    words = data.flatten(1).view(torch.int32)
+    words = _words(data)
     size = words.shape[1]
-    touch_kernel[(slots.numel() * -(-size // block),)](
-        words, slots, None if copies is None else copies.flatten(1).view(torch.int32), rows, size,
+    touch_kernel[(_programs(slots, size, block),)](
+        words, slots.read, None if copies is None else _words(copies), slots.snapshot_rows, size,
         0 if copies is None else copies.shape[1], block, num_warps=num_warps, enable_fp_fusion=False,
     )  # fmt: skip
 
 
-def time_touch(
-    data: Tensor, slots: Sequence[Tensor], copies: Tensor | None = None, rows: Sequence[Tensor | None] | None = None
-) -> Timing:
+def read(data: Tensor, slots: Slots, sums: Tensor, block: int, num_warps: int) -> None:
+    """Read these slots of a dense pool once, and leave the sums of blocks of their words in `sums`."""
+    words = _words(data)
+    size = words.shape[1]
+    read_kernel[(_programs(slots, size, block),)](
+        words, slots.read, sums, size, block, num_warps=num_warps, enable_fp_fusion=False
+    )
+
+
+def time_touch(data: Tensor, slots: Sequence[Slots], copies: Tensor | None = None) -> Timing:
     """The best time of a touch of these slots, one launch each, over all configs."""
-    launches = list(zip(slots, rows or [None] * len(slots), strict=True))
+    return _fastest(partial(touch, data, copies=copies), slots, TOUCH_CONFIGS)
+
+
+def time_read(data: Tensor, slots: Sequence[Slots]) -> Timing:
+    """The best time of reading these slots, one launch each, over all configs."""
+    most = max(_programs(slots[0], _words(data).shape[1], block) for block, _ in READ_CONFIGS)
+    sums = torch.empty(most, dtype=torch.int32, device=data.device)
+    return _fastest(partial(read, data, sums=sums), slots, READ_CONFIGS)
+
+
+def _fastest(move: Callable[..., None], slots: Sequence[Slots], configs: Sequence[tuple[int, int]]) -> Timing:
     timings = [
-        time_launches([partial(touch, data, at, copies, to, block, num_warps) for at, to in launches])
-        for block, num_warps in TOUCH_CONFIGS
+        time_launches([partial(move, slots=at, block=block, num_warps=num_warps) for at in slots])
+        for block, num_warps in configs
     ]
     return min(timings, key=lambda timing: timing.median)
+
+
+def _words(data: Tensor) -> Tensor:
+    """The entries of the first axis as rows of 32-bit words."""
+    return data.flatten(1).view(torch.int32)
+
+
+def _programs(slots: Slots, size: int, block: int) -> int:
+    return slots.read.numel() * -(-size // block)

@@ -1,8 +1,9 @@
-"""Timing on the GPU: many launches in one CUDA graph, each on slots that are not in the cache."""
+"""Timing: on the GPU many launches in one CUDA graph, each on slots that are not in the cache; else the wall clock."""
 
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -12,19 +13,25 @@ from torch import Tensor
 COLD_BYTES = 256 << 20  # distinct state touched before any slot repeats: several times the cache of any GPU so far
 MAX_LAUNCHES = 2048
 MIN_LAUNCHES = 16
+CPU_SECONDS = 0.3  # per measurement
+CPU_CALLS = 5  # per measurement, at least
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Microseconds per launch: the median over graph replays, and the fastest and slowest of them."""
+    """Microseconds per call: the median over repetitions, and the fastest and slowest of them."""
 
     median: float
     fastest: float
     slowest: float
 
+    @classmethod
+    def of(cls, times: Sequence[float]) -> Timing:
+        return cls(statistics.median(times), min(times), max(times))
+
     @property
     def spread(self) -> float:
-        """Slowest minus fastest replay, relative to the median."""
+        """Slowest minus fastest, relative to the median."""
         return (self.slowest - self.fastest) / self.median
 
 
@@ -56,8 +63,7 @@ def time_launches(launches: Sequence[Callable[[], object]], replays: int = 15) -
             launch()
     for _ in range(3):
         graph.replay()
-    times = sorted(_replay_time(graph) / len(launches) for _ in range(replays))
-    return Timing(statistics.median(times), times[0], times[-1])
+    return Timing.of([_replay_time(graph) / len(launches) for _ in range(replays)])
 
 
 def _replay_time(graph: torch.cuda.CUDAGraph) -> float:
@@ -67,3 +73,20 @@ def _replay_time(graph: torch.cuda.CUDAGraph) -> float:
     end.record()
     end.synchronize()
     return start.elapsed_time(end) * 1e3
+
+
+def time_on_cpu(call: Callable[[], object]) -> Timing:
+    """Microseconds of a call by the wall clock, after one that is not counted."""
+    call()
+    times: list[float] = []
+    while len(times) < CPU_CALLS or sum(times) < CPU_SECONDS * 1e6:
+        times.append(seconds_of(call, 1) * 1e6)
+    return Timing.of(times)
+
+
+def seconds_of(call: Callable[[], object], calls: int) -> float:
+    """Seconds that so many calls take the host."""
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    return time.perf_counter() - start

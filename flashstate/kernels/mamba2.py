@@ -13,7 +13,17 @@ from flashstate.kernels.slots import (
     token_range,
     unused_tokens,
 )
-from flashstate.kernels.state_io import load_seed, load_state, random_bits, store_state, tile_at
+from flashstate.kernels.state_io import (
+    along_columns,
+    along_rows,
+    columns,
+    load_seed,
+    load_state,
+    random_bits,
+    store_state,
+    sum_rows,
+    tile_at,
+)
 
 
 @triton.jit
@@ -39,16 +49,17 @@ def load_head(ptr, offs_d, mask_d, PER_ROW: tl.constexpr):
         return tl.load(ptr).to(tl.float32)
 
 
-# Numbers that are read one at a time need no alignment, and every specialisation is a compilation. Of the alignment of
-# snapshots only SNAPSHOT_VECTOR is known: accesses wider than those of the pool would change the layout of the tile,
+# Every argument: what a compiler may assume about alignment is said by VECTOR, SNAPSHOT_VECTOR and ALIGNED alone. Of
+# snapshots that is no more than of the pool: accesses wider than those of the pool would change the layout of the tile,
 # and with it the order in which a row is summed.
-UNSPECIALIZED = [
-    "snapshots", "dt_view", "read", "write", "parents", "snapshot_rows", "tokens", "longest", "num_slots", "null",
-    "stream",
+ARGUMENTS = [
+    "state", "snapshots", "x_view", "B_view", "C_view", "z_view", "out_view", "dt_view", "A_ptr", "D_ptr",
+    "dt_bias_ptr", "seed_ptr", "cu_seqlens_ptr", "fault_ptr", "read", "write", "parents", "snapshot_rows", "tokens",
+    "longest", "num_slots", "null", "stream",
 ]  # fmt: skip
 
 
-@triton.jit(do_not_specialize=UNSPECIALIZED)
+@triton.jit(do_not_specialize=ARGUMENTS)
 def mamba2_step_kernel(
     state,  # data, scale, slot stride of either
     snapshots,  # data (None: none are taken), scale, row stride of either, token stride of either
@@ -62,11 +73,12 @@ def mamba2_step_kernel(
     num_slots, null, stream,
     H: tl.constexpr, HEADS_PER_GROUP: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
     VECTOR: tl.constexpr, SNAPSHOT_VECTOR: tl.constexpr,  # elements per access
+    ALIGNED: tl.constexpr,  # every row of x, B, C, z and out starts at a multiple of 16 bytes
     A_PER_ELEMENT: tl.constexpr, DT_PER_ROW: tl.constexpr, BIAS_PER_ROW: tl.constexpr, D_PER_ROW: tl.constexpr,
     DT_SOFTPLUS: tl.constexpr, ONE_TOKEN: tl.constexpr,
     STORES: tl.constexpr,  # after which tokens the pool is written: "last", "every" or "none"
     ROUNDING: tl.constexpr, SNAPSHOT_ROUNDING: tl.constexpr, ROUNDS: tl.constexpr, TARGET: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     tiles: tl.constexpr = (ROWS + BLOCK_ROWS - 1) // BLOCK_ROWS
     pid = tl.program_id(0)
@@ -75,10 +87,10 @@ def mamba2_step_kernel(
     g = h // HEADS_PER_GROUP
     first_row = pid % tiles * BLOCK_ROWS
     offs_d = first_row + tl.arange(0, BLOCK_ROWS)
-    offs_n = tl.arange(0, BLOCK_COLS)
+    offs_n = columns(BLOCK_COLS, CHUNK)
     mask_d = offs_d < ROWS
     mask_n = offs_n < COLS
-    tile = tile_at(h * ROWS + first_row, h * ROWS + ROWS, COLS, BLOCK_ROWS, BLOCK_COLS)
+    tile = tile_at(h * ROWS + first_row, h * ROWS + ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK)
 
     # No branches: a padding row is masked. So loads do not wait until the row is known to be live.
     slot = resolve_read(read, b, num_slots, null, fault_ptr)
@@ -88,7 +100,7 @@ def mamba2_step_kernel(
     copy_ptr, copy_scale_ptr, row_stride, scale_row_stride, token_stride, scale_token_stride = snapshots
     s = load_state(data_ptr, scale_ptr, slot * slot_stride, slot * scale_stride, live, tile, VECTOR, TARGET)
     if COLS < BLOCK_COLS:
-        s = tl.where(mask_n[None, :], s, 0.0)
+        s = tl.where(along_columns(mask_n), s, 0.0)
     initial = s
 
     if A_PER_ELEMENT:
@@ -105,7 +117,7 @@ def mamba2_step_kernel(
     if not ONE_TOKEN:
         first, count = token_range(cu_seqlens_ptr, b, tokens)
     if STORES == "last":  # drawn while the state is on its way
-        random = random_bits(seed, tile[2], count - 1, stream, COLS, BLOCK_COLS, ROUNDING, ROUNDS)
+        random = random_bits(seed, tile[2], count - 1, stream, COLS, BLOCK_COLS, CHUNK, ROUNDING, ROUNDS)
     for index in range(0, count):
         t = zero + index  # a number of the kernel also where the interpreter has one of Python
         runs, steps = live, 1
@@ -113,44 +125,41 @@ def mamba2_step_kernel(
             steps, follows = path_to(parents, b, t, longest)
             runs = live & (steps > 0)
             s = tl.where(follows, s, initial)
-        C = tl.load(token_entry(C_view, b, first + t, g) + offs_n, mask=mask_n, other=0.0).to(tl.float32)
+        C = tl.load(token_entry(C_view, b, first + t, g, ALIGNED) + offs_n, mask=mask_n, other=0.0).to(tl.float32)
         if z_view is not None:
-            z = tl.load(token_entry(z_view, b, first + t, h) + offs_d, mask=mask_d, other=0.0).to(tl.float32)
+            z = tl.load(token_entry(z_view, b, first + t, h, ALIGNED) + offs_d, mask=mask_d, other=0.0).to(tl.float32)
         x = tl.zeros([BLOCK_ROWS], tl.float32)
         for step in range(0, steps):
             i = t
             if parents is not None:
                 i = ancestor(parents, b, t, steps - 1 - step, longest)
-            x = tl.load(token_entry(x_view, b, first + i, h) + offs_d, mask=mask_d, other=0.0).to(tl.float32)
-            dt = load_head(token_entry(dt_view, b, first + i, h), offs_d, mask_d, DT_PER_ROW)
-            B = tl.load(token_entry(B_view, b, first + i, g) + offs_n, mask=mask_n, other=0.0).to(tl.float32)
+            x = tl.load(token_entry(x_view, b, first + i, h, ALIGNED) + offs_d, mask=mask_d, other=0.0).to(tl.float32)
+            dt = load_head(token_entry(dt_view, b, first + i, h, False), offs_d, mask_d, DT_PER_ROW)
+            B = tl.load(token_entry(B_view, b, first + i, g, ALIGNED) + offs_n, mask=mask_n, other=0.0).to(tl.float32)
 
             if dt_bias_ptr is not None:
                 dt += dt_bias
             if DT_SOFTPLUS:
                 dt = softplus(dt)
-            if DT_PER_ROW or BIAS_PER_ROW:
-                dA = tl.exp(dt[:, None] * A)
-            else:
-                dA = tl.exp(dt * A)
-            s = tl.fma(s, dA, (dt * x)[:, None] * B[None, :])
-        y = tl.sum(s * C[None, :], axis=1)
+            dA = tl.exp(along_rows(dt) * A)
+            s = tl.fma(s, dA, along_rows(dt * x) * along_columns(B))
+        y = sum_rows(s * along_columns(C))
         if D_ptr is not None:
             y = tl.fma(x, D, y)
         if z_view is not None:
             y *= silu(z)
         y = tl.where(runs, y, 0.0).to(out_view[0].dtype.element_ty)
-        tl.store(token_entry(out_view, b, first + t, h) + offs_d, y, mask=mask_d)
+        tl.store(token_entry(out_view, b, first + t, h, ALIGNED) + offs_d, y, mask=mask_d)
 
         if STORES == "every":
-            bits = random_bits(seed, tile[2], t, stream, COLS, BLOCK_COLS, ROUNDING, ROUNDS)
+            bits = random_bits(seed, tile[2], t, stream, COLS, BLOCK_COLS, CHUNK, ROUNDING, ROUNDS)
             to = resolve_write(write, b, t, slot, runs & (t < longest), num_slots, null, fault_ptr)
             store_state(
                 data_ptr, scale_ptr, to * slot_stride, to * scale_stride, to >= 0, tile, s, bits,
                 ROUNDING, VECTOR, TARGET,
             )  # fmt: skip
         if copy_ptr is not None:
-            bits = random_bits(seed, tile[2], t, stream, COLS, BLOCK_COLS, SNAPSHOT_ROUNDING, ROUNDS)
+            bits = random_bits(seed, tile[2], t, stream, COLS, BLOCK_COLS, CHUNK, SNAPSHOT_ROUNDING, ROUNDS)
             to = resolve_snapshot_row(snapshot_rows, b, runs & (t < longest), fault_ptr)
             store_state(
                 copy_ptr, copy_scale_ptr, to * row_stride + t.to(tl.int64) * token_stride,
@@ -178,4 +187,4 @@ def zero_unused(out_view, cu_seqlens_ptr, b, h, offs_d, mask_d, tokens, batch):
     start, end = unused_tokens(cu_seqlens_ptr, batch, tokens)
     for index in range(b, start + tokens - end, batch):
         t = tl.where(index < start, b * 0 + index, end + index - start)
-        tl.store(token_entry(out_view, b, t, h) + offs_d, zero, mask=mask_d)
+        tl.store(token_entry(out_view, b, t, h, False) + offs_d, zero, mask=mask_d)

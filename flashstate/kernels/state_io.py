@@ -15,14 +15,42 @@ from flashstate.kernels.ptx import TO_FLOAT16_STOCHASTIC, TO_FLOAT16_STOCHASTIC_
 
 
 @triton.jit
-def tile_at(first_row, last_row, COLS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr):
+def columns(BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr):
+    """The columns of a tile as it holds them: (chunks, CHUNK)."""
+    return tl.arange(0, BLOCK_COLS // CHUNK)[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+
+
+@triton.jit
+def along_rows(values):
+    """Values for each row of a tile, or one for all of them, in a shape that broadcasts against the tile."""
+    if len(values.shape) == 0:
+        return values
+    else:
+        return values[:, None, None]
+
+
+@triton.jit
+def along_columns(values):
+    """Values for each column, (chunks, CHUNK), in a shape that broadcasts against a tile."""
+    return values[None, :, :]
+
+
+@triton.jit
+def sum_rows(tile):
+    """The sum of every row: first over chunks, which a thread holds, then within them, over the threads of a row."""
+    return tl.sum(tl.sum(tile, axis=1), axis=1)
+
+
+@triton.jit
+def tile_at(first_row, last_row, COLS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+            CHUNK: tl.constexpr):
     """The tile of whole rows from `first_row` up to `last_row`, counted within a slot: what load_state and store_state
     need to know of it. A slot has fewer than 2^31 elements."""
     rows = first_row + tl.arange(0, BLOCK_ROWS)
-    cols = tl.arange(0, BLOCK_COLS)
-    offsets = tl.arange(0, BLOCK_ROWS)[:, None] * COLS + cols[None, :]  # from the first element
+    cols = columns(BLOCK_COLS, CHUNK)
+    offsets = along_rows(tl.arange(0, BLOCK_ROWS) * COLS) + along_columns(cols)  # from the first element
     mask_rows = rows < last_row
-    return first_row * COLS, offsets, rows, mask_rows[:, None] & (cols < COLS)[None, :], mask_rows
+    return first_row * COLS, offsets, rows, along_rows(mask_rows) & along_columns(cols < COLS), mask_rows
 
 
 @triton.jit
@@ -51,9 +79,9 @@ def load_state(ptr, scale_ptr, offset, scale_offset, live, tile, VECTOR: tl.cons
             mask_rows = tl.where(live, mask_rows, False)
             scale = tl.load(scale_ptr + scale_offset + rows, mask=mask_rows, eviction_policy="evict_first")
             if dtype == tl.uint8:
-                return from_float8(code, TARGET) * scale[:, None]
+                return from_float8(code, TARGET) * along_rows(scale)
             else:
-                return code.to(tl.float32) * scale[:, None]
+                return code.to(tl.float32) * along_rows(scale)
 
 
 @triton.jit
@@ -91,7 +119,7 @@ def load_seed(seed_ptr, slot, live):
 @triton.jit
 def random_bits(
     seed, rows, token, stream,
-    COLS: tl.constexpr, BLOCK_COLS: tl.constexpr, ROUNDING: tl.constexpr, ROUNDS: tl.constexpr,
+    COLS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr, ROUNDING: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
     """Sixteen random bits for every element of a (BLOCK_ROWS, BLOCK_COLS) tile, as uint32; 0 if none are needed.
 
@@ -103,11 +131,11 @@ def random_bits(
         return 0
     else:
         calls: tl.constexpr = (COLS + 7) // 8  # per row
-        c0 = (rows[:, None] * calls + tl.arange(0, BLOCK_COLS // 8)[None, :]).to(tl.uint32)
+        c0 = (along_rows(rows * calls) + along_columns(columns(BLOCK_COLS // 8, CHUNK // 8))).to(tl.uint32)
         r0, r1, r2, r3 = philox(seed, c0, token, stream, 0, ROUNDS)
         words = tl.join(tl.join(r0, r2), tl.join(r1, r3))  # (rows, calls, 2, 2): r0 r1 r2 r3
         halves = tl.join(words & 0xFFFF, words >> 16)  # (rows, calls, 2, 2, 2)
-        return tl.reshape(halves, (rows.shape[0], BLOCK_COLS))
+        return tl.reshape(halves, (rows.shape[0], BLOCK_COLS // CHUNK, CHUNK))
 
 
 @triton.jit
@@ -209,17 +237,17 @@ def to_scaled(v, dtype: tl.constexpr):
     """
     largest: tl.constexpr = 32767.0 if dtype == tl.int16 else 127.0 if dtype == tl.int8 else 448.0
     # Magnitudes are ordered like their bits, and the bits of inf and NaN are the largest.
-    amax = tl.max(v.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1).to(tl.float32, bitcast=True)
+    amax = tl.max(tl.max(v.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1), axis=1).to(tl.float32, bitcast=True)
     finite = amax < float("inf")
     normal = finite & (amax >= 7.888609052210118e-31)  # 2^-100
     amax = tl.minimum(amax, 3.4028232635611926e38)  # of the largest float32 itself the scale would decode to inf
     e = tl.div_rn(largest, tl.where(normal, amax, largest))
     scale = tl.where(finite, tl.div_rn(1.0, e), float("nan"))
     if dtype == tl.uint8:
-        w = v * e[:, None]
+        w = v * along_rows(e)
     else:
-        w = tl.fma(v, e[:, None], 0.0)  # rounds like a product, and cannot be contracted with the sums of to_integer
-    return tl.where(normal[:, None], w, 0.0), scale
+        w = tl.fma(v, along_rows(e), 0.0)  # rounds like a product, and cannot be contracted with the sums of to_integer
+    return tl.where(along_rows(normal), w, 0.0), scale
 
 
 @triton.jit

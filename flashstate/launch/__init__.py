@@ -3,25 +3,29 @@
 from flashstate.launch.backend import interpreted, kernel_target, uses_kernels
 from flashstate.launch.config import (
     Config,
+    Gpu,
     Problem,
     access_width,
     choose,
     choose_with_reason,
-    gpu_name,
+    gpu_of,
     override,
     valid_configs,
 )
+from flashstate.launch.start import start
 
 __all__ = [
     "Config",
+    "Gpu",
     "Problem",
     "access_width",
     "choose",
     "choose_with_reason",
-    "gpu_name",
+    "gpu_of",
     "interpreted",
     "kernel_target",
     "override",
+    "start",
     "uses_kernels",
     "valid_configs",
 ]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flashstate.launch.config import ACCESS_BYTES
+
 TokenView = tuple[Tensor, int, int, int]
 StateView = tuple[Tensor, Tensor | None, int, int]
 Table = tuple[Tensor, int]
@@ -47,3 +49,11 @@ def read_table(read: Tensor | None, accepted: Tensor | None) -> tuple[Tensor | N
     if read is None:
         return None, 0, 1, None
     return read, read.stride(0), 1 if read.dim() == 1 else read.shape[1], accepted
+
+
+def aligned(tensor: Tensor | None) -> bool:
+    """Whether every row of a tensor starts at a multiple of 16 bytes, so that it can be read in wide accesses."""
+    if tensor is None:
+        return True
+    outer = (stride * tensor.element_size() for stride in tensor.stride()[:-1])
+    return not (tensor.data_ptr() % ACCESS_BYTES or any(step % ACCESS_BYTES for step in outer))

@@ -1,7 +1,8 @@
 """Launch configs: looked up in a table per GPU, else made by a heuristic; never tuned on live state.
 
-All valid configs of one problem sum a row of the state in the same order: a row is never split over warps, and every
-thread holds the same number of consecutive columns. So a result does not depend on the config.
+All configs of one problem with equal `lanes` sum a row of the state in the same order: a row is never split over warps,
+and every thread holds the same columns of it. On one GPU all configs of an op, shape and format have equal lanes. So a
+result depends neither on the batch nor on the config.
 """
 
 from __future__ import annotations
@@ -9,28 +10,44 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import resources
+from typing import Any, NamedTuple
 
 import torch
 
 ACCESS_BYTES = 16  # of state per thread and access
 WARP = 32
+CALL_COLUMNS = 8  # that one Philox call serves: a thread needs the bits of all of them side by side
+WALKING_CAPABILITY = (10, 0)  # from here on sums over lanes are the bottleneck
+
+
+class Gpu(NamedTuple):
+    """What decides a config: the name that tables are filed under, and the compute capability."""
+
+    name: str
+    capability: tuple[int, int]
 
 
 @dataclass(frozen=True)
 class Config:
-    """How one kernel is launched: rows of the state per program, and warps per program."""
+    """How one kernel is launched.
+
+    block_rows: rows of the state per program.
+    num_warps: warps per program.
+    lanes: threads side by side in a row; the fewer, the longer each walks along it, and the fewer are left to sum over.
+    """
 
     block_rows: int
     num_warps: int
+    lanes: int
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What a config is chosen for. All fields but `batch_heads` name a table; that finds the entry in it."""
+    """What a config is chosen for."""
 
     op: str
     rows: int
@@ -44,25 +61,31 @@ class Problem:
     @property
     def block_cols(self) -> int:
         """Columns of a tile: the whole row, padded to a power of two that holds whole Philox calls."""
-        return max(16, next_power_of_2(self.cols))
+        return max(2 * CALL_COLUMNS, next_power_of_2(self.cols))
 
     @property
-    def rows_per_warp(self) -> int:
-        """Rows that one access of a warp covers; a program has at least these for each of its warps."""
-        return max(1, WARP * self.vector // self.block_cols)
+    def lane_choices(self) -> list[int]:
+        """How many threads may share a row: those that a warp has, and a row of whole Philox calls needs."""
+        fewest = max(1, CALL_COLUMNS // self.vector)
+        most = min(WARP, self.block_cols // self.vector)
+        return [lanes for lanes in (1, 2, 4, 8, 16, 32) if fewest <= lanes <= most]
+
+    def chunk(self, lanes: int) -> int:
+        """Columns that the threads of a row access at once; they walk along it in such chunks."""
+        return lanes * self.vector
 
     def valid(self, config: Config) -> bool:
-        """Whether `config` keeps the reduction order. Triton splits a row that one access of a warp does not cover over
-        the warps there are, so such rows get one warp."""
+        """Whether the compiler lets threads share rows as the config says: only where there are rows for all."""
         powers_of_two = all(n == next_power_of_2(n) for n in (config.block_rows, config.num_warps))
-        splits_rows = config.num_warps > 1 and WARP * self.vector < self.block_cols
-        return powers_of_two and not splits_rows and config.block_rows >= config.num_warps * self.rows_per_warp
+        fits = config.lanes in self.lane_choices
+        return powers_of_two and fits and config.block_rows >= config.num_warps * (WARP // config.lanes)
 
 
-def valid_configs(problem: Problem) -> list[Config]:
+def valid_configs(problem: Problem, lanes: int) -> list[Config]:
     """Every config a table may hold for `problem`: valid, and up to 128 elements of state in a thread."""
-    configs = [Config(block_rows, num_warps) for block_rows in (1, 2, 4, 8, 16, 32, 64) for num_warps in (1, 2, 4, 8)]
-    most = 128 * WARP // problem.block_cols  # rows per warp
+    sizes = (1, 2, 4, 8, 16, 32, 64)
+    configs = [Config(block_rows, num_warps, lanes) for block_rows in sizes for num_warps in (1, 2, 4, 8)]
+    most = max(WARP // lanes, 128 * WARP // problem.block_cols)  # rows per warp
     return [c for c in configs if problem.valid(c) and c.block_rows <= most * c.num_warps]
 
 
@@ -91,12 +114,16 @@ def override(config: Config) -> Iterator[None]:
         _overridden = before
 
 
-def choose(problem: Problem, gpu: str) -> Config:
-    """The config for `problem` on the GPU of that name."""
+def overridden() -> Config | None:
+    return _overridden
+
+
+def choose(problem: Problem, gpu: Gpu) -> Config:
+    """The config for `problem` on that GPU."""
     return choose_with_reason(problem, gpu)[0]
 
 
-def choose_with_reason(problem: Problem, gpu: str) -> tuple[Config, str]:
+def choose_with_reason(problem: Problem, gpu: Gpu) -> tuple[Config, str]:
     """The config, and a few words on where it comes from."""
     if _overridden is not None:
         if not problem.valid(_overridden):
@@ -106,41 +133,75 @@ def choose_with_reason(problem: Problem, gpu: str) -> tuple[Config, str]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _look_up(problem: Problem, gpu: str) -> tuple[Config, str]:
-    entries = load_table(gpu).get(_table_key(problem))
+def _look_up(problem: Problem, gpu: Gpu) -> tuple[Config, str]:
+    table = load_table(gpu.name).get(table_key(problem))
+    if table is None:
+        lanes = _heuristic_lanes(problem, gpu)
+        return _heuristic(problem, lanes), "heuristic: no table for this GPU, op, shape and format"
+    entries = table.sizes.get(mode_key(problem))
     if entries is None:
-        return _heuristic(problem), "heuristic: no table for this GPU, op, shape and format"
+        return _heuristic(problem, table.lanes), f"heuristic: table of {gpu.name} knows only other modes of this format"
     nearest = min(entries, key=lambda size: abs(math.log(size / problem.batch_heads)))
-    return entries[nearest], f"table of {gpu}, measured at batch x heads = {nearest}"
+    return entries[nearest], f"table of {gpu.name}, measured at batch x heads = {nearest}"
 
 
-def _heuristic(problem: Problem) -> Config:
-    """One warp, which is always valid; fewer rows for small batches, so that a head spreads over more programs."""
+def _heuristic_lanes(problem: Problem, gpu: Gpu) -> int:
+    """As many lanes as access a cache line of 128 bytes; half where sums over lanes are known to be expensive."""
+    wanted = 4 if gpu.capability >= WALKING_CAPABILITY else 8
+    return min(problem.lane_choices, key=lambda lanes: abs(math.log2(lanes / wanted)))
+
+
+def _heuristic(problem: Problem, lanes: int) -> Config:
+    """One warp; fewer rows for small batches, so that a head spreads over more programs."""
     per_thread = 16 if problem.batch_heads < 512 else 32
     block_rows = min(next_power_of_2(problem.rows), per_thread * WARP // problem.block_cols)
-    return Config(max(block_rows, problem.rows_per_warp), num_warps=1)
+    return Config(max(block_rows, WARP // lanes), 1, lanes)
 
 
-def _table_key(problem: Problem) -> str:
-    tokens = "several" if problem.several_tokens else "one"
-    return (
-        f"{problem.op} {problem.rows}x{problem.cols} {problem.format} {problem.rounding} vector {problem.vector} "
-        f"tokens {tokens}"
-    )
+def table_key(problem: Problem) -> str:
+    """What decides the order of sums, and so the lanes."""
+    return f"{problem.op} {problem.rows}x{problem.cols} {problem.format} vector {problem.vector}"
 
 
-@functools.cache
-def load_table(gpu: str) -> dict[str, dict[int, Config]]:
-    """The measured configs of a GPU, keyed by op, shape and format, then by batch x heads; empty if there are none."""
-    name = gpu.lower().replace(" ", "-") + ".json"
-    file = resources.files("flashstate.launch") / "tables" / name
-    if not file.is_file():
-        return {}
-    table = json.loads(file.read_text())["configs"]
-    return {key: {int(size): Config(*config) for size, config in entries.items()} for key, entries in table.items()}
+def mode_key(problem: Problem) -> str:
+    return f"{problem.rounding}, {'several tokens' if problem.several_tokens else 'one token'}"
+
+
+class FormatTable(NamedTuple):
+    """The configs of one op, shape and format: by mode, then by batch x heads."""
+
+    lanes: int
+    sizes: dict[str, dict[int, Config]]
 
 
 @functools.cache
-def gpu_name(device: torch.device) -> str:
-    """The name tables are filed under; an interpreted CPU has none."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreter"
+def load_table(gpu: str) -> dict[str, FormatTable]:
+    """The measured configs of a GPU, by op, shape and format; empty if there are none."""
+    file = resources.files("flashstate.launch") / "tables" / table_name(gpu)
+    return parse_table(json.loads(file.read_text())) if file.is_file() else {}
+
+
+def table_name(gpu: str) -> str:
+    return gpu.lower().replace(" ", "-") + ".json"
+
+
+def parse_table(table: Mapping[str, Any]) -> dict[str, FormatTable]:
+    """What a table file holds: {"configs": {table key: {"lanes": n, mode: {batch x heads: [block_rows, num_warps]}}}}."""
+    parsed = {}
+    for key, modes in table["configs"].items():
+        lanes = modes["lanes"]
+        sizes = {
+            mode: {int(size): Config(*config, lanes) for size, config in entries.items()}
+            for mode, entries in modes.items()
+            if mode != "lanes"
+        }
+        parsed[key] = FormatTable(lanes, sizes)
+    return parsed
+
+
+@functools.cache
+def gpu_of(device: torch.device) -> Gpu:
+    """The GPU of a device; an interpreted CPU stands for one without a table."""
+    if device.type != "cuda":
+        return Gpu("interpreter", (0, 0))
+    return Gpu(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))

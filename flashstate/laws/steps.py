@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from flashstate.launch import override, valid_configs
+from flashstate.launch import choose, gpu_of, override, valid_configs
 from flashstate.laws.registry import law
 from flashstate.laws.require import (
     all_tokens,
@@ -61,16 +61,25 @@ def independence(case: Case, device: torch.device) -> None:
 @law("the launch config does not change a byte", needs="kernels")
 def configs_agree(case: Case, device: torch.device) -> None:
     inputs = make_inputs(replace(case, x="float32"), device)  # a float32 output shows every bit of a sum
-    first, y_first = None, None
-    configs = valid_configs(case.problem)
+    chosen = choose(case.problem, gpu_of(device))
+    first, y_first = inputs.fresh(), None
+    with override(chosen):
+        y_first = first.step()
+    configs = valid_configs(case.problem, chosen.lanes)
     for config in configs if device.type == "cuda" else configs[::4]:  # the interpreter is slow, and has no layouts
         again = inputs.fresh()
         with override(config):
             y = again.step()
-        if first is None or y_first is None:
-            first, y_first = again, y
         require_equal_bytes(f"output with {config}", y, y_first)
         require_equal_states(f"the pool with {config}", again.state, first.state)
+
+
+@law("however many threads share a row, output and state are as close to float64", needs="kernels")
+def orientations_are_accurate(case: Case, device: torch.device) -> None:
+    lanes = case.problem.lane_choices
+    for count in (lanes[0], lanes[-1]):
+        with override(valid_configs(case.problem, count)[0]):
+            close_to_float64(case, device)
 
 
 @law("five launches on equal inputs give equal bytes")

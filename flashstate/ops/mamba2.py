@@ -14,8 +14,8 @@ from flashstate.errors import (
     dtype_name,
     tied,
 )
-from flashstate.launch import Problem, access_width, choose, gpu_name, kernel_target, uses_kernels
-from flashstate.launch.arguments import read_table, snapshots_view, state_view, table, token_view
+from flashstate.launch import Problem, access_width, choose, gpu_of, kernel_target, start, uses_kernels
+from flashstate.launch.arguments import aligned, read_table, snapshots_view, state_view, table, token_view
 from flashstate.ops.debug import check_contents, debugging
 from flashstate.ops.library import register
 from flashstate.ops.tokens import (
@@ -32,10 +32,6 @@ from flashstate.reference import mamba2 as reference
 from flashstate.state.faults import fault_flag
 from flashstate.state.slots import Slots, as_slots
 from flashstate.state.state import State, as_snapshots, as_state
-
-# Contraction would save an instruction per element in the read-out sum, but what it contracts differs between compiled
-# variants: a token of a tree would not give the bytes it gives in a chain. FMAs are written where they are meant.
-FP_FUSION = False
 
 OR_EXPANDED = ", or expanded from contiguous values per head"
 
@@ -185,29 +181,32 @@ def _run(
     problem = Problem(
         "mamba2_step", rows, cols, dtype_name(data.dtype), rounding, vector, batch * heads, not one_token
     )  # fmt: skip
-    config = choose(problem, gpu_name(data.device))
+    config = choose(problem, gpu_of(data.device))
     programs = batch * heads * -(-rows // config.block_rows)
     if programs >= 1 << 31:
         raise ValueError(f"x must need fewer than 2^31 programs, got {programs} for shape {tuple(x.shape)}")
     draws = rounding != "nearest" or snapshot_rounding != "nearest"
-    with torch.cuda.device_of(data):
-        mamba2_step_kernel[(programs,)](
-            state_view(data, scale), snapshots_view(snapshot_data, snapshot_scale),
-            *(None if t is None else token_view(t, token_axes, packed) for t in (x, B, C, z, out, dt)),
-            A, D, dt_bias, seed if draws else None, cu_seqlens, fault_flag(data.device),
-            read_table(read, accepted), table(write), table(parents),
-            (snapshot_rows, 0 if snapshot_data is None else snapshot_data.shape[0]),
-            num_tokens, max_len or 0 if packed else num_tokens, num_slots, null, stream,
-            H=heads, HEADS_PER_GROUP=heads // B.shape[-2], ROWS=rows, COLS=cols,
-            VECTOR=vector, SNAPSHOT_VECTOR=1 if snapshot_data is None else min(vector, access_width(snapshot_data)),
-            A_PER_ELEMENT=A.dim() == 3, DT_PER_ROW=dt.dim() == token_axes + 2,
-            BIAS_PER_ROW=dt_bias is not None and dt_bias.dim() == 2, D_PER_ROW=D is not None and D.dim() == 2,
-            DT_SOFTPLUS=dt_softplus, ONE_TOKEN=one_token,
-            STORES="none" if not update else "every" if write is not None and write.dim() == 2 else "last",
-            ROUNDING=rounding, SNAPSHOT_ROUNDING=snapshot_rounding, ROUNDS=rounds, TARGET=kernel_target(data.device),
-            BLOCK_ROWS=config.block_rows, BLOCK_COLS=problem.block_cols,
-            num_warps=config.num_warps, enable_fp_fusion=FP_FUSION,
-        )  # fmt: skip
+    arguments = (
+        state_view(data, scale), snapshots_view(snapshot_data, snapshot_scale),
+        *(None if t is None else token_view(t, token_axes, packed) for t in (x, B, C, z, out, dt)),
+        A, D, dt_bias, seed if draws else None, cu_seqlens, fault_flag(data.device),
+        read_table(read, accepted), table(write), table(parents),
+        (snapshot_rows, 0 if snapshot_data is None else snapshot_data.shape[0]),
+        num_tokens, max_len or 0 if packed else num_tokens, num_slots, null, stream,
+    )  # fmt: skip
+    constants = {
+        "H": heads, "HEADS_PER_GROUP": heads // B.shape[-2], "ROWS": rows, "COLS": cols,
+        "VECTOR": vector, "SNAPSHOT_VECTOR": 1 if snapshot_data is None else min(vector, access_width(snapshot_data)),
+        "ALIGNED": all(aligned(t) for t in (x, B, C, z, out)),
+        "A_PER_ELEMENT": A.dim() == 3, "DT_PER_ROW": dt.dim() == token_axes + 2,
+        "BIAS_PER_ROW": dt_bias is not None and dt_bias.dim() == 2, "D_PER_ROW": D is not None and D.dim() == 2,
+        "DT_SOFTPLUS": dt_softplus, "ONE_TOKEN": one_token,
+        "STORES": "none" if not update else "every" if write is not None and write.dim() == 2 else "last",
+        "ROUNDING": rounding, "SNAPSHOT_ROUNDING": snapshot_rounding, "ROUNDS": rounds,
+        "TARGET": kernel_target(data.device),
+        "BLOCK_ROWS": config.block_rows, "BLOCK_COLS": problem.block_cols, "CHUNK": problem.chunk(config.lanes),
+    }  # fmt: skip
+    start(mamba2_step_kernel, (programs,), data.device, arguments, constants, config.num_warps)
 
 
 register(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flashstate.errors import check_row_contiguous, check_tensor, dtype_name
-from flashstate.launch import Problem, access_width, choose, gpu_name, kernel_target, uses_kernels
+from flashstate.launch import Problem, access_width, choose, gpu_of, kernel_target, start, uses_kernels
 from flashstate.launch.arguments import state_view
 from flashstate.reference import state_io as reference
 from flashstate.state.state import POOL_AXES, State
@@ -29,13 +29,13 @@ def write_states(state: State, slots: Tensor, states: Tensor) -> None:
         return
     from flashstate.kernels.pool import write_states_kernel
 
-    programs, constants = _launch("pool_write", state, slots)
-    with torch.cuda.device_of(slots):
-        write_states_kernel[(programs,)](
-            state_view(state.data, state.scale), (states, *states.stride()[:3]),
-            slots, None if state.rounding == "nearest" else state.seed, state.stream,
-            ROUNDING=state.rounding, ROUNDS=state.rounds, enable_fp_fusion=False, **constants,
-        )  # fmt: skip
+    programs, constants, num_warps = _launch("pool_write", state, slots)
+    arguments = (
+        state_view(state.data, state.scale), (states, *states.stride()[:3]),
+        slots, None if state.rounding == "nearest" else state.seed, state.stream,
+    )  # fmt: skip
+    constants |= {"ROUNDING": state.rounding, "ROUNDS": state.rounds}
+    start(write_states_kernel, (programs,), slots.device, arguments, constants, num_warps)
 
 
 @torch.no_grad()
@@ -48,24 +48,23 @@ def read_states(state: State, slots: Tensor) -> Tensor:
         return out
     from flashstate.kernels.pool import read_states_kernel
 
-    programs, constants = _launch("pool_read", state, slots)
-    with torch.cuda.device_of(slots):
-        read_states_kernel[(programs,)](
-            state_view(state.data, state.scale), out, slots, enable_fp_fusion=False, **constants
-        )
+    programs, constants, num_warps = _launch("pool_read", state, slots)
+    arguments = (state_view(state.data, state.scale), out, slots)
+    start(read_states_kernel, (programs,), slots.device, arguments, constants, num_warps)
     return out
 
 
-def _launch(op: str, state: State, slots: Tensor) -> tuple[int, dict[str, Any]]:
-    """How many programs a call has, and what both kernels are compiled for."""
+def _launch(op: str, state: State, slots: Tensor) -> tuple[int, dict[str, Any], int]:
+    """How many programs a call has, what both kernels are compiled for, and their warps."""
     _, heads, rows, cols = state.data.shape
     vector = access_width(state.data)
     problem = Problem(op, rows, cols, dtype_name(state.data.dtype), state.rounding, vector, len(slots) * heads)
-    config = choose(problem, gpu_name(slots.device))
+    config = choose(problem, gpu_of(slots.device))
     programs = len(slots) * heads * -(-rows // config.block_rows)
     if programs >= 1 << 31:
         raise ValueError(f"slots must need fewer than 2^31 programs, got {programs} for {len(slots)} slots")
-    return programs, {
+    constants = {
         "H": heads, "ROWS": rows, "COLS": cols, "VECTOR": vector, "TARGET": kernel_target(slots.device),
-        "BLOCK_ROWS": config.block_rows, "BLOCK_COLS": problem.block_cols, "num_warps": config.num_warps,
+        "BLOCK_ROWS": config.block_rows, "BLOCK_COLS": problem.block_cols, "CHUNK": problem.chunk(config.lanes),
     }  # fmt: skip
+    return programs, constants, config.num_warps

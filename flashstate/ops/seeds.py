@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashstate.launch import uses_kernels
+from flashstate.launch import start, uses_kernels
 from flashstate.launch.arguments import read_table
 from flashstate.ops.library import register
 from flashstate.reference import state_io as reference
@@ -36,12 +36,11 @@ def _run(seed: Tensor, read: Tensor | None, accepted: Tensor | None, cu_seqlens:
     if rows == 0 or (read is not None and read.numel() == 0):
         return
     columns = 1 if accepted is None or read is None else read.shape[1]
-    with torch.cuda.device_of(seed):
-        advance_seeds_kernel[(rows, columns)](
-            seed, read_table(read, accepted), cu_seqlens, fault_flag(seed.device), MOST_TOKENS, seed.shape[0], null,
-            SEED_STEP,
-            num_warps=1, enable_fp_fusion=False,
-        )  # fmt: skip
+    arguments = (
+        seed, read_table(read, accepted), cu_seqlens, fault_flag(seed.device), MOST_TOKENS, seed.shape[0], null,
+        SEED_STEP,
+    )  # fmt: skip
+    start(advance_seeds_kernel, (rows, columns), seed.device, arguments, {}, num_warps=1)
 
 
 register("advance_seeds(Tensor(a!) seed, Tensor? read, Tensor? accepted, Tensor? cu_seqlens, SymInt null) -> ()", _run)

@@ -1,0 +1,77 @@
+"""What starting a step costs the host: the time of eager calls that nobody waits for. Needs a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+from rich.box import SIMPLE_HEAD
+from rich.table import Column, Table
+
+from flashstate.bench.jobs import BenchedOp
+from flashstate.bench.measure import Report, check, failures_as_reasons
+from flashstate.bench.peers import Binding, MeasurementError
+from flashstate.bench.timing import Timing, seconds_of
+from flashstate.state.slots import Slots
+from flashstate.testing import Inputs, make_inputs
+
+UNIT = "torch.add_"  # what others are compared with: about the least that a call of torch with one kernel costs
+CHUNK = 200  # calls between two waits: few enough that the queue of launches never fills and makes the host wait
+CHUNKS = 25
+Costs = dict[str, Timing]
+
+
+def host_costs(op: BenchedOp, peers: Mapping[str, Binding], device: torch.device, report: Report) -> Costs:
+    """Microseconds of the host per call: of torch.add_, of flashstate given a State and Slots that were made before and
+    given plain tensors, and of every peer. MeasurementError where flashstate's own result is wrong."""
+    with torch.cuda.device(device):
+        inputs = make_inputs(op.host_case, device)
+        small, other = torch.zeros(2, 64, device=device)
+        costs = {
+            UNIT: cost_of(partial(small.add_, other)),
+            "flashstate": checked_cost(op.bind, inputs),
+            "flashstate, plain tensors": checked_cost(partial(op.bind, bare=True), inputs),
+        }
+        for name, bind in peers.items():
+            try:
+                with failures_as_reasons():
+                    costs[name] = checked_cost(bind, inputs)
+            except MeasurementError as reason:
+                report.skip(name, reason)
+    return costs
+
+
+def checked_cost(bind: Binding, inputs: Inputs) -> Timing:
+    check(bind, inputs)
+    return cost_of(partial(bind(inputs.fresh(), None), Slots(inputs.slots)))
+
+
+def cost_of(call: Callable[[], object]) -> Timing:
+    """Microseconds per call, over chunks that begin with an empty queue, after one that is not counted."""
+    times = []
+    for _ in range(1 + CHUNKS):
+        torch.cuda.synchronize()
+        times.append(seconds_of(call, CHUNK) / CHUNK * 1e6)
+    torch.cuda.synchronize()
+    return Timing.of(times[1:])
+
+
+def host_line(costs: Mapping[str, Timing]) -> str:
+    """All costs in one line, with their ratios to torch.add_."""
+    unit = costs[UNIT].median
+    others = [
+        f"{name} {cost.median:.1f} µs ({cost.median / unit:.2f}x)" for name, cost in costs.items() if name != UNIT
+    ]
+    return "; ".join([f"{UNIT} {unit:.1f} µs", *others])
+
+
+def host_table(costs: Mapping[str, Timing], op: BenchedOp) -> Table:
+    case = op.host_case
+    shape = f"batch {case.batch}, {case.heads} heads, {case.rows} x {case.cols}"
+    numbers = (Column(name, justify="right") for name in ("µs per call", "spread", f"of {UNIT}"))
+    table = Table("call", *numbers, title=f"host cost, {shape}", title_justify="left", box=SIMPLE_HEAD)
+    for name, cost in costs.items():
+        ratio = cost.median / costs[UNIT].median
+        table.add_row(name, f"{cost.median:.2f}", f"{cost.spread:.1%}", f"{ratio:.2f}x")
+    return table
