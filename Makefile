@@ -33,7 +33,7 @@ test-gpu: $(ENVIRONMENT)
 	env -u TRITON_INTERPRET $(PYTEST) -m gpu
 
 figures: $(ENVIRONMENT)
-	$(PYTHON) -m flashstate bench --from-csv results/h200.csv --plot docs/h200.png
+	$(PYTHON) -m flashstate bench --from-csv results/h200.csv --plot docs/h200.png --markdown README.md
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	python3 -m venv $(VENV)

@@ -95,6 +95,7 @@ def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> N
         ["info", "--format", "float7"],
         ["demo", "--steps", "many"],
         ["bench", "--tokens", "0"],
+        ["bench", "mamba4"],
         ["check", "--quick", "yes"],
     ],
 )
@@ -118,6 +119,9 @@ def test_what_cannot_be_parsed_exits_with_2(argv: list[str]) -> None:
         (["bench", *TINY, "--formats", "int16:up"], "int16 has no rounding 'up', only nearest, stochastic"),
         (["bench", *TINY, "--groups", "3"], "the number of groups must divide the 2 heads, got 3"),
         (["bench", *TINY, "--csv", "no/such/folder/a.csv"], "to write a.csv to"),
+        (["bench", *TINY, "--peers", "numpy"], "there is no peer 'numpy', only vllm, flashinfer, mamba_ssm, fla"),
+        (["bench", *TINY, "--markdown", "missing.md"], "No such file"),
+        (["bench", "--host", "--csv", "a.csv"], "--host measures only what a call costs the host"),
         (["bench", "--from-csv", "missing.csv"], "No such file"),
         (["bench", "--from-csv", __file__], "is not a file that flashstate bench wrote"),
     ],

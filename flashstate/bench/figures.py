@@ -9,6 +9,7 @@ from pathlib import Path
 from flashstate.bench.results import HOST_COST, Row
 
 START, END = "<!-- figures: make figures writes this -->", "<!-- end of figures -->"
+ORIGIN = ("torch", "triton", "commit", "date", "peers")  # of a provenance
 MARKED = re.compile(f"(?<={START}\n).*?(?={END})", re.DOTALL)
 
 
@@ -25,7 +26,14 @@ def figures(rows: Sequence[Row], provenance: Mapping[str, str]) -> str:
         lines.append(f"| {' | '.join([label, *cells])} |")
     if HOST_COST in provenance:
         lines += ["", f"Host cost of an eager call: {provenance[HOST_COST]}."]
+    lines += ["", f"Measured on: {', '.join(_origin(provenance))}."]
     return "\n".join(["", *lines, "", ""])
+
+
+def _origin(provenance: Mapping[str, str]) -> list[str]:
+    """The device, and with their names the things that its figures depend on most."""
+    named = [f"{name} {provenance[name]}" for name in ORIGIN if name in provenance]
+    return [provenance.get("device", "an unknown device"), *named]
 
 
 def _cell(row: Row | None) -> str:
