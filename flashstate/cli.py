@@ -59,7 +59,10 @@ def _add_info(commands: Commands[argparse.ArgumentParser]) -> None:
     parser.add_argument("--format", choices=FORMAT_NAMES, default="float32")
     parser.add_argument("--rounding", choices=ROUNDINGS, default="nearest")
     parser.add_argument("--batch", type=positive, nargs="+", default=BATCHES, metavar="N")
+    parser.add_argument("--tokens", type=positive, default=1, metavar="N", help="per row and call (default: 1)")
     parser.add_argument("--gpu", metavar="NAME", help="show the configs of this GPU instead of yours")
+    what = "of that GPU, for the heuristic where there is no table (default: %(default)s)"
+    parser.add_argument("--capability", type=capability, default="9.0", metavar="X.Y", help=what)
     parser.set_defaults(run=_info)
 
 
@@ -144,11 +147,14 @@ def _add_shape(parser: argparse.ArgumentParser) -> None:
 
 def _info(options: argparse.Namespace) -> int:
     from flashstate.info import show_info
+    from flashstate.launch import Gpu
     from flashstate.testing import Case
 
     name, rounding = check_format(options.format, options.rounding)
-    case = Case(heads=options.heads, rows=options.rows, cols=options.cols, format=name, rounding=rounding)
-    show_info([replace(case, batch=batch) for batch in options.batch], options.gpu)
+    shape = {"heads": options.heads, "rows": options.rows, "cols": options.cols, "tokens": options.tokens}
+    case = Case(**shape, format=name, rounding=rounding)
+    gpu = None if options.gpu is None else Gpu(options.gpu, options.capability)
+    show_info([replace(case, batch=batch) for batch in options.batch], gpu)
     return 0
 
 
@@ -204,6 +210,12 @@ def positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
     return number
+
+
+def capability(text: str) -> tuple[int, int]:
+    """An argparse type: a compute capability, such as 10.0."""
+    major, minor = text.split(".")
+    return int(major), int(minor)
 
 
 def find_device(name: str | None) -> torch.device:

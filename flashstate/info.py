@@ -11,14 +11,15 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from flashstate.launch import choose_with_reason
+from flashstate.launch import Gpu, choose_with_reason, gpu_of
+from flashstate.launch.config import mode_key
 from flashstate.state.formats import FORMATS
 from flashstate.testing import Case
 
-EXAMPLE_GPU = "NVIDIA H200"  # whose configs are shown on a machine without a GPU
+EXAMPLE_GPU = Gpu("NVIDIA H200", (9, 0))  # whose configs are shown on a machine without a GPU
 
 
-def show_info(cases: Sequence[Case], gpu: str | None) -> None:
+def show_info(cases: Sequence[Case], gpu: Gpu | None) -> None:
     """Print versions, devices, formats, and the launch configs of these cases."""
     console = Console()
     for name, value in versions().items():
@@ -27,7 +28,8 @@ def show_info(cases: Sequence[Case], gpu: str | None) -> None:
         console.print(f"{'device':12}{line}", highlight=False)
     console.print(format_table())
     if gpu is None and not torch.cuda.is_available():
-        console.print(f"No GPU here, so these are the launch configs of an {EXAMPLE_GPU}; --gpu NAME shows another's.")
+        example = f"No GPU here, so these are the launch configs of an {EXAMPLE_GPU.name}; --gpu NAME shows another's."
+        console.print(example)
     console.print(config_table(cases, gpu or own_gpu()))
 
 
@@ -67,8 +69,8 @@ def device_lines() -> list[str]:
     ]
 
 
-def own_gpu() -> str:
-    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else EXAMPLE_GPU
+def own_gpu() -> Gpu:
+    return gpu_of(torch.device("cuda", 0)) if torch.cuda.is_available() else EXAMPLE_GPU
 
 
 def format_table() -> Table:
@@ -80,13 +82,23 @@ def format_table() -> Table:
     return table
 
 
-def config_table(cases: Sequence[Case], gpu: str) -> Table:
-    """Which config each case gets on the GPU of that name, and where it comes from; they differ in batch."""
+def config_table(cases: Sequence[Case], gpu: Gpu) -> Table:
+    """Which config each case gets on that GPU, and where it comes from; they differ in batch."""
     one = cases[0].problem
-    title = f"Launch configs of {one.op}, {one.rows} x {one.cols}, {one.format}, {one.rounding}, on {gpu}"
-    columns = ("batch", "batch x heads", "rows per program", "warps", "why")
-    table = Table(*columns, title=title, title_justify="left", box=SIMPLE_HEAD)
+    where = f"{gpu.name}, compute capability {'.'.join(map(str, gpu.capability))}"
+    table = Table(
+        "batch",
+        "batch x heads",
+        "rows per program",
+        "warps",
+        "lanes per row",
+        "why",
+        title=f"Launch configs of {one.op}, {one.rows} x {one.cols}, {one.format}, {mode_key(one)}, on {where}",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+    )
     for case in cases:
         config, reason = choose_with_reason(case.problem, gpu)
-        table.add_row(*map(str, (case.batch, case.batch * case.heads, config.block_rows, config.num_warps)), reason)
+        numbers = (case.batch, case.batch * case.heads, config.block_rows, config.num_warps, config.lanes)
+        table.add_row(*map(str, numbers), reason)
     return table

@@ -78,9 +78,7 @@ def recorded(module: str, name: str, architecture: int | str) -> Iterator[list[L
     launches: list[Launch] = []
     wanted = getattr(importlib.import_module(module), name)
 
-    def record(
-        kernel: Any, grid: Any, device: Any, arguments: Any, constants: dict[str, Any], num_warps: int
-    ) -> None:
+    def record(kernel: Any, grid: Any, device: Any, arguments: Any, constants: dict[str, Any], num_warps: int) -> None:
         assert kernel is wanted
         named = {**dict(zip(kernel.arg_names, arguments, strict=False)), **constants}
         launches.append(Launch(kernel, named, {"num_warps": num_warps, "enable_fp_fusion": FP_FUSION}))

@@ -15,7 +15,7 @@ from flashstate.check import SHOWN_FAILURES, cases_on
 from flashstate.cli import main
 from flashstate.demo import one_thread
 from flashstate.info import versions
-from flashstate.launch import choose
+from flashstate.launch import Gpu, choose
 from flashstate.laws import LawBroken, laws_for, pairs
 from flashstate.state.formats import FORMATS, PORTABLE_FORMATS
 from flashstate.testing import Case
@@ -42,7 +42,7 @@ def test_info_shows_versions_formats_and_the_configs_of_a_case(capsys: pytest.Ca
     assert all(f"{name} {version}" in out for name, version in versions().items())
     for fmt in FORMATS.values():
         assert f"{fmt.name} {fmt.dtype.itemsize} {', '.join(fmt.roundings)}" in out
-    assert "64 x 128, float16, stochastic, on Some GPU" in out
+    assert "64 x 128, float16, stochastic, one token, on Some GPU" in out
     assert "3 48" in out
     assert "heuristic" in out
 
@@ -53,10 +53,21 @@ def test_info_shows_configs_for_every_format(name: str, rounding: str, capsys: p
     options = ["--format", name, "--rounding", rounding, "--rows", "80", "--cols", "20", "--batch", "1", "256"]
     assert main(["info", "--gpu", "none", *options]) == 0
     out = output_of(capsys)
-    assert f"80 x 20, {name}, {rounding}, on none" in out
+    assert f"80 x 20, {name}, {rounding}, one token, on none, compute capability 9.0" in out
     for batch in (1, 256):
-        config = choose(replace(case, batch=batch).problem, "none")
-        assert f" {batch} {16 * batch} {config.block_rows} {config.num_warps} heuristic" in out
+        config = choose(replace(case, batch=batch).problem, Gpu("none", (9, 0)))
+        assert f" {batch} {16 * batch} {config.block_rows} {config.num_warps} {config.lanes} heuristic" in out
+
+
+def test_info_shows_what_another_compute_capability_changes(capsys: pytest.CaptureFixture[str]) -> None:
+    lanes = []
+    for capability in ("9.0", "10.0"):
+        options = ["--gpu", "none", "--capability", capability, "--tokens", "4", "--batch", "64"]
+        assert main(["info", *options]) == 0
+        out = output_of(capsys)
+        assert f"several tokens, on none, compute capability {capability}" in out
+        lanes.append(out.split(" heuristic")[0].split()[-1])
+    assert lanes == ["8", "4"]
 
 
 def test_info_without_a_gpu_shows_the_table_of_another(
@@ -93,6 +104,7 @@ def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> N
         ["nonsense"],
         ["info", "--batch", "0"],
         ["info", "--format", "float7"],
+        ["info", "--capability", "ten"],
         ["demo", "--steps", "many"],
         ["bench", "--tokens", "0"],
         ["bench", "mamba4"],

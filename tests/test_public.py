@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import flashstate
-from flashstate.launch.config import load_table
+from flashstate.launch.table import load_table
 
 ROOT = Path(__file__).parent.parent
 

@@ -8,15 +8,15 @@ result depends neither on the batch nor on the config.
 from __future__ import annotations
 
 import functools
-import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import resources
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
+
+from flashstate.launch.table import load_table
 
 ACCESS_BYTES = 16  # of state per thread and access
 WARP = 32
@@ -136,22 +136,22 @@ def choose_with_reason(problem: Problem, gpu: Gpu) -> tuple[Config, str]:
 def _look_up(problem: Problem, gpu: Gpu) -> tuple[Config, str]:
     table = load_table(gpu.name).get(table_key(problem))
     if table is None:
-        lanes = _heuristic_lanes(problem, gpu)
-        return _heuristic(problem, lanes), "heuristic: no table for this GPU, op, shape and format"
-    entries = table.sizes.get(mode_key(problem))
+        lanes = heuristic_lanes(problem, gpu)
+        return heuristic(problem, lanes), "heuristic: no table for this GPU, op, shape and format"
+    entries = table.modes.get(mode_key(problem))
     if entries is None:
-        return _heuristic(problem, table.lanes), f"heuristic: table of {gpu.name} knows only other modes of this format"
+        return heuristic(problem, table.lanes), f"heuristic: table of {gpu.name} knows only other modes of this format"
     nearest = min(entries, key=lambda size: abs(math.log(size / problem.batch_heads)))
-    return entries[nearest], f"table of {gpu.name}, measured at batch x heads = {nearest}"
+    return Config(*entries[nearest], table.lanes), f"table of {gpu.name}, measured at batch x heads = {nearest}"
 
 
-def _heuristic_lanes(problem: Problem, gpu: Gpu) -> int:
+def heuristic_lanes(problem: Problem, gpu: Gpu) -> int:
     """As many lanes as access a cache line of 128 bytes; half where sums over lanes are known to be expensive."""
     wanted = 4 if gpu.capability >= WALKING_CAPABILITY else 8
     return min(problem.lane_choices, key=lambda lanes: abs(math.log2(lanes / wanted)))
 
 
-def _heuristic(problem: Problem, lanes: int) -> Config:
+def heuristic(problem: Problem, lanes: int) -> Config:
     """One warp; fewer rows for small batches, so that a head spreads over more programs."""
     per_thread = 16 if problem.batch_heads < 512 else 32
     block_rows = min(next_power_of_2(problem.rows), per_thread * WARP // problem.block_cols)
@@ -165,38 +165,6 @@ def table_key(problem: Problem) -> str:
 
 def mode_key(problem: Problem) -> str:
     return f"{problem.rounding}, {'several tokens' if problem.several_tokens else 'one token'}"
-
-
-class FormatTable(NamedTuple):
-    """The configs of one op, shape and format: by mode, then by batch x heads."""
-
-    lanes: int
-    sizes: dict[str, dict[int, Config]]
-
-
-@functools.cache
-def load_table(gpu: str) -> dict[str, FormatTable]:
-    """The measured configs of a GPU, by op, shape and format; empty if there are none."""
-    file = resources.files("flashstate.launch") / "tables" / table_name(gpu)
-    return parse_table(json.loads(file.read_text())) if file.is_file() else {}
-
-
-def table_name(gpu: str) -> str:
-    return gpu.lower().replace(" ", "-") + ".json"
-
-
-def parse_table(table: Mapping[str, Any]) -> dict[str, FormatTable]:
-    """What a table file holds: {"configs": {table key: {"lanes": n, mode: {batch x heads: [block_rows, num_warps]}}}}."""
-    parsed = {}
-    for key, modes in table["configs"].items():
-        lanes = modes["lanes"]
-        sizes = {
-            mode: {int(size): Config(*config, lanes) for size, config in entries.items()}
-            for mode, entries in modes.items()
-            if mode != "lanes"
-        }
-        parsed[key] = FormatTable(lanes, sizes)
-    return parsed
 
 
 @functools.cache

@@ -1,0 +1,256 @@
+"""Launch configs: tables and their files, the nearest entry, the heuristic, overrides."""
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib import resources
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+
+import flashstate
+from flashstate.launch import Config, Gpu, Problem, choose, choose_with_reason, interpreted, override, valid_configs
+from flashstate.launch import config as launch_config
+from flashstate.launch.config import ACCESS_BYTES
+from flashstate.launch.table import FormatTable, load_table, read_table_file, table_text
+from flashstate.state.formats import FORMATS, PORTABLE_FORMATS
+from flashstate.testing import Case, make_inputs
+
+CPU = torch.device("cpu")
+H200 = Gpu("NVIDIA H200", (9, 0))
+UNKNOWN, UNKNOWN_BLACKWELL = (Gpu("a GPU nobody measured", (major, 0)) for major in (9, 10))
+MEASURED = Gpu("measured", (9, 0))
+BY_NAME = {fmt.name: fmt for fmt in FORMATS.values()}
+KEY = re.compile(r"(?P<op>\w+) (?P<rows>\d+)x(?P<cols>\d+) (?P<format>\w+) vector (?P<vector>\d+)")
+MODE = re.compile(r"(?P<rounding>\w+), (?P<tokens>one token|several tokens)")
+FOLDER = Path(str(resources.files("flashstate.launch") / "tables"))
+TABLES = sorted({FOLDER / "nvidia-h200.json", *FOLDER.glob("*.json")})
+PROBLEM = Problem("mamba2_step", 64, 128, "float32", "nearest", 4, 1024)
+
+
+def widest(cols: int, name: str) -> int:
+    """Elements per access of an aligned, dense pool."""
+    return math.gcd(cols, ACCESS_BYTES // BY_NAME[name].dtype.itemsize)
+
+
+def entries_of(path: Path) -> Iterator[tuple[Problem, list[int]]]:
+    """Every entry of a file as its keys describe it, and [rows, warps, lanes]; read without the library's loader."""
+    for key, modes in json.loads(path.read_text())["configs"].items():
+        found = KEY.fullmatch(key)
+        assert found, f"{key!r} is not a key"
+        lanes = modes.pop("lanes")
+        assert modes, f"{key!r} has no entries"
+        for mode, sizes in modes.items():
+            how = MODE.fullmatch(mode)
+            assert how, f"{mode!r} is not a mode"
+            rows, cols, vector = (int(found[name]) for name in ("rows", "cols", "vector"))
+            several = how["tokens"] == "several tokens"
+            for size, config in sizes.items():
+                yield (
+                    Problem(found["op"], rows, cols, found["format"], how["rounding"], vector, int(size), several),
+                    [*config, lanes],
+                )
+
+
+def test_the_table_of_the_h200_has_every_format_with_one_token_and_with_several() -> None:
+    for (name, rounding), several in product(PORTABLE_FORMATS, (False, True)):
+        problem = Problem("mamba2_step", 64, 128, name, rounding, widest(128, name), 1024, several)
+        assert choose_with_reason(problem, H200)[1].startswith("table"), problem
+
+
+@pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
+def test_every_entry_of_a_table_is_valid_for_an_op_and_a_format_that_exist(path: Path) -> None:
+    assert path.stem == path.stem.lower().replace(" ", "-")
+    for problem, config in entries_of(path):
+        assert callable(getattr(flashstate, problem.op)), problem
+        assert problem.rounding in BY_NAME[problem.format].roundings, problem
+        assert widest(problem.cols, problem.format) % problem.vector == 0, problem
+        assert problem.batch_heads >= 1, problem
+        assert len(config) == 3, problem
+        assert all(type(number) is int and number >= 1 for number in config), problem
+        assert problem.valid(Config(*config)), (problem, config)
+
+
+@pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
+def test_every_entry_of_a_table_is_what_its_problem_gets(path: Path) -> None:
+    gpu = Gpu(path.stem.replace("-", " "), (9, 0))
+    for problem, config in entries_of(path):
+        got, reason = choose_with_reason(problem, gpu)
+        assert got == Config(*config)
+        assert reason.startswith("table")
+        assert str(problem.batch_heads) in reason
+
+
+@pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
+def test_a_table_says_where_and_when_it_was_measured_and_is_written_a_mode_per_line(path: Path) -> None:
+    table = read_table_file(path)
+    assert path.stem == table.header["gpu"].lower().replace(" ", "-")
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", table.header["measured"])
+    assert all(re.match(r"\d+\.\d+", table.header[name]) for name in ("torch", "triton"))
+    text = path.read_text()
+    assert text == table_text(table)
+    lines = text.splitlines()
+    assert sum("token" in line for line in lines) == sum(len(entries.modes) for entries in table.configs.values())
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"configs": []}', '{"configs": {"a": {"lanes": 2}}}'])
+def test_a_file_that_is_no_table_is_refused_by_name(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "some.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"some\.json is not a table of launch configs"):
+        read_table_file(path)
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, Config]]:
+    """A table for one GPU with entries for PROBLEM's key and mode at three sizes."""
+    entries = {16: (4, 1), 256: (8, 2), 4096: (16, 4)}
+    table = {"mamba2_step 64x128 float32 vector 4": FormatTable(16, {"nearest, one token": entries})}
+    monkeypatch.setattr(launch_config, "load_table", lambda gpu: table if gpu == MEASURED.name else {})
+    launch_config._look_up.cache_clear()
+    yield {size: Config(*entry, 16) for size, entry in entries.items()}
+    launch_config._look_up.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("batch_heads", "nearest"),
+    [(1, 16), (16, 16), (63, 16), (65, 256), (256, 256), (1023, 256), (1025, 4096), (4096, 4096), (1 << 20, 4096)],
+)
+def test_the_nearest_entry_in_ratio_is_chosen(measured: dict[int, Config], batch_heads: int, nearest: int) -> None:
+    config, reason = choose_with_reason(replace(PROBLEM, batch_heads=batch_heads), MEASURED)
+    assert config == measured[nearest]
+    assert reason.startswith("table of measured")
+    assert reason.endswith(f"= {nearest}")
+
+
+@pytest.mark.usefixtures("measured")
+@pytest.mark.parametrize(
+    "change",
+    [{"op": "pool_write"}, {"rows": 32}, {"cols": 64}, {"format": "float16", "vector": 8}, {"vector": 2}],
+    ids=str,
+)
+def test_a_table_speaks_only_for_its_own_problem(change: dict[str, int | str]) -> None:
+    assert choose_with_reason(replace(PROBLEM, **change), MEASURED)[1].startswith("heuristic: no table")
+    assert choose_with_reason(PROBLEM, UNKNOWN)[1].startswith("heuristic: no table")
+
+
+@pytest.mark.usefixtures("measured")
+@pytest.mark.parametrize("change", [{"rounding": "stochastic"}, {"several_tokens": True}], ids=str)
+def test_modes_that_nobody_measured_sum_rows_in_the_order_of_those_in_the_table(change: dict[str, int | str]) -> None:
+    config, reason = choose_with_reason(replace(PROBLEM, **change), MEASURED)
+    assert reason.startswith("heuristic: table of measured")
+    assert config.lanes == 16 != choose(PROBLEM, UNKNOWN).lanes
+
+
+@pytest.mark.usefixtures("measured")
+def test_the_reason_says_where_a_config_comes_from() -> None:
+    assert choose_with_reason(PROBLEM, MEASURED)[1].startswith("table")
+    assert choose_with_reason(PROBLEM, UNKNOWN)[1].startswith("heuristic")
+    with override(Config(4, 4, 32)):
+        assert choose_with_reason(PROBLEM, MEASURED) == (Config(4, 4, 32), "override")
+        assert choose(PROBLEM, UNKNOWN) == Config(4, 4, 32)
+
+
+def test_a_gpu_without_a_table_has_an_empty_one() -> None:
+    assert load_table(UNKNOWN.name) == {}
+
+
+AROUND_POWERS = sorted({n for k in range(9) for n in ((1 << k) - 1, 1 << k, (1 << k) + 1, 3 << k) if 1 <= n <= 512})
+SHAPES = sorted({*product(AROUND_POWERS, (*AROUND_POWERS, 20, 80)), *product((5, 64), range(1, 513))})
+SIZES = (1, 511, 512, 1 << 20)
+
+
+@pytest.mark.parametrize("gpu", [UNKNOWN, UNKNOWN_BLACKWELL], ids=str)
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "int8"])  # 4, 2 and 1 bytes: vectors up to 4, 8 and 16
+def test_the_heuristic_gives_a_valid_config_for_every_shape_with_lanes_that_do_not_depend_on_the_batch(
+    name: str, gpu: Gpu
+) -> None:
+    for (rows, cols), vector in product(SHAPES, (1, 2, 4, 8, 16)):
+        if widest(cols, name) % vector == 0:
+            problem = Problem("mamba2_step", rows, cols, name, "nearest", vector, 1)
+            configs = [choose(replace(problem, batch_heads=size), gpu) for size in SIZES]
+            assert all(map(problem.valid, configs)), (problem, configs)
+            assert len({config.lanes for config in configs}) == 1, (problem, configs)
+
+
+def test_the_heuristic_prefers_fewer_lanes_where_sums_over_them_are_expensive() -> None:
+    for name, cols in product(BY_NAME, (64, 128, 256)):
+        problem = Problem("mamba2_step", 64, cols, name, "nearest", widest(cols, name), 1024)
+        older, newer = choose(problem, UNKNOWN).lanes, choose(problem, UNKNOWN_BLACKWELL).lanes
+        assert newer < older or (newer == older and cols == 64), (problem, older, newer)  # short rows have few lanes
+        assert newer == choose(problem, UNKNOWN._replace(capability=(12, 0))).lanes
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_a_table_can_hold_what_the_heuristic_gives_and_more(name: str) -> None:
+    for cols, size, gpu in product((16, 64, 128, 256), (16, 1 << 14), (UNKNOWN, UNKNOWN_BLACKWELL)):
+        problem = Problem("mamba2_step", 64, cols, name, "nearest", widest(cols, name), size)
+        chosen = choose(problem, gpu)
+        configs = valid_configs(problem, chosen.lanes)
+        assert len(configs) == len(set(configs)) > 2
+        assert all(map(problem.valid, configs))
+        assert chosen in configs
+
+
+@pytest.mark.parametrize(
+    ("problem", "config"),
+    [
+        pytest.param(PROBLEM, Config(2, 4, 32), id="fewer rows than warps"),
+        pytest.param(PROBLEM, Config(12, 4, 32), id="rows not a power of two"),
+        pytest.param(PROBLEM, Config(16, 3, 32), id="warps not a power of two"),
+        pytest.param(PROBLEM, Config(16, 1, 12), id="lanes not a power of two"),
+        pytest.param(PROBLEM, Config(16, 1, 64), id="more lanes than a warp has"),
+        pytest.param(PROBLEM, Config(16, 2, 2), id="warps with fewer rows than they cover"),
+        pytest.param(PROBLEM, Config(64, 1, 1), id="fewer lanes than a Philox call needs"),
+        pytest.param(replace(PROBLEM, cols=16), Config(8, 1, 8), id="more lanes than a row has accesses"),
+        pytest.param(replace(PROBLEM, vector=16), Config(2, 1, 8), id="a warp with fewer rows of bytes than it covers"),
+        pytest.param(replace(PROBLEM, cols=16, vector=16), Config(32, 2, 1), id="warps with fewer rows of bytes"),
+    ],
+)
+def test_override_refuses_a_config_that_would_change_the_order_of_sums(problem: Problem, config: Config) -> None:
+    assert not problem.valid(config)
+    with override(config), pytest.raises(ValueError, match=r"^Config.* would change the order of sums for Problem"):
+        choose(problem, UNKNOWN)
+
+
+def test_a_row_of_any_width_can_be_walked_along_by_any_number_of_lanes_that_it_offers() -> None:
+    for cols, vector in product((1, 128, 512, 4096), (1, 2, 4, 8, 16)):
+        problem = replace(PROBLEM, cols=cols, vector=vector)
+        assert problem.lane_choices
+        for lanes in problem.lane_choices:
+            assert problem.valid(Config(64, 1, lanes))
+            assert valid_configs(problem, lanes)
+
+
+def test_overrides_nest() -> None:
+    before = choose(PROBLEM, UNKNOWN)
+    with override(Config(4, 4, 32)):
+        with override(Config(8, 2, 32)):
+            assert choose(PROBLEM, UNKNOWN) == Config(8, 2, 32)
+        assert choose(PROBLEM, UNKNOWN) == Config(4, 4, 32)
+    assert choose(PROBLEM, UNKNOWN) == before
+
+
+def test_overrides_are_undone_by_an_exception() -> None:
+    before = choose(PROBLEM, UNKNOWN)
+    with override(Config(4, 4, 32)):
+        with pytest.raises(KeyError), override(Config(8, 2, 32)):
+            raise KeyError
+        assert choose(PROBLEM, UNKNOWN) == Config(4, 4, 32)
+    with pytest.raises(KeyError), override(Config(8, 2, 32)):
+        raise KeyError
+    assert choose(PROBLEM, UNKNOWN) == before
+
+
+@pytest.mark.interpreted
+def test_a_refused_override_leaves_the_state_and_out_as_they_are() -> None:
+    inputs = make_inputs(Case(cols=128), CPU)
+    before, out = inputs.state.data.clone(), torch.full_like(inputs.arguments["x"], 7.0)
+    with interpreted(), override(Config(2, 4, 32)), pytest.raises(ValueError, match="order of sums"):
+        inputs.step(out=out)
+    assert torch.equal(inputs.state.data, before)
+    assert (out == 7.0).all()
