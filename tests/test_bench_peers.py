@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import wraps
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -17,11 +18,12 @@ import torch
 from torch import Tensor
 
 from flashstate import Slots, State
-from flashstate.bench import host, measure, timing
+from flashstate.bench import host, measure, run, timing
 from flashstate.bench.jobs import Job
 from flashstate.bench.mamba2 import MAMBA2, PEERS
 from flashstate.bench.measure import Report, measure_on_gpu, snapshots_for
 from flashstate.bench.peers import MeasurementError, choose_peers, load_peers, versions_of
+from flashstate.bench.results import read_csv
 from flashstate.bench.timing import Timing
 from flashstate.cli import main
 from flashstate.ops.mamba2 import mamba2_step
@@ -30,6 +32,7 @@ from flashstate.testing import Case, interpreted, make_inputs
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 TINY_CASE = Case(batch=2, heads=2, groups=1, rows=4, cols=16, slots=5)
 TWO_MICROSECONDS = Timing(2.0, 1.9, 2.2)
+COSTS = {"torch.add_": Timing(8.0, 7.0, 9.0), "flashstate": Timing(10.0, 9.5, 11.0)}
 
 
 # Stand-ins
@@ -297,5 +300,25 @@ def test_the_cost_on_the_host_is_compared_with_an_addition(monkeypatch: pytest.M
 
 
 def test_the_line_of_costs_has_ratios() -> None:
-    costs = {"torch.add_": Timing(8.0, 7.0, 9.0), "flashstate": Timing(10.0, 9.5, 11.0)}
-    assert host.host_line(costs) == "torch.add_ 8.0 µs; flashstate 10.0 µs (1.25x)"
+    assert host.host_line(COSTS) == "torch.add_ 8.0 µs; flashstate 10.0 µs (1.25x)"
+
+
+def test_a_run_on_a_gpu_keeps_the_cost_on_the_host_and_the_versions_of_peers(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    row = measure.row_of("flashstate", Job("mamba2", TINY_CASE), TWO_MICROSECONDS, 100, TWO_MICROSECONDS)
+    monkeypatch.setattr(run, "bench", lambda *arguments: Report([row]))
+    monkeypatch.setattr(run, "host_costs", lambda *arguments: COSTS)
+    monkeypatch.setattr(run, "provenance_of", lambda device, commit: {"device": "Some GPU"})
+    monkeypatch.setenv("COLUMNS", "160")
+    for name in PEERS:
+        pretend(monkeypatch, name, STAND_INS[name] if name == "fla" else None)
+    assert run.run_bench(MAMBA2, [], PEERS, CUDA, run.Files(csv=tmp_path / "gpu.csv")) == 0
+    provenance, rows = read_csv(tmp_path / "gpu.csv")
+    assert provenance == {"device": "Some GPU", "peers": "fla 1.2", "host cost": host.host_line(COSTS)}
+    assert [kept.implementation for kept in rows] == ["flashstate"]
+    assert run.run_host(MAMBA2, PEERS, CUDA) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"host cost: {host.host_line(COSTS)}" in shown
+    assert "flashstate 10.00 15.0% 1.25x" in shown
+    assert shown.count("skipped vllm: cannot be imported: ") == 2
