@@ -1,5 +1,6 @@
 """What the compiler makes of the kernels, for every architecture, without a GPU."""
 
+import math
 import os
 import re
 import subprocess
@@ -7,15 +8,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from compiling import recorded
 
 from flashstate import StatePool
-from flashstate.launch import override
-from flashstate.launch.config import Config, load_table, valid_configs
+from flashstate.launch import Config, Gpu, choose, override, valid_configs
+from flashstate.launch.table import load_table
 from flashstate.laws.tokens import TREE, make_snapshots
 from flashstate.state.formats import FORMATS, PORTABLE_FORMATS
 from flashstate.testing import REAL_CASES, Case, Inputs, dtype, make_inputs
@@ -30,6 +31,12 @@ Call = Callable[[Case, Inputs], object]
 
 def plain(case: Case, inputs: Inputs) -> object:
     return inputs.step()
+
+
+def chosen(case: Case, architecture: int | str) -> Config:
+    """What the heuristic gives a case on that architecture."""
+    capability = divmod(architecture, 10) if isinstance(architecture, int) else (9, 4)
+    return choose(case.problem, Gpu("a GPU nobody measured", capability))
 
 
 @cache
@@ -83,7 +90,8 @@ def expected_accesses(architecture: int | str, name: str) -> set[int]:
 def test_every_format_compiles_with_16_byte_accesses_and_no_spills(
     architecture: int | str, name: str, rounding: str, tmp_path: Path
 ) -> None:
-    kernel = compile_step(replace(SHAPE, format=name, rounding=rounding), Config(8, 1), architecture)
+    case = replace(SHAPE, format=name, rounding=rounding)
+    kernel = compile_step(case, chosen(case, architecture), architecture)
     want = expected_accesses(architecture, name)
     assert access_bytes(kernel) == (want, want)
     assert spilled_bytes(kernel, tmp_path) == 0
@@ -137,7 +145,7 @@ FORMS: dict[str, tuple[Case, Call]] = {
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_compiles_without_spills(architecture: int | str, form: str, tmp_path: Path) -> None:
     case, call = FORMS[form]
-    kernel = compile_step(case, Config(max(8, case.problem.rows_per_warp), 1), architecture, call)
+    kernel = compile_step(case, chosen(case, architecture), architecture, call)
     assert spilled_bytes(kernel, tmp_path) == 0
     if isinstance(architecture, int):
         loads, stores = access_bytes(kernel)
@@ -173,8 +181,9 @@ def test_hardware_rounding_is_one_instruction_where_there_is_one(
 ) -> None:
     monkeypatch.setattr("flashstate.state.state._check_hardware_rounding", lambda device: None)
     case = replace(SHAPE, format=name, rounding="stochastic_hw")
-    kernel = compile_step(case, Config(8, 1), architecture)
-    assert kernel.asm["ptx"].count(f"cvt.rs.{instruction}.f32") == 8 * 128 // 32 // values
+    config = chosen(case, architecture)
+    kernel = compile_step(case, config, architecture)
+    assert kernel.asm["ptx"].count(f"cvt.rs.{instruction}.f32") == config.block_rows * 128 // 32 // values
     assert 16 in access_bytes(kernel)[1]
 
 
@@ -183,8 +192,7 @@ ODD_ON_HOPPER = [c for c in REAL_CASES if c.batch < 64 and c.heads <= 16 and c.c
 
 @pytest.mark.parametrize("case", ODD_ON_HOPPER[::3], ids=str)
 def test_odd_shapes_compile_without_spills(case: Case, tmp_path: Path) -> None:
-    config = Config(max(1, case.problem.rows_per_warp), 1)
-    assert spilled_bytes(compile_step(case, config, 90), tmp_path) == 0
+    assert spilled_bytes(compile_step(case, chosen(case, 90), 90), tmp_path) == 0
 
 
 def narrowed(vector: int) -> Call:
@@ -210,19 +218,39 @@ NARROWED = {vector: narrowed(vector) for vector in (1, 2, 4, 8, 16)}
 def test_a_pool_is_accessed_as_widely_as_its_alignment_allows(name: str, vector: int, width: int) -> None:
     case = replace(SHAPE, format=name)
     want = {width} if name == "bfloat16" else {width, 4}
-    assert access_bytes(compile_step(case, Config(8, 1), 90, NARROWED[vector])) == (want, want)
+    config = choose(replace(case.problem, vector=vector), Gpu("a GPU nobody measured", (9, 0)))
+    assert access_bytes(compile_step(case, config, 90, NARROWED[vector])) == (want, want)
 
 
-def reduced_layout(kernel: Any) -> tuple[list[int], list[int], list[int]]:
-    """Columns per thread, threads and warps along the columns, of the tile that is summed over its columns."""
+class Layout(NamedTuple):
+    """How a tile lies in a program when it is summed: of its columns, those that a thread holds side by side; threads
+    and warps along its rows, its chunks and the columns of a chunk."""
+
+    vector: int
+    threads: tuple[int, int, int]
+    warps: tuple[int, int, int]
+
+
+def summed_layout(kernel: Any) -> Layout:
+    """The layout of the tile that is first summed over its chunks, which may be its first axis or its second."""
     text = kernel.asm["ttgir"]
     layouts = dict(re.findall(r"^(#\w+) = #ttg\.blocked<\{(.*)\}>$", text, re.M))
-    name = re.search(r'"tt\.reduce".*?\}\) : \(tensor<\d+x\d+xf32, (#\w+)>\)', text, re.S)
-    assert name, text
-    layout = layouts[name[1]]
-    found = [re.search(rf"{key} = \[([\d, ]+)\]", layout) for key in ("sizePerThread", "threadsPerWarp", "warpsPerCTA")]
-    per_thread, threads, warps = ([int(n) for n in key[1].split(",")] for key in found if key)
-    return per_thread, threads, warps
+    reduce = re.search(r'"tt\.reduce".*?axis = (\d).*?\}\) : \(tensor<\d+x\d+x\d+xf32, (#\w+)>\)', text, re.S)
+    assert reduce, text
+    chunks = int(reduce[1])
+    axes = (1 - chunks, chunks, 2)
+    of_layout = {
+        key: [int(n) for n in numbers.split(",")]
+        for key, numbers in re.findall(r"(\w+) = \[(.*?)\]", layouts[reduce[2]])
+    }
+    threads, warps = (tuple(of_layout[key][axis] for axis in axes) for key in ("threadsPerWarp", "warpsPerCTA"))
+    return Layout(of_layout["sizePerThread"][2], threads, warps)
+
+
+def layout_of(lanes: int, vector: int, warps: int) -> Layout:
+    """What a config promises: threads of a warp lie along rows and within a chunk, and nothing but a thread's own
+    registers along the chunks."""
+    return Layout(vector, (32 // lanes, 1, lanes), (warps, 1, 1))
 
 
 ORDERED = [
@@ -241,19 +269,14 @@ ORDERED = [
 
 
 @pytest.mark.parametrize(("case", "vector"), ORDERED, ids=str)
-def test_no_valid_config_splits_a_row_over_warps(case: Case, vector: int) -> None:
-    """The order of a row's sum is the layout of its columns: it must be the same for all configs of a problem."""
+def test_threads_share_a_row_as_the_lanes_of_a_config_say_and_warps_do_not(case: Case, vector: int) -> None:
     problem = replace(case.problem, vector=vector)
-    call = plain if vector == case.problem.vector else NARROWED[vector]
-    configs = valid_configs(problem)[::2]
-    assert len(configs) > 1
-    columns = set()
-    for config in configs:
-        per_thread, threads, warps = reduced_layout(compile_step(case, config, 90, call))
-        assert warps[1] == 1
-        columns.add((per_thread[1], threads[1]))
-    assert len(columns) == 1
-    assert columns.pop()[0] == vector
+    call = NARROWED[vector] if case.problem.vector != vector else plain
+    for lanes in problem.lane_choices[::2]:
+        configs = valid_configs(problem, lanes)
+        for config in {configs[0], configs[len(configs) // 2], configs[-1]}:
+            layout = summed_layout(compile_step(case, config, 90, call))
+            assert layout == layout_of(lanes, vector, config.num_warps), config
 
 
 @pytest.mark.parametrize(("name", "rounding"), PORTABLE_FORMATS[::3])
@@ -263,19 +286,40 @@ def test_every_form_sums_a_row_in_the_same_order(name: str, rounding: str) -> No
     several = replace(one, tokens=4)
     forms = [(one, plain), (several, plain), (several, written_per_token), (several, with_snapshots)]
     forms += [(several, with_a_tree), (replace(several, packed=True), plain)]
-    layouts = {str(reduced_layout(compile_step(case, Config(8, 1), 90, call))) for case, call in forms}
-    assert len(layouts) == 1
+    config = chosen(one, 90)
+    for case, call in forms:
+        layout = summed_layout(compile_step(case, config, 90, call))
+        assert layout == layout_of(config.lanes, case.problem.vector, 1), (case, call)
+
+
+def shuffles(kernel: Any) -> int:
+    """Exchanges between the threads of a warp that a sum over them takes."""
+    return len(re.findall(r"\bshfl\.sync\.bfly", kernel.asm["ptx"]))
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "float16"])
+def test_a_thread_that_walks_along_a_row_sums_it_alone_on_blackwell(name: str) -> None:
+    """The only shuffles are those that end the sum of a row, so none is inside the walk along its columns."""
+    case = replace(SHAPE, format=name)
+    config = chosen(case, 100)
+    rows_per_thread = config.block_rows * config.lanes // 32
+    kernel = compile_step(case, config, 100)
+    assert shuffles(kernel) == rows_per_thread * int(math.log2(config.lanes))
+    most = max(case.problem.lane_choices)
+    assert 2 * shuffles(kernel) < shuffles(compile_step(case, Config(config.block_rows, 1, most), 100))
 
 
 def test_every_table_entry_compiles_without_spills(tmp_path: Path) -> None:
-    table = load_table("NVIDIA H200")
-    assert table
-    for key, entries in table.items():
-        op, shape, name, rounding, _, vector, _, tokens = key.split()
+    tables = load_table("NVIDIA H200")
+    assert tables
+    for key, table in tables.items():
+        op, shape, name, _, vector = key.split()
         rows, cols = map(int, shape.split("x"))
         assert op == "mamba2_step"
         assert int(vector) * dtype(name).itemsize == 16
-        count = 4 if tokens == "several" else 0
-        case = replace(SHAPE, rows=rows, cols=cols, format=name, rounding=rounding, tokens=count)
-        for config in set(entries.values()):
-            assert spilled_bytes(compile_step(case, config, 90), tmp_path) == 0
+        for mode, sizes in table.modes.items():
+            rounding, tokens = mode.split(", ")
+            count = 4 if tokens == "several tokens" else 0
+            case = replace(SHAPE, rows=rows, cols=cols, format=name, rounding=rounding, tokens=count)
+            for entry in set(sizes.values()):
+                assert spilled_bytes(compile_step(case, Config(*entry, table.lanes), 90), tmp_path) == 0
