@@ -46,12 +46,12 @@ def touch_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def read_kernel(  # type: ignore[no-untyped-def]
-    state_ptr, slots_ptr, sums_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr
+    state_ptr, slots_ptr, largest_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Add words up: a sum per program is stored, because the compiler drops loads that nobody uses."""
+    """Find the largest word: one per program is stored, because the compiler drops loads that nobody uses."""
     _, offs, ptrs = words_of_program(state_ptr, slots_ptr, SIZE, BLOCK)
-    words = tl.load(ptrs, mask=offs < SIZE, other=0, eviction_policy="evict_first")
-    tl.store(sums_ptr + tl.program_id(0), tl.sum(words, 0))
+    words = tl.load(ptrs, mask=offs < SIZE, other=-2147483648, eviction_policy="evict_first")
+    tl.store(largest_ptr + tl.program_id(0), tl.max(words, 0))
 
 
 def touch(data: Tensor, slots: Slots, copies: Tensor | None, block: int, num_warps: int) -> None:
@@ -64,12 +64,12 @@ def touch(data: Tensor, slots: Slots, copies: Tensor | None, block: int, num_war
     )  # fmt: skip
 
 
-def read(data: Tensor, slots: Slots, sums: Tensor, block: int, num_warps: int) -> None:
-    """Read these slots of a dense pool once, and leave the sums of blocks of their words in `sums`."""
+def read(data: Tensor, slots: Slots, largest: Tensor, block: int, num_warps: int) -> None:
+    """Read these slots of a dense pool once, and leave the largest word of every block in `largest`."""
     words = _words(data)
     size = words.shape[1]
     read_kernel[(_programs(slots, size, block),)](
-        words, slots.read, sums, size, block, num_warps=num_warps, enable_fp_fusion=False
+        words, slots.read, largest, size, block, num_warps=num_warps, enable_fp_fusion=False
     )
 
 
@@ -81,8 +81,8 @@ def time_touch(data: Tensor, slots: Sequence[Slots], copies: Tensor | None = Non
 def time_read(data: Tensor, slots: Sequence[Slots]) -> Timing:
     """The best time of reading these slots, one launch each, over all configs."""
     most = max(_programs(slots[0], _words(data).shape[1], block) for block, _ in READ_CONFIGS)
-    sums = torch.empty(most, dtype=torch.int32, device=data.device)
-    return _fastest(partial(read, data, sums=sums), slots, READ_CONFIGS)
+    largest = torch.empty(most, dtype=torch.int32, device=data.device)
+    return _fastest(partial(read, data, largest=largest), slots, READ_CONFIGS)
 
 
 def _fastest(move: Callable[..., None], slots: Sequence[Slots], configs: Sequence[tuple[int, int]]) -> Timing:
