@@ -1,17 +1,102 @@
-"""Stochastic rounding to float16 in PTX: the function of state_io.to_float16_stochastic in half its instructions.
+"""Roundings in PTX: functions of state_io.py in half their instructions, or by instructions that Triton does not name.
 
-A step in this format is bound by instructions, not by memory. Eight values at a time are rounded as if all were normal
-(add 13 random bits below the kept mantissa, truncate), which is one comparison of the result away from being known to
-be right. Only a thread that holds a subnormal, an overflow or a NaN does the rest.
+A stochastic or scaled step is bound by instructions, not by memory. Assembly here takes as many values as fill a register
+of results, so that they are packed once, and uses what neither Triton nor its compiler would find: directed rounding
+instead of floor and compare, bytes picked by one instruction, float32 subnormals that stand for those of float8.
 """
 
+import triton
 import triton.language as tl
+
+
+def _registers(outputs: int, inputs: int) -> str:
+    """Constraints of an assembly block that may write a register of its output before it has read all inputs."""
+    return ",".join(["=&r"] * outputs + ["r"] * inputs)
+
+
+def _block(*lines: str) -> str:
+    return "\n".join(["{", *lines, "}"])
+
+
+def _pack_bytes(out: str, values: list[str], byte: int) -> list[str]:
+    """The same byte of four registers, side by side in one."""
+    pair = f"0x{4 + byte}{byte}"
+    return [
+        f"prmt.b32 low, {values[0]}, {values[1]}, {pair};",
+        f"prmt.b32 high, {values[2]}, {values[3]}, {pair};",
+        f"prmt.b32 {out}, low, high, 0x5410;",
+    ]
+
+
+def _to_integer(stochastic: bool, values: int) -> str:
+    """`values` products of float32 to int8 (four of them) or int16 (two), in one register.
+
+    Operands: the register to write; values, factors; a mask of all bits or none; words of random bits, two each.
+    Adding 1.5 * 2^23 leaves the rounded number in the low bits: in [2^23, 2^24) neighbours are 1 apart. Stochastic: the
+    random number is the fraction of a float32 in [128, 129), and both sums round down, which is what floor does.
+    """
+    v, e = [f"${1 + i}" for i in range(values)], [f"${1 + values + i}" for i in range(values)]
+    keep, random = f"${1 + 2 * values}", [f"${2 + 2 * values + i}" for i in range(values // 2)]
+    x = [f"x{i}" for i in range(values)]
+    lines = [f".reg .b32 x<{values}>, word, low, high;"]
+    for i in range(values):
+        if stochastic and i % 2 == 0:
+            lines += [f"or.b32 word, {random[i // 2]}, 0x00010001;"]
+        if stochastic:
+            half = "0x7632" if i % 2 else "0x7610"
+            lines += [
+                f"prmt.b32 {x[i]}, word, 0x43000000, {half};",  # 128 + (random | 1) / 65536
+                f"fma.rm.f32 {x[i]}, {v[i]}, {e[i]}, {x[i]};",
+                f"add.rm.f32 {x[i]}, {x[i]}, 0f4B3FFF80;",  # 1.5 * 2^23 - 128
+            ]
+        else:
+            lines += [f"fma.rn.f32 {x[i]}, {v[i]}, {e[i]}, 0f4B400000;"]  # 1.5 * 2^23
+    lines += _pack_bytes("low", x, 0) if values == 4 else ["prmt.b32 low, x0, x1, 0x5410;"]
+    return _block(*lines, f"and.b32 $0, low, {keep};")
+
+
+def _to_float8() -> str:
+    """Four products of float32, each rounded to float32 and then to float8_e4m3fn to nearest, in one register."""
+    lines = [".reg .b32 w<4>, packed;", ".reg .b16 low, high;"]
+    lines += [f"mul.rn.f32 w{i}, ${1 + i}, ${5 + i};" for i in range(4)]
+    return _block(
+        *lines,
+        "cvt.rn.satfinite.e4m3x2.f32 low, w1, w0;",
+        "cvt.rn.satfinite.e4m3x2.f32 high, w3, w2;",
+        "mov.b32 packed, {low, high};",
+        "and.b32 $0, packed, $9;",
+    )
+
+
+def _to_float8_stochastic() -> str:
+    """The same, stochastically: random bits are added below the three kept bits of the mantissa, and the rest dropped.
+
+    Times 2^-120 the exponent is that of float8, and float8 subnormals become float32 subnormals, so that one sum serves
+    both. Shifted left by four the code is the highest byte, without its sign.
+    """
+    lines = [".reg .b32 w<4>, random, sign, low, high;"]
+    for i in range(4):
+        half = "0x4324" if i % 2 else "0x4104"
+        lines += [
+            f"mul.rn.f32 w{i}, ${1 + i}, ${5 + i};",
+            f"mul.rz.f32 w{i}, w{i}, 0f03800000;",  # 2^-120
+            f"prmt.b32 random, ${10 + i // 2}, 0, {half};",  # sixteen bits, eight to the left
+            f"mad.lo.u32 w{i}, w{i}, 16, random;",
+        ]
+    lines += [*_pack_bytes("sign", ["$1", "$2", "$3", "$4"], 3), *_pack_bytes("low", ["w0", "w1", "w2", "w3"], 3)]
+    return _block(*lines, "lop3.b32 low, low, sign, 0x80808080, 0xD8;", "and.b32 $0, low, $9;")  # 0xD8: third chooses
+
 
 PAIRS = 4  # a register holds two float16 values; one 16-byte access holds four registers
 
 
-def _rounding() -> str:
-    """PTX operands: PAIRS registers of float16 to write, twice as many float32 values, PAIRS words of random bits."""
+def _to_float16_stochastic() -> str:
+    """Eight values at a time are rounded as if all were normal (add 13 random bits below the kept mantissa, truncate),
+    which is one comparison of the result away from being known to be right. Only a thread that holds a subnormal, an
+    overflow or a NaN does the rest.
+
+    Operands: PAIRS registers of float16 to write, twice as many float32 values, PAIRS words of random bits.
+    """
     out = [f"${i}" for i in range(PAIRS)]
     value = [f"${PAIRS + i}" for i in range(2 * PAIRS)]
     random = [f"${3 * PAIRS + i}" for i in range(PAIRS)]
@@ -56,9 +141,69 @@ def _rounding() -> str:
             "setp.geu.f32 p, mag, 0f47800000;",
             f"@p mov.b32 {rounded[i]}, sum;",
         ]
-    return "\n".join(["{", *lines, *convert, "done:", "}"])
+    return _block(*lines, *convert, "done:")
 
 
-TO_FLOAT16_STOCHASTIC = tl.constexpr(_rounding())
-# "&": a register of the output is written before all inputs are read.
-TO_FLOAT16_STOCHASTIC_REGISTERS = tl.constexpr(",".join(["=&r"] * PAIRS + ["r"] * (3 * PAIRS)))
+TO_INT8 = tl.constexpr(_to_integer(stochastic=False, values=4))
+TO_INT16 = tl.constexpr(_to_integer(stochastic=False, values=2))
+TO_INT8_STOCHASTIC = tl.constexpr(_to_integer(stochastic=True, values=4))
+TO_INT16_STOCHASTIC = tl.constexpr(_to_integer(stochastic=True, values=2))
+TO_FLOAT8 = tl.constexpr(_to_float8())
+TO_FLOAT8_STOCHASTIC = tl.constexpr(_to_float8_stochastic())
+TO_FLOAT16_STOCHASTIC = tl.constexpr(_to_float16_stochastic())
+FOUR_PRODUCTS, FOUR_PRODUCTS_RANDOM = tl.constexpr(_registers(1, 9)), tl.constexpr(_registers(1, 11))
+TWO_PRODUCTS, TWO_PRODUCTS_RANDOM = tl.constexpr(_registers(1, 5)), tl.constexpr(_registers(1, 6))
+PAIRS_RANDOM = tl.constexpr(_registers(PAIRS, 3 * PAIRS))
+
+
+@triton.jit
+def to_integer_ptx(v, e, stored, dtype: tl.constexpr):
+    keep = tl.where(stored, -1, 0).to(dtype)
+    if dtype == tl.int8:
+        return tl.inline_asm_elementwise(TO_INT8, FOUR_PRODUCTS, [v, e, keep], tl.int8, is_pure=True, pack=4)
+    else:
+        return tl.inline_asm_elementwise(TO_INT16, TWO_PRODUCTS, [v, e, keep], tl.int16, is_pure=True, pack=2)
+
+
+@triton.jit
+def to_integer_stochastic_ptx(v, e, stored, random, dtype: tl.constexpr):
+    operands = [v, e, tl.where(stored, -1, 0).to(dtype), random.to(tl.uint16)]
+    if dtype == tl.int8:
+        return tl.inline_asm_elementwise(TO_INT8_STOCHASTIC, FOUR_PRODUCTS_RANDOM, operands, tl.int8, True, 4)
+    else:
+        return tl.inline_asm_elementwise(TO_INT16_STOCHASTIC, TWO_PRODUCTS_RANDOM, operands, tl.int16, True, 2)
+
+
+@triton.jit
+def to_float8_ptx(v, e, stored):
+    keep = tl.where(stored, -1, 0).to(tl.int8)
+    return tl.inline_asm_elementwise(TO_FLOAT8, FOUR_PRODUCTS, [v, e, keep], tl.uint8, is_pure=True, pack=4)
+
+
+@triton.jit
+def to_float8_stochastic_ptx(v, e, stored, random):
+    operands = [v, e, tl.where(stored, -1, 0).to(tl.int8), random.to(tl.uint16)]
+    return tl.inline_asm_elementwise(TO_FLOAT8_STOCHASTIC, FOUR_PRODUCTS_RANDOM, operands, tl.uint8, True, 4)
+
+
+@triton.jit
+def to_float16_stochastic_ptx(v, random):
+    operands = [v, random.to(tl.uint16)]
+    return tl.inline_asm_elementwise(TO_FLOAT16_STOCHASTIC, PAIRS_RANDOM, operands, tl.float16, True, 8)
+
+
+@triton.jit
+def to_float16_stochastic_hw(v, random):
+    """By the conversion instruction of sm_100 and sm_103, which takes 13 random bits per value."""
+    return tl.inline_asm_elementwise(
+        "cvt.rs.f16x2.f32 $0, $2, $1, $3;", "=r,r,r,r", [v, random.to(tl.uint16)], tl.float16, is_pure=True, pack=2
+    )
+
+
+@triton.jit
+def to_float8_stochastic_hw(w, random):
+    """By the conversion instruction of sm_100 and sm_103: one word of random bits for four values."""
+    return tl.inline_asm_elementwise(
+        "cvt.rs.satfinite.e4m3x4.f32 $0, {$4, $3, $2, $1}, $5;", "=r,r,r,r,r,r,r", [w, random.to(tl.uint16)], tl.uint8,
+        is_pure=True, pack=4,
+    )  # fmt: skip

@@ -11,7 +11,15 @@ TARGET says which instructions there are: "interpreter", "portable", "sm_80" (NV
 import triton
 import triton.language as tl
 
-from flashstate.kernels.ptx import TO_FLOAT16_STOCHASTIC, TO_FLOAT16_STOCHASTIC_REGISTERS
+from flashstate.kernels.ptx import (
+    to_float8_ptx,
+    to_float8_stochastic_hw,
+    to_float8_stochastic_ptx,
+    to_float16_stochastic_hw,
+    to_float16_stochastic_ptx,
+    to_integer_ptx,
+    to_integer_stochastic_ptx,
+)
 
 
 @triton.jit
@@ -96,13 +104,13 @@ def store_state(
     if scale_ptr is None:
         code = to_float(v, random, dtype, ROUNDING, TARGET)
     else:
-        w, scale = to_scaled(v, dtype)
+        e, scale, stored = to_scaled(v, dtype, TARGET)
         mask_rows = tl.where(live, mask_rows, False)
         tl.store(scale_ptr + scale_offset + rows, scale, mask=mask_rows, eviction_policy="evict_first")
         if dtype == tl.uint8:
-            code = to_float8(w, random, ROUNDING, TARGET)
+            code = to_float8(v, along_rows(e), along_rows(stored), random, ROUNDING, TARGET)
         else:
-            code = to_integer(w, random, dtype, ROUNDING)
+            code = to_integer(v, along_rows(e), along_rows(stored), random, dtype, ROUNDING, TARGET)
     ptrs = ptrs.to(tl.pointer_type(code.dtype), bitcast=True)
     tl.store(ptrs, code, mask=tl.where(live, mask, False), eviction_policy="evict_first")
 
@@ -201,27 +209,6 @@ def to_float16_stochastic(v, random):
 
 
 @triton.jit
-def to_float16_stochastic_ptx(v, random):
-    """to_float16_stochastic for NVIDIA GPUs: the same bytes, fewer instructions."""
-    return tl.inline_asm_elementwise(
-        TO_FLOAT16_STOCHASTIC,
-        TO_FLOAT16_STOCHASTIC_REGISTERS,
-        [v, random.to(tl.uint16)],
-        tl.float16,
-        is_pure=True,
-        pack=8,
-    )
-
-
-@triton.jit
-def to_float16_stochastic_hw(v, random):
-    """float32 to float16 by the conversion instruction of sm_100 and sm_103, which takes 13 random bits per value."""
-    return tl.inline_asm_elementwise(
-        "cvt.rs.f16x2.f32 $0, $2, $1, $3;", "=r,r,r,r", [v, random.to(tl.uint16)], tl.float16, is_pure=True, pack=2
-    )
-
-
-@triton.jit
 def to_bfloat16_stochastic(v, random):
     """float32 to bfloat16, away from zero with the probability of the discarded fraction."""
     bits = v.to(tl.uint32, bitcast=True)
@@ -230,48 +217,82 @@ def to_bfloat16_stochastic(v, random):
 
 
 @triton.jit
-def to_scaled(v, dtype: tl.constexpr):
-    """Every row times e, so that its largest magnitude is the format's; and the scale 1/e that undoes it, (rows,).
+def to_scaled(v, dtype: tl.constexpr, TARGET: tl.constexpr):
+    """What rows are stored with, (rows,) each: the factor e that makes a row's largest magnitude the format's, rounded
+    down so that no product exceeds it; the scale 1/e that undoes it; and whether the row is stored at all.
 
     A row below 2^-100 becomes zeros with scale 1, a row with a NaN or inf zeros with scale NaN.
     """
     largest: tl.constexpr = 32767.0 if dtype == tl.int16 else 127.0 if dtype == tl.int8 else 448.0
-    # Magnitudes are ordered like their bits, and the bits of inf and NaN are the largest.
-    amax = tl.max(tl.max(v.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1), axis=1).to(tl.float32, bitcast=True)
+    amax = tl.reduce(tl.reduce(tl.abs(v), 1, maximum_or_nan), 1, maximum_or_nan)
     finite = amax < float("inf")
     normal = finite & (amax >= 7.888609052210118e-31)  # 2^-100
-    amax = tl.minimum(amax, 3.4028232635611926e38)  # of the largest float32 itself the scale would decode to inf
-    e = tl.div_rn(largest, tl.where(normal, amax, largest))
-    scale = tl.where(finite, tl.div_rn(1.0, e), float("nan"))
-    if dtype == tl.uint8:
-        w = v * along_rows(e)
+    amax = tl.where(normal, amax, largest)
+    e = tl.div_rn(largest, amax)
+    e = tl.where(product_exceeds(e, amax, largest, TARGET), next_below(e), e)
+    scale = tl.minimum(tl.div_rn(1.0, e), largest_scale(dtype))
+    return e, tl.where(normal, scale, tl.where(finite, 1.0, float("nan"))), normal
+
+
+@triton.jit
+def maximum_or_nan(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def product_exceeds(a, b, bound: tl.constexpr, TARGET: tl.constexpr):
+    """Whether the exact product of two float32 is above a bound."""
+    if TARGET == "interpreter":  # whose fma rounds twice
+        return a.to(tl.float64) * b.to(tl.float64) > bound
     else:
-        w = tl.fma(v, along_rows(e), 0.0)  # rounds like a product, and cannot be contracted with the sums of to_integer
-    return tl.where(along_rows(normal), w, 0.0), scale
+        return tl.fma(a, b, -bound) > 0.0
 
 
 @triton.jit
-def to_integer(w, random, dtype: tl.constexpr, ROUNDING: tl.constexpr):
-    """What to_scaled gives, at most a rounding error beyond the largest, to a whole number: to nearest even, which
-    takes such an error away, or stochastically."""
-    if ROUNDING == "stochastic":
-        largest: tl.constexpr = 32767.0 if dtype == tl.int16 else 127.0
-        w = tl.minimum(tl.maximum(w, -largest), largest)
-        floor = tl.floor(w)
-        u = (random << 7 | 0x3F800000).to(tl.float32, bitcast=True) - 1.0  # random / 65536
-        w = tl.where(u < w - floor, floor + 1.0, floor)
-    # In [2^23, 2^24) neighbours are 1 apart: adding 1.5 * 2^23 rounds to nearest even, and the low bits are the number.
-    return (w + 12582912.0).to(tl.int32, bitcast=True).to(dtype)
+def next_below(v):
+    """The next smaller of positive float32 values."""
+    return (v.to(tl.int32, bitcast=True) - 1).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def to_float8(w, random, ROUNDING: tl.constexpr, TARGET: tl.constexpr):
-    """What to_scaled gives to the bits of float8_e4m3fn."""
+def largest_scale(dtype: tl.constexpr):
+    """The largest with which the format's largest value decodes to a finite one."""
+    if dtype == tl.int16:
+        return 1.0384909391779673e34
+    elif dtype == tl.int8:
+        return 2.6793883890187504e36
+    else:
+        return 7.595588094610019e35
+
+
+@triton.jit
+def to_integer(v, e, stored, random, dtype: tl.constexpr, ROUNDING: tl.constexpr, TARGET: tl.constexpr):
+    """v * e to a whole number, from the exact product: to nearest even, or floor(v * e + (random | 1) / 65536)."""
+    if TARGET == "sm_80" or TARGET == "sm_89":
+        if ROUNDING == "nearest":
+            return to_integer_ptx(v, e, stored, dtype)
+        else:
+            return to_integer_stochastic_ptx(v, e, stored, random, dtype)
+    else:
+        product = tl.where(stored, v.to(tl.float64) * e, 0.0)
+        if ROUNDING == "nearest":
+            # In [2^52, 2^53) neighbours are 1 apart: adding 1.5 * 2^52 rounds to nearest even.
+            return ((product + 6755399441055744.0) - 6755399441055744.0).to(dtype)
+        else:
+            return ((tl.floor(product * 65536.0).to(tl.int64) + (random | 1)) >> 16).to(dtype)
+
+
+@triton.jit
+def to_float8(v, e, stored, random, ROUNDING: tl.constexpr, TARGET: tl.constexpr):
+    """v * e, rounded to float32, to the bits of float8_e4m3fn."""
     if ROUNDING == "stochastic_hw":
-        return to_float8_stochastic_hw(w, random)
+        return to_float8_stochastic_hw(tl.where(stored, v * e, 0.0), random)
+    elif ROUNDING == "stochastic" and (TARGET == "sm_80" or TARGET == "sm_89"):
+        return to_float8_stochastic_ptx(v, e, stored, random)
     elif ROUNDING == "nearest" and TARGET == "sm_89":
-        return w.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        return to_float8_ptx(v, e, stored)
     else:
+        w = tl.where(stored, v * e, 0.0)
         magnitude = tl.abs(w)
         bits = magnitude.to(tl.uint32, bitcast=True)
         subnormal = magnitude < 0.015625  # 2^-6; multiples of 2^-9: the code is the multiple
@@ -282,18 +303,8 @@ def to_float8(w, random, ROUNDING: tl.constexpr, TARGET: tl.constexpr):
             code = ((bits + (random << 4)) >> 20) - (120 << 3)
             fixed_point = (tl.where(subnormal, magnitude, 0.0) * 33554432.0).to(tl.uint32)  # 2^25
             multiple = (fixed_point + random) >> 16
-        code = tl.minimum(tl.where(subnormal, multiple, code), 0x7E)  # 448; above it there is only NaN
         sign = w.to(tl.uint32, bitcast=True) >> 24 & 0x80
-        return (code | sign).to(tl.uint8)
-
-
-@triton.jit
-def to_float8_stochastic_hw(w, random):
-    """float32 to float8 by the conversion instruction of sm_100 and sm_103: one word of random bits for four values."""
-    return tl.inline_asm_elementwise(
-        "cvt.rs.satfinite.e4m3x4.f32 $0, {$4, $3, $2, $1}, $5;", "=r,r,r,r,r,r,r", [w, random.to(tl.uint16)], tl.uint8,
-        is_pure=True, pack=4,
-    )  # fmt: skip
+        return (tl.where(subnormal, multiple, code) | sign).to(tl.uint8)
 
 
 @triton.jit

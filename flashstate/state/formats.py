@@ -18,7 +18,6 @@ from flashstate.state.rounding import (
 
 ROUNDINGS = ("nearest", "stochastic", "stochastic_hw")
 SMALLEST_AMAX = 2.0**-100  # a row whose largest magnitude is below is stored as zeros
-LARGEST_AMAX = 3.4028232635611926e38  # the float32 below the largest, whose own scale would decode it to inf
 
 
 @dataclass(frozen=True)
@@ -35,6 +34,19 @@ class Format:
     def scaled(self) -> bool:
         """Whether every row has a float32 scale beside it."""
         return self.largest is not None
+
+    @property
+    def whole(self) -> bool:
+        """Whether whole numbers are stored."""
+        return not self.dtype.is_floating_point
+
+    @property
+    def largest_scale(self) -> float:
+        """The largest with which `largest` decodes to a finite value."""
+        assert self.largest is not None
+        exact = torch.tensor(torch.finfo(torch.float32).max / self.largest, dtype=torch.float64)
+        scale = exact.float()
+        return float(scale if scale.double() <= exact else scale.nextafter(torch.zeros_like(scale)))
 
 
 FORMATS = {
@@ -76,16 +88,22 @@ def encode(values: Tensor, dtype: torch.dtype, random: Tensor | None = None) -> 
     if fmt.largest is None:
         return Encoded(_rounded(values, fmt, random), None)
     amax = values.abs().amax(-1)  # NaN where a row holds one
-    normal, largest = amax.isfinite() & (amax >= SMALLEST_AMAX), torch.full_like(amax, fmt.largest)
-    e = largest / torch.where(normal, amax.clamp(max=LARGEST_AMAX), largest)
-    scale = torch.where(amax.isfinite(), torch.ones_like(e) / e, torch.nan)  # number / tensor is not a division
-    w = torch.where(normal[..., None], values * e[..., None], 0.0)
-    return Encoded(_rounded(w.clamp(-fmt.largest, fmt.largest), fmt, random), scale)
+    normal = amax.isfinite() & (amax >= SMALLEST_AMAX)
+    e = _factor(torch.where(normal, amax, fmt.largest), fmt.largest)
+    scale = (torch.ones_like(e) / e).clamp(max=fmt.largest_scale)  # number / tensor is not a division
+    scale = torch.where(normal, scale, torch.where(amax.isfinite(), 1.0, torch.nan))
+    product = torch.where(normal[..., None], values.double() * e[..., None].double(), 0.0)  # exact
+    return Encoded(_rounded(product if fmt.whole else product.float(), fmt, random), scale)
+
+
+def _factor(amax: Tensor, largest: int) -> Tensor:
+    """largest / amax, rounded down: no magnitude up to amax times it is above `largest`."""
+    e = torch.full_like(amax, largest) / amax
+    return torch.where(e.double() * amax.double() > largest, e.nextafter(torch.zeros_like(e)), e)
 
 
 def _rounded(values: Tensor, fmt: Format, random: Tensor | None) -> Tensor:
     if random is None:
-        whole = fmt.dtype in (torch.int16, torch.int8)
-        return (values.round() if whole else values).to(fmt.dtype)
+        return (values.round() if fmt.whole else values).to(fmt.dtype)
     assert fmt.to_stochastic is not None, f"{fmt.name} is not rounded"
     return fmt.to_stochastic(values, random).to(fmt.dtype)

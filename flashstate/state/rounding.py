@@ -65,9 +65,11 @@ def to_bfloat16_stochastic(v: Tensor, random: Tensor) -> Tensor:
 
 
 def to_integer_stochastic(w: Tensor, random: Tensor) -> Tensor:
-    """float32 to a whole number, upward with the probability of the discarded fraction."""
-    floor = w.floor()
-    return floor + (random * 2.0**-16 < w - floor)
+    """float64 to a whole number, upward with the probability of the discarded fraction: floor(w + u).
+
+    u = (random | 1) / 65536 is the middle of one of 2^15 intervals, so that a fraction near 0 or 1 never is rounded away.
+    """
+    return (w * 65536.0).floor().long() + (random | 1) >> 16
 
 
 def to_float8_stochastic(w: Tensor, random: Tensor) -> Tensor:
