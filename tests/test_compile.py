@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from compiling import recorded
+from compiling import collected, compile_launch
 
 from flashstate import StatePool
 from flashstate.launch import Config, Gpu, choose, override, valid_configs
@@ -43,10 +43,11 @@ def chosen(case: Case, architecture: int | str) -> Config:
 def compile_step(case: Case, config: Config, architecture: int | str, call: Call = plain) -> Any:
     """mamba2_step_kernel as a call with this case would compile it."""
     inputs = make_inputs(case, CPU)
-    with recorded("flashstate.kernels.mamba2", "mamba2_step_kernel", architecture) as launches, override(config):
+    with collected(architecture) as launches, override(config):
         call(case, inputs)
     (launch,) = launches
-    return launch.compile(architecture)
+    assert launch.kernel.__name__ == "mamba2_step_kernel"
+    return compile_launch(launch, architecture)
 
 
 def spilled_bytes(kernel: Any, tmp_path: Path) -> int:
@@ -160,16 +161,14 @@ def test_every_architecture_compiles_the_small_kernels(architecture: int | str, 
     )
     slots = [0, 2]
     pool.acquire(4)
-    calls: dict[tuple[str, str], Callable[[], object]] = {
-        ("flashstate.kernels.seeds", "advance_seeds_kernel"): lambda: pool.advance(torch.tensor(slots)),
-        ("flashstate.kernels.pool", "write_states_kernel"): lambda: pool.write(0, slots, torch.zeros(2, 2, 64, 128)),
-        ("flashstate.kernels.pool", "read_states_kernel"): lambda: pool.read(0, slots),
-    }
-    for (module, name), call in calls.items():
-        with recorded(module, name, architecture) as launches:
-            call()
-        (launch,) = launches
-        assert spilled_bytes(launch.compile(architecture), tmp_path) == 0
+    with collected(architecture) as launches:
+        pool.advance(torch.tensor(slots))
+        pool.write(0, slots, torch.zeros(2, 2, 64, 128))
+        pool.read(0, slots)
+    names = [launch.kernel.__name__ for launch in launches]
+    assert names == ["advance_seeds_kernel", "write_states_kernel", "read_states_kernel"]
+    for launch in launches:
+        assert spilled_bytes(compile_launch(launch, architecture), tmp_path) == 0
 
 
 @pytest.mark.parametrize("architecture", [100, 103])

@@ -12,7 +12,7 @@ from flashstate.launch.config import (
     override,
     valid_configs,
 )
-from flashstate.launch.start import start
+from flashstate.launch.start import collecting, is_collecting, start
 
 __all__ = [
     "Config",
@@ -21,8 +21,10 @@ __all__ = [
     "access_width",
     "choose",
     "choose_with_reason",
+    "collecting",
     "gpu_of",
     "interpreted",
+    "is_collecting",
     "kernel_target",
     "override",
     "start",

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
 
 import torch
 
 # Contraction would save an instruction per element in a sum, but what it contracts differs between compiled variants: a
 # token of a tree would not give the bytes it gives in a chain. FMAs are written where they are meant.
 FP_FUSION = False
+
+
+class Launch(NamedTuple):
+    """A kernel, and what it is started with."""
+
+    kernel: Any
+    device: torch.device
+    arguments: Sequence[Any]
+    constants: Mapping[str, Any]
+    num_warps: int
+
+
+_collected: ContextVar[list[Launch] | None] = ContextVar("collected launches", default=None)
 
 
 def start(
@@ -21,5 +36,25 @@ def start(
     num_warps: int,
 ) -> Any:
     """Launch `kernel` on the current stream of a device; returns what Triton compiled for it."""
+    collected = _collected.get()
+    if collected is not None:
+        collected.append(Launch(kernel, device, arguments, constants, num_warps))
+        return None
     with torch.cuda.device(device) if device.type == "cuda" else torch.no_grad():
         return kernel[grid](*arguments, **constants, num_warps=num_warps, enable_fp_fusion=FP_FUSION)
+
+
+@contextmanager
+def collecting() -> Iterator[list[Launch]]:
+    """Collect what calls of this thread would launch inside, and launch nothing."""
+    launches: list[Launch] = []
+    before = _collected.set(launches)
+    try:
+        yield launches
+    finally:
+        _collected.reset(before)
+
+
+def is_collecting() -> bool:
+    """Whether launches of this thread are collected: whatever bypasses `start` must not, then."""
+    return _collected.get() is not None

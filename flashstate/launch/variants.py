@@ -1,0 +1,66 @@
+"""The variants of kernels: what Triton compiles one for, and compiling many of them side by side."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor
+
+from flashstate.launch.start import FP_FUSION, Launch
+
+KNOWN_MULTIPLE = 16  # the one that Triton compiles for, of arguments it specialises on
+
+
+def variants_of(launches: Sequence[Launch]) -> list[Launch]:
+    """One launch of each variant among these."""
+    return list({_variant(launch): launch for launch in launches}.values())
+
+
+def _variant(launch: Launch) -> Hashable:
+    """What decides which compiled kernel a launch gets."""
+    parameters = [parameter for parameter in launch.kernel.params if not parameter.is_constexpr]
+    kinds = (_kind(v, not p.do_not_specialize) for p, v in zip(parameters, launch.arguments, strict=True))
+    return launch.kernel, launch.device, tuple(kinds), tuple(launch.constants.items()), launch.num_warps
+
+
+def _kind(value: Any, specialize: bool) -> Hashable:
+    """All that Triton compiles into a kernel of an argument: its type, that it is None, and if it specialises on it,
+    that it is 1 or a known multiple."""
+    if isinstance(value, tuple):
+        return tuple(_kind(element, specialize) for element in value)
+    if isinstance(value, Tensor):
+        return value.dtype, specialize and value.data_ptr() % KNOWN_MULTIPLE == 0
+    if isinstance(value, int):
+        fits = -(1 << 31) <= value < 1 << 31
+        return "i32" if fits else "i64", specialize and (value == 1, value % KNOWN_MULTIPLE == 0)
+    return value
+
+
+def compile_variants(variants: Sequence[Launch], progress: bool = False) -> None:
+    """Compile each of these and load it to its device, as many at a time as there are cores; launch nothing.
+
+    The compiler's passes, ptxas and the C compiler run beside each other; what is Python in Triton does not.
+    """
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        futures = [pool.submit(_compile, launch) for launch in variants]
+        bar = Console(stderr=True)
+        for future in track(
+            as_completed(futures), "compiling", len(futures), console=bar, transient=True, disable=not progress
+        ):
+            future.result()
+    # Threads that use a kernel for the first time may each make it a cache, and all but one are lost. So ask again.
+    for launch in variants:
+        _compile(launch)
+
+
+def _compile(launch: Launch) -> None:
+    with torch.cuda.device(launch.device):
+        options = {"num_warps": launch.num_warps, "enable_fp_fusion": FP_FUSION}
+        compiled = launch.kernel.warmup(*launch.arguments, grid=(1,), **launch.constants, **options)
+        compiled.run  # noqa: B018  (loads it)
