@@ -1,16 +1,21 @@
-"""The command line: flashstate info | check | demo | bench | plan. It parses options; other modules do the work."""
+"""The command line: flashstate COMMAND. It parses options; other modules do the work."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from rich.console import Console
 
 from flashstate.errors import ACTIVATION_DTYPES, dtype_name
 from flashstate.state.formats import FORMATS, PORTABLE_FORMATS, ROUNDINGS
+
+if TYPE_CHECKING:
+    from flashstate.bench.jobs import Job
 
 FORMAT_NAMES = tuple(format.name for format in FORMATS.values())
 BENCH_FORMATS = tuple(f"{name}:{rounding}" for name, rounding in PORTABLE_FORMATS)
@@ -44,8 +49,10 @@ def build_parser() -> argparse.ArgumentParser:
         prog="flashstate", description="Step the recurrent state of language models while they generate."
     )
     parser.add_argument("--version", action="version", version=f"flashstate {flashstate_version()}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="info | check | demo | bench | plan")
-    for add in (_add_info, _add_check, _add_demo, _add_bench, _add_plan):
+    commands = parser.add_subparsers(
+        title="commands", required=True, metavar="info | check | demo | bench | tune | plan"
+    )
+    for add in (_add_info, _add_check, _add_demo, _add_bench, _add_tune, _add_plan):
         add(commands)
     return parser
 
@@ -84,16 +91,8 @@ def _add_demo(commands: Commands[argparse.ArgumentParser]) -> None:
 
 
 def _add_bench(commands: Commands[argparse.ArgumentParser]) -> None:
-    from flashstate.bench.ops import OPS
-
     parser = commands.add_parser("bench", help="time an op beside the roofs of memory and other libraries")
-    parser.add_argument("op", nargs="?", choices=tuple(OPS), default="mamba2", help="default: %(default)s")
-    _add_device(parser)
-    _add_shape(parser)
-    parser.add_argument("--groups", type=positive, default=1, metavar="N")
-    parser.add_argument(
-        "--formats", nargs="+", default=BENCH_FORMATS, metavar="FORMAT[:ROUNDING]", help="such as float16:stochastic"
-    )
+    _add_measured(parser)
     parser.add_argument(
         "--batches", type=positive, nargs="+", metavar="N", help=f"default: {_listed(BATCHES)}; on a CPU fewer"
     )
@@ -108,6 +107,18 @@ def _add_bench(commands: Commands[argparse.ArgumentParser]) -> None:
     parser.add_argument("--from-csv", type=Path, metavar="FILE", help="measure nothing: show and draw this file")
     parser.add_argument("--host", action="store_true", help="measure only what a call costs the host")
     parser.set_defaults(run=_bench)
+
+
+def _add_tune(commands: Commands[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("tune", help="find the launch configs of your GPU, and write them as a table")
+    _add_measured(parser)
+    parser.add_argument("--batches", type=positive, nargs="+", default=BATCHES, metavar="N")
+    tokens = "per row and call: 1, and one number that stands for several (default: 1 4)"
+    parser.add_argument("--tokens", type=positive, nargs="+", default=(1, 4), metavar="N", help=tokens)
+    parser.add_argument("--output", type=Path, metavar="FILE", help="the table (default: named after the GPU, here)")
+    resume = "keep the entries that the table has, and find the others"
+    parser.add_argument("--resume", action="store_true", help=resume)
+    parser.set_defaults(run=_tune)
 
 
 def _add_plan(commands: Commands[argparse.ArgumentParser]) -> None:
@@ -134,6 +145,19 @@ def _add_plan(commands: Commands[argparse.ArgumentParser]) -> None:
     ranks = "ranks that share the heads; the memory is that of one (default: %(default)s)"
     parser.add_argument("--tensor-parallel", type=positive, default=1, metavar="N", help=ranks)
     parser.set_defaults(run=_plan)
+
+
+def _add_measured(parser: argparse.ArgumentParser) -> None:
+    """What is measured: an op, on a device, of a shape, in some formats."""
+    from flashstate.bench.ops import OPS
+
+    parser.add_argument("op", nargs="?", choices=tuple(OPS), default="mamba2", help="default: %(default)s")
+    _add_device(parser)
+    _add_shape(parser)
+    parser.add_argument("--groups", type=positive, default=1, metavar="N")
+    parser.add_argument(
+        "--formats", nargs="+", default=BENCH_FORMATS, metavar="FORMAT[:ROUNDING]", help="such as float16:stochastic"
+    )
 
 
 def _add_device(parser: argparse.ArgumentParser) -> None:
@@ -185,11 +209,24 @@ def _bench(options: argparse.Namespace) -> int:
     peers = choose_peers(op.peers, options.peers)
     if options.host:
         return run_host(op, peers, device)
-    formats = [parse_format(text) for text in options.formats]
     batches = options.batches or (BATCHES if device.type == "cuda" else CPU_BATCHES)
+    return run_bench(op, _jobs(options, batches), peers, device, files, options.commit)
+
+
+def _tune(options: argparse.Namespace) -> int:
+    from flashstate.bench.ops import OPS
+    from flashstate.tune import run_tune
+
+    device, jobs = find_device(options.device), _jobs(options, options.batches)
+    return run_tune(OPS[options.op], jobs, device, options.output, options.resume)
+
+
+def _jobs(options: argparse.Namespace, batches: Sequence[int]) -> list[Job]:
+    from flashstate.bench.ops import OPS
+
+    formats = [parse_format(text) for text in options.formats]
     shape = (options.heads, options.groups, options.rows, options.cols)
-    jobs = op.jobs(formats, batches, options.tokens, shape)
-    return run_bench(op, jobs, peers, device, files, options.commit)
+    return OPS[options.op].jobs(formats, batches, options.tokens, shape)
 
 
 def _plan(options: argparse.Namespace) -> int:

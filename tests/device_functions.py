@@ -30,14 +30,16 @@ def _store_words(ptr, offs, w0, w1, w2, w3):
 def encode_kernel(
     stored_ptr, scale_ptr, value_ptr, random_ptr, rows,
     COLS: tl.constexpr, ROUNDING: tl.constexpr, TARGET: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """store_state on (slots, rows, COLS): one program per tile and slot. The last slot is not live."""
     slot = tl.program_id(1)
-    tile = tile_at(tl.program_id(0) * BLOCK_ROWS, rows, COLS, BLOCK_ROWS, BLOCK_COLS)
+    tile = tile_at(tl.program_id(0) * BLOCK_ROWS, rows, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK)
     offs = slot * rows * COLS + tile[0] + tile[1]
-    v = tl.load(value_ptr + offs, mask=tile[3], other=0.0)
-    random = tl.load(random_ptr + offs, mask=tile[3], other=0).to(tl.uint32)
+    v, random = (), ()
+    for k in tl.static_range(len(tile[3])):
+        v = v + (tl.load(value_ptr + offs + k * CHUNK, mask=tile[3][k], other=0.0),)
+        random = random + (tl.load(random_ptr + offs + k * CHUNK, mask=tile[3][k], other=0).to(tl.uint32),)
     live = slot < tl.num_programs(1) - 1
     store_state(
         stored_ptr, scale_ptr, slot * rows * COLS, slot * rows, live, tile, v, random, ROUNDING, 1, TARGET,
@@ -47,13 +49,14 @@ def encode_kernel(
 @triton.jit
 def decode_kernel(
     value_ptr, stored_ptr, scale_ptr, rows,
-    COLS: tl.constexpr, TARGET: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    COLS: tl.constexpr, TARGET: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """load_state of (slots, rows, COLS): one program per tile and slot."""
     slot = tl.program_id(1)
-    tile = tile_at(tl.program_id(0) * BLOCK_ROWS, rows, COLS, BLOCK_ROWS, BLOCK_COLS)
-    v = load_state(stored_ptr, scale_ptr, slot * rows * COLS, slot * rows, slot >= 0, tile, 1, TARGET)
-    tl.store(value_ptr + slot * rows * COLS + tile[0] + tile[1], v, mask=tile[3])
+    tile = tile_at(tl.program_id(0) * BLOCK_ROWS, rows, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK)
+    v = load_state(stored_ptr, scale_ptr, slot * rows * COLS, slot * rows, slot >= 0, tile, COLS, 1, TARGET)
+    for k in tl.static_range(len(v)):
+        tl.store(value_ptr + slot * rows * COLS + tile[0] + k * CHUNK + tile[1], v[k], mask=tile[3][k])
 
 
 @triton.jit
@@ -66,8 +69,9 @@ def count_differences_kernel(count_ptr, FLOAT8: tl.constexpr, BLOCK: tl.constexp
     v = bits.to(tl.float32, bitcast=True)
     if FLOAT8:
         v = tl.where(tl.abs(v) <= 448.0, v, 0.0)
-        hardware = to_float8(v, 0, "nearest", "sm_89")
-        integer = to_float8(v, 0, "nearest", "portable")
+        one, stored = tl.full([BLOCK], 1.0, tl.float32), bits >= 0
+        hardware = to_float8(v, one, stored, 0, "nearest", "sm_89")
+        integer = to_float8(v, one, stored, 0, "nearest", "portable")
     else:
         v = tl.where(v == v, v, 0.0)
         hardware = to_nearest(v, tl.bfloat16, "portable").to(tl.uint16, bitcast=True)

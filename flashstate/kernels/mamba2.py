@@ -13,17 +13,7 @@ from flashstate.kernels.slots import (
     token_range,
     unused_tokens,
 )
-from flashstate.kernels.state_io import (
-    along_columns,
-    along_rows,
-    columns,
-    load_seed,
-    load_state,
-    random_bits,
-    store_state,
-    sum_rows,
-    tile_at,
-)
+from flashstate.kernels.state_io import load_seed, load_state, random_bits, store_state, tile_at
 
 
 @triton.jit
@@ -38,6 +28,56 @@ def softplus(x):
 @triton.jit
 def silu(x):
     return x / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def load_columns(ptr, COLS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr):
+    """A value for each column, in chunks as a tile has them, (CHUNK,) each; zero in columns that do not exist."""
+    values = ()
+    for k in tl.static_range(BLOCK_COLS // CHUNK):
+        offs_n = k * CHUNK + tl.arange(0, CHUNK)
+        values = values + (tl.load(ptr + offs_n, mask=offs_n < COLS, other=0.0).to(tl.float32),)
+    return values
+
+
+@triton.jit
+def load_decay(ptr, h, tile, PER_ELEMENT: tl.constexpr):
+    """A for each chunk of a tile: its elements', or the one of the head."""
+    first, offsets, _, masks, _ = tile
+    A = ()
+    for k in tl.static_range(len(masks)):
+        if PER_ELEMENT:
+            ptrs = ptr + first + k * offsets.shape[1] + offsets
+            A = A + (tl.load(ptrs, mask=masks[k], other=0.0).to(tl.float32),)
+        else:
+            A = A + (tl.load(ptr + h).to(tl.float32),)
+    return A
+
+
+@triton.jit
+def step_chunks(s, dt, A, dtx, B):
+    """s * exp(dt * A) + (dt * x) ⊗ B, chunk by chunk."""
+    stepped = ()
+    for k in tl.static_range(len(s)):
+        stepped = stepped + (tl.fma(s[k], tl.exp(dt * A[k]), dtx[:, None] * B[k][None, :]),)
+    return stepped
+
+
+@triton.jit
+def read_out(s, C):
+    """The product of every row with C: every thread sums along its columns, and the threads of a row at the end."""
+    products = s[0] * C[0][None, :]
+    for k in tl.static_range(1, len(s)):
+        products = tl.fma(s[k], C[k][None, :], products)
+    return tl.sum(products, axis=1)
+
+
+@triton.jit
+def either(choose_first, first, second):
+    chosen = ()
+    for k in tl.static_range(len(first)):
+        chosen = chosen + (tl.where(choose_first, first[k], second[k]),)
+    return chosen
 
 
 @triton.jit
@@ -87,9 +127,7 @@ def mamba2_step_kernel(
     g = h // HEADS_PER_GROUP
     first_row = pid % tiles * BLOCK_ROWS
     offs_d = first_row + tl.arange(0, BLOCK_ROWS)
-    offs_n = columns(BLOCK_COLS, CHUNK)
     mask_d = offs_d < ROWS
-    mask_n = offs_n < COLS
     tile = tile_at(h * ROWS + first_row, h * ROWS + ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK)
 
     # No branches: a padding row is masked. So loads do not wait until the row is known to be live.
@@ -98,15 +136,10 @@ def mamba2_step_kernel(
     seed = load_seed(seed_ptr, slot, live)
     data_ptr, scale_ptr, slot_stride, scale_stride = state
     copy_ptr, copy_scale_ptr, row_stride, scale_row_stride, token_stride, scale_token_stride = snapshots
-    s = load_state(data_ptr, scale_ptr, slot * slot_stride, slot * scale_stride, live, tile, VECTOR, TARGET)
-    if COLS < BLOCK_COLS:
-        s = tl.where(along_columns(mask_n), s, 0.0)
+    s = load_state(data_ptr, scale_ptr, slot * slot_stride, slot * scale_stride, live, tile, COLS, VECTOR, TARGET)
     initial = s
 
-    if A_PER_ELEMENT:
-        A = tl.load(A_ptr + tile[0] + tile[1], mask=tile[3], other=0.0).to(tl.float32)
-    else:
-        A = tl.load(A_ptr + h).to(tl.float32)
+    A = load_decay(A_ptr, h, tile, A_PER_ELEMENT)
     if D_ptr is not None:
         D = load_head(D_ptr + h * (ROWS if D_PER_ROW else 1), offs_d, mask_d, D_PER_ROW)
     if dt_bias_ptr is not None:
@@ -117,15 +150,15 @@ def mamba2_step_kernel(
     if not ONE_TOKEN:
         first, count = token_range(cu_seqlens_ptr, b, tokens)
     if STORES == "last":  # drawn while the state is on its way
-        random = random_bits(seed, tile[2], count - 1, stream, COLS, BLOCK_COLS, CHUNK, ROUNDING, ROUNDS)
+        random = random_bits(seed, tile, count - 1, stream, COLS, VECTOR, ROUNDING, ROUNDS)
     for index in range(0, count):
         t = zero + index  # a number of the kernel also where the interpreter has one of Python
         runs, steps = live, 1
         if parents is not None:
             steps, follows = path_to(parents, b, t, longest)
             runs = live & (steps > 0)
-            s = tl.where(follows, s, initial)
-        C = tl.load(token_entry(C_view, b, first + t, g, ALIGNED) + offs_n, mask=mask_n, other=0.0).to(tl.float32)
+            s = either(follows, s, initial)
+        C = load_columns(token_entry(C_view, b, first + t, g, ALIGNED), COLS, BLOCK_COLS, CHUNK)
         if z_view is not None:
             z = tl.load(token_entry(z_view, b, first + t, h, ALIGNED) + offs_d, mask=mask_d, other=0.0).to(tl.float32)
         x = tl.zeros([BLOCK_ROWS], tl.float32)
@@ -135,15 +168,14 @@ def mamba2_step_kernel(
                 i = ancestor(parents, b, t, steps - 1 - step, longest)
             x = tl.load(token_entry(x_view, b, first + i, h, ALIGNED) + offs_d, mask=mask_d, other=0.0).to(tl.float32)
             dt = load_head(token_entry(dt_view, b, first + i, h, False), offs_d, mask_d, DT_PER_ROW)
-            B = tl.load(token_entry(B_view, b, first + i, g, ALIGNED) + offs_n, mask=mask_n, other=0.0).to(tl.float32)
+            B = load_columns(token_entry(B_view, b, first + i, g, ALIGNED), COLS, BLOCK_COLS, CHUNK)
 
             if dt_bias_ptr is not None:
                 dt += dt_bias
             if DT_SOFTPLUS:
                 dt = softplus(dt)
-            dA = tl.exp(along_rows(dt) * A)
-            s = tl.fma(s, dA, along_rows(dt * x) * along_columns(B))
-        y = sum_rows(s * along_columns(C))
+            s = step_chunks(s, dt[:, None] if DT_PER_ROW or BIAS_PER_ROW else dt, A, dt * x, B)
+        y = read_out(s, C)
         if D_ptr is not None:
             y = tl.fma(x, D, y)
         if z_view is not None:
@@ -152,14 +184,14 @@ def mamba2_step_kernel(
         tl.store(token_entry(out_view, b, first + t, h, ALIGNED) + offs_d, y, mask=mask_d)
 
         if STORES == "every":
-            bits = random_bits(seed, tile[2], t, stream, COLS, BLOCK_COLS, CHUNK, ROUNDING, ROUNDS)
+            bits = random_bits(seed, tile, t, stream, COLS, VECTOR, ROUNDING, ROUNDS)
             to = resolve_write(write, b, t, slot, runs & (t < longest), num_slots, null, fault_ptr)
             store_state(
                 data_ptr, scale_ptr, to * slot_stride, to * scale_stride, to >= 0, tile, s, bits,
                 ROUNDING, VECTOR, TARGET,
             )  # fmt: skip
         if copy_ptr is not None:
-            bits = random_bits(seed, tile[2], t, stream, COLS, BLOCK_COLS, CHUNK, SNAPSHOT_ROUNDING, ROUNDS)
+            bits = random_bits(seed, tile, t, stream, COLS, VECTOR, SNAPSHOT_ROUNDING, ROUNDS)
             to = resolve_snapshot_row(snapshot_rows, b, runs & (t < longest), fault_ptr)
             store_state(
                 copy_ptr, copy_scale_ptr, to * row_stride + t.to(tl.int64) * token_stride,

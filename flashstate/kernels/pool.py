@@ -6,16 +6,7 @@ Slot numbers come checked from the host: they are distinct where they are writte
 import triton
 import triton.language as tl
 
-from flashstate.kernels.state_io import (
-    along_columns,
-    along_rows,
-    columns,
-    load_seed,
-    load_state,
-    random_bits,
-    store_state,
-    tile_at,
-)
+from flashstate.kernels.state_io import load_seed, load_state, random_bits, store_state, tile_at
 
 BEFORE_THE_FIRST_TOKEN = tl.constexpr(0xFFFFFFFF)  # token -1 in the counter of the random bits: no step draws them
 
@@ -45,11 +36,13 @@ def write_states_kernel(
 
     values_ptr, stride_n, stride_h, stride_row = values
     rows = (first_row + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
-    offsets = along_rows(rows * stride_row) + along_columns(columns(BLOCK_COLS, CHUNK))
-    ptrs = values_ptr + n * stride_n + h.to(tl.int64) * stride_h + offsets
-    v = tl.load(ptrs, mask=tile[3], other=0.0).to(tl.float32)
+    ptrs = values_ptr + n * stride_n + h.to(tl.int64) * stride_h + rows[:, None] * stride_row
+    v = ()
+    for k in tl.static_range(len(tile[3])):
+        offs_n = k * CHUNK + tl.arange(0, CHUNK)
+        v = v + (tl.load(ptrs + offs_n[None, :], mask=tile[3][k], other=0.0).to(tl.float32),)
 
-    random = random_bits(seed, tile[2], BEFORE_THE_FIRST_TOKEN, stream, COLS, BLOCK_COLS, CHUNK, ROUNDING, ROUNDS)
+    random = random_bits(seed, tile, BEFORE_THE_FIRST_TOKEN, stream, COLS, VECTOR, ROUNDING, ROUNDS)
     data_ptr, scale_ptr, slot_stride, scale_stride = state
     store_state(
         data_ptr, scale_ptr, slot * slot_stride, slot * scale_stride, live, tile, v, random, ROUNDING, VECTOR, TARGET
@@ -67,5 +60,7 @@ def read_states_kernel(
     n, slot, h, first_row = this_program(slots_ptr, H, ROWS, BLOCK_ROWS)
     tile = tile_at(h * ROWS + first_row, h * ROWS + ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK)
     data_ptr, scale_ptr, slot_stride, scale_stride = state
-    v = load_state(data_ptr, scale_ptr, slot * slot_stride, slot * scale_stride, slot >= 0, tile, VECTOR, TARGET)
-    tl.store(out_ptr + n * (H * ROWS * COLS) + tile[0] + tile[1], v, mask=tile[3])
+    v = load_state(data_ptr, scale_ptr, slot * slot_stride, slot * scale_stride, slot >= 0, tile, COLS, VECTOR, TARGET)
+    ptrs = out_ptr + n * (H * ROWS * COLS) + tile[0] + tile[1]
+    for k in tl.static_range(len(v)):
+        tl.store(ptrs + k * CHUNK, v[k], mask=tile[3][k])

@@ -23,73 +23,70 @@ from flashstate.kernels.ptx import (
 
 
 @triton.jit
-def columns(BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr):
-    """The columns of a tile as it holds them: (chunks, CHUNK)."""
-    return tl.arange(0, BLOCK_COLS // CHUNK)[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
-
-
-@triton.jit
-def along_rows(values):
-    """Values for each row of a tile, or one for all of them, in a shape that broadcasts against the tile."""
-    if len(values.shape) == 0:
-        return values
-    else:
-        return values[:, None, None]
-
-
-@triton.jit
-def along_columns(values):
-    """Values for each column, (chunks, CHUNK), in a shape that broadcasts against a tile."""
-    return values[None, :, :]
-
-
-@triton.jit
-def sum_rows(tile):
-    """The sum of every row: first over chunks, which a thread holds, then within them, over the threads of a row."""
-    return tl.sum(tl.sum(tile, axis=1), axis=1)
-
-
-@triton.jit
-def tile_at(first_row, last_row, COLS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
-            CHUNK: tl.constexpr):
+def tile_at(
+    first_row, last_row,
+    COLS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     """The tile of whole rows from `first_row` up to `last_row`, counted within a slot: what load_state and store_state
-    need to know of it. A slot has fewer than 2^31 elements."""
+    need to know of it. A slot has fewer than 2^31 elements.
+
+    A tile is a tuple of its chunks, (BLOCK_ROWS, CHUNK) each: threads share a row only within a chunk, and every thread
+    walks along its rows from chunk to chunk.
+    """
     rows = first_row + tl.arange(0, BLOCK_ROWS)
-    cols = columns(BLOCK_COLS, CHUNK)
-    offsets = along_rows(tl.arange(0, BLOCK_ROWS) * COLS) + along_columns(cols)  # from the first element
     mask_rows = rows < last_row
-    return first_row * COLS, offsets, rows, along_rows(mask_rows) & along_columns(cols < COLS), mask_rows
+    cols = tl.arange(0, CHUNK)
+    offsets = tl.arange(0, BLOCK_ROWS)[:, None] * COLS + cols[None, :]  # of a chunk, from its first element
+    masks = ()
+    for k in tl.static_range(BLOCK_COLS // CHUNK):
+        masks = masks + (mask_rows[:, None] & (k * CHUNK + cols < COLS)[None, :],)
+    return first_row * COLS, offsets, rows, masks, mask_rows
 
 
 @triton.jit
-def tile_ptrs(ptr, offset, tile, VECTOR: tl.constexpr):
-    """Pointers to a tile of the slot at `offset`, where accesses of VECTOR elements are aligned."""
-    first, offsets, _, _, _ = tile
+def tile_ptr(ptr, offset, tile, VECTOR: tl.constexpr):
+    """Pointer to the first element of a tile of the slot at `offset`, where accesses of VECTOR elements are aligned."""
     slot_ptr = tl.multiple_of(ptr + offset, VECTOR * ptr.dtype.element_ty.primitive_bitwidth // 8)
-    return slot_ptr + first + offsets
+    return slot_ptr + tile[0]
 
 
 @triton.jit
-def load_state(ptr, scale_ptr, offset, scale_offset, live, tile, VECTOR: tl.constexpr, TARGET: tl.constexpr):
-    """The float32 values of a tile of the slot at `offset`; undefined where masked."""
-    _, _, rows, mask, mask_rows = tile
-    dtype: tl.constexpr = ptr.dtype.element_ty
-    ptrs = tile_ptrs(ptr, offset, tile, VECTOR)
-    mask = tl.where(live, mask, False)
+def load_state(
+    ptr, scale_ptr, offset, scale_offset, live, tile,
+    COLS: tl.constexpr, VECTOR: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """The float32 values of a tile of the slot at `offset`; undefined in rows where masked, zero in such columns."""
+    _, offsets, rows, masks, mask_rows = tile
+    CHUNK: tl.constexpr = offsets.shape[1]
+    scale = None
+    if scale_ptr is not None:
+        mask_rows = tl.where(live, mask_rows, False)
+        scale = tl.load(scale_ptr + scale_offset + rows, mask=mask_rows, eviction_policy="evict_first")[:, None]
+    tile_start = tile_ptr(ptr, offset, tile, VECTOR)
+    values = ()
+    for k in tl.static_range(len(masks)):
+        ptrs = tile_start + k * CHUNK + offsets
+        chunk = load_chunk(ptrs, scale, tl.where(live, masks[k], False), TARGET)
+        if COLS < (k + 1) * CHUNK:
+            chunk = tl.where(masks[k], chunk, 0.0)
+        values = values + (chunk,)
+    return values
+
+
+@triton.jit
+def load_chunk(ptrs, scale, mask, TARGET: tl.constexpr):
+    dtype: tl.constexpr = ptrs.dtype.element_ty
     if dtype == tl.bfloat16:
         code = tl.load(ptrs.to(tl.pointer_type(tl.uint16), bitcast=True), mask=mask, eviction_policy="evict_first")
         return (code.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:
         code = tl.load(ptrs, mask=mask, eviction_policy="evict_first")
-        if scale_ptr is None:
+        if scale is None:
             return code.to(tl.float32)
+        elif dtype == tl.uint8:
+            return from_float8(code, TARGET) * scale
         else:
-            mask_rows = tl.where(live, mask_rows, False)
-            scale = tl.load(scale_ptr + scale_offset + rows, mask=mask_rows, eviction_policy="evict_first")
-            if dtype == tl.uint8:
-                return from_float8(code, TARGET) * along_rows(scale)
-            else:
-                return code.to(tl.float32) * along_rows(scale)
+            return code.to(tl.float32) * scale
 
 
 @triton.jit
@@ -98,21 +95,31 @@ def store_state(
     ROUNDING: tl.constexpr, VECTOR: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """Round the float32 tile `v`, which is zero in columns that do not exist, and store it."""
-    _, _, rows, mask, mask_rows = tile
+    _, offsets, rows, masks, mask_rows = tile
     dtype: tl.constexpr = ptr.dtype.element_ty
-    ptrs = tile_ptrs(ptr, offset, tile, VECTOR)
-    if scale_ptr is None:
-        code = to_float(v, random, dtype, ROUNDING, TARGET)
-    else:
+    e, stored = None, None
+    if scale_ptr is not None:
         e, scale, stored = to_scaled(v, dtype, TARGET)
         mask_rows = tl.where(live, mask_rows, False)
         tl.store(scale_ptr + scale_offset + rows, scale, mask=mask_rows, eviction_policy="evict_first")
-        if dtype == tl.uint8:
-            code = to_float8(v, along_rows(e), along_rows(stored), random, ROUNDING, TARGET)
-        else:
-            code = to_integer(v, along_rows(e), along_rows(stored), random, dtype, ROUNDING, TARGET)
-    ptrs = ptrs.to(tl.pointer_type(code.dtype), bitcast=True)
-    tl.store(ptrs, code, mask=tl.where(live, mask, False), eviction_policy="evict_first")
+        e, stored = e[:, None], stored[:, None]
+    tile_start = tile_ptr(ptr, offset, tile, VECTOR)
+    for k in tl.static_range(len(masks)):
+        code = to_code(v[k], e, stored, random[k], dtype, ROUNDING, TARGET)
+        ptrs = tile_start + k * offsets.shape[1] + offsets
+        ptrs = ptrs.to(tl.pointer_type(code.dtype), bitcast=True)
+        tl.store(ptrs, code, mask=tl.where(live, masks[k], False), eviction_policy="evict_first")
+
+
+@triton.jit
+def to_code(v, e, stored, random, dtype: tl.constexpr, ROUNDING: tl.constexpr, TARGET: tl.constexpr):
+    """A chunk as it is stored."""
+    if e is None:
+        return to_float(v, random, dtype, ROUNDING, TARGET)
+    elif dtype == tl.uint8:
+        return to_float8(v, e, stored, random, ROUNDING, TARGET)
+    else:
+        return to_integer(v, e, stored, random, dtype, ROUNDING, TARGET)
 
 
 @triton.jit
@@ -126,24 +133,33 @@ def load_seed(seed_ptr, slot, live):
 
 @triton.jit
 def random_bits(
-    seed, rows, token, stream,
-    COLS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr, ROUNDING: tl.constexpr, ROUNDS: tl.constexpr,
+    seed, tile, token, stream,
+    COLS: tl.constexpr, VECTOR: tl.constexpr, ROUNDING: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
-    """Sixteen random bits for every element of a (BLOCK_ROWS, BLOCK_COLS) tile, as uint32; 0 if none are needed.
+    """Sixteen random bits for every element of a tile, as uint32; 0 if none are needed.
 
-    `rows` (BLOCK_ROWS,) counts rows within the slot: head * ROWS + row. One Philox call serves eight consecutive
-    columns; word i of it holds columns 2i (low half) and 2i + 1. A thread then holds eight neighbouring columns, the
-    layout of a 16-byte access of a 16-bit format.
+    Rows count within the slot: head * ROWS + row. One Philox call serves eight consecutive columns; word i of it holds
+    columns 2i (low half) and 2i + 1. A thread makes the calls for as many neighbouring columns as it accesses at once.
     """
-    if ROUNDING == "nearest":
-        return 0
-    else:
-        calls: tl.constexpr = (COLS + 7) // 8  # per row
-        c0 = (along_rows(rows * calls) + along_columns(columns(BLOCK_COLS // 8, CHUNK // 8))).to(tl.uint32)
-        r0, r1, r2, r3 = philox(seed, c0, token, stream, 0, ROUNDS)
-        words = tl.join(tl.join(r0, r2), tl.join(r1, r3))  # (rows, calls, 2, 2): r0 r1 r2 r3
-        halves = tl.join(words & 0xFFFF, words >> 16)  # (rows, calls, 2, 2, 2)
-        return tl.reshape(halves, (rows.shape[0], BLOCK_COLS // CHUNK, CHUNK))
+    _, offsets, rows, masks, _ = tile
+    calls: tl.constexpr = (COLS + 7) // 8  # per row
+    per_thread: tl.constexpr = 2 if VECTOR == 16 else 1
+    per_chunk: tl.constexpr = offsets.shape[1] // 8
+    bits = ()
+    for k in tl.static_range(len(masks)):
+        if ROUNDING == "nearest":
+            bits = bits + (0,)
+        else:
+            call = k * per_chunk + tl.arange(0, per_chunk // per_thread) * per_thread
+            c0 = (rows[:, None] * calls + call[None, :]).to(tl.uint32)
+            r0, r1, r2, r3 = philox(seed, c0, token, stream, 0, ROUNDS)
+            if per_thread == 2:
+                n0, n1, n2, n3 = philox(seed, c0 + 1, token, stream, 0, ROUNDS)
+                r0, r1, r2, r3 = tl.join(r0, n0), tl.join(r1, n1), tl.join(r2, n2), tl.join(r3, n3)
+            words = tl.join(tl.join(r0, r2), tl.join(r1, r3))  # (rows, calls, ..., 2, 2): r0 r1 r2 r3
+            halves = tl.join(words & 0xFFFF, words >> 16)  # (rows, calls, ..., 2, 2, 2)
+            bits = bits + (tl.reshape(halves, offsets.shape),)
+    return bits
 
 
 @triton.jit
@@ -224,7 +240,10 @@ def to_scaled(v, dtype: tl.constexpr, TARGET: tl.constexpr):
     A row below 2^-100 becomes zeros with scale 1, a row with a NaN or inf zeros with scale NaN.
     """
     largest: tl.constexpr = 32767.0 if dtype == tl.int16 else 127.0 if dtype == tl.int8 else 448.0
-    amax = tl.reduce(tl.reduce(tl.abs(v), 1, maximum_or_nan), 1, maximum_or_nan)
+    amax = tl.abs(v[0])
+    for k in tl.static_range(1, len(v)):
+        amax = maximum_or_nan(amax, tl.abs(v[k]))
+    amax = tl.reduce(amax, 1, maximum_or_nan)
     finite = amax < float("inf")
     normal = finite & (amax >= 7.888609052210118e-31)  # 2^-100
     amax = tl.where(normal, amax, largest)

@@ -1,0 +1,133 @@
+"""The search behind `flashstate tune`: coordinate descent over configs that sum a row in the same order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Protocol
+
+from flashstate.launch.config import (
+    Config,
+    Gpu,
+    Problem,
+    choose,
+    heuristic,
+    mode_key,
+    table_key,
+    valid_configs,
+)
+from flashstate.launch.table import FormatTable
+
+WORTHWHILE = 0.99  # of a time: what is not this much faster is noise
+STEPS = ((2, 1), (1, 2), (2, 2))  # factors of rows and warps: more of either, or more warps of equally many rows
+
+Point = tuple[Problem, Config]
+
+
+class Stopwatch(Protocol):
+    """What measures a config."""
+
+    def prepare(self, points: Sequence[Point]) -> None:
+        """Told which points may be measured next, so that they can be compiled side by side."""
+
+    def microseconds(self, problem: Problem, config: Config) -> float:
+        """The time of one call."""
+
+
+def search(
+    problems: Iterable[Problem], stopwatch: Stopwatch, gpu: Gpu, known: Mapping[str, FormatTable]
+) -> Iterator[Point]:
+    """The best config of every problem that is not in `known`, one after the other.
+
+    Lanes decide the order of sums, so they are chosen once for all modes and sizes of a format; then every mode and
+    size gets rows and warps of its own.
+    """
+    times = _Times(stopwatch)
+    for key, of_format in _grouped(problems, table_key):
+        lanes = known[key].lanes if key in known else best_lanes(of_format, times, gpu)
+        measured = known[key].modes if key in known else {}
+        modes = _grouped(of_format, mode_key)
+        times.prepare([(sizes[0], c) for _, sizes in modes for c in _with_neighbours(sizes[0], lanes, gpu)])
+        for mode, sizes in modes:
+            found: list[Config] = []  # for smaller sizes
+            for problem in sorted(sizes, key=lambda problem: problem.batch_heads):
+                entry = measured.get(mode, {}).get(problem.batch_heads)
+                if entry is None:
+                    starts = [*found[-1:], *_starts(problem, lanes, gpu)]
+                    found.append(descend(problem, starts, times))
+                    yield problem, found[-1]
+                else:
+                    found.append(Config(*entry, lanes))
+
+
+def best_lanes(problems: Sequence[Problem], times: _Times, gpu: Gpu) -> int:
+    """The lanes with the smallest geometric mean of times over modes and every other size."""
+    probes = [problem for _, sizes in _grouped(problems, mode_key) for problem in sizes[1::2] or sizes]
+    tried = {
+        lanes: {config for probe in probes for config in _starts(probe, lanes, gpu)}
+        for lanes in problems[0].lane_choices
+    }
+    times.prepare([(probe, config) for configs in tried.values() for config in configs for probe in probes])
+
+    def cost(lanes: int) -> float:
+        return sum(math.log(min(times.of(probe, config) for config in tried[lanes])) for probe in probes)
+
+    return min(tried, key=cost)
+
+
+def descend(problem: Problem, starts: Sequence[Config], times: _Times) -> Config:
+    """From the fastest of some configs to faster neighbours, until none of them is worth while."""
+    best = min(starts, key=lambda config: times.of(problem, config))
+    while True:
+        around = neighbours(problem, best)
+        times.prepare([(problem, config) for config in around])
+        nearest = min(around, key=lambda config: times.of(problem, config), default=best)
+        if times.of(problem, nearest) >= WORTHWHILE * times.of(problem, best):
+            return best
+        best = nearest
+
+
+def neighbours(problem: Problem, config: Config) -> list[Config]:
+    """The valid configs one step away along a coordinate, with equal lanes."""
+    rows, warps = config.block_rows, config.num_warps
+    larger = [Config(rows * r, warps * w, config.lanes) for r, w in STEPS]
+    smaller = [Config(rows // r, warps // w, config.lanes) for r, w in STEPS]
+    valid = valid_configs(problem, config.lanes)
+    return [neighbour for neighbour in (*larger, *smaller) if neighbour in valid]
+
+
+def _starts(problem: Problem, lanes: int, gpu: Gpu) -> list[Config]:
+    """Where to begin: at what the heuristic gives these lanes, and what the table has now if it has these lanes."""
+    current = choose(problem, gpu)
+    return list(dict.fromkeys([heuristic(problem, lanes), *([current] if current.lanes == lanes else [])]))
+
+
+def _with_neighbours(problem: Problem, lanes: int, gpu: Gpu) -> set[Config]:
+    starts = _starts(problem, lanes, gpu)
+    return {*starts, *(neighbour for start in starts for neighbour in neighbours(problem, start))}
+
+
+def _grouped(problems: Iterable[Problem], key: Callable[[Problem], str]) -> list[tuple[str, list[Problem]]]:
+    """Problems with equal keys together, in the order in which the keys come first."""
+    groups: dict[str, list[Problem]] = {}
+    for problem in problems:
+        groups.setdefault(key(problem), []).append(problem)
+    return list(groups.items())
+
+
+class _Times:
+    """Times that were measured, so that none is measured twice."""
+
+    def __init__(self, stopwatch: Stopwatch) -> None:
+        self._stopwatch = stopwatch
+        self._known: dict[Point, float] = {}
+
+    def prepare(self, points: Sequence[Point]) -> None:
+        missing = [point for point in points if point not in self._known]
+        if missing:
+            self._stopwatch.prepare(missing)
+
+    def of(self, problem: Problem, config: Config) -> float:
+        if (problem, config) not in self._known:
+            self._known[problem, config] = self._stopwatch.microseconds(problem, config)
+        return self._known[problem, config]

@@ -1,0 +1,171 @@
+"""`flashstate tune`: measures configs on synthetic state, and writes the table of a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime, timezone
+from functools import partial
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor
+
+from flashstate.bench.jobs import BenchedOp, Job
+from flashstate.bench.measure import on_larger_pool
+from flashstate.bench.timing import cold_slots, time_launches
+from flashstate.info import versions
+from flashstate.launch import Config, Gpu, Problem, collecting, gpu_of, override
+from flashstate.launch.config import mode_key, table_key
+from flashstate.launch.search import Point, Stopwatch, search
+from flashstate.launch.table import COLUMNS, FormatTable, TableFile, read_table_file, table_name, write_table_file
+from flashstate.launch.variants import compile_variants, variants_of
+from flashstate.laws import LawBroken
+from flashstate.laws.require import require_equal_bytes, require_equal_states
+from flashstate.state.slots import Slots
+from flashstate.state.state import State
+from flashstate.testing import Case, make_inputs
+
+REPLAYS = 5
+CHECKED_ROWS = 16  # of the batch on which configs must give equal bytes
+FEW_SLOTS = 8  # whose states fill a pool that is only timed
+
+
+def run_tune(op: BenchedOp, jobs: Sequence[Job], device: torch.device, output: Path | None, resume: bool) -> int:
+    """Tune for the GPU of a device, and say where the table is. Exit status 1 where configs disagree."""
+    if device.type != "cuda":
+        raise ValueError("tune measures kernels on a GPU, and there is none")
+    gpu, cases = gpu_of(device), cases_by_problem(jobs)
+    path = output or Path(table_name(gpu.name))
+    console = Console(stderr=True)
+    try:
+        with torch.cuda.device(device):
+            tune(list(cases), GpuStopwatch(op, cases, device), gpu, path, resume, console)
+    except LawBroken as reason:
+        console.print(f"configs that must not change a byte do: {reason}", style="red", highlight=False)
+        return 1
+    Console().print(f"wrote {path}; flashstate reads tables in {Path(__file__).parent / 'launch' / 'tables'}")
+    return 0
+
+
+def cases_by_problem(jobs: Sequence[Job]) -> dict[Problem, Case]:
+    """The cases of jobs by what their configs are looked up by; those with snapshots share it with those without."""
+    cases: dict[Problem, Case] = {}
+    for job in jobs:
+        if not job.snapshots and cases.setdefault(job.case.problem, job.case) != job.case:
+            raise ValueError("a table has one entry for several tokens, however many: give one number above 1")
+    return cases
+
+
+def tune(
+    problems: Sequence[Problem], stopwatch: Stopwatch, gpu: Gpu, path: Path, resume: bool, console: Console
+) -> None:
+    """Find the configs of these problems and write them to a file after every one, with a progress bar."""
+    table = open_table(path, gpu, {table_key(problem) for problem in problems}, resume)
+    missing = [problem for problem in problems if not has_entry(table, problem)]
+    found = search(problems, stopwatch, gpu, table.configs)
+    for problem, config in track(found, "tuning", len(missing), console=console, transient=True):
+        add_entry(table, problem, config)
+        write_table_file(path, table)
+
+
+def open_table(path: Path, gpu: Gpu, keys: set[str], resume: bool) -> TableFile:
+    """The table to fill: a new one, or the one in the file with all it has (resume) or all it has for other keys."""
+    found = versions()
+    today = datetime.now(timezone.utc).date().isoformat()
+    header = {
+        "gpu": gpu.name,
+        "torch": found["torch"],
+        "triton": found["triton"],
+        "measured": today,
+        "columns": COLUMNS,
+    }
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"there is no folder {path.absolute().parent} to write {path.name} to")
+    if not path.exists():
+        return TableFile(header, {})
+    old = read_table_file(path)
+    kept = {key: entries for key, entries in old.configs.items() if resume or key not in keys}
+    for name in ("gpu", "triton"):
+        if kept and old.header[name] != header[name]:
+            raise ValueError(f"{path} was measured with {name} {old.header[name]}, and here is {header[name]}")
+    return TableFile(header, kept)
+
+
+def has_entry(table: TableFile, problem: Problem) -> bool:
+    entries = table.configs.get(table_key(problem))
+    return entries is not None and problem.batch_heads in entries.modes.get(mode_key(problem), {})
+
+
+def add_entry(table: TableFile, problem: Problem, config: Config) -> None:
+    entries = table.configs.setdefault(table_key(problem), FormatTable(config.lanes, {}))
+    entries.modes.setdefault(mode_key(problem), {})[problem.batch_heads] = (config.block_rows, config.num_warps)
+
+
+class GpuStopwatch:
+    """Times steps on cold slots, each config after a check that it gives the bytes of the others with its lanes."""
+
+    def __init__(self, op: BenchedOp, cases: Mapping[Problem, Case], device: torch.device) -> None:
+        self._op = op
+        self._cases = cases
+        self._device = device
+        self._modes: dict[tuple[str, str], _Mode] = {}
+        self._pools: dict[tuple[str, int], State] = {}  # of a format and a number of slots
+        self._launches: dict[Problem, list[Callable[[], Tensor]]] = {}
+
+    def prepare(self, points: Sequence[Point]) -> None:
+        with collecting() as launches:
+            for problem, config in points:
+                self._mode(problem).step(config)
+        compile_variants(variants_of(launches))
+
+    def microseconds(self, problem: Problem, config: Config) -> float:
+        self._mode(problem).check(config)
+        if problem not in self._launches:
+            self._launches[problem] = self._on_cold_slots(self._cases[problem])
+        with override(config):
+            return time_launches(self._launches[problem], REPLAYS).median
+
+    def _mode(self, problem: Problem) -> _Mode:
+        key = table_key(problem), mode_key(problem)
+        if key not in self._modes:
+            self._modes[key] = _Mode(self._op, self._cases[problem], self._device)
+        return self._modes[key]
+
+    def _on_cold_slots(self, case: Case) -> list[Callable[[], Tensor]]:
+        """Steps of a case, each on slots that are not in the cache, in a pool that all cases of its format share."""
+        size, numbers = cold_slots(case.batch, case.slot_bytes, self._device)
+        inputs = make_inputs(replace(case, slots=FEW_SLOTS), self._device)
+        if (case.format, size) not in self._pools:
+            self._pools[case.format, size] = on_larger_pool(inputs, size).state
+        state = replace(self._pools[case.format, size], rounding=case.rounding)
+        step = self._op.bind(replace(inputs, state=state))
+        return [partial(step, Slots(slots)) for slots in numbers]
+
+
+class _Mode:
+    """A format, rounding and number of tokens, on a small pool: what configs must agree on."""
+
+    def __init__(self, op: BenchedOp, case: Case, device: torch.device) -> None:
+        self._op = op
+        self._inputs = make_inputs(replace(case, batch=CHECKED_ROWS, slots=2 * CHECKED_ROWS), device)
+        self._results: dict[int, tuple[Tensor, State]] = {}  # of the first config with so many lanes
+        self._checked: set[Config] = set()
+
+    def step(self, config: Config) -> tuple[Tensor, State]:
+        """The output and the pool after one call."""
+        inputs = self._inputs.fresh()
+        with override(config):
+            return self._op.bind(inputs)(Slots(inputs.slots)), inputs.state
+
+    def check(self, config: Config) -> None:
+        """LawBroken unless a call gives the bytes that it gives with other configs of equal lanes."""
+        if config in self._checked:
+            return
+        y, state = self.step(config)
+        first_y, first_state = self._results.setdefault(config.lanes, (y, state))
+        require_equal_bytes(f"output with {config}", y, first_y)
+        require_equal_states(f"the pool with {config}", state, first_state)
+        self._checked.add(config)
