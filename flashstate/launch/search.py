@@ -19,6 +19,8 @@ from flashstate.launch.config import (
 from flashstate.launch.table import FormatTable
 
 WORTHWHILE = 0.99  # of a time: what is not this much faster is noise
+FINALISTS = 2  # numbers of lanes that are compared at their best configs,
+CLOSE = 1.1  # if their times are this close where the search starts
 STEPS = ((2, 1), (1, 2), (2, 2))  # factors of rows and warps: more of either, or more warps of equally many rows
 
 Point = tuple[Problem, Config]
@@ -61,18 +63,35 @@ def search(
 
 
 def best_lanes(problems: Sequence[Problem], times: _Times, gpu: Gpu) -> int:
-    """The lanes with the smallest geometric mean of times over modes and every other size."""
+    """The lanes with the smallest mean time over modes and every other size: those that start well, compared at the
+    best configs they have."""
     probes = [problem for _, sizes in _grouped(problems, mode_key) for problem in sizes[1::2] or sizes]
-    tried = {
-        lanes: {config for probe in probes for config in _starts(probe, lanes, gpu)}
+    starts = {
+        lanes: list(dict.fromkeys(config for probe in probes for config in _starts(probe, lanes, gpu)))
         for lanes in problems[0].lane_choices
     }
-    times.prepare([(probe, config) for configs in tried.values() for config in configs for probe in probes])
+    times.prepare([(probe, config) for configs in starts.values() for config in configs for probe in probes])
+    at_start = {
+        lanes: _mean([min(times.of(probe, config) for config in configs) for probe in probes])
+        for lanes, configs in starts.items()
+    }
+    ranked = sorted(at_start, key=at_start.__getitem__)
+    finalists = [lanes for lanes in ranked[:FINALISTS] if at_start[lanes] <= CLOSE * at_start[ranked[0]]]
+    if len(finalists) == 1:
+        return finalists[0]
+    around = [
+        (probe, near) for lanes in finalists for c in starts[lanes] for probe in probes for near in neighbours(probe, c)
+    ]
+    times.prepare(around)
+    at_best = {
+        lanes: _mean([times.of(probe, descend(probe, starts[lanes], times)) for probe in probes]) for lanes in finalists
+    }
+    return min(at_best, key=at_best.__getitem__)
 
-    def cost(lanes: int) -> float:
-        return sum(math.log(min(times.of(probe, config) for config in tried[lanes])) for probe in probes)
 
-    return min(tried, key=cost)
+def _mean(times: Sequence[float]) -> float:
+    """The geometric mean: a microsecond counts more where there are few."""
+    return math.exp(sum(map(math.log, times)) / len(times))
 
 
 def descend(problem: Problem, starts: Sequence[Config], times: _Times) -> Config:
