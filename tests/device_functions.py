@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from flashstate.kernels.state_io import load_state, philox, store_state, tile_at, to_float8, to_nearest
+from flashstate.kernels.state_io import load_state, philox, store_state, tile_at, to_code, to_nearest
 
 
 @triton.jit
@@ -36,10 +36,11 @@ def encode_kernel(
     slot = tl.program_id(1)
     tile = tile_at(tl.program_id(0) * BLOCK_ROWS, rows, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK)
     offs = slot * rows * COLS + tile[0] + tile[1]
-    v, random = (), ()
+    v, random = (), ()  # of chunks; Triton's compiler appends to a tuple only by a sum
     for k in tl.static_range(len(tile[3])):
-        v = v + (tl.load(value_ptr + offs + k * CHUNK, mask=tile[3][k], other=0.0),)
-        random = random + (tl.load(random_ptr + offs + k * CHUNK, mask=tile[3][k], other=0).to(tl.uint32),)
+        v = v + (tl.load(value_ptr + offs + k * CHUNK, mask=tile[3][k], other=0.0),)  # noqa: RUF005
+        bits = tl.load(random_ptr + offs + k * CHUNK, mask=tile[3][k], other=0).to(tl.uint32)
+        random = random + (bits,)  # noqa: RUF005
     live = slot < tl.num_programs(1) - 1
     store_state(
         stored_ptr, scale_ptr, slot * rows * COLS, slot * rows, live, tile, v, random, ROUNDING, 1, TARGET,
@@ -60,21 +61,26 @@ def decode_kernel(
 
 
 @triton.jit
-def count_differences_kernel(count_ptr, FLOAT8: tl.constexpr, BLOCK: tl.constexpr):
-    """How many float32 values the hardware rounds to nearest as other bytes than integer arithmetic does.
+def count_differences_kernel(
+    count_ptr, E: tl.constexpr, dtype: tl.constexpr, ROUNDING: tl.constexpr, TARGET: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """How many float32 values the instructions of TARGET round to other bytes than portable arithmetic does.
 
-    One program per BLOCK values, in the order of their bits. To float8 only those that to_float8 is for.
+    One program per BLOCK values, in the order of their bits. To bfloat16 all but NaN. To formats with a scale (uint8 is
+    float8) the product of E, at most 1, with every value up to the format's largest, each with random bits of its own.
     """
     bits = tl.program_id(0).to(tl.uint32) * BLOCK + tl.arange(0, BLOCK).to(tl.uint32)
     v = bits.to(tl.float32, bitcast=True)
-    if FLOAT8:
-        v = tl.where(tl.abs(v) <= 448.0, v, 0.0)
-        one, stored = tl.full([BLOCK], 1.0, tl.float32), bits >= 0
-        hardware = to_float8(v, one, stored, 0, "nearest", "sm_89")
-        integer = to_float8(v, one, stored, 0, "nearest", "portable")
-    else:
+    if dtype == tl.bfloat16:
         v = tl.where(v == v, v, 0.0)
-        hardware = to_nearest(v, tl.bfloat16, "portable").to(tl.uint16, bitcast=True)
-        integer = to_nearest(v, tl.bfloat16, "interpreter")
+        hardware = to_nearest(v, dtype, "portable").to(tl.uint16, bitcast=True)
+        integer = to_nearest(v, dtype, "interpreter")
+    else:
+        largest: tl.constexpr = 32767.0 if dtype == tl.int16 else 127.0 if dtype == tl.int8 else 448.0
+        v = tl.where(tl.abs(v) <= largest, v, 0.0)
+        e, stored = tl.full([BLOCK], E, tl.float32), v == v
+        random = (bits * 0x9E3779B1) >> 16  # neighbours draw bits far apart
+        hardware = to_code(v, e, stored, random, dtype, ROUNDING, TARGET)
+        integer = to_code(v, e, stored, random, dtype, ROUNDING, "portable")
     different = tl.sum((hardware != integer).to(tl.int32), axis=0)
     tl.atomic_add(count_ptr, different, mask=different > 0)

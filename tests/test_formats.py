@@ -1,6 +1,7 @@
 """Stored bytes: Philox, encoders and their bounds, and equal bytes from torch and Triton."""
 
 from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -174,23 +175,36 @@ def test_philox_words_are_tritons_own(device: torch.device, rounds: int) -> None
     assert torch.equal(tritons.cpu(), want)
 
 
-def forms(device: torch.device) -> list[tuple[str, bool]]:
-    """The targets a kernel can be compiled for on this device, each without and with contraction of a * b + c."""
+class Form(NamedTuple):
+    """One way to compile a kernel; none may change a byte."""
+
+    target: str
+    fusion: bool  # contraction of a * b + c
+    chunk: int | None  # columns; None: the whole row
+
+
+def forms(device: torch.device) -> list[Form]:
+    """Every target a kernel can be compiled for on this device, without and with contraction, in chunks and without."""
     own = kernel_target(device)
     if own == "interpreter":
-        return [(own, False)]
+        return [Form(own, False, 8), Form(own, False, None)]
     targets = {"interpreter", "portable", "sm_80", own} if own == "sm_89" else {"interpreter", "portable", own}
-    return [(target, fusion) for target in sorted(targets) for fusion in (False, True)]
+    variants = ((False, 8), (True, 8), (True, None))
+    return [Form(target, fusion, chunk) for target in sorted(targets) for fusion, chunk in variants]
 
 
-def launch_shape(device: torch.device, rows: int, cols: int) -> dict[str, int]:
+def launch_options(device: torch.device, rows: int, cols: int, form: Form) -> dict[str, Any]:
     """Tiles of several rows; few of them in the interpreter, which takes a while for each."""
     block_rows = 4 if rows < 64 else 256 if device.type == "cpu" else 32
-    return {"COLS": cols, "BLOCK_ROWS": block_rows, "BLOCK_COLS": max(16, 1 << (cols - 1).bit_length())}
+    block_cols = max(16, 1 << (cols - 1).bit_length())
+    return {
+        "COLS": cols, "BLOCK_ROWS": block_rows, "BLOCK_COLS": block_cols, "CHUNK": form.chunk or block_cols,
+        "TARGET": form.target, "enable_fp_fusion": form.fusion,
+    }  # fmt: skip
 
 
 def encoded_by_triton(
-    values: Tensor, random: Tensor | None, dtype: torch.dtype, device: torch.device, target: str, fusion: bool
+    values: Tensor, random: Tensor | None, dtype: torch.dtype, device: torch.device, form: Form
 ) -> Encoded:
     """values (slots, rows, cols) as store_state stores them; a slot behind the last is not live and must stay as is."""
     from device_functions import encode_kernel
@@ -201,27 +215,26 @@ def encoded_by_triton(
     )
     data = torch.full((slots + 1, rows, cols), 3.0, device=device).to(dtype)
     scale = torch.full((slots + 1, rows), 3.0, device=device) if FORMATS[dtype].scaled else None
-    shape = launch_shape(device, rows, cols)
-    encode_kernel[(-(-rows // shape["BLOCK_ROWS"]), slots + 1)](
-        as_bytes(data), scale, values.to(device), bits.int().to(device), rows, **shape,
-        ROUNDING="nearest" if random is None else "stochastic", TARGET=target, enable_fp_fusion=fusion,
+    options = launch_options(device, rows, cols, form)
+    encode_kernel[(-(-rows // options["BLOCK_ROWS"]), slots + 1)](
+        as_bytes(data), scale, values.to(device), bits.int().to(device), rows,
+        ROUNDING="nearest" if random is None else "stochastic", **options,
     )  # fmt: skip
     assert (data[slots].float() == 3.0).all()
     assert scale is None or (scale[slots] == 3.0).all()
     return Encoded(data[:slots].cpu(), None if scale is None else scale[:slots].cpu())
 
 
-def decoded_by_triton(data: Tensor, scale: Tensor | None, device: torch.device, target: str, fusion: bool) -> Tensor:
+def decoded_by_triton(data: Tensor, scale: Tensor | None, device: torch.device, form: Form) -> Tensor:
     """The values that load_state finds in data (slots, rows, cols) and scale (slots, rows)."""
     from device_functions import decode_kernel
 
     slots, rows, cols = data.shape
     values = torch.empty(data.shape, device=device)
-    shape = launch_shape(device, rows, cols)
-    decode_kernel[(-(-rows // shape["BLOCK_ROWS"]), slots)](
-        values, as_bytes(data).to(device), None if scale is None else scale.to(device), rows, **shape,
-        TARGET=target, enable_fp_fusion=fusion,
-    )  # fmt: skip
+    options = launch_options(device, rows, cols, form)
+    decode_kernel[(-(-rows // options["BLOCK_ROWS"]), slots)](
+        values, as_bytes(data).to(device), None if scale is None else scale.to(device), rows, **options
+    )
     return values.cpu()
 
 
@@ -241,7 +254,7 @@ def test_triton_and_torch_round_stochastically_to_equal_bytes(device: torch.devi
     values, random = repeated_values()
     want = encode(values, dtype, random)
     for form in forms(device):
-        assert same_bytes(encoded_by_triton(values, random, dtype, device, *form), want), form
+        assert same_bytes(encoded_by_triton(values, random, dtype, device, form), want), form
 
 
 @EVERYWHERE
@@ -251,19 +264,26 @@ def test_triton_and_torch_round_to_nearest_with_equal_bytes(device: torch.device
     values = values_of_all_exponents(64).view(1, -1, 64)
     want = encode(values, dtype)
     for form in forms(device):
-        assert same_bytes(encoded_by_triton(values, None, dtype, device, *form), want), form
+        assert same_bytes(encoded_by_triton(values, None, dtype, device, form), want), form
+
+
+def count_differences(dtype: torch.dtype, rounding: str = "nearest", factor: float = 1.0) -> int:
+    """How many float32 values this GPU's instructions round to other bytes than portable arithmetic does."""
+    import triton.language as tl
+    from device_functions import count_differences_kernel
+
+    target = kernel_target(CUDA)
+    if dtype is torch.float8_e4m3fn and rounding == "nearest" and target != "sm_89":
+        pytest.skip("this GPU has no float8 conversion")
+    element = tl.uint8 if dtype is torch.float8_e4m3fn else getattr(tl, FORMATS[dtype].name)
+    count = torch.zeros(1, dtype=torch.int32, device=CUDA)
+    count_differences_kernel[(1 << 20,)](count, factor, element, rounding, target, BLOCK=1 << 12)
+    return int(count.item())
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
-def test_integer_arithmetic_and_hardware_round_every_float32_to_equal_bytes(dtype: torch.dtype) -> None:
-    from device_functions import count_differences_kernel
-
-    if dtype is torch.float8_e4m3fn and kernel_target(CUDA) != "sm_89":
-        pytest.skip("this GPU has no float8 conversion")
-    count = torch.zeros(1, dtype=torch.int32, device=CUDA)
-    count_differences_kernel[(1 << 20,)](count, FLOAT8=dtype is torch.float8_e4m3fn, BLOCK=1 << 12)
-    assert count.item() == 0
+def test_integer_arithmetic_and_hardware_round_every_float32_to_equal_bytes() -> None:
+    assert count_differences(torch.bfloat16) == 0
 
 
 @EVERYWHERE
@@ -272,7 +292,7 @@ def test_triton_and_torch_decode_to_equal_values(device: torch.device, dtype: to
     every = torch.arange(65536).to(torch.uint16).view(torch.int16)
     stored = (values_of_all_exponents() if dtype is torch.float32 else every.view(dtype)).view(1, -1, 64)
     for form in forms(device):
-        assert torch.equal(codes(decoded_by_triton(stored, None, device, *form)), codes(decode(stored))), form
+        assert torch.equal(codes(decoded_by_triton(stored, None, device, form)), codes(decode(stored))), form
 
 
 @EVERYWHERE

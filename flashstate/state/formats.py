@@ -42,7 +42,7 @@ class Format:
 
     @property
     def largest_scale(self) -> float:
-        """The largest with which `largest` decodes to a finite value."""
+        """The largest scale with which `largest` decodes to a finite value: that of a row up to the largest float32."""
         assert self.largest is not None
         exact = torch.tensor(torch.finfo(torch.float32).max / self.largest, dtype=torch.float64)
         scale = exact.float()
@@ -92,12 +92,12 @@ def encode(values: Tensor, dtype: torch.dtype, random: Tensor | None = None) -> 
     e = _factor(torch.where(normal, amax, fmt.largest), fmt.largest)
     scale = (torch.ones_like(e) / e).clamp(max=fmt.largest_scale)  # number / tensor is not a division
     scale = torch.where(normal, scale, torch.where(amax.isfinite(), 1.0, torch.nan))
-    product = torch.where(normal[..., None], values.double() * e[..., None].double(), 0.0)  # exact
+    product = torch.where(normal[..., None], values.double() * e[..., None].double(), 0.0)  # exact: 48 bits
     return Encoded(_rounded(product if fmt.whole else product.float(), fmt, random), scale)
 
 
 def _factor(amax: Tensor, largest: int) -> Tensor:
-    """largest / amax, rounded down: no magnitude up to amax times it is above `largest`."""
+    """largest / amax, rounded down: times it no magnitude up to amax exceeds `largest`, so nothing is clamped."""
     e = torch.full_like(amax, largest) / amax
     return torch.where(e.double() * amax.double() > largest, e.nextafter(torch.zeros_like(e)), e)
 

@@ -65,9 +65,10 @@ def to_bfloat16_stochastic(v: Tensor, random: Tensor) -> Tensor:
 
 
 def to_integer_stochastic(w: Tensor, random: Tensor) -> Tensor:
-    """float64 to a whole number, upward with the probability of the discarded fraction: floor(w + u).
+    """float64 to a whole number, upward with the probability of the discarded fraction.
 
-    u = (random | 1) / 65536 is the middle of one of 2^15 intervals, so that a fraction near 0 or 1 never is rounded away.
+    It is floor(w + u), where u = (random | 1) / 65536 is the middle of one of 2^15 intervals: what is less than 2^-16
+    from a whole number becomes it.
     """
     return (w * 65536.0).floor().long() + (random | 1) >> 16
 
@@ -79,5 +80,4 @@ def to_float8_stochastic(w: Tensor, random: Tensor) -> Tensor:
     subnormal = magnitude < 2.0**-6  # multiples of 2^-9: the code is the multiple; 16 bits of fraction below it
     fixed_point = torch.where(subnormal, magnitude, 0.0) * 2.0**25
     code = torch.where(subnormal, fixed_point.long() + random >> 16, code)
-    code = code.clamp(max=0x7E)  # 448; above it there is only NaN
     return (code | bits >> 24 & 0x80).to(torch.uint8).view(torch.float8_e4m3fn)
