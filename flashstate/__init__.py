@@ -1,5 +1,6 @@
 """Step the recurrent state of state-space and linear-attention language models while they generate."""
 
+from flashstate.launch.warmup import warmup
 from flashstate.ops.debug import debug
 from flashstate.ops.mamba2 import mamba2_step
 from flashstate.state.faults import check_faults
@@ -7,4 +8,4 @@ from flashstate.state.pool import StatePool
 from flashstate.state.slots import Slots
 from flashstate.state.state import State
 
-__all__ = ["Slots", "State", "StatePool", "check_faults", "debug", "mamba2_step"]
+__all__ = ["Slots", "State", "StatePool", "check_faults", "debug", "mamba2_step", "warmup"]

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -35,8 +36,10 @@ def plain(case: Case, inputs: Inputs) -> object:
 
 def chosen(case: Case, architecture: int | str) -> Config:
     """What the heuristic gives a case on that architecture."""
-    capability = divmod(architecture, 10) if isinstance(architecture, int) else (9, 4)
-    return choose(case.problem, Gpu("a GPU nobody measured", capability))
+    if isinstance(architecture, int):
+        return choose(case.problem, Gpu("a GPU nobody measured", divmod(architecture, 10)))
+    with mock.patch("flashstate.launch.config.WARP", 64):
+        return choose(case.problem, Gpu("an AMD GPU nobody measured", (9, 4)))
 
 
 @cache
@@ -222,34 +225,30 @@ def test_a_pool_is_accessed_as_widely_as_its_alignment_allows(name: str, vector:
 
 
 class Layout(NamedTuple):
-    """How a tile lies in a program when it is summed: of its columns, those that a thread holds side by side; threads
-    and warps along its rows, its chunks and the columns of a chunk."""
+    """How threads hold a chunk when it is summed over its columns: its width, how many columns a thread holds side by
+    side, and how many threads and warps lie along its rows and along its columns."""
 
+    width: int
     vector: int
-    threads: tuple[int, int, int]
-    warps: tuple[int, int, int]
+    threads: tuple[int, int]
+    warps: tuple[int, int]
 
 
 def summed_layout(kernel: Any) -> Layout:
-    """The layout of the tile that is first summed over its chunks, which may be its first axis or its second."""
+    """The layout of what is summed first: products with C, which a thread has added up over the chunks of its rows."""
     text = kernel.asm["ttgir"]
     layouts = dict(re.findall(r"^(#\w+) = #ttg\.blocked<\{(.*)\}>$", text, re.M))
-    reduce = re.search(r'"tt\.reduce".*?axis = (\d).*?\}\) : \(tensor<\d+x\d+x\d+xf32, (#\w+)>\)', text, re.S)
+    reduce = re.search(r'"tt\.reduce".*?\}\) : \(tensor<\d+x(\d+)xf32, (#\w+)>\)', text, re.S)
     assert reduce, text
-    chunks = int(reduce[1])
-    axes = (1 - chunks, chunks, 2)
-    of_layout = {
-        key: [int(n) for n in numbers.split(",")]
-        for key, numbers in re.findall(r"(\w+) = \[(.*?)\]", layouts[reduce[2]])
-    }
-    threads, warps = (tuple(of_layout[key][axis] for axis in axes) for key in ("threadsPerWarp", "warpsPerCTA"))
-    return Layout(of_layout["sizePerThread"][2], threads, warps)
+    found = re.findall(r"(\w+) = \[(\d+), (\d+)\]", layouts[reduce[2]])
+    along = {key: (int(rows), int(columns)) for key, rows, columns in found}
+    return Layout(int(reduce[1]), along["sizePerThread"][1], along["threadsPerWarp"], along["warpsPerCTA"])
 
 
-def layout_of(lanes: int, vector: int, warps: int) -> Layout:
-    """What a config promises: threads of a warp lie along rows and within a chunk, and nothing but a thread's own
-    registers along the chunks."""
-    return Layout(vector, (32 // lanes, 1, lanes), (warps, 1, 1))
+def layout_of(config: Config, vector: int) -> Layout:
+    """What a config promises."""
+    lanes = config.lanes
+    return Layout(lanes * vector, vector, (32 // lanes, lanes), (config.num_warps, 1))
 
 
 ORDERED = [
@@ -274,8 +273,7 @@ def test_threads_share_a_row_as_the_lanes_of_a_config_say_and_warps_do_not(case:
     for lanes in problem.lane_choices[::2]:
         configs = valid_configs(problem, lanes)
         for config in {configs[0], configs[len(configs) // 2], configs[-1]}:
-            layout = summed_layout(compile_step(case, config, 90, call))
-            assert layout == layout_of(lanes, vector, config.num_warps), config
+            assert summed_layout(compile_step(case, config, 90, call)) == layout_of(config, vector), config
 
 
 @pytest.mark.parametrize(("name", "rounding"), PORTABLE_FORMATS[::3])
@@ -288,24 +286,26 @@ def test_every_form_sums_a_row_in_the_same_order(name: str, rounding: str) -> No
     config = chosen(one, 90)
     for case, call in forms:
         layout = summed_layout(compile_step(case, config, 90, call))
-        assert layout == layout_of(config.lanes, case.problem.vector, 1), (case, call)
+        assert layout == layout_of(config, case.problem.vector), (case, call)
 
 
-def shuffles(kernel: Any) -> int:
-    """Exchanges between the threads of a warp that a sum over them takes."""
-    return len(re.findall(r"\bshfl\.sync\.bfly", kernel.asm["ptx"]))
+def shuffles(kernel: Any, kind: str = "") -> int:
+    """Exchanges between the threads of a warp; a sum over them takes those of kind "bfly"."""
+    return len(re.findall(rf"\bshfl\.sync\.{kind}", kernel.asm["ptx"]))
 
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "float16"])
 def test_a_thread_that_walks_along_a_row_sums_it_alone_on_blackwell(name: str) -> None:
-    """The only shuffles are those that end the sum of a row, so none is inside the walk along its columns."""
+    """The shuffles of a sum are those that end it, and a row twice as long has no more of any kind: so none is inside
+    the walk along the columns."""
     case = replace(SHAPE, format=name)
     config = chosen(case, 100)
     rows_per_thread = config.block_rows * config.lanes // 32
     kernel = compile_step(case, config, 100)
-    assert shuffles(kernel) == rows_per_thread * int(math.log2(config.lanes))
-    most = max(case.problem.lane_choices)
-    assert 2 * shuffles(kernel) < shuffles(compile_step(case, Config(config.block_rows, 1, most), 100))
+    assert shuffles(kernel, "bfly") == rows_per_thread * int(math.log2(config.lanes))
+    assert shuffles(kernel) == shuffles(compile_step(replace(case, cols=256), config, 100))
+    most = Config(config.block_rows, 1, max(case.problem.lane_choices))
+    assert 2 * shuffles(kernel, "bfly") < shuffles(compile_step(case, most, 100), "bfly")
 
 
 def test_every_table_entry_compiles_without_spills(tmp_path: Path) -> None:

@@ -19,8 +19,9 @@ import torch
 from flashstate.launch.table import load_table
 
 ACCESS_BYTES = 16  # of state per thread and access
-WARP = 32
+WARP = 32 if torch.version.hip is None else 64  # threads; those AMD GPUs that have 32 are content with rows for 64
 CALL_COLUMNS = 8  # that one Philox call serves: a thread needs the bits of all of them side by side
+LARGE = 512  # batch x heads from which on there are programs enough, however many rows each has
 WALKING_CAPABILITY = (10, 0)  # from here on sums over lanes are the bottleneck
 
 
@@ -153,7 +154,7 @@ def heuristic_lanes(problem: Problem, gpu: Gpu) -> int:
 
 def heuristic(problem: Problem, lanes: int) -> Config:
     """One warp; fewer rows for small batches, so that a head spreads over more programs."""
-    per_thread = 16 if problem.batch_heads < 512 else 32
+    per_thread = 16 if problem.batch_heads < LARGE else 32
     block_rows = min(next_power_of_2(problem.rows), per_thread * WARP // problem.block_cols)
     return Config(max(block_rows, WARP // lanes), 1, lanes)
 

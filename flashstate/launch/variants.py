@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Hashable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import track
 from torch import Tensor
 
 from flashstate.launch.start import FP_FUSION, Launch
@@ -17,12 +15,12 @@ from flashstate.launch.start import FP_FUSION, Launch
 KNOWN_MULTIPLE = 16  # the one that Triton compiles for, of arguments it specialises on
 
 
-def variants_of(launches: Sequence[Launch]) -> list[Launch]:
+def variants_of(launches: Iterable[Launch]) -> list[Launch]:
     """One launch of each variant among these."""
-    return list({_variant(launch): launch for launch in launches}.values())
+    return list({variant_key(launch): launch for launch in launches}.values())
 
 
-def _variant(launch: Launch) -> Hashable:
+def variant_key(launch: Launch) -> Hashable:
     """What decides which compiled kernel a launch gets."""
     parameters = [parameter for parameter in launch.kernel.params if not parameter.is_constexpr]
     kinds = (_kind(v, not p.do_not_specialize) for p, v in zip(parameters, launch.arguments, strict=True))
@@ -49,14 +47,19 @@ def compile_variants(variants: Sequence[Launch], progress: bool = False) -> None
     """
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         futures = [pool.submit(_compile, launch) for launch in variants]
-        bar = Console(stderr=True)
-        for future in track(
-            as_completed(futures), "compiling", len(futures), console=bar, transient=True, disable=not progress
-        ):
+        for future in _with_bar(futures) if progress else futures:
             future.result()
     # Threads that use a kernel for the first time may each make it a cache, and all but one are lost. So ask again.
     for launch in variants:
         _compile(launch)
+
+
+def _with_bar(futures: Sequence[Future[None]]) -> Iterable[Future[None]]:
+    """Futures as they complete, with a progress bar on stderr."""
+    from rich.console import Console  # takes as long to import as flashstate, and few need it
+    from rich.progress import track
+
+    return track(as_completed(futures), "compiling", len(futures), console=Console(stderr=True), transient=True)
 
 
 def _compile(launch: Launch) -> None:

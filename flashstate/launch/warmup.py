@@ -1,0 +1,140 @@
+"""warmup: compiles every kernel that a server will need, before it starts."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import partial
+from itertools import chain, product
+
+import torch
+from torch import Tensor
+
+from flashstate.errors import check_int
+from flashstate.launch.backend import uses_kernels
+from flashstate.launch.config import LARGE
+from flashstate.launch.start import Launch, collecting
+from flashstate.launch.variants import compile_variants, variant_key
+from flashstate.ops.mamba2 import mamba2_step
+from flashstate.ops.pool import read_states, write_states
+from flashstate.state.pool import StatePool
+from flashstate.state.slots import MOST_TOKENS, Slots
+from flashstate.state.state import State
+
+Call = Callable[[], object]
+
+
+def warmup(
+    pool: StatePool,
+    batches: Sequence[int],
+    *,
+    tokens: Sequence[int] = (1,),
+    groups: int = 1,
+    activations: torch.dtype = torch.bfloat16,
+    parameters: torch.dtype = torch.float32,
+    D: bool = True,
+    z: bool = True,
+    dt_bias: bool = True,
+    index: torch.dtype = torch.int64,
+    also: Call | None = None,
+    progress: bool = True,
+) -> dict[str, int]:
+    """Compile the kernels that serving a pool with `mamba2_step` needs, so that no such call compiles anything later.
+
+    batches, tokens: every size of a batch, and every number of tokens per row.
+    groups: of B and C.
+    activations: the dtype of x, z, B, C and dt.
+    parameters: the dtype of A, D and dt_bias, which have one value per head.
+    D, z, dt_bias: whether they are given.
+    index: the dtype of slot numbers.
+    also: makes other calls as the server will: with snapshots, packed tokens, a tree, other dtypes.
+    progress: show a bar, and how many variants there are, on stderr.
+
+    The kernels behind `advance`, `write` and `read` of the pool are compiled too. Nothing is launched, by `also`
+    neither, so the pool stays as it is. Variants are compiled side by side, one per core. Returns how many each kernel
+    has, by its name; none on a CPU, which has no kernels.
+    """
+    for name, numbers in (("batches", batches), ("tokens", tokens)):
+        for number in numbers:
+            check_int(name, number, 1, MOST_TOKENS)
+    states = [pool.layer(i) for i in range(pool.layers)]
+    if not uses_kernels(states[0].data.device):
+        return {}
+    step = partial(_step, groups=groups, activations=activations, parameters=parameters, D=D, z=z, dt_bias=dt_bias)
+    slots = [_no_requests(pool, batch, index) for batch in batches]
+    variants = _variants(
+        chain(
+            (partial(pool.advance, of_batch) for of_batch in slots),
+            (call for state in states for call in _pool_calls(state, activations)),
+            (partial(step, state, of_batch, count) for state, of_batch, count in product(states, slots, tokens)),
+            () if also is None else (also,),
+        )
+    )
+    compile_variants(variants, progress)
+    counts = dict(Counter(launch.kernel.__name__.removesuffix("_kernel") for launch in variants))
+    if progress:
+        listed = ", ".join(f"{count} of {name}" for name, count in counts.items())
+        print(f"flashstate compiled {len(variants)} kernels: {listed}", file=sys.stderr)
+    return counts
+
+
+def _variants(calls: Iterator[Call]) -> list[Launch]:
+    """A launch of every variant that these calls need; of all other launches the tensors are let go at once."""
+    variants: dict[Hashable, Launch] = {}
+    for call in calls:
+        with collecting() as launches:
+            call()
+        for launch in launches:
+            variants.setdefault(variant_key(launch), launch)
+    return list(variants.values())
+
+
+def _no_requests(pool: StatePool, batch: int, index: torch.dtype) -> Slots:
+    """A batch of padding."""
+    device = pool.layer(0).data.device
+    return Slots(torch.full((batch,), pool.null, dtype=index, device=device), null=pool.null)
+
+
+def _pool_calls(state: State, activations: torch.dtype) -> Iterator[Call]:
+    """Writing states that a prefill leaves in either dtype, and reading them: few, and so many that configs change."""
+    for count in (1, -(-LARGE // state.data.shape[1])):
+        slots = torch.zeros(count, dtype=torch.int64, device=state.data.device)
+        for dtype in {torch.float32, activations}:
+            states = torch.empty((count, *state.data.shape[1:]), dtype=dtype, device=state.data.device)
+            yield partial(write_states, state, slots, states)
+        yield partial(read_states, state, slots)
+
+
+def _step(
+    state: State,
+    slots: Slots,
+    tokens: int,
+    groups: int,
+    activations: torch.dtype,
+    parameters: torch.dtype,
+    D: bool,
+    z: bool,
+    dt_bias: bool,
+) -> None:
+    """A step of the batch in `slots`, on activations that take the memory of one token."""
+    _, heads, rows, cols = state.data.shape
+    leading = (len(slots.read),) if tokens == 1 else (len(slots.read), tokens)
+
+    def per_token(*sizes: int) -> Tensor:
+        return torch.empty(sizes, dtype=activations, device=state.data.device).expand(*leading, *sizes)
+
+    x, bc = per_token(heads, rows), per_token(groups, cols)
+    per_head = torch.empty(heads, dtype=parameters, device=state.data.device)
+    mamba2_step(
+        state,
+        x,
+        per_token(heads),
+        per_head,
+        bc,
+        bc,
+        D=per_head if D else None,
+        z=x if z else None,
+        dt_bias=per_head if dt_bias else None,
+        slots=slots,
+    )

@@ -1,0 +1,236 @@
+"""warmup: what it compiles is what later calls need, and it touches nothing."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Hashable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compiling import collected
+from torch import Tensor
+
+import flashstate
+from flashstate import Slots, State, StatePool
+from flashstate.launch.start import Launch
+from flashstate.launch.variants import variant_key, variants_of
+from flashstate.state.formats import PORTABLE_FORMATS
+from flashstate.testing import dtype
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+DOCUMENT = Path(__file__).parent.parent / "docs" / "launching.md"
+HEADS, GROUPS, ROWS, COLS = 16, 2, 64, 128
+BATCHES = (1, 3, 8, 33)  # 33 x 16 heads are more than the heuristic's bound
+
+
+def make_pool(name: str, rounding: str, device: torch.device = CPU, **shape: int) -> StatePool:
+    sizes = {"slots": 40, "layers": 2, "heads": HEADS, "rows": ROWS, "cols": COLS, **shape}
+    return StatePool.mamba2(**sizes, dtype=dtype(name), rounding=rounding, seed=0, device=device)
+
+
+def serve(
+    pool: StatePool,
+    batch: int,
+    tokens: int = 1,
+    *,
+    activations: torch.dtype = torch.bfloat16,
+    leave_out: Sequence[str] = (),
+    index: torch.dtype = torch.int64,
+    **changes: Any,
+) -> None:
+    """What a server does in one model step: steps of all layers, then the seeds move on."""
+    state = pool.layer(0)
+    device, (_, heads, rows, cols) = state.data.device, state.data.shape
+    leading = (batch,) if tokens == 1 else (batch, tokens)
+
+    def normal(*sizes: int, kind: torch.dtype = activations) -> Tensor:
+        return torch.randn(*sizes, device=device).to(kind)
+
+    x, per_head = normal(*leading, heads, rows), normal(heads, kind=torch.float32)
+    B, C = (normal(*leading, GROUPS, cols) for _ in range(2))
+    options = {"D": per_head, "z": normal(*leading, heads, rows), "dt_bias": per_head.clone()}
+    options = {name: tensor for name, tensor in options.items() if name not in leave_out}
+    slots = torch.randperm(pool.slots)[:batch].to(index).to(device)
+    for i in range(pool.layers):
+        dt, A = normal(*leading, heads), -per_head.abs()
+        changes.setdefault("slots", slots)
+        flashstate.mamba2_step(pool.layer(i), x, dt, A, B, C, **options, **changes)
+    pool.advance(slots)
+
+
+def admit(pool: StatePool, requests: int, kind: torch.dtype = torch.float32) -> None:
+    """What a server does with states that a prefill left, and when it looks at them."""
+    slots = pool.acquire(requests)
+    pool.write(1, slots, torch.randn(requests, *pool.layer(1).data.shape[1:], device=slots.device).to(kind))
+    pool.read(0, slots)
+    pool.release(slots)
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
+    """The variants that warmup would have compiled: here there is nothing to compile them for."""
+    variants: list[Launch] = []
+    monkeypatch.setattr("flashstate.launch.warmup.compile_variants", lambda found, progress: variants.extend(found))
+    with collected(90) as launched:
+        yield variants
+        assert not launched, "warmup launched something"
+
+
+def keys_of(launches: Sequence[Launch]) -> set[Hashable]:
+    return set(map(variant_key, launches))
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize(("name", "rounding"), PORTABLE_FORMATS)
+def test_every_variant_of_later_calls_was_compiled(name: str, rounding: str, compiled: list[Launch]) -> None:
+    pool = make_pool(name, rounding)
+    counts = flashstate.warmup(pool, BATCHES, tokens=(1, 4), groups=GROUPS, progress=False)
+    assert sum(counts.values()) == len(compiled) == len(keys_of(compiled))
+    with collected(90) as later:
+        for batch in BATCHES:
+            serve(pool, batch)
+            serve(pool, batch, 4)
+            admit(pool, batch)
+            admit(pool, batch, torch.bfloat16)
+    assert len(later) > 3 * len(compiled)
+    assert keys_of(later) == keys_of(compiled)  # and none in vain
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("leave_out", [(), ("z",), ("D", "dt_bias"), ("D", "z", "dt_bias")], ids=str)
+@pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
+def test_what_calls_leave_out_and_their_dtypes_are_compiled_as_told(
+    leave_out: Sequence[str], index: torch.dtype, compiled: list[Launch]
+) -> None:
+    pool = make_pool("float16", "stochastic")
+    options = dict.fromkeys(leave_out, False)
+    told = {"groups": GROUPS, "activations": torch.float16, "index": index, "progress": False}
+    flashstate.warmup(pool, BATCHES, **told, **options)
+    with collected(90) as as_told:
+        serve(pool, 8, activations=torch.float16, leave_out=leave_out, index=index)
+    assert keys_of(as_told) < keys_of(compiled)
+    other = torch.int32 if index == torch.int64 else torch.int64
+    for change in ({"activations": torch.bfloat16}, {"index": other}, {"dt_softplus": False}, {"update": False}):
+        with collected(90) as otherwise:
+            serve(pool, 8, **{"activations": torch.float16, "leave_out": leave_out, "index": index, **change})
+        assert not keys_of(otherwise) <= keys_of(compiled), change
+
+
+@pytest.mark.compiled
+def test_other_calls_are_compiled_as_also_makes_them(compiled: list[Launch]) -> None:
+    pool = make_pool("float32", "nearest")
+    snapshots = State(torch.zeros(8, 4, HEADS, ROWS, COLS, dtype=torch.int8), torch.ones(8, 4, HEADS, ROWS))
+
+    def verify() -> None:
+        serve(pool, 8, 4, snapshots=snapshots, update=False)
+
+    counts = flashstate.warmup(pool, (8,), groups=GROUPS, also=verify, progress=False)
+    assert counts["mamba2_step"] == 2
+    with collected(90) as later:
+        serve(pool, 8)
+        verify()
+    assert keys_of(later) <= keys_of(compiled)
+
+
+@pytest.mark.compiled
+def test_layers_of_different_formats_are_all_compiled(compiled: list[Launch]) -> None:
+    pools = [make_pool(name, "nearest", layers=1) for name in ("float32", "int8", "float32")]
+    pool = StatePool.wrap([pool.layer(0) for pool in pools])
+    counts = flashstate.warmup(pool, (8,), groups=GROUPS, progress=False)
+    assert counts["mamba2_step"] == 2
+    with collected(90) as later:
+        serve(pool, 8)
+    assert keys_of(later) <= keys_of(compiled)
+
+
+@pytest.mark.compiled
+def test_many_sizes_share_few_variants_as_the_document_says(
+    compiled: list[Launch], capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = DOCUMENT.read_text(encoding="utf-8")
+    example = re.search(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    promised = re.search(r"`(\{'.*?\})`", text)
+    assert example, "the document has no example"
+    assert promised, "the document has no numbers"
+    names: dict[str, Any] = {}
+    exec(example[1], names)
+    assert names["variants"] == ast.literal_eval(promised[1])
+    error = capsys.readouterr().err
+    assert all(f"{count} of {name}" in error for name, count in names["variants"].items())
+
+
+@pytest.mark.compiled
+@pytest.mark.usefixtures("compiled")
+def test_the_pool_stays_as_it_is() -> None:
+    pool = make_pool("int8", "stochastic")
+    before = [(state.data.clone(), state.scale.clone(), state.seed.clone()) for state in map(pool.layer, (0, 1))]
+    free = pool.free
+    flashstate.warmup(pool, BATCHES, progress=False, also=lambda: serve(pool, 4))
+    for (data, scale, seed), state in zip(before, map(pool.layer, (0, 1)), strict=True):
+        assert torch.equal(data, state.data)
+        assert torch.equal(scale, state.scale)
+        assert torch.equal(seed, state.seed)
+    assert pool.free == free
+
+
+def test_a_cpu_has_no_kernels_to_compile() -> None:
+    pool = make_pool("int8", "stochastic", rows=4, cols=16)
+    assert flashstate.warmup(pool, BATCHES, also=lambda: 1 / 0) == {}
+
+
+@pytest.mark.parametrize(
+    ("batches", "changes", "error", "complaint"),
+    [
+        ((0,), {}, ValueError, "batches must be from 1"),
+        ((1.5,), {}, TypeError, "batches must be an int"),
+        ((1,), {"tokens": (0,)}, ValueError, "tokens must be from 1"),
+    ],
+)
+def test_wrong_sizes_are_refused_by_name(
+    batches: Sequence[int], changes: dict[str, Any], error: type[Exception], complaint: str
+) -> None:
+    with pytest.raises(error, match=f"^{complaint}"):
+        flashstate.warmup(make_pool("float32", "nearest", rows=4, cols=16), batches, **changes)
+
+
+@pytest.mark.compiled
+def test_launches_of_other_values_are_one_variant_and_of_other_types_several() -> None:
+    pool, far = make_pool("float32", "nearest"), make_pool("float32", "nearest")
+    with collected(90) as launches:
+        serve(pool, 3)
+        serve(far, 8)
+    assert len(launches) == 4
+    assert len(variants_of(launches)) == 1
+    with collected(90) as launches:
+        slots = torch.arange(4)
+        serve(pool, 4, slots=slots)
+        serve(pool, 4, slots=Slots(slots, null=1 << 40))
+        serve(pool, 4, slots=Slots(slots, write=slots))
+    assert len(variants_of(launches)) == 3
+
+
+@pytest.mark.gpu
+def test_nothing_is_compiled_after_warmup() -> None:
+    from triton import knobs
+
+    compilations: list[str] = []
+    shape = {"heads": 6, "rows": 48, "cols": 80}  # of no other test: nothing of it was compiled before
+    pool = make_pool("float16", "stochastic", CUDA, **shape)
+    before = knobs.runtime.jit_cache_hook
+    knobs.runtime.jit_cache_hook = lambda **compilation: compilations.append(compilation["repr"])
+    try:
+        counts = flashstate.warmup(pool, BATCHES, tokens=(1, 4), groups=GROUPS, progress=False)
+        assert len(compilations) >= sum(counts.values()) > 0
+        compilations.clear()
+        for batch in BATCHES:
+            serve(pool, batch)
+            serve(pool, batch, 4)
+            admit(pool, batch)
+        assert not compilations
+        serve(pool, 8, leave_out=["z"])
+        assert len(compilations) == 1, "the hook that counts compilations does not work"
+    finally:
+        knobs.runtime.jit_cache_hook = before
