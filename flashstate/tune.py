@@ -18,7 +18,7 @@ from flashstate.bench.measure import on_larger_pool
 from flashstate.bench.timing import cold_slots, time_launches
 from flashstate.info import versions
 from flashstate.launch import Config, Gpu, Problem, collecting, gpu_of, override
-from flashstate.launch.config import mode_key, table_key
+from flashstate.launch.config import coordinates, mode_key, table_key
 from flashstate.launch.search import Point, Stopwatch, search
 from flashstate.launch.table import COLUMNS, FormatTable, TableFile, read_table_file, table_name, write_table_file
 from flashstate.launch.variants import compile_variants, variants_of
@@ -101,7 +101,7 @@ def has_entry(table: TableFile, problem: Problem) -> bool:
 
 def add_entry(table: TableFile, problem: Problem, config: Config) -> None:
     entries = table.configs.setdefault(table_key(problem), FormatTable(config.lanes, {}))
-    entries.modes.setdefault(mode_key(problem), {})[problem.batch_heads] = (config.block_rows, config.num_warps)
+    entries.modes.setdefault(mode_key(problem), {})[problem.batch_heads] = coordinates(config)
 
 
 class GpuStopwatch:

@@ -16,7 +16,7 @@ from flashstate.bench.ops import OPS
 from flashstate.bench.timing import MIN_LAUNCHES, Timing
 from flashstate.cli import main
 from flashstate.launch import Config, Gpu, Problem, choose, interpreted, valid_configs
-from flashstate.launch.config import mode_key, table_key
+from flashstate.launch.config import config_at, mode_key, table_key
 from flashstate.launch.search import Point, neighbours
 from flashstate.launch.table import read_table_file
 from flashstate.laws import LawBroken
@@ -75,7 +75,7 @@ def tuned(path: Path, stopwatch: FakeStopwatch, problems: Sequence[Problem] = PR
 def configs_in(path: Path) -> dict[tuple[str, str, int], Config]:
     """Every entry of a table, by key, mode and size."""
     return {
-        (key, mode, size): Config(*entry, table.lanes)
+        (key, mode, size): config_at(entry, table.lanes)
         for key, table in read_table_file(path).configs.items()
         for mode, sizes in table.modes.items()
         for size, entry in sizes.items()

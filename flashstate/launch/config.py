@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -143,7 +143,19 @@ def _look_up(problem: Problem, gpu: Gpu) -> tuple[Config, str]:
     if entries is None:
         return heuristic(problem, table.lanes), f"heuristic: table of {gpu.name} knows only other modes of this format"
     nearest = min(entries, key=lambda size: abs(math.log(size / problem.batch_heads)))
-    return Config(*entries[nearest], table.lanes), f"table of {gpu.name}, measured at batch x heads = {nearest}"
+    config = config_at(entries[nearest], table.lanes)
+    return config, f"table of {gpu.name}, measured at batch x heads = {nearest}"
+
+
+def coordinates(config: Config) -> tuple[int, ...]:
+    """All of a config that may change with the batch: everything but the lanes, which decide the order of sums."""
+    return tuple(number for name, number in vars(config).items() if name != "lanes")
+
+
+def config_at(numbers: Sequence[int], lanes: int) -> Config:
+    """The config with these coordinates; those left out at the end are as by default."""
+    rows, warps, *rest = numbers
+    return Config(rows, warps, lanes, *rest)
 
 
 def heuristic_lanes(problem: Problem, gpu: Gpu) -> int:

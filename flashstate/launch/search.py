@@ -11,6 +11,8 @@ from flashstate.launch.config import (
     Gpu,
     Problem,
     choose,
+    config_at,
+    coordinates,
     heuristic,
     mode_key,
     table_key,
@@ -21,7 +23,6 @@ from flashstate.launch.table import FormatTable
 WORTHWHILE = 0.99  # of a time: what is not this much faster is noise
 FINALISTS = 2  # numbers of lanes that are compared at their best configs,
 CLOSE = 1.1  # if their times are this close where the search starts
-STEPS = ((2, 1), (1, 2), (2, 2))  # factors of rows and warps: more of either, or more warps of equally many rows
 
 Point = tuple[Problem, Config]
 
@@ -59,7 +60,7 @@ def search(
                     found.append(descend(problem, starts, times))
                     yield problem, found[-1]
                 else:
-                    found.append(Config(*entry, lanes))
+                    found.append(config_at(entry, lanes))
 
 
 def best_lanes(problems: Sequence[Problem], times: _Times, gpu: Gpu) -> int:
@@ -107,12 +108,17 @@ def descend(problem: Problem, starts: Sequence[Config], times: _Times) -> Config
 
 
 def neighbours(problem: Problem, config: Config) -> list[Config]:
-    """The valid configs one step away along a coordinate, with equal lanes."""
-    rows, warps = config.block_rows, config.num_warps
-    larger = [Config(rows * r, warps * w, config.lanes) for r, w in STEPS]
-    smaller = [Config(rows // r, warps // w, config.lanes) for r, w in STEPS]
-    valid = valid_configs(problem, config.lanes)
-    return [neighbour for neighbour in (*larger, *smaller) if neighbour in valid]
+    """The valid configs with equal lanes that are one step away: a factor of two along one coordinate, or more or fewer
+    warps of equally many rows each."""
+    return [
+        other for other in valid_configs(problem, config.lanes) if _is_step(coordinates(config), coordinates(other))
+    ]
+
+
+def _is_step(here: Sequence[int], there: Sequence[int]) -> bool:
+    rows, warps, *rest = (abs(math.log2(b / a)) for a, b in zip(here, there, strict=True))
+    together = rows == warps == 1 and here[0] * there[1] == there[0] * here[1] and not any(rest)
+    return rows + warps + sum(rest) == 1 or together
 
 
 def _starts(problem: Problem, lanes: int, gpu: Gpu) -> list[Config]:

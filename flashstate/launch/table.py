@@ -1,7 +1,7 @@
 """Tables of measured configs: one JSON file per GPU, read when a config is looked up and written by `flashstate tune`.
 
 A file says which GPU, torch and Triton it was measured with and when, and under "configs", for each op, shape and
-format, how many lanes share a row, then for each mode and batch x heads the rows per program and the warps:
+format, how many lanes share a row, then for each mode and batch x heads the other numbers of a config:
 
     "mamba2_step 64x128 float32 vector 4": {
       "lanes": 32,
@@ -23,10 +23,10 @@ HEADER = ("gpu", "torch", "triton", "measured", "columns")
 
 
 class FormatTable(NamedTuple):
-    """The configs of one op, shape and format: their lanes; by mode, then by batch x heads, their rows and warps."""
+    """The configs of one op, shape and format: their lanes; by mode, then by batch x heads, their other numbers."""
 
     lanes: int
-    modes: dict[str, dict[int, tuple[int, int]]]
+    modes: dict[str, dict[int, tuple[int, ...]]]
 
 
 class TableFile(NamedTuple):
@@ -52,7 +52,7 @@ def parse_table(content: Mapping[str, Any]) -> TableFile:
     configs = {}
     for key, entries in content["configs"].items():
         modes = {
-            mode: {int(size): (rows, warps) for size, (rows, warps) in sizes.items()}
+            mode: {int(size): tuple(numbers) for size, numbers in sizes.items()}
             for mode, sizes in entries.items()
             if mode != "lanes"
         }
