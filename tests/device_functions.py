@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from flashstate.kernels.state_io import load_state, philox, store_state, tile_at, to_code, to_nearest
+from flashstate.kernels.state_io import load_scale, load_state, philox, store_state, tile_at, to_code, to_nearest
 
 
 @triton.jit
@@ -55,9 +55,10 @@ def decode_kernel(
     """load_state of (slots, rows, COLS): one program per tile and slot."""
     slot = tl.program_id(1)
     tile = tile_at(tl.program_id(0) * BLOCK_ROWS, rows, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK)
-    v = load_state(stored_ptr, scale_ptr, slot * rows * COLS, slot * rows, slot >= 0, tile, COLS, 1, TARGET)
+    scale = load_scale(scale_ptr, slot * rows, slot >= 0, tile)
+    v = load_state(stored_ptr, slot * rows * COLS, slot >= 0, tile, COLS, 1, TARGET)
     for k in tl.static_range(len(v)):
-        tl.store(value_ptr + slot * rows * COLS + tile[0] + k * CHUNK + tile[1], v[k], mask=tile[3][k])
+        tl.store(value_ptr + slot * rows * COLS + tile[0] + k * CHUNK + tile[1], v[k] * scale, mask=tile[3][k])
 
 
 @triton.jit

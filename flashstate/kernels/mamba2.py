@@ -13,7 +13,7 @@ from flashstate.kernels.slots import (
     token_range,
     unused_tokens,
 )
-from flashstate.kernels.state_io import load_seed, load_state, random_bits, store_state, tile_at
+from flashstate.kernels.state_io import load_scale, load_seed, load_state, random_bits, store_state, tile_at
 
 
 @triton.jit
@@ -55,21 +55,63 @@ def load_decay(ptr, h, tile, PER_ELEMENT: tl.constexpr):
 
 
 @triton.jit
-def step_chunks(s, dt, A, dtx, B):
-    """s * exp(dt * A) + (dt * x) ⊗ B, chunk by chunk."""
+def step_chunks(s, factor, dt, A, dtx, B):
+    """s * factor * exp(dt * A) + (dt * x) ⊗ B, chunk by chunk. factor: of every row, (rows, 1), or 1."""
     stepped = ()
     for k in tl.static_range(len(s)):
-        stepped = stepped + (tl.fma(s[k], tl.exp(dt * A[k]), dtx[:, None] * B[k][None, :]),)
+        stepped = stepped + (tl.fma(s[k], tl.exp(dt * A[k]) * factor, dtx[:, None] * B[k][None, :]),)
     return stepped
 
 
 @triton.jit
-def read_out(s, C):
-    """The product of every row with C: every thread sums along its columns, and the threads of a row at the end."""
-    products = s[0] * C[0][None, :]
-    for k in tl.static_range(1, len(s)):
-        products = tl.fma(s[k], C[k][None, :], products)
-    return tl.sum(products, axis=1)
+def read_out(s, C, VECTOR: tl.constexpr):
+    """The product of every row with C, summed in an order that does not depend on how many threads share a row: VECTOR
+    neighbouring columns first, which one thread holds, then halves of the row onto each other, in a thread as far as
+    it holds both."""
+    sums = ()
+    for k in tl.static_range(len(s)):
+        sums = sums + (sum_vectors(s[k], C[k], VECTOR),)
+    for _ in tl.static_range(MOST_HALVINGS):
+        sums = fold(sums)
+    return tl.sum(sums[0], axis=1)
+
+
+@triton.jit
+def sum_vectors(s, C, VECTOR: tl.constexpr):
+    """The products of each VECTOR neighbours, summed: (rows, columns / VECTOR)."""
+    vectors: tl.constexpr = s.shape[1] // VECTOR
+    parts, weights = (tl.reshape(s, (s.shape[0], vectors, VECTOR)),), (tl.reshape(C, (vectors, VECTOR)),)
+    for i in tl.static_range(4):
+        if (2 << i) <= VECTOR:
+            parts, weights = halves_of(parts), halves_of(weights)
+    total = parts[0] * weights[0][None, :]
+    for k in tl.static_range(1, len(parts)):
+        total = tl.fma(parts[k], weights[k][None, :], total)
+    return tl.reshape(total, (s.shape[0], vectors))
+
+
+@triton.jit
+def halves_of(values):
+    """Even and odd entries of the last axis of every value."""
+    halves = ()
+    for k in tl.static_range(len(values)):
+        value = values[k]
+        even, odd = tl.split(tl.reshape(value, value.shape[:-1] + (value.shape[len(value.shape) - 1] // 2, 2)))
+        halves = halves + (even, odd)
+    return halves
+
+
+@triton.jit
+def fold(values):
+    """The second half of a tuple added to its first; a single value as it is."""
+    if len(values) == 1:
+        return values
+    else:
+        half: tl.constexpr = len(values) // 2
+        folded = ()
+        for k in tl.static_range(half):
+            folded = folded + (values[k] + values[half + k],)
+        return folded
 
 
 @triton.jit
@@ -81,36 +123,52 @@ def either(choose_first, first, second):
 
 
 @triton.jit
+def load_rows(ptr, offs_d, mask_d):
+    """A value for each row of a head, (BLOCK_ROWS,)."""
+    return tl.load(ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def load_head(ptr, offs_d, mask_d, PER_ROW: tl.constexpr):
     """A value for each row of a head, (BLOCK_ROWS,), or one for all."""
     if PER_ROW:
-        return tl.load(ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)
+        return load_rows(ptr, offs_d, mask_d)
     else:
         return tl.load(ptr).to(tl.float32)
 
+
+MOST_HALVINGS = tl.constexpr(5)  # of a row of 32 chunks
 
 # Every argument: what a compiler may assume about alignment is said by VECTOR, SNAPSHOT_VECTOR and ALIGNED alone. Of
 # snapshots that is no more than of the pool: accesses wider than those of the pool would change the layout of the tile,
 # and with it the order in which a row is summed.
 ARGUMENTS = [
-    "state", "snapshots", "x_view", "B_view", "C_view", "z_view", "out_view", "dt_view", "A_ptr", "D_ptr",
-    "dt_bias_ptr", "seed_ptr", "cu_seqlens_ptr", "fault_ptr", "read", "write", "parents", "snapshot_rows", "tokens",
-    "longest", "num_slots", "null", "stream",
+    "data_ptr", "scale_ptr", "seed_ptr", "x_ptr", "B_ptr", "C_ptr", "dt_ptr", "z_ptr", "out_ptr", "A_ptr", "D_ptr",
+    "dt_bias_ptr", "read_ptr", "accepted_ptr", "write_ptr", "parents_ptr", "cu_seqlens_ptr", "copy_ptr",
+    "copy_scale_ptr", "snapshot_rows_ptr", "fault_ptr", "stream", "state_strides", "copy_strides", "x_strides",
+    "B_strides", "C_strides", "dt_strides", "z_strides", "out_strides", "read_shape", "write_stride", "parents_stride",
+    "num_copies", "tokens", "longest", "num_slots", "null",
 ]  # fmt: skip
 
 
 @triton.jit(do_not_specialize=ARGUMENTS)
 def mamba2_step_kernel(
-    state,  # data, scale, slot stride of either
-    snapshots,  # data (None: none are taken), scale, row stride of either, token stride of either
-    x_view, B_view, C_view, z_view, out_view, dt_view,  # pointer; batch, token and head (or group) stride; None: absent
-    A_ptr, D_ptr, dt_bias_ptr, seed_ptr, cu_seqlens_ptr, fault_ptr,  # None: absent
-    read,  # table, its row stride and width, accepted counts
-    write, parents,  # table, its row stride; None: absent
-    snapshot_rows,  # list, how many rows there are
+    # Pointers, which change from call to call; None: absent.
+    data_ptr, scale_ptr, seed_ptr,  # the state
+    x_ptr, B_ptr, C_ptr, dt_ptr, z_ptr, out_ptr, A_ptr, D_ptr, dt_bias_ptr,
+    read_ptr, accepted_ptr, write_ptr, parents_ptr, cu_seqlens_ptr,
+    copy_ptr, copy_scale_ptr, snapshot_rows_ptr,  # snapshots
+    fault_ptr, stream,
+    # Shapes and strides, which a server repeats.
+    state_strides,  # of slots, in the data and in the scales
+    copy_strides,  # of the rows of snapshots in either, of their tokens in either
+    x_strides, B_strides, C_strides, dt_strides, z_strides, out_strides,  # batch, token, head (or group)
+    read_shape,  # row stride and width of the table
+    write_stride, parents_stride,  # of the rows of the tables
+    num_copies,  # rows of snapshots there are
     tokens,  # length of the token axis
     longest,  # entries that write, parents and snapshots have for the tokens of a row
-    num_slots, null, stream,
+    num_slots, null,
     H: tl.constexpr, HEADS_PER_GROUP: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
     VECTOR: tl.constexpr, SNAPSHOT_VECTOR: tl.constexpr,  # elements per access
     ALIGNED: tl.constexpr,  # every row of x, B, C, z and out starts at a multiple of 16 bytes
@@ -131,68 +189,76 @@ def mamba2_step_kernel(
     tile = tile_at(h * ROWS + first_row, h * ROWS + ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK)
 
     # No branches: a padding row is masked. So loads do not wait until the row is known to be live.
+    read = (read_ptr, read_shape[0], read_shape[1], accepted_ptr)
     slot = resolve_read(read, b, num_slots, null, fault_ptr)
     live = slot >= 0
     seed = load_seed(seed_ptr, slot, live)
-    data_ptr, scale_ptr, slot_stride, scale_stride = state
-    copy_ptr, copy_scale_ptr, row_stride, scale_row_stride, token_stride, scale_token_stride = snapshots
-    s = load_state(data_ptr, scale_ptr, slot * slot_stride, slot * scale_stride, live, tile, COLS, VECTOR, TARGET)
-    initial = s
+    slot_stride, scale_stride = state_strides
+    row_stride, scale_row_stride, token_stride, scale_token_stride = copy_strides
+    zero = b * 0
+    first, count = zero, 1
+    if not ONE_TOKEN:
+        first, count = token_range(cu_seqlens_ptr, b, tokens)
 
+    factor = load_scale(scale_ptr, slot * scale_stride, live, tile)
+    s = load_state(data_ptr, slot * slot_stride, live, tile, COLS, VECTOR, TARGET)
+    initial, initial_factor = s, factor
     A = load_decay(A_ptr, h, tile, A_PER_ELEMENT)
     if D_ptr is not None:
         D = load_head(D_ptr + h * (ROWS if D_PER_ROW else 1), offs_d, mask_d, D_PER_ROW)
     if dt_bias_ptr is not None:
         dt_bias = load_head(dt_bias_ptr + h * (ROWS if BIAS_PER_ROW else 1), offs_d, mask_d, BIAS_PER_ROW)
-
-    zero = b * 0
-    first, count = zero, 1
-    if not ONE_TOKEN:
-        first, count = token_range(cu_seqlens_ptr, b, tokens)
     if STORES == "last":  # drawn while the state is on its way
         random = random_bits(seed, tile, count - 1, stream, COLS, VECTOR, ROUNDING, ROUNDS)
+
     for index in range(0, count):
         t = zero + index  # a number of the kernel also where the interpreter has one of Python
         runs, steps = live, 1
-        if parents is not None:
-            steps, follows = path_to(parents, b, t, longest)
+        if parents_ptr is not None:
+            steps, follows = path_to((parents_ptr, parents_stride), b, t, longest)
             runs = live & (steps > 0)
             s = either(follows, s, initial)
-        C = load_columns(token_entry(C_view, b, first + t, g, ALIGNED), COLS, BLOCK_COLS, CHUNK)
-        if z_view is not None:
-            z = tl.load(token_entry(z_view, b, first + t, h, ALIGNED) + offs_d, mask=mask_d, other=0.0).to(tl.float32)
+            if scale_ptr is not None:
+                factor = tl.where(follows, factor, initial_factor)
+        C = load_columns(token_entry((C_ptr, C_strides), b, first + t, g, ALIGNED), COLS, BLOCK_COLS, CHUNK)
+        if z_ptr is not None:
+            z = load_rows(token_entry((z_ptr, z_strides), b, first + t, h, ALIGNED), offs_d, mask_d)
         x = tl.zeros([BLOCK_ROWS], tl.float32)
         for step in range(0, steps):
             i = t
-            if parents is not None:
-                i = ancestor(parents, b, t, steps - 1 - step, longest)
-            x = tl.load(token_entry(x_view, b, first + i, h, ALIGNED) + offs_d, mask=mask_d, other=0.0).to(tl.float32)
-            dt = load_head(token_entry(dt_view, b, first + i, h, False), offs_d, mask_d, DT_PER_ROW)
-            B = load_columns(token_entry(B_view, b, first + i, g, ALIGNED), COLS, BLOCK_COLS, CHUNK)
+            if parents_ptr is not None:
+                i = ancestor((parents_ptr, parents_stride), b, t, steps - 1 - step, longest)
+            x = load_rows(token_entry((x_ptr, x_strides), b, first + i, h, ALIGNED), offs_d, mask_d)
+            dt = load_head(token_entry((dt_ptr, dt_strides), b, first + i, h, False), offs_d, mask_d, DT_PER_ROW)
+            B = load_columns(token_entry((B_ptr, B_strides), b, first + i, g, ALIGNED), COLS, BLOCK_COLS, CHUNK)
 
             if dt_bias_ptr is not None:
                 dt += dt_bias
             if DT_SOFTPLUS:
                 dt = softplus(dt)
-            s = step_chunks(s, dt[:, None] if DT_PER_ROW or BIAS_PER_ROW else dt, A, dt * x, B)
-        y = read_out(s, C)
+            s = step_chunks(s, factor, dt[:, None] if DT_PER_ROW or BIAS_PER_ROW else dt, A, dt * x, B)
+            if scale_ptr is not None:
+                factor = tl.full([BLOCK_ROWS, 1], 1.0, tl.float32)
+        y = read_out(s, C, VECTOR)
         if D_ptr is not None:
             y = tl.fma(x, D, y)
-        if z_view is not None:
+        if z_ptr is not None:
             y *= silu(z)
-        y = tl.where(runs, y, 0.0).to(out_view[0].dtype.element_ty)
-        tl.store(token_entry(out_view, b, first + t, h, ALIGNED) + offs_d, y, mask=mask_d)
+        y = tl.where(runs, y, 0.0).to(out_ptr.dtype.element_ty)
+        tl.store(token_entry((out_ptr, out_strides), b, first + t, h, ALIGNED) + offs_d, y, mask=mask_d)
 
         if STORES == "every":
             bits = random_bits(seed, tile, t, stream, COLS, VECTOR, ROUNDING, ROUNDS)
-            to = resolve_write(write, b, t, slot, runs & (t < longest), num_slots, null, fault_ptr)
+            goes = runs & (t < longest)
+            to = resolve_write((write_ptr, write_stride), b, t, slot, goes, num_slots, null, fault_ptr)
             store_state(
                 data_ptr, scale_ptr, to * slot_stride, to * scale_stride, to >= 0, tile, s, bits,
                 ROUNDING, VECTOR, TARGET,
             )  # fmt: skip
         if copy_ptr is not None:
             bits = random_bits(seed, tile, t, stream, COLS, VECTOR, SNAPSHOT_ROUNDING, ROUNDS)
-            to = resolve_snapshot_row(snapshot_rows, b, runs & (t < longest), fault_ptr)
+            goes = runs & (t < longest)
+            to = resolve_snapshot_row((snapshot_rows_ptr, num_copies), b, goes, fault_ptr)
             store_state(
                 copy_ptr, copy_scale_ptr, to * row_stride + t.to(tl.int64) * token_stride,
                 to * scale_row_stride + t.to(tl.int64) * scale_token_stride, to >= 0, tile, s, bits,
@@ -203,20 +269,22 @@ def mamba2_step_kernel(
         goes = live
         if not ONE_TOKEN:
             goes = live & (count > 0)
-        to = tl.where(goes, resolve_write(write, b, 0, slot, goes, num_slots, null, fault_ptr), -1)
+        to = resolve_write((write_ptr, write_stride), b, 0, slot, goes, num_slots, null, fault_ptr)
+        to = tl.where(goes, to, -1)
         store_state(
             data_ptr, scale_ptr, to * slot_stride, to * scale_stride, to >= 0, tile, s, random,
             ROUNDING, VECTOR, TARGET,
         )  # fmt: skip
     if cu_seqlens_ptr is not None:
-        zero_unused(out_view, cu_seqlens_ptr, b, h, offs_d, mask_d, tokens, tl.num_programs(0) // (H * tiles))
+        batch = tl.num_programs(0) // (H * tiles)
+        zero_unused((out_ptr, out_strides), cu_seqlens_ptr, b, h, offs_d, mask_d, tokens, batch)
 
 
 @triton.jit
-def zero_unused(out_view, cu_seqlens_ptr, b, h, offs_d, mask_d, tokens, batch):
+def zero_unused(out, cu_seqlens_ptr, b, h, offs_d, mask_d, tokens, batch):
     """Zero the output of the tokens that no row has; the rows share the work."""
-    zero = tl.zeros(offs_d.shape, out_view[0].dtype.element_ty)
+    zero = tl.zeros(offs_d.shape, out[0].dtype.element_ty)
     start, end = unused_tokens(cu_seqlens_ptr, batch, tokens)
     for index in range(b, start + tokens - end, batch):
         t = tl.where(index < start, b * 0 + index, end + index - start)
-        tl.store(token_entry(out_view, b, t, h, False) + offs_d, zero, mask=mask_d)
+        tl.store(token_entry(out, b, t, h, False) + offs_d, zero, mask=mask_d)

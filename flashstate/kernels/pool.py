@@ -6,7 +6,7 @@ Slot numbers come checked from the host: they are distinct where they are writte
 import triton
 import triton.language as tl
 
-from flashstate.kernels.state_io import load_seed, load_state, random_bits, store_state, tile_at
+from flashstate.kernels.state_io import load_scale, load_seed, load_state, random_bits, store_state, tile_at
 
 BEFORE_THE_FIRST_TOKEN = tl.constexpr(0xFFFFFFFF)  # token -1 in the counter of the random bits: no step draws them
 
@@ -60,7 +60,8 @@ def read_states_kernel(
     n, slot, h, first_row = this_program(slots_ptr, H, ROWS, BLOCK_ROWS)
     tile = tile_at(h * ROWS + first_row, h * ROWS + ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK)
     data_ptr, scale_ptr, slot_stride, scale_stride = state
-    v = load_state(data_ptr, scale_ptr, slot * slot_stride, slot * scale_stride, slot >= 0, tile, COLS, VECTOR, TARGET)
+    scale = load_scale(scale_ptr, slot * scale_stride, slot >= 0, tile)
+    v = load_state(data_ptr, slot * slot_stride, slot >= 0, tile, COLS, VECTOR, TARGET)
     ptrs = out_ptr + n * (H * ROWS * COLS) + tile[0] + tile[1]
     for k in tl.static_range(len(v)):
-        tl.store(ptrs + k * CHUNK, v[k], mask=tile[3][k])
+        tl.store(ptrs + k * CHUNK, v[k] * scale, mask=tile[3][k])

@@ -39,10 +39,10 @@ def slot_in_column(read, b, column, slot):
 def resolve_write(write, b, column, slot, goes, num_slots, null, fault_ptr):
     """The slot row `b` writes, int64: its entry in that column of the table, or `slot`, which it read, if there is no
     table; -1 for none, and wherever it points unless `goes`. `write`: table and its row stride."""
-    if write is None:
+    table_ptr, stride = write
+    if table_ptr is None:
         return slot
     else:
-        table_ptr, stride = write
         to = tl.load(_entry(table_ptr, b, stride, column), mask=goes, other=-1)
         return _in_pool(to, num_slots, null, fault_ptr + WRITE_FAULT)
 

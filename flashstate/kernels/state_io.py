@@ -51,22 +51,26 @@ def tile_ptr(ptr, offset, tile, VECTOR: tl.constexpr):
 
 
 @triton.jit
-def load_state(
-    ptr, scale_ptr, offset, scale_offset, live, tile,
-    COLS: tl.constexpr, VECTOR: tl.constexpr, TARGET: tl.constexpr,
-):  # fmt: skip
-    """The float32 values of a tile of the slot at `offset`; undefined in rows where masked, zero in such columns."""
-    _, offsets, rows, masks, mask_rows = tile
-    CHUNK: tl.constexpr = offsets.shape[1]
-    scale = None
-    if scale_ptr is not None:
+def load_scale(ptr, offset, live, tile):
+    """What the rows of a tile that load_state gives are to be multiplied with: (rows, 1), or 1."""
+    _, _, rows, _, mask_rows = tile
+    if ptr is None:
+        return 1.0
+    else:
         mask_rows = tl.where(live, mask_rows, False)
-        scale = tl.load(scale_ptr + scale_offset + rows, mask=mask_rows, eviction_policy="evict_first")[:, None]
+        return tl.load(ptr + offset + rows, mask=mask_rows, eviction_policy="evict_first")[:, None]
+
+
+@triton.jit
+def load_state(ptr, offset, live, tile, COLS: tl.constexpr, VECTOR: tl.constexpr, TARGET: tl.constexpr):
+    """What is stored in a tile of the slot at `offset`, in float32 and without its scale: undefined in rows where
+    masked, zero in columns that do not exist."""
+    _, offsets, _, masks, _ = tile
+    CHUNK: tl.constexpr = offsets.shape[1]
     tile_start = tile_ptr(ptr, offset, tile, VECTOR)
     values = ()
     for k in tl.static_range(len(masks)):
-        ptrs = tile_start + k * CHUNK + offsets
-        chunk = load_chunk(ptrs, scale, tl.where(live, masks[k], False), TARGET)
+        chunk = load_chunk(tile_start + k * CHUNK + offsets, tl.where(live, masks[k], False), TARGET)
         if COLS < (k + 1) * CHUNK:
             chunk = tl.where(masks[k], chunk, 0.0)
         values = values + (chunk,)
@@ -74,19 +78,17 @@ def load_state(
 
 
 @triton.jit
-def load_chunk(ptrs, scale, mask, TARGET: tl.constexpr):
+def load_chunk(ptrs, mask, TARGET: tl.constexpr):
     dtype: tl.constexpr = ptrs.dtype.element_ty
     if dtype == tl.bfloat16:
         code = tl.load(ptrs.to(tl.pointer_type(tl.uint16), bitcast=True), mask=mask, eviction_policy="evict_first")
         return (code.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:
         code = tl.load(ptrs, mask=mask, eviction_policy="evict_first")
-        if scale is None:
-            return code.to(tl.float32)
-        elif dtype == tl.uint8:
-            return from_float8(code, TARGET) * scale
+        if dtype == tl.uint8:
+            return from_float8(code, TARGET)
         else:
-            return code.to(tl.float32) * scale
+            return code.to(tl.float32)
 
 
 @triton.jit

@@ -36,7 +36,7 @@ class Gpu(NamedTuple):
 class Config:
     """How one kernel is launched.
 
-    block_rows: rows of the state per program.
+    block_rows: rows of the state in a tile, which a program has in registers.
     num_warps: warps per program.
     lanes: threads side by side in a row; the fewer, the longer each walks along it, and the fewer are left to sum over.
     """

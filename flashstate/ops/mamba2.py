@@ -15,7 +15,7 @@ from flashstate.errors import (
     tied,
 )
 from flashstate.launch import Problem, access_width, choose, gpu_of, kernel_target, start, uses_kernels
-from flashstate.launch.arguments import aligned, read_table, snapshots_view, state_view, table, token_view
+from flashstate.launch.arguments import aligned, as_bytes, outer_strides, row_stride, table_shape, token_strides
 from flashstate.ops.debug import check_contents, debugging
 from flashstate.ops.library import register
 from flashstate.ops.tokens import (
@@ -186,13 +186,16 @@ def _run(
     if programs >= 1 << 31:
         raise ValueError(f"x must need fewer than 2^31 programs, got {programs} for shape {tuple(x.shape)}")
     draws = rounding != "nearest" or snapshot_rounding != "nearest"
+    strides = [token_strides(t, token_axes, packed) for t in (x, B, C, dt, z, out)]
     arguments = (
-        state_view(data, scale), snapshots_view(snapshot_data, snapshot_scale),
-        *(None if t is None else token_view(t, token_axes, packed) for t in (x, B, C, z, out, dt)),
-        A, D, dt_bias, seed if draws else None, cu_seqlens, fault_flag(data.device),
-        read_table(read, accepted), table(write), table(parents),
-        (snapshot_rows, 0 if snapshot_data is None else snapshot_data.shape[0]),
-        num_tokens, max_len or 0 if packed else num_tokens, num_slots, null, stream,
+        as_bytes(data), scale, seed if draws else None, x, B, C, dt, z, out, A, D, dt_bias,
+        read, accepted, write, parents, cu_seqlens,
+        None if snapshot_data is None else as_bytes(snapshot_data), snapshot_scale, snapshot_rows,
+        fault_flag(data.device), stream,
+        outer_strides(data, scale, 1), outer_strides(snapshot_data, snapshot_scale, 2), *strides,
+        table_shape(read), row_stride(write), row_stride(parents),
+        0 if snapshot_data is None else snapshot_data.shape[0],
+        num_tokens, max_len or 0 if packed else num_tokens, num_slots, null,
     )  # fmt: skip
     constants = {
         "H": heads, "HEADS_PER_GROUP": heads // B.shape[-2], "ROWS": rows, "COLS": cols,

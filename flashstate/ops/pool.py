@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flashstate.errors import check_row_contiguous, check_tensor, dtype_name
 from flashstate.launch import Problem, access_width, choose, gpu_of, kernel_target, start, uses_kernels
-from flashstate.launch.arguments import state_view
+from flashstate.launch.arguments import as_bytes, outer_strides
 from flashstate.reference import state_io as reference
 from flashstate.state.state import POOL_AXES, State
 
@@ -31,7 +31,8 @@ def write_states(state: State, slots: Tensor, states: Tensor) -> None:
 
     programs, constants, num_warps = _launch("pool_write", state, slots)
     arguments = (
-        state_view(state.data, state.scale), (states, *states.stride()[:3]),
+        (as_bytes(state.data), state.scale, *outer_strides(state.data, state.scale, 1)),
+        (states, *states.stride()[:3]),
         slots, None if state.rounding == "nearest" else state.seed, state.stream,
     )  # fmt: skip
     constants |= {"ROUNDING": state.rounding, "ROUNDS": state.rounds}
@@ -49,7 +50,7 @@ def read_states(state: State, slots: Tensor) -> Tensor:
     from flashstate.kernels.pool import read_states_kernel
 
     programs, constants, num_warps = _launch("pool_read", state, slots)
-    arguments = (state_view(state.data, state.scale), out, slots)
+    arguments = ((as_bytes(state.data), state.scale, *outer_strides(state.data, state.scale, 1)), out, slots)
     start(read_states_kernel, (programs,), slots.device, arguments, constants, num_warps)
     return out
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flashstate.launch import start, uses_kernels
-from flashstate.launch.arguments import read_table
+from flashstate.launch.arguments import table_shape
 from flashstate.ops.library import register
 from flashstate.reference import state_io as reference
 from flashstate.state.faults import fault_flag
@@ -37,7 +37,7 @@ def _run(seed: Tensor, read: Tensor | None, accepted: Tensor | None, cu_seqlens:
         return
     columns = 1 if accepted is None or read is None else read.shape[1]
     arguments = (
-        seed, read_table(read, accepted), cu_seqlens, fault_flag(seed.device), MOST_TOKENS, seed.shape[0], null,
+        seed, (read, *table_shape(read), accepted), cu_seqlens, fault_flag(seed.device), MOST_TOKENS, seed.shape[0], null,
         SEED_STEP,
     )  # fmt: skip
     start(advance_seeds_kernel, (rows, columns), seed.device, arguments, {}, num_warps=1)
