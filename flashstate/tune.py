@@ -18,9 +18,9 @@ from flashstate.bench.measure import on_larger_pool
 from flashstate.bench.timing import cold_slots, time_launches
 from flashstate.info import versions
 from flashstate.launch import Config, Gpu, Problem, collecting, gpu_of, override
-from flashstate.launch.config import coordinates, mode_key, table_key
+from flashstate.launch.config import measured_sizes, mode_key, table_key
 from flashstate.launch.search import Point, Stopwatch, search
-from flashstate.launch.table import COLUMNS, FormatTable, TableFile, read_table_file, table_name, write_table_file
+from flashstate.launch.table import COLUMNS, TableFile, read_table_file, table_name, write_table_file
 from flashstate.launch.variants import compile_variants, variants_of
 from flashstate.laws import LawBroken
 from flashstate.laws.require import require_equal_bytes, require_equal_states
@@ -29,6 +29,7 @@ from flashstate.state.state import State
 from flashstate.testing import Case, Inputs, make_inputs
 
 REPLAYS = 5
+MAX_LAUNCHES = 1024  # in a graph: of 8-bit states still more than twice what the cache holds
 CHECKED_ROWS = 16  # of the batch on which configs must give equal bytes
 FEW_SLOTS = 8  # whose states fill a pool that is only timed
 
@@ -64,10 +65,11 @@ def tune(
 ) -> None:
     """Find the configs of these problems and write them to a file after every one, with a progress bar."""
     table = open_table(path, gpu, {table_key(problem) for problem in problems}, resume)
-    missing = [problem for problem in problems if not has_entry(table, problem)]
+    missing = [p for p in problems if p.batch_heads not in measured_sizes(table.configs, p)]
     found = search(problems, stopwatch, gpu, table.configs)
     for problem, config in track(found, "tuning", len(missing), console=console, transient=True):
-        add_entry(table, problem, config)
+        modes = table.configs.setdefault(table_key(problem), {})
+        modes.setdefault(mode_key(problem), {})[problem.batch_heads] = config
         write_table_file(path, table)
 
 
@@ -94,30 +96,23 @@ def open_table(path: Path, gpu: Gpu, keys: set[str], resume: bool) -> TableFile:
     return TableFile(header, kept)
 
 
-def has_entry(table: TableFile, problem: Problem) -> bool:
-    entries = table.configs.get(table_key(problem))
-    return entries is not None and problem.batch_heads in entries.modes.get(mode_key(problem), {})
-
-
-def add_entry(table: TableFile, problem: Problem, config: Config) -> None:
-    entries = table.configs.setdefault(table_key(problem), FormatTable(config.lanes, {}))
-    entries.modes.setdefault(mode_key(problem), {})[problem.batch_heads] = coordinates(config)
-
-
 class GpuStopwatch:
-    """Times steps on cold slots, each config after a check that it gives the bytes of the others with its lanes."""
+    """Times steps on cold slots, each config after a check that it gives the bytes of all others."""
 
     def __init__(self, op: BenchedOp, cases: Mapping[Problem, Case], device: torch.device) -> None:
         self._op = op
         self._cases = cases
         self._device = device
         self._modes: dict[tuple[str, str], _Mode] = {}
+        self._prepared: set[tuple[_Mode, Config]] = set()
         self._pools: dict[tuple[str, int], State] = {}  # of a format and a number of slots
         self._launches: dict[Problem, list[Callable[[], Tensor]]] = {}
 
     def prepare(self, points: Sequence[Point]) -> None:
+        new = {(self._mode(problem), config) for problem, config in points} - self._prepared
+        self._prepared |= new
         with collecting() as launches:
-            for mode, config in {(self._mode(problem), config): None for problem, config in points}:
+            for mode, config in new:
                 mode.step(config)
         compile_variants(variants_of(launches))
 
@@ -136,7 +131,7 @@ class GpuStopwatch:
 
     def _on_cold_slots(self, case: Case) -> list[Callable[[], Tensor]]:
         """Steps of a case, each on slots that are not in the cache, in a pool that all cases of its format share."""
-        size, numbers = cold_slots(case.batch, case.slot_bytes, self._device)
+        size, numbers = cold_slots(case.batch, case.slot_bytes, self._device, MAX_LAUNCHES)
         inputs = make_inputs(replace(case, slots=FEW_SLOTS), self._device)
         if (case.format, size) not in self._pools:
             self._pools[case.format, size] = on_larger_pool(inputs, size).state
@@ -151,7 +146,7 @@ class _Mode:
     def __init__(self, op: BenchedOp, case: Case, device: torch.device) -> None:
         self._op = op
         self._inputs = make_inputs(replace(case, batch=CHECKED_ROWS, slots=2 * CHECKED_ROWS), device)
-        self._results: dict[int, tuple[Tensor, State]] = {}  # of the first config with so many lanes
+        self._first: tuple[Tensor, State] | None = None  # output and pool with the first config
         self._checked: set[Config] = set()
 
     def step(self, config: Config, inputs: Inputs | None = None) -> Tensor:
@@ -161,12 +156,12 @@ class _Mode:
             return self._op.bind(inputs)(Slots(inputs.slots))
 
     def check(self, config: Config) -> None:
-        """LawBroken unless a call gives the bytes that it gives with other configs of equal lanes."""
+        """LawBroken unless a call gives the bytes that it gives with other configs."""
         if config in self._checked:
             return
         inputs = self._inputs.fresh()
         y = self.step(config, inputs)
-        first_y, first_state = self._results.setdefault(config.lanes, (y, inputs.state))
+        first_y, first_state = self._first = self._first or (y, inputs.state)
         require_equal_bytes(f"output with {config}", y, first_y)
         require_equal_states(f"the pool with {config}", inputs.state, first_state)
         self._checked.add(config)

@@ -35,9 +35,9 @@ class Timing:
         return (self.slowest - self.fastest) / self.median
 
 
-def cold_slots(batch: int, slot_bytes: int, device: torch.device) -> tuple[int, list[Tensor]]:
+def cold_slots(batch: int, slot_bytes: int, device: torch.device, most: int = MAX_LAUNCHES) -> tuple[int, list[Tensor]]:
     """The size a pool needs, and slots for each launch of a graph, such that every launch meets cold ones."""
-    launches = min(MAX_LAUNCHES, max(MIN_LAUNCHES, -(-COLD_BYTES // (batch * slot_bytes))))
+    launches = min(most, max(MIN_LAUNCHES, -(-COLD_BYTES // (batch * slot_bytes))))
     pool = max(2 * batch, -(-COLD_BYTES // slot_bytes))
     order = torch.randperm(pool, generator=torch.Generator().manual_seed(0))
     flat = order.repeat(-(-batch * launches // pool))[: batch * launches]

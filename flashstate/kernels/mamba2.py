@@ -145,7 +145,7 @@ MOST_HALVINGS = tl.constexpr(5)  # of a row of 32 chunks
 ARGUMENTS = [
     "data_ptr", "scale_ptr", "seed_ptr", "x_ptr", "B_ptr", "C_ptr", "dt_ptr", "z_ptr", "out_ptr", "A_ptr", "D_ptr",
     "dt_bias_ptr", "read_ptr", "accepted_ptr", "write_ptr", "parents_ptr", "cu_seqlens_ptr", "copy_ptr",
-    "copy_scale_ptr", "snapshot_rows_ptr", "fault_ptr", "stream", "state_strides", "copy_strides", "x_strides",
+    "copy_scale_ptr", "snapshot_rows_ptr", "stream", "fault_ptr", "state_strides", "copy_strides", "x_strides",
     "B_strides", "C_strides", "dt_strides", "z_strides", "out_strides", "read_shape", "write_stride", "parents_stride",
     "num_copies", "tokens", "longest", "num_slots", "null",
 ]  # fmt: skip
@@ -158,8 +158,9 @@ def mamba2_step_kernel(
     x_ptr, B_ptr, C_ptr, dt_ptr, z_ptr, out_ptr, A_ptr, D_ptr, dt_bias_ptr,
     read_ptr, accepted_ptr, write_ptr, parents_ptr, cu_seqlens_ptr,
     copy_ptr, copy_scale_ptr, snapshot_rows_ptr,  # snapshots
-    fault_ptr, stream,
-    # Shapes and strides, which a server repeats.
+    stream,
+    # What a server repeats: the flag, shapes and strides.
+    fault_ptr,
     state_strides,  # of slots, in the data and in the scales
     copy_strides,  # of the rows of snapshots in either, of their tokens in either
     x_strides, B_strides, C_strides, dt_strides, z_strides, out_strides,  # batch, token, head (or group)

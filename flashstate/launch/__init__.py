@@ -2,7 +2,6 @@
 
 from flashstate.launch.backend import interpreted, kernel_target, uses_kernels
 from flashstate.launch.config import (
-    Config,
     Gpu,
     Problem,
     access_width,
@@ -13,6 +12,7 @@ from flashstate.launch.config import (
     valid_configs,
 )
 from flashstate.launch.start import collecting, is_collecting, start
+from flashstate.launch.table import Config
 
 __all__ = [
     "Config",

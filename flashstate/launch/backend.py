@@ -9,6 +9,8 @@ from contextlib import contextmanager
 
 import torch
 
+from flashstate.launch.suspension import suspended
+
 _interpreting = False
 
 
@@ -40,6 +42,7 @@ def interpreted() -> Iterator[None]:
         raise RuntimeError("the interpreter needs TRITON_INTERPRET=1 in the environment before triton is imported")
     before, _interpreting = _interpreting, True
     try:
-        yield
+        with suspended():
+            yield
     finally:
         _interpreting = before

@@ -1,22 +1,24 @@
 """Launch configs: looked up in a table per GPU, else made by a heuristic; never tuned on live state.
 
-All configs of one problem with equal `lanes` sum a row of the state in the same order: a row is never split over warps,
-and every thread holds the same columns of it. On one GPU all configs of an op, shape and format have equal lanes. So a
-result depends neither on the batch nor on the config.
+All valid configs of a problem sum a row of the state in the same order: a row is never split over warps, and however
+many threads share it, neighbours are summed first and then halves of the row onto each other. So a result depends
+neither on the config nor on what it was chosen for, the batch and the GPU.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product, starmap
 from typing import NamedTuple
 
 import torch
 
-from flashstate.launch.table import load_table
+from flashstate.launch.suspension import suspended
+from flashstate.launch.table import Config, Configs, load_table
 
 ACCESS_BYTES = 16  # of state per thread and access
 WARP = 32 if torch.version.hip is None else 64  # threads; those AMD GPUs that have 32 are content with rows for 64
@@ -30,20 +32,6 @@ class Gpu(NamedTuple):
 
     name: str
     capability: tuple[int, int]
-
-
-@dataclass(frozen=True)
-class Config:
-    """How one kernel is launched.
-
-    block_rows: rows of the state in a tile, which a program has in registers.
-    num_warps: warps per program.
-    lanes: threads side by side in a row; the fewer, the longer each walks along it, and the fewer are left to sum over.
-    """
-
-    block_rows: int
-    num_warps: int
-    lanes: int
 
 
 @dataclass(frozen=True)
@@ -82,12 +70,12 @@ class Problem:
         return powers_of_two and fits and config.block_rows >= config.num_warps * (WARP // config.lanes)
 
 
-def valid_configs(problem: Problem, lanes: int) -> list[Config]:
-    """Every config a table may hold for `problem`: valid, and up to 128 elements of state in a thread."""
-    sizes = (1, 2, 4, 8, 16, 32, 64)
-    configs = [Config(block_rows, num_warps, lanes) for block_rows in sizes for num_warps in (1, 2, 4, 8)]
-    most = max(WARP // lanes, 128 * WARP // problem.block_cols)  # rows per warp
-    return [c for c in configs if problem.valid(c) and c.block_rows <= most * c.num_warps]
+def valid_configs(problem: Problem) -> list[Config]:
+    """Every config a table may hold for `problem`: valid, and up to 128 elements of state or one row in a thread."""
+    numbers = product((1, 2, 4, 8, 16, 32, 64), (1, 2, 4, 8), problem.lane_choices)
+    configs = [config for config in starmap(Config, numbers) if problem.valid(config)]
+    few = 128 * WARP // problem.block_cols  # rows of a warp
+    return [config for config in configs if config.block_rows <= config.num_warps * max(few, WARP // config.lanes)]
 
 
 def next_power_of_2(n: int) -> int:
@@ -110,7 +98,8 @@ def override(config: Config) -> Iterator[None]:
     global _overridden
     before, _overridden = _overridden, config
     try:
-        yield
+        with suspended():
+            yield
     finally:
         _overridden = before
 
@@ -135,48 +124,42 @@ def choose_with_reason(problem: Problem, gpu: Gpu) -> tuple[Config, str]:
 
 @functools.lru_cache(maxsize=4096)
 def _look_up(problem: Problem, gpu: Gpu) -> tuple[Config, str]:
-    table = load_table(gpu.name).get(table_key(problem))
-    if table is None:
-        lanes = heuristic_lanes(problem, gpu)
-        return heuristic(problem, lanes), "heuristic: no table for this GPU, op, shape and format"
-    entries = table.modes.get(mode_key(problem))
-    if entries is None:
-        return heuristic(problem, table.lanes), f"heuristic: table of {gpu.name} knows only other modes of this format"
-    nearest = min(entries, key=lambda size: abs(math.log(size / problem.batch_heads)))
-    config = config_at(entries[nearest], table.lanes)
-    return config, f"table of {gpu.name}, measured at batch x heads = {nearest}"
+    sizes = measured_sizes(load_table(gpu.name), problem)
+    if not sizes:
+        return heuristic(problem, gpu), "heuristic: no table for this GPU, op, shape, format and mode"
+    nearest = min(sizes, key=lambda size: abs(math.log(size / problem.batch_heads)))
+    return sizes[nearest], f"table of {gpu.name}, measured at batch x heads = {nearest}"
 
 
-def coordinates(config: Config) -> tuple[int, ...]:
-    """All of a config that may change with the batch: everything but the lanes, which decide the order of sums."""
-    return tuple(number for name, number in vars(config).items() if name != "lanes")
+def measured_sizes(configs: Configs, problem: Problem) -> Mapping[int, Config]:
+    """What a table has for problems that differ in their size alone, by batch x heads."""
+    return configs.get(table_key(problem), {}).get(mode_key(problem), {})
 
 
-def config_at(numbers: Sequence[int], lanes: int) -> Config:
-    """The config with these coordinates; those left out at the end are as by default."""
-    rows, warps, *rest = numbers
-    return Config(rows, warps, lanes, *rest)
-
-
-def heuristic_lanes(problem: Problem, gpu: Gpu) -> int:
-    """As many lanes as access a cache line of 128 bytes; half where sums over lanes are known to be expensive."""
-    wanted = 4 if gpu.capability >= WALKING_CAPABILITY else 8
-    return min(problem.lane_choices, key=lambda lanes: abs(math.log2(lanes / wanted)))
-
-
-def heuristic(problem: Problem, lanes: int) -> Config:
+def heuristic(problem: Problem, gpu: Gpu) -> Config:
     """One warp; fewer rows for small batches, so that a head spreads over more programs."""
+    lanes = heuristic_lanes(problem, gpu)
     per_thread = 16 if problem.batch_heads < LARGE else 32
     block_rows = min(next_power_of_2(problem.rows), per_thread * WARP // problem.block_cols)
     return Config(max(block_rows, WARP // lanes), 1, lanes)
 
 
+def heuristic_lanes(problem: Problem, gpu: Gpu) -> int:
+    """Lanes that read 128 columns at once; fewer where their sums are the bottleneck: newer GPUs, several tokens."""
+    if gpu.capability >= WALKING_CAPABILITY:
+        wanted = 4
+    else:
+        wanted = 8 if problem.several_tokens else 128 // problem.vector
+    return min(problem.lane_choices, key=lambda lanes: abs(math.log2(lanes / wanted)))
+
+
 def table_key(problem: Problem) -> str:
-    """What decides the order of sums, and so the lanes."""
+    """What a table is about."""
     return f"{problem.op} {problem.rows}x{problem.cols} {problem.format} vector {problem.vector}"
 
 
 def mode_key(problem: Problem) -> str:
+    """How the state is stepped, within a table."""
     return f"{problem.rounding}, {'several tokens' if problem.several_tokens else 'one token'}"
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
+
+from flashstate.launch.suspension import suspended
 
 # Contraction would save an instruction per element in a sum, but what it contracts differs between compiled variants: a
 # token of a tree would not give the bytes it gives in a chain. FMAs are written where they are meant.
@@ -24,6 +26,17 @@ class Launch(NamedTuple):
     num_warps: int
 
 
+class Started(NamedTuple):
+    """A launch, and what Triton compiled for it."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    device: torch.device
+    arguments: Sequence[Any]
+    constants: Mapping[str, Any]
+    compiled: Any
+
+
 _collected: ContextVar[list[Launch] | None] = ContextVar("collected launches", default=None)
 
 
@@ -34,14 +47,15 @@ def start(
     arguments: Sequence[Any],
     constants: Mapping[str, Any],
     num_warps: int,
-) -> Any:
-    """Launch `kernel` on the current stream of a device; returns what Triton compiled for it."""
+) -> Started | None:
+    """Launch `kernel` on the current stream of a device; None where it is not launched, or not compiled."""
     collected = _collected.get()
     if collected is not None:
         collected.append(Launch(kernel, device, arguments, constants, num_warps))
         return None
-    with torch.cuda.device(device) if device.type == "cuda" else torch.no_grad():
-        return kernel[grid](*arguments, **constants, num_warps=num_warps, enable_fp_fusion=FP_FUSION)
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        compiled = kernel[grid](*arguments, **constants, num_warps=num_warps, enable_fp_fusion=FP_FUSION)
+    return None if compiled is None else Started(kernel, grid, device, arguments, constants, compiled)
 
 
 @contextmanager
@@ -50,7 +64,8 @@ def collecting() -> Iterator[list[Launch]]:
     launches: list[Launch] = []
     before = _collected.set(launches)
     try:
-        yield launches
+        with suspended():
+            yield launches
     finally:
         _collected.reset(before)
 

@@ -1,11 +1,10 @@
 """Tables of measured configs: one JSON file per GPU, read when a config is looked up and written by `flashstate tune`.
 
 A file says which GPU, torch and Triton it was measured with and when, and under "configs", for each op, shape and
-format, how many lanes share a row, then for each mode and batch x heads the other numbers of a config:
+format, then for each mode and batch x heads, the numbers of a config: rows per program, warps, lanes per row.
 
     "mamba2_step 64x128 float32 vector 4": {
-      "lanes": 32,
-      "nearest, one token": {"16": [4, 1], "256": [8, 1]}
+      "nearest, one token": {"16": [4, 1, 32], "256": [8, 1, 16]}
     }
 """
 
@@ -14,31 +13,42 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping
+from dataclasses import astuple, dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
-COLUMNS = "batch x heads: [rows per program, warps]"
+COLUMNS = "batch x heads: [rows per program, warps, lanes per row]"
 HEADER = ("gpu", "torch", "triton", "measured", "columns")
 
 
-class FormatTable(NamedTuple):
-    """The configs of one op, shape and format: their lanes; by mode, then by batch x heads, their other numbers."""
+@dataclass(frozen=True)
+class Config:
+    """How one kernel is launched.
 
+    block_rows: rows of the state in a tile, which a program has in registers.
+    num_warps: warps per program.
+    lanes: threads side by side in a row; the fewer, the longer each walks along it, and the fewer are left to sum over.
+    """
+
+    block_rows: int
+    num_warps: int
     lanes: int
-    modes: dict[str, dict[int, tuple[int, ...]]]
+
+
+Configs = dict[str, dict[str, dict[int, Config]]]  # by op, shape and format, then by mode, then by batch x heads
 
 
 class TableFile(NamedTuple):
-    """A file: where it was measured, and the tables by op, shape and format."""
+    """A file: where it was measured, and what."""
 
     header: dict[str, str]
-    configs: dict[str, FormatTable]
+    configs: Configs
 
 
 @functools.cache
-def load_table(gpu: str) -> dict[str, FormatTable]:
-    """The measured configs of a GPU, by op, shape and format; empty if there are none."""
+def load_table(gpu: str) -> Configs:
+    """The measured configs of a GPU; empty if there are none."""
     file = resources.files("flashstate.launch") / "tables" / table_name(gpu)
     return parse_table(json.loads(file.read_text())).configs if file.is_file() else {}
 
@@ -49,14 +59,10 @@ def table_name(gpu: str) -> str:
 
 def parse_table(content: Mapping[str, Any]) -> TableFile:
     """What a file holds, parsed as JSON."""
-    configs = {}
-    for key, entries in content["configs"].items():
-        modes = {
-            mode: {int(size): tuple(numbers) for size, numbers in sizes.items()}
-            for mode, sizes in entries.items()
-            if mode != "lanes"
-        }
-        configs[key] = FormatTable(entries["lanes"], modes)
+    configs = {
+        key: {mode: {int(size): Config(*entry) for size, entry in sizes.items()} for mode, sizes in modes.items()}
+        for key, modes in content["configs"].items()
+    }
     return TableFile({name: content[name] for name in HEADER}, configs)
 
 
@@ -78,13 +84,13 @@ def write_table_file(path: Path, table: TableFile) -> None:
 def table_text(table: TableFile) -> str:
     """A table as JSON, a mode per line."""
     header = [f"  {json.dumps(name)}: {json.dumps(table.header[name])},\n" for name in HEADER]
-    formats = ",\n".join(_format_text(key, table.configs[key]) for key in table.configs)
+    formats = ",\n".join(_format_text(key, modes) for key, modes in table.configs.items())
     return "{\n" + "".join(header) + '  "configs": {\n' + formats + "\n  }\n}\n"
 
 
-def _format_text(key: str, entries: FormatTable) -> str:
-    modes = [f'      "lanes": {entries.lanes}']
-    for mode, sizes in entries.modes.items():
-        listed = {str(size): list(sizes[size]) for size in sorted(sizes)}
-        modes.append(f"      {json.dumps(mode)}: {json.dumps(listed)}")
-    return f"    {json.dumps(key)}: {{\n" + ",\n".join(modes) + "\n    }"
+def _format_text(key: str, modes: Mapping[str, Mapping[int, Config]]) -> str:
+    lines = []
+    for mode, sizes in modes.items():
+        listed = {str(size): astuple(sizes[size]) for size in sorted(sizes)}
+        lines.append(f"      {json.dumps(mode)}: {json.dumps(listed)}")
+    return f"    {json.dumps(key)}: {{\n" + ",\n".join(lines) + "\n    }"

@@ -9,6 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from flashstate.launch.suspension import suspended
 from flashstate.ops.tokens import Tokens
 from flashstate.reference.state_io import resolve, resolve_read
 from flashstate.state.faults import check_faults
@@ -30,7 +31,8 @@ def debug() -> Iterator[None]:
     global _debugging
     before, _debugging = _debugging, True
     try:
-        yield
+        with suspended():
+            yield
     finally:
         _debugging = before
 

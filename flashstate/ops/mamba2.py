@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from typing import Any, Final
+
 import torch
 from torch import Tensor
 
@@ -14,8 +17,9 @@ from flashstate.errors import (
     dtype_name,
     tied,
 )
-from flashstate.launch import Problem, access_width, choose, gpu_of, kernel_target, start, uses_kernels
+from flashstate.launch import Problem, access_width, choose, direct, gpu_of, kernel_target, start, suspension, uses_kernels
 from flashstate.launch.arguments import aligned, as_bytes, outer_strides, row_stride, table_shape, token_strides
+from flashstate.launch.start import Started
 from flashstate.ops.debug import check_contents, debugging
 from flashstate.ops.library import register
 from flashstate.ops.tokens import (
@@ -30,7 +34,8 @@ from flashstate.ops.tokens import (
 )
 from flashstate.reference import mamba2 as reference
 from flashstate.state.faults import fault_flag
-from flashstate.state.slots import Slots, as_slots
+from flashstate.state.signature import ALIGNMENT
+from flashstate.state.slots import NO_TABLES, Slots, as_slots
 from flashstate.state.state import State, as_snapshots, as_state
 
 OR_EXPANDED = ", or expanded from contiguous values per head"
@@ -78,6 +83,11 @@ def mamba2_step(
     activations may have any stride; dt, A, D and dt_bias may be expanded from one value per head. `out` may be x
     itself, unless tokens form a tree, and must not overlap other arguments. Nothing is differentiable.
     """
+    eager, likeness = not torch.compiler.is_compiling(), None
+    if eager and out is not None and not suspension.depth:
+        likeness = _step_again(state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, slots, snapshots, update, out)
+        if likeness is STARTED:
+            return out
     state, slots = as_state(state), as_slots(slots)
     _, heads, rows, _ = state.data.shape
     tokens = tokens_of("x", x, {"heads": heads, "rows": rows}, state, slots)
@@ -94,12 +104,78 @@ def mamba2_step(
         _check_out(out, x, tokens)
     if debugging():
         check_contents(state, tokens, slots, snapshots, update)
-    run = torch.ops.flashstate.mamba2_step if torch.compiler.is_compiling() else _run
-    run(
+    run = _run if eager else torch.ops.flashstate.mamba2_step
+    started = run(
         state.data, state.scale, state.seed, state.rounding, state.rounds, state.stream,
         x, dt, A, B, C, D, z, dt_bias, dt_softplus, *flat_slots(slots), *flat_snapshots(snapshots), update, out,
     )  # fmt: skip
+    if started is not None and likeness is not None:
+        launches, key, tensors = likeness
+        direct.remember(launches, key, tensors, started, POINTERS, started.constants["ALIGNED"])
     return out
+
+
+STARTED: Final = ({}, None, [])  # the answer of _step_again that says so
+POINTERS = 20  # of the kernel that change from call to call; the stream follows them
+Likeness = tuple[direct.Launches, Hashable, list[Any]]  # launches to look in, and what tells a call from others there
+_launches_on_bare_tensors: direct.Launches = {}
+
+
+def _step_again(
+    state: Any, x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any, z: Any, dt_bias: Any, dt_softplus: Any,
+    slots: Any, snapshots: Any, update: Any, out: Any,
+) -> Likeness | None:  # fmt: skip
+    """STARTED if the kernel could be started as by a call like this before, else by what to remember this one; None if
+    there is no way, as with arguments of wrong types. This is all that a call costs on the host, so it is one function
+    that asks nothing twice."""
+    try:
+        tensors, data, scale, seed, stream = [x, dt, A, B, C, out], state, None, None, 0
+        launches = _launches_on_bare_tensors
+        if state.__class__ is State:
+            data, scale, seed, stream, launches = state.data, state.scale, state.seed, state.stream, state.launches
+        else:
+            tensors.append(state)
+        data_at, x_at, B_at, C_at, out_at = data.data_ptr(), x.data_ptr(), B.data_ptr(), C.data_ptr(), out.data_ptr()
+        D_at = z_at = bias_at = read_at = copies_at = 0
+        if D is not None:
+            tensors.append(D)
+            D_at = D.data_ptr()
+        if z is not None:
+            tensors.append(z)
+            z_at = z.data_ptr()
+        if dt_bias is not None:
+            tensors.append(dt_bias)
+            bias_at = dt_bias.data_ptr()
+        slots_like, copies_like, tables, copy_scale = None, None, NO_TABLES, None
+        if slots.__class__ is Slots:
+            slots_like, tables, read_at = slots.signature, slots.tables, slots.read.data_ptr()
+        elif slots is not None:
+            tensors.append(slots)
+            slots_like, read_at = len(slots), slots.data_ptr()
+        if snapshots is not None:
+            copies_like, copies, copy_scale = snapshots.signature, snapshots.data, snapshots.scale
+            copies_at = copies.data_ptr()
+        key = (
+            slots_like, copies_like, D_at == 0, z_at == 0, bias_at == 0, data_at % ALIGNMENT,
+            dt_softplus is True, dt_softplus is False, update is True, update is False,
+        )  # fmt: skip
+        launch = direct.find(launches, key, tensors, x_at | B_at | C_at | out_at | z_at)
+    except (AttributeError, TypeError):
+        return None
+    if launch is None:
+        return launches, key, tensors
+    direct.again(
+        launch,
+        (
+            data_at, scale if scale is None else scale.data_ptr(), seed if seed is None else seed.data_ptr(),
+            x_at, B_at, C_at, dt.data_ptr(), z_at, out_at, A.data_ptr(), D_at, bias_at, read_at,
+            *[table if table is None else table.data_ptr() for table in tables[:4]],
+            copies_at, copy_scale if copy_scale is None else copy_scale.data_ptr(),
+            tables[4] if tables[4] is None else tables[4].data_ptr(),
+        ),
+        stream,
+    )  # fmt: skip
+    return STARTED
 
 
 def _check_activations(state: State, tokens: Tokens, x: Tensor, B: Tensor, C: Tensor, z: Tensor | None) -> None:
@@ -152,11 +228,11 @@ def _run(
     read: Tensor | None, write: Tensor | None, accepted: Tensor | None, snapshot_rows: Tensor | None,
     cu_seqlens: Tensor | None, max_len: int | None, parents: Tensor | None, null: int,
     snapshot_data: Tensor | None, snapshot_scale: Tensor | None, snapshot_rounding: str, update: bool, out: Tensor,
-) -> None:  # fmt: skip
+) -> Started | None:  # fmt: skip
     """Fill `out` and the snapshots, and update `data`. Arguments are checked; flat, as torch.library wants them."""
     if x.numel() == 0 or (read is not None and read.shape[0] == 0):
         out.zero_()
-        return
+        return None
     if parents is not None and out.data_ptr() == x.data_ptr():
         raise ValueError("out must not be x with slots.parents: a token's x is read again for those that follow it")
     if not uses_kernels(data.device):
@@ -168,7 +244,7 @@ def _run(
         if snapshot_data is not None:
             snapshots = State(snapshot_data, snapshot_scale, rounding=snapshot_rounding, rounds=rounds, stream=stream)
         reference.mamba2_step(state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, slots, snapshots, update, out)
-        return
+        return None
     from flashstate.kernels.mamba2 import mamba2_step_kernel
 
     num_slots, heads, rows, cols = data.shape
@@ -191,7 +267,7 @@ def _run(
         as_bytes(data), scale, seed if draws else None, x, B, C, dt, z, out, A, D, dt_bias,
         read, accepted, write, parents, cu_seqlens,
         None if snapshot_data is None else as_bytes(snapshot_data), snapshot_scale, snapshot_rows,
-        fault_flag(data.device), stream,
+        stream, fault_flag(data.device),
         outer_strides(data, scale, 1), outer_strides(snapshot_data, snapshot_scale, 2), *strides,
         table_shape(read), row_stride(write), row_stride(parents),
         0 if snapshot_data is None else snapshot_data.shape[0],
@@ -209,7 +285,7 @@ def _run(
         "TARGET": kernel_target(data.device),
         "BLOCK_ROWS": config.block_rows, "BLOCK_COLS": problem.block_cols, "CHUNK": problem.chunk(config.lanes),
     }  # fmt: skip
-    start(mamba2_step_kernel, (programs,), data.device, arguments, constants, config.num_warps)
+    return start(mamba2_step_kernel, (programs,), data.device, arguments, constants, config.num_warps)
 
 
 register(

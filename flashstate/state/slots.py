@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
 
 from torch import Tensor
 
 from flashstate.errors import INDEX_DTYPES, check_contiguous, check_int, check_row_contiguous, check_tensor
+from flashstate.state.signature import describe, signature_of
 
 MOST_TOKENS = (1 << 31) - 1  # on a token axis
+NO_TABLES = (None,) * 5  # what slots without any have
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,6 +84,16 @@ class Slots:
                 raise ValueError(
                     f"{name} must have an entry for each of the {self.longest} tokens, got shape {tuple(table.shape)}"
                 )
+
+    @cached_property
+    def tables(self) -> tuple[Tensor | None, ...]:
+        """All tensors but `read`, in the order in which kernels take them."""
+        return self.accepted, self.write, self.parents, self.cu_seqlens, self.snapshot_rows
+
+    @cached_property
+    def signature(self) -> int:
+        """Stands for all that a launch depends on but the addresses."""
+        return signature_of("slots", describe(self.read), *map(describe, self.tables), self.max_len, self.null)
 
     @property
     def longest(self) -> int | None:

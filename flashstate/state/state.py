@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, replace
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flashstate.errors import check_int, check_tensor, too_short
 from flashstate.state.formats import FORMATS, ROUNDINGS, Format
+from flashstate.state.signature import describe, signature_of
 from flashstate.state.slots import Slots, as_slots
 
 HARDWARE_ROUNDING = ((10, 0), (10, 3))  # compute capabilities that have cvt.rs
@@ -47,6 +50,17 @@ class State:
         _check_scale(self.scale, self.data, axes)
         _check_rounding(self.data, self.rounding, self.rounds, self.stream)
         _check_seed(self.data, self.rounding, self.seed)
+
+    @cached_property
+    def launches(self) -> dict[Any, Any]:
+        """Kernels that were started on this state before, for launch/direct.py."""
+        return {}
+
+    @cached_property
+    def signature(self) -> int:
+        """Stands for all that a launch depends on but the addresses and the stream."""
+        tensors = describe(self.data), describe(self.scale), describe(self.seed)
+        return signature_of("state", *tensors, self.rounding, self.rounds)
 
     @property
     def format(self) -> Format:
