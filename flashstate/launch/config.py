@@ -146,10 +146,9 @@ def heuristic(problem: Problem, gpu: Gpu) -> Config:
 
 def heuristic_lanes(problem: Problem, gpu: Gpu) -> int:
     """Lanes that read 128 columns at once; fewer where their sums are the bottleneck: newer GPUs, several tokens."""
+    wanted = 8 if problem.several_tokens else 128 // problem.vector
     if gpu.capability >= WALKING_CAPABILITY:
-        wanted = 4
-    else:
-        wanted = 8 if problem.several_tokens else 128 // problem.vector
+        wanted = min(wanted, 4)
     return min(problem.lane_choices, key=lambda lanes: abs(math.log2(lanes / wanted)))
 
 
@@ -165,7 +164,8 @@ def mode_key(problem: Problem) -> str:
 
 @functools.cache
 def gpu_of(device: torch.device) -> Gpu:
-    """The GPU of a device; an interpreted CPU stands for one without a table."""
+    """The GPU of a device. An interpreted CPU stands for one without a table, and one whose lanes do not depend on the
+    tokens: the interpreter sums over lanes as numpy does, and so not in the order of fewer lanes."""
     if device.type != "cuda":
-        return Gpu("interpreter", (0, 0))
+        return Gpu("interpreter", WALKING_CAPABILITY)
     return Gpu(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))

@@ -67,13 +67,18 @@ def descend(problem: Problem, starts: Iterable[Config], stopwatch: Stopwatch) ->
 
 
 def neighbours(problem: Problem, config: Config) -> list[Config]:
-    """The valid configs a factor of two away along one coordinate: rows per warp, lanes, warps. Fewer lanes than there
-    are rows for bring rows with them."""
-    warps, lanes = config.num_warps, config.lanes
-    rows = config.block_rows // warps
-    steps = [(2 * rows, warps, lanes), (rows // 2, warps, lanes)]
-    steps += [(rows, warps, 2 * lanes), (max(rows, 2 * WARP // lanes), warps, lanes // 2)]
-    steps += [(rows, 2 * warps, lanes), (rows, warps // 2, lanes)]
+    """The valid configs that are one step away: twice or half the rows, the lanes, the warps, or the warps with their
+    rows. Fewer lanes than there are rows for bring rows with them."""
+    rows, warps, lanes = config.block_rows, config.num_warps, config.lanes
+    steps = [
+        Config(2 * rows, warps, lanes),
+        Config(rows // 2, warps, lanes),
+        Config(rows, warps, 2 * lanes),
+        Config(max(rows, 2 * warps * WARP // lanes), warps, lanes // 2),
+        Config(2 * rows, 2 * warps, lanes),
+        Config(rows // 2, warps // 2, lanes),
+        Config(rows, 2 * warps, lanes),
+        Config(rows, warps // 2, lanes),
+    ]
     valid = set(valid_configs(problem))
-    near = [Config(rows * warps, warps, lanes) for rows, warps, lanes in steps]
-    return [config for config in near if config in valid]
+    return [step for step in steps if step in valid]
