@@ -16,7 +16,7 @@ import flashstate
 from flashstate.launch import Config, Gpu, Problem, choose, choose_with_reason, interpreted, override, valid_configs
 from flashstate.launch import config as launch_config
 from flashstate.launch.config import ACCESS_BYTES
-from flashstate.launch.table import FormatTable, load_table, read_table_file, table_text
+from flashstate.launch.table import load_table, read_table_file, table_text
 from flashstate.state.formats import FORMATS, PORTABLE_FORMATS
 from flashstate.testing import Case, make_inputs
 
@@ -38,11 +38,10 @@ def widest(cols: int, name: str) -> int:
 
 
 def entries_of(path: Path) -> Iterator[tuple[Problem, list[int]]]:
-    """Every entry of a file as its keys describe it, and [rows, warps, lanes, ...]; read without parse_table."""
+    """Every entry of a file as its keys describe it, and [rows, warps, lanes]; read without parse_table."""
     for key, modes in json.loads(path.read_text())["configs"].items():
         found = KEY.fullmatch(key)
         assert found, f"{key!r} is not a key"
-        lanes = modes.pop("lanes")
         assert modes, f"{key!r} has no entries"
         for mode, sizes in modes.items():
             how = MODE.fullmatch(mode)
@@ -52,7 +51,7 @@ def entries_of(path: Path) -> Iterator[tuple[Problem, list[int]]]:
             for size, config in sizes.items():
                 yield (
                     Problem(found["op"], rows, cols, found["format"], how["rounding"], vector, int(size), several),
-                    [*config[:2], lanes, *config[2:]],
+                    config,
                 )
 
 
@@ -70,9 +69,8 @@ def test_every_entry_of_a_table_is_valid_for_an_op_and_a_format_that_exist(path:
         assert problem.rounding in BY_NAME[problem.format].roundings, problem
         assert widest(problem.cols, problem.format) % problem.vector == 0, problem
         assert problem.batch_heads >= 1, problem
-        assert len(config) in (3, len(vars(Config(1, 1, 1)))), problem
-        assert all(type(number) is int and number >= 1 for number in config), problem
-        assert problem.valid(Config(*config)), (problem, config)
+        assert all(type(number) is int for number in config), problem
+        assert Config(*config) in valid_configs(problem), (problem, config)
 
 
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
@@ -94,10 +92,13 @@ def test_a_table_says_where_and_when_it_was_measured_and_is_written_a_mode_per_l
     text = path.read_text()
     assert text == table_text(table)
     lines = text.splitlines()
-    assert sum("token" in line for line in lines) == sum(len(entries.modes) for entries in table.configs.values())
+    assert sum("token" in line for line in lines) == sum(map(len, table.configs.values()))
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"configs": []}', '{"configs": {"a": {"lanes": 2}}}'])
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{}", '{"configs": []}', '{"configs": {"a": {"lanes": 2}}}', '{"configs": {"a": {"b": {"1": [4, 1]}}}}'],
+)
 def test_a_file_that_is_no_table_is_refused_by_name(text: str, tmp_path: Path) -> None:
     path = tmp_path / "some.json"
     path.write_text(text)
@@ -108,11 +109,11 @@ def test_a_file_that_is_no_table_is_refused_by_name(text: str, tmp_path: Path) -
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, Config]]:
     """A table for one GPU with entries for PROBLEM's key and mode at three sizes."""
-    entries = {16: (4, 1), 256: (8, 2), 4096: (16, 4)}
-    table = {"mamba2_step 64x128 float32 vector 4": FormatTable(16, {"nearest, one token": entries})}
+    sizes = {16: Config(4, 1, 32), 256: Config(8, 2, 16), 4096: Config(16, 1, 2)}
+    table = {"mamba2_step 64x128 float32 vector 4": {"nearest, one token": sizes}}
     monkeypatch.setattr(launch_config, "load_table", lambda gpu: table if gpu == MEASURED.name else {})
     launch_config._look_up.cache_clear()
-    yield {size: Config(*entry, 16) for size, entry in entries.items()}
+    yield sizes
     launch_config._look_up.cache_clear()
 
 
@@ -130,20 +131,23 @@ def test_the_nearest_entry_in_ratio_is_chosen(measured: dict[int, Config], batch
 @pytest.mark.usefixtures("measured")
 @pytest.mark.parametrize(
     "change",
-    [{"op": "pool_write"}, {"rows": 32}, {"cols": 64}, {"format": "float16", "vector": 8}, {"vector": 2}],
+    [
+        {"op": "pool_write"},
+        {"rows": 32},
+        {"cols": 64},
+        {"format": "float16", "vector": 8},
+        {"vector": 2},
+        {"rounding": "stochastic"},
+        {"several_tokens": True},
+    ],
     ids=str,
 )
-def test_a_table_speaks_only_for_its_own_problem(change: dict[str, int | str]) -> None:
-    assert choose_with_reason(replace(PROBLEM, **change), MEASURED)[1].startswith("heuristic: no table")
+def test_a_table_speaks_only_for_its_own_problem_and_mode(change: dict[str, int | str]) -> None:
+    other = replace(PROBLEM, **change)
+    config, reason = choose_with_reason(other, MEASURED)
+    assert reason.startswith("heuristic: no table")
+    assert config == choose(other, UNKNOWN)
     assert choose_with_reason(PROBLEM, UNKNOWN)[1].startswith("heuristic: no table")
-
-
-@pytest.mark.usefixtures("measured")
-@pytest.mark.parametrize("change", [{"rounding": "stochastic"}, {"several_tokens": True}], ids=str)
-def test_modes_that_nobody_measured_sum_rows_in_the_order_of_those_in_the_table(change: dict[str, int | str]) -> None:
-    config, reason = choose_with_reason(replace(PROBLEM, **change), MEASURED)
-    assert reason.startswith("heuristic: table of measured")
-    assert config.lanes == 16 != choose(PROBLEM, UNKNOWN).lanes
 
 
 @pytest.mark.usefixtures("measured")
@@ -166,23 +170,26 @@ SIZES = (1, 511, 512, 1 << 20)
 
 @pytest.mark.parametrize("gpu", [UNKNOWN, UNKNOWN_BLACKWELL], ids=str)
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "int8"])  # 4, 2 and 1 bytes: vectors up to 4, 8 and 16
-def test_the_heuristic_gives_a_valid_config_for_every_shape_with_lanes_that_do_not_depend_on_the_batch(
-    name: str, gpu: Gpu
-) -> None:
-    for (rows, cols), vector in product(SHAPES, (1, 2, 4, 8, 16)):
+def test_the_heuristic_gives_a_valid_config_for_every_shape(name: str, gpu: Gpu) -> None:
+    for (rows, cols), vector, several in product(SHAPES, (1, 2, 4, 8, 16), (False, True)):
         if widest(cols, name) % vector == 0:
-            problem = Problem("mamba2_step", rows, cols, name, "nearest", vector, 1)
+            problem = Problem("mamba2_step", rows, cols, name, "nearest", vector, 1, several)
             configs = [choose(replace(problem, batch_heads=size), gpu) for size in SIZES]
             assert all(map(problem.valid, configs)), (problem, configs)
-            assert len({config.lanes for config in configs}) == 1, (problem, configs)
+            assert configs == sorted(configs, key=lambda config: config.block_rows), (problem, configs)
 
 
-def test_the_heuristic_prefers_fewer_lanes_where_sums_over_them_are_expensive() -> None:
-    for name, cols in product(BY_NAME, (64, 128, 256)):
+@pytest.mark.parametrize(
+    ("name", "one", "several"),
+    [("float32", 32, 8), ("bfloat16", 16, 8), ("int16", 16, 8), ("int8", 8, 8), ("float8_e4m3fn", 8, 8)],
+)
+def test_the_heuristic_has_fewer_lanes_where_sums_over_them_are_expensive(name: str, one: int, several: int) -> None:
+    for cols in (128, 256):
         problem = Problem("mamba2_step", 64, cols, name, "nearest", widest(cols, name), 1024)
-        older, newer = choose(problem, UNKNOWN).lanes, choose(problem, UNKNOWN_BLACKWELL).lanes
-        assert newer < older or (newer == older and cols == 64), (problem, older, newer)  # short rows have few lanes
-        assert newer == choose(problem, UNKNOWN._replace(capability=(12, 0))).lanes
+        both = problem, replace(problem, several_tokens=True)
+        assert [choose(p, UNKNOWN).lanes for p in both] == [one, several]
+        for gpu in (UNKNOWN_BLACKWELL, UNKNOWN._replace(capability=(12, 0))):
+            assert [choose(p, gpu).lanes for p in both] == [4, 4]
 
 
 @pytest.mark.parametrize("name", BY_NAME)
@@ -190,10 +197,12 @@ def test_a_table_can_hold_what_the_heuristic_gives_and_more(name: str) -> None:
     for cols, size, gpu in product((16, 64, 128, 256), (16, 1 << 14), (UNKNOWN, UNKNOWN_BLACKWELL)):
         problem = Problem("mamba2_step", 64, cols, name, "nearest", widest(cols, name), size)
         chosen = choose(problem, gpu)
-        configs = valid_configs(problem, chosen.lanes)
-        assert len(configs) == len(set(configs)) > 2
+        configs = valid_configs(problem)
+        assert len(configs) == len(set(configs))
         assert all(map(problem.valid, configs))
         assert chosen in configs
+        for lanes in problem.lane_choices:
+            assert sum(config.lanes == lanes for config in configs) >= 2
 
 
 @pytest.mark.parametrize(
@@ -221,9 +230,8 @@ def test_a_row_of_any_width_can_be_walked_along_by_any_number_of_lanes_that_it_o
     for cols, vector in product((1, 128, 512, 4096), (1, 2, 4, 8, 16)):
         problem = replace(PROBLEM, cols=cols, vector=vector)
         assert problem.lane_choices
-        for lanes in problem.lane_choices:
-            assert problem.valid(Config(64, 1, lanes))
-            assert valid_configs(problem, lanes)
+        assert all(problem.valid(Config(64, 1, lanes)) for lanes in problem.lane_choices)
+        assert {config.lanes for config in valid_configs(problem)} == set(problem.lane_choices)
 
 
 def test_overrides_nest() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 
 import pytest
@@ -31,22 +31,21 @@ PROBLEMS = list(cases_by_problem(OPS["mamba2"].jobs(FORMATS, BATCHES, (1, 4), SH
 QUIET = Console(quiet=True)
 
 
-def lanes_wanted(problem: Problem) -> int:
-    return 4 if problem.format == "float32" else 16
-
-
 def best(problem: Problem) -> Config:
-    """The config that the stopwatch below makes fastest: more rows for larger batches, two warps for several tokens."""
-    lanes = lanes_wanted(problem)
-    warps = 2 if problem.several_tokens else 1
+    """The config that the stopwatch below makes fastest: more rows for larger batches, fewer lanes and two warps for
+    several tokens."""
+    lanes, warps = (8, 2) if problem.several_tokens else (16, 1)
     return Config({16: 1, 256: 2, 4096: 4}[problem.batch_heads] * warps * (32 // lanes), warps, lanes)
 
 
+def steps_between(one: Config, other: Config) -> float:
+    """Factors of two along every coordinate."""
+    return sum(abs(math.log2(a / b)) for a, b in zip(astuple(one), astuple(other), strict=True))
+
+
 def bowl(problem: Problem, config: Config) -> float:
-    """A time that grows with the distance from the best config, in steps of a factor of two along every coordinate."""
-    goal = best(problem)
-    steps = [math.log2(a / b) for a, b in zip(vars(config).values(), vars(goal).values(), strict=True)]
-    return 10.0 + sum(map(abs, steps))
+    """A time that grows with the distance from the best config."""
+    return 10.0 + steps_between(config, best(problem))
 
 
 class FakeStopwatch:
@@ -75,10 +74,10 @@ def tuned(path: Path, stopwatch: FakeStopwatch, problems: Sequence[Problem] = PR
 def configs_in(path: Path) -> dict[tuple[str, str, int], Config]:
     """Every entry of a table, by key, mode and size."""
     return {
-        (key, mode, size): config_at(entry, table.lanes)
-        for key, table in read_table_file(path).configs.items()
-        for mode, sizes in table.modes.items()
-        for size, entry in sizes.items()
+        (key, mode, size): config
+        for key, modes in read_table_file(path).configs.items()
+        for mode, sizes in modes.items()
+        for size, config in sizes.items()
     }
 
 
@@ -92,51 +91,45 @@ def test_the_search_finds_the_best_config_of_every_mode_and_size(tmp_path: Path)
     assert configs_in(path) == {place_of(problem): best(problem) for problem in PROBLEMS}
 
 
-def test_lanes_serve_all_modes_and_sizes_of_a_format_best_even_where_some_want_others(tmp_path: Path) -> None:
-    def time(problem: Problem, config: Config) -> float:
-        wanted = 16 if problem.rounding == "stochastic" and problem.batch_heads == 256 else 4
-        return 10.0 + abs(math.log2(config.lanes / wanted))
-
-    path = tmp_path / "table.json"
-    tuned(path, FakeStopwatch(time))
-    assert {config.lanes for config in configs_in(path).values()} == {4}
-
-
 def test_only_valid_configs_are_measured_each_once_and_after_they_were_prepared(tmp_path: Path) -> None:
     stopwatch = FakeStopwatch()
     tuned(tmp_path / "table.json", stopwatch)
-    assert (
-        len(stopwatch.asked)
-        == len(set(stopwatch.asked))
-        < 0.6 * sum(len(valid_configs(problem, lanes)) for problem in PROBLEMS for lanes in problem.lane_choices)
-    )
+    assert len(stopwatch.asked) == len(set(stopwatch.asked))
+    prepared = {(table_key(problem), mode_key(problem), config) for problem, config in stopwatch.prepared}
     for problem, config in stopwatch.asked:
-        assert config in valid_configs(problem, config.lanes), (problem, config)
-        mode = {(table_key(p), mode_key(p), c) for p, c in stopwatch.prepared}
-        assert (table_key(problem), mode_key(problem), config) in mode
+        assert config in valid_configs(problem), (problem, config)
+        assert (table_key(problem), mode_key(problem), config) in prepared
 
 
-def test_once_lanes_are_chosen_no_others_are_measured_for_a_format(tmp_path: Path) -> None:
+def test_an_entry_takes_few_measurements_and_little_is_compiled_in_vain(tmp_path: Path) -> None:
     stopwatch = FakeStopwatch()
     tuned(tmp_path / "table.json", stopwatch)
-    for name in ("float32", "float16"):
-        asked = [config.lanes for problem, config in stopwatch.asked if problem.format == name]
-        chosen = asked[-1]
-        last = max(i for i, lanes in enumerate(asked) if lanes != chosen)
-        assert chosen == lanes_wanted(next(problem for problem in PROBLEMS if problem.format == name))
-        assert set(asked[last + 1 :]) == {chosen}
-        assert len(asked) - last > len(PROBLEMS) // 2
+    assert len(stopwatch.asked) < 12 * len(PROBLEMS)
+    asked, prepared = (
+        {(table_key(problem), mode_key(problem), config) for problem, config in points}
+        for points in (stopwatch.asked, stopwatch.prepared)
+    )
+    assert len(prepared) < 1.3 * len(asked)
 
 
 def test_differences_that_are_noise_do_not_move_the_search(tmp_path: Path) -> None:
     path = tmp_path / "table.json"
-    one = [problem for problem in PROBLEMS if problem.format == "float32"]
-    stopwatch = FakeStopwatch(lambda problem, config: 10.0 - 0.001 * config.block_rows)
-    tuned(path, stopwatch, one)
-    lanes = read_table_file(path).configs[table_key(one[0])].lanes
-    if lanes == choose(one[0], GPU).lanes:
-        assert configs_in(path)[place_of(one[0])] == choose(one[0], GPU)
-    assert len(stopwatch.asked) < 20 * len(one)
+    tuned(path, FakeStopwatch(lambda problem, config: 10.0 - 0.0005 * config.block_rows))
+    smallest = [problem for problem in PROBLEMS if problem.batch_heads == 16]
+    assert all(configs_in(path)[place_of(problem)] == choose(problem, GPU) for problem in smallest)
+
+
+def test_a_size_starts_where_the_smaller_one_ended(tmp_path: Path) -> None:
+    path, goal = tmp_path / "table.json", Config(64, 8, 4)
+    of_mode = [problem for problem in PROBLEMS if problem.format == "float32" and problem.several_tokens]
+
+    def time(problem: Problem, config: Config) -> float:
+        """A slope leads the smallest size to the goal, and none the others."""
+        return 10.0 + min(steps_between(config, goal), 100.0 if problem == of_mode[0] else 1.0)
+
+    assert all(steps_between(choose(problem, GPU), goal) > 2 for problem in of_mode)
+    tuned(path, FakeStopwatch(time), of_mode)
+    assert set(configs_in(path).values()) == {goal}
 
 
 def test_an_interrupted_run_is_resumed_and_ends_with_the_same_table(tmp_path: Path) -> None:
@@ -165,7 +158,7 @@ def test_without_resuming_a_format_is_measured_again_and_others_stay(tmp_path: P
     tuned(path, again, of_format)
     assert {problem.format for problem, _ in again.asked} == {"float32"}
     found = configs_in(path)
-    assert {found[place_of(problem)].lanes for problem in of_format} == {2}
+    assert {found[place_of(problem)].lanes for problem in of_format} == {min(of_format[0].lane_choices)}
     others = [problem for problem in PROBLEMS if problem.format != "float32"]
     assert all(found[place_of(problem)] == best(problem) for problem in others)
 
@@ -182,14 +175,15 @@ def test_a_table_measured_elsewhere_is_not_added_to(name: str, value: str, tmp_p
     assert read_table_file(path).header[name] == content[name]
 
 
-def test_neighbours_are_valid_have_equal_lanes_and_reach_every_config() -> None:
+def test_neighbours_are_valid_and_reach_every_config_from_every_other() -> None:
     for problem in PROBLEMS[::4]:
-        for lanes in problem.lane_choices:
-            valid = valid_configs(problem, lanes)
-            reached = {valid[0]}
-            for _ in valid:
-                reached |= {near for config in reached for near in neighbours(problem, config)}
-            assert reached == set(valid)
+        around = {config: neighbours(problem, config) for config in valid_configs(problem)}
+        for start in around:
+            reached, new = {start}, {start}
+            while new:
+                new = {near for config in new for near in around[config]} - reached
+                reached |= new
+            assert reached == around.keys()
 
 
 def test_the_cases_of_the_command_are_every_format_mode_and_size_without_snapshots() -> None:
