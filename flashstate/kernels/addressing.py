@@ -16,7 +16,7 @@ def token_entry(tensor, b, t, h, ALIGNED: tl.constexpr):
     tl.assume(stride_b >= 0)
     tl.assume(stride_t >= 0)
     tl.assume(stride_h >= 0)
-    entry = ptr + b.to(tl.int64) * stride_b + t.to(tl.int64) * stride_t + h.to(tl.int64) * stride_h
+    entry = ptr + (b.to(tl.int64) * stride_b + t.to(tl.int64) * stride_t + h.to(tl.int64) * stride_h)
     if ALIGNED:
         entry = tl.multiple_of(entry, 16)
     return entry

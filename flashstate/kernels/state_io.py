@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from flashstate.kernels.ptx import (
+    from_integer_ptx,
     to_float8_ptx,
     to_float8_stochastic_hw,
     to_float8_stochastic_ptx,
@@ -87,6 +88,8 @@ def load_chunk(ptrs, mask, TARGET: tl.constexpr):
         code = tl.load(ptrs, mask=mask, eviction_policy="evict_first")
         if dtype == tl.uint8:
             return from_float8(code, TARGET)
+        elif (dtype == tl.int8 or dtype == tl.int16) and (TARGET == "sm_80" or TARGET == "sm_89"):
+            return from_integer_ptx(code)
         else:
             return code.to(tl.float32)
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flashstate.launch import Config, Problem, choose, gpu_of, override, valid_configs
+from flashstate.launch.suspension import suspended
 from flashstate.laws.registry import law
 from flashstate.laws.require import (
     all_tokens,
@@ -81,6 +82,23 @@ def _some_configs(problem: Problem, lanes: Sequence[int]) -> Iterator[Config]:
     for count in lanes:
         configs = [config for config in valid_configs(problem) if config.lanes == count]
         yield from dict.fromkeys([configs[0], configs[len(configs) // 2], configs[-1]])
+
+
+@law("a call that repeats another, and so starts its kernel directly, gives the same bytes", needs="cuda")
+def direct_launches(case: Case, device: torch.device) -> None:
+    inputs = make_inputs(case, device)
+    ordinary, repeated = inputs.fresh(), inputs.fresh()
+    with suspended():
+        y = ordinary.step()
+    out = torch.empty_like(y)
+    repeated.step(out=out)
+    require(bool(repeated.state.launches), "nothing was remembered of the first call")
+    for after, before in ((repeated.state.data, inputs.state.data), (repeated.state.scale, inputs.state.scale)):
+        if after is not None and before is not None:
+            bits_of(after).copy_(bits_of(before))
+    repeated.step(out=out.zero_())
+    require_equal_bytes("output", out, y)
+    require_equal_states("the pool", repeated.state, ordinary.state)
 
 
 @law("five launches on equal inputs give equal bytes")

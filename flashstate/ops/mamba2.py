@@ -160,7 +160,7 @@ def _step_again(
             dt_softplus is True, dt_softplus is False, update is True, update is False,
         )  # fmt: skip
         launch = direct.find(launches, key, tensors, x_at | B_at | C_at | out_at | z_at)
-    except (AttributeError, TypeError):
+    except (AttributeError, TypeError, RuntimeError):  # the last from tensors without memory, such as sparse ones
         return None
     if launch is None:
         return launches, key, tensors

@@ -1,0 +1,293 @@
+"""Calls that repeat earlier ones reach their kernel directly; a stand-in for Triton shows with which arguments."""
+
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from flashstate import Slots, State, debug, mamba2_step
+from flashstate.launch import Config, direct, override
+from flashstate.launch.start import Started, collecting
+from flashstate.launch.suspension import suspended
+from flashstate.laws.tokens import make_snapshots
+from flashstate.ops import mamba2
+from flashstate.testing import Case, Inputs, make_inputs
+
+CPU = torch.device("cpu")
+CASE = Case(2, 4, 2, 16, 32, slots=6)
+Arguments = dict[str, Any]
+
+
+class Kernel:
+    """What Triton compiled, as far as a launch asks for it."""
+
+    function, packed_metadata = 7, (1, 1, 0)
+
+    def __init__(self) -> None:
+        self.started: list[tuple[Any, ...]] = []
+
+    def run(self, *arguments: Any) -> None:
+        self.started.append(arguments)
+
+
+class Launcher:
+    """Both ways to a kernel: `ordinary` has the launches that went through Triton, `directly` the others."""
+
+    def __init__(self) -> None:
+        self.kernel, self.ordinary = Kernel(), list[Started]()
+
+    @property
+    def directly(self) -> list[tuple[Any, ...]]:
+        return self.kernel.started
+
+    def start(
+        self, kernel: Any, grid: Any, device: torch.device, arguments: Any, constants: Any, num_warps: int
+    ) -> Started:
+        self.ordinary.append(Started(kernel, grid, torch.device("cuda", 0), arguments, constants, self.kernel))
+        return self.ordinary[-1]
+
+
+@pytest.fixture
+def launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launcher]:
+    pytest.importorskip("triton")
+    stand_in = Launcher()
+    monkeypatch.setattr(mamba2, "start", stand_in.start)
+    monkeypatch.setattr(mamba2, "uses_kernels", lambda device: True)
+    monkeypatch.setattr(mamba2, "_launches_on_bare_tensors", {})
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 5, raising=False)
+    yield stand_in
+
+
+def arguments_of(inputs: Inputs, **changes: Any) -> Arguments:
+    """Of a call with `out`, on tensors of its own."""
+    found = {**inputs.arguments, **inputs.options, "slots": inputs.at(), "out": torch.empty_like(inputs.arguments["x"])}
+    found = {name: t.clone() if isinstance(t, Tensor) else t for name, t in found.items()}
+    return {"state": inputs.state, **found, **changes}
+
+
+def address_or_value(argument: Any) -> Any:
+    return argument.data_ptr() if isinstance(argument, Tensor) else argument
+
+
+def per_token(case: Case, inputs: Inputs) -> Arguments:
+    read = inputs.slots[:, None].expand(-1, 3).contiguous()
+    write = torch.arange(case.batch * case.tokens).reshape(case.batch, case.tokens)
+    return arguments_of(inputs, slots=inputs.at(read=read, accepted=inputs.slots, write=write))
+
+
+def snapshots(case: Case, inputs: Inputs) -> Arguments:
+    copies = make_snapshots(case, "int8", "stochastic", CPU)
+    return arguments_of(inputs, slots=inputs.at(snapshot_rows=inputs.slots), snapshots=copies)
+
+
+def tree(case: Case, inputs: Inputs) -> Arguments:
+    parents = torch.tensor([[-1, 0, 0]]).repeat(case.batch, 1)
+    return arguments_of(inputs, slots=inputs.at(parents=parents), update=False)
+
+
+def bare(case: Case, inputs: Inputs) -> Arguments:
+    return arguments_of(inputs, state=inputs.state.data, slots=inputs.slots)
+
+
+def no_slots(case: Case, inputs: Inputs) -> Arguments:
+    return arguments_of(inputs, slots=None)
+
+
+def plain(case: Case, inputs: Inputs) -> Arguments:
+    return arguments_of(inputs)
+
+
+SEVERAL = replace(CASE, tokens=3, slots=12)
+FORMS: dict[str, tuple[Case, Callable[[Case, Inputs], Arguments]]] = {
+    "plain": (CASE, plain),
+    "without options": (replace(CASE, z=False, D=None, dt_bias=False), plain),
+    "scaled, stochastic": (replace(CASE, format="int8", rounding="stochastic"), plain),
+    "float8": (replace(CASE, format="float8_e4m3fn"), plain),
+    "bare tensors": (CASE, bare),
+    "no slots": (CASE, no_slots),
+    "Mamba-1": (replace(CASE, heads=1, groups=1, mamba1=True, D="row"), plain),
+    "several tokens": (SEVERAL, plain),
+    "packed": (replace(SEVERAL, packed=True), plain),
+    "a slot for every token": (SEVERAL, per_token),
+    "snapshots": (replace(SEVERAL, rounding="stochastic", format="float16"), snapshots),
+    "a tree": (SEVERAL, tree),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_repeated_call_starts_the_kernel_directly_with_the_arguments_of_an_ordinary_launch(
+    form: str, launcher: Launcher
+) -> None:
+    case, arguments = FORMS[form]
+    inputs = make_inputs(case, CPU)
+    mamba2_step(**arguments(case, inputs))
+    again = arguments(case, inputs)
+    out = mamba2_step(**again)
+    assert out is again["out"]
+    assert (len(launcher.ordinary), len(launcher.directly)) == (1, 1)
+    with suspended():
+        mamba2_step(**again)
+    want = launcher.ordinary[-1]
+    programs, y, z, stream, function, metadata, *rest = launcher.directly[0]
+    assert (programs, y, z, stream, function, metadata) == (*want.grid, 1, 1, 5, 7, (1, 1, 0))
+    assert rest[:3] == [None, None, None]
+    names = want.kernel.arg_names[len(want.arguments) :]
+    expected = [*map(address_or_value, want.arguments), *(want.constants[name] for name in names)]
+    # What a kernel was compiled without it does not look at.
+    assert [got if argument is not None else None for got, argument in zip(rest[3:], expected, strict=True)] == expected
+
+
+
+def test_the_stream_of_a_layer_is_passed_on(launcher: Launcher) -> None:
+    inputs = make_inputs(CASE, CPU)
+    layer = replace(inputs.state, stream=3)
+    for _ in range(2):
+        mamba2_step(**arguments_of(inputs, state=layer))
+    position = launcher.ordinary[0].kernel.arg_names.index("stream")
+    assert launcher.directly[0][9 + position] == 3
+
+
+def unaligned(tensor: Tensor) -> Tensor:
+    """The same values, one element behind where a wide access may start."""
+    room = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)
+    return room[1:].view(tensor.shape).copy_(tensor)
+
+
+def strided(tensor: Tensor) -> Tensor:
+    return torch.cat([tensor, tensor], -1)[..., : tensor.shape[-1]]
+
+
+UNLIKE: dict[str, Callable[[Arguments], Arguments]] = {
+    "x is not aligned": lambda a: {**a, "x": unaligned(a["x"])},
+    "z is not aligned": lambda a: {**a, "z": unaligned(a["z"])},
+    "out is not aligned": lambda a: {**a, "out": unaligned(a["out"])},
+    "the state is not aligned": lambda a: {**a, "state": State(unaligned(a["state"].data))},
+    "x has other strides": lambda a: {**a, "x": strided(a["x"])},
+    "B has another dtype": lambda a: {**a, "B": a["B"].half()},
+    "dt is per channel": lambda a: {**a, "dt": a["dt"][..., None].repeat(1, 1, 16)},
+    "A is another vector": lambda a: {**a, "A": a["A"].half()},
+    "no z": lambda a: {**a, "z": None},
+    "no D": lambda a: {**a, "D": None},
+    "no bias": lambda a: {**a, "dt_bias": None},
+    "no softplus": lambda a: {**a, "dt_softplus": False},
+    "no update": lambda a: {**a, "update": False},
+    "64-bit slots": lambda a: {**a, "slots": Slots(a["slots"].read.long())},
+    "another null": lambda a: {**a, "slots": Slots(a["slots"].read, null=0)},
+    "slots to write": lambda a: {**a, "slots": Slots(a["slots"].read, write=a["slots"].read)},
+    "slots as a tensor": lambda a: {**a, "slots": a["slots"].read},
+    "a state as a tensor": lambda a: {**a, "state": a["state"].data},
+    "no out": lambda a: {**a, "out": None},
+}
+
+
+@pytest.mark.parametrize("change", UNLIKE)
+def test_a_call_that_differs_takes_the_ordinary_way(change: str, launcher: Launcher) -> None:
+    inputs = make_inputs(CASE, CPU)
+    arguments = arguments_of(inputs)
+    mamba2_step(**arguments)
+    mamba2_step(**UNLIKE[change](arguments))
+    assert (len(launcher.ordinary), len(launcher.directly)) == (2, 0)
+    mamba2_step(**arguments)
+    assert len(launcher.directly) == 1
+
+
+def test_unaligned_tensors_do_not_meet_a_kernel_for_aligned_ones_but_their_own(launcher: Launcher) -> None:
+    arguments = arguments_of(make_inputs(CASE, CPU))
+    for _ in range(2):
+        mamba2_step(**arguments)
+        mamba2_step(**{**arguments, "x": unaligned(arguments["x"])})
+    assert [started.constants["ALIGNED"] for started in launcher.ordinary] == [True, False]
+    assert len(launcher.directly) == 2
+
+
+WRONG: dict[str, Arguments] = {
+    "x": {"x": [1.0]},
+    "z": {"z": torch.zeros(2, 4, 15)},
+    "dt_softplus": {"dt_softplus": 1},
+    "update": {"update": None},
+    "slots": {"slots": "all"},
+    "state": {"state": None},
+    "out": {"out": torch.zeros(2, 4, 16, dtype=torch.float64)},
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_input_is_refused_also_after_calls_that_were_right(name: str, launcher: Launcher) -> None:
+    arguments = arguments_of(make_inputs(CASE, CPU))
+    for _ in range(2):
+        mamba2_step(**arguments)
+    with pytest.raises((TypeError, ValueError), match=name):
+        mamba2_step(**{**arguments, **WRONG[name]})
+    assert (len(launcher.ordinary), len(launcher.directly)) == (1, 1)
+
+
+@pytest.mark.parametrize("context", [debug, collecting, suspended, lambda: override(Config(8, 1, 8))])
+def test_calls_in_a_context_that_looks_at_them_take_the_ordinary_way(
+    context: Callable[[], Any], launcher: Launcher
+) -> None:
+    arguments = arguments_of(make_inputs(CASE, CPU))
+    mamba2_step(**arguments)
+    with context():
+        mamba2_step(**arguments)
+    assert (len(launcher.ordinary), len(launcher.directly)) == (2, 0)
+
+
+def test_another_current_device_takes_the_ordinary_way(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = arguments_of(make_inputs(CASE, CPU))
+    mamba2_step(**arguments)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1, raising=False)
+    mamba2_step(**arguments)
+    assert (len(launcher.ordinary), len(launcher.directly)) == (2, 0)
+
+
+def test_a_profiler_sees_launches(launcher: Launcher) -> None:
+    from triton import knobs
+
+    def hook(metadata: object) -> None:
+        """What a profiler would add."""
+
+    arguments = arguments_of(make_inputs(CASE, CPU))
+    mamba2_step(**arguments)
+    knobs.runtime.launch_enter_hook.add(hook)
+    try:
+        mamba2_step(**arguments)
+    finally:
+        knobs.runtime.launch_enter_hook.remove(hook)
+    assert (len(launcher.ordinary), len(launcher.directly)) == (2, 0)
+
+
+def test_where_triton_is_not_as_expected_launches_are_ordinary_and_it_is_said_once(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launcher, "kernel", object())
+    direct._say_once.cache_clear()
+    arguments = arguments_of(make_inputs(CASE, CPU))
+    with pytest.warns(UserWarning, match="the ordinary way"):
+        mamba2_step(**arguments)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            mamba2_step(**arguments)
+    assert len(launcher.ordinary) == 3
+
+
+def test_triton_36_launches_without_the_python_in_between() -> None:
+    class Launcher36:
+        launch_cooperative_grid, launch_pdl, global_scratch_size, profile_scratch_size = False, False, 0, 0
+        launch = mock.Mock()
+
+        def __call__(self, gridX, gridY, gridZ, stream, function, *args):  # type: ignore[no-untyped-def]  # noqa: N803
+            raise AssertionError("not needed")
+
+    compiled = mock.Mock(run=Launcher36(), function=7, packed_metadata=(1, 1, 0))
+    start, before_pointers = direct._starter(compiled)
+    assert start is Launcher36.launch
+    assert before_pointers == (7, False, False, None, None, (1, 1, 0), None, None, None)
+    compiled.run.global_scratch_size = 8
+    assert direct._starter(compiled) == (compiled.run, (7, (1, 1, 0), None, None, None))
