@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from flashstate.launch import access_width, interpreted, kernel_target
-from flashstate.launch.arguments import aligned, read_table, snapshots_view, state_view, table, token_view
+from flashstate.launch.arguments import aligned, as_bytes, outer_strides, row_stride, table_shape, token_strides
 from flashstate.launch.backend import uses_kernels
 from flashstate.launch.config import ACCESS_BYTES
 from flashstate.ops import mamba2
@@ -95,50 +95,47 @@ def test_an_access_to_snapshots_is_as_wide_as_every_token_is_aligned(dtype: torc
 
 @pytest.mark.parametrize("form", ["one token", "several tokens", "packed"])
 @pytest.mark.parametrize("strided", [False, True])
-def test_the_strides_of_a_token_view_lead_to_every_token_and_head(form: str, strided: bool) -> None:
+def test_token_strides_lead_to_every_token_and_head(form: str, strided: bool) -> None:
     batch, tokens, heads, width = 3, 4, 2, 5
     axes = {"one token": (batch,), "several tokens": (batch, tokens), "packed": (tokens,)}[form]
     memory = torch.arange(2 * torch.Size(axes).numel() * heads * (width + 1)).reshape(*axes, 2 * heads, width + 1)
     tensor = memory[..., heads:, 1:] if strided else memory[..., heads:, 1:].contiguous()
-    view, stride_b, stride_t, stride_h = token_view(tensor, len(axes), form == "packed")
-    assert view is tensor
+    stride_b, stride_t, stride_h = token_strides(tensor, len(axes), form == "packed")
     for b, t, h in product(range(batch), range(tokens), range(heads)):
         offset = tensor.storage_offset() + b * stride_b + t * stride_t + h * stride_h
         index = {"one token": (b, h), "several tokens": (b, t, h), "packed": (t, h)}[form]
         assert torch.equal(tensor.as_strided((width,), (1,), offset), tensor[index])
 
 
-@pytest.mark.parametrize("dtype", FORMATS, ids=str)
-def test_state_views_have_the_strides_of_data_and_scales_and_float8_as_bytes(dtype: torch.dtype) -> None:
-    data, scale = pool(dtype, 16, gap=48), torch.empty(3, 20)[:, :8].unflatten(1, (2, 4))
-    entries, scales, *strides = state_view(data, scale if FORMATS[dtype].scaled else None)
-    assert entries.data_ptr() == data.data_ptr()
-    assert entries.dtype == (torch.uint8 if dtype is torch.float8_e4m3fn else dtype)
-    assert (entries.shape, entries.stride()) == (data.shape, data.stride())
-    assert scales is (scale if FORMATS[dtype].scaled else None)
-    assert strides == [176, 20 if FORMATS[dtype].scaled else 0]
+def test_what_is_absent_has_no_strides() -> None:
+    assert token_strides(None, 2, False) == (0, 0, 0)
+    assert outer_strides(None, None, 2) == (0, 0, 0, 0)
+    assert row_stride(None) == 0
+    assert table_shape(None) == (0, 1)
 
 
-def test_snapshot_views_have_the_row_strides_and_then_the_token_strides() -> None:
+def test_float8_is_passed_as_the_bytes_it_is() -> None:
+    for dtype in FORMATS:
+        data = pool(dtype, 16, gap=48)
+        entries = as_bytes(data)
+        assert entries.dtype == (torch.uint8 if dtype is torch.float8_e4m3fn else dtype)
+        assert (entries.data_ptr(), entries.shape, entries.stride()) == (data.data_ptr(), data.shape, data.stride())
+
+
+def test_outer_strides_are_those_of_each_axis_in_the_data_and_then_in_the_scales() -> None:
+    data, scale = pool(torch.int8, 16, gap=48), torch.empty(3, 20)[:, :8].unflatten(1, (2, 4))
+    assert outer_strides(data, scale, 1) == (176, 20)
+    assert outer_strides(data, None, 1) == (176, 0)
     data, scale = snapshots(torch.float8_e4m3fn, 3), torch.empty(4, 2, 2, 4).transpose(0, 1)
-    assert snapshots_view(None, None) == (None, None, 0, 0, 0, 0)
-    view, scales, *strides = snapshots_view(data, scale)
-    assert (view.data_ptr(), view.dtype, view.stride()) == (data.data_ptr(), torch.uint8, data.stride())
-    assert scales is scale
-    assert strides == [4 * 259, 8, 259, 16]
-    assert snapshots_view(data, None)[1:] == (None, 4 * 259, 0, 259, 0)
+    assert outer_strides(data, scale, 2) == (4 * 259, 8, 259, 16)
+    assert outer_strides(data, None, 2) == (4 * 259, 0, 259, 0)
 
 
-def test_tables_have_their_row_stride_and_what_is_absent_has_none() -> None:
-    wide, accepted = torch.arange(30).reshape(3, 10), torch.tensor([1, 2, 1])
-    assert table(None) is None
-    for entries, stride in ((wide[:, 2], 10), (wide[:, 2:5], 10), (wide[:, 2].clone(), 1)):
-        assert table(entries) == (entries, stride)
-    assert read_table(None, None) == (None, 0, 1, None)
-    assert read_table(wide[:, 0], None)[1:] == (10, 1, None)
-    assert read_table(accepted, None)[1:] == (1, 1, None)
-    read = wide[:, 3:6]
-    assert read_table(read, accepted) == (read, 10, 3, accepted)
+def test_tables_have_a_row_stride_and_a_width() -> None:
+    wide = torch.arange(30).reshape(3, 10)
+    for table, stride, width in ((wide[:, 2], 10, 1), (wide[:, 2:5], 10, 3), (wide[:, 2].clone(), 1, 1)):
+        assert row_stride(table) == stride
+        assert table_shape(table) == (stride, width)
 
 
 def test_a_tensor_is_aligned_if_every_row_of_it_starts_at_a_multiple_of_16_bytes() -> None:

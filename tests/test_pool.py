@@ -94,7 +94,7 @@ def test_kernels_and_reference_write_and_read_equal_bytes(
 @pytest.mark.interpreted
 def test_every_config_gives_the_same_bytes() -> None:
     values, memory = torch.randn(2, 2, 9, 20, generator=torch.Generator().manual_seed(0)), []
-    for config in valid_configs(Problem("pool_write", 9, 20, "int8", "stochastic", 4, 4), lanes=8)[::5]:
+    for config in valid_configs(Problem("pool_write", 9, 20, "int8", "stochastic", 4, 4))[::5]:
         pool = make_pool("int8", rows=9, cols=20)
         pool.acquire(2, seed=[3, 4])
         with interpreted(), override(config):

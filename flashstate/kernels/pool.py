@@ -1,6 +1,7 @@
 """Plain tensors into the slots of a pool and back: one program per (slot, head, block of rows).
 
-Slot numbers come checked from the host: they are distinct where they are written, and the pool has them.
+Slot numbers come checked from the host: they are distinct where they are written, and the pool has them. Nothing is
+compiled for the value of an argument: what a compiler may assume about alignment is said by VECTOR and ALIGNED.
 """
 
 import triton
@@ -20,12 +21,23 @@ def this_program(slots_ptr, H: tl.constexpr, ROWS: tl.constexpr, BLOCK_ROWS: tl.
     return n.to(tl.int64), tl.load(slots_ptr + n), pid // tiles % H, pid % tiles * BLOCK_ROWS
 
 
-@triton.jit(do_not_specialize=["stream"])
+@triton.jit
+def in_chunks(row_ptrs, k, CHUNK: tl.constexpr, ALIGNED: tl.constexpr):
+    """Pointers to chunk k of plain rows that start at `row_ptrs`, (rows, 1). ALIGNED: at multiples of 16 bytes, and so
+    do their chunks."""
+    ptrs = row_ptrs + (k * CHUNK + tl.arange(0, CHUNK))[None, :]
+    if ALIGNED:  # said of what is computed here: of arguments the compiler forgets it
+        ptrs = tl.multiple_of(ptrs, (1, 16))
+    return ptrs
+
+
+@triton.jit(do_not_specialize=["state", "values", "slots_ptr", "seed_ptr", "stream"])
 def write_states_kernel(
     state,  # data, scale, slot stride of either
     values,  # pointer; strides of its entries, heads and rows
     slots_ptr, seed_ptr, stream,
     H: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, VECTOR: tl.constexpr,
+    ALIGNED: tl.constexpr,  # every row of the values starts at a multiple of 16 bytes
     ROUNDING: tl.constexpr, ROUNDS: tl.constexpr, TARGET: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
@@ -36,11 +48,10 @@ def write_states_kernel(
 
     values_ptr, stride_n, stride_h, stride_row = values
     rows = (first_row + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
-    ptrs = values_ptr + n * stride_n + h.to(tl.int64) * stride_h + rows[:, None] * stride_row
+    row_ptrs = values_ptr + n * stride_n + h.to(tl.int64) * stride_h + rows[:, None] * stride_row
     v = ()
     for k in tl.static_range(len(tile[3])):
-        offs_n = k * CHUNK + tl.arange(0, CHUNK)
-        v = v + (tl.load(ptrs + offs_n[None, :], mask=tile[3][k], other=0.0).to(tl.float32),)
+        v = v + (tl.load(in_chunks(row_ptrs, k, CHUNK, ALIGNED), mask=tile[3][k], other=0.0).to(tl.float32),)
 
     random = random_bits(seed, tile, BEFORE_THE_FIRST_TOKEN, stream, COLS, VECTOR, ROUNDING, ROUNDS)
     data_ptr, scale_ptr, slot_stride, scale_stride = state
@@ -49,10 +60,10 @@ def write_states_kernel(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["state", "out_ptr", "slots_ptr"])
 def read_states_kernel(
     state,  # data, scale, slot stride of either
-    out_ptr,  # float32, contiguous
+    out_ptr,  # float32, contiguous, at a multiple of 16 bytes
     slots_ptr,
     H: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, VECTOR: tl.constexpr, TARGET: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr,
@@ -62,6 +73,6 @@ def read_states_kernel(
     data_ptr, scale_ptr, slot_stride, scale_stride = state
     scale = load_scale(scale_ptr, slot * scale_stride, slot >= 0, tile)
     v = load_state(data_ptr, slot * slot_stride, slot >= 0, tile, COLS, VECTOR, TARGET)
-    ptrs = out_ptr + n * (H * ROWS * COLS) + tile[0] + tile[1]
+    row_ptrs = out_ptr + (n * (H * ROWS) + tile[2])[:, None] * COLS
     for k in tl.static_range(len(v)):
-        tl.store(ptrs + k * CHUNK, v[k] * scale, mask=tile[3][k])
+        tl.store(in_chunks(row_ptrs, k, CHUNK, COLS % 4 == 0), v[k] * scale, mask=tile[3][k])

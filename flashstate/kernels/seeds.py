@@ -6,7 +6,11 @@ import triton.language as tl
 from flashstate.kernels.slots import resolve_read, slot_in_column, token_range
 
 
-@triton.jit(do_not_specialize=["read", "tokens", "num_slots", "null", "seed_step"])
+# Every argument, so that one variant serves all of a type.
+ARGUMENTS = ["seed_ptr", "read", "cu_seqlens_ptr", "fault_ptr", "tokens", "num_slots", "null", "seed_step"]
+
+
+@triton.jit(do_not_specialize=ARGUMENTS)
 def advance_seeds_kernel(seed_ptr, read, cu_seqlens_ptr, fault_ptr, tokens, num_slots, null, seed_step):
     """One program per batch row and column of its slots: all slots of a request move on together, whichever was read.
     Atomic, so that rows which share a slot advance it once each, in any order."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flashstate.errors import check_row_contiguous, check_tensor, dtype_name
 from flashstate.launch import Problem, access_width, choose, gpu_of, kernel_target, start, uses_kernels
-from flashstate.launch.arguments import as_bytes, outer_strides
+from flashstate.launch.arguments import aligned, as_bytes, outer_strides
 from flashstate.reference import state_io as reference
 from flashstate.state.state import POOL_AXES, State
 
@@ -35,7 +35,7 @@ def write_states(state: State, slots: Tensor, states: Tensor) -> None:
         (states, *states.stride()[:3]),
         slots, None if state.rounding == "nearest" else state.seed, state.stream,
     )  # fmt: skip
-    constants |= {"ROUNDING": state.rounding, "ROUNDS": state.rounds}
+    constants |= {"ALIGNED": aligned(states), "ROUNDING": state.rounding, "ROUNDS": state.rounds}
     start(write_states_kernel, (programs,), slots.device, arguments, constants, num_warps)
 
 
