@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from flashstate.launch import backend, collecting
+from flashstate.launch import Gpu, backend, collecting
 from flashstate.launch.start import FP_FUSION, Launch
 
 TYPES = {
@@ -26,14 +26,19 @@ def target_of(architecture: int | str) -> str:
     return "sm_89" if architecture >= 89 else "sm_80"
 
 
+def gpu_with(architecture: int | str) -> Gpu:
+    """One that has no table."""
+    return Gpu("a GPU nobody measured", divmod(architecture, 10) if isinstance(architecture, int) else (9, 4))
+
+
 @contextmanager
 def collected(architecture: int | str) -> Iterator[list[Launch]]:
     """Calls on CPU tensors inside reach their launches as on that architecture, and end there."""
-    target = mock.Mock(return_value=target_of(architecture))
+    target, gpu = mock.Mock(return_value=target_of(architecture)), mock.Mock(return_value=gpu_with(architecture))
     with (
         mock.patch.object(backend, "_interpreting", True),
-        mock.patch("flashstate.ops.mamba2.kernel_target", target),
-        mock.patch("flashstate.ops.pool.kernel_target", target),
+        mock.patch.multiple("flashstate.ops.mamba2", kernel_target=target, gpu_of=gpu),
+        mock.patch.multiple("flashstate.ops.pool", kernel_target=target, gpu_of=gpu),
         collecting() as launches,
     ):
         yield launches
@@ -48,31 +53,25 @@ def compile_launch(launch: Launch, architecture: int | str) -> Any:
     nvidia = isinstance(architecture, int)
     target = GPUTarget("cuda", architecture, 32) if nvidia else GPUTarget("hip", architecture, 64)
     arguments = {**dict(zip(launch.kernel.arg_names, launch.arguments, strict=False)), **launch.constants}
-    signature, constants, attributes = {}, {}, {}
+    signature, constants = {}, {}
     for position, parameter in enumerate(launch.kernel.params):
         value = arguments[parameter.name]
         if parameter.is_constexpr:
             signature[parameter.name], constants[(position,)] = "constexpr", value
         else:
-            specialize = not parameter.do_not_specialize
-            signature[parameter.name] = describe(value, (position,), specialize, constants, attributes)
-    source = ASTSource(launch.kernel, signature, constants, attributes)
+            signature[parameter.name] = describe(value, (position,), constants)
+    source = ASTSource(launch.kernel, signature, constants)
     options = {"num_warps": launch.num_warps, "enable_fp_fusion": FP_FUSION}
     return triton.compile(source, target=target, options=options)
 
 
-def describe(
-    value: Any, path: tuple[int, ...], specialize: bool, constants: dict[Any, Any], attributes: dict[Any, Any]
-) -> Any:
-    """The type of an argument as Triton specialises it: None and 1 are constants, multiples of 16 known as such."""
+def describe(value: Any, path: tuple[int, ...], constants: dict[Any, Any]) -> Any:
+    """The type of an argument that Triton does not specialise on; None is a constant."""
     if isinstance(value, tuple):
-        return tuple(describe(v, (*path, i), specialize, constants, attributes) for i, v in enumerate(value))
-    if value is None or (specialize and isinstance(value, int) and value == 1):
+        return tuple(describe(element, (*path, i), constants) for i, element in enumerate(value))
+    if value is None:
         constants[path] = value
         return "constexpr"
-    number = value.data_ptr() if isinstance(value, Tensor) else value
-    if specialize and number % 16 == 0:
-        attributes[path] = [["tt.divisibility", 16]]
     if isinstance(value, Tensor):
         return f"*{TYPES[value.dtype]}"
     return "i32" if -(1 << 31) <= value < 1 << 31 else "i64"

@@ -13,10 +13,11 @@ from unittest import mock
 
 import pytest
 import torch
-from compiling import collected, compile_launch
+from compiling import collected, compile_launch, gpu_with
 
 from flashstate import StatePool
-from flashstate.launch import Config, Gpu, choose, override, valid_configs
+from flashstate.launch import Config, override, valid_configs
+from flashstate.launch.config import heuristic
 from flashstate.launch.table import load_table
 from flashstate.laws.tokens import TREE, make_snapshots
 from flashstate.state.formats import FORMATS, PORTABLE_FORMATS
@@ -36,10 +37,8 @@ def plain(case: Case, inputs: Inputs) -> object:
 
 def chosen(case: Case, architecture: int | str) -> Config:
     """What the heuristic gives a case on that architecture."""
-    if isinstance(architecture, int):
-        return choose(case.problem, Gpu("a GPU nobody measured", divmod(architecture, 10)))
-    with mock.patch("flashstate.launch.config.WARP", 64):
-        return choose(case.problem, Gpu("an AMD GPU nobody measured", (9, 4)))
+    with mock.patch("flashstate.launch.config.WARP", 32 if isinstance(architecture, int) else 64):
+        return heuristic(case.problem, gpu_with(architecture))
 
 
 @cache
@@ -241,7 +240,7 @@ NARROWED = {vector: narrowed(vector) for vector in (1, 2, 4, 8, 16)}
 def test_a_pool_is_accessed_as_widely_as_its_alignment_allows(name: str, vector: int, width: int) -> None:
     case = replace(SHAPE, format=name)
     want = {width} if name == "bfloat16" else {width, 4}
-    config = choose(replace(case.problem, vector=vector), Gpu("a GPU nobody measured", (9, 0)))
+    config = heuristic(replace(case.problem, vector=vector), gpu_with(90))
     assert access_bytes(compile_step(case, config, 90, NARROWED[vector])) == (want, want)
 
 

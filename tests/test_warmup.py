@@ -212,6 +212,16 @@ def test_launches_of_other_values_are_one_variant_and_of_other_types_several() -
     assert len(variants_of(launches)) == 3
 
 
+@pytest.mark.compiled
+def test_no_kernel_is_compiled_for_the_value_of_an_argument() -> None:
+    pool = make_pool("int8", "stochastic")
+    with collected(90) as launches:
+        serve(pool, 4)
+        admit(pool, 4)
+    for kernel in {launch.kernel for launch in launches}:
+        assert all(parameter.is_constexpr or parameter.do_not_specialize for parameter in kernel.params), kernel
+
+
 @pytest.mark.gpu
 def test_nothing_is_compiled_after_warmup() -> None:
     from triton import knobs

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from flashstate.launch.start import FP_FUSION, Launch
 
-KNOWN_MULTIPLE = 16  # the one that Triton compiles for, of arguments it specialises on
-
 
 def variants_of(launches: Iterable[Launch]) -> list[Launch]:
     """One launch of each variant among these."""
@@ -22,21 +20,18 @@ def variants_of(launches: Iterable[Launch]) -> list[Launch]:
 
 def variant_key(launch: Launch) -> Hashable:
     """What decides which compiled kernel a launch gets."""
-    parameters = [parameter for parameter in launch.kernel.params if not parameter.is_constexpr]
-    kinds = (_kind(v, not p.do_not_specialize) for p, v in zip(parameters, launch.arguments, strict=True))
-    return launch.kernel, launch.device, tuple(kinds), tuple(launch.constants.items()), launch.num_warps
+    kinds = tuple(map(_kind, launch.arguments))
+    return launch.kernel, launch.device, kinds, tuple(launch.constants.items()), launch.num_warps
 
 
-def _kind(value: Any, specialize: bool) -> Hashable:
-    """All that Triton compiles into a kernel of an argument: its type, that it is None, and if it specialises on it,
-    that it is 1 or a known multiple."""
+def _kind(value: Any) -> Hashable:
+    """All that Triton compiles into a kernel of an argument that it does not specialise on: its type."""
     if isinstance(value, tuple):
-        return tuple(_kind(element, specialize) for element in value)
+        return tuple(map(_kind, value))
     if isinstance(value, Tensor):
-        return value.dtype, specialize and value.data_ptr() % KNOWN_MULTIPLE == 0
+        return value.dtype
     if isinstance(value, int):
-        fits = -(1 << 31) <= value < 1 << 31
-        return "i32" if fits else "i64", specialize and (value == 1, value % KNOWN_MULTIPLE == 0)
+        return "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
     return value
 
 
