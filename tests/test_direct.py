@@ -1,17 +1,20 @@
 """Calls that repeat earlier ones reach their kernel directly; a stand-in for Triton shows with which arguments."""
 
+import ctypes
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from flashstate import Slots, State, debug, mamba2_step
-from flashstate.launch import Config, direct, override
+from flashstate.launch import Config, direct, driver, override
+from flashstate.launch.driver import LaunchConfig, _parameters
 from flashstate.launch.start import Started, collecting
 from flashstate.launch.suspension import suspended
 from flashstate.laws.tokens import make_snapshots
@@ -23,45 +26,52 @@ CASE = Case(2, 4, 2, 16, 32, slots=6)
 Arguments = dict[str, Any]
 
 
-class Kernel:
+def compiled_with(parameters: int, function: int, **changes: Any) -> Any:
     """What Triton compiled, as far as a launch asks for it."""
-
-    function, packed_metadata = 7, (1, 1, 0)
-
-    def __init__(self) -> None:
-        self.started: list[tuple[Any, ...]] = []
-
-    def run(self, *arguments: Any) -> None:
-        self.started.append(arguments)
+    declared = ", ".join([".param .b64 p"] * parameters)
+    metadata = SimpleNamespace(num_ctas=1, num_warps=2, shared=64)
+    flags = {"launch_cooperative_grid": False, "launch_pdl": False, "global_scratch_size": 0, "profile_scratch_size": 0}
+    launcher = SimpleNamespace(**{**flags, **changes})
+    return SimpleNamespace(metadata=metadata, run=launcher, function=function, asm={"ptx": f".entry step( {declared} ) {{}}"})
 
 
 class Launcher:
-    """Both ways to a kernel: `ordinary` has the launches that went through Triton, `directly` the others."""
+    """Both ways to a kernel: `ordinary` has the launches that went through Triton, `directly` the parameters that the
+    driver found in memory."""
 
     def __init__(self) -> None:
-        self.kernel, self.ordinary = Kernel(), list[Started]()
-
-    @property
-    def directly(self) -> list[tuple[Any, ...]]:
-        return self.kernel.started
+        self.ordinary: list[Started] = []
+        self.directly: list[list[int]] = []
+        self.configs: list[tuple[Any, ...]] = []
 
     def start(
         self, kernel: Any, grid: Any, device: torch.device, arguments: Any, constants: Any, num_warps: int
     ) -> Started:
-        self.ordinary.append(Started(kernel, grid, torch.device("cuda", 0), arguments, constants, self.kernel))
+        compiled = compiled_with(len(list(_parameters(arguments))) + 2, function=len(self.ordinary))
+        self.ordinary.append(Started(kernel, grid, torch.device("cuda", 0), arguments, constants, compiled))
         return self.ordinary[-1]
+
+    def launch(self, config_at: int, function: int, addresses_at: int, extra: None) -> int:
+        """The driver: CUDA_SUCCESS."""
+        config = LaunchConfig.from_address(config_at)
+        self.configs.append((*config.grid, *config.block, config.shared_memory, config.stream, function))
+        count = len(list(_parameters(self.ordinary[function].arguments))) + 2
+        addresses = (ctypes.c_uint64 * count).from_address(addresses_at)
+        self.directly.append([ctypes.c_int64.from_address(address).value for address in addresses])
+        return 0
 
 
 @pytest.fixture
-def launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launcher]:
+def launcher(monkeypatch: pytest.MonkeyPatch) -> Launcher:
     pytest.importorskip("triton")
     stand_in = Launcher()
     monkeypatch.setattr(mamba2, "start", stand_in.start)
     monkeypatch.setattr(mamba2, "uses_kernels", lambda device: True)
-    monkeypatch.setattr(mamba2, "_launches_on_bare_tensors", {})
+    monkeypatch.setattr(mamba2, "_launches_on_tensors", {})
+    monkeypatch.setattr(driver, "_launch_function", lambda: stand_in.launch)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 5, raising=False)
-    yield stand_in
+    return stand_in
 
 
 def arguments_of(inputs: Inputs, **changes: Any) -> Arguments:
@@ -69,10 +79,6 @@ def arguments_of(inputs: Inputs, **changes: Any) -> Arguments:
     found = {**inputs.arguments, **inputs.options, "slots": inputs.at(), "out": torch.empty_like(inputs.arguments["x"])}
     found = {name: t.clone() if isinstance(t, Tensor) else t for name, t in found.items()}
     return {"state": inputs.state, **found, **changes}
-
-
-def address_or_value(argument: Any) -> Any:
-    return argument.data_ptr() if isinstance(argument, Tensor) else argument
 
 
 def per_token(case: Case, inputs: Inputs) -> Arguments:
@@ -134,14 +140,8 @@ def test_a_repeated_call_starts_the_kernel_directly_with_the_arguments_of_an_ord
     with suspended():
         mamba2_step(**again)
     want = launcher.ordinary[-1]
-    programs, y, z, stream, function, metadata, *rest = launcher.directly[0]
-    assert (programs, y, z, stream, function, metadata) == (*want.grid, 1, 1, 5, 7, (1, 1, 0))
-    assert rest[:3] == [None, None, None]
-    names = want.kernel.arg_names[len(want.arguments) :]
-    expected = [*map(address_or_value, want.arguments), *(want.constants[name] for name in names)]
-    # What a kernel was compiled without it does not look at.
-    assert [got if argument is not None else None for got, argument in zip(rest[3:], expected, strict=True)] == expected
-
+    assert launcher.configs == [(*want.grid, 1, 1, 64, 1, 1, 64, 5, 0)]
+    assert launcher.directly == [[*_parameters(want.arguments), 0, 0]]
 
 
 def test_the_stream_of_a_layer_is_passed_on(launcher: Launcher) -> None:
@@ -149,8 +149,8 @@ def test_the_stream_of_a_layer_is_passed_on(launcher: Launcher) -> None:
     layer = replace(inputs.state, stream=3)
     for _ in range(2):
         mamba2_step(**arguments_of(inputs, state=layer))
-    position = launcher.ordinary[0].kernel.arg_names.index("stream")
-    assert launcher.directly[0][9 + position] == 3
+    pointers = list(_parameters(launcher.ordinary[0].arguments[: mamba2.POINTERS]))
+    assert launcher.directly[0][len(pointers)] == 3
 
 
 def unaligned(tensor: Tensor) -> Tensor:
@@ -262,10 +262,13 @@ def test_a_profiler_sees_launches(launcher: Launcher) -> None:
     assert (len(launcher.ordinary), len(launcher.directly)) == (2, 0)
 
 
+@pytest.mark.parametrize("change", [{"launch_pdl": True}, {"global_scratch_size": 8}, {"more_parameters": 1}], ids=str)
 def test_where_triton_is_not_as_expected_launches_are_ordinary_and_it_is_said_once(
-    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+    change: dict[str, Any], launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launcher, "kernel", object())
+    more = change.pop("more_parameters", 0)
+    changed = partial(compiled_with, **change)
+    monkeypatch.setitem(globals(), "compiled_with", lambda parameters, function: changed(parameters + more, function))
     direct._say_once.cache_clear()
     arguments = arguments_of(make_inputs(CASE, CPU))
     with pytest.warns(UserWarning, match="the ordinary way"):
@@ -274,20 +277,12 @@ def test_where_triton_is_not_as_expected_launches_are_ordinary_and_it_is_said_on
         warnings.simplefilter("error")
         for _ in range(2):
             mamba2_step(**arguments)
-    assert len(launcher.ordinary) == 3
+    assert (len(launcher.ordinary), len(launcher.directly)) == (3, 0)
 
 
-def test_triton_36_launches_without_the_python_in_between() -> None:
-    class Launcher36:
-        launch_cooperative_grid, launch_pdl, global_scratch_size, profile_scratch_size = False, False, 0, 0
-        launch = mock.Mock()
-
-        def __call__(self, gridX, gridY, gridZ, stream, function, *args):  # type: ignore[no-untyped-def]  # noqa: N803
-            raise AssertionError("not needed")
-
-    compiled = mock.Mock(run=Launcher36(), function=7, packed_metadata=(1, 1, 0))
-    start, before_pointers = direct._starter(compiled)
-    assert start is Launcher36.launch
-    assert before_pointers == (7, False, False, None, None, (1, 1, 0), None, None, None)
-    compiled.run.global_scratch_size = 8
-    assert direct._starter(compiled) == (compiled.run, (7, (1, 1, 0), None, None, None))
+def test_a_driver_that_fails_is_reported(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "_launch_function", lambda: lambda *arguments: 700)
+    arguments = arguments_of(make_inputs(CASE, CPU))
+    mamba2_step(**arguments)
+    with pytest.raises(RuntimeError, match="error 700"):
+        mamba2_step(**arguments)

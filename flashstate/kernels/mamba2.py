@@ -143,10 +143,10 @@ MOST_HALVINGS = tl.constexpr(5)  # of a row of 32 chunks
 # snapshots that is no more than of the pool: accesses wider than those of the pool would change the layout of the tile,
 # and with it the order in which a row is summed.
 ARGUMENTS = [
-    "data_ptr", "scale_ptr", "seed_ptr", "x_ptr", "B_ptr", "C_ptr", "dt_ptr", "z_ptr", "out_ptr", "A_ptr", "D_ptr",
-    "dt_bias_ptr", "read_ptr", "accepted_ptr", "write_ptr", "parents_ptr", "cu_seqlens_ptr", "copy_ptr",
-    "copy_scale_ptr", "snapshot_rows_ptr", "stream", "fault_ptr", "state_strides", "copy_strides", "x_strides",
-    "B_strides", "C_strides", "dt_strides", "z_strides", "out_strides", "read_shape", "write_stride", "parents_stride",
+    "data_ptr", "x_ptr", "B_ptr", "C_ptr", "dt_ptr", "out_ptr", "A_ptr", "D_ptr", "z_ptr", "dt_bias_ptr", "scale_ptr",
+    "seed_ptr", "read_ptr", "accepted_ptr", "write_ptr", "parents_ptr", "cu_seqlens_ptr", "snapshot_rows_ptr",
+    "copy_ptr", "copy_scale_ptr", "stream", "fault_ptr", "state_strides", "copy_strides", "x_strides", "B_strides",
+    "C_strides", "dt_strides", "z_strides", "out_strides", "read_shape", "write_stride", "parents_stride",
     "num_copies", "tokens", "longest", "num_slots", "null",
 ]  # fmt: skip
 
@@ -154,10 +154,9 @@ ARGUMENTS = [
 @triton.jit(do_not_specialize=ARGUMENTS)
 def mamba2_step_kernel(
     # Pointers, which change from call to call; None: absent.
-    data_ptr, scale_ptr, seed_ptr,  # the state
-    x_ptr, B_ptr, C_ptr, dt_ptr, z_ptr, out_ptr, A_ptr, D_ptr, dt_bias_ptr,
-    read_ptr, accepted_ptr, write_ptr, parents_ptr, cu_seqlens_ptr,
-    copy_ptr, copy_scale_ptr, snapshot_rows_ptr,  # snapshots
+    data_ptr, x_ptr, B_ptr, C_ptr, dt_ptr, out_ptr, A_ptr, D_ptr, z_ptr, dt_bias_ptr, scale_ptr, seed_ptr,
+    read_ptr, accepted_ptr, write_ptr, parents_ptr, cu_seqlens_ptr, snapshot_rows_ptr,
+    copy_ptr, copy_scale_ptr,  # snapshots
     stream,
     # What a server repeats: the flag, shapes and strides.
     fault_ptr,
@@ -193,7 +192,9 @@ def mamba2_step_kernel(
     read = (read_ptr, read_shape[0], read_shape[1], accepted_ptr)
     slot = resolve_read(read, b, num_slots, null, fault_ptr)
     live = slot >= 0
-    seed = load_seed(seed_ptr, slot, live)
+    seed = 0
+    if ROUNDING != "nearest" or SNAPSHOT_ROUNDING != "nearest":
+        seed = load_seed(seed_ptr, slot, live)
     slot_stride, scale_stride = state_strides
     row_stride, scale_row_stride, token_stride, scale_token_stride = copy_strides
     zero = b * 0

@@ -5,7 +5,6 @@ import triton.language as tl
 
 from flashstate.kernels.slots import resolve_read, slot_in_column, token_range
 
-
 # Every argument, so that one variant serves all of a type.
 ARGUMENTS = ["seed_ptr", "read", "cu_seqlens_ptr", "fault_ptr", "tokens", "num_slots", "null", "seed_step"]
 

@@ -2,7 +2,7 @@
 
 All valid configs of a problem sum a row of the state in the same order: a row is never split over warps, and however
 many threads share it, neighbours are summed first and then halves of the row onto each other. So a result depends
-neither on the config nor on what it was chosen for, the batch and the GPU.
+neither on the config nor on the batch that it was chosen for.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ needs none of that, and none of an op's checks.
 from __future__ import annotations
 
 import functools
-import inspect
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flashstate.launch.driver import DriverLaunch
 from flashstate.launch.start import Started
 from flashstate.state.signature import ALIGNMENT
 
@@ -29,87 +29,46 @@ class DirectLaunch(NamedTuple):
     same_tensors: Callable[..., bool]  # whether tensors have the dtypes, shapes, strides and devices of that call's
     unaligned: int  # low bits that no address may have
     device_index: int
-    start: Callable[..., None]  # with the grid, the CUDA stream, what follows here, the pointers, and the rest
-    programs: int
-    before_pointers: tuple[Any, ...]
-    after_pointers: tuple[Any, ...]
+    hooks: tuple[list[Any], list[Any]]  # what Triton is to call before and after every launch
+    start: Callable[[Sequence[int], int], None]  # with the pointers that are there, and the number that follows them
 
 
 Launches = dict[Hashable, list[DirectLaunch]]  # by what tells calls apart but their tensors
 
 
-def find(
-    launches: Launches, key: Hashable, tensors: Sequence[Tensor], address_bits: int
-) -> DirectLaunch | None:
-    """The launch of a call like this on the current device; `address_bits`: addresses that alignment matters for,
-    ored."""
+def find(launches: Launches, key: Hashable, tensors: Sequence[Tensor], address_bits: int) -> DirectLaunch | None:
+    """The launch of a call like this; `address_bits`: addresses that alignment matters for, ored.
+
+    None also where the current device is another one, and where somebody, such as a profiler, wants to see launches.
+    """
     for launch in launches.get(key, ()):
         if not address_bits & launch.unaligned and launch.same_tensors(*tensors):
-            elsewhere = launch.device_index != torch._C._cuda_getDevice()
-            return None if elsewhere or hooked() else launch
+            before, after = launch.hooks
+            ordinary = before or after or launch.device_index != torch._C._cuda_getDevice()
+            return None if ordinary else launch
     return None
-
-
-def again(launch: DirectLaunch, pointers: Sequence[int | None], number: int) -> None:
-    """Start it with other pointers, in the order of the kernel, and the number that follows them."""
-    stream = torch._C._cuda_getCurrentRawStream(launch.device_index)
-    launch.start(
-        launch.programs, 1, 1, stream, *launch.before_pointers, *pointers, number, *launch.after_pointers
-    )  # fmt: skip
 
 
 def remember(
     launches: Launches, key: Hashable, tensors: Sequence[Tensor], started: Started, pointers: int, aligned: bool
 ) -> None:
-    """Keep a launch whose first `pointers` arguments, and a number behind them, change from call to call."""
-    launch = _direct_launch(tensors, started, pointers, aligned)
-    if launch is not None:
-        if len(launches) >= MOST_KEYS:
-            launches.clear()
-        alike = launches.setdefault(key, [])
-        if len(alike) < MOST_ALIKE:
-            alike.append(launch)
+    """Keep a launch whose first `pointers` arguments, and a number behind them, change from call to call.
 
-
-def _direct_launch(
-    tensors: Sequence[Tensor], started: Started, pointers: int, aligned: bool
-) -> DirectLaunch | None:
-    """None where Triton or torch are not as expected, which is said once."""
-    try:
-        start, before_pointers = _starter(started.compiled)
-        names = started.kernel.arg_names[len(started.arguments) :]
-        constants = tuple(started.constants[name] for name in names)
-        if hooks() is None:
-            raise AttributeError("Triton's launch hooks are not lists")
-        same_tensors = guard(tensors)
-    except (AttributeError, KeyError, ImportError, TypeError) as reason:
-        _say_once(str(reason))
-        return None
-    rest = map(_address_or_number, started.arguments[pointers + 1 :])
-    return DirectLaunch(
-        same_tensors, ALIGNMENT - 1 if aligned else 0, started.device.index, start, started.grid[0], before_pointers,
-        (*rest, *constants),
-    )  # fmt: skip
-
-
-def _starter(compiled: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
-    """What starts a compiled kernel, and its arguments between the stream and the pointers.
-
-    In Triton 3.6 that is a C function behind a Python object which would ask for scratch memory first; these kernels
-    have none. Elsewhere it is that object.
+    Where Triton or torch are not as expected, that is said once, and calls take the ordinary way.
     """
-    launcher, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
-    no_hooks = (None, None, None)
-    names = tuple(inspect.signature(type(launcher).__call__).parameters)
-    if names == ("self", "gridX", "gridY", "gridZ", "stream", "function", "args") and hasattr(launcher, "launch_pdl"):
-        if launcher.global_scratch_size == 0 and launcher.profile_scratch_size == 0:
-            modes = (launcher.launch_cooperative_grid, launcher.launch_pdl)
-            return launcher.launch, (function, *modes, None, None, metadata, *no_hooks)
-    return launcher, (function, metadata, *no_hooks)
-
-
-def _address_or_number(argument: Any) -> Any:
-    return argument.data_ptr() if isinstance(argument, Tensor) else argument
+    try:
+        launch = DirectLaunch(
+            guard(tensors), ALIGNMENT - 1 if aligned else 0, started.device.index, hooks(),
+            DriverLaunch(started.compiled, started.device, started.grid[0], started.arguments, pointers),
+        )  # fmt: skip
+    except (AttributeError, ImportError, KeyError, OSError, TypeError) as reason:
+        _say_once(str(reason))
+        return
+    if len(launches) >= MOST_KEYS:
+        launches.clear()
+    alike = launches.setdefault(key, [])
+    if len(alike) < MOST_ALIKE:
+        alike.append(launch)
 
 
 def guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
@@ -126,19 +85,14 @@ def guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     return check
 
 
-@functools.cache
-def hooks() -> tuple[list[Any], list[Any]] | None:
-    """What Triton is to call before and after every launch: both lists; None where there are none to be found."""
+def hooks() -> tuple[list[Any], list[Any]]:
+    """The lists of what Triton is to call before and after every launch."""
     from triton import knobs
 
-    lists = knobs.runtime.launch_enter_hook.calls, knobs.runtime.launch_exit_hook.calls
-    return lists if all(isinstance(calls, list) for calls in lists) else None
-
-
-def hooked() -> bool:
-    """Whether somebody, such as a profiler, wants to see launches: then they go the ordinary way."""
-    lists = hooks()
-    return lists is None or bool(lists[0] or lists[1])
+    before, after = knobs.runtime.launch_enter_hook.calls, knobs.runtime.launch_exit_hook.calls
+    if not isinstance(before, list) or not isinstance(after, list):
+        raise AttributeError("Triton's launch hooks are not in lists")
+    return before, after
 
 
 @functools.cache

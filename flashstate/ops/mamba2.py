@@ -35,7 +35,7 @@ from flashstate.ops.tokens import (
 from flashstate.reference import mamba2 as reference
 from flashstate.state.faults import fault_flag
 from flashstate.state.signature import ALIGNMENT
-from flashstate.state.slots import NO_TABLES, Slots, as_slots
+from flashstate.state.slots import Slots, as_slots
 from flashstate.state.state import State, as_snapshots, as_state
 
 OR_EXPANDED = ", or expanded from contiguous values per head"
@@ -118,7 +118,7 @@ def mamba2_step(
 STARTED: Final = ({}, None, [])  # the answer of _step_again that says so
 POINTERS = 20  # of the kernel that change from call to call; the stream follows them
 Likeness = tuple[direct.Launches, Hashable, list[Any]]  # launches to look in, and what tells a call from others there
-_launches_on_bare_tensors: direct.Launches = {}
+_launches_on_tensors: direct.Launches = {}  # where states are tensors, not State objects
 
 
 def _step_again(
@@ -129,34 +129,41 @@ def _step_again(
     there is no way, as with arguments of wrong types. This is all that a call costs on the host, so it is one function
     that asks nothing twice."""
     try:
-        tensors, data, scale, seed, stream = [x, dt, A, B, C, out], state, None, None, 0
-        launches = _launches_on_bare_tensors
+        tensors, launches, data, scale, seed, stream = [x, dt, A, B, C, out], _launches_on_tensors, state, None, None, 0
         if state.__class__ is State:
-            data, scale, seed, stream, launches = state.data, state.scale, state.seed, state.stream, state.launches
+            launches, data, scale, seed, stream = state.launches, state.data, state.scale, state.seed, state.stream
         else:
             tensors.append(state)
         data_at, x_at, B_at, C_at, out_at = data.data_ptr(), x.data_ptr(), B.data_ptr(), C.data_ptr(), out.data_ptr()
-        D_at = z_at = bias_at = read_at = copies_at = 0
+        pointers, z_at = [data_at, x_at, B_at, C_at, dt.data_ptr(), out_at, A.data_ptr()], 0  # in the kernel's order
         if D is not None:
             tensors.append(D)
-            D_at = D.data_ptr()
+            pointers.append(D.data_ptr())
         if z is not None:
             tensors.append(z)
             z_at = z.data_ptr()
+            pointers.append(z_at)
         if dt_bias is not None:
             tensors.append(dt_bias)
-            bias_at = dt_bias.data_ptr()
-        slots_like, copies_like, tables, copy_scale = None, None, NO_TABLES, None
+            pointers.append(dt_bias.data_ptr())
+        if scale is not None:
+            pointers.append(scale.data_ptr())
+        if seed is not None:
+            pointers.append(seed.data_ptr())
+        slots_like = None
         if slots.__class__ is Slots:
-            slots_like, tables, read_at = slots.signature, slots.tables, slots.read.data_ptr()
+            slots_like = slots.signature
+            pointers += [table.data_ptr() for table in slots.tables]
         elif slots is not None:
+            slots_like = len(slots)
             tensors.append(slots)
-            slots_like, read_at = len(slots), slots.data_ptr()
+            pointers.append(slots.data_ptr())
+        snapshots_like = None
         if snapshots is not None:
-            copies_like, copies, copy_scale = snapshots.signature, snapshots.data, snapshots.scale
-            copies_at = copies.data_ptr()
+            snapshots_like = snapshots.signature
+            pointers += [copy.data_ptr() for copy in (snapshots.data, snapshots.scale) if copy is not None]
         key = (
-            slots_like, copies_like, D_at == 0, z_at == 0, bias_at == 0, data_at % ALIGNMENT,
+            slots_like, snapshots_like, D is None, z is None, dt_bias is None, data_at % ALIGNMENT,
             dt_softplus is True, dt_softplus is False, update is True, update is False,
         )  # fmt: skip
         launch = direct.find(launches, key, tensors, x_at | B_at | C_at | out_at | z_at)
@@ -164,17 +171,7 @@ def _step_again(
         return None
     if launch is None:
         return launches, key, tensors
-    direct.again(
-        launch,
-        (
-            data_at, scale if scale is None else scale.data_ptr(), seed if seed is None else seed.data_ptr(),
-            x_at, B_at, C_at, dt.data_ptr(), z_at, out_at, A.data_ptr(), D_at, bias_at, read_at,
-            *[table if table is None else table.data_ptr() for table in tables[:4]],
-            copies_at, copy_scale if copy_scale is None else copy_scale.data_ptr(),
-            tables[4] if tables[4] is None else tables[4].data_ptr(),
-        ),
-        stream,
-    )  # fmt: skip
+    launch.start(pointers, stream)
     return STARTED
 
 
@@ -261,12 +258,11 @@ def _run(
     programs = batch * heads * -(-rows // config.block_rows)
     if programs >= 1 << 31:
         raise ValueError(f"x must need fewer than 2^31 programs, got {programs} for shape {tuple(x.shape)}")
-    draws = rounding != "nearest" or snapshot_rounding != "nearest"
     strides = [token_strides(t, token_axes, packed) for t in (x, B, C, dt, z, out)]
     arguments = (
-        as_bytes(data), scale, seed if draws else None, x, B, C, dt, z, out, A, D, dt_bias,
-        read, accepted, write, parents, cu_seqlens,
-        None if snapshot_data is None else as_bytes(snapshot_data), snapshot_scale, snapshot_rows,
+        as_bytes(data), x, B, C, dt, out, A, D, z, dt_bias, scale, seed,
+        read, accepted, write, parents, cu_seqlens, snapshot_rows,
+        None if snapshot_data is None else as_bytes(snapshot_data), snapshot_scale,
         stream, fault_flag(data.device),
         outer_strides(data, scale, 1), outer_strides(snapshot_data, snapshot_scale, 2), *strides,
         table_shape(read), row_stride(write), row_stride(parents),

@@ -11,7 +11,6 @@ from flashstate.errors import INDEX_DTYPES, check_contiguous, check_int, check_r
 from flashstate.state.signature import describe, signature_of
 
 MOST_TOKENS = (1 << 31) - 1  # on a token axis
-NO_TABLES = (None,) * 5  # what slots without any have
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,14 +85,16 @@ class Slots:
                 )
 
     @cached_property
-    def tables(self) -> tuple[Tensor | None, ...]:
-        """All tensors but `read`, in the order in which kernels take them."""
-        return self.accepted, self.write, self.parents, self.cu_seqlens, self.snapshot_rows
+    def tables(self) -> tuple[Tensor, ...]:
+        """All tensors there are, in the order in which kernels take them."""
+        tables = (self.read, self.accepted, self.write, self.parents, self.cu_seqlens, self.snapshot_rows)
+        return tuple(table for table in tables if table is not None)
 
     @cached_property
     def signature(self) -> int:
         """Stands for all that a launch depends on but the addresses."""
-        return signature_of("slots", describe(self.read), *map(describe, self.tables), self.max_len, self.null)
+        tables = (self.read, self.accepted, self.write, self.parents, self.cu_seqlens, self.snapshot_rows)
+        return signature_of("slots", *map(describe, tables), self.max_len, self.null)
 
     @property
     def longest(self) -> int | None:

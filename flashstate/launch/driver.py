@@ -1,0 +1,105 @@
+"""Starting a compiled kernel through the CUDA driver, with its parameters kept in memory and only pointers renewed.
+
+Triton's own launcher is given every argument of a kernel anew, compile-time constants too, and takes each apart. On an
+H200's host that is 6.7 µs of a call, where `torch.add_` takes 6.4 in all.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import re
+import struct
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SLOT = 8  # bytes of memory for each parameter, whatever its size
+
+
+class LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig of the CUDA driver."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_memory", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("num_attributes", ctypes.c_uint),
+    )
+
+
+@functools.cache
+def _launch_function() -> Any:
+    """cuLaunchKernelEx, with addresses as plain numbers."""
+    function = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
+    function.argtypes = (ctypes.c_void_p,) * 4
+    function.restype = ctypes.c_int
+    return function
+
+
+class DriverLaunch:
+    """A kernel and its parameters. The first of these, all pointers, change from call to call, and a number behind
+    them."""
+
+    def __init__(
+        self, compiled: Any, device: torch.device, programs: int, arguments: Sequence[Any], pointers: int
+    ) -> None:
+        """`arguments`: of an ordinary launch, without compile-time constants; the first `pointers` of them are pointers
+        or None, which are no parameters."""
+        parameters = [*_parameters(arguments), 0, 0]  # the last two: scratch memory, which is not used
+        _require(compiled, len(parameters))
+        present = sum(argument is not None for argument in arguments[:pointers])
+        self._memory = bytearray(SLOT * len(parameters))
+        struct.pack_into(f"<{len(parameters)}q", self._memory, 0, *map(_signed, parameters))
+        start = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self._addresses = (ctypes.c_void_p * len(parameters))(*(start + SLOT * i for i in range(len(parameters))))
+        block = (32 * compiled.metadata.num_warps, 1, 1)
+        self._config = LaunchConfig((programs, 1, 1), block, compiled.metadata.shared, None, None, 0)
+        self._device_index = device.index
+        self._pack = struct.Struct(f"<{present}Qq").pack_into
+        self._launch = _launch_function()
+        self._launched = ctypes.addressof(self._config), compiled.function, ctypes.addressof(self._addresses), None
+        self._compiled = compiled  # whose function lives as long as it does
+        self._lock = threading.Lock()  # the driver reads the memory while other threads may run
+
+    def __call__(self, pointers: Sequence[int], number: int) -> None:
+        """Launch with these pointers, those that the kernel has, and the number behind them, on the current stream."""
+        with self._lock:
+            self._pack(self._memory, 0, *pointers, number)
+            self._config.stream = torch._C._cuda_getCurrentRawStream(self._device_index)
+            error = self._launch(*self._launched)
+        if error:
+            raise RuntimeError(f"the CUDA driver could not start a kernel: error {error}")
+
+
+def _parameters(arguments: Iterable[Any]) -> Iterator[int]:
+    """What a kernel gets: addresses and numbers, in tuples or not, and nothing for None."""
+    for argument in arguments:
+        if isinstance(argument, tuple):
+            yield from _parameters(argument)
+        elif argument is not None:
+            yield argument.data_ptr() if isinstance(argument, Tensor) else argument
+
+
+def _signed(number: int) -> int:
+    """An address as the signed 64-bit number with its bits."""
+    return number - (1 << 64) if number >= 1 << 63 else number
+
+
+def _require(compiled: Any, parameters: int) -> None:
+    """AttributeError unless the kernel is one for CUDA that has so many parameters and nothing that needs more care."""
+    metadata, launcher = compiled.metadata, compiled.run
+    entry = re.search(r"\.entry [^(]*\((.*?)\)", compiled.asm["ptx"], re.S)
+    plain = (
+        metadata.num_ctas == 1
+        and not launcher.launch_cooperative_grid
+        and not launcher.launch_pdl
+        and launcher.global_scratch_size == launcher.profile_scratch_size == 0
+    )
+    if entry is None or entry[1].count(".param") != parameters or not plain:
+        raise AttributeError(f"a kernel with {parameters} parameters and no others, scratch memory or clusters")
