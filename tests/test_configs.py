@@ -266,9 +266,10 @@ def test_a_refused_override_leaves_the_state_and_out_as_they_are() -> None:
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("case", [Case(cols=128), Case(rows=80, cols=20, tokens=2, format="bfloat16")], ids=str)
-def test_results_are_as_accurate_however_many_lanes_share_a_row(case: Case) -> None:
+@pytest.mark.parametrize("name", ["float32", "int8"])
+def test_results_are_as_accurate_however_many_lanes_share_a_row(name: str) -> None:
     """The interpreter sums over lanes in numpy's order, so they differ in their last bits there."""
+    case = Case(batch=1, heads=1, groups=1, rows=5, cols=60, format=name)
     for lanes in case.problem.lane_choices:
         config = next(config for config in valid_configs(case.problem) if config.lanes == lanes)
         with interpreted(), override(config):
