@@ -32,7 +32,8 @@ def compiled_with(parameters: int, function: int, **changes: Any) -> Any:
     metadata = SimpleNamespace(num_ctas=1, num_warps=2, shared=64)
     flags = {"launch_cooperative_grid": False, "launch_pdl": False, "global_scratch_size": 0, "profile_scratch_size": 0}
     launcher = SimpleNamespace(**{**flags, **changes})
-    return SimpleNamespace(metadata=metadata, run=launcher, function=function, asm={"ptx": f".entry step( {declared} ) {{}}"})
+    asm = {"ptx": f".entry step( {declared} ) {{}}"}
+    return SimpleNamespace(metadata=metadata, run=launcher, function=function, asm=asm)
 
 
 class Launcher:

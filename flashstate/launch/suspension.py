@@ -1,4 +1,4 @@
-"""Suspending the direct way to a kernel, where calls are to be checked, collected, interpreted or configured otherwise."""
+"""Suspending the direct way to a kernel, where calls are checked, collected, interpreted or configured otherwise."""
 
 from __future__ import annotations
 
