@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flashstate import Slots, State, debug, mamba2_step
 from flashstate.launch import Config, direct, driver, override
-from flashstate.launch.driver import LaunchConfig, _parameters
+from flashstate.launch.driver import LaunchConfig, parameters_of
 from flashstate.launch.start import Started, collecting
 from flashstate.launch.suspension import suspended
 from flashstate.laws.tokens import make_snapshots
@@ -26,9 +26,14 @@ CASE = Case(2, 4, 2, 16, 32, slots=6)
 Arguments = dict[str, Any]
 
 
-def compiled_with(parameters: int, function: int, **changes: Any) -> Any:
+def parameters(arguments: Any) -> list[int]:
+    """What a kernel gets, with the scratch memory that it does not use."""
+    return [*parameters_of(arguments), 0, 0]
+
+
+def compiled_with(arguments: Any, function: int, more: int = 0, **changes: Any) -> Any:
     """What Triton compiled, as far as a launch asks for it."""
-    declared = ", ".join([".param .b64 p"] * parameters)
+    declared = ", ".join([".param .b64 p"] * (len(parameters(arguments)) + more))
     metadata = SimpleNamespace(num_ctas=1, num_warps=2, shared=64)
     flags = {"launch_cooperative_grid": False, "launch_pdl": False, "global_scratch_size": 0, "profile_scratch_size": 0}
     launcher = SimpleNamespace(**{**flags, **changes})
@@ -48,7 +53,7 @@ class Launcher:
     def start(
         self, kernel: Any, grid: Any, device: torch.device, arguments: Any, constants: Any, num_warps: int
     ) -> Started:
-        compiled = compiled_with(len(list(_parameters(arguments))) + 2, function=len(self.ordinary))
+        compiled = compiled_with(arguments, function=len(self.ordinary))
         self.ordinary.append(Started(kernel, grid, torch.device("cuda", 0), arguments, constants, compiled))
         return self.ordinary[-1]
 
@@ -56,7 +61,7 @@ class Launcher:
         """The driver: CUDA_SUCCESS."""
         config = LaunchConfig.from_address(config_at)
         self.configs.append((*config.grid, *config.block, config.shared_memory, config.stream, function))
-        count = len(list(_parameters(self.ordinary[function].arguments))) + 2
+        count = len(parameters(self.ordinary[function].arguments))
         addresses = (ctypes.c_uint64 * count).from_address(addresses_at)
         self.directly.append([ctypes.c_int64.from_address(address).value for address in addresses])
         return 0
@@ -142,7 +147,7 @@ def test_a_repeated_call_starts_the_kernel_directly_with_the_arguments_of_an_ord
         mamba2_step(**again)
     want = launcher.ordinary[-1]
     assert launcher.configs == [(*want.grid, 1, 1, 64, 1, 1, 64, 5, 0)]
-    assert launcher.directly == [[*_parameters(want.arguments), 0, 0]]
+    assert launcher.directly == [parameters(want.arguments)]
 
 
 def test_the_stream_of_a_layer_is_passed_on(launcher: Launcher) -> None:
@@ -150,7 +155,7 @@ def test_the_stream_of_a_layer_is_passed_on(launcher: Launcher) -> None:
     layer = replace(inputs.state, stream=3)
     for _ in range(2):
         mamba2_step(**arguments_of(inputs, state=layer))
-    pointers = list(_parameters(launcher.ordinary[0].arguments[: mamba2.POINTERS]))
+    pointers = [at for at in launcher.ordinary[0].arguments[: mamba2.POINTERS] if at is not None]
     assert launcher.directly[0][len(pointers)] == 3
 
 
@@ -263,13 +268,11 @@ def test_a_profiler_sees_launches(launcher: Launcher) -> None:
     assert (len(launcher.ordinary), len(launcher.directly)) == (2, 0)
 
 
-@pytest.mark.parametrize("change", [{"launch_pdl": True}, {"global_scratch_size": 8}, {"more_parameters": 1}], ids=str)
+@pytest.mark.parametrize("change", [{"launch_pdl": True}, {"global_scratch_size": 8}, {"more": 1}], ids=str)
 def test_where_triton_is_not_as_expected_launches_are_ordinary_and_it_is_said_once(
     change: dict[str, Any], launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    more = change.pop("more_parameters", 0)
-    changed = partial(compiled_with, **change)
-    monkeypatch.setitem(globals(), "compiled_with", lambda parameters, function: changed(parameters + more, function))
+    monkeypatch.setitem(globals(), "compiled_with", partial(compiled_with, **change))
     direct._say_once.cache_clear()
     arguments = arguments_of(make_inputs(CASE, CPU))
     with pytest.warns(UserWarning, match="the ordinary way"):

@@ -11,8 +11,7 @@ def token_entry(tensor, b, t, h, ALIGNED: tl.constexpr):
 
     Torch strides are never negative; told so, the compiler needs one instruction instead of three for a 64-bit product.
     """
-    ptr, strides = tensor
-    stride_b, stride_t, stride_h = strides
+    ptr, stride_b, stride_t, stride_h = tensor
     tl.assume(stride_b >= 0)
     tl.assume(stride_t >= 0)
     tl.assume(stride_h >= 0)

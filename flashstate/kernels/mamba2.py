@@ -145,9 +145,11 @@ MOST_HALVINGS = tl.constexpr(5)  # of a row of 32 chunks
 ARGUMENTS = [
     "data_ptr", "x_ptr", "B_ptr", "C_ptr", "dt_ptr", "out_ptr", "A_ptr", "D_ptr", "z_ptr", "dt_bias_ptr", "scale_ptr",
     "seed_ptr", "read_ptr", "accepted_ptr", "write_ptr", "parents_ptr", "cu_seqlens_ptr", "snapshot_rows_ptr",
-    "copy_ptr", "copy_scale_ptr", "stream", "fault_ptr", "state_strides", "copy_strides", "x_strides", "B_strides",
-    "C_strides", "dt_strides", "z_strides", "out_strides", "read_shape", "write_stride", "parents_stride",
-    "num_copies", "tokens", "longest", "num_slots", "null",
+    "copy_ptr", "copy_scale_ptr", "stream", "fault_ptr", "slot_stride", "scale_stride",
+    "copy_b", "copy_scale_b", "copy_t", "copy_scale_t", "num_copies",
+    "x_b", "x_t", "x_h", "B_b", "B_t", "B_h", "C_b", "C_t", "C_h", "dt_b", "dt_t", "dt_h", "z_b", "z_t", "z_h",
+    "out_b", "out_t", "out_h", "read_stride", "read_width", "write_stride", "parents_stride",
+    "tokens", "longest", "num_slots", "null",
 ]  # fmt: skip
 
 
@@ -158,14 +160,13 @@ def mamba2_step_kernel(
     read_ptr, accepted_ptr, write_ptr, parents_ptr, cu_seqlens_ptr, snapshot_rows_ptr,
     copy_ptr, copy_scale_ptr,  # snapshots
     stream,
-    # What a server repeats: the flag, shapes and strides.
+    # What a server repeats. Not in tuples: Triton compiles anew for the values it finds in one.
     fault_ptr,
-    state_strides,  # of slots, in the data and in the scales
-    copy_strides,  # of the rows of snapshots in either, of their tokens in either
-    x_strides, B_strides, C_strides, dt_strides, z_strides, out_strides,  # batch, token, head (or group)
-    read_shape,  # row stride and width of the table
-    write_stride, parents_stride,  # of the rows of the tables
-    num_copies,  # rows of snapshots there are
+    slot_stride, scale_stride,  # of slots, in the data and in the scales
+    copy_b, copy_scale_b, copy_t, copy_scale_t, num_copies,  # strides of snapshots and of their scales; rows there are
+    x_b, x_t, x_h, B_b, B_t, B_h, C_b, C_t, C_h,  # strides of batch, token, and head or group
+    dt_b, dt_t, dt_h, z_b, z_t, z_h, out_b, out_t, out_h,
+    read_stride, read_width, write_stride, parents_stride,  # of the rows of tables
     tokens,  # length of the token axis
     longest,  # entries that write, parents and snapshots have for the tokens of a row
     num_slots, null,
@@ -189,14 +190,12 @@ def mamba2_step_kernel(
     tile = tile_at(h * ROWS + first_row, h * ROWS + ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK)
 
     # No branches: a padding row is masked. So loads do not wait until the row is known to be live.
-    read = (read_ptr, read_shape[0], read_shape[1], accepted_ptr)
+    read = (read_ptr, read_stride, read_width, accepted_ptr)
     slot = resolve_read(read, b, num_slots, null, fault_ptr)
     live = slot >= 0
     seed = 0
     if ROUNDING != "nearest" or SNAPSHOT_ROUNDING != "nearest":
         seed = load_seed(seed_ptr, slot, live)
-    slot_stride, scale_stride = state_strides
-    row_stride, scale_row_stride, token_stride, scale_token_stride = copy_strides
     zero = b * 0
     first, count = zero, 1
     if not ONE_TOKEN:
@@ -222,17 +221,17 @@ def mamba2_step_kernel(
             s = either(follows, s, initial)
             if scale_ptr is not None:
                 factor = tl.where(follows, factor, initial_factor)
-        C = load_columns(token_entry((C_ptr, C_strides), b, first + t, g, ALIGNED), COLS, BLOCK_COLS, CHUNK)
+        C = load_columns(token_entry((C_ptr, C_b, C_t, C_h), b, first + t, g, ALIGNED), COLS, BLOCK_COLS, CHUNK)
         if z_ptr is not None:
-            z = load_rows(token_entry((z_ptr, z_strides), b, first + t, h, ALIGNED), offs_d, mask_d)
+            z = load_rows(token_entry((z_ptr, z_b, z_t, z_h), b, first + t, h, ALIGNED), offs_d, mask_d)
         x = tl.zeros([BLOCK_ROWS], tl.float32)
         for step in range(0, steps):
             i = t
             if parents_ptr is not None:
                 i = ancestor((parents_ptr, parents_stride), b, t, steps - 1 - step, longest)
-            x = load_rows(token_entry((x_ptr, x_strides), b, first + i, h, ALIGNED), offs_d, mask_d)
-            dt = load_head(token_entry((dt_ptr, dt_strides), b, first + i, h, False), offs_d, mask_d, DT_PER_ROW)
-            B = load_columns(token_entry((B_ptr, B_strides), b, first + i, g, ALIGNED), COLS, BLOCK_COLS, CHUNK)
+            x = load_rows(token_entry((x_ptr, x_b, x_t, x_h), b, first + i, h, ALIGNED), offs_d, mask_d)
+            dt = load_head(token_entry((dt_ptr, dt_b, dt_t, dt_h), b, first + i, h, False), offs_d, mask_d, DT_PER_ROW)
+            B = load_columns(token_entry((B_ptr, B_b, B_t, B_h), b, first + i, g, ALIGNED), COLS, BLOCK_COLS, CHUNK)
 
             if dt_bias_ptr is not None:
                 dt += dt_bias
@@ -247,7 +246,7 @@ def mamba2_step_kernel(
         if z_ptr is not None:
             y *= silu(z)
         y = tl.where(runs, y, 0.0).to(out_ptr.dtype.element_ty)
-        tl.store(token_entry((out_ptr, out_strides), b, first + t, h, ALIGNED) + offs_d, y, mask=mask_d)
+        tl.store(token_entry((out_ptr, out_b, out_t, out_h), b, first + t, h, ALIGNED) + offs_d, y, mask=mask_d)
 
         if STORES == "every":
             bits = random_bits(seed, tile, t, stream, COLS, VECTOR, ROUNDING, ROUNDS)
@@ -262,8 +261,8 @@ def mamba2_step_kernel(
             goes = runs & (t < longest)
             to = resolve_snapshot_row((snapshot_rows_ptr, num_copies), b, goes, fault_ptr)
             store_state(
-                copy_ptr, copy_scale_ptr, to * row_stride + t.to(tl.int64) * token_stride,
-                to * scale_row_stride + t.to(tl.int64) * scale_token_stride, to >= 0, tile, s, bits,
+                copy_ptr, copy_scale_ptr, to * copy_b + t.to(tl.int64) * copy_t,
+                to * copy_scale_b + t.to(tl.int64) * copy_scale_t, to >= 0, tile, s, bits,
                 SNAPSHOT_ROUNDING, SNAPSHOT_VECTOR, TARGET,
             )  # fmt: skip
 
@@ -279,7 +278,7 @@ def mamba2_step_kernel(
         )  # fmt: skip
     if cu_seqlens_ptr is not None:
         batch = tl.num_programs(0) // (H * tiles)
-        zero_unused((out_ptr, out_strides), cu_seqlens_ptr, b, h, offs_d, mask_d, tokens, batch)
+        zero_unused((out_ptr, out_b, out_t, out_h), cu_seqlens_ptr, b, h, offs_d, mask_d, tokens, batch)
 
 
 @triton.jit

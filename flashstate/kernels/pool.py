@@ -31,10 +31,16 @@ def in_chunks(row_ptrs, k, CHUNK: tl.constexpr, ALIGNED: tl.constexpr):
     return ptrs
 
 
-@triton.jit(do_not_specialize=["state", "values", "slots_ptr", "seed_ptr", "stream"])
+WRITE_ARGUMENTS = [
+    "data_ptr", "scale_ptr", "slot_stride", "scale_stride", "values_ptr", "stride_n", "stride_h", "stride_row",
+    "slots_ptr", "seed_ptr", "stream",
+]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=WRITE_ARGUMENTS)
 def write_states_kernel(
-    state,  # data, scale, slot stride of either
-    values,  # pointer; strides of its entries, heads and rows
+    data_ptr, scale_ptr, slot_stride, scale_stride,
+    values_ptr, stride_n, stride_h, stride_row,  # of entries, heads and rows
     slots_ptr, seed_ptr, stream,
     H: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, VECTOR: tl.constexpr,
     ALIGNED: tl.constexpr,  # every row of the values starts at a multiple of 16 bytes
@@ -46,7 +52,6 @@ def write_states_kernel(
     seed = load_seed(seed_ptr, slot, live)
     tile = tile_at(h * ROWS + first_row, h * ROWS + ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK)
 
-    values_ptr, stride_n, stride_h, stride_row = values
     rows = (first_row + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
     row_ptrs = values_ptr + n * stride_n + h.to(tl.int64) * stride_h + rows[:, None] * stride_row
     v = ()
@@ -54,15 +59,14 @@ def write_states_kernel(
         v = v + (tl.load(in_chunks(row_ptrs, k, CHUNK, ALIGNED), mask=tile[3][k], other=0.0).to(tl.float32),)
 
     random = random_bits(seed, tile, BEFORE_THE_FIRST_TOKEN, stream, COLS, VECTOR, ROUNDING, ROUNDS)
-    data_ptr, scale_ptr, slot_stride, scale_stride = state
     store_state(
         data_ptr, scale_ptr, slot * slot_stride, slot * scale_stride, live, tile, v, random, ROUNDING, VECTOR, TARGET
     )
 
 
-@triton.jit(do_not_specialize=["state", "out_ptr", "slots_ptr"])
+@triton.jit(do_not_specialize=["data_ptr", "scale_ptr", "slot_stride", "scale_stride", "out_ptr", "slots_ptr"])
 def read_states_kernel(
-    state,  # data, scale, slot stride of either
+    data_ptr, scale_ptr, slot_stride, scale_stride,
     out_ptr,  # float32, contiguous, at a multiple of 16 bytes
     slots_ptr,
     H: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, VECTOR: tl.constexpr, TARGET: tl.constexpr,
@@ -70,7 +74,6 @@ def read_states_kernel(
 ):  # fmt: skip
     n, slot, h, first_row = this_program(slots_ptr, H, ROWS, BLOCK_ROWS)
     tile = tile_at(h * ROWS + first_row, h * ROWS + ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK)
-    data_ptr, scale_ptr, slot_stride, scale_stride = state
     scale = load_scale(scale_ptr, slot * scale_stride, slot >= 0, tile)
     v = load_state(data_ptr, slot * slot_stride, slot >= 0, tile, COLS, VECTOR, TARGET)
     row_ptrs = out_ptr + (n * (H * ROWS) + tile[2])[:, None] * COLS

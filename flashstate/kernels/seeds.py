@@ -6,14 +6,21 @@ import triton.language as tl
 from flashstate.kernels.slots import resolve_read, slot_in_column, token_range
 
 # Every argument, so that one variant serves all of a type.
-ARGUMENTS = ["seed_ptr", "read", "cu_seqlens_ptr", "fault_ptr", "tokens", "num_slots", "null", "seed_step"]
+ARGUMENTS = [
+    "seed_ptr", "read_ptr", "read_stride", "read_width", "accepted_ptr", "cu_seqlens_ptr", "fault_ptr",
+    "tokens", "num_slots", "null", "seed_step",
+]  # fmt: skip
 
 
 @triton.jit(do_not_specialize=ARGUMENTS)
-def advance_seeds_kernel(seed_ptr, read, cu_seqlens_ptr, fault_ptr, tokens, num_slots, null, seed_step):
+def advance_seeds_kernel(
+    seed_ptr, read_ptr, read_stride, read_width, accepted_ptr, cu_seqlens_ptr, fault_ptr,
+    tokens, num_slots, null, seed_step,
+):  # fmt: skip
     """One program per batch row and column of its slots: all slots of a request move on together, whichever was read.
     Atomic, so that rows which share a slot advance it once each, in any order."""
     b = tl.program_id(0)
+    read = (read_ptr, read_stride, read_width, accepted_ptr)
     slot = resolve_read(read, b, num_slots, null, fault_ptr)
     _, count = token_range(cu_seqlens_ptr, b, tokens)
     if (slot >= 0) & (count > 0):

@@ -11,7 +11,7 @@ import functools
 import re
 import struct
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -51,7 +51,7 @@ class DriverLaunch:
     ) -> None:
         """`arguments`: of an ordinary launch, without compile-time constants; the first `pointers` of them are pointers
         or None, which are no parameters."""
-        parameters = [*_parameters(arguments), 0, 0]  # the last two: scratch memory, which is not used
+        parameters = [*parameters_of(arguments), 0, 0]  # the last two: scratch memory, which is not used
         _require(compiled, len(parameters))
         present = sum(argument is not None for argument in arguments[:pointers])
         self._memory = bytearray(SLOT * len(parameters))
@@ -77,13 +77,10 @@ class DriverLaunch:
             raise RuntimeError(f"the CUDA driver could not start a kernel: error {error}")
 
 
-def _parameters(arguments: Iterable[Any]) -> Iterator[int]:
-    """What a kernel gets: addresses and numbers, in tuples or not, and nothing for None."""
-    for argument in arguments:
-        if isinstance(argument, tuple):
-            yield from _parameters(argument)
-        elif argument is not None:
-            yield argument.data_ptr() if isinstance(argument, Tensor) else argument
+def parameters_of(arguments: Sequence[Any]) -> list[int]:
+    """What a kernel gets: addresses and numbers, and nothing for None."""
+    present = (argument for argument in arguments if argument is not None)
+    return [argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in present]
 
 
 def _signed(number: int) -> int:
@@ -92,7 +89,7 @@ def _signed(number: int) -> int:
 
 
 def _require(compiled: Any, parameters: int) -> None:
-    """AttributeError unless the kernel is one for CUDA that has so many parameters and nothing that needs more care."""
+    """AttributeError unless a kernel is for CUDA, has so many parameters, and nothing that needs more care."""
     metadata, launcher = compiled.metadata, compiled.run
     entry = re.search(r"\.entry [^(]*\((.*?)\)", compiled.asm["ptx"], re.S)
     plain = (
@@ -101,5 +98,8 @@ def _require(compiled: Any, parameters: int) -> None:
         and not launcher.launch_pdl
         and launcher.global_scratch_size == launcher.profile_scratch_size == 0
     )
-    if entry is None or entry[1].count(".param") != parameters or not plain:
-        raise AttributeError(f"a kernel with {parameters} parameters and no others, scratch memory or clusters")
+    if not plain:
+        raise AttributeError("a kernel needs scratch memory, clusters or another kind of launch")
+    found = 0 if entry is None else entry[1].count(".param")
+    if found != parameters:
+        raise AttributeError(f"a kernel has {found} parameters where {parameters} were expected")

@@ -258,15 +258,14 @@ def _run(
     programs = batch * heads * -(-rows // config.block_rows)
     if programs >= 1 << 31:
         raise ValueError(f"x must need fewer than 2^31 programs, got {programs} for shape {tuple(x.shape)}")
-    strides = [token_strides(t, token_axes, packed) for t in (x, B, C, dt, z, out)]
     arguments = (
         as_bytes(data), x, B, C, dt, out, A, D, z, dt_bias, scale, seed,
         read, accepted, write, parents, cu_seqlens, snapshot_rows,
         None if snapshot_data is None else as_bytes(snapshot_data), snapshot_scale,
-        stream, fault_flag(data.device),
-        outer_strides(data, scale, 1), outer_strides(snapshot_data, snapshot_scale, 2), *strides,
-        table_shape(read), row_stride(write), row_stride(parents),
-        0 if snapshot_data is None else snapshot_data.shape[0],
+        stream, fault_flag(data.device), *outer_strides(data, scale, 1),
+        *outer_strides(snapshot_data, snapshot_scale, 2), 0 if snapshot_data is None else snapshot_data.shape[0],
+        *(stride for t in (x, B, C, dt, z, out) for stride in token_strides(t, token_axes, packed)),
+        *table_shape(read), row_stride(write), row_stride(parents),
         num_tokens, max_len or 0 if packed else num_tokens, num_slots, null,
     )  # fmt: skip
     constants = {

@@ -31,8 +31,7 @@ def write_states(state: State, slots: Tensor, states: Tensor) -> None:
 
     programs, constants, num_warps = _launch("pool_write", state, slots)
     arguments = (
-        (as_bytes(state.data), state.scale, *outer_strides(state.data, state.scale, 1)),
-        (states, *states.stride()[:3]),
+        as_bytes(state.data), state.scale, *outer_strides(state.data, state.scale, 1), states, *states.stride()[:3],
         slots, None if state.rounding == "nearest" else state.seed, state.stream,
     )  # fmt: skip
     constants |= {"ALIGNED": aligned(states), "ROUNDING": state.rounding, "ROUNDS": state.rounds}
@@ -50,7 +49,7 @@ def read_states(state: State, slots: Tensor) -> Tensor:
     from flashstate.kernels.pool import read_states_kernel
 
     programs, constants, num_warps = _launch("pool_read", state, slots)
-    arguments = ((as_bytes(state.data), state.scale, *outer_strides(state.data, state.scale, 1)), out, slots)
+    arguments = (as_bytes(state.data), state.scale, *outer_strides(state.data, state.scale, 1), out, slots)
     start(read_states_kernel, (programs,), slots.device, arguments, constants, num_warps)
     return out
 

@@ -37,7 +37,7 @@ def _run(seed: Tensor, read: Tensor | None, accepted: Tensor | None, cu_seqlens:
         return
     columns = 1 if accepted is None or read is None else read.shape[1]
     arguments = (
-        seed, (read, *table_shape(read), accepted), cu_seqlens, fault_flag(seed.device),
+        seed, read, *table_shape(read), accepted, cu_seqlens, fault_flag(seed.device),
         MOST_TOKENS, seed.shape[0], null, SEED_STEP,
     )  # fmt: skip
     start(advance_seeds_kernel, (rows, columns), seed.device, arguments, {}, num_warps=1)
