@@ -37,8 +37,10 @@ def bench(
     peers: Mapping[str, Binding],
     device: torch.device,
     tracked: Callable[[Sequence[Job]], Iterable[Job]] = iter,
+    keep: Callable[[Sequence[Row]], None] = lambda rows: None,
 ) -> Report:
-    """Check and measure every job; MeasurementError where flashstate's own result is wrong."""
+    """Check and measure every job, and hand all rows so far to `keep` after each; MeasurementError where flashstate's
+    own result is wrong."""
     report = Report()
     on_gpu = device.type == "cuda"
     with torch.cuda.device(device) if on_gpu else nullcontext():
@@ -50,6 +52,7 @@ def bench(
                     measure_on_cpu(op, job, device, report)
             except MeasurementError as reason:
                 raise MeasurementError(f"{reason}, for {job.case}") from reason
+            keep(report.rows)
     return report
 
 

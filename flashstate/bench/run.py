@@ -42,9 +42,13 @@ class Files:
         if self.document is not None:
             with_figures(self.document, "")
 
-    def write(self, rows: Sequence[Row], provenance: Mapping[str, str]) -> None:
+    def keep(self, rows: Sequence[Row], provenance: Mapping[str, str]) -> None:
+        """Write the measurements alone: what a run has that does not come to its end."""
         if self.csv is not None:
             write_csv(self.csv, rows, provenance)
+
+    def write(self, rows: Sequence[Row], provenance: Mapping[str, str]) -> None:
+        self.keep(rows, provenance)
         if self.plot is not None:
             draw(rows, provenance, self.plot)
         if self.document is not None:
@@ -67,7 +71,7 @@ def run_bench(
     provenance = provenance_of(device, commit)
     try:
         tracked = partial(track, description="measuring", console=errors, transient=True)
-        report = bench(op, jobs, bindings, device, tracked)
+        report = bench(op, jobs, bindings, device, tracked, lambda rows: files.keep(rows, provenance))
         report.skipped.update(skipped)
         if bindings:
             provenance["peers"] = versions_of(peers, bindings)
