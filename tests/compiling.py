@@ -56,22 +56,17 @@ def compile_launch(launch: Launch, architecture: int | str) -> Any:
     signature, constants = {}, {}
     for position, parameter in enumerate(launch.kernel.params):
         value = arguments[parameter.name]
-        if parameter.is_constexpr:
+        if parameter.is_constexpr or value is None:
             signature[parameter.name], constants[(position,)] = "constexpr", value
         else:
-            signature[parameter.name] = describe(value, (position,), constants)
+            signature[parameter.name] = type_of(value)
     source = ASTSource(launch.kernel, signature, constants)
     options = {"num_warps": launch.num_warps, "enable_fp_fusion": FP_FUSION}
     return triton.compile(source, target=target, options=options)
 
 
-def describe(value: Any, path: tuple[int, ...], constants: dict[Any, Any]) -> Any:
-    """The type of an argument that Triton does not specialise on; None is a constant."""
-    if isinstance(value, tuple):
-        return tuple(describe(element, (*path, i), constants) for i, element in enumerate(value))
-    if value is None:
-        constants[path] = value
-        return "constexpr"
+def type_of(value: Any) -> str:
+    """Of an argument that Triton does not specialise on."""
     if isinstance(value, Tensor):
         return f"*{TYPES[value.dtype]}"
     return "i32" if -(1 << 31) <= value < 1 << 31 else "i64"

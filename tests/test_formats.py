@@ -301,8 +301,9 @@ def test_triton_and_torch_decode_to_equal_values(device: torch.device, dtype: to
 def test_a_step_stores_the_bytes_that_the_seed_decides(
     device: torch.device, name: str, rounding: str, rows: int, cols: int
 ) -> None:
-    """With A = 0 and x = 1 the state grows by dt * B, exactly known; so are the bits that round it. Odd shapes too, and
-    a row that holds an inf. Slots that are not named keep their bytes."""
+    """With A = 0 and x = 1 the state grows by dt * B, exactly known; so are the bits that round it. A stored value is
+    scaled and grows by a multiplication and an addition that round once. Odd shapes too, and a row that holds an inf.
+    Slots that are not named keep their bytes."""
     dtype, seed, slots = getattr(torch, name), torch.tensor([11, -22, 33, -44]), torch.tensor([3, 1])
     values = torch.randn(4, 2, rows, cols, generator=torch.Generator().manual_seed(2))
     values[1, 0, 1, cols - 1] = torch.inf
@@ -314,7 +315,9 @@ def test_a_step_stores_the_bytes_that_the_seed_decides(
     with interpreted() if device.type == "cpu" else nullcontext():
         flashstate.mamba2_step(state, *arguments, dt_softplus=False, slots=slots.to(device))
     random = None if rounding == "nearest" else random_bits(seed[slots], (2, rows, cols), 0, 5, 10)
-    after = encode(decode(*before)[slots] + dt[0, 0] * bc[0, 0], dtype, random)
+    stored = before[0][slots].float().double()
+    scaled = stored if before[1] is None else stored * before[1][slots, ..., None]
+    after = encode((scaled + dt[0, 0] * bc[0, 0]).float(), dtype, random)
     for got, old, new in zip((state.data, state.scale), before, after, strict=True):
         want = codes(old)
         if new is not None:

@@ -218,8 +218,9 @@ def test_no_kernel_is_compiled_for_the_value_of_an_argument() -> None:
     with collected(90) as launches:
         serve(pool, 4)
         admit(pool, 4)
-    for kernel in {launch.kernel for launch in launches}:
-        assert all(parameter.is_constexpr or parameter.do_not_specialize for parameter in kernel.params), kernel
+    for launch in launches:
+        assert all(parameter.is_constexpr or parameter.do_not_specialize for parameter in launch.kernel.params)
+        assert not any(isinstance(argument, tuple) for argument in launch.arguments)  # Triton specialises on those
 
 
 @pytest.mark.gpu

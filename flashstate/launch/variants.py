@@ -26,8 +26,6 @@ def variant_key(launch: Launch) -> Hashable:
 
 def _kind(value: Any) -> Hashable:
     """All that Triton compiles into a kernel of an argument that it does not specialise on: its type."""
-    if isinstance(value, tuple):
-        return tuple(map(_kind, value))
     if isinstance(value, Tensor):
         return value.dtype
     if isinstance(value, int):
