@@ -11,6 +11,7 @@ from flashstate.launch.arguments import aligned, as_bytes, outer_strides, row_st
 from flashstate.launch.backend import uses_kernels
 from flashstate.launch.config import ACCESS_BYTES
 from flashstate.ops import mamba2
+from flashstate.ops.library import register
 from flashstate.state.formats import FORMATS
 from flashstate.testing import ODD_CASES, make_inputs
 
@@ -193,3 +194,10 @@ def test_interpreted_nests_and_is_undone_by_an_exception() -> None:
     with pytest.raises(KeyError), interpreted():
         raise KeyError
     assert not uses_kernels(CPU)
+
+
+def test_a_registered_op_returns_nothing_whatever_its_function_tells_an_eager_caller() -> None:
+    register("add_one(Tensor(a!) x) -> ()", lambda x: x.add_(1))
+    x = torch.zeros(2)
+    assert torch.ops.flashstate.add_one(x) is None
+    assert x.tolist() == [1, 1]
