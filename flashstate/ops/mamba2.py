@@ -153,19 +153,19 @@ def _step_again(
         slots_like = None
         if slots.__class__ is Slots:
             slots_like = slots.signature
-            pointers += [table.data_ptr() for table in slots.tables]
+            for table in slots.tables:
+                pointers.append(table.data_ptr())
         elif slots is not None:
-            slots_like = len(slots)
+            slots_like = ~len(slots)  # signatures are not negative
             tensors.append(slots)
             pointers.append(slots.data_ptr())
         snapshots_like = None
         if snapshots is not None:
             snapshots_like = snapshots.signature
             pointers += [copy.data_ptr() for copy in (snapshots.data, snapshots.scale) if copy is not None]
-        key = (
-            slots_like, snapshots_like, D is None, z is None, dt_bias is None, data_at % ALIGNMENT,
-            dt_softplus is True, dt_softplus is False, update is True, update is False,
-        )  # fmt: skip
+        if dt_softplus.__class__ is not bool or update.__class__ is not bool:
+            return None
+        key = slots_like, snapshots_like, D is None, z is None, dt_bias is None, dt_softplus, update, data_at % ALIGNMENT
         launch = direct.find(launches, key, tensors, x_at | B_at | C_at | out_at | z_at)
     except (AttributeError, TypeError, RuntimeError):  # the last from tensors without memory, such as sparse ones
         return None
