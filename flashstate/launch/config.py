@@ -23,6 +23,7 @@ from flashstate.launch.table import Config, Configs, load_table
 ACCESS_BYTES = 16  # of state per thread and access
 WARP = 32 if torch.version.hip is None else 64  # threads; those AMD GPUs that have 32 are content with rows for 64
 CALL_COLUMNS = 8  # that one Philox call serves: a thread needs the bits of all of them side by side
+MOST_CHUNKS = 32  # of a row, unless it is so wide that a whole warp has more: they are walked along in unrolled code
 LARGE = 512  # batch x heads from which on there are programs enough, however many rows each has
 WALKING_CAPABILITY = (10, 0)  # from here on sums over lanes are the bottleneck
 
@@ -54,10 +55,11 @@ class Problem:
 
     @property
     def lane_choices(self) -> list[int]:
-        """How many threads may share a row: those that a warp has, and a row of whole Philox calls needs."""
-        fewest = max(1, CALL_COLUMNS // self.vector)
-        most = min(WARP, self.block_cols // self.vector)
-        return [lanes for lanes in (1, 2, 4, 8, 16, 32) if fewest <= lanes <= most]
+        """How many threads may share a row: those that a warp has, and a row of whole Philox calls and not too many
+        chunks needs."""
+        for_chunks = min(self.block_cols // (MOST_CHUNKS * self.vector), 32)
+        fewest = max(1, CALL_COLUMNS // self.vector, for_chunks)
+        return [lanes for lanes in (1, 2, 4, 8, 16, 32) if fewest <= lanes <= self.block_cols // self.vector]
 
     def chunk(self, lanes: int) -> int:
         """Columns that the threads of a row access at once; they walk along it in such chunks."""
