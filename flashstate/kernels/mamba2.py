@@ -73,6 +73,7 @@ def read_out(s, C, VECTOR: tl.constexpr):
         sums = sums + (sum_vectors(s[k], C[k], VECTOR),)
     for _ in tl.static_range(MOST_HALVINGS):
         sums = fold(sums)
+    tl.static_assert(len(sums) == 1)
     return tl.sum(sums[0], axis=1)
 
 
@@ -137,7 +138,7 @@ def load_head(ptr, offs_d, mask_d, PER_ROW: tl.constexpr):
         return tl.load(ptr).to(tl.float32)
 
 
-MOST_HALVINGS = tl.constexpr(5)  # of a row of 32 chunks
+MOST_HALVINGS = tl.constexpr(16)  # of the chunks of a row; a single one stays as it is
 
 # Every argument: what a compiler may assume about alignment is said by VECTOR, SNAPSHOT_VECTOR and ALIGNED alone. Of
 # snapshots that is no more than of the pool: accesses wider than those of the pool would change the layout of the tile,

@@ -78,7 +78,8 @@ def guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     """
     from torch._C._dynamo.guards import TensorGuards
 
-    sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
+    sizes: Any = [list(t.shape) for t in tensors]
+    strides: Any = [list(t.stride()) for t in tensors]
     check: Callable[..., bool] = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
     if not check(*tensors):
         raise AttributeError("torch's TensorGuards does not know its own tensors")

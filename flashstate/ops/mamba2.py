@@ -17,7 +17,17 @@ from flashstate.errors import (
     dtype_name,
     tied,
 )
-from flashstate.launch import Problem, access_width, choose, direct, gpu_of, kernel_target, start, suspension, uses_kernels
+from flashstate.launch import (
+    Problem,
+    access_width,
+    choose,
+    direct,
+    gpu_of,
+    kernel_target,
+    start,
+    suspension,
+    uses_kernels,
+)
 from flashstate.launch.arguments import aligned, as_bytes, outer_strides, row_stride, table_shape, token_strides
 from flashstate.launch.start import Started
 from flashstate.ops.debug import check_contents, debugging
@@ -115,9 +125,9 @@ def mamba2_step(
     return out
 
 
-STARTED: Final = ({}, None, [])  # the answer of _step_again that says so
 POINTERS = 20  # of the kernel that change from call to call; the stream follows them
 Likeness = tuple[direct.Launches, Hashable, list[Any]]  # launches to look in, and what tells a call from others there
+STARTED: Final[Likeness] = ({}, None, [])  # the answer of _step_again that says so
 _launches_on_tensors: direct.Launches = {}  # where states are tensors, not State objects
 
 
@@ -165,7 +175,8 @@ def _step_again(
             pointers += [copy.data_ptr() for copy in (snapshots.data, snapshots.scale) if copy is not None]
         if dt_softplus.__class__ is not bool or update.__class__ is not bool:
             return None
-        key = slots_like, snapshots_like, D is None, z is None, dt_bias is None, dt_softplus, update, data_at % ALIGNMENT
+        present = (D is not None, z is not None, dt_bias is not None)
+        key = (slots_like, snapshots_like, present, dt_softplus, update, data_at % ALIGNMENT)
         launch = direct.find(launches, key, tensors, x_at | B_at | C_at | out_at | z_at)
     except (AttributeError, TypeError, RuntimeError):  # the last from tensors without memory, such as sparse ones
         return None
