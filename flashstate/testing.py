@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from flashstate.launch import Problem, interpreted
-from flashstate.launch.config import ACCESS_BYTES
 from flashstate.ops.mamba2 import mamba2_step
 from flashstate.reference.mamba2 import mamba2_token
 from flashstate.reference.state_io import load_state
 from flashstate.state.formats import FORMATS, PORTABLE_FORMATS, Encoded, decode, encode
 from flashstate.state.rounding import random_bits
+from flashstate.state.signature import ACCESS_BYTES
 from flashstate.state.slots import Slots
 from flashstate.state.state import State
 

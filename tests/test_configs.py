@@ -15,10 +15,10 @@ import torch
 import flashstate
 from flashstate.launch import Config, Gpu, Problem, choose, choose_with_reason, interpreted, override, valid_configs
 from flashstate.launch import config as launch_config
-from flashstate.launch.config import ACCESS_BYTES
 from flashstate.launch.table import load_table, read_table_file, table_text
 from flashstate.laws.steps import close_to_float64
 from flashstate.state.formats import FORMATS, PORTABLE_FORMATS
+from flashstate.state.signature import ACCESS_BYTES
 from flashstate.testing import Case, make_inputs
 
 CPU = torch.device("cpu")

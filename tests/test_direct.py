@@ -1,6 +1,9 @@
 """Calls that repeat earlier ones reach their kernel directly; a stand-in for Triton shows with which arguments."""
 
+import copy
 import ctypes
+import pickle
+import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -74,6 +77,7 @@ def launcher(monkeypatch: pytest.MonkeyPatch) -> Launcher:
     monkeypatch.setattr(mamba2, "start", stand_in.start)
     monkeypatch.setattr(mamba2, "uses_kernels", lambda device: True)
     monkeypatch.setattr(mamba2, "_launches_on_tensors", {})
+    monkeypatch.setattr(direct, "available", True)
     monkeypatch.setattr(driver, "_launch_function", lambda: stand_in.launch)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 5, raising=False)
@@ -187,6 +191,7 @@ UNLIKE: dict[str, Callable[[Arguments], Arguments]] = {
     "another null": lambda a: {**a, "slots": Slots(a["slots"].read, null=0)},
     "slots to write": lambda a: {**a, "slots": Slots(a["slots"].read, write=a["slots"].read)},
     "slots as a tensor": lambda a: {**a, "slots": a["slots"].read},
+    "the state has another dtype": lambda a: {**a, "state": State(a["state"].data.half())},
     "a state as a tensor": lambda a: {**a, "state": a["state"].data},
     "no out": lambda a: {**a, "out": None},
 }
@@ -206,9 +211,9 @@ def test_a_call_that_differs_takes_the_ordinary_way(change: str, launcher: Launc
 def test_unaligned_tensors_do_not_meet_a_kernel_for_aligned_ones_but_their_own(launcher: Launcher) -> None:
     arguments = arguments_of(make_inputs(CASE, CPU))
     for _ in range(2):
-        mamba2_step(**arguments)
         mamba2_step(**{**arguments, "x": unaligned(arguments["x"])})
-    assert [started.constants["ALIGNED"] for started in launcher.ordinary] == [True, False]
+        mamba2_step(**arguments)
+    assert [started.constants["ALIGNED"] for started in launcher.ordinary] == [False, True]
     assert len(launcher.directly) == 2
 
 
@@ -231,6 +236,69 @@ def test_wrong_input_is_refused_also_after_calls_that_were_right(name: str, laun
     with pytest.raises((TypeError, ValueError), match=name):
         mamba2_step(**{**arguments, **WRONG[name]})
     assert (len(launcher.ordinary), len(launcher.directly)) == (1, 1)
+
+
+@pytest.mark.parametrize("alias", [("out", "x"), ("C", "B"), ("dt_bias", "D")], ids=str)
+def test_a_tensor_may_be_given_twice(alias: tuple[str, str], launcher: Launcher) -> None:
+    arguments = arguments_of(make_inputs(CASE, CPU))
+    twice = {**arguments, alias[0]: arguments[alias[1]]}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            mamba2_step(**twice)
+            mamba2_step(**arguments)
+    assert len(launcher.directly) == (2 if alias == ("out", "x") else 1)  # others are rare, and take the ordinary way
+    with suspended():
+        mamba2_step(**twice)
+    assert parameters(launcher.ordinary[-1].arguments) in (
+        launcher.directly[0],
+        parameters(launcher.ordinary[0].arguments),
+    )
+
+
+def test_packed_calls_of_many_lengths_all_become_direct(launcher: Launcher) -> None:
+    case = replace(SEVERAL, packed=True)
+    inputs = make_inputs(case, CPU)
+    state, slots = inputs.state, inputs.at()
+    calls = []
+    for tokens in range(6, 26):
+        x, B = torch.zeros(tokens, case.heads, case.rows), torch.zeros(tokens, case.groups, case.cols)
+        dt = torch.zeros(tokens, case.heads)
+        fixed = {"A": inputs.arguments["A"], **{**inputs.options, "z": None}}
+        calls.append(
+            {**fixed, "state": state, "x": x, "dt": dt, "B": B, "C": B.clone(), "slots": slots, "out": x.clone()}
+        )
+    for call in calls * 2:
+        mamba2_step(**call)
+    assert (len(launcher.ordinary), len(launcher.directly)) == (20, 20)
+
+
+def test_states_and_slots_that_were_used_can_be_copied(launcher: Launcher) -> None:
+    arguments = arguments_of(make_inputs(CASE, CPU))
+    for _ in range(2):
+        mamba2_step(**arguments)
+    state, slots = copy.deepcopy(arguments["state"]), pickle.loads(pickle.dumps(arguments["slots"]))
+    assert torch.equal(state.data, arguments["state"].data)
+    assert not state.launches
+    assert torch.equal(slots.read, arguments["slots"].read)
+
+
+def test_a_thread_without_a_context_gets_one(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    errors, chosen = [201, 0], []
+    monkeypatch.setattr(driver, "_launch_function", lambda: lambda *arguments: errors.pop(0))
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    arguments = arguments_of(make_inputs(CASE, CPU))
+    for _ in range(2):
+        mamba2_step(**arguments)
+    assert (errors, chosen) == ([], [0])
+
+
+def test_a_tree_is_not_written_over_its_tokens_also_after_calls_that_were_right(launcher: Launcher) -> None:
+    arguments = tree(SEVERAL, make_inputs(SEVERAL, CPU))
+    for _ in range(2):
+        mamba2_step(**arguments)
+    with pytest.raises(ValueError, match="out must not be x"):
+        mamba2_step(**{**arguments, "out": arguments["x"]})
 
 
 @pytest.mark.parametrize("context", [debug, collecting, suspended, lambda: override(Config(8, 1, 8))])
@@ -273,7 +341,6 @@ def test_where_triton_is_not_as_expected_launches_are_ordinary_and_it_is_said_on
     change: dict[str, Any], launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(globals(), "compiled_with", partial(compiled_with, **change))
-    direct._say_once.cache_clear()
     arguments = arguments_of(make_inputs(CASE, CPU))
     with pytest.warns(UserWarning, match="the ordinary way"):
         mamba2_step(**arguments)
@@ -290,3 +357,16 @@ def test_a_driver_that_fails_is_reported(launcher: Launcher, monkeypatch: pytest
     mamba2_step(**arguments)
     with pytest.raises(RuntimeError, match="error 700"):
         mamba2_step(**arguments)
+
+
+@pytest.mark.gpu
+def test_a_new_thread_repeats_a_call() -> None:
+    inputs = make_inputs(CASE, torch.device("cuda", 0))
+    arguments = {**arguments_of(inputs), "update": False}
+    want = mamba2_step(**arguments).clone()
+    arguments["out"].zero_()
+    thread = threading.Thread(target=lambda: mamba2_step(**arguments))
+    thread.start()
+    thread.join()
+    torch.cuda.synchronize()
+    assert torch.equal(arguments["out"], want)

@@ -9,10 +9,10 @@ from torch import Tensor
 from flashstate.launch import access_width, interpreted, kernel_target
 from flashstate.launch.arguments import aligned, as_bytes, outer_strides, row_stride, table_shape, token_strides
 from flashstate.launch.backend import uses_kernels
-from flashstate.launch.config import ACCESS_BYTES
 from flashstate.ops import mamba2
 from flashstate.ops.library import register
 from flashstate.state.formats import FORMATS
+from flashstate.state.signature import ACCESS_BYTES
 from flashstate.testing import ODD_CASES, make_inputs
 
 CPU, META, CUDA = (torch.device(name) for name in ("cpu", "meta", "cuda"))

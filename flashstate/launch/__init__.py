@@ -11,7 +11,7 @@ from flashstate.launch.config import (
     override,
     valid_configs,
 )
-from flashstate.launch.start import collecting, is_collecting, start
+from flashstate.launch.start import collecting, start
 from flashstate.launch.table import Config
 
 __all__ = [
@@ -24,7 +24,6 @@ __all__ = [
     "collecting",
     "gpu_of",
     "interpreted",
-    "is_collecting",
     "kernel_target",
     "override",
     "start",

@@ -1,11 +1,11 @@
-"""Tensors as kernels take them: a pointer, and in a tuple the strides that belong to it."""
+"""What kernels are told of tensors besides their addresses: strides, and whether accesses are aligned."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from flashstate.launch.config import ACCESS_BYTES
+from flashstate.state.signature import ACCESS_BYTES
 
 
 def token_strides(tensor: Tensor | None, token_axes: int, packed: bool) -> tuple[int, int, int]:

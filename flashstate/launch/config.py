@@ -19,8 +19,8 @@ import torch
 
 from flashstate.launch.suspension import suspended
 from flashstate.launch.table import Config, Configs, load_table
+from flashstate.state.signature import ACCESS_BYTES
 
-ACCESS_BYTES = 16  # of state per thread and access
 WARP = 32 if torch.version.hip is None else 64  # threads; those AMD GPUs that have 32 are content with rows for 64
 CALL_COLUMNS = 8  # that one Philox call serves: a thread needs the bits of all of them side by side
 MOST_CHUNKS = 32  # of a row, unless it is so wide that a whole warp has more: they are walked along in unrolled code
@@ -104,10 +104,6 @@ def override(config: Config) -> Iterator[None]:
             yield
     finally:
         _overridden = before
-
-
-def overridden() -> Config | None:
-    return _overridden
 
 
 def choose(problem: Problem, gpu: Gpu) -> Config:

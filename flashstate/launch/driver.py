@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 SLOT = 8  # bytes of memory for each parameter, whatever its size
 
 
@@ -64,7 +65,7 @@ class DriverLaunch:
         self._pack = struct.Struct(f"<{present}Qq").pack_into
         self._launch = _launch_function()
         self._launched = ctypes.addressof(self._config), compiled.function, ctypes.addressof(self._addresses), None
-        self._compiled = compiled  # whose function lives as long as it does
+        self._kept = compiled, [argument for argument in arguments[pointers:] if isinstance(argument, Tensor)]
         self._lock = threading.Lock()  # the driver reads the memory while other threads may run
 
     def __call__(self, pointers: Sequence[int], number: int) -> None:
@@ -73,6 +74,9 @@ class DriverLaunch:
             self._pack(self._memory, 0, *pointers, number)
             self._config.stream = torch._C._cuda_getCurrentRawStream(self._device_index)
             error = self._launch(*self._launched)
+            if error == NO_CONTEXT:  # in a thread that has not used CUDA yet
+                torch.cuda.set_device(self._device_index)
+                error = self._launch(*self._launched)
         if error:
             raise RuntimeError(f"the CUDA driver could not start a kernel: error {error}")
 
@@ -91,6 +95,8 @@ def _signed(number: int) -> int:
 def _require(compiled: Any, parameters: int) -> None:
     """AttributeError unless a kernel is for CUDA, has so many parameters, and nothing that needs more care."""
     metadata, launcher = compiled.metadata, compiled.run
+    if "ptx" not in compiled.asm:
+        raise AttributeError("this is not CUDA")
     entry = re.search(r"\.entry [^(]*\((.*?)\)", compiled.asm["ptx"], re.S)
     plain = (
         metadata.num_ctas == 1

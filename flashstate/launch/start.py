@@ -68,8 +68,3 @@ def collecting() -> Iterator[list[Launch]]:
             yield launches
     finally:
         _collected.reset(before)
-
-
-def is_collecting() -> bool:
-    """Whether launches of this thread are collected: whatever bypasses `start` must not, then."""
-    return _collected.get() is not None

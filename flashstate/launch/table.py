@@ -4,7 +4,7 @@ A file says which GPU, torch and Triton it was measured with and when, and under
 format, then for each mode and batch x heads, the numbers of a config: rows per program, warps, lanes per row.
 
     "mamba2_step 64x128 float32 vector 4": {
-      "nearest, one token": {"16": [4, 1, 32], "256": [8, 1, 16]}
+      "nearest, one token": {"16": [4, 1, 16], "4096": [8, 1, 32]}
     }
 """
 

@@ -44,7 +44,7 @@ from flashstate.ops.tokens import (
 )
 from flashstate.reference import mamba2 as reference
 from flashstate.state.faults import fault_flag
-from flashstate.state.signature import ALIGNMENT
+from flashstate.state.signature import ACCESS_BYTES
 from flashstate.state.slots import Slots, as_slots
 from flashstate.state.state import State, as_snapshots, as_state
 
@@ -94,7 +94,7 @@ def mamba2_step(
     itself, unless tokens form a tree, and must not overlap other arguments. Nothing is differentiable.
     """
     eager, likeness = not torch.compiler.is_compiling(), None
-    if eager and out is not None and not suspension.depth:
+    if eager and out is not None and direct.available and not suspension.depth:
         likeness = _step_again(state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, slots, snapshots, update, out)
         if likeness is STARTED:
             return out
@@ -121,7 +121,7 @@ def mamba2_step(
     )  # fmt: skip
     if started is not None and likeness is not None:
         launches, key, tensors = likeness
-        direct.remember(launches, key, tensors, started, POINTERS, started.constants["ALIGNED"])
+        direct.remember(launches, key, tensors, started, POINTERS)
     return out
 
 
@@ -139,13 +139,14 @@ def _step_again(
     there is no way, as with arguments of wrong types. This is all that a call costs on the host, so it is one function
     that asks nothing twice."""
     try:
-        tensors, launches, data, scale, seed, stream = [x, dt, A, B, C, out], _launches_on_tensors, state, None, None, 0
+        data, scale, seed, stream, launches = state, None, None, 0, _launches_on_tensors
         if state.__class__ is State:
-            launches, data, scale, seed, stream = state.launches, state.data, state.scale, state.seed, state.stream
-        else:
-            tensors.append(state)
+            data, scale, seed, stream, launches = state.data, state.scale, state.seed, state.stream, state.launches
         data_at, x_at, B_at, C_at, out_at = data.data_ptr(), x.data_ptr(), B.data_ptr(), C.data_ptr(), out.data_ptr()
         pointers, z_at = [data_at, x_at, B_at, C_at, dt.data_ptr(), out_at, A.data_ptr()], 0  # in the kernel's order
+        tensors = [x, dt, A, B, C, data]
+        if out is not x:
+            tensors.append(out)
         if D is not None:
             tensors.append(D)
             pointers.append(D.data_ptr())
@@ -160,9 +161,13 @@ def _step_again(
             pointers.append(scale.data_ptr())
         if seed is not None:
             pointers.append(seed.data_ptr())
-        slots_like = None
+        slots_like: Hashable = None
         if slots.__class__ is Slots:
             slots_like = slots.signature
+            if slots.cu_seqlens is not None:  # rows of any length: what differs is the number of tokens
+                slots_like = slots_like, len(x)
+            if x_at == out_at and slots.parents is not None:  # which is refused
+                return None
             for table in slots.tables:
                 pointers.append(table.data_ptr())
         elif slots is not None:
@@ -175,13 +180,16 @@ def _step_again(
             pointers += [copy.data_ptr() for copy in (snapshots.data, snapshots.scale) if copy is not None]
         if dt_softplus.__class__ is not bool or update.__class__ is not bool:
             return None
-        present = (D is not None, z is not None, dt_bias is not None)
-        key = (slots_like, snapshots_like, present, dt_softplus, update, data_at % ALIGNMENT)
-        launch = direct.find(launches, key, tensors, x_at | B_at | C_at | out_at | z_at)
+        present = (D is not None, z is not None, dt_bias is not None, out is x)
+        aligned = (x_at | B_at | C_at | out_at | z_at) % ACCESS_BYTES == 0
+        key = (slots_like, snapshots_like, present, dt_softplus, update, aligned, data_at % ACCESS_BYTES)
+        launch = direct.find(launches, key, tensors)
     except (AttributeError, TypeError, RuntimeError):  # the last from tensors without memory, such as sparse ones
         return None
     if launch is None:
         return launches, key, tensors
+    if not launch.usable():
+        return None
     launch.start(pointers, stream)
     return STARTED
 

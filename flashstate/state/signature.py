@@ -7,20 +7,28 @@ from collections.abc import Hashable
 
 from torch import Tensor
 
-ALIGNMENT = 16  # bytes that kernels access at once, where addresses are multiples of them
+ACCESS_BYTES = 16  # that a thread accesses at once, where addresses are multiples of them
+MOST_KNOWN = 1 << 16  # descriptions; then all are forgotten, and get other numbers when they come again
 
 _numbers = itertools.count()
 _known: dict[Hashable, int] = {}
 
 
 def signature_of(*described: Hashable) -> int:
-    """The number of this description: equal for equal ones, from 0 on."""
+    """The number of this description, from 0 on: equal numbers stand for equal descriptions."""
     number = _known.get(described)
-    return _known.setdefault(described, next(_numbers)) if number is None else number
+    if number is None:
+        if len(_known) >= MOST_KNOWN:
+            _known.clear()
+        number = _known.setdefault(described, next(_numbers))
+    return number
 
 
 def describe(tensor: Tensor | None) -> Hashable:
-    """What a launch depends on, of a tensor that stays where it is."""
-    if tensor is None:
-        return None
-    return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % ALIGNMENT
+    """What a launch depends on, of a tensor of numbers that are read one by one."""
+    return None if tensor is None else (tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+
+
+def describe_aligned(tensor: Tensor) -> Hashable:
+    """What a launch depends on, of a tensor that is accessed as widely as its address allows."""
+    return describe(tensor), tensor.data_ptr() % ACCESS_BYTES

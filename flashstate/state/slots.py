@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, fields
 from functools import cached_property
+from typing import Any
 
 from torch import Tensor
 
@@ -95,6 +96,10 @@ class Slots:
         """Stands for all that a launch depends on but the addresses."""
         tables = (self.read, self.accepted, self.write, self.parents, self.cu_seqlens, self.snapshot_rows)
         return signature_of("slots", *map(describe, tables), self.max_len, self.null)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy needs: the fields."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @property
     def longest(self) -> int | None:

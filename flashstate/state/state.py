@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flashstate.errors import check_int, check_tensor, too_short
 from flashstate.state.formats import FORMATS, ROUNDINGS, Format
-from flashstate.state.signature import describe, signature_of
+from flashstate.state.signature import describe, describe_aligned, signature_of
 from flashstate.state.slots import Slots, as_slots
 
 HARDWARE_ROUNDING = ((10, 0), (10, 3))  # compute capabilities that have cvt.rs
@@ -34,6 +34,8 @@ class State:
     seed: (slots,) int64, one per slot, needed for stochastic rounding. Ops read seeds; only `advance` moves them.
         Snapshots have none: they are rounded with the bits of the state they are taken of.
     stream: tells layers and tensor-parallel ranks that share seeds apart; 0 to 2^32 - 1.
+
+    The tensors stay what they are: their dtypes, shapes and strides must not change in place.
     """
 
     data: Tensor
@@ -59,8 +61,12 @@ class State:
     @cached_property
     def signature(self) -> int:
         """Stands for all that a launch depends on but the addresses and the stream."""
-        tensors = describe(self.data), describe(self.scale), describe(self.seed)
+        tensors = describe_aligned(self.data), describe(self.scale), describe(self.seed)
         return signature_of("state", *tensors, self.rounding, self.rounds)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy needs: the fields, and not the kernels that were started here."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @property
     def format(self) -> Format:
