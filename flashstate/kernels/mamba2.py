@@ -249,9 +249,9 @@ def mamba2_step_kernel(
         y = tl.where(runs, y, 0.0).to(out_ptr.dtype.element_ty)
         tl.store(token_entry((out_ptr, out_b, out_t, out_h), b, first + t, h, ALIGNED) + offs_d, y, mask=mask_d)
 
+        goes = runs & (t < longest)
         if STORES == "every":
             bits = random_bits(seed, tile, t, stream, COLS, VECTOR, ROUNDING, ROUNDS)
-            goes = runs & (t < longest)
             to = resolve_write((write_ptr, write_stride), b, t, slot, goes, num_slots, null, fault_ptr)
             store_state(
                 data_ptr, scale_ptr, to * slot_stride, to * scale_stride, to >= 0, tile, s, bits,
@@ -259,7 +259,6 @@ def mamba2_step_kernel(
             )  # fmt: skip
         if copy_ptr is not None:
             bits = random_bits(seed, tile, t, stream, COLS, VECTOR, SNAPSHOT_ROUNDING, ROUNDS)
-            goes = runs & (t < longest)
             to = resolve_snapshot_row((snapshot_rows_ptr, num_copies), b, goes, fault_ptr)
             store_state(
                 copy_ptr, copy_scale_ptr, to * copy_b + t.to(tl.int64) * copy_t,
@@ -268,15 +267,12 @@ def mamba2_step_kernel(
             )  # fmt: skip
 
     if STORES == "last":
-        goes = live
-        if not ONE_TOKEN:
-            goes = live & (count > 0)
+        goes = live if ONE_TOKEN else live & (count > 0)
         to = resolve_write((write_ptr, write_stride), b, 0, slot, goes, num_slots, null, fault_ptr)
         to = tl.where(goes, to, -1)
         store_state(
-            data_ptr, scale_ptr, to * slot_stride, to * scale_stride, to >= 0, tile, s, random,
-            ROUNDING, VECTOR, TARGET,
-        )  # fmt: skip
+            data_ptr, scale_ptr, to * slot_stride, to * scale_stride, to >= 0, tile, s, random, ROUNDING, VECTOR, TARGET
+        )
     if cu_seqlens_ptr is not None:
         batch = tl.num_programs(0) // (H * tiles)
         zero_unused((out_ptr, out_b, out_t, out_h), cu_seqlens_ptr, b, h, offs_d, mask_d, tokens, batch)
