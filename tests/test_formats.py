@@ -301,9 +301,9 @@ def test_triton_and_torch_decode_to_equal_values(device: torch.device, dtype: to
 def test_a_step_stores_the_bytes_that_the_seed_decides(
     device: torch.device, name: str, rounding: str, rows: int, cols: int
 ) -> None:
-    """With A = 0 and x = 1 the state grows by dt * B, exactly known; so are the bits that round it. Odd shapes too, and a
-    row that holds an inf. Slots that are not named keep their bytes. Scales are powers of two, so that it does not matter
-    whether scaling rounds: Triton 3.6 interprets a fused multiply-add as two operations."""
+    """With A = 0 and x = 1 the state grows by dt * B, exactly known; so are the bits that round it. Odd shapes too, and
+    a row that holds an inf. Slots that are not named keep their bytes. Scales are powers of two, so that it does not
+    matter whether scaling rounds: Triton 3.6 interprets a fused multiply-add as two operations."""
     dtype, seed, slots = getattr(torch, name), torch.tensor([11, -22, 33, -44]), torch.tensor([3, 1])
     values = torch.randn(4, 2, rows, cols, generator=torch.Generator().manual_seed(2))
     largest = FORMATS[dtype].largest
