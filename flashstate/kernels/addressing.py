@@ -1,7 +1,15 @@
-"""Where a tensor's entries are, in 64 bits."""
+"""What a program works on, and where a tensor's entries are, in 64 bits."""
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def this_program(H: tl.constexpr, ROWS: tl.constexpr, BLOCK_ROWS: tl.constexpr):
+    """The batch row, the head and the first row of the head that this program has."""
+    tiles: tl.constexpr = (ROWS + BLOCK_ROWS - 1) // BLOCK_ROWS
+    pid = tl.program_id(0)
+    return pid // (H * tiles), pid // tiles % H, pid % tiles * BLOCK_ROWS
 
 
 @triton.jit

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from flashstate.kernels.addressing import token_entry
+from flashstate.kernels.addressing import this_program, token_entry
 from flashstate.kernels.slots import (
     ancestor,
     path_to,
@@ -180,12 +180,8 @@ def mamba2_step_kernel(
     ROUNDING: tl.constexpr, SNAPSHOT_ROUNDING: tl.constexpr, ROUNDS: tl.constexpr, TARGET: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    tiles: tl.constexpr = (ROWS + BLOCK_ROWS - 1) // BLOCK_ROWS
-    pid = tl.program_id(0)
-    b = pid // (H * tiles)
-    h = pid // tiles % H
+    b, h, first_row = this_program(H, ROWS, BLOCK_ROWS)
     g = h // HEADS_PER_GROUP
-    first_row = pid % tiles * BLOCK_ROWS
     offs_d = first_row + tl.arange(0, BLOCK_ROWS)
     mask_d = offs_d < ROWS
     tile = tile_at(h * ROWS + first_row, h * ROWS + ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK)
@@ -274,7 +270,7 @@ def mamba2_step_kernel(
             data_ptr, scale_ptr, to * slot_stride, to * scale_stride, to >= 0, tile, s, random, ROUNDING, VECTOR, TARGET
         )
     if cu_seqlens_ptr is not None:
-        batch = tl.num_programs(0) // (H * tiles)
+        batch = tl.num_programs(0) // (H * ((ROWS + BLOCK_ROWS - 1) // BLOCK_ROWS))
         zero_unused((out_ptr, out_b, out_t, out_h), cu_seqlens_ptr, b, h, offs_d, mask_d, tokens, batch)
 
 

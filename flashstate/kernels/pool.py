@@ -7,18 +7,10 @@ compiled for the value of an argument: what a compiler may assume about alignmen
 import triton
 import triton.language as tl
 
+from flashstate.kernels.addressing import this_program
 from flashstate.kernels.state_io import load_scale, load_seed, load_state, random_bits, store_state, tile_at
 
 BEFORE_THE_FIRST_TOKEN = tl.constexpr(0xFFFFFFFF)  # token -1 in the counter of the random bits: no step draws them
-
-
-@triton.jit
-def this_program(slots_ptr, H: tl.constexpr, ROWS: tl.constexpr, BLOCK_ROWS: tl.constexpr):
-    """The entry of the list, its slot (int64), the head and the first row that this program has."""
-    tiles: tl.constexpr = (ROWS + BLOCK_ROWS - 1) // BLOCK_ROWS
-    pid = tl.program_id(0)
-    n = pid // (H * tiles)
-    return n.to(tl.int64), tl.load(slots_ptr + n), pid // tiles % H, pid % tiles * BLOCK_ROWS
 
 
 @triton.jit
@@ -47,13 +39,14 @@ def write_states_kernel(
     ROUNDING: tl.constexpr, ROUNDS: tl.constexpr, TARGET: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    n, slot, h, first_row = this_program(slots_ptr, H, ROWS, BLOCK_ROWS)
+    n, h, first_row = this_program(H, ROWS, BLOCK_ROWS)
+    slot = tl.load(slots_ptr + n)
     live = slot >= 0
     seed = load_seed(seed_ptr, slot, live)
     tile = tile_at(h * ROWS + first_row, h * ROWS + ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK)
 
     rows = (first_row + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
-    row_ptrs = values_ptr + n * stride_n + h.to(tl.int64) * stride_h + rows[:, None] * stride_row
+    row_ptrs = values_ptr + n.to(tl.int64) * stride_n + h.to(tl.int64) * stride_h + rows[:, None] * stride_row
     v = ()
     for k in tl.static_range(len(tile[3])):
         v = v + (tl.load(in_chunks(row_ptrs, k, CHUNK, ALIGNED), mask=tile[3][k], other=0.0).to(tl.float32),)
@@ -72,10 +65,11 @@ def read_states_kernel(
     H: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, VECTOR: tl.constexpr, TARGET: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    n, slot, h, first_row = this_program(slots_ptr, H, ROWS, BLOCK_ROWS)
+    n, h, first_row = this_program(H, ROWS, BLOCK_ROWS)
+    slot = tl.load(slots_ptr + n)
     tile = tile_at(h * ROWS + first_row, h * ROWS + ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK)
     scale = load_scale(scale_ptr, slot * scale_stride, slot >= 0, tile)
     v = load_state(data_ptr, slot * slot_stride, slot >= 0, tile, COLS, VECTOR, TARGET)
-    row_ptrs = out_ptr + (n * (H * ROWS) + tile[2])[:, None] * COLS
+    row_ptrs = out_ptr + (n.to(tl.int64) * (H * ROWS) + tile[2])[:, None] * COLS
     for k in tl.static_range(len(v)):
         tl.store(in_chunks(row_ptrs, k, CHUNK, COLS % 4 == 0), v[k] * scale, mask=tile[3][k])

@@ -61,8 +61,8 @@ def remember(launches: Launches, key: Hashable, tensors: Sequence[Tensor], start
     if len(alike) >= MOST_ALIKE or len({id(tensor) for tensor in tensors}) < len(tensors):  # which a guard refuses
         return
     try:
-        start = DriverLaunch(started.compiled, started.device, started.grid[0], started.arguments, pointers)
-        alike.append(DirectLaunch(guard(tensors), started.device.index, hooks(), start))
+        start = DriverLaunch(started, pointers)
+        alike.append(DirectLaunch(guard(tensors), started.launch.device.index, hooks(), start))
     except (AttributeError, ImportError, KeyError, OSError, TypeError) as reason:
         available = False
         warnings.warn(f"flashstate starts kernels the ordinary way, which costs the host more: {reason}", stacklevel=3)

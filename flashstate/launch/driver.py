@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashstate.launch.start import Started
+
 NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 SLOT = 8  # bytes of memory for each parameter, whatever its size
 
@@ -47,11 +49,10 @@ class DriverLaunch:
     """A kernel and its parameters. The first of these, all pointers, change from call to call, and a number behind
     them."""
 
-    def __init__(
-        self, compiled: Any, device: torch.device, programs: int, arguments: Sequence[Any], pointers: int
-    ) -> None:
-        """`arguments`: of an ordinary launch, without compile-time constants; the first `pointers` of them are pointers
-        or None, which are no parameters."""
+    def __init__(self, started: Started, pointers: int) -> None:
+        """As an ordinary launch was started; the first `pointers` of its arguments are pointers or None, which are no
+        parameters."""
+        compiled, arguments = started.compiled, started.launch.arguments
         parameters = [*parameters_of(arguments), 0, 0]  # the last two: scratch memory, which is not used
         _require(compiled, len(parameters))
         present = sum(argument is not None for argument in arguments[:pointers])
@@ -60,8 +61,8 @@ class DriverLaunch:
         start = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self._addresses = (ctypes.c_void_p * len(parameters))(*(start + SLOT * i for i in range(len(parameters))))
         block = (32 * compiled.metadata.num_warps, 1, 1)
-        self._config = LaunchConfig((programs, 1, 1), block, compiled.metadata.shared, None, None, 0)
-        self._device_index = device.index
+        self._config = LaunchConfig((started.grid[0], 1, 1), block, compiled.metadata.shared, None, None, 0)
+        self._device_index = started.launch.device.index
         self._pack = struct.Struct(f"<{present}Qq").pack_into
         self._launch = _launch_function()
         self._launched = ctypes.addressof(self._config), compiled.function, ctypes.addressof(self._addresses), None

@@ -29,11 +29,8 @@ class Launch(NamedTuple):
 class Started(NamedTuple):
     """A launch, and what Triton compiled for it."""
 
-    kernel: Any
+    launch: Launch
     grid: tuple[int, ...]
-    device: torch.device
-    arguments: Sequence[Any]
-    constants: Mapping[str, Any]
     compiled: Any
 
 
@@ -49,13 +46,13 @@ def start(
     num_warps: int,
 ) -> Started | None:
     """Launch `kernel` on the current stream of a device; None where it is not launched, or not compiled."""
-    collected = _collected.get()
+    launch, collected = Launch(kernel, device, arguments, constants, num_warps), _collected.get()
     if collected is not None:
-        collected.append(Launch(kernel, device, arguments, constants, num_warps))
+        collected.append(launch)
         return None
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         compiled = kernel[grid](*arguments, **constants, num_warps=num_warps, enable_fp_fusion=FP_FUSION)
-    return None if compiled is None else Started(kernel, grid, device, arguments, constants, compiled)
+    return None if compiled is None else Started(launch, grid, compiled)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from flashstate.launch.start import FP_FUSION, Launch
 
 
 def variants_of(launches: Iterable[Launch]) -> list[Launch]:
-    """One launch of each variant among these."""
+    """One launch of each variant among these; the others are let go while they come."""
     return list({variant_key(launch): launch for launch in launches}.values())
 
 

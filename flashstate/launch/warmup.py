@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain, product
 
@@ -15,7 +15,7 @@ from flashstate.errors import check_int
 from flashstate.launch.backend import uses_kernels
 from flashstate.launch.config import LARGE
 from flashstate.launch.start import Launch, collecting
-from flashstate.launch.variants import compile_variants, variant_key
+from flashstate.launch.variants import compile_variants, variants_of
 from flashstate.ops.mamba2 import mamba2_step
 from flashstate.ops.pool import read_states, write_states
 from flashstate.state.pool import StatePool
@@ -63,14 +63,13 @@ def warmup(
         return {}
     step = partial(_step, groups=groups, activations=activations, parameters=parameters, D=D, z=z, dt_bias=dt_bias)
     slots = [_no_requests(pool, batch, index) for batch in batches]
-    variants = _variants(
-        chain(
-            (partial(pool.advance, of_batch) for of_batch in slots),
-            (call for state in states for call in _pool_calls(state, activations)),
-            (partial(step, state, of_batch, count) for state, of_batch, count in product(states, slots, tokens)),
-            () if also is None else (also,),
-        )
+    calls: Iterable[Call] = chain(
+        (partial(pool.advance, of_batch) for of_batch in slots),
+        (call for state in states for call in _pool_calls(state, activations)),
+        (partial(step, state, of_batch, count) for state, of_batch, count in product(states, slots, tokens)),
+        () if also is None else (also,),
     )
+    variants = variants_of(_launches(calls))
     compile_variants(variants, progress)
     counts = dict(Counter(launch.kernel.__name__.removesuffix("_kernel") for launch in variants))
     if progress:
@@ -79,15 +78,12 @@ def warmup(
     return counts
 
 
-def _variants(calls: Iterator[Call]) -> list[Launch]:
-    """A launch of every variant that these calls need; of all other launches the tensors are let go at once."""
-    variants: dict[Hashable, Launch] = {}
+def _launches(calls: Iterable[Call]) -> Iterator[Launch]:
+    """What these calls would launch, call by call."""
     for call in calls:
         with collecting() as launches:
             call()
-        for launch in launches:
-            variants.setdefault(variant_key(launch), launch)
-    return list(variants.values())
+        yield from launches
 
 
 def _no_requests(pool: StatePool, batch: int, index: torch.dtype) -> Slots:

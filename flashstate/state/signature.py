@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Hashable
+from dataclasses import fields
+from typing import Any
 
 from torch import Tensor
 
@@ -22,6 +24,11 @@ def signature_of(*described: Hashable) -> int:
             _known.clear()
         number = _known.setdefault(described, next(_numbers))
     return number
+
+
+def fields_of(described: Any) -> dict[str, Any]:
+    """What a copy of a dataclass needs: its fields, and nothing that was kept beside them. For __getstate__."""
+    return {field.name: getattr(described, field.name) for field in fields(described)}
 
 
 def describe(tensor: Tensor | None) -> Hashable:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass, fields
+from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
-from typing import Any
 
 from torch import Tensor
 
 from flashstate.errors import INDEX_DTYPES, check_contiguous, check_int, check_row_contiguous, check_tensor
-from flashstate.state.signature import describe, signature_of
+from flashstate.state.signature import describe, fields_of, signature_of
 
 MOST_TOKENS = (1 << 31) - 1  # on a token axis
 
@@ -88,18 +87,17 @@ class Slots:
     @cached_property
     def tables(self) -> tuple[Tensor, ...]:
         """All tensors there are, in the order in which kernels take them."""
-        tables = (self.read, self.accepted, self.write, self.parents, self.cu_seqlens, self.snapshot_rows)
-        return tuple(table for table in tables if table is not None)
+        return tuple(table for table in self._all_tables() if table is not None)
 
     @cached_property
     def signature(self) -> int:
         """Stands for all that a launch depends on but the addresses."""
-        tables = (self.read, self.accepted, self.write, self.parents, self.cu_seqlens, self.snapshot_rows)
-        return signature_of("slots", *map(describe, tables), self.max_len, self.null)
+        return signature_of("slots", *map(describe, self._all_tables()), self.max_len, self.null)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """What a copy needs: the fields."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+    def _all_tables(self) -> tuple[Tensor | None, ...]:
+        return self.read, self.accepted, self.write, self.parents, self.cu_seqlens, self.snapshot_rows
+
+    __getstate__ = fields_of
 
     @property
     def longest(self) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass, fields, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flashstate.errors import check_int, check_tensor, too_short
 from flashstate.state.formats import FORMATS, ROUNDINGS, Format
-from flashstate.state.signature import describe, describe_aligned, signature_of
+from flashstate.state.signature import describe, describe_aligned, fields_of, signature_of
 from flashstate.state.slots import Slots, as_slots
 
 HARDWARE_ROUNDING = ((10, 0), (10, 3))  # compute capabilities that have cvt.rs
@@ -64,9 +64,7 @@ class State:
         tensors = describe_aligned(self.data), describe(self.scale), describe(self.seed)
         return signature_of("state", *tensors, self.rounding, self.rounds)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """What a copy needs: the fields, and not the kernels that were started here."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+    __getstate__ = fields_of
 
     @property
     def format(self) -> Format:
