@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Sequence
+from dataclasses import astuple
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
@@ -88,10 +89,12 @@ def config_table(cases: Sequence[Case], gpu: Gpu) -> Table:
     where = f"{gpu.name}, compute capability {'.'.join(map(str, gpu.capability))}"
     table = Table(
         "batch",
-        "batch x heads",
-        "rows per program",
+        "x heads",
+        "rows",
         "warps",
-        "lanes per row",
+        "lanes",
+        "together",
+        "registers",
         "why",
         title=f"Launch configs of {one.op}, {one.rows} x {one.cols}, {one.format}, {mode_key(one)}, on {where}",
         title_justify="left",
@@ -99,6 +102,6 @@ def config_table(cases: Sequence[Case], gpu: Gpu) -> Table:
     )
     for case in cases:
         config, reason = choose_with_reason(case.problem, gpu)
-        numbers = (case.batch, case.batch * case.heads, config.block_rows, config.num_warps, config.lanes)
+        numbers = (case.batch, case.batch * case.heads, *astuple(config))
         table.add_row(*map(str, numbers), reason)
     return table

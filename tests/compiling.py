@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flashstate.launch import Gpu, backend, collecting
-from flashstate.launch.start import FP_FUSION, Launch
+from flashstate.launch.start import Launch
 
 TYPES = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int8: "i8", torch.uint8: "u8",
@@ -61,7 +61,7 @@ def compile_launch(launch: Launch, architecture: int | str) -> Any:
         else:
             signature[parameter.name] = type_of(value)
     source = ASTSource(launch.kernel, signature, constants)
-    options = {"num_warps": launch.num_warps, "enable_fp_fusion": FP_FUSION}
+    options = {name: value for name, value in launch.options.items() if nvidia or name != "maxnreg"}
     return triton.compile(source, target=target, options=options)
 
 

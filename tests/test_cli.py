@@ -56,7 +56,7 @@ def test_info_shows_configs_for_every_format(name: str, rounding: str, capsys: p
     assert f"80 x 20, {name}, {rounding}, one token, on none, compute capability 9.0" in out
     for batch in (1, 256):
         config = choose(replace(case, batch=batch).problem, Gpu("none", (9, 0)))
-        assert f" {batch} {16 * batch} {config.block_rows} {config.num_warps} {config.lanes} heuristic" in out
+        assert f" {batch} {16 * batch} {config.block_rows} {config.num_warps} {config.lanes} 1 0 heuristic" in out
 
 
 def test_info_shows_what_another_compute_capability_changes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -66,7 +66,7 @@ def test_info_shows_what_another_compute_capability_changes(capsys: pytest.Captu
         assert main(["info", *options]) == 0
         out = output_of(capsys)
         assert f"several tokens, on none, compute capability {capability}" in out
-        lanes.append(out.split(" heuristic")[0].split()[-1])
+        lanes.append(out.split(" heuristic")[0].split()[-3])
     assert lanes == ["8", "4"]
 
 

@@ -347,7 +347,7 @@ def test_a_thread_that_walks_along_a_row_sums_it_alone_on_blackwell(name: str) -
     assert 2 * len(butterflies(kernel)) < len(butterflies(compile_step(case, most, 100)))
 
 
-def test_every_table_entry_compiles_without_spills(tmp_path: Path) -> None:
+def test_table_entries_compile_without_spills_or_with_few_where_they_limit_registers(tmp_path: Path) -> None:
     tables = load_table("NVIDIA H200")
     assert tables
     for key, modes in tables.items():
@@ -360,4 +360,4 @@ def test_every_table_entry_compiles_without_spills(tmp_path: Path) -> None:
             count = 4 if tokens == "several tokens" else 0
             case = replace(SHAPE, rows=rows, cols=cols, format=name, rounding=rounding, tokens=count)
             for config in set(sizes.values()):
-                assert spilled_bytes(compile_step(case, config, 90), tmp_path) == 0
+                assert spilled_bytes(compile_step(case, config, 90), tmp_path) <= (32 if config.registers else 0)

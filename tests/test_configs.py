@@ -39,7 +39,7 @@ def widest(cols: int, name: str) -> int:
 
 
 def entries_of(path: Path) -> Iterator[tuple[Problem, list[int]]]:
-    """Every entry of a file as its keys describe it, and [rows, warps, lanes]; read without parse_table."""
+    """Every entry of a file as its keys describe it, and the numbers of its config; read without parse_table."""
     for key, modes in json.loads(path.read_text())["configs"].items():
         found = KEY.fullmatch(key)
         assert found, f"{key!r} is not a key"
@@ -93,7 +93,7 @@ def test_a_table_says_where_and_when_it_was_measured_and_is_written_a_mode_per_l
     text = path.read_text()
     assert text == table_text(table)
     lines = text.splitlines()
-    assert sum("token" in line for line in lines) == sum(map(len, table.configs.values()))
+    assert sum(bool(re.search("(one|several) token", line)) for line in lines) == sum(map(len, table.configs.values()))
 
 
 @pytest.mark.parametrize(
@@ -276,3 +276,33 @@ def test_results_are_as_accurate_however_many_lanes_share_a_row(name: str, cols:
         config = next(config for config in valid_configs(case.problem) if config.lanes == lanes)
         with interpreted(), override(config):
             close_to_float64(case, CPU)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("special", [-0.0, float("inf"), float("nan")], ids=str)
+def test_a_place_without_a_token_leaves_every_kind_of_value_as_it_is(special: float) -> None:
+    """Three tokens in groups of four: what the fourth does must not show."""
+    case = Case(batch=2, heads=1, groups=1, rows=4, cols=16, tokens=3)
+    inputs = make_inputs(case, CPU)
+    inputs.state.data.fill_(special)
+    inputs.arguments["x"].zero_()
+    inputs.arguments["B"].fill_(-1.0)  # adds -0.0, which leaves -0.0
+    config = next(config for config in valid_configs(case.problem) if config.together == 4)
+    results = []
+    for together in (1, 4):
+        run = inputs.fresh()
+        with interpreted(), override(replace(config, together=together)):
+            run.step()
+        results.append(run.state.data.view(torch.int32))
+    assert torch.equal(*results)
+    assert special != 0.0 or (results[0][inputs.slots.long()] == -(1 << 31)).all()
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_what_a_config_adds_to_few_problems_is_refused_for_others(rounding: str) -> None:
+    one = replace(PROBLEM, format="float16", vector=8, rounding=rounding)
+    for problem in (one, replace(one, several_tokens=True)):
+        assert problem.valid(Config(16, 1, 8, together=4)) == problem.several_tokens
+        assert not problem.valid(Config(16, 1, 8, together=3))
+        assert problem.valid(Config(16, 1, 8, registers=128)) == (rounding == "stochastic")
+        assert not problem.valid(Config(16, 1, 8, registers=100))

@@ -54,10 +54,10 @@ class Launcher:
         self.configs: list[tuple[Any, ...]] = []
 
     def start(
-        self, kernel: Any, grid: Any, device: torch.device, arguments: Any, constants: Any, num_warps: int
+        self, kernel: Any, grid: Any, device: torch.device, arguments: Any, constants: Any, *options: int
     ) -> Started:
         compiled = compiled_with(arguments, function=len(self.ordinary))
-        launch = Launch(kernel, torch.device("cuda", 0), arguments, constants, num_warps)
+        launch = Launch(kernel, torch.device("cuda", 0), arguments, constants, *options)
         self.ordinary.append(Started(launch, grid, compiled))
         return self.ordinary[-1]
 

@@ -13,9 +13,9 @@ def this_program(H: tl.constexpr, ROWS: tl.constexpr, BLOCK_ROWS: tl.constexpr):
 
 
 @triton.jit
-def token_entry(tensor, b, t, h, ALIGNED: tl.constexpr):
+def token_entry(tensor, b, t, h, ALIGNMENT: tl.constexpr):
     """Pointer to the values of token t of batch row b at head or group h; `tensor`: its pointer and those strides.
-    ALIGNED: all such pointers are multiples of 16 bytes.
+    ALIGNMENT: bytes that all such pointers are multiples of, as far as the compiler is to know.
 
     Torch strides are never negative; told so, the compiler needs one instruction instead of three for a 64-bit product.
     """
@@ -24,6 +24,4 @@ def token_entry(tensor, b, t, h, ALIGNED: tl.constexpr):
     tl.assume(stride_t >= 0)
     tl.assume(stride_h >= 0)
     entry = ptr + (b.to(tl.int64) * stride_b + t.to(tl.int64) * stride_t + h.to(tl.int64) * stride_h)
-    if ALIGNED:
-        entry = tl.multiple_of(entry, 16)
-    return entry
+    return tl.multiple_of(entry, ALIGNMENT)

@@ -31,12 +31,29 @@ def silu(x):
 
 
 @triton.jit
-def load_columns(ptr, COLS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr):
-    """A value for each column, in chunks as a tile has them, (CHUNK,) each; zero in columns that do not exist."""
+def load_columns(
+    tensor, b, t, g, exists, ALIGNED: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr, VECTOR: tl.constexpr,
+    THREADS: tl.constexpr,
+):  # fmt: skip
+    """What token t of group g has for each column, in chunks as a tile has them, (1, CHUNK) or (BLOCK_ROWS, CHUNK);
+    zero in columns that do not exist.
+
+    A vector that has a value for every thread is loaded once, and handed on through shared memory. So that no thread
+    waits for that, such a one is loaded as a tile, in whose layout every thread has what it needs; told no more about
+    alignment than of the state, which would otherwise be accessed as widely.
+    """
+    as_tile: tl.constexpr = CHUNK >= THREADS
+    width: tl.constexpr = tensor[0].dtype.element_ty.primitive_bitwidth // 8
+    alignment: tl.constexpr = min(16, VECTOR * width) if as_tile else 16
+    entry = token_entry(tensor, b, t, g, alignment if ALIGNED else 1)
     values = ()
     for k in tl.static_range(BLOCK_COLS // CHUNK):
-        offs_n = k * CHUNK + tl.arange(0, CHUNK)
-        values = values + (tl.load(ptr + offs_n, mask=offs_n < COLS, other=0.0).to(tl.float32),)
+        cols = (k * CHUNK + tl.arange(0, CHUNK))[None, :]
+        if as_tile:
+            cols += tl.zeros([BLOCK_ROWS, 1], tl.int32)
+        mask = tl.where(exists, cols < COLS, False)
+        values = values + (tl.load(entry + cols, mask=mask, other=0.0).to(tl.float32),)
     return values
 
 
@@ -55,11 +72,20 @@ def load_decay(ptr, h, tile, PER_ELEMENT: tl.constexpr):
 
 
 @triton.jit
-def step_chunks(s, factor, dt, A, dtx, B):
-    """s * factor * exp(dt * A) + (dt * x) ⊗ B, chunk by chunk. factor: of every row, (rows, 1), or 1."""
+def step(s, factor, x, dt, B, A, dt_bias, exists, DT_SOFTPLUS: tl.constexpr):
+    """A state after one more token: s * factor * exp(dt * A) + (dt * x) ⊗ B, chunk by chunk. factor: of every row,
+    (rows, 1), or 1. A token that does not exist leaves the state as it is: s * 1 + -0.0 * 0."""
+    if dt_bias is not None:
+        dt += dt_bias
+    if DT_SOFTPLUS:
+        dt = softplus(dt)
+    dtx = tl.where(exists, dt * x, -0.0)[:, None]
+    if len(dt.shape) == 1:
+        dt = dt[:, None]
     stepped = ()
     for k in tl.static_range(len(s)):
-        stepped = stepped + (tl.fma(s[k], tl.exp(dt * A[k]) * factor, dtx[:, None] * B[k][None, :]),)
+        decay = tl.where(exists, tl.exp(dt * A[k]), 1.0)
+        stepped = stepped + (tl.fma(s[k], decay * factor, dtx * B[k]),)
     return stepped
 
 
@@ -81,13 +107,13 @@ def read_out(s, C, VECTOR: tl.constexpr):
 def sum_vectors(s, C, VECTOR: tl.constexpr):
     """The products of each VECTOR neighbours, summed: (rows, columns / VECTOR)."""
     vectors: tl.constexpr = s.shape[1] // VECTOR
-    parts, weights = (tl.reshape(s, (s.shape[0], vectors, VECTOR)),), (tl.reshape(C, (vectors, VECTOR)),)
+    parts, weights = (tl.reshape(s, (s.shape[0], vectors, VECTOR)),), (tl.reshape(C, (C.shape[0], vectors, VECTOR)),)
     for i in tl.static_range(4):
         if (2 << i) <= VECTOR:
             parts, weights = halves_of(parts), halves_of(weights)
-    total = parts[0] * weights[0][None, :]
+    total = parts[0] * weights[0]
     for k in tl.static_range(1, len(parts)):
-        total = tl.fma(parts[k], weights[k][None, :], total)
+        total = tl.fma(parts[k], weights[k], total)
     return tl.reshape(total, (s.shape[0], vectors))
 
 
@@ -138,6 +164,31 @@ def load_head(ptr, offs_d, mask_d, PER_ROW: tl.constexpr):
         return tl.load(ptr).to(tl.float32)
 
 
+@triton.jit
+def load_token(
+    inputs, b, t, h, g, exists, offs_d, mask_d, DT_PER_ROW: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr, VECTOR: tl.constexpr,
+    THREADS: tl.constexpr,
+):  # fmt: skip
+    """x, dt, B, C and z of token t, as far as they are there; zeros if the token does not exist."""
+    x_at, dt_at, B_at, C_at, z_at = inputs
+    alignment: tl.constexpr = 16 if ALIGNED else 1
+    mask_d = tl.where(exists, mask_d, False)
+    x = load_rows(token_entry(x_at, b, t, h, alignment), offs_d, mask_d)
+    dt_entry = token_entry(dt_at, b, t, h, 1)
+    if DT_PER_ROW:
+        dt = load_rows(dt_entry, offs_d, mask_d)
+    else:
+        dt = tl.load(dt_entry, mask=exists, other=0.0).to(tl.float32)
+    B = load_columns(B_at, b, t, g, exists, ALIGNED, BLOCK_ROWS, COLS, BLOCK_COLS, CHUNK, VECTOR, THREADS)
+    C = load_columns(C_at, b, t, g, exists, ALIGNED, BLOCK_ROWS, COLS, BLOCK_COLS, CHUNK, VECTOR, THREADS)
+    if z_at[0] is not None:
+        z = load_rows(token_entry(z_at, b, t, h, alignment), offs_d, mask_d)
+    else:
+        z = x
+    return x, dt, B, C, z
+
+
 MOST_HALVINGS = tl.constexpr(16)  # of the chunks of a row; a single one stays as it is
 
 # Every argument: what a compiler may assume about alignment is said by VECTOR, SNAPSHOT_VECTOR and ALIGNED alone. Of
@@ -176,9 +227,10 @@ def mamba2_step_kernel(
     ALIGNED: tl.constexpr,  # every row of x, B, C, z and out starts at a multiple of 16 bytes
     A_PER_ELEMENT: tl.constexpr, DT_PER_ROW: tl.constexpr, BIAS_PER_ROW: tl.constexpr, D_PER_ROW: tl.constexpr,
     DT_SOFTPLUS: tl.constexpr, ONE_TOKEN: tl.constexpr,
+    TOGETHER: tl.constexpr,  # tokens whose inputs are loaded at once; 1 with parents
     STORES: tl.constexpr,  # after which tokens the pool is written: "last", "every" or "none"
     ROUNDING: tl.constexpr, SNAPSHOT_ROUNDING: tl.constexpr, ROUNDS: tl.constexpr, TARGET: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
     b, h, first_row = this_program(H, ROWS, BLOCK_ROWS)
     g = h // HEADS_PER_GROUP
@@ -202,6 +254,7 @@ def mamba2_step_kernel(
     s = load_state(data_ptr, slot * slot_stride, live, tile, COLS, VECTOR, TARGET)
     initial, initial_factor = s, factor
     A = load_decay(A_ptr, h, tile, A_PER_ELEMENT)
+    D, dt_bias = None, None
     if D_ptr is not None:
         D = load_head(D_ptr + h * (ROWS if D_PER_ROW else 1), offs_d, mask_d, D_PER_ROW)
     if dt_bias_ptr is not None:
@@ -209,58 +262,72 @@ def mamba2_step_kernel(
     if STORES == "last":  # drawn while the state is on its way
         random = random_bits(seed, tile, count - 1, stream, COLS, VECTOR, ROUNDING, ROUNDS)
 
-    for index in range(0, count):
-        t = zero + index  # a number of the kernel also where the interpreter has one of Python
-        runs, steps = live, 1
-        if parents_ptr is not None:
-            steps, follows = path_to((parents_ptr, parents_stride), b, t, longest)
-            runs = live & (steps > 0)
-            s = either(follows, s, initial)
-            if scale_ptr is not None:
-                factor = tl.where(follows, factor, initial_factor)
-        C = load_columns(token_entry((C_ptr, C_b, C_t, C_h), b, first + t, g, ALIGNED), COLS, BLOCK_COLS, CHUNK)
-        if z_ptr is not None:
-            z = load_rows(token_entry((z_ptr, z_b, z_t, z_h), b, first + t, h, ALIGNED), offs_d, mask_d)
-        x = tl.zeros([BLOCK_ROWS], tl.float32)
-        for step in range(0, steps):
-            i = t
-            if parents_ptr is not None:
-                i = ancestor((parents_ptr, parents_stride), b, t, steps - 1 - step, longest)
-            x = load_rows(token_entry((x_ptr, x_b, x_t, x_h), b, first + i, h, ALIGNED), offs_d, mask_d)
-            dt = load_head(token_entry((dt_ptr, dt_b, dt_t, dt_h), b, first + i, h, False), offs_d, mask_d, DT_PER_ROW)
-            B = load_columns(token_entry((B_ptr, B_b, B_t, B_h), b, first + i, g, ALIGNED), COLS, BLOCK_COLS, CHUNK)
-
-            if dt_bias_ptr is not None:
-                dt += dt_bias
-            if DT_SOFTPLUS:
-                dt = softplus(dt)
-            s = step_chunks(s, factor, dt[:, None] if DT_PER_ROW or BIAS_PER_ROW else dt, A, dt * x, B)
-            if scale_ptr is not None:
-                factor = tl.full([BLOCK_ROWS, 1], 1.0, tl.float32)
-        y = read_out(s, C, VECTOR)
-        if D_ptr is not None:
-            y = tl.fma(x, D, y)
-        if z_ptr is not None:
-            y *= silu(z)
-        y = tl.where(runs, y, 0.0).to(out_ptr.dtype.element_ty)
-        tl.store(token_entry((out_ptr, out_b, out_t, out_h), b, first + t, h, ALIGNED) + offs_d, y, mask=mask_d)
-
-        goes = runs & (t < longest)
-        if STORES == "every":
-            bits = random_bits(seed, tile, t, stream, COLS, VECTOR, ROUNDING, ROUNDS)
-            to = resolve_write((write_ptr, write_stride), b, t, slot, goes, num_slots, null, fault_ptr)
-            store_state(
-                data_ptr, scale_ptr, to * slot_stride, to * scale_stride, to >= 0, tile, s, bits,
-                ROUNDING, VECTOR, TARGET,
+    parents = (parents_ptr, parents_stride)
+    out = (out_ptr, out_b, out_t, out_h)
+    inputs = (
+        (x_ptr, x_b, x_t, x_h), (dt_ptr, dt_b, dt_t, dt_h), (B_ptr, B_b, B_t, B_h), (C_ptr, C_b, C_t, C_h),
+        (z_ptr, z_b, z_t, z_h),
+    )  # fmt: skip
+    for start in range(0, count, TOGETHER):
+        group = ()
+        for j in tl.static_range(TOGETHER):  # all of them are on their way before the first is used
+            t = zero + (start + j)  # a number of the kernel also where the interpreter has one of Python
+            exists = True if TOGETHER == 1 else t < count
+            token = load_token(
+                inputs, b, first + t, h, g, exists, offs_d, mask_d,
+                DT_PER_ROW, ALIGNED, BLOCK_ROWS, COLS, BLOCK_COLS, CHUNK, VECTOR, THREADS,
             )  # fmt: skip
-        if copy_ptr is not None:
-            bits = random_bits(seed, tile, t, stream, COLS, VECTOR, SNAPSHOT_ROUNDING, ROUNDS)
-            to = resolve_snapshot_row((snapshot_rows_ptr, num_copies), b, goes, fault_ptr)
-            store_state(
-                copy_ptr, copy_scale_ptr, to * copy_b + t.to(tl.int64) * copy_t,
-                to * copy_scale_b + t.to(tl.int64) * copy_scale_t, to >= 0, tile, s, bits,
-                SNAPSHOT_ROUNDING, SNAPSHOT_VECTOR, TARGET,
-            )  # fmt: skip
+            group = group + (token,)
+
+        for j in tl.static_range(TOGETHER):
+            t = zero + (start + j)
+            exists = True if TOGETHER == 1 else t < count
+            x, dt, B, C, z = group[j]
+            if parents_ptr is None:
+                runs = tl.where(exists, live, False)
+                s = step(s, factor, x, dt, B, A, dt_bias, exists, DT_SOFTPLUS)
+                if scale_ptr is not None:
+                    factor = tl.full([BLOCK_ROWS, 1], 1.0, tl.float32)
+            else:
+                steps, follows = path_to(parents, b, t, longest)
+                runs = live & (steps > 0)
+                s = either(follows, s, initial)
+                if scale_ptr is not None:
+                    factor = tl.where(follows, factor, initial_factor)
+                for back in range(0, steps):
+                    i = ancestor(parents, b, t, steps - 1 - back, longest)
+                    x_i, dt_i, B_i, _, _ = load_token(
+                        inputs, b, first + i, h, g, True, offs_d, mask_d,
+                        DT_PER_ROW, ALIGNED, BLOCK_ROWS, COLS, BLOCK_COLS, CHUNK, VECTOR, THREADS,
+                    )  # fmt: skip
+                    s = step(s, factor, x_i, dt_i, B_i, A, dt_bias, True, DT_SOFTPLUS)
+                    if scale_ptr is not None:
+                        factor = tl.full([BLOCK_ROWS, 1], 1.0, tl.float32)
+            y = read_out(s, C, VECTOR)
+            if D_ptr is not None:
+                y = tl.fma(x, D, y)
+            if z_ptr is not None:
+                y *= silu(z)
+            y = tl.where(runs, y, 0.0).to(out_ptr.dtype.element_ty)
+            y_ptrs = token_entry(out, b, first + t, h, 16 if ALIGNED else 1) + offs_d
+            tl.store(y_ptrs, y, mask=tl.where(exists, mask_d, False))
+
+            goes = runs & (t < longest)
+            if STORES == "every":
+                bits = random_bits(seed, tile, t, stream, COLS, VECTOR, ROUNDING, ROUNDS)
+                to = resolve_write((write_ptr, write_stride), b, t, slot, goes, num_slots, null, fault_ptr)
+                store_state(
+                    data_ptr, scale_ptr, to * slot_stride, to * scale_stride, to >= 0, tile, s, bits,
+                    ROUNDING, VECTOR, TARGET,
+                )  # fmt: skip
+            if copy_ptr is not None:
+                bits = random_bits(seed, tile, t, stream, COLS, VECTOR, SNAPSHOT_ROUNDING, ROUNDS)
+                to = resolve_snapshot_row((snapshot_rows_ptr, num_copies), b, goes, fault_ptr)
+                store_state(
+                    copy_ptr, copy_scale_ptr, to * copy_b + t.to(tl.int64) * copy_t,
+                    to * copy_scale_b + t.to(tl.int64) * copy_scale_t, to >= 0, tile, s, bits,
+                    SNAPSHOT_ROUNDING, SNAPSHOT_VECTOR, TARGET,
+                )  # fmt: skip
 
     if STORES == "last":
         goes = live if ONE_TOKEN else live & (count > 0)
@@ -271,7 +338,7 @@ def mamba2_step_kernel(
         )
     if cu_seqlens_ptr is not None:
         batch = tl.num_programs(0) // (H * ((ROWS + BLOCK_ROWS - 1) // BLOCK_ROWS))
-        zero_unused((out_ptr, out_b, out_t, out_h), cu_seqlens_ptr, b, h, offs_d, mask_d, tokens, batch)
+        zero_unused(out, cu_seqlens_ptr, b, h, offs_d, mask_d, tokens, batch)
 
 
 @triton.jit
@@ -281,4 +348,4 @@ def zero_unused(out, cu_seqlens_ptr, b, h, offs_d, mask_d, tokens, batch):
     start, end = unused_tokens(cu_seqlens_ptr, batch, tokens)
     for index in range(b, start + tokens - end, batch):
         t = tl.where(index < start, b * 0 + index, end + index - start)
-        tl.store(token_entry(out, b, t, h, False) + offs_d, zero, mask=mask_d)
+        tl.store(token_entry(out, b, t, h, 1) + offs_d, zero, mask=mask_d)

@@ -88,17 +88,6 @@ def _to_float8_stochastic() -> str:
     return _block(*lines, "lop3.b32 low, low, sign, 0x80808080, 0xD8;", "and.b32 $0, low, $9;")  # 0xD8: third chooses
 
 
-def _from_integer(values: int) -> str:
-    """Four int8 or two int16 values of one register to float32: as unsigned numbers they become the low bits of floats
-    above 2^23, from which that and what made them unsigned are subtracted."""
-    sign, least = (0x80808080, "0fCB000080") if values == 4 else (0x80008000, "0fCB008000")
-    lines = [".reg .b32 word;", f"xor.b32 word, ${values}, {sign:#x};"]
-    for i in range(values):
-        chosen = f"0x754{i}" if values == 4 else ("0x7610", "0x7632")[i]
-        lines += [f"prmt.b32 ${i}, word, 0x4B000000, {chosen};", f"add.rn.f32 ${i}, ${i}, {least};"]
-    return _block(*lines)
-
-
 PAIRS = 4  # a register holds two float16 values; one 16-byte access holds four registers
 
 
@@ -154,7 +143,6 @@ def _to_float16_stochastic() -> str:
     return _block(*lines, *convert, "done:")
 
 
-FROM_INT8, FROM_INT16 = tl.constexpr(_from_integer(values=4)), tl.constexpr(_from_integer(values=2))
 TO_INT8 = tl.constexpr(_to_integer(stochastic=False, values=4))
 TO_INT16 = tl.constexpr(_to_integer(stochastic=False, values=2))
 TO_INT8_STOCHASTIC = tl.constexpr(_to_integer(stochastic=True, values=4))
@@ -164,16 +152,7 @@ TO_FLOAT8_STOCHASTIC = tl.constexpr(_to_float8_stochastic())
 TO_FLOAT16_STOCHASTIC = tl.constexpr(_to_float16_stochastic())
 FOUR_PRODUCTS, FOUR_PRODUCTS_RANDOM = tl.constexpr(_registers(1, 9)), tl.constexpr(_registers(1, 11))
 TWO_PRODUCTS, TWO_PRODUCTS_RANDOM = tl.constexpr(_registers(1, 5)), tl.constexpr(_registers(1, 6))
-FOUR_FROM_ONE, TWO_FROM_ONE = tl.constexpr(_registers(4, 1)), tl.constexpr(_registers(2, 1))
 PAIRS_RANDOM = tl.constexpr(_registers(PAIRS, 3 * PAIRS))
-
-
-@triton.jit
-def from_integer_ptx(code):
-    if code.dtype == tl.int8:
-        return tl.inline_asm_elementwise(FROM_INT8, FOUR_FROM_ONE, [code], tl.float32, is_pure=True, pack=4)
-    else:
-        return tl.inline_asm_elementwise(FROM_INT16, TWO_FROM_ONE, [code], tl.float32, is_pure=True, pack=2)
 
 
 @triton.jit

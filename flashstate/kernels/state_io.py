@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 
 from flashstate.kernels.ptx import (
-    from_integer_ptx,
     to_float8_ptx,
     to_float8_stochastic_hw,
     to_float8_stochastic_ptx,
@@ -86,12 +85,7 @@ def load_chunk(ptrs, mask, TARGET: tl.constexpr):
         return (code.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:
         code = tl.load(ptrs, mask=mask, eviction_policy="evict_first")
-        if dtype == tl.uint8:
-            return from_float8(code, TARGET)
-        elif (dtype == tl.int8 or dtype == tl.int16) and (TARGET == "sm_80" or TARGET == "sm_89"):
-            return from_integer_ptx(code)
-        else:
-            return code.to(tl.float32)
+        return from_float8(code, TARGET) if dtype == tl.uint8 else code.to(tl.float32)
 
 
 @triton.jit

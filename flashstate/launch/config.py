@@ -24,6 +24,7 @@ from flashstate.state.signature import ACCESS_BYTES
 WARP = 32 if torch.version.hip is None else 64  # threads; those AMD GPUs that have 32 are content with rows for 64
 CALL_COLUMNS = 8  # that one Philox call serves: a thread needs the bits of all of them side by side
 MOST_CHUNKS = 32  # of a row, unless it is so wide that a whole warp has more: they are walked along in unrolled code
+FEW = 64  # batch x heads up to which a GPU is mostly idle
 LARGE = 512  # batch x heads from which on there are programs enough, however many rows each has
 WALKING_CAPABILITY = (10, 0)  # from here on sums over lanes are the bottleneck
 
@@ -65,16 +66,29 @@ class Problem:
         """Columns that the threads of a row access at once; they walk along it in such chunks."""
         return lanes * self.vector
 
+    @property
+    def together_choices(self) -> list[int]:
+        """How many tokens may be loaded together."""
+        return [1, 2, 4] if self.several_tokens else [1]
+
+    @property
+    def register_choices(self) -> list[int]:
+        """How many registers a thread may have: as many as the compiler likes, or, where random bits take many, so few
+        that an SM has 16 warps."""
+        return [0] if self.rounding == "nearest" else [0, 128]
+
     def valid(self, config: Config) -> bool:
         """Whether the compiler lets threads share rows as the config says: only where there are rows for all."""
         powers_of_two = all(n == next_power_of_2(n) for n in (config.block_rows, config.num_warps))
-        fits = config.lanes in self.lane_choices
+        fits = config.lanes in self.lane_choices and config.together in self.together_choices
+        fits &= config.registers in self.register_choices
         return powers_of_two and fits and config.block_rows >= config.num_warps * (WARP // config.lanes)
 
 
 def valid_configs(problem: Problem) -> list[Config]:
     """Every config a table may hold for `problem`: valid, and up to 128 elements of state or one row in a thread."""
-    numbers = product((1, 2, 4, 8, 16, 32, 64), (1, 2, 4, 8), problem.lane_choices)
+    rows, warps = (1, 2, 4, 8, 16, 32, 64), (1, 2, 4, 8)
+    numbers = product(rows, warps, problem.lane_choices, problem.together_choices, problem.register_choices)
     configs = [config for config in starmap(Config, numbers) if problem.valid(config)]
     few = 128 * WARP // problem.block_cols  # rows of a warp
     return [config for config in configs if config.block_rows <= config.num_warps * max(few, WARP // config.lanes)]
@@ -135,11 +149,13 @@ def measured_sizes(configs: Configs, problem: Problem) -> Mapping[int, Config]:
 
 
 def heuristic(problem: Problem, gpu: Gpu) -> Config:
-    """One warp; fewer rows for small batches, so that a head spreads over more programs."""
+    """One warp; for small batches fewer rows, so that a head spreads over more programs, and more tokens together, as
+    nothing else hides their loads."""
     lanes = heuristic_lanes(problem, gpu)
     per_thread = 16 if problem.batch_heads < LARGE else 32
     block_rows = min(next_power_of_2(problem.rows), per_thread * WARP // problem.block_cols)
-    return Config(max(block_rows, WARP // lanes), 1, lanes)
+    together = 4 if problem.batch_heads < FEW else 2 if problem.batch_heads < LARGE else 1
+    return Config(max(block_rows, WARP // lanes), 1, lanes, together if problem.several_tokens else 1)
 
 
 def heuristic_lanes(problem: Problem, gpu: Gpu) -> int:

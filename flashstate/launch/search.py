@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import astuple, replace
 from functools import cache
 from typing import Protocol
 
@@ -67,18 +68,21 @@ def descend(problem: Problem, starts: Iterable[Config], stopwatch: Stopwatch) ->
 
 
 def neighbours(problem: Problem, config: Config) -> list[Config]:
-    """The valid configs that are one step away: twice or half the rows, the lanes, the warps, or the warps with their
-    rows. Fewer lanes than there are rows for bring rows with them."""
-    rows, warps, lanes = config.block_rows, config.num_warps, config.lanes
+    """The valid configs that are one step away: twice or half the rows, the lanes, the warps, the warps with their
+    rows, or the tokens loaded together; more or fewer registers. Fewer lanes than there are rows for bring rows."""
+    rows, warps, lanes, together, registers = astuple(config)
     steps = [
-        Config(2 * rows, warps, lanes),
-        Config(rows // 2, warps, lanes),
-        Config(rows, warps, 2 * lanes),
-        Config(max(rows, 2 * warps * WARP // lanes), warps, lanes // 2),
-        Config(2 * rows, 2 * warps, lanes),
-        Config(rows // 2, warps // 2, lanes),
-        Config(rows, 2 * warps, lanes),
-        Config(rows, warps // 2, lanes),
+        replace(config, block_rows=2 * rows),
+        replace(config, block_rows=rows // 2),
+        replace(config, lanes=2 * lanes),
+        replace(config, lanes=lanes // 2, block_rows=max(rows, 2 * warps * WARP // lanes)),
+        replace(config, num_warps=2 * warps, block_rows=2 * rows),
+        replace(config, num_warps=warps // 2, block_rows=rows // 2),
+        replace(config, num_warps=2 * warps),
+        replace(config, num_warps=warps // 2),
+        replace(config, together=2 * together),
+        replace(config, together=together // 2),
+        *(replace(config, registers=choice) for choice in problem.register_choices if choice != registers),
     ]
     valid = set(valid_configs(problem))
     return [step for step in steps if step in valid]

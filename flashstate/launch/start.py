@@ -24,6 +24,14 @@ class Launch(NamedTuple):
     arguments: Sequence[Any]
     constants: Mapping[str, Any]
     num_warps: int
+    registers: int = 0  # the most a thread may have, where the compiler can be told; 0: as many as it likes
+
+    @property
+    def options(self) -> dict[str, int]:
+        """What the compiler is told beside constants."""
+        limited = self.registers and torch.version.hip is None
+        limit = {"maxnreg": self.registers} if limited else {}
+        return {"num_warps": self.num_warps, "enable_fp_fusion": FP_FUSION, **limit}
 
 
 class Started(NamedTuple):
@@ -44,14 +52,15 @@ def start(
     arguments: Sequence[Any],
     constants: Mapping[str, Any],
     num_warps: int,
+    registers: int = 0,
 ) -> Started | None:
     """Launch `kernel` on the current stream of a device; None where it is not launched, or not compiled."""
-    launch, collected = Launch(kernel, device, arguments, constants, num_warps), _collected.get()
+    launch, collected = Launch(kernel, device, arguments, constants, num_warps, registers), _collected.get()
     if collected is not None:
         collected.append(launch)
         return None
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        compiled = kernel[grid](*arguments, **constants, num_warps=num_warps, enable_fp_fusion=FP_FUSION)
+        compiled = kernel[grid](*arguments, **constants, **launch.options)
     return None if compiled is None else Started(launch, grid, compiled)
 
 

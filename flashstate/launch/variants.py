@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashstate.launch.start import FP_FUSION, Launch
+from flashstate.launch.start import Launch
 
 
 def variants_of(launches: Iterable[Launch]) -> list[Launch]:
@@ -21,7 +21,7 @@ def variants_of(launches: Iterable[Launch]) -> list[Launch]:
 def variant_key(launch: Launch) -> Hashable:
     """What decides which compiled kernel a launch gets."""
     kinds = tuple(map(_kind, launch.arguments))
-    return launch.kernel, launch.device, kinds, tuple(launch.constants.items()), launch.num_warps
+    return launch.kernel, launch.device, kinds, tuple(launch.constants.items()), tuple(launch.options.items())
 
 
 def _kind(value: Any) -> Hashable:
@@ -57,6 +57,5 @@ def _with_bar(futures: Sequence[Future[None]]) -> Iterable[Future[None]]:
 
 def _compile(launch: Launch) -> None:
     with torch.cuda.device(launch.device):
-        options = {"num_warps": launch.num_warps, "enable_fp_fusion": FP_FUSION}
-        compiled = launch.kernel.warmup(*launch.arguments, grid=(1,), **launch.constants, **options)
+        compiled = launch.kernel.warmup(*launch.arguments, grid=(1,), **launch.constants, **launch.options)
         compiled.run  # noqa: B018  (loads it)

@@ -78,10 +78,13 @@ def configs_agree(case: Case, device: torch.device) -> None:
 
 
 def _some_configs(problem: Problem, lanes: Sequence[int]) -> Iterator[Config]:
-    """Of each number of lanes the first valid config, one in the middle, and the last."""
+    """Of each number of lanes the first valid config, one in the middle, and the last; of each number of tokens loaded
+    together one more."""
     for count in lanes:
         configs = [config for config in valid_configs(problem) if config.lanes == count]
         yield from dict.fromkeys([configs[0], configs[len(configs) // 2], configs[-1]])
+    for together in problem.together_choices[1:]:
+        yield next(config for config in configs if config.together == together)
 
 
 @law("a call that repeats another, and so starts its kernel directly, gives the same bytes", needs="cuda")

@@ -29,6 +29,7 @@ from flashstate.launch import (
     uses_kernels,
 )
 from flashstate.launch.arguments import aligned, as_bytes, outer_strides, row_stride, table_shape, token_strides
+from flashstate.launch.config import WARP, next_power_of_2
 from flashstate.launch.start import Started
 from flashstate.ops.debug import check_contents, debugging
 from flashstate.ops.library import register
@@ -274,6 +275,8 @@ def _run(
         "mamba2_step", rows, cols, dtype_name(data.dtype), rounding, vector, batch * heads, not one_token
     )  # fmt: skip
     config = choose(problem, gpu_of(data.device))
+    longest = max_len or 0 if packed else num_tokens
+    together = min(config.together, next_power_of_2(longest or config.together)) if parents is None else 1
     programs = batch * heads * -(-rows // config.block_rows)
     if programs >= 1 << 31:
         raise ValueError(f"x must need fewer than 2^31 programs, got {programs} for shape {tuple(x.shape)}")
@@ -285,7 +288,7 @@ def _run(
         *outer_strides(snapshot_data, snapshot_scale, 2), 0 if snapshot_data is None else snapshot_data.shape[0],
         *(stride for t in (x, B, C, dt, z, out) for stride in token_strides(t, token_axes, packed)),
         *table_shape(read), row_stride(write), row_stride(parents),
-        num_tokens, max_len or 0 if packed else num_tokens, num_slots, null,
+        num_tokens, longest, num_slots, null,
     )  # fmt: skip
     constants = {
         "H": heads, "HEADS_PER_GROUP": heads // B.shape[-2], "ROWS": rows, "COLS": cols,
@@ -293,13 +296,16 @@ def _run(
         "ALIGNED": all(aligned(t) for t in (x, B, C, z, out)),
         "A_PER_ELEMENT": A.dim() == 3, "DT_PER_ROW": dt.dim() == token_axes + 2,
         "BIAS_PER_ROW": dt_bias is not None and dt_bias.dim() == 2, "D_PER_ROW": D is not None and D.dim() == 2,
-        "DT_SOFTPLUS": dt_softplus, "ONE_TOKEN": one_token,
+        "DT_SOFTPLUS": dt_softplus, "ONE_TOKEN": one_token, "TOGETHER": together,
         "STORES": "none" if not update else "every" if write is not None and write.dim() == 2 else "last",
         "ROUNDING": rounding, "SNAPSHOT_ROUNDING": snapshot_rounding, "ROUNDS": rounds,
         "TARGET": kernel_target(data.device),
         "BLOCK_ROWS": config.block_rows, "BLOCK_COLS": problem.block_cols, "CHUNK": problem.chunk(config.lanes),
+        "THREADS": WARP * config.num_warps,
     }  # fmt: skip
-    return start(mamba2_step_kernel, (programs,), data.device, arguments, constants, config.num_warps)
+    return start(
+        mamba2_step_kernel, (programs,), data.device, arguments, constants, config.num_warps, config.registers
+    )  # fmt: skip
 
 
 register(
