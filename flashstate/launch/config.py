@@ -86,12 +86,17 @@ class Problem:
 
 
 def valid_configs(problem: Problem) -> list[Config]:
-    """Every config a table may hold for `problem`: valid, and up to 128 elements of state or one row in a thread."""
+    """Every config a table may hold for `problem`: valid, and up to 128 elements of state, times the tokens loaded
+    together, or one row in a thread."""
     rows, warps = (1, 2, 4, 8, 16, 32, 64), (1, 2, 4, 8)
     numbers = product(rows, warps, problem.lane_choices, problem.together_choices, problem.register_choices)
     configs = [config for config in starmap(Config, numbers) if problem.valid(config)]
-    few = 128 * WARP // problem.block_cols  # rows of a warp
-    return [config for config in configs if config.block_rows <= config.num_warps * max(few, WARP // config.lanes)]
+    return [config for config in configs if config.block_rows <= config.num_warps * _most_rows(problem, config)]
+
+
+def _most_rows(problem: Problem, config: Config) -> int:
+    """Of a warp."""
+    return max(128 * WARP // (problem.block_cols * config.together), WARP // config.lanes)
 
 
 def next_power_of_2(n: int) -> int:

@@ -18,10 +18,12 @@ from flashstate.laws.require import (
 from flashstate.state.rounding import SEED_STEP
 from flashstate.testing import Case, Inputs, make_inputs
 
+ENOUGH_VALUES = 32  # of a slot, so that they do not all happen to be rounded the same way twice
+
 
 @law(
     "stochastic rounding draws other bits after advance and in another stream, and advance moves only its slots",
-    includes=lambda case: case.rounding == "stochastic" and case.rows * case.cols >= 32,
+    includes=lambda case: case.rounding == "stochastic" and case.rows * case.cols >= ENOUGH_VALUES,
 )
 def seeds_decide(case: Case, device: torch.device) -> None:
     inputs = make_inputs(case, device)
@@ -74,6 +76,9 @@ def graph_replays_draw_fresh_bits(case: Case, device: torch.device) -> None:
 
 def _require_other_bits(graph: torch.cuda.CUDAGraph, inputs: Inputs, before: Inputs) -> None:
     """Two replays from the same state store different bytes, where rounding is stochastic."""
+    _, heads, rows, cols = inputs.state.data.shape
+    if inputs.state.rounding == "nearest" or heads * rows * cols < ENOUGH_VALUES:
+        return
     stored = []
     for _ in range(2):
         for now, then in ((inputs.state.data, before.state.data), (inputs.state.scale, before.state.scale)):
@@ -81,8 +86,7 @@ def _require_other_bits(graph: torch.cuda.CUDAGraph, inputs: Inputs, before: Inp
                 now.copy_(then)
         graph.replay()
         stored.append(bits_of(inputs.state.data).clone())
-    fresh = inputs.state.rounding == "nearest" or not torch.equal(*stored)
-    require(fresh, "two replays from the same state drew the same bits")
+    require(not torch.equal(*stored), "two replays from the same state drew the same bits")
 
 
 def _wrapped(number: int) -> int:

@@ -78,11 +78,12 @@ def configs_agree(case: Case, device: torch.device) -> None:
 
 
 def _some_configs(problem: Problem, lanes: Sequence[int]) -> Iterator[Config]:
-    """Of each number of lanes the first valid config, one in the middle, and the last; of each number of tokens loaded
-    together one more."""
+    """Of each number of lanes the first valid config, one in the middle, and the last, a token at a time; of each number
+    of tokens loaded together one more."""
+    configs = [config for config in valid_configs(problem) if config.lanes in lanes]
     for count in lanes:
-        configs = [config for config in valid_configs(problem) if config.lanes == count]
-        yield from dict.fromkeys([configs[0], configs[len(configs) // 2], configs[-1]])
+        alike = [config for config in configs if config.lanes == count and config.together == 1]
+        yield from dict.fromkeys([alike[0], alike[len(alike) // 2], alike[-1]])
     for together in problem.together_choices[1:]:
         yield next(config for config in configs if config.together == together)
 
