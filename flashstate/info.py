@@ -89,7 +89,7 @@ def config_table(cases: Sequence[Case], gpu: Gpu) -> Table:
     where = f"{gpu.name}, compute capability {'.'.join(map(str, gpu.capability))}"
     table = Table(
         "batch",
-        "x heads",
+        "batch x heads",
         "rows",
         "warps",
         "lanes",
@@ -97,7 +97,9 @@ def config_table(cases: Sequence[Case], gpu: Gpu) -> Table:
         "registers",
         "why",
         title=f"Launch configs of {one.op}, {one.rows} x {one.cols}, {one.format}, {mode_key(one)}, on {where}",
+        caption="rows per program, warps, lanes per row, tokens loaded together, most registers (0: no limit)",
         title_justify="left",
+        caption_justify="left",
         box=SIMPLE_HEAD,
     )
     for case in cases:

@@ -61,8 +61,7 @@ def compile_launch(launch: Launch, architecture: int | str) -> Any:
         else:
             signature[parameter.name] = type_of(value)
     source = ASTSource(launch.kernel, signature, constants)
-    options = {name: value for name, value in launch.options.items() if nvidia or name != "maxnreg"}
-    return triton.compile(source, target=target, options=options)
+    return triton.compile(source, target=target, options=launch.options)
 
 
 def type_of(value: Any) -> str:

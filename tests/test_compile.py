@@ -361,3 +361,63 @@ def test_table_entries_compile_without_spills_or_with_few_where_they_limit_regis
             case = replace(SHAPE, rows=rows, cols=cols, format=name, rounding=rounding, tokens=count)
             for config in set(sizes.values()):
                 assert spilled_bytes(compile_step(case, config, 90), tmp_path) <= (64 if config.registers else 0)
+
+
+def packed_up_to(max_len: int | None) -> Call:
+    """Rows of which the longest has at most so many tokens, as far as the call says."""
+
+    def call(case: Case, inputs: Inputs) -> object:
+        return inputs.step(slots=replace(inputs.at(), max_len=max_len))
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("case", "call", "together"),
+    [
+        (replace(SHAPE, tokens=0), plain, 1),
+        (replace(SHAPE, tokens=2), plain, 2),
+        (replace(SHAPE, tokens=3), plain, 4),
+        (replace(SHAPE, tokens=8), plain, 4),
+        (replace(SHAPE, tokens=4), with_a_tree, 1),
+        *((replace(SHAPE, tokens=4, packed=True), packed_up_to(max_len), 4) for max_len in (None, 4, 100)),
+    ],
+    ids=["one token", "two", "three", "eight", "a tree", "packed", "packed up to 4", "packed up to 100"],
+)
+def test_no_more_tokens_are_loaded_together_than_a_dense_call_has(case: Case, call: Call, together: int) -> None:
+    with collected(90) as launches, override(Config(4, 1, 8, together=4)):
+        call(case, make_inputs(case, CPU))
+    assert [launch.constants["TOGETHER"] for launch in launches] == [together]
+
+
+def test_a_place_without_a_token_adds_minus_zero() -> None:
+    """Triton 3.6 makes 0.0 of a -0.0, which would change states of -0.0. The first place of a group has a token."""
+    minus_zero = re.compile(r"selp\.\w+\s+[^;]*(-2147483648|0f80000000)")
+    for together in (1, 2, 4):
+        kernel = compile_step(replace(SHAPE, tokens=4), Config(4, 1, 8, together=together), 90)
+        assert len(minus_zero.findall(kernel.asm["ptx"])) == together - 1
+
+
+@pytest.mark.parametrize("config", [Config(4, 1, 8), Config(8, 1, 16), Config(16, 4, 8), Config(16, 2, 16)], ids=str)
+def test_loads_do_not_wait_for_shared_memory(config: Config) -> None:
+    """What there is of it, a program uses to put its outputs in order, behind all loads; with several tokens too."""
+    one, several = (compile_step(replace(SHAPE, format="bfloat16", tokens=t), config, 90).asm["ptx"] for t in (0, 4))
+    stores, stores_of_several = (
+        [at.start() for at in re.finditer(r"\b(st\.shared|stmatrix)", ptx)] for ptx in (one, several)
+    )
+    assert not stores or min(stores) > max(at.start() for at in re.finditer(r"\bld\.global", one))
+    assert len(stores_of_several) == len(stores)
+
+
+def test_a_limit_of_registers_reaches_the_compiler() -> None:
+    case = replace(SHAPE, format="int8", rounding="stochastic")
+    free, limited = (compile_step(case, Config(16, 1, 4, registers=most), 90) for most in (0, 128))
+    assert ".maxnreg 128" in limited.asm["ptx"]
+    assert ".maxnreg" not in free.asm["ptx"]
+
+
+@pytest.mark.parametrize("cols", [256, 512])
+@pytest.mark.parametrize("architecture", [90, 100])
+def test_several_tokens_of_wide_rows_do_not_spill(cols: int, architecture: int, tmp_path: Path) -> None:
+    case = replace(SHAPE, heads=2, cols=cols, tokens=4)
+    assert spilled_bytes(compile_step(case, chosen(case, architecture), architecture), tmp_path) == 0

@@ -37,11 +37,11 @@ def load_columns(
     THREADS: tl.constexpr,
 ):  # fmt: skip
     """What token t of group g has for each column, in chunks as a tile has them, (1, CHUNK) or (BLOCK_ROWS, CHUNK);
-    zero in columns that do not exist.
+    zero in columns that do not exist, and where the token does not.
 
-    A vector that has a value for every thread is loaded once, and handed on through shared memory. So that no thread
-    waits for that, such a one is loaded as a tile, in whose layout every thread has what it needs; told no more about
-    alignment than of the state, which would otherwise be accessed as widely.
+    A vector with a value for every thread is loaded once and handed on through shared memory, behind a barrier. Loaded
+    as a tile, every thread has its values where it needs them. The compiler is told of no wider alignment than the
+    state has: it gives a tile the layout of its widest access, and that would change the order of sums.
     """
     as_tile: tl.constexpr = CHUNK >= THREADS
     width: tl.constexpr = tensor[0].dtype.element_ty.primitive_bitwidth // 8
@@ -74,12 +74,12 @@ def load_decay(ptr, h, tile, PER_ELEMENT: tl.constexpr):
 @triton.jit
 def step(s, factor, x, dt, B, A, dt_bias, exists, DT_SOFTPLUS: tl.constexpr):
     """A state after one more token: s * factor * exp(dt * A) + (dt * x) ⊗ B, chunk by chunk. factor: of every row,
-    (rows, 1), or 1. A token that does not exist leaves the state as it is: s * 1 + -0.0 * 0."""
+    (rows, 1), or 1. Where there is no such token the state stays as it is: s * 1 + -0.0 * 0."""
     if dt_bias is not None:
         dt += dt_bias
     if DT_SOFTPLUS:
         dt = softplus(dt)
-    dtx = tl.where(exists, dt * x, -0.0)[:, None]
+    dtx = tl.where(exists, dt * x, minus_zero())[:, None]
     if len(dt.shape) == 1:
         dt = dt[:, None]
     stepped = ()
@@ -87,6 +87,37 @@ def step(s, factor, x, dt, B, A, dt_bias, exists, DT_SOFTPLUS: tl.constexpr):
         decay = tl.where(exists, tl.exp(dt * A[k]), 1.0)
         stepped = stepped + (tl.fma(s[k], decay * factor, dtx * B[k]),)
     return stepped
+
+
+@triton.jit
+def minus_zero():
+    """-0.0, which Triton 3.6 makes 0.0 of where it is written so."""
+    return tl.full([], -2147483648, tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def step_along_path(
+    parents, longest, updates, b, first, t, h, g, offs_d, mask_d, s, factor, initial, initial_factor, A, dt_bias,
+    SCALED: tl.constexpr, DT_SOFTPLUS: tl.constexpr, DT_PER_ROW: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr, VECTOR: tl.constexpr,
+    THREADS: tl.constexpr,
+):  # fmt: skip
+    """The state after token t of a tree, and whether there is one: from that of the token before if that is its parent,
+    else from the initial one through all its ancestors."""
+    steps, follows = path_to(parents, b, t, longest)
+    s = either(follows, s, initial)
+    if SCALED:
+        factor = tl.where(follows, factor, initial_factor)
+    for done in range(0, steps):
+        i = ancestor(parents, b, t, steps - 1 - done, longest)
+        x, dt, B = load_update(
+            updates, b, first + i, h, g, True, offs_d, mask_d,
+            DT_PER_ROW, ALIGNED, BLOCK_ROWS, COLS, BLOCK_COLS, CHUNK, VECTOR, THREADS,
+        )  # fmt: skip
+        s = step(s, factor, x, dt, B, A, dt_bias, True, DT_SOFTPLUS)
+        if SCALED:
+            factor = tl.full(factor.shape, 1.0, tl.float32)
+    return s, steps > 0
 
 
 @triton.jit
@@ -150,43 +181,32 @@ def either(choose_first, first, second):
 
 
 @triton.jit
-def load_rows(ptr, offs_d, mask_d):
-    """A value for each row of a head, (BLOCK_ROWS,)."""
-    return tl.load(ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)
+def load_rows(ptr, offs_d, mask_d, exists):
+    """A value for each row of a head, (BLOCK_ROWS,); zeros where nothing exists."""
+    return tl.load(ptr + offs_d, mask=tl.where(exists, mask_d, False), other=0.0).to(tl.float32)
 
 
 @triton.jit
-def load_head(ptr, offs_d, mask_d, PER_ROW: tl.constexpr):
-    """A value for each row of a head, (BLOCK_ROWS,), or one for all."""
+def load_head(ptr, offs_d, mask_d, exists, PER_ROW: tl.constexpr):
+    """A value for each row of a head, (BLOCK_ROWS,), or one for all; zero where nothing exists."""
     if PER_ROW:
-        return load_rows(ptr, offs_d, mask_d)
+        return load_rows(ptr, offs_d, mask_d, exists)
     else:
-        return tl.load(ptr).to(tl.float32)
+        return tl.load(ptr, mask=exists, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def load_token(
-    inputs, b, t, h, g, exists, offs_d, mask_d, DT_PER_ROW: tl.constexpr, ALIGNED: tl.constexpr,
+def load_update(
+    updates, b, t, h, g, exists, offs_d, mask_d, DT_PER_ROW: tl.constexpr, ALIGNED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr, VECTOR: tl.constexpr,
     THREADS: tl.constexpr,
 ):  # fmt: skip
-    """x, dt, B, C and z of token t, as far as they are there; zeros if the token does not exist."""
-    x_at, dt_at, B_at, C_at, z_at = inputs
-    alignment: tl.constexpr = 16 if ALIGNED else 1
-    mask_d = tl.where(exists, mask_d, False)
-    x = load_rows(token_entry(x_at, b, t, h, alignment), offs_d, mask_d)
-    dt_entry = token_entry(dt_at, b, t, h, 1)
-    if DT_PER_ROW:
-        dt = load_rows(dt_entry, offs_d, mask_d)
-    else:
-        dt = tl.load(dt_entry, mask=exists, other=0.0).to(tl.float32)
+    """What token t steps the state with: x, dt and B; zeros if the token does not exist."""
+    x_at, dt_at, B_at = updates
+    x = load_rows(token_entry(x_at, b, t, h, 16 if ALIGNED else 1), offs_d, mask_d, exists)
+    dt = load_head(token_entry(dt_at, b, t, h, 1), offs_d, mask_d, exists, DT_PER_ROW)
     B = load_columns(B_at, b, t, g, exists, ALIGNED, BLOCK_ROWS, COLS, BLOCK_COLS, CHUNK, VECTOR, THREADS)
-    C = load_columns(C_at, b, t, g, exists, ALIGNED, BLOCK_ROWS, COLS, BLOCK_COLS, CHUNK, VECTOR, THREADS)
-    if z_at[0] is not None:
-        z = load_rows(token_entry(z_at, b, t, h, alignment), offs_d, mask_d)
-    else:
-        z = x
-    return x, dt, B, C, z
+    return x, dt, B
 
 
 MOST_HALVINGS = tl.constexpr(16)  # of the chunks of a row; a single one stays as it is
@@ -230,7 +250,7 @@ def mamba2_step_kernel(
     TOGETHER: tl.constexpr,  # tokens whose inputs are loaded at once; 1 with parents
     STORES: tl.constexpr,  # after which tokens the pool is written: "last", "every" or "none"
     ROUNDING: tl.constexpr, SNAPSHOT_ROUNDING: tl.constexpr, ROUNDS: tl.constexpr, TARGET: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr, THREADS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr, THREADS: tl.constexpr,  # of a program
 ):  # fmt: skip
     b, h, first_row = this_program(H, ROWS, BLOCK_ROWS)
     g = h // HEADS_PER_GROUP
@@ -254,63 +274,58 @@ def mamba2_step_kernel(
     s = load_state(data_ptr, slot * slot_stride, live, tile, COLS, VECTOR, TARGET)
     initial, initial_factor = s, factor
     A = load_decay(A_ptr, h, tile, A_PER_ELEMENT)
-    D, dt_bias = None, None
     if D_ptr is not None:
-        D = load_head(D_ptr + h * (ROWS if D_PER_ROW else 1), offs_d, mask_d, D_PER_ROW)
+        D = load_head(D_ptr + h * (ROWS if D_PER_ROW else 1), offs_d, mask_d, True, D_PER_ROW)
+    dt_bias = None
     if dt_bias_ptr is not None:
-        dt_bias = load_head(dt_bias_ptr + h * (ROWS if BIAS_PER_ROW else 1), offs_d, mask_d, BIAS_PER_ROW)
+        dt_bias = load_head(dt_bias_ptr + h * (ROWS if BIAS_PER_ROW else 1), offs_d, mask_d, True, BIAS_PER_ROW)
     if STORES == "last":  # drawn while the state is on its way
         random = random_bits(seed, tile, count - 1, stream, COLS, VECTOR, ROUNDING, ROUNDS)
 
-    parents = (parents_ptr, parents_stride)
+    updates = (x_ptr, x_b, x_t, x_h), (dt_ptr, dt_b, dt_t, dt_h), (B_ptr, B_b, B_t, B_h)
     out = (out_ptr, out_b, out_t, out_h)
-    inputs = (
-        (x_ptr, x_b, x_t, x_h), (dt_ptr, dt_b, dt_t, dt_h), (B_ptr, B_b, B_t, B_h), (C_ptr, C_b, C_t, C_h),
-        (z_ptr, z_b, z_t, z_h),
-    )  # fmt: skip
+    alignment: tl.constexpr = 16 if ALIGNED else 1
     for start in range(0, count, TOGETHER):
-        group = ()
+        group, gates = (), ()
         for j in tl.static_range(TOGETHER):  # all of them are on their way before the first is used
             t = zero + (start + j)  # a number of the kernel also where the interpreter has one of Python
             exists = True if TOGETHER == 1 else t < count
-            token = load_token(
-                inputs, b, first + t, h, g, exists, offs_d, mask_d,
+            x, dt, B = load_update(
+                updates, b, first + t, h, g, exists, offs_d, mask_d,
                 DT_PER_ROW, ALIGNED, BLOCK_ROWS, COLS, BLOCK_COLS, CHUNK, VECTOR, THREADS,
             )  # fmt: skip
-            group = group + (token,)
+            C = load_columns(
+                (C_ptr, C_b, C_t, C_h), b, first + t, g, exists,
+                ALIGNED, BLOCK_ROWS, COLS, BLOCK_COLS, CHUNK, VECTOR, THREADS,
+            )  # fmt: skip
+            group = group + ((x, dt, B, C),)
+            if z_ptr is not None:
+                z_entry = token_entry((z_ptr, z_b, z_t, z_h), b, first + t, h, alignment)
+                gates = gates + (load_rows(z_entry, offs_d, mask_d, exists),)
 
         for j in tl.static_range(TOGETHER):
             t = zero + (start + j)
             exists = True if TOGETHER == 1 else t < count
-            x, dt, B, C, z = group[j]
+            x, dt, B, C = group[j]
             if parents_ptr is None:
-                runs = tl.where(exists, live, False)
                 s = step(s, factor, x, dt, B, A, dt_bias, exists, DT_SOFTPLUS)
-                if scale_ptr is not None:
-                    factor = tl.full([BLOCK_ROWS, 1], 1.0, tl.float32)
             else:
-                steps, follows = path_to(parents, b, t, longest)
-                runs = live & (steps > 0)
-                s = either(follows, s, initial)
-                if scale_ptr is not None:
-                    factor = tl.where(follows, factor, initial_factor)
-                for back in range(0, steps):
-                    i = ancestor(parents, b, t, steps - 1 - back, longest)
-                    x_i, dt_i, B_i, _, _ = load_token(
-                        inputs, b, first + i, h, g, True, offs_d, mask_d,
-                        DT_PER_ROW, ALIGNED, BLOCK_ROWS, COLS, BLOCK_COLS, CHUNK, VECTOR, THREADS,
-                    )  # fmt: skip
-                    s = step(s, factor, x_i, dt_i, B_i, A, dt_bias, True, DT_SOFTPLUS)
-                    if scale_ptr is not None:
-                        factor = tl.full([BLOCK_ROWS, 1], 1.0, tl.float32)
+                s, exists = step_along_path(
+                    (parents_ptr, parents_stride), longest, updates, b, first, t, h, g, offs_d, mask_d,
+                    s, factor, initial, initial_factor, A, dt_bias, scale_ptr is not None, DT_SOFTPLUS,
+                    DT_PER_ROW, ALIGNED, BLOCK_ROWS, COLS, BLOCK_COLS, CHUNK, VECTOR, THREADS,
+                )  # fmt: skip
+            if scale_ptr is not None:
+                factor = tl.full([BLOCK_ROWS, 1], 1.0, tl.float32)
+            runs = tl.where(exists, live, False)
             y = read_out(s, C, VECTOR)
             if D_ptr is not None:
                 y = tl.fma(x, D, y)
             if z_ptr is not None:
-                y *= silu(z)
+                y *= silu(gates[j])
             y = tl.where(runs, y, 0.0).to(out_ptr.dtype.element_ty)
-            y_ptrs = token_entry(out, b, first + t, h, 16 if ALIGNED else 1) + offs_d
-            tl.store(y_ptrs, y, mask=tl.where(exists, mask_d, False))
+            mask_y = tl.where(t < count, mask_d, False)
+            tl.store(token_entry(out, b, first + t, h, alignment) + offs_d, y, mask=mask_y)
 
             goes = runs & (t < longest)
             if STORES == "every":

@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product, starmap
 from typing import NamedTuple
 
@@ -23,8 +23,11 @@ from flashstate.state.signature import ACCESS_BYTES
 
 WARP = 32 if torch.version.hip is None else 64  # threads; those AMD GPUs that have 32 are content with rows for 64
 CALL_COLUMNS = 8  # that one Philox call serves: a thread needs the bits of all of them side by side
+TOGETHER = (1, 2, 4)  # tokens whose inputs may be loaded together
+REGISTERS = (0, 128)  # that a thread may have: as many as the compiler likes, or so few that an SM has 16 warps
+MOST_UNROLLED = 128  # elements of state in a thread, times tokens loaded together
 MOST_CHUNKS = 32  # of a row, unless it is so wide that a whole warp has more: they are walked along in unrolled code
-FEW = 64  # batch x heads up to which a GPU is mostly idle
+FEW = 64  # batch x heads below which a GPU is mostly idle
 LARGE = 512  # batch x heads from which on there are programs enough, however many rows each has
 WALKING_CAPABILITY = (10, 0)  # from here on sums over lanes are the bottleneck
 
@@ -67,36 +70,38 @@ class Problem:
         return lanes * self.vector
 
     @property
-    def together_choices(self) -> list[int]:
-        """How many tokens may be loaded together."""
-        return [1, 2, 4] if self.several_tokens else [1]
+    def together_choices(self) -> tuple[int, ...]:
+        """How many tokens are worth loading together."""
+        return TOGETHER if self.several_tokens else TOGETHER[:1]
 
     @property
-    def register_choices(self) -> list[int]:
-        """How many registers a thread may have: as many as the compiler likes, or, where random bits take many, so few
-        that an SM has 16 warps."""
-        return [0] if self.rounding == "nearest" else [0, 128]
+    def register_choices(self) -> tuple[int, ...]:
+        """Which limits of registers are worth trying: none, unless random bits take many and a compiler can be told."""
+        return REGISTERS if self.rounding != "nearest" and torch.version.hip is None else REGISTERS[:1]
 
     def valid(self, config: Config) -> bool:
-        """Whether the compiler lets threads share rows as the config says: only where there are rows for all."""
+        """Whether a call may be launched so: threads share rows as a config says only where there are rows for all."""
         powers_of_two = all(n == next_power_of_2(n) for n in (config.block_rows, config.num_warps))
-        fits = config.lanes in self.lane_choices and config.together in self.together_choices
-        fits &= config.registers in self.register_choices
-        return powers_of_two and fits and config.block_rows >= config.num_warps * (WARP // config.lanes)
+        known = config.lanes in self.lane_choices and config.together in TOGETHER and config.registers in REGISTERS
+        return powers_of_two and known and config.block_rows >= config.num_warps * (WARP // config.lanes)
+
+    def per_thread(self, config: Config) -> int:
+        """Elements of state that a thread has."""
+        return config.block_rows * self.block_cols // (config.num_warps * WARP)
 
 
 def valid_configs(problem: Problem) -> list[Config]:
-    """Every config a table may hold for `problem`: valid, and up to 128 elements of state, times the tokens loaded
-    together, or one row in a thread."""
+    """Every config a table may hold for `problem`: valid, and not so large that code and registers get out of hand."""
     rows, warps = (1, 2, 4, 8, 16, 32, 64), (1, 2, 4, 8)
     numbers = product(rows, warps, problem.lane_choices, problem.together_choices, problem.register_choices)
     configs = [config for config in starmap(Config, numbers) if problem.valid(config)]
-    return [config for config in configs if config.block_rows <= config.num_warps * _most_rows(problem, config)]
+    return [config for config in configs if _manageable(problem, config)]
 
 
-def _most_rows(problem: Problem, config: Config) -> int:
-    """Of a warp."""
-    return max(128 * WARP // (problem.block_cols * config.together), WARP // config.lanes)
+def _manageable(problem: Problem, config: Config) -> bool:
+    """Whether a thread has at most 128 elements of state times tokens loaded together, or one row and one token."""
+    smallest = config.together == 1 and config.block_rows == config.num_warps * (WARP // config.lanes)
+    return smallest or problem.per_thread(config) * config.together <= MOST_UNROLLED
 
 
 def next_power_of_2(n: int) -> int:
@@ -134,7 +139,7 @@ def choose_with_reason(problem: Problem, gpu: Gpu) -> tuple[Config, str]:
     """The config, and a few words on where it comes from."""
     if _overridden is not None:
         if not problem.valid(_overridden):
-            raise ValueError(f"{_overridden} would change the order of sums for {problem}")
+            raise ValueError(f"{_overridden} is not one of the valid configs of {problem}")
         return _overridden, "override"
     return _look_up(problem, gpu)
 
@@ -159,8 +164,11 @@ def heuristic(problem: Problem, gpu: Gpu) -> Config:
     lanes = heuristic_lanes(problem, gpu)
     per_thread = 16 if problem.batch_heads < LARGE else 32
     block_rows = min(next_power_of_2(problem.rows), per_thread * WARP // problem.block_cols)
-    together = 4 if problem.batch_heads < FEW else 2 if problem.batch_heads < LARGE else 1
-    return Config(max(block_rows, WARP // lanes), 1, lanes, together if problem.several_tokens else 1)
+    config = Config(max(block_rows, WARP // lanes), 1, lanes)
+    if problem.several_tokens and problem.batch_heads < LARGE:
+        most = MOST_UNROLLED // 2 // problem.per_thread(config)
+        config = replace(config, together=max(1, min(4 if problem.batch_heads < FEW else 2, most)))
+    return config
 
 
 def heuristic_lanes(problem: Problem, gpu: Gpu) -> int:

@@ -24,13 +24,12 @@ class Launch(NamedTuple):
     arguments: Sequence[Any]
     constants: Mapping[str, Any]
     num_warps: int
-    registers: int = 0  # the most a thread may have, where the compiler can be told; 0: as many as it likes
+    registers: int = 0  # the most a thread may have; 0: as many as the compiler likes
 
     @property
     def options(self) -> dict[str, int]:
         """What the compiler is told beside constants."""
-        limited = self.registers and torch.version.hip is None
-        limit = {"maxnreg": self.registers} if limited else {}
+        limit = {"maxnreg": self.registers} if self.registers else {}
         return {"num_warps": self.num_warps, "enable_fp_fusion": FP_FUSION, **limit}
 
 

@@ -18,6 +18,7 @@ from flashstate.errors import (
     tied,
 )
 from flashstate.launch import (
+    Config,
     Problem,
     access_width,
     choose,
@@ -275,8 +276,7 @@ def _run(
         "mamba2_step", rows, cols, dtype_name(data.dtype), rounding, vector, batch * heads, not one_token
     )  # fmt: skip
     config = choose(problem, gpu_of(data.device))
-    longest = max_len or 0 if packed else num_tokens
-    together = min(config.together, next_power_of_2(longest or config.together)) if parents is None else 1
+    longest = (max_len or 0) if packed else num_tokens
     programs = batch * heads * -(-rows // config.block_rows)
     if programs >= 1 << 31:
         raise ValueError(f"x must need fewer than 2^31 programs, got {programs} for shape {tuple(x.shape)}")
@@ -296,7 +296,8 @@ def _run(
         "ALIGNED": all(aligned(t) for t in (x, B, C, z, out)),
         "A_PER_ELEMENT": A.dim() == 3, "DT_PER_ROW": dt.dim() == token_axes + 2,
         "BIAS_PER_ROW": dt_bias is not None and dt_bias.dim() == 2, "D_PER_ROW": D is not None and D.dim() == 2,
-        "DT_SOFTPLUS": dt_softplus, "ONE_TOKEN": one_token, "TOGETHER": together,
+        "DT_SOFTPLUS": dt_softplus, "ONE_TOKEN": one_token,
+        "TOGETHER": _tokens_together(config, longest, packed, tree=parents is not None),
         "STORES": "none" if not update else "every" if write is not None and write.dim() == 2 else "last",
         "ROUNDING": rounding, "SNAPSHOT_ROUNDING": snapshot_rounding, "ROUNDS": rounds,
         "TARGET": kernel_target(data.device),
@@ -306,6 +307,14 @@ def _run(
     return start(
         mamba2_step_kernel, (programs,), data.device, arguments, constants, config.num_warps, config.registers
     )  # fmt: skip
+
+
+def _tokens_together(config: Config, longest: int, packed: bool, tree: bool) -> int:
+    """How many tokens a kernel loads together: no more than there are in a dense call, whose number is fixed while a
+    server runs; as many as the config says of packed rows, however long the longest is. Trees load token by token."""
+    if tree:
+        return 1
+    return config.together if packed else min(config.together, next_power_of_2(longest))
 
 
 register(
