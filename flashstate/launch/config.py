@@ -26,7 +26,8 @@ CALL_COLUMNS = 8  # that one Philox call serves: a thread needs the bits of all 
 TOGETHER = (1, 2, 4)  # tokens whose inputs may be loaded together
 REGISTERS = (0, 128)  # that a thread may have: as many as the compiler likes, or so few that an SM has 16 warps
 MOST_UNROLLED = 128  # elements of state in a thread, times tokens loaded together
-MOST_CHUNKS = 32  # of a row, unless it is so wide that a whole warp has more: they are walked along in unrolled code
+MOST_OF_A_ROW = 64  # elements in a thread, and
+MOST_CHUNKS = 32  # of a row, unless it is so wide that a whole warp has more: both are unrolled code
 FEW = 64  # batch x heads below which a GPU is mostly idle
 LARGE = 512  # batch x heads from which on there are programs enough, however many rows each has
 WALKING_CAPABILITY = (10, 0)  # from here on sums over lanes are the bottleneck
@@ -59,10 +60,10 @@ class Problem:
 
     @property
     def lane_choices(self) -> list[int]:
-        """How many threads may share a row: those that a warp has, and a row of whole Philox calls and not too many
-        chunks needs."""
-        for_chunks = min(self.block_cols // (MOST_CHUNKS * self.vector), 32)
-        fewest = max(1, CALL_COLUMNS // self.vector, for_chunks)
+        """How many threads may share a row: those that a warp has, and a row of whole Philox calls needs, and so many
+        that none has too much of it."""
+        most = min(MOST_OF_A_ROW, MOST_CHUNKS * self.vector)  # elements
+        fewest = max(1, CALL_COLUMNS // self.vector, min(self.block_cols // most, 32))
         return [lanes for lanes in (1, 2, 4, 8, 16, 32) if fewest <= lanes <= self.block_cols // self.vector]
 
     def chunk(self, lanes: int) -> int:
