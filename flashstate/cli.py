@@ -67,6 +67,7 @@ def _add_info(commands: Commands[argparse.ArgumentParser]) -> None:
     parser.add_argument("--rounding", choices=ROUNDINGS, default="nearest")
     parser.add_argument("--batch", type=positive, nargs="+", default=BATCHES, metavar="N")
     parser.add_argument("--tokens", type=positive, default=1, metavar="N", help="per row and call (default: 1)")
+    parser.add_argument("--snapshots", action="store_true", help="with a snapshot after every one of several tokens")
     parser.add_argument("--gpu", metavar="NAME", help="show the configs of this GPU instead of yours")
     what = "of that GPU, for the heuristic where there is no table (default: %(default)s)"
     parser.add_argument("--capability", type=capability, default="9.0", metavar="X.Y", help=what)
@@ -170,6 +171,7 @@ def _add_shape(parser: argparse.ArgumentParser) -> None:
 
 
 def _info(options: argparse.Namespace) -> int:
+    from flashstate.bench.jobs import Job
     from flashstate.info import show_info
     from flashstate.launch import Gpu
     from flashstate.testing import Case
@@ -178,7 +180,8 @@ def _info(options: argparse.Namespace) -> int:
     shape = {"heads": options.heads, "rows": options.rows, "cols": options.cols, "tokens": options.tokens}
     case = Case(**shape, format=name, rounding=rounding)
     gpu = None if options.gpu is None else Gpu(options.gpu, options.capability)
-    show_info([replace(case, batch=batch) for batch in options.batch], gpu)
+    snapshots = options.snapshots and options.tokens > 1
+    show_info([Job("mamba2", replace(case, batch=batch), snapshots) for batch in options.batch], gpu)
     return 0
 
 

@@ -12,16 +12,16 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from flashstate.bench.jobs import Job
 from flashstate.launch import Gpu, choose_with_reason, gpu_of
 from flashstate.launch.config import mode_key
 from flashstate.state.formats import FORMATS
-from flashstate.testing import Case
 
 EXAMPLE_GPU = Gpu("NVIDIA H200", (9, 0))  # whose configs are shown on a machine without a GPU
 
 
-def show_info(cases: Sequence[Case], gpu: Gpu | None) -> None:
-    """Print versions, devices, formats, and the launch configs of these cases."""
+def show_info(jobs: Sequence[Job], gpu: Gpu | None) -> None:
+    """Print versions, devices, formats, and the launch configs of these jobs."""
     console = Console()
     for name, value in versions().items():
         console.print(f"{name:12}{value}", highlight=False)
@@ -31,7 +31,7 @@ def show_info(cases: Sequence[Case], gpu: Gpu | None) -> None:
     if gpu is None and not torch.cuda.is_available():
         example = f"No GPU here, so these are the launch configs of an {EXAMPLE_GPU.name}; --gpu NAME shows another's."
         console.print(example)
-    console.print(config_table(cases, gpu or own_gpu()))
+    console.print(config_table(jobs, gpu or own_gpu()))
 
 
 def versions() -> dict[str, str]:
@@ -83,9 +83,9 @@ def format_table() -> Table:
     return table
 
 
-def config_table(cases: Sequence[Case], gpu: Gpu) -> Table:
-    """Which config each case gets on that GPU, and where it comes from; they differ in batch."""
-    one = cases[0].problem
+def config_table(jobs: Sequence[Job], gpu: Gpu) -> Table:
+    """Which config each job gets on that GPU, and where it comes from; they differ in batch."""
+    one = jobs[0].problem
     where = f"{gpu.name}, compute capability {'.'.join(map(str, gpu.capability))}"
     table = Table(
         "batch",
@@ -102,8 +102,8 @@ def config_table(cases: Sequence[Case], gpu: Gpu) -> Table:
         caption_justify="left",
         box=SIMPLE_HEAD,
     )
-    for case in cases:
-        config, reason = choose_with_reason(case.problem, gpu)
-        numbers = (case.batch, case.batch * case.heads, *astuple(config))
+    for job in jobs:
+        config, reason = choose_with_reason(job.problem, gpu)
+        numbers = (job.case.batch, job.problem.batch_heads, *astuple(config))
         table.add_row(*map(str, numbers), reason)
     return table

@@ -14,7 +14,7 @@ from rich.progress import track
 from torch import Tensor
 
 from flashstate.bench.jobs import BenchedOp, Job
-from flashstate.bench.measure import on_larger_pool
+from flashstate.bench.measure import on_larger_pool, snapshots_for, with_cold_snapshots
 from flashstate.bench.timing import cold_slots, time_launches
 from flashstate.info import versions
 from flashstate.launch import Config, Gpu, Problem, collecting, gpu_of, override
@@ -26,7 +26,7 @@ from flashstate.laws import LawBroken
 from flashstate.laws.require import require_equal_bytes, require_equal_states
 from flashstate.state.slots import Slots
 from flashstate.state.state import State
-from flashstate.testing import Case, Inputs, make_inputs
+from flashstate.testing import Inputs, make_inputs
 
 REPLAYS = 5
 MAX_LAUNCHES = 1024  # in a graph: of 8-bit states still more than twice what the cache holds
@@ -38,12 +38,12 @@ def run_tune(op: BenchedOp, jobs: Sequence[Job], device: torch.device, output: P
     """Tune for the GPU of a device, and say where the table is. Exit status 1 where configs disagree."""
     if device.type != "cuda":
         raise ValueError("tune measures kernels on a GPU, and there is none")
-    gpu, cases = gpu_of(device), cases_by_problem(jobs)
+    gpu, by_problem = gpu_of(device), jobs_by_problem(jobs)
     path = output or Path(table_name(gpu.name))
     console = Console(stderr=True)
     try:
         with torch.cuda.device(device):
-            tune(list(cases), GpuStopwatch(op, cases, device), gpu, path, resume, console)
+            tune(list(by_problem), GpuStopwatch(op, by_problem, device), gpu, path, resume, console)
     except LawBroken as reason:
         console.print(f"configs that must not change a byte do: {reason}", style="red", highlight=False)
         return 1
@@ -51,13 +51,13 @@ def run_tune(op: BenchedOp, jobs: Sequence[Job], device: torch.device, output: P
     return 0
 
 
-def cases_by_problem(jobs: Sequence[Job]) -> dict[Problem, Case]:
-    """The cases of jobs by what their configs are looked up by; those with snapshots share it with those without."""
-    cases: dict[Problem, Case] = {}
+def jobs_by_problem(jobs: Sequence[Job]) -> dict[Problem, Job]:
+    """Jobs by what their configs are looked up by."""
+    by_problem: dict[Problem, Job] = {}
     for job in jobs:
-        if not job.snapshots and cases.setdefault(job.case.problem, job.case) != job.case:
+        if by_problem.setdefault(job.problem, job) != job:
             raise ValueError("a table has one entry for several tokens, however many: give one number above 1")
-    return cases
+    return by_problem
 
 
 def tune(
@@ -99,9 +99,9 @@ def open_table(path: Path, gpu: Gpu, keys: set[str], resume: bool) -> TableFile:
 class GpuStopwatch:
     """Times steps on cold slots, each config after a check that it gives the bytes of all others."""
 
-    def __init__(self, op: BenchedOp, cases: Mapping[Problem, Case], device: torch.device) -> None:
+    def __init__(self, op: BenchedOp, jobs: Mapping[Problem, Job], device: torch.device) -> None:
         self._op = op
-        self._cases = cases
+        self._jobs = jobs
         self._device = device
         self._modes: dict[tuple[str, str], _Mode] = {}
         self._prepared: set[tuple[_Mode, Config]] = set()
@@ -119,49 +119,54 @@ class GpuStopwatch:
     def microseconds(self, problem: Problem, config: Config) -> float:
         self._mode(problem).check(config)
         if problem not in self._launches:
-            self._launches[problem] = self._on_cold_slots(self._cases[problem])
+            self._launches[problem] = self._on_cold_slots(self._jobs[problem])
         with override(config):
             return time_launches(self._launches[problem], REPLAYS).median
 
     def _mode(self, problem: Problem) -> _Mode:
         key = table_key(problem), mode_key(problem)
         if key not in self._modes:
-            self._modes[key] = _Mode(self._op, self._cases[problem], self._device)
+            self._modes[key] = _Mode(self._op, self._jobs[problem], self._device)
         return self._modes[key]
 
-    def _on_cold_slots(self, case: Case) -> list[Callable[[], Tensor]]:
-        """Steps of a case, each on slots that are not in the cache, in a pool that all cases of its format share."""
+    def _on_cold_slots(self, job: Job) -> list[Callable[[], Tensor]]:
+        """Steps of a job, each on slots that are not in the cache, in a pool that all jobs of its format share."""
+        case = job.case
         size, numbers = cold_slots(case.batch, case.slot_bytes, self._device, MAX_LAUNCHES)
         inputs = make_inputs(replace(case, slots=FEW_SLOTS), self._device)
         if (case.format, size) not in self._pools:
             self._pools[case.format, size] = on_larger_pool(inputs, size).state
         state = replace(self._pools[case.format, size], rounding=case.rounding)
-        step = self._op.bind(replace(inputs, state=state))
-        return [partial(step, Slots(slots)) for slots in numbers]
+        snapshots, slots = with_cold_snapshots(job, numbers, self._device)
+        step = self._op.bind(replace(inputs, state=state), snapshots)
+        return [partial(step, at) for at in slots]
 
 
 class _Mode:
-    """A format, rounding and number of tokens, on a small pool: what configs must agree on."""
+    """A format, rounding, number of tokens and what is stored, on a small pool: what configs must agree on."""
 
-    def __init__(self, op: BenchedOp, case: Case, device: torch.device) -> None:
+    def __init__(self, op: BenchedOp, job: Job, device: torch.device) -> None:
         self._op = op
-        self._inputs = make_inputs(replace(case, batch=CHECKED_ROWS, slots=2 * CHECKED_ROWS), device)
-        self._first: tuple[Tensor, State] | None = None  # output and pool with the first config
+        self._job = job
+        self._inputs = make_inputs(replace(job.case, batch=CHECKED_ROWS, slots=2 * CHECKED_ROWS), device)
+        self._first: tuple[Tensor, State] | None = None  # output, and pool or snapshots, with the first config
         self._checked: set[Config] = set()
 
-    def step(self, config: Config, inputs: Inputs | None = None) -> Tensor:
-        """The output of one call, on the pool of other inputs if they are given."""
+    def step(self, config: Config, inputs: Inputs | None = None) -> tuple[Tensor, State]:
+        """The output of one call on the pool of these or other inputs, and where it stored states."""
         inputs = inputs or self._inputs
+        snapshots = snapshots_for(self._job, CHECKED_ROWS, inputs.state.data.device)
+        rows = None if snapshots is None else torch.arange(CHECKED_ROWS).to(inputs.slots)
         with override(config):
-            return self._op.bind(inputs)(Slots(inputs.slots))
+            y = self._op.bind(inputs, snapshots)(Slots(inputs.slots, snapshot_rows=rows))
+        return y, snapshots or inputs.state
 
     def check(self, config: Config) -> None:
         """LawBroken unless a call gives the bytes that it gives with other configs."""
         if config in self._checked:
             return
-        inputs = self._inputs.fresh()
-        y = self.step(config, inputs)
-        first_y, first_state = self._first = self._first or (y, inputs.state)
+        y, stored = self.step(config, self._inputs.fresh())
+        first_y, first_stored = self._first = self._first or (y, stored)
         require_equal_bytes(f"output with {config}", y, first_y)
-        require_equal_states(f"the pool with {config}", inputs.state, first_state)
+        require_equal_states(f"states stored with {config}", stored, first_stored)
         self._checked.add(config)

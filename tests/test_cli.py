@@ -59,6 +59,14 @@ def test_info_shows_configs_for_every_format(name: str, rounding: str, capsys: p
         assert f" {batch} {16 * batch} {config.block_rows} {config.num_warps} {config.lanes} 1 0 heuristic" in out
 
 
+@pytest.mark.parametrize(("tokens", "mode"), [("1", "one token"), ("4", "several tokens, each stored")])
+def test_info_shows_the_configs_of_calls_with_snapshots(
+    tokens: str, mode: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["info", "--gpu", "none", "--tokens", tokens, "--snapshots"]) == 0
+    assert f"nearest, {mode}, on none" in output_of(capsys)
+
+
 def test_info_shows_what_another_compute_capability_changes(capsys: pytest.CaptureFixture[str]) -> None:
     lanes = []
     for capability in ("9.0", "10.0"):

@@ -27,7 +27,7 @@ UNKNOWN, UNKNOWN_BLACKWELL = (Gpu("a GPU nobody measured", (major, 0)) for major
 MEASURED = Gpu("measured", (9, 0))
 BY_NAME = {fmt.name: fmt for fmt in FORMATS.values()}
 KEY = re.compile(r"(?P<op>\w+) (?P<rows>\d+)x(?P<cols>\d+) (?P<format>\w+) vector (?P<vector>\d+)")
-MODE = re.compile(r"(?P<rounding>\w+), (?P<tokens>one token|several tokens)")
+MODE = re.compile(r"(?P<rounding>\w+), (?P<tokens>one token|several tokens)(?P<stored>, each stored)?")
 FOLDER = Path(str(resources.files("flashstate.launch") / "tables"))
 TABLES = sorted({FOLDER / "nvidia-h200.json", *FOLDER.glob("*.json")})
 PROBLEM = Problem("mamba2_step", 64, 128, "float32", "nearest", 4, 1024)
@@ -51,7 +51,17 @@ def entries_of(path: Path) -> Iterator[tuple[Problem, list[int]]]:
             several = how["tokens"] == "several tokens"
             for size, config in sizes.items():
                 yield (
-                    Problem(found["op"], rows, cols, found["format"], how["rounding"], vector, int(size), several),
+                    Problem(
+                        found["op"],
+                        rows,
+                        cols,
+                        found["format"],
+                        how["rounding"],
+                        vector,
+                        int(size),
+                        several,
+                        how["stored"] is not None,
+                    ),
                     config,
                 )
 
@@ -149,6 +159,24 @@ def test_a_table_speaks_only_for_its_own_problem_and_mode(change: dict[str, int 
     assert reason.startswith("heuristic: no table")
     assert config == choose(other, UNKNOWN)
     assert choose_with_reason(PROBLEM, UNKNOWN)[1].startswith("heuristic: no table")
+
+
+def test_calls_that_store_each_state_get_entries_of_their_own_or_those_of_calls_that_do_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    several = replace(PROBLEM, several_tokens=True)
+    stored = replace(several, each_stored=True)
+    modes = {launch_config.mode_key(several): {1024: Config(4, 1, 32)}}
+    monkeypatch.setattr(launch_config, "load_table", lambda gpu: {launch_config.table_key(several): modes})
+    launch_config._look_up.cache_clear()
+    try:
+        assert choose(several, MEASURED) == choose(stored, MEASURED) == Config(4, 1, 32)
+        launch_config._look_up.cache_clear()
+        modes[launch_config.mode_key(stored)] = {1024: Config(8, 2, 32)}
+        assert choose(several, MEASURED) == Config(4, 1, 32)
+        assert choose(stored, MEASURED) == Config(8, 2, 32)
+    finally:
+        launch_config._look_up.cache_clear()
 
 
 @pytest.mark.usefixtures("measured")

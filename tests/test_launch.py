@@ -1,5 +1,6 @@
 """What a kernel is given: how wide a pool is accessed, tensors with their strides, and which implementation runs."""
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -13,7 +14,7 @@ from flashstate.ops import mamba2
 from flashstate.ops.library import register
 from flashstate.state.formats import FORMATS
 from flashstate.state.signature import ACCESS_BYTES
-from flashstate.testing import ODD_CASES, make_inputs
+from flashstate.testing import ODD_CASES, Case, make_inputs
 
 CPU, META, CUDA = (torch.device(name) for name in ("cpu", "meta", "cuda"))
 
@@ -27,6 +28,26 @@ def test_a_call_asks_for_the_config_of_its_cases_problem(monkeypatch: pytest.Mon
             make_inputs(case, CPU).step()
     assert asked == [case.problem for case in ODD_CASES]
     assert {problem.several_tokens for problem in asked} == {False, True}
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize(("tokens", "form", "stored"), [
+    (0, "snapshots", False), (4, "snapshots", True), (4, "slots", True), (4, "in place", False),
+])  # fmt: skip
+def test_a_call_says_whether_it_stores_a_state_after_each_of_several_tokens(
+    tokens: int, form: str, stored: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(2, 1, 1, 4, 16, tokens=tokens, slots=16)
+    inputs, asked = make_inputs(case, CPU), []
+    monkeypatch.setattr(mamba2, "choose", lambda problem, gpu: asked.append(problem) or 1 / 0)
+    options = {
+        "snapshots": {"snapshots": torch.zeros(2, max(1, tokens), 1, 4, 16)},
+        "slots": {"slots": inputs.at(write=torch.arange(8).reshape(2, 4))},
+        "in place": {},
+    }[form]
+    with interpreted(), pytest.raises(ZeroDivisionError):
+        inputs.step(**options)
+    assert asked == [replace(case.problem, each_stored=stored)]
 
 
 def pool(dtype: torch.dtype, cols: int, offset: int = 0, gap: int = 0) -> Tensor:

@@ -21,13 +21,13 @@ from flashstate.launch.search import Point, neighbours
 from flashstate.launch.table import read_table_file
 from flashstate.laws import LawBroken
 from flashstate.state.formats import PORTABLE_FORMATS
-from flashstate.tune import GpuStopwatch, cases_by_problem, tune
+from flashstate.tune import GpuStopwatch, jobs_by_problem, tune
 
 GPU = Gpu("a GPU nobody measured", (9, 0))
 SHAPE = (16, 1, 64, 128)  # heads, groups, rows, cols
 BATCHES = (1, 16, 256)
 FORMATS = [("float32", "nearest"), ("float16", "nearest"), ("float16", "stochastic")]
-PROBLEMS = list(cases_by_problem(OPS["mamba2"].jobs(FORMATS, BATCHES, (1, 4), SHAPE)))
+PROBLEMS = list(jobs_by_problem(OPS["mamba2"].jobs(FORMATS, BATCHES, (1, 4), SHAPE)))
 QUIET = Console(quiet=True)
 
 
@@ -124,7 +124,8 @@ def test_differences_that_are_noise_do_not_move_the_search(tmp_path: Path) -> No
 
 def test_a_size_starts_where_the_smaller_one_ended(tmp_path: Path) -> None:
     path, goal = tmp_path / "table.json", Config(64, 8, 4)
-    of_mode = [problem for problem in PROBLEMS if problem.format == "float32" and problem.several_tokens]
+    several = [problem for problem in PROBLEMS if problem.format == "float32" and problem.several_tokens]
+    of_mode = [problem for problem in several if not problem.each_stored]
 
     def time(problem: Problem, config: Config) -> float:
         """A slope leads the smallest size to the goal, and none the others."""
@@ -189,11 +190,12 @@ def test_neighbours_are_valid_and_reach_every_config_from_every_other() -> None:
             assert reached == around.keys()
 
 
-def test_the_cases_of_the_command_are_every_format_mode_and_size_without_snapshots() -> None:
+def test_the_jobs_of_the_command_are_every_format_mode_and_size() -> None:
     jobs = OPS["mamba2"].jobs(PORTABLE_FORMATS, (1, 4), (1, 4), SHAPE)
-    cases = cases_by_problem(jobs)
-    assert len(cases) == len(PORTABLE_FORMATS) * 2 * 2
-    assert all(case.problem == problem for problem, case in cases.items())
+    by_problem = jobs_by_problem(jobs)
+    assert len(by_problem) == len(PORTABLE_FORMATS) * 3 * 2
+    assert len({mode_key(problem) for problem in by_problem}) == 2 * 3
+    assert all(job.problem == problem for problem, job in by_problem.items())
 
 
 @pytest.mark.parametrize(
@@ -227,14 +229,17 @@ def test_the_stopwatch_times_steps_on_distinct_slots_and_refuses_configs_that_ch
     monkeypatch.setattr("flashstate.tune.time_launches", run_them)
     monkeypatch.setattr("flashstate.tune.CHECKED_ROWS", 2)
     monkeypatch.setattr("flashstate.bench.timing.COLD_BYTES", 1 << 11)
-    cases = cases_by_problem(OPS["mamba2"].jobs([("int8", "stochastic")], (1, 2), (1, 2), (2, 1, 4, 16)))
-    cases = {problem: replace(case, x="float32", bc="float32", dt="float32") for problem, case in cases.items()}
-    stopwatch = GpuStopwatch(OPS["mamba2"], cases, torch.device("cpu"))
+    jobs = jobs_by_problem(OPS["mamba2"].jobs([("int8", "stochastic")], (1, 2), (1, 2), (2, 1, 4, 16)))
+    jobs = {
+        problem: replace(job, case=replace(job.case, x="float32", bc="float32", dt="float32"))
+        for problem, job in jobs.items()
+    }
+    stopwatch = GpuStopwatch(OPS["mamba2"], jobs, torch.device("cpu"))
     with interpreted():
-        for problem in cases:
+        for problem in jobs:
             assert stopwatch.microseconds(problem, Config(32, 1, 1)) == 7.0
             assert stopwatch.microseconds(problem, Config(64, 1, 1)) == 7.0
-        assert timed == [MIN_LAUNCHES] * 2 * len(cases)
+        assert timed == [MIN_LAUNCHES] * 2 * len(jobs)
         monkeypatch.setattr(stopwatch._mode(problem)._inputs, "slots", torch.tensor([1, 0], dtype=torch.int32))
         with pytest.raises(LawBroken, match=r"^output with Config\(block_rows=64, num_warps=2"):
             stopwatch.microseconds(problem, Config(64, 2, 1))
@@ -246,14 +251,14 @@ def test_a_gpu_is_tuned(tmp_path: Path) -> None:
     options = ["--formats", "float32", "int8:stochastic", "--batches", "1", "16", "--output", str(path)]
     assert main(["tune", *options]) == 0
     found = configs_in(path)
-    assert len(found) == 2 * 2 * 2
+    assert len(found) == 2 * 3 * 2
     assert main(["tune", *options, "--resume"]) == 0
     assert configs_in(path) == found
 
 
 def test_two_numbers_of_several_tokens_are_refused() -> None:
     with pytest.raises(ValueError, match="one entry for several tokens"):
-        cases_by_problem(OPS["mamba2"].jobs(FORMATS, BATCHES, (2, 4), SHAPE))
+        jobs_by_problem(OPS["mamba2"].jobs(FORMATS, BATCHES, (2, 4), SHAPE))
 
 
 def test_a_folder_that_is_not_there_is_refused_before_measuring(tmp_path: Path) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from flashstate.bench.peers import Peer, Step
+from flashstate.launch import Problem
 from flashstate.state.state import State
 from flashstate.testing import Case, Inputs
 
@@ -26,6 +27,11 @@ class Job:
     def stores(self) -> int:
         """States stored per row."""
         return (self.case.tokens or 1) if self.snapshots else 1
+
+    @property
+    def problem(self) -> Problem:
+        """What its config is chosen for."""
+        return replace(self.case.problem, each_stored=self.snapshots)
 
     @property
     def counted_bytes(self) -> int:

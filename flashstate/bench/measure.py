@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from flashstate.bench.jobs import BenchedOp, Job
 from flashstate.bench.peers import Binding, MeasurementError, Step
@@ -130,14 +131,18 @@ def failures_as_reasons() -> Iterator[None]:
 
 def on_cold_slots(job: Job, inputs: Inputs, device: torch.device) -> tuple[Inputs, State | None, list[Slots]]:
     """The same batch on a larger pool, room for snapshots if the job takes them, and the slots of every launch."""
+    pool, numbers = cold_slots(job.case.batch, job.case.slot_bytes, device)
+    return on_larger_pool(inputs, pool), *with_cold_snapshots(job, numbers, device)
+
+
+def with_cold_snapshots(job: Job, numbers: Sequence[Tensor], device: torch.device) -> tuple[State | None, list[Slots]]:
+    """Room for snapshots that are not in the cache, if the job takes them, and the slots of launches on these."""
     case = job.case
-    pool, numbers = cold_slots(case.batch, case.slot_bytes, device)
     snapshots = snapshots_for(job, max(case.batch, COLD_BYTES // (case.slot_bytes * job.stores)), device)
     if snapshots is None:
-        return on_larger_pool(inputs, pool), None, [Slots(at) for at in numbers]
+        return None, [Slots(at) for at in numbers]
     rows = cold_rows(case.batch, snapshots.data.shape[0], len(numbers), device)
-    slots = [Slots(at, snapshot_rows=to) for at, to in zip(numbers, rows, strict=True)]
-    return on_larger_pool(inputs, pool), snapshots, slots
+    return snapshots, [Slots(at, snapshot_rows=to) for at, to in zip(numbers, rows, strict=True)]
 
 
 def on_larger_pool(inputs: Inputs, pool: int) -> Inputs:

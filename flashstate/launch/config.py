@@ -52,6 +52,7 @@ class Problem:
     vector: int  # consecutive elements of state that one access of a thread takes: 16 bytes where alignment allows
     batch_heads: int
     several_tokens: bool = False  # per row and call
+    each_stored: bool = False  # a state after every one of several tokens, to snapshots or to a slot of its own
 
     @property
     def block_cols(self) -> int:
@@ -147,7 +148,8 @@ def choose_with_reason(problem: Problem, gpu: Gpu) -> tuple[Config, str]:
 
 @functools.lru_cache(maxsize=4096)
 def _look_up(problem: Problem, gpu: Gpu) -> tuple[Config, str]:
-    sizes = measured_sizes(load_table(gpu.name), problem)
+    table = load_table(gpu.name)
+    sizes = measured_sizes(table, problem) or measured_sizes(table, replace(problem, each_stored=False))
     if not sizes:
         return heuristic(problem, gpu), "heuristic: no table for this GPU, op, shape, format and mode"
     nearest = min(sizes, key=lambda size: abs(math.log(size / problem.batch_heads)))
@@ -187,7 +189,8 @@ def table_key(problem: Problem) -> str:
 
 def mode_key(problem: Problem) -> str:
     """How the state is stepped, within a table."""
-    return f"{problem.rounding}, {'several tokens' if problem.several_tokens else 'one token'}"
+    several = "several tokens, each stored" if problem.each_stored else "several tokens"
+    return f"{problem.rounding}, {several if problem.several_tokens else 'one token'}"
 
 
 @functools.cache

@@ -272,8 +272,10 @@ def _run(
     batch = x.shape[0] if read is None else read.shape[0]
     vector = access_width(data)
     one_token = num_tokens == 1 and not packed
+    stores = "none" if not update else "every" if write is not None and write.dim() == 2 else "last"
+    each_stored = not one_token and (stores == "every" or snapshot_data is not None)
     problem = Problem(
-        "mamba2_step", rows, cols, dtype_name(data.dtype), rounding, vector, batch * heads, not one_token
+        "mamba2_step", rows, cols, dtype_name(data.dtype), rounding, vector, batch * heads, not one_token, each_stored
     )  # fmt: skip
     config = choose(problem, gpu_of(data.device))
     longest = (max_len or 0) if packed else num_tokens
@@ -298,7 +300,7 @@ def _run(
         "BIAS_PER_ROW": dt_bias is not None and dt_bias.dim() == 2, "D_PER_ROW": D is not None and D.dim() == 2,
         "DT_SOFTPLUS": dt_softplus, "ONE_TOKEN": one_token,
         "TOGETHER": _tokens_together(config, longest, packed, tree=parents is not None),
-        "STORES": "none" if not update else "every" if write is not None and write.dim() == 2 else "last",
+        "STORES": stores,
         "ROUNDING": rounding, "SNAPSHOT_ROUNDING": snapshot_rounding, "ROUNDS": rounds,
         "TARGET": kernel_target(data.device),
         "BLOCK_ROWS": config.block_rows, "BLOCK_COLS": problem.block_cols, "CHUNK": problem.chunk(config.lanes),
