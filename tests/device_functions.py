@@ -3,7 +3,16 @@
 import triton
 import triton.language as tl
 
-from flashstate.kernels.state_io import load_scale, load_state, philox, store_state, tile_at, to_code, to_nearest
+from flashstate.kernels.state_io import (
+    load_scale,
+    load_state,
+    philox,
+    store_state,
+    tile_at,
+    to_code,
+    to_float,
+    to_nearest,
+)
 
 
 @triton.jit
@@ -67,20 +76,25 @@ def count_differences_kernel(
 ):  # fmt: skip
     """How many float32 values the instructions of TARGET round to other bytes than portable arithmetic does.
 
-    One program per BLOCK values, in the order of their bits. To bfloat16 all but NaN. To formats with a scale (uint8 is
-    float8) the product of E, at most 1, with every value up to the format's largest, each with random bits of its own.
+    One program per BLOCK values, in the order of their bits, each with random bits of its own. To formats without a
+    scale all but NaN. To formats with one (uint8 is float8) the product of E, at most 1, with every value up to the
+    format's largest.
     """
     bits = tl.program_id(0).to(tl.uint32) * BLOCK + tl.arange(0, BLOCK).to(tl.uint32)
     v = bits.to(tl.float32, bitcast=True)
-    if dtype == tl.bfloat16:
+    random = (bits * 0x9E3779B1) >> 16  # neighbours draw bits far apart
+    if dtype == tl.bfloat16 and ROUNDING == "nearest":
         v = tl.where(v == v, v, 0.0)
         hardware = to_nearest(v, dtype, "portable").to(tl.uint16, bitcast=True)
         integer = to_nearest(v, dtype, "interpreter")
+    elif dtype == tl.bfloat16 or dtype == tl.float16:
+        v = tl.where(v == v, v, 0.0)
+        hardware = to_float(v, random, dtype, ROUNDING, TARGET).to(tl.uint16, bitcast=True)
+        integer = to_float(v, random, dtype, ROUNDING, "portable")
     else:
         largest: tl.constexpr = 32767.0 if dtype == tl.int16 else 127.0 if dtype == tl.int8 else 448.0
         v = tl.where(tl.abs(v) <= largest, v, 0.0)
         e, stored = tl.full([BLOCK], E, tl.float32), v == v
-        random = (bits * 0x9E3779B1) >> 16  # neighbours draw bits far apart
         hardware = to_code(v, e, stored, random, dtype, ROUNDING, TARGET)
         integer = to_code(v, e, stored, random, dtype, ROUNDING, "portable")
     different = tl.sum((hardware != integer).to(tl.int32), axis=0)

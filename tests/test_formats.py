@@ -286,6 +286,14 @@ def test_integer_arithmetic_and_hardware_round_every_float32_to_equal_bytes() ->
     assert count_differences(torch.bfloat16) == 0
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_portable_arithmetic_and_instructions_round_every_float32_stochastically_to_equal_bytes(
+    dtype: torch.dtype,
+) -> None:
+    assert count_differences(dtype, "stochastic") == 0
+
+
 @EVERYWHERE
 @pytest.mark.parametrize("dtype", UNSCALED, ids=str)
 def test_triton_and_torch_decode_to_equal_values(device: torch.device, dtype: torch.dtype) -> None:

@@ -88,6 +88,14 @@ def _to_float8_stochastic() -> str:
     return _block(*lines, "lop3.b32 low, low, sign, 0x80808080, 0xD8;", "and.b32 $0, low, $9;")  # 0xD8: third chooses
 
 
+def _add_halves(sums: list[str], values: list[str], word: str) -> list[str]:
+    """Two registers, plus the low and the high half of a third."""
+    return [
+        f"dp2a.lo.u32.u32 {sums[0]}, {word}, 0x0001, {values[0]};",
+        f"dp2a.lo.u32.u32 {sums[1]}, {word}, 0x0100, {values[1]};",
+    ]
+
+
 PAIRS = 4  # a register holds two float16 values; one 16-byte access holds four registers
 
 
@@ -105,11 +113,8 @@ def _to_float16_stochastic() -> str:
     convert = [f"cvt.rz.f16x2.f32 {out[i]}, {rounded[2 * i + 1]}, {rounded[2 * i]};" for i in range(PAIRS)]
     lines = [f".reg .b32 t<{2 * PAIRS}>, word, bits, least, most;", ".reg .f32 mag, sum;", ".reg .pred p, q;"]
     for i in range(PAIRS):
-        lines += [
-            f"and.b32 word, {random[i]}, 0x1FFF1FFF;",
-            f"dp2a.lo.u32.u32 {rounded[2 * i]}, word, 0x0001, {value[2 * i]};",  # adds the low half to the value,
-            f"dp2a.lo.u32.u32 {rounded[2 * i + 1]}, word, 0x0100, {value[2 * i + 1]};",  # and the high half
-        ]
+        pair = slice(2 * i, 2 * i + 2)
+        lines += [f"and.b32 word, {random[i]}, 0x1FFF1FFF;", *_add_halves(rounded[pair], value[pair], "word")]
     lines += [*convert, f"abs.f16x2 least, {out[0]};", "mov.b32 most, least;"]
     for i in range(1, PAIRS):
         lines += [f"abs.f16x2 bits, {out[i]};", "min.f16x2 least, least, bits;", "max.NaN.f16x2 most, most, bits;"]
@@ -143,6 +148,35 @@ def _to_float16_stochastic() -> str:
     return _block(*lines, *convert, "done:")
 
 
+def _to_bfloat16_stochastic() -> str:
+    """Eight values at a time: sixteen random bits are added, and the upper half is kept, which is right below the
+    largest bfloat16. Only a thread that holds something else truncates it, and makes every NaN the same.
+
+    Operands: PAIRS registers of bfloat16 to write, twice as many float32 values, PAIRS words of random bits.
+    """
+    out = [f"${i}" for i in range(PAIRS)]
+    value = [f"${PAIRS + i}" for i in range(2 * PAIRS)]
+    random = [f"${3 * PAIRS + i}" for i in range(PAIRS)]
+    rounded = [f"t{i}" for i in range(2 * PAIRS)]
+    keep = [f"prmt.b32 {out[i]}, {rounded[2 * i]}, {rounded[2 * i + 1]}, 0x7632;" for i in range(PAIRS)]
+    lines = [f".reg .b32 t<{2 * PAIRS}>;", ".reg .f32 mag, most;", ".reg .pred p;", f"abs.f32 most, {value[0]};"]
+    for i in range(1, 2 * PAIRS):
+        lines += [f"abs.f32 mag, {value[i]};", "max.NaN.f32 most, most, mag;"]
+    for i in range(PAIRS):
+        pair = slice(2 * i, 2 * i + 2)
+        lines += _add_halves(rounded[pair], value[pair], random[i])
+    lines += [*keep, "setp.lt.f32 p, most, 0f7F7F0000;", "@p bra done;"]
+    for i in range(2 * PAIRS):
+        lines += [
+            f"abs.f32 mag, {value[i]};",
+            "setp.geu.f32 p, mag, 0f7F7F0000;",
+            f"@p mov.b32 {rounded[i]}, {value[i]};",
+            "setp.nan.f32 p, mag, mag;",
+            f"@p mov.b32 {rounded[i]}, 0x7FC00000;",
+        ]
+    return _block(*lines, *keep, "done:")
+
+
 TO_INT8 = tl.constexpr(_to_integer(stochastic=False, values=4))
 TO_INT16 = tl.constexpr(_to_integer(stochastic=False, values=2))
 TO_INT8_STOCHASTIC = tl.constexpr(_to_integer(stochastic=True, values=4))
@@ -150,6 +184,7 @@ TO_INT16_STOCHASTIC = tl.constexpr(_to_integer(stochastic=True, values=2))
 TO_FLOAT8 = tl.constexpr(_to_float8())
 TO_FLOAT8_STOCHASTIC = tl.constexpr(_to_float8_stochastic())
 TO_FLOAT16_STOCHASTIC = tl.constexpr(_to_float16_stochastic())
+TO_BFLOAT16_STOCHASTIC = tl.constexpr(_to_bfloat16_stochastic())
 FOUR_PRODUCTS, FOUR_PRODUCTS_RANDOM = tl.constexpr(_registers(1, 9)), tl.constexpr(_registers(1, 11))
 TWO_PRODUCTS, TWO_PRODUCTS_RANDOM = tl.constexpr(_registers(1, 5)), tl.constexpr(_registers(1, 6))
 PAIRS_RANDOM = tl.constexpr(_registers(PAIRS, 3 * PAIRS))
@@ -189,6 +224,12 @@ def to_float8_stochastic_ptx(v, e, stored, random):
 def to_float16_stochastic_ptx(v, random):
     operands = [v, random.to(tl.uint16)]
     return tl.inline_asm_elementwise(TO_FLOAT16_STOCHASTIC, PAIRS_RANDOM, operands, tl.float16, True, 8)
+
+
+@triton.jit
+def to_bfloat16_stochastic_ptx(v, random):
+    operands = [v, random.to(tl.uint16)]
+    return tl.inline_asm_elementwise(TO_BFLOAT16_STOCHASTIC, PAIRS_RANDOM, operands, tl.uint16, True, 8)
 
 
 @triton.jit

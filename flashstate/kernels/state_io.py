@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from flashstate.kernels.ptx import (
+    to_bfloat16_stochastic_ptx,
     to_float8_ptx,
     to_float8_stochastic_hw,
     to_float8_stochastic_ptx,
@@ -186,6 +187,8 @@ def to_float(v, random, dtype: tl.constexpr, ROUNDING: tl.constexpr, TARGET: tl.
     """float32 to float32, bfloat16 or float16."""
     if ROUNDING == "nearest":
         return to_nearest(v, dtype, TARGET)
+    elif dtype == tl.bfloat16 and (TARGET == "sm_80" or TARGET == "sm_89"):
+        return to_bfloat16_stochastic_ptx(v, random)
     elif dtype == tl.bfloat16:
         return to_bfloat16_stochastic(v, random)
     elif ROUNDING == "stochastic_hw":
