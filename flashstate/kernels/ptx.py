@@ -96,19 +96,22 @@ def _add_halves(sums: list[str], values: list[str], word: str) -> list[str]:
     ]
 
 
-PAIRS = 4  # a register holds two float16 values; one 16-byte access holds four registers
+PAIRS = 4  # a register holds two values of 16 bits; one 16-byte access holds four registers
+
+
+def _operands_of_pairs() -> tuple[list[str], list[str], list[str]]:
+    """PAIRS registers of results, twice as many float32 values, PAIRS words of random bits."""
+    values = 2 * PAIRS
+    operands = [f"${i}" for i in range(PAIRS + values + PAIRS)]
+    return operands[:PAIRS], operands[PAIRS : PAIRS + values], operands[PAIRS + values :]
 
 
 def _to_float16_stochastic() -> str:
     """Eight values at a time are rounded as if all were normal (add 13 random bits below the kept mantissa, truncate),
     which is one comparison of the result away from being known to be right. Only a thread that holds a subnormal, an
     overflow or a NaN does the rest.
-
-    Operands: PAIRS registers of float16 to write, twice as many float32 values, PAIRS words of random bits.
     """
-    out = [f"${i}" for i in range(PAIRS)]
-    value = [f"${PAIRS + i}" for i in range(2 * PAIRS)]
-    random = [f"${3 * PAIRS + i}" for i in range(PAIRS)]
+    out, value, random = _operands_of_pairs()
     rounded = [f"t{i}" for i in range(2 * PAIRS)]
     convert = [f"cvt.rz.f16x2.f32 {out[i]}, {rounded[2 * i + 1]}, {rounded[2 * i]};" for i in range(PAIRS)]
     lines = [f".reg .b32 t<{2 * PAIRS}>, word, bits, least, most;", ".reg .f32 mag, sum;", ".reg .pred p, q;"]
@@ -151,12 +154,8 @@ def _to_float16_stochastic() -> str:
 def _to_bfloat16_stochastic() -> str:
     """Eight values at a time: sixteen random bits are added, and the upper half is kept, which is right below the
     largest bfloat16. Only a thread that holds something else truncates it, and makes every NaN the same.
-
-    Operands: PAIRS registers of bfloat16 to write, twice as many float32 values, PAIRS words of random bits.
     """
-    out = [f"${i}" for i in range(PAIRS)]
-    value = [f"${PAIRS + i}" for i in range(2 * PAIRS)]
-    random = [f"${3 * PAIRS + i}" for i in range(PAIRS)]
+    out, value, random = _operands_of_pairs()
     rounded = [f"t{i}" for i in range(2 * PAIRS)]
     keep = [f"prmt.b32 {out[i]}, {rounded[2 * i]}, {rounded[2 * i + 1]}, 0x7632;" for i in range(PAIRS)]
     lines = [f".reg .b32 t<{2 * PAIRS}>;", ".reg .f32 mag, most;", ".reg .pred p;", f"abs.f32 most, {value[0]};"]
