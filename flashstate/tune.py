@@ -14,7 +14,7 @@ from rich.progress import track
 from torch import Tensor
 
 from flashstate.bench.jobs import BenchedOp, Job
-from flashstate.bench.measure import on_larger_pool, snapshots_for, with_cold_snapshots
+from flashstate.bench.measure import on_larger_pool, slots_of, snapshots_for, with_cold_snapshots
 from flashstate.bench.timing import cold_slots, time_launches
 from flashstate.info import versions
 from flashstate.launch import Config, Gpu, Problem, collecting, gpu_of, override
@@ -24,7 +24,6 @@ from flashstate.launch.table import COLUMNS, TableFile, read_table_file, table_n
 from flashstate.launch.variants import compile_variants, variants_of
 from flashstate.laws import LawBroken
 from flashstate.laws.require import require_equal_bytes, require_equal_states
-from flashstate.state.slots import Slots
 from flashstate.state.state import State
 from flashstate.testing import Inputs, make_inputs
 
@@ -156,9 +155,8 @@ class _Mode:
         """The output of one call on the pool of these or other inputs, and where it stored states."""
         inputs = inputs or self._inputs
         snapshots = snapshots_for(self._job, CHECKED_ROWS, inputs.state.data.device)
-        rows = None if snapshots is None else torch.arange(CHECKED_ROWS).to(inputs.slots)
         with override(config):
-            y = self._op.bind(inputs, snapshots)(Slots(inputs.slots, snapshot_rows=rows))
+            y = self._op.bind(inputs, snapshots)(slots_of(inputs, snapshots))
         return y, snapshots or inputs.state
 
     def check(self, config: Config) -> None:

@@ -95,7 +95,7 @@ def test_every_variant_of_later_calls_was_compiled(name: str, rounding: str, com
             serve(pool, batch, 4)
             admit(pool, batch)
             admit(pool, batch, torch.bfloat16)
-    assert len(later) > len(compiled)
+    assert len(later) > 2 * len(compiled)
     assert keys_of(later) == keys_of(compiled)  # and none in vain
 
 

@@ -96,10 +96,8 @@ def measure_on_cpu(op: BenchedOp, job: Job, device: torch.device, report: Report
 def check(bind: Binding, inputs: Inputs, snapshots: State | None = None) -> None:
     """Raise MeasurementError unless a step on a copy of `inputs` gives an output, and in the pool or the snapshots
     states, within their budgets."""
-    want, copy = oracle(inputs), inputs.fresh()
-    batch, rows = len(inputs.slots), torch.arange(len(inputs.slots)).to(inputs.slots)
-    step = bind(copy, snapshots)
-    y = step(Slots(copy.slots, snapshot_rows=None if snapshots is None else rows)).reshape(want.y.shape)
+    want, copy, batch = oracle(inputs), inputs.fresh(), len(inputs.slots)
+    y = bind(copy, snapshots)(slots_of(copy, snapshots)).reshape(want.y.shape)
     ratios = {"output": error_ratio(y, want.y, want.y_plain)}
     if snapshots is None:
         ratios["state"] = state_error(copy.state, (copy.slots.long(),), want)
@@ -110,6 +108,12 @@ def check(bind: Binding, inputs: Inputs, snapshots: State | None = None) -> None
     for what, ratio in ratios.items():
         if not ratio <= 1:
             raise MeasurementError(f"wrong: its {what} is {ratio:.3g} times the error budget away from float64")
+
+
+def slots_of(inputs: Inputs, snapshots: State | None) -> Slots:
+    """The slots of a batch, whose row b fills row b of the snapshots if there are any."""
+    rows = None if snapshots is None else torch.arange(len(inputs.slots)).to(inputs.slots)
+    return Slots(inputs.slots, snapshot_rows=rows)
 
 
 def state_error(stored: State, where: tuple[Any, ...], want: Expected) -> float:

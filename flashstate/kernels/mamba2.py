@@ -298,34 +298,33 @@ def mamba2_step_kernel(
                 (C_ptr, C_b, C_t, C_h), b, first + t, g, exists,
                 ALIGNED, BLOCK_ROWS, COLS, BLOCK_COLS, CHUNK, VECTOR, THREADS,
             )  # fmt: skip
-            group = group + ((x, dt, B, C),)
+            group = group + ((t, exists, x, dt, B, C),)
             if z_ptr is not None:
                 z_entry = token_entry((z_ptr, z_b, z_t, z_h), b, first + t, h, alignment)
                 gates = gates + (load_rows(z_entry, offs_d, mask_d, exists),)
 
         for j in tl.static_range(TOGETHER):
-            t = zero + (start + j)
-            exists = True if TOGETHER == 1 else t < count
-            x, dt, B, C = group[j]
+            t, exists, x, dt, B, C = group[j]
             if parents_ptr is None:
+                stepped = exists
                 s = step(s, factor, x, dt, B, A, dt_bias, exists, DT_SOFTPLUS)
             else:
-                s, exists = step_along_path(
+                s, stepped = step_along_path(
                     (parents_ptr, parents_stride), longest, updates, b, first, t, h, g, offs_d, mask_d,
                     s, factor, initial, initial_factor, A, dt_bias, scale_ptr is not None, DT_SOFTPLUS,
                     DT_PER_ROW, ALIGNED, BLOCK_ROWS, COLS, BLOCK_COLS, CHUNK, VECTOR, THREADS,
                 )  # fmt: skip
             if scale_ptr is not None:
                 factor = tl.full([BLOCK_ROWS, 1], 1.0, tl.float32)
-            runs = tl.where(exists, live, False)
+            runs = tl.where(stepped, live, False)
             y = read_out(s, C, VECTOR)
             if D_ptr is not None:
                 y = tl.fma(x, D, y)
             if z_ptr is not None:
                 y *= silu(gates[j])
             y = tl.where(runs, y, 0.0).to(out_ptr.dtype.element_ty)
-            mask_y = tl.where(t < count, mask_d, False)
-            tl.store(token_entry(out, b, first + t, h, alignment) + offs_d, y, mask=mask_y)
+            y_ptrs = token_entry(out, b, first + t, h, alignment) + offs_d
+            tl.store(y_ptrs, y, mask=tl.where(exists, mask_d, False))
 
             goes = runs & (t < longest)
             if STORES == "every":
