@@ -5,7 +5,7 @@ JOBS   ?= 2
 
 # With PYTHON=python3, an environment that is already there, nothing is installed.
 ENVIRONMENT := $(if $(filter $(VENV)/bin/python,$(PYTHON)),$(VENV)/ready)
-PYTEST      := OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(JOBS)
+PYTEST      := OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(JOBS) --dist worksteal
 
 .PHONY: demo test lint test-kernels test-oldest test-gpu figures clean
 
