@@ -67,7 +67,7 @@ def _add_info(commands: Commands[argparse.ArgumentParser]) -> None:
     parser.add_argument("--rounding", choices=ROUNDINGS, default="nearest")
     parser.add_argument("--batch", type=positive, nargs="+", default=BATCHES, metavar="N")
     parser.add_argument("--tokens", type=positive, default=1, metavar="N", help="per row and call (default: 1)")
-    parser.add_argument("--snapshots", action="store_true", help="with a snapshot after every one of several tokens")
+    parser.add_argument("--snapshots", action="store_true", help="with the state after each of several tokens stored")
     parser.add_argument("--gpu", metavar="NAME", help="show the configs of this GPU instead of yours")
     what = "of that GPU, for the heuristic where there is no table (default: %(default)s)"
     parser.add_argument("--capability", type=capability, default="9.0", metavar="X.Y", help=what)
@@ -180,8 +180,7 @@ def _info(options: argparse.Namespace) -> int:
     shape = {"heads": options.heads, "rows": options.rows, "cols": options.cols, "tokens": options.tokens}
     case = Case(**shape, format=name, rounding=rounding)
     gpu = None if options.gpu is None else Gpu(options.gpu, options.capability)
-    snapshots = options.snapshots and options.tokens > 1
-    show_info([Job("mamba2", replace(case, batch=batch), snapshots) for batch in options.batch], gpu)
+    show_info([Job("mamba2", replace(case, batch=batch), options.snapshots) for batch in options.batch], gpu)
     return 0
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 from functools import partial
@@ -20,7 +20,7 @@ from flashstate.info import versions
 from flashstate.launch import Config, Gpu, Problem, collecting, gpu_of, override
 from flashstate.launch.config import measured_sizes, mode_key, table_key
 from flashstate.launch.search import Point, Stopwatch, search
-from flashstate.launch.table import COLUMNS, TableFile, read_table_file, table_name, write_table_file
+from flashstate.launch.table import COLUMNS, Configs, TableFile, read_table_file, table_name, write_table_file
 from flashstate.launch.variants import compile_variants, variants_of
 from flashstate.laws import LawBroken
 from flashstate.laws.require import require_equal_bytes, require_equal_states
@@ -63,7 +63,7 @@ def tune(
     problems: Sequence[Problem], stopwatch: Stopwatch, gpu: Gpu, path: Path, resume: bool, console: Console
 ) -> None:
     """Find the configs of these problems and write them to a file after every one, with a progress bar."""
-    table = open_table(path, gpu, {table_key(problem) for problem in problems}, resume)
+    table = open_table(path, gpu, () if resume else problems)
     missing = [p for p in problems if p.batch_heads not in measured_sizes(table.configs, p)]
     found = search(problems, stopwatch, gpu, table.configs)
     for problem, config in track(found, "tuning", len(missing), console=console, transient=True):
@@ -72,8 +72,8 @@ def tune(
         write_table_file(path, table)
 
 
-def open_table(path: Path, gpu: Gpu, keys: set[str], resume: bool) -> TableFile:
-    """The table to fill: a new one, or the one in the file with all it has (resume) or all it has for other keys."""
+def open_table(path: Path, gpu: Gpu, again: Collection[Problem]) -> TableFile:
+    """The table to fill: a new one, or the one in the file with all it has but the entries to measure again."""
     found = versions()
     today = datetime.now(timezone.utc).date().isoformat()
     header = {
@@ -88,11 +88,22 @@ def open_table(path: Path, gpu: Gpu, keys: set[str], resume: bool) -> TableFile:
     if not path.exists():
         return TableFile(header, {})
     old = read_table_file(path)
-    kept = {key: entries for key, entries in old.configs.items() if resume or key not in keys}
+    kept = entries_without(old.configs, {(table_key(p), mode_key(p), p.batch_heads) for p in again})
     for name in ("gpu", "triton"):
         if kept and old.header[name] != header[name]:
             raise ValueError(f"{path} was measured with {name} {old.header[name]}, and here is {header[name]}")
     return TableFile(header, kept)
+
+
+def entries_without(configs: Configs, dropped: Collection[tuple[str, str, int]]) -> Configs:
+    """A table without the entries of some keys, modes and sizes."""
+    kept: Configs = {}
+    for key, modes in configs.items():
+        for mode, sizes in modes.items():
+            for size, config in sizes.items():
+                if (key, mode, size) not in dropped:
+                    kept.setdefault(key, {}).setdefault(mode, {})[size] = config
+    return kept
 
 
 class GpuStopwatch:
@@ -105,7 +116,7 @@ class GpuStopwatch:
         self._modes: dict[tuple[str, str], _Mode] = {}
         self._prepared: set[tuple[_Mode, Config]] = set()
         self._pools: dict[tuple[str, int], State] = {}  # of a format and a number of slots
-        self._launches: dict[Problem, list[Callable[[], Tensor]]] = {}
+        self._timed: tuple[Problem, list[Callable[[], Tensor]]] | None = None  # one problem: its snapshots are large
 
     def prepare(self, points: Sequence[Point]) -> None:
         new = {(self._mode(problem), config) for problem, config in points} - self._prepared
@@ -117,10 +128,11 @@ class GpuStopwatch:
 
     def microseconds(self, problem: Problem, config: Config) -> float:
         self._mode(problem).check(config)
-        if problem not in self._launches:
-            self._launches[problem] = self._on_cold_slots(self._jobs[problem])
+        if self._timed is None or self._timed[0] != problem:
+            self._timed = None  # frees what it holds first
+            self._timed = problem, self._on_cold_slots(self._jobs[problem])
         with override(config):
-            return time_launches(self._launches[problem], REPLAYS).median
+            return time_launches(self._timed[1], REPLAYS).median
 
     def _mode(self, problem: Problem) -> _Mode:
         key = table_key(problem), mode_key(problem)

@@ -3,23 +3,29 @@
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 from importlib import resources
 from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 import flashstate
 from flashstate.launch import Config, Gpu, Problem, choose, choose_with_reason, interpreted, override, valid_configs
 from flashstate.launch import config as launch_config
+from flashstate.launch.config import WARP, mode_key, table_key
 from flashstate.launch.table import load_table, read_table_file, table_text
+from flashstate.laws.require import require_equal_bytes, require_equal_states
 from flashstate.laws.steps import close_to_float64
+from flashstate.laws.tokens import make_snapshots
 from flashstate.state.formats import FORMATS, PORTABLE_FORMATS
 from flashstate.state.signature import ACCESS_BYTES
-from flashstate.testing import Case, make_inputs
+from flashstate.state.state import State
+from flashstate.testing import Case, Inputs, make_inputs
 
 CPU = torch.device("cpu")
 H200 = Gpu("NVIDIA H200", (9, 0))
@@ -117,6 +123,69 @@ def test_a_file_that_is_no_table_is_refused_by_name(text: str, tmp_path: Path) -
         read_table_file(path)
 
 
+MODES = {
+    (path, replace(problem, batch_heads=1)): None  # each once, and in order
+    for path in TABLES
+    for problem, _ in entries_of(path)
+}
+every_mode = pytest.mark.parametrize(
+    ("path", "mode"), MODES, ids=lambda of: of.stem if isinstance(of, Path) else f"{table_key(of)} {mode_key(of)}"
+)
+
+
+@pytest.mark.interpreted
+@every_mode
+def test_entries_of_a_table_change_no_byte(path: Path, mode: Problem) -> None:
+    with interpreted():
+        require_one_result(configs_of(path, mode), replace(mode, rows=5), CPU)  # of few rows, which take less time
+
+
+@pytest.mark.gpu
+@every_mode
+def test_entries_of_a_table_change_no_byte_on_a_gpu(path: Path, mode: Problem) -> None:
+    require_one_result(configs_of(path, mode), mode, torch.device("cuda"))
+
+
+def configs_of(path: Path, mode: Problem) -> set[Config]:
+    """What a table has for a mode."""
+    return {Config(*config) for problem, config in entries_of(path) if replace(problem, batch_heads=1) == mode}
+
+
+def require_one_result(configs: set[Config], mode: Problem, device: torch.device) -> None:
+    """Calls with every config give the bytes of a small one; of one with as many lanes in the interpreter, which sums
+    over them in numpy's order."""
+    tokens = 5 if mode.several_tokens else 0
+    case = Case(1, 1, 1, mode.rows, mode.cols, mode.format, mode.rounding, tokens=tokens)
+    inputs = make_inputs(case, device)
+    assert replace(case.problem, each_stored=mode.each_stored) == mode
+
+    @cache
+    def result(call: Callable[[Inputs], tuple[Tensor, State]], config: Config) -> tuple[Tensor, State]:
+        """The output, and where states were stored."""
+        with override(config):
+            return call(inputs.fresh())
+
+    def in_place(inputs: Inputs) -> tuple[Tensor, State]:
+        return inputs.step(), inputs.state
+
+    def to_slots(inputs: Inputs) -> tuple[Tensor, State]:
+        unread = sorted({*range(case.slots)} - {*inputs.slots.tolist()})
+        write = torch.tensor(unread[:tokens]).to(inputs.slots)[None]
+        return inputs.step(slots=inputs.at(write=write)), inputs.state
+
+    def to_snapshots(inputs: Inputs) -> tuple[Tensor, State]:
+        snapshots = make_snapshots(case, case.format, case.rounding, device)
+        first_row = torch.zeros_like(inputs.slots)
+        return inputs.step(slots=inputs.at(snapshot_rows=first_row), snapshots=snapshots), snapshots
+
+    for config, call in product(configs, (to_slots, to_snapshots) if mode.each_stored else (in_place,)):
+        lanes = max(mode.lane_choices) if device.type == "cuda" else config.lanes
+        y, stored = result(call, config)
+        small_y, small_stored = result(call, Config(WARP // lanes, 1, lanes))
+        require_equal_bytes(f"output with {config}, {call.__name__}", y, small_y)
+        require_equal_states(f"states stored with {config}, {call.__name__}", stored, small_stored)
+
+
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, Config]]:
     """A table for one GPU with entries for PROBLEM's key and mode at three sizes."""
@@ -166,15 +235,19 @@ def test_calls_that_store_each_state_get_entries_of_their_own_or_those_of_calls_
 ) -> None:
     several = replace(PROBLEM, several_tokens=True)
     stored = replace(several, each_stored=True)
-    modes = {launch_config.mode_key(several): {1024: Config(4, 1, 32)}}
-    monkeypatch.setattr(launch_config, "load_table", lambda gpu: {launch_config.table_key(several): modes})
+    modes = {mode_key(several): {1024: Config(4, 1, 32)}}
+    monkeypatch.setattr(launch_config, "load_table", lambda gpu: {table_key(several): modes})
     launch_config._look_up.cache_clear()
     try:
         assert choose(several, MEASURED) == choose(stored, MEASURED) == Config(4, 1, 32)
+        assert choose_with_reason(several, MEASURED)[1].endswith("= 1024")
+        assert choose_with_reason(stored, MEASURED)[1].endswith("= 1024, for calls that store one state")
         launch_config._look_up.cache_clear()
-        modes[launch_config.mode_key(stored)] = {1024: Config(8, 2, 32)}
+        modes[mode_key(stored)] = {1024: Config(8, 2, 32)}
         assert choose(several, MEASURED) == Config(4, 1, 32)
-        assert choose(stored, MEASURED) == Config(8, 2, 32)
+        config, reason = choose_with_reason(stored, MEASURED)
+        assert config == Config(8, 2, 32)
+        assert reason.endswith("= 1024")
     finally:
         launch_config._look_up.cache_clear()
 
@@ -274,6 +347,7 @@ def test_a_row_of_any_width_can_be_walked_along_by_any_number_of_lanes_that_it_o
         assert problem.lane_choices
         few = [lanes for lanes in problem.lane_choices if lanes < 32]
         assert all(problem.block_cols <= 32 * problem.chunk(lanes) for lanes in few)
+        assert all(problem.block_cols <= 64 * lanes for lanes in few)
         assert all(problem.valid(Config(64, 1, lanes)) for lanes in problem.lane_choices)
         assert {config.lanes for config in valid_configs(problem)} == set(problem.lane_choices)
 

@@ -154,17 +154,30 @@ def test_an_interrupted_run_is_resumed_and_ends_with_the_same_table(tmp_path: Pa
     assert not third.asked
 
 
-def test_without_resuming_a_format_is_measured_again_and_others_stay(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        lambda problem: problem.format == "float32",
+        lambda problem: problem.format == "float16" and problem.rounding == "stochastic",
+        lambda problem: problem.several_tokens and problem.each_stored,
+        lambda problem: problem.batch_heads == 256,
+    ],
+    ids=["a format", "a rounding", "a mode", "a size"],
+)
+def test_without_resuming_entries_are_measured_again_and_others_stay(
+    chosen: Callable[[Problem], bool], tmp_path: Path
+) -> None:
     path = tmp_path / "table.json"
     tuned(path, FakeStopwatch())
-    of_format = [problem for problem in PROBLEMS if problem.format == "float32"]
+    problems = [problem for problem in PROBLEMS if chosen(problem)]
     again = FakeStopwatch(lambda problem, config: config.lanes + config.together / 8)
-    tuned(path, again, of_format)
-    assert {problem.format for problem, _ in again.asked} == {"float32"}
+    tuned(path, again, problems)
+    assert {problem for problem, _ in again.asked} == set(problems)
     found = configs_in(path)
-    assert {found[place_of(problem)].lanes for problem in of_format} == {min(of_format[0].lane_choices)}
-    others = [problem for problem in PROBLEMS if problem.format != "float32"]
-    assert all(found[place_of(problem)] == best(problem) for problem in others)
+    assert len(found) == len(PROBLEMS)
+    for problem in PROBLEMS:
+        config = found[place_of(problem)]
+        assert config.lanes == min(problem.lane_choices) if problem in problems else config == best(problem)
 
 
 @pytest.mark.parametrize(("name", "value"), [("gpu", "another GPU"), ("triton", "1.0")])
@@ -228,7 +241,8 @@ def test_the_stopwatch_times_steps_on_distinct_slots_and_refuses_configs_that_ch
 
     monkeypatch.setattr("flashstate.tune.time_launches", run_them)
     monkeypatch.setattr("flashstate.tune.CHECKED_ROWS", 2)
-    monkeypatch.setattr("flashstate.bench.timing.COLD_BYTES", 1 << 11)
+    for module in ("timing", "measure"):
+        monkeypatch.setattr(f"flashstate.bench.{module}.COLD_BYTES", 1 << 11)
     jobs = jobs_by_problem(OPS["mamba2"].jobs([("int8", "stochastic")], (1, 2), (1, 2), (2, 1, 4, 16)))
     jobs = {
         problem: replace(job, case=replace(job.case, x="float32", bc="float32", dt="float32"))
@@ -240,9 +254,15 @@ def test_the_stopwatch_times_steps_on_distinct_slots_and_refuses_configs_that_ch
             assert stopwatch.microseconds(problem, Config(32, 1, 1)) == 7.0
             assert stopwatch.microseconds(problem, Config(64, 1, 1)) == 7.0
         assert timed == [MIN_LAUNCHES] * 2 * len(jobs)
-        monkeypatch.setattr(stopwatch._mode(problem)._inputs, "slots", torch.tensor([1, 0], dtype=torch.int32))
-        with pytest.raises(LawBroken, match=r"^output with Config\(block_rows=64, num_warps=2"):
-            stopwatch.microseconds(problem, Config(64, 2, 1))
+        for problem in (problem for problem in jobs if problem.batch_heads == 2):  # one of every mode
+            inputs = stopwatch._mode(problem)._inputs
+            assert inputs.state.seed is not None
+            inputs.state.seed.add_(1)  # other random bits change stored states and no output
+            with pytest.raises(LawBroken, match=r"^data of states stored with Config\(block_rows=64, num_warps=2"):
+                stopwatch.microseconds(problem, Config(64, 2, 1))
+            inputs.slots = inputs.slots.flip(0)
+            with pytest.raises(LawBroken, match=r"^output with Config\(block_rows=64, num_warps=2"):
+                stopwatch.microseconds(problem, Config(64, 2, 1))
 
 
 @pytest.mark.gpu

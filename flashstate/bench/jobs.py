@@ -31,7 +31,7 @@ class Job:
     @property
     def problem(self) -> Problem:
         """What its config is chosen for."""
-        return replace(self.case.problem, each_stored=self.snapshots)
+        return replace(self.case.problem, each_stored=self.snapshots and self.case.problem.several_tokens)
 
     @property
     def counted_bytes(self) -> int:

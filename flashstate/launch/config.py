@@ -148,12 +148,12 @@ def choose_with_reason(problem: Problem, gpu: Gpu) -> tuple[Config, str]:
 
 @functools.lru_cache(maxsize=4096)
 def _look_up(problem: Problem, gpu: Gpu) -> tuple[Config, str]:
-    table = load_table(gpu.name)
-    sizes = measured_sizes(table, problem) or measured_sizes(table, replace(problem, each_stored=False))
-    if not sizes:
-        return heuristic(problem, gpu), "heuristic: no table for this GPU, op, shape, format and mode"
-    nearest = min(sizes, key=lambda size: abs(math.log(size / problem.batch_heads)))
-    return sizes[nearest], f"table of {gpu.name}, measured at batch x heads = {nearest}"
+    for mode, what in ((problem, ""), (replace(problem, each_stored=False), ", for calls that store one state")):
+        sizes = measured_sizes(load_table(gpu.name), mode)
+        if sizes:
+            nearest = min(sizes, key=lambda size: abs(math.log(size / problem.batch_heads)))
+            return sizes[nearest], f"table of {gpu.name}, measured at batch x heads = {nearest}{what}"
+    return heuristic(problem, gpu), "heuristic: no table for this GPU, op, shape, format and mode"
 
 
 def measured_sizes(configs: Configs, problem: Problem) -> Mapping[int, Config]:

@@ -5,7 +5,7 @@ format, then for each mode and batch x heads, the numbers of a config: rows per 
 loaded together, most registers.
 
     "mamba2_step 64x128 float32 vector 4": {
-      "nearest, one token": {"16": [4, 1, 16, 1, 0], "4096": [8, 1, 32, 1, 0]}
+      "nearest, one token": {"16": [4, 1, 8, 1, 0], "4096": [8, 1, 32, 1, 0]}
     }
 """
 
@@ -95,7 +95,7 @@ def table_text(table: TableFile) -> str:
 
 def _format_text(key: str, modes: Mapping[str, Mapping[int, Config]]) -> str:
     lines = []
-    for mode, sizes in modes.items():
+    for mode, sizes in sorted(modes.items()):
         listed = {str(size): astuple(sizes[size]) for size in sorted(sizes)}
         lines.append(f"      {json.dumps(mode)}: {json.dumps(listed)}")
     return f"    {json.dumps(key)}: {{\n" + ",\n".join(lines) + "\n    }"
