@@ -112,6 +112,16 @@ def test_a_table_says_where_and_when_it_was_measured_and_is_written_a_mode_per_l
     assert sum(bool(re.search("(one|several) token", line)) for line in lines) == sum(map(len, table.configs.values()))
 
 
+def test_the_example_in_the_document_is_part_of_a_table() -> None:
+    document = (Path(__file__).parent.parent / "docs" / "launching.md").read_text(encoding="utf-8")
+    key, modes = re.search(r'```text\n"(.+)": \{\n(.+?)```', document, re.DOTALL).groups()
+    table = json.loads((FOLDER / "nvidia-h200.json").read_text())["configs"][key]
+    shown = json.loads("{" + modes + "}")
+    assert len(shown) == len(table)
+    for mode, sizes in shown.items():
+        assert sizes.items() <= table[mode].items()
+
+
 @pytest.mark.parametrize(
     "text",
     ["", "[]", "{}", '{"configs": []}', '{"configs": {"a": {"lanes": 2}}}', '{"configs": {"a": {"b": {"1": [4, 1]}}}}'],

@@ -7,14 +7,16 @@ import re
 from collections.abc import Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from compiling import collected
+from compiling import collected, gpu_with
 from torch import Tensor
 
 import flashstate
 from flashstate import Slots, State, StatePool
+from flashstate.launch import Gpu
 from flashstate.launch.start import Launch
 from flashstate.launch.variants import variant_key, variants_of
 from flashstate.state.formats import PORTABLE_FORMATS
@@ -147,16 +149,17 @@ def test_layers_of_different_formats_are_all_compiled(compiled: list[Launch]) ->
 
 
 @pytest.mark.compiled
-def test_many_sizes_share_few_variants_as_the_document_says(
-    compiled: list[Launch], capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("gpu", [gpu_with(90), Gpu("NVIDIA H200", (9, 0))], ids=lambda gpu: gpu.name)
+def test_many_sizes_share_few_variants_as_the_document_says(gpu: Gpu, capsys: pytest.CaptureFixture[str]) -> None:
     text = DOCUMENT.read_text(encoding="utf-8")
     example = re.search(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     promised = re.search(r"`(\{'.*?\})`", text)
     assert example, "the document has no example"
     assert promised, "the document has no numbers"
     names: dict[str, Any] = {}
-    exec(example[1], names)
+    with mock.patch("flashstate.ops.mamba2.gpu_of", return_value=gpu):
+        exec(example[1], names)
     assert names["variants"] == ast.literal_eval(promised[1])
     error = capsys.readouterr().err
     assert all(f"{count} of {name}" in error for name, count in names["variants"].items())

@@ -1,9 +1,9 @@
 """Roundings in PTX: functions of state_io.py in half their instructions, or by instructions that Triton does not name.
 
-A stochastic or scaled step is bound by instructions, not by memory. Assembly here takes as many values as fill a
-register of results, so that they are packed once, and uses what neither Triton nor its compiler would find: directed
-rounding instead of floor and compare, bytes picked by one instruction, float32 subnormals that stand for those of
-float8.
+A stochastic or scaled step is bound by instructions, not by memory. Assembly here takes as many values as fill one or
+four registers of results, so that they are packed and checked once, and uses what neither Triton nor its compiler would
+find: directed rounding instead of floor and compare, bytes picked by one instruction, float32 subnormals that stand for
+those of float8.
 """
 
 import triton
