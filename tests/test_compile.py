@@ -15,11 +15,11 @@ from unittest import mock
 import pytest
 import torch
 from compiling import collected, compile_launch, gpu_with
+from tables import H200_TABLE, configs_by_mode
 
 from flashstate import StatePool
 from flashstate.launch import Config, override, valid_configs
 from flashstate.launch.config import heuristic
-from flashstate.launch.table import load_table
 from flashstate.laws.tokens import TREE, make_snapshots
 from flashstate.state.formats import FORMATS, PORTABLE_FORMATS
 from flashstate.testing import REAL_CASES, Case, Inputs, dtype, make_inputs
@@ -353,28 +353,18 @@ def test_a_thread_that_walks_along_a_row_sums_it_alone_on_blackwell(name: str) -
     assert 2 * len(butterflies(kernel)) < len(butterflies(compile_step(case, most, 100)))
 
 
-CALLS_OF_MODES = {
-    "one token": (plain,),
-    "several tokens": (plain,),
-    "several tokens, each stored": (written_per_token, with_snapshots_alike),
-}
-
-
 def test_table_entries_compile_without_spills_or_with_few_where_they_limit_registers(tmp_path: Path) -> None:
-    tables = load_table("NVIDIA H200")
-    assert tables
-    for key, modes in tables.items():
-        op, shape, name, _, vector = key.split()
-        rows, cols = map(int, shape.split("x"))
-        assert op == "mamba2_step"
-        assert int(vector) * dtype(name).itemsize == 16
-        for mode, sizes in modes.items():
-            rounding, tokens = mode.split(", ", 1)
-            count = 0 if tokens == "one token" else 4
-            case = replace(SHAPE, rows=rows, cols=cols, format=name, rounding=rounding, tokens=count)
-            for config, call in product(set(sizes.values()), CALLS_OF_MODES[tokens]):
-                spilled = spilled_bytes(compile_step(case, config, 90, call), tmp_path)
-                assert spilled <= (64 if config.registers else 0), (key, mode, config, call.__name__)
+    modes = configs_by_mode(H200_TABLE)
+    assert modes
+    for mode, configs in modes.items():
+        assert mode.op == "mamba2_step"
+        assert mode.vector * dtype(mode.format).itemsize == 16
+        shape = {"rows": mode.rows, "cols": mode.cols, "tokens": 4 if mode.several_tokens else 0}
+        case = replace(SHAPE, **shape, format=mode.format, rounding=mode.rounding)
+        calls = (written_per_token, with_snapshots_alike) if mode.each_stored else (plain,)
+        for config, call in product(configs, calls):
+            spilled = spilled_bytes(compile_step(case, config, 90, call), tmp_path)
+            assert spilled <= (64 if config.registers else 0), (mode, config, call.__name__)
 
 
 def packed_up_to(max_len: int | None) -> Call:

@@ -6,18 +6,18 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
-from importlib import resources
 from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
+from tables import H200_TABLE, TABLES, configs_by_mode, entries_of
 from torch import Tensor
 
 import flashstate
 from flashstate.launch import Config, Gpu, Problem, choose, choose_with_reason, interpreted, override, valid_configs
 from flashstate.launch import config as launch_config
-from flashstate.launch.config import WARP, mode_key, table_key
+from flashstate.launch.config import mode_key, table_key
 from flashstate.launch.table import load_table, read_table_file, table_text
 from flashstate.laws.require import require_equal_bytes, require_equal_states
 from flashstate.laws.steps import close_to_float64
@@ -32,44 +32,12 @@ H200 = Gpu("NVIDIA H200", (9, 0))
 UNKNOWN, UNKNOWN_BLACKWELL = (Gpu("a GPU nobody measured", (major, 0)) for major in (9, 10))
 MEASURED = Gpu("measured", (9, 0))
 BY_NAME = {fmt.name: fmt for fmt in FORMATS.values()}
-KEY = re.compile(r"(?P<op>\w+) (?P<rows>\d+)x(?P<cols>\d+) (?P<format>\w+) vector (?P<vector>\d+)")
-MODE = re.compile(r"(?P<rounding>\w+), (?P<tokens>one token|several tokens)(?P<stored>, each stored)?")
-FOLDER = Path(str(resources.files("flashstate.launch") / "tables"))
-TABLES = sorted({FOLDER / "nvidia-h200.json", *FOLDER.glob("*.json")})
 PROBLEM = Problem("mamba2_step", 64, 128, "float32", "nearest", 4, 1024)
 
 
 def widest(cols: int, name: str) -> int:
     """Elements per access of an aligned, dense pool."""
     return math.gcd(cols, ACCESS_BYTES // BY_NAME[name].dtype.itemsize)
-
-
-def entries_of(path: Path) -> Iterator[tuple[Problem, list[int]]]:
-    """Every entry of a file as its keys describe it, and the numbers of its config; read without parse_table."""
-    for key, modes in json.loads(path.read_text())["configs"].items():
-        found = KEY.fullmatch(key)
-        assert found, f"{key!r} is not a key"
-        assert modes, f"{key!r} has no entries"
-        for mode, sizes in modes.items():
-            how = MODE.fullmatch(mode)
-            assert how, f"{mode!r} is not a mode"
-            rows, cols, vector = (int(found[name]) for name in ("rows", "cols", "vector"))
-            several = how["tokens"] == "several tokens"
-            for size, config in sizes.items():
-                yield (
-                    Problem(
-                        found["op"],
-                        rows,
-                        cols,
-                        found["format"],
-                        how["rounding"],
-                        vector,
-                        int(size),
-                        several,
-                        how["stored"] is not None,
-                    ),
-                    config,
-                )
 
 
 def test_the_table_of_the_h200_has_every_format_with_one_token_and_with_several() -> None:
@@ -115,7 +83,7 @@ def test_a_table_says_where_and_when_it_was_measured_and_is_written_a_mode_per_l
 def test_the_example_in_the_document_is_part_of_a_table() -> None:
     document = (Path(__file__).parent.parent / "docs" / "launching.md").read_text(encoding="utf-8")
     key, modes = re.search(r'```text\n"(.+)": \{\n(.+?)```', document, re.DOTALL).groups()
-    table = json.loads((FOLDER / "nvidia-h200.json").read_text())["configs"][key]
+    table = json.loads(H200_TABLE.read_text())["configs"][key]
     shown = json.loads("{" + modes + "}")
     assert len(shown) == len(table)
     for mode, sizes in shown.items():
@@ -133,41 +101,33 @@ def test_a_file_that_is_no_table_is_refused_by_name(text: str, tmp_path: Path) -
         read_table_file(path)
 
 
-MODES = {
-    (path, replace(problem, batch_heads=1)): None  # each once, and in order
-    for path in TABLES
-    for problem, _ in entries_of(path)
-}
+MODES = [(mode, configs) for path in TABLES for mode, configs in configs_by_mode(path).items()]
 every_mode = pytest.mark.parametrize(
-    ("path", "mode"), MODES, ids=lambda of: of.stem if isinstance(of, Path) else f"{table_key(of)} {mode_key(of)}"
+    ("mode", "configs"), MODES, ids=[f"{table_key(mode)} {mode_key(mode)}" for mode, _ in MODES]
 )
 
 
 @pytest.mark.interpreted
 @every_mode
-def test_entries_of_a_table_change_no_byte(path: Path, mode: Problem) -> None:
+def test_entries_of_a_table_change_no_byte(mode: Problem, configs: set[Config]) -> None:
     with interpreted():
-        require_one_result(configs_of(path, mode), replace(mode, rows=5), CPU)  # of few rows, which take less time
+        require_one_result(replace(mode, rows=5), configs, CPU)  # few rows take less time
 
 
 @pytest.mark.gpu
 @every_mode
-def test_entries_of_a_table_change_no_byte_on_a_gpu(path: Path, mode: Problem) -> None:
-    require_one_result(configs_of(path, mode), mode, torch.device("cuda"))
+def test_entries_of_a_table_change_no_byte_on_a_gpu(mode: Problem, configs: set[Config]) -> None:
+    require_one_result(mode, configs, torch.device("cuda"))
 
 
-def configs_of(path: Path, mode: Problem) -> set[Config]:
-    """What a table has for a mode."""
-    return {Config(*config) for problem, config in entries_of(path) if replace(problem, batch_heads=1) == mode}
-
-
-def require_one_result(configs: set[Config], mode: Problem, device: torch.device) -> None:
-    """Calls with every config give the bytes of a small one; of one with as many lanes in the interpreter, which sums
+def require_one_result(mode: Problem, configs: set[Config], device: torch.device) -> None:
+    """Calls with every config give the bytes of another one; of one with as many lanes in the interpreter, which sums
     over them in numpy's order."""
     tokens = 5 if mode.several_tokens else 0
     case = Case(1, 1, 1, mode.rows, mode.cols, mode.format, mode.rounding, tokens=tokens)
     inputs = make_inputs(case, device)
     assert replace(case.problem, each_stored=mode.each_stored) == mode
+    others = [config for config in valid_configs(mode) if config not in configs]
 
     @cache
     def result(call: Callable[[Inputs], tuple[Tensor, State]], config: Config) -> tuple[Tensor, State]:
@@ -189,11 +149,10 @@ def require_one_result(configs: set[Config], mode: Problem, device: torch.device
         return inputs.step(slots=inputs.at(snapshot_rows=first_row), snapshots=snapshots), snapshots
 
     for config, call in product(configs, (to_slots, to_snapshots) if mode.each_stored else (in_place,)):
-        lanes = max(mode.lane_choices) if device.type == "cuda" else config.lanes
-        y, stored = result(call, config)
-        small_y, small_stored = result(call, Config(WARP // lanes, 1, lanes))
-        require_equal_bytes(f"output with {config}, {call.__name__}", y, small_y)
-        require_equal_states(f"states stored with {config}, {call.__name__}", stored, small_stored)
+        other = next(other for other in others if device.type == "cuda" or other.lanes == config.lanes)
+        (y, stored), (other_y, other_stored) = result(call, config), result(call, other)
+        require_equal_bytes(f"output with {config}, {call.__name__}", y, other_y)
+        require_equal_states(f"states stored with {config}, {call.__name__}", stored, other_stored)
 
 
 @pytest.fixture

@@ -1,0 +1,42 @@
+"""The files of launch tables, and what is in them, read without the library's own parser."""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib import resources
+from pathlib import Path
+
+from flashstate.launch import Config, Problem
+
+KEY = re.compile(r"(?P<op>\w+) (?P<rows>\d+)x(?P<cols>\d+) (?P<format>\w+) vector (?P<vector>\d+)")
+MODE = re.compile(r"(?P<rounding>\w+), (?P<tokens>one token|several tokens)(?P<stored>, each stored)?")
+FOLDER = Path(str(resources.files("flashstate.launch") / "tables"))
+H200_TABLE = FOLDER / "nvidia-h200.json"
+TABLES = sorted({H200_TABLE, *FOLDER.glob("*.json")})
+
+
+def entries_of(path: Path) -> Iterator[tuple[Problem, list[int]]]:
+    """Every entry of a file as its keys describe it, and the numbers of its config."""
+    for key, modes in json.loads(path.read_text())["configs"].items():
+        found = KEY.fullmatch(key)
+        assert found, f"{key!r} is not a key"
+        assert modes, f"{key!r} has no entries"
+        rows, cols, vector = (int(found[name]) for name in ("rows", "cols", "vector"))
+        for mode, sizes in modes.items():
+            how = MODE.fullmatch(mode)
+            assert how, f"{mode!r} is not a mode"
+            several, each_stored = how["tokens"] == "several tokens", how["stored"] is not None
+            of_mode = Problem(
+                found["op"], rows, cols, found["format"], how["rounding"], vector, 1, several, each_stored
+            )  # fmt: skip
+            for size, config in sizes.items():
+                yield replace(of_mode, batch_heads=int(size)), config
+
+
+def configs_by_mode(path: Path) -> dict[Problem, set[Config]]:
+    """The configs of a file by what they are for, whatever the size, as a problem of size 1."""
+    modes: dict[Problem, set[Config]] = {}
+    for problem, config in entries_of(path):
+        modes.setdefault(replace(problem, batch_heads=1), set()).add(Config(*config))
+    return modes
