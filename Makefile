@@ -34,6 +34,8 @@ test-gpu: $(ENVIRONMENT)
 
 figures: $(ENVIRONMENT)
 	$(PYTHON) -m flashstate bench --from-csv results/h200.csv --plot docs/h200.png --markdown README.md
+	$(PYTHON) -m flashstate bench --from-csv results/h200-conv1d.csv --markdown docs/measuring.md
+	$(PYTHON) -m flashstate bench --from-csv results/h200-span.csv --markdown docs/launching.md
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	python3 -m venv $(VENV)

@@ -1,6 +1,7 @@
 """Step the recurrent state of state-space and linear-attention language models while they generate."""
 
 from flashstate.launch.warmup import warmup
+from flashstate.ops.conv1d import conv1d_step
 from flashstate.ops.debug import debug
 from flashstate.ops.mamba2 import mamba2_step
 from flashstate.state.faults import check_faults
@@ -8,4 +9,4 @@ from flashstate.state.pool import StatePool
 from flashstate.state.slots import Slots
 from flashstate.state.state import State
 
-__all__ = ["Slots", "State", "StatePool", "check_faults", "debug", "mamba2_step", "warmup"]
+__all__ = ["Slots", "State", "StatePool", "check_faults", "conv1d_step", "debug", "mamba2_step", "warmup"]

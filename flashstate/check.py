@@ -15,7 +15,15 @@ from rich.text import Text
 from flashstate.launch import uses_kernels
 from flashstate.laws import Law, LawBroken, laws_for, pairs
 from flashstate.state.formats import PORTABLE_FORMATS
-from flashstate.testing import ODD_CASES, QUICK_CASES, REAL_CASES, Case
+from flashstate.testing import (
+    ODD_CASES,
+    ODD_CONV_CASES,
+    QUICK_CASES,
+    QUICK_CONV_CASES,
+    REAL_CASES,
+    REAL_CONV_CASES,
+    AnyCase,
+)
 
 SHOWN_FAILURES = 3  # per law
 
@@ -38,17 +46,21 @@ def run_check(device: torch.device, quick: bool) -> int:
     return show_verdicts(prove(laws, tracked, device), device)
 
 
-def cases_on(device: torch.device, quick: bool) -> Sequence[Case]:
-    """The cases for a device: odd shapes, and on a GPU a real one in every format. `quick`: one case per format.
+def cases_on(device: torch.device, quick: bool) -> Sequence[AnyCase]:
+    """The cases of all ops for a device: odd shapes, and on a GPU a real one in every format. `quick`: one case per
+    format, and of ops without formats one with a token per row, with several, and with packed ones.
 
     On a GPU not all there are: every case and form of a kernel is a compilation. `make test-gpu` has them all.
     """
+    few = [*QUICK_CASES, *QUICK_CONV_CASES]
     if quick:
-        return QUICK_CASES
-    return REAL_CASES[: len(PORTABLE_FORMATS)] + QUICK_CASES if device.type == "cuda" else ODD_CASES
+        return few
+    if device.type == "cuda":
+        return [*REAL_CASES[: len(PORTABLE_FORMATS)], *REAL_CONV_CASES[:1], *few]
+    return [*ODD_CASES, *ODD_CONV_CASES]
 
 
-def prove(laws: Mapping[str, Law], tried_pairs: Iterable[tuple[str, Case]], device: torch.device) -> list[Verdict]:
+def prove(laws: Mapping[str, Law], tried_pairs: Iterable[tuple[str, AnyCase]], device: torch.device) -> list[Verdict]:
     """Try every pair of a law's name and a case; one verdict per law, in their order."""
     tried = dict.fromkeys(laws, 0)
     failures: dict[str, dict[str, str]] = {words: {} for words in laws}
@@ -60,7 +72,7 @@ def prove(laws: Mapping[str, Law], tried_pairs: Iterable[tuple[str, Case]], devi
     return [Verdict(words, tried[words], failures[words]) for words in laws]
 
 
-def complaint_of(law: Law, case: Case, device: torch.device) -> str | None:
+def complaint_of(law: Law, case: AnyCase, device: torch.device) -> str | None:
     """What the law says against this case; None if it holds. A crash is a complaint too."""
     try:
         law(case, device)

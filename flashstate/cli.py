@@ -12,15 +12,15 @@ import torch
 from rich.console import Console
 
 from flashstate.errors import ACTIVATION_DTYPES, dtype_name
-from flashstate.state.formats import FORMATS, PORTABLE_FORMATS, ROUNDINGS
+from flashstate.state.formats import FORMATS, ROUNDINGS
 
 if TYPE_CHECKING:
     from flashstate.bench.jobs import Job
 
 FORMAT_NAMES = tuple(format.name for format in FORMATS.values())
-BENCH_FORMATS = tuple(f"{name}:{rounding}" for name, rounding in PORTABLE_FORMATS)
 BATCHES = (1, 4, 16, 64, 256, 1024)
 CPU_BATCHES = (1, 4, 16)
+CHANNELS = (1280, 10240)  # of convolutions
 ACTIVATIONS = tuple(map(dtype_name, ACTIVATION_DTYPES))
 PLAN_HELP = {
     "layers": "those with a state",
@@ -62,7 +62,9 @@ Commands = argparse._SubParsersAction  # what add_subparsers returns; argparse h
 
 def _add_info(commands: Commands[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("info", help="versions, devices, formats, and which launch config a case gets and why")
+    parser.add_argument("op", nargs="?", choices=("mamba2", "conv1d"), default="mamba2", help="default: %(default)s")
     _add_shape(parser)
+    parser.add_argument("--channels", type=positive, default=CHANNELS[0], metavar="N", help="default: %(default)s")
     parser.add_argument("--format", choices=FORMAT_NAMES, default="float32")
     parser.add_argument("--rounding", choices=ROUNDINGS, default="nearest")
     parser.add_argument("--batch", type=positive, nargs="+", default=BATCHES, metavar="N")
@@ -77,7 +79,7 @@ def _add_info(commands: Commands[argparse.ArgumentParser]) -> None:
 def _add_check(commands: Commands[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("check", help="prove the laws every op obeys, on your device")
     _add_device(parser)
-    parser.add_argument("--quick", action="store_true", help="one case per format")
+    parser.add_argument("--quick", action="store_true", help="one case per format, and few of ops without formats")
     parser.set_defaults(run=_check)
 
 
@@ -152,13 +154,16 @@ def _add_measured(parser: argparse.ArgumentParser) -> None:
     """What is measured: an op, on a device, of a shape, in some formats."""
     from flashstate.bench.ops import OPS
 
-    parser.add_argument("op", nargs="?", choices=tuple(OPS), default="mamba2", help="default: %(default)s")
+    what = "span is conv1d_step and mamba2_step behind it (default: %(default)s)"
+    parser.add_argument("op", nargs="?", choices=tuple(OPS), default="mamba2", help=what)
     _add_device(parser)
     _add_shape(parser)
     parser.add_argument("--groups", type=positive, default=1, metavar="N")
     parser.add_argument(
-        "--formats", nargs="+", default=BENCH_FORMATS, metavar="FORMAT[:ROUNDING]", help="such as float16:stochastic"
+        "--channels", type=positive, nargs="+", default=CHANNELS, metavar="N", help=f"default: {_listed(CHANNELS)}"
     )
+    formats = "such as float16:stochastic (default: all of mamba2, bfloat16 of conv1d)"
+    parser.add_argument("--formats", nargs="+", metavar="FORMAT[:ROUNDING]", help=formats)
 
 
 def _add_device(parser: argparse.ArgumentParser) -> None:
@@ -166,7 +171,7 @@ def _add_device(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_shape(parser: argparse.ArgumentParser) -> None:
-    for name, size in (("heads", 16), ("rows", 64), ("cols", 128)):
+    for name, size in (("heads", 16), ("rows", 64), ("cols", 128), ("width", 4)):
         parser.add_argument(f"--{name}", type=positive, default=size, metavar="N", help="default: %(default)s")
 
 
@@ -174,13 +179,15 @@ def _info(options: argparse.Namespace) -> int:
     from flashstate.bench.jobs import Job
     from flashstate.info import show_info
     from flashstate.launch import Gpu
-    from flashstate.testing import Case
+    from flashstate.testing import AnyCase, Case, ConvCase
 
     name, rounding = check_format(options.format, options.rounding)
     shape = {"heads": options.heads, "rows": options.rows, "cols": options.cols, "tokens": options.tokens}
-    case = Case(**shape, format=name, rounding=rounding)
+    case: AnyCase = Case(**shape, format=name, rounding=rounding)
+    if options.op == "conv1d":
+        case = ConvCase(channels=options.channels, width=options.width, tokens=options.tokens, x="bfloat16")
     gpu = None if options.gpu is None else Gpu(options.gpu, options.capability)
-    show_info([Job("mamba2", replace(case, batch=batch), options.snapshots) for batch in options.batch], gpu)
+    show_info([Job(options.op, replace(case, batch=batch), options.snapshots) for batch in options.batch], gpu)
     return 0
 
 
@@ -226,9 +233,12 @@ def _tune(options: argparse.Namespace) -> int:
 def _jobs(options: argparse.Namespace, batches: Sequence[int]) -> list[Job]:
     from flashstate.bench.ops import OPS
 
-    formats = [parse_format(text) for text in options.formats]
-    shape = (options.heads, options.groups, options.rows, options.cols)
-    return OPS[options.op].jobs(formats, batches, options.tokens, shape)
+    op = OPS[options.op]
+    formats = op.formats if options.formats is None else [parse_format(text) for text in options.formats]
+    shapes = [(options.heads, options.groups, options.rows, options.cols)]
+    if options.op == "conv1d":
+        shapes = [(1, 1, channels, options.width) for channels in options.channels]
+    return [job for shape in shapes for job in op.jobs(formats, batches, options.tokens, shape)]
 
 
 def _plan(options: argparse.Namespace) -> int:

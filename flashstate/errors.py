@@ -55,6 +55,11 @@ def check_flag(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
+def check_choice(name: str, value: Any, choices: Sequence[str | None]) -> None:
+    if not (value is None or isinstance(value, str)) or value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}, got {value!r}")
+
+
 def check_int(name: str, value: Any, smallest: int, largest: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name} must be an int, got {value!r}")

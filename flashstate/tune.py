@@ -14,8 +14,8 @@ from rich.progress import track
 from torch import Tensor
 
 from flashstate.bench.jobs import BenchedOp, Job
-from flashstate.bench.measure import on_larger_pool, slots_of, snapshots_for, with_cold_snapshots
-from flashstate.bench.timing import cold_slots, time_launches
+from flashstate.bench.measure import slots_of, snapshots_for, with_cold_snapshots
+from flashstate.bench.timing import COLD_BYTES, cold_slots, time_launches
 from flashstate.info import versions
 from flashstate.launch import Config, Gpu, Problem, collecting, gpu_of, override
 from flashstate.launch.config import measured_sizes, mode_key, table_key
@@ -24,8 +24,7 @@ from flashstate.launch.table import COLUMNS, Configs, TableFile, read_table_file
 from flashstate.launch.variants import compile_variants, variants_of
 from flashstate.laws import LawBroken
 from flashstate.laws.require import require_equal_bytes, require_equal_states
-from flashstate.state.state import State
-from flashstate.testing import Inputs, make_inputs
+from flashstate.testing import Inputs, Pool, make_inputs
 
 REPLAYS = 5
 MAX_LAUNCHES = 1024  # in a graph: of 8-bit states still more than twice what the cache holds
@@ -115,7 +114,7 @@ class GpuStopwatch:
         self._device = device
         self._modes: dict[tuple[str, str], _Mode] = {}
         self._prepared: set[tuple[_Mode, Config]] = set()
-        self._pools: dict[tuple[str, int], State] = {}  # of a format and a number of slots
+        self._pools: dict[tuple[object, ...], Pool] = {}  # by format, axes of a state and number of slots
         self._timed: tuple[Problem, list[Callable[[], Tensor]]] | None = None  # one problem: its snapshots are large
 
     def prepare(self, points: Sequence[Point]) -> None:
@@ -132,7 +131,9 @@ class GpuStopwatch:
             self._timed = None  # frees what it holds first
             self._timed = problem, self._on_cold_slots(self._jobs[problem])
         with override(config):
-            return time_launches(self._timed[1], REPLAYS).median
+            launches = self._timed[1]
+            flush = len(launches) * self._jobs[problem].read_bytes < COLD_BYTES
+            return time_launches(launches, REPLAYS, flush).median
 
     def _mode(self, problem: Problem) -> _Mode:
         key = table_key(problem), mode_key(problem)
@@ -145,9 +146,10 @@ class GpuStopwatch:
         case = job.case
         size, numbers = cold_slots(case.batch, case.slot_bytes, self._device, MAX_LAUNCHES)
         inputs = make_inputs(replace(case, slots=FEW_SLOTS), self._device)
-        if (case.format, size) not in self._pools:
-            self._pools[case.format, size] = on_larger_pool(inputs, size).state
-        state = replace(self._pools[case.format, size], rounding=case.rounding)
+        kind = case.format, case.state_axes, size
+        if kind not in self._pools:
+            self._pools[kind] = inputs.on_larger_pool(size).state
+        state = replace(self._pools[kind], rounding=case.rounding)
         snapshots, slots = with_cold_snapshots(job, numbers, self._device)
         step = self._op.bind(replace(inputs, state=state), snapshots)
         return [partial(step, at) for at in slots]
@@ -160,10 +162,10 @@ class _Mode:
         self._op = op
         self._job = job
         self._inputs = make_inputs(replace(job.case, batch=CHECKED_ROWS, slots=2 * CHECKED_ROWS), device)
-        self._first: tuple[Tensor, State] | None = None  # output, and pool or snapshots, with the first config
+        self._first: tuple[Tensor, Pool] | None = None  # output, and pool or snapshots, with the first config
         self._checked: set[Config] = set()
 
-    def step(self, config: Config, inputs: Inputs | None = None) -> tuple[Tensor, State]:
+    def step(self, config: Config, inputs: Inputs | None = None) -> tuple[Tensor, Pool]:
         """The output of one call on the pool of these or other inputs, and where it stored states."""
         inputs = inputs or self._inputs
         snapshots = snapshots_for(self._job, CHECKED_ROWS, inputs.state.data.device)

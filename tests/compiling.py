@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -13,6 +17,7 @@ from torch import Tensor
 from flashstate.launch import Gpu, backend, collecting
 from flashstate.launch.start import Launch
 
+ARCHITECTURES = (80, 89, 90, 100, 103, 120, "gfx942", "gfx950")
 TYPES = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int8: "i8", torch.uint8: "u8",
     torch.int16: "i16", torch.int32: "i32", torch.int64: "i64",
@@ -35,9 +40,11 @@ def gpu_with(architecture: int | str) -> Gpu:
 def collected(architecture: int | str) -> Iterator[list[Launch]]:
     """Calls on CPU tensors inside reach their launches as on that architecture, and end there."""
     target, gpu = mock.Mock(return_value=target_of(architecture)), mock.Mock(return_value=gpu_with(architecture))
+    overlaps = mock.Mock(return_value=isinstance(architecture, int) and architecture >= 90)
     with (
         mock.patch.object(backend, "_interpreting", True),
-        mock.patch.multiple("flashstate.ops.mamba2", kernel_target=target, gpu_of=gpu),
+        mock.patch.multiple("flashstate.ops.mamba2", kernel_target=target, gpu_of=gpu, lets_next_start=overlaps),
+        mock.patch.multiple("flashstate.ops.conv1d", gpu_of=gpu, lets_next_start=overlaps),
         mock.patch.multiple("flashstate.ops.pool", kernel_target=target, gpu_of=gpu),
         collecting() as launches,
     ):
@@ -69,3 +76,21 @@ def type_of(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"*{TYPES[value.dtype]}"
     return "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
+
+
+def spilled_bytes(kernel: Any, tmp_path: Path) -> int:
+    """What did not fit into registers: the stack of the machine code on NVIDIA, the vector registers spilled on AMD
+    (scalar ones go to vector registers, not to memory)."""
+    if "amdgcn" in kernel.asm:
+        return sum(int(n) for n in re.findall(r"\.vgpr_spill_count:\s+(\d+)", kernel.asm["amdgcn"]))
+    import triton
+
+    binary = tmp_path / "kernel.cubin"
+    binary.write_bytes(kernel.asm["cubin"])
+    cuobjdump = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
+    usage = subprocess.run(
+        [cuobjdump, "--dump-resource-usage", binary], capture_output=True, text=True, check=True
+    ).stdout
+    found = re.findall(r"STACK:(\d+).*?LOCAL:(\d+)", usage)
+    assert found, usage
+    return sum(int(stack) + int(local) for stack, local in found)

@@ -154,6 +154,7 @@ def slots_arguments() -> Arguments:
         "max_len": 4,
         "parents": torch.tensor([-1, 0, 0, 2]).repeat(3, 1),
         "null": -1,
+        "padding": "fresh",
     }
 
 

@@ -36,6 +36,7 @@ class Situation:
     every: bool  # whether the state after every token is written
     update: bool
     null: int
+    padding: str
     parents: Table | None
     max_len: int | None
     snapshots: tuple[str, str] | None  # a format and its rounding
@@ -67,15 +68,18 @@ class Situation:
         column = 0 if self.accepted is None else self.accepted[row] - 1
         return self.read[row][column] if 0 <= column < len(self.read[row]) else -1
 
+    def live(self, row: int) -> bool:
+        return self.inside(self.slot(row))
+
     def snapshot_row(self, row: int) -> int:
         return row if self.snapshot_rows is None else self.snapshot_rows[row]
 
     @property
     def running(self) -> dict[RowAndToken, int]:
-        """The tokens that give an output, and the token each continues from: -1 for the state that was read."""
+        """The tokens that give an output, and the token each continues from: -1 for where its row starts."""
         found: dict[RowAndToken, int] = {}
         for row, length in enumerate(self.lengths):
-            for t in range(length if self.inside(self.slot(row)) else 0):
+            for t in range(length if self.live(row) or self.padding == "fresh" else 0):
                 parent = t - 1 if self.parents is None else self.parents[row][t] if t < self.longest else -2
                 if parent == -1 or (row, parent) in found:
                     found[row, t] = parent
@@ -85,7 +89,7 @@ class Situation:
     def stores(self) -> list[tuple[str, Numbers, RowAndToken]]:
         """What is written: to the state or the snapshots, at which entry, and after which token."""
         found: list[tuple[str, Numbers, RowAndToken]] = []
-        for row, t in self.running:
+        for row, t in filter(lambda token: self.live(token[0]), self.running):
             table = self.write or [[self.slot(row)]] * self.case.batch
             if self.every and t < self.longest and self.inside(table[row][t]):
                 found.append(("state", (table[row][t],), (row, t)))
@@ -100,7 +104,7 @@ class Situation:
         """Kinds of numbers out of range among those that are used."""
         found = {"accepted" for numbers, k in zip(self.read, self.accepted or (), strict=False) if k > len(numbers)}
         found |= {"read slot" for row in range(self.case.batch) if self.past(self.slot(row))}
-        for row, t in self.running:
+        for row, t in filter(lambda token: self.live(token[0]), self.running):
             if self.write is not None and t < (self.longest if self.every else 1):
                 found |= {"write slot"} if self.past(self.write[row][t]) else set()
             if self.snapshots and t < self.longest and self.snapshot_row(row) >= self.snapshot_size[0]:
@@ -194,6 +198,7 @@ def situations(draw: st.DrawFn, form: str, tree: bool, of_case: st.SearchStrateg
         every=stores == "every",
         update=stores != "none",
         null=null,
+        padding=draw(st.sampled_from(["zero", "fresh"])),
         parents=draw(st.tuples(*[parents_of(longest)] * batch)) if tree else None,
         max_len=longest if packed and (needs_max_len or draw(flag)) else None,
         snapshots=snapshots,

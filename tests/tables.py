@@ -7,7 +7,7 @@ from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
-from flashstate.launch import Config, Problem
+from flashstate.launch import ChannelProblem, Config, Problem
 
 KEY = re.compile(r"(?P<op>\w+) (?P<rows>\d+)x(?P<cols>\d+) (?P<format>\w+) vector (?P<vector>\d+)")
 MODE = re.compile(r"(?P<rounding>\w+), (?P<tokens>one token|several tokens)(?P<stored>, each stored)?")
@@ -27,7 +27,8 @@ def entries_of(path: Path) -> Iterator[tuple[Problem, list[int]]]:
             how = MODE.fullmatch(mode)
             assert how, f"{mode!r} is not a mode"
             several, each_stored = how["tokens"] == "several tokens", how["stored"] is not None
-            of_mode = Problem(
+            kind = ChannelProblem if found["op"] == "conv1d_step" else Problem
+            of_mode = kind(
                 found["op"], rows, cols, found["format"], how["rounding"], vector, 1, several, each_stored
             )  # fmt: skip
             for size, config in sizes.items():

@@ -18,7 +18,7 @@ from flashstate.info import versions
 from flashstate.launch import Gpu, choose
 from flashstate.laws import LawBroken, laws_for, pairs
 from flashstate.state.formats import FORMATS, PORTABLE_FORMATS
-from flashstate.testing import Case
+from flashstate.testing import Case, ConvCase
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 TINY = ["--device", "cpu", "--batches", "1", "2", "--heads", "2", "--rows", "4", "--cols", "16"]
@@ -165,8 +165,15 @@ def test_check_proves_the_reference(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("device", [CPU, CUDA], ids=str)
 def test_a_quick_check_takes_one_case_per_format(device: torch.device) -> None:
     every, quick = (cases_on(device, quick=quick) for quick in (False, True))
-    assert sorted((case.format, case.rounding) for case in quick) == sorted(PORTABLE_FORMATS)
+    formats = [(case.format, case.rounding) for case in quick if isinstance(case, Case)]
+    assert sorted(formats) == sorted(PORTABLE_FORMATS)
     assert set(quick) < set(every)
+
+
+@pytest.mark.parametrize("quick", [False, True])
+@pytest.mark.parametrize("device", [CPU, CUDA], ids=str)
+def test_a_check_takes_cases_of_every_op(device: torch.device, quick: bool) -> None:
+    assert {type(case) for case in cases_on(device, quick)} == {Case, ConvCase}
 
 
 @pytest.mark.parametrize("quick", [False, True])
@@ -190,7 +197,7 @@ def test_check_reports_broken_laws_and_crashes(
     monkeypatch.setattr("flashstate.check.pairs", itertools.product)
     assert main(["check", "--quick", "--device", "cpu"]) == 1
     out = output_of(capsys)
-    cases = len(PORTABLE_FORMATS)
+    cases = len(cases_on(CPU, quick=True))
     assert f"fine {cases} holds" in out
     assert f"is broken {cases} broken by {cases}" in out
     assert f"{cases_on(CPU, quick=True)[0]} 3 of [4] elements differ" in out

@@ -1,9 +1,7 @@
 """What the compiler makes of the kernels, for every architecture, without a GPU."""
 
 import math
-import os
 import re
-import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -14,12 +12,11 @@ from unittest import mock
 
 import pytest
 import torch
-from compiling import collected, compile_launch, gpu_with
+from compiling import ARCHITECTURES, collected, compile_launch, gpu_with, spilled_bytes
 from tables import H200_TABLE, configs_by_mode
 
 from flashstate import StatePool
 from flashstate.launch import Config, override, valid_configs
-from flashstate.launch.config import heuristic
 from flashstate.laws.tokens import TREE, make_snapshots
 from flashstate.state.formats import FORMATS, PORTABLE_FORMATS
 from flashstate.testing import REAL_CASES, Case, Inputs, dtype, make_inputs
@@ -27,7 +24,6 @@ from flashstate.testing import REAL_CASES, Case, Inputs, dtype, make_inputs
 pytestmark = pytest.mark.compiled
 
 CPU = torch.device("cpu")
-ARCHITECTURES = (80, 89, 90, 100, 103, 120, "gfx942", "gfx950")
 SHAPE = Case(2, 16, 1, 64, 128, x="bfloat16", bc="bfloat16", dt="bfloat16", slots=4)
 Call = Callable[[Case, Inputs], object]
 
@@ -39,7 +35,7 @@ def plain(case: Case, inputs: Inputs) -> object:
 def chosen(case: Case, architecture: int | str) -> Config:
     """What the heuristic gives a case on that architecture."""
     with mock.patch("flashstate.launch.config.WARP", 32 if isinstance(architecture, int) else 64):
-        return heuristic(case.problem, gpu_with(architecture))
+        return case.problem.heuristic(gpu_with(architecture))
 
 
 @cache
@@ -51,24 +47,6 @@ def compile_step(case: Case, config: Config, architecture: int | str, call: Call
     (launch,) = launches
     assert launch.kernel.__name__ == "mamba2_step_kernel"
     return compile_launch(launch, architecture)
-
-
-def spilled_bytes(kernel: Any, tmp_path: Path) -> int:
-    """What did not fit into registers: the stack of the machine code on NVIDIA, the vector registers spilled on AMD
-    (scalar ones go to vector registers, not to memory)."""
-    if "amdgcn" in kernel.asm:
-        return sum(int(n) for n in re.findall(r"\.vgpr_spill_count:\s+(\d+)", kernel.asm["amdgcn"]))
-    import triton
-
-    binary = tmp_path / "kernel.cubin"
-    binary.write_bytes(kernel.asm["cubin"])
-    cuobjdump = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
-    usage = subprocess.run(
-        [cuobjdump, "--dump-resource-usage", binary], capture_output=True, text=True, check=True
-    ).stdout
-    found = re.findall(r"STACK:(\d+).*?LOCAL:(\d+)", usage)
-    assert found, usage
-    return sum(int(stack) + int(local) for stack, local in found)
 
 
 def access_bytes(kernel: Any) -> tuple[set[int], set[int]]:
@@ -131,6 +109,10 @@ def with_snapshots_alike(case: Case, inputs: Inputs) -> object:
     return with_snapshots(case, inputs, case.format, case.rounding)
 
 
+def with_fresh_padding(case: Case, inputs: Inputs) -> object:
+    return inputs.step(slots=inputs.at(padding="fresh"))
+
+
 def with_a_tree(case: Case, inputs: Inputs) -> object:
     parents = torch.tensor(TREE[: case.tokens]).repeat(case.batch, 1)
     return inputs.step(slots=inputs.at(parents=parents), update=False)
@@ -146,6 +128,7 @@ FORMS: dict[str, tuple[Case, Call]] = {
     "a slot for every token": (replace(SEVERAL, format="int8", rounding="stochastic"), written_per_token),
     "snapshots": (SEVERAL, with_snapshots),
     "a tree": (SEVERAL, with_a_tree),
+    "fresh padding": (replace(SEVERAL, format="int16"), with_fresh_padding),
     "Mamba-1": (replace(SHAPE, heads=1, rows=256, cols=16, mamba1=True, D="row"), plain),
 }
 
@@ -246,7 +229,7 @@ NARROWED = {vector: narrowed(vector) for vector in (1, 2, 4, 8, 16)}
 def test_a_pool_is_accessed_as_widely_as_its_alignment_allows(name: str, vector: int, width: int) -> None:
     case = replace(SHAPE, format=name)
     want = {width} if name == "bfloat16" else {width, 4}
-    config = heuristic(replace(case.problem, vector=vector), gpu_with(90))
+    config = replace(case.problem, vector=vector).heuristic(gpu_with(90))
     assert access_bytes(compile_step(case, config, 90, NARROWED[vector])) == (want, want)
 
 

@@ -1,88 +1,32 @@
 """Calls that repeat earlier ones reach their kernel directly; a stand-in for Triton shows with which arguments."""
 
 import copy
-import ctypes
 import pickle
 import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
+import launchers
 import pytest
 import torch
+from launchers import Launcher, compiled_with, launcher, parameters
 from torch import Tensor
 
 from flashstate import Slots, State, debug, mamba2_step
-from flashstate.launch import Config, direct, driver, override
-from flashstate.launch.driver import LaunchConfig, parameters_of
-from flashstate.launch.start import Launch, Started, collecting
+from flashstate.launch import Config, driver, override
+from flashstate.launch.start import collecting
 from flashstate.launch.suspension import suspended
 from flashstate.laws.tokens import make_snapshots
 from flashstate.ops import mamba2
 from flashstate.testing import Case, Inputs, make_inputs
 
+__all__ = ["launcher"]  # a fixture
 CPU = torch.device("cpu")
 CASE = Case(2, 4, 2, 16, 32, slots=6)
 Arguments = dict[str, Any]
-
-
-def parameters(arguments: Any) -> list[int]:
-    """What a kernel gets, with the scratch memory that it does not use."""
-    return [*parameters_of(arguments), 0, 0]
-
-
-def compiled_with(arguments: Any, function: int, more: int = 0, **changes: Any) -> Any:
-    """What Triton compiled, as far as a launch asks for it."""
-    declared = ", ".join([".param .b64 p"] * (len(parameters(arguments)) + more))
-    metadata = SimpleNamespace(num_ctas=1, num_warps=2, shared=64)
-    flags = {"launch_cooperative_grid": False, "launch_pdl": False, "global_scratch_size": 0, "profile_scratch_size": 0}
-    launcher = SimpleNamespace(**{**flags, **changes})
-    asm = {"ptx": f".entry step( {declared} ) {{}}"}
-    return SimpleNamespace(metadata=metadata, run=launcher, function=function, asm=asm)
-
-
-class Launcher:
-    """Both ways to a kernel: `ordinary` has the launches that went through Triton, `directly` the parameters that the
-    driver found in memory."""
-
-    def __init__(self) -> None:
-        self.ordinary: list[Started] = []
-        self.directly: list[list[int]] = []
-        self.configs: list[tuple[Any, ...]] = []
-
-    def start(
-        self, kernel: Any, grid: Any, device: torch.device, arguments: Any, constants: Any, *options: int
-    ) -> Started:
-        compiled = compiled_with(arguments, function=len(self.ordinary))
-        launch = Launch(kernel, torch.device("cuda", 0), arguments, constants, *options)
-        self.ordinary.append(Started(launch, grid, compiled))
-        return self.ordinary[-1]
-
-    def launch(self, config_at: int, function: int, addresses_at: int, extra: None) -> int:
-        """The driver: CUDA_SUCCESS."""
-        config = LaunchConfig.from_address(config_at)
-        self.configs.append((*config.grid, *config.block, config.shared_memory, config.stream, function))
-        count = len(parameters(self.ordinary[function].launch.arguments))
-        addresses = (ctypes.c_uint64 * count).from_address(addresses_at)
-        self.directly.append([ctypes.c_int64.from_address(address).value for address in addresses])
-        return 0
-
-
-@pytest.fixture
-def launcher(monkeypatch: pytest.MonkeyPatch) -> Launcher:
-    pytest.importorskip("triton")
-    stand_in = Launcher()
-    monkeypatch.setattr(mamba2, "start", stand_in.start)
-    monkeypatch.setattr(mamba2, "uses_kernels", lambda device: True)
-    monkeypatch.setattr(mamba2, "_launches_on_tensors", {})
-    monkeypatch.setattr(direct, "available", True)
-    monkeypatch.setattr(driver, "_launch_function", lambda: stand_in.launch)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 5, raising=False)
-    return stand_in
 
 
 def arguments_of(inputs: Inputs, **changes: Any) -> Arguments:
@@ -195,6 +139,7 @@ UNLIKE: dict[str, Callable[[Arguments], Arguments]] = {
     "no softplus": lambda a: {**a, "dt_softplus": False},
     "no update": lambda a: {**a, "update": False},
     "64-bit slots": lambda a: {**a, "slots": Slots(a["slots"].read.long())},
+    "another padding": lambda a: {**a, "slots": Slots(a["slots"].read, padding="fresh")},
     "another null": lambda a: {**a, "slots": Slots(a["slots"].read, null=0)},
     "slots to write": lambda a: {**a, "slots": Slots(a["slots"].read, write=a["slots"].read)},
     "slots as a tensor": lambda a: {**a, "slots": a["slots"].read},
@@ -345,7 +290,7 @@ def test_a_profiler_sees_launches(launcher: Launcher) -> None:
 def test_where_triton_is_not_as_expected_launches_are_ordinary_and_it_is_said_once(
     change: dict[str, Any], launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(globals(), "compiled_with", partial(compiled_with, **change))
+    monkeypatch.setattr(launchers, "compiled_with", partial(compiled_with, **change))
     arguments = arguments_of(make_inputs(CASE, CPU))
     with pytest.warns(UserWarning, match="the ordinary way"):
         mamba2_step(**arguments)

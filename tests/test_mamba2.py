@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from obeying import gpu_pairs, interpreted_pairs, laws, reference_pairs
 from torch import Tensor
 
 import flashstate
-from flashstate.laws import LAWS, SCOPES, pairs
+from flashstate.laws import LAWS, pairs
 from flashstate.laws.tokens import TREE, make_snapshots
 from flashstate.ops.tokens import flat_slots, flat_snapshots
 from flashstate.reference.mamba2 import mamba2_token
@@ -28,24 +29,9 @@ from flashstate.testing import (
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
 GPU_CASES = REAL_CASES + QUICK_CASES
-ALL_CONFIGS = "the launch config does not change a byte"
-ACCURACY = "output and state are as close to float64 as float32 and the format allow"
 SHAPES_FOR_CONFIGS = {(64, 128), (128, 256), (80, 20), (4, 33)}
-
-
-def laws(*needs: str) -> list[str]:
-    return [words for words in LAWS if SCOPES[words].needs in needs]
-
-
-def interpreted_pairs() -> list[tuple[str, Case]]:
-    """Accuracy for all cases; every other law with every format, in the forms it speaks of by turns."""
-    chosen = [(ACCURACY, case) for case in ODD_CASES]
-    forms = len(ODD_SHAPES)
-    for w, words in enumerate(words for words in laws("", "kernels") if words != ACCURACY):
-        for k in range(len(PORTABLE_FORMATS)):
-            spoken_of = [case for _, case in pairs([words], ODD_CASES[forms * k : forms * (k + 1)])]
-            chosen += [(words, spoken_of[(w + k) % len(spoken_of)])] if spoken_of else []
-    return chosen
+FORMS = len(ODD_SHAPES)
+GROUPS = [ODD_CASES[FORMS * i : FORMS * (i + 1)] for i in range(len(PORTABLE_FORMATS))]  # a format each, in every form
 
 
 def form_of(case: Case) -> tuple[bool, bool, bool]:
@@ -57,36 +43,31 @@ def test_every_law_meets_every_format_and_every_form_in_the_interpreter() -> Non
     formats, forms = set(PORTABLE_FORMATS), set(map(form_of, ODD_CASES))
     assert {(c.format, c.rounding, *form_of(c)) for c in ODD_CASES} == {(*f, *form) for f in formats for form in forms}
     for words in laws("", "kernels"):
-        met = [case for law, case in interpreted_pairs() if law == words]
+        met = [case for law, case in interpreted_pairs(GROUPS) if law == words]
         possible = [case for _, case in pairs([words], ODD_CASES)]
         assert {(c.format, c.rounding) for c in met} == {(c.format, c.rounding) for c in possible}
         if len(met) >= len(formats):
             assert set(map(form_of, met)) == set(map(form_of, possible))
 
 
-def gpu_pairs() -> list[tuple[str, Case]]:
-    """Every law with every case, but all configs only for a few shapes: each config is a compilation."""
-    return [
-        (words, case)
-        for words, case in pairs(laws("", "kernels", "cuda"), GPU_CASES)
-        if words != ALL_CONFIGS or ((case.rows, case.cols) in SHAPES_FOR_CONFIGS and case.heads <= 16)
-    ]
+def tries_configs(case: Case) -> bool:
+    return (case.rows, case.cols) in SHAPES_FOR_CONFIGS and case.heads <= 16
 
 
-@pytest.mark.parametrize(("words", "case"), pairs(laws(""), ODD_CASES), ids=str)
+@pytest.mark.parametrize(("words", "case"), reference_pairs(ODD_CASES), ids=str)
 def test_reference_obeys(words: str, case: Case) -> None:
     LAWS[words](case, CPU)
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize(("words", "case"), interpreted_pairs(), ids=str)
+@pytest.mark.parametrize(("words", "case"), interpreted_pairs(GROUPS), ids=str)
 def test_interpreted_kernel_obeys(words: str, case: Case) -> None:
     with interpreted():
         LAWS[words](case, CPU)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("words", "case"), gpu_pairs(), ids=str)
+@pytest.mark.parametrize(("words", "case"), gpu_pairs(GPU_CASES, tries_configs), ids=str)
 def test_compiled_kernel_obeys(words: str, case: Case) -> None:
     LAWS[words](case, CUDA)
 
@@ -225,7 +206,7 @@ def registered_arguments(
     return (
         state.data, state.scale, state.seed, state.rounding, 10, 1,
         a["x"], a["dt"], a["A"], a["B"], a["C"], o["D"], o["z"], o["dt_bias"], True,
-        *flat_slots(slots), *flat_snapshots(snapshots), update, torch.empty_like(a["x"]),
+        *flat_slots(slots), *flat_snapshots(snapshots), update, torch.empty_like(a["x"]), False,
     )  # fmt: skip
 
 

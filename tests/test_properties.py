@@ -97,6 +97,7 @@ class Call:
             max_len=situation.max_len,
             parents=self.numbers(situation.parents),
             null=situation.null,
+            padding=situation.padding,
         )
 
     def numbers(self, entries: Numbers | Table | None, squeeze: bool = False) -> Tensor | None:
@@ -133,12 +134,13 @@ def outcomes(
     call: Call, dtype: torch.dtype, slots: list[int] | None = None
 ) -> dict[RowAndToken, tuple[Tensor, Tensor]]:
     """Outputs (slots, H, D) and states (slots, H, D, N) after every token that runs, each row on its own, computed in
-    `dtype`: from the slot that it reads, or from all of these."""
+    `dtype`: from the slot that it reads, or from all of these; padding from zero."""
     state, found = call.state, {}
     for (row, t), parent in call.situation.running.items():
-        at, starts = call.situation.at(row, t), slots or [call.situation.slot(row)]
+        at, live = call.situation.at(row, t), call.situation.live(row)
+        starts = slots or [call.situation.slot(row) if live else 0]
         s = decode(state.data[starts], None if state.scale is None else state.scale[starts]).to(dtype)
-        s = s if parent == -1 else found[row, parent][1]
+        s = found[row, parent][1] if parent >= 0 else s if live else torch.zeros_like(s)
         token = {name: call.arguments[name] for name in PER_TOKEN}
         token = {
             name: None if tensor is None else tensor[at].expand(len(s), *tensor.shape[1:])
@@ -178,7 +180,7 @@ def require_advance(got: Call, want: Call) -> None:
     situation = want.situation
     got.state.advance(got.slots)
     for row, length in enumerate(situation.lengths):
-        if situation.inside(situation.slot(row)) and (length or situation.form != "packed"):
+        if situation.live(row) and (length or situation.form != "packed"):
             for slot in filter(situation.inside, situation.read[row]):
                 want.state.seed[slot] += SEED_STEP
     assert torch.equal(got.state.seed, want.state.seed)
@@ -261,7 +263,7 @@ def require_within_budget(entries: list[tuple[Tensor, Tensor, Tensor, int]], sit
         exact, plain = (torch.stack([entry[i] for entry in entries]) for i in (1, 2))
         filled = plain.clone()
         for i, (got, _, _, row) in enumerate(entries):
-            filled[i, situation.slot(row)] = got
+            filled[i, situation.slot(row) if situation.live(row) else 0] = got
         assert error_ratio(filled, exact, plain) <= 1.0
 
 

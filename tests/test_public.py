@@ -71,6 +71,22 @@ assert not added and not kernels, (added, kernels)
     run_python(code)
 
 
+def test_other_libraries_signatures_import_without_triton_and_only_when_asked_for() -> None:
+    run_python("""
+import sys
+sys.modules["triton"] = None  # importing it fails
+import torch, flashstate
+assert "flashstate.compat" not in sys.modules
+from flashstate.compat import flashinfer, mamba_ssm, vllm
+state, x, dt, A = torch.zeros(2, 4, 8), torch.ones(2, 4), torch.ones(2, 4), -torch.ones(4, 8)
+B, D = torch.ones(2, 8), torch.ones(4)
+mamba_ssm.selective_state_update(state, x, dt, A, B, B)
+flashinfer.selective_state_update(state, x, dt, A, B, B, D)
+vllm.selective_state_update(state, x, dt, A, B, B, D, D)
+assert not any(name.startswith("flashstate.kernels") for name in sys.modules)
+""")
+
+
 def test_the_type_marker_is_found_in_the_package() -> None:
     assert (resources.files("flashstate") / "py.typed").is_file()
 

@@ -332,12 +332,6 @@ SLOTS_REFUSALS: list[Refusal] = [
         ValueError,
         r"^accepted must be given for read \(batch, n\)",
     ),
-    (
-        "accepted with read of rank 1",
-        only("read", lambda t: t[:, 0]),
-        ValueError,
-        r"^accepted needs read \(batch, n\) to choose from, got read \(3,\)",
-    ),
     *[
         (
             f"{name} for {n} tokens where max_len is 4",
@@ -370,6 +364,10 @@ SLOTS_REFUSALS: list[Refusal] = [
     *[
         (f"null {name}", given(null=null), ValueError, rf"^null must be from -9223372036854775808 to .* got {null}")
         for name, null in (("2^63", 1 << 63), ("-2^63 - 1", -(1 << 63) - 1))
+    ],
+    *[
+        (f"padding {value!r}", given(padding=value), ValueError, r"^padding must be one of zero, fresh, got ")
+        for value in ("ones", "", None, 0, False)
     ],
 ]
 

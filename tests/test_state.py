@@ -56,7 +56,7 @@ def test_state_and_slots_keep_what_they_are_given(make: Callable[..., Any], argu
 
 def test_slots_of_read_alone_have_nothing_else() -> None:
     slots = Slots(torch.tensor([1]))
-    assert (slots.null, slots.longest, slots.per_token) == (-1, None, False)
+    assert (slots.null, slots.padding, slots.longest, slots.per_token) == (-1, "zero", None, False)
     others = ("write", "accepted", "snapshot_rows", "cu_seqlens", "max_len", "parents")
     assert all(getattr(slots, name) is None for name in others)
 

@@ -137,6 +137,35 @@ def test_other_calls_are_compiled_as_also_makes_them(compiled: list[Launch]) -> 
     assert keys_of(later) <= keys_of(compiled)
 
 
+def convolve(pool: StatePool, batch: int, tokens: int, bias: bool, rolls_back: bool, early: bool) -> None:
+    """What a server does with a layer: its convolution, and the step behind it."""
+    window = pool.window(0)
+    channels, leading = window.shape[1], (batch,) if tokens == 1 else (batch, tokens)
+    x = torch.randn(*leading, channels + 8, device=window.device).bfloat16()[..., 8:]
+    weight = torch.randn(channels, 4, device=window.device).bfloat16()
+    slots = torch.arange(batch, device=window.device)
+    at = Slots(slots, accepted=torch.zeros_like(slots)) if rolls_back else slots
+    options = {"bias": weight[:, 1].contiguous()} if bias else {}
+    flashstate.conv1d_step(window, x, weight, **options, slots=at, early=early)
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize(("bias", "drafts", "early"), [(True, 0, False), (False, 0, True), (True, 4, False)])
+def test_convolutions_of_pools_with_windows_are_compiled_too(
+    bias: bool, drafts: int, early: bool, compiled: list[Launch]
+) -> None:
+    pool = make_pool("float32", "nearest", conv_channels=96, drafts=drafts)
+    options = {"groups": GROUPS, "conv_bias": bias, "early": early, "progress": False}
+    counts = flashstate.warmup(pool, (1, 3), tokens=(1, 4), **options)
+    assert counts["conv1d_step"] == 2
+    with collected(90) as later:
+        for batch, tokens in ((1, 1), (3, 4)):
+            convolve(pool, batch, tokens, bias, drafts > 0, early)
+            serve(pool, batch, tokens, early=early)
+    of_steps = [launch for launch in compiled if launch.kernel.__name__.endswith("_step_kernel")]
+    assert keys_of(later) == keys_of(of_steps)
+
+
 @pytest.mark.compiled
 def test_layers_of_different_formats_are_all_compiled(compiled: list[Launch]) -> None:
     pools = [make_pool(name, "nearest", layers=1) for name in ("float32", "int8", "float32")]

@@ -68,7 +68,7 @@ def host_line(costs: Mapping[str, Timing]) -> str:
 
 def host_table(costs: Mapping[str, Timing], op: BenchedOp) -> Table:
     case = op.host_case
-    shape = f"batch {case.batch}, {case.heads} heads, {case.rows} x {case.cols}"
+    shape = f"batch {case.batch}, {' x '.join(map(str, case.state_axes))}"
     numbers = (Column(name, justify="right") for name in ("µs per call", "spread", f"of {UNIT}"))
     table = Table("call", *numbers, title=f"host cost, {shape}", title_justify="left", box=SIMPLE_HEAD)
     for name, cost in costs.items():

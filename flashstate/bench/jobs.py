@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from flashstate.bench.peers import Peer, Step
+from flashstate.bench.peers import Binding, Peer, Step
 from flashstate.launch import Problem
-from flashstate.state.state import State
-from flashstate.testing import Case, Inputs
+from flashstate.state.formats import PORTABLE_FORMATS
+from flashstate.testing import AnyCase, Inputs, Pool
 
 Formats = Sequence[tuple[str, str]]  # of format and rounding
 Shape = tuple[int, int, int, int]  # heads, groups, rows, cols
@@ -20,7 +20,7 @@ class Job:
     """One measurement: a case of an op, updated in place, or with snapshots of every token and the pool only read."""
 
     op: str
-    case: Case
+    case: AnyCase
     snapshots: bool = False
 
     @property
@@ -31,7 +31,8 @@ class Job:
     @property
     def problem(self) -> Problem:
         """What its config is chosen for."""
-        return replace(self.case.problem, each_stored=self.snapshots and self.case.problem.several_tokens)
+        problem = self.case.problem
+        return replace(problem, each_stored=self.snapshots and problem.several_tokens)
 
     @property
     def counted_bytes(self) -> int:
@@ -45,21 +46,23 @@ class Job:
 
     @property
     def touched_bytes(self) -> int:
-        """Bytes of the states that are read and stored, without scales."""
-        return (1 + self.stores) * self.read_bytes
+        """Bytes of the states that are read and stored, without scales, and of tokens where roofs count them."""
+        return (1 + self.stores) * self.read_bytes + self.case.token_bytes
 
 
 class Binder(Protocol):
     """Makes a step of flashstate; with `bare` it is given the pool as a plain tensor instead of a State."""
 
-    def __call__(self, inputs: Inputs, snapshots: State | None = None, *, bare: bool = False) -> Step: ...
+    def __call__(self, inputs: Inputs, snapshots: Pool | None = None, *, bare: bool = False) -> Step: ...
 
 
 @dataclass(frozen=True)
 class BenchedOp:
-    """An op as the benchmark knows it; its inputs, bytes and budgets come with its cases from testing.py."""
+    """An op as the benchmark knows it; its inputs, bytes and budgets come with its cases, from testing/."""
 
     bind: Binder
     jobs: Callable[[Formats, Sequence[int], Sequence[int], Shape], list[Job]]  # of formats, batches, tokens, shape
     peers: Mapping[str, Peer]
-    host_case: Case  # a small call, whose cost on the host is measured
+    host_case: AnyCase  # a small call, whose cost on the host is measured
+    formats: Formats = PORTABLE_FORMATS  # that are measured unless others are asked for
+    variants: Mapping[str, Binding] = field(default_factory=dict)  # other ways to call flashstate, by what tells them

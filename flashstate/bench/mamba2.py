@@ -16,8 +16,7 @@ from flashstate.bench.jobs import BenchedOp, Formats, Job, Shape
 from flashstate.bench.peers import MeasurementError, Peer, Step
 from flashstate.ops.mamba2 import mamba2_step
 from flashstate.state.slots import Slots
-from flashstate.state.state import State
-from flashstate.testing import Case, Inputs
+from flashstate.testing import Case, Inputs, Pool
 
 SPARE_SLOTS = 3  # of the small pool results are checked on
 COMMON = Case(x="bfloat16", bc="bfloat16", dt="bfloat16")  # with float32 parameters and a gate
@@ -53,7 +52,7 @@ def jobs_of(formats: Formats, batches: Sequence[int], tokens: Sequence[int], sha
     ]
 
 
-def bind_flashstate(inputs: Inputs, snapshots: State | None = None, *, bare: bool = False) -> Step:
+def bind_flashstate(inputs: Inputs, snapshots: Pool | None = None, *, bare: bool = False) -> Step:
     arguments = {**inputs.arguments, **inputs.options, "state": inputs.state.data if bare else inputs.state}
     arguments["out"] = torch.empty_like(inputs.arguments["x"])
     if snapshots is not None:
@@ -61,7 +60,7 @@ def bind_flashstate(inputs: Inputs, snapshots: State | None = None, *, bare: boo
     return lambda slots: mamba2_step(**arguments, slots=slots.read if bare else slots)
 
 
-def bind_mamba_ssm(update: Callable[..., Tensor], inputs: Inputs, snapshots: State | None) -> Step:
+def bind_mamba_ssm(update: Callable[..., Tensor], inputs: Inputs, snapshots: Pool | None) -> Step:
     _only_plain_states(inputs, snapshots)
     if inputs.arguments["x"].dim() != 3:
         raise MeasurementError("only compared with one token per call")
@@ -71,7 +70,7 @@ def bind_mamba_ssm(update: Callable[..., Tensor], inputs: Inputs, snapshots: Sta
     return lambda slots: update(**arguments, state_batch_indices=slots.read)
 
 
-def bind_vllm(update: Callable[..., None], inputs: Inputs, snapshots: State | None) -> Step:
+def bind_vllm(update: Callable[..., None], inputs: Inputs, snapshots: Pool | None) -> Step:
     """Several tokens are packed. Newer releases take slot 0 for padding unless told otherwise, older ones only -1."""
     _only_plain_states(inputs, snapshots)
     out = torch.empty_like(inputs.arguments["x"])
@@ -91,7 +90,7 @@ def bind_vllm(update: Callable[..., None], inputs: Inputs, snapshots: State | No
     return step
 
 
-def bind_flashinfer(update: Callable[..., Tensor], inputs: Inputs, snapshots: State | None) -> Step:
+def bind_flashinfer(update: Callable[..., Tensor], inputs: Inputs, snapshots: Pool | None) -> Step:
     """It wants dt in the dtype of D and dt_bias: dt is widened, which changes no value."""
     state, x = inputs.state, inputs.arguments["x"]
     if state.rounding not in FLASHINFER_ROUNDINGS.get(state.data.dtype, ()):
@@ -115,7 +114,7 @@ def bind_flashinfer(update: Callable[..., Tensor], inputs: Inputs, snapshots: St
     )
 
 
-def bind_fla(attend: Callable[..., tuple[Tensor, Tensor]], inputs: Inputs, snapshots: State | None) -> Step:
+def bind_fla(attend: Callable[..., tuple[Tensor, Tensor]], inputs: Inputs, snapshots: Pool | None) -> Step:
     """Linear attention with a decay per head is the recurrence of Mamba-2: q = C, k = B, v = dt x, g = dt A. It has no
     pool, no groups, no softplus, no skip and no gate, so its step does what its users do: torch around the call."""
     _only_plain_states(inputs, snapshots)
@@ -143,7 +142,7 @@ def bind_fla(attend: Callable[..., tuple[Tensor, Tensor]], inputs: Inputs, snaps
     return step
 
 
-def _only_plain_states(inputs: Inputs, snapshots: State | None) -> None:
+def _only_plain_states(inputs: Inputs, snapshots: Pool | None) -> None:
     """Raise MeasurementError where states have scales, are not rounded to nearest, or go to snapshots."""
     if inputs.state.scale is not None:
         raise MeasurementError("only compared where states have no scales")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -17,8 +17,7 @@ from flashstate.bench.results import Row
 from flashstate.bench.timing import COLD_BYTES, Timing, cold_rows, cold_slots, time_launches, time_on_cpu
 from flashstate.state.formats import decode
 from flashstate.state.slots import Slots
-from flashstate.state.state import State
-from flashstate.testing import Expected, Inputs, dtype, error_ratio, make_inputs, oracle
+from flashstate.testing import Expected, Inputs, Pool, error_ratio, make_inputs, oracle
 
 
 @dataclass
@@ -65,19 +64,22 @@ def measure_on_gpu(op: BenchedOp, job: Job, peers: Mapping[str, Binding], device
     small = snapshots_for(job, job.case.batch, device)
     check(op.bind, inputs, small)
     timed, snapshots, slots = on_cold_slots(job, inputs, device)
-    roof = time_touch(timed.state.data, slots, None if snapshots is None else snapshots.data)
-    only_read = time_read(timed.state.data, slots)
-    ours = time_on_slots(op.bind(timed, snapshots), slots)
+    flush = len(slots) * job.read_bytes < COLD_BYTES
+    x = timed.arguments["x"] if job.case.token_bytes else None
+    roof = time_touch(timed.state.data, slots, None if snapshots is None else snapshots.data, x, flush)
+    only_read = time_read(timed.state.data, slots, flush)
+    ours = time_on_slots(op.bind(timed, snapshots), slots, flush)
     report.rows += [
         row_of("touch", job, roof, job.touched_bytes, roof),
         row_of("read", job, only_read, job.read_bytes, roof),
         row_of("flashstate", job, ours, job.counted_bytes, roof),
     ]
-    for name, bind in peers.items():
+    ways = {f"flashstate, {how}": bind for how, bind in op.variants.items()}
+    for name, bind in {**ways, **peers}.items():
         try:
             with failures_as_reasons():
                 check(bind, inputs, small)
-                timing = time_on_slots(bind(timed, snapshots), slots)
+                timing = time_on_slots(bind(timed, snapshots), slots, flush)
         except MeasurementError as reason:
             report.skip(name, reason)
         else:
@@ -93,7 +95,7 @@ def measure_on_cpu(op: BenchedOp, job: Job, device: torch.device, report: Report
     report.rows.append(row_of("reference, CPU", job, timing, job.counted_bytes, None))
 
 
-def check(bind: Binding, inputs: Inputs, snapshots: State | None = None) -> None:
+def check(bind: Binding, inputs: Inputs, snapshots: Pool | None = None) -> None:
     """Raise MeasurementError unless a step on a copy of `inputs` gives an output, and in the pool or the snapshots
     states, within their budgets."""
     want, copy, batch = oracle(inputs), inputs.fresh(), len(inputs.slots)
@@ -110,13 +112,13 @@ def check(bind: Binding, inputs: Inputs, snapshots: State | None = None) -> None
             raise MeasurementError(f"wrong: its {what} is {ratio:.3g} times the error budget away from float64")
 
 
-def slots_of(inputs: Inputs, snapshots: State | None) -> Slots:
+def slots_of(inputs: Inputs, snapshots: Pool | None) -> Slots:
     """The slots of a batch, whose row b fills row b of the snapshots if there are any."""
     rows = None if snapshots is None else torch.arange(len(inputs.slots)).to(inputs.slots)
     return Slots(inputs.slots, snapshot_rows=rows)
 
 
-def state_error(stored: State, where: tuple[Any, ...], want: Expected) -> float:
+def state_error(stored: Pool, where: tuple[Any, ...], want: Expected) -> float:
     """The error of the states in these entries as a fraction of its budget."""
     states = decode(stored.data[where], None if stored.scale is None else stored.scale[where])
     return error_ratio(states, want.state, want.state_plain)
@@ -133,13 +135,13 @@ def failures_as_reasons() -> Iterator[None]:
         raise MeasurementError(f"failed: {type(error).__name__}: {error}") from error
 
 
-def on_cold_slots(job: Job, inputs: Inputs, device: torch.device) -> tuple[Inputs, State | None, list[Slots]]:
+def on_cold_slots(job: Job, inputs: Inputs, device: torch.device) -> tuple[Inputs, Pool | None, list[Slots]]:
     """The same batch on a larger pool, room for snapshots if the job takes them, and the slots of every launch."""
     pool, numbers = cold_slots(job.case.batch, job.case.slot_bytes, device)
-    return on_larger_pool(inputs, pool), *with_cold_snapshots(job, numbers, device)
+    return inputs.on_larger_pool(pool), *with_cold_snapshots(job, numbers, device)
 
 
-def with_cold_snapshots(job: Job, numbers: Sequence[Tensor], device: torch.device) -> tuple[State | None, list[Slots]]:
+def with_cold_snapshots(job: Job, numbers: Sequence[Tensor], device: torch.device) -> tuple[Pool | None, list[Slots]]:
     """Room for snapshots that are not in the cache, if the job takes them, and the slots of launches on these."""
     case = job.case
     snapshots = snapshots_for(job, max(case.batch, COLD_BYTES // (case.slot_bytes * job.stores)), device)
@@ -149,28 +151,15 @@ def with_cold_snapshots(job: Job, numbers: Sequence[Tensor], device: torch.devic
     return snapshots, [Slots(at, snapshot_rows=to) for at, to in zip(numbers, rows, strict=True)]
 
 
-def on_larger_pool(inputs: Inputs, pool: int) -> Inputs:
-    """The same batch on a pool of that many slots, filled with the states of the small one."""
-    small = inputs.state
-    slots = torch.arange(pool, device=small.data.device) % small.data.shape[0]
-    scale = None if small.scale is None else small.scale[slots]
-    seed = torch.randint(1 << 62, (pool,), device=small.data.device)
-    return replace(inputs, state=replace(small, data=small.data[slots], scale=scale, seed=seed))
-
-
-def snapshots_for(job: Job, rows: int, device: torch.device) -> State | None:
+def snapshots_for(job: Job, rows: int, device: torch.device) -> Pool | None:
     """Room for the snapshots of so many batch rows, in the format of the pool; None if the job takes none."""
-    case = job.case
     if not job.snapshots:
         return None
-    shape = (rows, job.stores, case.heads, case.rows, case.cols)
-    data = torch.zeros(shape, dtype=dtype(case.format), device=device)
-    scale = torch.ones(shape[:-1], device=device) if case.scale_bytes else None
-    return State(data, scale, rounding=case.rounding)
+    return job.case.snapshots(rows, job.stores, job.case.format, job.case.rounding, device)
 
 
-def time_on_slots(step: Step, slots: Sequence[Slots]) -> Timing:
-    return time_launches([partial(step, of_launch) for of_launch in slots])
+def time_on_slots(step: Step, slots: Sequence[Slots], flush: bool = False) -> Timing:
+    return time_launches([partial(step, of_launch) for of_launch in slots], flush=flush)
 
 
 def row_of(implementation: str, job: Job, timing: Timing, moved: int, roof: Timing | None) -> Row:
@@ -182,10 +171,7 @@ def row_of(implementation: str, job: Job, timing: Timing, moved: int, roof: Timi
         case.format,
         case.rounding,
         case.batch,
-        case.heads,
-        case.groups,
-        case.rows,
-        case.cols,
+        *case.measured_axes,
         case.tokens or 1,
         int(job.snapshots),
         timing.median,

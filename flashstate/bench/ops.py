@@ -1,6 +1,8 @@
 """The ops that can be benchmarked."""
 
+from flashstate.bench.conv1d import CONV1D
 from flashstate.bench.jobs import BenchedOp
 from flashstate.bench.mamba2 import MAMBA2
+from flashstate.bench.span import SPAN
 
-OPS: dict[str, BenchedOp] = {"mamba2": MAMBA2}
+OPS: dict[str, BenchedOp] = {"mamba2": MAMBA2, "conv1d": CONV1D, "span": SPAN}

@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 
 from flashstate.state.slots import Slots
-from flashstate.state.state import State
-from flashstate.testing import Inputs
+from flashstate.testing import Inputs, Pool
 
 # A step advances the states of the slots it is given, in place or into snapshots, and returns the output. A binding
 # makes one of inputs, and of snapshots where the job takes them.
 Step = Callable[[Slots], Tensor]
-Binding = Callable[[Inputs, State | None], Step]
+Binding = Callable[[Inputs, Pool | None], Step]
 NO_PEERS = "none"
 
 
@@ -37,7 +36,7 @@ class Peer:
 
     module: str
     function: str
-    bind: Callable[[Callable[..., Any], Inputs, State | None], Step]
+    bind: Callable[[Callable[..., Any], Inputs, Pool | None], Step]
 
     def load(self) -> Binding:
         """Import the function; MeasurementError where that fails."""

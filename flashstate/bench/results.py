@@ -43,11 +43,14 @@ class Row:
     def label(self) -> str:
         """The format, and what is not one token in place."""
         tokens = f", {self.tokens} tokens" if self.tokens > 1 else ""
-        return f"{label_of(self.format, self.rounding)}{tokens}{', snapshots' if self.snapshots else ''}"
+        channels = f"{self.rows} channels, " if self.op == "conv1d" else ""
+        return f"{channels}{label_of(self.format, self.rounding)}{tokens}{', snapshots' if self.snapshots else ''}"
 
     @property
     def shape(self) -> str:
-        """The op and the shape, which all rows of a run share."""
+        """The op and the shape, as far as all rows of a run share it."""
+        if self.op == "conv1d":
+            return f"{self.op}, width {self.cols}"
         groups = f"{self.groups} group{'s' if self.groups > 1 else ''}"
         return f"{self.op}, {self.heads} heads, {groups}, {self.rows} x {self.cols}"
 

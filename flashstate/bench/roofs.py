@@ -15,14 +15,17 @@ from flashstate.state.slots import Slots
 
 TOUCH_CONFIGS = ((1024, 4), (2048, 4), (4096, 4), (4096, 8), (8192, 8))  # 32-bit words and warps per program
 READ_CONFIGS = ((2048, 4), (4096, 4), (8192, 8))
+SMALL_CONFIGS = ((256, 2), (512, 4))  # tried too where a slot has few words:
+SMALL = 1 << 15
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def words_of_program(  # type: ignore[no-untyped-def]
-    state_ptr, slots_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr
+    state_ptr, slots_ptr, SIZE: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The batch row of this program, its BLOCK of the SIZE words of a slot, and where in the pool they are."""
-    tiles: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
+    """The batch row of this program, its BLOCK of the SIZE words of a slot and of the TOKENS words of its tokens, and
+    where in the pool the former are."""
+    tiles: tl.constexpr = (max(SIZE, TOKENS) + BLOCK - 1) // BLOCK
     pid = tl.program_id(0)
     b = pid // tiles
     offs = pid % tiles * BLOCK + tl.arange(0, BLOCK)
@@ -31,10 +34,14 @@ def words_of_program(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def touch_kernel(  # type: ignore[no-untyped-def]
-    state_ptr, slots_ptr, copies_ptr, rows_ptr, SIZE: tl.constexpr, COPIES: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Flip the sign bits of words in place, or copy the words to COPIES places of a row."""
-    b, offs, ptrs = words_of_program(state_ptr, slots_ptr, SIZE, BLOCK)
+    state_ptr, slots_ptr, copies_ptr, rows_ptr, x_ptr, out_ptr,
+    SIZE: tl.constexpr, TOKENS: tl.constexpr, COPIES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Flip the sign bits of words in place, or copy the words to COPIES places of a row; copy the words of tokens."""
+    b, offs, ptrs = words_of_program(state_ptr, slots_ptr, SIZE, TOKENS, BLOCK)
+    if TOKENS > 0:
+        at = b.to(tl.int64) * TOKENS + offs
+        tl.store(out_ptr + at, tl.load(x_ptr + at, mask=offs < TOKENS), mask=offs < TOKENS)
     words = tl.load(ptrs, mask=offs < SIZE, eviction_policy="evict_first")
     if COPIES == 0:
         tl.store(ptrs, words ^ -2147483648, mask=offs < SIZE, eviction_policy="evict_first")
@@ -49,18 +56,22 @@ def read_kernel(  # type: ignore[no-untyped-def]
     state_ptr, slots_ptr, largest_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Find the largest word: one per program is stored, because the compiler drops loads that nobody uses."""
-    _, offs, ptrs = words_of_program(state_ptr, slots_ptr, SIZE, BLOCK)
+    _, offs, ptrs = words_of_program(state_ptr, slots_ptr, SIZE, 0, BLOCK)
     words = tl.load(ptrs, mask=offs < SIZE, other=-2147483648, eviction_policy="evict_first")
     tl.store(largest_ptr + tl.program_id(0), tl.max(words, 0))
 
 
-def touch(data: Tensor, slots: Slots, copies: Tensor | None, block: int, num_warps: int) -> None:
-    """Touch these slots of a dense pool once: in place, or with `copies` (rows, T, ...) as snapshots of every token."""
-    words = _words(data)
-    size = words.shape[1]
-    touch_kernel[(_programs(slots, size, block),)](
-        words, slots.read, None if copies is None else _words(copies), slots.snapshot_rows, size,
-        0 if copies is None else copies.shape[1], block, num_warps=num_warps, enable_fp_fusion=False,
+def touch(
+    data: Tensor, slots: Slots, copies: Tensor | None, block: int, num_warps: int, x: Tensor | None = None
+) -> None:
+    """Touch these slots of a dense pool once: in place, or with `copies` (rows, T, ...) as snapshots of every token.
+    Copy tokens x (batch, ...) beside it."""
+    words, tokens = _words(data), None if x is None else _words(x)
+    size, token_size = words.shape[1], 0 if tokens is None else tokens.shape[1]
+    touch_kernel[(_programs(slots, max(size, token_size), block),)](
+        words, slots.read, None if copies is None else _words(copies), slots.snapshot_rows,
+        tokens, None if tokens is None else torch.empty_like(tokens),
+        size, token_size, 0 if copies is None else copies.shape[1], block, num_warps=num_warps, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -73,29 +84,36 @@ def read(data: Tensor, slots: Slots, largest: Tensor, block: int, num_warps: int
     )
 
 
-def time_touch(data: Tensor, slots: Sequence[Slots], copies: Tensor | None = None) -> Timing:
+def time_touch(
+    data: Tensor, slots: Sequence[Slots], copies: Tensor | None = None, x: Tensor | None = None, flush: bool = False
+) -> Timing:
     """The best time of a touch of these slots, one launch each, over all configs."""
-    return _fastest(partial(touch, data, copies=copies), slots, TOUCH_CONFIGS)
+    small = _words(data).shape[1] < SMALL
+    return _fastest(partial(touch, data, copies=copies, x=x), slots, flush, small * SMALL_CONFIGS + TOUCH_CONFIGS)
 
 
-def time_read(data: Tensor, slots: Sequence[Slots]) -> Timing:
+def time_read(data: Tensor, slots: Sequence[Slots], flush: bool = False) -> Timing:
     """The best time of reading these slots, one launch each, over all configs."""
-    most = max(_programs(slots[0], _words(data).shape[1], block) for block, _ in READ_CONFIGS)
+    size = _words(data).shape[1]
+    configs = (size < SMALL) * SMALL_CONFIGS + READ_CONFIGS
+    most = max(_programs(slots[0], size, block) for block, _ in configs)
     largest = torch.empty(most, dtype=torch.int32, device=data.device)
-    return _fastest(partial(read, data, largest=largest), slots, READ_CONFIGS)
+    return _fastest(partial(read, data, largest=largest), slots, flush, configs)
 
 
-def _fastest(move: Callable[..., None], slots: Sequence[Slots], configs: Sequence[tuple[int, int]]) -> Timing:
+def _fastest(
+    move: Callable[..., None], slots: Sequence[Slots], flush: bool, configs: Sequence[tuple[int, int]]
+) -> Timing:
     timings = [
-        time_launches([partial(move, slots=at, block=block, num_warps=num_warps) for at in slots])
+        time_launches([partial(move, slots=at, block=block, num_warps=num_warps) for at in slots], flush=flush)
         for block, num_warps in configs
     ]
     return min(timings, key=lambda timing: timing.median)
 
 
 def _words(data: Tensor) -> Tensor:
-    """The entries of the first axis as rows of 32-bit words."""
-    return data.flatten(1).view(torch.int32)
+    """The entries of the first axis, which are dense in some order of their axes, as rows of 32-bit words."""
+    return data.as_strided((len(data), data[0].numel()), (data.stride(0), 1)).view(torch.int32)
 
 
 def _programs(slots: Slots, size: int, block: int) -> int:

@@ -49,8 +49,9 @@ def cold_rows(batch: int, rows: int, launches: int, device: torch.device) -> lis
     return list((torch.arange(batch * launches) % rows).to(torch.int32).to(device).split(batch))
 
 
-def time_launches(launches: Sequence[Callable[[], object]], replays: int = 15) -> Timing:
-    """Capture the launches into one graph and time its replays."""
+def time_launches(launches: Sequence[Callable[[], object]], replays: int = 15, flush: bool = False) -> Timing:
+    """Capture the launches into one graph and time its replays. `flush`: sweep the cache before each, for launches that
+    do not touch enough between them."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -63,10 +64,13 @@ def time_launches(launches: Sequence[Callable[[], object]], replays: int = 15) -
             launch()
     for _ in range(3):
         graph.replay()
-    return Timing.of([_replay_time(graph) / len(launches) for _ in range(replays)])
+    swept = torch.empty(COLD_BYTES if flush else 0, dtype=torch.int8, device="cuda")
+    return Timing.of([_replay_time(graph, swept) / len(launches) for _ in range(replays)])
 
 
-def _replay_time(graph: torch.cuda.CUDAGraph) -> float:
+def _replay_time(graph: torch.cuda.CUDAGraph, swept: Tensor) -> float:
+    """Microseconds of a replay, after this memory went through the cache."""
+    swept.zero_()
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     graph.replay()

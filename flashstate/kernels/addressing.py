@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from flashstate.kernels.slots import unused_tokens
+
 
 @triton.jit
 def this_program(H: tl.constexpr, ROWS: tl.constexpr, BLOCK_ROWS: tl.constexpr):
@@ -25,3 +27,13 @@ def token_entry(tensor, b, t, h, ALIGNMENT: tl.constexpr):
     tl.assume(stride_h >= 0)
     entry = ptr + (b.to(tl.int64) * stride_b + t.to(tl.int64) * stride_t + h.to(tl.int64) * stride_h)
     return tl.multiple_of(entry, ALIGNMENT)
+
+
+@triton.jit
+def zero_unused(out, cu_seqlens_ptr, b, h, offsets, mask, tokens, batch):
+    """Zero the output of the tokens that no row has, at these offsets from head h; the rows share the work."""
+    zero = tl.zeros(offsets.shape, out[0].dtype.element_ty)
+    start, end = unused_tokens(cu_seqlens_ptr, batch, tokens)
+    for index in range(b, start + tokens - end, batch):
+        t = tl.where(index < start, b * 0 + index, end + index - start)
+        tl.store(token_entry(out, b, t, h, 1) + offsets, zero, mask=mask)

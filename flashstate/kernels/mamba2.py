@@ -2,8 +2,10 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
-from flashstate.kernels.addressing import this_program, token_entry
+from flashstate.kernels.addressing import this_program, token_entry, zero_unused
+from flashstate.kernels.functions import silu, softplus
 from flashstate.kernels.slots import (
     ancestor,
     path_to,
@@ -11,23 +13,8 @@ from flashstate.kernels.slots import (
     resolve_snapshot_row,
     resolve_write,
     token_range,
-    unused_tokens,
 )
 from flashstate.kernels.state_io import load_scale, load_seed, load_state, random_bits, store_state, tile_at
-
-
-@triton.jit
-def softplus(x):
-    """log(1 + exp(x)), the identity above 20. Where exp(x) < 1 the bits that 1 + exp(x) lost are added back."""
-    e = tl.exp(x)
-    w = 1.0 + e
-    log1p = tl.log(w) + tl.where(e < 1.0, e - (w - 1.0), 0.0)
-    return tl.where(x > 20.0, x, log1p)
-
-
-@triton.jit
-def silu(x):
-    return x / (1.0 + tl.exp(-x))
 
 
 @triton.jit
@@ -181,6 +168,15 @@ def either(choose_first, first, second):
 
 
 @triton.jit
+def zero_unless(live, s, factor):
+    """A state and the factor of its rows, or a zero state, where masked loads gave anything."""
+    chosen = ()
+    for k in tl.static_range(len(s)):
+        chosen = chosen + (tl.where(live, s[k], 0.0),)
+    return chosen, tl.where(live, factor, 1.0)
+
+
+@triton.jit
 def load_rows(ptr, offs_d, mask_d, exists):
     """A value for each row of a head, (BLOCK_ROWS,); zeros where nothing exists."""
     return tl.load(ptr + offs_d, mask=tl.where(exists, mask_d, False), other=0.0).to(tl.float32)
@@ -249,6 +245,8 @@ def mamba2_step_kernel(
     DT_SOFTPLUS: tl.constexpr, ONE_TOKEN: tl.constexpr,
     TOGETHER: tl.constexpr,  # tokens whose inputs are loaded at once; 1 with parents
     STORES: tl.constexpr,  # after which tokens the pool is written: "last", "every" or "none"
+    PADDING: tl.constexpr,  # the output of padding rows: "zero", or "fresh", from a zero state
+    EARLY: tl.constexpr,  # started before the kernel in front of it has ended
     ROUNDING: tl.constexpr, SNAPSHOT_ROUNDING: tl.constexpr, ROUNDS: tl.constexpr, TARGET: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr, THREADS: tl.constexpr,  # of a program
 ):  # fmt: skip
@@ -272,6 +270,8 @@ def mamba2_step_kernel(
 
     factor = load_scale(scale_ptr, slot * scale_stride, live, tile)
     s = load_state(data_ptr, slot * slot_stride, live, tile, COLS, VECTOR, TARGET)
+    if PADDING == "fresh":
+        s, factor = zero_unless(live, s, factor)
     initial, initial_factor = s, factor
     A = load_decay(A_ptr, h, tile, A_PER_ELEMENT)
     if D_ptr is not None:
@@ -282,6 +282,8 @@ def mamba2_step_kernel(
     if STORES == "last":  # drawn while the state is on its way
         random = random_bits(seed, tile, count - 1, stream, COLS, VECTOR, ROUNDING, ROUNDS)
 
+    if EARLY:  # what tokens bring may come from the kernel in front; the state is on its way
+        gdc_wait()
     updates = (x_ptr, x_b, x_t, x_h), (dt_ptr, dt_b, dt_t, dt_h), (B_ptr, B_b, B_t, B_h)
     out = (out_ptr, out_b, out_t, out_h)
     alignment: tl.constexpr = 16 if ALIGNED else 1
@@ -322,7 +324,7 @@ def mamba2_step_kernel(
                 y = tl.fma(x, D, y)
             if z_ptr is not None:
                 y *= silu(gates[j])
-            y = tl.where(runs, y, 0.0).to(out_ptr.dtype.element_ty)
+            y = tl.where(runs if PADDING == "zero" else stepped, y, 0.0).to(out_ptr.dtype.element_ty)
             y_ptrs = token_entry(out, b, first + t, h, alignment) + offs_d
             tl.store(y_ptrs, y, mask=tl.where(exists, mask_d, False))
 
@@ -353,13 +355,3 @@ def mamba2_step_kernel(
     if cu_seqlens_ptr is not None:
         batch = tl.num_programs(0) // (H * ((ROWS + BLOCK_ROWS - 1) // BLOCK_ROWS))
         zero_unused(out, cu_seqlens_ptr, b, h, offs_d, mask_d, tokens, batch)
-
-
-@triton.jit
-def zero_unused(out, cu_seqlens_ptr, b, h, offs_d, mask_d, tokens, batch):
-    """Zero the output of the tokens that no row has; the rows share the work."""
-    zero = tl.zeros(offs_d.shape, out[0].dtype.element_ty)
-    start, end = unused_tokens(cu_seqlens_ptr, batch, tokens)
-    for index in range(b, start + tokens - end, batch):
-        t = tl.where(index < start, b * 0 + index, end + index - start)
-        tl.store(token_entry(out, b, t, h, 1) + offs_d, zero, mask=mask_d)

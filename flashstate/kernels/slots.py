@@ -81,33 +81,40 @@ def _load_bound(ptr, tokens):
 
 
 @triton.jit
-def path_to(parents, b, t, longest):
-    """How many steps lead to token t from the state at hand, which is the one after token t - 1 if that is its parent
-    and the initial one otherwise, and which of both it is; 0 steps if an ancestor's parent is invalid."""
-    parent = _load_parent(parents, b, t, longest)
-    follows = parent == t - 1
+def depth_of(parents, b, t, longest):
+    """How many tokens lead from the initial state to token t of a tree, itself among them; 0 if a parent is invalid."""
+    parent = parent_of(parents, b, t, longest)
     count = t * 0 + 1
     child = t
     while (parent >= 0) & (parent < child):
         child = parent
-        parent = _load_parent(parents, b, child, longest)
+        parent = parent_of(parents, b, child, longest)
         count += 1
-    return tl.where(parent == -1, tl.where(follows, 1, count), 0), follows
+    return tl.where(parent == -1, count, 0)
+
+
+@triton.jit
+def path_to(parents, b, t, longest):
+    """How many steps lead to token t from the state at hand, which is the one after token t - 1 if that is its parent
+    and the initial one otherwise, and which of both it is; 0 steps if an ancestor's parent is invalid."""
+    follows = parent_of(parents, b, t, longest) == t - 1
+    depth = depth_of(parents, b, t, longest)
+    return tl.where(follows, tl.minimum(depth, 1), depth), follows
 
 
 @triton.jit
 def ancestor(parents, b, t, generations, longest):
     """The token that is so many generations above token t."""
     for _ in range(0, generations):
-        t = _load_parent(parents, b, t, longest)
+        t = parent_of(parents, b, t, longest)
     return t
 
 
 @triton.jit
-def _load_parent(parents, b, t, longest):
-    """The parent of token t; past the table an invalid one."""
+def parent_of(parents, b, t, longest):
+    """The parent of token t; an invalid one past the table, and of a token that is none."""
     table_ptr, stride = parents
-    parent = tl.load(_entry(table_ptr, b, stride, t), mask=t < longest, other=-2)
+    parent = tl.load(_entry(table_ptr, b, stride, t), mask=(t >= 0) & (t < longest), other=-2)
     return tl.where((parent >= -1) & (parent < longest), parent, -2).to(tl.int32)
 
 

@@ -1,7 +1,8 @@
 """How a kernel is started: which backend runs a call, and with which config."""
 
-from flashstate.launch.backend import interpreted, kernel_target, uses_kernels
+from flashstate.launch.backend import interpreted, kernel_target, lets_next_start, uses_kernels
 from flashstate.launch.config import (
+    ChannelProblem,
     Gpu,
     Problem,
     access_width,
@@ -15,6 +16,7 @@ from flashstate.launch.start import collecting, start
 from flashstate.launch.table import Config
 
 __all__ = [
+    "ChannelProblem",
     "Config",
     "Gpu",
     "Problem",
@@ -25,6 +27,7 @@ __all__ = [
     "gpu_of",
     "interpreted",
     "kernel_target",
+    "lets_next_start",
     "override",
     "start",
     "uses_kernels",

@@ -46,3 +46,11 @@ def aligned(tensor: Tensor | None) -> bool:
         return True
     outer = (stride * tensor.element_size() for stride in tensor.stride()[:-1])
     return not (tensor.data_ptr() % ACCESS_BYTES or any(step % ACCESS_BYTES for step in outer))
+
+
+def row_alignment(tensor: Tensor) -> int:
+    """Bytes that all rows of a tensor start at multiples of, as far as it matters: 16 or 1; 0 if the entries of a row
+    are not neighbours."""
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        return 0
+    return ACCESS_BYTES if aligned(tensor) else 1

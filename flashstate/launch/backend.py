@@ -34,6 +34,14 @@ def kernel_target(device: torch.device) -> str:
     return "sm_89" if capability >= (8, 9) else "sm_80" if capability >= (8, 0) else "portable"
 
 
+@functools.cache
+def lets_next_start(device: torch.device) -> bool:
+    """Whether kernels can let the next one start before they end: programmatic dependent launch."""
+    if device.type == "cpu" or torch.version.cuda is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 @contextmanager
 def interpreted() -> Iterator[None]:
     """Send ops on CPU tensors through the Triton kernels, run by Triton's interpreter."""

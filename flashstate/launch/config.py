@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import product, starmap
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -23,7 +23,7 @@ from flashstate.state.signature import ACCESS_BYTES
 
 WARP = 32 if torch.version.hip is None else 64  # threads; those AMD GPUs that have 32 are content with rows for 64
 CALL_COLUMNS = 8  # that one Philox call serves: a thread needs the bits of all of them side by side
-TOGETHER = (1, 2, 4)  # tokens whose inputs may be loaded together
+TOGETHER = (1, 2, 4, 8)  # tokens whose inputs may be loaded together
 REGISTERS = (0, 128)  # that a thread may have: as many as the compiler likes, or so few that an SM has 16 warps
 MOST_UNROLLED = 128  # elements of state in a thread, times tokens loaded together
 MOST_OF_A_ROW = 64  # elements in a thread, and
@@ -54,10 +54,17 @@ class Problem:
     several_tokens: bool = False  # per row and call
     each_stored: bool = False  # a state after every one of several tokens, to snapshots or to a slot of its own
 
+    most_together: ClassVar[int] = 4  # tokens
+
     @property
     def block_cols(self) -> int:
         """Columns of a tile: the whole row, padded to a power of two that holds whole Philox calls."""
         return max(2 * CALL_COLUMNS, next_power_of_2(self.cols))
+
+    @property
+    def row_choices(self) -> tuple[int, ...]:
+        """How many rows a program may have."""
+        return 1, 2, 4, 8, 16, 32, 64
 
     @property
     def lane_choices(self) -> list[int]:
@@ -74,7 +81,7 @@ class Problem:
     @property
     def together_choices(self) -> tuple[int, ...]:
         """How many tokens are worth loading together."""
-        return TOGETHER if self.several_tokens else TOGETHER[:1]
+        return tuple(n for n in TOGETHER if n <= self.most_together) if self.several_tokens else TOGETHER[:1]
 
     @property
     def register_choices(self) -> tuple[int, ...]:
@@ -83,27 +90,76 @@ class Problem:
 
     def valid(self, config: Config) -> bool:
         """Whether a call may be launched so: threads share rows as a config says only where there are rows for all."""
-        powers_of_two = all(n == next_power_of_2(n) for n in (config.block_rows, config.num_warps))
-        known = config.lanes in self.lane_choices and config.together in TOGETHER and config.registers in REGISTERS
+        powers_of_two = all(n == next_power_of_2(n) for n in (config.block_rows, config.num_warps, config.together))
+        known = config.lanes in self.lane_choices and config.together <= self.most_together
+        known = known and config.registers in REGISTERS
         return powers_of_two and known and config.block_rows >= config.num_warps * (WARP // config.lanes)
 
     def per_thread(self, config: Config) -> int:
         """Elements of state that a thread has."""
         return config.block_rows * self.block_cols // (config.num_warps * WARP)
 
+    def manageable(self, config: Config) -> bool:
+        """Whether a thread has at most 128 elements of state times tokens loaded together, or one row and one token."""
+        smallest = config.together == 1 and config.block_rows == config.num_warps * (WARP // config.lanes)
+        return smallest or self.per_thread(config) * config.together <= MOST_UNROLLED
+
+    def heuristic(self, gpu: Gpu) -> Config:
+        """One warp; for small batches fewer rows, so that a head spreads over more programs, and more tokens together,
+        as nothing else hides their loads."""
+        lanes = heuristic_lanes(self, gpu)
+        per_thread = 16 if self.batch_heads < LARGE else 32
+        block_rows = min(next_power_of_2(self.rows), per_thread * WARP // self.block_cols)
+        config = Config(max(block_rows, WARP // lanes), 1, lanes)
+        if self.several_tokens and self.batch_heads < LARGE:
+            most = MOST_UNROLLED // 2 // self.per_thread(config)
+            config = replace(config, together=max(1, min(4 if self.batch_heads < FEW else 2, most)))
+        return config
+
+
+@dataclass(frozen=True)
+class ChannelProblem(Problem):
+    """What a config of a convolution is chosen for: `rows` are channels and `cols` the taps of each, all of which one
+    thread has, so every config gives the same bytes. `batch_heads` is the batch, `vector` the channels of an access."""
+
+    most_together: ClassVar[int] = 8
+
+    @property
+    def row_choices(self) -> tuple[int, ...]:
+        return 32, 64, 128, 256, 512, 1024, 2048, 4096
+
+    @property
+    def lane_choices(self) -> list[int]:
+        return [1]
+
+    def per_thread(self, config: Config) -> int:
+        """Channels that a thread has."""
+        return config.block_rows // (config.num_warps * WARP)
+
+    def manageable(self, config: Config) -> bool:
+        return self.per_thread(config) * max(config.together, self.cols) <= MOST_UNROLLED
+
+    def heuristic(self, gpu: Gpu) -> Config:
+        """Four channels per thread: more warps where all they do is move bytes, two tokens together where there are
+        some."""
+        warps = 1 if self.several_tokens else 4
+        return Config(4 * WARP * warps, warps, 1, 2 if self.several_tokens else 1)
+
 
 def valid_configs(problem: Problem) -> list[Config]:
     """Every config a table may hold for `problem`: valid, and not so large that code and registers get out of hand."""
-    rows, warps = (1, 2, 4, 8, 16, 32, 64), (1, 2, 4, 8)
+    rows, warps = problem.row_choices, (1, 2, 4, 8)
     numbers = product(rows, warps, problem.lane_choices, problem.together_choices, problem.register_choices)
     configs = [config for config in starmap(Config, numbers) if problem.valid(config)]
-    return [config for config in configs if _manageable(problem, config)]
+    return [config for config in configs if problem.manageable(config)]
 
 
-def _manageable(problem: Problem, config: Config) -> bool:
-    """Whether a thread has at most 128 elements of state times tokens loaded together, or one row and one token."""
-    smallest = config.together == 1 and config.block_rows == config.num_warps * (WARP // config.lanes)
-    return smallest or problem.per_thread(config) * config.together <= MOST_UNROLLED
+def tokens_together(config: Config, longest: int, packed: bool, tree: bool) -> int:
+    """How many tokens a kernel loads together: no more than there are in a dense call, whose number is fixed while a
+    server runs; as many as the config says of packed rows, however long the longest is. Trees load token by token."""
+    if tree:
+        return 1
+    return config.together if packed else min(config.together, next_power_of_2(longest))
 
 
 def next_power_of_2(n: int) -> int:
@@ -153,25 +209,12 @@ def _look_up(problem: Problem, gpu: Gpu) -> tuple[Config, str]:
         if sizes:
             nearest = min(sizes, key=lambda size: abs(math.log(size / problem.batch_heads)))
             return sizes[nearest], f"table of {gpu.name}, measured at batch x heads = {nearest}{what}"
-    return heuristic(problem, gpu), "heuristic: no table for this GPU, op, shape, format and mode"
+    return problem.heuristic(gpu), "heuristic: no table for this GPU, op, shape, format and mode"
 
 
 def measured_sizes(configs: Configs, problem: Problem) -> Mapping[int, Config]:
     """What a table has for problems that differ in their size alone, by batch x heads."""
     return configs.get(table_key(problem), {}).get(mode_key(problem), {})
-
-
-def heuristic(problem: Problem, gpu: Gpu) -> Config:
-    """One warp; for small batches fewer rows, so that a head spreads over more programs, and more tokens together, as
-    nothing else hides their loads."""
-    lanes = heuristic_lanes(problem, gpu)
-    per_thread = 16 if problem.batch_heads < LARGE else 32
-    block_rows = min(next_power_of_2(problem.rows), per_thread * WARP // problem.block_cols)
-    config = Config(max(block_rows, WARP // lanes), 1, lanes)
-    if problem.several_tokens and problem.batch_heads < LARGE:
-        most = MOST_UNROLLED // 2 // problem.per_thread(config)
-        config = replace(config, together=max(1, min(4 if problem.batch_heads < FEW else 2, most)))
-    return config
 
 
 def heuristic_lanes(problem: Problem, gpu: Gpu) -> int:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flashstate.launch.driver import DriverLaunch
 from flashstate.launch.start import Started
+from flashstate.state.slots import Slots
 
 MOST_KEYS = 1024  # remembered at once; then all are forgotten, and the next ones remembered anew
 MOST_ALIKE = 16  # calls that only their tensors tell apart; more of them take the ordinary way
@@ -39,6 +40,24 @@ class DirectLaunch(NamedTuple):
 
 
 Launches = dict[Hashable, list[DirectLaunch]]  # by what tells calls apart but their tensors
+Likeness = tuple[Launches, Hashable, list[Any]]  # launches to look in, and what tells a call from others there
+STARTED: Final[Likeness] = ({}, None, [])  # the answer of an op that could start a kernel again
+
+
+def add_slots(slots: Any, x: Any, tensors: list[Any], pointers: list[int]) -> tuple[Hashable, int]:
+    """What tells the slots of a call from others, and its null slot. Their addresses join `pointers`, in the order in
+    which kernels take them, and a bare tensor joins the tensors that are compared."""
+    if slots.__class__ is Slots:
+        for table in slots.tables:
+            pointers.append(table.data_ptr())
+        if slots.cu_seqlens is not None:  # rows of any length: what differs is the number of tokens
+            return (slots.signature, len(x)), slots.null
+        return slots.signature, slots.null
+    if slots is None:
+        return None, -1
+    tensors.append(slots)
+    pointers.append(slots.data_ptr())
+    return ~len(slots), -1  # signatures are not negative
 
 
 def find(launches: Launches, key: Hashable, tensors: Sequence[Tensor]) -> DirectLaunch | None:

@@ -36,6 +36,20 @@ class LaunchConfig(ctypes.Structure):
     )
 
 
+class LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute of the CUDA driver."""
+
+    _fields_ = (
+        ("id", ctypes.c_uint),
+        ("unused", ctypes.c_uint),
+        ("value", ctypes.c_int),
+        ("rest_of_value", ctypes.c_char * 60),
+    )
+
+
+START_EARLY = LaunchAttribute(6, 0, 1)  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+
+
 @functools.cache
 def _launch_function() -> Any:
     """cuLaunchKernelEx, with addresses as plain numbers."""
@@ -54,14 +68,15 @@ class DriverLaunch:
         parameters."""
         compiled, arguments = started.compiled, started.launch.arguments
         parameters = [*parameters_of(arguments), 0, 0]  # the last two: scratch memory, which is not used
-        _require(compiled, len(parameters))
+        _require(compiled, len(parameters), started.launch.early)
         present = sum(argument is not None for argument in arguments[:pointers])
         self._memory = bytearray(SLOT * len(parameters))
         struct.pack_into(f"<{len(parameters)}q", self._memory, 0, *map(_signed, parameters))
         start = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self._addresses = (ctypes.c_void_p * len(parameters))(*(start + SLOT * i for i in range(len(parameters))))
         block = (32 * compiled.metadata.num_warps, 1, 1)
-        self._config = LaunchConfig((started.grid[0], 1, 1), block, compiled.metadata.shared, None, None, 0)
+        attributes = (ctypes.addressof(START_EARLY), 1) if started.launch.early else (None, 0)
+        self._config = LaunchConfig((started.grid[0], 1, 1), block, compiled.metadata.shared, None, *attributes)
         self._device_index = started.launch.device.index
         self._pack = struct.Struct(f"<{present}Qq").pack_into
         self._launch = _launch_function()
@@ -93,7 +108,7 @@ def _signed(number: int) -> int:
     return number - (1 << 64) if number >= 1 << 63 else number
 
 
-def _require(compiled: Any, parameters: int) -> None:
+def _require(compiled: Any, parameters: int, early: bool) -> None:
     """AttributeError unless a kernel is for CUDA, has so many parameters, and nothing that needs more care."""
     metadata, launcher = compiled.metadata, compiled.run
     if "ptx" not in compiled.asm:
@@ -102,7 +117,7 @@ def _require(compiled: Any, parameters: int) -> None:
     plain = (
         metadata.num_ctas == 1
         and not launcher.launch_cooperative_grid
-        and not launcher.launch_pdl
+        and bool(launcher.launch_pdl) == early
         and launcher.global_scratch_size == launcher.profile_scratch_size == 0
     )
     if not plain:

@@ -25,12 +25,14 @@ class Launch(NamedTuple):
     constants: Mapping[str, Any]
     num_warps: int
     registers: int = 0  # the most a thread may have; 0: as many as the compiler likes
+    early: bool = False  # may start before the kernel in front of it on the stream has ended, for which it waits itself
 
     @property
-    def options(self) -> dict[str, int]:
+    def options(self) -> dict[str, int | bool]:
         """What the compiler is told beside constants."""
         limit = {"maxnreg": self.registers} if self.registers else {}
-        return {"num_warps": self.num_warps, "enable_fp_fusion": FP_FUSION, **limit}
+        early = {"launch_pdl": True} if self.early else {}
+        return {"num_warps": self.num_warps, "enable_fp_fusion": FP_FUSION, **limit, **early}
 
 
 class Started(NamedTuple):
@@ -52,9 +54,10 @@ def start(
     constants: Mapping[str, Any],
     num_warps: int,
     registers: int = 0,
+    early: bool = False,
 ) -> Started | None:
     """Launch `kernel` on the current stream of a device; None where it is not launched, or not compiled."""
-    launch, collected = Launch(kernel, device, arguments, constants, num_warps, registers), _collected.get()
+    launch, collected = Launch(kernel, device, arguments, constants, num_warps, registers, early), _collected.get()
     if collected is not None:
         collected.append(launch)
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain, product
 
@@ -16,6 +17,7 @@ from flashstate.launch.backend import uses_kernels
 from flashstate.launch.config import LARGE
 from flashstate.launch.start import Launch, collecting
 from flashstate.launch.variants import compile_variants, variants_of
+from flashstate.ops.conv1d import conv1d_step
 from flashstate.ops.mamba2 import mamba2_step
 from flashstate.ops.pool import read_states, write_states
 from flashstate.state.pool import StatePool
@@ -37,10 +39,14 @@ def warmup(
     z: bool = True,
     dt_bias: bool = True,
     index: torch.dtype = torch.int64,
+    early: bool = False,
+    conv_width: int = 4,
+    conv_bias: bool = True,
     also: Call | None = None,
     progress: bool = True,
 ) -> dict[str, int]:
-    """Compile the kernels that serving a pool with `mamba2_step` needs, so that no such call compiles anything later.
+    """Compile the kernels that serving a pool with `mamba2_step` needs, and with `conv1d_step` if it has windows: none
+    of their calls compiles anything later.
 
     batches, tokens: every size of a batch, and every number of tokens per row.
     groups: of B and C.
@@ -48,6 +54,9 @@ def warmup(
     parameters: the dtype of A, D and dt_bias, which have one value per head.
     D, z, dt_bias: whether they are given.
     index: the dtype of slot numbers.
+    early: as in both.
+    conv_width, conv_bias: of convolutions with silu, whose weights have the dtype of activations. Windows longer than
+        they need roll back.
     also: makes other calls as the server will: with snapshots, packed tokens, a tree, other dtypes.
     progress: show a bar, and how many variants there are, on stderr.
 
@@ -61,12 +70,18 @@ def warmup(
     states = [pool.layer(i) for i in range(pool.layers)]
     if not uses_kernels(states[0].data.device):
         return {}
-    step = partial(_step, groups=groups, activations=activations, parameters=parameters, D=D, z=z, dt_bias=dt_bias)
+    step = partial(
+        _step, groups=groups, activations=activations, parameters=parameters, D=D, z=z, dt_bias=dt_bias, early=early
+    )
     slots = [_no_requests(pool, batch, index) for batch in batches]
     calls: Iterable[Call] = chain(
         (partial(pool.advance, of_batch) for of_batch in slots),
         (call for state in states for call in _pool_calls(state, activations)),
         (partial(step, state, of_batch, count) for state, of_batch, count in product(states, slots, tokens)),
+        (
+            partial(_convolve, pool.window(i), of_batch, count, conv_width, activations, conv_bias, early)
+            for i, of_batch, count in product(range(pool.layers if pool.has_windows else 0), slots, tokens)
+        ),
         () if also is None else (also,),
     )
     variants = variants_of(_launches(calls))
@@ -112,14 +127,11 @@ def _step(
     D: bool,
     z: bool,
     dt_bias: bool,
+    early: bool,
 ) -> None:
     """A step of the batch in `slots`, on activations that take the memory of one token."""
     _, heads, rows, cols = state.data.shape
-    leading = (len(slots.read),) if tokens == 1 else (len(slots.read), tokens)
-
-    def per_token(*sizes: int) -> Tensor:
-        return torch.empty(sizes, dtype=activations, device=state.data.device).expand(*leading, *sizes)
-
+    per_token = partial(_per_token, slots, tokens, activations)
     x, bc = per_token(heads, rows), per_token(groups, cols)
     per_head = torch.empty(heads, dtype=parameters, device=state.data.device)
     mamba2_step(
@@ -133,4 +145,23 @@ def _step(
         z=x if z else None,
         dt_bias=per_head if dt_bias else None,
         slots=slots,
+        early=early,
     )
+
+
+def _convolve(
+    window: Tensor, slots: Slots, tokens: int, width: int, activations: torch.dtype, bias: bool, early: bool
+) -> None:
+    """A convolution of the batch in `slots`; a longer window than it needs rolls back."""
+    channels = window.shape[1]
+    if window.shape[2] > width - 1:
+        slots = replace(slots, accepted=torch.zeros_like(slots.read))
+    weight = torch.empty(channels, width, dtype=activations, device=window.device)
+    x = _per_token(slots, tokens, activations, channels)
+    conv1d_step(window, x, weight, weight[:, 0].contiguous() if bias else None, slots=slots, early=early)
+
+
+def _per_token(slots: Slots, tokens: int, dtype: torch.dtype, *sizes: int) -> Tensor:
+    """Activations of every token, which take the memory of one."""
+    leading = (len(slots.read),) if tokens == 1 else (len(slots.read), tokens)
+    return torch.empty(sizes, dtype=dtype, device=slots.read.device).expand(*leading, *sizes)

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from flashstate.launch import uses_kernels
-from flashstate.testing import Case
+from flashstate.testing import AnyCase
 
-Law = Callable[[Case, torch.device], None]
+Law = Callable[[AnyCase, torch.device], None]
 LAWS: dict[str, Law] = {}
 SCOPES: dict[str, Scope] = {}
 
@@ -21,14 +21,16 @@ class Scope:
     """What a law speaks of: every implementation, "kernels" or "cuda" only, and which cases."""
 
     needs: str
-    includes: Callable[[Case], bool]
+    includes: Callable[[AnyCase], bool]
 
 
 class LawBroken(AssertionError):  # noqa: N818  (a verdict, not an error)
     """A law does not hold."""
 
 
-def law(words: str, *, needs: str = "", includes: Callable[[Case], bool] = lambda case: True) -> Callable[[Law], Law]:
+def law(
+    words: str, *, needs: str = "", includes: Callable[[AnyCase], bool] = lambda case: True
+) -> Callable[[Law], Law]:
     """Add a function to LAWS under the words that say what holds."""
 
     def add(check: Law) -> Law:
@@ -44,6 +46,6 @@ def laws_for(device: torch.device) -> dict[str, Law]:
     return {words: check for words, check in LAWS.items() if SCOPES[words].needs in there}
 
 
-def pairs(laws: Iterable[str], cases: Iterable[Case]) -> list[tuple[str, Case]]:
+def pairs(laws: Iterable[str], cases: Iterable[AnyCase]) -> list[tuple[str, AnyCase]]:
     """Every law with every case it speaks of."""
     return [(words, case) for words, case in itertools.product(laws, cases) if SCOPES[words].includes(case)]

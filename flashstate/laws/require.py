@@ -9,8 +9,8 @@ from torch import Tensor
 
 from flashstate.laws.registry import LawBroken
 from flashstate.state.faults import check_faults
-from flashstate.state.state import State
-from flashstate.testing import Inputs, encoded, error_ratio
+from flashstate.state.formats import bits_of
+from flashstate.testing import Inputs, Pool, encoded, error_ratio
 
 
 def require(condition: bool, message: str) -> None:
@@ -28,19 +28,15 @@ def require_equal_bytes(what: str, got: Tensor, want: Tensor) -> None:
 
 
 def require_equal_states(
-    what: str, got: State, want: State, slots: Tensor | None = None, wanted: Tensor | None = None
+    what: str, got: Pool, want: Pool, slots: Tensor | tuple[Tensor, ...] | None = None, wanted: Tensor | None = None
 ) -> None:
-    """Raise unless the states in these slots (None: in all) have equal bytes, scales among them, with those in the
-    slots `wanted` of the other (None: the same slots)."""
+    """Raise unless the states in these slots (None: in all), or entries of snapshots, have equal bytes, scales among
+    them, with those in the slots `wanted` of the other (None: the same slots)."""
     here = ... if slots is None else slots
     there = here if wanted is None else wanted
     for name, a, b in (("data", got.data, want.data), ("scale", got.scale, want.scale)):
         if a is not None and b is not None:
             require_equal_bytes(f"{name} of {what}", a[here], b[there])
-
-
-def bits_of(tensor: Tensor) -> Tensor:
-    return tensor.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
 
 
 def require_within_budget(what: str, got: Tensor, exact: Tensor, plain: Tensor) -> None:
@@ -54,7 +50,7 @@ def rest_of(inputs: Inputs) -> Tensor:
     return slots[~torch.isin(slots, inputs.slots.long())]
 
 
-def poison(state: State, slots: Tensor) -> None:
+def poison(state: Pool, slots: Tensor) -> None:
     """Fill slots with what must not get out: NaN, in data that can hold it and in scales."""
     bits_of(state.data)[slots] = {1: 0x7F, 2: 0x7FFF, 4: 0x7FFFFFFF}[state.data.element_size()]
     if state.scale is not None:
@@ -62,8 +58,8 @@ def poison(state: State, slots: Tensor) -> None:
 
 
 def all_tokens(inputs: Inputs, y: Tensor) -> Tensor:
-    """The outputs (tokens, heads, rows) of all tokens that a row has."""
-    return torch.cat([row.reshape(-1, *y.shape[-2:]) for row in inputs.per_row(y)])
+    """The outputs (tokens, ...) of all tokens that a row has."""
+    return torch.cat([row.reshape(-1, *y.shape[-inputs.op.widths :]) for row in inputs.per_row(y)])
 
 
 def require_fault(kind: str | None) -> None:
@@ -76,7 +72,7 @@ def require_fault(kind: str | None) -> None:
         require(kind is None, f"a {kind} number out of range went unnoticed")
 
 
-def require_stored(what: str, got: State, where: Any, values: Tensor, keyed: State, read: Tensor, token: int) -> None:
+def require_stored(what: str, got: Pool, where: Any, values: Tensor, keyed: Pool, read: Tensor, token: int) -> None:
     """Raise unless the entries `where` of `got` are the encoding of these float32 states, with the bits of the slots
     `read` of the state `keyed` at this token."""
     data, scale = encoded(values, got, keyed, read, token)

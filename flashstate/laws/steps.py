@@ -13,7 +13,6 @@ from flashstate.launch.suspension import suspended
 from flashstate.laws.registry import law
 from flashstate.laws.require import (
     all_tokens,
-    bits_of,
     poison,
     require,
     require_equal_bytes,
@@ -22,21 +21,21 @@ from flashstate.laws.require import (
     require_within_budget,
     rest_of,
 )
-from flashstate.reference.state_io import load_state
-from flashstate.testing import Case, make_inputs, oracle
+from flashstate.state.formats import bits_of
+from flashstate.testing import AnyCase, make_inputs, oracle
 
 
 @law("output and state are as close to float64 as float32 and the format allow")
-def close_to_float64(case: Case, device: torch.device) -> None:
+def close_to_float64(case: AnyCase, device: torch.device) -> None:
     inputs = make_inputs(case, device)
     want = oracle(inputs)
     y = inputs.step()
     require_within_budget("the output", all_tokens(inputs, y), want.y, want.y_plain)
-    require_within_budget("the state", load_state(inputs.state, inputs.slots.long()), want.state, want.state_plain)
+    require_within_budget("the state", inputs.states, want.state, want.state_plain)
 
 
 @law("permuting the rows of a batch permutes the results")
-def permutation(case: Case, device: torch.device) -> None:
+def permutation(case: AnyCase, device: torch.device) -> None:
     inputs = make_inputs(case, device)
     shuffled = inputs.fresh()
     order = torch.randperm(case.batch, generator=torch.Generator().manual_seed(1)).to(device)
@@ -48,7 +47,7 @@ def permutation(case: Case, device: torch.device) -> None:
 
 
 @law("a row does not depend on its neighbours or on the batch size")
-def independence(case: Case, device: torch.device) -> None:
+def independence(case: AnyCase, device: torch.device) -> None:
     inputs = make_inputs(case, device)
     together = inputs.fresh()
     rows = together.per_row(together.step())
@@ -61,15 +60,16 @@ def independence(case: Case, device: torch.device) -> None:
 
 
 @law("the launch config does not change a byte", needs="kernels")
-def configs_agree(case: Case, device: torch.device) -> None:
-    inputs = make_inputs(replace(case, x="float32"), device)  # a float32 output shows every bit of a sum
-    chosen = choose(case.problem, gpu_of(device))
+def configs_agree(case: AnyCase, device: torch.device) -> None:
+    case = replace(case, x="float32")  # so that the output shows every bit of a sum
+    inputs, problem = make_inputs(case, device), case.problem
+    chosen = choose(problem, gpu_of(device))
     first = inputs.fresh()
     with override(chosen):
         y_first = first.step()
     # The interpreter sums over lanes as numpy does: in an order that depends on how many there are.
-    lanes = case.problem.lane_choices if device.type == "cuda" else [chosen.lanes]
-    for config in _some_configs(case.problem, lanes):
+    lanes = problem.lane_choices if device.type == "cuda" else [chosen.lanes]
+    for config in _some_configs(problem, lanes):
         again = inputs.fresh()
         with override(config):
             y = again.step()
@@ -89,7 +89,7 @@ def _some_configs(problem: Problem, lanes: Sequence[int]) -> Iterator[Config]:
 
 
 @law("a call that repeats another, and so starts its kernel directly, gives the same bytes", needs="cuda")
-def direct_launches(case: Case, device: torch.device) -> None:
+def direct_launches(case: AnyCase, device: torch.device) -> None:
     inputs = make_inputs(case, device)
     ordinary, repeated = inputs.fresh(), inputs.fresh()
     with suspended():
@@ -106,7 +106,7 @@ def direct_launches(case: Case, device: torch.device) -> None:
 
 
 @law("five launches on equal inputs give equal bytes")
-def repeatable(case: Case, device: torch.device) -> None:
+def repeatable(case: AnyCase, device: torch.device) -> None:
     inputs = make_inputs(case, device)
     runs = [inputs.fresh() for _ in range(5)]
     outputs = [run.step() for run in runs]
@@ -116,7 +116,7 @@ def repeatable(case: Case, device: torch.device) -> None:
 
 
 @law("slots that no row writes keep their bytes, and NaN in them stays there")
-def untouched_slots(case: Case, device: torch.device) -> None:
+def untouched_slots(case: AnyCase, device: torch.device) -> None:
     clean, inputs = make_inputs(case, device), make_inputs(case, device)
     rest = rest_of(inputs)
     poison(inputs.state, rest)
@@ -128,7 +128,7 @@ def untouched_slots(case: Case, device: torch.device) -> None:
 
 
 @law("a padding row gives zero and touches nothing, even with a valid write slot")
-def padding(case: Case, device: torch.device) -> None:
+def padding(case: AnyCase, device: torch.device) -> None:
     for null, hole in ((-1, -1), (-1, -7), (0, 0), (1 << 40, case.slots + 3)):
         inputs = make_inputs(case, device)
         inputs.slots[inputs.slots == null] = hole  # that slot is no request's where it is the null slot
@@ -149,13 +149,35 @@ def padding(case: Case, device: torch.device) -> None:
         require_fault("read" if hole >= case.slots else None)
 
 
+@law('with padding="fresh" a padding row gives what a zero state gives, and touches nothing')
+def fresh_padding(case: AnyCase, device: torch.device) -> None:
+    for null, hole in ((-1, -7), (case.slots, case.slots), (1 << 40, case.slots + 3)):
+        inputs = make_inputs(case, device)
+        zeroed, padded = inputs.fresh(), inputs.fresh()
+        first, others = inputs.slots[:1].long(), inputs.slots[1:].long()
+        bits_of(zeroed.state.data)[first] = 0
+        poison(padded.state, first)
+        before = padded.fresh()
+        read = inputs.slots.clone()
+        read[0] = hole
+        slots = padded.at(read=read, write=inputs.slots, null=null, padding="fresh")
+        taken = case.snapshots(case.batch, case.tokens or 1, *case.snapshot_formats[0], device)
+        filled = taken.data[0].clone()
+        y, want = padded.step(slots=slots, snapshots=taken), zeroed.step()
+        require_equal_bytes(f"output of a padding row (slot {hole}, null {null})", y, want)
+        require_equal_states("the other rows", padded.state, zeroed.state, others)
+        require_equal_states("the padding row's write slot", padded.state, before.state, first)
+        require_equal_bytes("snapshots of a padding row", taken.data[0], filled)
+        require_fault("read" if hole >= case.slots and hole != null else None)
+
+
 @law("NaN in a row's input shows in that row and nowhere else")
-def nan_is_local(case: Case, device: torch.device) -> None:
+def nan_is_local(case: AnyCase, device: torch.device) -> None:
     clean = make_inputs(case, device)
     y_clean = clean.per_row(clean.step())
-    for name in ("x", "dt", "B", "C"):
+    for name in clean.activations:
         inputs = make_inputs(case, device)
-        inputs.per_row(inputs.arguments[name])[0].fill_(torch.nan)
+        inputs.per_row(inputs.activations[name])[0].fill_(torch.nan)
         y = inputs.per_row(inputs.step())
         require(bool(y[0].isnan().all()), f"NaN in {name} was hidden")
         for row, row_clean in zip(y[1:], y_clean[1:], strict=True):
@@ -163,13 +185,13 @@ def nan_is_local(case: Case, device: torch.device) -> None:
         require_equal_states(
             "the other slots", inputs.state, clean.state, rest_of(replace(inputs, slots=inputs.slots[:1]))
         )
-        if name != "C":
-            reached = bool(load_state(inputs.state, inputs.slots[:1].long()).isnan().all())
+        if name in inputs.op.remembered:
+            reached = bool(case.newest_of(inputs.states[0]).isnan().all())
             require(reached, f"NaN in {name} did not reach the state")
 
 
 @law("a separate write slot receives the state, and the read slot keeps its own")
-def separate_write(case: Case, device: torch.device) -> None:
+def separate_write(case: AnyCase, device: torch.device) -> None:
     inputs = make_inputs(case, device)
     in_place, moved = inputs.fresh(extra=case.batch), inputs.fresh(extra=case.batch)
     free = torch.arange(case.slots, case.slots + case.batch, device=device)
@@ -181,7 +203,7 @@ def separate_write(case: Case, device: torch.device) -> None:
 
 
 @law("a write slot that is null, negative or past the pool is not written")
-def skipped_write(case: Case, device: torch.device) -> None:
+def skipped_write(case: AnyCase, device: torch.device) -> None:
     for null, hole in ((-1, -1), (-1, -9), (1 << 40, 1 << 40), (-1, case.slots)):
         inputs = make_inputs(case, device)
         kept, want = inputs.fresh(), inputs.step()
@@ -194,7 +216,7 @@ def skipped_write(case: Case, device: torch.device) -> None:
 
 
 @law("update=False gives the same output and leaves the pool as it is")
-def update_false(case: Case, device: torch.device) -> None:
+def update_false(case: AnyCase, device: torch.device) -> None:
     inputs = make_inputs(case, device)
     before = inputs.fresh()
     y_kept = inputs.step(update=False)
@@ -203,7 +225,7 @@ def update_false(case: Case, device: torch.device) -> None:
 
 
 @law("without slots, row b is slot b", includes=lambda case: not case.packed)
-def default_slots(case: Case, device: torch.device) -> None:
+def default_slots(case: AnyCase, device: torch.device) -> None:
     inputs = make_inputs(case, device)
     given, left_out = inputs.fresh(), inputs.fresh()
     y = given.step(slots=torch.arange(case.batch, device=device))
@@ -212,54 +234,31 @@ def default_slots(case: Case, device: torch.device) -> None:
 
 
 @law("`out` is filled and returned, whatever its strides")
-def given_out(case: Case, device: torch.device) -> None:
+def given_out(case: AnyCase, device: torch.device) -> None:
     inputs = make_inputs(case, device)
     want = inputs.fresh().step()
-    x = inputs.arguments["x"]
-    buffer = torch.full((*x.shape[:-2], 2, case.heads, case.rows + 3), torch.nan, dtype=x.dtype, device=device)
-    out = buffer[..., 1, :, 1 : case.rows + 1]
+    x, tokens = inputs.arguments["x"], len(case.token_axes)
+    *heads, width = x.shape[tokens:]
+    buffer = torch.full((*x.shape[:tokens], 2, *heads, width + 3), torch.nan, dtype=x.dtype, device=device)
+    out = buffer.select(tokens, 1)[..., 1 : width + 1]
     require(inputs.step(out=out) is out, "the result is not `out`")
     require_equal_bytes("out", out, want)
-    around = buffer[..., 0, :, :].isnan().all() and buffer[..., case.rows + 1 :].isnan().all()
+    around = buffer.select(tokens, 0).isnan().all() and buffer[..., width + 1 :].isnan().all()
     require(bool(around), "memory around out changed")
 
 
 @law("strided activations and expanded parameters change nothing")
-def strided_activations(case: Case, device: torch.device) -> None:
+def strided_activations(case: AnyCase, device: torch.device) -> None:
     inputs = make_inputs(case, device)
-    views = inputs.fresh()
-    arguments, options = dict(views.arguments), dict(views.options)
-    for name in ("x", "B", "C"):
-        arguments[name] = _view_into_projection(arguments[name])
-    if case.z:
-        options["z"] = _view_into_projection(options["z"])
-    if case.mamba1:
-        arguments["dt"] = _view_into_projection(arguments["dt"])
-    else:
-        dt = arguments["dt"].transpose(0, -1).contiguous().transpose(0, -1)
-        arguments["dt"] = dt[..., None].expand(*dt.shape, case.rows)
-        arguments["A"] = arguments["A"][:, None, None].expand(-1, case.rows, case.cols)
-        if case.dt_bias:
-            options["dt_bias"] = options["dt_bias"][:, None].expand(-1, case.rows)
-    if case.D == "head":
-        options["D"] = options["D"][:, None].expand(-1, case.rows)
-    views.arguments, views.options = arguments, options
+    views = case.as_views(inputs.fresh())
     table = torch.stack([views.slots, views.slots.flip(0)], dim=1)
     y = views.step(slots=views.at(read=table[:, 0]))
     require_equal_bytes("output", y, inputs.step())
     require_equal_states("the pool", views.state, inputs.state)
 
 
-def _view_into_projection(tensor: Tensor) -> Tensor:
-    """The same values as a slice of wider rows, one element off alignment, NaN around them."""
-    *lead, heads, width = tensor.shape
-    wide = torch.full((*lead, 2 * heads, width + 3), torch.nan, dtype=tensor.dtype, device=tensor.device)
-    wide[..., heads:, 1 : width + 1] = tensor
-    return wide[..., heads:, 1 : width + 1]
-
-
 @law("page-strided and unaligned pools work, and nothing between the pages is touched")
-def paged_pool(case: Case, device: torch.device) -> None:
+def paged_pool(case: AnyCase, device: torch.device) -> None:
     inputs = make_inputs(case, device)
     want = oracle(inputs)
     dense = inputs.fresh()
@@ -282,10 +281,11 @@ PAGE_FILL = 77
 
 
 def _paged(tensor: Tensor, offset: int, gap: int) -> tuple[Tensor, Tensor]:
-    """The same values in pages `gap` elements longer than a slot, `offset` elements into the memory; and its bits."""
+    """The same values in pages `gap` elements longer than a slot, `offset` elements into the memory; and its bits. A
+    slot is laid out as it was."""
     slots, size = tensor.shape[0], tensor[0].numel()
-    bits = bits_of(tensor.contiguous())
+    bits = bits_of(tensor)
     pages = torch.full((slots * (size + gap) + offset,), PAGE_FILL, dtype=bits.dtype, device=tensor.device)
-    view = pages[offset:].view(slots, size + gap)[:, :size].view(tensor.shape)
+    view = pages.as_strided(tensor.shape, (size + gap, *tensor.stride()[1:]), offset)
     view.copy_(bits)
     return view.view(tensor.dtype), pages

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from flashstate.laws.registry import law
 from flashstate.laws.require import (
@@ -15,13 +16,11 @@ from flashstate.laws.require import (
     require_stored,
     require_within_budget,
 )
-from flashstate.reference.state_io import load_state
-from flashstate.state.formats import decode, encode
-from flashstate.state.state import State
-from flashstate.testing import Case, dtype, make_inputs, oracle
+from flashstate.state.formats import decode
+from flashstate.testing import AnyCase, Inputs, Pool, make_inputs, oracle
 
 
-def several(case: Case) -> bool:
+def several(case: AnyCase) -> bool:
     """Whether rows have several tokens each, all the same number."""
     return case.tokens > 1 and not case.packed
 
@@ -30,16 +29,17 @@ def several(case: Case) -> bool:
     "T tokens at once equal T calls, bit for bit while the state is float32; it is rounded once, when it is stored",
     includes=several,
 )
-def tokens_at_once(case: Case, device: torch.device) -> None:
+def tokens_at_once(case: AnyCase, device: torch.device) -> None:
     inputs = make_inputs(case, device)
     slots, state, want = inputs.slots.long(), inputs.state, oracle(inputs)
-    single = replace(inputs.fresh(), state=State(decode(state.data, state.scale).clone()))
+    float32 = replace(state, data=decode(state.data, state.scale).clone(), scale=None, rounding="nearest")
+    single = replace(inputs, state=float32)
     outputs = [single.of_tokens(t).step() for t in range(case.tokens)]
     y = inputs.step()
-    if case.format == "float32":  # other formats add up a row in another order
+    if case.exact_at_once:
         require_equal_bytes("outputs", y, torch.stack(outputs, 1))
-    if state.format.scaled:  # a scale is multiplied with the decay, not with the state: the last bits differ
-        require_within_budget("the pool", load_state(state, slots), single.state.data[slots].double(), want.state_plain)
+    if state.scale is not None:  # a scale is multiplied with the decay, not with the state: the last bits differ
+        require_within_budget("the pool", inputs.states, single.state.data[slots].double(), want.state_plain)
     else:
         require_stored("the pool", state, slots, single.state.data[slots], state, slots, case.tokens - 1)
 
@@ -48,7 +48,7 @@ def tokens_at_once(case: Case, device: torch.device) -> None:
     "packed rows of any length, none among them, equal the same rows alone; tokens no row has give zero",
     includes=lambda case: case.packed,
 )
-def packed_equals_dense(case: Case, device: torch.device) -> None:
+def packed_equals_dense(case: AnyCase, device: torch.device) -> None:
     inputs = make_inputs(case, device)
     packed = inputs.fresh()
     y = packed.step()
@@ -59,8 +59,15 @@ def packed_equals_dense(case: Case, device: torch.device) -> None:
         require_equal_states(f"row {row}", packed.state, alone.state, inputs.slots[row : row + 1].long())
 
 
-@law("a state written after every token to a slot of its own is what a call that ends there stores", includes=several)
-def per_token_writes(case: Case, device: torch.device) -> None:
+def stores_every_token(case: AnyCase) -> bool:
+    return several(case) and case.stores_every_token
+
+
+@law(
+    "a state written after every token to a slot of its own is what a call that ends there stores",
+    includes=stores_every_token,
+)
+def per_token_writes(case: AnyCase, device: torch.device) -> None:
     inputs = make_inputs(case, device)
     extra = case.batch * case.tokens
     run = inputs.fresh(extra)
@@ -78,18 +85,19 @@ def per_token_writes(case: Case, device: torch.device) -> None:
 
 
 @law("snapshots hold the state after every token, in any format, at their rows, and change nothing else")
-def snapshots_of_every_token(case: Case, device: torch.device) -> None:
+def snapshots_of_every_token(case: AnyCase, device: torch.device) -> None:
     exact = make_inputs(case, device)
     plain, read = exact.fresh(), exact.slots.long()
     y = plain.step()
     rows = torch.randperm(case.batch + 2, generator=torch.Generator().manual_seed(2))[: case.batch].to(device)
-    truth = make_snapshots(case, "float32", "nearest", device)
+    most_exact, *formats = case.snapshot_formats
+    truth = make_snapshots(case, *most_exact, device)
     for update in (True, False):
         run = exact.fresh()
         at = run.at(snapshot_rows=rows)
         require_equal_bytes("output", run.step(slots=at, snapshots=truth.data, update=update), y)
         require_equal_states("the pool", run.state, (plain if update else exact).state)
-    for name, rounding in {(case.format, case.rounding), ("int8", "stochastic"), ("float16", "nearest")}:
+    for name, rounding in dict.fromkeys(formats):
         taken = make_snapshots(case, name, rounding, device)
         before = taken.data.clone()
         y_taken = exact.step(slots=exact.at(snapshot_rows=rows), snapshots=taken, update=False)
@@ -101,17 +109,26 @@ def snapshots_of_every_token(case: Case, device: torch.device) -> None:
             require_equal_bytes("snapshots of ended rows", taken.data[rows[~has], t], before[rows[~has], t])
         others = ~torch.isin(torch.arange(case.batch + 2, device=device), rows)
         require_equal_bytes("other rows of the snapshots", taken.data[others], before[others])
+        if (name, rounding) == (case.format, case.rounding):
+            _require_last_as_stored(case, taken, rows, plain)
 
 
-def make_snapshots(case: Case, name: str, rounding: str, device: torch.device) -> State:
+def _require_last_as_stored(case: AnyCase, taken: Pool, rows: Tensor, stored: Inputs) -> None:
+    """The snapshot of a row's last token is what the call left in the pool."""
+    length = torch.tensor(stored.row_lengths, device=rows.device)
+    has = length > 0
+    pool = replace(stored.state, data=case.snapshot_of(stored.state.data))
+    entries, slots = (rows[has], length[has] - 1), stored.slots[has].long()
+    require_equal_states("the last snapshots", taken, pool, entries, slots)
+
+
+def make_snapshots(case: AnyCase, name: str, rounding: str, device: torch.device) -> Pool:
     """Snapshots with two rows and a token more than the case needs, filled with something."""
-    shape = (case.batch + 2, (case.tokens or 1) + 1, case.heads, case.rows, case.cols)
-    data, scale = encode(torch.ones(shape, device=device), dtype(name))
-    return State(data, scale, rounding=rounding)
+    return case.snapshots(case.batch + 2, (case.tokens or 1) + 1, name, rounding, device)
 
 
 @law("a row with n slots to read reads the one its accepted count names, and is padding if there is none")
-def accepted_slots(case: Case, device: torch.device) -> None:
+def accepted_slots(case: AnyCase, device: torch.device) -> None:
     inputs = make_inputs(case, device)
     n = 3
     accepted = torch.arange(case.batch, device=device) % n + 1
@@ -137,7 +154,7 @@ TREE = (-1, 0, 0, 2, -1, 4, 3, 5)  # a trunk that forks, and a second root
     "a token of a draft tree gives what its path from the root alone gives, and its state too",
     includes=lambda case: several(case) and case.tokens <= len(TREE),
 )
-def draft_tree(case: Case, device: torch.device) -> None:
+def draft_tree(case: AnyCase, device: torch.device) -> None:
     inputs = make_inputs(case, device)
     parents = torch.tensor(TREE[: case.tokens], device=device).repeat(case.batch, 1)
     taken, chain = (make_snapshots(case, case.format, "nearest", device) for _ in range(2))
@@ -155,9 +172,9 @@ def draft_tree(case: Case, device: torch.device) -> None:
 
 @law(
     "a token whose parent is invalid gives zero and stores nothing, and so does what follows from it",
-    includes=lambda case: several(case) and case.tokens >= 3,
+    includes=lambda case: stores_every_token(case) and case.tokens >= 3,
 )
-def invalid_parents(case: Case, device: torch.device) -> None:
+def invalid_parents(case: AnyCase, device: torch.device) -> None:
     inputs = make_inputs(case, device)
     parents = (torch.arange(case.tokens, device=device) - 1).repeat(case.batch, 1)
     extra = case.batch * case.tokens

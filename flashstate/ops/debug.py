@@ -14,7 +14,6 @@ from flashstate.ops.tokens import Tokens
 from flashstate.reference.state_io import resolve, resolve_read
 from flashstate.state.faults import check_faults
 from flashstate.state.slots import Slots
-from flashstate.state.state import State
 
 _debugging = False
 
@@ -41,20 +40,22 @@ def debugging() -> bool:
     return _debugging and not torch.compiler.is_compiling()
 
 
-def check_contents(state: State, tokens: Tokens, slots: Slots | None, snapshots: State | None, update: bool) -> None:
-    """Raise where the numbers in `slots` would make an op lose or mix up a state."""
+def check_contents(
+    num_slots: int, tokens: Tokens, slots: Slots | None, snapshot_rows: int | None, update: bool
+) -> None:
+    """Raise where the numbers in `slots` would make an op lose or mix up a state. `snapshot_rows`: how many there are,
+    None without snapshots."""
     if slots is None:
         return
     if slots.read.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("flashstate.debug() reads tensors on the host, which a CUDA graph cannot capture")
-    num_slots, device = state.data.shape[0], slots.read.device
     if slots.cu_seqlens is not None:
         _check_boundaries(slots.cu_seqlens, tokens.sizes[0], slots.longest)
     length = _lengths(slots, tokens)
-    read = resolve_read(slots, tokens.batch, num_slots, device)
+    read = resolve_read(slots, tokens.batch, num_slots, slots.read.device)
     read = torch.where(length > 0, read, -1)  # a row without tokens does nothing
     write = _writes(slots, read, length, num_slots)
-    rows = None if snapshots is None else _snapshot_rows(slots, read, snapshots.data.shape[0])
+    rows = _snapshot_rows(slots, read, snapshot_rows) if snapshot_rows is not None else None
     check_faults()  # of earlier calls too
     if slots.parents is not None:
         _check_parents(slots.parents, torch.where(read >= 0, length, 0))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,19 +17,19 @@ from flashstate.errors import (
     tied,
 )
 from flashstate.launch import (
-    Config,
     Problem,
     access_width,
     choose,
     direct,
     gpu_of,
     kernel_target,
+    lets_next_start,
     start,
     suspension,
     uses_kernels,
 )
 from flashstate.launch.arguments import aligned, as_bytes, outer_strides, row_stride, table_shape, token_strides
-from flashstate.launch.config import WARP, next_power_of_2
+from flashstate.launch.config import WARP, tokens_together
 from flashstate.launch.start import Started
 from flashstate.ops.debug import check_contents, debugging
 from flashstate.ops.library import register
@@ -40,8 +39,10 @@ from flashstate.ops.tokens import (
     Tokens,
     check_slots,
     check_snapshots,
+    check_table_of_slots,
     flat_slots,
     flat_snapshots,
+    slots_of,
     tokens_of,
 )
 from flashstate.reference import mamba2 as reference
@@ -69,6 +70,7 @@ def mamba2_step(
     snapshots: State | Tensor | None = None,
     update: bool = True,
     out: Tensor | None = None,
+    early: bool = False,
 ) -> Tensor:
     """Step every row of the batch by its tokens; update the state in place and return the outputs.
 
@@ -90,6 +92,10 @@ def mamba2_step(
     slots: Slots, or (batch,) slot numbers; None: row b is slot b.
     snapshots: State, or a tensor (batch or more, T or more, heads, rows, cols): receives the state after every token.
     update: False leaves the pool as it is.
+    early: True lets the kernel start, and read the state, before the kernel in front of it on the stream has ended; it
+        waits for that one before it reads x, dt, B, C and z. For calls behind `conv1d_step`: the kernel in front must
+        not write the pool, its seeds, the slots or the parameters. Nothing changes but the time, and that only on GPUs
+        of NVIDIA of compute capability 9.0 and above.
 
     Inputs are float32, bfloat16 or float16, each its own; the output has the dtype of x. Token, head and group axes of
     activations may have any stride; dt, A, D and dt_bias may be expanded from one value per head. `out` may be x
@@ -97,46 +103,45 @@ def mamba2_step(
     """
     eager, likeness = not torch.compiler.is_compiling(), None
     if eager and out is not None and direct.available and not suspension.depth:
-        likeness = _step_again(state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, slots, snapshots, update, out)
-        if likeness is STARTED:
+        likeness = _step_again(state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, slots, snapshots, update, out, early)
+        if likeness is direct.STARTED:
             return out
     state, slots = as_state(state), as_slots(slots)
-    _, heads, rows, _ = state.data.shape
-    tokens = tokens_of("x", x, {"heads": heads, "rows": rows}, state, slots)
+    num_slots, heads, rows, _ = state.data.shape
+    tokens = tokens_of("x", x, {"heads": heads, "rows": rows}, state.data.device, slots)
     _check_activations(state, tokens, x, B, C, z)
     dt, A, D, dt_bias = _check_parameters(state, tokens, dt, A, D, dt_bias)
     check_flag("dt_softplus", dt_softplus)
-    check_slots(state, tokens, slots, update)
+    check_flag("early", early)
+    check_slots(num_slots, x.device, tokens, slots, update)
+    check_table_of_slots(slots)
     if snapshots is not None:
         snapshots = as_snapshots(snapshots, state)
-        check_snapshots(snapshots, state, tokens, slots)
+        check_snapshots(snapshots.data, tuple(state.data.shape[1:]), x.device, tokens, slots)
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     else:
         _check_out(out, x, tokens)
     if debugging():
-        check_contents(state, tokens, slots, snapshots, update)
+        check_contents(num_slots, tokens, slots, None if snapshots is None else len(snapshots.data), update)
     run = _run if eager else torch.ops.flashstate.mamba2_step
     started = run(
         state.data, state.scale, state.seed, state.rounding, state.rounds, state.stream,
-        x, dt, A, B, C, D, z, dt_bias, dt_softplus, *flat_slots(slots), *flat_snapshots(snapshots), update, out,
+        x, dt, A, B, C, D, z, dt_bias, dt_softplus, *flat_slots(slots), *flat_snapshots(snapshots), update, out, early,
     )  # fmt: skip
     if started is not None and likeness is not None:
-        launches, key, tensors = likeness
-        direct.remember(launches, key, tensors, started, POINTERS)
+        direct.remember(*likeness, started, POINTERS)
     return out
 
 
 POINTERS = 20  # of the kernel that change from call to call; the stream follows them
-Likeness = tuple[direct.Launches, Hashable, list[Any]]  # launches to look in, and what tells a call from others there
-STARTED: Final[Likeness] = ({}, None, [])  # the answer of _step_again that says so
 _launches_on_tensors: direct.Launches = {}  # where states are tensors, not State objects
 
 
 def _step_again(
     state: Any, x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any, z: Any, dt_bias: Any, dt_softplus: Any,
-    slots: Any, snapshots: Any, update: Any, out: Any,
-) -> Likeness | None:  # fmt: skip
+    slots: Any, snapshots: Any, update: Any, out: Any, early: Any,
+) -> direct.Likeness | None:  # fmt: skip
     """STARTED if the kernel could be started as by a call like this before, else by what to remember this one; None if
     there is no way, as with arguments of wrong types. This is all that a call costs on the host, so it is one function
     that asks nothing twice."""
@@ -163,28 +168,18 @@ def _step_again(
             pointers.append(scale.data_ptr())
         if seed is not None:
             pointers.append(seed.data_ptr())
-        slots_like: Hashable = None
-        if slots.__class__ is Slots:
-            slots_like = slots.signature
-            if slots.cu_seqlens is not None:  # rows of any length: what differs is the number of tokens
-                slots_like = slots_like, len(x)
-            if x_at == out_at and slots.parents is not None:  # which is refused
-                return None
-            for table in slots.tables:
-                pointers.append(table.data_ptr())
-        elif slots is not None:
-            slots_like = ~len(slots)  # signatures are not negative
-            tensors.append(slots)
-            pointers.append(slots.data_ptr())
+        if x_at == out_at and slots.__class__ is Slots and slots.parents is not None:  # which is refused
+            return None
+        slots_like, _ = direct.add_slots(slots, x, tensors, pointers)
         snapshots_like = None
         if snapshots is not None:
             snapshots_like = snapshots.signature
             pointers += [copy.data_ptr() for copy in (snapshots.data, snapshots.scale) if copy is not None]
-        if dt_softplus.__class__ is not bool or update.__class__ is not bool:
+        if dt_softplus.__class__ is not bool or update.__class__ is not bool or early.__class__ is not bool:
             return None
         present = (D is not None, z is not None, dt_bias is not None, out is x)
         aligned = (x_at | B_at | C_at | out_at | z_at) % ACCESS_BYTES == 0
-        key = (slots_like, snapshots_like, present, dt_softplus, update, aligned, data_at % ACCESS_BYTES)
+        key = (slots_like, snapshots_like, present, dt_softplus, update, early, aligned, data_at % ACCESS_BYTES)
         launch = direct.find(launches, key, tensors)
     except (AttributeError, TypeError, RuntimeError):  # the last from tensors without memory, such as sparse ones
         return None
@@ -193,7 +188,7 @@ def _step_again(
     if not launch.usable():
         return None
     launch.start(pointers, stream)
-    return STARTED
+    return direct.STARTED
 
 
 def _check_activations(state: State, tokens: Tokens, x: Tensor, B: Tensor, C: Tensor, z: Tensor | None) -> None:
@@ -244,8 +239,9 @@ def _run(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor,
     D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None, dt_softplus: bool,
     read: Tensor | None, write: Tensor | None, accepted: Tensor | None, snapshot_rows: Tensor | None,
-    cu_seqlens: Tensor | None, max_len: int | None, parents: Tensor | None, null: int,
+    cu_seqlens: Tensor | None, max_len: int | None, parents: Tensor | None, null: int, padding: str,
     snapshot_data: Tensor | None, snapshot_scale: Tensor | None, snapshot_rounding: str, update: bool, out: Tensor,
+    early: bool,
 ) -> Started | None:  # fmt: skip
     """Fill `out` and the snapshots, and update `data`. Arguments are checked; flat, as torch.library wants them."""
     if x.numel() == 0 or (read is not None and read.shape[0] == 0):
@@ -257,8 +253,7 @@ def _run(
         state = State(data, scale, rounding=rounding, rounds=rounds, seed=seed, stream=stream)
         slots = snapshots = None
         if read is not None:
-            slots = Slots(read, write=write, accepted=accepted, snapshot_rows=snapshot_rows, cu_seqlens=cu_seqlens,
-                          max_len=None if cu_seqlens is None else max_len, parents=parents, null=null)  # fmt: skip
+            slots = slots_of(read, write, accepted, snapshot_rows, cu_seqlens, max_len, parents, null, padding)
         if snapshot_data is not None:
             snapshots = State(snapshot_data, snapshot_scale, rounding=snapshot_rounding, rounds=rounds, stream=stream)
         reference.mamba2_step(state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, slots, snapshots, update, out)
@@ -266,6 +261,7 @@ def _run(
     from flashstate.kernels.mamba2 import mamba2_step_kernel
 
     num_slots, heads, rows, cols = data.shape
+    early = early and lets_next_start(data.device)
     packed = cu_seqlens is not None
     token_axes = x.dim() - 2
     num_tokens = x.shape[token_axes - 1] if packed or token_axes == 2 else 1
@@ -299,29 +295,21 @@ def _run(
         "A_PER_ELEMENT": A.dim() == 3, "DT_PER_ROW": dt.dim() == token_axes + 2,
         "BIAS_PER_ROW": dt_bias is not None and dt_bias.dim() == 2, "D_PER_ROW": D is not None and D.dim() == 2,
         "DT_SOFTPLUS": dt_softplus, "ONE_TOKEN": one_token,
-        "TOGETHER": _tokens_together(config, longest, packed, tree=parents is not None),
-        "STORES": stores,
+        "TOGETHER": tokens_together(config, longest, packed, tree=parents is not None),
+        "STORES": stores, "PADDING": padding, "EARLY": early,
         "ROUNDING": rounding, "SNAPSHOT_ROUNDING": snapshot_rounding, "ROUNDS": rounds,
         "TARGET": kernel_target(data.device),
         "BLOCK_ROWS": config.block_rows, "BLOCK_COLS": problem.block_cols, "CHUNK": problem.chunk(config.lanes),
         "THREADS": WARP * config.num_warps,
     }  # fmt: skip
     return start(
-        mamba2_step_kernel, (programs,), data.device, arguments, constants, config.num_warps, config.registers
-    )  # fmt: skip
-
-
-def _tokens_together(config: Config, longest: int, packed: bool, tree: bool) -> int:
-    """How many tokens a kernel loads together: no more than there are in a dense call, whose number is fixed while a
-    server runs; as many as the config says of packed rows, however long the longest is. Trees load token by token."""
-    if tree:
-        return 1
-    return config.together if packed else min(config.together, next_power_of_2(longest))
+        mamba2_step_kernel, (programs,), data.device, arguments, constants, config.num_warps, config.registers, early
+    )
 
 
 register(
     "mamba2_step(Tensor(a!) data, Tensor(b!)? scale, Tensor? seed, str rounding, int rounds, SymInt stream, "
     "Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? dt_bias, bool dt_softplus, "
-    f"{SLOTS_SCHEMA}, {SNAPSHOTS_SCHEMA.format('c', 'd')}, bool update, Tensor(e!) out) -> ()",
+    f"{SLOTS_SCHEMA}, {SNAPSHOTS_SCHEMA.format('c', 'd')}, bool update, Tensor(e!) out, bool early) -> ()",
     _run,
 )

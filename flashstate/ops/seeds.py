@@ -20,7 +20,8 @@ def advance_seeds(seed: Tensor, slots: Slots | None) -> None:
         raise ValueError(f"slots are on {slots.read.device}, but the state is on {seed.device}")
     read, accepted, cu_seqlens, null = None, None, None, -1
     if slots is not None:
-        read, accepted, cu_seqlens, null = slots.read, slots.accepted, slots.cu_seqlens, slots.null
+        accepted = None if slots.rolls_back else slots.accepted
+        read, cu_seqlens, null = slots.read, slots.cu_seqlens, slots.null
     run = torch.ops.flashstate.advance_seeds if torch.compiler.is_compiling() else _run
     run(seed, read, accepted, cu_seqlens, null)
 

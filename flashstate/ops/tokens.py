@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from flashstate.errors import check_flag, check_tensor
@@ -24,7 +25,7 @@ class Tokens(NamedTuple):
         return self.axes == ("tokens",)
 
 
-def tokens_of(name: str, x: Tensor, widths: dict[str, int], state: State, slots: Slots | None) -> Tokens:
+def tokens_of(name: str, x: Tensor, widths: dict[str, int], device: torch.device, slots: Slots | None) -> Tokens:
     """The tokens of `x` (..., *widths), an op's first argument that has some; checks its shape, dtype and device."""
     packed = slots is not None and slots.cu_seqlens is not None
     one = isinstance(x, Tensor) and x.dim() == 1 + len(widths)
@@ -32,7 +33,7 @@ def tokens_of(name: str, x: Tensor, widths: dict[str, int], state: State, slots:
     names, sizes = tuple(widths), tuple(widths.values())
     other = None if packed else ("batch", "T") if one else ("batch",)
     check_tensor(
-        name, x, axes + names, (None,) * len(axes) + sizes, device=state.data.device,
+        name, x, axes + names, (None,) * len(axes) + sizes, device=device,
         also=None if other is None else (other + names, (None,) * len(other) + sizes),
     )  # fmt: skip
     lead = tuple(x.shape[: len(axes)])
@@ -41,10 +42,9 @@ def tokens_of(name: str, x: Tensor, widths: dict[str, int], state: State, slots:
     return Tokens(axes, lead, lead[0], 1 if one else lead[1])
 
 
-def check_slots(state: State, tokens: Tokens, slots: Slots | None, update: bool) -> None:
+def check_slots(num_slots: int, device: torch.device, tokens: Tokens, slots: Slots | None, update: bool) -> None:
     """Raise unless the slots are for these tokens, on the state's device, and write what `update` allows."""
     check_flag("update", update)
-    num_slots, device = state.data.shape[0], state.data.device
     if slots is None:
         if tokens.batch > num_slots:
             raise ValueError(f"slots must be given for a batch of {tokens.batch} on a pool of {num_slots} slots")
@@ -65,15 +65,26 @@ def check_slots(state: State, tokens: Tokens, slots: Slots | None, update: bool)
         )
 
 
-def check_snapshots(snapshots: State, state: State, tokens: Tokens, slots: Slots | None) -> None:
-    """Raise unless the snapshots have room for every token of every row."""
+def check_table_of_slots(slots: Slots | None) -> None:
+    """Raise where accepted counts are offsets, for an op whose states have none."""
+    if slots is not None and slots.rolls_back:
+        raise ValueError(
+            f"slots.accepted needs read (batch, n) to choose from, got read {tuple(slots.read.shape)}: only "
+            "windows of conv1d_step can be read at an offset"
+        )
+
+
+def check_snapshots(
+    snapshots: Tensor, of: tuple[int, ...], device: torch.device, tokens: Tokens, slots: Slots | None
+) -> None:
+    """Raise unless the snapshots, of states of this shape, have room for every token of every row."""
     if tokens.longest is None:
         raise ValueError("snapshots of packed tokens need slots.max_len, the most tokens a row has")
-    shape = tuple(snapshots.data.shape)
-    if shape[2:] != tuple(state.data.shape[1:]):
-        raise ValueError(f"snapshots must be of states {tuple(state.data.shape[1:])}, got {shape[2:]}")
-    if snapshots.data.device != state.data.device:
-        raise ValueError(f"snapshots is on {snapshots.data.device}, but the state is on {state.data.device}")
+    shape = tuple(snapshots.shape)
+    if shape[2:] != of:
+        raise ValueError(f"snapshots must be of states {of}, got {shape[2:]}")
+    if snapshots.device != device:
+        raise ValueError(f"snapshots is on {snapshots.device}, but the state is on {device}")
     if shape[1] < tokens.longest:
         raise ValueError(f"snapshots must have room for {tokens.longest} tokens, got shape {shape}")
     if shape[0] < tokens.batch and (slots is None or slots.snapshot_rows is None):
@@ -82,23 +93,42 @@ def check_snapshots(snapshots: State, state: State, tokens: Tokens, slots: Slots
 
 SLOTS_SCHEMA = (
     "Tensor? read, Tensor? write, Tensor? accepted, Tensor? snapshot_rows, Tensor? cu_seqlens, SymInt? max_len, "
-    "Tensor? parents, SymInt null"
+    "Tensor? parents, SymInt null, str padding"
 )
 SNAPSHOTS_SCHEMA = "Tensor({0}!)? snapshot_data, Tensor({1}!)? snapshot_scale, str snapshot_rounding"
 
 
 FlatSlots = tuple[
-    Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, int | None, Tensor | None, int
+    Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, int | None, Tensor | None, int, str
 ]
 
 
 def flat_slots(slots: Slots | None) -> FlatSlots:
     """The fields of a Slots in the order of SLOTS_SCHEMA."""
     if slots is None:
-        return None, None, None, None, None, None, None, -1
+        return None, None, None, None, None, None, None, -1, "zero"
     return (
         slots.read, slots.write, slots.accepted, slots.snapshot_rows, slots.cu_seqlens, slots.longest, slots.parents,
-        slots.null,
+        slots.null, slots.padding,
+    )  # fmt: skip
+
+
+def slots_of(
+    read: Tensor,
+    write: Tensor | None,
+    accepted: Tensor | None,
+    snapshot_rows: Tensor | None,
+    cu_seqlens: Tensor | None,
+    max_len: int | None,
+    parents: Tensor | None,
+    null: int,
+    padding: str,
+) -> Slots:
+    """The Slots that has these fields, of which flat_slots made a list."""
+    max_len = None if cu_seqlens is None else max_len
+    return Slots(
+        read, write=write, accepted=accepted, snapshot_rows=snapshot_rows, cu_seqlens=cu_seqlens, max_len=max_len,
+        parents=parents, null=null, padding=padding,
     )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from flashstate.reference.state_io import (
     store_state,
     token_positions,
 )
+from flashstate.reference.tree import Tree, column
 from flashstate.state.slots import Slots
 from flashstate.state.state import State
 
@@ -95,12 +96,13 @@ def mamba2_step(
     longest = at.shape[1] if slots is None or slots.longest is None else slots.longest
 
     live = read >= 0
+    gives = torch.ones_like(live) if slots is not None and slots.padding == "fresh" else live
     s = x.new_zeros(batch, *shape, dtype=torch.float32)  # (batch, H, D, N): the state after the last token
     s[live] = load_state(state, read[live])
     after = Tree(s, parents) if parents is not None else None
     y = x.new_zeros(x.shape, dtype=torch.float32)
     for t in range(at.shape[1]):
-        runs = live & (at[:, t] >= 0)
+        runs = gives & (at[:, t] >= 0)
         if after is not None:
             s, runs = after.continues_from(t, runs)
         token, gate = at[runs, t], None if z is None else z[at[runs, t]]
@@ -111,41 +113,14 @@ def mamba2_step(
             after.append(s)
         index = torch.full_like(read, t)
         if update and write is not None and write.dim() == 2:
-            to = resolve("write", column(write, t), runs, num_slots, null)
+            to = resolve("write", column(write, t), runs & live, num_slots, null)
             store_state(state, s, (to,), seed, index)
         if snapshots is not None and t < longest:
             to = torch.arange(batch, device=x.device) if rows is None else rows
-            to = resolve("snapshot row", to, runs, snapshots.data.shape[0])
+            to = resolve("snapshot row", to, runs & live, snapshots.data.shape[0])
             store_state(snapshots, s, (to, index), seed, index)
     out.copy_(y.reshape(out.shape))
     if update and (write is None or write.dim() == 1):
         length = (at >= 0).sum(1)
         to = resolve("write", read if write is None else write, live & (length > 0), num_slots, null)
         store_state(state, s, (to,), seed, length - 1)
-
-
-def column(table: Tensor, t: int) -> Tensor:
-    """The entries (batch,) for token t; past the table, which only a row longer than max_len has, an invalid number."""
-    return table[:, t] if t < table.shape[1] else table.new_full((len(table),), -2)
-
-
-class Tree:
-    """The states after every token so far, for rows whose tokens form a tree."""
-
-    def __init__(self, s: Tensor, parents: Tensor) -> None:
-        self.states = [s]  # after token -1, 0, 1, ...; each (batch, H, D, N)
-        self.valid = [s.new_ones(len(s), dtype=torch.bool)]  # whether there is a state, (batch,)
-        self.parents = parents.long()
-
-    def continues_from(self, t: int, runs: Tensor) -> tuple[Tensor, Tensor]:
-        """The states that the rows' token t continues from, and which rows have it: (batch, H, D, N), (batch,)."""
-        parent = column(self.parents, t)
-        inside = (parent >= -1) & (parent < t)
-        index = torch.where(inside, parent + 1, 0)
-        row = torch.arange(len(index), device=index.device)
-        runs = runs & inside & torch.stack(self.valid)[index, row]
-        self.valid.append(runs)
-        return torch.stack(self.states)[index, row], runs
-
-    def append(self, s: Tensor) -> None:
-        self.states.append(s)

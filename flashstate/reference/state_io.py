@@ -16,10 +16,10 @@ def resolve_read(slots: Slots | None, batch: int, num_slots: int, device: torch.
     """The slot every row reads, (batch,) int64; -1 for padding."""
     if slots is None:
         return torch.arange(batch, device=device)
-    if slots.accepted is None:
+    if slots.read.dim() == 1 or slots.accepted is None:
         return resolve("read", slots.read, torch.ones_like(slots.read, dtype=torch.bool), num_slots, slots.null)
     n, accepted = slots.read.shape[1], slots.accepted.long()
-    _note("accepted", accepted[accepted > n])
+    note_fault("accepted", accepted[accepted > n])
     inside = (accepted >= 1) & (accepted <= n)
     column = torch.where(inside, accepted - 1, 0)
     read = slots.read.gather(1, column[:, None])[:, 0] if n else torch.full_like(accepted, -1)
@@ -29,11 +29,12 @@ def resolve_read(slots: Slots | None, batch: int, num_slots: int, device: torch.
 def resolve(kind: str, numbers: Tensor, goes: Tensor, limit: int, null: int = -1) -> Tensor:
     """Slots, or rows of snapshots, as int64: -1 where they are null, negative or past the limit, and unless `goes`."""
     numbers = torch.where(goes, numbers.long(), -1)
-    _note(kind, numbers[(numbers >= limit) & (numbers != null)])
+    note_fault(kind, numbers[(numbers >= limit) & (numbers != null)])
     return torch.where((numbers < 0) | (numbers >= limit) | (numbers == null), -1, numbers)
 
 
-def _note(kind: str, outside: Tensor) -> None:
+def note_fault(kind: str, outside: Tensor) -> None:
+    """Leave one of these numbers, if there are any, in the fault flag."""
     if outside.numel():
         fault_flag(outside.device)[KINDS.index(kind)] = outside[0]
 
@@ -79,7 +80,7 @@ def advance_seeds(seed: Tensor, slots: Slots | None) -> None:
     if slots is not None and slots.cu_seqlens is not None:
         goes &= slots.cu_seqlens.long().clamp(0, MOST_TOKENS).diff() > 0
     read = read[goes]
-    if slots is not None and slots.accepted is not None:
+    if slots is not None and slots.read.dim() == 2:
         read = slots.read[goes].long().flatten()
         read = read[(read >= 0) & (read < seed.shape[0]) & (read != slots.null)]
     seed.index_add_(0, read, torch.full_like(read, SEED_STEP))

@@ -107,3 +107,8 @@ def _rounded(values: Tensor, fmt: Format, random: Tensor | None) -> Tensor:
         return (values.round() if fmt.whole else values).to(fmt.dtype)
     assert fmt.to_stochastic is not None, f"{fmt.name} is not rounded"
     return fmt.to_stochastic(values, random).to(fmt.dtype)
+
+
+def bits_of(tensor: Tensor) -> Tensor:
+    """The same memory as whole numbers: what copies them changes no bit, not even of a NaN."""
+    return tensor.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])

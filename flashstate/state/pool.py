@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import torch
@@ -14,15 +13,18 @@ from flashstate.launch.arguments import as_bytes
 from flashstate.ops.pool import read_states, write_states
 from flashstate.ops.seeds import advance_seeds
 from flashstate.state.formats import FORMATS
+from flashstate.state.memory import check_apart, check_states, copy_slots, put
 from flashstate.state.slots import Slots, as_slots
-from flashstate.state.state import POOL_AXES, State
+from flashstate.state.state import State
+from flashstate.state.windows import allocate_windows, check_windows, check_written
 
 INT64 = (-(1 << 63), (1 << 63) - 1)
 SlotNumbers = int | Sequence[int] | Tensor
 
 
 class StatePool:
-    """What a model keeps per request: a slot in the state of every layer, and one seed. Who has which slot, it knows.
+    """What a model keeps per request: a slot in the state of every layer, one in the windows of its convolutions if it
+    has some, and one seed. Who has which slot, it knows.
 
     Made by `StatePool.mamba2` or `StatePool.gated_delta`, which allocate, or by `StatePool.wrap` over states there are.
 
@@ -39,14 +41,23 @@ class StatePool:
     """
 
     def __init__(
-        self, states: Sequence[State], memory: list[tuple[Tensor, int]], *, held: bool, null: int, seed: int | None
+        self,
+        states: Sequence[State],
+        windows: Sequence[Tensor],
+        memory: list[tuple[Tensor, int]],
+        *,
+        held: bool,
+        null: int,
+        seed: int | None,
     ) -> None:
-        """`memory`: tensors with the slots on their first axis, and what fills them in a slot that is reset."""
+        """`windows`: one per layer, or none. `memory`: tensors with the slots on their first axis, and what fills them
+        in a slot that is reset."""
         check_int("null", null, *INT64)
         self.null = null
         self.slots = states[0].data.shape[0]
         self.layers = len(states)
         self._states = tuple(states)
+        self._windows = tuple(windows)
         self._memory = memory
         self._seed = next((state.seed for state in states if state.seed is not None), None)
         self._device = states[0].data.device
@@ -71,6 +82,10 @@ class StatePool:
         seed: int | None = None,
         null: int = -1,
         device: torch.device | str | None = None,
+        conv_channels: int = 0,
+        conv_width: int = 4,
+        conv_dtype: torch.dtype = torch.bfloat16,
+        drafts: int = 0,
     ) -> StatePool:
         """A pool for `mamba2_step`; every slot is free.
 
@@ -78,9 +93,14 @@ class StatePool:
         dtype, rounding, rounds: the format of all layers, as in State.
         stream: of layer 0; layer i has stream + i. Tensor-parallel ranks take streams that are `layers` apart.
         seed: what the seeds of requests are drawn from; None: entropy.
+        conv_channels, conv_width: of the convolution before the recurrence, whose windows the pool then has too; 0
+            channels: none.
+        conv_dtype: of the windows, that of its inputs or float32.
+        drafts: tokens of a call that its windows can roll back, with slots.accepted of `conv1d_step`.
         """
         sizes = {"heads": heads, "rows": rows, "cols": cols}
-        return cls._allocate(slots, layers, sizes, dtype, rounding, rounds, stream, seed, null, device)
+        conv = (conv_channels, conv_width, drafts, conv_dtype)
+        return cls._allocate(slots, layers, sizes, dtype, rounding, rounds, stream, seed, null, device, conv)
 
     @classmethod
     def gated_delta(
@@ -98,10 +118,15 @@ class StatePool:
         seed: int | None = None,
         null: int = -1,
         device: torch.device | str | None = None,
+        conv_channels: int = 0,
+        conv_width: int = 4,
+        conv_dtype: torch.dtype = torch.bfloat16,
+        drafts: int = 0,
     ) -> StatePool:
         """A pool for the gated delta rule, whose states are (value heads, value_dim, key_dim); the rest as `mamba2`."""
         sizes = {"heads": heads, "value_dim": value_dim, "key_dim": key_dim}
-        return cls._allocate(slots, layers, sizes, dtype, rounding, rounds, stream, seed, null, device)
+        conv = (conv_channels, conv_width, drafts, conv_dtype)
+        return cls._allocate(slots, layers, sizes, dtype, rounding, rounds, stream, seed, null, device, conv)
 
     @classmethod
     def _allocate(
@@ -116,6 +141,7 @@ class StatePool:
         seed: int | None,
         null: int,
         device: torch.device | str | None,
+        conv: tuple[int, int, int, torch.dtype],
     ) -> StatePool:
         for name, size in {"slots": slots, "layers": layers, **sizes}.items():
             check_int(name, size, 1, (1 << 31) - 1)
@@ -128,30 +154,46 @@ class StatePool:
             data = torch.zeros(shape, dtype=dtype, device=device)
             uses_kernels(data.device)  # refuses devices that no op runs on
             scale = torch.ones(shape[:-1], device=device) if FORMATS[dtype].scaled else None
+            windows = allocate_windows(layers, slots, *conv, data.device)
             seeds = None if rounding == "nearest" else torch.zeros(slots, dtype=torch.int64, device=device)
             memory = [(as_bytes(data).transpose(0, 1), 0)]
             if scale is not None:
                 memory.append((scale.transpose(0, 1), 1))
+            if windows.numel():
+                memory.append((windows.transpose(0, 1), 0))
             states = [
                 State(data[i], None if scale is None else scale[i],
                       rounding=rounding, rounds=rounds, seed=seeds, stream=stream + i)
                 for i in range(layers)
             ]  # fmt: skip
-        return cls(states, memory, held=False, null=null, seed=seed)
+        views = windows.transpose(2, 3).unbind() if windows.numel() else ()  # (slots, channels, length) each
+        return cls(states, views, memory, held=False, null=null, seed=seed)
 
     @classmethod
-    def wrap(cls, states: Sequence[State], *, null: int = -1, seed: int | None = None) -> StatePool:
+    def wrap(
+        cls,
+        states: Sequence[State],
+        *,
+        windows: Sequence[Tensor] | None = None,
+        null: int = -1,
+        seed: int | None = None,
+    ) -> StatePool:
         """A pool over states that the caller allocated, one per layer: the pages of a server's cache, say.
 
         states: equally many slots on one device; formats may differ. Layers that have a seed share one tensor. Their
             streams stay as they are; layers of one stream draw equal random bits.
+        windows: of the convolutions, one per layer, as `conv1d_step` takes them; None: no windows.
 
         The caller holds every slot at first, with whatever is in it; `release` hands slots to the pool.
         """
-        _check_states(states)
+        check_states(states)
         memory = [(as_bytes(state.data), 0) for state in states]
         memory += [(state.scale, 1) for state in states if state.scale is not None]
-        return cls(states, memory, held=True, null=null, seed=seed)
+        if windows is not None:
+            check_windows(windows, states)
+            check_apart(states, windows)
+            memory += [(window, 0) for window in windows]
+        return cls(states, windows or (), memory, held=True, null=null, seed=seed)
 
     @property
     def free(self) -> int:
@@ -166,11 +208,26 @@ class StatePool:
 
     def layer(self, i: int) -> State:
         """The state of layer i, for ops; the same object every time."""
+        self._check_layer(i)
+        return self._states[i]
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether it has windows of convolutions."""
+        return bool(self._windows)
+
+    def window(self, i: int) -> Tensor:
+        """The window of the convolution of layer i, for `conv1d_step`: (slots, channels, length)."""
+        self._check_layer(i)
+        if not self.has_windows:
+            raise ValueError("this pool has no windows: it was made without conv_channels")
+        return self._windows[i]
+
+    def _check_layer(self, i: int) -> None:
         if not isinstance(i, int) or isinstance(i, bool):
             raise TypeError(f"layer must be an int, got {i!r}")
         if not 0 <= i < self.layers:
             raise IndexError(f"layer must be from 0 to {self.layers - 1}, got {i}")
-        return self._states[i]
 
     def acquire(self, n: int = 1, seed: int | Sequence[int] | Tensor | None = None) -> Tensor:
         """n free slots, which are held from now on: (n,) int64 on the pool's device, their states zero.
@@ -208,6 +265,18 @@ class StatePool:
         state, numbers = self.layer(i), self._check_held("slots", slots, unique=True)
         write_states(state, self._on_device(numbers), states)
 
+    @torch.no_grad()
+    def write_window(self, i: int, slots: SlotNumbers, windows: Tensor) -> None:
+        """Store the last inputs of something else, a prefill say, in the window of layer i, as they are.
+
+        windows: (slots, channels, n) in the dtype of the window, newest last, any strides. They go to the first n
+            entries, the others become zero. Of a window with `drafts` it is so read with accepted = 0.
+        """
+        window, numbers = self.window(i), self._check_held("slots", slots, unique=True)
+        check_written(window, windows, len(numbers))
+        padded = torch.nn.functional.pad(windows, (0, window.shape[2] - windows.shape[2]))
+        put(window, numbers, padded.unbind())
+
     def read(self, i: int, slots: SlotNumbers) -> Tensor:
         """The states of layer i in these slots, which may repeat: (slots, heads, rows, cols) float32."""
         state, numbers = self.layer(i), self._check_held("slots", slots)
@@ -224,11 +293,11 @@ class StatePool:
         if len(sources) != len(targets):
             raise ValueError(f"dst must have as many slots as src, {len(sources)}, got {len(targets)}")
         for tensor, _ in self._memory:
-            _copy_slots(tensor, sources, targets)
+            copy_slots(tensor, sources, targets)
         if self._seed is not None and keep_seed:
-            _copy_slots(self._seed, sources, targets)
+            copy_slots(self._seed, sources, targets)
         elif self._seed is not None:
-            _put(self._seed, targets, self._on_device(self._seeds(None, len(targets))).unbind())
+            put(self._seed, targets, self._on_device(self._seeds(None, len(targets))).unbind())
 
     def advance(self, slots: Slots | Tensor | None = None) -> None:
         """Move the seeds of the read slots on (None: of all slots), so that the next step draws new random bits.
@@ -248,7 +317,7 @@ class StatePool:
         for tensor, value in self._memory:
             tensor.index_fill_(0, index, value)
         if self._seed is not None:
-            _put(self._seed, slots, self._on_device(seeds).unbind())
+            put(self._seed, slots, self._on_device(seeds).unbind())
         return index
 
     def _seeds(self, seed: int | Sequence[int] | Tensor | None, n: int) -> Tensor:
@@ -313,60 +382,3 @@ def _as_numbers(name: str, numbers: SlotNumbers) -> list[int]:
     if isinstance(numbers, int):
         return [numbers]
     raise TypeError(f"{name} must be an int, a sequence of ints or an integer tensor, got {type(numbers).__name__}")
-
-
-def _check_states(states: Sequence[State]) -> None:
-    """Raise unless these can be the layers of one pool."""
-    if not isinstance(states, Sequence):
-        raise TypeError(f"states must be a sequence of States, got {type(states).__name__}")
-    if not states:
-        raise ValueError("states must have one State per layer, got none")
-    for i, state in enumerate(states):
-        name = f"states[{i}]"
-        if not isinstance(state, State):
-            raise TypeError(f"{name} must be a State, got {type(state).__name__}")
-        first = states[0].data
-        check_tensor(f"{name}.data", state.data, POOL_AXES, (first.shape[0], None, None, None), dtypes=tuple(FORMATS))
-        uses_kernels(state.data.device)  # refuses devices that no op runs on
-        if state.data.device != first.device:
-            raise ValueError(f"{name} is on {state.data.device}, but states[0] is on {first.device}")
-        for other in states[:i]:
-            for a, b in itertools.product(_slotted(state), _slotted(other)):
-                if _share_memory(a, b):
-                    raise ValueError(f"{name} must not share the memory of another layer")
-    seeds = {state.seed.data_ptr() for state in states if state.seed is not None}
-    if len(seeds) > 1:
-        raise ValueError(f"states must share one seed tensor, from which all layers draw, got {len(seeds)}")
-
-
-def _slotted(state: State) -> list[Tensor]:
-    """What a state keeps for every slot of its layer alone."""
-    return [state.data] if state.scale is None else [state.data, state.scale]
-
-
-def _share_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether slots of two tensors overlap. Where they take turns, as in pages, they must have pages of one size, and
-    are told apart by their places in a page."""
-    (first, end, page, size), (other, other_end, other_page, other_size) = _place_of(a), _place_of(b)
-    if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr() or end <= other or other_end <= first:
-        return False
-    return page != other_page or (other - first) % page < size or (first - other) % page < other_size
-
-
-def _place_of(tensor: Tensor) -> tuple[int, int, int, int]:
-    """In bytes of its storage: where a tensor starts and ends, from slot to slot, and how long a slot is."""
-    width = tensor.element_size()
-    first, page, size = int(tensor.storage_offset()) * width, tensor.stride(0) * width, tensor[0].numel() * width
-    return first, first + (len(tensor) - 1) * page + size, max(page, 1), size
-
-
-def _copy_slots(tensor: Tensor, sources: list[int], targets: list[int]) -> None:
-    """Copy slots of a tensor that has them on its first axis; those that are also overwritten are read before."""
-    _put(tensor, targets, [tensor[slot].clone() if slot in targets else tensor[slot] for slot in sources])
-
-
-def _put(tensor: Tensor, slots: list[int], values: Sequence[Tensor]) -> None:
-    """One launch per slot. Where deterministic algorithms are asked for, indexed assignment copies the whole of a
-    strided tensor, and in some versions of torch it waits for the device."""
-    for slot, value in zip(slots, values, strict=True):
-        tensor[slot].copy_(value)

@@ -7,10 +7,18 @@ from functools import cached_property
 
 from torch import Tensor
 
-from flashstate.errors import INDEX_DTYPES, check_contiguous, check_int, check_row_contiguous, check_tensor
+from flashstate.errors import (
+    INDEX_DTYPES,
+    check_choice,
+    check_contiguous,
+    check_int,
+    check_row_contiguous,
+    check_tensor,
+)
 from flashstate.state.signature import describe, fields_of, signature_of
 
 MOST_TOKENS = (1 << 31) - 1  # on a token axis
+PADDINGS = ("zero", "fresh")
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,17 +26,20 @@ class Slots:
     """Where the rows of a batch live, and how many tokens each has; built once per model step, shared by all layers.
 
     read: (batch,) int32 or int64, the slot each row continues from; or (batch, n) with `accepted`. A row whose slot is
-        `null`, negative or past the pool is padding: its output is zero and no memory of the pool is touched.
+        `null`, negative or past the pool is padding: its output is what `padding` says, and no memory of the pool is
+        touched.
     write: (batch,), where the state after the last token goes; None: where it was read. Or (batch, T): where the state
         after every token goes, and nothing else is written. A slot that is `null`, negative or past the pool skips
         that write.
     accepted: (batch,) numbers from 1 to n: row b reads read[b, accepted[b] - 1]. Any other number makes it padding.
+        With read (batch,) it is for `conv1d_step` alone: how many tokens of the call before row b keeps.
     snapshot_rows: (batch,), the row of `snapshots` that a batch row fills; None: its own. Negative: none.
     cu_seqlens: (batch + 1,), for packed tokens: row b has the tokens from cu_seqlens[b] up to cu_seqlens[b + 1].
     max_len: the largest number of tokens a packed row has; needed for snapshots of packed tokens.
     parents: (batch, T), a draft tree: token t continues from the state after token parents[b, t] < t, or with -1 from
         the slot that was read. A token whose parent is anything else gives zero, and so do those that follow from it.
     null: the slot number that means "no request"; negatives always do.
+    padding: the output of padding rows: "zero", or "fresh": what their tokens give from a zero state.
 
     With packed tokens the second axis of `write` and `parents` has max_len entries. Numbers past the pool, past n or
     past the snapshots also set a flag that `flashstate.check_faults()` reports. The tensors are read when an op runs,
@@ -46,6 +57,7 @@ class Slots:
     max_len: int | None = None
     parents: Tensor | None = None
     null: int = -1
+    padding: str = "zero"
 
     def __post_init__(self) -> None:
         self._check_read()
@@ -57,6 +69,7 @@ class Slots:
         _check_list("cu_seqlens", self.cu_seqlens, ("batch + 1",), batch + 1)
         self._check_max_len()
         check_int("null", self.null, -(1 << 63), (1 << 63) - 1)
+        check_choice("padding", self.padding, PADDINGS)
         for name in ("write", "accepted", "snapshot_rows", "cu_seqlens", "parents"):
             tensor = getattr(self, name)
             if tensor is not None and tensor.device != self.read.device:
@@ -70,8 +83,6 @@ class Slots:
                 raise ValueError("accepted must be given for read (batch, n): it says which of the n slots to read")
         else:
             check_tensor("read", self.read, ("batch",), (None,), dtypes=INDEX_DTYPES)
-            if self.accepted is not None:
-                raise ValueError(f"accepted needs read (batch, n) to choose from, got read {tuple(self.read.shape)}")
 
     def _check_max_len(self) -> None:
         if self.max_len is not None:
@@ -92,7 +103,7 @@ class Slots:
     @cached_property
     def signature(self) -> int:
         """Stands for all that a launch depends on but the addresses."""
-        return signature_of("slots", *map(describe, self._all_tables()), self.max_len, self.null)
+        return signature_of("slots", *map(describe, self._all_tables()), self.max_len, self.null, self.padding)
 
     def _all_tables(self) -> tuple[Tensor | None, ...]:
         return self.read, self.accepted, self.write, self.parents, self.cu_seqlens, self.snapshot_rows
@@ -106,6 +117,11 @@ class Slots:
             return self.max_len
         tables = [t for t in (self.write, self.parents) if t is not None and t.dim() == 2]
         return tables[0].shape[1] if tables else None
+
+    @property
+    def rolls_back(self) -> bool:
+        """Whether rows continue from an offset in their own slot, not from a slot of a table."""
+        return self.accepted is not None and self.read.dim() == 1
 
     @property
     def per_token(self) -> bool:

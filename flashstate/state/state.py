@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashstate.errors import check_int, check_tensor, too_short
+from flashstate.errors import check_choice, check_int, check_tensor, too_short
 from flashstate.state.formats import FORMATS, ROUNDINGS, Format
 from flashstate.state.signature import describe, describe_aligned, fields_of, signature_of
 from flashstate.state.slots import Slots, as_slots
 
 HARDWARE_ROUNDING = ((10, 0), (10, 3))  # compute capabilities that have cvt.rs
+MOST_ROUNDS = 16  # of Philox
 POOL_AXES = ("slots", "heads", "rows", "cols")
 SNAPSHOT_AXES = ("batch", "T", "heads", "rows", "cols")
 
@@ -166,12 +167,11 @@ def _check_needs_no_scale(name: str, data: Tensor) -> None:
 
 
 def _check_rounding(data: Tensor, rounding: str, rounds: int, stream: int) -> None:
-    if rounding not in ROUNDINGS:
-        raise ValueError(f"rounding must be one of {', '.join(ROUNDINGS)}, got {rounding!r}")
+    check_choice("rounding", rounding, ROUNDINGS)
     fmt = FORMATS[data.dtype]
     if rounding not in fmt.roundings:
         raise ValueError(f"rounding={rounding!r} is not for {fmt.name}, which has {', '.join(fmt.roundings)}")
-    check_int("rounds", rounds, 1, 16)
+    check_int("rounds", rounds, 1, MOST_ROUNDS)
     check_int("stream", stream, 0, (1 << 32) - 1)
     if rounding == "stochastic_hw":
         _check_hardware_rounding(data.device)

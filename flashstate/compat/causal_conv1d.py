@@ -1,0 +1,40 @@
+"""causal_conv1d's causal_conv1d_update, the convolution of mamba_ssm's layers."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from flashstate.compat.shapes import activation_of, contiguous, room_for_output, tokens_last_to_first, with_axes
+from flashstate.ops.conv1d import conv1d_step
+
+
+def causal_conv1d_update(
+    x: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    cache_seqlens: Tensor | None = None,
+    conv_state_indices: Tensor | None = None,
+) -> Tensor:
+    """Convolve every row's tokens with the inputs before them; update conv_state in place, return a tensor like x.
+
+    x: (batch, dim), or (batch, dim, seqlen).
+    conv_state: (slots, dim, state_len), state_len >= width - 1, in the dtype of x or float32: the last inputs, newest
+        last.
+    weight, bias: (dim, width), (dim,).
+    activation: None, "silu" or "swish", which are the same.
+    cache_seqlens: (batch,) int32 or int64: conv_state is a ring, and the first token of row b goes to entry
+        cache_seqlens[b] modulo state_len.
+    conv_state_indices: (batch,) int32 or int64, the slot of each row; None: row b is slot b. A row with a negative one
+        gives zero, and its slot stays.
+
+    docs/compat.md says what differs from causal_conv1d.
+    """
+    tokens, room = tokens_last_to_first("x", with_axes("x", x, 2, 2)), room_for_output(x)
+    y = conv1d_step(
+        conv_state, tokens, contiguous(weight), contiguous(bias), activation=activation_of(activation),
+        positions=contiguous(cache_seqlens), slots=conv_state_indices,
+        out=None if room is None else tokens_last_to_first("out", room),
+    )  # fmt: skip
+    return tokens_last_to_first("out", y)

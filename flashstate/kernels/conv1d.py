@@ -1,0 +1,323 @@
+"""conv1d_step on the GPU: one program per (batch row, block of channels), the last inputs in registers."""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from flashstate.kernels.addressing import this_program, token_entry, zero_unused
+from flashstate.kernels.functions import silu
+from flashstate.kernels.slots import (
+    ACCEPTED_FAULT,
+    depth_of,
+    parent_of,
+    resolve_read,
+    resolve_snapshot_row,
+    resolve_write,
+    token_range,
+)
+
+# How rows of channels lie in memory, as constants say it: 0, channels apart from each other; else channels are
+# neighbours, and all rows start at multiples of that many bytes.
+APART = tl.constexpr(0)
+
+
+@triton.jit
+def channels_at(row, channels, stride, ROWS: tl.constexpr):
+    """Pointers to the channels of a row that starts there."""
+    offs_c, _ = channels
+    if ROWS == APART:
+        return row + offs_c.to(tl.int64) * stride
+    else:
+        return tl.multiple_of(row + offs_c, ROWS)  # said of what is computed here: of arguments the compiler forgets it
+
+
+@triton.jit
+def entry_of(windows, base, entry, channels, ROWS: tl.constexpr):
+    """Pointers to an entry of the window at offset `base`; `windows`: pointer, strides of channels and entries."""
+    ptr, stride_c, stride_e = windows
+    tl.assume(stride_c >= 0)
+    tl.assume(stride_e >= 0)
+    return channels_at(ptr + (base + entry.to(tl.int64) * stride_e), channels, stride_c, ROWS)
+
+
+@triton.jit
+def store_entries(windows, base, first, values, channels, goes, ROWS: tl.constexpr):
+    """Store `values`, one entry each, from entry `first` on."""
+    for i in tl.static_range(len(values)):
+        ptrs = entry_of(windows, base, first + i, channels, ROWS)
+        tl.store(ptrs, values[i], mask=tl.where(goes, channels[1], False), eviction_policy="evict_first")
+
+
+@triton.jit
+def first_entry(slot, b, accepted_ptr, positions_ptr, length, fault_ptr, WIDTH: tl.constexpr, HISTORY: tl.constexpr,
+                MODE: tl.constexpr):  # fmt: skip
+    """The first of the WIDTH - 1 entries that row b reads, and its slot, or -1 if the window has no such entry."""
+    if MODE == "ring":
+        return slot, tl.load(positions_ptr + b).to(tl.int64) - (WIDTH - 1)
+    elif MODE == "shift":
+        return slot, (length - (WIDTH - 1)).to(tl.int64)
+    else:
+        accepted = tl.load(accepted_ptr + b).to(tl.int64)
+        first = accepted - (WIDTH - 1 - HISTORY)
+        past = first > length - (WIDTH - 1)
+        tl.store(fault_ptr + ACCEPTED_FAULT, accepted, mask=past)
+        inside = (first >= 0) & (first <= length - (WIDTH - 1))
+        return tl.where(inside, slot, -1), tl.where(inside, first, 0)
+
+
+@triton.jit
+def in_ring(entry, length):
+    """An entry of a ring: a number from 0 to length - 1, also of one below 0."""
+    entry = entry % length
+    return tl.where(entry < 0, entry + length, entry)
+
+
+@triton.jit
+def load_weights(ptr, channels, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, ALIGNMENT: tl.constexpr):
+    """The weights of every channel, (channels, BLOCK_WIDTH): rows of WIDTH at multiples of ALIGNMENT bytes."""
+    offs_c, mask_c = channels
+    taps = tl.arange(0, BLOCK_WIDTH)[None, :]
+    ptrs = tl.multiple_of(ptr + (offs_c[:, None] * WIDTH + taps), (1, ALIGNMENT))
+    return tl.load(ptrs, mask=mask_c[:, None] & (taps < WIDTH), other=0.0)
+
+
+@triton.jit
+def taps_of(rows, WIDTH: tl.constexpr):
+    """The weights of each tap, oldest first."""
+    parts = (rows.to(tl.float32),)
+    for _ in tl.static_range(3):
+        parts = halved(parts)
+    taps = ()
+    for i in tl.static_range(WIDTH):
+        taps = taps + (tl.reshape(parts[i], (rows.shape[0],)),)
+    return taps
+
+
+@triton.jit
+def halved(parts):
+    """The first and the second half of the columns of every part; single columns as they are."""
+    if parts[0].shape[1] == 1:
+        return parts
+    else:
+        halves = ()
+        rows: tl.constexpr = parts[0].shape[0]
+        half: tl.constexpr = parts[0].shape[1] // 2
+        for i in tl.static_range(len(parts)):
+            first, second = tl.split(tl.permute(tl.reshape(parts[i], (rows, 2, half)), (0, 2, 1)))
+            halves = halves + (first, second)
+        return halves
+
+
+@triton.jit
+def convolve(u, weights, bias, ACTIVATION: tl.constexpr):
+    """The output of a token from the last inputs, its own among them: bias + sum of weight * u, activated."""
+    y = bias
+    for i in tl.static_range(len(u)):
+        y = tl.fma(weights[i], u[i].to(tl.float32), y)
+    return silu(y) if ACTIVATION == "silu" else y
+
+
+@triton.jit
+def following(values, value):
+    """All but the first of these, and one more."""
+    shifted = ()
+    for i in tl.static_range(1, len(values)):
+        shifted = shifted + (values[i],)
+    return shifted + (value,)
+
+
+@triton.jit
+def chosen(condition, values, others):
+    picked = ()
+    for i in tl.static_range(len(values)):
+        picked = picked + (tl.where(condition, values[i], others[i]),)
+    return picked
+
+
+@triton.jit
+def inputs_along_path(parents, longest, x_at, b, first, t, x_channel, channels, initial, X_ROWS: tl.constexpr):
+    """The inputs before token t of a tree, on its path: of tokens, or where the path is shorter from the window. And
+    whether the token has a path."""
+    depth = depth_of(parents, b, t, longest)
+    count: tl.constexpr = len(initial)
+    node = t
+    inputs = ()
+    for generation in tl.static_range(1, count + 1):
+        node = parent_of(parents, b, node, longest)
+        value = load_token(x_at, b, first + node, x_channel, channels, generation < depth, X_ROWS)
+        value = value.to(initial[0].dtype)
+        for i in tl.static_range(count):
+            value = tl.where(count - 1 - i == generation - depth, initial[i], value)
+        inputs = (value,) + inputs
+    return inputs, depth > 0
+
+
+@triton.jit
+def load_token(x_at, b, t, stride_c, channels, exists, ROWS: tl.constexpr):
+    """The input of token t; zeros if it does not exist."""
+    row = token_entry(x_at, b, t, b * 0, 1)
+    return tl.load(channels_at(row, channels, stride_c, ROWS), mask=tl.where(exists, channels[1], False), other=0.0)
+
+
+@triton.jit
+def load_tokens(x_at, b, first, start, count, stride_c, channels, TOGETHER: tl.constexpr, ROWS: tl.constexpr):
+    """The inputs of so many tokens from number `start` on; zeros where the row has no more."""
+    values = ()
+    for j in tl.static_range(TOGETHER):
+        t = b * 0 + start + j
+        values = values + (load_token(x_at, b, first + t, stride_c, channels, t < count, ROWS),)
+    return values
+
+
+@triton.jit
+def shift_older(windows, read_base, write_base, x_at, b, first, count, length, x_channel, channels, reads, goes,
+                WIDTH: tl.constexpr, WINDOW_ROWS: tl.constexpr, X_ROWS: tl.constexpr):  # fmt: skip
+    """Move the entries of a longer window than a token needs, all but the last WIDTH - 1, `count` places on; those that
+    come from tokens too. An entry is read before it is overwritten, whichever threads do so."""
+    for entry in range(0, length - (WIDTH - 1)):
+        source = count + entry
+        ptrs = entry_of(windows, read_base, b * 0 + source, channels, WINDOW_ROWS)
+        kept = tl.load(ptrs, mask=tl.where(reads & (source < length), channels[1], False), other=0.0)
+        from_token = reads & (source >= length)
+        token = load_token(x_at, b, first + source - length, x_channel, channels, from_token, X_ROWS)
+        tl.debug_barrier()
+        value = (tl.where(source < length, kept, token.to(kept.dtype)),)
+        store_entries(windows, write_base, b * 0 + entry, value, channels, goes, WINDOW_ROWS)
+
+
+# Every argument: constants alone say what a compiler may assume.
+ARGUMENTS = [
+    "window_ptr", "x_ptr", "out_ptr", "weight_ptr", "bias_ptr", "positions_ptr", "read_ptr", "accepted_ptr",
+    "write_ptr", "parents_ptr", "cu_seqlens_ptr", "snapshot_rows_ptr", "copy_ptr", "null", "fault_ptr",
+    "slot_stride", "window_c", "window_e", "length", "copy_b", "copy_t", "copy_c", "copy_e", "num_copies",
+    "x_b", "x_t", "x_c", "out_b", "out_t", "out_c", "read_stride", "read_width", "write_stride", "parents_stride",
+    "tokens", "longest", "num_slots",
+]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=ARGUMENTS)
+def conv1d_step_kernel(
+    # Pointers, which change from call to call; None: absent.
+    window_ptr, x_ptr, out_ptr, weight_ptr, bias_ptr, positions_ptr,
+    read_ptr, accepted_ptr, write_ptr, parents_ptr, cu_seqlens_ptr, snapshot_rows_ptr,
+    copy_ptr,  # snapshots
+    null,
+    fault_ptr,
+    slot_stride, window_c, window_e, length,  # of windows: strides of slots, channels and entries; entries there are
+    copy_b, copy_t, copy_c, copy_e, num_copies,  # of snapshots: strides of rows, tokens, channels, entries; rows
+    x_b, x_t, x_c, out_b, out_t, out_c,  # strides of batch, token and channel
+    read_stride, read_width, write_stride, parents_stride,  # of the rows of tables
+    tokens,  # length of the token axis
+    longest,  # entries that write, parents and snapshots have for the tokens of a row
+    num_slots,
+    CHANNELS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
+    MODE: tl.constexpr,  # of the window: "shift" keeps the last inputs, "rollback" reads at an offset, or a "ring"
+    HISTORY: tl.constexpr,  # entries before the tokens of a call, where MODE is "rollback"
+    LONGER: tl.constexpr,  # length > WIDTH - 1, where MODE is "shift"
+    ACTIVATION: tl.constexpr, ONE_TOKEN: tl.constexpr,
+    TOGETHER: tl.constexpr,  # tokens whose inputs are loaded at once; 1 with parents
+    STORES: tl.constexpr,  # after which tokens windows are written: "last", "every" or "none"
+    PADDING: tl.constexpr,  # the output of padding rows: "zero", or "fresh", from a window of zeros
+    WINDOW_ROWS: tl.constexpr, COPY_ROWS: tl.constexpr, X_ROWS: tl.constexpr, OUT_ROWS: tl.constexpr,
+    BIAS_ROWS: tl.constexpr, WEIGHT_ALIGNMENT: tl.constexpr,  # bytes that weights of a channel start at multiples of
+    EARLY: tl.constexpr,  # started before the kernel in front of it has ended
+    LETS_NEXT_START: tl.constexpr,  # a kernel behind this one may start before it ends
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    if LETS_NEXT_START and not EARLY:
+        gdc_launch_dependents()
+    b, _, first_channel = this_program(1, CHANNELS, BLOCK)
+    offs_c = first_channel + tl.arange(0, BLOCK)
+    channels = (offs_c, offs_c < CHANNELS)
+    zero = b * 0
+    windows, copies = (window_ptr, window_c, window_e), (copy_ptr, copy_c, copy_e)
+    x_at, out_at = (x_ptr, x_b, x_t, 0), (out_ptr, out_b, out_t, 0)
+    parents = (parents_ptr, parents_stride)
+
+    read = (read_ptr, read_stride, read_width, None if MODE == "rollback" else accepted_ptr)
+    slot = resolve_read(read, b, num_slots, null, fault_ptr)
+    slot, from_entry = first_entry(slot, b, accepted_ptr, positions_ptr, length, fault_ptr, WIDTH, HISTORY, MODE)
+    live = slot >= 0
+    first, count = zero, 1
+    if not ONE_TOKEN:
+        first, count = token_range(cu_seqlens_ptr, b, tokens)
+
+    # All that a program needs at first is on its way before anything is waited for.
+    weight_rows = load_weights(weight_ptr, channels, WIDTH, BLOCK_WIDTH, WEIGHT_ALIGNMENT)
+    if not EARLY:
+        group = load_tokens(x_at, b, first, zero, count, x_c, channels, TOGETHER, X_ROWS)
+    recent = ()  # the inputs before a token, oldest first
+    for i in tl.static_range(WIDTH - 1):
+        entry = in_ring(from_entry + i, length) if MODE == "ring" else from_entry + i
+        ptrs = entry_of(windows, slot * slot_stride, entry, channels, WINDOW_ROWS)
+        before = tl.load(ptrs, mask=tl.where(live, channels[1], False), other=0.0, eviction_policy="evict_first")
+        recent = recent + (before,)
+    initial = recent
+    if bias_ptr is None:
+        bias = tl.zeros([BLOCK], tl.float32)
+    else:
+        bias = tl.load(channels_at(bias_ptr, channels, 1, BIAS_ROWS), mask=channels[1], other=0.0).to(tl.float32)
+    if EARLY:  # the inputs may come from the kernel in front; only then has all ended that the next one may rely on
+        gdc_wait()
+        if LETS_NEXT_START:
+            gdc_launch_dependents()
+        group = load_tokens(x_at, b, first, zero, count, x_c, channels, TOGETHER, X_ROWS)
+    weights = taps_of(weight_rows, WIDTH)
+
+    goes = live if ONE_TOKEN else live & (count > 0)
+    if STORES == "last":
+        to = resolve_write((write_ptr, write_stride), b, 0, slot, goes, num_slots, null, fault_ptr)
+        goes = goes & (to >= 0)
+        base = to * slot_stride
+    if STORES == "last" and MODE == "shift" and LONGER:
+        shift_older(
+            windows, slot * slot_stride, base, x_at, b, first, count, length, x_c, channels, live, goes,
+            WIDTH, WINDOW_ROWS, X_ROWS,
+        )  # fmt: skip
+    tl.debug_barrier()  # what was read may be overwritten now, by whichever threads
+
+    for start in range(0, count, TOGETHER):
+        next_group = group
+        if not ONE_TOKEN:
+            next_group = load_tokens(x_at, b, first, start + TOGETHER, count, x_c, channels, TOGETHER, X_ROWS)
+        for j in tl.static_range(TOGETHER):
+            t = zero + (start + j)  # a number of the kernel also where the interpreter has one of Python
+            exists = True if TOGETHER == 1 else t < count
+            x = group[j].to(window_ptr.dtype.element_ty)
+            stepped = exists
+            if parents_ptr is not None:
+                recent, stepped = inputs_along_path(parents, longest, x_at, b, first, t, x_c, channels, initial, X_ROWS)
+            runs = tl.where(stepped, live, False)
+            y = convolve(recent + (x,), weights, bias, ACTIVATION)
+            y = tl.where(runs if PADDING == "zero" else stepped, y, 0.0).to(out_ptr.dtype.element_ty)
+            row = token_entry(out_at, b, first + t, zero, 1)
+            tl.store(channels_at(row, channels, out_c, OUT_ROWS), y, mask=tl.where(exists, channels[1], False))
+            recent = chosen(exists, following(recent, x), recent)
+
+            if STORES == "last" and MODE == "rollback":
+                fits = exists & (HISTORY + t < length)
+                store_entries(windows, base, HISTORY + t, (x,), channels, tl.where(fits, goes, False), WINDOW_ROWS)
+            if STORES == "last" and MODE == "ring":
+                stays = exists & (t >= count - length)  # no later token of the call falls on its entry
+                entry = in_ring(from_entry + (WIDTH - 1) + t, length)
+                store_entries(windows, base, entry, (x,), channels, tl.where(stays, goes, False), WINDOW_ROWS)
+            known = runs & (t < longest)
+            if STORES == "every":
+                to = resolve_write((write_ptr, write_stride), b, t, slot, known, num_slots, null, fault_ptr)
+                store_entries(windows, to * slot_stride, zero, recent, channels, to >= 0, WINDOW_ROWS)
+            if copy_ptr is not None:
+                to = resolve_snapshot_row((snapshot_rows_ptr, num_copies), b, known, fault_ptr)
+                at = to * copy_b + t.to(tl.int64) * copy_t
+                store_entries(copies, at, zero, recent, channels, to >= 0, COPY_ROWS)
+        group = next_group
+
+    if STORES == "last" and MODE == "shift":
+        store_entries(windows, base, length - (WIDTH - 1), recent, channels, goes, WINDOW_ROWS)
+    if STORES == "last" and MODE == "rollback":
+        for i in tl.static_range(HISTORY):
+            kept = (initial[WIDTH - 1 - HISTORY + i],)
+            store_entries(windows, base, zero + i, kept, channels, goes, WINDOW_ROWS)
+    if cu_seqlens_ptr is not None:
+        batch = tl.num_programs(0) // ((CHANNELS + BLOCK - 1) // BLOCK)
+        offsets = offs_c.to(tl.int64) * out_c if OUT_ROWS == APART else offs_c
+        zero_unused(out_at, cu_seqlens_ptr, b, zero, offsets, channels[1], tokens, batch)

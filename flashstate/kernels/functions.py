@@ -1,0 +1,18 @@
+"""Functions of float32 values that several kernels need."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def softplus(x):
+    """log(1 + exp(x)), the identity above 20. Where exp(x) < 1 the bits that 1 + exp(x) lost are added back."""
+    e = tl.exp(x)
+    w = 1.0 + e
+    log1p = tl.log(w) + tl.where(e < 1.0, e - (w - 1.0), 0.0)
+    return tl.where(x > 20.0, x, log1p)
+
+
+@triton.jit
+def silu(x):
+    return x / (1.0 + tl.exp(-x))

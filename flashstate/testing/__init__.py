@@ -1,0 +1,32 @@
+"""The tables of cases, and what tests, `flashstate check` and the benchmark need of each: inputs, bytes, budgets."""
+
+from flashstate.launch import interpreted
+from flashstate.testing.conv1d import ODD_CONV_CASES, ODD_CONV_GROUPS, QUICK_CONV_CASES, REAL_CONV_CASES, ConvCase
+from flashstate.testing.inputs import AnyCase, Inputs, Op, Pool, dtype, make_inputs
+from flashstate.testing.mamba2 import ODD_CASES, ODD_SHAPES, QUICK_CASES, REAL_CASES, Case
+from flashstate.testing.oracle import BUDGET, Expected, encoded, error_ratio, oracle
+
+__all__ = [
+    "BUDGET",
+    "ODD_CASES",
+    "ODD_CONV_CASES",
+    "ODD_CONV_GROUPS",
+    "ODD_SHAPES",
+    "QUICK_CASES",
+    "QUICK_CONV_CASES",
+    "REAL_CASES",
+    "REAL_CONV_CASES",
+    "AnyCase",
+    "Case",
+    "ConvCase",
+    "Expected",
+    "Inputs",
+    "Op",
+    "Pool",
+    "dtype",
+    "encoded",
+    "error_ratio",
+    "interpreted",
+    "make_inputs",
+    "oracle",
+]

@@ -1,0 +1,297 @@
+"""What the cases of all ops share: a pool, the arguments of one call on it, and parts of a batch."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from flashstate.launch import Problem
+from flashstate.state.formats import decode
+from flashstate.state.slots import Slots
+
+
+def dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name)
+    assert isinstance(found, torch.dtype)
+    return found
+
+
+class Pool(Protocol):
+    """Stored states, in slots or as snapshots: a State, or a dataclass of an op whose states are none."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def data(self) -> Tensor: ...
+
+    @property
+    def scale(self) -> Tensor | None: ...
+
+    @property
+    def seed(self) -> Tensor | None: ...
+
+    @property
+    def rounding(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class Op:
+    """What inputs, the oracle and laws know of an op."""
+
+    step: Callable[..., Tensor]  # given a Pool, and everything else by its name
+    token: Callable[..., tuple[Tensor, Tensor]]  # of states and the arguments of a token: output and states after it
+    activations: tuple[str, ...]  # the arguments that have tokens
+    remembered: tuple[str, ...]  # those of them that reach the state
+    widths: int  # axes of x behind those of its tokens
+    copies: bool = False  # whether a state is made of copies, so that nothing in it is rounded
+
+
+@dataclass
+class Inputs:
+    """A state pool and the arguments of one call on it."""
+
+    op: Op
+    state: Any  # a Pool
+    arguments: dict[str, Tensor]  # those that must be given
+    options: dict[str, Any]  # the others
+    slots: Tensor  # (batch,)
+    lengths: list[int] | None  # of packed rows
+
+    def step(self, **changes: Any) -> Tensor:
+        """Call the op, with some arguments changed or added."""
+        if "slots" not in changes:
+            changes["slots"] = self.slots if self.lengths is None else self.at()
+        return self.op.step(self.state, **{**self.arguments, **self.options, **changes})
+
+    def at(self, **fields: Any) -> Slots:
+        """The slots of the batch with more fields of Slots, or others."""
+        if self.lengths is not None:
+            bounds = torch.tensor([0, *self.lengths]).cumsum(0).to(self.slots)
+            fields = {"cu_seqlens": bounds, "max_len": max(self.lengths, default=0), **fields}
+        return Slots(fields.pop("read", self.slots), **fields)
+
+    def fresh(self, extra: int = 0) -> Inputs:
+        """The same inputs on a copy of the pool and its seeds, with the same strides, and `extra` more slots."""
+
+        def copied(tensor: Tensor | None) -> Tensor | None:
+            if tensor is None:
+                return None
+            slots, *shape = tensor.shape
+            size, strides = (slots + extra, *shape), tensor.stride()
+            new = torch.empty_strided(size, strides, dtype=tensor.dtype, device=tensor.device)
+            new[:slots], new[slots:] = tensor, tensor[:1]
+            return new
+
+        parts = {name: copied(getattr(self.state, name)) for name in ("data", "scale", "seed")}
+        return replace(self, state=replace(self.state, **parts))
+
+    def on_larger_pool(self, slots: int) -> Inputs:
+        """The same batch on a pool of that many slots, filled with the states of this one, and seeds of its own."""
+        index = torch.arange(slots, device=self.slots.device) % self.state.data.shape[0]
+
+        def enlarged(tensor: Tensor | None) -> Tensor | None:
+            if tensor is None:
+                return None
+            size, strides = (slots, *tensor.shape[1:]), tensor.stride()
+            new = torch.empty_strided(size, strides, dtype=tensor.dtype, device=tensor.device)
+            return new.copy_(tensor[index])
+
+        seed = None if self.state.seed is None else torch.randint(1 << 62, (slots,), device=index.device)
+        larger = replace(self.state, data=enlarged(self.state.data), scale=enlarged(self.state.scale), seed=seed)
+        return replace(self, state=larger)
+
+    def of_rows(self, rows: Tensor) -> Inputs:
+        """The same pool with some rows of the batch, in some order."""
+        if self.lengths is None:
+            index, lengths = rows, None
+        else:
+            lengths = [self.lengths[row] for row in rows.tolist()]
+            pieces = torch.arange(sum(self.lengths)).split(self.lengths)
+            index = torch.cat([pieces[row] for row in rows.tolist()]).to(rows.device)
+        return replace(self.changed(lambda t: t[index]), slots=self.slots[rows], lengths=lengths)
+
+    def of_tokens(self, tokens: slice | list[int] | int) -> Inputs:
+        """The same pool and rows, which are not packed, with some of the tokens; with an int one, without its axis."""
+        assert self.lengths is None
+        return self.changed(lambda t: t[:, tokens])
+
+    def dense_row(self, row: int) -> Inputs:
+        """One row of a packed batch alone, its tokens on an axis of their own."""
+        alone = self.of_rows(torch.tensor([row], device=self.slots.device))
+        return replace(alone.changed(lambda t: t[None]), lengths=None)
+
+    def changed(self, change: Callable[[Tensor], Tensor]) -> Inputs:
+        """The same pool and parameters, with what `change` makes of every argument that has tokens."""
+        arguments, options = (
+            {name: change(t) if name in self.op.activations else t for name, t in given.items()}
+            for given in (self.arguments, self.options)
+        )
+        return replace(self, arguments=arguments, options=options)
+
+    @property
+    def activations(self) -> dict[str, Tensor]:
+        """The arguments that have tokens."""
+        given = {**self.arguments, **self.options}
+        return {name: given[name] for name in self.op.activations if name in given}
+
+    @property
+    def has_token_axis(self) -> bool:
+        """Whether the tokens of rows, which are not packed, have an axis of their own."""
+        return self.lengths is None and self.arguments["x"].dim() == 2 + self.op.widths
+
+    @property
+    def row_lengths(self) -> list[int]:
+        """Tokens of every row."""
+        x = self.arguments["x"]
+        return self.lengths or [x.shape[1] if self.has_token_axis else 1] * x.shape[0]
+
+    def per_row(self, y: Tensor) -> list[Tensor]:
+        """The outputs of every row."""
+        return list(y) if self.lengths is None else list(y[: sum(self.lengths)].split(self.lengths))
+
+    @property
+    def states(self) -> Tensor:
+        """What the slots of the batch hold, as float32: (batch, ...)."""
+        slots, scale = self.slots.long(), self.state.scale
+        return decode(self.state.data[slots], None if scale is None else scale[slots])
+
+
+class AnyCase(ABC):
+    """One problem for an op: a shape, its tokens, and which optional arguments it has. A frozen dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    batch: int
+    slots: int
+    x: str  # dtype of x
+    tokens: int  # per row, on an axis of their own; 0: one, without that axis
+    packed: bool  # rows of different lengths, up to `tokens`, one after the other
+    index: str  # dtype of slot numbers
+
+    @property
+    @abstractmethod
+    def format(self) -> str:
+        """Of the pool."""
+
+    @property
+    @abstractmethod
+    def rounding(self) -> str:
+        """Of the pool."""
+
+    @property
+    @abstractmethod
+    def state_axes(self) -> tuple[int, ...]:
+        """Sizes of the axes of one slot."""
+
+    @property
+    @abstractmethod
+    def problem(self) -> Problem:
+        """What its config is chosen for."""
+
+    @property
+    @abstractmethod
+    def snapshot_formats(self) -> list[tuple[str, str]]:
+        """Formats and roundings that snapshots are tried in; first the most exact one."""
+
+    @abstractmethod
+    def snapshots(self, rows: int, tokens: int, name: str, rounding: str, device: torch.device) -> Pool:
+        """Snapshots for so many rows and tokens, in this format, filled with something."""
+
+    @abstractmethod
+    def as_views(self, inputs: Inputs) -> Inputs:
+        """The same values with other strides: activations among other memory, parameters expanded where they can be."""
+
+    @abstractmethod
+    def make_inputs(self, device: torch.device, seed: int = 0) -> Inputs:
+        """Random inputs: the scales of a trained model, every slot filled, the batch on distinct slots in random order.
+        NaN in tokens that no row has."""
+
+    @property
+    @abstractmethod
+    def measured_axes(self) -> tuple[int, int, int, int]:
+        """Heads, groups, rows and columns, as measurements list them."""
+
+    @abstractmethod
+    def counted_bytes(self, stores: int = 1) -> int:
+        """Bytes one call must move at least: the state of every row read once and stored `stores` times (once in place;
+        with snapshots once per token), everything else once."""
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of activations that roofs count too; 0 where they are little beside the states."""
+        return 0
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of state in one slot, without its scales."""
+        return math.prod(self.state_axes) * dtype(self.format).itemsize
+
+    @property
+    def exact_at_once(self) -> bool:
+        """Whether several tokens at once give, bit for bit, the output of single ones on float32 states."""
+        return True
+
+    @property
+    def stores_every_token(self) -> bool:
+        """Whether the state after every token can go to a slot of its own."""
+        return True
+
+    def snapshot_of(self, states: Tensor) -> Tensor:
+        """What snapshots hold of states."""
+        return states
+
+    def newest_of(self, states: Tensor) -> Tensor:
+        """The part of states that depends on every token's input."""
+        return states
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of every row. Packed rows count down from `tokens` to none, and start again."""
+        if not self.packed:
+            return [self.tokens or 1] * self.batch
+        return [self.tokens - row % (self.tokens + 1) for row in range(self.batch)]
+
+    @property
+    def token_axes(self) -> tuple[int, ...]:
+        """Sizes of the leading axes of activations. Packed tokens have two more than there are rows for."""
+        if self.packed:
+            return (sum(self.lengths) + 2,)
+        return (self.batch, self.tokens) if self.tokens else (self.batch,)
+
+
+class Source:
+    """Random numbers, the same on every device."""
+
+    def __init__(self, device: torch.device, seed: int) -> None:
+        self.device = device
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def normal(self, *size: int, name: str = "float32") -> Tensor:
+        """Normally distributed, in the dtype of that name."""
+        return torch.randn(*size, generator=self.generator).to(dtype(name)).to(self.device)
+
+    def seeds(self, count: int) -> Tensor:
+        return torch.randint(-(1 << 62), 1 << 62, (count,), generator=self.generator).to(self.device)
+
+    def slots_of(self, case: AnyCase) -> Tensor:
+        """Distinct slots for the batch, in random order."""
+        return torch.randperm(case.slots, generator=self.generator)[: case.batch].to(dtype(case.index)).to(self.device)
+
+
+def make_inputs(case: AnyCase, device: torch.device, seed: int = 0) -> Inputs:
+    """The random inputs of a case."""
+    return case.make_inputs(device, seed)
+
+
+def view_into_projection(tensor: Tensor) -> Tensor:
+    """The same values as a slice of wider rows, one element off alignment, NaN around them."""
+    *lead, heads, width = tensor.shape
+    wide = torch.full((*lead, 2 * heads, width + 3), torch.nan, dtype=tensor.dtype, device=tensor.device)
+    wide[..., heads:, 1 : width + 1] = tensor
+    return wide[..., heads:, 1 : width + 1]

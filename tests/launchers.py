@@ -1,0 +1,74 @@
+"""A stand-in for Triton and the CUDA driver: it shows which launches were made, in which way, and with what."""
+
+import ctypes
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from flashstate.launch import direct, driver
+from flashstate.launch.driver import LaunchAttribute, LaunchConfig, parameters_of
+from flashstate.launch.start import Launch, Started
+from flashstate.ops import conv1d, mamba2
+
+
+def parameters(arguments: Any) -> list[int]:
+    """What a kernel gets, with the scratch memory that it does not use."""
+    return [*parameters_of(arguments), 0, 0]
+
+
+def compiled_with(arguments: Any, function: int, early: bool, more: int = 0, **changes: Any) -> Any:
+    """What Triton compiled, as far as a launch asks for it."""
+    declared = ", ".join([".param .b64 p"] * (len(parameters(arguments)) + more))
+    metadata = SimpleNamespace(num_ctas=1, num_warps=2, shared=64)
+    flags = {"launch_cooperative_grid": False, "launch_pdl": early, "global_scratch_size": 0, "profile_scratch_size": 0}
+    launcher = SimpleNamespace(**{**flags, **changes})
+    asm = {"ptx": f".entry step( {declared} ) {{}}"}
+    return SimpleNamespace(metadata=metadata, run=launcher, function=function, asm=asm)
+
+
+class Launcher:
+    """Both ways to a kernel: `ordinary` has the launches that went through Triton, `directly` the parameters that the
+    driver found in memory."""
+
+    def __init__(self) -> None:
+        self.ordinary: list[Started] = []
+        self.directly: list[list[int]] = []
+        self.configs: list[tuple[Any, ...]] = []
+        self.attributes: list[list[LaunchAttribute]] = []
+
+    def start(
+        self, kernel: Any, grid: Any, device: torch.device, arguments: Any, constants: Any, *options: int
+    ) -> Started:
+        launch = Launch(kernel, torch.device("cuda", 0), arguments, constants, *options)
+        compiled = compiled_with(arguments, function=len(self.ordinary), early=launch.early)
+        self.ordinary.append(Started(launch, grid, compiled))
+        return self.ordinary[-1]
+
+    def launch(self, config_at: int, function: int, addresses_at: int, extra: None) -> int:
+        """The driver: CUDA_SUCCESS."""
+        config = LaunchConfig.from_address(config_at)
+        self.configs.append((*config.grid, *config.block, config.shared_memory, config.stream, function))
+        self.attributes.append([LaunchAttribute.from_address(config.attributes)] if config.num_attributes else [])
+        count = len(parameters(self.ordinary[function].launch.arguments))
+        addresses = (ctypes.c_uint64 * count).from_address(addresses_at)
+        self.directly.append([ctypes.c_int64.from_address(address).value for address in addresses])
+        return 0
+
+
+@pytest.fixture
+def launcher(monkeypatch: pytest.MonkeyPatch) -> Launcher:
+    pytest.importorskip("triton")
+    stand_in = Launcher()
+    for op in (conv1d, mamba2):
+        monkeypatch.setattr(op, "start", stand_in.start)
+        monkeypatch.setattr(op, "uses_kernels", lambda device: True)
+        monkeypatch.setattr(op, "lets_next_start", lambda device: True)
+    monkeypatch.setattr(mamba2, "_launches_on_tensors", {})
+    monkeypatch.setattr(conv1d, "launches", {})
+    monkeypatch.setattr(direct, "available", True)
+    monkeypatch.setattr(driver, "_launch_function", lambda: stand_in.launch)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 5, raising=False)
+    return stand_in

@@ -1,0 +1,169 @@
+"""What selective_state_update of other libraries gives, by their contracts: loops over rows, tokens and heads.
+
+A model says for every row of the batch where it starts and where its states go. simulate() computes them, in float64 or
+float32. Nothing here uses flashstate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Arguments = dict[str, Any]
+Place = tuple[str, tuple[int, ...]]  # an entry of "state" or "intermediate_states_buffer"
+
+
+@dataclass
+class Row:
+    """A row of the batch: its tokens on the flat token axis, the slot it starts from (None: from zero), and where the
+    state after each token goes."""
+
+    tokens: list[int]
+    start: int | None
+    goes: dict[int, list[Place]] = field(default_factory=dict)
+
+    def store(self, token: int, name: str, *entry: int) -> None:
+        self.goes.setdefault(token, []).append((name, entry))
+
+
+Model = Callable[[Arguments], list[Row]]
+
+
+@dataclass
+class Outcome:
+    """Outputs (tokens, heads, dim), zero for tokens of no row, and the states (heads, dim, dstate) that are stored."""
+
+    y: Tensor
+    stored: dict[Place, Tensor]
+
+
+def mamba_ssm(arguments: Arguments) -> list[Row]:
+    """Rows with a negative index do nothing, and their output is zero."""
+    slots = numbers(arguments["state_batch_indices"]) or [[b] for b in range(len(arguments["x"]))]
+    rows = [Row([b], slot) for b, (slot,) in enumerate(slots) if slot >= 0]
+    for row in rows:
+        row.store(0, "state", row.start)
+    return rows
+
+
+def vllm(arguments: Arguments) -> list[Row]:
+    """Rows in the null block do nothing. With accepted counts every token has a place, else the last has the first."""
+    rows = []
+    read, write = numbers(arguments.get("state_batch_indices")), numbers(arguments.get("dst_state_batch_indices"))
+    accepted, null = arguments.get("num_accepted_tokens"), arguments.get("null_block_id", 0)
+    for b, tokens in enumerate(tokens_of_rows(arguments)):
+        slots = read[b] if read else [b]
+        slot = slots[0] if accepted is None else chosen(slots, int(accepted[b]))
+        if read and (slot is None or slot < 0 or slot == null):
+            continue
+        row, targets = Row(tokens, slot), write[b] if write else slots
+        for t in range(len(tokens)) if accepted is not None else [len(tokens) - 1]:
+            target = targets[t if accepted is not None else 0]
+            if tokens and (not read or (target >= 0 and target != null)):
+                row.store(t, "state", target)
+        rows.append(row)
+    return rows
+
+
+def flashinfer(arguments: Arguments) -> list[Row]:
+    """Padding rows start from zero and store nothing. States go to the buffer if there is one, else to `dst`, after
+    every token where it is a table, else where they were read."""
+    rows = []
+    read, write = numbers(arguments.get("state_batch_indices")), numbers(arguments.get("dst_state_batch_indices"))
+    accepted, pad = arguments.get("num_accepted_tokens"), arguments.get("pad_slot_id", -1)
+    buffer_rows = numbers(arguments.get("intermediate_state_indices"))
+    for b, tokens in enumerate(tokens_of_rows(arguments)):
+        slots = read[b] if read else [b]
+        slot = slots[0] if accepted is None else chosen(slots, int(accepted[b]))
+        if slot is None or slot < 0 or slot == pad:
+            rows.append(Row(tokens, None))
+            continue
+        rows.append(row := Row(tokens, slot))
+        for t in range(len(tokens)):
+            if arguments.get("intermediate_states_buffer") is not None:
+                row.store(t, "intermediate_states_buffer", buffer_rows[b][0] if buffer_rows else slot, t)
+            elif not arguments.get("disable_state_update"):
+                per_token = write is not None and arguments["dst_state_batch_indices"].dim() == 2
+                target = slot if write is None else write[b][t] if per_token else write[b][0]
+                if (per_token or t == len(tokens) - 1) and target >= 0 and target != pad:
+                    row.store(t, "state", target)
+    return rows
+
+
+def numbers(indices: Tensor | None) -> list[list[int]] | None:
+    """Rows of a table; a list is a table of one column."""
+    return None if indices is None else indices.reshape(len(indices), -1).tolist()
+
+
+def chosen(slots: list[int], accepted: int) -> int | None:
+    return slots[accepted - 1] if 1 <= accepted <= len(slots) else None
+
+
+def tokens_of_rows(arguments: Arguments) -> list[list[int]]:
+    """Where the tokens of every row are, on the flat token axis."""
+    x = arguments["x"]
+    if arguments.get("cu_seqlens") is None:
+        length = x.shape[1] if x.dim() == 4 else 1
+        return [list(range(b * length, b * length + length)) for b in range(len(x))]
+    bounds = arguments["cu_seqlens"].tolist()
+    return [list(range(first, last)) for first, last in pairwise(bounds)]
+
+
+def simulate(model: Model, arguments: Arguments, dtype: torch.dtype) -> Outcome:
+    """What a call on these arguments, which are on the CPU, gives by this model, computed in `dtype`."""
+    state = decoded(arguments["state"], arguments.get("state_scale"))
+    heads, dim, dstate = state.shape[-3] if state.dim() == 4 else 1, *state.shape[-2:]
+    wide = {"x": (-1, heads, dim), "dt": (-1, heads, dim), "z": (-1, heads, dim), "A": (heads, dim, dstate)}
+    wide |= {"D": (heads, dim), "dt_bias": (heads, dim)}
+    values = {name: arguments.get(name) for name in wide}
+    values = {name: None if t is None else t.to(dtype).reshape(wide[name]) for name, t in values.items()}
+    tokens = len(values["x"])
+    values |= {name: arguments[name].to(dtype).reshape(tokens, -1, dstate) for name in ("B", "C")}
+    outcome = Outcome(torch.zeros(tokens, heads, dim, dtype=dtype), {})
+    for row in model(arguments):
+        s = torch.zeros(heads, dim, dstate, dtype=dtype)
+        if row.start is not None:
+            s = state[row.start].to(dtype).reshape(heads, dim, dstate)
+        for t, token in enumerate(row.tokens):
+            outcome.y[token], s = one_token(s, token, values, arguments["dt_softplus"])
+            outcome.stored |= dict.fromkeys(row.goes.get(t, []), s)
+    return outcome
+
+
+def one_token(s: Tensor, token: int, values: Arguments, dt_softplus: bool) -> tuple[Tensor, Tensor]:
+    """The output (heads, dim) of a token, and the state after it, head by head."""
+    outputs, states = [], []
+    for h in range(len(s)):
+        group = h * values["B"].shape[1] // len(s)
+        x, dt = values["x"][token, h], values["dt"][token, h]  # (dim,)
+        if values["dt_bias"] is not None:
+            dt = dt + values["dt_bias"][h]
+        if dt_softplus:
+            dt = torch.where(dt > 20, dt, torch.log1p(torch.exp(dt)))
+        decay = torch.exp(dt[:, None] * values["A"][h])  # (dim, dstate)
+        states.append(s[h] * decay + torch.outer(dt * x, values["B"][token, group]))
+        y = states[-1] @ values["C"][token, group]
+        if values["D"] is not None:
+            y = y + values["D"][h] * x
+        if values["z"] is not None:
+            y = y * values["z"][token, h] * torch.sigmoid(values["z"][token, h])
+        outputs.append(y)
+    return torch.stack(outputs), torch.stack(states)
+
+
+def decoded(data: Tensor, scale: Tensor | None) -> Tensor:
+    """Stored states as float32; those with a scale per row of the last axis multiplied with it."""
+    return data.float() if scale is None else data.float() * scale.reshape(*data.shape[:-1], 1)
+
+
+def rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """float32 values as a plain implementation stores them, to nearest; integers with a scale per row."""
+    if dtype.is_floating_point:
+        return values.to(dtype).float()
+    step = values.abs().amax(-1, keepdim=True) / torch.iinfo(dtype).max
+    return torch.where(step > 0, (values / step).round() * step, 0.0)
