@@ -245,7 +245,7 @@ def test_fla_without_our_layout_of_states_is_skipped(monkeypatch: pytest.MonkeyP
 # What is measured
 
 
-def run_twice(launches: Sequence[Callable[[], object]]) -> Timing:
+def run_twice(launches: Sequence[Callable[[], object]], flush: bool) -> Timing:
     """In the place of a CUDA graph."""
     for launch in launches[:2]:
         launch()

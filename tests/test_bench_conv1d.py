@@ -1,0 +1,125 @@
+"""The benchmarks of conv1d_step and of a layer: their jobs, bytes, roofs, checks and peers."""
+
+import importlib.util
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flashstate import Slots
+from flashstate.bench import measure, timing
+from flashstate.bench.conv1d import CONV1D, bind_vllm, jobs_of
+from flashstate.bench.measure import Report, check, measure_on_gpu
+from flashstate.bench.peers import MeasurementError
+from flashstate.bench.span import SPAN, SpanCase, SpanInputs
+from flashstate.bench.timing import Timing
+from flashstate.compat import vllm
+from flashstate.testing import ConvCase, Inputs, interpreted, make_inputs
+
+CPU = torch.device("cpu")
+TINY = ConvCase(2, 8, 4, tokens=3, slots=5)
+TINY_SPAN = SpanCase(2, 2, 1, 4, 8, slots=4)
+NEEDS_INTERPRETER = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton") is None,
+    reason="needs triton and TRITON_INTERPRET=1",
+)
+
+
+def test_jobs_are_every_dtype_number_of_tokens_and_batch() -> None:
+    jobs = jobs_of([("bfloat16", "nearest"), ("float32", "nearest")], (1, 4), (1, 6), (1, 1, 24, 3))
+    assert [(job.case.format, job.case.tokens, job.case.batch) for job in jobs] == [
+        (name, tokens, batch) for name in ("bfloat16", "float32") for tokens in (0, 6) for batch in (1, 4)
+    ]
+    assert {job.case.measured_axes for job in jobs} == {(1, 1, 24, 3)}
+    labels = [measure.row_of("x", job, Timing(2, 2, 2), 1, None).label for job in jobs[:3]]
+    assert labels == ["24 channels, bfloat16"] * 2 + ["24 channels, bfloat16, 6 tokens"]
+
+
+def test_a_row_counts_every_byte_and_its_roof_those_of_windows_and_tokens() -> None:
+    for tokens in (1, 3):
+        (job,) = jobs_of([("bfloat16", "nearest")], [2], [tokens], (1, 1, 8, 4))
+        inputs = make_inputs(job.case, CPU)
+        given = {**inputs.arguments, **inputs.options, "slots": inputs.slots}
+        window, x = inputs.state.data[:2].nbytes, given["x"].nbytes
+        others = sum(tensor.nbytes for tensor in given.values() if isinstance(tensor, Tensor))
+        assert job.counted_bytes == 2 * window + others + x
+        assert job.touched_bytes == 2 * window + 2 * x
+        assert job.read_bytes == window
+
+
+@pytest.mark.interpreted
+@NEEDS_INTERPRETER
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_the_roof_touches_windows_and_copies_tokens(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from flashstate.bench import roofs
+
+    windows = torch.randn(6, 3, 8).transpose(1, 2)
+    before, x = windows.clone(), torch.randn(2, tokens, 8)
+    out = torch.full((2, 8 * tokens), 7, dtype=torch.int32)
+    monkeypatch.setattr(roofs.torch, "empty_like", lambda words: out)
+    roofs.touch(windows, Slots(torch.tensor([4, 1])), None, 16, 1, x)
+    expected = before.clone()
+    expected[[4, 1]] *= -1
+    assert torch.equal(windows, expected)
+    assert torch.equal(out, x.view(torch.int32).flatten(1))
+
+
+def test_a_span_gives_what_its_two_steps_give() -> None:
+    inputs = make_inputs(TINY_SPAN, CPU)
+    assert isinstance(inputs, SpanInputs)
+    check(SPAN.bind, inputs)
+    for bind in SPAN.variants.values():
+        check(bind, inputs)
+
+
+@pytest.mark.parametrize("forgotten", ["x", "B", "C"])
+def test_a_span_whose_convolution_went_wrong_is_not_timed(forgotten: str) -> None:
+    inputs = make_inputs(TINY_SPAN, CPU)
+    inputs.arguments[forgotten] = inputs.arguments[forgotten] * 1.5
+    with pytest.raises(MeasurementError, match="wrong: its"):
+        check(SPAN.bind, inputs)
+
+
+def run_twice(launches: Sequence[Callable[[], object]], flush: bool) -> Timing:
+    """In the place of a CUDA graph."""
+    for launch in launches[:2]:
+        launch()
+    return Timing(2.0, 2.0, 2.0)
+
+
+@pytest.mark.interpreted
+@NEEDS_INTERPRETER
+@pytest.mark.parametrize(("op", "case"), [(CONV1D, TINY), (SPAN, TINY_SPAN)], ids=["conv1d", "span"])
+def test_ways_to_call_flashstate_are_measured_beside_it(op: Any, case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from flashstate.bench import roofs
+
+    for module in (measure, timing):
+        monkeypatch.setattr(module, "COLD_BYTES", 1 << 10)
+    for module in (measure, roofs):
+        monkeypatch.setattr(module, "time_launches", run_twice)
+    report = Report()
+    peers = {"vllm": lambda inputs, snapshots: bind_vllm(vllm.causal_conv1d_update, inputs, snapshots)}
+    with interpreted():
+        measure_on_gpu(op, measure.Job("conv1d", case), peers if op is CONV1D else {}, CPU, report)
+    names = ["touch", "read", "flashstate", "flashstate, early", *(["vllm"] if op is CONV1D else [])]
+    assert [row.implementation for row in report.rows] == names
+    assert not report.skipped
+
+
+def test_a_release_of_vllm_with_other_arguments_is_skipped() -> None:
+    def older(x: Tensor, conv_state: Tensor, weight: Tensor, pad_slot_id: int = -1) -> None:
+        raise AssertionError
+
+    with pytest.raises(MeasurementError, match="this release has no out"):
+        bind_vllm(older, make_inputs(TINY, CPU), None)
+
+
+def test_larger_pools_keep_the_layout_of_windows() -> None:
+    inputs: Inputs = make_inputs(TINY, CPU)
+    larger = inputs.on_larger_pool(11).state.data
+    assert larger.shape == (11, 8, 3)
+    assert larger.stride() == inputs.state.data.stride()
+    assert torch.equal(larger[7], inputs.state.data[2])
