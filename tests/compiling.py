@@ -44,7 +44,7 @@ def collected(architecture: int | str) -> Iterator[list[Launch]]:
     with (
         mock.patch.object(backend, "_interpreting", True),
         mock.patch.multiple("flashstate.ops.mamba2", kernel_target=target, gpu_of=gpu, lets_next_start=overlaps),
-        mock.patch.multiple("flashstate.ops.conv1d", gpu_of=gpu, lets_next_start=overlaps),
+        mock.patch.multiple("flashstate.ops.conv1d", kernel_target=target, gpu_of=gpu, lets_next_start=overlaps),
         mock.patch.multiple("flashstate.ops.pool", kernel_target=target, gpu_of=gpu),
         collecting() as launches,
     ):

@@ -6,6 +6,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashstate.kernels.addressing import this_program, token_entry, zero_unused
 from flashstate.kernels.functions import silu
+from flashstate.kernels.ptx import silu_ptx
 from flashstate.kernels.slots import (
     ACCEPTED_FAULT,
     depth_of,
@@ -109,12 +110,22 @@ def halved(parts):
 
 
 @triton.jit
-def convolve(u, weights, bias, ACTIVATION: tl.constexpr):
+def convolve(u, weights, bias, ACTIVATION: tl.constexpr, TARGET: tl.constexpr):
     """The output of a token from the last inputs, its own among them: bias + sum of weight * u, activated."""
     y = bias
     for i in tl.static_range(len(u)):
-        y = tl.fma(weights[i], u[i].to(tl.float32), y)
-    return silu(y) if ACTIVATION == "silu" else y
+        y = tl.fma(weights[i], u[i], y)
+    if ACTIVATION == "silu":
+        y = silu_ptx(y) if TARGET == "sm_80" or TARGET == "sm_89" else silu(y)
+    return y
+
+
+@triton.jit
+def as_float32(values):
+    floats = ()
+    for i in tl.static_range(len(values)):
+        floats = floats + (values[i].to(tl.float32),)
+    return floats
 
 
 @triton.jit
@@ -128,6 +139,7 @@ def following(values, value):
 
 @triton.jit
 def chosen(condition, values, others):
+    """The first values or the others; the first where the condition is no question."""
     picked = ()
     for i in tl.static_range(len(values)):
         picked = picked + (tl.where(condition, values[i], others[i]),)
@@ -214,8 +226,9 @@ def conv1d_step_kernel(
     MODE: tl.constexpr,  # of the window: "shift" keeps the last inputs, "rollback" reads at an offset, or a "ring"
     HISTORY: tl.constexpr,  # entries before the tokens of a call, where MODE is "rollback"
     LONGER: tl.constexpr,  # length > WIDTH - 1, where MODE is "shift"
-    ACTIVATION: tl.constexpr, ONE_TOKEN: tl.constexpr,
+    ACTIVATION: tl.constexpr, TARGET: tl.constexpr, ONE_TOKEN: tl.constexpr,
     TOGETHER: tl.constexpr,  # tokens whose inputs are loaded at once; 1 with parents
+    WHOLE: tl.constexpr,  # every row has a multiple of TOGETHER tokens
     STORES: tl.constexpr,  # after which tokens windows are written: "last", "every" or "none"
     PADDING: tl.constexpr,  # the output of padding rows: "zero", or "fresh", from a window of zeros
     WINDOW_ROWS: tl.constexpr, COPY_ROWS: tl.constexpr, X_ROWS: tl.constexpr, OUT_ROWS: tl.constexpr,
@@ -252,7 +265,7 @@ def conv1d_step_kernel(
         ptrs = entry_of(windows, slot * slot_stride, entry, channels, WINDOW_ROWS)
         before = tl.load(ptrs, mask=tl.where(live, channels[1], False), other=0.0, eviction_policy="evict_first")
         recent = recent + (before,)
-    initial = recent
+    initial, floats = recent, as_float32(recent)
     if bias_ptr is None:
         bias = tl.zeros([BLOCK], tl.float32)
     else:
@@ -282,17 +295,20 @@ def conv1d_step_kernel(
             next_group = load_tokens(x_at, b, first, start + TOGETHER, count, x_c, channels, TOGETHER, X_ROWS)
         for j in tl.static_range(TOGETHER):
             t = zero + (start + j)  # a number of the kernel also where the interpreter has one of Python
-            exists = True if TOGETHER == 1 else t < count
+            exists = True if WHOLE else t < count
             x = group[j].to(window_ptr.dtype.element_ty)
             stepped = exists
             if parents_ptr is not None:
                 recent, stepped = inputs_along_path(parents, longest, x_at, b, first, t, x_c, channels, initial, X_ROWS)
+                floats = as_float32(recent)
+            u = floats + (x.to(tl.float32),)
             runs = tl.where(stepped, live, False)
-            y = convolve(recent + (x,), weights, bias, ACTIVATION)
+            y = convolve(u, weights, bias, ACTIVATION, TARGET)
             y = tl.where(runs if PADDING == "zero" else stepped, y, 0.0).to(out_ptr.dtype.element_ty)
             row = token_entry(out_at, b, first + t, zero, 1)
             tl.store(channels_at(row, channels, out_c, OUT_ROWS), y, mask=tl.where(exists, channels[1], False))
             recent = chosen(exists, following(recent, x), recent)
+            floats = chosen(exists, following(floats, u[WIDTH - 1]), floats)
 
             if STORES == "last" and MODE == "rollback":
                 fits = exists & (HISTORY + t < length)

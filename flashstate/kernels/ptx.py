@@ -189,6 +189,18 @@ TWO_PRODUCTS, TWO_PRODUCTS_RANDOM = tl.constexpr(_registers(1, 5)), tl.constexpr
 PAIRS_RANDOM = tl.constexpr(_registers(PAIRS, 3 * PAIRS))
 
 
+SILU = tl.constexpr(
+    _block(
+        ".reg .f32 e;",
+        "mul.ftz.f32 e, $1, 0fBFB8AA3B;",  # -log2(e)
+        "ex2.approx.ftz.f32 e, e;",
+        "add.ftz.f32 e, e, 0f3F800000;",
+        "rcp.approx.ftz.f32 e, e;",
+        "mul.f32 $0, $1, e;",
+    )
+)
+
+
 @triton.jit
 def to_integer_ptx(v, e, stored, dtype: tl.constexpr):
     keep = tl.where(stored, -1, 0).to(dtype)
@@ -246,3 +258,10 @@ def to_float8_stochastic_hw(w, random):
         "cvt.rs.satfinite.e4m3x4.f32 $0, {$4, $3, $2, $1}, $5;", "=r,r,r,r,r,r,r", [w, random.to(tl.uint16)], tl.uint8,
         is_pure=True, pack=4,
     )  # fmt: skip
+
+
+@triton.jit
+def silu_ptx(x):
+    """x / (1 + exp(-x)) in five instructions: exponential and reciprocal as the GPU has them, where Triton's versions
+    spend twice as many on results below 2^-126, which do not matter beside 1, or are lost at x below -87."""
+    return tl.inline_asm_elementwise(SILU, "=&f,f", [x], tl.float32, is_pure=True, pack=1)

@@ -19,7 +19,17 @@ from flashstate.errors import (
     check_tensor,
     dtype_name,
 )
-from flashstate.launch import ChannelProblem, choose, direct, gpu_of, lets_next_start, start, suspension, uses_kernels
+from flashstate.launch import (
+    ChannelProblem,
+    choose,
+    direct,
+    gpu_of,
+    kernel_target,
+    lets_next_start,
+    start,
+    suspension,
+    uses_kernels,
+)
 from flashstate.launch.arguments import row_alignment, row_stride, table_shape, token_strides
 from flashstate.launch.config import next_power_of_2, tokens_together
 from flashstate.launch.start import Started
@@ -274,6 +284,7 @@ def _run(
     if programs >= 1 << 31:
         raise ValueError(f"x must need fewer than 2^31 programs, got {programs} for shape {tuple(x.shape)}")
     longest = (max_len or 0) if packed else num_tokens
+    together = tokens_together(config, longest, packed, tree=parents is not None)
     rolls_back = accepted is not None and read is not None and read.dim() == 1
     arguments = (
         window, x, out, weight, bias, positions, read, accepted, write, parents, cu_seqlens, snapshot_rows, snapshots,
@@ -286,7 +297,8 @@ def _run(
         "CHANNELS": channels, "WIDTH": width, "BLOCK_WIDTH": next_power_of_2(width),
         "MODE": "ring" if positions is not None else "rollback" if rolls_back else "shift", "HISTORY": history,
         "LONGER": length > width - 1, "ACTIVATION": activation, "ONE_TOKEN": one_token,
-        "TOGETHER": tokens_together(config, longest, packed, tree=parents is not None),
+        "TARGET": kernel_target(window.device),
+        "TOGETHER": together, "WHOLE": together == 1 or (not packed and num_tokens % together == 0),
         "STORES": "none" if not update else "every" if write is not None and write.dim() == 2 else "last",
         "PADDING": padding,
         "WEIGHT_ALIGNMENT": math.gcd(ACCESS_BYTES, weight.data_ptr(), width * weight.element_size()),
