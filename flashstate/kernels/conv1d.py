@@ -265,17 +265,16 @@ def conv1d_step_kernel(
         ptrs = entry_of(windows, slot * slot_stride, entry, channels, WINDOW_ROWS)
         before = tl.load(ptrs, mask=tl.where(live, channels[1], False), other=0.0, eviction_policy="evict_first")
         recent = recent + (before,)
-    initial, floats = recent, as_float32(recent)
-    if bias_ptr is None:
-        bias = tl.zeros([BLOCK], tl.float32)
-    else:
-        bias = tl.load(channels_at(bias_ptr, channels, 1, BIAS_ROWS), mask=channels[1], other=0.0).to(tl.float32)
+    initial = recent
+    bias = tl.zeros([BLOCK], tl.float32)
+    if bias_ptr is not None:
+        bias = tl.load(channels_at(bias_ptr, channels, 1, BIAS_ROWS), mask=channels[1], other=0.0)
     if EARLY:  # the inputs may come from the kernel in front; only then has all ended that the next one may rely on
         gdc_wait()
         if LETS_NEXT_START:
             gdc_launch_dependents()
         group = load_tokens(x_at, b, first, zero, count, x_c, channels, TOGETHER, X_ROWS)
-    weights = taps_of(weight_rows, WIDTH)
+    weights, bias, floats = taps_of(weight_rows, WIDTH), bias.to(tl.float32), as_float32(recent)
 
     goes = live if ONE_TOKEN else live & (count > 0)
     if STORES == "last":
