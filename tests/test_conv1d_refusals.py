@@ -122,7 +122,8 @@ WRONG_STEPS: list[Refusal] = [
     ("few positions", given(positions=torch.tensor([1])), ValueError, r"^positions must have shape \(batch=3\), got"),
     ("float positions", given(positions=torch.ones(3)), TypeError, r"^positions must be int32 or int64, got float32"),
     ("strided positions", given(positions=torch.arange(6)[::2]), ValueError, r"^positions must be contiguous"),
-    ("a slot per token of a ring", both(at(write=columns(T)), RING), ValueError, r"^slots.write \(batch, T\) needs"),
+    ("a ring that moves", both(at(write=torch.clone), RING), ValueError, r"^positions make a ring, which is kept"),
+    ("a ring per token", both(at(write=columns(T)), RING), ValueError, r"^positions make a ring, which is kept"),
     (
         "a slot per token of longer windows", both(at(write=columns(T)), only("window", lambda t: resized(t, 2, 1))),
         ValueError, r"^slots.write \(batch, T\) needs windows of 3 entries .* got 4 entries",

@@ -97,10 +97,28 @@ def test_a_call_that_differs_takes_the_ordinary_way(change: str, launcher: Launc
     assert (len(launcher.ordinary), len(launcher.directly)) == (2, 0)
 
 
+UNALIGNED = ("x", "out", "weight", "bias", "snapshots")
+
+
+def test_a_kernel_for_one_unaligned_tensor_is_not_started_for_another(launcher: Launcher) -> None:
+    arguments = {**arguments_of(CASE), "snapshots": torch.zeros(2, 1, 16, 3)}
+    for name in UNALIGNED:
+        for _ in range(2):
+            conv1d_step(**{**arguments, name: shifted(arguments[name])})
+    assert (len(launcher.ordinary), len(launcher.directly)) == (len(UNALIGNED), len(UNALIGNED))
+
+
 def test_wrong_input_is_refused_also_after_calls_that_were_right(launcher: Launcher) -> None:
     for _ in range(2):
         conv1d_step(**arguments_of(CASE))
-    for name, wrong in (("update", 1), ("early", 1), ("activation", "gelu"), ("history", 3), ("weight", None)):
+    for name, wrong in (
+        ("update", 1),
+        ("early", 1),
+        ("activation", "gelu"),
+        ("history", 3),
+        ("history", True),
+        ("weight", None),
+    ):
         with pytest.raises((TypeError, ValueError), match=name):
             conv1d_step(**{**arguments_of(CASE), name: wrong})
     assert len(launcher.directly) == 1

@@ -68,6 +68,18 @@ def find(launches: Launches, key: Hashable, tensors: Sequence[Tensor]) -> Direct
     return None
 
 
+def start_again(
+    launch: DirectLaunch | None, likeness: Likeness, pointers: Sequence[int], number: int
+) -> Likeness | None:
+    """STARTED, if a launch was found and can be used; None if it cannot; else by what to remember the call."""
+    if launch is None:
+        return likeness
+    if not launch.usable():
+        return None
+    launch.start(pointers, number)
+    return STARTED
+
+
 def remember(launches: Launches, key: Hashable, tensors: Sequence[Tensor], started: Started, pointers: int) -> None:
     """Keep a launch whose first `pointers` arguments, and a number behind them, change from call to call.
 

@@ -82,7 +82,7 @@ def conv1d_step(
     history: that number, K - 1, which is the default, or K - 2, where at least one token is always accepted. A window
         needs room for it and the tokens of a call.
     positions: (batch,) int32 or int64: the window is a ring, and token t of row b goes to entry (positions[b] + t)
-        modulo its length.
+        modulo its length. It stays in its slot: slots must not have write.
     snapshots: (batch or more, T or more, channels, K - 1), in the dtype of the window: receives the last inputs after
         every token.
     update: False leaves the windows as they are.
@@ -139,39 +139,33 @@ def _step_again(
     """As _step_again of mamba2: STARTED if the kernel could be started as by a call like this before, else by what to
     remember this one; None if there is no way."""
     try:
-        window_at, x_at, out_at = window.data_ptr(), x.data_ptr(), out.data_ptr()
-        weight_at = weight.data_ptr()
-        addresses = window_at | x_at | out_at | weight_at
-        pointers, tensors = [window_at, x_at, out_at, weight_at], [window, x, weight]
+        window_at, x_at, out_at, weight_at = window.data_ptr(), x.data_ptr(), out.data_ptr(), weight.data_ptr()
+        pointers, tensors, bias_at, snapshots_at = [window_at, x_at, out_at, weight_at], [window, x, weight], 0, 0
         if out is not x:
             tensors.append(out)
         if bias is not None:
             tensors.append(bias)
-            pointers.append(bias.data_ptr())
-            addresses |= pointers[-1]
+            bias_at = bias.data_ptr()
+            pointers.append(bias_at)
         if positions is not None:
             tensors.append(positions)
             pointers.append(positions.data_ptr())
         slots_like, null = direct.add_slots(slots, x, tensors, pointers)
         if snapshots is not None:
             tensors.append(snapshots)
-            pointers.append(snapshots.data_ptr())
-            addresses |= pointers[-1]
+            snapshots_at = snapshots.data_ptr()
+            pointers.append(snapshots_at)
         if x_at == out_at and slots.__class__ is Slots and slots.parents is not None:  # which is refused
             return None
-        if update.__class__ is not bool or early.__class__ is not bool:
+        if update.__class__ is not bool or early.__class__ is not bool or history.__class__ is bool:
             return None
         present = (bias is not None, positions is not None, snapshots is not None, out is x)
-        key: Hashable = (slots_like, present, activation, history, update, early, addresses % ACCESS_BYTES == 0)
+        aligned = [at % ACCESS_BYTES for at in (window_at, x_at, out_at, weight_at, bias_at, snapshots_at)]
+        key: Hashable = (slots_like, present, activation, history, update, early, *aligned)
         launch = direct.find(launches, key, tensors)
     except (AttributeError, TypeError, RuntimeError):  # the last from tensors without memory, such as sparse ones
         return None
-    if launch is None:
-        return launches, key, tensors
-    if not launch.usable():
-        return None
-    launch.start(pointers, null)
-    return direct.STARTED
+    return direct.start_again(launch, (launches, key, tensors), pointers, null)
 
 
 def _check_window(window: Tensor, weight: Tensor, bias: Tensor | None) -> int:
@@ -211,10 +205,11 @@ def _check_places(
         check_contiguous("positions", positions)
         if rolls_back:
             raise ValueError("positions make a ring, which rolls back by lower positions: slots must not have accepted")
-    if slots is not None and slots.per_token and (length != width - 1 or positions is not None or rolls_back):
+    if slots is not None and positions is not None and slots.write is not None:
+        raise ValueError("positions make a ring, which is kept where it is: slots must not have write")
+    if slots is not None and slots.per_token and (length != width - 1 or rolls_back):
         raise ValueError(
-            f"slots.write (batch, T) needs windows of {width - 1} entries that are neither rings nor rolled back, "
-            f"got {length} entries"
+            f"slots.write (batch, T) needs windows of {width - 1} entries, not rolled back, got {length} entries"
         )
     if not rolls_back:
         if history is not None:

@@ -183,12 +183,7 @@ def _step_again(
         launch = direct.find(launches, key, tensors)
     except (AttributeError, TypeError, RuntimeError):  # the last from tensors without memory, such as sparse ones
         return None
-    if launch is None:
-        return launches, key, tensors
-    if not launch.usable():
-        return None
-    launch.start(pointers, stream)
-    return direct.STARTED
+    return direct.start_again(launch, (launches, key, tensors), pointers, stream)
 
 
 def _check_activations(state: State, tokens: Tokens, x: Tensor, B: Tensor, C: Tensor, z: Tensor | None) -> None:
