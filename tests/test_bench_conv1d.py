@@ -38,6 +38,11 @@ def test_jobs_are_every_dtype_number_of_tokens_and_batch() -> None:
     assert labels == ["24 channels, bfloat16"] * 2 + ["24 channels, bfloat16, 6 tokens"]
 
 
+def test_odd_channels_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"the number of channels must be even, .* got 1283"):
+        jobs_of([("bfloat16", "nearest")], (1,), (1,), (1, 1, 1283, 4))
+
+
 def test_a_row_counts_every_byte_and_its_roof_those_of_windows_and_tokens() -> None:
     for tokens in (1, 3):
         (job,) = jobs_of([("bfloat16", "nearest")], [2], [tokens], (1, 1, 8, 4))

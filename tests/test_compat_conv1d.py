@@ -257,6 +257,58 @@ def test_wrong_calls_are_refused(
     assert torch.equal(arguments["conv_state"], before)
 
 
+@REFERENCE_AND_GPU
+def test_vllm_takes_tables_that_are_longer_than_the_batch(device: torch.device, implementation: Implementation) -> None:
+    """As its layers have them for CUDA graphs: bounds and counts go on behind the rows."""
+    arguments = VLLM["accepted counts, packed"]
+    longer = {
+        **arguments,
+        "query_start_loc": torch.cat([arguments["query_start_loc"], indices(4, 4)]),
+        "num_accepted_tokens": torch.cat([arguments["num_accepted_tokens"], indices(1, 1)]),
+    }
+    y, padded = (
+        agrees(vllm.causal_conv1d_update, lambda _: in_vllm(arguments), given, "channels last", device, implementation)
+        for given in (arguments, longer)
+    )
+    assert torch.equal(y, padded)
+
+
+@REFERENCE_AND_GPU
+def test_vllm_takes_a_column_that_is_not_there_for_padding(
+    device: torch.device, implementation: Implementation
+) -> None:
+    arguments = {
+        name: t.clone().to(device) if isinstance(t, Tensor) else t
+        for name, t in VLLM["blocks to read and to write"].items()
+    }
+    before = arguments["conv_state"].clone()
+    arguments["initial_state_idx"] = torch.tensor([-1, 3], device=device)
+    assert not vllm.causal_conv1d_update(**arguments).any()
+    assert torch.equal(arguments["conv_state"], before)
+    arguments.update(
+        x=torch.ones_like(arguments["x"]), initial_state_idx=torch.tensor([0, 0], device=device),
+        block_idx_last_scheduled_token=torch.tensor([3, -1], device=device),
+    )  # fmt: skip
+    assert vllm.causal_conv1d_update(**arguments).all()
+    assert torch.equal(arguments["conv_state"], before)  # read, and not written
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"max_query_len": None}, TypeError, r"^max_query_len must be an int, got None"),
+        ({"conv_state_indices": None}, ValueError, r"^conv_state_indices must be given with query_start_loc"),
+        ({"query_start_loc": indices(0, 3)}, ValueError, r"^query_start_loc must have 4 entries or more"),
+        ({"num_accepted_tokens": indices(1)}, ValueError, r"^num_accepted_tokens must have 3 entries or more"),
+        ({"null_block_id": None}, TypeError, r"^null_block_id must be an int, got None"),
+    ],
+)
+def test_vllm_refuses_wrong_calls_of_its_own(change: Arguments, error: type[Exception], message: str) -> None:
+    arguments = {**VLLM["accepted counts, packed"], **change}
+    with pytest.raises(error, match=message):
+        vllm.causal_conv1d_update(**arguments)
+
+
 def test_vllm_refuses_windows_without_room_for_drafts() -> None:
     arguments = make_arguments(3, DIM, 4, width=4, length=5, num_accepted_tokens=indices(1, 1, 1))
     with pytest.raises(ValueError, match=r"^window must have 6 entries or more to roll back 4 tokens, got 5"):

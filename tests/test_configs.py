@@ -15,7 +15,17 @@ from tables import H200_TABLE, TABLES, configs_by_mode, entries_of
 from torch import Tensor
 
 import flashstate
-from flashstate.launch import Config, Gpu, Problem, choose, choose_with_reason, interpreted, override, valid_configs
+from flashstate.launch import (
+    ChannelProblem,
+    Config,
+    Gpu,
+    Problem,
+    choose,
+    choose_with_reason,
+    interpreted,
+    override,
+    valid_configs,
+)
 from flashstate.launch import config as launch_config
 from flashstate.launch.config import mode_key, table_key
 from flashstate.launch.table import load_table, read_table_file, table_text
@@ -24,8 +34,7 @@ from flashstate.laws.steps import close_to_float64
 from flashstate.laws.tokens import make_snapshots
 from flashstate.state.formats import FORMATS, PORTABLE_FORMATS
 from flashstate.state.signature import ACCESS_BYTES
-from flashstate.state.state import State
-from flashstate.testing import Case, Inputs, make_inputs
+from flashstate.testing import AnyCase, Case, ConvCase, Inputs, Pool, make_inputs
 
 CPU = torch.device("cpu")
 H200 = Gpu("NVIDIA H200", (9, 0))
@@ -52,7 +61,8 @@ def test_every_entry_of_a_table_is_valid_for_an_op_and_a_format_that_exist(path:
     for problem, config in entries_of(path):
         assert callable(getattr(flashstate, problem.op)), problem
         assert problem.rounding in BY_NAME[problem.format].roundings, problem
-        assert widest(problem.cols, problem.format) % problem.vector == 0, problem
+        neighbours = problem.rows if isinstance(problem, ChannelProblem) else problem.cols  # in memory
+        assert widest(neighbours, problem.format) % problem.vector == 0, problem
         assert problem.batch_heads >= 1, problem
         assert all(type(number) is int for number in config), problem
         assert Config(*config) in valid_configs(problem), (problem, config)
@@ -111,7 +121,8 @@ every_mode = pytest.mark.parametrize(
 @every_mode
 def test_entries_of_a_table_change_no_byte(mode: Problem, configs: set[Config]) -> None:
     with interpreted():
-        require_one_result(replace(mode, rows=5), configs, CPU)  # few rows take less time
+        rows = 40 if isinstance(mode, ChannelProblem) else 5  # few rows take less time; of channels whole accesses
+        require_one_result(replace(mode, rows=rows), configs, CPU)
 
 
 @pytest.mark.gpu
@@ -124,26 +135,28 @@ def require_one_result(mode: Problem, configs: set[Config], device: torch.device
     """Calls with every config give the bytes of another one; of one with as many lanes in the interpreter, which sums
     over them in numpy's order."""
     tokens = 5 if mode.several_tokens else 0
-    case = Case(1, 1, 1, mode.rows, mode.cols, mode.format, mode.rounding, tokens=tokens)
+    case: AnyCase = Case(1, 1, 1, mode.rows, mode.cols, mode.format, mode.rounding, tokens=tokens)
+    if isinstance(mode, ChannelProblem):
+        case = ConvCase(1, mode.rows, mode.cols, tokens=tokens, x=mode.format, parameters=mode.format)
     inputs = make_inputs(case, device)
     assert replace(case.problem, each_stored=mode.each_stored) == mode
     others = [config for config in valid_configs(mode) if config not in configs]
 
     @cache
-    def result(call: Callable[[Inputs], tuple[Tensor, State]], config: Config) -> tuple[Tensor, State]:
+    def result(call: Callable[[Inputs], tuple[Tensor, Pool]], config: Config) -> tuple[Tensor, Pool]:
         """The output, and where states were stored."""
         with override(config):
             return call(inputs.fresh())
 
-    def in_place(inputs: Inputs) -> tuple[Tensor, State]:
+    def in_place(inputs: Inputs) -> tuple[Tensor, Pool]:
         return inputs.step(), inputs.state
 
-    def to_slots(inputs: Inputs) -> tuple[Tensor, State]:
+    def to_slots(inputs: Inputs) -> tuple[Tensor, Pool]:
         unread = sorted({*range(case.slots)} - {*inputs.slots.tolist()})
         write = torch.tensor(unread[:tokens]).to(inputs.slots)[None]
         return inputs.step(slots=inputs.at(write=write)), inputs.state
 
-    def to_snapshots(inputs: Inputs) -> tuple[Tensor, State]:
+    def to_snapshots(inputs: Inputs) -> tuple[Tensor, Pool]:
         snapshots = make_snapshots(case, case.format, case.rounding, device)
         first_row = torch.zeros_like(inputs.slots)
         return inputs.step(slots=inputs.at(snapshot_rows=first_row), snapshots=snapshots), snapshots

@@ -126,7 +126,7 @@ WRONG_STEPS: list[Refusal] = [
     ("a ring per token", both(at(write=columns(T)), RING), ValueError, r"^positions make a ring, which is kept"),
     (
         "a slot per token of longer windows", both(at(write=columns(T)), only("window", lambda t: resized(t, 2, 1))),
-        ValueError, r"^slots.write \(batch, T\) needs windows of 3 entries .* got 4 entries",
+        ValueError, r"^slots.write \(batch, T\) needs windows of 3 entries, .* got 4 entries",
     ),
     (
         "a tree with an end", at(parents=lambda t: torch.tensor([-1, 0]).repeat(3, 1)), ValueError,
@@ -180,6 +180,7 @@ def make_pool(**options: object) -> StatePool:
         ({"conv_width": 1}, ValueError, r"^conv_width must be from 2 to 6, got 1"),
         ({"conv_width": 7}, ValueError, r"^conv_width must be from 2 to 6, got 7"),
         ({"drafts": -1}, ValueError, r"^drafts must be from 0 to"),
+        ({"drafts": 2, "conv_channels": 0}, ValueError, r"^drafts are for windows: conv_channels must be given too"),
         ({"conv_dtype": torch.int8}, TypeError, r"^conv_dtype must be float32 or bfloat16 or float16, got int8"),
         ({"conv_dtype": "float16"}, TypeError, r"^conv_dtype must be .* got 'float16'"),
     ],
@@ -217,6 +218,10 @@ def test_wrapping_wrong_windows_is_refused() -> None:
     state = State(memory[:, :8].unflatten(1, (1, 2, 4)))
     windows = [memory[:, 8:23].unflatten(1, (5, 3))]
     StatePool.wrap([state], windows=windows)
+    with pytest.raises(ValueError, match=r"^drafts are for windows, which must be given too, got drafts=1"):
+        StatePool.wrap([state], drafts=1)
+    with pytest.raises(ValueError, match=r"^windows\[0\] must have more than 3 entries, which drafts take, got 3"):
+        StatePool.wrap([state], windows=windows, drafts=3)
     for wrong, error, message in (
         ([*windows, *windows], ValueError, r"^windows must be a sequence with one tensor per layer, 1, got 2"),
         (windows[0], ValueError, r"^windows must be a sequence with one tensor per layer"),

@@ -227,6 +227,9 @@ def out_of_range(device: torch.device) -> None:
             with pytest.raises(IndexError, match="accepted 3"):
                 flashstate.check_faults()
         flashstate.check_faults()
+    stale = Slots(torch.tensor([0, -1], device=device), accepted=torch.tensor([0, 99], device=device))
+    flashstate.conv1d_step(window, x, weight, slots=stale)
+    flashstate.check_faults()  # counts of rows without a request are nobody's
 
 
 def test_an_offset_that_no_window_has_makes_a_row_padding() -> None:
@@ -242,6 +245,20 @@ def test_an_offset_that_no_window_has_makes_a_row_padding_interpreted() -> None:
 @pytest.mark.gpu
 def test_an_offset_that_no_window_has_makes_a_row_padding_on_a_gpu() -> None:
     out_of_range(CUDA)
+
+
+@pytest.mark.parametrize("device", [CPU, pytest.param(CUDA, marks=pytest.mark.gpu)], ids=str)
+def test_debug_finds_an_offset_that_no_window_has_before_anything_is_written(device: torch.device) -> None:
+    window, x = torch.randn(3, CHANNELS, 5, device=device), torch.randn(2, CHANNELS, device=device)
+    before, weight = window.clone(), torch.randn(CHANNELS, 4, device=device)
+    at = Slots(torch.tensor([2, 1], device=device), accepted=torch.tensor([99, 0], device=device))
+    with flashstate.debug(), pytest.raises(IndexError, match="accepted 99"):
+        flashstate.conv1d_step(window, x, weight, slots=at)
+    assert torch.equal(window, before)
+    twice = Slots(torch.tensor([1, 1], device=device), accepted=torch.tensor([0, 1], device=device))
+    with flashstate.debug(), pytest.raises(ValueError, match="write slot 1 more than once"):
+        flashstate.conv1d_step(window, x, weight, slots=twice)
+    assert torch.equal(window, before)
 
 
 def step_in_a_graph(device: torch.device, backend: str) -> None:
@@ -305,7 +322,8 @@ Layer = Callable[[bool], None]
 
 
 def make_layer(steps: int, device: torch.device) -> tuple[Layer, list[Tensor]]:
-    """A convolution and the recurrence behind it, step after step on the same slots; and all memory they write."""
+    """Two convolutions and the recurrence, each on what the kernel in front of it writes, step after step on the same
+    slots; and all memory they write, which shows what was read too early."""
     generator = torch.Generator().manual_seed(0)
     batch, heads, rows, cols = 3, 4, 64, 128
     channels = heads * rows + 2 * cols
@@ -313,21 +331,24 @@ def make_layer(steps: int, device: torch.device) -> tuple[Layer, list[Tensor]]:
     def normal(*size: int) -> Tensor:
         return torch.randn(*size, generator=generator).to(device)
 
-    window, state = normal(8, 3, channels).bfloat16().transpose(1, 2), normal(8, heads, rows, cols)
-    u, weight = normal(steps, batch, channels).bfloat16(), normal(channels, 4).bfloat16()
+    windows = [normal(8, 3, channels).bfloat16().transpose(1, 2) for _ in range(2)]
+    state, weight = normal(8, heads, rows, cols), normal(channels, 4).bfloat16()
+    u = normal(steps, batch, channels).bfloat16()
     dt, A, slots = normal(steps, batch, heads), -normal(heads).abs(), torch.tensor([5, 0, 3], device=device)
-    convolved_, y = torch.empty_like(u), torch.empty(steps, batch, heads, rows, dtype=torch.bfloat16, device=device)
+    between, convolved_ = (torch.full_like(u, torch.nan) for _ in range(2))
+    y = torch.full((steps, batch, heads, rows), torch.nan, dtype=torch.bfloat16, device=device)
 
     def run(early: bool) -> None:
         for t in range(steps):
-            flashstate.conv1d_step(window, u[t], weight, slots=slots, out=convolved_[t], early=early)
+            flashstate.conv1d_step(windows[0], u[t], weight, slots=slots, out=between[t])  # the next one's x
+            flashstate.conv1d_step(windows[1], between[t], weight, slots=slots, out=convolved_[t], early=early)
             x, B, C = convolved_[t].split([heads * rows, cols, cols], dim=1)
             flashstate.mamba2_step(
                 state, x.unflatten(1, (heads, rows)), dt[t], A, B[:, None], C[:, None],
                 slots=slots, out=y[t], early=early,
             )  # fmt: skip
 
-    return run, [window, state, convolved_, y]
+    return run, [*windows, state, between, convolved_, y]
 
 
 def check_early(device: torch.device, through_a_graph: bool) -> None:

@@ -56,7 +56,7 @@ def test_an_acquired_slot_has_windows_of_zeros(device: torch.device) -> None:
 
 
 @DEVICES
-def test_windows_are_written_from_entry_0_on_and_copied_with_their_request(device: torch.device) -> None:
+def test_windows_are_written_and_copied_with_their_request(device: torch.device) -> None:
     pool = make_pool(device, drafts=2)
     one, two, three = pool.acquire(3).tolist()
     pool.window(1).fill_(7.0)
@@ -68,6 +68,31 @@ def test_windows_are_written_from_entry_0_on_and_copied_with_their_request(devic
     pool.copy(three, two)
     assert torch.equal(pool.window(1)[two], pool.window(1)[three])
     assert not pool.window(0).any()
+
+
+@DEVICES
+@pytest.mark.parametrize("prompt", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["plain", "drafts", "wrapped", "wrapped, longer"])
+def test_a_request_continues_from_a_prompt_of_any_length(kind: str, prompt: int, device: torch.device) -> None:
+    """What a prefill of the first tokens left, and steps by the others: as all tokens in one call on a new slot."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(CHANNELS, 4, generator=generator).to(device)
+    tokens = torch.randn(1, 6, CHANNELS, generator=generator).to(device)
+    want = flashstate.conv1d_step(torch.zeros(1, CHANNELS, 3, device=device), tokens, weight)
+    if "wrapped" in kind:
+        window = torch.full((5, CHANNELS, 3 + 2 * ("longer" in kind)), 7.0, device=device)
+        pool = StatePool.wrap([State(torch.zeros(5, 1, 1, 1, device=device))], windows=[window])
+        slots = torch.tensor([3], device=device)
+    else:
+        pool = make_pool(device, layers=1, conv_dtype=torch.float32, drafts=3 if kind == "drafts" else 0)
+        slots = pool.acquire(1)
+    pool.write_window(0, slots, tokens[:, :prompt].mT)
+    accepted = torch.zeros_like(slots)
+    for t in range(prompt, 6):
+        at = Slots(slots, accepted=accepted) if kind == "drafts" else slots
+        y = flashstate.conv1d_step(pool.window(0), tokens[:, t : t + 1], weight, slots=at)
+        accepted = torch.ones_like(slots)
+        assert torch.equal(y[:, 0], want[:, t])
 
 
 def test_float32_windows_take_inputs_of_any_dtype_as_they_are() -> None:

@@ -233,7 +233,7 @@ def test_the_stopwatch_times_steps_on_distinct_slots_and_refuses_configs_that_ch
 ) -> None:
     timed: list[int] = []
 
-    def run_them(launches: Sequence[Callable[[], object]], replays: int) -> Timing:
+    def run_them(launches: Sequence[Callable[[], object]], replays: int, flush: bool) -> Timing:
         for launch in launches[:2]:
             launch()
         timed.append(len(launches))

@@ -142,7 +142,7 @@ def convolve(pool: StatePool, batch: int, tokens: int, bias: bool, rolls_back: b
     window = pool.window(0)
     channels, leading = window.shape[1], (batch,) if tokens == 1 else (batch, tokens)
     x = torch.randn(*leading, channels + 8, device=window.device).bfloat16()[..., 8:]
-    weight = torch.randn(channels, 4, device=window.device).bfloat16()
+    weight = torch.randn(channels, 3, device=window.device).bfloat16()
     slots = torch.arange(batch, device=window.device)
     at = Slots(slots, accepted=torch.zeros_like(slots)) if rolls_back else slots
     options = {"bias": weight[:, 1].contiguous()} if bias else {}
@@ -154,7 +154,7 @@ def convolve(pool: StatePool, batch: int, tokens: int, bias: bool, rolls_back: b
 def test_convolutions_of_pools_with_windows_are_compiled_too(
     bias: bool, drafts: int, early: bool, compiled: list[Launch]
 ) -> None:
-    pool = make_pool("float32", "nearest", conv_channels=96, drafts=drafts)
+    pool = make_pool("float32", "nearest", conv_channels=96, conv_width=3, drafts=drafts)
     options = {"groups": GROUPS, "conv_bias": bias, "early": early, "progress": False}
     counts = flashstate.warmup(pool, (1, 3), tokens=(1, 4), **options)
     assert counts["conv1d_step"] == 2

@@ -23,6 +23,8 @@ HOST_CASE = ConvCase(4, 1280, 4, x="bfloat16", parameters="bfloat16", slots=16)
 def jobs_of(formats: Formats, batches: Sequence[int], tokens: Sequence[int], shape: Shape) -> list[Job]:
     """Every dtype, number of tokens and batch size, windows updated in place; the shape is (1, 1, channels, width)."""
     _, _, channels, width = shape
+    if channels % 2:
+        raise ValueError(f"the number of channels must be even, for whole 32-bit words in every dtype, got {channels}")
 
     def job(name: str, count: int, batch: int) -> Job:
         slots = batch + SPARE_SLOTS

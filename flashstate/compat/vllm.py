@@ -21,7 +21,7 @@ from flashstate.compat.shapes import (
 from flashstate.errors import check_flag, check_int, check_tensor
 from flashstate.ops.conv1d import conv1d_step
 from flashstate.ops.mamba2 import mamba2_step
-from flashstate.state.slots import Slots
+from flashstate.state.slots import MOST_TOKENS, Slots
 from flashstate.state.state import MOST_ROUNDS, State
 
 
@@ -143,17 +143,24 @@ def causal_conv1d_update(
     docs/compat.md says what differs from vLLM.
     """
     check_slot("null_block_id", null_block_id)
+    check_int("max_query_len", max_query_len, -1, MOST_TOKENS)
     check_tensor("weight", weight, ("dim", "width"), (None, None))
     width, out = weight.shape[1], x if out is None else out
     window = with_axes("conv_state", conv_state, 3, 3)
     tokens, room = with_axes("x", x, 2, 2), with_axes("out", out, 2, 2)
     if query_start_loc is None:
         tokens, room = tokens_last_to_first("x", tokens), tokens_last_to_first("out", room)
-    read, write = _read_and_write(
-        window, batch_of(x, query_start_loc), conv_state_indices, initial_state_idx, block_idx_last_scheduled_token
-    )
+    batch = len(x)
+    if query_start_loc is not None:  # what belongs to rows may be longer than there are rows
+        if not isinstance(conv_state_indices, Tensor):
+            raise ValueError("conv_state_indices must be given with query_start_loc: they say how many rows there are")
+        batch = len(conv_state_indices)
+        query_start_loc = contiguous(list_of("query_start_loc", query_start_loc, batch + 1))
+    if num_accepted_tokens is not None:
+        num_accepted_tokens = contiguous(list_of("num_accepted_tokens", num_accepted_tokens, batch))
+    read, write = _read_and_write(window, batch, conv_state_indices, initial_state_idx, block_idx_last_scheduled_token)
     slots = Slots(
-        read, write=write, accepted=contiguous(num_accepted_tokens), cu_seqlens=contiguous(query_start_loc),
+        read, write=write, accepted=num_accepted_tokens, cu_seqlens=query_start_loc,
         max_len=None if query_start_loc is None or max_query_len < 0 else max_query_len,
         null=-1 if conv_state_indices is None else null_block_id,
     )  # fmt: skip
@@ -172,6 +179,16 @@ def _read_and_write(
     if indices is None:
         return own_slots(window, batch), None
     table = table_of("conv_state_indices", indices, batch)
-    columns = [None if c is None else list_of("columns of conv_state_indices", c, batch) for c in (reads, writes)]
-    read, write = (table[:, 0] if c is None else table.gather(1, c.long()[:, None])[:, 0] for c in columns)
-    return read, None if reads is None and writes is None else write
+    read = _column_of(table, "initial_state_idx", reads)
+    if reads is None and writes is None:
+        return read, None
+    return read, _column_of(table, "block_idx_last_scheduled_token", writes)
+
+
+def _column_of(table: Tensor, name: str, columns: Tensor | None) -> Tensor:
+    """The entry of each row in its column; -1 where there is no such column."""
+    if columns is None:
+        return table[:, 0]
+    columns = list_of(name, columns, len(table)).long()
+    inside = (columns >= 0) & (columns < table.shape[1])
+    return torch.where(inside, table.gather(1, torch.where(inside, columns, 0)[:, None])[:, 0], -1)

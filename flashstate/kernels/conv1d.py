@@ -5,7 +5,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashstate.kernels.addressing import this_program, token_entry, zero_unused
-from flashstate.kernels.functions import silu
+from flashstate.kernels.functions import either, silu
 from flashstate.kernels.ptx import silu_ptx
 from flashstate.kernels.slots import (
     ACCEPTED_FAULT,
@@ -61,9 +61,21 @@ def first_entry(slot, b, accepted_ptr, positions_ptr, length, fault_ptr, WIDTH: 
         accepted = tl.load(accepted_ptr + b).to(tl.int64)
         first = accepted - (WIDTH - 1 - HISTORY)
         past = first > length - (WIDTH - 1)
-        tl.store(fault_ptr + ACCEPTED_FAULT, accepted, mask=past)
+        tl.store(fault_ptr + ACCEPTED_FAULT, accepted, mask=past & (slot >= 0))
         inside = (first >= 0) & (first <= length - (WIDTH - 1))
         return tl.where(inside, slot, -1), tl.where(inside, first, 0)
+
+
+@triton.jit
+def entry_of_token(
+    t, count, from_entry, length, WIDTH: tl.constexpr, HISTORY: tl.constexpr, MODE: tl.constexpr
+):  # fmt: skip
+    """Whether token t of a call stays in a window that rolls back or is a ring, and in which entry: behind the history,
+    if there is room; or at its position, if no later token falls there."""
+    if MODE == "rollback":
+        return HISTORY + t < length, HISTORY + t
+    else:
+        return t >= count - length, in_ring(from_entry + (WIDTH - 1) + t, length)
 
 
 @triton.jit
@@ -135,15 +147,6 @@ def following(values, value):
     for i in tl.static_range(1, len(values)):
         shifted = shifted + (values[i],)
     return shifted + (value,)
-
-
-@triton.jit
-def chosen(condition, values, others):
-    """The first values or the others; the first where the condition is no question."""
-    picked = ()
-    for i in tl.static_range(len(values)):
-        picked = picked + (tl.where(condition, values[i], others[i]),)
-    return picked
 
 
 @triton.jit
@@ -306,16 +309,13 @@ def conv1d_step_kernel(
             y = tl.where(runs if PADDING == "zero" else stepped, y, 0.0).to(out_ptr.dtype.element_ty)
             row = token_entry(out_at, b, first + t, zero, 1)
             tl.store(channels_at(row, channels, out_c, OUT_ROWS), y, mask=tl.where(exists, channels[1], False))
-            recent = chosen(exists, following(recent, x), recent)
-            floats = chosen(exists, following(floats, u[WIDTH - 1]), floats)
+            recent = either(exists, following(recent, x), recent)
+            floats = either(exists, following(floats, u[WIDTH - 1]), floats)
 
-            if STORES == "last" and MODE == "rollback":
-                fits = exists & (HISTORY + t < length)
-                store_entries(windows, base, HISTORY + t, (x,), channels, tl.where(fits, goes, False), WINDOW_ROWS)
-            if STORES == "last" and MODE == "ring":
-                stays = exists & (t >= count - length)  # no later token of the call falls on its entry
-                entry = in_ring(from_entry + (WIDTH - 1) + t, length)
-                store_entries(windows, base, entry, (x,), channels, tl.where(stays, goes, False), WINDOW_ROWS)
+            if STORES == "last" and MODE != "shift":
+                stays, place = entry_of_token(t, count, from_entry, length, WIDTH, HISTORY, MODE)
+                stays = tl.where(exists, goes & stays, False)
+                store_entries(windows, base, place, (x,), channels, stays, WINDOW_ROWS)
             known = runs & (t < longest)
             if STORES == "every":
                 to = resolve_write((write_ptr, write_stride), b, t, slot, known, num_slots, null, fault_ptr)

@@ -1,4 +1,4 @@
-"""Functions of float32 values that several kernels need."""
+"""Functions that several kernels need: softplus, silu, a choice between tuples."""
 
 import triton
 import triton.language as tl
@@ -16,3 +16,12 @@ def softplus(x):
 @triton.jit
 def silu(x):
     return x / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def either(choose_first, first, second):
+    """The values of one tuple or of the other."""
+    chosen = ()
+    for k in tl.static_range(len(first)):
+        chosen = chosen + (tl.where(choose_first, first[k], second[k]),)
+    return chosen

@@ -5,7 +5,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from flashstate.kernels.addressing import this_program, token_entry, zero_unused
-from flashstate.kernels.functions import silu, softplus
+from flashstate.kernels.functions import either, silu, softplus
 from flashstate.kernels.slots import (
     ancestor,
     path_to,
@@ -157,14 +157,6 @@ def fold(values):
         for k in tl.static_range(half):
             folded = folded + (values[k] + values[half + k],)
         return folded
-
-
-@triton.jit
-def either(choose_first, first, second):
-    chosen = ()
-    for k in tl.static_range(len(first)):
-        chosen = chosen + (tl.where(choose_first, first[k], second[k]),)
-    return chosen
 
 
 @triton.jit

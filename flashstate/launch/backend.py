@@ -25,7 +25,7 @@ def uses_kernels(device: torch.device) -> bool:
 
 @functools.cache
 def kernel_target(device: torch.device) -> str:
-    """The instructions that kernels/state_io.py may use on a device; every choice gives the same bytes."""
+    """The instructions that kernels may use on a device. Stored states have the same bytes with every choice."""
     if device.type == "cpu":
         return "interpreter"
     if torch.version.cuda is None:

@@ -40,7 +40,7 @@ def warmup(
     dt_bias: bool = True,
     index: torch.dtype = torch.int64,
     early: bool = False,
-    conv_width: int = 4,
+    conv_width: int | None = None,
     conv_bias: bool = True,
     also: Call | None = None,
     progress: bool = True,
@@ -55,8 +55,8 @@ def warmup(
     D, z, dt_bias: whether they are given.
     index: the dtype of slot numbers.
     early: as in both.
-    conv_width, conv_bias: of convolutions with silu, whose weights have the dtype of activations. Windows longer than
-        they need roll back.
+    conv_width, conv_bias: of convolutions with silu, whose weights have the dtype of activations; None: one more than
+        the entries of a window without its drafts. Windows with drafts roll back.
     also: makes other calls as the server will: with snapshots, packed tokens, a tree, other dtypes.
     progress: show a bar, and how many variants there are, on stderr.
 
@@ -79,7 +79,7 @@ def warmup(
         (call for state in states for call in _pool_calls(state, activations)),
         (partial(step, state, of_batch, count) for state, of_batch, count in product(states, slots, tokens)),
         (
-            partial(_convolve, pool.window(i), of_batch, count, conv_width, activations, conv_bias, early)
+            partial(_convolve, pool, i, of_batch, count, conv_width, activations, conv_bias, early)
             for i, of_batch, count in product(range(pool.layers if pool.has_windows else 0), slots, tokens)
         ),
         () if also is None else (also,),
@@ -150,12 +150,21 @@ def _step(
 
 
 def _convolve(
-    window: Tensor, slots: Slots, tokens: int, width: int, activations: torch.dtype, bias: bool, early: bool
+    pool: StatePool,
+    i: int,
+    slots: Slots,
+    tokens: int,
+    width: int | None,
+    activations: torch.dtype,
+    bias: bool,
+    early: bool,
 ) -> None:
-    """A convolution of the batch in `slots`; a longer window than it needs rolls back."""
-    channels = window.shape[1]
-    if window.shape[2] > width - 1:
+    """A convolution of the batch in `slots`, on the window of layer i."""
+    window = pool.window(i)
+    _, channels, length = window.shape
+    if pool.drafts:
         slots = replace(slots, accepted=torch.zeros_like(slots.read))
+    width = length - pool.drafts + 1 if width is None else width
     weight = torch.empty(channels, width, dtype=activations, device=window.device)
     x = _per_token(slots, tokens, activations, channels)
     conv1d_step(window, x, weight, weight[:, 0].contiguous() if bias else None, slots=slots, early=early)

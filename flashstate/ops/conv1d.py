@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -40,8 +41,8 @@ from flashstate.reference import conv1d as reference
 from flashstate.state.faults import fault_flag
 from flashstate.state.signature import ACCESS_BYTES
 from flashstate.state.slots import Slots, as_slots
+from flashstate.state.windows import LARGEST_WIDTH, SMALLEST_WIDTH
 
-SMALLEST_WIDTH, LARGEST_WIDTH = 2, 6
 ACTIVATIONS = ("silu", None)
 
 
@@ -118,7 +119,9 @@ def conv1d_step(
         check_tensor("out", out, (*tokens.axes, "channels"), tuple(x.shape), dtypes=(x.dtype,), device=x.device)
         check_no_overlap("out", out)
     if debugging():
-        check_contents(len(window), tokens, slots, None if snapshots is None else len(snapshots), update)
+        rows, places = None if snapshots is None else len(snapshots), (width, window.shape[2], history, positions)
+        read = partial(reference.slots_read, places, len(window))
+        check_contents(len(window), tokens, slots, rows, update, read)
     run = _run if eager else torch.ops.flashstate.conv1d_step
     started = run(
         window, x, weight, bias, activation, history, positions, *flat_slots(slots), snapshots, update, out, early

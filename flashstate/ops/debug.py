@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 
@@ -41,10 +41,15 @@ def debugging() -> bool:
 
 
 def check_contents(
-    num_slots: int, tokens: Tokens, slots: Slots | None, snapshot_rows: int | None, update: bool
+    num_slots: int,
+    tokens: Tokens,
+    slots: Slots | None,
+    snapshot_rows: int | None,
+    update: bool,
+    read: Callable[[Slots], Tensor] | None = None,
 ) -> None:
     """Raise where the numbers in `slots` would make an op lose or mix up a state. `snapshot_rows`: how many there are,
-    None without snapshots."""
+    None without snapshots. `read`: finds the slot of each row, where not the slots alone decide it."""
     if slots is None:
         return
     if slots.read.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -52,16 +57,16 @@ def check_contents(
     if slots.cu_seqlens is not None:
         _check_boundaries(slots.cu_seqlens, tokens.sizes[0], slots.longest)
     length = _lengths(slots, tokens)
-    read = resolve_read(slots, tokens.batch, num_slots, slots.read.device)
-    read = torch.where(length > 0, read, -1)  # a row without tokens does nothing
-    write = _writes(slots, read, length, num_slots)
-    rows = _snapshot_rows(slots, read, snapshot_rows) if snapshot_rows is not None else None
+    found = resolve_read(slots, tokens.batch, num_slots, slots.read.device) if read is None else read(slots)
+    reads = torch.where(length > 0, found, -1)  # a row without tokens does nothing
+    write = _writes(slots, reads, length, num_slots)
+    rows = _snapshot_rows(slots, reads, snapshot_rows) if snapshot_rows is not None else None
     check_faults()  # of earlier calls too
     if slots.parents is not None:
-        _check_parents(slots.parents, torch.where(read >= 0, length, 0))
+        _check_parents(slots.parents, torch.where(reads >= 0, length, 0))
     if update:
         _check_unique("write slot", write)
-        _check_others_reads(read, write)
+        _check_others_reads(reads, write)
     if rows is not None:
         _check_unique("fill snapshot row", rows)
 

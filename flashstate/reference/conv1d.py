@@ -96,9 +96,14 @@ def first_entries(
         return read, torch.full_like(read, length - (width - 1))
     first = slots.accepted.long() - (width - 1 - history)
     past = first > length - (width - 1)
-    note_fault("accepted", slots.accepted[past])
+    note_fault("accepted", slots.accepted[past & (read >= 0)])
     outside = past | (first < 0)
     return torch.where(outside, -1, read), torch.where(outside, 0, first)
+
+
+def slots_read(places: tuple[int, int, int, Tensor | None], num_slots: int, slots: Slots) -> Tensor:
+    """The slot that every row reads, -1 for padding, (batch,); `places`: what first_entries knows of windows."""
+    return first_entries(*places, slots, num_slots)[0]
 
 
 def entry_sources(

@@ -16,7 +16,7 @@ from flashstate.state.formats import FORMATS
 from flashstate.state.memory import check_apart, check_states, copy_slots, put
 from flashstate.state.slots import Slots, as_slots
 from flashstate.state.state import State
-from flashstate.state.windows import allocate_windows, check_windows, check_written
+from flashstate.state.windows import allocate_windows, check_windows, with_history
 
 INT64 = (-(1 << 63), (1 << 63) - 1)
 SlotNumbers = int | Sequence[int] | Tensor
@@ -30,6 +30,7 @@ class StatePool:
 
     slots, layers: how many it has.
     null: the slot number that means "no request", as in Slots; no request gets a slot of that number.
+    drafts: tokens of a call that its windows can roll back.
 
     Which slots are held is known on the host: what `release`, `reset`, `write`, `read` and `copy` take is an int, a
     sequence of ints or an integer tensor, and a tensor on a GPU makes the host wait for it. Otherwise nothing here
@@ -44,20 +45,22 @@ class StatePool:
         self,
         states: Sequence[State],
         windows: Sequence[Tensor],
+        drafts: int,
         memory: list[tuple[Tensor, int]],
         *,
         held: bool,
         null: int,
         seed: int | None,
     ) -> None:
-        """`windows`: one per layer, or none. `memory`: tensors with the slots on their first axis, and what fills them
-        in a slot that is reset."""
+        """`windows`: one per layer, or none, with room for `drafts`. `memory`: tensors with the slots on their first
+        axis, and what fills them in a slot that is reset."""
         check_int("null", null, *INT64)
         self.null = null
         self.slots = states[0].data.shape[0]
         self.layers = len(states)
         self._states = tuple(states)
         self._windows = tuple(windows)
+        self.drafts = drafts
         self._memory = memory
         self._seed = next((state.seed for state in states if state.seed is not None), None)
         self._device = states[0].data.device
@@ -167,7 +170,7 @@ class StatePool:
                 for i in range(layers)
             ]  # fmt: skip
         views = windows.transpose(2, 3).unbind() if windows.numel() else ()  # (slots, channels, length) each
-        return cls(states, views, memory, held=False, null=null, seed=seed)
+        return cls(states, views, conv[2], memory, held=False, null=null, seed=seed)
 
     @classmethod
     def wrap(
@@ -175,6 +178,7 @@ class StatePool:
         states: Sequence[State],
         *,
         windows: Sequence[Tensor] | None = None,
+        drafts: int = 0,
         null: int = -1,
         seed: int | None = None,
     ) -> StatePool:
@@ -183,17 +187,20 @@ class StatePool:
         states: equally many slots on one device; formats may differ. Layers that have a seed share one tensor. Their
             streams stay as they are; layers of one stream draw equal random bits.
         windows: of the convolutions, one per layer, as `conv1d_step` takes them; None: no windows.
+        drafts: the last entries of each window that are for tokens which can be rolled back.
 
         The caller holds every slot at first, with whatever is in it; `release` hands slots to the pool.
         """
         check_states(states)
         memory = [(as_bytes(state.data), 0) for state in states]
         memory += [(state.scale, 1) for state in states if state.scale is not None]
+        if windows is None and drafts:
+            raise ValueError(f"drafts are for windows, which must be given too, got drafts={drafts}")
         if windows is not None:
-            check_windows(windows, states)
+            check_windows(windows, states, drafts)
             check_apart(states, windows)
             memory += [(window, 0) for window in windows]
-        return cls(states, windows or (), memory, held=True, null=null, seed=seed)
+        return cls(states, windows or (), drafts, memory, held=True, null=null, seed=seed)
 
     @property
     def free(self) -> int:
@@ -202,7 +209,7 @@ class StatePool:
 
     @property
     def bytes_per_slot(self) -> int:
-        """Bytes of memory one slot takes: the states and scales of all layers, and its seed, where they have them."""
+        """Bytes of memory one slot takes: states, scales and windows of all layers, and its seed, where it has them."""
         seed = 0 if self._seed is None else self._seed.element_size()
         return sum(tensor[0].nbytes for tensor, _ in self._memory) + seed
 
@@ -251,7 +258,7 @@ class StatePool:
         self._free += numbers[::-1]
 
     def reset(self, slots: SlotNumbers, seed: int | Sequence[int] | Tensor | None = None) -> None:
-        """Make slots as `acquire` hands them out: zero states, scales of 1, and seeds that are new or given."""
+        """Make slots as `acquire` hands them out: states and windows of zeros, scales of 1, seeds new or given."""
         numbers = self._check_held("slots", slots, unique=True)
         self._reset(numbers, self._seeds(seed, len(numbers)))
 
@@ -269,13 +276,11 @@ class StatePool:
     def write_window(self, i: int, slots: SlotNumbers, windows: Tensor) -> None:
         """Store the last inputs of something else, a prefill say, in the window of layer i, as they are.
 
-        windows: (slots, channels, n) in the dtype of the window, newest last, any strides. They go to the first n
-            entries, the others become zero. Of a window with `drafts` it is so read with accepted = 0.
+        windows: (slots, channels, n) in the dtype of the window, newest last, any strides; n may be less than a window
+            holds, as after a short prompt: there were no inputs before. With `drafts` the next call has accepted = 0.
         """
         window, numbers = self.window(i), self._check_held("slots", slots, unique=True)
-        check_written(window, windows, len(numbers))
-        padded = torch.nn.functional.pad(windows, (0, window.shape[2] - windows.shape[2]))
-        put(window, numbers, padded.unbind())
+        put(window, numbers, with_history(window, windows, self.drafts, len(numbers)).unbind())
 
     def read(self, i: int, slots: SlotNumbers) -> Tensor:
         """The states of layer i in these slots, which may repeat: (slots, heads, rows, cols) float32."""
