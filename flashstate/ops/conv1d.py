@@ -163,8 +163,11 @@ def _step_again(
         if update.__class__ is not bool or early.__class__ is not bool or history.__class__ is bool:
             return None
         present = (bias is not None, positions is not None, snapshots is not None, out is x)
-        aligned = [at % ACCESS_BYTES for at in (window_at, x_at, out_at, weight_at, bias_at, snapshots_at)]
-        key: Hashable = (slots_like, present, activation, history, update, early, *aligned)
+        key: Hashable = (
+            slots_like, present, activation, history, update, early,
+            window_at % ACCESS_BYTES, x_at % ACCESS_BYTES, out_at % ACCESS_BYTES, weight_at % ACCESS_BYTES,
+            bias_at % ACCESS_BYTES, snapshots_at % ACCESS_BYTES,
+        )  # fmt: skip
         launch = direct.find(launches, key, tensors)
     except (AttributeError, TypeError, RuntimeError):  # the last from tensors without memory, such as sparse ones
         return None
