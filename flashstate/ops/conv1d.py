@@ -271,11 +271,7 @@ def _run(
     width, packed, dense = weight.shape[1], cu_seqlens is not None, x.dim() == 3
     num_tokens = x.shape[-2] if packed or dense else 1
     one_token = num_tokens == 1 and not packed
-    rows = {
-        "WINDOW_ROWS": row_alignment(window.transpose(1, 2)), "X_ROWS": row_alignment(x),
-        "OUT_ROWS": row_alignment(out), "BIAS_ROWS": 0 if bias is None else row_alignment(bias),
-        "COPY_ROWS": 0 if snapshots is None else row_alignment(snapshots.transpose(2, 3)),
-    }  # fmt: skip
+    rows = _row_alignments(window, x, out, bias, snapshots)
     vector = ACCESS_BYTES // x.element_size() if rows["X_ROWS"] == rows["WINDOW_ROWS"] == ACCESS_BYTES else 1
     problem = ChannelProblem(
         "conv1d_step", channels, width, dtype_name(window.dtype), "nearest", vector, batch, not one_token
@@ -308,6 +304,19 @@ def _run(
     return start(
         conv1d_step_kernel, (programs,), window.device, arguments, constants, config.num_warps, config.registers, early
     )
+
+
+def _row_alignments(
+    window: Tensor, x: Tensor, out: Tensor, bias: Tensor | None, snapshots: Tensor | None
+) -> dict[str, int]:
+    """What the kernel is told of rows of channels, by the names it has for it."""
+    return {
+        "WINDOW_ROWS": row_alignment(window.transpose(1, 2)),
+        "X_ROWS": row_alignment(x),
+        "OUT_ROWS": row_alignment(out),
+        "BIAS_ROWS": 0 if bias is None else row_alignment(bias),
+        "COPY_ROWS": 0 if snapshots is None else row_alignment(snapshots.transpose(2, 3)),
+    }
 
 
 register(
