@@ -337,10 +337,9 @@ def test_a_thread_that_walks_along_a_row_sums_it_alone_on_blackwell(name: str) -
 
 
 def test_table_entries_compile_without_spills_or_with_few_where_they_limit_registers(tmp_path: Path) -> None:
-    modes = configs_by_mode(H200_TABLE)
+    modes = {mode: configs for mode, configs in configs_by_mode(H200_TABLE).items() if mode.op == "mamba2_step"}
     assert modes
     for mode, configs in modes.items():
-        assert mode.op == "mamba2_step"
         assert mode.vector * dtype(mode.format).itemsize == 16
         shape = {"rows": mode.rows, "cols": mode.cols, "tokens": 4 if mode.several_tokens else 0}
         case = replace(SHAPE, **shape, format=mode.format, rounding=mode.rounding)
