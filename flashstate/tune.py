@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flashstate.bench.jobs import BenchedOp, Job
 from flashstate.bench.measure import slots_of, snapshots_for, with_cold_snapshots
-from flashstate.bench.timing import COLD_BYTES, cold_slots, time_launches
+from flashstate.bench.timing import cold_slots, need_flush, time_launches
 from flashstate.info import versions
 from flashstate.launch import Config, Gpu, Problem, collecting, gpu_of, override
 from flashstate.launch.config import measured_sizes, mode_key, table_key
@@ -132,7 +132,7 @@ class GpuStopwatch:
             self._timed = problem, self._on_cold_slots(self._jobs[problem])
         with override(config):
             launches = self._timed[1]
-            flush = len(launches) * self._jobs[problem].read_bytes < COLD_BYTES
+            flush = need_flush(len(launches), self._jobs[problem].read_bytes)
             return time_launches(launches, REPLAYS, flush).median
 
     def _mode(self, problem: Problem) -> _Mode:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from benching import NEEDS_INTERPRETER, TWO_MICROSECONDS
 from torch import Tensor
 
 from flashstate import Slots, State
@@ -29,7 +28,6 @@ TINY_SHAPE = ["--batches", "1", "2", "--heads", "2", "--rows", "4", "--cols", "1
 TINY = ["--device", "cpu", *TINY_SHAPE]
 TINY_CASE = Case(batch=2, heads=2, groups=1, rows=4, cols=16, slots=5)
 FORMS = ("", ", 3 tokens", ", 3 tokens, snapshots")
-TWO_MICROSECONDS = Timing(2.0, 1.9, 2.2)
 
 
 @pytest.fixture(autouse=True)
@@ -137,18 +135,12 @@ def test_launches_meet_cold_slots_and_cold_rows(monkeypatch: pytest.MonkeyPatch)
         assert flat == [flat[i % count] for i in range(len(flat))]
 
 
-needs_interpreter = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton") is None,
-    reason="needs triton and TRITON_INTERPRET=1",
-)
-
-
 def random_bytes(*shape: int, dtype: torch.dtype) -> Tensor:
     size = (*shape[:-1], shape[-1] * dtype.itemsize)
     return torch.randint(256, size, dtype=torch.uint8, generator=torch.Generator().manual_seed(0)).view(dtype)
 
 
-@needs_interpreter
+@NEEDS_INTERPRETER
 @pytest.mark.interpreted
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
 def test_touch_flips_sign_bits_of_words_in_the_slots_it_is_given_and_no_other(dtype: torch.dtype) -> None:
@@ -161,7 +153,7 @@ def test_touch_flips_sign_bits_of_words_in_the_slots_it_is_given_and_no_other(dt
     assert torch.equal(data.view(torch.int32), want)
 
 
-@needs_interpreter
+@NEEDS_INTERPRETER
 @pytest.mark.interpreted
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
 def test_touch_copies_slots_to_every_token_of_their_rows_and_nothing_else(dtype: torch.dtype) -> None:
@@ -175,7 +167,7 @@ def test_touch_copies_slots_to_every_token_of_their_rows_and_nothing_else(dtype:
     assert torch.equal(data.view(torch.int32), before)
 
 
-@needs_interpreter
+@NEEDS_INTERPRETER
 @pytest.mark.interpreted
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
 def test_read_sees_every_word_of_the_slots_it_is_given_and_writes_no_slot(dtype: torch.dtype) -> None:

@@ -1,12 +1,10 @@
 """The benchmarks of conv1d_step and of a layer: their jobs, bytes, roofs, checks and peers."""
 
-import importlib.util
-import os
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+from benching import NEEDS_INTERPRETER, run_twice
 from torch import Tensor
 
 from flashstate import Slots
@@ -22,10 +20,6 @@ from flashstate.testing import ConvCase, Inputs, interpreted, make_inputs
 CPU = torch.device("cpu")
 TINY = ConvCase(2, 8, 4, tokens=3, slots=5)
 TINY_SPAN = SpanCase(2, 2, 1, 4, 8, slots=4)
-NEEDS_INTERPRETER = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton") is None,
-    reason="needs triton and TRITON_INTERPRET=1",
-)
 
 
 def test_jobs_are_every_dtype_number_of_tokens_and_batch() -> None:
@@ -86,13 +80,6 @@ def test_a_span_whose_convolution_went_wrong_is_not_timed(forgotten: str) -> Non
     inputs.arguments[forgotten] = inputs.arguments[forgotten] * 1.5
     with pytest.raises(MeasurementError, match="wrong: its"):
         check(SPAN.bind, inputs)
-
-
-def run_twice(launches: Sequence[Callable[[], object]], flush: bool) -> Timing:
-    """In the place of a CUDA graph."""
-    for launch in launches[:2]:
-        launch()
-    return Timing(2.0, 2.0, 2.0)
 
 
 @pytest.mark.interpreted

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import wraps
@@ -15,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from benching import NEEDS_INTERPRETER, TWO_MICROSECONDS, run_twice
 from torch import Tensor
 
 from flashstate import Slots, State
@@ -31,7 +30,6 @@ from flashstate.testing import Case, interpreted, make_inputs
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 TINY_CASE = Case(batch=2, heads=2, groups=1, rows=4, cols=16, slots=5)
-TWO_MICROSECONDS = Timing(2.0, 1.9, 2.2)
 COSTS = {"torch.add_": Timing(8.0, 7.0, 9.0), "flashstate": Timing(10.0, 9.5, 11.0)}
 
 
@@ -245,17 +243,7 @@ def test_fla_without_our_layout_of_states_is_skipped(monkeypatch: pytest.MonkeyP
 # What is measured
 
 
-def run_twice(launches: Sequence[Callable[[], object]], flush: bool) -> Timing:
-    """In the place of a CUDA graph."""
-    for launch in launches[:2]:
-        launch()
-    return TWO_MICROSECONDS
-
-
-@pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton") is None,
-    reason="needs triton and TRITON_INTERPRET=1",
-)
+@NEEDS_INTERPRETER
 @pytest.mark.interpreted
 @pytest.mark.parametrize("form", ["", ", 3 tokens", ", 3 tokens, snapshots"])
 def test_on_a_gpu_flashstate_and_right_peers_are_measured_beside_the_roofs(

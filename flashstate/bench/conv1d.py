@@ -9,13 +9,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from flashstate.bench.jobs import BenchedOp, Formats, Job, Shape
+from flashstate.bench.jobs import SPARE_SLOTS, BenchedOp, Formats, Job, Shape
 from flashstate.bench.peers import MeasurementError, Peer, Step
 from flashstate.ops.conv1d import conv1d_step
 from flashstate.state.slots import Slots
 from flashstate.testing import ConvCase, Inputs, Pool
 
-SPARE_SLOTS = 3  # of the small pool results are checked on
 FORMATS: Formats = (("bfloat16", "nearest"),)  # of windows, inputs and parameters
 HOST_CASE = ConvCase(4, 1280, 4, x="bfloat16", parameters="bfloat16", slots=16)
 

@@ -11,6 +11,7 @@ from flashstate.launch import Problem
 from flashstate.state.formats import PORTABLE_FORMATS
 from flashstate.testing import AnyCase, Inputs, Pool
 
+SPARE_SLOTS = 3  # of the small pool results are checked on
 Formats = Sequence[tuple[str, str]]  # of format and rounding
 Shape = tuple[int, int, int, int]  # heads, groups, rows, cols
 

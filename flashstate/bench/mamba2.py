@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from flashstate.bench.jobs import BenchedOp, Formats, Job, Shape
+from flashstate.bench.jobs import SPARE_SLOTS, BenchedOp, Formats, Job, Shape
 from flashstate.bench.peers import MeasurementError, Peer, Step
 from flashstate.ops.mamba2 import mamba2_step
 from flashstate.state.slots import Slots
 from flashstate.testing import Case, Inputs, Pool
 
-SPARE_SLOTS = 3  # of the small pool results are checked on
 COMMON = Case(x="bfloat16", bc="bfloat16", dt="bfloat16")  # with float32 parameters and a gate
 HOST_CASE = replace(COMMON, batch=4, heads=16, groups=1, rows=64, cols=128, slots=16)
 FLASHINFER_ROUNDINGS = {

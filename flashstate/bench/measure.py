@@ -14,7 +14,7 @@ from torch import Tensor
 from flashstate.bench.jobs import BenchedOp, Job
 from flashstate.bench.peers import Binding, MeasurementError, Step
 from flashstate.bench.results import Row
-from flashstate.bench.timing import COLD_BYTES, Timing, cold_rows, cold_slots, time_launches, time_on_cpu
+from flashstate.bench.timing import COLD_BYTES, Timing, cold_rows, cold_slots, need_flush, time_launches, time_on_cpu
 from flashstate.state.formats import decode
 from flashstate.state.slots import Slots
 from flashstate.testing import Expected, Inputs, Pool, error_ratio, make_inputs, oracle
@@ -64,7 +64,7 @@ def measure_on_gpu(op: BenchedOp, job: Job, peers: Mapping[str, Binding], device
     small = snapshots_for(job, job.case.batch, device)
     check(op.bind, inputs, small)
     timed, snapshots, slots = on_cold_slots(job, inputs, device)
-    flush = len(slots) * job.read_bytes < COLD_BYTES
+    flush = need_flush(len(slots), job.read_bytes)
     x = timed.arguments["x"] if job.case.token_bytes else None
     roof = time_touch(timed.state.data, slots, None if snapshots is None else snapshots.data, x, flush)
     only_read = time_read(timed.state.data, slots, flush)

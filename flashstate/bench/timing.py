@@ -44,6 +44,11 @@ def cold_slots(batch: int, slot_bytes: int, device: torch.device, most: int = MA
     return pool, list(flat.to(torch.int32).to(device).split(batch))
 
 
+def need_flush(launches: int, bytes_each: int) -> bool:
+    """Whether the launches of a graph touch so little that the cache still has it when the graph comes again."""
+    return launches * bytes_each < COLD_BYTES
+
+
 def cold_rows(batch: int, rows: int, launches: int, device: torch.device) -> list[Tensor]:
     """Rows of the snapshots for each launch, one after the other, all of them before any comes again."""
     return list((torch.arange(batch * launches) % rows).to(torch.int32).to(device).split(batch))

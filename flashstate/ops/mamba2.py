@@ -143,8 +143,8 @@ def _step_again(
     slots: Any, snapshots: Any, update: Any, out: Any, early: Any,
 ) -> direct.Likeness | None:  # fmt: skip
     """STARTED if the kernel could be started as by a call like this before, else by what to remember this one; None if
-    there is no way, as with arguments of wrong types. This is all that a call costs on the host, so it is one function
-    that asks nothing twice."""
+    there is no way, as with arguments of wrong types. This is all that a call costs on the host, so it asks nothing
+    twice."""
     try:
         data, scale, seed, stream, launches = state, None, None, 0, _launches_on_tensors
         if state.__class__ is State:

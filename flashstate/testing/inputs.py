@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flashstate.launch import Problem
-from flashstate.state.formats import decode
+from flashstate.state.formats import bits_of, decode
 from flashstate.state.slots import Slots
 
 
@@ -78,33 +78,29 @@ class Inputs:
 
     def fresh(self, extra: int = 0) -> Inputs:
         """The same inputs on a copy of the pool and its seeds, with the same strides, and `extra` more slots."""
+        slots = torch.arange(len(self.state.data) + extra, device=self.slots.device)
+        slots[len(self.state.data) :] = 0
+        return replace(self, state=self._state_of(slots))
+
+    def on_larger_pool(self, slots: int) -> Inputs:
+        """The same batch on a pool of that many slots, filled with the states of this one, and seeds of its own."""
+        larger = self._state_of(torch.arange(slots, device=self.slots.device) % len(self.state.data))
+        if larger.seed is not None:
+            larger = replace(larger, seed=torch.randint(1 << 62, (slots,), device=self.slots.device))
+        return replace(self, state=larger)
+
+    def _state_of(self, slots: Tensor) -> Any:
+        """A Pool that has copies of these slots, with the strides of this one."""
 
         def copied(tensor: Tensor | None) -> Tensor | None:
             if tensor is None:
                 return None
-            slots, *shape = tensor.shape
-            size, strides = (slots + extra, *shape), tensor.stride()
+            size, strides = (len(slots), *tensor.shape[1:]), tensor.stride()
             new = torch.empty_strided(size, strides, dtype=tensor.dtype, device=tensor.device)
-            new[:slots], new[slots:] = tensor, tensor[:1]
+            bits_of(new).copy_(bits_of(tensor)[slots])
             return new
 
-        parts = {name: copied(getattr(self.state, name)) for name in ("data", "scale", "seed")}
-        return replace(self, state=replace(self.state, **parts))
-
-    def on_larger_pool(self, slots: int) -> Inputs:
-        """The same batch on a pool of that many slots, filled with the states of this one, and seeds of its own."""
-        index = torch.arange(slots, device=self.slots.device) % self.state.data.shape[0]
-
-        def enlarged(tensor: Tensor | None) -> Tensor | None:
-            if tensor is None:
-                return None
-            size, strides = (slots, *tensor.shape[1:]), tensor.stride()
-            new = torch.empty_strided(size, strides, dtype=tensor.dtype, device=tensor.device)
-            return new.copy_(tensor[index])
-
-        seed = None if self.state.seed is None else torch.randint(1 << 62, (slots,), device=index.device)
-        larger = replace(self.state, data=enlarged(self.state.data), scale=enlarged(self.state.scale), seed=seed)
-        return replace(self, state=larger)
+        return replace(self.state, **{name: copied(getattr(self.state, name)) for name in ("data", "scale", "seed")})
 
     def of_rows(self, rows: Tensor) -> Inputs:
         """The same pool with some rows of the batch, in some order."""
