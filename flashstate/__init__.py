@@ -3,10 +3,21 @@
 from flashstate.launch.warmup import warmup
 from flashstate.ops.conv1d import conv1d_step
 from flashstate.ops.debug import debug
+from flashstate.ops.gated_delta import gated_delta_step
 from flashstate.ops.mamba2 import mamba2_step
 from flashstate.state.faults import check_faults
 from flashstate.state.pool import StatePool
 from flashstate.state.slots import Slots
 from flashstate.state.state import State
 
-__all__ = ["Slots", "State", "StatePool", "check_faults", "conv1d_step", "debug", "mamba2_step", "warmup"]
+__all__ = [
+    "Slots",
+    "State",
+    "StatePool",
+    "check_faults",
+    "conv1d_step",
+    "debug",
+    "gated_delta_step",
+    "mamba2_step",
+    "warmup",
+]

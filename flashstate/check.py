@@ -18,10 +18,13 @@ from flashstate.state.formats import PORTABLE_FORMATS
 from flashstate.testing import (
     ODD_CASES,
     ODD_CONV_CASES,
+    ODD_DELTA_CASES,
     QUICK_CASES,
     QUICK_CONV_CASES,
+    QUICK_DELTA_CASES,
     REAL_CASES,
     REAL_CONV_CASES,
+    REAL_DELTA_CASES,
     AnyCase,
 )
 
@@ -52,12 +55,13 @@ def cases_on(device: torch.device, quick: bool) -> Sequence[AnyCase]:
 
     On a GPU not all there are: every case and form of a kernel is a compilation. `make test-gpu` has them all.
     """
-    few = [*QUICK_CASES, *QUICK_CONV_CASES]
+    few = [*QUICK_CASES, *QUICK_DELTA_CASES, *QUICK_CONV_CASES]
     if quick:
         return few
     if device.type == "cuda":
-        return [*REAL_CASES[: len(PORTABLE_FORMATS)], *REAL_CONV_CASES[:1], *few]
-    return [*ODD_CASES, *ODD_CONV_CASES]
+        formats = len(PORTABLE_FORMATS)
+        return [*REAL_CASES[:formats], *REAL_DELTA_CASES[:formats], *REAL_CONV_CASES[:1], *few]
+    return [*ODD_CASES, *ODD_DELTA_CASES, *ODD_CONV_CASES]
 
 
 def prove(laws: Mapping[str, Law], tried_pairs: Iterable[tuple[str, AnyCase]], device: torch.device) -> list[Verdict]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -65,6 +66,14 @@ def check_int(name: str, value: Any, smallest: int, largest: int) -> None:
         raise TypeError(f"{name} must be an int, got {value!r}")
     if not smallest <= value <= largest:
         raise ValueError(f"{name} must be from {smallest} to {largest}, got {value}")
+
+
+def check_number(name: str, value: Any) -> None:
+    """Raise unless it is a finite number."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    if not math.isfinite(value):
+        raise ValueError(f"{name} must be finite, got {value}")
 
 
 def check_row_contiguous(name: str, tensor: Tensor) -> None:

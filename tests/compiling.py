@@ -44,6 +44,7 @@ def collected(architecture: int | str) -> Iterator[list[Launch]]:
     with (
         mock.patch.object(backend, "_interpreting", True),
         mock.patch.multiple("flashstate.ops.mamba2", kernel_target=target, gpu_of=gpu, lets_next_start=overlaps),
+        mock.patch.multiple("flashstate.ops.gated_delta", kernel_target=target, gpu_of=gpu, lets_next_start=overlaps),
         mock.patch.multiple("flashstate.ops.conv1d", kernel_target=target, gpu_of=gpu, lets_next_start=overlaps),
         mock.patch.multiple("flashstate.ops.pool", kernel_target=target, gpu_of=gpu),
         collecting() as launches,
@@ -75,6 +76,8 @@ def type_of(value: Any) -> str:
     """Of an argument that Triton does not specialise on."""
     if isinstance(value, Tensor):
         return f"*{TYPES[value.dtype]}"
+    if isinstance(value, float):
+        return "fp32"
     return "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
 
 

@@ -37,14 +37,14 @@ def _store_words(ptr, offs, w0, w1, w2, w3):
 
 @triton.jit
 def encode_kernel(
-    stored_ptr, scale_ptr, value_ptr, random_ptr, rows,
-    COLS: tl.constexpr, ROUNDING: tl.constexpr, TARGET: tl.constexpr,
+    stored_ptr, scale_ptr, value_ptr, random_ptr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, ROUNDING: tl.constexpr, TARGET: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """store_state on (slots, rows, COLS): one program per tile and slot. The last slot is not live."""
+    """store_state on (slots, ROWS, COLS): one program per tile and slot. The last slot is not live."""
     slot = tl.program_id(1)
-    tile = tile_at(tl.program_id(0) * BLOCK_ROWS, rows, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK)
-    offs = slot * rows * COLS + tile[0] + tile[1]
+    tile = tile_at(0, tl.program_id(0) * BLOCK_ROWS, ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, False)
+    offs = slot * ROWS * COLS + tile[0] + tile[1]
     v, random = (), ()  # of chunks; Triton's compiler appends to a tuple only by a sum
     for k in tl.static_range(len(tile[3])):
         v = v + (tl.load(value_ptr + offs + k * CHUNK, mask=tile[3][k], other=0.0),)  # noqa: RUF005
@@ -52,22 +52,23 @@ def encode_kernel(
         random = random + (bits,)  # noqa: RUF005
     live = slot < tl.num_programs(1) - 1
     store_state(
-        stored_ptr, scale_ptr, slot * rows * COLS, slot * rows, live, tile, v, random, ROUNDING, 1, TARGET,
+        stored_ptr, scale_ptr, slot * ROWS * COLS, slot * ROWS, live, tile, v, random,
+        ROUNDING, 1, TARGET, "evict_first",
     )  # fmt: skip
 
 
 @triton.jit
 def decode_kernel(
-    value_ptr, stored_ptr, scale_ptr, rows,
-    COLS: tl.constexpr, TARGET: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr,
+    value_ptr, stored_ptr, scale_ptr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    TARGET: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """load_state of (slots, rows, COLS): one program per tile and slot."""
+    """load_state of (slots, ROWS, COLS): one program per tile and slot."""
     slot = tl.program_id(1)
-    tile = tile_at(tl.program_id(0) * BLOCK_ROWS, rows, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK)
-    scale = load_scale(scale_ptr, slot * rows, slot >= 0, tile)
-    v = load_state(stored_ptr, slot * rows * COLS, slot >= 0, tile, COLS, 1, TARGET)
+    tile = tile_at(0, tl.program_id(0) * BLOCK_ROWS, ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, False)
+    scale = load_scale(scale_ptr, slot * ROWS, slot >= 0, tile)
+    v = load_state(stored_ptr, slot * ROWS * COLS, slot >= 0, tile, COLS, 1, TARGET, "evict_first")
     for k in tl.static_range(len(v)):
-        tl.store(value_ptr + slot * rows * COLS + tile[0] + k * CHUNK + tile[1], v[k] * scale, mask=tile[3][k])
+        tl.store(value_ptr + slot * ROWS * COLS + tile[0] + k * CHUNK + tile[1], v[k] * scale, mask=tile[3][k])
 
 
 @triton.jit

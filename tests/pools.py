@@ -11,6 +11,7 @@ from flashstate.state.formats import FORMATS, PORTABLE_FORMATS
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 EVERY_FORMAT = pytest.mark.parametrize(("name", "rounding"), PORTABLE_FORMATS)
+WITHOUT_SCALES = [(name, rounding) for name, rounding in PORTABLE_FORMATS if not FORMATS[getattr(torch, name)].scaled]
 SHAPE = {"heads": 2, "rows": 3, "cols": 5}
 GAP = 3  # elements between the slots of a pool in pages
 POISON = 0xFF
@@ -21,14 +22,18 @@ def make_pool(name: str = "float16", rounding: str = "stochastic", **options: An
     return StatePool.mamba2(**{**sizes, "dtype": getattr(torch, name), "rounding": rounding, **options})
 
 
-def in_pages(formats: list[tuple[str, str]], slots: int, shape: tuple[int, ...], device: torch.device) -> list[State]:
+def in_pages(
+    formats: list[tuple[str, str]], slots: int, shape: tuple[int, ...], device: torch.device, transposed: bool = False
+) -> list[State]:
     """States of these formats that share a seed, with gaps between their slots; every byte is poison."""
     seed = torch.arange(slots, device=device) * 0x5851F42D4C957F2D
     states = []
     for i, (name, rounding) in enumerate(formats):
         dtype = getattr(torch, name)
         scale = poisoned(slots, shape[:-1], torch.float32, device) if FORMATS[dtype].scaled else None
-        data = poisoned(slots, shape, dtype, device)
+        heads, rows, cols = shape
+        data = poisoned(slots, (heads, cols, rows) if transposed else shape, dtype, device)
+        data = data.mT if transposed else data
         states.append(State(data, scale, rounding=rounding, seed=seed, stream=40 + i))
     return states
 
@@ -60,7 +65,7 @@ def gaps_are_poison(pool: StatePool) -> bool:
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(torch.uint8)
+    return tensor.clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 def same(one: Tensor, other: Tensor) -> bool:

@@ -97,6 +97,11 @@ def strided(tensor: Tensor) -> Tensor:
     return torch.stack([tensor, tensor], -1).flatten(-2)[..., ::2]
 
 
+def transposed(tensor: Tensor) -> Tensor:
+    """The same values, those of a column side by side in memory."""
+    return tensor.mT.contiguous().mT
+
+
 def resized(tensor: Tensor, axis: int, by: int) -> Tensor:
     size = tensor.shape[axis] + by
     return torch.cat([tensor, tensor], axis).narrow(axis, 0, size).clone()

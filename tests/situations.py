@@ -86,6 +86,12 @@ class Situation:
         return found
 
     @property
+    def kept(self) -> list[int]:
+        """The places on the token axis whose outputs stay as they were: all tokens of padding, if it keeps them."""
+        rows = [row for row in range(self.case.batch) if self.padding == "keep" and not self.live(row)]
+        return [self.at(row, t) for row in rows for t in range(self.lengths[row])]
+
+    @property
     def stores(self) -> list[tuple[str, Numbers, RowAndToken]]:
         """What is written: to the state or the snapshots, at which entry, and after which token."""
         found: list[tuple[str, Numbers, RowAndToken]] = []
@@ -198,7 +204,7 @@ def situations(draw: st.DrawFn, form: str, tree: bool, of_case: st.SearchStrateg
         every=stores == "every",
         update=stores != "none",
         null=null,
-        padding=draw(st.sampled_from(["zero", "fresh"])),
+        padding=draw(st.sampled_from(["zero", "fresh", "keep"])),
         parents=draw(st.tuples(*[parents_of(longest)] * batch)) if tree else None,
         max_len=longest if packed and (needs_max_len or draw(flag)) else None,
         snapshots=snapshots,

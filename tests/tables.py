@@ -7,10 +7,13 @@ from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
-from flashstate.launch import ChannelProblem, Config, Problem
+from flashstate.launch import ChannelProblem, Config, Problem, TensorCoreProblem
 
-KEY = re.compile(r"(?P<op>\w+) (?P<rows>\d+)x(?P<cols>\d+) (?P<format>\w+) vector (?P<vector>\d+)")
-MODE = re.compile(r"(?P<rounding>\w+), (?P<tokens>one token|several tokens)(?P<stored>, each stored)?")
+KEY = re.compile(
+    r"(?P<op>\w+) (?P<rows>\d+)x(?P<cols>\d+) (?P<format>\w+) vector (?P<vector>\d+)(?P<layout> transposed)?"
+)
+MODE = re.compile(r"(?P<rounding>\w+), (?P<tokens>one token|several tokens)(?:, (?P<stored>each|nothing) stored)?")
+KINDS = {"conv1d_step": ChannelProblem, "gated_delta_at_once": TensorCoreProblem}
 FOLDER = Path(str(resources.files("flashstate.launch") / "tables"))
 H200_TABLE = FOLDER / "nvidia-h200.json"
 TABLES = sorted({H200_TABLE, *FOLDER.glob("*.json")})
@@ -26,10 +29,11 @@ def entries_of(path: Path) -> Iterator[tuple[Problem, list[int]]]:
         for mode, sizes in modes.items():
             how = MODE.fullmatch(mode)
             assert how, f"{mode!r} is not a mode"
-            several, each_stored = how["tokens"] == "several tokens", how["stored"] is not None
-            kind = ChannelProblem if found["op"] == "conv1d_step" else Problem
+            several, stored = how["tokens"] == "several tokens", how["stored"] or "last"
+            kind = KINDS.get(found["op"], Problem)
             of_mode = kind(
-                found["op"], rows, cols, found["format"], how["rounding"], vector, 1, several, each_stored
+                found["op"], rows, cols, found["format"], how["rounding"], vector, 1, several, stored,
+                transposed=found["layout"] is not None,
             )  # fmt: skip
             for size, config in sizes.items():
                 yield replace(of_mode, batch_heads=int(size)), config

@@ -15,8 +15,9 @@ import torch
 from compiling import ARCHITECTURES, collected, compile_launch, gpu_with, spilled_bytes
 from tables import H200_TABLE, configs_by_mode
 
-from flashstate import StatePool
+from flashstate import State, StatePool
 from flashstate.launch import Config, override, valid_configs
+from flashstate.launch.start import Launch
 from flashstate.laws.tokens import TREE, make_snapshots
 from flashstate.state.formats import FORMATS, PORTABLE_FORMATS
 from flashstate.testing import REAL_CASES, Case, Inputs, dtype, make_inputs
@@ -56,7 +57,7 @@ def access_bytes(kernel: Any) -> tuple[set[int], set[int]]:
         found = re.findall(r"(?:global|buffer)_(load|store)_(\w+)", kernel.asm["amdgcn"])
         loads, stores = ({max(widths.get(w, 1) for kind, w in found if kind == k)} for k in ("load", "store"))
         return loads, stores
-    found = re.findall(r"\b(ld|st)\.global\.L1::evict_first[\w:.]*?(?:\.v(\d))?\.b(\d+)\b", kernel.asm["ptx"])
+    found = re.findall(r"\b(ld|st)\.global\.(?:L1::evict_first|cs\b)[\w:.]*?(?:\.v(\d))?\.b(\d+)\b", kernel.asm["ptx"])
     loads, stores = ({int(n or 1) * int(bits) // 8 for kind, n, bits in found if kind == k} for k in ("ld", "st"))
     return loads, stores
 
@@ -113,6 +114,10 @@ def with_fresh_padding(case: Case, inputs: Inputs) -> object:
     return inputs.step(slots=inputs.at(padding="fresh"))
 
 
+def with_kept_padding(case: Case, inputs: Inputs) -> object:
+    return inputs.step(slots=inputs.at(padding="keep"))
+
+
 def with_a_tree(case: Case, inputs: Inputs) -> object:
     parents = torch.tensor(TREE[: case.tokens]).repeat(case.batch, 1)
     return inputs.step(slots=inputs.at(parents=parents), update=False)
@@ -129,6 +134,7 @@ FORMS: dict[str, tuple[Case, Call]] = {
     "snapshots": (SEVERAL, with_snapshots),
     "a tree": (SEVERAL, with_a_tree),
     "fresh padding": (replace(SEVERAL, format="int16"), with_fresh_padding),
+    "kept padding": (replace(FLOAT16, tokens=4), with_kept_padding),
     "Mamba-1": (replace(SHAPE, heads=1, rows=256, cols=16, mamba1=True, D="row"), plain),
 }
 
@@ -160,6 +166,46 @@ def test_every_architecture_compiles_the_small_kernels(architecture: int | str, 
     assert names == ["advance_seeds_kernel", "write_states_kernel", "read_states_kernel"]
     for launch in launches:
         assert spilled_bytes(compile_launch(launch, architecture), tmp_path) == 0
+
+
+def launches_on_a_transposed_layer(architecture: int | str, name: str, rounding: str) -> list[Launch]:
+    """Of a write and a read."""
+    data = torch.zeros(4, 2, 128, 64, dtype=dtype(name)).mT
+    pool = StatePool.wrap([State(data, rounding=rounding, seed=torch.arange(4))])
+    with collected(architecture) as launches:
+        pool.write(0, [0, 2], torch.zeros(2, 2, 64, 128))
+        pool.read(0, [0, 2])
+    return launches
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(("name", "rounding"), [("float32", "nearest"), ("bfloat16", "stochastic")])
+def test_every_architecture_compiles_the_kernels_of_a_transposed_layer(
+    architecture: int | str, name: str, rounding: str, tmp_path: Path
+) -> None:
+    launches = launches_on_a_transposed_layer(architecture, name, rounding)
+    write, read = (compile_launch(launch, architecture) for launch in launches)
+    assert spilled_bytes(write, tmp_path) == spilled_bytes(read, tmp_path) == 0
+    if isinstance(architecture, int):
+        assert access_bytes(write) == (set(), {16})
+        assert access_bytes(read) == ({16}, set())
+
+
+@pytest.mark.parametrize(
+    "config", [Config(32, 1, 8), Config(64, 1, 8), Config(64, 2, 8), Config(32, 2, 16), Config(64, 8, 32)], ids=str
+)
+def test_neighbouring_threads_have_other_columns_of_a_transposed_state_and_no_warps_share_a_row(config: Config) -> None:
+    with override(config):
+        write, read = (
+            compile_launch(launch, 90) for launch in launches_on_a_transposed_layer(90, "bfloat16", "nearest")
+        )
+    for kernel, access in ((write, "store"), (read, "load")):
+        text = kernel.asm["ttgir"]
+        (name,) = set(re.findall(rf"tt\.{access} [^\n]* : tensor<\d+x\d+x8x!tt\.ptr<\w+>, (#\w+)>", text))
+        (layout,) = re.findall(rf"^{name} = #ttg\.blocked<\{{(.*)\}}>$", text, re.M)
+        assert "sizePerThread = [1, 1, 8]" in layout
+        assert f"threadsPerWarp = [{32 // config.lanes}, {config.lanes}, 1]" in layout
+        assert f"warpsPerCTA = [{config.num_warps}, 1, 1]" in layout
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -343,7 +389,7 @@ def test_table_entries_compile_without_spills_or_with_few_where_they_limit_regis
         assert mode.vector * dtype(mode.format).itemsize == 16
         shape = {"rows": mode.rows, "cols": mode.cols, "tokens": 4 if mode.several_tokens else 0}
         case = replace(SHAPE, **shape, format=mode.format, rounding=mode.rounding)
-        calls = (written_per_token, with_snapshots_alike) if mode.each_stored else (plain,)
+        calls = (written_per_token, with_snapshots_alike) if mode.stored == "each" else (plain,)
         for config, call in product(configs, calls):
             spilled = spilled_bytes(compile_step(case, config, 90, call), tmp_path)
             assert spilled <= (64 if config.registers else 0), (mode, config, call.__name__)

@@ -82,6 +82,10 @@ def with_a_tree(inputs: Inputs) -> object:
     return inputs.step(slots=inputs.at(parents=torch.tensor([[-1, 0, 0, 1]] * 2)), update=False)
 
 
+def with_kept_padding(inputs: Inputs) -> object:
+    return inputs.step(slots=inputs.at(padding="keep"))
+
+
 def with_slots_for_tokens(inputs: Inputs) -> object:
     return inputs.step(slots=inputs.at(write=torch.zeros(2, 4, dtype=torch.int64)))
 
@@ -93,6 +97,7 @@ FORMS: dict[str, tuple[ConvCase, Call]] = {
     "snapshots": (SEVERAL, with_snapshots),
     "a tree": (SEVERAL, with_a_tree),
     "a slot for every token": (SEVERAL, with_slots_for_tokens),
+    "kept padding": (SEVERAL, with_kept_padding),
     "width 6, no bias": (replace(SHAPE, width=6, bias=False, activation=None), plain),
     "width 3": (replace(SEVERAL, width=3, parameters="float32"), plain),
 }

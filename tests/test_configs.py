@@ -20,6 +20,7 @@ from flashstate.launch import (
     Config,
     Gpu,
     Problem,
+    TensorCoreProblem,
     choose,
     choose_with_reason,
     interpreted,
@@ -34,7 +35,7 @@ from flashstate.laws.steps import close_to_float64
 from flashstate.laws.tokens import make_snapshots
 from flashstate.state.formats import FORMATS, PORTABLE_FORMATS
 from flashstate.state.signature import ACCESS_BYTES
-from flashstate.testing import AnyCase, Case, ConvCase, Inputs, Pool, make_inputs
+from flashstate.testing import AnyCase, Case, ConvCase, DeltaCase, Inputs, Pool, make_inputs
 
 CPU = torch.device("cpu")
 H200 = Gpu("NVIDIA H200", (9, 0))
@@ -61,7 +62,8 @@ def test_every_entry_of_a_table_is_valid_for_an_op_and_a_format_that_exist(path:
     for problem, config in entries_of(path):
         assert callable(getattr(flashstate, problem.op)), problem
         assert problem.rounding in BY_NAME[problem.format].roundings, problem
-        neighbours = problem.rows if isinstance(problem, ChannelProblem) else problem.cols  # in memory
+        along_rows = isinstance(problem, ChannelProblem) or problem.transposed
+        neighbours = problem.rows if along_rows else problem.cols  # in memory
         assert widest(neighbours, problem.format) % problem.vector == 0, problem
         assert problem.batch_heads >= 1, problem
         assert all(type(number) is int for number in config), problem
@@ -136,10 +138,15 @@ def require_one_result(mode: Problem, configs: set[Config], device: torch.device
     over them in numpy's order."""
     tokens = 5 if mode.several_tokens else 0
     case: AnyCase = Case(1, 1, 1, mode.rows, mode.cols, mode.format, mode.rounding, tokens=tokens)
+    if mode.op.startswith("gated_delta"):
+        exact = not isinstance(mode, TensorCoreProblem)
+        case = DeltaCase(
+            1, 1, 1, mode.rows, mode.cols, mode.format, mode.rounding, tokens=tokens, exact=exact, qk="float16"
+        )
     if isinstance(mode, ChannelProblem):
         case = ConvCase(1, mode.rows, mode.cols, tokens=tokens, x=mode.format, parameters=mode.format)
     inputs = make_inputs(case, device)
-    assert replace(case.problem, each_stored=mode.each_stored) == mode
+    assert replace(case.problem, stored=mode.stored) == mode
     others = [config for config in valid_configs(mode) if config not in configs]
 
     @cache
@@ -161,7 +168,11 @@ def require_one_result(mode: Problem, configs: set[Config], device: torch.device
         first_row = torch.zeros_like(inputs.slots)
         return inputs.step(slots=inputs.at(snapshot_rows=first_row), snapshots=snapshots), snapshots
 
-    for config, call in product(configs, (to_slots, to_snapshots) if mode.each_stored else (in_place,)):
+    def without_update(inputs: Inputs) -> tuple[Tensor, Pool]:
+        return inputs.step(update=False), inputs.state
+
+    calls = {"last": (in_place,), "each": (to_slots, to_snapshots), "nothing": (without_update,)}[mode.stored]
+    for config, call in product(configs, calls):
         other = next(other for other in others if device.type == "cuda" or other.lanes == config.lanes)
         (y, stored), (other_y, other_stored) = result(call, config), result(call, other)
         require_equal_bytes(f"output with {config}, {call.__name__}", y, other_y)
@@ -201,6 +212,7 @@ def test_the_nearest_entry_in_ratio_is_chosen(measured: dict[int, Config], batch
         {"vector": 2},
         {"rounding": "stochastic"},
         {"several_tokens": True},
+        {"transposed": True},
     ],
     ids=str,
 )
@@ -216,7 +228,7 @@ def test_calls_that_store_each_state_get_entries_of_their_own_or_those_of_calls_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     several = replace(PROBLEM, several_tokens=True)
-    stored = replace(several, each_stored=True)
+    stored = replace(several, stored="each")
     modes = {mode_key(several): {1024: Config(4, 1, 32)}}
     monkeypatch.setattr(launch_config, "load_table", lambda gpu: {table_key(several): modes})
     launch_config._look_up.cache_clear()
@@ -268,6 +280,41 @@ def test_the_heuristic_gives_a_valid_config_for_every_shape(name: str, gpu: Gpu)
                 assert config.together == 1 or problem.per_thread(config) * config.together <= 64, (problem, config)
 
 
+@pytest.mark.parametrize("gpu", [UNKNOWN, UNKNOWN_BLACKWELL], ids=str)
+@pytest.mark.parametrize("name", ["float32", "bfloat16"])
+def test_the_heuristic_gives_a_valid_config_for_every_transposed_shape(name: str, gpu: Gpu) -> None:
+    for (rows, cols), vector, several in product(SHAPES, (1, 2, 4, 8), (False, True)):
+        if widest(rows, name) % vector == 0:
+            problem = Problem("pool_write", rows, cols, name, "nearest", vector, 1, several, transposed=True)
+            configs = [choose(replace(problem, batch_heads=size), gpu) for size in SIZES]
+            assert all(map(problem.valid, configs)), (problem, configs)
+            assert all(map(problem.manageable, configs)), (problem, configs)
+
+
+@pytest.mark.parametrize("warp", [32, 64])
+def test_threads_take_rows_of_a_transposed_state_and_one_column_of_a_chunk(
+    warp: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch_config, "WARP", warp)
+    for rows, cols, vector in product((2, 8, 64, 72), (1, 7, 16, 128, 512, 4096), (1, 2, 4, 8)):
+        problem = Problem("pool_write", rows, cols, "bfloat16", "nearest", vector, 1024, transposed=True)
+        assert problem.lane_choices
+        for lanes in problem.lane_choices:
+            assert 8 <= lanes <= min(32, problem.block_cols)  # whole Philox calls
+            assert problem.chunk(lanes) == lanes
+            assert lanes == 32 or problem.block_cols * vector <= 128 * lanes  # elements of a thread
+        configs = valid_configs(problem)
+        assert {config.lanes for config in configs} == set(problem.lane_choices)
+        assert all(config.block_rows >= config.num_warps * warp // config.lanes * vector for config in configs)
+        assert problem.valid(problem.heuristic(UNKNOWN))
+
+
+def test_a_table_tells_transposed_states_from_others() -> None:
+    transposed = replace(PROBLEM, transposed=True)
+    assert table_key(PROBLEM) == "mamba2_step 64x128 float32 vector 4"
+    assert table_key(transposed) == "mamba2_step 64x128 float32 vector 4 transposed"
+
+
 def test_the_heuristic_loads_more_tokens_together_the_fewer_programs_there_are() -> None:
     several = replace(PROBLEM, several_tokens=True)
     for problem, expected in ((several, [4, 4, 2, 2, 1, 1]), (PROBLEM, [1] * len(SIZES))):
@@ -315,6 +362,9 @@ def test_a_table_can_hold_what_the_heuristic_gives_and_more(name: str) -> None:
         pytest.param(replace(PROBLEM, cols=16), Config(8, 1, 8), id="more lanes than a row has accesses"),
         pytest.param(replace(PROBLEM, vector=16), Config(2, 1, 8), id="a warp with fewer rows of bytes than it covers"),
         pytest.param(replace(PROBLEM, cols=16, vector=16), Config(32, 2, 1), id="warps with fewer rows of bytes"),
+        pytest.param(replace(PROBLEM, transposed=True), Config(8, 1, 8), id="a warp with fewer rows than it accesses"),
+        pytest.param(replace(PROBLEM, transposed=True), Config(16, 2, 8), id="warps with fewer rows than they access"),
+        pytest.param(replace(PROBLEM, transposed=True), Config(64, 1, 4), id="fewer columns than a Philox call needs"),
     ],
 )
 def test_override_refuses_a_config_that_would_change_the_order_of_sums(problem: Problem, config: Config) -> None:

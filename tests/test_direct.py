@@ -140,6 +140,7 @@ UNLIKE: dict[str, Callable[[Arguments], Arguments]] = {
     "no update": lambda a: {**a, "update": False},
     "64-bit slots": lambda a: {**a, "slots": Slots(a["slots"].read.long())},
     "another padding": lambda a: {**a, "slots": Slots(a["slots"].read, padding="fresh")},
+    "padding that stays": lambda a: {**a, "slots": Slots(a["slots"].read, padding="keep")},
     "another null": lambda a: {**a, "slots": Slots(a["slots"].read, null=0)},
     "slots to write": lambda a: {**a, "slots": Slots(a["slots"].read, write=a["slots"].read)},
     "slots as a tensor": lambda a: {**a, "slots": a["slots"].read},
@@ -158,6 +159,18 @@ def test_a_call_that_differs_takes_the_ordinary_way(change: str, launcher: Launc
     assert (len(launcher.ordinary), len(launcher.directly)) == (2, 0)
     mamba2_step(**arguments)
     assert len(launcher.directly) == 1
+
+
+@pytest.mark.parametrize("wrap", [State, lambda tensor: tensor], ids=["a State", "a tensor"])
+def test_a_transposed_state_is_refused_also_behind_a_call_that_was_right(
+    wrap: Callable[[Tensor], Any], launcher: Launcher
+) -> None:
+    arguments = arguments_of(make_inputs(CASE, CPU))
+    data = arguments["state"].data
+    mamba2_step(**{**arguments, "state": wrap(data)})
+    with pytest.raises(ValueError, match=r"^state must be contiguous within a slot"):
+        mamba2_step(**{**arguments, "state": wrap(data.mT.contiguous().mT)})
+    assert (len(launcher.ordinary), len(launcher.directly)) == (1, 0)
 
 
 def test_unaligned_tensors_do_not_meet_a_kernel_for_aligned_ones_but_their_own(launcher: Launcher) -> None:

@@ -82,6 +82,7 @@ UNLIKE: dict[str, Form] = {
     "no update": lambda a: {**a, "update": False},
     "a ring": lambda a: {**a, "positions": torch.tensor([1, 2])},
     "another padding": lambda a: {**a, "slots": Slots(a["slots"].read, padding="fresh")},
+    "padding that stays": lambda a: {**a, "slots": Slots(a["slots"].read, padding="keep")},
     "snapshots": lambda a: {**a, "snapshots": torch.zeros(2, 1, 16, 3)},
     "early": lambda a: {**a, "early": True},
     "an unaligned x": lambda a: {**a, "x": shifted(a["x"])},

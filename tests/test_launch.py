@@ -32,10 +32,11 @@ def test_a_call_asks_for_the_config_of_its_cases_problem(monkeypatch: pytest.Mon
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize(("tokens", "form", "stored"), [
-    (0, "snapshots", False), (4, "snapshots", True), (4, "slots", True), (4, "in place", False),
+    (0, "snapshots", "last"), (4, "snapshots", "each"), (4, "slots", "each"), (4, "in place", "last"),
+    (4, "nothing", "nothing"), (0, "nothing", "last"),
 ])  # fmt: skip
-def test_a_call_says_whether_it_stores_a_state_after_each_of_several_tokens(
-    tokens: int, form: str, stored: bool, monkeypatch: pytest.MonkeyPatch
+def test_a_call_says_what_it_stores_of_several_tokens(
+    tokens: int, form: str, stored: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = Case(2, 1, 1, 4, 16, tokens=tokens, slots=16)
     inputs, asked = make_inputs(case, CPU), []
@@ -44,10 +45,11 @@ def test_a_call_says_whether_it_stores_a_state_after_each_of_several_tokens(
         "snapshots": {"snapshots": torch.zeros(2, max(1, tokens), 1, 4, 16)},
         "slots": {"slots": inputs.at(write=torch.arange(8).reshape(2, 4))},
         "in place": {},
+        "nothing": {"update": False},
     }[form]
     with interpreted(), pytest.raises(ZeroDivisionError):
         inputs.step(**options)
-    assert asked == [replace(case.problem, each_stored=stored)]
+    assert asked == [replace(case.problem, stored=stored)]
 
 
 def pool(dtype: torch.dtype, cols: int, offset: int = 0, gap: int = 0) -> Tensor:
@@ -113,6 +115,29 @@ def test_an_access_to_snapshots_is_as_wide_as_every_token_is_aligned(dtype: torc
     for data in (snapshots(dtype, gap), snapshots(dtype, gap).transpose(0, 1)):
         assert access_width(data) == width
         assert is_aligned(data, width)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rows", "cols", "offset", "gap", "width"),
+    [
+        pytest.param(torch.bfloat16, 64, 3, 0, 0, 8, id="64 rows: 16 bytes"),
+        pytest.param(torch.float32, 64, 3, 0, 0, 4, id="64 rows of float32: 16 bytes"),
+        pytest.param(torch.float16, 6, 128, 0, 0, 2, id="6 rows: two elements"),
+        pytest.param(torch.float16, 5, 128, 0, 0, 1, id="odd rows: one element"),
+        pytest.param(torch.float16, 64, 128, 0, 4, 4, id="pages aligned to 8 bytes: 8 bytes"),
+        pytest.param(torch.float16, 64, 128, 1, 0, 1, id="odd offset: one element"),
+        pytest.param(torch.float16, 1, 128, 0, 0, 8, id="one row: as it is contiguous"),
+        pytest.param(torch.float16, 64, 1, 0, 0, 1, id="one column: as it is contiguous"),
+    ],
+)
+def test_an_access_to_a_transposed_state_is_as_wide_as_every_column_is_aligned(
+    dtype: torch.dtype, rows: int, cols: int, offset: int, gap: int, width: int
+) -> None:
+    stride = 2 * rows * cols + gap
+    memory = torch.empty(offset + 3 * stride, dtype=dtype)
+    data = memory.as_strided((3, 2, cols, rows), (stride, rows * cols, rows, 1), offset)
+    assert access_width(data.mT) == width
+    assert rows == 1 or is_aligned(data, width)
 
 
 @pytest.mark.parametrize("form", ["one token", "several tokens", "packed"])

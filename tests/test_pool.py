@@ -11,6 +11,7 @@ from pools import (
     CUDA,
     EVERY_FORMAT,
     POISON,
+    WITHOUT_SCALES,
     bytes_of,
     dirty,
     gaps_are_poison,
@@ -24,7 +25,7 @@ from pools import (
 )
 from torch import Tensor
 
-from flashstate import Slots, StatePool
+from flashstate import Slots, State, StatePool
 from flashstate.launch import Problem, interpreted, override, valid_configs
 from flashstate.state.formats import decode, encode
 from flashstate.state.rounding import SEED_STEP, random_bits
@@ -102,6 +103,72 @@ def test_every_config_gives_the_same_bytes() -> None:
             memory.append((pool.layer(1).data, pool.layer(1).scale, pool.read(1, [0, 1])))
     assert len(memory) > 2
     assert all(same(one, other) for row in memory for one, other in zip(row, memory[0], strict=True))
+
+
+# Transposed layers
+
+
+IMPLEMENTATIONS = pytest.mark.parametrize(
+    ("device", "implementation"),
+    [
+        pytest.param(CPU, contextlib.nullcontext, id="reference"),
+        pytest.param(CPU, interpreted, marks=pytest.mark.interpreted, id="interpreter"),
+        pytest.param(CUDA, contextlib.nullcontext, marks=pytest.mark.gpu, id="gpu"),
+    ],
+)
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize(("name", "rounding"), WITHOUT_SCALES)
+def test_a_transposed_layer_holds_and_gives_what_a_contiguous_one_does(
+    name: str, rounding: str, device: torch.device, implementation: Callable[[], Any]
+) -> None:
+    shapes = [(2, 5, 20), (1, 32, 33), (3, 8, 3), (2, 1, 7), (2, 7, 1)]
+    for shape in shapes if device.type == "cpu" else [*shapes, (4, 64, 128), (3, 128, 256), (8, 16, 512)]:
+        values, slots = odd_values(2, shape, torch.float32).to(device), [5, 2]
+        pools = [StatePool.wrap(in_pages([(name, rounding)], 6, shape, device, flipped)) for flipped in (False, True)]
+        assert [pool.layer(0).transposed for pool in pools] == [False, min(shape[1:]) > 1]
+        with implementation():
+            for pool in pools:
+                pool.write(0, slots, values)
+                pool.copy([5], [3], keep_seed=True)
+                pool.reset([2])
+        one, other = (pool.layer(0).data for pool in pools)
+        assert same(one, other), shape
+        assert gaps_are_poison(pools[1]), shape
+        with implementation():
+            assert same(pools[1].read(0, [3, 2, 5, 3]), pools[0].read(0, [3, 2, 5, 3])), shape
+
+
+@pytest.mark.interpreted
+def test_every_config_of_a_transposed_layer_gives_the_same_bytes() -> None:
+    shape = (2, 24, 20)
+    values, memory = odd_values(2, shape, torch.float32), []
+    problem = Problem("pool_write", 24, 20, "bfloat16", "stochastic", 1, 4, transposed=True)
+    for config in valid_configs(problem)[::3]:
+        pool = StatePool.wrap(in_pages([("bfloat16", "stochastic")], 3, shape, CPU, transposed=True))
+        with interpreted(), override(config):
+            pool.write(0, [1, 0], values)
+            memory.append((memory_of(pool.layer(0).data), pool.read(0, [0, 1])))
+    assert len(memory) > 2
+    assert all(same(one, other) for row in memory for one, other in zip(row, memory[0], strict=True))
+
+
+def test_layers_of_a_pool_may_be_transposed_or_not() -> None:
+    """In pages of one size, after each other; slots come clean, and layers stay apart."""
+    flat, flipped = torch.zeros(5, 2, 2 * 3 * 5).unbind(1)
+    states = [State(flat.unflatten(1, (2, 3, 5))), State(flipped.unflatten(1, (2, 5, 3)).mT)]
+    pool = StatePool.wrap(states)
+    dirty(pool)
+    pool.release(range(5))
+    slots = pool.acquire(2)
+    assert is_clean(pool, slots.tolist())
+    pool.write(1, slots, torch.ones(2, 2, 3, 5))
+    assert not pool.read(0, slots).any()
+    assert (pool.read(1, slots) == 1).all()
+    assert pool.bytes_per_slot == 2 * 30 * 4
+    with pytest.raises(ValueError, match=r"^states\[1\] must not share the memory of another layer"):
+        StatePool.wrap([states[1], State(states[1].data.mT)])
 
 
 # Slots

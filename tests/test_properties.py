@@ -29,6 +29,7 @@ COMMON = settings(
 )
 EVERY_FORM = pytest.mark.parametrize(("form", "tree"), list(product(FORMS, (False, True))))
 PER_TOKEN = ("x", "dt", "B", "C", "z")
+NOT_RUN = {"new": 0.0, "given": torch.nan, "x": torch.nan}  # what `out` holds of a token that does not run
 
 
 @dataclass
@@ -212,6 +213,7 @@ def test_reference_equals_a_loop_over_rows_and_tokens_bit_by_bit(form: str, tree
     y, y_want, after = got.step(), torch.zeros_like(want.arguments["x"]), outcomes(want, torch.float32)
     for token, (output, _) in after.items():
         y_want[situation.at(*token)] = output[0].to(y.dtype)
+    y_want[situation.kept] = NOT_RUN[situation.out]
     for name, where, (row, t) in situation.stores:
         target = getattr(want, name)
         data, scale = stored(after[row, t][1], target, want.state, [situation.slot(row)], t)
@@ -236,7 +238,8 @@ def test_interpreted_kernel_is_close_to_a_loop_over_rows_and_tokens(form: str, t
     with interpreted():
         y = got.step()
     running = [situation.at(*token) for token in exact]
-    assert not y[[t for t in range(situation.tokens) if t not in running]].any()
+    assert all(equal_bytes(y[t], torch.full_like(y[t], NOT_RUN[situation.out])) for t in situation.kept)
+    assert not y[[t for t in range(situation.tokens) if t not in running + situation.kept]].any()
     outputs = [(y[situation.at(*token)], exact[token][0], plain[token][0].to(y.dtype), token[0]) for token in exact]
     require_within_budget(outputs, situation)
     for name in ("state", "snapshots"):

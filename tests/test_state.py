@@ -103,6 +103,30 @@ def test_state_takes_strides_that_do_not_overlap(shape: tuple[int, ...], strides
     assert State(torch.zeros(1000, dtype=torch.int8).as_strided(shape, strides), scale).scale is scale
 
 
+@pytest.mark.parametrize(
+    ("shape", "strides", "transposed"),
+    [
+        pytest.param((3, 2, 4, 8), (100, 32, 8, 1), False, id="contiguous"),
+        pytest.param((3, 2, 4, 8), (100, 32, 1, 4), True, id="slots with gaps"),
+        pytest.param((3, 2, 4, 4), (32, 16, 1, 4), True, id="square"),
+        pytest.param((1, 2, 4, 8), (1, 32, 1, 4), True, id="one slot with any stride"),
+        pytest.param((3, 1, 4, 8), (32, 9, 1, 4), True, id="one head with any stride"),
+        pytest.param((3, 2, 1, 8), (16, 8, 1, 1), False, id="one row"),
+        pytest.param((3, 2, 8, 1), (16, 8, 1, 8), False, id="one column"),
+        pytest.param((2, 3, 2, 4, 8), (64, 128, 32, 1, 4), True, id="snapshots with rows inside tokens"),
+        pytest.param((0, 3, 2, 4, 8), (192, 64, 32, 1, 4), True, id="snapshots of an empty batch"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_state_knows_whether_its_slots_are_transposed(
+    shape: tuple[int, ...], strides: tuple[int, ...], transposed: bool, dtype: torch.dtype
+) -> None:
+    state = State(torch.zeros(1000, dtype=dtype).as_strided(shape, strides))
+    assert state.transposed == transposed
+    assert state.data.stride() == strides
+    assert state.bytes_per_slot == state.data.shape[1:].numel() * dtype.itemsize
+
+
 def test_a_bare_tensor_is_a_state_and_an_index_tensor_is_slots() -> None:
     runs = []
     for wrap, wrap_slots in ((State, Slots), (lambda t: t, lambda t: t)):

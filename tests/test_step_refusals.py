@@ -25,12 +25,18 @@ from refusals import (
     strided,
     table,
     table_of_forms,
+    transposed,
 )
 from torch import Tensor
 
 import flashstate
 from flashstate import Slots, State
 from flashstate.testing import Case
+
+TRANSPOSED = (
+    r"must be contiguous within a slot: strides \((any, )+\d+, \d+, 1\), got \([\d, ]+\); only gated_delta_step takes "
+    "transposed states$"
+)
 
 
 def refuses_step(arguments: Arguments, change: Change, error: type[Exception], message: str) -> None:
@@ -330,6 +336,10 @@ def snapshots_refusals(case: Case) -> list[Refusal]:
             rf"^snapshots must have room for {tokens} tokens, got shape \(2, {tokens - 1}, 4, 6, 5\)",
         ),
         ("strided", only("snapshots", strided), ValueError, r"^snapshots must be contiguous within a slot"),
+        *[
+            (f"transposed, {what}", only("snapshots", change), ValueError, rf"^snapshots {TRANSPOSED}")
+            for what, change in (("a tensor", transposed), ("a State", lambda t: State(transposed(t))))
+        ],
         (
             "one for all rows",
             only("snapshots", lambda t: t[:1].expand_as(t)),
@@ -380,6 +390,8 @@ STATE_REFUSALS: list[Refusal] = [
             ("of snapshots", lambda t: State(t[None]), ValueError, r"^state must have data \(slots, .*\), got \(1, 7,"),
             ("empty", lambda t: t[:0], ValueError, r"^state must not be empty"),
             ("strided", strided, ValueError, r"^state must be contiguous within a slot"),
+            ("transposed", transposed, ValueError, rf"^state {TRANSPOSED}"),
+            ("transposed, a State", lambda t: State(transposed(t)), ValueError, rf"^state {TRANSPOSED}"),
             ("expanded", lambda t: t[:1].expand_as(t), ValueError, r"^state has overlapping slots"),
         )
     ],

@@ -233,7 +233,7 @@ def conv1d_step_kernel(
     TOGETHER: tl.constexpr,  # tokens whose inputs are loaded at once; 1 with parents
     WHOLE: tl.constexpr,  # every row has a multiple of TOGETHER tokens
     STORES: tl.constexpr,  # after which tokens windows are written: "last", "every" or "none"
-    PADDING: tl.constexpr,  # the output of padding rows: "zero", or "fresh", from a window of zeros
+    PADDING: tl.constexpr,  # the output of padding rows: "zero", "fresh", from a window of zeros, or "keep", as it was
     WINDOW_ROWS: tl.constexpr, COPY_ROWS: tl.constexpr, X_ROWS: tl.constexpr, OUT_ROWS: tl.constexpr,
     BIAS_ROWS: tl.constexpr, WEIGHT_ALIGNMENT: tl.constexpr,  # bytes that weights of a channel start at multiples of
     EARLY: tl.constexpr,  # started before the kernel in front of it has ended
@@ -308,7 +308,8 @@ def conv1d_step_kernel(
             y = convolve(u, weights, bias, ACTIVATION, TARGET)
             y = tl.where(runs if PADDING == "zero" else stepped, y, 0.0).to(out_ptr.dtype.element_ty)
             row = token_entry(out_at, b, first + t, zero, 1)
-            tl.store(channels_at(row, channels, out_c, OUT_ROWS), y, mask=tl.where(exists, channels[1], False))
+            shown = tl.where(exists, live, False) if PADDING == "keep" else exists
+            tl.store(channels_at(row, channels, out_c, OUT_ROWS), y, mask=tl.where(shown, channels[1], False))
             recent = either(exists, following(recent, x), recent)
             floats = either(exists, following(floats, u[WIDTH - 1]), floats)
 

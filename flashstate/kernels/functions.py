@@ -1,4 +1,4 @@
-"""Functions that several kernels need: softplus, silu, a choice between tuples."""
+"""Functions that several kernels need: softplus, sigmoid, silu, a choice between tuples."""
 
 import triton
 import triton.language as tl
@@ -11,6 +11,11 @@ def softplus(x):
     w = 1.0 + e
     log1p = tl.log(w) + tl.where(e < 1.0, e - (w - 1.0), 0.0)
     return tl.where(x > 20.0, x, log1p)
+
+
+@triton.jit
+def sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
 
 
 @triton.jit

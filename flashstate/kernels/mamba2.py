@@ -6,27 +6,20 @@ from triton.language.extra.cuda import gdc_wait
 
 from flashstate.kernels.addressing import this_program, token_entry, zero_unused
 from flashstate.kernels.functions import either, silu, softplus
-from flashstate.kernels.slots import (
-    ancestor,
-    path_to,
-    resolve_read,
-    resolve_snapshot_row,
-    resolve_write,
-    token_range,
-)
-from flashstate.kernels.state_io import load_scale, load_seed, load_state, random_bits, store_state, tile_at
+from flashstate.kernels.slots import ancestor, path_to, resolve_read, resolve_snapshot_row, token_range
+from flashstate.kernels.state_io import chunk_at, load_scale, load_seed, load_state, random_bits, tile_at
+from flashstate.kernels.stores import store_after_token, store_last
 from flashstate.kernels.tiles import dot_rows, load_columns, load_head, load_rows, minus_zero, zero_unless
 
 
 @triton.jit
 def load_decay(ptr, h, tile, PER_ELEMENT: tl.constexpr):
     """A for each chunk of a tile: its elements', or the one of the head."""
-    first, offsets, _, masks, _ = tile
     A = ()
-    for k in tl.static_range(len(masks)):
+    for k in tl.static_range(len(tile[3])):
         if PER_ELEMENT:
-            ptrs = ptr + first + k * offsets.shape[1] + offsets
-            A = A + (tl.load(ptrs, mask=masks[k], other=0.0).to(tl.float32),)
+            ptrs, mask = chunk_at(ptr + tile[0], tile, k, 1)
+            A = A + (tl.load(ptrs, mask=mask, other=0.0).to(tl.float32),)
         else:
             A = A + (tl.load(ptr + h).to(tl.float32),)
     return A
@@ -55,7 +48,7 @@ def step_along_path(
     parents, longest, updates, b, first, t, h, g, offs_d, mask_d, s, factor, initial, initial_factor, A, dt_bias,
     SCALED: tl.constexpr, DT_SOFTPLUS: tl.constexpr, DT_PER_ROW: tl.constexpr, ALIGNED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr, VECTOR: tl.constexpr,
-    THREADS: tl.constexpr,
+    THREADS: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """The state after token t of a tree, and whether there is one: from that of the token before if that is its parent,
     else from the initial one through all its ancestors."""
@@ -67,7 +60,7 @@ def step_along_path(
         i = ancestor(parents, b, t, steps - 1 - done, longest)
         x, dt, B = load_update(
             updates, b, first + i, h, g, True, offs_d, mask_d,
-            DT_PER_ROW, ALIGNED, BLOCK_ROWS, COLS, BLOCK_COLS, CHUNK, VECTOR, THREADS,
+            DT_PER_ROW, ALIGNED, BLOCK_ROWS, COLS, BLOCK_COLS, CHUNK, VECTOR, THREADS, TARGET,
         )  # fmt: skip
         s = step(s, factor, x, dt, B, A, dt_bias, True, DT_SOFTPLUS)
         if SCALED:
@@ -79,13 +72,13 @@ def step_along_path(
 def load_update(
     updates, b, t, h, g, exists, offs_d, mask_d, DT_PER_ROW: tl.constexpr, ALIGNED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr, VECTOR: tl.constexpr,
-    THREADS: tl.constexpr,
+    THREADS: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """What token t steps the state with: x, dt and B; zeros if the token does not exist."""
     x_at, dt_at, B_at = updates
     x = load_rows(token_entry(x_at, b, t, h, 16 if ALIGNED else 1), offs_d, mask_d, exists)
     dt = load_head(token_entry(dt_at, b, t, h, 1), offs_d, mask_d, exists, DT_PER_ROW)
-    B = load_columns(B_at, b, t, g, exists, ALIGNED, BLOCK_ROWS, COLS, BLOCK_COLS, CHUNK, VECTOR, THREADS)
+    B = load_columns(B_at, b, t, g, exists, ALIGNED, BLOCK_ROWS, COLS, BLOCK_COLS, CHUNK, VECTOR, THREADS, TARGET)
     return x, dt, B
 
 
@@ -127,7 +120,7 @@ def mamba2_step_kernel(
     DT_SOFTPLUS: tl.constexpr, ONE_TOKEN: tl.constexpr,
     TOGETHER: tl.constexpr,  # tokens whose inputs are loaded at once; 1 with parents
     STORES: tl.constexpr,  # after which tokens the pool is written: "last", "every" or "none"
-    PADDING: tl.constexpr,  # the output of padding rows: "zero", or "fresh", from a zero state
+    PADDING: tl.constexpr,  # the output of padding rows: "zero", "fresh", from a zero state, or "keep", as it was
     EARLY: tl.constexpr,  # started before the kernel in front of it has ended
     ROUNDING: tl.constexpr, SNAPSHOT_ROUNDING: tl.constexpr, ROUNDS: tl.constexpr, TARGET: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr, THREADS: tl.constexpr,  # of a program
@@ -136,7 +129,9 @@ def mamba2_step_kernel(
     g = h // HEADS_PER_GROUP
     offs_d = first_row + tl.arange(0, BLOCK_ROWS)
     mask_d = offs_d < ROWS
-    tile = tile_at(h * ROWS + first_row, h * ROWS + ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK)
+    tile = tile_at(h, first_row, ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, False)
+
+    HINT: tl.constexpr = "evict_first"
 
     # No branches: a padding row is masked. So loads do not wait until the row is known to be live.
     read = (read_ptr, read_stride, read_width, accepted_ptr)
@@ -151,7 +146,7 @@ def mamba2_step_kernel(
         first, count = token_range(cu_seqlens_ptr, b, tokens)
 
     factor = load_scale(scale_ptr, slot * scale_stride, live, tile)
-    s = load_state(data_ptr, slot * slot_stride, live, tile, COLS, VECTOR, TARGET)
+    s = load_state(data_ptr, slot * slot_stride, live, tile, COLS, VECTOR, TARGET, HINT)
     if PADDING == "fresh":
         s, factor = zero_unless(live, s, factor)
     initial, initial_factor = s, factor
@@ -168,7 +163,12 @@ def mamba2_step_kernel(
         gdc_wait()
     updates = (x_ptr, x_b, x_t, x_h), (dt_ptr, dt_b, dt_t, dt_h), (B_ptr, B_b, B_t, B_h)
     out = (out_ptr, out_b, out_t, out_h)
+    pool, write = (data_ptr, scale_ptr, slot_stride, scale_stride, num_slots), (write_ptr, write_stride)
+    copies = (copy_ptr, copy_scale_ptr, copy_b, copy_scale_b, copy_t, copy_scale_t)
     alignment: tl.constexpr = 16 if ALIGNED else 1
+    copy_row = -1
+    if copy_ptr is not None:
+        copy_row = resolve_snapshot_row((snapshot_rows_ptr, num_copies), b, live & (count > 0), fault_ptr)
     for start in range(0, count, TOGETHER):
         group, gates = (), ()
         for j in tl.static_range(TOGETHER):  # all of them are on their way before the first is used
@@ -176,11 +176,11 @@ def mamba2_step_kernel(
             exists = True if TOGETHER == 1 else t < count
             x, dt, B = load_update(
                 updates, b, first + t, h, g, exists, offs_d, mask_d,
-                DT_PER_ROW, ALIGNED, BLOCK_ROWS, COLS, BLOCK_COLS, CHUNK, VECTOR, THREADS,
+                DT_PER_ROW, ALIGNED, BLOCK_ROWS, COLS, BLOCK_COLS, CHUNK, VECTOR, THREADS, TARGET,
             )  # fmt: skip
             C = load_columns(
                 (C_ptr, C_b, C_t, C_h), b, first + t, g, exists,
-                ALIGNED, BLOCK_ROWS, COLS, BLOCK_COLS, CHUNK, VECTOR, THREADS,
+                ALIGNED, BLOCK_ROWS, COLS, BLOCK_COLS, CHUNK, VECTOR, THREADS, TARGET,
             )  # fmt: skip
             group = group + ((t, exists, x, dt, B, C),)
             if z_ptr is not None:
@@ -196,7 +196,7 @@ def mamba2_step_kernel(
                 s, stepped = step_along_path(
                     (parents_ptr, parents_stride), longest, updates, b, first, t, h, g, offs_d, mask_d,
                     s, factor, initial, initial_factor, A, dt_bias, scale_ptr is not None, DT_SOFTPLUS,
-                    DT_PER_ROW, ALIGNED, BLOCK_ROWS, COLS, BLOCK_COLS, CHUNK, VECTOR, THREADS,
+                    DT_PER_ROW, ALIGNED, BLOCK_ROWS, COLS, BLOCK_COLS, CHUNK, VECTOR, THREADS, TARGET,
                 )  # fmt: skip
             if scale_ptr is not None:
                 factor = tl.full([BLOCK_ROWS, 1], 1.0, tl.float32)
@@ -208,32 +208,18 @@ def mamba2_step_kernel(
                 y *= silu(gates[j])
             y = tl.where(runs if PADDING == "zero" else stepped, y, 0.0).to(out_ptr.dtype.element_ty)
             y_ptrs = token_entry(out, b, first + t, h, alignment) + offs_d
-            tl.store(y_ptrs, y, mask=tl.where(exists, mask_d, False))
+            shown = tl.where(exists, live, False) if PADDING == "keep" else exists
+            tl.store(y_ptrs, y, mask=tl.where(shown, mask_d, False))
 
-            goes = runs & (t < longest)
-            if STORES == "every":
-                bits = random_bits(seed, tile, t, stream, COLS, VECTOR, ROUNDING, ROUNDS)
-                to = resolve_write((write_ptr, write_stride), b, t, slot, goes, num_slots, null, fault_ptr)
-                store_state(
-                    data_ptr, scale_ptr, to * slot_stride, to * scale_stride, to >= 0, tile, s, bits,
-                    ROUNDING, VECTOR, TARGET,
-                )  # fmt: skip
-            if copy_ptr is not None:
-                bits = random_bits(seed, tile, t, stream, COLS, VECTOR, SNAPSHOT_ROUNDING, ROUNDS)
-                to = resolve_snapshot_row((snapshot_rows_ptr, num_copies), b, goes, fault_ptr)
-                store_state(
-                    copy_ptr, copy_scale_ptr, to * copy_b + t.to(tl.int64) * copy_t,
-                    to * copy_scale_b + t.to(tl.int64) * copy_scale_t, to >= 0, tile, s, bits,
-                    SNAPSHOT_ROUNDING, SNAPSHOT_VECTOR, TARGET,
-                )  # fmt: skip
+            store_after_token(
+                pool, write, copies, copy_row, b, t, slot, runs & (t < longest), null, fault_ptr, seed, stream,
+                tile, tile, s, COLS, VECTOR, VECTOR, SNAPSHOT_VECTOR,
+                STORES, ROUNDING, SNAPSHOT_ROUNDING, ROUNDS, TARGET, HINT,
+            )  # fmt: skip
 
     if STORES == "last":
         goes = live if ONE_TOKEN else live & (count > 0)
-        to = resolve_write((write_ptr, write_stride), b, 0, slot, goes, num_slots, null, fault_ptr)
-        to = tl.where(goes, to, -1)
-        store_state(
-            data_ptr, scale_ptr, to * slot_stride, to * scale_stride, to >= 0, tile, s, random, ROUNDING, VECTOR, TARGET
-        )
+        store_last(pool, write, b, slot, goes, null, fault_ptr, tile, s, random, ROUNDING, VECTOR, TARGET, HINT)
     if cu_seqlens_ptr is not None:
         batch = tl.num_programs(0) // (H * ((ROWS + BLOCK_ROWS - 1) // BLOCK_ROWS))
         zero_unused(out, cu_seqlens_ptr, b, h, offs_d, mask_d, tokens, batch)

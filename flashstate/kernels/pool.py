@@ -38,12 +38,13 @@ def write_states_kernel(
     ALIGNED: tl.constexpr,  # every row of the values starts at a multiple of 16 bytes
     ROUNDING: tl.constexpr, ROUNDS: tl.constexpr, TARGET: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr,
+    TRANSPOSED: tl.constexpr,  # whether the elements of a column are neighbours in the pool
 ):  # fmt: skip
     n, h, first_row = this_program(H, ROWS, BLOCK_ROWS)
     slot = tl.load(slots_ptr + n)
     live = slot >= 0
     seed = load_seed(seed_ptr, slot, live)
-    tile = tile_at(h * ROWS + first_row, h * ROWS + ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK)
+    tile = tile_at(h, first_row, ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, TRANSPOSED)
 
     rows = (first_row + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
     row_ptrs = values_ptr + n.to(tl.int64) * stride_n + h.to(tl.int64) * stride_h + rows[:, None] * stride_row
@@ -51,10 +52,13 @@ def write_states_kernel(
     for k in tl.static_range(len(tile[3])):
         v = v + (tl.load(in_chunks(row_ptrs, k, CHUNK, ALIGNED), mask=tile[3][k], other=0.0).to(tl.float32),)
 
-    random = random_bits(seed, tile, BEFORE_THE_FIRST_TOKEN, stream, COLS, VECTOR, ROUNDING, ROUNDS)
-    store_state(
-        data_ptr, scale_ptr, slot * slot_stride, slot * scale_stride, live, tile, v, random, ROUNDING, VECTOR, TARGET
+    random = random_bits(
+        seed, tile, BEFORE_THE_FIRST_TOKEN, stream, COLS, 1 if TRANSPOSED else VECTOR, ROUNDING, ROUNDS
     )
+    store_state(
+        data_ptr, scale_ptr, slot * slot_stride, slot * scale_stride, live, tile, v, random,
+        ROUNDING, VECTOR, TARGET, "evict_first",
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["data_ptr", "scale_ptr", "slot_stride", "scale_stride", "out_ptr", "slots_ptr"])
@@ -64,12 +68,13 @@ def read_states_kernel(
     slots_ptr,
     H: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, VECTOR: tl.constexpr, TARGET: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr,
+    TRANSPOSED: tl.constexpr,  # whether the elements of a column are neighbours in the pool
 ):  # fmt: skip
     n, h, first_row = this_program(H, ROWS, BLOCK_ROWS)
     slot = tl.load(slots_ptr + n)
-    tile = tile_at(h * ROWS + first_row, h * ROWS + ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK)
+    tile = tile_at(h, first_row, ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, TRANSPOSED)
     scale = load_scale(scale_ptr, slot * scale_stride, slot >= 0, tile)
-    v = load_state(data_ptr, slot * slot_stride, slot >= 0, tile, COLS, VECTOR, TARGET)
+    v = load_state(data_ptr, slot * slot_stride, slot >= 0, tile, COLS, VECTOR, TARGET, "evict_first")
     row_ptrs = out_ptr + (n.to(tl.int64) * (H * ROWS) + tile[2])[:, None] * COLS
     for k in tl.static_range(len(v)):
         tl.store(in_chunks(row_ptrs, k, CHUNK, COLS % 4 == 0), v[k] * scale, mask=tile[3][k])

@@ -6,12 +6,19 @@ instruction that does the same. A float8 pool is passed as uint8: a float8 point
 
 TARGET says which instructions there are: "interpreter", "portable", "sm_80" (NVIDIA: PTX, pairs of float16) or "sm_89"
 (also float8 conversions).
+
+States are not read again before many others have been, so their lines need not stay in the caches. HINT says how that
+is said: "evict_first", of loads and of stores, or "streaming", of stores alone and without an eviction policy, which
+takes instructions. On an H200 the first is faster for one token per call, the second for several (docs/log.md).
 """
 
 import triton
 import triton.language as tl
 
 from flashstate.kernels.ptx import (
+    divide_ptx,
+    from_bfloat16_ptx,
+    from_integer_ptx,
     to_bfloat16_stochastic_ptx,
     to_float8_ptx,
     to_float8_stochastic_hw,
@@ -25,23 +32,29 @@ from flashstate.kernels.ptx import (
 
 @triton.jit
 def tile_at(
-    first_row, last_row,
-    COLS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr,
+    h, first_row,
+    ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """The tile of whole rows from `first_row` up to `last_row`, counted within a slot: what load_state and store_state
-    need to know of it. A slot has fewer than 2^31 elements.
+    """The tile of whole rows of head h from `first_row` on: what load_state and store_state need to know of it. A slot
+    has fewer than 2^31 elements; TRANSPOSED: those of a column are neighbours in it.
 
     A tile is a tuple of its chunks, (BLOCK_ROWS, CHUNK) each: threads share a row only within a chunk, and every thread
     walks along its rows from chunk to chunk.
     """
-    rows = first_row + tl.arange(0, BLOCK_ROWS)
-    mask_rows = rows < last_row
+    first, end = h * ROWS + first_row, h * ROWS + ROWS  # rows, within the slot
+    rows = first + tl.arange(0, BLOCK_ROWS)
+    mask_rows = rows < end
     cols = tl.arange(0, CHUNK)
-    offsets = tl.arange(0, BLOCK_ROWS)[:, None] * COLS + cols[None, :]  # of a chunk, from its first element
     masks = ()
     for k in tl.static_range(BLOCK_COLS // CHUNK):
         masks = masks + (mask_rows[:, None] & (k * CHUNK + cols < COLS)[None, :],)
-    return first_row * COLS, offsets, rows, masks, mask_rows
+    if TRANSPOSED:
+        offsets = tl.arange(0, BLOCK_ROWS)[:, None] + cols[None, :] * ROWS  # of a chunk, from its first element
+        return h * (ROWS * COLS) + first_row, offsets, rows, masks, mask_rows, (first_row, ROWS, COLS)
+    else:
+        offsets = tl.arange(0, BLOCK_ROWS)[:, None] * COLS + cols[None, :]
+        return first * COLS, offsets, rows, masks, mask_rows, ()
 
 
 @triton.jit
@@ -52,9 +65,45 @@ def tile_ptr(ptr, offset, tile, VECTOR: tl.constexpr):
 
 
 @triton.jit
+def chunk_at(tile_start, tile, k, VECTOR: tl.constexpr):
+    """Pointers to chunk k of a tile that starts there, and which of them exist: rows and columns as the tile has them,
+    or of a transposed state (groups, columns, VECTOR rows of each group). So a thread has the rows of a group and its
+    neighbours have other columns; of rows and columns the compiler would split rows over warps."""
+    _, offsets, _, masks, _, transposed = tile
+    BLOCK_ROWS: tl.constexpr = offsets.shape[0]
+    CHUNK: tl.constexpr = offsets.shape[1]
+    if len(transposed) == 0:
+        return tile_start + k * CHUNK + offsets, masks[k]
+    else:
+        first_row, ROWS, COLS = transposed
+        group: tl.constexpr = min(VECTOR, BLOCK_ROWS)
+        rows = (tl.arange(0, BLOCK_ROWS // group) * group)[:, None, None] + tl.arange(0, group)[None, None, :]
+        cols = k * CHUNK + tl.arange(0, CHUNK)[None, :, None]
+        return tile_start + (rows + cols * ROWS), (first_row + rows < ROWS) & (cols < COLS)
+
+
+@triton.jit
+def as_rows(chunk):
+    """A chunk of rows and columns, from one as chunk_at has it."""
+    if len(chunk.shape) == 2:
+        return chunk
+    else:
+        return tl.reshape(tl.permute(chunk, (0, 2, 1)), (chunk.shape[0] * chunk.shape[2], chunk.shape[1]))
+
+
+@triton.jit
+def as_accessed(chunk, shape: tl.constexpr):
+    """The inverse of as_rows, for a chunk of that shape."""
+    if len(shape) == 2:
+        return chunk
+    else:
+        return tl.permute(tl.reshape(chunk, (shape[0], shape[2], shape[1])), (0, 2, 1))
+
+
+@triton.jit
 def load_scale(ptr, offset, live, tile):
     """What the rows of a tile that load_state gives are to be multiplied with: (rows, 1), or 1."""
-    _, _, rows, _, mask_rows = tile
+    _, _, rows, _, mask_rows, _ = tile
     if ptr is None:
         return 1.0
     else:
@@ -63,52 +112,78 @@ def load_scale(ptr, offset, live, tile):
 
 
 @triton.jit
-def load_state(ptr, offset, live, tile, COLS: tl.constexpr, VECTOR: tl.constexpr, TARGET: tl.constexpr):
+def load_state(
+    ptr, offset, live, tile, COLS: tl.constexpr, VECTOR: tl.constexpr, TARGET: tl.constexpr, HINT: tl.constexpr
+):  # fmt: skip
     """What is stored in a tile of the slot at `offset`, in float32 and without its scale: undefined in rows where
     masked, zero in columns that do not exist."""
-    _, offsets, _, masks, _ = tile
-    CHUNK: tl.constexpr = offsets.shape[1]
-    tile_start = tile_ptr(ptr, offset, tile, VECTOR)
+    codes = load_codes(ptr, offset, live, tile, COLS, VECTOR, HINT)
     values = ()
-    for k in tl.static_range(len(masks)):
-        chunk = load_chunk(tile_start + k * CHUNK + offsets, tl.where(live, masks[k], False), TARGET)
-        if COLS < (k + 1) * CHUNK:
-            chunk = tl.where(masks[k], chunk, 0.0)
-        values = values + (chunk,)
+    for k in tl.static_range(len(codes)):
+        values = values + (from_code(codes[k], ptr.dtype.element_ty, TARGET),)
     return values
 
 
 @triton.jit
-def load_chunk(ptrs, mask, TARGET: tl.constexpr):
-    dtype: tl.constexpr = ptrs.dtype.element_ty
+def load_codes(ptr, offset, live, tile, COLS: tl.constexpr, VECTOR: tl.constexpr, HINT: tl.constexpr):
+    """The same as it is stored, bfloat16 as its bits."""
+    _, offsets, _, masks, _, _ = tile
+    CHUNK: tl.constexpr = offsets.shape[1]
+    tile_start = tile_ptr(ptr, offset, tile, VECTOR)
+    if ptr.dtype.element_ty == tl.bfloat16:
+        tile_start = tile_start.to(tl.pointer_type(tl.uint16), bitcast=True)
+    policy: tl.constexpr = "evict_first" if HINT == "evict_first" else ""
+    codes = ()
+    for k in tl.static_range(len(masks)):
+        ptrs, mask = chunk_at(tile_start, tile, k, VECTOR)
+        code = as_rows(tl.load(ptrs, mask=tl.where(live, mask, False), eviction_policy=policy))
+        if COLS < (k + 1) * CHUNK:
+            code = tl.where(masks[k], code, 0).to(code.dtype)
+        codes = codes + (code,)
+    return codes
+
+
+@triton.jit
+def from_code(code, dtype: tl.constexpr, TARGET: tl.constexpr):
+    """A chunk in float32, of what is stored."""
+    ptx: tl.constexpr = TARGET == "sm_80" or TARGET == "sm_89"
     if dtype == tl.bfloat16:
-        code = tl.load(ptrs.to(tl.pointer_type(tl.uint16), bitcast=True), mask=mask, eviction_policy="evict_first")
-        return (code.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+        if ptx:
+            return from_bfloat16_ptx(code)
+        else:
+            return (code.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    elif dtype == tl.uint8:
+        return from_float8(code, TARGET)
+    elif ptx and (dtype == tl.int8 or dtype == tl.int16):
+        return from_integer_ptx(code)
     else:
-        code = tl.load(ptrs, mask=mask, eviction_policy="evict_first")
-        return from_float8(code, TARGET) if dtype == tl.uint8 else code.to(tl.float32)
+        return code.to(tl.float32)
 
 
 @triton.jit
 def store_state(
     ptr, scale_ptr, offset, scale_offset, live, tile, v, random,
-    ROUNDING: tl.constexpr, VECTOR: tl.constexpr, TARGET: tl.constexpr,
+    ROUNDING: tl.constexpr, VECTOR: tl.constexpr, TARGET: tl.constexpr, HINT: tl.constexpr,
 ):  # fmt: skip
     """Round the float32 tile `v`, which is zero in columns that do not exist, and store it."""
-    _, offsets, rows, masks, mask_rows = tile
+    _, _, rows, masks, mask_rows, _ = tile
     dtype: tl.constexpr = ptr.dtype.element_ty
+    policy: tl.constexpr = "evict_first" if HINT == "evict_first" else ""
+    modifier: tl.constexpr = ".cs" if HINT == "streaming" else ""
     e, stored = None, None
     if scale_ptr is not None:
         e, scale, stored = to_scaled(v, dtype, TARGET)
         mask_rows = tl.where(live, mask_rows, False)
-        tl.store(scale_ptr + scale_offset + rows, scale, mask=mask_rows, eviction_policy="evict_first")
+        tl.store(
+            scale_ptr + scale_offset + rows, scale, mask=mask_rows, cache_modifier=modifier, eviction_policy=policy
+        )
         e, stored = e[:, None], stored[:, None]
     tile_start = tile_ptr(ptr, offset, tile, VECTOR)
     for k in tl.static_range(len(masks)):
         code = to_code(v[k], e, stored, random[k], dtype, ROUNDING, TARGET)
-        ptrs = tile_start + k * offsets.shape[1] + offsets
-        ptrs = ptrs.to(tl.pointer_type(code.dtype), bitcast=True)
-        tl.store(ptrs, code, mask=tl.where(live, masks[k], False), eviction_policy="evict_first")
+        ptrs, mask = chunk_at(tile_start, tile, k, VECTOR)
+        ptrs, code = ptrs.to(tl.pointer_type(code.dtype), bitcast=True), as_accessed(code, ptrs.shape)
+        tl.store(ptrs, code, mask=tl.where(live, mask, False), cache_modifier=modifier, eviction_policy=policy)
 
 
 @triton.jit
@@ -141,7 +216,7 @@ def random_bits(
     Rows count within the slot: head * ROWS + row. One Philox call serves eight consecutive columns; word i of it holds
     columns 2i (low half) and 2i + 1. A thread makes the calls for as many neighbouring columns as it accesses at once.
     """
-    _, offsets, rows, masks, _ = tile
+    _, offsets, rows, masks, _, _ = tile
     calls: tl.constexpr = (COLS + 7) // 8  # per row
     per_thread: tl.constexpr = 2 if VECTOR == 16 else 1
     per_chunk: tl.constexpr = offsets.shape[1] // 8
@@ -249,10 +324,21 @@ def to_scaled(v, dtype: tl.constexpr, TARGET: tl.constexpr):
     finite = amax < float("inf")
     normal = finite & (amax >= 7.888609052210118e-31)  # 2^-100
     amax = tl.where(normal, amax, largest)
-    e = tl.div_rn(largest, amax)
+    huge = tl.where(amax >= 18446744073709551616.0, 5.421010862427522e-20, 1.0)  # 2^64, 2^-64: no reciprocal is tiny
+    e = divide(largest, amax * huge, TARGET) * huge
     e = tl.where(product_exceeds(e, amax, largest, TARGET), next_below(e), e)
-    scale = tl.minimum(tl.div_rn(1.0, e), largest_scale(dtype))
+    scale = tl.minimum(divide(1.0, e, TARGET), largest_scale(dtype))
     return e, tl.where(normal, scale, tl.where(finite, 1.0, float("nan"))), normal
+
+
+@triton.jit
+def divide(a: tl.constexpr, b, TARGET: tl.constexpr):
+    """a / b, rounded to nearest, where b, its reciprocal and the quotient are normal."""
+    a = tl.full(b.shape, a, tl.float32)
+    if TARGET == "sm_80" or TARGET == "sm_89":
+        return divide_ptx(a, b)
+    else:
+        return tl.div_rn(a, b)
 
 
 @triton.jit

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from flashstate.kernels.addressing import token_entry
+from flashstate.kernels.state_io import from_code
 
 MOST_HALVINGS = tl.constexpr(16)  # of the chunks of a row; a single one stays as it is
 
@@ -12,7 +13,7 @@ MOST_HALVINGS = tl.constexpr(16)  # of the chunks of a row; a single one stays a
 def load_columns(
     tensor, b, t, g, exists, ALIGNED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr, VECTOR: tl.constexpr,
-    THREADS: tl.constexpr,
+    THREADS: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """What token t of group g has for each column, in chunks as a tile has them, (1, CHUNK) or (BLOCK_ROWS, CHUNK);
     zero in columns that do not exist, and where the token does not.
@@ -31,8 +32,17 @@ def load_columns(
         if as_tile:
             cols += tl.zeros([BLOCK_ROWS, 1], tl.int32)
         mask = tl.where(exists, cols < COLS, False)
-        values = values + (tl.load(entry + cols, mask=mask, other=0.0).to(tl.float32),)
+        values = values + (widened(tl.load(entry + cols, mask=mask, other=0.0), TARGET),)
     return values
+
+
+@triton.jit
+def widened(x, TARGET: tl.constexpr):
+    """Values in float32."""
+    if x.dtype == tl.bfloat16:
+        return from_code(x.to(tl.uint16, bitcast=True), tl.bfloat16, TARGET)
+    else:
+        return x.to(tl.float32)
 
 
 @triton.jit

@@ -20,11 +20,11 @@ import torch
 from flashstate.launch.suspension import suspended
 from flashstate.launch.table import Config, Configs, load_table
 from flashstate.state.signature import ACCESS_BYTES
+from flashstate.state.state import is_transposed
 
 WARP = 32 if torch.version.hip is None else 64  # threads; those AMD GPUs that have 32 are content with rows for 64
 CALL_COLUMNS = 8  # that one Philox call serves: a thread needs the bits of all of them side by side
 TOGETHER = (1, 2, 4, 8)  # tokens whose inputs may be loaded together
-REGISTERS = (0, 128)  # that a thread may have: as many as the compiler likes, or so few that an SM has 16 warps
 MOST_UNROLLED = 128  # elements of state in a thread, times tokens loaded together
 MOST_OF_A_ROW = 64  # elements in a thread, and
 MOST_CHUNKS = 32  # of a row, unless it is so wide that a whole warp has more: unrolled code that takes long to compile
@@ -49,12 +49,14 @@ class Problem:
     cols: int
     format: str
     rounding: str
-    vector: int  # consecutive elements of state that one access of a thread takes: 16 bytes where alignment allows
+    vector: int  # neighbours in memory that one access of a thread takes: 16 bytes of state where alignment allows
     batch_heads: int
     several_tokens: bool = False  # per row and call
-    each_stored: bool = False  # a state after every one of several tokens, to snapshots or to a slot of its own
+    stored: str = "last"  # of several tokens: "last", "each", to snapshots or to slots of their own, or "nothing"
+    transposed: bool = False  # neighbours in memory are of a column: an access takes rows, and one column of a chunk
 
     most_together: ClassVar[int] = 4  # tokens
+    limits: ClassVar[tuple[int, ...]] = (0, 128)  # of registers in a thread: none, or so few that an SM has 16 warps
 
     @property
     def block_cols(self) -> int:
@@ -71,12 +73,19 @@ class Problem:
         """How many threads may share a row: those that a warp has, and a row of whole Philox calls needs, and so many
         that none has too much of it."""
         most = min(MOST_OF_A_ROW, MOST_CHUNKS * self.vector)  # elements
-        fewest = max(1, CALL_COLUMNS // self.vector, min(self.block_cols // most, 32))
-        return [lanes for lanes in (1, 2, 4, 8, 16, 32) if fewest <= lanes <= self.block_cols // self.vector]
+        if self.transposed:
+            most = min(MOST_CHUNKS, MOST_UNROLLED // self.vector)
+        columns = self.chunk(1)
+        fewest = max(1, CALL_COLUMNS // columns, min(self.block_cols // most, 32))
+        return [lanes for lanes in (1, 2, 4, 8, 16, 32) if fewest <= lanes <= self.block_cols // columns]
 
     def chunk(self, lanes: int) -> int:
         """Columns that the threads of a row access at once; they walk along it in such chunks."""
-        return lanes * self.vector
+        return lanes if self.transposed else lanes * self.vector
+
+    def fewest_rows(self, config: Config) -> int:
+        """Rows that the threads of a program access at once, side by side as a config says."""
+        return config.num_warps * (WARP // config.lanes) * (self.vector if self.transposed else 1)
 
     @property
     def together_choices(self) -> tuple[int, ...]:
@@ -85,15 +94,16 @@ class Problem:
 
     @property
     def register_choices(self) -> tuple[int, ...]:
-        """Which limits of registers are worth trying: none, unless random bits take many and a compiler can be told."""
-        return REGISTERS if self.rounding != "nearest" and torch.version.hip is None else REGISTERS[:1]
+        """Which limits of registers are worth trying, where a compiler can be told: a limit also makes it order loads
+        otherwise."""
+        return self.limits if torch.version.hip is None else self.limits[:1]
 
     def valid(self, config: Config) -> bool:
         """Whether a call may be launched so: threads share rows as a config says only where there are rows for all."""
         powers_of_two = all(n == next_power_of_2(n) for n in (config.block_rows, config.num_warps, config.together))
         known = config.lanes in self.lane_choices and config.together <= self.most_together
-        known = known and config.registers in REGISTERS
-        return powers_of_two and known and config.block_rows >= config.num_warps * (WARP // config.lanes)
+        known = known and config.registers in self.limits
+        return powers_of_two and known and config.block_rows >= self.fewest_rows(config)
 
     def per_thread(self, config: Config) -> int:
         """Elements of state that a thread has."""
@@ -101,7 +111,7 @@ class Problem:
 
     def manageable(self, config: Config) -> bool:
         """Whether a thread has at most 128 elements of state times tokens loaded together, or one row and one token."""
-        smallest = config.together == 1 and config.block_rows == config.num_warps * (WARP // config.lanes)
+        smallest = config.together == 1 and config.block_rows == self.fewest_rows(config)
         return smallest or self.per_thread(config) * config.together <= MOST_UNROLLED
 
     def heuristic(self, gpu: Gpu) -> Config:
@@ -110,7 +120,7 @@ class Problem:
         lanes = heuristic_lanes(self, gpu)
         per_thread = 16 if self.batch_heads < LARGE else 32
         block_rows = min(next_power_of_2(self.rows), per_thread * WARP // self.block_cols)
-        config = Config(max(block_rows, WARP // lanes), 1, lanes)
+        config = Config(max(block_rows, self.fewest_rows(Config(1, 1, lanes))), 1, lanes)
         if self.several_tokens and self.batch_heads < LARGE:
             most = MOST_UNROLLED // 2 // self.per_thread(config)
             config = replace(config, together=max(1, min(4 if self.batch_heads < FEW else 2, most)))
@@ -146,6 +156,41 @@ class ChannelProblem(Problem):
         return Config(4 * WARP * warps, warps, 1, 2 if self.several_tokens else 1)
 
 
+@dataclass(frozen=True)
+class TensorCoreProblem(Problem):
+    """What a config is chosen for where tensor cores multiply states with all tokens of a row at once. Four threads
+    side by side in a row have what an operand has there, and one warp multiplies alone, so that nothing moves between
+    threads: two warps or four took about twice as long on an H200. Where accesses are narrow there are more threads in
+    a row, because an operand has 16 columns."""
+
+    limits: ClassVar[tuple[int, ...]] = (0, 128, 168)
+
+    @property
+    def block_cols(self) -> int:
+        return max(super().block_cols, self.chunk(self.lane_choices[0]))
+
+    @property
+    def row_choices(self) -> tuple[int, ...]:
+        return 16, 32, 64
+
+    @property
+    def lane_choices(self) -> list[int]:
+        return [max(4, 16 // self.chunk(1))]
+
+    @property
+    def together_choices(self) -> tuple[int, ...]:
+        return TOGETHER[:1]
+
+    def valid(self, config: Config) -> bool:
+        return super().valid(config) and config.num_warps == 1 and config.block_rows in self.row_choices
+
+    def heuristic(self, gpu: Gpu) -> Config:
+        """More rows per program where there are programs enough: the tokens' products with each other are made once for
+        all of them."""
+        large = self.batch_heads >= LARGE and 32 * self.block_cols <= MOST_UNROLLED * WARP
+        return Config(32 if large else 16, 1, self.lane_choices[0])
+
+
 def valid_configs(problem: Problem) -> list[Config]:
     """Every config a table may hold for `problem`: valid, and not so large that code and registers get out of hand."""
     rows, warps = problem.row_choices, (1, 2, 4, 8)
@@ -170,7 +215,8 @@ def access_width(data: torch.Tensor) -> int:
     """Elements per access that the alignment of a state allows. Of a pointer, Triton knows only multiples of 16."""
     if data.data_ptr() % ACCESS_BYTES:
         return 1
-    return math.gcd(data.shape[-1], *data.stride()[:-3], ACCESS_BYTES // data.element_size())
+    neighbours = data.shape[-2 if is_transposed(data) else -1]
+    return math.gcd(neighbours, *data.stride()[:-3], ACCESS_BYTES // data.element_size())
 
 
 _overridden: Config | None = None
@@ -204,7 +250,7 @@ def choose_with_reason(problem: Problem, gpu: Gpu) -> tuple[Config, str]:
 
 @functools.lru_cache(maxsize=4096)
 def _look_up(problem: Problem, gpu: Gpu) -> tuple[Config, str]:
-    for mode, what in ((problem, ""), (replace(problem, each_stored=False), ", for calls that store one state")):
+    for mode, what in ((problem, ""), (replace(problem, stored="last"), ", for calls that store one state")):
         sizes = measured_sizes(load_table(gpu.name), mode)
         if sizes:
             nearest = min(sizes, key=lambda size: abs(math.log(size / problem.batch_heads)))
@@ -218,7 +264,10 @@ def measured_sizes(configs: Configs, problem: Problem) -> Mapping[int, Config]:
 
 
 def heuristic_lanes(problem: Problem, gpu: Gpu) -> int:
-    """Lanes that read 128 columns at once; fewer where their sums are the bottleneck: newer GPUs, several tokens."""
+    """Lanes that read 128 columns at once; fewer where their sums are the bottleneck: newer GPUs, several tokens. Few
+    of transposed states too, so that a warp takes more of each column."""
+    if problem.transposed:
+        return problem.lane_choices[0]
     wanted = 8 if problem.several_tokens else 128 // problem.vector
     if gpu.capability >= WALKING_CAPABILITY:
         wanted = min(wanted, 4)
@@ -227,12 +276,13 @@ def heuristic_lanes(problem: Problem, gpu: Gpu) -> int:
 
 def table_key(problem: Problem) -> str:
     """What a table is about."""
-    return f"{problem.op} {problem.rows}x{problem.cols} {problem.format} vector {problem.vector}"
+    layout = " transposed" if problem.transposed else ""
+    return f"{problem.op} {problem.rows}x{problem.cols} {problem.format} vector {problem.vector}{layout}"
 
 
 def mode_key(problem: Problem) -> str:
     """How the state is stepped, within a table."""
-    several = "several tokens, each stored" if problem.each_stored else "several tokens"
+    several = "several tokens" if problem.stored == "last" else f"several tokens, {problem.stored} stored"
     return f"{problem.rounding}, {several if problem.several_tokens else 'one token'}"
 
 

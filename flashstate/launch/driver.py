@@ -98,9 +98,14 @@ class DriverLaunch:
 
 
 def parameters_of(arguments: Sequence[Any]) -> list[int]:
-    """What a kernel gets: addresses and numbers, and nothing for None."""
-    present = (argument for argument in arguments if argument is not None)
-    return [argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in present]
+    """What a kernel gets: addresses, numbers and the bits of float32, and nothing for None."""
+    return [_bits_of(argument) for argument in arguments if argument is not None]
+
+
+def _bits_of(argument: Tensor | float) -> int:
+    if isinstance(argument, Tensor):
+        return argument.data_ptr()
+    return argument if isinstance(argument, int) else int.from_bytes(struct.pack("<f", argument), "little")
 
 
 def _signed(number: int) -> int:

@@ -30,6 +30,8 @@ def _kind(value: Any) -> Hashable:
         return value.dtype
     if isinstance(value, int):
         return "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
+    if isinstance(value, float):
+        return "fp32"
     return value
 
 

@@ -51,7 +51,7 @@ def _seeds(inputs: Inputs) -> Tensor:
 def graph_replays_draw_fresh_bits(case: AnyCase, device: torch.device) -> None:
     inputs = make_inputs(case, device)
     eager = inputs.fresh()
-    out, slots = torch.empty_like(inputs.arguments["x"]), inputs.at()
+    out, slots = torch.empty_like(inputs.main), inputs.at()
 
     def one_step(run: Inputs) -> None:
         run.step(slots=slots, out=out)

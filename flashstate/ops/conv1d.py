@@ -36,7 +36,16 @@ from flashstate.launch.config import next_power_of_2, tokens_together
 from flashstate.launch.start import Started
 from flashstate.ops.debug import check_contents, debugging
 from flashstate.ops.library import register
-from flashstate.ops.tokens import SLOTS_SCHEMA, Tokens, check_slots, check_snapshots, flat_slots, slots_of, tokens_of
+from flashstate.ops.tokens import (
+    SLOTS_SCHEMA,
+    Tokens,
+    check_slots,
+    check_snapshots,
+    flat_slots,
+    new_out,
+    slots_of,
+    tokens_of,
+)
 from flashstate.reference import conv1d as reference
 from flashstate.state.faults import fault_flag
 from flashstate.state.signature import ACCESS_BYTES
@@ -114,7 +123,7 @@ def conv1d_step(
     if snapshots is not None:
         _check_snapshots(snapshots, window, width, tokens, slots)
     if out is None:
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        out = new_out(x, slots)
     else:
         check_tensor("out", out, (*tokens.axes, "channels"), tuple(x.shape), dtypes=(x.dtype,), device=x.device)
         check_no_overlap("out", out)

@@ -42,6 +42,7 @@ from flashstate.ops.tokens import (
     check_table_of_slots,
     flat_slots,
     flat_snapshots,
+    new_out,
     slots_of,
     tokens_of,
 )
@@ -49,7 +50,7 @@ from flashstate.reference import mamba2 as reference
 from flashstate.state.faults import fault_flag
 from flashstate.state.signature import ACCESS_BYTES
 from flashstate.state.slots import Slots, as_slots
-from flashstate.state.state import State, as_snapshots, as_state
+from flashstate.state.state import State, as_snapshots, as_state, refuse_transposed
 
 OR_EXPANDED = ", or expanded from contiguous values per head"
 
@@ -107,6 +108,7 @@ def mamba2_step(
         if likeness is direct.STARTED:
             return out
     state, slots = as_state(state), as_slots(slots)
+    refuse_transposed("state", state)
     num_slots, heads, rows, _ = state.data.shape
     tokens = tokens_of("x", x, {"heads": heads, "rows": rows}, state.data.device, slots)
     _check_activations(state, tokens, x, B, C, z)
@@ -117,9 +119,10 @@ def mamba2_step(
     check_table_of_slots(slots)
     if snapshots is not None:
         snapshots = as_snapshots(snapshots, state)
+        refuse_transposed("snapshots", snapshots)
         check_snapshots(snapshots.data, tuple(state.data.shape[1:]), x.device, tokens, slots)
     if out is None:
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        out = new_out(x, slots)
     else:
         _check_out(out, x, tokens)
     if debugging():
@@ -264,9 +267,10 @@ def _run(
     vector = access_width(data)
     one_token = num_tokens == 1 and not packed
     stores = "none" if not update else "every" if write is not None and write.dim() == 2 else "last"
-    each_stored = not one_token and (stores == "every" or snapshot_data is not None)
+    each, nothing = stores == "every" or snapshot_data is not None, stores == "none"
+    stored = "last" if one_token else "each" if each else "nothing" if nothing else "last"
     problem = Problem(
-        "mamba2_step", rows, cols, dtype_name(data.dtype), rounding, vector, batch * heads, not one_token, each_stored
+        "mamba2_step", rows, cols, dtype_name(data.dtype), rounding, vector, batch * heads, not one_token, stored
     )  # fmt: skip
     config = choose(problem, gpu_of(data.device))
     longest = (max_len or 0) if packed else num_tokens

@@ -58,7 +58,16 @@ def _launch(op: str, state: State, slots: Tensor) -> tuple[int, dict[str, Any], 
     """How many programs a call has, what both kernels are compiled for, and their warps."""
     _, heads, rows, cols = state.data.shape
     vector = access_width(state.data)
-    problem = Problem(op, rows, cols, dtype_name(state.data.dtype), state.rounding, vector, len(slots) * heads)
+    problem = Problem(
+        op,
+        rows,
+        cols,
+        dtype_name(state.data.dtype),
+        state.rounding,
+        vector,
+        len(slots) * heads,
+        transposed=state.transposed,
+    )
     config = choose(problem, gpu_of(slots.device))
     programs = len(slots) * heads * -(-rows // config.block_rows)
     if programs >= 1 << 31:
@@ -66,5 +75,6 @@ def _launch(op: str, state: State, slots: Tensor) -> tuple[int, dict[str, Any], 
     constants = {
         "H": heads, "ROWS": rows, "COLS": cols, "VECTOR": vector, "TARGET": kernel_target(slots.device),
         "BLOCK_ROWS": config.block_rows, "BLOCK_COLS": problem.block_cols, "CHUNK": problem.chunk(config.lanes),
+        "TRANSPOSED": state.transposed,
     }  # fmt: skip
     return programs, constants, config.num_warps

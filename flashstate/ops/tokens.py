@@ -91,6 +91,12 @@ def check_snapshots(
         raise ValueError(f"snapshots must have room for {tokens.batch} rows, got shape {shape}")
 
 
+def new_out(x: Tensor, slots: Slots | None) -> Tensor:
+    """An output for these tokens; zeros where padding rows keep what is in it."""
+    allocate = torch.zeros if slots is not None and slots.padding == "keep" else torch.empty
+    return allocate(x.shape, dtype=x.dtype, device=x.device)
+
+
 SLOTS_SCHEMA = (
     "Tensor? read, Tensor? write, Tensor? accepted, Tensor? snapshot_rows, Tensor? cu_seqlens, SymInt? max_len, "
     "Tensor? parents, SymInt null, str padding"

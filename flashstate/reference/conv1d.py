@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flashstate.reference.mamba2 import silu
-from flashstate.reference.state_io import note_fault, resolve, resolve_read, token_positions
+from flashstate.reference.state_io import note_fault, resolve, resolve_read, store_output, token_positions
 from flashstate.reference.tree import Tree, column
 from flashstate.state.formats import bits_of
 from flashstate.state.slots import Slots
@@ -81,7 +81,7 @@ def conv1d_step(
         new, kept = take(torch.cat([old, tokens], 2), source.clamp(min=0)), source[:, None] < 0
         goes = to >= 0
         stored[to[goes]] = torch.where(kept[goes], stored[to[goes]], new[goes])
-    out.copy_(y.reshape(out.shape))
+    store_output(out, y, at, live, slots)
 
 
 def first_entries(

@@ -5,14 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashstate.reference.state_io import (
-    load_state,
-    resolve,
-    resolve_read,
-    store_state,
-    token_positions,
-)
-from flashstate.reference.tree import Tree, column
+from flashstate.reference.steps import step_tokens
 from flashstate.state.slots import Slots
 from flashstate.state.state import State
 
@@ -82,45 +75,8 @@ def mamba2_step(
     out: Tensor,
 ) -> None:
     """Every token of every row of the batch, on the pool: fills `out`, `snapshots` and, with `update`, the pool."""
-    batch = x.shape[0] if slots is None else slots.read.shape[0]
-    num_slots, *shape = state.data.shape
-    lead = x.dim() - 2  # token axes, flattened to one
-    x, dt, B, C = (t.flatten(0, lead - 1) for t in (x, dt, B, C))
-    z = None if z is None else z.flatten(0, lead - 1)
-    at = token_positions(slots, batch, x.shape[0], x.device)  # (batch, T)
-    read = resolve_read(slots, batch, num_slots, x.device)
-    write, null = (None, -1) if slots is None else (slots.write, slots.null)
-    rows = None if slots is None else slots.snapshot_rows
-    seed = None if state.seed is None else state.seed[read]
-    parents = None if slots is None else slots.parents
-    longest = at.shape[1] if slots is None or slots.longest is None else slots.longest
 
-    live = read >= 0
-    gives = torch.ones_like(live) if slots is not None and slots.padding == "fresh" else live
-    s = x.new_zeros(batch, *shape, dtype=torch.float32)  # (batch, H, D, N): the state after the last token
-    s[live] = load_state(state, read[live])
-    after = Tree(s, parents) if parents is not None else None
-    y = x.new_zeros(x.shape, dtype=torch.float32)
-    for t in range(at.shape[1]):
-        runs = gives & (at[:, t] >= 0)
-        if after is not None:
-            s, runs = after.continues_from(t, runs)
-        token, gate = at[runs, t], None if z is None else z[at[runs, t]]
-        y[token], s[runs] = mamba2_token(
-            s[runs], x[token], dt[token], A, B[token], C[token], D, gate, dt_bias, dt_softplus
-        )
-        if after is not None:
-            after.append(s)
-        index = torch.full_like(read, t)
-        if update and write is not None and write.dim() == 2:
-            to = resolve("write", column(write, t), runs & live, num_slots, null)
-            store_state(state, s, (to,), seed, index)
-        if snapshots is not None and t < longest:
-            to = torch.arange(batch, device=x.device) if rows is None else rows
-            to = resolve("snapshot row", to, runs & live, snapshots.data.shape[0])
-            store_state(snapshots, s, (to, index), seed, index)
-    out.copy_(y.reshape(out.shape))
-    if update and (write is None or write.dim() == 1):
-        length = (at >= 0).sum(1)
-        to = resolve("write", read if write is None else write, live & (length > 0), num_slots, null)
-        store_state(state, s, (to,), seed, length - 1)
+    def token(s: Tensor, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, z: Tensor | None) -> tuple[Tensor, Tensor]:
+        return mamba2_token(s, x, dt, A, B, C, D, z, dt_bias, dt_softplus)
+
+    step_tokens(state, {"x": x, "dt": dt, "B": B, "C": C, "z": z}, token, slots, snapshots, update, out)

@@ -72,6 +72,18 @@ def store_state(state: State, values: Tensor, where: tuple[Tensor, ...], seed: T
         state.scale[where] = scale
 
 
+def store_output(out: Tensor, y: Tensor, at: Tensor, live: Tensor, slots: Slots | None) -> None:
+    """Round `y`, which has all tokens on its first axis, to `out`, where padding rows keep what they have if they are
+    to. `at`: where each row's tokens are, (batch, T)."""
+    rounded = y.reshape(out.shape).to(out.dtype)
+    if slots is not None and slots.padding == "keep":
+        padding, kept = at[~live], torch.zeros(len(y), dtype=torch.bool, device=y.device)
+        kept[padding[padding >= 0]] = True
+        token_axes = out.shape[: out.dim() - y.dim() + 1]
+        rounded = torch.where(kept.reshape(*token_axes, *(1,) * (y.dim() - 1)), out, rounded)
+    out.copy_(rounded)
+
+
 def advance_seeds(seed: Tensor, slots: Slots | None) -> None:
     """Add SEED_STEP to the seeds of the slots that rows with tokens have to read, once for each; with a table of slots
     to all of a row's, so that the slots of a request move on together."""

@@ -18,7 +18,7 @@ from flashstate.errors import (
 from flashstate.state.signature import describe, fields_of, signature_of
 
 MOST_TOKENS = (1 << 31) - 1  # on a token axis
-PADDINGS = ("zero", "fresh")
+PADDINGS = ("zero", "fresh", "keep")
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +39,8 @@ class Slots:
     parents: (batch, T), a draft tree: token t continues from the state after token parents[b, t] < t, or with -1 from
         the slot that was read. A token whose parent is anything else gives zero, and so do those that follow from it.
     null: the slot number that means "no request"; negatives always do.
-    padding: the output of padding rows: "zero", or "fresh": what their tokens give from a zero state.
+    padding: the output of padding rows: "zero"; "fresh": what their tokens give from a zero state; or "keep": what is
+        in `out`, zero where the op allocates it.
 
     With packed tokens the second axis of `write` and `parents` has max_len entries. Numbers past the pool, past n or
     past the snapshots also set a flag that `flashstate.check_faults()` reports. The tensors are read when an op runs,

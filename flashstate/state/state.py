@@ -26,7 +26,9 @@ class State:
 
     data: (slots, heads, rows, cols) float32, bfloat16, float16, int16, int8 or float8_e4m3fn; the dtype is the format.
         The slot axis may have any stride (pages of a larger cache); a slot itself is contiguous and holds fewer than
-        2^31 elements. For `snapshots`: (batch, T, heads, rows, cols), any strides on the first two axes.
+        2^31 elements. For `snapshots`: (batch, T, heads, rows, cols), any strides on the first two axes. The first
+        three dtypes may also be transposed within a slot, for `gated_delta_step` alone: a view of memory (slots, heads,
+        cols, rows), with strides (any, rows * cols, 1, rows).
     scale: (slots, heads, rows) float32, one per row of cols, for the last three dtypes, which need it: value = stored *
         scale. For `snapshots`: (batch, T, heads, rows). Any strides outside a slot.
     rounding: how float32 results are stored: "nearest" (ties to even), "stochastic", or "stochastic_hw" (the cvt.rs
@@ -70,6 +72,11 @@ class State:
     @property
     def format(self) -> Format:
         return FORMATS[self.data.dtype]
+
+    @property
+    def transposed(self) -> bool:
+        """Whether the elements of a column are neighbours in memory, not those of a row."""
+        return is_transposed(self.data)
 
     @property
     def bytes_per_slot(self) -> int:
@@ -129,7 +136,33 @@ def _check_data(name: str, data: Tensor, axes: tuple[str, ...]) -> None:
         raise ValueError(f"{name} must not be empty, got shape {tuple(data.shape)}")
     if data.shape[-3:].numel() >= 1 << 31:
         raise ValueError(f"{name} must have fewer than 2^31 elements per slot, got {data.shape[-3:].numel()}")
+    if is_transposed(data):
+        if FORMATS[data.dtype].scaled:
+            raise ValueError(
+                f"{name} of dtype {FORMATS[data.dtype].name} must not be transposed within a slot, because its rows "
+                f"have scales, got strides {data.stride()}"
+            )
+        data = data.transpose(-2, -1)
     _check_slots_of(name, data, data.shape[-3:])
+
+
+def is_transposed(data: Tensor) -> bool:
+    """Whether slots of (heads, rows, cols) lie in memory as (heads, cols, rows), and are not both: a single row or
+    column is contiguous."""
+    (heads, rows, cols), strides = data.shape[-3:], data.stride()[-3:]
+    return min(rows, cols) > 1 and strides[1:] == (1, rows) and (heads == 1 or strides[0] == rows * cols)
+
+
+def refuse_transposed(name: str, state: State) -> None:
+    """Raise where a state is transposed, for an op that steps along rows in memory."""
+    if state.transposed:
+        any_strides = ["any"] * (state.data.dim() - 3)
+        _, rows, cols = state.data.shape[-3:]
+        dense = ", ".join([*any_strides, str(rows * cols), str(cols), "1"])
+        raise ValueError(
+            f"{name} must be contiguous within a slot: strides ({dense}), got {state.data.stride()}; only "
+            "gated_delta_step takes transposed states"
+        )
 
 
 def _check_slots_of(name: str, tensor: Tensor, slot: torch.Size) -> None:

@@ -2,6 +2,13 @@
 
 from flashstate.launch import interpreted
 from flashstate.testing.conv1d import ODD_CONV_CASES, ODD_CONV_GROUPS, QUICK_CONV_CASES, REAL_CONV_CASES, ConvCase
+from flashstate.testing.gated_delta import (
+    ODD_DELTA_CASES,
+    ODD_DELTA_SHAPES,
+    QUICK_DELTA_CASES,
+    REAL_DELTA_CASES,
+    DeltaCase,
+)
 from flashstate.testing.inputs import AnyCase, Inputs, Op, Pool, dtype, make_inputs
 from flashstate.testing.mamba2 import ODD_CASES, ODD_SHAPES, QUICK_CASES, REAL_CASES, Case
 from flashstate.testing.oracle import BUDGET, Expected, encoded, error_ratio, oracle
@@ -11,14 +18,19 @@ __all__ = [
     "ODD_CASES",
     "ODD_CONV_CASES",
     "ODD_CONV_GROUPS",
+    "ODD_DELTA_CASES",
+    "ODD_DELTA_SHAPES",
     "ODD_SHAPES",
     "QUICK_CASES",
     "QUICK_CONV_CASES",
+    "QUICK_DELTA_CASES",
     "REAL_CASES",
     "REAL_CONV_CASES",
+    "REAL_DELTA_CASES",
     "AnyCase",
     "Case",
     "ConvCase",
+    "DeltaCase",
     "Expected",
     "Inputs",
     "Op",

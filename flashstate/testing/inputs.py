@@ -48,8 +48,10 @@ class Op:
     token: Callable[..., tuple[Tensor, Tensor]]  # of states and the arguments of a token: output and states after it
     activations: tuple[str, ...]  # the arguments that have tokens
     remembered: tuple[str, ...]  # those of them that reach the state
-    widths: int  # axes of x behind those of its tokens
+    widths: int  # axes of the main activation behind those of its tokens
+    main: str = "x"  # the activation whose shape and dtype the output has
     copies: bool = False  # whether a state is made of copies, so that nothing in it is rounded
+    sums: bool = False  # whether sums along rows, whose order alignment decides, reach the state
 
 
 @dataclass
@@ -137,15 +139,20 @@ class Inputs:
         return {name: given[name] for name in self.op.activations if name in given}
 
     @property
+    def main(self) -> Tensor:
+        """The activation whose shape and dtype the output has."""
+        return self.arguments[self.op.main]
+
+    @property
     def has_token_axis(self) -> bool:
         """Whether the tokens of rows, which are not packed, have an axis of their own."""
-        return self.lengths is None and self.arguments["x"].dim() == 2 + self.op.widths
+        return self.lengths is None and self.main.dim() == 2 + self.op.widths
 
     @property
     def row_lengths(self) -> list[int]:
         """Tokens of every row."""
-        x = self.arguments["x"]
-        return self.lengths or [x.shape[1] if self.has_token_axis else 1] * x.shape[0]
+        rows, *rest = self.main.shape
+        return self.lengths or [rest[0] if self.has_token_axis else 1] * rows
 
     def per_row(self, y: Tensor) -> list[Tensor]:
         """The outputs of every row."""
@@ -165,7 +172,7 @@ class AnyCase(ABC):
 
     batch: int
     slots: int
-    x: str  # dtype of x
+    x: str  # dtype of the main activation, and so of the output
     tokens: int  # per row, on an axis of their own; 0: one, without that axis
     packed: bool  # rows of different lengths, up to `tokens`, one after the other
     index: str  # dtype of slot numbers
@@ -234,9 +241,24 @@ class AnyCase(ABC):
         return True
 
     @property
+    def stored_at_once(self) -> bool:
+        """Whether several tokens at once leave, bit for bit, what float32 states after single ones are stored as."""
+        return True
+
+    @property
+    def same_when_packed(self) -> bool:
+        """Whether packed rows give, bit for bit, what they give on a token axis of their own."""
+        return True
+
+    @property
+    def has_states_between_tokens(self) -> bool:
+        """Whether there is a state after every token: snapshots can be taken, and tokens can form a tree."""
+        return True
+
+    @property
     def stores_every_token(self) -> bool:
         """Whether the state after every token can go to a slot of its own."""
-        return True
+        return self.has_states_between_tokens
 
     def snapshot_of(self, states: Tensor) -> Tensor:
         """What snapshots hold of states."""

@@ -80,6 +80,10 @@ class Case(AnyCase):
         return self.format == "float32"  # other formats add up a row in another order
 
     @property
+    def stored_at_once(self) -> bool:
+        return not FORMATS[dtype(self.format)].scaled  # a scale is multiplied with the decay: the last bits differ
+
+    @property
     def measured_axes(self) -> tuple[int, int, int, int]:
         return self.heads, self.groups, self.rows, self.cols
 

@@ -33,7 +33,7 @@ def oracle(inputs: Inputs) -> Expected:
     before = inputs.states
     y, after = _recurrence(inputs, before.double())
     y_plain, after_plain = _recurrence(inputs, before)
-    y_plain = y_plain.to(inputs.arguments["x"].dtype)
+    y_plain = y_plain.to(inputs.main.dtype)
     return Expected(y, y_plain, after, after if inputs.op.copies else _stored(inputs, before, after_plain))
 
 
@@ -60,12 +60,11 @@ def _recurrence(inputs: Inputs, s: Tensor) -> tuple[Tensor, Tensor]:
     if inputs.lengths is not None:
         rows = [_recurrence(inputs.dense_row(row), s[row : row + 1]) for row in range(len(s))]
         return torch.cat([y for y, _ in rows]), torch.cat([state for _, state in rows])
-    x = inputs.arguments["x"]
     outputs = []
-    for run in [inputs.of_tokens(t) for t in range(x.shape[1])] if inputs.has_token_axis else [inputs]:
+    for run in [inputs.of_tokens(t) for t in range(inputs.main.shape[1])] if inputs.has_token_axis else [inputs]:
         y, s = inputs.op.token(s, **run.arguments, **run.options)
         outputs.append(y)
-    y = torch.stack(outputs, 1) if outputs else x.to(s.dtype)  # (batch, T, ...)
+    y = torch.stack(outputs, 1) if outputs else inputs.main.to(s.dtype)  # (batch, T, ...)
     return y.flatten(0, 1), s
 
 

@@ -1,0 +1,313 @@
+"""gated_delta_step on the GPU: one program per (batch row, value head, block of V rows), the state tile in registers,
+token by token."""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+
+from flashstate.kernels.addressing import this_program, token_entry, zero_unused
+from flashstate.kernels.functions import either, sigmoid, softplus
+from flashstate.kernels.slots import ancestor, path_to, resolve_read, resolve_snapshot_row, token_range
+from flashstate.kernels.state_io import load_scale, load_seed, load_state, random_bits, tile_at
+from flashstate.kernels.stores import store_after_token, store_last
+from flashstate.kernels.tiles import dot_rows, load_columns, load_rows, minus_zero, zero_unless
+
+EPSILON = tl.constexpr(1e-6)  # added to the sum of squares of q and of k before they are normalised
+PIECE = tl.constexpr(32)  # columns, one per thread of any warp
+
+
+@triton.jit
+def load_pieces(tensor, b, t, g, exists, COLS: tl.constexpr, BLOCK_COLS: tl.constexpr):
+    """What token t of key head g has for each column, in vectors of a warp's length, whatever the tile looks like; so
+    all configs sum over them in one order."""
+    entry = token_entry(tensor, b, t, g, 1)
+    pieces = ()
+    for i in tl.static_range((BLOCK_COLS + PIECE - 1) // PIECE):
+        cols = i * PIECE + tl.arange(0, PIECE)
+        pieces = pieces + (tl.load(entry + cols, mask=tl.where(exists, cols < COLS, False), other=0.0).to(tl.float32),)
+    return pieces
+
+
+@triton.jit
+def dot_pieces(x, y):
+    """The sum of products of two vectors."""
+    total = x[0] * y[0]
+    for i in tl.static_range(1, len(x)):
+        total = tl.fma(x[i], y[i], total)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def length_factor(x, QK_L2NORM: tl.constexpr):
+    """What makes a vector of pieces one of length 1."""
+    if QK_L2NORM:
+        return tl.rsqrt(dot_pieces(x, x) + EPSILON)
+    else:
+        return 1.0
+
+
+@triton.jit
+def load_bias(
+    ptr, h, BLOCK_ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr,
+    PER_COLUMNS: tl.constexpr, THREADS: tl.constexpr, TARGET: tl.constexpr, PER_CHANNEL: tl.constexpr,
+):  # fmt: skip
+    """dt_bias of the head, for each chunk of a tile; zeros if there is none."""
+    if PER_CHANNEL and ptr is not None:
+        zero = h * 0
+        bias = (ptr, zero, zero, zero + COLS)
+        return load_columns(
+            bias, zero, zero, h, True, False, BLOCK_ROWS, COLS, BLOCK_COLS, CHUNK, PER_COLUMNS, THREADS, TARGET
+        )
+    else:
+        bias = 0.0 if ptr is None else tl.load(ptr + h).to(tl.float32)
+        values = ()
+        for _ in tl.static_range(BLOCK_COLS // CHUNK):
+            values = values + (bias,)
+        return values
+
+
+@triton.jit
+def load_decay(
+    tensor, b, t, h, exists, rate, dt_bias,
+    BLOCK_ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr,
+    PER_COLUMNS: tl.constexpr, THREADS: tl.constexpr, TARGET: tl.constexpr, PER_CHANNEL: tl.constexpr,
+):  # fmt: skip
+    """alpha of token t for each chunk of a tile: of its columns, or that of the head. rate: exp(A_log); None: a is the
+    log-decay itself."""
+    if PER_CHANNEL:
+        a = load_columns(
+            tensor, b, t, h, exists, False, BLOCK_ROWS, COLS, BLOCK_COLS, CHUNK, PER_COLUMNS, THREADS, TARGET
+        )  # fmt: skip
+        decay = ()
+        for i in tl.static_range(len(a)):
+            decay = decay + (decay_of(a[i], rate, dt_bias[i]),)
+        return decay
+    else:
+        alpha = decay_of(tl.load(token_entry(tensor, b, t, h, 1), mask=exists, other=0.0), rate, dt_bias[0])
+        decay = ()
+        for _ in tl.static_range(len(dt_bias)):
+            decay = decay + (alpha,)
+        return decay
+
+
+@triton.jit
+def decay_of(a, rate, dt_bias):
+    a = a.to(tl.float32)
+    if rate is not None:
+        a = -rate * softplus(a + dt_bias)
+    return tl.exp(a)
+
+
+@triton.jit
+def load_beta(tensor, b, t, h, exists, RAW: tl.constexpr):
+    beta = tl.load(token_entry(tensor, b, t, h, 1), mask=exists, other=0.0).to(tl.float32)
+    return sigmoid(beta) if RAW else beta
+
+
+@triton.jit
+def per_row(x):
+    """(rows,) as (rows, 1). By way of three axes: else the compiler gives the tiles of a loop the layout of x, which is
+    that of a sum, and moves them through shared memory."""
+    return tl.reshape(x[:, None, None], (x.shape[0], 1))
+
+
+@triton.jit
+def step(s, factor, k, k_factor, v, decay, beta, exists, PER_COLUMNS: tl.constexpr):
+    """A state, chunk by chunk, through one more token: decayed, u, and after it. factor: of every row of s, (rows, 1),
+    or 1; k_factor: of k. Where there is no such token the state stays as it is: s * 1 + -0.0 * 0."""
+    decayed = ()
+    for i in tl.static_range(len(s)):
+        decayed = decayed + (s[i] * (tl.where(exists, decay[i], 1.0) * factor),)
+    u = beta * (v - dot_rows(decayed, k, PER_COLUMNS) * k_factor)
+    w = per_row(tl.where(exists, u * k_factor, minus_zero()))
+    after = ()
+    for i in tl.static_range(len(s)):
+        after = after + (tl.fma(w, k[i], decayed[i]),)
+    return decayed, u, after
+
+
+@triton.jit
+def load_update(
+    updates, b, t, h, g, exists, offs_d, mask_d, rate, dt_bias, pieces,
+    QK_L2NORM: tl.constexpr, PER_CHANNEL: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr,
+    PER_COLUMNS: tl.constexpr, THREADS: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """What token t steps the state with: k and its factor, v, decay and beta. pieces: of k."""
+    k_at, v_at, a_at, beta_at = updates
+    k = load_columns(k_at, b, t, g, exists, ALIGNED, BLOCK_ROWS, COLS, BLOCK_COLS, CHUNK, PER_COLUMNS, THREADS, TARGET)
+    v = load_rows(token_entry(v_at, b, t, h, 16 if ALIGNED else 1), offs_d, mask_d, exists)
+    decay = load_decay(
+        a_at, b, t, h, exists, rate, dt_bias,
+        BLOCK_ROWS, COLS, BLOCK_COLS, CHUNK, PER_COLUMNS, THREADS, TARGET, PER_CHANNEL,
+    )  # fmt: skip
+    return k, length_factor(pieces, QK_L2NORM), v, decay, load_beta(beta_at, b, t, h, exists, rate is not None)
+
+
+@triton.jit
+def state_before(
+    parents, longest, updates, b, first, t, h, g, offs_d, mask_d, s, factor, initial, initial_factor, rate, dt_bias,
+    SCALED: tl.constexpr, QK_L2NORM: tl.constexpr, PER_CHANNEL: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr,
+    PER_COLUMNS: tl.constexpr, THREADS: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """The state that token t of a tree continues from with the factor of its rows, and whether there is one: that after
+    the token before if that is its parent, else the initial one after all its ancestors."""
+    steps, follows = path_to(parents, b, t, longest)
+    s = either(follows, s, initial)
+    if SCALED:
+        factor = tl.where(follows, factor, initial_factor)
+    for done in range(1, steps):
+        i = ancestor(parents, b, t, steps - done, longest)
+        pieces = load_pieces(updates[0], b, first + i, g, True, COLS, BLOCK_COLS)
+        k, k_factor, v, decay, beta = load_update(
+            updates, b, first + i, h, g, True, offs_d, mask_d, rate, dt_bias, pieces,
+            QK_L2NORM, PER_CHANNEL, ALIGNED, BLOCK_ROWS, COLS, BLOCK_COLS, CHUNK, PER_COLUMNS, THREADS, TARGET,
+        )  # fmt: skip
+        _, _, s = step(s, factor, k, k_factor, v, decay, beta, True, PER_COLUMNS)
+        if SCALED:
+            factor = tl.full(factor.shape, 1.0, tl.float32)
+    return s, factor, steps > 0
+
+
+# Every argument: what a compiler may assume about alignment is said by VECTOR, SNAPSHOT_VECTOR and ALIGNED alone.
+ARGUMENTS = [
+    "data_ptr", "q_ptr", "k_ptr", "v_ptr", "a_ptr", "beta_ptr", "out_ptr", "A_log_ptr", "dt_bias_ptr", "scale_ptr",
+    "seed_ptr", "read_ptr", "accepted_ptr", "write_ptr", "parents_ptr", "cu_seqlens_ptr", "snapshot_rows_ptr",
+    "copy_ptr", "copy_scale_ptr", "stream", "fault_ptr", "slot_stride", "scale_stride",
+    "copy_b", "copy_scale_b", "copy_t", "copy_scale_t", "num_copies",
+    "q_b", "q_t", "q_h", "k_b", "k_t", "k_h", "v_b", "v_t", "v_h", "a_b", "a_t", "a_h", "beta_b", "beta_t", "beta_h",
+    "out_b", "out_t", "out_h", "read_stride", "read_width", "write_stride", "parents_stride",
+    "tokens", "longest", "num_slots", "null", "q_scale",
+]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=ARGUMENTS)
+def gated_delta_step_kernel(
+    # Pointers, which change from call to call; None: absent. beta: the op's b.
+    data_ptr, q_ptr, k_ptr, v_ptr, a_ptr, beta_ptr, out_ptr, A_log_ptr, dt_bias_ptr, scale_ptr, seed_ptr,
+    read_ptr, accepted_ptr, write_ptr, parents_ptr, cu_seqlens_ptr, snapshot_rows_ptr,
+    copy_ptr, copy_scale_ptr,  # snapshots
+    stream,
+    # What a server repeats.
+    fault_ptr,
+    slot_stride, scale_stride,  # of slots, in the data and in the scales
+    copy_b, copy_scale_b, copy_t, copy_scale_t, num_copies,  # strides of snapshots and of their scales; rows there are
+    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h,  # strides of batch, token and head
+    a_b, a_t, a_h, beta_b, beta_t, beta_h, out_b, out_t, out_h,
+    read_stride, read_width, write_stride, parents_stride,  # of the rows of tables
+    tokens,  # length of the token axis
+    longest,  # entries that write, parents and snapshots have for the tokens of a row
+    num_slots, null,
+    q_scale,  # of queries, beside their normalisation
+    H: tl.constexpr, HEADS_PER_GROUP: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    VECTOR: tl.constexpr, SNAPSHOT_VECTOR: tl.constexpr,  # elements per access
+    TRANSPOSED: tl.constexpr, SNAPSHOTS_TRANSPOSED: tl.constexpr,  # states are (COLS, ROWS) in memory
+    ALIGNED: tl.constexpr,  # every row of q, k, v and out starts at a multiple of 16 bytes
+    PER_CHANNEL: tl.constexpr, BIAS_PER_CHANNEL: tl.constexpr,  # a and dt_bias have a value for each column
+    QK_L2NORM: tl.constexpr, ONE_TOKEN: tl.constexpr,
+    TOGETHER: tl.constexpr,  # tokens whose inputs are loaded at once; 1 with parents
+    STORES: tl.constexpr,  # after which tokens the pool is written: "last", "every" or "none"
+    PADDING: tl.constexpr,  # the output of padding rows: "zero", "fresh", from a zero state, or "keep", as it was
+    EARLY: tl.constexpr,  # started before the kernel in front of it has ended
+    ROUNDING: tl.constexpr, SNAPSHOT_ROUNDING: tl.constexpr, ROUNDS: tl.constexpr, TARGET: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr, THREADS: tl.constexpr,  # of a program
+):  # fmt: skip
+    b, h, first_row = this_program(H, ROWS, BLOCK_ROWS)
+    g = h // HEADS_PER_GROUP
+    offs_d = first_row + tl.arange(0, BLOCK_ROWS)
+    mask_d = offs_d < ROWS
+    tile = tile_at(h, first_row, ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, TRANSPOSED)
+    copy_tile = tile_at(h, first_row, ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, SNAPSHOTS_TRANSPOSED)
+    PER_COLUMNS: tl.constexpr = 1 if TRANSPOSED else VECTOR  # neighbouring columns that a thread has
+
+    HINT: tl.constexpr = "evict_first" if ONE_TOKEN else "streaming"
+
+    # No branches: a padding row is masked. So loads do not wait until the row is known to be live.
+    slot = resolve_read((read_ptr, read_stride, read_width, accepted_ptr), b, num_slots, null, fault_ptr)
+    live = slot >= 0
+    seed = 0
+    if ROUNDING != "nearest" or SNAPSHOT_ROUNDING != "nearest":
+        seed = load_seed(seed_ptr, slot, live)
+    zero = b * 0
+    first, count = zero, 1
+    if not ONE_TOKEN:
+        first, count = token_range(cu_seqlens_ptr, b, tokens)
+
+    factor = load_scale(scale_ptr, slot * scale_stride, live, tile)
+    s = load_state(data_ptr, slot * slot_stride, live, tile, COLS, VECTOR, TARGET, HINT)
+    if PADDING == "fresh":
+        s, factor = zero_unless(live, s, factor)
+    initial, initial_factor = s, factor
+    rate = None
+    if A_log_ptr is not None:
+        rate = tl.exp(tl.load(A_log_ptr + h).to(tl.float32))
+    dt_bias = load_bias(
+        dt_bias_ptr, h, BLOCK_ROWS, COLS, BLOCK_COLS, CHUNK, PER_COLUMNS, THREADS, TARGET, BIAS_PER_CHANNEL
+    )
+    if STORES == "last":  # drawn while the state is on its way
+        random = random_bits(seed, tile, count - 1, stream, COLS, PER_COLUMNS, ROUNDING, ROUNDS)
+
+    if EARLY:  # what tokens bring may come from the kernel in front; the state is on its way
+        gdc_wait()
+    q_at, k_at = (q_ptr, q_b, q_t, q_h), (k_ptr, k_b, k_t, k_h)
+    updates = k_at, (v_ptr, v_b, v_t, v_h), (a_ptr, a_b, a_t, a_h), (beta_ptr, beta_b, beta_t, beta_h)
+    out = (out_ptr, out_b, out_t, out_h)
+    pool, write = (data_ptr, scale_ptr, slot_stride, scale_stride, num_slots), (write_ptr, write_stride)
+    copies = (
+        copy_ptr, copy_scale_ptr, copy_b, copy_scale_b, copy_t, copy_scale_t
+    )  # fmt: skip
+    copy_row = -1
+    if copy_ptr is not None:
+        copy_row = resolve_snapshot_row((snapshot_rows_ptr, num_copies), b, live & (count > 0), fault_ptr)
+    for start in range(0, count, TOGETHER):
+        group = ()
+        for j in tl.static_range(TOGETHER):  # all of them are on their way before the first is used
+            t = zero + (start + j)  # a number of the kernel also where the interpreter has one of Python
+            exists = True if TOGETHER == 1 else t < count
+            q_pieces = load_pieces(q_at, b, first + t, g, exists, COLS, BLOCK_COLS)
+            k_pieces = load_pieces(k_at, b, first + t, g, exists, COLS, BLOCK_COLS)
+            update = load_update(
+                updates, b, first + t, h, g, exists, offs_d, mask_d, rate, dt_bias, k_pieces,
+                QK_L2NORM, PER_CHANNEL, ALIGNED, BLOCK_ROWS, COLS, BLOCK_COLS, CHUNK, PER_COLUMNS, THREADS, TARGET,
+            )  # fmt: skip
+            q = load_columns(
+                q_at, b, first + t, g, exists,
+                ALIGNED, BLOCK_ROWS, COLS, BLOCK_COLS, CHUNK, PER_COLUMNS, THREADS, TARGET,
+            )  # fmt: skip
+            q_factor = length_factor(q_pieces, QK_L2NORM) * q_scale
+            kq = dot_pieces(k_pieces, q_pieces) * update[1] * q_factor
+            group = group + ((t, exists, update, q, q_factor, kq),)
+
+        for j in tl.static_range(TOGETHER):
+            t, exists, update, q, q_factor, kq = group[j]
+            k, k_factor, v, decay, beta = update
+            stepped = exists
+            if parents_ptr is not None:
+                s, factor, stepped = state_before(
+                    (parents_ptr, parents_stride), longest, updates, b, first, t, h, g, offs_d, mask_d,
+                    s, factor, initial, initial_factor, rate, dt_bias, scale_ptr is not None, QK_L2NORM,
+                    PER_CHANNEL, ALIGNED, BLOCK_ROWS, COLS, BLOCK_COLS, CHUNK, PER_COLUMNS, THREADS, TARGET,
+                )  # fmt: skip
+            decayed, u, s = step(s, factor, k, k_factor, v, decay, beta, exists, PER_COLUMNS)
+            if scale_ptr is not None:
+                factor = tl.full([BLOCK_ROWS, 1], 1.0, tl.float32)
+            o = tl.fma(u, kq, dot_rows(decayed, q, PER_COLUMNS) * q_factor)
+
+            runs = tl.where(stepped, live, False)
+            o = tl.where(stepped if PADDING == "fresh" else runs, o, 0.0).to(out_ptr.dtype.element_ty)
+            shown = tl.where(exists, live, False) if PADDING == "keep" else exists
+            out_ptrs = token_entry(out, b, first + t, h, 16 if ALIGNED else 1) + offs_d
+            tl.store(out_ptrs, o, mask=tl.where(shown, mask_d, False))
+            store_after_token(
+                pool, write, copies, copy_row, b, t, slot, runs & (t < longest), null, fault_ptr, seed, stream,
+                tile, copy_tile, s, COLS, PER_COLUMNS, VECTOR, SNAPSHOT_VECTOR,
+                STORES, ROUNDING, SNAPSHOT_ROUNDING, ROUNDS, TARGET, HINT,
+            )  # fmt: skip
+
+    if STORES == "last":
+        goes = live if ONE_TOKEN else live & (count > 0)
+        store_last(pool, write, b, slot, goes, null, fault_ptr, tile, s, random, ROUNDING, VECTOR, TARGET, HINT)
+    if cu_seqlens_ptr is not None:
+        batch = tl.num_programs(0) // (H * ((ROWS + BLOCK_ROWS - 1) // BLOCK_ROWS))
+        zero_unused(out, cu_seqlens_ptr, b, h, offs_d, mask_d, tokens, batch)

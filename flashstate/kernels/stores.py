@@ -1,0 +1,56 @@
+"""Where states go: the one after every token to a slot of its own or to snapshots, the last one to the pool."""
+
+import triton
+import triton.language as tl
+
+from flashstate.kernels.slots import resolve_write
+from flashstate.kernels.state_io import random_bits, store_state
+
+
+@triton.jit
+def store_after_token(
+    pool, write, copies, copy_row, b, t, slot, goes, null, fault_ptr, seed, stream, tile, copy_tile, s,
+    COLS: tl.constexpr, PER_COLUMNS: tl.constexpr, VECTOR: tl.constexpr, SNAPSHOT_VECTOR: tl.constexpr,
+    STORES: tl.constexpr, ROUNDING: tl.constexpr, SNAPSHOT_ROUNDING: tl.constexpr, ROUNDS: tl.constexpr,
+    TARGET: tl.constexpr, HINT: tl.constexpr,
+):  # fmt: skip
+    """Store the state after token t of row b, if `goes`: with STORES "every" in the slot that its table names, and in
+    snapshots if there are some.
+
+    pool: its data and scales, their strides, and how many slots it has; write: the table and its row stride; copies:
+    the snapshots' data and scales, and their strides of rows and of tokens; copy_row: the one of them that row b fills.
+    tile, copy_tile: of the pool, and of the snapshots, which may be laid out otherwise.
+    PER_COLUMNS: neighbouring columns that a thread has of a tile.
+    """
+    data_ptr, scale_ptr, slot_stride, scale_stride, num_slots = pool
+    copy_ptr, copy_scale_ptr, copy_b, copy_scale_b, copy_t, copy_scale_t = copies
+    if STORES == "every":
+        bits = random_bits(seed, tile, t, stream, COLS, PER_COLUMNS, ROUNDING, ROUNDS)
+        to = resolve_write(write, b, t, slot, goes, num_slots, null, fault_ptr)
+        store_state(
+            data_ptr, scale_ptr, to * slot_stride, to * scale_stride, to >= 0, tile, s, bits,
+            ROUNDING, VECTOR, TARGET, HINT,
+        )  # fmt: skip
+    if copy_ptr is not None:
+        bits = random_bits(seed, tile, t, stream, COLS, PER_COLUMNS, SNAPSHOT_ROUNDING, ROUNDS)
+        to = tl.where(goes, copy_row, -1)
+        store_state(
+            copy_ptr, copy_scale_ptr, to * copy_b + t.to(tl.int64) * copy_t,
+            to * copy_scale_b + t.to(tl.int64) * copy_scale_t, to >= 0, copy_tile, s, bits,
+            SNAPSHOT_ROUNDING, SNAPSHOT_VECTOR, TARGET, HINT,
+        )  # fmt: skip
+
+
+@triton.jit
+def store_last(
+    pool, write, b, slot, goes, null, fault_ptr, tile, s, random,
+    ROUNDING: tl.constexpr, VECTOR: tl.constexpr, TARGET: tl.constexpr, HINT: tl.constexpr,
+):  # fmt: skip
+    """Store the state after the last token of row b where it was read, or in the slot that `write` names, if `goes`."""
+    data_ptr, scale_ptr, slot_stride, scale_stride, num_slots = pool
+    to = resolve_write(write, b, 0, slot, goes, num_slots, null, fault_ptr)
+    to = tl.where(goes, to, -1)
+    store_state(
+        data_ptr, scale_ptr, to * slot_stride, to * scale_stride, to >= 0, tile, s, random,
+        ROUNDING, VECTOR, TARGET, HINT,
+    )  # fmt: skip

@@ -1,0 +1,92 @@
+"""Tokens of a batch on a pool, for ops whose states are State: every one by its token function, in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from flashstate.reference.state_io import (
+    load_state,
+    resolve,
+    resolve_read,
+    store_output,
+    store_state,
+    token_positions,
+)
+from flashstate.reference.tree import Tree, column
+from flashstate.state.slots import Slots
+from flashstate.state.state import State
+
+# Of states (rows, heads, rows, cols) and what a token of each brings: its output and the states after it, unrounded.
+TokenFunction = Callable[..., tuple[Tensor, Tensor]]
+
+
+def flat_tokens(activations: Mapping[str, Tensor | None], out: Tensor) -> dict[str, Tensor | None]:
+    """Activations with all tokens on one axis. out: (batch, T, heads, rows), (batch, ...) or packed (tokens, ...)."""
+    lead = out.dim() - 2  # token axes
+    return {name: None if t is None else t.flatten(0, lead - 1) for name, t in activations.items()}
+
+
+def step_tokens(
+    state: State,
+    activations: Mapping[str, Tensor | None],  # by the names that `token` has for them
+    token: TokenFunction,
+    slots: Slots | None,
+    snapshots: State | None,
+    update: bool,
+    out: Tensor,
+) -> None:
+    """Every token of every row of the batch, on the pool: fills `out`, `snapshots` and, with `update`, the pool."""
+    batch = out.shape[0] if slots is None else slots.read.shape[0]
+    num_slots, *shape = state.data.shape
+    activations = flat_tokens(activations, out)
+    y = out.new_zeros(out.shape[: out.dim() - 2].numel(), *out.shape[-2:], dtype=torch.float32)
+    at = token_positions(slots, batch, len(y), out.device)  # (batch, T)
+    read = resolve_read(slots, batch, num_slots, out.device)
+    write, null = (None, -1) if slots is None else (slots.write, slots.null)
+    rows = None if slots is None else slots.snapshot_rows
+    seed = None if state.seed is None else state.seed[read]
+    parents = None if slots is None else slots.parents
+    longest = at.shape[1] if slots is None or slots.longest is None else slots.longest
+
+    live = read >= 0
+    gives = torch.ones_like(live) if slots is not None and slots.padding == "fresh" else live
+    s = states_of(state, read)  # (batch, heads, rows, cols): the state after the last token
+    after = Tree(s, parents) if parents is not None else None
+    for t in range(at.shape[1]):
+        runs = gives & (at[:, t] >= 0)
+        if after is not None:
+            s, runs = after.continues_from(t, runs)
+        here = at[runs, t]
+        brought = {name: None if tensor is None else tensor[here] for name, tensor in activations.items()}
+        y[here], s[runs] = token(s[runs], **brought)
+        if after is not None:
+            after.append(s)
+        index = torch.full_like(read, t)
+        if update and write is not None and write.dim() == 2:
+            to = resolve("write", column(write, t), runs & live, num_slots, null)
+            store_state(state, s, (to,), seed, index)
+        if snapshots is not None and t < longest:
+            to = torch.arange(batch, device=out.device) if rows is None else rows
+            to = resolve("snapshot row", to, runs & live, snapshots.data.shape[0])
+            store_state(snapshots, s, (to, index), seed, index)
+    store_output(out, y, at, live, slots)
+    if update and (write is None or write.dim() == 1):
+        store_last(state, s, slots, read, seed, (at >= 0).sum(1))
+
+
+def states_of(state: State, read: Tensor) -> Tensor:
+    """The states in these slots, (batch, heads, rows, cols) float32; zeros where there is none."""
+    s = torch.zeros(len(read), *state.data.shape[1:], dtype=torch.float32, device=read.device)
+    s[read >= 0] = load_state(state, read[read >= 0])
+    return s
+
+
+def store_last(state: State, s: Tensor, slots: Slots | None, read: Tensor, seed: Tensor | None, length: Tensor) -> None:
+    """Store the states after the last tokens of rows that have some, where they were read or where `slots` says."""
+    write, null = (None, -1) if slots is None else (slots.write, slots.null)
+    goes = (read >= 0) & (length > 0)
+    to = resolve("write", read if write is None else write, goes, state.data.shape[0], null)
+    store_state(state, s, (to,), seed, length - 1)

@@ -1,0 +1,290 @@
+"""gated_delta_step: the laws on every implementation, an independent model, several tokens at once, torch.compile."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from obeying import gpu_pairs, interpreted_pairs, laws, reference_pairs
+from torch import Tensor
+
+import flashstate
+from flashstate.laws import LAWS, pairs
+from flashstate.laws.tokens import TREE, make_snapshots
+from flashstate.ops.tokens import flat_slots, flat_snapshots
+from flashstate.reference.gated_delta import EPSILON, gated_delta_at_once, gated_delta_token, gates, normalised
+from flashstate.state.formats import PORTABLE_FORMATS
+from flashstate.testing import (
+    ODD_DELTA_CASES,
+    ODD_DELTA_SHAPES,
+    QUICK_DELTA_CASES,
+    REAL_DELTA_CASES,
+    DeltaCase,
+    Inputs,
+    interpreted,
+    make_inputs,
+)
+
+CPU = torch.device("cpu")
+CUDA = torch.device("cuda")
+GPU_CASES = REAL_DELTA_CASES + QUICK_DELTA_CASES
+FORMS = len(ODD_DELTA_SHAPES)
+GROUPS = [ODD_DELTA_CASES[FORMS * i : FORMS * (i + 1)] for i in range(len(PORTABLE_FORMATS))]  # a format each
+FORM_OF = {case: form for group in GROUPS for case, form in zip(group, ODD_DELTA_SHAPES, strict=True)}
+
+
+def test_every_law_meets_every_format_and_every_form_in_the_interpreter() -> None:
+    """Of those it speaks of: the law about seeds only of stochastic rounding, which leaves it some of the forms."""
+    assert [{(c.format, c.rounding) for c in group} for group in GROUPS] == [{f} for f in PORTABLE_FORMATS]
+    for words in laws("", "kernels"):
+        met = [case for law, case in interpreted_pairs(GROUPS) if law == words]
+        possible = [case for _, case in pairs([words], ODD_DELTA_CASES)]
+        assert {(c.format, c.rounding) for c in met} == {(c.format, c.rounding) for c in possible}
+        if len(met) >= len(PORTABLE_FORMATS):
+            assert {FORM_OF[case] for case in met} == {FORM_OF[case] for case in possible}
+
+
+def tries_configs(case: DeltaCase) -> bool:
+    return case.heads <= 8 and case.rounding == "nearest"
+
+
+@pytest.mark.parametrize(("words", "case"), reference_pairs(ODD_DELTA_CASES), ids=str)
+def test_reference_obeys(words: str, case: DeltaCase) -> None:
+    LAWS[words](case, CPU)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize(("words", "case"), interpreted_pairs(GROUPS), ids=str)
+def test_interpreted_kernel_obeys(words: str, case: DeltaCase) -> None:
+    with interpreted():
+        LAWS[words](case, CPU)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("words", "case"), gpu_pairs(GPU_CASES, tries_configs), ids=str)
+def test_compiled_kernel_obeys(words: str, case: DeltaCase) -> None:
+    LAWS[words](case, CUDA)
+
+
+def in_float64(case: DeltaCase) -> tuple[Tensor, dict[str, Tensor], dict[str, object]]:
+    """States of a batch, activations (batch, T, ...) and the other arguments of the reference, in float64."""
+    inputs = make_inputs(case, CPU)
+    options = {"A_log": None, "dt_bias": None, "scale": None, **inputs.options}
+    options.pop("exact")
+    activations = {name: t.double() for name, t in inputs.arguments.items()}
+    return inputs.states.double(), activations, options
+
+
+Row = list[float]
+
+
+def dot(x: Row, y: Row) -> float:
+    return math.fsum(a * b for a, b in zip(x, y, strict=True))
+
+
+def unit(x: Row) -> Row:
+    return [value / math.sqrt(dot(x, x) + EPSILON) for value in x]
+
+
+def one_row(s: Row, q: Row, k: Row, v: float, alpha: Row, beta: float, scale: float) -> tuple[float, Row]:
+    """The recurrence for one row of the state, in Python's floats: the output, and the row after it."""
+    q, k = [value * scale for value in unit(q)], unit(k)
+    s = [value * a for value, a in zip(s, alpha, strict=True)]
+    u = beta * (v - dot(s, k))
+    s = [value + u * other for value, other in zip(s, k, strict=True)]
+    return dot(s, q), s
+
+
+def decay(a: float, A_log: float, dt_bias: float) -> float:
+    a += dt_bias
+    return math.exp(-math.exp(A_log) * (a if a > 20.0 else math.log1p(math.exp(a))))
+
+
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_reference_equals_the_recurrence_written_with_loops(per_channel: bool) -> None:
+    case = DeltaCase(2, 4, 2, 3, 5, per_channel=per_channel)
+    s, t, options = in_float64(case)
+    t["a"].view(-1)[:3] = torch.tensor([30.0, -40.0, 20.5])
+    o, after = gated_delta_token(s, **t, **options)
+    A_log, bias = options["A_log"].double(), options["dt_bias"].double().reshape(4, -1)
+    for b in range(case.batch):
+        for h in range(case.heads):
+            a = t["a"][b, h].expand(5).tolist()
+            alpha = [decay(x, float(A_log[h]), y) for x, y in zip(a, bias[h].expand(5).tolist(), strict=True)]
+            beta = 1 / (1 + math.exp(-float(t["b"][b, h])))
+            q, k = (t[name][b, h // 2].tolist() for name in ("q", "k"))
+            for d in range(case.rows):
+                out, row = one_row(s[b, h, d].tolist(), q, k, float(t["v"][b, h, d]), alpha, beta, 5**-0.5)
+                assert torch.allclose(after[b, h, d], torch.tensor(row, dtype=torch.float64), rtol=1e-12, atol=1e-14)
+                assert math.isclose(float(o[b, h, d]), out, rel_tol=1e-12, abs_tol=1e-14)
+
+
+AT_ONCE = [
+    DeltaCase(3, 4, 2, 7, 12, tokens=16),
+    DeltaCase(2, 2, 2, 5, 3, tokens=5, raw=False, qk_l2norm=False, scale=0.7),
+    DeltaCase(2, 8, 1, 4, 9, tokens=1, dt_bias=False),
+]
+
+
+def require_close(got: Tensor, want: Tensor) -> None:
+    assert (got - want).abs().max() <= 1e-12 * want.abs().max()
+
+
+@pytest.mark.parametrize("case", AT_ONCE, ids=str)
+def test_tokens_at_once_are_the_recurrence(case: DeltaCase) -> None:
+    before, t, options = in_float64(case)
+    o, after = gated_delta_at_once(before, **t, exists=torch.ones(case.batch, case.tokens, dtype=torch.bool), **options)
+    s = before
+    for i in range(case.tokens):
+        want, s = gated_delta_token(s, **{name: x[:, i] for name, x in t.items()}, **options)
+        require_close(o[:, i], want)
+    require_close(after, s)
+
+
+@pytest.mark.parametrize("case", AT_ONCE, ids=str)
+def test_tokens_at_once_are_the_closed_form(case: DeltaCase) -> None:
+    """U = M (V - diag(e^c) K S^T), O = diag(e^c) Q S^T + P U, and S e^c + (e^(c_T - c) U)^T K, where e^(c_r - c_s) is
+    the decay from token s to token r."""
+    s, t, options = in_float64(case)
+    o, after = gated_delta_at_once(s, **t, exists=torch.ones(case.batch, case.tokens, dtype=torch.bool), **options)
+    alpha, beta = gates(t["a"], t["b"], options["A_log"], options["dt_bias"])
+    g, beta = alpha[..., 0].log().transpose(1, 2), beta.transpose(1, 2)  # (batch, HV, T)
+    q, k, v = (t[name].transpose(1, 2) for name in ("q", "k", "v"))
+    q, k = (normalised(x) if options["qk_l2norm"] else x for x in (q, k))
+    q = q * (case.cols**-0.5 if case.scale is None else case.scale)
+    q, k = (x.repeat_interleave(case.heads // case.key_heads, dim=1) for x in (q, k))  # (batch, HV, T, K)
+
+    ones = torch.ones(case.tokens, case.tokens, dtype=torch.float64).tril()
+    c = g.cumsum(-1)
+    lasting = (c[..., :, None] - c[..., None, :]).masked_fill(ones == 0, -math.inf).exp()  # (batch, HV, r, s)
+    L = beta[..., None] * (lasting * (k @ k.mT)).tril(-1)
+    M = torch.linalg.inv(torch.eye(case.tokens, dtype=torch.float64) + L) * beta[..., None, :]
+    U = M @ (v - c.exp()[..., None] * (k @ s.mT))
+    O = c.exp()[..., None] * (q @ s.mT) + (lasting * (q @ k.mT)) @ U  # noqa: E741
+    require_close(o.transpose(1, 2), O)
+    require_close(after, c[..., -1, None, None].exp() * s + (lasting[..., -1, :, None] * U).mT @ k)
+
+
+def test_tokens_that_do_not_exist_are_not_looked_at_by_the_at_once_form() -> None:
+    before, t, options = in_float64(DeltaCase(2, 2, 1, 4, 6, tokens=5))
+    exists = torch.tensor([[True] * 5, [True, True, False, False, False]])
+    few = {name: x[1:, :2] for name, x in t.items()}
+    want, after = gated_delta_at_once(before[1:], **few, exists=exists[1:, :2], **options)
+    for x in t.values():
+        x[1, 2:] = torch.nan
+    o, s = gated_delta_at_once(before, **t, exists=exists, **options)
+    require_close(o[1, :2], want[0])
+    require_close(s[1], after[0])
+    assert o[0].isfinite().all()
+
+
+def test_a_bias_per_head_is_added_to_every_channel() -> None:
+    inputs = make_inputs(DeltaCase(2, 4, 2, 5, 20, per_channel=True, tokens=2), CPU)
+    bias = inputs.options["dt_bias"][:, 0].contiguous()
+    full, per_head, expanded = inputs.fresh(), inputs.fresh(), inputs.fresh()
+    want = full.step(dt_bias=bias[:, None].repeat(1, 20))
+    assert torch.equal(per_head.step(dt_bias=bias), want)
+    assert torch.equal(expanded.step(dt_bias=bias[:, None].expand(-1, 20)), want)
+    assert torch.equal(per_head.state.data, full.state.data)
+    assert torch.equal(expanded.state.data, full.state.data)
+
+
+def test_the_default_scale_is_one_over_the_root_of_k() -> None:
+    inputs = make_inputs(DeltaCase(2, 4, 2, 5, 16), CPU)
+    want = inputs.fresh().step()
+    assert torch.equal(inputs.fresh().step(scale=0.25), want)
+    assert torch.equal(inputs.fresh().step(scale=1), 4 * want)
+
+
+COMPILED_CASE = DeltaCase(4, 4, 2, 16, 32, format="float16", rounding="stochastic", slots=9)
+SEVERAL = replace(COMPILED_CASE, tokens=4, format="int8", cols=16)
+AT_ONCE_CASE = replace(COMPILED_CASE, tokens=4, qk="float16", exact=False)
+
+
+def check_compile(device: torch.device, backend: str) -> None:
+    """A whole model step in one graph: page-strided pool, State and Slots made inside, seeds moved on; one token, and
+    then four at once."""
+    inputs, four = make_inputs(COMPILED_CASE, device), make_inputs(AT_ONCE_CASE, device)
+    size, seed = inputs.state.data[0].numel(), inputs.state.seed
+    pages = torch.zeros(COMPILED_CASE.slots, size + 16, dtype=torch.float16, device=device)
+    pages[:, :size] = inputs.state.data.flatten(1)
+
+    def model_step(pages: Tensor, seed: Tensor, v: Tensor, slots: Tensor) -> Tensor:
+        data = pages[:, :size].view(COMPILED_CASE.slots, 4, 16, 32)
+        state = flashstate.State(data, rounding="stochastic", seed=seed, stream=1)
+        rows = flashstate.Slots(slots, null=0)
+        arguments = {**inputs.arguments, "v": v * 2}
+        y = flashstate.gated_delta_step(state, **arguments, **inputs.options, slots=rows)
+        y = y + flashstate.gated_delta_step(state, **arguments, **inputs.options, slots=rows, update=False)
+        y = y + flashstate.gated_delta_step(state, **four.arguments, **four.options, slots=rows)[:, -1]
+        state.advance(rows)
+        return y
+
+    runs = []
+    for run in (model_step, torch.compile(model_step, fullgraph=True, backend=backend)):
+        memory = [pages.clone(), seed.clone()]
+        outputs = [run(*memory, inputs.arguments["v"], inputs.slots) for _ in range(3)]
+        runs.append([*outputs, *memory])
+    for eager, compiled in zip(*runs, strict=True):
+        assert torch.equal(eager, compiled)
+    assert not torch.equal(runs[0][-2], pages)
+    assert not torch.equal(runs[0][-1], seed)
+
+
+def test_torch_compile_takes_the_whole_step_in_one_graph() -> None:
+    check_compile(CPU, "aot_eager")
+
+
+@pytest.mark.gpu
+def test_torch_compile_takes_the_whole_step_in_one_graph_on_a_gpu() -> None:
+    check_compile(CUDA, "inductor")
+
+
+def registered_arguments(
+    inputs: Inputs, slots: flashstate.Slots, snapshots: flashstate.State | None, update: bool, at_once: bool = False
+) -> tuple:
+    """What the door gives to the registered op."""
+    state, a, o = inputs.state, inputs.arguments, inputs.options
+    return (
+        state.data, state.scale, state.seed, state.rounding, 10, 1,
+        a["q"], a["k"], a["v"], a["a"], a["b"], o.get("A_log"), o.get("dt_bias"), 0.25, True, at_once,
+        *flat_slots(slots), *flat_snapshots(snapshots), update, torch.empty_like(a["v"]), False,
+    )  # fmt: skip
+
+
+def test_registered_ops_declare_what_they_write() -> None:
+    """Also scales, snapshots and slots for every token, with packed tokens and with a tree; and tokens at once."""
+    step = torch.ops.flashstate.gated_delta_step.default
+    one, dense, packed, four = (
+        make_inputs(case, CPU) for case in (COMPILED_CASE, SEVERAL, replace(SEVERAL, packed=True), AT_ONCE_CASE)
+    )
+    torch.library.opcheck(step, registered_arguments(one, one.at(), None, True))
+    torch.library.opcheck(step, registered_arguments(four, four.at(), None, True, at_once=True))
+    snapshots = make_snapshots(SEVERAL, "int16", "stochastic", CPU)  # torch cannot compare float8
+    tree = dense.at(parents=torch.tensor(TREE[:4]).repeat(4, 1))
+    torch.library.opcheck(step, registered_arguments(dense, tree, snapshots, False))
+    write = torch.arange(16).reshape(4, 4)
+    torch.library.opcheck(step, registered_arguments(packed, packed.at(write=write), snapshots, True))
+
+
+@pytest.mark.gpu
+def test_a_call_with_out_neither_allocates_nor_synchronises() -> None:
+    for case in (REAL_DELTA_CASES[0], replace(REAL_DELTA_CASES[0], tokens=4, exact=False)):
+        inputs = make_inputs(case, CUDA)
+        out = torch.empty_like(inputs.main)
+        inputs.step(out=out)
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            inputs.step(out=out)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+
+
+def test_an_empty_batch_does_nothing() -> None:
+    inputs = make_inputs(DeltaCase(), CPU)
+    before = inputs.state.data.clone()
+    y = inputs.step(**{name: t[:0] for name, t in inputs.arguments.items()}, slots=inputs.slots[:0])
+    assert y.shape == (0, 4, 16)
+    assert torch.equal(inputs.state.data, before)
