@@ -1,7 +1,7 @@
-"""What selective_state_update of other libraries gives, by their contracts: loops over rows, tokens and heads.
+"""What functions of other libraries give, by their contracts: loops over rows, tokens and heads.
 
-A model says for every row of the batch where it starts and where its states go. simulate() computes them, in float64 or
-float32. Nothing here uses flashstate.
+A model says for every row of the batch where it starts and where its states go. simulate() computes them for
+selective_state_update, and simulate_delta() for gated delta rules, in float64 or float32. Nothing here uses flashstate.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 Arguments = dict[str, Any]
-Place = tuple[str, tuple[int, ...]]  # an entry of "state" or "intermediate_states_buffer"
+Place = tuple[str, tuple[int, ...]]  # an entry of an argument that holds states, by its name
 
 
 @dataclass
@@ -95,6 +95,43 @@ def flashinfer(arguments: Arguments) -> list[Row]:
     return rows
 
 
+def flashinfer_decode(arguments: Arguments) -> list[Row]:
+    """One token per row. Rows with a negative slot do nothing. States go where their output index says, or where they
+    were read; no state goes to a negative index."""
+    pool = "state" if arguments.get("initial_state") is None else "initial_state"
+    read = numbers(arguments.get("initial_state_indices")) or [[b] for b in range(len(arguments["v"]))]
+    write = numbers(arguments.get("output_state_indices")) or read
+    rows = []
+    for b, ((slot,), (target,)) in enumerate(zip(read, write, strict=True)):
+        if slot >= 0:
+            rows.append(row := Row([b], slot))
+            if target >= 0:
+                row.store(0, pool, target)
+    return rows
+
+
+def flashinfer_mtp(arguments: Arguments) -> list[Row]:
+    """Rows with a negative slot do nothing. The buffer receives every state of its row. In the pool, a table of slots
+    for every token stands for all other writes; else the last state is written if updates are not disabled."""
+    length = arguments["v"].shape[1]
+    read = numbers(arguments["initial_state_indices"])
+    write, every = (numbers(arguments.get(name)) for name in ("output_state_indices", "ssm_state_indices"))
+    rows = []
+    for b, (slot,) in enumerate(read):
+        if slot < 0:
+            continue
+        rows.append(row := Row(list(range(b * length, b * length + length)), slot))
+        for t in range(length):
+            if arguments.get("intermediate_states_buffer") is not None:
+                row.store(t, "intermediate_states_buffer", b, t)
+            if every is not None and every[b][t] >= 0:
+                row.store(t, "initial_state", every[b][t])
+        target = slot if write is None else write[b][0]
+        if every is None and arguments.get("disable_state_update") is False and target >= 0:
+            row.store(length - 1, "initial_state", target)
+    return rows
+
+
 def numbers(indices: Tensor | None) -> list[list[int]] | None:
     """Rows of a table; a list is a table of one column."""
     return None if indices is None else indices.reshape(len(indices), -1).tolist()
@@ -153,6 +190,40 @@ def one_token(s: Tensor, token: int, values: Arguments, dt_softplus: bool) -> tu
         if values["z"] is not None:
             y = y * values["z"][token, h] * torch.sigmoid(values["z"][token, h])
         outputs.append(y)
+    return torch.stack(outputs), torch.stack(states)
+
+
+def simulate_delta(model: Model, arguments: Arguments, dtype: torch.dtype) -> Outcome:
+    """The same for a gated delta rule. Outputs are (tokens, HV, V), states (HV, V, K)."""
+    pool = arguments["state"] if arguments.get("initial_state") is None else arguments["initial_state"]
+    per_token = {name: arguments[name].to(dtype).flatten(0, 1) for name in ("q", "k", "v", "a", "b")}
+    per_head = {name: arguments[name].to(dtype) for name in ("A_log", "dt_bias")}
+    scale, normalise = arguments.get("scale"), arguments.get("use_qk_l2norm", True)
+    scale = per_token["q"].shape[-1] ** -0.5 if scale is None else scale
+    outcome = Outcome(torch.zeros_like(per_token["v"]), {})
+    for row in model(arguments):
+        s = pool[row.start].to(dtype)
+        for t, token in enumerate(row.tokens):
+            here = {name: values[token] for name, values in per_token.items()}
+            outcome.y[token], s = one_delta_token(s, {**here, **per_head}, scale, normalise)
+            outcome.stored |= dict.fromkeys(row.goes.get(t, []), s)
+    return outcome
+
+
+def one_delta_token(s: Tensor, values: Arguments, scale: float, normalise: bool) -> tuple[Tensor, Tensor]:
+    """The output (HV, V) of a token, and the state after it, head by head."""
+    outputs, states = [], []
+    for h in range(len(s)):
+        key_head = h // (len(s) // len(values["k"]))
+        q, k, v = values["q"][key_head], values["k"][key_head], values["v"][h]  # (K,), (K,), (V,)
+        if normalise:
+            q, k = (vector / torch.sqrt(vector @ vector + 1e-6) for vector in (q, k))
+        x = values["a"][h] + values["dt_bias"][h]
+        rate = x if x > 20 else torch.log1p(torch.exp(x))
+        decayed = s[h] * torch.exp(-torch.exp(values["A_log"][h]) * rate)  # (V, K)
+        beta = 1 / (1 + torch.exp(-values["b"][h]))
+        states.append(decayed + torch.outer(beta * (v - decayed @ k), k))
+        outputs.append(states[-1] @ (q * scale))
     return torch.stack(outputs), torch.stack(states)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from models_of_peers import Arguments, Model, Outcome, decoded, rounded, simulate
+from models_of_peers import Arguments, Model, Outcome, decoded, rounded, simulate, simulate_delta
 from torch import Tensor
 
 import flashstate
@@ -17,9 +17,11 @@ from flashstate.testing import error_ratio
 
 CPU = torch.device("cpu")
 HEADS, GROUPS, DIM, DSTATE, SLOTS = 4, 2, 8, 16, 14
-BUFFERS = {"state": "state_scale", "intermediate_states_buffer": "intermediate_state_scales"}
+BUFFERS = {
+    "state": "state_scale", "initial_state": "no scale", "intermediate_states_buffer": "intermediate_state_scales",
+}  # fmt: skip
 Implementation = Callable[[], contextlib.AbstractContextManager[None]]
-Door = Callable[..., Tensor]
+Door = Callable[..., Any]
 
 REFERENCE = pytest.param(CPU, contextlib.nullcontext, id="reference")
 GPU = pytest.param(torch.device("cuda"), contextlib.nullcontext, id="gpu", marks=pytest.mark.gpu)
@@ -72,6 +74,41 @@ def make_arguments(
     return {**arguments, **(others if optional else dict.fromkeys(others))}
 
 
+def make_delta_arguments(
+    device: torch.device,
+    tokens: int = 1,
+    *,
+    batch: int = 3,
+    heads: tuple[int, int] = (2, HEADS),
+    state: torch.dtype = torch.float32,
+    x: torch.dtype = torch.float32,
+    weights: torch.dtype = torch.float32,
+    pool: bool = True,
+) -> Arguments:
+    """Random arguments that doors of gated delta rules have.
+
+    heads: of q and k, and of v. x: the dtype of what tokens bring. weights: that of A_log and dt_bias. pool: the states
+    are in a pool of SLOTS slots, not in one for every row.
+    """
+    generator = torch.Generator().manual_seed(tokens + batch)
+    H, HV = heads
+
+    def normal(*sizes: int, dtype: torch.dtype) -> Tensor:
+        return torch.randn(sizes, generator=generator).to(dtype).to(device)
+
+    states = normal(SLOTS if pool else batch, HV, DIM, DSTATE, dtype=state)
+    return {
+        "q": normal(batch, tokens, H, DSTATE, dtype=x),
+        "k": normal(batch, tokens, H, DSTATE, dtype=x),
+        "v": normal(batch, tokens, HV, DIM, dtype=x),
+        **({"initial_state": states} if pool else {"state": states}),
+        "A_log": normal(HV, dtype=weights),
+        "a": normal(batch, tokens, HV, dtype=x),
+        "dt_bias": normal(HV, dtype=weights),
+        "b": normal(batch, tokens, HV, dtype=x),
+    }
+
+
 def encoded(values: Tensor, dtype: torch.dtype) -> Arguments:
     """A state of this dtype, and its scale if it needs one."""
     if dtype.is_floating_point:
@@ -104,14 +141,39 @@ def compare(door: Door, model: Model, arguments: Arguments, implementation: Impl
     flat = y.cpu().reshape(exact.y.shape)
     assert error_ratio(flat, exact.y, plain.y.to(y.dtype)) <= 1
     assert not flat[(exact.y == 0).flatten(1).all(1)].any()
-    after = copied(arguments, CPU)
+    require_states(before, copied(arguments, CPU), exact, plain)
+    return y
+
+
+def compare_delta(
+    door: Door, model: Model, arguments: Arguments, implementation: Implementation, keeps: bool = False
+) -> None:
+    """The same for a gated delta rule, which returns its state too. What rows that do nothing leave in the output is
+    zero, or with `keeps` what was there, if one was given."""
+    before = copied(arguments, CPU)
+    exact, plain = (simulate_delta(model, before, dtype) for dtype in (torch.float64, torch.float32))
+    with implementation():
+        y, state = door(**arguments)
+    assert state is (arguments["state"] if arguments.get("initial_state") is None else arguments["initial_state"])
+    assert arguments.get("output") is None or y is arguments["output"]
+    assert (y.shape, y.dtype) == (arguments["v"].shape, arguments["v"].dtype)
+    flat, ran = y.cpu().flatten(0, 1), torch.zeros(len(exact.y), dtype=torch.bool)
+    for row in model(before):
+        ran[row.tokens] = True
+    assert error_ratio(flat[ran], exact.y[ran], plain.y[ran].to(y.dtype)) <= 1
+    left = before["output"].flatten(0, 1) if keeps and before.get("output") is not None else torch.zeros_like(flat)
+    assert equal_bytes(flat[~ran], left[~ran])
+    require_states(before, copied(arguments, CPU), exact, plain)
+
+
+def require_states(before: Arguments, after: Arguments, exact: Outcome, plain: Outcome) -> None:
+    """What was to be stored is, within budget, and all else stayed."""
     for name, scale in BUFFERS.items():
         if before.get(name) is not None:
             require_stored(name, after[name], after.get(scale), exact, plain)
             require_untouched(name, scale, before, after, exact)
     with contextlib.suppress(IndexError):  # of numbers out of range, which some calls have
         flashstate.check_faults()
-    return y
 
 
 def require_stored(name: str, data: Tensor, scale: Tensor | None, exact: Outcome, plain: Outcome) -> None:
@@ -123,7 +185,7 @@ def require_stored(name: str, data: Tensor, scale: Tensor | None, exact: Outcome
 
 
 def require_untouched(name: str, scale: str, before: Arguments, after: Arguments, exact: Outcome) -> None:
-    axes = 1 if name == "state" else 2
+    axes = 2 if name == "intermediate_states_buffer" else 1
     kept = torch.ones(before[name].shape[:axes], dtype=torch.bool)
     for place in exact.stored:
         if place[0] == name:

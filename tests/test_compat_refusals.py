@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from models_of_peers import Arguments
-from peer_calls import CPU, DIM, DSTATE, HEADS, SLOTS, Door, copied, make_arguments
+from peer_calls import BUFFERS, CPU, DIM, DSTATE, HEADS, SLOTS, Door, copied, make_arguments, make_delta_arguments
 
 from flashstate.compat import flashinfer, mamba_ssm, vllm
 
@@ -197,3 +197,169 @@ def test_wrong_arguments_are_refused_by_name_and_change_nothing(
     with pytest.raises(error, match=message):
         door(**arguments)
     assert torch.equal(arguments["state"], before["state"])
+
+
+TOKENS = 3  # of calls of several
+STATES, TABLE = torch.ones(SLOTS, HEADS, DIM, DSTATE), torch.arange(9, dtype=torch.int32).reshape(3, TOKENS)
+OF_DELTA_RULES: Wrong = {
+    "q that is a list": ({"q": [1.0]}, TypeError, "^q must be a tensor, got list"),
+    "q without a token axis": ({"q": torch.ones(3, 2, DSTATE)}, ValueError, r"^q must have shape \(B, T, H, K\)"),
+    "k of integers": ({"k": torch.ones(3, TOKENS, 2, DSTATE).int()}, TypeError, "^k must be float32 or .* got int32"),
+    "k of another size": ({"k": torch.ones(3, TOKENS, 2, 15)}, ValueError, r"^k must have shape .*, 2, 15\)"),
+    "v without a token axis": ({"v": torch.ones(3, HEADS, DIM)}, ValueError, r"^v must have shape \(B, T, HV, V\)"),
+    "v of other heads": ({"v": torch.ones(3, TOKENS, 6, DIM)}, ValueError, r"^v must have shape .* got \(3, ., 6, 8\)"),
+    "three heads of q": (
+        {"q": torch.ones(3, TOKENS, 3, DSTATE)}, ValueError, "^q must have a number of heads that divides the 4 value",
+    ),
+    "a per channel": (
+        {"a": torch.ones(3, TOKENS, HEADS, DSTATE)}, ValueError, r"^a must have shape \(B, T, HV\), got .* 4, 16\)",
+    ),
+    "b of another shape": ({"b": torch.ones(3, TOKENS, 2)}, ValueError, r"^b must have shape .* got \(3, ., 2\)"),
+    "no A_log": ({"A_log": None}, TypeError, "^A_log must be a tensor, got NoneType"),
+    "A_log for other heads": ({"A_log": torch.ones(3)}, ValueError, r"^A_log must have shape \(HV=4\), got \(3,\)"),
+    "no dt_bias": ({"dt_bias": None}, TypeError, "^dt_bias must be a tensor, got NoneType"),
+    "dt_bias per channel": (
+        {"dt_bias": torch.ones(HEADS, DSTATE)}, ValueError, r"^dt_bias must have shape \(HV\), got \(4, 16\)",
+    ),
+    "a scale that is no number": ({"scale": "1"}, TypeError, "^scale must be a number, got '1'"),
+    "use_qk_l2norm that is an int": ({"use_qk_l2norm": 1}, TypeError, "^qk_l2norm must be True or False, got 1"),
+    "an output of another dtype": (
+        {"output": torch.ones(3, TOKENS, HEADS, DIM).half()}, TypeError, "^out must be float32, got float16",
+    ),
+    "an output without a token axis": (
+        {"output": torch.ones(3, HEADS, DIM)}, ValueError, r"^out must have shape .* got \(3, 4, 8\)",
+    ),
+    "no indices": (
+        {"initial_state_indices": None}, TypeError, "^initial_state_indices must be a tensor, got NoneType",
+    ),
+    "16-bit indices": (
+        {"initial_state_indices": ROWS.short()}, TypeError, "^initial_state_indices must be int32 or int64, got int16",
+    ),
+    "few indices": (
+        {"initial_state_indices": ROWS[:2]}, ValueError, r"^initial_state_indices must have shape \(B=3\), got \(2,\)",
+    ),
+    "a table of indices": (
+        {"initial_state_indices": MORE_ROWS}, ValueError, r"^initial_state_indices must have shape .* got \(3, 2\)",
+    ),
+    "many destinations": (
+        {"output_state_indices": torch.arange(4)}, ValueError, r"^output_state_indices must have shape .* got \(4,\)",
+    ),
+    "destinations that are no numbers": (
+        {"output_state_indices": torch.ones(3)}, TypeError, "^output_state_indices must be int32 or int64, got float32",
+    ),
+    "indices elsewhere": ({"initial_state_indices": ROWS.to("meta")}, ValueError, "^slots are on meta, but the state"),
+    "a pool of integers": ({"initial_state": STATES.long()}, TypeError, "^state must be float32 or .* got int64"),
+    "a pool that needs scales": ({"initial_state": STATES.short()}, ValueError, "^state of dtype int16 needs a scale"),
+    "a pool of other heads": ({"initial_state": STATES[:, :2]}, ValueError, "^v must have shape .*HV=2"),
+    "a pool with gaps in slots": (
+        {"initial_state": STATES.repeat(1, 1, 1, 2)[..., ::2]}, ValueError, "^state must be contiguous within a slot",
+    ),
+}  # fmt: skip
+
+OF_DECODING: Wrong = {
+    "several tokens": (
+        {name: value[:, [0, 0]] for name, value in make_delta_arguments(CPU).items() if name in "qkvab"},
+        ValueError,
+        r"^v must have one token per row, got \(3, 2, 4, 8\)",
+    ),
+    "no token": (
+        {name: value[:, :0] for name, value in make_delta_arguments(CPU).items() if name in "qkvab"},
+        ValueError,
+        r"^v must have one token per row, got \(3, 0, 4, 8\)",
+    ),
+    "a state and a pool": ({"state": STATES[:3]}, ValueError, "^state and initial_state must not both be given"),
+    "neither": (
+        {"initial_state": None, "initial_state_indices": None}, ValueError, "^state or initial_state must be given",
+    ),
+    "indices without a pool": (
+        {"initial_state": None, "state": STATES[:3]}, ValueError, "^initial_state_indices needs initial_state",
+    ),
+    "destinations without a pool": (
+        {"initial_state": None, "initial_state_indices": None, "state": STATES[:3], "output_state_indices": ROWS},
+        ValueError,
+        "^output_state_indices needs initial_state, got None",
+    ),
+    "more states than rows": (
+        {"initial_state": None, "initial_state_indices": None, "state": STATES},
+        ValueError,
+        r"^state must have 3 slots, as the batch has rows, got shape \(14, 4, 8, 16\)",
+    ),
+    "a state that is a list": (
+        {"initial_state": None, "initial_state_indices": None, "state": [1.0]}, TypeError, "^state must be a tensor",
+    ),
+}  # fmt: skip
+
+OF_SEVERAL_TOKENS: Wrong = {
+    "a buffer and slots for every token": (
+        {"intermediate_states_buffer": BUFFER, "ssm_state_indices": TABLE},
+        ValueError,
+        "^intermediate_states_buffer and ssm_state_indices must not both be given",
+    ),
+    "a pool that is a list": ({"initial_state": [1.0]}, TypeError, "^state must be a State or a tensor, got list"),
+    "a flag that is an int": (
+        {"disable_state_update": 0}, TypeError, "^disable_state_update must be True or False, got 0",
+    ),
+    "slots for few tokens": (
+        {"ssm_state_indices": TABLE[:, :2]}, ValueError, r"^ssm_state_indices must have shape .*T=3\), got \(3, 2\)",
+    ),
+    "one slot for all tokens": (
+        {"ssm_state_indices": ROWS}, ValueError, r"^ssm_state_indices must have shape \(B=3, T=3\), got \(3,\)",
+    ),
+    "slots that are no numbers": (
+        {"ssm_state_indices": TABLE.float()}, TypeError, "^ssm_state_indices must be int32 or int64, got float32",
+    ),
+    "destinations of a disabled update": (
+        {"output_state_indices": ROWS[:2], "disable_state_update": True},
+        ValueError,
+        r"^output_state_indices must have shape \(B=3\), got \(2,\)",
+    ),
+    "a buffer without steps": (
+        {"intermediate_states_buffer": STATES}, ValueError, "^intermediate_states_buffer must have shape .*rows, steps",
+    ),
+    "a buffer of integers": (
+        {"intermediate_states_buffer": BUFFER.short()}, TypeError, "^intermediate_states_buffer must be .* got int16",
+    ),
+    "a buffer of few rows": (
+        {"intermediate_states_buffer": BUFFER[:2]}, ValueError, "^snapshots must have room for 3 rows",
+    ),
+    "a buffer of few steps": (
+        {"intermediate_states_buffer": BUFFER[:, :2]}, ValueError, "^snapshots must have room for 3 tokens",
+    ),
+    "a buffer of other heads": (
+        {"intermediate_states_buffer": BUFFER[:, :, :2]}, ValueError, r"^snapshots must be of states \(4, 8, 16\)",
+    ),
+    "a buffer with gaps in states": (
+        {"intermediate_states_buffer": BUFFER.repeat(1, 1, 1, 1, 2)[..., ::2]}, ValueError, "^data must be contiguous",
+    ),
+}  # fmt: skip
+
+DELTA_DOORS: dict[Door, Wrong] = {
+    flashinfer.gated_delta_rule_decode_pretranspose: OF_DELTA_RULES | OF_DECODING,
+    flashinfer.gated_delta_rule_mtp: OF_DELTA_RULES | OF_SEVERAL_TOKENS,
+}
+DELTA_REFUSALS = [
+    pytest.param(door, *refusal, id=f"{door.__name__}: {what}")
+    for door, refusals in DELTA_DOORS.items()
+    for what, refusal in refusals.items()
+]
+
+
+@pytest.mark.parametrize(("door", "change", "error", "message"), DELTA_REFUSALS)
+def test_wrong_arguments_of_delta_rules_are_refused_by_name_and_change_nothing(
+    door: Door, change: Arguments, error: type[Exception], message: str
+) -> None:
+    several = door is flashinfer.gated_delta_rule_mtp
+    arguments = make_delta_arguments(CPU, TOKENS if several else 1)
+    arguments |= {"disable_state_update": False} if several else {"state": None}
+    if not several:  # a token of what is there for several
+        change = {name: t[:, :1] if is_for_tokens(t) else t for name, t in change.items()}
+    arguments |= {"initial_state_indices": ROWS, **change}
+    before = copied(arguments)
+    with pytest.raises(error, match=message):
+        door(**arguments)
+    for name in BUFFERS:
+        assert not isinstance(arguments.get(name), torch.Tensor) or torch.equal(arguments[name], before[name])
+
+
+def is_for_tokens(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() >= 3 and value.shape[:2] == (3, TOKENS)

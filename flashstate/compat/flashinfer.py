@@ -1,6 +1,8 @@
-"""FlashInfer's selective_state_update, of flashinfer.mamba."""
+"""FlashInfer's selective_state_update, of flashinfer.mamba, and the gated delta rules of flashinfer.gdn_decode."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -8,15 +10,26 @@ from torch import Tensor
 from flashstate.compat.shapes import (
     batch_of,
     check_slot,
+    delta_tensors,
     list_of,
     own_slots,
     room_for_output,
+    rows_contiguous,
     slot_numbers,
     step_tensors,
     table_of,
     with_axes,
 )
-from flashstate.errors import INDEX_DTYPES, check_choice, check_flag, check_int, check_tensor, dtype_name
+from flashstate.errors import (
+    ACTIVATION_DTYPES,
+    INDEX_DTYPES,
+    check_choice,
+    check_flag,
+    check_int,
+    check_tensor,
+    dtype_name,
+)
+from flashstate.ops.gated_delta import gated_delta_step
 from flashstate.ops.mamba2 import mamba2_step
 from flashstate.state.formats import FORMATS
 from flashstate.state.slots import MOST_TOKENS, Slots
@@ -190,3 +203,137 @@ def _chosen(table: Tensor, accepted: Tensor | None) -> Tensor:
         return table[:, 0]
     column = (accepted.long() - 1).clamp(0, table.shape[1] - 1)
     return table.gather(1, column[:, None])[:, 0]
+
+
+def gated_delta_rule_decode_pretranspose(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: Tensor | None,
+    A_log: Tensor,
+    a: Tensor,
+    dt_bias: Tensor,
+    b: Tensor,
+    scale: float | None = None,
+    output: Tensor | None = None,
+    use_qk_l2norm: bool = True,
+    initial_state: Tensor | None = None,
+    initial_state_indices: Tensor | None = None,
+    output_state_indices: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Step every row by one token; update the state in place, and return the output and the tensor that was updated.
+
+    q, k: (B, 1, H, K), where H divides HV; v, output: (B, 1, HV, V); a, b: (B, 1, HV).
+    state: (B, HV, V, K), where row b is slot b; None where there is a pool.
+    A_log, dt_bias: (HV,).
+    scale: of q; None: 1 / sqrt(K).
+    output: in the dtype of v; None: a new tensor.
+    use_qk_l2norm: make vectors of length 1 of q and k first.
+    initial_state: (pool, HV, V, K), a pool of states, contiguous within a slot; with initial_state_indices (B,), int32
+        or int64, the slot of each row. A row whose slot is negative gives zero, and no slot is written for it.
+    output_state_indices: (B,), where the new state goes in the pool; None: where it was read. Negative: nowhere.
+
+    docs/compat.md says what differs from FlashInfer.
+    """
+    tensors = delta_tensors(q, k, v, a, b, A_log, dt_bias)
+    if v.shape[1] != 1:
+        raise ValueError(f"v must have one token per row, got {tuple(v.shape)}; gated_delta_rule_mtp takes several")
+    pool, slots = _pool_and_slots(len(v), state, initial_state, initial_state_indices, output_state_indices)
+    y = gated_delta_step(
+        pool, **tensors, scale=scale, qk_l2norm=use_qk_l2norm, exact=True, slots=slots,
+        out=room_for_output(tensors["v"]) if output is None else output,
+    )  # fmt: skip
+    return y, pool
+
+
+def gated_delta_rule_mtp(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    initial_state: Tensor,
+    initial_state_indices: Tensor,
+    A_log: Tensor,
+    a: Tensor,
+    dt_bias: Tensor,
+    b: Tensor,
+    scale: float | None = None,
+    output: Tensor | None = None,
+    intermediate_states_buffer: Tensor | None = None,
+    ssm_state_indices: Tensor | None = None,
+    disable_state_update: bool | None = None,
+    use_qk_l2norm: bool = True,
+    output_state_indices: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Step every row by its T tokens, one after the other; return the outputs and the pool.
+
+    q, k: (B, T, H, K), where H divides HV; v, output: (B, T, HV, V); a, b: (B, T, HV); A_log, dt_bias: (HV,).
+    initial_state: (pool, HV, V, K), contiguous within a slot.
+    initial_state_indices: (B,), int32 or int64, the slot that each row reads. A row whose slot is negative is skipped:
+        nothing is stored for it, and `output` stays as it is.
+    scale: of q; None: 1 / sqrt(K).
+    output: in the dtype of v; None: a new tensor, with zeros for rows that are skipped.
+    intermediate_states_buffer: (B or more, T or more, HV, V, K), receives the state after every token of every row,
+        whether the pool is updated or not.
+    ssm_state_indices: (B, T), where in the pool the state after every token goes; then nothing else is written there,
+        and disable_state_update and output_state_indices change nothing. Not with a buffer.
+    disable_state_update: leave the pool as it is; None: True.
+    use_qk_l2norm: make vectors of length 1 of q and k first.
+    output_state_indices: (B,), where the state after the last token goes; None: where it was read.
+
+    A negative index of those that are written is not written. docs/compat.md says what differs from FlashInfer.
+    """
+    if disable_state_update is not None:
+        check_flag("disable_state_update", disable_state_update)
+    if intermediate_states_buffer is not None and ssm_state_indices is not None:
+        raise ValueError("intermediate_states_buffer and ssm_state_indices must not both be given")
+    tensors = delta_tensors(q, k, v, a, b, A_log, dt_bias)
+    update = disable_state_update is False or ssm_state_indices is not None
+    slots = _delta_slots(
+        len(v), initial_state_indices, output_state_indices, ssm_state_indices, v.shape[1], update,
+        padding="zero" if output is None else "keep",
+    )  # fmt: skip
+    y = gated_delta_step(
+        initial_state, **tensors, scale=scale, qk_l2norm=use_qk_l2norm, exact=True, slots=slots,
+        snapshots=None if intermediate_states_buffer is None else _delta_snapshots(intermediate_states_buffer),
+        update=update, out=room_for_output(tensors["v"]) if output is None else output,
+    )  # fmt: skip
+    return y, initial_state
+
+
+def _pool_and_slots(
+    batch: int, state: Tensor | None, pool: Tensor | None, read: Tensor | None, write: Tensor | None
+) -> tuple[Tensor, Slots | None]:
+    """Where the states are, and which is whose; None: row b is slot b."""
+    if pool is not None:
+        if state is not None:
+            raise ValueError("state and initial_state must not both be given")
+        return pool, _delta_slots(batch, read, write)
+    for name, indices in (("initial_state_indices", read), ("output_state_indices", write)):
+        if indices is not None:
+            raise ValueError(f"{name} needs initial_state, got None")
+    if state is None:
+        raise ValueError("state or initial_state must be given, got None for both")
+    if len(with_axes("state", state, 4, 4)) != batch:
+        raise ValueError(f"state must have {batch} slots, as the batch has rows, got shape {tuple(state.shape)}")
+    return state, None
+
+
+def _delta_slots(
+    batch: int, read: Any, write: Tensor | None, every: Tensor | None = None, steps: int = 1, update: bool = True,
+    padding: str = "zero",
+) -> Slots:  # fmt: skip
+    """`every`: slots for the state after each of the steps; `update`: whether anything is written."""
+    check_tensor("initial_state_indices", read, ("B",), (batch,), dtypes=INDEX_DTYPES)
+    if write is not None:
+        check_tensor("output_state_indices", write, ("B",), (batch,), dtypes=INDEX_DTYPES)
+    if every is not None:
+        check_tensor("ssm_state_indices", every, ("B", "T"), (batch, steps), dtypes=INDEX_DTYPES)
+        write = rows_contiguous(every)
+    return Slots(read, write=write if update else None, padding=padding)
+
+
+def _delta_snapshots(buffer: Tensor) -> State:
+    """A State, with which a call can start as one before it did; a bare tensor would be looked at anew."""
+    axes = ("rows", "steps", "HV", "V", "K")
+    check_tensor("intermediate_states_buffer", buffer, axes, (None,) * len(axes), dtypes=ACTIVATION_DTYPES)
+    return State(buffer)

@@ -1,4 +1,4 @@
-"""What the doors share: head axes, strides that mamba2_step does not take, and tables with more than it reads."""
+"""What the doors share: head axes, strides that ops do not take, and tables with more than they read."""
 
 from __future__ import annotations
 
@@ -40,6 +40,29 @@ def step_tensors(
         if parameter is not None:
             tensors[name] = per_head_or_contiguous(with_axes(name, parameter, 1, 2, axis=0), 1)
     return tensors
+
+
+def with_these_axes(name: str, tensor: Any, *axes: str) -> Tensor:
+    """The tensor, if it has so many axes; their sizes are left to the op."""
+    if not isinstance(tensor, Tensor) or tensor.dim() != len(axes):
+        check_tensor(name, tensor, axes, (None,) * len(axes))
+    return tensor
+
+
+def delta_tensors(
+    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor
+) -> dict[str, Any]:
+    """The tensors of gated_delta_step for a decay per token and head, with both token axes, in strides that it takes.
+    What has others is copied."""
+    return {
+        "q": rows_contiguous(with_these_axes("q", q, "B", "T", "H", "K")),
+        "k": rows_contiguous(with_these_axes("k", k, "B", "T", "H", "K")),
+        "v": rows_contiguous(with_these_axes("v", v, "B", "T", "HV", "V")),
+        "a": with_these_axes("a", a, "B", "T", "HV"),
+        "b": b,
+        "A_log": with_these_axes("A_log", A_log, "HV").contiguous(),
+        "dt_bias": with_these_axes("dt_bias", dt_bias, "HV").contiguous(),
+    }
 
 
 def is_one_value(tensor: Tensor, axes: int) -> bool:
