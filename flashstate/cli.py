@@ -15,12 +15,18 @@ from flashstate.errors import ACTIVATION_DTYPES, dtype_name
 from flashstate.state.formats import FORMATS, ROUNDINGS
 
 if TYPE_CHECKING:
-    from flashstate.bench.jobs import Job
+    from flashstate.bench.jobs import Grid, Job, Stored
 
 FORMAT_NAMES = tuple(format.name for format in FORMATS.values())
-BATCHES = (1, 4, 16, 64, 256, 1024)
 CPU_BATCHES = (1, 4, 16)
-CHANNELS = (1280, 10240)  # of convolutions
+SIZES = {
+    "heads": "of a state; of gated_delta: value heads",
+    "groups": "of B and C; of gated_delta: key heads",
+    "rows": "of a head; of gated_delta: the value dimension",
+    "cols": "of a head; of gated_delta: the key dimension",
+    "channels": "of convolutions",
+    "width": "of convolutions",
+}
 ACTIVATIONS = tuple(map(dtype_name, ACTIVATION_DTYPES))
 PLAN_HELP = {
     "layers": "those with a state",
@@ -62,18 +68,20 @@ Commands = argparse._SubParsersAction  # what add_subparsers returns; argparse h
 
 def _add_info(commands: Commands[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("info", help="versions, devices, formats, and which launch config a case gets and why")
-    parser.add_argument("op", nargs="?", choices=("mamba2", "conv1d"), default="mamba2", help="default: %(default)s")
-    _add_shape(parser)
-    parser.add_argument("--channels", type=positive, default=CHANNELS[0], metavar="N", help="default: %(default)s")
-    parser.add_argument("--format", choices=FORMAT_NAMES, default="float32")
+    _add_op(parser, sizes_each=1)
+    parser.add_argument("--format", choices=FORMAT_NAMES, help="default: the first that bench measures")
     parser.add_argument("--rounding", choices=ROUNDINGS, default="nearest")
-    parser.add_argument("--batch", type=positive, nargs="+", default=BATCHES, metavar="N")
-    parser.add_argument("--tokens", type=positive, default=1, metavar="N", help="per row and call (default: 1)")
+    batches = "default: those that bench measures"
+    parser.add_argument("--batch", type=positive, nargs="+", dest="batches", metavar="N", help=batches)
+    parser.add_argument(
+        "--tokens", type=positive, nargs=1, default=[1], metavar="N", help="per row and call (default: 1)"
+    )
     parser.add_argument("--snapshots", action="store_true", help="with the state after each of several tokens stored")
+    parser.add_argument("--at-once", action="store_true", help="with several tokens of gated_delta and exact=False")
     parser.add_argument("--gpu", metavar="NAME", help="show the configs of this GPU instead of yours")
     what = "of that GPU, for the heuristic where there is no table (default: %(default)s)"
     parser.add_argument("--capability", type=capability, default="9.0", metavar="X.Y", help=what)
-    parser.set_defaults(run=_info)
+    parser.set_defaults(run=_info, formats=None)
 
 
 def _add_check(commands: Commands[argparse.ArgumentParser]) -> None:
@@ -96,16 +104,14 @@ def _add_demo(commands: Commands[argparse.ArgumentParser]) -> None:
 def _add_bench(commands: Commands[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("bench", help="time an op beside the roofs of memory and other libraries")
     _add_measured(parser)
-    parser.add_argument(
-        "--batches", type=positive, nargs="+", metavar="N", help=f"default: {_listed(BATCHES)}; on a CPU fewer"
-    )
-    several = "per row and call; several are timed with and without snapshots (default: 1)"
-    parser.add_argument("--tokens", type=positive, nargs="+", default=(1,), metavar="N", help=several)
+    several = "per row and call; several are timed for every kind of store the op is measured with"
+    parser.add_argument("--tokens", type=positive, nargs="+", metavar="N", help=several)
     peers = "libraries to compare with, or none (default: all that can be imported)"
     parser.add_argument("--peers", nargs="+", metavar="NAME", help=peers)
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the measurements there")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them there, as a PNG")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="put them as a table between the marks in there")
+    tables = "put them as tables between the marks in there"
+    parser.add_argument("--markdown", type=Path, nargs="+", default=(), metavar="FILE", help=tables)
     parser.add_argument("--commit", metavar="TEXT", help="what the CSV says of the sources where git cannot tell")
     parser.add_argument("--from-csv", type=Path, metavar="FILE", help="measure nothing: show and draw this file")
     parser.add_argument("--host", action="store_true", help="measure only what a call costs the host")
@@ -115,9 +121,8 @@ def _add_bench(commands: Commands[argparse.ArgumentParser]) -> None:
 def _add_tune(commands: Commands[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("tune", help="find the launch configs of your GPU, and write them as a table")
     _add_measured(parser)
-    parser.add_argument("--batches", type=positive, nargs="+", default=BATCHES, metavar="N")
     tokens = "per row and call: 1, and one number that stands for several (default: 1 4)"
-    parser.add_argument("--tokens", type=positive, nargs="+", default=(1, 4), metavar="N", help=tokens)
+    parser.add_argument("--tokens", type=positive, nargs="+", metavar="N", help=tokens)
     parser.add_argument("--output", type=Path, metavar="FILE", help="the table (default: named after the GPU, here)")
     resume = "keep the entries that the table has, and find the others"
     parser.add_argument("--resume", action="store_true", help=resume)
@@ -151,44 +156,57 @@ def _add_plan(commands: Commands[argparse.ArgumentParser]) -> None:
 
 
 def _add_measured(parser: argparse.ArgumentParser) -> None:
-    """What is measured: an op, on a device, of a shape, in some formats."""
+    """What is measured: an op, on a device, of some shapes, in some formats, at some batch sizes."""
+    _add_op(parser)
+    _add_device(parser)
+    formats = "such as float16:stochastic (default: those of the op)"
+    parser.add_argument("--formats", nargs="+", metavar="FORMAT[:ROUNDING]", help=formats)
+    batches = "default: those of the op; bench on a CPU takes fewer"
+    parser.add_argument("--batches", type=positive, nargs="+", metavar="N", help=batches)
+
+
+def _add_op(parser: argparse.ArgumentParser, sizes_each: int | str = "+") -> None:
+    """An op, and sizes of its states, of each as many as `nargs` means; the op has defaults for what is not given."""
     from flashstate.bench.ops import OPS
 
     what = "span is conv1d_step and mamba2_step behind it (default: %(default)s)"
     parser.add_argument("op", nargs="?", choices=tuple(OPS), default="mamba2", help=what)
-    _add_device(parser)
-    _add_shape(parser)
-    parser.add_argument("--groups", type=positive, default=1, metavar="N")
-    parser.add_argument(
-        "--channels", type=positive, nargs="+", default=CHANNELS, metavar="N", help=f"default: {_listed(CHANNELS)}"
-    )
-    formats = "such as float16:stochastic (default: all of mamba2, bfloat16 of conv1d)"
-    parser.add_argument("--formats", nargs="+", metavar="FORMAT[:ROUNDING]", help=formats)
+    for name, help in SIZES.items():
+        parser.add_argument(f"--{name}", type=positive, nargs=sizes_each, metavar="N", help=help)
 
 
 def _add_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", metavar="DEVICE", help="cpu, cuda or cuda:N (default: cuda if there is one)")
 
 
-def _add_shape(parser: argparse.ArgumentParser) -> None:
-    for name, size in (("heads", 16), ("rows", 64), ("cols", 128), ("width", 4)):
-        parser.add_argument(f"--{name}", type=positive, default=size, metavar="N", help="default: %(default)s")
-
-
 def _info(options: argparse.Namespace) -> int:
-    from flashstate.bench.jobs import Job
+    from flashstate.bench.ops import OPS
     from flashstate.info import show_info
     from flashstate.launch import Gpu
-    from flashstate.testing import AnyCase, Case, ConvCase
 
-    name, rounding = check_format(options.format, options.rounding)
-    shape = {"heads": options.heads, "rows": options.rows, "cols": options.cols, "tokens": options.tokens}
-    case: AnyCase = Case(**shape, format=name, rounding=rounding)
-    if options.op == "conv1d":
-        case = ConvCase(channels=options.channels, width=options.width, tokens=options.tokens, x="bfloat16")
-    gpu = None if options.gpu is None else Gpu(options.gpu, options.capability)
-    show_info([Job(options.op, replace(case, batch=batch), options.snapshots) for batch in options.batch], gpu)
+    op = OPS[options.op]
+    first = op.grids[0]
+    formats = [check_format(options.format or first.formats[0][0], options.rounding)]
+    stored: list[Stored] = ["snapshots" if options.snapshots else "last"]
+    jobs = op.jobs(_changed(options, [replace(first, shapes=first.shapes[:1], formats=formats, stored=stored)]))
+    if options.at_once:
+        jobs = _at_once(options.op, jobs)
+    show_info(jobs, None if options.gpu is None else Gpu(options.gpu, options.capability))
     return 0
+
+
+def _at_once(name: str, jobs: list[Job]) -> list[Job]:
+    """The jobs with all tokens of a row at once."""
+    from flashstate.bench.ops import OPS
+    from flashstate.bench.peers import MeasurementError
+
+    variant = OPS[name].variants.get("at once")
+    if variant is None:
+        raise ValueError(f"{name} has no --at-once")
+    try:
+        return [variant.job(job) for job in jobs]
+    except MeasurementError as reason:
+        raise ValueError(f"--at-once: {reason}") from reason
 
 
 def _check(options: argparse.Namespace) -> int:
@@ -209,7 +227,7 @@ def _bench(options: argparse.Namespace) -> int:
     from flashstate.bench.peers import choose_peers
     from flashstate.bench.run import Files, redraw, run_bench, run_host
 
-    files = Files(options.csv, options.plot, options.markdown)
+    files = Files(options.csv, options.plot, tuple(options.markdown))
     if options.host and (files != Files() or options.from_csv is not None):
         raise ValueError("--host measures only what a call costs the host: it reads, writes and draws no file")
     if options.from_csv is not None:
@@ -218,27 +236,34 @@ def _bench(options: argparse.Namespace) -> int:
     peers = choose_peers(op.peers, options.peers)
     if options.host:
         return run_host(op, peers, device)
-    batches = options.batches or (BATCHES if device.type == "cuda" else CPU_BATCHES)
-    return run_bench(op, _jobs(options, batches), peers, device, files, options.commit)
+    if device.type == "cpu":
+        options.batches = options.batches or CPU_BATCHES
+    return run_bench(op, op.jobs(_changed(options, op.grids)), peers, device, files, options.commit)
 
 
 def _tune(options: argparse.Namespace) -> int:
     from flashstate.bench.ops import OPS
     from flashstate.tune import run_tune
 
-    device, jobs = find_device(options.device), _jobs(options, options.batches)
-    return run_tune(OPS[options.op], jobs, device, options.output, options.resume)
+    op, device = OPS[options.op], find_device(options.device)
+    return run_tune(op, op.jobs(_changed(options, op.tuned_grids)), device, options.output, options.resume)
 
 
-def _jobs(options: argparse.Namespace, batches: Sequence[int]) -> list[Job]:
+def _changed(options: argparse.Namespace, grids: Sequence[Grid]) -> list[Grid]:
+    """Grids of an op with what options say in the place of its defaults."""
     from flashstate.bench.ops import OPS
 
-    op = OPS[options.op]
-    formats = op.formats if options.formats is None else [parse_format(text) for text in options.formats]
-    shapes = [(options.heads, options.groups, options.rows, options.cols)]
-    if options.op == "conv1d":
-        shapes = [(1, 1, channels, options.width) for channels in options.channels]
-    return [job for shape in shapes for job in op.jobs(formats, batches, options.tokens, shape)]
+    given = {name: getattr(options, name) for name in SIZES if getattr(options, name) is not None}
+    known = OPS[options.op].sizes
+    unknown = [name for name in given if name not in known]
+    if unknown:
+        raise ValueError(f"{options.op} has no --{unknown[0]}, only {_listed(tuple(f'--{name}' for name in known))}")
+    changes = {"formats": options.formats, "tokens": options.tokens, "batches": options.batches}
+    if options.formats is not None:
+        changes["formats"] = [parse_format(text) for text in options.formats]
+    changes = {name: change for name, change in changes.items() if change is not None}
+    sizes = {known[name]: numbers for name, numbers in given.items()}
+    return [replace(grid.with_sizes(sizes), **changes) for grid in grids]
 
 
 def _plan(options: argparse.Namespace) -> int:

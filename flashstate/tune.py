@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime, timezone
-from functools import partial
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -14,7 +15,8 @@ from rich.progress import track
 from torch import Tensor
 
 from flashstate.bench.jobs import BenchedOp, Job
-from flashstate.bench.measure import slots_of, snapshots_for, with_cold_snapshots
+from flashstate.bench.measure import slots_of, storing_for, with_cold_snapshots
+from flashstate.bench.peers import Launch, MeasurementError
 from flashstate.bench.timing import cold_slots, need_flush, time_launches
 from flashstate.info import versions
 from flashstate.launch import Config, Gpu, Problem, collecting, gpu_of, override
@@ -36,7 +38,7 @@ def run_tune(op: BenchedOp, jobs: Sequence[Job], device: torch.device, output: P
     """Tune for the GPU of a device, and say where the table is. Exit status 1 where configs disagree."""
     if device.type != "cuda":
         raise ValueError("tune measures kernels on a GPU, and there is none")
-    gpu, by_problem = gpu_of(device), jobs_by_problem(jobs)
+    gpu, by_problem = gpu_of(device), jobs_by_problem(with_variants(op, jobs))
     path = output or Path(table_name(gpu.name))
     console = Console(stderr=True)
     try:
@@ -47,6 +49,15 @@ def run_tune(op: BenchedOp, jobs: Sequence[Job], device: torch.device, output: P
         return 1
     Console().print(f"wrote {path}; flashstate reads tables in {Path(__file__).parent / 'launch' / 'tables'}")
     return 0
+
+
+def with_variants(op: BenchedOp, jobs: Sequence[Job]) -> list[Job]:
+    """These jobs, and as they are where flashstate is called in other ways: some of these have configs of their own."""
+    found = dict.fromkeys(jobs)
+    for variant, job in product(op.variants.values(), jobs):
+        with suppress(MeasurementError):  # it cannot be called so
+            found[variant.job(job)] = None
+    return list(found)
 
 
 def jobs_by_problem(jobs: Sequence[Job]) -> dict[Problem, Job]:
@@ -115,7 +126,7 @@ class GpuStopwatch:
         self._modes: dict[tuple[str, str], _Mode] = {}
         self._prepared: set[tuple[_Mode, Config]] = set()
         self._pools: dict[tuple[object, ...], Pool] = {}  # by format, axes of a state and number of slots
-        self._timed: tuple[Problem, list[Callable[[], Tensor]]] | None = None  # one problem: its snapshots are large
+        self._timed: tuple[Problem, list[Launch]] | None = None  # one problem: its snapshots are large
 
     def prepare(self, points: Sequence[Point]) -> None:
         new = {(self._mode(problem), config) for problem, config in points} - self._prepared
@@ -141,7 +152,7 @@ class GpuStopwatch:
             self._modes[key] = _Mode(self._op, self._jobs[problem], self._device)
         return self._modes[key]
 
-    def _on_cold_slots(self, job: Job) -> list[Callable[[], Tensor]]:
+    def _on_cold_slots(self, job: Job) -> list[Launch]:
         """Steps of a job, each on slots that are not in the cache, in a pool that all jobs of its format share."""
         case = job.case
         size, numbers = cold_slots(case.batch, case.slot_bytes, self._device, MAX_LAUNCHES)
@@ -150,9 +161,9 @@ class GpuStopwatch:
         if kind not in self._pools:
             self._pools[kind] = inputs.on_larger_pool(size).state
         state = replace(self._pools[kind], rounding=case.rounding)
-        snapshots, slots = with_cold_snapshots(job, numbers, self._device)
-        step = self._op.bind(replace(inputs, state=state), snapshots)
-        return [partial(step, at) for at in slots]
+        storing, slots = with_cold_snapshots(job, numbers, self._device)
+        step = self._op.bind(replace(inputs, state=state), storing)
+        return [step(at) for at in slots]
 
 
 class _Mode:
@@ -168,10 +179,10 @@ class _Mode:
     def step(self, config: Config, inputs: Inputs | None = None) -> tuple[Tensor, Pool]:
         """The output of one call on the pool of these or other inputs, and where it stored states."""
         inputs = inputs or self._inputs
-        snapshots = snapshots_for(self._job, CHECKED_ROWS, inputs.state.data.device)
+        storing = storing_for(self._job, CHECKED_ROWS, inputs.state.data.device)
         with override(config):
-            y = self._op.bind(inputs, snapshots)(slots_of(inputs, snapshots))
-        return y, snapshots or inputs.state
+            y = self._op.bind(inputs, storing)(slots_of(inputs, storing))()
+        return y, storing.snapshots or inputs.state
 
     def check(self, config: Config) -> None:
         """LawBroken unless a call gives the bytes that it gives with other configs."""

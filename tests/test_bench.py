@@ -13,10 +13,10 @@ from torch import Tensor
 
 from flashstate import Slots, State
 from flashstate.bench import measure, run, timing
-from flashstate.bench.jobs import Job
-from flashstate.bench.mamba2 import bind_flashstate, jobs_of
-from flashstate.bench.measure import row_of, snapshots_for
-from flashstate.bench.peers import MeasurementError, Step
+from flashstate.bench.jobs import Grid, Job, Shape, Stored
+from flashstate.bench.mamba2 import MAMBA2, bind_flashstate
+from flashstate.bench.measure import inputs_of, row_of, storing_for
+from flashstate.bench.peers import Launch, MeasurementError, Step, Storing
 from flashstate.bench.results import read_csv
 from flashstate.bench.timing import Timing, cold_rows, cold_slots
 from flashstate.cli import main
@@ -40,11 +40,11 @@ def short_timing_on_a_wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_jobs_are_all_formats_tokens_and_batches_and_several_tokens_also_with_snapshots() -> None:
-    jobs = jobs_of(PORTABLE_FORMATS, (1, 4), (1, 3), (6, 2, 4, 16))
+    jobs = MAMBA2.jobs([Grid((Shape(6, 2, 4, 16),), PORTABLE_FORMATS, (1, 3), batches=(1, 4))])
     assert len(set(jobs)) == len(jobs) == len(PORTABLE_FORMATS) * 3 * 2
     assert tuple(dict.fromkeys((job.case.format, job.case.rounding) for job in jobs)) == PORTABLE_FORMATS
-    forms = [(job.case.tokens, job.snapshots, job.stores, job.case.batch) for job in jobs[:6]]
-    assert forms == [(*form, batch) for form in ((0, False, 1), (3, False, 1), (3, True, 3)) for batch in (1, 4)]
+    forms = [(job.case.tokens, job.stored, job.stores, job.case.batch) for job in jobs[:6]]
+    assert forms == [(*form, n) for form in ((0, "last", 1), (3, "last", 1), (3, "snapshots", 3)) for n in (1, 4)]
     for case in (job.case for job in jobs):
         assert (case.heads, case.groups, case.rows, case.cols) == (6, 2, 4, 16)
         assert (case.x, case.bc, case.dt, case.parameters) == (*["bfloat16"] * 3, "float32")
@@ -54,7 +54,9 @@ def test_jobs_are_all_formats_tokens_and_batches_and_several_tokens_also_with_sn
 
 @pytest.mark.parametrize(("name", "rounding"), PORTABLE_FORMATS)
 def test_a_row_counts_every_byte_of_its_arguments_and_roofs_those_of_states(name: str, rounding: str) -> None:
-    for job, form in zip(jobs_of([(name, rounding)], [2], [1, 3], (2, 1, 4, 16)), FORMS, strict=True):
+    stored: tuple[Stored, ...] = ("last", "snapshots", "nothing")
+    jobs = MAMBA2.jobs([Grid((Shape(2, 1, 4, 16),), [(name, rounding)], (1, 3), stored, (2,))])
+    for job, form in zip(jobs, (*FORMS, ", 3 tokens, nothing stored"), strict=True):
         inputs = make_inputs(job.case, CPU)
         state, options = inputs.state, [t for t in inputs.options.values() if isinstance(t, Tensor)]
         states = 2 * (1 + job.stores)
@@ -65,10 +67,18 @@ def test_a_row_counts_every_byte_of_its_arguments_and_roofs_those_of_states(name
         ours = row_of("flashstate", job, Timing(4.0, 3.0, 5.0), job.counted_bytes, TWO_MICROSECONDS)
         roof = row_of("touch", job, TWO_MICROSECONDS, job.touched_bytes, TWO_MICROSECONDS)
         assert (ours.gigabytes_per_second, roof.gigabytes_per_second) == (moved / 4e3, states * slot / 2e3)
-        assert (ours.percent_of_touch, ours.spread, roof.percent_of_touch) == (50.0, 0.5, 100.0)
+        assert (ours.percent_of_roof, ours.spread, roof.percent_of_roof) == (50.0, 0.5, 100.0)
         assert ours.label == roof.label == label_of(name, rounding) + form
-        assert (ours.op, ours.tokens, ours.snapshots) == ("mamba2", job.case.tokens or 1, int(job.snapshots))
-        assert row_of("reference, CPU", job, TWO_MICROSECONDS, moved, None).percent_of_touch is None
+        assert (ours.op, ours.tokens, ours.stored) == ("mamba2", job.case.tokens or 1, job.stored)
+        assert row_of("reference, CPU", job, TWO_MICROSECONDS, moved, None).percent_of_roof is None
+
+
+def test_grids_that_overlap_and_take_other_sizes_give_every_job_once() -> None:
+    grid = Grid((Shape(6, 2, 4, 16), Shape(6, 2, 8, 16)), (("int8", "nearest"),), (1, 3), ("last", "nothing"), (2,))
+    jobs = MAMBA2.jobs([grid, grid.with_sizes({"heads": (2, 6), "rows": (4,)})])
+    forms = [(*job.case.measured_axes, job.case.tokens, job.stored) for job in jobs]
+    each = ((0, "last"), (3, "last"), (3, "nothing"))
+    assert forms == [(*axes, *form) for axes in ((6, 2, 4, 16), (6, 2, 8, 16), (2, 2, 4, 16)) for form in each]
 
 
 # What is checked
@@ -85,13 +95,13 @@ def test_bench_times_nothing_when_flashstate_is_wrong(
 
 def check_spoiled(name: str, rounding: str, spoil: Callable[[State], object]) -> None:
     """Check snapshots of three tokens that are spoiled after the step."""
-    job = Job("mamba2", replace(TINY_CASE, format=name, rounding=rounding, tokens=3), snapshots=True)
+    job = Job("mamba2", replace(TINY_CASE, format=name, rounding=rounding, tokens=3), "snapshots")
 
-    def bind(inputs: Inputs, snapshots: State | None) -> Step:
-        step = bind_flashstate(inputs, snapshots)
-        return lambda slots: (step(slots), spoil(snapshots))[0]
+    def bind(inputs: Inputs, storing: Storing) -> Step:
+        step = bind_flashstate(inputs, storing)
+        return lambda slots: lambda: (step(slots)(), spoil(storing.snapshots))[0]
 
-    measure.check(bind, make_inputs(job.case, CPU), snapshots_for(job, job.case.batch, CPU))
+    measure.check(bind, make_inputs(job.case, CPU), storing_for(job, job.case.batch, CPU))
 
 
 @pytest.mark.parametrize(("name", "rounding"), PORTABLE_FORMATS)
@@ -120,6 +130,33 @@ def test_snapshots_with_wrong_scales_fail_the_check() -> None:
         check_spoiled("int16", "stochastic", lambda snapshots: snapshots.scale.mul_(1.01))
 
 
+@pytest.mark.parametrize("stored", ["nothing", "snapshots"])
+def test_a_step_that_stores_where_it_should_only_read_fails_the_check(stored: Stored) -> None:
+    job = Job("mamba2", replace(TINY_CASE, tokens=3), stored)
+    storing = storing_for(job, job.case.batch, CPU)
+    measure.check(bind_flashstate, make_inputs(job.case, CPU), storing)
+
+    def bind(inputs: Inputs, storing: Storing) -> Step:
+        def step(slots: Slots) -> Launch:
+            launch = bind_flashstate(inputs, storing)(slots)
+            return lambda: (launch(), inputs.state.data[-1].neg_())[0]
+
+        return step
+
+    with pytest.raises(MeasurementError, match=r"^wrong: it changes states that are only to be read$"):
+        measure.check(bind, make_inputs(job.case, CPU), storing)
+
+
+def test_results_are_checked_on_slots_that_no_library_takes_for_padding() -> None:
+    for spare in range(1, 6):
+        inputs = inputs_of(replace(TINY_CASE, batch=4, slots=4 + spare), CPU)
+        slots = inputs.slots.tolist()
+        assert 0 not in slots
+        assert len(set(slots)) == 4
+        assert inputs.slots.dtype == torch.int32
+        measure.check(bind_flashstate, inputs)
+
+
 # Cold slots and roofs
 
 
@@ -127,11 +164,11 @@ def test_launches_meet_cold_slots_and_cold_rows(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(timing, "COLD_BYTES", 1000)
     size, slots = cold_slots(3, 40, CPU)
     rows = cold_rows(3, 10, len(slots), CPU)
-    assert (size, len(slots), len(rows)) == (25, timing.MIN_LAUNCHES, timing.MIN_LAUNCHES)
-    for numbers, count in ((slots, size), (rows, 10)):
+    assert (size, len(slots), len(rows)) == (1 + 25, timing.MIN_LAUNCHES, timing.MIN_LAUNCHES)
+    for numbers, first, count in ((slots, 1, 25), (rows, 0, 10)):
         assert {(len(launch), launch.dtype) for launch in numbers} == {(3, torch.int32)}
         flat = torch.cat(numbers).tolist()
-        assert sorted(flat[:count]) == list(range(count))
+        assert sorted(flat[:count]) == list(range(first, first + count))
         assert flat == [flat[i % count] for i in range(len(flat))]
 
 
@@ -197,7 +234,7 @@ def test_bench_on_a_cpu_measures_the_reference_and_says_so(capsys: pytest.Captur
     assert provenance["commit"] == "abc"
     assert [(row.label, row.batch) for row in rows] == [(label, batch) for label in labels for batch in (1, 2)]
     assert all((row.op, row.implementation) == ("mamba2", "reference, CPU") for row in rows)
-    assert all(row.percent_of_touch is None for row in rows)
+    assert all(row.percent_of_roof is None for row in rows)
     assert image.read_bytes().startswith(b"\x89PNG")
 
 
@@ -215,7 +252,7 @@ def test_bench_on_a_gpu_measures_both_roofs_flashstate_and_the_cost_on_the_host(
     provenance, rows = read_csv(tmp_path / "gpu.csv")
     names = ("touch", "read", "flashstate")
     assert [row.implementation for row in rows] == [*names] * 2 * 3 * 2  # formats, forms, batches
-    assert all(row.microseconds > 0 and row.percent_of_touch is not None for row in rows)
+    assert all(row.microseconds > 0 and row.percent_of_roof is not None for row in rows)
     assert provenance["host cost"].startswith("torch.add_ ")
     assert "; flashstate " in provenance["host cost"]
     assert "skipped" not in capsys.readouterr().out

@@ -4,14 +4,15 @@ from typing import Any
 
 import pytest
 import torch
-from benching import NEEDS_INTERPRETER, run_twice
+from benching import NEEDS_INTERPRETER, measure_in_the_interpreter
 from torch import Tensor
 
 from flashstate import Slots
-from flashstate.bench import measure, timing
-from flashstate.bench.conv1d import CONV1D, bind_vllm, jobs_of
+from flashstate.bench import measure
+from flashstate.bench.conv1d import CONV1D, bind_vllm
+from flashstate.bench.jobs import Grid, Job, Shape, check_words
 from flashstate.bench.measure import Report, check, measure_on_gpu
-from flashstate.bench.peers import MeasurementError
+from flashstate.bench.peers import IN_PLACE, MeasurementError
 from flashstate.bench.span import SPAN, SpanCase, SpanInputs
 from flashstate.bench.timing import Timing
 from flashstate.compat import vllm
@@ -23,23 +24,34 @@ TINY_SPAN = SpanCase(2, 2, 1, 4, 8, slots=4)
 
 
 def test_jobs_are_every_dtype_number_of_tokens_and_batch() -> None:
-    jobs = jobs_of([("bfloat16", "nearest"), ("float32", "nearest")], (1, 4), (1, 6), (1, 1, 24, 3))
+    formats = [("bfloat16", "nearest"), ("float32", "nearest")]
+    jobs = CONV1D.jobs([Grid((Shape(1, 1, 24, 3),), formats, (1, 6), ("last",), (1, 4))])
     assert [(job.case.format, job.case.tokens, job.case.batch) for job in jobs] == [
         (name, tokens, batch) for name in ("bfloat16", "float32") for tokens in (0, 6) for batch in (1, 4)
     ]
     assert {job.case.measured_axes for job in jobs} == {(1, 1, 24, 3)}
-    labels = [measure.row_of("x", job, Timing(2, 2, 2), 1, None).label for job in jobs[:3]]
-    assert labels == ["24 channels, bfloat16"] * 2 + ["24 channels, bfloat16, 6 tokens"]
+    rows = [measure.row_of("x", job, Timing(2, 2, 2), 1, None) for job in jobs[:3]]
+    assert [row.label for row in rows] == ["24 channels, bfloat16"] * 2 + ["24 channels, bfloat16, 6 tokens"]
+    assert {row.shape for row in rows} == {"conv1d, width 3"}
 
 
-def test_odd_channels_are_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"the number of channels must be even, .* got 1283"):
-        jobs_of([("bfloat16", "nearest")], (1,), (1,), (1, 1, 1283, 4))
+def test_windows_and_tokens_that_roofs_cannot_move_are_refused_by_name() -> None:
+    for width, length in ((4, 3), (3, 2)):  # of three entries, which are not whole words, and of two
+        (job,) = CONV1D.jobs([Grid((Shape(1, 1, 1283, width),), [("bfloat16", "nearest")], batches=(2,))])
+        with pytest.raises(ValueError, match=f"^a state of 1283 x {length} in bfloat16, .* not whole 32-bit words$"):
+            check_words([job])
+    check_words(CONV1D.jobs([Grid((Shape(1, 1, 1283, 4),), [("float32", "nearest")], batches=(2,))]))
+
+
+def test_formats_that_windows_have_not_are_refused_by_name() -> None:
+    for name, rounding, label in (("int8", "nearest", "int8"), ("float16", "stochastic", "float16 stochastic")):
+        with pytest.raises(ValueError, match=f"^windows are float32, .*, rounded to nearest, got {label}$"):
+            CONV1D.case(Shape(1, 1, 1280, 4), name, rounding, 0, 1)
 
 
 def test_a_row_counts_every_byte_and_its_roof_those_of_windows_and_tokens() -> None:
     for tokens in (1, 3):
-        (job,) = jobs_of([("bfloat16", "nearest")], [2], [tokens], (1, 1, 8, 4))
+        (job,) = CONV1D.jobs([Grid((Shape(1, 1, 8, 4),), [("bfloat16", "nearest")], [tokens], ("last",), [2])])
         inputs = make_inputs(job.case, CPU)
         given = {**inputs.arguments, **inputs.options, "slots": inputs.slots}
         window, x = inputs.state.data[:2].nbytes, given["x"].nbytes
@@ -70,8 +82,8 @@ def test_a_span_gives_what_its_two_steps_give() -> None:
     inputs = make_inputs(TINY_SPAN, CPU)
     assert isinstance(inputs, SpanInputs)
     check(SPAN.bind, inputs)
-    for bind in SPAN.variants.values():
-        check(bind, inputs)
+    for variant in SPAN.variants.values():
+        check(variant.bind, inputs)
 
 
 @pytest.mark.parametrize("forgotten", ["x", "B", "C"])
@@ -86,16 +98,11 @@ def test_a_span_whose_convolution_went_wrong_is_not_timed(forgotten: str) -> Non
 @NEEDS_INTERPRETER
 @pytest.mark.parametrize(("op", "case"), [(CONV1D, TINY), (SPAN, TINY_SPAN)], ids=["conv1d", "span"])
 def test_ways_to_call_flashstate_are_measured_beside_it(op: Any, case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from flashstate.bench import roofs
-
-    for module in (measure, timing):
-        monkeypatch.setattr(module, "COLD_BYTES", 1 << 10)
-    for module in (measure, roofs):
-        monkeypatch.setattr(module, "time_launches", run_twice)
+    measure_in_the_interpreter(monkeypatch, cold_bytes=1 << 10)
     report = Report()
-    peers = {"vllm": lambda inputs, snapshots: bind_vllm(vllm.causal_conv1d_update, inputs, snapshots)}
+    peers = {"vllm": lambda inputs, storing: bind_vllm(vllm.causal_conv1d_update, inputs, storing)}
     with interpreted():
-        measure_on_gpu(op, measure.Job("conv1d", case), peers if op is CONV1D else {}, CPU, report)
+        measure_on_gpu(op, Job("conv1d", case), peers if op is CONV1D else {}, CPU, report)
     names = ["touch", "read", "flashstate", "flashstate, early", *(["vllm"] if op is CONV1D else [])]
     assert [row.implementation for row in report.rows] == names
     assert not report.skipped
@@ -106,7 +113,7 @@ def test_a_release_of_vllm_with_other_arguments_is_skipped() -> None:
         raise AssertionError
 
     with pytest.raises(MeasurementError, match="this release has no out"):
-        bind_vllm(older, make_inputs(TINY, CPU), None)
+        bind_vllm(older, make_inputs(TINY, CPU), IN_PLACE)
 
 
 def test_larger_pools_keep_the_layout_of_windows() -> None:

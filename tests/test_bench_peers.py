@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import benching
 import pytest
 import torch
-from benching import NEEDS_INTERPRETER, TWO_MICROSECONDS, run_twice
+from benching import NEEDS_INTERPRETER, TWO_MICROSECONDS, measure_in_the_interpreter
 from torch import Tensor
 
 from flashstate import Slots, State
-from flashstate.bench import host, measure, run, timing
-from flashstate.bench.jobs import Job
+from flashstate.bench import host, measure, run
+from flashstate.bench.jobs import Job, Stored
 from flashstate.bench.mamba2 import MAMBA2, PEERS
-from flashstate.bench.measure import Report, measure_on_gpu, snapshots_for
+from flashstate.bench.measure import Report, measure_on_gpu, storing_for
 from flashstate.bench.peers import MeasurementError, choose_peers, load_peers, versions_of
 from flashstate.bench.results import read_csv
 from flashstate.bench.timing import Timing
@@ -70,11 +69,10 @@ def flashinfer_update(
     rounding = "nearest" if rand_seed is None else "stochastic"
     seed = None if rand_seed is None else rand_seed.expand(len(state)).contiguous()
     pool = State(state, state_scale, rounding=rounding, rounds=philox_rounds, seed=seed)
+    rest["update"] = not disable_state_update
     if intermediate_states_buffer is not None:
-        assert disable_state_update
         rest["snapshots"] = State(intermediate_states_buffer, intermediate_state_scales, rounding=rounding)
         rest["slots"] = Slots(state_batch_indices, snapshot_rows=intermediate_state_indices)
-        rest["update"] = False
     indices = {"state_batch_indices": state_batch_indices}
     return selective_state_update(state=pool, x=x, dt=dt, D=D, out=out, **indices, **rest)
 
@@ -103,21 +101,13 @@ STAND_INS: dict[str, Callable[..., Any]] = {
 
 def pretend(monkeypatch: pytest.MonkeyPatch, name: str, function: Callable[..., Any] | None) -> None:
     """Install a library with this function; with None one that cannot be imported."""
-    peer, package = PEERS[name], PEERS[name].module.split(".")[0]
-    if function is None:
-        monkeypatch.setitem(sys.modules, peer.module, None)
-        return
-    module, parent = ModuleType(peer.module), ModuleType(package)
-    setattr(module, peer.function, function)
-    parent.__version__ = "1.2"  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, package, parent)
-    monkeypatch.setitem(sys.modules, peer.module, module)
+    benching.pretend(monkeypatch, PEERS[name], None if function is None else [function])
 
 
-def check_peer(name: str, case: Case, snapshots: bool = False) -> None:
-    kept = snapshots_for(Job("mamba2", case, snapshots), case.batch, CPU)
+def check_peer(name: str, case: Case, stored: Stored = "last") -> None:
+    storing = storing_for(Job("mamba2", case, stored), case.batch, CPU)
     with measure.failures_as_reasons():
-        measure.check(PEERS[name].load(), make_inputs(case, CPU), kept)
+        measure.check(PEERS[name].load(), make_inputs(case, CPU), storing)
 
 
 # What is chosen
@@ -169,14 +159,14 @@ def test_a_peer_that_knows_several_tokens_is_given_them(name: str, monkeypatch: 
     check_peer(name, replace(TINY_CASE, tokens=3))
 
 
-@pytest.mark.parametrize("form", [{}, {"tokens": 3}, {"tokens": 3, "snapshots": True}], ids=str)
+@pytest.mark.parametrize("form", [(0, "last"), (3, "last"), (3, "snapshots"), (3, "nothing")], ids=str)
 @pytest.mark.parametrize("fmt", [("float16", "stochastic"), ("int16", "nearest")], ids=str)
 def test_flashinfer_is_given_scales_seeds_and_snapshots(
-    fmt: tuple[str, str], form: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    fmt: tuple[str, str], form: tuple[int, Stored], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretend(monkeypatch, "flashinfer", flashinfer_update)
-    case = replace(TINY_CASE, format=fmt[0], rounding=fmt[1], tokens=form.get("tokens", 0))
-    check_peer("flashinfer", case, snapshots=form.get("snapshots", False))
+    tokens, stored = form
+    check_peer("flashinfer", replace(TINY_CASE, format=fmt[0], rounding=fmt[1], tokens=tokens), stored)
 
 
 @pytest.mark.parametrize("part", ["state", "output"])
@@ -213,9 +203,10 @@ def test_a_peer_that_fails_is_skipped_with_its_words(name: str, monkeypatch: pyt
 SKIPPED = [
     ("vllm", {"format": "float16", "rounding": "stochastic"}, "only .* rounded to nearest, not stochastic"),
     ("vllm", {"format": "int8"}, "only compared where states have no scales"),
-    ("vllm", {"tokens": 3, "snapshots": True}, "only compared without snapshots"),
+    ("vllm", {"tokens": 3, "stored": "snapshots"}, "only compared where the last state is stored in place"),
+    ("vllm", {"tokens": 3, "stored": "nothing"}, "only compared where the last state is stored in place"),
     ("fla", {"format": "float8_e4m3fn", "rounding": "stochastic"}, "only compared where states have no scales"),
-    ("fla", {"tokens": 3, "snapshots": True}, "only compared without snapshots"),
+    ("fla", {"tokens": 3, "stored": "snapshots"}, "only compared where the last state is stored in place"),
     ("mamba_ssm", {"format": "bfloat16", "rounding": "stochastic"}, "only .* rounded to nearest, not stochastic"),
     ("mamba_ssm", {"tokens": 3}, "only compared with one token per call"),
     ("flashinfer", {"format": "int8"}, "it has no int8 states rounded nearest"),
@@ -228,10 +219,10 @@ def test_what_a_peer_cannot_do_is_skipped_with_a_reason(
     name: str, change: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretend(monkeypatch, name, STAND_INS[name])
-    snapshots = change.get("snapshots", False)
-    case = replace(TINY_CASE, **{key: value for key, value in change.items() if key != "snapshots"})
+    stored = change.get("stored", "last")
+    case = replace(TINY_CASE, **{key: value for key, value in change.items() if key != "stored"})
     with pytest.raises(MeasurementError, match=f"^{reason}$"):
-        check_peer(name, case, snapshots)
+        check_peer(name, case, stored)
 
 
 def test_fla_without_our_layout_of_states_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,26 +236,23 @@ def test_fla_without_our_layout_of_states_is_skipped(monkeypatch: pytest.MonkeyP
 
 @NEEDS_INTERPRETER
 @pytest.mark.interpreted
-@pytest.mark.parametrize("form", ["", ", 3 tokens", ", 3 tokens, snapshots"])
+@pytest.mark.parametrize("form", ["", ", 3 tokens", ", 3 tokens, snapshots", ", 3 tokens, nothing stored"])
 def test_on_a_gpu_flashstate_and_right_peers_are_measured_beside_the_roofs(
     form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from flashstate.bench import roofs
-
-    for module in (measure, timing):
-        monkeypatch.setattr(module, "COLD_BYTES", 1 << 12)
-    for module in (measure, roofs):
-        monkeypatch.setattr(module, "time_launches", run_twice)
+    measure_in_the_interpreter(monkeypatch)
     for name in PEERS:
         pretend(monkeypatch, name, STAND_INS[name])
     bindings, _ = load_peers(PEERS, CUDA)
-    job = Job("mamba2", replace(TINY_CASE, tokens=3 if form else 0), snapshots="snapshots" in form)
+    stored: Stored = "snapshots" if "snapshots" in form else "nothing" if "nothing" in form else "last"
+    job = Job("mamba2", replace(TINY_CASE, tokens=3 if form else 0), stored)
     report = Report()
     with interpreted():
         measure_on_gpu(MAMBA2, job, bindings, CPU, report)
     skipped = {"": set(), ", 3 tokens": {"mamba_ssm"}}.get(form, {"mamba_ssm", "vllm", "fla"})
-    measured = ["touch", "read", "flashstate", *(name for name in PEERS if name not in skipped)]
-    assert [(row.implementation, row.percent_of_touch) for row in report.rows] == [(name, 100.0) for name in measured]
+    roofs_of_job = ["read"] if stored == "nothing" else ["touch", "read"]
+    measured = [*roofs_of_job, "flashstate", *(name for name in PEERS if name not in skipped)]
+    assert [(row.implementation, row.percent_of_roof) for row in report.rows] == [(name, 100.0) for name in measured]
     assert {row.label for row in report.rows} == {f"float32{form}"}
     assert report.skipped.keys() == skipped
 
@@ -280,7 +268,7 @@ def test_the_cost_on_the_host_is_compared_with_an_addition(monkeypatch: pytest.M
     bindings, _ = load_peers(PEERS, CUDA)
     op = replace(MAMBA2, host_case=TINY_CASE)
     report = Report()
-    costs = host.host_costs(op, {**bindings, "wrong": lambda inputs, snapshots: host.seconds_of}, CPU, report)
+    costs = host.host_costs(op, {**bindings, "wrong": lambda inputs, storing: host.seconds_of}, CPU, report)
     assert list(costs) == ["torch.add_", "flashstate", "flashstate, plain tensors", *bindings]
     assert len(waits) == len(costs) * (1 + host.CHUNKS + 1)
     assert all(cost.median > 0 for cost in costs.values())

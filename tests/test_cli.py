@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from flashstate.bench.ops import OPS
 from flashstate.check import SHOWN_FAILURES, cases_on
 from flashstate.cli import main
 from flashstate.demo import one_thread
@@ -18,7 +19,7 @@ from flashstate.info import versions
 from flashstate.launch import Gpu, choose
 from flashstate.laws import LawBroken, laws_for, pairs
 from flashstate.state.formats import FORMATS, PORTABLE_FORMATS
-from flashstate.testing import Case, ConvCase
+from flashstate.testing import Case, ConvCase, DeltaCase
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 TINY = ["--device", "cpu", "--batches", "1", "2", "--heads", "2", "--rows", "4", "--cols", "16"]
@@ -65,6 +66,28 @@ def test_info_shows_the_configs_of_calls_with_snapshots(
 ) -> None:
     assert main(["info", "--gpu", "none", "--tokens", tokens, "--snapshots"]) == 0
     assert f"nearest, {mode}, on none" in output_of(capsys)
+
+
+def test_info_shows_the_configs_of_every_op_as_it_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = {
+        "mamba2": "mamba2_step, 64 x 128, float32, nearest, one token",
+        "gated_delta": "gated_delta_step, 128 x 128, float32, nearest, one token",
+        "conv1d": "conv1d_step, 1280 x 4, bfloat16, nearest, one token",
+        "span": "mamba2_step, 64 x 128, float32, nearest, one token",
+    }
+    assert shown.keys() == OPS.keys()
+    for op, words in shown.items():
+        assert main(["info", op, "--gpu", "none"]) == 0
+        assert f"Launch configs of {words}, on none" in output_of(capsys)
+
+
+def test_info_shows_the_configs_of_tokens_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--gpu", "none", "--format", "bfloat16", "--tokens", "4", "--batch", "1", "64"]
+    assert main(["info", "gated_delta", "--at-once", *options]) == 0
+    out = output_of(capsys)
+    assert "gated_delta_at_once, 128 x 128, bfloat16, nearest, several tokens, on none" in out
+    assert " 1 64 16 1 4 1 0 heuristic" in out
+    assert " 64 4096 32 1 4 1 0 heuristic" in out
 
 
 def test_info_shows_what_another_compute_capability_changes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,11 +156,21 @@ def test_what_cannot_be_parsed_exits_with_2(argv: list[str]) -> None:
             ["info", "--format", "int8", "--rounding", "stochastic_hw"],
             "int8 has no rounding 'stochastic_hw', only nearest, stochastic",
         ),
+        (
+            ["info", "conv1d", "--format", "int8"],
+            "windows are float32, bfloat16, float16, rounded to nearest, got int8",
+        ),
+        (["info", "--at-once", "--tokens", "4"], "mamba2 has no --at-once"),
+        (["info", "gated_delta", "--at-once"], "--at-once: only for calls of 2 to 16 tokens"),
+        (["info", "--channels", "8"], "mamba2 has no --channels, only --heads, --groups, --rows, --cols"),
+        (["bench", "conv1d", "--device", "cpu", "--rows", "8"], "conv1d has no --rows, only --channels, --width"),
+        (["tune", "span", "--width", "3"], "span has no --width, only --heads"),
         (["check", "--device", "tpu"], "--device must be cpu, cuda or cuda:N, got 'tpu'"),
         (["check", "--device", "cuda:99"], "--device cuda:99: this machine has"),
         (["bench", *TINY, "--formats", "float7"], "there is no format 'float7'"),
         (["bench", *TINY, "--formats", "int16:up"], "int16 has no rounding 'up', only nearest, stochastic"),
         (["bench", *TINY, "--groups", "3"], "the number of groups must divide the 2 heads, got 3"),
+        (["bench", *TINY, "--formats", "int8", "--cols", "3", "--heads", "1", "--rows", "1"], "not whole 32-bit words"),
         (["bench", *TINY, "--csv", "no/such/folder/a.csv"], "to write a.csv to"),
         (["bench", *TINY, "--peers", "numpy"], "there is no peer 'numpy', only vllm, flashinfer, mamba_ssm, fla"),
         (["bench", *TINY, "--markdown", "missing.md"], "No such file"),
@@ -173,7 +206,7 @@ def test_a_quick_check_takes_one_case_per_format(device: torch.device) -> None:
 @pytest.mark.parametrize("quick", [False, True])
 @pytest.mark.parametrize("device", [CPU, CUDA], ids=str)
 def test_a_check_takes_cases_of_every_op(device: torch.device, quick: bool) -> None:
-    assert {type(case) for case in cases_on(device, quick)} == {Case, ConvCase}
+    assert {type(case) for case in cases_on(device, quick)} == {Case, ConvCase, DeltaCase}
 
 
 @pytest.mark.parametrize("quick", [False, True])

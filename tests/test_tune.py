@@ -12,6 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from flashstate.bench.jobs import Grid, Shape
 from flashstate.bench.ops import OPS
 from flashstate.bench.timing import MIN_LAUNCHES, Timing
 from flashstate.cli import main
@@ -24,10 +25,11 @@ from flashstate.state.formats import PORTABLE_FORMATS
 from flashstate.tune import GpuStopwatch, jobs_by_problem, tune
 
 GPU = Gpu("a GPU nobody measured", (9, 0))
-SHAPE = (16, 1, 64, 128)  # heads, groups, rows, cols
+SHAPE = Shape(16, 1, 64, 128)
 BATCHES = (1, 16, 256)
 FORMATS = [("float32", "nearest"), ("float16", "nearest"), ("float16", "stochastic")]
-PROBLEMS = list(jobs_by_problem(OPS["mamba2"].jobs(FORMATS, BATCHES, (1, 4), SHAPE)))
+GRID = Grid((SHAPE,), FORMATS, (1, 4), batches=BATCHES)
+PROBLEMS = list(jobs_by_problem(OPS["mamba2"].jobs([GRID])))
 QUIET = Console(quiet=True)
 
 
@@ -125,7 +127,7 @@ def test_differences_that_are_noise_do_not_move_the_search(tmp_path: Path) -> No
 def test_a_size_starts_where_the_smaller_one_ended(tmp_path: Path) -> None:
     path, goal = tmp_path / "table.json", Config(64, 8, 4)
     several = [problem for problem in PROBLEMS if problem.format == "float32" and problem.several_tokens]
-    of_mode = [problem for problem in several if not problem.each_stored]
+    of_mode = [problem for problem in several if problem.stored == "last"]
 
     def time(problem: Problem, config: Config) -> float:
         """A slope leads the smallest size to the goal, and none the others."""
@@ -159,7 +161,7 @@ def test_an_interrupted_run_is_resumed_and_ends_with_the_same_table(tmp_path: Pa
     [
         lambda problem: problem.format == "float32",
         lambda problem: problem.format == "float16" and problem.rounding == "stochastic",
-        lambda problem: problem.several_tokens and problem.each_stored,
+        lambda problem: problem.several_tokens and problem.stored == "each",
         lambda problem: problem.batch_heads == 256,
     ],
     ids=["a format", "a rounding", "a mode", "a size"],
@@ -204,7 +206,8 @@ def test_neighbours_are_valid_and_reach_every_config_from_every_other() -> None:
 
 
 def test_the_jobs_of_the_command_are_every_format_mode_and_size() -> None:
-    jobs = OPS["mamba2"].jobs(PORTABLE_FORMATS, (1, 4), (1, 4), SHAPE)
+    (grid,) = OPS["mamba2"].tuned_grids
+    jobs = OPS["mamba2"].jobs([replace(grid, batches=(1, 4))])
     by_problem = jobs_by_problem(jobs)
     assert len(by_problem) == len(PORTABLE_FORMATS) * 3 * 2
     assert len({mode_key(problem) for problem in by_problem}) == 2 * 3
@@ -243,7 +246,8 @@ def test_the_stopwatch_times_steps_on_distinct_slots_and_refuses_configs_that_ch
     monkeypatch.setattr("flashstate.tune.CHECKED_ROWS", 2)
     for module in ("timing", "measure"):
         monkeypatch.setattr(f"flashstate.bench.{module}.COLD_BYTES", 1 << 11)
-    jobs = jobs_by_problem(OPS["mamba2"].jobs([("int8", "stochastic")], (1, 2), (1, 2), (2, 1, 4, 16)))
+    grid = Grid((Shape(2, 1, 4, 16),), [("int8", "stochastic")], (1, 2), batches=(1, 2))
+    jobs = jobs_by_problem(OPS["mamba2"].jobs([grid]))
     jobs = {
         problem: replace(job, case=replace(job.case, x="float32", bc="float32", dt="float32"))
         for problem, job in jobs.items()
@@ -278,7 +282,7 @@ def test_a_gpu_is_tuned(tmp_path: Path) -> None:
 
 def test_two_numbers_of_several_tokens_are_refused() -> None:
     with pytest.raises(ValueError, match="one entry for several tokens"):
-        jobs_by_problem(OPS["mamba2"].jobs(FORMATS, BATCHES, (2, 4), SHAPE))
+        jobs_by_problem(OPS["mamba2"].jobs([replace(GRID, tokens=(2, 4))]))
 
 
 def test_a_folder_that_is_not_there_is_refused_before_measuring(tmp_path: Path) -> None:

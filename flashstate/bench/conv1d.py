@@ -3,43 +3,46 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from flashstate.bench.jobs import SPARE_SLOTS, BenchedOp, Formats, Job, Shape
-from flashstate.bench.peers import MeasurementError, Peer, Step
+from flashstate.bench.jobs import SPARE_SLOTS, BenchedOp, Grid, Shape, Variant
+from flashstate.bench.peers import IN_PLACE, Launch, MeasurementError, Peer, Step, Storing
+from flashstate.errors import ACTIVATION_DTYPES, dtype_name
 from flashstate.ops.conv1d import conv1d_step
+from flashstate.state.formats import label_of
 from flashstate.state.slots import Slots
-from flashstate.testing import ConvCase, Inputs, Pool
+from flashstate.testing import ConvCase, Inputs
 
-FORMATS: Formats = (("bfloat16", "nearest"),)  # of windows, inputs and parameters
+ACTIVATIONS = tuple(map(dtype_name, ACTIVATION_DTYPES))
+GRID = Grid((Shape(1, 1, 1280, 4), Shape(1, 1, 10240, 4)), (("bfloat16", "nearest"),), stored=("last",))
 HOST_CASE = ConvCase(4, 1280, 4, x="bfloat16", parameters="bfloat16", slots=16)
 
 
-def jobs_of(formats: Formats, batches: Sequence[int], tokens: Sequence[int], shape: Shape) -> list[Job]:
-    """Every dtype, number of tokens and batch size, windows updated in place; the shape is (1, 1, channels, width)."""
+def case_of(shape: Shape, name: str, rounding: str, tokens: int, batch: int) -> ConvCase:
+    """The case of a job, whose shape is (1, 1, channels, width) and whose format is that of inputs and parameters too;
+    ValueError where there is none."""
     _, _, channels, width = shape
-    if channels % 2:
-        raise ValueError(f"the number of channels must be even, for whole 32-bit words in every dtype, got {channels}")
-
-    def job(name: str, count: int, batch: int) -> Job:
-        slots = batch + SPARE_SLOTS
-        case = ConvCase(batch, channels, width, tokens=0 if count == 1 else count, x=name, parameters=name, slots=slots)
-        return Job("conv1d", case)
-
-    return [job(name, count, batch) for name, _ in formats for count in tokens for batch in batches]
+    if name not in ACTIVATIONS or rounding != "nearest":
+        raise ValueError(f"windows are {', '.join(ACTIVATIONS)}, rounded to nearest, got {label_of(name, rounding)}")
+    return ConvCase(batch, channels, width, tokens=tokens, x=name, parameters=name, slots=batch + SPARE_SLOTS)
 
 
-def bind_flashstate(inputs: Inputs, snapshots: Pool | None = None, *, bare: bool = False, early: bool = False) -> Step:
+def bind_flashstate(inputs: Inputs, storing: Storing = IN_PLACE, *, bare: bool = False, early: bool = False) -> Step:
     arguments = {**inputs.arguments, **inputs.options, "window": inputs.state.data}
     arguments["out"] = torch.empty_like(inputs.arguments["x"])
-    return lambda slots: conv1d_step(**arguments, slots=slots.read if bare else slots, early=early)
+
+    def step(slots: Slots) -> Launch:
+        where = slots.read if bare else slots
+        return lambda: conv1d_step(**arguments, slots=where, early=early)
+
+    return step
 
 
-def bind_vllm(update: Callable[..., Tensor], inputs: Inputs, snapshots: Pool | None) -> Step:
+def bind_vllm(update: Callable[..., Tensor], inputs: Inputs, storing: Storing) -> Step:
     """Several tokens are packed. It takes slot 0 for padding unless told otherwise."""
     x, channels = inputs.arguments["x"], inputs.arguments["x"].shape[-1]
     out = torch.empty_like(x)
@@ -54,19 +57,23 @@ def bind_vllm(update: Callable[..., Tensor], inputs: Inputs, snapshots: Pool | N
     if "out" not in parameters or "null_block_id" not in parameters:
         raise MeasurementError("this release has no out, or another slot for padding")
 
-    def step(slots: Slots) -> Tensor:
-        update(
-            tokens, inputs.state.data, inputs.arguments["weight"], **arguments, conv_state_indices=slots.read,
-            null_block_id=-1, out=flat,
-        )  # fmt: skip
-        return out
+    def step(slots: Slots) -> Launch:
+        def launch() -> Tensor:
+            update(
+                tokens, inputs.state.data, inputs.arguments["weight"], **arguments, conv_state_indices=slots.read,
+                null_block_id=-1, out=flat,
+            )  # fmt: skip
+            return out
+
+        return launch
 
     return step
 
 
 PEERS = {
-    "vllm": Peer("vllm.model_executor.layers.mamba.ops.causal_conv1d", "causal_conv1d_update", bind_vllm),
+    "vllm": Peer("vllm.model_executor.layers.mamba.ops.causal_conv1d", ("causal_conv1d_update",), bind_vllm),
 }
 CONV1D = BenchedOp(
-    bind_flashstate, jobs_of, PEERS, HOST_CASE, FORMATS, {"early": partial(bind_flashstate, early=True)}
+    "conv1d", bind_flashstate, case_of, (GRID,), PEERS, HOST_CASE,
+    {"early": Variant(partial(bind_flashstate, early=True))}, sizes={"channels": "rows", "width": "cols"},
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The figures of a measurement as a table in a document, between two marks."""
+"""The figures of a measurement as tables in a document, each between two marks that say what it shows."""
 
 from __future__ import annotations
 
@@ -6,30 +6,44 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from flashstate.bench.results import HOST_COST, Row
+from flashstate.bench.results import HOST_COST, ROOFS, Row
 
 OURS = "flashstate"
-START, END = "<!-- figures: make figures writes this -->", "<!-- end of figures -->"
 ORIGIN = ("torch", "triton", "commit", "date", "peers")  # of a provenance
-MARKED = re.compile(f"(?<={START}\n).*?(?={END})", re.DOTALL)
+END = "<!-- end of figures -->"
+MARKED = re.compile(
+    rf"(?P<start><!-- figures of (?P<op>[^:;]+)(: (?P<labels>[^;]+))?; make figures writes this -->\n).*?(?={END})",
+    re.DOTALL,
+)
 
 
-def figures(rows: Sequence[Row], provenance: Mapping[str, str]) -> str:
-    """Microseconds and percent of the roof of flashstate: formats and ways to call it down, batch sizes across."""
-    ours = [row for row in rows if row.implementation.split(", ")[0] == OURS]
-    found = {(row.label + row.implementation.removeprefix(OURS), row.batch): row for row in ours}
-    if not found:
+def figures(rows: Sequence[Row], provenance: Mapping[str, str], labels: Sequence[str] = ()) -> str:
+    """Microseconds and percent of the roof, batch sizes across. Down are the formats and ways to call flashstate; with
+    `labels` only these, and other libraries beside it."""
+    shown = [row for row in rows if row.implementation not in ROOFS]
+    shown = [row for row in shown if (row.label in labels if labels else _is_ours(row))]
+    found = {(_name(row, labels), row.batch): row for row in shown if row.percent_of_roof is not None}
+    if not any(_is_ours(row) for row in found.values()):
         raise ValueError("there are no figures of flashstate on a GPU to make a table of")
-    labels, batches = (list(dict.fromkeys(keys)) for keys in zip(*found, strict=True))
-    head = " | ".join(["µs (percent of touch), by batch size", *map(str, batches)])
+    names, batches = (list(dict.fromkeys(keys)) for keys in zip(*found, strict=True))
+    head = " | ".join(["µs (percent of the roof), by batch size", *map(str, batches)])
     lines = [f"| {head} |", "|---" * (1 + len(batches)) + "|"]
-    for label in labels:
-        cells = [_cell(found.get((label, batch))) for batch in batches]
-        lines.append(f"| {' | '.join([label, *cells])} |")
-    if HOST_COST in provenance:
+    for name in names:
+        cells = [_cell(found.get((name, batch))) for batch in batches]
+        lines.append(f"| {' | '.join([name, *cells])} |")
+    if HOST_COST in provenance and not labels:
         lines += ["", f"Host cost of an eager call: {provenance[HOST_COST]}."]
     lines += ["", f"Measured on: {', '.join(_origin(provenance))}."]
     return "\n".join(["", *lines, "", ""])
+
+
+def _is_ours(row: Row) -> bool:
+    return row.implementation.split(", ")[0] == OURS
+
+
+def _name(row: Row, beside_others: Sequence[str]) -> str:
+    """What a line is called: flashstate itself goes without saying where there is nothing else."""
+    return f"{row.label}: {row.implementation}" if beside_others else row.label + row.implementation.removeprefix(OURS)
 
 
 def _origin(provenance: Mapping[str, str]) -> list[str]:
@@ -39,15 +53,33 @@ def _origin(provenance: Mapping[str, str]) -> list[str]:
 
 
 def _cell(row: Row | None) -> str:
-    if row is None or row.percent_of_touch is None:
+    if row is None:
         return ""
     digits = 2 if row.microseconds < 10 else 1 if row.microseconds < 100 else 0
-    return f"{row.microseconds:.{digits}f} ({row.percent_of_touch:.0f})"
+    return f"{row.microseconds:.{digits}f} ({row.percent_of_roof:.0f})"
 
 
-def with_figures(document: Path, text: str) -> str:
-    """What the document holds with this text between its marks; ValueError where it has none."""
-    held = document.read_text(encoding="utf-8")
-    if len(MARKED.findall(held)) != 1:
-        raise ValueError(f"{document} has no place for figures: it wants the lines {START} and {END}, once")
-    return MARKED.sub(lambda _: text, held)
+def start_of(op: str, labels: Sequence[str] = ()) -> str:
+    """The mark in front of a table of an op, with `labels` of these alone."""
+    chosen = f": {' | '.join(labels)}" if labels else ""
+    return f"<!-- figures of {op}{chosen}; make figures writes this -->"
+
+
+def check_marks(document: Path, op: str) -> None:
+    """Raise ValueError where a document has no place for figures of this op."""
+    if all(mark["op"] != op for mark in MARKED.finditer(document.read_text(encoding="utf-8"))):
+        raise ValueError(f"{document} has no place for figures: it wants the lines {start_of(op)} and {END}")
+
+
+def with_figures(document: Path, rows: Sequence[Row], provenance: Mapping[str, str]) -> str:
+    """What the document holds with the figures of these rows in their places; ValueError where it has none."""
+    op = rows[0].op
+    check_marks(document, op)
+
+    def filled(mark: re.Match[str]) -> str:
+        if mark["op"] != op:
+            return mark[0]
+        labels = mark["labels"].split(" | ") if mark["labels"] else ()
+        return mark["start"] + figures(rows, provenance, labels)
+
+    return MARKED.sub(filled, document.read_text(encoding="utf-8"))

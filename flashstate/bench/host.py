@@ -10,11 +10,11 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Column, Table
 
 from flashstate.bench.jobs import BenchedOp
-from flashstate.bench.measure import Report, check, failures_as_reasons
-from flashstate.bench.peers import Binding, MeasurementError
+from flashstate.bench.measure import Report, check, failures_as_reasons, inputs_of
+from flashstate.bench.peers import IN_PLACE, Binding, MeasurementError
 from flashstate.bench.timing import Timing, seconds_of
 from flashstate.state.slots import Slots
-from flashstate.testing import Inputs, make_inputs
+from flashstate.testing import Inputs
 
 UNIT = "torch.add_"  # what others are compared with: about the least that a call of torch with one kernel costs
 CHUNK = 200  # calls between two waits: few enough that the queue of launches never fills and makes the host wait
@@ -26,7 +26,7 @@ def host_costs(op: BenchedOp, peers: Mapping[str, Binding], device: torch.device
     """Microseconds of the host per call: of torch.add_, of flashstate given a State and Slots that were made before and
     given plain tensors, and of every peer. MeasurementError where flashstate's own result is wrong."""
     with torch.cuda.device(device):
-        inputs = make_inputs(op.host_case, device)
+        inputs = inputs_of(op.host_case, device)
         small, other = torch.zeros(2, 64, device=device)
         costs = {
             UNIT: cost_of(partial(small.add_, other)),
@@ -44,7 +44,7 @@ def host_costs(op: BenchedOp, peers: Mapping[str, Binding], device: torch.device
 
 def checked_cost(bind: Binding, inputs: Inputs) -> Timing:
     check(bind, inputs)
-    return cost_of(partial(bind(inputs.fresh(), None), Slots(inputs.slots)))
+    return cost_of(bind(inputs.fresh(), IN_PLACE)(Slots(inputs.slots)))
 
 
 def cost_of(call: Callable[[], object]) -> Timing:

@@ -4,36 +4,50 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from itertools import product
+from typing import Literal, NamedTuple, Protocol
 
-from flashstate.bench.peers import Binding, Peer, Step
+from flashstate.bench.peers import IN_PLACE, Binding, Peer, Step, Storing
 from flashstate.launch import Problem
 from flashstate.state.formats import PORTABLE_FORMATS
-from flashstate.testing import AnyCase, Inputs, Pool
+from flashstate.testing import AnyCase, Inputs
 
 SPARE_SLOTS = 3  # of the small pool results are checked on
+WORD = 4  # bytes
+BATCHES = (1, 4, 16, 64, 256, 1024)
+Stored = Literal["last", "snapshots", "nothing"]
 Formats = Sequence[tuple[str, str]]  # of format and rounding
-Shape = tuple[int, int, int, int]  # heads, groups, rows, cols
+
+
+class Shape(NamedTuple):
+    """The shape of a state, as measurements list it."""
+
+    heads: int
+    groups: int
+    rows: int
+    cols: int
 
 
 @dataclass(frozen=True)
 class Job:
-    """One measurement: a case of an op, updated in place, or with snapshots of every token and the pool only read."""
+    """One measurement: a case of an op, and what is stored: the last state, in place; or, while the pool is only read,
+    snapshots of the states after every token, or nothing."""
 
     op: str
     case: AnyCase
-    snapshots: bool = False
+    stored: Stored = "last"
 
     @property
     def stores(self) -> int:
         """States stored per row."""
-        return (self.case.tokens or 1) if self.snapshots else 1
+        return {"last": 1, "snapshots": self.case.tokens or 1, "nothing": 0}[self.stored]
 
     @property
     def problem(self) -> Problem:
         """What its config is chosen for."""
         problem = self.case.problem
-        return replace(problem, each_stored=self.snapshots and problem.several_tokens)
+        stored = {"last": "last", "snapshots": "each", "nothing": "nothing"}[self.stored]
+        return replace(problem, stored=stored if problem.several_tokens else "last")
 
     @property
     def counted_bytes(self) -> int:
@@ -51,19 +65,74 @@ class Job:
         return (1 + self.stores) * self.read_bytes + self.case.token_bytes
 
 
+def check_words(jobs: Sequence[Job]) -> None:
+    """Raise ValueError where a state, or what a roof copies beside it, is not whole 32-bit words: roofs move these."""
+    for case in (job.case for job in jobs):
+        if case.slot_bytes % WORD or case.token_bytes // (2 * case.batch) % WORD:
+            shape = " x ".join(map(str, case.state_axes))
+            raise ValueError(f"a state of {shape} in {case.format}, or its tokens, are not whole 32-bit words")
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Jobs: every combination of shapes, formats, tokens per row, what several tokens store, and batch sizes."""
+
+    shapes: tuple[Shape, ...]
+    formats: Formats = PORTABLE_FORMATS
+    tokens: Sequence[int] = (1,)
+    stored: Sequence[Stored] = ("last", "snapshots")
+    batches: Sequence[int] = BATCHES
+
+    def with_sizes(self, sizes: Mapping[str, Sequence[int]]) -> Grid:
+        """The same grid with all combinations of these sizes in its shapes."""
+        changes = [dict(zip(sizes, values, strict=True)) for values in product(*sizes.values())]
+        shapes = dict.fromkeys(shape._replace(**change) for shape in self.shapes for change in changes)
+        return replace(self, shapes=tuple(shapes))
+
+
 class Binder(Protocol):
     """Makes a step of flashstate; with `bare` it is given the pool as a plain tensor instead of a State."""
 
-    def __call__(self, inputs: Inputs, snapshots: Pool | None = None, *, bare: bool = False) -> Step: ...
+    def __call__(self, inputs: Inputs, storing: Storing = IN_PLACE, *, bare: bool = False) -> Step: ...
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Another way to call flashstate: how its step is made, and the job as it then is, whose budget and config may be
+    others. `job` raises MeasurementError where flashstate cannot be called so."""
+
+    bind: Binding
+    job: Callable[[Job], Job] = lambda job: job
 
 
 @dataclass(frozen=True)
 class BenchedOp:
     """An op as the benchmark knows it; its inputs, bytes and budgets come with its cases, from testing/."""
 
+    name: str  # in measurements
     bind: Binder
-    jobs: Callable[[Formats, Sequence[int], Sequence[int], Shape], list[Job]]  # of formats, batches, tokens, shape
+    case: Callable[[Shape, str, str, int, int], AnyCase]  # of shape, format, rounding, tokens, batch
+    grids: tuple[Grid, ...]  # that are measured, as far as options do not change them
     peers: Mapping[str, Peer]
     host_case: AnyCase  # a small call, whose cost on the host is measured
-    formats: Formats = PORTABLE_FORMATS  # that are measured unless others are asked for
-    variants: Mapping[str, Binding] = field(default_factory=dict)  # other ways to call flashstate, by what tells them
+    variants: Mapping[str, Variant] = field(default_factory=dict)  # by what tells them
+    tuned: tuple[Grid, ...] = ()  # grids that configs are found for; none: those that are measured, with 1 and 4 tokens
+    sizes: Mapping[str, str] = field(default_factory=lambda: {name: name for name in Shape._fields})  # option -> axis
+
+    def jobs(self, grids: Sequence[Grid]) -> list[Job]:
+        """The jobs of these grids, each once. One token is always stored."""
+        found = [
+            Job(self.name, self.case(shape, name, rounding, 0 if count == 1 else count, batch), stored)
+            for grid in grids
+            for shape in grid.shapes
+            for name, rounding in grid.formats
+            for count in grid.tokens
+            for stored in (grid.stored if count > 1 else ("last",))
+            for batch in grid.batches
+        ]
+        return list(dict.fromkeys(found))
+
+    @property
+    def tuned_grids(self) -> tuple[Grid, ...]:
+        """The grids of jobs that `flashstate tune` finds configs for."""
+        return self.tuned or tuple(replace(grid, tokens=(1, 4)) for grid in self.grids)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,11 +12,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from flashstate.bench.jobs import SPARE_SLOTS, BenchedOp, Formats, Job, Shape
-from flashstate.bench.peers import MeasurementError, Peer, Step
+from flashstate.bench.jobs import SPARE_SLOTS, BenchedOp, Grid, Shape
+from flashstate.bench.peers import (
+    IN_PLACE,
+    Launch,
+    MeasurementError,
+    Peer,
+    Step,
+    Storing,
+    require_in_place,
+    require_plain_states,
+)
 from flashstate.ops.mamba2 import mamba2_step
 from flashstate.state.slots import Slots
-from flashstate.testing import Case, Inputs, Pool
+from flashstate.testing import Case, Inputs
 
 COMMON = Case(x="bfloat16", bc="bfloat16", dt="bfloat16")  # with float32 parameters and a gate
 HOST_CASE = replace(COMMON, batch=4, heads=16, groups=1, rows=64, cols=128, slots=16)
@@ -28,50 +37,42 @@ FLASHINFER_ROUNDINGS = {
 }
 
 
-def jobs_of(formats: Formats, batches: Sequence[int], tokens: Sequence[int], shape: Shape) -> list[Job]:
-    """Every format, number of tokens and batch size. Several tokens once with the last state stored, once with all as
-    snapshots."""
+def case_of(shape: Shape, name: str, rounding: str, tokens: int, batch: int) -> Case:
+    """The case of a job; ValueError where there is none of this shape."""
     heads, groups, rows, cols = shape
     if heads % groups:
         raise ValueError(f"the number of groups must divide the {heads} heads, got {groups}")
-    if heads * rows * cols % 4:
-        raise ValueError(f"a state of {heads} heads of {rows} x {cols} is not whole 32-bit words in every format")
-    common = replace(COMMON, heads=heads, groups=groups, rows=rows, cols=cols)
-
-    def job(name: str, rounding: str, count: int, snapshots: bool, batch: int) -> Job:
-        case = replace(common, format=name, rounding=rounding, batch=batch, slots=batch + SPARE_SLOTS)
-        return Job("mamba2", replace(case, tokens=0 if count == 1 else count), snapshots)
-
-    return [
-        job(name, rounding, count, snapshots, batch)
-        for name, rounding in formats
-        for count in tokens
-        for snapshots in ((False,) if count == 1 else (False, True))
-        for batch in batches
-    ]
+    common = replace(COMMON, heads=heads, groups=groups, rows=rows, cols=cols, format=name, rounding=rounding)
+    return replace(common, tokens=tokens, batch=batch, slots=batch + SPARE_SLOTS)
 
 
-def bind_flashstate(inputs: Inputs, snapshots: Pool | None = None, *, bare: bool = False) -> Step:
+def bind_flashstate(inputs: Inputs, storing: Storing = IN_PLACE, *, bare: bool = False) -> Step:
     arguments = {**inputs.arguments, **inputs.options, "state": inputs.state.data if bare else inputs.state}
     arguments["out"] = torch.empty_like(inputs.arguments["x"])
-    if snapshots is not None:
-        arguments.update(snapshots=snapshots, update=False)
-    return lambda slots: mamba2_step(**arguments, slots=slots.read if bare else slots)
+    arguments.update(snapshots=storing.snapshots, update=storing.update)
+
+    def step(slots: Slots) -> Launch:
+        where = slots.read if bare else slots
+        return lambda: mamba2_step(**arguments, slots=where)
+
+    return step
 
 
-def bind_mamba_ssm(update: Callable[..., Tensor], inputs: Inputs, snapshots: Pool | None) -> Step:
-    _only_plain_states(inputs, snapshots)
+def bind_mamba_ssm(update: Callable[..., Tensor], inputs: Inputs, storing: Storing) -> Step:
+    require_plain_states(inputs)
+    require_in_place(storing)
     if inputs.arguments["x"].dim() != 3:
         raise MeasurementError("only compared with one token per call")
     if inputs.state.data.numel() >= 1 << 31:
         raise MeasurementError("it has 32-bit offsets, and this pool is larger")
     arguments = expanded(inputs)
-    return lambda slots: update(**arguments, state_batch_indices=slots.read)
+    return lambda slots: lambda: update(**arguments, state_batch_indices=slots.read)
 
 
-def bind_vllm(update: Callable[..., None], inputs: Inputs, snapshots: Pool | None) -> Step:
+def bind_vllm(update: Callable[..., None], inputs: Inputs, storing: Storing) -> Step:
     """Several tokens are packed. Newer releases take slot 0 for padding unless told otherwise, older ones only -1."""
-    _only_plain_states(inputs, snapshots)
+    require_plain_states(inputs)
+    require_in_place(storing)
     out = torch.empty_like(inputs.arguments["x"])
     arguments = {**expanded(inputs), "out": out}
     if out.dim() == 4:
@@ -82,14 +83,17 @@ def bind_vllm(update: Callable[..., None], inputs: Inputs, snapshots: Pool | Non
     if "null_block_id" in inspect.signature(update).parameters:
         update = partial(update, null_block_id=-1)
 
-    def step(slots: Slots) -> Tensor:
-        update(**arguments, state_batch_indices=slots.read)
-        return out
+    def step(slots: Slots) -> Launch:
+        def launch() -> Tensor:
+            update(**arguments, state_batch_indices=slots.read)
+            return out
+
+        return launch
 
     return step
 
 
-def bind_flashinfer(update: Callable[..., Tensor], inputs: Inputs, snapshots: Pool | None) -> Step:
+def bind_flashinfer(update: Callable[..., Tensor], inputs: Inputs, storing: Storing) -> Step:
     """It wants dt in the dtype of D and dt_bias: dt is widened, which changes no value."""
     state, x = inputs.state, inputs.arguments["x"]
     if state.rounding not in FLASHINFER_ROUNDINGS.get(state.data.dtype, ()):
@@ -103,20 +107,22 @@ def bind_flashinfer(update: Callable[..., Tensor], inputs: Inputs, snapshots: Po
         arguments.update(rand_seed=seed, philox_rounds=state.rounds)
     if x.dim() == 4:
         arguments["cache_steps"] = x.shape[1]
-    if snapshots is None:
-        return lambda slots: update(**arguments, state_batch_indices=slots.read)
-    arguments.update(disable_state_update=True, intermediate_states_buffer=snapshots.data)
-    if snapshots.scale is not None:
-        arguments["intermediate_state_scales"] = snapshots.scale
-    return lambda slots: update(
-        **arguments, state_batch_indices=slots.read, intermediate_state_indices=slots.snapshot_rows
+    if storing.snapshots is None:
+        arguments["disable_state_update"] = not storing.update
+        return lambda slots: lambda: update(**arguments, state_batch_indices=slots.read)
+    arguments.update(disable_state_update=True, intermediate_states_buffer=storing.snapshots.data)
+    if storing.snapshots.scale is not None:
+        arguments["intermediate_state_scales"] = storing.snapshots.scale
+    return lambda slots: (
+        lambda: update(**arguments, state_batch_indices=slots.read, intermediate_state_indices=slots.snapshot_rows)
     )
 
 
-def bind_fla(attend: Callable[..., tuple[Tensor, Tensor]], inputs: Inputs, snapshots: Pool | None) -> Step:
+def bind_fla(attend: Callable[..., tuple[Tensor, Tensor]], inputs: Inputs, storing: Storing) -> Step:
     """Linear attention with a decay per head is the recurrence of Mamba-2: q = C, k = B, v = dt x, g = dt A. It has no
     pool, no groups, no softplus, no skip and no gate, so its step does what its users do: torch around the call."""
-    _only_plain_states(inputs, snapshots)
+    require_plain_states(inputs)
+    require_in_place(storing)
     if "state_v_first" not in inspect.signature(attend).parameters:
         raise MeasurementError("this release has no state_v_first, which gives states our layout")
     pool, heads = inputs.state.data, inputs.state.data.shape[1]
@@ -128,7 +134,7 @@ def bind_fla(attend: Callable[..., tuple[Tensor, Tensor]], inputs: Inputs, snaps
     def per_head(t: Tensor) -> Tensor:
         return t.repeat_interleave(heads // t.shape[2], dim=2)  # (batch, T, G, N) -> (batch, T, H, N)
 
-    def step(slots: Slots) -> Tensor:
+    def launch(slots: Slots) -> Tensor:
         rows = slots.read.long()
         sizes = functional.softplus(dt + dt_bias)  # (batch, T, H), float32
         y, after = attend(
@@ -138,17 +144,7 @@ def bind_fla(attend: Callable[..., tuple[Tensor, Tensor]], inputs: Inputs, snaps
         pool.index_copy_(0, rows, after.to(pool.dtype))
         return ((y + D[:, None] * x) * functional.silu(z.float())).to(x.dtype)
 
-    return step
-
-
-def _only_plain_states(inputs: Inputs, snapshots: Pool | None) -> None:
-    """Raise MeasurementError where states have scales, are not rounded to nearest, or go to snapshots."""
-    if inputs.state.scale is not None:
-        raise MeasurementError("only compared where states have no scales")
-    if inputs.state.rounding != "nearest":
-        raise MeasurementError(f"only compared where states are rounded to nearest, not {inputs.state.rounding}")
-    if snapshots is not None:
-        raise MeasurementError("only compared without snapshots")
+    return lambda slots: partial(launch, slots)
 
 
 def expanded(inputs: Inputs, dt: Tensor | None = None) -> dict[str, Any]:
@@ -168,9 +164,10 @@ def expanded(inputs: Inputs, dt: Tensor | None = None) -> dict[str, Any]:
 
 UPDATE = "selective_state_update"
 PEERS = {
-    "vllm": Peer("vllm.model_executor.layers.mamba.ops.mamba_ssm", UPDATE, bind_vllm),
-    "flashinfer": Peer("flashinfer.mamba", UPDATE, bind_flashinfer),
-    "mamba_ssm": Peer("mamba_ssm.ops.triton.selective_state_update", UPDATE, bind_mamba_ssm),
-    "fla": Peer("fla.ops.simple_gla", "fused_recurrent_simple_gla", bind_fla),
+    "vllm": Peer("vllm.model_executor.layers.mamba.ops.mamba_ssm", (UPDATE,), bind_vllm),
+    "flashinfer": Peer("flashinfer.mamba", (UPDATE,), bind_flashinfer),
+    "mamba_ssm": Peer("mamba_ssm.ops.triton.selective_state_update", (UPDATE,), bind_mamba_ssm),
+    "fla": Peer("fla.ops.simple_gla", ("fused_recurrent_simple_gla",), bind_fla),
 }
-MAMBA2 = BenchedOp(bind_flashstate, jobs_of, PEERS, HOST_CASE)
+SHAPE = Shape(16, 1, 64, 128)
+MAMBA2 = BenchedOp("mamba2", bind_flashstate, case_of, (Grid((SHAPE,)),), PEERS, HOST_CASE)

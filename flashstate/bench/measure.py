@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flashstate.bench.jobs import BenchedOp, Job
-from flashstate.bench.peers import Binding, MeasurementError, Step
+from flashstate.bench.jobs import BenchedOp, Job, Variant
+from flashstate.bench.peers import IN_PLACE, Binding, MeasurementError, Step, Storing
 from flashstate.bench.results import Row
 from flashstate.bench.timing import COLD_BYTES, Timing, cold_rows, cold_slots, need_flush, time_launches, time_on_cpu
-from flashstate.state.formats import decode
+from flashstate.state.formats import bits_of, decode
 from flashstate.state.slots import Slots
-from flashstate.testing import Expected, Inputs, Pool, error_ratio, make_inputs, oracle
+from flashstate.testing import AnyCase, Expected, Inputs, Pool, error_ratio, make_inputs, oracle
 
 
 @dataclass
@@ -58,63 +57,81 @@ def bench(
 
 def measure_on_gpu(op: BenchedOp, job: Job, peers: Mapping[str, Binding], device: torch.device, report: Report) -> None:
     """flashstate, every peer that is right, and the roofs, all on the same cold slots."""
-    from flashstate.bench.roofs import time_read, time_touch
-
-    inputs = make_inputs(job.case, device)
-    small = snapshots_for(job, job.case.batch, device)
+    inputs = inputs_of(job.case, device)
+    small = storing_for(job, job.case.batch, device)
     check(op.bind, inputs, small)
-    timed, snapshots, slots = on_cold_slots(job, inputs, device)
+    timed, storing, slots = on_cold_slots(job, inputs, device)
     flush = need_flush(len(slots), job.read_bytes)
-    x = timed.arguments["x"] if job.case.token_bytes else None
-    roof = time_touch(timed.state.data, slots, None if snapshots is None else snapshots.data, x, flush)
-    only_read = time_read(timed.state.data, slots, flush)
-    ours = time_on_slots(op.bind(timed, snapshots), slots, flush)
-    report.rows += [
-        row_of("touch", job, roof, job.touched_bytes, roof),
-        row_of("read", job, only_read, job.read_bytes, roof),
-        row_of("flashstate", job, ours, job.counted_bytes, roof),
-    ]
-    ways = {f"flashstate, {how}": bind for how, bind in op.variants.items()}
-    for name, bind in {**ways, **peers}.items():
+    roofs = time_roofs(job, timed, storing, slots, flush)
+    roof, _ = next(iter(roofs.values()))
+    report.rows += [row_of(name, job, timing, moved, roof) for name, (timing, moved) in roofs.items()]
+    ours = time_on_slots(op.bind(timed, storing), slots, flush)
+    report.rows.append(row_of("flashstate", job, ours, job.counted_bytes, roof))
+    ways = {f"flashstate, {how}": variant for how, variant in op.variants.items()}
+    for name, way in {**ways, **{name: Variant(bind) for name, bind in peers.items()}}.items():
         try:
             with failures_as_reasons():
-                check(bind, inputs, small)
-                timing = time_on_slots(bind(timed, snapshots), slots, flush)
+                as_called = way.job(job)
+                check(way.bind, inputs if as_called == job else inputs_of(as_called.case, device), small)
+                timing = time_on_slots(way.bind(timed, storing), slots, flush)
         except MeasurementError as reason:
             report.skip(name, reason)
         else:
             report.rows.append(row_of(name, job, timing, job.counted_bytes, roof))
 
 
+def time_roofs(
+    job: Job, timed: Inputs, storing: Storing, slots: Sequence[Slots], flush: bool
+) -> dict[str, tuple[Timing, int]]:
+    """The roofs with the bytes that each moves; first the one that counts: `touch`, or `read` if nothing is stored."""
+    from flashstate.bench.roofs import time_read, time_touch
+
+    only_read = time_read(timed.state.data, slots, flush), job.read_bytes
+    if job.stored == "nothing":
+        return {"read": only_read}
+    x = timed.main if job.case.token_bytes else None
+    copies = None if storing.snapshots is None else storing.snapshots.data
+    return {"touch": (time_touch(timed.state.data, slots, copies, x, flush), job.touched_bytes), "read": only_read}
+
+
 def measure_on_cpu(op: BenchedOp, job: Job, device: torch.device, report: Report) -> None:
     """The reference by the wall clock, on whatever the caches hold: a CPU has no kernels to compare."""
-    inputs = make_inputs(job.case, device)
-    snapshots = snapshots_for(job, job.case.batch, device)
-    check(op.bind, inputs, snapshots)
-    timing = time_on_cpu(partial(op.bind(inputs, snapshots), Slots(inputs.slots)))
+    inputs = inputs_of(job.case, device)
+    storing = storing_for(job, job.case.batch, device)
+    check(op.bind, inputs, storing)
+    timing = time_on_cpu(op.bind(inputs, storing)(slots_of(inputs, storing)))
     report.rows.append(row_of("reference, CPU", job, timing, job.counted_bytes, None))
 
 
-def check(bind: Binding, inputs: Inputs, snapshots: Pool | None = None) -> None:
+def inputs_of(case: AnyCase, device: torch.device) -> Inputs:
+    """The inputs of a case with a spare slot in the place of slot 0, which some libraries take for padding."""
+    inputs = make_inputs(case, device)
+    spare = min(set(range(1, len(inputs.state.data))).difference(inputs.slots.tolist()))
+    return replace(inputs, slots=torch.where(inputs.slots == 0, spare, inputs.slots))
+
+
+def check(bind: Binding, inputs: Inputs, storing: Storing = IN_PLACE) -> None:
     """Raise MeasurementError unless a step on a copy of `inputs` gives an output, and in the pool or the snapshots
-    states, within their budgets."""
+    states, within their budgets, and leaves a pool that is only read as it was."""
     want, copy, batch = oracle(inputs), inputs.fresh(), len(inputs.slots)
-    y = bind(copy, snapshots)(slots_of(copy, snapshots)).reshape(want.y.shape)
+    y = bind(copy, storing)(slots_of(copy, storing))().reshape(want.y.shape)
     ratios = {"output": error_ratio(y, want.y, want.y_plain)}
-    if snapshots is None:
+    if storing.update:
         ratios["state"] = state_error(copy.state, (copy.slots.long(),), want)
-    else:
-        for t in range(snapshots.data.shape[1]):
+    elif not torch.equal(bits_of(copy.state.data), bits_of(inputs.state.data)):
+        raise MeasurementError("wrong: it changes states that are only to be read")
+    if storing.snapshots is not None:
+        for t in range(storing.snapshots.data.shape[1]):
             ends_there = oracle(inputs.of_tokens(slice(0, t + 1)))
-            ratios[f"snapshot of token {t}"] = state_error(snapshots, (slice(0, batch), t), ends_there)
+            ratios[f"snapshot of token {t}"] = state_error(storing.snapshots, (slice(0, batch), t), ends_there)
     for what, ratio in ratios.items():
         if not ratio <= 1:
             raise MeasurementError(f"wrong: its {what} is {ratio:.3g} times the error budget away from float64")
 
 
-def slots_of(inputs: Inputs, snapshots: Pool | None) -> Slots:
+def slots_of(inputs: Inputs, storing: Storing) -> Slots:
     """The slots of a batch, whose row b fills row b of the snapshots if there are any."""
-    rows = None if snapshots is None else torch.arange(len(inputs.slots)).to(inputs.slots)
+    rows = None if storing.snapshots is None else torch.arange(len(inputs.slots)).to(inputs.slots)
     return Slots(inputs.slots, snapshot_rows=rows)
 
 
@@ -135,31 +152,31 @@ def failures_as_reasons() -> Iterator[None]:
         raise MeasurementError(f"failed: {type(error).__name__}: {error}") from error
 
 
-def on_cold_slots(job: Job, inputs: Inputs, device: torch.device) -> tuple[Inputs, Pool | None, list[Slots]]:
-    """The same batch on a larger pool, room for snapshots if the job takes them, and the slots of every launch."""
+def on_cold_slots(job: Job, inputs: Inputs, device: torch.device) -> tuple[Inputs, Storing, list[Slots]]:
+    """The same batch on a larger pool, where its states are stored, and the slots of every launch."""
     pool, numbers = cold_slots(job.case.batch, job.case.slot_bytes, device)
     return inputs.on_larger_pool(pool), *with_cold_snapshots(job, numbers, device)
 
 
-def with_cold_snapshots(job: Job, numbers: Sequence[Tensor], device: torch.device) -> tuple[Pool | None, list[Slots]]:
-    """Room for snapshots that are not in the cache, if the job takes them, and the slots of launches on these."""
+def with_cold_snapshots(job: Job, numbers: Sequence[Tensor], device: torch.device) -> tuple[Storing, list[Slots]]:
+    """Where states are stored, with snapshots that are not in the cache, and the slots of launches on these."""
     case = job.case
-    snapshots = snapshots_for(job, max(case.batch, COLD_BYTES // (case.slot_bytes * job.stores)), device)
-    if snapshots is None:
-        return None, [Slots(at) for at in numbers]
-    rows = cold_rows(case.batch, snapshots.data.shape[0], len(numbers), device)
-    return snapshots, [Slots(at, snapshot_rows=to) for at, to in zip(numbers, rows, strict=True)]
+    storing = storing_for(job, max(case.batch, COLD_BYTES // (case.slot_bytes * max(job.stores, 1))), device)
+    if storing.snapshots is None:
+        return storing, [Slots(at) for at in numbers]
+    rows = cold_rows(case.batch, storing.snapshots.data.shape[0], len(numbers), device)
+    return storing, [Slots(at, snapshot_rows=to) for at, to in zip(numbers, rows, strict=True)]
 
 
-def snapshots_for(job: Job, rows: int, device: torch.device) -> Pool | None:
-    """Room for the snapshots of so many batch rows, in the format of the pool; None if the job takes none."""
-    if not job.snapshots:
-        return None
-    return job.case.snapshots(rows, job.stores, job.case.format, job.case.rounding, device)
+def storing_for(job: Job, rows: int, device: torch.device) -> Storing:
+    """Where a job stores states; snapshots have room for so many rows of a batch, in the format of the pool."""
+    if job.stored != "snapshots":
+        return Storing(update=job.stored == "last")
+    return Storing(job.case.snapshots(rows, job.stores, job.case.format, job.case.rounding, device), update=False)
 
 
 def time_on_slots(step: Step, slots: Sequence[Slots], flush: bool = False) -> Timing:
-    return time_launches([partial(step, of_launch) for of_launch in slots], flush=flush)
+    return time_launches([step(of_launch) for of_launch in slots], flush=flush)
 
 
 def row_of(implementation: str, job: Job, timing: Timing, moved: int, roof: Timing | None) -> Row:
@@ -173,7 +190,7 @@ def row_of(implementation: str, job: Job, timing: Timing, moved: int, roof: Timi
         case.batch,
         *case.measured_axes,
         case.tokens or 1,
-        int(job.snapshots),
+        job.stored,
         timing.median,
         timing.spread,
         moved / timing.median / 1e3,

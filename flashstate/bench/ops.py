@@ -1,8 +1,9 @@
 """The ops that can be benchmarked."""
 
 from flashstate.bench.conv1d import CONV1D
+from flashstate.bench.gated_delta import GATED_DELTA
 from flashstate.bench.jobs import BenchedOp
 from flashstate.bench.mamba2 import MAMBA2
 from flashstate.bench.span import SPAN
 
-OPS: dict[str, BenchedOp] = {"mamba2": MAMBA2, "conv1d": CONV1D, "span": SPAN}
+OPS: dict[str, BenchedOp] = {"mamba2": MAMBA2, "gated_delta": GATED_DELTA, "conv1d": CONV1D, "span": SPAN}

@@ -1,4 +1,4 @@
-"""Other libraries that are timed beside flashstate, each through its public function. Every op has its own peers."""
+"""Other libraries that are timed beside flashstate, each through its public functions. Every op has its own peers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,11 +14,24 @@ from torch import Tensor
 from flashstate.state.slots import Slots
 from flashstate.testing import Inputs, Pool
 
-# A step advances the states of the slots it is given, in place or into snapshots, and returns the output. A binding
-# makes one of inputs, and of snapshots where the job takes them.
-Step = Callable[[Slots], Tensor]
-Binding = Callable[[Inputs, Pool | None], Step]
 NO_PEERS = "none"
+
+
+@dataclass(frozen=True)
+class Storing:
+    """Where a step stores states: the last one in place; or, while the pool is only read, all as snapshots or none."""
+
+    snapshots: Pool | None = None
+    update: bool = True
+
+
+IN_PLACE = Storing()
+
+# A binding makes a step of inputs, and of where states are stored. A step is told its slots before anything is timed,
+# and gives a launch, which advances the states of these slots and returns the output.
+Launch = Callable[[], Tensor]
+Step = Callable[[Slots], Launch]
+Binding = Callable[[Inputs, Storing], Step]
 
 
 class MeasurementError(Exception):
@@ -28,28 +40,43 @@ class MeasurementError(Exception):
 
 @dataclass(frozen=True)
 class Peer:
-    """Where the public function of another library is, and how it is called with the arguments of ours.
+    """Where the public functions of another library are, and how they are called with the arguments of ours.
 
-    What the function needs in another shape or dtype is converted by `bind`, once, so that it costs the step nothing.
-    `bind` raises MeasurementError where the function cannot do the job.
+    What a function needs in another shape or dtype is converted by `bind`, once, so that it costs the step nothing.
+    `bind` is given the functions first, and raises MeasurementError where they cannot do the job.
     """
 
     module: str
-    function: str
-    bind: Callable[[Callable[..., Any], Inputs, Pool | None], Step]
+    functions: tuple[str, ...]
+    bind: Callable[..., Step]
 
     def load(self) -> Binding:
-        """Import the function; MeasurementError where that fails."""
+        """Import the functions; MeasurementError where that fails."""
         try:
-            function = getattr(importlib.import_module(self.module), self.function)
+            module = importlib.import_module(self.module)
+            functions = [getattr(module, name) for name in self.functions]
         except Exception as error:  # a broken installation may raise anything
             raise MeasurementError(f"cannot be imported: {error}") from error
-        return partial(self.bind, function)
+        return partial(self.bind, *functions)
 
     @property
     def version(self) -> str:
         """Of the imported library, as it says itself."""
         return str(getattr(sys.modules.get(self.module.split(".")[0]), "__version__", "unknown version"))
+
+
+def require_plain_states(inputs: Inputs) -> None:
+    """Raise MeasurementError where states have scales or are not rounded to nearest."""
+    if inputs.state.scale is not None:
+        raise MeasurementError("only compared where states have no scales")
+    if inputs.state.rounding != "nearest":
+        raise MeasurementError(f"only compared where states are rounded to nearest, not {inputs.state.rounding}")
+
+
+def require_in_place(storing: Storing) -> None:
+    """Raise MeasurementError where anything but the last state is to be stored."""
+    if storing != IN_PLACE:
+        raise MeasurementError("only compared where the last state is stored in place")
 
 
 def choose_peers(known: Mapping[str, Peer], names: Sequence[str] | None) -> dict[str, Peer]:

@@ -7,12 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flashstate.bench.results import Row
+from flashstate.bench.results import ROOFS, Row
 
 OURS = {"color": "#0b5fa5", "marker": "o", "linewidth": 2.4, "markersize": 5, "zorder": 3}
 STYLES: dict[str, dict[str, Any]] = {
     "flashstate": OURS,
     "reference, CPU": OURS,
+    "flashstate, at once": {**OURS, "color": "#5c9fd6", "marker": "P"},
+    "flashstate, early": {**OURS, "color": "#5c9fd6", "marker": "X"},
     "vllm": {"color": "#d9480f", "marker": "s"},
     "flashinfer": {"color": "#2b8a3e", "marker": "^"},
     "mamba_ssm": {"color": "#862e9c", "marker": "v"},
@@ -21,7 +23,6 @@ STYLES: dict[str, dict[str, Any]] = {
     "read": {"color": "#adb5bd", "linestyle": ":", "linewidth": 1.2},
 }
 OTHER = {"linewidth": 1.2, "markersize": 3.5}  # what a style does not say; a peer without a style gets a default colour
-ROOFS = ("touch", "read")
 COLUMNS = 4
 PANEL_WIDTH, PANEL_HEIGHT, HEAD_HEIGHT = 2.7, 1.75, 0.75  # inches
 Lines = dict[str, list[Row]]  # of one panel: implementation -> rows, in the order of the batch
@@ -43,7 +44,7 @@ def draw(rows: Sequence[Row], provenance: Mapping[str, str], path: Path) -> None
     from matplotlib.figure import Figure
 
     rows = [row for row in rows if row.tokens == 1] or rows
-    kinds = [_draw_percents, _draw_times] if any(row.percent_of_touch is not None for row in rows) else [_draw_times]
+    kinds = [_draw_percents, _draw_times] if any(row.percent_of_roof is not None for row in rows) else [_draw_times]
     lines = lines_of(rows)
     columns = min(COLUMNS, len(lines))
     height = -(-len(lines) // columns) * PANEL_HEIGHT + HEAD_HEIGHT
@@ -82,14 +83,15 @@ def _draw_panels(part: Any, lines: Mapping[str, Lines], columns: int, draw_panel
 
 
 def _draw_percents(panel: Any, lines: Lines) -> str:
-    """Draw into a panel, and return what its y axis shows. The roof is a level; `read` is no part of a step."""
-    panel.axhline(100, label="touch", **_style("touch"))
+    """Draw into a panel, and return what its y axis shows. The roof is a level: `touch`, or `read` if that is all."""
+    roof = next((name for name in ROOFS if name in lines), ROOFS[0])
+    panel.axhline(100, label=roof, **_style(roof))
     for name, line in lines.items():
         if name not in ROOFS:
-            panel.plot([row.batch for row in line], [row.percent_of_touch for row in line], label=name, **_style(name))
+            panel.plot([row.batch for row in line], [row.percent_of_roof for row in line], label=name, **_style(name))
     panel.set_ylim(0, 115)
     panel.set_yticks((0, 25, 50, 75, 100))
-    return "percent of touch, the roof"
+    return "percent of the roof"
 
 
 def _draw_times(panel: Any, lines: Lines) -> str:

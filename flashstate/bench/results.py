@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,6 +17,7 @@ from flashstate.info import versions
 from flashstate.state.formats import label_of
 
 HOST_COST = "host cost"  # the entry of the provenance that has it
+ROOFS = ("touch", "read")  # implementations that are none
 
 
 @dataclass(frozen=True)
@@ -33,26 +34,48 @@ class Row:
     rows: int
     cols: int
     tokens: int  # per row of the batch and call
-    snapshots: int  # 1: the state after every token goes to snapshots, and the pool is only read
+    stored: str  # the "last" state, in place; or, while the pool is only read, "snapshots" of all, or "nothing"
     microseconds: float  # per call, median
     spread: float  # slowest minus fastest, relative to the median
     gigabytes_per_second: float  # of the bytes a call must move at least
-    percent_of_touch: float | None  # None where there is no roof: on a CPU
+    percent_of_roof: float | None  # None where there is no roof: on a CPU
 
     @property
     def label(self) -> str:
-        """The format, and what is not one token in place."""
-        tokens = f", {self.tokens} tokens" if self.tokens > 1 else ""
-        channels = f"{self.rows} channels, " if self.op == "conv1d" else ""
-        return f"{channels}{label_of(self.format, self.rounding)}{tokens}{', snapshots' if self.snapshots else ''}"
+        """What tells rows of a run apart: of the shape what they do not share, the format, and what is not one token in
+        place."""
+        of_shape = WORDS.get(self.op, STATE_WORDS).apart(self)
+        tokens = [f"{self.tokens} tokens"] if self.tokens > 1 else []
+        stored = {"last": [], "snapshots": ["snapshots"], "nothing": ["nothing stored"]}[self.stored]
+        return ", ".join([*of_shape, label_of(self.format, self.rounding), *tokens, *stored])
 
     @property
     def shape(self) -> str:
         """The op and the shape, as far as all rows of a run share it."""
-        if self.op == "conv1d":
-            return f"{self.op}, width {self.cols}"
-        groups = f"{self.groups} group{'s' if self.groups > 1 else ''}"
-        return f"{self.op}, {self.heads} heads, {groups}, {self.rows} x {self.cols}"
+        return f"{self.op}, {WORDS.get(self.op, STATE_WORDS).shared(self)}"
+
+
+class Words(NamedTuple):
+    """How the shapes of an op are told: what all rows of a run share, and what tells them apart."""
+
+    shared: Callable[[Row], str]
+    apart: Callable[[Row], list[str]] = lambda row: []
+
+
+def counted(number: int, word: str) -> str:
+    return f"{number} {word}{'s' if number > 1 else ''}"
+
+
+STATE_WORDS = Words(
+    lambda row: f"{counted(row.heads, 'head')}, {counted(row.groups, 'group')}, {row.rows} x {row.cols}"
+)
+WORDS = {  # of ops that are not told so
+    "conv1d": Words(lambda row: f"width {row.cols}", lambda row: [f"{row.rows} channels"]),
+    "gated_delta": Words(
+        lambda row: f"{counted(row.groups, 'key head')}, {row.rows} x {row.cols}",
+        lambda row: [counted(row.heads, "head")],
+    ),
+}
 
 
 PARSERS: dict[str, Callable[[str], Any]] = {

@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Column, Table
 
-from flashstate.bench.figures import figures, with_figures
+from flashstate.bench.figures import check_marks, with_figures
 from flashstate.bench.host import host_costs, host_line, host_table
-from flashstate.bench.jobs import BenchedOp, Job
+from flashstate.bench.jobs import BenchedOp, Job, check_words
 from flashstate.bench.measure import Report, bench
 from flashstate.bench.peers import MeasurementError, Peer, load_peers, versions_of
 from flashstate.bench.plot import draw, require_matplotlib
@@ -30,17 +30,17 @@ class Files:
 
     csv: Path | None = None
     plot: Path | None = None
-    document: Path | None = None  # has a table of the figures between two marks
+    documents: tuple[Path, ...] = ()  # have tables of the figures between marks
 
-    def check(self) -> None:
-        """Find out before measuring that something cannot be written."""
+    def check(self, op: str) -> None:
+        """Find out before measuring an op that something cannot be written."""
         for path in (self.csv, self.plot):
             if path is not None and not path.absolute().parent.is_dir():
                 raise ValueError(f"there is no folder {path.absolute().parent} to write {path.name} to")
         if self.plot is not None:
             require_matplotlib()
-        if self.document is not None:
-            with_figures(self.document, "")
+        for document in self.documents:
+            check_marks(document, op)
 
     def keep(self, rows: Sequence[Row], provenance: Mapping[str, str]) -> None:
         """Write the measurements alone: what a run has that does not come to its end."""
@@ -51,9 +51,8 @@ class Files:
         self.keep(rows, provenance)
         if self.plot is not None:
             draw(rows, provenance, self.plot)
-        if self.document is not None:
-            text = with_figures(self.document, figures(rows, provenance))
-            self.document.write_text(text, encoding="utf-8")
+        for document in self.documents:
+            document.write_text(with_figures(document, rows, provenance), encoding="utf-8")
 
 
 def run_bench(
@@ -65,7 +64,8 @@ def run_bench(
     commit: str | None = None,
 ) -> int:
     """Measure with a progress bar, then print, write and draw. Exit status 1 where flashstate is wrong."""
-    files.check()
+    check_words(jobs)
+    files.check(op.name)
     errors = Console(stderr=True)
     bindings, skipped = load_peers(peers, device)
     provenance = provenance_of(device, commit)
@@ -106,7 +106,7 @@ def run_host(op: BenchedOp, peers: Mapping[str, Peer], device: torch.device) -> 
 def redraw(csv_path: Path, files: Files) -> int:
     """Print a file that an earlier run wrote, and draw it."""
     provenance, rows = read_csv(csv_path)
-    files.check()
+    files.check(rows[0].op)
     show(Console(), Report(rows), provenance)
     files.write(rows, provenance)
     return 0
@@ -126,8 +126,8 @@ def show_skipped(console: Console, report: Report) -> None:
 
 
 def results_table(rows: Sequence[Row], device: str) -> Table:
-    """All rows, a section per format. The title has the shape of the first: a run has one shape."""
-    numbers = (Column(name, justify="right") for name in ("batch", "µs", "spread", "GB/s", "% of touch"))
+    """All rows, a section per format and form. The title has what they share of their shape."""
+    numbers = (Column(name, justify="right") for name in ("batch", "µs", "spread", "GB/s", "% of roof"))
     table = Table(
         "format",
         "implementation",
@@ -138,7 +138,7 @@ def results_table(rows: Sequence[Row], device: str) -> Table:
         collapse_padding=True,
     )
     for row, following in zip(rows, [*rows[1:], None], strict=True):
-        percent = "" if row.percent_of_touch is None else f"{row.percent_of_touch:.1f}"
+        percent = "" if row.percent_of_roof is None else f"{row.percent_of_roof:.1f}"
         measured = (f"{row.microseconds:.2f}", f"{row.spread:.1%}", f"{row.gigabytes_per_second:,.1f}", percent)
         ends_section = following is not None and following.label != row.label
         table.add_row(row.label, row.implementation, str(row.batch), *measured, end_section=ends_section)

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from flashstate.bench.jobs import BenchedOp, Formats, Job, Shape
-from flashstate.bench.mamba2 import HOST_CASE
-from flashstate.bench.mamba2 import jobs_of as jobs_of_mamba2
-from flashstate.bench.peers import Step
+from flashstate.bench.jobs import BenchedOp, Grid, Shape, Variant
+from flashstate.bench.mamba2 import HOST_CASE, SHAPE
+from flashstate.bench.mamba2 import case_of as case_of_mamba2
+from flashstate.bench.peers import IN_PLACE, Launch, Step, Storing
 from flashstate.ops.conv1d import conv1d_step
 from flashstate.ops.mamba2 import mamba2_step
 from flashstate.state.slots import Slots
-from flashstate.testing import AnyCase, Case, ConvCase, Inputs, Pool
+from flashstate.testing import Case, ConvCase, Inputs
 
 WIDTH = 4
 
@@ -54,13 +53,12 @@ def split(convolved: Tensor, like: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: part.unflatten(-1, tuple(like[name].shape[-2:])) for name, part in parts}
 
 
-def jobs_of(formats: Formats, batches: Sequence[int], tokens: Sequence[int], shape: Shape) -> list[Job]:
-    """Those of mamba2_step without snapshots, behind a convolution."""
-    jobs = [job for job in jobs_of_mamba2(formats, batches, tokens, shape) if not job.snapshots]
-    return [Job("conv1d + mamba2", _as_span(job.case)) for job in jobs]
+def case_of(shape: Shape, name: str, rounding: str, tokens: int, batch: int) -> SpanCase:
+    """That of mamba2_step, behind a convolution."""
+    return _as_span(case_of_mamba2(shape, name, rounding, tokens, batch))
 
 
-def bind_flashstate(inputs: Inputs, snapshots: Pool | None = None, *, bare: bool = False, early: bool = False) -> Step:
+def bind_flashstate(inputs: Inputs, storing: Storing = IN_PLACE, *, bare: bool = False, early: bool = False) -> Step:
     """Both steps; `early`: each starts before what is in front of it has ended."""
     assert isinstance(inputs, SpanInputs)
     convolution = {**inputs.convolution.arguments, **inputs.convolution.options, "window": inputs.windows()}
@@ -69,19 +67,24 @@ def bind_flashstate(inputs: Inputs, snapshots: Pool | None = None, *, bare: bool
     state = inputs.state.data if bare else inputs.state
     y = torch.empty(inputs.arguments["x"].shape, dtype=convolved.dtype, device=convolved.device)
 
-    def step(slots: Slots) -> Tensor:
+    def step(slots: Slots) -> Launch:
         where = slots.read if bare else slots
-        conv1d_step(**convolution, slots=where, early=early)
-        return mamba2_step(state, **arguments, slots=where, out=y, early=early)
+
+        def launch() -> Tensor:
+            conv1d_step(**convolution, slots=where, early=early)
+            return mamba2_step(state, **arguments, slots=where, out=y, early=early)
+
+        return launch
 
     return step
 
 
-def _as_span(case: AnyCase) -> SpanCase:
+def _as_span(case: Case) -> SpanCase:
     return SpanCase(**{name: getattr(case, name) for name in case.__dataclass_fields__})
 
 
+GRID = Grid((SHAPE,), (("float32", "nearest"), ("bfloat16", "nearest")), stored=("last",))
 SPAN = BenchedOp(
-    bind_flashstate, jobs_of, {}, _as_span(HOST_CASE), (("float32", "nearest"), ("bfloat16", "nearest")),
-    {"early": partial(bind_flashstate, early=True)},
+    "conv1d + mamba2", bind_flashstate, case_of, (GRID,), {}, _as_span(HOST_CASE),
+    {"early": Variant(partial(bind_flashstate, early=True))},
 )  # fmt: skip

@@ -36,12 +36,13 @@ class Timing:
 
 
 def cold_slots(batch: int, slot_bytes: int, device: torch.device, most: int = MAX_LAUNCHES) -> tuple[int, list[Tensor]]:
-    """The size a pool needs, and slots for each launch of a graph, such that every launch meets cold ones."""
+    """The size a pool needs, and slots for each launch of a graph, such that every launch meets cold ones. None has
+    slot 0, which some libraries take for padding."""
     launches = min(most, max(MIN_LAUNCHES, -(-COLD_BYTES // (batch * slot_bytes))))
     pool = max(2 * batch, -(-COLD_BYTES // slot_bytes))
-    order = torch.randperm(pool, generator=torch.Generator().manual_seed(0))
+    order = 1 + torch.randperm(pool, generator=torch.Generator().manual_seed(0))
     flat = order.repeat(-(-batch * launches // pool))[: batch * launches]
-    return pool, list(flat.to(torch.int32).to(device).split(batch))
+    return 1 + pool, list(flat.to(torch.int32).to(device).split(batch))
 
 
 def need_flush(launches: int, bytes_each: int) -> bool:
