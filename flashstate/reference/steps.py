@@ -40,7 +40,7 @@ def step_tokens(
 ) -> None:
     """Every token of every row of the batch, on the pool: fills `out`, `snapshots` and, with `update`, the pool."""
     batch = out.shape[0] if slots is None else slots.read.shape[0]
-    num_slots, *shape = state.data.shape
+    num_slots = state.data.shape[0]
     activations = flat_tokens(activations, out)
     y = out.new_zeros(out.shape[: out.dim() - 2].numel(), *out.shape[-2:], dtype=torch.float32)
     at = token_positions(slots, batch, len(y), out.device)  # (batch, T)
