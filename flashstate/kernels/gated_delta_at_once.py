@@ -137,7 +137,8 @@ def gated_delta_at_once_kernel(
 
     slot = resolve_read((read_ptr, read_stride, read_width, accepted_ptr), b, num_slots, null, fault_ptr)
     live = slot >= 0
-    first, count = token_range(cu_seqlens_ptr, b, tokens)
+    first, length = token_range(cu_seqlens_ptr, b, tokens)
+    count = tl.minimum(length, longest)  # there is no room for more, whatever a packed row has
     factor = load_scale(scale_ptr, slot * scale_stride, live, tile)
     codes = load_codes(data_ptr, slot * slot_stride, live, tile, COLS, VECTOR, "streaming")
     if STORES == "last":  # drawn while the state is on its way
@@ -219,5 +220,9 @@ def gated_delta_at_once_kernel(
             ROUNDING, VECTOR, TARGET, "streaming",
         )  # fmt: skip
     if cu_seqlens_ptr is not None:
+        for i in range(count, length):
+            zero = tl.zeros([BLOCK_ROWS], out_ptr.dtype.element_ty)
+            past = token_entry(out, b, first + i, h, 1) + offs_d
+            tl.store(past, zero, mask=tl.where(live, mask_d, False) if PADDING == "keep" else mask_d)
         batch = tl.num_programs(0) // (H * ((ROWS + BLOCK_ROWS - 1) // BLOCK_ROWS))
         zero_unused(out, cu_seqlens_ptr, b, h, offs_d, mask_d, tokens, batch)

@@ -136,17 +136,18 @@ def gated_delta_step(
     flat = flat_tokens(activations, out)
     batch, tokens = out.shape[0] if slots is None else slots.read.shape[0], out.shape[: out.dim() - 2].numel()
     at = token_positions(slots, batch, tokens, out.device)  # (batch, T)
+    within = at if slots is None else at[:, : slots.longest]  # packed rows are cut at max_len
     read = resolve_read(slots, batch, state.data.shape[0], out.device)
     live = read >= 0
     gives = torch.ones_like(live) if slots is not None and slots.padding == "fresh" else live
-    exists = (at >= 0) & gives[:, None]
-    rows = {name: t[at.clamp(min=0)] for name, t in flat.items() if t is not None}  # (batch, T, ...)
+    exists = (within >= 0) & gives[:, None]
+    rows = {name: t[within.clamp(min=0)] for name, t in flat.items() if t is not None}  # (batch, T, ...)
     o, s = gated_delta_at_once(
         states_of(state, read), **rows, exists=exists, A_log=A_log, dt_bias=dt_bias, scale=scale, qk_l2norm=qk_l2norm
     )
     y = out.new_zeros(tokens, *out.shape[-2:], dtype=torch.float32)
-    y[at[exists]] = o[exists]
+    y[within[exists]] = o[exists]
     store_output(out, y, at, live, slots)
     if update:
         seed = None if state.seed is None else state.seed[read]
-        store_last(state, s, slots, read, seed, (at >= 0).sum(1))
+        store_last(state, s, slots, read, seed, (within >= 0).sum(1))
