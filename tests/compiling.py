@@ -16,6 +16,8 @@ from torch import Tensor
 
 from flashstate.launch import Gpu, backend, collecting
 from flashstate.launch.start import Launch
+from flashstate.state.formats import FORMATS
+from flashstate.testing import dtype
 
 ARCHITECTURES = (80, 89, 90, 100, 103, 120, "gfx942", "gfx950")
 TYPES = {
@@ -97,3 +99,21 @@ def spilled_bytes(kernel: Any, tmp_path: Path) -> int:
     found = re.findall(r"STACK:(\d+).*?LOCAL:(\d+)", usage)
     assert found, usage
     return sum(int(stack) + int(local) for stack, local in found)
+
+
+def access_bytes(kernel: Any) -> tuple[set[int], set[int]]:
+    """Bytes of the loads and of the stores of state and scales: on NVIDIA those with a hint, on AMD the widest."""
+    if "amdgcn" in kernel.asm:
+        widths = {"dwordx4": 16, "b128": 16, "dwordx2": 8, "b64": 8, "dword": 4, "b32": 4, "ushort": 2, "short": 2}
+        found = re.findall(r"(?:global|buffer)_(load|store)_(\w+)", kernel.asm["amdgcn"])
+        loads, stores = ({max(widths.get(w, 1) for kind, w in found if kind == k)} for k in ("load", "store"))
+        return loads, stores
+    found = re.findall(r"\b(ld|st)\.global\.(?:L1::evict_first|cs\b)[\w:.]*?(?:\.v(\d))?\.b(\d+)\b", kernel.asm["ptx"])
+    loads, stores = ({int(n or 1) * int(bits) // 8 for kind, n, bits in found if kind == k} for k in ("ld", "st"))
+    return loads, stores
+
+
+def expected_accesses(architecture: int | str, name: str) -> set[int]:
+    """16 bytes of data, and 4 of a scale where there are some."""
+    scaled = isinstance(architecture, int) and FORMATS[dtype(name)].scaled
+    return {16, 4} if scaled else {16}

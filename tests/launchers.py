@@ -10,7 +10,7 @@ import torch
 from flashstate.launch import direct, driver
 from flashstate.launch.driver import LaunchAttribute, LaunchConfig, parameters_of
 from flashstate.launch.start import Launch, Started
-from flashstate.ops import conv1d, mamba2
+from flashstate.ops import conv1d, gated_delta, mamba2
 
 
 def parameters(arguments: Any) -> list[int]:
@@ -61,11 +61,12 @@ class Launcher:
 def launcher(monkeypatch: pytest.MonkeyPatch) -> Launcher:
     pytest.importorskip("triton")
     stand_in = Launcher()
-    for op in (conv1d, mamba2):
+    for op in (conv1d, gated_delta, mamba2):
         monkeypatch.setattr(op, "start", stand_in.start)
         monkeypatch.setattr(op, "uses_kernels", lambda device: True)
         monkeypatch.setattr(op, "lets_next_start", lambda device: True)
-    monkeypatch.setattr(mamba2, "_launches_on_tensors", {})
+    for op in (gated_delta, mamba2):
+        monkeypatch.setattr(op, "_launches_on_tensors", {})
     monkeypatch.setattr(conv1d, "launches", {})
     monkeypatch.setattr(direct, "available", True)
     monkeypatch.setattr(driver, "_launch_function", lambda: stand_in.launch)

@@ -1,15 +1,15 @@
 """Tables of wrong calls: what is changed in a right one, what that raises, and that no memory changes."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
 from torch import Tensor
 
 from flashstate import Slots, State
-from flashstate.testing import Case, make_inputs
+from flashstate.testing import AnyCase, Case, DeltaCase, make_inputs
 
 CPU = torch.device("cpu")
 META = torch.device("meta")
@@ -25,6 +25,7 @@ ALL_FORMS = {**FORMS, **{f"{form} per row": replace(case, mamba1=True, D="row") 
 Arguments = dict[str, Any]
 Change = Callable[[Arguments], Arguments]  # all arguments of a call that is right: those to change to make it wrong
 Refusal = tuple[str, Change, type[Exception], str]
+Form = TypeVar("Form", bound=AnyCase)
 
 
 def only(name: str, change: Callable[[Any], Any]) -> Change:
@@ -60,7 +61,7 @@ def table(refusals: list[Refusal]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("change", "error", "message"), [r[1:] for r in refusals], ids=names)
 
 
-def table_of_forms(forms: dict[str, Case], refusals: Callable[[Case], list[Refusal]]) -> pytest.MarkDecorator:
+def table_of_forms(forms: Mapping[str, Form], refusals: Callable[[Form], list[Refusal]]) -> pytest.MarkDecorator:
     """The refusals of every form, beside the form."""
     entries = [(f"{form}: {r[0]}", case, *r[1:]) for form, case in forms.items() for r in refusals(case)]
     names = [entry[0] for entry in entries]
@@ -163,7 +164,7 @@ def slots_arguments() -> Arguments:
     }
 
 
-def step_arguments(case: Case = CASE, device: torch.device = CPU) -> Arguments:
+def step_arguments(case: Case | DeltaCase = CASE, device: torch.device = CPU) -> Arguments:
     """All arguments of a call that is right: `out`, and snapshots with room for more rows and tokens, among them."""
     inputs = make_inputs(case, device)
     return {
@@ -173,5 +174,5 @@ def step_arguments(case: Case = CASE, device: torch.device = CPU) -> Arguments:
         "slots": inputs.at() if case.packed else inputs.slots,
         "snapshots": torch.full((5, 6, case.heads, case.rows, case.cols), 7.0, dtype=torch.float16, device=device),
         "update": True,
-        "out": torch.full_like(inputs.arguments["x"], 7.0),
+        "out": torch.full_like(inputs.main, 7.0),
     }

@@ -12,7 +12,15 @@ from unittest import mock
 
 import pytest
 import torch
-from compiling import ARCHITECTURES, collected, compile_launch, gpu_with, spilled_bytes
+from compiling import (
+    ARCHITECTURES,
+    access_bytes,
+    collected,
+    compile_launch,
+    expected_accesses,
+    gpu_with,
+    spilled_bytes,
+)
 from tables import H200_TABLE, configs_by_mode
 
 from flashstate import State, StatePool
@@ -48,24 +56,6 @@ def compile_step(case: Case, config: Config, architecture: int | str, call: Call
     (launch,) = launches
     assert launch.kernel.__name__ == "mamba2_step_kernel"
     return compile_launch(launch, architecture)
-
-
-def access_bytes(kernel: Any) -> tuple[set[int], set[int]]:
-    """Bytes of the loads and of the stores of state and scales: on NVIDIA those with a hint, on AMD the widest."""
-    if "amdgcn" in kernel.asm:
-        widths = {"dwordx4": 16, "b128": 16, "dwordx2": 8, "b64": 8, "dword": 4, "b32": 4, "ushort": 2, "short": 2}
-        found = re.findall(r"(?:global|buffer)_(load|store)_(\w+)", kernel.asm["amdgcn"])
-        loads, stores = ({max(widths.get(w, 1) for kind, w in found if kind == k)} for k in ("load", "store"))
-        return loads, stores
-    found = re.findall(r"\b(ld|st)\.global\.(?:L1::evict_first|cs\b)[\w:.]*?(?:\.v(\d))?\.b(\d+)\b", kernel.asm["ptx"])
-    loads, stores = ({int(n or 1) * int(bits) // 8 for kind, n, bits in found if kind == k} for k in ("ld", "st"))
-    return loads, stores
-
-
-def expected_accesses(architecture: int | str, name: str) -> set[int]:
-    """16 bytes of data, and 4 of a scale where there are some."""
-    scaled = isinstance(architecture, int) and FORMATS[dtype(name)].scaled
-    return {16, 4} if scaled else {16}
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -282,6 +282,22 @@ def test_a_token_that_forgets_all_leaves_what_a_zero_state_gives(exact: bool, de
     assert torch.equal(inputs.states, zeroed.states)
 
 
+@pytest.mark.parametrize("padding", ["zero", "keep"])
+def test_a_packed_row_longer_than_max_len_is_cut_where_tokens_go_at_once(padding: str, device: torch.device) -> None:
+    inputs = make_inputs(replace(AT_ONCE, batch=4, tokens=5, packed=True, raw=False), device)
+    assert inputs.lengths == [5, 4, 3, 2]
+    read = torch.where(torch.arange(4, device=device) == 1, -1, inputs.slots)  # one row is padding
+    there = torch.tensor([0, 1, 2, 5, 6, 7, 9, 10, 11, 12, 13], device=device)  # the first three tokens of each row
+    short = replace(inputs.fresh(), lengths=[3, 3, 3, 2]).changed(lambda t: t[there])
+    out = torch.full_like(inputs.main, 7.0)
+    y = inputs.step(slots=inputs.at(read=read, max_len=3, padding=padding), out=out)
+    want = short.step(slots=short.at(read=read, padding=padding), out=out[there].fill_(7.0))
+    assert same_bytes(y[there], want)
+    require_equal_states("the pool", inputs.state, short.state)
+    assert (y[3:5] == 0).all()
+    assert (y[8] == (7.0 if padding == "keep" else 0.0)).all()
+
+
 LARGE = DeltaCase(2, 64, 16, 128, 128, x="bfloat16", qk="bfloat16", gates="bfloat16", format="bfloat16", slots=8)
 
 

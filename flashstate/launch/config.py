@@ -71,13 +71,17 @@ class Problem:
     @property
     def lane_choices(self) -> list[int]:
         """How many threads may share a row: those that a warp has, and a row of whole Philox calls needs, and so many
-        that none has too much of it."""
+        that none has too much of it. Of transposed states as few as that, so that a warp takes more of each column, and
+        with random bits, which take registers, twice as many."""
         most = min(MOST_OF_A_ROW, MOST_CHUNKS * self.vector)  # elements
         if self.transposed:
             most = min(MOST_CHUNKS, MOST_UNROLLED // self.vector)
         columns = self.chunk(1)
         fewest = max(1, CALL_COLUMNS // columns, min(self.block_cols // most, 32))
-        return [lanes for lanes in (1, 2, 4, 8, 16, 32) if fewest <= lanes <= self.block_cols // columns]
+        choices = [lanes for lanes in (1, 2, 4, 8, 16, 32) if fewest <= lanes <= self.block_cols // columns]
+        if self.transposed:
+            return choices[:1] if self.rounding == "nearest" else choices[:2][-1:]
+        return choices
 
     def chunk(self, lanes: int) -> int:
         """Columns that the threads of a row access at once; they walk along it in such chunks."""
@@ -99,11 +103,14 @@ class Problem:
         return self.limits if torch.version.hip is None else self.limits[:1]
 
     def valid(self, config: Config) -> bool:
-        """Whether a call may be launched so: threads share rows as a config says only where there are rows for all."""
+        """Whether a call may be launched so: threads share rows as a config says only where there are rows for all. Of
+        transposed states one warp has no more rows than that either: else the compiler gives threads other columns."""
         powers_of_two = all(n == next_power_of_2(n) for n in (config.block_rows, config.num_warps, config.together))
         known = config.lanes in self.lane_choices and config.together <= self.most_together
         known = known and config.registers in self.limits
-        return powers_of_two and known and config.block_rows >= self.fewest_rows(config)
+        fewest = self.fewest_rows(config)
+        fits = (config.block_rows, config.num_warps) == (fewest, 1) if self.transposed else config.block_rows >= fewest
+        return powers_of_two and known and fits
 
     def per_thread(self, config: Config) -> int:
         """Elements of state that a thread has."""
@@ -119,7 +126,7 @@ class Problem:
         as nothing else hides their loads."""
         lanes = heuristic_lanes(self, gpu)
         per_thread = 16 if self.batch_heads < LARGE else 32
-        block_rows = min(next_power_of_2(self.rows), per_thread * WARP // self.block_cols)
+        block_rows = 1 if self.transposed else min(next_power_of_2(self.rows), per_thread * WARP // self.block_cols)
         config = Config(max(block_rows, self.fewest_rows(Config(1, 1, lanes))), 1, lanes)
         if self.several_tokens and self.batch_heads < LARGE:
             most = MOST_UNROLLED // 2 // self.per_thread(config)
@@ -182,7 +189,8 @@ class TensorCoreProblem(Problem):
         return TOGETHER[:1]
 
     def valid(self, config: Config) -> bool:
-        return super().valid(config) and config.num_warps == 1 and config.block_rows in self.row_choices
+        rows = config.block_rows in self.row_choices and config.lanes in self.lane_choices
+        return rows and config.num_warps == config.together == 1 and config.registers in self.limits
 
     def heuristic(self, gpu: Gpu) -> Config:
         """More rows per program where there are programs enough: the tokens' products with each other are made once for
@@ -264,10 +272,7 @@ def measured_sizes(configs: Configs, problem: Problem) -> Mapping[int, Config]:
 
 
 def heuristic_lanes(problem: Problem, gpu: Gpu) -> int:
-    """Lanes that read 128 columns at once; fewer where their sums are the bottleneck: newer GPUs, several tokens. Few
-    of transposed states too, so that a warp takes more of each column."""
-    if problem.transposed:
-        return problem.lane_choices[0]
+    """Lanes that read 128 columns at once; fewer where their sums are the bottleneck: newer GPUs, several tokens."""
     wanted = 8 if problem.several_tokens else 128 // problem.vector
     if gpu.capability >= WALKING_CAPABILITY:
         wanted = min(wanted, 4)

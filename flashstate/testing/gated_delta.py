@@ -224,19 +224,19 @@ ODD_DELTA_SHAPES = {
     ),
     "packed tokens": (
         DeltaCase(3, 2, 1, 3, 40, tokens=2, packed=True, qk="float16", parameters="float16"),
-        DeltaCase(3, 4, 1, 2, 8, tokens=2, packed=True, gates="float16", raw=False, index="int64"),
+        DeltaCase(3, 2, 1, 2, 8, tokens=2, packed=True, gates="float16", raw=False, index="int64"),
     ),
     "KDA": (
         DeltaCase(2, 2, 2, 9, 7, per_channel=True, gates="float16", parameters="float16", slots=5),
         DeltaCase(2, 1, 1, 33, 40, per_channel=True, dt_bias=False),
     ),
-    "KDA, several tokens": (DeltaCase(2, 2, 1, 5, 24, per_channel=True, tokens=3, x="float16", qk="float16"),),
+    "KDA, several tokens": (DeltaCase(2, 1, 1, 5, 24, per_channel=True, tokens=3, x="float16", qk="float16"),),
     "log-decay": (
         DeltaCase(2, 1, 1, 3, 96, raw=False, qk="float16"),
         DeltaCase(2, 2, 1, 5, 20, raw=False, per_channel=True, x="float16"),
     ),
     "transposed": (
-        DeltaCase(2, 2, 1, 16, 24, transposed=True, tokens=3, x="float16"),
+        DeltaCase(2, 1, 1, 16, 24, transposed=True, tokens=3, x="float16"),
         DeltaCase(2, 2, 1, 20, 5, transposed=True, tokens=3, index="int64"),
         DeltaCase(2, 1, 1, 8, 40, transposed=True, per_channel=True, tokens=3),
     ),

@@ -1,0 +1,277 @@
+"""What the compiler makes of the kernels of gated_delta_step, without a GPU."""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from compiling import (
+    ARCHITECTURES,
+    access_bytes,
+    collected,
+    compile_launch,
+    expected_accesses,
+    gpu_with,
+    spilled_bytes,
+)
+from tables import H200_TABLE, configs_by_mode
+
+from flashstate.launch import Config, Problem, override
+from flashstate.laws.tokens import TREE, make_snapshots
+from flashstate.state.formats import FORMATS
+from flashstate.testing import REAL_DELTA_CASES, DeltaCase, Inputs, dtype, make_inputs
+
+pytestmark = pytest.mark.compiled
+
+CPU = torch.device("cpu")
+SHAPE = DeltaCase(2, 64, 16, 128, 128, x="bfloat16", qk="bfloat16", gates="bfloat16", slots=4)
+SEVERAL = replace(SHAPE, tokens=4)
+AT_ONCE = replace(SEVERAL, exact=False)
+Call = Callable[[DeltaCase, Inputs], object]
+
+
+def plain(case: DeltaCase, inputs: Inputs) -> object:
+    return inputs.step()
+
+
+def kept(case: DeltaCase, inputs: Inputs) -> object:
+    return inputs.step(update=False)
+
+
+def early(case: DeltaCase, inputs: Inputs) -> object:
+    return inputs.step(early=True)
+
+
+def chosen(case: DeltaCase, architecture: int | str) -> Config:
+    """What the heuristic gives a case on that architecture."""
+    with mock.patch("flashstate.launch.config.WARP", 32 if isinstance(architecture, int) else 64):
+        return case.problem.heuristic(gpu_with(architecture))
+
+
+@cache
+def compiled(case: DeltaCase, architecture: int | str, call: Call = plain, config: Config | None = None) -> Any:
+    """The kernel that such a call would start; with the heuristic's config if none is given."""
+    with collected(architecture) as launches, override(config or chosen(case, architecture)):
+        call(case, make_inputs(case, CPU))
+    (launch,) = launches
+    several = case.packed or case.tokens > 1
+    name = "gated_delta_step_kernel" if case.exact or not several else "gated_delta_at_once_kernel"
+    assert launch.kernel.__name__ == name
+    return compile_launch(launch, architecture)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(("name", "rounding"), [(f.name, f.roundings[:2][-1]) for f in FORMATS.values()])
+def test_every_format_compiles_with_16_byte_accesses_and_no_spills(
+    architecture: int | str, name: str, rounding: str, tmp_path: Path
+) -> None:
+    """Loads of several tokens have no hint, by which they could be told from those of tokens."""
+    want = expected_accesses(architecture, name)
+    for case in (SHAPE, AT_ONCE):
+        kernel = compiled(replace(case, format=name, rounding=rounding), architecture)
+        loads, stores = access_bytes(kernel)
+        assert stores == want
+        assert loads == want or (case is AT_ONCE and loads == want - {16})
+        assert spilled_bytes(kernel, tmp_path) == 0
+
+
+def paged(case: DeltaCase, inputs: Inputs) -> object:
+    """Separate write slots, 64-bit slot numbers and a slot stride past 32 bits."""
+    data = inputs.state.data
+    far = data[:1].as_strided((1, *data.shape[1:]), ((1 << 31) + 16, *data.stride()[1:]))
+    inputs.state = replace(inputs.state, data=far, seed=None)
+    slots = inputs.slots.long()
+    return inputs.step(slots=inputs.at(read=slots, write=slots))
+
+
+def written_per_token(case: DeltaCase, inputs: Inputs) -> object:
+    read = inputs.slots[:, None].expand(-1, 3).contiguous()
+    write = torch.arange(case.batch * case.tokens).reshape(case.batch, case.tokens)
+    return inputs.step(slots=inputs.at(read=read, accepted=inputs.slots, write=write))
+
+
+def with_snapshots(case: DeltaCase, inputs: Inputs) -> object:
+    """In another format."""
+    snapshots = make_snapshots(case, "int8", "stochastic", CPU)
+    return inputs.step(slots=inputs.at(snapshot_rows=inputs.slots), snapshots=snapshots)
+
+
+def with_snapshots_alike(case: DeltaCase, inputs: Inputs) -> object:
+    """In the format and the rounding of the states."""
+    return inputs.step(snapshots=make_snapshots(case, case.format, case.rounding, CPU))
+
+
+def with_other_snapshots(case: DeltaCase, inputs: Inputs) -> object:
+    """In the other layout."""
+    other = replace(case, transposed=not case.transposed)
+    return inputs.step(snapshots=make_snapshots(other, case.format, "nearest", CPU))
+
+
+def with_a_tree(case: DeltaCase, inputs: Inputs) -> object:
+    parents = torch.tensor(TREE[: case.tokens]).repeat(case.batch, 1)
+    return inputs.step(slots=inputs.at(parents=parents), update=False)
+
+
+def with_fresh_padding(case: DeltaCase, inputs: Inputs) -> object:
+    return inputs.step(slots=inputs.at(padding="fresh"))
+
+
+def with_kept_padding(case: DeltaCase, inputs: Inputs) -> object:
+    return inputs.step(slots=inputs.at(padding="keep"))
+
+
+FLOAT16 = replace(SEVERAL, format="float16", rounding="stochastic")
+TRANSPOSED = replace(SEVERAL, format="bfloat16", rounding="stochastic", transposed=True)
+FORMS: dict[str, tuple[DeltaCase, Call]] = {
+    "paged": (replace(SHAPE, format="float16"), paged),
+    "without update": (FLOAT16, kept),
+    "several tokens": (FLOAT16, plain),
+    "packed tokens": (replace(FLOAT16, packed=True), plain),
+    "KDA": (replace(SHAPE, per_channel=True), plain),
+    "KDA, several tokens": (replace(SEVERAL, per_channel=True, raw=False, format="int8"), plain),
+    "log-decay": (replace(SHAPE, raw=False, qk_l2norm=False, format="bfloat16"), plain),
+    "a slot for every token": (replace(SEVERAL, format="int8", rounding="stochastic"), written_per_token),
+    "snapshots": (SEVERAL, with_snapshots),
+    "a tree": (replace(SEVERAL, format="int8"), with_a_tree),
+    "fresh padding": (replace(SEVERAL, format="int16"), with_fresh_padding),
+    "kept padding": (FLOAT16, with_kept_padding),
+    "transposed": (replace(SHAPE, transposed=True), plain),
+    "transposed, several tokens": (TRANSPOSED, plain),
+    "transposed, snapshots that are not": (TRANSPOSED, with_other_snapshots),
+    "transposed snapshots": (SEVERAL, with_other_snapshots),
+    "at once": (replace(AT_ONCE, format="float16"), plain),
+    "at once, 16 tokens": (replace(AT_ONCE, tokens=16), plain),
+    "at once, without update": (replace(AT_ONCE, format="bfloat16"), kept),
+    "at once, 16 tokens, without update": (replace(AT_ONCE, tokens=16, format="int8"), kept),
+    "at once, packed": (replace(AT_ONCE, tokens=16, packed=True, format="int16"), plain),
+    "at once, fresh padding": (replace(AT_ONCE, format="int8", rounding="stochastic", raw=False), with_fresh_padding),
+    "at once, kept padding": (replace(AT_ONCE, format="bfloat16", rounding="stochastic"), with_kept_padding),
+    "at once, transposed": (replace(AT_ONCE, format="bfloat16", transposed=True), plain),
+}
+
+
+@pytest.mark.parametrize("architecture", [80, 90, "gfx942"])
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_compiles_without_spills(architecture: int | str, form: str, tmp_path: Path) -> None:
+    case, call = FORMS[form]
+    kernel = compiled(case, architecture, call)
+    assert spilled_bytes(kernel, tmp_path) == 0
+    if isinstance(architecture, int) and call not in (kept, with_a_tree):
+        assert 16 in access_bytes(kernel)[1]
+
+
+ODD_ON_HOPPER = [c for c in REAL_DELTA_CASES if c.rows != 128 and c.format in ("float32", "bfloat16", "int8")]
+
+
+@pytest.mark.parametrize("case", ODD_ON_HOPPER, ids=str)
+def test_odd_shapes_compile_without_spills(case: DeltaCase, tmp_path: Path) -> None:
+    assert spilled_bytes(compiled(case, 90), tmp_path) == 0
+
+
+WAIT = "griddepcontrol.wait"
+WIDE = re.compile(r"\bld\.global[\w:.]*\.v4\.b32\b")  # 16 bytes
+TOKENS = re.compile(r"\bld\.global(?:\.v\d)?\.b16\b|" + WIDE.pattern)  # values of 16 bits, one by one or eight at once
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        SHAPE,
+        replace(SHAPE, format="int8"),
+        replace(SEVERAL, format="bfloat16"),
+        AT_ONCE,
+        replace(AT_ONCE, format="bfloat16", tokens=16),
+        replace(AT_ONCE, format="bfloat16", transposed=True),
+    ],
+    ids=str,
+)
+def test_states_are_on_their_way_before_a_kernel_that_starts_early_waits(case: DeltaCase) -> None:
+    """Before it waits a kernel loads its tile of states, 16 bytes at a time, and nothing that tokens bring; it stores
+    nothing before."""
+    ptx, rows = compiled(case, 90, early).asm["ptx"], chosen(case, 90).block_rows
+    assert WAIT not in compiled(case, 90).asm["ptx"]
+    before, after = ptx.split(WAIT)
+    assert len(WIDE.findall(before)) == rows * case.cols * dtype(case.format).itemsize // (16 * 32)
+    assert len(TOKENS.findall(before)) == len(WIDE.findall(before))
+    assert TOKENS.findall(after)
+    assert not re.search(r"\bst\.global(?!\.b64)", before)  # all but those of the fault flag
+
+
+@pytest.mark.parametrize("architecture", [80, 89, 90, 100, 120])
+def test_only_gpus_that_can_start_a_kernel_early(architecture: int) -> None:
+    for case in (SHAPE, AT_ONCE):
+        assert (WAIT in compiled(case, architecture, early).asm["ptx"]) == (architecture >= 90)
+
+
+def products(ptx: str) -> int:
+    """Instructions of tensor cores, each of 16 rows, 8 columns and a sum over 16."""
+    found = re.findall(r"\bmma\.sync\.aligned\.m16n8k16\.[\w.]*f32\.bf16\.bf16\.f32", ptx)
+    assert len(found) == ptx.count("mma.sync")
+    return len(found)
+
+
+def expected_products(case: DeltaCase, rows: int, update: bool) -> int:
+    """With a state of one term or two: its products with every k and q, these with each other, and the update, whose
+    weights have two terms, side by side where there is room."""
+    terms = 2 if case.format in ("float32", "float16", "int16") else 1
+    room = 8 if case.tokens <= 8 else 16
+    with_state = terms * (rows // 16) * (2 * room // 8) * (case.cols // 16)
+    with_each_other = (2 * room // 16) * (2 * room // 8) * (case.cols // 16)
+    of_update = (rows // 16) * (case.cols // 8) * (2 * room // 16)
+    return with_state + with_each_other + update * of_update
+
+
+@pytest.mark.parametrize("architecture", [80, 90, 120])
+@pytest.mark.parametrize("update", [True, False])
+@pytest.mark.parametrize("tokens", [4, 16])
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "int8"])
+def test_tensor_cores_make_no_more_products_than_they_need(
+    name: str, tokens: int, update: bool, architecture: int
+) -> None:
+    case = replace(AT_ONCE, format=name, tokens=tokens)
+    ptx = compiled(case, architecture, plain if update else kept).asm["ptx"]
+    assert products(ptx) == expected_products(case, chosen(case, architecture).block_rows, update)
+
+
+def moved_bytes(ptx: str) -> int:
+    """Bytes that a warp hands from thread to thread, or through shared memory."""
+    stores = re.findall(r"\bst\.shared(?:\.v(\d))?\.b(\d+)\b", ptx)
+    matrices = re.findall(r"\bstmatrix\.[\w.]*?\.x(\d)\b", ptx)
+    per_thread = sum(int(n or 1) * int(bits) // 8 for n, bits in stores) + sum(4 * int(n) for n in matrices)
+    return 32 * (per_thread + 4 * len(re.findall(r"\bshfl\.sync\.", ptx)))
+
+
+@pytest.mark.parametrize("update", [True, False])
+@pytest.mark.parametrize("name", ["float32", "bfloat16"])
+def test_nothing_of_a_state_moves_between_threads_on_its_way_through_tensor_cores(name: str, update: bool) -> None:
+    """Sixteen rows more cost less than these rows have bytes, so they stay where they were loaded, and are stored from
+    there."""
+    case, call = replace(AT_ONCE, format=name), plain if update else kept
+    few, more = (moved_bytes(compiled(case, 90, call, Config(rows, 1, 4)).asm["ptx"]) for rows in (16, 32))
+    assert 0 <= more - few < 16 * case.cols * dtype(name).itemsize // 2
+
+
+STORED = {"last": (plain,), "each": (written_per_token, with_snapshots_alike), "nothing": (kept,)}
+
+
+def table_configs() -> list[tuple[Problem, Config]]:
+    """Every entry of the H200's table for this op."""
+    modes = configs_by_mode(H200_TABLE).items()
+    return [(mode, config) for mode, configs in modes if mode.op.startswith("gated_delta") for config in configs]
+
+
+def test_no_entry_of_the_table_spills_more_than_a_few_bytes(tmp_path: Path) -> None:
+    for mode, config in table_configs():
+        case = replace(
+            SHAPE, rows=mode.rows, cols=mode.cols, format=mode.format, rounding=mode.rounding,
+            transposed=mode.transposed, tokens=4 if mode.several_tokens else 0, exact=mode.op == "gated_delta_step",
+        )  # fmt: skip
+        assert case.problem.vector == mode.vector
+        for call in STORED[mode.stored]:
+            spilled = spilled_bytes(compiled(case, 90, call, config), tmp_path)
+            assert spilled <= 64, (mode, config, call.__name__)
