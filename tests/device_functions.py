@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from flashstate.kernels.ptx import divide_ptx
 from flashstate.kernels.state_io import (
     load_scale,
     load_state,
@@ -99,4 +100,14 @@ def count_differences_kernel(
         hardware = to_code(v, e, stored, random, dtype, ROUNDING, TARGET)
         integer = to_code(v, e, stored, random, dtype, ROUNDING, "portable")
     different = tl.sum((hardware != integer).to(tl.int32), axis=0)
+    tl.atomic_add(count_ptr, different, mask=different > 0)
+
+
+@triton.jit
+def count_other_quotients_kernel(count_ptr, a, exponent, BLOCK: tl.constexpr):
+    """How many divisors with this exponent divide_ptx divides `a` by otherwise than div_rn does: one per mantissa."""
+    mantissa = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    b = ((exponent << 23) + mantissa).to(tl.float32, bitcast=True)
+    a = tl.zeros([BLOCK], tl.float32) + a
+    different = tl.sum((divide_ptx(a, b) != tl.div_rn(a, b)).to(tl.int32), axis=0)
     tl.atomic_add(count_ptr, different, mask=different > 0)

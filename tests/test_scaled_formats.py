@@ -409,3 +409,24 @@ def test_triton_and_torch_decode_every_code_to_equal_values(device: torch.device
 
 def test_the_formats_here_are_those_with_a_scale() -> None:
     assert {dtype: f.largest for dtype, f in FORMATS.items() if f.scaled} == LARGEST
+
+
+AMAX_EXPONENTS = (127 - 100, 64, 127, 128, 127 + 63)  # of what a row's largest value is divided as: below 2^64
+FACTOR_EXPONENTS = (127 - 121, 64, 127, 128, 127 + 108)  # of the quotients, which scales are the reciprocals of
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("dividend", "exponent"),
+    [
+        *((largest, exponent) for largest in (127.0, 32767.0, 448.0) for exponent in AMAX_EXPONENTS),
+        *((1.0, exponent) for exponent in FACTOR_EXPONENTS),
+    ],
+)
+def test_scales_are_divided_as_correctly_without_branches(dividend: float, exponent: int) -> None:
+    """Over all mantissas of the divisor."""
+    from device_functions import count_other_quotients_kernel
+
+    count = torch.zeros(1, dtype=torch.int32, device="cuda")
+    count_other_quotients_kernel[(1 << 13,)](count, dividend, exponent, 1024)
+    assert count.item() == 0

@@ -189,22 +189,7 @@ TWO_PRODUCTS, TWO_PRODUCTS_RANDOM = tl.constexpr(_registers(1, 5)), tl.constexpr
 PAIRS_RANDOM = tl.constexpr(_registers(PAIRS, 3 * PAIRS))
 
 
-def _from_integers(values: int) -> str:
-    """int8 (four of them) or int16 (two) in one register to float32: made positive, each is the mantissa of a float32
-    in [2^23, 2^24), where neighbours are 1 apart. The instruction that converts takes eight times as long as a sum."""
-    outs = [f"${i}" for i in range(values)]
-    flip, offset = ("0x80808080", "0fCB000080") if values == 4 else ("0x80008000", "0fCB008000")  # -2^23 - 2^7, - 2^15
-    lines = [".reg .b32 word, bits;", f"xor.b32 word, ${values}, {flip};"]
-    for i, out in enumerate(outs):
-        chosen = f"0x754{i}" if values == 4 else "0x7432" if i else "0x7410"
-        lines += [f"prmt.b32 bits, word, 0x4B000000, {chosen};", f"add.rn.f32 {out}, bits, {offset};"]
-    return _block(*lines)
-
-
-FROM_INT8 = tl.constexpr(_from_integers(4))
-FROM_INT16 = tl.constexpr(_from_integers(2))
 FROM_BFLOAT16 = tl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;")
-FOUR_FLOATS, TWO_FLOATS = tl.constexpr("=&f,=&f,=&f,=&f,r"), tl.constexpr("=&f,=&f,r")
 DIVIDE = tl.constexpr(
     _block(
         ".reg .f32 r, e, q;",
@@ -232,17 +217,9 @@ SILU = tl.constexpr(
 
 
 @triton.jit
-def from_integer_ptx(code):
-    if code.dtype == tl.int8:
-        return tl.inline_asm_elementwise(FROM_INT8, FOUR_FLOATS, [code], tl.float32, is_pure=True, pack=4)
-    else:
-        return tl.inline_asm_elementwise(FROM_INT16, TWO_FLOATS, [code], tl.float32, is_pure=True, pack=2)
-
-
-@triton.jit
 def from_bfloat16_ptx(code):
     """The float32 values of bfloat16 bits, in one instruction each, where the compiler spends three on two."""
-    return tl.inline_asm_elementwise(FROM_BFLOAT16, TWO_FLOATS, [code], tl.float32, is_pure=True, pack=2)
+    return tl.inline_asm_elementwise(FROM_BFLOAT16, "=&f,=&f,r", [code], tl.float32, is_pure=True, pack=2)
 
 
 @triton.jit

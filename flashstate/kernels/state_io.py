@@ -18,7 +18,6 @@ import triton.language as tl
 from flashstate.kernels.ptx import (
     divide_ptx,
     from_bfloat16_ptx,
-    from_integer_ptx,
     to_bfloat16_stochastic_ptx,
     to_float8_ptx,
     to_float8_stochastic_hw,
@@ -146,18 +145,12 @@ def load_codes(ptr, offset, live, tile, COLS: tl.constexpr, VECTOR: tl.constexpr
 @triton.jit
 def from_code(code, dtype: tl.constexpr, TARGET: tl.constexpr):
     """A chunk in float32, of what is stored."""
-    ptx: tl.constexpr = TARGET == "sm_80" or TARGET == "sm_89"
-    if dtype == tl.bfloat16:
-        if ptx:
-            return from_bfloat16_ptx(code)
-        else:
-            return (code.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-    elif dtype == tl.uint8:
-        return from_float8(code, TARGET)
-    elif ptx and (dtype == tl.int8 or dtype == tl.int16):
-        return from_integer_ptx(code)
+    if dtype == tl.bfloat16 and (TARGET == "sm_80" or TARGET == "sm_89"):
+        return from_bfloat16_ptx(code)
+    elif dtype == tl.bfloat16:
+        return (code.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:
-        return code.to(tl.float32)
+        return from_float8(code, TARGET) if dtype == tl.uint8 else code.to(tl.float32)
 
 
 @triton.jit
