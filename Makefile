@@ -32,12 +32,10 @@ test-oldest:
 test-gpu: $(ENVIRONMENT)
 	env -u TRITON_INTERPRET $(PYTEST) -m gpu
 
-# Files that were not measured yet are left out.
 figures: $(ENVIRONMENT)
 	$(PYTHON) -m flashstate bench --from-csv results/h200.csv --plot docs/h200.png --markdown README.md
 	$(PYTHON) -m flashstate bench --from-csv results/h200-conv1d.csv --markdown docs/measuring.md
 	$(PYTHON) -m flashstate bench --from-csv results/h200-span.csv --markdown docs/launching.md
-	test ! -e results/h200-gated-delta.csv || \
 	$(PYTHON) -m flashstate bench --from-csv results/h200-gated-delta.csv --markdown README.md docs/measuring.md
 
 $(VENV)/ready: pyproject.toml constraints.txt

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import Tensor
 
 ACTIVATION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INDEX_DTYPES = (torch.int32, torch.int64)
+LARGEST_FLOAT32 = torch.finfo(torch.float32).max
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -69,11 +69,11 @@ def check_int(name: str, value: Any, smallest: int, largest: int) -> None:
 
 
 def check_number(name: str, value: Any) -> None:
-    """Raise unless it is a finite number."""
+    """Raise unless it is a number that is finite as float32, which is what kernels get."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise TypeError(f"{name} must be a number, got {value!r}")
-    if not math.isfinite(value):
-        raise ValueError(f"{name} must be finite, got {value}")
+    if not abs(value) <= LARGEST_FLOAT32:
+        raise ValueError(f"{name} must be finite in float32, got {value}")
 
 
 def check_row_contiguous(name: str, tensor: Tensor) -> None:

@@ -42,11 +42,16 @@ def gpu_with(architecture: int | str) -> Gpu:
 def collected(architecture: int | str) -> Iterator[list[Launch]]:
     """Calls on CPU tensors inside reach their launches as on that architecture, and end there."""
     target, gpu = mock.Mock(return_value=target_of(architecture)), mock.Mock(return_value=gpu_with(architecture))
+    warp = 32 if isinstance(architecture, int) else 64
     overlaps = mock.Mock(return_value=isinstance(architecture, int) and architecture >= 90)
     with (
         mock.patch.object(backend, "_interpreting", True),
-        mock.patch.multiple("flashstate.ops.mamba2", kernel_target=target, gpu_of=gpu, lets_next_start=overlaps),
-        mock.patch.multiple("flashstate.ops.gated_delta", kernel_target=target, gpu_of=gpu, lets_next_start=overlaps),
+        mock.patch.multiple(
+            "flashstate.ops.mamba2", kernel_target=target, gpu_of=gpu, lets_next_start=overlaps, WARP=warp
+        ),
+        mock.patch.multiple(
+            "flashstate.ops.gated_delta", kernel_target=target, gpu_of=gpu, lets_next_start=overlaps, WARP=warp
+        ),
         mock.patch.multiple("flashstate.ops.conv1d", kernel_target=target, gpu_of=gpu, lets_next_start=overlaps),
         mock.patch.multiple("flashstate.ops.pool", kernel_target=target, gpu_of=gpu),
         collecting() as launches,

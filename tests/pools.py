@@ -65,7 +65,7 @@ def gaps_are_poison(pool: StatePool) -> bool:
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+    return tensor.contiguous().view(torch.uint8)
 
 
 def same(one: Tensor, other: Tensor) -> bool:
@@ -75,7 +75,7 @@ def same(one: Tensor, other: Tensor) -> bool:
         if not torch.equal(one.isnan(), other.isnan()):
             return False
         one, other = (torch.where(t.isnan(), torch.zeros_like(t), t) for t in (one, other))
-    return torch.equal(bytes_of(one), bytes_of(other))
+    return torch.equal(*(bytes_of(t.clone(memory_format=torch.contiguous_format)) for t in (one, other)))
 
 
 def seed_of(pool: StatePool) -> Tensor:

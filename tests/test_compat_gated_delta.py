@@ -106,7 +106,8 @@ def with_output(arguments: Arguments) -> Arguments:
 
 def compare(door: Door, arguments: Arguments, implementation: Implementation) -> None:
     if door is gated_delta_rule_mtp:
-        compare_delta(door, models_of_peers.flashinfer_mtp, arguments, implementation, keeps=True)
+        several = arguments["v"].shape[1] > 1
+        compare_delta(door, models_of_peers.flashinfer_mtp, arguments, implementation, keeps=several)
     else:
         compare_delta(door, models_of_peers.flashinfer_decode, arguments, implementation)
 

@@ -181,21 +181,14 @@ def test_every_architecture_compiles_the_kernels_of_a_transposed_layer(
         assert access_bytes(read) == ({16}, set())
 
 
-@pytest.mark.parametrize(
-    "config", [Config(32, 1, 8), Config(64, 1, 8), Config(64, 2, 8), Config(32, 2, 16), Config(64, 8, 32)], ids=str
-)
-def test_neighbouring_threads_have_other_columns_of_a_transposed_state_and_no_warps_share_a_row(config: Config) -> None:
-    with override(config):
-        write, read = (
-            compile_launch(launch, 90) for launch in launches_on_a_transposed_layer(90, "bfloat16", "nearest")
-        )
-    for kernel, access in ((write, "store"), (read, "load")):
-        text = kernel.asm["ttgir"]
-        (name,) = set(re.findall(rf"tt\.{access} [^\n]* : tensor<\d+x\d+x8x!tt\.ptr<\w+>, (#\w+)>", text))
+@pytest.mark.parametrize(("rounding", "lanes"), [("nearest", 8), ("stochastic", 16)])
+def test_a_thread_has_one_column_of_each_chunk_of_a_transposed_layer(rounding: str, lanes: int) -> None:
+    launches = launches_on_a_transposed_layer(90, "bfloat16", rounding)
+    for launch, access in zip(launches, ("store", "load"), strict=True):
+        text = compile_launch(launch, 90).asm["ttgir"]
+        (name,) = set(re.findall(rf"tt\.{access} [^\n]* : tensor<\d+x{lanes}x8x!tt\.ptr<\w+>, (#\w+)>", text))
         (layout,) = re.findall(rf"^{name} = #ttg\.blocked<\{{(.*)\}}>$", text, re.M)
-        assert "sizePerThread = [1, 1, 8]" in layout
-        assert f"threadsPerWarp = [{32 // config.lanes}, {config.lanes}, 1]" in layout
-        assert f"warpsPerCTA = [{config.num_warps}, 1, 1]" in layout
+        assert f"sizePerThread = [1, 1, 8], threadsPerWarp = [{32 // lanes}, {lanes}, 1]" in layout
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

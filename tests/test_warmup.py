@@ -137,6 +137,76 @@ def test_other_calls_are_compiled_as_also_makes_them(compiled: list[Launch]) -> 
     assert keys_of(later) <= keys_of(compiled)
 
 
+def make_delta_pool(name: str, rounding: str, device: torch.device = CPU, value_dim: int = ROWS) -> StatePool:
+    sizes = {"slots": 40, "layers": 2, "heads": HEADS, "value_dim": value_dim, "key_dim": COLS}
+    return StatePool.gated_delta(**sizes, dtype=dtype(name), rounding=rounding, seed=0, device=device)
+
+
+def serve_delta(pool: StatePool, batch: int, tokens: int, leave_out: Sequence[str] = (), **changes: Any) -> None:
+    """What a server of the gated delta rule does in one model step."""
+    device, (_, heads, rows, cols) = pool.layer(0).data.device, pool.layer(0).data.shape
+    leading = (batch,) if tokens == 1 else (batch, tokens)
+
+    def normal(*sizes: int) -> Tensor:
+        return torch.randn(*leading, *sizes, device=device).bfloat16()
+
+    channels = (cols,) if changes.pop("per_channel", False) else ()
+    q, k, v, a, b = (
+        normal(GROUPS, cols),
+        normal(GROUPS, cols),
+        normal(heads, rows),
+        normal(heads, *channels),
+        normal(heads),
+    )
+    options = {"A_log": torch.randn(heads, device=device), "dt_bias": torch.randn(heads, *channels, device=device)}
+    options = {name: tensor for name, tensor in options.items() if name not in leave_out}
+    slots = torch.randperm(pool.slots)[:batch].to(device)
+    for i in range(pool.layers):
+        flashstate.gated_delta_step(pool.layer(i), q, k, v, a, b, **options, slots=slots, **changes)
+    pool.advance(slots)
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("told", [{}, {"exact": False}, {"per_channel": True}, {"early": True}], ids=str)
+@pytest.mark.parametrize(("name", "rounding"), PORTABLE_FORMATS[::4])
+def test_every_variant_of_later_calls_of_the_gated_delta_rule_was_compiled(
+    name: str, rounding: str, told: dict[str, bool], compiled: list[Launch]
+) -> None:
+    pool, tokens = make_delta_pool(name, rounding), (1, 4, 12)
+    options = {"op": "gated_delta", "tokens": tokens, "key_heads": GROUPS, "progress": False}
+    counts = flashstate.warmup(pool, BATCHES, **options, **told)
+    assert sum(counts.values()) == len(compiled) == len(keys_of(compiled))
+    assert counts.get("gated_delta_at_once", 0) >= (0 if told.get("exact", True) else 2)  # room for 8 tokens and for 16
+    assert "mamba2_step" not in counts
+    with collected(90) as later:
+        for batch in BATCHES:
+            for count in tokens:
+                serve_delta(pool, batch, count, **told)
+            admit(pool, batch)
+            admit(pool, batch, torch.bfloat16)
+    assert keys_of(later) == keys_of(compiled)  # and none in vain
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("leave_out", [(), ("dt_bias",), ("A_log", "dt_bias")], ids=str)
+def test_what_calls_of_the_gated_delta_rule_leave_out_is_compiled_as_told(
+    leave_out: Sequence[str], compiled: list[Launch]
+) -> None:
+    pool = make_delta_pool("bfloat16", "nearest")
+    told = {"op": "gated_delta", "key_heads": GROUPS, "progress": False, **dict.fromkeys(leave_out, False)}
+    flashstate.warmup(pool, (8,), tokens=(4,), **told)
+    with collected(90) as as_told:
+        serve_delta(pool, 8, 4, leave_out)
+    assert keys_of(as_told) < keys_of(compiled)
+    for change in ({"exact": False}, {"qk_l2norm": False}, {"update": False}, {"per_channel": True}):
+        with collected(90) as otherwise:
+            serve_delta(pool, 8, 4, leave_out, **change)
+        assert not keys_of(otherwise) <= keys_of(compiled), change
+    with collected(90) as scaled:
+        serve_delta(pool, 8, 4, leave_out, scale=0.3)
+    assert keys_of(scaled) <= keys_of(compiled)  # which is read when a kernel runs
+
+
 def convolve(pool: StatePool, batch: int, tokens: int, bias: bool, rolls_back: bool, early: bool) -> None:
     """What a server does with a layer: its convolution, and the step behind it."""
     window = pool.window(0)
@@ -219,6 +289,7 @@ def test_a_cpu_has_no_kernels_to_compile() -> None:
         ((0,), {}, ValueError, "batches must be from 1"),
         ((1.5,), {}, TypeError, "batches must be an int"),
         ((1,), {"tokens": (0,)}, ValueError, "tokens must be from 1"),
+        ((1,), {"op": "mamba3"}, ValueError, "op must be one of mamba2, gated_delta, got 'mamba3'"),
     ],
 )
 def test_wrong_sizes_are_refused_by_name(
@@ -255,25 +326,44 @@ def test_no_kernel_is_compiled_for_the_value_of_an_argument() -> None:
         assert not any(isinstance(argument, tuple) for argument in launch.arguments)  # Triton specialises on those
 
 
-@pytest.mark.gpu
-def test_nothing_is_compiled_after_warmup() -> None:
+@pytest.fixture
+def compilations() -> Iterator[list[str]]:
+    """What Triton compiles, as it does."""
     from triton import knobs
 
-    compilations: list[str] = []
+    found: list[str] = []
+    before = knobs.runtime.jit_cache_hook
+    knobs.runtime.jit_cache_hook = lambda **compilation: found.append(compilation["repr"])
+    yield found
+    knobs.runtime.jit_cache_hook = before
+
+
+@pytest.mark.gpu
+def test_nothing_is_compiled_after_warmup(compilations: list[str]) -> None:
     shape = {"heads": 6, "rows": 48, "cols": 80}  # of no other test: nothing of it was compiled before
     pool = make_pool("float16", "stochastic", CUDA, **shape)
-    before = knobs.runtime.jit_cache_hook
-    knobs.runtime.jit_cache_hook = lambda **compilation: compilations.append(compilation["repr"])
-    try:
-        counts = flashstate.warmup(pool, BATCHES, tokens=(1, 4), groups=GROUPS, progress=False)
-        assert len(compilations) >= sum(counts.values()) > 0
-        compilations.clear()
-        for batch in BATCHES:
-            serve(pool, batch)
-            serve(pool, batch, 4)
-            admit(pool, batch)
-        assert not compilations
-        serve(pool, 8, leave_out=["z"])
-        assert len(compilations) == 1, "the hook that counts compilations does not work"
-    finally:
-        knobs.runtime.jit_cache_hook = before
+    counts = flashstate.warmup(pool, BATCHES, tokens=(1, 4), groups=GROUPS, progress=False)
+    assert len(compilations) >= sum(counts.values()) > 0
+    compilations.clear()
+    for batch in BATCHES:
+        serve(pool, batch)
+        serve(pool, batch, 4)
+        admit(pool, batch)
+    assert not compilations
+    serve(pool, 8, leave_out=["z"])
+    assert len(compilations) == 1, "the hook that counts compilations does not work"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("exact", [True, False])
+def test_nothing_of_the_gated_delta_rule_is_compiled_after_warmup(exact: bool, compilations: list[str]) -> None:
+    pool = make_delta_pool("bfloat16", "stochastic", CUDA, value_dim=112 if exact else 80)  # of no other test
+    told = {"op": "gated_delta", "key_heads": GROUPS, "exact": exact, "progress": False}
+    counts = flashstate.warmup(pool, BATCHES, tokens=(1, 4), **told)
+    assert len(compilations) >= sum(counts.values()) > 0
+    compilations.clear()
+    for batch in BATCHES:
+        serve_delta(pool, batch, 1, exact=exact)
+        serve_delta(pool, batch, 4, exact=exact)
+        admit(pool, batch)
+    assert not compilations

@@ -290,7 +290,7 @@ def gated_delta_rule_mtp(
     update = disable_state_update is False or ssm_state_indices is not None
     slots = _delta_slots(
         len(v), initial_state_indices, output_state_indices, ssm_state_indices, v.shape[1], update,
-        padding="zero" if output is None else "keep",
+        padding="zero" if output is None or v.shape[1] == 1 else "keep",
     )  # fmt: skip
     y = gated_delta_step(
         initial_state, **tensors, scale=scale, qk_l2norm=use_qk_l2norm, exact=True, slots=slots,

@@ -12,12 +12,13 @@ from itertools import chain, product
 import torch
 from torch import Tensor
 
-from flashstate.errors import check_int
+from flashstate.errors import check_choice, check_int
 from flashstate.launch.backend import uses_kernels
 from flashstate.launch.config import LARGE
 from flashstate.launch.start import Launch, collecting
 from flashstate.launch.variants import compile_variants, variants_of
 from flashstate.ops.conv1d import conv1d_step
+from flashstate.ops.gated_delta import gated_delta_step
 from flashstate.ops.mamba2 import mamba2_step
 from flashstate.ops.pool import read_states, write_states
 from flashstate.state.pool import StatePool
@@ -31,6 +32,7 @@ def warmup(
     pool: StatePool,
     batches: Sequence[int],
     *,
+    op: str = "mamba2",
     tokens: Sequence[int] = (1,),
     groups: int = 1,
     activations: torch.dtype = torch.bfloat16,
@@ -38,6 +40,10 @@ def warmup(
     D: bool = True,
     z: bool = True,
     dt_bias: bool = True,
+    key_heads: int = 1,
+    A_log: bool = True,
+    per_channel: bool = False,
+    exact: bool = True,
     index: torch.dtype = torch.int64,
     early: bool = False,
     conv_width: int | None = None,
@@ -45,16 +51,19 @@ def warmup(
     also: Call | None = None,
     progress: bool = True,
 ) -> dict[str, int]:
-    """Compile the kernels that serving a pool with `mamba2_step` needs, and with `conv1d_step` if it has windows: none
-    of their calls compiles anything later.
+    """Compile the kernels that serving a pool with `mamba2_step` or `gated_delta_step` needs, and with `conv1d_step` if
+    it has windows: none of their calls compiles anything later.
 
     batches, tokens: every size of a batch, and every number of tokens per row.
-    groups: of B and C.
-    activations: the dtype of x, z, B, C and dt.
-    parameters: the dtype of A, D and dt_bias, which have one value per head.
-    D, z, dt_bias: whether they are given.
+    op: "mamba2" or "gated_delta".
+    activations: the dtype of everything that tokens bring: x, z, B, C and dt, or q, k, v, a and b.
+    parameters: the dtype of A, D, A_log and dt_bias, which have one value per head.
+    groups, D, z: of "mamba2": groups of B and C, and whether D and z are given.
+    key_heads, A_log, per_channel, exact: of "gated_delta": heads of q and k, whether A_log is given, whether a and
+        dt_bias have a value for each channel, and `exact` as in the op, for several tokens.
+    dt_bias: whether it is given.
     index: the dtype of slot numbers.
-    early: as in both.
+    early: as in the ops.
     conv_width, conv_bias: of convolutions with silu, whose weights have the dtype of activations; None: one more than
         the entries of a window without its drafts. Windows with drafts roll back.
     also: makes other calls as the server will: with snapshots, packed tokens, a tree, other dtypes.
@@ -64,15 +73,17 @@ def warmup(
     neither, so the pool stays as it is. Variants are compiled side by side, one per core. Returns how many each kernel
     has, by its name; none on a CPU, which has no kernels.
     """
+    check_choice("op", op, ("mamba2", "gated_delta"))
     for name, numbers in (("batches", batches), ("tokens", tokens)):
         for number in numbers:
             check_int(name, number, 1, MOST_TOKENS)
     states = [pool.layer(i) for i in range(pool.layers)]
     if not uses_kernels(states[0].data.device):
         return {}
-    step = partial(
-        _step, groups=groups, activations=activations, parameters=parameters, D=D, z=z, dt_bias=dt_bias, early=early
-    )
+    dtypes = (activations, parameters)
+    step: Callable[[State, Slots, int], None] = partial(_step_mamba2, *dtypes, dt_bias, early, groups, D, z)
+    if op == "gated_delta":
+        step = partial(_step_gated_delta, *dtypes, dt_bias, early, key_heads, A_log, per_channel, exact)
     slots = [_no_requests(pool, batch, index) for batch in batches]
     calls: Iterable[Call] = chain(
         (partial(pool.advance, of_batch) for of_batch in slots),
@@ -117,17 +128,17 @@ def _pool_calls(state: State, activations: torch.dtype) -> Iterator[Call]:
         yield partial(read_states, state, slots)
 
 
-def _step(
+def _step_mamba2(
+    activations: torch.dtype,
+    parameters: torch.dtype,
+    dt_bias: bool,
+    early: bool,
+    groups: int,
+    D: bool,
+    z: bool,
     state: State,
     slots: Slots,
     tokens: int,
-    groups: int,
-    activations: torch.dtype,
-    parameters: torch.dtype,
-    D: bool,
-    z: bool,
-    dt_bias: bool,
-    early: bool,
 ) -> None:
     """A step of the batch in `slots`, on activations that take the memory of one token."""
     _, heads, rows, cols = state.data.shape
@@ -144,6 +155,39 @@ def _step(
         D=per_head if D else None,
         z=x if z else None,
         dt_bias=per_head if dt_bias else None,
+        slots=slots,
+        early=early,
+    )
+
+
+def _step_gated_delta(
+    activations: torch.dtype,
+    parameters: torch.dtype,
+    dt_bias: bool,
+    early: bool,
+    key_heads: int,
+    A_log: bool,
+    per_channel: bool,
+    exact: bool,
+    state: State,
+    slots: Slots,
+    tokens: int,
+) -> None:
+    """The same of the gated delta rule."""
+    _, heads, rows, cols = state.data.shape
+    per_token = partial(_per_token, slots, tokens, activations)
+    channels = (cols,) if per_channel else ()
+    qk, per_head = per_token(key_heads, cols), partial(torch.empty, heads, dtype=parameters, device=state.data.device)
+    gated_delta_step(
+        state,
+        qk,
+        qk,
+        per_token(heads, rows),
+        per_token(heads, *channels),
+        per_token(heads),
+        A_log=per_head() if A_log else None,
+        dt_bias=per_head(*channels) if A_log and dt_bias else None,
+        exact=exact,
         slots=slots,
         early=early,
     )

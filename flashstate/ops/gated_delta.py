@@ -140,7 +140,7 @@ def gated_delta_step(
         snapshots = as_snapshots(snapshots, state)
         check_snapshots(snapshots.data, (HV, V, K), v.device, tokens, slots)
     at_once = not exact and tokens.longest != 1
-    if not exact:
+    if at_once:
         _check_at_once(tokens, q, k, a, slots, snapshots)
     if out is None:
         out = new_out(v, slots)

@@ -23,15 +23,15 @@ def _token(s: Tensor, exact: bool, **arguments: Any) -> tuple[Tensor, Tensor]:
     return gated_delta_token(s, **{"A_log": None, "dt_bias": None, "scale": None, **arguments})
 
 
-def _token_of_halves(s: Tensor, exact: bool, **arguments: Any) -> tuple[Tensor, Tensor]:
-    """The same in float64. In float32 as plain tensor cores have it: what is multiplied with states, and states, are
-    rounded to the 16 bits of q and k first."""
+def _token_of_terms(s: Tensor, exact: bool, **arguments: Any) -> tuple[Tensor, Tensor]:
+    """The same in float64. In float32 as operands of tensor cores allow it: states, and what is added to them, are sums
+    of two bfloat16 numbers."""
     if s.dtype == torch.float64:
         return _token(s, exact, **arguments)
-    half = arguments["q"].dtype
 
-    def rounded(x: Tensor) -> Tensor:
-        return x.to(half).to(s.dtype)
+    def two_terms(x: Tensor) -> Tensor:
+        high = x.bfloat16().to(x.dtype)
+        return high + (x - high).bfloat16().to(x.dtype)
 
     q, k, v, a, b = (arguments[name].to(s.dtype) for name in ("q", "k", "v", "a", "b"))
     alpha, beta = gates(a, b, arguments.get("A_log"), arguments.get("dt_bias"))
@@ -39,19 +39,19 @@ def _token_of_halves(s: Tensor, exact: bool, **arguments: Any) -> tuple[Tensor, 
         q, k = normalised(q), normalised(k)
     scale = arguments.get("scale", q.shape[-1] ** -0.5)
     heads_per_key = s.shape[1] // q.shape[1]
-    q, k = (rounded(t).repeat_interleave(heads_per_key, dim=1)[:, :, None, :] for t in (q * scale, k))
+    q, k = (t.repeat_interleave(heads_per_key, dim=1)[:, :, None, :] for t in (q * scale, k))
 
     s = s * alpha[:, :, None, :]  # (batch, HV, V, K)
-    u = beta[..., None] * (v - (rounded(s) * k).sum(-1))  # (batch, HV, V)
-    o = (rounded(s) * q).sum(-1) + u * (k * q).sum(-1)
-    return o, s + rounded(u)[..., None] * k
+    u = beta[..., None] * (v - (two_terms(s) * k).sum(-1))  # (batch, HV, V)
+    o = (two_terms(s) * q).sum(-1) + u * (k * q).sum(-1)
+    return o, s + two_terms(u)[..., None] * k
 
 
 GATED_DELTA = Op(
     gated_delta_step, _token, ("q", "k", "v", "a", "b"), remembered=("k", "v", "a", "b"), widths=2, main="v", sums=True
 )
 MOST_DIFFERENT = 64  # states of a pool: those of others are the same again
-ON_TENSOR_CORES = replace(GATED_DELTA, token=_token_of_halves)
+ON_TENSOR_CORES = replace(GATED_DELTA, token=_token_of_terms)
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class DeltaCase(AnyCase):
 
     @property
     def op(self) -> Op:
-        """With tensor cores, a result that is to be finer than 16 bits is measured against operands of 16 bits. Other
+        """With tensor cores, a result that is to be finer than 16 bits is measured against operands of two terms. Other
         states are exact sums of such operands, as q and k are, and lose nothing to them."""
         fine = self.x == "float32" or self.format in ("float32", "int16")
         return ON_TENSOR_CORES if self.several and not self.exact and fine else GATED_DELTA
@@ -301,9 +301,17 @@ def _by_turns(cases: tuple[DeltaCase, ...], formats: tuple[tuple[str, str], ...]
     return tuple(replace(case, format=name, rounding=rounding) for case, (name, rounding) in turns)
 
 
+# What no turn brings together.
+_NAMED_CASES = (
+    replace(_HALF, batch=6, heads=16, key_heads=16, per_channel=True, tokens=4),
+    replace(_HALF, batch=6, heads=64, key_heads=16, exact=False, tokens=4, format="bfloat16"),
+    replace(_HALF, batch=3, heads=8, key_heads=4, exact=False, tokens=8, format="int16"),
+    DeltaCase(2, 2, 1, 256, 256, qk="bfloat16", tokens=2),
+)
 REAL_DELTA_CASES = (
     *_by_turns((_ONE_TOKEN,), PORTABLE_FORMATS, len(PORTABLE_FORMATS)),
     *_by_turns(_SEVERAL_TOKENS, PORTABLE_FORMATS, 4),
     *_by_turns(_ODD_REAL_SHAPES, PORTABLE_FORMATS, 2),
     *_by_turns(_TRANSPOSED_SHAPES, _FLOATS, 2),
+    *_NAMED_CASES,
 )
