@@ -178,8 +178,8 @@ def other_refusals(case: DeltaCase) -> list[Refusal]:
             for value in (True, "1", [1.0], torch.ones(1))
         ],
         *[
-            (f"scale {value!r}", given(scale=value), ValueError, rf"^scale must be finite, got {value}")
-            for value in (math.inf, -math.inf, math.nan)
+            (f"scale {value!r}", given(scale=value), ValueError, r"^scale must be finite in float32, got ")
+            for value in (math.inf, -math.inf, math.nan, 1e39, 10**400)
         ],
         *[
             (f"{name} {value!r}", given(**{name: value}), TypeError, rf"^{name} must be True or False, got {value!r}")
@@ -261,7 +261,6 @@ WITHOUT_SNAPSHOTS = given(exact=False, snapshots=None)
 
 
 def at_once_refusals(case: DeltaCase) -> list[Refusal]:
-    tokens = T if case.tokens else 1
     halves = r"^exact=False needs q and k that are both bfloat16 or both float16, got "
     refusals: list[Refusal] = [
         (
@@ -286,13 +285,13 @@ def at_once_refusals(case: DeltaCase) -> list[Refusal]:
         ("snapshots", given(exact=False), ValueError, f"{NO_STATES}there are no snapshots"),
         (
             "a slot for every token",
-            both(WITHOUT_SNAPSHOTS, at(write=columns(tokens))),
+            both(WITHOUT_SNAPSHOTS, at(write=columns(T))),
             ValueError,
             rf"{NO_STATES}slots must not have write \(batch, T\)",
         ),
         (
             "a tree",
-            both(WITHOUT_SNAPSHOTS, given(update=False), at(parents=columns(tokens))),
+            both(WITHOUT_SNAPSHOTS, given(update=False), at(parents=columns(T))),
             ValueError,
             f"{NO_STATES}slots must not have parents",
         ),
@@ -315,7 +314,7 @@ def at_once_refusals(case: DeltaCase) -> list[Refusal]:
     return refusals
 
 
-@table_of_forms(FORMS, at_once_refusals)
+@table_of_forms({"several tokens": SEVERAL, "packed": PACKED}, at_once_refusals)
 def test_what_cannot_go_at_once_is_refused(
     case: DeltaCase, change: Change, error: type[Exception], message: str
 ) -> None:
@@ -388,6 +387,16 @@ def test_the_call_at_once_that_refusals_start_from_is_right(case: DeltaCase) -> 
     arguments = {**step_arguments(case), **WITHOUT_SNAPSHOTS({})}
     flashstate.gated_delta_step(**arguments)
     assert not (arguments["out"] == 7.0).any()
+
+
+@pytest.mark.parametrize("case", [CASE, replace(CASE, tokens=1), replace(CASE, per_channel=True)], ids=str)
+def test_one_token_does_not_care_whether_tokens_may_go_at_once(case: DeltaCase) -> None:
+    exact, at_once = (step_arguments(replace(case, qk="float32", exact=exact)) for exact in (True, False))
+    for arguments in (exact, at_once):
+        flashstate.gated_delta_step(**arguments)
+    for name in ("out", "snapshots"):
+        assert torch.equal(exact[name], at_once[name])
+    assert torch.equal(exact["state"].data, at_once["state"].data)
 
 
 def test_rows_longer_than_max_len_are_found_by_debug() -> None:

@@ -140,20 +140,6 @@ def test_a_transposed_layer_holds_and_gives_what_a_contiguous_one_does(
             assert same(pools[1].read(0, [3, 2, 5, 3]), pools[0].read(0, [3, 2, 5, 3])), shape
 
 
-@pytest.mark.interpreted
-def test_every_config_of_a_transposed_layer_gives_the_same_bytes() -> None:
-    shape = (2, 24, 20)
-    values, memory = odd_values(2, shape, torch.float32), []
-    problem = Problem("pool_write", 24, 20, "bfloat16", "stochastic", 1, 4, transposed=True)
-    for config in valid_configs(problem)[::3]:
-        pool = StatePool.wrap(in_pages([("bfloat16", "stochastic")], 3, shape, CPU, transposed=True))
-        with interpreted(), override(config):
-            pool.write(0, [1, 0], values)
-            memory.append((memory_of(pool.layer(0).data), pool.read(0, [0, 1])))
-    assert len(memory) > 2
-    assert all(same(one, other) for row in memory for one, other in zip(row, memory[0], strict=True))
-
-
 def test_layers_of_a_pool_may_be_transposed_or_not() -> None:
     """In pages of one size, after each other; slots come clean, and layers stay apart."""
     flat, flipped = torch.zeros(5, 2, 2 * 3 * 5).unbind(1)
