@@ -333,15 +333,15 @@ def test_the_cost_on_the_host_is_measured_of_flashstate_and_of_peers(monkeypatch
 # Configs
 
 
-def test_a_plain_tune_finds_configs_of_four_modes_in_every_format() -> None:
+def test_a_plain_tune_finds_configs_of_six_modes_in_every_format() -> None:
     jobs = with_variants(GATED_DELTA, GATED_DELTA.jobs(GATED_DELTA.tuned_grids))
     by_problem = jobs_by_problem(jobs)
     assert len(by_problem) == len(jobs) == len(PORTABLE_FORMATS) * 6 * 5
     modes = {(problem.op, mode_key(problem).split(", ", 1)[1]) for problem in by_problem}
-    several = "several tokens"
+    several, nothing = "several tokens", "several tokens, nothing stored"
     assert modes == {
-        *(("gated_delta_step", mode) for mode in ("one token", several, f"{several}, each stored")),
-        ("gated_delta_at_once", several),
+        *(("gated_delta_step", mode) for mode in ("one token", several, f"{several}, each stored", nothing)),
+        *(("gated_delta_at_once", mode) for mode in (several, nothing)),
     }
     for problem, job in by_problem.items():
         assert (
