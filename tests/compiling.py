@@ -46,6 +46,7 @@ def collected(architecture: int | str) -> Iterator[list[Launch]]:
     overlaps = mock.Mock(return_value=isinstance(architecture, int) and architecture >= 90)
     with (
         mock.patch.object(backend, "_interpreting", True),
+        mock.patch("flashstate.launch.config.WARP", warp),
         mock.patch.multiple(
             "flashstate.ops.mamba2", kernel_target=target, gpu_of=gpu, lets_next_start=overlaps, WARP=warp
         ),

@@ -147,7 +147,7 @@ FORMS: dict[str, tuple[DeltaCase, Call]] = {
     "at once": (replace(AT_ONCE, format="float16"), plain),
     "at once, 16 tokens": (replace(AT_ONCE, tokens=16), plain),
     "at once, without update": (replace(AT_ONCE, format="bfloat16"), kept),
-    "at once, 16 tokens, without update": (replace(AT_ONCE, tokens=16, format="int8"), kept),
+    "at once, 16 tokens, without update": (replace(AT_ONCE, tokens=16, format="bfloat16"), kept),
     "at once, packed": (replace(AT_ONCE, tokens=16, packed=True, format="int16"), plain),
     "at once, fresh padding": (replace(AT_ONCE, format="int8", rounding="stochastic", raw=False), with_fresh_padding),
     "at once, kept padding": (replace(AT_ONCE, format="bfloat16", rounding="stochastic"), with_kept_padding),
