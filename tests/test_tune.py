@@ -114,7 +114,7 @@ def test_an_entry_takes_few_measurements_and_little_is_compiled_in_vain(tmp_path
         {(table_key(problem), mode_key(problem), config) for problem, config in points}
         for points in (stopwatch.asked, stopwatch.prepared)
     )
-    assert len(prepared) < 1.3 * len(asked)
+    assert len(prepared) < 1.4 * len(asked)
 
 
 def test_differences_that_are_noise_do_not_move_the_search(tmp_path: Path) -> None:
