@@ -7,13 +7,17 @@ from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
-from flashstate.launch import ChannelProblem, Config, Problem, TensorCoreProblem
+from flashstate.launch import ChannelProblem, Config, DeltaProblem, Problem, TensorCoreProblem
 
 KEY = re.compile(
     r"(?P<op>\w+) (?P<rows>\d+)x(?P<cols>\d+) (?P<format>\w+) vector (?P<vector>\d+)(?P<layout> transposed)?"
 )
 MODE = re.compile(r"(?P<rounding>\w+), (?P<tokens>one token|several tokens)(?:, (?P<stored>each|nothing) stored)?")
-KINDS = {"conv1d_step": ChannelProblem, "gated_delta_at_once": TensorCoreProblem}
+KINDS = {
+    "conv1d_step": ChannelProblem,
+    "gated_delta_step": DeltaProblem,
+    "gated_delta_at_once": TensorCoreProblem,
+}
 FOLDER = Path(str(resources.files("flashstate.launch") / "tables"))
 H200_TABLE = FOLDER / "nvidia-h200.json"
 TABLES = sorted({H200_TABLE, *FOLDER.glob("*.json")})

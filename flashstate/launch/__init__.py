@@ -3,6 +3,7 @@
 from flashstate.launch.backend import interpreted, kernel_target, lets_next_start, uses_kernels
 from flashstate.launch.config import (
     ChannelProblem,
+    DeltaProblem,
     Gpu,
     Problem,
     TensorCoreProblem,
@@ -19,6 +20,7 @@ from flashstate.launch.table import Config
 __all__ = [
     "ChannelProblem",
     "Config",
+    "DeltaProblem",
     "Gpu",
     "Problem",
     "TensorCoreProblem",

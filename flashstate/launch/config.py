@@ -98,9 +98,8 @@ class Problem:
 
     @property
     def register_choices(self) -> tuple[int, ...]:
-        """Which limits of registers are worth trying, where a compiler can be told: a limit also makes it order loads
-        otherwise."""
-        return self.limits if torch.version.hip is None else self.limits[:1]
+        """Which limits of registers are worth trying: none, unless random bits take many and a compiler can be told."""
+        return self.limits if self.rounding != "nearest" and torch.version.hip is None else self.limits[:1]
 
     def valid(self, config: Config) -> bool:
         """Whether a call may be launched so: threads share rows as a config says only where there are rows for all. Of
@@ -164,7 +163,17 @@ class ChannelProblem(Problem):
 
 
 @dataclass(frozen=True)
-class TensorCoreProblem(Problem):
+class DeltaProblem(Problem):
+    """What a config of the gated delta rule is chosen for. With a limit of registers the compiler also issues its loads
+    in another order, which is worth trying with any rounding."""
+
+    @property
+    def register_choices(self) -> tuple[int, ...]:
+        return self.limits if torch.version.hip is None else self.limits[:1]
+
+
+@dataclass(frozen=True)
+class TensorCoreProblem(DeltaProblem):
     """What a config is chosen for where tensor cores multiply states with all tokens of a row at once. Four threads
     side by side in a row have what an operand has there, and one warp multiplies alone, so that nothing moves between
     threads: two warps or four took about twice as long on an H200. Where accesses are narrow there are more threads in
