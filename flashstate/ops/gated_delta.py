@@ -10,7 +10,6 @@ from torch import Tensor
 from flashstate.errors import (
     check_contiguous,
     check_flag,
-    check_no_overlap,
     check_number,
     check_row_contiguous,
     check_tensor,
@@ -18,7 +17,7 @@ from flashstate.errors import (
     tied,
 )
 from flashstate.launch import (
-    Problem,
+    DeltaProblem,
     TensorCoreProblem,
     access_width,
     choose,
@@ -30,11 +29,12 @@ from flashstate.launch import (
     suspension,
     uses_kernels,
 )
-from flashstate.launch.arguments import aligned, as_bytes, outer_strides, row_stride, table_shape, token_strides
+from flashstate.launch.arguments import aligned, as_bytes, row_stride, table_shape, token_strides
 from flashstate.launch.config import WARP, tokens_together
 from flashstate.launch.start import Started
 from flashstate.ops.debug import check_contents, debugging
 from flashstate.ops.library import register
+from flashstate.ops.steps import check_out, extent_of, for_reference, pool_arguments, programs_of, stored_of, stores_of
 from flashstate.ops.tokens import (
     SLOTS_SCHEMA,
     SNAPSHOTS_SCHEMA,
@@ -45,11 +45,9 @@ from flashstate.ops.tokens import (
     flat_slots,
     flat_snapshots,
     new_out,
-    slots_of,
     tokens_of,
 )
 from flashstate.reference import gated_delta as reference
-from flashstate.state.faults import fault_flag
 from flashstate.state.signature import ACCESS_BYTES
 from flashstate.state.slots import Slots, as_slots
 from flashstate.state.state import State, as_snapshots, as_state, is_transposed
@@ -145,7 +143,7 @@ def gated_delta_step(
     if out is None:
         out = new_out(v, slots)
     else:
-        _check_out(out, v, tokens)
+        check_out(out, v, tokens, ("HV", "V"))
     if debugging():
         check_contents(num_slots, tokens, slots, None if snapshots is None else len(snapshots.data), update)
     run = _run if eager else torch.ops.flashstate.gated_delta_step
@@ -266,12 +264,6 @@ def _check_at_once(
         raise ValueError(f"exact=False has no states between tokens, so slots must not have {name}")
 
 
-def _check_out(out: Tensor, v: Tensor, tokens: Tokens) -> None:
-    check_tensor("out", out, (*tokens.axes, "HV", "V"), tuple(v.shape), dtypes=(v.dtype,), device=v.device)
-    check_row_contiguous("out", out)
-    check_no_overlap("out", out)
-
-
 def _run(
     data: Tensor, scale: Tensor | None, seed: Tensor | None, rounding: str, rounds: int, stream: int,
     q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
@@ -288,12 +280,10 @@ def _run(
     if parents is not None and out.data_ptr() == v.data_ptr():
         raise ValueError("out must not be v with slots.parents: a token's v is read again for those that follow it")
     if not uses_kernels(data.device):
-        state = State(data, scale, rounding=rounding, rounds=rounds, seed=seed, stream=stream)
-        slots = snapshots = None
-        if read is not None:
-            slots = slots_of(read, write, accepted, snapshot_rows, cu_seqlens, max_len, parents, null, padding)
-        if snapshot_data is not None:
-            snapshots = State(snapshot_data, snapshot_scale, rounding=snapshot_rounding, rounds=rounds, stream=stream)
+        state, slots, snapshots = for_reference(
+            data, scale, seed, rounding, rounds, stream, read, write, accepted, snapshot_rows, cu_seqlens, max_len,
+            parents, null, padding, snapshot_data, snapshot_scale, snapshot_rounding,
+        )  # fmt: skip
         reference.gated_delta_step(
             state, q, k, v, a, b, A_log, dt_bias, q_scale, qk_l2norm, at_once, slots, snapshots, update, out
         )
@@ -304,34 +294,25 @@ def _run(
     num_slots, heads, rows, cols = data.shape
     transposed = is_transposed(data)
     copies_transposed = transposed if snapshot_data is None else is_transposed(snapshot_data)
-    packed = cu_seqlens is not None
-    token_axes = v.dim() - 2
-    num_tokens = v.shape[token_axes - 1] if packed or token_axes == 2 else 1
-    one_token = num_tokens == 1 and not packed
-    batch = v.shape[0] if read is None else read.shape[0]
+    extent = extent_of(v, read, cu_seqlens, max_len)
+    batch_heads, one_token = extent.batch * heads, extent.one_token
     vector = access_width(data)
-    stores = "none" if not update else "every" if write is not None and write.dim() == 2 else "last"
-    each, nothing = stores == "every" or snapshot_data is not None, stores == "none"
-    stored = "last" if one_token else "each" if each else "nothing" if nothing else "last"
-    kind, op = (TensorCoreProblem, "gated_delta_at_once") if at_once else (Problem, "gated_delta_step")
+    stores = stores_of(update, write)
+    stored = stored_of(stores, snapshot_data, one_token)
+    kind, op = (TensorCoreProblem, "gated_delta_at_once") if at_once else (DeltaProblem, "gated_delta_step")
     problem = kind(
-        op, rows, cols, dtype_name(data.dtype), rounding, vector, batch * heads, not one_token, stored, transposed
+        op, rows, cols, dtype_name(data.dtype), rounding, vector, batch_heads, not one_token, stored, transposed
     )  # fmt: skip
     config = choose(problem, gpu_of(data.device))
-    longest = (max_len or 0) if packed else num_tokens
-    programs = batch * heads * -(-rows // config.block_rows)
-    if programs >= 1 << 31:
-        raise ValueError(f"v must need fewer than 2^31 programs, got {programs} for shape {tuple(v.shape)}")
+    programs = programs_of("v", v, batch_heads, rows, config)
     early = early and lets_next_start(data.device)
+    tables = read, accepted, write, parents, cu_seqlens, snapshot_rows
     arguments = (
         as_bytes(data), q, k, v, a, b, out, A_log, dt_bias, scale, seed,
-        read, accepted, write, parents, cu_seqlens, snapshot_rows,
-        None if snapshot_data is None else as_bytes(snapshot_data), snapshot_scale,
-        stream, fault_flag(data.device), *outer_strides(data, scale, 1),
-        *outer_strides(snapshot_data, snapshot_scale, 2), 0 if snapshot_data is None else snapshot_data.shape[0],
-        *(stride for t in (q, k, v, a, b, out) for stride in token_strides(t, token_axes, packed)),
+        *pool_arguments(data, scale, stream, tables, snapshot_data, snapshot_scale),
+        *(stride for t in (q, k, v, a, b, out) for stride in token_strides(t, extent.token_axes, extent.packed)),
         *table_shape(read), row_stride(write), row_stride(parents),
-        num_tokens, longest, num_slots, null, q_scale,
+        extent.num_tokens, extent.longest, num_slots, null, q_scale,
     )  # fmt: skip
     constants = {
         "H": heads, "HEADS_PER_GROUP": heads // q.shape[-2], "ROWS": rows, "COLS": cols,
@@ -342,14 +323,15 @@ def _run(
     }  # fmt: skip
     if at_once:
         kernel = gated_delta_at_once_kernel
-        constants["TOKENS"] = 8 if longest <= 8 else MOST_AT_ONCE
+        constants["TOKENS"] = 8 if extent.longest <= 8 else MOST_AT_ONCE
     else:
         kernel = gated_delta_step_kernel
         constants |= {
             "SNAPSHOT_VECTOR": min(vector, access_width(data if snapshot_data is None else snapshot_data)),
             "SNAPSHOTS_TRANSPOSED": copies_transposed, "SNAPSHOT_ROUNDING": snapshot_rounding,
-            "PER_CHANNEL": a.dim() == token_axes + 2, "BIAS_PER_CHANNEL": dt_bias is not None and dt_bias.dim() == 2,
-            "ONE_TOKEN": one_token, "TOGETHER": tokens_together(config, longest, packed, tree=parents is not None),
+            "PER_CHANNEL": a.dim() == extent.token_axes + 2,
+            "BIAS_PER_CHANNEL": dt_bias is not None and dt_bias.dim() == 2, "ONE_TOKEN": one_token,
+            "TOGETHER": tokens_together(config, extent.longest, extent.packed, tree=parents is not None),
             "THREADS": WARP * config.num_warps,
         }  # fmt: skip
         if copies_transposed != transposed:

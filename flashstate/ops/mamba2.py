@@ -10,7 +10,6 @@ from torch import Tensor
 from flashstate.errors import (
     check_contiguous,
     check_flag,
-    check_no_overlap,
     check_row_contiguous,
     check_tensor,
     dtype_name,
@@ -28,11 +27,12 @@ from flashstate.launch import (
     suspension,
     uses_kernels,
 )
-from flashstate.launch.arguments import aligned, as_bytes, outer_strides, row_stride, table_shape, token_strides
+from flashstate.launch.arguments import aligned, as_bytes, row_stride, table_shape, token_strides
 from flashstate.launch.config import WARP, tokens_together
 from flashstate.launch.start import Started
 from flashstate.ops.debug import check_contents, debugging
 from flashstate.ops.library import register
+from flashstate.ops.steps import check_out, extent_of, for_reference, pool_arguments, programs_of, stored_of, stores_of
 from flashstate.ops.tokens import (
     SLOTS_SCHEMA,
     SNAPSHOTS_SCHEMA,
@@ -43,11 +43,9 @@ from flashstate.ops.tokens import (
     flat_slots,
     flat_snapshots,
     new_out,
-    slots_of,
     tokens_of,
 )
 from flashstate.reference import mamba2 as reference
-from flashstate.state.faults import fault_flag
 from flashstate.state.signature import ACCESS_BYTES
 from flashstate.state.slots import Slots, as_slots
 from flashstate.state.state import State, as_snapshots, as_state, refuse_transposed
@@ -124,7 +122,7 @@ def mamba2_step(
     if out is None:
         out = new_out(x, slots)
     else:
-        _check_out(out, x, tokens)
+        check_out(out, x, tokens, ("heads", "rows"))
     if debugging():
         check_contents(num_slots, tokens, slots, None if snapshots is None else len(snapshots.data), update)
     run = _run if eager else torch.ops.flashstate.mamba2_step
@@ -226,12 +224,6 @@ def _check_parameters(
     return dt, A, per_head[0], per_head[1]
 
 
-def _check_out(out: Tensor, x: Tensor, tokens: Tokens) -> None:
-    check_tensor("out", out, (*tokens.axes, "heads", "rows"), tuple(x.shape), dtypes=(x.dtype,), device=x.device)
-    check_row_contiguous("out", out)
-    check_no_overlap("out", out)
-
-
 def _run(
     data: Tensor, scale: Tensor | None, seed: Tensor | None, rounding: str, rounds: int, stream: int,
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor,
@@ -248,53 +240,42 @@ def _run(
     if parents is not None and out.data_ptr() == x.data_ptr():
         raise ValueError("out must not be x with slots.parents: a token's x is read again for those that follow it")
     if not uses_kernels(data.device):
-        state = State(data, scale, rounding=rounding, rounds=rounds, seed=seed, stream=stream)
-        slots = snapshots = None
-        if read is not None:
-            slots = slots_of(read, write, accepted, snapshot_rows, cu_seqlens, max_len, parents, null, padding)
-        if snapshot_data is not None:
-            snapshots = State(snapshot_data, snapshot_scale, rounding=snapshot_rounding, rounds=rounds, stream=stream)
+        state, slots, snapshots = for_reference(
+            data, scale, seed, rounding, rounds, stream, read, write, accepted, snapshot_rows, cu_seqlens, max_len,
+            parents, null, padding, snapshot_data, snapshot_scale, snapshot_rounding,
+        )  # fmt: skip
         reference.mamba2_step(state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, slots, snapshots, update, out)
         return None
     from flashstate.kernels.mamba2 import mamba2_step_kernel
 
     num_slots, heads, rows, cols = data.shape
     early = early and lets_next_start(data.device)
-    packed = cu_seqlens is not None
-    token_axes = x.dim() - 2
-    num_tokens = x.shape[token_axes - 1] if packed or token_axes == 2 else 1
-    batch = x.shape[0] if read is None else read.shape[0]
+    extent = extent_of(x, read, cu_seqlens, max_len)
+    batch_heads, one_token = extent.batch * heads, extent.one_token
     vector = access_width(data)
-    one_token = num_tokens == 1 and not packed
-    stores = "none" if not update else "every" if write is not None and write.dim() == 2 else "last"
-    each, nothing = stores == "every" or snapshot_data is not None, stores == "none"
-    stored = "last" if one_token else "each" if each else "nothing" if nothing else "last"
+    stores = stores_of(update, write)
+    stored = stored_of(stores, snapshot_data, one_token)
     problem = Problem(
-        "mamba2_step", rows, cols, dtype_name(data.dtype), rounding, vector, batch * heads, not one_token, stored
+        "mamba2_step", rows, cols, dtype_name(data.dtype), rounding, vector, batch_heads, not one_token, stored
     )  # fmt: skip
     config = choose(problem, gpu_of(data.device))
-    longest = (max_len or 0) if packed else num_tokens
-    programs = batch * heads * -(-rows // config.block_rows)
-    if programs >= 1 << 31:
-        raise ValueError(f"x must need fewer than 2^31 programs, got {programs} for shape {tuple(x.shape)}")
+    programs = programs_of("x", x, batch_heads, rows, config)
+    tables = read, accepted, write, parents, cu_seqlens, snapshot_rows
     arguments = (
         as_bytes(data), x, B, C, dt, out, A, D, z, dt_bias, scale, seed,
-        read, accepted, write, parents, cu_seqlens, snapshot_rows,
-        None if snapshot_data is None else as_bytes(snapshot_data), snapshot_scale,
-        stream, fault_flag(data.device), *outer_strides(data, scale, 1),
-        *outer_strides(snapshot_data, snapshot_scale, 2), 0 if snapshot_data is None else snapshot_data.shape[0],
-        *(stride for t in (x, B, C, dt, z, out) for stride in token_strides(t, token_axes, packed)),
+        *pool_arguments(data, scale, stream, tables, snapshot_data, snapshot_scale),
+        *(stride for t in (x, B, C, dt, z, out) for stride in token_strides(t, extent.token_axes, extent.packed)),
         *table_shape(read), row_stride(write), row_stride(parents),
-        num_tokens, longest, num_slots, null,
+        extent.num_tokens, extent.longest, num_slots, null,
     )  # fmt: skip
     constants = {
         "H": heads, "HEADS_PER_GROUP": heads // B.shape[-2], "ROWS": rows, "COLS": cols,
         "VECTOR": vector, "SNAPSHOT_VECTOR": 1 if snapshot_data is None else min(vector, access_width(snapshot_data)),
         "ALIGNED": all(aligned(t) for t in (x, B, C, z, out)),
-        "A_PER_ELEMENT": A.dim() == 3, "DT_PER_ROW": dt.dim() == token_axes + 2,
+        "A_PER_ELEMENT": A.dim() == 3, "DT_PER_ROW": dt.dim() == extent.token_axes + 2,
         "BIAS_PER_ROW": dt_bias is not None and dt_bias.dim() == 2, "D_PER_ROW": D is not None and D.dim() == 2,
         "DT_SOFTPLUS": dt_softplus, "ONE_TOKEN": one_token,
-        "TOGETHER": tokens_together(config, longest, packed, tree=parents is not None),
+        "TOGETHER": tokens_together(config, extent.longest, extent.packed, tree=parents is not None),
         "STORES": stores, "PADDING": padding, "EARLY": early,
         "ROUNDING": rounding, "SNAPSHOT_ROUNDING": snapshot_rounding, "ROUNDS": rounds,
         "TARGET": kernel_target(data.device),
