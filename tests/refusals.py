@@ -14,18 +14,27 @@ from flashstate.testing import AnyCase, Case, DeltaCase, make_inputs
 CPU = torch.device("cpu")
 META = torch.device("meta")
 CASE = Case(batch=3, heads=4, groups=2, rows=6, cols=5, format="float16", rounding="stochastic", x="float16")
+DELTA_CASE = DeltaCase(3, 4, 2, 6, 5, format="float16", rounding="stochastic", x="float16", qk="float16")
 T = 3
-FORMS = {
-    form: replace(CASE, tokens=tokens, packed=packed)
-    for form, tokens, packed in (("one token", 0, False), ("several tokens", T, False), ("packed", T, True))
-}
-SMALL_FORMS = {form: replace(case, heads=1, groups=1, rows=2, cols=3) for form, case in FORMS.items()}  # to be run
-ALL_FORMS = {**FORMS, **{f"{form} per row": replace(case, mamba1=True, D="row") for form, case in FORMS.items()}}
 
 Arguments = dict[str, Any]
 Change = Callable[[Arguments], Arguments]  # all arguments of a call that is right: those to change to make it wrong
 Refusal = tuple[str, Change, type[Exception], str]
 Form = TypeVar("Form", bound=AnyCase)
+
+
+def forms_of(case: Form) -> dict[str, Form]:
+    """A case with each form that tokens can have."""
+    forms = (("one token", 0, False), ("several tokens", T, False), ("packed", T, True))
+    return {form: replace(case, tokens=tokens, packed=packed) for form, tokens, packed in forms}
+
+
+FORMS, DELTA_FORMS = forms_of(CASE), forms_of(DELTA_CASE)
+FORMS_PER_ROW = {f"{form} per row": case for form, case in forms_of(replace(CASE, mamba1=True, D="row")).items()}
+DELTA_FORMS_PER_CHANNEL = {
+    f"{form} per channel": case for form, case in forms_of(replace(DELTA_CASE, per_channel=True)).items()
+}
+SMALL_FORMS = forms_of(replace(CASE, heads=1, groups=1, rows=2, cols=3))  # to be run
 
 
 def only(name: str, change: Callable[[Any], Any]) -> Change:
@@ -91,6 +100,15 @@ def refuses(call: Callable[[], Any], error: type[Exception], message: str, touch
     with pytest.raises(error, match=message):
         call()
     assert all(map(torch.equal, memory, before))
+
+
+def refuses_change(
+    step: Callable[..., Any], arguments: Arguments, change: Change, error: type[Exception], message: str
+) -> None:
+    """A call of an op with changed arguments raises this, and no tensor of it or of the call that was right changes."""
+    wrong = {**arguments, **change(arguments)}
+    touched = {**arguments, **{f"wrong {name}": value for name, value in wrong.items()}}
+    refuses(lambda: step(**wrong), error, message, touched)
 
 
 def strided(tensor: Tensor) -> Tensor:

@@ -1,17 +1,13 @@
-"""gated_delta_step: the laws on every implementation, an independent model, several tokens at once, torch.compile."""
+"""gated_delta_step: the laws on every implementation, an independent model, several tokens at once."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
 from obeying import gpu_pairs, interpreted_pairs, laws
 from torch import Tensor
 
-import flashstate
 from flashstate.laws import LAWS, pairs
-from flashstate.laws.tokens import TREE, make_snapshots
-from flashstate.ops.tokens import flat_slots, flat_snapshots
 from flashstate.reference.gated_delta import EPSILON, gated_delta_at_once, gated_delta_token, gates, normalised
 from flashstate.state.formats import PORTABLE_FORMATS
 from flashstate.testing import (
@@ -20,7 +16,6 @@ from flashstate.testing import (
     QUICK_DELTA_CASES,
     REAL_DELTA_CASES,
     DeltaCase,
-    Inputs,
     interpreted,
     make_inputs,
 )
@@ -197,92 +192,6 @@ def test_the_default_scale_is_one_over_the_root_of_k() -> None:
     want = inputs.fresh().step()
     assert torch.equal(inputs.fresh().step(scale=0.25), want)
     assert torch.equal(inputs.fresh().step(scale=1), 4 * want)
-
-
-COMPILED_CASE = DeltaCase(4, 4, 2, 16, 32, format="float16", rounding="stochastic", slots=9)
-SEVERAL = replace(COMPILED_CASE, tokens=4, format="int8", cols=16)
-AT_ONCE_CASE = replace(COMPILED_CASE, tokens=4, qk="float16", exact=False)
-
-
-def check_compile(device: torch.device, backend: str) -> None:
-    """A whole model step in one graph: page-strided pool, State and Slots made inside, seeds moved on; one token, and
-    then four at once."""
-    inputs, four = make_inputs(COMPILED_CASE, device), make_inputs(AT_ONCE_CASE, device)
-    size, seed = inputs.state.data[0].numel(), inputs.state.seed
-    pages = torch.zeros(COMPILED_CASE.slots, size + 16, dtype=torch.float16, device=device)
-    pages[:, :size] = inputs.state.data.flatten(1)
-
-    def model_step(pages: Tensor, seed: Tensor, v: Tensor, slots: Tensor) -> Tensor:
-        data = pages[:, :size].view(COMPILED_CASE.slots, 4, 16, 32)
-        state = flashstate.State(data, rounding="stochastic", seed=seed, stream=1)
-        rows = flashstate.Slots(slots, null=0)
-        arguments = {**inputs.arguments, "v": v * 2}
-        y = flashstate.gated_delta_step(state, **arguments, **inputs.options, slots=rows)
-        y = y + flashstate.gated_delta_step(state, **arguments, **inputs.options, slots=rows, update=False)
-        y = y + flashstate.gated_delta_step(state, **four.arguments, **four.options, slots=rows)[:, -1]
-        state.advance(rows)
-        return y
-
-    runs = []
-    for run in (model_step, torch.compile(model_step, fullgraph=True, backend=backend)):
-        memory = [pages.clone(), seed.clone()]
-        outputs = [run(*memory, inputs.arguments["v"], inputs.slots) for _ in range(3)]
-        runs.append([*outputs, *memory])
-    for eager, compiled in zip(*runs, strict=True):
-        assert torch.equal(eager, compiled)
-    assert not torch.equal(runs[0][-2], pages)
-    assert not torch.equal(runs[0][-1], seed)
-
-
-def test_torch_compile_takes_the_whole_step_in_one_graph() -> None:
-    check_compile(CPU, "aot_eager")
-
-
-@pytest.mark.gpu
-def test_torch_compile_takes_the_whole_step_in_one_graph_on_a_gpu() -> None:
-    check_compile(CUDA, "inductor")
-
-
-def registered_arguments(
-    inputs: Inputs, slots: flashstate.Slots, snapshots: flashstate.State | None, update: bool, at_once: bool = False
-) -> tuple:
-    """What the door gives to the registered op."""
-    state, a, o = inputs.state, inputs.arguments, inputs.options
-    return (
-        state.data, state.scale, state.seed, state.rounding, 10, 1,
-        a["q"], a["k"], a["v"], a["a"], a["b"], o.get("A_log"), o.get("dt_bias"), 0.25, True, at_once,
-        *flat_slots(slots), *flat_snapshots(snapshots), update, torch.empty_like(a["v"]), False,
-    )  # fmt: skip
-
-
-def test_registered_ops_declare_what_they_write() -> None:
-    """Also scales, snapshots and slots for every token, with packed tokens and with a tree; and tokens at once."""
-    step = torch.ops.flashstate.gated_delta_step.default
-    one, dense, packed, four = (
-        make_inputs(case, CPU) for case in (COMPILED_CASE, SEVERAL, replace(SEVERAL, packed=True), AT_ONCE_CASE)
-    )
-    torch.library.opcheck(step, registered_arguments(one, one.at(), None, True))
-    torch.library.opcheck(step, registered_arguments(four, four.at(), None, True, at_once=True))
-    snapshots = make_snapshots(SEVERAL, "int16", "stochastic", CPU)  # torch cannot compare float8
-    tree = dense.at(parents=torch.tensor(TREE[:4]).repeat(4, 1))
-    torch.library.opcheck(step, registered_arguments(dense, tree, snapshots, False))
-    write = torch.arange(16).reshape(4, 4)
-    torch.library.opcheck(step, registered_arguments(packed, packed.at(write=write), snapshots, True))
-
-
-@pytest.mark.gpu
-def test_a_call_with_out_neither_allocates_nor_synchronises() -> None:
-    for case in (REAL_DELTA_CASES[0], replace(REAL_DELTA_CASES[0], tokens=4, exact=False)):
-        inputs = make_inputs(case, CUDA)
-        out = torch.empty_like(inputs.main)
-        inputs.step(out=out)
-        before = torch.cuda.memory_stats()["allocation.all.allocated"]
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            inputs.step(out=out)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
 
 
 def test_an_empty_batch_does_nothing() -> None:

@@ -1,4 +1,4 @@
-"""mamba2_step: the laws on every implementation, an independent model, torch.compile, and pools of any size."""
+"""mamba2_step: the laws on every implementation, an independent model, and pools of any size."""
 
 import math
 import os
@@ -11,8 +11,6 @@ from torch import Tensor
 
 import flashstate
 from flashstate.laws import LAWS, pairs
-from flashstate.laws.tokens import TREE, make_snapshots
-from flashstate.ops.tokens import flat_slots, flat_snapshots
 from flashstate.reference.mamba2 import mamba2_token
 from flashstate.state.formats import PORTABLE_FORMATS
 from flashstate.testing import (
@@ -141,145 +139,6 @@ def test_interpreted_kernel_keeps_tiny_and_huge_time_steps() -> None:
 @pytest.mark.gpu
 def test_compiled_kernel_keeps_tiny_and_huge_time_steps() -> None:
     check_extreme_dt(CUDA)
-
-
-COMPILED_CASE = Case(batch=4, heads=4, groups=2, rows=16, cols=32, format="float16", rounding="stochastic", slots=9)
-
-
-def check_compile(device: torch.device, backend: str) -> None:
-    """A whole model step in one graph: page-strided pool, State and Slots made inside, seeds moved on."""
-    inputs = make_inputs(COMPILED_CASE, device)
-    size = inputs.state.data[0].numel()
-    seed = inputs.state.seed
-    assert seed is not None
-    pages = torch.zeros(COMPILED_CASE.slots, size + 16, dtype=torch.float16, device=device)
-    pages[:, :size] = inputs.state.data.flatten(1)
-
-    def model_step(pages: Tensor, seed: Tensor, x: Tensor, slots: Tensor) -> Tensor:
-        data = pages[:, :size].view(COMPILED_CASE.slots, 4, 16, 32)
-        state = flashstate.State(data, rounding="stochastic", seed=seed, stream=1)
-        rows = flashstate.Slots(slots, null=0)
-        arguments = {**inputs.arguments, "x": x * 2}
-        y = flashstate.mamba2_step(state, **arguments, **inputs.options, slots=rows)
-        y = y + flashstate.mamba2_step(state, **arguments, **inputs.options, slots=rows, update=False)
-        state.advance(rows)
-        return y
-
-    runs = []
-    for run in (model_step, torch.compile(model_step, fullgraph=True, backend=backend)):
-        memory = [pages.clone(), seed.clone()]
-        outputs = [run(*memory, inputs.arguments["x"], inputs.slots) for _ in range(3)]
-        runs.append([*outputs, *memory])
-    for eager, compiled in zip(*runs, strict=True):
-        assert torch.equal(eager, compiled)
-    assert not torch.equal(runs[0][-2], pages)
-    assert not torch.equal(runs[0][-1], seed)
-
-
-def test_torch_compile_takes_the_whole_step_in_one_graph() -> None:
-    check_compile(CPU, "aot_eager")
-
-
-@pytest.mark.gpu
-def test_torch_compile_takes_the_whole_step_in_one_graph_on_a_gpu() -> None:
-    check_compile(CUDA, "inductor")
-
-
-def test_many_layers_share_one_compiled_function() -> None:
-    """The stream of a layer is an argument of the graph, not a constant in it: twenty layers are not twenty graphs."""
-    inputs = make_inputs(COMPILED_CASE, CPU)
-
-    @torch.compile(fullgraph=True, backend="aot_eager")
-    def layer(data: Tensor, seed: Tensor, stream: int) -> Tensor:
-        state = flashstate.State(data, rounding="stochastic", seed=seed, stream=stream)
-        return flashstate.mamba2_step(state, **inputs.arguments, **inputs.options, slots=inputs.slots)
-
-    for stream in range(20):
-        layer(inputs.state.data, inputs.state.seed, stream)
-
-
-def registered_arguments(
-    inputs: Inputs, slots: flashstate.Slots, snapshots: flashstate.State | None, update: bool
-) -> tuple:
-    """What the door gives to the registered op."""
-    state, a, o = inputs.state, inputs.arguments, inputs.options
-    return (
-        state.data, state.scale, state.seed, state.rounding, 10, 1,
-        a["x"], a["dt"], a["A"], a["B"], a["C"], o["D"], o["z"], o["dt_bias"], True,
-        *flat_slots(slots), *flat_snapshots(snapshots), update, torch.empty_like(a["x"]), False,
-    )  # fmt: skip
-
-
-SEVERAL = replace(COMPILED_CASE, tokens=4, format="int8", cols=16)
-
-
-def test_registered_ops_declare_what_they_write() -> None:
-    """Also scales, snapshots and slots for every token, with packed tokens and with a tree."""
-    step = torch.ops.flashstate.mamba2_step.default
-    one, dense, packed = (make_inputs(c, CPU) for c in (COMPILED_CASE, SEVERAL, replace(SEVERAL, packed=True)))
-    torch.library.opcheck(step, registered_arguments(one, one.at(), None, True))
-    snapshots = make_snapshots(SEVERAL, "int16", "stochastic", CPU)  # torch cannot compare float8
-    tree = dense.at(parents=torch.tensor(TREE[:4]).repeat(4, 1))
-    torch.library.opcheck(step, registered_arguments(dense, tree, snapshots, False))
-    write = torch.arange(16).reshape(4, 4)
-    torch.library.opcheck(step, registered_arguments(packed, packed.at(write=write), snapshots, True))
-    seed = one.state.seed
-    torch.library.opcheck(torch.ops.flashstate.advance_seeds.default, (seed, one.slots, None, None, -1))
-
-
-def check_compiled_speculation(device: torch.device, backend: str) -> None:
-    """Four tokens of a tree from a slot that was accepted, a slot for each, snapshots in another format."""
-    inputs = make_inputs(SEVERAL, device).fresh(extra=16)
-    parents = torch.tensor(TREE[:4], device=device).repeat(4, 1)
-    read, accepted = inputs.slots[:, None].repeat(1, 2), torch.tensor([1, 2, 1, 2], device=device)
-    write = torch.arange(SEVERAL.slots, SEVERAL.slots + 16, device=device).reshape(4, 4)
-
-    def model_step(state: flashstate.State, snapshots: flashstate.State, out: Tensor) -> Tensor:
-        slots = flashstate.Slots(read, accepted=accepted, write=write, parents=parents)
-        y = flashstate.mamba2_step(
-            state, **inputs.arguments, **inputs.options, slots=slots, snapshots=snapshots, out=out
-        )
-        state.advance(slots)
-        return y * 2
-
-    results = []
-    for run in (model_step, torch.compile(model_step, fullgraph=True, backend=backend)):
-        fresh, taken = inputs.fresh(), make_snapshots(SEVERAL, "float16", "nearest", device)
-        y = run(fresh.state, taken, torch.empty_like(inputs.arguments["x"]))
-        results.append((y, fresh.state.data, fresh.state.scale, fresh.state.seed, taken.data))
-    for eager, compiled in zip(*results, strict=True):
-        assert torch.equal(eager, compiled)
-
-
-def test_torch_compile_takes_speculation_in_one_graph() -> None:
-    check_compiled_speculation(CPU, "aot_eager")
-
-
-@pytest.mark.gpu
-def test_the_cuda_graphs_of_torch_compile_work_after_an_eager_step() -> None:
-    inputs = make_inputs(COMPILED_CASE, CUDA)
-    eager = inputs.fresh()
-    compiled = torch.compile(lambda run: run.step() * 2, fullgraph=True, mode="reduce-overhead")
-    for _ in range(4):
-        want = eager.step() * 2
-        assert torch.equal(compiled(inputs), want)
-    assert torch.equal(inputs.state.data, eager.state.data)
-
-
-@pytest.mark.gpu
-def test_a_call_with_out_neither_allocates_nor_synchronises() -> None:
-    inputs = make_inputs(REAL_CASES[0], CUDA)
-    out = torch.empty_like(inputs.arguments["x"])
-    inputs.step(out=out)
-    inputs.state.advance(inputs.slots)
-    before = torch.cuda.memory_stats()["allocation.all.allocated"]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        inputs.step(out=out)
-        inputs.state.advance(inputs.slots)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
 
 
 def check_inference_mode(device: torch.device) -> None:

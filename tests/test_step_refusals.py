@@ -1,13 +1,15 @@
-"""mamba2_step: wrong input is refused by name and harms nothing, whatever form its tokens and parameters have."""
+"""mamba2_step and gated_delta_step: what both refuse by name, whatever form tokens and parameters have."""
 
-from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 import torch
 from refusals import (
-    ALL_FORMS,
+    DELTA_FORMS,
+    DELTA_FORMS_PER_CHANNEL,
     FORMS,
+    FORMS_PER_ROW,
     WRONG_SLOTS,
     Arguments,
     Change,
@@ -19,39 +21,81 @@ from refusals import (
     given,
     on_meta,
     only,
-    refuses,
+    refuses_change,
     resized,
     step_arguments,
     strided,
-    table,
     table_of_forms,
-    transposed,
 )
 from torch import Tensor
 
-import flashstate
-from flashstate import Slots, State
-from flashstate.testing import Case
+from flashstate import Slots, State, gated_delta_step, mamba2_step
+from flashstate.testing import Case, DeltaCase
 
-TRANSPOSED = (
-    r"must be contiguous within a slot: strides \((any, )+\d+, \d+, 1\), got \([\d, ]+\); only gated_delta_step takes "
-    "transposed states$"
-)
+AnyStep = Case | DeltaCase
+ONE_TOKEN: dict[str, AnyStep] = {"mamba2": FORMS["one token"], "gated_delta": DELTA_FORMS["one token"]}
+PER_HEAD: dict[str, AnyStep] = {
+    f"{op}, {form}": case
+    for op, forms in (("mamba2", FORMS), ("gated_delta", DELTA_FORMS))
+    for form, case in forms.items()
+}
+ALL: dict[str, AnyStep] = {
+    **PER_HEAD,
+    **{f"mamba2, {form}": case for form, case in FORMS_PER_ROW.items()},
+    **{f"gated_delta, {form}": case for form, case in DELTA_FORMS_PER_CHANNEL.items()},
+}
 
 
-def refuses_step(arguments: Arguments, change: Change, error: type[Exception], message: str) -> None:
-    wrong = {**arguments, **change(arguments)}
-    touched = {**arguments, **{f"wrong {name}": value for name, value in wrong.items()}}
-    refuses(lambda: flashstate.mamba2_step(**wrong), error, message, touched)
+class Words(NamedTuple):
+    """What an op calls its arguments and their axes."""
+
+    main: str  # the activation that others must have the tokens of
+    per_column: tuple[str, str]  # activations with a value for each column, of which the first has the groups
+    heads: str
+    groups: str
+    divides: str  # how a wrong number of groups is refused
+    required: tuple[str, ...]
+    optional_rows: tuple[str, ...]  # other activations whose rows must be contiguous
+    flags: tuple[str, ...]
 
 
-def token_axes(case: Case) -> tuple[str, ...]:
+MAMBA2 = Words(
+    "x", ("B", "C"), "heads", "groups", "number of groups that divides the 4 heads", ("x", "dt", "A", "B", "C"),
+    ("z",), ("dt_softplus", "update", "early"),
+)  # fmt: skip
+GATED_DELTA = Words(
+    "v", ("q", "k"), "HV", "H", "number of heads that divides the 4 value heads", ("q", "k", "v", "a", "b"),
+    (), ("qk_l2norm", "exact", "update", "early"),
+)  # fmt: skip
+
+
+def words_of(case: AnyStep) -> Words:
+    return GATED_DELTA if isinstance(case, DeltaCase) else MAMBA2
+
+
+def is_refused(case: AnyStep, change: Change, error: type[Exception], message: str) -> None:
+    step = gated_delta_step if isinstance(case, DeltaCase) else mamba2_step
+    refuses_change(step, step_arguments(case), change, error, message)
+
+
+def token_axes(case: AnyStep) -> tuple[str, ...]:
     return ("tokens",) if case.packed else ("batch", "T") if case.tokens else ("batch",)
 
 
-def axes_of(case: Case) -> dict[str, tuple[str, ...]]:
+def axes_of(case: AnyStep) -> dict[str, tuple[str, ...]]:
     """The axes of every tensor but `state`, `slots` and `snapshots`."""
-    tokens, rows = token_axes(case), ("rows",) if case.mamba1 else ()
+    tokens = token_axes(case)
+    if isinstance(case, DeltaCase):
+        channels = ("K",) if case.per_channel else ()
+        return {
+            **dict.fromkeys(("v", "out"), (*tokens, "HV", "V")),
+            **dict.fromkeys(("q", "k"), (*tokens, "H", "K")),
+            "a": (*tokens, "HV", *channels),
+            "b": (*tokens, "HV"),
+            "A_log": ("HV",),
+            "dt_bias": ("HV", *channels),
+        }
+    rows = ("rows",) if case.mamba1 else ()
     return {
         **dict.fromkeys(("x", "z", "out"), (*tokens, "heads", "rows")),
         **dict.fromkeys(("B", "C"), (*tokens, "groups", "cols")),
@@ -61,24 +105,25 @@ def axes_of(case: Case) -> dict[str, tuple[str, ...]]:
     }
 
 
-def ranks(case: Case, name: str) -> list[Refusal]:
-    """Wrong ranks. An x that lacks or has a token axis is of the other dense form, which B is not."""
-    refusals = []
+def ranks(case: AnyStep, name: str) -> list[Refusal]:
+    """Wrong ranks. A main activation that lacks or has a token axis is of the other dense form, which the next one is
+    not."""
+    words, refusals = words_of(case), []
     for what, change, also_dense in (
         ("of lower rank", lambda t: t[0], case.tokens > 0),
         ("of higher rank", lambda t: t[None], case.tokens == 0),
         ("of much higher rank", lambda t: t[None, None, None], False),
     ):
-        blamed = "B" if name == "x" and also_dense and not case.packed else name
+        blamed = words.per_column[0] if name == words.main and also_dense and not case.packed else name
         message = rf"^{blamed} must have shape \({axes_of(case)[name][0]}.*\), got \("
         refusals.append((f"{name} {what}", only(name, change), ValueError, message))
     return refusals
 
 
-def wrong_kinds(case: Case, name: str) -> list[Refusal]:
+def wrong_kinds(case: AnyStep, name: str) -> list[Refusal]:
     """What is wrong for every tensor argument but `state`, `slots` and `snapshots`."""
     allowed = "float16" if name == "out" else "float32 or bfloat16 or float16"
-    axes = axes_of(case)[name]
+    words, axes = words_of(case), axes_of(case)[name]
     shape = rf"^{name} must have shape \({axes[0]}.*\), got \("
     refusals: list[Refusal] = [
         (f"{name} a list", only(name, Tensor.tolist), TypeError, rf"^{name} must be a tensor, got list"),
@@ -90,100 +135,93 @@ def wrong_kinds(case: Case, name: str) -> list[Refusal]:
     for kind in ("float64", "int32", "bool", "float8_e4m3fn"):
         to = only(name, lambda t, kind=kind: t.to(getattr(torch, kind)))
         refusals.append((f"{name} {kind}", to, TypeError, rf"^{name} must be {allowed}, got {kind}"))
-    measured_by = {("x", axis) for axis in token_axes(case)} | {("B", "groups")}  # others must have these sizes
+    measured = {(words.main, axis) for axis in token_axes(case)} | {(words.per_column[0], words.groups)}
     for axis, word in enumerate(axes):
-        for by in (-1, 1) if (name, word) not in measured_by else ():
+        for by in (-1, 1) if (name, word) not in measured else ():  # others must have the sizes that these have
             resize = only(name, lambda t, axis=axis, by=by: resized(t, axis, by))
             refusals.append((f"{name} with {word} {by:+}", resize, ValueError, shape))
-    if axes[-1] != "heads":
+    if axes[-1] != words.heads:
         refusals.append((f"{name} of one element a row", only(name, lambda t: t[..., :1]), ValueError, shape))
     return refusals
 
 
-def wrong_strides(name: str) -> list[Refusal]:
-    """Of an activation, whose last axis must be contiguous."""
-    message = rf"^{name} must be contiguous along its last axis, got strides \("
-    refusals: list[Refusal] = [(f"{name} strided", only(name, strided), ValueError, message)]
-    if name != "dt":  # which is then one value per head
-        refusals.append((f"{name} expanded", only(name, lambda t: t[..., :1].expand_as(t)), ValueError, message))
-    return refusals
-
-
-def wrong_parameters(case: Case) -> list[Refusal]:
-    """Wrong strides of what must be contiguous, or expanded from one value per head that is."""
-    changes: list[tuple[str, str, Callable[[Tensor], Tensor]]] = [
-        (name, what, change)
-        for name in ("A", "D", "dt_bias")
-        for what, change in (("strided", strided), ("one value for all heads", lambda t: t[:1].expand_as(t)))
+def wrong_rows(case: AnyStep) -> list[Refusal]:
+    """Strides of activations, whose last axis must be contiguous."""
+    words = words_of(case)
+    message = r" must be contiguous along its last axis, got strides \("
+    return [
+        (f"{name} {what}", only(name, change), ValueError, f"^{name}{message}")
+        for name in (words.main, *words.per_column, *words.optional_rows, "out")
+        for what, change in (("strided", strided), ("expanded", lambda t: t[..., :1].expand_as(t)))
     ]
-    if case.mamba1:
-        changes += [
-            ("A", "expanded along rows alone", lambda t: t[:, :1].expand_as(t)),
-            ("A", "expanded along cols alone", lambda t: t[..., :1].expand_as(t)),
-            *[(name, "transposed", lambda t: t.mT.contiguous().mT) for name in ("A", "D", "dt_bias")],
-        ]
-    else:
-        changes += [
-            ("A", "strided before it was expanded", lambda t: strided(t)[:, None, None].expand(4, 6, 5)),
-            ("D", "strided before it was expanded", lambda t: strided(t)[:, None].expand(4, 6)),
-            ("dt_bias", "strided before it was expanded", lambda t: strided(t)[:, None].expand(4, 6)),
-        ]
-    message = r" must be contiguous, or expanded from contiguous values per head, got strides \("
-    return [(f"{name} {what}", only(name, change), ValueError, f"^{name}{message}") for name, what, change in changes]
 
 
-def wrong_out(case: Case) -> list[Refusal]:
+def wrong_out(case: AnyStep) -> list[Refusal]:
+    overlaps = r"^out must not overlap itself, got strides \("
     refusals: list[Refusal] = [
-        (f"out expanded over {word}", only("out", change), ValueError, r"^out must not overlap itself, got strides \(")
-        for axis, word in enumerate((*token_axes(case), "heads"))
+        (f"out expanded over {word}", only("out", change), ValueError, overlaps)
+        for axis, word in enumerate((*token_axes(case), words_of(case).heads))
         for change in [lambda t, axis=axis: t.narrow(axis, 0, 1).expand_as(t)]
     ]
     overlapping = only("out", lambda t: t.as_strided(t.shape, (*t.stride()[:-2], 3, 1)))
     return [
         *refusals,
-        ("out with overlapping heads", overlapping, ValueError, r"^out must not overlap itself, got strides \("),
-        ("out of another dtype than x", only("out", Tensor.float), TypeError, r"^out must be float16, got float32"),
+        ("out with overlapping heads", overlapping, ValueError, overlaps),
+        ("out float32 for float16", only("out", Tensor.float), TypeError, r"^out must be float16, got float32"),
     ]
 
 
-def wrong_groups(case: Case) -> list[Refusal]:
-    divides = r"^B must have a number of groups that divides the 4 heads, got "
+def wrong_groups(case: AnyStep) -> list[Refusal]:
+    words = words_of(case)
+    main, (first, second) = words.main, words.per_column
     refusals: list[Refusal] = [
-        (f"{n} groups for 4 heads", given(B=value, C=value), ValueError, f"{divides}{n}")
+        (
+            f"{n} {words.groups} for 4 heads",
+            given(**{first: value, second: value}),
+            ValueError,
+            f"^{first} must have a {words.divides}, got {n}",
+        )
         for n in (0, 3, 8)
         for value in [torch.zeros(*case.token_axes, n, 5)]
     ]
-    fewer = only("C", lambda t: t[..., :1, :])
-    refusals.append(("C with other groups than B", fewer, ValueError, r"^C must have shape .*groups=2.*\), got \("))
+    other = rf"^{second} must have shape .*{words.groups}=2.*\), got \("
+    refusals.append(
+        (f"{second} with other groups than {first}", only(second, lambda t: t[..., :1, :]), ValueError, other)
+    )
     for axis, word in enumerate(token_axes(case)):
-        resize = only("x", lambda t, axis=axis: resized(t, axis, 1))
+        resize = only(main, lambda t, axis=axis: resized(t, axis, 1))
         size = case.token_axes[axis] + 1
-        refusals.append((f"x with {word} +1", resize, ValueError, rf"^B must have shape \(.*{word}={size}, "))
+        refusals.append(
+            (f"{main} with {word} +1", resize, ValueError, rf"^{first} must have shape \(.*{word}={size}, ")
+        )
     return refusals
 
 
-def tensor_refusals(case: Case) -> list[Refusal]:
-    """Of parameters with a value for each row there are only those that have another form then."""
-    names = ("dt", "A", "D", "dt_bias") if case.mamba1 else tuple(axes_of(case))
-    with_rows = ("dt",) if case.mamba1 else ("x", "z", "B", "C", "out")
+def tensor_refusals(case: AnyStep) -> list[Refusal]:
+    """Of cases with parameters per row or channel there are only those that have another form then."""
+    if isinstance(case, DeltaCase) and case.per_channel:
+        names: tuple[str, ...] = ("a", "dt_bias")
+    elif isinstance(case, Case) and case.mamba1:
+        names = ("dt", "A", "D", "dt_bias")
+    else:
+        names = tuple(axes_of(case))
+    refusals = [refusal for name in names for refusal in wrong_kinds(case, name)]
+    if len(names) < len(axes_of(case)):
+        return refusals
     missing: list[Refusal] = [
         (f"{name} missing", given(**{name: None}), TypeError, rf"^{name} must be a tensor, got NoneType")
-        for name in ("x", "dt", "A", "B", "C")
+        for name in words_of(case).required
     ]
-    return [
-        *[refusal for name in names for refusal in wrong_kinds(case, name)],
-        *[refusal for name in with_rows for refusal in wrong_strides(name)],
-        *wrong_parameters(case),
-        *([] if case.mamba1 else missing + wrong_out(case) + wrong_groups(case)),
-    ]
+    return [*refusals, *wrong_rows(case), *missing, *wrong_out(case), *wrong_groups(case)]
 
 
-@table_of_forms(ALL_FORMS, tensor_refusals)
-def test_a_wrong_tensor_is_refused_by_name(case: Case, change: Change, error: type[Exception], message: str) -> None:
-    refuses_step(step_arguments(case), change, error, message)
+@table_of_forms(ALL, tensor_refusals)
+def test_a_wrong_tensor_is_refused_by_name(case: AnyStep, change: Change, error: type[Exception], message: str) -> None:
+    is_refused(case, change, error, message)
 
 
-def slots_refusals(case: Case) -> list[Refusal]:
+def slots_refusals(case: AnyStep) -> list[Refusal]:
+    words = words_of(case)
     tokens = T if case.tokens else 1
     tree = at(parents=columns(tokens))
     refusals: list[Refusal] = [
@@ -214,15 +252,21 @@ def slots_refusals(case: Case) -> list[Refusal]:
         ),
         (
             "a tree whose outputs overwrite its inputs",
-            both(both(given(update=False), tree), lambda a: {"out": a["x"]}),
+            both(given(update=False), tree, lambda a: {"out": a[words.main]}),
             ValueError,
-            r"^out must not be x with slots.parents",
+            rf"^out must not be {words.main} with slots.parents",
         ),
         *[
             (f"{name} {value!r}", given(**{name: value}), TypeError, rf"^{name} must be True or False, got {value!r}")
-            for name in ("dt_softplus", "update")
+            for name in words.flags
             for value in (1, 0, None, "yes")
         ],
+        (
+            "accepted counts without slots to choose from",
+            at(accepted=torch.ones_like),
+            ValueError,
+            r"^slots.accepted needs read \(batch, n\) to choose from, got read \(3,\)",
+        ),
         (
             "everything on meta",
             lambda a: {name: on_meta(value) for name, value in a.items()},
@@ -264,9 +308,9 @@ def slots_refusals(case: Case) -> list[Refusal]:
     ]
 
 
-@table_of_forms(FORMS, slots_refusals)
-def test_wrong_slots_are_refused_by_name(case: Case, change: Change, error: type[Exception], message: str) -> None:
-    refuses_step(step_arguments(case), change, error, message)
+@table_of_forms(PER_HEAD, slots_refusals)
+def test_wrong_slots_are_refused_by_name(case: AnyStep, change: Change, error: type[Exception], message: str) -> None:
+    is_refused(case, change, error, message)
 
 
 def without_seed(arguments: Arguments) -> Arguments:
@@ -277,7 +321,7 @@ def rounded(rounding: str) -> Change:
     return only("snapshots", lambda t: State(t, rounding=rounding))
 
 
-def snapshots_refusals(case: Case) -> list[Refusal]:
+def snapshots_refusals(case: AnyStep) -> list[Refusal]:
     tokens = T if case.tokens else 1
     refusals: list[Refusal] = [
         ("a list", only("snapshots", lambda t: [t]), TypeError, r"^snapshots must be a State or a tensor, got list"),
@@ -336,10 +380,6 @@ def snapshots_refusals(case: Case) -> list[Refusal]:
             rf"^snapshots must have room for {tokens} tokens, got shape \(2, {tokens - 1}, 4, 6, 5\)",
         ),
         ("strided", only("snapshots", strided), ValueError, r"^snapshots must be contiguous within a slot"),
-        *[
-            (f"transposed, {what}", only("snapshots", change), ValueError, rf"^snapshots {TRANSPOSED}")
-            for what, change in (("a tensor", transposed), ("a State", lambda t: State(transposed(t))))
-        ],
         (
             "one for all rows",
             only("snapshots", lambda t: t[:1].expand_as(t)),
@@ -361,59 +401,66 @@ def snapshots_refusals(case: Case) -> list[Refusal]:
     return [(f"snapshots {name}", *rest) for name, *rest in refusals]
 
 
-@table_of_forms(FORMS, snapshots_refusals)
-def test_wrong_snapshots_are_refused_by_name(case: Case, change: Change, error: type[Exception], message: str) -> None:
-    refuses_step(step_arguments(case), change, error, message)
+@table_of_forms(PER_HEAD, snapshots_refusals)
+def test_wrong_snapshots_are_refused_by_name(
+    case: AnyStep, change: Change, error: type[Exception], message: str
+) -> None:
+    is_refused(case, change, error, message)
 
 
-STATE_REFUSALS: list[Refusal] = [
-    *WRONG_SLOTS,
-    ("state None", given(state=None), TypeError, r"^state must be a State or a tensor, got NoneType"),
-    ("state a list", given(state=[1.0]), TypeError, r"^state must be a State or a tensor, got list"),
-    *[
-        (f"state {what}", lambda a, change=change: {"state": change(a["state"].data)}, error, message)
-        for what, change, error, message in (
-            (
-                "int8 without scales",
-                Tensor.char,
-                ValueError,
-                r"^state of dtype int8 needs a scale: pass State\(data, sc",
-            ),
-            ("float64", Tensor.double, TypeError, r"^state must be float32 or .* or float8_e4m3fn, got float64"),
-            ("of rank 3", lambda t: t[0], ValueError, r"^state must have shape \(slots, .*\), got \(4, 6, 5\)"),
-            (
-                "of rank 5",
-                lambda t: t[None],
-                ValueError,
-                r"^state must have shape \(slots, .*\), got \(1, 7, 4, 6, 5\)",
-            ),
-            ("of snapshots", lambda t: State(t[None]), ValueError, r"^state must have data \(slots, .*\), got \(1, 7,"),
-            ("empty", lambda t: t[:0], ValueError, r"^state must not be empty"),
-            ("strided", strided, ValueError, r"^state must be contiguous within a slot"),
-            ("transposed", transposed, ValueError, rf"^state {TRANSPOSED}"),
-            ("transposed, a State", lambda t: State(transposed(t)), ValueError, rf"^state {TRANSPOSED}"),
-            ("expanded", lambda t: t[:1].expand_as(t), ValueError, r"^state has overlapping slots"),
-        )
-    ],
-    (
-        "state elsewhere",
-        lambda a: {"state": on_meta(a["state"])},
-        ValueError,
-        r"^x is on cpu, but the state is on meta",
-    ),
-]
+def state_refusals(case: AnyStep) -> list[Refusal]:
+    return [
+        *WRONG_SLOTS,
+        ("state None", given(state=None), TypeError, r"^state must be a State or a tensor, got NoneType"),
+        ("state a list", given(state=[1.0]), TypeError, r"^state must be a State or a tensor, got list"),
+        *[
+            (f"state {what}", lambda a, change=change: {"state": change(a["state"].data)}, error, message)
+            for what, change, error, message in (
+                (
+                    "int8 without scales",
+                    Tensor.char,
+                    ValueError,
+                    r"^state of dtype int8 needs a scale: pass State\(data, sc",
+                ),
+                ("float64", Tensor.double, TypeError, r"^state must be float32 or .* or float8_e4m3fn, got float64"),
+                ("of rank 3", lambda t: t[0], ValueError, r"^state must have shape \(slots, .*\), got \(4, 6, 5\)"),
+                (
+                    "of rank 5",
+                    lambda t: t[None],
+                    ValueError,
+                    r"^state must have shape \(slots, .*\), got \(1, 7, 4, 6, 5\)",
+                ),
+                (
+                    "of snapshots",
+                    lambda t: State(t[None]),
+                    ValueError,
+                    r"^state must have data \(slots, .*\), got \(1, 7,",
+                ),
+                ("empty", lambda t: t[:0], ValueError, r"^state must not be empty"),
+                ("strided", strided, ValueError, r"^state must be contiguous within a slot"),
+                ("expanded", lambda t: t[:1].expand_as(t), ValueError, r"^state has overlapping slots"),
+            )
+        ],
+        (
+            "state elsewhere",
+            lambda a: {"state": on_meta(a["state"])},
+            ValueError,
+            rf"^{words_of(case).main} is on cpu, but the state is on meta",
+        ),
+    ]
 
 
-@table(STATE_REFUSALS)
-def test_a_wrong_state_is_refused_by_name(change: Change, error: type[Exception], message: str) -> None:
-    refuses_step(step_arguments(), change, error, message)
+@table_of_forms(ONE_TOKEN, state_refusals)
+def test_a_wrong_state_is_refused_by_name(case: AnyStep, change: Change, error: type[Exception], message: str) -> None:
+    is_refused(case, change, error, message)
 
 
-@pytest.mark.parametrize("case", ALL_FORMS.values(), ids=ALL_FORMS)
-def test_the_call_that_refusals_start_from_is_right(case: Case) -> None:
+@pytest.mark.parametrize("case", ALL.values(), ids=ALL)
+def test_the_call_that_refusals_start_from_is_right(case: AnyStep) -> None:
     arguments = step_arguments(case)
     before = arguments["state"].data.clone()
-    assert flashstate.mamba2_step(**arguments) is arguments["out"]
+    step = gated_delta_step if isinstance(case, DeltaCase) else mamba2_step
+    assert step(**arguments) is arguments["out"]
     assert not (arguments["out"] == 7.0).any()
     assert not torch.equal(arguments["state"].data, before)
     assert not (arguments["snapshots"] == 7.0).all()
