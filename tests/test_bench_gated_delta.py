@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flashstate import Slots, gated_delta_step
 from flashstate.bench import host, measure, timing
-from flashstate.bench.gated_delta import GATED_DELTA, LARGE, PEERS, SMALL, at_once
+from flashstate.bench.gated_delta import GATED_DELTA, LARGE, LAYERS, PEERS, SMALL, at_once, in_split_pool, one_token
 from flashstate.bench.jobs import Grid, Job, Shape, Stored
 from flashstate.bench.measure import Report, measure_on_gpu, row_of, storing_for
 from flashstate.bench.peers import MeasurementError, load_peers
@@ -28,7 +28,7 @@ from flashstate.cli import main
 from flashstate.launch import Config, TensorCoreProblem
 from flashstate.launch.config import mode_key, table_key
 from flashstate.reference.gated_delta import gated_delta_token
-from flashstate.state.formats import PORTABLE_FORMATS
+from flashstate.state.formats import PORTABLE_FORMATS, bits_of
 from flashstate.testing import DeltaCase, interpreted, make_inputs
 from flashstate.tune import GpuStopwatch, jobs_by_problem, with_variants
 
@@ -115,10 +115,31 @@ def test_tokens_at_once_are_checked_with_their_own_budget_and_measured_beside_th
         measure_on_gpu(GATED_DELTA, job, {}, CPU, report)
     goes = tokens > 1 and stored != "snapshots"
     names = [*(["read"] if stored == "nothing" else ["touch", "read"]), "flashstate"]
-    assert [row.implementation for row in report.rows] == [*names, *(["flashstate, at once"] if goes else [])]
+    names += ["flashstate, at once"] if goes else ["flashstate, split pool"] if not tokens else []
+    assert [row.implementation for row in report.rows] == names
     assert all(row.percent_of_roof == 100.0 and row.stored == stored for row in report.rows)
     assert (False in checked) == goes
-    assert report.skipped.keys() == (set() if goes else {"flashstate, at once"})
+    assert report.skipped.keys() == {"flashstate, at once", "flashstate, split pool"}.difference(names)
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "int8"])
+def test_a_split_pool_has_the_same_states_far_apart_and_a_step_changes_nothing_around_them(name: str) -> None:
+    inputs = make_inputs(replace(TINY_CASE, format=name), CPU)
+    split = in_split_pool(inputs.fresh())
+    assert split.state.data.stride() == (LAYERS * inputs.state.data.stride(0), *inputs.state.data.stride()[1:])
+    assert torch.equal(split.state.data, inputs.state.data)
+    size, page = inputs.state.data[0].numel(), split.state.data.stride(0)
+    around = bits_of(split.state.data.as_strided((len(split.state.data), page - size), (page, 1), 0))
+    before = around.clone()
+    assert torch.equal(split.step(), inputs.step())
+    assert torch.equal(split.state.data, inputs.state.data)
+    assert torch.equal(around, before)
+
+
+def test_split_pools_are_measured_with_one_token() -> None:
+    assert one_token(Job("gated_delta", TINY_CASE)) == Job("gated_delta", TINY_CASE)
+    with pytest.raises(MeasurementError, match=r"^only compared with one token per call$"):
+        one_token(Job("gated_delta", replace(TINY_CASE, tokens=2)))
 
 
 # Peers: stand-ins by their contracts

@@ -23,7 +23,7 @@ from flashstate.bench.peers import (
     require_plain_states,
 )
 from flashstate.ops.gated_delta import MOST_AT_ONCE, gated_delta_step
-from flashstate.state.formats import PORTABLE_FORMATS
+from flashstate.state.formats import PORTABLE_FORMATS, bits_of
 from flashstate.state.slots import Slots
 from flashstate.testing import DeltaCase, Inputs, Pool
 
@@ -40,6 +40,7 @@ GRIDS = (
     Grid((LARGE,), (BFLOAT16,), (4,), ("snapshots",), BATCHES),
     Grid((LARGE,), (BFLOAT16,), (8,), ("last", "nothing"), BATCHES),
 )
+LAYERS = 20  # that share every page of a split pool; enough for offsets past 2^31 elements where slots have 2^20
 TUNED = Grid((LARGE,), PORTABLE_FORMATS, (1, 4), ("last", "snapshots", "nothing"), BATCHES)
 
 
@@ -72,6 +73,21 @@ def at_once(job: Job) -> Job:
     if job.stored == "snapshots":
         raise MeasurementError("only where no state between tokens is stored")
     return replace(job, case=replace(job.case, exact=False))
+
+
+def one_token(job: Job) -> Job:
+    """The job itself; MeasurementError where it has several tokens."""
+    if job.problem.several_tokens:
+        raise MeasurementError("only compared with one token per call")
+    return job
+
+
+def in_split_pool(inputs: Inputs) -> Inputs:
+    """The same states as the last layer of several that share a memory, each with a part of every page."""
+    data = inputs.state.data
+    pages = torch.empty(len(data), LAYERS, *data.shape[1:], dtype=data.dtype, device=data.device)
+    bits_of(pages[:, -1]).copy_(bits_of(data))
+    return replace(inputs, state=replace(inputs.state, data=pages[:, -1]))
 
 
 def bind_vllm(decode: Callable[..., Any], verify: Callable[..., Any], inputs: Inputs, storing: Storing) -> Step:
@@ -172,5 +188,8 @@ PEERS = {
 }
 GATED_DELTA = BenchedOp(
     "gated_delta", bind_flashstate, case_of, GRIDS, PEERS, HOST_CASE,
-    {"at once": Variant(partial(bind_flashstate, exact=False), at_once)}, (TUNED,),
+    {
+        "at once": Variant(partial(bind_flashstate, exact=False), at_once),
+        "split pool": Variant(bind_flashstate, one_token, in_split_pool),
+    }, (TUNED,),
 )  # fmt: skip

@@ -98,11 +98,13 @@ class Binder(Protocol):
 
 @dataclass(frozen=True)
 class Variant:
-    """Another way to call flashstate: how its step is made, and the job as it then is, whose budget and config may be
-    others. `job` raises MeasurementError where flashstate cannot be called so."""
+    """Another way to call flashstate: how its step is made, the job as it then is, whose budget and config may be
+    others, and the same inputs as they then lie in memory. `job` raises MeasurementError where flashstate cannot be
+    called so."""
 
     bind: Binding
     job: Callable[[Job], Job] = lambda job: job
+    inputs: Callable[[Inputs], Inputs] = lambda inputs: inputs
 
 
 @dataclass(frozen=True)

@@ -72,8 +72,9 @@ def measure_on_gpu(op: BenchedOp, job: Job, peers: Mapping[str, Binding], device
         try:
             with failures_as_reasons():
                 as_called = way.job(job)
-                check(way.bind, inputs if as_called == job else inputs_of(as_called.case, device), small)
-                timing = time_on_slots(way.bind(timed, storing), slots, flush)
+                checked = inputs if as_called == job else inputs_of(as_called.case, device)
+                check(way.bind, way.inputs(checked), small)
+                timing = time_on_slots(way.bind(way.inputs(timed), storing), slots, flush)
         except MeasurementError as reason:
             report.skip(name, reason)
         else:

@@ -15,6 +15,7 @@ STYLES: dict[str, dict[str, Any]] = {
     "reference, CPU": OURS,
     "flashstate, at once": {**OURS, "color": "#5c9fd6", "marker": "P"},
     "flashstate, early": {**OURS, "color": "#5c9fd6", "marker": "X"},
+    "flashstate, split pool": {**OURS, "color": "#5c9fd6", "marker": "d", "linestyle": "--", "linewidth": 1.2},
     "vllm": {"color": "#d9480f", "marker": "s"},
     "flashinfer": {"color": "#2b8a3e", "marker": "^"},
     "mamba_ssm": {"color": "#862e9c", "marker": "v"},

@@ -254,9 +254,7 @@ def conv1d_step_kernel(
     slot = resolve_read(read, b, num_slots, null, fault_ptr)
     slot, from_entry = first_entry(slot, b, accepted_ptr, positions_ptr, length, fault_ptr, WIDTH, HISTORY, MODE)
     live = slot >= 0
-    first, count = zero, 1
-    if not ONE_TOKEN:
-        first, count = token_range(cu_seqlens_ptr, b, tokens)
+    first, count = token_range(cu_seqlens_ptr, b, tokens, ONE_TOKEN)
 
     # All that a program needs at first is on its way before anything is waited for.
     weight_rows = load_weights(weight_ptr, channels, WIDTH, BLOCK_WIDTH, WEIGHT_ALIGNMENT)

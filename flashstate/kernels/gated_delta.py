@@ -9,7 +9,7 @@ from flashstate.kernels.addressing import this_program, token_entry, zero_unused
 from flashstate.kernels.functions import either, sigmoid, softplus
 from flashstate.kernels.slots import ancestor, path_to, resolve_read, resolve_snapshot_row, token_range
 from flashstate.kernels.state_io import load_scale, load_seed, load_state, random_bits, tile_at
-from flashstate.kernels.stores import store_after_token, store_last
+from flashstate.kernels.stores import store_after_token, store_last, store_output
 from flashstate.kernels.tiles import dot_rows, load_columns, load_rows, minus_zero, zero_unless
 
 EPSILON = tl.constexpr(1e-6)  # added to the sum of squares of q and of k before they are normalised
@@ -226,13 +226,8 @@ def gated_delta_step_kernel(
     # No branches: a padding row is masked. So loads do not wait until the row is known to be live.
     slot = resolve_read((read_ptr, read_stride, read_width, accepted_ptr), b, num_slots, null, fault_ptr)
     live = slot >= 0
-    seed = 0
-    if ROUNDING != "nearest" or SNAPSHOT_ROUNDING != "nearest":
-        seed = load_seed(seed_ptr, slot, live)
-    zero = b * 0
-    first, count = zero, 1
-    if not ONE_TOKEN:
-        first, count = token_range(cu_seqlens_ptr, b, tokens)
+    seed = load_seed(seed_ptr, slot, live, ROUNDING != "nearest" or SNAPSHOT_ROUNDING != "nearest")
+    first, count = token_range(cu_seqlens_ptr, b, tokens, ONE_TOKEN)
 
     factor = load_scale(scale_ptr, slot * scale_stride, live, tile)
     s = load_state(data_ptr, slot * slot_stride, live, tile, COLS, VECTOR, TARGET, HINT)
@@ -254,16 +249,14 @@ def gated_delta_step_kernel(
     updates = k_at, (v_ptr, v_b, v_t, v_h), (a_ptr, a_b, a_t, a_h), (beta_ptr, beta_b, beta_t, beta_h)
     out = (out_ptr, out_b, out_t, out_h)
     pool, write = (data_ptr, scale_ptr, slot_stride, scale_stride, num_slots), (write_ptr, write_stride)
-    copies = (
-        copy_ptr, copy_scale_ptr, copy_b, copy_scale_b, copy_t, copy_scale_t
-    )  # fmt: skip
+    copies = (copy_ptr, copy_scale_ptr, copy_b, copy_scale_b, copy_t, copy_scale_t)
     copy_row = -1
     if copy_ptr is not None:
         copy_row = resolve_snapshot_row((snapshot_rows_ptr, num_copies), b, live & (count > 0), fault_ptr)
     for start in range(0, count, TOGETHER):
         group = ()
         for j in tl.static_range(TOGETHER):  # all of them are on their way before the first is used
-            t = zero + (start + j)  # a number of the kernel also where the interpreter has one of Python
+            t = b * 0 + (start + j)  # a number of the kernel also where the interpreter has one of Python
             exists = True if TOGETHER == 1 else t < count
             q_pieces = load_pieces(q_at, b, first + t, g, exists, COLS, BLOCK_COLS)
             k_pieces = load_pieces(k_at, b, first + t, g, exists, COLS, BLOCK_COLS)
@@ -295,10 +288,7 @@ def gated_delta_step_kernel(
             o = tl.fma(u, kq, dot_rows(decayed, q, PER_COLUMNS) * q_factor)
 
             runs = tl.where(stepped, live, False)
-            o = tl.where(stepped if PADDING == "fresh" else runs, o, 0.0).to(out_ptr.dtype.element_ty)
-            shown = tl.where(exists, live, False) if PADDING == "keep" else exists
-            out_ptrs = token_entry(out, b, first + t, h, 16 if ALIGNED else 1) + offs_d
-            tl.store(out_ptrs, o, mask=tl.where(shown, mask_d, False))
+            store_output(out, b, first + t, h, offs_d, mask_d, o, exists, stepped, live, PADDING, 16 if ALIGNED else 1)
             store_after_token(
                 pool, write, copies, copy_row, b, t, slot, runs & (t < longest), null, fault_ptr, seed, stream,
                 tile, copy_tile, s, COLS, PER_COLUMNS, VECTOR, SNAPSHOT_VECTOR,

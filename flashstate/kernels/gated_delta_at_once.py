@@ -137,14 +137,12 @@ def gated_delta_at_once_kernel(
 
     slot = resolve_read((read_ptr, read_stride, read_width, accepted_ptr), b, num_slots, null, fault_ptr)
     live = slot >= 0
-    first, length = token_range(cu_seqlens_ptr, b, tokens)
+    first, length = token_range(cu_seqlens_ptr, b, tokens, False)
     count = tl.minimum(length, longest)  # there is no room for more, whatever a packed row has
     factor = load_scale(scale_ptr, slot * scale_stride, live, tile)
     codes = load_codes(data_ptr, slot * slot_stride, live, tile, COLS, VECTOR, "streaming")
     if STORES == "last":  # drawn while the state is on its way
-        seed = 0
-        if ROUNDING != "nearest":
-            seed = load_seed(seed_ptr, slot, live)
+        seed = load_seed(seed_ptr, slot, live, ROUNDING != "nearest")
         random = random_bits(seed, tile, count - 1, stream, COLS, PER_COLUMNS, ROUNDING, ROUNDS)
     rate, dt_bias = None, 0.0
     if A_log_ptr is not None:

@@ -8,7 +8,7 @@ from flashstate.kernels.addressing import this_program, token_entry, zero_unused
 from flashstate.kernels.functions import either, silu, softplus
 from flashstate.kernels.slots import ancestor, path_to, resolve_read, resolve_snapshot_row, token_range
 from flashstate.kernels.state_io import chunk_at, load_scale, load_seed, load_state, random_bits, tile_at
-from flashstate.kernels.stores import store_after_token, store_last
+from flashstate.kernels.stores import store_after_token, store_last, store_output
 from flashstate.kernels.tiles import dot_rows, load_columns, load_head, load_rows, minus_zero, zero_unless
 
 
@@ -134,16 +134,10 @@ def mamba2_step_kernel(
     HINT: tl.constexpr = "evict_first"
 
     # No branches: a padding row is masked. So loads do not wait until the row is known to be live.
-    read = (read_ptr, read_stride, read_width, accepted_ptr)
-    slot = resolve_read(read, b, num_slots, null, fault_ptr)
+    slot = resolve_read((read_ptr, read_stride, read_width, accepted_ptr), b, num_slots, null, fault_ptr)
     live = slot >= 0
-    seed = 0
-    if ROUNDING != "nearest" or SNAPSHOT_ROUNDING != "nearest":
-        seed = load_seed(seed_ptr, slot, live)
-    zero = b * 0
-    first, count = zero, 1
-    if not ONE_TOKEN:
-        first, count = token_range(cu_seqlens_ptr, b, tokens)
+    seed = load_seed(seed_ptr, slot, live, ROUNDING != "nearest" or SNAPSHOT_ROUNDING != "nearest")
+    first, count = token_range(cu_seqlens_ptr, b, tokens, ONE_TOKEN)
 
     factor = load_scale(scale_ptr, slot * scale_stride, live, tile)
     s = load_state(data_ptr, slot * slot_stride, live, tile, COLS, VECTOR, TARGET, HINT)
@@ -172,7 +166,7 @@ def mamba2_step_kernel(
     for start in range(0, count, TOGETHER):
         group, gates = (), ()
         for j in tl.static_range(TOGETHER):  # all of them are on their way before the first is used
-            t = zero + (start + j)  # a number of the kernel also where the interpreter has one of Python
+            t = b * 0 + (start + j)  # a number of the kernel also where the interpreter has one of Python
             exists = True if TOGETHER == 1 else t < count
             x, dt, B = load_update(
                 updates, b, first + t, h, g, exists, offs_d, mask_d,
@@ -206,11 +200,7 @@ def mamba2_step_kernel(
                 y = tl.fma(x, D, y)
             if z_ptr is not None:
                 y *= silu(gates[j])
-            y = tl.where(runs if PADDING == "zero" else stepped, y, 0.0).to(out_ptr.dtype.element_ty)
-            y_ptrs = token_entry(out, b, first + t, h, alignment) + offs_d
-            shown = tl.where(exists, live, False) if PADDING == "keep" else exists
-            tl.store(y_ptrs, y, mask=tl.where(shown, mask_d, False))
-
+            store_output(out, b, first + t, h, offs_d, mask_d, y, exists, stepped, live, PADDING, alignment)
             store_after_token(
                 pool, write, copies, copy_row, b, t, slot, runs & (t < longest), null, fault_ptr, seed, stream,
                 tile, tile, s, COLS, VECTOR, VECTOR, SNAPSHOT_VECTOR,

@@ -43,7 +43,7 @@ def write_states_kernel(
     n, h, first_row = this_program(H, ROWS, BLOCK_ROWS)
     slot = tl.load(slots_ptr + n)
     live = slot >= 0
-    seed = load_seed(seed_ptr, slot, live)
+    seed = load_seed(seed_ptr, slot, live, ROUNDING != "nearest")
     tile = tile_at(h, first_row, ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, TRANSPOSED)
 
     rows = (first_row + tl.arange(0, BLOCK_ROWS)).to(tl.int64)

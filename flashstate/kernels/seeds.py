@@ -22,7 +22,7 @@ def advance_seeds_kernel(
     b = tl.program_id(0)
     read = (read_ptr, read_stride, read_width, accepted_ptr)
     slot = resolve_read(read, b, num_slots, null, fault_ptr)
-    _, count = token_range(cu_seqlens_ptr, b, tokens)
+    _, count = token_range(cu_seqlens_ptr, b, tokens, False)
     if (slot >= 0) & (count > 0):
         slot = slot_in_column(read, b, tl.program_id(1), slot)
         if (slot >= 0) & (slot < num_slots) & (slot != null):

@@ -59,9 +59,11 @@ def resolve_snapshot_row(rows, b, goes, fault_ptr):
 
 
 @triton.jit
-def token_range(cu_seqlens_ptr, b, tokens):
+def token_range(cu_seqlens_ptr, b, tokens, ONE_TOKEN: tl.constexpr):
     """The first token of row `b` on the token axis, and how many it has; `tokens` is the length of that axis."""
-    if cu_seqlens_ptr is None:
+    if ONE_TOKEN:
+        return b * 0, 1
+    elif cu_seqlens_ptr is None:
         return b * 0, tokens
     else:
         first = _load_bound(cu_seqlens_ptr + b, tokens)

@@ -192,9 +192,10 @@ def to_code(v, e, stored, random, dtype: tl.constexpr, ROUNDING: tl.constexpr, T
 
 
 @triton.jit
-def load_seed(seed_ptr, slot, live):
-    """The seed of a slot. Load it before the state: it is there when random bits are to be drawn."""
-    if seed_ptr is None:
+def load_seed(seed_ptr, slot, live, STOCHASTIC: tl.constexpr):
+    """The seed of a slot, if anything is rounded with it. Load it before the state: it is there when random bits are to
+    be drawn."""
+    if seed_ptr is None or not STOCHASTIC:
         return 0
     else:
         return tl.load(seed_ptr + slot, mask=live, other=0)

@@ -1,10 +1,23 @@
-"""Where states go: the one after every token to a slot of its own or to snapshots, the last one to the pool."""
+"""Where results go: outputs, the state after every token to a slot of its own or to snapshots, the last to the pool."""
 
 import triton
 import triton.language as tl
 
+from flashstate.kernels.addressing import token_entry
 from flashstate.kernels.slots import resolve_write
 from flashstate.kernels.state_io import random_bits, store_state
+
+
+@triton.jit
+def store_output(
+    out, b, t, h, offs_d, mask_d, y, exists, stepped, live, PADDING: tl.constexpr, ALIGNMENT: tl.constexpr
+):  # fmt: skip
+    """Store the output of token t of row b, if it exists: y, or zero if it was not stepped or the row is padding and
+    PADDING "zero"; with "keep" padding rows stay as they were."""
+    shown = tl.where(exists, live, False) if PADDING == "keep" else exists
+    y = tl.where(tl.where(stepped, live, False) if PADDING == "zero" else stepped, y, 0.0)
+    entries = token_entry(out, b, t, h, ALIGNMENT) + offs_d
+    tl.store(entries, y.to(out[0].dtype.element_ty), mask=tl.where(shown, mask_d, False))
 
 
 @triton.jit
