@@ -60,8 +60,8 @@ def compiled(case: DeltaCase, architecture: int | str, call: Call = plain, confi
         call(case, make_inputs(case, CPU))
     (launch,) = launches
     several = case.packed or case.tokens > 1
-    name = "gated_delta_step_kernel" if case.exact or not several else "gated_delta_at_once_kernel"
-    assert launch.kernel.__name__ == name
+    form = "one_token" if not several else "step" if case.exact else "at_once"
+    assert launch.kernel.__name__ == f"gated_delta_{form}_kernel"
     return compile_launch(launch, architecture)
 
 

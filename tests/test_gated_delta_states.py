@@ -1,7 +1,7 @@
 """gated_delta_step on pools of every kind, in every mode, and with extreme inputs."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import pytest
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor
 
 import flashstate
 from flashstate import State
+from flashstate.launch import override, valid_configs
 from flashstate.laws.require import all_tokens, require_equal_states, require_within_budget
 from flashstate.laws.tokens import TREE, make_snapshots
 from flashstate.state.formats import bits_of
@@ -18,13 +19,13 @@ CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
 
 
-@pytest.fixture(
-    params=[
-        "reference",
-        pytest.param("interpreter", marks=pytest.mark.interpreted),
-        pytest.param("gpu", marks=pytest.mark.gpu),
-    ]
-)
+KERNELS = [
+    pytest.param("interpreter", marks=pytest.mark.interpreted),
+    pytest.param("gpu", marks=pytest.mark.gpu),
+]
+
+
+@pytest.fixture(params=["reference", *KERNELS])
 def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     """Where a call runs on each implementation."""
     if request.param == "interpreter":
@@ -370,3 +371,37 @@ def test_starting_early_changes_nothing() -> None:
 @pytest.mark.parametrize("attempt", range(3))
 def test_starting_early_changes_no_byte_on_a_gpu(case: DeltaCase, attempt: int) -> None:
     check_early(case, CUDA)
+
+
+TILED = (  # of 13 rows: the last tiles have a few of them, or none
+    DeltaCase(2, 2, 1, 13, 16, format="float16", rounding="stochastic", qk="float16", slots=9),
+    DeltaCase(2, 2, 1, 13, 16, format="int8", qk="float16", per_channel=True, slots=9),
+    DeltaCase(2, 2, 1, 13, 16, format="float16", qk="float16", transposed=True, slots=9),
+)
+
+
+def all_of_one_token(inputs: Inputs) -> list[Tensor]:
+    """What calls of one token give that store it in place, in a slot of its own, as a tree with a right and a wrong
+    root, and beside a padding row; with snapshots all of them."""
+    slots, size = inputs.slots, (len(inputs.slots), 1, *inputs.state.data.shape[1:])
+    write, parents = slots.new_tensor([[6], [7]]), slots.new_tensor([[-1], [0]])
+    padding = torch.where(parents < 0, slots[:, None], -1)[:, 0]
+    forms = ({}, {"write": write}, {"write": write, "parents": parents}, {"read": padding, "padding": "fresh"})
+    found: list[Tensor] = []
+    for fields in forms:
+        fresh, taken = inputs.fresh(), torch.zeros(size, device=slots.device)
+        found += [fresh.step(slots=fresh.at(**fields), snapshots=taken), taken, fresh.state.data]
+        found += [] if fresh.state.scale is None else [fresh.state.scale]
+    return found
+
+
+@pytest.mark.parametrize("case", TILED, ids=str)
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
+def test_programs_of_several_tiles_give_what_those_of_one_give(case: DeltaCase, device: torch.device) -> None:
+    inputs = make_inputs(case, device)
+    smallest = min(valid_configs(case.problem), key=lambda config: (config.block_rows, astuple(config)))
+    with override(smallest):
+        want = all_of_one_token(inputs)
+    for tiles in (2, 4):
+        with override(replace(smallest, together=tiles)):
+            assert all(map(same_bytes, all_of_one_token(inputs), want))

@@ -1,5 +1,5 @@
-"""gated_delta_step on the GPU: one program per (batch row, value head, block of V rows), the state tile in registers,
-token by token."""
+"""gated_delta_step on the GPU for several tokens: one program per (batch row, value head, block of V rows), the state
+tile in registers, token by token."""
 
 import triton
 import triton.language as tl
@@ -205,7 +205,7 @@ def gated_delta_step_kernel(
     TRANSPOSED: tl.constexpr, SNAPSHOTS_TRANSPOSED: tl.constexpr,  # states are (COLS, ROWS) in memory
     ALIGNED: tl.constexpr,  # every row of q, k, v and out starts at a multiple of 16 bytes
     PER_CHANNEL: tl.constexpr, BIAS_PER_CHANNEL: tl.constexpr,  # a and dt_bias have a value for each column
-    QK_L2NORM: tl.constexpr, ONE_TOKEN: tl.constexpr,
+    QK_L2NORM: tl.constexpr,
     TOGETHER: tl.constexpr,  # tokens whose inputs are loaded at once; 1 with parents
     STORES: tl.constexpr,  # after which tokens the pool is written: "last", "every" or "none"
     PADDING: tl.constexpr,  # the output of padding rows: "zero", "fresh", from a zero state, or "keep", as it was
@@ -221,13 +221,13 @@ def gated_delta_step_kernel(
     copy_tile = tile_at(h, first_row, ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, SNAPSHOTS_TRANSPOSED)
     PER_COLUMNS: tl.constexpr = 1 if TRANSPOSED else VECTOR  # neighbouring columns that a thread has
 
-    HINT: tl.constexpr = "evict_first" if ONE_TOKEN else "streaming"
+    HINT: tl.constexpr = "streaming"
 
     # No branches: a padding row is masked. So loads do not wait until the row is known to be live.
     slot = resolve_read((read_ptr, read_stride, read_width, accepted_ptr), b, num_slots, null, fault_ptr)
     live = slot >= 0
     seed = load_seed(seed_ptr, slot, live, ROUNDING != "nearest" or SNAPSHOT_ROUNDING != "nearest")
-    first, count = token_range(cu_seqlens_ptr, b, tokens, ONE_TOKEN)
+    first, count = token_range(cu_seqlens_ptr, b, tokens, False)
 
     factor = load_scale(scale_ptr, slot * scale_stride, live, tile)
     s = load_state(data_ptr, slot * slot_stride, live, tile, COLS, VECTOR, TARGET, HINT)
@@ -296,8 +296,9 @@ def gated_delta_step_kernel(
             )  # fmt: skip
 
     if STORES == "last":
-        goes = live if ONE_TOKEN else live & (count > 0)
-        store_last(pool, write, b, slot, goes, null, fault_ptr, tile, s, random, ROUNDING, VECTOR, TARGET, HINT)
+        store_last(
+            pool, write, b, slot, live & (count > 0), null, fault_ptr, tile, s, random, ROUNDING, VECTOR, TARGET, HINT
+        )
     if cu_seqlens_ptr is not None:
         batch = tl.num_programs(0) // (H * ((ROWS + BLOCK_ROWS - 1) // BLOCK_ROWS))
         zero_unused(out, cu_seqlens_ptr, b, h, offs_d, mask_d, tokens, batch)

@@ -24,7 +24,7 @@ from flashstate.state.state import is_transposed
 
 WARP = 32 if torch.version.hip is None else 64  # threads; those AMD GPUs that have 32 are content with rows for 64
 CALL_COLUMNS = 8  # that one Philox call serves: a thread needs the bits of all of them side by side
-TOGETHER = (1, 2, 4, 8)  # tokens whose inputs may be loaded together
+TOGETHER = (1, 2, 4, 8)  # tokens whose inputs, or tiles whose states, may be loaded together
 MOST_UNROLLED = 128  # elements of state in a thread, times tokens loaded together
 MOST_OF_A_ROW = 64  # elements in a thread, and
 MOST_CHUNKS = 32  # of a row, unless it is so wide that a whole warp has more: unrolled code that takes long to compile
@@ -164,8 +164,14 @@ class ChannelProblem(Problem):
 
 @dataclass(frozen=True)
 class DeltaProblem(Problem):
-    """What a config of the gated delta rule is chosen for. With a limit of registers the compiler also issues its loads
-    in another order, which is worth trying with any rounding."""
+    """What a config of the gated delta rule is chosen for. Programs for one token may have several tiles of rows. With
+    a limit of registers the compiler also issues its loads in another order, which is worth trying with any rounding.
+    """
+
+    @property
+    def together_choices(self) -> tuple[int, ...]:
+        """How many tokens, or with one token tiles, are worth loading together."""
+        return tuple(n for n in TOGETHER if n <= self.most_together)
 
     @property
     def register_choices(self) -> tuple[int, ...]:

@@ -290,6 +290,7 @@ def _run(
         return None
     from flashstate.kernels.gated_delta import gated_delta_step_kernel
     from flashstate.kernels.gated_delta_at_once import gated_delta_at_once_kernel
+    from flashstate.kernels.gated_delta_one_token import gated_delta_one_token_kernel
 
     num_slots, heads, rows, cols = data.shape
     transposed = is_transposed(data)
@@ -304,7 +305,8 @@ def _run(
         op, rows, cols, dtype_name(data.dtype), rounding, vector, batch_heads, not one_token, stored, transposed
     )  # fmt: skip
     config = choose(problem, gpu_of(data.device))
-    programs = programs_of("v", v, batch_heads, rows, config)
+    tiles = config.together if one_token else 1  # of a program
+    programs = programs_of("v", v, batch_heads, rows, tiles * config.block_rows)
     early = early and lets_next_start(data.device)
     tables = read, accepted, write, parents, cu_seqlens, snapshot_rows
     arguments = (
@@ -325,17 +327,20 @@ def _run(
         kernel = gated_delta_at_once_kernel
         constants["TOKENS"] = 8 if extent.longest <= 8 else MOST_AT_ONCE
     else:
-        kernel = gated_delta_step_kernel
         constants |= {
             "SNAPSHOT_VECTOR": min(vector, access_width(data if snapshot_data is None else snapshot_data)),
             "SNAPSHOTS_TRANSPOSED": copies_transposed, "SNAPSHOT_ROUNDING": snapshot_rounding,
             "PER_CHANNEL": a.dim() == extent.token_axes + 2,
-            "BIAS_PER_CHANNEL": dt_bias is not None and dt_bias.dim() == 2, "ONE_TOKEN": one_token,
-            "TOGETHER": tokens_together(config, extent.longest, extent.packed, tree=parents is not None),
-            "THREADS": WARP * config.num_warps,
+            "BIAS_PER_CHANNEL": dt_bias is not None and dt_bias.dim() == 2, "THREADS": WARP * config.num_warps,
         }  # fmt: skip
         if copies_transposed != transposed:
             constants["SNAPSHOT_VECTOR"] = 1  # what is stored across the layout of the tile must not change it
+        if one_token:
+            kernel = gated_delta_one_token_kernel
+            constants["TILES"] = tiles
+        else:
+            kernel = gated_delta_step_kernel
+            constants["TOGETHER"] = tokens_together(config, extent.longest, extent.packed, tree=parents is not None)
     return start(kernel, (programs,), data.device, arguments, constants, config.num_warps, config.registers, early)
 
 

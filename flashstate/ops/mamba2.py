@@ -259,7 +259,7 @@ def _run(
         "mamba2_step", rows, cols, dtype_name(data.dtype), rounding, vector, batch_heads, not one_token, stored
     )  # fmt: skip
     config = choose(problem, gpu_of(data.device))
-    programs = programs_of("x", x, batch_heads, rows, config)
+    programs = programs_of("x", x, batch_heads, rows, config.block_rows)
     tables = read, accepted, write, parents, cu_seqlens, snapshot_rows
     arguments = (
         as_bytes(data), x, B, C, dt, out, A, D, z, dt_bias, scale, seed,

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from flashstate.errors import check_no_overlap, check_row_contiguous, check_tensor
-from flashstate.launch import Config
 from flashstate.launch.arguments import as_bytes, outer_strides
 from flashstate.ops.tokens import Tokens, slots_of
 from flashstate.state.faults import fault_flag
@@ -56,9 +55,9 @@ def stored_of(stores: str, snapshots: Tensor | None, one_token: bool) -> str:
     return "each" if stores == "every" or snapshots is not None else "nothing" if stores == "none" else "last"
 
 
-def programs_of(name: str, x: Tensor, batch_heads: int, rows: int, config: Config) -> int:
+def programs_of(name: str, x: Tensor, batch_heads: int, rows: int, rows_each: int) -> int:
     """How many programs a launch has; ValueError where there are too many for a grid."""
-    programs = batch_heads * -(-rows // config.block_rows)
+    programs = batch_heads * -(-rows // rows_each)
     if programs >= 1 << 31:
         raise ValueError(f"{name} must need fewer than 2^31 programs, got {programs} for shape {tuple(x.shape)}")
     return programs

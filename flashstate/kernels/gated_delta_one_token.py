@@ -1,0 +1,133 @@
+"""gated_delta_step on the GPU for one token per row: one program per (batch row, value head, some tiles of V rows).
+
+All tiles of a program are on their way before it begins with the first, and they share what the token brings.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+
+from flashstate.kernels.addressing import this_program, token_entry
+from flashstate.kernels.gated_delta import (
+    ARGUMENTS,
+    dot_pieces,
+    length_factor,
+    load_bias,
+    load_pieces,
+    load_update,
+    step,
+)
+from flashstate.kernels.slots import parent_of, resolve_read, resolve_snapshot_row, resolve_write
+from flashstate.kernels.state_io import (
+    from_code,
+    load_codes,
+    load_scale,
+    load_seed,
+    random_bits,
+    store_state,
+    tile_at,
+)
+from flashstate.kernels.stores import store_output
+from flashstate.kernels.tiles import dot_rows, load_columns, load_rows, zero_unless
+
+
+@triton.jit(do_not_specialize=ARGUMENTS)
+def gated_delta_one_token_kernel(
+    # The arguments of gated_delta_step_kernel, of which it does not need all.
+    data_ptr, q_ptr, k_ptr, v_ptr, a_ptr, beta_ptr, out_ptr, A_log_ptr, dt_bias_ptr, scale_ptr, seed_ptr,
+    read_ptr, accepted_ptr, write_ptr, parents_ptr, cu_seqlens_ptr, snapshot_rows_ptr, copy_ptr, copy_scale_ptr,
+    stream, fault_ptr, slot_stride, scale_stride, copy_b, copy_scale_b, copy_t, copy_scale_t, num_copies,
+    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, a_b, a_t, a_h, beta_b, beta_t, beta_h, out_b, out_t, out_h,
+    read_stride, read_width, write_stride, parents_stride, tokens, longest, num_slots, null, q_scale,
+    H: tl.constexpr, HEADS_PER_GROUP: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    VECTOR: tl.constexpr, SNAPSHOT_VECTOR: tl.constexpr,
+    TRANSPOSED: tl.constexpr, SNAPSHOTS_TRANSPOSED: tl.constexpr, ALIGNED: tl.constexpr,
+    PER_CHANNEL: tl.constexpr, BIAS_PER_CHANNEL: tl.constexpr, QK_L2NORM: tl.constexpr,
+    STORES: tl.constexpr, PADDING: tl.constexpr, EARLY: tl.constexpr,
+    ROUNDING: tl.constexpr, SNAPSHOT_ROUNDING: tl.constexpr, ROUNDS: tl.constexpr, TARGET: tl.constexpr,
+    TILES: tl.constexpr,  # of a program
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr, THREADS: tl.constexpr,  # of a tile
+):  # fmt: skip
+    b, h, first_row = this_program(H, ROWS, TILES * BLOCK_ROWS)
+    g = h // HEADS_PER_GROUP
+    t = b * 0
+    PER_COLUMNS: tl.constexpr = 1 if TRANSPOSED else VECTOR  # neighbouring columns that a thread has
+    HINT: tl.constexpr = "evict_first"
+
+    # No branches: a padding row is masked. So loads do not wait until the row is known to be live.
+    slot = resolve_read((read_ptr, read_stride, read_width, accepted_ptr), b, num_slots, null, fault_ptr)
+    live = slot >= 0
+    seed = load_seed(seed_ptr, slot, live, ROUNDING != "nearest" or SNAPSHOT_ROUNDING != "nearest")
+    stored = ()
+    for i in tl.static_range(TILES):
+        tile = tile_at(h, first_row + i * BLOCK_ROWS, ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, TRANSPOSED)
+        factor = load_scale(scale_ptr, slot * scale_stride, live, tile)
+        codes = load_codes(data_ptr, slot * slot_stride, live, tile, COLS, VECTOR, HINT)
+        stored = stored + ((tile, factor, codes),)
+    rate = None
+    if A_log_ptr is not None:
+        rate = tl.exp(tl.load(A_log_ptr + h).to(tl.float32))
+    dt_bias = load_bias(
+        dt_bias_ptr, h, BLOCK_ROWS, COLS, BLOCK_COLS, CHUNK, PER_COLUMNS, THREADS, TARGET, BIAS_PER_CHANNEL
+    )
+    random = ()
+    for i in tl.static_range(TILES):  # drawn while the states are on their way
+        random = random + (random_bits(seed, stored[i][0], t, stream, COLS, PER_COLUMNS, ROUNDING, ROUNDS),)
+
+    if EARLY:  # what tokens bring may come from the kernel in front; the states are on their way
+        gdc_wait()
+    q_at, k_at, v_at = (q_ptr, q_b, q_t, q_h), (k_ptr, k_b, k_t, k_h), (v_ptr, v_b, v_t, v_h)
+    offs_d = first_row + tl.arange(0, BLOCK_ROWS)
+    alignment: tl.constexpr = 16 if ALIGNED else 1
+    q_pieces = load_pieces(q_at, b, t, g, True, COLS, BLOCK_COLS)
+    k_pieces = load_pieces(k_at, b, t, g, True, COLS, BLOCK_COLS)
+    k, k_factor, v, decay, beta = load_update(
+        (k_at, v_at, (a_ptr, a_b, a_t, a_h), (beta_ptr, beta_b, beta_t, beta_h)), b, t, h, g, True,
+        offs_d, offs_d < ROWS, rate, dt_bias, k_pieces,
+        QK_L2NORM, PER_CHANNEL, ALIGNED, BLOCK_ROWS, COLS, BLOCK_COLS, CHUNK, PER_COLUMNS, THREADS, TARGET,
+    )  # fmt: skip
+    values = (v,)
+    for i in tl.static_range(1, TILES):
+        offs_d = first_row + i * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        values = values + (load_rows(token_entry(v_at, b, t, h, alignment), offs_d, offs_d < ROWS, True),)
+    q = load_columns(q_at, b, t, g, True, ALIGNED, BLOCK_ROWS, COLS, BLOCK_COLS, CHUNK, PER_COLUMNS, THREADS, TARGET)
+    q_factor = length_factor(q_pieces, QK_L2NORM) * q_scale
+    kq = dot_pieces(k_pieces, q_pieces) * k_factor * q_factor
+
+    stepped = True
+    if parents_ptr is not None:  # a tree of one token
+        stepped = parent_of((parents_ptr, parents_stride), b, t, longest) == -1
+    runs = tl.where(stepped, live, False)
+    to, copy_to = slot * 0 - 1, slot * 0 - 1
+    if STORES != "none":
+        to = resolve_write((write_ptr, write_stride), b, 0, slot, runs, num_slots, null, fault_ptr)
+        to = tl.where(runs, to, -1)
+    if copy_ptr is not None:
+        copy_to = resolve_snapshot_row((snapshot_rows_ptr, num_copies), b, live, fault_ptr)
+        copy_to = tl.where(runs, copy_to, -1)
+    for i in tl.static_range(TILES):
+        tile, factor, codes = stored[i]
+        s = ()
+        for j in tl.static_range(len(codes)):
+            s = s + (from_code(codes[j], data_ptr.dtype.element_ty, TARGET),)
+        if PADDING == "fresh":
+            s, factor = zero_unless(live, s, factor)
+        decayed, u, s = step(s, factor, k, k_factor, values[i], decay, beta, True, PER_COLUMNS)
+        o = tl.fma(u, kq, dot_rows(decayed, q, PER_COLUMNS) * q_factor)
+        tile_row = first_row + i * BLOCK_ROWS
+        offs_d = tile_row + tl.arange(0, BLOCK_ROWS)
+        store_output(
+            (out_ptr, out_b, out_t, out_h), b, t, h, offs_d, offs_d < ROWS, o, True, stepped, live, PADDING, alignment
+        )  # fmt: skip
+        if STORES != "none":
+            store_state(
+                data_ptr, scale_ptr, to * slot_stride, to * scale_stride, to >= 0, tile, s, random[i],
+                ROUNDING, VECTOR, TARGET, HINT,
+            )  # fmt: skip
+        if copy_ptr is not None:
+            copy_tile = tile_at(h, tile_row, ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, SNAPSHOTS_TRANSPOSED)
+            bits = random_bits(seed, tile, t, stream, COLS, PER_COLUMNS, SNAPSHOT_ROUNDING, ROUNDS)
+            store_state(
+                copy_ptr, copy_scale_ptr, copy_to * copy_b, copy_to * copy_scale_b, copy_to >= 0, copy_tile, s, bits,
+                SNAPSHOT_ROUNDING, SNAPSHOT_VECTOR, TARGET, HINT,
+            )  # fmt: skip
