@@ -33,6 +33,9 @@ SHAPE = DeltaCase(2, 64, 16, 128, 128, x="bfloat16", qk="bfloat16", gates="bfloa
 SEVERAL = replace(SHAPE, tokens=4)
 AT_ONCE = replace(SEVERAL, exact=False)
 Call = Callable[[DeltaCase, Inputs], object]
+WAIT = "griddepcontrol.wait"
+WIDE = re.compile(r"\bld\.global[\w:.]*\.v4\.b32\b")  # 16 bytes
+TOKENS = re.compile(r"\bld\.global(?:\.v\d)?\.b16\b|" + WIDE.pattern)  # values of 16 bits, one by one or eight at once
 
 
 def plain(case: DeltaCase, inputs: Inputs) -> object:
@@ -132,6 +135,13 @@ def with_kept_padding(case: DeltaCase, inputs: Inputs) -> object:
     return inputs.step(slots=inputs.at(padding="keep"))
 
 
+def a_tree_of_one_token(case: DeltaCase, inputs: Inputs) -> object:
+    """A slot of its own and a snapshot in another format beside it."""
+    numbers = inputs.slots[:, None]
+    slots = inputs.at(write=numbers.contiguous(), parents=torch.full_like(numbers, -1), padding="fresh")
+    return inputs.step(slots=slots, snapshots=make_snapshots(replace(case, tokens=1), "int8", "stochastic", CPU))
+
+
 FLOAT16 = replace(SEVERAL, format="float16", rounding="stochastic")
 TRANSPOSED = replace(SEVERAL, format="bfloat16", rounding="stochastic", transposed=True)
 FORMS: dict[str, tuple[DeltaCase, Call]] = {
@@ -141,6 +151,8 @@ FORMS: dict[str, tuple[DeltaCase, Call]] = {
     "packed tokens": (replace(FLOAT16, packed=True), plain),
     "KDA": (replace(SHAPE, per_channel=True), plain),
     "KDA, several tokens": (replace(SEVERAL, per_channel=True, raw=False, format="int8"), plain),
+    "one token of a tree": (replace(SHAPE, format="float16", rounding="stochastic"), a_tree_of_one_token),
+    "one token, kept padding": (replace(SHAPE, format="int8"), with_kept_padding),
     "log-decay": (replace(SHAPE, raw=False, qk_l2norm=False, format="bfloat16"), plain),
     "a slot for every token": (replace(SEVERAL, format="int8", rounding="stochastic"), written_per_token),
     "snapshots": (SEVERAL, with_snapshots),
@@ -174,17 +186,21 @@ def test_every_form_compiles_without_spills(architecture: int | str, form: str, 
         assert 16 in access_bytes(kernel)[1]
 
 
+@pytest.mark.parametrize("name", ["bfloat16", "int8", "float8_e4m3fn"])
+def test_two_tiles_are_on_their_way_before_a_program_waits_and_do_not_spill(name: str, tmp_path: Path) -> None:
+    case, config = replace(SHAPE, format=name), Config(8 if name == "bfloat16" else 16, 1, 8, 2)
+    kernel = compiled(case, 90, early, config)
+    assert spilled_bytes(kernel, tmp_path) == 0
+    before, _ = kernel.asm["ptx"].split(WAIT)
+    assert len(WIDE.findall(before)) == 2 * config.block_rows * case.cols * dtype(name).itemsize // (16 * 32)
+
+
 ODD_ON_HOPPER = [c for c in REAL_DELTA_CASES if c.rows != 128 and c.format in ("float32", "bfloat16", "int8")]
 
 
 @pytest.mark.parametrize("case", ODD_ON_HOPPER, ids=str)
 def test_odd_shapes_compile_without_spills(case: DeltaCase, tmp_path: Path) -> None:
     assert spilled_bytes(compiled(case, 90), tmp_path) == 0
-
-
-WAIT = "griddepcontrol.wait"
-WIDE = re.compile(r"\bld\.global[\w:.]*\.v4\.b32\b")  # 16 bytes
-TOKENS = re.compile(r"\bld\.global(?:\.v\d)?\.b16\b|" + WIDE.pattern)  # values of 16 bits, one by one or eight at once
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ import flashstate
 from flashstate.launch import (
     ChannelProblem,
     Config,
+    DeltaProblem,
     Gpu,
     Problem,
     TensorCoreProblem,
@@ -469,3 +470,10 @@ def test_tables_hold_tokens_together_and_limits_of_registers_only_where_they_mak
         assert problem.valid(Config(16, 1, 8, together=4, registers=128))  # an override may be around other calls too
         assert not problem.valid(Config(16, 1, 8, together=3))
         assert not problem.valid(Config(16, 1, 8, registers=100))
+
+
+def test_one_token_of_the_gated_delta_rule_may_have_several_tiles_in_a_program() -> None:
+    problem = DeltaProblem("gated_delta_step", 128, 128, "bfloat16", "nearest", 8, 64)
+    assert {config.together for config in valid_configs(problem)} == {1, 2, 4}
+    at_once = TensorCoreProblem("gated_delta_at_once", 128, 128, "bfloat16", "nearest", 8, 64, several_tokens=True)
+    assert {config.together for config in valid_configs(at_once)} == {1}

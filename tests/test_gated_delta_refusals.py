@@ -42,13 +42,16 @@ def wrong_gates(case: DeltaCase) -> list[Refusal]:
     """Parameters are contiguous, or expanded from one value per head; a per channel has rows as activations have."""
     expanded = r"^dt_bias must be contiguous, or expanded from contiguous values per head, got strides \("
     along_rows = r"^a must be contiguous along its last axis, got strides \("
+    one_value = r"^dt_bias must have shape \(HV=4\) where a has one value per head, got \(4, 5\)"
+    wider = only("dt_bias", lambda t: t[:, None].repeat(1, 5))
     per_channel: list[Refusal] = [("a strided", only("a", strided), ValueError, along_rows)]
+    per_head: list[Refusal] = [("dt_bias per channel where a is per head", wider, ValueError, one_value)]
     return [
         ("A_log strided", only("A_log", strided), ValueError, r"^A_log must be contiguous, got strides \("),
         ("dt_bias strided", only("dt_bias", strided), ValueError, expanded),
         ("dt_bias of one value for all heads", only("dt_bias", lambda t: t[:1].expand_as(t)), ValueError, expanded),
         ("dt_bias without A_log", given(A_log=None), ValueError, r"^dt_bias must come with A_log"),
-        *(per_channel if case.per_channel else []),
+        *(per_channel if case.per_channel else per_head),
     ]
 
 
@@ -66,12 +69,6 @@ OTHER_REFUSALS: list[Refusal] = [
         (f"scale {value!r}", given(scale=value), ValueError, r"^scale must be finite in float32, got ")
         for value in (math.inf, -math.inf, math.nan, 1e39, 10**400)
     ],
-    (
-        "dt_bias per channel where a is per head",
-        only("dt_bias", lambda t: t[:, None].repeat(1, 5)),
-        ValueError,
-        r"^dt_bias must have shape \(HV=4\) where a has one value per head, got \(4, 5\)",
-    ),
     (
         "a transposed state of int8",
         lambda a: {"state": transposed(scaled_arguments(torch.int8)["data"])},

@@ -373,35 +373,48 @@ def test_starting_early_changes_no_byte_on_a_gpu(case: DeltaCase, attempt: int) 
     check_early(case, CUDA)
 
 
-TILED = (  # of 13 rows: the last tiles have a few of them, or none
-    DeltaCase(2, 2, 1, 13, 16, format="float16", rounding="stochastic", qk="float16", slots=9),
-    DeltaCase(2, 2, 1, 13, 16, format="int8", qk="float16", per_channel=True, slots=9),
-    DeltaCase(2, 2, 1, 13, 16, format="float16", qk="float16", transposed=True, slots=9),
+TILED = (  # of 13 rows in tiles of four: the fourth has one row
+    DeltaCase(2, 2, 1, 13, 64, format="float16", rounding="stochastic", qk="float16"),
+    DeltaCase(2, 2, 1, 13, 128, format="int8", qk="float16", per_channel=True),
+    DeltaCase(2, 2, 1, 13, 16, format="float16", qk="float16", transposed=True),
 )
-
-
-def all_of_one_token(inputs: Inputs) -> list[Tensor]:
-    """What calls of one token give that store it in place, in a slot of its own, as a tree with a right and a wrong
-    root, and beside a padding row; with snapshots all of them."""
-    slots, size = inputs.slots, (len(inputs.slots), 1, *inputs.state.data.shape[1:])
-    write, parents = slots.new_tensor([[6], [7]]), slots.new_tensor([[-1], [0]])
-    padding = torch.where(parents < 0, slots[:, None], -1)[:, 0]
-    forms = ({}, {"write": write}, {"write": write, "parents": parents}, {"read": padding, "padding": "fresh"})
-    found: list[Tensor] = []
-    for fields in forms:
-        fresh, taken = inputs.fresh(), torch.zeros(size, device=slots.device)
-        found += [fresh.step(slots=fresh.at(**fields), snapshots=taken), taken, fresh.state.data]
-        found += [] if fresh.state.scale is None else [fresh.state.scale]
-    return found
 
 
 @pytest.mark.parametrize("case", TILED, ids=str)
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_programs_of_several_tiles_give_what_those_of_one_give(case: DeltaCase, device: torch.device) -> None:
-    inputs = make_inputs(case, device)
     smallest = min(valid_configs(case.problem), key=lambda config: (config.block_rows, astuple(config)))
-    with override(smallest):
-        want = all_of_one_token(inputs)
-    for tiles in (2, 4):
+    assert smallest.block_rows == 4
+
+    def results(tiles: int) -> list[Tensor]:
+        inputs, taken = make_inputs(case, device), make_snapshots(replace(case, tokens=1), "float32", "nearest", device)
         with override(replace(smallest, together=tiles)):
-            assert all(map(same_bytes, all_of_one_token(inputs), want))
+            y = inputs.step(snapshots=taken)
+        return [t for t in (y, taken.data, inputs.state.data, inputs.state.scale) if t is not None]
+
+    want = results(1)
+    for tiles in (2, 4):
+        assert all(map(same_bytes, results(tiles), want))
+
+
+@pytest.mark.parametrize("tokens", [0, 3], ids=["one token", "several tokens"])
+def test_only_tokens_with_a_way_to_the_root_run_and_their_states_are_stored(tokens: int, device: torch.device) -> None:
+    """Row 0 is a chain. No token of row 1 has a parent that there is: it has zeros, stores nothing, and may name
+    whatever row of snapshots."""
+    case = replace(ONE, tokens=tokens)
+    plain, inputs = make_inputs(case, device), make_inputs(case, device).fresh(extra=6)
+    count = tokens or 1
+    write = torch.arange(len(inputs.state.data) - 2 * count, len(inputs.state.data), device=device).view(2, count)
+    parents = torch.stack([torch.arange(count) - 1, torch.full((count,), 9)]).to(device)
+    taken, chain = (torch.full((2, count, *case.state_axes), 7.0, device=device) for _ in range(2))
+    want, before = plain.step(snapshots=chain), inputs.state.data.clone()
+
+    rows = torch.tensor([0, 99], device=device)
+    y = inputs.step(slots=inputs.at(write=write, parents=parents, snapshot_rows=rows), snapshots=taken)
+    assert same_bytes(y[0], want[0])
+    assert same_bytes(taken[0], chain[0])
+    assert same_bytes(inputs.state.data[write[0]], chain[0])
+    assert not y[1].any()
+    assert (taken[1] == 7.0).all()
+    assert same_bytes(inputs.state.data[write[1]], before[write[1]])
+    flashstate.check_faults()

@@ -1,5 +1,6 @@
 """mamba2_step and gated_delta_step: what both refuse by name, whatever form tokens and parameters have."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -73,9 +74,12 @@ def words_of(case: AnyStep) -> Words:
     return GATED_DELTA if isinstance(case, DeltaCase) else MAMBA2
 
 
+def step_of(case: AnyStep) -> Callable[..., Tensor]:
+    return gated_delta_step if isinstance(case, DeltaCase) else mamba2_step
+
+
 def is_refused(case: AnyStep, change: Change, error: type[Exception], message: str) -> None:
-    step = gated_delta_step if isinstance(case, DeltaCase) else mamba2_step
-    refuses_change(step, step_arguments(case), change, error, message)
+    refuses_change(step_of(case), step_arguments(case), change, error, message)
 
 
 def token_axes(case: AnyStep) -> tuple[str, ...]:
@@ -459,8 +463,7 @@ def test_a_wrong_state_is_refused_by_name(case: AnyStep, change: Change, error: 
 def test_the_call_that_refusals_start_from_is_right(case: AnyStep) -> None:
     arguments = step_arguments(case)
     before = arguments["state"].data.clone()
-    step = gated_delta_step if isinstance(case, DeltaCase) else mamba2_step
-    assert step(**arguments) is arguments["out"]
+    assert step_of(case)(**arguments) is arguments["out"]
     assert not (arguments["out"] == 7.0).any()
     assert not torch.equal(arguments["state"].data, before)
     assert not (arguments["snapshots"] == 7.0).all()

@@ -40,7 +40,7 @@ GRIDS = (
     Grid((LARGE,), (BFLOAT16,), (4,), ("snapshots",), BATCHES),
     Grid((LARGE,), (BFLOAT16,), (8,), ("last", "nothing"), BATCHES),
 )
-LAYERS = 20  # that share every page of a split pool; enough for offsets past 2^31 elements where slots have 2^20
+LAYERS = 20  # that share every page of a split pool: at large batches offsets go past 2^31 elements
 TUNED = Grid((LARGE,), PORTABLE_FORMATS, (1, 4), ("last", "snapshots", "nothing"), BATCHES)
 
 

@@ -250,9 +250,9 @@ def gated_delta_step_kernel(
     out = (out_ptr, out_b, out_t, out_h)
     pool, write = (data_ptr, scale_ptr, slot_stride, scale_stride, num_slots), (write_ptr, write_stride)
     copies = (copy_ptr, copy_scale_ptr, copy_b, copy_scale_b, copy_t, copy_scale_t)
-    copy_row = -1
-    if copy_ptr is not None:
-        copy_row = resolve_snapshot_row((snapshot_rows_ptr, num_copies), b, live & (count > 0), fault_ptr)
+    copy_rows, copy_row = (snapshot_rows_ptr, num_copies), -1
+    if copy_ptr is not None and parents_ptr is None:
+        copy_row = resolve_snapshot_row(copy_rows, b, live & (tl.minimum(count, longest) > 0), fault_ptr)
     for start in range(0, count, TOGETHER):
         group = ()
         for j in tl.static_range(TOGETHER):  # all of them are on their way before the first is used
@@ -289,8 +289,11 @@ def gated_delta_step_kernel(
 
             runs = tl.where(stepped, live, False)
             store_output(out, b, first + t, h, offs_d, mask_d, o, exists, stepped, live, PADDING, 16 if ALIGNED else 1)
+            goes, to_row = runs & (t < longest), copy_row
+            if copy_ptr is not None and parents_ptr is not None:  # a tree may have no token that runs
+                to_row = resolve_snapshot_row(copy_rows, b, goes, fault_ptr)
             store_after_token(
-                pool, write, copies, copy_row, b, t, slot, runs & (t < longest), null, fault_ptr, seed, stream,
+                pool, write, copies, to_row, b, t, slot, goes, null, fault_ptr, seed, stream,
                 tile, copy_tile, s, COLS, PER_COLUMNS, VECTOR, SNAPSHOT_VECTOR,
                 STORES, ROUNDING, SNAPSHOT_ROUNDING, ROUNDS, TARGET, HINT,
             )  # fmt: skip

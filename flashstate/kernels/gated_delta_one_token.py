@@ -19,7 +19,7 @@ from flashstate.kernels.gated_delta import (
 )
 from flashstate.kernels.slots import parent_of, resolve_read, resolve_snapshot_row, resolve_write
 from flashstate.kernels.state_io import (
-    from_code,
+    decoded,
     load_codes,
     load_scale,
     load_seed,
@@ -98,18 +98,14 @@ def gated_delta_one_token_kernel(
     if parents_ptr is not None:  # a tree of one token
         stepped = parent_of((parents_ptr, parents_stride), b, t, longest) == -1
     runs = tl.where(stepped, live, False)
-    to, copy_to = slot * 0 - 1, slot * 0 - 1
     if STORES != "none":
         to = resolve_write((write_ptr, write_stride), b, 0, slot, runs, num_slots, null, fault_ptr)
         to = tl.where(runs, to, -1)
     if copy_ptr is not None:
-        copy_to = resolve_snapshot_row((snapshot_rows_ptr, num_copies), b, live, fault_ptr)
-        copy_to = tl.where(runs, copy_to, -1)
+        copy_to = resolve_snapshot_row((snapshot_rows_ptr, num_copies), b, runs, fault_ptr)
     for i in tl.static_range(TILES):
         tile, factor, codes = stored[i]
-        s = ()
-        for j in tl.static_range(len(codes)):
-            s = s + (from_code(codes[j], data_ptr.dtype.element_ty, TARGET),)
+        s = decoded(codes, data_ptr.dtype.element_ty, TARGET)
         if PADDING == "fresh":
             s, factor = zero_unless(live, s, factor)
         decayed, u, s = step(s, factor, k, k_factor, values[i], decay, beta, True, PER_COLUMNS)

@@ -117,11 +117,7 @@ def load_state(
 ):  # fmt: skip
     """What is stored in a tile of the slot at `offset`, in float32 and without its scale: undefined in rows where
     masked, zero in columns that do not exist."""
-    codes = load_codes(ptr, offset, live, tile, COLS, VECTOR, HINT)
-    values = ()
-    for k in tl.static_range(len(codes)):
-        values = values + (from_code(codes[k], ptr.dtype.element_ty, TARGET),)
-    return values
+    return decoded(load_codes(ptr, offset, live, tile, COLS, VECTOR, HINT), ptr.dtype.element_ty, TARGET)
 
 
 @triton.jit
@@ -141,6 +137,15 @@ def load_codes(ptr, offset, live, tile, COLS: tl.constexpr, VECTOR: tl.constexpr
             code = tl.where(masks[k], code, 0).to(code.dtype)
         codes = codes + (code,)
     return codes
+
+
+@triton.jit
+def decoded(codes, dtype: tl.constexpr, TARGET: tl.constexpr):
+    """A tile in float32, of what is stored."""
+    values = ()
+    for k in tl.static_range(len(codes)):
+        values = values + (from_code(codes[k], dtype, TARGET),)
+    return values
 
 
 @triton.jit

@@ -25,7 +25,7 @@ from flashstate.state.state import is_transposed
 WARP = 32 if torch.version.hip is None else 64  # threads; those AMD GPUs that have 32 are content with rows for 64
 CALL_COLUMNS = 8  # that one Philox call serves: a thread needs the bits of all of them side by side
 TOGETHER = (1, 2, 4, 8)  # tokens whose inputs, or tiles whose states, may be loaded together
-MOST_UNROLLED = 128  # elements of state in a thread, times tokens loaded together
+MOST_UNROLLED = 128  # elements of state in a thread, times tokens or tiles loaded together
 MOST_OF_A_ROW = 64  # elements in a thread, and
 MOST_CHUNKS = 32  # of a row, unless it is so wide that a whole warp has more: unrolled code that takes long to compile
 FEW = 64  # batch x heads below which a GPU is mostly idle
@@ -55,7 +55,7 @@ class Problem:
     stored: str = "last"  # of several tokens: "last", "each", to snapshots or to slots of their own, or "nothing"
     transposed: bool = False  # neighbours in memory are of a column: an access takes rows, and one column of a chunk
 
-    most_together: ClassVar[int] = 4  # tokens
+    most_together: ClassVar[int] = 4  # tokens or tiles
     limits: ClassVar[tuple[int, ...]] = (0, 128)  # of registers in a thread: none, or so few that an SM has 16 warps
 
     @property
@@ -65,7 +65,7 @@ class Problem:
 
     @property
     def row_choices(self) -> tuple[int, ...]:
-        """How many rows a program may have."""
+        """How many rows a tile may have."""
         return 1, 2, 4, 8, 16, 32, 64
 
     @property
@@ -116,7 +116,7 @@ class Problem:
         return config.block_rows * self.block_cols // (config.num_warps * WARP)
 
     def manageable(self, config: Config) -> bool:
-        """Whether a thread has at most 128 elements of state times tokens loaded together, or one row and one token."""
+        """Whether a thread has at most 128 elements of state times what is loaded together, or one row of one tile."""
         smallest = config.together == 1 and config.block_rows == self.fewest_rows(config)
         return smallest or self.per_thread(config) * config.together <= MOST_UNROLLED
 
