@@ -6,8 +6,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from flashstate.launch import ChannelProblem, Config, DeltaProblem, Problem, TensorCoreProblem
+from flashstate.launch.config import mode_key, table_key
 
 KEY = re.compile(
     r"(?P<op>\w+) (?P<rows>\d+)x(?P<cols>\d+) (?P<format>\w+) vector (?P<vector>\d+)(?P<layout> transposed)?"
@@ -49,3 +53,10 @@ def configs_by_mode(path: Path) -> dict[Problem, set[Config]]:
     for problem, config in entries_of(path):
         modes.setdefault(replace(problem, batch_heads=1), set()).add(Config(*config))
     return modes
+
+
+def modes_of(op: str) -> list[Any]:
+    """The modes of an op in the table of the H200 with their configs, to parametrize a test."""
+    found = {mode: configs for mode, configs in configs_by_mode(H200_TABLE).items() if mode.op == op}
+    assert found
+    return [pytest.param(m, configs, id=f"{table_key(m)}, {mode_key(m)}") for m, configs in found.items()]

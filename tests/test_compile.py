@@ -21,10 +21,10 @@ from compiling import (
     gpu_with,
     spilled_bytes,
 )
-from tables import H200_TABLE, configs_by_mode
+from tables import modes_of
 
 from flashstate import State, StatePool
-from flashstate.launch import Config, override, valid_configs
+from flashstate.launch import Config, Problem, override, valid_configs
 from flashstate.launch.start import Launch
 from flashstate.laws.tokens import TREE, make_snapshots
 from flashstate.state.formats import FORMATS, PORTABLE_FORMATS
@@ -365,17 +365,17 @@ def test_a_thread_that_walks_along_a_row_sums_it_alone_on_blackwell(name: str) -
     assert 2 * len(butterflies(kernel)) < len(butterflies(compile_step(case, most, 100)))
 
 
-def test_table_entries_compile_without_spills_or_with_few_where_they_limit_registers(tmp_path: Path) -> None:
-    modes = {mode: configs for mode, configs in configs_by_mode(H200_TABLE).items() if mode.op == "mamba2_step"}
-    assert modes
-    for mode, configs in modes.items():
-        assert mode.vector * dtype(mode.format).itemsize == 16
-        shape = {"rows": mode.rows, "cols": mode.cols, "tokens": 4 if mode.several_tokens else 0}
-        case = replace(SHAPE, **shape, format=mode.format, rounding=mode.rounding)
-        calls = (written_per_token, with_snapshots_alike) if mode.stored == "each" else (plain,)
-        for config, call in product(configs, calls):
-            spilled = spilled_bytes(compile_step(case, config, 90, call), tmp_path)
-            assert spilled <= (64 if config.registers else 0), (mode, config, call.__name__)
+@pytest.mark.parametrize(("mode", "configs"), modes_of("mamba2_step"))
+def test_table_entries_compile_without_spills_or_with_few_where_they_limit_registers(
+    mode: Problem, configs: set[Config], tmp_path: Path
+) -> None:
+    assert mode.vector * dtype(mode.format).itemsize == 16
+    shape = {"rows": mode.rows, "cols": mode.cols, "tokens": 4 if mode.several_tokens else 0}
+    case = replace(SHAPE, **shape, format=mode.format, rounding=mode.rounding)
+    calls = (written_per_token, with_snapshots_alike) if mode.stored == "each" else (plain,)
+    for config, call in product(configs, calls):
+        spilled = spilled_bytes(compile_step(case, config, 90, call), tmp_path)
+        assert spilled <= (64 if config.registers else 0), (config, call.__name__)
 
 
 def packed_up_to(max_len: int | None) -> Call:
