@@ -237,8 +237,9 @@ ODD_DELTA_SHAPES = {
     ),
     "transposed": (
         DeltaCase(2, 1, 1, 16, 24, transposed=True, tokens=3, x="float16"),
-        DeltaCase(2, 2, 1, 20, 5, transposed=True, index="int64"),
+        DeltaCase(2, 2, 1, 20, 5, transposed=True, tokens=3, index="int64"),
         DeltaCase(2, 1, 1, 8, 40, transposed=True, per_channel=True, tokens=3),
+        DeltaCase(2, 2, 1, 12, 9, transposed=True),
     ),
     "at once": (
         DeltaCase(2, 2, 1, 16, 16, exact=False, tokens=4, x="float16", qk="float16"),
