@@ -252,7 +252,7 @@ def gated_delta_step_kernel(
     copies = (copy_ptr, copy_scale_ptr, copy_b, copy_scale_b, copy_t, copy_scale_t)
     copy_rows, copy_row = (snapshot_rows_ptr, num_copies), -1
     if copy_ptr is not None and parents_ptr is None:
-        copy_row = resolve_snapshot_row(copy_rows, b, live & (tl.minimum(count, longest) > 0), fault_ptr)
+        copy_row = resolve_snapshot_row(copy_rows, b, live & (count > 0) & (longest > 0), fault_ptr)
     for start in range(0, count, TOGETHER):
         group = ()
         for j in tl.static_range(TOGETHER):  # all of them are on their way before the first is used

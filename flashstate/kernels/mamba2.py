@@ -162,7 +162,7 @@ def mamba2_step_kernel(
     alignment: tl.constexpr = 16 if ALIGNED else 1
     copy_rows, copy_row = (snapshot_rows_ptr, num_copies), -1
     if copy_ptr is not None and parents_ptr is None:
-        copy_row = resolve_snapshot_row(copy_rows, b, live & (tl.minimum(count, longest) > 0), fault_ptr)
+        copy_row = resolve_snapshot_row(copy_rows, b, live & (count > 0) & (longest > 0), fault_ptr)
     for start in range(0, count, TOGETHER):
         group, gates = (), ()
         for j in tl.static_range(TOGETHER):  # all of them are on their way before the first is used
