@@ -162,7 +162,7 @@ ODD_SHAPES = {
         Case(2, 1, 1, 4, 33, tokens=5, dt_softplus=False, index="int64"),
     ),
     "packed tokens": (
-        Case(3, 1, 1, 3, 96, tokens=3, packed=True, bc="float16", parameters="float16", z=False),
+        Case(4, 1, 1, 3, 96, tokens=3, packed=True, bc="float16", parameters="float16", z=False),
         Case(3, 2, 1, 4, 64, tokens=2, packed=True, parameters="float16", index="int64"),
     ),
     "Mamba-1": (Case(3, 2, 2, 20, 16, mamba1=True, D="row", dt="float16", dt_bias=False, slots=5),),
