@@ -1,12 +1,15 @@
 """Which laws are tried with which cases: the same choice for every op."""
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from itertools import product
 
 from flashstate.laws import LAWS, SCOPES, pairs
 from flashstate.testing import AnyCase
 
 Pairs = list[tuple[str, AnyCase]]
 ALL_CONFIGS = "the launch config does not change a byte"
+TURNS = 3
 ACCURACY = "output and state are as close to float64 as float32 and the format allow"
 
 
@@ -29,7 +32,21 @@ def interpreted_pairs(groups: Sequence[Sequence[AnyCase]]) -> Pairs:
     return chosen
 
 
-def gpu_pairs(cases: Iterable[AnyCase], tries_configs: Callable[[AnyCase], bool]) -> Pairs:
-    """Every law with every case, but all configs only for some: each config is a compilation."""
-    chosen = pairs(laws("", "kernels", "cuda"), cases)
-    return [(words, case) for words, case in chosen if words != ALL_CONFIGS or tries_configs(case)]
+def by_shape(cases: Iterable[AnyCase]) -> list[list[AnyCase]]:
+    """Groups of cases that differ in their formats alone."""
+    groups: dict[AnyCase, list[AnyCase]] = {}
+    for case in cases:
+        groups.setdefault(replace(case, format="float32", rounding="nearest"), []).append(case)
+    return list(groups.values())
+
+
+def gpu_pairs(groups: Sequence[Sequence[AnyCase]], tries_configs: Callable[[AnyCase], bool]) -> Pairs:
+    """Accuracy for all cases; every other law with a third of each group, by turns; all configs for some cases. Nearly
+    all of the time goes into compiling, and few of the laws speak of formats."""
+    cases = [case for group in groups for case in group]
+    chosen = pairs([ACCURACY], cases) + pairs([ALL_CONFIGS], filter(tries_configs, cases))
+    others = [words for words in laws("", "kernels", "cuda") if words not in (ACCURACY, ALL_CONFIGS)]
+    for (w, words), (k, group) in product(enumerate(others), enumerate(groups)):
+        spoken_of = pairs([words], group)
+        chosen += spoken_of[(w + k) % min(TURNS, len(spoken_of)) :: TURNS] if spoken_of else []
+    return chosen

@@ -46,6 +46,8 @@ def test_interpreted_kernel_obeys(words: str, case: ConvCase) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("words", "case"), gpu_pairs(GPU_CASES, CASES_FOR_CONFIGS.__contains__), ids=str)
+@pytest.mark.parametrize(
+    ("words", "case"), gpu_pairs([[case] for case in GPU_CASES], CASES_FOR_CONFIGS.__contains__), ids=str
+)
 def test_compiled_kernel_obeys(words: str, case: ConvCase) -> None:
     LAWS[words](case, CUDA)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from obeying import gpu_pairs, interpreted_pairs, laws
+from obeying import by_shape, gpu_pairs, interpreted_pairs, laws
 from torch import Tensor
 
 from flashstate.laws import LAWS, pairs
@@ -59,7 +59,7 @@ def test_interpreted_kernel_obeys(words: str, case: DeltaCase) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("words", "case"), gpu_pairs(GPU_CASES, tries_configs), ids=str)
+@pytest.mark.parametrize(("words", "case"), gpu_pairs(by_shape(GPU_CASES), tries_configs), ids=str)
 def test_compiled_kernel_obeys(words: str, case: DeltaCase) -> None:
     LAWS[words](case, CUDA)
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from obeying import gpu_pairs, interpreted_pairs, laws, reference_pairs
+from obeying import by_shape, gpu_pairs, interpreted_pairs, laws, reference_pairs
 from torch import Tensor
 
 import flashstate
@@ -65,7 +65,7 @@ def test_interpreted_kernel_obeys(words: str, case: Case) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("words", "case"), gpu_pairs(GPU_CASES, tries_configs), ids=str)
+@pytest.mark.parametrize(("words", "case"), gpu_pairs(by_shape(GPU_CASES), tries_configs), ids=str)
 def test_compiled_kernel_obeys(words: str, case: Case) -> None:
     LAWS[words](case, CUDA)
 

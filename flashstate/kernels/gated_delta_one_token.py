@@ -54,8 +54,13 @@ def gated_delta_one_token_kernel(
     PER_COLUMNS: tl.constexpr = 1 if TRANSPOSED else VECTOR  # neighbouring columns that a thread has
     HINT: tl.constexpr = "evict_first"
 
+    # At batch 4 a tile of bfloat16 takes 8 % less if every thread has the slot, one of int8 up to 40 % more.
+    HALVES: tl.constexpr = scale_ptr is None and data_ptr.dtype.element_ty.primitive_bitwidth == 16
+    PER_THREAD: tl.constexpr = HALVES and TILES == 1 and (TARGET == "sm_80" or TARGET == "sm_89")
+
     # No branches: a padding row is masked. So loads do not wait until the row is known to be live.
-    slot = resolve_read((read_ptr, read_stride, read_width, accepted_ptr), b, num_slots, null, fault_ptr)
+    read = (read_ptr, read_stride, read_width, accepted_ptr)
+    slot = resolve_read(read, b, num_slots, null, fault_ptr, PER_THREAD)
     live = slot >= 0
     seed = load_seed(seed_ptr, slot, live, ROUNDING != "nearest" or SNAPSHOT_ROUNDING != "nearest")
     stored = ()

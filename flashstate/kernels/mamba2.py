@@ -132,6 +132,9 @@ def mamba2_step_kernel(
     tile = tile_at(h, first_row, ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, False)
 
     HINT: tl.constexpr = "evict_first"
+    # Of one token the compiler converts bfloat16: in fewer instructions, small batches take longer (docs/log.md).
+    WIDENING: tl.constexpr = "portable" if ONE_TOKEN else TARGET
+    DECODING: tl.constexpr = WIDENING if data_ptr.dtype.element_ty == tl.bfloat16 else TARGET
 
     # No branches: a padding row is masked. So loads do not wait until the row is known to be live.
     slot = resolve_read((read_ptr, read_stride, read_width, accepted_ptr), b, num_slots, null, fault_ptr)
@@ -140,7 +143,7 @@ def mamba2_step_kernel(
     first, count = token_range(cu_seqlens_ptr, b, tokens, ONE_TOKEN)
 
     factor = load_scale(scale_ptr, slot * scale_stride, live, tile)
-    s = load_state(data_ptr, slot * slot_stride, live, tile, COLS, VECTOR, TARGET, HINT)
+    s = load_state(data_ptr, slot * slot_stride, live, tile, COLS, VECTOR, DECODING, HINT)
     if PADDING == "fresh":
         s, factor = zero_unless(live, s, factor)
     initial, initial_factor = s, factor
@@ -170,11 +173,11 @@ def mamba2_step_kernel(
             exists = True if TOGETHER == 1 else t < count
             x, dt, B = load_update(
                 updates, b, first + t, h, g, exists, offs_d, mask_d,
-                DT_PER_ROW, ALIGNED, BLOCK_ROWS, COLS, BLOCK_COLS, CHUNK, VECTOR, THREADS, TARGET,
+                DT_PER_ROW, ALIGNED, BLOCK_ROWS, COLS, BLOCK_COLS, CHUNK, VECTOR, THREADS, WIDENING,
             )  # fmt: skip
             C = load_columns(
                 (C_ptr, C_b, C_t, C_h), b, first + t, g, exists,
-                ALIGNED, BLOCK_ROWS, COLS, BLOCK_COLS, CHUNK, VECTOR, THREADS, TARGET,
+                ALIGNED, BLOCK_ROWS, COLS, BLOCK_COLS, CHUNK, VECTOR, THREADS, WIDENING,
             )  # fmt: skip
             group = group + ((t, exists, x, dt, B, C),)
             if z_ptr is not None:
@@ -190,7 +193,7 @@ def mamba2_step_kernel(
                 s, stepped = step_along_path(
                     (parents_ptr, parents_stride), longest, updates, b, first, t, h, g, offs_d, mask_d,
                     s, factor, initial, initial_factor, A, dt_bias, scale_ptr is not None, DT_SOFTPLUS,
-                    DT_PER_ROW, ALIGNED, BLOCK_ROWS, COLS, BLOCK_COLS, CHUNK, VECTOR, THREADS, TARGET,
+                    DT_PER_ROW, ALIGNED, BLOCK_ROWS, COLS, BLOCK_COLS, CHUNK, VECTOR, THREADS, WIDENING,
                 )  # fmt: skip
             if scale_ptr is not None:
                 factor = tl.full([BLOCK_ROWS, 1], 1.0, tl.float32)

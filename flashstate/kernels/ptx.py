@@ -215,6 +215,10 @@ SILU = tl.constexpr(
     )
 )
 
+NO_BIT = ".reg .b32 none; mov.u32 none, %lanemask_lt; shr.u32 none, none, 31;"  # 0: lane 31 is below no other
+PER_THREAD = tl.constexpr(_block(NO_BIT, "or.b32 $0, $1, none;"))
+PER_THREAD_WIDE = tl.constexpr(_block(NO_BIT, ".reg .b64 wide; cvt.u64.u32 wide, none;", "or.b64 $0, $1, wide;"))
+
 
 @triton.jit
 def from_bfloat16_ptx(code):
@@ -286,6 +290,16 @@ def to_float8_stochastic_hw(w, random):
         "cvt.rs.satfinite.e4m3x4.f32 $0, {$4, $3, $2, $1}, $5;", "=r,r,r,r,r,r,r", [w, random.to(tl.uint16)], tl.uint8,
         is_pure=True, pack=4,
     )  # fmt: skip
+
+
+@triton.jit
+def per_thread_ptx(x):
+    """An integer that all threads share, where the compiler does not see that they do: what it sees goes to registers
+    of the warp, and on from there to those of threads."""
+    if x.dtype == tl.int64:
+        return tl.inline_asm_elementwise(PER_THREAD_WIDE, "=l,l", [x], tl.int64, is_pure=True, pack=1)
+    else:
+        return tl.inline_asm_elementwise(PER_THREAD, "=r,r", [x], tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit

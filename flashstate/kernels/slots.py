@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from flashstate.kernels.ptx import per_thread_ptx
+
 READ_FAULT = tl.constexpr(0)  # elements of the fault flag, as state/faults.py names them
 WRITE_FAULT = tl.constexpr(1)
 ACCEPTED_FAULT = tl.constexpr(2)
@@ -10,13 +12,17 @@ SNAPSHOT_FAULT = tl.constexpr(3)
 
 
 @triton.jit
-def resolve_read(read, b, num_slots, null, fault_ptr):
-    """The slot row `b` reads, int64; -1 for a padding row. `read`: table, its row stride and width, accepted counts."""
+def resolve_read(read, b, num_slots, null, fault_ptr, PER_THREAD: tl.constexpr = False):
+    """The slot row `b` reads, int64; -1 for a padding row. `read`: table, its row stride and width, accepted counts.
+    PER_THREAD: in registers of every thread, not of the warp."""
     table_ptr, stride, width, accepted_ptr = read
     if table_ptr is None:
         return b.to(tl.int64)
     elif accepted_ptr is None:
-        return _in_pool(_load(table_ptr, b, stride, 0), num_slots, null, fault_ptr + READ_FAULT)
+        slot = _load(table_ptr, b, stride, 0)
+        if PER_THREAD:
+            slot = per_thread_ptx(slot)
+        return _in_pool(slot, num_slots, null, fault_ptr + READ_FAULT)
     else:
         accepted = tl.load(accepted_ptr + b)
         tl.store(fault_ptr + ACCEPTED_FAULT, accepted.to(tl.int64), mask=accepted > width)

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from flashstate.kernels.addressing import token_entry
-from flashstate.kernels.state_io import from_code
+from flashstate.kernels.ptx import from_bfloat16_ptx
 
 MOST_HALVINGS = tl.constexpr(16)  # of the chunks of a row; a single one stays as it is
 
@@ -39,8 +39,8 @@ def load_columns(
 @triton.jit
 def widened(x, TARGET: tl.constexpr):
     """Values in float32."""
-    if x.dtype == tl.bfloat16:
-        return from_code(x.to(tl.uint16, bitcast=True), tl.bfloat16, TARGET)
+    if x.dtype == tl.bfloat16 and (TARGET == "sm_80" or TARGET == "sm_89"):
+        return from_bfloat16_ptx(x.to(tl.uint16, bitcast=True))
     else:
         return x.to(tl.float32)
 

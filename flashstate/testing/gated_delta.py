@@ -304,6 +304,7 @@ def _by_turns(cases: tuple[DeltaCase, ...], formats: tuple[tuple[str, str], ...]
 
 # What no turn brings together.
 _NAMED_CASES = (
+    replace(_ONE_TOKEN, format="bfloat16", index="int64"),
     replace(_HALF, batch=6, heads=16, key_heads=16, per_channel=True, tokens=4),
     replace(_HALF, batch=6, heads=64, key_heads=16, exact=False, tokens=4, format="bfloat16"),
     replace(_HALF, batch=3, heads=8, key_heads=4, exact=False, tokens=8, format="int16"),
