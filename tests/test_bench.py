@@ -179,15 +179,16 @@ def random_bytes(*shape: int, dtype: torch.dtype) -> Tensor:
 
 @NEEDS_INTERPRETER
 @pytest.mark.interpreted
+@pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
-def test_touch_flips_sign_bits_of_words_in_the_slots_it_is_given_and_no_other(dtype: torch.dtype) -> None:
+def test_touch_flips_sign_bits_of_words_in_the_slots_it_is_given_and_no_other(dtype: torch.dtype, layers: int) -> None:
     from flashstate.bench.roofs import touch
 
-    data = random_bytes(6, 2, 5, 28, dtype=dtype)
-    want = data.view(torch.int32).clone()
-    want[[4, 1]] ^= -(1 << 31)
-    touch(data, Slots(torch.tensor([4, 1])), None, 32, 4)
-    assert torch.equal(data.view(torch.int32), want)
+    pages = random_bytes(6, layers, 2, 5, 28, dtype=dtype)
+    want = pages.view(torch.int32).clone()
+    want[[4, 1], -1] ^= -(1 << 31)
+    touch(pages[:, -1], Slots(torch.tensor([4, 1])), None, 32, 4)
+    assert torch.equal(pages.view(torch.int32), want)
 
 
 @NEEDS_INTERPRETER

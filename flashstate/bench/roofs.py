@@ -21,24 +21,24 @@ SMALL = 1 << 15
 
 @triton.jit  # type: ignore[untyped-decorator]
 def words_of_program(  # type: ignore[no-untyped-def]
-    state_ptr, slots_ptr, SIZE: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr
+    state_ptr, slots_ptr, stride, SIZE: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr
 ):
     """The batch row of this program, its BLOCK of the SIZE words of a slot and of the TOKENS words of its tokens, and
-    where in the pool the former are."""
+    where in the pool, whose slots are `stride` words apart, the former are."""
     tiles: tl.constexpr = (max(SIZE, TOKENS) + BLOCK - 1) // BLOCK
     pid = tl.program_id(0)
     b = pid // tiles
     offs = pid % tiles * BLOCK + tl.arange(0, BLOCK)
-    return b, offs, state_ptr + tl.load(slots_ptr + b).to(tl.int64) * SIZE + offs
+    return b, offs, state_ptr + tl.load(slots_ptr + b).to(tl.int64) * stride + offs
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def touch_kernel(  # type: ignore[no-untyped-def]
-    state_ptr, slots_ptr, copies_ptr, rows_ptr, x_ptr, out_ptr,
+    state_ptr, slots_ptr, copies_ptr, rows_ptr, x_ptr, out_ptr, stride,
     SIZE: tl.constexpr, TOKENS: tl.constexpr, COPIES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Flip the sign bits of words in place, or copy the words to COPIES places of a row; copy the words of tokens."""
-    b, offs, ptrs = words_of_program(state_ptr, slots_ptr, SIZE, TOKENS, BLOCK)
+    b, offs, ptrs = words_of_program(state_ptr, slots_ptr, stride, SIZE, TOKENS, BLOCK)
     if TOKENS > 0:
         at = b.to(tl.int64) * TOKENS + offs
         tl.store(out_ptr + at, tl.load(x_ptr + at, mask=offs < TOKENS), mask=offs < TOKENS)
@@ -53,10 +53,10 @@ def touch_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def read_kernel(  # type: ignore[no-untyped-def]
-    state_ptr, slots_ptr, largest_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr
+    state_ptr, slots_ptr, largest_ptr, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Find the largest word: one per program is stored, because the compiler drops loads that nobody uses."""
-    _, offs, ptrs = words_of_program(state_ptr, slots_ptr, SIZE, 0, BLOCK)
+    _, offs, ptrs = words_of_program(state_ptr, slots_ptr, stride, SIZE, 0, BLOCK)
     words = tl.load(ptrs, mask=offs < SIZE, other=-2147483648, eviction_policy="evict_first")
     tl.store(largest_ptr + tl.program_id(0), tl.max(words, 0))
 
@@ -64,23 +64,23 @@ def read_kernel(  # type: ignore[no-untyped-def]
 def touch(
     data: Tensor, slots: Slots, copies: Tensor | None, block: int, num_warps: int, x: Tensor | None = None
 ) -> None:
-    """Touch these slots of a dense pool once: in place, or with `copies` (rows, T, ...) as snapshots of every token.
+    """Touch these slots of a pool once: in place, or with `copies` (rows, T, ...) as snapshots of every token.
     Copy tokens x (batch, ...) beside it."""
     words, tokens = _words(data), None if x is None else _words(x)
     size, token_size = words.shape[1], 0 if tokens is None else tokens.shape[1]
     touch_kernel[(_programs(slots, max(size, token_size), block),)](
         words, slots.read, None if copies is None else _words(copies), slots.snapshot_rows,
-        tokens, None if tokens is None else torch.empty_like(tokens),
+        tokens, None if tokens is None else torch.empty_like(tokens), words.stride(0),
         size, token_size, 0 if copies is None else copies.shape[1], block, num_warps=num_warps, enable_fp_fusion=False,
     )  # fmt: skip
 
 
 def read(data: Tensor, slots: Slots, largest: Tensor, block: int, num_warps: int) -> None:
-    """Read these slots of a dense pool once, and leave the largest word of every block in `largest`."""
+    """Read these slots of a pool once, and leave the largest word of every block in `largest`."""
     words = _words(data)
     size = words.shape[1]
     read_kernel[(_programs(slots, size, block),)](
-        words, slots.read, largest, size, block, num_warps=num_warps, enable_fp_fusion=False
+        words, slots.read, largest, words.stride(0), size, block, num_warps=num_warps, enable_fp_fusion=False
     )
 
 

@@ -1,6 +1,7 @@
 """gated_delta_step on the GPU for one token per row: one program per (batch row, value head, some tiles of V rows).
 
-All tiles of a program are on their way before it begins with the first, and they share what the token brings.
+Tiles share what the token brings. A single one is loaded to registers, before anything of the token. Of several, the
+next two are always on their way to shared memory, which takes no registers.
 """
 
 import triton
@@ -29,6 +30,8 @@ from flashstate.kernels.state_io import (
 )
 from flashstate.kernels.stores import store_output
 from flashstate.kernels.tiles import dot_rows, load_columns, load_rows, zero_unless
+
+STAGES = tl.constexpr(3)  # of the pipeline of tiles: one is stepped, two are on their way
 
 
 @triton.jit(do_not_specialize=ARGUMENTS)
@@ -63,23 +66,18 @@ def gated_delta_one_token_kernel(
     slot = resolve_read(read, b, num_slots, null, fault_ptr, PER_THREAD)
     live = slot >= 0
     seed = load_seed(seed_ptr, slot, live, ROUNDING != "nearest" or SNAPSHOT_ROUNDING != "nearest")
-    stored = ()
-    for i in tl.static_range(TILES):
-        tile = tile_at(h, first_row + i * BLOCK_ROWS, ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, TRANSPOSED)
+    if TILES == 1:
+        tile = tile_at(h, first_row, ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, TRANSPOSED)
         factor = load_scale(scale_ptr, slot * scale_stride, live, tile)
         codes = load_codes(data_ptr, slot * slot_stride, live, tile, COLS, VECTOR, HINT)
-        stored = stored + ((tile, factor, codes),)
     rate = None
     if A_log_ptr is not None:
         rate = tl.exp(tl.load(A_log_ptr + h).to(tl.float32))
     dt_bias = load_bias(
         dt_bias_ptr, h, BLOCK_ROWS, COLS, BLOCK_COLS, CHUNK, PER_COLUMNS, THREADS, TARGET, BIAS_PER_CHANNEL
     )
-    random = ()
-    for i in tl.static_range(TILES):  # drawn while the states are on their way
-        random = random + (random_bits(seed, stored[i][0], t, stream, COLS, PER_COLUMNS, ROUNDING, ROUNDS),)
 
-    if EARLY:  # what tokens bring may come from the kernel in front; the states are on their way
+    if EARLY:  # what tokens bring may come from the kernel in front; a single tile is on its way
         gdc_wait()
     q_at, k_at, v_at = (q_ptr, q_b, q_t, q_h), (k_ptr, k_b, k_t, k_h), (v_ptr, v_b, v_t, v_h)
     offs_d = first_row + tl.arange(0, BLOCK_ROWS)
@@ -91,10 +89,6 @@ def gated_delta_one_token_kernel(
         offs_d, offs_d < ROWS, rate, dt_bias, k_pieces,
         QK_L2NORM, PER_CHANNEL, ALIGNED, BLOCK_ROWS, COLS, BLOCK_COLS, CHUNK, PER_COLUMNS, THREADS, TARGET,
     )  # fmt: skip
-    values = (v,)
-    for i in tl.static_range(1, TILES):
-        offs_d = first_row + i * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-        values = values + (load_rows(token_entry(v_at, b, t, h, alignment), offs_d, offs_d < ROWS, True),)
     q = load_columns(q_at, b, t, g, True, ALIGNED, BLOCK_ROWS, COLS, BLOCK_COLS, CHUNK, PER_COLUMNS, THREADS, TARGET)
     q_factor = length_factor(q_pieces, QK_L2NORM) * q_scale
     kq = dot_pieces(k_pieces, q_pieces) * k_factor * q_factor
@@ -108,21 +102,26 @@ def gated_delta_one_token_kernel(
         to = tl.where(runs, to, -1)
     if copy_ptr is not None:
         copy_to = resolve_snapshot_row((snapshot_rows_ptr, num_copies), b, runs, fault_ptr)
-    for i in tl.static_range(TILES):
-        tile, factor, codes = stored[i]
-        s = decoded(codes, data_ptr.dtype.element_ty, TARGET)
-        if PADDING == "fresh":
-            s, factor = zero_unless(live, s, factor)
-        decayed, u, s = step(s, factor, k, k_factor, values[i], decay, beta, True, PER_COLUMNS)
-        o = tl.fma(u, kq, dot_rows(decayed, q, PER_COLUMNS) * q_factor)
+    for i in tl.range(TILES, num_stages=STAGES):
         tile_row = first_row + i * BLOCK_ROWS
         offs_d = tile_row + tl.arange(0, BLOCK_ROWS)
+        if TILES > 1:
+            tile = tile_at(h, tile_row, ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, TRANSPOSED)
+            factor = load_scale(scale_ptr, slot * scale_stride, live, tile)
+            codes = load_codes(data_ptr, slot * slot_stride, live, tile, COLS, VECTOR, HINT)
+            v = load_rows(token_entry(v_at, b, t, h, alignment), offs_d, offs_d < ROWS, True)
+        random = random_bits(seed, tile, t, stream, COLS, PER_COLUMNS, ROUNDING, ROUNDS)
+        s, s_factor = decoded(codes, data_ptr.dtype.element_ty, TARGET), factor
+        if PADDING == "fresh":
+            s, s_factor = zero_unless(live, s, s_factor)
+        decayed, u, s = step(s, s_factor, k, k_factor, v, decay, beta, True, PER_COLUMNS)
+        o = tl.fma(u, kq, dot_rows(decayed, q, PER_COLUMNS) * q_factor)
         store_output(
             (out_ptr, out_b, out_t, out_h), b, t, h, offs_d, offs_d < ROWS, o, True, stepped, live, PADDING, alignment
         )  # fmt: skip
         if STORES != "none":
             store_state(
-                data_ptr, scale_ptr, to * slot_stride, to * scale_stride, to >= 0, tile, s, random[i],
+                data_ptr, scale_ptr, to * slot_stride, to * scale_stride, to >= 0, tile, s, random,
                 ROUNDING, VECTOR, TARGET, HINT,
             )  # fmt: skip
         if copy_ptr is not None:

@@ -24,8 +24,8 @@ from flashstate.state.state import is_transposed
 
 WARP = 32 if torch.version.hip is None else 64  # threads; those AMD GPUs that have 32 are content with rows for 64
 CALL_COLUMNS = 8  # that one Philox call serves: a thread needs the bits of all of them side by side
-TOGETHER = (1, 2, 4, 8)  # tokens whose inputs, or tiles whose states, may be loaded together
-MOST_UNROLLED = 128  # elements of state in a thread, times tokens or tiles loaded together
+TOGETHER = (1, 2, 4, 8, 16)  # tokens whose inputs are loaded together, or tiles of a program
+MOST_UNROLLED = 128  # elements of state in a thread, times tokens loaded together
 MOST_OF_A_ROW = 64  # elements in a thread, and
 MOST_CHUNKS = 32  # of a row, unless it is so wide that a whole warp has more: unrolled code that takes long to compile
 FEW = 64  # batch x heads below which a GPU is mostly idle
@@ -55,7 +55,6 @@ class Problem:
     stored: str = "last"  # of several tokens: "last", "each", to snapshots or to slots of their own, or "nothing"
     transposed: bool = False  # neighbours in memory are of a column: an access takes rows, and one column of a chunk
 
-    most_together: ClassVar[int] = 4  # tokens or tiles
     limits: ClassVar[tuple[int, ...]] = (0, 128)  # of registers in a thread: none, or so few that an SM has 16 warps
 
     @property
@@ -92,8 +91,13 @@ class Problem:
         return config.num_warps * (WARP // config.lanes) * (self.vector if self.transposed else 1)
 
     @property
+    def most_together(self) -> int:
+        """How many tokens may be loaded together."""
+        return 4
+
+    @property
     def together_choices(self) -> tuple[int, ...]:
-        """How many tokens are worth loading together."""
+        """How many of them are worth trying."""
         return tuple(n for n in TOGETHER if n <= self.most_together) if self.several_tokens else TOGETHER[:1]
 
     @property
@@ -138,7 +142,9 @@ class ChannelProblem(Problem):
     """What a config of a convolution is chosen for: `rows` are channels and `cols` the taps of each, all of which one
     thread has, so every config gives the same bytes. `batch_heads` is the batch, `vector` the channels of an access."""
 
-    most_together: ClassVar[int] = 8
+    @property
+    def most_together(self) -> int:
+        return 8
 
     @property
     def row_choices(self) -> tuple[int, ...]:
@@ -169,13 +175,24 @@ class DeltaProblem(Problem):
     """
 
     @property
+    def most_together(self) -> int:
+        """How many tokens may be loaded together, or how many tiles a program for one token may have."""
+        return 4 if self.several_tokens else 16
+
+    @property
     def together_choices(self) -> tuple[int, ...]:
-        """How many tokens, or with one token tiles, are worth loading together."""
         return tuple(n for n in TOGETHER if n <= self.most_together)
 
     @property
     def register_choices(self) -> tuple[int, ...]:
         return self.limits if torch.version.hip is None else self.limits[:1]
+
+    def manageable(self, config: Config) -> bool:
+        """Of one token: whether a tile is, and a head has as many rows as the tiles of a program."""
+        if self.several_tokens:
+            return super().manageable(config)
+        fits = config.together == 1 or config.together * config.block_rows <= next_power_of_2(self.rows)
+        return fits and super().manageable(replace(config, together=1))
 
 
 @dataclass(frozen=True)

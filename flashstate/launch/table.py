@@ -2,7 +2,7 @@
 
 A file says which GPU, torch and Triton it was measured with and when, and under "configs", for each op, shape and
 format, then for each mode and batch x heads, the numbers of a config: rows per tile, warps, lanes per row, tokens
-or tiles loaded together, most registers.
+loaded together or tiles of a program, most registers.
 
     "mamba2_step 64x128 float32 vector 4": {
       "nearest, one token": {"16": [4, 1, 8, 1, 0], "4096": [8, 1, 32, 1, 0]}
@@ -19,7 +19,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
-COLUMNS = "batch x heads: [rows per tile, warps, lanes per row, tokens or tiles loaded together, most registers]"
+COLUMNS = "batch x heads: [rows per tile, warps, lanes per row, tokens together or tiles of a program, most registers]"
 HEADER = ("gpu", "torch", "triton", "measured", "columns")
 
 
@@ -31,7 +31,7 @@ class Config:
     num_warps: warps per program.
     lanes: threads side by side in a row; the fewer, the longer each walks along it, and the fewer are left to sum over.
     together: tokens of a row whose inputs are loaded before the first of them is used, if there are so many; where
-        `gated_delta_step` has one token, tiles of `block_rows` that a program loads before it steps the first.
+        `gated_delta_step` has one token, tiles of `block_rows` that a program steps one after the other.
     registers: the most that a thread may have, so that more threads run at once; 0 leaves it to the compiler.
     """
 
