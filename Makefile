@@ -28,9 +28,11 @@ lint: $(ENVIRONMENT)
 test-oldest:
 	$(MAKE) test-kernels VENV=.venv-oldest OLDER="'triton==3.6.0' 'numpy<2.4'"
 
-# JOBS processes compile beside each other and share the GPU.
+# JOBS processes compile beside each other and share the GPU. With TURNS=1 every law meets every case, which takes twice
+# as long; with more, the formats of a shape take turns.
+TURNS ?= 3
 test-gpu: $(ENVIRONMENT)
-	env -u TRITON_INTERPRET $(PYTEST) -m gpu
+	FLASHSTATE_TURNS=$(TURNS) env -u TRITON_INTERPRET $(PYTEST) -m gpu
 
 figures: $(ENVIRONMENT)
 	$(PYTHON) -m flashstate bench --from-csv results/h200.csv --plot docs/h200.png --markdown README.md

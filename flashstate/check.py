@@ -53,7 +53,7 @@ def cases_on(device: torch.device, quick: bool) -> Sequence[AnyCase]:
     """The cases of all ops for a device: odd shapes, and on a GPU a real one in every format. `quick`: one case per
     format, and of ops without formats one with a token per row, with several, and with packed ones.
 
-    On a GPU not all there are: every case and form of a kernel is a compilation. `make test-gpu` has them all.
+    On a GPU not all there are: every case and form of a kernel is a compilation. `make test-gpu TURNS=1` has them all.
     """
     few = [*QUICK_CASES, *QUICK_DELTA_CASES, *QUICK_CONV_CASES]
     if quick:

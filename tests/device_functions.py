@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from flashstate.kernels.ptx import divide_ptx
+from flashstate.kernels.ptx import divide_ptx, per_thread_ptx
 from flashstate.kernels.state_io import (
     load_scale,
     load_state,
@@ -34,6 +34,13 @@ def _store_words(ptr, offs, w0, w1, w2, w3):
     tl.store(ptr + 64 + offs, w1.to(tl.int64))
     tl.store(ptr + 128 + offs, w2.to(tl.int64))
     tl.store(ptr + 192 + offs, w3.to(tl.int64))
+
+
+@triton.jit
+def per_thread_kernel(given_ptr, found_ptr):
+    i, offs = tl.program_id(0), tl.arange(0, 64)
+    found = per_thread_ptx(tl.load(given_ptr + i))
+    tl.store(found_ptr + i * 64 + offs, tl.full([64], 0, found.dtype) + found)
 
 
 @triton.jit

@@ -1,15 +1,15 @@
 """Which laws are tried with which cases: the same choice for every op."""
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from itertools import product
 
 from flashstate.laws import LAWS, SCOPES, pairs
 from flashstate.testing import AnyCase
 
 Pairs = list[tuple[str, AnyCase]]
+TURNS = int(os.environ.get("FLASHSTATE_TURNS", "3"))  # in which the formats of a shape meet a law on a GPU
 ALL_CONFIGS = "the launch config does not change a byte"
-TURNS = 3
 ACCURACY = "output and state are as close to float64 as float32 and the format allow"
 
 
@@ -41,12 +41,20 @@ def by_shape(cases: Iterable[AnyCase]) -> list[list[AnyCase]]:
 
 
 def gpu_pairs(groups: Sequence[Sequence[AnyCase]], tries_configs: Callable[[AnyCase], bool]) -> Pairs:
-    """Accuracy for all cases; every other law with a third of each group, by turns; all configs for some cases. Nearly
-    all of the time goes into compiling, and few of the laws speak of formats."""
+    """Accuracy for all cases; every other law with one in TURNS of each group, by turns, and with one of every format
+    that it did not meet so; all configs for some cases. Nearly all of the time goes into compiling."""
     cases = [case for group in groups for case in group]
     chosen = pairs([ACCURACY], cases) + pairs([ALL_CONFIGS], filter(tries_configs, cases))
-    others = [words for words in laws("", "kernels", "cuda") if words not in (ACCURACY, ALL_CONFIGS)]
-    for (w, words), (k, group) in product(enumerate(others), enumerate(groups)):
-        spoken_of = pairs([words], group)
-        chosen += spoken_of[(w + k) % min(TURNS, len(spoken_of)) :: TURNS] if spoken_of else []
+    for w, words in enumerate(words for words in laws("", "kernels", "cuda") if words not in (ACCURACY, ALL_CONFIGS)):
+        met: Pairs = []
+        for k, group in enumerate(groups):
+            spoken_of = pairs([words], group)
+            met += spoken_of[(w + k) % min(TURNS, len(spoken_of)) :: TURNS] if spoken_of else []
+        formats = {format_of(case) for _, case in met}
+        others = {format_of(case): case for _, case in pairs([words], cases) if format_of(case) not in formats}
+        chosen += met + pairs([words], others.values())
     return chosen
+
+
+def format_of(case: AnyCase) -> tuple[str, str]:
+    return case.format, case.rounding

@@ -207,11 +207,12 @@ def test_touch_copies_slots_to_every_token_of_their_rows_and_nothing_else(dtype:
 
 @NEEDS_INTERPRETER
 @pytest.mark.interpreted
+@pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
-def test_read_sees_every_word_of_the_slots_it_is_given_and_writes_no_slot(dtype: torch.dtype) -> None:
+def test_read_sees_every_word_of_the_slots_it_is_given_and_writes_no_slot(dtype: torch.dtype, layers: int) -> None:
     from flashstate.bench.roofs import read
 
-    data = random_bytes(6, 2, 5, 28, dtype=dtype)
+    data = random_bytes(6, layers, 2, 5, 28, dtype=dtype)[:, -1]
     words = data.view(torch.int32).clone()
     blocks = [block for slot in (4, 1) for block in words[slot].flatten().split(32)]  # the last of a slot is shorter
     largest = torch.zeros(len(blocks), dtype=torch.int32)

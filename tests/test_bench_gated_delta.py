@@ -115,7 +115,7 @@ def test_tokens_at_once_are_checked_with_their_own_budget_and_measured_beside_th
         measure_on_gpu(GATED_DELTA, job, {}, CPU, report)
     goes = tokens > 1 and stored != "snapshots"
     names = [*(["read"] if stored == "nothing" else ["touch", "read"]), "flashstate"]
-    names += ["flashstate, at once"] if goes else ["flashstate, split pool"] if not tokens else []
+    names += ["flashstate, at once"] if goes else ["touch, split pool", "flashstate, split pool"] if not tokens else []
     assert [row.implementation for row in report.rows] == names
     assert all(row.percent_of_roof == 100.0 and row.stored == stored for row in report.rows)
     assert (False in checked) == goes

@@ -187,15 +187,33 @@ def test_every_form_compiles_without_spills(architecture: int | str, form: str, 
         assert 16 in access_bytes(kernel)[1]
 
 
+COPY = re.compile(r"\bcp\.async\.cg\.shared\.global[^\n]*, 0x10,")  # 16 bytes
+
+
+@pytest.mark.parametrize("call", [plain, early])
+@pytest.mark.parametrize("tiles", [2, 16])
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "int8", "float8_e4m3fn"])
-def test_the_next_two_tiles_are_on_their_way_to_shared_memory_while_one_is_stepped(name: str, tmp_path: Path) -> None:
-    case, config = replace(SHAPE, format=name), Config(8, 1, 16 if name == "float32" else 8, 8)
-    kernel = compiled(case, 90, plain, config)
+def test_tiles_wait_in_shared_memory_while_others_are_stepped(
+    name: str, tiles: int, call: Call, tmp_path: Path
+) -> None:
+    """Two at most, of which the first two are on their way before the loop; with `early`, after it has waited."""
+    case, config = replace(SHAPE, format=name), Config(8, 1, 16 if name == "float32" else 8, tiles)
+    kernel = compiled(case, 90, call, config)
     assert spilled_bytes(kernel, tmp_path) == 0
     ptx, tile_bytes = kernel.asm["ptx"], config.block_rows * case.cols * dtype(name).itemsize
-    assert "ld.global.L1::evict_first.v" not in ptx
-    assert len(re.findall(r"cp\.async\.cg\.shared\.global[^\n]*, 0x10,", ptx)) == 3 * tile_bytes // (16 * 32)
-    assert 2 * tile_bytes <= kernel.metadata.shared <= 3 * tile_bytes + 1024
+    assert not re.search(r"\bld\.global\.L1::evict_first[\w:.]*\.v4", ptx)
+    assert len(COPY.findall(ptx)) == 3 * tile_bytes // (16 * 32)
+    assert len(COPY.findall(ptx.split("cp.async.wait_group")[0])) == 2 * tile_bytes // (16 * 32)
+    assert 2 * tile_bytes <= kernel.metadata.shared < 3 * tile_bytes
+    if call is early:
+        assert not COPY.search(ptx.split(WAIT)[0])
+
+
+@pytest.mark.parametrize("tiles", [1, 2])
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "float16", "int16", "int8"])
+def test_only_single_tiles_of_16_bit_floats_have_the_slot_in_every_thread(name: str, tiles: int) -> None:
+    ptx = compiled(replace(SHAPE, format=name), 90, plain, Config(8, 1, 8 if name == "int8" else 16, tiles)).asm["ptx"]
+    assert ("%lanemask_lt" in ptx) == (name in ("bfloat16", "float16") and tiles == 1)
 
 
 ODD_ON_HOPPER = [c for c in REAL_DELTA_CASES if c.rows != 128 and c.format in ("float32", "bfloat16", "int8")]

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from obeying import by_shape, gpu_pairs, interpreted_pairs, laws
+from obeying import ALL_CONFIGS, by_shape, format_of, gpu_pairs, interpreted_pairs, laws
 from torch import Tensor
 
 from flashstate.laws import LAWS, pairs
@@ -44,6 +44,17 @@ def tries_configs(case: DeltaCase) -> bool:
 
 
 BY_TURNS = interpreted_pairs(GROUPS)
+ON_A_GPU = gpu_pairs(by_shape(GPU_CASES), tries_configs)
+
+
+def test_every_law_meets_every_format_and_every_shape_on_a_gpu() -> None:
+    for words in laws("", "kernels", "cuda"):
+        if words != ALL_CONFIGS:
+            met = [case for law, case in ON_A_GPU if law == words]
+            possible = [case for _, case in pairs([words], GPU_CASES)]
+            assert set(map(format_of, met)) == set(map(format_of, possible))
+            assert len(by_shape(met)) == len(by_shape(possible))
+    assert len(ON_A_GPU) == len(set(ON_A_GPU))
 
 
 @pytest.mark.parametrize(("words", "case"), [pair for pair in BY_TURNS if pair[0] in laws("")], ids=str)
@@ -59,7 +70,7 @@ def test_interpreted_kernel_obeys(words: str, case: DeltaCase) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("words", "case"), gpu_pairs(by_shape(GPU_CASES), tries_configs), ids=str)
+@pytest.mark.parametrize(("words", "case"), ON_A_GPU, ids=str)
 def test_compiled_kernel_obeys(words: str, case: DeltaCase) -> None:
     LAWS[words](case, CUDA)
 

@@ -377,6 +377,8 @@ TILED = (  # of 13 rows in tiles of four: the fourth has one row
     DeltaCase(2, 2, 1, 13, 64, format="float16", rounding="stochastic", qk="float16"),
     DeltaCase(2, 2, 1, 13, 128, format="int8", qk="float16", per_channel=True),
     DeltaCase(2, 2, 1, 13, 16, format="float16", qk="float16", transposed=True),
+    DeltaCase(2, 2, 1, 13, 64, format="bfloat16", x="bfloat16"),
+    DeltaCase(2, 2, 1, 13, 128, format="float8_e4m3fn"),
 )
 
 
@@ -393,8 +395,19 @@ def test_programs_of_several_tiles_give_what_those_of_one_give(case: DeltaCase, 
         return [t for t in (y, taken.data, inputs.state.data, inputs.state.scale) if t is not None]
 
     want = results(1)
-    for tiles in (2, 4):
+    for tiles in (2, 4, 8):  # the last of eight are past the head
         assert all(map(same_bytes, results(tiles), want))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
+def test_what_every_thread_is_handed_is_what_they_share(index: torch.dtype) -> None:
+    from device_functions import per_thread_kernel
+
+    given = torch.tensor([0, 7, -1, torch.iinfo(index).max, torch.iinfo(index).min], dtype=index, device=CUDA)
+    found = torch.empty(len(given), 64, dtype=index, device=CUDA)
+    per_thread_kernel[(len(given),)](given, found, num_warps=2)
+    assert torch.equal(found, given[:, None].expand_as(found))
 
 
 @pytest.mark.parametrize("tokens", [0, 3], ids=["one token", "several tokens"])

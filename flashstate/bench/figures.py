@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from flashstate.bench.results import HOST_COST, ROOFS, Row
+from flashstate.bench.results import HOST_COST, Row, is_roof
 
 OURS = "flashstate"
 ORIGIN = ("torch", "triton", "commit", "date", "peers")  # of a provenance
@@ -20,7 +20,7 @@ MARKED = re.compile(
 def figures(rows: Sequence[Row], provenance: Mapping[str, str], labels: Sequence[str] = ()) -> str:
     """Microseconds and percent of the roof, batch sizes across. Down are the formats and ways to call flashstate; with
     `labels` only these, and other libraries beside it."""
-    shown = [row for row in rows if row.implementation not in ROOFS]
+    shown = [row for row in rows if not is_roof(row.implementation)]
     shown = [row for row in shown if (row.label in labels if labels else _is_ours(row))]
     found = {(_name(row, labels), row.batch): row for row in shown if row.percent_of_roof is not None}
     if not any(_is_ours(row) for row in found.values()):

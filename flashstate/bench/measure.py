@@ -64,7 +64,7 @@ def measure_on_gpu(op: BenchedOp, job: Job, peers: Mapping[str, Binding], device
     timed, storing, slots = on_cold_slots(job, inputs, device)
     flush = need_flush(len(slots), job.read_bytes)
     roofs = time_roofs(job, timed, storing, slots, flush)
-    roof = first_roof(roofs)
+    roof, _ = next(iter(roofs.values()))
     report.rows += [row_of(name, job, timing, moved, roof) for name, (timing, moved) in roofs.items()]
     ours = time_on_slots(op.bind(timed, storing), slots, flush)
     report.rows.append(row_of("flashstate", job, ours, job.counted_bytes, roof))
@@ -76,30 +76,36 @@ def measure_on_gpu(op: BenchedOp, job: Job, peers: Mapping[str, Binding], device
                 checked = inputs if as_called == job else inputs_of(as_called.case, device)
                 check(way.bind, way.inputs(checked), small)
                 as_laid = way.inputs(timed)
-                own = roof if as_laid is timed else first_roof(time_roofs(job, as_laid, storing, slots, flush))
+                own = roof if as_laid is timed else time_touch_of(job, as_laid, storing, slots, flush)
                 timing = time_on_slots(way.bind(as_laid, storing), slots, flush)
         except MeasurementError as reason:
             report.skip(name, reason)
         else:
+            if as_laid is not timed:
+                where = name.removeprefix("flashstate, ")
+                report.rows.append(row_of(f"touch, {where}", job, own, job.touched_bytes, own))
             report.rows.append(row_of(name, job, timing, job.counted_bytes, own))
-
-
-def first_roof(roofs: Mapping[str, tuple[Timing, int]]) -> Timing:
-    return next(iter(roofs.values()))[0]
 
 
 def time_roofs(
     job: Job, timed: Inputs, storing: Storing, slots: Sequence[Slots], flush: bool
 ) -> dict[str, tuple[Timing, int]]:
     """The roofs with the bytes that each moves; first the one that counts: `touch`, or `read` if nothing is stored."""
-    from flashstate.bench.roofs import time_read, time_touch
+    from flashstate.bench.roofs import time_read
 
     only_read = time_read(timed.state.data, slots, flush), job.read_bytes
     if job.stored == "nothing":
         return {"read": only_read}
+    return {"touch": (time_touch_of(job, timed, storing, slots, flush), job.touched_bytes), "read": only_read}
+
+
+def time_touch_of(job: Job, timed: Inputs, storing: Storing, slots: Sequence[Slots], flush: bool) -> Timing:
+    """`touch` of the pool of a job that stores something, and of its snapshots, or of its tokens."""
+    from flashstate.bench.roofs import time_touch
+
     x = timed.main if job.case.token_bytes else None
     copies = None if storing.snapshots is None else storing.snapshots.data
-    return {"touch": (time_touch(timed.state.data, slots, copies, x, flush), job.touched_bytes), "read": only_read}
+    return time_touch(timed.state.data, slots, copies, x, flush)
 
 
 def measure_on_cpu(op: BenchedOp, job: Job, device: torch.device, report: Report) -> None:

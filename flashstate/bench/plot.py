@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flashstate.bench.results import ROOFS, Row
+from flashstate.bench.results import ROOFS, Row, is_roof
 
 OURS = {"color": "#0b5fa5", "marker": "o", "linewidth": 2.4, "markersize": 5, "zorder": 3}
 STYLES: dict[str, dict[str, Any]] = {
@@ -88,7 +88,7 @@ def _draw_percents(panel: Any, lines: Lines) -> str:
     roof = next((name for name in ROOFS if name in lines), ROOFS[0])
     panel.axhline(100, label=roof, **_style(roof))
     for name, line in lines.items():
-        if name not in ROOFS:
+        if not is_roof(name):
             panel.plot([row.batch for row in line], [row.percent_of_roof for row in line], label=name, **_style(name))
     panel.set_ylim(0, 115)
     panel.set_yticks((0, 25, 50, 75, 100))

@@ -20,6 +20,11 @@ HOST_COST = "host cost"  # the entry of the provenance that has it
 ROOFS = ("touch", "read")  # implementations that are none
 
 
+def is_roof(implementation: str) -> bool:
+    """Whether it is a roof, maybe of memory that is laid out as a name behind it says."""
+    return implementation.split(", ")[0] in ROOFS
+
+
 @dataclass(frozen=True)
 class Row:
     """One measurement; its fields are the columns of the CSV."""

@@ -21,24 +21,24 @@ SMALL = 1 << 15
 
 @triton.jit  # type: ignore[untyped-decorator]
 def words_of_program(  # type: ignore[no-untyped-def]
-    state_ptr, slots_ptr, stride, SIZE: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr
+    state_ptr, slots_ptr, STRIDE: tl.constexpr, SIZE: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr
 ):
     """The batch row of this program, its BLOCK of the SIZE words of a slot and of the TOKENS words of its tokens, and
-    where in the pool, whose slots are `stride` words apart, the former are."""
+    where in the pool, whose slots are STRIDE words apart, the former are."""
     tiles: tl.constexpr = (max(SIZE, TOKENS) + BLOCK - 1) // BLOCK
     pid = tl.program_id(0)
     b = pid // tiles
     offs = pid % tiles * BLOCK + tl.arange(0, BLOCK)
-    return b, offs, state_ptr + tl.load(slots_ptr + b).to(tl.int64) * stride + offs
+    return b, offs, state_ptr + tl.load(slots_ptr + b).to(tl.int64) * STRIDE + offs
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def touch_kernel(  # type: ignore[no-untyped-def]
-    state_ptr, slots_ptr, copies_ptr, rows_ptr, x_ptr, out_ptr, stride,
-    SIZE: tl.constexpr, TOKENS: tl.constexpr, COPIES: tl.constexpr, BLOCK: tl.constexpr,
+    state_ptr, slots_ptr, copies_ptr, rows_ptr, x_ptr, out_ptr,
+    STRIDE: tl.constexpr, SIZE: tl.constexpr, TOKENS: tl.constexpr, COPIES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Flip the sign bits of words in place, or copy the words to COPIES places of a row; copy the words of tokens."""
-    b, offs, ptrs = words_of_program(state_ptr, slots_ptr, stride, SIZE, TOKENS, BLOCK)
+    b, offs, ptrs = words_of_program(state_ptr, slots_ptr, STRIDE, SIZE, TOKENS, BLOCK)
     if TOKENS > 0:
         at = b.to(tl.int64) * TOKENS + offs
         tl.store(out_ptr + at, tl.load(x_ptr + at, mask=offs < TOKENS), mask=offs < TOKENS)
@@ -53,10 +53,10 @@ def touch_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def read_kernel(  # type: ignore[no-untyped-def]
-    state_ptr, slots_ptr, largest_ptr, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr
+    state_ptr, slots_ptr, largest_ptr, STRIDE: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Find the largest word: one per program is stored, because the compiler drops loads that nobody uses."""
-    _, offs, ptrs = words_of_program(state_ptr, slots_ptr, stride, SIZE, 0, BLOCK)
+    _, offs, ptrs = words_of_program(state_ptr, slots_ptr, STRIDE, SIZE, 0, BLOCK)
     words = tl.load(ptrs, mask=offs < SIZE, other=-2147483648, eviction_policy="evict_first")
     tl.store(largest_ptr + tl.program_id(0), tl.max(words, 0))
 
@@ -70,8 +70,9 @@ def touch(
     size, token_size = words.shape[1], 0 if tokens is None else tokens.shape[1]
     touch_kernel[(_programs(slots, max(size, token_size), block),)](
         words, slots.read, None if copies is None else _words(copies), slots.snapshot_rows,
-        tokens, None if tokens is None else torch.empty_like(tokens), words.stride(0),
-        size, token_size, 0 if copies is None else copies.shape[1], block, num_warps=num_warps, enable_fp_fusion=False,
+        tokens, None if tokens is None else torch.empty_like(tokens),
+        words.stride(0), size, token_size, 0 if copies is None else copies.shape[1], block,
+        num_warps=num_warps, enable_fp_fusion=False,
     )  # fmt: skip
 
 

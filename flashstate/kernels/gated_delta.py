@@ -230,7 +230,7 @@ def gated_delta_step_kernel(
     first, count = token_range(cu_seqlens_ptr, b, tokens, False)
 
     factor = load_scale(scale_ptr, slot * scale_stride, live, tile)
-    s = load_state(data_ptr, slot * slot_stride, live, tile, COLS, VECTOR, TARGET, HINT)
+    s = load_state(data_ptr, slot * slot_stride, live, tile, COLS, VECTOR, TARGET, HINT, TARGET)
     if PADDING == "fresh":
         s, factor = zero_unless(live, s, factor)
     initial, initial_factor = s, factor

@@ -1,7 +1,7 @@
 """gated_delta_step on the GPU for one token per row: one program per (batch row, value head, some tiles of V rows).
 
 Tiles share what the token brings. A single one is loaded to registers, before anything of the token. Of several, the
-next two are always on their way to shared memory, which takes no registers.
+next is on its way to shared memory, where accesses are wide enough for that, while one is stepped: no registers wait.
 """
 
 import triton
@@ -31,7 +31,7 @@ from flashstate.kernels.state_io import (
 from flashstate.kernels.stores import store_output
 from flashstate.kernels.tiles import dot_rows, load_columns, load_rows, zero_unless
 
-STAGES = tl.constexpr(3)  # of the pipeline of tiles: one is stepped, two are on their way
+STAGES = tl.constexpr(3)  # of the pipeline: while a tile is stepped the next is on its way, then the one after it
 
 
 @triton.jit(do_not_specialize=ARGUMENTS)
@@ -57,9 +57,9 @@ def gated_delta_one_token_kernel(
     PER_COLUMNS: tl.constexpr = 1 if TRANSPOSED else VECTOR  # neighbouring columns that a thread has
     HINT: tl.constexpr = "evict_first"
 
-    # At batch 4 a tile of bfloat16 takes 8 % less if every thread has the slot, one of int8 up to 40 % more.
-    HALVES: tl.constexpr = scale_ptr is None and data_ptr.dtype.element_ty.primitive_bitwidth == 16
-    PER_THREAD: tl.constexpr = HALVES and TILES == 1 and (TARGET == "sm_80" or TARGET == "sm_89")
+    # Single tiles without scales, eight elements to an access: 10 % faster at batch 4. Others got slower (docs/log.md).
+    SINGLE: tl.constexpr = TILES == 1 and scale_ptr is None and VECTOR == 8
+    PER_THREAD: tl.constexpr = SINGLE and (TARGET == "sm_80" or TARGET == "sm_89")
 
     # No branches: a padding row is masked. So loads do not wait until the row is known to be live.
     read = (read_ptr, read_stride, read_width, accepted_ptr)
@@ -70,6 +70,7 @@ def gated_delta_one_token_kernel(
         tile = tile_at(h, first_row, ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, TRANSPOSED)
         factor = load_scale(scale_ptr, slot * scale_stride, live, tile)
         codes = load_codes(data_ptr, slot * slot_stride, live, tile, COLS, VECTOR, HINT)
+        random = random_bits(seed, tile, t, stream, COLS, PER_COLUMNS, ROUNDING, ROUNDS)
     rate = None
     if A_log_ptr is not None:
         rate = tl.exp(tl.load(A_log_ptr + h).to(tl.float32))
@@ -105,13 +106,15 @@ def gated_delta_one_token_kernel(
     for i in tl.range(TILES, num_stages=STAGES):
         tile_row = first_row + i * BLOCK_ROWS
         offs_d = tile_row + tl.arange(0, BLOCK_ROWS)
+        v_next = v
         if TILES > 1:
             tile = tile_at(h, tile_row, ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, TRANSPOSED)
             factor = load_scale(scale_ptr, slot * scale_stride, live, tile)
             codes = load_codes(data_ptr, slot * slot_stride, live, tile, COLS, VECTOR, HINT)
-            v = load_rows(token_entry(v_at, b, t, h, alignment), offs_d, offs_d < ROWS, True)
-        random = random_bits(seed, tile, t, stream, COLS, PER_COLUMNS, ROUNDING, ROUNDS)
-        s, s_factor = decoded(codes, data_ptr.dtype.element_ty, TARGET), factor
+            random = random_bits(seed, tile, t, stream, COLS, PER_COLUMNS, ROUNDING, ROUNDS)
+            offs_next = offs_d + BLOCK_ROWS
+            v_next = load_rows(token_entry(v_at, b, t, h, alignment), offs_next, offs_next < ROWS, i + 1 < TILES)
+        s, s_factor = decoded(codes, data_ptr.dtype.element_ty, TARGET), factor  # `factor` itself the loop would carry
         if PADDING == "fresh":
             s, s_factor = zero_unless(live, s, s_factor)
         decayed, u, s = step(s, s_factor, k, k_factor, v, decay, beta, True, PER_COLUMNS)
@@ -131,3 +134,4 @@ def gated_delta_one_token_kernel(
                 copy_ptr, copy_scale_ptr, copy_to * copy_b, copy_to * copy_scale_b, copy_to >= 0, copy_tile, s, bits,
                 SNAPSHOT_ROUNDING, SNAPSHOT_VECTOR, TARGET, HINT,
             )  # fmt: skip
+        v = v_next

@@ -134,7 +134,6 @@ def mamba2_step_kernel(
     HINT: tl.constexpr = "evict_first"
     # Of one token the compiler converts bfloat16: in fewer instructions, small batches take longer (docs/log.md).
     WIDENING: tl.constexpr = "portable" if ONE_TOKEN else TARGET
-    DECODING: tl.constexpr = WIDENING if data_ptr.dtype.element_ty == tl.bfloat16 else TARGET
 
     # No branches: a padding row is masked. So loads do not wait until the row is known to be live.
     slot = resolve_read((read_ptr, read_stride, read_width, accepted_ptr), b, num_slots, null, fault_ptr)
@@ -143,7 +142,7 @@ def mamba2_step_kernel(
     first, count = token_range(cu_seqlens_ptr, b, tokens, ONE_TOKEN)
 
     factor = load_scale(scale_ptr, slot * scale_stride, live, tile)
-    s = load_state(data_ptr, slot * slot_stride, live, tile, COLS, VECTOR, DECODING, HINT)
+    s = load_state(data_ptr, slot * slot_stride, live, tile, COLS, VECTOR, TARGET, HINT, WIDENING)
     if PADDING == "fresh":
         s, factor = zero_unless(live, s, factor)
     initial, initial_factor = s, factor

@@ -74,7 +74,7 @@ def read_states_kernel(
     slot = tl.load(slots_ptr + n)
     tile = tile_at(h, first_row, ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, TRANSPOSED)
     scale = load_scale(scale_ptr, slot * scale_stride, slot >= 0, tile)
-    v = load_state(data_ptr, slot * slot_stride, slot >= 0, tile, COLS, VECTOR, TARGET, "evict_first")
+    v = load_state(data_ptr, slot * slot_stride, slot >= 0, tile, COLS, VECTOR, TARGET, "evict_first", TARGET)
     row_ptrs = out_ptr + (n.to(tl.int64) * (H * ROWS) + tile[2])[:, None] * COLS
     for k in tl.static_range(len(v)):
         tl.store(in_chunks(row_ptrs, k, CHUNK, COLS % 4 == 0), v[k] * scale, mask=tile[3][k])

@@ -1,4 +1,5 @@
-"""Roundings in PTX: functions of state_io.py in half their instructions, or by instructions that Triton does not name.
+"""PTX: functions of state_io.py in half their instructions, or by instructions that Triton does not name; and one that
+hides something from the compiler.
 
 A stochastic or scaled step is bound by instructions, not by memory. Assembly here takes as many values as fill one or
 four registers of results, so that they are packed and checked once, and uses what neither Triton nor its compiler would
@@ -216,8 +217,8 @@ SILU = tl.constexpr(
 )
 
 NO_BIT = ".reg .b32 none; mov.u32 none, %lanemask_lt; shr.u32 none, none, 31;"  # 0: lane 31 is below no other
-PER_THREAD = tl.constexpr(_block(NO_BIT, "or.b32 $0, $1, none;"))
-PER_THREAD_WIDE = tl.constexpr(_block(NO_BIT, ".reg .b64 wide; cvt.u64.u32 wide, none;", "or.b64 $0, $1, wide;"))
+HIDE_SHARED = tl.constexpr(_block(NO_BIT, "or.b32 $0, $1, none;"))
+HIDE_SHARED_WIDE = tl.constexpr(_block(NO_BIT, ".reg .b64 wide; cvt.u64.u32 wide, none;", "or.b64 $0, $1, wide;"))
 
 
 @triton.jit
@@ -297,9 +298,9 @@ def per_thread_ptx(x):
     """An integer that all threads share, where the compiler does not see that they do: what it sees goes to registers
     of the warp, and on from there to those of threads."""
     if x.dtype == tl.int64:
-        return tl.inline_asm_elementwise(PER_THREAD_WIDE, "=l,l", [x], tl.int64, is_pure=True, pack=1)
+        return tl.inline_asm_elementwise(HIDE_SHARED_WIDE, "=l,l", [x], tl.int64, is_pure=True, pack=1)
     else:
-        return tl.inline_asm_elementwise(PER_THREAD, "=r,r", [x], tl.int32, is_pure=True, pack=1)
+        return tl.inline_asm_elementwise(HIDE_SHARED, "=r,r", [x], tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit

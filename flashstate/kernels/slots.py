@@ -14,7 +14,7 @@ SNAPSHOT_FAULT = tl.constexpr(3)
 @triton.jit
 def resolve_read(read, b, num_slots, null, fault_ptr, PER_THREAD: tl.constexpr = False):
     """The slot row `b` reads, int64; -1 for a padding row. `read`: table, its row stride and width, accepted counts.
-    PER_THREAD: in registers of every thread, not of the warp."""
+    PER_THREAD: in registers of every thread, not of the warp, if it is a slot of a list."""
     table_ptr, stride, width, accepted_ptr = read
     if table_ptr is None:
         return b.to(tl.int64)

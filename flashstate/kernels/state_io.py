@@ -113,11 +113,14 @@ def load_scale(ptr, offset, live, tile):
 
 @triton.jit
 def load_state(
-    ptr, offset, live, tile, COLS: tl.constexpr, VECTOR: tl.constexpr, TARGET: tl.constexpr, HINT: tl.constexpr
+    ptr, offset, live, tile,
+    COLS: tl.constexpr, VECTOR: tl.constexpr, TARGET: tl.constexpr, HINT: tl.constexpr, WIDENING: tl.constexpr,
 ):  # fmt: skip
     """What is stored in a tile of the slot at `offset`, in float32 and without its scale: undefined in rows where
-    masked, zero in columns that do not exist."""
-    return decoded(load_codes(ptr, offset, live, tile, COLS, VECTOR, HINT), ptr.dtype.element_ty, TARGET)
+    masked, zero in columns that do not exist. WIDENING: the TARGET by whose instructions bfloat16 is converted."""
+    dtype: tl.constexpr = ptr.dtype.element_ty
+    codes = load_codes(ptr, offset, live, tile, COLS, VECTOR, HINT)
+    return decoded(codes, dtype, WIDENING if dtype == tl.bfloat16 else TARGET)
 
 
 @triton.jit

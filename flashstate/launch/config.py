@@ -26,6 +26,7 @@ WARP = 32 if torch.version.hip is None else 64  # threads; those AMD GPUs that h
 CALL_COLUMNS = 8  # that one Philox call serves: a thread needs the bits of all of them side by side
 TOGETHER = (1, 2, 4, 8, 16)  # tokens whose inputs are loaded together, or tiles of a program
 MOST_UNROLLED = 128  # elements of state in a thread, times tokens loaded together
+MOST_STAGED = 16 << 10  # bytes of a tile of which two or three are in shared memory
 MOST_OF_A_ROW = 64  # elements in a thread, and
 MOST_CHUNKS = 32  # of a row, unless it is so wide that a whole warp has more: unrolled code that takes long to compile
 FEW = 64  # batch x heads below which a GPU is mostly idle
@@ -188,11 +189,13 @@ class DeltaProblem(Problem):
         return self.limits if torch.version.hip is None else self.limits[:1]
 
     def manageable(self, config: Config) -> bool:
-        """Of one token: whether a tile is, and a head has as many rows as the tiles of a program."""
+        """Of one token: tiles count one by one. Several have no more rows than a head, padded, and wait in shared
+        memory, which may be small."""
         if self.several_tokens:
             return super().manageable(config)
-        fits = config.together == 1 or config.together * config.block_rows <= next_power_of_2(self.rows)
-        return fits and super().manageable(replace(config, together=1))
+        tile_bytes = config.block_rows * self.block_cols * getattr(torch, self.format).itemsize
+        fits = config.together * config.block_rows <= next_power_of_2(self.rows) and tile_bytes <= MOST_STAGED
+        return (config.together == 1 or fits) and super().manageable(replace(config, together=1))
 
 
 @dataclass(frozen=True)

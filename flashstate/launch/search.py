@@ -69,7 +69,7 @@ def descend(problem: Problem, starts: Iterable[Config], stopwatch: Stopwatch) ->
 
 def neighbours(problem: Problem, config: Config) -> list[Config]:
     """The valid configs that are one step away: twice or half the rows, the lanes, the warps, the warps with their
-    rows, or what is loaded together; more or fewer registers. Fewer lanes than there are rows for bring rows."""
+    rows, or `together`; more or fewer registers. Fewer lanes than there are rows for bring rows."""
     rows, warps, lanes, together, registers = astuple(config)
     steps = [
         replace(config, block_rows=2 * rows),

@@ -95,7 +95,7 @@ def configs_agree(case: AnyCase, device: torch.device) -> None:
 
 def _some_configs(problem: Problem, lanes: Sequence[int]) -> Iterator[Config]:
     """Of each number of lanes the first valid config, one in the middle, and the last, with one token or tile at a
-    time; of each number of them loaded together one more."""
+    time; of each number of tokens loaded together, or tiles of a program, one more."""
     configs = [config for config in valid_configs(problem) if config.lanes in lanes]
     for count in lanes:
         alike = [config for config in configs if config.lanes == count and config.together == 1]
