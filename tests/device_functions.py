@@ -74,7 +74,7 @@ def decode_kernel(
     slot = tl.program_id(1)
     tile = tile_at(0, tl.program_id(0) * BLOCK_ROWS, ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, False)
     scale = load_scale(scale_ptr, slot * ROWS, slot >= 0, tile)
-    v = load_state(stored_ptr, slot * ROWS * COLS, slot >= 0, tile, COLS, 1, TARGET, "evict_first")
+    v = load_state(stored_ptr, slot * ROWS * COLS, slot >= 0, tile, COLS, 1, TARGET, "evict_first", TARGET)
     for k in tl.static_range(len(v)):
         tl.store(value_ptr + slot * ROWS * COLS + tile[0] + k * CHUNK + tile[1], v[k] * scale, mask=tile[3][k])
 
