@@ -27,15 +27,17 @@ class Stopwatch(Protocol):
 
 def search(problems: Iterable[Problem], stopwatch: Stopwatch, gpu: Gpu, known: Configs) -> Iterator[Point]:
     """The best config of every problem that is not in `known`, from small sizes to large ones: each begins where the
-    one before ended, or at the config it has now."""
+    one before ended, or at the config it has now with any number of tokens or tiles together."""
     for sizes in _by_mode(problems):
         measured = dict(measured_sizes(known, sizes[0]))
-        starts = {problem: choose(problem, gpu) for problem in sizes if problem.batch_heads not in measured}
-        stopwatch.prepare([(p, config) for p, start in starts.items() for config in (start, *neighbours(p, start))])
+        missing = [problem for problem in sizes if problem.batch_heads not in measured]
+        starts = {problem: with_any_together(problem, choose(problem, gpu)) for problem in missing}
+        around = {problem: neighbours(problem, configs[0]) for problem, configs in starts.items()}
+        stopwatch.prepare([(p, config) for p in missing for config in dict.fromkeys([*starts[p], *around[p]])])
         before: list[Config] = []
         for problem in sizes:
             if problem in starts:
-                best = descend(problem, [*before, starts[problem]], stopwatch)
+                best = descend(problem, [*before, *starts[problem]], stopwatch)
                 yield problem, best
             else:
                 best = measured[problem.batch_heads]
@@ -65,6 +67,14 @@ def descend(problem: Problem, starts: Iterable[Config], stopwatch: Stopwatch) ->
         if better is None:
             return best
         best = better
+
+
+def with_any_together(problem: Problem, config: Config) -> list[Config]:
+    """The config, then the valid ones that differ in `together` alone: what more tiles gain, neighbours may hide, as
+    two of them can be slower than one and eight faster."""
+    others = [replace(config, together=n) for n in problem.together_choices if n != config.together]
+    valid = set(valid_configs(problem))
+    return [config, *(other for other in others if other in valid)]
 
 
 def neighbours(problem: Problem, config: Config) -> list[Config]:
