@@ -292,6 +292,26 @@ def test_the_heuristic_gives_a_valid_config_for_every_transposed_shape(name: str
             assert all(map(problem.manageable, configs)), (problem, configs)
 
 
+@pytest.mark.parametrize("gpu", [UNKNOWN, UNKNOWN_BLACKWELL], ids=str)
+@pytest.mark.parametrize(
+    ("name", "rounding"), [("bfloat16", "nearest"), ("bfloat16", "stochastic"), ("int8", "nearest")]
+)
+def test_the_heuristic_gives_the_delta_rule_several_tiles_where_arithmetic_is_the_bottleneck(
+    name: str, rounding: str, gpu: Gpu
+) -> None:
+    for (rows, cols), vector, size in product(SHAPES, (1, 2, 4, 8, 16), (1023, 1024)):
+        if widest(cols, name) % vector:
+            continue
+        problem = DeltaProblem("gated_delta_step", rows, cols, name, rounding, vector, size)
+        config = choose(problem, gpu)
+        assert problem.valid(config), (problem, config)
+        assert problem.manageable(config), (problem, config)
+        wide = vector * getattr(torch, name).itemsize == 16
+        helps = size == 1024 and wide and (name == "int8" or rounding == "stochastic")
+        assert (config.together > 1) == (helps and rows > config.block_rows), (problem, config)
+        assert config.together <= 8, (problem, config)
+
+
 @pytest.mark.parametrize("warp", [32, 64])
 def test_threads_take_rows_of_a_transposed_state_and_one_column_of_a_chunk(
     warp: int, monkeypatch: pytest.MonkeyPatch

@@ -31,6 +31,8 @@ MOST_OF_A_ROW = 64  # elements in a thread, and
 MOST_CHUNKS = 32  # of a row, unless it is so wide that a whole warp has more: unrolled code that takes long to compile
 FEW = 64  # batch x heads below which a GPU is mostly idle
 LARGE = 512  # batch x heads from which on there are programs enough, however many rows each has
+TILES = 8  # of a program for one token of the gated delta rule where arithmetic is the bottleneck, and
+MANY = 1024  # batch x heads from which on there are programs enough with so many
 WALKING_CAPABILITY = (10, 0)  # from here on sums over lanes are the bottleneck
 
 
@@ -196,6 +198,16 @@ class DeltaProblem(Problem):
         tile_bytes = config.block_rows * self.block_cols * getattr(torch, self.format).itemsize
         fits = config.together * config.block_rows <= next_power_of_2(self.rows) and tile_bytes <= MOST_STAGED
         return (config.together == 1 or fits) and super().manageable(replace(config, together=1))
+
+    def heuristic(self, gpu: Gpu) -> Config:
+        """Several tiles where arithmetic is the bottleneck, so that they share what the token brings: 8-bit formats and
+        stochastic rounding, in accesses so wide that tiles come through shared memory."""
+        config, itemsize = super().heuristic(gpu), getattr(torch, self.format).itemsize
+        wide = self.vector * itemsize == ACCESS_BYTES and not self.transposed
+        arithmetic = itemsize == 1 or self.rounding != "nearest"
+        if self.several_tokens or self.batch_heads < MANY or not (wide and arithmetic):
+            return config
+        return replace(config, together=max(1, min(TILES, next_power_of_2(self.rows) // config.block_rows)))
 
 
 @dataclass(frozen=True)
