@@ -338,12 +338,17 @@ def compilations() -> Iterator[list[str]]:
     knobs.runtime.jit_cache_hook = before
 
 
+def of_a_shape(counts: dict[str, int]) -> int:
+    """How many of these kernels are made for the shape of a state: all but that of seeds, which other tests compile."""
+    return sum(count for name, count in counts.items() if name != "advance_seeds")
+
+
 @pytest.mark.gpu
 def test_nothing_is_compiled_after_warmup(compilations: list[str]) -> None:
     shape = {"heads": 6, "rows": 48, "cols": 80}  # of no other test: nothing of it was compiled before
     pool = make_pool("float16", "stochastic", CUDA, **shape)
     counts = flashstate.warmup(pool, BATCHES, tokens=(1, 4), groups=GROUPS, progress=False)
-    assert len(compilations) >= sum(counts.values()) > 0
+    assert len(compilations) >= of_a_shape(counts) > 0
     compilations.clear()
     for batch in BATCHES:
         serve(pool, batch)
@@ -360,7 +365,7 @@ def test_nothing_of_the_gated_delta_rule_is_compiled_after_warmup(exact: bool, c
     pool = make_delta_pool("bfloat16", "stochastic", CUDA, value_dim=112 if exact else 80)  # of no other test
     told = {"op": "gated_delta", "key_heads": GROUPS, "exact": exact, "progress": False}
     counts = flashstate.warmup(pool, BATCHES, tokens=(1, 4), **told)
-    assert len(compilations) >= sum(counts.values()) > 0
+    assert len(compilations) >= of_a_shape(counts) > 0
     compilations.clear()
     for batch in BATCHES:
         serve_delta(pool, batch, 1, exact=exact)
