@@ -2,17 +2,19 @@
 
 import json
 import re
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import astuple, replace
 from importlib import resources
+from itertools import cycle, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
 from flashstate.launch import ChannelProblem, Config, DeltaProblem, Problem, TensorCoreProblem
 from flashstate.launch.config import mode_key, table_key
 
+T = TypeVar("T")
 KEY = re.compile(
     r"(?P<op>\w+) (?P<rows>\d+)x(?P<cols>\d+) (?P<format>\w+) vector (?P<vector>\d+)(?P<layout> transposed)?"
 )
@@ -60,3 +62,10 @@ def modes_of(op: str) -> list[Any]:
     found = {mode: configs for mode, configs in configs_by_mode(H200_TABLE).items() if mode.op == op}
     assert found
     return [pytest.param(m, configs, id=f"{table_key(m)}, {mode_key(m)}") for m, configs in found.items()]
+
+
+def by_turns(configs: Collection[Config], calls: Sequence[T]) -> list[tuple[Config, T]]:
+    """Every config with one of these calls and every call with a config, in turn."""
+    ordered = sorted(configs, key=astuple)
+    pairs = zip(cycle(ordered), cycle(calls), strict=False)
+    return list(islice(pairs, max(len(ordered), len(calls))))

@@ -4,7 +4,6 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,7 +19,7 @@ from compiling import (
     gpu_with,
     spilled_bytes,
 )
-from tables import modes_of
+from tables import by_turns, modes_of
 
 from flashstate.launch import Config, Problem, override
 from flashstate.laws.tokens import TREE, make_snapshots
@@ -210,6 +209,18 @@ def test_tiles_wait_in_shared_memory_while_others_are_stepped(
         assert not COPY.search(ptx.split(WAIT)[0])
 
 
+@pytest.mark.parametrize("call", [plain, kept])
+@pytest.mark.parametrize(("name", "tiles"), [("bfloat16", 2), ("bfloat16", 8), ("int8", 4)])
+def test_tiles_of_tokens_at_once_wait_in_shared_memory_while_others_are_stepped(
+    name: str, tiles: int, call: Call, tmp_path: Path
+) -> None:
+    case, config = replace(AT_ONCE, format=name), Config(16, 1, 4, tiles)
+    kernel = compiled(case, 90, call, config)
+    assert spilled_bytes(kernel, tmp_path) == 0
+    copies, of_a_tile = COPY.findall(kernel.asm["ptx"]), 16 * case.cols * dtype(name).itemsize // (16 * 32)
+    assert len(copies) == 3 * of_a_tile
+
+
 @pytest.mark.parametrize(
     ("name", "tiles"), [("float32", 1), ("bfloat16", 1), ("bfloat16", 2), ("float16", 1), ("int16", 1), ("int8", 1)]
 )
@@ -264,14 +275,18 @@ def products(ptx: str) -> int:
 
 
 def expected_products(case: DeltaCase, rows: int, update: bool) -> int:
-    """With a state of one term or two: its products with every k and q, these with each other, and the update, whose
-    weights have two terms, side by side where there is room."""
+    """With a state of one term or two: its products with every k and q, these with each other, those of the steps on
+    unit vectors with what every row brings, of three terms where the state is finer than 16 bits, else two, and the
+    update, whose weights have two terms. Where there is room, two of the last ones go side by side."""
     terms = 2 if case.format in ("float32", "float16", "int16") else 1
+    fine = case.format in ("float32", "int16")
     room = 8 if case.tokens <= 8 else 16
     with_state = terms * (rows // 16) * (2 * room // 8) * (case.cols // 16)
     with_each_other = (2 * room // 16) * (2 * room // 8) * (case.cols // 16)
+    pairs_of_terms = (3 if fine else 2) if room == 8 else (6 if fine else 3)
+    of_steps = pairs_of_terms * (rows // 16) * (2 * room // 8)
     of_update = (rows // 16) * (case.cols // 8) * (2 * room // 16)
-    return with_state + with_each_other + update * of_update
+    return with_state + with_each_other + of_steps + update * of_update
 
 
 @pytest.mark.parametrize("update", [True, False])
@@ -312,5 +327,5 @@ def test_no_entry_of_the_table_spills_more_than_a_few_bytes(
         transposed=mode.transposed, tokens=4 if mode.several_tokens else 0, exact=mode.op == "gated_delta_step",
     )  # fmt: skip
     assert case.problem.vector == mode.vector
-    for config, call in product(configs, STORED[mode.stored]):
+    for config, call in by_turns(configs, STORED[mode.stored]):
         assert spilled_bytes(compiled(case, 90, call, config), tmp_path) <= 64, (config, call.__name__)

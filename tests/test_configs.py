@@ -492,7 +492,7 @@ def test_tables_hold_tokens_together_and_limits_of_registers_only_where_they_mak
         assert not problem.valid(Config(16, 1, 8, registers=100))
 
 
-def test_one_token_of_the_gated_delta_rule_may_have_several_tiles_in_a_program() -> None:
+def test_one_token_of_the_gated_delta_rule_and_tokens_at_once_may_have_several_tiles_in_a_program() -> None:
     problem = DeltaProblem("gated_delta_step", 128, 128, "bfloat16", "nearest", 8, 64)
     configs = valid_configs(problem)
     assert {config.together for config in configs} == {1, 2, 4, 8, 16}
@@ -500,4 +500,6 @@ def test_one_token_of_the_gated_delta_rule_may_have_several_tiles_in_a_program()
     several = replace(problem, several_tokens=True)
     assert {config.together for config in valid_configs(several)} == {1, 2, 4}
     at_once = TensorCoreProblem("gated_delta_at_once", 128, 128, "bfloat16", "nearest", 8, 64, several_tokens=True)
-    assert {config.together for config in valid_configs(at_once)} == {1}
+    configs = valid_configs(at_once)
+    assert {config.together for config in configs} == {1, 2, 4, 8}
+    assert all(config.together * config.block_rows <= 128 for config in configs)

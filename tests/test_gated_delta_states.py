@@ -373,12 +373,15 @@ def test_starting_early_changes_no_byte_on_a_gpu(case: DeltaCase, attempt: int) 
     check_early(case, CUDA)
 
 
-TILED = (  # of 13 rows in tiles of four: the fourth has one row
+TILED = (  # 13 rows in tiles of four, or 52 in tiles of 16: the fourth has few rows
     DeltaCase(2, 2, 1, 13, 64, format="float16", rounding="stochastic", qk="float16"),
     DeltaCase(2, 2, 1, 13, 128, format="int8", qk="float16", per_channel=True),
     DeltaCase(2, 2, 1, 13, 16, format="float16", qk="float16", transposed=True),
     DeltaCase(2, 2, 1, 13, 64, format="bfloat16", x="bfloat16"),
     DeltaCase(2, 2, 1, 13, 128, format="float8_e4m3fn"),
+    DeltaCase(2, 2, 1, 52, 64, format="bfloat16", x="bfloat16", exact=False, tokens=4),
+    DeltaCase(2, 2, 1, 52, 32, format="int8", rounding="stochastic", exact=False, tokens=9),
+    DeltaCase(2, 2, 1, 52, 32, format="float32", exact=False, tokens=2, packed=True),
 )
 
 
@@ -386,13 +389,15 @@ TILED = (  # of 13 rows in tiles of four: the fourth has one row
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_programs_of_several_tiles_give_what_those_of_one_give(case: DeltaCase, device: torch.device) -> None:
     smallest = min(valid_configs(case.problem), key=lambda config: (config.block_rows, astuple(config)))
-    assert smallest.block_rows == 4
+    assert 3 * smallest.block_rows < case.rows <= 4 * smallest.block_rows
 
     def results(tiles: int) -> list[Tensor]:
-        inputs, taken = make_inputs(case, device), make_snapshots(replace(case, tokens=1), "float32", "nearest", device)
+        inputs = make_inputs(case, device)
+        taken = make_snapshots(replace(case, tokens=1), "float32", "nearest", device) if case.exact else None
         with override(replace(smallest, together=tiles)):
             y = inputs.step(snapshots=taken)
-        return [t for t in (y, taken.data, inputs.state.data, inputs.state.scale) if t is not None]
+        found = (y, inputs.state.data, inputs.state.scale, None if taken is None else taken.data)
+        return [t for t in found if t is not None]
 
     want = results(1)
     for tiles in (2, 4, 8):  # the last of eight are past the head

@@ -1,7 +1,10 @@
-"""gated_delta_step on the GPU for several tokens at once: one program per (batch row, value head, block of V rows).
+"""gated_delta_step on the GPU for several tokens at once: a program per (batch row, value head, some tiles of V rows).
 
-The recurrence is carried out on the products of the state with every k and q, which tensor cores make; the state itself
-is read once, and stored once after the last token.
+What a row of the state gives, and what it becomes, is linear in itself and in its values v. So the recurrence is
+carried out once, on unit vectors; tensor cores make the products of every row with all k and q, and apply the matrix
+that the recurrence gave. The state is read once, and stored once after the last token. A single tile is loaded to
+registers, before anything of the tokens. Of several, the next are on their way to shared memory, where accesses are
+wide enough for that, while one is stepped.
 """
 
 import triton
@@ -10,20 +13,30 @@ from triton.language.extra.cuda import gdc_wait
 
 from flashstate.kernels.addressing import this_program, token_entry, zero_unused
 from flashstate.kernels.functions import sigmoid
-from flashstate.kernels.gated_delta import ARGUMENTS, EPSILON, decay_of
-from flashstate.kernels.slots import resolve_read, token_range
-from flashstate.kernels.state_io import from_code, load_codes, load_scale, load_seed, random_bits, tile_at
-from flashstate.kernels.stores import store_last
+from flashstate.kernels.gated_delta import ARGUMENTS, EPSILON, STAGES, decay_of
+from flashstate.kernels.slots import resolve_read, resolve_write, token_range
+from flashstate.kernels.state_io import (
+    from_code,
+    load_codes,
+    load_scale,
+    load_seed,
+    random_bits,
+    store_state,
+    tile_at,
+)
 from flashstate.kernels.tensor_cores import (
     add_products,
     as_in_memory,
     as_operand,
+    beside,
     dot_terms,
     left_and_right,
     terms_of,
     transposed,
     upper_and_lower,
 )
+
+HINT = tl.constexpr("streaming")
 
 
 @triton.jit
@@ -53,6 +66,19 @@ def load_keys_and_queries(
 
 
 @triton.jit
+def keys_of(kq):
+    """The upper halves of what load_keys_and_queries gives: k of every token."""
+    chunks = ()
+    for i in tl.static_range(len(kq)):
+        terms = ()
+        for j in tl.static_range(len(kq[i])):
+            upper, _ = upper_and_lower(kq[i][j])
+            terms = terms + (upper,)
+        chunks = chunks + (terms,)
+    return chunks
+
+
+@triton.jit
 def terms_of_code(code, dtype: tl.constexpr, TARGET: tl.constexpr):
     """What is stored, as operands of tensor cores: one where it has no more bits than bfloat16 has, else two."""
     if dtype == tl.bfloat16 and TARGET != "interpreter":
@@ -60,19 +86,6 @@ def terms_of_code(code, dtype: tl.constexpr, TARGET: tl.constexpr):
     else:
         one: tl.constexpr = dtype == tl.bfloat16 or dtype.primitive_bitwidth == 8
         return terms_of(from_code(code, dtype, TARGET), 1 if one else 2, TARGET)
-
-
-@triton.jit
-def products(codes, kq, ROWS: tl.constexpr, dtype: tl.constexpr, TARGET: tl.constexpr):
-    """The products of the state with all k and q, (ROWS, 2 * TOKENS), and of these with each other."""
-    tokens: tl.constexpr = kq[0][0].shape[0]
-    with_state = tl.zeros([ROWS, tokens], tl.float32)
-    with_each_other = tl.zeros([tokens, tokens], tl.float32)
-    for i in tl.static_range(len(codes)):
-        flipped = transposed(kq[i])
-        with_state = dot_terms(terms_of_code(codes[i], dtype, TARGET), flipped, with_state)
-        with_each_other = dot_terms(kq[i], flipped, with_each_other)
-    return with_state, with_each_other
 
 
 @triton.jit
@@ -99,6 +112,13 @@ def row_entries(tensor, b, first, t, h, offs_d, ALIGNED: tl.constexpr):
 
 
 @triton.jit
+def load_values(tensor, b, first, t, h, offs_d, exists, ROWS: tl.constexpr, ALIGNED: tl.constexpr):
+    """The values of these rows for each of these tokens, (rows, tokens)."""
+    mask = (offs_d < ROWS)[:, None] & exists[None, :]
+    return tl.load(row_entries(tensor, b, first, t, h, offs_d, ALIGNED), mask=mask, other=0.0)
+
+
+@triton.jit
 def entry_of(vector, chosen):
     return tl.sum(tl.where(chosen, vector, 0.0), 0)
 
@@ -111,6 +131,106 @@ def row_of(matrix, chosen):
 @triton.jit
 def column_of(matrix, chosen):
     return tl.sum(tl.where(chosen[None, :], matrix, 0.0), 1)
+
+
+@triton.jit
+def unit_steps(alpha, beta, kk, kq, scale, count, TOKENS: tl.constexpr):
+    """The recurrence over `count` tokens, on one row of state for every token: zero, with 1 for the v of that token and
+    0 for others. Gives, for each of these rows, the weights of every k in the last state, beside its outputs, (TOKENS,
+    2 * TOKENS); what products of a state with every k and q, before the first token, count at that token, (2 *
+    TOKENS,); and the decay of the state itself. `scale` (2 * TOKENS,) is that of k and q: products and weights are of
+    both as they were loaded."""
+    t, kq_t = tl.arange(0, TOKENS), tl.arange(0, 2 * TOKENS) % TOKENS
+    v = tl.where(t[:, None] == t[None, :], 1.0, 0.0)
+    sk = tl.zeros([TOKENS, TOKENS], tl.float32)
+    sq = tl.zeros([TOKENS, TOKENS], tl.float32)
+    w = tl.zeros([TOKENS, TOKENS], tl.float32)  # u, decayed up to the last token
+    o = tl.zeros([TOKENS, TOKENS], tl.float32)
+    counts = tl.zeros([2 * TOKENS], tl.float32)
+    total = 1.0
+    for i in range(0, count):
+        now = t == i
+        decay = entry_of(alpha, now)
+        sk, sq, w = decay * sk, decay * sq, decay * w
+        u = (entry_of(beta, now) * column_of(v - sk, now))[:, None]
+        sk = tl.fma(u, row_of(kk, now)[None, :], sk)
+        sq = tl.fma(u, row_of(kq, now)[None, :], sq)
+        o = tl.where(now[None, :], sq, o)
+        w = tl.where(now[None, :], u, w)
+        total *= decay
+        counts = tl.where(kq_t == i, total, counts)
+    k_scale, _ = tl.split(tl.permute(tl.reshape(scale, (2, TOKENS)), (1, 0)))
+    return beside(w * k_scale[None, :], o), counts * scale, total
+
+
+@triton.jit
+def load_tile(
+    pool, slot, live, tile, bits, COLS: tl.constexpr, VECTOR: tl.constexpr, PER_COLUMNS: tl.constexpr,
+    ROUNDING: tl.constexpr, ROUNDS: tl.constexpr,
+):  # fmt: skip
+    """A tile as it is stored, its scales, and the random bits that it is rounded with, drawn while it is on its way.
+    `bits`: seed, token and stream."""
+    data_ptr, scale_ptr, slot_stride, scale_stride = pool
+    seed, t, stream = bits
+    factor = load_scale(scale_ptr, slot * scale_stride, live, tile)
+    codes = load_codes(data_ptr, slot * slot_stride, live, tile, COLS, VECTOR, HINT)
+    return codes, factor, random_bits(seed, tile, t, stream, COLS, PER_COLUMNS, ROUNDING, ROUNDS)
+
+
+@triton.jit
+def multiply_tile(
+    stored, live, kq, ROWS: tl.constexpr, dtype: tl.constexpr, PADDING: tl.constexpr, PER_COLUMNS: tl.constexpr,
+    TARGET: tl.constexpr,
+):  # fmt: skip
+    """What load_tile gave, its codes as operands, beside its products with all k and q, (ROWS, 2 * tokens)."""
+    codes, factor, random = stored
+    operands = ()
+    with_state = tl.zeros([ROWS, kq[0][0].shape[0]], tl.float32)
+    for i in tl.static_range(len(codes)):
+        code = codes[i]
+        if PADDING == "fresh":
+            code = tl.where(live, code, 0).to(code.dtype)
+        code = as_operand(code, PER_COLUMNS)
+        operands = operands + (code,)
+        with_state = dot_terms(terms_of_code(code, dtype, TARGET), transposed(kq[i]), with_state)
+    if PADDING == "fresh":
+        factor = tl.where(live, factor, 1.0)
+    return operands, factor, random, with_state * factor
+
+
+@triton.jit
+def step_tile(
+    multiplied, tile, v, exists, live, kq, steps, out_ptrs, pool, to,
+    STORES: tl.constexpr, PADDING: tl.constexpr, TERMS: tl.constexpr, PER_COLUMNS: tl.constexpr,
+    ROUNDING: tl.constexpr, VECTOR: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """Step what multiply_tile gave through all tokens: store its outputs, and its rows in slot `to` unless that is -1.
+    `steps`: what unit_steps gives."""
+    operands, factor, random, with_state = multiplied
+    _, _, _, _, mask_rows, _ = tile
+    matrix, counts, total = steps
+    data_ptr, scale_ptr, slot_stride, scale_stride = pool
+    sk, sq = left_and_right(with_state * counts[None, :])  # (rows, tokens)
+    nothing = tl.zeros([v.shape[0], 2 * v.shape[1]], tl.float32)
+    given = terms_of(v.to(tl.float32) - sk, TERMS, TARGET)
+    w, o = left_and_right(add_products(nothing, given, terms_of(matrix, TERMS, TARGET)))
+    o += sq
+    if PADDING != "fresh":
+        o = tl.where(live, o, 0.0)
+    shown = mask_rows[:, None] & exists[None, :]
+    if PADDING == "keep":
+        shown = tl.where(live, shown, False)
+    tl.store(out_ptrs, o.to(out_ptrs.dtype.element_ty), mask=shown)
+    if STORES == "last":
+        k, weights = keys_of(kq), terms_of(w, 2, TARGET)
+        after = ()
+        for i in tl.static_range(len(operands)):
+            decayed = from_code(operands[i], data_ptr.dtype.element_ty, TARGET) * (total * factor)
+            after = after + (as_in_memory(add_products(decayed, weights, k[i]), PER_COLUMNS),)
+        store_state(
+            data_ptr, scale_ptr, to * slot_stride, to * scale_stride, to >= 0, tile, after, random,
+            ROUNDING, VECTOR, TARGET, HINT,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=ARGUMENTS)
@@ -126,31 +246,30 @@ def gated_delta_at_once_kernel(
     STORES: tl.constexpr, PADDING: tl.constexpr, EARLY: tl.constexpr,
     ROUNDING: tl.constexpr, ROUNDS: tl.constexpr, TARGET: tl.constexpr,
     TOKENS: tl.constexpr,  # there is room for: 8 or 16
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr,
+    TILES: tl.constexpr,  # of a program
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr,  # of a tile
 ):  # fmt: skip
-    b, h, first_row = this_program(H, ROWS, BLOCK_ROWS)
+    b, h, first_row = this_program(H, ROWS, TILES * BLOCK_ROWS)
     g = h // HEADS_PER_GROUP
-    offs_d = first_row + tl.arange(0, BLOCK_ROWS)
-    mask_d = offs_d < ROWS
-    tile = tile_at(h, first_row, ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, TRANSPOSED)
     PER_COLUMNS: tl.constexpr = 1 if TRANSPOSED else VECTOR  # neighbouring columns that a thread has
 
     slot = resolve_read((read_ptr, read_stride, read_width, accepted_ptr), b, num_slots, null, fault_ptr)
     live = slot >= 0
     first, length = token_range(cu_seqlens_ptr, b, tokens, False)
     count = tl.minimum(length, longest)  # there is no room for more, whatever a packed row has
-    factor = load_scale(scale_ptr, slot * scale_stride, live, tile)
-    codes = load_codes(data_ptr, slot * slot_stride, live, tile, COLS, VECTOR, "streaming")
-    if STORES == "last":  # drawn while the state is on its way
-        seed = load_seed(seed_ptr, slot, live, ROUNDING != "nearest")
-        random = random_bits(seed, tile, count - 1, stream, COLS, PER_COLUMNS, ROUNDING, ROUNDS)
+    pool = (data_ptr, scale_ptr, slot_stride, scale_stride)
+    STORED_ROUNDING: tl.constexpr = ROUNDING if STORES == "last" else "nearest"
+    bits = (load_seed(seed_ptr, slot, live, STORED_ROUNDING != "nearest"), count - 1, stream)
+    if TILES == 1:
+        tile = tile_at(h, first_row, ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, TRANSPOSED)
+        stored = load_tile(pool, slot, live, tile, bits, COLS, VECTOR, PER_COLUMNS, STORED_ROUNDING, ROUNDS)
     rate, dt_bias = None, 0.0
     if A_log_ptr is not None:
         rate = tl.exp(tl.load(A_log_ptr + h).to(tl.float32))
     if dt_bias_ptr is not None:
         dt_bias = tl.load(dt_bias_ptr + h).to(tl.float32)
 
-    if EARLY:  # what tokens bring may come from the kernel in front; the state is on its way
+    if EARLY:  # what tokens bring may come from the kernel in front; a single tile is on its way
         gdc_wait()
     t = tl.arange(0, TOKENS)
     exists = t < count
@@ -158,69 +277,56 @@ def gated_delta_at_once_kernel(
     beta = load_tokens((beta_ptr, beta_b, beta_t, beta_h), b, first, t, h, exists)
     if A_log_ptr is not None:
         beta = sigmoid(beta)
-    mask = mask_d[:, None] & exists[None, :]
-    v_ptrs = row_entries((v_ptr, v_b, v_t, v_h), b, first, t, h, offs_d, ALIGNED)
-    v = tl.load(v_ptrs, mask=mask, other=0.0).to(tl.float32)  # (BLOCK_ROWS, TOKENS)
+    v_at, out = (v_ptr, v_b, v_t, v_h), (out_ptr, out_b, out_t, out_h)
+    if TILES == 1:
+        v = load_values(v_at, b, first, t, h, first_row + tl.arange(0, BLOCK_ROWS), exists, ROWS, ALIGNED)
     kq = load_keys_and_queries(
         (k_ptr, k_b, k_t, k_h), (q_ptr, q_b, q_t, q_h), b, first, count, g,
         TOKENS, ALIGNED, COLS, BLOCK_COLS, CHUNK, PER_COLUMNS, TARGET,
     )  # fmt: skip
-
-    s = ()
-    for i in tl.static_range(len(codes)):
-        code = codes[i]
-        if PADDING == "fresh":
-            code = tl.where(live, code, 0).to(code.dtype)
-        s = s + (as_operand(code, PER_COLUMNS),)
-    if PADDING == "fresh":
-        factor = tl.where(live, factor, 1.0)
-    with_state, with_each_other = products(s, kq, BLOCK_ROWS, data_ptr.dtype.element_ty, TARGET)
+    dtype: tl.constexpr = data_ptr.dtype.element_ty
+    if TILES == 1:
+        multiplied = multiply_tile(stored, live, kq, BLOCK_ROWS, dtype, PADDING, PER_COLUMNS, TARGET)
+    with_each_other = tl.zeros([2 * TOKENS, 2 * TOKENS], tl.float32)
+    for i in tl.static_range(len(kq)):
+        with_each_other = dot_terms(kq[i], transposed(kq[i]), with_each_other)
     scale = factors(with_each_other, q_scale, TOKENS, QK_L2NORM)
-    sk, sq = left_and_right(with_state * factor * scale[None, :])  # (BLOCK_ROWS, TOKENS)
     of_k, _ = upper_and_lower(with_each_other * scale[:, None] * scale[None, :])
     kk, kq_products = left_and_right(of_k)  # (TOKENS, TOKENS)
+    steps = unit_steps(alpha, beta, kk, kq_products, scale, count, TOKENS)
+    fine: tl.constexpr = dtype == tl.float32 or dtype == tl.int16 or v_ptr.dtype.element_ty == tl.float32
+    TERMS: tl.constexpr = 3 if fine else 2  # as much as float32 has, or enough for 16 bits
 
-    w = tl.zeros([BLOCK_ROWS, TOKENS], tl.float32)  # u, decayed up to the last token
-    o = tl.zeros([BLOCK_ROWS, TOKENS], tl.float32)
-    total = 1.0
-    for i in range(0, count):
-        now = t == i
-        decay = entry_of(alpha, now)
-        sk, sq, w = decay * sk, decay * sq, decay * w
-        u = (entry_of(beta, now) * column_of(v - sk, now))[:, None]
-        sk = tl.fma(u, row_of(kk, now)[None, :], sk)
-        sq = tl.fma(u, row_of(kq_products, now)[None, :], sq)
-        o = tl.where(now[None, :], sq, o)
-        w = tl.where(now[None, :], u, w)
-        total *= decay
-
-    out = (out_ptr, out_b, out_t, out_h)
-    if PADDING != "fresh":
-        o = tl.where(live, o, 0.0)
-    shown = tl.where(live, mask, False) if PADDING == "keep" else mask
-    out_ptrs = row_entries(out, b, first, t, h, offs_d, ALIGNED)
-    tl.store(out_ptrs, o.to(out_ptr.dtype.element_ty), mask=shown)
+    to = slot * 0 - 1
     if STORES == "last":
-        k_scale, _ = tl.split(tl.permute(tl.reshape(scale, (2, TOKENS)), (1, 0)))
-        weights = terms_of(w * k_scale[None, :], 2, TARGET)
-        after = ()
-        for i in tl.static_range(len(s)):
-            k = ()
-            for j in tl.static_range(len(kq[i])):
-                upper, _ = upper_and_lower(kq[i][j])
-                k = k + (upper,)
-            decayed = from_code(s[i], data_ptr.dtype.element_ty, TARGET) * (total * factor)
-            after = after + (as_in_memory(add_products(decayed, weights, k), PER_COLUMNS),)
-        pool = (data_ptr, scale_ptr, slot_stride, scale_stride, num_slots)
         goes = live & (count > 0)
-        store_last(
-            pool, (write_ptr, write_stride), b, slot, goes, null, fault_ptr, tile, after, random,
-            ROUNDING, VECTOR, TARGET, "streaming",
+        to = resolve_write((write_ptr, write_stride), b, 0, slot, goes, num_slots, null, fault_ptr)
+        to = tl.where(goes, to, -1)
+    if TILES == 1:
+        out_ptrs = row_entries(out, b, first, t, h, first_row + tl.arange(0, BLOCK_ROWS), ALIGNED)
+        step_tile(
+            multiplied, tile, v, exists, live, kq, steps, out_ptrs, pool, to,
+            STORES, PADDING, TERMS, PER_COLUMNS, ROUNDING, VECTOR, TARGET,
         )  # fmt: skip
+    else:
+        for i in tl.range(TILES, num_stages=STAGES):
+            tile_row = first_row + i * BLOCK_ROWS
+            offs_d = tile_row + tl.arange(0, BLOCK_ROWS)
+            tile = tile_at(h, tile_row, ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, TRANSPOSED)
+            stored = load_tile(pool, slot, live, tile, bits, COLS, VECTOR, PER_COLUMNS, STORED_ROUNDING, ROUNDS)
+            v = load_values(v_at, b, first, t, h, offs_d, exists, ROWS, ALIGNED)
+            out_ptrs = row_entries(out, b, first, t, h, offs_d, ALIGNED)
+            multiplied = multiply_tile(stored, live, kq, BLOCK_ROWS, dtype, PADDING, PER_COLUMNS, TARGET)
+            step_tile(
+                multiplied, tile, v, exists, live, kq, steps, out_ptrs, pool, to,
+                STORES, PADDING, TERMS, PER_COLUMNS, ROUNDING, VECTOR, TARGET,
+            )  # fmt: skip
     if cu_seqlens_ptr is not None:
+        offs_d = first_row + tl.arange(0, TILES * BLOCK_ROWS)
+        mask_d = offs_d < ROWS
         for i in range(count, length):
-            zero = tl.zeros([BLOCK_ROWS], out_ptr.dtype.element_ty)
+            zero = tl.zeros([TILES * BLOCK_ROWS], out_ptr.dtype.element_ty)
             past = token_entry(out, b, first + i, h, 1) + offs_d
             tl.store(past, zero, mask=tl.where(live, mask_d, False) if PADDING == "keep" else mask_d)
-        batch = tl.num_programs(0) // (H * ((ROWS + BLOCK_ROWS - 1) // BLOCK_ROWS))
+        batch = tl.num_programs(0) // (H * ((ROWS + TILES * BLOCK_ROWS - 1) // (TILES * BLOCK_ROWS)))
         zero_unused(out, cu_seqlens_ptr, b, h, offs_d, mask_d, tokens, batch)

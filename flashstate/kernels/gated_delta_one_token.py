@@ -11,6 +11,7 @@ from triton.language.extra.cuda import gdc_wait
 from flashstate.kernels.addressing import this_program, token_entry
 from flashstate.kernels.gated_delta import (
     ARGUMENTS,
+    STAGES,
     dot_pieces,
     length_factor,
     load_bias,
@@ -30,8 +31,6 @@ from flashstate.kernels.state_io import (
 )
 from flashstate.kernels.stores import store_output
 from flashstate.kernels.tiles import dot_rows, load_columns, load_rows, zero_unless
-
-STAGES = tl.constexpr(3)  # of the pipeline: while a tile is stepped the next is on its way, then the one after it
 
 
 @triton.jit(do_not_specialize=ARGUMENTS)

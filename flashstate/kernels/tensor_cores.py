@@ -13,20 +13,20 @@ def terms_of(x, TERMS: tl.constexpr, TARGET: tl.constexpr):
     if TARGET == "interpreter":
         return (x,)
     else:
-        high = x.to(tl.bfloat16)
-        if TERMS == 1:
-            return (high,)
-        else:
-            return high, (x - high.to(tl.float32)).to(tl.bfloat16)
+        terms = ()
+        for _ in tl.static_range(TERMS):
+            term = x.to(tl.bfloat16)
+            terms, x = terms + (term,), x - term.to(tl.float32)
+        return terms
 
 
 @triton.jit
 def dot_terms(x, y, total):
-    """total + x y in float32, of matrices that are sums of terms; without the product of the second ones, which is too
-    small to count."""
+    """total + x y in float32, of matrices that are sums of terms, but for products of terms that are too small to
+    count: those of the second with the second, where there are two."""
     for i in tl.static_range(len(x)):
         for j in tl.static_range(len(y)):
-            if i + j < 2:
+            if i + j < max(len(x), len(y)):
                 total = tl.dot(x[i], y[j], total, input_precision="ieee")
     return total
 
@@ -89,12 +89,13 @@ def beside(x, y):
 
 @triton.jit
 def add_products(total, w, k):
-    """total + w k, where w (rows, tokens) has one term or two and k (tokens, columns) too. Tensor cores sum over 16
-    tokens at least: two terms of eight go side by side."""
-    for j in tl.static_range(len(k)):
-        if len(w) == 2 and w[0].shape[1] < 16:
+    """total + w k, where w (rows, tokens) and k (tokens, columns) have three terms each, or two and at most two. Tensor
+    cores sum over 16 tokens at least: of eight, two products go side by side."""
+    if w[0].shape[1] < 16 and len(w) > 1:
+        for j in tl.static_range(min(2, len(k))):
             total = tl.dot(beside(w[0], w[1]), above(k[j], k[j]), total)
-        else:
-            for i in tl.static_range(len(w)):
-                total = tl.dot(w[i], k[j], total, input_precision="ieee")
-    return total
+        if len(w) == 3:
+            total = tl.dot(beside(w[2], w[0]), above(k[0], k[2]), total)
+        return total
+    else:
+        return dot_terms(w, k, total)

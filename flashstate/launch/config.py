@@ -173,14 +173,18 @@ class ChannelProblem(Problem):
 
 @dataclass(frozen=True)
 class DeltaProblem(Problem):
-    """What a config of the gated delta rule is chosen for. Programs for one token may have several tiles of rows. With
-    a limit of registers the compiler also issues its loads in another order, which is worth trying with any rounding.
-    """
+    """What a config of the gated delta rule is chosen for. Programs may have several tiles of rows, except where tokens
+    are stepped one after the other. With a limit of registers the compiler also issues its loads in another order,
+    which is worth trying with any rounding."""
+
+    @property
+    def in_tiles(self) -> bool:
+        """Whether `together` is how many tiles a program has, not how many tokens are loaded together."""
+        return not self.several_tokens
 
     @property
     def most_together(self) -> int:
-        """How many tokens may be loaded together, or how many tiles a program for one token may have."""
-        return 4 if self.several_tokens else 16
+        return 16 if self.in_tiles else 4
 
     @property
     def together_choices(self) -> tuple[int, ...]:
@@ -191,9 +195,9 @@ class DeltaProblem(Problem):
         return self.limits if torch.version.hip is None else self.limits[:1]
 
     def manageable(self, config: Config) -> bool:
-        """Of one token: tiles count one by one. Several have no more rows than a head, padded, and wait in shared
-        memory, which may be small."""
-        if self.several_tokens:
+        """Tiles count one by one. Several have no more rows than a head, padded, and wait in shared memory, which may
+        be small."""
+        if not self.in_tiles:
             return super().manageable(config)
         tile_bytes = config.block_rows * self.block_cols * getattr(torch, self.format).itemsize
         fits = config.together * config.block_rows <= next_power_of_2(self.rows) and tile_bytes <= MOST_STAGED
@@ -232,12 +236,13 @@ class TensorCoreProblem(DeltaProblem):
         return [max(4, 16 // self.chunk(1))]
 
     @property
-    def together_choices(self) -> tuple[int, ...]:
-        return TOGETHER[:1]
+    def in_tiles(self) -> bool:
+        return True
 
     def valid(self, config: Config) -> bool:
         rows = config.block_rows in self.row_choices and config.lanes in self.lane_choices
-        return rows and config.num_warps == config.together == 1 and config.registers in self.limits
+        known = config.together in self.together_choices and config.registers in self.limits
+        return rows and known and config.num_warps == 1
 
     def heuristic(self, gpu: Gpu) -> Config:
         """More rows per program where there are programs enough: the tokens' products with each other are made once for

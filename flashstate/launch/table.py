@@ -31,7 +31,7 @@ class Config:
     num_warps: warps per program.
     lanes: threads side by side in a row; the fewer, the longer each walks along it, and the fewer are left to sum over.
     together: tokens of a row whose inputs are loaded before the first of them is used, if there are so many; where
-        `gated_delta_step` has one token, tiles of `block_rows` that a program steps one after the other.
+        `gated_delta_step` has one token, or all at once, tiles that a program steps one after the other.
     registers: the most that a thread may have, so that more threads run at once; 0 leaves it to the compiler.
     """
 

@@ -305,7 +305,7 @@ def _run(
         op, rows, cols, dtype_name(data.dtype), rounding, vector, batch_heads, not one_token, stored, transposed
     )  # fmt: skip
     config = choose(problem, gpu_of(data.device))
-    tiles = config.together if one_token else 1  # of a program
+    tiles = config.together if one_token or at_once else 1  # of a program
     programs = programs_of("v", v, batch_heads, rows, tiles * config.block_rows)
     early = early and lets_next_start(data.device)
     tables = read, accepted, write, parents, cu_seqlens, snapshot_rows
@@ -325,7 +325,7 @@ def _run(
     }  # fmt: skip
     if at_once:
         kernel = gated_delta_at_once_kernel
-        constants["TOKENS"] = 8 if extent.longest <= 8 else MOST_AT_ONCE
+        constants |= {"TOKENS": 8 if extent.longest <= 8 else MOST_AT_ONCE, "TILES": tiles}
     else:
         constants |= {
             "SNAPSHOT_VECTOR": min(vector, access_width(data if snapshot_data is None else snapshot_data)),
