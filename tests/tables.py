@@ -65,7 +65,7 @@ def modes_of(op: str) -> list[Any]:
 
 
 def by_turns(configs: Collection[Config], calls: Sequence[T]) -> list[tuple[Config, T]]:
-    """Every config with one of these calls and every call with a config, in turn."""
+    """Every config with one of these calls and every call with a config, in turn: all pairs take long to compile."""
     ordered = sorted(configs, key=astuple)
     pairs = zip(cycle(ordered), cycle(calls), strict=False)
     return list(islice(pairs, max(len(ordered), len(calls))))

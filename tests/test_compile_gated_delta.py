@@ -209,16 +209,21 @@ def test_tiles_wait_in_shared_memory_while_others_are_stepped(
         assert not COPY.search(ptx.split(WAIT)[0])
 
 
-@pytest.mark.parametrize("call", [plain, kept])
-@pytest.mark.parametrize(("name", "tiles"), [("bfloat16", 2), ("bfloat16", 8), ("int8", 4)])
+@pytest.mark.parametrize(
+    ("name", "tiles", "call"),
+    [("bfloat16", 2, kept), ("bfloat16", 8, plain), ("bfloat16", 4, early), ("int8", 4, plain), ("float32", 8, kept)],
+)
 def test_tiles_of_tokens_at_once_wait_in_shared_memory_while_others_are_stepped(
     name: str, tiles: int, call: Call, tmp_path: Path
 ) -> None:
     case, config = replace(AT_ONCE, format=name), Config(16, 1, 4, tiles)
     kernel = compiled(case, 90, call, config)
     assert spilled_bytes(kernel, tmp_path) == 0
-    copies, of_a_tile = COPY.findall(kernel.asm["ptx"]), 16 * case.cols * dtype(name).itemsize // (16 * 32)
-    assert len(copies) == 3 * of_a_tile
+    ptx, of_a_tile = kernel.asm["ptx"], 16 * case.cols * dtype(name).itemsize // (16 * 32)
+    assert len(COPY.findall(ptx)) == 3 * of_a_tile
+    assert len(COPY.findall(ptx.split("cp.async.wait_group")[0])) == 2 * of_a_tile
+    if call is early:
+        assert not COPY.search(ptx.split(WAIT)[0])
 
 
 @pytest.mark.parametrize(
@@ -283,7 +288,7 @@ def expected_products(case: DeltaCase, rows: int, update: bool) -> int:
     room = 8 if case.tokens <= 8 else 16
     with_state = terms * (rows // 16) * (2 * room // 8) * (case.cols // 16)
     with_each_other = (2 * room // 16) * (2 * room // 8) * (case.cols // 16)
-    pairs_of_terms = (3 if fine else 2) if room == 8 else (6 if fine else 3)
+    pairs_of_terms = (3 if fine else 2) if room == 8 else (6 if fine else 4)
     of_steps = pairs_of_terms * (rows // 16) * (2 * room // 8)
     of_update = (rows // 16) * (case.cols // 8) * (2 * room // 16)
     return with_state + with_each_other + of_steps + update * of_update

@@ -12,6 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from flashstate.bench.gated_delta import LARGE
 from flashstate.bench.jobs import Grid, Shape
 from flashstate.bench.ops import OPS
 from flashstate.bench.timing import MIN_LAUNCHES, Timing
@@ -136,6 +137,19 @@ def test_a_size_starts_where_the_smaller_one_ended(tmp_path: Path) -> None:
     assert all(steps_between(choose(problem, GPU), goal) > 2 for problem in of_mode)
     tuned(path, FakeStopwatch(time), of_mode)
     assert set(configs_in(path).values()) == {goal}
+
+
+def test_many_tiles_are_found_where_few_are_slower_than_one(tmp_path: Path) -> None:
+    path, grid = tmp_path / "table.json", Grid((LARGE,), [("int8", "nearest")], (1,), batches=(4,))
+    (problem,) = jobs_by_problem(OPS["gated_delta"].jobs([grid]))
+    now = choose(problem, GPU)
+    assert now.together == 1
+
+    def time(problem: Problem, config: Config) -> float:
+        return {1: 10.0, 2: 12.0, 4: 11.0, 8: 9.0, 16: 9.5}[config.together] + (replace(config, together=1) != now)
+
+    tuned(path, FakeStopwatch(time), [problem])
+    assert configs_in(path)[place_of(problem)] == replace(now, together=8)
 
 
 def test_an_interrupted_run_is_resumed_and_ends_with_the_same_table(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from flashstate.kernels.tiles import dot_rows, load_columns, load_rows, minus_ze
 
 EPSILON = tl.constexpr(1e-6)  # added to the sum of squares of q and of k before they are normalised
 PIECE = tl.constexpr(32)  # columns, one per thread of any warp
-STAGES = tl.constexpr(3)  # of tiles: while one is stepped the next is on its way to shared memory, and the one after it
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """gated_delta_step on the GPU for several tokens at once: a program per (batch row, value head, some tiles of V rows).
 
-What a row of the state gives, and what it becomes, is linear in itself and in its values v. So the recurrence is
-carried out once, on unit vectors; tensor cores make the products of every row with all k and q, and apply the matrix
+What a row of the state gives, and what it becomes, is linear in itself and in its values v. So a program carries out
+the recurrence once, on unit vectors; tensor cores make the products of every row with all k and q, and apply the matrix
 that the recurrence gave. The state is read once, and stored once after the last token. A single tile is loaded to
 registers, before anything of the tokens. Of several, the next are on their way to shared memory, where accesses are
 wide enough for that, while one is stepped.
@@ -13,7 +13,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from flashstate.kernels.addressing import this_program, token_entry, zero_unused
 from flashstate.kernels.functions import sigmoid
-from flashstate.kernels.gated_delta import ARGUMENTS, EPSILON, STAGES, decay_of
+from flashstate.kernels.gated_delta import ARGUMENTS, EPSILON, decay_of
 from flashstate.kernels.slots import resolve_read, resolve_write, token_range
 from flashstate.kernels.state_io import (
     from_code,
@@ -35,6 +35,7 @@ from flashstate.kernels.tensor_cores import (
     transposed,
     upper_and_lower,
 )
+from flashstate.kernels.tiles import STAGES
 
 HINT = tl.constexpr("streaming")
 
@@ -134,19 +135,21 @@ def column_of(matrix, chosen):
 
 
 @triton.jit
-def unit_steps(alpha, beta, kk, kq, scale, count, TOKENS: tl.constexpr):
+def unit_steps(alpha, beta, kk, kq_products, scale, count, TOKENS: tl.constexpr):
     """The recurrence over `count` tokens, on one row of state for every token: zero, with 1 for the v of that token and
-    0 for others. Gives, for each of these rows, the weights of every k in the last state, beside its outputs, (TOKENS,
-    2 * TOKENS); what products of a state with every k and q, before the first token, count at that token, (2 *
-    TOKENS,); and the decay of the state itself. `scale` (2 * TOKENS,) is that of k and q: products and weights are of
-    both as they were loaded."""
+    0 for others. `kk` and `kq_products`: of every k with every k and q; `scale` (2 * TOKENS,): what normalises these.
+
+    Gives, for each of these rows, the weights of every k in the last state, beside its outputs, (TOKENS, 2 * TOKENS);
+    what the products of a state with every k and q, before the first token, are to be multiplied with when their token
+    has come, (2 * TOKENS,); and with what the state itself, after the last. Weights, and products with a state, are of
+    k and q as they were loaded."""
     t, kq_t = tl.arange(0, TOKENS), tl.arange(0, 2 * TOKENS) % TOKENS
     v = tl.where(t[:, None] == t[None, :], 1.0, 0.0)
     sk = tl.zeros([TOKENS, TOKENS], tl.float32)
     sq = tl.zeros([TOKENS, TOKENS], tl.float32)
     w = tl.zeros([TOKENS, TOKENS], tl.float32)  # u, decayed up to the last token
     o = tl.zeros([TOKENS, TOKENS], tl.float32)
-    counts = tl.zeros([2 * TOKENS], tl.float32)
+    gamma = tl.zeros([2 * TOKENS], tl.float32)
     total = 1.0
     for i in range(0, count):
         now = t == i
@@ -154,24 +157,24 @@ def unit_steps(alpha, beta, kk, kq, scale, count, TOKENS: tl.constexpr):
         sk, sq, w = decay * sk, decay * sq, decay * w
         u = (entry_of(beta, now) * column_of(v - sk, now))[:, None]
         sk = tl.fma(u, row_of(kk, now)[None, :], sk)
-        sq = tl.fma(u, row_of(kq, now)[None, :], sq)
+        sq = tl.fma(u, row_of(kq_products, now)[None, :], sq)
         o = tl.where(now[None, :], sq, o)
         w = tl.where(now[None, :], u, w)
         total *= decay
-        counts = tl.where(kq_t == i, total, counts)
+        gamma = tl.where(kq_t == i, total, gamma)
     k_scale, _ = tl.split(tl.permute(tl.reshape(scale, (2, TOKENS)), (1, 0)))
-    return beside(w * k_scale[None, :], o), counts * scale, total
+    return beside(w * k_scale[None, :], o), gamma * scale, total
 
 
 @triton.jit
 def load_tile(
-    pool, slot, live, tile, bits, COLS: tl.constexpr, VECTOR: tl.constexpr, PER_COLUMNS: tl.constexpr,
+    pool, slot, live, tile, drawing, COLS: tl.constexpr, VECTOR: tl.constexpr, PER_COLUMNS: tl.constexpr,
     ROUNDING: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
     """A tile as it is stored, its scales, and the random bits that it is rounded with, drawn while it is on its way.
-    `bits`: seed, token and stream."""
+    `drawing`: their seed, token and stream."""
     data_ptr, scale_ptr, slot_stride, scale_stride = pool
-    seed, t, stream = bits
+    seed, t, stream = drawing
     factor = load_scale(scale_ptr, slot * scale_stride, live, tile)
     codes = load_codes(data_ptr, slot * slot_stride, live, tile, COLS, VECTOR, HINT)
     return codes, factor, random_bits(seed, tile, t, stream, COLS, PER_COLUMNS, ROUNDING, ROUNDS)
@@ -208,9 +211,9 @@ def step_tile(
     `steps`: what unit_steps gives."""
     operands, factor, random, with_state = multiplied
     _, _, _, _, mask_rows, _ = tile
-    matrix, counts, total = steps
+    matrix, gamma, total = steps
     data_ptr, scale_ptr, slot_stride, scale_stride = pool
-    sk, sq = left_and_right(with_state * counts[None, :])  # (rows, tokens)
+    sk, sq = left_and_right(with_state * gamma[None, :])  # (rows, tokens)
     nothing = tl.zeros([v.shape[0], 2 * v.shape[1]], tl.float32)
     given = terms_of(v.to(tl.float32) - sk, TERMS, TARGET)
     w, o = left_and_right(add_products(nothing, given, terms_of(matrix, TERMS, TARGET)))
@@ -259,10 +262,10 @@ def gated_delta_at_once_kernel(
     count = tl.minimum(length, longest)  # there is no room for more, whatever a packed row has
     pool = (data_ptr, scale_ptr, slot_stride, scale_stride)
     STORED_ROUNDING: tl.constexpr = ROUNDING if STORES == "last" else "nearest"
-    bits = (load_seed(seed_ptr, slot, live, STORED_ROUNDING != "nearest"), count - 1, stream)
+    drawing = (load_seed(seed_ptr, slot, live, STORED_ROUNDING != "nearest"), count - 1, stream)
     if TILES == 1:
         tile = tile_at(h, first_row, ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, TRANSPOSED)
-        stored = load_tile(pool, slot, live, tile, bits, COLS, VECTOR, PER_COLUMNS, STORED_ROUNDING, ROUNDS)
+        stored = load_tile(pool, slot, live, tile, drawing, COLS, VECTOR, PER_COLUMNS, STORED_ROUNDING, ROUNDS)
     rate, dt_bias = None, 0.0
     if A_log_ptr is not None:
         rate = tl.exp(tl.load(A_log_ptr + h).to(tl.float32))
@@ -302,25 +305,19 @@ def gated_delta_at_once_kernel(
         goes = live & (count > 0)
         to = resolve_write((write_ptr, write_stride), b, 0, slot, goes, num_slots, null, fault_ptr)
         to = tl.where(goes, to, -1)
-    if TILES == 1:
-        out_ptrs = row_entries(out, b, first, t, h, first_row + tl.arange(0, BLOCK_ROWS), ALIGNED)
+    for i in tl.range(TILES, num_stages=STAGES):
+        tile_row = first_row + i * BLOCK_ROWS
+        offs_d = tile_row + tl.arange(0, BLOCK_ROWS)
+        if TILES > 1:
+            tile = tile_at(h, tile_row, ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, TRANSPOSED)
+            stored = load_tile(pool, slot, live, tile, drawing, COLS, VECTOR, PER_COLUMNS, STORED_ROUNDING, ROUNDS)
+            v = load_values(v_at, b, first, t, h, offs_d, exists, ROWS, ALIGNED)
+            multiplied = multiply_tile(stored, live, kq, BLOCK_ROWS, dtype, PADDING, PER_COLUMNS, TARGET)
+        out_ptrs = row_entries(out, b, first, t, h, offs_d, ALIGNED)
         step_tile(
             multiplied, tile, v, exists, live, kq, steps, out_ptrs, pool, to,
             STORES, PADDING, TERMS, PER_COLUMNS, ROUNDING, VECTOR, TARGET,
         )  # fmt: skip
-    else:
-        for i in tl.range(TILES, num_stages=STAGES):
-            tile_row = first_row + i * BLOCK_ROWS
-            offs_d = tile_row + tl.arange(0, BLOCK_ROWS)
-            tile = tile_at(h, tile_row, ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, TRANSPOSED)
-            stored = load_tile(pool, slot, live, tile, bits, COLS, VECTOR, PER_COLUMNS, STORED_ROUNDING, ROUNDS)
-            v = load_values(v_at, b, first, t, h, offs_d, exists, ROWS, ALIGNED)
-            out_ptrs = row_entries(out, b, first, t, h, offs_d, ALIGNED)
-            multiplied = multiply_tile(stored, live, kq, BLOCK_ROWS, dtype, PADDING, PER_COLUMNS, TARGET)
-            step_tile(
-                multiplied, tile, v, exists, live, kq, steps, out_ptrs, pool, to,
-                STORES, PADDING, TERMS, PER_COLUMNS, ROUNDING, VECTOR, TARGET,
-            )  # fmt: skip
     if cu_seqlens_ptr is not None:
         offs_d = first_row + tl.arange(0, TILES * BLOCK_ROWS)
         mask_d = offs_d < ROWS

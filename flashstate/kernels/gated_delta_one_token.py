@@ -11,7 +11,6 @@ from triton.language.extra.cuda import gdc_wait
 from flashstate.kernels.addressing import this_program, token_entry
 from flashstate.kernels.gated_delta import (
     ARGUMENTS,
-    STAGES,
     dot_pieces,
     length_factor,
     load_bias,
@@ -30,7 +29,7 @@ from flashstate.kernels.state_io import (
     tile_at,
 )
 from flashstate.kernels.stores import store_output
-from flashstate.kernels.tiles import dot_rows, load_columns, load_rows, zero_unless
+from flashstate.kernels.tiles import STAGES, dot_rows, load_columns, load_rows, zero_unless
 
 
 @triton.jit(do_not_specialize=ARGUMENTS)

@@ -22,11 +22,11 @@ def terms_of(x, TERMS: tl.constexpr, TARGET: tl.constexpr):
 
 @triton.jit
 def dot_terms(x, y, total):
-    """total + x y in float32, of matrices that are sums of terms, but for products of terms that are too small to
-    count: those of the second with the second, where there are two."""
+    """total + x y in float32, of matrices that are sums of one term or two; without the product of the second ones,
+    which is too small to count."""
     for i in tl.static_range(len(x)):
         for j in tl.static_range(len(y)):
-            if i + j < max(len(x), len(y)):
+            if i + j < 2:
                 total = tl.dot(x[i], y[j], total, input_precision="ieee")
     return total
 
@@ -89,13 +89,17 @@ def beside(x, y):
 
 @triton.jit
 def add_products(total, w, k):
-    """total + w k, where w (rows, tokens) and k (tokens, columns) have three terms each, or two and at most two. Tensor
-    cores sum over 16 tokens at least: of eight, two products go side by side."""
+    """total + w k, of matrices (rows, tokens) and (tokens, columns) that are sums of terms, k of no more than w. Of
+    three terms each, six of the nine products; the others are too small to count. Tensor cores sum over 16 tokens at
+    least: of eight, two products go side by side."""
     if w[0].shape[1] < 16 and len(w) > 1:
         for j in tl.static_range(min(2, len(k))):
             total = tl.dot(beside(w[0], w[1]), above(k[j], k[j]), total)
         if len(w) == 3:
             total = tl.dot(beside(w[2], w[0]), above(k[0], k[2]), total)
-        return total
     else:
-        return dot_terms(w, k, total)
+        for i in tl.static_range(len(w)):
+            for j in tl.static_range(len(k)):
+                if i + j < 3:
+                    total = tl.dot(w[i], k[j], total, input_precision="ieee")
+    return total

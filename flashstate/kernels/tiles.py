@@ -6,6 +6,7 @@ import triton.language as tl
 from flashstate.kernels.addressing import token_entry
 from flashstate.kernels.ptx import from_bfloat16_ptx
 
+STAGES = tl.constexpr(3)  # of several tiles: while one is stepped the next two are on their way to shared memory
 MOST_HALVINGS = tl.constexpr(16)  # of the chunks of a row; a single one stays as it is
 
 
