@@ -15,15 +15,7 @@ from flashstate.kernels.addressing import this_program, token_entry, zero_unused
 from flashstate.kernels.functions import sigmoid
 from flashstate.kernels.gated_delta import ARGUMENTS, EPSILON, decay_of
 from flashstate.kernels.slots import resolve_read, resolve_write, token_range
-from flashstate.kernels.state_io import (
-    from_code,
-    load_codes,
-    load_scale,
-    load_seed,
-    random_bits,
-    store_state,
-    tile_at,
-)
+from flashstate.kernels.state_io import from_code, load_seed, load_tile, store_state, tile_at
 from flashstate.kernels.tensor_cores import (
     add_products,
     as_in_memory,
@@ -167,20 +159,6 @@ def unit_steps(alpha, beta, kk, kq_products, scale, count, TOKENS: tl.constexpr)
 
 
 @triton.jit
-def load_tile(
-    pool, slot, live, tile, drawing, COLS: tl.constexpr, VECTOR: tl.constexpr, PER_COLUMNS: tl.constexpr,
-    ROUNDING: tl.constexpr, ROUNDS: tl.constexpr,
-):  # fmt: skip
-    """A tile as it is stored, its scales, and the random bits that it is rounded with, drawn while it is on its way.
-    `drawing`: their seed, token and stream."""
-    data_ptr, scale_ptr, slot_stride, scale_stride = pool
-    seed, t, stream = drawing
-    factor = load_scale(scale_ptr, slot * scale_stride, live, tile)
-    codes = load_codes(data_ptr, slot * slot_stride, live, tile, COLS, VECTOR, HINT)
-    return codes, factor, random_bits(seed, tile, t, stream, COLS, PER_COLUMNS, ROUNDING, ROUNDS)
-
-
-@triton.jit
 def multiply_tile(
     stored, live, kq, ROWS: tl.constexpr, dtype: tl.constexpr, PADDING: tl.constexpr, PER_COLUMNS: tl.constexpr,
     TARGET: tl.constexpr,
@@ -265,7 +243,7 @@ def gated_delta_at_once_kernel(
     drawing = (load_seed(seed_ptr, slot, live, STORED_ROUNDING != "nearest"), count - 1, stream)
     if TILES == 1:
         tile = tile_at(h, first_row, ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, TRANSPOSED)
-        stored = load_tile(pool, slot, live, tile, drawing, COLS, VECTOR, PER_COLUMNS, STORED_ROUNDING, ROUNDS)
+        stored = load_tile(pool, slot, live, tile, drawing, COLS, VECTOR, PER_COLUMNS, STORED_ROUNDING, ROUNDS, HINT)
     rate, dt_bias = None, 0.0
     if A_log_ptr is not None:
         rate = tl.exp(tl.load(A_log_ptr + h).to(tl.float32))
@@ -300,7 +278,7 @@ def gated_delta_at_once_kernel(
     fine: tl.constexpr = dtype == tl.float32 or dtype == tl.int16 or v_ptr.dtype.element_ty == tl.float32
     TERMS: tl.constexpr = 3 if fine else 2  # as much as float32 has, or enough for 16 bits
 
-    to = slot * 0 - 1
+    to = slot
     if STORES == "last":
         goes = live & (count > 0)
         to = resolve_write((write_ptr, write_stride), b, 0, slot, goes, num_slots, null, fault_ptr)
@@ -310,7 +288,9 @@ def gated_delta_at_once_kernel(
         offs_d = tile_row + tl.arange(0, BLOCK_ROWS)
         if TILES > 1:
             tile = tile_at(h, tile_row, ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, TRANSPOSED)
-            stored = load_tile(pool, slot, live, tile, drawing, COLS, VECTOR, PER_COLUMNS, STORED_ROUNDING, ROUNDS)
+            stored = load_tile(
+                pool, slot, live, tile, drawing, COLS, VECTOR, PER_COLUMNS, STORED_ROUNDING, ROUNDS, HINT
+            )
             v = load_values(v_at, b, first, t, h, offs_d, exists, ROWS, ALIGNED)
             multiplied = multiply_tile(stored, live, kq, BLOCK_ROWS, dtype, PADDING, PER_COLUMNS, TARGET)
         out_ptrs = row_entries(out, b, first, t, h, offs_d, ALIGNED)

@@ -21,9 +21,8 @@ from flashstate.kernels.gated_delta import (
 from flashstate.kernels.slots import parent_of, resolve_read, resolve_snapshot_row, resolve_write
 from flashstate.kernels.state_io import (
     decoded,
-    load_codes,
-    load_scale,
     load_seed,
+    load_tile,
     random_bits,
     store_state,
     tile_at,
@@ -64,11 +63,10 @@ def gated_delta_one_token_kernel(
     slot = resolve_read(read, b, num_slots, null, fault_ptr, PER_THREAD)
     live = slot >= 0
     seed = load_seed(seed_ptr, slot, live, ROUNDING != "nearest" or SNAPSHOT_ROUNDING != "nearest")
+    pool, drawing = (data_ptr, scale_ptr, slot_stride, scale_stride), (seed, t, stream)
     if TILES == 1:
         tile = tile_at(h, first_row, ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, TRANSPOSED)
-        factor = load_scale(scale_ptr, slot * scale_stride, live, tile)
-        codes = load_codes(data_ptr, slot * slot_stride, live, tile, COLS, VECTOR, HINT)
-        random = random_bits(seed, tile, t, stream, COLS, PER_COLUMNS, ROUNDING, ROUNDS)
+        stored = load_tile(pool, slot, live, tile, drawing, COLS, VECTOR, PER_COLUMNS, ROUNDING, ROUNDS, HINT)
     rate = None
     if A_log_ptr is not None:
         rate = tl.exp(tl.load(A_log_ptr + h).to(tl.float32))
@@ -107,12 +105,11 @@ def gated_delta_one_token_kernel(
         v_next = v
         if TILES > 1:
             tile = tile_at(h, tile_row, ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, TRANSPOSED)
-            factor = load_scale(scale_ptr, slot * scale_stride, live, tile)
-            codes = load_codes(data_ptr, slot * slot_stride, live, tile, COLS, VECTOR, HINT)
-            random = random_bits(seed, tile, t, stream, COLS, PER_COLUMNS, ROUNDING, ROUNDS)
+            stored = load_tile(pool, slot, live, tile, drawing, COLS, VECTOR, PER_COLUMNS, ROUNDING, ROUNDS, HINT)
             offs_next = offs_d + BLOCK_ROWS
             v_next = load_rows(token_entry(v_at, b, t, h, alignment), offs_next, offs_next < ROWS, i + 1 < TILES)
-        s, s_factor = decoded(codes, data_ptr.dtype.element_ty, TARGET), factor  # `factor` itself the loop would carry
+        codes, s_factor, random = stored
+        s = decoded(codes, data_ptr.dtype.element_ty, TARGET)
         if PADDING == "fresh":
             s, s_factor = zero_unless(live, s, s_factor)
         decayed, u, s = step(s, s_factor, k, k_factor, v, decay, beta, True, PER_COLUMNS)

@@ -241,6 +241,20 @@ def random_bits(
 
 
 @triton.jit
+def load_tile(
+    pool, slot, live, tile, drawing, COLS: tl.constexpr, VECTOR: tl.constexpr, PER_COLUMNS: tl.constexpr,
+    ROUNDING: tl.constexpr, ROUNDS: tl.constexpr, HINT: tl.constexpr,
+):  # fmt: skip
+    """What load_codes and load_scale give of a tile of a slot, and the random bits that it is rounded with later, drawn
+    while it is on its way. `pool`: data, scales, and their strides between slots; `drawing`: seed, token and stream."""
+    data_ptr, scale_ptr, slot_stride, scale_stride = pool
+    seed, t, stream = drawing
+    factor = load_scale(scale_ptr, slot * scale_stride, live, tile)
+    codes = load_codes(data_ptr, slot * slot_stride, live, tile, COLS, VECTOR, HINT)
+    return codes, factor, random_bits(seed, tile, t, stream, COLS, PER_COLUMNS, ROUNDING, ROUNDS)
+
+
+@triton.jit
 def philox(seed, c0, c1, c2, c3, ROUNDS: tl.constexpr):
     """Philox-4x32: four words per counter c0. The same words as tl.philox, with one wide multiply for each product
     where that has two: a float16 stochastic step is bound by instructions, and this saves one in eight."""
