@@ -376,7 +376,7 @@ def test_a_thread_that_walks_along_a_row_sums_it_alone_on_blackwell(name: str) -
 
 
 @pytest.mark.parametrize(("mode", "configs"), modes_of("mamba2_step"))
-def test_table_entries_compile_without_spills_or_with_few_where_they_limit_registers(
+def test_table_entries_that_may_spill_do_not_or_little_where_they_limit_registers(
     mode: Problem, configs: set[Config], tmp_path: Path
 ) -> None:
     assert mode.vector * dtype(mode.format).itemsize == 16

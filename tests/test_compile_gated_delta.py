@@ -189,6 +189,16 @@ def test_every_form_compiles_without_spills(architecture: int | str, form: str, 
 COPY = re.compile(r"\bcp\.async\.cg\.shared\.global[^\n]*, 0x10,")  # 16 bytes
 
 
+def require_staged(kernel: Any, tile_bytes: int, call: Call, tmp_path: Path) -> None:
+    """Tiles come by asynchronous copies, the first two before the loop; with `early`, after it has waited."""
+    ptx, accesses = kernel.asm["ptx"], tile_bytes // (16 * 32)
+    assert spilled_bytes(kernel, tmp_path) == 0
+    assert len(COPY.findall(ptx)) == 3 * accesses
+    assert len(COPY.findall(ptx.split("cp.async.wait_group")[0])) == 2 * accesses
+    if call is early:
+        assert not COPY.search(ptx.split(WAIT)[0])
+
+
 @pytest.mark.parametrize(
     ("name", "tiles", "call"),
     [("float32", 16, plain), ("bfloat16", 2, plain), ("bfloat16", 16, early), ("int8", 2, early), ("int8", 16, plain)],
@@ -196,17 +206,11 @@ COPY = re.compile(r"\bcp\.async\.cg\.shared\.global[^\n]*, 0x10,")  # 16 bytes
 def test_tiles_wait_in_shared_memory_while_others_are_stepped(
     name: str, tiles: int, call: Call, tmp_path: Path
 ) -> None:
-    """Two at most, of which the first two are on their way before the loop; with `early`, after it has waited."""
     case, config = replace(SHAPE, format=name), Config(8, 1, 16 if name == "float32" else 8, tiles)
-    kernel = compiled(case, 90, call, config)
-    assert spilled_bytes(kernel, tmp_path) == 0
-    ptx, tile_bytes = kernel.asm["ptx"], config.block_rows * case.cols * dtype(name).itemsize
-    assert not re.search(r"\bld\.global\.L1::evict_first[\w:.]*\.v4", ptx)
-    assert len(COPY.findall(ptx)) == 3 * tile_bytes // (16 * 32)
-    assert len(COPY.findall(ptx.split("cp.async.wait_group")[0])) == 2 * tile_bytes // (16 * 32)
-    assert 2 * tile_bytes <= kernel.metadata.shared < 3 * tile_bytes
-    if call is early:
-        assert not COPY.search(ptx.split(WAIT)[0])
+    kernel, tile_bytes = compiled(case, 90, call, config), config.block_rows * case.cols * dtype(name).itemsize
+    require_staged(kernel, tile_bytes, call, tmp_path)
+    assert not re.search(r"\bld\.global\.L1::evict_first[\w:.]*\.v4", kernel.asm["ptx"])
+    assert 2 * tile_bytes <= kernel.metadata.shared < 3 * tile_bytes  # two at most
 
 
 @pytest.mark.parametrize(
@@ -217,13 +221,8 @@ def test_tiles_of_tokens_at_once_wait_in_shared_memory_while_others_are_stepped(
     name: str, tiles: int, call: Call, tmp_path: Path
 ) -> None:
     case, config = replace(AT_ONCE, format=name), Config(16, 1, 4, tiles)
-    kernel = compiled(case, 90, call, config)
-    assert spilled_bytes(kernel, tmp_path) == 0
-    ptx, of_a_tile = kernel.asm["ptx"], 16 * case.cols * dtype(name).itemsize // (16 * 32)
-    assert len(COPY.findall(ptx)) == 3 * of_a_tile
-    assert len(COPY.findall(ptx.split("cp.async.wait_group")[0])) == 2 * of_a_tile
-    if call is early:
-        assert not COPY.search(ptx.split(WAIT)[0])
+    tile_bytes = config.block_rows * case.cols * dtype(name).itemsize
+    require_staged(compiled(case, 90, call, config), tile_bytes, call, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -324,7 +323,7 @@ STORED = {"last": (plain,), "each": (written_per_token, with_snapshots_alike), "
 
 
 @pytest.mark.parametrize(("mode", "configs"), modes_of("gated_delta_step") + modes_of("gated_delta_at_once"))
-def test_no_entry_of_the_table_spills_more_than_a_few_bytes(
+def test_no_entry_of_the_table_that_may_spill_spills_more_than_a_few_bytes(
     mode: Problem, configs: set[Config], tmp_path: Path
 ) -> None:
     case = replace(

@@ -187,6 +187,11 @@ class DeltaProblem(Problem):
         return 16 if self.in_tiles else 4
 
     @property
+    def itemsize(self) -> int:
+        """Bytes of an element of the state."""
+        return getattr(torch, self.format).itemsize
+
+    @property
     def together_choices(self) -> tuple[int, ...]:
         return tuple(n for n in TOGETHER if n <= self.most_together)
 
@@ -199,16 +204,16 @@ class DeltaProblem(Problem):
         be small."""
         if not self.in_tiles:
             return super().manageable(config)
-        tile_bytes = config.block_rows * self.block_cols * getattr(torch, self.format).itemsize
+        tile_bytes = config.block_rows * self.block_cols * self.itemsize
         fits = config.together * config.block_rows <= next_power_of_2(self.rows) and tile_bytes <= MOST_STAGED
         return (config.together == 1 or fits) and super().manageable(replace(config, together=1))
 
     def heuristic(self, gpu: Gpu) -> Config:
         """Several tiles where arithmetic is the bottleneck, so that they share what the token brings: 8-bit formats and
         stochastic rounding, in accesses so wide that tiles come through shared memory."""
-        config, itemsize = super().heuristic(gpu), getattr(torch, self.format).itemsize
-        wide = self.vector * itemsize == ACCESS_BYTES and not self.transposed
-        arithmetic = itemsize == 1 or self.rounding != "nearest"
+        config = super().heuristic(gpu)
+        wide = self.vector * self.itemsize == ACCESS_BYTES and not self.transposed
+        arithmetic = self.itemsize == 1 or self.rounding != "nearest"
         if self.several_tokens or self.batch_heads < MANY or not (wide and arithmetic):
             return config
         return replace(config, together=max(1, min(TILES, next_power_of_2(self.rows) // config.block_rows)))
