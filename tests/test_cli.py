@@ -87,7 +87,7 @@ def test_info_shows_the_configs_of_tokens_at_once(capsys: pytest.CaptureFixture[
     out = output_of(capsys)
     assert "gated_delta_at_once, 128 x 128, bfloat16, nearest, several tokens, on none" in out
     assert " 1 64 16 1 4 1 0 heuristic" in out
-    assert " 64 4096 32 1 4 1 0 heuristic" in out
+    assert " 64 4096 16 1 4 8 0 heuristic" in out
 
 
 def test_info_shows_what_another_compute_capability_changes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,12 +15,11 @@ from flashstate.kernels.addressing import this_program, token_entry, zero_unused
 from flashstate.kernels.functions import sigmoid
 from flashstate.kernels.gated_delta import ARGUMENTS, EPSILON, decay_of
 from flashstate.kernels.slots import resolve_read, resolve_write, token_range
-from flashstate.kernels.state_io import from_code, load_seed, load_tile, store_state, tile_at
+from flashstate.kernels.state_io import from_code, load_seed, load_tile, prefetch_rows, store_state, tile_at
 from flashstate.kernels.tensor_cores import (
     add_products,
     as_in_memory,
     as_operand,
-    beside,
     dot_terms,
     left_and_right,
     terms_of,
@@ -30,6 +29,7 @@ from flashstate.kernels.tensor_cores import (
 from flashstate.kernels.tiles import STAGES
 
 HINT = tl.constexpr("streaming")
+MOST_PREFETCHED = tl.constexpr(2048)  # bytes of a program's states per token there is room for; more lost time
 
 
 @triton.jit
@@ -127,35 +127,34 @@ def column_of(matrix, chosen):
 
 
 @triton.jit
-def unit_steps(alpha, beta, kk, kq_products, scale, count, TOKENS: tl.constexpr):
+def unit_steps(alpha, beta, with_k, scale, count, TOKENS: tl.constexpr):
     """The recurrence over `count` tokens, on one row of state for every token: zero, with 1 for the v of that token and
-    0 for others. `kk` and `kq_products`: of every k with every k and q; `scale` (2 * TOKENS,): what normalises these.
+    0 for others. `with_k` (TOKENS, 2 * TOKENS): products of every k with every k and q; `scale` (2 * TOKENS,): what
+    normalises these; `alpha` and `beta`, (2 * TOKENS,) each: of every token, twice.
 
     Gives, for each of these rows, the weights of every k in the last state, beside its outputs, (TOKENS, 2 * TOKENS);
     what the products of a state with every k and q, before the first token, are to be multiplied with when their token
     has come, (2 * TOKENS,); and with what the state itself, after the last. Weights, and products with a state, are of
     k and q as they were loaded."""
-    t, kq_t = tl.arange(0, TOKENS), tl.arange(0, 2 * TOKENS) % TOKENS
-    v = tl.where(t[:, None] == t[None, :], 1.0, 0.0)
-    sk = tl.zeros([TOKENS, TOKENS], tl.float32)
-    sq = tl.zeros([TOKENS, TOKENS], tl.float32)
-    w = tl.zeros([TOKENS, TOKENS], tl.float32)  # u, decayed up to the last token
-    o = tl.zeros([TOKENS, TOKENS], tl.float32)
+    t, column = tl.arange(0, TOKENS), tl.arange(0, 2 * TOKENS)
+    of_k, column_t = column < TOKENS, column % TOKENS
+    v = tl.where(t[:, None] == column[None, :], beta[None, :], 0.0)
+    comes = tl.where(of_k, column_t - 1, column_t)  # the last token that changes a column below
+    added = tl.where(t[:, None] <= comes[None, :], with_k * tl.where(of_k, -beta, 1.0)[None, :], 0.0)
+    # On the left weights u of tokens that have come, decayed up to now, and of others what they lose of beta * v; on
+    # the right products with q, which stay as they are when their token has come.
+    rows = tl.zeros([TOKENS, 2 * TOKENS], tl.float32)
     gamma = tl.zeros([2 * TOKENS], tl.float32)
     total = 1.0
-    for i in range(0, count):
-        now = t == i
-        decay = entry_of(alpha, now)
-        sk, sq, w = decay * sk, decay * sq, decay * w
-        u = (entry_of(beta, now) * column_of(v - sk, now))[:, None]
-        sk = tl.fma(u, row_of(kk, now)[None, :], sk)
-        sq = tl.fma(u, row_of(kq_products, now)[None, :], sq)
-        o = tl.where(now[None, :], sq, o)
-        w = tl.where(now[None, :], u, w)
+    next_decay = entry_of(alpha, column == 0)
+    for i in range(0, tl.maximum(count, 1)):  # without a branch around it, behind which loads would be put off
+        decay, next_decay = next_decay, entry_of(alpha, column == i + 1)
         total *= decay
-        gamma = tl.where(kq_t == i, total, gamma)
-    k_scale, _ = tl.split(tl.permute(tl.reshape(scale, (2, TOKENS)), (1, 0)))
-    return beside(w * k_scale[None, :], o), gamma * scale, total
+        gamma = tl.where(column_t == i, total, gamma)
+        rows *= tl.where(of_k | (column_t >= i), decay, 1.0)[None, :]
+        u = column_of(rows + v, column == i)[:, None]
+        rows = tl.fma(u, row_of(added, t == i)[None, :], tl.where((column == i)[None, :], u, rows))
+    return rows * tl.where(of_k, scale, 1.0)[None, :], gamma * scale, total
 
 
 @triton.jit
@@ -234,14 +233,16 @@ def gated_delta_at_once_kernel(
     g = h // HEADS_PER_GROUP
     PER_COLUMNS: tl.constexpr = 1 if TRANSPOSED else VECTOR  # neighbouring columns that a thread has
 
-    slot = resolve_read((read_ptr, read_stride, read_width, accepted_ptr), b, num_slots, null, fault_ptr)
-    live = slot >= 0
+    read = (read_ptr, read_stride, read_width, accepted_ptr)
+    pool = (data_ptr, scale_ptr, slot_stride, scale_stride)
     first, length = token_range(cu_seqlens_ptr, b, tokens, False)
     count = tl.minimum(length, longest)  # there is no room for more, whatever a packed row has
-    pool = (data_ptr, scale_ptr, slot_stride, scale_stride)
+    dtype: tl.constexpr = data_ptr.dtype.element_ty
     STORED_ROUNDING: tl.constexpr = ROUNDING if STORES == "last" else "nearest"
-    drawing = (load_seed(seed_ptr, slot, live, STORED_ROUNDING != "nearest"), count - 1, stream)
-    if TILES == 1:
+    if TILES == 1:  # its loads are the first
+        slot = resolve_read(read, b, num_slots, null, fault_ptr)
+        live = slot >= 0
+        drawing = (load_seed(seed_ptr, slot, live, STORED_ROUNDING != "nearest"), count - 1, stream)
         tile = tile_at(h, first_row, ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, TRANSPOSED)
         stored = load_tile(pool, slot, live, tile, drawing, COLS, VECTOR, PER_COLUMNS, STORED_ROUNDING, ROUNDS, HINT)
     rate, dt_bias = None, 0.0
@@ -252,12 +253,10 @@ def gated_delta_at_once_kernel(
 
     if EARLY:  # what tokens bring may come from the kernel in front; a single tile is on its way
         gdc_wait()
-    t = tl.arange(0, TOKENS)
+    t, twice = tl.arange(0, TOKENS), tl.arange(0, 2 * TOKENS) % TOKENS
     exists = t < count
-    alpha = decay_of(load_tokens((a_ptr, a_b, a_t, a_h), b, first, t, h, exists), rate, dt_bias)
-    beta = load_tokens((beta_ptr, beta_b, beta_t, beta_h), b, first, t, h, exists)
-    if A_log_ptr is not None:
-        beta = sigmoid(beta)
+    a = load_tokens((a_ptr, a_b, a_t, a_h), b, first, twice, h, twice < count)
+    beta = load_tokens((beta_ptr, beta_b, beta_t, beta_h), b, first, twice, h, twice < count)
     v_at, out = (v_ptr, v_b, v_t, v_h), (out_ptr, out_b, out_t, out_h)
     if TILES == 1:
         v = load_values(v_at, b, first, t, h, first_row + tl.arange(0, BLOCK_ROWS), exists, ROWS, ALIGNED)
@@ -265,16 +264,24 @@ def gated_delta_at_once_kernel(
         (k_ptr, k_b, k_t, k_h), (q_ptr, q_b, q_t, q_h), b, first, count, g,
         TOKENS, ALIGNED, COLS, BLOCK_COLS, CHUNK, PER_COLUMNS, TARGET,
     )  # fmt: skip
-    dtype: tl.constexpr = data_ptr.dtype.element_ty
+    if TILES > 1:  # loads for the recurrence are the first
+        slot = resolve_read(read, b, num_slots, null, fault_ptr)
+        live = slot >= 0
+        drawing = (load_seed(seed_ptr, slot, live, STORED_ROUNDING != "nearest"), count - 1, stream)
+        program_bytes: tl.constexpr = TILES * BLOCK_ROWS * COLS * dtype.primitive_bitwidth // 8
+        if STORES == "last" and not TRANSPOSED and program_bytes <= MOST_PREFETCHED * TOKENS:
+            prefetch_rows(data_ptr, slot * slot_stride, live, h, first_row, TILES * BLOCK_ROWS, ROWS, COLS, TARGET)
+    alpha = decay_of(a, rate, dt_bias)
+    if A_log_ptr is not None:
+        beta = sigmoid(beta)
     if TILES == 1:
         multiplied = multiply_tile(stored, live, kq, BLOCK_ROWS, dtype, PADDING, PER_COLUMNS, TARGET)
     with_each_other = tl.zeros([2 * TOKENS, 2 * TOKENS], tl.float32)
     for i in tl.static_range(len(kq)):
         with_each_other = dot_terms(kq[i], transposed(kq[i]), with_each_other)
     scale = factors(with_each_other, q_scale, TOKENS, QK_L2NORM)
-    of_k, _ = upper_and_lower(with_each_other * scale[:, None] * scale[None, :])
-    kk, kq_products = left_and_right(of_k)  # (TOKENS, TOKENS)
-    steps = unit_steps(alpha, beta, kk, kq_products, scale, count, TOKENS)
+    with_k, _ = upper_and_lower(with_each_other * scale[:, None] * scale[None, :])
+    steps = unit_steps(alpha, beta, with_k, scale, count, TOKENS)
     fine: tl.constexpr = dtype == tl.float32 or dtype == tl.int16 or v_ptr.dtype.element_ty == tl.float32
     TERMS: tl.constexpr = 3 if fine else 2  # as much as float32 has, or enough for 16 bits
 

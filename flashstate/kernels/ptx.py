@@ -1,5 +1,5 @@
-"""PTX: functions of state_io.py in half their instructions, or by instructions that Triton does not name; and one that
-hides something from the compiler.
+"""PTX: functions of state_io.py in half their instructions, or by instructions that Triton does not name; and two that
+hide something from the compiler, or tell memory of a later access.
 
 A stochastic or scaled step is bound by instructions, not by memory. Assembly here takes as many values as fill one or
 four registers of results, so that they are packed and checked once, and uses what neither Triton nor its compiler would
@@ -216,6 +216,9 @@ SILU = tl.constexpr(
     )
 )
 
+PREFETCH = tl.constexpr(
+    _block(".reg .pred p;", "setp.ne.b32 p, $2, 0;", "@p prefetch.global.L2 [$1];", "mov.b32 $0, 0;")
+)
 NO_BIT = ".reg .b32 none; mov.u32 none, %lanemask_lt; shr.u32 none, none, 31;"  # 0: lane 31 is below no other
 HIDE_SHARED = tl.constexpr(_block(NO_BIT, "or.b32 $0, $1, none;"))
 HIDE_SHARED_WIDE = tl.constexpr(_block(NO_BIT, ".reg .b64 wide; cvt.u64.u32 wide, none;", "or.b64 $0, $1, wide;"))
@@ -308,3 +311,9 @@ def silu_ptx(x):
     """x / (1 + exp(-x)) in five instructions: exponential and reciprocal as the GPU has them, where Triton's versions
     spend twice as many on results below 2^-126, which do not matter beside 1, or are lost at x below -87."""
     return tl.inline_asm_elementwise(SILU, "=&f,f", [x], tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def prefetch_ptx(ptrs, exists):
+    """Ask for the lines of these addresses, as far as they exist, to come to the L2 cache."""
+    tl.inline_asm_elementwise(PREFETCH, "=r,l,r", [ptrs, exists.to(tl.int32)], tl.int32, is_pure=False, pack=1)

@@ -19,6 +19,7 @@ import triton.language as tl
 from flashstate.kernels.ptx import (
     divide_ptx,
     from_bfloat16_ptx,
+    prefetch_ptx,
     to_bfloat16_stochastic_ptx,
     to_float8_ptx,
     to_float8_stochastic_hw,
@@ -28,6 +29,8 @@ from flashstate.kernels.ptx import (
     to_integer_ptx,
     to_integer_stochastic_ptx,
 )
+
+LINE = tl.constexpr(128)  # bytes of a cache line
 
 
 @triton.jit
@@ -98,6 +101,18 @@ def as_accessed(chunk, shape: tl.constexpr):
         return chunk
     else:
         return tl.permute(tl.reshape(chunk, (shape[0], shape[2], shape[1])), (0, 2, 1))
+
+
+@triton.jit
+def prefetch_rows(
+    ptr, offset, live, h, first_row, COUNT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, TARGET: tl.constexpr
+):  # fmt: skip
+    """Ask for COUNT rows of head h from `first_row` on, of the slot at `offset`, to come to the L2 cache."""
+    if TARGET == "sm_80" or TARGET == "sm_89":
+        per_line: tl.constexpr = LINE // (ptr.dtype.element_ty.primitive_bitwidth // 8)
+        lines = tl.arange(0, triton.next_power_of_2(triton.cdiv(COUNT * COLS, per_line))) * per_line
+        exists = live & (lines < tl.minimum(COUNT, ROWS - first_row) * COLS)
+        prefetch_ptx(ptr + offset + (h * ROWS + first_row) * COLS + lines, exists)
 
 
 @triton.jit

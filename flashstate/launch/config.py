@@ -31,7 +31,8 @@ MOST_OF_A_ROW = 64  # elements in a thread, and
 MOST_CHUNKS = 32  # of a row, unless it is so wide that a whole warp has more: unrolled code that takes long to compile
 FEW = 64  # batch x heads below which a GPU is mostly idle
 LARGE = 512  # batch x heads from which on there are programs enough, however many rows each has
-TILES = 8  # of a program for one token of the gated delta rule where arithmetic is the bottleneck, and
+FEW_AT_ONCE = 8  # tokens that a kernel of tokens at once has room for, or else for twice as many
+TILES = 8  # of a program of the gated delta rule where arithmetic, or what tokens bring, is the bottleneck, and
 MANY = 1024  # batch x heads from which on there are programs enough with so many
 WALKING_CAPABILITY = (10, 0)  # from here on sums over lanes are the bottleneck
 
@@ -250,10 +251,17 @@ class TensorCoreProblem(DeltaProblem):
         return rows and known and config.num_warps == 1
 
     def heuristic(self, gpu: Gpu) -> Config:
-        """More rows per program where there are programs enough: the tokens' products with each other are made once for
-        all of them."""
-        large = self.batch_heads >= LARGE and 32 * self.block_cols <= MOST_UNROLLED * WARP
-        return Config(32 if large else 16, 1, self.lane_choices[0])
+        """Several tiles where there are programs enough: what the tokens are to each other is found once for all."""
+        tiles = TILES if self.batch_heads >= MANY else 1
+        return Config(16, 1, self.lane_choices[0], max(1, min(tiles, next_power_of_2(self.rows) // 16)))
+
+
+def delta_kind(at_once: bool, longest: int) -> tuple[type[DeltaProblem], str]:
+    """What a problem of the gated delta rule is, and the op that tables have it under: where a kernel has room for 16
+    tokens at once it needs other configs than for 8."""
+    if not at_once:
+        return DeltaProblem, "gated_delta_step"
+    return TensorCoreProblem, "gated_delta_at_once" if longest <= FEW_AT_ONCE else "gated_delta_at_once_16"
 
 
 def valid_configs(problem: Problem) -> list[Config]:

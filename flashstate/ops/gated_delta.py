@@ -17,10 +17,9 @@ from flashstate.errors import (
     tied,
 )
 from flashstate.launch import (
-    DeltaProblem,
-    TensorCoreProblem,
     access_width,
     choose,
+    delta_kind,
     direct,
     gpu_of,
     kernel_target,
@@ -30,7 +29,7 @@ from flashstate.launch import (
     uses_kernels,
 )
 from flashstate.launch.arguments import aligned, as_bytes, row_stride, table_shape, token_strides
-from flashstate.launch.config import WARP, tokens_together
+from flashstate.launch.config import FEW_AT_ONCE, WARP, tokens_together
 from flashstate.launch.start import Started
 from flashstate.ops.debug import check_contents, debugging
 from flashstate.ops.library import register
@@ -300,7 +299,7 @@ def _run(
     vector = access_width(data)
     stores = stores_of(update, write)
     stored = stored_of(stores, snapshot_data, one_token)
-    kind, op = (TensorCoreProblem, "gated_delta_at_once") if at_once else (DeltaProblem, "gated_delta_step")
+    kind, op = delta_kind(at_once, extent.longest)
     problem = kind(
         op, rows, cols, dtype_name(data.dtype), rounding, vector, batch_heads, not one_token, stored, transposed
     )  # fmt: skip
@@ -325,7 +324,7 @@ def _run(
     }  # fmt: skip
     if at_once:
         kernel = gated_delta_at_once_kernel
-        constants |= {"TOKENS": 8 if extent.longest <= 8 else MOST_AT_ONCE, "TILES": tiles}
+        constants |= {"TOKENS": FEW_AT_ONCE if extent.longest <= FEW_AT_ONCE else MOST_AT_ONCE, "TILES": tiles}
     else:
         constants |= {
             "SNAPSHOT_VECTOR": min(vector, access_width(data if snapshot_data is None else snapshot_data)),

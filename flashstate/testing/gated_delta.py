@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashstate.launch import DeltaProblem, Problem, TensorCoreProblem
+from flashstate.launch import Problem, delta_kind
 from flashstate.ops.gated_delta import gated_delta_step
 from flashstate.reference.gated_delta import gated_delta_token, gates, normalised
 from flashstate.state.formats import FORMATS, PORTABLE_FORMATS, encode
@@ -104,8 +104,7 @@ class DeltaCase(AnyCase):
     def problem(self) -> Problem:
         neighbours = self.rows if self.transposed else self.cols
         vector = math.gcd(neighbours, ACCESS_BYTES // dtype(self.format).itemsize)
-        at_once = self.several and not self.exact
-        kind, op = (TensorCoreProblem, "gated_delta_at_once") if at_once else (DeltaProblem, "gated_delta_step")
+        kind, op = delta_kind(self.several and not self.exact, self.tokens)
         shape, size = (self.rows, self.cols, self.format, self.rounding, vector), self.batch * self.heads
         return kind(op, *shape, size, self.several, transposed=self.transposed)
 
