@@ -221,8 +221,10 @@ def test_tiles_of_tokens_at_once_wait_in_shared_memory_while_others_are_stepped(
     name: str, tiles: int, call: Call, tmp_path: Path
 ) -> None:
     case, config = replace(AT_ONCE, format=name), Config(16, 1, 4, tiles)
-    tile_bytes = config.block_rows * case.cols * dtype(name).itemsize
-    require_staged(compiled(case, 90, call, config), tile_bytes, call, tmp_path)
+    kernel, tile_bytes = compiled(case, 90, call, config), config.block_rows * case.cols * dtype(name).itemsize
+    require_staged(kernel, tile_bytes, call, tmp_path)
+    asked_for = kernel.asm["ptx"].count("prefetch.global.L2") * 32 * 128  # bytes, by every thread of a warp
+    assert asked_for == (tiles * tile_bytes if call is not kept and tiles * tile_bytes <= 16 << 10 else 0)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from flashstate.launch import (
     TensorCoreProblem,
     choose,
     choose_with_reason,
+    delta_kind,
     interpreted,
     override,
     valid_configs,
@@ -503,3 +504,21 @@ def test_one_token_of_the_gated_delta_rule_and_tokens_at_once_may_have_several_t
     configs = valid_configs(at_once)
     assert {config.together for config in configs} == {1, 2, 4, 8}
     assert all(config.together * config.block_rows <= 128 for config in configs)
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "int8"])
+def test_the_heuristic_gives_tokens_at_once_several_tiles_where_there_are_programs_enough(name: str) -> None:
+    for (rows, cols), vector, size in product(SHAPES, (1, 2, 4, 8, 16), (1, 1023, 1024)):
+        if widest(cols, name) % vector or max(rows, cols) > 256:
+            continue
+        problem = TensorCoreProblem("gated_delta_at_once", rows, cols, name, "nearest", vector, size, True)
+        config = choose(problem, UNKNOWN)
+        assert problem.valid(config), (problem, config)
+        assert problem.manageable(config), (problem, config)
+        assert (config.together > 1) == (size == 1024 and rows > 16), (problem, config)
+
+
+def test_more_than_eight_tokens_at_once_have_configs_of_their_own() -> None:
+    assert delta_kind(True, 8) == (TensorCoreProblem, "gated_delta_at_once")
+    assert delta_kind(True, 9) == (TensorCoreProblem, "gated_delta_at_once_16")
+    assert delta_kind(False, 9) == (DeltaProblem, "gated_delta_step")

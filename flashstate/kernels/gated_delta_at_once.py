@@ -4,7 +4,8 @@ What a row of the state gives, and what it becomes, is linear in itself and in i
 the recurrence once, on unit vectors; tensor cores make the products of every row with all k and q, and apply the matrix
 that the recurrence gave. The state is read once, and stored once after the last token. A single tile is loaded to
 registers, before anything of the tokens. Of several, the next are on their way to shared memory, where accesses are
-wide enough for that, while one is stepped.
+wide enough for that, while one is stepped; if they are to be stored, and few, they come to the L2 cache while the
+recurrence is carried out.
 """
 
 import triton
@@ -90,6 +91,14 @@ def factors(with_each_other, q_scale, TOKENS: tl.constexpr, QK_L2NORM: tl.conste
         squares = tl.sum(tl.where(rows[:, None] == rows[None, :], with_each_other, 0.0), 0)
         scale *= tl.rsqrt(squares + EPSILON)
     return scale
+
+
+@triton.jit
+def read_slot(read, b, num_slots, null, fault_ptr, seed_ptr, SEEDED: tl.constexpr):
+    """The slot row `b` reads, whether there is one, and its seed."""
+    slot = resolve_read(read, b, num_slots, null, fault_ptr)
+    live = slot >= 0
+    return slot, live, load_seed(seed_ptr, slot, live, SEEDED)
 
 
 @triton.jit
@@ -239,10 +248,10 @@ def gated_delta_at_once_kernel(
     count = tl.minimum(length, longest)  # there is no room for more, whatever a packed row has
     dtype: tl.constexpr = data_ptr.dtype.element_ty
     STORED_ROUNDING: tl.constexpr = ROUNDING if STORES == "last" else "nearest"
-    if TILES == 1:  # its loads are the first
-        slot = resolve_read(read, b, num_slots, null, fault_ptr)
-        live = slot >= 0
-        drawing = (load_seed(seed_ptr, slot, live, STORED_ROUNDING != "nearest"), count - 1, stream)
+    SEEDED: tl.constexpr = STORED_ROUNDING != "nearest"
+    if TILES == 1:  # the state takes longest
+        slot, live, seed = read_slot(read, b, num_slots, null, fault_ptr, seed_ptr, SEEDED)
+        drawing = (seed, count - 1, stream)
         tile = tile_at(h, first_row, ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, TRANSPOSED)
         stored = load_tile(pool, slot, live, tile, drawing, COLS, VECTOR, PER_COLUMNS, STORED_ROUNDING, ROUNDS, HINT)
     rate, dt_bias = None, 0.0
@@ -264,10 +273,9 @@ def gated_delta_at_once_kernel(
         (k_ptr, k_b, k_t, k_h), (q_ptr, q_b, q_t, q_h), b, first, count, g,
         TOKENS, ALIGNED, COLS, BLOCK_COLS, CHUNK, PER_COLUMNS, TARGET,
     )  # fmt: skip
-    if TILES > 1:  # loads for the recurrence are the first
-        slot = resolve_read(read, b, num_slots, null, fault_ptr)
-        live = slot >= 0
-        drawing = (load_seed(seed_ptr, slot, live, STORED_ROUNDING != "nearest"), count - 1, stream)
+    if TILES > 1:  # the recurrence comes first, and what it needs is on its way
+        slot, live, seed = read_slot(read, b, num_slots, null, fault_ptr, seed_ptr, SEEDED)
+        drawing = (seed, count - 1, stream)
         program_bytes: tl.constexpr = TILES * BLOCK_ROWS * COLS * dtype.primitive_bitwidth // 8
         if STORES == "last" and not TRANSPOSED and program_bytes <= MOST_PREFETCHED * TOKENS:
             prefetch_rows(data_ptr, slot * slot_stride, live, h, first_row, TILES * BLOCK_ROWS, ROWS, COLS, TARGET)
