@@ -65,7 +65,7 @@ def jobs_by_problem(jobs: Sequence[Job]) -> dict[Problem, Job]:
     by_problem: dict[Problem, Job] = {}
     for job in jobs:
         if by_problem.setdefault(job.problem, job) != job:
-            raise ValueError("a table has one entry for several tokens, however many: give one number above 1")
+            raise ValueError("a table has one entry for several tokens, one after the other: give one number above 1")
     return by_problem
 
 

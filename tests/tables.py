@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import astuple, replace
 from importlib import resources
 from itertools import cycle, islice
@@ -14,7 +14,7 @@ import pytest
 from flashstate.launch import ChannelProblem, Config, DeltaProblem, Problem, TensorCoreProblem
 from flashstate.launch.config import mode_key, table_key
 
-T = TypeVar("T")
+S, T = TypeVar("S"), TypeVar("T")
 KEY = re.compile(
     r"(?P<op>\w+) (?P<rows>\d+)x(?P<cols>\d+) (?P<format>\w+) vector (?P<vector>\d+)(?P<layout> transposed)?"
 )
@@ -23,6 +23,7 @@ KINDS = {
     "conv1d_step": ChannelProblem,
     "gated_delta_step": DeltaProblem,
     "gated_delta_at_once": TensorCoreProblem,
+    "gated_delta_at_once_16": TensorCoreProblem,
 }
 FOLDER = Path(str(resources.files("flashstate.launch") / "tables"))
 H200_TABLE = FOLDER / "nvidia-h200.json"
@@ -70,7 +71,8 @@ def risky(mode: Problem, configs: Collection[Config]) -> list[Config]:
     return sorted({largest, *(config for config in configs if config.registers)}, key=astuple)
 
 
-def by_turns(configs: Collection[Config], calls: Sequence[T]) -> list[tuple[Config, T]]:
-    """Every config with one of these calls and every call with a config, in turn: all pairs take long to compile."""
+def by_turns(configs: Collection[S], calls: Collection[T]) -> list[tuple[S, T]]:
+    """Every config with one of these calls and every call with a config, in turn: all pairs take long to compile. So
+    of other things."""
     pairs = zip(cycle(configs), cycle(calls), strict=False)
     return list(islice(pairs, max(len(configs), len(calls))))

@@ -1,7 +1,9 @@
 """What a kernel is given: how wide a pool is accessed, tensors with their strides, and which implementation runs."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
+from types import ModuleType
 
 import pytest
 import torch
@@ -10,24 +12,30 @@ from torch import Tensor
 from flashstate.launch import access_width, interpreted, kernel_target
 from flashstate.launch.arguments import aligned, as_bytes, outer_strides, row_stride, table_shape, token_strides
 from flashstate.launch.backend import uses_kernels
-from flashstate.ops import mamba2
+from flashstate.ops import gated_delta, mamba2
 from flashstate.ops.library import register
 from flashstate.state.formats import FORMATS
 from flashstate.state.signature import ACCESS_BYTES
-from flashstate.testing import ODD_CASES, Case, make_inputs
+from flashstate.testing import ODD_CASES, ODD_DELTA_CASES, AnyCase, Case, make_inputs
 
 CPU, META, CUDA = (torch.device(name) for name in ("cpu", "meta", "cuda"))
 
 
 @pytest.mark.interpreted
-def test_a_call_asks_for_the_config_of_its_cases_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("op", "cases"), [(mamba2, ODD_CASES), (gated_delta, ODD_DELTA_CASES)])
+def test_a_call_asks_for_the_config_of_its_cases_problem(
+    op: ModuleType, cases: Sequence[AnyCase], monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = []
-    monkeypatch.setattr(mamba2, "choose", lambda problem, gpu: asked.append(problem) or 1 / 0)
-    for case in ODD_CASES:
+    monkeypatch.setattr(op, "choose", lambda problem, gpu: asked.append(problem) or 1 / 0)
+    for case in cases:
         with interpreted(), pytest.raises(ZeroDivisionError):
             make_inputs(case, CPU).step()
-    assert asked == [case.problem for case in ODD_CASES]
+    assert asked == [case.problem for case in cases]
     assert {problem.several_tokens for problem in asked} == {False, True}
+    found = {(case.tokens > 8, case.problem.op) for case in cases if not getattr(case, "exact", True)}
+    at_once = {(False, "gated_delta_at_once"), (True, "gated_delta_at_once_16")}
+    assert found == (at_once if op is gated_delta else set())
 
 
 @pytest.mark.interpreted

@@ -22,7 +22,8 @@ from flashstate.bench.peers import (
     require_in_place,
     require_plain_states,
 )
-from flashstate.ops.gated_delta import MOST_AT_ONCE, gated_delta_step
+from flashstate.launch.config import MOST_AT_ONCE
+from flashstate.ops.gated_delta import gated_delta_step
 from flashstate.state.formats import PORTABLE_FORMATS, bits_of
 from flashstate.state.slots import Slots
 from flashstate.testing import DeltaCase, Inputs, Pool

@@ -107,7 +107,7 @@ def as_accessed(chunk, shape: tl.constexpr):
 def prefetch_rows(
     ptr, offset, live, h, first_row, COUNT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, TARGET: tl.constexpr
 ):  # fmt: skip
-    """Ask for COUNT rows of head h from `first_row` on, of the slot at `offset`, to come to the L2 cache."""
+    """Ask for COUNT rows of head h from `first_row` on, of the slot at `offset`, to come to the L2 cache; on NVIDIA."""
     if TARGET == "sm_80" or TARGET == "sm_89":
         per_line: tl.constexpr = LINE // (ptr.dtype.element_ty.primitive_bitwidth // 8)
         lines = tl.arange(0, triton.next_power_of_2(triton.cdiv(COUNT * COLS, per_line))) * per_line

@@ -31,7 +31,8 @@ MOST_OF_A_ROW = 64  # elements in a thread, and
 MOST_CHUNKS = 32  # of a row, unless it is so wide that a whole warp has more: unrolled code that takes long to compile
 FEW = 64  # batch x heads below which a GPU is mostly idle
 LARGE = 512  # batch x heads from which on there are programs enough, however many rows each has
-FEW_AT_ONCE = 8  # tokens that a kernel of tokens at once has room for, or else for twice as many
+FEW_AT_ONCE, MOST_AT_ONCE = 8, 16  # tokens that kernels of tokens at once have room for
+WIDEST_IN_TILES = 128  # columns: of wider rows several tiles at once spill registers
 TILES = 8  # of a program of the gated delta rule where arithmetic, or what tokens bring, is the bottleneck, and
 MANY = 1024  # batch x heads from which on there are programs enough with so many
 WALKING_CAPABILITY = (10, 0)  # from here on sums over lanes are the bottleneck
@@ -252,7 +253,7 @@ class TensorCoreProblem(DeltaProblem):
 
     def heuristic(self, gpu: Gpu) -> Config:
         """Several tiles where there are programs enough: what the tokens are to each other is found once for all."""
-        tiles = TILES if self.batch_heads >= MANY else 1
+        tiles = TILES if self.batch_heads >= MANY and self.block_cols <= WIDEST_IN_TILES else 1
         return Config(16, 1, self.lane_choices[0], max(1, min(tiles, next_power_of_2(self.rows) // 16)))
 
 
@@ -261,7 +262,13 @@ def delta_kind(at_once: bool, longest: int) -> tuple[type[DeltaProblem], str]:
     tokens at once it needs other configs than for 8."""
     if not at_once:
         return DeltaProblem, "gated_delta_step"
-    return TensorCoreProblem, "gated_delta_at_once" if longest <= FEW_AT_ONCE else "gated_delta_at_once_16"
+    few = room_at_once(longest) == FEW_AT_ONCE
+    return TensorCoreProblem, "gated_delta_at_once" if few else f"gated_delta_at_once_{MOST_AT_ONCE}"
+
+
+def room_at_once(longest: int) -> int:
+    """How many tokens a kernel of tokens at once has room for."""
+    return FEW_AT_ONCE if longest <= FEW_AT_ONCE else MOST_AT_ONCE
 
 
 def valid_configs(problem: Problem) -> list[Config]:

@@ -29,7 +29,7 @@ from flashstate.launch import (
     uses_kernels,
 )
 from flashstate.launch.arguments import aligned, as_bytes, row_stride, table_shape, token_strides
-from flashstate.launch.config import FEW_AT_ONCE, WARP, tokens_together
+from flashstate.launch.config import MOST_AT_ONCE, WARP, room_at_once, tokens_together
 from flashstate.launch.start import Started
 from flashstate.ops.debug import check_contents, debugging
 from flashstate.ops.library import register
@@ -52,7 +52,6 @@ from flashstate.state.slots import Slots, as_slots
 from flashstate.state.state import State, as_snapshots, as_state, is_transposed
 
 HALVES = (torch.bfloat16, torch.float16)  # dtypes of q and k that tensor cores take
-MOST_AT_ONCE = 16  # tokens
 OR_EXPANDED = ", or expanded from contiguous values per head"
 
 
@@ -324,7 +323,7 @@ def _run(
     }  # fmt: skip
     if at_once:
         kernel = gated_delta_at_once_kernel
-        constants |= {"TOKENS": FEW_AT_ONCE if extent.longest <= FEW_AT_ONCE else MOST_AT_ONCE, "TILES": tiles}
+        constants |= {"TOKENS": room_at_once(extent.longest), "TILES": tiles}
     else:
         constants |= {
             "SNAPSHOT_VECTOR": min(vector, access_width(data if snapshot_data is None else snapshot_data)),
