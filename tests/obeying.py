@@ -22,14 +22,27 @@ def reference_pairs(cases: Iterable[AnyCase]) -> Pairs:
     return pairs(laws(""), cases)
 
 
-def interpreted_pairs(groups: Sequence[Sequence[AnyCase]]) -> Pairs:
-    """Accuracy for all cases; every other law with one case of each group, by turns, if it speaks of any."""
+def interpreted_pairs(groups: Sequence[Sequence[AnyCase]], turns: int = 1) -> Pairs:
+    """Accuracy for all cases; every other law with one case of each group, or of one in so many, by turns, if it speaks
+    of any."""
     chosen: Pairs = [(ACCURACY, case) for group in groups for case in group]
     for w, words in enumerate(words for words in laws("", "kernels") if words != ACCURACY):
-        for k, group in enumerate(groups):
+        for k, group in enumerate(groups[w % turns :: turns]):
             spoken_of = [case for _, case in pairs([words], group)]
             chosen += [(words, spoken_of[(w + k) % len(spoken_of)])] if spoken_of else []
     return chosen
+
+
+def require_half(whole: Pairs, half: Pairs, kind_of: Callable[[AnyCase], object]) -> None:
+    """Of the kinds of cases that a law meets in a whole, and of the laws that a kind meets, about half are left."""
+    for by in (lambda words, kind: (words, kind), lambda words, kind: (kind, words)):
+        met: list[dict[object, set[object]]] = [{}, {}]
+        for found, chosen in zip(met, (whole, half), strict=True):
+            for words, case in chosen:
+                key, other = by(words, kind_of(case))
+                found.setdefault(key, set()).add(other)
+        assert met[0].keys() == met[1].keys()
+        assert all(2 * len(met[1][key]) >= len(met[0][key]) - 1 for key in met[0])
 
 
 def by_shape(cases: Iterable[AnyCase]) -> list[list[AnyCase]]:

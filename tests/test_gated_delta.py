@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from obeying import ALL_CONFIGS, by_shape, format_of, gpu_pairs, interpreted_pairs, laws
+from obeying import ALL_CONFIGS, by_shape, format_of, gpu_pairs, interpreted_pairs, laws, require_half
 from torch import Tensor
 
 from flashstate.laws import LAWS, pairs
@@ -28,6 +28,11 @@ GROUPS = [ODD_DELTA_CASES[FORMS * i : FORMS * (i + 1)] for i in range(len(PORTAB
 FORM_OF = {case: form for group in GROUPS for case, form in zip(group, ODD_DELTA_SHAPES, strict=True)}
 
 
+def test_every_law_meets_half_of_the_formats_and_of_the_forms_in_the_interpreter() -> None:
+    for kind_of in (format_of, FORM_OF.__getitem__):
+        require_half(BY_TURNS, IN_THE_INTERPRETER, kind_of)
+
+
 def test_every_law_meets_every_format_and_every_form_without_a_gpu() -> None:
     """Of those it speaks of: the law about seeds only of stochastic rounding, which leaves it some of the forms."""
     assert [{(c.format, c.rounding) for c in group} for group in GROUPS] == [{f} for f in PORTABLE_FORMATS]
@@ -44,6 +49,7 @@ def tries_configs(case: DeltaCase) -> bool:
 
 
 BY_TURNS = interpreted_pairs(GROUPS)
+IN_THE_INTERPRETER = interpreted_pairs(GROUPS, turns=2)  # which is slow; the reference and a GPU meet all
 ON_A_GPU = gpu_pairs(by_shape(GPU_CASES), tries_configs)
 
 
@@ -63,7 +69,7 @@ def test_reference_obeys(words: str, case: DeltaCase) -> None:
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize(("words", "case"), BY_TURNS, ids=str)
+@pytest.mark.parametrize(("words", "case"), IN_THE_INTERPRETER, ids=str)
 def test_interpreted_kernel_obeys(words: str, case: DeltaCase) -> None:
     with interpreted():
         LAWS[words](case, CPU)

@@ -225,7 +225,7 @@ def test_reference_equals_a_loop_over_rows_and_tokens_bit_by_bit(form: str, tree
 
 
 @pytest.mark.interpreted
-@settings(COMMON, max_examples=8)
+@settings(COMMON, max_examples=6)
 @given(data=st.data())
 @EVERY_FORM
 def test_interpreted_kernel_is_close_to_a_loop_over_rows_and_tokens(form: str, tree: bool, data: st.DataObject) -> None:
