@@ -345,17 +345,21 @@ def test_every_config_sums_a_row_in_the_same_order(case: Case, vector: int) -> N
         require_one_order(compile_step(case, config, 90, call), config, vector)
 
 
-IN_FORMS = [  # one token, several, a state after each of them, snapshots in another format, a tree, packed
-    (SHAPE, plain), (SEVERAL, plain), (SEVERAL, written_per_token), (SEVERAL, with_snapshots), (SEVERAL, with_a_tree),
-    (replace(SEVERAL, packed=True), plain),
-]  # fmt: skip
+ONE_ORDER: dict[str, tuple[Case, Call]] = {
+    "one token": (SHAPE, plain),
+    "several": (SEVERAL, plain),
+    "a state after each": (SEVERAL, written_per_token),
+    "snapshots in another format": (SEVERAL, with_snapshots),
+    "a tree": (SEVERAL, with_a_tree),
+    "packed": (replace(SEVERAL, packed=True), plain),
+}
 
 
-@pytest.mark.parametrize(("format_of_state", "form"), by_turns(PORTABLE_FORMATS, IN_FORMS), ids=str)
-def test_every_form_and_format_sums_a_row_in_the_same_order(
-    format_of_state: tuple[str, str], form: tuple[Case, Call]
-) -> None:
-    (name, rounding), (case, call) = format_of_state, form
+@pytest.mark.parametrize(
+    ("name", "rounding", "form"), [(*of_state, form) for of_state, form in by_turns(PORTABLE_FORMATS, ONE_ORDER)]
+)
+def test_every_form_and_format_sums_a_row_in_the_same_order(name: str, rounding: str, form: str) -> None:
+    case, call = ONE_ORDER[form]
     case = replace(case, format=name, rounding=rounding)
     config = chosen(case, 90)
     require_one_order(compile_step(case, config, 90, call), config, case.problem.vector)
