@@ -26,6 +26,8 @@ GPU_CASES = REAL_DELTA_CASES + QUICK_DELTA_CASES
 FORMS = len(ODD_DELTA_SHAPES)
 GROUPS = [ODD_DELTA_CASES[FORMS * i : FORMS * (i + 1)] for i in range(len(PORTABLE_FORMATS))]  # a format each
 FORM_OF = {case: form for group in GROUPS for case, form in zip(group, ODD_DELTA_SHAPES, strict=True)}
+BY_TURNS = interpreted_pairs(GROUPS)
+IN_THE_INTERPRETER = interpreted_pairs(GROUPS, turns=2)  # which is slow; the reference and a GPU meet all
 
 
 def test_every_law_meets_half_of_the_formats_and_of_the_forms_in_the_interpreter() -> None:
@@ -37,7 +39,7 @@ def test_every_law_meets_every_format_and_every_form_without_a_gpu() -> None:
     """Of those it speaks of: the law about seeds only of stochastic rounding, which leaves it some of the forms."""
     assert [{(c.format, c.rounding) for c in group} for group in GROUPS] == [{f} for f in PORTABLE_FORMATS]
     for words in laws("", "kernels"):
-        met = [case for law, case in interpreted_pairs(GROUPS) if law == words]
+        met = [case for law, case in BY_TURNS if law == words]
         possible = [case for _, case in pairs([words], ODD_DELTA_CASES)]
         assert {(c.format, c.rounding) for c in met} == {(c.format, c.rounding) for c in possible}
         if len(met) >= len(PORTABLE_FORMATS):
@@ -48,8 +50,6 @@ def tries_configs(case: DeltaCase) -> bool:
     return case.heads <= 8 and case.rounding == "nearest"
 
 
-BY_TURNS = interpreted_pairs(GROUPS)
-IN_THE_INTERPRETER = interpreted_pairs(GROUPS, turns=2)  # which is slow; the reference and a GPU meet all
 ON_A_GPU = gpu_pairs(by_shape(GPU_CASES), tries_configs)
 
 

@@ -216,9 +216,12 @@ class DeltaProblem(Problem):
         config = super().heuristic(gpu)
         wide = self.vector * self.itemsize == ACCESS_BYTES and not self.transposed
         arithmetic = self.itemsize == 1 or self.rounding != "nearest"
-        if self.several_tokens or self.batch_heads < MANY or not (wide and arithmetic):
-            return config
-        return replace(config, together=max(1, min(TILES, next_power_of_2(self.rows) // config.block_rows)))
+        return config if self.several_tokens or not (wide and arithmetic) else self.in_many_tiles(config)
+
+    def in_many_tiles(self, config: Config) -> Config:
+        """The config with as many tiles as a head has rows for, up to TILES, where there are programs enough."""
+        tiles = min(TILES, next_power_of_2(self.rows) // config.block_rows) if self.batch_heads >= MANY else 1
+        return replace(config, together=max(1, tiles))
 
 
 @dataclass(frozen=True)
@@ -253,8 +256,8 @@ class TensorCoreProblem(DeltaProblem):
 
     def heuristic(self, gpu: Gpu) -> Config:
         """Several tiles where there are programs enough: what the tokens are to each other is found once for all."""
-        tiles = TILES if self.batch_heads >= MANY and self.block_cols <= WIDEST_IN_TILES else 1
-        return Config(16, 1, self.lane_choices[0], max(1, min(tiles, next_power_of_2(self.rows) // 16)))
+        config = Config(16, 1, self.lane_choices[0])
+        return config if self.block_cols > WIDEST_IN_TILES else self.in_many_tiles(config)
 
 
 def delta_kind(at_once: bool, longest: int) -> tuple[type[DeltaProblem], str]:
