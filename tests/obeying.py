@@ -23,11 +23,12 @@ def reference_pairs(cases: Iterable[AnyCase]) -> Pairs:
 
 
 def interpreted_pairs(groups: Sequence[Sequence[AnyCase]], turns: int = 1) -> Pairs:
-    """Accuracy for all cases; every other law with one case of each group, or of one in so many, by turns, if it speaks
-    of any."""
+    """Accuracy for all cases; every other law with one case of each group, by turns, if it speaks of any. Laws that the
+    reference meets too may take more turns, each with one group in so many."""
     chosen: Pairs = [(ACCURACY, case) for group in groups for case in group]
     for w, words in enumerate(words for words in laws("", "kernels") if words != ACCURACY):
-        for k, group in enumerate(groups[w % turns :: turns]):
+        step = turns if words in laws("") else 1
+        for k, group in enumerate(groups[w % step :: step]):
             spoken_of = [case for _, case in pairs([words], group)]
             chosen += [(words, spoken_of[(w + k) % len(spoken_of)])] if spoken_of else []
     return chosen
