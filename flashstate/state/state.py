@@ -143,7 +143,7 @@ def _check_data(name: str, data: Tensor, axes: tuple[str, ...]) -> None:
                 f"have scales, got strides {data.stride()}"
             )
         data = data.transpose(-2, -1)
-    _check_slots_of(name, data, data.shape[-3:])
+    check_slots_of(name, data, data.shape[-3:])
 
 
 def is_transposed(data: Tensor) -> bool:
@@ -165,7 +165,7 @@ def refuse_transposed(name: str, state: State) -> None:
         )
 
 
-def _check_slots_of(name: str, tensor: Tensor, slot: torch.Size) -> None:
+def check_slots_of(name: str, tensor: Tensor, slot: torch.Size) -> None:
     """Raise unless every slot (the last axes) is contiguous, and slots do not overlap."""
     dense = [slot[axis + 1 :].numel() for axis in range(len(slot))]
     outer = tensor.dim() - len(slot)
@@ -190,7 +190,7 @@ def _check_scale(scale: Tensor | None, data: Tensor, axes: tuple[str, ...]) -> N
     if scale is None:
         raise ValueError(f"{fmt.name} needs scale: ({', '.join(axes[:-1])}) float32, one per row")
     check_tensor("scale", scale, axes[:-1], tuple(data.shape[:-1]), dtypes=(torch.float32,), device=data.device)
-    _check_slots_of("scale", scale, scale.shape[-2:])
+    check_slots_of("scale", scale, scale.shape[-2:])
 
 
 def _check_needs_no_scale(name: str, data: Tensor) -> None:
