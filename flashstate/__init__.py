@@ -5,12 +5,16 @@ from flashstate.ops.conv1d import conv1d_step
 from flashstate.ops.debug import debug
 from flashstate.ops.gated_delta import gated_delta_step
 from flashstate.ops.mamba2 import mamba2_step
+from flashstate.ops.mamba3 import mamba3_step
 from flashstate.state.faults import check_faults
+from flashstate.state.mamba3 import Mamba3State, Rotary
 from flashstate.state.pool import StatePool
 from flashstate.state.slots import Slots
 from flashstate.state.state import State
 
 __all__ = [
+    "Mamba3State",
+    "Rotary",
     "Slots",
     "State",
     "StatePool",
@@ -19,5 +23,6 @@ __all__ = [
     "debug",
     "gated_delta_step",
     "mamba2_step",
+    "mamba3_step",
     "warmup",
 ]

@@ -8,15 +8,14 @@ from torch import Tensor
 from flashstate.state.signature import ACCESS_BYTES
 
 
-def token_strides(tensor: Tensor | None, token_axes: int, packed: bool) -> tuple[int, int, int]:
-    """Batch, token and head stride of a tensor (batch, heads, ...), (batch, T, heads, ...) or packed (tokens, heads,
-    ...)."""
+def token_strides(tensor: Tensor | None, token_axes: int, packed: bool, inner: int = 1) -> tuple[int, ...]:
+    """Batch stride, token stride, and those of `inner` more axes, such as heads, of a tensor (batch, heads, ...),
+    (batch, T, heads, ...) or packed (tokens, heads, ...)."""
     if tensor is None:
-        return 0, 0, 0
+        return (0,) * (2 + inner)
     strides = tensor.stride()
-    if token_axes == 2:
-        return strides[0], strides[1], strides[2]
-    return (0, strides[0], strides[1]) if packed else (strides[0], 0, strides[1])
+    of_tokens = strides[:2] if token_axes == 2 else (0, strides[0]) if packed else (strides[0], 0)
+    return (*of_tokens, *strides[token_axes : token_axes + inner])
 
 
 def outer_strides(data: Tensor | None, scale: Tensor | None, axes: int) -> tuple[int, ...]:

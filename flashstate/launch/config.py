@@ -260,6 +260,19 @@ class TensorCoreProblem(DeltaProblem):
         return config if self.block_cols > WIDEST_IN_TILES else self.in_many_tiles(config)
 
 
+@dataclass(frozen=True)
+class RankProblem(TensorCoreProblem):
+    """What a config of Mamba-3 is chosen for, where tensor cores multiply with the vectors of all ranks. A program has
+    all rows of a head, tile by tile: they share what it overwrites at its end."""
+
+    @property
+    def together_choices(self) -> tuple[int, ...]:
+        return TOGETHER[:1]
+
+    def heuristic(self, gpu: Gpu) -> Config:
+        return Config(16, 1, self.lane_choices[0])
+
+
 def delta_kind(at_once: bool, longest: int) -> tuple[type[DeltaProblem], str]:
     """What a problem of the gated delta rule is, and the op that tables have it under: where a kernel has room for 16
     tokens at once it needs other configs than for 8."""

@@ -1,0 +1,193 @@
+"""mamba3_step: the trapezoidal state update of Mamba-3, SISO and MIMO. docs/ops.md derives it; this file defines it."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashstate.reference.gated_delta import sigmoid
+from flashstate.reference.mamba2 import silu
+from flashstate.reference.state_io import resolve, resolve_read, store_output, store_state, token_positions
+from flashstate.reference.steps import states_of
+from flashstate.reference.tree import column
+from flashstate.state.mamba3 import Mamba3State
+from flashstate.state.slots import Slots
+
+TURN = 2 * math.pi
+TURN_HIGH = 6.28125  # eight bits of it, so that products with whole turns are exact, and
+TURN_LOW = TURN - TURN_HIGH
+
+
+class Memory(NamedTuple):
+    """What rows of a batch keep between tokens."""
+
+    s: Tensor  # (batch, H, D, N), float32 or float64: the dtype everything is computed in
+    k: Tensor  # (batch, R, H, N), in the dtype it is kept in
+    v: Tensor  # (batch, H, D), in the dtype it is kept in
+    angle: Tensor | None  # (batch, H, S)
+
+
+class Parameters(NamedTuple):
+    """What all tokens share."""
+
+    Wx: Tensor | None  # (R, H, D)
+    Wz: Tensor | None  # (R, H, D)
+    Wo: Tensor | None  # (R, H, D)
+    D: Tensor | None  # (H,)
+    bias_B: Tensor | None  # (R, H, N)
+    bias_C: Tensor | None  # (R, H, N)
+    pairing: str
+    trap_logit: bool
+
+
+def wrapped(angle: Tensor) -> Tensor:
+    """Angles in [0, 2π)."""
+    turns = torch.floor(angle / TURN)
+    angle = (angle - turns * TURN_HIGH) - turns * TURN_LOW
+    angle = torch.where(angle < 0.0, angle + TURN, angle)
+    return torch.where(angle >= torch.tensor(TURN, dtype=angle.dtype), 0.0, angle)
+
+
+def rotated(u: Tensor, angle: Tensor, pairing: str) -> Tensor:
+    """Columns of u (batch, R, H, N), turned in pairs by angles (batch, H, S); pairs from S on stay."""
+    S, half = angle.shape[-1], u.shape[-1] // 2
+    pairs = u.unflatten(-1, (half, 2)) if pairing == "interleaved" else u.unflatten(-1, (2, half)).mT
+    u0, u1 = pairs.unbind(-1)  # (batch, R, H, N / 2)
+    cos, sin = (torch.nn.functional.pad(f(angle), (0, half - S), value=rest)[:, None]  # (batch, 1, H, N / 2)
+                for f, rest in ((torch.cos, 1.0), (torch.sin, 0.0)))  # fmt: skip
+    turned = torch.stack([u0 * cos - u1 * sin, u0 * sin + u1 * cos], -1)
+    return (turned if pairing == "interleaved" else turned.mT).flatten(-2)
+
+
+def mamba3_token(
+    memory: Memory,
+    x: Tensor,  # (batch, H, D)
+    A: Tensor,  # (batch, H)
+    dt: Tensor,  # (batch, H)
+    trap: Tensor,  # (batch, H)
+    B: Tensor,  # (batch, R, G, N)
+    C: Tensor,  # (batch, R, G, N)
+    z: Tensor | None,  # (batch, H, D)
+    angle: Tensor | None,  # (batch, S), or per head (batch, H, S)
+    parameters: Parameters,
+) -> tuple[Tensor, Memory]:
+    """One token: the output (batch, H, D), or (batch, R, H, D) of rank above 1 without Wo, unrounded, and what is kept
+    after it: s unrounded, k and v as they are kept."""
+    s, k, v, theta = memory
+    H, R = s.shape[1], k.shape[1]
+    x_raw, (x, A, dt, trap, B, C) = x, (t.to(s.dtype) for t in (x, A, dt, trap, B, C))
+    B, C = (t.repeat_interleave(H // t.shape[2], dim=2) for t in (B, C))  # (batch, R, H, N)
+    if angle is not None and theta is not None:
+        if parameters.bias_B is not None:
+            B = B + parameters.bias_B.to(s.dtype)
+        if parameters.bias_C is not None:
+            C = C + parameters.bias_C.to(s.dtype)
+        angle = angle.to(s.dtype) if angle.dim() == 3 else angle.to(s.dtype)[:, None]  # (batch, H or 1, S)
+        theta = wrapped(theta.to(s.dtype) + torch.tanh(angle) * dt[..., None] * math.pi)  # (batch, H, S)
+        B, C = (rotated(t, theta, parameters.pairing) for t in (B, C))
+    kept = B.to(k.dtype)  # what the next token sees, and this one too
+    if parameters.trap_logit:
+        trap = sigmoid(trap)
+    alpha = torch.exp(A * dt)  # (batch, H)
+    beta, gamma = (1.0 - trap) * dt * alpha, trap * dt  # (batch, H)
+
+    Wx, Wz, Wo = (None if W is None else W.to(s.dtype) for W in parameters[:3])
+    now, before = x[:, None], v.to(s.dtype)[:, None]  # (batch, 1, H, D)
+    if Wx is not None:
+        now, before = now * Wx, before * Wx  # (batch, R, H, D)
+    now, before = (t.expand(-1, R, -1, -1) for t in (now, before))
+    s = s * alpha[..., None, None]  # (batch, H, D, N)
+    for r in range(R):
+        s = s + (gamma[..., None] * now[:, r])[..., None] * kept[:, r, :, None].to(s.dtype)
+        s = s + (beta[..., None] * before[:, r])[..., None] * k[:, r, :, None].to(s.dtype)
+    y = (s[:, None] * C[:, :, :, None]).sum(-1)  # (batch, R, H, D)
+    if parameters.D is not None:
+        y = y + parameters.D.to(s.dtype)[:, None] * now
+    if z is not None:
+        gate = z.to(s.dtype)[:, None]  # (batch, 1, H, D)
+        y = y * silu(gate if Wz is None else gate * Wz)
+    if Wo is not None:
+        y = (y * Wo).sum(1)  # (batch, H, D)
+    elif R == 1:
+        y = y[:, 0]
+    return y, Memory(s, kept, x_raw.to(v.dtype), theta)
+
+
+@torch.no_grad()
+def mamba3_step(
+    state: Mamba3State,
+    x: Tensor,  # (batch, T, H, D), (batch, H, D), or packed (tokens, H, D); the others alike
+    A: Tensor,
+    dt: Tensor,
+    trap: Tensor,
+    B: Tensor,
+    C: Tensor,
+    z: Tensor | None,
+    angle: Tensor | None,
+    parameters: Parameters,
+    slots: Slots | None,
+    update: bool,
+    update_kv: bool,
+    out: Tensor,
+) -> None:
+    """Every token of every row of the batch, on the pool: fills `out` and, with `update`, the pool."""
+    lead = x.dim() - 2  # token axes
+    flat = [None if t is None else t.flatten(0, lead - 1) for t in (x, A, dt, trap, B, C, z, angle)]
+    batch, num_slots = out.shape[0] if slots is None else slots.read.shape[0], state.k.shape[0]
+    y = out.new_zeros(out.shape[:lead].numel(), *out.shape[lead:], dtype=torch.float32)
+    at = token_positions(slots, batch, len(y), out.device)  # (batch, T)
+    read = resolve_read(slots, batch, num_slots, out.device)
+    write, null = (None, -1) if slots is None else (slots.write, slots.null)
+    per_token = write is not None and write.dim() == 2
+
+    live = read >= 0
+    gives = torch.ones_like(live) if slots is not None and slots.padding == "fresh" else live
+    memory = memory_of(state, read)
+    for t in range(at.shape[1]):
+        runs = gives & (at[:, t] >= 0)
+        here = [None if tensor is None else tensor[at[runs, t]] for tensor in flat]
+        before = Memory(*(None if tensor is None else tensor[runs] for tensor in memory))
+        y[at[runs, t]], after = mamba3_token(before, *here, parameters)
+        for kept, new in zip(memory, after, strict=True):
+            if kept is not None:
+                kept[runs] = new
+        if update and per_token:
+            to = resolve("write", column(write, t), runs & live, num_slots, null)
+            store_memory(state, memory, to, read, torch.full_like(read, t), update_kv, angle is not None)
+    store_output(out, y, at, live, slots)
+    if update and not per_token:
+        length = (at >= 0).sum(1)
+        to = resolve("write", read if write is None else write, live & (length > 0), num_slots, null)
+        store_memory(state, memory, to, read, length - 1, update_kv, angle is not None)
+
+
+def memory_of(state: Mamba3State, read: Tensor) -> Memory:
+    """What is kept in these slots; zeros where there is none."""
+    s = states_of(state.ssm, read)
+    others = []
+    for tensor in (state.k, state.v, state.angle):
+        if tensor is not None:
+            kept = tensor.new_zeros(len(read), *tensor.shape[1:])
+            kept[read >= 0] = tensor[read[read >= 0]]
+        others.append(None if tensor is None else kept)
+    return Memory(s, *others)
+
+
+def store_memory(
+    state: Mamba3State, memory: Memory, to: Tensor, read: Tensor, token: Tensor, update_kv: bool, turned: bool
+) -> None:
+    """Store what rows keep in the slots `to`, where these are not negative; s is rounded with the bits of the slots
+    that were read, at this token."""
+    seed = None if state.ssm.seed is None else state.ssm.seed[read]
+    store_state(state.ssm, memory.s, (to,), seed, token)
+    goes = to >= 0
+    for tensor, kept, stored in (
+        (state.k, memory.k, update_kv),
+        (state.v, memory.v, update_kv),
+        (state.angle, memory.angle, turned),
+    ):
+        if stored and tensor is not None and kept is not None:
+            tensor[to[goes]] = kept[goes]
