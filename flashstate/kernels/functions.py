@@ -1,4 +1,4 @@
-"""Functions that several kernels need: softplus, sigmoid, silu, a choice between tuples."""
+"""Functions that several kernels need: softplus, sigmoid, silu, angles, a choice between tuples."""
 
 import triton
 import triton.language as tl
@@ -21,6 +21,52 @@ def sigmoid(x):
 @triton.jit
 def silu(x):
     return x / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def tanh(x):
+    """Of an absolute accuracy: what is tiny comes out with few bits."""
+    e = tl.exp(-2.0 * tl.abs(x))
+    magnitude = (1.0 - e) / (1.0 + e)
+    return tl.where(x < 0.0, -magnitude, magnitude)
+
+
+TURN = tl.constexpr(6.283185307179586)
+TURN_HIGH = tl.constexpr(6.28125)  # eight bits of it, so that products with whole turns are exact, and
+TURN_LOW = tl.constexpr(0.0019353071795864769)
+LARGEST_ANGLE = tl.constexpr(6.2831849)  # the last float32 below a turn
+
+
+@triton.jit
+def wrapped(angle):
+    """Angles in [0, 2π), as reference/mamba3.py has them."""
+    turns = tl.floor(angle / TURN)
+    angle = (angle - turns * TURN_HIGH) - turns * TURN_LOW
+    angle = tl.where(angle < 0.0, angle + TURN, angle)
+    return tl.where(angle > LARGEST_ANGLE, 0.0, angle)
+
+
+QUARTER = tl.constexpr(1.5707963267948966)
+QUARTER_HIGH = tl.constexpr(1.5703125)  # as TURN_HIGH
+QUARTER_LOW = tl.constexpr(0.0004838267948966192)
+
+
+@triton.jit
+def cos_and_sin(angle):
+    """Of angles in [0, 2π): Taylor series at the nearest quarter of a turn, as far as float32 can tell."""
+    quarter = tl.floor(angle / QUARTER + 0.5)
+    x = (angle - quarter * QUARTER_HIGH) - quarter * QUARTER_LOW
+    square = x * x
+    odd = tl.fma(square, 1.0 / 362880.0, -1.0 / 5040.0)
+    odd = tl.fma(square, tl.fma(square, odd, 1.0 / 120.0), -1.0 / 6.0)
+    sin = tl.fma(x * square, odd, x)
+    even = tl.fma(square, -1.0 / 3628800.0, 1.0 / 40320.0)
+    even = tl.fma(square, tl.fma(square, even, -1.0 / 720.0), 1.0 / 24.0)
+    cos = tl.fma(square, tl.fma(square, even, -0.5), 1.0)
+    turned = quarter.to(tl.int32) & 1 == 1
+    c, s = tl.where(turned, sin, cos), tl.where(turned, cos, sin)
+    c = tl.where((quarter == 1.0) | (quarter == 2.0), -c, c)
+    return c, tl.where((quarter == 2.0) | (quarter == 3.0), -s, s)
 
 
 @triton.jit

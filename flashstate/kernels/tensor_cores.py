@@ -22,11 +22,11 @@ def terms_of(x, TERMS: tl.constexpr, TARGET: tl.constexpr):
 
 @triton.jit
 def dot_terms(x, y, total):
-    """total + x y in float32, of matrices that are sums of one term or two; without the product of the second ones,
-    which is too small to count."""
+    """total + x y in float32, of matrices that are sums of terms; without the products that are too small to count
+    beside the last terms."""
     for i in tl.static_range(len(x)):
         for j in tl.static_range(len(y)):
-            if i + j < 2:
+            if i + j < max(len(x), len(y)):
                 total = tl.dot(x[i], y[j], total, input_precision="ieee")
     return total
 
@@ -76,6 +76,22 @@ def left_and_right(x):
 
 
 @triton.jit
+def chunks_of(x, CHUNK: tl.constexpr):
+    """A vector in chunks of so many entries."""
+    chunks = (tl.trans(tl.reshape(x, (x.shape[0] // CHUNK, CHUNK))),)  # one behind the other, in registers of a thread
+    for i in tl.static_range(6):
+        if chunks[0].shape[1] > 1:
+            halves = ()
+            for j in tl.static_range(len(chunks)):
+                halves = halves + left_and_right(chunks[j])
+            chunks = halves
+    flat = ()
+    for j in tl.static_range(len(chunks)):
+        flat = flat + (tl.reshape(chunks[j], (CHUNK,)),)
+    return flat
+
+
+@triton.jit
 def above(x, y):
     """Two matrices, one on top of the other."""
     return tl.reshape(tl.permute(tl.join(x, y), (2, 0, 1)), (2 * x.shape[0], x.shape[1]))
@@ -96,7 +112,10 @@ def add_products(total, w, k):
         for j in tl.static_range(min(2, len(k))):
             total = tl.dot(beside(w[0], w[1]), above(k[j], k[j]), total)
         if len(w) == 3:
-            total = tl.dot(beside(w[2], w[0]), above(k[0], k[2]), total)
+            if len(k) == 3:
+                total = tl.dot(beside(w[2], w[0]), above(k[0], k[2]), total)
+            else:
+                total = tl.dot(beside(w[2], tl.zeros_like(w[2])), above(k[0], k[0]), total)
     else:
         for i in tl.static_range(len(w)):
             for j in tl.static_range(len(k)):

@@ -53,6 +53,12 @@ def load_rows(ptr, offs_d, mask_d, exists):
 
 
 @triton.jit
+def store_rows(ptr, offs_d, mask_d, goes, values):
+    """Store a value for each row of a head."""
+    tl.store(ptr + offs_d, values.to(ptr.dtype.element_ty), mask=tl.where(goes, mask_d, False))
+
+
+@triton.jit
 def load_head(ptr, offs_d, mask_d, exists, PER_ROW: tl.constexpr):
     """A value for each row of a head, (BLOCK_ROWS,), or one for all; zero where nothing exists."""
     if PER_ROW:

@@ -132,7 +132,7 @@ def mamba3_step(
     return out
 
 
-POINTERS = 23  # of the kernel that change from call to call; the stream follows them
+POINTERS = 25  # of the kernel that change from call to call; the stream follows them
 
 
 def _step_again(
@@ -162,11 +162,12 @@ def _step_again(
             if tensor is not None:
                 tensors.append(tensor)
                 pointers.append(tensor.data_ptr())
+                wide |= pointers[-1]
         for tensor in (ssm.scale, ssm.seed):
             if tensor is not None:
                 pointers.append(tensor.data_ptr())
-        if z is not None:
-            wide |= z.data_ptr()
+        if slots.__class__ is Slots and slots.snapshot_rows is not None:  # which its kernel does not take
+            return None
         slots_like, _ = direct.add_slots(slots, x, tensors, pointers)
         flags = (trap_logit, update_kv, update)
         if any(flag.__class__ is not bool for flag in flags):
@@ -299,7 +300,7 @@ def _run(
     constants = {
         "H": H, "HEADS_PER_GROUP": H // B.shape[-2], "ROWS": rows, "COLS": cols, "RANK": R,
         "ANGLES": 0 if theta is None else theta.shape[2], "VECTOR": vector,
-        "ALIGNED": all(aligned(t) for t in (x, B, C, z, out)),
+        "ALIGNED": all(aligned(t) for t in (x, B, C, z, out, k, v, bias_B, bias_C)),
         "PAIRING": pairing, "TRAP_LOGIT": trap_logit, "ONE_TOKEN": extent.one_token,
         "STORES": stores, "STORES_KV": update_kv, "PADDING": padding, "ROUNDING": rounding, "ROUNDS": rounds,
         "TARGET": kernel_target(data.device),
