@@ -54,6 +54,7 @@ def collected(architecture: int | str) -> Iterator[list[Launch]]:
             "flashstate.ops.gated_delta", kernel_target=target, gpu_of=gpu, lets_next_start=overlaps, WARP=warp
         ),
         mock.patch.multiple("flashstate.ops.conv1d", kernel_target=target, gpu_of=gpu, lets_next_start=overlaps),
+        mock.patch.multiple("flashstate.ops.mamba3", kernel_target=target, gpu_of=gpu),
         mock.patch.multiple("flashstate.ops.pool", kernel_target=target, gpu_of=gpu),
         collecting() as launches,
     ):

@@ -1,7 +1,8 @@
 """What functions of other libraries give, by their contracts: loops over rows, tokens and heads.
 
 A model says for every row of the batch where it starts and where its states go. simulate() computes them for
-selective_state_update, and simulate_delta() for gated delta rules, in float64 or float32. Nothing here uses flashstate.
+selective_state_update, and simulate_delta() for gated delta rules, in float64 or float32. simulate_mamba3() does both
+for mamba3_step_fn. Nothing here uses flashstate.
 """
 
 from __future__ import annotations
@@ -225,6 +226,60 @@ def one_delta_token(s: Tensor, values: Arguments, scale: float, normalise: bool)
         states.append(decayed + torch.outer(beta * (v - decayed @ k), k))
         outputs.append(states[-1] @ (q * scale))
     return torch.stack(outputs), torch.stack(states)
+
+
+def simulate_mamba3(arguments: Arguments, dtype: torch.dtype) -> Outcome:
+    """What a call of mamba3_step_fn gives: outputs (batch, H, D), or without outproj (batch, R, H, D), zero for rows
+    with a slot that the pool does not have; states, and with update_kv_state what replaces Bstate and Xstate, as it is
+    kept there."""
+    state, Bstate, Xstate = (arguments[name] for name in ("state", "Bstate", "Xstate"))
+    x, B, goes = arguments["x"], arguments["B"], "state" if arguments.get("state_out") is None else "state_out"
+    indices = arguments.get("state_batch_indices")
+    slots = range(len(x)) if indices is None else indices.tolist()
+    B_kept = B.repeat_interleave(state.shape[1] // B.shape[2], 2).to(Bstate.dtype)  # (batch, R, H, N)
+    outcome = Outcome(torch.zeros(len(x), *Bstate.shape[1:3], x.shape[-1], dtype=dtype), {})
+    for b, slot in enumerate(slots):
+        if not 0 <= slot < len(state):
+            continue
+        kept = {"s": state[slot], "k": Bstate[slot], "v": Xstate[slot], "B": B_kept[b]}
+        here = {name: arguments[name][b] for name in ("x", "A", "dt", "trap", "C")}
+        shared = {name: arguments.get(name) for name in ("D", "xproj", "zproj", "outproj")}
+        z = None if arguments.get("z") is None else arguments["z"][b]
+        values = {name: t if t is None else t.to(dtype) for name, t in {**kept, **here, **shared, "z": z}.items()}
+        outcome.y[b], outcome.stored[goes, (slot,)] = one_mamba3_token(values)
+        if arguments.get("update_kv_state"):
+            outcome.stored["Bstate", (slot,)], outcome.stored["Xstate", (slot,)] = B_kept[b], x[b].to(Xstate.dtype)
+    if arguments.get("outproj") is not None:
+        outcome.y = outcome.y.sum(1)
+    return outcome
+
+
+def one_mamba3_token(values: Arguments) -> tuple[Tensor, Tensor]:
+    """The output (R, H, D) of a token, times outproj if there is one, and the state (H, D, N), number by number along
+    heads and ranks."""
+    R, H = values["B"].shape[:2]
+    y, states = torch.zeros(R, *values["x"].shape, dtype=values["x"].dtype), []
+    one = torch.ones_like(values["x"])
+    in_, gate, out = (
+        one.expand(R, *one.shape) if values[w] is None else values[w] for w in ("xproj", "zproj", "outproj")
+    )
+    for h in range(H):
+        dt, trap, group = values["dt"][h], values["trap"][h], h * values["C"].shape[1] // H
+        decay = torch.exp(values["A"][h] * dt)
+        s = decay * values["s"][h]  # (D, N)
+        for r in range(R):
+            s = s + trap * dt * torch.outer(values["x"][h] * in_[r, h], values["B"][r, h])
+            s = s + (1 - trap) * dt * decay * torch.outer(values["v"][h] * in_[r, h], values["k"][r, h])
+        for r in range(R):
+            y[r, h] = s @ values["C"][r, group]
+            if values["D"] is not None:
+                y[r, h] += values["D"][h] * values["x"][h] * in_[r, h]
+            if values["z"] is not None:
+                wide = values["z"][h] * gate[r, h]
+                y[r, h] *= wide * torch.sigmoid(wide)
+            y[r, h] *= out[r, h]
+        states.append(s)
+    return y, torch.stack(states)
 
 
 def decoded(data: Tensor, scale: Tensor | None) -> Tensor:

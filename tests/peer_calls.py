@@ -109,6 +109,45 @@ def make_delta_arguments(
     }
 
 
+def make_mamba3_arguments(
+    device: torch.device,
+    *,
+    batch: int = 3,
+    rank: int = 4,
+    groups: int = HEADS,
+    state: torch.dtype = torch.float32,
+    x: torch.dtype = torch.float32,
+    kv: torch.dtype = torch.float32,
+    weights: torch.dtype = torch.float32,
+) -> Arguments:
+    """Random arguments of mamba3_step_fn, on a pool of SLOTS slots; all but those of outputs and slots.
+
+    x: the dtype of x, z, B and C. kv: that of Bstate and Xstate. weights: that of A, dt, trap, D and the projections.
+    """
+    generator = torch.Generator().manual_seed(batch + rank)
+
+    def normal(*sizes: int, dtype: torch.dtype) -> Tensor:
+        return torch.randn(sizes, generator=generator).to(dtype).to(device)
+
+    def uniform(dtype: torch.dtype) -> Tensor:
+        return torch.rand(batch, HEADS, generator=generator).to(dtype).to(device)
+
+    return {
+        "state": normal(SLOTS, HEADS, DIM, DSTATE, dtype=state),
+        "Bstate": normal(SLOTS, rank, HEADS, DSTATE, dtype=kv),
+        "Xstate": normal(SLOTS, HEADS, DIM, dtype=kv),
+        "A": -uniform(weights),
+        "B": normal(batch, rank, groups, DSTATE, dtype=x),
+        "C": normal(batch, rank, groups, DSTATE, dtype=x),
+        "D": normal(HEADS, dtype=weights),
+        "x": normal(batch, HEADS, DIM, dtype=x),
+        "dt": uniform(weights),
+        "trap": uniform(weights),
+        "z": normal(batch, HEADS, DIM, dtype=x),
+        **{name: normal(rank, HEADS, DIM, dtype=weights) for name in ("xproj", "zproj", "outproj")},
+    }
+
+
 def encoded(values: Tensor, dtype: torch.dtype) -> Arguments:
     """A state of this dtype, and its scale if it needs one."""
     if dtype.is_floating_point:

@@ -5,7 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 from models_of_peers import Arguments
-from peer_calls import BUFFERS, CPU, DIM, DSTATE, HEADS, SLOTS, Door, copied, make_arguments, make_delta_arguments
+from peer_calls import (
+    BUFFERS,
+    CPU,
+    DIM,
+    DSTATE,
+    HEADS,
+    SLOTS,
+    Door,
+    copied,
+    make_arguments,
+    make_delta_arguments,
+    make_mamba3_arguments,
+)
 
 from flashstate.compat import flashinfer, mamba_ssm, vllm
 
@@ -363,3 +375,175 @@ def test_wrong_arguments_of_delta_rules_are_refused_by_name_and_change_nothing(
 
 def is_for_tokens(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() >= 3 and value.shape[:2] == (3, TOKENS)
+
+
+RANK = 4
+STEPPED = make_mamba3_arguments(CPU, rank=RANK)  # of another call, with pools of its own
+ONE_SLOT = STATES.as_strided((1, *STATES.shape[1:]), (0, *STATES.stride()[1:]))
+SLOTS_IN_A_ROW, PAGES = STATES.repeat(3, 1, 1, 1), torch.ones(SLOTS, 2, HEADS, DIM, DSTATE)
+OF_MAMBA3: Wrong = {
+    "a state that is a list": ({"state": [1.0]}, TypeError, "^state must be a tensor, got list"),
+    "a state without heads": ({"state": STATES[:, 0]}, ValueError, r"^state must have shape .* got \(14, 8, 16\)"),
+    "a state of integers": ({"state": STATES.long()}, TypeError, "^state must be float32 or .* got int64"),
+    "a state that needs scales": ({"state": STATES.short()}, ValueError, "^state of dtype int16 needs a scale"),
+    "a transposed state": ({"state": torch.ones(SLOTS, HEADS, DSTATE, DIM).mT}, ValueError, "^ssm must be contiguous"),
+    "a state with gaps in slots": (
+        {"state": STATES.repeat(1, 1, 1, 2)[..., ::2]}, ValueError, "^state must be contiguous within a slot",
+    ),
+    "an empty state": ({"state": STATES[:0]}, ValueError, "^state must not be empty"),
+    "no Bstate": ({"Bstate": None}, TypeError, "^k must be a tensor, got NoneType"),
+    "Bstate of few slots": (
+        {"Bstate": STEPPED["Bstate"][:3]}, ValueError, r"^k must have shape \(slots=14, .* got \(3, 4, 4, 16\)",
+    ),
+    "Bstate of no rank": ({"Bstate": STEPPED["Bstate"][:, :0]}, ValueError, "^k must have a rank of 1 or more"),
+    "Bstate with gaps in slots": (
+        {"Bstate": STEPPED["Bstate"].repeat(1, 2, 1, 1)[:, ::2]}, ValueError, "^k must be contiguous within a slot",
+    ),
+    "Bstate of integers": ({"Bstate": STEPPED["Bstate"].short()}, TypeError, "^k must be float32 or .* got int16"),
+    "Xstate of another size": (
+        {"Xstate": STEPPED["Xstate"][..., :7]}, ValueError, r"^v must have shape .* got \(14, 4, 7\)",
+    ),
+    "Xstate elsewhere": ({"Xstate": STEPPED["Xstate"].to("meta")}, ValueError, "^v is on meta"),
+    "x that is a list": ({"x": [1.0]}, TypeError, "^x must be a tensor, got list"),
+    "x of several tokens": (
+        {"x": torch.ones(3, 2, HEADS, DIM)}, ValueError, r"^x must have shape \(batch, H=4, D=8\), got \(3, 2, 4, 8\)",
+    ),
+    "x of other heads": ({"x": torch.ones(3, 6, DIM)}, ValueError, r"^x must have shape .* got \(3, 6, 8\)"),
+    "x of integers": ({"x": torch.ones(3, HEADS, DIM).int()}, TypeError, "^x must be float32 or .* got int32"),
+    "no A": ({"A": None}, TypeError, "^A must be a tensor, got NoneType"),
+    "A per head alone": ({"A": -torch.ones(HEADS)}, ValueError, r"^A must have shape \(batch, H\), got \(4,\)"),
+    "dt of few rows": ({"dt": torch.ones(2, HEADS)}, ValueError, r"^dt must have .* got .*\(2, 4\)"),
+    "dt of other heads": ({"dt": torch.ones(3, 2)}, ValueError, r"^dt must have shape .* got \(3, 2\)"),
+    "trap elsewhere": (
+        {"trap": torch.ones(3, HEADS, device="meta")}, ValueError, "^trap is on meta, but the state is on cpu",
+    ),
+    "B without ranks": (
+        {"B": torch.ones(3, HEADS, DSTATE)}, ValueError, r"^B must have shape \(batch, R, G, N\), got \(3, 4, 16\)",
+    ),
+    "B of another rank": (
+        {"B": torch.ones(3, 2, HEADS, DSTATE)}, ValueError, r"^B must have shape .*R=4, .* got \(3, 2, 4, 16\)",
+    ),
+    "three groups": (
+        {name: torch.ones(3, RANK, 3, DSTATE) for name in "BC"}, ValueError, "^B must have a number of groups that div",
+    ),
+    "C of other groups": (
+        {"C": torch.ones(3, RANK, 2, DSTATE)}, ValueError, r"^C must have shape .*G=4, .* got \(3, 4, 2, 16\)",
+    ),
+    "C of many rows": (
+        {"C": torch.ones(5, RANK, HEADS, DSTATE)}, ValueError, r"^C must have .* got .*\(5, 4, 4, 16\)",
+    ),
+    "z of another shape": ({"z": torch.ones(3, HEADS, 7)}, ValueError, r"^z must have shape .* got \(3, 4, 7\)"),
+    "zproj without z": ({"z": None}, ValueError, "^zproj needs z, got None"),
+    "xproj with its heads first": (
+        {"xproj": torch.ones(HEADS, 2, DIM)}, ValueError, r"^(Wx|xproj) must have shape \(R=4, .* got \(4, 2, 8\)",
+    ),
+    "zproj that is a list": ({"zproj": [1.0]}, TypeError, "^(Wz|zproj) must be a tensor, got list"),
+    "outproj of another rank": (
+        {"outproj": torch.ones(1, HEADS, DIM)}, ValueError, r"^(Wo|outproj) must have shape .* got \(1, 4, 8\)",
+    ),
+    "D per channel": ({"D": torch.ones(HEADS, DIM)}, ValueError, r"^D must have shape \(H=4\), got \(4, 8\)"),
+    "out of another dtype": ({"out": torch.ones(3, HEADS, DIM).half()}, TypeError, "^out must be float32, got float16"),
+    "out with ranks": (
+        {"out": torch.ones(3, RANK, HEADS, DIM)}, ValueError, r"^out must have shape .* got \(3, 4, 4, 8\)",
+    ),
+    "out without ranks": (
+        {"out": torch.ones(3, HEADS, DIM), "outproj": None}, ValueError, r"^out must have shape \(batch=3, R=4, H=4",
+    ),
+    "out of few rows": ({"out": torch.ones(2, HEADS, DIM)}, ValueError, r"^out must have .* got .*\(2, 4, 8\)"),
+    "out with gaps": (
+        {"out": torch.ones(3, HEADS, DIM, 2)[..., 0]}, ValueError, "^out must be contiguous along its last axis",
+    ),
+    "out that overlaps itself": (
+        {"out": torch.ones(1, HEADS, DIM).expand(3, -1, -1)}, ValueError, "^out must not overlap itself",
+    ),
+    "16-bit indices": (
+        {"state_batch_indices": ROWS.short()}, TypeError, "^state_batch_indices must be int32 or int64, got int16",
+    ),
+    "few indices": (
+        {"state_batch_indices": ROWS[:2]}, ValueError, r"^state_batch_indices must have shape \(batch=3\), got \(2,\)",
+    ),
+    "a table of indices": (
+        {"state_batch_indices": MORE_ROWS}, ValueError, r"^state_batch_indices must have shape .* got \(3, 2\)",
+    ),
+    "indices in a list": (
+        {"state_batch_indices": [5, 9, 8]}, TypeError, "^state_batch_indices must be a tensor, got list",
+    ),
+    "indices elsewhere": ({"state_batch_indices": ROWS.to("meta")}, ValueError, "^state_batch_indices is on meta"),
+    "more rows than slots": (
+        {**{name: STEPPED[name][:2] for name in ("state", "Bstate", "Xstate")}, "state_batch_indices": None},
+        ValueError,
+        "^state_batch_indices must be given for a batch of 3 on 2 slots",
+    ),
+    "a tile that is no number": ({"tile_D": 64.0}, TypeError, "^tile_D must be an int, got 64.0"),
+    "indices for a tile": ({"tile_D": ROWS}, TypeError, "^tile_D must be an int, got tensor"),
+    "no warps": ({"num_warps": 0}, ValueError, "^num_warps must be from 1 to .* got 0"),
+    "update_kv_state that is an int": (
+        {"update_kv_state": 1}, TypeError, "^update_kv_state must be True or False, got 1",
+    ),
+    "a state_out that is a list": ({"state_out": [1.0]}, TypeError, "^state_out must be a tensor, got list"),
+    "a state_out of few slots": (
+        {"state_out": STATES[:3].clone()}, ValueError, r"^state_out must have shape \(slots=14, .* got \(3, 4, 8, 16\)",
+    ),
+    "a state_out of another dtype": (
+        {"state_out": STATES.half()}, TypeError, "^state_out must be float32, got float16",
+    ),
+    "a state_out elsewhere": ({"state_out": STATES.to("meta")}, ValueError, "^state_out is on meta"),
+    "a state_out with gaps in slots": (
+        {"state_out": STATES.repeat(1, 1, 1, 2)[..., ::2]}, ValueError, "^state_out must be contiguous within a slot",
+    ),
+    "a state_out whose slots overlap": (
+        {"state_out": STATES[:1].expand(SLOTS, -1, -1, -1)}, ValueError, "^state_out has overlapping slots",
+    ),
+    "another view of state for state_out": (
+        {"state": STATES[:], "state_out": STATES[:]}, ValueError, "^state_out must not share memory with state$",
+    ),
+    "a state_out one slot further than state": (
+        {"state": SLOTS_IN_A_ROW[:SLOTS], "state_out": SLOTS_IN_A_ROW[1 : SLOTS + 1]},
+        ValueError,
+        "^state_out must not share memory with state$",
+    ),
+    "a state_out in pages of another size": (
+        {"state": SLOTS_IN_A_ROW[1::2][:SLOTS], "state_out": SLOTS_IN_A_ROW[::3]},
+        ValueError,
+        "^state_out must not share memory with state$",
+    ),
+    "a state_out that reaches into the pages of state": (
+        {"state": PAGES[:, 0], "state_out": PAGES.flatten(1)[:, 7 : 7 + STATES[0].numel()].view(STATES.shape)},
+        ValueError,
+        "^state_out must not share memory with state$",
+    ),
+    "a state that reaches into the pages of state_out": (
+        {"state": PAGES.flatten(1)[:, 7 : 7 + STATES[0].numel()].view(STATES.shape), "state_out": PAGES[:, 0]},
+        ValueError,
+        "^state_out must not share memory with state$",
+    ),
+    "a state_out of one slot that is state": (
+        {
+            **{name: STEPPED[name][:1] for name in ("Bstate", "Xstate")},
+            "state": ONE_SLOT[:], "state_out": ONE_SLOT[:],
+        },
+        ValueError,
+        "^state_out must not share memory with state$",
+    ),
+    "a state_out in the memory of Bstate": (
+        {"state_out": PAGES[:, 1], "Bstate": PAGES[:, 1, :2].reshape(SLOTS, RANK, HEADS, DSTATE)},
+        ValueError,
+        "^state_out must not share memory with Bstate$",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["in place", "elsewhere"])
+@pytest.mark.parametrize(("change", "error", "message"), OF_MAMBA3.values(), ids=OF_MAMBA3)
+def test_wrong_arguments_of_mamba3_step_fn_are_refused_by_name_and_change_nothing(
+    change: Arguments, error: type[Exception], message: str, elsewhere: bool
+) -> None:
+    arguments = {**make_mamba3_arguments(CPU, rank=RANK), "state_batch_indices": ROWS, "update_kv_state": True}
+    arguments |= {"state_out": torch.full_like(arguments["state"], 7.0)} if elsewhere else {}
+    arguments |= {"out": torch.full_like(arguments["x"], 5.0), **change}
+    before = copied(arguments)
+    with pytest.raises(error, match=message):
+        mamba_ssm.mamba3_step_fn(**arguments)
+    for name in ("state", "Bstate", "Xstate", "state_out", "out"):
+        tensor = arguments.get(name)
+        assert not isinstance(tensor, torch.Tensor) or tensor.is_meta or torch.equal(tensor, before[name])

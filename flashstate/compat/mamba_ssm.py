@@ -1,12 +1,41 @@
-"""mamba_ssm's selective_state_update, of mamba_ssm.ops.triton.selective_state_update."""
+"""mamba_ssm's selective_state_update, of mamba_ssm.ops.triton.selective_state_update, and its mamba3_step_fn, of
+mamba_ssm.ops.cute.mamba3.mamba3_step_fn."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
-from flashstate.compat.shapes import room_for_output, step_tensors, with_axes
-from flashstate.errors import INDEX_DTYPES, check_tensor
+from flashstate.compat.shapes import (
+    contiguous,
+    room_for_output,
+    rows_contiguous,
+    step_tensors,
+    with_axes,
+    with_these_axes,
+)
+from flashstate.errors import (
+    INDEX_DTYPES,
+    check_flag,
+    check_int,
+    check_no_overlap,
+    check_row_contiguous,
+    check_tensor,
+)
 from flashstate.ops.mamba2 import mamba2_step
+from flashstate.ops.mamba3 import mamba3_step
+from flashstate.state.mamba3 import Mamba3State
+from flashstate.state.state import check_slots_of
+
+MAMBA3_AXES = {  # of what mamba3_step_fn is given for every row, and for all
+    **dict.fromkeys(("x", "z"), ("batch", "H", "D")),
+    **dict.fromkeys(("A", "dt", "trap"), ("batch", "H")),
+    **dict.fromkeys(("B", "C"), ("batch", "R", "G", "N")),
+    **dict.fromkeys(("xproj", "zproj", "outproj"), ("R", "H", "D")),
+    "D": ("H",),
+}
 
 
 def selective_state_update(
@@ -40,3 +69,149 @@ def selective_state_update(
         state, **tensors, dt_softplus=dt_softplus, slots=state_batch_indices, out=room_for_output(tensors["x"])
     )
     return y.reshape(x.shape)
+
+
+def mamba3_step_fn(
+    state: Tensor,
+    Bstate: Tensor,
+    Xstate: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    x: Tensor,
+    dt: Tensor,
+    trap: Tensor,
+    xproj: Tensor | None,
+    outproj: Tensor | None = None,
+    state_out: Tensor | None = None,
+    out: Tensor | None = None,
+    z: Tensor | None = None,
+    zproj: Tensor | None = None,
+    tile_D: int = 64,
+    num_warps: int = 2,
+    state_batch_indices: Tensor | None = None,
+    update_kv_state: bool = False,
+) -> Tensor:
+    """Step every row by one token of Mamba-3; update the state in place or write it to `state_out`, and return `out`,
+    or a new output: (batch, H, D) with outproj, (batch, R, H, D) without.
+
+    state: (slots, H, D, N); Bstate: (slots, R, H, N) and Xstate: (slots, H, D), the B and x of the token before. All
+        are contiguous within a slot.
+    x, z: (batch, H, D); A, dt, trap: (batch, H), trap a probability.
+    B, C: (batch, R, G, N), with their bias and turned; G divides H.
+    xproj, zproj, outproj: (R, H, D); None: ones, of outproj also no sum over R. D: (H,), or None.
+    state_out: like state, and apart from it. The states after the step go there, each to the slot that its row reads,
+        and `state` stays as it is. None, or `state` itself: in place.
+    tile_D, num_warps: numbers from 1 on; they change nothing.
+    state_batch_indices: (batch,) int32 or int64, the slot of each row; None: row b is slot b. A row with a negative one
+        gives zero, and nothing is stored for it.
+    update_kv_state: store B and x in Bstate and Xstate; False leaves them to the caller.
+
+    docs/compat.md says what differs from mamba_ssm.
+    """
+    for name, number in (("tile_D", tile_D), ("num_warps", num_warps)):
+        check_int(name, number, 1, (1 << 31) - 1)
+    check_flag("update_kv_state", update_kv_state)
+    pool = Mamba3State(with_these_axes("state", state, "slots", "H", "D", "N"), Bstate, Xstate)
+    check_tensor("x", x, MAMBA3_AXES["x"], (None, *state.shape[1:3]), device=state.device)
+    tokens = _tokens_of_mamba3({"x": x, "A": A, "dt": dt, "trap": trap, "B": B, "C": C, "z": z})
+    weights = {"xproj": xproj, "zproj": zproj, "outproj": outproj, "D": D}
+    if z is None and zproj is not None:
+        raise ValueError("zproj needs z, got None")
+    _check_indices(state, x, state_batch_indices)
+    room = _room_of_mamba3(out, x, pool.rank if outproj is None else None)
+    if state_out is not None and state_out is not state:
+        _check_mamba3(pool, tokens, weights)
+        pool = _elsewhere(pool, state_out, state_batch_indices, len(x))
+    Wx, Wz, Wo, D = map(contiguous, weights.values())
+    one_rank = outproj is None and pool.rank == 1  # mamba3_step has no axis for it
+    y = mamba3_step(
+        pool, **tokens, Wx=Wx, Wz=Wz, Wo=Wo, D=D, update_kv=update_kv_state, slots=state_batch_indices,
+        out=room[:, 0] if room is not None and one_rank else room,
+    )  # fmt: skip
+    return room if room is not None else y[:, None] if one_rank else y
+
+
+def _tokens_of_mamba3(tokens: dict[str, Any]) -> dict[str, Any]:
+    """What rows bring and is there, with all its axes, in strides that mamba3_step takes. What has others is copied."""
+    taken = {}
+    for name, tensor in tokens.items():
+        if tensor is not None or name != "z":
+            tensor = with_these_axes(name, tensor, *MAMBA3_AXES[name])
+            taken[name] = tensor if name in ("A", "dt", "trap") else rows_contiguous(tensor)
+    return taken
+
+
+def _check_indices(state: Tensor, x: Tensor, indices: Tensor | None) -> None:
+    batch, slots = len(x), len(state)
+    if indices is not None:
+        check_tensor("state_batch_indices", indices, ("batch",), (batch,), dtypes=INDEX_DTYPES, device=state.device)
+    elif batch > slots:
+        raise ValueError(f"state_batch_indices must be given for a batch of {batch} on {slots} slots")
+
+
+def _room_of_mamba3(out: Tensor | None, x: Tensor, rank: int | None) -> Tensor | None:
+    """Where outputs (batch, H, D) go, or those of a rank (batch, R, H, D): `out`, or as room_for_output has it."""
+    if out is None and rank is None:
+        return room_for_output(x)
+    axes, shape = MAMBA3_AXES["x"], tuple(x.shape)
+    if rank is not None:
+        axes, shape = ("batch", "R", "H", "D"), (len(x), rank, *x.shape[1:])
+    if out is None:
+        return None if torch.compiler.is_compiling() else torch.empty(shape, dtype=x.dtype, device=x.device)
+    check_tensor("out", out, axes, shape, dtypes=(x.dtype,), device=x.device)
+    check_row_contiguous("out", out)
+    check_no_overlap("out", out)
+    return out
+
+
+def _check_mamba3(pool: Mamba3State, tokens: dict[str, Any], weights: dict[str, Any]) -> None:
+    """Check what only mamba3_step would, before state_out is written."""
+    _, H, rows, N = pool.ssm.data.shape
+    sizes = {"R": pool.rank, "H": H, "D": rows, "N": N, "batch": len(tokens["x"])}
+    for name, tensor in {**tokens, **weights}.items():
+        if tensor is not None:
+            axes = MAMBA3_AXES[name]
+            check_tensor(name, tensor, axes, tuple(map(sizes.get, axes)), device=pool.k.device)
+            sizes |= zip(axes, tensor.shape, strict=True)
+    if sizes["G"] == 0 or H % sizes["G"]:
+        raise ValueError(f"B must have a number of groups that divides the {H} heads, got {sizes['G']}")
+
+
+def _elsewhere(pool: Mamba3State, state_out: Tensor, indices: Tensor | None, batch: int) -> Mamba3State:
+    """The pool with state_out for its states, after what rows read of them was copied there."""
+    state = pool.ssm.data
+    axes, shape = ("slots", "H", "D", "N"), tuple(state.shape)
+    check_tensor("state_out", state_out, axes, shape, dtypes=(state.dtype,), device=state.device)
+    check_slots_of("state_out", state_out, state.shape[1:])
+    if not torch.compiler.is_compiling():  # there are no addresses then
+        for name, tensor in (("state", state), ("Bstate", pool.k), ("Xstate", pool.v)):
+            if _share_memory(state_out, tensor):
+                raise ValueError(f"state_out must not share memory with {name}")
+    _copy_slots(state, state_out, indices, batch)
+    return Mamba3State(state_out, pool.k, pool.v)
+
+
+def _share_memory(one: Tensor, other: Tensor) -> bool:
+    """Whether two pools of as many slots, each contiguous, have bytes in common. Slots may take turns in pages of one
+    size."""
+    (first, page, size), (second, other_page, other_size) = (
+        (t.data_ptr(), t.stride(0) * t.element_size(), t[0].nbytes) for t in (one, other)
+    )
+    more = len(one) - 1
+    if first + more * page + size <= second or second + more * other_page + other_size <= first:
+        return False
+    return more == 0 or page != other_page or (second - first) % page < size or (first - second) % page < other_size
+
+
+def _copy_slots(state: Tensor, state_out: Tensor, slots: Tensor | None, batch: int) -> None:
+    """Copy the slots that rows read, and no others, from one pool to the same slots of another, without waiting for
+    the device. Rows that are padding copy what another row copies or, where all are, slot 0 of state_out to itself."""
+    if slots is None:
+        state_out[:batch].copy_(state[:batch])
+    elif batch > 0:
+        live = (slots >= 0) & (slots < len(state))
+        another = torch.where(live, slots, -1).amax()
+        slots = torch.where(live, slots, another.clamp(min=0)).long()
+        state_out.index_copy_(0, slots, torch.where(another >= 0, state[slots], state_out[slots]))

@@ -190,6 +190,16 @@ TWO_PRODUCTS, TWO_PRODUCTS_RANDOM = tl.constexpr(_registers(1, 5)), tl.constexpr
 PAIRS_RANDOM = tl.constexpr(_registers(PAIRS, 3 * PAIRS))
 
 
+SPLIT = tl.constexpr(
+    _block(
+        ".reg .b32 low, high;",
+        "cvt.rn.bf16x2.f32 $0, $4, $3;",
+        "shl.b32 low, $0, 16;",
+        "and.b32 high, $0, 0xFFFF0000;",
+        "sub.rn.f32 $1, $3, low;",
+        "sub.rn.f32 $2, $4, high;",
+    )
+)
 FROM_BFLOAT16 = tl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;")
 DIVIDE = tl.constexpr(
     _block(
@@ -228,6 +238,14 @@ HIDE_SHARED_WIDE = tl.constexpr(_block(NO_BIT, ".reg .b64 wide; cvt.u64.u32 wide
 def from_bfloat16_ptx(code):
     """The float32 values of bfloat16 bits, in one instruction each, where the compiler spends three on two."""
     return tl.inline_asm_elementwise(FROM_BFLOAT16, "=&f,=&f,r", [code], tl.float32, is_pure=True, pack=2)
+
+
+@triton.jit
+def split_ptx(x):
+    """float32 to bfloat16, to nearest, and what is left of it."""
+    return tl.inline_asm_elementwise(
+        SPLIT, "=&r,=&f,=&f,f,f", [x], (tl.bfloat16, tl.float32), is_pure=True, pack=2
+    )  # fmt: skip
 
 
 @triton.jit

@@ -3,21 +3,59 @@
 import triton
 import triton.language as tl
 
+from flashstate.kernels.ptx import split_ptx
+
 QUAD = tl.constexpr(4)  # threads that share a row of an operand
+MOST_HALVINGS = tl.constexpr(8)  # of a matrix into chunks
 
 
 @triton.jit
 def terms_of(x, TERMS: tl.constexpr, TARGET: tl.constexpr):
-    """float32 as so many bfloat16, each the rest of those before, to be summed; in the interpreter, whose products of
-    bfloat16 are wrong, as it is."""
+    """Values as so many bfloat16, each the rest of those before, to be summed: bfloat16 as one, float16 as two at most;
+    in the interpreter, whose products of bfloat16 are wrong, as they are."""
     if TARGET == "interpreter":
+        return (x.to(tl.float32),)
+    elif x.dtype == tl.bfloat16:
         return (x,)
     else:
         terms = ()
-        for _ in tl.static_range(TERMS):
-            term = x.to(tl.bfloat16)
-            terms, x = terms + (term,), x - term.to(tl.float32)
+        rest = x.to(tl.float32)
+        for i in tl.static_range(min(TERMS, 2) if x.dtype == tl.float16 else TERMS):
+            if i + 1 < TERMS and (TARGET == "sm_80" or TARGET == "sm_89"):
+                term, rest = split_ptx(rest)
+            else:
+                term = rest.to(tl.bfloat16)
+                rest = rest - term.to(tl.float32)
+            terms = terms + (term,)
         return terms
+
+
+@triton.jit
+def by_warps(x):
+    """A matrix (16 * warps, columns), of which a thread has every so many rows, as one of 16 rows for each warp: those
+    it has, so nothing moves between threads."""
+    warps: tl.constexpr = x.shape[0] // 16
+    rows = tl.permute(tl.reshape(x, (2, warps, 8, x.shape[1])), (1, 0, 2, 3))
+    return tl.reshape(rows, (warps, 16, x.shape[1]))
+
+
+@triton.jit
+def in_rows(x):
+    """The inverse of by_warps."""
+    warps: tl.constexpr = x.shape[0]
+    rows = tl.permute(tl.reshape(x, (warps, 2, 8, x.shape[2])), (1, 0, 2, 3))
+    return tl.reshape(rows, (16 * warps, x.shape[2]))
+
+
+@triton.jit
+def multiply(x, y, total):
+    """total + x y, of matrices; or of matrices of every warp, if total is that: x of those, or of all rows, and y
+    shared by all warps."""
+    if len(total.shape) == 3:
+        if len(x.shape) == 2:
+            x = by_warps(x)
+        y = tl.broadcast_to(y[None, :, :], (total.shape[0], y.shape[0], y.shape[1]))
+    return tl.dot(x, y, total, input_precision="ieee")
 
 
 @triton.jit
@@ -27,7 +65,7 @@ def dot_terms(x, y, total):
     for i in tl.static_range(len(x)):
         for j in tl.static_range(len(y)):
             if i + j < max(len(x), len(y)):
-                total = tl.dot(x[i], y[j], total, input_precision="ieee")
+                total = multiply(x[i], y[j], total)
     return total
 
 
@@ -41,26 +79,65 @@ def transposed(terms):
 
 @triton.jit
 def as_operand(x, PER_COLUMNS: tl.constexpr):
-    """A matrix (rows, QUAD * PER_COLUMNS), of which a thread has PER_COLUMNS neighbours, with its columns in another
-    order: one in which tensor cores expect every thread to have what it has. A product sums over columns in any order,
-    as long as both matrices have the same; so nothing moves between threads."""
+    """A matrix of chunks of QUAD * PER_COLUMNS columns, of which a thread has PER_COLUMNS neighbours, with its columns
+    in another order: one in which tensor cores expect every thread to have what it has. A product sums over columns in
+    any order, as long as both matrices have the same; so nothing moves between threads."""
     if PER_COLUMNS < QUAD:
         return x
     else:
         rows: tl.constexpr = x.shape[0]
-        x = tl.reshape(x, (rows, QUAD, PER_COLUMNS // 4, 2, 2))
-        return tl.reshape(tl.permute(x, (0, 2, 3, 1, 4)), (rows, QUAD * PER_COLUMNS))
+        chunks: tl.constexpr = x.shape[1] // (QUAD * PER_COLUMNS)
+        x = tl.reshape(x, (rows, chunks, QUAD, PER_COLUMNS // 4, 2, 2))
+        return tl.reshape(tl.permute(x, (0, 1, 3, 4, 2, 5)), (rows, chunks * QUAD * PER_COLUMNS))
 
 
 @triton.jit
 def as_in_memory(x, PER_COLUMNS: tl.constexpr):
-    """The inverse of as_operand."""
+    """The inverse of as_operand, of one chunk."""
     if PER_COLUMNS < QUAD:
         return x
     else:
         rows: tl.constexpr = x.shape[0]
         x = tl.reshape(x, (rows, PER_COLUMNS // 4, 2, QUAD, 2))
         return tl.reshape(tl.permute(x, (0, 3, 1, 2, 4)), (rows, QUAD * PER_COLUMNS))
+
+
+@triton.jit
+def operand_of_chunks(chunks, PER_COLUMNS: tl.constexpr):
+    """Chunks (rows, QUAD * PER_COLUMNS) side by side, each as as_operand has it."""
+    parts = ()
+    for i in tl.static_range(len(chunks)):
+        parts = parts + (as_operand(chunks[i], PER_COLUMNS),)
+    for _ in tl.static_range(MOST_HALVINGS):
+        if len(parts) > 1:
+            pairs = ()
+            for i in tl.static_range(len(parts) // 2):
+                pairs = pairs + (beside(parts[2 * i], parts[2 * i + 1]),)
+            parts = pairs
+    return parts[0]
+
+
+@triton.jit
+def chunks_of_operand(x, CHUNK: tl.constexpr, PER_COLUMNS: tl.constexpr):
+    """The inverse of operand_of_chunks."""
+    parts = halved(x, CHUNK)
+    chunks = ()
+    for i in tl.static_range(len(parts)):
+        chunks = chunks + (as_in_memory(parts[i], PER_COLUMNS),)
+    return chunks
+
+
+@triton.jit
+def halved(x, COLUMNS: tl.constexpr):
+    """A matrix in parts of so many columns."""
+    parts = (x,)
+    for _ in tl.static_range(MOST_HALVINGS):
+        if parts[0].shape[1] > COLUMNS:
+            halves = ()
+            for i in tl.static_range(len(parts)):
+                halves = halves + left_and_right(parts[i])
+            parts = halves
+    return parts
 
 
 @triton.jit
@@ -73,22 +150,6 @@ def upper_and_lower(x):
 def left_and_right(x):
     """The halves of a matrix, (rows, columns / 2) each."""
     return tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), (0, 2, 1)))
-
-
-@triton.jit
-def chunks_of(x, CHUNK: tl.constexpr):
-    """A vector in chunks of so many entries."""
-    chunks = (tl.trans(tl.reshape(x, (x.shape[0] // CHUNK, CHUNK))),)  # one behind the other, in registers of a thread
-    for i in tl.static_range(6):
-        if chunks[0].shape[1] > 1:
-            halves = ()
-            for j in tl.static_range(len(chunks)):
-                halves = halves + left_and_right(chunks[j])
-            chunks = halves
-    flat = ()
-    for j in tl.static_range(len(chunks)):
-        flat = flat + (tl.reshape(chunks[j], (CHUNK,)),)
-    return flat
 
 
 @triton.jit
@@ -110,15 +171,15 @@ def add_products(total, w, k):
     least: of eight, two products go side by side."""
     if w[0].shape[1] < 16 and len(w) > 1:
         for j in tl.static_range(min(2, len(k))):
-            total = tl.dot(beside(w[0], w[1]), above(k[j], k[j]), total)
+            total = multiply(beside(w[0], w[1]), above(k[j], k[j]), total)
         if len(w) == 3:
             if len(k) == 3:
-                total = tl.dot(beside(w[2], w[0]), above(k[0], k[2]), total)
+                total = multiply(beside(w[2], w[0]), above(k[0], k[2]), total)
             else:
-                total = tl.dot(beside(w[2], tl.zeros_like(w[2])), above(k[0], k[0]), total)
+                total = multiply(beside(w[2], tl.zeros_like(w[2])), above(k[0], k[0]), total)
     else:
         for i in tl.static_range(len(w)):
             for j in tl.static_range(len(k)):
                 if i + j < 3:
-                    total = tl.dot(w[i], k[j], total, input_precision="ieee")
+                    total = multiply(w[i], k[j], total)
     return total

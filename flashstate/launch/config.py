@@ -263,14 +263,20 @@ class TensorCoreProblem(DeltaProblem):
 @dataclass(frozen=True)
 class RankProblem(TensorCoreProblem):
     """What a config of Mamba-3 is chosen for, where tensor cores multiply with the vectors of all ranks. A program has
-    all rows of a head, tile by tile: they share what it overwrites at its end."""
+    all rows of a head, tile by tile, because they share what it overwrites; every warp has 16 rows of a tile."""
 
     @property
     def together_choices(self) -> tuple[int, ...]:
         return TOGETHER[:1]
 
+    def valid(self, config: Config) -> bool:
+        known = config.lanes in self.lane_choices and config.together == 1 and config.registers in self.limits
+        return known and config.block_rows in self.row_choices and config.block_rows == 16 * config.num_warps
+
     def heuristic(self, gpu: Gpu) -> Config:
-        return Config(16, 1, self.lane_choices[0])
+        """As few tiles as there can be."""
+        warps = min(4, max(1, next_power_of_2(self.rows) // 16))
+        return Config(16 * warps, warps, self.lane_choices[0])
 
 
 def delta_kind(at_once: bool, longest: int) -> tuple[type[DeltaProblem], str]:

@@ -3,38 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, Generic
 
 import torch
 from torch import Tensor
 
-from flashstate.errors import INDEX_DTYPES, check_flag, check_int, check_tensor, dtype_name
-from flashstate.launch import uses_kernels
-from flashstate.launch.arguments import as_bytes
+from flashstate.errors import INDEX_DTYPES, check_flag, check_int, check_tensor
 from flashstate.ops.pool import read_states, write_states
 from flashstate.ops.seeds import advance_seeds
-from flashstate.state.formats import FORMATS
-from flashstate.state.memory import check_apart, check_states, copy_slots, put
+from flashstate.state.kv import LayerT, allocate_kv, as_kept, ssm_of
+from flashstate.state.mamba3 import Mamba3State
+from flashstate.state.memory import (
+    Memory,
+    SlotNumbers,
+    allocate_states,
+    as_numbers,
+    check_apart,
+    check_states,
+    copy_slots,
+    memory_of,
+    of_all_layers,
+    put,
+)
 from flashstate.state.slots import Slots, as_slots
 from flashstate.state.state import State
 from flashstate.state.windows import allocate_windows, check_windows, with_history
 
 INT64 = (-(1 << 63), (1 << 63) - 1)
-SlotNumbers = int | Sequence[int] | Tensor
 
 
-class StatePool:
+class StatePool(Generic[LayerT]):
     """What a model keeps per request: a slot in the state of every layer, one in the windows of its convolutions if it
     has some, and one seed. Who has which slot, it knows.
 
-    Made by `StatePool.mamba2` or `StatePool.gated_delta`, which allocate, or by `StatePool.wrap` over states there are.
+    Made by `StatePool.mamba2`, `StatePool.mamba3` or `StatePool.gated_delta`, which allocate, or by `StatePool.wrap`
+    over states there are. To type checkers a bare StatePool is one whose layers are State; with layers of Mamba-3 it is
+    StatePool[Mamba3State], and StatePool[State | Mamba3State] with both.
 
     slots, layers: how many it has.
     null: the slot number that means "no request", as in Slots; no request gets a slot of that number.
     drafts: tokens of a call that its windows can roll back.
 
-    Which slots are held is known on the host: what `release`, `reset`, `write`, `read` and `copy` take is an int, a
-    sequence of ints or an integer tensor, and a tensor on a GPU makes the host wait for it. Otherwise nothing here
-    waits. All of them are for slots that are held, and raise before anything changes. What they do on a device is
+    Which slots are held is known on the host: what `release`, `reset`, `copy`, `read` and all that write take is an
+    int, a sequence of ints or an integer tensor, and a tensor on a GPU makes the host wait for it. Otherwise nothing
+    here waits. All of them are for slots that are held, and raise before anything changes. What they do on a device is
     queued on the current stream; only `advance` can be captured in a CUDA graph.
 
     A pool that rounds to nearest allocates no seeds, and code that serves it need not know: `advance` does nothing
@@ -43,27 +55,27 @@ class StatePool:
 
     def __init__(
         self,
-        states: Sequence[State],
+        states: Sequence[LayerT],
         windows: Sequence[Tensor],
         drafts: int,
-        memory: list[tuple[Tensor, int]],
+        memory: Memory,
         *,
         held: bool,
         null: int,
         seed: int | None,
     ) -> None:
-        """`windows`: one per layer, or none, with room for `drafts`. `memory`: tensors with the slots on their first
-        axis, and what fills them in a slot that is reset."""
+        """`windows`: one per layer, or none, with room for `drafts`. `memory`: of all states and windows."""
         check_int("null", null, *INT64)
         self.null = null
-        self.slots = states[0].data.shape[0]
+        ssm = [ssm_of(state) for state in states]
+        self.slots = ssm[0].data.shape[0]
         self.layers = len(states)
         self._states = tuple(states)
         self._windows = tuple(windows)
         self.drafts = drafts
         self._memory = memory
-        self._seed = next((state.seed for state in states if state.seed is not None), None)
-        self._device = states[0].data.device
+        self._seed = next((state.seed for state in ssm if state.seed is not None), None)
+        self._device = ssm[0].data.device
         self._generator = _generator(seed)
         usable = [slot for slot in range(self.slots) if slot != null]
         self._held = set(usable) if held else set()
@@ -71,7 +83,7 @@ class StatePool:
 
     @classmethod
     def mamba2(
-        cls,
+        cls: type[StatePool[Any]],
         *,
         slots: int,
         layers: int,
@@ -89,7 +101,7 @@ class StatePool:
         conv_width: int = 4,
         conv_dtype: torch.dtype = torch.bfloat16,
         drafts: int = 0,
-    ) -> StatePool:
+    ) -> StatePool[State]:
         """A pool for `mamba2_step`; every slot is free.
 
         heads, rows, cols: the shape of a layer's state in a slot.
@@ -102,12 +114,45 @@ class StatePool:
         drafts: tokens of a call that its windows can roll back, with slots.accepted of `conv1d_step`.
         """
         sizes = {"heads": heads, "rows": rows, "cols": cols}
+        states, memory = allocate_states(slots, layers, sizes, dtype, rounding, rounds, stream, device)
         conv = (conv_channels, conv_width, drafts, conv_dtype)
-        return cls._allocate(slots, layers, sizes, dtype, rounding, rounds, stream, seed, null, device, conv)
+        return cls._with_windows(states, memory, conv, null, seed)
+
+    @classmethod
+    def mamba3(
+        cls: type[StatePool[Any]],
+        *,
+        slots: int,
+        layers: int,
+        heads: int,
+        rows: int,
+        cols: int,
+        rank: int = 1,
+        angles: int = 0,
+        dtype: torch.dtype = torch.float32,
+        kv_dtype: torch.dtype = torch.bfloat16,
+        rounding: str = "nearest",
+        rounds: int = 10,
+        stream: int = 0,
+        seed: int | None = None,
+        null: int = -1,
+        device: torch.device | str | None = None,
+    ) -> StatePool[Mamba3State]:
+        """A pool for `mamba3_step`, whose layers are Mamba3State: all four states zero at first; the rest as `mamba2`.
+
+        rank: R, how many B, C and outputs a head has.
+        angles: S, how many pairs of columns are turned, 0 to cols // 2; 0: the layers have no angles.
+        kv_dtype: of k and v, float32, bfloat16 or float16; angles are float32.
+        """
+        sizes = {"heads": heads, "rows": rows, "cols": cols}
+        states, memory = allocate_states(slots, layers, sizes, dtype, rounding, rounds, stream, device)
+        kv = allocate_kv(states, rank, angles, kv_dtype)
+        whole = [Mamba3State(state, *of_layer) for state, *of_layer in zip(states, *kv, strict=True)]
+        return cls(whole, (), 0, memory + of_all_layers(kv, 0), held=False, null=null, seed=seed)
 
     @classmethod
     def gated_delta(
-        cls,
+        cls: type[StatePool[Any]],
         *,
         slots: int,
         layers: int,
@@ -125,79 +170,56 @@ class StatePool:
         conv_width: int = 4,
         conv_dtype: torch.dtype = torch.bfloat16,
         drafts: int = 0,
-    ) -> StatePool:
+    ) -> StatePool[State]:
         """A pool for the gated delta rule, whose states are (value heads, value_dim, key_dim); the rest as `mamba2`."""
         sizes = {"heads": heads, "value_dim": value_dim, "key_dim": key_dim}
+        states, memory = allocate_states(slots, layers, sizes, dtype, rounding, rounds, stream, device)
         conv = (conv_channels, conv_width, drafts, conv_dtype)
-        return cls._allocate(slots, layers, sizes, dtype, rounding, rounds, stream, seed, null, device, conv)
+        return cls._with_windows(states, memory, conv, null, seed)
 
     @classmethod
-    def _allocate(
-        cls,
-        slots: int,
-        layers: int,
-        sizes: dict[str, int],
-        dtype: torch.dtype,
-        rounding: str,
-        rounds: int,
-        stream: int,
-        seed: int | None,
-        null: int,
-        device: torch.device | str | None,
+    def _with_windows(
+        cls: type[StatePool[Any]],
+        states: list[State],
+        memory: Memory,
         conv: tuple[int, int, int, torch.dtype],
-    ) -> StatePool:
-        for name, size in {"slots": slots, "layers": layers, **sizes}.items():
-            check_int(name, size, 1, (1 << 31) - 1)
-        check_int("stream", stream, 0, (1 << 32) - layers)
-        if dtype not in FORMATS:
-            got = dtype_name(dtype) if isinstance(dtype, torch.dtype) else repr(dtype)
-            raise TypeError(f"dtype must be {' or '.join(f.name for f in FORMATS.values())}, got {got}")
-        shape = (layers, slots, *sizes.values())
+        null: int,
+        seed: int | None,
+    ) -> StatePool[State]:
         with torch.inference_mode(False):  # else only inference mode could change them
-            data = torch.zeros(shape, dtype=dtype, device=device)
-            uses_kernels(data.device)  # refuses devices that no op runs on
-            scale = torch.ones(shape[:-1], device=device) if FORMATS[dtype].scaled else None
-            windows = allocate_windows(layers, slots, *conv, data.device)
-            seeds = None if rounding == "nearest" else torch.zeros(slots, dtype=torch.int64, device=device)
-            memory = [(as_bytes(data).transpose(0, 1), 0)]
-            if scale is not None:
-                memory.append((scale.transpose(0, 1), 1))
-            if windows.numel():
-                memory.append((windows.transpose(0, 1), 0))
-            states = [
-                State(data[i], None if scale is None else scale[i],
-                      rounding=rounding, rounds=rounds, seed=seeds, stream=stream + i)
-                for i in range(layers)
-            ]  # fmt: skip
-        views = windows.transpose(2, 3).unbind() if windows.numel() else ()  # (slots, channels, length) each
+            windows = allocate_windows(len(states), states[0].data.shape[0], *conv, states[0].data.device)
+        if not windows.numel():
+            return cls(states, (), 0, memory, held=False, null=null, seed=seed)
+        memory = memory + of_all_layers([windows], 0)
+        views = windows.transpose(2, 3).unbind()  # (slots, channels, length) each
         return cls(states, views, conv[2], memory, held=False, null=null, seed=seed)
 
     @classmethod
     def wrap(
         cls,
-        states: Sequence[State],
+        states: Sequence[LayerT],
         *,
         windows: Sequence[Tensor] | None = None,
         drafts: int = 0,
         null: int = -1,
         seed: int | None = None,
-    ) -> StatePool:
+    ) -> StatePool[LayerT]:
         """A pool over states that the caller allocated, one per layer: the pages of a server's cache, say.
 
-        states: equally many slots on one device; formats may differ. Layers that have a seed share one tensor. Their
-            streams stay as they are; layers of one stream draw equal random bits.
+        states: State or Mamba3State, equally many slots on one device; formats may differ. Layers that have a seed
+            share one tensor. Their streams stay as they are; layers of one stream draw equal random bits. No tensors
+            share memory, but they may take turns in pages of one size.
         windows: of the convolutions, one per layer, as `conv1d_step` takes them; None: no windows.
         drafts: the last entries of each window that are for tokens which can be rolled back.
 
         The caller holds every slot at first, with whatever is in it; `release` hands slots to the pool.
         """
         check_states(states)
-        memory = [(as_bytes(state.data), 0) for state in states]
-        memory += [(state.scale, 1) for state in states if state.scale is not None]
+        memory = [part for state in states for part in memory_of(state)]
         if windows is None and drafts:
             raise ValueError(f"drafts are for windows, which must be given too, got drafts={drafts}")
         if windows is not None:
-            check_windows(windows, states, drafts)
+            check_windows(windows, [ssm_of(state) for state in states], drafts)
             check_apart(states, windows)
             memory += [(window, 0) for window in windows]
         return cls(states, windows or (), drafts, memory, held=True, null=null, seed=seed)
@@ -209,12 +231,13 @@ class StatePool:
 
     @property
     def bytes_per_slot(self) -> int:
-        """Bytes of memory one slot takes: states, scales and windows of all layers, and its seed, where it has them."""
+        """Bytes of memory one slot takes: all states, scales and windows of all layers, and its seed, where it has
+        them."""
         seed = 0 if self._seed is None else self._seed.element_size()
         return sum(tensor[0].nbytes for tensor, _ in self._memory) + seed
 
-    def layer(self, i: int) -> State:
-        """The state of layer i, for ops; the same object every time."""
+    def layer(self, i: int) -> LayerT:
+        """The state of layer i, for ops, a Mamba3State where it is of Mamba-3; the same object every time."""
         self._check_layer(i)
         return self._states[i]
 
@@ -258,18 +281,19 @@ class StatePool:
         self._free += numbers[::-1]
 
     def reset(self, slots: SlotNumbers, seed: int | Sequence[int] | Tensor | None = None) -> None:
-        """Make slots as `acquire` hands them out: states and windows of zeros, scales of 1, seeds new or given."""
+        """Make slots as `acquire` hands them out: all states and windows zero, scales of 1, seeds new or given."""
         numbers = self._check_held("slots", slots, unique=True)
         self._reset(numbers, self._seeds(seed, len(numbers)))
 
     def write(self, i: int, slots: SlotNumbers, states: Tensor) -> None:
-        """Store states that something else computed, a prefill say, in layer i: rounded as the layer's are.
+        """Store states that something else computed, a prefill say, in layer i: rounded as the layer's are. Of a layer
+        of Mamba-3 these are the ssm states; `write_kv` stores the others.
 
         states: (slots, heads, rows, cols) float32, bfloat16 or float16; all axes but the last may have any stride.
 
         Stochastic rounding draws the bits of token -1, so no token of a step that follows has the same.
         """
-        state, numbers = self.layer(i), self._check_held("slots", slots, unique=True)
+        state, numbers = ssm_of(self.layer(i)), self._check_held("slots", slots, unique=True)
         write_states(state, self._on_device(numbers), states)
 
     @torch.no_grad()
@@ -282,9 +306,23 @@ class StatePool:
         window, numbers = self.window(i), self._check_held("slots", slots, unique=True)
         put(window, numbers, with_history(window, windows, self.drafts, len(numbers)).unbind())
 
+    @torch.no_grad()
+    def write_kv(self, i: int, slots: SlotNumbers, k: Tensor, v: Tensor, angle: Tensor | None = None) -> None:
+        """Store what something else left beside the states, a prefill say, in layer i, which is of Mamba-3.
+
+        k: (slots, R, H, N), v: (slots, H, D): float32, bfloat16 or float16, any strides; rounded to nearest.
+        angle: (slots, H, S) float32, any strides, stored in [0, 2π); given exactly if the layer has angles.
+        """
+        layer = self.layer(i)
+        if not isinstance(layer, Mamba3State):
+            raise ValueError(f"write_kv is for layers of Mamba-3, which layer {i} is not")
+        numbers = self._check_held("slots", slots, unique=True)
+        for tensor, values in as_kept(layer, len(numbers), k, v, angle):
+            put(tensor, numbers, values.unbind())
+
     def read(self, i: int, slots: SlotNumbers) -> Tensor:
-        """The states of layer i in these slots, which may repeat: (slots, heads, rows, cols) float32."""
-        state, numbers = self.layer(i), self._check_held("slots", slots)
+        """The states that `write` stores in layer i: (slots, heads, rows, cols) float32. Slots may repeat."""
+        state, numbers = ssm_of(self.layer(i)), self._check_held("slots", slots)
         return read_states(state, self._on_device(numbers))
 
     @torch.no_grad()
@@ -333,7 +371,7 @@ class StatePool:
             on_host = seed.device.type == "cpu"
             check_tensor("seed", seed, ("slots",), (n,), dtypes=INDEX_DTYPES, device=None if on_host else self._device)
             return seed.to(torch.int64, copy=True)  # the upload of a pinned tensor would see later changes
-        seeds = _as_numbers("seed", seed)
+        seeds = as_numbers("seed", seed)
         for number in seeds:
             check_int("seed", number, *INT64)
         if isinstance(seed, int):
@@ -344,7 +382,7 @@ class StatePool:
 
     def _check_held(self, name: str, slots: SlotNumbers, unique: bool = False) -> list[int]:
         """The slot numbers, if all are held."""
-        numbers = _as_numbers(name, slots)
+        numbers = as_numbers(name, slots)
         for slot in numbers:
             check_int(name, slot, 0, self.slots - 1)
             if slot not in self._held:
@@ -374,16 +412,3 @@ def _generator(seed: int | None) -> torch.Generator:
         return generator
     check_int("seed", seed, *INT64)
     return generator.manual_seed(seed)
-
-
-def _as_numbers(name: str, numbers: SlotNumbers) -> list[int]:
-    """What methods accept as numbers of slots, as a list; a tensor on a GPU is waited for."""
-    if isinstance(numbers, Tensor):
-        numbers = numbers[None] if numbers.dim() == 0 else numbers  # what a loop over acquired slots gives
-        check_tensor(name, numbers, ("slots",), (None,), dtypes=INDEX_DTYPES)
-        return numbers.tolist()
-    if isinstance(numbers, Sequence) and not isinstance(numbers, (str, bytes)):
-        return list(numbers)
-    if isinstance(numbers, int):
-        return [numbers]
-    raise TypeError(f"{name} must be an int, a sequence of ints or an integer tensor, got {type(numbers).__name__}")
