@@ -11,8 +11,18 @@ import triton.language as tl
 
 from flashstate.kernels.addressing import this_program, token_entry, zero_unused
 from flashstate.kernels.functions import cos_and_sin, sigmoid, silu, tanh, wrapped
+from flashstate.kernels.ptx import prefetch_ptx
 from flashstate.kernels.slots import resolve_read, resolve_write, token_range
-from flashstate.kernels.state_io import from_code, load_seed, load_tile, random_bits, store_state, tile_at
+from flashstate.kernels.state_io import (
+    LINE,
+    from_code,
+    load_seed,
+    load_tile,
+    prefetch_rows,
+    random_bits,
+    store_state,
+    tile_at,
+)
 from flashstate.kernels.stores import store_output
 from flashstate.kernels.tensor_cores import (
     add_products,
@@ -139,7 +149,8 @@ def prepare_token(
 ):  # fmt: skip
     """Of what load_token gave: what multiplies with the state, with the token before, and with this one; the angles
     after it; B as it is kept, and C."""
-    (A, dt, trap), B, C, angle = token
+    gates, B, C, angle = token
+    A, dt, trap = gates
     if TRAP_LOGIT:
         trap = sigmoid(trap)
     alpha = tl.exp(A * dt)
@@ -151,6 +162,16 @@ def prepare_token(
         sin = tl.where(first, -sin, sin)
     factors = alpha, (1.0 - trap) * dt * alpha, trap * dt
     return factors, theta, turned(B, cos, sin, PAIRING).to(kept_dtype), turned(C, cos, sin, PAIRING)
+
+
+@triton.jit
+def prefetch_kept(slot_ptr, live, h, COLS: tl.constexpr, RANK: tl.constexpr, H: tl.constexpr, TARGET: tl.constexpr):
+    """Ask for (RANK, H, COLS) values of a slot to come to the L2 cache: those of head h; on NVIDIA."""
+    if TARGET == "sm_80" or TARGET == "sm_89":
+        per_line: tl.constexpr = LINE // (slot_ptr.dtype.element_ty.primitive_bitwidth // 8)
+        r = tl.arange(0, triton.next_power_of_2(RANK))[:, None]
+        cols = tl.arange(0, triton.next_power_of_2(triton.cdiv(COLS, per_line)))[None, :] * per_line
+        prefetch_ptx(slot_ptr + (r * H + h) * COLS + cols, live & (r < RANK) & (cols < COLS))
 
 
 @triton.jit
@@ -215,7 +236,7 @@ def step_tile(
     RANK: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr, SUMMED: tl.constexpr,
     PADDING: tl.constexpr, TERMS: tl.constexpr, OUT_TERMS: tl.constexpr, ALIGNMENT: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """A tile, (warps, 16, columns), through token t, whose output is stored. v: x of the token before; vectors: terms
+    """A tile, (warps, rows, columns), through token t, whose output is stored. v: x of the token before; vectors: terms
     of B of both tokens; SUMMED: whether the output is the sum of those of all ranks."""
     alpha, beta, gamma = factors
     Wx, Wz, Wo = weights
@@ -224,14 +245,14 @@ def step_tile(
     u = Wx * tl.where(now, (gamma * x)[:, None], (beta * v)[:, None])  # (rows, ranks of both tokens)
     s = add_products(s * alpha, terms_of(u, TERMS, TARGET), vectors)
 
-    nothing = tl.zeros([s.shape[0], 16, r.shape[0]], tl.float32)
+    nothing = tl.zeros([s.shape[0], s.shape[1], r.shape[0]], tl.float32)
     y = in_rows(dot_terms(terms_of(s, OUT_TERMS, TARGET), C, nothing))  # (rows, ranks)
-    y = tl.fma((D * x)[:, None], tl.where(now, Wx, 0.0), y)
+    gate = Wo
     if GATED:
-        y *= silu(z[:, None] * Wz)
+        gate *= silu(z[:, None] * Wz)
+    y = tl.fma(y, gate, tl.where(now, Wx, 0.0) * gate * (D * x)[:, None])
     if SUMMED:
-        y = tl.sum(y * Wo, 1)
-        store_output(out, b, t, h, offs_d, mask_d, y, True, True, live, PADDING, ALIGNMENT)
+        store_output(out, b, t, h, offs_d, mask_d, tl.sum(y, 1), True, True, live, PADDING, ALIGNMENT)
     else:
         offsets = offs_d[:, None] + r.to(tl.int64)[None, :] * out_r
         exists = now & (r < RANK)[None, :] & mask_d[:, None]
@@ -288,7 +309,9 @@ def mamba3_step_kernel(
     STORES_KV: tl.constexpr,  # whether k and v are among that
     PADDING: tl.constexpr,  # the output of padding rows: "zero", "fresh", from a zero state, or "keep", as it was
     ROUNDING: tl.constexpr, ROUNDS: tl.constexpr, TARGET: tl.constexpr,
+    AHEAD: tl.constexpr,  # programs: the states of the one that is so many behind are asked for; 0: none are
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr,  # of a tile
+    WARPS: tl.constexpr,
 ):  # fmt: skip
     b, h, _ = this_program(H, ROWS, ROWS)
     g = h // HEADS_PER_GROUP
@@ -306,7 +329,7 @@ def mamba3_step_kernel(
     alignment: tl.constexpr = 16 if ALIGNED else 1
     column = tl.arange(0, ROOM)
     r = column % (ROOM // 2)
-    exists = (r < RANK, column < RANK)
+    exists = (column < RANK if ONE_TOKEN else r < RANK, column < RANK)
 
     x_at, z_at, out = (x_ptr, x_b, x_t, x_h), (z_ptr, z_b, z_t, z_h), (out_ptr, out_b, out_t, out_h)
     A_at, dt_at, trap_at = (A_ptr, A_b, A_t, A_h), (dt_ptr, dt_b, dt_t, dt_h), (trap_ptr, trap_b, trap_t, trap_h)
@@ -314,18 +337,14 @@ def mamba3_step_kernel(
     inputs = (A_at, dt_at, trap_at, B_at, B_r, C_at, C_r, angle_at, bias_B_ptr, bias_C_ptr)
     pool, write = (data_ptr, scale_ptr, slot_stride, scale_stride), (write_ptr, write_stride)
     weight_ptrs = (Wx_ptr, Wz_ptr, Wo_ptr)
-    D = 0.0
-    if D_ptr is not None:
-        D = tl.load(D_ptr + h).to(tl.float32)
     first, count = token_range(cu_seqlens_ptr, b, tokens, ONE_TOKEN)
-    if ONE_TOKEN:
-        token = load_token(inputs, b, first, h, g, r, exists, ANGLES, H, COLS, BLOCK_COLS, PAIRING, ALIGNED)
-    if TILES == 1:
-        offs_d = tl.arange(0, BLOCK_ROWS)
-        weights = load_row_weights(weight_ptrs, offs_d, r, exists[0], h, H, ROWS, GATED)
-        if ONE_TOKEN:
-            x, z = load_row_inputs(x_at, z_at, b, first, h, offs_d, ROWS, alignment)
-
+    if AHEAD > 0:
+        later = tl.program_id(0) + AHEAD
+        later_b, later_h = later // H, later % H
+        comes = later < tl.num_programs(0)
+        later_slot = later_b.to(tl.int64)
+        if read_ptr is not None:
+            later_slot = tl.load(read_ptr + later_b.to(tl.int64) * read_stride, mask=comes, other=-1).to(tl.int64)
     slot = resolve_read((read_ptr, read_stride, read_width, accepted_ptr), b, num_slots, null, fault_ptr)
     live = slot >= 0
     seed = load_seed(seed_ptr, slot, live, ROUNDING != "nearest")
@@ -333,14 +352,31 @@ def mamba3_step_kernel(
     if TILES == 1:
         tile = tile_at(h, 0, ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, False)
         stored = load_tile(pool, slot, live, tile, drawing, COLS, VECTOR, VECTOR, LAST_ROUNDING, ROUNDS, HINT)
+    if AHEAD > 0:
+        comes = comes & (later_slot >= 0) & (later_slot < num_slots)
+        prefetch_rows(data_ptr, later_slot * slot_stride, comes, later_h, 0, ROWS, ROWS, COLS, TARGET)
+        prefetch_kept(k_ptr + later_slot * k_stride, comes, later_h, COLS, RANK, H, TARGET)
+        prefetch_kept(v_ptr + later_slot * v_stride, comes, later_h, ROWS, 1, H, TARGET)
+        if PAIRING != "none":
+            prefetch_kept(theta_ptr + later_slot * theta_stride, comes, later_h, ANGLES, 1, H, TARGET)
     kept_entries = k_ptr + slot * k_stride + (r * H + h) * COLS
-    before = load_matrix(kept_entries, tl.where(live, exists[0], False), tl.arange(0, BLOCK_COLS), COLS, ALIGNED)
+    before = load_matrix(kept_entries, tl.where(live, r < RANK, False), tl.arange(0, BLOCK_COLS), COLS, ALIGNED)
     theta = 0.0
     if PAIRING != "none":
         theta_entry = theta_ptr + slot * theta_stride + h * ANGLES
         theta = load_angles(theta_entry, live, ANGLES, COLS, BLOCK_COLS, PAIRING)
     if TILES == 1:
+        offs_d = tl.arange(0, BLOCK_ROWS)
         v = load_rows(v_ptr + slot * v_stride + h * ROWS, offs_d, offs_d < ROWS, live)
+        tl.debug_barrier()  # else a compiler puts what waits for the weights in front of the state's loads
+        weights = load_row_weights(weight_ptrs, offs_d, r, r < RANK, h, H, ROWS, GATED)
+        if ONE_TOKEN:
+            x, z = load_row_inputs(x_at, z_at, b, first, h, offs_d, ROWS, alignment)
+    D = 0.0
+    if D_ptr is not None:
+        D = tl.load(D_ptr + h).to(tl.float32)
+    if ONE_TOKEN:
+        token = load_token(inputs, b, first, h, g, r, exists, ANGLES, H, COLS, BLOCK_COLS, PAIRING, ALIGNED)
 
     goes = live if ONE_TOKEN else live & (count > 0)
     to = slot
@@ -363,14 +399,14 @@ def mamba3_step_kernel(
             tile = tile_at(h, i * BLOCK_ROWS, ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, False)
             stored = load_tile(pool, slot, live, tile, drawing, COLS, VECTOR, VECTOR, LAST_ROUNDING, ROUNDS, HINT)
             v = load_rows(v_ptr + slot * v_stride + h * ROWS, offs_d, offs_d < ROWS, live)
-            weights = load_row_weights(weight_ptrs, offs_d, r, exists[0], h, H, ROWS, GATED)
+            weights = load_row_weights(weight_ptrs, offs_d, r, r < RANK, h, H, ROWS, GATED)
             if ONE_TOKEN:
                 x, z = load_row_inputs(x_at, z_at, b, first, h, offs_d, ROWS, alignment)
         codes, factor, random = stored
         s = from_code(operand_of_chunks(codes, VECTOR), dtype, TARGET) * factor
         if PADDING == "fresh":
             s = tl.where(live, s, 0.0)
-        s = by_warps(s)
+        s = by_warps(s, WARPS)
         if ONE_TOKEN:
             s = step_tile(
                 s, v, x, z, factors, vectors, C, weights, D, out, out_r, b, first, h, offs_d, r, live,

@@ -31,20 +31,21 @@ def terms_of(x, TERMS: tl.constexpr, TARGET: tl.constexpr):
 
 
 @triton.jit
-def by_warps(x):
-    """A matrix (16 * warps, columns), of which a thread has every so many rows, as one of 16 rows for each warp: those
-    it has, so nothing moves between threads."""
-    warps: tl.constexpr = x.shape[0] // 16
-    rows = tl.permute(tl.reshape(x, (2, warps, 8, x.shape[1])), (1, 0, 2, 3))
-    return tl.reshape(rows, (warps, 16, x.shape[1]))
+def by_warps(x, WARPS: tl.constexpr):
+    """A matrix of which a thread has every so many rows as one for each warp, (WARPS, rows, columns), with the rows it
+    has: in multiples of 16, as operands have them, so nothing moves between threads."""
+    rows: tl.constexpr = x.shape[0] // WARPS
+    x = tl.permute(tl.reshape(x, (rows // 8, WARPS, 8, x.shape[1])), (1, 0, 2, 3))
+    return tl.reshape(x, (WARPS, rows, x.shape[3]))
 
 
 @triton.jit
 def in_rows(x):
     """The inverse of by_warps."""
     warps: tl.constexpr = x.shape[0]
-    rows = tl.permute(tl.reshape(x, (warps, 2, 8, x.shape[2])), (1, 0, 2, 3))
-    return tl.reshape(rows, (16 * warps, x.shape[2]))
+    rows: tl.constexpr = x.shape[1]
+    x = tl.permute(tl.reshape(x, (warps, rows // 8, 8, x.shape[2])), (1, 0, 2, 3))
+    return tl.reshape(x, (warps * rows, x.shape[3]))
 
 
 @triton.jit
@@ -53,7 +54,7 @@ def multiply(x, y, total):
     shared by all warps."""
     if len(total.shape) == 3:
         if len(x.shape) == 2:
-            x = by_warps(x)
+            x = by_warps(x, total.shape[0])
         y = tl.broadcast_to(y[None, :, :], (total.shape[0], y.shape[0], y.shape[1]))
     return tl.dot(x, y, total, input_precision="ieee")
 

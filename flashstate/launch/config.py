@@ -270,8 +270,8 @@ class RankProblem(TensorCoreProblem):
         return TOGETHER[:1]
 
     def valid(self, config: Config) -> bool:
-        known = config.lanes in self.lane_choices and config.together == 1 and config.registers in self.limits
-        return known and config.block_rows in self.row_choices and config.block_rows == 16 * config.num_warps
+        known = config.lanes in self.lane_choices and config.together in (*TOGETHER,32) and config.registers in self.limits
+        return known and config.block_rows in self.row_choices and config.block_rows % (16 * config.num_warps) == 0
 
     def heuristic(self, gpu: Gpu) -> Config:
         """As few tiles as there can be."""

@@ -304,7 +304,9 @@ def _run(
         "PAIRING": pairing, "TRAP_LOGIT": trap_logit, "ONE_TOKEN": extent.one_token,
         "STORES": stores, "STORES_KV": update_kv, "PADDING": padding, "ROUNDING": rounding, "ROUNDS": rounds,
         "TARGET": kernel_target(data.device),
+        "AHEAD": 32 * config.together if config.together > 1 and accepted is None else 0,
         "BLOCK_ROWS": config.block_rows, "BLOCK_COLS": problem.block_cols, "CHUNK": problem.chunk(config.lanes),
+        "WARPS": config.num_warps,
     }  # fmt: skip
     return start(
         mamba3_step_kernel, (programs,), data.device, arguments, constants, config.num_warps, config.registers
