@@ -19,12 +19,15 @@ from flashstate.testing import (
     ODD_CASES,
     ODD_CONV_CASES,
     ODD_DELTA_CASES,
+    ODD_MAMBA3_CASES,
     QUICK_CASES,
     QUICK_CONV_CASES,
     QUICK_DELTA_CASES,
+    QUICK_MAMBA3_CASES,
     REAL_CASES,
     REAL_CONV_CASES,
     REAL_DELTA_CASES,
+    REAL_MAMBA3_CASES,
     AnyCase,
 )
 
@@ -55,13 +58,14 @@ def cases_on(device: torch.device, quick: bool) -> Sequence[AnyCase]:
 
     On a GPU not all there are: every case and form of a kernel is a compilation. `make test-gpu TURNS=1` has them all.
     """
-    few = [*QUICK_CASES, *QUICK_DELTA_CASES, *QUICK_CONV_CASES]
+    few = [*QUICK_CASES, *QUICK_DELTA_CASES, *QUICK_MAMBA3_CASES, *QUICK_CONV_CASES]
     if quick:
         return few
     if device.type == "cuda":
         formats = len(PORTABLE_FORMATS)
-        return [*REAL_CASES[:formats], *REAL_DELTA_CASES[:formats], *REAL_CONV_CASES[:1], *few]
-    return [*ODD_CASES, *ODD_DELTA_CASES, *ODD_CONV_CASES]
+        real = (REAL_CASES, REAL_DELTA_CASES, REAL_MAMBA3_CASES)
+        return [*(case for cases in real for case in cases[:formats]), *REAL_CONV_CASES[:1], *few]
+    return [*ODD_CASES, *ODD_DELTA_CASES, *ODD_MAMBA3_CASES, *ODD_CONV_CASES]
 
 
 def prove(laws: Mapping[str, Law], tried_pairs: Iterable[tuple[str, AnyCase]], device: torch.device) -> list[Verdict]:

@@ -26,7 +26,7 @@ from flashstate.launch.table import COLUMNS, Configs, TableFile, read_table_file
 from flashstate.launch.variants import compile_variants, variants_of
 from flashstate.laws import LawBroken
 from flashstate.laws.require import require_equal_bytes, require_equal_states
-from flashstate.testing import Inputs, Pool, make_inputs
+from flashstate.testing import Inputs, Pool, make_inputs, slotted
 
 REPLAYS = 5
 MAX_LAUNCHES = 1024  # in a graph: of 8-bit states still more than twice what the cache holds
@@ -157,7 +157,7 @@ class GpuStopwatch:
         case = job.case
         size, numbers = cold_slots(case.batch, case.slot_bytes, self._device, MAX_LAUNCHES)
         inputs = make_inputs(replace(case, slots=FEW_SLOTS), self._device)
-        kind = case.format, case.state_axes, size
+        kind = size, *((tensor.dtype, tensor.shape[1:]) for tensor in slotted(inputs.state).values())
         if kind not in self._pools:
             self._pools[kind] = inputs.on_larger_pool(size).state
         state = replace(self._pools[kind], rounding=case.rounding)

@@ -10,7 +10,7 @@ import torch
 from flashstate.launch import direct, driver
 from flashstate.launch.driver import LaunchAttribute, LaunchConfig, parameters_of
 from flashstate.launch.start import Launch, Started
-from flashstate.ops import conv1d, gated_delta, mamba2
+from flashstate.ops import conv1d, gated_delta, mamba2, mamba3
 
 
 def parameters(arguments: Any) -> list[int]:
@@ -61,9 +61,10 @@ class Launcher:
 def launcher(monkeypatch: pytest.MonkeyPatch) -> Launcher:
     pytest.importorskip("triton")
     stand_in = Launcher()
-    for op in (conv1d, gated_delta, mamba2):
+    for op in (conv1d, gated_delta, mamba2, mamba3):
         monkeypatch.setattr(op, "start", stand_in.start)
         monkeypatch.setattr(op, "uses_kernels", lambda device: True)
+    for op in (conv1d, gated_delta, mamba2):
         monkeypatch.setattr(op, "lets_next_start", lambda device: True)
     for op in (gated_delta, mamba2):
         monkeypatch.setattr(op, "_launches_on_tensors", {})

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashstate import Slots, State
+from flashstate import Mamba3State, Rotary, Slots, State
 from flashstate.testing import AnyCase, Case, DeltaCase, make_inputs
 
 CPU = torch.device("cpu")
@@ -21,6 +21,7 @@ Arguments = dict[str, Any]
 Change = Callable[[Arguments], Arguments]  # all arguments of a call that is right: those to change to make it wrong
 Refusal = tuple[str, Change, type[Exception], str]
 Form = TypeVar("Form", bound=AnyCase)
+HOLDERS = (State, Slots, Mamba3State, Rotary)  # of tensors
 
 
 def forms_of(case: Form) -> dict[str, Form]:
@@ -79,11 +80,11 @@ def table_of_forms(forms: Mapping[str, Form], refusals: Callable[[Form], list[Re
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
-    """Every tensor with memory in an argument, a State or a Slots."""
+    """Every tensor with memory in an argument, or in what holds some."""
     if isinstance(value, Tensor):
         if not value.is_meta and not value.is_sparse:
             yield value
-    elif isinstance(value, (State, Slots)):
+    elif isinstance(value, HOLDERS):
         for field in fields(value):
             yield from tensors_of(getattr(value, field.name))
 
@@ -128,7 +129,7 @@ def resized(tensor: Tensor, axis: int, by: int) -> Tensor:
 
 def on_meta(value: Any) -> Any:
     """The same argument on another device."""
-    if isinstance(value, (State, Slots)):
+    if isinstance(value, HOLDERS):
         return replace(value, **{field.name: on_meta(getattr(value, field.name)) for field in fields(value)})
     return value.to(META) if isinstance(value, Tensor) else value
 

@@ -11,20 +11,31 @@ from typing import Any, TypeVar
 
 import pytest
 
-from flashstate.launch import ChannelProblem, Config, DeltaProblem, Problem, TensorCoreProblem
+from flashstate.launch import (
+    ChannelProblem,
+    Config,
+    DeltaProblem,
+    HeadProblem,
+    Problem,
+    RankProblem,
+    TensorCoreProblem,
+)
 from flashstate.launch.config import mode_key, table_key
 
 S, T = TypeVar("S"), TypeVar("T")
 KEY = re.compile(
-    r"(?P<op>\w+) (?P<rows>\d+)x(?P<cols>\d+) (?P<format>\w+) vector (?P<vector>\d+)(?P<layout> transposed)?"
+    r"(?P<op>\w+(?: rank \d+(?: turned)?)?) (?P<rows>\d+)x(?P<cols>\d+) (?P<format>\w+) "
+    r"vector (?P<vector>\d+)(?P<layout> transposed)?"
 )
 MODE = re.compile(r"(?P<rounding>\w+), (?P<tokens>one token|several tokens)(?:, (?P<stored>each|nothing) stored)?")
-KINDS = {
-    "conv1d_step": ChannelProblem,
-    "gated_delta_step": DeltaProblem,
-    "gated_delta_at_once": TensorCoreProblem,
-    "gated_delta_at_once_16": TensorCoreProblem,
-}
+KINDS = (  # what the name of an op begins with
+    (r"mamba3_step rank 1\b", HeadProblem),
+    (r"mamba3_step", RankProblem),
+    (r"gated_delta_at_once", TensorCoreProblem),
+    (r"gated_delta_step", DeltaProblem),
+    (r"conv1d_step", ChannelProblem),
+    (r"", Problem),
+)
 FOLDER = Path(str(resources.files("flashstate.launch") / "tables"))
 H200_TABLE = FOLDER / "nvidia-h200.json"
 TABLES = sorted({H200_TABLE, *FOLDER.glob("*.json")})
@@ -41,7 +52,7 @@ def entries_of(path: Path) -> Iterator[tuple[Problem, list[int]]]:
             how = MODE.fullmatch(mode)
             assert how, f"{mode!r} is not a mode"
             several, stored = how["tokens"] == "several tokens", how["stored"] or "last"
-            kind = KINDS.get(found["op"], Problem)
+            kind = next(kind for name, kind in KINDS if re.match(name, found["op"]))
             of_mode = kind(
                 found["op"], rows, cols, found["format"], how["rounding"], vector, 1, several, stored,
                 transposed=found["layout"] is not None,

@@ -206,7 +206,7 @@ def test_a_quick_check_takes_one_case_per_format(device: torch.device) -> None:
 @pytest.mark.parametrize("quick", [False, True])
 @pytest.mark.parametrize("device", [CPU, CUDA], ids=str)
 def test_a_check_takes_cases_of_every_op(device: torch.device, quick: bool) -> None:
-    assert {type(case) for case in cases_on(device, quick)} == {Case, ConvCase, DeltaCase}
+    assert {type(case) for case in cases_on(device, quick)} == {Case, ConvCase, DeltaCase, Mamba3Case}
 
 
 @pytest.mark.parametrize("quick", [False, True])

@@ -20,7 +20,9 @@ from flashstate.launch import (
     Config,
     DeltaProblem,
     Gpu,
+    HeadProblem,
     Problem,
+    RankProblem,
     TensorCoreProblem,
     choose,
     choose_with_reason,
@@ -37,7 +39,7 @@ from flashstate.laws.steps import close_to_float64
 from flashstate.laws.tokens import make_snapshots
 from flashstate.state.formats import FORMATS, PORTABLE_FORMATS
 from flashstate.state.signature import ACCESS_BYTES
-from flashstate.testing import AnyCase, Case, ConvCase, DeltaCase, Inputs, Pool, make_inputs
+from flashstate.testing import AnyCase, Case, ConvCase, DeltaCase, Inputs, Mamba3Case, Pool, make_inputs
 
 CPU = torch.device("cpu")
 H200 = Gpu("NVIDIA H200", (9, 0))
@@ -62,7 +64,8 @@ def test_the_table_of_the_h200_has_every_format_with_one_token_and_with_several(
 def test_every_entry_of_a_table_is_valid_for_an_op_and_a_format_that_exist(path: Path) -> None:
     assert path.stem == path.stem.lower().replace(" ", "-")
     for problem, config in entries_of(path):
-        assert callable(getattr(flashstate, re.sub("at_once(_16)?$", "step", problem.op))), problem
+        name = re.sub("at_once(_16)?$|step rank .*", "step", problem.op)
+        assert callable(getattr(flashstate, name)), problem
         assert problem.rounding in BY_NAME[problem.format].roundings, problem
         along_rows = isinstance(problem, ChannelProblem) or problem.transposed
         neighbours = problem.rows if along_rows else problem.cols  # in memory
@@ -147,6 +150,11 @@ def require_one_result(mode: Problem, configs: set[Config], device: torch.device
         )
     if isinstance(mode, ChannelProblem):
         case = ConvCase(1, mode.rows, mode.cols, tokens=tokens, x=mode.format, parameters=mode.format)
+    if isinstance(mode, HeadProblem | RankProblem):
+        rank, angles = int(re.findall(r"rank (\d+)", mode.op)[0]), 3 if mode.op.endswith("turned") else 0
+        case = Mamba3Case(
+            1, 1, 1, mode.rows, mode.cols, rank, angles, None, mode.format, mode.rounding, tokens=tokens, kv="float16"
+        )
     inputs = make_inputs(case, device)
     assert replace(case.problem, stored=mode.stored) == mode
     others = [config for config in valid_configs(mode) if config not in configs]

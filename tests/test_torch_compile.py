@@ -1,6 +1,8 @@
-"""mamba2_step and gated_delta_step inside torch.compile, as registered ops, and without a word to the host."""
+"""mamba2_step, gated_delta_step and mamba3_step inside torch.compile, as registered ops, and without a word to the
+host."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +11,16 @@ from torch import Tensor
 import flashstate
 from flashstate.laws.tokens import TREE, make_snapshots
 from flashstate.ops.tokens import flat_slots, flat_snapshots
-from flashstate.testing import REAL_CASES, REAL_DELTA_CASES, Case, DeltaCase, Inputs, make_inputs
+from flashstate.testing import (
+    REAL_CASES,
+    REAL_DELTA_CASES,
+    REAL_MAMBA3_CASES,
+    AnyCase,
+    Case,
+    DeltaCase,
+    Inputs,
+    make_inputs,
+)
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
@@ -150,16 +161,100 @@ def test_the_cuda_graphs_of_torch_compile_work_after_an_eager_step(case: AnyStep
     assert torch.equal(inputs.state.data, eager.state.data)
 
 
-REAL: dict[str, AnyStep] = {
+def mamba3_states(device: torch.device, rank: int, dtype: torch.dtype = torch.float16) -> dict[str, Tensor]:
+    """What a layer of Mamba-3 keeps in 9 slots, and its seeds."""
+    generator = torch.Generator().manual_seed(rank)
+    shapes = {"data": (4, 16, 32), "k": (rank, 4, 32), "v": (4, 16), "angle": (4, 8)}
+    states = {name: torch.randn(9, *shape, generator=generator) for name, shape in shapes.items()}
+    seed = torch.arange(9)
+    states = {**states, "data": states["data"].to(dtype), "v": states["v"].half(), "angle": states["angle"] % 6}
+    return {name: tensor.to(device) for name, tensor in {**states, "seed": seed}.items()}
+
+
+def mamba3_inputs(device: torch.device, rank: int, *tokens: int) -> dict[str, Any]:
+    """All arguments of a call but the state and slots; `tokens`: the axis behind a batch of 4, or none."""
+    generator = torch.Generator().manual_seed(rank)
+
+    def normal(*sizes: int) -> Tensor:
+        return torch.randn(*sizes, generator=generator).to(device)
+
+    lead = (4, *tokens)
+    x, z = (normal(*lead, 4, 16).bfloat16() for _ in range(2))
+    B, C = (normal(*lead, rank, 2, 32).bfloat16() for _ in range(2))
+    A, dt, trap = (normal(*lead, 4) for _ in range(3))
+    weights = {name: normal(rank, 4, 16) for name in ("Wx", "Wz", "Wo")}
+    biases = {name: normal(rank, 4, 32) for name in ("bias_B", "bias_C")}
+    rotary = flashstate.Rotary(normal(*lead, 8), **biases)
+    arguments = {"x": x, "A": -A.abs(), "dt": dt.abs(), "trap": trap, "B": B, "C": C, **weights, "D": normal(4), "z": z}
+    return {**arguments, "rotary": rotary, "trap_logit": True}
+
+
+@DEVICES
+@pytest.mark.parametrize("rank", [1, 4])
+def test_a_whole_step_of_mamba3_is_one_graph(rank: int, device: torch.device, backend: str) -> None:
+    """Mamba3State, Rotary and Slots made inside, for layers of different streams; seeds moved on."""
+    torch.compiler.reset()  # else another rank makes sizes symbols, which State does not take
+    inputs, slots = mamba3_inputs(device, rank), torch.tensor([7, 0, 2, -1], device=device)
+
+    def model_step(
+        data: Tensor, k: Tensor, v: Tensor, angle: Tensor, seed: Tensor, x: Tensor, turn: Tensor, stream: int
+    ) -> Tensor:
+        ssm = flashstate.State(data, rounding="stochastic", seed=seed, stream=stream)
+        state, rows = flashstate.Mamba3State(ssm, k, v, angle), flashstate.Slots(slots, null=0)
+        rotary = flashstate.Rotary(turn * 2, bias_B=inputs["rotary"].bias_B, pairing="interleaved")
+        arguments = {**inputs, "x": x * 2, "rotary": rotary, "slots": rows}
+        y = flashstate.mamba3_step(state, **arguments)
+        y = y + flashstate.mamba3_step(state, **arguments, update=False)
+        y = y + flashstate.mamba3_step(state, **{**arguments, "rotary": None}, update_kv=False)
+        state.advance(rows)
+        return y
+
+    runs = []
+    for run in (model_step, torch.compile(model_step, fullgraph=True, backend=backend)):
+        memory = mamba3_states(device, rank)
+        outputs = [run(**memory, x=inputs["x"], turn=inputs["rotary"].angle, stream=i) for i in range(12)]
+        runs.append([*outputs, *memory.values()])
+    for eager, compiled in zip(*runs, strict=True):
+        assert torch.equal(eager, compiled)
+    before = mamba3_states(device, rank)
+    for tensor, old in zip(runs[0][-len(before) :], before.values(), strict=True):
+        assert not torch.equal(tensor[[7, 2]], old[[7, 2]])
+        assert torch.equal(tensor[[0, 1, 3]], old[[0, 1, 3]])
+
+
+@pytest.mark.parametrize("rank", [1, 4])
+@pytest.mark.parametrize("tokens", [(), (3,)], ids=["one token", "several"])
+def test_the_registered_op_of_mamba3_declares_what_it_writes(rank: int, tokens: tuple[int, ...]) -> None:
+    """Also scales, and slots for every token."""
+    states, inputs = (
+        mamba3_states(CPU, rank, torch.int8 if tokens else torch.float16),
+        mamba3_inputs(CPU, rank, *tokens),
+    )
+    scale, rotary = torch.ones(9, 4, 16) if tokens else None, inputs["rotary"]
+    write = torch.tensor([[1, 2, -1], [3, 4, 5], [6, 7, 8], [1, 1, 1]]) if tokens else None
+    slots = flashstate.Slots(torch.tensor([0, 2, 4, -1]), write=write)
+    names = ("x", "A", "dt", "trap", "B", "C", "Wx", "Wz", "Wo", "D", "z")
+    torch.library.opcheck(
+        torch.ops.flashstate.mamba3_step.default,
+        (
+            states["data"], scale, states["seed"], "stochastic", 10, 1, states["k"], states["v"], states["angle"],
+            *(inputs[name] for name in names), rotary.angle, rotary.bias_B, rotary.bias_C, "halved", True, True,
+            *flat_slots(slots), True, torch.empty_like(inputs["x"]),
+        ),
+    )  # fmt: skip
+
+
+REAL: dict[str, AnyCase] = {
     "mamba2": REAL_CASES[0],
     "gated_delta": REAL_DELTA_CASES[0],
+    "mamba3": REAL_MAMBA3_CASES[0],
     "gated_delta at once": replace(REAL_DELTA_CASES[0], tokens=4, exact=False),
 }
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", REAL.values(), ids=REAL)
-def test_a_call_with_out_neither_allocates_nor_synchronises(case: AnyStep) -> None:
+def test_a_call_with_out_neither_allocates_nor_synchronises(case: AnyCase) -> None:
     inputs = make_inputs(case, CUDA)
     out = torch.empty_like(inputs.main)
     inputs.step(out=out)

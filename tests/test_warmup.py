@@ -15,11 +15,12 @@ from compiling import collected, gpu_with
 from torch import Tensor
 
 import flashstate
-from flashstate import Slots, State, StatePool
+from flashstate import Mamba3State, Rotary, Slots, State, StatePool
 from flashstate.launch import Gpu
 from flashstate.launch.start import Launch
 from flashstate.launch.variants import variant_key, variants_of
 from flashstate.state.formats import PORTABLE_FORMATS
+from flashstate.state.kv import ssm_of
 from flashstate.testing import dtype
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -63,10 +64,11 @@ def serve(
     pool.advance(slots)
 
 
-def admit(pool: StatePool, requests: int, kind: torch.dtype = torch.float32) -> None:
+def admit(pool: StatePool[Any], requests: int, kind: torch.dtype = torch.float32) -> None:
     """What a server does with states that a prefill left, and when it looks at them."""
     slots = pool.acquire(requests)
-    pool.write(1, slots, torch.randn(requests, *pool.layer(1).data.shape[1:], device=slots.device).to(kind))
+    shape = ssm_of(pool.layer(1)).data.shape[1:]
+    pool.write(1, slots, torch.randn(requests, *shape, device=slots.device).to(kind))
     pool.read(0, slots)
     pool.release(slots)
 
@@ -207,6 +209,105 @@ def test_what_calls_of_the_gated_delta_rule_leave_out_is_compiled_as_told(
     assert keys_of(scaled) <= keys_of(compiled)  # which is read when a kernel runs
 
 
+def make_mamba3_pool(
+    name: str, rounding: str, device: torch.device = CPU, rank: int = 4, angles: int = 32, rows: int = ROWS
+) -> StatePool[Mamba3State]:
+    sizes = {"slots": 40, "layers": 2, "heads": HEADS, "rows": rows, "cols": COLS, "rank": rank, "angles": angles}
+    return StatePool.mamba3(**sizes, dtype=dtype(name), rounding=rounding, seed=0, device=device)
+
+
+def serve_mamba3(
+    pool: StatePool[Mamba3State], batch: int, tokens: int, leave_out: Sequence[str] = (), **changes: Any
+) -> None:
+    """What a server of Mamba-3 does in one model step: B and C, x and z are views of what a projection gave."""
+    layer = pool.layer(0)
+    device, (_, heads, rows, cols), R = layer.k.device, layer.ssm.data.shape, layer.rank
+    leading = (batch,) if tokens == 1 else (batch, tokens)
+
+    def normal(*sizes: int) -> Tensor:
+        return torch.randn(*leading, *sizes, device=device).bfloat16()
+
+    def parameter(*sizes: int) -> Tensor:
+        return torch.randn(*sizes, device=device)
+
+    zx, bc = normal(2 * heads, rows), normal(2 * R, GROUPS, cols)
+    (z, x), (B, C) = zx.split(heads, -2), bc.split(R, -3)
+    dt, logit = parameter(*leading, heads).abs(), changes.get("trap_logit", False)
+    trap = normal(heads) if logit else parameter(*leading, heads)
+    rotary = None
+    if layer.angle is not None:
+        biases = {} if "biases" in leave_out else {n: parameter(R, heads, cols) for n in ("bias_B", "bias_C")}
+        rotary = Rotary(normal(heads, layer.angle.shape[2]), **biases)  # of every head, or expanded: it is all one
+    options = {"D": parameter(heads), "z": z, "rotary": rotary}
+    options |= {name: parameter(R, heads, rows) for name in ("Wx", "Wz", "Wo") if R > 1}
+    options = {name: value for name, value in options.items() if name not in leave_out} | changes
+    slots = torch.randperm(pool.slots)[:batch].to(device)
+    for i in range(pool.layers):
+        flashstate.mamba3_step(pool.layer(i), x, -dt, dt, trap, B, C, slots=slots, **options)
+    pool.advance(slots)
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("rank", [1, 4])
+@pytest.mark.parametrize(("name", "rounding"), PORTABLE_FORMATS[::4])
+def test_every_variant_of_later_calls_of_mamba3_was_compiled(
+    name: str, rounding: str, rank: int, compiled: list[Launch]
+) -> None:
+    pool, tokens = make_mamba3_pool(name, rounding, rank=rank), (1, 4)
+    counts = flashstate.warmup(pool, BATCHES, op="mamba3", tokens=tokens, groups=GROUPS, progress=False)
+    assert sum(counts.values()) == len(compiled) == len(keys_of(compiled))
+    assert counts["mamba3_step"] >= len(tokens)
+    assert "mamba2_step" not in counts
+    with collected(90) as later:
+        for batch in BATCHES:
+            for count in tokens:
+                serve_mamba3(pool, batch, count)
+            admit(pool, batch)
+            admit(pool, batch, torch.bfloat16)
+    assert keys_of(later) == keys_of(compiled)  # and none in vain
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("leave_out", [(), ("z", "Wz"), ("D", "Wx"), ("biases", "Wo"), ("rotary", "Wz")], ids=str)
+def test_what_calls_of_mamba3_leave_out_is_compiled_as_told(leave_out: Sequence[str], compiled: list[Launch]) -> None:
+    pool = make_mamba3_pool("bfloat16", "nearest")
+    told = {"op": "mamba3", "groups": GROUPS, "progress": False, **dict.fromkeys(leave_out, False)}
+    flashstate.warmup(pool, (8,), **told)
+    with collected(90) as as_told:
+        serve_mamba3(pool, 8, 1, leave_out)
+    assert keys_of(as_told) < keys_of(compiled)
+    for change in ({"update": False}, {"update_kv": False}, {"trap_logit": True}):
+        with collected(90) as otherwise:
+            serve_mamba3(pool, 8, 1, leave_out, **change)
+        assert not keys_of(otherwise) <= keys_of(compiled), change
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize(("rank", "angles"), [(1, 0), (1, 32), (3, 0)])
+def test_pools_of_mamba3_tell_warmup_their_rank_and_whether_they_have_angles(
+    rank: int, angles: int, compiled: list[Launch]
+) -> None:
+    pool = make_mamba3_pool("float32", "nearest", rank=rank, angles=angles)
+    flashstate.warmup(pool, (8,), op="mamba3", groups=GROUPS, trap_logit=True, update_kv=False, progress=False)
+    with collected(90) as later:
+        serve_mamba3(pool, 8, 1, trap_logit=True, update_kv=False)
+    assert keys_of(later) < keys_of(compiled)
+
+
+@pytest.mark.compiled
+def test_of_a_pool_with_both_an_op_compiles_for_its_own_layers(compiled: list[Launch]) -> None:
+    plain, turned = make_pool("float32", "nearest", layers=1), make_mamba3_pool("float32", "nearest")
+    pool: StatePool[Any] = StatePool.wrap([plain.layer(0), turned.layer(0)])
+    for op, other in (("mamba2", "mamba3"), ("mamba3", "mamba2")):
+        counts = flashstate.warmup(pool, (8,), op=op, groups=GROUPS, progress=False)
+        assert f"{op}_step" in counts
+        assert f"{other}_step" not in counts
+    with collected(90) as later:
+        serve(plain, 8)
+        serve_mamba3(turned, 8, 1)
+    assert keys_of(later) <= keys_of(compiled)
+
+
 def convolve(pool: StatePool, batch: int, tokens: int, bias: bool, rolls_back: bool, early: bool) -> None:
     """What a server does with a layer: its convolution, and the step behind it."""
     window = pool.window(0)
@@ -289,7 +390,8 @@ def test_a_cpu_has_no_kernels_to_compile() -> None:
         ((0,), {}, ValueError, "batches must be from 1"),
         ((1.5,), {}, TypeError, "batches must be an int"),
         ((1,), {"tokens": (0,)}, ValueError, "tokens must be from 1"),
-        ((1,), {"op": "mamba3"}, ValueError, "op must be one of mamba2, gated_delta, got 'mamba3'"),
+        ((1,), {"op": "mamba4"}, ValueError, "op must be one of mamba2, gated_delta, mamba3, got 'mamba4'"),
+        ((1,), {"op": "mamba3"}, ValueError, "op='mamba3' is not for any layer of this pool"),
     ],
 )
 def test_wrong_sizes_are_refused_by_name(
@@ -370,5 +472,19 @@ def test_nothing_of_the_gated_delta_rule_is_compiled_after_warmup(exact: bool, c
     for batch in BATCHES:
         serve_delta(pool, batch, 1, exact=exact)
         serve_delta(pool, batch, 4, exact=exact)
+        admit(pool, batch)
+    assert not compilations
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rank", [1, 4])
+def test_nothing_of_mamba3_is_compiled_after_warmup(rank: int, compilations: list[str]) -> None:
+    pool = make_mamba3_pool("bfloat16", "stochastic", CUDA, rank, rows=48)  # of no other test
+    counts = flashstate.warmup(pool, BATCHES, op="mamba3", tokens=(1, 4), groups=GROUPS, progress=False)
+    assert len(compilations) >= of_a_shape(counts) > 0
+    compilations.clear()
+    for batch in BATCHES:
+        serve_mamba3(pool, batch, 1)
+        serve_mamba3(pool, batch, 4)
         admit(pool, batch)
     assert not compilations

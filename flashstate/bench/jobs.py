@@ -100,11 +100,12 @@ class Binder(Protocol):
 class Variant:
     """Another way to call flashstate: how its step is made, the job as it then is, whose budget and config may be
     others, and the same inputs as they then lie in memory. `job` raises MeasurementError where flashstate cannot be
-    called so."""
+    called so. `fresh`: the job as it then is has inputs of its own."""
 
     bind: Binding
     job: Callable[[Job], Job] = lambda job: job
     inputs: Callable[[Inputs], Inputs] = lambda inputs: inputs
+    fresh: bool = False
 
 
 @dataclass(frozen=True)

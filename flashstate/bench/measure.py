@@ -75,7 +75,7 @@ def measure_on_gpu(op: BenchedOp, job: Job, peers: Mapping[str, Binding], device
                 as_called = way.job(job)
                 checked = inputs if as_called == job else inputs_of(as_called.case, device)
                 check(way.bind, way.inputs(checked), small)
-                as_laid = way.inputs(timed)
+                as_laid = way.inputs(on_cold_slots(as_called, checked, device)[0] if way.fresh else timed)
                 own = roof if as_laid is timed else time_touch_of(job, as_laid, storing, slots, flush)
                 timing = time_on_slots(way.bind(as_laid, storing), slots, flush)
         except MeasurementError as reason:
@@ -84,7 +84,7 @@ def measure_on_gpu(op: BenchedOp, job: Job, peers: Mapping[str, Binding], device
             if as_laid is not timed:
                 where = name.removeprefix("flashstate, ")
                 report.rows.append(row_of(f"touch, {where}", job, own, job.touched_bytes, own))
-            report.rows.append(row_of(name, job, timing, job.counted_bytes, own))
+            report.rows.append(row_of(name, job, timing, as_called.counted_bytes, own))
 
 
 def time_roofs(

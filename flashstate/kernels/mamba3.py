@@ -27,14 +27,17 @@ from flashstate.kernels.stores import store_output
 from flashstate.kernels.tensor_cores import (
     add_products,
     as_operand,
+    beside,
     by_warps,
     chunks_of_operand,
     dot_terms,
+    halved,
     in_rows,
     operand_of_chunks,
     terms_of,
+    transposed,
 )
-from flashstate.kernels.tiles import STAGES, load_rows, store_rows
+from flashstate.kernels.tiles import STAGES, dot_rows, load_rows, store_rows
 
 HINT = tl.constexpr("streaming")
 PI = tl.constexpr(3.141592653589793)
@@ -47,55 +50,39 @@ def load_head(tensor, b, t, h):
 
 
 @triton.jit
-def pairs_of(cols, COLS: tl.constexpr, PAIRING: tl.constexpr):
-    """The pair that every column is turned in, and whether it is its first."""
-    if PAIRING == "interleaved":
-        return cols // 2, cols % 2 == 0
-    else:
-        return cols % (COLS // 2), cols < COLS // 2
+def load_angles(entry, exists, ANGLES: tl.constexpr, BLOCK_COLS: tl.constexpr):
+    """An angle for every pair of columns, of those at `entry`; zero where there is none."""
+    pair = tl.arange(0, BLOCK_COLS // 2)
+    return tl.load(entry + pair, mask=tl.where(exists, pair < ANGLES, False), other=0.0).to(tl.float32)
 
 
 @triton.jit
-def load_angles(
-    entry, exists, ANGLES: tl.constexpr, COLS: tl.constexpr, BLOCK_COLS: tl.constexpr, PAIRING: tl.constexpr
-):  # fmt: skip
-    """The angle of every column's pair, of those at `entry`; zero where there is none."""
-    cols = tl.arange(0, BLOCK_COLS)
-    pair, _ = pairs_of(cols, COLS, PAIRING)
-    mask = tl.where(exists, (pair < ANGLES) & (cols < COLS), False)
-    return tl.load(entry + pair, mask=mask, other=0.0).to(tl.float32)
+def store_angles(entry, goes, theta, ANGLES: tl.constexpr):
+    pair = tl.arange(0, theta.shape[0])
+    tl.store(entry + pair, theta, mask=tl.where(goes, pair < ANGLES, False))
 
 
 @triton.jit
-def store_angles(entry, goes, theta, ANGLES: tl.constexpr, COLS: tl.constexpr, PAIRING: tl.constexpr):
-    """Store the angles of columns, each of a pair once."""
-    cols = tl.arange(0, theta.shape[0])
-    pair, first = pairs_of(cols, COLS, PAIRING)
-    tl.store(entry + pair, theta, mask=tl.where(goes, first & (pair < ANGLES) & (cols < COLS), False))
-
-
-@triton.jit
-def load_matrix(entries, exists, cols, COLS: tl.constexpr, ALIGNED: tl.constexpr):
-    """The values of these columns at every entry, (entries, columns); zero for what does not exist."""
+def load_matrix(entries, exists, COLS: tl.constexpr, BLOCK_COLS: tl.constexpr, ALIGNED: tl.constexpr):
+    """The columns at every entry, (entries, BLOCK_COLS); zero for what does not exist."""
     if ALIGNED:
         entries = tl.multiple_of(entries, 16)
-    mask = exists[:, None] & (cols < COLS)[None, :]
-    return tl.load(entries[:, None] + cols[None, :], mask=mask, other=0.0)
+    cols = tl.arange(0, BLOCK_COLS)
+    return tl.load(entries[:, None] + cols[None, :], mask=exists[:, None] & (cols < COLS)[None, :], other=0.0)
 
 
 @triton.jit
-def load_pairs(
-    entries, exists, COLS: tl.constexpr, BLOCK_COLS: tl.constexpr, PAIRING: tl.constexpr, ALIGNED: tl.constexpr
+def load_columns(
+    entries, exists, COLS: tl.constexpr, BLOCK_COLS: tl.constexpr, IN_HALVES: tl.constexpr, ALIGNED: tl.constexpr
 ):  # fmt: skip
-    """A matrix of all columns, and one of the other columns of their pairs, if these are far; else that matrix again."""
-    cols = tl.arange(0, BLOCK_COLS)
-    values = load_matrix(entries, exists, cols, COLS, ALIGNED)
-    others = values
-    if PAIRING == "halved":
+    """A matrix of all columns, or one of each half of them."""
+    if IN_HALVES:
         half: tl.constexpr = COLS // 2
         aligned: tl.constexpr = ALIGNED and half * entries.dtype.element_ty.primitive_bitwidth % 128 == 0
-        others = load_matrix(entries, exists, tl.where(cols < half, cols + half, cols - half), COLS, aligned)
-    return values, others
+        first = load_matrix(entries, exists, half, BLOCK_COLS // 2, ALIGNED)
+        return first, load_matrix(entries + half, exists, half, BLOCK_COLS // 2, aligned)
+    else:
+        return (load_matrix(entries, exists, COLS, BLOCK_COLS, ALIGNED),)
 
 
 @triton.jit
@@ -103,27 +90,47 @@ def load_vectors(
     tensor, stride_r, bias_ptr, b, t, h, g, r, exists, H: tl.constexpr, COLS: tl.constexpr, BLOCK_COLS: tl.constexpr,
     PAIRING: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """B or C of token t for these ranks, as load_pairs gives it, then its bias, if there is one."""
+    """B or C of token t for these ranks, and its bias, each as load_columns gives it; an empty tuple for no bias."""
     entries = token_entry(tensor, b, t, g, 1) + r.to(tl.int64) * stride_r
-    vectors = load_pairs(entries, exists, COLS, BLOCK_COLS, PAIRING, ALIGNED)
+    values = load_columns(entries, exists, COLS, BLOCK_COLS, PAIRING == "halved", ALIGNED)
+    bias = ()
     if bias_ptr is not None:
-        vectors += load_pairs(bias_ptr + (r * H + h) * COLS, exists, COLS, BLOCK_COLS, PAIRING, ALIGNED)
-    return vectors
+        bias = load_columns(bias_ptr + (r * H + h) * COLS, exists, COLS, BLOCK_COLS, PAIRING == "halved", ALIGNED)
+    return values, bias
 
 
 @triton.jit
-def turned(loaded, cos, sin, PAIRING: tl.constexpr):
-    """What load_vectors gave, with its bias and turned. sin: negative for the first column of a pair."""
-    u, other = loaded[0], loaded[1]
-    if len(loaded) > 2:
-        u, other = u.to(tl.float32) + loaded[2].to(tl.float32), other.to(tl.float32) + loaded[3].to(tl.float32)
+def turned(vectors, cos, sin, COLS: tl.constexpr, PAIRING: tl.constexpr, IN_HALVES: tl.constexpr):
+    """What load_vectors gave, with its bias and turned: a matrix of all columns, or one of each half of them."""
+    values, bias = vectors
+    if len(bias) > 0:
+        sums = ()
+        for i in tl.static_range(len(values)):
+            sums = sums + (values[i].to(tl.float32) + bias[i].to(tl.float32),)
+        values = sums
     if PAIRING == "none":
-        return u
-    else:
-        if PAIRING == "interleaved":
-            first, second = tl.split(tl.reshape(u, (u.shape[0], u.shape[1] // 2, 2)))
-            other = tl.reshape(tl.join(second, first), u.shape)
-        return tl.fma(other.to(tl.float32), sin[None, :], u.to(tl.float32) * cos[None, :])
+        return values
+    elif PAIRING == "interleaved":
+        u = values[0].to(tl.float32)
+        first, second = tl.split(tl.reshape(u, (u.shape[0], u.shape[1] // 2, 2)))
+        first, second = turn(first, second, cos, sin)
+        return (tl.reshape(tl.join(first, second), u.shape),)
+    elif IN_HALVES:
+        return turn(values[0].to(tl.float32), values[1].to(tl.float32), cos, sin)
+    else:  # there is a gap between the halves
+        first, second = turn(values[0].to(tl.float32), values[1].to(tl.float32), cos, sin)
+        both = beside(first, second)
+        cols = tl.arange(0, both.shape[1])
+        at = tl.where(cols < COLS // 2, cols, tl.minimum(cols + (both.shape[1] - COLS) // 2, both.shape[1] - 1))
+        both = tl.gather(both, tl.broadcast_to(at[None, :], both.shape), 1)
+        return (tl.where(cols[None, :] < COLS, both, 0.0),)
+
+
+@triton.jit
+def turn(first, second, cos, sin):
+    """Pairs of columns, turned by an angle each."""
+    cos, sin = cos[None, :], sin[None, :]
+    return first * cos - second * sin, tl.fma(first, sin, second * cos)
 
 
 @triton.jit
@@ -139,16 +146,17 @@ def load_token(
     C = load_vectors(C_at, C_r, bias_C_ptr, b, t, h, g, r, exists[1], H, COLS, BLOCK_COLS, PAIRING, ALIGNED)
     angle = 0.0
     if PAIRING != "none":
-        angle = load_angles(token_entry(angle_at, b, t, h, 1), True, ANGLES, COLS, BLOCK_COLS, PAIRING)
+        angle = load_angles(token_entry(angle_at, b, t, h, 1), True, ANGLES, BLOCK_COLS)
     return gates, B, C, angle
 
 
 @triton.jit
 def prepare_token(
-    token, theta, kept_dtype: tl.constexpr, COLS: tl.constexpr, PAIRING: tl.constexpr, TRAP_LOGIT: tl.constexpr
+    token, theta, kept_dtype: tl.constexpr, COLS: tl.constexpr, PAIRING: tl.constexpr, IN_HALVES: tl.constexpr,
+    TRAP_LOGIT: tl.constexpr,
 ):  # fmt: skip
     """Of what load_token gave: what multiplies with the state, with the token before, and with this one; the angles
-    after it; B as it is kept, and C."""
+    after it; B as it is kept, and C, each in one matrix or in halves."""
     gates, B, C, angle = token
     A, dt, trap = gates
     if TRAP_LOGIT:
@@ -158,10 +166,12 @@ def prepare_token(
     if PAIRING != "none":
         theta = wrapped(theta + tanh(angle) * dt * PI)
         cos, sin = cos_and_sin(theta)
-        _, first = pairs_of(tl.arange(0, theta.shape[0]), COLS, PAIRING)
-        sin = tl.where(first, -sin, sin)
     factors = alpha, (1.0 - trap) * dt * alpha, trap * dt
-    return factors, theta, turned(B, cos, sin, PAIRING).to(kept_dtype), turned(C, cos, sin, PAIRING)
+    kept = ()
+    B = turned(B, cos, sin, COLS, PAIRING, IN_HALVES)
+    for i in tl.static_range(len(B)):
+        kept = kept + (B[i].to(kept_dtype),)
+    return factors, theta, kept, turned(C, cos, sin, COLS, PAIRING, IN_HALVES)
 
 
 @triton.jit
@@ -177,47 +187,68 @@ def prefetch_kept(slot_ptr, live, h, COLS: tl.constexpr, RANK: tl.constexpr, H: 
 @triton.jit
 def store_kept(ptr, offset, goes, h, k, r, RANK: tl.constexpr, H: tl.constexpr, COLS: tl.constexpr):
     """Store k for the first ranks."""
-    cols = tl.arange(0, k.shape[1])
-    mask = tl.where(goes, tl.arange(0, k.shape[0]) < RANK, False)[:, None] & (cols < COLS)[None, :]
-    tl.store(ptr + offset + ((r * H + h) * COLS)[:, None] + cols[None, :], k, mask=mask)
+    entries = ptr + offset + ((r * H + h) * COLS)[:, None]
+    mask = tl.where(goes, tl.arange(0, r.shape[0]) < RANK, False)[:, None]
+    for i in tl.static_range(len(k)):
+        cols = (tl.arange(0, k[i].shape[1]) + i * k[i].shape[1])[None, :]
+        tl.store(entries + cols, k[i], mask=mask & (cols < COLS))
 
 
 @triton.jit
-def stacked(now, before, PER_COLUMNS: tl.constexpr, TERMS: tl.constexpr, TARGET: tl.constexpr):
-    """Terms of the vectors of a token above those of the token before, columns in the order of operands."""
-    upper = tl.arange(0, now.shape[0]) < now.shape[0] // 2
-    return terms_of(as_operand(tl.where(upper[:, None], now, before), PER_COLUMNS), TERMS, TARGET)
+def in_chunks(x, CHUNK: tl.constexpr):
+    """Matrices side by side, in float32, as chunks of so many columns."""
+    chunks = ()
+    for i in tl.static_range(len(x)):
+        chunks = chunks + halved(x[i].to(tl.float32), CHUNK)
+    return chunks
 
 
 @triton.jit
-def across(C, PER_COLUMNS: tl.constexpr, TERMS: tl.constexpr, TARGET: tl.constexpr):
-    """Terms of C, (columns, ranks), columns in the order of operands."""
-    terms = terms_of(as_operand(C, PER_COLUMNS), TERMS, TARGET)
-    flipped = ()
-    for i in tl.static_range(len(terms)):
-        flipped = flipped + (tl.trans(terms[i]),)
-    return flipped
+def vectors_of(
+    now, before, C, CHUNK: tl.constexpr, PER_COLUMNS: tl.constexpr, TERMS: tl.constexpr, OUT_TERMS: tl.constexpr,
+    TARGET: tl.constexpr,
+):  # fmt: skip
+    """What a tile is multiplied with. Of rank 1 B of a token, B of the token before, and C, in chunks as the tile has
+    them. Of others terms of B of the token above that of the token before, and terms of C (columns, ranks), columns in
+    the order of operands; of each half of the columns, if they come in halves."""
+    if now[0].shape[0] == 1:
+        return in_chunks(now, CHUNK), in_chunks(before, CHUNK), in_chunks(C, CHUNK)
+    else:
+        upper = (tl.arange(0, now[0].shape[0]) < now[0].shape[0] // 2)[:, None]
+        both, across = (), ()
+        for i in tl.static_range(len(now)):
+            stacked = as_operand(tl.where(upper, now[i], before[i]), PER_COLUMNS)
+            both = both + (terms_of(stacked, TERMS, TARGET),)
+            across = across + (transposed(terms_of(as_operand(C[i], PER_COLUMNS), OUT_TERMS, TARGET)),)
+        return both, across
 
 
 @triton.jit
-def load_weights(ptr, offs_d, r, exists, h, H: tl.constexpr, ROWS: tl.constexpr):
-    """A weight for every row and rank, (rows, ranks); ones if there are none, zero for what does not exist."""
-    mask = (offs_d < ROWS)[:, None] & exists[None, :]
+def load_weights(ptr, offs_d, r, h, RANK: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr):
+    """A weight for every row and rank, (rows, ranks), of rank 1 (rows,); ones if there are none, zero for what does not
+    exist."""
+    if RANK == 1:
+        entries, mask = h * ROWS + offs_d, offs_d < ROWS
+    else:
+        entries = ((r * H + h) * ROWS)[None, :] + offs_d[:, None]
+        mask = (offs_d < ROWS)[:, None] & (r < RANK)[None, :]
     if ptr is None:
         return tl.where(mask, 1.0, 0.0)
     else:
-        return tl.load(ptr + ((r * H + h) * ROWS)[None, :] + offs_d[:, None], mask=mask, other=0.0).to(tl.float32)
+        return tl.load(ptr + entries, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def load_row_weights(weights, offs_d, r, exists, h, H: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr):
+def load_row_weights(
+    weights, offs_d, r, h, RANK: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr
+):  # fmt: skip
     """Wx, Wz and Wo of these rows."""
     Wx_ptr, Wz_ptr, Wo_ptr = weights
-    Wx = load_weights(Wx_ptr, offs_d, r, exists, h, H, ROWS)
+    Wx = load_weights(Wx_ptr, offs_d, r, h, RANK, H, ROWS)
     Wz = Wx
     if GATED:
-        Wz = load_weights(Wz_ptr, offs_d, r, exists, h, H, ROWS)
-    return Wx, Wz, load_weights(Wo_ptr, offs_d, r, exists, h, H, ROWS)
+        Wz = load_weights(Wz_ptr, offs_d, r, h, RANK, H, ROWS)
+    return Wx, Wz, load_weights(Wo_ptr, offs_d, r, h, RANK, H, ROWS)
 
 
 @triton.jit
@@ -231,43 +262,106 @@ def load_row_inputs(x_at, z_at, b, t, h, offs_d, ROWS: tl.constexpr, ALIGNMENT: 
 
 
 @triton.jit
-def step_tile(
-    s, v, x, z, factors, vectors, C, weights, D, out, out_r, b, t, h, offs_d, r, live,
-    RANK: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr, SUMMED: tl.constexpr,
-    PADDING: tl.constexpr, TERMS: tl.constexpr, OUT_TERMS: tl.constexpr, ALIGNMENT: tl.constexpr, TARGET: tl.constexpr,
+def tile_of(
+    stored, live, dtype: tl.constexpr, RANK: tl.constexpr, PARTS: tl.constexpr, WARPS: tl.constexpr,
+    VECTOR: tl.constexpr, PADDING: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """A tile, (warps, rows, columns), through token t, whose output is stored. v: x of the token before; vectors: terms
-    of B of both tokens; SUMMED: whether the output is the sum of those of all ranks."""
-    alpha, beta, gamma = factors
-    Wx, Wz, Wo = weights
-    mask_d = offs_d < ROWS
-    now = (tl.arange(0, r.shape[0]) < r.shape[0] // 2)[None, :]
-    u = Wx * tl.where(now, (gamma * x)[:, None], (beta * v)[:, None])  # (rows, ranks of both tokens)
-    s = add_products(s * alpha, terms_of(u, TERMS, TARGET), vectors)
-
-    nothing = tl.zeros([s.shape[0], s.shape[1], r.shape[0]], tl.float32)
-    y = in_rows(dot_terms(terms_of(s, OUT_TERMS, TARGET), C, nothing))  # (rows, ranks)
-    gate = Wo
-    if GATED:
-        gate *= silu(z[:, None] * Wz)
-    y = tl.fma(y, gate, tl.where(now, Wx, 0.0) * gate * (D * x)[:, None])
-    if SUMMED:
-        store_output(out, b, t, h, offs_d, mask_d, tl.sum(y, 1), True, True, live, PADDING, ALIGNMENT)
+    """What load_tile gave, in float32: of rank 1 in chunks; of others in so many parts, as tensor cores have them,
+    (WARPS, rows, columns), columns in the order of operands."""
+    codes, factor, _ = stored
+    s = ()
+    if RANK == 1:
+        for i in tl.static_range(len(codes)):
+            s = s + (from_code(codes[i], dtype, TARGET) * factor,)
     else:
-        offsets = offs_d[:, None] + r.to(tl.int64)[None, :] * out_r
-        exists = now & (r < RANK)[None, :] & mask_d[:, None]
-        store_output(out, b, t, h, offsets, exists, y, True, True, live, PADDING, ALIGNMENT)
+        for i in tl.static_range(PARTS):
+            part = ()
+            for j in tl.static_range(len(codes) // PARTS):
+                part = part + (codes[i * (len(codes) // PARTS) + j],)
+            s = s + (by_warps(from_code(operand_of_chunks(part, VECTOR), dtype, TARGET) * factor, WARPS),)
+    if PADDING == "fresh":
+        zeroed = ()
+        for i in tl.static_range(len(s)):
+            zeroed = zeroed + (tl.where(live, s[i], 0.0),)
+        s = zeroed
     return s
 
 
 @triton.jit
-def store_tile(pool, to, tile, s, random, ROUNDING: tl.constexpr, CHUNK: tl.constexpr, VECTOR: tl.constexpr,
-               TARGET: tl.constexpr):  # fmt: skip
-    """Store a tile, as step_tile has it, in slot `to` unless that is -1."""
+def step_chunks(s, v, x, z, factors, vectors, weights, D, PER_COLUMNS: tl.constexpr, GATED: tl.constexpr):
+    """A tile of rank 1 through a token, and the output of its rows. v: x of the token before."""
+    alpha, beta, gamma = factors
+    Wx, Wz, Wo = weights
+    B, k, C = vectors
+    now, before = (gamma * x * Wx)[:, None], (beta * v * Wx)[:, None]
+    after = ()
+    for i in tl.static_range(len(s)):
+        after = after + (tl.fma(now, B[i], tl.fma(before, k[i], s[i] * alpha)),)
+    y = tl.fma(D * x, Wx, dot_rows(after, C, PER_COLUMNS)) * Wo
+    if GATED:
+        y *= silu(z * Wz)
+    return after, y
+
+
+@triton.jit
+def step_operand(
+    s, v, x, z, factors, vectors, weights, D, GATED: tl.constexpr, TERMS: tl.constexpr, OUT_TERMS: tl.constexpr,
+    TARGET: tl.constexpr,
+):  # fmt: skip
+    """A tile of higher rank through a token, and the output of its rows for every rank, (rows, ranks)."""
+    alpha, beta, gamma = factors
+    Wx, Wz, Wo = weights
+    both, across = vectors
+    now = (tl.arange(0, Wx.shape[1]) < Wx.shape[1] // 2)[None, :]
+    u = Wx * tl.where(now, (gamma * x)[:, None], (beta * v)[:, None])  # (rows, ranks of both tokens)
+    u = terms_of(u, TERMS, TARGET)
+    y = tl.zeros([s[0].shape[0], s[0].shape[1], Wx.shape[1]], tl.float32)
+    after = ()
+    for i in tl.static_range(len(s)):
+        after = after + (add_products(s[i] * alpha, u, both[i]),)
+        y = dot_terms(terms_of(after[i], OUT_TERMS, TARGET), across[i], y)
+    gate = Wo
+    if GATED:
+        gate *= silu(z[:, None] * Wz)
+    return after, tl.fma(in_rows(y), gate, tl.where(now, Wx, 0.0) * gate * (D * x)[:, None])
+
+
+@triton.jit
+def step_tile(
+    s, v, x, z, factors, vectors, weights, D, out, out_r, b, t, h, offs_d, r, live,
+    RANK: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr, SUMMED: tl.constexpr, PADDING: tl.constexpr,
+    TERMS: tl.constexpr, OUT_TERMS: tl.constexpr, ALIGNMENT: tl.constexpr, VECTOR: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """A tile through token t, whose output is stored. SUMMED: whether that is the sum of all ranks'."""
+    if RANK == 1:
+        s, y = step_chunks(s, v, x, z, factors, vectors, weights, D, VECTOR, GATED)
+    else:
+        s, y = step_operand(s, v, x, z, factors, vectors, weights, D, GATED, TERMS, OUT_TERMS, TARGET)
+        if SUMMED:
+            y = tl.sum(y, 1)
+    offsets, shown = offs_d, offs_d < ROWS
+    if not SUMMED:
+        offsets = offs_d[:, None] + r.to(tl.int64)[None, :] * out_r
+        shown = (offs_d < ROWS)[:, None] & (tl.arange(0, r.shape[0]) < RANK)[None, :]
+    store_output(out, b, t, h, offsets, shown, y, True, True, live, PADDING, ALIGNMENT)
+    return s
+
+
+@triton.jit
+def store_tile(
+    pool, to, tile, s, random, RANK: tl.constexpr, ROUNDING: tl.constexpr, CHUNK: tl.constexpr, VECTOR: tl.constexpr,
+    TARGET: tl.constexpr,
+):  # fmt: skip
+    """Store a tile, as tile_of has it, in slot `to` unless that is -1."""
     data_ptr, scale_ptr, slot_stride, scale_stride = pool
+    chunks = s
+    if RANK > 1:
+        chunks = ()
+        for i in tl.static_range(len(s)):
+            chunks = chunks + chunks_of_operand(in_rows(s[i]), CHUNK, VECTOR)
     store_state(
-        data_ptr, scale_ptr, to * slot_stride, to * scale_stride, to >= 0, tile,
-        chunks_of_operand(in_rows(s), CHUNK, VECTOR), random, ROUNDING, VECTOR, TARGET, HINT,
+        data_ptr, scale_ptr, to * slot_stride, to * scale_stride, to >= 0, tile, chunks, random,
+        ROUNDING, VECTOR, TARGET, HINT,
     )  # fmt: skip
 
 
@@ -316,7 +410,7 @@ def mamba3_step_kernel(
     b, h, _ = this_program(H, ROWS, ROWS)
     g = h // HEADS_PER_GROUP
     TILES: tl.constexpr = (ROWS + BLOCK_ROWS - 1) // BLOCK_ROWS
-    ROOM: tl.constexpr = 2 * max(4, triton.next_power_of_2(RANK))  # for the ranks of two tokens
+    ROOM: tl.constexpr = 1 if RANK == 1 else 2 * max(4, triton.next_power_of_2(RANK))  # for ranks of two tokens
     dtype: tl.constexpr = data_ptr.dtype.element_ty
     kept_dtype: tl.constexpr = k_ptr.dtype.element_ty
     wide_output: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
@@ -325,10 +419,12 @@ def mamba3_step_kernel(
     OUT_TERMS: tl.constexpr = 3 if wide_output else 2
     GATED: tl.constexpr = z_ptr is not None
     SUMMED: tl.constexpr = Wo_ptr is not None or RANK == 1
+    # Pairs of columns that are far from each other come in halves, if the chunks of a tile are of one half each.
+    IN_HALVES: tl.constexpr = PAIRING == "halved" and COLS == BLOCK_COLS and 2 * CHUNK <= COLS
     LAST_ROUNDING: tl.constexpr = ROUNDING if STORES == "last" else "nearest"
     alignment: tl.constexpr = 16 if ALIGNED else 1
     column = tl.arange(0, ROOM)
-    r = column % (ROOM // 2)
+    r = column % max(1, ROOM // 2)
     exists = (column < RANK if ONE_TOKEN else r < RANK, column < RANK)
 
     x_at, z_at, out = (x_ptr, x_b, x_t, x_h), (z_ptr, z_b, z_t, z_h), (out_ptr, out_b, out_t, out_h)
@@ -360,16 +456,16 @@ def mamba3_step_kernel(
         if PAIRING != "none":
             prefetch_kept(theta_ptr + later_slot * theta_stride, comes, later_h, ANGLES, 1, H, TARGET)
     kept_entries = k_ptr + slot * k_stride + (r * H + h) * COLS
-    before = load_matrix(kept_entries, tl.where(live, r < RANK, False), tl.arange(0, BLOCK_COLS), COLS, ALIGNED)
+    before = load_columns(kept_entries, tl.where(live, r < RANK, False), COLS, BLOCK_COLS, IN_HALVES, ALIGNED)
     theta = 0.0
     if PAIRING != "none":
         theta_entry = theta_ptr + slot * theta_stride + h * ANGLES
-        theta = load_angles(theta_entry, live, ANGLES, COLS, BLOCK_COLS, PAIRING)
+        theta = load_angles(theta_entry, live, ANGLES, BLOCK_COLS)
     if TILES == 1:
         offs_d = tl.arange(0, BLOCK_ROWS)
         v = load_rows(v_ptr + slot * v_stride + h * ROWS, offs_d, offs_d < ROWS, live)
         tl.debug_barrier()  # else a compiler puts what waits for the weights in front of the state's loads
-        weights = load_row_weights(weight_ptrs, offs_d, r, r < RANK, h, H, ROWS, GATED)
+        weights = load_row_weights(weight_ptrs, offs_d, r, h, RANK, H, ROWS, GATED)
         if ONE_TOKEN:
             x, z = load_row_inputs(x_at, z_at, b, first, h, offs_d, ROWS, alignment)
     D = 0.0
@@ -384,14 +480,14 @@ def mamba3_step_kernel(
         to = resolve_write(write, b, 0, slot, goes, num_slots, null, fault_ptr)
         to = tl.where(goes, to, -1)
     if ONE_TOKEN:
-        factors, theta, now, C = prepare_token(token, theta, kept_dtype, COLS, PAIRING, TRAP_LOGIT)
-        vectors, C = stacked(now, before, VECTOR, TERMS, TARGET), across(C, VECTOR, OUT_TERMS, TARGET)
+        factors, theta, now, C = prepare_token(token, theta, kept_dtype, COLS, PAIRING, IN_HALVES, TRAP_LOGIT)
+        vectors = vectors_of(now, before, C, CHUNK, VECTOR, TERMS, OUT_TERMS, TARGET)
         if STORES == "last":
             tl.debug_barrier()  # all warps have k and the angles of the token before
             if STORES_KV:
                 store_kept(k_ptr, to * k_stride, to >= 0, h, now, r, RANK, H, COLS)
             if PAIRING != "none":
-                store_angles(theta_ptr + to * theta_stride + h * ANGLES, to >= 0, theta, ANGLES, COLS, PAIRING)
+                store_angles(theta_ptr + to * theta_stride + h * ANGLES, to >= 0, theta, ANGLES)
 
     for i in tl.range(TILES, num_stages=STAGES):
         if TILES > 1:
@@ -399,18 +495,14 @@ def mamba3_step_kernel(
             tile = tile_at(h, i * BLOCK_ROWS, ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, False)
             stored = load_tile(pool, slot, live, tile, drawing, COLS, VECTOR, VECTOR, LAST_ROUNDING, ROUNDS, HINT)
             v = load_rows(v_ptr + slot * v_stride + h * ROWS, offs_d, offs_d < ROWS, live)
-            weights = load_row_weights(weight_ptrs, offs_d, r, r < RANK, h, H, ROWS, GATED)
+            weights = load_row_weights(weight_ptrs, offs_d, r, h, RANK, H, ROWS, GATED)
             if ONE_TOKEN:
                 x, z = load_row_inputs(x_at, z_at, b, first, h, offs_d, ROWS, alignment)
-        codes, factor, random = stored
-        s = from_code(operand_of_chunks(codes, VECTOR), dtype, TARGET) * factor
-        if PADDING == "fresh":
-            s = tl.where(live, s, 0.0)
-        s = by_warps(s, WARPS)
+        s = tile_of(stored, live, dtype, RANK, 2 if IN_HALVES else 1, WARPS, VECTOR, PADDING, TARGET)
         if ONE_TOKEN:
             s = step_tile(
-                s, v, x, z, factors, vectors, C, weights, D, out, out_r, b, first, h, offs_d, r, live,
-                RANK, ROWS, GATED, SUMMED, PADDING, TERMS, OUT_TERMS, alignment, TARGET,
+                s, v, x, z, factors, vectors, weights, D, out, out_r, b, first, h, offs_d, r, live,
+                RANK, ROWS, GATED, SUMMED, PADDING, TERMS, OUT_TERMS, alignment, VECTOR, TARGET,
             )  # fmt: skip
             v = x
         else:
@@ -418,18 +510,20 @@ def mamba3_step_kernel(
             for t in range(0, count):
                 token = load_token(inputs, b, first + t, h, g, r, exists, ANGLES, H, COLS, BLOCK_COLS, PAIRING, ALIGNED)
                 x, z = load_row_inputs(x_at, z_at, b, first + t, h, offs_d, ROWS, alignment)
-                factors, tile_theta, now, C = prepare_token(token, tile_theta, kept_dtype, COLS, PAIRING, TRAP_LOGIT)
-                vectors, C = stacked(now, tile_before, VECTOR, TERMS, TARGET), across(C, VECTOR, OUT_TERMS, TARGET)
+                factors, tile_theta, now, C = prepare_token(
+                    token, tile_theta, kept_dtype, COLS, PAIRING, IN_HALVES, TRAP_LOGIT
+                )
+                vectors = vectors_of(now, tile_before, C, CHUNK, VECTOR, TERMS, OUT_TERMS, TARGET)
                 s = step_tile(
-                    s, v, x, z, factors, vectors, C, weights, D, out, out_r, b, first + t, h, offs_d, r, live,
-                    RANK, ROWS, GATED, SUMMED, PADDING, TERMS, OUT_TERMS, alignment, TARGET,
+                    s, v, x, z, factors, vectors, weights, D, out, out_r, b, first + t, h, offs_d, r, live,
+                    RANK, ROWS, GATED, SUMMED, PADDING, TERMS, OUT_TERMS, alignment, VECTOR, TARGET,
                 )  # fmt: skip
                 v = x.to(v_ptr.dtype.element_ty).to(tl.float32)
                 tile_before = now
                 if STORES == "every":
                     after = resolve_write(write, b, t, slot, live, num_slots, null, fault_ptr)
                     bits = random_bits(seed, tile, t, stream, COLS, VECTOR, ROUNDING, ROUNDS)
-                    store_tile(pool, after, tile, s, bits, ROUNDING, CHUNK, VECTOR, TARGET)
+                    store_tile(pool, after, tile, s, bits, RANK, ROUNDING, CHUNK, VECTOR, TARGET)
                     ends = (after >= 0) & (i == TILES - 1)  # other tiles begin with what was there before
                     tl.debug_barrier()
                     if STORES_KV:
@@ -437,7 +531,7 @@ def mamba3_step_kernel(
                         store_kept(k_ptr, after * k_stride, ends, h, now, r, RANK, H, COLS)
                     if PAIRING != "none":
                         theta_entry = theta_ptr + after * theta_stride + h * ANGLES
-                        store_angles(theta_entry, ends, tile_theta, ANGLES, COLS, PAIRING)
+                        store_angles(theta_entry, ends, tile_theta, ANGLES)
             if STORES == "last":
                 ends = (to >= 0) & (i == TILES - 1)
                 tl.debug_barrier()
@@ -445,9 +539,9 @@ def mamba3_step_kernel(
                     store_kept(k_ptr, to * k_stride, ends, h, tile_before, r, RANK, H, COLS)
                 if PAIRING != "none":
                     theta_entry = theta_ptr + to * theta_stride + h * ANGLES
-                    store_angles(theta_entry, ends, tile_theta, ANGLES, COLS, PAIRING)
+                    store_angles(theta_entry, ends, tile_theta, ANGLES)
         if STORES == "last":
-            store_tile(pool, to, tile, s, random, ROUNDING, CHUNK, VECTOR, TARGET)
+            store_tile(pool, to, tile, s, stored[2], RANK, ROUNDING, CHUNK, VECTOR, TARGET)
             if STORES_KV:
                 store_rows(v_ptr + to * v_stride + h * ROWS, offs_d, offs_d < ROWS, to >= 0, v)
 

@@ -35,6 +35,7 @@ FEW_AT_ONCE, MOST_AT_ONCE = 8, 16  # tokens that kernels of tokens at once have 
 WIDEST_IN_TILES = 128  # columns: of wider rows several tiles at once spill registers
 TILES = 8  # of a program of the gated delta rule where arithmetic, or what tokens bring, is the bottleneck, and
 MANY = 1024  # batch x heads from which on there are programs enough with so many
+AHEAD = 32  # programs of Mamba-3, times `together`, behind the one that asks for the states of one more
 WALKING_CAPABILITY = (10, 0)  # from here on sums over lanes are the bottleneck
 
 
@@ -261,22 +262,63 @@ class TensorCoreProblem(DeltaProblem):
 
 
 @dataclass(frozen=True)
-class RankProblem(TensorCoreProblem):
-    """What a config of Mamba-3 is chosen for, where tensor cores multiply with the vectors of all ranks. A program has
-    all rows of a head, tile by tile, because they share what it overwrites; every warp has 16 rows of a tile."""
+class HeadProblem(Problem):
+    """What a config of Mamba-3 of rank 1 is chosen for. A program has all rows of a head, tile by tile, because they
+    share what it overwrites. `together` is how far ahead it asks for the states of another one, 1: not at all."""
+
+    limits: ClassVar[tuple[int, ...]] = (0, 96, 128, 168)
+
+    @property
+    def most_together(self) -> int:
+        return TOGETHER[-1]
 
     @property
     def together_choices(self) -> tuple[int, ...]:
-        return TOGETHER[:1]
+        return TOGETHER
+
+    @property
+    def register_choices(self) -> tuple[int, ...]:
+        return self.limits if torch.version.hip is None else self.limits[:1]
+
+    def manageable(self, config: Config) -> bool:
+        return super().manageable(replace(config, together=1))
+
+    def heuristic(self, gpu: Gpu) -> Config:
+        """As few tiles as there can be, of 64 elements in a thread or fewer."""
+        lanes = heuristic_lanes(self, gpu)
+        rows = min(64, next_power_of_2(self.rows))
+        warps = min(8, max(1, rows * self.block_cols // (64 * WARP)), max(1, rows * lanes // WARP))
+        return Config(max(rows, self.fewest_rows(Config(1, warps, lanes))), warps, lanes, 4)
+
+
+@dataclass(frozen=True)
+class RankProblem(TensorCoreProblem):
+    """What a config of Mamba-3 of higher rank is chosen for, where tensor cores multiply with the vectors of all ranks.
+    A program has all rows of a head, as that of rank 1; every warp has 16 rows of a tile, or a multiple."""
+
+    limits: ClassVar[tuple[int, ...]] = HeadProblem.limits
+
+    @property
+    def together_choices(self) -> tuple[int, ...]:
+        return TOGETHER
 
     def valid(self, config: Config) -> bool:
-        known = config.lanes in self.lane_choices and config.together in (*TOGETHER,32) and config.registers in self.limits
+        known = config.lanes in self.lane_choices and config.together in TOGETHER and config.registers in self.limits
         return known and config.block_rows in self.row_choices and config.block_rows % (16 * config.num_warps) == 0
+
+    def manageable(self, config: Config) -> bool:
+        return self.per_thread(config) <= MOST_UNROLLED
 
     def heuristic(self, gpu: Gpu) -> Config:
         """As few tiles as there can be."""
         warps = min(4, max(1, next_power_of_2(self.rows) // 16))
-        return Config(16 * warps, warps, self.lane_choices[0])
+        return Config(16 * warps, warps, self.lane_choices[0], 4)
+
+
+def mamba3_kind(rank: int, turned: bool) -> tuple[type[Problem], str]:
+    """What a problem of Mamba-3 is, and the op that tables have it under: where columns are turned, which takes
+    registers, it needs other configs."""
+    return HeadProblem if rank == 1 else RankProblem, f"mamba3_step rank {rank}{' turned' if turned else ''}"
 
 
 def delta_kind(at_once: bool, longest: int) -> tuple[type[DeltaProblem], str]:

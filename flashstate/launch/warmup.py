@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,10 @@ from flashstate.launch.variants import compile_variants, variants_of
 from flashstate.ops.conv1d import conv1d_step
 from flashstate.ops.gated_delta import gated_delta_step
 from flashstate.ops.mamba2 import mamba2_step
+from flashstate.ops.mamba3 import mamba3_step
 from flashstate.ops.pool import read_states, write_states
+from flashstate.state.kv import ssm_of
+from flashstate.state.mamba3 import Mamba3State, Rotary
 from flashstate.state.pool import StatePool
 from flashstate.state.slots import MOST_TOKENS, Slots
 from flashstate.state.state import State
@@ -29,7 +33,7 @@ Call = Callable[[], object]
 
 
 def warmup(
-    pool: StatePool,
+    pool: StatePool[Any],
     batches: Sequence[int],
     *,
     op: str = "mamba2",
@@ -44,6 +48,13 @@ def warmup(
     A_log: bool = True,
     per_channel: bool = False,
     exact: bool = True,
+    rotary: bool | None = None,
+    biases: bool = True,
+    Wx: bool | None = None,
+    Wz: bool | None = None,
+    Wo: bool | None = None,
+    trap_logit: bool = False,
+    update_kv: bool = True,
     index: torch.dtype = torch.int64,
     early: bool = False,
     conv_width: int | None = None,
@@ -51,19 +62,24 @@ def warmup(
     also: Call | None = None,
     progress: bool = True,
 ) -> dict[str, int]:
-    """Compile the kernels that serving a pool with `mamba2_step` or `gated_delta_step` needs, and with `conv1d_step` if
-    it has windows: none of their calls compiles anything later.
+    """Compile the kernels that serving a pool with `mamba2_step`, `gated_delta_step` or `mamba3_step` needs, and with
+    `conv1d_step` if it has windows: none of their calls compiles anything later.
 
     batches, tokens: every size of a batch, and every number of tokens per row.
-    op: "mamba2" or "gated_delta".
-    activations: the dtype of everything that tokens bring: x, z, B, C and dt, or q, k, v, a and b.
-    parameters: the dtype of A, D, A_log and dt_bias, which have one value per head.
-    groups, D, z: of "mamba2": groups of B and C, and whether D and z are given.
+    op: "mamba2", "gated_delta" or "mamba3"; it steps the layers that it is for.
+    activations: the dtype of everything that tokens bring: x, z, B, C and dt, or q, k, v, a and b; of "mamba3" x, z, B,
+        C, angles, and trap if that is a logit.
+    parameters: the dtype of A, D, A_log and dt_bias, which have one value per head; of "mamba3" of A, dt, trap, D,
+        weights and biases.
+    groups, D, z: of "mamba2" and "mamba3": groups of B and C, and whether D and z are given.
     key_heads, A_log, per_channel, exact: of "gated_delta": heads of q and k, whether A_log is given, whether a and
         dt_bias have a value for each channel, and `exact` as in the op, for several tokens.
+    rotary, biases: of "mamba3": whether there is a Rotary (None: where layers have angles), and whether it has biases.
+    Wx, Wz, Wo: of "mamba3": whether they are given, Wz only with z; None: where the rank is above 1.
+    trap_logit, update_kv: as in `mamba3_step`.
     dt_bias: whether it is given.
     index: the dtype of slot numbers.
-    early: as in the ops.
+    early: as in the ops; not of "mamba3".
     conv_width, conv_bias: of convolutions with silu, whose weights have the dtype of activations; None: one more than
         the entries of a window without its drafts. Windows with drafts roll back.
     also: makes other calls as the server will: with snapshots, packed tokens, a tree, other dtypes.
@@ -73,22 +89,27 @@ def warmup(
     neither, so the pool stays as it is. Variants are compiled side by side, one per core. Returns how many each kernel
     has, by its name; none on a CPU, which has no kernels.
     """
-    check_choice("op", op, ("mamba2", "gated_delta"))
+    check_choice("op", op, ("mamba2", "gated_delta", "mamba3"))
     for name, numbers in (("batches", batches), ("tokens", tokens)):
         for number in numbers:
             check_int(name, number, 1, MOST_TOKENS)
-    states = [pool.layer(i) for i in range(pool.layers)]
-    if not uses_kernels(states[0].data.device):
+    layers = [pool.layer(i) for i in range(pool.layers)]
+    stepped = [layer for layer in layers if isinstance(layer, Mamba3State) is (op == "mamba3")]
+    if not stepped:
+        raise ValueError(f"op={op!r} is not for any layer of this pool")
+    if not uses_kernels(ssm_of(layers[0]).data.device):
         return {}
     dtypes = (activations, parameters)
-    step: Callable[[State, Slots, int], None] = partial(_step_mamba2, *dtypes, dt_bias, early, groups, D, z)
+    step: Callable[[Any, Slots, int], None] = partial(_step_mamba2, *dtypes, dt_bias, early, groups, D, z)
     if op == "gated_delta":
         step = partial(_step_gated_delta, *dtypes, dt_bias, early, key_heads, A_log, per_channel, exact)
+    elif op == "mamba3":
+        step = partial(_step_mamba3, *dtypes, groups, D, z, rotary, biases, Wx, Wz, Wo, trap_logit, update_kv)
     slots = [_no_requests(pool, batch, index) for batch in batches]
     calls: Iterable[Call] = chain(
         (partial(pool.advance, of_batch) for of_batch in slots),
-        (call for state in states for call in _pool_calls(state, activations)),
-        (partial(step, state, of_batch, count) for state, of_batch, count in product(states, slots, tokens)),
+        (call for layer in layers for call in _pool_calls(ssm_of(layer), activations)),
+        (partial(step, layer, of_batch, count) for layer, of_batch, count in product(stepped, slots, tokens)),
         (
             partial(_convolve, pool, i, of_batch, count, conv_width, activations, conv_bias, early)
             for i, of_batch, count in product(range(pool.layers if pool.has_windows else 0), slots, tokens)
@@ -112,9 +133,9 @@ def _launches(calls: Iterable[Call]) -> Iterator[Launch]:
         yield from launches
 
 
-def _no_requests(pool: StatePool, batch: int, index: torch.dtype) -> Slots:
+def _no_requests(pool: StatePool[Any], batch: int, index: torch.dtype) -> Slots:
     """A batch of padding."""
-    device = pool.layer(0).data.device
+    device = ssm_of(pool.layer(0)).data.device
     return Slots(torch.full((batch,), pool.null, dtype=index, device=device), null=pool.null)
 
 
@@ -193,8 +214,59 @@ def _step_gated_delta(
     )
 
 
+def _step_mamba3(
+    activations: torch.dtype,
+    parameters: torch.dtype,
+    groups: int,
+    D: bool,
+    z: bool,
+    rotary: bool | None,
+    biases: bool,
+    Wx: bool | None,
+    Wz: bool | None,
+    Wo: bool | None,
+    trap_logit: bool,
+    update_kv: bool,
+    state: Mamba3State,
+    slots: Slots,
+    tokens: int,
+) -> None:
+    """The same of Mamba-3."""
+    (_, heads, rows, cols), R = state.ssm.data.shape, state.rank
+    per_token = partial(_per_token, slots, tokens)
+    shared = partial(torch.empty, dtype=parameters, device=state.k.device)
+    x, bc = per_token(activations, heads, rows), per_token(activations, R, groups, cols)
+    per_head, turned = per_token(parameters, heads), None
+    if state.angle is not None if rotary is None else rotary:
+        bias = shared(R, heads, cols) if biases else None
+        S = 1 if state.angle is None else state.angle.shape[2]  # without angles the op refuses it
+        turned = Rotary(per_token(activations, S), bias_B=bias, bias_C=bias)
+
+    def weight(wanted: bool | None) -> Tensor | None:
+        return shared(R, heads, rows) if (R > 1 if wanted is None else wanted) else None
+
+    mamba3_step(
+        state,
+        x,
+        per_head,
+        per_head,
+        per_token(activations, heads) if trap_logit else per_head,
+        bc,
+        bc,
+        Wx=weight(Wx),
+        Wz=weight(Wz) if z else None,
+        Wo=weight(Wo),
+        D=shared(heads) if D else None,
+        z=x if z else None,
+        rotary=turned,
+        trap_logit=trap_logit,
+        update_kv=update_kv,
+        slots=slots,
+    )
+
+
 def _convolve(
-    pool: StatePool,
+    pool: StatePool[Any],
     i: int,
     slots: Slots,
     tokens: int,

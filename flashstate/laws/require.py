@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from flashstate.laws.registry import LawBroken
 from flashstate.state.faults import check_faults
 from flashstate.state.formats import bits_of
-from flashstate.testing import Inputs, Pool, encoded, error_ratio
+from flashstate.testing import Expected, Inputs, Pool, encoded, error_ratio, slotted, up_to_turns
 
 
 def require(condition: bool, message: str) -> None:
@@ -28,20 +29,37 @@ def require_equal_bytes(what: str, got: Tensor, want: Tensor) -> None:
 
 
 def require_equal_states(
-    what: str, got: Pool, want: Pool, slots: Tensor | tuple[Tensor, ...] | None = None, wanted: Tensor | None = None
+    what: str,
+    got: Pool,
+    want: Pool,
+    slots: Tensor | tuple[Tensor, ...] | None = None,
+    wanted: Tensor | None = None,
+    besides: Collection[str] = (),
 ) -> None:
-    """Raise unless the states in these slots (None: in all), or entries of snapshots, have equal bytes, scales among
-    them, with those in the slots `wanted` of the other (None: the same slots)."""
+    """Raise unless the states in these slots (None: in all), or entries of snapshots, have equal bytes, scales and all
+    that a pool has for them, with those in the slots `wanted` of the other (None: the same slots). Not of tensors
+    `besides`."""
     here = ... if slots is None else slots
     there = here if wanted is None else wanted
-    for name, a, b in (("data", got.data, want.data), ("scale", got.scale, want.scale)):
-        if a is not None and b is not None:
-            require_equal_bytes(f"{name} of {what}", a[here], b[there])
+    others = slotted(want)
+    for name, tensor in slotted(got).items():
+        if name in others and name not in besides:
+            require_equal_bytes(f"{name} of {what}", tensor[here], others[name][there])
 
 
 def require_within_budget(what: str, got: Tensor, exact: Tensor, plain: Tensor) -> None:
     ratio = error_ratio(got, exact, plain)
     require(ratio <= 1.0, f"{what} is {ratio:.2f} times its error budget away from float64")
+
+
+def require_states_within_budget(what: str, inputs: Inputs, want: Expected) -> None:
+    """Of the states of a batch after a call, and of all that goes with them."""
+    require_within_budget(what, inputs.states, want.state, want.state_plain)
+    for name, (exact, plain) in want.carried.items():
+        got = getattr(inputs.state, name)[inputs.slots.long()]
+        if name in inputs.op.angles:
+            got, plain = up_to_turns(got, exact), up_to_turns(plain, exact)
+        require_within_budget(f"{name} of {what}", got, exact, plain)
 
 
 def rest_of(inputs: Inputs) -> Tensor:
@@ -51,15 +69,21 @@ def rest_of(inputs: Inputs) -> Tensor:
 
 
 def poison(state: Pool, slots: Tensor) -> None:
-    """Fill slots with what must not get out: NaN, in data that can hold it and in scales."""
-    bits_of(state.data)[slots] = {1: 0x7F, 2: 0x7FFF, 4: 0x7FFFFFFF}[state.data.element_size()]
-    if state.scale is not None:
-        state.scale[slots] = torch.nan
+    """Fill slots with what must not get out: NaN, in data that can hold it and in all else."""
+    for tensor in slotted(state).values():
+        bits_of(tensor)[slots] = {1: 0x7F, 2: 0x7FFF, 4: 0x7FFFFFFF}[tensor.element_size()]
+
+
+def restore(state: Pool, before: Pool) -> None:
+    """Give every slot the bytes that it has in another pool."""
+    for tensor, kept in zip(slotted(state).values(), slotted(before).values(), strict=True):
+        bits_of(tensor).copy_(bits_of(kept))
 
 
 def all_tokens(inputs: Inputs, y: Tensor) -> Tensor:
     """The outputs (tokens, ...) of all tokens that a row has."""
-    return torch.cat([row.reshape(-1, *y.shape[-inputs.op.widths :]) for row in inputs.per_row(y)])
+    token_axes = inputs.main.dim() - inputs.op.widths
+    return torch.cat([row.reshape(-1, *y.shape[token_axes:]) for row in inputs.per_row(y)])
 
 
 def require_fault(kind: str | None) -> None:

@@ -14,6 +14,7 @@ from flashstate.laws.require import (
     require_equal_bytes,
     require_equal_states,
     rest_of,
+    restore,
 )
 from flashstate.state.formats import bits_of
 from flashstate.state.rounding import SEED_STEP
@@ -51,7 +52,7 @@ def _seeds(inputs: Inputs) -> Tensor:
 def graph_replays_draw_fresh_bits(case: AnyCase, device: torch.device) -> None:
     inputs = make_inputs(case, device)
     eager = inputs.fresh()
-    out, slots = torch.empty_like(inputs.main), inputs.at()
+    out, slots = torch.empty_like(inputs.fresh().step()), inputs.at()
 
     def one_step(run: Inputs) -> None:
         run.step(slots=slots, out=out)
@@ -88,9 +89,7 @@ def _require_other_bits(graph: torch.cuda.CUDAGraph, inputs: Inputs, before: Inp
         return
     stored = []
     for _ in range(2):
-        for now, then in ((inputs.state.data, before.state.data), (inputs.state.scale, before.state.scale)):
-            if now is not None and then is not None:
-                now.copy_(then)
+        restore(inputs.state, before.state)
         graph.replay()
         stored.append(bits_of(inputs.state.data).clone())
     require(not torch.equal(*stored), "two replays from the same state drew the same bits")

@@ -27,11 +27,13 @@ from flashstate.laws.require import (
     require_equal_bytes,
     require_equal_states,
     require_fault,
+    require_states_within_budget,
     require_within_budget,
     rest_of,
+    restore,
 )
 from flashstate.state.formats import bits_of
-from flashstate.testing import AnyCase, Pool, make_inputs, oracle
+from flashstate.testing import AnyCase, Pool, make_inputs, oracle, slotted
 
 
 @law("output and state are as close to float64 as float32 and the format allow")
@@ -40,7 +42,7 @@ def close_to_float64(case: AnyCase, device: torch.device) -> None:
     want = oracle(inputs)
     y = inputs.step()
     require_within_budget("the output", all_tokens(inputs, y), want.y, want.y_plain)
-    require_within_budget("the state", inputs.states, want.state, want.state_plain)
+    require_states_within_budget("the state", inputs, want)
 
 
 @law("permuting the rows of a batch permutes the results")
@@ -90,7 +92,7 @@ def configs_agree(case: AnyCase, device: torch.device) -> None:
             require_equal_states(f"the pool with {config}", again.state, first.state)
         else:
             require_within_budget(f"output with {config}", all_tokens(inputs, y), want.y, want.y_plain)
-            require_within_budget(f"the pool with {config}", again.states, want.state, want.state_plain)
+            require_states_within_budget(f"the pool with {config}", again, want)
 
 
 def _some_configs(problem: Problem, lanes: Sequence[int]) -> Iterator[Config]:
@@ -113,9 +115,7 @@ def direct_launches(case: AnyCase, device: torch.device) -> None:
     out = torch.empty_like(y)
     repeated.step(out=out)
     require(bool(repeated.state.launches), "nothing was remembered of the first call")
-    for after, before in ((repeated.state.data, inputs.state.data), (repeated.state.scale, inputs.state.scale)):
-        if after is not None and before is not None:
-            bits_of(after).copy_(bits_of(before))
+    restore(repeated.state, inputs.state)
     repeated.step(out=out.zero_())
     require_equal_bytes("output", out, y)
     require_equal_states("the pool", repeated.state, ordinary.state)
@@ -171,7 +171,8 @@ def fresh_padding(case: AnyCase, device: torch.device) -> None:
         inputs = make_inputs(case, device)
         zeroed, padded = inputs.fresh(), inputs.fresh()
         first, others = inputs.slots[:1].long(), inputs.slots[1:].long()
-        bits_of(zeroed.state.data)[first] = 0
+        for tensor in slotted(zeroed.state).values():
+            bits_of(tensor)[first] = 0
         poison(padded.state, first)
         before = padded.fresh()
         read = inputs.slots.clone()
@@ -248,7 +249,8 @@ def separate_write(case: AnyCase, device: torch.device) -> None:
     y, y_moved = in_place.step(), moved.step(slots=moved.at(write=free))
     require_equal_bytes("output", y_moved, y)
     read, stepped = inputs.slots.long(), torch.tensor(inputs.row_lengths, device=device) > 0
-    require_equal_states("written slots", moved.state, in_place.state, free[stepped], read[stepped])
+    kept = inputs.op.left_alone
+    require_equal_states("written slots", moved.state, in_place.state, free[stepped], read[stepped], besides=kept)
     require_equal_states("read slots", moved.state, inputs.state, read)
 
 
@@ -287,8 +289,8 @@ def default_slots(case: AnyCase, device: torch.device) -> None:
 def given_out(case: AnyCase, device: torch.device) -> None:
     inputs = make_inputs(case, device)
     want = inputs.fresh().step()
-    *heads, width = want.shape[-inputs.op.widths :]
     tokens, lead = len(case.token_axes), case.token_axes
+    *heads, width = want.shape[tokens:]
     buffer = torch.full((*lead, 2, *heads, width + 3), torch.nan, dtype=want.dtype, device=device)
     out = buffer.select(tokens, 1)[..., 1 : width + 1]
     require(inputs.step(out=out) is out, "the result is not `out`")
@@ -314,20 +316,18 @@ def paged_pool(case: AnyCase, device: torch.device) -> None:
     dense = inputs.fresh()
     dense.step()
     for offset, gap in ((0, 16), (0, 5), (1, 3)):
-        data, data_pages = _paged(inputs.state.data, offset, gap)
-        scale, scale_pages = (None, None) if inputs.state.scale is None else _paged(inputs.state.scale, offset, gap)
-        paged = replace(inputs, state=replace(inputs.state, data=data, scale=scale))
+        pages = {name: _paged(tensor, offset, gap) for name, tensor in slotted(inputs.state).items()}
+        paged = replace(inputs, state=replace(inputs.state, **{name: views for name, (views, _) in pages.items()}))
         y, pool = all_tokens(inputs, paged.step()), f"the pool with offset {offset}, gap {gap}"
         require_within_budget(f"output of {pool}", y, want.y, want.y_plain)
-        if inputs.op.sums and access_width(data) != access_width(dense.state.data):
-            require_within_budget(pool, paged.states, want.state, want.state_plain)
+        if inputs.op.sums and access_width(paged.state.data) != access_width(dense.state.data):
+            require_states_within_budget(pool, paged, want)
         else:
             require_equal_states(pool, paged.state, dense.state)
-        for pages in (data_pages, scale_pages):
-            if pages is not None:
-                filled = pages[offset:].view(case.slots, -1)[:, -gap:]
-                around = bool((filled == PAGE_FILL).all() and (pages[:offset] == PAGE_FILL).all())
-                require(around, "memory between slots was written")
+        for name, (_, memory) in pages.items():
+            filled = memory[offset:].view(case.slots, -1)[:, -gap:]
+            around = bool((filled == PAGE_FILL).all() and (memory[:offset] == PAGE_FILL).all())
+            require(around, f"memory between slots of {name} was written")
 
 
 PAGE_FILL = 77

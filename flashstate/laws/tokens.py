@@ -32,8 +32,9 @@ def several(case: AnyCase) -> bool:
 def tokens_at_once(case: AnyCase, device: torch.device) -> None:
     inputs = make_inputs(case, device)
     slots, state, want = inputs.slots.long(), inputs.state, oracle(inputs)
-    float32 = replace(state, data=decode(state.data, state.scale).clone(), scale=None, rounding="nearest")
-    single = replace(inputs, state=float32)
+    single = inputs.fresh()
+    data = decode(single.state.data, single.state.scale)
+    single.state = replace(single.state, data=data, scale=None, rounding="nearest")
     outputs = [single.of_tokens(t).step() for t in range(case.tokens)]
     y = inputs.step()
     if case.exact_at_once:
@@ -42,6 +43,7 @@ def tokens_at_once(case: AnyCase, device: torch.device) -> None:
         require_stored("the pool", state, slots, single.state.data[slots], state, slots, case.tokens - 1)
     else:
         require_within_budget("the pool", inputs.states, single.state.data[slots].double(), want.state_plain)
+    require_equal_states("the batch", state, single.state, slots, besides=("data", "scale"))
 
 
 @law(
@@ -86,7 +88,8 @@ def per_token_writes(case: AnyCase, device: torch.device) -> None:
         prefix = ends.of_tokens(slice(0, t + 1))
         require_equal_bytes(f"outputs up to token {t}", y[:, : t + 1], prefix.step())
         goes = (write[:, t] >= 0) & (write[:, t] < case.slots + extra)
-        require_equal_states(f"token {t}", run.state, ends.state, write[goes, t], inputs.slots[goes].long())
+        at, kept = (write[goes, t], inputs.slots[goes].long()), inputs.op.left_alone
+        require_equal_states(f"token {t}", run.state, ends.state, *at, besides=kept)
 
 
 @law(
@@ -180,7 +183,7 @@ def draft_tree(case: AnyCase, device: torch.device) -> None:
 
 @law(
     "a token whose parent is invalid gives zero and stores nothing, and so does what follows from it",
-    includes=lambda case: stores_every_token(case) and case.tokens >= 3,
+    includes=lambda case: stores_every_token(case) and case.has_states_between_tokens and case.tokens >= 3,
 )
 def invalid_parents(case: AnyCase, device: torch.device) -> None:
     inputs = make_inputs(case, device)

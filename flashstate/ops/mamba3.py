@@ -7,19 +7,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashstate.errors import check_contiguous, check_flag, check_no_overlap, check_row_contiguous, check_tensor, dtype_name
+from flashstate.errors import (
+    check_contiguous,
+    check_flag,
+    check_no_overlap,
+    check_row_contiguous,
+    check_tensor,
+    dtype_name,
+)
 from flashstate.launch import (
-    RankProblem,
     access_width,
     choose,
     direct,
     gpu_of,
     kernel_target,
+    mamba3_kind,
     start,
     suspension,
     uses_kernels,
 )
 from flashstate.launch.arguments import aligned, as_bytes, row_stride, table_shape, token_strides
+from flashstate.launch.config import AHEAD
 from flashstate.launch.start import Started
 from flashstate.ops.debug import check_contents, debugging
 from flashstate.ops.library import register
@@ -155,7 +163,8 @@ def _step_again(
         angle, bias_B, bias_C, pairing = turned
         pointers = [ssm.data.data_ptr(), state.k.data_ptr(), state.v.data_ptr()]  # in the kernel's order
         if rotary is not None:
-            pointers.append(state.angle.data_ptr())
+            theta: Any = state.angle
+            pointers.append(theta.data_ptr())
         pointers += [x_at, A.data_ptr(), dt.data_ptr(), trap.data_ptr(), B_at, C_at, out_at]
         given = (z, angle, Wx, Wz, Wo, D, bias_B, bias_C)
         for tensor in given:
@@ -278,8 +287,9 @@ def _run(
     vector = access_width(data)
     stores = stores_of(update, write)
     stored = stored_of(stores, None, extent.one_token)
-    problem = RankProblem(
-        f"mamba3_step rank {R}", rows, cols, dtype_name(data.dtype), rounding, vector, extent.batch * H,
+    kind, op = mamba3_kind(R, angle is not None)
+    problem = kind(
+        op, rows, cols, dtype_name(data.dtype), rounding, vector, extent.batch * H,
         not extent.one_token, stored,
     )  # fmt: skip
     config = choose(problem, gpu_of(data.device))
@@ -293,7 +303,7 @@ def _run(
         *(0 if t is None else t.stride(0) for t in (data, scale, k, v, theta)),
         *(stride for t in (x, A, dt, trap, z) for stride in token_strides(t, axes, packed)),
         *(stride for t in (B, C) for stride in token_strides(t, axes, packed, 2)),
-        *(token_strides(angle, axes, packed, 0) + (0,) if shared_angle else token_strides(angle, axes, packed)),
+        *((*token_strides(angle, axes, packed, 0), 0) if shared_angle else token_strides(angle, axes, packed)),
         *(out_strides if len(out_strides) == 4 else (*out_strides[:2], 0, out_strides[2])),
         *table_shape(read), row_stride(write), extent.num_tokens, num_slots, null,
     )  # fmt: skip
@@ -304,13 +314,11 @@ def _run(
         "PAIRING": pairing, "TRAP_LOGIT": trap_logit, "ONE_TOKEN": extent.one_token,
         "STORES": stores, "STORES_KV": update_kv, "PADDING": padding, "ROUNDING": rounding, "ROUNDS": rounds,
         "TARGET": kernel_target(data.device),
-        "AHEAD": 32 * config.together if config.together > 1 and accepted is None else 0,
+        "AHEAD": AHEAD * config.together if config.together > 1 and accepted is None else 0,
         "BLOCK_ROWS": config.block_rows, "BLOCK_COLS": problem.block_cols, "CHUNK": problem.chunk(config.lanes),
         "WARPS": config.num_warps,
     }  # fmt: skip
-    return start(
-        mamba3_step_kernel, (programs,), data.device, arguments, constants, config.num_warps, config.registers
-    )
+    return start(mamba3_step_kernel, (programs,), data.device, arguments, constants, config.num_warps, config.registers)
 
 
 register(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +28,10 @@ class Memory(NamedTuple):
     k: Tensor  # (batch, R, H, N), in the dtype it is kept in
     v: Tensor  # (batch, H, D), in the dtype it is kept in
     angle: Tensor | None  # (batch, H, S)
+
+    def of(self, rows: Tensor) -> Memory:
+        """That of some rows."""
+        return Memory(self.s[rows], self.k[rows], self.v[rows], None if self.angle is None else self.angle[rows])
 
 
 class Parameters(NamedTuple):
@@ -135,30 +139,30 @@ def mamba3_step(
 ) -> None:
     """Every token of every row of the batch, on the pool: fills `out` and, with `update`, the pool."""
     lead = x.dim() - 2  # token axes
-    flat = [None if t is None else t.flatten(0, lead - 1) for t in (x, A, dt, trap, B, C, z, angle)]
+    tokens = {"x": x, "A": A, "dt": dt, "trap": trap, "B": B, "C": C, "z": z, "angle": angle}
+    flat = {name: None if t is None else t.flatten(0, lead - 1) for name, t in tokens.items()}
     batch, num_slots = out.shape[0] if slots is None else slots.read.shape[0], state.k.shape[0]
     y = out.new_zeros(out.shape[:lead].numel(), *out.shape[lead:], dtype=torch.float32)
     at = token_positions(slots, batch, len(y), out.device)  # (batch, T)
     read = resolve_read(slots, batch, num_slots, out.device)
     write, null = (None, -1) if slots is None else (slots.write, slots.null)
-    per_token = write is not None and write.dim() == 2
 
     live = read >= 0
     gives = torch.ones_like(live) if slots is not None and slots.padding == "fresh" else live
     memory = memory_of(state, read)
     for t in range(at.shape[1]):
         runs = gives & (at[:, t] >= 0)
-        here = [None if tensor is None else tensor[at[runs, t]] for tensor in flat]
-        before = Memory(*(None if tensor is None else tensor[runs] for tensor in memory))
-        y[at[runs, t]], after = mamba3_token(before, *here, parameters)
+        here = at[runs, t]
+        brought: dict[str, Any] = {name: None if tensor is None else tensor[here] for name, tensor in flat.items()}
+        y[here], after = mamba3_token(memory.of(runs), **brought, parameters=parameters)
         for kept, new in zip(memory, after, strict=True):
-            if kept is not None:
+            if kept is not None and new is not None:
                 kept[runs] = new
-        if update and per_token:
+        if update and write is not None and write.dim() == 2:
             to = resolve("write", column(write, t), runs & live, num_slots, null)
             store_memory(state, memory, to, read, torch.full_like(read, t), update_kv, angle is not None)
     store_output(out, y, at, live, slots)
-    if update and not per_token:
+    if update and (write is None or write.dim() == 1):
         length = (at >= 0).sum(1)
         to = resolve("write", read if write is None else write, live & (length > 0), num_slots, null)
         store_memory(state, memory, to, read, length - 1, update_kv, angle is not None)
@@ -166,14 +170,14 @@ def mamba3_step(
 
 def memory_of(state: Mamba3State, read: Tensor) -> Memory:
     """What is kept in these slots; zeros where there is none."""
-    s = states_of(state.ssm, read)
-    others = []
-    for tensor in (state.k, state.v, state.angle):
-        if tensor is not None:
-            kept = tensor.new_zeros(len(read), *tensor.shape[1:])
-            kept[read >= 0] = tensor[read[read >= 0]]
-        others.append(None if tensor is None else kept)
-    return Memory(s, *others)
+
+    def kept_in(tensor: Tensor) -> Tensor:
+        kept = tensor.new_zeros(len(read), *tensor.shape[1:])
+        kept[read >= 0] = tensor[read[read >= 0]]
+        return kept
+
+    angle = None if state.angle is None else kept_in(state.angle)
+    return Memory(states_of(state.ssm, read), kept_in(state.k), kept_in(state.v), angle)
 
 
 def store_memory(

@@ -9,9 +9,16 @@ from flashstate.testing.gated_delta import (
     REAL_DELTA_CASES,
     DeltaCase,
 )
-from flashstate.testing.inputs import AnyCase, Inputs, Op, Pool, dtype, make_inputs
+from flashstate.testing.inputs import AnyCase, Inputs, Op, Pool, dtype, make_inputs, slotted
 from flashstate.testing.mamba2 import ODD_CASES, ODD_SHAPES, QUICK_CASES, REAL_CASES, Case
-from flashstate.testing.oracle import BUDGET, Expected, encoded, error_ratio, oracle
+from flashstate.testing.mamba3 import (
+    ODD_MAMBA3_CASES,
+    ODD_MAMBA3_SHAPES,
+    QUICK_MAMBA3_CASES,
+    REAL_MAMBA3_CASES,
+    Mamba3Case,
+)
+from flashstate.testing.oracle import BUDGET, Expected, encoded, error_ratio, oracle, up_to_turns
 
 __all__ = [
     "BUDGET",
@@ -20,19 +27,24 @@ __all__ = [
     "ODD_CONV_GROUPS",
     "ODD_DELTA_CASES",
     "ODD_DELTA_SHAPES",
+    "ODD_MAMBA3_CASES",
+    "ODD_MAMBA3_SHAPES",
     "ODD_SHAPES",
     "QUICK_CASES",
     "QUICK_CONV_CASES",
     "QUICK_DELTA_CASES",
+    "QUICK_MAMBA3_CASES",
     "REAL_CASES",
     "REAL_CONV_CASES",
     "REAL_DELTA_CASES",
+    "REAL_MAMBA3_CASES",
     "AnyCase",
     "Case",
     "ConvCase",
     "DeltaCase",
     "Expected",
     "Inputs",
+    "Mamba3Case",
     "Op",
     "Pool",
     "dtype",
@@ -41,4 +53,6 @@ __all__ = [
     "interpreted",
     "make_inputs",
     "oracle",
+    "slotted",
+    "up_to_turns",
 ]

@@ -24,6 +24,8 @@ class Windows:
     scale: None = None
     seed: None = None
     rounding: str = "nearest"
+    rounds: int = 0
+    stream: int = 0
 
     @property
     def launches(self) -> Launches:

@@ -15,7 +15,7 @@ from flashstate.reference.gated_delta import gated_delta_token, gates, normalise
 from flashstate.state.formats import FORMATS, PORTABLE_FORMATS, encode
 from flashstate.state.signature import ACCESS_BYTES
 from flashstate.state.state import State
-from flashstate.testing.inputs import AnyCase, Inputs, Op, Source, dtype, view_into_projection
+from flashstate.testing.inputs import AnyCase, Inputs, Op, Source, by_turns, dtype, view_into_projection
 
 
 def _token(s: Tensor, exact: bool, **arguments: Any) -> tuple[Tensor, Tensor]:
@@ -50,7 +50,6 @@ def _token_of_terms(s: Tensor, exact: bool, **arguments: Any) -> tuple[Tensor, T
 GATED_DELTA = Op(
     gated_delta_step, _token, ("q", "k", "v", "a", "b"), remembered=("k", "v", "a", "b"), widths=2, main="v", sums=True
 )
-MOST_DIFFERENT = 64  # states of a pool: those of others are the same again
 ON_TENSOR_CORES = replace(GATED_DELTA, token=_token_of_terms)
 
 
@@ -161,10 +160,7 @@ class DeltaCase(AnyCase):
     def make_inputs(self, device: torch.device, seed: int = 0) -> Inputs:
         source = Source(device, seed)
         normal, lead, heads = source.normal, self.token_axes, self.heads
-        states = normal(min(self.slots, MOST_DIFFERENT), *self.state_axes)
-        if len(states) < self.slots:
-            states = states[torch.arange(self.slots, device=device) % len(states)]
-        data, scale = encode(states, dtype(self.format))
+        data, scale = encode(source.states_of(self), dtype(self.format))
         seeds = source.seeds(self.slots)
         state = State(self._laid_out(data), scale, rounding=self.rounding, seed=seeds, stream=3)
         per_head = (self.cols,) if self.per_channel else ()
@@ -295,12 +291,6 @@ _TRANSPOSED_SHAPES = (
 )
 
 
-def _by_turns(cases: tuple[DeltaCase, ...], formats: tuple[tuple[str, str], ...], count: int) -> tuple[DeltaCase, ...]:
-    """Each case in so many formats, those of the next case following on them."""
-    turns = ((case, formats[(count * i + j) % len(formats)]) for i, case in enumerate(cases) for j in range(count))
-    return tuple(replace(case, format=name, rounding=rounding) for case, (name, rounding) in turns)
-
-
 # What no turn brings together.
 _NAMED_CASES = (
     replace(_ONE_TOKEN, format="bfloat16", index="int64"),
@@ -310,9 +300,9 @@ _NAMED_CASES = (
     DeltaCase(2, 2, 1, 256, 256, qk="bfloat16", tokens=2),
 )
 REAL_DELTA_CASES = (
-    *_by_turns((_ONE_TOKEN,), PORTABLE_FORMATS, len(PORTABLE_FORMATS)),
-    *_by_turns(_SEVERAL_TOKENS, PORTABLE_FORMATS, 4),
-    *_by_turns(_ODD_REAL_SHAPES, PORTABLE_FORMATS, 2),
-    *_by_turns(_TRANSPOSED_SHAPES, _FLOATS, 2),
+    *by_turns((_ONE_TOKEN,), PORTABLE_FORMATS, len(PORTABLE_FORMATS)),
+    *by_turns(_SEVERAL_TOKENS, PORTABLE_FORMATS, 4),
+    *by_turns(_ODD_REAL_SHAPES, PORTABLE_FORMATS, 2),
+    *by_turns(_TRANSPOSED_SHAPES, _FLOATS, 2),
     *_NAMED_CASES,
 )

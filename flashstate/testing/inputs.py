@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -39,19 +39,35 @@ class Pool(Protocol):
     @property
     def rounding(self) -> str: ...
 
+    @property
+    def rounds(self) -> int: ...
+
+    @property
+    def stream(self) -> int: ...
+
+
+def slotted(pool: Pool) -> dict[str, Tensor]:
+    """The tensors of a pool that steps may write, by name: all that have slots but the seeds."""
+    named = ((field.name, getattr(pool, field.name)) for field in fields(pool))
+    return {name: tensor for name, tensor in named if isinstance(tensor, Tensor) and name != "seed"}
+
 
 @dataclass(frozen=True)
 class Op:
     """What inputs, the oracle and laws know of an op."""
 
     step: Callable[..., Tensor]  # given a Pool, and everything else by its name
-    token: Callable[..., tuple[Tensor, Tensor]]  # of states and the arguments of a token: output and states after it
+    # Of states, what else is carried, and the arguments of a token: its output, and all of that after it.
+    token: Callable[..., tuple[Tensor, ...]]
     activations: tuple[str, ...]  # the arguments that have tokens
     remembered: tuple[str, ...]  # those of them that reach the state
     widths: int  # axes of the main activation behind those of its tokens
-    main: str = "x"  # the activation whose shape and dtype the output has
+    main: str = "x"  # the activation whose dtype the output has, and as a rule its shape
     copies: bool = False  # whether a state is made of copies, so that nothing in it is rounded
     sums: bool = False  # whether sums along rows, whose order alignment decides, reach the state
+    carried: tuple[str, ...] = ()  # tensors of a pool, beside data and scale, that a token continues from
+    left_alone: tuple[str, ...] = ()  # those of them that a call does not write
+    angles: tuple[str, ...] = ()  # those of them that count up to whole turns
 
 
 @dataclass
@@ -94,15 +110,15 @@ class Inputs:
     def _state_of(self, slots: Tensor) -> Any:
         """A Pool that has copies of these slots, with the strides of this one."""
 
-        def copied(tensor: Tensor | None) -> Tensor | None:
-            if tensor is None:
-                return None
+        def copied(tensor: Tensor) -> Tensor:
             size, strides = (len(slots), *tensor.shape[1:]), tensor.stride()
             new = torch.empty_strided(size, strides, dtype=tensor.dtype, device=tensor.device)
             bits_of(new).copy_(bits_of(tensor)[slots])
             return new
 
-        return replace(self.state, **{name: copied(getattr(self.state, name)) for name in ("data", "scale", "seed")})
+        tensors, seed = slotted(self.state), self.state.seed
+        tensors |= {} if seed is None else {"seed": seed}
+        return replace(self.state, **{name: copied(tensor) for name, tensor in tensors.items()})
 
     def of_rows(self, rows: Tensor) -> Inputs:
         """The same pool with some rows of the batch, in some order."""
@@ -140,7 +156,7 @@ class Inputs:
 
     @property
     def main(self) -> Tensor:
-        """The activation whose shape and dtype the output has."""
+        """The activation whose dtype the output has, and as a rule its shape."""
         return self.arguments[self.op.main]
 
     @property
@@ -252,7 +268,7 @@ class AnyCase(ABC):
 
     @property
     def has_states_between_tokens(self) -> bool:
-        """Whether there is a state after every token: snapshots can be taken, and tokens can form a tree."""
+        """Whether snapshots can be taken of the state after every token, and tokens can form a tree."""
         return True
 
     @property
@@ -283,6 +299,9 @@ class AnyCase(ABC):
         return (self.batch, self.tokens) if self.tokens else (self.batch,)
 
 
+MOST_DIFFERENT = 64  # states of a pool
+
+
 class Source:
     """Random numbers, the same on every device."""
 
@@ -294,8 +313,19 @@ class Source:
         """Normally distributed, in the dtype of that name."""
         return torch.randn(*size, generator=self.generator).to(dtype(name)).to(self.device)
 
+    def uniform(self, *size: int, name: str = "float32") -> Tensor:
+        """Uniformly distributed between 0 and 1, in the dtype of that name."""
+        return torch.rand(*size, generator=self.generator).to(dtype(name)).to(self.device)
+
     def seeds(self, count: int) -> Tensor:
         return torch.randint(-(1 << 62), 1 << 62, (count,), generator=self.generator).to(self.device)
+
+    def states_of(self, case: AnyCase) -> Tensor:
+        """Normally distributed states for every slot; of a large pool, the first of them again and again."""
+        states = self.normal(min(case.slots, MOST_DIFFERENT), *case.state_axes)
+        if len(states) == case.slots:
+            return states
+        return states[torch.arange(case.slots, device=self.device) % len(states)]
 
     def slots_of(self, case: AnyCase) -> Tensor:
         """Distinct slots for the batch, in random order."""
@@ -305,6 +335,15 @@ class Source:
 def make_inputs(case: AnyCase, device: torch.device, seed: int = 0) -> Inputs:
     """The random inputs of a case."""
     return case.make_inputs(device, seed)
+
+
+C = TypeVar("C", bound=AnyCase)
+
+
+def by_turns(cases: Sequence[C], formats: Sequence[tuple[str, str]], count: int) -> tuple[C, ...]:
+    """Each case in so many formats, those of the next case following on them."""
+    turns = ((case, formats[(count * i + j) % len(formats)]) for i, case in enumerate(cases) for j in range(count))
+    return tuple(replace(case, format=name, rounding=rounding) for case, (name, rounding) in turns)
 
 
 def view_into_projection(tensor: Tensor) -> Tensor:

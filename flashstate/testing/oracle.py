@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from flashstate.state.formats import Encoded, decode, encode
 from flashstate.state.rounding import random_bits
-from flashstate.state.state import State
 from flashstate.testing.inputs import Inputs, Pool
 
 # A kernel may be this many times as wrong as the same computation in plain float32 and the format. exp and log of GPUs
 # and of the interpreter are a few ulp off where torch's are one: the largest seen is 1.7 on an H200, 2.8 interpreted.
 BUDGET = 4.0
+
+
+class Carried(NamedTuple):
+    """What a call must leave for every row in a tensor beside the states."""
+
+    exact: Tensor
+    plain: Tensor  # in float64 where it is exact, so that no bit may differ
 
 
 @dataclass(frozen=True)
@@ -26,15 +33,27 @@ class Expected:
     y_plain: Tensor
     state: Tensor  # of the batch
     state_plain: Tensor
+    carried: dict[str, Carried]  # what else the call writes, by its name in the pool
 
 
 def oracle(inputs: Inputs) -> Expected:
     """Outputs and new states of the batch: in float64, and in float32 rounded to the output's dtype and the format."""
-    before = inputs.states
-    y, after = _recurrence(inputs, before.double())
-    y_plain, after_plain = _recurrence(inputs, before)
-    y_plain = y_plain.to(inputs.main.dtype)
-    return Expected(y, y_plain, after, after if inputs.op.copies else _stored(inputs, before, after_plain))
+    op, before = inputs.op, inputs.states
+    others = [getattr(inputs.state, name)[inputs.slots.long()] for name in op.carried]
+    y, after, *exact = _recurrence(inputs, before.double(), others)
+    y_plain, after_plain, *plain = _recurrence(inputs, before, others)
+    after_plain = after if op.copies else _stored(inputs, before, after_plain)
+    carried = {}
+    for name, want, got in zip(op.carried, (t.double() for t in exact), plain, strict=True):
+        if name not in op.left_alone:
+            carried[name] = Carried(want, want if torch.equal(got.double(), want) else got)
+    return Expected(y, y_plain.to(inputs.main.dtype), after, after_plain, carried)
+
+
+def up_to_turns(angle: Tensor, near: Tensor) -> Tensor:
+    """Angles, in their own dtype, that are whole turns away from these, and next to others."""
+    turns = torch.round((near - angle.double()) / math.tau)
+    return (angle.double() + turns * math.tau).to(angle.dtype)
 
 
 def _stored(inputs: Inputs, before: Tensor, after: Tensor) -> Tensor:
@@ -49,23 +68,25 @@ def _stored(inputs: Inputs, before: Tensor, after: Tensor) -> Tensor:
 def encoded(values: Tensor, into: Pool, keyed: Pool, read: Tensor, token: Tensor | int) -> Encoded:
     """float32 states as `into` stores them, with the random bits of the slots `read` of `keyed` at this token."""
     random = None
-    if into.rounding == "stochastic" and isinstance(keyed, State) and keyed.seed is not None:
+    if into.rounding == "stochastic" and keyed.seed is not None:
         _, heads, rows, cols = values.shape
         random = random_bits(keyed.seed[read], (heads, rows, cols), token, keyed.stream, keyed.rounds)
     return encode(values, into.data.dtype, random)
 
 
-def _recurrence(inputs: Inputs, s: Tensor) -> tuple[Tensor, Tensor]:
-    """The outputs (tokens, ...) of all rows and the states after them, computed in the dtype of `s`."""
+def _recurrence(inputs: Inputs, s: Tensor, others: list[Tensor]) -> tuple[Tensor, ...]:
+    """The outputs (tokens, ...) of all rows, the states after them, computed in the dtype of `s`, and what else is
+    carried from token to token."""
     if inputs.lengths is not None:
-        rows = [_recurrence(inputs.dense_row(row), s[row : row + 1]) for row in range(len(s))]
-        return torch.cat([y for y, _ in rows]), torch.cat([state for _, state in rows])
+        of_row = [[t[row : row + 1] for t in (s, *others)] for row in range(len(s))]
+        rows = [_recurrence(inputs.dense_row(row), first, rest) for row, (first, *rest) in enumerate(of_row)]
+        return tuple(torch.cat(parts) for parts in zip(*rows, strict=True))
     outputs = []
     for run in [inputs.of_tokens(t) for t in range(inputs.main.shape[1])] if inputs.has_token_axis else [inputs]:
-        y, s = inputs.op.token(s, **run.arguments, **run.options)
+        y, s, *others = inputs.op.token(s, *others, **run.arguments, **run.options)
         outputs.append(y)
-    y = torch.stack(outputs, 1) if outputs else inputs.main.to(s.dtype)  # (batch, T, ...)
-    return y.flatten(0, 1), s
+    y = torch.stack(outputs, 1).flatten(0, 1) if outputs else s.new_empty(0)  # which torch.cat passes over
+    return y, s, *others
 
 
 def error_ratio(got: Tensor, exact: Tensor, plain: Tensor) -> float:

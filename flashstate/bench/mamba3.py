@@ -1,0 +1,112 @@
+"""The benchmark of mamba3_step: its jobs, and its peer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashstate.bench.jobs import SPARE_SLOTS, BenchedOp, Grid, Job, Shape, Variant
+from flashstate.bench.peers import (
+    IN_PLACE,
+    Launch,
+    MeasurementError,
+    Peer,
+    Step,
+    Storing,
+    require_in_place,
+    require_plain_states,
+)
+from flashstate.ops.mamba3 import mamba3_step
+from flashstate.state.mamba3 import Rotary
+from flashstate.state.slots import Slots
+from flashstate.testing import Inputs, Mamba3Case
+
+# With float32 gates and parameters, a gate and an output projection; B and C come turned.
+COMMON = Mamba3Case(rank=4, angles=0, x="bfloat16", bc="bfloat16", kv="bfloat16")
+HOST_CASE = replace(COMMON, batch=4, heads=16, groups=1, rows=64, cols=128, slots=16)
+SHAPE = Shape(48, 1, 64, 128)
+FLOAT32, BFLOAT16 = ("float32", "nearest"), ("bfloat16", "nearest")
+BATCHES = (1, 4, 16, 64, 256)
+GRIDS = (
+    Grid((SHAPE,), (FLOAT32, BFLOAT16, ("int8", "nearest"), ("float8_e4m3fn", "nearest")), batches=BATCHES),
+    Grid((SHAPE,), (FLOAT32, BFLOAT16), (4,), ("last", "nothing"), BATCHES),
+)
+TURNED = ("angle", "bias_B", "bias_C", "pairing")  # what makes a Rotary
+
+
+def case_of(shape: Shape, name: str, rounding: str, tokens: int, batch: int) -> Mamba3Case:
+    """The case of a job; ValueError where there is none of this shape."""
+    heads, groups, rows, cols = shape
+    if heads % groups:
+        raise ValueError(f"the number of groups must divide the {heads} heads, got {groups}")
+    common = replace(COMMON, heads=heads, groups=groups, rows=rows, cols=cols, format=name, rounding=rounding)
+    return replace(common, tokens=tokens, batch=batch, slots=batch + SPARE_SLOTS)
+
+
+def bind_flashstate(inputs: Inputs, storing: Storing = IN_PLACE, *, bare: bool = False) -> Step:
+    if storing.snapshots is not None:
+        raise MeasurementError("it takes no snapshots")
+    arguments: dict[str, Any] = {**inputs.arguments, **inputs.options}
+    turned = {name: arguments.pop(name) for name in TURNED if name in arguments}
+    arguments["rotary"] = Rotary(**turned) if "angle" in turned else None
+    arguments.update(state=inputs.state.state, out=torch.empty_like(inputs.main), update=storing.update)
+
+    def step(slots: Slots) -> Launch:
+        where = slots.read if bare else slots
+        return lambda: mamba3_step(**arguments, slots=where)
+
+    return step
+
+
+def turned(job: Job) -> Job:
+    """The job with biases, and with columns that are turned, a quarter of them."""
+    assert isinstance(job.case, Mamba3Case)
+    return replace(job, case=replace(job.case, angles=job.case.cols // 4))
+
+
+def of_rank_one(job: Job) -> Job:
+    """The job with one rank, which is SISO."""
+    assert isinstance(job.case, Mamba3Case)
+    return replace(job, case=replace(job.case, rank=1))
+
+
+def bind_mamba_ssm(step_all: Callable[..., None], inputs: Inputs, storing: Storing) -> Step:
+    """It has no pools and no groups, and leaves k and v to the caller. So its step does what its users do: torch gathers
+    the states before the call, and scatters them behind it."""
+    require_plain_states(inputs)
+    require_in_place(storing)
+    if inputs.has_token_axis or "angle" in inputs.arguments:
+        raise MeasurementError("only compared with one token per call, whose B and C come turned")
+    pool, heads = inputs.state, inputs.state.data.shape[1]
+    given, options = inputs.arguments, inputs.options
+    B, C = (given[name].repeat_interleave(heads // given[name].shape[2], dim=2) for name in ("B", "C"))
+    arguments = {name: given[name] for name in ("A", "x", "dt", "trap")} | {"B": B, "C": C, "D": options["D"]}
+    arguments |= {"xproj": options["Wx"], "outproj": options["Wo"], "z": options["z"], "zproj": options["Wz"]}
+    arguments["out"] = torch.empty_like(inputs.main)
+
+    def launch(slots: Slots) -> Tensor:
+        rows = slots.read.long()
+        state = pool.data[rows]
+        step_all(state=state, Bstate=pool.k[rows], Xstate=pool.v[rows], **arguments)
+        pool.data.index_copy_(0, rows, state)
+        pool.k.index_copy_(0, rows, B)
+        pool.v.index_copy_(0, rows, given["x"])
+        return arguments["out"]
+
+    return lambda slots: partial(launch, slots)
+
+
+PEERS = {"mamba_ssm": Peer("mamba_ssm.ops.cute.mamba3.mamba3_step_fn", ("mamba3_step_fn",), bind_mamba_ssm)}
+VARIANTS = {
+    "turned": Variant(bind_flashstate, turned, fresh=True),
+    "rank 1": Variant(bind_flashstate, of_rank_one, fresh=True),
+}
+MAMBA3 = BenchedOp(
+    "mamba3", bind_flashstate, case_of, GRIDS, PEERS, HOST_CASE, VARIANTS,
+    tuned=(Grid((SHAPE,), (FLOAT32, BFLOAT16), batches=BATCHES),),
+)  # fmt: skip

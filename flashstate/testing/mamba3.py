@@ -1,0 +1,355 @@
+"""The cases of mamba3_step: their inputs, what they move, and the tables of them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashstate.launch import Problem, mamba3_kind
+from flashstate.launch.direct import Launches
+from flashstate.ops.mamba3 import mamba3_step
+from flashstate.reference.mamba3 import Memory, Parameters, mamba3_token, rotated, wrapped
+from flashstate.state.formats import FORMATS, PORTABLE_FORMATS, encode
+from flashstate.state.mamba3 import Mamba3State, Rotary
+from flashstate.state.signature import ACCESS_BYTES
+from flashstate.state.slots import Slots
+from flashstate.state.state import State
+from flashstate.testing.inputs import AnyCase, Inputs, Op, Source, by_turns, dtype, view_into_projection
+
+
+@dataclass(frozen=True, eq=False)
+class Mamba3Pool:
+    """The four states of a layer, as laws see them: side by side."""
+
+    data: Tensor
+    scale: Tensor | None
+    seed: Tensor | None
+    k: Tensor
+    v: Tensor
+    angle: Tensor | None
+    rounding: str = "nearest"
+    rounds: int = 10
+    stream: int = 0
+
+    @cached_property
+    def state(self) -> Mamba3State:
+        """What the op is given."""
+        options: dict[str, Any] = {"rounding": self.rounding, "rounds": self.rounds, "stream": self.stream}
+        return Mamba3State(State(self.data, self.scale, seed=self.seed, **options), self.k, self.v, self.angle)
+
+    @property
+    def launches(self) -> Launches:
+        """Kernels that were started on these states before."""
+        return self.state.launches
+
+    def advance(self, slots: Slots | Tensor | None = None) -> None:
+        self.state.advance(slots)
+
+
+def _pairs(pairing: str | None, rank: int) -> str:
+    """Which columns are turned together."""
+    return Rotary(torch.empty(0), pairing=pairing).pairing_of(rank)
+
+
+def _step(
+    pool: Mamba3Pool, *, angle: Tensor | None = None, bias_B: Tensor | None = None, bias_C: Tensor | None = None,
+    pairing: str | None = None, **arguments: Any,
+) -> Tensor:  # fmt: skip
+    """mamba3_step, which is given a Mamba3State, and a Rotary if there are angles."""
+    rotary = None if angle is None else Rotary(angle, bias_B=bias_B, bias_C=bias_C, pairing=pairing)
+    return mamba3_step(pool.state, rotary=rotary, **arguments)
+
+
+def _token(
+    s: Tensor, k: Tensor, v: Tensor, theta: Tensor | None = None, *, pairing: str | None, trap_logit: bool,
+    update_kv: bool, **arguments: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """mamba3_token, whose optional arguments may be left out."""
+    given = {name: arguments.pop(name, None) for name in ("Wx", "Wz", "Wo", "D", "bias_B", "bias_C")}
+    parameters = Parameters(**given, pairing=_pairs(pairing, k.shape[1]), trap_logit=trap_logit)
+    brought = {"z": None, "angle": None, **arguments}
+    y, memory = mamba3_token(Memory(s, k, v, theta), **brought, parameters=parameters)
+    return y, *(tensor for tensor in memory if tensor is not None)
+
+
+MAMBA3 = Op(
+    _step, _token, ("x", "A", "dt", "trap", "B", "C", "z", "angle"), remembered=("x", "A", "dt", "trap", "B"),
+    widths=2, carried=("k", "v", "angle"), angles=("angle",),
+)  # fmt: skip
+MOST_DRAWS = 100  # of B, until nothing is in doubt
+
+
+@dataclass(frozen=True)
+class Mamba3Case(AnyCase):
+    """One problem for mamba3_step: a shape, a format, its tokens, and which optional arguments it has."""
+
+    batch: int = 3
+    heads: int = 4
+    groups: int = 2
+    rows: int = 16
+    cols: int = 16
+    rank: int = 4
+    angles: int = 4  # of a head; 0: B and C come turned
+    pairing: str | None = None  # of Rotary
+    format: str = "float32"
+    rounding: str = "nearest"
+    x: str = "float32"  # dtype of x and z
+    bc: str = "float32"  # dtype of B and C, and of the angles that tokens bring
+    kv: str = "float32"  # dtype of the states k and v
+    scalars: str = "float32"  # dtype of A, dt and trap
+    parameters: str = "float32"  # dtype of Wx, Wz, Wo, D and the biases
+    Wx: bool = True
+    Wz: bool = True  # only with z
+    Wo: bool = True
+    D: bool = True
+    z: bool = True
+    bias: bool = True  # only with angles
+    angle_per_head: bool = False
+    trap_logit: bool = False
+    update_kv: bool = True
+    index: str = "int32"  # dtype of slot numbers
+    slots: int = 7
+    tokens: int = 0  # per row, on an axis of their own; 0: one, without that axis
+    packed: bool = False  # rows of different lengths, up to `tokens`, one after the other
+
+    def __str__(self) -> str:
+        shape = f"mamba3-b{self.batch}-h{self.heads}g{self.groups}-r{self.rank}-{self.rows}x{self.cols}"
+        turned = [f"{self.angles}{self.pairs}{'-bias' if self.bias else ''}"] if self.angles else []
+        dtypes = "-".join(dict.fromkeys((self.x, self.bc, f"kv-{self.kv}", self.scalars, self.parameters)))
+        flags = ("Wx", "Wz", "Wo", "D", "z", "angle_per_head", "trap_logit")
+        options = [name for name in flags if getattr(self, name)] + ([] if self.update_kv else ["keep_kv"])
+        tokens = [f"T{self.tokens}{'packed' if self.packed else ''}"] if self.tokens else []
+        return "-".join([shape, *turned, *tokens, self.format, self.rounding, dtypes, self.index, *options])
+
+    @property
+    def pairs(self) -> str:
+        """Which columns are turned together."""
+        return _pairs(self.pairing, self.rank)
+
+    @property
+    def problem(self) -> Problem:
+        vector = math.gcd(self.cols, ACCESS_BYTES // dtype(self.format).itemsize)
+        kind, op = mamba3_kind(self.rank, self.angles > 0)
+        shape, size = (self.rows, self.cols, self.format, self.rounding, vector), self.batch * self.heads
+        return kind(op, *shape, size, self.packed or self.tokens > 1)
+
+    @property
+    def state_axes(self) -> tuple[int, int, int]:
+        """Of the ssm state."""
+        return self.heads, self.rows, self.cols
+
+    @property
+    def snapshot_formats(self) -> list[tuple[str, str]]:
+        return []
+
+    @property
+    def exact_at_once(self) -> bool:
+        return self.format == "float32"  # other formats need fewer terms of operands
+
+    @property
+    def stored_at_once(self) -> bool:
+        return self.exact_at_once
+
+    @property
+    def has_states_between_tokens(self) -> bool:
+        return False
+
+    @property
+    def stores_every_token(self) -> bool:
+        return True
+
+    @property
+    def measured_axes(self) -> tuple[int, int, int, int]:
+        return self.heads, self.groups, self.rows, self.cols
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of scales in one slot."""
+        return 4 * self.heads * self.rows if FORMATS[dtype(self.format)].scaled else 0
+
+    def counted_bytes(self, stores: int = 1) -> int:
+        tokens, per_rank = sum(self.lengths), self.rank * self.heads
+        state = (1 + stores) * self.batch * (self.slot_bytes + self.scale_bytes + 4 * self.heads * self.angles)
+        kept = self.batch * self.heads * (self.rank * self.cols + self.rows) * dtype(self.kv).itemsize
+        kept *= 1 + stores * self.update_kv
+        outputs = 1 if self.Wo else self.rank
+        x = tokens * self.heads * self.rows * dtype(self.x).itemsize * (1 + self.z + outputs)
+        angles = self.angles * (self.heads if self.angle_per_head else 1)
+        bc = tokens * (2 * self.rank * self.groups * self.cols + angles) * dtype(self.bc).itemsize
+        scalars = 3 * tokens * self.heads * dtype(self.scalars).itemsize
+        weights = per_rank * self.rows * (self.Wx + (self.Wz and self.z) + self.Wo)
+        biases = 2 * per_rank * self.cols if self.bias and self.angles else 0
+        parameters = (weights + biases + self.D * self.heads) * dtype(self.parameters).itemsize
+        index = self.batch * (dtype(self.index).itemsize + (8 if self.rounding != "nearest" else 0))
+        return state + kept + x + bc + scalars + parameters + index
+
+    @property
+    def op(self) -> Op:
+        """Where all columns are turned, what turns them reaches all of the state."""
+        carried = MAMBA3.carried if self.angles else ("k", "v")
+        remembered = (*MAMBA3.remembered, "angle") if 2 * self.angles == self.cols else MAMBA3.remembered
+        return replace(MAMBA3, carried=carried, remembered=remembered, left_alone=() if self.update_kv else ("k", "v"))
+
+    def make_inputs(self, device: torch.device, seed: int = 0) -> Inputs:
+        source = Source(device, seed)
+        lead, slots = self.token_axes, source.slots_of(self)
+        pool = self._pool(source)
+        options: dict[str, Any] = {"trap_logit": self.trap_logit, "update_kv": self.update_kv, "pairing": self.pairing}
+        options |= self._parameters(source)
+        arguments = {
+            "x": source.normal(*lead, self.heads, self.rows, name=self.x),
+            "A": -source.normal(*lead, self.heads, name=self.scalars).abs(),
+            "dt": 0.1 * source.uniform(*lead, self.heads, name=self.scalars),
+            "trap": (source.normal if self.trap_logit else source.uniform)(*lead, self.heads, name=self.scalars),
+        }
+        if self.z:
+            options["z"] = source.normal(*lead, self.heads, self.rows, name=self.x)
+        if self.angles:
+            own = (self.heads,) if self.angle_per_head else ()
+            options["angle"] = source.normal(*lead, *own, self.angles, name=self.bc)
+        of_ranks = (*lead, self.rank, self.groups, self.cols)
+        arguments |= {name: source.normal(*of_ranks, name=self.bc) for name in ("B", "C")}
+        if self.angles and self.kv != "float32":
+            arguments["B"] = self._without_doubt(source, pool, slots, arguments, options)
+        inputs = Inputs(self.op, pool, arguments, options, slots, self.lengths if self.packed else None)
+        for tensor in inputs.activations.values() if self.packed else ():
+            tensor[sum(self.lengths) :] = torch.nan
+        return inputs
+
+    def _pool(self, source: Source) -> Mamba3Pool:
+        """Every slot filled."""
+        data, scale = encode(source.states_of(self), dtype(self.format))
+        k = source.normal(self.slots, self.rank, self.heads, self.cols, name=self.kv)
+        v = source.normal(self.slots, self.heads, self.rows, name=self.kv)
+        angle = wrapped(math.tau * source.uniform(self.slots, self.heads, self.angles)) if self.angles else None
+        seeds = source.seeds(self.slots)
+        return Mamba3Pool(data, scale, seeds, k, v, angle, rounding=self.rounding, stream=3)
+
+    def _parameters(self, source: Source) -> dict[str, Any]:
+        of_rows, of_columns = (self.rank, self.heads, self.rows), (self.rank, self.heads, self.cols)
+        biased = self.bias and self.angles > 0
+        table: tuple[tuple[str, bool, tuple[int, ...]], ...] = (
+            ("Wx", self.Wx, of_rows), ("Wz", self.Wz and self.z, of_rows), ("Wo", self.Wo, of_rows),
+            ("D", self.D, (self.heads,)), ("bias_B", biased, of_columns), ("bias_C", biased, of_columns),
+        )  # fmt: skip
+        return {name: source.normal(*shape, name=self.parameters) for name, given, shape in table if given}
+
+    def _without_doubt(
+        self, source: Source, pool: Mamba3Pool, slots: Tensor, arguments: dict[str, Tensor], options: dict[str, Any]
+    ) -> Tensor:
+        """B that float32 and float64, turned, round to the same numbers of the dtype they are kept in. Else one of them
+        would take another neighbour, which moves the state by far more than float32 is wrong."""
+        assert pool.angle is not None
+        brought, axes = (arguments["B"], arguments["dt"], options["angle"]), len(self.token_axes)
+        B, dt, angle = (tensor.cpu().flatten(0, axes - 1) for tensor in brought)
+        theta = self._angles_of_tokens(pool.angle[slots.long()].cpu(), angle, dt)
+        bias = options["bias_B"].cpu() if "bias_B" in options else torch.zeros(())
+        heads_per_group, columns = self.heads // self.groups, torch.arange(self.cols)
+        pair = columns // 2 if self.pairs == "interleaved" else columns % (self.cols // 2)
+        for _ in range(MOST_DRAWS):
+            of_heads = B.repeat_interleave(heads_per_group, dim=2)  # (tokens, R, H, N)
+            u, rough = of_heads.double() + bias.double(), of_heads.float() + bias.float()
+            length = u.abs() + rotated(u, torch.full_like(theta, math.pi / 2), self.pairs).abs()  # of a pair, or more
+            unsure = torch.where((pair < self.angles) | (rough != u), length * 2.0**-19, 0.0)
+            turned = rotated(u, theta, self.pairs)
+            doubtful = (turned - unsure).to(dtype(self.kv)) != (turned + unsure).to(dtype(self.kv))
+            again = doubtful.unflatten(2, (self.groups, heads_per_group)).any(3)  # (tokens, R, G, N)
+            if not again.any():
+                return B.reshape(arguments["B"].shape).to(source.device)
+            B = torch.where(again, source.normal(*B.shape, name=self.bc).cpu(), B)
+        raise AssertionError(f"B stays in doubt: {self}")
+
+    def _angles_of_tokens(self, theta: Tensor, angle: Tensor, dt: Tensor) -> Tensor:
+        """What every token is turned by, (tokens, H, S) float64; theta: of the rows, before their first."""
+        lengths = torch.tensor(self.lengths)
+        first, theta = lengths.cumsum(0) - lengths, theta.double()
+        turns = torch.tanh(angle.double().reshape(len(dt), -1, self.angles)) * dt.double()[..., None] * math.pi
+        found = turns.clone()
+        for t in range(max(self.lengths)):
+            goes = lengths > t
+            theta[goes] = found[first[goes] + t] = wrapped(theta[goes] + turns[first[goes] + t])
+        return found
+
+    def snapshots(self, rows: int, tokens: int, name: str, rounding: str, device: torch.device) -> State:
+        raise NotImplementedError("mamba3_step takes no snapshots")
+
+    def as_views(self, inputs: Inputs) -> Inputs:
+        """B and C with their groups outside of their ranks."""
+        views = inputs.changed(view_into_projection)
+        for name in ("B", "C"):
+            views.arguments[name] = view_into_projection(inputs.arguments[name].transpose(-3, -2)).transpose(-3, -2)
+        views.arguments["dt"] = inputs.arguments["dt"].transpose(0, -1).contiguous().transpose(0, -1)
+        return views
+
+
+# Small and odd, for the interpreter, whose bfloat16 activations are wrong: float32 and float16 stand in for them. Every
+# form in every format; the shapes of a form take turns.
+ODD_MAMBA3_SHAPES = {
+    "one token": (
+        Mamba3Case(2, 2, 1, 5, 12, 4, angles=3, x="float16", kv="float16", index="int64"),
+        Mamba3Case(2, 1, 1, 33, 20, 1, angles=10, bc="float16", kv="float16", trap_logit=True, scalars="float16"),
+        Mamba3Case(2, 1, 1, 16, 16, 4, angles=8, pairing="interleaved", kv="float16", bias=False, slots=5),
+        Mamba3Case(2, 1, 1, 5, 40, 1, angles=7, pairing="halved", kv="float16", parameters="float16", Wz=False),
+    ),
+    "plain": (
+        Mamba3Case(2, 1, 1, 16, 36, 3, angles=0, Wo=False, z=False, bc="float16"),
+        Mamba3Case(2, 1, 1, 48, 7, 2, angles=0, Wo=False, Wx=False, kv="float16", trap_logit=True, index="int64"),
+        Mamba3Case(2, 1, 1, 5, 16, 1, angles=0, Wo=False, z=False, D=False, x="float16", bc="float16", kv="float16"),
+    ),
+    "several tokens": (
+        Mamba3Case(2, 1, 1, 5, 20, 2, angles=5, tokens=2, kv="float16", x="float16"),
+        Mamba3Case(2, 1, 1, 16, 16, 1, angles=8, tokens=3, kv="float16", trap_logit=True, index="int64"),
+        Mamba3Case(2, 1, 1, 33, 12, 3, angles=0, tokens=2, Wo=False, bc="float16", kv="float16", parameters="float16"),
+    ),
+    "packed tokens": (
+        Mamba3Case(3, 1, 1, 16, 12, 2, angles=6, tokens=2, packed=True, Wo=False, z=False, kv="float16"),
+        Mamba3Case(3, 1, 1, 5, 36, 1, angles=4, tokens=2, packed=True, x="float16", kv="float16", index="int64"),
+        Mamba3Case(3, 1, 1, 20, 16, 4, angles=8, tokens=2, packed=True, bc="float16", D=False),
+    ),
+    "k and v left alone": (
+        Mamba3Case(2, 2, 2, 5, 20, 2, angles=10, update_kv=False, kv="float16", bc="float16", angle_per_head=True),
+        Mamba3Case(3, 1, 1, 16, 16, 3, angles=2, update_kv=False, tokens=2, packed=True, x="float16"),
+        Mamba3Case(2, 1, 1, 16, 12, 1, angles=6, update_kv=False, kv="float16", Wx=False, index="int64"),
+    ),
+}
+ODD_MAMBA3_CASES = tuple(
+    replace(shapes[i % len(shapes)], format=name, rounding=rounding)
+    for i, (name, rounding) in enumerate(PORTABLE_FORMATS)
+    for shapes in ODD_MAMBA3_SHAPES.values()
+)
+# One case per format, the forms taking turns.
+QUICK_MAMBA3_CASES = tuple(
+    ODD_MAMBA3_CASES[len(ODD_MAMBA3_SHAPES) * i + i % len(ODD_MAMBA3_SHAPES)] for i in range(len(PORTABLE_FORMATS))
+)
+
+_HALF = Mamba3Case(4, 48, 1, 64, 128, 4, x="bfloat16", bc="bfloat16", kv="bfloat16", slots=9)
+_SINGLE = replace(_HALF, heads=8, rows=128, cols=64, rank=1, angles=16)
+# Shapes of real models, for compiled kernels: one token in every format, other forms in some, by turns.
+_SHAPES = (
+    replace(_HALF, angles=64, tokens=3),
+    replace(_HALF, angles=17, tokens=3, packed=True, batch=5, index="int64"),
+    replace(_SINGLE, batch=6, Wx=False, Wz=False, Wo=False),
+    replace(_SINGLE, angles=32, tokens=3, trap_logit=True),
+    replace(_SINGLE, groups=8, tokens=3, packed=True, batch=5, Wo=False, z=False),
+    replace(_HALF, heads=8, groups=8, angles=32, angle_per_head=True, update_kv=False, scalars="bfloat16"),
+)
+# Shapes of none, mixed dtypes, options.
+_ODD_REAL_SHAPES = (
+    Mamba3Case(5, 6, 2, 80, 48, 2, angles=24, x="float16", bc="float16", kv="float16", slots=9),
+    Mamba3Case(3, 6, 3, 80, 48, 2, angles=0, x="bfloat16", bc="float16", kv="float32", Wo=False, tokens=3),
+    Mamba3Case(9, 3, 1, 33, 20, 3, angles=10, x="bfloat16", kv="float16", packed=True, tokens=2, Wo=False, slots=12),
+    Mamba3Case(4, 4, 4, 48, 256, 8, angles=100, bc="bfloat16", kv="bfloat16", parameters="bfloat16", bias=False),
+    Mamba3Case(4, 4, 1, 16, 36, 5, angles=3, pairing="interleaved", x="float16", scalars="bfloat16", tokens=2),
+    Mamba3Case(3, 4, 2, 200, 40, 1, angles=20, pairing="halved", x="float16", bc="bfloat16", kv="float16", z=False),
+    Mamba3Case(4, 3, 1, 5, 7, 1, angles=0, x="bfloat16", bc="bfloat16", kv="bfloat16", D=False, Wo=False, tokens=3),
+)
+REAL_MAMBA3_CASES = (
+    *by_turns((replace(_HALF, angles=32),), PORTABLE_FORMATS, len(PORTABLE_FORMATS)),
+    *by_turns(_SHAPES, PORTABLE_FORMATS, 4),
+    *by_turns(_ODD_REAL_SHAPES, PORTABLE_FORMATS, 2),
+)
