@@ -19,7 +19,7 @@ from flashstate.info import versions
 from flashstate.launch import Gpu, choose
 from flashstate.laws import LawBroken, laws_for, pairs
 from flashstate.state.formats import FORMATS, PORTABLE_FORMATS
-from flashstate.testing import Case, ConvCase, DeltaCase
+from flashstate.testing import Case, ConvCase, DeltaCase, Mamba3Case
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 TINY = ["--device", "cpu", "--batches", "1", "2", "--heads", "2", "--rows", "4", "--cols", "16"]

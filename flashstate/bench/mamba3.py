@@ -80,7 +80,7 @@ def bind_mamba_ssm(step_all: Callable[..., None], inputs: Inputs, storing: Stori
     the states before the call, and scatters them behind it."""
     require_plain_states(inputs)
     require_in_place(storing)
-    if inputs.has_token_axis or "angle" in inputs.arguments:
+    if inputs.has_token_axis or "angle" in inputs.options:
         raise MeasurementError("only compared with one token per call, whose B and C come turned")
     pool, heads = inputs.state, inputs.state.data.shape[1]
     given, options = inputs.arguments, inputs.options

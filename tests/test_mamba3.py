@@ -1,0 +1,288 @@
+"""mamba3_step: the laws on every implementation, an independent model, what cases are made of."""
+
+import math
+import struct
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from obeying import ALL_CONFIGS, by_shape, format_of, gpu_pairs, interpreted_pairs, laws, require_half
+from torch import Tensor
+
+from flashstate.laws import LAWS, pairs
+from flashstate.state.formats import PORTABLE_FORMATS
+from flashstate.testing import (
+    ODD_MAMBA3_CASES,
+    ODD_MAMBA3_SHAPES,
+    QUICK_MAMBA3_CASES,
+    REAL_MAMBA3_CASES,
+    Inputs,
+    Mamba3Case,
+    interpreted,
+    make_inputs,
+    oracle,
+    slotted,
+    up_to_turns,
+)
+
+CPU = torch.device("cpu")
+CUDA = torch.device("cuda")
+GPU_CASES = REAL_MAMBA3_CASES + QUICK_MAMBA3_CASES
+FORMS = len(ODD_MAMBA3_SHAPES)
+GROUPS = [ODD_MAMBA3_CASES[FORMS * i : FORMS * (i + 1)] for i in range(len(PORTABLE_FORMATS))]  # a format each
+FORM_OF = {case: form for group in GROUPS for case, form in zip(group, ODD_MAMBA3_SHAPES, strict=True)}
+BY_TURNS = interpreted_pairs(GROUPS)
+IN_THE_INTERPRETER = interpreted_pairs(GROUPS, turns=2)  # which is slow; the reference and a GPU meet all
+
+
+def test_every_law_meets_half_of_the_formats_and_of_the_forms_in_the_interpreter() -> None:
+    for kind_of in (format_of, FORM_OF.__getitem__):
+        require_half(BY_TURNS, IN_THE_INTERPRETER, kind_of)
+
+
+def test_every_law_meets_every_format_and_every_form_without_a_gpu() -> None:
+    """Of those it speaks of: the law about seeds only of stochastic rounding, which leaves it some of the forms."""
+    assert [{(c.format, c.rounding) for c in group} for group in GROUPS] == [{f} for f in PORTABLE_FORMATS]
+    for words in laws("", "kernels"):
+        met = [case for law, case in BY_TURNS if law == words]
+        possible = [case for _, case in pairs([words], ODD_MAMBA3_CASES)]
+        assert set(map(format_of, met)) == set(map(format_of, possible))
+        if len(met) >= len(PORTABLE_FORMATS):
+            assert {FORM_OF[case] for case in met} == {FORM_OF[case] for case in possible}
+
+
+def tries_configs(case: Mamba3Case) -> bool:
+    return case.heads <= 8 and case.rounding == "nearest"
+
+
+ON_A_GPU = gpu_pairs(by_shape(GPU_CASES), tries_configs)
+
+
+def test_every_law_meets_every_format_and_every_shape_on_a_gpu() -> None:
+    for words in laws("", "kernels", "cuda"):
+        if words != ALL_CONFIGS:
+            met = [case for law, case in ON_A_GPU if law == words]
+            possible = [case for _, case in pairs([words], GPU_CASES)]
+            assert set(map(format_of, met)) == set(map(format_of, possible))
+            assert len(by_shape(met)) == len(by_shape(possible))
+    assert len(ON_A_GPU) == len(set(ON_A_GPU))
+
+
+def test_laws_of_snapshots_and_trees_do_not_speak_of_mamba3_and_all_others_do() -> None:
+    silent = [words for words in LAWS if not pairs([words], ODD_MAMBA3_CASES + REAL_MAMBA3_CASES)]
+    assert [words.split()[0:4] for words in silent] == [
+        ["snapshots", "hold", "the", "state"],
+        ["a", "token", "of", "a"],
+        ["a", "token", "whose", "parent"],
+    ]
+
+
+@pytest.mark.parametrize(("words", "case"), [pair for pair in BY_TURNS if pair[0] in laws("")], ids=str)
+def test_reference_obeys(words: str, case: Mamba3Case) -> None:
+    LAWS[words](case, CPU)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize(("words", "case"), IN_THE_INTERPRETER, ids=str)
+def test_interpreted_kernel_obeys(words: str, case: Mamba3Case) -> None:
+    with interpreted():
+        LAWS[words](case, CPU)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("words", "case"), ON_A_GPU, ids=str)
+def test_compiled_kernel_obeys(words: str, case: Mamba3Case) -> None:
+    LAWS[words](case, CUDA)
+
+
+# What cases are made of
+
+
+@pytest.mark.parametrize("case", dict.fromkeys(ODD_MAMBA3_CASES), ids=str)
+def test_counted_bytes_are_those_of_all_tensors_of_a_call(case: Mamba3Case) -> None:
+    inputs = make_inputs(case, CPU)
+    used = {name: t[: sum(case.lengths)] if case.packed else t for name, t in inputs.activations.items()}
+    given = {**inputs.arguments, **inputs.options, **used, "slots": inputs.slots}
+    others = sum(t.nbytes for t in given.values() if isinstance(t, Tensor))
+    others += case.batch * 8 if case.rounding == "stochastic" else 0
+    states = {name: t[: case.batch].nbytes for name, t in slotted(inputs.state).items()}
+    y = inputs.step()
+    others += (y[: sum(case.lengths)] if case.packed else y).nbytes
+    written = sum(size for name, size in states.items() if name not in inputs.op.left_alone)
+    for stores in (0, 1, 3):
+        assert case.counted_bytes(stores) == sum(states.values()) + stores * written + others
+    assert case.slot_bytes == inputs.state.data[0].nbytes
+
+
+@pytest.mark.parametrize("case", by_shape(ODD_MAMBA3_CASES + REAL_MAMBA3_CASES), ids=lambda cases: str(cases[0]))
+def test_no_b_is_so_near_to_a_tie_that_float32_rounds_it_elsewhere(case: list[Mamba3Case]) -> None:
+    case = replace(case[0], update_kv=True)
+    k, plain = oracle(make_inputs(case, CPU)).carried["k"]
+    assert case.kv == "float32" or k is plain
+
+
+def test_the_pool_of_a_case_is_the_state_that_its_op_is_given() -> None:
+    inputs = make_inputs(replace(ODD_MAMBA3_CASES[0], format="int8", rounding="stochastic"), CPU)
+    state = inputs.state.state
+    assert state is inputs.state.state
+    assert (state.ssm.rounding, state.ssm.stream, inputs.state.launches) == ("stochastic", 3, state.launches)
+    found = {**slotted(inputs.state), "seed": inputs.state.seed}
+    want = {"data": state.ssm.data, "scale": state.ssm.scale, "seed": state.ssm.seed}
+    want |= {name: getattr(state, name) for name in ("k", "v", "angle")}
+    assert {name: id(tensor) for name, tensor in found.items()} == {name: id(t) for name, t in want.items()}
+    fresh = inputs.fresh().state
+    assert all(a.data_ptr() != b.data_ptr() for a, b in zip(want.values(), slotted(fresh).values(), strict=False))
+
+
+# The recurrence with loops
+
+Row = list[float]
+PACKED = {"float16": "e", "float32": "f"}
+
+
+@dataclass
+class Head:
+    """What one head of one row keeps: its state, and of the token before k of every rank, v, and the angles."""
+
+    s: list[Row]
+    k: list[Row]
+    v: Row
+    theta: Row
+
+
+@dataclass
+class Token:
+    """What one token brings to a head, and what all tokens share: of every rank, or absent."""
+
+    x: Row
+    A: float
+    dt: float
+    trap: float
+    B: list[Row]
+    C: list[Row]
+    z: Row | None
+    angle: Row
+    Wx: list[Row]
+    Wz: list[Row]
+    Wo: list[Row] | None
+    D: float
+    bias_B: list[Row]
+    bias_C: list[Row]
+
+
+def turned(u: Row, bias: Row, theta: Row, pairs: str) -> Row:
+    u = [a + b for a, b in zip(u, bias, strict=True)]
+    for i, angle in enumerate(theta):
+        first, second = (2 * i, 2 * i + 1) if pairs == "interleaved" else (i, i + len(u) // 2)
+        a, b = u[first], u[second]
+        u[first] = a * math.cos(angle) - b * math.sin(angle)
+        u[second] = a * math.sin(angle) + b * math.cos(angle)
+    return u
+
+
+def rounded(value: float, dtype: str) -> float:
+    return struct.unpack(PACKED[dtype], struct.pack(PACKED[dtype], value))[0]
+
+
+def one_token(head: Head, token: Token, case: Mamba3Case) -> list[Row]:
+    """The recurrence for one head, in Python's floats: updates what it keeps, and returns the outputs of all ranks, or
+    their sum."""
+    trap = 1 / (1 + math.exp(-token.trap)) if case.trap_logit else token.trap
+    head.theta = [
+        (old + math.tanh(a) * token.dt * math.pi) % math.tau for old, a in zip(head.theta, token.angle, strict=True)
+    ]
+    B, C = (
+        [turned(u, bias, head.theta, case.pairs) for u, bias in zip(us, biases, strict=True)]
+        for us, biases in ((token.B, token.bias_B), (token.C, token.bias_C))
+    )
+    B = [[rounded(value, case.kv) for value in row] for row in B]
+    alpha = math.exp(token.A * token.dt)
+    beta, gamma = (1 - trap) * token.dt * alpha, trap * token.dt
+    outputs = [[0.0] * case.rows for _ in range(case.rank)]
+    for d in range(case.rows):
+        for n in range(case.cols):
+            head.s[d][n] = alpha * head.s[d][n] + math.fsum(
+                Wx[d] * (gamma * token.x[d] * now[n] + beta * head.v[d] * before[n])
+                for Wx, now, before in zip(token.Wx, B, head.k, strict=True)
+            )
+        for r in range(case.rank):
+            y = math.fsum(s * c for s, c in zip(head.s[d], C[r], strict=True)) + token.D * token.x[d] * token.Wx[r][d]
+            if token.z is not None:
+                gate = token.z[d] * token.Wz[r][d]
+                y *= gate / (1 + math.exp(-gate))
+            outputs[r][d] = y if token.Wo is None else y * token.Wo[r][d]
+    head.k, head.v = B, [rounded(value, case.kv) for value in token.x]
+    return outputs if token.Wo is None else [[math.fsum(ys) for ys in zip(*outputs, strict=True)]]
+
+
+def token_of(case: Mamba3Case, inputs: Inputs, b: int, t: int, h: int) -> Token:
+    """What token t of row b brings to head h."""
+    given: dict[str, Any] = {**inputs.arguments, **inputs.options}
+    g = h // (case.heads // case.groups)
+    ones, zeros = torch.ones(case.rank, case.rows), torch.zeros(case.rank, case.cols)
+    found = {name: given[name][b, t, h].tolist() for name in ("x", "A", "dt", "trap")}
+    found |= {name: given[name][b, t, :, g].tolist() for name in ("B", "C")}
+    found["z"] = given["z"][b, t, h].tolist() if case.z else None
+    angle = given["angle"][b, t] if case.angles else torch.zeros(0)
+    found["angle"] = (angle[h] if angle.dim() == 2 else angle).tolist()
+    found |= {name: (given[name][:, h] if name in given else ones).tolist() for name in ("Wx", "Wz")}
+    found["Wo"] = given["Wo"][:, h].tolist() if case.Wo else None
+    found["D"] = float(given["D"][h]) if case.D else 0.0
+    found |= {name: (given[name][:, h] if name in given else zeros).tolist() for name in ("bias_B", "bias_C")}
+    assert {field.name for field in fields(Token)} == found.keys()
+    return Token(**found)
+
+
+MODELLED = [
+    Mamba3Case(2, 2, 1, 3, 6, 1, angles=3, tokens=3, kv="float16", trap_logit=True),
+    Mamba3Case(2, 2, 2, 3, 8, 1, angles=3, tokens=2, pairing="halved", angle_per_head=True, Wx=False, z=False),
+    Mamba3Case(1, 4, 2, 3, 6, 3, angles=2, tokens=3, kv="float16", angle_per_head=True),
+    Mamba3Case(2, 2, 1, 2, 8, 2, angles=4, tokens=2, pairing="interleaved", bias=False, Wz=False, Wo=False),
+    Mamba3Case(2, 3, 1, 3, 5, 2, angles=0, tokens=2, kv="float16", Wo=False, D=False, trap_logit=True),
+    Mamba3Case(1, 2, 1, 3, 5, 1, angles=0, tokens=2, Wo=False, z=False, format="int8"),
+]
+
+
+@pytest.mark.parametrize("case", MODELLED, ids=str)
+def test_reference_equals_the_recurrence_written_with_loops(case: Mamba3Case) -> None:
+    inputs = make_inputs(case, CPU)
+    want, states, pool = oracle(inputs), inputs.states, inputs.state
+    y = want.y.unflatten(0, (case.batch, case.tokens))
+
+    def require_close(got: Tensor, wanted: Any) -> None:
+        assert torch.allclose(got, torch.tensor(wanted, dtype=torch.float64), rtol=1e-12, atol=1e-13)
+
+    for b, slot in enumerate(inputs.slots.tolist()):
+        for h in range(case.heads):
+            theta = [] if pool.angle is None else pool.angle[slot, h].tolist()
+            head = Head(states[b, h].tolist(), pool.k[slot, :, h].tolist(), pool.v[slot, h].tolist(), theta)
+            for t in range(case.tokens):
+                outputs = one_token(head, token_of(case, inputs, b, t, h), case)
+                require_close(y[b, t, ..., h, :].reshape(-1, case.rows), outputs)
+            require_close(want.state[b, h], head.s)
+            assert want.carried["k"].exact[b, :, h].tolist() == head.k
+            assert want.carried["v"].exact[b, h].tolist() == head.v
+            if case.angles:
+                exact = want.carried["angle"].exact[b, h]
+                require_close(up_to_turns(exact, torch.tensor(head.theta, dtype=torch.float64)), head.theta)
+
+
+def test_without_arguments_that_are_ones_a_call_gives_what_it_gives_with_them() -> None:
+    inputs = make_inputs(Mamba3Case(2, 2, 1, 5, 12, 3, tokens=2), CPU)
+    ones = torch.ones(3, 2, 5)
+    for name, other in pairwise(({"Wx": ones}, {"Wx": None}, {"Wz": ones}, {"Wz": None})):
+        if name.keys() == other.keys():
+            assert torch.equal(inputs.fresh().step(**name), inputs.fresh().step(**other))
+    of_ranks = inputs.fresh().step(Wo=None)
+    assert of_ranks.shape == (2, 2, 3, 2, 5)
+    assert torch.allclose(of_ranks.sum(2), inputs.fresh().step(Wo=ones), rtol=1e-6, atol=1e-6)
+
+
+def test_columns_are_interleaved_for_rank_1_and_halved_for_others_unless_said_otherwise() -> None:
+    for rank, default, other in ((1, "interleaved", "halved"), (2, "halved", "interleaved")):
+        inputs = make_inputs(Mamba3Case(2, 2, 1, 3, 8, rank), CPU)
+        want = inputs.fresh().step()
+        assert torch.equal(inputs.fresh().step(pairing=default), want)
+        assert not torch.equal(inputs.fresh().step(pairing=other), want)
