@@ -3,7 +3,6 @@
 import math
 import struct
 from dataclasses import dataclass, fields, replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -116,11 +115,10 @@ def test_counted_bytes_are_those_of_all_tensors_of_a_call(case: Mamba3Case) -> N
     assert case.slot_bytes == inputs.state.data[0].nbytes
 
 
-@pytest.mark.parametrize("case", by_shape(ODD_MAMBA3_CASES + REAL_MAMBA3_CASES), ids=lambda cases: str(cases[0]))
-def test_no_b_is_so_near_to_a_tie_that_float32_rounds_it_elsewhere(case: list[Mamba3Case]) -> None:
-    case = replace(case[0], update_kv=True)
-    k, plain = oracle(make_inputs(case, CPU)).carried["k"]
-    assert case.kv == "float32" or k is plain
+@pytest.mark.parametrize("case", [cases[0] for cases in by_shape(ODD_MAMBA3_CASES + REAL_MAMBA3_CASES)], ids=str)
+def test_no_b_is_so_near_to_a_tie_that_float32_rounds_it_elsewhere(case: Mamba3Case) -> None:
+    exact, plain = oracle(make_inputs(replace(case, update_kv=True), CPU)).carried["k"]
+    assert case.kv == "float32" or torch.equal(plain.double(), exact)
 
 
 def test_the_pool_of_a_case_is_the_state_that_its_op_is_given() -> None:
@@ -272,9 +270,8 @@ def test_reference_equals_the_recurrence_written_with_loops(case: Mamba3Case) ->
 def test_without_arguments_that_are_ones_a_call_gives_what_it_gives_with_them() -> None:
     inputs = make_inputs(Mamba3Case(2, 2, 1, 5, 12, 3, tokens=2), CPU)
     ones = torch.ones(3, 2, 5)
-    for name, other in pairwise(({"Wx": ones}, {"Wx": None}, {"Wz": ones}, {"Wz": None})):
-        if name.keys() == other.keys():
-            assert torch.equal(inputs.fresh().step(**name), inputs.fresh().step(**other))
+    for name in ("Wx", "Wz"):
+        assert torch.equal(inputs.fresh().step(**{name: None}), inputs.fresh().step(**{name: ones}))
     of_ranks = inputs.fresh().step(Wo=None)
     assert of_ranks.shape == (2, 2, 3, 2, 5)
     assert torch.allclose(of_ranks.sum(2), inputs.fresh().step(Wo=ones), rtol=1e-6, atol=1e-6)

@@ -1,0 +1,319 @@
+"""mamba3_step on four states in slots: as gathered and scattered, angles over many tokens, and races."""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from flashstate.launch import Config, override, valid_configs
+from flashstate.launch.config import mode_key, table_key
+from flashstate.launch.table import load_table
+from flashstate.laws.require import require_equal_bytes, require_equal_states, restore
+from flashstate.state.formats import bits_of
+from flashstate.testing import Inputs, Mamba3Case, interpreted, make_inputs, slotted, up_to_turns
+
+CPU = torch.device("cpu")
+CUDA = torch.device("cuda")
+KERNELS = [
+    pytest.param("interpreter", marks=pytest.mark.interpreted),
+    pytest.param("gpu", marks=pytest.mark.gpu),
+]
+
+
+@pytest.fixture(params=["reference", *KERNELS])
+def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    """Where a call runs on each implementation."""
+    if request.param == "interpreter":
+        with interpreted():
+            yield CPU
+    else:
+        yield CUDA if request.param == "gpu" else CPU
+
+
+# Gathered, stepped, scattered
+
+TINY = Mamba3Case(5, 1, 1, 5, 12, 2, angles=3, x="float16", kv="float16", slots=37)
+REAL = Mamba3Case(5, 48, 1, 64, 128, 4, angles=32, x="bfloat16", bc="bfloat16", kv="bfloat16", slots=37)
+BATCHES = [(1, 0), (5, 0), (32, 0), (8, 3), (24, 8)]  # rows, and how many of them are padding
+FORMATS = [("float32", "nearest"), ("bfloat16", "nearest"), ("int8", "stochastic")]
+
+
+def with_padding(case: Mamba3Case, padding: int, device: torch.device) -> Inputs:
+    """Inputs some of whose rows, among the others, are padding, and bring NaN."""
+    inputs = make_inputs(case, device)
+    rows = torch.randperm(case.batch, generator=torch.Generator().manual_seed(3))[:padding]
+    inputs.slots[rows.to(device)] = -1
+    for tensor in inputs.activations.values():
+        tensor[rows.to(device)] = torch.nan
+    return inputs
+
+
+def in_slots(inputs: Inputs, at: Callable[[Tensor], Tensor], slots: Tensor | None) -> Inputs:
+    """The same batch on a pool made of what `at` takes of each tensor, with the seeds."""
+    tensors = {**slotted(inputs.state), "seed": inputs.state.seed}
+    state = replace(inputs.state, **{name: at(tensor).clone() for name, tensor in tensors.items()})
+    return replace(inputs, state=state, slots=slots)
+
+
+def check_gathered(case: Mamba3Case, padding: int, device: torch.device) -> None:
+    inputs = with_padding(case, padding, device)
+    scattered, pool = inputs.fresh(), inputs.fresh()
+    y = pool.step()
+    live = inputs.slots >= 0
+    read = inputs.slots[live].long()
+    dense = in_slots(inputs.of_rows(live.nonzero()[:, 0]), lambda tensor: tensor[read], None)
+    require_equal_bytes("output", y[live], dense.step())
+    assert not y[~live].any()
+    assert y.shape == inputs.main.shape
+    for tensor, stepped in zip(slotted(scattered.state).values(), slotted(dense.state).values(), strict=True):
+        bits_of(tensor)[read] = bits_of(stepped)
+    require_equal_states("the pool", pool.state, scattered.state)
+    untouched = torch.arange(case.slots, device=device)[~torch.isin(torch.arange(case.slots, device=device), read)]
+    require_equal_states("slots of no row", pool.state, inputs.state, untouched)
+    changed = {
+        name for name, tensor in slotted(pool.state).items() if not torch.equal(tensor, slotted(inputs.state)[name])
+    }
+    assert changed == slotted(inputs.state).keys() - ({"k", "v"} if not case.update_kv else set())
+
+
+@pytest.mark.parametrize("update_kv", [True, False])
+@pytest.mark.parametrize(("name", "rounding"), FORMATS)
+@pytest.mark.parametrize(("batch", "padding"), BATCHES)
+def test_reference_gives_what_gathered_states_give(
+    batch: int, padding: int, name: str, rounding: str, update_kv: bool
+) -> None:
+    case = replace(TINY, batch=batch, format=name, rounding=rounding, update_kv=update_kv)
+    check_gathered(case, padding, CPU)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize(
+    ("batch", "padding", "name", "rounding", "update_kv"),
+    [(1, 0, "float32", "nearest", True), (5, 0, "int8", "stochastic", False), (8, 3, "float16", "nearest", True)],
+)
+def test_interpreted_kernel_gives_what_gathered_states_give(
+    batch: int, padding: int, name: str, rounding: str, update_kv: bool
+) -> None:
+    with interpreted():
+        check_gathered(replace(TINY, batch=batch, format=name, rounding=rounding, update_kv=update_kv), padding, CPU)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("update_kv", [True, False])
+@pytest.mark.parametrize(("name", "rounding"), FORMATS)
+@pytest.mark.parametrize(("batch", "padding"), BATCHES)
+@pytest.mark.parametrize("case", [REAL, replace(REAL, rank=1), replace(REAL, angles=0)], ids=str)
+def test_compiled_kernel_gives_what_gathered_states_give(
+    case: Mamba3Case, batch: int, padding: int, name: str, rounding: str, update_kv: bool
+) -> None:
+    case = replace(case, batch=batch, format=name, rounding=rounding, update_kv=update_kv)
+    check_gathered(case, padding, CUDA)
+
+
+@pytest.mark.parametrize("order", ["up", "down", "shuffled"])
+def test_it_does_not_matter_which_slots_rows_have(order: str, device: torch.device) -> None:
+    case = replace(REAL if device.type == "cuda" else TINY, batch=4, slots=6, format="float16", rounding="stochastic")
+    inputs = make_inputs(case, device)
+    numbers = torch.randperm(6, generator=torch.Generator().manual_seed(7))
+    numbers = {"up": torch.arange(6), "down": torch.arange(5, -1, -1), "shuffled": numbers}[order].to(device)
+    slots = numbers[:4].to(inputs.slots)
+    before = torch.empty_like(numbers)  # of every slot there, the slot here that it is a copy of
+    before[numbers] = torch.cat(
+        [inputs.slots.long(), torch.arange(6, device=device)[~torch.isin(torch.arange(6, device=device), inputs.slots)]]
+    )
+    moved = in_slots(inputs, lambda tensor: tensor[before], slots)
+    require_equal_bytes("output", moved.step(), inputs.step())
+    require_equal_states("the pool", moved.state, inputs.state, None, before)
+
+
+@pytest.mark.parametrize("tokens", [0, 3], ids=["one token", "several tokens"])
+def test_k_and_v_may_be_left_to_the_caller(tokens: int, device: torch.device) -> None:
+    """All else, tokens that follow on others of the call among it, is as if they were stored."""
+    case = replace(TINY, batch=2, slots=3, tokens=tokens, heads=2)
+    stored, left = make_inputs(case, device), make_inputs(case, device)
+    before = left.fresh()
+    require_equal_bytes("output", left.step(update_kv=False), stored.step())
+    require_equal_states("the pool", left.state, stored.state, besides=("k", "v"))
+    require_equal_states("k and v", left.state, before.state, besides=("data", "scale", "angle"))
+    for name in ("k", "v"):
+        assert not torch.equal(getattr(stored.state, name), getattr(before.state, name))
+
+
+def test_without_rotary_angles_are_left_alone_and_change_nothing(device: torch.device) -> None:
+    inputs = make_inputs(replace(TINY, batch=2, slots=3, angles=0, tokens=2), device)
+    angle = torch.full((3, 1, 2), 7.0, device=device)
+    plain, angled = inputs.fresh(), replace(inputs.fresh(), state=replace(inputs.fresh().state, angle=angle))
+    require_equal_bytes("output", angled.step(), plain.step())
+    require_equal_states("the pool", angled.state, plain.state)
+    assert (angle == 7.0).all()
+
+
+@pytest.mark.parametrize("rank", [1, 3])
+@pytest.mark.parametrize("angles", [0, 4])
+def test_an_empty_batch_does_nothing(rank: int, angles: int, device: torch.device) -> None:
+    inputs = make_inputs(Mamba3Case(rank=rank, angles=angles, Wo=False), device)
+    before = inputs.fresh()
+    y = inputs.step(**{name: t[:0] for name, t in inputs.activations.items()}, slots=inputs.slots[:0])
+    assert y.shape == ((0, 4, 16) if rank == 1 else (0, 3, 4, 16))
+    require_equal_states("the pool", inputs.state, before.state)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [0, 3], ids=["one token", "several tokens"])
+@pytest.mark.parametrize("rank", [1, 4])
+def test_pools_past_2_31_elements_work(rank: int, tokens: int) -> None:
+    """Of all four states: their slots are as far from each other as those of the largest."""
+    small = make_inputs(replace(REAL, format="bfloat16", rank=rank, tokens=tokens, batch=3, slots=4), CUDA)
+    stride = (1 << 30) + 64
+
+    def far(tensor: Tensor) -> Tensor:
+        memory = torch.empty(3 * stride + tensor[0].numel(), dtype=tensor.dtype, device=CUDA)
+        view = memory.as_strided(tensor.shape, (stride, *tensor.stride()[1:]))
+        view.copy_(tensor)
+        return view
+
+    large = replace(small, state=replace(small.state, **{name: far(t) for name, t in slotted(small.state).items()}))
+    require_equal_bytes("output", large.step(), small.step())
+    require_equal_states("the pool", large.state, small.state)
+
+
+# Angles
+
+STEPS = 16384
+MOST_WRONG = 1e-4  # radians, after all of them
+
+
+def turning(case: Mamba3Case, tokens: int, device: torch.device) -> float:
+    """Step after step, so many tokens in a call; the last rows only turn forward, and so turn often. Returns how far
+    angles are from a sum in float64, at most."""
+    inputs = make_inputs(replace(case, tokens=0 if tokens == 1 else tokens), device)
+    total = inputs.state.angle[inputs.slots.long()].double()
+    generator = torch.Generator(device).manual_seed(5)
+    dt, angle = inputs.arguments["dt"], inputs.options["angle"]
+    out, extremes = torch.empty_like(inputs.main), torch.zeros(2, device=device)
+    for _ in range(STEPS // tokens):
+        dt.copy_(0.1 * torch.rand(dt.shape, generator=generator, device=device))
+        angle.copy_(torch.randn(angle.shape, generator=generator, device=device))
+        angle[case.batch // 2 :].abs_()
+        inputs.step(out=out)
+        turns = torch.tanh(angle.double())[..., None, :] * dt.double()[..., None] * math.pi
+        total += turns.reshape(case.batch, tokens, *total.shape[1:]).sum(1)
+        extremes = torch.stack(
+            [torch.minimum(extremes[0], inputs.state.angle.min()), torch.maximum(extremes[1], inputs.state.angle.max())]
+        )
+    assert 0.0 <= float(extremes[0])
+    assert float(extremes[1]) < math.tau
+    assert total.max() > 400 * math.tau  # forward
+    got = inputs.state.angle[inputs.slots.long()].double()
+    return float((up_to_turns(got, total) - total).abs().max())
+
+
+TURNING = Mamba3Case(2, 2, 1, 1, 4, 1, angles=2, Wx=False, Wz=False, Wo=False, D=False, z=False, bias=False, slots=2)
+
+
+def test_angles_stay_right_over_many_tokens() -> None:
+    assert turning(TURNING, 64, CPU) <= MOST_WRONG
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 256])
+@pytest.mark.parametrize("rank", [1, 4])
+def test_compiled_kernel_keeps_angles_right_over_many_tokens(rank: int, tokens: int) -> None:
+    case = replace(TURNING, batch=4, heads=48, rows=16, cols=128, angles=64, rank=rank, Wo=rank > 1, slots=4)
+    assert turning(case, tokens, CUDA) <= MOST_WRONG
+
+
+EDGES = [0.0, 1e-30, 1e-7, math.pi, 6.2831845, 6.283185]  # the last of float32 below a turn
+TURNS = [0.0, 1e-30, -1e-30, 1e-9, -1e-9, 1e-7, -1e-7, 1e-3, -1e-3, 1.0, -1.0, 30.0, -30.0]
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_angles_stay_in_a_turn_at_its_edges(rank: int, device: torch.device) -> None:
+    """Whatever is added to what is next to the edges, and of many turns at once."""
+    heads, angles = len(EDGES), len(TURNS)
+    case = replace(TURNING, batch=2, heads=heads, cols=2 * angles, angles=angles, rank=rank, Wo=rank > 1)
+    inputs = make_inputs(case, device)
+    theta, angle, dt = inputs.state.angle, inputs.options["angle"], inputs.arguments["dt"]
+    theta[:] = torch.tensor(EDGES, device=device)[:, None]
+    angle[:] = torch.tensor(TURNS, device=device)
+    dt[0], dt[1] = 1.0, 100.0
+    exact = theta[inputs.slots.long()].double() + torch.tanh(angle.double())[:, None] * dt.double()[..., None] * math.pi
+    inputs.step()
+    got = theta[inputs.slots.long()]
+    assert (got >= 0).all()
+    assert (got.double() < math.tau).all()
+    error = (up_to_turns(got.double(), exact) - exact).abs()
+    eps = torch.finfo(torch.float32).eps
+    assert (error <= 4 * eps * torch.maximum(exact.abs(), torch.tensor(math.tau))).all()
+
+
+# Races: every row of a head reads what is overwritten in the same launch
+
+LAUNCHES = 200
+
+
+def measured() -> dict[str, tuple[Mamba3Case, Config]]:
+    """A case for every config that the table of the H200 has for Mamba-3, by where it has it; of a table that has none,
+    for every config of a shape."""
+    found = {}
+    for key, modes in load_table("NVIDIA H200").items():
+        if key.startswith("mamba3_step"):
+            for mode, sizes in modes.items():
+                for size, config in sizes.items():
+                    found.setdefault(f"{key}, {mode}, {config}", (case_of(key, mode, size), config))
+    if not found:
+        case = replace(REAL, batch=16)
+        found = {str(config): (case, config) for config in valid_configs(case.problem)}
+    return found
+
+
+def case_of(key: str, mode: str, size: int) -> Mamba3Case:
+    """A case that a table has under that key and mode, of about that size."""
+    shape, name = key.split(" vector ")[0].rsplit(" ", 2)[1:]
+    rows, cols = map(int, shape.split("x"))
+    rank, rounding = int(key.split()[2]), mode.split(",")[0]
+    batch = max(1, min(size // REAL.heads, 64))
+    case = replace(REAL, batch=batch, rows=rows, cols=cols, rank=rank, format=name, rounding=rounding, slots=2 * batch)
+    case = replace(case, angles=cols // 4 if " turned " in key else 0, tokens=3 if "several" in mode else 0)
+    assert table_key(case.problem) == key
+    assert mode.startswith(mode_key(case.problem))
+    return case
+
+
+@contextmanager
+def busy() -> Iterator[None]:
+    """The GPU multiplies matrices meanwhile, on a stream of its own."""
+    stream, matrix = torch.cuda.Stream(), torch.randn(2048, 2048, device=CUDA)
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2 * LAUNCHES):
+            matrix = (matrix @ matrix).clamp(-1, 1)
+    yield
+    torch.cuda.synchronize()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("around", [nullcontext, busy], ids=["idle", "busy"])
+@pytest.mark.parametrize("where", measured())
+def test_launches_on_equal_inputs_give_equal_bytes(
+    where: str, around: Callable[[], AbstractContextManager[None]]
+) -> None:
+    case, config = measured()[where]
+    inputs = make_inputs(case, CUDA)
+    first, again = inputs.fresh(), inputs.fresh()
+    differs = torch.zeros((), dtype=torch.int64, device=CUDA)
+    with override(config):
+        want = first.step()
+        out, step = torch.empty_like(want), partial(again.step, slots=again.at())
+        with around():
+            for _ in range(LAUNCHES):
+                restore(again.state, inputs.state)
+                step(out=out.fill_(torch.nan))
+                pairs = [(out, want), *((t, slotted(first.state)[name]) for name, t in slotted(again.state).items())]
+                differs += sum((bits_of(got) != bits_of(wanted)).sum() for got, wanted in pairs)
+    assert int(differs) == 0
