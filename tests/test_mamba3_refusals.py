@@ -278,7 +278,8 @@ OTHERS: list[Refusal] = [
     ),
     ("a tree", both(given(update=False), at(parents=columns(1))), ValueError, NO_TREES),
     ("a tree with slots per token", at(parents=columns(1), write=columns(1)), ValueError, NO_TREES),
-    ("a tree in place", at(parents=columns(1)), ValueError, r"^slots(\.parents| must not have parents)"),
+    ("a tree in place", at(parents=columns(1)), ValueError, NO_TREES),
+    ("Wz without z", given(z=None), ValueError, "^Wz must come with z"),
     ("snapshots", given(snapshots=torch.zeros(3, 1, H, D, N)), TypeError, "unexpected keyword argument 'snapshots'"),
 ]
 

@@ -27,7 +27,7 @@ from flashstate.errors import (
 from flashstate.ops.mamba2 import mamba2_step
 from flashstate.ops.mamba3 import mamba3_step
 from flashstate.state.mamba3 import Mamba3State
-from flashstate.state.state import check_slots_of
+from flashstate.state.state import as_state, check_slots_of
 
 MAMBA3_AXES = {  # of what mamba3_step_fn is given for every row, and for all
     **dict.fromkeys(("x", "z"), ("batch", "H", "D")),
@@ -113,7 +113,7 @@ def mamba3_step_fn(
     for name, number in (("tile_D", tile_D), ("num_warps", num_warps)):
         check_int(name, number, 1, (1 << 31) - 1)
     check_flag("update_kv_state", update_kv_state)
-    pool = Mamba3State(with_these_axes("state", state, "slots", "H", "D", "N"), Bstate, Xstate)
+    pool = Mamba3State(as_state(with_these_axes("state", state, "slots", "H", "D", "N")), Bstate, Xstate)
     check_tensor("x", x, MAMBA3_AXES["x"], (None, *state.shape[1:3]), device=state.device)
     tokens = _tokens_of_mamba3({"x": x, "A": A, "dt": dt, "trap": trap, "B": B, "C": C, "z": z})
     weights = {"xproj": xproj, "zproj": zproj, "outproj": outproj, "D": D}

@@ -41,7 +41,11 @@ LARGEST_ANGLE = tl.constexpr(6.2831849)  # the last float32 below a turn
 def wrapped(angle):
     """Angles in [0, 2π), as reference/mamba3.py has them."""
     turns = tl.floor(angle / TURN)
-    angle = (angle - turns * TURN_HIGH) - turns * TURN_LOW
+    whole = turns * -TURN_HIGH
+    total = angle + whole
+    part = total - angle
+    lost = (angle - (total - part)) + (whole - part)
+    angle = total + (lost - turns * TURN_LOW)
     angle = tl.where(angle < 0.0, angle + TURN, angle)
     return tl.where(angle > LARGEST_ANGLE, 0.0, angle)
 

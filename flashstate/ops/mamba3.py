@@ -109,13 +109,15 @@ def mamba3_step(
     tokens = tokens_of("x", x, {"H": H, "D": rows}, state.k.device, slots)
     _check_activations(state, tokens, x, A, dt, trap, B, C, z)
     _check_parameters(state, Wx, Wz, Wo, D)
+    if Wz is not None and z is None:
+        raise ValueError("Wz must come with z, which it multiplies")
     angle, bias_B, bias_C, pairing = _check_rotary(state, tokens, rotary)
     for name, flag in (("trap_logit", trap_logit), ("update_kv", update_kv)):
         check_flag(name, flag)
-    check_slots(num_slots, x.device, tokens, slots, update)
-    check_table_of_slots(slots)
     if slots is not None and slots.parents is not None:
         raise ValueError("slots must not have parents: mamba3_step has no draft trees")
+    check_slots(num_slots, x.device, tokens, slots, update)
+    check_table_of_slots(slots)
     per_rank = Wo is None and state.rank > 1
     shape = (*tokens.sizes, *((state.rank,) if per_rank else ()), H, rows)
     if out is None:
@@ -171,7 +173,8 @@ def _step_again(
             if tensor is not None:
                 tensors.append(tensor)
                 pointers.append(tensor.data_ptr())
-                wide |= pointers[-1]
+                if tensor is z or tensor is bias_B or tensor is bias_C:
+                    wide |= pointers[-1]
         for tensor in (ssm.scale, ssm.seed):
             if tensor is not None:
                 pointers.append(tensor.data_ptr())

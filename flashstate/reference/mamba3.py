@@ -48,9 +48,13 @@ class Parameters(NamedTuple):
 
 
 def wrapped(angle: Tensor) -> Tensor:
-    """Angles in [0, 2π)."""
+    """Angles in [0, 2π). What the sum with whole turns loses is added back, else angles that turn backwards drift."""
     turns = torch.floor(angle / TURN)
-    angle = (angle - turns * TURN_HIGH) - turns * TURN_LOW
+    whole = turns * -TURN_HIGH
+    total = angle + whole
+    part = total - angle
+    lost = (angle - (total - part)) + (whole - part)
+    angle = total + (lost - turns * TURN_LOW)
     angle = torch.where(angle < 0.0, angle + TURN, angle)
     return torch.where(angle >= torch.tensor(TURN, dtype=angle.dtype), 0.0, angle)
 

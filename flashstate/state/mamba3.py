@@ -37,7 +37,7 @@ class Mamba3State:
     angle: Tensor | None = None
 
     def __init__(self, ssm: State | Tensor, k: Tensor, v: Tensor, angle: Tensor | None = None) -> None:
-        state = as_state(ssm)
+        state = as_state(ssm, "ssm")
         refuse_transposed("ssm", state)
         slots, heads, rows, cols = state.data.shape
         device = state.data.device

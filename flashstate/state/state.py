@@ -99,17 +99,17 @@ class State:
         advance_seeds(self.seed, as_slots(slots))
 
 
-def as_state(state: State | Tensor) -> State:
+def as_state(state: State | Tensor, name: str = "state") -> State:
     """What ops accept as `state`: a State, or a bare tensor, which means State(tensor)."""
     if isinstance(state, State):
         if state.data.dim() == len(POOL_AXES):
             return state
-        raise ValueError(f"state must have data (slots, heads, rows, cols), got {tuple(state.data.shape)}")
+        raise ValueError(f"{name} must have data (slots, heads, rows, cols), got {tuple(state.data.shape)}")
     if isinstance(state, Tensor):
-        _check_data("state", state, POOL_AXES)
-        _check_needs_no_scale("state", state)
+        _check_data(name, state, POOL_AXES)
+        _check_needs_no_scale(name, state)
         return State(state)
-    raise TypeError(f"state must be a State or a tensor, got {type(state).__name__}")
+    raise TypeError(f"{name} must be a State or a tensor, got {type(state).__name__}")
 
 
 def as_snapshots(snapshots: State | Tensor, state: State) -> State:
