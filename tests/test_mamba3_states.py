@@ -14,7 +14,7 @@ from flashstate.launch import Config, override, valid_configs
 from flashstate.launch.config import mode_key, table_key
 from flashstate.launch.table import load_table
 from flashstate.laws.require import require_equal_bytes, require_equal_states, rest_of, restore
-from flashstate.reference.mamba3 import wrapped
+from flashstate.reference.mamba3 import moved_on
 from flashstate.state.formats import bits_of
 from flashstate.testing import Inputs, Mamba3Case, interpreted, make_inputs, slotted, up_to_turns
 
@@ -227,7 +227,7 @@ def test_angles_stay_right_over_many_tokens() -> None:
 
     def moved(angle: Tensor, dt: Tensor) -> Tensor:
         nonlocal theta
-        theta = wrapped(theta + torch.tanh(angle) * dt[:, 0, :, None] * math.pi)
+        theta = moved_on(theta, angle, dt[:, 0])
         return theta
 
     for _ in range(64):

@@ -32,10 +32,7 @@ HOST_CASE = replace(COMMON, batch=4, heads=16, groups=1, rows=64, cols=128, slot
 SHAPE = Shape(48, 1, 64, 128)
 FLOAT32, BFLOAT16 = ("float32", "nearest"), ("bfloat16", "nearest")
 BATCHES = (1, 4, 16, 64, 256)
-GRIDS = (
-    Grid((SHAPE,), (FLOAT32, BFLOAT16, ("int8", "nearest"), ("float8_e4m3fn", "nearest")), batches=BATCHES),
-    Grid((SHAPE,), (FLOAT32, BFLOAT16), (4,), ("last", "nothing"), BATCHES),
-)
+GRID = Grid((SHAPE,), (FLOAT32, BFLOAT16, ("int8", "nearest"), ("float8_e4m3fn", "nearest")), batches=BATCHES)
 TURNED = ("angle", "bias_B", "bias_C", "pairing")  # what makes a Rotary
 
 
@@ -76,8 +73,8 @@ def of_rank_one(job: Job) -> Job:
 
 
 def bind_mamba_ssm(step_all: Callable[..., None], inputs: Inputs, storing: Storing) -> Step:
-    """It has no pools and no groups, and leaves k and v to the caller. So its step does what its users do: torch gathers
-    the states before the call, and scatters them behind it."""
+    """It has no pools and no groups, and leaves k and v to the caller. So its step does what its users do: torch
+    gathers the states before the call, and scatters them behind it."""
     require_plain_states(inputs)
     require_in_place(storing)
     if inputs.has_token_axis or "angle" in inputs.options:
@@ -107,6 +104,6 @@ VARIANTS = {
     "rank 1": Variant(bind_flashstate, of_rank_one, fresh=True),
 }
 MAMBA3 = BenchedOp(
-    "mamba3", bind_flashstate, case_of, GRIDS, PEERS, HOST_CASE, VARIANTS,
+    "mamba3", bind_flashstate, case_of, (GRID,), PEERS, HOST_CASE, VARIANTS,
     tuned=(Grid((SHAPE,), (FLOAT32, BFLOAT16), batches=BATCHES),),
 )  # fmt: skip

@@ -25,12 +25,23 @@ def silu(x):
 
 @triton.jit
 def tanh(x):
-    """Of an absolute accuracy: what is tiny comes out with few bits."""
-    e = tl.exp(-2.0 * tl.abs(x))
-    magnitude = (1.0 - e) / (1.0 + e)
-    return tl.where(x < 0.0, -magnitude, magnitude)
+    """Of an absolute accuracy, that of float32 near 1: what is tiny comes out with few bits. exp by a Taylor series,
+    because the GPU's, a few units off, would make angles drift."""
+    y = -2.0 * tl.minimum(tl.abs(x), 20.0)
+    n = tl.floor(y * 1.4426950408889634 + 0.5)
+    r = tl.fma(n, -LN2_LOW, tl.fma(n, -LN2_HIGH, y))
+    series = tl.fma(r, 1.0 / 5040.0, 1.0 / 720.0)
+    series = tl.fma(r, tl.fma(r, series, 1.0 / 120.0), 1.0 / 24.0)
+    series = tl.fma(r, tl.fma(r, series, 1.0 / 6.0), 0.5)
+    e = tl.fma(r, tl.fma(r, series, 1.0), 1.0) * tl.exp2(n)
+    inverse = 1.0 / (1.0 + e)  # approximately, so that the quotient is mended
+    magnitude = (1.0 - e) * inverse
+    magnitude = tl.fma(tl.fma(-magnitude, 1.0 + e, 1.0 - e), inverse, magnitude)
+    return tl.where(x == x, tl.where(x < 0.0, -magnitude, magnitude), x)
 
 
+LN2_HIGH = tl.constexpr(0.693359375)  # ten bits of it, so that products with whole numbers are exact, and
+LN2_LOW = tl.constexpr(-0.00021219444005469057)
 TURN = tl.constexpr(6.283185307179586)
 TURN_HIGH = tl.constexpr(6.28125)  # eight bits of it, so that products with whole turns are exact, and
 TURN_LOW = tl.constexpr(0.0019353071795864769)

@@ -1,9 +1,10 @@
-"""mamba3_step on the GPU: a program per (batch row, head), every warp with 16 rows of a tile.
+"""mamba3_step on the GPU: a program per (batch row, head).
 
-Tensor cores add the products of all ranks to a tile, and multiply it with C of all ranks, on float32 as sums of
-bfloat16. All rows of a head need k and the angles of the token before, which the program overwrites: so it has all of
-them, tile by tile if they are many. What does not depend on the slot is asked for first, then what does; nothing waits
-in between.
+All rows of a head need k and the angles of the token before, which the program overwrites: so it has all of them, tile
+by tile if they are many. Of higher rank tensor cores add the products of all ranks to a tile, and multiply it with C of
+all ranks, on float32 as sums of bfloat16; every warp has 16 rows of the tile, or a multiple. The state is asked for as
+soon as the slot is known, then everything else, before anything waits; and the states of a program that comes later are
+asked for too.
 """
 
 import triton
@@ -40,11 +41,12 @@ from flashstate.kernels.tensor_cores import (
 from flashstate.kernels.tiles import STAGES, dot_rows, load_rows, store_rows
 
 HINT = tl.constexpr("streaming")
-PI = tl.constexpr(3.141592653589793)
+PI_HIGH = tl.constexpr(3.140625)  # eight bits of π, and
+PI_LOW = tl.constexpr(0.0009676535897931)  # the rest: float32's π would make angles drift
 
 
 @triton.jit
-def load_head(tensor, b, t, h):
+def load_gate(tensor, b, t, h):
     """The value of token t for a head."""
     return tl.load(token_entry(tensor, b, t, h, 1)).to(tl.float32)
 
@@ -141,7 +143,7 @@ def load_token(
     """What token t brings to every row of a head: A, dt and trap, B and C, and angles. r: the rank of every row of B;
     exists: whether there is one, and whether C has it there."""
     A_at, dt_at, trap_at, B_at, B_r, C_at, C_r, angle_at, bias_B_ptr, bias_C_ptr = inputs
-    gates = load_head(A_at, b, t, h), load_head(dt_at, b, t, h), load_head(trap_at, b, t, h)
+    gates = load_gate(A_at, b, t, h), load_gate(dt_at, b, t, h), load_gate(trap_at, b, t, h)
     B = load_vectors(B_at, B_r, bias_B_ptr, b, t, h, g, r, exists[0], H, COLS, BLOCK_COLS, PAIRING, ALIGNED)
     C = load_vectors(C_at, C_r, bias_C_ptr, b, t, h, g, r, exists[1], H, COLS, BLOCK_COLS, PAIRING, ALIGNED)
     angle = 0.0
@@ -164,7 +166,8 @@ def prepare_token(
     alpha = tl.exp(A * dt)
     cos, sin = 1.0, 0.0
     if PAIRING != "none":
-        theta = wrapped(theta + tanh(angle) * dt * PI)
+        step = tanh(angle) * dt
+        theta = wrapped(theta + tl.fma(step, PI_HIGH, step * PI_LOW))
         cos, sin = cos_and_sin(theta)
     factors = alpha, (1.0 - trap) * dt * alpha, trap * dt
     kept = ()
@@ -416,7 +419,8 @@ def mamba3_step_kernel(
     wide_output: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
     fine: tl.constexpr = wide_output or dtype == tl.float32 or dtype == tl.int16
     TERMS: tl.constexpr = 3 if fine else 2  # as much as float32 has, or enough for 16 bits
-    OUT_TERMS: tl.constexpr = 3 if wide_output else 2
+    # Tensor cores round sums towards zero, 6 units in the last place of a float32 output: those are made without them.
+    OUT_TERMS: tl.constexpr = 0 if wide_output else 2
     GATED: tl.constexpr = z_ptr is not None
     SUMMED: tl.constexpr = Wo_ptr is not None or RANK == 1
     # Pairs of columns that are far from each other come in halves, if the chunks of a tile are of one half each.

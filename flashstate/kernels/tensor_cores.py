@@ -11,9 +11,9 @@ MOST_HALVINGS = tl.constexpr(8)  # of a matrix into chunks
 
 @triton.jit
 def terms_of(x, TERMS: tl.constexpr, TARGET: tl.constexpr):
-    """Values as so many bfloat16, each the rest of those before, to be summed: bfloat16 as one, float16 as two at most;
-    in the interpreter, whose products of bfloat16 are wrong, as they are."""
-    if TARGET == "interpreter":
+    """Values as so many bfloat16, each the rest of those before, to be summed: bfloat16 as one, float16 as two at most.
+    With no TERMS, and in the interpreter, whose products of bfloat16 are wrong, as float32."""
+    if TARGET == "interpreter" or TERMS == 0:
         return (x.to(tl.float32),)
     elif x.dtype == tl.bfloat16:
         return (x,)

@@ -19,6 +19,8 @@ from flashstate.state.slots import Slots
 TURN = 2 * math.pi
 TURN_HIGH = 6.28125  # eight bits of it, so that products with whole turns are exact, and
 TURN_LOW = TURN - TURN_HIGH
+PI_HIGH = TURN_HIGH / 2
+PI_LOW = TURN_LOW / 2  # with float32's π angles would drift
 
 
 class Memory(NamedTuple):
@@ -59,6 +61,12 @@ def wrapped(angle: Tensor) -> Tensor:
     return torch.where(angle >= torch.tensor(TURN, dtype=angle.dtype), 0.0, angle)
 
 
+def moved_on(theta: Tensor, angle: Tensor, dt: Tensor) -> Tensor:
+    """The angles (batch, H, S) after a token that brings angle (batch, H or 1, S) and dt (batch, H)."""
+    half_turns = torch.tanh(angle) * dt[..., None]
+    return wrapped(theta + (half_turns * PI_HIGH + half_turns * PI_LOW))
+
+
 def rotated(u: Tensor, angle: Tensor, pairing: str) -> Tensor:
     """Columns of u (batch, R, H, N), turned in pairs by angles (batch, H, S); pairs from S on stay."""
     S, half = angle.shape[-1], u.shape[-1] // 2
@@ -94,7 +102,7 @@ def mamba3_token(
         if parameters.bias_C is not None:
             C = C + parameters.bias_C.to(s.dtype)
         angle = angle.to(s.dtype) if angle.dim() == 3 else angle.to(s.dtype)[:, None]  # (batch, H or 1, S)
-        theta = wrapped(theta.to(s.dtype) + torch.tanh(angle) * dt[..., None] * math.pi)  # (batch, H, S)
+        theta = moved_on(theta.to(s.dtype), angle, dt)  # (batch, H, S)
         B, C = (rotated(t, theta, parameters.pairing) for t in (B, C))
     kept = B.to(k.dtype)  # what the next token sees, and this one too
     if parameters.trap_logit:

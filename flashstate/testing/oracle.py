@@ -33,7 +33,7 @@ class Expected:
     y_plain: Tensor
     state: Tensor  # of the batch
     state_plain: Tensor
-    carried: dict[str, Carried]  # what else the call writes, by its name in the pool
+    carried: dict[str, Carried]  # what else a token continues from, by its name in the pool
 
 
 def oracle(inputs: Inputs) -> Expected:
@@ -44,9 +44,10 @@ def oracle(inputs: Inputs) -> Expected:
     y_plain, after_plain, *plain = _recurrence(inputs, before, others)
     after_plain = after if op.copies else _stored(inputs, before, after_plain)
     carried = {}
-    for name, want, got in zip(op.carried, (t.double() for t in exact), plain, strict=True):
-        if name not in op.left_alone:
-            carried[name] = Carried(want, want if torch.equal(got.double(), want) else got)
+    for name, *tensors in zip(op.carried, others, exact, plain, strict=True):
+        kept, want, got = tensors
+        want = (kept if name in op.left_alone else want).double()
+        carried[name] = Carried(want, want if name in op.left_alone or torch.equal(got.double(), want) else got)
     return Expected(y, y_plain.to(inputs.main.dtype), after, after_plain, carried)
 
 
