@@ -2,10 +2,7 @@
 wrote it."""
 
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from functools import cache
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -25,27 +22,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
-def spare_the_interpreter() -> None:
-    """Have Triton's interpreter do less of what takes most of its time, and changes nothing: at every call of a device
-    function it looks for what is left of its language to replace, though it did so when the kernel started; and of
-    every sum and product of integers it works out whether it overflows, and tells nobody."""
-    from triton.runtime import interpreter
-
-    language, patch, builder = interpreter.tl, interpreter._patch_lang, interpreter.interpreter_builder
-    builder.options = replace(builder.options, sanitize_overflow=False)
-
-    @cache
-    def modules_of(fn: Callable[..., Any]) -> list[Any]:
-        return [module for module in (language, language.core) if any(module is x for x in fn.__globals__.values())]
-
-    def patch_what_is_left(fn: Callable[..., Any]) -> Any:
-        left = any(language.core.is_builtin(module.load) for module in modules_of(fn))
-        return patch(fn) if left else interpreter._LangPatchScope()
-
-    interpreter._patch_lang = patch_what_is_left
-
-
 if INTERPRETING:
+    from interpreting import spare_the_interpreter
+
     spare_the_interpreter()
 
 
