@@ -11,37 +11,32 @@ from triton.language import core
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
-
-def spare_the_interpreter() -> None:
-    """Of every sum and product of integers it works out whether it overflows, too, and tells nobody."""
-    builder = interpreter.interpreter_builder
-    builder.options = replace(builder.options, sanitize_overflow=False)
-    interpreter._patch_lang = patch_what_is_left(interpreter._patch_lang)
-    interpreter._get_np_dtype = once_per_name(interpreter._get_np_dtype)
-    interpreter.ReduceOps.generic_reduce = whole_slices(interpreter.ReduceOps.generic_reduce)
-    core.block_type.__init__ = once_per_shape(core.block_type.__init__)
-    core.tensor.__init__ = with_known_shape
-    TritonSemantic.broadcast_impl_value = unless_alike(TritonSemantic.broadcast_impl_value)
+Function = Callable[..., Any]
 
 
-def patch_what_is_left(patch: Callable[..., Any]) -> Callable[..., Any]:
+def without_overflows(options: Any) -> Any:
+    """Of every sum and product of integers it works out whether it overflows, and tells nobody."""
+    return replace(options, sanitize_overflow=False)
+
+
+def what_is_left(patch: Function) -> Function:
     """At every call of a device function it looks for what is left of its language to replace, though it did so when
     the kernel started."""
     language = interpreter.tl
 
     @cache
-    def modules_of(fn: Callable[..., Any]) -> list[Any]:
+    def modules_of(fn: Function) -> list[Any]:
         return [module for module in (language, language.core) if any(module is x for x in fn.__globals__.values())]
 
-    def patched(fn: Callable[..., Any]) -> Any:
+    def patched(fn: Function) -> Any:
         left = any(language.core.is_builtin(module.load) for module in modules_of(fn))
         return patch(fn) if left else interpreter._LangPatchScope()
 
     return patched
 
 
-def once_per_name(find: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """The numpy dtype of a type, which it looks up in a table that it makes every time."""
+def once_per_name(find: Function) -> Function:
+    """It finds the dtype that numpy has for a type in a table that it makes every time."""
     known: dict[str, Any] = {}
 
     def found(of: Any) -> Any:
@@ -53,45 +48,49 @@ def once_per_name(find: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return found
 
 
-def once_per_shape(make: Callable[..., None]) -> Callable[..., None]:
-    """Types of blocks, a new one for every operation."""
+def once_per_shape(init: Function) -> Function:
+    """It works out the same of the type of a block in every operation."""
     known: dict[Any, dict[str, Any]] = {}
 
-    def init_once(self: Any, element_ty: Any, shape: Any) -> None:
+    def of_type(self: Any, element_ty: Any, shape: Any) -> None:
         key = element_ty.name, *(n.value if type(n) is core.constexpr else n for n in shape)
         if key not in known:
-            make(self, element_ty, shape)
+            init(self, element_ty, shape)
             known[key] = dict(self.__dict__)
         self.__dict__.update(known[key], element_ty=element_ty)
 
-    return init_once
+    return of_type
 
 
-@cache
-def constants_of(shape: tuple[int, ...]) -> tuple[Any, Any]:
-    return core.tuple([core.constexpr(n) for n in shape]), core.constexpr(math.prod(shape))
+def with_known_shape(init: Function) -> Function:
+    """It wraps the shape of every tensor anew."""
+
+    @cache
+    def wrapped(shape: tuple[int, ...]) -> tuple[Any, Any]:
+        return core.tuple([core.constexpr(n) for n in shape]), core.constexpr(math.prod(shape))
+
+    def of_tensor(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = wrapped(tuple(type.shape) if type.is_block() else ())
+
+    return of_tensor
 
 
-def with_known_shape(self: Any, handle: Any, type: Any) -> None:
-    """Of a tensor, whose shape and size it wraps anew for every operation."""
-    self.handle, self.type, self.dtype = handle, type, type.scalar
-    self.shape, self.numel = constants_of(tuple(type.shape) if type.is_block() else ())
+def unless_alike(broadcast: Function) -> Function:
+    """It compares shapes size by size, equal ones too."""
 
-
-def unless_alike(broadcast: Callable[..., Any]) -> Callable[..., Any]:
-    """Operands of equal shape are not compared size by size."""
-
-    def broadcast_unless_alike(self: Any, lhs: Any, rhs: Any) -> Any:
+    def of_operands(self: Any, lhs: Any, rhs: Any) -> Any:
         shapes = [list(x.type.shape) if x.type.is_block() else [] for x in (lhs, rhs)]
         return (lhs, rhs) if shapes[0] == shapes[1] else broadcast(self, lhs, rhs)
 
-    return broadcast_unless_alike
+    return of_operands
 
 
-def whole_slices(reduce: Callable[..., Any]) -> Callable[..., Any]:
-    """Reductions in the same order, but of all rows at once: it goes from element to element."""
+def in_whole_slices(reduce: Function) -> Function:
+    """It goes from element to element; in the same order along the axis, but all others at once, the result is the
+    same."""
 
-    def reduce_slices(self: Any, input: Any) -> Any:
+    def reduced(self: Any, input: Any) -> Any:
         if self.axis is None or input[0].handle.data.ndim < 2:
             return reduce(self, input)
 
@@ -106,4 +105,21 @@ def whole_slices(reduce: Callable[..., Any]) -> Callable[..., Any]:
         shaped = (np.expand_dims(data, self.axis) if self.keep_dims else data for data in found)
         return [self.to_tensor(data, x.dtype) for data, x in zip(shaped, input, strict=True)]
 
-    return reduce_slices
+    return reduced
+
+
+SPARED: list[tuple[Any, str, Function]] = [
+    (interpreter.interpreter_builder, "options", without_overflows),
+    (interpreter, "_patch_lang", what_is_left),
+    (interpreter, "_get_np_dtype", once_per_name),
+    (core.block_type, "__init__", once_per_shape),
+    (core.tensor, "__init__", with_known_shape),
+    (TritonSemantic, "broadcast_impl_value", unless_alike),
+    (interpreter.ReduceOps, "generic_reduce", in_whole_slices),
+]
+ORIGINALS = [(owner, name, getattr(owner, name)) for owner, name, _ in SPARED]
+
+
+def spare_the_interpreter() -> None:
+    for (owner, name, original), (*_, spare) in zip(ORIGINALS, SPARED, strict=True):
+        setattr(owner, name, spare(original))

@@ -72,6 +72,7 @@ def test_info_shows_the_configs_of_every_op_as_it_is_measured(capsys: pytest.Cap
     shown = {
         "mamba2": "mamba2_step, 64 x 128, float32, nearest, one token",
         "gated_delta": "gated_delta_step, 128 x 128, float32, nearest, one token",
+        "mamba3": "mamba3_step rank 4, 64 x 128, float32, nearest, one token",
         "conv1d": "conv1d_step, 1280 x 4, bfloat16, nearest, one token",
         "span": "mamba2_step, 64 x 128, float32, nearest, one token",
     }

@@ -16,7 +16,17 @@ from flashstate.bench.results import Row
 from flashstate.bench.timing import COLD_BYTES, Timing, cold_rows, cold_slots, need_flush, time_launches, time_on_cpu
 from flashstate.state.formats import bits_of, decode
 from flashstate.state.slots import Slots
-from flashstate.testing import AnyCase, Expected, Inputs, Pool, error_ratio, make_inputs, oracle
+from flashstate.testing import (
+    AnyCase,
+    Expected,
+    Inputs,
+    Pool,
+    carried_errors,
+    error_ratio,
+    make_inputs,
+    oracle,
+    slotted,
+)
 
 
 @dataclass
@@ -118,21 +128,24 @@ def measure_on_cpu(op: BenchedOp, job: Job, device: torch.device, report: Report
 
 
 def inputs_of(case: AnyCase, device: torch.device) -> Inputs:
-    """The inputs of a case with a spare slot in the place of slot 0, which some libraries take for padding."""
+    """The inputs of a case with a spare slot, which holds the same, in the place of slot 0, which some libraries take
+    for padding."""
     inputs = make_inputs(case, device)
     spare = min(set(range(1, len(inputs.state.data))).difference(inputs.slots.tolist()))
+    for tensor in slotted(inputs.state).values():
+        bits_of(tensor)[spare] = bits_of(tensor)[0]
     return replace(inputs, slots=torch.where(inputs.slots == 0, spare, inputs.slots))
 
 
 def check(bind: Binding, inputs: Inputs, storing: Storing = IN_PLACE) -> None:
     """Raise MeasurementError unless a step on a copy of `inputs` gives an output, and in the pool or the snapshots
-    states, within their budgets, and leaves a pool that is only read as it was."""
+    states, within their budgets with all that goes with them, and leaves a pool that is only read as it was."""
     want, copy, batch = oracle(inputs), inputs.fresh(), len(inputs.slots)
     y = bind(copy, storing)(slots_of(copy, storing))().reshape(want.y.shape)
     ratios = {"output": error_ratio(y, want.y, want.y_plain)}
     if storing.update:
-        ratios["state"] = state_error(copy.state, (copy.slots.long(),), want)
-    elif not torch.equal(bits_of(copy.state.data), bits_of(inputs.state.data)):
+        ratios |= {"state": state_error(copy.state, (copy.slots.long(),), want), **carried_errors(copy, want)}
+    elif any(not torch.equal(bits_of(t), bits_of(slotted(inputs.state)[n])) for n, t in slotted(copy.state).items()):
         raise MeasurementError("wrong: it changes states that are only to be read")
     if storing.snapshots is not None:
         for t in range(storing.snapshots.data.shape[1]):

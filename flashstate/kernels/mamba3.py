@@ -546,6 +546,8 @@ def mamba3_step_kernel(
                     store_angles(theta_entry, ends, tile_theta, ANGLES)
         if STORES == "last":
             store_tile(pool, to, tile, s, stored[2], RANK, ROUNDING, CHUNK, VECTOR, TARGET)
+            if TILES > 1:
+                tl.debug_barrier()  # all warps have v of the token before
             if STORES_KV:
                 store_rows(v_ptr + to * v_stride + h * ROWS, offs_d, offs_d < ROWS, to >= 0, v)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from flashstate.laws.registry import LawBroken
 from flashstate.state.faults import check_faults
 from flashstate.state.formats import bits_of
-from flashstate.testing import Expected, Inputs, Pool, encoded, error_ratio, slotted, up_to_turns
+from flashstate.testing import Expected, Inputs, Pool, carried_errors, encoded, error_ratio, slotted
 
 
 def require(condition: bool, message: str) -> None:
@@ -55,11 +55,8 @@ def require_within_budget(what: str, got: Tensor, exact: Tensor, plain: Tensor) 
 def require_states_within_budget(what: str, inputs: Inputs, want: Expected) -> None:
     """Of the states of a batch after a call, and of all that goes with them."""
     require_within_budget(what, inputs.states, want.state, want.state_plain)
-    for name, (exact, plain) in want.carried.items():
-        got = getattr(inputs.state, name)[inputs.slots.long()]
-        if name in inputs.op.angles:
-            got, plain = up_to_turns(got, exact), up_to_turns(plain, exact)
-        require_within_budget(f"{name} of {what}", got, exact, plain)
+    for name, ratio in carried_errors(inputs, want).items():
+        require(ratio <= 1.0, f"{name} of {what} is {ratio:.2f} times its error budget away from float64")
 
 
 def rest_of(inputs: Inputs) -> Tensor:

@@ -18,7 +18,7 @@ from flashstate.testing.mamba3 import (
     REAL_MAMBA3_CASES,
     Mamba3Case,
 )
-from flashstate.testing.oracle import BUDGET, Expected, encoded, error_ratio, oracle, up_to_turns
+from flashstate.testing.oracle import BUDGET, Expected, carried_errors, encoded, error_ratio, oracle, up_to_turns
 
 __all__ = [
     "BUDGET",
@@ -47,6 +47,7 @@ __all__ = [
     "Mamba3Case",
     "Op",
     "Pool",
+    "carried_errors",
     "dtype",
     "encoded",
     "error_ratio",

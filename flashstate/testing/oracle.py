@@ -102,3 +102,14 @@ def error_ratio(got: Tensor, exact: Tensor, plain: Tensor) -> float:
     rms, plain_rms = errors.square().mean().sqrt().item(), plain_errors.square().mean().sqrt().item()
     mean = rms / (BUDGET * max(plain_rms, resolution / math.sqrt(exact.numel())))
     return math.inf if math.isnan(largest) else max(largest, mean)
+
+
+def carried_errors(inputs: Inputs, want: Expected) -> dict[str, float]:
+    """The errors of all that goes with the states of a batch after a call, as fractions of their budgets, by name."""
+    errors = {}
+    for name, (exact, plain) in want.carried.items():
+        got = getattr(inputs.state, name)[inputs.slots.long()]
+        if name in inputs.op.angles:
+            got, plain = up_to_turns(got, exact), up_to_turns(plain, exact)
+        errors[name] = error_ratio(got, exact, plain)
+    return errors
