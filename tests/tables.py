@@ -2,10 +2,10 @@
 
 import json
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import astuple, replace
 from importlib import resources
-from itertools import cycle, islice
+from itertools import count, cycle, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -80,6 +80,19 @@ def risky(mode: Problem, configs: Collection[Config]) -> list[Config]:
     """Those that may spill: configs with a limit of registers, and the one with most in a thread."""
     largest = max(configs, key=lambda config: (mode.per_thread(config) * config.together, astuple(config)))
     return sorted({largest, *(config for config in configs if config.registers)}, key=astuple)
+
+
+def risky_by_turns(*ops: str, calls: Callable[[Problem], Collection[T]]) -> list[Any]:
+    """Of every mode of these ops a config that may spill with one of its calls, to parametrize a test. Where there are
+    several such pairs modes take turns: all of them take long to compile."""
+    found, turns = [], count()
+    for mode, configs, name in ((*mode.values, mode.id) for op in ops for mode in modes_of(op)):
+        pairs = by_turns(risky(mode, configs), calls(mode))
+        config, call = pairs[next(turns) % len(pairs) if len(pairs) > 1 else 0]
+        found.append((mode, config, call, name))
+    assert {call for *_, call, _ in found} == {call for mode, *_ in found for call in calls(mode)}
+    assert {config.registers > 0 for _, config, *_ in found} == {False, True}
+    return [pytest.param(*mode, id=name) for *mode, name in found]
 
 
 def by_turns(configs: Collection[S], calls: Collection[T]) -> list[tuple[S, T]]:

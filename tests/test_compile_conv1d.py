@@ -47,14 +47,24 @@ def accesses(kernel: Any) -> set[int]:
     return {int(n or 1) * int(bits) // 8 for n, bits in found}
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+ACCESSED = [SHAPE, SEVERAL, replace(SHAPE, window="float32"), replace(SEVERAL, packed=True)]
+
+
 @pytest.mark.parametrize(
-    "case", [SHAPE, SEVERAL, replace(SHAPE, window="float32"), replace(SEVERAL, packed=True)], ids=str
+    ("architecture", "case"),
+    [
+        (architecture, case)
+        for i, architecture in enumerate(ARCHITECTURES)
+        for j, case in enumerate(ACCESSED)
+        if architecture == 90 or (i + j) % 2 == 0
+    ],
+    ids=str,
 )
 def test_windows_are_accessed_widely_where_channels_are_neighbours(
     architecture: int | str, case: ConvCase, tmp_path: Path
 ) -> None:
-    """The four channels of a thread at once, or 16 bytes of them."""
+    """The four channels of a thread at once, or 16 bytes of them. All on the GPU that has a table; on others half of
+    them, by turns."""
     kernel = compiled(case, architecture)
     assert spilled_bytes(kernel, tmp_path) == 0
     if isinstance(architecture, int):
@@ -103,8 +113,10 @@ FORMS: dict[str, tuple[ConvCase, Call]] = {
 }
 
 
-@pytest.mark.parametrize("architecture", [80, 90, "gfx942"])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("architecture", "form"),
+    [(90, form) for form in FORMS] + [(("gfx942", 80)[i % 2], form) for i, form in enumerate(FORMS)],
+)
 def test_every_form_compiles_without_spills(architecture: int | str, form: str, tmp_path: Path) -> None:
     case, call = FORMS[form]
     assert spilled_bytes(compiled(case, architecture, call), tmp_path) == 0
@@ -117,7 +129,7 @@ WAIT, LET = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
 @pytest.mark.parametrize("architecture", [80, 89, 90, 100, 120])
 def test_only_gpus_that_can_let_the_next_kernel_start_early(architecture: int) -> None:
     can = architecture >= 90
-    for case in (SHAPE, STATES):
+    for case in (SHAPE, STATES) if architecture in (89, 90) else (SHAPE,):
         ordinary, starts_early = (compiled(case, architecture, call).asm["ptx"] for call in (plain, early))
         assert WAIT not in ordinary
         assert (WAIT in starts_early) == can
