@@ -14,9 +14,9 @@ from flashstate.launch import Config, override, valid_configs
 from flashstate.launch.config import mode_key, table_key
 from flashstate.launch.table import load_table
 from flashstate.laws.require import require_equal_bytes, require_equal_states, rest_of, restore
-from flashstate.reference.mamba3 import moved_on
+from flashstate.reference.mamba3 import Memory, Parameters, mamba3_token, moved_on
 from flashstate.state.formats import bits_of
-from flashstate.testing import Inputs, Mamba3Case, interpreted, make_inputs, slotted, up_to_turns
+from flashstate.testing import Inputs, Mamba3Case, error_ratio, interpreted, make_inputs, slotted, up_to_turns
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
@@ -333,3 +333,62 @@ def test_launches_on_equal_inputs_give_equal_bytes(
                 pairs = [(out, want), *((t, slotted(first.state)[name]) for name, t in slotted(again.state).items())]
                 differs += sum((bits_of(got) != bits_of(wanted)).sum() for got, wanted in pairs)
     assert int(differs) == 0
+
+
+# Tokens and their slots
+
+
+def test_one_token_on_an_axis_of_its_own_is_stored_where_its_table_says(device: torch.device) -> None:
+    inputs = make_inputs(replace(TINY, batch=3, tokens=1), device)
+    write = torch.tensor([[30], [-1], [32]], device=device)
+    rest = torch.tensor([31, 33], device=device)
+    inputs.slots.copy_(torch.tensor([1, 2, 3]))
+    moved, in_place = inputs.fresh(), inputs.fresh()
+    y, want = moved.step(slots=moved.at(write=write)), in_place.step()
+    require_equal_bytes("output", y, want)
+    read = inputs.slots.long()
+    require_equal_states("written slots", moved.state, in_place.state, write[[0, 2], 0], read[[0, 2]])
+    require_equal_states("read slots", moved.state, inputs.state, read)
+    require_equal_states("other slots", moved.state, inputs.state, rest)
+
+
+def test_tokens_past_the_table_of_a_packed_row_are_not_stored(device: torch.device) -> None:
+    """A row of three tokens where there is room for two; the entry behind is that of the next row, which has none."""
+    inputs = make_inputs(replace(TINY, batch=3, tokens=0), device)
+    inputs = replace(inputs, slots=inputs.slots[:2].copy_(torch.tensor([0, 1])), lengths=[3, 0])
+    write = torch.tensor([[20, 21], [22, 23]], device=device)
+    run = inputs.fresh()
+    run.step(slots=run.at(write=write, max_len=2))
+    untouched = torch.tensor([0, 1, 22, 23], device=device)
+    require_equal_states("slots of no token", run.state, inputs.state, untouched)
+    for tensor, before in zip(slotted(run.state).values(), slotted(inputs.state).values(), strict=True):
+        assert not torch.equal(bits_of(tensor)[20:22], bits_of(before)[20:22])
+
+
+# Many tokens
+
+DECAY, CALLS = 1e-3, 16
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rank", [1, 4])
+def test_a_float32_state_is_as_good_after_thousands_of_tokens(rank: int) -> None:
+    """Decays are so slow that errors of one sign would add up: tensor cores round towards zero."""
+    case = Mamba3Case(1, 2, 1, 16, 16, rank, angles=0, x="bfloat16", bc="bfloat16", kv="bfloat16", tokens=256, slots=1)
+    inputs = make_inputs(case, CPU)
+    inputs.arguments["A"].fill_(-DECAY)
+    inputs.arguments["dt"].fill_(1.0)
+    shared = Parameters(*(inputs.options.get(name) for name in ("Wx", "Wz", "Wo", "D")), None, None, "none", False)
+    names = ("x", "A", "dt", "trap", "B", "C")
+    after = []
+    for number in (torch.float64, torch.float32):
+        memory = Memory(inputs.states.to(number), inputs.state.k, inputs.state.v, None)
+        for t in range(CALLS * case.tokens):
+            token = {name: inputs.arguments[name][:, t % case.tokens] for name in names}
+            _, memory = mamba3_token(memory, **token, z=None, angle=None, parameters=shared)
+        after.append(memory.s)
+    on_gpu = make_inputs(case, CUDA)
+    given = {name: tensor.to(CUDA) for name, tensor in inputs.arguments.items()}
+    for _ in range(CALLS):
+        on_gpu.step(**given)
+    assert error_ratio(on_gpu.states.cpu(), *after) <= 1

@@ -102,6 +102,7 @@ PEERS = {"mamba_ssm": Peer("mamba_ssm.ops.cute.mamba3.mamba3_step_fn", ("mamba3_
 VARIANTS = {
     "turned": Variant(bind_flashstate, turned, fresh=True),
     "rank 1": Variant(bind_flashstate, of_rank_one, fresh=True),
+    "rank 1, turned": Variant(bind_flashstate, lambda job: turned(of_rank_one(job)), fresh=True),
 }
 MAMBA3 = BenchedOp(
     "mamba3", bind_flashstate, case_of, (GRID,), PEERS, HOST_CASE, VARIANTS,

@@ -45,6 +45,8 @@ LN2_LOW = tl.constexpr(-0.00021219444005469057)
 TURN = tl.constexpr(6.283185307179586)
 TURN_HIGH = tl.constexpr(6.28125)  # eight bits of it, so that products with whole turns are exact, and
 TURN_LOW = tl.constexpr(0.0019353071795864769)
+PI_HIGH = tl.constexpr(3.140625)  # halves of these: with float32's π angles would drift
+PI_LOW = tl.constexpr(0.00096765358979323845)
 LARGEST_ANGLE = tl.constexpr(6.2831849)  # the last float32 below a turn
 
 

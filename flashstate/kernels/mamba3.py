@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from flashstate.kernels.addressing import this_program, token_entry, zero_unused
-from flashstate.kernels.functions import cos_and_sin, sigmoid, silu, tanh, wrapped
+from flashstate.kernels.functions import PI_HIGH, PI_LOW, cos_and_sin, sigmoid, silu, tanh, wrapped
 from flashstate.kernels.ptx import prefetch_ptx
 from flashstate.kernels.slots import resolve_read, resolve_write, token_range
 from flashstate.kernels.state_io import (
@@ -34,15 +34,15 @@ from flashstate.kernels.tensor_cores import (
     dot_terms,
     halved,
     in_rows,
+    multiply,
     operand_of_chunks,
+    sum_columns,
     terms_of,
     transposed,
 )
 from flashstate.kernels.tiles import STAGES, dot_rows, load_rows, store_rows
 
 HINT = tl.constexpr("streaming")
-PI_HIGH = tl.constexpr(3.140625)  # eight bits of π, and
-PI_LOW = tl.constexpr(0.0009676535897931)  # the rest: float32's π would make angles drift
 
 
 @triton.jit
@@ -307,6 +307,18 @@ def step_chunks(s, v, x, z, factors, vectors, weights, D, PER_COLUMNS: tl.conste
 
 
 @triton.jit
+def plus_products(s, u, vectors, TERMS: tl.constexpr):
+    """s + u vectors. Tensor cores round sums towards zero: a state of more than 16 bits would lose by every token. So
+    their sum is added to it; a product of zeros has brought it where they have theirs."""
+    if TERMS < 3:
+        return add_products(s, u, vectors)
+    else:
+        nothing = tl.zeros([s.shape[0] * s.shape[1], 16], tl.bfloat16)
+        there = multiply(nothing, tl.zeros([16, s.shape[2]], tl.bfloat16), s)
+        return there + add_products(tl.zeros(s.shape, tl.float32), u, vectors)
+
+
+@triton.jit
 def step_operand(
     s, v, x, z, factors, vectors, weights, D, GATED: tl.constexpr, TERMS: tl.constexpr, OUT_TERMS: tl.constexpr,
     TARGET: tl.constexpr,
@@ -321,7 +333,7 @@ def step_operand(
     y = tl.zeros([s[0].shape[0], s[0].shape[1], Wx.shape[1]], tl.float32)
     after = ()
     for i in tl.static_range(len(s)):
-        after = after + (add_products(s[i] * alpha, u, both[i]),)
+        after = after + (plus_products(s[i] * alpha, u, both[i], TERMS),)
         y = dot_terms(terms_of(after[i], OUT_TERMS, TARGET), across[i], y)
     gate = Wo
     if GATED:
@@ -341,7 +353,7 @@ def step_tile(
     else:
         s, y = step_operand(s, v, x, z, factors, vectors, weights, D, GATED, TERMS, OUT_TERMS, TARGET)
         if SUMMED:
-            y = tl.sum(y, 1)
+            y = tl.sum(y, 1) if OUT_TERMS > 0 else sum_columns(y)
     offsets, shown = offs_d, offs_d < ROWS
     if not SUMMED:
         offsets = offs_d[:, None] + r.to(tl.int64)[None, :] * out_r
@@ -376,7 +388,8 @@ ARGUMENTS = [
     "slot_stride", "scale_stride", "k_stride", "v_stride", "theta_stride",
     "x_b", "x_t", "x_h", "A_b", "A_t", "A_h", "dt_b", "dt_t", "dt_h", "trap_b", "trap_t", "trap_h", "z_b", "z_t", "z_h",
     "B_b", "B_t", "B_r", "B_g", "C_b", "C_t", "C_r", "C_g", "angle_b", "angle_t", "angle_h",
-    "out_b", "out_t", "out_r", "out_h", "read_stride", "read_width", "write_stride", "tokens", "num_slots", "null",
+    "out_b", "out_t", "out_r", "out_h", "read_stride", "read_width", "write_stride", "tokens", "longest",
+    "num_slots", "null",
 ]  # fmt: skip
 
 
@@ -395,6 +408,7 @@ def mamba3_step_kernel(
     angle_b, angle_t, angle_h, out_b, out_t, out_r, out_h,
     read_stride, read_width, write_stride,  # of the rows of tables
     tokens,  # length of the token axis
+    longest,  # entries that write has for the tokens of a row
     num_slots, null,
     H: tl.constexpr, HEADS_PER_GROUP: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, RANK: tl.constexpr,
     ANGLES: tl.constexpr,
@@ -525,7 +539,7 @@ def mamba3_step_kernel(
                 v = x.to(v_ptr.dtype.element_ty).to(tl.float32)
                 tile_before = now
                 if STORES == "every":
-                    after = resolve_write(write, b, t, slot, live, num_slots, null, fault_ptr)
+                    after = resolve_write(write, b, t, slot, live & (t < longest), num_slots, null, fault_ptr)
                     bits = random_bits(seed, tile, t, stream, COLS, VECTOR, ROUNDING, ROUNDS)
                     store_tile(pool, after, tile, s, bits, RANK, ROUNDING, CHUNK, VECTOR, TARGET)
                     ends = (after >= 0) & (i == TILES - 1)  # other tiles begin with what was there before

@@ -284,9 +284,9 @@ class HeadProblem(Problem):
         return super().manageable(replace(config, together=1))
 
     def heuristic(self, gpu: Gpu) -> Config:
-        """As few tiles as there can be, of 64 elements in a thread or fewer."""
+        """As few tiles as there can be, of 64 elements in a thread or fewer, and 8 warps at most."""
         lanes = heuristic_lanes(self, gpu)
-        rows = min(64, next_power_of_2(self.rows))
+        rows = max(1, min(64, next_power_of_2(self.rows), 8 * 64 * WARP // self.block_cols))
         warps = min(8, max(1, rows * self.block_cols // (64 * WARP)), max(1, rows * lanes // WARP))
         return Config(max(rows, self.fewest_rows(Config(1, warps, lanes))), warps, lanes, 4)
 
@@ -307,11 +307,12 @@ class RankProblem(TensorCoreProblem):
         return known and config.block_rows in self.row_choices and config.block_rows % (16 * config.num_warps) == 0
 
     def manageable(self, config: Config) -> bool:
-        return self.per_thread(config) <= MOST_UNROLLED
+        return self.per_thread(config) <= MOST_UNROLLED or (config.block_rows, config.num_warps) == (16, 1)
 
     def heuristic(self, gpu: Gpu) -> Config:
-        """As few tiles as there can be."""
-        warps = min(4, max(1, next_power_of_2(self.rows) // 16))
+        """As few tiles as there can be, of 64 rows of 128 columns at most: float32 outputs need the tile in shared
+        memory."""
+        warps = min(4, max(1, next_power_of_2(self.rows) // 16), max(1, 512 // self.block_cols))
         return Config(16 * warps, warps, self.lane_choices[0], 4)
 
 

@@ -289,6 +289,8 @@ def _run(
     axes, packed = extent.token_axes, extent.packed
     vector = access_width(data)
     stores = stores_of(update, write)
+    if extent.one_token and stores == "every":
+        stores = "last"  # which is in the only column of the table
     stored = stored_of(stores, None, extent.one_token)
     kind, op = mamba3_kind(R, angle is not None)
     problem = kind(
@@ -308,7 +310,7 @@ def _run(
         *(stride for t in (B, C) for stride in token_strides(t, axes, packed, 2)),
         *((*token_strides(angle, axes, packed, 0), 0) if shared_angle else token_strides(angle, axes, packed)),
         *(out_strides if len(out_strides) == 4 else (*out_strides[:2], 0, out_strides[2])),
-        *table_shape(read), row_stride(write), extent.num_tokens, num_slots, null,
+        *table_shape(read), row_stride(write), extent.num_tokens, extent.longest, num_slots, null,
     )  # fmt: skip
     constants = {
         "H": H, "HEADS_PER_GROUP": H // B.shape[-2], "ROWS": rows, "COLS": cols, "RANK": R,

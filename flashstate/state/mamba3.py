@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flashstate.errors import check_choice, check_tensor
-from flashstate.state.signature import describe, describe_aligned, fields_of, signature_of
+from flashstate.state.signature import fields_of
 from flashstate.state.slots import Slots
 from flashstate.state.state import State, as_state, check_slots_of, refuse_transposed
 
@@ -64,12 +64,6 @@ class Mamba3State:
     def launches(self) -> dict[Any, Any]:
         """Kernels that were started on these states before, for launch/direct.py."""
         return {}
-
-    @cached_property
-    def signature(self) -> int:
-        """Stands for all that a launch depends on but the addresses and the stream."""
-        angle = describe(self.angle)
-        return signature_of("mamba3", self.ssm.signature, describe_aligned(self.k), describe_aligned(self.v), angle)
 
     __getstate__ = fields_of
 
