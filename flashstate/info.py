@@ -97,7 +97,7 @@ def config_table(jobs: Sequence[Job], gpu: Gpu) -> Table:
         "registers",
         "why",
         title=f"Launch configs of {one.op}, {one.rows} x {one.cols}, {one.format}, {mode_key(one)}, on {where}",
-        caption="rows per tile, warps, lanes per row, tokens together or tiles, most registers (0: no limit)",
+        caption="rows per tile, warps, lanes, tokens together, tiles or how far ahead, most registers (0: no limit)",
         title_justify="left",
         caption_justify="left",
         box=SIMPLE_HEAD,

@@ -115,3 +115,9 @@ ODD = (
 )
 def test_odd_shapes_and_several_tokens_compile(architecture: int | str, case: Mamba3Case) -> None:
     compiled(case, architecture)
+
+
+def test_wide_rows_of_float32_calls_need_no_more_shared_memory_than_gpus_have() -> None:
+    """Their outputs are made without tensor cores, of a tile in shared memory: 99 KB are what the smallest GPU has."""
+    wide = replace(MIMO, heads=2, cols=512, x="float32", bc="float32", kv="float32")
+    assert compiled(wide, 90).metadata.shared <= 99 << 10
