@@ -3,9 +3,12 @@ wrote it."""
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 import torch
+
+import flashstate
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 REASONS = {
@@ -26,6 +29,13 @@ if INTERPRETING:
     from interpreting import spare_the_interpreter
 
     spare_the_interpreter()
+
+
+@pytest.fixture(autouse=True)
+def no_faults_of_another_test() -> None:
+    """A test that lets slots out of range go unnoticed leaves them in the fault flag."""
+    with suppress(IndexError):
+        flashstate.check_faults()
 
 
 @pytest.fixture(autouse=True)
