@@ -198,6 +198,35 @@ def store_kept(ptr, offset, goes, h, k, r, RANK: tl.constexpr, H: tl.constexpr, 
 
 
 @triton.jit
+def store_carried(
+    carried, to, goes, h, k, theta, r, RANK: tl.constexpr, H: tl.constexpr, COLS: tl.constexpr, ANGLES: tl.constexpr,
+    STORES_KV: tl.constexpr,
+):  # fmt: skip
+    """Store what all rows of a head share in slot `to`, if `goes`: k and the angles, as far as a call stores them.
+    carried: their pointers and strides of slots."""
+    k_ptr, k_stride, theta_ptr, theta_stride = carried
+    if STORES_KV:
+        store_kept(k_ptr, to * k_stride, goes, h, k, r, RANK, H, COLS)
+    if theta_ptr is not None:
+        store_angles(theta_ptr + to * theta_stride + h * ANGLES, goes, theta, ANGLES)
+
+
+@triton.jit
+def prefetch_slot(
+    data_ptr, slot_stride, v_ptr, v_stride, carried, slot, exists, h,
+    RANK: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, ANGLES: tl.constexpr,
+    TARGET: tl.constexpr,
+):  # fmt: skip
+    """Ask for what a slot has of head h to come to the L2 cache."""
+    k_ptr, k_stride, theta_ptr, theta_stride = carried
+    prefetch_rows(data_ptr, slot * slot_stride, exists, h, 0, ROWS, ROWS, COLS, TARGET)
+    prefetch_kept(k_ptr + slot * k_stride, exists, h, COLS, RANK, H, TARGET)
+    prefetch_kept(v_ptr + slot * v_stride, exists, h, ROWS, 1, H, TARGET)
+    if theta_ptr is not None:
+        prefetch_kept(theta_ptr + slot * theta_stride, exists, h, ANGLES, 1, H, TARGET)
+
+
+@triton.jit
 def in_chunks(x, CHUNK: tl.constexpr):
     """Matrices side by side, in float32, as chunks of so many columns."""
     chunks = ()
@@ -450,7 +479,7 @@ def mamba3_step_kernel(
     B_at, C_at, angle_at = (B_ptr, B_b, B_t, B_g), (C_ptr, C_b, C_t, C_g), (angle_ptr, angle_b, angle_t, angle_h)
     inputs = (A_at, dt_at, trap_at, B_at, B_r, C_at, C_r, angle_at, bias_B_ptr, bias_C_ptr)
     pool, write = (data_ptr, scale_ptr, slot_stride, scale_stride), (write_ptr, write_stride)
-    weight_ptrs = (Wx_ptr, Wz_ptr, Wo_ptr)
+    weight_ptrs, carried = (Wx_ptr, Wz_ptr, Wo_ptr), (k_ptr, k_stride, theta_ptr, theta_stride)
     first, count = token_range(cu_seqlens_ptr, b, tokens, ONE_TOKEN)
     if AHEAD > 0:
         later = tl.program_id(0) + AHEAD
@@ -468,17 +497,15 @@ def mamba3_step_kernel(
         stored = load_tile(pool, slot, live, tile, drawing, COLS, VECTOR, VECTOR, LAST_ROUNDING, ROUNDS, HINT)
     if AHEAD > 0:
         comes = comes & (later_slot >= 0) & (later_slot < num_slots)
-        prefetch_rows(data_ptr, later_slot * slot_stride, comes, later_h, 0, ROWS, ROWS, COLS, TARGET)
-        prefetch_kept(k_ptr + later_slot * k_stride, comes, later_h, COLS, RANK, H, TARGET)
-        prefetch_kept(v_ptr + later_slot * v_stride, comes, later_h, ROWS, 1, H, TARGET)
-        if PAIRING != "none":
-            prefetch_kept(theta_ptr + later_slot * theta_stride, comes, later_h, ANGLES, 1, H, TARGET)
+        prefetch_slot(
+            data_ptr, slot_stride, v_ptr, v_stride, carried, later_slot, comes, later_h,
+            RANK, H, ROWS, COLS, ANGLES, TARGET,
+        )  # fmt: skip
     kept_entries = k_ptr + slot * k_stride + (r * H + h) * COLS
     before = load_columns(kept_entries, tl.where(live, r < RANK, False), COLS, BLOCK_COLS, IN_HALVES, ALIGNED)
     theta = 0.0
     if PAIRING != "none":
-        theta_entry = theta_ptr + slot * theta_stride + h * ANGLES
-        theta = load_angles(theta_entry, live, ANGLES, BLOCK_COLS)
+        theta = load_angles(theta_ptr + slot * theta_stride + h * ANGLES, live, ANGLES, BLOCK_COLS)
     if TILES == 1:
         offs_d = tl.arange(0, BLOCK_ROWS)
         v = load_rows(v_ptr + slot * v_stride + h * ROWS, offs_d, offs_d < ROWS, live)
@@ -502,10 +529,7 @@ def mamba3_step_kernel(
         vectors = vectors_of(now, before, C, CHUNK, VECTOR, TERMS, OUT_TERMS, TARGET)
         if STORES == "last":
             tl.debug_barrier()  # all warps have k and the angles of the token before
-            if STORES_KV:
-                store_kept(k_ptr, to * k_stride, to >= 0, h, now, r, RANK, H, COLS)
-            if PAIRING != "none":
-                store_angles(theta_ptr + to * theta_stride + h * ANGLES, to >= 0, theta, ANGLES)
+            store_carried(carried, to, to >= 0, h, now, theta, r, RANK, H, COLS, ANGLES, STORES_KV)
 
     for i in tl.range(TILES, num_stages=STAGES):
         if TILES > 1:
@@ -546,18 +570,11 @@ def mamba3_step_kernel(
                     tl.debug_barrier()
                     if STORES_KV:
                         store_rows(v_ptr + after * v_stride + h * ROWS, offs_d, offs_d < ROWS, after >= 0, v)
-                        store_kept(k_ptr, after * k_stride, ends, h, now, r, RANK, H, COLS)
-                    if PAIRING != "none":
-                        theta_entry = theta_ptr + after * theta_stride + h * ANGLES
-                        store_angles(theta_entry, ends, tile_theta, ANGLES)
+                    store_carried(carried, after, ends, h, now, tile_theta, r, RANK, H, COLS, ANGLES, STORES_KV)
             if STORES == "last":
                 ends = (to >= 0) & (i == TILES - 1)
                 tl.debug_barrier()
-                if STORES_KV:
-                    store_kept(k_ptr, to * k_stride, ends, h, tile_before, r, RANK, H, COLS)
-                if PAIRING != "none":
-                    theta_entry = theta_ptr + to * theta_stride + h * ANGLES
-                    store_angles(theta_entry, ends, tile_theta, ANGLES)
+                store_carried(carried, to, ends, h, tile_before, tile_theta, r, RANK, H, COLS, ANGLES, STORES_KV)
         if STORES == "last":
             store_tile(pool, to, tile, s, stored[2], RANK, ROUNDING, CHUNK, VECTOR, TARGET)
             if TILES > 1:
