@@ -26,12 +26,13 @@ from flashstate.kernels.state_io import (
 )
 from flashstate.kernels.stores import store_output
 from flashstate.kernels.tensor_cores import (
+    above,
     add_products,
     as_operand,
     beside,
     by_warps,
     chunks_of_operand,
-    dot_terms,
+    dot_terms_apart,
     halved,
     in_rows,
     multiply,
@@ -40,7 +41,7 @@ from flashstate.kernels.tensor_cores import (
     terms_of,
     transposed,
 )
-from flashstate.kernels.tiles import STAGES, dot_rows, load_rows, store_rows
+from flashstate.kernels.tiles import STAGES, dot_rows, load_rows, minus_zero, store_rows, widened
 
 HINT = tl.constexpr("streaming")
 
@@ -65,39 +66,29 @@ def store_angles(entry, goes, theta, ANGLES: tl.constexpr):
 
 
 @triton.jit
-def load_matrix(entries, exists, COLS: tl.constexpr, BLOCK_COLS: tl.constexpr, ALIGNED: tl.constexpr):
-    """The columns at every entry, (entries, BLOCK_COLS); zero for what does not exist."""
-    if ALIGNED:
-        entries = tl.multiple_of(entries, 16)
-    cols = tl.arange(0, BLOCK_COLS)
-    return tl.load(entries[:, None] + cols[None, :], mask=exists[:, None] & (cols < COLS)[None, :], other=0.0)
-
-
-@triton.jit
-def load_columns(
-    entries, exists, COLS: tl.constexpr, BLOCK_COLS: tl.constexpr, IN_HALVES: tl.constexpr, ALIGNED: tl.constexpr
-):  # fmt: skip
-    """A matrix of all columns, or one of each half of them."""
-    if IN_HALVES:
-        half: tl.constexpr = COLS // 2
-        aligned: tl.constexpr = ALIGNED and half * entries.dtype.element_ty.primitive_bitwidth % 128 == 0
-        first = load_matrix(entries, exists, half, BLOCK_COLS // 2, ALIGNED)
-        return first, load_matrix(entries + half, exists, half, BLOCK_COLS // 2, aligned)
-    else:
-        return (load_matrix(entries, exists, COLS, BLOCK_COLS, ALIGNED),)
+def load_columns(entries, exists, COLS: tl.constexpr, BLOCK_COLS: tl.constexpr, IN_HALVES: tl.constexpr):
+    """The columns at every entry, (entries, BLOCK_COLS), zero for what does not exist; or those of each half of them,
+    in half as many. Wider accesses, where alignment allows them, are slower: what they bring moves between threads."""
+    parts: tl.constexpr = 2 if IN_HALVES else 1
+    values = ()
+    for i in tl.static_range(parts):
+        cols = tl.arange(0, BLOCK_COLS // parts)
+        here = entries[:, None] + (i * (COLS // parts) + cols)[None, :]
+        values = values + (tl.load(here, mask=exists[:, None] & (cols < COLS // parts)[None, :], other=0.0),)
+    return values
 
 
 @triton.jit
 def load_vectors(
     tensor, stride_r, bias_ptr, b, t, h, g, r, exists, H: tl.constexpr, COLS: tl.constexpr, BLOCK_COLS: tl.constexpr,
-    PAIRING: tl.constexpr, ALIGNED: tl.constexpr,
+    PAIRING: tl.constexpr,
 ):  # fmt: skip
     """B or C of token t for these ranks, and its bias, each as load_columns gives it; an empty tuple for no bias."""
     entries = token_entry(tensor, b, t, g, 1) + r.to(tl.int64) * stride_r
-    values = load_columns(entries, exists, COLS, BLOCK_COLS, PAIRING == "halved", ALIGNED)
+    values = load_columns(entries, exists, COLS, BLOCK_COLS, PAIRING == "halved")
     bias = ()
     if bias_ptr is not None:
-        bias = load_columns(bias_ptr + (r * H + h) * COLS, exists, COLS, BLOCK_COLS, PAIRING == "halved", ALIGNED)
+        bias = load_columns(bias_ptr + (r * H + h) * COLS, exists, COLS, BLOCK_COLS, PAIRING == "halved")
     return values, bias
 
 
@@ -138,14 +129,14 @@ def turn(first, second, cos, sin):
 @triton.jit
 def load_token(
     inputs, b, t, h, g, r, exists, ANGLES: tl.constexpr, H: tl.constexpr, COLS: tl.constexpr, BLOCK_COLS: tl.constexpr,
-    PAIRING: tl.constexpr, ALIGNED: tl.constexpr,
+    PAIRING: tl.constexpr,
 ):  # fmt: skip
     """What token t brings to every row of a head: A, dt and trap, B and C, and angles. r: the rank of every row of B;
     exists: whether there is one, and whether C has it there."""
     A_at, dt_at, trap_at, B_at, B_r, C_at, C_r, angle_at, bias_B_ptr, bias_C_ptr = inputs
     gates = load_gate(A_at, b, t, h), load_gate(dt_at, b, t, h), load_gate(trap_at, b, t, h)
-    B = load_vectors(B_at, B_r, bias_B_ptr, b, t, h, g, r, exists[0], H, COLS, BLOCK_COLS, PAIRING, ALIGNED)
-    C = load_vectors(C_at, C_r, bias_C_ptr, b, t, h, g, r, exists[1], H, COLS, BLOCK_COLS, PAIRING, ALIGNED)
+    B = load_vectors(B_at, B_r, bias_B_ptr, b, t, h, g, r, exists[0], H, COLS, BLOCK_COLS, PAIRING)
+    C = load_vectors(C_at, C_r, bias_C_ptr, b, t, h, g, r, exists[1], H, COLS, BLOCK_COLS, PAIRING)
     angle = 0.0
     if PAIRING != "none":
         angle = load_angles(token_entry(angle_at, b, t, h, 1), True, ANGLES, BLOCK_COLS)
@@ -227,11 +218,11 @@ def prefetch_slot(
 
 
 @triton.jit
-def in_chunks(x, CHUNK: tl.constexpr):
+def in_chunks(x, CHUNK: tl.constexpr, TARGET: tl.constexpr):
     """Matrices side by side, in float32, as chunks of so many columns."""
     chunks = ()
     for i in tl.static_range(len(x)):
-        chunks = chunks + halved(x[i].to(tl.float32), CHUNK)
+        chunks = chunks + halved(widened(x[i], TARGET), CHUNK)
     return chunks
 
 
@@ -244,7 +235,7 @@ def vectors_of(
     them. Of others terms of B of the token above that of the token before, and terms of C (columns, ranks), columns in
     the order of operands; of each half of the columns, if they come in halves."""
     if now[0].shape[0] == 1:
-        return in_chunks(now, CHUNK), in_chunks(before, CHUNK), in_chunks(C, CHUNK)
+        return in_chunks(now, CHUNK, TARGET), in_chunks(before, CHUNK, TARGET), in_chunks(C, CHUNK, TARGET)
     else:
         upper = (tl.arange(0, now[0].shape[0]) < now[0].shape[0] // 2)[:, None]
         both, across = (), ()
@@ -284,12 +275,12 @@ def load_row_weights(
 
 
 @triton.jit
-def load_row_inputs(x_at, z_at, b, t, h, offs_d, ROWS: tl.constexpr, ALIGNMENT: tl.constexpr):
+def load_row_inputs(x_at, z_at, b, t, h, offs_d, ROWS: tl.constexpr):
     """x and z of token t for these rows."""
-    x = load_rows(token_entry(x_at, b, t, h, ALIGNMENT), offs_d, offs_d < ROWS, True)
+    x = load_rows(token_entry(x_at, b, t, h, 1), offs_d, offs_d < ROWS, True)
     z = x
     if z_at[0] is not None:
-        z = load_rows(token_entry(z_at, b, t, h, ALIGNMENT), offs_d, offs_d < ROWS, True)
+        z = load_rows(token_entry(z_at, b, t, h, 1), offs_d, offs_d < ROWS, True)
     return x, z
 
 
@@ -336,21 +327,24 @@ def step_chunks(s, v, x, z, factors, vectors, weights, D, PER_COLUMNS: tl.conste
 
 
 @triton.jit
-def plus_products(s, u, vectors, TERMS: tl.constexpr):
-    """s + u vectors. Tensor cores round sums towards zero: a state of more than 16 bits would lose by every token. So
-    their sum is added to it; a product of zeros has brought it where they have theirs."""
+def scaled_plus_products(s, alpha, u, vectors, TERMS: tl.constexpr, PAIRING: tl.constexpr):
+    """s alpha + u vectors. Tensor cores round sums towards zero: a state of more than 16 bits would lose by every
+    token. So their sum is added to it, once a product with zeros has brought it where they have theirs."""
     if TERMS < 3:
-        return add_products(s, u, vectors)
+        return add_products(s * alpha, u, vectors)
     else:
-        nothing = tl.zeros([s.shape[0] * s.shape[1], 16], tl.bfloat16)
-        there = multiply(nothing, tl.zeros([16, s.shape[2]], tl.bfloat16), s)
-        return there + add_products(tl.zeros(s.shape, tl.float32), u, vectors)
+        if PAIRING == "none":  # vectors come as they are, early: other loads do not wait for the state's then
+            operand = vectors[0] if vectors[0].shape[0] >= 16 else above(vectors[0], vectors[0])
+        else:
+            operand = tl.zeros([16, s.shape[2]], vectors[0].dtype)
+        nothing = tl.zeros([s.shape[0] * s.shape[1], operand.shape[0]], operand.dtype)
+        return tl.fma(multiply(nothing, operand, s), alpha, add_products(tl.zeros(s.shape, tl.float32), u, vectors))
 
 
 @triton.jit
 def step_operand(
-    s, v, x, z, factors, vectors, weights, D, GATED: tl.constexpr, TERMS: tl.constexpr, OUT_TERMS: tl.constexpr,
-    TARGET: tl.constexpr,
+    s, v, x, z, factors, vectors, weights, D, PAIRING: tl.constexpr, GATED: tl.constexpr, TERMS: tl.constexpr,
+    OUT_TERMS: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """A tile of higher rank through a token, and the output of its rows for every rank, (rows, ranks)."""
     alpha, beta, gamma = factors
@@ -360,10 +354,12 @@ def step_operand(
     u = Wx * tl.where(now, (gamma * x)[:, None], (beta * v)[:, None])  # (rows, ranks of both tokens)
     u = terms_of(u, TERMS, TARGET)
     y = tl.zeros([s[0].shape[0], s[0].shape[1], Wx.shape[1]], tl.float32)
+    rest = y + minus_zero()  # a sum that began with zero would be appended to the other
     after = ()
     for i in tl.static_range(len(s)):
-        after = after + (plus_products(s[i] * alpha, u, both[i], TERMS),)
-        y = dot_terms(terms_of(after[i], OUT_TERMS, TARGET), across[i], y)
+        after = after + (scaled_plus_products(s[i], alpha, u, both[i], TERMS, PAIRING),)
+        y, rest = dot_terms_apart(terms_of(after[i], OUT_TERMS, TARGET), across[i], y, rest)
+    y += rest
     gate = Wo
     if GATED:
         gate *= silu(z[:, None] * Wz)
@@ -373,21 +369,21 @@ def step_operand(
 @triton.jit
 def step_tile(
     s, v, x, z, factors, vectors, weights, D, out, out_r, b, t, h, offs_d, r, live,
-    RANK: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr, SUMMED: tl.constexpr, PADDING: tl.constexpr,
-    TERMS: tl.constexpr, OUT_TERMS: tl.constexpr, ALIGNMENT: tl.constexpr, VECTOR: tl.constexpr, TARGET: tl.constexpr,
+    RANK: tl.constexpr, ROWS: tl.constexpr, PAIRING: tl.constexpr, GATED: tl.constexpr, SUMMED: tl.constexpr,
+    PADDING: tl.constexpr, TERMS: tl.constexpr, OUT_TERMS: tl.constexpr, VECTOR: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """A tile through token t, whose output is stored. SUMMED: whether that is the sum of all ranks'."""
     if RANK == 1:
         s, y = step_chunks(s, v, x, z, factors, vectors, weights, D, VECTOR, GATED)
     else:
-        s, y = step_operand(s, v, x, z, factors, vectors, weights, D, GATED, TERMS, OUT_TERMS, TARGET)
+        s, y = step_operand(s, v, x, z, factors, vectors, weights, D, PAIRING, GATED, TERMS, OUT_TERMS, TARGET)
         if SUMMED:
             y = tl.sum(y, 1) if OUT_TERMS > 0 else sum_columns(y)
     offsets, shown = offs_d, offs_d < ROWS
     if not SUMMED:
         offsets = offs_d[:, None] + r.to(tl.int64)[None, :] * out_r
         shown = (offs_d < ROWS)[:, None] & (tl.arange(0, r.shape[0]) < RANK)[None, :]
-    store_output(out, b, t, h, offsets, shown, y, True, True, live, PADDING, ALIGNMENT)
+    store_output(out, b, t, h, offsets, shown, y, True, True, live, PADDING, 1)
     return s
 
 
@@ -409,7 +405,7 @@ def store_tile(
     )  # fmt: skip
 
 
-# Every argument: what a compiler may assume about alignment is said by VECTOR and ALIGNED alone.
+# Every argument: what a compiler may assume about alignment is said by VECTOR alone.
 ARGUMENTS = [
     "data_ptr", "k_ptr", "v_ptr", "theta_ptr", "x_ptr", "A_ptr", "dt_ptr", "trap_ptr", "B_ptr", "C_ptr", "out_ptr",
     "z_ptr", "angle_ptr", "Wx_ptr", "Wz_ptr", "Wo_ptr", "D_ptr", "bias_B_ptr", "bias_C_ptr", "scale_ptr", "seed_ptr",
@@ -442,7 +438,6 @@ def mamba3_step_kernel(
     H: tl.constexpr, HEADS_PER_GROUP: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, RANK: tl.constexpr,
     ANGLES: tl.constexpr,
     VECTOR: tl.constexpr,  # elements per access of the state
-    ALIGNED: tl.constexpr,  # every row of x, B, C, z, out, k, v and of the biases starts at a multiple of 16 bytes
     PAIRING: tl.constexpr,  # of columns that are turned: "interleaved", "halved", or "none"
     TRAP_LOGIT: tl.constexpr, ONE_TOKEN: tl.constexpr,
     STORES: tl.constexpr,  # after which tokens the pool is written: "last", "every" or "none"
@@ -469,7 +464,6 @@ def mamba3_step_kernel(
     # Pairs of columns that are far from each other come in halves, if the chunks of a tile are of one half each.
     IN_HALVES: tl.constexpr = PAIRING == "halved" and COLS == BLOCK_COLS and 2 * CHUNK <= COLS
     LAST_ROUNDING: tl.constexpr = ROUNDING if STORES == "last" else "nearest"
-    alignment: tl.constexpr = 16 if ALIGNED else 1
     column = tl.arange(0, ROOM)
     r = column % max(1, ROOM // 2)
     exists = (column < RANK if ONE_TOKEN else r < RANK, column < RANK)
@@ -502,7 +496,7 @@ def mamba3_step_kernel(
             RANK, H, ROWS, COLS, ANGLES, TARGET,
         )  # fmt: skip
     kept_entries = k_ptr + slot * k_stride + (r * H + h) * COLS
-    before = load_columns(kept_entries, tl.where(live, r < RANK, False), COLS, BLOCK_COLS, IN_HALVES, ALIGNED)
+    before = load_columns(kept_entries, tl.where(live, r < RANK, False), COLS, BLOCK_COLS, IN_HALVES)
     theta = 0.0
     if PAIRING != "none":
         theta = load_angles(theta_ptr + slot * theta_stride + h * ANGLES, live, ANGLES, BLOCK_COLS)
@@ -512,12 +506,12 @@ def mamba3_step_kernel(
         tl.debug_barrier()  # else a compiler puts what waits for the weights in front of the state's loads
         weights = load_row_weights(weight_ptrs, offs_d, r, h, RANK, H, ROWS, GATED)
         if ONE_TOKEN:
-            x, z = load_row_inputs(x_at, z_at, b, first, h, offs_d, ROWS, alignment)
+            x, z = load_row_inputs(x_at, z_at, b, first, h, offs_d, ROWS)
     D = 0.0
     if D_ptr is not None:
         D = tl.load(D_ptr + h).to(tl.float32)
     if ONE_TOKEN:
-        token = load_token(inputs, b, first, h, g, r, exists, ANGLES, H, COLS, BLOCK_COLS, PAIRING, ALIGNED)
+        token = load_token(inputs, b, first, h, g, r, exists, ANGLES, H, COLS, BLOCK_COLS, PAIRING)
 
     goes = live if ONE_TOKEN else live & (count > 0)
     to = slot
@@ -539,26 +533,26 @@ def mamba3_step_kernel(
             v = load_rows(v_ptr + slot * v_stride + h * ROWS, offs_d, offs_d < ROWS, live)
             weights = load_row_weights(weight_ptrs, offs_d, r, h, RANK, H, ROWS, GATED)
             if ONE_TOKEN:
-                x, z = load_row_inputs(x_at, z_at, b, first, h, offs_d, ROWS, alignment)
+                x, z = load_row_inputs(x_at, z_at, b, first, h, offs_d, ROWS)
         s = tile_of(stored, live, dtype, RANK, 2 if IN_HALVES else 1, WARPS, VECTOR, PADDING, TARGET)
         if ONE_TOKEN:
             s = step_tile(
                 s, v, x, z, factors, vectors, weights, D, out, out_r, b, first, h, offs_d, r, live,
-                RANK, ROWS, GATED, SUMMED, PADDING, TERMS, OUT_TERMS, alignment, VECTOR, TARGET,
+                RANK, ROWS, PAIRING, GATED, SUMMED, PADDING, TERMS, OUT_TERMS, VECTOR, TARGET,
             )  # fmt: skip
             v = x
         else:
             tile_theta, tile_before = theta, before
             for t in range(0, count):
-                token = load_token(inputs, b, first + t, h, g, r, exists, ANGLES, H, COLS, BLOCK_COLS, PAIRING, ALIGNED)
-                x, z = load_row_inputs(x_at, z_at, b, first + t, h, offs_d, ROWS, alignment)
+                token = load_token(inputs, b, first + t, h, g, r, exists, ANGLES, H, COLS, BLOCK_COLS, PAIRING)
+                x, z = load_row_inputs(x_at, z_at, b, first + t, h, offs_d, ROWS)
                 factors, tile_theta, now, C = prepare_token(
                     token, tile_theta, kept_dtype, COLS, PAIRING, IN_HALVES, TRAP_LOGIT
                 )
                 vectors = vectors_of(now, tile_before, C, CHUNK, VECTOR, TERMS, OUT_TERMS, TARGET)
                 s = step_tile(
                     s, v, x, z, factors, vectors, weights, D, out, out_r, b, first + t, h, offs_d, r, live,
-                    RANK, ROWS, GATED, SUMMED, PADDING, TERMS, OUT_TERMS, alignment, VECTOR, TARGET,
+                    RANK, ROWS, PAIRING, GATED, SUMMED, PADDING, TERMS, OUT_TERMS, VECTOR, TARGET,
                 )  # fmt: skip
                 v = x.to(v_ptr.dtype.element_ty).to(tl.float32)
                 tile_before = now

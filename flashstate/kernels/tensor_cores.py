@@ -71,6 +71,18 @@ def dot_terms(x, y, total):
 
 
 @triton.jit
+def dot_terms_apart(x, y, total, rest):
+    """As dot_terms, in two sums that do not wait for each other: total + the product of the first terms, and rest + all
+    others."""
+    total = multiply(x[0], y[0], total)
+    for j in tl.static_range(len(y)):
+        for i in tl.static_range(len(x)):
+            if i + j > 0 and i + j < max(len(x), len(y)):
+                rest = multiply(x[i], y[j], rest)
+    return total, rest
+
+
+@triton.jit
 def transposed(terms):
     flipped = ()
     for i in tl.static_range(len(terms)):

@@ -26,7 +26,7 @@ from flashstate.launch import (
     suspension,
     uses_kernels,
 )
-from flashstate.launch.arguments import aligned, as_bytes, row_stride, table_shape, token_strides
+from flashstate.launch.arguments import as_bytes, row_stride, table_shape, token_strides
 from flashstate.launch.config import AHEAD
 from flashstate.launch.start import Started
 from flashstate.ops.debug import check_contents, debugging
@@ -36,7 +36,6 @@ from flashstate.ops.tokens import SLOTS_SCHEMA, Tokens, check_slots, check_table
 from flashstate.reference import mamba3 as reference
 from flashstate.state.faults import fault_flag
 from flashstate.state.mamba3 import Mamba3State, Rotary
-from flashstate.state.signature import ACCESS_BYTES
 from flashstate.state.slots import Slots, as_slots
 
 
@@ -155,8 +154,7 @@ def _step_again(
         if state.__class__ is not Mamba3State or not (rotary is None or rotary.__class__ is Rotary):
             return None
         ssm, launches = state.ssm, state.launches
-        x_at, B_at, C_at, out_at = x.data_ptr(), B.data_ptr(), C.data_ptr(), out.data_ptr()
-        tensors, wide = [x, A, dt, trap, B, C], x_at | B_at | C_at | out_at
+        tensors = [x, A, dt, trap, B, C]
         if out is not x:
             tensors.append(out)
         turned = (None, None, None, None) if rotary is None else (
@@ -167,14 +165,12 @@ def _step_again(
         if rotary is not None:
             theta: Any = state.angle
             pointers.append(theta.data_ptr())
-        pointers += [x_at, A.data_ptr(), dt.data_ptr(), trap.data_ptr(), B_at, C_at, out_at]
+        pointers += [tensor.data_ptr() for tensor in (x, A, dt, trap, B, C, out)]
         given = (z, angle, Wx, Wz, Wo, D, bias_B, bias_C)
         for tensor in given:
             if tensor is not None:
                 tensors.append(tensor)
                 pointers.append(tensor.data_ptr())
-                if tensor is z or tensor is bias_B or tensor is bias_C:
-                    wide |= pointers[-1]
         for tensor in (ssm.scale, ssm.seed):
             if tensor is not None:
                 pointers.append(tensor.data_ptr())
@@ -185,7 +181,7 @@ def _step_again(
         if any(flag.__class__ is not bool for flag in flags):
             return None
         present = tuple(tensor is not None for tensor in given)
-        key = (slots_like, present, flags, pairing, out is x, wide % ACCESS_BYTES == 0)
+        key = (slots_like, present, flags, pairing, out is x)
         launch = direct.find(launches, key, tensors)
     except (AttributeError, TypeError, RuntimeError):  # the last from tensors without memory, such as sparse ones
         return None
@@ -315,7 +311,6 @@ def _run(
     constants = {
         "H": H, "HEADS_PER_GROUP": H // B.shape[-2], "ROWS": rows, "COLS": cols, "RANK": R,
         "ANGLES": 0 if theta is None else theta.shape[2], "VECTOR": vector,
-        "ALIGNED": all(aligned(t) for t in (x, B, C, z, out, k, v, bias_B, bias_C)),
         "PAIRING": pairing, "TRAP_LOGIT": trap_logit, "ONE_TOKEN": extent.one_token,
         "STORES": stores, "STORES_KV": update_kv, "PADDING": padding, "ROUNDING": rounding, "ROUNDS": rounds,
         "TARGET": kernel_target(data.device),
