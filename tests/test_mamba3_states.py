@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -301,6 +302,19 @@ def case_of(key: str, mode: str, size: int) -> Mamba3Case:
     return case
 
 
+def in_tiles() -> dict[str, tuple[Mamba3Case, Config]]:
+    """Cases that programs step tile by tile: the last one overwrites what all of them read."""
+    found = {}
+    for rank, angles, tokens in product((4, 1), (0, 32), (0, 3)):
+        case = replace(REAL, batch=16, rank=rank, angles=angles, tokens=tokens, slots=64)
+        form = f"rank {rank}{' turned' if angles else ''}, {tokens or 1} tokens"
+        found[f"two tiles, {form}"] = case, Config(32, 2, 4, 4)
+    return found
+
+
+RACES = {**measured(), **in_tiles()}
+
+
 @contextmanager
 def busy() -> Iterator[None]:
     """The GPU multiplies matrices meanwhile, on a stream of its own."""
@@ -313,19 +327,15 @@ def busy() -> Iterator[None]:
     torch.cuda.synchronize()
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("around", [nullcontext, busy], ids=["idle", "busy"])
-@pytest.mark.parametrize("where", measured())
-def test_launches_on_equal_inputs_give_equal_bytes(
-    where: str, around: Callable[[], AbstractContextManager[None]]
+def require_equal_launches(
+    inputs: Inputs, config: Config, around: Callable[[], AbstractContextManager[None]], **fields: Tensor
 ) -> None:
-    case, config = measured()[where]
-    inputs = make_inputs(case, CUDA)
+    """Step the same inputs again and again, with these fields of Slots."""
     first, again = inputs.fresh(), inputs.fresh()
     differs = torch.zeros((), dtype=torch.int64, device=CUDA)
     with override(config):
-        want = first.step()
-        out, step = torch.empty_like(want), partial(again.step, slots=again.at())
+        want = first.step(slots=first.at(**fields))
+        out, step = torch.empty_like(want), partial(again.step, slots=again.at(**fields))
         with around():
             for _ in range(LAUNCHES):
                 restore(again.state, inputs.state)
@@ -333,6 +343,27 @@ def test_launches_on_equal_inputs_give_equal_bytes(
                 pairs = [(out, want), *((t, slotted(first.state)[name]) for name, t in slotted(again.state).items())]
                 differs += sum((bits_of(got) != bits_of(wanted)).sum() for got, wanted in pairs)
     assert int(differs) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("around", [nullcontext, busy], ids=["idle", "busy"])
+@pytest.mark.parametrize("where", RACES)
+def test_launches_on_equal_inputs_give_equal_bytes(
+    where: str, around: Callable[[], AbstractContextManager[None]]
+) -> None:
+    case, config = RACES[where]
+    require_equal_launches(make_inputs(case, CUDA), config, around)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("where", [name for name, (case, _) in RACES.items() if case.tokens])
+def test_launches_that_store_every_token_give_equal_bytes(where: str) -> None:
+    """Of the first token in the slot that was read."""
+    case, config = RACES[where]
+    inputs = make_inputs(case, CUDA)
+    others = rest_of(inputs)[: case.batch * (case.tokens - 1)]
+    write = torch.cat([inputs.slots[:, None], others.view(case.batch, -1).to(inputs.slots)], 1)
+    require_equal_launches(inputs, config, nullcontext, write=write)
 
 
 # Tokens and their slots
