@@ -88,6 +88,13 @@ def test_rank_one_needs_no_tensor_cores() -> None:
     assert "mma.sync" not in compiled(SISO, 90).asm["ptx"]
 
 
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "int8"])
+def test_threads_step_the_rows_that_they_load(name: str) -> None:
+    """Else tiles go through shared memory, with 28 barriers or more; the vectors of a token do, with ten."""
+    barriers = re.findall(r"\bbar\.sync\b", compiled(replace(SISO, format=name), 90).asm["ptx"])
+    assert len(barriers) <= 12
+
+
 def test_states_of_a_later_program_are_asked_for() -> None:
     config = Config(64, 4, 4, 4)
     assert "prefetch.global.L2" in compiled(MIMO, 90, config).asm["ptx"]

@@ -280,14 +280,20 @@ class HeadProblem(Problem):
     def register_choices(self) -> tuple[int, ...]:
         return self.limits if torch.version.hip is None else self.limits[:1]
 
+    def lanes_of(self, warps: int) -> list[int]:
+        """How many threads may share a row of a tile that so many warps have. A chunk with a column for every thread
+        makes the compiler give threads other rows than those they load: twice the instructions, or five times."""
+        return [lanes for lanes in self.lane_choices if self.chunk(lanes) < warps * WARP] or self.lane_choices[:1]
+
     def manageable(self, config: Config) -> bool:
-        return super().manageable(replace(config, together=1))
+        return config.lanes in self.lanes_of(config.num_warps) and super().manageable(replace(config, together=1))
 
     def heuristic(self, gpu: Gpu) -> Config:
         """As few tiles as there can be, of 64 elements in a thread or fewer, and 8 warps at most."""
-        lanes = heuristic_lanes(self, gpu)
         rows = max(1, min(64, next_power_of_2(self.rows), 8 * 64 * WARP // self.block_cols))
-        warps = min(8, max(1, rows * self.block_cols // (64 * WARP)), max(1, rows * lanes // WARP))
+        warps = min(8, max(1, rows * self.block_cols // (64 * WARP)))
+        lanes = min(heuristic_lanes(self, gpu), self.lanes_of(warps)[-1])
+        warps = min(warps, max(1, rows * lanes // WARP))
         return Config(max(rows, self.fewest_rows(Config(1, warps, lanes))), warps, lanes, 4)
 
 
