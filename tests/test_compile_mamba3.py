@@ -66,7 +66,7 @@ def test_every_format_compiles_with_16_byte_accesses(architecture: int | str, ca
 
 
 @pytest.mark.parametrize("case", FORMS, ids=str)
-@pytest.mark.parametrize("name", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "int8", "float8_e4m3fn"])
 def test_configs_of_the_table_do_not_spill_much(case: Mamba3Case, name: str, tmp_path: Path) -> None:
     """A few registers on the stack were faster than fewer programs at once."""
     case = replace(case, format=name)

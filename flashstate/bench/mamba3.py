@@ -30,9 +30,8 @@ from flashstate.testing import Inputs, Mamba3Case
 COMMON = Mamba3Case(rank=4, angles=0, x="bfloat16", bc="bfloat16", kv="bfloat16")
 HOST_CASE = replace(COMMON, batch=4, heads=16, groups=1, rows=64, cols=128, slots=16)
 SHAPE = Shape(48, 1, 64, 128)
-FLOAT32, BFLOAT16 = ("float32", "nearest"), ("bfloat16", "nearest")
-BATCHES = (1, 4, 16, 64, 256)
-GRID = Grid((SHAPE,), (FLOAT32, BFLOAT16, ("int8", "nearest"), ("float8_e4m3fn", "nearest")), batches=BATCHES)
+FORMATS = tuple((name, "nearest") for name in ("float32", "bfloat16", "int8", "float8_e4m3fn"))
+GRID = Grid((SHAPE,), FORMATS, batches=(1, 4, 16, 64, 256))
 TURNED = ("angle", "bias_B", "bias_C", "pairing")  # what makes a Rotary
 
 
@@ -104,7 +103,4 @@ VARIANTS = {
     "rank 1": Variant(bind_flashstate, of_rank_one, fresh=True),
     "rank 1, turned": Variant(bind_flashstate, lambda job: turned(of_rank_one(job)), fresh=True),
 }
-MAMBA3 = BenchedOp(
-    "mamba3", bind_flashstate, case_of, (GRID,), PEERS, HOST_CASE, VARIANTS,
-    tuned=(Grid((SHAPE,), (FLOAT32, BFLOAT16), batches=BATCHES),),
-)  # fmt: skip
+MAMBA3 = BenchedOp("mamba3", bind_flashstate, case_of, (GRID,), PEERS, HOST_CASE, VARIANTS)
