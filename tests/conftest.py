@@ -1,14 +1,16 @@
-"""Which tests can run in this process, an interpreter that does not repeat itself, and memory that shows when nobody
-wrote it."""
+"""Which tests can run in this process, an interpreter that does not repeat itself, a test on every implementation, and
+memory that shows when nobody wrote it."""
 
 import os
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
+import implementations
 import pytest
 import torch
 
 import flashstate
+from flashstate.testing import interpreted
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 REASONS = {
@@ -29,6 +31,13 @@ if INTERPRETING:
     from interpreting import spare_the_interpreter
 
     spare_the_interpreter()
+
+
+@pytest.fixture(params=implementations.ALL)
+def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    """Where a call runs on each implementation."""
+    with interpreted() if request.param == "interpreter" else nullcontext():
+        yield torch.device("cuda" if request.param == "gpu" else "cpu")
 
 
 @pytest.fixture(autouse=True)

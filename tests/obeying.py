@@ -50,7 +50,7 @@ def by_shape(cases: Iterable[AnyCase]) -> list[list[AnyCase]]:
     """Groups of cases that differ in their formats alone."""
     groups: dict[AnyCase, list[AnyCase]] = {}
     for case in cases:
-        groups.setdefault(replace(case, format="float32", rounding="nearest"), []).append(case)
+        groups.setdefault(shape_of(case), []).append(case)
     return list(groups.values())
 
 
@@ -72,3 +72,18 @@ def gpu_pairs(groups: Sequence[Sequence[AnyCase]], tries_configs: Callable[[AnyC
 
 def format_of(case: AnyCase) -> tuple[str, str]:
     return case.format, case.rounding
+
+
+def require_all_met(
+    spoken: Iterable[str], chosen: Pairs, cases: Sequence[AnyCase], *kinds: Callable[[AnyCase], object], fewest: int = 0
+) -> None:
+    """These laws meet every kind of the cases that they speak of; a law that meets fewer cases, every first kind."""
+    for words in spoken:
+        met = [case for law, case in chosen if law == words]
+        possible = [case for _, case in pairs([words], cases)]
+        for kind_of in kinds if len(met) >= fewest else kinds[:1]:
+            assert set(map(kind_of, met)) == set(map(kind_of, possible))
+
+
+def shape_of(case: AnyCase) -> AnyCase:
+    return replace(case, format="float32", rounding="nearest")

@@ -1,10 +1,11 @@
 """gated_delta_step on pools of every kind, in every mode, and with extreme inputs."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import astuple, replace
 
 import pytest
 import torch
+from implementations import KERNELS
 from torch import Tensor
 
 import flashstate
@@ -13,26 +14,10 @@ from flashstate.launch import override, valid_configs
 from flashstate.laws.require import all_tokens, require_equal_states, require_within_budget
 from flashstate.laws.tokens import TREE, make_snapshots
 from flashstate.state.formats import bits_of
-from flashstate.testing import DeltaCase, Inputs, interpreted, make_inputs, oracle
+from flashstate.testing import DeltaCase, Inputs, make_inputs, oracle
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
-
-
-KERNELS = [
-    pytest.param("interpreter", marks=pytest.mark.interpreted),
-    pytest.param("gpu", marks=pytest.mark.gpu),
-]
-
-
-@pytest.fixture(params=["reference", *KERNELS])
-def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
-    """Where a call runs on each implementation."""
-    if request.param == "interpreter":
-        with interpreted():
-            yield CPU
-    else:
-        yield CUDA if request.param == "gpu" else CPU
 
 
 def same_bytes(a: Tensor, b: Tensor) -> bool:

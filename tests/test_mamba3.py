@@ -8,7 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from obeying import ALL_CONFIGS, by_shape, format_of, gpu_pairs, interpreted_pairs, laws, require_half
+from obeying import (
+    ALL_CONFIGS,
+    by_shape,
+    format_of,
+    gpu_pairs,
+    interpreted_pairs,
+    laws,
+    require_all_met,
+    require_half,
+    shape_of,
+)
 from torch import Tensor
 
 from flashstate.laws import LAWS, pairs
@@ -45,12 +55,8 @@ def test_every_law_meets_half_of_the_formats_and_of_the_forms_in_the_interpreter
 def test_every_law_meets_every_format_and_every_form_without_a_gpu() -> None:
     """Of those it speaks of: the law about seeds only of stochastic rounding, which leaves it some of the forms."""
     assert [{(c.format, c.rounding) for c in group} for group in GROUPS] == [{f} for f in PORTABLE_FORMATS]
-    for words in laws("", "kernels"):
-        met = [case for law, case in BY_TURNS if law == words]
-        possible = [case for _, case in pairs([words], ODD_MAMBA3_CASES)]
-        assert set(map(format_of, met)) == set(map(format_of, possible))
-        if len(met) >= len(PORTABLE_FORMATS):
-            assert {FORM_OF[case] for case in met} == {FORM_OF[case] for case in possible}
+    kinds = (format_of, FORM_OF.__getitem__)
+    require_all_met(laws("", "kernels"), BY_TURNS, ODD_MAMBA3_CASES, *kinds, fewest=len(PORTABLE_FORMATS))
 
 
 def tries_configs(case: Mamba3Case) -> bool:
@@ -61,12 +67,8 @@ ON_A_GPU = gpu_pairs(by_shape(GPU_CASES), tries_configs)
 
 
 def test_every_law_meets_every_format_and_every_shape_on_a_gpu() -> None:
-    for words in laws("", "kernels", "cuda"):
-        if words != ALL_CONFIGS:
-            met = [case for law, case in ON_A_GPU if law == words]
-            possible = [case for _, case in pairs([words], GPU_CASES)]
-            assert set(map(format_of, met)) == set(map(format_of, possible))
-            assert len(by_shape(met)) == len(by_shape(possible))
+    of_some = [words for words in laws("", "kernels", "cuda") if words != ALL_CONFIGS]
+    require_all_met(of_some, ON_A_GPU, GPU_CASES, format_of, shape_of)
     assert len(ON_A_GPU) == len(set(ON_A_GPU))
 
 

@@ -21,22 +21,6 @@ from flashstate.testing import Inputs, Mamba3Case, error_ratio, interpreted, mak
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
-KERNELS = [
-    pytest.param("interpreter", marks=pytest.mark.interpreted),
-    pytest.param("gpu", marks=pytest.mark.gpu),
-]
-
-
-@pytest.fixture(params=["reference", *KERNELS])
-def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
-    """Where a call runs on each implementation."""
-    if request.param == "interpreter":
-        with interpreted():
-            yield CPU
-    else:
-        yield CUDA if request.param == "gpu" else CPU
-
-
 # Gathered, stepped, scattered
 
 TINY = Mamba3Case(5, 1, 1, 5, 12, 2, angles=3, x="float16", kv="float16", slots=37)
