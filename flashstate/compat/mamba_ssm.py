@@ -27,6 +27,7 @@ from flashstate.errors import (
 from flashstate.ops.mamba2 import mamba2_step
 from flashstate.ops.mamba3 import mamba3_step
 from flashstate.state.mamba3 import Mamba3State
+from flashstate.state.memory import share_memory
 from flashstate.state.state import as_state, check_slots_of
 
 MAMBA3_AXES = {  # of what mamba3_step_fn is given for every row, and for all
@@ -187,22 +188,10 @@ def _elsewhere(pool: Mamba3State, state_out: Tensor, indices: Tensor | None, bat
     check_slots_of("state_out", state_out, state.shape[1:])
     if not torch.compiler.is_compiling():  # there are no addresses then
         for name, tensor in (("state", state), ("Bstate", pool.k), ("Xstate", pool.v)):
-            if _share_memory(state_out, tensor):
+            if share_memory(state_out, tensor):
                 raise ValueError(f"state_out must not share memory with {name}")
     _copy_slots(state, state_out, indices, batch)
     return Mamba3State(state_out, pool.k, pool.v)
-
-
-def _share_memory(one: Tensor, other: Tensor) -> bool:
-    """Whether two pools of as many slots, each contiguous, have bytes in common. Slots may take turns in pages of one
-    size."""
-    (first, page, size), (second, other_page, other_size) = (
-        (t.data_ptr(), t.stride(0) * t.element_size(), t[0].nbytes) for t in (one, other)
-    )
-    more = len(one) - 1
-    if first + more * page + size <= second or second + more * other_page + other_size <= first:
-        return False
-    return more == 0 or page != other_page or (second - first) % page < size or (first - second) % page < other_size
 
 
 def _copy_slots(state: Tensor, state_out: Tensor, slots: Tensor | None, batch: int) -> None:

@@ -106,9 +106,8 @@ def _parts(layer: Layer) -> dict[str, Tensor]:
 
 
 class Place(NamedTuple):
-    """Where the slots of a tensor are, in bytes of its storage."""
+    """Where the slots of a tensor are, by their addresses."""
 
-    storage: int
     first: int
     end: int
     page: int  # from slot to slot
@@ -118,9 +117,8 @@ class Place(NamedTuple):
 def _place_of(tensor: Tensor) -> Place:
     width = tensor.element_size()
     reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape[1:], tensor.stride()[1:], strict=True))
-    first, page, size = int(tensor.storage_offset()) * width, tensor.stride(0) * width, reach * width
-    end = first + (len(tensor) - 1) * page + size
-    return Place(tensor.untyped_storage().data_ptr(), first, end, max(page, 1), size)
+    first, page, size = tensor.data_ptr(), tensor.stride(0) * width, reach * width
+    return Place(first, first + (len(tensor) - 1) * page + size, max(page, 1), size)
 
 
 def _places_apart(name: str, layer: Layer, others: list[Place]) -> list[Place]:
@@ -134,10 +132,15 @@ def _places_apart(name: str, layer: Layer, others: list[Place]) -> list[Place]:
     return list(own.values())
 
 
+def share_memory(one: Tensor, other: Tensor) -> bool:
+    """Whether slots of two tensors on one device have bytes in common."""
+    return _overlap(_place_of(one), _place_of(other))
+
+
 def _overlap(a: Place, b: Place) -> bool:
     """Whether slots of two tensors overlap. Where they take turns, as in pages, they must have pages of one size, and
     are told apart by their places in a page."""
-    if a.storage != b.storage or a.end <= b.first or b.end <= a.first:
+    if a.end <= b.first or b.end <= a.first:
         return False
     return a.page != b.page or (b.first - a.first) % a.page < a.size or (a.first - b.first) % a.page < b.size
 
