@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, TypeVar
 
 from flashstate.bench.peers import IN_PLACE, Binding, Peer, Step, Storing
 from flashstate.launch import Problem
@@ -17,6 +17,7 @@ WORD = 4  # bytes
 BATCHES = (1, 4, 16, 64, 256, 1024)
 Stored = Literal["last", "snapshots", "nothing"]
 Formats = Sequence[tuple[str, str]]  # of format and rounding
+CaseT = TypeVar("CaseT", bound=AnyCase)
 
 
 class Shape(NamedTuple):
@@ -26,6 +27,14 @@ class Shape(NamedTuple):
     groups: int
     rows: int
     cols: int
+
+
+def grouped_case(common: CaseT, shape: Shape, name: str, rounding: str, tokens: int, batch: int) -> CaseT:
+    """The case of a job, which is otherwise like another; ValueError where there is none of this shape."""
+    if shape.heads % shape.groups:
+        raise ValueError(f"the number of groups must divide the {shape.heads} heads, got {shape.groups}")
+    sizes = {**shape._asdict(), "tokens": tokens, "batch": batch, "slots": batch + SPARE_SLOTS}
+    return replace(common, format=name, rounding=rounding, **sizes)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from flashstate.bench.jobs import SPARE_SLOTS, BenchedOp, Grid, Shape
+from flashstate.bench.jobs import BenchedOp, Grid, Shape, grouped_case
 from flashstate.bench.peers import (
     IN_PLACE,
     Launch,
@@ -29,21 +29,13 @@ from flashstate.testing import Case, Inputs
 
 COMMON = Case(x="bfloat16", bc="bfloat16", dt="bfloat16")  # with float32 parameters and a gate
 HOST_CASE = replace(COMMON, batch=4, heads=16, groups=1, rows=64, cols=128, slots=16)
+case_of = partial(grouped_case, COMMON)
 FLASHINFER_ROUNDINGS = {
     torch.float32: ("nearest",),
     torch.bfloat16: ("nearest",),
     torch.float16: ("nearest", "stochastic"),
     torch.int16: ("nearest",),
 }
-
-
-def case_of(shape: Shape, name: str, rounding: str, tokens: int, batch: int) -> Case:
-    """The case of a job; ValueError where there is none of this shape."""
-    heads, groups, rows, cols = shape
-    if heads % groups:
-        raise ValueError(f"the number of groups must divide the {heads} heads, got {groups}")
-    common = replace(COMMON, heads=heads, groups=groups, rows=rows, cols=cols, format=name, rounding=rounding)
-    return replace(common, tokens=tokens, batch=batch, slots=batch + SPARE_SLOTS)
 
 
 def bind_flashstate(inputs: Inputs, storing: Storing = IN_PLACE, *, bare: bool = False) -> Step:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashstate.bench.jobs import SPARE_SLOTS, BenchedOp, Grid, Job, Shape, Variant
+from flashstate.bench.jobs import BenchedOp, Grid, Job, Shape, Variant, grouped_case
 from flashstate.bench.peers import (
     IN_PLACE,
     Launch,
@@ -32,16 +32,8 @@ HOST_CASE = replace(COMMON, batch=4, heads=16, groups=1, rows=64, cols=128, slot
 SHAPE = Shape(48, 1, 64, 128)
 FORMATS = tuple((name, "nearest") for name in ("float32", "bfloat16", "int8", "float8_e4m3fn"))
 GRID = Grid((SHAPE,), FORMATS, batches=(1, 4, 16, 64, 256))
+case_of = partial(grouped_case, COMMON)
 TURNED = ("angle", "bias_B", "bias_C", "pairing")  # what makes a Rotary
-
-
-def case_of(shape: Shape, name: str, rounding: str, tokens: int, batch: int) -> Mamba3Case:
-    """The case of a job; ValueError where there is none of this shape."""
-    heads, groups, rows, cols = shape
-    if heads % groups:
-        raise ValueError(f"the number of groups must divide the {heads} heads, got {groups}")
-    common = replace(COMMON, heads=heads, groups=groups, rows=rows, cols=cols, format=name, rounding=rounding)
-    return replace(common, tokens=tokens, batch=batch, slots=batch + SPARE_SLOTS)
 
 
 def bind_flashstate(inputs: Inputs, storing: Storing = IN_PLACE, *, bare: bool = False) -> Step:

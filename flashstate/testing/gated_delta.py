@@ -135,11 +135,6 @@ class DeltaCase(AnyCase):
     def measured_axes(self) -> tuple[int, int, int, int]:
         return self.heads, self.key_heads, self.rows, self.cols
 
-    @property
-    def scale_bytes(self) -> int:
-        """Bytes of scales in one slot."""
-        return 4 * self.heads * self.rows if FORMATS[dtype(self.format)].scaled else 0
-
     def counted_bytes(self, stores: int = 1) -> int:
         tokens, per_head = sum(self.lengths), self.cols if self.per_channel else 1
         qk = 2 * tokens * self.key_heads * self.cols * dtype(self.qk).itemsize

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flashstate.launch import Problem
-from flashstate.state.formats import bits_of, decode
+from flashstate.state.formats import FORMATS, bits_of, decode
 from flashstate.state.slots import Slots
 
 
@@ -250,6 +250,11 @@ class AnyCase(ABC):
     def slot_bytes(self) -> int:
         """Bytes of state in one slot, without its scales."""
         return math.prod(self.state_axes) * dtype(self.format).itemsize
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of scales in one slot."""
+        return 4 * math.prod(self.state_axes[:-1]) if FORMATS[dtype(self.format)].scaled else 0
 
     @property
     def exact_at_once(self) -> bool:

@@ -87,11 +87,6 @@ class Case(AnyCase):
     def measured_axes(self) -> tuple[int, int, int, int]:
         return self.heads, self.groups, self.rows, self.cols
 
-    @property
-    def scale_bytes(self) -> int:
-        """Bytes of scales in one slot."""
-        return 4 * self.heads * self.rows if FORMATS[dtype(self.format)].scaled else 0
-
     def counted_bytes(self, stores: int = 1) -> int:
         tokens = sum(self.lengths)
         x = tokens * self.heads * self.rows * dtype(self.x).itemsize * (3 if self.z else 2)

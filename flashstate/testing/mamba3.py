@@ -14,7 +14,7 @@ from flashstate.launch import Problem, mamba3_kind
 from flashstate.launch.direct import Launches
 from flashstate.ops.mamba3 import mamba3_step
 from flashstate.reference.mamba3 import Memory, Parameters, mamba3_token, rotated, wrapped
-from flashstate.state.formats import FORMATS, PORTABLE_FORMATS, encode
+from flashstate.state.formats import PORTABLE_FORMATS, encode
 from flashstate.state.mamba3 import Mamba3State, Rotary
 from flashstate.state.signature import ACCESS_BYTES
 from flashstate.state.slots import Slots
@@ -166,11 +166,6 @@ class Mamba3Case(AnyCase):
     @property
     def measured_axes(self) -> tuple[int, int, int, int]:
         return self.heads, self.groups, self.rows, self.cols
-
-    @property
-    def scale_bytes(self) -> int:
-        """Bytes of scales in one slot."""
-        return 4 * self.heads * self.rows if FORMATS[dtype(self.format)].scaled else 0
 
     def counted_bytes(self, stores: int = 1) -> int:
         tokens, per_rank = sum(self.lengths), self.rank * self.heads
