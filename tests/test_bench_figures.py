@@ -26,6 +26,7 @@ TABLES = {
     "h200-conv1d.csv": ("conv1d", ["docs/measuring.md"]),
     "h200-span.csv": ("conv1d + mamba2", ["docs/launching.md"]),
     "h200-gated-delta.csv": ("gated_delta", ["README.md", "docs/measuring.md"]),
+    "h200-mamba3.csv": ("mamba3", ["README.md", "docs/measuring.md"]),
 }
 MEASURED = [name for name in TABLES if (ROOT / "results" / name).exists()]
 
