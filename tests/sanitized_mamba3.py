@@ -1,4 +1,5 @@
-"""Calls of mamba3_step on a GPU, for compute-sanitizer to watch: every form, one token and several, a padding row."""
+"""Calls of mamba3_step on a GPU, for compute-sanitizer to watch: ranks 1, 2 and 4, one token and several, dense and
+packed, plain and turned, one tile and two, a padding row."""
 
 import torch
 

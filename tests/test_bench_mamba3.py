@@ -1,5 +1,6 @@
 """The benchmark of mamba3_step: its jobs, bytes, other ways to call it, its peer, and how it is tuned."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -108,3 +109,10 @@ def test_there_are_no_snapshots() -> None:
 def test_jobs_of_a_grid_have_its_formats_and_tokens() -> None:
     jobs = MAMBA3.jobs([Grid((Shape(4, 2, 16, 16),), [("float32", "nearest")], (1, 3), ("last",), (1, 4))])
     assert [(job.case.tokens, job.case.batch) for job in jobs] == [(0, 1), (0, 4), (3, 1), (3, 4)]
+
+
+@pytest.mark.parametrize("grids", [MAMBA3.tuned_grids, [replace(grid, tokens=(1, 3)) for grid in MAMBA3.grids]])
+def test_several_tokens_are_tuned_and_measured_without_snapshots(grids: Sequence[Grid]) -> None:
+    jobs = MAMBA3.jobs(grids)
+    assert {job.case.tokens > 0 for job in jobs} == {False, True}
+    assert {job.stored for job in jobs} == {"last"}

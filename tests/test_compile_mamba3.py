@@ -84,6 +84,15 @@ def test_ranks_are_multiplied_by_tensor_cores_of_every_warp_alone(case: Mamba3Ca
     assert "wgmma" not in ptx
 
 
+@pytest.mark.parametrize("case", [MIMO, TURNED], ids=str)
+def test_the_read_out_is_two_sums_that_do_not_wait_for_each_other(case: Mamba3Case) -> None:
+    """Which the compiler would make one, if it saw that both begin with zero."""
+    ttir = compiled(case, 90).asm["ttir"]
+    products = set(re.findall(r"(%\w+) = tt\.dot ", ttir))
+    sums = re.findall(r"arith\.addf (%\w+), (%\w+)", ttir)
+    assert any(products >= {one, other} for one, other in sums)
+
+
 def test_rank_one_needs_no_tensor_cores() -> None:
     assert "mma.sync" not in compiled(SISO, 90).asm["ptx"]
 

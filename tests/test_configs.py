@@ -526,6 +526,15 @@ def test_the_heuristic_gives_tokens_at_once_several_tiles_where_there_are_progra
         assert (config.together > 1) == (size == 1024 and rows > 16 and cols <= 128), (problem, config)
 
 
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "int8"])
+def test_rank_one_of_mamba3_has_no_chunks_with_a_column_for_every_thread_but_the_narrowest(name: str) -> None:
+    problem = Mamba3Case(1, 1, 1, 64, 128, 1, format=name).problem
+    configs = [problem.heuristic(H200), *valid_configs(problem)]
+    wide = [config for config in configs if problem.chunk(config.lanes) >= 32 * config.num_warps]
+    assert all(config.lanes == problem.lane_choices[0] and config.num_warps == 1 for config in wide)
+    assert len({config.lanes for config in configs}) > 2
+
+
 def test_more_than_eight_tokens_at_once_have_configs_of_their_own() -> None:
     assert delta_kind(True, 8) == (TensorCoreProblem, "gated_delta_at_once")
     assert delta_kind(True, 9) == (TensorCoreProblem, "gated_delta_at_once_16")

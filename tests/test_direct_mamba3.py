@@ -202,12 +202,18 @@ def test_calls_with_rows_of_snapshots_never_start_directly(launcher: Launcher) -
     assert (len(launcher.ordinary), len(launcher.directly)) == (3, 0)
 
 
-@pytest.mark.parametrize("name", ["x", "B", "C", "z", "out"])
-def test_one_kernel_steps_aligned_and_unaligned_activations(name: str, launcher: Launcher) -> None:
-    """It takes no wide accesses to them."""
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(lambda a, n=name: {**a, n: unaligned(a[n])} for name in ("x", "B", "C", "z", "out", "Wx", "Wz", "Wo", "D")),
+        *(turned(**{name: unaligned}) for name in ("angle", "bias_B", "bias_C")),
+    ],
+)
+def test_one_kernel_takes_aligned_tensors_and_unaligned_ones(change: Form, launcher: Launcher) -> None:
+    """Only of the pool it makes wide accesses."""
     arguments = arguments_of()
     for _ in range(2):
-        mamba3_step(**{**arguments, name: unaligned(arguments[name])})
+        mamba3_step(**change(arguments))
         mamba3_step(**arguments)
     assert (len(launcher.ordinary), len(launcher.directly)) == (1, 3)
 

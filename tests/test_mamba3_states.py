@@ -21,6 +21,8 @@ from flashstate.testing import Inputs, Mamba3Case, error_ratio, interpreted, mak
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
+
+
 # Gathered, stepped, scattered
 
 TINY = Mamba3Case(5, 1, 1, 5, 12, 2, angles=3, x="float16", kv="float16", slots=37)

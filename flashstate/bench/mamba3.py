@@ -31,7 +31,7 @@ COMMON = Mamba3Case(rank=4, angles=0, x="bfloat16", bc="bfloat16", kv="bfloat16"
 HOST_CASE = replace(COMMON, batch=4, heads=16, groups=1, rows=64, cols=128, slots=16)
 SHAPE = Shape(48, 1, 64, 128)
 FORMATS = tuple((name, "nearest") for name in ("float32", "bfloat16", "int8", "float8_e4m3fn"))
-GRID = Grid((SHAPE,), FORMATS, batches=(1, 4, 16, 64, 256))
+GRID = Grid((SHAPE,), FORMATS, stored=("last",), batches=(1, 4, 16, 64, 256))
 case_of = partial(grouped_case, COMMON)
 TURNED = ("angle", "bias_B", "bias_C", "pairing")  # what makes a Rotary
 
@@ -52,7 +52,7 @@ def bind_flashstate(inputs: Inputs, storing: Storing = IN_PLACE, *, bare: bool =
 
 
 def turned(job: Job) -> Job:
-    """The job with biases, and with columns that are turned, a quarter of them."""
+    """The job with biases, and with columns that are turned, half of them."""
     assert isinstance(job.case, Mamba3Case)
     return replace(job, case=replace(job.case, angles=job.case.cols // 4))
 

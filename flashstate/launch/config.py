@@ -282,7 +282,8 @@ class HeadProblem(Problem):
 
     def lanes_of(self, warps: int) -> list[int]:
         """How many threads may share a row of a tile that so many warps have. A chunk with a column for every thread
-        makes the compiler give threads other rows than those they load: twice the instructions, or five times."""
+        makes the compiler give threads other rows than those they load: twice the instructions, or five times. The
+        fewest, where all chunks have."""
         return [lanes for lanes in self.lane_choices if self.chunk(lanes) < warps * WARP] or self.lane_choices[:1]
 
     def manageable(self, config: Config) -> bool:
