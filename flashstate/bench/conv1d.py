@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flashstate.bench.jobs import SPARE_SLOTS, BenchedOp, Grid, Shape, Variant
-from flashstate.bench.peers import IN_PLACE, Launch, MeasurementError, Peer, Step, Storing
+from flashstate.bench.peers import IN_PLACE, Launch, MeasurementError, Peer, Step, Storing, step_of
 from flashstate.errors import ACTIVATION_DTYPES, dtype_name
 from flashstate.ops.conv1d import conv1d_step
 from flashstate.state.formats import label_of
@@ -33,13 +33,8 @@ def case_of(shape: Shape, name: str, rounding: str, tokens: int, batch: int) -> 
 
 def bind_flashstate(inputs: Inputs, storing: Storing = IN_PLACE, *, bare: bool = False, early: bool = False) -> Step:
     arguments = {**inputs.arguments, **inputs.options, "window": inputs.state.data}
-    arguments["out"] = torch.empty_like(inputs.arguments["x"])
-
-    def step(slots: Slots) -> Launch:
-        where = slots.read if bare else slots
-        return lambda: conv1d_step(**arguments, slots=where, early=early)
-
-    return step
+    arguments.update(out=torch.empty_like(inputs.arguments["x"]), early=early)
+    return step_of(conv1d_step, arguments, bare)
 
 
 def bind_vllm(update: Callable[..., Tensor], inputs: Inputs, storing: Storing) -> Step:

@@ -21,6 +21,7 @@ from flashstate.bench.peers import (
     Storing,
     require_in_place,
     require_plain_states,
+    step_of,
 )
 from flashstate.launch.config import MOST_AT_ONCE
 from flashstate.ops.gated_delta import gated_delta_step
@@ -58,12 +59,7 @@ def bind_flashstate(inputs: Inputs, storing: Storing = IN_PLACE, *, bare: bool =
     arguments = {**inputs.arguments, **inputs.options, "state": inputs.state.data if bare else inputs.state}
     arguments.update(out=torch.empty_like(inputs.main), snapshots=storing.snapshots, update=storing.update)
     arguments["exact"] = exact and inputs.options["exact"]
-
-    def step(slots: Slots) -> Launch:
-        where = slots.read if bare else slots
-        return lambda: gated_delta_step(**arguments, slots=where)
-
-    return step
+    return step_of(gated_delta_step, arguments, bare)
 
 
 def at_once(job: Job) -> Job:

@@ -22,6 +22,7 @@ from flashstate.bench.peers import (
     Storing,
     require_in_place,
     require_plain_states,
+    step_of,
 )
 from flashstate.ops.mamba2 import mamba2_step
 from flashstate.state.slots import Slots
@@ -42,12 +43,7 @@ def bind_flashstate(inputs: Inputs, storing: Storing = IN_PLACE, *, bare: bool =
     arguments = {**inputs.arguments, **inputs.options, "state": inputs.state.data if bare else inputs.state}
     arguments["out"] = torch.empty_like(inputs.arguments["x"])
     arguments.update(snapshots=storing.snapshots, update=storing.update)
-
-    def step(slots: Slots) -> Launch:
-        where = slots.read if bare else slots
-        return lambda: mamba2_step(**arguments, slots=where)
-
-    return step
+    return step_of(mamba2_step, arguments, bare)
 
 
 def bind_mamba_ssm(update: Callable[..., Tensor], inputs: Inputs, storing: Storing) -> Step:

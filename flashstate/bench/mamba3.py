@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,18 +12,17 @@ from torch import Tensor
 from flashstate.bench.jobs import BenchedOp, Grid, Job, Shape, Variant, grouped_case
 from flashstate.bench.peers import (
     IN_PLACE,
-    Launch,
     MeasurementError,
     Peer,
     Step,
     Storing,
     require_in_place,
     require_plain_states,
+    step_of,
 )
 from flashstate.ops.mamba3 import mamba3_step
-from flashstate.state.mamba3 import Rotary
 from flashstate.state.slots import Slots
-from flashstate.testing import Inputs, Mamba3Case
+from flashstate.testing import Inputs, Mamba3Case, with_rotary
 
 # With float32 gates and parameters, a gate and an output projection; B and C come turned.
 COMMON = Mamba3Case(rank=4, angles=0, x="bfloat16", bc="bfloat16", kv="bfloat16")
@@ -33,22 +31,14 @@ SHAPE = Shape(48, 1, 64, 128)
 FORMATS = tuple((name, "nearest") for name in ("float32", "bfloat16", "int8", "float8_e4m3fn"))
 GRID = Grid((SHAPE,), FORMATS, stored=("last",), batches=(1, 4, 16, 64, 256))
 case_of = partial(grouped_case, COMMON)
-TURNED = ("angle", "bias_B", "bias_C", "pairing")  # what makes a Rotary
 
 
 def bind_flashstate(inputs: Inputs, storing: Storing = IN_PLACE, *, bare: bool = False) -> Step:
     if storing.snapshots is not None:
         raise MeasurementError("it takes no snapshots")
-    arguments: dict[str, Any] = {**inputs.arguments, **inputs.options}
-    turned = {name: arguments.pop(name) for name in TURNED if name in arguments}
-    arguments["rotary"] = Rotary(**turned) if "angle" in turned else None
+    arguments = with_rotary({**inputs.arguments, **inputs.options})
     arguments.update(state=inputs.state.state, out=torch.empty_like(inputs.main), update=storing.update)
-
-    def step(slots: Slots) -> Launch:
-        where = slots.read if bare else slots
-        return lambda: mamba3_step(**arguments, slots=where)
-
-    return step
+    return step_of(mamba3_step, arguments, bare)
 
 
 def turned(job: Job) -> Job:

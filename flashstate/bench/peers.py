@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,6 +33,16 @@ IN_PLACE = Storing()
 Launch = Callable[[], Tensor]
 Step = Callable[[Slots], Launch]
 Binding = Callable[[Inputs, Storing], Step]
+
+
+def step_of(op: Callable[..., Tensor], arguments: Mapping[str, Any], bare: bool) -> Step:
+    """The step of an op of flashstate; with `bare` it is given slot numbers instead of Slots."""
+
+    def step(slots: Slots) -> Launch:
+        where = slots.read if bare else slots
+        return lambda: op(**arguments, slots=where)
+
+    return step
 
 
 class MeasurementError(Exception):

@@ -17,6 +17,7 @@ from flashstate.testing.mamba3 import (
     QUICK_MAMBA3_CASES,
     REAL_MAMBA3_CASES,
     Mamba3Case,
+    with_rotary,
 )
 from flashstate.testing.oracle import BUDGET, Expected, carried_errors, encoded, error_ratio, oracle, up_to_turns
 
@@ -56,4 +57,5 @@ __all__ = [
     "oracle",
     "slotted",
     "up_to_turns",
+    "with_rotary",
 ]

@@ -56,13 +56,17 @@ def _pairs(pairing: str | None, rank: int) -> str:
     return Rotary(torch.empty(0), pairing=pairing).pairing_of(rank)
 
 
-def _step(
-    pool: Mamba3Pool, *, angle: Tensor | None = None, bias_B: Tensor | None = None, bias_C: Tensor | None = None,
-    pairing: str | None = None, **arguments: Any,
-) -> Tensor:  # fmt: skip
-    """mamba3_step, which is given a Mamba3State, and a Rotary if there are angles."""
-    rotary = None if angle is None else Rotary(angle, bias_B=bias_B, bias_C=bias_C, pairing=pairing)
-    return mamba3_step(pool.state, rotary=rotary, **arguments)
+def with_rotary(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Arguments as mamba3_step takes them: what turns B and C in a Rotary, if there are angles."""
+    names = ("angle", "bias_B", "bias_C", "pairing")
+    turning = {name: arguments[name] for name in names if name in arguments}
+    rest = {name: value for name, value in arguments.items() if name not in names}
+    return {**rest, "rotary": Rotary(**turning) if "angle" in turning else None}
+
+
+def _step(pool: Mamba3Pool, **arguments: Any) -> Tensor:
+    """mamba3_step, which is given a Mamba3State."""
+    return mamba3_step(pool.state, **with_rotary(arguments))
 
 
 def _token(
