@@ -1,16 +1,24 @@
-"""A stand-in for Triton and the CUDA driver: it shows which launches were made, in which way, and with what."""
+"""A stand-in for Triton and the CUDA driver: it shows which launches were made, in which way, and with what. And calls
+that it is shown: forms of one, by what changes its arguments."""
 
 import ctypes
+from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from flashstate.launch import direct, driver
 from flashstate.launch.driver import LaunchAttribute, LaunchConfig, parameters_of
 from flashstate.launch.start import Launch, Started
+from flashstate.launch.suspension import suspended
 from flashstate.ops import conv1d, gated_delta, mamba2, mamba3
+
+Arguments = dict[str, Any]
+Form = Callable[[Arguments], Arguments]
 
 
 def parameters(arguments: Any) -> list[int]:
@@ -74,3 +82,39 @@ def launcher(monkeypatch: pytest.MonkeyPatch) -> Launcher:
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 5, raising=False)
     return stand_in
+
+
+def require_started_again(launcher: Launcher, op: Callable[..., Tensor], first: Arguments, again: Arguments) -> None:
+    """The second of two calls starts the kernel directly, with what an ordinary launch would give it."""
+    op(**first)
+    assert op(**again) is again["out"]
+    assert (len(launcher.ordinary), len(launcher.directly)) == (1, 1)
+    with suspended():
+        op(**again)
+    want = launcher.ordinary[-1]
+    assert launcher.configs == [(*want.grid, 1, 1, 64, 1, 1, 64, 5, 0)]
+    assert launcher.directly == [parameters(want.launch.arguments)]
+
+
+def at(**tables: Any) -> Form:
+    """With more fields of Slots: values, or what becomes of slot numbers."""
+
+    def change(a: Arguments) -> Arguments:
+        changed = {name: value(a["slots"].read) if callable(value) else value for name, value in tables.items()}
+        return {**a, "slots": replace(a["slots"], **changed)}
+
+    return change
+
+
+def given(**values: Any) -> Form:
+    return lambda a: {**a, **values}
+
+
+def plain(a: Arguments) -> Arguments:
+    return a
+
+
+def unaligned(tensor: Tensor) -> Tensor:
+    """The same values at an address that is no multiple of 16."""
+    memory = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)
+    return memory[1:].view(tensor.shape).copy_(tensor)

@@ -12,7 +12,7 @@ from typing import Any
 import launchers
 import pytest
 import torch
-from launchers import Launcher, compiled_with, launcher, parameters
+from launchers import Arguments, Launcher, compiled_with, launcher, parameters, require_started_again, unaligned
 from torch import Tensor
 
 from flashstate import Slots, State, debug, mamba2_step
@@ -26,7 +26,6 @@ from flashstate.testing import Case, Inputs, make_inputs
 __all__ = ["launcher"]  # a fixture
 CPU = torch.device("cpu")
 CASE = Case(2, 4, 2, 16, 32, slots=6)
-Arguments = dict[str, Any]
 
 
 def arguments_of(inputs: Inputs, **changes: Any) -> Arguments:
@@ -93,16 +92,7 @@ def test_a_repeated_call_starts_the_kernel_directly_with_the_arguments_of_an_ord
 ) -> None:
     case, arguments = FORMS[form]
     inputs = make_inputs(case, CPU)
-    mamba2_step(**arguments(case, inputs))
-    again = arguments(case, inputs)
-    out = mamba2_step(**again)
-    assert out is again["out"]
-    assert (len(launcher.ordinary), len(launcher.directly)) == (1, 1)
-    with suspended():
-        mamba2_step(**again)
-    want = launcher.ordinary[-1]
-    assert launcher.configs == [(*want.grid, 1, 1, 64, 1, 1, 64, 5, 0)]
-    assert launcher.directly == [parameters(want.launch.arguments)]
+    require_started_again(launcher, mamba2_step, arguments(case, inputs), arguments(case, inputs))
 
 
 def test_the_stream_of_a_layer_is_passed_on(launcher: Launcher) -> None:
@@ -112,12 +102,6 @@ def test_the_stream_of_a_layer_is_passed_on(launcher: Launcher) -> None:
         mamba2_step(**arguments_of(inputs, state=layer))
     pointers = [at for at in launcher.ordinary[0].launch.arguments[: mamba2.POINTERS] if at is not None]
     assert launcher.directly[0][len(pointers)] == 3
-
-
-def unaligned(tensor: Tensor) -> Tensor:
-    """The same values, one element behind where a wide access may start."""
-    room = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)
-    return room[1:].view(tensor.shape).copy_(tensor)
 
 
 def strided(tensor: Tensor) -> Tensor:

@@ -1,13 +1,10 @@
 """Calls of conv1d_step that repeat earlier ones reach their kernel directly, and only those; calls that start early."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from launchers import Launcher, launcher, parameters
-from torch import Tensor
+from launchers import Arguments, Form, Launcher, launcher, parameters, unaligned
 
 from flashstate import Slots, conv1d_step, mamba2_step
 from flashstate.launch.suspension import suspended
@@ -17,8 +14,6 @@ __all__ = ["launcher"]  # a fixture
 CPU = torch.device("cpu")
 CASE = ConvCase(2, 16, 4, slots=6)
 SEVERAL = replace(CASE, tokens=3)
-Arguments = dict[str, Any]
-Form = Callable[[Arguments], Arguments]
 
 
 def arguments_of(case: ConvCase) -> Arguments:
@@ -65,12 +60,6 @@ def test_a_repeated_call_starts_the_kernel_directly_with_the_arguments_of_an_ord
     assert launcher.directly == [parameters(launcher.ordinary[-1].launch.arguments)]
 
 
-def shifted(tensor: Tensor) -> Tensor:
-    """The same values at an address that is no multiple of 16."""
-    memory = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)
-    return memory[1:].view(tensor.shape).copy_(tensor)
-
-
 UNLIKE: dict[str, Form] = {
     "another batch": lambda a: {**a, "x": a["x"][:1], "out": a["out"][:1], "slots": Slots(a["slots"].read[:1])},
     "other strides": lambda a: {**a, "x": a["x"].t().contiguous().t()},
@@ -85,9 +74,9 @@ UNLIKE: dict[str, Form] = {
     "padding that stays": lambda a: {**a, "slots": Slots(a["slots"].read, padding="keep")},
     "snapshots": lambda a: {**a, "snapshots": torch.zeros(2, 1, 16, 3)},
     "early": lambda a: {**a, "early": True},
-    "an unaligned x": lambda a: {**a, "x": shifted(a["x"])},
-    "an unaligned weight": lambda a: {**a, "weight": shifted(a["weight"])},
-    "an unaligned bias": lambda a: {**a, "bias": shifted(a["bias"])},
+    "an unaligned x": lambda a: {**a, "x": unaligned(a["x"])},
+    "an unaligned weight": lambda a: {**a, "weight": unaligned(a["weight"])},
+    "an unaligned bias": lambda a: {**a, "bias": unaligned(a["bias"])},
 }  # fmt: skip
 
 
@@ -105,7 +94,7 @@ def test_a_kernel_for_one_unaligned_tensor_is_not_started_for_another(launcher: 
     arguments = {**arguments_of(CASE), "snapshots": torch.zeros(2, 1, 16, 3)}
     for name in UNALIGNED:
         for _ in range(2):
-            conv1d_step(**{**arguments, name: shifted(arguments[name])})
+            conv1d_step(**{**arguments, name: unaligned(arguments[name])})
     assert (len(launcher.ordinary), len(launcher.directly)) == (len(UNALIGNED), len(UNALIGNED))
 
 

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from launchers import Launcher, launcher, parameters
+from launchers import Arguments, Form, Launcher, at, given, launcher, plain, require_started_again, unaligned
 from torch import Tensor
 
 from flashstate import Slots, State, gated_delta_step
-from flashstate.launch.suspension import suspended
 from flashstate.laws.tokens import make_snapshots
 from flashstate.ops.gated_delta import POINTERS
 from flashstate.testing import DeltaCase, make_inputs
@@ -21,8 +20,6 @@ CPU = torch.device("cpu")
 CASE = DeltaCase(2, 4, 2, 16, 32, x="float16", qk="float16", slots=12)
 SEVERAL = replace(CASE, tokens=3)
 AT_ONCE = replace(SEVERAL, exact=False)
-Arguments = dict[str, Any]
-Form = Callable[[Arguments], Arguments]
 
 
 def arguments_of(case: DeltaCase) -> Arguments:
@@ -30,24 +27,6 @@ def arguments_of(case: DeltaCase) -> Arguments:
     inputs = make_inputs(case, CPU)
     found = {"state": inputs.state, **inputs.arguments, **inputs.options, "slots": inputs.at()}
     return {**found, "out": torch.empty_like(inputs.main)}
-
-
-def at(**tables: Any) -> Form:
-    """With more fields of Slots: values, or what becomes of slot numbers."""
-
-    def change(a: Arguments) -> Arguments:
-        changed = {name: value(a["slots"].read) if callable(value) else value for name, value in tables.items()}
-        return {**a, "slots": replace(a["slots"], **changed)}
-
-    return change
-
-
-def given(**values: Any) -> Form:
-    return lambda a: {**a, **values}
-
-
-def plain(a: Arguments) -> Arguments:
-    return a
 
 
 PER_TOKEN = torch.arange(6).reshape(2, 3)
@@ -92,15 +71,8 @@ def test_a_repeated_call_starts_the_kernel_directly_with_the_arguments_of_an_ord
 ) -> None:
     case, change = FORMS[form]
     first = change(arguments_of(case))
-    gated_delta_step(**first)
     again = {**change(arguments_of(case)), "state": first["state"]}
-    assert gated_delta_step(**again) is again["out"]
-    assert (len(launcher.ordinary), len(launcher.directly)) == (1, 1)
-    with suspended():
-        gated_delta_step(**again)
-    want = launcher.ordinary[-1]
-    assert launcher.configs == [(*want.grid, 1, 1, 64, 1, 1, 64, 5, 0)]
-    assert launcher.directly == [parameters(want.launch.arguments)]
+    require_started_again(launcher, gated_delta_step, first, again)
 
 
 def test_the_scale_of_queries_reaches_the_kernel_as_the_bits_of_a_float32(launcher: Launcher) -> None:
@@ -121,12 +93,6 @@ def test_the_stream_of_a_layer_is_passed_on(launcher: Launcher) -> None:
     pointers = [at for at in launcher.ordinary[0].launch.arguments[:POINTERS] if at is not None]
     assert all(isinstance(pointer, Tensor) for pointer in pointers)
     assert launcher.directly[0][len(pointers)] == arguments["state"].stream
-
-
-def unaligned(tensor: Tensor) -> Tensor:
-    """The same values at an address that is no multiple of 16."""
-    memory = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)
-    return memory[1:].view(tensor.shape).copy_(tensor)
 
 
 UNLIKE: dict[str, Form] = {

@@ -6,19 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from launchers import Launcher, launcher, parameters
+from launchers import Arguments, Form, Launcher, at, given, launcher, plain, require_started_again, unaligned
 from torch import Tensor
 
 from flashstate import Mamba3State, Rotary, Slots, State, StatePool, mamba3_step
-from flashstate.launch.suspension import suspended
 from flashstate.ops.mamba3 import POINTERS
 
 __all__ = ["launcher"]  # a fixture
 BATCH, H, G, D, N, R, S, SLOTS = 2, 4, 2, 16, 32, 4, 8, 12
 PER_TOKEN = torch.arange(6).reshape(2, 3)
 PACKED = torch.tensor([0, 4, 6])
-Arguments = dict[str, Any]
-Form = Callable[[Arguments], Arguments]
 
 
 def make_state(dtype: torch.dtype = torch.float32, rounding: str = "nearest", rank: int = R) -> Mamba3State:
@@ -41,20 +38,6 @@ def arguments_of(state: Mamba3State | None = None, *tokens: int) -> Arguments:
     return {**found, "z": z, "rotary": rotary, "slots": slots, "out": torch.empty_like(x)}
 
 
-def at(**tables: Any) -> Form:
-    """With more fields of Slots: values, or what becomes of slot numbers."""
-
-    def change(a: Arguments) -> Arguments:
-        changed = {name: value(a["slots"].read) if callable(value) else value for name, value in tables.items()}
-        return {**a, "slots": replace(a["slots"], **changed)}
-
-    return change
-
-
-def given(**values: Any) -> Form:
-    return lambda a: {**a, **values}
-
-
 def turned(**fields: Any) -> Form:
     """With other fields of Rotary: values, or what becomes of what is there."""
 
@@ -64,10 +47,6 @@ def turned(**fields: Any) -> Form:
         return {**a, "rotary": replace(old, **changed)}
 
     return change
-
-
-def plain(a: Arguments) -> Arguments:
-    return a
 
 
 def packed(a: Arguments) -> Arguments:
@@ -118,15 +97,8 @@ def test_a_repeated_call_starts_the_kernel_directly_with_the_arguments_of_an_ord
 ) -> None:
     name, tokens, change = FORMS[form]
     state = STATES[name]()
-    mamba3_step(**change(arguments_of(state, *tokens)))
-    again = change(arguments_of(state, *tokens))
-    assert mamba3_step(**again) is again["out"]
-    assert (len(launcher.ordinary), len(launcher.directly)) == (1, 1)
-    with suspended():
-        mamba3_step(**again)
-    want = launcher.ordinary[-1]
-    assert launcher.configs == [(*want.grid, 1, 1, 64, 1, 1, 64, 5, 0)]
-    assert launcher.directly == [parameters(want.launch.arguments)]
+    first, again = (change(arguments_of(state, *tokens)) for _ in range(2))
+    require_started_again(launcher, mamba3_step, first, again)
 
 
 def test_the_stream_of_a_layer_is_passed_on(launcher: Launcher) -> None:
@@ -136,12 +108,6 @@ def test_the_stream_of_a_layer_is_passed_on(launcher: Launcher) -> None:
     pointers = [at for at in launcher.ordinary[0].launch.arguments[:POINTERS] if at is not None]
     assert all(isinstance(pointer, Tensor) for pointer in pointers)
     assert launcher.directly[0][len(pointers)] == arguments["state"].ssm.stream == 3
-
-
-def unaligned(tensor: Tensor) -> Tensor:
-    """The same values at an address that is no multiple of 16."""
-    memory = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)
-    return memory[1:].view(tensor.shape).copy_(tensor)
 
 
 def with_state(change: Callable[[Mamba3State], Mamba3State]) -> Form:
