@@ -14,10 +14,10 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from flashstate.launch import Gpu, backend, collecting
+from flashstate.launch import Config, Gpu, backend, collecting
 from flashstate.launch.start import Launch
 from flashstate.state.formats import FORMATS
-from flashstate.testing import dtype
+from flashstate.testing import AnyCase, dtype
 
 ARCHITECTURES = (80, 89, 90, 100, 103, 120, "gfx942", "gfx950")
 TYPES = {
@@ -38,11 +38,22 @@ def gpu_with(architecture: int | str) -> Gpu:
     return Gpu("a GPU nobody measured", divmod(architecture, 10) if isinstance(architecture, int) else (9, 4))
 
 
+def warp_of(architecture: int | str) -> int:
+    """Threads of a warp."""
+    return 32 if isinstance(architecture, int) else 64
+
+
+def chosen(case: AnyCase, architecture: int | str) -> Config:
+    """What the heuristic gives a case on that architecture."""
+    with mock.patch("flashstate.launch.config.WARP", warp_of(architecture)):
+        return case.problem.heuristic(gpu_with(architecture))
+
+
 @contextmanager
 def collected(architecture: int | str) -> Iterator[list[Launch]]:
     """Calls on CPU tensors inside reach their launches as on that architecture, and end there."""
     target, gpu = mock.Mock(return_value=target_of(architecture)), mock.Mock(return_value=gpu_with(architecture))
-    warp = 32 if isinstance(architecture, int) else 64
+    warp = warp_of(architecture)
     overlaps = mock.Mock(return_value=isinstance(architecture, int) and architecture >= 90)
     with (
         mock.patch.object(backend, "_interpreting", True),

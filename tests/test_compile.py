@@ -7,13 +7,13 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import pytest
 import torch
 from compiling import (
     ARCHITECTURES,
     access_bytes,
+    chosen,
     collected,
     compile_launch,
     expected_accesses,
@@ -38,12 +38,6 @@ Call = Callable[[Case, Inputs], object]
 
 def plain(case: Case, inputs: Inputs) -> object:
     return inputs.step()
-
-
-def chosen(case: Case, architecture: int | str) -> Config:
-    """What the heuristic gives a case on that architecture."""
-    with mock.patch("flashstate.launch.config.WARP", 32 if isinstance(architecture, int) else 64):
-        return case.problem.heuristic(gpu_with(architecture))
 
 
 @cache

@@ -6,17 +6,16 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from compiling import (
     ARCHITECTURES,
     access_bytes,
+    chosen,
     collected,
     compile_launch,
     expected_accesses,
-    gpu_with,
     spilled_bytes,
 )
 from tables import risky_by_turns
@@ -49,12 +48,6 @@ def kept(case: DeltaCase, inputs: Inputs) -> object:
 
 def early(case: DeltaCase, inputs: Inputs) -> object:
     return inputs.step(early=True)
-
-
-def chosen(case: DeltaCase, architecture: int | str) -> Config:
-    """What the heuristic gives a case on that architecture."""
-    with mock.patch("flashstate.launch.config.WARP", 32 if isinstance(architecture, int) else 64):
-        return case.problem.heuristic(gpu_with(architecture))
 
 
 @cache

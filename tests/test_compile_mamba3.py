@@ -5,17 +5,16 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from compiling import (
     ARCHITECTURES,
     access_bytes,
+    chosen,
     collected,
     compile_launch,
     expected_accesses,
-    gpu_with,
     spilled_bytes,
 )
 
@@ -39,9 +38,7 @@ FORMS = (MIMO, TURNED, SISO, replace(SISO, angles=32))
 @cache
 def compiled(case: Mamba3Case, architecture: int | str, config: Config | None = None) -> Any:
     """The kernel that a call would start; with the heuristic's config if none is given."""
-    with mock.patch("flashstate.launch.config.WARP", 32 if isinstance(architecture, int) else 64):
-        config = config or case.problem.heuristic(gpu_with(architecture))
-    with collected(architecture) as launches, override(config):
+    with collected(architecture) as launches, override(config or chosen(case, architecture)):
         make_inputs(case, CPU).step()
     (launch,) = launches
     return compile_launch(launch, architecture)
