@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from flashstate.laws import LAWS, SCOPES, pairs
+from flashstate.state.formats import PORTABLE_FORMATS
 from flashstate.testing import AnyCase
 
 Pairs = list[tuple[str, AnyCase]]
@@ -68,6 +69,35 @@ def gpu_pairs(groups: Sequence[Sequence[AnyCase]], tries_configs: Callable[[AnyC
         others = {format_of(case): case for _, case in pairs([words], cases) if format_of(case) not in formats}
         chosen += met + pairs([words], others.values())
     return chosen
+
+
+class Choice:
+    """Pairs for an op whose odd cases have every form in every format, format by format: with every format and form
+    once per law, and with half of them in the interpreter, which is slow; and pairs for a GPU."""
+
+    def __init__(self, odd: Sequence[AnyCase], forms: Iterable[str], real: Sequence[AnyCase]) -> None:
+        forms = list(forms)
+        self.odd, self.real = odd, real
+        self.groups = [odd[i : i + len(forms)] for i in range(0, len(odd), len(forms))]  # a format each
+        self.form_of = {case: form for group in self.groups for case, form in zip(group, forms, strict=True)}
+        self.by_turns = interpreted_pairs(self.groups)
+        self.in_the_interpreter = interpreted_pairs(self.groups, turns=2)
+        self.on_a_gpu = gpu_pairs(by_shape(real), lambda case: case.heads <= 8 and case.rounding == "nearest")
+
+    def require_half_in_the_interpreter(self) -> None:
+        for kind_of in (format_of, self.form_of.__getitem__):
+            require_half(self.by_turns, self.in_the_interpreter, kind_of)
+
+    def require_all_without_a_gpu(self) -> None:
+        """Of those a law speaks of: the one about seeds only of stochastic rounding, which leaves it some forms."""
+        assert [set(map(format_of, group)) for group in self.groups] == [{known} for known in PORTABLE_FORMATS]
+        kinds = (format_of, self.form_of.__getitem__)
+        require_all_met(laws("", "kernels"), self.by_turns, self.odd, *kinds, fewest=len(PORTABLE_FORMATS))
+
+    def require_all_on_a_gpu(self) -> None:
+        spoken = [words for words in laws("", "kernels", "cuda") if words != ALL_CONFIGS]
+        require_all_met(spoken, self.on_a_gpu, self.real, format_of, shape_of)
+        assert len(self.on_a_gpu) == len(set(self.on_a_gpu))
 
 
 def format_of(case: AnyCase) -> tuple[str, str]:

@@ -4,22 +4,11 @@ import math
 
 import pytest
 import torch
-from obeying import (
-    ALL_CONFIGS,
-    by_shape,
-    format_of,
-    gpu_pairs,
-    interpreted_pairs,
-    laws,
-    require_all_met,
-    require_half,
-    shape_of,
-)
+from obeying import Choice, laws
 from torch import Tensor
 
 from flashstate.laws import LAWS
 from flashstate.reference.gated_delta import EPSILON, gated_delta_at_once, gated_delta_token, gates, normalised
-from flashstate.state.formats import PORTABLE_FORMATS
 from flashstate.testing import (
     ODD_DELTA_CASES,
     ODD_DELTA_SHAPES,
@@ -32,53 +21,35 @@ from flashstate.testing import (
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
-GPU_CASES = REAL_DELTA_CASES + QUICK_DELTA_CASES
-FORMS = len(ODD_DELTA_SHAPES)
-GROUPS = [ODD_DELTA_CASES[FORMS * i : FORMS * (i + 1)] for i in range(len(PORTABLE_FORMATS))]  # a format each
-FORM_OF = {case: form for group in GROUPS for case, form in zip(group, ODD_DELTA_SHAPES, strict=True)}
-BY_TURNS = interpreted_pairs(GROUPS)
-IN_THE_INTERPRETER = interpreted_pairs(GROUPS, turns=2)  # which is slow; the reference and a GPU meet all
+CHOICE = Choice(ODD_DELTA_CASES, ODD_DELTA_SHAPES, REAL_DELTA_CASES + QUICK_DELTA_CASES)
 
 
 def test_every_law_meets_half_of_the_formats_and_of_the_forms_in_the_interpreter() -> None:
-    for kind_of in (format_of, FORM_OF.__getitem__):
-        require_half(BY_TURNS, IN_THE_INTERPRETER, kind_of)
+    CHOICE.require_half_in_the_interpreter()
 
 
 def test_every_law_meets_every_format_and_every_form_without_a_gpu() -> None:
-    """Of those it speaks of: the law about seeds only of stochastic rounding, which leaves it some of the forms."""
-    assert [{(c.format, c.rounding) for c in group} for group in GROUPS] == [{f} for f in PORTABLE_FORMATS]
-    kinds = (format_of, FORM_OF.__getitem__)
-    require_all_met(laws("", "kernels"), BY_TURNS, ODD_DELTA_CASES, *kinds, fewest=len(PORTABLE_FORMATS))
-
-
-def tries_configs(case: DeltaCase) -> bool:
-    return case.heads <= 8 and case.rounding == "nearest"
-
-
-ON_A_GPU = gpu_pairs(by_shape(GPU_CASES), tries_configs)
+    CHOICE.require_all_without_a_gpu()
 
 
 def test_every_law_meets_every_format_and_every_shape_on_a_gpu() -> None:
-    of_some = [words for words in laws("", "kernels", "cuda") if words != ALL_CONFIGS]
-    require_all_met(of_some, ON_A_GPU, GPU_CASES, format_of, shape_of)
-    assert len(ON_A_GPU) == len(set(ON_A_GPU))
+    CHOICE.require_all_on_a_gpu()
 
 
-@pytest.mark.parametrize(("words", "case"), [pair for pair in BY_TURNS if pair[0] in laws("")], ids=str)
+@pytest.mark.parametrize(("words", "case"), [pair for pair in CHOICE.by_turns if pair[0] in laws("")], ids=str)
 def test_reference_obeys(words: str, case: DeltaCase) -> None:
     LAWS[words](case, CPU)
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize(("words", "case"), IN_THE_INTERPRETER, ids=str)
+@pytest.mark.parametrize(("words", "case"), CHOICE.in_the_interpreter, ids=str)
 def test_interpreted_kernel_obeys(words: str, case: DeltaCase) -> None:
     with interpreted():
         LAWS[words](case, CPU)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("words", "case"), ON_A_GPU, ids=str)
+@pytest.mark.parametrize(("words", "case"), CHOICE.on_a_gpu, ids=str)
 def test_compiled_kernel_obeys(words: str, case: DeltaCase) -> None:
     LAWS[words](case, CUDA)
 

@@ -8,21 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from obeying import (
-    ALL_CONFIGS,
-    by_shape,
-    format_of,
-    gpu_pairs,
-    interpreted_pairs,
-    laws,
-    require_all_met,
-    require_half,
-    shape_of,
-)
+from obeying import Choice, by_shape, laws
 from torch import Tensor
 
 from flashstate.laws import LAWS, pairs
-from flashstate.state.formats import PORTABLE_FORMATS
 from flashstate.testing import (
     ODD_MAMBA3_CASES,
     ODD_MAMBA3_SHAPES,
@@ -39,37 +28,19 @@ from flashstate.testing import (
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
-GPU_CASES = REAL_MAMBA3_CASES + QUICK_MAMBA3_CASES
-FORMS = len(ODD_MAMBA3_SHAPES)
-GROUPS = [ODD_MAMBA3_CASES[FORMS * i : FORMS * (i + 1)] for i in range(len(PORTABLE_FORMATS))]  # a format each
-FORM_OF = {case: form for group in GROUPS for case, form in zip(group, ODD_MAMBA3_SHAPES, strict=True)}
-BY_TURNS = interpreted_pairs(GROUPS)
-IN_THE_INTERPRETER = interpreted_pairs(GROUPS, turns=2)  # which is slow; the reference and a GPU meet all
+CHOICE = Choice(ODD_MAMBA3_CASES, ODD_MAMBA3_SHAPES, REAL_MAMBA3_CASES + QUICK_MAMBA3_CASES)
 
 
 def test_every_law_meets_half_of_the_formats_and_of_the_forms_in_the_interpreter() -> None:
-    for kind_of in (format_of, FORM_OF.__getitem__):
-        require_half(BY_TURNS, IN_THE_INTERPRETER, kind_of)
+    CHOICE.require_half_in_the_interpreter()
 
 
 def test_every_law_meets_every_format_and_every_form_without_a_gpu() -> None:
-    """Of those it speaks of: the law about seeds only of stochastic rounding, which leaves it some of the forms."""
-    assert [{(c.format, c.rounding) for c in group} for group in GROUPS] == [{f} for f in PORTABLE_FORMATS]
-    kinds = (format_of, FORM_OF.__getitem__)
-    require_all_met(laws("", "kernels"), BY_TURNS, ODD_MAMBA3_CASES, *kinds, fewest=len(PORTABLE_FORMATS))
-
-
-def tries_configs(case: Mamba3Case) -> bool:
-    return case.heads <= 8 and case.rounding == "nearest"
-
-
-ON_A_GPU = gpu_pairs(by_shape(GPU_CASES), tries_configs)
+    CHOICE.require_all_without_a_gpu()
 
 
 def test_every_law_meets_every_format_and_every_shape_on_a_gpu() -> None:
-    of_some = [words for words in laws("", "kernels", "cuda") if words != ALL_CONFIGS]
-    require_all_met(of_some, ON_A_GPU, GPU_CASES, format_of, shape_of)
-    assert len(ON_A_GPU) == len(set(ON_A_GPU))
+    CHOICE.require_all_on_a_gpu()
 
 
 def test_laws_of_snapshots_and_trees_do_not_speak_of_mamba3_and_all_others_do() -> None:
@@ -81,20 +52,20 @@ def test_laws_of_snapshots_and_trees_do_not_speak_of_mamba3_and_all_others_do() 
     ]
 
 
-@pytest.mark.parametrize(("words", "case"), [pair for pair in BY_TURNS if pair[0] in laws("")], ids=str)
+@pytest.mark.parametrize(("words", "case"), [pair for pair in CHOICE.by_turns if pair[0] in laws("")], ids=str)
 def test_reference_obeys(words: str, case: Mamba3Case) -> None:
     LAWS[words](case, CPU)
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize(("words", "case"), IN_THE_INTERPRETER, ids=str)
+@pytest.mark.parametrize(("words", "case"), CHOICE.in_the_interpreter, ids=str)
 def test_interpreted_kernel_obeys(words: str, case: Mamba3Case) -> None:
     with interpreted():
         LAWS[words](case, CPU)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("words", "case"), ON_A_GPU, ids=str)
+@pytest.mark.parametrize(("words", "case"), CHOICE.on_a_gpu, ids=str)
 def test_compiled_kernel_obeys(words: str, case: Mamba3Case) -> None:
     LAWS[words](case, CUDA)
 
