@@ -41,7 +41,7 @@ from flashstate.kernels.tensor_cores import (
     terms_of,
     transposed,
 )
-from flashstate.kernels.tiles import STAGES, dot_rows, load_rows, minus_zero, store_rows, widened
+from flashstate.kernels.tiles import STAGES, dot_rows, load_rows, minus_zero, store_rows, widened, zero_unless
 
 HINT = tl.constexpr("streaming")
 
@@ -187,10 +187,7 @@ def tile_of(
                 part = part + (codes[i * (len(codes) // PARTS) + j],)
             s = s + (by_warps(from_code(operand_of_chunks(part, VECTOR), dtype, TARGET) * factor, WARPS),)
     if PADDING == "fresh":
-        zeroed = ()
-        for i in tl.static_range(len(s)):
-            zeroed = zeroed + (tl.where(live, s[i], 0.0),)
-        s = zeroed
+        s, _ = zero_unless(live, s, 1.0)
     return s
 
 
