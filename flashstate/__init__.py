@@ -5,15 +5,20 @@ from flashstate.ops.conv1d import conv1d_step
 from flashstate.ops.debug import debug
 from flashstate.ops.gated_delta import gated_delta_step
 from flashstate.ops.mamba2 import mamba2_step
+from flashstate.ops.mamba2_fold import mamba2_fold
+from flashstate.ops.mamba2_replay import mamba2_replay
 from flashstate.ops.mamba3 import mamba3_step
 from flashstate.state.faults import check_faults
 from flashstate.state.mamba3 import Mamba3State, Rotary
 from flashstate.state.pool import StatePool
+from flashstate.state.ring import Plan, Ring
 from flashstate.state.slots import Slots
 from flashstate.state.state import State
 
 __all__ = [
     "Mamba3State",
+    "Plan",
+    "Ring",
     "Rotary",
     "Slots",
     "State",
@@ -22,6 +27,8 @@ __all__ = [
     "conv1d_step",
     "debug",
     "gated_delta_step",
+    "mamba2_fold",
+    "mamba2_replay",
     "mamba2_step",
     "mamba3_step",
     "warmup",

@@ -130,7 +130,8 @@ def _add_tune(commands: Commands[argparse.ArgumentParser]) -> None:
 
 
 def _add_plan(commands: Commands[argparse.ArgumentParser]) -> None:
-    from flashstate.models import DEFAULT_PRESET, KINDS, LARGEST_WINDOW, PRESETS
+    from flashstate.models import DEFAULT_PRESET, KINDS, PRESETS
+    from flashstate.state.ring import LARGEST_WINDOW
 
     parser = commands.add_parser("plan", help="how many requests fit in memory, for every format of their states")
     models = f"one of {_listed(tuple(PRESETS))} (default: {DEFAULT_PRESET})"

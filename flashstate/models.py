@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
+from flashstate.state.ring import LARGEST_WINDOW
+
 KINDS = ("mamba2", "gated_delta")
 NECESSARY = ("layers", "heads", "rows", "cols", "groups")  # what a shape cannot do without
 ARCHITECTURE = {"kind", "conv_width", *NECESSARY}  # what training fixed; the other fields are choices of a server
-LARGEST_WINDOW = 64  # of a replay ring
 RECURRENT_LAYERS = ("mamba", "linear_attention", "hybrid")  # names of layers with a state; hybrid: attention beside it
 
 

@@ -9,6 +9,7 @@ READ_FAULT = tl.constexpr(0)  # elements of the fault flag, as state/faults.py n
 WRITE_FAULT = tl.constexpr(1)
 ACCEPTED_FAULT = tl.constexpr(2)
 SNAPSHOT_FAULT = tl.constexpr(3)
+FOLD_FAULT = tl.constexpr(4)
 
 
 @triton.jit

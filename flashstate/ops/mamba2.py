@@ -109,8 +109,8 @@ def mamba2_step(
     refuse_transposed("state", state)
     num_slots, heads, rows, _ = state.data.shape
     tokens = tokens_of("x", x, {"heads": heads, "rows": rows}, state.data.device, slots)
-    _check_activations(state, tokens, x, B, C, z)
-    dt, A, D, dt_bias = _check_parameters(state, tokens, dt, A, D, dt_bias)
+    check_activations(state, tokens, x, B, C, z)
+    dt, A, D, dt_bias = check_parameters(state, tokens, dt, A, D, dt_bias)
     check_flag("dt_softplus", dt_softplus)
     check_flag("early", early)
     check_slots(num_slots, x.device, tokens, slots, update)
@@ -187,7 +187,7 @@ def _step_again(
     return direct.start_again(launch, (launches, key, tensors), pointers, stream)
 
 
-def _check_activations(state: State, tokens: Tokens, x: Tensor, B: Tensor, C: Tensor, z: Tensor | None) -> None:
+def check_activations(state: State, tokens: Tokens, x: Tensor, B: Tensor, C: Tensor, z: Tensor | None) -> None:
     """Check what has one row of values per token and head or group, x already for its shape."""
     _, heads, rows, cols = state.data.shape
     device = state.data.device
@@ -204,7 +204,7 @@ def _check_activations(state: State, tokens: Tokens, x: Tensor, B: Tensor, C: Te
         check_row_contiguous(name, tensor)
 
 
-def _check_parameters(
+def check_parameters(
     state: State, tokens: Tokens, dt: Tensor, A: Tensor, D: Tensor | None, dt_bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Check what has one value per head, or more; returned without the axes it was expanded along."""

@@ -37,24 +37,30 @@ def mamba2_token(
 ) -> tuple[Tensor, Tensor]:
     """One token: the output (batch, H, D) and the state after it (batch, H, D, N), both unrounded."""
     H = s.shape[1]
-    heads_per_group = H // B.shape[1]
     x, dt = x.to(s.dtype), dt.to(s.dtype).reshape(*dt.shape[:2], *dt.shape[2:] or (1,))  # (batch, H, D or 1)
-    A = A.to(s.dtype).reshape(H, *A.shape[1:] or (1, 1))  # (H, D, N) or (H, 1, 1)
-    B = B.to(s.dtype).repeat_interleave(heads_per_group, dim=1)  # (batch, H, N)
-    C = C.to(s.dtype).repeat_interleave(heads_per_group, dim=1)  # (batch, H, N)
-
     if dt_bias is not None:
         dt = dt + dt_bias.to(s.dtype).reshape(H, -1)
     if dt_softplus:
         dt = softplus(dt)  # (batch, H, D or 1)
-    dA = torch.exp(dt[..., None] * A)  # (batch, H, D or 1, N or 1)
-    s = s * dA + (dt * x)[..., None] * B[..., None, :]  # (batch, H, D, N)
-    y = (s * C[..., None, :]).sum(-1)  # (batch, H, D)
+    s = state_after(s, x, dt, A, B)  # (batch, H, D, N)
+    y = (s * per_head(C, s)[..., None, :]).sum(-1)  # (batch, H, D)
     if D is not None:
         y = y + D.to(s.dtype).reshape(H, -1) * x
     if z is not None:
         y = y * silu(z.to(s.dtype))
     return y, s
+
+
+def state_after(s: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor) -> Tensor:
+    """The state after one token, whose time steps dt (batch, H, D or 1) are as they count."""
+    A = A.to(s.dtype).reshape(s.shape[1], *A.shape[1:] or (1, 1))  # (H, D, N) or (H, 1, 1)
+    dA = torch.exp(dt[..., None] * A)  # (batch, H, D or 1, N or 1)
+    return s * dA + (dt * x)[..., None] * per_head(B, s)[..., None, :]  # (batch, H, D, N)
+
+
+def per_head(values: Tensor, s: Tensor) -> Tensor:
+    """Values of groups, (batch, G, N), for each of their heads, (batch, H, N)."""
+    return values.to(s.dtype).repeat_interleave(s.shape[1] // values.shape[1], dim=1)
 
 
 @torch.no_grad()

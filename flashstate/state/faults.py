@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 # Element i of a flag is an offending number of that kind; 0, which never offends, means none.
-KINDS = ("read", "write", "accepted", "snapshot row")
+KINDS = ("read", "write", "accepted", "snapshot row", "tokens to fold")
 _flags: dict[torch.device, Tensor] = {}
 
 
@@ -25,8 +25,9 @@ def fault_flag(device: torch.device) -> Tensor:
 def check_faults() -> None:
     """Raise IndexError if any op since the last check met a number out of range. Waits for every device used.
 
-    These are slots outside their pool, accepted counts above n, and rows outside the snapshots. Such rows were treated
-    as padding (read, accepted) or not written (write, snapshot row), so no memory was harmed. The flag is cleared.
+    These are slots outside their pool, accepted counts above n, rows outside the snapshots, and tokens to fold that a
+    ring does not have. Such rows were treated as padding (read, accepted), not written (write, snapshot row), or took
+    the nearest number in range (accepted of `commit`, tokens to fold), so no memory was harmed. The flag is cleared.
     """
     found = []
     for device, flag in _flags.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -88,13 +88,13 @@ def check_states(states: Sequence[Layer]) -> None:
         raise ValueError("states must not share the memory of their seed")
 
 
-def check_apart(states: Sequence[Layer], windows: Sequence[Tensor]) -> None:
-    """Raise where windows share memory with each other or with states."""
+def check_apart(states: Sequence[Layer], others: Mapping[str, Tensor]) -> None:
+    """Raise where other tensors of a pool, by name, share memory with each other or with states."""
     places = [_place_of(tensor) for layer in states for tensor in _parts(layer).values()]
-    for i, window in enumerate(windows):
-        place = _place_of(window)
+    for name, tensor in others.items():
+        place = _place_of(tensor)
         if any(_overlap(place, other) for other in places):
-            raise ValueError(f"windows[{i}] must not share the memory of another layer or of a state")
+            raise ValueError(f"{name} must not share the memory of another layer or of a state")
         places.append(place)
 
 

@@ -25,6 +25,7 @@ from flashstate.state.memory import (
     of_all_layers,
     put,
 )
+from flashstate.state.ring import Plan, Ring, allocate_rings, check_rings, tensors_of
 from flashstate.state.slots import Slots, as_slots
 from flashstate.state.state import State
 from flashstate.state.windows import allocate_windows, check_windows, with_history
@@ -33,8 +34,8 @@ INT64 = (-(1 << 63), (1 << 63) - 1)
 
 
 class StatePool(Generic[LayerT]):
-    """What a model keeps per request: a slot in the state of every layer, one in the windows of its convolutions if it
-    has some, and one seed. Who has which slot, it knows.
+    """What a model keeps per request: a slot in the state of every layer, one in the windows of its convolutions and in
+    the rings for replay if it has some, and one seed. Who has which slot, it knows.
 
     Made by `StatePool.mamba2`, `StatePool.mamba3` or `StatePool.gated_delta`, which allocate, or by `StatePool.wrap`
     over states there are. To type checkers a bare StatePool is one whose layers are State; with layers of Mamba-3 it is
@@ -47,7 +48,7 @@ class StatePool(Generic[LayerT]):
     Which slots are held is known on the host: what `release`, `reset`, `copy`, `read` and all that write take is an
     int, a sequence of ints or an integer tensor, and a tensor on a GPU makes the host wait for it. Otherwise nothing
     here waits. All of them are for slots that are held, and raise before anything changes. What they do on a device is
-    queued on the current stream; only `advance` can be captured in a CUDA graph.
+    queued on the current stream; only `advance`, `plan`, `commit` and `folded` can be captured in a CUDA graph.
 
     A pool that rounds to nearest allocates no seeds, and code that serves it need not know: `advance` does nothing
     then, and seeds that are given are checked and not used.
@@ -60,11 +61,12 @@ class StatePool(Generic[LayerT]):
         drafts: int,
         memory: Memory,
         *,
+        rings: Sequence[Ring] = (),
         held: bool,
         null: int,
         seed: int | None,
     ) -> None:
-        """`windows`: one per layer, or none, with room for `drafts`. `memory`: of all states and windows."""
+        """`windows`: one per layer, or none, with room for `drafts`; `rings`: the same. `memory`: of all of them."""
         check_int("null", null, *INT64)
         self.null = null
         ssm = [ssm_of(state) for state in states]
@@ -72,6 +74,7 @@ class StatePool(Generic[LayerT]):
         self.layers = len(states)
         self._states = tuple(states)
         self._windows = tuple(windows)
+        self._rings = tuple(rings)
         self.drafts = drafts
         self._memory = memory
         self._seed = next((state.seed for state in ssm if state.seed is not None), None)
@@ -101,8 +104,12 @@ class StatePool(Generic[LayerT]):
         conv_width: int = 4,
         conv_dtype: torch.dtype = torch.bfloat16,
         drafts: int = 0,
+        window: int = 0,
+        tokens: int = 1,
+        groups: int = 1,
+        ring_dtype: torch.dtype = torch.bfloat16,
     ) -> StatePool[State]:
-        """A pool for `mamba2_step`; every slot is free.
+        """A pool for `mamba2_step`, or with a window for `mamba2_replay`; every slot is free.
 
         heads, rows, cols: the shape of a layer's state in a slot.
         dtype, rounding, rounds: the format of all layers, as in State.
@@ -112,11 +119,19 @@ class StatePool(Generic[LayerT]):
             channels: none.
         conv_dtype: of the windows, that of its inputs or float32.
         drafts: tokens of a call that its windows can roll back, with slots.accepted of `conv1d_step`.
+        window: of the rings for replay, 1 to 64; 0: none.
+        tokens: the most per row and call that a ring takes, at most the window.
+        groups, ring_dtype: of B, and the dtype of x and B, in a ring.
         """
         sizes = {"heads": heads, "rows": rows, "cols": cols}
         states, memory = allocate_states(slots, layers, sizes, dtype, rounding, rounds, stream, device)
-        conv = (conv_channels, conv_width, drafts, conv_dtype)
-        return cls._with_windows(states, memory, conv, null, seed)
+        conv, rings = (conv_channels, conv_width, drafts, conv_dtype), []
+        if window:
+            rings, of_rings = allocate_rings(states, window, tokens, groups, ring_dtype)
+            memory = memory + of_all_layers(of_rings, 0)
+        elif tokens != 1:
+            raise ValueError(f"tokens are for rings: window must be given too, got tokens={tokens}")
+        return cls._with_windows(states, memory, conv, null, seed, rings)
 
     @classmethod
     def mamba3(
@@ -185,14 +200,15 @@ class StatePool(Generic[LayerT]):
         conv: tuple[int, int, int, torch.dtype],
         null: int,
         seed: int | None,
+        rings: Sequence[Ring] = (),
     ) -> StatePool[State]:
         with torch.inference_mode(False):  # else only inference mode could change them
             windows = allocate_windows(len(states), states[0].data.shape[0], *conv, states[0].data.device)
         if not windows.numel():
-            return cls(states, (), 0, memory, held=False, null=null, seed=seed)
+            return cls(states, (), 0, memory, rings=rings, held=False, null=null, seed=seed)
         memory = memory + of_all_layers([windows], 0)
         views = windows.transpose(2, 3).unbind()  # (slots, channels, length) each
-        return cls(states, views, conv[2], memory, held=False, null=null, seed=seed)
+        return cls(states, views, conv[2], memory, rings=rings, held=False, null=null, seed=seed)
 
     @classmethod
     def wrap(
@@ -201,6 +217,7 @@ class StatePool(Generic[LayerT]):
         *,
         windows: Sequence[Tensor] | None = None,
         drafts: int = 0,
+        rings: Sequence[Ring] | None = None,
         null: int = -1,
         seed: int | None = None,
     ) -> StatePool[LayerT]:
@@ -211,6 +228,7 @@ class StatePool(Generic[LayerT]):
             share memory, but they may take turns in pages of one size.
         windows: of the convolutions, one per layer, as `conv1d_step` takes them; None: no windows.
         drafts: the last entries of each window that are for tokens which can be rolled back.
+        rings: for `mamba2_replay`, one per layer, which share start, count, window and length; None: no rings.
 
         The caller holds every slot at first, with whatever is in it; `release` hands slots to the pool.
         """
@@ -220,9 +238,12 @@ class StatePool(Generic[LayerT]):
             raise ValueError(f"drafts are for windows, which must be given too, got drafts={drafts}")
         if windows is not None:
             check_windows(windows, [ssm_of(state) for state in states], drafts)
-            check_apart(states, windows)
-            memory += [(window, 0) for window in windows]
-        return cls(states, windows or (), drafts, memory, held=True, null=null, seed=seed)
+        if rings is not None:
+            check_rings(rings, [ssm_of(state) for state in states])
+        others = {f"windows[{i}]": window for i, window in enumerate(windows or ())} | tensors_of(rings or ())
+        check_apart(states, others)
+        memory += [(tensor, 0) for tensor in others.values()]
+        return cls(states, windows or (), drafts, memory, rings=rings or (), held=True, null=null, seed=seed)
 
     @property
     def free(self) -> int:
@@ -231,8 +252,8 @@ class StatePool(Generic[LayerT]):
 
     @property
     def bytes_per_slot(self) -> int:
-        """Bytes of memory one slot takes: all states, scales and windows of all layers, and its seed, where it has
-        them."""
+        """Bytes of memory one slot takes: all states, scales, windows and rings of all layers, and its seed, where it
+        has them."""
         seed = 0 if self._seed is None else self._seed.element_size()
         return sum(tensor[0].nbytes for tensor, _ in self._memory) + seed
 
@@ -252,6 +273,49 @@ class StatePool(Generic[LayerT]):
         if not self.has_windows:
             raise ValueError("this pool has no windows: it was made without conv_channels")
         return self._windows[i]
+
+    @property
+    def has_rings(self) -> bool:
+        """Whether it has rings for replay."""
+        return bool(self._rings)
+
+    def ring(self, i: int) -> Ring:
+        """The ring of layer i, for `mamba2_replay`; the same object every time."""
+        self._check_layer(i)
+        self._check_rings()
+        return self._rings[i]
+
+    def _check_rings(self) -> None:
+        if not self.has_rings:
+            raise ValueError("this pool has no rings: it was made without a window")
+
+    def plan(self, slots: Slots | Tensor | None = None, tokens: int | None = None) -> Plan:
+        """Which rows of a batch fold their rings in this step of the model: for `mamba2_replay` of all layers, and then
+        for `commit`.
+
+        slots: as `mamba2_replay` takes them; with cu_seqlens, and then max_len, tokens are packed.
+        tokens: per row; of packed tokens left out.
+
+        One small launch; a CUDA graph captures it, and the host does not wait.
+        """
+        self._check_rings()
+        return self._rings[0].plan(slots, tokens)
+
+    def commit(self, plan: Plan, accepted: Tensor | None = None) -> None:
+        """Keep the first `accepted` tokens of every row of the step that was planned, in all layers; None: all. Exactly
+        once per step, after all layers.
+
+        accepted: (batch,) int32 or int64 on the device, from 0 to the tokens of a row.
+
+        One small launch; a CUDA graph captures it, and the host does not wait.
+        """
+        self._check_rings()
+        self._rings[0].commit(plan, accepted)
+
+    def folded(self, slots: Slots | Tensor | None = None, tokens: Tensor | int | None = None) -> None:
+        """Drop the live tokens that `mamba2_fold` folded in place in all layers; slots and tokens as it had them."""
+        self._check_rings()
+        self._rings[0].folded(slots, tokens)
 
     def _check_layer(self, i: int) -> None:
         if not isinstance(i, int) or isinstance(i, bool):
@@ -281,7 +345,8 @@ class StatePool(Generic[LayerT]):
         self._free += numbers[::-1]
 
     def reset(self, slots: SlotNumbers, seed: int | Sequence[int] | Tensor | None = None) -> None:
-        """Make slots as `acquire` hands them out: all states and windows zero, scales of 1, seeds new or given."""
+        """Make slots as `acquire` hands them out: all states and windows zero, rings empty, scales of 1, seeds new or
+        given."""
         numbers = self._check_held("slots", slots, unique=True)
         self._reset(numbers, self._seeds(seed, len(numbers)))
 
@@ -291,10 +356,14 @@ class StatePool(Generic[LayerT]):
 
         states: (slots, heads, rows, cols) float32, bfloat16 or float16; all axes but the last may have any stride.
 
-        Stochastic rounding draws the bits of token -1, so no token of a step that follows has the same.
+        Stochastic rounding draws the bits of token -1, so no token of a step that follows has the same. Rings of
+        these slots, if there are any, are empty afterwards, in all layers.
         """
         state, numbers = ssm_of(self.layer(i)), self._check_held("slots", slots, unique=True)
-        write_states(state, self._on_device(numbers), states)
+        index = self._on_device(numbers)
+        write_states(state, index, states)
+        if self.has_rings:  # the state is now that after all tokens there were
+            self._rings[i].count.index_fill_(0, index, 0)
 
     @torch.no_grad()
     def write_window(self, i: int, slots: SlotNumbers, windows: Tensor) -> None:
@@ -321,7 +390,8 @@ class StatePool(Generic[LayerT]):
             put(tensor, numbers, values.unbind())
 
     def read(self, i: int, slots: SlotNumbers) -> Tensor:
-        """The states that `write` stores in layer i: (slots, heads, rows, cols) float32. Slots may repeat."""
+        """The states that `write` stores in layer i: (slots, heads, rows, cols) float32. Slots may repeat. With
+        rings these are the checkpoints; `mamba2_fold` gives states after live tokens."""
         state, numbers = ssm_of(self.layer(i)), self._check_held("slots", slots)
         return read_states(state, self._on_device(numbers))
 

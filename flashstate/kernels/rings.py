@@ -1,0 +1,147 @@
+"""Plans and cursors of replay rings; reference/rings.py has the same in torch. One program each: they are small."""
+
+import triton
+import triton.language as tl
+
+from flashstate.kernels.slots import ACCEPTED_FAULT, FOLD_FAULT, READ_FAULT
+
+FIELDS = tl.constexpr(8)  # numbers that a plan has of a row
+
+
+@triton.jit
+def slots_of_rows(read_ptr, read_stride, b, exists, num_slots, null, fault_ptr):
+    """The slots that these rows read, int64; -1 for padding, and for rows that do not exist."""
+    slot = b.to(tl.int64)
+    if read_ptr is not None:
+        slot = tl.load(read_ptr + slot * read_stride, mask=exists, other=-1).to(tl.int64)
+    past = exists & (slot >= num_slots)
+    tl.store(fault_ptr + READ_FAULT + b * 0, slot, mask=past & (slot != null))
+    return tl.where(exists & (slot >= 0) & (slot < num_slots) & (slot != null), slot, -1)
+
+
+@triton.jit
+def planned(
+    b, batch, read, cursors, cu_seqlens_ptr, tokens, num_slots, null, fault_ptr, WINDOW: tl.constexpr
+):  # fmt: skip
+    """What a plan says of these rows: slot, start, live count, first token, length; and whether it goes, and folds."""
+    read_ptr, read_stride = read
+    start_ptr, count_ptr = cursors
+    exists = b < batch
+    slot = slots_of_rows(read_ptr, read_stride, b, exists, num_slots, null, fault_ptr)
+    first, length = b * 0, b * 0 + tokens
+    if cu_seqlens_ptr is not None:
+        first = tl.maximum(tl.load(cu_seqlens_ptr + b, mask=exists, other=0), 0).to(tl.int32)
+        last = tl.maximum(tl.load(cu_seqlens_ptr + b + 1, mask=exists, other=0), 0).to(tl.int32)
+        length = tl.minimum(tl.maximum(last - first, 0), tokens)
+    goes = (slot >= 0) & (length > 0)
+    start = tl.load(start_ptr + slot, mask=goes, other=0)
+    live = tl.load(count_ptr + slot, mask=goes, other=0)
+    folds = goes & (live + length > WINDOW)
+    return tl.where(goes, slot, -1).to(tl.int32), start, live, first, length, goes, folds
+
+
+PLAN_ARGUMENTS = [
+    "rows_ptr", "parts_ptr", "start_ptr", "count_ptr", "read_ptr", "cu_seqlens_ptr", "fault_ptr", "read_stride",
+    "batch", "tokens", "num_slots", "null",
+]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=PLAN_ARGUMENTS)
+def make_plan_kernel(
+    rows_ptr, parts_ptr, start_ptr, count_ptr, read_ptr, cu_seqlens_ptr, fault_ptr, read_stride,
+    batch, tokens, num_slots, null,
+    WINDOW: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The rows that fold, then those that do not, then those that do nothing, each part in the order of the batch."""
+    read, cursors = (read_ptr, read_stride), (start_ptr, count_ptr)
+    folding, going = tl.program_id(0) * 0, tl.program_id(0) * 0
+    for block in range(0, batch, BLOCK):
+        b = block + tl.arange(0, BLOCK)
+        _, _, _, _, _, goes, folds = planned(
+            b, batch, read, cursors, cu_seqlens_ptr, tokens, num_slots, null, fault_ptr, WINDOW
+        )
+        folding += tl.sum(folds.to(tl.int32), 0)
+        going += tl.sum(goes.to(tl.int32), 0)
+    tl.store(parts_ptr, folding)
+    tl.store(parts_ptr + 1, going)
+
+    to_fold, to_keep, to_idle = folding * 0, folding, going  # where the next row of each part goes
+    for block in range(0, batch, BLOCK):
+        b = block + tl.arange(0, BLOCK)
+        slot, start, live, first, length, goes, folds = planned(
+            b, batch, read, cursors, cu_seqlens_ptr, tokens, num_slots, null, fault_ptr, WINDOW
+        )
+        exists = b < batch
+        keeps, idles = goes & (folds == 0), exists & (goes == 0)
+        place = tl.where(folds, to_fold + tl.cumsum(folds.to(tl.int32), 0), 0)
+        place += tl.where(keeps, to_keep + tl.cumsum(keeps.to(tl.int32), 0), 0)
+        place += tl.where(idles, to_idle + tl.cumsum(idles.to(tl.int32), 0), 0)
+        entry = rows_ptr + (place - 1) * FIELDS
+        tl.store(entry, b, mask=exists)
+        tl.store(entry + 1, slot, mask=exists)
+        tl.store(entry + 2, start, mask=exists)
+        tl.store(entry + 3, live, mask=exists)
+        tl.store(entry + 4, first, mask=exists)
+        tl.store(entry + 5, length, mask=exists)
+        tl.store(entry + 6, b * 0, mask=exists)
+        tl.store(entry + 7, b * 0, mask=exists)
+        to_fold += tl.sum(folds.to(tl.int32), 0)
+        to_keep += tl.sum(keeps.to(tl.int32), 0)
+        to_idle += tl.sum(idles.to(tl.int32), 0)
+
+
+@triton.jit(do_not_specialize=["start_ptr", "count_ptr", "rows_ptr", "accepted_ptr", "fault_ptr", "batch", "length"])
+def commit_plan_kernel(
+    start_ptr, count_ptr, rows_ptr, accepted_ptr, fault_ptr, batch, length, WINDOW: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Keep so many tokens of every row; where it folded, what it folded is dropped."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    entry, exists = rows_ptr + i * FIELDS, i < batch
+    slot = tl.load(entry + 1, mask=exists, other=-1).to(tl.int64)
+    goes = slot >= 0
+    start = tl.load(entry + 2, mask=goes, other=0)
+    live = tl.load(entry + 3, mask=goes, other=0)
+    tokens = tl.load(entry + 5, mask=goes, other=0)
+    kept = tokens
+    if accepted_ptr is not None:
+        b = tl.load(entry, mask=goes, other=0)
+        given = tl.load(accepted_ptr + b, mask=goes, other=0)
+        tl.store(fault_ptr + ACCEPTED_FAULT + i * 0, given.to(tl.int64), mask=goes & ((given < 0) | (given > tokens)))
+        kept = tl.minimum(tl.maximum(given, 0), tokens).to(tl.int32)
+    folds = live + tokens > WINDOW
+    tl.store(start_ptr + slot, tl.where(folds, (start + live) % length, start), mask=goes)
+    tl.store(count_ptr + slot, tl.where(folds, 0, live) + kept, mask=goes)
+
+
+@triton.jit
+def tokens_to_fold(tokens_ptr, most, b, goes, count, fault_ptr):
+    """How many of `count` live rows to fold: what the row's entry says, or `most`, or all where that is negative."""
+    if tokens_ptr is None:
+        given = tl.where(most < 0, count, most)
+    else:
+        given = tl.load(tokens_ptr + b, mask=goes, other=0)
+    outside = goes & ((given < 0) | (given > count))
+    tl.store(fault_ptr + FOLD_FAULT + b * 0, given.to(tl.int64), mask=outside)
+    return tl.minimum(tl.maximum(given, 0), count).to(tl.int32)
+
+
+DROP_ARGUMENTS = [
+    "start_ptr", "count_ptr", "read_ptr", "tokens_ptr", "fault_ptr", "read_stride", "batch", "most", "length",
+    "num_slots", "null",
+]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=DROP_ARGUMENTS)
+def drop_folded_kernel(
+    start_ptr, count_ptr, read_ptr, tokens_ptr, fault_ptr, read_stride, batch, most, length, num_slots, null,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Move the cursors of these slots past live rows that were folded."""
+    b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    slot = slots_of_rows(read_ptr, read_stride, b, b < batch, num_slots, null, fault_ptr)
+    goes = slot >= 0
+    start = tl.load(start_ptr + slot, mask=goes, other=0)
+    count = tl.load(count_ptr + slot, mask=goes, other=0)
+    folded = tokens_to_fold(tokens_ptr, most, b, goes, count, fault_ptr)
+    tl.store(start_ptr + slot, (start + folded) % length, mask=goes)
+    tl.store(count_ptr + slot, count - folded, mask=goes)

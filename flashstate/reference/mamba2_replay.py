@@ -1,0 +1,117 @@
+"""mamba2_replay and mamba2_fold: Mamba-2 from a checkpoint and a ring of inputs; this file defines them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flashstate.reference.mamba2 import mamba2_token, softplus, state_after
+from flashstate.reference.rings import live_tokens
+from flashstate.reference.state_io import resolve, resolve_read, store_output, store_state, token_positions
+from flashstate.reference.steps import states_of
+from flashstate.state.ring import Ring
+from flashstate.state.slots import Slots
+from flashstate.state.state import State
+
+BEFORE_THE_FIRST_TOKEN = -1  # what random bits of a folded state are drawn for
+
+
+def replayed(ring: Ring, s: Tensor, slot: Tensor, start: Tensor, live: Tensor, A: Tensor) -> Tensor:
+    """States (batch, H, D, N) after the first `live` rows of the rings in these slots, in the dtype of `s`."""
+    s = s.clone()
+    for j in range(int(live.max()) if len(live) else 0):
+        runs = j < live
+        at, row = slot[runs], (start[runs] + j) % ring.length
+        dt = ring.dt[at, :, row].to(s.dtype)[..., None]  # (batch, H, 1)
+        s[runs] = state_after(s[runs], ring.x[at, :, row].to(s.dtype), dt, A, ring.B[at, :, row])
+    return s
+
+
+@torch.no_grad()
+def mamba2_replay(
+    state: State,
+    ring: Ring,
+    x: Tensor,  # (batch, T, H, D), (batch, H, D), or packed (tokens, H, D); the others alike
+    dt: Tensor,  # (..., H)
+    A: Tensor,  # (H,)
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    dt_softplus: bool,
+    slots: Slots | None,
+    longest: int,
+    update: bool,
+    out: Tensor,
+) -> None:
+    """Every token of every row of the batch, from what its checkpoint and its ring say: fills `out`; with `update` it
+    folds rings that would overflow, and appends the tokens."""
+    batch = out.shape[0] if slots is None else slots.read.shape[0]
+    lead = out.dim() - 2  # token axes
+    x, dt, B, C = (tensor.flatten(0, lead - 1) for tensor in (x, dt, B, C))
+    z = None if z is None else z.flatten(0, lead - 1)
+    y = out.new_zeros(out.shape[: out.dim() - 2].numel(), *out.shape[-2:], dtype=torch.float32)
+    at = token_positions(slots, batch, len(y), out.device)[:, :longest]  # (batch, T)
+    slot = resolve_read(slots, batch, len(ring.count), out.device)
+    known = slot >= 0
+    length = (at >= 0).sum(1)
+    live = torch.where(known, ring.count[slot.clamp(min=0)], 0).long()
+    start = torch.where(known, ring.start[slot.clamp(min=0)], 0).long()
+    fold = known & (length > 0) & (live + length > ring.window)
+
+    s = replayed(ring, states_of(state, slot), slot, start, live, A)  # (batch, H, D, N)
+    if update:
+        seed = None if state.seed is None else state.seed[slot]
+        to, index = torch.where(fold, slot, -1), torch.full_like(slot, BEFORE_THE_FIRST_TOKEN)
+        store_state(state, s, (to,), seed, index)
+    gives = torch.ones_like(known) if slots is not None and slots.padding == "fresh" else known
+    for t in range(at.shape[1]):
+        runs = gives & (at[:, t] >= 0)
+        here = at[runs, t]
+        gate = None if z is None else z[here]
+        token = (x[here], dt[here], A, B[here], C[here], D, gate, dt_bias, dt_softplus)
+        y[here], s[runs] = mamba2_token(s[runs], *token)
+        if update:
+            into = runs & known
+            append(
+                ring, slot[into], (start + live + t)[into] % ring.length, at[into, t], x, dt, B, dt_bias, dt_softplus
+            )
+    store_output(out, y, at, known, slots)
+
+
+def append(
+    ring: Ring,
+    slot: Tensor,
+    row: Tensor,
+    token: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    B: Tensor,
+    dt_bias: Tensor | None,
+    dt_softplus: bool,
+) -> None:
+    """Put a token of x, dt and B, which have all tokens on their first axis, into a row of the ring of each slot: dt as
+    it counts."""
+    sizes = dt[token].float() if dt_bias is None else dt[token].float() + dt_bias.float()
+    ring.x[slot, :, row] = x[token]
+    ring.B[slot, :, row] = B[token]
+    ring.dt[slot, :, row] = softplus(sizes) if dt_softplus else sizes
+
+
+@torch.no_grad()
+def mamba2_fold(
+    state: State, ring: Ring, A: Tensor, slots: Slots | None, tokens: Tensor | int | None, into: State | None
+) -> None:
+    """Store the states after so many live tokens, (batch,) or one number: in place, or in slots of another State."""
+    batch = len(ring.count) if slots is None else len(slots.read)
+    slot = resolve_read(slots, batch, len(ring.count), ring.count.device)
+    folded = live_tokens(ring.count, slot, tokens)
+    start = torch.where(slot >= 0, ring.start[slot.clamp(min=0)], 0).long()
+    s = replayed(ring, states_of(state, slot), slot, start, folded, A)
+    to, target = torch.where(folded > 0, slot, -1), state  # what stays as it is need not be rounded again
+    if into is not None:
+        write, null = (slot, -1) if slots is None or slots.write is None else (slots.write, slots.null)
+        to, target = resolve("write", write, slot >= 0, len(into.data), null), into
+    seed = None if state.seed is None else state.seed[slot.clamp(min=0)]
+    store_state(target, s, (to,), seed, torch.full_like(slot, BEFORE_THE_FIRST_TOKEN))

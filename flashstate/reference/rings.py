@@ -1,0 +1,62 @@
+"""Plans and cursors of replay rings in plain torch; kernels/rings.py does the same on a GPU."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flashstate.reference.state_io import note_fault, resolve_read
+from flashstate.state.slots import MOST_TOKENS, Slots
+
+
+def make_plan(
+    start: Tensor, count: Tensor, window: int, slots: Slots | None, tokens: int, rows: Tensor, parts: Tensor
+) -> None:
+    """Fill the rows and the parts of a Plan, for rings with these cursors."""
+    batch = len(rows)
+    slot = resolve_read(slots, batch, len(count), rows.device)
+    first, length = torch.zeros_like(slot), torch.full_like(slot, tokens)
+    if slots is not None and slots.cu_seqlens is not None:
+        bounds = slots.cu_seqlens.long().clamp(0, MOST_TOKENS)
+        first, length = bounds[:-1], bounds.diff().clamp(0, tokens)
+    goes = (slot >= 0) & (length > 0)
+    oldest, live = (torch.where(goes, cursor[slot.clamp(min=0)], 0) for cursor in (start, count))
+    fold = goes & (live + length > window)
+    part = torch.where(fold, 0, torch.where(goes, 1, 2))
+    order = torch.sort(part, stable=True).indices
+    place, zero = torch.arange(batch, device=rows.device), torch.zeros_like(slot)
+    of_row = torch.stack([place, torch.where(goes, slot, -1), oldest, live, first, length, zero, zero], 1)
+    rows.copy_(of_row[order])
+    parts.copy_(torch.stack([fold.sum(), goes.sum()]))
+
+
+def commit_plan(start: Tensor, count: Tensor, window: int, length: int, rows: Tensor, accepted: Tensor | None) -> None:
+    """Move the cursors of the rows of a plan on, by so many tokens each. length: of the rings."""
+    rows = rows[rows[:, 1] >= 0].long()
+    place, slot, oldest, live, _, tokens = rows.unbind(1)[:6]
+    kept = tokens if accepted is None else accepted[place].long()
+    note_fault("accepted", kept[(kept < 0) | (kept > tokens)])
+    kept = kept.clamp(min=0).minimum(tokens)
+    fold = live + tokens > window
+    start[slot] = torch.where(fold, (oldest + live) % length, oldest).int()
+    count[slot] = (torch.where(fold, 0, live) + kept).int()
+
+
+def live_tokens(count: Tensor, slot: Tensor, tokens: Tensor | int | None) -> Tensor:
+    """How many live rows of these slots to fold, (batch,) int64; none where a slot is -1."""
+    live = torch.where(slot >= 0, count[slot.clamp(min=0)], 0).long()
+    if tokens is None:
+        return live
+    wanted = torch.where(slot >= 0, torch.as_tensor(tokens, device=slot.device).long(), 0)
+    note_fault("tokens to fold", wanted[(wanted < 0) | (wanted > live)])
+    return wanted.clamp(min=0).minimum(live)
+
+
+def drop_folded(start: Tensor, count: Tensor, length: int, slots: Slots | None, tokens: Tensor | int | None) -> None:
+    """Move cursors past live rows that were folded. length: of the rings."""
+    batch = len(count) if slots is None else len(slots.read)
+    slot = resolve_read(slots, batch, len(count), count.device)
+    folded = live_tokens(count, slot, tokens)[slot >= 0]
+    slot = slot[slot >= 0]
+    start[slot] = ((start[slot] + folded) % length).int()
+    count[slot] = (count[slot] - folded).int()

@@ -1,0 +1,252 @@
+"""Ring: the inputs since a checkpoint, for replay; Plan: which rows of a batch fold theirs into it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from flashstate.errors import (
+    ACTIVATION_DTYPES,
+    INDEX_DTYPES,
+    check_contiguous,
+    check_int,
+    check_tensor,
+    dtype_name,
+)
+from flashstate.state.signature import describe, describe_aligned, fields_of, signature_of
+from flashstate.state.slots import Slots, as_slots
+from flashstate.state.state import State, check_slots_of
+
+LARGEST_WINDOW = 64
+AXES = {
+    "x": ("slots", "heads", "length", "rows"),
+    "B": ("slots", "groups", "length", "cols"),
+    "dt": ("slots", "heads", "length"),
+    "start": ("slots",),
+    "count": ("slots",),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Ring:
+    """The inputs of one layer since its checkpoint, for all slots. `mamba2_replay` appends to x, B and dt in place,
+    `commit` moves start and count on; this object only describes them.
+
+    x: (slots, heads, length, rows) float32, bfloat16 or float16, the dtype of the x of calls.
+    B: (slots, groups, length, cols), the dtype of their B.
+    dt: (slots, heads, length) float32, after bias and softplus.
+    start, count: (slots,) int32 each: the oldest live row, and how many rows from there on, with a wrap at `length`,
+        are live. Shared by all layers; contiguous.
+    window: the most live rows, 1 to 64; a call has at most as many tokens, and `length` must have room for both.
+
+    The slot axis of x, B and dt may have any stride; a slot itself is contiguous. Rows that are not live may hold
+    anything. The tensors stay what they are: their dtypes, shapes and strides must not change in place.
+    """
+
+    x: Tensor
+    B: Tensor
+    dt: Tensor
+    start: Tensor
+    count: Tensor
+    window: int
+
+    def __post_init__(self) -> None:
+        check_tensor("x", self.x, AXES["x"], (None,) * 4)
+        slots, heads, length, _ = self.x.shape
+        device = self.x.device
+        check_tensor("B", self.B, AXES["B"], (slots, None, length, None), device=device)
+        check_tensor("dt", self.dt, AXES["dt"], (slots, heads, length), dtypes=(torch.float32,), device=device)
+        for name in ("start", "count"):
+            cursor = getattr(self, name)
+            check_tensor(name, cursor, AXES[name], (slots,), dtypes=(torch.int32,), device=device)
+            check_contiguous(name, cursor)
+        for name in ("x", "B", "dt"):
+            tensor = getattr(self, name)
+            if tensor.numel() == 0:
+                raise ValueError(f"{name} must not be empty, got shape {tuple(tensor.shape)}")
+            if tensor[0].numel() >= 1 << 31:
+                raise ValueError(f"{name} must have fewer than 2^31 elements per slot, got {tensor[0].numel()}")
+            check_slots_of(name, tensor, tensor.shape[1:])
+        groups = self.B.shape[1]
+        if heads % groups:
+            raise ValueError(f"B must have a number of groups that divides the {heads} heads, got {groups}")
+        check_int("window", self.window, 1, LARGEST_WINDOW)
+        if length <= self.window:
+            raise ValueError(
+                f"x must have a length of more than the window, {self.window}, by the tokens of the longest call, "
+                f"got shape {tuple(self.x.shape)}"
+            )
+
+    @property
+    def length(self) -> int:
+        """Rows there are, live or not."""
+        return self.x.shape[2]
+
+    @property
+    def longest_call(self) -> int:
+        """The most tokens a row may have in a call: appended rows must not meet live ones."""
+        return min(self.window, self.length - self.window)
+
+    @cached_property
+    def signature(self) -> int:
+        """Stands for all that a launch depends on but the addresses."""
+        wide = describe_aligned(self.x), describe_aligned(self.B)
+        return signature_of("ring", *wide, describe(self.dt), describe(self.start), describe(self.count), self.window)
+
+    __getstate__ = fields_of
+
+    def plan(self, slots: Slots | Tensor | None = None, tokens: int | None = None) -> Plan:
+        """Which rows of a batch fold, for one step of a model: shared by all layers whose rings share these cursors.
+
+        slots: where the rows live; None: row b is slot b. With cu_seqlens, and then max_len, tokens are packed.
+        tokens: per row and call; of packed tokens left out.
+
+        One small launch, which a CUDA graph captures; the host does not wait.
+        """
+        from flashstate.ops.rings import make_plan
+
+        return make_plan(self, as_slots(slots), tokens)
+
+    def commit(self, plan: Plan, accepted: Tensor | None = None) -> None:
+        """Keep the first `accepted` tokens of every row of the step that was planned; call it once, after all layers.
+
+        accepted: (batch,) int32 or int64, from 0 to the tokens of a row; None: all. A row that folded drops what it
+        folded. Numbers out of range keep none, or all, and set the flag that `flashstate.check_faults()` reports.
+
+        One small launch, which a CUDA graph captures; the host does not wait.
+        """
+        from flashstate.ops.rings import commit_plan
+
+        commit_plan(self, plan, accepted)
+
+    def folded(self, slots: Slots | Tensor | None = None, tokens: Tensor | int | None = None) -> None:
+        """Drop live rows that `mamba2_fold` has folded in place, in all layers: the first `tokens`, None: all.
+
+        slots, tokens: as `mamba2_fold` had them. One small launch, which a CUDA graph captures.
+        """
+        from flashstate.ops.rings import drop_folded
+
+        drop_folded(self, as_slots(slots), tokens)
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What one step of a model does with every row of its batch; made by `StatePool.plan` or `Ring.plan`.
+
+    slots: where the rows live, and which tokens they have; None: row b is slot b.
+    tokens: the most that a row has.
+    rows: (batch, 8) int32, rows that fold first, then those that do not, then those that are padding or have no tokens.
+        Of each its place in the batch, its slot (-1: none), the start and count of its ring, its first token on the
+        token axis, how many it has, and two zeros.
+    parts: (2,) int32: how many rows fold, and how many have tokens and a slot.
+
+    The tensors are on the device, and filled when the plan is made: a CUDA graph that captured it fills them anew.
+    """
+
+    slots: Slots | None
+    tokens: int
+    rows: Tensor
+    parts: Tensor
+
+    @property
+    def batch(self) -> int:
+        return self.rows.shape[0]
+
+    @cached_property
+    def signature(self) -> int:
+        """Stands for all that a launch depends on but the addresses."""
+        of_slots = None if self.slots is None else self.slots.signature
+        return signature_of("plan", of_slots, self.tokens, describe(self.rows))
+
+    __getstate__ = fields_of
+
+
+def check_ring(ring: Ring, state: State, name: str = "ring") -> None:
+    """Raise unless a ring is for the states of a layer."""
+    if not isinstance(ring, Ring):
+        raise TypeError(f"{name} must be a Ring, got {type(ring).__name__}")
+    slots, heads, rows, cols = state.data.shape
+    device = state.data.device
+    check_tensor(f"{name}.x", ring.x, AXES["x"], (slots, heads, ring.length, rows), device=device)
+    check_tensor(f"{name}.B", ring.B, AXES["B"], (slots, None, ring.length, cols), device=device)
+
+
+def check_call_length(ring: Ring, longest: int | None) -> int:
+    """The most tokens a row of a call has, if there is room for them."""
+    if longest is None:
+        raise ValueError("packed tokens need slots.max_len, the most tokens a row has")
+    if longest > ring.window:
+        raise ValueError(f"a call may have as many tokens per row as the window, {ring.window}, got {longest}")
+    if longest > ring.longest_call:
+        raise ValueError(
+            f"the ring has {ring.length} rows, so beside its window of {ring.window} a call may have "
+            f"{ring.longest_call} tokens per row, got {longest}"
+        )
+    return longest
+
+
+def check_replayed_slots(slots: Slots | None) -> None:
+    """Raise where slots have what replay has not: it reads a state and a ring in one slot, and writes them there."""
+    for name in ("write", "accepted", "parents", "snapshot_rows"):
+        if slots is not None and getattr(slots, name) is not None:
+            raise ValueError(f"slots.{name} is not for replay, which keeps tokens in the slot it reads")
+
+
+def check_tokens_to_fold(tokens: Tensor | int | None, ring: Ring, batch: int) -> None:
+    """Raise unless it can say how many live rows to fold."""
+    if isinstance(tokens, Tensor):
+        check_tensor("tokens", tokens, ("batch",), (batch,), dtypes=INDEX_DTYPES, device=ring.x.device)
+        check_contiguous("tokens", tokens)
+    elif tokens is not None:
+        check_int("tokens", tokens, 0, ring.window)
+
+
+@torch.inference_mode(False)  # else only inference mode could change them
+def allocate_rings(
+    states: Sequence[State], window: int, tokens: int, groups: int, dtype: torch.dtype
+) -> tuple[list[Ring], list[Tensor]]:
+    """Empty rings for layers of these states, which share cursors; and their memory: x, B and dt of all layers,
+    (layers, slots, ...) each, then the cursors, (1, slots) each."""
+    slots, heads, rows, cols = states[0].data.shape
+    check_int("window", window, 1, LARGEST_WINDOW)
+    check_int("tokens", tokens, 1, window)
+    check_int("groups", groups, 1, heads)
+    if heads % groups:
+        raise ValueError(f"groups must divide the {heads} heads, got {groups}")
+    if dtype not in ACTIVATION_DTYPES:
+        got = dtype_name(dtype) if isinstance(dtype, torch.dtype) else repr(dtype)
+        raise TypeError(f"ring_dtype must be {' or '.join(map(dtype_name, ACTIVATION_DTYPES))}, got {got}")
+    layers, length, device = len(states), window + tokens, states[0].data.device
+    x = torch.zeros(layers, slots, heads, length, rows, dtype=dtype, device=device)
+    B = torch.zeros(layers, slots, groups, length, cols, dtype=dtype, device=device)
+    dt = torch.zeros(layers, slots, heads, length, dtype=torch.float32, device=device)
+    start, count = (torch.zeros(1, slots, dtype=torch.int32, device=device) for _ in range(2))
+    rings = [Ring(*of_layer, start[0], count[0], window) for of_layer in zip(x, B, dt, strict=True)]
+    return rings, [x, B, dt, start, count]
+
+
+def check_rings(rings: Sequence[Ring], states: Sequence[State]) -> None:
+    """Raise unless these can be the rings of layers that have these states."""
+    if not isinstance(rings, Sequence) or len(rings) != len(states):
+        got = len(rings) if isinstance(rings, Sequence) else type(rings).__name__
+        raise ValueError(f"rings must be a sequence with one Ring per layer, {len(states)}, got {got}")
+    for i, (ring, state) in enumerate(zip(rings, states, strict=True)):
+        check_ring(ring, state, f"rings[{i}]")
+        first = rings[0]
+        if ring.start.data_ptr() != first.start.data_ptr() or ring.count.data_ptr() != first.count.data_ptr():
+            raise ValueError(f"rings must share start and count, but rings[{i}] has others than rings[0]")
+        if (ring.window, ring.length) != (first.window, first.length):
+            got = f"{ring.window} and {ring.length}, rings[0] has {first.window} and {first.length}"
+            raise ValueError(f"rings must have one window and one length, but rings[{i}] has {got}")
+
+
+def tensors_of(rings: Sequence[Ring]) -> dict[str, Tensor]:
+    """What rings keep for every slot, by name; the cursors, which they share, once."""
+    if not rings:
+        return {}
+    per_layer = {f"rings[{i}].{n}": getattr(ring, n) for i, ring in enumerate(rings) for n in ("x", "B", "dt")}
+    return {**per_layer, "rings.start": rings[0].start, "rings.count": rings[0].count}
