@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashstate import Mamba3State, Rotary, Slots, State
+from flashstate import Mamba3State, Plan, Ring, Rotary, Slots, State
 from flashstate.testing import AnyCase, Case, DeltaCase, make_inputs
 
 CPU = torch.device("cpu")
@@ -21,7 +21,7 @@ Arguments = dict[str, Any]
 Change = Callable[[Arguments], Arguments]  # all arguments of a call that is right: those to change to make it wrong
 Refusal = tuple[str, Change, type[Exception], str]
 Form = TypeVar("Form", bound=AnyCase)
-HOLDERS = (State, Slots, Mamba3State, Rotary)  # of tensors
+HOLDERS = (State, Slots, Mamba3State, Rotary, Ring, Plan)  # of tensors
 
 
 def forms_of(case: Form) -> dict[str, Form]:
@@ -181,6 +181,14 @@ def slots_arguments() -> Arguments:
         "null": -1,
         "padding": "fresh",
     }
+
+
+def ring_arguments() -> Arguments:
+    """The arguments of a Ring that is right: 7 slots, 4 heads, 2 groups, 7 tokens, 6 rows, 8 columns."""
+    generator = torch.Generator().manual_seed(0)
+    x, B, dt = (torch.randn(7, *size, generator=generator) for size in ((4, 7, 6), (2, 7, 8), (4, 7)))
+    start, count = torch.arange(7).int(), torch.tensor([3, 0, 4, 1, 2, 4, 3]).int()
+    return {"x": x.half(), "B": B.half(), "dt": dt.abs(), "start": start, "count": count, "window": 4}
 
 
 def step_arguments(case: Case | DeltaCase = CASE, device: torch.device = CPU) -> Arguments:

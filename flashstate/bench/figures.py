@@ -33,7 +33,7 @@ def figures(rows: Sequence[Row], provenance: Mapping[str, str], labels: Sequence
         lines.append(f"| {' | '.join([name, *cells])} |")
     if HOST_COST in provenance and not labels:
         lines += ["", f"Host cost of an eager call: {provenance[HOST_COST]}."]
-    lines += ["", f"Measured on: {', '.join(_origin(provenance))}."]
+    lines += ["", f"Measured on: {', '.join(origin(provenance))}."]
     return "\n".join(["", *lines, "", ""])
 
 
@@ -46,7 +46,7 @@ def _name(row: Row, beside_others: Sequence[str]) -> str:
     return f"{row.label}: {row.implementation}" if beside_others else row.label + row.implementation.removeprefix(OURS)
 
 
-def _origin(provenance: Mapping[str, str]) -> list[str]:
+def origin(provenance: Mapping[str, str]) -> list[str]:
     """The device, and with their names the things that its figures depend on most."""
     named = [f"{name} {provenance[name]}" for name in ORIGIN if name in provenance]
     return [provenance.get("device", "an unknown device"), *named]

@@ -6,10 +6,10 @@ import csv
 import platform
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -83,6 +83,13 @@ WORDS = {  # of ops that are not told so
 }
 
 
+class ARow(Protocol):
+    """A dataclass whose fields are the columns of a CSV."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+
+AnyRow = TypeVar("AnyRow", bound=ARow)
 PARSERS: dict[str, Callable[[str], Any]] = {
     "str": str,
     "int": int,
@@ -92,30 +99,39 @@ PARSERS: dict[str, Callable[[str], Any]] = {
 
 
 def write_csv(path: Path, rows: Sequence[Row], provenance: Mapping[str, str]) -> None:
+    """Write what `read_csv` reads."""
+    write_rows(path, Row, rows, provenance)
+
+
+def read_csv(path: Path) -> tuple[dict[str, str], list[Row]]:
+    """The provenance and the rows that a benchmark of an op wrote."""
+    return read_rows(path, Row, "flashstate bench")
+
+
+def write_rows(path: Path, kind: type[AnyRow], rows: Sequence[AnyRow], provenance: Mapping[str, str]) -> None:
     """Comment lines that say where the numbers come from, a header, and the rows."""
     with path.open("w", newline="", encoding="utf-8") as file:
         file.writelines(f"# {name}: {value}\n" for name, value in provenance.items())
-        writer = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
+        columns = [field.name for field in fields(kind)]
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
         writer.writeheader()
         for row in rows:
-            writer.writerow({name: _rounded(value) for name, value in asdict(row).items()})
+            writer.writerow({name: _rounded(getattr(row, name)) for name in columns})
 
 
 def _rounded(value: object) -> object:
     return f"{value:.5g}" if isinstance(value, float) else value
 
 
-def read_csv(path: Path) -> tuple[dict[str, str], list[Row]]:
-    """The provenance and the rows of such a file."""
+def read_rows(path: Path, kind: type[AnyRow], command: str) -> tuple[dict[str, str], list[AnyRow]]:
+    """The provenance and the rows, of this kind, of a file that this command wrote."""
     lines = path.read_text(encoding="utf-8").splitlines()
     comments = [line[2:].partition(": ") for line in lines if line.startswith("# ")]
     records = list(csv.DictReader(line for line in lines if not line.startswith("#")))
-    columns = [field.name for field in fields(Row)]
-    if not records or list(records[0]) != columns:
-        raise ValueError(f"{path} is not a file that flashstate bench wrote: it wants the columns {', '.join(columns)}")
-    rows = [
-        Row(**{field.name: PARSERS[str(field.type)](record[field.name]) for field in fields(Row)}) for record in records
-    ]
+    columns = {field.name: PARSERS[str(field.type)] for field in fields(kind)}
+    if not records or list(records[0]) != list(columns):
+        raise ValueError(f"{path} is not a file that {command} wrote: it wants the columns {', '.join(columns)}")
+    rows = [kind(**{name: parse(record[name]) for name, parse in columns.items()}) for record in records]
     return {name: value for name, _, value in comments}, rows
 
 

@@ -34,13 +34,17 @@ class Files:
 
     def check(self, op: str) -> None:
         """Find out before measuring an op that something cannot be written."""
+        self.check_paths()
+        for document in self.documents:
+            check_marks(document, op)
+
+    def check_paths(self) -> None:
+        """Find out that a file cannot be written, whatever it is of."""
         for path in (self.csv, self.plot):
             if path is not None and not path.absolute().parent.is_dir():
                 raise ValueError(f"there is no folder {path.absolute().parent} to write {path.name} to")
         if self.plot is not None:
             require_matplotlib()
-        for document in self.documents:
-            check_marks(document, op)
 
     def keep(self, rows: Sequence[Row], provenance: Mapping[str, str]) -> None:
         """Write the measurements alone: what a run has that does not come to its end."""

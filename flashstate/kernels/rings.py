@@ -6,6 +6,7 @@ import triton.language as tl
 from flashstate.kernels.slots import ACCEPTED_FAULT, FOLD_FAULT, READ_FAULT
 
 FIELDS = tl.constexpr(8)  # numbers that a plan has of a row
+MOST_TOKENS = tl.constexpr((1 << 31) - 1)  # on a token axis
 
 
 @triton.jit
@@ -20,6 +21,12 @@ def slots_of_rows(read_ptr, read_stride, b, exists, num_slots, null, fault_ptr):
 
 
 @triton.jit
+def bound(number):
+    """A boundary of packed tokens, int32: the nearest that a token axis may have."""
+    return tl.minimum(tl.maximum(number, 0), MOST_TOKENS).to(tl.int32)
+
+
+@triton.jit
 def planned(
     b, batch, read, cursors, cu_seqlens_ptr, tokens, num_slots, null, fault_ptr, WINDOW: tl.constexpr
 ):  # fmt: skip
@@ -30,8 +37,8 @@ def planned(
     slot = slots_of_rows(read_ptr, read_stride, b, exists, num_slots, null, fault_ptr)
     first, length = b * 0, b * 0 + tokens
     if cu_seqlens_ptr is not None:
-        first = tl.maximum(tl.load(cu_seqlens_ptr + b, mask=exists, other=0), 0).to(tl.int32)
-        last = tl.maximum(tl.load(cu_seqlens_ptr + b + 1, mask=exists, other=0), 0).to(tl.int32)
+        first = bound(tl.load(cu_seqlens_ptr + b, mask=exists, other=0))
+        last = bound(tl.load(cu_seqlens_ptr + b + 1, mask=exists, other=0))
         length = tl.minimum(tl.maximum(last - first, 0), tokens)
     goes = (slot >= 0) & (length > 0)
     start = tl.load(start_ptr + slot, mask=goes, other=0)

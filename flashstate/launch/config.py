@@ -323,6 +323,11 @@ class RankProblem(TensorCoreProblem):
         return Config(16 * warps, warps, self.lane_choices[0], 4)
 
 
+@dataclass(frozen=True)
+class ReplayProblem(TensorCoreProblem):
+    """What a config of replay is chosen for."""
+
+
 def mamba3_kind(rank: int, turned: bool) -> tuple[type[Problem], str]:
     """What a problem of Mamba-3 is, and the op that tables have it under: where columns are turned, which takes
     registers, it needs other configs."""
@@ -433,6 +438,12 @@ def mode_key(problem: Problem) -> str:
     """How the state is stepped, within a table."""
     several = "several tokens" if problem.stored == "last" else f"several tokens, {problem.stored} stored"
     return f"{problem.rounding}, {several if problem.several_tokens else 'one token'}"
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """How many a device has. An interpreted CPU has few, so that programs walk."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
 @functools.cache

@@ -7,10 +7,12 @@ from torch import Tensor
 
 from flashstate.errors import check_contiguous, tied
 from flashstate.launch import uses_kernels
+from flashstate.ops.debug import check_contents, debugging
 from flashstate.ops.library import register
 from flashstate.ops.mamba2 import OR_EXPANDED
+from flashstate.ops.tokens import Tokens
 from flashstate.reference import mamba2_replay as reference
-from flashstate.state.ring import Ring, check_replayed_slots, check_ring, check_tokens_to_fold
+from flashstate.state.ring import Ring, check_folded_slots, check_ring, check_tokens_to_fold
 from flashstate.state.slots import Slots, as_slots
 from flashstate.state.state import State, as_state, refuse_transposed
 
@@ -51,6 +53,8 @@ def mamba2_fold(
     _check_slots(where, state, into is not None)
     batch = state.data.shape[0] if where is None else len(where.read)
     check_tokens_to_fold(tokens, ring, batch)
+    if debugging() and into is None:  # which may have other slots
+        check_contents(len(state.data), Tokens(("batch",), (batch,), batch, 1), where, None, True)
     read, write, null = (None, None, -1) if where is None else (where.read, where.write, where.null)
     each, most = (tokens, -1) if isinstance(tokens, Tensor) else (None, -1 if tokens is None else tokens)
     flat = (None, None, "nearest") if target is None else (target.data, target.scale, target.rounding)
@@ -81,9 +85,7 @@ def _check_slots(slots: Slots | None, state: State, elsewhere: bool) -> None:
         raise ValueError(f"slots are on {slots.read.device}, but the state is on {state.data.device}")
     if slots.write is not None and (not elsewhere or slots.per_token):
         raise ValueError("slots.write is for mamba2_fold with into, whose slots it names, one per row: (batch,)")
-    if slots.cu_seqlens is not None:
-        raise ValueError("slots.cu_seqlens is not for mamba2_fold, which has no new tokens")
-    check_replayed_slots(Slots(slots.read, null=slots.null, accepted=slots.accepted, parents=slots.parents))
+    check_folded_slots(slots)
 
 
 def _run(

@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from flashstate.errors import check_flag
-from flashstate.launch import uses_kernels
+from flashstate.errors import check_flag, dtype_name
+from flashstate.launch import ReplayProblem, access_width, choose, gpu_of, kernel_target, start, uses_kernels
+from flashstate.launch.arguments import aligned, as_bytes, outer_strides, row_stride, token_strides
+from flashstate.launch.config import multiprocessors, next_power_of_2
 from flashstate.launch.start import Started
 from flashstate.ops.debug import check_contents, debugging
 from flashstate.ops.library import register
 from flashstate.ops.mamba2 import check_activations, check_parameters
-from flashstate.ops.steps import check_out
+from flashstate.ops.steps import check_out, extent_of, programs_of
 from flashstate.ops.tokens import Tokens, check_slots, new_out, slots_of, tokens_of
 from flashstate.reference import mamba2_replay as reference
-from flashstate.state.ring import Plan, Ring, check_call_length, check_replayed_slots, check_ring
+from flashstate.state.faults import fault_flag
+from flashstate.state.ring import (
+    LARGEST_WINDOW,
+    Plan,
+    Ring,
+    check_call_length,
+    check_plan,
+    check_replayed_slots,
+    check_ring,
+)
 from flashstate.state.slots import Slots, as_slots
 from flashstate.state.state import State, as_state, refuse_transposed
+
+STAGES = 3
+PER_SM = 16
+SMALL = 512  # batch x heads below which one kernel decides for every row
 
 
 def mamba2_replay(
@@ -70,10 +87,10 @@ def mamba2_replay(
     _check_ring_takes(ring, x, B)
     dt, A, D, dt_bias = _check_parameters(state, tokens, dt, A, D, dt_bias)
     check_flag("dt_softplus", dt_softplus)
-    check_slots(num_slots, x.device, tokens, slots, update)
     check_replayed_slots(slots)
+    check_slots(num_slots, x.device, tokens, slots, update)
     longest = check_call_length(ring, tokens.longest)
-    _check_plan(plan, tokens, longest)
+    _check_plan(plan, ring, tokens, longest)
     if out is None:
         out = new_out(x, slots)
     else:
@@ -81,11 +98,11 @@ def mamba2_replay(
     if debugging():
         check_contents(num_slots, tokens, slots, None, update)
     run = _run if not torch.compiler.is_compiling() else torch.ops.flashstate.mamba2_replay
-    planned: tuple[Tensor | None, Tensor | None] = (None, None) if plan is None else (plan.rows, plan.parts)
+    plan_rows, plan_parts = (None, None) if plan is None else (plan.rows, plan.parts)
     run(
         state.data, state.scale, state.seed, state.rounding, state.rounds, state.stream,
         ring.x, ring.B, ring.dt, ring.start, ring.count, ring.window,
-        x, dt, A, B, C, D, z, dt_bias, dt_softplus, *planned, *_flat_slots(slots), longest, update, out,
+        x, dt, A, B, C, D, z, dt_bias, dt_softplus, plan_rows, plan_parts, *_flat_slots(slots), longest, update, out,
     )  # fmt: skip
     return out
 
@@ -105,7 +122,8 @@ def _check_ring_takes(ring: Ring, x: Tensor, B: Tensor) -> None:
     """Raise unless a ring has the dtypes and the groups of what is appended to it."""
     for name, tensor, kept in (("x", x, ring.x), ("B", B, ring.B)):
         if tensor.dtype != kept.dtype:
-            raise TypeError(f"{name} must have the dtype of ring.{name}, {kept.dtype}, got {tensor.dtype}")
+            want, got = dtype_name(kept.dtype), dtype_name(tensor.dtype)
+            raise TypeError(f"{name} must have the dtype of ring.{name}, {want}, got {got}")
     if B.shape[-2] != ring.B.shape[1]:
         raise ValueError(f"B must have the groups of ring.B, {ring.B.shape[1]}, got {B.shape[-2]}")
 
@@ -124,9 +142,12 @@ def _check_parameters(
     return dt, A, D, dt_bias
 
 
-def _check_plan(plan: Plan | None, tokens: Tokens, longest: int) -> None:
-    """Raise where a plan was made for another batch."""
-    if plan is not None and (plan.batch, plan.tokens) != (tokens.batch, longest):
+def _check_plan(plan: Plan | None, ring: Ring, tokens: Tokens, longest: int) -> None:
+    """Raise where a plan was made for other rings, or for another batch."""
+    if plan is None:
+        return
+    check_plan(plan, ring)
+    if (plan.batch, plan.tokens) != (tokens.batch, longest):
         raise ValueError(
             f"plan is for {plan.batch} rows of up to {plan.tokens} tokens, but x has {tokens.batch} of up to {longest}"
         )
@@ -158,7 +179,52 @@ def _run(
         given = (x, dt, A, B, C, D, z, dt_bias, dt_softplus)
         reference.mamba2_replay(state, ring, *given, slots, longest, update, out)
         return []
-    raise NotImplementedError
+    from flashstate.kernels.mamba2_replay import mamba2_replay_kernel
+
+    num_slots, heads, rows, cols = data.shape
+    extent = extent_of(x, read, cu_seqlens, longest)
+    vector = access_width(data)
+    small = plan_rows is None or extent.batch * heads < SMALL
+    tables = plan_rows, plan_parts, oldest, count, read, cu_seqlens
+    arguments = (
+        as_bytes(data), ring_x, ring_B, ring_dt, x, B, C, dt, out, A, D, z, dt_bias, scale, seed, *tables,
+        stream, fault_flag(data.device), *outer_strides(data, scale, 1),
+        *(kept.stride(0) for kept in (ring_x, ring_B, ring_dt)),
+        *(stride for t in (x, B, C, dt, z, out) for stride in token_strides(t, extent.token_axes, extent.packed)),
+        row_stride(read), extent.batch, extent.num_tokens, longest, ring_x.shape[2], num_slots, null,
+    )  # fmt: skip
+
+    def far_apart(tensor: Tensor | None) -> bool:
+        """Whether offsets between tokens of a row, some of which may be before it, need 64 bits."""
+        axis = extent.token_axes - 1
+        return tensor is not None and tensor.stride(axis) * 2 * LARGEST_WINDOW >= 1 << 31
+
+    started = []
+    for rows_do in ("either",) if small else ("fold", "keep"):
+        problem = ReplayProblem(
+            f"mamba2_replay {rows_do}", rows, cols, dtype_name(data.dtype), rounding, vector, extent.batch * heads
+        )
+        config = choose(problem, gpu_of(data.device))
+        tiles = math.gcd(config.together, heads // B.shape[-2] * -(-rows // config.block_rows))
+        programs = programs_of("x", x, extent.batch * heads, rows, config.block_rows) // tiles
+        if not small:
+            programs = min(programs, PER_SM * multiprocessors(data.device))
+        constants = {
+            "H": heads, "HEADS_PER_GROUP": heads // B.shape[-2], "ROWS": rows, "COLS": cols, "WINDOW": window,
+            "VECTOR": vector, "ALIGNED": all(aligned(t) for t in (x, B, C, z, out, ring_x, ring_B)),
+            "WIDE": any(far_apart(t) for t in (x, B, C, dt, z, out)), "D_PER_ROW": D is not None and D.dim() == 2, "DT_SOFTPLUS": dt_softplus,
+            "ROWS_DO": rows_do, "UPDATE": update, "PADDING": padding,
+            "ROUNDING": rounding, "ROUNDS": rounds, "TARGET": kernel_target(data.device),
+            "TOKENS": max(8, next_power_of_2(longest)), "ROOM": max(16, next_power_of_2(window)),
+            "BLOCK_ROWS": config.block_rows, "BLOCK_COLS": problem.block_cols, "CHUNK": problem.chunk(config.lanes),
+            "TILES": tiles, "STAGES": STAGES,
+        }  # fmt: skip
+        started.append(
+            start(
+                mamba2_replay_kernel, (programs,), data.device, arguments, constants, config.num_warps, config.registers
+            )
+        )
+    return started
 
 
 register(

@@ -13,15 +13,17 @@ from flashstate.ops.library import register
 from flashstate.reference import rings as reference
 from flashstate.state.faults import fault_flag
 from flashstate.state.ring import (
+    FIELDS,
     Plan,
     Ring,
     check_call_length,
+    check_folded_slots,
+    check_plan,
     check_replayed_slots,
     check_tokens_to_fold,
 )
 from flashstate.state.slots import Slots
 
-FIELDS = 8  # numbers that a plan has of a row
 MOST_ROWS = 1024  # of a batch that a program looks at together
 
 
@@ -44,15 +46,12 @@ def make_plan(ring: Ring, slots: Slots | None, tokens: int | None) -> Plan:
     read, cu_seqlens, null = (None, None, -1) if slots is None else (slots.read, slots.cu_seqlens, slots.null)
     run = torch.ops.flashstate.make_plan if torch.compiler.is_compiling() else _make_plan
     run(rows, parts, ring.start, ring.count, ring.window, read, cu_seqlens, longest, null)
-    return Plan(slots, longest, rows, parts)
+    return Plan(slots, longest, rows, parts, ring.count)
 
 
 def commit_plan(ring: Ring, plan: Plan, accepted: Tensor | None) -> None:
     """Move the cursors of a ring on, by so many tokens of every row of a plan."""
-    if not isinstance(plan, Plan):
-        raise TypeError(f"plan must be a Plan, got {type(plan).__name__}")
-    if plan.rows.device != ring.count.device:
-        raise ValueError(f"plan is on {plan.rows.device}, but the ring is on {ring.count.device}")
+    check_plan(plan, ring)
     if accepted is not None:
         device = ring.count.device
         check_tensor("accepted", accepted, ("batch",), (plan.batch,), dtypes=INDEX_DTYPES, device=device)
@@ -63,6 +62,7 @@ def commit_plan(ring: Ring, plan: Plan, accepted: Tensor | None) -> None:
 
 def drop_folded(ring: Ring, slots: Slots | None, tokens: Tensor | int | None) -> None:
     """Move the cursors of a ring past live rows that were folded."""
+    check_folded_slots(slots)
     check_replayed_slots(slots)
     batch = len(ring.count) if slots is None else len(slots.read)
     if slots is not None and slots.read.device != ring.count.device:

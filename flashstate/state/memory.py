@@ -89,8 +89,9 @@ def check_states(states: Sequence[Layer]) -> None:
 
 
 def check_apart(states: Sequence[Layer], others: Mapping[str, Tensor]) -> None:
-    """Raise where other tensors of a pool, by name, share memory with each other or with states."""
+    """Raise where other tensors of a pool, by name, share memory with each other, with states or with their seed."""
     places = [_place_of(tensor) for layer in states for tensor in _parts(layer).values()]
+    places += [_place_of(seed) for layer in states if (seed := ssm_of(layer).seed) is not None]
     for name, tensor in others.items():
         place = _place_of(tensor)
         if any(_overlap(place, other) for other in places):

@@ -25,7 +25,7 @@ from flashstate.state.memory import (
     of_all_layers,
     put,
 )
-from flashstate.state.ring import Plan, Ring, allocate_rings, check_rings, tensors_of
+from flashstate.state.ring import LARGEST_WINDOW, Plan, Ring, allocate_rings, check_rings, tensors_of
 from flashstate.state.slots import Slots, as_slots
 from flashstate.state.state import State
 from flashstate.state.windows import allocate_windows, check_windows, with_history
@@ -125,7 +125,9 @@ class StatePool(Generic[LayerT]):
         """
         sizes = {"heads": heads, "rows": rows, "cols": cols}
         states, memory = allocate_states(slots, layers, sizes, dtype, rounding, rounds, stream, device)
-        conv, rings = (conv_channels, conv_width, drafts, conv_dtype), []
+        conv: tuple[int, int, int, torch.dtype] = (conv_channels, conv_width, drafts, conv_dtype)
+        rings: list[Ring] = []
+        check_int("window", window, 0, LARGEST_WINDOW)
         if window:
             rings, of_rings = allocate_rings(states, window, tokens, groups, ring_dtype)
             memory = memory + of_all_layers(of_rings, 0)

@@ -22,6 +22,7 @@ from flashstate.state.slots import Slots, as_slots
 from flashstate.state.state import State, check_slots_of
 
 LARGEST_WINDOW = 64
+FIELDS = 8  # numbers that a plan has of a row
 AXES = {
     "x": ("slots", "heads", "length", "rows"),
     "B": ("slots", "groups", "length", "cols"),
@@ -58,12 +59,14 @@ class Ring:
         check_tensor("x", self.x, AXES["x"], (None,) * 4)
         slots, heads, length, _ = self.x.shape
         device = self.x.device
-        check_tensor("B", self.B, AXES["B"], (slots, None, length, None), device=device)
-        check_tensor("dt", self.dt, AXES["dt"], (slots, heads, length), dtypes=(torch.float32,), device=device)
+        check_tensor("B", self.B, AXES["B"], (slots, None, length, None))
+        check_tensor("dt", self.dt, AXES["dt"], (slots, heads, length), dtypes=(torch.float32,))
         for name in ("start", "count"):
-            cursor = getattr(self, name)
-            check_tensor(name, cursor, AXES[name], (slots,), dtypes=(torch.int32,), device=device)
-            check_contiguous(name, cursor)
+            check_tensor(name, getattr(self, name), AXES[name], (slots,), dtypes=(torch.int32,))
+            check_contiguous(name, getattr(self, name))
+        for name in ("B", "dt", "start", "count"):
+            if getattr(self, name).device != device:
+                raise ValueError(f"{name} is on {getattr(self, name).device}, but x is on {device}")
         for name in ("x", "B", "dt"):
             tensor = getattr(self, name)
             if tensor.numel() == 0:
@@ -143,6 +146,7 @@ class Plan:
         Of each its place in the batch, its slot (-1: none), the start and count of its ring, its first token on the
         token axis, how many it has, and two zeros.
     parts: (2,) int32: how many rows fold, and how many have tokens and a slot.
+    count: (slots,) int32, of the rings that it was made for, and that it is for alone.
 
     The tensors are on the device, and filled when the plan is made: a CUDA graph that captured it fills them anew.
     """
@@ -151,6 +155,20 @@ class Plan:
     tokens: int
     rows: Tensor
     parts: Tensor
+    count: Tensor
+
+    def __post_init__(self) -> None:
+        if self.slots is not None and not isinstance(self.slots, Slots):
+            raise TypeError(f"slots must be a Slots or None, got {type(self.slots).__name__}")
+        check_int("tokens", self.tokens, 0, LARGEST_WINDOW)
+        check_tensor("count", self.count, AXES["count"], (None,), dtypes=(torch.int32,))
+        batch = len(self.count) if self.slots is None else len(self.slots.read)
+        check_tensor("rows", self.rows, ("batch", "numbers"), (batch, FIELDS), dtypes=(torch.int32,))
+        check_tensor("parts", self.parts, ("numbers",), (2,), dtypes=(torch.int32,))
+        for name in ("rows", "parts"):
+            check_contiguous(name, getattr(self, name))
+            if getattr(self, name).device != self.count.device:
+                raise ValueError(f"{name} is on {getattr(self, name).device}, but count is on {self.count.device}")
 
     @property
     def batch(self) -> int:
@@ -194,6 +212,23 @@ def check_replayed_slots(slots: Slots | None) -> None:
     for name in ("write", "accepted", "parents", "snapshot_rows"):
         if slots is not None and getattr(slots, name) is not None:
             raise ValueError(f"slots.{name} is not for replay, which keeps tokens in the slot it reads")
+
+
+def check_folded_slots(slots: Slots | None) -> None:
+    """Raise where slots have what folding has not, but for write."""
+    for name in ("accepted", "parents", "snapshot_rows", "cu_seqlens"):
+        if slots is not None and getattr(slots, name) is not None:
+            raise ValueError(f"slots.{name} is not for folding, which has no new tokens")
+
+
+def check_plan(plan: Plan, ring: Ring) -> None:
+    """Raise unless a plan was made for this ring, or for one that shares its cursors."""
+    if not isinstance(plan, Plan):
+        raise TypeError(f"plan must be a Plan, got {type(plan).__name__}")
+    if torch.compiler.is_compiling():  # then tensors have no addresses
+        return
+    if (plan.count.device, plan.count.data_ptr()) != (ring.count.device, ring.count.data_ptr()):
+        raise ValueError("plan was made for rings of other slots: their start and count are not those of this ring")
 
 
 def check_tokens_to_fold(tokens: Tensor | int | None, ring: Ring, batch: int) -> None:
@@ -240,8 +275,8 @@ def check_rings(rings: Sequence[Ring], states: Sequence[State]) -> None:
         if ring.start.data_ptr() != first.start.data_ptr() or ring.count.data_ptr() != first.count.data_ptr():
             raise ValueError(f"rings must share start and count, but rings[{i}] has others than rings[0]")
         if (ring.window, ring.length) != (first.window, first.length):
-            got = f"{ring.window} and {ring.length}, rings[0] has {first.window} and {first.length}"
-            raise ValueError(f"rings must have one window and one length, but rings[{i}] has {got}")
+            both = f"{ring.window} and {ring.length}, rings[0] has {first.window} and {first.length}"
+            raise ValueError(f"rings must have one window and one length, but rings[{i}] has {both}")
 
 
 def tensors_of(rings: Sequence[Ring]) -> dict[str, Tensor]:

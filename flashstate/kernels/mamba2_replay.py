@@ -1,0 +1,435 @@
+"""mamba2_replay on the GPU: a program per (batch row, head, some tiles of D rows), or one that walks along them.
+
+A row has a window of tokens behind its state: live rows of its ring and then the new tokens, or, where it folds, the
+new tokens alone. One matrix says how much every token of the window counts for every output; tensor cores multiply it
+with x, and the state with C, tile by tile. Where a row folds, they add the products of the ring to the state first, on
+float32 as sums of bfloat16. A program is one warp, because all warps would have to make the matrix, and hand it around.
+
+Kernels that only fold, or never do, walk along their part of a plan. One that decides for every row serves small
+batches, and calls without a plan. All give the same bytes.
+"""
+
+import triton
+import triton.language as tl
+
+from flashstate.kernels.addressing import token_entry, zero_unused
+from flashstate.kernels.functions import silu, softplus
+from flashstate.kernels.rings import FIELDS
+from flashstate.kernels.slots import resolve_read, token_range
+from flashstate.kernels.state_io import (
+    from_code,
+    load_codes,
+    load_scale,
+    load_seed,
+    random_bits,
+    store_state,
+    tile_at,
+)
+from flashstate.kernels.tensor_cores import add_products, as_in_memory, as_operand, dot_terms, terms_of, transposed
+
+HINT = tl.constexpr("streaming")
+BEFORE_THE_FIRST_TOKEN = tl.constexpr(0xFFFFFFFF)  # token -1 in the counter of the random bits, as pool.py has it
+
+
+@triton.jit
+def planned_row(rows_ptr, i):
+    """What a plan says of its row i: place in the batch, slot, start, live count, first token, and how many."""
+    entry = rows_ptr + i * FIELDS
+    slot = tl.load(entry + 1).to(tl.int64)
+    return tl.load(entry), slot, tl.load(entry + 2), tl.load(entry + 3), tl.load(entry + 4), tl.load(entry + 5)
+
+
+@triton.jit
+def row_of_batch(read, cursors, cu_seqlens_ptr, b, tokens, longest, num_slots, null, fault_ptr):
+    """The same of row b, without a plan."""
+    start_ptr, count_ptr = cursors
+    slot = resolve_read(read, b, num_slots, null, fault_ptr)
+    start = tl.load(start_ptr + slot, mask=slot >= 0, other=0)
+    live = tl.load(count_ptr + slot, mask=slot >= 0, other=0)
+    first, length = token_range(cu_seqlens_ptr, b, tokens, False)
+    return b, slot, start, live, first, tl.minimum(length, longest)
+
+
+@triton.jit
+def token_base(tensor, b, first, h):
+    """Pointer to the values of the first token of batch row b at head or group h, and the stride of tokens."""
+    ptr, stride_b, stride_t, stride_h = tensor
+    tl.assume(stride_b >= 0)
+    tl.assume(stride_t >= 0)
+    tl.assume(stride_h >= 0)
+    offset = b.to(tl.int64) * stride_b + first.to(tl.int64) * stride_t + h.to(tl.int64) * stride_h
+    return ptr + offset, stride_t
+
+
+@triton.jit
+def entries(base, t, WIDE: tl.constexpr):
+    """Pointers to the values of tokens t from there on. WIDE: whether their offsets need 64 bits."""
+    ptr, stride = base
+    return ptr + (t.to(tl.int64) * stride if WIDE else t * stride)
+
+
+@triton.jit
+def wrapped(row, L):
+    """Rows of a ring that count on behind its last, which is no more than L rows behind it."""
+    return tl.where(row >= L, row - L, row)
+
+
+@triton.jit
+def time_steps(ptrs, bias, exists, DT_SOFTPLUS: tl.constexpr):
+    """dt of tokens as they count; zero of those that do not exist."""
+    dt = tl.load(ptrs, mask=exists, other=0.0).to(tl.float32) + bias
+    if DT_SOFTPLUS:
+        dt = softplus(dt)
+    return tl.where(exists, dt, 0.0)
+
+
+@triton.jit
+def load_rows(rows, exists, first, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BYTES: tl.constexpr):
+    """Values of every token, (tokens, BLOCK), from column `first` of the rows that these pointers start; zero for what
+    does not exist. BYTES: that all of these rows are aligned to."""
+    cols = first + tl.arange(0, BLOCK)
+    mask = exists[:, None] & (cols < WIDTH)[None, :]
+    ptrs = tl.multiple_of(rows[:, None] + cols[None, :], (1, BYTES))  # of arguments the compiler would forget it
+    return tl.load(ptrs, mask=mask, other=0.0)
+
+
+@triton.jit
+def load_chunks(
+    rows, exists, TERMS: tl.constexpr, BYTES: tl.constexpr, COLS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    CHUNK: tl.constexpr, PER_COLUMNS: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """The same as operands of tensor cores, in chunks as a tile of state has them: terms of (tokens, CHUNK) each. Told
+    of no more alignment than threads have columns side by side, the compiler loads them in the layout of the tile."""
+    BESIDE: tl.constexpr = PER_COLUMNS * rows.dtype.element_ty.primitive_bitwidth // 8
+    chunks = ()
+    for i in tl.static_range(BLOCK_COLS // CHUNK):
+        values = load_rows(rows, exists, i * CHUNK, COLS, CHUNK, min(BYTES, BESIDE))
+        chunks = chunks + (terms_of(as_operand(values, PER_COLUMNS), TERMS, TARGET),)
+    return chunks
+
+
+@triton.jit
+def sums_between(dt, last, TERMS: tl.constexpr, TARGET: tl.constexpr):
+    """Of time steps dt of tokens in a row, and tokens `last` among them: the sums of all after a token up to each of
+    these, (tokens, last), and of all up to each of these, (last,). By products with ones, so in one order however
+    threads share them; every sum on its own, because a difference of long ones would lose what is short."""
+    token = tl.arange(0, dt.shape[0])
+    counted = tl.where(token[:, None] <= last[None, :], dt[:, None], 0.0)
+    after = tl.where(token[None, :] > token[:, None], 1.0, 0.0)
+    nothing = tl.zeros([dt.shape[0], last.shape[0]], tl.float32)
+    sums = dot_terms(terms_of(after, min(TERMS, 1), TARGET), terms_of(counted, TERMS, TARGET), nothing)
+    return sums, tl.sum(tl.where((token == 0)[:, None], sums + counted, 0.0), 0)
+
+
+@triton.jit
+def column_of(matrix, i):
+    """Column i of a matrix; exactly, in whatever order it is summed."""
+    return tl.sum(tl.where((tl.arange(0, matrix.shape[1]) == i)[None, :], matrix, 0.0), 1)
+
+
+@triton.jit
+def entry_of(vector, i):
+    return tl.sum(tl.where(tl.arange(0, vector.shape[0]) == i, vector, 0.0), 0)
+
+
+@triton.jit
+def terms_of_code(code, dtype: tl.constexpr, TERMS: tl.constexpr, TARGET: tl.constexpr):
+    """What is stored, without scales, as operands of tensor cores."""
+    if dtype == tl.bfloat16 and TARGET != "interpreter" and TERMS > 0:
+        return (code.to(tl.bfloat16, bitcast=True),)
+    else:
+        few: tl.constexpr = min(TERMS, 1) if dtype.primitive_bitwidth == 8 else TERMS
+        return terms_of(from_code(code, dtype, TARGET), few, TARGET)
+
+
+@triton.jit
+def kept_products(codes, factor, C, dtype: tl.constexpr, TERMS: tl.constexpr, TARGET: tl.constexpr):
+    """The products of a tile of state, as it is stored, with C of all tokens, (rows, tokens)."""
+    y = tl.zeros([codes[0].shape[0], C[0][0].shape[0]], tl.float32)
+    for i in tl.static_range(len(codes)):
+        y = dot_terms(terms_of_code(codes[i], dtype, TERMS, TARGET), transposed(C[i]), y)
+    return y * factor
+
+
+@triton.jit
+def folded_products(
+    codes, factor, C, alpha, u, B, dtype: tl.constexpr, FOLD_TERMS: tl.constexpr, TERMS: tl.constexpr,
+    TARGET: tl.constexpr,
+):  # fmt: skip
+    """A tile of state after the tokens of a ring, chunk by chunk: times alpha, plus the products of u (rows, tokens)
+    with B; and its products with C. Tensor cores round sums towards zero: the state is added to theirs."""
+    y = tl.zeros([codes[0].shape[0], C[0][0].shape[0]], tl.float32)
+    weights = terms_of(u, FOLD_TERMS, TARGET)
+    after = ()
+    for i in tl.static_range(len(codes)):
+        added = add_products(tl.zeros(codes[i].shape, tl.float32), weights, B[i])
+        s = tl.fma(from_code(codes[i], dtype, TARGET), alpha * factor, added)
+        y = dot_terms(terms_of(s, TERMS, TARGET), transposed(C[i]), y)
+        after = after + (s,)
+    return after, y
+
+
+@triton.jit
+def in_memory(chunks, PER_COLUMNS: tl.constexpr):
+    """Chunks whose columns are in the order of operands, with columns as they are stored."""
+    stored = ()
+    for i in tl.static_range(len(chunks)):
+        stored = stored + (as_in_memory(chunks[i], PER_COLUMNS),)
+    return stored
+
+
+@triton.jit
+def operands_of(codes, live, PER_COLUMNS: tl.constexpr, PADDING: tl.constexpr):
+    """Stored chunks with columns in the order of operands; zeros where nothing is live, if that matters."""
+    operands = ()
+    for i in tl.static_range(len(codes)):
+        code = codes[i]
+        if PADDING == "fresh":
+            code = tl.where(live, code, 0).to(code.dtype)
+        operands = operands + (as_operand(code, PER_COLUMNS),)
+    return operands
+
+
+@triton.jit
+def append_inputs(
+    ring_B, B_base, start, live, count, L, TOKENS: tl.constexpr, COLS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    BYTES: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Put B of new tokens behind the live rows of a ring."""
+    t, cols = tl.arange(0, TOKENS), tl.arange(0, BLOCK_COLS)
+    B = load_rows(entries(B_base, t, WIDE), t < count, 0, COLS, BLOCK_COLS, BYTES)
+    rows = ring_B + wrapped(start + live + t, L) * COLS
+    ptrs = tl.multiple_of(rows[:, None] + cols[None, :], (1, BYTES))
+    tl.store(ptrs, B, mask=(t < count)[:, None] & (cols < COLS)[None, :])
+
+
+@triton.jit
+def zero_rest(
+    out, cu_seqlens_ptr, row, g, tokens, batch, HEADS_PER_GROUP: tl.constexpr, ROWS: tl.constexpr, PADDING: tl.constexpr
+):  # fmt: skip
+    """Zero the output of packed tokens past the most that a row may have, and of a share of those that no row has."""
+    b, slot, _, _, first, count = row
+    offs_d = tl.arange(0, triton.next_power_of_2(ROWS))
+    mask_d = offs_d < ROWS
+    _, length = token_range(cu_seqlens_ptr, b, tokens, False)
+    for i in range(HEADS_PER_GROUP):
+        h = g * HEADS_PER_GROUP + i
+        for past in range(count, length):
+            zero = tl.zeros(offs_d.shape, out[0].dtype.element_ty)
+            mask = tl.where(slot >= 0, mask_d, False) if PADDING == "keep" else mask_d
+            tl.store(token_entry(out, b, first + past, h, 1) + offs_d, zero, mask=mask)
+        zero_unused(out, cu_seqlens_ptr, b, h, offs_d, mask_d, tokens, batch)
+
+
+@triton.jit
+def replay_tiles(
+    pool, ring, activations, parameters, drawing, row, g, first_tile, L,
+    FOLDS: tl.constexpr, UPDATE: tl.constexpr, PADDING: tl.constexpr, HEADS_PER_GROUP: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, VECTOR: tl.constexpr, BYTES: tl.constexpr, WIDE: tl.constexpr,
+    D_PER_ROW: tl.constexpr, DT_SOFTPLUS: tl.constexpr, ROUNDING: tl.constexpr, ROUNDS: tl.constexpr,
+    TARGET: tl.constexpr, TOKENS: tl.constexpr, ROOM: tl.constexpr, TILES: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The outputs of some tiles of heads of group g for all tokens of a row. Its ring is folded into the state first if
+    FOLDS."""
+    data_ptr, scale_ptr, slot_stride, scale_stride = pool
+    ring_x_ptr, ring_x_stride, ring_B_ptr, ring_B_stride, ring_dt_ptr, ring_dt_stride = ring
+    x_at, dt_at, B_at, C_at, z_at, out = activations
+    A_ptr, D_ptr, dt_bias_ptr = parameters
+    seed_ptr, stream = drawing
+    b, slot, start, live, first, count = row
+    known = slot >= 0
+    dtype: tl.constexpr = data_ptr.dtype.element_ty
+    x_dtype: tl.constexpr = x_at[0].dtype.element_ty
+    # Tensor cores round sums towards zero, 6 units in the last place of a float32 output: those are made without them.
+    TERMS: tl.constexpr = 0 if x_dtype == tl.float32 else 1 if x_dtype == tl.bfloat16 else 2
+    SUM_TERMS: tl.constexpr = 0 if x_dtype == tl.float32 else 3
+    fine: tl.constexpr = x_dtype == tl.float32 or dtype == tl.float32 or dtype == tl.int16
+    FOLD_TERMS: tl.constexpr = 3 if fine else 2  # as much as float32 has, or enough for 16 bits
+    TILES_PER_HEAD: tl.constexpr = (ROWS + BLOCK_ROWS - 1) // BLOCK_ROWS
+
+    # The window: live rows, unless they are folded, and then new tokens.
+    j, t = tl.arange(0, ROOM), tl.arange(0, TOKENS)
+    ring_row, lives, exists = wrapped(start + j, L), j < live, t < count
+    base = live * 0 if FOLDS else live
+    of_ring, new = j < base, (j >= base) & (j < base + count)
+    ring_B, B_base = ring_B_ptr + slot * ring_B_stride + g * L * COLS, token_base(B_at, b, first, g)
+    B_rows = tl.where(of_ring, ring_B + ring_row * COLS, entries(B_base, j - base, WIDE))
+    C_rows = entries(token_base(C_at, b, first, g), t, WIDE)
+    C = load_chunks(C_rows, exists, TERMS, BYTES, COLS, BLOCK_COLS, CHUNK, VECTOR, TARGET)
+    B = load_chunks(B_rows, of_ring | new, TERMS, BYTES, COLS, BLOCK_COLS, CHUNK, VECTOR, TARGET)
+    if FOLDS:
+        old_B = load_chunks(
+            ring_B + ring_row * COLS, lives, FOLD_TERMS, BYTES, COLS, BLOCK_COLS, CHUNK, VECTOR, TARGET
+        )
+        seed = load_seed(seed_ptr, slot, known, ROUNDING != "nearest" and UPDATE)
+        old_weight, alpha = tl.zeros([ROOM], tl.float32), 0.0
+    with_C = tl.zeros([ROOM, TOKENS], tl.float32)
+    for i in tl.static_range(len(B)):
+        with_C = dot_terms(B[i], transposed(C[i]), with_C)
+    last = base + t
+    with_C = tl.where(j[:, None] <= last[None, :], with_C, 0.0)
+    weights, decay = with_C, tl.zeros([TOKENS], tl.float32)
+    if UPDATE and first_tile == 0 and known:
+        append_inputs(ring_B, B_base, start, live, count, L, TOKENS, COLS, BLOCK_COLS, BYTES, WIDE)
+
+    for i in tl.range(TILES, num_stages=STAGES):
+        h = g * HEADS_PER_GROUP + (first_tile + i) // TILES_PER_HEAD
+        first_row = (first_tile + i) % TILES_PER_HEAD * BLOCK_ROWS
+        tile = tile_at(h, first_row, ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, False)
+        factor = load_scale(scale_ptr, slot * scale_stride, known, tile)
+        codes = load_codes(data_ptr, slot * slot_stride, known, tile, COLS, VECTOR, HINT)
+        ring_x = ring_x_ptr + slot * ring_x_stride + h * L * ROWS
+        x_base = token_base(x_at, b, first, h)
+        x_rows = tl.where(of_ring, ring_x + ring_row * ROWS, entries(x_base, j - base, WIDE))
+        X = load_rows(x_rows, of_ring | new, first_row, ROWS, BLOCK_ROWS, BYTES)
+        offs_d = first_row + tl.arange(0, BLOCK_ROWS)
+        shown = (offs_d < ROWS)[:, None] & exists[None, :]
+        x_ptrs = tl.multiple_of(entries(x_base, t, WIDE)[None, :] + offs_d[:, None], (BYTES, 1))
+        x = tl.load(x_ptrs, mask=shown, other=0.0)
+        if z_at[0] is not None:
+            z_base = token_base(z_at, b, first, h)
+            z_ptrs = tl.multiple_of(entries(z_base, t, WIDE)[None, :] + offs_d[:, None], (BYTES, 1))
+            z = tl.load(z_ptrs, mask=shown, other=0.0)
+
+        if (i == 0) | (first_row == 0):
+            # How much every token of the window counts for every output, (window, tokens), and the state for each.
+            A, bias = tl.load(A_ptr + h).to(tl.float32), 0.0
+            if dt_bias_ptr is not None:
+                bias = tl.load(dt_bias_ptr + h).to(tl.float32)
+            ring_dt, dt_base = ring_dt_ptr + slot * ring_dt_stride + h * L, token_base(dt_at, b, first, h)
+            dt = time_steps(entries(dt_base, j - base, WIDE), bias, new, DT_SOFTPLUS)
+            dt = tl.where(of_ring, tl.load(ring_dt + ring_row, mask=of_ring, other=0.0), dt)
+            between, total = sums_between(dt, last, SUM_TERMS, TARGET)
+            weights = with_C * tl.exp(A * between) * dt[:, None]
+            decay = tl.exp(A * total)
+            if FOLDS:
+                old_dt = tl.load(ring_dt + ring_row, mask=lives, other=0.0)
+                after, all_sum = sums_between(old_dt, live - 1 + tl.zeros([8], tl.int32), SUM_TERMS, TARGET)
+                old_weight = tl.exp(A * column_of(after, 0)) * old_dt
+                alpha = tl.exp(A * entry_of(all_sum, 0))
+            if UPDATE and first_row == 0:
+                appended = time_steps(entries(dt_base, t, WIDE), bias, exists, DT_SOFTPLUS)
+                tl.store(ring_dt + wrapped(start + live + t, L), appended, mask=tl.where(known, exists, False))
+
+        codes = operands_of(codes, known, VECTOR, PADDING)
+        if FOLDS:
+            old_x = load_rows(ring_x + ring_row * ROWS, lives, first_row, ROWS, BLOCK_ROWS, BYTES)
+            u = tl.trans(old_x.to(tl.float32) * old_weight[:, None])  # (rows, window)
+            s, y = folded_products(codes, factor, C, alpha, u, old_B, dtype, FOLD_TERMS, TERMS, TARGET)
+            if UPDATE:
+                random = random_bits(seed, tile, BEFORE_THE_FIRST_TOKEN, stream, COLS, VECTOR, ROUNDING, ROUNDS)
+                store_state(
+                    data_ptr, scale_ptr, slot * slot_stride, slot * scale_stride, known, tile, in_memory(s, VECTOR),
+                    random, ROUNDING, VECTOR, TARGET, HINT,
+                )  # fmt: skip
+        else:
+            y = kept_products(codes, factor, C, dtype, TERMS, TARGET)
+        y = dot_terms(
+            transposed(terms_of(X, TERMS, TARGET)), terms_of(weights, TERMS, TARGET), y * decay[None, :]
+        )
+        if D_ptr is not None:
+            if D_PER_ROW:
+                D = tl.load(D_ptr + h * ROWS + offs_d, mask=offs_d < ROWS, other=0.0).to(tl.float32)[:, None]
+            else:
+                D = tl.load(D_ptr + h).to(tl.float32)
+            y = tl.fma(x.to(tl.float32), D, y)
+        if z_at[0] is not None:
+            y *= silu(z.to(tl.float32))
+        if PADDING != "fresh":
+            y = tl.where(known, y, 0.0)
+        if PADDING == "keep":
+            shown = tl.where(known, shown, False)
+        out_ptrs = entries(token_base(out, b, first, h), t, WIDE)[None, :] + offs_d[:, None]
+        tl.store(tl.multiple_of(out_ptrs, (BYTES, 1)), y.to(out[0].dtype.element_ty), mask=shown)
+        if UPDATE:
+            to = (ring_x + wrapped(start + live + t, L) * ROWS)[None, :] + offs_d[:, None]
+            tl.store(tl.multiple_of(to, (BYTES, 1)), x, mask=tl.where(known, shown, False))
+
+
+ARGUMENTS = [
+    "data_ptr", "ring_x_ptr", "ring_B_ptr", "ring_dt_ptr", "x_ptr", "B_ptr", "C_ptr", "dt_ptr", "out_ptr", "A_ptr",
+    "D_ptr", "z_ptr", "dt_bias_ptr", "scale_ptr", "seed_ptr", "rows_ptr", "parts_ptr", "start_ptr", "count_ptr",
+    "read_ptr", "cu_seqlens_ptr", "stream", "fault_ptr",
+    "slot_stride", "scale_stride", "ring_x_stride", "ring_B_stride", "ring_dt_stride",
+    "x_b", "x_t", "x_h", "B_b", "B_t", "B_h", "C_b", "C_t", "C_h", "dt_b", "dt_t", "dt_h", "z_b", "z_t", "z_h",
+    "out_b", "out_t", "out_h", "read_stride", "batch", "tokens", "longest", "L", "num_slots", "null",
+]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=ARGUMENTS)
+def mamba2_replay_kernel(
+    # Pointers, which change from call to call; None: absent.
+    data_ptr, ring_x_ptr, ring_B_ptr, ring_dt_ptr, x_ptr, B_ptr, C_ptr, dt_ptr, out_ptr, A_ptr, D_ptr, z_ptr,
+    dt_bias_ptr, scale_ptr, seed_ptr,
+    rows_ptr, parts_ptr,  # of a plan
+    start_ptr, count_ptr, read_ptr, cu_seqlens_ptr,
+    stream,
+    # What a server repeats. Not in tuples: Triton compiles anew for the values it finds in one.
+    fault_ptr,
+    slot_stride, scale_stride, ring_x_stride, ring_B_stride, ring_dt_stride,  # of slots
+    x_b, x_t, x_h, B_b, B_t, B_h, C_b, C_t, C_h,  # strides of batch, token, and head or group
+    dt_b, dt_t, dt_h, z_b, z_t, z_h, out_b, out_t, out_h,
+    read_stride,
+    batch,
+    tokens,  # length of the token axis
+    longest,  # the most tokens a row has
+    L,  # rows of a ring
+    num_slots, null,
+    H: tl.constexpr, HEADS_PER_GROUP: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    VECTOR: tl.constexpr,  # elements per access of the state
+    ALIGNED: tl.constexpr,  # every row of x, B, C, z, out and of the ring starts at a multiple of 16 bytes
+    WIDE: tl.constexpr,  # whether the tokens of a row are so far apart that their offsets need 64 bits
+    D_PER_ROW: tl.constexpr, DT_SOFTPLUS: tl.constexpr,
+    ROWS_DO: tl.constexpr,  # what rows are for this kernel: "fold", "keep" what they have, or "either"
+    UPDATE: tl.constexpr,
+    PADDING: tl.constexpr,  # the output of padding rows: "zero", "fresh", from a zero state, or "keep", as it was
+    ROUNDING: tl.constexpr, ROUNDS: tl.constexpr, TARGET: tl.constexpr,
+    TOKENS: tl.constexpr, ROOM: tl.constexpr,  # there is room for, of a call and in a window
+    TILES: tl.constexpr,  # of a program
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr,  # of a tile
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    GROUPS: tl.constexpr = H // HEADS_PER_GROUP
+    TILES_OF_GROUP: tl.constexpr = HEADS_PER_GROUP * ((ROWS + BLOCK_ROWS - 1) // BLOCK_ROWS)
+    PARTS: tl.constexpr = TILES_OF_GROUP // TILES  # that programs have of a group
+    BYTES: tl.constexpr = 16 if ALIGNED else 1
+    x_at, dt_at, B_at = (x_ptr, x_b, x_t, x_h), (dt_ptr, dt_b, dt_t, dt_h), (B_ptr, B_b, B_t, B_h)
+    C_at, z_at, out = (C_ptr, C_b, C_t, C_h), (z_ptr, z_b, z_t, z_h), (out_ptr, out_b, out_t, out_h)
+    activations, parameters = (x_at, dt_at, B_at, C_at, z_at, out), (A_ptr, D_ptr, dt_bias_ptr)
+    ring = (ring_x_ptr, ring_x_stride, ring_B_ptr, ring_B_stride, ring_dt_ptr, ring_dt_stride)
+    pool, drawing = (data_ptr, scale_ptr, slot_stride, scale_stride), (seed_ptr, stream)
+
+    begin, end = tl.program_id(0) * 0, batch
+    if ROWS_DO == "fold":
+        end = tl.load(parts_ptr)
+    if ROWS_DO == "keep":
+        begin = tl.load(parts_ptr)
+    for number in tl.range(
+        begin * (GROUPS * PARTS) + tl.program_id(0), end * (GROUPS * PARTS), tl.num_programs(0), num_stages=1
+    ):
+        item = tl.program_id(0) * 0 + number  # a number of the kernel also where the interpreter has one of Python
+        i, g, first_tile = item // (GROUPS * PARTS), item // PARTS % GROUPS, item % PARTS * TILES
+        if rows_ptr is None:
+            read = (read_ptr, read_stride, 1, None)
+            row = row_of_batch(
+                read, (start_ptr, count_ptr), cu_seqlens_ptr, i, tokens, longest, num_slots, null, fault_ptr
+            )
+        else:
+            row = planned_row(rows_ptr, i)
+        b, slot, _, live, first, count = row
+        if ROWS_DO == "fold" or (ROWS_DO == "either" and live + count > WINDOW):
+            replay_tiles(
+                pool, ring, activations, parameters, drawing, row, g, first_tile, L,
+                True, UPDATE, PADDING, HEADS_PER_GROUP, ROWS, COLS, VECTOR, BYTES, WIDE, D_PER_ROW, DT_SOFTPLUS,
+                ROUNDING, ROUNDS, TARGET, TOKENS, ROOM, TILES, BLOCK_ROWS, BLOCK_COLS, CHUNK, STAGES,
+            )  # fmt: skip
+        else:
+            replay_tiles(
+                pool, ring, activations, parameters, drawing, row, g, first_tile, L,
+                False, UPDATE, PADDING, HEADS_PER_GROUP, ROWS, COLS, VECTOR, BYTES, WIDE, D_PER_ROW, DT_SOFTPLUS,
+                ROUNDING, ROUNDS, TARGET, TOKENS, ROOM, TILES, BLOCK_ROWS, BLOCK_COLS, CHUNK, STAGES,
+            )  # fmt: skip
+        if cu_seqlens_ptr is not None and first_tile == 0:
+            zero_rest(out, cu_seqlens_ptr, row, g, tokens, batch, HEADS_PER_GROUP, ROWS, PADDING)
