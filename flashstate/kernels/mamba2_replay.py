@@ -14,6 +14,7 @@ import triton.language as tl
 
 from flashstate.kernels.addressing import token_entry, zero_unused
 from flashstate.kernels.functions import silu, softplus
+from flashstate.kernels.ptx import silu_ptx
 from flashstate.kernels.rings import FIELDS
 from flashstate.kernels.slots import resolve_read, token_range
 from flashstate.kernels.state_io import (
@@ -21,6 +22,7 @@ from flashstate.kernels.state_io import (
     load_codes,
     load_scale,
     load_seed,
+    prefetch_rows,
     random_bits,
     store_state,
     tile_at,
@@ -69,18 +71,18 @@ def entries(base, t, WIDE: tl.constexpr):
 
 
 @triton.jit
-def wrapped(row, L):
-    """Rows of a ring that count on behind its last, which is no more than L rows behind it."""
-    return tl.where(row >= L, row - L, row)
+def either_row(of_ring, ring_ptr, ring_offset, base, token, WIDE: tl.constexpr):
+    """Pointers to rows of a ring, or of what a call was given. Of two addresses and of offsets, which do not change
+    from head to head, so that few registers keep them."""
+    ptr, stride = base
+    offset = tl.where(of_ring, ring_offset, token.to(tl.int64) * stride if WIDE else token * stride)
+    return tl.where(of_ring, ring_ptr, ptr) + offset
 
 
 @triton.jit
-def time_steps(ptrs, bias, exists, DT_SOFTPLUS: tl.constexpr):
-    """dt of tokens as they count; zero of those that do not exist."""
-    dt = tl.load(ptrs, mask=exists, other=0.0).to(tl.float32) + bias
-    if DT_SOFTPLUS:
-        dt = softplus(dt)
-    return tl.where(exists, dt, 0.0)
+def wrapped(row, L):
+    """Rows of a ring that count on behind its last, which is no more than L rows behind it."""
+    return tl.where(row >= L, row - L, row)
 
 
 @triton.jit
@@ -88,7 +90,9 @@ def load_rows(rows, exists, first, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BYT
     """Values of every token, (tokens, BLOCK), from column `first` of the rows that these pointers start; zero for what
     does not exist. BYTES: that all of these rows are aligned to."""
     cols = first + tl.arange(0, BLOCK)
-    mask = exists[:, None] & (cols < WIDTH)[None, :]
+    mask = exists[:, None]
+    if WIDTH % BLOCK != 0:
+        mask = mask & (cols < WIDTH)[None, :]
     ptrs = tl.multiple_of(rows[:, None] + cols[None, :], (1, BYTES))  # of arguments the compiler would forget it
     return tl.load(ptrs, mask=mask, other=0.0)
 
@@ -96,7 +100,7 @@ def load_rows(rows, exists, first, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BYT
 @triton.jit
 def load_chunks(
     rows, exists, TERMS: tl.constexpr, BYTES: tl.constexpr, COLS: tl.constexpr, BLOCK_COLS: tl.constexpr,
-    CHUNK: tl.constexpr, PER_COLUMNS: tl.constexpr, TARGET: tl.constexpr,
+    CHUNK: tl.constexpr, PER_COLUMNS: tl.constexpr, WIDTH: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """The same as operands of tensor cores, in chunks as a tile of state has them: terms of (tokens, CHUNK) each. Told
     of no more alignment than threads have columns side by side, the compiler loads them in the layout of the tile."""
@@ -104,8 +108,23 @@ def load_chunks(
     chunks = ()
     for i in tl.static_range(BLOCK_COLS // CHUNK):
         values = load_rows(rows, exists, i * CHUNK, COLS, CHUNK, min(BYTES, BESIDE))
-        chunks = chunks + (terms_of(as_operand(values, PER_COLUMNS), TERMS, TARGET),)
+        chunks = chunks + (terms_of(as_operand(values, PER_COLUMNS, WIDTH), TERMS, TARGET),)
     return chunks
+
+
+@triton.jit
+def once(x):
+    """A vector of a matrix (tokens, 2) whose second column does not count. As the result of a sum it is made once; else
+    the compiler would have it made from its loads on in every layout that needs it, six of them."""
+    return tl.sum(tl.where((tl.arange(0, 2) == 0)[None, :], x, 0.0), 1)
+
+
+@triton.jit
+def gate(z, TARGET: tl.constexpr):
+    if TARGET == "sm_80" or TARGET == "sm_89":
+        return silu_ptx(z)
+    else:
+        return silu(z)
 
 
 @triton.jit
@@ -157,50 +176,58 @@ def folded_products(
     TARGET: tl.constexpr,
 ):  # fmt: skip
     """A tile of state after the tokens of a ring, chunk by chunk: times alpha, plus the products of u (rows, tokens)
-    with B; and its products with C. Tensor cores round sums towards zero: the state is added to theirs."""
+    with B; and its products with C. Tensor cores round sums towards zero: a state of more than 16 bits is added to
+    theirs."""
     y = tl.zeros([codes[0].shape[0], C[0][0].shape[0]], tl.float32)
     weights = terms_of(u, FOLD_TERMS, TARGET)
     after = ()
     for i in tl.static_range(len(codes)):
-        added = add_products(tl.zeros(codes[i].shape, tl.float32), weights, B[i])
-        s = tl.fma(from_code(codes[i], dtype, TARGET), alpha * factor, added)
+        s = from_code(codes[i], dtype, TARGET)
+        if FOLD_TERMS == 3:
+            s = tl.fma(s, alpha * factor, add_products(tl.zeros(codes[i].shape, tl.float32), weights, B[i]))
+        else:
+            s = add_products(s * (alpha * factor), weights, B[i])
         y = dot_terms(terms_of(s, TERMS, TARGET), transposed(C[i]), y)
         after = after + (s,)
     return after, y
 
 
 @triton.jit
-def in_memory(chunks, PER_COLUMNS: tl.constexpr):
+def in_memory(chunks, PER_COLUMNS: tl.constexpr, WIDTH: tl.constexpr):
     """Chunks whose columns are in the order of operands, with columns as they are stored."""
     stored = ()
     for i in tl.static_range(len(chunks)):
-        stored = stored + (as_in_memory(chunks[i], PER_COLUMNS),)
+        stored = stored + (as_in_memory(chunks[i], PER_COLUMNS, WIDTH),)
     return stored
 
 
 @triton.jit
-def operands_of(codes, live, PER_COLUMNS: tl.constexpr, PADDING: tl.constexpr):
+def operands_of(codes, live, PER_COLUMNS: tl.constexpr, WIDTH: tl.constexpr, PADDING: tl.constexpr):
     """Stored chunks with columns in the order of operands; zeros where nothing is live, if that matters."""
     operands = ()
     for i in tl.static_range(len(codes)):
         code = codes[i]
         if PADDING == "fresh":
             code = tl.where(live, code, 0).to(code.dtype)
-        operands = operands + (as_operand(code, PER_COLUMNS),)
+        operands = operands + (as_operand(code, PER_COLUMNS, WIDTH),)
     return operands
 
 
 @triton.jit
-def append_inputs(
-    ring_B, B_base, start, live, count, L, TOKENS: tl.constexpr, COLS: tl.constexpr, BLOCK_COLS: tl.constexpr,
-    BYTES: tl.constexpr, WIDE: tl.constexpr,
+def zero_tiles(
+    out, row, g, first_tile, HEADS_PER_GROUP: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr,
+    TOKENS: tl.constexpr, TILES: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Put B of new tokens behind the live rows of a ring."""
-    t, cols = tl.arange(0, TOKENS), tl.arange(0, BLOCK_COLS)
-    B = load_rows(entries(B_base, t, WIDE), t < count, 0, COLS, BLOCK_COLS, BYTES)
-    rows = ring_B + wrapped(start + live + t, L) * COLS
-    ptrs = tl.multiple_of(rows[:, None] + cols[None, :], (1, BYTES))
-    tl.store(ptrs, B, mask=(t < count)[:, None] & (cols < COLS)[None, :])
+    """Zero the outputs of some tiles of heads of group g, of a padding row."""
+    b, _, _, _, first, count = row
+    TILES_PER_HEAD: tl.constexpr = (ROWS + BLOCK_ROWS - 1) // BLOCK_ROWS
+    t = tl.arange(0, TOKENS)
+    for i in range(TILES):
+        h = g * HEADS_PER_GROUP + (first_tile + i) // TILES_PER_HEAD
+        offs_d = (first_tile + i) % TILES_PER_HEAD * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        ptrs = entries(token_base(out, b, first, h), t, WIDE)[None, :] + offs_d[:, None]
+        zero = tl.zeros([BLOCK_ROWS, TOKENS], out[0].dtype.element_ty)
+        tl.store(ptrs, zero, mask=(offs_d < ROWS)[:, None] & (t < count)[None, :])
 
 
 @triton.jit
@@ -222,16 +249,63 @@ def zero_rest(
 
 
 @triton.jit
+def prefetch_tile(
+    data_ptr, offset, exists, g, tile, HEADS_PER_GROUP: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, TILES_PER_HEAD: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """Ask for a tile of group g, of the slot at `offset`, to come to the L2 cache."""
+    h, first_row = g * HEADS_PER_GROUP + tile // TILES_PER_HEAD, tile % TILES_PER_HEAD * BLOCK_ROWS
+    prefetch_rows(data_ptr, offset, exists, h, first_row, BLOCK_ROWS, ROWS, COLS, TARGET)
+
+
+@triton.jit
+def load_tile_inputs(
+    pool, ring_x_at, x_at, z_at, dt_at, ring_dt_at, row, window, h, first_row, L, FOLDS: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, VECTOR: tl.constexpr, BYTES: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr, TOKENS: tl.constexpr,
+    WHOLE: tl.constexpr,
+):  # fmt: skip
+    """All that a tile needs, so that it is on its way before the tile in front of it is replayed: its state and scales,
+    x of the window, and of the ring where it folds, z, and dt of the window and of the ring."""
+    data_ptr, scale_ptr, slot_stride, scale_stride = pool
+    b, slot, _, _, first, count = row
+    of_ring, new, lives, ring_row, token = window
+    t = tl.arange(0, TOKENS)
+    tile = tile_at(h, first_row, ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, False)
+    factor = load_scale(scale_ptr, slot * scale_stride, slot >= 0, tile)
+    codes = load_codes(data_ptr, slot * slot_stride, slot >= 0, tile, COLS, VECTOR, HINT, WHOLE)
+    ring_x = ring_x_at[0] + slot * ring_x_at[1] + h * L * ROWS
+    x_rows = either_row(of_ring, ring_x, ring_row * ROWS, token_base(x_at, b, first, h), token, WIDE)
+    # Told of wider accesses than those of the state, the compiler would load a tile of the same shape in their layout.
+    BESIDE: tl.constexpr = min(BYTES, VECTOR * x_rows.dtype.element_ty.primitive_bitwidth // 8)
+    x = load_rows(x_rows, of_ring | new, first_row, ROWS, BLOCK_ROWS, BESIDE)
+    old_x = x
+    if FOLDS:
+        old_x = load_rows(ring_x + ring_row * ROWS, lives, first_row, ROWS, BLOCK_ROWS, BESIDE)
+    z = x
+    if z_at[0] is not None:
+        rows = first_row + tl.arange(0, BLOCK_ROWS)
+        z_ptrs = entries(token_base(z_at, b, first, h), t, WIDE)[None, :] + rows[:, None]
+        mask = (rows < ROWS)[:, None] & (t < count)[None, :]
+        z = tl.load(tl.multiple_of(z_ptrs, (BYTES, 1)), mask=mask, other=0.0)
+    twice = tl.zeros([1, 2], tl.int32)
+    ring_dt_ptrs = ring_dt_at[0] + slot * ring_dt_at[1] + h * L + (ring_row[:, None] + twice)
+    ring_dt = tl.load(ring_dt_ptrs, mask=lives[:, None], other=0.0)
+    dt = tl.load(entries(token_base(dt_at, b, first, h), token[:, None] + twice, WIDE), mask=new[:, None], other=0.0)
+    return codes, factor, x, old_x, z, ring_dt, dt
+
+
+@triton.jit
 def replay_tiles(
     pool, ring, activations, parameters, drawing, row, g, first_tile, L,
     FOLDS: tl.constexpr, UPDATE: tl.constexpr, PADDING: tl.constexpr, HEADS_PER_GROUP: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, VECTOR: tl.constexpr, BYTES: tl.constexpr, WIDE: tl.constexpr,
     D_PER_ROW: tl.constexpr, DT_SOFTPLUS: tl.constexpr, ROUNDING: tl.constexpr, ROUNDS: tl.constexpr,
     TARGET: tl.constexpr, TOKENS: tl.constexpr, ROOM: tl.constexpr, TILES: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """The outputs of some tiles of heads of group g for all tokens of a row. Its ring is folded into the state first if
-    FOLDS."""
+    """The outputs of some tiles of heads of group g for all tokens of a row. FOLDS: its ring is folded into the state
+    first."""
     data_ptr, scale_ptr, slot_stride, scale_stride = pool
     ring_x_ptr, ring_x_stride, ring_B_ptr, ring_B_stride, ring_dt_ptr, ring_dt_stride = ring
     x_at, dt_at, B_at, C_at, z_at, out = activations
@@ -246,21 +320,31 @@ def replay_tiles(
     SUM_TERMS: tl.constexpr = 0 if x_dtype == tl.float32 else 3
     fine: tl.constexpr = x_dtype == tl.float32 or dtype == tl.float32 or dtype == tl.int16
     FOLD_TERMS: tl.constexpr = 3 if fine else 2  # as much as float32 has, or enough for 16 bits
+    WHOLE: tl.constexpr = PADDING != "fresh" and ROWS % BLOCK_ROWS == 0 and COLS == BLOCK_COLS
+    WIDTH: tl.constexpr = 4 if dtype.primitive_bitwidth == 8 and not FOLDS else 2
     TILES_PER_HEAD: tl.constexpr = (ROWS + BLOCK_ROWS - 1) // BLOCK_ROWS
 
     # The window: live rows, unless they are folded, and then new tokens.
     j, t = tl.arange(0, ROOM), tl.arange(0, TOKENS)
-    ring_row, lives, exists = wrapped(start + j, L), j < live, t < count
+    ring_row, lives = wrapped(start + j, L), j < live
     base = live * 0 if FOLDS else live
-    of_ring, new = j < base, (j >= base) & (j < base + count)
-    ring_B, B_base = ring_B_ptr + slot * ring_B_stride + g * L * COLS, token_base(B_at, b, first, g)
-    B_rows = tl.where(of_ring, ring_B + ring_row * COLS, entries(B_base, j - base, WIDE))
+    of_ring, new, token = j < base, (j >= base) & (j < base + count), j - base
+    window = (of_ring, new, lives, ring_row, token)
+    appends, to_row = tl.where(known, new, False), wrapped(start + live + token, L)
+    ring_x_at, ring_dt_at = (ring_x_ptr, ring_x_stride), (ring_dt_ptr, ring_dt_stride)
+    for i in tl.static_range(min(AHEAD, TILES)):
+        prefetch_tile(
+            data_ptr, slot * slot_stride, known, g, first_tile + i,
+            HEADS_PER_GROUP, ROWS, COLS, BLOCK_ROWS, TILES_PER_HEAD, TARGET,
+        )  # fmt: skip
+    ring_B = ring_B_ptr + slot * ring_B_stride + g * L * COLS
+    B_rows = either_row(of_ring, ring_B, ring_row * COLS, token_base(B_at, b, first, g), token, WIDE)
     C_rows = entries(token_base(C_at, b, first, g), t, WIDE)
-    C = load_chunks(C_rows, exists, TERMS, BYTES, COLS, BLOCK_COLS, CHUNK, VECTOR, TARGET)
-    B = load_chunks(B_rows, of_ring | new, TERMS, BYTES, COLS, BLOCK_COLS, CHUNK, VECTOR, TARGET)
+    C = load_chunks(C_rows, t < count, TERMS, BYTES, COLS, BLOCK_COLS, CHUNK, VECTOR, WIDTH, TARGET)
+    B = load_chunks(B_rows, of_ring | new, TERMS, BYTES, COLS, BLOCK_COLS, CHUNK, VECTOR, WIDTH, TARGET)
     if FOLDS:
         old_B = load_chunks(
-            ring_B + ring_row * COLS, lives, FOLD_TERMS, BYTES, COLS, BLOCK_COLS, CHUNK, VECTOR, TARGET
+            ring_B + ring_row * COLS, lives, FOLD_TERMS, BYTES, COLS, BLOCK_COLS, CHUNK, VECTOR, WIDTH, TARGET
         )
         seed = load_seed(seed_ptr, slot, known, ROUNDING != "nearest" and UPDATE)
         old_weight, alpha = tl.zeros([ROOM], tl.float32), 0.0
@@ -270,81 +354,76 @@ def replay_tiles(
     last = base + t
     with_C = tl.where(j[:, None] <= last[None, :], with_C, 0.0)
     weights, decay = with_C, tl.zeros([TOKENS], tl.float32)
-    if UPDATE and first_tile == 0 and known:
-        append_inputs(ring_B, B_base, start, live, count, L, TOKENS, COLS, BLOCK_COLS, BYTES, WIDE)
+    if UPDATE and first_tile == 0:
+        cols = tl.arange(0, BLOCK_COLS)
+        kept = load_rows(B_rows, appends, 0, COLS, BLOCK_COLS, BYTES)
+        to = tl.multiple_of((ring_B + to_row * COLS)[:, None] + cols[None, :], (1, BYTES))
+        tl.store(to, kept, mask=appends[:, None] & (cols < COLS)[None, :])
 
-    for i in tl.range(TILES, num_stages=STAGES):
+    for i in tl.range(TILES, num_stages=1):
         h = g * HEADS_PER_GROUP + (first_tile + i) // TILES_PER_HEAD
         first_row = (first_tile + i) % TILES_PER_HEAD * BLOCK_ROWS
         tile = tile_at(h, first_row, ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, False)
-        factor = load_scale(scale_ptr, slot * scale_stride, known, tile)
-        codes = load_codes(data_ptr, slot * slot_stride, known, tile, COLS, VECTOR, HINT)
-        ring_x = ring_x_ptr + slot * ring_x_stride + h * L * ROWS
-        x_base = token_base(x_at, b, first, h)
-        x_rows = tl.where(of_ring, ring_x + ring_row * ROWS, entries(x_base, j - base, WIDE))
-        X = load_rows(x_rows, of_ring | new, first_row, ROWS, BLOCK_ROWS, BYTES)
-        offs_d = first_row + tl.arange(0, BLOCK_ROWS)
-        shown = (offs_d < ROWS)[:, None] & exists[None, :]
-        x_ptrs = tl.multiple_of(entries(x_base, t, WIDE)[None, :] + offs_d[:, None], (BYTES, 1))
-        x = tl.load(x_ptrs, mask=shown, other=0.0)
-        if z_at[0] is not None:
-            z_base = token_base(z_at, b, first, h)
-            z_ptrs = tl.multiple_of(entries(z_base, t, WIDE)[None, :] + offs_d[:, None], (BYTES, 1))
-            z = tl.load(z_ptrs, mask=shown, other=0.0)
+        codes, factor, x, old_x, z, ring_dt, dt = load_tile_inputs(
+            pool, ring_x_at, x_at, z_at, dt_at, ring_dt_at, row, window, h, first_row, L, FOLDS,
+            ROWS, COLS, VECTOR, BYTES, WIDE, BLOCK_ROWS, BLOCK_COLS, CHUNK, TOKENS, WHOLE,
+        )  # fmt: skip
+        if AHEAD > 0 and TILES > AHEAD:
+            prefetch_tile(
+                data_ptr, slot * slot_stride, known & (i + AHEAD < TILES), g, first_tile + i + AHEAD,
+                HEADS_PER_GROUP, ROWS, COLS, BLOCK_ROWS, TILES_PER_HEAD, TARGET,
+            )  # fmt: skip
 
         if (i == 0) | (first_row == 0):
             # How much every token of the window counts for every output, (window, tokens), and the state for each.
-            A, bias = tl.load(A_ptr + h).to(tl.float32), 0.0
+            A = tl.load(A_ptr + h).to(tl.float32)
+            sizes = dt.to(tl.float32)
             if dt_bias_ptr is not None:
-                bias = tl.load(dt_bias_ptr + h).to(tl.float32)
-            ring_dt, dt_base = ring_dt_ptr + slot * ring_dt_stride + h * L, token_base(dt_at, b, first, h)
-            dt = time_steps(entries(dt_base, j - base, WIDE), bias, new, DT_SOFTPLUS)
-            dt = tl.where(of_ring, tl.load(ring_dt + ring_row, mask=of_ring, other=0.0), dt)
-            between, total = sums_between(dt, last, SUM_TERMS, TARGET)
-            weights = with_C * tl.exp(A * between) * dt[:, None]
+                sizes += tl.load(dt_bias_ptr + h).to(tl.float32)
+            if DT_SOFTPLUS:
+                sizes = softplus(sizes)
+            sizes = once(tl.where(of_ring[:, None], ring_dt, tl.where(new[:, None], sizes, 0.0)))
+            between, total = sums_between(sizes, last, SUM_TERMS, TARGET)
+            weights = with_C * tl.exp(A * between) * sizes[:, None]
+            if D_ptr is not None and not D_PER_ROW:
+                weights += tl.where(j[:, None] == last[None, :], tl.load(D_ptr + h).to(tl.float32), 0.0)
             decay = tl.exp(A * total)
             if FOLDS:
-                old_dt = tl.load(ring_dt + ring_row, mask=lives, other=0.0)
-                after, all_sum = sums_between(old_dt, live - 1 + tl.zeros([8], tl.int32), SUM_TERMS, TARGET)
-                old_weight = tl.exp(A * column_of(after, 0)) * old_dt
+                old_sizes = once(ring_dt)
+                after, all_sum = sums_between(old_sizes, live - 1 + tl.zeros([8], tl.int32), SUM_TERMS, TARGET)
+                old_weight = tl.exp(A * column_of(after, 0)) * old_sizes
                 alpha = tl.exp(A * entry_of(all_sum, 0))
             if UPDATE and first_row == 0:
-                appended = time_steps(entries(dt_base, t, WIDE), bias, exists, DT_SOFTPLUS)
-                tl.store(ring_dt + wrapped(start + live + t, L), appended, mask=tl.where(known, exists, False))
+                tl.store(ring_dt_ptr + slot * ring_dt_stride + h * L + to_row, sizes, mask=appends)
 
-        codes = operands_of(codes, known, VECTOR, PADDING)
+        codes = operands_of(codes, known, VECTOR, WIDTH, PADDING)
         if FOLDS:
-            old_x = load_rows(ring_x + ring_row * ROWS, lives, first_row, ROWS, BLOCK_ROWS, BYTES)
             u = tl.trans(old_x.to(tl.float32) * old_weight[:, None])  # (rows, window)
             s, y = folded_products(codes, factor, C, alpha, u, old_B, dtype, FOLD_TERMS, TERMS, TARGET)
             if UPDATE:
                 random = random_bits(seed, tile, BEFORE_THE_FIRST_TOKEN, stream, COLS, VECTOR, ROUNDING, ROUNDS)
                 store_state(
-                    data_ptr, scale_ptr, slot * slot_stride, slot * scale_stride, known, tile, in_memory(s, VECTOR),
-                    random, ROUNDING, VECTOR, TARGET, HINT,
+                    data_ptr, scale_ptr, slot * slot_stride, slot * scale_stride, known, tile,
+                    in_memory(s, VECTOR, WIDTH), random, ROUNDING, VECTOR, TARGET, HINT,
                 )  # fmt: skip
         else:
             y = kept_products(codes, factor, C, dtype, TERMS, TARGET)
-        y = dot_terms(
-            transposed(terms_of(X, TERMS, TARGET)), terms_of(weights, TERMS, TARGET), y * decay[None, :]
-        )
-        if D_ptr is not None:
-            if D_PER_ROW:
-                D = tl.load(D_ptr + h * ROWS + offs_d, mask=offs_d < ROWS, other=0.0).to(tl.float32)[:, None]
-            else:
-                D = tl.load(D_ptr + h).to(tl.float32)
-            y = tl.fma(x.to(tl.float32), D, y)
+        y *= decay[None, :]
+        y = dot_terms(transposed(terms_of(x, TERMS, TARGET)), terms_of(weights, TERMS, TARGET), y)
+        offs_d = first_row + tl.arange(0, BLOCK_ROWS)
+        shown = (offs_d < ROWS)[:, None] & (t < count)[None, :]
+        if D_ptr is not None and D_PER_ROW:
+            D = tl.load(D_ptr + h * ROWS + offs_d, mask=offs_d < ROWS, other=0.0).to(tl.float32)[:, None]
+            x_ptrs = entries(token_base(x_at, b, first, h), t, WIDE)[None, :] + offs_d[:, None]
+            y = tl.fma(tl.load(x_ptrs, mask=shown, other=0.0).to(tl.float32), D, y)
         if z_at[0] is not None:
-            y *= silu(z.to(tl.float32))
-        if PADDING != "fresh":
-            y = tl.where(known, y, 0.0)
-        if PADDING == "keep":
-            shown = tl.where(known, shown, False)
+            y *= gate(z.to(tl.float32), TARGET)
         out_ptrs = entries(token_base(out, b, first, h), t, WIDE)[None, :] + offs_d[:, None]
         tl.store(tl.multiple_of(out_ptrs, (BYTES, 1)), y.to(out[0].dtype.element_ty), mask=shown)
         if UPDATE:
-            to = (ring_x + wrapped(start + live + t, L) * ROWS)[None, :] + offs_d[:, None]
-            tl.store(tl.multiple_of(to, (BYTES, 1)), x, mask=tl.where(known, shown, False))
+            to = (ring_x_ptr + slot * ring_x_stride + h * L * ROWS + to_row * ROWS)[:, None] + offs_d[None, :]
+            BESIDE: tl.constexpr = min(BYTES, VECTOR * x_dtype.primitive_bitwidth // 8)
+            tl.store(tl.multiple_of(to, (1, BESIDE)), x, mask=appends[:, None] & (offs_d < ROWS)[None, :])
 
 
 ARGUMENTS = [
@@ -389,7 +468,7 @@ def mamba2_replay_kernel(
     TOKENS: tl.constexpr, ROOM: tl.constexpr,  # there is room for, of a call and in a window
     TILES: tl.constexpr,  # of a program
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr,  # of a tile
-    STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,  # tiles: the one that is so many behind is asked for to come to the L2 cache; 0: none is
 ):  # fmt: skip
     GROUPS: tl.constexpr = H // HEADS_PER_GROUP
     TILES_OF_GROUP: tl.constexpr = HEADS_PER_GROUP * ((ROWS + BLOCK_ROWS - 1) // BLOCK_ROWS)
@@ -418,18 +497,20 @@ def mamba2_replay_kernel(
             )
         else:
             row = planned_row(rows_ptr, i)
-        b, slot, _, live, first, count = row
+        _, slot, _, live, _, count = row
         if ROWS_DO == "fold" or (ROWS_DO == "either" and live + count > WINDOW):
             replay_tiles(
                 pool, ring, activations, parameters, drawing, row, g, first_tile, L,
                 True, UPDATE, PADDING, HEADS_PER_GROUP, ROWS, COLS, VECTOR, BYTES, WIDE, D_PER_ROW, DT_SOFTPLUS,
-                ROUNDING, ROUNDS, TARGET, TOKENS, ROOM, TILES, BLOCK_ROWS, BLOCK_COLS, CHUNK, STAGES,
+                ROUNDING, ROUNDS, TARGET, TOKENS, ROOM, TILES, BLOCK_ROWS, BLOCK_COLS, CHUNK, AHEAD,
             )  # fmt: skip
-        else:
+        elif PADDING == "fresh" or slot >= 0:
             replay_tiles(
                 pool, ring, activations, parameters, drawing, row, g, first_tile, L,
                 False, UPDATE, PADDING, HEADS_PER_GROUP, ROWS, COLS, VECTOR, BYTES, WIDE, D_PER_ROW, DT_SOFTPLUS,
-                ROUNDING, ROUNDS, TARGET, TOKENS, ROOM, TILES, BLOCK_ROWS, BLOCK_COLS, CHUNK, STAGES,
+                ROUNDING, ROUNDS, TARGET, TOKENS, ROOM, TILES, BLOCK_ROWS, BLOCK_COLS, CHUNK, AHEAD,
             )  # fmt: skip
+        elif PADDING == "zero":
+            zero_tiles(out, row, g, first_tile, HEADS_PER_GROUP, ROWS, WIDE, TOKENS, TILES, BLOCK_ROWS)
         if cu_seqlens_ptr is not None and first_tile == 0:
             zero_rest(out, cu_seqlens_ptr, row, g, tokens, batch, HEADS_PER_GROUP, ROWS, PADDING)

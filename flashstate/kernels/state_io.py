@@ -139,8 +139,10 @@ def load_state(
 
 
 @triton.jit
-def load_codes(ptr, offset, live, tile, COLS: tl.constexpr, VECTOR: tl.constexpr, HINT: tl.constexpr):
-    """The same as it is stored, bfloat16 as its bits."""
+def load_codes(
+    ptr, offset, live, tile, COLS: tl.constexpr, VECTOR: tl.constexpr, HINT: tl.constexpr, WHOLE: tl.constexpr = False
+):  # fmt: skip
+    """The same as it is stored, bfloat16 as its bits. WHOLE: the slot is live, and all rows and columns exist."""
     _, offsets, _, masks, _, _ = tile
     CHUNK: tl.constexpr = offsets.shape[1]
     tile_start = tile_ptr(ptr, offset, tile, VECTOR)
@@ -150,7 +152,10 @@ def load_codes(ptr, offset, live, tile, COLS: tl.constexpr, VECTOR: tl.constexpr
     codes = ()
     for k in tl.static_range(len(masks)):
         ptrs, mask = chunk_at(tile_start, tile, k, VECTOR)
-        code = as_rows(tl.load(ptrs, mask=tl.where(live, mask, False), eviction_policy=policy))
+        if WHOLE:
+            code = as_rows(tl.load(ptrs, eviction_policy=policy))
+        else:
+            code = as_rows(tl.load(ptrs, mask=tl.where(live, mask, False), eviction_policy=policy))
         if COLS < (k + 1) * CHUNK:
             code = tl.where(masks[k], code, 0).to(code.dtype)
         codes = codes + (code,)

@@ -91,12 +91,18 @@ def transposed(terms):
 
 
 @triton.jit
-def as_operand(x, PER_COLUMNS: tl.constexpr):
+def as_operand(x, PER_COLUMNS: tl.constexpr, WIDTH: tl.constexpr = 2):
     """A matrix of chunks of QUAD * PER_COLUMNS columns, of which a thread has PER_COLUMNS neighbours, with its columns
     in another order: one in which tensor cores expect every thread to have what it has. A product sums over columns in
-    any order, as long as both matrices have the same; so nothing moves between threads."""
+    any order, as long as both matrices have the same; so nothing moves between threads. WIDTH: neighbours that the
+    compiler wants in a thread, 2, or 4 where they are loaded in 8 bits each and multiplied at once."""
     if PER_COLUMNS < QUAD:
         return x
+    elif WIDTH == 4:
+        rows: tl.constexpr = x.shape[0]
+        chunks: tl.constexpr = x.shape[1] // (QUAD * PER_COLUMNS)
+        x = tl.reshape(x, (rows, chunks, QUAD, PER_COLUMNS // 4, 4))
+        return tl.reshape(tl.permute(x, (0, 1, 3, 2, 4)), (rows, chunks * QUAD * PER_COLUMNS))
     else:
         rows: tl.constexpr = x.shape[0]
         chunks: tl.constexpr = x.shape[1] // (QUAD * PER_COLUMNS)
@@ -105,10 +111,14 @@ def as_operand(x, PER_COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def as_in_memory(x, PER_COLUMNS: tl.constexpr):
+def as_in_memory(x, PER_COLUMNS: tl.constexpr, WIDTH: tl.constexpr = 2):
     """The inverse of as_operand, of one chunk."""
     if PER_COLUMNS < QUAD:
         return x
+    elif WIDTH == 4:
+        rows: tl.constexpr = x.shape[0]
+        x = tl.reshape(x, (rows, PER_COLUMNS // 4, QUAD, 4))
+        return tl.reshape(tl.permute(x, (0, 2, 1, 3)), (rows, QUAD * PER_COLUMNS))
     else:
         rows: tl.constexpr = x.shape[0]
         x = tl.reshape(x, (rows, PER_COLUMNS // 4, 2, QUAD, 2))

@@ -31,8 +31,8 @@ from flashstate.state.ring import (
 from flashstate.state.slots import Slots, as_slots
 from flashstate.state.state import State, as_state, refuse_transposed
 
-STAGES = 3
 PER_SM = 16
+AHEAD = 1
 SMALL = 512  # batch x heads below which one kernel decides for every row
 
 
@@ -212,12 +212,13 @@ def _run(
         constants = {
             "H": heads, "HEADS_PER_GROUP": heads // B.shape[-2], "ROWS": rows, "COLS": cols, "WINDOW": window,
             "VECTOR": vector, "ALIGNED": all(aligned(t) for t in (x, B, C, z, out, ring_x, ring_B)),
-            "WIDE": any(far_apart(t) for t in (x, B, C, dt, z, out)), "D_PER_ROW": D is not None and D.dim() == 2, "DT_SOFTPLUS": dt_softplus,
+            "WIDE": any(far_apart(t) for t in (x, B, C, dt, z, out)),
+            "D_PER_ROW": D is not None and D.dim() == 2, "DT_SOFTPLUS": dt_softplus,
             "ROWS_DO": rows_do, "UPDATE": update, "PADDING": padding,
             "ROUNDING": rounding, "ROUNDS": rounds, "TARGET": kernel_target(data.device),
             "TOKENS": max(8, next_power_of_2(longest)), "ROOM": max(16, next_power_of_2(window)),
             "BLOCK_ROWS": config.block_rows, "BLOCK_COLS": problem.block_cols, "CHUNK": problem.chunk(config.lanes),
-            "TILES": tiles, "STAGES": STAGES,
+            "TILES": tiles, "AHEAD": AHEAD,
         }  # fmt: skip
         started.append(
             start(
