@@ -11,6 +11,7 @@ batches, and calls without a plan. All give the same bytes.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashstate.kernels.addressing import token_entry, zero_unused
 from flashstate.kernels.functions import silu, softplus
@@ -162,34 +163,52 @@ def terms_of_code(code, dtype: tl.constexpr, TERMS: tl.constexpr, TARGET: tl.con
 
 
 @triton.jit
-def kept_products(codes, factor, C, dtype: tl.constexpr, TERMS: tl.constexpr, TARGET: tl.constexpr):
-    """The products of a tile of state, as it is stored, with C of all tokens, (rows, tokens)."""
-    y = tl.zeros([codes[0].shape[0], C[0][0].shape[0]], tl.float32)
-    for i in tl.static_range(len(codes)):
-        y = dot_terms(terms_of_code(codes[i], dtype, TERMS, TARGET), transposed(C[i]), y)
-    return y * factor
+def products(terms, C):
+    """The products of chunks of state, terms each, with C of all tokens, (rows, tokens)."""
+    y = tl.zeros([terms[0][0].shape[0], C[0][0].shape[0]], tl.float32)
+    for i in tl.static_range(len(terms)):
+        y = dot_terms(terms[i], transposed(C[i]), y)
+    return y
 
 
 @triton.jit
-def folded_products(
-    codes, factor, C, alpha, u, B, dtype: tl.constexpr, FOLD_TERMS: tl.constexpr, TERMS: tl.constexpr,
-    TARGET: tl.constexpr,
-):  # fmt: skip
+def folded(codes, factor, alpha, u, B, dtype: tl.constexpr, TERMS: tl.constexpr, TARGET: tl.constexpr):
     """A tile of state after the tokens of a ring, chunk by chunk: times alpha, plus the products of u (rows, tokens)
-    with B; and its products with C. Tensor cores round sums towards zero: a state of more than 16 bits is added to
-    theirs."""
-    y = tl.zeros([codes[0].shape[0], C[0][0].shape[0]], tl.float32)
-    weights = terms_of(u, FOLD_TERMS, TARGET)
+    with B. Tensor cores round sums towards zero: a state of more than 16 bits is added to theirs."""
+    weights = terms_of(u, TERMS, TARGET)
     after = ()
     for i in tl.static_range(len(codes)):
         s = from_code(codes[i], dtype, TARGET)
-        if FOLD_TERMS == 3:
+        if TERMS == 3:
             s = tl.fma(s, alpha * factor, add_products(tl.zeros(codes[i].shape, tl.float32), weights, B[i]))
         else:
             s = add_products(s * (alpha * factor), weights, B[i])
-        y = dot_terms(terms_of(s, TERMS, TARGET), transposed(C[i]), y)
         after = after + (s,)
-    return after, y
+    return after
+
+
+@triton.jit
+def weights_of_ring(dt, live, A, TERMS: tl.constexpr, TARGET: tl.constexpr):
+    """How much every one of `live` tokens with time steps dt counts for the state after the last of them, and how much
+    the state before the first."""
+    after, total = sums_between(dt, live - 1 + tl.zeros([8], tl.int32), TERMS, TARGET)
+    return tl.exp(A * column_of(after, 0)) * dt, tl.exp(A * entry_of(total, 0))
+
+
+@triton.jit
+def terms_of_chunks(chunks, TERMS: tl.constexpr, TARGET: tl.constexpr):
+    terms = ()
+    for i in tl.static_range(len(chunks)):
+        terms = terms + (terms_of(chunks[i], TERMS, TARGET),)
+    return terms
+
+
+@triton.jit
+def terms_of_codes(codes, dtype: tl.constexpr, TERMS: tl.constexpr, TARGET: tl.constexpr):
+    terms = ()
+    for i in tl.static_range(len(codes)):
+        terms = terms + (terms_of_code(codes[i], dtype, TERMS, TARGET),)
+    return terms
 
 
 @triton.jit
@@ -341,7 +360,10 @@ def replay_tiles(
     B_rows = either_row(of_ring, ring_B, ring_row * COLS, token_base(B_at, b, first, g), token, WIDE)
     C_rows = entries(token_base(C_at, b, first, g), t, WIDE)
     C = load_chunks(C_rows, t < count, TERMS, BYTES, COLS, BLOCK_COLS, CHUNK, VECTOR, WIDTH, TARGET)
-    B = load_chunks(B_rows, of_ring | new, TERMS, BYTES, COLS, BLOCK_COLS, CHUNK, VECTOR, WIDTH, TARGET)
+    C_for_B = C
+    if WIDTH != 2:  # B has its columns in another order than the state, which would be moved between threads
+        C_for_B = load_chunks(C_rows, t < count, TERMS, BYTES, COLS, BLOCK_COLS, CHUNK, VECTOR, 2, TARGET)
+    B = load_chunks(B_rows, of_ring | new, TERMS, BYTES, COLS, BLOCK_COLS, CHUNK, VECTOR, 2, TARGET)
     if FOLDS:
         old_B = load_chunks(
             ring_B + ring_row * COLS, lives, FOLD_TERMS, BYTES, COLS, BLOCK_COLS, CHUNK, VECTOR, WIDTH, TARGET
@@ -350,7 +372,7 @@ def replay_tiles(
         old_weight, alpha = tl.zeros([ROOM], tl.float32), 0.0
     with_C = tl.zeros([ROOM, TOKENS], tl.float32)
     for i in tl.static_range(len(B)):
-        with_C = dot_terms(B[i], transposed(C[i]), with_C)
+        with_C = dot_terms(B[i], transposed(C_for_B[i]), with_C)
     last = base + t
     with_C = tl.where(j[:, None] <= last[None, :], with_C, 0.0)
     weights, decay = with_C, tl.zeros([TOKENS], tl.float32)
@@ -389,17 +411,15 @@ def replay_tiles(
                 weights += tl.where(j[:, None] == last[None, :], tl.load(D_ptr + h).to(tl.float32), 0.0)
             decay = tl.exp(A * total)
             if FOLDS:
-                old_sizes = once(ring_dt)
-                after, all_sum = sums_between(old_sizes, live - 1 + tl.zeros([8], tl.int32), SUM_TERMS, TARGET)
-                old_weight = tl.exp(A * column_of(after, 0)) * old_sizes
-                alpha = tl.exp(A * entry_of(all_sum, 0))
+                old_weight, alpha = weights_of_ring(once(ring_dt), live, A, SUM_TERMS, TARGET)
             if UPDATE and first_row == 0:
                 tl.store(ring_dt_ptr + slot * ring_dt_stride + h * L + to_row, sizes, mask=appends)
 
         codes = operands_of(codes, known, VECTOR, WIDTH, PADDING)
         if FOLDS:
             u = tl.trans(old_x.to(tl.float32) * old_weight[:, None])  # (rows, window)
-            s, y = folded_products(codes, factor, C, alpha, u, old_B, dtype, FOLD_TERMS, TERMS, TARGET)
+            s = folded(codes, factor, alpha, u, old_B, dtype, FOLD_TERMS, TARGET)
+            y = products(terms_of_chunks(s, TERMS, TARGET), C)
             if UPDATE:
                 random = random_bits(seed, tile, BEFORE_THE_FIRST_TOKEN, stream, COLS, VECTOR, ROUNDING, ROUNDS)
                 store_state(
@@ -407,7 +427,7 @@ def replay_tiles(
                     in_memory(s, VECTOR, WIDTH), random, ROUNDING, VECTOR, TARGET, HINT,
                 )  # fmt: skip
         else:
-            y = kept_products(codes, factor, C, dtype, TERMS, TARGET)
+            y = products(terms_of_codes(codes, dtype, TERMS, TARGET), C) * factor
         y *= decay[None, :]
         y = dot_terms(transposed(terms_of(x, TERMS, TARGET)), terms_of(weights, TERMS, TARGET), y)
         offs_d = first_row + tl.arange(0, BLOCK_ROWS)
@@ -468,7 +488,7 @@ def mamba2_replay_kernel(
     TOKENS: tl.constexpr, ROOM: tl.constexpr,  # there is room for, of a call and in a window
     TILES: tl.constexpr,  # of a program
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr,  # of a tile
-    AHEAD: tl.constexpr,  # tiles: the one that is so many behind is asked for to come to the L2 cache; 0: none is
+    PAIRED: tl.constexpr,  # whether the kernel that folds lets the one that does not start before it has ended
 ):  # fmt: skip
     GROUPS: tl.constexpr = H // HEADS_PER_GROUP
     TILES_OF_GROUP: tl.constexpr = HEADS_PER_GROUP * ((ROWS + BLOCK_ROWS - 1) // BLOCK_ROWS)
@@ -480,8 +500,12 @@ def mamba2_replay_kernel(
     ring = (ring_x_ptr, ring_x_stride, ring_B_ptr, ring_B_stride, ring_dt_ptr, ring_dt_stride)
     pool, drawing = (data_ptr, scale_ptr, slot_stride, scale_stride), (seed_ptr, stream)
 
+    AHEAD: tl.constexpr = 0 if ROWS_DO == "keep" else 1  # tiles that are asked for before they are needed
+
     begin, end = tl.program_id(0) * 0, batch
     if ROWS_DO == "fold":
+        if PAIRED:  # the rows of the other kernel are others
+            gdc_launch_dependents()
         end = tl.load(parts_ptr)
     if ROWS_DO == "keep":
         begin = tl.load(parts_ptr)
@@ -514,3 +538,6 @@ def mamba2_replay_kernel(
             zero_tiles(out, row, g, first_tile, HEADS_PER_GROUP, ROWS, WIDE, TOKENS, TILES, BLOCK_ROWS)
         if cu_seqlens_ptr is not None and first_tile == 0:
             zero_rest(out, cu_seqlens_ptr, row, g, tokens, batch, HEADS_PER_GROUP, ROWS, PADDING)
+    if PAIRED and ROWS_DO == "keep":
+        if tl.program_id(0) == 0:  # who comes next waits for this kernel alone
+            gdc_wait()

@@ -5,13 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashstate.errors import check_contiguous, tied
-from flashstate.launch import uses_kernels
+from flashstate.errors import check_contiguous, dtype_name, tied
+from flashstate.launch import ReplayProblem, access_width, choose, gpu_of, kernel_target, start, uses_kernels
+from flashstate.launch.arguments import aligned, as_bytes, outer_strides, row_stride
+from flashstate.launch.config import next_power_of_2
 from flashstate.ops.debug import check_contents, debugging
 from flashstate.ops.library import register
 from flashstate.ops.mamba2 import OR_EXPANDED
+from flashstate.ops.steps import programs_of
 from flashstate.ops.tokens import Tokens
 from flashstate.reference import mamba2_replay as reference
+from flashstate.state.faults import fault_flag
 from flashstate.state.ring import Ring, check_folded_slots, check_ring, check_tokens_to_fold
 from flashstate.state.slots import Slots, as_slots
 from flashstate.state.state import State, as_state, refuse_transposed
@@ -51,6 +55,9 @@ def mamba2_fold(
     check_contiguous("A", A, OR_EXPANDED)
     target = None if into is None else _check_into(as_state(into, "into"), state)
     _check_slots(where, state, into is not None)
+    if target is not None and len(target.data) < len(state.data) and (where is None or where.write is None):
+        need, got = len(state.data), len(target.data)
+        raise ValueError(f"into must have {need} slots as the state has, or slots.write to say where, got {got}")
     batch = state.data.shape[0] if where is None else len(where.read)
     check_tokens_to_fold(tokens, ring, batch)
     if debugging() and into is None:  # which may have other slots
@@ -108,7 +115,31 @@ def _run(
         given = tokens if tokens is not None else None if most < 0 else most
         reference.mamba2_fold(state, ring, A, slots, given, into)
         return
-    raise NotImplementedError
+    from flashstate.kernels.mamba2_fold import mamba2_fold_kernel
+
+    num_slots, heads, rows, cols = data.shape
+    batch, vector = num_slots if read is None else len(read), access_width(data)
+    problem = ReplayProblem("mamba2_fold", rows, cols, dtype_name(data.dtype), rounding, vector, batch * heads)
+    config = choose(problem, gpu_of(data.device))
+    into_vector, num_targets = vector, num_slots
+    if into_data is not None:
+        into_vector, num_targets = min(vector, access_width(into_data)), len(into_data)
+    arguments = (
+        as_bytes(data), ring_x, ring_B, ring_dt, A, scale, seed, oldest, count, read, write, tokens,
+        None if into_data is None else as_bytes(into_data), into_scale, stream, fault_flag(data.device),
+        *outer_strides(data, scale, 1), *outer_strides(into_data, into_scale, 1),
+        *(kept.stride(0) for kept in (ring_x, ring_B, ring_dt)), row_stride(read), row_stride(write),
+        most, ring_x.shape[2], num_slots, num_targets, null,
+    )  # fmt: skip
+    constants = {
+        "H": heads, "HEADS_PER_GROUP": heads // ring_B.shape[1], "ROWS": rows, "COLS": cols,
+        "VECTOR": vector, "INTO_VECTOR": into_vector, "ALIGNED": aligned(ring_x) and aligned(ring_B),
+        "ROUNDING": rounding if into_data is None else into_rounding, "ROUNDS": rounds,
+        "TARGET": kernel_target(data.device), "ROOM": max(16, next_power_of_2(window)),
+        "BLOCK_ROWS": config.block_rows, "BLOCK_COLS": problem.block_cols, "CHUNK": problem.chunk(config.lanes),
+    }  # fmt: skip
+    programs = programs_of("slots", data, batch * heads, rows, config.block_rows)
+    start(mamba2_fold_kernel, (programs,), data.device, arguments, constants, num_warps=1)
 
 
 register(

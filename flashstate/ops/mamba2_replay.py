@@ -8,7 +8,16 @@ import torch
 from torch import Tensor
 
 from flashstate.errors import check_flag, dtype_name
-from flashstate.launch import ReplayProblem, access_width, choose, gpu_of, kernel_target, start, uses_kernels
+from flashstate.launch import (
+    ReplayProblem,
+    access_width,
+    choose,
+    gpu_of,
+    kernel_target,
+    lets_next_start,
+    start,
+    uses_kernels,
+)
 from flashstate.launch.arguments import aligned, as_bytes, outer_strides, row_stride, token_strides
 from flashstate.launch.config import multiprocessors, next_power_of_2
 from flashstate.launch.start import Started
@@ -31,9 +40,8 @@ from flashstate.state.ring import (
 from flashstate.state.slots import Slots, as_slots
 from flashstate.state.state import State, as_state, refuse_transposed
 
-PER_SM = 16
-AHEAD = 1
 SMALL = 512  # batch x heads below which one kernel decides for every row
+MOST_PER_PROCESSOR = 16  # programs of a kernel that walks along a plan
 
 
 def mamba2_replay(
@@ -199,31 +207,31 @@ def _run(
         axis = extent.token_axes - 1
         return tensor is not None and tensor.stride(axis) * 2 * LARGEST_WINDOW >= 1 << 31
 
+    paired = not small and lets_next_start(data.device)
     started = []
     for rows_do in ("either",) if small else ("fold", "keep"):
         problem = ReplayProblem(
-            f"mamba2_replay {rows_do}", rows, cols, dtype_name(data.dtype), rounding, vector, extent.batch * heads
-        )
+            f"mamba2_replay {rows_do}", rows, cols, dtype_name(data.dtype), rounding, vector, extent.batch * heads,
+            longest > 1,
+        )  # fmt: skip
         config = choose(problem, gpu_of(data.device))
         tiles = math.gcd(config.together, heads // B.shape[-2] * -(-rows // config.block_rows))
         programs = programs_of("x", x, extent.batch * heads, rows, config.block_rows) // tiles
         if not small:
-            programs = min(programs, PER_SM * multiprocessors(data.device))
+            programs = min(programs, MOST_PER_PROCESSOR * multiprocessors(data.device))
         constants = {
             "H": heads, "HEADS_PER_GROUP": heads // B.shape[-2], "ROWS": rows, "COLS": cols, "WINDOW": window,
             "VECTOR": vector, "ALIGNED": all(aligned(t) for t in (x, B, C, z, out, ring_x, ring_B)),
-            "WIDE": any(far_apart(t) for t in (x, B, C, dt, z, out)),
-            "D_PER_ROW": D is not None and D.dim() == 2, "DT_SOFTPLUS": dt_softplus,
-            "ROWS_DO": rows_do, "UPDATE": update, "PADDING": padding,
+            "WIDE": any(far_apart(t) for t in (x, B, C, dt, z, out)), "D_PER_ROW": D is not None and D.dim() == 2,
+            "DT_SOFTPLUS": dt_softplus, "ROWS_DO": rows_do, "UPDATE": update, "PADDING": padding,
             "ROUNDING": rounding, "ROUNDS": rounds, "TARGET": kernel_target(data.device),
-            "TOKENS": max(8, next_power_of_2(longest)), "ROOM": max(16, next_power_of_2(window)),
+            "TOKENS": max(8, next_power_of_2(longest)), "ROOM": max(16, next_power_of_2(window)), "TILES": tiles,
             "BLOCK_ROWS": config.block_rows, "BLOCK_COLS": problem.block_cols, "CHUNK": problem.chunk(config.lanes),
-            "TILES": tiles, "AHEAD": AHEAD,
+            "PAIRED": paired,
         }  # fmt: skip
+        early = paired and rows_do == "keep"
         started.append(
-            start(
-                mamba2_replay_kernel, (programs,), data.device, arguments, constants, config.num_warps, config.registers
-            )
+            start(mamba2_replay_kernel, (programs,), data.device, arguments, constants, 1, config.registers, early)
         )
     return started
 

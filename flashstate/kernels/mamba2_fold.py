@@ -1,0 +1,95 @@
+"""mamba2_fold on the GPU: a program of one warp per (batch row, head, tile of D rows), as mamba2_replay folds."""
+
+import triton
+import triton.language as tl
+
+from flashstate.kernels.addressing import this_program
+from flashstate.kernels.mamba2_replay import (
+    BEFORE_THE_FIRST_TOKEN,
+    HINT,
+    folded,
+    in_memory,
+    load_chunks,
+    load_rows,
+    once,
+    operands_of,
+    weights_of_ring,
+    wrapped,
+)
+from flashstate.kernels.rings import tokens_to_fold
+from flashstate.kernels.slots import resolve_read, resolve_write
+from flashstate.kernels.state_io import load_codes, load_scale, load_seed, random_bits, store_state, tile_at
+
+ARGUMENTS = [
+    "data_ptr", "ring_x_ptr", "ring_B_ptr", "ring_dt_ptr", "A_ptr", "scale_ptr", "seed_ptr", "start_ptr", "count_ptr",
+    "read_ptr", "write_ptr", "tokens_ptr", "into_ptr", "into_scale_ptr", "stream", "fault_ptr", "slot_stride",
+    "scale_stride", "into_stride", "into_scale_stride", "ring_x_stride", "ring_B_stride", "ring_dt_stride",
+    "read_stride", "write_stride", "most", "L", "num_slots", "num_targets", "null",
+]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=ARGUMENTS)
+def mamba2_fold_kernel(
+    data_ptr, ring_x_ptr, ring_B_ptr, ring_dt_ptr, A_ptr, scale_ptr, seed_ptr, start_ptr, count_ptr, read_ptr,
+    write_ptr, tokens_ptr,
+    into_ptr, into_scale_ptr,  # of another State, None: in place
+    stream, fault_ptr,
+    slot_stride, scale_stride, into_stride, into_scale_stride, ring_x_stride, ring_B_stride, ring_dt_stride,  # of slots
+    read_stride, write_stride,
+    most,  # tokens of every row, where tokens_ptr does not say it; -1: all
+    L,  # rows of a ring
+    num_slots, num_targets, null,
+    H: tl.constexpr, HEADS_PER_GROUP: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    VECTOR: tl.constexpr, INTO_VECTOR: tl.constexpr,  # elements per access of the state, and of what is stored
+    ALIGNED: tl.constexpr,  # every row of the ring starts at a multiple of 16 bytes
+    ROUNDING: tl.constexpr, ROUNDS: tl.constexpr, TARGET: tl.constexpr,
+    ROOM: tl.constexpr,  # for live tokens
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr,  # of a tile
+):  # fmt: skip
+    b, h, first_row = this_program(H, ROWS, BLOCK_ROWS)
+    g = h // HEADS_PER_GROUP
+    dtype: tl.constexpr = data_ptr.dtype.element_ty
+    x_dtype: tl.constexpr = ring_x_ptr.dtype.element_ty
+    into_dtype: tl.constexpr = dtype if into_ptr is None else into_ptr.dtype.element_ty
+    fine: tl.constexpr = into_dtype == tl.float32 or into_dtype == tl.int16 or x_dtype == tl.float32
+    TERMS: tl.constexpr = 3 if fine else 2  # as much as float32 has, or enough for 16 bits
+    SUM_TERMS: tl.constexpr = 0 if x_dtype == tl.float32 else 3
+    BYTES: tl.constexpr = min(16, VECTOR * x_dtype.primitive_bitwidth // 8) if ALIGNED else 1
+
+    slot = resolve_read((read_ptr, read_stride, 1, None), b, num_slots, null, fault_ptr)
+    known = slot >= 0
+    seed = load_seed(seed_ptr, slot, known, ROUNDING != "nearest")
+    start = tl.load(start_ptr + slot, mask=known, other=0)
+    count = tl.load(count_ptr + slot, mask=known, other=0)
+    live = tokens_to_fold(tokens_ptr, most, b, known, count, fault_ptr)
+    tile = tile_at(h, first_row, ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, False)
+    factor = load_scale(scale_ptr, slot * scale_stride, known, tile)
+    codes = operands_of(
+        load_codes(data_ptr, slot * slot_stride, known, tile, COLS, VECTOR, HINT), known, VECTOR, 2, "zero"
+    )
+
+    j = tl.arange(0, ROOM)
+    row, lives = wrapped(start + j, L), j < live
+    x_rows = ring_x_ptr + slot * ring_x_stride + (h * L + row) * ROWS
+    x = load_rows(x_rows, lives, first_row, ROWS, BLOCK_ROWS, BYTES)
+    B_rows = ring_B_ptr + slot * ring_B_stride + (g * L + row) * COLS
+    B = load_chunks(B_rows, lives, TERMS, BYTES, COLS, BLOCK_COLS, CHUNK, VECTOR, 2, TARGET)
+    dt_ptrs = ring_dt_ptr + slot * ring_dt_stride + h * L + (row[:, None] + tl.zeros([1, 2], tl.int32))
+    dt = once(tl.load(dt_ptrs, mask=lives[:, None], other=0.0))
+    weight, alpha = weights_of_ring(dt, live, tl.load(A_ptr + h).to(tl.float32), SUM_TERMS, TARGET)
+    u = tl.trans(x.to(tl.float32) * weight[:, None])  # (rows, tokens)
+    s = in_memory(folded(codes, factor, alpha, u, B, dtype, TERMS, TARGET), VECTOR, 2)
+
+    random = random_bits(seed, tile, BEFORE_THE_FIRST_TOKEN, stream, COLS, VECTOR, ROUNDING, ROUNDS)
+    if into_ptr is None:  # what stays as it is need not be rounded again
+        store_state(
+            data_ptr, scale_ptr, slot * slot_stride, slot * scale_stride, known & (live > 0), tile, s, random,
+            ROUNDING, VECTOR, TARGET, HINT,
+        )  # fmt: skip
+    else:
+        to = resolve_write((write_ptr, write_stride), b, 0, slot, known, num_targets, null, fault_ptr)
+        to = tl.where(known, to, -1)
+        store_state(
+            into_ptr, into_scale_ptr, to * into_stride, to * into_scale_stride, to >= 0, tile, s, random,
+            ROUNDING, INTO_VECTOR, TARGET, HINT,
+        )  # fmt: skip
