@@ -35,11 +35,16 @@ BEFORE_THE_FIRST_TOKEN = tl.constexpr(0xFFFFFFFF)  # token -1 in the counter of 
 
 
 @triton.jit
-def planned_row(rows_ptr, i):
-    """What a plan says of its row i: place in the batch, slot, start, live count, first token, and how many."""
+def planned_row(rows_ptr, i, cu_seqlens_ptr, tokens):
+    """What a plan says of its row i: place in the batch, slot, start, live count, first token, and how many; of packed
+    tokens, whose axis a plan does not know, no more than there are."""
     entry = rows_ptr + i * FIELDS
-    slot = tl.load(entry + 1).to(tl.int64)
-    return tl.load(entry), slot, tl.load(entry + 2), tl.load(entry + 3), tl.load(entry + 4), tl.load(entry + 5)
+    b, slot, start, live = tl.load(entry), tl.load(entry + 1).to(tl.int64), tl.load(entry + 2), tl.load(entry + 3)
+    first, count = tl.load(entry + 4), tl.load(entry + 5)
+    if cu_seqlens_ptr is not None:
+        first = tl.minimum(first, tokens)
+        count = tl.minimum(count, tokens - first)
+    return b, slot, start, live, first, count
 
 
 @triton.jit
@@ -351,9 +356,15 @@ def replay_tiles(
     window = (of_ring, new, lives, ring_row, token)
     appends, to_row = tl.where(known, new, False), wrapped(start + live + token, L)
     ring_x_at, ring_dt_at = (ring_x_ptr, ring_x_stride), (ring_dt_ptr, ring_dt_stride)
-    for i in tl.static_range(min(AHEAD, TILES)):
+    if TILES == 1:  # it is on its way while the weights of the window are found
+        h, first_row = g * HEADS_PER_GROUP + first_tile // TILES_PER_HEAD, first_tile % TILES_PER_HEAD * BLOCK_ROWS
+        inputs = load_tile_inputs(
+            pool, ring_x_at, x_at, z_at, dt_at, ring_dt_at, row, window, h, first_row, L, FOLDS,
+            ROWS, COLS, VECTOR, BYTES, WIDE, BLOCK_ROWS, BLOCK_COLS, CHUNK, TOKENS, WHOLE,
+        )  # fmt: skip
+    elif AHEAD:
         prefetch_tile(
-            data_ptr, slot * slot_stride, known, g, first_tile + i,
+            data_ptr, slot * slot_stride, known, g, first_tile,
             HEADS_PER_GROUP, ROWS, COLS, BLOCK_ROWS, TILES_PER_HEAD, TARGET,
         )  # fmt: skip
     ring_B = ring_B_ptr + slot * ring_B_stride + g * L * COLS
@@ -386,15 +397,17 @@ def replay_tiles(
         h = g * HEADS_PER_GROUP + (first_tile + i) // TILES_PER_HEAD
         first_row = (first_tile + i) % TILES_PER_HEAD * BLOCK_ROWS
         tile = tile_at(h, first_row, ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, False)
-        codes, factor, x, old_x, z, ring_dt, dt = load_tile_inputs(
-            pool, ring_x_at, x_at, z_at, dt_at, ring_dt_at, row, window, h, first_row, L, FOLDS,
-            ROWS, COLS, VECTOR, BYTES, WIDE, BLOCK_ROWS, BLOCK_COLS, CHUNK, TOKENS, WHOLE,
-        )  # fmt: skip
-        if AHEAD > 0 and TILES > AHEAD:
-            prefetch_tile(
-                data_ptr, slot * slot_stride, known & (i + AHEAD < TILES), g, first_tile + i + AHEAD,
-                HEADS_PER_GROUP, ROWS, COLS, BLOCK_ROWS, TILES_PER_HEAD, TARGET,
+        if TILES > 1:
+            inputs = load_tile_inputs(
+                pool, ring_x_at, x_at, z_at, dt_at, ring_dt_at, row, window, h, first_row, L, FOLDS,
+                ROWS, COLS, VECTOR, BYTES, WIDE, BLOCK_ROWS, BLOCK_COLS, CHUNK, TOKENS, WHOLE,
             )  # fmt: skip
+            if AHEAD:
+                prefetch_tile(
+                    data_ptr, slot * slot_stride, known & (i + 1 < TILES), g, first_tile + i + 1,
+                    HEADS_PER_GROUP, ROWS, COLS, BLOCK_ROWS, TILES_PER_HEAD, TARGET,
+                )  # fmt: skip
+        codes, factor, x, old_x, z, ring_dt, dt = inputs
 
         if (i == 0) | (first_row == 0):
             # How much every token of the window counts for every output, (window, tokens), and the state for each.
@@ -488,7 +501,7 @@ def mamba2_replay_kernel(
     TOKENS: tl.constexpr, ROOM: tl.constexpr,  # there is room for, of a call and in a window
     TILES: tl.constexpr,  # of a program
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr,  # of a tile
-    PAIRED: tl.constexpr,  # whether the kernel that folds lets the one that does not start before it has ended
+    PLACE: tl.constexpr,  # "first" and "second" of two kernels that run side by side, or "alone"
 ):  # fmt: skip
     GROUPS: tl.constexpr = H // HEADS_PER_GROUP
     TILES_OF_GROUP: tl.constexpr = HEADS_PER_GROUP * ((ROWS + BLOCK_ROWS - 1) // BLOCK_ROWS)
@@ -500,12 +513,12 @@ def mamba2_replay_kernel(
     ring = (ring_x_ptr, ring_x_stride, ring_B_ptr, ring_B_stride, ring_dt_ptr, ring_dt_stride)
     pool, drawing = (data_ptr, scale_ptr, slot_stride, scale_stride), (seed_ptr, stream)
 
-    AHEAD: tl.constexpr = 0 if ROWS_DO == "keep" else 1  # tiles that are asked for before they are needed
+    AHEAD: tl.constexpr = ROWS_DO != "keep"  # whether the next tile is asked for to come to the L2 cache
 
+    if PLACE == "first":  # the rows of the second are others
+        gdc_launch_dependents()
     begin, end = tl.program_id(0) * 0, batch
     if ROWS_DO == "fold":
-        if PAIRED:  # the rows of the other kernel are others
-            gdc_launch_dependents()
         end = tl.load(parts_ptr)
     if ROWS_DO == "keep":
         begin = tl.load(parts_ptr)
@@ -520,7 +533,7 @@ def mamba2_replay_kernel(
                 read, (start_ptr, count_ptr), cu_seqlens_ptr, i, tokens, longest, num_slots, null, fault_ptr
             )
         else:
-            row = planned_row(rows_ptr, i)
+            row = planned_row(rows_ptr, i, cu_seqlens_ptr, tokens)
         _, slot, _, live, _, count = row
         if ROWS_DO == "fold" or (ROWS_DO == "either" and live + count > WINDOW):
             replay_tiles(
@@ -538,6 +551,6 @@ def mamba2_replay_kernel(
             zero_tiles(out, row, g, first_tile, HEADS_PER_GROUP, ROWS, WIDE, TOKENS, TILES, BLOCK_ROWS)
         if cu_seqlens_ptr is not None and first_tile == 0:
             zero_rest(out, cu_seqlens_ptr, row, g, tokens, batch, HEADS_PER_GROUP, ROWS, PADDING)
-    if PAIRED and ROWS_DO == "keep":
-        if tl.program_id(0) == 0:  # who comes next waits for this kernel alone
+    if PLACE == "second":
+        if tl.program_id(0) == 0:  # who comes next waits for this kernel alone, so it waits for the first
             gdc_wait()

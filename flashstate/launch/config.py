@@ -35,6 +35,8 @@ FEW_AT_ONCE, MOST_AT_ONCE = 8, 16  # tokens that kernels of tokens at once have 
 WIDEST_IN_TILES = 128  # columns: of wider rows several tiles at once spill registers
 TILES = 8  # of a program of the gated delta rule where arithmetic, or what tokens bring, is the bottleneck, and
 MANY = 1024  # batch x heads from which on there are programs enough with so many
+FEW_REPLAYED = 512  # batch x heads below which a program of replay has one tile, and
+MANY_REPLAYED = 2048  # from which on there are programs enough with many, and two kernels share the rows of a plan
 AHEAD = 32  # programs of Mamba-3, times `together`, behind the one that asks for the states of one more
 WALKING_CAPABILITY = (10, 0)  # from here on sums over lanes are the bottleneck
 
@@ -325,7 +327,27 @@ class RankProblem(TensorCoreProblem):
 
 @dataclass(frozen=True)
 class ReplayProblem(TensorCoreProblem):
-    """What a config of replay is chosen for."""
+    """What a config of replay is chosen for. A program has so many tiles, of one head or of several of a group, as
+    `together` says: all share B and C."""
+
+    @property
+    def most_together(self) -> int:
+        return 16
+
+    def manageable(self, config: Config) -> bool:
+        return config.block_rows < 64
+
+    def heuristic(self, gpu: Gpu) -> Config:
+        """More tiles for larger batches; where the state is only read, larger ones of 32 bits, and of less bits so few
+        registers that an SM has 16 warps. As measured on an H200, with 16 heads of 64 x 128."""
+        lanes, only_read = self.lane_choices[0], self.op == "mamba2_replay keep"
+        tiles = 1 if self.batch_heads < FEW_REPLAYED else 4 if self.batch_heads < MANY_REPLAYED else 8
+        if not only_read:
+            return Config(16, 1, lanes, tiles)
+        if self.itemsize == 4:
+            return Config(32, 1, lanes, tiles)
+        tiles *= 2 if self.batch_heads >= 4 * MANY_REPLAYED else 1
+        return Config(16, 1, lanes, tiles, 128 if torch.version.hip is None else 0)
 
 
 def mamba3_kind(rank: int, turned: bool) -> tuple[type[Problem], str]:

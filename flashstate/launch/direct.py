@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -80,8 +81,11 @@ def start_again(
     return STARTED
 
 
-def remember(launches: Launches, key: Hashable, tensors: Sequence[Tensor], started: Started, pointers: int) -> None:
-    """Keep a launch whose first `pointers` arguments, and a number behind them, change from call to call.
+def remember(
+    launches: Launches, key: Hashable, tensors: Sequence[Tensor], started: Started | Sequence[Started], pointers: int
+) -> None:
+    """Keep a launch, or several with the same arguments, whose first `pointers` arguments, and a number behind them,
+    change from call to call.
 
     Where Triton or torch are not as expected, that is said once, and calls take the ordinary way.
     """
@@ -92,11 +96,18 @@ def remember(launches: Launches, key: Hashable, tensors: Sequence[Tensor], start
     if len(alike) >= MOST_ALIKE or len({id(tensor) for tensor in tensors}) < len(tensors):  # which a guard refuses
         return
     try:
-        start = DriverLaunch(started, pointers)
-        alike.append(DirectLaunch(guard(tensors), started.launch.device.index, hooks(), start))
+        several: Sequence[Started] = [started] if isinstance(started, Started) else list(started)
+        starts = [DriverLaunch(one, pointers) for one in several]
+        start = starts[0] if len(starts) == 1 else partial(_start_all, starts)
+        alike.append(DirectLaunch(guard(tensors), several[0].launch.device.index, hooks(), start))
     except (AttributeError, ImportError, KeyError, OSError, TypeError) as reason:
         available = False
         warnings.warn(f"flashstate starts kernels the ordinary way, which costs the host more: {reason}", stacklevel=3)
+
+
+def _start_all(starts: Sequence[DriverLaunch], pointers: Sequence[int], number: int) -> None:
+    for start in starts:
+        start(pointers, number)
 
 
 def guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,14 +14,16 @@ from flashstate.launch import (
     ReplayProblem,
     access_width,
     choose,
+    direct,
     gpu_of,
     kernel_target,
     lets_next_start,
     start,
+    suspension,
     uses_kernels,
 )
 from flashstate.launch.arguments import aligned, as_bytes, outer_strides, row_stride, token_strides
-from flashstate.launch.config import multiprocessors, next_power_of_2
+from flashstate.launch.config import MANY_REPLAYED, multiprocessors, next_power_of_2
 from flashstate.launch.start import Started
 from flashstate.ops.debug import check_contents, debugging
 from flashstate.ops.library import register
@@ -37,10 +41,11 @@ from flashstate.state.ring import (
     check_replayed_slots,
     check_ring,
 )
+from flashstate.state.signature import ACCESS_BYTES
 from flashstate.state.slots import Slots, as_slots
 from flashstate.state.state import State, as_state, refuse_transposed
 
-SMALL = 512  # batch x heads below which one kernel decides for every row
+SMALL = MANY_REPLAYED  # batch x heads below which one kernel decides for every row
 MOST_PER_PROCESSOR = 16  # programs of a kernel that walks along a plan
 
 
@@ -86,6 +91,12 @@ def mamba2_replay(
     are of bfloat16 operands, for float32 of float32. Strides are as in `mamba2_step`. `out` must not overlap other
     arguments. Nothing is differentiable.
     """
+    eager, likeness = not torch.compiler.is_compiling(), None
+    if eager and out is not None and direct.available and not suspension.depth:
+        given = (D, z, dt_bias, dt_softplus, plan, slots, update, out)
+        likeness = _replay_again(state, ring, x, dt, A, B, C, *given)
+        if likeness is direct.STARTED:
+            return out
     state, slots = as_state(state), _slots_of(plan, slots)
     refuse_transposed("state", state)
     check_ring(ring, state)
@@ -105,14 +116,66 @@ def mamba2_replay(
         check_out(out, x, tokens, ("heads", "rows"))
     if debugging():
         check_contents(num_slots, tokens, slots, None, update)
-    run = _run if not torch.compiler.is_compiling() else torch.ops.flashstate.mamba2_replay
+    run = _run if eager else torch.ops.flashstate.mamba2_replay
     plan_rows, plan_parts = (None, None) if plan is None else (plan.rows, plan.parts)
-    run(
+    started = run(
         state.data, state.scale, state.seed, state.rounding, state.rounds, state.stream,
         ring.x, ring.B, ring.dt, ring.start, ring.count, ring.window,
         x, dt, A, B, C, D, z, dt_bias, dt_softplus, plan_rows, plan_parts, *_flat_slots(slots), longest, update, out,
     )  # fmt: skip
+    if started and likeness is not None:
+        direct.remember(*likeness, started, POINTERS)
     return out
+
+
+POINTERS = 21  # of the kernels that change from call to call; the stream follows them
+_launches_on_tensors: direct.Launches = {}  # where states are tensors, not State objects
+
+
+def _replay_again(
+    state: Any, ring: Any, x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any, z: Any, dt_bias: Any, dt_softplus: Any,
+    plan: Any, slots: Any, update: Any, out: Any,
+) -> direct.Likeness | None:  # fmt: skip
+    """STARTED if the kernels could be started as by a call like this before, else by what to remember this one; None if
+    there is no way, as with arguments of wrong types. This is all that a call costs on the host."""
+    try:
+        data, scale, seed, stream, launches = state, None, None, 0, _launches_on_tensors
+        if state.__class__ is State:
+            data, scale, seed, stream, launches = state.data, state.scale, state.seed, state.stream, state.launches
+        if plan is not None and slots is not None:
+            return None
+        x_at, B_at, C_at, out_at = x.data_ptr(), B.data_ptr(), C.data_ptr(), out.data_ptr()
+        data_at, z_at = data.data_ptr(), 0
+        pointers = [data_at, ring.x.data_ptr(), ring.B.data_ptr(), ring.dt.data_ptr()]  # in the kernel's order
+        pointers += [x_at, B_at, C_at, dt.data_ptr(), out_at, A.data_ptr()]
+        tensors = [x, dt, A, B, C, data, out]
+        if D is not None:
+            tensors.append(D)
+            pointers.append(D.data_ptr())
+        if z is not None:
+            tensors.append(z)
+            z_at = z.data_ptr()
+            pointers.append(z_at)
+        if dt_bias is not None:
+            tensors.append(dt_bias)
+            pointers.append(dt_bias.data_ptr())
+        pointers += [kept.data_ptr() for kept in (scale, seed) if kept is not None]
+        plan_like = None
+        if plan is not None:
+            plan_like, slots = plan.signature, plan.slots
+            pointers += [plan.rows.data_ptr(), plan.parts.data_ptr()]
+        pointers += [ring.start.data_ptr(), ring.count.data_ptr()]
+        slots_like, _ = direct.add_slots(slots, x, tensors, pointers)
+        if dt_softplus.__class__ is not bool or update.__class__ is not bool:
+            return None
+        present = (D is not None, z is not None, dt_bias is not None)
+        aligned_at = (x_at | B_at | C_at | out_at | z_at) % ACCESS_BYTES == 0
+        likes = ("replay", ring.signature, plan_like, slots_like)
+        key = (*likes, present, dt_softplus, update, aligned_at, data_at % ACCESS_BYTES)
+        launch = direct.find(launches, key, tensors)
+    except (AttributeError, TypeError, RuntimeError):  # the last from tensors without memory, such as sparse ones
+        return None
+    return direct.start_again(launch, (launches, key, tensors), pointers, stream)
 
 
 def _slots_of(plan: Plan | None, slots: Slots | Tensor | None) -> Slots | None:
@@ -173,7 +236,7 @@ def _run(
     D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None, dt_softplus: bool,
     plan_rows: Tensor | None, plan_parts: Tensor | None,
     read: Tensor | None, cu_seqlens: Tensor | None, null: int, padding: str, longest: int, update: bool, out: Tensor,
-) -> list[Started | None]:  # fmt: skip
+) -> list[Started]:  # fmt: skip
     """Fill `out`, and update the state and the ring. Arguments are checked; flat, as torch.library wants them."""
     if x.numel() == 0 or (read is not None and read.shape[0] == 0):
         out.zero_()
@@ -187,53 +250,70 @@ def _run(
         given = (x, dt, A, B, C, D, z, dt_bias, dt_softplus)
         reference.mamba2_replay(state, ring, *given, slots, longest, update, out)
         return []
-    from flashstate.kernels.mamba2_replay import mamba2_replay_kernel
-
     num_slots, heads, rows, cols = data.shape
     extent = extent_of(x, read, cu_seqlens, longest)
-    vector = access_width(data)
-    small = plan_rows is None or extent.batch * heads < SMALL
-    tables = plan_rows, plan_parts, oldest, count, read, cu_seqlens
+    activations = (x, B, C, dt, z, out)
     arguments = (
-        as_bytes(data), ring_x, ring_B, ring_dt, x, B, C, dt, out, A, D, z, dt_bias, scale, seed, *tables,
-        stream, fault_flag(data.device), *outer_strides(data, scale, 1),
-        *(kept.stride(0) for kept in (ring_x, ring_B, ring_dt)),
-        *(stride for t in (x, B, C, dt, z, out) for stride in token_strides(t, extent.token_axes, extent.packed)),
+        as_bytes(data), ring_x, ring_B, ring_dt, x, B, C, dt, out, A, D, z, dt_bias, scale, seed,
+        plan_rows, plan_parts, oldest, count, read, cu_seqlens, stream, fault_flag(data.device),
+        *outer_strides(data, scale, 1), *(kept.stride(0) for kept in (ring_x, ring_B, ring_dt)),
+        *(stride for t in activations for stride in token_strides(t, extent.token_axes, extent.packed)),
         row_stride(read), extent.batch, extent.num_tokens, longest, ring_x.shape[2], num_slots, null,
     )  # fmt: skip
+    vector = access_width(data)
+    constants = {
+        "H": heads, "HEADS_PER_GROUP": heads // B.shape[-2], "ROWS": rows, "COLS": cols, "WINDOW": window,
+        "VECTOR": vector, "ALIGNED": all(aligned(t) for t in (x, B, C, z, out, ring_x, ring_B)),
+        "WIDE": any(t is not None and _far_apart(t, extent.token_axes) for t in activations),
+        "D_PER_ROW": D is not None and D.dim() == 2, "DT_SOFTPLUS": dt_softplus, "UPDATE": update,
+        "PADDING": padding, "ROUNDING": rounding, "ROUNDS": rounds, "TARGET": kernel_target(data.device),
+        "TOKENS": max(8, next_power_of_2(longest)), "ROOM": max(16, next_power_of_2(window)),
+    }  # fmt: skip
+    problem = ReplayProblem(
+        "mamba2_replay", rows, cols, dtype_name(data.dtype), rounding, vector, extent.batch * heads, longest > 1
+    )  # fmt: skip
+    return _start_kernels(problem, plan_rows is not None, x, arguments, constants)
 
-    def far_apart(tensor: Tensor | None) -> bool:
-        """Whether offsets between tokens of a row, some of which may be before it, need 64 bits."""
-        axis = extent.token_axes - 1
-        return tensor is not None and tensor.stride(axis) * 2 * LARGEST_WINDOW >= 1 << 31
 
-    paired = not small and lets_next_start(data.device)
-    started = []
-    for rows_do in ("either",) if small else ("fold", "keep"):
-        problem = ReplayProblem(
-            f"mamba2_replay {rows_do}", rows, cols, dtype_name(data.dtype), rounding, vector, extent.batch * heads,
-            longest > 1,
-        )  # fmt: skip
-        config = choose(problem, gpu_of(data.device))
-        tiles = math.gcd(config.together, heads // B.shape[-2] * -(-rows // config.block_rows))
-        programs = programs_of("x", x, extent.batch * heads, rows, config.block_rows) // tiles
-        if not small:
-            programs = min(programs, MOST_PER_PROCESSOR * multiprocessors(data.device))
-        constants = {
-            "H": heads, "HEADS_PER_GROUP": heads // B.shape[-2], "ROWS": rows, "COLS": cols, "WINDOW": window,
-            "VECTOR": vector, "ALIGNED": all(aligned(t) for t in (x, B, C, z, out, ring_x, ring_B)),
-            "WIDE": any(far_apart(t) for t in (x, B, C, dt, z, out)), "D_PER_ROW": D is not None and D.dim() == 2,
-            "DT_SOFTPLUS": dt_softplus, "ROWS_DO": rows_do, "UPDATE": update, "PADDING": padding,
-            "ROUNDING": rounding, "ROUNDS": rounds, "TARGET": kernel_target(data.device),
-            "TOKENS": max(8, next_power_of_2(longest)), "ROOM": max(16, next_power_of_2(window)), "TILES": tiles,
-            "BLOCK_ROWS": config.block_rows, "BLOCK_COLS": problem.block_cols, "CHUNK": problem.chunk(config.lanes),
-            "PAIRED": paired,
+def _far_apart(tensor: Tensor, token_axes: int) -> bool:
+    """Whether offsets between the tokens of a window need 64 bits."""
+    return tensor.stride(token_axes - 1) * LARGEST_WINDOW >= 1 << 31
+
+
+def forms_of(problem: ReplayProblem, planned: bool) -> tuple[ReplayProblem, ...]:
+    """The kernels that a call starts, one after the other: one that decides for every row, or with a plan, and rows
+    enough, one for those that do not fold and one for those that do. Rows that take longest come first where folding
+    takes more than memory, as stochastic rounding does."""
+    both = ("keep", "fold") if problem.rounding == "nearest" else ("fold", "keep")
+    forms = both if planned and problem.batch_heads >= SMALL else ("either",)
+    return tuple(replace(problem, op=f"{problem.op} {form}") for form in forms)
+
+
+def _start_kernels(
+    problem: ReplayProblem, planned: bool, x: Tensor, arguments: tuple[Any, ...], constants: dict[str, Any]
+) -> list[Started]:
+    """Start the kernels of a call; the second does not wait for the first, which has other rows. Gives those that were
+    compiled and started."""
+    from flashstate.kernels.mamba2_replay import mamba2_replay_kernel
+
+    forms = forms_of(problem, planned)
+    places = ("first", "second") if len(forms) == 2 and lets_next_start(x.device) else ("alone", "alone")
+    started: list[Started | None] = []
+    for form, place in zip(forms, places, strict=False):
+        config = choose(form, gpu_of(x.device))
+        tiles = math.gcd(config.together, constants["HEADS_PER_GROUP"] * -(-form.rows // config.block_rows))
+        programs = programs_of("x", x, form.batch_heads, form.rows, config.block_rows) // tiles
+        if len(forms) == 2:
+            programs = min(programs, MOST_PER_PROCESSOR * multiprocessors(x.device))
+        of_form = {
+            "ROWS_DO": form.op.split()[1], "TILES": tiles, "BLOCK_ROWS": config.block_rows,
+            "BLOCK_COLS": form.block_cols, "CHUNK": form.chunk(config.lanes), "PLACE": place,
         }  # fmt: skip
-        early = paired and rows_do == "keep"
+        all_constants, early = {**constants, **of_form}, place == "second"
         started.append(
-            start(mamba2_replay_kernel, (programs,), data.device, arguments, constants, 1, config.registers, early)
+            start(mamba2_replay_kernel, (programs,), x.device, arguments, all_constants, 1, config.registers, early)
         )
-    return started
+    return [one for one in started if one is not None]
 
 
 register(
