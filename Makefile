@@ -40,6 +40,7 @@ figures: $(ENVIRONMENT)
 	$(PYTHON) -m flashstate bench --from-csv results/h200-span.csv --markdown docs/launching.md
 	$(PYTHON) -m flashstate bench --from-csv results/h200-gated-delta.csv --markdown README.md docs/measuring.md
 	$(PYTHON) -m flashstate bench --from-csv results/h200-mamba3.csv --markdown README.md docs/measuring.md
+	$(PYTHON) -m flashstate bench --from-csv results/h200-replay.csv --markdown docs/measuring.md
 	$(PYTHON) -m flashstate bench --numerics --from-csv results/numerics.csv --plot docs/numerics.png --markdown docs/numerics.md
 
 $(VENV)/ready: pyproject.toml constraints.txt

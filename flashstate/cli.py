@@ -191,8 +191,11 @@ def _info(options: argparse.Namespace) -> int:
     op = OPS[options.op]
     first = op.grids[0]
     formats = [check_format(options.format or first.formats[0][0], options.rounding)]
-    stored: list[Stored] = ["snapshots" if options.snapshots else "last"]
-    jobs = op.jobs(_changed(options, [replace(first, shapes=first.shapes[:1], formats=formats, stored=stored)]))
+    if op.shown and options.snapshots:
+        raise ValueError(f"{options.op} has no --snapshots")
+    stored: Sequence[Stored] = op.shown or ("snapshots" if options.snapshots else "last",)
+    grid = replace(first, shapes=first.shapes[:1], formats=formats, stored=stored, by_one=op.shown or first.by_one)
+    jobs = op.jobs(_changed(options, [grid]))
     if options.at_once:
         jobs = _at_once(options.op, jobs)
     show_info(jobs, None if options.gpu is None else Gpu(options.gpu, options.capability))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 from importlib.metadata import PackageNotFoundError, version
 
@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flashstate.bench.jobs import Job
-from flashstate.launch import Gpu, choose_with_reason, gpu_of
+from flashstate.launch import Gpu, Problem, choose_with_reason, gpu_of
 from flashstate.launch.config import mode_key
 from flashstate.state.formats import FORMATS
 
@@ -31,7 +31,8 @@ def show_info(jobs: Sequence[Job], gpu: Gpu | None) -> None:
     if gpu is None and not torch.cuda.is_available():
         example = f"No GPU here, so these are the launch configs of an {EXAMPLE_GPU.name}; --gpu NAME shows another's."
         console.print(example)
-    console.print(config_table(jobs, gpu or own_gpu()))
+    for problems in problems_by_op(jobs):
+        console.print(config_table(problems, gpu or own_gpu()))
 
 
 def versions() -> dict[str, str]:
@@ -83,9 +84,19 @@ def format_table() -> Table:
     return table
 
 
-def config_table(jobs: Sequence[Job], gpu: Gpu) -> Table:
-    """Which config each job gets on that GPU, and where it comes from; they differ in batch."""
-    one = jobs[0].problem
+def problems_by_op(jobs: Sequence[Job]) -> list[dict[Problem, int]]:
+    """What configs are chosen for, with the batch: of every kernel that jobs start, by the op that tables have it
+    under."""
+    by_op: dict[str, dict[Problem, int]] = {}
+    for job in jobs:
+        for problem in job.problems:
+            by_op.setdefault(problem.op, {})[problem] = job.case.batch
+    return list(by_op.values())
+
+
+def config_table(problems: Mapping[Problem, int], gpu: Gpu) -> Table:
+    """Which config each problem gets on that GPU, and where it comes from; they differ in batch."""
+    one = next(iter(problems))
     where = f"{gpu.name}, compute capability {'.'.join(map(str, gpu.capability))}"
     table = Table(
         "batch",
@@ -102,8 +113,8 @@ def config_table(jobs: Sequence[Job], gpu: Gpu) -> Table:
         caption_justify="left",
         box=SIMPLE_HEAD,
     )
-    for job in jobs:
-        config, reason = choose_with_reason(job.problem, gpu)
-        numbers = (job.case.batch, job.problem.batch_heads, *astuple(config))
+    for problem, batch in problems.items():
+        config, reason = choose_with_reason(problem, gpu)
+        numbers = (batch, problem.batch_heads, *astuple(config))
         table.add_row(*map(str, numbers), reason)
     return table

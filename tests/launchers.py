@@ -15,7 +15,7 @@ from flashstate.launch import direct, driver
 from flashstate.launch.driver import LaunchAttribute, LaunchConfig, parameters_of
 from flashstate.launch.start import Launch, Started
 from flashstate.launch.suspension import suspended
-from flashstate.ops import conv1d, gated_delta, mamba2, mamba3
+from flashstate.ops import conv1d, gated_delta, mamba2, mamba2_replay, mamba3
 
 Arguments = dict[str, Any]
 Form = Callable[[Arguments], Arguments]
@@ -69,12 +69,12 @@ class Launcher:
 def launcher(monkeypatch: pytest.MonkeyPatch) -> Launcher:
     pytest.importorskip("triton")
     stand_in = Launcher()
-    for op in (conv1d, gated_delta, mamba2, mamba3):
+    for op in (conv1d, gated_delta, mamba2, mamba2_replay, mamba3):
         monkeypatch.setattr(op, "start", stand_in.start)
         monkeypatch.setattr(op, "uses_kernels", lambda device: True)
-    for op in (conv1d, gated_delta, mamba2):
+    for op in (conv1d, gated_delta, mamba2, mamba2_replay):
         monkeypatch.setattr(op, "lets_next_start", lambda device: True)
-    for op in (gated_delta, mamba2):
+    for op in (gated_delta, mamba2, mamba2_replay):
         monkeypatch.setattr(op, "_launches_on_tensors", {})
     monkeypatch.setattr(conv1d, "launches", {})
     monkeypatch.setattr(direct, "available", True)

@@ -27,6 +27,7 @@ TABLES = {
     "h200-span.csv": ("conv1d + mamba2", ["docs/launching.md"]),
     "h200-gated-delta.csv": ("gated_delta", ["README.md", "docs/measuring.md"]),
     "h200-mamba3.csv": ("mamba3", ["README.md", "docs/measuring.md"]),
+    "h200-replay.csv": ("mamba2_replay", ["docs/measuring.md"]),
 }
 MEASURED = [name for name in TABLES if (ROOT / "results" / name).exists()]
 

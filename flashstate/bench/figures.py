@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from flashstate.bench.replay_pays import pays
 from flashstate.bench.results import HOST_COST, Row, is_roof
 
 OURS = "flashstate"
@@ -18,11 +19,11 @@ MARKED = re.compile(
 
 
 def figures(rows: Sequence[Row], provenance: Mapping[str, str], labels: Sequence[str] = ()) -> str:
-    """Microseconds and percent of the roof, batch sizes across. Down are the formats and ways to call flashstate; with
-    `labels` only these, and other libraries beside it."""
+    """Microseconds and percent of the roof, if there is one, batch sizes across. Down are the formats and ways to call
+    flashstate; with `labels` only these, and other libraries beside it."""
     shown = [row for row in rows if not is_roof(row.implementation)]
     shown = [row for row in shown if (row.label in labels if labels else _is_ours(row))]
-    found = {(_name(row, labels), row.batch): row for row in shown if row.percent_of_roof is not None}
+    found = {(_name(row, labels), row.batch): row for row in shown if row.percent_of_roof is not None or _is_ours(row)}
     if not any(_is_ours(row) for row in found.values()):
         raise ValueError("there are no figures of flashstate on a GPU to make a table of")
     names, batches = (list(dict.fromkeys(keys)) for keys in zip(*found, strict=True))
@@ -31,6 +32,8 @@ def figures(rows: Sequence[Row], provenance: Mapping[str, str], labels: Sequence
     for name in names:
         cells = [_cell(found.get((name, batch))) for batch in batches]
         lines.append(f"| {' | '.join([name, *cells])} |")
+    if not labels and pays(rows):
+        lines += ["", *pays(rows)]
     if HOST_COST in provenance and not labels:
         lines += ["", f"Host cost of an eager call: {provenance[HOST_COST]}."]
     lines += ["", f"Measured on: {', '.join(origin(provenance))}."]
@@ -56,7 +59,8 @@ def _cell(row: Row | None) -> str:
     if row is None:
         return ""
     digits = 2 if row.microseconds < 10 else 1 if row.microseconds < 100 else 0
-    return f"{row.microseconds:.{digits}f} ({row.percent_of_roof:.0f})"
+    percent = "" if row.percent_of_roof is None else f" ({row.percent_of_roof:.0f})"
+    return f"{row.microseconds:.{digits}f}{percent}"
 
 
 def start_of(op: str, labels: Sequence[str] = ()) -> str:

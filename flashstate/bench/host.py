@@ -11,7 +11,7 @@ from rich.table import Column, Table
 
 from flashstate.bench.jobs import BenchedOp
 from flashstate.bench.measure import Report, check, failures_as_reasons, inputs_of
-from flashstate.bench.peers import IN_PLACE, Binding, MeasurementError
+from flashstate.bench.peers import IN_PLACE, Binding, MeasurementError, Storing
 from flashstate.bench.timing import Timing, seconds_of
 from flashstate.state.slots import Slots
 from flashstate.testing import Inputs
@@ -27,6 +27,7 @@ def host_costs(op: BenchedOp, peers: Mapping[str, Binding], device: torch.device
     given plain tensors, and of every peer. MeasurementError where flashstate's own result is wrong."""
     with torch.cuda.device(device):
         inputs = inputs_of(op.host_case, device)
+        checked_cost = partial(cost_if_right, op.check or check)
         small, other = torch.zeros(2, 64, device=device)
         costs = {
             UNIT: cost_of(partial(small.add_, other)),
@@ -42,8 +43,8 @@ def host_costs(op: BenchedOp, peers: Mapping[str, Binding], device: torch.device
     return costs
 
 
-def checked_cost(bind: Binding, inputs: Inputs) -> Timing:
-    check(bind, inputs)
+def cost_if_right(check: Callable[[Binding, Inputs, Storing], None], bind: Binding, inputs: Inputs) -> Timing:
+    check(bind, inputs, IN_PLACE)
     return cost_of(bind(inputs.fresh(), IN_PLACE)(Slots(inputs.slots)))
 
 

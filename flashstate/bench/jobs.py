@@ -8,6 +8,7 @@ from itertools import product
 from typing import Literal, NamedTuple, Protocol, TypeVar
 
 from flashstate.bench.peers import IN_PLACE, Binding, Peer, Step, Storing
+from flashstate.bench.timing import Timing
 from flashstate.launch import Problem
 from flashstate.state.formats import PORTABLE_FORMATS
 from flashstate.testing import AnyCase, Inputs
@@ -15,7 +16,8 @@ from flashstate.testing import AnyCase, Inputs
 SPARE_SLOTS = 3  # of the small pool results are checked on
 WORD = 4  # bytes
 BATCHES = (1, 4, 16, 64, 256, 1024)
-Stored = Literal["last", "snapshots", "nothing"]
+Live = Literal["none folds", "stationary", "uniform", "all fold", "a 16th folds"]  # rows of the rings of a batch
+Stored = Literal["last", "snapshots", "nothing", Live, "plan and commit"]
 Formats = Sequence[tuple[str, str]]  # of format and rounding
 CaseT = TypeVar("CaseT", bound=AnyCase)
 
@@ -40,7 +42,7 @@ def grouped_case(common: CaseT, shape: Shape, name: str, rounding: str, tokens: 
 @dataclass(frozen=True)
 class Job:
     """One measurement: a case of an op, and what is stored: the last state, in place; or, while the pool is only read,
-    snapshots of the states after every token, or nothing."""
+    snapshots of the states after every token, or nothing; or, of replay, those of rows that fold (RingJob)."""
 
     op: str
     case: AnyCase
@@ -59,6 +61,11 @@ class Job:
         return replace(problem, stored=stored if problem.several_tokens else "last")
 
     @property
+    def problems(self) -> tuple[Problem, ...]:
+        """The same of every kernel that it may start."""
+        return (self.problem,)
+
+    @property
     def counted_bytes(self) -> int:
         """Bytes that any implementation must move."""
         return self.case.counted_bytes(self.stores)
@@ -73,6 +80,15 @@ class Job:
         """Bytes of the states that are read and stored, without scales, and of tokens where roofs count them."""
         return (1 + self.stores) * self.read_bytes + self.case.token_bytes
 
+    @property
+    def has_roofs(self) -> bool:
+        """Whether it moves states."""
+        return True
+
+    def roof_of_both(self, touch: Timing, read: Timing) -> Timing | None:
+        """The roof of a job that stores some of the states it reads; None where `touch` is the roof, or `read`."""
+        return None
+
 
 def check_words(jobs: Sequence[Job]) -> None:
     """Raise ValueError where a state, or what a roof copies beside it, is not whole 32-bit words: roofs move these."""
@@ -84,13 +100,14 @@ def check_words(jobs: Sequence[Job]) -> None:
 
 @dataclass(frozen=True)
 class Grid:
-    """Jobs: every combination of shapes, formats, tokens per row, what several tokens store, and batch sizes."""
+    """Jobs: every combination of shapes, formats, tokens per row, what these store, and batch sizes."""
 
     shapes: tuple[Shape, ...]
     formats: Formats = PORTABLE_FORMATS
     tokens: Sequence[int] = (1,)
-    stored: Sequence[Stored] = ("last", "snapshots")
+    stored: Sequence[Stored] = ("last", "snapshots")  # by several tokens
     batches: Sequence[int] = BATCHES
+    by_one: Sequence[Stored] = ("last",)  # stored by one token
 
     def with_sizes(self, sizes: Mapping[str, Sequence[int]]) -> Grid:
         """The same grid with all combinations of these sizes in its shapes."""
@@ -128,18 +145,22 @@ class BenchedOp:
     peers: Mapping[str, Peer]
     host_case: AnyCase  # a small call, whose cost on the host is measured
     variants: Mapping[str, Variant] = field(default_factory=dict)  # by what tells them
-    tuned: tuple[Grid, ...] = ()  # grids that configs are found for; none: those that are measured, with 1 and 4 tokens
+    # Grids that configs are found for; none: those that are measured, with 1 and 4 tokens. None: it cannot be tuned.
+    tuned: tuple[Grid, ...] | None = ()
     sizes: Mapping[str, str] = field(default_factory=lambda: {name: name for name in Shape._fields})  # option -> axis
+    job: Callable[[str, AnyCase, Stored], Job] = Job
+    check: Callable[[Binding, Inputs, Storing], None] | None = None  # of results; None: that of bench/measure.py
+    shown: tuple[Stored, ...] = ()  # what `flashstate info` shows configs of; none: what its options say
 
     def jobs(self, grids: Sequence[Grid]) -> list[Job]:
-        """The jobs of these grids, each once. One token is always stored."""
+        """The jobs of these grids, each once."""
         found = [
-            Job(self.name, self.case(shape, name, rounding, 0 if count == 1 else count, batch), stored)
+            self.job(self.name, self.case(shape, name, rounding, 0 if count == 1 else count, batch), stored)
             for grid in grids
             for shape in grid.shapes
             for name, rounding in grid.formats
             for count in grid.tokens
-            for stored in (grid.stored if count > 1 else ("last",))
+            for stored in (grid.stored if count > 1 else grid.by_one)
             for batch in grid.batches
         ]
         return list(dict.fromkeys(found))
@@ -147,4 +168,6 @@ class BenchedOp:
     @property
     def tuned_grids(self) -> tuple[Grid, ...]:
         """The grids of jobs that `flashstate tune` finds configs for."""
+        if self.tuned is None:
+            raise ValueError(f"tune finds no configs of {self.name} yet")
         return self.tuned or tuple(replace(grid, tokens=(1, 4)) for grid in self.grids)

@@ -70,11 +70,12 @@ def measure_on_gpu(op: BenchedOp, job: Job, peers: Mapping[str, Binding], device
     memory, with a roof of their own."""
     inputs = inputs_of(job.case, device)
     small = storing_for(job, job.case.batch, device)
-    check(op.bind, inputs, small)
+    check_of_op = op.check or check
+    check_of_op(op.bind, inputs, small)
     timed, storing, slots = on_cold_slots(job, inputs, device)
     flush = need_flush(len(slots), job.read_bytes)
     roofs = time_roofs(job, timed, storing, slots, flush)
-    roof, _ = next(iter(roofs.values()))
+    roof, _ = next(iter(roofs.values()), (None, 0))
     report.rows += [row_of(name, job, timing, moved, roof) for name, (timing, moved) in roofs.items()]
     ours = time_on_slots(op.bind(timed, storing), slots, flush)
     report.rows.append(row_of("flashstate", job, ours, job.counted_bytes, roof))
@@ -84,14 +85,14 @@ def measure_on_gpu(op: BenchedOp, job: Job, peers: Mapping[str, Binding], device
             with failures_as_reasons():
                 as_called = way.job(job)
                 checked = inputs if as_called == job else inputs_of(as_called.case, device)
-                check(way.bind, way.inputs(checked), small)
+                check_of_op(way.bind, way.inputs(checked), small)
                 as_laid = way.inputs(on_cold_slots(as_called, checked, device)[0] if way.fresh else timed)
                 own = roof if as_laid is timed else time_touch_of(job, as_laid, storing, slots, flush)
                 timing = time_on_slots(way.bind(as_laid, storing), slots, flush)
         except MeasurementError as reason:
             report.skip(name, reason)
         else:
-            if as_laid is not timed:
+            if as_laid is not timed and own is not None:
                 where = name.removeprefix("flashstate, ")
                 report.rows.append(row_of(f"touch, {where}", job, own, job.touched_bytes, own))
             report.rows.append(row_of(name, job, timing, as_called.counted_bytes, own))
@@ -100,13 +101,19 @@ def measure_on_gpu(op: BenchedOp, job: Job, peers: Mapping[str, Binding], device
 def time_roofs(
     job: Job, timed: Inputs, storing: Storing, slots: Sequence[Slots], flush: bool
 ) -> dict[str, tuple[Timing, int]]:
-    """The roofs with the bytes that each moves; first the one that counts: `touch`, or `read` if nothing is stored."""
+    """The roofs with the bytes that each moves; first the one that counts: `touch`, or `read` if nothing is stored, or
+    `roof`, made of both, if some states are."""
+    if not job.has_roofs:
+        return {}
     from flashstate.bench.roofs import time_read
 
     only_read = time_read(timed.state.data, slots, flush), job.read_bytes
     if job.stored == "nothing":
         return {"read": only_read}
-    return {"touch": (time_touch_of(job, timed, storing, slots, flush), job.touched_bytes), "read": only_read}
+    touch = time_touch_of(job, timed, storing, slots, flush)
+    both = {"touch": (touch, job.touched_bytes), "read": only_read}
+    roof = job.roof_of_both(touch, only_read[0])
+    return both if roof is None else {"roof": (roof, job.counted_bytes), **both}
 
 
 def time_touch_of(job: Job, timed: Inputs, storing: Storing, slots: Sequence[Slots], flush: bool) -> Timing:
@@ -122,7 +129,7 @@ def measure_on_cpu(op: BenchedOp, job: Job, device: torch.device, report: Report
     """The reference by the wall clock, on whatever the caches hold: a CPU has no kernels to compare."""
     inputs = inputs_of(job.case, device)
     storing = storing_for(job, job.case.batch, device)
-    check(op.bind, inputs, storing)
+    (op.check or check)(op.bind, inputs, storing)
     timing = time_on_cpu(op.bind(inputs, storing)(slots_of(inputs, storing)))
     report.rows.append(row_of("reference, CPU", job, timing, job.counted_bytes, None))
 
@@ -151,6 +158,11 @@ def check(bind: Binding, inputs: Inputs, storing: Storing = IN_PLACE) -> None:
         for t in range(storing.snapshots.data.shape[1]):
             ends_there = oracle(inputs.of_tokens(slice(0, t + 1)))
             ratios[f"snapshot of token {t}"] = state_error(storing.snapshots, (slice(0, batch), t), ends_there)
+    require_within_budgets(ratios)
+
+
+def require_within_budgets(ratios: Mapping[str, float]) -> None:
+    """Raise MeasurementError where an error, by what is wrong, is more than its budget, which it is a fraction of."""
     for what, ratio in ratios.items():
         if not ratio <= 1:
             raise MeasurementError(f"wrong: its {what} is {ratio:.3g} times the error budget away from float64")
@@ -198,7 +210,7 @@ def with_cold_snapshots(job: Job, numbers: Sequence[Tensor], device: torch.devic
 def storing_for(job: Job, rows: int, device: torch.device) -> Storing:
     """Where a job stores states; snapshots have room for so many rows of a batch, in the format of the pool."""
     if job.stored != "snapshots":
-        return Storing(update=job.stored == "last")
+        return Storing(update=job.stored != "nothing")
     return Storing(job.case.snapshots(rows, job.stores, job.case.format, job.case.rounding, device), update=False)
 
 

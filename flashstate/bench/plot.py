@@ -20,6 +20,7 @@ STYLES: dict[str, dict[str, Any]] = {
     "flashinfer": {"color": "#2b8a3e", "marker": "^"},
     "mamba_ssm": {"color": "#862e9c", "marker": "v"},
     "fla": {"color": "#a07000", "marker": "D"},
+    "roof": {"color": "#212529", "linestyle": "--", "linewidth": 1.2},
     "touch": {"color": "#495057", "linestyle": ":", "linewidth": 1.2},
     "read": {"color": "#adb5bd", "linestyle": ":", "linewidth": 1.2},
 }
@@ -39,13 +40,14 @@ def draw(rows: Sequence[Row], provenance: Mapping[str, str], path: Path) -> None
     """Write a PNG: for every format a panel of percents of the roof, then for every format one of times, with a line
     per implementation. Without a roof there are only times.
 
-    Calls with several tokens are left out of a picture that has others.
+    Calls with several tokens are left out of a picture that has others, and what has no roof of one that has roofs.
     """
     require_matplotlib()
     from matplotlib.figure import Figure
 
     rows = [row for row in rows if row.tokens == 1] or rows
-    kinds = [_draw_percents, _draw_times] if any(row.percent_of_roof is not None for row in rows) else [_draw_times]
+    with_roofs = [row for row in rows if row.percent_of_roof is not None]
+    rows, kinds = (with_roofs, [_draw_percents, _draw_times]) if with_roofs else (rows, [_draw_times])
     lines = lines_of(rows)
     columns = min(COLUMNS, len(lines))
     height = -(-len(lines) // columns) * PANEL_HEIGHT + HEAD_HEIGHT
@@ -84,8 +86,8 @@ def _draw_panels(part: Any, lines: Mapping[str, Lines], columns: int, draw_panel
 
 
 def _draw_percents(panel: Any, lines: Lines) -> str:
-    """Draw into a panel, and return what its y axis shows. The roof is a level: `touch`, or `read` if that is all."""
-    roof = next((name for name in ROOFS if name in lines), ROOFS[0])
+    """Draw into a panel, and return what its y axis shows. The roof is a level: the first there is."""
+    roof = next((name for name in ROOFS if name in lines), "touch")
     panel.axhline(100, label=roof, **_style(roof))
     for name, line in lines.items():
         if not is_roof(name):

@@ -17,7 +17,7 @@ from flashstate.info import versions
 from flashstate.state.formats import label_of
 
 HOST_COST = "host cost"  # the entry of the provenance that has it
-ROOFS = ("touch", "read")  # implementations that are none
+ROOFS = ("roof", "touch", "read")  # implementations that are none; `roof` is made of the two others
 
 
 def is_roof(implementation: str) -> bool:
@@ -39,7 +39,8 @@ class Row:
     rows: int
     cols: int
     tokens: int  # per row of the batch and call
-    stored: str  # the "last" state, in place; or, while the pool is only read, "snapshots" of all, or "nothing"
+    stored: str  # the "last" state, in place; or, while the pool is only read, "snapshots" of all, or "nothing"; of
+    # replay what rows fold: "none folds", "stationary", "uniform", "all fold", "a 16th folds"; or "plan and commit"
     microseconds: float  # per call, median
     spread: float  # slowest minus fastest, relative to the median
     gigabytes_per_second: float  # of the bytes a call must move at least
@@ -49,10 +50,10 @@ class Row:
     def label(self) -> str:
         """What tells rows of a run apart: of the shape what they do not share, the format, and what is not one token in
         place."""
-        of_shape = WORDS.get(self.op, STATE_WORDS).apart(self)
+        words = WORDS.get(self.op, STATE_WORDS)
         tokens = [f"{self.tokens} tokens"] if self.tokens > 1 else []
-        stored = {"last": [], "snapshots": ["snapshots"], "nothing": ["nothing stored"]}[self.stored]
-        return ", ".join([*of_shape, label_of(self.format, self.rounding), *tokens, *stored])
+        stored = {"last": words.in_place, "nothing": ["nothing stored"]}.get(self.stored, [self.stored])
+        return ", ".join([*words.apart(self), label_of(self.format, self.rounding), *tokens, *stored])
 
     @property
     def shape(self) -> str:
@@ -61,10 +62,12 @@ class Row:
 
 
 class Words(NamedTuple):
-    """How the shapes of an op are told: what all rows of a run share, and what tells them apart."""
+    """How the shapes of an op are told: what all rows of a run share, and what tells them apart; and how it is that the
+    last state is stored in place, where that does not go without saying."""
 
     shared: Callable[[Row], str]
     apart: Callable[[Row], list[str]] = lambda row: []
+    in_place: Sequence[str] = ()
 
 
 def counted(number: int, word: str) -> str:
@@ -80,6 +83,7 @@ WORDS = {  # of ops that are not told so
         lambda row: f"{counted(row.groups, 'key head')}, {row.rows} x {row.cols}",
         lambda row: [counted(row.heads, "head")],
     ),
+    "mamba2_replay": STATE_WORDS._replace(in_place=["in place"]),
 }
 
 

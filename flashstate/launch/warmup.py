@@ -21,6 +21,8 @@ from flashstate.launch.variants import compile_variants, variants_of
 from flashstate.ops.conv1d import conv1d_step
 from flashstate.ops.gated_delta import gated_delta_step
 from flashstate.ops.mamba2 import mamba2_step
+from flashstate.ops.mamba2_fold import mamba2_fold
+from flashstate.ops.mamba2_replay import mamba2_replay
 from flashstate.ops.mamba3 import mamba3_step
 from flashstate.ops.pool import read_states, write_states
 from flashstate.state.kv import ssm_of
@@ -63,7 +65,8 @@ def warmup(
     progress: bool = True,
 ) -> dict[str, int]:
     """Compile the kernels that serving a pool with `mamba2_step`, `gated_delta_step` or `mamba3_step` needs, and with
-    `conv1d_step` if it has windows: none of their calls compiles anything later.
+    `conv1d_step` if it has windows: none of their calls compiles anything later. Of a pool with rings, those of
+    `mamba2_replay` with a plan, `commit`, `mamba2_fold` in place and `folded` instead of `mamba2_step`.
 
     batches, tokens: every size of a batch, and every number of tokens per row.
     op: "mamba2", "gated_delta" or "mamba3"; it steps the layers that it is for.
@@ -109,7 +112,14 @@ def warmup(
     calls: Iterable[Call] = chain(
         (partial(pool.advance, of_batch) for of_batch in slots),
         (call for layer in layers for call in _pool_calls(ssm_of(layer), activations)),
-        (partial(step, layer, of_batch, count) for layer, of_batch, count in product(stepped, slots, tokens)),
+        (
+            partial(step, layer, of_batch, count)
+            for layer, of_batch, count in product(() if pool.has_rings else stepped, slots, tokens)
+        ),
+        (
+            partial(_replay_mamba2, *dtypes, dt_bias, groups, D, z, pool, i, of_batch, count)
+            for i, of_batch, count in product(range(pool.layers if pool.has_rings else 0), slots, tokens)
+        ),
         (
             partial(_convolve, pool, i, of_batch, count, conv_width, activations, conv_bias, early)
             for i, of_batch, count in product(range(pool.layers if pool.has_windows else 0), slots, tokens)
@@ -179,6 +189,44 @@ def _step_mamba2(
         slots=slots,
         early=early,
     )
+
+
+def _replay_mamba2(
+    activations: torch.dtype,
+    parameters: torch.dtype,
+    dt_bias: bool,
+    groups: int,
+    D: bool,
+    z: bool,
+    pool: StatePool[Any],
+    i: int,
+    slots: Slots,
+    tokens: int,
+) -> None:
+    """A step of the batch in `slots` by replay, of layer i, and a fold."""
+    state, ring, accepted = pool.layer(i), pool.ring(i), torch.zeros_like(slots.read)
+    _, heads, rows, cols = state.data.shape
+    per_token = partial(_per_token, slots, tokens, activations)
+    x, bc = per_token(heads, rows), per_token(groups, cols)
+    per_head = torch.empty(heads, dtype=parameters, device=state.data.device)
+    plan = pool.plan(slots, tokens)
+    mamba2_replay(
+        state,
+        ring,
+        x,
+        per_token(heads),
+        per_head,
+        bc,
+        bc,
+        D=per_head if D else None,
+        z=x if z else None,
+        dt_bias=per_head if dt_bias else None,
+        plan=plan,
+    )
+    pool.commit(plan, accepted)
+    pool.commit(plan)
+    mamba2_fold(state, ring, per_head, slots=slots)
+    pool.folded(slots)
 
 
 def _step_gated_delta(

@@ -1,6 +1,9 @@
 """The laws every op obeys, as functions of a case and a device. tests/ and `flashstate check` run the same ones."""
 
-from flashstate.laws import seeds, steps, tokens  # each adds its laws to LAWS
-from flashstate.laws.registry import LAWS, SCOPES, Law, LawBroken, laws_for, pairs
+from flashstate.laws import replay, replay_calls, seeds, steps, tokens  # each adds its laws to LAWS, or to REPLAY_LAWS
+from flashstate.laws.registry import LAWS, REPLAY_LAWS, SCOPES, Law, LawBroken, laws_for, pairs
 
-__all__ = ["LAWS", "SCOPES", "Law", "LawBroken", "laws_for", "pairs", "seeds", "steps", "tokens"]
+__all__ = [
+    "LAWS", "REPLAY_LAWS", "SCOPES", "Law", "LawBroken", "laws_for", "pairs", "replay", "replay_calls", "seeds",
+    "steps", "tokens",
+]  # fmt: skip

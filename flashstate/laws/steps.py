@@ -316,7 +316,7 @@ def paged_pool(case: AnyCase, device: torch.device) -> None:
     dense = inputs.fresh()
     dense.step()
     for offset, gap in ((0, 16), (0, 5), (1, 3)):
-        pages = {name: _paged(tensor, offset, gap) for name, tensor in slotted(inputs.state).items()}
+        pages = {name: in_pages(tensor, offset, gap) for name, tensor in slotted(inputs.state).items()}
         paged = replace(inputs, state=replace(inputs.state, **{name: views for name, (views, _) in pages.items()}))
         y, pool = all_tokens(inputs, paged.step()), f"the pool with offset {offset}, gap {gap}"
         require_within_budget(f"output of {pool}", y, want.y, want.y_plain)
@@ -333,7 +333,7 @@ def paged_pool(case: AnyCase, device: torch.device) -> None:
 PAGE_FILL = 77
 
 
-def _paged(tensor: Tensor, offset: int, gap: int) -> tuple[Tensor, Tensor]:
+def in_pages(tensor: Tensor, offset: int, gap: int) -> tuple[Tensor, Tensor]:
     """The same values in pages `gap` elements longer than a slot, `offset` elements into the memory; and its bits. A
     slot is laid out as it was."""
     slots, size = tensor.shape[0], tensor[0].numel()

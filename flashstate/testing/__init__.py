@@ -11,6 +11,16 @@ from flashstate.testing.gated_delta import (
 )
 from flashstate.testing.inputs import AnyCase, Inputs, Op, Pool, dtype, make_inputs, slotted
 from flashstate.testing.mamba2 import ODD_CASES, ODD_SHAPES, QUICK_CASES, REAL_CASES, Case
+from flashstate.testing.mamba2_replay import (
+    ODD_REPLAY_CASES,
+    ODD_REPLAY_SHAPES,
+    QUICK_REPLAY_CASES,
+    REAL_REPLAY_CASES,
+    Recurrence,
+    ReplayCase,
+    ReplayInputs,
+    ReplayPool,
+)
 from flashstate.testing.mamba3 import (
     ODD_MAMBA3_CASES,
     ODD_MAMBA3_SHAPES,
@@ -30,15 +40,19 @@ __all__ = [
     "ODD_DELTA_SHAPES",
     "ODD_MAMBA3_CASES",
     "ODD_MAMBA3_SHAPES",
+    "ODD_REPLAY_CASES",
+    "ODD_REPLAY_SHAPES",
     "ODD_SHAPES",
     "QUICK_CASES",
     "QUICK_CONV_CASES",
     "QUICK_DELTA_CASES",
     "QUICK_MAMBA3_CASES",
+    "QUICK_REPLAY_CASES",
     "REAL_CASES",
     "REAL_CONV_CASES",
     "REAL_DELTA_CASES",
     "REAL_MAMBA3_CASES",
+    "REAL_REPLAY_CASES",
     "AnyCase",
     "Case",
     "ConvCase",
@@ -48,6 +62,10 @@ __all__ = [
     "Mamba3Case",
     "Op",
     "Pool",
+    "Recurrence",
+    "ReplayCase",
+    "ReplayInputs",
+    "ReplayPool",
     "carried_errors",
     "dtype",
     "encoded",

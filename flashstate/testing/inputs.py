@@ -70,6 +70,9 @@ class Op:
     angles: tuple[str, ...] = ()  # those of them that count up to whole turns
 
 
+AnyInputs = TypeVar("AnyInputs", bound="Inputs")
+
+
 @dataclass
 class Inputs:
     """A state pool and the arguments of one call on it."""
@@ -94,13 +97,13 @@ class Inputs:
             fields = {"cu_seqlens": bounds, "max_len": max(self.lengths, default=0), **fields}
         return Slots(fields.pop("read", self.slots), **fields)
 
-    def fresh(self, extra: int = 0) -> Inputs:
+    def fresh(self: AnyInputs, extra: int = 0) -> AnyInputs:
         """The same inputs on a copy of the pool and its seeds, with the same strides, and `extra` more slots."""
         slots = torch.arange(len(self.state.data) + extra, device=self.slots.device)
         slots[len(self.state.data) :] = 0
         return replace(self, state=self._state_of(slots))
 
-    def on_larger_pool(self, slots: int) -> Inputs:
+    def on_larger_pool(self: AnyInputs, slots: int) -> AnyInputs:
         """The same batch on a pool of that many slots, filled with the states of this one, and seeds of its own."""
         larger = self._state_of(torch.arange(slots, device=self.slots.device) % len(self.state.data))
         if larger.seed is not None:
@@ -120,7 +123,7 @@ class Inputs:
         tensors |= {} if seed is None else {"seed": seed}
         return replace(self.state, **{name: copied(tensor) for name, tensor in tensors.items()})
 
-    def of_rows(self, rows: Tensor) -> Inputs:
+    def of_rows(self: AnyInputs, rows: Tensor) -> AnyInputs:
         """The same pool with some rows of the batch, in some order."""
         if self.lengths is None:
             index, lengths = rows, None
@@ -130,17 +133,17 @@ class Inputs:
             index = torch.cat([pieces[row] for row in rows.tolist()]).to(rows.device)
         return replace(self.changed(lambda t: t[index]), slots=self.slots[rows], lengths=lengths)
 
-    def of_tokens(self, tokens: slice | list[int] | int) -> Inputs:
+    def of_tokens(self: AnyInputs, tokens: slice | list[int] | int) -> AnyInputs:
         """The same pool and rows, which are not packed, with some of the tokens; with an int one, without its axis."""
         assert self.lengths is None
         return self.changed(lambda t: t[:, tokens])
 
-    def dense_row(self, row: int) -> Inputs:
+    def dense_row(self: AnyInputs, row: int) -> AnyInputs:
         """One row of a packed batch alone, its tokens on an axis of their own."""
         alone = self.of_rows(torch.tensor([row], device=self.slots.device))
         return replace(alone.changed(lambda t: t[None]), lengths=None)
 
-    def changed(self, change: Callable[[Tensor], Tensor]) -> Inputs:
+    def changed(self: AnyInputs, change: Callable[[Tensor], Tensor]) -> AnyInputs:
         """The same pool and parameters, with what `change` makes of every argument that has tokens."""
         arguments, options = (
             {name: change(t) if name in self.op.activations else t for name, t in given.items()}

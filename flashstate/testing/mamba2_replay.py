@@ -1,0 +1,363 @@
+"""The cases of mamba2_replay: a checkpoint and a ring, what calls must give, and the tables of them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashstate.launch import Problem, ReplayProblem
+from flashstate.ops.mamba2_replay import mamba2_replay
+from flashstate.reference.mamba2 import mamba2_token, softplus
+from flashstate.reference.mamba2_replay import BEFORE_THE_FIRST_TOKEN, replayed
+from flashstate.state.formats import PORTABLE_FORMATS, decode
+from flashstate.state.ring import Plan, Ring
+from flashstate.state.signature import ACCESS_BYTES
+from flashstate.state.slots import Slots
+from flashstate.state.state import State
+from flashstate.testing.inputs import AnyCase, Inputs, Source, by_turns, dtype
+from flashstate.testing.mamba2 import MAMBA2, Case
+from flashstate.testing.oracle import encoded
+
+
+@dataclass(frozen=True, eq=False)
+class ReplayPool:
+    """The checkpoints and the rings of a layer, as laws see them: side by side."""
+
+    data: Tensor
+    scale: Tensor | None
+    seed: Tensor | None
+    x: Tensor  # of the ring, as the four after it
+    B: Tensor
+    dt: Tensor
+    start: Tensor
+    count: Tensor
+    window: int
+    rounding: str = "nearest"
+    rounds: int = 10
+    stream: int = 0
+
+    @classmethod
+    def of(cls, state: State, ring: Ring) -> ReplayPool:
+        kept = (ring.x, ring.B, ring.dt, ring.start, ring.count, ring.window)
+        return cls(state.data, state.scale, state.seed, *kept, state.rounding, state.rounds, state.stream)
+
+    @cached_property
+    def state(self) -> State:
+        """What the op is given, with `ring`."""
+        options: dict[str, Any] = {"rounding": self.rounding, "rounds": self.rounds, "stream": self.stream}
+        return State(self.data, self.scale, seed=self.seed, **options)
+
+    @cached_property
+    def ring(self) -> Ring:
+        return Ring(self.x, self.B, self.dt, self.start, self.count, self.window)
+
+    def advance(self, slots: Slots | Tensor | None = None) -> None:
+        self.state.advance(slots)
+
+    @property
+    def live_rows(self) -> Tensor:
+        """Which rows of every ring are live, (slots, length)."""
+        return self.rows_of_rings(self.start, self.count)
+
+    def rows_of_rings(self, first: Tensor, count: Tensor) -> Tensor:
+        """So many rows of every ring from `first` on, (slots, length)."""
+        length = self.ring.length
+        row = torch.arange(length, device=first.device)
+        return (row - first[:, None].long()) % length < count[:, None]
+
+
+def _step(pool: ReplayPool, *, plan: Plan | None = None, slots: Slots | Tensor | None = None, **given: Any) -> Tensor:
+    """mamba2_replay, which has no slots where it has a plan."""
+    where: dict[str, Any] = {"slots": slots} if plan is None else {"plan": plan}
+    return mamba2_replay(pool.state, pool.ring, **given, **where)
+
+
+REPLAY = replace(MAMBA2, step=_step)
+
+
+@dataclass
+class ReplayInputs(Inputs):
+    """Checkpoints, rings, and the arguments of one call on them. `step` calls mamba2_replay, with `plan=` by a plan."""
+
+    state: ReplayPool
+
+    def plan(self, **of_slots: Any) -> Plan:
+        """A plan of this call, with these fields of Slots."""
+        return self.state.ring.plan(self.at(**of_slots), self.row_lengths[0] if self.lengths is None else None)
+
+    @property
+    def tokens(self) -> Tensor:
+        """Of every row, (batch,)."""
+        return torch.tensor(self.row_lengths, device=self.slots.device)
+
+    @property
+    def folds(self) -> Tensor:
+        """Which rows fold, (batch,)."""
+        live = self.state.count[self.slots.long()].long()
+        return (self.tokens > 0) & (live + self.tokens > self.state.window)
+
+    @property
+    def appended_rows(self) -> Tensor:
+        """Rows of every ring that the call fills, (slots, length)."""
+        tokens = torch.zeros_like(self.state.count).long()
+        tokens[self.slots.long()] = self.tokens
+        return self.state.rows_of_rings(self.state.start + self.state.count, tokens)
+
+    def token(self, rows: Tensor, t: int) -> dict[str, Any]:
+        """The arguments of mamba2_token for token t of these rows of the batch, which have one."""
+        at = (self.tokens.cumsum(0) - self.tokens)[rows] + t
+        given = {"D": None, "z": None, "dt_bias": None, **self.arguments, **self.options}
+        last = self.main.dim() - self.op.widths - 1  # token axis
+        return given | {name: tensor.flatten(0, last)[at] for name, tensor in self.activations.items()}
+
+    def with_tokens_of(self, other: ReplayInputs) -> ReplayInputs:
+        """The same pool, parameters and slots, with the tokens of another call."""
+        arguments, options = (
+            {name: theirs[name] if name in self.op.activations else value for name, value in own.items()}
+            for own, theirs in ((self.arguments, other.arguments), (self.options, other.options))
+        )
+        return replace(self, arguments=arguments, options=options)
+
+
+def operand(values: Tensor, x: torch.dtype) -> Tensor:
+    """Float32 as an operand of products, where tokens have x of that dtype: of 8 bits for bfloat16, as the sum of two
+    such for float16, as it is for float32."""
+    if x == torch.float32:
+        return values
+    first = values.bfloat16().float()
+    return first if x == torch.bfloat16 else first + (values - first).bfloat16().float()
+
+
+@dataclass
+class Recurrence:
+    """The states of slots as if every token that was accepted had been stepped, and so what replay must give.
+
+    exact: (slots, heads, rows, cols) in float64, nothing rounded.
+    plain: as plain float32 arithmetic has them, rounded to the format where a ring is folded, with the random bits of
+        the slot: the distance between both is what budgets are made of. Where x has 16 bits, operands of products may
+        be bfloat16, or for float16 two of them: so the state and C are rounded before a plain output is made of them,
+        and then the output. Nothing else is, so for bfloat16 the budget is about that of two roundings to bfloat16.
+    live: (slots,): tokens since the last fold.
+    """
+
+    exact: Tensor
+    plain: Tensor
+    live: Tensor
+
+    @classmethod
+    def of(cls, inputs: ReplayInputs) -> Recurrence:
+        """From what checkpoints and rings hold."""
+        pool = inputs.state
+        slots = torch.arange(len(pool.count), device=pool.count.device)
+        states, live = decode(pool.data, pool.scale), pool.count.long()
+        given = (slots, pool.start.long(), live, inputs.arguments["A"])
+        exact, plain = (replayed(pool.ring, s, *given) for s in (states.double(), states))
+        return cls(exact, plain, live)
+
+    def forget(self, slots: Tensor) -> None:
+        """Slots whose next request begins."""
+        for tensor in (self.exact, self.plain, self.live):
+            tensor[slots.long()] = 0
+
+    def step(self, inputs: ReplayInputs, accepted: Tensor) -> tuple[Tensor, Tensor]:
+        """Outputs of all tokens of a call, exactly and plainly; then so many tokens of every row were accepted."""
+        slots, tokens = inputs.slots.long(), inputs.tokens
+        fold = (tokens > 0) & (self.live[slots] + tokens > inputs.state.window)
+        outputs = []
+        for states, stored in ((self.exact, self.exact[slots]), (self.plain, self.stored(inputs))):
+            outputs.append(_stepped(inputs, states[slots], tokens)[0])
+            folded = torch.where(fold[:, None, None, None], stored, states[slots])
+            states[slots] = _stepped(inputs, folded, accepted)[1]
+        self.live[slots] = torch.where(fold, 0, self.live[slots]) + accepted
+        return outputs[0], outputs[1].to(inputs.main.dtype)
+
+    def stored(self, inputs: ReplayInputs) -> Tensor:
+        """What a fold would store for the rows of the batch, decoded."""
+        slots, pool = inputs.slots.long(), inputs.state
+        return decode(*encoded(self.plain[slots], pool, pool, slots, BEFORE_THE_FIRST_TOKEN))
+
+
+def _stepped(inputs: ReplayInputs, s: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+    """The outputs of the first `count` tokens of every row, row by row, and the states after them."""
+    s, outputs = s.clone(), [s.new_empty(0, *s.shape[1:3]) for _ in count]
+    for t in range(int(count.max()) if len(count) else 0):
+        rows = (count > t).nonzero()[:, 0]
+        token = inputs.token(rows, t)
+        y, s[rows] = mamba2_token(s[rows], **token)
+        if s.dtype == torch.float32:  # of a token whose time step is 0 the state gives what is read of it
+            x = inputs.main.dtype
+            standing = {"dt": torch.zeros_like(token["dt"]), "dt_bias": None, "dt_softplus": False}
+            y, _ = mamba2_token(operand(s[rows], x), **token | standing | {"C": operand(token["C"].float(), x)})
+        for row, of_row in zip(rows.tolist(), y, strict=True):
+            outputs[row] = torch.cat([outputs[row], of_row[None]])
+    return torch.cat(outputs), s
+
+
+@dataclass(frozen=True)
+class ReplayCase(AnyCase):
+    """One problem for mamba2_replay: a shape, a format, a window, its tokens, and which optional arguments it has."""
+
+    batch: int = 4
+    heads: int = 2
+    groups: int = 1
+    rows: int = 16
+    cols: int = 16
+    format: str = "float32"
+    rounding: str = "nearest"
+    x: str = "float32"  # dtype of x and z
+    bc: str | None = None  # dtype of B and C; None: that of x
+    dt: str = "float32"  # dtype of dt
+    parameters: str = "float32"  # dtype of A, D and dt_bias
+    D: str | None = "head"  # "head", "row" or None
+    z: bool = True
+    dt_bias: bool = True
+    dt_softplus: bool = True
+    index: str = "int32"  # dtype of slot numbers
+    slots: int = 7
+    tokens: int = 0  # per row, on an axis of their own; 0: one, without that axis
+    packed: bool = False  # rows of different lengths, up to `tokens`, one after the other
+    window: int = 16
+    spare: int = 0  # rows that the ring has beside those it needs
+
+    def __str__(self) -> str:
+        return f"replay-w{self.window}+{self.spare}-{self.as_step}"
+
+    @property
+    def as_step(self) -> Case:
+        """The same call without a ring."""
+        own = {field.name: getattr(self, field.name) for field in fields(Case) if field.name in self.__dict__}
+        return Case(**own | {"bc": self.bc or self.x})
+
+    @property
+    def problem(self) -> Problem:
+        vector = math.gcd(self.cols, ACCESS_BYTES // dtype(self.format).itemsize)
+        shape = self.rows, self.cols, self.format, self.rounding, vector
+        return ReplayProblem("mamba2_replay either", *shape, self.batch * self.heads)
+
+    @property
+    def state_axes(self) -> tuple[int, int, int]:
+        return self.heads, self.rows, self.cols
+
+    @property
+    def snapshot_formats(self) -> list[tuple[str, str]]:
+        return []
+
+    @property
+    def has_states_between_tokens(self) -> bool:
+        return False
+
+    @property
+    def measured_axes(self) -> tuple[int, int, int, int]:
+        return self.heads, self.groups, self.rows, self.cols
+
+    @property
+    def live(self) -> list[int]:
+        """Live rows of the rings of the batch: all, as many as there is room for beside the new tokens, one more, none,
+        and then any."""
+        edges = (lambda n: self.window, lambda n: self.window - n, lambda n: self.window - n + 1, lambda n: 0)
+        counts = [edges[b](n) if b < len(edges) else 5 * b % (self.window + 1) for b, n in enumerate(self.lengths)]
+        return [min(max(count, 0), self.window) for count in counts]
+
+    def counted_bytes(self, stores: int = 1) -> int:
+        both = list(zip(self.live, self.lengths, strict=True))
+        folding = sum(n > 0 and live + n > self.window for live, n in both)
+        rows = sum(live + n for live, n in both if n)  # of rings, read or appended
+        kept = self.heads * self.rows * dtype(self.x).itemsize
+        kept += self.groups * self.cols * dtype(self.bc or self.x).itemsize + 4 * self.heads
+        stored = stores * folding * (self.slot_bytes + self.scale_bytes)
+        return self.as_step.counted_bytes(0) + stored + rows * kept + 8 * self.batch
+
+    def make_inputs(self, device: torch.device, seed: int = 0) -> ReplayInputs:
+        """Random inputs. Rings that fold and rings that do not, of which the first wraps; NaN in all rows of rings that
+        are not live. Decays are so slow that a state is still seen behind a window."""
+        step = self.as_step.make_inputs(device, seed)
+        step.arguments["A"] *= min(1.0, 8 / self.window)
+        pool = ReplayPool.of(step.state, self._ring(Source(device, seed + (1 << 40)), step.slots.long()))
+        for tensor in (pool.x, pool.B, pool.dt):
+            tensor.transpose(1, 2)[~pool.live_rows] = torch.nan
+        return ReplayInputs(REPLAY, pool, step.arguments, step.options, step.slots, step.lengths)
+
+    def _ring(self, source: Source, slots: Tensor) -> Ring:
+        length = self.window + max(1, self.tokens) + self.spare
+        x = source.normal(self.slots, self.heads, length, self.rows, name=self.x)
+        B = source.normal(self.slots, self.groups, length, self.cols, name=self.bc or self.x)
+        dt = source.normal(self.slots, self.heads, length)
+        start = (length * source.uniform(self.slots)).int()
+        count = ((self.window + 1) * source.uniform(self.slots)).int()
+        start[slots[:1]] = length - 1
+        count[slots] = torch.tensor(self.live, dtype=torch.int32, device=slots.device)
+        return Ring(x, B, softplus(dt - 1) if self.dt_softplus else dt.abs(), start, count, self.window)
+
+    def snapshots(self, rows: int, tokens: int, name: str, rounding: str, device: torch.device) -> State:
+        raise NotImplementedError("mamba2_replay takes no snapshots")
+
+    def as_views(self, inputs: Inputs) -> Inputs:
+        return self.as_step.as_views(inputs)
+
+
+# Small and odd, for the interpreter, whose bfloat16 activations are wrong: float32 and float16 stand in for them. Every
+# form in every format; the shapes of a form take turns.
+ODD_REPLAY_SHAPES = {
+    "one token": (
+        ReplayCase(4, 2, 1, 5, 20, x="float16", index="int64", window=8),
+        ReplayCase(4, 2, 2, 17, 16, D="row", z=False, spare=5),
+        ReplayCase(2, 1, 1, 1, 1, x="float16", D=None, z=False, dt_bias=False, slots=3, window=1),
+        ReplayCase(3, 2, 1, 3, 96, x="float16", bc="float32", dt="float16", window=20),
+    ),
+    "several tokens": (
+        ReplayCase(4, 1, 1, 16, 16, tokens=4, D="row", window=8),
+        ReplayCase(4, 1, 1, 4, 33, tokens=5, x="float16", dt_softplus=False, index="int64", window=20, spare=1),
+        ReplayCase(3, 2, 2, 5, 8, tokens=8, D=None, window=8),
+    ),
+    "packed tokens": (
+        ReplayCase(5, 1, 1, 3, 96, tokens=3, packed=True, bc="float16", parameters="float16", z=False),
+        ReplayCase(4, 2, 1, 20, 16, tokens=2, packed=True, x="float16", dt_bias=False, index="int64", window=8),
+    ),
+    "a long window": (
+        ReplayCase(3, 1, 1, 16, 16, x="float16", window=64),
+        ReplayCase(3, 1, 1, 16, 20, tokens=6, window=64, spare=2),
+        ReplayCase(4, 1, 1, 3, 16, tokens=3, packed=True, x="float16", parameters="float16", window=33),
+    ),
+}
+ODD_REPLAY_CASES = tuple(
+    replace(shapes[i % len(shapes)], format=name, rounding=rounding)
+    for i, (name, rounding) in enumerate(PORTABLE_FORMATS)
+    for shapes in ODD_REPLAY_SHAPES.values()
+)
+# One case per form, in formats of four, two and one bytes: a kernel of replay is slow to compile.
+QUICK_REPLAY_CASES = tuple(
+    next(case for case in ODD_REPLAY_CASES[form :: len(ODD_REPLAY_SHAPES)] if (case.format, case.rounding) == known)
+    for form, known in enumerate(
+        (("float32", "nearest"), ("float16", "stochastic"), ("int8", "stochastic"), ("bfloat16", "nearest"))
+    )
+)
+
+_REAL = ReplayCase(4, 16, 1, 64, 128, x="bfloat16", dt="bfloat16", slots=9)
+# Shapes of real models, for compiled kernels: one token in every format, other forms in some, by turns.
+_SHAPES = (
+    replace(_REAL, batch=64, tokens=6, slots=80),
+    replace(_REAL, batch=64, tokens=16, slots=80, index="int64"),
+    replace(_REAL, batch=3, tokens=64, window=64),
+    replace(_REAL, batch=40, window=64, slots=44, spare=3),
+    replace(_REAL, batch=5, heads=128, groups=8, tokens=6, packed=True, index="int64"),
+    replace(_REAL, batch=5, heads=80, tokens=2, x="float16", dt="float16", D="row", window=20),
+)
+# Shapes of none, mixed dtypes, options.
+_ODD_REAL_SHAPES = (
+    ReplayCase(4, 6, 2, 48, 16, tokens=5, x="bfloat16", bc="float16", D=None, window=8),
+    ReplayCase(7, 8, 4, 80, 20, tokens=5, packed=True, x="float16", dt="bfloat16", parameters="bfloat16", window=20),
+    ReplayCase(6, 12, 12, 96, 96, tokens=2, bc="bfloat16", dt="float16", parameters="float16", z=False, slots=30),
+    ReplayCase(4, 4, 1, 128, 256, x="bfloat16", dt="bfloat16", dt_softplus=False, window=8),
+    ReplayCase(9, 3, 1, 33, 7, tokens=2, x="bfloat16", bc="float32", dt_bias=False, slots=10, window=24, spare=7),
+    ReplayCase(5, 4, 2, 64, 64, tokens=16, packed=True, window=33),
+)
+REAL_REPLAY_CASES = (
+    *by_turns((_REAL,), PORTABLE_FORMATS, len(PORTABLE_FORMATS)),
+    *by_turns(_SHAPES, PORTABLE_FORMATS, 3),
+    *by_turns(_ODD_REAL_SHAPES, PORTABLE_FORMATS, 2),
+)
