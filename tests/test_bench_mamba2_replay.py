@@ -348,6 +348,28 @@ def test_jobs_are_measured_beside_their_roofs(stored: Stored, monkeypatch: pytes
     assert not report.skipped
 
 
+@pytest.mark.interpreted
+@NEEDS_INTERPRETER
+def test_jobs_that_differ_in_live_rows_alone_share_what_their_roofs_are_made_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    measure_in_the_interpreter(monkeypatch, cold_bytes=1 << 10)
+    from flashstate.bench import roofs
+
+    times = iter(Timing(t, t, t) for t in map(float, range(2, 100)))
+    for roof in ("time_touch", "time_read"):
+        monkeypatch.setattr(roofs, roof, lambda *arguments: next(times))
+    case, report = Case(batch=1, heads=1, groups=1, rows=16, cols=16, slots=4, tokens=2), Report()
+    with interpreted():
+        for stored in ("none folds", "all fold", "last"):
+            measure_on_gpu(MAMBA2_REPLAY, job_of("mamba2_replay", case, stored), {}, CPU, report)
+    found = [(row.stored, row.implementation, row.microseconds) for row in report.rows if row.implementation != "roof"]
+    assert [row for row in found if row[1] != "flashstate"] == [
+        ("none folds", "touch", 2.0), ("none folds", "read", 3.0), ("all fold", "touch", 2.0), ("all fold", "read", 3.0),
+        ("last", "touch", 4.0), ("last", "read", 5.0),
+    ]  # fmt: skip
+
+
 @pytest.mark.gpu
 def test_bench_on_a_gpu_measures_every_form_beside_its_roofs(tmp_path: Path) -> None:
     options = ["--device", "cuda", "--heads", "16", "--batches", "1", "64", "--formats", "float32", "int8:stochastic"]

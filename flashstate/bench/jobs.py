@@ -85,6 +85,11 @@ class Job:
         """Whether it moves states."""
         return True
 
+    @property
+    def as_touched(self) -> Job:
+        """One that stands for all whose `touch` and `read` are the same."""
+        return self
+
     def roof_of_both(self, touch: Timing, read: Timing) -> Timing | None:
         """The roof of a job that stores some of the states it reads; None where `touch` is the roof, or `read`."""
         return None

@@ -182,6 +182,11 @@ class RingJob(Job):
     def has_roofs(self) -> bool:
         return not isinstance(self.case, CursorCase)
 
+    @property
+    def as_touched(self) -> Job:
+        """That of `stationary`: which rows are live changes no state that is touched."""
+        return replace(self, case=replace(self.case, live="stationary"), stored="stationary")
+
     def roof_of_both(self, touch: Timing, read: Timing) -> Timing:
         """What the counted bytes take, where states of rows that fold are as fast as `touch`, and others as `read`, and
         all else is as fast as these states are together."""

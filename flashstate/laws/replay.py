@@ -90,33 +90,32 @@ def require_close(what: str, inputs: ReplayInputs, run: ReplayInputs) -> None:
 def only_what_must_be_written(case: ReplayCase, device: torch.device) -> None:
     inputs = case.make_inputs(device)
     kept, appended = inputs.slots[~inputs.folds].long(), inputs.appended_rows
-    slot, row = appended.nonzero().unbind(1)
-    batch_row = torch.zeros_like(slot)
-    for b, of_row in enumerate(inputs.slots.tolist()):
-        batch_row[slot == of_row] = b
-    # Of each appended row the token it is: how far it is behind the live ones.
-    behind = (row - inputs.state.start[slot] - inputs.state.count[slot]) % inputs.state.ring.length
-    sizes = inputs.arguments["dt"].double(), inputs.arguments["dt"].float()
-    if "dt_bias" in inputs.options:
-        sizes = sizes[0] + inputs.options["dt_bias"].double(), sizes[1] + inputs.options["dt_bias"].float()
-    exact, plain = (softplus(size) if case.dt_softplus else size for size in sizes)
-    first = inputs.tokens.cumsum(0) - inputs.tokens
-    at, last = first[batch_row] + behind, len(case.token_axes) - 1
+    want, exact = _appended(inputs)
     for form in forms_on(device):
         run = inputs.fresh()
         call(form, run)
         require_equal_states(f"rows that do not fold, {form}", run.state, inputs.state, kept, besides=OF_RINGS)
-        for name in ("x", "B", "dt"):
-            after, before = (getattr(pool, name).transpose(1, 2) for pool in (run.state, inputs.state))
-            require_equal_bytes(f"other rows of the ring of {name}, {form}", after[~appended], before[~appended])
-            if name != "dt":
-                tokens = inputs.arguments[name].flatten(0, last)[at]
-                require_equal_bytes(f"{name} in a ring, {form}", after[slot, row], tokens)
-            elif len(at):
-                wanted = (size.flatten(0, last)[at] for size in (exact, plain))
-                require_within_budget(f"dt in a ring, {form}", after[slot, row], *wanted)
-        for name in CURSORS:
-            require_equal_bytes(name, getattr(run.state, name), getattr(inputs.state, name))
+        require_equal_states(f"rings, {form}", run.state, want.state, besides=("data", "scale", "dt"))
+        after, before, plain = (pool.dt.transpose(1, 2) for pool in (run.state, inputs.state, want.state))
+        require_equal_bytes(f"other time steps, {form}", after[~appended], before[~appended])
+        steps = exact.transpose(1, 2)[appended]
+        require_within_budget(f"time steps, {form}", after[appended], steps, plain[appended])
+
+
+def _appended(inputs: ReplayInputs) -> tuple[ReplayInputs, Tensor]:
+    """The same inputs with their tokens in their rings, and the time steps of these in float64."""
+    found = inputs.fresh()
+    pool, exact = found.state, found.state.dt.double()
+    for t in range(max(inputs.row_lengths)):
+        rows = (inputs.tokens > t).nonzero()[:, 0]
+        slot, token = inputs.slots[rows].long(), inputs.token(rows, t)
+        row = (pool.start + pool.count + t)[slot].long() % pool.ring.length
+        pool.x[slot, :, row], pool.B[slot, :, row] = token["x"], token["B"]
+        for sizes in (exact, pool.dt):
+            dt, bias = token["dt"].to(sizes.dtype), token["dt_bias"]
+            dt = dt if bias is None else dt + bias.to(sizes.dtype)
+            sizes[slot, :, row] = softplus(dt) if token["dt_softplus"] else dt
+    return found, exact
 
 
 @law("NaN in rows of a ring that are not live changes nothing")
