@@ -363,11 +363,8 @@ def test_jobs_that_differ_in_live_rows_alone_share_what_their_roofs_are_made_of(
     with interpreted():
         for stored in ("none folds", "all fold", "last"):
             measure_on_gpu(MAMBA2_REPLAY, job_of("mamba2_replay", case, stored), {}, CPU, report)
-    found = [(row.stored, row.implementation, row.microseconds) for row in report.rows if row.implementation != "roof"]
-    assert [row for row in found if row[1] != "flashstate"] == [
-        ("none folds", "touch", 2.0), ("none folds", "read", 3.0), ("all fold", "touch", 2.0), ("all fold", "read", 3.0),
-        ("last", "touch", 4.0), ("last", "read", 5.0),
-    ]  # fmt: skip
+    found = [(row.implementation, row.microseconds) for row in report.rows if row.implementation in ("touch", "read")]
+    assert found == [("touch", 2.0), ("read", 3.0)] * 2 + [("touch", 4.0), ("read", 5.0)]
 
 
 @pytest.mark.gpu

@@ -14,7 +14,7 @@ from flashstate.bench.measure import require_within_budgets, slots_of
 from flashstate.bench.peers import IN_PLACE, Binding, Launch, MeasurementError, Peer, Step, Storing
 from flashstate.bench.replay_case import CursorInputs, RingCase, RingPool, job_of
 from flashstate.ops.mamba2_replay import mamba2_replay
-from flashstate.reference import rings as cursors
+from flashstate.reference import rings as reference
 from flashstate.reference.mamba2 import softplus
 from flashstate.reference.mamba2_replay import BEFORE_THE_FIRST_TOKEN, replayed
 from flashstate.reference.state_io import advance_seeds
@@ -96,9 +96,10 @@ class Replayed:
 def expected(inputs: Inputs, folds: Tensor) -> Replayed:
     """By the recurrence, over live rows and then over the new tokens."""
     pool, slot = inputs.state, inputs.slots.long()
-    cursors = pool.start[slot].long(), pool.count[slot].long()
+    start, live = pool.start[slot].long(), pool.count[slot].long()
     exact, plain = (
-        replayed(pool.ring, s, slot, *cursors, inputs.arguments["A"]) for s in (inputs.states.double(), inputs.states)
+        replayed(pool.ring, s, slot, start, live, inputs.arguments["A"])
+        for s in (inputs.states.double(), inputs.states)
     )
     stored = decode(*encoded(plain[folds], pool, pool, slot[folds], BEFORE_THE_FIRST_TOKEN))
     return Replayed(outputs(inputs, exact), outputs(inputs, plain).to(inputs.main.dtype), exact[folds], stored)
@@ -151,8 +152,8 @@ def require_moved(inputs: CursorInputs, got: RingPool, rows: Tensor) -> None:
     pool, slots = inputs.fresh().state, Slots(inputs.slots.cpu())
     start, count, seed = (t.cpu() for t in (pool.start, pool.count, pool.seed))
     of_plan, parts = torch.empty(rows.shape, dtype=rows.dtype), torch.empty(2, dtype=torch.int32)
-    cursors.make_plan(start, count, pool.window, slots, inputs.row_lengths[0], of_plan, parts)
-    cursors.commit_plan(start, count, pool.window, pool.ring.length, of_plan, inputs.accepted.cpu())
+    reference.make_plan(start, count, pool.window, slots, inputs.row_lengths[0], of_plan, parts)
+    reference.commit_plan(start, count, pool.window, pool.ring.length, of_plan, inputs.accepted.cpu())
     if pool.rounding != "nearest":
         advance_seeds(seed, slots)
     want = {"rows of the plan": of_plan, "start": start, "count": count, "seed": seed}

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from flashstate.kernels.addressing import this_program
-from flashstate.kernels.mamba2_replay import (
+from flashstate.kernels.replay_window import (
     BEFORE_THE_FIRST_TOKEN,
     HINT,
     folded,

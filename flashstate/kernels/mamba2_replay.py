@@ -16,6 +16,19 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from flashstate.kernels.addressing import token_entry, zero_unused
 from flashstate.kernels.functions import silu, softplus
 from flashstate.kernels.ptx import silu_ptx
+from flashstate.kernels.replay_window import (
+    BEFORE_THE_FIRST_TOKEN,
+    HINT,
+    folded,
+    in_memory,
+    load_chunks,
+    load_rows,
+    once,
+    operands_of,
+    sums_between,
+    weights_of_ring,
+    wrapped,
+)
 from flashstate.kernels.rings import FIELDS
 from flashstate.kernels.slots import resolve_read, token_range
 from flashstate.kernels.state_io import (
@@ -28,10 +41,7 @@ from flashstate.kernels.state_io import (
     store_state,
     tile_at,
 )
-from flashstate.kernels.tensor_cores import add_products, as_in_memory, as_operand, dot_terms, terms_of, transposed
-
-HINT = tl.constexpr("streaming")
-BEFORE_THE_FIRST_TOKEN = tl.constexpr(0xFFFFFFFF)  # token -1 in the counter of the random bits, as pool.py has it
+from flashstate.kernels.tensor_cores import dot_terms, terms_of, transposed
 
 
 @triton.jit
@@ -86,75 +96,11 @@ def either_row(of_ring, ring_ptr, ring_offset, base, token, WIDE: tl.constexpr):
 
 
 @triton.jit
-def wrapped(row, L):
-    """Rows of a ring that count on behind its last, which is no more than L rows behind it."""
-    return tl.where(row >= L, row - L, row)
-
-
-@triton.jit
-def load_rows(rows, exists, first, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BYTES: tl.constexpr):
-    """Values of every token, (tokens, BLOCK), from column `first` of the rows that these pointers start; zero for what
-    does not exist. BYTES: that all of these rows are aligned to."""
-    cols = first + tl.arange(0, BLOCK)
-    mask = exists[:, None]
-    if WIDTH % BLOCK != 0:
-        mask = mask & (cols < WIDTH)[None, :]
-    ptrs = tl.multiple_of(rows[:, None] + cols[None, :], (1, BYTES))  # of arguments the compiler would forget it
-    return tl.load(ptrs, mask=mask, other=0.0)
-
-
-@triton.jit
-def load_chunks(
-    rows, exists, TERMS: tl.constexpr, BYTES: tl.constexpr, COLS: tl.constexpr, BLOCK_COLS: tl.constexpr,
-    CHUNK: tl.constexpr, PER_COLUMNS: tl.constexpr, WIDTH: tl.constexpr, TARGET: tl.constexpr,
-):  # fmt: skip
-    """The same as operands of tensor cores, in chunks as a tile of state has them: terms of (tokens, CHUNK) each. Told
-    of no more alignment than threads have columns side by side, the compiler loads them in the layout of the tile."""
-    BESIDE: tl.constexpr = PER_COLUMNS * rows.dtype.element_ty.primitive_bitwidth // 8
-    chunks = ()
-    for i in tl.static_range(BLOCK_COLS // CHUNK):
-        values = load_rows(rows, exists, i * CHUNK, COLS, CHUNK, min(BYTES, BESIDE))
-        chunks = chunks + (terms_of(as_operand(values, PER_COLUMNS, WIDTH), TERMS, TARGET),)
-    return chunks
-
-
-@triton.jit
-def once(x):
-    """A vector of a matrix (tokens, 2) whose second column does not count. As the result of a sum it is made once; else
-    the compiler would have it made from its loads on in every layout that needs it, six of them."""
-    return tl.sum(tl.where((tl.arange(0, 2) == 0)[None, :], x, 0.0), 1)
-
-
-@triton.jit
 def gate(z, TARGET: tl.constexpr):
     if TARGET == "sm_80" or TARGET == "sm_89":
         return silu_ptx(z)
     else:
         return silu(z)
-
-
-@triton.jit
-def sums_between(dt, last, TERMS: tl.constexpr, TARGET: tl.constexpr):
-    """Of time steps dt of tokens in a row, and tokens `last` among them: the sums of all after a token up to each of
-    these, (tokens, last), and of all up to each of these, (last,). By products with ones, so in one order however
-    threads share them; every sum on its own, because a difference of long ones would lose what is short."""
-    token = tl.arange(0, dt.shape[0])
-    counted = tl.where(token[:, None] <= last[None, :], dt[:, None], 0.0)
-    after = tl.where(token[None, :] > token[:, None], 1.0, 0.0)
-    nothing = tl.zeros([dt.shape[0], last.shape[0]], tl.float32)
-    sums = dot_terms(terms_of(after, min(TERMS, 1), TARGET), terms_of(counted, TERMS, TARGET), nothing)
-    return sums, tl.sum(tl.where((token == 0)[:, None], sums + counted, 0.0), 0)
-
-
-@triton.jit
-def column_of(matrix, i):
-    """Column i of a matrix; exactly, in whatever order it is summed."""
-    return tl.sum(tl.where((tl.arange(0, matrix.shape[1]) == i)[None, :], matrix, 0.0), 1)
-
-
-@triton.jit
-def entry_of(vector, i):
-    return tl.sum(tl.where(tl.arange(0, vector.shape[0]) == i, vector, 0.0), 0)
 
 
 @triton.jit
@@ -177,30 +123,6 @@ def products(terms, C):
 
 
 @triton.jit
-def folded(codes, factor, alpha, u, B, dtype: tl.constexpr, TERMS: tl.constexpr, TARGET: tl.constexpr):
-    """A tile of state after the tokens of a ring, chunk by chunk: times alpha, plus the products of u (rows, tokens)
-    with B. Tensor cores round sums towards zero: a state of more than 16 bits is added to theirs."""
-    weights = terms_of(u, TERMS, TARGET)
-    after = ()
-    for i in tl.static_range(len(codes)):
-        s = from_code(codes[i], dtype, TARGET)
-        if TERMS == 3:
-            s = tl.fma(s, alpha * factor, add_products(tl.zeros(codes[i].shape, tl.float32), weights, B[i]))
-        else:
-            s = add_products(s * (alpha * factor), weights, B[i])
-        after = after + (s,)
-    return after
-
-
-@triton.jit
-def weights_of_ring(dt, live, A, TERMS: tl.constexpr, TARGET: tl.constexpr):
-    """How much every one of `live` tokens with time steps dt counts for the state after the last of them, and how much
-    the state before the first."""
-    after, total = sums_between(dt, live - 1 + tl.zeros([8], tl.int32), TERMS, TARGET)
-    return tl.exp(A * column_of(after, 0)) * dt, tl.exp(A * entry_of(total, 0))
-
-
-@triton.jit
 def terms_of_chunks(chunks, TERMS: tl.constexpr, TARGET: tl.constexpr):
     terms = ()
     for i in tl.static_range(len(chunks)):
@@ -214,27 +136,6 @@ def terms_of_codes(codes, dtype: tl.constexpr, TERMS: tl.constexpr, TARGET: tl.c
     for i in tl.static_range(len(codes)):
         terms = terms + (terms_of_code(codes[i], dtype, TERMS, TARGET),)
     return terms
-
-
-@triton.jit
-def in_memory(chunks, PER_COLUMNS: tl.constexpr, WIDTH: tl.constexpr):
-    """Chunks whose columns are in the order of operands, with columns as they are stored."""
-    stored = ()
-    for i in tl.static_range(len(chunks)):
-        stored = stored + (as_in_memory(chunks[i], PER_COLUMNS, WIDTH),)
-    return stored
-
-
-@triton.jit
-def operands_of(codes, live, PER_COLUMNS: tl.constexpr, WIDTH: tl.constexpr, PADDING: tl.constexpr):
-    """Stored chunks with columns in the order of operands; zeros where nothing is live, if that matters."""
-    operands = ()
-    for i in tl.static_range(len(codes)):
-        code = codes[i]
-        if PADDING == "fresh":
-            code = tl.where(live, code, 0).to(code.dtype)
-        operands = operands + (as_operand(code, PER_COLUMNS, WIDTH),)
-    return operands
 
 
 @triton.jit
@@ -385,7 +286,6 @@ def replay_tiles(
     for i in tl.static_range(len(B)):
         with_C = dot_terms(B[i], transposed(C_for_B[i]), with_C)
     last = base + t
-    with_C = tl.where(j[:, None] <= last[None, :], with_C, 0.0)
     weights, decay = with_C, tl.zeros([TOKENS], tl.float32)
     if UPDATE and first_tile == 0:
         cols = tl.arange(0, BLOCK_COLS)
@@ -419,7 +319,7 @@ def replay_tiles(
                 sizes = softplus(sizes)
             sizes = once(tl.where(of_ring[:, None], ring_dt, tl.where(new[:, None], sizes, 0.0)))
             between, total = sums_between(sizes, last, SUM_TERMS, TARGET)
-            weights = with_C * tl.exp(A * between) * sizes[:, None]
+            weights = tl.where(j[:, None] <= last[None, :], with_C * tl.exp(A * between) * sizes[:, None], 0.0)
             if D_ptr is not None and not D_PER_ROW:
                 weights += tl.where(j[:, None] == last[None, :], tl.load(D_ptr + h).to(tl.float32), 0.0)
             decay = tl.exp(A * total)

@@ -1,0 +1,119 @@
+"""What the kernels of replay do with a ring of inputs and a window of tokens: rows, sums of time steps, a fold."""
+
+import triton
+import triton.language as tl
+
+from flashstate.kernels.state_io import from_code
+from flashstate.kernels.tensor_cores import add_products, as_in_memory, as_operand, dot_terms, terms_of
+
+HINT = tl.constexpr("streaming")
+BEFORE_THE_FIRST_TOKEN = tl.constexpr(0xFFFFFFFF)  # token -1 in the counter of the random bits, as pool.py has it
+
+
+@triton.jit
+def wrapped(row, L):
+    """Rows of a ring that count on behind its last, which is no more than L rows behind it."""
+    return tl.where(row >= L, row - L, row)
+
+
+@triton.jit
+def load_rows(rows, exists, first, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BYTES: tl.constexpr):
+    """Values of every token, (tokens, BLOCK), from column `first` of the rows that these pointers start; zero for what
+    does not exist. BYTES: that all of these rows are aligned to."""
+    cols = first + tl.arange(0, BLOCK)
+    mask = exists[:, None]
+    if WIDTH % BLOCK != 0:
+        mask = mask & (cols < WIDTH)[None, :]
+    ptrs = tl.multiple_of(rows[:, None] + cols[None, :], (1, BYTES))  # of arguments the compiler would forget it
+    return tl.load(ptrs, mask=mask, other=0.0)
+
+
+@triton.jit
+def load_chunks(
+    rows, exists, TERMS: tl.constexpr, BYTES: tl.constexpr, COLS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    CHUNK: tl.constexpr, PER_COLUMNS: tl.constexpr, WIDTH: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """The same as operands of tensor cores, in chunks as a tile of state has them: terms of (tokens, CHUNK) each. Told
+    of no more alignment than threads have columns side by side, the compiler loads them in the layout of the tile."""
+    BESIDE: tl.constexpr = PER_COLUMNS * rows.dtype.element_ty.primitive_bitwidth // 8
+    chunks = ()
+    for i in tl.static_range(BLOCK_COLS // CHUNK):
+        values = load_rows(rows, exists, i * CHUNK, COLS, CHUNK, min(BYTES, BESIDE))
+        chunks = chunks + (terms_of(as_operand(values, PER_COLUMNS, WIDTH), TERMS, TARGET),)
+    return chunks
+
+
+@triton.jit
+def once(x):
+    """A vector of a matrix (tokens, 2) whose second column does not count. As the result of a sum it is made once; else
+    the compiler would have it made from its loads on in every layout that needs it, six of them."""
+    return tl.sum(tl.where((tl.arange(0, 2) == 0)[None, :], x, 0.0), 1)
+
+
+@triton.jit
+def sums_between(dt, last, TERMS: tl.constexpr, TARGET: tl.constexpr):
+    """Of time steps dt of tokens in a row, and tokens `last` among them: the sums of all after a token up to each of
+    these, (tokens, last), and of all up to each of these, (last,). By products with ones, so in one order however
+    threads share them; every sum on its own, because a difference of long ones would lose what is short."""
+    token = tl.arange(0, dt.shape[0])
+    counted = tl.where(token[:, None] <= last[None, :], dt[:, None], 0.0)
+    after = tl.where(token[None, :] > token[:, None], 1.0, 0.0)
+    nothing = tl.zeros([dt.shape[0], last.shape[0]], tl.float32)
+    sums = dot_terms(terms_of(after, min(TERMS, 1), TARGET), terms_of(counted, TERMS, TARGET), nothing)
+    return sums, tl.sum(tl.where((token == 0)[:, None], sums + counted, 0.0), 0)
+
+
+@triton.jit
+def column_of(matrix, i):
+    """Column i of a matrix; exactly, in whatever order it is summed."""
+    return tl.sum(tl.where((tl.arange(0, matrix.shape[1]) == i)[None, :], matrix, 0.0), 1)
+
+
+@triton.jit
+def entry_of(vector, i):
+    return tl.sum(tl.where(tl.arange(0, vector.shape[0]) == i, vector, 0.0), 0)
+
+
+@triton.jit
+def weights_of_ring(dt, live, A, TERMS: tl.constexpr, TARGET: tl.constexpr):
+    """How much every one of `live` tokens with time steps dt counts for the state after the last of them, and how much
+    the state before the first."""
+    after, total = sums_between(dt, live - 1 + tl.zeros([8], tl.int32), TERMS, TARGET)
+    return tl.exp(A * column_of(after, 0)) * dt, tl.exp(A * entry_of(total, 0))
+
+
+@triton.jit
+def folded(codes, factor, alpha, u, B, dtype: tl.constexpr, TERMS: tl.constexpr, TARGET: tl.constexpr):
+    """A tile of state after the tokens of a ring, chunk by chunk: times alpha, plus the products of u (rows, tokens)
+    with B. Tensor cores round sums towards zero: a state of more than 16 bits is added to theirs."""
+    weights = terms_of(u, TERMS, TARGET)
+    after = ()
+    for i in tl.static_range(len(codes)):
+        s = from_code(codes[i], dtype, TARGET)
+        if TERMS == 3:
+            s = tl.fma(s, alpha * factor, add_products(tl.zeros(codes[i].shape, tl.float32), weights, B[i]))
+        else:
+            s = add_products(s * (alpha * factor), weights, B[i])
+        after = after + (s,)
+    return after
+
+
+@triton.jit
+def in_memory(chunks, PER_COLUMNS: tl.constexpr, WIDTH: tl.constexpr):
+    """Chunks whose columns are in the order of operands, with columns as they are stored."""
+    stored = ()
+    for i in tl.static_range(len(chunks)):
+        stored = stored + (as_in_memory(chunks[i], PER_COLUMNS, WIDTH),)
+    return stored
+
+
+@triton.jit
+def operands_of(codes, live, PER_COLUMNS: tl.constexpr, WIDTH: tl.constexpr, PADDING: tl.constexpr):
+    """Stored chunks with columns in the order of operands; zeros where nothing is live, if that matters."""
+    operands = ()
+    for i in tl.static_range(len(codes)):
+        code = codes[i]
+        if PADDING == "fresh":
+            code = tl.where(live, code, 0).to(code.dtype)
+        operands = operands + (as_operand(code, PER_COLUMNS, WIDTH),)
+    return operands
