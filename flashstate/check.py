@@ -24,10 +24,12 @@ from flashstate.testing import (
     QUICK_CONV_CASES,
     QUICK_DELTA_CASES,
     QUICK_MAMBA3_CASES,
+    QUICK_REPLAY_CASES,
     REAL_CASES,
     REAL_CONV_CASES,
     REAL_DELTA_CASES,
     REAL_MAMBA3_CASES,
+    REAL_REPLAY_CASES,
     AnyCase,
 )
 
@@ -54,18 +56,21 @@ def run_check(device: torch.device, quick: bool) -> int:
 
 def cases_on(device: torch.device, quick: bool) -> Sequence[AnyCase]:
     """The cases of all ops for a device: odd shapes, and on a GPU a real one in every format. `quick`: one case per
-    format, and of ops without formats one with a token per row, with several, and with packed ones.
+    format, and of ops without formats one with a token per row, with several, and with packed ones. Of replay, whose
+    laws try every form of its kernel, a case per format, or `quick` and on a GPU per form of tokens.
 
     On a GPU not all there are: every case and form of a kernel is a compilation. `make test-gpu TURNS=1` has them all.
     """
-    few = [*QUICK_CASES, *QUICK_DELTA_CASES, *QUICK_MAMBA3_CASES, *QUICK_CONV_CASES]
+    replayed = QUICK_REPLAY_CASES[::3]
+    few = [*QUICK_CASES, *QUICK_DELTA_CASES, *QUICK_MAMBA3_CASES, *QUICK_CONV_CASES, *replayed]
     if quick:
         return few
     if device.type == "cuda":
         formats = len(PORTABLE_FORMATS)
         real = (REAL_CASES, REAL_DELTA_CASES, REAL_MAMBA3_CASES)
-        return [*(case for cases in real for case in cases[:formats]), *REAL_CONV_CASES[:1], *few]
-    return [*ODD_CASES, *ODD_DELTA_CASES, *ODD_MAMBA3_CASES, *ODD_CONV_CASES]
+        ones = (REAL_CONV_CASES[0], REAL_REPLAY_CASES[0])
+        return [*(case for cases in real for case in cases[:formats]), *ones, *few]
+    return [*ODD_CASES, *ODD_DELTA_CASES, *ODD_MAMBA3_CASES, *ODD_CONV_CASES, *QUICK_REPLAY_CASES]
 
 
 def prove(laws: Mapping[str, Law], tried_pairs: Iterable[tuple[str, AnyCase]], device: torch.device) -> list[Verdict]:

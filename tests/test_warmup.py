@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,16 +13,18 @@ import pytest
 import torch
 from compiling import collected, gpu_with
 from torch import Tensor
+from warming import compiled, keys_of
 
 import flashstate
 from flashstate import Mamba3State, Rotary, Slots, State, StatePool
 from flashstate.launch import Gpu
 from flashstate.launch.start import Launch
-from flashstate.launch.variants import variant_key, variants_of
+from flashstate.launch.variants import variants_of
 from flashstate.state.formats import PORTABLE_FORMATS
 from flashstate.state.kv import ssm_of
 from flashstate.testing import dtype
 
+__all__ = ["compiled"]  # a fixture
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 DOCUMENT = Path(__file__).parent.parent / "docs" / "launching.md"
 HEADS, GROUPS, ROWS, COLS = 16, 2, 64, 128
@@ -71,20 +73,6 @@ def admit(pool: StatePool[Any], requests: int, kind: torch.dtype = torch.float32
     pool.write(1, slots, torch.randn(requests, *shape, device=slots.device).to(kind))
     pool.read(0, slots)
     pool.release(slots)
-
-
-@pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
-    """The variants that warmup would have compiled: here there is nothing to compile them for."""
-    variants: list[Launch] = []
-    monkeypatch.setattr("flashstate.launch.warmup.compile_variants", lambda found, progress: variants.extend(found))
-    with collected(90) as launched:
-        yield variants
-        assert not launched, "warmup launched something"
-
-
-def keys_of(launches: Sequence[Launch]) -> set[Hashable]:
-    return set(map(variant_key, launches))
 
 
 @pytest.mark.compiled

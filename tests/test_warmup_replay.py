@@ -1,11 +1,12 @@
 """warmup of pools with rings: what it compiles is what later steps by replay need."""
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
 from compiling import collected
 from torch import Tensor
+from warming import compiled, keys_of
 
 import flashstate
 from flashstate import StatePool
@@ -13,6 +14,7 @@ from flashstate.launch.start import Launch
 from flashstate.launch.variants import variant_key
 from flashstate.testing import dtype
 
+__all__ = ["compiled"]  # a fixture
 HEADS, GROUPS, ROWS, COLS = 16, 2, 64, 128
 BATCHES, TOKENS = (1, 3, 33, 300), (1, 4)  # 300 x 16 heads have a kernel for rows that fold and one for others
 
@@ -44,20 +46,6 @@ def serve(pool: StatePool, batch: int, tokens: int, leave_out: Sequence[str] = (
     for i in range(pool.layers):
         flashstate.mamba2_fold(pool.layer(i), pool.ring(i), -per_head.abs(), slots=slots)
     pool.folded(slots)
-
-
-@pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
-    """The variants that warmup would have compiled: here there is nothing to compile them for."""
-    variants: list[Launch] = []
-    monkeypatch.setattr("flashstate.launch.warmup.compile_variants", lambda found, progress: variants.extend(found))
-    with collected(90) as launched:
-        yield variants
-        assert not launched, "warmup launched something"
-
-
-def keys_of(launches: Sequence[Launch]) -> set[Hashable]:
-    return set(map(variant_key, launches))
 
 
 @pytest.mark.compiled
