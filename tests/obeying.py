@@ -1,10 +1,10 @@
 """Which laws are tried with which cases: the same choice for every op."""
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from flashstate.laws import LAWS, SCOPES, pairs
+from flashstate.laws import LAWS, SCOPES, Law, pairs
 from flashstate.state.formats import PORTABLE_FORMATS
 from flashstate.testing import AnyCase
 
@@ -14,8 +14,8 @@ ALL_CONFIGS = "the launch config does not change a byte"
 ACCURACY = "output and state are as close to float64 as float32 and the format allow"
 
 
-def laws(*needs: str) -> list[str]:
-    return [words for words in LAWS if SCOPES[words].needs in needs]
+def laws(*needs: str, among: Mapping[str, Law] = LAWS) -> list[str]:
+    return [words for words in among if SCOPES[words].needs in needs]
 
 
 def reference_pairs(cases: Iterable[AnyCase]) -> Pairs:
@@ -32,6 +32,16 @@ def interpreted_pairs(groups: Sequence[Sequence[AnyCase]], turns: int = 1) -> Pa
         for k, group in enumerate(groups[w % step :: step]):
             spoken_of = [case for _, case in pairs([words], group)]
             chosen += [(words, spoken_of[(w + k) % len(spoken_of)])] if spoken_of else []
+    return chosen
+
+
+def by_turns(spoken: Iterable[str], groups: Sequence[Sequence[AnyCase]], turns: int = 1) -> Pairs:
+    """These laws with one case of one group in so many, by turns, if they speak of any."""
+    chosen: Pairs = []
+    for w, words in enumerate(spoken):
+        for k, group in enumerate(groups[w % turns :: turns]):
+            spoken_of = pairs([words], group)
+            chosen += [spoken_of[(w // turns + k) % len(spoken_of)]] if spoken_of else []
     return chosen
 
 
@@ -55,12 +65,18 @@ def by_shape(cases: Iterable[AnyCase]) -> list[list[AnyCase]]:
     return list(groups.values())
 
 
-def gpu_pairs(groups: Sequence[Sequence[AnyCase]], tries_configs: Callable[[AnyCase], bool]) -> Pairs:
+def gpu_pairs(
+    groups: Sequence[Sequence[AnyCase]],
+    tries_configs: Callable[[AnyCase], bool],
+    among: Mapping[str, Law] = LAWS,
+    first: tuple[str, str] = (ACCURACY, ALL_CONFIGS),
+) -> Pairs:
     """Accuracy for all cases; every other law with one in TURNS of each group, by turns, and with one of every format
     that it did not meet so; all configs for some cases. Nearly all of the time goes into compiling."""
     cases = [case for group in groups for case in group]
-    chosen = pairs([ACCURACY], cases) + pairs([ALL_CONFIGS], filter(tries_configs, cases))
-    for w, words in enumerate(words for words in laws("", "kernels", "cuda") if words not in (ACCURACY, ALL_CONFIGS)):
+    chosen = pairs(first[:1], cases) + pairs(first[1:], filter(tries_configs, cases))
+    rest = [words for words in laws("", "kernels", "cuda", among=among) if words not in first]
+    for w, words in enumerate(rest):
         met: Pairs = []
         for k, group in enumerate(groups):
             spoken_of = pairs([words], group)

@@ -19,7 +19,7 @@ from flashstate.info import versions
 from flashstate.launch import Gpu, choose
 from flashstate.laws import LawBroken, laws_for, pairs
 from flashstate.state.formats import FORMATS, PORTABLE_FORMATS
-from flashstate.testing import Case, ConvCase, DeltaCase, Mamba3Case
+from flashstate.testing import Case, ConvCase, DeltaCase, Mamba3Case, ReplayCase
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 TINY = ["--device", "cpu", "--batches", "1", "2", "--heads", "2", "--rows", "4", "--cols", "16"]
@@ -208,7 +208,7 @@ def test_a_quick_check_takes_one_case_per_format(device: torch.device) -> None:
 @pytest.mark.parametrize("quick", [False, True])
 @pytest.mark.parametrize("device", [CPU, CUDA], ids=str)
 def test_a_check_takes_cases_of_every_op(device: torch.device, quick: bool) -> None:
-    assert {type(case) for case in cases_on(device, quick)} == {Case, ConvCase, DeltaCase, Mamba3Case}
+    assert {type(case) for case in cases_on(device, quick)} == {Case, ConvCase, DeltaCase, Mamba3Case, ReplayCase}
 
 
 @pytest.mark.parametrize("quick", [False, True])

@@ -36,7 +36,7 @@ WIDEST_IN_TILES = 128  # columns: of wider rows several tiles at once spill regi
 TILES = 8  # of a program of the gated delta rule where arithmetic, or what tokens bring, is the bottleneck, and
 MANY = 1024  # batch x heads from which on there are programs enough with so many
 FEW_REPLAYED = 512  # batch x heads below which a program of replay has one tile, and
-MANY_REPLAYED = 2048  # from which on there are programs enough with many, and two kernels share the rows of a plan
+MANY_REPLAYED = 2048  # from which on there are programs enough with many
 AHEAD = 32  # programs of Mamba-3, times `together`, behind the one that asks for the states of one more
 WALKING_CAPABILITY = (10, 0)  # from here on sums over lanes are the bottleneck
 
@@ -340,14 +340,14 @@ class ReplayProblem(TensorCoreProblem):
     def heuristic(self, gpu: Gpu) -> Config:
         """More tiles for larger batches; where the state is only read, larger ones of 32 bits, and of less bits so few
         registers that an SM has 16 warps. As measured on an H200, with 16 heads of 64 x 128."""
-        lanes, only_read = self.lane_choices[0], self.op == "mamba2_replay keep"
-        tiles = 1 if self.batch_heads < FEW_REPLAYED else 4 if self.batch_heads < MANY_REPLAYED else 8
-        if not only_read:
-            return Config(16, 1, lanes, tiles)
+        lanes, many = self.lane_choices[0], self.batch_heads >= MANY_REPLAYED
+        most = self.batch_heads >= 4 * MANY_REPLAYED
+        if self.op != "mamba2_replay keep":
+            few = 1 if self.op != "mamba2_replay either" or self.batch_heads < FEW_REPLAYED else 4
+            return Config(16, 1, lanes, 8 if most else 4 if many else few)
         if self.itemsize == 4:
-            return Config(32, 1, lanes, tiles)
-        tiles *= 2 if self.batch_heads >= 4 * MANY_REPLAYED else 1
-        return Config(16, 1, lanes, tiles, 128 if torch.version.hip is None else 0)
+            return Config(32, 1, lanes, 8 if many else 2)
+        return Config(16, 1, lanes, 16 if most else 8 if many else 2, 128 if torch.version.hip is None else 0)
 
 
 def mamba3_kind(rank: int, turned: bool) -> tuple[type[Problem], str]:

@@ -23,7 +23,7 @@ from flashstate.launch import (
     uses_kernels,
 )
 from flashstate.launch.arguments import aligned, as_bytes, outer_strides, row_stride, token_strides
-from flashstate.launch.config import MANY_REPLAYED, multiprocessors, next_power_of_2
+from flashstate.launch.config import multiprocessors, next_power_of_2
 from flashstate.launch.start import Started
 from flashstate.ops.debug import check_contents, debugging
 from flashstate.ops.library import register
@@ -45,7 +45,7 @@ from flashstate.state.signature import ACCESS_BYTES
 from flashstate.state.slots import Slots, as_slots
 from flashstate.state.state import State, as_state, refuse_transposed
 
-SMALL = MANY_REPLAYED  # batch x heads below which one kernel decides for every row
+SMALL = 2048  # batch x heads below which one kernel decides for every row; half of it for states of 8 bits
 MOST_PER_PROCESSOR = 16  # programs of a kernel that walks along a plan
 
 
@@ -282,10 +282,9 @@ def _far_apart(tensor: Tensor, token_axes: int) -> bool:
 
 def forms_of(problem: ReplayProblem, planned: bool) -> tuple[ReplayProblem, ...]:
     """The kernels that a call starts, one after the other: one that decides for every row, or with a plan, and rows
-    enough, one for those that do not fold and one for those that do. Rows that take longest come first where folding
-    takes more than memory, as stochastic rounding does."""
-    both = ("keep", "fold") if problem.rounding == "nearest" else ("fold", "keep")
-    forms = both if planned and problem.batch_heads >= SMALL else ("either",)
+    enough, one for those that do not fold and one for those that do."""
+    small = SMALL // 2 if problem.itemsize == 1 else SMALL
+    forms = ("keep", "fold") if planned and problem.batch_heads >= small else ("either",)
     return tuple(replace(problem, op=f"{problem.op} {form}") for form in forms)
 
 
