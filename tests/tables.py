@@ -18,17 +18,19 @@ from flashstate.launch import (
     HeadProblem,
     Problem,
     RankProblem,
+    ReplayProblem,
     TensorCoreProblem,
 )
 from flashstate.launch.config import mode_key, table_key
 
 S, T = TypeVar("S"), TypeVar("T")
 KEY = re.compile(
-    r"(?P<op>\w+(?: rank \d+(?: turned)?)?) (?P<rows>\d+)x(?P<cols>\d+) (?P<format>\w+) "
+    r"(?P<op>\w+(?: rank \d+(?: turned)?| either| keep| fold)?) (?P<rows>\d+)x(?P<cols>\d+) (?P<format>\w+) "
     r"vector (?P<vector>\d+)(?P<layout> transposed)?"
 )
 MODE = re.compile(r"(?P<rounding>\w+), (?P<tokens>one token|several tokens)(?:, (?P<stored>each|nothing) stored)?")
 KINDS = (  # what the name of an op begins with
+    (r"mamba2_replay", ReplayProblem),
     (r"mamba3_step rank 1\b", HeadProblem),
     (r"mamba3_step", RankProblem),
     (r"gated_delta_at_once", TensorCoreProblem),

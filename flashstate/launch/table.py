@@ -32,7 +32,8 @@ class Config:
     lanes: threads side by side in a row; the fewer, the longer each walks along it, and the fewer are left to sum over.
     together: tokens of a row whose inputs are loaded before the first of them is used, if there are so many; where
         `gated_delta_step` has one token, or all at once, tiles that a program steps one after the other; of
-        `mamba3_step` how far ahead a program asks for the states of another one: 32 programs each, 1: not at all.
+        `mamba3_step` how far ahead a program asks for the states of another one: 32 programs each, 1: not at all; of
+        `mamba2_replay` tiles of a program, of one head or of several of a group.
     registers: the most that a thread may have, so that more threads run at once; 0 leaves it to the compiler.
     """
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,6 +23,7 @@ from flashstate.laws.require import (
     require_equal_states,
     require_within_budget,
     rest_of,
+    restore,
 )
 from flashstate.laws.seeds import ENOUGH_VALUES
 from flashstate.ops import mamba2_replay as op
@@ -45,10 +46,9 @@ def parted() -> Iterator[None]:
     names = {"SMALL": 0, "MOST_PER_PROCESSOR": 1}
     before = {name: getattr(op, name) for name in names}
     try:
-        with suspended():
-            for name, value in names.items():
-                setattr(op, name, value)
-            yield
+        for name, value in names.items():
+            setattr(op, name, value)
+        yield
     finally:
         for name, value in before.items():
             setattr(op, name, value)
@@ -66,7 +66,7 @@ def call(form: str, inputs: ReplayInputs, options: dict[str, Any] | None = None,
     plan = inputs.plan(**of_slots)
     if form == "planned":
         return inputs.step(plan=plan, **options or {})
-    with parted():
+    with suspended(), parted():
         return inputs.step(plan=plan, **options or {})
 
 
@@ -199,11 +199,28 @@ def configs_agree(case: ReplayCase, device: torch.device) -> None:
     first = inputs.fresh()
     y = call("decided", first)
     lanes = case.problem.lane_choices[0]
-    for form, together in (("decided", 1), ("decided", 2), ("parted", 4), ("planned", 4), ("parted", 1)):
-        again, config = inputs.fresh(), Config(16, 1, lanes, together)
+    for form, rows, together in (("decided", 16, 1), ("decided", 32, 2), ("parted", 16, 4), ("planned", 16, 4)):
+        again, config = inputs.fresh(), Config(rows, 1, lanes, together)
         with override(config):
             require_equal_bytes(f"output with {config}, {form}", call(form, again), y)
         require_equal_states(f"the pool with {config}, {form}", again.state, first.state)
+
+
+@law("a replay that repeats another, and so starts its kernels directly, gives the same bytes", needs="cuda")
+def direct_launches(case: ReplayCase, device: torch.device) -> None:
+    inputs = case.make_inputs(device)
+    for form, around in (("decided", nullcontext), ("planned", nullcontext), ("planned", parted)):
+        ordinary, repeated = inputs.fresh(), inputs.fresh()
+        with around():
+            with suspended():
+                y = call(form, ordinary)
+            out = torch.empty_like(y)
+            call(form, repeated, {"out": out})
+            require(bool(repeated.state.state.launches), "nothing was remembered of the first call")
+            restore(repeated.state, inputs.state)
+            call(form, repeated, {"out": out.zero_()})
+        require_equal_bytes(f"output, {form}", out, y)
+        require_equal_states(f"the pool, {form}", repeated.state, ordinary.state)
 
 
 @law(
