@@ -1,14 +1,15 @@
 """mamba3_step on four states in slots: as gathered and scattered, angles over many tokens, and races."""
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import product
 
 import pytest
 import torch
+from racing import LAUNCHES, busy
 from torch import Tensor
 
 from flashstate.launch import Config, override, valid_configs
@@ -257,8 +258,6 @@ def test_angles_stay_in_a_turn_at_its_edges(rank: int, device: torch.device) -> 
 
 # Races: every row of a head reads what is overwritten in the same launch
 
-LAUNCHES = 200
-
 
 def measured() -> dict[str, tuple[Mamba3Case, Config]]:
     """A case for every config that the table of the H200 has for Mamba-3, by where it has it; of a table that has none,
@@ -299,18 +298,6 @@ def in_tiles() -> dict[str, tuple[Mamba3Case, Config]]:
 
 
 RACES = {**measured(), **in_tiles()}
-
-
-@contextmanager
-def busy() -> Iterator[None]:
-    """The GPU multiplies matrices meanwhile, on a stream of its own."""
-    stream, matrix = torch.cuda.Stream(), torch.randn(2048, 2048, device=CUDA)
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2 * LAUNCHES):
-            matrix = (matrix @ matrix).clamp(-1, 1)
-    yield
-    torch.cuda.synchronize()
 
 
 def require_equal_launches(

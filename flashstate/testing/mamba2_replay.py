@@ -88,7 +88,8 @@ class ReplayInputs(Inputs):
 
     def plan(self, **of_slots: Any) -> Plan:
         """A plan of this call, with these fields of Slots."""
-        return self.state.ring.plan(self.at(**of_slots), self.row_lengths[0] if self.lengths is None else None)
+        tokens = self.main.shape[1] if self.has_token_axis else 1
+        return self.state.ring.plan(self.at(**of_slots), tokens if self.lengths is None else None)
 
     @property
     def tokens(self) -> Tensor:

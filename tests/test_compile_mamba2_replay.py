@@ -1,0 +1,99 @@
+"""What the compiler makes of the kernels of mamba2_replay and mamba2_fold, without a GPU."""
+
+import re
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compiling import (
+    ARCHITECTURES,
+    access_bytes,
+    collected,
+    compile_launch,
+    expected_accesses,
+    spilled_bytes,
+)
+
+import flashstate
+from flashstate.laws.replay import parted
+from flashstate.testing import ReplayCase, dtype
+
+pytestmark = pytest.mark.compiled
+
+CPU = torch.device("cpu")
+REAL = ReplayCase(2, 16, 1, 64, 128, x="bfloat16", dt="bfloat16", slots=3)
+ODD = ReplayCase(3, 4, 2, 33, 20, tokens=3, packed=True, x="float16", D="row", window=20, spare=1)
+
+
+@cache
+def compiled(form: str, case: ReplayCase, architecture: int | str) -> Any:
+    """The kernel of a call that decides for every row, or those that "fold" or "keep" the rows of a plan; or that of a
+    "mamba2_fold" in place."""
+    inputs = case.make_inputs(CPU)
+    plan = inputs.plan()  # by the reference, so that no launch of it is collected
+    with collected(architecture) as launches, parted():
+        if form == "mamba2_fold":
+            flashstate.mamba2_fold(inputs.state.state, inputs.state.ring, inputs.arguments["A"])
+        else:
+            inputs.step(**{} if form == "either" else {"plan": plan})
+    (launch,) = (launch for launch in launches if launch.constants.get("ROWS_DO", form) == form)
+    return compile_launch(launch, architecture)
+
+
+TURNS = [
+    ("keep", replace(REAL, format="bfloat16", tokens=6)),
+    ("fold", replace(REAL, format="int8", rounding="stochastic")),
+    ("either", replace(ODD, format="float16", rounding="stochastic")),
+    ("mamba2_fold", replace(REAL, format="float32")),
+    ("fold", replace(REAL, format="float16", rounding="stochastic", tokens=16)),
+    ("keep", replace(REAL, format="float8_e4m3fn", window=64)),
+    ("either", replace(REAL, format="int16", x="float32")),
+    ("fold", replace(ODD, format="float8_e4m3fn", window=64)),
+]
+
+
+def state_loads(kernel: Any, name: str) -> set[int]:
+    """Bytes of the accesses by which threads load a state. No hint tells them from others, but their type does,
+    which nothing else has in chunks of this size."""
+    ttgir, size = kernel.asm["ttgir"], dtype(name).itemsize
+    element = {4: "f32", 2: "f16" if name == "float16" else "i16", 1: "i8"}[size]
+    neighbours = dict(re.findall(r"^(#blocked\d*) = #ttg\.blocked<{sizePerThread = \[1, (\d+)\]", ttgir, re.MULTILINE))
+    found = re.findall(rf"tt\.load .*tensor<\d+x{64 // size}x!tt\.ptr<{element}>, (#blocked\d*)>", ttgir)
+    return {int(neighbours[layout]) * size for layout in found}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "form", "case"),
+    [(architecture, *TURNS[i % len(TURNS)]) for i, architecture in enumerate(ARCHITECTURES)],
+    ids=str,
+)
+def test_every_architecture_has_kernels_with_16_byte_accesses_of_the_state(
+    architecture: int | str, form: str, case: ReplayCase
+) -> None:
+    """Forms, formats and shapes by turns; odd rows are no multiple of 16 bytes."""
+    kernel = compiled(form, case, architecture)
+    loads, stores = access_bytes(kernel)
+    if case.cols == REAL.cols:
+        loads = state_loads(kernel, case.format) if isinstance(architecture, int) else loads  # of AMD, the widest
+        assert loads == {16}
+        assert stores >= expected_accesses(architecture, case.format) or form == "keep"
+
+
+@pytest.mark.parametrize("name", ["float32", "float16", "int8"])
+def test_a_row_that_does_not_fold_is_read_in_16_bytes_not_written_and_kept_in_registers(
+    name: str, tmp_path: Path
+) -> None:
+    kernel = compiled("keep", replace(REAL, format=name), 90)
+    assert state_loads(kernel, name) == {16}
+    assert not access_bytes(kernel)[1]
+    assert spilled_bytes(kernel, tmp_path) == 0
+
+
+def test_products_are_of_tensor_cores_of_one_warp() -> None:
+    """Products of a warp group would sum in another order."""
+    ptx = compiled("keep", replace(REAL, format="float16"), 90).asm["ptx"]
+    assert "mma.sync.aligned.m16n8k16" in ptx
+    assert "wgmma" not in ptx
