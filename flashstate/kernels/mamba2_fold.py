@@ -71,7 +71,7 @@ def mamba2_fold_kernel(
     j = tl.arange(0, ROOM)
     row, lives = wrapped(start + j, L), j < live
     x_rows = ring_x_ptr + slot * ring_x_stride + (h * L + row) * ROWS
-    x = load_rows(x_rows, lives, first_row, ROWS, BLOCK_ROWS, BYTES)
+    x = load_rows(x_rows, lives, first_row, ROWS, BLOCK_ROWS, BYTES, ROWS % BLOCK_ROWS == 0)
     B_rows = ring_B_ptr + slot * ring_B_stride + (g * L + row) * COLS
     B = load_chunks(B_rows, lives, TERMS, BYTES, COLS, BLOCK_COLS, CHUNK, VECTOR, 2, TARGET)
     dt_ptrs = ring_dt_ptr + slot * ring_dt_stride + h * L + (row[:, None] + tl.zeros([1, 2], tl.int32))

@@ -203,10 +203,10 @@ def load_tile_inputs(
     x_rows = either_row(of_ring, ring_x, ring_row * ROWS, token_base(x_at, b, first, h), token, WIDE)
     # Told of wider accesses than those of the state, the compiler would load a tile of the same shape in their layout.
     BESIDE: tl.constexpr = min(BYTES, VECTOR * x_rows.dtype.element_ty.primitive_bitwidth // 8)
-    x = load_rows(x_rows, of_ring | new, first_row, ROWS, BLOCK_ROWS, BESIDE)
+    x = load_rows(x_rows, of_ring | new, first_row, ROWS, BLOCK_ROWS, BESIDE, ROWS % BLOCK_ROWS == 0)
     old_x = x
     if FOLDS:
-        old_x = load_rows(ring_x + ring_row * ROWS, lives, first_row, ROWS, BLOCK_ROWS, BESIDE)
+        old_x = load_rows(ring_x + ring_row * ROWS, lives, first_row, ROWS, BLOCK_ROWS, BESIDE, ROWS % BLOCK_ROWS == 0)
     z = x
     if z_at[0] is not None:
         rows = first_row + tl.arange(0, BLOCK_ROWS)
@@ -289,7 +289,7 @@ def replay_tiles(
     weights, decay = with_C, tl.zeros([TOKENS], tl.float32)
     if UPDATE and first_tile == 0:
         cols = tl.arange(0, BLOCK_COLS)
-        kept = load_rows(B_rows, appends, 0, COLS, BLOCK_COLS, BYTES)
+        kept = load_rows(B_rows, appends, 0, COLS, BLOCK_COLS, BYTES, COLS == BLOCK_COLS)
         to = tl.multiple_of((ring_B + to_row * COLS)[:, None] + cols[None, :], (1, BYTES))
         tl.store(to, kept, mask=appends[:, None] & (cols < COLS)[None, :])
 

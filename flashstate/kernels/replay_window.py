@@ -17,12 +17,14 @@ def wrapped(row, L):
 
 
 @triton.jit
-def load_rows(rows, exists, first, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BYTES: tl.constexpr):
+def load_rows(
+    rows, exists, first, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BYTES: tl.constexpr, INSIDE: tl.constexpr
+):  # fmt: skip
     """Values of every token, (tokens, BLOCK), from column `first` of the rows that these pointers start; zero for what
-    does not exist. BYTES: that all of these rows are aligned to."""
+    does not exist. BYTES: that all of these rows are aligned to. INSIDE: whether all of these columns exist."""
     cols = first + tl.arange(0, BLOCK)
     mask = exists[:, None]
-    if WIDTH % BLOCK != 0:
+    if not INSIDE:
         mask = mask & (cols < WIDTH)[None, :]
     ptrs = tl.multiple_of(rows[:, None] + cols[None, :], (1, BYTES))  # of arguments the compiler would forget it
     return tl.load(ptrs, mask=mask, other=0.0)
@@ -38,7 +40,7 @@ def load_chunks(
     BESIDE: tl.constexpr = PER_COLUMNS * rows.dtype.element_ty.primitive_bitwidth // 8
     chunks = ()
     for i in tl.static_range(BLOCK_COLS // CHUNK):
-        values = load_rows(rows, exists, i * CHUNK, COLS, CHUNK, min(BYTES, BESIDE))
+        values = load_rows(rows, exists, i * CHUNK, COLS, CHUNK, min(BYTES, BESIDE), (i + 1) * CHUNK <= COLS)
         chunks = chunks + (terms_of(as_operand(values, PER_COLUMNS, WIDTH), TERMS, TARGET),)
     return chunks
 
