@@ -1,6 +1,7 @@
 """What the compiler makes of the kernels of mamba2_replay and mamba2_fold, without a GPU."""
 
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -18,6 +19,7 @@ from compiling import (
 )
 
 import flashstate
+from flashstate.launch import Config, override
 from flashstate.laws.replay import parted
 from flashstate.testing import ReplayCase, dtype
 
@@ -29,12 +31,12 @@ ODD = ReplayCase(3, 4, 2, 33, 20, tokens=3, packed=True, x="float16", D="row", w
 
 
 @cache
-def compiled(form: str, case: ReplayCase, architecture: int | str) -> Any:
+def compiled(form: str, case: ReplayCase, architecture: int | str, config: Config | None = None) -> Any:
     """The kernel of a call that decides for every row, or those that "fold" or "keep" the rows of a plan; or that of a
-    "mamba2_fold" in place."""
+    "mamba2_fold" in place. With the heuristic's config if none is given."""
     inputs = case.make_inputs(CPU)
     plan = inputs.plan()  # by the reference, so that no launch of it is collected
-    with collected(architecture) as launches, parted():
+    with collected(architecture) as launches, parted(), override(config) if config else nullcontext():
         if form == "mamba2_fold":
             flashstate.mamba2_fold(inputs.state.state, inputs.state.ring, inputs.arguments["A"])
         else:
@@ -44,12 +46,12 @@ def compiled(form: str, case: ReplayCase, architecture: int | str) -> Any:
 
 
 TURNS = [
-    ("keep", replace(REAL, format="bfloat16", tokens=6)),
     ("fold", replace(REAL, format="int8", rounding="stochastic")),
+    ("keep", replace(REAL, format="bfloat16", tokens=6)),
+    ("keep", replace(REAL, format="float16")),
     ("either", replace(ODD, format="float16", rounding="stochastic")),
-    ("mamba2_fold", replace(REAL, format="float32")),
     ("fold", replace(REAL, format="float16", rounding="stochastic", tokens=16)),
-    ("keep", replace(REAL, format="float8_e4m3fn", window=64)),
+    ("mamba2_fold", replace(REAL, format="float32")),
     ("either", replace(REAL, format="int16", x="float32")),
     ("fold", replace(ODD, format="float8_e4m3fn", window=64)),
 ]
@@ -86,10 +88,16 @@ def test_every_architecture_has_kernels_with_16_byte_accesses_of_the_state(
 def test_a_row_that_does_not_fold_is_read_in_16_bytes_not_written_and_kept_in_registers(
     name: str, tmp_path: Path
 ) -> None:
-    kernel = compiled("keep", replace(REAL, format=name), 90)
+    kernel = compiled("keep", replace(REAL, format=name), 90, Config(16, 1, 4, 8))
     assert state_loads(kernel, name) == {16}
     assert not access_bytes(kernel)[1]
     assert spilled_bytes(kernel, tmp_path) == 0
+
+
+@pytest.mark.parametrize("name", ["float32", "float16"])
+def test_the_config_that_was_measured_fastest_does_not_spill_much(name: str, tmp_path: Path) -> None:
+    """Larger tiles, or so few registers that an SM has 16 warps, are worth a few on the stack."""
+    assert spilled_bytes(compiled("keep", replace(REAL, format=name), 90), tmp_path) <= 128
 
 
 def test_products_are_of_tensor_cores_of_one_warp() -> None:
