@@ -36,12 +36,11 @@ def interpreted_pairs(groups: Sequence[Sequence[AnyCase]], turns: int = 1) -> Pa
 
 
 def by_turns(spoken: Iterable[str], groups: Sequence[Sequence[AnyCase]], turns: int = 1) -> Pairs:
-    """These laws with one case of one group in so many, by turns, if they speak of any."""
+    """These laws with one case of one group in so many, by turns, of the groups they speak of."""
     chosen: Pairs = []
     for w, words in enumerate(spoken):
-        for k, group in enumerate(groups[w % turns :: turns]):
-            spoken_of = pairs([words], group)
-            chosen += [spoken_of[(w // turns + k) % len(spoken_of)]] if spoken_of else []
+        spoken_of = [found for group in groups if (found := pairs([words], group))]
+        chosen += [found[(w // turns + k) % len(found)] for k, found in enumerate(spoken_of[w % turns :: turns])]
     return chosen
 
 

@@ -36,7 +36,7 @@ OTHERS = [words for words in laws("", "kernels", among=REPLAY_LAWS) if words != 
 ON_THE_REFERENCE = pairs([ACCURACY], ODD_REPLAY_CASES) + by_turns(
     [words for words in OTHERS if words != ALL_CONFIGS], GROUPS
 )
-IN_THE_INTERPRETER = pairs([ACCURACY], ODD_REPLAY_CASES) + by_turns(OTHERS, GROUPS, turns=5)  # which is slow
+IN_THE_INTERPRETER = pairs([ACCURACY], ODD_REPLAY_CASES) + by_turns(OTHERS, GROUPS, turns=6)  # which is slow
 ON_A_GPU = gpu_pairs(by_shape(REAL_REPLAY_CASES), lambda case: case.heads <= 16, REPLAY_LAWS, FIRST)
 
 
@@ -54,7 +54,7 @@ def test_every_law_is_tried_in_the_interpreter_and_every_form_and_format_there_b
     for kind_of, kinds in ((FORM_OF.__getitem__, set(ODD_REPLAY_SHAPES)), (format_of, set(PORTABLE_FORMATS))):
         met = Counter(kind_of(case) for words, case in IN_THE_INTERPRETER if words != ACCURACY)
         assert met.keys() == kinds
-        assert min(met.values()) >= 3
+        assert min(met.values()) >= 2
 
 
 def test_every_law_meets_every_format_and_every_shape_on_a_gpu() -> None:

@@ -267,7 +267,7 @@ class StatePool(Generic[LayerT]):
     @property
     def has_windows(self) -> bool:
         """Whether it has windows of convolutions."""
-        return bool(self._windows)
+        return len(self._windows) > 0
 
     def window(self, i: int) -> Tensor:
         """The window of the convolution of layer i, for `conv1d_step`: (slots, channels, length)."""
@@ -279,7 +279,7 @@ class StatePool(Generic[LayerT]):
     @property
     def has_rings(self) -> bool:
         """Whether it has rings for replay."""
-        return bool(self._rings)
+        return len(self._rings) > 0  # torch.compile cannot take a tuple for a truth value
 
     def ring(self, i: int) -> Ring:
         """The ring of layer i, for `mamba2_replay`; the same object every time."""

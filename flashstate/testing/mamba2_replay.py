@@ -86,6 +86,11 @@ class ReplayInputs(Inputs):
 
     state: ReplayPool
 
+    def step(self, **changes: Any) -> Tensor:
+        if "plan" in changes:
+            changes["slots"] = None  # the plan has them; made again they would be copied from the host
+        return super().step(**changes)
+
     def plan(self, **of_slots: Any) -> Plan:
         """A plan of this call, with these fields of Slots."""
         tokens = self.main.shape[1] if self.has_token_axis else 1
