@@ -5,8 +5,8 @@ new tokens alone. One matrix says how much every token of the window counts for 
 with x, and the state with C, tile by tile. Where a row folds, they add the products of the ring to the state first, on
 float32 as sums of bfloat16. A program is one warp, because all warps would have to make the matrix, and hand it around.
 
-Kernels that only fold, or never do, walk along their part of a plan. One that decides for every row serves small
-batches, and calls without a plan. All give the same bytes.
+Kernels that only fold, or never do, walk along their part of a plan. One that can do both serves small batches, and
+calls without a plan, where every row decides. All give the same bytes.
 """
 
 import triton
@@ -399,13 +399,15 @@ def mamba2_replay_kernel(
     PADDING: tl.constexpr,  # the output of padding rows: "zero", "fresh", from a zero state, or "keep", as it was
     ROUNDING: tl.constexpr, ROUNDS: tl.constexpr, TARGET: tl.constexpr,
     TOKENS: tl.constexpr, ROOM: tl.constexpr,  # there is room for, of a call and in a window
-    TILES: tl.constexpr,  # of a program
+    TILES: tl.constexpr,  # that a program takes at a time
+    FOLD_TILES: tl.constexpr,  # the same where a plan says that it folds, which takes longer
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr,  # of a tile
     PLACE: tl.constexpr,  # "first" and "second" of two kernels that run side by side, or "alone"
 ):  # fmt: skip
     GROUPS: tl.constexpr = H // HEADS_PER_GROUP
     TILES_OF_GROUP: tl.constexpr = HEADS_PER_GROUP * ((ROWS + BLOCK_ROWS - 1) // BLOCK_ROWS)
     PARTS: tl.constexpr = TILES_OF_GROUP // TILES  # that programs have of a group
+    FOLD_PARTS: tl.constexpr = TILES_OF_GROUP // FOLD_TILES
     BYTES: tl.constexpr = 16 if ALIGNED else 1
     x_at, dt_at, B_at = (x_ptr, x_b, x_t, x_h), (dt_ptr, dt_b, dt_t, dt_h), (B_ptr, B_b, B_t, B_h)
     C_at, z_at, out = (C_ptr, C_b, C_t, C_h), (z_ptr, z_b, z_t, z_h), (out_ptr, out_b, out_t, out_h)
@@ -417,16 +419,22 @@ def mamba2_replay_kernel(
 
     if PLACE == "first":  # the rows of the second are others
         gdc_launch_dependents()
-    begin, end = tl.program_id(0) * 0, batch
-    if ROWS_DO == "fold":
-        end = tl.load(parts_ptr)
-    if ROWS_DO == "keep":
-        begin = tl.load(parts_ptr)
-    for number in tl.range(
-        begin * (GROUPS * PARTS) + tl.program_id(0), end * (GROUPS * PARTS), tl.num_programs(0), num_stages=1
-    ):
+    folding = tl.program_id(0) * 0  # rows; they come first in a plan
+    if rows_ptr is not None:
+        folding = tl.load(parts_ptr)
+    to_fold, to_keep = folding * 0, folding * 0  # parts of groups
+    if ROWS_DO != "keep":
+        to_fold = folding * (GROUPS * FOLD_PARTS)
+    if ROWS_DO != "fold":
+        to_keep = (batch - folding) * (GROUPS * PARTS)
+    for number in tl.range(tl.program_id(0), to_fold + to_keep, tl.num_programs(0), num_stages=1):
         item = tl.program_id(0) * 0 + number  # a number of the kernel also where the interpreter has one of Python
-        i, g, first_tile = item // (GROUPS * PARTS), item // PARTS % GROUPS, item % PARTS * TILES
+        folds, kept = item < to_fold, item - to_fold
+        i, g, first_tile = folding + kept // (GROUPS * PARTS), kept // PARTS % GROUPS, kept % PARTS * TILES
+        if ROWS_DO != "keep":
+            i = tl.where(folds, item // (GROUPS * FOLD_PARTS), i)
+            g = tl.where(folds, item // FOLD_PARTS % GROUPS, g)
+            first_tile = tl.where(folds, item % FOLD_PARTS * FOLD_TILES, first_tile)
         if rows_ptr is None:
             read = (read_ptr, read_stride, 1, None)
             row = row_of_batch(
@@ -435,11 +443,13 @@ def mamba2_replay_kernel(
         else:
             row = planned_row(rows_ptr, i, cu_seqlens_ptr, tokens)
         _, slot, _, live, _, count = row
-        if ROWS_DO == "fold" or (ROWS_DO == "either" and live + count > WINDOW):
+        if rows_ptr is None:
+            folds = live + count > WINDOW
+        if ROWS_DO == "fold" or (ROWS_DO == "either" and folds):
             replay_tiles(
                 pool, ring, activations, parameters, drawing, row, g, first_tile, L,
                 True, UPDATE, PADDING, HEADS_PER_GROUP, ROWS, COLS, VECTOR, BYTES, WIDE, D_PER_ROW, DT_SOFTPLUS,
-                ROUNDING, ROUNDS, TARGET, TOKENS, ROOM, TILES, BLOCK_ROWS, BLOCK_COLS, CHUNK, AHEAD,
+                ROUNDING, ROUNDS, TARGET, TOKENS, ROOM, FOLD_TILES, BLOCK_ROWS, BLOCK_COLS, CHUNK, AHEAD,
             )  # fmt: skip
         elif PADDING == "fresh" or slot >= 0:
             replay_tiles(

@@ -307,6 +307,7 @@ def _start_kernels(
         of_form = {
             "ROWS_DO": form.op.split()[1], "TILES": tiles, "BLOCK_ROWS": config.block_rows,
             "BLOCK_COLS": form.block_cols, "CHUNK": form.chunk(config.lanes), "PLACE": place,
+            "FOLD_TILES": 1 if planned and len(forms) == 1 else tiles,
         }  # fmt: skip
         all_constants, early = {**constants, **of_form}, place == "second"
         started.append(
