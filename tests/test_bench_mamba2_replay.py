@@ -20,11 +20,11 @@ from flashstate.bench.jobs import Live, Stored
 from flashstate.bench.mamba2_replay import DRAFTING, LIVE, LIVE_BY_ONE, MAMBA2_REPLAY, bind_flashstate, check
 from flashstate.bench.measure import Report, inputs_of, measure_on_gpu, storing_for
 from flashstate.bench.peers import MeasurementError, Step, Storing
-from flashstate.bench.replay_case import LEAST_SLOTS, WINDOW, CursorCase, RingCase, RingJob, RingPool, job_of
+from flashstate.bench.replay_case import LEAST_SLOTS, WINDOW, CursorCase, RingCase, RingJob, job_of
 from flashstate.bench.results import read_csv, write_csv
 from flashstate.bench.timing import Timing
 from flashstate.cli import main
-from flashstate.testing import Case, Inputs, interpreted, make_inputs
+from flashstate.testing import Case, Inputs, ReplayPool, interpreted, make_inputs
 
 CPU = torch.device("cpu")
 TINY = Case(batch=4, heads=2, groups=1, rows=4, cols=16, slots=7, x="bfloat16", bc="bfloat16", dt="bfloat16")
@@ -180,7 +180,7 @@ def test_it_is_not_tuned_and_has_no_snapshots_to_show(capsys: pytest.CaptureFixt
 # What is checked
 
 
-def spoiled(spoil: Callable[[RingPool, Tensor, Tensor], object]) -> Callable[[Inputs, Storing], Step]:
+def spoiled(spoil: Callable[[ReplayPool, Tensor, Tensor], object]) -> Callable[[Inputs, Storing], Step]:
     """A binding whose pool or output is spoiled after the call; it is told the slots, too."""
 
     def bind(inputs: Inputs, storing: Storing) -> Step:
@@ -211,7 +211,7 @@ def test_what_is_right_passes_the_check(live: Live, name: str, rounding: str, to
         check(lambda inputs, storing: bind_flashstate(inputs, storing, bare=True), inputs_of(job.case, CPU))
 
 
-def new_row(pool: RingPool, slot: Tensor) -> Tensor:
+def new_row(pool: ReplayPool, slot: Tensor) -> Tensor:
     """The row of the ring that the first new token of each slot went to."""
     return ((pool.start + pool.count)[slot] % pool.x.shape[2]).long()
 
@@ -224,7 +224,7 @@ def change(tensor: Tensor, *index: Tensor | int) -> None:
 
 BUDGET = r"is .* times the error budget away from float64$"
 KEPT = r"other than it must be$"
-SPOILS: dict[str, tuple[Live, Callable[[RingPool, Tensor, Tensor], object], str]] = {
+SPOILS: dict[str, tuple[Live, Callable[[ReplayPool, Tensor, Tensor], object], str]] = {
     "an output": ("uniform", lambda pool, slot, y: y[-1].mul_(1.5), f"its output {BUDGET}"),
     "outputs of others": ("uniform", lambda pool, slot, y: y.copy_(y.flip(0)), f"its output {BUDGET}"),
     "a folded state": ("all fold", lambda pool, slot, y: pool.data[slot[-1], -1, -1].zero_(), f"its state {BUDGET}"),

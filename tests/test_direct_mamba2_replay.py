@@ -159,6 +159,12 @@ WRONG: dict[str, Form] = {
     "slots must be a Slots": given(slots="all"),
     "slots.write is not for replay": at(write=lambda read: read),
     "plan must be a Plan": given(plan=1, slots=None),
+    "plan was made for rings of other slots": lambda a: {**a, "slots": None, "plan": make_pool().plan(a["slots"], 3)},
+    "plan was made for rings with a window of 7": lambda a: {
+        **a,
+        "slots": None,
+        "plan": replace(a["ring"], window=7).plan(a["slots"], 3),
+    },
     "slots must be left out with a plan": lambda a: {**planned(a), "slots": a["slots"].read.clone()},
     "out must be bfloat16": given(out=torch.zeros(BATCH, 3, H, D)),
 }
@@ -167,11 +173,12 @@ WRONG: dict[str, Form] = {
 @pytest.mark.parametrize("message", WRONG)
 def test_wrong_input_is_refused_also_after_calls_that_were_right(message: str, launcher: Launcher) -> None:
     arguments = arguments_of(None, 3)
-    for _ in range(2):
-        mamba2_replay(**arguments)
+    for right in (arguments, planned(arguments)):
+        for _ in range(2):
+            mamba2_replay(**right)
     with pytest.raises((TypeError, ValueError), match=message):
         mamba2_replay(**WRONG[message](arguments))
-    assert (len(launcher.ordinary), len(launcher.directly)) == (1, 1)
+    assert (len(launcher.ordinary), len(launcher.directly)) == (2, 2)
 
 
 def test_what_a_server_makes_anew_for_every_call_repeats_it(launcher: Launcher) -> None:

@@ -343,14 +343,26 @@ def test_a_wrong_fold_is_refused_by_name(change: Change, error: type[Exception],
 # Rows that meet, and calls that are right
 
 
+def with_cursor(name: str, value: int) -> Callable[[Ring], Ring]:
+    """A ring with another number in slot 0."""
+    at_slot_0 = torch.tensor([0])
+    return lambda ring: replace(ring, **{name: getattr(ring, name).index_fill(0, at_slot_0, value)})
+
+
 DEBUGGED: list[Refusal] = [
     ("two rows", only("slots", lambda t: t[[0, 1, 1]]), ValueError, "^slots write slot 0 more than once: rows 1, 2"),
     ("a slot past the pool", only("slots", lambda t: t + SLOTS), IndexError, "read slot 12"),
+    *[
+        (f"{name} {value}", only("ring", with_cursor(name, value)), ValueError, "^ring.start must be below .* slot 0 ")
+        for name, value in (("start", -1), ("start", 99), ("count", -1), ("count", 99))
+    ],
 ]
 
 
 @table(DEBUGGED)
-def test_rows_that_meet_are_found_by_debug(change: Change, error: type[Exception], message: str) -> None:
+def test_rows_that_meet_and_wrong_cursors_are_found_by_debug(
+    change: Change, error: type[Exception], message: str
+) -> None:
     in_place = {**fold_arguments(), "into": None}
     with debug():
         refuses_change(mamba2_replay, arguments_of(), change, error, message)

@@ -328,6 +328,31 @@ RACES = {
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("around", [nullcontext, busy], ids=["idle", "busy"])
+@pytest.mark.parametrize("which", RACES)
+def test_plans_commits_and_folds_of_equal_rings_give_equal_bytes(
+    which: str, around: Callable[[], AbstractContextManager[None]]
+) -> None:
+    inputs = RACES[which].make_inputs(CUDA)
+    run, slots, accepted = inputs.fresh(), inputs.at(), inputs.tokens // 2
+
+    def results() -> list[Tensor]:
+        restore(run.state, inputs.state)
+        pool, plan = run.state, run.state.ring.plan(slots, None if inputs.lengths else inputs.row_lengths[0])
+        flashstate.mamba2_fold(pool.state, pool.ring, inputs.arguments["A"], slots=inputs.slots)
+        pool.ring.folded(inputs.slots)
+        pool.ring.commit(plan, accepted)
+        return [plan.rows, plan.parts, *slotted(pool).values()]
+
+    want = [tensor.clone() for tensor in results()]
+    differs = torch.zeros((), dtype=torch.int64, device=CUDA)
+    with around():
+        for _ in range(LAUNCHES):
+            differs += sum((bits_of(got) != bits_of(wanted)).sum() for got, wanted in zip(results(), want, strict=True))
+    assert int(differs) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("around", [nullcontext, busy], ids=["idle", "busy"])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("which", RACES)
 def test_launches_on_equal_inputs_give_equal_bytes_in_every_form(

@@ -31,6 +31,7 @@ from flashstate import Plan, Ring, State, StatePool
 
 READ = torch.tensor([5, 0, 3])
 BOUNDS = torch.tensor([0, 2, 2, 5])
+MAMBA3 = [StatePool.mamba3(slots=6, layers=LAYERS, heads=4, rows=3, cols=5).layer(i) for i in range(LAYERS)]
 HUGE = torch.zeros(7, 4, 7, 1 << 27, device="meta")
 
 
@@ -87,6 +88,7 @@ RINGS: list[Refusal] = [
         )
         for n in (3, 8)
     ],
+    ("one cursor twice", lambda a: {"start": a["count"]}, ValueError, "^start and count must be two tensors, got one"),
     ("huge", lambda a: {n: HUGE if n == "x" else on_meta(t) for n, t in a.items()}, ValueError, r"fewer than 2\^31"),
     ("no groups", only("B", lambda t: t[:, :0]), ValueError, r"^B must not be empty, got shape \(7, 0, 7, 8\)"),
     ("no columns", only("B", lambda t: t[..., :0]), ValueError, "^B must not be empty"),
@@ -117,7 +119,8 @@ PLANS: list[Refusal] = [
     ("slots a tensor", only("slots", lambda s: s.read), TypeError, "^slots must be a Slots or None, got Tensor"),
     ("no slots for a batch of 3", given(slots=None), ValueError, r"^rows must have shape \(batch=7, numbers=8\)"),
     *[(f"tokens {n!r}", given(tokens=n), TypeError, "^tokens must be an int") for n in (None, True, 1.0)],
-    *[(f"tokens {n}", given(tokens=n), ValueError, "^tokens must be from 0 to 64") for n in (-1, 65)],
+    *[(f"tokens {n}", given(tokens=n), ValueError, "^tokens must be from 0 to 4") for n in (-1, 5)],
+    *[(f"window {n}", given(window=n), ValueError, "^window must be from 1 to 64") for n in (0, 65)],
     *[
         (f"{name} {what}", only(name, change), error, message.format(name=name))
         for name in ("rows", "parts", "count")
@@ -217,6 +220,12 @@ COMMITTED: list[Refusal] = [
     ("plan a tensor", only("plan", lambda p: p.rows), TypeError, "^plan must be a Plan, got Tensor"),
     ("plan of another ring", given(plan=Ring(**ring_arguments()).plan(READ, 2)), ValueError, OTHER_RING),
     ("plan elsewhere", only("plan", on_meta), ValueError, OTHER_RING),
+    (
+        "plan of another window",
+        only("ring", lambda r: replace(r, window=3)),
+        ValueError,
+        "^plan was made for .* of 4, ",
+    ),
     ("accepted a list", only("accepted", Tensor.tolist), TypeError, "^accepted must be a tensor, got list"),
     ("accepted an int", given(accepted=1), TypeError, "^accepted must be a tensor, got int"),
     ("accepted bool", only("accepted", Tensor.bool), TypeError, "^accepted must be int32 or int64, got bool"),
@@ -316,6 +325,7 @@ WRAPPED: list[Refusal] = [
     ("a Ring", only("rings", lambda r: r[0]), ValueError, f"{PER_LAYER} Ring"),
     ("a tensor", only("rings", lambda r: [r[0], r[0].x]), TypeError, r"^rings\[1\] must be a Ring, got Tensor"),
     ("None", only("rings", lambda r: [None, r[1]]), TypeError, r"^rings\[0\] must be a Ring, got NoneType"),
+    ("of Mamba-3", given(states=MAMBA3), TypeError, "^rings are for states of Mamba-2, each a State, got Mamba3State"),
     (
         "of another pool",
         only("rings", lambda r: [r[0], rings_of(SHAPES)[1]]),

@@ -12,7 +12,7 @@ from flashstate.bench.jobs import BenchedOp, Grid, Live
 from flashstate.bench.measure import check as check_step
 from flashstate.bench.measure import require_within_budgets, slots_of
 from flashstate.bench.peers import IN_PLACE, Binding, Launch, MeasurementError, Peer, Step, Storing
-from flashstate.bench.replay_case import CursorInputs, RingCase, RingPool, job_of
+from flashstate.bench.replay_case import CursorInputs, RingCase, job_of
 from flashstate.ops.mamba2_replay import mamba2_replay
 from flashstate.reference import rings as reference
 from flashstate.reference.mamba2 import softplus
@@ -20,7 +20,7 @@ from flashstate.reference.mamba2_replay import BEFORE_THE_FIRST_TOKEN, replayed
 from flashstate.reference.state_io import advance_seeds
 from flashstate.state.formats import bits_of, decode
 from flashstate.state.slots import Slots
-from flashstate.testing import Inputs, encoded, error_ratio, slotted
+from flashstate.testing import Inputs, ReplayInputs, ReplayPool, encoded, error_ratio, slotted
 
 TOKENS = 6  # of a step that drafts
 LIVE: tuple[Live, ...] = ("none folds", "stationary", "uniform", "all fold")
@@ -39,7 +39,7 @@ HOST_CASE = RingCase(**vars(mamba2.HOST_CASE))
 def bind_flashstate(inputs: Inputs, storing: Storing = IN_PLACE, *, bare: bool = False) -> Step:
     """A call with a plan that was made before, as all layers of a model but the first have it; with `bare` without one.
     On a pool without rings the step of mamba2_step."""
-    if not isinstance(inputs.state, RingPool):
+    if not isinstance(inputs, ReplayInputs):
         return mamba2.bind_flashstate(inputs, storing, bare=bare)
     if isinstance(inputs, CursorInputs):
         return bind_cursors(inputs)
@@ -72,7 +72,7 @@ def bind_cursors(inputs: CursorInputs) -> Step:
 
 def check(bind: Binding, inputs: Inputs, storing: Storing = IN_PLACE) -> None:
     """Raise MeasurementError unless a call on a copy of `inputs` gives what it must, and leaves it in the pool."""
-    if not isinstance(inputs.state, RingPool):
+    if not isinstance(inputs, ReplayInputs):
         check_step(bind, inputs, storing)
         return
     copy = inputs.fresh()
@@ -93,7 +93,7 @@ class Replayed:
     state_plain: Tensor
 
 
-def expected(inputs: Inputs, folds: Tensor) -> Replayed:
+def expected(inputs: ReplayInputs, folds: Tensor) -> Replayed:
     """By the recurrence, over live rows and then over the new tokens."""
     pool, slot = inputs.state, inputs.slots.long()
     start, live = pool.start[slot].long(), pool.count[slot].long()
@@ -114,12 +114,11 @@ def outputs(inputs: Inputs, s: Tensor) -> Tensor:
     return torch.stack(y, 1).flatten(0, 1)
 
 
-def require_replayed(inputs: Inputs, got: RingPool, y: Tensor) -> None:
+def require_replayed(inputs: ReplayInputs, got: ReplayPool, y: Tensor) -> None:
     """Raise MeasurementError unless outputs, states that were folded and new time steps are within their budgets, and
     the pool has all else, bit for bit, as it was, but for x and B of the new tokens."""
     slot, want = inputs.slots.long(), inputs.fresh().state
-    length = inputs.row_lengths[0]
-    folds = want.folds(slot, length)
+    length, folds = inputs.row_lengths[0], inputs.folds
     right, into = expected(inputs, folds), slot[folds]
     ratios = {"output": error_ratio(y.reshape(right.y.shape), right.y, right.y_plain)}
     if folds.any():
@@ -147,18 +146,20 @@ def time_steps(inputs: Inputs, dtype: torch.dtype) -> Tensor:
     return softplus(of_tokens(inputs, "dt").to(dtype) + inputs.options["dt_bias"].to(dtype))
 
 
-def require_moved(inputs: CursorInputs, got: RingPool, rows: Tensor) -> None:
+def require_moved(inputs: CursorInputs, got: ReplayPool, rows: Tensor) -> None:
     """Raise MeasurementError unless a plan, the cursors and the seeds are those of plain torch, bit for bit."""
     pool, slots = inputs.fresh().state, Slots(inputs.slots.cpu())
-    start, count, seed = (t.cpu() for t in (pool.start, pool.count, pool.seed))
+    start, count = pool.start.cpu(), pool.count.cpu()
     of_plan, parts = torch.empty(rows.shape, dtype=rows.dtype), torch.empty(2, dtype=torch.int32)
     reference.make_plan(start, count, pool.window, slots, inputs.row_lengths[0], of_plan, parts)
     reference.commit_plan(start, count, pool.window, pool.ring.length, of_plan, inputs.accepted.cpu())
-    if pool.rounding != "nearest":
-        advance_seeds(seed, slots)
-    want = {"rows of the plan": of_plan, "start": start, "count": count, "seed": seed}
-    found = {"rows of the plan": rows, "start": got.start, "count": got.count, "seed": got.seed}
-    require_equal(want, {name: tensor.cpu() for name, tensor in found.items() if tensor is not None})
+    want = {"rows of the plan": of_plan, "start": start, "count": count}
+    found = {"rows of the plan": rows, "start": got.start, "count": got.count}
+    if pool.seed is not None and got.seed is not None:
+        want["seed"], found["seed"] = pool.seed.cpu(), got.seed
+        if pool.rounding != "nearest":
+            advance_seeds(want["seed"], slots)
+    require_equal(want, {name: tensor.cpu() for name, tensor in found.items()})
 
 
 def require_equal(want: dict[str, Tensor], got: dict[str, Tensor]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import astuple, dataclass, replace
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -12,56 +12,16 @@ from flashstate.bench.acceptance import accepted_tokens, live_counts, spread_cou
 from flashstate.bench.jobs import SPARE_SLOTS, Job, Live, Stored
 from flashstate.bench.timing import Timing
 from flashstate.launch import Problem, ReplayProblem
-from flashstate.ops.mamba2_replay import forms_of, mamba2_replay
+from flashstate.ops.mamba2_replay import forms_of
 from flashstate.reference.mamba2 import softplus
 from flashstate.state.formats import encode
-from flashstate.state.ring import FIELDS, Ring
-from flashstate.state.state import State
-from flashstate.testing import AnyCase, Case, Inputs, dtype
+from flashstate.state.ring import FIELDS
+from flashstate.testing import AnyCase, Case, ReplayInputs, dtype
 from flashstate.testing.inputs import MOST_DIFFERENT, Source
-from flashstate.testing.mamba2 import MAMBA2
+from flashstate.testing.mamba2_replay import REPLAY, ReplayPool
 
 WINDOW = 16
 LEAST_SLOTS = 256  # of the pool that a larger one repeats: as many as it takes to have every count as often as it comes
-
-
-@dataclass(frozen=True, eq=False)
-class RingPool:
-    """A Pool of checkpoints, and of the rings behind them: all that has slots, from which State and Ring are made."""
-
-    data: Tensor
-    scale: Tensor | None
-    seed: Tensor | None
-    rounding: str
-    rounds: int
-    stream: int
-    x: Tensor
-    B: Tensor
-    dt: Tensor
-    start: Tensor
-    count: Tensor
-    window: int
-
-    @property
-    def state(self) -> State:
-        return State(
-            self.data, self.scale, rounding=self.rounding, rounds=self.rounds, seed=self.seed, stream=self.stream
-        )
-
-    @property
-    def ring(self) -> Ring:
-        return Ring(self.x, self.B, self.dt, self.start, self.count, self.window)
-
-    def folds(self, slots: Tensor, tokens: int) -> Tensor:
-        """Whether rows of so many tokens fold, in these slots: (batch,) bool."""
-        return self.count[slots.long()] + tokens > self.window
-
-
-def _replay(pool: RingPool, **arguments: Any) -> Tensor:
-    return mamba2_replay(pool.state, pool.ring, **arguments)
-
-
-REPLAY = replace(MAMBA2, step=_replay)
 
 
 @dataclass(frozen=True)
@@ -114,7 +74,7 @@ class RingCase(Case):
         rings = self.batch * (self.counts.double().mean().item() + self.length) * self.ring_row_bytes
         return super().counted_bytes(0) + round(stored + rings) + 2 * 4 * self.batch
 
-    def make_inputs(self, device: torch.device, seed: int = 0) -> Inputs:
+    def make_inputs(self, device: torch.device, seed: int = 0) -> ReplayInputs:
         """Those of mamba2_step, on a pool with rings, whose slots have the live counts of this case in random order.
         Rows that are not live hold something too."""
         plain = Case.make_inputs(replace(self, slots=1), device, seed)
@@ -124,14 +84,14 @@ class RingCase(Case):
         counts = spread_counts(self.live, self.length, WINDOW, self.slots)
         start = torch.randint(length, (self.slots,), generator=source.generator).int()
         order = torch.randperm(self.slots, generator=source.generator)
-        pool = RingPool(
-            data, scale, source.seeds(self.slots), self.rounding, options.rounds, options.stream,
+        pool = ReplayPool(
+            data, scale, source.seeds(self.slots),
             self._for_slots(source.normal(MOST_DIFFERENT, self.heads, length, self.rows, name=self.x)),
             self._for_slots(source.normal(MOST_DIFFERENT, self.groups, length, self.cols, name=self.bc)),
             self._for_slots(softplus(source.normal(MOST_DIFFERENT, self.heads, length) - 1)),
-            start.to(device), counts[order].to(device), WINDOW,
+            start.to(device), counts[order].to(device), WINDOW, self.rounding, options.rounds, options.stream,
         )  # fmt: skip
-        return Inputs(REPLAY, pool, plain.arguments, plain.options, source.slots_of(self), None)
+        return ReplayInputs(REPLAY, pool, plain.arguments, plain.options, source.slots_of(self), None)
 
     def _for_slots(self, values: Tensor) -> Tensor:
         """Values of some slots again and again, for all of them."""
@@ -139,7 +99,7 @@ class RingCase(Case):
 
 
 @dataclass
-class CursorInputs(Inputs):
+class CursorInputs(ReplayInputs):
     """The inputs of a call of replay, and how many of its tokens are accepted."""
 
     accepted: Tensor  # (batch,)

@@ -8,7 +8,6 @@ from flashstate.kernels.replay_window import (
     BEFORE_THE_FIRST_TOKEN,
     HINT,
     folded,
-    in_memory,
     load_chunks,
     load_rows,
     once,
@@ -19,6 +18,7 @@ from flashstate.kernels.replay_window import (
 from flashstate.kernels.rings import tokens_to_fold
 from flashstate.kernels.slots import resolve_read, resolve_write
 from flashstate.kernels.state_io import load_codes, load_scale, load_seed, random_bits, store_state, tile_at
+from flashstate.kernels.tensor_cores import as_in_memory, terms_of
 
 ARGUMENTS = [
     "data_ptr", "ring_x_ptr", "ring_B_ptr", "ring_dt_ptr", "A_ptr", "scale_ptr", "seed_ptr", "start_ptr", "count_ptr",
@@ -77,8 +77,10 @@ def mamba2_fold_kernel(
     dt_ptrs = ring_dt_ptr + slot * ring_dt_stride + h * L + (row[:, None] + tl.zeros([1, 2], tl.int32))
     dt = once(tl.load(dt_ptrs, mask=lives[:, None], other=0.0))
     weight, alpha = weights_of_ring(dt, live, tl.load(A_ptr + h).to(tl.float32), SUM_TERMS, TARGET)
-    u = tl.trans(x.to(tl.float32) * weight[:, None])  # (rows, tokens)
-    s = in_memory(folded(codes, factor, alpha, u, B, dtype, TERMS, TARGET), VECTOR, 2)
+    u = terms_of(tl.trans(x.to(tl.float32) * weight[:, None]), TERMS, TARGET)  # (rows, tokens)
+    s = ()
+    for k in tl.static_range(len(codes)):
+        s = s + (as_in_memory(folded(codes[k], factor, alpha, u, B[k], dtype, TERMS, TARGET), VECTOR, 2),)
 
     random = random_bits(seed, tile, BEFORE_THE_FIRST_TOKEN, stream, COLS, VECTOR, ROUNDING, ROUNDS)
     if into_ptr is None:  # what stays as it is need not be rounded again

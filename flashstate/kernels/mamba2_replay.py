@@ -20,7 +20,6 @@ from flashstate.kernels.replay_window import (
     BEFORE_THE_FIRST_TOKEN,
     HINT,
     folded,
-    in_memory,
     load_chunks,
     load_rows,
     once,
@@ -32,16 +31,17 @@ from flashstate.kernels.replay_window import (
 from flashstate.kernels.rings import FIELDS
 from flashstate.kernels.slots import resolve_read, token_range
 from flashstate.kernels.state_io import (
+    bits_of_chunk,
     from_code,
     load_codes,
     load_scale,
     load_seed,
     prefetch_rows,
-    random_bits,
-    store_state,
+    store_chunk,
+    store_scale,
     tile_at,
 )
-from flashstate.kernels.tensor_cores import dot_terms, terms_of, transposed
+from flashstate.kernels.tensor_cores import as_in_memory, dot_terms, terms_of, transposed
 
 
 @triton.jit
@@ -120,14 +120,6 @@ def products(terms, C):
     for i in tl.static_range(len(terms)):
         y = dot_terms(terms[i], transposed(C[i]), y)
     return y
-
-
-@triton.jit
-def terms_of_chunks(chunks, TERMS: tl.constexpr, TARGET: tl.constexpr):
-    terms = ()
-    for i in tl.static_range(len(chunks)):
-        terms = terms + (terms_of(chunks[i], TERMS, TARGET),)
-    return terms
 
 
 @triton.jit
@@ -218,6 +210,17 @@ def load_tile_inputs(
     ring_dt = tl.load(ring_dt_ptrs, mask=lives[:, None], other=0.0)
     dt = tl.load(entries(token_base(dt_at, b, first, h), token[:, None] + twice, WIDE), mask=new[:, None], other=0.0)
     return codes, factor, x, old_x, z, ring_dt, dt
+
+
+@triton.jit
+def store_folded(
+    ptr, offset, live, tile, k: tl.constexpr, s, e, stored, seed, stream,
+    COLS: tl.constexpr, VECTOR: tl.constexpr, ROUNDING: tl.constexpr, ROUNDS: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """Round chunk k of a folded tile, and store it. Its random bits are drawn here, so that no registers keep those of
+    other chunks."""
+    bits = bits_of_chunk(seed, tile, k, BEFORE_THE_FIRST_TOKEN, stream, COLS, VECTOR, ROUNDING, ROUNDS)
+    store_chunk(ptr, offset, live, tile, k, s, e, stored, bits, ROUNDING, VECTOR, TARGET, HINT)
 
 
 @triton.jit
@@ -330,15 +333,24 @@ def replay_tiles(
 
         codes = operands_of(codes, known, VECTOR, WIDTH, PADDING)
         if FOLDS:
-            u = tl.trans(old_x.to(tl.float32) * old_weight[:, None])  # (rows, window)
-            s = folded(codes, factor, alpha, u, old_B, dtype, FOLD_TERMS, TARGET)
-            y = products(terms_of_chunks(s, TERMS, TARGET), C)
-            if UPDATE:
-                random = random_bits(seed, tile, BEFORE_THE_FIRST_TOKEN, stream, COLS, VECTOR, ROUNDING, ROUNDS)
-                store_state(
-                    data_ptr, scale_ptr, slot * slot_stride, slot * scale_stride, known, tile,
-                    in_memory(s, VECTOR, WIDTH), random, ROUNDING, VECTOR, TARGET, HINT,
-                )  # fmt: skip
+            u = terms_of(tl.trans(old_x.to(tl.float32) * old_weight[:, None]), FOLD_TERMS, TARGET)  # (rows, window)
+            y, s = tl.zeros([BLOCK_ROWS, TOKENS], tl.float32), ()
+            for k in tl.static_range(len(codes)):
+                chunk = folded(codes[k], factor, alpha, u, old_B[k], dtype, FOLD_TERMS, TARGET)
+                y = dot_terms(terms_of(chunk, TERMS, TARGET), transposed(C[k]), y)
+                s = s + (as_in_memory(chunk, VECTOR, WIDTH),)
+                if UPDATE and scale_ptr is None:
+                    store_folded(
+                        data_ptr, slot * slot_stride, known, tile, k, s[k], None, None, seed, stream,
+                        COLS, VECTOR, ROUNDING, ROUNDS, TARGET,
+                    )  # fmt: skip
+            if UPDATE and scale_ptr is not None:
+                e, stored = store_scale(scale_ptr, slot * scale_stride, known, tile, s, dtype, TARGET, HINT)
+                for k in tl.static_range(len(codes)):
+                    store_folded(
+                        data_ptr, slot * slot_stride, known, tile, k, s[k], e, stored, seed, stream,
+                        COLS, VECTOR, ROUNDING, ROUNDS, TARGET,
+                    )  # fmt: skip
         else:
             y = products(terms_of_codes(codes, dtype, TERMS, TARGET), C) * factor
         y *= decay[None, :]
@@ -451,7 +463,7 @@ def mamba2_replay_kernel(
                 True, UPDATE, PADDING, HEADS_PER_GROUP, ROWS, COLS, VECTOR, BYTES, WIDE, D_PER_ROW, DT_SOFTPLUS,
                 ROUNDING, ROUNDS, TARGET, TOKENS, ROOM, FOLD_TILES, BLOCK_ROWS, BLOCK_COLS, CHUNK, AHEAD,
             )  # fmt: skip
-        elif PADDING == "fresh" or slot >= 0:
+        elif PADDING == "fresh" or ((slot >= 0) & (count > 0)):
             replay_tiles(
                 pool, ring, activations, parameters, drawing, row, g, first_tile, L,
                 False, UPDATE, PADDING, HEADS_PER_GROUP, ROWS, COLS, VECTOR, BYTES, WIDE, D_PER_ROW, DT_SOFTPLUS,

@@ -27,14 +27,16 @@ from flashstate.kernels.state_io import (
 )
 from flashstate.kernels.stores import store_output
 from flashstate.kernels.tensor_cores import (
+    above,
+    add_products,
     as_operand,
     by_warps,
     chunks_of_operand,
     dot_terms_apart,
     halved,
     in_rows,
+    multiply,
     operand_of_chunks,
-    scaled_plus_products,
     sum_columns,
     terms_of,
     transposed,
@@ -206,6 +208,21 @@ def step_chunks(s, v, x, z, factors, vectors, weights, D, PER_COLUMNS: tl.conste
 
 
 @triton.jit
+def scaled_plus_products(s, alpha, u, vectors, TERMS: tl.constexpr, PAIRING: tl.constexpr):
+    """s alpha + u vectors. Tensor cores round sums towards zero: a state of more than 16 bits would lose by every
+    token. So their sum is added to it, once a product with zeros has brought it where they have theirs."""
+    if TERMS < 3:
+        return add_products(s * alpha, u, vectors)
+    else:
+        if PAIRING == "none":  # vectors come as they are, early: other loads do not wait for the state's then
+            operand = vectors[0] if vectors[0].shape[0] >= 16 else above(vectors[0], vectors[0])
+        else:
+            operand = tl.zeros([16, s.shape[2]], vectors[0].dtype)
+        nothing = tl.zeros([s.shape[0] * s.shape[1], operand.shape[0]], operand.dtype)
+        return tl.fma(multiply(nothing, operand, s), alpha, add_products(tl.zeros(s.shape, tl.float32), u, vectors))
+
+
+@triton.jit
 def step_operand(
     s, v, x, z, factors, vectors, weights, D, PAIRING: tl.constexpr, GATED: tl.constexpr, TERMS: tl.constexpr,
     OUT_TERMS: tl.constexpr, TARGET: tl.constexpr,
@@ -221,7 +238,7 @@ def step_operand(
     rest = y + minus_zero()  # a zero that no compiler sees: it would append the sum to the other
     after = ()
     for i in tl.static_range(len(s)):
-        after = after + (scaled_plus_products(s[i], alpha, u, both[i], TERMS, PAIRING == "none"),)
+        after = after + (scaled_plus_products(s[i], alpha, u, both[i], TERMS, PAIRING),)
         y, rest = dot_terms_apart(terms_of(after[i], OUT_TERMS, TARGET), across[i], y, rest)
     y += rest
     gate = Wo

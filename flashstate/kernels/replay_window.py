@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from flashstate.kernels.state_io import from_code
-from flashstate.kernels.tensor_cores import add_products, as_in_memory, as_operand, dot_terms, terms_of
+from flashstate.kernels.tensor_cores import add_products, as_operand, dot_terms, terms_of
 
 HINT = tl.constexpr("streaming")
 BEFORE_THE_FIRST_TOKEN = tl.constexpr(0xFFFFFFFF)  # token -1 in the counter of the random bits, as pool.py has it
@@ -85,28 +85,14 @@ def weights_of_ring(dt, live, A, TERMS: tl.constexpr, TARGET: tl.constexpr):
 
 
 @triton.jit
-def folded(codes, factor, alpha, u, B, dtype: tl.constexpr, TERMS: tl.constexpr, TARGET: tl.constexpr):
-    """A tile of state after the tokens of a ring, chunk by chunk: times alpha, plus the products of u (rows, tokens)
-    with B. Tensor cores round sums towards zero: a state of more than 16 bits is added to theirs."""
-    weights = terms_of(u, TERMS, TARGET)
-    after = ()
-    for i in tl.static_range(len(codes)):
-        s = from_code(codes[i], dtype, TARGET)
-        if TERMS == 3:
-            s = tl.fma(s, alpha * factor, add_products(tl.zeros(codes[i].shape, tl.float32), weights, B[i]))
-        else:
-            s = add_products(s * (alpha * factor), weights, B[i])
-        after = after + (s,)
-    return after
-
-
-@triton.jit
-def in_memory(chunks, PER_COLUMNS: tl.constexpr, WIDTH: tl.constexpr):
-    """Chunks whose columns are in the order of operands, with columns as they are stored."""
-    stored = ()
-    for i in tl.static_range(len(chunks)):
-        stored = stored + (as_in_memory(chunks[i], PER_COLUMNS, WIDTH),)
-    return stored
+def folded(code, factor, alpha, u, B, dtype: tl.constexpr, TERMS: tl.constexpr, TARGET: tl.constexpr):
+    """A chunk of state after the tokens of a ring: times alpha, plus the products of u (rows, tokens) with B, as terms.
+    Tensor cores round sums towards zero: a state of more than 16 bits is added to theirs."""
+    s = from_code(code, dtype, TARGET)
+    if TERMS == 3:
+        return tl.fma(s, alpha * factor, add_products(tl.zeros(code.shape, tl.float32), u, B))
+    else:
+        return add_products(s * (alpha * factor), u, B)
 
 
 @triton.jit

@@ -188,24 +188,39 @@ def store_state(
     ROUNDING: tl.constexpr, VECTOR: tl.constexpr, TARGET: tl.constexpr, HINT: tl.constexpr,
 ):  # fmt: skip
     """Round the float32 tile `v`, which is zero in columns that do not exist, and store it."""
-    _, _, rows, masks, mask_rows, _ = tile
-    dtype: tl.constexpr = ptr.dtype.element_ty
-    policy: tl.constexpr = "evict_first" if HINT == "evict_first" else ""
-    modifier: tl.constexpr = ".cs" if HINT == "streaming" else ""
     e, stored = None, None
     if scale_ptr is not None:
-        e, scale, stored = to_scaled(v, dtype, TARGET)
-        mask_rows = tl.where(live, mask_rows, False)
-        tl.store(
-            scale_ptr + scale_offset + rows, scale, mask=mask_rows, cache_modifier=modifier, eviction_policy=policy
-        )
-        e, stored = e[:, None], stored[:, None]
-    tile_start = tile_ptr(ptr, offset, tile, VECTOR)
-    for k in tl.static_range(len(masks)):
-        code = to_code(v[k], e, stored, random[k], dtype, ROUNDING, TARGET)
-        ptrs, mask = chunk_at(tile_start, tile, k, VECTOR)
-        ptrs, code = ptrs.to(tl.pointer_type(code.dtype), bitcast=True), as_accessed(code, ptrs.shape)
-        tl.store(ptrs, code, mask=tl.where(live, mask, False), cache_modifier=modifier, eviction_policy=policy)
+        e, stored = store_scale(scale_ptr, scale_offset, live, tile, v, ptr.dtype.element_ty, TARGET, HINT)
+    for k in tl.static_range(len(v)):
+        store_chunk(ptr, offset, live, tile, k, v[k], e, stored, random[k], ROUNDING, VECTOR, TARGET, HINT)
+
+
+@triton.jit
+def store_scale(
+    ptr, offset, live, tile, v, dtype: tl.constexpr, TARGET: tl.constexpr, HINT: tl.constexpr
+):  # fmt: skip
+    """Store the scales of the rows of a tile; what store_chunk needs of them."""
+    _, _, rows, _, mask_rows, _ = tile
+    policy: tl.constexpr = "evict_first" if HINT == "evict_first" else ""
+    modifier: tl.constexpr = ".cs" if HINT == "streaming" else ""
+    e, scale, stored = to_scaled(v, dtype, TARGET)
+    mask = tl.where(live, mask_rows, False)
+    tl.store(ptr + offset + rows, scale, mask=mask, cache_modifier=modifier, eviction_policy=policy)
+    return e[:, None], stored[:, None]
+
+
+@triton.jit
+def store_chunk(
+    ptr, offset, live, tile, k: tl.constexpr, v, e, stored, random,
+    ROUNDING: tl.constexpr, VECTOR: tl.constexpr, TARGET: tl.constexpr, HINT: tl.constexpr,
+):  # fmt: skip
+    """Round chunk k of a tile, and store it. `e` and `stored`: from store_scale; None in formats without scales."""
+    policy: tl.constexpr = "evict_first" if HINT == "evict_first" else ""
+    modifier: tl.constexpr = ".cs" if HINT == "streaming" else ""
+    code = to_code(v, e, stored, random, ptr.dtype.element_ty, ROUNDING, TARGET)
+    ptrs, mask = chunk_at(tile_ptr(ptr, offset, tile, VECTOR), tile, k, VECTOR)
+    ptrs, code = ptrs.to(tl.pointer_type(code.dtype), bitcast=True), as_accessed(code, ptrs.shape)
+    tl.store(ptrs, code, mask=tl.where(live, mask, False), cache_modifier=modifier, eviction_policy=policy)
 
 
 @triton.jit
@@ -234,30 +249,40 @@ def random_bits(
     seed, tile, token, stream,
     COLS: tl.constexpr, VECTOR: tl.constexpr, ROUNDING: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
-    """Sixteen random bits for every element of a tile, as uint32; 0 if none are needed.
+    """Sixteen random bits for every element of a tile, as uint32; 0 if none are needed."""
+    _, _, _, masks, _, _ = tile
+    bits = ()
+    for k in tl.static_range(len(masks)):
+        bits = bits + (bits_of_chunk(seed, tile, k, token, stream, COLS, VECTOR, ROUNDING, ROUNDS),)
+    return bits
+
+
+@triton.jit
+def bits_of_chunk(
+    seed, tile, k: tl.constexpr, token, stream,
+    COLS: tl.constexpr, VECTOR: tl.constexpr, ROUNDING: tl.constexpr, ROUNDS: tl.constexpr,
+):  # fmt: skip
+    """Those of chunk k.
 
     Rows count within the slot: head * ROWS + row. One Philox call serves eight consecutive columns; word i of it holds
     columns 2i (low half) and 2i + 1. A thread makes the calls for as many neighbouring columns as it accesses at once.
     """
-    _, offsets, rows, masks, _, _ = tile
+    _, offsets, rows, _, _, _ = tile
     calls: tl.constexpr = (COLS + 7) // 8  # per row
     per_thread: tl.constexpr = 2 if VECTOR == 16 else 1
     per_chunk: tl.constexpr = offsets.shape[1] // 8
-    bits = ()
-    for k in tl.static_range(len(masks)):
-        if ROUNDING == "nearest":
-            bits = bits + (0,)
-        else:
-            call = k * per_chunk + tl.arange(0, per_chunk // per_thread) * per_thread
-            c0 = (rows[:, None] * calls + call[None, :]).to(tl.uint32)
-            r0, r1, r2, r3 = philox(seed, c0, token, stream, 0, ROUNDS)
-            if per_thread == 2:
-                n0, n1, n2, n3 = philox(seed, c0 + 1, token, stream, 0, ROUNDS)
-                r0, r1, r2, r3 = tl.join(r0, n0), tl.join(r1, n1), tl.join(r2, n2), tl.join(r3, n3)
-            words = tl.join(tl.join(r0, r2), tl.join(r1, r3))  # (rows, calls, ..., 2, 2): r0 r1 r2 r3
-            halves = tl.join(words & 0xFFFF, words >> 16)  # (rows, calls, ..., 2, 2, 2)
-            bits = bits + (tl.reshape(halves, offsets.shape),)
-    return bits
+    if ROUNDING == "nearest":
+        return 0
+    else:
+        call = k * per_chunk + tl.arange(0, per_chunk // per_thread) * per_thread
+        c0 = (rows[:, None] * calls + call[None, :]).to(tl.uint32)
+        r0, r1, r2, r3 = philox(seed, c0, token, stream, 0, ROUNDS)
+        if per_thread == 2:
+            n0, n1, n2, n3 = philox(seed, c0 + 1, token, stream, 0, ROUNDS)
+            r0, r1, r2, r3 = tl.join(r0, n0), tl.join(r1, n1), tl.join(r2, n2), tl.join(r3, n3)
+        words = tl.join(tl.join(r0, r2), tl.join(r1, r3))  # (rows, calls, ..., 2, 2): r0 r1 r2 r3
+        halves = tl.join(words & 0xFFFF, words >> 16)  # (rows, calls, ..., 2, 2, 2)
+        return tl.reshape(halves, offsets.shape)
 
 
 @triton.jit

@@ -216,19 +216,3 @@ def add_products(total, w, k):
                 if i + j < 3:
                     total = multiply(w[i], k[j], total)
     return total
-
-
-@triton.jit
-def scaled_plus_products(s, alpha, u, vectors, TERMS: tl.constexpr, COME_EARLY: tl.constexpr):
-    """s alpha + u vectors. Tensor cores round sums towards zero: a state of more than 16 bits would lose by every
-    token. So their sum is added to it, once a product with zeros has brought it where they have theirs. COME_EARLY:
-    whether vectors are there before the state, so that zeros times these make no other load wait for it."""
-    if TERMS < 3:
-        return add_products(s * alpha, u, vectors)
-    else:
-        if COME_EARLY:
-            operand = vectors[0] if vectors[0].shape[0] >= 16 else above(vectors[0], vectors[0])
-        else:
-            operand = tl.zeros([16, s.shape[2]], vectors[0].dtype)
-        nothing = tl.zeros([s.shape[0] * s.shape[1], operand.shape[0]], operand.dtype)
-        return tl.fma(multiply(nothing, operand, s), alpha, add_products(tl.zeros(s.shape, tl.float32), u, vectors))

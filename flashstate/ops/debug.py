@@ -13,6 +13,7 @@ from flashstate.launch.suspension import suspended
 from flashstate.ops.tokens import Tokens
 from flashstate.reference.state_io import resolve, resolve_read
 from flashstate.state.faults import check_faults
+from flashstate.state.ring import Ring
 from flashstate.state.slots import Slots
 
 _debugging = False
@@ -24,8 +25,8 @@ def debug() -> Iterator[None]:
 
     Found are two rows, or two tokens of a row, that write one slot; two rows that fill one row of the snapshots; a row
     that writes what another row reads; boundaries of packed tokens that are not in order; rows longer than max_len;
-    invalid parents; and all that `check_faults` reports, from calls before it too. Not inside torch.compile; a CUDA
-    graph cannot be captured inside.
+    invalid parents; cursors of rings out of range; and all that `check_faults` reports, from calls before it too. Not
+    inside torch.compile; a CUDA graph cannot be captured inside.
     """
     global _debugging
     before, _debugging = _debugging, True
@@ -69,6 +70,20 @@ def check_contents(
         _check_others_reads(reads, write)
     if rows is not None:
         _check_unique("fill snapshot row", rows)
+
+
+def check_cursors(ring: Ring, slots: Slots | None, batch: int) -> None:
+    """Raise where rows of a ring would be looked for outside of it, or more of them than it can have."""
+    found = resolve_read(slots, batch, len(ring.count), ring.count.device)
+    used = found[found >= 0]
+    start, count = ring.start[used], ring.count[used]
+    wrong = ((start < 0) | (start >= ring.length) | (count < 0) | (count > ring.window)).nonzero()
+    if len(wrong):
+        i = int(wrong[0])
+        bounds = (
+            f"ring.start must be below {ring.length}, and ring.count at most the window, {ring.window}, both from 0"
+        )
+        raise ValueError(f"{bounds}; in slot {int(used[i])} they are {int(start[i])} and {int(count[i])}")
 
 
 def _lengths(slots: Slots, tokens: Tokens) -> Tensor:

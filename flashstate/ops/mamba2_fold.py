@@ -9,7 +9,7 @@ from flashstate.errors import check_contiguous, dtype_name, tied
 from flashstate.launch import ReplayProblem, access_width, choose, gpu_of, kernel_target, start, uses_kernels
 from flashstate.launch.arguments import aligned, as_bytes, outer_strides, row_stride
 from flashstate.launch.config import next_power_of_2
-from flashstate.ops.debug import check_contents, debugging
+from flashstate.ops.debug import check_contents, check_cursors, debugging
 from flashstate.ops.library import register
 from flashstate.ops.mamba2 import OR_EXPANDED
 from flashstate.ops.steps import programs_of
@@ -60,8 +60,10 @@ def mamba2_fold(
         raise ValueError(f"into must have {need} slots as the state has, or slots.write to say where, got {got}")
     batch = state.data.shape[0] if where is None else len(where.read)
     check_tokens_to_fold(tokens, ring, batch)
-    if debugging() and into is None:  # which may have other slots
-        check_contents(len(state.data), Tokens(("batch",), (batch,), batch, 1), where, None, True)
+    if debugging():
+        if into is None:  # which may have other slots
+            check_contents(len(state.data), Tokens(("batch",), (batch,), batch, 1), where, None, True)
+        check_cursors(ring, where, batch)
     read, write, null = (None, None, -1) if where is None else (where.read, where.write, where.null)
     each, most = (tokens, -1) if isinstance(tokens, Tensor) else (None, -1 if tokens is None else tokens)
     flat = (None, None, "nearest") if target is None else (target.data, target.scale, target.rounding)

@@ -25,7 +25,7 @@ from flashstate.launch import (
 from flashstate.launch.arguments import aligned, as_bytes, outer_strides, row_stride, token_strides
 from flashstate.launch.config import multiprocessors, next_power_of_2
 from flashstate.launch.start import Started
-from flashstate.ops.debug import check_contents, debugging
+from flashstate.ops.debug import check_contents, check_cursors, debugging
 from flashstate.ops.library import register
 from flashstate.ops.mamba2 import check_activations, check_parameters
 from flashstate.ops.steps import check_out, extent_of, programs_of
@@ -116,6 +116,7 @@ def mamba2_replay(
         check_out(out, x, tokens, ("heads", "rows"))
     if debugging():
         check_contents(num_slots, tokens, slots, None, update)
+        check_cursors(ring, slots, tokens.batch)
     run = _run if eager else torch.ops.flashstate.mamba2_replay
     plan_rows, plan_parts = (None, None) if plan is None else (plan.rows, plan.parts)
     started = run(
@@ -163,6 +164,8 @@ def _replay_again(
         plan_like = None
         if plan is not None:
             plan_like, slots = plan.signature, plan.slots
+            if plan.count.data_ptr() != ring.count.data_ptr() or plan.window != ring.window:
+                return None
             pointers += [plan.rows.data_ptr(), plan.parts.data_ptr()]
         pointers += [ring.start.data_ptr(), ring.count.data_ptr()]
         slots_like, _ = direct.add_slots(slots, x, tensors, pointers)

@@ -46,7 +46,7 @@ def make_plan(ring: Ring, slots: Slots | None, tokens: int | None) -> Plan:
     read, cu_seqlens, null = (None, None, -1) if slots is None else (slots.read, slots.cu_seqlens, slots.null)
     run = torch.ops.flashstate.make_plan if torch.compiler.is_compiling() else _make_plan
     run(rows, parts, ring.start, ring.count, ring.window, read, cu_seqlens, longest, null)
-    return Plan(slots, longest, rows, parts, ring.count)
+    return Plan(slots, longest, rows, parts, ring.count, ring.window)
 
 
 def commit_plan(ring: Ring, plan: Plan, accepted: Tensor | None) -> None:

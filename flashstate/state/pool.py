@@ -241,7 +241,7 @@ class StatePool(Generic[LayerT]):
         if windows is not None:
             check_windows(windows, [ssm_of(state) for state in states], drafts)
         if rings is not None:
-            check_rings(rings, [ssm_of(state) for state in states])
+            check_rings(rings, states)
         others = {f"windows[{i}]": window for i, window in enumerate(windows or ())} | tensors_of(rings or ())
         check_apart(states, others)
         memory += [(tensor, 0) for tensor in others.values()]

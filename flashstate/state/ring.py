@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,6 +65,8 @@ class Ring:
         for name in ("start", "count"):
             check_tensor(name, getattr(self, name), AXES[name], (slots,), dtypes=(torch.int32,))
             check_contiguous(name, getattr(self, name))
+        if self.start is self.count:
+            raise ValueError("start and count must be two tensors, got one")
         for name in ("B", "dt", "start", "count"):
             if getattr(self, name).device != device:
                 raise ValueError(f"{name} is on {getattr(self, name).device}, but x is on {device}")
@@ -146,7 +149,7 @@ class Plan:
         Of each its place in the batch, its slot (-1: none), the start and count of its ring, its first token on the
         token axis, how many it has, and two zeros.
     parts: (2,) int32: how many rows fold, and how many have tokens and a slot.
-    count: (slots,) int32, of the rings that it was made for, and that it is for alone.
+    count, window: of the rings that it was made for, and that it is for alone.
 
     The tensors are on the device, and filled when the plan is made: a CUDA graph that captured it fills them anew.
     """
@@ -156,11 +159,13 @@ class Plan:
     rows: Tensor
     parts: Tensor
     count: Tensor
+    window: int
 
     def __post_init__(self) -> None:
         if self.slots is not None and not isinstance(self.slots, Slots):
             raise TypeError(f"slots must be a Slots or None, got {type(self.slots).__name__}")
-        check_int("tokens", self.tokens, 0, LARGEST_WINDOW)
+        check_int("window", self.window, 1, LARGEST_WINDOW)
+        check_int("tokens", self.tokens, 0, self.window)
         check_tensor("count", self.count, AXES["count"], (None,), dtypes=(torch.int32,))
         batch = len(self.count) if self.slots is None else len(self.slots.read)
         check_tensor("rows", self.rows, ("batch", "numbers"), (batch, FIELDS), dtypes=(torch.int32,))
@@ -225,6 +230,8 @@ def check_plan(plan: Plan, ring: Ring) -> None:
     """Raise unless a plan was made for this ring, or for one that shares its cursors."""
     if not isinstance(plan, Plan):
         raise TypeError(f"plan must be a Plan, got {type(plan).__name__}")
+    if plan.window != ring.window:
+        raise ValueError(f"plan was made for rings with a window of {plan.window}, but this one has {ring.window}")
     if torch.compiler.is_compiling():  # then tensors have no addresses
         return
     if (plan.count.device, plan.count.data_ptr()) != (ring.count.device, ring.count.data_ptr()):
@@ -264,12 +271,14 @@ def allocate_rings(
     return rings, [x, B, dt, start, count]
 
 
-def check_rings(rings: Sequence[Ring], states: Sequence[State]) -> None:
+def check_rings(rings: Sequence[Ring], states: Sequence[Any]) -> None:
     """Raise unless these can be the rings of layers that have these states."""
     if not isinstance(rings, Sequence) or len(rings) != len(states):
         got = len(rings) if isinstance(rings, Sequence) else type(rings).__name__
         raise ValueError(f"rings must be a sequence with one Ring per layer, {len(states)}, got {got}")
     for i, (ring, state) in enumerate(zip(rings, states, strict=True)):
+        if not isinstance(state, State):
+            raise TypeError(f"rings are for states of Mamba-2, each a State, got {type(state).__name__}")
         check_ring(ring, state, f"rings[{i}]")
         first = rings[0]
         if ring.start.data_ptr() != first.start.data_ptr() or ring.count.data_ptr() != first.count.data_ptr():
