@@ -13,9 +13,19 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from flashstate.kernels.addressing import token_entry, zero_unused
 from flashstate.kernels.functions import silu, softplus
 from flashstate.kernels.ptx import silu_ptx
+from flashstate.kernels.replay_rows import (
+    either_row,
+    entries,
+    load_tile_inputs,
+    planned_row,
+    prefetch_tile,
+    row_of_batch,
+    token_base,
+    zero_rest,
+    zero_tiles,
+)
 from flashstate.kernels.replay_window import (
     BEFORE_THE_FIRST_TOKEN,
     HINT,
@@ -28,71 +38,8 @@ from flashstate.kernels.replay_window import (
     weights_of_ring,
     wrapped,
 )
-from flashstate.kernels.rings import FIELDS
-from flashstate.kernels.slots import resolve_read, token_range
-from flashstate.kernels.state_io import (
-    bits_of_chunk,
-    from_code,
-    load_codes,
-    load_scale,
-    load_seed,
-    prefetch_rows,
-    store_chunk,
-    store_scale,
-    tile_at,
-)
+from flashstate.kernels.state_io import bits_of_chunk, from_code, load_seed, store_chunk, store_scale, tile_at
 from flashstate.kernels.tensor_cores import as_in_memory, dot_terms, terms_of, transposed
-
-
-@triton.jit
-def planned_row(rows_ptr, i, cu_seqlens_ptr, tokens):
-    """What a plan says of its row i: place in the batch, slot, start, live count, first token, and how many; of packed
-    tokens, whose axis a plan does not know, no more than there are."""
-    entry = rows_ptr + i * FIELDS
-    b, slot, start, live = tl.load(entry), tl.load(entry + 1).to(tl.int64), tl.load(entry + 2), tl.load(entry + 3)
-    first, count = tl.load(entry + 4), tl.load(entry + 5)
-    if cu_seqlens_ptr is not None:
-        first = tl.minimum(first, tokens)
-        count = tl.minimum(count, tokens - first)
-    return b, slot, start, live, first, count
-
-
-@triton.jit
-def row_of_batch(read, cursors, cu_seqlens_ptr, b, tokens, longest, num_slots, null, fault_ptr):
-    """The same of row b, without a plan."""
-    start_ptr, count_ptr = cursors
-    slot = resolve_read(read, b, num_slots, null, fault_ptr)
-    start = tl.load(start_ptr + slot, mask=slot >= 0, other=0)
-    live = tl.load(count_ptr + slot, mask=slot >= 0, other=0)
-    first, length = token_range(cu_seqlens_ptr, b, tokens, False)
-    return b, slot, start, live, first, tl.minimum(length, longest)
-
-
-@triton.jit
-def token_base(tensor, b, first, h):
-    """Pointer to the values of the first token of batch row b at head or group h, and the stride of tokens."""
-    ptr, stride_b, stride_t, stride_h = tensor
-    tl.assume(stride_b >= 0)
-    tl.assume(stride_t >= 0)
-    tl.assume(stride_h >= 0)
-    offset = b.to(tl.int64) * stride_b + first.to(tl.int64) * stride_t + h.to(tl.int64) * stride_h
-    return ptr + offset, stride_t
-
-
-@triton.jit
-def entries(base, t, WIDE: tl.constexpr):
-    """Pointers to the values of tokens t from there on. WIDE: whether their offsets need 64 bits."""
-    ptr, stride = base
-    return ptr + (t.to(tl.int64) * stride if WIDE else t * stride)
-
-
-@triton.jit
-def either_row(of_ring, ring_ptr, ring_offset, base, token, WIDE: tl.constexpr):
-    """Pointers to rows of a ring, or of what a call was given. Of two addresses and of offsets, which do not change
-    from head to head, so that few registers keep them."""
-    ptr, stride = base
-    offset = tl.where(of_ring, ring_offset, token.to(tl.int64) * stride if WIDE else token * stride)
-    return tl.where(of_ring, ring_ptr, ptr) + offset
 
 
 @triton.jit
@@ -131,85 +78,55 @@ def terms_of_codes(codes, dtype: tl.constexpr, TERMS: tl.constexpr, TARGET: tl.c
 
 
 @triton.jit
-def zero_tiles(
-    out, row, g, first_tile, HEADS_PER_GROUP: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr,
-    TOKENS: tl.constexpr, TILES: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+def weights_of_window(
+    with_C, dt, ring_dt, window, last, A, D_ptr, dt_bias_ptr, h,
+    D_PER_ROW: tl.constexpr, DT_SOFTPLUS: tl.constexpr, TERMS: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Zero the outputs of some tiles of heads of group g, of a padding row."""
-    b, _, _, _, first, count = row
-    TILES_PER_HEAD: tl.constexpr = (ROWS + BLOCK_ROWS - 1) // BLOCK_ROWS
-    t = tl.arange(0, TOKENS)
-    for i in range(TILES):
-        h = g * HEADS_PER_GROUP + (first_tile + i) // TILES_PER_HEAD
-        offs_d = (first_tile + i) % TILES_PER_HEAD * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-        ptrs = entries(token_base(out, b, first, h), t, WIDE)[None, :] + offs_d[:, None]
-        zero = tl.zeros([BLOCK_ROWS, TOKENS], out[0].dtype.element_ty)
-        tl.store(ptrs, zero, mask=(offs_d < ROWS)[:, None] & (t < count)[None, :])
+    """Time steps of the window of head h, (window,); how much every token of it counts for every output, (window,
+    tokens), D among them if it has one value per head; and the state for each, (tokens,)."""
+    of_ring, new, _, _, _ = window
+    j = tl.arange(0, with_C.shape[0])
+    sizes = dt.to(tl.float32)
+    if dt_bias_ptr is not None:
+        sizes += tl.load(dt_bias_ptr + h).to(tl.float32)
+    if DT_SOFTPLUS:
+        sizes = softplus(sizes)
+    sizes = once(tl.where(of_ring[:, None], ring_dt, tl.where(new[:, None], sizes, 0.0)))
+    between, total = sums_between(sizes, last, TERMS, TARGET)
+    weights = tl.where(j[:, None] <= last[None, :], with_C * tl.exp(A * between) * sizes[:, None], 0.0)
+    if D_ptr is not None and not D_PER_ROW:
+        weights += tl.where(j[:, None] == last[None, :], tl.load(D_ptr + h).to(tl.float32), 0.0)
+    return sizes, weights, tl.exp(A * total)
 
 
 @triton.jit
-def zero_rest(
-    out, cu_seqlens_ptr, row, g, tokens, batch, HEADS_PER_GROUP: tl.constexpr, ROWS: tl.constexpr, PADDING: tl.constexpr
+def fold_tile(
+    pool, slot, tile, codes, factor, alpha, u, B, C, seed, stream, UPDATE: tl.constexpr, COLS: tl.constexpr,
+    VECTOR: tl.constexpr, WIDTH: tl.constexpr, ROUNDING: tl.constexpr, ROUNDS: tl.constexpr, FOLD_TERMS: tl.constexpr,
+    TERMS: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Zero the output of packed tokens past the most that a row may have, and of a share of those that no row has."""
-    b, slot, _, _, first, count = row
-    offs_d = tl.arange(0, triton.next_power_of_2(ROWS))
-    mask_d = offs_d < ROWS
-    _, length = token_range(cu_seqlens_ptr, b, tokens, False)
-    for i in range(HEADS_PER_GROUP):
-        h = g * HEADS_PER_GROUP + i
-        for past in range(count, length):
-            zero = tl.zeros(offs_d.shape, out[0].dtype.element_ty)
-            mask = tl.where(slot >= 0, mask_d, False) if PADDING == "keep" else mask_d
-            tl.store(token_entry(out, b, first + past, h, 1) + offs_d, zero, mask=mask)
-        zero_unused(out, cu_seqlens_ptr, b, h, offs_d, mask_d, tokens, batch)
-
-
-@triton.jit
-def prefetch_tile(
-    data_ptr, offset, exists, g, tile, HEADS_PER_GROUP: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, TILES_PER_HEAD: tl.constexpr, TARGET: tl.constexpr,
-):  # fmt: skip
-    """Ask for a tile of group g, of the slot at `offset`, to come to the L2 cache."""
-    h, first_row = g * HEADS_PER_GROUP + tile // TILES_PER_HEAD, tile % TILES_PER_HEAD * BLOCK_ROWS
-    prefetch_rows(data_ptr, offset, exists, h, first_row, BLOCK_ROWS, ROWS, COLS, TARGET)
-
-
-@triton.jit
-def load_tile_inputs(
-    pool, ring_x_at, x_at, z_at, dt_at, ring_dt_at, row, window, h, first_row, L, FOLDS: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, VECTOR: tl.constexpr, BYTES: tl.constexpr, WIDE: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr, TOKENS: tl.constexpr,
-    WHOLE: tl.constexpr,
-):  # fmt: skip
-    """All that a tile needs, so that it is on its way before the tile in front of it is replayed: its state and scales,
-    x of the window, and of the ring where it folds, z, and dt of the window and of the ring."""
+    """Fold the tokens of a ring, u with B, into a tile of state and store it; its products with C of all tokens, (rows,
+    tokens). Chunk by chunk, so that few registers keep it; but with scales all of it must be there first."""
     data_ptr, scale_ptr, slot_stride, scale_stride = pool
-    b, slot, _, _, first, count = row
-    of_ring, new, lives, ring_row, token = window
-    t = tl.arange(0, TOKENS)
-    tile = tile_at(h, first_row, ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, False)
-    factor = load_scale(scale_ptr, slot * scale_stride, slot >= 0, tile)
-    codes = load_codes(data_ptr, slot * slot_stride, slot >= 0, tile, COLS, VECTOR, HINT, WHOLE)
-    ring_x = ring_x_at[0] + slot * ring_x_at[1] + h * L * ROWS
-    x_rows = either_row(of_ring, ring_x, ring_row * ROWS, token_base(x_at, b, first, h), token, WIDE)
-    # Told of wider accesses than those of the state, the compiler would load a tile of the same shape in their layout.
-    BESIDE: tl.constexpr = min(BYTES, VECTOR * x_rows.dtype.element_ty.primitive_bitwidth // 8)
-    x = load_rows(x_rows, of_ring | new, first_row, ROWS, BLOCK_ROWS, BESIDE, ROWS % BLOCK_ROWS == 0)
-    old_x = x
-    if FOLDS:
-        old_x = load_rows(ring_x + ring_row * ROWS, lives, first_row, ROWS, BLOCK_ROWS, BESIDE, ROWS % BLOCK_ROWS == 0)
-    z = x
-    if z_at[0] is not None:
-        rows = first_row + tl.arange(0, BLOCK_ROWS)
-        z_ptrs = entries(token_base(z_at, b, first, h), t, WIDE)[None, :] + rows[:, None]
-        mask = (rows < ROWS)[:, None] & (t < count)[None, :]
-        z = tl.load(tl.multiple_of(z_ptrs, (BYTES, 1)), mask=mask, other=0.0)
-    twice = tl.zeros([1, 2], tl.int32)
-    ring_dt_ptrs = ring_dt_at[0] + slot * ring_dt_at[1] + h * L + (ring_row[:, None] + twice)
-    ring_dt = tl.load(ring_dt_ptrs, mask=lives[:, None], other=0.0)
-    dt = tl.load(entries(token_base(dt_at, b, first, h), token[:, None] + twice, WIDE), mask=new[:, None], other=0.0)
-    return codes, factor, x, old_x, z, ring_dt, dt
+    dtype: tl.constexpr = data_ptr.dtype.element_ty
+    y, s = tl.zeros([codes[0].shape[0], C[0][0].shape[0]], tl.float32), ()
+    for k in tl.static_range(len(codes)):
+        chunk = folded(codes[k], factor, alpha, u, B[k], dtype, FOLD_TERMS, TARGET)
+        y = dot_terms(terms_of(chunk, TERMS, TARGET), transposed(C[k]), y)
+        s = s + (as_in_memory(chunk, VECTOR, WIDTH),)
+        if UPDATE and scale_ptr is None:
+            store_folded(
+                data_ptr, slot * slot_stride, slot >= 0, tile, k, s[k], None, None, seed, stream,
+                COLS, VECTOR, ROUNDING, ROUNDS, TARGET,
+            )  # fmt: skip
+    if UPDATE and scale_ptr is not None:
+        e, stored = store_scale(scale_ptr, slot * scale_stride, slot >= 0, tile, s, dtype, TARGET, HINT)
+        for k in tl.static_range(len(codes)):
+            store_folded(
+                data_ptr, slot * slot_stride, slot >= 0, tile, k, s[k], e, stored, seed, stream,
+                COLS, VECTOR, ROUNDING, ROUNDS, TARGET,
+            )  # fmt: skip
+    return y
 
 
 @triton.jit
@@ -234,7 +151,7 @@ def replay_tiles(
 ):  # fmt: skip
     """The outputs of some tiles of heads of group g for all tokens of a row. FOLDS: its ring is folded into the state
     first."""
-    data_ptr, scale_ptr, slot_stride, scale_stride = pool
+    data_ptr, _, slot_stride, _ = pool
     ring_x_ptr, ring_x_stride, ring_B_ptr, ring_B_stride, ring_dt_ptr, ring_dt_stride = ring
     x_at, dt_at, B_at, C_at, z_at, out = activations
     A_ptr, D_ptr, dt_bias_ptr = parameters
@@ -313,19 +230,10 @@ def replay_tiles(
         codes, factor, x, old_x, z, ring_dt, dt = inputs
 
         if (i == 0) | (first_row == 0):
-            # How much every token of the window counts for every output, (window, tokens), and the state for each.
             A = tl.load(A_ptr + h).to(tl.float32)
-            sizes = dt.to(tl.float32)
-            if dt_bias_ptr is not None:
-                sizes += tl.load(dt_bias_ptr + h).to(tl.float32)
-            if DT_SOFTPLUS:
-                sizes = softplus(sizes)
-            sizes = once(tl.where(of_ring[:, None], ring_dt, tl.where(new[:, None], sizes, 0.0)))
-            between, total = sums_between(sizes, last, SUM_TERMS, TARGET)
-            weights = tl.where(j[:, None] <= last[None, :], with_C * tl.exp(A * between) * sizes[:, None], 0.0)
-            if D_ptr is not None and not D_PER_ROW:
-                weights += tl.where(j[:, None] == last[None, :], tl.load(D_ptr + h).to(tl.float32), 0.0)
-            decay = tl.exp(A * total)
+            sizes, weights, decay = weights_of_window(
+                with_C, dt, ring_dt, window, last, A, D_ptr, dt_bias_ptr, h, D_PER_ROW, DT_SOFTPLUS, SUM_TERMS, TARGET
+            )
             if FOLDS:
                 old_weight, alpha = weights_of_ring(once(ring_dt), live, A, SUM_TERMS, TARGET)
             if UPDATE and first_row == 0:
@@ -334,23 +242,10 @@ def replay_tiles(
         codes = operands_of(codes, known, VECTOR, WIDTH, PADDING)
         if FOLDS:
             u = terms_of(tl.trans(old_x.to(tl.float32) * old_weight[:, None]), FOLD_TERMS, TARGET)  # (rows, window)
-            y, s = tl.zeros([BLOCK_ROWS, TOKENS], tl.float32), ()
-            for k in tl.static_range(len(codes)):
-                chunk = folded(codes[k], factor, alpha, u, old_B[k], dtype, FOLD_TERMS, TARGET)
-                y = dot_terms(terms_of(chunk, TERMS, TARGET), transposed(C[k]), y)
-                s = s + (as_in_memory(chunk, VECTOR, WIDTH),)
-                if UPDATE and scale_ptr is None:
-                    store_folded(
-                        data_ptr, slot * slot_stride, known, tile, k, s[k], None, None, seed, stream,
-                        COLS, VECTOR, ROUNDING, ROUNDS, TARGET,
-                    )  # fmt: skip
-            if UPDATE and scale_ptr is not None:
-                e, stored = store_scale(scale_ptr, slot * scale_stride, known, tile, s, dtype, TARGET, HINT)
-                for k in tl.static_range(len(codes)):
-                    store_folded(
-                        data_ptr, slot * slot_stride, known, tile, k, s[k], e, stored, seed, stream,
-                        COLS, VECTOR, ROUNDING, ROUNDS, TARGET,
-                    )  # fmt: skip
+            y = fold_tile(
+                pool, slot, tile, codes, factor, alpha, u, old_B, C, seed, stream,
+                UPDATE, COLS, VECTOR, WIDTH, ROUNDING, ROUNDS, FOLD_TERMS, TERMS, TARGET,
+            )  # fmt: skip
         else:
             y = products(terms_of_codes(codes, dtype, TERMS, TARGET), C) * factor
         y *= decay[None, :]
