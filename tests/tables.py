@@ -85,10 +85,14 @@ def risky(mode: Problem, configs: Collection[Config]) -> list[Config]:
 
 
 def risky_by_turns(*ops: str, calls: Callable[[Problem], Collection[T]]) -> list[Any]:
-    """Of every mode of these ops a config that may spill with one of its calls, to parametrize a test. Where there are
-    several such pairs modes take turns: all of them take long to compile."""
-    found, turns = [], count()
+    """Of every mode of these ops, with one of its roundings, a config that may spill with one of its calls, to
+    parametrize a test. Roundings, and such pairs, take turns: all of them take long to compile."""
+    alike: dict[Problem, list[tuple[Problem, Collection[Config], str]]] = {}
     for mode, configs, name in ((*mode.values, mode.id) for op in ops for mode in modes_of(op)):
+        alike.setdefault(replace(mode, rounding="nearest"), []).append((mode, configs, name))
+    found, turns = [], count()
+    for i, roundings in enumerate(alike.values()):
+        mode, configs, name = roundings[i % len(roundings)]
         pairs = by_turns(risky(mode, configs), calls(mode))
         config, call = pairs[next(turns) % len(pairs) if len(pairs) > 1 else 0]
         found.append((mode, config, call, name))
