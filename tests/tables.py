@@ -19,6 +19,7 @@ from flashstate.launch import (
     Problem,
     RankProblem,
     ReplayProblem,
+    ReplayTokenProblem,
     TensorCoreProblem,
 )
 from flashstate.launch.config import mode_key, table_key
@@ -29,7 +30,8 @@ KEY = re.compile(
     r"vector (?P<vector>\d+)(?P<layout> transposed)?"
 )
 MODE = re.compile(r"(?P<rounding>\w+), (?P<tokens>one token|several tokens)(?:, (?P<stored>each|nothing) stored)?")
-KINDS = (  # what the name of an op begins with
+KINDS = (  # what the keys of an op and of a mode begin with
+    (r"mamba2_replay \w+ \d+x\d+ float32 .*one token", ReplayTokenProblem),
     (r"mamba2_replay", ReplayProblem),
     (r"mamba3_step rank 1\b", HeadProblem),
     (r"mamba3_step", RankProblem),
@@ -54,7 +56,7 @@ def entries_of(path: Path) -> Iterator[tuple[Problem, list[int]]]:
             how = MODE.fullmatch(mode)
             assert how, f"{mode!r} is not a mode"
             several, stored = how["tokens"] == "several tokens", how["stored"] or "last"
-            kind = next(kind for name, kind in KINDS if re.match(name, found["op"]))
+            kind = next(kind for name, kind in KINDS if re.match(name, f"{key}, {mode}"))
             of_mode = kind(
                 found["op"], rows, cols, found["format"], how["rounding"], vector, 1, several, stored,
                 transposed=found["layout"] is not None,

@@ -20,6 +20,8 @@ from compiling import (
 
 import flashstate
 from flashstate.launch import Config, override
+from flashstate.launch.config import measured_sizes
+from flashstate.launch.table import load_table
 from flashstate.laws.replay import parted
 from flashstate.testing import ReplayCase, dtype
 
@@ -88,7 +90,7 @@ def test_every_architecture_has_kernels_with_16_byte_accesses_of_the_state(
 def test_a_row_that_does_not_fold_is_read_in_16_bytes_not_written_and_kept_in_registers(
     name: str, tmp_path: Path
 ) -> None:
-    kernel = compiled("keep", replace(REAL, format=name), 90, Config(16, 1, 4, 8))
+    kernel = compiled("keep", replace(REAL, format=name, tokens=2), 90, Config(16, 1, 4, 8))
     assert state_loads(kernel, name) == {16}
     assert not access_bytes(kernel)[1]
     assert spilled_bytes(kernel, tmp_path) == 0
@@ -97,7 +99,7 @@ def test_a_row_that_does_not_fold_is_read_in_16_bytes_not_written_and_kept_in_re
 @pytest.mark.parametrize("name", ["float32", "float16"])
 def test_the_config_that_was_measured_fastest_does_not_spill_much(name: str, tmp_path: Path) -> None:
     """Larger tiles, or so few registers that an SM has 16 warps, are worth a few on the stack."""
-    assert spilled_bytes(compiled("keep", replace(REAL, format=name), 90), tmp_path) <= 128
+    assert spilled_bytes(compiled("keep", replace(REAL, format=name, tokens=2), 90), tmp_path) <= 128
 
 
 def test_products_are_of_tensor_cores_of_one_warp() -> None:
@@ -105,3 +107,24 @@ def test_products_are_of_tensor_cores_of_one_warp() -> None:
     ptx = compiled("keep", replace(REAL, format="float16"), 90).asm["ptx"]
     assert "mma.sync.aligned.m16n8k16" in ptx
     assert "wgmma" not in ptx
+
+
+@pytest.mark.parametrize("form", ["either", "keep", "fold"])
+def test_one_token_of_float32_states_needs_no_tensor_cores_and_few_barriers(form: str, tmp_path: Path) -> None:
+    """Warps share what a window weighs, so they wait for each other, but not for tiles of state."""
+    kernel = compiled(form, REAL, 90)
+    assert "mma" not in kernel.asm["ptx"]
+    assert len(re.findall(r"\bbar\.sync\b", kernel.asm["ptx"])) <= 12
+    loads, stores = access_bytes(kernel)
+    assert loads == {16}
+    assert stores == (set() if form == "keep" else {16})
+    assert spilled_bytes(kernel, tmp_path) <= 64
+
+
+def test_entries_for_one_token_do_not_spill_much(tmp_path: Path) -> None:
+    """Registers for 16 warps, or 20, of a multiprocessor are worth a few on the stack."""
+    for form in ("either", "keep", "fold"):
+        sizes = measured_sizes(load_table("NVIDIA H200"), replace(REAL.problem, op=f"mamba2_replay {form}"))
+        assert sizes
+        for config in set(sizes.values()):
+            assert spilled_bytes(compiled(form, REAL, 90, config), tmp_path) <= 128, (form, config)

@@ -6,18 +6,16 @@ import pytest
 import torch
 from tables import TABLES, configs_by_mode
 
-from flashstate.launch import Config, ReplayProblem, interpreted, override, valid_configs
+from flashstate.launch import Config, ReplayProblem, ReplayTokenProblem, interpreted, override, valid_configs
 from flashstate.launch.config import mode_key, table_key
 from flashstate.laws.require import require_equal_bytes, require_equal_states
 from flashstate.ops import mamba2_replay as module
 from flashstate.testing.mamba2_replay import ReplayCase
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+AnyReplay = ReplayProblem | ReplayTokenProblem
 MODES = [
-    (mode, configs)
-    for path in TABLES
-    for mode, configs in configs_by_mode(path).items()
-    if isinstance(mode, ReplayProblem)
+    (mode, configs) for path in TABLES for mode, configs in configs_by_mode(path).items() if isinstance(mode, AnyReplay)
 ]
 every_mode = pytest.mark.parametrize(
     ("mode", "configs"), MODES, ids=[f"{table_key(mode)} {mode_key(mode)}" for mode, _ in MODES]
@@ -25,17 +23,22 @@ every_mode = pytest.mark.parametrize(
 
 
 def test_the_tables_have_every_form_of_replay() -> None:
-    assert {mode.op for mode, _ in MODES} == {f"mamba2_replay {form}" for form in ("either", "keep", "fold")}
+    for kind in (ReplayProblem, ReplayTokenProblem):
+        ops = {mode.op for mode, _ in MODES if isinstance(mode, kind)}
+        assert ops == {f"mamba2_replay {form}" for form in ("either", "keep", "fold")}
 
 
-def require_one_result(mode: ReplayProblem, configs: set[Config], device: torch.device, x: str) -> None:
-    """Four rows, of which some fold and some do not, in two heads: with every config, and with the first other one."""
+def require_one_result(mode: AnyReplay, configs: set[Config], device: torch.device, x: str) -> None:
+    """Four rows, of which some fold and some do not, in two heads: with every config, and with the first other one; of
+    as many lanes in the interpreter, which sums over them in numpy's order."""
     tokens = 3 if mode.several_tokens else 0
     case = ReplayCase(rows=mode.rows, cols=mode.cols, format=mode.format, rounding=mode.rounding, x=x, tokens=tokens)
     assert replace(case.problem, op=mode.op, batch_heads=1) == mode
     inputs = case.make_inputs(device)
     assert set(inputs.folds.tolist()) == {False, True}
-    other = next(config for config in valid_configs(mode) if config not in configs)
+    others = [config for config in valid_configs(mode) if config not in configs]
+    (lanes,) = {config.lanes for config in configs}
+    other = next(other for other in others if device.type == "cuda" or other.lanes == lanes)
     want = inputs.fresh()
     with override(other):
         y_want = want.step(plan=want.plan())
@@ -48,7 +51,7 @@ def require_one_result(mode: ReplayProblem, configs: set[Config], device: torch.
 
 
 @pytest.fixture
-def in_its_form(mode: ReplayProblem, monkeypatch: pytest.MonkeyPatch) -> None:
+def in_its_form(mode: AnyReplay, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls with a plan start the kernel that decides for every row, or the two others."""
     monkeypatch.setattr(module, "SMALL", 1 << 31 if mode.op.endswith("either") else 0)
 
@@ -56,7 +59,7 @@ def in_its_form(mode: ReplayProblem, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.interpreted
 @pytest.mark.usefixtures("in_its_form")
 @every_mode
-def test_entries_of_a_table_change_no_byte(mode: ReplayProblem, configs: set[Config]) -> None:
+def test_entries_of_a_table_change_no_byte(mode: AnyReplay, configs: set[Config]) -> None:
     with interpreted():
         require_one_result(
             replace(mode, rows=20, cols=32 if mode.cols % 32 == 0 else mode.cols), configs, CPU, "float32"
@@ -66,5 +69,5 @@ def test_entries_of_a_table_change_no_byte(mode: ReplayProblem, configs: set[Con
 @pytest.mark.gpu
 @pytest.mark.usefixtures("in_its_form")
 @every_mode
-def test_entries_of_a_table_change_no_byte_on_a_gpu(mode: ReplayProblem, configs: set[Config]) -> None:
+def test_entries_of_a_table_change_no_byte_on_a_gpu(mode: AnyReplay, configs: set[Config]) -> None:
     require_one_result(mode, configs, CUDA, "bfloat16")

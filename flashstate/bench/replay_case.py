@@ -11,7 +11,7 @@ from torch import Tensor
 from flashstate.bench.acceptance import accepted_tokens, live_counts, spread_counts
 from flashstate.bench.jobs import SPARE_SLOTS, Job, Live, Stored
 from flashstate.bench.timing import Timing
-from flashstate.launch import Problem, ReplayProblem
+from flashstate.launch import Problem, replay_kind
 from flashstate.ops.mamba2_replay import forms_of
 from flashstate.reference.mamba2 import softplus
 from flashstate.state.formats import encode
@@ -49,7 +49,8 @@ class RingCase(Case):
     @property
     def problems(self) -> tuple[Problem, ...]:
         """What the configs of its kernels are chosen for, which are those of calls with a plan."""
-        return forms_of(ReplayProblem(**{**vars(super().problem), "op": "mamba2_replay"}), planned=True)
+        kind = replay_kind(self.length, self.format)
+        return forms_of(kind(**{**vars(super().problem), "op": "mamba2_replay"}), planned=True)
 
     @property
     def counts(self) -> Tensor:

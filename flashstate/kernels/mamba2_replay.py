@@ -4,6 +4,7 @@ A row has a window of tokens behind its state: live rows of its ring and then th
 new tokens alone. One matrix says how much every token of the window counts for every output; tensor cores multiply it
 with x, and the state with C, tile by tile. Where a row folds, they add the products of the ring to the state first, on
 float32 as sums of bfloat16. A program is one warp, because all warps would have to make the matrix, and hand it around.
+One token needs no matrix: of float32 states, replay_token.py has it with more warps, and without tensor cores.
 
 Kernels that only fold, or never do, walk along their part of a plan. One that can do both serves small batches, and
 calls without a plan, where every row decides. All give the same bytes.
@@ -26,6 +27,7 @@ from flashstate.kernels.replay_rows import (
     zero_rest,
     zero_tiles,
 )
+from flashstate.kernels.replay_token import replay_token
 from flashstate.kernels.replay_window import (
     BEFORE_THE_FIRST_TOKEN,
     HINT,
@@ -305,10 +307,11 @@ def mamba2_replay_kernel(
     UPDATE: tl.constexpr,
     PADDING: tl.constexpr,  # the output of padding rows: "zero", "fresh", from a zero state, or "keep", as it was
     ROUNDING: tl.constexpr, ROUNDS: tl.constexpr, TARGET: tl.constexpr,
-    TOKENS: tl.constexpr, ROOM: tl.constexpr,  # there is room for, of a call and in a window
+    TOKENS: tl.constexpr, ROOM: tl.constexpr,  # there is room for, of a call and in a window; 1: without tensor cores
     TILES: tl.constexpr,  # that a program takes at a time
     FOLD_TILES: tl.constexpr,  # the same where a plan says that it folds, which takes longer
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr,  # of a tile
+    THREADS: tl.constexpr,  # of a program
     PLACE: tl.constexpr,  # "first" and "second" of two kernels that run side by side, or "alone"
 ):  # fmt: skip
     GROUPS: tl.constexpr = H // HEADS_PER_GROUP
@@ -352,13 +355,19 @@ def mamba2_replay_kernel(
         _, slot, _, live, _, count = row
         if rows_ptr is None:
             folds = live + count > WINDOW
-        if ROWS_DO == "fold" or (ROWS_DO == "either" and folds):
+        if TOKENS == 1 and (PADDING == "fresh" or ((slot >= 0) & (count > 0))):
+            replay_token(
+                pool, ring, activations, parameters, row, folds, g, first_tile, L,
+                ROWS_DO, UPDATE, PADDING, HEADS_PER_GROUP, ROWS, COLS, VECTOR, BYTES, WIDE, D_PER_ROW, DT_SOFTPLUS,
+                TARGET, ROOM, TILES, BLOCK_ROWS, BLOCK_COLS, CHUNK, THREADS,
+            )  # fmt: skip
+        elif TOKENS > 1 and (ROWS_DO == "fold" or (ROWS_DO == "either" and folds)):
             replay_tiles(
                 pool, ring, activations, parameters, drawing, row, g, first_tile, L,
                 True, UPDATE, PADDING, HEADS_PER_GROUP, ROWS, COLS, VECTOR, BYTES, WIDE, D_PER_ROW, DT_SOFTPLUS,
                 ROUNDING, ROUNDS, TARGET, TOKENS, ROOM, FOLD_TILES, BLOCK_ROWS, BLOCK_COLS, CHUNK, AHEAD,
             )  # fmt: skip
-        elif PADDING == "fresh" or ((slot >= 0) & (count > 0)):
+        elif TOKENS > 1 and (PADDING == "fresh" or ((slot >= 0) & (count > 0))):
             replay_tiles(
                 pool, ring, activations, parameters, drawing, row, g, first_tile, L,
                 False, UPDATE, PADDING, HEADS_PER_GROUP, ROWS, COLS, VECTOR, BYTES, WIDE, D_PER_ROW, DT_SOFTPLUS,

@@ -9,6 +9,7 @@ from flashstate.launch.config import (
     Problem,
     RankProblem,
     ReplayProblem,
+    ReplayTokenProblem,
     TensorCoreProblem,
     access_width,
     choose,
@@ -17,6 +18,7 @@ from flashstate.launch.config import (
     gpu_of,
     mamba3_kind,
     override,
+    replay_kind,
     valid_configs,
 )
 from flashstate.launch.start import collecting, start
@@ -31,6 +33,7 @@ __all__ = [
     "Problem",
     "RankProblem",
     "ReplayProblem",
+    "ReplayTokenProblem",
     "TensorCoreProblem",
     "access_width",
     "choose",
@@ -43,6 +46,7 @@ __all__ = [
     "lets_next_start",
     "mamba3_kind",
     "override",
+    "replay_kind",
     "start",
     "uses_kernels",
     "valid_configs",

@@ -350,6 +350,34 @@ class ReplayProblem(TensorCoreProblem):
         return Config(16, 1, lanes, 16 if most else 8 if many else 2, 128 if torch.version.hip is None else 0)
 
 
+@dataclass(frozen=True)
+class ReplayTokenProblem(DeltaProblem):
+    """What a config of replay is chosen for where every row has one token, and no tensor cores are used. `together` is
+    what it is for other calls."""
+
+    limits: ClassVar[tuple[int, ...]] = (0, 96, 128)
+
+    def manageable(self, config: Config) -> bool:
+        return Problem.manageable(self, replace(config, together=1))
+
+    def heuristic(self, gpu: Gpu) -> Config:
+        """Tiles of 64 elements in a thread and of four warps, or fewer; several where the state is only read and there
+        are programs enough, and so few registers then, and for a fold, that an SM has 16 warps."""
+        lanes = min(self.lane_choices, key=lambda lanes: abs(math.log2(lanes / 8)))
+        rows = max(1, min(64, next_power_of_2(self.rows), 4 * 64 * WARP // self.block_cols))
+        warps = min(4, max(1, rows * min(self.block_cols // 64, lanes) // WARP))
+        config = Config(max(rows, self.fewest_rows(Config(1, warps, lanes))), warps, lanes)
+        if self.op == "mamba2_replay either" or self.batch_heads < MANY_REPLAYED:
+            return config
+        registers = 128 if torch.version.hip is None else 0
+        return replace(config, together=8 if self.op == "mamba2_replay keep" else 1, registers=registers)
+
+
+def replay_kind(longest: int, format: str) -> type[ReplayProblem] | type[ReplayTokenProblem]:
+    """What a problem of replay is. Tensor cores are as fast for one token of states of less than 32 bits."""
+    return ReplayTokenProblem if longest == 1 and format == "float32" else ReplayProblem
+
+
 def mamba3_kind(rank: int, turned: bool) -> tuple[type[Problem], str]:
     """What a problem of Mamba-3 is, and the op that tables have it under: where columns are turned, which takes
     registers, it needs other configs."""

@@ -12,18 +12,20 @@ from torch import Tensor
 from flashstate.errors import check_flag, dtype_name
 from flashstate.launch import (
     ReplayProblem,
+    ReplayTokenProblem,
     access_width,
     choose,
     direct,
     gpu_of,
     kernel_target,
     lets_next_start,
+    replay_kind,
     start,
     suspension,
     uses_kernels,
 )
 from flashstate.launch.arguments import aligned, as_bytes, outer_strides, row_stride, token_strides
-from flashstate.launch.config import multiprocessors, next_power_of_2
+from flashstate.launch.config import WARP, multiprocessors, next_power_of_2
 from flashstate.launch.start import Started
 from flashstate.ops.debug import check_contents, check_cursors, debugging
 from flashstate.ops.library import register
@@ -47,6 +49,7 @@ from flashstate.state.state import State, as_state, refuse_transposed
 
 SMALL = 2048  # batch x heads below which one kernel decides for every row; half of it for states of 8 bits
 MOST_PER_PROCESSOR = 16  # programs of a kernel that walks along a plan
+AnyReplay = ReplayProblem | ReplayTokenProblem
 
 
 def mamba2_replay(
@@ -263,16 +266,17 @@ def _run(
         *(stride for t in activations for stride in token_strides(t, extent.token_axes, extent.packed)),
         row_stride(read), extent.batch, extent.num_tokens, longest, ring_x.shape[2], num_slots, null,
     )  # fmt: skip
-    vector = access_width(data)
+    vector, kind = access_width(data), replay_kind(longest, dtype_name(data.dtype))
     constants = {
         "H": heads, "HEADS_PER_GROUP": heads // B.shape[-2], "ROWS": rows, "COLS": cols, "WINDOW": window,
         "VECTOR": vector, "ALIGNED": all(aligned(t) for t in (x, B, C, z, out, ring_x, ring_B)),
         "WIDE": any(t is not None and _far_apart(t, extent.token_axes) for t in activations),
         "D_PER_ROW": D is not None and D.dim() == 2, "DT_SOFTPLUS": dt_softplus, "UPDATE": update,
         "PADDING": padding, "ROUNDING": rounding, "ROUNDS": rounds, "TARGET": kernel_target(data.device),
-        "TOKENS": max(8, next_power_of_2(longest)), "ROOM": max(16, next_power_of_2(window)),
+        "TOKENS": 1 if kind is ReplayTokenProblem else max(8, next_power_of_2(longest)),
+        "ROOM": max(16, next_power_of_2(window)),
     }  # fmt: skip
-    problem = ReplayProblem(
+    problem = kind(
         "mamba2_replay", rows, cols, dtype_name(data.dtype), rounding, vector, extent.batch * heads, longest > 1
     )  # fmt: skip
     return _start_kernels(problem, plan_rows is not None, x, arguments, constants)
@@ -283,7 +287,7 @@ def _far_apart(tensor: Tensor, token_axes: int) -> bool:
     return tensor.stride(token_axes - 1) * LARGEST_WINDOW >= 1 << 31
 
 
-def forms_of(problem: ReplayProblem, planned: bool) -> tuple[ReplayProblem, ...]:
+def forms_of(problem: AnyReplay, planned: bool) -> tuple[AnyReplay, ...]:
     """The kernels that a call starts, one after the other: one that decides for every row, or with a plan, and rows
     enough, one for those that do not fold and one for those that do."""
     small = SMALL // 2 if problem.itemsize == 1 else SMALL
@@ -292,7 +296,7 @@ def forms_of(problem: ReplayProblem, planned: bool) -> tuple[ReplayProblem, ...]
 
 
 def _start_kernels(
-    problem: ReplayProblem, planned: bool, x: Tensor, arguments: tuple[Any, ...], constants: dict[str, Any]
+    problem: AnyReplay, planned: bool, x: Tensor, arguments: tuple[Any, ...], constants: dict[str, Any]
 ) -> list[Started]:
     """Start the kernels of a call; the second does not wait for the first, which has other rows. Gives those that were
     compiled and started."""
@@ -310,12 +314,11 @@ def _start_kernels(
         of_form = {
             "ROWS_DO": form.op.split()[1], "TILES": tiles, "BLOCK_ROWS": config.block_rows,
             "BLOCK_COLS": form.block_cols, "CHUNK": form.chunk(config.lanes), "PLACE": place,
-            "FOLD_TILES": 1 if planned and len(forms) == 1 else tiles,
+            "FOLD_TILES": 1 if planned and len(forms) == 1 and constants["TOKENS"] > 1 else tiles,
+            "THREADS": WARP * config.num_warps,
         }  # fmt: skip
-        all_constants, early = {**constants, **of_form}, place == "second"
-        started.append(
-            start(mamba2_replay_kernel, (programs,), x.device, arguments, all_constants, 1, config.registers, early)
-        )
+        all_constants, how = {**constants, **of_form}, (config.num_warps, config.registers, place == "second")
+        started.append(start(mamba2_replay_kernel, (programs,), x.device, arguments, all_constants, *how))
     return [one for one in started if one is not None]
 
 

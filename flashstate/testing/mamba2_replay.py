@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashstate.launch import Problem, ReplayProblem
+from flashstate.launch import Problem, replay_kind
 from flashstate.ops.mamba2_replay import mamba2_replay
 from flashstate.reference.mamba2 import mamba2_token, softplus
 from flashstate.reference.mamba2_replay import BEFORE_THE_FIRST_TOKEN, replayed
@@ -242,7 +242,8 @@ class ReplayCase(AnyCase):
     def problem(self) -> Problem:
         vector = math.gcd(self.cols, ACCESS_BYTES // dtype(self.format).itemsize)
         shape = self.rows, self.cols, self.format, self.rounding, vector
-        return ReplayProblem("mamba2_replay either", *shape, self.batch * self.heads, self.tokens > 1)
+        kind = replay_kind(self.tokens or 1, self.format)
+        return kind("mamba2_replay either", *shape, self.batch * self.heads, self.tokens > 1)
 
     @property
     def state_axes(self) -> tuple[int, int, int]:
