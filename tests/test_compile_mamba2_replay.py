@@ -109,6 +109,17 @@ def test_products_are_of_tensor_cores_of_one_warp() -> None:
     assert "wgmma" not in ptx
 
 
+@pytest.mark.parametrize(
+    ("architecture", "form"),
+    [(architecture, ("either", "keep", "fold")[i % 3]) for i, architecture in enumerate(ARCHITECTURES)],
+)
+def test_every_architecture_has_kernels_for_one_token_of_odd_shapes(
+    architecture: int | str, form: str, tmp_path: Path
+) -> None:
+    kernel = compiled(form, replace(ODD, tokens=1), architecture)
+    assert spilled_bytes(kernel, tmp_path) <= 64
+
+
 @pytest.mark.parametrize("form", ["either", "keep", "fold"])
 def test_one_token_of_float32_states_needs_no_tensor_cores_and_few_barriers(form: str, tmp_path: Path) -> None:
     """Warps share what a window weighs, so they wait for each other, but not for tiles of state."""

@@ -1,18 +1,32 @@
 """Entries of launch tables for replay: every one gives the bytes of another config, in the form it is for."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 from tables import TABLES, configs_by_mode
 
-from flashstate.launch import Config, ReplayProblem, ReplayTokenProblem, interpreted, override, valid_configs
+from flashstate.errors import dtype_name
+from flashstate.launch import (
+    Config,
+    Gpu,
+    ReplayProblem,
+    ReplayTokenProblem,
+    choose,
+    interpreted,
+    override,
+    replay_kind,
+    valid_configs,
+)
 from flashstate.launch.config import mode_key, table_key
 from flashstate.laws.require import require_equal_bytes, require_equal_states
 from flashstate.ops import mamba2_replay as module
+from flashstate.state.formats import FORMATS
 from flashstate.testing.mamba2_replay import ReplayCase
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+UNKNOWN = Gpu("unknown", (9, 0))
 AnyReplay = ReplayProblem | ReplayTokenProblem
 MODES = [
     (mode, configs) for path in TABLES for mode, configs in configs_by_mode(path).items() if isinstance(mode, AnyReplay)
@@ -26,6 +40,23 @@ def test_the_tables_have_every_form_of_replay() -> None:
     for kind in (ReplayProblem, ReplayTokenProblem):
         ops = {mode.op for mode, _ in MODES if isinstance(mode, kind)}
         assert ops == {f"mamba2_replay {form}" for form in ("either", "keep", "fold")}
+
+
+@pytest.mark.parametrize("form", ["either", "keep", "fold"])
+def test_the_heuristic_gives_one_token_a_valid_config_for_every_shape(form: str) -> None:
+    for rows, cols, vector, size in product(
+        (1, 5, 16, 33, 64, 200), (1, 16, 20, 128, 500, 512), (1, 2, 4), (1, 1 << 20)
+    ):
+        problem = ReplayTokenProblem(f"mamba2_replay {form}", rows, cols, "float32", "nearest", vector, size)
+        config = choose(problem, UNKNOWN)
+        assert problem.valid(config), (problem, config)
+        assert problem.manageable(config), (problem, config)
+        assert (config.together > 1) == (form == "keep" and size > 1), (problem, config)
+
+
+def test_tensor_cores_replay_one_token_of_narrower_states_and_several_of_all() -> None:
+    kinds = {(n, name): replay_kind(n, name) for n in (1, 2, 16) for name in map(dtype_name, FORMATS)}
+    assert {key for key, kind in kinds.items() if kind is ReplayTokenProblem} == {(1, "float32")}
 
 
 def require_one_result(mode: AnyReplay, configs: set[Config], device: torch.device, x: str) -> None:
