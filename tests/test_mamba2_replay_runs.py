@@ -320,6 +320,7 @@ def test_nothing_between_plan_and_commit_waits_for_the_device(
 
 RACES = {
     "one token": replace(REAL, batch=160, tokens=0, slots=170),
+    "one token in 16 bits": replace(REAL, batch=160, tokens=0, slots=170, format="float16"),
     "six tokens, folded at random": replace(REAL, batch=40, slots=50, format="int8", rounding="stochastic"),
     "packed tokens, many tiles": replace(REAL, batch=12, heads=80, packed=True, slots=20, format="bfloat16"),
     "float32, a long window": replace(REAL, batch=20, tokens=16, window=64, x="float32", dt="float32"),

@@ -355,7 +355,7 @@ def mamba2_replay_kernel(
         _, slot, _, live, _, count = row
         if rows_ptr is None:
             folds = live + count > WINDOW
-        if TOKENS == 1 and (PADDING == "fresh" or ((slot >= 0) & (count > 0))):
+        if TOKENS == 1 and ((count > 0) & ((slot >= 0) | (PADDING == "fresh"))):
             replay_token(
                 pool, ring, activations, parameters, row, folds, g, first_tile, L,
                 ROWS_DO, UPDATE, PADDING, HEADS_PER_GROUP, ROWS, COLS, VECTOR, BYTES, WIDE, D_PER_ROW, DT_SOFTPLUS,
