@@ -139,3 +139,16 @@ def test_entries_for_one_token_do_not_spill_much(tmp_path: Path) -> None:
         assert sizes
         for config in set(sizes.values()):
             assert spilled_bytes(compiled(form, REAL, 90, config), tmp_path) <= 128, (form, config)
+
+
+@pytest.mark.parametrize("case", [REAL, replace(REAL, tokens=2)], ids=["one token", "two"])
+@pytest.mark.parametrize(("padding", "update"), [("fresh", True), ("keep", False)])
+def test_every_padding_compiles_and_so_do_calls_that_store_nothing(
+    case: ReplayCase, padding: str, update: bool
+) -> None:
+    inputs = case.make_inputs(CPU)
+    with collected(90) as launches:
+        inputs.step(slots=inputs.at(padding=padding), update=update)
+    (launch,) = launches
+    stores = access_bytes(compile_launch(launch, 90))[1]
+    assert stores == ({16} if update else set())

@@ -100,7 +100,7 @@ def replay_token(
         tile = tile_at(h, first_row, ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, False)
         s = load_state(data_ptr, slot * slot_stride, known, tile, COLS, VECTOR, TARGET, HINT, TARGET)
         if PADDING == "fresh":
-            s, _ = zero_unless(known, s, 1.0)
+            s = zero_unless(known, s, 1.0)[0]
         ring_x = token_entry(ring_x_at, slot, oldest, h, BYTES)
         x_rows = either_row(of_ring, ring_x, ring_row * ROWS, token_base(x_at, b, first, h), j * 0, WIDE)
         xs = load_rows(x_rows, of_ring | new, first_row, ROWS, BLOCK_ROWS, BYTES, ROWS % BLOCK_ROWS == 0)
