@@ -91,8 +91,8 @@ def mamba2_replay(
     update: False leaves the state and the ring as they are.
 
     Inputs are float32, bfloat16 or float16; the output has the dtype of x. Sums are float32; for x of 16 bits products
-    are of bfloat16 operands, for float32 of float32. Strides are as in `mamba2_step`. `out` must not overlap other
-    arguments. Nothing is differentiable.
+    are of bfloat16 operands, for float32 of float32, and so in calls for one token on float32 states. Strides are as in
+    `mamba2_step`. `out` must not overlap other arguments. Nothing is differentiable.
     """
     eager, likeness = not torch.compiler.is_compiling(), None
     if eager and out is not None and direct.available and not suspension.depth:
