@@ -66,7 +66,9 @@ def collected(architecture: int | str) -> Iterator[list[Launch]]:
         ),
         mock.patch.multiple("flashstate.ops.conv1d", kernel_target=target, gpu_of=gpu, lets_next_start=overlaps),
         mock.patch.multiple("flashstate.ops.mamba3", kernel_target=target, gpu_of=gpu),
-        mock.patch.multiple("flashstate.ops.mamba2_replay", kernel_target=target, gpu_of=gpu, lets_next_start=overlaps),
+        mock.patch.multiple(
+            "flashstate.ops.mamba2_replay", kernel_target=target, gpu_of=gpu, lets_next_start=overlaps, WARP=warp
+        ),
         mock.patch.multiple("flashstate.ops.mamba2_fold", kernel_target=target, gpu_of=gpu),
         mock.patch.multiple("flashstate.ops.pool", kernel_target=target, gpu_of=gpu),
         collecting() as launches,

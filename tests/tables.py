@@ -92,9 +92,9 @@ def risky_by_turns(*ops: str, calls: Callable[[Problem], Collection[T]]) -> list
     alike: dict[Problem, list[tuple[Problem, Collection[Config], str]]] = {}
     for mode, configs, name in ((*mode.values, mode.id) for op in ops for mode in modes_of(op)):
         alike.setdefault(replace(mode, rounding="nearest"), []).append((mode, configs, name))
-    found, turns = [], count()
-    for i, roundings in enumerate(alike.values()):
-        mode, configs, name = roundings[i % len(roundings)]
+    found, turns, of_roundings = [], count(), count()
+    for roundings in alike.values():
+        mode, configs, name = roundings[next(of_roundings) % len(roundings) if len(roundings) > 1 else 0]
         pairs = by_turns(risky(mode, configs), calls(mode))
         config, call = pairs[next(turns) % len(pairs) if len(pairs) > 1 else 0]
         found.append((mode, config, call, name))

@@ -34,16 +34,18 @@ ODD = ReplayCase(3, 4, 2, 33, 20, tokens=3, packed=True, x="float16", D="row", w
 
 @cache
 def compiled(form: str, case: ReplayCase, architecture: int | str, config: Config | None = None) -> Any:
-    """The kernel of a call that decides for every row, or those that "fold" or "keep" the rows of a plan; or that of a
-    "mamba2_fold" in place. With the heuristic's config if none is given."""
+    """The kernel of a call in which every row decides, "either", or of one that is "planned", or those that "fold" or
+    "keep" the rows of a plan; or that of a "mamba2_fold" in place. With the heuristic's config if none is given."""
     inputs = case.make_inputs(CPU)
     plan = inputs.plan()  # by the reference, so that no launch of it is collected
-    with collected(architecture) as launches, parted(), override(config) if config else nullcontext():
+    parts = nullcontext() if form == "planned" else parted()
+    with collected(architecture) as launches, parts, override(config) if config else nullcontext():
         if form == "mamba2_fold":
             flashstate.mamba2_fold(inputs.state.state, inputs.state.ring, inputs.arguments["A"])
         else:
             inputs.step(**{} if form == "either" else {"plan": plan})
-    (launch,) = (launch for launch in launches if launch.constants.get("ROWS_DO", form) == form)
+    rows_do = "either" if form == "planned" else form
+    (launch,) = (launch for launch in launches if launch.constants.get("ROWS_DO", rows_do) == rows_do)
     return compile_launch(launch, architecture)
 
 
@@ -59,13 +61,13 @@ TURNS = [
 ]
 
 
-def state_loads(kernel: Any, name: str) -> set[int]:
-    """Bytes of the accesses by which threads load a state. No hint tells them from others, but their type does,
-    which nothing else has in chunks of this size."""
+def state_loads(kernel: Any, name: str, lanes: int = 4) -> set[int]:
+    """Bytes of the accesses by which threads load a state, so many of which share a row. No hint tells them from
+    others, but their type does, which nothing else has in chunks of this size."""
     ttgir, size = kernel.asm["ttgir"], dtype(name).itemsize
     element = {4: "f32", 2: "f16" if name == "float16" else "i16", 1: "i8"}[size]
     neighbours = dict(re.findall(r"^(#blocked\d*) = #ttg\.blocked<{sizePerThread = \[1, (\d+)\]", ttgir, re.MULTILINE))
-    found = re.findall(rf"tt\.load .*tensor<\d+x{64 // size}x!tt\.ptr<{element}>, (#blocked\d*)>", ttgir)
+    found = re.findall(rf"tt\.load .*tensor<\d+x{16 * lanes // size}x!tt\.ptr<{element}>, (#blocked\d*)>", ttgir)
     return {int(neighbours[layout]) * size for layout in found}
 
 
@@ -116,11 +118,11 @@ def test_products_are_of_tensor_cores_of_one_warp() -> None:
 def test_every_architecture_has_kernels_for_one_token_of_odd_shapes(
     architecture: int | str, form: str, tmp_path: Path
 ) -> None:
-    kernel = compiled(form, replace(ODD, tokens=1), architecture)
+    kernel = compiled(form, replace(ODD, tokens=1, packed=False), architecture)
     assert spilled_bytes(kernel, tmp_path) <= 64
 
 
-@pytest.mark.parametrize("form", ["either", "keep", "fold"])
+@pytest.mark.parametrize("form", ["either", "planned", "keep", "fold"])
 def test_one_token_of_float32_states_needs_no_tensor_cores_and_few_barriers(form: str, tmp_path: Path) -> None:
     """Warps share what a window weighs, so they wait for each other, but not for tiles of state."""
     kernel = compiled(form, REAL, 90)
@@ -130,6 +132,17 @@ def test_one_token_of_float32_states_needs_no_tensor_cores_and_few_barriers(form
     assert loads == {16}
     assert stores == (set() if form == "keep" else {16})
     assert spilled_bytes(kernel, tmp_path) <= 64
+
+
+@pytest.mark.parametrize(
+    ("config", "window"), [(Config(16, 1, 4), 16), (Config(32, 1, 8), 32), (Config(64, 2, 16), 64)]
+)
+def test_threads_have_as_much_of_a_row_where_other_tiles_have_the_shape_of_the_state(
+    config: Config, window: int
+) -> None:
+    """x of the tokens of a window: in the layout of its wider accesses rows would be summed in another order."""
+    kernel = compiled("keep", replace(REAL, window=window), 90, config)
+    assert state_loads(kernel, "float32", config.lanes) == {16}
 
 
 def test_entries_for_one_token_do_not_spill_much(tmp_path: Path) -> None:

@@ -134,10 +134,12 @@ ODD = (
     ("architecture", "case"), [(architecture, ODD[i % 2]) for i, architecture in enumerate(ARCHITECTURES[::2])], ids=str
 )
 def test_odd_shapes_and_several_tokens_compile(architecture: int | str, case: Mamba3Case) -> None:
+    """On every other architecture: all of them have their kernels compiled above."""
     compiled(case, architecture)
 
 
 def test_wide_rows_of_float32_calls_need_no_more_shared_memory_than_gpus_have() -> None:
-    """Their outputs are made without tensor cores, of a tile in shared memory: 99 KB are what the smallest GPU has."""
+    """Their outputs are made without tensor cores, of a tile in shared memory: 99 KB are what the smallest GPU has. Of
+    still wider rows a tile has fewer."""
     wide = replace(MIMO, heads=2, cols=256, x="float32", bc="float32", kv="float32")
     assert compiled(wide, 90).metadata.shared <= 99 << 10

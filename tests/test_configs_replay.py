@@ -9,6 +9,7 @@ from tables import TABLES, configs_by_mode
 
 from flashstate.errors import dtype_name
 from flashstate.launch import (
+    AnyReplay,
     Config,
     Gpu,
     ReplayProblem,
@@ -27,7 +28,6 @@ from flashstate.testing.mamba2_replay import ReplayCase
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 UNKNOWN = Gpu("unknown", (9, 0))
-AnyReplay = ReplayProblem | ReplayTokenProblem
 MODES = [
     (mode, configs) for path in TABLES for mode, configs in configs_by_mode(path).items() if isinstance(mode, AnyReplay)
 ]
@@ -54,9 +54,9 @@ def test_the_heuristic_gives_one_token_a_valid_config_for_every_shape(form: str)
         assert (config.together > 1) == (form == "keep" and size > 1), (problem, config)
 
 
-def test_tensor_cores_replay_one_token_of_narrower_states_and_several_of_all() -> None:
-    kinds = {(n, name): replay_kind(n, name) for n in (1, 2, 16) for name in map(dtype_name, FORMATS)}
-    assert {key for key, kind in kinds.items() if kind is ReplayTokenProblem} == {(1, "float32")}
+def test_tensor_cores_replay_all_but_one_token_of_dense_calls_on_float32_states() -> None:
+    calls = product((1, 2, 16), map(dtype_name, FORMATS), (False, True))
+    assert {call for call in calls if replay_kind(*call) is ReplayTokenProblem} == {(1, "float32", False)}
 
 
 def require_one_result(mode: AnyReplay, configs: set[Config], device: torch.device, x: str) -> None:
@@ -68,13 +68,10 @@ def require_one_result(mode: AnyReplay, configs: set[Config], device: torch.devi
     inputs = case.make_inputs(device)
     assert set(inputs.folds.tolist()) == {False, True}
     others = [config for config in valid_configs(mode) if config not in configs]
-    (lanes,) = {config.lanes for config in configs}
-    other = next(other for other in others if device.type == "cuda" or other.lanes == lanes)
-    want = inputs.fresh()
-    with override(other):
-        y_want = want.step(plan=want.plan())
     for config in configs:
-        got = inputs.fresh()
+        got, want = inputs.fresh(), inputs.fresh()
+        with override(next(other for other in others if device.type == "cuda" or other.lanes == config.lanes)):
+            y_want = want.step(plan=want.plan())
         with override(config):
             y = got.step(plan=got.plan())
         require_equal_bytes(f"output with {config}", y, y_want)

@@ -4,10 +4,11 @@ A row has a window of tokens behind its state: live rows of its ring and then th
 new tokens alone. One matrix says how much every token of the window counts for every output; tensor cores multiply it
 with x, and the state with C, tile by tile. Where a row folds, they add the products of the ring to the state first, on
 float32 as sums of bfloat16. A program is one warp, because all warps would have to make the matrix, and hand it around.
-One token needs no matrix: of float32 states, replay_token.py has it with more warps, and without tensor cores.
+One token needs no matrix: in dense calls on float32 states, replay_token.py has it with more warps, and without tensor
+cores.
 
 Kernels that only fold, or never do, walk along their part of a plan. One that can do both serves small batches, and
-calls without a plan, where every row decides. All give the same bytes.
+calls without a plan, where every row decides. All give the same bytes, with tensor cores or without.
 """
 
 import triton
@@ -307,7 +308,8 @@ def mamba2_replay_kernel(
     UPDATE: tl.constexpr,
     PADDING: tl.constexpr,  # the output of padding rows: "zero", "fresh", from a zero state, or "keep", as it was
     ROUNDING: tl.constexpr, ROUNDS: tl.constexpr, TARGET: tl.constexpr,
-    TOKENS: tl.constexpr, ROOM: tl.constexpr,  # there is room for, of a call and in a window; 1: without tensor cores
+    TOKENS: tl.constexpr,  # that there is room for in a row; 1: without tensor cores
+    ROOM: tl.constexpr,  # the same in a window
     TILES: tl.constexpr,  # that a program takes at a time
     FOLD_TILES: tl.constexpr,  # the same where a plan says that it folds, which takes longer
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr,  # of a tile

@@ -72,9 +72,11 @@ def replay_token(
     b, slot, start, live, first, _ = row
     known = slot >= 0
     ALIGNED: tl.constexpr = BYTES > 1
+    # Told of wider accesses than those of the state, the compiler would load a tile of the same shape in their layout.
+    BESIDE: tl.constexpr = min(BYTES, VECTOR * x_at[0].dtype.element_ty.primitive_bitwidth // 8)
     TILES_PER_HEAD: tl.constexpr = (ROWS + BLOCK_ROWS - 1) // BLOCK_ROWS
     ring_x_at, ring_B_at = (ring_x_ptr, ring_x_stride, ROWS, L * ROWS), (ring_B_ptr, ring_B_stride, COLS, L * COLS)
-    ring_dt_at, oldest, to_row = (ring_dt_ptr, ring_dt_stride, 1, L), start * 0, wrapped(start + live, L)
+    ring_dt_at, entry_0, to_row = (ring_dt_ptr, ring_dt_stride, 1, L), start * 0, wrapped(start + live, L)
 
     # The window: live rows of the ring, unless they are folded, and then the token.
     last = live
@@ -84,7 +86,7 @@ def replay_token(
     of_ring, new, ring_row = j < last, j == last, wrapped(start + j, L)
     C = load_columns(C_at, b, first, g, True, ALIGNED, BLOCK_ROWS, COLS, BLOCK_COLS, CHUNK, VECTOR, THREADS, "portable")
     C_for_B = load_columns(C_at, b, first, g, True, ALIGNED, ROOM, COLS, BLOCK_COLS, CHUNK, VECTOR, THREADS, "portable")
-    ring_B = token_entry(ring_B_at, slot, oldest, g, BYTES)
+    ring_B = token_entry(ring_B_at, slot, entry_0, g, BYTES)
     B_rows = either_row(of_ring, ring_B, ring_row * COLS, token_base(B_at, b, first, g), j * 0, WIDE)
     with_C = products_with(C_for_B, B_rows, of_ring | new, BYTES, COLS, BLOCK_COLS, CHUNK, VECTOR)
     if UPDATE and first_tile == 0:
@@ -101,9 +103,9 @@ def replay_token(
         s = load_state(data_ptr, slot * slot_stride, known, tile, COLS, VECTOR, TARGET, HINT, TARGET)
         if PADDING == "fresh":
             s = zero_unless(known, s, 1.0)[0]
-        ring_x = token_entry(ring_x_at, slot, oldest, h, BYTES)
+        ring_x = token_entry(ring_x_at, slot, entry_0, h, BYTES)
         x_rows = either_row(of_ring, ring_x, ring_row * ROWS, token_base(x_at, b, first, h), j * 0, WIDE)
-        xs = load_rows(x_rows, of_ring | new, first_row, ROWS, BLOCK_ROWS, BYTES, ROWS % BLOCK_ROWS == 0)
+        xs = load_rows(x_rows, of_ring | new, first_row, ROWS, BLOCK_ROWS, BESIDE, ROWS % BLOCK_ROWS == 0)
         x = tl.load(token_entry(x_at, b, first, h, BYTES) + offs_d, mask=mask_d, other=0.0)
         A = load_decay(A_ptr, h, tile, False)
         dt = tl.load(token_entry(dt_at, b, first, h, 1)).to(tl.float32)
@@ -111,7 +113,7 @@ def replay_token(
             dt += tl.load(dt_bias_ptr + h).to(tl.float32)
         if DT_SOFTPLUS:
             dt = softplus(dt)
-        ring_dt = tl.load(token_entry(ring_dt_at, slot, oldest, h, 1) + ring_row, mask=of_ring, other=0.0)
+        ring_dt = tl.load(token_entry(ring_dt_at, slot, entry_0, h, 1) + ring_row, mask=of_ring, other=0.0)
         weights, decay = weights_of_ring(tl.where(new, dt, ring_dt), last + 1, A[0], 0, TARGET)
         weights = tl.where(of_ring | new, weights * with_C, 0.0)
 

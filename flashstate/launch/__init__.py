@@ -2,6 +2,7 @@
 
 from flashstate.launch.backend import interpreted, kernel_target, lets_next_start, uses_kernels
 from flashstate.launch.config import (
+    AnyReplay,
     ChannelProblem,
     DeltaProblem,
     Gpu,
@@ -25,6 +26,7 @@ from flashstate.launch.start import collecting, start
 from flashstate.launch.table import Config
 
 __all__ = [
+    "AnyReplay",
     "ChannelProblem",
     "Config",
     "DeltaProblem",

@@ -370,9 +370,13 @@ class ReplayTokenProblem(DeltaProblem):
         return Config(max(rows, self.fewest_rows(Config(1, warps, lanes))), warps, lanes, tiles)
 
 
-def replay_kind(longest: int, format: str) -> type[ReplayProblem] | type[ReplayTokenProblem]:
-    """What a problem of replay is. Tensor cores are as fast for one token of states of less than 32 bits."""
-    return ReplayTokenProblem if longest == 1 and format == "float32" else ReplayProblem
+AnyReplay = ReplayProblem | ReplayTokenProblem
+
+
+def replay_kind(longest: int, format: str, packed: bool) -> type[AnyReplay]:
+    """What a problem of replay is. Tensor cores are as fast for one token of states of less than 32 bits. In packed
+    calls, where the longest row may change from step to step, a row with one token does not depend on that."""
+    return ReplayTokenProblem if longest == 1 and format == "float32" and not packed else ReplayProblem
 
 
 def mamba3_kind(rank: int, turned: bool) -> tuple[type[Problem], str]:

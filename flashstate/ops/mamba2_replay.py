@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flashstate.errors import check_flag, dtype_name
 from flashstate.launch import (
-    ReplayProblem,
+    AnyReplay,
     ReplayTokenProblem,
     access_width,
     choose,
@@ -49,7 +49,6 @@ from flashstate.state.state import State, as_state, refuse_transposed
 
 SMALL = 2048  # batch x heads below which one kernel decides for every row; half of it for states of 8 bits
 MOST_PER_PROCESSOR = 16  # programs of a kernel that walks along a plan
-AnyReplay = ReplayProblem | ReplayTokenProblem
 
 
 def mamba2_replay(
@@ -91,8 +90,8 @@ def mamba2_replay(
     update: False leaves the state and the ring as they are.
 
     Inputs are float32, bfloat16 or float16; the output has the dtype of x. Sums are float32; for x of 16 bits products
-    are of bfloat16 operands, for float32 of float32, and so in calls for one token on float32 states. Strides are as in
-    `mamba2_step`. `out` must not overlap other arguments. Nothing is differentiable.
+    are of bfloat16 operands, for float32 of float32, and so those of one token that is not packed on float32 states.
+    Strides are as in `mamba2_step`. `out` must not overlap other arguments. Nothing is differentiable.
     """
     eager, likeness = not torch.compiler.is_compiling(), None
     if eager and out is not None and direct.available and not suspension.depth:
@@ -266,7 +265,7 @@ def _run(
         *(stride for t in activations for stride in token_strides(t, extent.token_axes, extent.packed)),
         row_stride(read), extent.batch, extent.num_tokens, longest, ring_x.shape[2], num_slots, null,
     )  # fmt: skip
-    vector, kind = access_width(data), replay_kind(longest, dtype_name(data.dtype))
+    vector, kind = access_width(data), replay_kind(longest, dtype_name(data.dtype), extent.packed)
     constants = {
         "H": heads, "HEADS_PER_GROUP": heads // B.shape[-2], "ROWS": rows, "COLS": cols, "WINDOW": window,
         "VECTOR": vector, "ALIGNED": all(aligned(t) for t in (x, B, C, z, out, ring_x, ring_B)),

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashstate.launch import Problem, replay_kind
+from flashstate.errors import dtype_name
+from flashstate.launch import Problem, ReplayProblem, replay_kind
 from flashstate.ops.mamba2_replay import mamba2_replay
 from flashstate.reference.mamba2 import mamba2_token, softplus
 from flashstate.reference.mamba2_replay import BEFORE_THE_FIRST_TOKEN, replayed
@@ -192,11 +193,13 @@ def _stepped(inputs: ReplayInputs, s: Tensor, count: Tensor) -> tuple[Tensor, Te
     """The outputs of the first `count` tokens of every row, row by row, and the states after them."""
     longest = int(count.max()) if len(count) else 0
     s, outputs, x = s.clone(), s.new_zeros(len(s), longest, *s.shape[1:3]), inputs.main.dtype
+    name, packed = dtype_name(inputs.state.data.dtype), inputs.lengths is not None
+    rounds = s.dtype == torch.float32 and replay_kind(max(inputs.row_lengths, default=1), name, packed) is ReplayProblem
     for t in range(longest):
         rows = (count > t).nonzero()[:, 0]
         token = inputs.token(rows, t)
         y, s[rows] = mamba2_token(s[rows], **token)
-        if s.dtype == torch.float32:  # a token whose time step is 0 gives what is read of the state
+        if rounds:  # a token whose time step is 0 gives what is read of the state
             standing = {"dt": torch.zeros_like(token["dt"]), "dt_bias": None, "dt_softplus": False}
             y, _ = mamba2_token(operand(s[rows], x), **token | standing | {"C": operand(token["C"].float(), x)})
         outputs[rows, t] = y
@@ -242,7 +245,7 @@ class ReplayCase(AnyCase):
     def problem(self) -> Problem:
         vector = math.gcd(self.cols, ACCESS_BYTES // dtype(self.format).itemsize)
         shape = self.rows, self.cols, self.format, self.rounding, vector
-        kind = replay_kind(self.tokens or 1, self.format)
+        kind = replay_kind(self.tokens or 1, self.format, self.packed)
         return kind("mamba2_replay either", *shape, self.batch * self.heads, self.tokens > 1)
 
     @property
