@@ -54,9 +54,11 @@ def test_the_heuristic_gives_one_token_a_valid_config_for_every_shape(form: str)
         assert (config.together > 1) == (form == "keep" and size > 1), (problem, config)
 
 
-def test_tensor_cores_replay_all_but_one_token_of_dense_calls_on_float32_states() -> None:
-    calls = product((1, 2, 16), map(dtype_name, FORMATS), (False, True))
-    assert {call for call in calls if replay_kind(*call) is ReplayTokenProblem} == {(1, "float32", False)}
+def test_tensor_cores_replay_all_but_one_token_of_dense_calls_on_float32_states_with_short_windows() -> None:
+    calls = product((1, 2, 16), map(dtype_name, FORMATS), (False, True), (1, 16, 17, 64))
+    assert {call for call in calls if replay_kind(*call) is ReplayTokenProblem} == {
+        (1, "float32", False, window) for window in (1, 16)
+    }
 
 
 def require_one_result(mode: AnyReplay, configs: set[Config], device: torch.device, x: str) -> None:

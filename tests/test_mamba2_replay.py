@@ -36,11 +36,11 @@ OTHERS = [words for words in laws("", "kernels", among=REPLAY_LAWS) if words != 
 ON_THE_REFERENCE = pairs([ACCURACY], ODD_REPLAY_CASES) + by_turns(
     [words for words in OTHERS if words != ALL_CONFIGS], GROUPS
 )
-# One token of float32 states has a way of its own, without tensor cores; not so one that is packed.
+# One token of float32 states has a way of its own, without tensor cores; not so with a long window, or packed.
 ONE_TOKEN = (
     *ODD_REPLAY_SHAPES["one token"],
-    ODD_REPLAY_SHAPES["a long window"][0],
     ReplayCase(5, 4, 2, 33, 20, tokens=1, x="float16", D="row"),
+    ReplayCase(3, 2, 1, 16, 96, bc="float16", index="int64", window=15, spare=1),
     ReplayCase(5, 1, 1, 17, 16, tokens=1, packed=True, x="float16", D="row", window=8),
 )
 IN_THE_INTERPRETER = pairs([ACCURACY], ODD_REPLAY_CASES) + by_turns(OTHERS, GROUPS, turns=6)  # which is slow

@@ -49,7 +49,7 @@ class RingCase(Case):
     @property
     def problems(self) -> tuple[Problem, ...]:
         """What the configs of its kernels are chosen for, which are those of calls with a plan."""
-        kind = replay_kind(self.length, self.format, packed=False)
+        kind = replay_kind(self.length, self.format, False, WINDOW)
         return forms_of(kind(**{**vars(super().problem), "op": "mamba2_replay"}), planned=True)
 
     @property

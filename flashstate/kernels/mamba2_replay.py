@@ -4,8 +4,8 @@ A row has a window of tokens behind its state: live rows of its ring and then th
 new tokens alone. One matrix says how much every token of the window counts for every output; tensor cores multiply it
 with x, and the state with C, tile by tile. Where a row folds, they add the products of the ring to the state first, on
 float32 as sums of bfloat16. A program is one warp, because all warps would have to make the matrix, and hand it around.
-One token needs no matrix: in dense calls on float32 states, replay_token.py has it with more warps, and without tensor
-cores.
+One token needs no matrix: in dense calls on float32 states with short windows, replay_token.py has it with more warps,
+and without tensor cores.
 
 Kernels that only fold, or never do, walk along their part of a plan. One that can do both serves small batches, and
 calls without a plan, where every row decides. All give the same bytes, with tensor cores or without.

@@ -37,6 +37,7 @@ TILES = 8  # of a program of the gated delta rule where arithmetic, or what toke
 MANY = 1024  # batch x heads from which on there are programs enough with so many
 FEW_REPLAYED = 512  # batch x heads below which a program of replay has one tile, and
 MANY_REPLAYED = 2048  # from which on there are programs enough with many
+LONGEST_ALONE = 16  # window of replay up to which one token needs no tensor cores
 AHEAD = 32  # programs of Mamba-3, times `together`, behind the one that asks for the states of one more
 WALKING_CAPABILITY = (10, 0)  # from here on sums over lanes are the bottleneck
 
@@ -373,10 +374,12 @@ class ReplayTokenProblem(DeltaProblem):
 AnyReplay = ReplayProblem | ReplayTokenProblem
 
 
-def replay_kind(longest: int, format: str, packed: bool) -> type[AnyReplay]:
-    """What a problem of replay is. Tensor cores are as fast for one token of states of less than 32 bits. In packed
-    calls, where the longest row may change from step to step, a row with one token does not depend on that."""
-    return ReplayTokenProblem if longest == 1 and format == "float32" and not packed else ReplayProblem
+def replay_kind(longest: int, format: str, packed: bool, window: int) -> type[AnyReplay]:
+    """What a problem of replay is. Tensor cores are as fast for one token of states of less than 32 bits; without them
+    long windows have too much arithmetic. In packed calls, where the longest row may change from step to step, a row
+    with one token does not depend on that."""
+    alone = longest == 1 and format == "float32" and not packed and window <= LONGEST_ALONE
+    return ReplayTokenProblem if alone else ReplayProblem
 
 
 def mamba3_kind(rank: int, turned: bool) -> tuple[type[Problem], str]:

@@ -38,7 +38,7 @@ def packed_equals_dense(case: ReplayCase, device: torch.device) -> None:
         for row, got in enumerate(packed.per_row(y)):
             if form == FORMS[row % len(FORMS)]:
                 alone, slot = inputs.fresh(), inputs.slots[row : row + 1].long()
-                if case.lengths[row] == 1 and replay_kind(1, case.format, packed=False) is ReplayTokenProblem:
+                if replay_kind(case.lengths[row], case.format, False, case.window) is ReplayTokenProblem:
                     want = alone.of_rows(torch.tensor([row], device=device)).step()
                 else:
                     want = alone.dense_row(row).step()[0]

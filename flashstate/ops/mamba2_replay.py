@@ -90,8 +90,9 @@ def mamba2_replay(
     update: False leaves the state and the ring as they are.
 
     Inputs are float32, bfloat16 or float16; the output has the dtype of x. Sums are float32; for x of 16 bits products
-    are of bfloat16 operands, for float32 of float32, and so those of one token that is not packed on float32 states.
-    Strides are as in `mamba2_step`. `out` must not overlap other arguments. Nothing is differentiable.
+    are of bfloat16 operands, for float32 of float32, and so those of one token that is not packed, on float32 states
+    with windows up to 16. Strides are as in `mamba2_step`. `out` must not overlap other arguments. Nothing is
+    differentiable.
     """
     eager, likeness = not torch.compiler.is_compiling(), None
     if eager and out is not None and direct.available and not suspension.depth:
@@ -265,7 +266,7 @@ def _run(
         *(stride for t in activations for stride in token_strides(t, extent.token_axes, extent.packed)),
         row_stride(read), extent.batch, extent.num_tokens, longest, ring_x.shape[2], num_slots, null,
     )  # fmt: skip
-    vector, kind = access_width(data), replay_kind(longest, dtype_name(data.dtype), extent.packed)
+    vector, kind = access_width(data), replay_kind(longest, dtype_name(data.dtype), extent.packed, window)
     constants = {
         "H": heads, "HEADS_PER_GROUP": heads // B.shape[-2], "ROWS": rows, "COLS": cols, "WINDOW": window,
         "VECTOR": vector, "ALIGNED": all(aligned(t) for t in (x, B, C, z, out, ring_x, ring_B)),

@@ -193,8 +193,8 @@ def _stepped(inputs: ReplayInputs, s: Tensor, count: Tensor) -> tuple[Tensor, Te
     """The outputs of the first `count` tokens of every row, row by row, and the states after them."""
     longest = int(count.max()) if len(count) else 0
     s, outputs, x = s.clone(), s.new_zeros(len(s), longest, *s.shape[1:3]), inputs.main.dtype
-    name, packed = dtype_name(inputs.state.data.dtype), inputs.lengths is not None
-    rounds = s.dtype == torch.float32 and replay_kind(max(inputs.row_lengths, default=1), name, packed) is ReplayProblem
+    call = max(inputs.row_lengths, default=1), dtype_name(inputs.state.data.dtype), inputs.lengths is not None
+    rounds = s.dtype == torch.float32 and replay_kind(*call, inputs.state.window) is ReplayProblem
     for t in range(longest):
         rows = (count > t).nonzero()[:, 0]
         token = inputs.token(rows, t)
@@ -245,7 +245,7 @@ class ReplayCase(AnyCase):
     def problem(self) -> Problem:
         vector = math.gcd(self.cols, ACCESS_BYTES // dtype(self.format).itemsize)
         shape = self.rows, self.cols, self.format, self.rounding, vector
-        kind = replay_kind(self.tokens or 1, self.format, self.packed)
+        kind = replay_kind(self.tokens or 1, self.format, self.packed, self.window)
         return kind("mamba2_replay either", *shape, self.batch * self.heads, self.tokens > 1)
 
     @property
