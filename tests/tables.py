@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import astuple, replace
 from importlib import resources
@@ -86,17 +87,18 @@ def risky(mode: Problem, configs: Collection[Config]) -> list[Config]:
     return sorted({largest, *(config for config in configs if config.registers)}, key=astuple)
 
 
-def risky_by_turns(*ops: str, calls: Callable[[Problem], Collection[T]]) -> list[Any]:
+def risky_by_turns(*ops: str, calls: Callable[[Problem], tuple[T, ...]]) -> list[Any]:
     """Of every mode of these ops, with one of its roundings, a config that may spill with one of its calls, to
     parametrize a test. Roundings, and such pairs, take turns: all of them take long to compile."""
     alike: dict[Problem, list[tuple[Problem, Collection[Config], str]]] = {}
     for mode, configs, name in ((*mode.values, mode.id) for op in ops for mode in modes_of(op)):
         alike.setdefault(replace(mode, rounding="nearest"), []).append((mode, configs, name))
-    found, turns, of_roundings = [], count(), count()
+    turns: defaultdict[object, Iterator[int]] = defaultdict(count)  # of choices that are alike
+    found = []
     for roundings in alike.values():
-        mode, configs, name = roundings[next(of_roundings) % len(roundings) if len(roundings) > 1 else 0]
+        mode, configs, name = roundings[next(turns[len(roundings)]) % len(roundings)]
         pairs = by_turns(risky(mode, configs), calls(mode))
-        config, call = pairs[next(turns) % len(pairs) if len(pairs) > 1 else 0]
+        config, call = pairs[next(turns[calls(mode)]) % len(pairs)]
         found.append((mode, config, call, name))
     assert {call for *_, call, _ in found} == {call for mode, *_ in found for call in calls(mode)}
     assert {config.registers > 0 for _, config, *_ in found} == {False, True}
