@@ -50,12 +50,12 @@ def compiled(case: Mamba3Case, architecture: int | str, config: Config | None = 
         (architecture, replace(FORMS[(i + j) % len(FORMS)], format=f.name, rounding=f.roundings[:2][-1]))
         for i, architecture in enumerate(ARCHITECTURES)
         for j, f in enumerate(FORMATS.values())
-        if architecture == 90 or (i + j) % 6 == 0
+        if architecture == 90 or (i % 2 == 1 and (i + j) % 6 == 0)
     ],
     ids=str,
 )
 def test_every_format_compiles_with_16_byte_accesses(architecture: int | str, case: Mamba3Case) -> None:
-    """The four forms by turns: all formats on the GPU that has a table, on others one in six."""
+    """The four forms by turns: all formats on the GPU that has a table, one on every other architecture."""
     want = expected_accesses(architecture, case.format)
     loads, stores = access_bytes(compiled(case, architecture))
     assert stores >= want
@@ -68,12 +68,12 @@ def test_every_format_compiles_with_16_byte_accesses(architecture: int | str, ca
         replace(form, format=name)
         for i, form in enumerate(FORMS)
         for j, name in enumerate(["float32", "int8", "bfloat16", "float8_e4m3fn"])
-        if (i + j) % 2 == 0
+        if i == j
     ],
     ids=str,
 )
 def test_configs_of_the_table_do_not_spill_much(case: Mamba3Case, tmp_path: Path) -> None:
-    """A few registers on the stack were faster than fewer programs at once. Every form with two formats, by turns."""
+    """A few registers on the stack were faster than fewer programs at once. Forms and formats by turns."""
     configs = set(measured_sizes(load_table("NVIDIA H200"), case.problem).values())
     assert configs
     for config in configs:
@@ -134,7 +134,7 @@ ODD = (
     ("architecture", "case"), [(architecture, ODD[i % 2]) for i, architecture in enumerate(ARCHITECTURES[::2])], ids=str
 )
 def test_odd_shapes_and_several_tokens_compile(architecture: int | str, case: Mamba3Case) -> None:
-    """On every other architecture: all of them have their kernels compiled above."""
+    """On the architectures between those above."""
     compiled(case, architecture)
 
 
