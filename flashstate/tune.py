@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime, timezone
@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from flashstate.bench.jobs import BenchedOp, Job
+from flashstate.bench.jobs import BenchedOp, Job, with_int64
 from flashstate.bench.measure import slots_of, storing_for, with_cold_snapshots
 from flashstate.bench.peers import Launch, MeasurementError
 from flashstate.bench.timing import cold_slots, need_flush, time_launches
@@ -26,6 +26,7 @@ from flashstate.launch.table import COLUMNS, Configs, TableFile, read_table_file
 from flashstate.launch.variants import compile_variants, variants_of
 from flashstate.laws import LawBroken
 from flashstate.laws.require import require_equal_bytes, require_equal_states
+from flashstate.state.slots import Slots
 from flashstate.testing import Inputs, Pool, make_inputs, slotted
 
 REPLAYS = 5
@@ -134,6 +135,7 @@ class GpuStopwatch:
         with collecting() as launches:
             for mode, config in new:
                 mode.step(config)
+                mode.step(config, slots=with_int64)
         compile_variants(variants_of(launches))
 
     def microseconds(self, problem: Problem, config: Config) -> float:
@@ -153,7 +155,8 @@ class GpuStopwatch:
         return self._modes[key]
 
     def _on_cold_slots(self, job: Job) -> list[Launch]:
-        """Steps of a job, each on slots that are not in the cache, in a pool that all jobs of its format share."""
+        """Steps of a job, each on slots that are not in the cache, in a pool that all jobs of its format share. Every
+        second launch has slots of int64: a config serves both index types."""
         case = job.case
         size, numbers = cold_slots(case.batch, case.slot_bytes, self._device, MAX_LAUNCHES)
         inputs = make_inputs(replace(case, slots=FEW_SLOTS), self._device)
@@ -163,7 +166,7 @@ class GpuStopwatch:
         state = replace(self._pools[kind], rounding=case.rounding)
         storing, slots = with_cold_snapshots(job, numbers, self._device)
         step = self._op.bind(replace(inputs, state=state), storing)
-        return [step(at) for at in slots]
+        return [step(with_int64(at) if i % 2 else at) for i, at in enumerate(slots)]
 
 
 class _Mode:
@@ -176,12 +179,14 @@ class _Mode:
         self._first: tuple[Tensor, Pool] | None = None  # output, and pool or snapshots, with the first config
         self._checked: set[Config] = set()
 
-    def step(self, config: Config, inputs: Inputs | None = None) -> tuple[Tensor, Pool]:
+    def step(
+        self, config: Config, inputs: Inputs | None = None, slots: Callable[[Slots], Slots] = lambda slots: slots
+    ) -> tuple[Tensor, Pool]:
         """The output of one call on the pool of these or other inputs, and where it stored states."""
         inputs = inputs or self._inputs
         storing = storing_for(self._job, CHECKED_ROWS, inputs.state.data.device)
         with override(config):
-            y = self._op.bind(inputs, storing)(slots_of(inputs, storing))()
+            y = self._op.bind(inputs, storing)(slots(slots_of(inputs, storing)))()
         return y, storing.snapshots or inputs.state
 
     def check(self, config: Config) -> None:

@@ -66,14 +66,12 @@ def test_every_format_compiles_with_16_byte_accesses(architecture: int | str, ca
     "case",
     [
         replace(form, format=name)
-        for i, form in enumerate(FORMS)
-        for j, name in enumerate(["float32", "int8", "bfloat16", "float8_e4m3fn"])
-        if i == j
+        for form, name in zip(FORMS, ("float32", "int8", "bfloat16", "float8_e4m3fn"), strict=True)
     ],
     ids=str,
 )
 def test_configs_of_the_table_do_not_spill_much(case: Mamba3Case, tmp_path: Path) -> None:
-    """A few registers on the stack were faster than fewer programs at once. Forms and formats by turns."""
+    """A few registers on the stack were faster than fewer programs at once. Every form has a format."""
     configs = set(measured_sizes(load_table("NVIDIA H200"), case.problem).values())
     assert configs
     for config in configs:

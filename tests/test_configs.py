@@ -124,7 +124,7 @@ MODES = [
     (mode, configs)
     for path in TABLES
     for mode, configs in configs_by_mode(path).items()
-    if not isinstance(mode, ReplayProblem | ReplayTokenProblem)  # tests/test_configs_replay.py has those
+    if not isinstance(mode, AnyReplay)  # tests/test_configs_replay.py has those
 ]
 every_mode = pytest.mark.parametrize(
     ("mode", "configs"), MODES, ids=[f"{table_key(mode)} {mode_key(mode)}" for mode, _ in MODES]

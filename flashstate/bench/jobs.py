@@ -11,6 +11,7 @@ from flashstate.bench.peers import IN_PLACE, Binding, Peer, Step, Storing
 from flashstate.bench.timing import Timing
 from flashstate.launch import Problem
 from flashstate.state.formats import PORTABLE_FORMATS
+from flashstate.state.slots import Slots
 from flashstate.testing import AnyCase, Inputs
 
 SPARE_SLOTS = 3  # of the small pool results are checked on
@@ -131,12 +132,19 @@ class Binder(Protocol):
 class Variant:
     """Another way to call flashstate: how its step is made, the job as it then is, whose budget and config may be
     others, and the same inputs as they then lie in memory. `job` raises MeasurementError where flashstate cannot be
-    called so. `fresh`: the job as it then is has inputs of its own."""
+    called so. `fresh`: the job as it then is has inputs of its own. `slots`: the slots of a launch as they then are."""
 
     bind: Binding
     job: Callable[[Job], Job] = lambda job: job
     inputs: Callable[[Inputs], Inputs] = lambda inputs: inputs
     fresh: bool = False
+    slots: Callable[[Slots], Slots] = lambda slots: slots
+
+
+def with_int64(slots: Slots) -> Slots:
+    """Slots as `StatePool.acquire` gives them: of int64, where graphs of launches have int32."""
+    rows = None if slots.snapshot_rows is None else slots.snapshot_rows.long()
+    return replace(slots, read=slots.read.long(), snapshot_rows=rows)
 
 
 @dataclass(frozen=True)
@@ -156,6 +164,11 @@ class BenchedOp:
     job: Callable[[str, AnyCase, Stored], Job] = Job
     check: Callable[[Binding, Inputs, Storing], None] | None = None  # of results; None: that of bench/measure.py
     shown: tuple[Stored, ...] = ()  # what `flashstate info` shows configs of; none: what its options say
+
+    @property
+    def ways(self) -> dict[str, Variant]:
+        """All other ways to call flashstate: with slots of the other index type, and the variants of the op."""
+        return {"int64 slots": Variant(self.bind, slots=with_int64), **self.variants}
 
     def jobs(self, grids: Sequence[Grid]) -> list[Job]:
         """The jobs of these grids, each once."""

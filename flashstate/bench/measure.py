@@ -80,16 +80,16 @@ def measure_on_gpu(op: BenchedOp, job: Job, peers: Mapping[str, Binding], device
     report.rows += [row_of(name, job, timing, moved, roof) for name, (timing, moved) in roofs.items()]
     ours = time_on_slots(op.bind(timed, storing), slots, flush)
     report.rows.append(row_of("flashstate", job, ours, job.counted_bytes, roof))
-    ways = {f"flashstate, {how}": variant for how, variant in op.variants.items()}
+    ways = {f"flashstate, {how}": variant for how, variant in op.ways.items()}
     for name, way in {**ways, **{name: Variant(bind) for name, bind in peers.items()}}.items():
         try:
             with failures_as_reasons():
                 as_called = way.job(job)
                 checked = inputs if as_called == job else inputs_of(as_called.case, device)
-                check_of_op(way.bind, way.inputs(checked), small)
+                check_of_op(at_slots(way), way.inputs(checked), small)
                 as_laid = way.inputs(on_cold_slots(as_called, checked, device)[0] if way.fresh else timed)
                 own = roof if as_laid is timed else time_touch_of(job, as_laid, storing, slots, flush)
-                timing = time_on_slots(way.bind(as_laid, storing), slots, flush)
+                timing = time_on_slots(at_slots(way)(as_laid, storing), slots, flush)
         except MeasurementError as reason:
             report.skip(name, reason)
         else:
@@ -97,6 +97,16 @@ def measure_on_gpu(op: BenchedOp, job: Job, peers: Mapping[str, Binding], device
                 where = name.removeprefix("flashstate, ")
                 report.rows.append(row_of(f"touch, {where}", job, own, job.touched_bytes, own))
             report.rows.append(row_of(name, job, timing, as_called.counted_bytes, own))
+
+
+def at_slots(way: Variant) -> Binding:
+    """How a step of a variant is made, whose slots are as the variant has them."""
+
+    def bind(inputs: Inputs, storing: Storing) -> Step:
+        step = way.bind(inputs, storing)
+        return lambda slots: step(way.slots(slots))
+
+    return bind
 
 
 def time_roofs(

@@ -8,7 +8,8 @@ One token needs no matrix: in dense calls on float32 states with short windows, 
 and without tensor cores.
 
 Kernels that only fold, or never do, walk along their part of a plan. One that can do both serves small batches, and
-calls without a plan, where every row decides. All give the same bytes, with tensor cores or without.
+calls without a plan, where every row decides. These three give the same bytes, on tensor cores and without them; the
+two ways sum in different orders.
 """
 
 import triton

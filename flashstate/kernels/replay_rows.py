@@ -25,9 +25,10 @@ def planned_row(rows_ptr, i, cu_seqlens_ptr, tokens):
 
 @triton.jit
 def row_of_batch(read, cursors, cu_seqlens_ptr, b, tokens, longest, num_slots, null, fault_ptr):
-    """The same of row b, without a plan."""
+    """What a plan would say of row b, found without one. Slots stay wide: narrow ones take 45 us where these take 39
+    (one token of float32 states, batch 256, no row folds, on an H200)."""
     start_ptr, count_ptr = cursors
-    slot = resolve_read(read, b, num_slots, null, fault_ptr)
+    slot = resolve_read(read, b, num_slots, null, fault_ptr, NARROW=False)
     start = tl.load(start_ptr + slot, mask=slot >= 0, other=0)
     live = tl.load(count_ptr + slot, mask=slot >= 0, other=0)
     first, length = token_range(cu_seqlens_ptr, b, tokens, False)

@@ -134,6 +134,8 @@ def _check_data(name: str, data: Tensor, axes: tuple[str, ...]) -> None:
     check_tensor(name, data, axes, (None,) * len(axes), dtypes=tuple(FORMATS))
     if 0 in (data.shape if axes == POOL_AXES else data.shape[-3:]):  # an empty batch has empty snapshots
         raise ValueError(f"{name} must not be empty, got shape {tuple(data.shape)}")
+    if data.shape[0] >= 1 << 31:  # kernels keep the number of a slot in 32 bits
+        raise ValueError(f"{name} must have fewer than 2^31 {axes[0]}, got {data.shape[0]}")
     if data.shape[-3:].numel() >= 1 << 31:
         raise ValueError(f"{name} must have fewer than 2^31 elements per slot, got {data.shape[-3:].numel()}")
     if is_transposed(data):
