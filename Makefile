@@ -24,6 +24,7 @@ lint: $(ENVIRONMENT)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
+	$(PYTHON) -c "from importlinter.cli import lint_imports_command; lint_imports_command()"
 
 # The other end of the supported Triton range; `make test` has the newest. Its interpreter needs an older numpy.
 test-oldest:

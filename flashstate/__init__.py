@@ -1,6 +1,5 @@
 """Step the recurrent state of state-space and linear-attention language models while they generate."""
 
-from flashstate.launch.warmup import warmup
 from flashstate.ops.conv1d import conv1d_step
 from flashstate.ops.debug import debug
 from flashstate.ops.gated_delta import gated_delta_step
@@ -8,12 +7,13 @@ from flashstate.ops.mamba2 import mamba2_step
 from flashstate.ops.mamba2_fold import mamba2_fold
 from flashstate.ops.mamba2_replay import mamba2_replay
 from flashstate.ops.mamba3 import mamba3_step
+from flashstate.pool.pool import StatePool
 from flashstate.state.faults import check_faults
 from flashstate.state.mamba3 import Mamba3State, Rotary
-from flashstate.state.pool import StatePool
 from flashstate.state.ring import Plan, Ring
 from flashstate.state.slots import Slots
 from flashstate.state.state import State
+from flashstate.warmup import warmup
 
 __all__ = [
     "Mamba3State",

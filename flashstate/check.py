@@ -1,4 +1,4 @@
-"""`flashstate check`: the laws of flashstate.laws, proved on the user's own device."""
+"""`flashstate check`: the laws of flashstate.proof.laws, proved on the user's own device."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flashstate.launch import uses_kernels
-from flashstate.laws import Law, LawBroken, laws_for, pairs
-from flashstate.state.formats import PORTABLE_FORMATS
-from flashstate.testing import (
+from flashstate.proof import (
     ODD_CASES,
     ODD_CONV_CASES,
     ODD_DELTA_CASES,
@@ -32,6 +30,8 @@ from flashstate.testing import (
     REAL_REPLAY_CASES,
     AnyCase,
 )
+from flashstate.proof.laws import Law, LawBroken, laws_for, pairs
+from flashstate.state.formats import PORTABLE_FORMATS
 
 SHOWN_FAILURES = 3  # per law
 

@@ -27,8 +27,8 @@ from torch import Tensor
 
 from flashstate.check import implementation
 from flashstate.ops.mamba2 import mamba2_step
+from flashstate.pool.pool import StatePool
 from flashstate.state.formats import PORTABLE_FORMATS, label_of
-from flashstate.state.pool import StatePool
 from flashstate.state.slots import Slots
 from flashstate.traffic import BATCH, COLS, DECAYS, HEADS, LAYERS, REQUESTS, ROWS, Model, Traffic
 

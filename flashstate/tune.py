@@ -24,10 +24,10 @@ from flashstate.launch.config import measured_sizes, mode_key, table_key
 from flashstate.launch.search import Point, Stopwatch, search
 from flashstate.launch.table import COLUMNS, Configs, TableFile, read_table_file, table_name, write_table_file
 from flashstate.launch.variants import compile_variants, variants_of
-from flashstate.laws import LawBroken
-from flashstate.laws.require import require_equal_bytes, require_equal_states
+from flashstate.proof import Inputs, Pool, make_inputs, slotted
+from flashstate.proof.laws import LawBroken
+from flashstate.proof.laws.require import require_equal_bytes, require_equal_states
 from flashstate.state.slots import Slots
-from flashstate.testing import Inputs, Pool, make_inputs, slotted
 
 REPLAYS = 5
 MAX_LAUNCHES = 1024  # in a graph: of 8-bit states still more than twice what the cache holds

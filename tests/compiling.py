@@ -16,8 +16,8 @@ from torch import Tensor
 
 from flashstate.launch import Config, Gpu, backend, collecting
 from flashstate.launch.start import Launch
+from flashstate.proof import AnyCase, dtype
 from flashstate.state.formats import FORMATS
-from flashstate.testing import AnyCase, dtype
 
 ARCHITECTURES = (80, 89, 90, 100, 103, 120, "gfx942", "gfx950")
 TYPES = {
@@ -70,7 +70,7 @@ def collected(architecture: int | str) -> Iterator[list[Launch]]:
             "flashstate.ops.mamba2_replay", kernel_target=target, gpu_of=gpu, lets_next_start=overlaps, WARP=warp
         ),
         mock.patch.multiple("flashstate.ops.mamba2_fold", kernel_target=target, gpu_of=gpu),
-        mock.patch.multiple("flashstate.ops.pool", kernel_target=target, gpu_of=gpu),
+        mock.patch.multiple("flashstate.ops.states", kernel_target=target, gpu_of=gpu),
         collecting() as launches,
     ):
         yield launches

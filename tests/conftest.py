@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import flashstate
-from flashstate.testing import interpreted
+from flashstate.proof import interpreted
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 REASONS = {

@@ -4,9 +4,9 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from flashstate.laws import LAWS, SCOPES, Law, pairs
+from flashstate.proof import AnyCase
+from flashstate.proof.laws import LAWS, SCOPES, Law, pairs
 from flashstate.state.formats import PORTABLE_FORMATS
-from flashstate.testing import AnyCase
 
 Pairs = list[tuple[str, AnyCase]]
 TURNS = int(os.environ.get("FLASHSTATE_TURNS", "3"))  # in which the formats of a shape meet a law on a GPU

@@ -13,7 +13,7 @@ from models_of_peers import Arguments, Model, Outcome, decoded, rounded, simulat
 from torch import Tensor
 
 import flashstate
-from flashstate.testing import error_ratio
+from flashstate.proof import error_ratio
 
 CPU = torch.device("cpu")
 HEADS, GROUPS, DIM, DSTATE, SLOTS = 4, 2, 8, 16, 14

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flashstate import Mamba3State, Plan, Ring, Rotary, Slots, State
-from flashstate.testing import AnyCase, Case, DeltaCase, make_inputs
+from flashstate.proof import AnyCase, Case, DeltaCase, make_inputs
 
 CPU = torch.device("cpu")
 META = torch.device("meta")

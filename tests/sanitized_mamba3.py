@@ -3,7 +3,7 @@ packed, plain and turned, one tile and two, a padding row."""
 
 import torch
 
-from flashstate.testing import Mamba3Case, make_inputs
+from flashstate.proof import Mamba3Case, make_inputs
 
 CASES = (
     Mamba3Case(3, 2, 1, 64, 128, rank=4, angles=32, x="bfloat16", bc="bfloat16", kv="bfloat16"),

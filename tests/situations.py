@@ -6,8 +6,8 @@ from random import Random
 
 from hypothesis import strategies as st
 
+from flashstate.proof import Case
 from flashstate.state.formats import PORTABLE_FORMATS
-from flashstate.testing import Case
 
 NOWHERE = 1 << 30  # past every pool
 FORMS = ("one token", "several tokens", "packed")

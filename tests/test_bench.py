@@ -20,8 +20,8 @@ from flashstate.bench.peers import Launch, MeasurementError, Step, Storing
 from flashstate.bench.results import read_csv
 from flashstate.bench.timing import Timing, cold_rows, cold_slots
 from flashstate.cli import main
+from flashstate.proof import Case, Inputs, make_inputs
 from flashstate.state.formats import FORMATS, PORTABLE_FORMATS, label_of
-from flashstate.testing import Case, Inputs, make_inputs
 
 CPU = torch.device("cpu")
 TINY_SHAPE = ["--batches", "1", "2", "--heads", "2", "--rows", "4", "--cols", "16"]

@@ -16,7 +16,7 @@ from flashstate.bench.peers import IN_PLACE, MeasurementError
 from flashstate.bench.span import SPAN, SpanCase, SpanInputs
 from flashstate.bench.timing import Timing
 from flashstate.compat import vllm
-from flashstate.testing import ConvCase, Inputs, interpreted, make_inputs
+from flashstate.proof import ConvCase, Inputs, interpreted, make_inputs
 
 CPU = torch.device("cpu")
 TINY = ConvCase(2, 8, 4, tokens=3, slots=5)

@@ -27,9 +27,9 @@ from flashstate.bench.timing import MIN_LAUNCHES, Timing
 from flashstate.cli import main
 from flashstate.launch import Config, TensorCoreProblem
 from flashstate.launch.config import mode_key, table_key
+from flashstate.proof import DeltaCase, interpreted, make_inputs
 from flashstate.reference.gated_delta import gated_delta_token
 from flashstate.state.formats import PORTABLE_FORMATS, bits_of
-from flashstate.testing import DeltaCase, interpreted, make_inputs
 from flashstate.tune import GpuStopwatch, jobs_by_problem, with_variants
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

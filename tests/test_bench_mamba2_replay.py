@@ -24,7 +24,7 @@ from flashstate.bench.replay_case import LEAST_SLOTS, WINDOW, CursorCase, RingCa
 from flashstate.bench.results import read_csv, write_csv
 from flashstate.bench.timing import Timing
 from flashstate.cli import main
-from flashstate.testing import Case, Inputs, ReplayPool, interpreted, make_inputs
+from flashstate.proof import Case, Inputs, ReplayPool, interpreted, make_inputs
 
 CPU = torch.device("cpu")
 TINY = Case(batch=4, heads=2, groups=1, rows=4, cols=16, slots=7, x="bfloat16", bc="bfloat16", dt="bfloat16")

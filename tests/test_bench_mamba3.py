@@ -13,7 +13,7 @@ from flashstate.bench.mamba3 import COMMON, MAMBA3, bind_flashstate, bind_mamba_
 from flashstate.bench.measure import Report, check, inputs_of, measure_on_gpu
 from flashstate.bench.peers import IN_PLACE, MeasurementError, Storing
 from flashstate.compat.mamba_ssm import mamba3_step_fn
-from flashstate.testing import Mamba3Case, interpreted, make_inputs
+from flashstate.proof import Mamba3Case, interpreted, make_inputs
 from flashstate.tune import jobs_by_problem, with_variants
 
 CPU = torch.device("cpu")

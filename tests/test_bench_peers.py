@@ -25,7 +25,7 @@ from flashstate.bench.results import read_csv
 from flashstate.bench.timing import Timing
 from flashstate.cli import main
 from flashstate.ops.mamba2 import mamba2_step
-from flashstate.testing import Case, interpreted, make_inputs
+from flashstate.proof import Case, interpreted, make_inputs
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 TINY_CASE = Case(batch=2, heads=2, groups=1, rows=4, cols=16, slots=5)

@@ -17,9 +17,9 @@ from flashstate.cli import main
 from flashstate.demo import one_thread
 from flashstate.info import versions
 from flashstate.launch import Gpu, choose
-from flashstate.laws import LawBroken, laws_for, pairs
+from flashstate.proof import Case, ConvCase, DeltaCase, Mamba3Case, ReplayCase
+from flashstate.proof.laws import LawBroken, laws_for, pairs
 from flashstate.state.formats import FORMATS, PORTABLE_FORMATS
-from flashstate.testing import Case, ConvCase, DeltaCase, Mamba3Case, ReplayCase
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 TINY = ["--device", "cpu", "--batches", "1", "2", "--heads", "2", "--rows", "4", "--cols", "16"]

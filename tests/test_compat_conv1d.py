@@ -12,7 +12,7 @@ from peer_calls import CPU, REFERENCE_AND_GPU, Implementation
 from torch import Tensor
 
 from flashstate.compat import causal_conv1d, vllm
-from flashstate.testing import error_ratio, interpreted
+from flashstate.proof import error_ratio, interpreted
 
 Arguments = dict[str, Any]
 DIM, SLOTS = 6, 9

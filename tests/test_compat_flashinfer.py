@@ -29,7 +29,7 @@ from peer_calls import (
 from torch import Tensor
 
 from flashstate.compat.flashinfer import selective_state_update
-from flashstate.testing import interpreted
+from flashstate.proof import interpreted
 
 READ, WRITE = [[5, 1, 2], [9, 3, 4], [8, 6, 7]], [[10, 11, 12], [3, 9, 13], [8, 1, 6]]
 LENGTHS = [3, 1, 2]

@@ -30,7 +30,7 @@ from torch import Tensor
 from flashstate.compat.flashinfer import gated_delta_rule_decode_pretranspose, gated_delta_rule_mtp
 from flashstate.launch.suspension import suspended
 from flashstate.ops import gated_delta
-from flashstate.testing import interpreted
+from flashstate.proof import interpreted
 
 __all__ = ["launcher"]  # a fixture
 READ, WRITE = [12, 7, 9], [8, 13, 9]  # in the upper half of the pool

@@ -25,7 +25,7 @@ from torch import Tensor
 
 import flashstate
 from flashstate.compat.mamba_ssm import mamba3_step_fn
-from flashstate.testing import error_ratio, interpreted
+from flashstate.proof import error_ratio, interpreted
 
 POOLS = ("state", "Bstate", "Xstate", "state_out")
 PER_ROW = ("A", "B", "C", "x", "dt", "trap", "z")

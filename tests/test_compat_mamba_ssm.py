@@ -24,7 +24,7 @@ from peer_calls import (
 from torch import Tensor
 
 from flashstate.compat.mamba_ssm import selective_state_update
-from flashstate.testing import interpreted
+from flashstate.proof import interpreted
 
 FORMS: dict[str, dict[str, Any]] = {
     "headless, per channel": {"heads": None, "tied": False},

@@ -25,9 +25,9 @@ from tables import by_turns, risky_by_turns
 from flashstate import State, StatePool
 from flashstate.launch import Config, Problem, override, valid_configs
 from flashstate.launch.start import Launch
-from flashstate.laws.tokens import TREE, make_snapshots
+from flashstate.proof import REAL_CASES, Case, Inputs, dtype, make_inputs
+from flashstate.proof.laws.tokens import TREE, make_snapshots
 from flashstate.state.formats import FORMATS, PORTABLE_FORMATS
-from flashstate.testing import REAL_CASES, Case, Inputs, dtype, make_inputs
 
 pytestmark = pytest.mark.compiled
 

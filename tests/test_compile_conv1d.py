@@ -14,7 +14,7 @@ from tables import H200_TABLE, configs_by_mode
 
 from flashstate import Slots
 from flashstate.launch import ChannelProblem, override
-from flashstate.testing import Case, ConvCase, Inputs, make_inputs
+from flashstate.proof import Case, ConvCase, Inputs, make_inputs
 
 pytestmark = pytest.mark.compiled
 

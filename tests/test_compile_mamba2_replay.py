@@ -22,8 +22,8 @@ import flashstate
 from flashstate.launch import Config, override
 from flashstate.launch.config import measured_sizes
 from flashstate.launch.table import load_table
-from flashstate.laws.replay import parted
-from flashstate.testing import ReplayCase, dtype
+from flashstate.proof import ReplayCase, dtype
+from flashstate.proof.laws.replay import parted
 
 pytestmark = pytest.mark.compiled
 

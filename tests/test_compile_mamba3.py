@@ -21,8 +21,8 @@ from compiling import (
 from flashstate.launch import Config, override
 from flashstate.launch.config import measured_sizes
 from flashstate.launch.table import load_table
+from flashstate.proof import Mamba3Case, make_inputs
 from flashstate.state.formats import FORMATS
-from flashstate.testing import Mamba3Case, make_inputs
 
 pytestmark = pytest.mark.compiled
 

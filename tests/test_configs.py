@@ -36,12 +36,12 @@ from flashstate.launch import (
 from flashstate.launch import config as launch_config
 from flashstate.launch.config import mode_key, table_key
 from flashstate.launch.table import load_table, read_table_file, table_text
-from flashstate.laws.require import require_equal_bytes, require_equal_states
-from flashstate.laws.steps import close_to_float64
-from flashstate.laws.tokens import make_snapshots
+from flashstate.proof import AnyCase, Case, ConvCase, DeltaCase, Inputs, Mamba3Case, Pool, make_inputs
+from flashstate.proof.laws.require import require_equal_bytes, require_equal_states
+from flashstate.proof.laws.steps import close_to_float64
+from flashstate.proof.laws.tokens import make_snapshots
 from flashstate.state.formats import FORMATS, PORTABLE_FORMATS
 from flashstate.state.signature import ACCESS_BYTES
-from flashstate.testing import AnyCase, Case, ConvCase, DeltaCase, Inputs, Mamba3Case, Pool, make_inputs
 
 CPU = torch.device("cpu")
 H200 = Gpu("NVIDIA H200", (9, 0))
@@ -124,7 +124,7 @@ MODES = [
     (mode, configs)
     for path in TABLES
     for mode, configs in configs_by_mode(path).items()
-    if not isinstance(mode, AnyReplay)  # tests/test_configs_replay.py has those
+    if not isinstance(mode, ReplayProblem | ReplayTokenProblem)  # tests/test_configs_replay.py has those
 ]
 every_mode = pytest.mark.parametrize(
     ("mode", "configs"), MODES, ids=[f"{table_key(mode)} {mode_key(mode)}" for mode, _ in MODES]

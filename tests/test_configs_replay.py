@@ -21,10 +21,10 @@ from flashstate.launch import (
     valid_configs,
 )
 from flashstate.launch.config import mode_key, table_key
-from flashstate.laws.require import require_equal_bytes, require_equal_states
 from flashstate.ops import mamba2_replay as module
+from flashstate.proof.cases.mamba2_replay import ReplayCase
+from flashstate.proof.laws.require import require_equal_bytes, require_equal_states
 from flashstate.state.formats import FORMATS
-from flashstate.testing.mamba2_replay import ReplayCase
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 UNKNOWN = Gpu("unknown", (9, 0))

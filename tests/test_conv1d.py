@@ -4,8 +4,7 @@ import pytest
 import torch
 from obeying import gpu_pairs, interpreted_pairs, laws, reference_pairs
 
-from flashstate.laws import LAWS, pairs
-from flashstate.testing import (
+from flashstate.proof import (
     ODD_CONV_CASES,
     ODD_CONV_GROUPS,
     QUICK_CONV_CASES,
@@ -13,6 +12,7 @@ from flashstate.testing import (
     ConvCase,
     interpreted,
 )
+from flashstate.proof.laws import LAWS, pairs
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")

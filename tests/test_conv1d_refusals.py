@@ -25,7 +25,7 @@ from torch import Tensor
 
 import flashstate
 from flashstate import Slots, State, StatePool
-from flashstate.testing import ConvCase, make_inputs
+from flashstate.proof import ConvCase, make_inputs
 
 CPU = torch.device("cpu")
 BATCH, CHANNELS, WIDTH, T = 3, 5, 4, 2

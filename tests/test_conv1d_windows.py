@@ -10,8 +10,8 @@ from torch import Tensor
 
 import flashstate
 from flashstate import Slots
+from flashstate.proof import error_ratio, interpreted
 from flashstate.state.formats import bits_of
-from flashstate.testing import error_ratio, interpreted
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 CHANNELS = 5

@@ -19,9 +19,9 @@ from flashstate import Slots, State, debug, mamba2_step
 from flashstate.launch import Config, driver, override
 from flashstate.launch.start import collecting
 from flashstate.launch.suspension import suspended
-from flashstate.laws.tokens import make_snapshots
 from flashstate.ops import mamba2
-from flashstate.testing import Case, Inputs, make_inputs
+from flashstate.proof import Case, Inputs, make_inputs
+from flashstate.proof.laws.tokens import make_snapshots
 
 __all__ = ["launcher"]  # a fixture
 CPU = torch.device("cpu")

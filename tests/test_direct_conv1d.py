@@ -8,7 +8,7 @@ from launchers import Arguments, Form, Launcher, launcher, parameters, unaligned
 
 from flashstate import Slots, conv1d_step, mamba2_step
 from flashstate.launch.suspension import suspended
-from flashstate.testing import Case, ConvCase, make_inputs
+from flashstate.proof import Case, ConvCase, make_inputs
 
 __all__ = ["launcher"]  # a fixture
 CPU = torch.device("cpu")

@@ -11,9 +11,9 @@ from launchers import Arguments, Form, Launcher, at, given, launcher, plain, req
 from torch import Tensor
 
 from flashstate import Slots, State, gated_delta_step
-from flashstate.laws.tokens import make_snapshots
 from flashstate.ops.gated_delta import POINTERS
-from flashstate.testing import DeltaCase, make_inputs
+from flashstate.proof import DeltaCase, make_inputs
+from flashstate.proof.laws.tokens import make_snapshots
 
 __all__ = ["launcher"]  # a fixture
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flashstate.laws import LAWS, REPLAY_LAWS
+from flashstate.proof.laws import LAWS, REPLAY_LAWS
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])

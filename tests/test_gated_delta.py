@@ -7,9 +7,7 @@ import torch
 from obeying import Choice, laws
 from torch import Tensor
 
-from flashstate.laws import LAWS
-from flashstate.reference.gated_delta import EPSILON, gated_delta_at_once, gated_delta_token, gates, normalised
-from flashstate.testing import (
+from flashstate.proof import (
     ODD_DELTA_CASES,
     ODD_DELTA_SHAPES,
     QUICK_DELTA_CASES,
@@ -18,6 +16,8 @@ from flashstate.testing import (
     interpreted,
     make_inputs,
 )
+from flashstate.proof.laws import LAWS
+from flashstate.reference.gated_delta import EPSILON, gated_delta_at_once, gated_delta_token, gates, normalised
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")

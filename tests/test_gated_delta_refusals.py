@@ -29,7 +29,7 @@ from refusals import (
 from torch import Tensor
 
 from flashstate import Slots, debug, gated_delta_step
-from flashstate.testing import DeltaCase
+from flashstate.proof import DeltaCase
 
 PACKED = DELTA_FORMS["packed"]
 

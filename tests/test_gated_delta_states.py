@@ -11,10 +11,10 @@ from torch import Tensor
 import flashstate
 from flashstate import State
 from flashstate.launch import override, valid_configs
-from flashstate.laws.require import all_tokens, require_equal_states, require_within_budget
-from flashstate.laws.tokens import TREE, make_snapshots
+from flashstate.proof import DeltaCase, Inputs, make_inputs, oracle
+from flashstate.proof.laws.require import all_tokens, require_equal_states, require_within_budget
+from flashstate.proof.laws.tokens import TREE, make_snapshots
 from flashstate.state.formats import bits_of
-from flashstate.testing import DeltaCase, Inputs, make_inputs, oracle
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from flashstate.proof import AnyCase, Case, ConvCase, DeltaCase, Mamba3Case, interpreted, make_inputs
+from flashstate.proof.inputs import slotted
 from flashstate.state.formats import bits_of
-from flashstate.testing import AnyCase, Case, ConvCase, DeltaCase, Mamba3Case, interpreted, make_inputs
-from flashstate.testing.inputs import slotted
 
 CPU = torch.device("cpu")
 SEVERAL = Case(2, 2, 1, 5, 20, "int8", "stochastic", tokens=2)

@@ -14,9 +14,9 @@ from flashstate.launch.arguments import aligned, as_bytes, outer_strides, row_st
 from flashstate.launch.backend import uses_kernels
 from flashstate.ops import gated_delta, mamba2
 from flashstate.ops.library import register
+from flashstate.proof import ODD_CASES, ODD_DELTA_CASES, AnyCase, Case, make_inputs
 from flashstate.state.formats import FORMATS
 from flashstate.state.signature import ACCESS_BYTES
-from flashstate.testing import ODD_CASES, ODD_DELTA_CASES, AnyCase, Case, make_inputs
 
 CPU, META, CUDA = (torch.device(name) for name in ("cpu", "meta", "cuda"))
 

@@ -10,10 +10,7 @@ from obeying import by_shape, format_of, gpu_pairs, interpreted_pairs, laws, ref
 from torch import Tensor
 
 import flashstate
-from flashstate.laws import LAWS, pairs
-from flashstate.reference.mamba2 import mamba2_token
-from flashstate.state.formats import PORTABLE_FORMATS
-from flashstate.testing import (
+from flashstate.proof import (
     ODD_CASES,
     ODD_SHAPES,
     QUICK_CASES,
@@ -23,6 +20,9 @@ from flashstate.testing import (
     interpreted,
     make_inputs,
 )
+from flashstate.proof.laws import LAWS, pairs
+from flashstate.reference.mamba2 import mamba2_token
+from flashstate.state.formats import PORTABLE_FORMATS
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")

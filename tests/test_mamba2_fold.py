@@ -9,8 +9,9 @@ from torch import Tensor
 
 import flashstate
 from flashstate import Slots, State
-from flashstate.laws.replay import CURSORS
-from flashstate.laws.require import (
+from flashstate.proof import ReplayCase, ReplayInputs, dtype, encoded, slotted
+from flashstate.proof.laws.replay import CURSORS
+from flashstate.proof.laws.require import (
     poison,
     require_equal_bytes,
     require_equal_states,
@@ -18,10 +19,9 @@ from flashstate.laws.require import (
     require_stored,
     require_within_budget,
 )
-from flashstate.laws.steps import PAGE_FILL, in_pages
+from flashstate.proof.laws.steps import PAGE_FILL, in_pages
 from flashstate.reference.mamba2_replay import BEFORE_THE_FIRST_TOKEN, replayed
 from flashstate.state.formats import FORMATS, PORTABLE_FORMATS, bits_of, decode, encode
-from flashstate.testing import ReplayCase, ReplayInputs, dtype, encoded, slotted
 
 SMALL = ReplayCase(2, 2, 1, 5, 16, window=8, tokens=2)
 SOME_FORMATS = pytest.mark.parametrize(

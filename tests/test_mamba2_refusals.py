@@ -19,7 +19,7 @@ from refusals import (
 from torch import Tensor
 
 from flashstate import State, mamba2_step
-from flashstate.testing import Case
+from flashstate.proof import Case
 
 TRANSPOSED = (
     r"must be contiguous within a slot: strides \((any, )+\d+, \d+, 1\), got \([\d, ]+\); only gated_delta_step takes "

@@ -9,12 +9,8 @@ import torch
 from obeying import by_shape, by_turns, format_of, gpu_pairs, laws, require_all_met
 from torch import Tensor
 
-from flashstate.laws import REPLAY_LAWS, SCOPES, pairs
-from flashstate.laws.replay import FORMS, call, parted
-from flashstate.laws.require import require_equal_bytes, require_equal_states
 from flashstate.ops import mamba2_replay as op
-from flashstate.state.formats import PORTABLE_FORMATS
-from flashstate.testing import (
+from flashstate.proof import (
     ODD_REPLAY_CASES,
     ODD_REPLAY_SHAPES,
     REAL_REPLAY_CASES,
@@ -24,6 +20,10 @@ from flashstate.testing import (
     interpreted,
     slotted,
 )
+from flashstate.proof.laws import REPLAY_LAWS, SCOPES, pairs
+from flashstate.proof.laws.replay import FORMS, call, parted
+from flashstate.proof.laws.require import require_equal_bytes, require_equal_states
+from flashstate.state.formats import PORTABLE_FORMATS
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")

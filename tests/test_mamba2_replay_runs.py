@@ -12,11 +12,11 @@ from torch import Tensor
 
 import flashstate
 from flashstate import Slots, State, StatePool
-from flashstate.laws.replay import FORMS, call, parted
-from flashstate.laws.require import all_tokens, poison, require_equal_bytes, require_within_budget, restore
+from flashstate.proof import Recurrence, ReplayCase, ReplayInputs, ReplayPool, dtype, slotted
+from flashstate.proof.cases.mamba2_replay import REPLAY
+from flashstate.proof.laws.replay import FORMS, call, parted
+from flashstate.proof.laws.require import all_tokens, poison, require_equal_bytes, require_within_budget, restore
 from flashstate.state.formats import PORTABLE_FORMATS, bits_of
-from flashstate.testing import Recurrence, ReplayCase, ReplayInputs, ReplayPool, dtype, slotted
-from flashstate.testing.mamba2_replay import REPLAY
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")

@@ -11,8 +11,7 @@ import torch
 from obeying import Choice, by_shape, laws
 from torch import Tensor
 
-from flashstate.laws import LAWS, pairs
-from flashstate.testing import (
+from flashstate.proof import (
     ODD_MAMBA3_CASES,
     ODD_MAMBA3_SHAPES,
     QUICK_MAMBA3_CASES,
@@ -25,6 +24,7 @@ from flashstate.testing import (
     slotted,
     up_to_turns,
 )
+from flashstate.proof.laws import LAWS, pairs
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")

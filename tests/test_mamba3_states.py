@@ -15,10 +15,10 @@ from torch import Tensor
 from flashstate.launch import Config, override, valid_configs
 from flashstate.launch.config import mode_key, table_key
 from flashstate.launch.table import load_table
-from flashstate.laws.require import require_equal_bytes, require_equal_states, rest_of, restore
+from flashstate.proof import Inputs, Mamba3Case, error_ratio, interpreted, make_inputs, slotted, up_to_turns
+from flashstate.proof.laws.require import require_equal_bytes, require_equal_states, rest_of, restore
 from flashstate.reference.mamba3 import Memory, Parameters, mamba3_token, moved_on
 from flashstate.state.formats import bits_of
-from flashstate.testing import Inputs, Mamba3Case, error_ratio, interpreted, make_inputs, slotted, up_to_turns
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")

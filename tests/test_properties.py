@@ -13,11 +13,11 @@ from torch import Tensor
 
 import flashstate
 from flashstate import Slots, State
+from flashstate.proof import error_ratio, interpreted, make_inputs
 from flashstate.reference.mamba2 import mamba2_token
 from flashstate.state.faults import KINDS
 from flashstate.state.formats import Encoded, decode, encode
 from flashstate.state.rounding import SEED_STEP, random_bits
-from flashstate.testing import error_ratio, interpreted, make_inputs
 
 CPU = torch.device("cpu")
 COMMON = settings(

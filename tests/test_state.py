@@ -30,9 +30,9 @@ from torch import Tensor
 import flashstate
 from flashstate import Slots, State
 from flashstate.launch import interpreted
+from flashstate.proof import Case
 from flashstate.state.faults import KINDS, fault_flag
 from flashstate.state.state import as_snapshots
-from flashstate.testing import Case
 
 SEED_STEP = 0x9E3779B97F4A7C15
 

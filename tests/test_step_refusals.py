@@ -31,7 +31,7 @@ from refusals import (
 from torch import Tensor
 
 from flashstate import Slots, State, gated_delta_step, mamba2_step
-from flashstate.testing import Case, DeltaCase
+from flashstate.proof import Case, DeltaCase
 
 AnyStep = Case | DeltaCase
 ONE_TOKEN: dict[str, AnyStep] = {"mamba2": FORMS["one token"], "gated_delta": DELTA_FORMS["one token"]}

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 import flashstate
-from flashstate.laws.tokens import TREE, make_snapshots
 from flashstate.ops.tokens import flat_slots, flat_snapshots
-from flashstate.testing import (
+from flashstate.proof import (
     REAL_CASES,
     REAL_DELTA_CASES,
     REAL_MAMBA3_CASES,
@@ -21,6 +20,7 @@ from flashstate.testing import (
     Inputs,
     make_inputs,
 )
+from flashstate.proof.laws.tokens import TREE, make_snapshots
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")

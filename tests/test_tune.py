@@ -21,7 +21,7 @@ from flashstate.launch import Config, Gpu, Problem, choose, interpreted, valid_c
 from flashstate.launch.config import mode_key, table_key
 from flashstate.launch.search import Point, neighbours
 from flashstate.launch.table import read_table_file
-from flashstate.laws import LawBroken
+from flashstate.proof.laws import LawBroken
 from flashstate.state.formats import PORTABLE_FORMATS
 from flashstate.tune import GpuStopwatch, jobs_by_problem, tune
 

@@ -20,9 +20,9 @@ from flashstate import Mamba3State, Rotary, Slots, State, StatePool
 from flashstate.launch import Gpu
 from flashstate.launch.start import Launch
 from flashstate.launch.variants import variants_of
+from flashstate.pool.kv import ssm_of
+from flashstate.proof import dtype
 from flashstate.state.formats import PORTABLE_FORMATS
-from flashstate.state.kv import ssm_of
-from flashstate.testing import dtype
 
 __all__ = ["compiled"]  # a fixture
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -12,7 +12,7 @@ import flashstate
 from flashstate import StatePool
 from flashstate.launch.start import Launch
 from flashstate.launch.variants import variant_key
-from flashstate.testing import dtype
+from flashstate.proof import dtype
 
 __all__ = ["compiled"]  # a fixture
 HEADS, GROUPS, ROWS, COLS = 16, 2, 64, 128

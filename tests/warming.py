@@ -13,7 +13,7 @@ from flashstate.launch.variants import variant_key
 def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
     """The variants that warmup would have compiled: here there is nothing to compile them for."""
     variants: list[Launch] = []
-    monkeypatch.setattr("flashstate.launch.warmup.compile_variants", lambda found, progress: variants.extend(found))
+    monkeypatch.setattr("flashstate.warmup.compile_variants", lambda found, progress: variants.extend(found))
     with collected(90) as launched:
         yield variants
         assert not launched, "warmup launched something"

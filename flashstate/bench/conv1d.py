@@ -13,9 +13,9 @@ from flashstate.bench.jobs import SPARE_SLOTS, BenchedOp, Grid, Shape, Variant
 from flashstate.bench.peers import IN_PLACE, Launch, MeasurementError, Peer, Step, Storing, step_of
 from flashstate.errors import ACTIVATION_DTYPES, dtype_name
 from flashstate.ops.conv1d import conv1d_step
+from flashstate.proof import ConvCase, Inputs
 from flashstate.state.formats import label_of
 from flashstate.state.slots import Slots
-from flashstate.testing import ConvCase, Inputs
 
 ACTIVATIONS = tuple(map(dtype_name, ACTIVATION_DTYPES))
 GRID = Grid((Shape(1, 1, 1280, 4), Shape(1, 1, 10240, 4)), (("bfloat16", "nearest"),), stored=("last",))

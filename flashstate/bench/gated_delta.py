@@ -25,9 +25,9 @@ from flashstate.bench.peers import (
 )
 from flashstate.launch.config import MOST_AT_ONCE
 from flashstate.ops.gated_delta import gated_delta_step
+from flashstate.proof import DeltaCase, Inputs, Pool
 from flashstate.state.formats import PORTABLE_FORMATS, bits_of
 from flashstate.state.slots import Slots
-from flashstate.testing import DeltaCase, Inputs, Pool
 
 COMMON = DeltaCase(x="bfloat16", qk="bfloat16", gates="bfloat16")  # with float32 parameters, q and k normalised
 HOST_CASE = replace(COMMON, batch=4, heads=16, key_heads=8, rows=128, cols=128, format="bfloat16", slots=16)

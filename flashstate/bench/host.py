@@ -13,8 +13,8 @@ from flashstate.bench.jobs import BenchedOp
 from flashstate.bench.measure import Report, check, failures_as_reasons, inputs_of
 from flashstate.bench.peers import IN_PLACE, Binding, MeasurementError, Storing
 from flashstate.bench.timing import Timing, seconds_of
+from flashstate.proof import Inputs
 from flashstate.state.slots import Slots
-from flashstate.testing import Inputs
 
 UNIT = "torch.add_"  # what others are compared with: about the least that a call of torch with one kernel costs
 CHUNK = 200  # calls between two waits: few enough that the queue of launches never fills and makes the host wait

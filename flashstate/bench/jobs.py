@@ -10,9 +10,9 @@ from typing import Literal, NamedTuple, Protocol, TypeVar
 from flashstate.bench.peers import IN_PLACE, Binding, Peer, Step, Storing
 from flashstate.bench.timing import Timing
 from flashstate.launch import Problem
+from flashstate.proof import AnyCase, Inputs
 from flashstate.state.formats import PORTABLE_FORMATS
 from flashstate.state.slots import Slots
-from flashstate.testing import AnyCase, Inputs
 
 SPARE_SLOTS = 3  # of the small pool results are checked on
 WORD = 4  # bytes
@@ -149,7 +149,7 @@ def with_int64(slots: Slots) -> Slots:
 
 @dataclass(frozen=True)
 class BenchedOp:
-    """An op as the benchmark knows it; its inputs, bytes and budgets come with its cases, from testing/."""
+    """An op as the benchmark knows it; its inputs, bytes and budgets come with its cases, from proof/cases/."""
 
     name: str  # in measurements
     bind: Binder

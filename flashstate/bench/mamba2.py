@@ -25,8 +25,8 @@ from flashstate.bench.peers import (
     step_of,
 )
 from flashstate.ops.mamba2 import mamba2_step
+from flashstate.proof import Case, Inputs
 from flashstate.state.slots import Slots
-from flashstate.testing import Case, Inputs
 
 COMMON = Case(x="bfloat16", bc="bfloat16", dt="bfloat16")  # with float32 parameters and a gate
 HOST_CASE = replace(COMMON, batch=4, heads=16, groups=1, rows=64, cols=128, slots=16)

@@ -14,13 +14,13 @@ from flashstate.bench.measure import require_within_budgets, slots_of
 from flashstate.bench.peers import IN_PLACE, Binding, Launch, MeasurementError, Peer, Step, Storing
 from flashstate.bench.replay_case import CursorInputs, RingCase, job_of
 from flashstate.ops.mamba2_replay import mamba2_replay
+from flashstate.proof import Inputs, ReplayInputs, ReplayPool, encoded, error_ratio, slotted
 from flashstate.reference import rings as reference
 from flashstate.reference.mamba2 import softplus
 from flashstate.reference.mamba2_replay import BEFORE_THE_FIRST_TOKEN, replayed
 from flashstate.reference.state_io import advance_seeds
 from flashstate.state.formats import bits_of, decode
 from flashstate.state.slots import Slots
-from flashstate.testing import Inputs, ReplayInputs, ReplayPool, encoded, error_ratio, slotted
 
 TOKENS = 6  # of a step that drafts
 LIVE: tuple[Live, ...] = ("none folds", "stationary", "uniform", "all fold")

@@ -21,8 +21,8 @@ from flashstate.bench.peers import (
     step_of,
 )
 from flashstate.ops.mamba3 import mamba3_step
+from flashstate.proof import Inputs, Mamba3Case, with_rotary
 from flashstate.state.slots import Slots
-from flashstate.testing import Inputs, Mamba3Case, with_rotary
 
 # With float32 gates and parameters, a gate and an output projection; B and C come turned.
 COMMON = Mamba3Case(rank=4, angles=0, x="bfloat16", bc="bfloat16", kv="bfloat16")

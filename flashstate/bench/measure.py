@@ -14,9 +14,7 @@ from flashstate.bench.jobs import BenchedOp, Job, Variant
 from flashstate.bench.peers import IN_PLACE, Binding, MeasurementError, Step, Storing
 from flashstate.bench.results import Row
 from flashstate.bench.timing import COLD_BYTES, Timing, cold_rows, cold_slots, need_flush, time_launches, time_on_cpu
-from flashstate.state.formats import bits_of, decode
-from flashstate.state.slots import Slots
-from flashstate.testing import (
+from flashstate.proof import (
     AnyCase,
     Expected,
     Inputs,
@@ -27,6 +25,8 @@ from flashstate.testing import (
     oracle,
     slotted,
 )
+from flashstate.state.formats import bits_of, decode
+from flashstate.state.slots import Slots
 
 
 @dataclass

@@ -20,10 +20,10 @@ from flashstate.demo import one_thread
 from flashstate.ops.mamba2 import mamba2_step
 from flashstate.ops.mamba2_fold import mamba2_fold
 from flashstate.ops.mamba2_replay import mamba2_replay
+from flashstate.pool.pool import StatePool
+from flashstate.proof.inputs import Source
 from flashstate.reference.mamba2 import mamba2_token, silu
 from flashstate.state.formats import PORTABLE_FORMATS
-from flashstate.state.pool import StatePool
-from flashstate.testing.inputs import Source
 
 TOKENS, WINDOW = 4096, 16
 BATCH, HEADS, ROWS, COLS = 2, 64, 2, 128

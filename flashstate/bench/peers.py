@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashstate.proof import Inputs, Pool
 from flashstate.state.slots import Slots
-from flashstate.testing import Inputs, Pool
 
 NO_PEERS = "none"
 

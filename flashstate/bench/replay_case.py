@@ -13,12 +13,12 @@ from flashstate.bench.jobs import SPARE_SLOTS, Job, Live, Stored
 from flashstate.bench.timing import Timing
 from flashstate.launch import Problem, replay_kind
 from flashstate.ops.mamba2_replay import forms_of
+from flashstate.proof import AnyCase, Case, ReplayInputs, dtype
+from flashstate.proof.cases.mamba2_replay import REPLAY, ReplayPool
+from flashstate.proof.inputs import MOST_DIFFERENT, Source
 from flashstate.reference.mamba2 import softplus
 from flashstate.state.formats import encode
 from flashstate.state.ring import FIELDS
-from flashstate.testing import AnyCase, Case, ReplayInputs, dtype
-from flashstate.testing.inputs import MOST_DIFFERENT, Source
-from flashstate.testing.mamba2_replay import REPLAY, ReplayPool
 
 WINDOW = 16
 LEAST_SLOTS = 256  # of the pool that a larger one repeats: as many as it takes to have every count as often as it comes

@@ -14,8 +14,8 @@ from flashstate.bench.mamba2 import case_of as case_of_mamba2
 from flashstate.bench.peers import IN_PLACE, Launch, Step, Storing
 from flashstate.ops.conv1d import conv1d_step
 from flashstate.ops.mamba2 import mamba2_step
+from flashstate.proof import Case, ConvCase, Inputs
 from flashstate.state.slots import Slots
-from flashstate.testing import Case, ConvCase, Inputs
 
 WIDTH = 4
 

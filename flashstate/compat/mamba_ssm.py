@@ -26,8 +26,8 @@ from flashstate.errors import (
 )
 from flashstate.ops.mamba2 import mamba2_step
 from flashstate.ops.mamba3 import mamba3_step
+from flashstate.pool.memory import share_memory
 from flashstate.state.mamba3 import Mamba3State
-from flashstate.state.memory import share_memory
 from flashstate.state.state import as_state, check_slots_of
 
 MAMBA3_AXES = {  # of what mamba3_step_fn is given for every row, and for all

@@ -50,9 +50,9 @@ from flashstate.reference import conv1d as reference
 from flashstate.state.faults import fault_flag
 from flashstate.state.signature import ACCESS_BYTES
 from flashstate.state.slots import Slots, as_slots
-from flashstate.state.windows import LARGEST_WIDTH, SMALLEST_WIDTH
 
 ACTIVATIONS = ("silu", None)
+SMALLEST_WIDTH, LARGEST_WIDTH = 2, 6
 
 
 def conv1d_step(

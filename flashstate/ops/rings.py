@@ -11,6 +11,7 @@ from flashstate.launch.arguments import row_stride
 from flashstate.launch.config import next_power_of_2
 from flashstate.ops.library import register
 from flashstate.reference import rings as reference
+from flashstate.state.actions import provide
 from flashstate.state.faults import fault_flag
 from flashstate.state.ring import (
     FIELDS,
@@ -27,6 +28,7 @@ from flashstate.state.slots import Slots
 MOST_ROWS = 1024  # of a batch that a program looks at together
 
 
+@provide
 def make_plan(ring: Ring, slots: Slots | None, tokens: int | None) -> Plan:
     """The plan of a step of these slots, with so many tokens each; None where they are packed."""
     check_replayed_slots(slots)
@@ -49,6 +51,7 @@ def make_plan(ring: Ring, slots: Slots | None, tokens: int | None) -> Plan:
     return Plan(slots, longest, rows, parts, ring.count, ring.window)
 
 
+@provide
 def commit_plan(ring: Ring, plan: Plan, accepted: Tensor | None) -> None:
     """Move the cursors of a ring on, by so many tokens of every row of a plan."""
     check_plan(plan, ring)
@@ -60,6 +63,7 @@ def commit_plan(ring: Ring, plan: Plan, accepted: Tensor | None) -> None:
     run(ring.start, ring.count, ring.window, ring.length, plan.rows, accepted)
 
 
+@provide
 def drop_folded(ring: Ring, slots: Slots | None, tokens: Tensor | int | None) -> None:
     """Move the cursors of a ring past live rows that were folded."""
     check_folded_slots(slots)

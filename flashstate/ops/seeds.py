@@ -9,11 +9,13 @@ from flashstate.launch import start, uses_kernels
 from flashstate.launch.arguments import table_shape
 from flashstate.ops.library import register
 from flashstate.reference import state_io as reference
+from flashstate.state.actions import provide
 from flashstate.state.faults import fault_flag
 from flashstate.state.rounding import SEED_STEP
 from flashstate.state.slots import MOST_TOKENS, Slots
 
 
+@provide
 def advance_seeds(seed: Tensor, slots: Slots | None) -> None:
     """Add SEED_STEP to the seeds of the slots that rows with tokens have to read, chosen or not."""
     if slots is not None and slots.read.device != seed.device:

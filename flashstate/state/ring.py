@@ -18,6 +18,7 @@ from flashstate.errors import (
     check_tensor,
     dtype_name,
 )
+from flashstate.state import actions
 from flashstate.state.signature import describe, describe_aligned, fields_of, signature_of
 from flashstate.state.slots import Slots, as_slots
 from flashstate.state.state import State, check_slots_of
@@ -113,9 +114,8 @@ class Ring:
 
         One small launch, which a CUDA graph captures; the host does not wait.
         """
-        from flashstate.ops.rings import make_plan
-
-        return make_plan(self, as_slots(slots), tokens)
+        plan: Plan = actions.make_plan(self, as_slots(slots), tokens)
+        return plan
 
     def commit(self, plan: Plan, accepted: Tensor | None = None) -> None:
         """Keep the first `accepted` tokens of every row of the step that was planned; call it once, after all layers.
@@ -125,18 +125,14 @@ class Ring:
 
         One small launch, which a CUDA graph captures; the host does not wait.
         """
-        from flashstate.ops.rings import commit_plan
-
-        commit_plan(self, plan, accepted)
+        actions.commit_plan(self, plan, accepted)
 
     def folded(self, slots: Slots | Tensor | None = None, tokens: Tensor | int | None = None) -> None:
         """Drop live rows that `mamba2_fold` has folded in place, in all layers: the first `tokens`, None: all.
 
         slots, tokens: as `mamba2_fold` had them. One small launch, which a CUDA graph captures.
         """
-        from flashstate.ops.rings import drop_folded
-
-        drop_folded(self, as_slots(slots), tokens)
+        actions.drop_folded(self, as_slots(slots), tokens)
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flashstate.errors import check_choice, check_int, check_tensor, too_short
+from flashstate.state import actions
 from flashstate.state.formats import FORMATS, ROUNDINGS, Format
 from flashstate.state.signature import describe, describe_aligned, fields_of, signature_of
 from flashstate.state.slots import Slots, as_slots
@@ -92,11 +93,9 @@ class State:
         seeds. Of a row with n slots to read all n move on, whichever was accepted: given equal seeds, they stay equal.
         It is one small launch, and a CUDA graph captures it.
         """
-        from flashstate.ops.seeds import advance_seeds
-
         if self.seed is None:
             raise ValueError("advance needs a state with a seed")
-        advance_seeds(self.seed, as_slots(slots))
+        actions.advance_seeds(self.seed, as_slots(slots))
 
 
 def as_state(state: State | Tensor, name: str = "state") -> State:

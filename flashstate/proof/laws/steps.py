@@ -19,8 +19,9 @@ from flashstate.launch import (
     valid_configs,
 )
 from flashstate.launch.suspension import suspended
-from flashstate.laws.registry import law
-from flashstate.laws.require import (
+from flashstate.proof import AnyCase, Pool, make_inputs, oracle, slotted
+from flashstate.proof.laws.registry import law
+from flashstate.proof.laws.require import (
     all_tokens,
     poison,
     require,
@@ -33,7 +34,6 @@ from flashstate.laws.require import (
     restore,
 )
 from flashstate.state.formats import bits_of
-from flashstate.testing import AnyCase, Pool, make_inputs, oracle, slotted
 
 
 @law("output and state are as close to float64 as float32 and the format allow")

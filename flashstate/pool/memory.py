@@ -12,8 +12,8 @@ from torch import Tensor
 from flashstate.errors import INDEX_DTYPES, check_int, check_tensor, dtype_name
 from flashstate.launch import uses_kernels
 from flashstate.launch.arguments import as_bytes
+from flashstate.pool.kv import Layer, kv_of, ssm_of
 from flashstate.state.formats import FORMATS
-from flashstate.state.kv import Layer, kv_of, ssm_of
 from flashstate.state.mamba3 import Mamba3State
 from flashstate.state.state import POOL_AXES, State
 

@@ -13,13 +13,13 @@ from torch import Tensor
 from flashstate.launch import Problem, mamba3_kind
 from flashstate.launch.direct import Launches
 from flashstate.ops.mamba3 import mamba3_step
+from flashstate.proof.inputs import AnyCase, Inputs, Op, Source, by_turns, dtype, view_into_projection
 from flashstate.reference.mamba3 import Memory, Parameters, mamba3_token, rotated, wrapped
 from flashstate.state.formats import PORTABLE_FORMATS, encode
 from flashstate.state.mamba3 import Mamba3State, Rotary
 from flashstate.state.signature import ACCESS_BYTES
 from flashstate.state.slots import Slots
 from flashstate.state.state import State
-from flashstate.testing.inputs import AnyCase, Inputs, Op, Source, by_turns, dtype, view_into_projection
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from flashstate.launch import uses_kernels
-from flashstate.testing import AnyCase, ReplayCase
+from flashstate.proof import AnyCase, ReplayCase
 
 Law = Callable[[Any, torch.device], None]  # of a case: an AnyCase, or of laws of replay a ReplayCase
 LAWS: dict[str, Law] = {}  # of steps

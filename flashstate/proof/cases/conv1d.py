@@ -11,9 +11,9 @@ from torch import Tensor
 from flashstate.launch import ChannelProblem
 from flashstate.launch.direct import Launches
 from flashstate.ops import conv1d
+from flashstate.proof.inputs import AnyCase, Inputs, Op, Source, dtype, view_into_projection
 from flashstate.reference.conv1d import conv1d_token
 from flashstate.state.signature import ACCESS_BYTES
-from flashstate.testing.inputs import AnyCase, Inputs, Op, Source, dtype, view_into_projection
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashstate.laws.registry import LawBroken
+from flashstate.proof import Expected, Inputs, Pool, carried_errors, encoded, error_ratio, slotted
+from flashstate.proof.laws.registry import LawBroken
 from flashstate.state.faults import check_faults
 from flashstate.state.formats import bits_of
-from flashstate.testing import Expected, Inputs, Pool, carried_errors, encoded, error_ratio, slotted
 
 
 def require(condition: bool, message: str) -> None:

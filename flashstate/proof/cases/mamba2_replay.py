@@ -13,6 +13,9 @@ from torch import Tensor
 from flashstate.errors import dtype_name
 from flashstate.launch import Problem, ReplayProblem, replay_kind
 from flashstate.ops.mamba2_replay import mamba2_replay
+from flashstate.proof.cases.mamba2 import MAMBA2, Case
+from flashstate.proof.inputs import AnyCase, Inputs, Source, by_turns, dtype
+from flashstate.proof.oracle import encoded
 from flashstate.reference.mamba2 import mamba2_token, softplus
 from flashstate.reference.mamba2_replay import BEFORE_THE_FIRST_TOKEN, replayed
 from flashstate.state.formats import PORTABLE_FORMATS, decode
@@ -20,9 +23,6 @@ from flashstate.state.ring import Plan, Ring
 from flashstate.state.signature import ACCESS_BYTES
 from flashstate.state.slots import Slots
 from flashstate.state.state import State
-from flashstate.testing.inputs import AnyCase, Inputs, Source, by_turns, dtype
-from flashstate.testing.mamba2 import MAMBA2, Case
-from flashstate.testing.oracle import encoded
 
 
 @dataclass(frozen=True, eq=False)

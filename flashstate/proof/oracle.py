@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flashstate.proof.inputs import Inputs, Pool
 from flashstate.state.formats import Encoded, decode, encode
 from flashstate.state.rounding import random_bits
-from flashstate.testing.inputs import Inputs, Pool
 
 # A kernel may be this many times as wrong as the same computation in plain float32 and the format. exp and log of GPUs
 # and of the interpreter are a few ulp off where torch's are one: the largest seen is 1.7 on an H200, 2.8 interpreted.

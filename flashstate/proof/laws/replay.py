@@ -15,8 +15,10 @@ from torch import Tensor
 
 from flashstate.launch import Config, gpu_of, override, uses_kernels
 from flashstate.launch.suspension import suspended
-from flashstate.laws import registry
-from flashstate.laws.require import (
+from flashstate.ops import mamba2_replay as op
+from flashstate.proof import Recurrence, ReplayCase, ReplayInputs
+from flashstate.proof.laws import registry
+from flashstate.proof.laws.require import (
     all_tokens,
     poison,
     require,
@@ -26,11 +28,9 @@ from flashstate.laws.require import (
     rest_of,
     restore,
 )
-from flashstate.laws.seeds import ENOUGH_VALUES
-from flashstate.ops import mamba2_replay as op
+from flashstate.proof.laws.seeds import ENOUGH_VALUES
 from flashstate.reference.mamba2 import softplus
 from flashstate.state.formats import bits_of
-from flashstate.testing import Recurrence, ReplayCase, ReplayInputs
 
 law = partial(registry.law, among=registry.REPLAY_LAWS)
 CURSORS = ("start", "count")

@@ -8,8 +8,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from flashstate.laws.registry import law
-from flashstate.laws.require import (
+from flashstate.proof import AnyCase, Inputs, make_inputs
+from flashstate.proof.laws.registry import law
+from flashstate.proof.laws.require import (
     require,
     require_equal_bytes,
     require_equal_states,
@@ -18,7 +19,6 @@ from flashstate.laws.require import (
 )
 from flashstate.state.formats import bits_of
 from flashstate.state.rounding import SEED_STEP
-from flashstate.testing import AnyCase, Inputs, make_inputs
 
 ENOUGH_VALUES = 32  # of a head, so that they do not all happen to be rounded the same way twice
 

@@ -24,10 +24,10 @@ from flashstate.ops.mamba2 import mamba2_step
 from flashstate.ops.mamba2_fold import mamba2_fold
 from flashstate.ops.mamba2_replay import mamba2_replay
 from flashstate.ops.mamba3 import mamba3_step
-from flashstate.ops.pool import read_states, write_states
-from flashstate.state.kv import ssm_of
+from flashstate.ops.states import read_states, write_states
+from flashstate.pool.kv import ssm_of
+from flashstate.pool.pool import StatePool
 from flashstate.state.mamba3 import Mamba3State, Rotary
-from flashstate.state.pool import StatePool
 from flashstate.state.slots import MOST_TOKENS, Slots
 from flashstate.state.state import State
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from flashstate.launch import ReplayTokenProblem, replay_kind
-from flashstate.laws.replay import CURSORS, FORMS, call, forms_on, law, require_close
-from flashstate.laws.require import (
+from flashstate.proof import ReplayCase, ReplayInputs, slotted
+from flashstate.proof.laws.replay import CURSORS, FORMS, call, forms_on, law, require_close
+from flashstate.proof.laws.require import (
     poison,
     require,
     require_equal_bytes,
@@ -19,9 +20,8 @@ from flashstate.laws.require import (
     require_fault,
     rest_of,
 )
-from flashstate.laws.steps import PAGE_FILL, in_pages
+from flashstate.proof.laws.steps import PAGE_FILL, in_pages
 from flashstate.state.formats import bits_of
-from flashstate.testing import ReplayCase, ReplayInputs, slotted
 
 
 @law(

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from flashstate.errors import INDEX_DTYPES, check_flag, check_int, check_tensor
-from flashstate.ops.pool import read_states, write_states
 from flashstate.ops.seeds import advance_seeds
-from flashstate.state.kv import LayerT, allocate_kv, as_kept, ssm_of
-from flashstate.state.mamba3 import Mamba3State
-from flashstate.state.memory import (
+from flashstate.ops.states import read_states, write_states
+from flashstate.pool.kv import LayerT, allocate_kv, as_kept, ssm_of
+from flashstate.pool.memory import (
     Memory,
     SlotNumbers,
     allocate_states,
@@ -25,10 +24,11 @@ from flashstate.state.memory import (
     of_all_layers,
     put,
 )
+from flashstate.pool.windows import allocate_windows, check_windows, with_history
+from flashstate.state.mamba3 import Mamba3State
 from flashstate.state.ring import LARGEST_WINDOW, Plan, Ring, allocate_rings, check_rings, tensors_of
 from flashstate.state.slots import Slots, as_slots
 from flashstate.state.state import State
-from flashstate.state.windows import allocate_windows, check_windows, with_history
 
 INT64 = (-(1 << 63), (1 << 63) - 1)
 

@@ -1,17 +1,16 @@
 """The tables of cases, and what tests, `flashstate check` and the benchmark need of each: inputs, bytes, budgets."""
 
 from flashstate.launch import interpreted
-from flashstate.testing.conv1d import ODD_CONV_CASES, ODD_CONV_GROUPS, QUICK_CONV_CASES, REAL_CONV_CASES, ConvCase
-from flashstate.testing.gated_delta import (
+from flashstate.proof.cases.conv1d import ODD_CONV_CASES, ODD_CONV_GROUPS, QUICK_CONV_CASES, REAL_CONV_CASES, ConvCase
+from flashstate.proof.cases.gated_delta import (
     ODD_DELTA_CASES,
     ODD_DELTA_SHAPES,
     QUICK_DELTA_CASES,
     REAL_DELTA_CASES,
     DeltaCase,
 )
-from flashstate.testing.inputs import AnyCase, Inputs, Op, Pool, dtype, make_inputs, slotted
-from flashstate.testing.mamba2 import ODD_CASES, ODD_SHAPES, QUICK_CASES, REAL_CASES, Case
-from flashstate.testing.mamba2_replay import (
+from flashstate.proof.cases.mamba2 import ODD_CASES, ODD_SHAPES, QUICK_CASES, REAL_CASES, Case
+from flashstate.proof.cases.mamba2_replay import (
     ODD_REPLAY_CASES,
     ODD_REPLAY_SHAPES,
     QUICK_REPLAY_CASES,
@@ -21,7 +20,7 @@ from flashstate.testing.mamba2_replay import (
     ReplayInputs,
     ReplayPool,
 )
-from flashstate.testing.mamba3 import (
+from flashstate.proof.cases.mamba3 import (
     ODD_MAMBA3_CASES,
     ODD_MAMBA3_SHAPES,
     QUICK_MAMBA3_CASES,
@@ -29,7 +28,8 @@ from flashstate.testing.mamba3 import (
     Mamba3Case,
     with_rotary,
 )
-from flashstate.testing.oracle import BUDGET, Expected, carried_errors, encoded, error_ratio, oracle, up_to_turns
+from flashstate.proof.inputs import AnyCase, Inputs, Op, Pool, dtype, make_inputs, slotted
+from flashstate.proof.oracle import BUDGET, Expected, carried_errors, encoded, error_ratio, oracle, up_to_turns
 
 __all__ = [
     "BUDGET",

@@ -27,7 +27,7 @@ def write_states(state: State, slots: Tensor, states: Tensor) -> None:
         seed = None if state.seed is None else state.seed[slots]
         reference.store_state(state, states.float(), (slots,), seed, torch.full_like(slots, TOKEN))
         return
-    from flashstate.kernels.pool import write_states_kernel
+    from flashstate.kernels.states import write_states_kernel
 
     programs, constants, num_warps = _launch("pool_write", state, slots)
     arguments = (
@@ -46,7 +46,7 @@ def read_states(state: State, slots: Tensor) -> Tensor:
     out = torch.empty((len(slots), *state.data.shape[1:]), dtype=torch.float32, device=slots.device)
     if len(slots) == 0:
         return out
-    from flashstate.kernels.pool import read_states_kernel
+    from flashstate.kernels.states import read_states_kernel
 
     programs, constants, num_warps = _launch("pool_read", state, slots)
     arguments = (as_bytes(state.data), state.scale, *outer_strides(state.data, state.scale, 1), out, slots)

@@ -7,8 +7,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from flashstate.laws.registry import law
-from flashstate.laws.require import (
+from flashstate.proof import AnyCase, Inputs, Pool, make_inputs, oracle
+from flashstate.proof.laws.registry import law
+from flashstate.proof.laws.require import (
     require,
     require_equal_bytes,
     require_equal_states,
@@ -17,7 +18,6 @@ from flashstate.laws.require import (
     require_within_budget,
 )
 from flashstate.state.formats import decode
-from flashstate.testing import AnyCase, Inputs, Pool, make_inputs, oracle
 
 
 def several(case: AnyCase) -> bool:

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from flashstate.launch import Problem, delta_kind
 from flashstate.ops.gated_delta import gated_delta_step
+from flashstate.proof.inputs import AnyCase, Inputs, Op, Source, by_turns, dtype, view_into_projection
 from flashstate.reference.gated_delta import gated_delta_token, gates, normalised
 from flashstate.state.formats import FORMATS, PORTABLE_FORMATS, encode
 from flashstate.state.signature import ACCESS_BYTES
 from flashstate.state.state import State
-from flashstate.testing.inputs import AnyCase, Inputs, Op, Source, by_turns, dtype, view_into_projection
 
 
 def _token(s: Tensor, exact: bool, **arguments: Any) -> tuple[Tensor, Tensor]:

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from flashstate.errors import ACTIVATION_DTYPES, check_int, check_no_overlap, check_tensor, dtype_name
+from flashstate.ops.conv1d import LARGEST_WIDTH, SMALLEST_WIDTH
 from flashstate.state.state import State
 
 WINDOW_AXES = ("slots", "channels", "length")
-SMALLEST_WIDTH, LARGEST_WIDTH = 2, 6  # of a convolution
 LARGEST = (1 << 31) - 1
 
 

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from flashstate.launch import Problem
 from flashstate.ops.mamba2 import mamba2_step
+from flashstate.proof.inputs import AnyCase, Inputs, Op, Source, dtype, view_into_projection
 from flashstate.reference.mamba2 import mamba2_token
 from flashstate.state.formats import FORMATS, PORTABLE_FORMATS, encode
 from flashstate.state.signature import ACCESS_BYTES
 from flashstate.state.state import State
-from flashstate.testing.inputs import AnyCase, Inputs, Op, Source, dtype, view_into_projection
 
 
 def _token(s: Tensor, **arguments: Any) -> tuple[Tensor, Tensor]:
