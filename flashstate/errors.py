@@ -117,7 +117,7 @@ def tied(
     name: str,
     tensor: Any,
     axes: tuple[str, ...],
-    sizes: tuple[int, ...],
+    sizes: tuple[int | None, ...],
     more_axes: tuple[str, ...],
     more_sizes: tuple[int, ...],
     device: torch.device,

@@ -1,54 +1,33 @@
-"""How a kernel is started: which backend runs a call, and with which config."""
+"""How a kernel is started: where a call runs, with which config, and what an op's declaration says of it."""
 
-from flashstate.launch.backend import interpreted, kernel_target, lets_next_start, uses_kernels
 from flashstate.launch.config import (
-    AnyReplay,
-    ChannelProblem,
-    DeltaProblem,
-    Gpu,
-    HeadProblem,
     Problem,
-    RankProblem,
-    ReplayProblem,
-    ReplayTokenProblem,
     TensorCoreProblem,
+    TiledProblem,
     access_width,
     choose,
     choose_with_reason,
-    delta_kind,
-    gpu_of,
-    mamba3_kind,
     override,
-    replay_kind,
     valid_configs,
 )
+from flashstate.launch.environment import Gpu, Machine, interpreted, machine_of, uses_kernels
 from flashstate.launch.start import collecting, start
 from flashstate.launch.table import Config
 
 __all__ = [
-    "AnyReplay",
-    "ChannelProblem",
     "Config",
-    "DeltaProblem",
     "Gpu",
-    "HeadProblem",
+    "Machine",
     "Problem",
-    "RankProblem",
-    "ReplayProblem",
-    "ReplayTokenProblem",
     "TensorCoreProblem",
+    "TiledProblem",
     "access_width",
     "choose",
     "choose_with_reason",
     "collecting",
-    "delta_kind",
-    "gpu_of",
     "interpreted",
-    "kernel_target",
-    "lets_next_start",
-    "mamba3_kind",
+    "machine_of",
     "override",
-    "replay_kind",
     "start",
     "uses_kernels",
     "valid_configs",

@@ -1,11 +1,90 @@
-"""What kernels are told of tensors besides their addresses: strides, and whether accesses are aligned."""
+"""What kernels are given besides constants. A kernel's arguments are found by their names:
+
+    x_ptr                   the tensor x; data_ptr, scale_ptr and seed_ptr those of a State, read_ptr … of Slots,
+                            copy_ptr and copy_scale_ptr of snapshots
+    x_b x_t x_h             its strides of batch, token, and axes by their first letters; of groups too by that of heads
+    slot_stride …           as written out below
+"""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from flashstate.launch.axes import Axes
+from flashstate.state.faults import fault_flag
 from flashstate.state.signature import ACCESS_BYTES
+from flashstate.state.slots import Slots
+from flashstate.state.state import State
+
+if TYPE_CHECKING:
+    from flashstate.launch.call import Extent, Given, Op
+
+TABLES = ("read", "accepted", "write", "parents", "cu_seqlens", "snapshot_rows")  # of Slots, as kernels take them
+
+
+def arguments_of(op: Op, kernel: Any, given: Given) -> tuple[Any, ...]:
+    """The arguments of a kernel, in its order."""
+    first = getattr(given, next(iter(op.hints)))
+    values: dict[str, Any] = {"fault_ptr": fault_flag(getattr(given, op.main).device)}
+    values |= call_values(given.extent) | slots_values(given.slots)
+    if isinstance(first, State):
+        values |= state_values(first)
+    if op.takes_snapshots:
+        values |= snapshots_values(given.snapshots)
+    for name, axes in {**op.tensors, "out": op.tensors[op.main]}.items():
+        alias = op.aliases.get(name, name)
+        values |= tensor_values(alias, getattr(given, name), axes, given.extent)
+    values |= op.values(given)
+    return tuple(values[name] for name in kernel.runtime)
+
+
+def call_values(extent: Extent) -> dict[str, Any]:
+    """How many rows and tokens there are."""
+    return {"batch": extent.batch, "tokens": extent.num_tokens, "longest": extent.longest}
+
+
+def slots_values(slots: Slots | None) -> dict[str, Any]:
+    """Tables of slots, and what is known of their rows."""
+    tables = {name: None if slots is None else getattr(slots, name) for name in TABLES}
+    read = tables["read"]
+    return {
+        **{f"{name}_ptr": table for name, table in tables.items()},
+        **{f"{name}_stride": row_stride(tables[name]) for name in ("read", "write", "parents")},
+        "read_width": 1 if read is None or read.dim() == 1 else read.shape[1],
+        "null": -1 if slots is None else slots.null,
+    }
+
+
+def state_values(state: State) -> dict[str, Any]:
+    """The tensors of a State, strides between slots, and how many it has."""
+    return {
+        "data_ptr": as_bytes(state.data), "scale_ptr": state.scale, "seed_ptr": state.seed, "stream": state.stream,
+        "slot_stride": state.data.stride(0), "scale_stride": row_stride(state.scale), "num_slots": state.data.shape[0],
+    }  # fmt: skip
+
+
+def snapshots_values(snapshots: State | None) -> dict[str, Any]:
+    """The tensors of snapshots, strides of rows and of tokens, and how many rows they have."""
+    data, scale = (None, None) if snapshots is None else (snapshots.data, snapshots.scale)
+    values: dict[str, Any] = {"copy_ptr": None if data is None else as_bytes(data), "copy_scale_ptr": scale}
+    for axis, letter in enumerate("bt"):
+        values[f"copy_{letter}"] = 0 if data is None else data.stride(axis)
+        values[f"copy_scale_{letter}"] = 0 if scale is None else scale.stride(axis)
+    return values | {"num_copies": 0 if data is None else data.shape[0]}
+
+
+def tensor_values(name: str, tensor: Tensor | None, axes: Axes, extent: Extent) -> Mapping[str, Any]:
+    """A tensor, and its strides if it has tokens: of batch, token, and axes before those that lie side by side."""
+    if not axes.tokens:
+        return {f"{name}_ptr": tensor}
+    letters = "h" if axes.strided in (("groups",), ("HV",)) else [axis[0].lower() for axis in axes.strided]
+    strides = token_strides(tensor, extent.token_axes, extent.packed, len(axes.strided))
+    names = [f"{name}_{letter}" for letter in ("b", "t", *letters)]
+    return {f"{name}_ptr": tensor, **dict(zip(names, strides, strict=True))}
 
 
 def token_strides(tensor: Tensor | None, token_axes: int, packed: bool, inner: int = 1) -> tuple[int, ...]:
@@ -18,25 +97,14 @@ def token_strides(tensor: Tensor | None, token_axes: int, packed: bool, inner: i
     return (*of_tokens, *strides[token_axes : token_axes + inner])
 
 
-def outer_strides(data: Tensor | None, scale: Tensor | None, axes: int) -> tuple[int, ...]:
-    """The strides of the first axes of a state or of snapshots: of each axis in the data, then in the scales."""
-    of_data, of_scale = ((0,) * axes if t is None else t.stride()[:axes] for t in (data, scale))
-    return tuple(stride for both in zip(of_data, of_scale, strict=True) for stride in both)
-
-
 def as_bytes(data: Tensor) -> Tensor:
     """float8 as the bytes it is."""
     return data.view(torch.uint8) if data.dtype is torch.float8_e4m3fn else data
 
 
 def row_stride(table: Tensor | None) -> int:
-    """Of a table of numbers per batch row."""
+    """The stride of the first axis; 0 where there is no tensor."""
     return 0 if table is None else table.stride(0)
-
-
-def table_shape(table: Tensor | None) -> tuple[int, int]:
-    """Row stride and width of a table of numbers per batch row."""
-    return row_stride(table), 1 if table is None or table.dim() == 1 else table.shape[1]
 
 
 def aligned(tensor: Tensor | None) -> bool:

@@ -10,14 +10,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flashstate.launch.driver import DriverLaunch
 from flashstate.launch.start import Started
-from flashstate.state.slots import Slots
 
 MOST_KEYS = 1024  # remembered at once; then all are forgotten, and the next ones remembered anew
 MOST_ALIKE = 16  # calls that only their tensors tell apart; more of them take the ordinary way
@@ -42,64 +41,25 @@ class DirectLaunch(NamedTuple):
 
 Launches = dict[Hashable, list[DirectLaunch]]  # by what tells calls apart but their tensors
 Likeness = tuple[Launches, Hashable, list[Any]]  # launches to look in, and what tells a call from others there
-STARTED: Final[Likeness] = ({}, None, [])  # the answer of an op that could start a kernel again
 
-
-def add_slots(slots: Any, x: Any, tensors: list[Any], pointers: list[int]) -> tuple[Hashable, int]:
-    """What tells the slots of a call from others, and its null slot. Their addresses join `pointers`, in the order in
-    which kernels take them, and a bare tensor joins the tensors that are compared."""
-    if slots.__class__ is Slots:
-        for table in slots.tables:
-            pointers.append(table.data_ptr())
-        if slots.cu_seqlens is not None:  # rows of any length: what differs is the number of tokens
-            return (slots.signature, len(x)), slots.null
-        return slots.signature, slots.null
-    if slots is None:
-        return None, -1
-    tensors.append(slots)
-    pointers.append(slots.data_ptr())
-    return ~len(slots), -1  # signatures are not negative
-
-
-def find(launches: Launches, key: Hashable, tensors: Sequence[Tensor]) -> DirectLaunch | None:
-    """The launch of a call like this."""
-    for launch in launches.get(key, ()):
-        if launch.same_tensors(*tensors):
-            return launch
-    return None
-
-
-def start_again(
-    launch: DirectLaunch | None, likeness: Likeness, pointers: Sequence[int], number: int
-) -> Likeness | None:
-    """STARTED, if a launch was found and can be used; None if it cannot; else by what to remember the call."""
-    if launch is None:
-        return likeness
-    if not launch.usable():
-        return None
-    launch.start(pointers, number)
-    return STARTED
-
-
-def remember(
-    launches: Launches, key: Hashable, tensors: Sequence[Tensor], started: Started | Sequence[Started], pointers: int
-) -> None:
-    """Keep a launch, or several with the same arguments, whose first `pointers` arguments, and a number behind them,
-    change from call to call.
+def remember(launches: Launches, key: Hashable, tensors: Sequence[Tensor], started: Sequence[Started]) -> None:
+    """Keep a launch, or several with the same arguments, of which pointers and a number behind them change from call to
+    call.
 
     Where Triton or torch are not as expected, that is said once, and calls take the ordinary way.
     """
     global available
+    if not available:
+        return
     if len(launches) >= MOST_KEYS:
         launches.clear()
     alike = launches.setdefault(key, [])
     if len(alike) >= MOST_ALIKE or len({id(tensor) for tensor in tensors}) < len(tensors):  # which a guard refuses
         return
     try:
-        several: Sequence[Started] = [started] if isinstance(started, Started) else list(started)
-        starts = [DriverLaunch(one, pointers) for one in several]
+        starts = [DriverLaunch(one) for one in started]
         start = starts[0] if len(starts) == 1 else partial(_start_all, starts)
-        alike.append(DirectLaunch(guard(tensors), several[0].launch.device.index, hooks(), start))
+        alike.append(DirectLaunch(guard(tensors), started[0].launch.device.index, hooks(), start))
     except (AttributeError, ImportError, KeyError, OSError, TypeError) as reason:
         available = False
         warnings.warn(f"flashstate starts kernels the ordinary way, which costs the host more: {reason}", stacklevel=3)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import astuple, replace
+from dataclasses import replace
 from functools import cache
 from typing import Protocol
 
-from flashstate.launch.config import WARP, Gpu, Problem, choose, measured_sizes, mode_key, table_key, valid_configs
+from flashstate.launch.config import Problem, choose, measured_sizes, mode_key, table_key, valid_configs
+from flashstate.launch.environment import Gpu
 from flashstate.launch.table import Config, Configs
 
 WORTHWHILE = 0.995  # of a time: what is not this much faster is noise
@@ -27,11 +28,11 @@ class Stopwatch(Protocol):
 
 def search(problems: Iterable[Problem], stopwatch: Stopwatch, gpu: Gpu, known: Configs) -> Iterator[Point]:
     """The best config of every problem that is not in `known`, from small sizes to large ones: each begins where the
-    one before ended, or at the config it has now with any number of tokens or tiles together."""
+    one before ended, or at the config it has now with any value of its knob."""
     for sizes in _by_mode(problems):
         measured = dict(measured_sizes(known, sizes[0]))
         missing = [problem for problem in sizes if problem.batch_heads not in measured]
-        starts = {problem: with_any_together(problem, choose(problem, gpu)) for problem in missing}
+        starts = {problem: with_any_knob(problem, choose(problem, gpu)) for problem in missing}
         around = {problem: neighbours(problem, configs[0]) for problem, configs in starts.items()}
         stopwatch.prepare([(p, config) for p in missing for config in dict.fromkeys([*starts[p], *around[p]])])
         before: list[Config] = []
@@ -69,30 +70,30 @@ def descend(problem: Problem, starts: Iterable[Config], stopwatch: Stopwatch) ->
         best = better
 
 
-def with_any_together(problem: Problem, config: Config) -> list[Config]:
-    """The config, then the valid ones that differ in `together` alone: what more tiles gain, neighbours may hide, as
-    two of them can be slower than one and eight faster."""
-    others = [replace(config, together=n) for n in problem.together_choices if n != config.together]
+def with_any_knob(problem: Problem, config: Config) -> list[Config]:
+    """The config, then the valid ones that differ in the problem's knob alone: what more tiles gain, neighbours may
+    hide, as two of them can be slower than one and eight faster."""
+    others = [problem.turned(config, n) for n in problem.knob_choices if n != getattr(config, problem.knob)]
     valid = set(valid_configs(problem))
     return [config, *(other for other in others if other in valid)]
 
 
 def neighbours(problem: Problem, config: Config) -> list[Config]:
     """The valid configs that are one step away: twice or half the rows, the lanes, the warps, the warps with their
-    rows, or `together`; more or fewer registers. Fewer lanes than there are rows for bring rows."""
-    rows, warps, lanes, together, registers = astuple(config)
+    rows; the next value of the knob; more or fewer registers. Fewer lanes than there are rows for bring rows."""
+    rows, warps, lanes, knobs = config.block_rows, config.num_warps, config.lanes, problem.knob_choices
+    place = knobs.index(getattr(config, problem.knob)) if getattr(config, problem.knob) in knobs else 0
     steps = [
         replace(config, block_rows=2 * rows),
         replace(config, block_rows=rows // 2),
         replace(config, lanes=2 * lanes),
-        replace(config, lanes=lanes // 2, block_rows=max(rows, 2 * warps * WARP // lanes)),
+        replace(config, lanes=lanes // 2, block_rows=max(rows, 2 * warps * problem.warp // lanes)),
         replace(config, num_warps=2 * warps, block_rows=2 * rows),
         replace(config, num_warps=warps // 2, block_rows=rows // 2),
         replace(config, num_warps=2 * warps),
         replace(config, num_warps=warps // 2),
-        replace(config, together=2 * together),
-        replace(config, together=together // 2),
-        *(replace(config, registers=choice) for choice in problem.register_choices if choice != registers),
+        *(problem.turned(config, n) for n in (*knobs[place + 1 : place + 2], *knobs[: place][-1:])),
+        *(replace(config, registers=most) for most in problem.register_choices if most != config.registers),
     ]
     valid = set(valid_configs(problem))
     return [step for step in steps if step in valid]

@@ -1,11 +1,12 @@
 """Tables of measured configs: one JSON file per GPU, read when a config is looked up and written by `flashstate tune`.
 
 A file says which GPU, torch and Triton it was measured with and when, and under "configs", for each op, shape and
-format, then for each mode and batch x heads, the numbers of a config: rows per tile, warps, lanes per row, tokens
-loaded together or tiles of a program, most registers.
+format, then for each mode and batch x heads, a config: rows per tile, warps, lanes per row, and those of its other
+fields that are not as in a plain one.
 
     "mamba2_step 64x128 float32 vector 4": {
-      "nearest, one token": {"16": [4, 1, 8, 1, 0], "4096": [8, 1, 32, 1, 0]}
+      "nearest, one token": {"16": [4, 1, 8], "4096": [8, 1, 32]},
+      "nearest, several tokens": {"16": [4, 1, 8, {"tokens_together": 4}]}
     }
 """
 
@@ -13,13 +14,13 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping
-from dataclasses import astuple, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
-COLUMNS = "batch x heads: [rows per tile, warps, lanes per row, tokens together or tiles of a program, most registers]"
+COLUMNS = "batch x heads: [rows per tile, warps, lanes per row, other fields of the config that are not plain]"
 HEADER = ("gpu", "torch", "triton", "measured", "columns")
 
 
@@ -30,18 +31,25 @@ class Config:
     block_rows: rows of the state in a tile, which a program has in registers.
     num_warps: warps per program.
     lanes: threads side by side in a row; the fewer, the longer each walks along it, and the fewer are left to sum over.
-    together: tokens of a row whose inputs are loaded before the first of them is used, if there are so many; where
-        `gated_delta_step` has one token, or all at once, tiles that a program steps one after the other; of
-        `mamba3_step` how far ahead a program asks for the states of another one: 32 programs each, 1: not at all; of
-        `mamba2_replay` tiles of a program, of one head or of several of a group.
+    tokens_together: tokens of a row whose inputs are loaded before the first of them is used, if there are so many.
+    tiles: that a program steps one after the other, of one head, or in replay of several heads of a group.
+    ahead: how many programs behind this one the one is whose states it asks for to come to the cache; 0: none.
     registers: the most that a thread may have, so that more threads run at once; 0 leaves it to the compiler.
     """
 
     block_rows: int
     num_warps: int
     lanes: int
-    together: int = 1
+    tokens_together: int = 1
+    tiles: int = 1
+    ahead: int = 0
     registers: int = 0
+
+    @property
+    def unusual(self) -> dict[str, int]:
+        """What is not as in a plain config, beside rows, warps and lanes."""
+        plain = asdict(Config(self.block_rows, self.num_warps, self.lanes))
+        return {name: value for name, value in asdict(self).items() if value != plain[name]}
 
 
 Configs = dict[str, dict[str, dict[int, Config]]]  # by op, shape and format, then by mode, then by batch x heads
@@ -68,10 +76,15 @@ def table_name(gpu: str) -> str:
 def parse_table(content: Mapping[str, Any]) -> TableFile:
     """What a file holds, parsed as JSON."""
     configs = {
-        key: {mode: {int(size): Config(*entry) for size, entry in sizes.items()} for mode, sizes in modes.items()}
+        key: {mode: {int(size): _config_of(entry) for size, entry in sizes.items()} for mode, sizes in modes.items()}
         for key, modes in content["configs"].items()
     }
     return TableFile({name: content[name] for name in HEADER}, configs)
+
+
+def _config_of(entry: Sequence[Any]) -> Config:
+    rows, warps, lanes, *unusual = entry
+    return Config(rows, warps, lanes, **(unusual[0] if unusual else {}))
 
 
 def read_table_file(path: Path) -> TableFile:
@@ -99,6 +112,10 @@ def table_text(table: TableFile) -> str:
 def _format_text(key: str, modes: Mapping[str, Mapping[int, Config]]) -> str:
     lines = []
     for mode, sizes in sorted(modes.items()):
-        listed = {str(size): astuple(sizes[size]) for size in sorted(sizes)}
+        listed = {str(size): _entry_of(sizes[size]) for size in sorted(sizes)}
         lines.append(f"      {json.dumps(mode)}: {json.dumps(listed)}")
     return f"    {json.dumps(key)}: {{\n" + ",\n".join(lines) + "\n    }"
+
+
+def _entry_of(config: Config) -> list[Any]:
+    return [config.block_rows, config.num_warps, config.lanes, *([config.unusual] if config.unusual else [])]

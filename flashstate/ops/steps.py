@@ -1,91 +1,67 @@
-"""What the ops whose states are a State share around their launches: outputs, tokens, what is stored, programs."""
+"""What the ops that step a State share: what they store, constants of their kernels, and checks inside debug()."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
-from torch import Tensor
-
-from flashstate.errors import check_no_overlap, check_row_contiguous, check_tensor
-from flashstate.launch.arguments import as_bytes, outer_strides
-from flashstate.ops.tokens import Tokens, slots_of
-from flashstate.state.faults import fault_flag
-from flashstate.state.slots import Slots
+from flashstate.launch.arguments import aligned
+from flashstate.launch.call import Given
+from flashstate.launch.config import Problem, access_width
+from flashstate.launch.table import Config
+from flashstate.ops.debug import check_contents, debugging
 from flashstate.state.state import State
 
 
-def check_out(out: Tensor, x: Tensor, tokens: Tokens, widths: tuple[str, str]) -> None:
-    """Raise unless the output is like x, whose axes behind the tokens have these names."""
-    check_tensor("out", out, (*tokens.axes, *widths), tuple(x.shape), dtypes=(x.dtype,), device=x.device)
-    check_row_contiguous("out", out)
-    check_no_overlap("out", out)
-
-
-class Extent(NamedTuple):
-    """How many rows and tokens a call has, as its kernel counts them."""
-
-    batch: int
-    token_axes: int  # of activations
-    packed: bool
-    num_tokens: int  # length of the token axis
-    longest: int  # entries that tables and snapshots have for the tokens of a row
-
-    @property
-    def one_token(self) -> bool:
-        return self.num_tokens == 1 and not self.packed
-
-
-def extent_of(x: Tensor, read: Tensor | None, cu_seqlens: Tensor | None, max_len: int | None) -> Extent:
-    """Of activations x (batch, heads, ...), (batch, T, heads, ...) or packed (tokens, heads, ...)."""
-    packed, token_axes = cu_seqlens is not None, x.dim() - 2
-    num_tokens = x.shape[token_axes - 1] if packed or token_axes == 2 else 1
-    batch = x.shape[0] if read is None else read.shape[0]
-    return Extent(batch, token_axes, packed, num_tokens, (max_len or 0) if packed else num_tokens)
-
-
-def stores_of(update: bool, write: Tensor | None) -> str:
+def stores_of(given: Given) -> str:
     """After which tokens a kernel writes the pool: "last", "every" or "none"."""
-    return "none" if not update else "every" if write is not None and write.dim() == 2 else "last"
+    return "none" if not given.update else "every" if given.slots is not None and given.slots.per_token else "last"
 
 
-def stored_of(stores: str, snapshots: Tensor | None, one_token: bool) -> str:
-    """What a launch config is chosen for, of the states after several tokens: "last", "each" or "nothing"."""
-    if one_token:
+def stored_of(given: Given) -> str:
+    """Which states after several tokens a config is chosen for: "last", "every", also as snapshots, or "none"."""
+    stores = stores_of(given)
+    if given.extent.one_token:
         return "last"
-    return "each" if stores == "every" or snapshots is not None else "nothing" if stores == "none" else "last"
+    return "every" if getattr(given, "snapshots", None) is not None else stores
 
 
-def programs_of(name: str, x: Tensor, batch_heads: int, rows: int, rows_each: int) -> int:
-    """How many programs a launch has; ValueError where there are too many for a grid."""
-    programs = batch_heads * -(-rows // rows_each)
-    if programs >= 1 << 31:
-        raise ValueError(f"{name} must need fewer than 2^31 programs, got {programs} for shape {tuple(x.shape)}")
-    return programs
+def state_constants(given: Given, state: State, problem: Problem, config: Config) -> dict[str, Any]:
+    """Constants of every kernel that steps states: their shape, their format, and the tile of a program."""
+    _, heads, rows, cols = state.data.shape
+    return {
+        "H": heads, "ROWS": rows, "COLS": cols, "VECTOR": problem.vector, "PADDING": padding_of(given),
+        "ROUNDING": state.rounding, "ROUNDS": state.rounds, "TARGET": given.machine.target,
+        "BLOCK_ROWS": config.block_rows, "BLOCK_COLS": problem.block_cols, "CHUNK": problem.chunk(config.lanes),
+    }  # fmt: skip
 
 
-def pool_arguments(
-    data: Tensor, scale: Tensor | None, stream: int, tables: tuple[Tensor | None, ...], snapshot_data: Tensor | None,
-    snapshot_scale: Tensor | None,
-) -> tuple[Any, ...]:  # fmt: skip
-    """What kernels take between an op's own pointers and its strides: tables of slots, snapshots, the stream, the fault
-    flag, strides of states and snapshots, and how many snapshots there are."""
-    return (
-        *tables, None if snapshot_data is None else as_bytes(snapshot_data), snapshot_scale,
-        stream, fault_flag(data.device), *outer_strides(data, scale, 1),
-        *outer_strides(snapshot_data, snapshot_scale, 2), 0 if snapshot_data is None else snapshot_data.shape[0],
-    )  # fmt: skip
+def snapshot_constants(given: Given, vector: int) -> dict[str, Any]:
+    """Constants of kernels that take snapshots, whose accesses are no wider than those of the state."""
+    if given.snapshots is None:
+        return {"SNAPSHOT_VECTOR": 1, "SNAPSHOT_ROUNDING": "nearest"}
+    width = min(vector, access_width(given.snapshots.data))
+    return {"SNAPSHOT_VECTOR": width, "SNAPSHOT_ROUNDING": given.snapshots.rounding}
 
 
-def for_reference(
-    data: Tensor, scale: Tensor | None, seed: Tensor | None, rounding: str, rounds: int, stream: int,
-    read: Tensor | None, write: Tensor | None, accepted: Tensor | None, snapshot_rows: Tensor | None,
-    cu_seqlens: Tensor | None, max_len: int | None, parents: Tensor | None, null: int, padding: str,
-    snapshot_data: Tensor | None, snapshot_scale: Tensor | None, snapshot_rounding: str,
-) -> tuple[State, Slots | None, State | None]:  # fmt: skip
-    """The state, the slots and the snapshots that a registered op was given in pieces."""
-    state, slots, snapshots = State(data, scale, rounding=rounding, rounds=rounds, seed=seed, stream=stream), None, None
-    if read is not None:
-        slots = slots_of(read, write, accepted, snapshot_rows, cu_seqlens, max_len, parents, null, padding)
-    if snapshot_data is not None:
-        snapshots = State(snapshot_data, snapshot_scale, rounding=snapshot_rounding, rounds=rounds, stream=stream)
-    return state, slots, snapshots
+def padding_of(given: Given) -> str:
+    """What padding rows give."""
+    return "zero" if given.slots is None else given.slots.padding
+
+
+def all_aligned(given: Given, *names: str) -> bool:
+    """Whether all rows of these tensors, of which some may not be there, start at multiples of 16 bytes."""
+    return all(aligned(getattr(given, name)) for name in names)
+
+
+def check_debugged(given: Given) -> None:
+    """Inside debug(), raise where the numbers in slots would lose or mix up a state."""
+    if debugging():
+        snapshots = getattr(given, "snapshots", None)
+        rows = None if snapshots is None else len(snapshots.data)
+        check_contents(len(state_of(given).data), given.tokens, given.slots, rows, given.update)
+
+
+def state_of(given: Given) -> State:
+    """The State that a call steps."""
+    state = given.state
+    return state if isinstance(state, State) else state.ssm  # type: ignore[no-any-return]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -30,6 +30,8 @@ class Mamba3State:
     The slot axis of each may have any stride; a slot itself is contiguous. The tensors stay what they are: their
     dtypes, shapes and strides must not change in place.
     """
+
+    written: ClassVar = ("k", "v", "angle")  # by ops, beside those of ssm
 
     ssm: State
     k: Tensor
@@ -88,6 +90,8 @@ class Rotary:
     pairing: which columns are turned together: "interleaved", 2i with 2i + 1, or "halved", i with i + N / 2; None: the
         first for rank 1, the second for others. Pairs from S on are not turned.
     """
+
+    written: ClassVar = ()
 
     angle: Tensor
     _: KW_ONLY

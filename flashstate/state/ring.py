@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -49,6 +49,8 @@ class Ring:
     The slot axis of x, B and dt may have any stride; a slot itself is contiguous. Rows that are not live may hold
     anything. The tensors stay what they are: their dtypes, shapes and strides must not change in place.
     """
+
+    written: ClassVar = ("x", "B", "dt")  # by ops
 
     x: Tensor
     B: Tensor
@@ -149,6 +151,8 @@ class Plan:
 
     The tensors are on the device, and filled when the plan is made: a CUDA graph that captured it fills them anew.
     """
+
+    written: ClassVar = ()
 
     slots: Slots | None
     tokens: int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -48,6 +49,8 @@ class Slots:
     a row that writes what another row reads, are the caller's error; inside `flashstate.debug()` they are found. What a
     row reads itself it may write.
     """
+
+    written: ClassVar = ()
 
     read: Tensor
     _: KW_ONLY

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -41,6 +41,8 @@ class State:
 
     The tensors stay what they are: their dtypes, shapes and strides must not change in place.
     """
+
+    written: ClassVar = ("data", "scale")  # by ops
 
     data: Tensor
     scale: Tensor | None = None

@@ -1,0 +1,107 @@
+"""The axes of a tensor argument in words, as an op declares them, and the checks that follow.
+
+    tokens heads | rows      one or two token axes, heads at any stride, rows that are neighbours in memory
+    tokens heads | [rows]    the same, or one value per head; rows may also be expanded from that (stride 0)
+    | heads [rows cols]      contiguous, or expanded from contiguous values per head
+
+Axes behind | lie side by side in memory. `tokens` stands for (batch,), (batch, T) or packed (tokens,).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashstate.errors import ACTIVATION_DTYPES, check_contiguous, check_row_contiguous, check_tensor, tied
+from flashstate.state.slots import Slots
+
+OR_EXPANDED = ", or expanded from contiguous values per head"
+
+
+class Tokens(NamedTuple):
+    """The token axes of a call's activations, by name and by size, and the rows and tokens they hold."""
+
+    axes: tuple[str, ...]  # ("batch",), ("batch", "T") or packed ("tokens",)
+    sizes: tuple[int, ...]
+    batch: int
+    longest: int | None  # the most tokens a row has; None where only the device knows
+
+    @property
+    def packed(self) -> bool:
+        return self.axes == ("tokens",)
+
+
+@dataclass(frozen=True)
+class Axes:
+    """The axes of a tensor: token axes, if it has them, then named ones, of which the last may be left out."""
+
+    tokens: bool
+    strided: tuple[str, ...]  # of any stride
+    dense: tuple[str, ...]  # side by side in memory
+    optional: tuple[str, ...]  # behind all others, side by side too
+    dtypes: tuple[torch.dtype, ...]
+
+    @classmethod
+    def parse(cls, words: str, dtypes: tuple[torch.dtype, ...] = ACTIVATION_DTYPES) -> Axes:
+        """The axes that a declaration says."""
+        before, _, behind = words.partition("|")
+        needed, _, optional = behind.rstrip(" ]").partition("[")
+        strided = tuple(before.split())
+        tokens = strided[:1] == ("tokens",)
+        strided = strided[1:] if tokens else strided
+        return cls(tokens, strided, tuple(needed.split()), tuple(optional.split()), dtypes)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All that must be there, without token axes."""
+        return self.strided + self.dense
+
+    def named(self, tokens: Tokens) -> tuple[str, ...]:
+        """All that must be there, with token axes."""
+        return (*tokens.axes, *self.names) if self.tokens else self.names
+
+    def sized(self, tokens: Tokens, sizes: Mapping[str, int]) -> tuple[int | None, ...]:
+        """Their sizes; None where an axis may have any."""
+        return (*(tokens.sizes if self.tokens else ()), *(sizes.get(name) for name in self.names))
+
+    def check(self, name: str, tensor: Any, tokens: Tokens, sizes: Mapping[str, int], device: torch.device) -> Tensor:
+        """Raise unless a tensor has these axes; returned without those it was expanded along."""
+        named, sized = self.named(tokens), self.sized(tokens, sizes)
+        if self.optional:
+            more = tuple(sizes[axis] for axis in self.optional)
+            tensor = tied(name, tensor, named, sized, self.optional, more, device)
+        else:
+            check_tensor(name, tensor, named, sized, dtypes=self.dtypes, device=device)
+        self.check_strides(name, tensor, tokens)
+        return tensor
+
+    def check_strides(self, name: str, tensor: Tensor, tokens: Tokens) -> None:
+        """Raise unless axes that must lie side by side do."""
+        if not self.tokens and not self.strided:
+            check_contiguous(name, tensor, OR_EXPANDED if self.optional else "")
+        elif tensor.dim() > len(self.named(tokens)) - len(self.dense):
+            check_row_contiguous(name, tensor)
+
+
+def tokens_of(
+    name: str, x: Any, axes: Axes, sizes: Mapping[str, int], device: torch.device, slots: Slots | None
+) -> Tokens:
+    """The tokens of `x`, the argument that others must have the tokens of; checks its shape, dtype and device."""
+    packed = slots is not None and slots.cu_seqlens is not None
+    names = axes.names
+    one = isinstance(x, Tensor) and x.dim() == 1 + len(names)
+    lead = ("tokens",) if packed else ("batch",) if one else ("batch", "T")
+    other = None if packed else ("batch", "T") if one else ("batch",)
+    wanted = tuple(sizes.get(axis) for axis in names)
+    also = None if other is None else ((*other, *names), (*(None for _ in other), *wanted))
+    check_tensor(
+        name, x, (*lead, *names), (*(None for _ in lead), *wanted), dtypes=ACTIVATION_DTYPES, device=device, also=also
+    )
+    found = tuple(x.shape[: len(lead)])
+    if slots is not None and packed:
+        return Tokens(lead, found, slots.read.shape[0], slots.longest)
+    return Tokens(lead, found, found[0], 1 if one else found[1])

@@ -1,0 +1,367 @@
+"""An op, declared once: its signature says which tensors it takes and with which axes, and everything follows.
+
+    def step(state: State | Tensor, x: Annotated[Tensor, "tokens heads | rows"], *, slots: Slots | Tensor | None = None,
+             update: bool = True, out: Tensor | None = None) -> Tensor:
+        return STEP.call(state, x, slots, update, out)
+
+    STEP = Op(step, main="x", state_axes="slots heads rows cols", problems=..., kernel=..., reference=...)
+
+`STEP.call` checks what it is given (launch/axes.py has the words for axes), starts a kernel or runs the reference, and
+where a call repeats an earlier one goes straight to the kernel (launch/repeat.py). torch.compile sees a registered op,
+whose flat arguments launch/registered.py makes of the same signature. A kernel's arguments are found by their names
+(launch/arguments.py).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args, get_type_hints
+
+import torch
+from torch import Tensor
+
+from flashstate.errors import check_flag, check_no_overlap, check_number, check_row_contiguous, check_tensor
+from flashstate.launch import registered
+from flashstate.launch.arguments import arguments_of
+from flashstate.launch.axes import Axes, Tokens, tokens_of
+from flashstate.launch.config import Problem, choose
+from flashstate.launch.direct import Launches, Likeness, remember
+from flashstate.launch.environment import Machine, machine_of, uses_kernels
+from flashstate.launch.repeat import repeat_function
+from flashstate.launch.start import Started, start
+from flashstate.state.slots import Slots, as_slots
+from flashstate.state.state import State, as_snapshots, as_state, refuse_transposed
+
+MOST_PROGRAMS = 1 << 31
+PLAIN_TYPES = {bool, int, float, str}
+
+
+class Extent(NamedTuple):
+    """How many rows and tokens a call has, as its kernel counts them."""
+
+    batch: int
+    token_axes: int  # of activations
+    packed: bool
+    num_tokens: int  # length of the token axis
+    longest: int  # entries that tables and snapshots have for the tokens of a row
+
+    @property
+    def one_token(self) -> bool:
+        return self.num_tokens == 1 and not self.packed
+
+
+class Given:
+    """The arguments of a call by their names, checked, and what was found out about them: `tokens` and `sizes` of axes
+    where they are checked, `extent` and `machine` where a kernel is started."""
+
+    tokens: Tokens
+    sizes: dict[str, int]
+    extent: Extent
+    machine: Machine
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+        def __setattr__(self, name: str, value: Any) -> None: ...
+
+
+class KernelCall(NamedTuple):
+    """A kernel and its constants. early: it may start before the kernel in front of it has ended."""
+
+    kernel: Any
+    constants: Mapping[str, Any]
+    early: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Op:
+    """An op. Its functions are told what a call was given.
+
+    function: the public one, whose signature is the declaration.
+    main: the tensor argument whose tokens others must have, and whose dtype the output has.
+    state_axes: names of the axes of a state.
+    kernels: imports the kernels that it may start, which all take the same arguments, and gives one of them.
+    problems: what the configs of the kernels that a call starts are chosen for, one each.
+    kernel: the kernel and its constants, for one of these problems and its config.
+    reference: fills `out` and updates states, in plain torch; takes arguments by their names.
+    sizes: sizes of axes that a state says beside those of its own axes.
+    slots: the Slots of a call.
+    divides: free axes, and the axis whose size theirs must divide.
+    check: raises where a call is wrong in a way that axes do not say; may replace arguments.
+    values: arguments of the kernel that no other argument says, by their names.
+    writes: tensor arguments that are written, beside states, rings and `out`.
+    aligned: tensors whose rows a kernel accesses widely only if all of them are aligned.
+    aligned_each: tensors whose alignment a kernel is told of one by one.
+    aliases: names that kernels have for tensors, where these differ.
+    transposed: whether states may be transposed within a slot.
+    rolls_back: whether slots.accepted may come without a table of slots.
+    ignored: tables of slots that its kernels do not take.
+    """
+
+    function: Callable[..., Any]
+    main: str
+    state_axes: str
+    kernels: Callable[[], Any]
+    problems: Callable[[Given], Sequence[Problem]]
+    kernel: Callable[[Given, Any, Any], KernelCall]
+    reference: Callable[..., None]
+    sizes: Callable[[Any], dict[str, int]] = lambda state: {}
+    slots: Callable[[Given], Slots | None] = lambda given: as_slots(given.slots)
+    divides: Mapping[str, str] = field(default_factory=dict)
+    check: Callable[[Given], None] = lambda given: None
+    debug: Callable[[Given], None] = lambda given: None
+    values: Callable[[Given], dict[str, Any]] = lambda given: {}
+    writes: tuple[str, ...] = ()
+    aligned: tuple[str, ...] = ()
+    aligned_each: tuple[str, ...] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    transposed: bool = False
+    rolls_back: bool = False
+    ignored: tuple[str, ...] = ()
+    launches: Launches = field(default_factory=dict)  # started before, where states are tensors
+
+    def __post_init__(self) -> None:
+        hints = get_type_hints(self.function, include_extras=True)
+        hints = {name: hints[name] for name in inspect.signature(self.function).parameters}
+        axes = {name: found for name, hint in hints.items() if (found := axes_in(hint)) is not None}
+        first, *_ = hints
+        found = {
+            "hints": hints,
+            "pieces": registered.register(self.function.__name__, hints, self._run_registered, self.writes),
+            "takes_state": hints[first] == State | Tensor,
+            "takes_snapshots": hints.get("snapshots") == State | Tensor | None,
+            "tensors": {self.main: axes[self.main], **axes},
+            "optional": frozenset(name for name, hint in hints.items() if type(None) in get_args(hint)),
+            "flags": tuple(name for name, hint in hints.items() if hint is bool),
+            "numbers": tuple(name for name, hint in hints.items() if float in get_args(hint)),
+            "options": tuple(name for name, hint in hints.items() if {hint, *get_args(hint)} & PLAIN_TYPES),
+            "inner": tuple(self.state_axes.split())[1:],
+            "call": self.first_call,  # until it is known what a repeated call needs
+        }
+        for name, value in found.items():
+            object.__setattr__(self, name, value)
+
+    if TYPE_CHECKING:
+        hints: dict[str, Any]  # the types of all arguments, in the order of the signature
+        pieces: tuple[registered.Piece, ...]  # flat arguments, for torch.compile
+        takes_state: bool  # the first argument is a State or a tensor
+        takes_snapshots: bool
+        tensors: dict[str, Axes]  # the axes of every tensor argument that has some, the main one first
+        optional: frozenset[str]  # arguments that may be None
+        flags: tuple[str, ...]  # arguments that are True or False
+        numbers: tuple[str, ...]  # arguments that are a number, or None
+        options: tuple[str, ...]  # arguments that are no tensors: flags, numbers, words
+        inner: tuple[str, ...]  # names of the axes of a state within a slot
+        call: Callable[..., Any]  # takes all arguments, in the order of the signature
+
+    @property
+    def name(self) -> str:
+        return self.function.__name__
+
+    def first_call(self, *values: Any) -> Any:
+        """Make a call; from the first one on that starts kernels, calls are those of the function for repeated ones."""
+        out = values[list(self.hints).index("out")]
+        if torch.compiler.is_compiling() or not isinstance(out, Tensor) or not uses_kernels(out.device):
+            return self.ordinary(values, None)
+        object.__setattr__(self, "call", repeat_function(self, self.kernels()))
+        return self.call(*values)
+
+    def ordinary(self, values: Sequence[Any], likeness: Likeness | None) -> Any:
+        """Check a call and carry it out; remember what it started, if it can be repeated."""
+        given = self.checked(values)
+        if torch.compiler.is_compiling():
+            registered.call(self.name, self.pieces, given)
+            return given.out
+        started = self.run(given)
+        if started and likeness is not None:
+            remember(*likeness, started)
+        return given.out
+
+    def checked(self, values: Sequence[Any]) -> Given:
+        """The arguments, with states, slots and snapshots as objects; raises where any of them is wrong."""
+        given = Given()
+        for name, value in zip(self.hints, values, strict=True):
+            setattr(given, name, value)
+        state = self._check_state(given)
+        device = state.device
+        given.slots = self.slots(given)
+        sizes = dict(zip(self.inner, state.shape[1:], strict=True)) | self.sizes(getattr(given, next(iter(self.hints))))
+        tokens = tokens_of(self.main, getattr(given, self.main), self.tensors[self.main], sizes, device, given.slots)
+        given.tokens, given.sizes = tokens, sizes
+        sizes["batch"] = tokens.batch
+        for name, axes in self.tensors.items():
+            tensor = getattr(given, name)
+            if tensor is None and name in self.optional:
+                continue
+            setattr(given, name, axes.check(name, tensor, tokens, sizes, device))
+            self._bind_free_axes(name, axes, getattr(given, name), tokens, sizes)
+        for name in self.flags:
+            check_flag(name, getattr(given, name))
+        for name in self.numbers:
+            if getattr(given, name) is not None:
+                check_number(name, getattr(given, name))
+        check_slots(state.shape[0], device, tokens, given.slots, given.update, self.rolls_back)
+        if self.takes_snapshots and given.snapshots is not None:
+            self._check_snapshots(given, state)
+        self.check(given)
+        self._check_out(given)
+        self.debug(given)
+        return given
+
+    def _check_state(self, given: Given) -> Tensor:
+        """Check the state, whose tensor this returns: a State, or what else the first argument is declared to be."""
+        name, hint = next(iter(self.hints.items()))
+        value = getattr(given, name)
+        if self.takes_state:
+            state = as_state(value)
+            if not self.transposed:
+                refuse_transposed(name, state)
+            setattr(given, name, state)
+            return state.data
+        if name in self.tensors:
+            axes = tuple(self.state_axes.split())
+            check_tensor(name, value, axes, (None,) * len(axes))
+            if value.numel() == 0:
+                raise ValueError(f"{name} must not be empty, got shape {tuple(value.shape)}")
+            check_no_overlap(name, value)
+            return value  # type: ignore[no-any-return]
+        if not isinstance(value, hint):
+            raise TypeError(f"{name} must be a {hint.__name__}, got {type(value).__name__}")
+        return value.ssm.data  # type: ignore[no-any-return]
+
+    def _bind_free_axes(
+        self, name: str, axes: Axes, tensor: Tensor, tokens: Tokens, sizes: dict[str, int]
+    ) -> None:
+        """Note the size of axes that a tensor is the first to have; raise where it must divide another and does not."""
+        for axis, size in zip(axes.named(tokens), tensor.shape, strict=False):
+            if axis in sizes or axis in tokens.axes:
+                continue
+            of = self.divides.get(axis)
+            if of is not None and (size == 0 or sizes[of] % size):
+                raise ValueError(f"{name} must have a number of {axis} that divides the {sizes[of]} {of}, got {size}")
+            sizes[axis] = size
+
+    def _check_snapshots(self, given: Given, state: Tensor) -> None:
+        """Make a State of the snapshots; raise unless it is one that these states can go to."""
+        given.snapshots = as_snapshots(given.snapshots, given.state)
+        if not self.transposed:
+            refuse_transposed("snapshots", given.snapshots)
+        check_snapshots(given.snapshots.data, tuple(state.shape[1:]), state.device, given.tokens, given.slots)
+
+    def _check_out(self, given: Given) -> None:
+        """Make an output, or check the one that was given: like the main argument, or of the shape that `check` said."""
+        main, axes = getattr(given, self.main), self.tensors[self.main]
+        names = getattr(given, "out_axes", axes.names)
+        shape = (*given.tokens.sizes, *(given.sizes[axis] for axis in names))
+        if given.out is None:
+            kept = given.slots is not None and given.slots.padding == "keep"  # zeros where padding rows keep it
+            given.out = (torch.zeros if kept else torch.empty)(shape, dtype=main.dtype, device=main.device)
+            return
+        named = (*given.tokens.axes, *names)
+        check_tensor("out", given.out, named, shape, dtypes=(main.dtype,), device=main.device)
+        if axes.dense:
+            check_row_contiguous("out", given.out)
+        check_no_overlap("out", given.out)
+
+    def _run_registered(self, arguments: Mapping[str, Any]) -> None:
+        """What torch.compile calls: with arguments that were checked."""
+        given = Given()
+        for name, value in arguments.items():
+            setattr(given, name, value)
+        self.run(given)
+
+    def run(self, given: Given) -> list[Started]:
+        """Carry out a call that was checked; the launches that Triton compiled, none of the reference."""
+        main, slots = getattr(given, self.main), given.slots
+        given.extent = extent_of(main, len(self.tensors[self.main].names), slots)
+        if main.numel() == 0 or given.extent.batch == 0:
+            given.out.zero_()
+            return []
+        if slots is not None and slots.parents is not None and given.out.data_ptr() == main.data_ptr():
+            words = f"out must not be {self.main} with slots.parents: a token's {self.main} is read again for those"
+            raise ValueError(f"{words} that follow it")
+        if not uses_kernels(main.device):
+            wanted = inspect.signature(self.reference).parameters
+            self.reference(**{name: given if name == "given" else getattr(given, name) for name in wanted})
+            return []
+        given.machine = machine_of(main.device)
+        started = [self._start(given, problem) for problem in self.problems(given)]
+        return [one for one in started if one is not None]
+
+    def _start(self, given: Given, problem: Problem) -> Started | None:
+        main, config = getattr(given, self.main), choose(problem, given.machine.gpu)
+        kernel, constants, early = self.kernel(given, problem, config)
+        programs = problem.programs(config)
+        if programs >= MOST_PROGRAMS:
+            shape = tuple(main.shape)
+            raise ValueError(f"{self.main} must need fewer than 2^31 programs, got {programs} for shape {shape}")
+        arguments = arguments_of(self, kernel, given)
+        return start(
+            kernel, (programs,), main.device, arguments, constants, config.num_warps, config.registers, early
+        )  # fmt: skip
+
+
+def axes_in(hint: Any) -> Axes | None:
+    """The axes that a type hint says: Annotated[Tensor, words], or that or None."""
+    for one in (hint, *get_args(hint)):
+        words = getattr(one, "__metadata__", ())
+        if words:
+            return Axes.parse(*words)
+    return None
+
+
+def extent_of(x: Tensor, widths: int, slots: Slots | None) -> Extent:
+    """Of activations x with so many axes behind (batch,), (batch, T) or packed (tokens,)."""
+    packed, token_axes = slots is not None and slots.cu_seqlens is not None, x.dim() - widths
+    num_tokens = x.shape[token_axes - 1] if packed or token_axes == 2 else 1
+    batch = x.shape[0] if slots is None else slots.read.shape[0]
+    most = slots.longest if slots is not None else None
+    return Extent(batch, token_axes, packed, num_tokens, (most or 0) if packed else num_tokens)
+
+
+def check_slots(
+    num_slots: int, device: torch.device, tokens: Tokens, slots: Slots | None, update: bool, rolls_back: bool
+) -> None:
+    """Raise unless the slots are for these tokens, on the state's device, and write what `update` allows."""
+    if slots is None:
+        if tokens.batch > num_slots:
+            raise ValueError(f"slots must be given for a batch of {tokens.batch} on a pool of {num_slots} slots")
+        return
+    if slots.read.device != device:
+        raise ValueError(f"slots are on {slots.read.device}, but the state is on {device}")
+    if slots.read.shape[0] != tokens.batch:
+        raise ValueError(f"slots must have {tokens.batch} rows, as the batch has, got {slots.read.shape[0]}")
+    for name, table in (("write", slots.write), ("parents", slots.parents)):
+        if table is not None and table.dim() == 2 and table.shape[1] != tokens.longest:
+            longest, got = tokens.longest, tuple(table.shape)
+            raise ValueError(f"slots.{name} must have an entry for each of the {longest} tokens, got shape {got}")
+    if slots.write is not None and not update:
+        raise ValueError("update=False writes no state, so slots must not have write")
+    if slots.parents is not None and update and not slots.per_token:
+        raise ValueError(
+            "slots.parents makes a tree, which has no last state: it needs update=False, or write (batch, T)"
+        )
+    if slots.rolls_back and not rolls_back:
+        raise ValueError(
+            f"slots.accepted needs read (batch, n) to choose from, got read {tuple(slots.read.shape)}: only "
+            "windows of conv1d_step can be read at an offset"
+        )
+
+
+def check_snapshots(
+    snapshots: Tensor, of: tuple[int, ...], device: torch.device, tokens: Tokens, slots: Slots | None
+) -> None:
+    """Raise unless the snapshots, of states of this shape, have room for every token of every row."""
+    if tokens.longest is None:
+        raise ValueError("snapshots of packed tokens need slots.max_len, the most tokens a row has")
+    shape = tuple(snapshots.shape)
+    if shape[2:] != of:
+        raise ValueError(f"snapshots must be of states {of}, got {shape[2:]}")
+    if snapshots.device != device:
+        raise ValueError(f"snapshots is on {snapshots.device}, but the state is on {device}")
+    if shape[1] < tokens.longest:
+        raise ValueError(f"snapshots must have room for {tokens.longest} tokens, got shape {shape}")
+    if shape[0] < tokens.batch and (slots is None or slots.snapshot_rows is None):
+        raise ValueError(f"snapshots must have room for {tokens.batch} rows, got shape {shape}")

@@ -1,0 +1,103 @@
+"""Where calls run and on what: the one place that asks torch about devices, and the one that tests replace."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from flashstate.launch.suspension import suspended
+
+WALKING_CAPABILITY = (10, 0)  # from here on sums over lanes are the bottleneck
+
+
+class Gpu(NamedTuple):
+    """What decides a config: the name that tables are filed under, and the compute capability."""
+
+    name: str
+    capability: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What kernels run on.
+
+    target: the instructions that kernels may use: "interpreter", "portable", "sm_80" or "sm_89". Stored states have
+        the same bytes with every choice.
+    warp: threads; those AMD GPUs that have 32 are content with rows for 64.
+    overlaps: whether a kernel can let the next one start before it ends: programmatic dependent launch.
+    processors: multiprocessors there are.
+    """
+
+    gpu: Gpu
+    target: str
+    warp: int = 32
+    overlaps: bool = False
+    processors: int = 2  # few, so that programs walk
+
+
+# An interpreted CPU stands for a GPU without a table, and for one whose lanes do not depend on the tokens: the
+# interpreter sums over lanes as numpy does, and so not in the order of fewer lanes.
+INTERPRETER = Machine(Gpu("interpreter", WALKING_CAPABILITY), "interpreter")
+
+pretended: Machine | None = None  # what calls on CPU tensors run kernels on; None: they run the reference
+
+
+@contextmanager
+def pretending(machine: Machine) -> Iterator[None]:
+    """Send ops on CPU tensors to kernels, as if on this machine: for those who collect launches or stand in for one."""
+    global pretended
+    before, pretended = pretended, machine
+    try:
+        yield
+    finally:
+        pretended = before
+
+
+@contextmanager
+def interpreted() -> Iterator[None]:
+    """Send ops on CPU tensors through the Triton kernels, run by Triton's interpreter."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        raise RuntimeError("the interpreter needs TRITON_INTERPRET=1 in the environment before triton is imported")
+    with pretending(INTERPRETER), suspended():
+        yield
+
+
+def uses_kernels(device: torch.device) -> bool:
+    """True where a call on `device` runs kernels/, False where it runs reference/."""
+    if device.type == "cuda":
+        return True
+    if device.type == "cpu":
+        return pretended is not None
+    raise ValueError(f"state is on {device}; flashstate runs on cuda and cpu devices")
+
+
+def machine_of(device: torch.device) -> Machine:
+    """What kernels run on for tensors on `device`."""
+    if device.type == "cuda":
+        return _cuda_machine(device)
+    return INTERPRETER if pretended is None else pretended
+
+
+def warp_size() -> int:
+    """Threads of a warp, where no device is named."""
+    return pretended.warp if pretended is not None else 32 if torch.version.hip is None else 64
+
+
+@functools.cache
+def _cuda_machine(device: torch.device) -> Machine:
+    capability = torch.cuda.get_device_capability(device)
+    nvidia = torch.version.cuda is not None
+    target = "sm_89" if capability >= (8, 9) else "sm_80" if capability >= (8, 0) else "portable"
+    return Machine(
+        Gpu(torch.cuda.get_device_name(device), capability),
+        target if nvidia else "portable",
+        warp=32 if torch.version.hip is None else 64,
+        overlaps=nvidia and capability >= (9, 0),
+        processors=torch.cuda.get_device_properties(device).multi_processor_count,
+    )

@@ -1,0 +1,254 @@
+"""The function of an op that starts a kernel again, written out for its signature, as namedtuple writes out a class.
+
+It is all that a repeated call costs the host, so it asks nothing twice and loops over nothing: it collects the
+pointers in the order in which the kernel takes them, and a key that tells calls apart but for what torch's guard
+compares: dtypes, shapes and strides of tensors. `print(source_of(op, kernel))` shows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from flashstate.launch import direct, environment, suspension
+from flashstate.launch.arguments import TABLES
+from flashstate.launch.driver import pointers_of
+from flashstate.state.mamba3 import Mamba3State, Rotary
+from flashstate.state.signature import ACCESS_BYTES
+from flashstate.state.slots import Slots
+from flashstate.state.state import State
+
+if TYPE_CHECKING:
+    from flashstate.launch.call import Op
+
+
+class Holder(NamedTuple):
+    """How an argument that holds tensors takes part in a repeated call.
+
+    prelude: lines that take it apart.
+    pointers: the variable with each tensor, by the name that kernels have for its pointer.
+    optional: those of these that may be None.
+    guarded: variables with tensors that are compared with those of the earlier call.
+    key: expressions that tell calls apart.
+    """
+
+    prelude: tuple[str, ...]
+    pointers: dict[str, str]
+    optional: tuple[str, ...] = ()
+    guarded: tuple[str, ...] = ()
+    key: tuple[str, ...] = ()
+
+
+STATE_POINTERS = {"data_ptr": "state_data", "scale_ptr": "state_scale", "seed_ptr": "state_seed"}
+HOLDERS = {
+    "State": Holder(
+        (
+            "state_data, state_scale, state_seed, stream, launches = state, None, None, 0, on_tensors",
+            "if state.__class__ is State:",
+            "    state_data, state_scale, state_seed = state.data, state.scale, state.seed",
+            "    stream, launches = state.stream, state.launches",
+        ),
+        STATE_POINTERS,
+        ("scale_ptr", "seed_ptr"),
+        ("state_data",),
+        (f"state_data.data_ptr() % {ACCESS_BYTES}",),
+    ),
+    "Mamba3State": Holder(
+        (
+            "if state.__class__ is not Mamba3State: raise TypeError",
+            "ssm, launches = state.ssm, state.launches",
+            "state_data, state_scale, state_seed, stream = ssm.data, ssm.scale, ssm.seed, ssm.stream",
+            "state_k, state_v, theta = state.k, state.v, None if rotary is None else state.angle",
+        ),
+        {**STATE_POINTERS, "k_ptr": "state_k", "v_ptr": "state_v", "theta_ptr": "theta"},
+        ("scale_ptr", "seed_ptr", "theta_ptr"),
+    ),
+    "Rotary": Holder(
+        (
+            "angle = bias_B = bias_C = pairing = None",
+            "if rotary is not None:",
+            "    if rotary.__class__ is not Rotary: raise TypeError",
+            "    angle, bias_B, bias_C, pairing = rotary.angle, rotary.bias_B, rotary.bias_C, rotary.pairing",
+        ),
+        {"angle_ptr": "angle", "bias_B_ptr": "bias_B", "bias_C_ptr": "bias_C"},
+        ("angle_ptr", "bias_B_ptr", "bias_C_ptr"),
+        ("angle", "bias_B", "bias_C"),
+        ("pairing",),
+    ),
+    "Ring": Holder(
+        ("ring_x, ring_B, ring_dt, start, count = ring.x, ring.B, ring.dt, ring.start, ring.count",),
+        {f"{name}_ptr": name for name in ("ring_x", "ring_B", "ring_dt", "start", "count")},
+        key=("ring.signature",),
+    ),
+    "Plan": Holder(
+        (
+            "rows = parts = plan_like = None",
+            "if plan is not None:",
+            "    if slots is not None or plan.window != ring.window or plan.count.data_ptr() != count.data_ptr():",
+            "        raise TypeError",
+            "    rows, parts, plan_like, slots = plan.rows, plan.parts, plan.signature, plan.slots",
+        ),
+        {"rows_ptr": "rows", "parts_ptr": "parts"},
+        ("rows_ptr", "parts_ptr"),
+        key=("plan_like",),
+    ),
+    "snapshots": Holder(
+        (
+            "copies = copies_scale = snapshots_like = None",
+            "if snapshots is not None:",
+            "    copies, copies_scale, snapshots_like = snapshots.data, snapshots.scale, snapshots.signature",
+        ),
+        {"copy_ptr": "copies", "copy_scale_ptr": "copies_scale"},
+        ("copy_ptr", "copy_scale_ptr"),
+        key=("snapshots_like",),
+    ),
+}
+
+SLOTS = """
+if slots.__class__ is Slots:
+    for table in slots.tables:
+        pointers.append(table.data_ptr())
+    slots_like, null = slots.signature, slots.null
+    if slots.cu_seqlens is not None:  # rows of any length: what differs is the number of tokens
+        slots_like = slots_like, len({main})
+elif slots is None:
+    slots_like, null = None, -1
+else:
+    tensors.append(slots)
+    pointers.append(slots.data_ptr())
+    slots_like, null = ~len(slots), -1  # signatures are not negative
+"""
+
+
+def repeat_function(op: Op, kernel: Any) -> Callable[..., Any]:
+    """The function that takes all arguments of an op, starts its kernel as a call like this did before, and makes an
+    ordinary call where there was none."""
+    names = {
+        "op": op, "on_tensors": op.launches, "direct": direct, "environment": environment, "suspension": suspension,
+        "is_compiling": torch.compiler.is_compiling, "State": State, "Mamba3State": Mamba3State, "Rotary": Rotary,
+        "Slots": Slots,
+    }  # fmt: skip
+    exec(compile(source_of(op, kernel), f"<repeated calls of {op.name}>", "exec"), names)
+    function: Callable[..., Any] = names[op.name]  # type: ignore[assignment]
+    return function
+
+
+def source_of(op: Op, kernel: Any) -> str:
+    """The source of that function."""
+    every = ", ".join(op.hints)
+    body = body_of(op, pointers_of(kernel))
+    number = kernel.runtime[len(pointers_of(kernel))]
+    return "\n".join(
+        [
+            f"def {op.name}({every}):",
+            "    if out is None or suspension.depth or not direct.available or is_compiling() or not (",
+            "        environment.pretended or getattr(out, 'is_cuda', False)",
+            "    ):",
+            f"        return op.ordinary(({every}), None)",
+            "    likeness = found = None",
+            "    try:",
+            *(f"        {line}" for line in body),
+            "        for launch in launches.get(key, ()):",
+            "            if launch.same_tensors(*tensors):",
+            "                found = launch",
+            "                break",
+            "        else:",
+            "            likeness = launches, key, tensors",
+            "    except (AttributeError, TypeError, RuntimeError):  # the last from tensors without memory",
+            "        pass",
+            "    if found is not None and found.usable():",
+            f"        found.start(pointers, {number})",
+            "        return out",
+            f"    return op.ordinary(({every}), likeness)",
+        ]
+    )
+
+
+def holders_of(op: Op) -> list[Holder]:
+    """The arguments of an op that hold tensors."""
+    found = []
+    for name, hint in op.hints.items():
+        kinds = [kind.__name__ for kind in getattr(hint, "__args__", (hint,)) if isinstance(kind, type)]
+        if name == "snapshots" and op.takes_snapshots:
+            found.append(HOLDERS["snapshots"])
+        elif name != "slots":
+            found += [HOLDERS[kind] for kind in kinds if kind in HOLDERS]
+    return found
+
+
+def body_of(op: Op, pointers: tuple[str, ...]) -> list[str]:
+    """Lines that collect pointers, tensors to compare, and the key."""
+    holders, tensors = holders_of(op), [*op.tensors, "out"]
+    variables = {f"{op.aliases.get(name, name)}_ptr": name for name in tensors}
+    optional = {pointer for pointer, name in variables.items() if name in op.optional and name != "out"}
+    compared = {*op.tensors}
+    for holder in holders:
+        variables, optional, compared = variables | holder.pointers, optional | {*holder.optional}, compared | {
+            *holder.guarded
+        }  # fmt: skip
+    addressed = {*op.aligned, *op.aligned_each, op.main, "out"}
+    lines = [line for holder in holders for line in holder.prelude]
+    if not any("launches" in line for line in lines):
+        lines.append("launches = on_tensors")
+    for name in sorted(addressed):
+        absent = name in op.optional and name != "out"
+        lines.append(f"{name}_at = 0" if absent else f"{name}_at = {name}.data_ptr()")
+    always = [name for pointer, name in variables.items() if name in compared and pointer not in optional]
+    lines += [
+        f"tensors = [{', '.join(always)}]",
+        f"present = out is {op.main}",
+        "if not present: tensors.append(out)",
+        *pointer_lines(op, pointers, variables, optional, compared, addressed),
+        *(f"if slots.__class__ is Slots and slots.{table} is not None: raise TypeError" for table in op.ignored),
+    ]
+    if "parents_ptr" in pointers:
+        shares = f"out_at == {op.main}_at and slots.__class__ is Slots"
+        lines.append(f"if {shares} and slots.parents is not None: raise TypeError  # which is refused")
+    return [*lines, *option_lines(op), f"key = {', '.join(key_of(op, holders))}"]
+
+
+def pointer_lines(
+    op: Op, pointers: tuple[str, ...], variables: dict[str, str], optional: set[str], compared: set[str],
+    addressed: set[str],
+) -> list[str]:  # fmt: skip
+    """Lines that collect the pointers that are there, in the order of the kernel."""
+
+    def address(pointer: str) -> str:
+        name = variables[pointer]
+        return f"{name}_at" if name in addressed else f"{name}.data_ptr()"
+
+    certain = [pointer in variables and pointer not in optional for pointer in pointers]
+    leading = certain.index(False) if False in certain else len(certain)
+    lines = [f"pointers = [{', '.join(map(address, pointers[:leading]))}]"]
+    for bit, pointer in enumerate(pointers[leading:], 1):
+        if pointer not in variables:
+            table = pointer.removesuffix("_ptr")
+            assert table in TABLES, f"{op.name} has no argument for {pointer}"
+            lines += SLOTS.format(main=op.main).strip().splitlines() if table == TABLES[0] else []
+        elif pointer not in optional:
+            lines.append(f"pointers.append({address(pointer)})")
+        else:
+            name = variables[pointer]
+            lines += [f"if {name} is not None:", f"    present += {1 << bit}"]
+            lines += [f"    {name}_at = {name}.data_ptr()"] if name in addressed else []
+            lines.append(f"    pointers.append({address(pointer)})")
+            lines += [f"    tensors.append({name})"] if name in compared else []
+    return lines
+
+
+def option_lines(op: Op) -> list[str]:
+    """Lines that refuse options of types that are equal to others: 1, True and 1.0 are one key."""
+    wrong = [f"{name}.__class__ is not bool" for name in op.flags]
+    wrong += [f"{name}.__class__ is not float and {name} is not None" for name in op.numbers]
+    wrong += [f"{name}.__class__ is bool" for name in op.options if name not in (*op.flags, *op.numbers)]
+    return [f"if {' or '.join(wrong)}: raise TypeError"] if wrong else []
+
+
+def key_of(op: Op, holders: Iterable[Holder]) -> list[str]:
+    """What tells calls apart but their tensors."""
+    together = [f"({' | '.join(f'{name}_at' for name in op.aligned)}) % {ACCESS_BYTES} == 0"] if op.aligned else []
+    each = [f"{name}_at % {ACCESS_BYTES}" for name in op.aligned_each]
+    held = [part for holder in holders for part in holder.key]
+    return [f'"{op.name}"', "slots_like", "present", *held, *op.options, *together, *each]
