@@ -16,6 +16,7 @@ from flashstate.kernels.slots import (
     resolve_write,
     token_range,
 )
+from flashstate.launch.kernel import kernel
 
 # How rows of channels lie in memory, as constants say it: 0, channels apart from each other; else channels are
 # neighbours, and all rows start at multiples of that many bytes.
@@ -200,17 +201,7 @@ def shift_older(windows, read_base, write_base, x_at, b, first, count, length, x
         store_entries(windows, write_base, b * 0 + entry, value, channels, goes, WINDOW_ROWS)
 
 
-# Every argument: constants alone say what a compiler may assume.
-ARGUMENTS = [
-    "window_ptr", "x_ptr", "out_ptr", "weight_ptr", "bias_ptr", "positions_ptr", "read_ptr", "accepted_ptr",
-    "write_ptr", "parents_ptr", "cu_seqlens_ptr", "snapshot_rows_ptr", "copy_ptr", "null", "fault_ptr",
-    "slot_stride", "window_c", "window_e", "length", "copy_b", "copy_t", "copy_c", "copy_e", "num_copies",
-    "x_b", "x_t", "x_c", "out_b", "out_t", "out_c", "read_stride", "read_width", "write_stride", "parents_stride",
-    "tokens", "longest", "num_slots",
-]  # fmt: skip
-
-
-@triton.jit(do_not_specialize=ARGUMENTS)
+@kernel
 def conv1d_step_kernel(
     # Pointers, which change from call to call; None: absent.
     window_ptr, x_ptr, out_ptr, weight_ptr, bias_ptr, positions_ptr,

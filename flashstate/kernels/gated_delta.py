@@ -11,6 +11,7 @@ from flashstate.kernels.slots import ancestor, path_to, resolve_read, resolve_sn
 from flashstate.kernels.state_io import load_scale, load_seed, load_state, random_bits, tile_at
 from flashstate.kernels.stores import store_after_token, store_last, store_output
 from flashstate.kernels.tiles import dot_rows, load_columns, load_rows, minus_zero, zero_unless
+from flashstate.launch.kernel import kernel
 
 EPSILON = tl.constexpr(1e-6)  # added to the sum of squares of q and of k before they are normalised
 PIECE = tl.constexpr(32)  # columns, one per thread of any warp
@@ -170,19 +171,7 @@ def state_before(
     return s, factor, steps > 0
 
 
-# Every argument: what a compiler may assume about alignment is said by VECTOR, SNAPSHOT_VECTOR and ALIGNED alone.
-ARGUMENTS = [
-    "data_ptr", "q_ptr", "k_ptr", "v_ptr", "a_ptr", "beta_ptr", "out_ptr", "A_log_ptr", "dt_bias_ptr", "scale_ptr",
-    "seed_ptr", "read_ptr", "accepted_ptr", "write_ptr", "parents_ptr", "cu_seqlens_ptr", "snapshot_rows_ptr",
-    "copy_ptr", "copy_scale_ptr", "stream", "fault_ptr", "slot_stride", "scale_stride",
-    "copy_b", "copy_scale_b", "copy_t", "copy_scale_t", "num_copies",
-    "q_b", "q_t", "q_h", "k_b", "k_t", "k_h", "v_b", "v_t", "v_h", "a_b", "a_t", "a_h", "beta_b", "beta_t", "beta_h",
-    "out_b", "out_t", "out_h", "read_stride", "read_width", "write_stride", "parents_stride",
-    "tokens", "longest", "num_slots", "null", "q_scale",
-]  # fmt: skip
-
-
-@triton.jit(do_not_specialize=ARGUMENTS)
+@kernel
 def gated_delta_step_kernel(
     # Pointers, which change from call to call; None: absent. beta: the op's b.
     data_ptr, q_ptr, k_ptr, v_ptr, a_ptr, beta_ptr, out_ptr, A_log_ptr, dt_bias_ptr, scale_ptr, seed_ptr,

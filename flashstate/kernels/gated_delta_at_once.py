@@ -14,7 +14,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from flashstate.kernels.addressing import this_program, token_entry, zero_unused
 from flashstate.kernels.functions import sigmoid
-from flashstate.kernels.gated_delta import ARGUMENTS, EPSILON, decay_of
+from flashstate.kernels.gated_delta import EPSILON, decay_of
 from flashstate.kernels.slots import resolve_read, resolve_write, token_range
 from flashstate.kernels.state_io import from_code, load_seed, load_tile, prefetch_rows, store_state, tile_at
 from flashstate.kernels.tensor_cores import (
@@ -28,6 +28,7 @@ from flashstate.kernels.tensor_cores import (
     upper_and_lower,
 )
 from flashstate.kernels.tiles import STAGES
+from flashstate.launch.kernel import kernel
 
 HINT = tl.constexpr("streaming")
 MOST_PREFETCHED = tl.constexpr(2048)  # bytes of a program's states per token there is room for; timed with 8 and 16
@@ -222,7 +223,7 @@ def step_tile(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=ARGUMENTS)
+@kernel
 def gated_delta_at_once_kernel(
     # The arguments of gated_delta_step_kernel, of which it does not need all.
     data_ptr, q_ptr, k_ptr, v_ptr, a_ptr, beta_ptr, out_ptr, A_log_ptr, dt_bias_ptr, scale_ptr, seed_ptr,

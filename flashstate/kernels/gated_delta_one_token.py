@@ -4,13 +4,11 @@ Tiles share what the token brings. A single one is loaded to registers, before a
 next is on its way to shared memory, where accesses are wide enough for that, while one is stepped: no registers wait.
 """
 
-import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from flashstate.kernels.addressing import this_program, token_entry
 from flashstate.kernels.gated_delta import (
-    ARGUMENTS,
     dot_pieces,
     length_factor,
     load_bias,
@@ -29,9 +27,10 @@ from flashstate.kernels.state_io import (
 )
 from flashstate.kernels.stores import store_output
 from flashstate.kernels.tiles import STAGES, dot_rows, load_columns, load_rows, zero_unless
+from flashstate.launch.kernel import kernel
 
 
-@triton.jit(do_not_specialize=ARGUMENTS)
+@kernel
 def gated_delta_one_token_kernel(
     # The arguments of gated_delta_step_kernel, of which it does not need all.
     data_ptr, q_ptr, k_ptr, v_ptr, a_ptr, beta_ptr, out_ptr, A_log_ptr, dt_bias_ptr, scale_ptr, seed_ptr,

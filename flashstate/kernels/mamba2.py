@@ -10,6 +10,7 @@ from flashstate.kernels.slots import ancestor, path_to, resolve_read, resolve_sn
 from flashstate.kernels.state_io import chunk_at, load_scale, load_seed, load_state, random_bits, tile_at
 from flashstate.kernels.stores import store_after_token, store_last, store_output
 from flashstate.kernels.tiles import dot_rows, load_columns, load_head, load_rows, minus_zero, zero_unless
+from flashstate.launch.kernel import kernel
 
 
 @triton.jit
@@ -82,21 +83,7 @@ def load_update(
     return x, dt, B
 
 
-# Every argument: what a compiler may assume about alignment is said by VECTOR, SNAPSHOT_VECTOR and ALIGNED alone. Of
-# snapshots that is no more than of the pool: accesses wider than those of the pool would change the layout of the tile,
-# and with it the order in which a row is summed.
-ARGUMENTS = [
-    "data_ptr", "x_ptr", "B_ptr", "C_ptr", "dt_ptr", "out_ptr", "A_ptr", "D_ptr", "z_ptr", "dt_bias_ptr", "scale_ptr",
-    "seed_ptr", "read_ptr", "accepted_ptr", "write_ptr", "parents_ptr", "cu_seqlens_ptr", "snapshot_rows_ptr",
-    "copy_ptr", "copy_scale_ptr", "stream", "fault_ptr", "slot_stride", "scale_stride",
-    "copy_b", "copy_scale_b", "copy_t", "copy_scale_t", "num_copies",
-    "x_b", "x_t", "x_h", "B_b", "B_t", "B_h", "C_b", "C_t", "C_h", "dt_b", "dt_t", "dt_h", "z_b", "z_t", "z_h",
-    "out_b", "out_t", "out_h", "read_stride", "read_width", "write_stride", "parents_stride",
-    "tokens", "longest", "num_slots", "null",
-]  # fmt: skip
-
-
-@triton.jit(do_not_specialize=ARGUMENTS)
+@kernel
 def mamba2_step_kernel(
     # Pointers, which change from call to call; None: absent.
     data_ptr, x_ptr, B_ptr, C_ptr, dt_ptr, out_ptr, A_ptr, D_ptr, z_ptr, dt_bias_ptr, scale_ptr, seed_ptr,
@@ -114,7 +101,7 @@ def mamba2_step_kernel(
     longest,  # entries that write, parents and snapshots have for the tokens of a row
     num_slots, null,
     H: tl.constexpr, HEADS_PER_GROUP: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-    VECTOR: tl.constexpr, SNAPSHOT_VECTOR: tl.constexpr,  # elements per access
+    VECTOR: tl.constexpr, SNAPSHOT_VECTOR: tl.constexpr,  # elements per access: of snapshots no more
     ALIGNED: tl.constexpr,  # every row of x, B, C, z and out starts at a multiple of 16 bytes
     A_PER_ELEMENT: tl.constexpr, DT_PER_ROW: tl.constexpr, BIAS_PER_ROW: tl.constexpr, D_PER_ROW: tl.constexpr,
     DT_SOFTPLUS: tl.constexpr, ONE_TOKEN: tl.constexpr,

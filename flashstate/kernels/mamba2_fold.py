@@ -1,6 +1,5 @@
 """mamba2_fold on the GPU: a program of one warp per (batch row, head, tile of D rows), as mamba2_replay folds."""
 
-import triton
 import triton.language as tl
 
 from flashstate.kernels.addressing import this_program
@@ -19,16 +18,10 @@ from flashstate.kernels.rings import tokens_to_fold
 from flashstate.kernels.slots import resolve_read, resolve_write
 from flashstate.kernels.state_io import load_codes, load_scale, load_seed, random_bits, store_state, tile_at
 from flashstate.kernels.tensor_cores import as_in_memory, terms_of
-
-ARGUMENTS = [
-    "data_ptr", "ring_x_ptr", "ring_B_ptr", "ring_dt_ptr", "A_ptr", "scale_ptr", "seed_ptr", "start_ptr", "count_ptr",
-    "read_ptr", "write_ptr", "tokens_ptr", "into_ptr", "into_scale_ptr", "stream", "fault_ptr", "slot_stride",
-    "scale_stride", "into_stride", "into_scale_stride", "ring_x_stride", "ring_B_stride", "ring_dt_stride",
-    "read_stride", "write_stride", "most", "L", "num_slots", "num_targets", "null",
-]  # fmt: skip
+from flashstate.launch.kernel import kernel
 
 
-@triton.jit(do_not_specialize=ARGUMENTS)
+@kernel
 def mamba2_fold_kernel(
     data_ptr, ring_x_ptr, ring_B_ptr, ring_dt_ptr, A_ptr, scale_ptr, seed_ptr, start_ptr, count_ptr, read_ptr,
     write_ptr, tokens_ptr,

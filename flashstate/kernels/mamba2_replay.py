@@ -44,6 +44,7 @@ from flashstate.kernels.replay_window import (
 )
 from flashstate.kernels.state_io import bits_of_chunk, from_code, load_seed, store_chunk, store_scale, tile_at
 from flashstate.kernels.tensor_cores import as_in_memory, dot_terms, terms_of, transposed
+from flashstate.launch.kernel import kernel
 
 
 @triton.jit
@@ -270,17 +271,7 @@ def replay_tiles(
             tl.store(tl.multiple_of(to, (1, BESIDE)), x, mask=appends[:, None] & (offs_d < ROWS)[None, :])
 
 
-ARGUMENTS = [
-    "data_ptr", "ring_x_ptr", "ring_B_ptr", "ring_dt_ptr", "x_ptr", "B_ptr", "C_ptr", "dt_ptr", "out_ptr", "A_ptr",
-    "D_ptr", "z_ptr", "dt_bias_ptr", "scale_ptr", "seed_ptr", "rows_ptr", "parts_ptr", "start_ptr", "count_ptr",
-    "read_ptr", "cu_seqlens_ptr", "stream", "fault_ptr",
-    "slot_stride", "scale_stride", "ring_x_stride", "ring_B_stride", "ring_dt_stride",
-    "x_b", "x_t", "x_h", "B_b", "B_t", "B_h", "C_b", "C_t", "C_h", "dt_b", "dt_t", "dt_h", "z_b", "z_t", "z_h",
-    "out_b", "out_t", "out_h", "read_stride", "batch", "tokens", "longest", "L", "num_slots", "null",
-]  # fmt: skip
-
-
-@triton.jit(do_not_specialize=ARGUMENTS)
+@kernel
 def mamba2_replay_kernel(
     # Pointers, which change from call to call; None: absent.
     data_ptr, ring_x_ptr, ring_B_ptr, ring_dt_ptr, x_ptr, B_ptr, C_ptr, dt_ptr, out_ptr, A_ptr, D_ptr, z_ptr,

@@ -42,6 +42,7 @@ from flashstate.kernels.tensor_cores import (
     transposed,
 )
 from flashstate.kernels.tiles import STAGES, dot_rows, load_rows, minus_zero, store_rows, widened, zero_unless
+from flashstate.launch.kernel import kernel
 
 HINT = tl.constexpr("streaming")
 
@@ -286,20 +287,7 @@ def store_tile(
     )  # fmt: skip
 
 
-# Every argument: what a compiler may assume about alignment is said by VECTOR alone.
-ARGUMENTS = [
-    "data_ptr", "k_ptr", "v_ptr", "theta_ptr", "x_ptr", "A_ptr", "dt_ptr", "trap_ptr", "B_ptr", "C_ptr", "out_ptr",
-    "z_ptr", "angle_ptr", "Wx_ptr", "Wz_ptr", "Wo_ptr", "D_ptr", "bias_B_ptr", "bias_C_ptr", "scale_ptr", "seed_ptr",
-    "read_ptr", "accepted_ptr", "write_ptr", "cu_seqlens_ptr", "stream", "fault_ptr",
-    "slot_stride", "scale_stride", "k_stride", "v_stride", "theta_stride",
-    "x_b", "x_t", "x_h", "A_b", "A_t", "A_h", "dt_b", "dt_t", "dt_h", "trap_b", "trap_t", "trap_h", "z_b", "z_t", "z_h",
-    "B_b", "B_t", "B_r", "B_g", "C_b", "C_t", "C_r", "C_g", "angle_b", "angle_t", "angle_h",
-    "out_b", "out_t", "out_r", "out_h", "read_stride", "read_width", "write_stride", "tokens", "longest",
-    "num_slots", "null",
-]  # fmt: skip
-
-
-@triton.jit(do_not_specialize=ARGUMENTS)
+@kernel
 def mamba3_step_kernel(
     # Pointers, which change from call to call; None: absent.
     data_ptr, k_ptr, v_ptr, theta_ptr, x_ptr, A_ptr, dt_ptr, trap_ptr, B_ptr, C_ptr, out_ptr,

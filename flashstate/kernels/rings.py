@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from flashstate.kernels.slots import ACCEPTED_FAULT, FOLD_FAULT, READ_FAULT
+from flashstate.launch.kernel import kernel
 
 FIELDS = tl.constexpr(8)  # numbers that a plan has of a row
 MOST_TOKENS = tl.constexpr((1 << 31) - 1)  # on a token axis
@@ -47,13 +48,7 @@ def planned(
     return tl.where(goes, slot, -1).to(tl.int32), start, live, first, length, goes, folds
 
 
-PLAN_ARGUMENTS = [
-    "rows_ptr", "parts_ptr", "start_ptr", "count_ptr", "read_ptr", "cu_seqlens_ptr", "fault_ptr", "read_stride",
-    "batch", "tokens", "num_slots", "null",
-]  # fmt: skip
-
-
-@triton.jit(do_not_specialize=PLAN_ARGUMENTS)
+@kernel
 def make_plan_kernel(
     rows_ptr, parts_ptr, start_ptr, count_ptr, read_ptr, cu_seqlens_ptr, fault_ptr, read_stride,
     batch, tokens, num_slots, null,
@@ -97,7 +92,7 @@ def make_plan_kernel(
         to_idle += tl.sum(idles.to(tl.int32), 0)
 
 
-@triton.jit(do_not_specialize=["start_ptr", "count_ptr", "rows_ptr", "accepted_ptr", "fault_ptr", "batch", "length"])
+@kernel
 def commit_plan_kernel(
     start_ptr, count_ptr, rows_ptr, accepted_ptr, fault_ptr, batch, length, WINDOW: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -132,13 +127,7 @@ def tokens_to_fold(tokens_ptr, most, b, goes, count, fault_ptr):
     return tl.minimum(tl.maximum(given, 0), count).to(tl.int32)
 
 
-DROP_ARGUMENTS = [
-    "start_ptr", "count_ptr", "read_ptr", "tokens_ptr", "fault_ptr", "read_stride", "batch", "most", "length",
-    "num_slots", "null",
-]  # fmt: skip
-
-
-@triton.jit(do_not_specialize=DROP_ARGUMENTS)
+@kernel
 def drop_folded_kernel(
     start_ptr, count_ptr, read_ptr, tokens_ptr, fault_ptr, read_stride, batch, most, length, num_slots, null,
     BLOCK: tl.constexpr,

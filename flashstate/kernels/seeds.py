@@ -1,18 +1,12 @@
 """Moving seeds on, so that the next step draws new random bits."""
 
-import triton
 import triton.language as tl
 
 from flashstate.kernels.slots import resolve_read, slot_in_column, token_range
-
-# Every argument, so that one variant serves all of a type.
-ARGUMENTS = [
-    "seed_ptr", "read_ptr", "read_stride", "read_width", "accepted_ptr", "cu_seqlens_ptr", "fault_ptr",
-    "tokens", "num_slots", "null", "seed_step",
-]  # fmt: skip
+from flashstate.launch.kernel import kernel
 
 
-@triton.jit(do_not_specialize=ARGUMENTS)
+@kernel
 def advance_seeds_kernel(
     seed_ptr, read_ptr, read_stride, read_width, accepted_ptr, cu_seqlens_ptr, fault_ptr,
     tokens, num_slots, null, seed_step,

@@ -9,6 +9,7 @@ import triton.language as tl
 
 from flashstate.kernels.addressing import this_program
 from flashstate.kernels.state_io import load_scale, load_seed, load_state, random_bits, store_state, tile_at
+from flashstate.launch.kernel import kernel
 
 BEFORE_THE_FIRST_TOKEN = tl.constexpr(0xFFFFFFFF)  # token -1 in the counter of the random bits: no step draws them
 
@@ -23,13 +24,7 @@ def in_chunks(row_ptrs, k, CHUNK: tl.constexpr, ALIGNED: tl.constexpr):
     return ptrs
 
 
-WRITE_ARGUMENTS = [
-    "data_ptr", "scale_ptr", "slot_stride", "scale_stride", "values_ptr", "stride_n", "stride_h", "stride_row",
-    "slots_ptr", "seed_ptr", "stream",
-]  # fmt: skip
-
-
-@triton.jit(do_not_specialize=WRITE_ARGUMENTS)
+@kernel
 def write_states_kernel(
     data_ptr, scale_ptr, slot_stride, scale_stride,
     values_ptr, stride_n, stride_h, stride_row,  # of entries, heads and rows
@@ -61,7 +56,7 @@ def write_states_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["data_ptr", "scale_ptr", "slot_stride", "scale_stride", "out_ptr", "slots_ptr"])
+@kernel
 def read_states_kernel(
     data_ptr, scale_ptr, slot_stride, scale_stride,
     out_ptr,  # float32, contiguous, at a multiple of 16 bytes

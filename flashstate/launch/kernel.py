@@ -1,0 +1,23 @@
+"""What makes a function a kernel that can be launched. Importing this imports triton."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import triton
+import triton.language as tl
+
+
+def kernel(function: Callable[..., None]) -> Any:
+    """A Triton kernel that is compiled for the types of its runtime parameters and for none of their values.
+
+    Those are the parameters that are not annotated `tl.constexpr`; the attribute `runtime` has their names in order. So
+    what a compiler may assume of addresses and strides, such as alignment, is said by constants alone.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    runtime = tuple(parameter.name for parameter in parameters if parameter.annotation is not tl.constexpr)
+    jitted: Any = triton.jit(function, do_not_specialize=runtime)
+    jitted.runtime = runtime
+    return jitted
