@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flashstate.bench.jobs import Job
-from flashstate.launch import Gpu, Problem, choose_with_reason, gpu_of
+from flashstate.launch import Gpu, Problem, choose_with_reason, machine_of
 from flashstate.launch.config import mode_key
 from flashstate.state.formats import FORMATS
 
@@ -72,7 +72,7 @@ def device_lines() -> list[str]:
 
 
 def own_gpu() -> Gpu:
-    return gpu_of(torch.device("cuda", 0)) if torch.cuda.is_available() else EXAMPLE_GPU
+    return machine_of(torch.device("cuda", 0)).gpu if torch.cuda.is_available() else EXAMPLE_GPU
 
 
 def format_table() -> Table:
@@ -104,11 +104,13 @@ def config_table(problems: Mapping[Problem, int], gpu: Gpu) -> Table:
         "rows",
         "warps",
         "lanes",
-        "together",
+        "tokens",
+        "tiles",
+        "ahead",
         "registers",
         "why",
         title=f"Launch configs of {one.op}, {one.rows} x {one.cols}, {one.format}, {mode_key(one)}, on {where}",
-        caption="rows per tile, warps, lanes, tokens together, tiles or how far ahead, most registers (0: no limit)",
+        caption="rows per tile, warps, lanes, tokens together, tiles, programs ahead, most registers (0: no limit)",
         title_justify="left",
         caption_justify="left",
         box=SIMPLE_HEAD,

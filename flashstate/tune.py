@@ -19,7 +19,7 @@ from flashstate.bench.measure import slots_of, storing_for, with_cold_snapshots
 from flashstate.bench.peers import Launch, MeasurementError
 from flashstate.bench.timing import cold_slots, need_flush, time_launches
 from flashstate.info import versions
-from flashstate.launch import Config, Gpu, Problem, collecting, gpu_of, override
+from flashstate.launch import Config, Gpu, Problem, collecting, machine_of, override
 from flashstate.launch.config import measured_sizes, mode_key, table_key
 from flashstate.launch.search import Point, Stopwatch, search
 from flashstate.launch.table import COLUMNS, Configs, TableFile, read_table_file, table_name, write_table_file
@@ -39,7 +39,7 @@ def run_tune(op: BenchedOp, jobs: Sequence[Job], device: torch.device, output: P
     """Tune for the GPU of a device, and say where the table is. Exit status 1 where configs disagree."""
     if device.type != "cuda":
         raise ValueError("tune measures kernels on a GPU, and there is none")
-    gpu, by_problem = gpu_of(device), jobs_by_problem(with_variants(op, jobs))
+    gpu, by_problem = machine_of(device).gpu, jobs_by_problem(with_variants(op, jobs))
     path = output or Path(table_name(gpu.name))
     console = Console(stderr=True)
     try:

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, product
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from flashstate.errors import check_choice, check_int
-from flashstate.launch.backend import uses_kernels
+from flashstate.launch.call import Op
 from flashstate.launch.config import LARGE
+from flashstate.launch.environment import uses_kernels
 from flashstate.launch.start import Launch, collecting
 from flashstate.launch.variants import compile_variants, variants_of
-from flashstate.ops.conv1d import conv1d_step
-from flashstate.ops.gated_delta import gated_delta_step
-from flashstate.ops.mamba2 import mamba2_step
+from flashstate.ops.conv1d import CONV1D_STEP, conv1d_step
+from flashstate.ops.gated_delta import GATED_DELTA_STEP, gated_delta_step
+from flashstate.ops.mamba2 import MAMBA2_STEP, mamba2_step
 from flashstate.ops.mamba2_fold import mamba2_fold
-from flashstate.ops.mamba2_replay import mamba2_replay
-from flashstate.ops.mamba3 import mamba3_step
+from flashstate.ops.mamba2_replay import MAMBA2_REPLAY, mamba2_replay
+from flashstate.ops.mamba3 import MAMBA3_STEP, mamba3_step
 from flashstate.ops.states import read_states, write_states
 from flashstate.pool.kv import ssm_of
 from flashstate.pool.pool import StatePool
@@ -97,33 +97,34 @@ def warmup(
         for number in numbers:
             check_int(name, number, 1, MOST_TOKENS)
     layers = [pool.layer(i) for i in range(pool.layers)]
-    stepped = [layer for layer in layers if isinstance(layer, Mamba3State) is (op == "mamba3")]
+    stepped = [i for i, layer in enumerate(layers) if isinstance(layer, Mamba3State) is (op == "mamba3")]
     if not stepped:
         raise ValueError(f"op={op!r} is not for any layer of this pool")
-    if not uses_kernels(ssm_of(layers[0]).data.device):
+    device = ssm_of(layers[0]).data.device
+    if not uses_kernels(device):
         return {}
-    dtypes = (activations, parameters)
-    step: Callable[[Any, Slots, int], None] = partial(_step_mamba2, *dtypes, dt_bias, early, groups, D, z)
-    if op == "gated_delta":
-        step = partial(_step_gated_delta, *dtypes, dt_bias, early, key_heads, A_log, per_channel, exact)
-    elif op == "mamba3":
-        step = partial(_step_mamba3, *dtypes, groups, D, z, rotary, biases, Wx, Wz, Wo, trap_logit, update_kv)
-    slots = [_no_requests(pool, batch, index) for batch in batches]
+    samples = Samples(activations, parameters, device)
+    made: dict[str, Callable[[int, Slots, int], None]] = {
+        "mamba2": partial(_step_mamba2, pool, samples, groups, absent(D=D, z=z, dt_bias=dt_bias), early),
+        "gated_delta": partial(
+            _step_gated_delta, pool, samples, key_heads, absent(A_log=A_log, dt_bias=A_log and dt_bias),
+            per_channel, {"exact": exact, "early": early},
+        ),
+        "mamba3": partial(
+            _step_mamba3, pool, samples, groups, {"D": D, "z": z, "Wx": Wx, "Wz": Wz if z else False, "Wo": Wo},
+            rotary, biases, {"trap_logit": trap_logit, "update_kv": update_kv},
+        ),
+    }  # fmt: skip
+    replay = partial(_replay_mamba2, pool, samples, groups, absent(D=D, z=z, dt_bias=dt_bias))
+    convolve = partial(_convolve, pool, samples, conv_width, conv_bias, early)
+    slots = [Slots(torch.full((batch,), pool.null, dtype=index, device=device), null=pool.null) for batch in batches]
+    everywhere = range(pool.layers)
     calls: Iterable[Call] = chain(
         (partial(pool.advance, of_batch) for of_batch in slots),
         (call for layer in layers for call in _pool_calls(ssm_of(layer), activations)),
-        (
-            partial(step, layer, of_batch, count)
-            for layer, of_batch, count in product(() if pool.has_rings else stepped, slots, tokens)
-        ),
-        (
-            partial(_replay_mamba2, *dtypes, dt_bias, groups, D, z, pool, i, of_batch, count)
-            for i, of_batch, count in product(range(pool.layers if pool.has_rings else 0), slots, tokens)
-        ),
-        (
-            partial(_convolve, pool, i, of_batch, count, conv_width, activations, conv_bias, early)
-            for i, of_batch, count in product(range(pool.layers if pool.has_windows else 0), slots, tokens)
-        ),
+        (partial(made[op], *at) for at in product(() if pool.has_rings else stepped, slots, tokens)),
+        (partial(replay, *at) for at in product(everywhere if pool.has_rings else (), slots, tokens)),
+        (partial(convolve, *at) for at in product(everywhere if pool.has_windows else (), slots, tokens)),
         () if also is None else (also,),
     )
     variants = variants_of(_launches(calls))
@@ -135,18 +136,49 @@ def warmup(
     return counts
 
 
+def absent(**given: bool | None) -> frozenset[str]:
+    """The names of arguments that are not given."""
+    return frozenset(name for name, there in given.items() if not there)
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Makes arguments for an op from its declaration: activations of every token, which take the memory of one, and
+    parameters."""
+
+    activations: torch.dtype
+    parameters: torch.dtype
+    device: torch.device
+
+    def of(
+        self,
+        op: Op,
+        sizes: Mapping[str, int],
+        slots: Slots,
+        tokens: int,
+        absent: Collection[str] = (),
+        wide: Collection[str] = (),
+        other: Mapping[str, torch.dtype] | None = None,
+    ) -> dict[str, Any]:
+        """The tensors of a call of an op but those that are absent. `wide`: those that have their optional axes;
+        `other`: dtypes of those that have another than activations and parameters."""
+        lead = (len(slots.read),) if tokens == 1 else (len(slots.read), tokens)
+        found: dict[str, Any] = {}
+        for name, axes in op.tensors.items():
+            if name not in absent:
+                dtype = (other or {}).get(name, self.activations if axes.tokens else self.parameters)
+                shape = [sizes[axis] for axis in (*axes.names, *(axes.optional if name in wide else ()))]
+                tensor = torch.empty(shape, dtype=dtype, device=self.device)
+                found[name] = tensor.expand(*lead, *shape) if axes.tokens else tensor
+        return found
+
+
 def _launches(calls: Iterable[Call]) -> Iterator[Launch]:
     """What these calls would launch, call by call."""
     for call in calls:
         with collecting() as launches:
             call()
         yield from launches
-
-
-def _no_requests(pool: StatePool[Any], batch: int, index: torch.dtype) -> Slots:
-    """A batch of padding."""
-    device = ssm_of(pool.layer(0)).data.device
-    return Slots(torch.full((batch,), pool.null, dtype=index, device=device), null=pool.null)
 
 
 def _pool_calls(state: State, activations: torch.dtype) -> Iterator[Call]:
@@ -159,182 +191,76 @@ def _pool_calls(state: State, activations: torch.dtype) -> Iterator[Call]:
         yield partial(read_states, state, slots)
 
 
+def _sizes(op: Op, state: State, **others: int) -> dict[str, int]:
+    """Sizes of all axes of an op."""
+    return {**dict(zip(op.inner, state.data.shape[1:], strict=True)), **others}
+
+
 def _step_mamba2(
-    activations: torch.dtype,
-    parameters: torch.dtype,
-    dt_bias: bool,
-    early: bool,
-    groups: int,
-    D: bool,
-    z: bool,
-    state: State,
-    slots: Slots,
+    pool: StatePool[Any], samples: Samples, groups: int, absent: Collection[str], early: bool, i: int, slots: Slots,
     tokens: int,
-) -> None:
-    """A step of the batch in `slots`, on activations that take the memory of one token."""
-    _, heads, rows, cols = state.data.shape
-    per_token = partial(_per_token, slots, tokens, activations)
-    x, bc = per_token(heads, rows), per_token(groups, cols)
-    per_head = torch.empty(heads, dtype=parameters, device=state.data.device)
-    mamba2_step(
-        state,
-        x,
-        per_token(heads),
-        per_head,
-        bc,
-        bc,
-        D=per_head if D else None,
-        z=x if z else None,
-        dt_bias=per_head if dt_bias else None,
-        slots=slots,
-        early=early,
-    )
+) -> None:  # fmt: skip
+    """A step of the batch in `slots`, of layer i."""
+    state = pool.layer(i)
+    tensors = samples.of(MAMBA2_STEP, _sizes(MAMBA2_STEP, state, groups=groups), slots, tokens, absent)
+    mamba2_step(state, **tensors, slots=slots, early=early)
 
 
 def _replay_mamba2(
-    activations: torch.dtype,
-    parameters: torch.dtype,
-    dt_bias: bool,
-    groups: int,
-    D: bool,
-    z: bool,
-    pool: StatePool[Any],
-    i: int,
-    slots: Slots,
-    tokens: int,
+    pool: StatePool[Any], samples: Samples, groups: int, absent: Collection[str], i: int, slots: Slots, tokens: int
 ) -> None:
     """A step of the batch in `slots` by replay, of layer i, and a fold."""
     state, ring, accepted = pool.layer(i), pool.ring(i), torch.zeros_like(slots.read)
-    _, heads, rows, cols = state.data.shape
-    per_token = partial(_per_token, slots, tokens, activations)
-    x, bc = per_token(heads, rows), per_token(groups, cols)
-    per_head = torch.empty(heads, dtype=parameters, device=state.data.device)
+    tensors = samples.of(MAMBA2_REPLAY, _sizes(MAMBA2_REPLAY, state, groups=groups), slots, tokens, absent)
     plan = pool.plan(slots, tokens)
-    mamba2_replay(
-        state,
-        ring,
-        x,
-        per_token(heads),
-        per_head,
-        bc,
-        bc,
-        D=per_head if D else None,
-        z=x if z else None,
-        dt_bias=per_head if dt_bias else None,
-        plan=plan,
-    )
+    mamba2_replay(state, ring, **tensors, plan=plan)
     pool.commit(plan, accepted)
     pool.commit(plan)
-    mamba2_fold(state, ring, per_head, slots=slots)
+    mamba2_fold(state, ring, tensors["A"], slots=slots)
     pool.folded(slots)
 
 
 def _step_gated_delta(
-    activations: torch.dtype,
-    parameters: torch.dtype,
-    dt_bias: bool,
-    early: bool,
-    key_heads: int,
-    A_log: bool,
-    per_channel: bool,
-    exact: bool,
-    state: State,
-    slots: Slots,
-    tokens: int,
-) -> None:
-    """The same of the gated delta rule."""
-    _, heads, rows, cols = state.data.shape
-    per_token = partial(_per_token, slots, tokens, activations)
-    channels = (cols,) if per_channel else ()
-    qk, per_head = per_token(key_heads, cols), partial(torch.empty, heads, dtype=parameters, device=state.data.device)
-    gated_delta_step(
-        state,
-        qk,
-        qk,
-        per_token(heads, rows),
-        per_token(heads, *channels),
-        per_token(heads),
-        A_log=per_head() if A_log else None,
-        dt_bias=per_head(*channels) if A_log and dt_bias else None,
-        exact=exact,
-        slots=slots,
-        early=early,
-    )
+    pool: StatePool[Any], samples: Samples, key_heads: int, absent: Collection[str], per_channel: bool,
+    flags: Mapping[str, Any], i: int, slots: Slots, tokens: int,
+) -> None:  # fmt: skip
+    """A step of the gated delta rule of the batch in `slots`, of layer i."""
+    state, wide = pool.layer(i), ("a", "dt_bias") if per_channel else ()
+    sizes = _sizes(GATED_DELTA_STEP, state, H=key_heads)
+    gated_delta_step(state, **samples.of(GATED_DELTA_STEP, sizes, slots, tokens, absent, wide), slots=slots, **flags)
 
 
 def _step_mamba3(
-    activations: torch.dtype,
-    parameters: torch.dtype,
-    groups: int,
-    D: bool,
-    z: bool,
-    rotary: bool | None,
-    biases: bool,
-    Wx: bool | None,
-    Wz: bool | None,
-    Wo: bool | None,
-    trap_logit: bool,
-    update_kv: bool,
-    state: Mamba3State,
-    slots: Slots,
-    tokens: int,
-) -> None:
-    """The same of Mamba-3."""
-    (_, heads, rows, cols), R = state.ssm.data.shape, state.rank
-    per_token = partial(_per_token, slots, tokens)
-    shared = partial(torch.empty, dtype=parameters, device=state.k.device)
-    x, bc = per_token(activations, heads, rows), per_token(activations, R, groups, cols)
-    per_head, turned = per_token(parameters, heads), None
+    pool: StatePool[Any], samples: Samples, groups: int, given: Mapping[str, bool | None], rotary: bool | None,
+    biases: bool, flags: Mapping[str, Any], i: int, slots: Slots, tokens: int,
+) -> None:  # fmt: skip
+    """A step of Mamba-3 of the batch in `slots`, of layer i. `given`: None where the rank decides."""
+    state = pool.layer(i)
+    sizes = _sizes(MAMBA3_STEP, state.ssm, R=state.rank, G=groups)
+    per_head = dict.fromkeys(("A", "dt") if flags["trap_logit"] else ("A", "dt", "trap"), samples.parameters)
+    left_out = absent(**{name: state.rank > 1 if there is None else there for name, there in given.items()})
+    tensors, turned = samples.of(MAMBA3_STEP, sizes, slots, tokens, left_out, other=per_head), None
     if state.angle is not None if rotary is None else rotary:
-        bias = shared(R, heads, cols) if biases else None
+        shape = (state.rank, sizes["H"], sizes["N"])
+        bias = torch.empty(shape, dtype=samples.parameters, device=samples.device) if biases else None
         S = 1 if state.angle is None else state.angle.shape[2]  # without angles the op refuses it
-        turned = Rotary(per_token(activations, S), bias_B=bias, bias_C=bias)
-
-    def weight(wanted: bool | None) -> Tensor | None:
-        return shared(R, heads, rows) if (R > 1 if wanted is None else wanted) else None
-
-    mamba3_step(
-        state,
-        x,
-        per_head,
-        per_head,
-        per_token(activations, heads) if trap_logit else per_head,
-        bc,
-        bc,
-        Wx=weight(Wx),
-        Wz=weight(Wz) if z else None,
-        Wo=weight(Wo),
-        D=shared(heads) if D else None,
-        z=x if z else None,
-        rotary=turned,
-        trap_logit=trap_logit,
-        update_kv=update_kv,
-        slots=slots,
-    )
+        lead = tensors["x"].shape[:-2]
+        angle = torch.empty(S, dtype=samples.activations, device=samples.device).expand(*lead, S)
+        turned = Rotary(angle, bias_B=bias, bias_C=bias)
+    mamba3_step(state, **tensors, rotary=turned, slots=slots, **flags)
 
 
 def _convolve(
-    pool: StatePool[Any],
-    i: int,
-    slots: Slots,
+    pool: StatePool[Any], samples: Samples, width: int | None, bias: bool, early: bool, i: int, slots: Slots,
     tokens: int,
-    width: int | None,
-    activations: torch.dtype,
-    bias: bool,
-    early: bool,
-) -> None:
-    """A convolution of the batch in `slots`, on the window of layer i."""
+) -> None:  # fmt: skip
+    """A convolution of the batch in `slots`, on the window of layer i, with weights in the dtype of activations."""
     window = pool.window(i)
     _, channels, length = window.shape
     if pool.drafts:
         slots = replace(slots, accepted=torch.zeros_like(slots.read))
-    width = length - pool.drafts + 1 if width is None else width
-    weight = torch.empty(channels, width, dtype=activations, device=window.device)
-    x = _per_token(slots, tokens, activations, channels)
-    conv1d_step(window, x, weight, weight[:, 0].contiguous() if bias else None, slots=slots, early=early)
-
-
-def _per_token(slots: Slots, tokens: int, dtype: torch.dtype, *sizes: int) -> Tensor:
-    """Activations of every token, which take the memory of one."""
-    leading = (len(slots.read),) if tokens == 1 else (len(slots.read), tokens)
-    return torch.empty(sizes, dtype=dtype, device=slots.read.device).expand(*leading, *sizes)
+    sizes = {"channels": channels, "width": length - pool.drafts + 1 if width is None else width}
+    left_out = {"window", "positions", "snapshots", *(() if bias else ("bias",))}
+    alike = replace(samples, parameters=samples.activations)
+    tensors = alike.of(CONV1D_STEP, sizes, slots, tokens, left_out)
+    conv1d_step(window, **tensors, slots=slots, early=early)

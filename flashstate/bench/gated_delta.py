@@ -23,8 +23,7 @@ from flashstate.bench.peers import (
     require_plain_states,
     step_of,
 )
-from flashstate.launch.config import MOST_AT_ONCE
-from flashstate.ops.gated_delta import gated_delta_step
+from flashstate.ops.gated_delta import MOST_AT_ONCE, gated_delta_step
 from flashstate.proof import DeltaCase, Inputs, Pool
 from flashstate.state.formats import PORTABLE_FORMATS, bits_of
 from flashstate.state.slots import Slots

@@ -58,7 +58,7 @@ class Job:
     def problem(self) -> Problem:
         """What its config is chosen for."""
         problem = self.case.problem
-        stored = {"last": "last", "snapshots": "each", "nothing": "nothing"}[self.stored]
+        stored = {"last": "last", "snapshots": "every", "nothing": "none"}[self.stored]
         return replace(problem, stored=stored if problem.several_tokens else "last")
 
     @property

@@ -11,8 +11,8 @@ from torch import Tensor
 from flashstate.bench.acceptance import accepted_tokens, live_counts, spread_counts
 from flashstate.bench.jobs import SPARE_SLOTS, Job, Live, Stored
 from flashstate.bench.timing import Timing
-from flashstate.launch import Problem, replay_kind
-from flashstate.ops.mamba2_replay import forms_of
+from flashstate.launch import Problem
+from flashstate.ops.mamba2_replay import forms_of, replay_kind
 from flashstate.proof import AnyCase, Case, ReplayInputs, dtype
 from flashstate.proof.cases.mamba2_replay import REPLAY, ReplayPool
 from flashstate.proof.inputs import MOST_DIFFERENT, Source

@@ -1,9 +1,9 @@
 """What kernels are given besides constants. A kernel's arguments are found by their names:
 
-    x_ptr                   the tensor x; data_ptr, scale_ptr and seed_ptr those of a State, read_ptr … of Slots,
-                            copy_ptr and copy_scale_ptr of snapshots
-    x_b x_t x_h             its strides of batch, token, and axes by their first letters; of groups too by that of heads
-    slot_stride …           as written out below
+x_ptr                   the tensor x; data_ptr, scale_ptr and seed_ptr those of a State, read_ptr … of Slots,
+                        copy_ptr and copy_scale_ptr of snapshots
+x_b x_t x_h             its strides of batch, token, and axes by their first letters; of groups too by that of heads
+slot_stride …           as written out below
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class KernelCall(NamedTuple):
     early: bool = False
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Op:
     """An op. Its functions are told what a call was given.
 
@@ -122,39 +122,35 @@ class Op:
     ignored: tuple[str, ...] = ()
     launches: Launches = field(default_factory=dict)  # started before, where states are tensors
 
+    # What the signature says.
+    hints: dict[str, Any] = field(init=False)  # the types of all arguments, in their order
+    pieces: tuple[registered.Piece, ...] = field(init=False)  # flat arguments, for torch.compile
+    takes_state: bool = field(init=False)  # the first argument is a State or a tensor
+    takes_snapshots: bool = field(init=False)
+    tensors: dict[str, Axes] = field(init=False)  # the axes of tensor arguments, the main one first
+    optional: frozenset[str] = field(init=False)  # arguments that may be None
+    flags: tuple[str, ...] = field(init=False)  # arguments that are True or False
+    numbers: tuple[str, ...] = field(init=False)  # arguments that are a number, or None
+    options: tuple[str, ...] = field(init=False)  # arguments that are no tensors: flags, numbers, words
+    inner: tuple[str, ...] = field(init=False)  # names of the axes of a state within a slot
+
+    call: Callable[..., Any] = field(init=False)  # takes all arguments, in the order of the signature
+
     def __post_init__(self) -> None:
         hints = get_type_hints(self.function, include_extras=True)
-        hints = {name: hints[name] for name in inspect.signature(self.function).parameters}
-        axes = {name: found for name, hint in hints.items() if (found := axes_in(hint)) is not None}
-        first, *_ = hints
-        found = {
-            "hints": hints,
-            "pieces": registered.register(self.function.__name__, hints, self._run_registered, self.writes),
-            "takes_state": hints[first] == State | Tensor,
-            "takes_snapshots": hints.get("snapshots") == State | Tensor | None,
-            "tensors": {self.main: axes[self.main], **axes},
-            "optional": frozenset(name for name, hint in hints.items() if type(None) in get_args(hint)),
-            "flags": tuple(name for name, hint in hints.items() if hint is bool),
-            "numbers": tuple(name for name, hint in hints.items() if float in get_args(hint)),
-            "options": tuple(name for name, hint in hints.items() if {hint, *get_args(hint)} & PLAIN_TYPES),
-            "inner": tuple(self.state_axes.split())[1:],
-            "call": self.first_call,  # until it is known what a repeated call needs
-        }
-        for name, value in found.items():
-            object.__setattr__(self, name, value)
-
-    if TYPE_CHECKING:
-        hints: dict[str, Any]  # the types of all arguments, in the order of the signature
-        pieces: tuple[registered.Piece, ...]  # flat arguments, for torch.compile
-        takes_state: bool  # the first argument is a State or a tensor
-        takes_snapshots: bool
-        tensors: dict[str, Axes]  # the axes of every tensor argument that has some, the main one first
-        optional: frozenset[str]  # arguments that may be None
-        flags: tuple[str, ...]  # arguments that are True or False
-        numbers: tuple[str, ...]  # arguments that are a number, or None
-        options: tuple[str, ...]  # arguments that are no tensors: flags, numbers, words
-        inner: tuple[str, ...]  # names of the axes of a state within a slot
-        call: Callable[..., Any]  # takes all arguments, in the order of the signature
+        self.hints = {name: hints[name] for name in inspect.signature(self.function).parameters}
+        kinds = {name: {hint, *get_args(hint)} for name, hint in self.hints.items()}
+        axes = {name: found for name, hint in self.hints.items() if (found := axes_in(hint)) is not None}
+        self.takes_state = next(iter(self.hints.values())) == State | Tensor
+        self.takes_snapshots = self.hints.get("snapshots") == State | Tensor | None
+        self.tensors = {self.main: axes[self.main], **axes}
+        self.optional = frozenset(name for name in kinds if type(None) in kinds[name])
+        self.flags = tuple(name for name in kinds if bool in kinds[name])
+        self.numbers = tuple(name for name in kinds if float in kinds[name])
+        self.options = tuple(name for name in kinds if kinds[name] & PLAIN_TYPES)
+        self.inner = tuple(self.state_axes.split())[1:]
+        self.pieces = registered.register(self.name, self.hints, self._run_registered, self.writes)
+        self.call = self.first_call  # until it is known what a repeated call needs
 
     @property
     def name(self) -> str:
@@ -165,7 +161,7 @@ class Op:
         out = values[list(self.hints).index("out")]
         if torch.compiler.is_compiling() or not isinstance(out, Tensor) or not uses_kernels(out.device):
             return self.ordinary(values, None)
-        object.__setattr__(self, "call", repeat_function(self, self.kernels()))
+        self.call = repeat_function(self, self.kernels())
         return self.call(*values)
 
     def ordinary(self, values: Sequence[Any], likeness: Likeness | None) -> Any:
@@ -226,14 +222,12 @@ class Op:
             if value.numel() == 0:
                 raise ValueError(f"{name} must not be empty, got shape {tuple(value.shape)}")
             check_no_overlap(name, value)
-            return value  # type: ignore[no-any-return]
+            return value
         if not isinstance(value, hint):
             raise TypeError(f"{name} must be a {hint.__name__}, got {type(value).__name__}")
-        return value.ssm.data  # type: ignore[no-any-return]
+        return value.ssm.data
 
-    def _bind_free_axes(
-        self, name: str, axes: Axes, tensor: Tensor, tokens: Tokens, sizes: dict[str, int]
-    ) -> None:
+    def _bind_free_axes(self, name: str, axes: Axes, tensor: Tensor, tokens: Tokens, sizes: dict[str, int]) -> None:
         """Note the size of axes that a tensor is the first to have; raise where it must divide another and does not."""
         for axis, size in zip(axes.named(tokens), tensor.shape, strict=False):
             if axis in sizes or axis in tokens.axes:
@@ -251,7 +245,7 @@ class Op:
         check_snapshots(given.snapshots.data, tuple(state.shape[1:]), state.device, given.tokens, given.slots)
 
     def _check_out(self, given: Given) -> None:
-        """Make an output, or check the one that was given: like the main argument, or of the shape that `check` said."""
+        """Make an output, or check the one that was given: like the main argument, or with axes that `check` named."""
         main, axes = getattr(given, self.main), self.tensors[self.main]
         names = getattr(given, "out_axes", axes.names)
         shape = (*given.tokens.sizes, *(given.sizes[axis] for axis in names))

@@ -163,7 +163,7 @@ class Problem:
         return config
 
     def heuristic_lanes(self, gpu: Gpu) -> int:
-        """Lanes that read 128 columns at once; fewer where their sums are the bottleneck: newer GPUs, several tokens."""
+        """Lanes that read 128 columns at once; fewer where sums over them take longest: newer GPUs, several tokens."""
         wanted = 8 if self.several_tokens else 128 // self.vector
         if gpu.capability >= WALKING_CAPABILITY:
             wanted = min(wanted, 4)

@@ -42,6 +42,7 @@ class DirectLaunch(NamedTuple):
 Launches = dict[Hashable, list[DirectLaunch]]  # by what tells calls apart but their tensors
 Likeness = tuple[Launches, Hashable, list[Any]]  # launches to look in, and what tells a call from others there
 
+
 def remember(launches: Launches, key: Hashable, tensors: Sequence[Tensor], started: Sequence[Started]) -> None:
     """Keep a launch, or several with the same arguments, of which pointers and a number behind them change from call to
     call.

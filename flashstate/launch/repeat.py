@@ -53,7 +53,7 @@ HOLDERS = {
         STATE_POINTERS,
         ("scale_ptr", "seed_ptr"),
         ("state_data",),
-        (f"state_data.data_ptr() % {ACCESS_BYTES}",),
+        (f"state_data_at % {ACCESS_BYTES}",),
     ),
     "Mamba3State": Holder(
         (
@@ -188,7 +188,7 @@ def body_of(op: Op, pointers: tuple[str, ...]) -> list[str]:
         variables, optional, compared = variables | holder.pointers, optional | {*holder.optional}, compared | {
             *holder.guarded
         }  # fmt: skip
-    addressed = {*op.aligned, *op.aligned_each, op.main, "out"}
+    addressed = {*op.aligned, *op.aligned_each, op.main, "out"} | {"state_data"} & compared
     lines = [line for holder in holders for line in holder.prelude]
     if not any("launches" in line for line in lines):
         lines.append("launches = on_tensors")

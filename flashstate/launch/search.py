@@ -92,7 +92,7 @@ def neighbours(problem: Problem, config: Config) -> list[Config]:
         replace(config, num_warps=warps // 2, block_rows=rows // 2),
         replace(config, num_warps=2 * warps),
         replace(config, num_warps=warps // 2),
-        *(problem.turned(config, n) for n in (*knobs[place + 1 : place + 2], *knobs[: place][-1:])),
+        *(problem.turned(config, n) for n in (*knobs[place + 1 : place + 2], *knobs[:place][-1:])),
         *(replace(config, registers=most) for most in problem.register_choices if most != config.registers),
     ]
     valid = set(valid_configs(problem))

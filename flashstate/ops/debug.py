@@ -9,8 +9,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from flashstate.launch.axes import Tokens
 from flashstate.launch.suspension import suspended
-from flashstate.ops.tokens import Tokens
 from flashstate.reference.state_io import resolve, resolve_read
 from flashstate.state.faults import check_faults
 from flashstate.state.ring import Ring

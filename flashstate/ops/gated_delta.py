@@ -133,7 +133,7 @@ def check_at_once(given: Given, per_channel: bool) -> None:
 
 
 def goes_at_once(given: Given) -> bool:
-    """Whether all tokens of a row go through tensor cores at once: where packed rows may have several, and dense have."""
+    """Whether tokens go through tensor cores at once: where dense rows have several, and packed ones may."""
     longest = given.slots.longest if given.extent.packed else given.extent.num_tokens
     return not given.exact and longest != 1
 
@@ -245,10 +245,10 @@ def delta_snapshot_constants(given: Given, vector: int) -> dict[str, Any]:
 
 def run_reference(given: Given) -> None:
     """The reference, which is told whether tokens go at once."""
-    given.at_once = goes_at_once(given)
-    names = ("state", "q", "k", "v", "a", "b", "A_log", "dt_bias", "scale", "qk_l2norm", "at_once", "slots")
+    g = given
     reference.gated_delta_step(
-        *(getattr(given, name) for name in names), given.snapshots, given.update, given.out
+        g.state, g.q, g.k, g.v, g.a, g.b, g.A_log, g.dt_bias, g.scale, g.qk_l2norm, goes_at_once(g),
+        g.slots, g.snapshots, g.update, g.out,
     )  # fmt: skip
 
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from typing import get_type_hints
+
 import torch
 from torch import Tensor
 
 from flashstate.errors import check_contiguous, dtype_name, tied
-from flashstate.launch import ReplayProblem, access_width, choose, gpu_of, kernel_target, start, uses_kernels
-from flashstate.launch.arguments import aligned, as_bytes, outer_strides, row_stride
+from flashstate.launch import access_width, choose, machine_of, registered, start, uses_kernels
+from flashstate.launch.arguments import aligned, as_bytes, row_stride, slots_values, state_values
+from flashstate.launch.axes import OR_EXPANDED, Tokens
+from flashstate.launch.call import MOST_PROGRAMS, Given
 from flashstate.launch.config import next_power_of_2
 from flashstate.ops.debug import check_contents, check_cursors, debugging
-from flashstate.ops.library import register
-from flashstate.ops.mamba2 import OR_EXPANDED
-from flashstate.ops.steps import programs_of
-from flashstate.ops.tokens import Tokens
+from flashstate.ops.mamba2_replay import ReplayProblem
 from flashstate.reference import mamba2_replay as reference
 from flashstate.state.faults import fault_flag
 from flashstate.state.ring import Ring, check_folded_slots, check_ring, check_tokens_to_fold
@@ -64,14 +65,14 @@ def mamba2_fold(
         if into is None:  # which may have other slots
             check_contents(len(state.data), Tokens(("batch",), (batch,), batch, 1), where, None, True)
         check_cursors(ring, where, batch)
-    read, write, null = (None, None, -1) if where is None else (where.read, where.write, where.null)
     each, most = (tokens, -1) if isinstance(tokens, Tensor) else (None, -1 if tokens is None else tokens)
-    flat = (None, None, "nearest") if target is None else (target.data, target.scale, target.rounding)
-    run = torch.ops.flashstate.mamba2_fold if torch.compiler.is_compiling() else _run
-    run(
-        state.data, state.scale, state.seed, state.rounding, state.rounds, state.stream,
-        ring.x, ring.B, ring.dt, ring.start, ring.count, ring.window, A, read, write, null, each, most, *flat,
-    )  # fmt: skip
+    given = Given()
+    for name, value in zip(HINTS, (state, ring, A, where, each, most, target), strict=True):
+        setattr(given, name, value)
+    if torch.compiler.is_compiling():
+        registered.call("mamba2_fold", PIECES, given)
+    else:
+        fold(state, ring, A, where, each, most, target)
 
 
 def _check_into(into: State, state: State) -> State:
@@ -97,57 +98,50 @@ def _check_slots(slots: Slots | None, state: State, elsewhere: bool) -> None:
     check_folded_slots(slots)
 
 
-def _run(
-    data: Tensor, scale: Tensor | None, seed: Tensor | None, rounding: str, rounds: int, stream: int,
-    ring_x: Tensor, ring_B: Tensor, ring_dt: Tensor, oldest: Tensor, count: Tensor, window: int, A: Tensor,
-    read: Tensor | None, write: Tensor | None, null: int, tokens: Tensor | None, most: int,
-    into_data: Tensor | None, into_scale: Tensor | None, into_rounding: str,
-) -> None:  # fmt: skip
-    """`most`: how many tokens of every row, where `tokens` does not say it; -1: all."""
-    if read is not None and len(read) == 0:
+def fold(
+    state: State, ring: Ring, A: Tensor, slots: Slots | None, tokens: Tensor | None, most: int, into: State | None
+) -> None:
+    """Carry out a call that was checked. `most`: tokens of every row, where `tokens` does not say it; -1: all."""
+    if slots is not None and len(slots.read) == 0:
         return
-    if not uses_kernels(data.device):
-        state = State(data, scale, rounding=rounding, rounds=rounds, seed=seed, stream=stream)
-        ring = Ring(ring_x, ring_B, ring_dt, oldest, count, window)
-        slots = None if read is None else Slots(read, write=write, null=null)
-        into = None
-        if into_data is not None:
-            unused = None if into_rounding == "nearest" else count.new_zeros(len(into_data), dtype=torch.int64)
-            into = State(into_data, into_scale, rounding=into_rounding, rounds=rounds, seed=unused, stream=stream)
+    if not uses_kernels(state.data.device):
         given = tokens if tokens is not None else None if most < 0 else most
         reference.mamba2_fold(state, ring, A, slots, given, into)
         return
     from flashstate.kernels.mamba2_fold import mamba2_fold_kernel
 
-    num_slots, heads, rows, cols = data.shape
-    batch, vector = num_slots if read is None else len(read), access_width(data)
-    problem = ReplayProblem("mamba2_fold", rows, cols, dtype_name(data.dtype), rounding, vector, batch * heads)
-    config = choose(problem, gpu_of(data.device))
-    into_vector, num_targets = vector, num_slots
-    if into_data is not None:
-        into_vector, num_targets = min(vector, access_width(into_data)), len(into_data)
-    arguments = (
-        as_bytes(data), ring_x, ring_B, ring_dt, A, scale, seed, oldest, count, read, write, tokens,
-        None if into_data is None else as_bytes(into_data), into_scale, stream, fault_flag(data.device),
-        *outer_strides(data, scale, 1), *outer_strides(into_data, into_scale, 1),
-        *(kept.stride(0) for kept in (ring_x, ring_B, ring_dt)), row_stride(read), row_stride(write),
-        most, ring_x.shape[2], num_slots, num_targets, null,
-    )  # fmt: skip
+    num_slots, heads, rows, cols = state.data.shape
+    target, machine = state if into is None else into, machine_of(state.data.device)
+    batch, vector = num_slots if slots is None else len(slots.read), access_width(state.data)
+    shape = rows, cols, dtype_name(state.data.dtype), state.rounding, vector
+    problem = ReplayProblem("mamba2_fold", *shape, batch * heads, heads_per_group=heads // ring.B.shape[1])
+    config = choose(problem, machine.gpu)
+    kept = {"ring_x": ring.x, "ring_B": ring.B, "ring_dt": ring.dt}
+    values = {
+        **state_values(state), **slots_values(slots), "fault_ptr": fault_flag(state.data.device),
+        **{f"{name}_ptr": tensor for name, tensor in kept.items()},
+        **{f"{name}_stride": row_stride(tensor) for name, tensor in kept.items()},
+        "A_ptr": A, "start_ptr": ring.start, "count_ptr": ring.count, "tokens_ptr": tokens, "most": most,
+        "into_ptr": None if into is None else as_bytes(into.data),
+        "into_scale_ptr": None if into is None else into.scale,
+        "into_stride": 0 if into is None else into.data.stride(0),
+        "into_scale_stride": 0 if into is None else row_stride(into.scale),
+        "L": ring.length, "num_targets": len(target.data),
+    }  # fmt: skip
     constants = {
-        "H": heads, "HEADS_PER_GROUP": heads // ring_B.shape[1], "ROWS": rows, "COLS": cols,
-        "VECTOR": vector, "INTO_VECTOR": into_vector, "ALIGNED": aligned(ring_x) and aligned(ring_B),
-        "ROUNDING": rounding if into_data is None else into_rounding, "ROUNDS": rounds,
-        "TARGET": kernel_target(data.device), "ROOM": max(16, next_power_of_2(window)),
+        "H": heads, "HEADS_PER_GROUP": problem.heads_per_group, "ROWS": rows, "COLS": cols,
+        "VECTOR": vector, "INTO_VECTOR": min(vector, access_width(target.data)),
+        "ALIGNED": aligned(ring.x) and aligned(ring.B), "ROUNDING": target.rounding, "ROUNDS": state.rounds,
+        "TARGET": machine.target, "ROOM": max(16, next_power_of_2(ring.window)),
         "BLOCK_ROWS": config.block_rows, "BLOCK_COLS": problem.block_cols, "CHUNK": problem.chunk(config.lanes),
     }  # fmt: skip
-    programs = programs_of("slots", data, batch * heads, rows, config.block_rows)
-    start(mamba2_fold_kernel, (programs,), data.device, arguments, constants, num_warps=1)
+    programs = batch * heads * -(-rows // config.block_rows)
+    if programs >= MOST_PROGRAMS:
+        shape_words = tuple(state.data.shape)
+        raise ValueError(f"slots must need fewer than 2^31 programs, got {programs} for shape {shape_words}")
+    arguments = tuple(values[name] for name in mamba2_fold_kernel.runtime)
+    start(mamba2_fold_kernel, (programs,), state.data.device, arguments, constants, num_warps=1)
 
 
-register(
-    "mamba2_fold(Tensor(a!) data, Tensor(b!)? scale, Tensor? seed, str rounding, int rounds, SymInt stream, "
-    "Tensor ring_x, Tensor ring_B, Tensor ring_dt, Tensor start, Tensor count, int window, Tensor A, "
-    "Tensor? read, Tensor? write, SymInt null, Tensor? tokens, SymInt most, "
-    "Tensor(c!)? into_data, Tensor(d!)? into_scale, str into_rounding) -> ()",
-    _run,
-)
+HINTS = {name: hint for name, hint in get_type_hints(fold).items() if name != "return"}
+PIECES = registered.register("mamba2_fold", HINTS, lambda arguments: fold(**arguments))

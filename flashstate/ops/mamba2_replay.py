@@ -303,9 +303,11 @@ def values(given: Given) -> dict[str, Any]:
 
 def run_reference(given: Given) -> None:
     """The reference, which is told the most tokens a row may have."""
-    given.longest = given.extent.longest
-    names = ("state", "ring", "x", "dt", "A", "B", "C", "D", "z", "dt_bias", "dt_softplus", "slots", "longest")
-    reference.mamba2_replay(*(getattr(given, name) for name in names), given.update, given.out)
+    g = given
+    reference.mamba2_replay(
+        g.state, g.ring, g.x, g.dt, g.A, g.B, g.C, g.D, g.z, g.dt_bias, g.dt_softplus,
+        g.slots, g.extent.longest, g.update, g.out,
+    )  # fmt: skip
 
 
 WIDE = ("x", "B", "C", "z", "out")  # tensors that are accessed widely where all are aligned

@@ -250,7 +250,8 @@ def values(given: Given) -> dict[str, Any]:
     of_out = token_strides(out, extent.token_axes, extent.packed, ranks + 1)
     return {
         **state_values(ssm), "k_ptr": state.k, "v_ptr": state.v, "theta_ptr": theta, "angle_ptr": angle,
-        "bias_B_ptr": None if rotary is None else rotary.bias_B, "bias_C_ptr": None if rotary is None else rotary.bias_C,
+        "bias_B_ptr": None if rotary is None else rotary.bias_B,
+        "bias_C_ptr": None if rotary is None else rotary.bias_C,
         "k_stride": state.k.stride(0), "v_stride": state.v.stride(0), "theta_stride": row_stride(theta),
         "angle_b": of_angle[0], "angle_t": of_angle[1], "angle_h": of_angle[2] if per_head else 0,
         "out_b": of_out[0], "out_t": of_out[1], "out_r": of_out[2] if ranks else 0, "out_h": of_out[-1],
@@ -260,8 +261,11 @@ def values(given: Given) -> dict[str, Any]:
 def run_reference(given: Given) -> None:
     """The reference, which has parameters of all tokens in one place."""
     rotary, state = given.rotary, given.state
-    turned = (None, None, "none") if rotary is None else (rotary.bias_B, rotary.bias_C, rotary.pairing_of(state.rank))
-    parameters = reference.Parameters(given.Wx, given.Wz, given.Wo, given.D, *turned, given.trap_logit)
+    bias_B, bias_C, pairing = None, None, "none"
+    if rotary is not None:
+        bias_B, bias_C, pairing = rotary.bias_B, rotary.bias_C, rotary.pairing_of(state.rank)
+    weights = given.Wx, given.Wz, given.Wo, given.D
+    parameters = reference.Parameters(*weights, bias_B, bias_C, pairing, given.trap_logit)
     reference.mamba3_step(
         state, given.x, given.A, given.dt, given.trap, given.B, given.C, given.z,
         None if rotary is None else rotary.angle, parameters, given.slots, given.update, given.update_kv, given.out,

@@ -9,7 +9,7 @@ from flashstate.errors import INDEX_DTYPES, check_contiguous, check_int, check_t
 from flashstate.launch import start, uses_kernels
 from flashstate.launch.arguments import row_stride
 from flashstate.launch.config import next_power_of_2
-from flashstate.ops.library import register
+from flashstate.launch.registered import define
 from flashstate.reference import rings as reference
 from flashstate.state.actions import provide
 from flashstate.state.faults import fault_flag
@@ -131,29 +131,19 @@ def _drop_folded(
     if batch == 0:
         return
     arguments = (
-        oldest,
-        count,
-        read,
-        tokens,
-        fault_flag(count.device),
-        row_stride(read),
-        batch,
-        most,
-        length,
-        len(count),
-        null,
-    )
+        oldest, count, read, tokens, fault_flag(count.device), row_stride(read), batch, most, length, len(count), null
+    )  # fmt: skip
     start(drop_folded_kernel, (-(-batch // 128),), count.device, arguments, {"BLOCK": 128}, num_warps=1)
 
 
-register(
+define(
     "make_plan(Tensor(a!) rows, Tensor(b!) parts, Tensor start, Tensor count, SymInt window, Tensor? read, "
     "Tensor? cu_seqlens, SymInt tokens, SymInt null) -> ()",
     _make_plan,
 )
 CURSORS = "Tensor(a!) start, Tensor(b!) count"
-register(f"commit_plan({CURSORS}, SymInt window, SymInt length, Tensor rows, Tensor? accepted) -> ()", _commit_plan)
-register(
+define(f"commit_plan({CURSORS}, SymInt window, SymInt length, Tensor rows, Tensor? accepted) -> ()", _commit_plan)
+define(
     f"drop_folded({CURSORS}, SymInt length, Tensor? read, Tensor? tokens, SymInt most, SymInt null) -> ()",
     _drop_folded,
 )

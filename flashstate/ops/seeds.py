@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from flashstate.launch import start, uses_kernels
-from flashstate.launch.arguments import table_shape
-from flashstate.ops.library import register
+from flashstate.launch.arguments import slots_values
+from flashstate.launch.registered import define
 from flashstate.reference import state_io as reference
 from flashstate.state.actions import provide
 from flashstate.state.faults import fault_flag
@@ -29,8 +29,8 @@ def advance_seeds(seed: Tensor, slots: Slots | None) -> None:
 
 
 def _run(seed: Tensor, read: Tensor | None, accepted: Tensor | None, cu_seqlens: Tensor | None, null: int) -> None:
+    slots = None if read is None else Slots(read, accepted=accepted, cu_seqlens=cu_seqlens, null=null)
     if not uses_kernels(seed.device):
-        slots = None if read is None else Slots(read, accepted=accepted, cu_seqlens=cu_seqlens, null=null)
         reference.advance_seeds(seed, slots)
         return
     from flashstate.kernels.seeds import advance_seeds_kernel
@@ -39,11 +39,12 @@ def _run(seed: Tensor, read: Tensor | None, accepted: Tensor | None, cu_seqlens:
     if rows == 0 or (read is not None and read.numel() == 0):
         return
     columns = 1 if accepted is None or read is None else read.shape[1]
-    arguments = (
-        seed, read, *table_shape(read), accepted, cu_seqlens, fault_flag(seed.device),
-        MOST_TOKENS, seed.shape[0], null, SEED_STEP,
-    )  # fmt: skip
+    values = {
+        **slots_values(slots), "seed_ptr": seed, "fault_ptr": fault_flag(seed.device), "tokens": MOST_TOKENS,
+        "num_slots": seed.shape[0], "seed_step": SEED_STEP,
+    }  # fmt: skip
+    arguments = tuple(values[name] for name in advance_seeds_kernel.runtime)
     start(advance_seeds_kernel, (rows, columns), seed.device, arguments, {}, num_warps=1)
 
 
-register("advance_seeds(Tensor(a!) seed, Tensor? read, Tensor? accepted, Tensor? cu_seqlens, SymInt null) -> ()", _run)
+define("advance_seeds(Tensor(a!) seed, Tensor? read, Tensor? accepted, Tensor? cu_seqlens, SymInt null) -> ()", _run)

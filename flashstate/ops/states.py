@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from flashstate.errors import check_row_contiguous, check_tensor, dtype_name
-from flashstate.launch import Problem, access_width, choose, gpu_of, kernel_target, start, uses_kernels
-from flashstate.launch.arguments import aligned, as_bytes, outer_strides
+from flashstate.launch import Problem, access_width, choose, machine_of, start, uses_kernels
+from flashstate.launch.arguments import aligned, state_values
+from flashstate.launch.call import MOST_PROGRAMS
 from flashstate.reference import state_io as reference
 from flashstate.state.state import POOL_AXES, State
 
@@ -29,13 +30,12 @@ def write_states(state: State, slots: Tensor, states: Tensor) -> None:
         return
     from flashstate.kernels.states import write_states_kernel
 
-    programs, constants, num_warps = _launch("pool_write", state, slots)
-    arguments = (
-        as_bytes(state.data), state.scale, *outer_strides(state.data, state.scale, 1), states, *states.stride()[:3],
-        slots, None if state.rounding == "nearest" else state.seed, state.stream,
-    )  # fmt: skip
-    constants |= {"ALIGNED": aligned(states), "ROUNDING": state.rounding, "ROUNDS": state.rounds}
-    start(write_states_kernel, (programs,), slots.device, arguments, constants, num_warps)
+    strides = dict(zip(("stride_n", "stride_h", "stride_row"), states.stride(), strict=False))
+    seed = None if state.rounding == "nearest" else state.seed
+    constants = {"ALIGNED": aligned(states), "ROUNDING": state.rounding, "ROUNDS": state.rounds}
+    _start(
+        "pool_write", write_states_kernel, state, slots, {"values_ptr": states, **strides, "seed_ptr": seed}, constants
+    )
 
 
 @torch.no_grad()
@@ -48,33 +48,27 @@ def read_states(state: State, slots: Tensor) -> Tensor:
         return out
     from flashstate.kernels.states import read_states_kernel
 
-    programs, constants, num_warps = _launch("pool_read", state, slots)
-    arguments = (as_bytes(state.data), state.scale, *outer_strides(state.data, state.scale, 1), out, slots)
-    start(read_states_kernel, (programs,), slots.device, arguments, constants, num_warps)
+    _start("pool_read", read_states_kernel, state, slots, {"out_ptr": out}, {})
     return out
 
 
-def _launch(op: str, state: State, slots: Tensor) -> tuple[int, dict[str, Any], int]:
-    """How many programs a call has, what both kernels are compiled for, and their warps."""
+def _start(
+    op: str, kernel: Any, state: State, slots: Tensor, values: dict[str, Any], constants: dict[str, Any]
+) -> None:  # fmt: skip
+    """Start a kernel with a program for each block of rows of these slots."""
     _, heads, rows, cols = state.data.shape
+    machine, shape = machine_of(slots.device), (rows, cols, dtype_name(state.data.dtype), state.rounding)
     vector = access_width(state.data)
-    problem = Problem(
-        op,
-        rows,
-        cols,
-        dtype_name(state.data.dtype),
-        state.rounding,
-        vector,
-        len(slots) * heads,
-        transposed=state.transposed,
-    )
-    config = choose(problem, gpu_of(slots.device))
-    programs = len(slots) * heads * -(-rows // config.block_rows)
-    if programs >= 1 << 31:
+    problem = Problem(op, *shape, vector, len(slots) * heads, transposed=state.transposed)
+    config = choose(problem, machine.gpu)
+    programs = problem.programs(config)
+    if programs >= MOST_PROGRAMS:
         raise ValueError(f"slots must need fewer than 2^31 programs, got {programs} for {len(slots)} slots")
-    constants = {
-        "H": heads, "ROWS": rows, "COLS": cols, "VECTOR": vector, "TARGET": kernel_target(slots.device),
+    constants |= {
+        "H": heads, "ROWS": rows, "COLS": cols, "VECTOR": vector, "TARGET": machine.target,
         "BLOCK_ROWS": config.block_rows, "BLOCK_COLS": problem.block_cols, "CHUNK": problem.chunk(config.lanes),
         "TRANSPOSED": state.transposed,
     }  # fmt: skip
-    return programs, constants, config.num_warps
+    values = {**state_values(state), "slots_ptr": slots, **values}
+    arguments = tuple(values[name] for name in kernel.runtime)
+    start(kernel, (programs,), slots.device, arguments, constants, config.num_warps)

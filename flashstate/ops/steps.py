@@ -64,4 +64,4 @@ def check_debugged(given: Given) -> None:
 def state_of(given: Given) -> State:
     """The State that a call steps."""
     state = given.state
-    return state if isinstance(state, State) else state.ssm  # type: ignore[no-any-return]
+    return state if isinstance(state, State) else state.ssm

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashstate.launch import ChannelProblem
 from flashstate.launch.direct import Launches
 from flashstate.ops import conv1d
+from flashstate.ops.conv1d import ChannelProblem
 from flashstate.proof.inputs import AnyCase, Inputs, Op, Source, dtype, view_into_projection
 from flashstate.reference.conv1d import conv1d_token
 from flashstate.state.signature import ACCESS_BYTES
@@ -30,7 +30,7 @@ class Windows:
     @property
     def launches(self) -> Launches:
         """Kernels that were started before, on whichever windows."""
-        return conv1d.launches
+        return conv1d.CONV1D_STEP.launches
 
 
 def _step(windows: Windows, *, snapshots: Windows | Tensor | None = None, **arguments: Any) -> Tensor:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashstate.launch import Problem, delta_kind
-from flashstate.ops.gated_delta import gated_delta_step
+from flashstate.launch import Problem
+from flashstate.ops.gated_delta import delta_kind, gated_delta_step
 from flashstate.proof.inputs import AnyCase, Inputs, Op, Source, by_turns, dtype, view_into_projection
 from flashstate.reference.gated_delta import gated_delta_token, gates, normalised
 from flashstate.state.formats import FORMATS, PORTABLE_FORMATS, encode

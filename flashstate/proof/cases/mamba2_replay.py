@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from flashstate.errors import dtype_name
-from flashstate.launch import Problem, ReplayProblem, replay_kind
-from flashstate.ops.mamba2_replay import mamba2_replay
+from flashstate.launch import Problem
+from flashstate.ops.mamba2_replay import ReplayProblem, mamba2_replay, replay_kind
 from flashstate.proof.cases.mamba2 import MAMBA2, Case
 from flashstate.proof.inputs import AnyCase, Inputs, Source, by_turns, dtype
 from flashstate.proof.oracle import encoded

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashstate.launch import Problem, mamba3_kind
+from flashstate.launch import Problem
 from flashstate.launch.direct import Launches
-from flashstate.ops.mamba3 import mamba3_step
+from flashstate.ops.mamba3 import mamba3_kind, mamba3_step
 from flashstate.proof.inputs import AnyCase, Inputs, Op, Source, by_turns, dtype, view_into_projection
 from flashstate.reference.mamba3 import Memory, Parameters, mamba3_token, rotated, wrapped
 from flashstate.state.formats import PORTABLE_FORMATS, encode

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import cycle
@@ -13,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashstate.launch import Config, gpu_of, override, uses_kernels
+from flashstate.launch import Config, machine_of, override, uses_kernels
 from flashstate.launch.suspension import suspended
-from flashstate.ops import mamba2_replay as op
+from flashstate.ops.mamba2_replay import parted
 from flashstate.proof import Recurrence, ReplayCase, ReplayInputs
 from flashstate.proof.laws import registry
 from flashstate.proof.laws.require import (
@@ -38,21 +37,6 @@ OF_RINGS = ("x", "B", "dt", *CURSORS)
 # How the op may go about a call: every row decides whether it folds, as a plan says, or one kernel has the rows that
 # fold, and another one those that do not.
 FORMS = ("decided", "planned", "parted")
-
-
-@contextmanager
-def parted() -> Iterator[None]:
-    """Calls with a plan inside use a kernel that folds and one that does not, however small they are; of few programs,
-    which walk along the plan."""
-    names = {"SMALL": 0, "MOST_PER_PROCESSOR": 1}
-    before = {name: getattr(op, name) for name in names}
-    try:
-        for name, value in names.items():
-            setattr(op, name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(op, name, value)
 
 
 def forms_on(device: torch.device) -> tuple[str, ...]:
@@ -201,10 +185,10 @@ def configs_agree(case: ReplayCase, device: torch.device) -> None:
     y = call("decided", first)
     problem = case.problem
     # The interpreter sums over lanes in numpy's order.
-    lanes = problem.lane_choices if device.type == "cuda" else [problem.heuristic(gpu_of(device)).lanes]
+    lanes = problem.lane_choices if device.type == "cuda" else [problem.heuristic(machine_of(device).gpu).lanes]
     tried = (("decided", 16, 1), ("decided", 32, 2), ("parted", 16, 4), ("planned", 16, 4))
-    for (form, rows, together), some in zip(tried, cycle(lanes), strict=False):
-        again, config = inputs.fresh(), Config(rows, 2, some, together)
+    for (form, rows, tiles), some in zip(tried, cycle(lanes), strict=False):
+        again, config = inputs.fresh(), Config(rows, 2, some, tiles=tiles)
         if not problem.valid(config):  # warps of tensor cores multiply alone
             config = replace(config, num_warps=1)
         with override(config):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashstate.launch import ReplayTokenProblem, replay_kind
+from flashstate.ops.mamba2_replay import ReplayTokenProblem, replay_kind
 from flashstate.proof import ReplayCase, ReplayInputs, slotted
 from flashstate.proof.laws.replay import CURSORS, FORMS, call, forms_on, law, require_close
 from flashstate.proof.laws.require import (

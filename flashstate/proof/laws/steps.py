@@ -14,7 +14,7 @@ from flashstate.launch import (
     TensorCoreProblem,
     access_width,
     choose,
-    gpu_of,
+    machine_of,
     override,
     valid_configs,
 )
@@ -74,7 +74,7 @@ def independence(case: AnyCase, device: torch.device) -> None:
 def configs_agree(case: AnyCase, device: torch.device) -> None:
     case = replace(case, x="float32")  # so that the output shows every bit of a sum
     inputs, problem = make_inputs(case, device), case.problem
-    chosen = choose(problem, gpu_of(device))
+    chosen = choose(problem, machine_of(device).gpu)
     first = inputs.fresh()
     with override(chosen):
         y_first = first.step()
@@ -97,13 +97,14 @@ def configs_agree(case: AnyCase, device: torch.device) -> None:
 
 def _some_configs(problem: Problem, lanes: Sequence[int]) -> Iterator[Config]:
     """Of each number of lanes the first valid config, one in the middle, and the last, with one token or tile at a
-    time; of each number of tokens loaded together, or tiles of a program, one more."""
+    time; of each value of the problem's knob one more."""
     configs = [config for config in valid_configs(problem) if config.lanes in lanes]
     for count in lanes:
-        alike = [config for config in configs if config.lanes == count and config.together == 1]
+        plain = [config for config in configs if getattr(config, problem.knob) == problem.knob_choices[0]]
+        alike = [config for config in plain if config.lanes == count]
         yield from dict.fromkeys([alike[0], alike[len(alike) // 2], alike[-1]])
-    for together in problem.together_choices[1:]:
-        yield from [config for config in configs if config.together == together][:1]
+    for value in problem.knob_choices[1:]:
+        yield from [config for config in configs if getattr(config, problem.knob) == value][:1]
 
 
 @law("a call that repeats another, and so starts its kernel directly, gives the same bytes", needs="cuda")
