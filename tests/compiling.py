@@ -135,6 +135,15 @@ def access_bytes(kernel: Any) -> tuple[set[int], set[int]]:
     return loads, stores
 
 
+def narrows_slots(kernel: Any) -> bool:
+    """Whether 32 bits of the only int64 that a kernel loads, the slot of a row, are all that addresses are made of, on
+    NVIDIA: then its products with strides need half the instructions."""
+    ptx = kernel.asm["ptx"]
+    (slot,) = re.findall(r"\bld\.global\.b64 \{ (%rd\d+) \}", ptx)
+    uses = re.findall(rf"^\s*([\w.]+)\s+%rd\d+, [^;]*{slot}\b[^;]*;", ptx, re.MULTILINE)
+    return uses == ["cvt.s64.s32"]
+
+
 def expected_accesses(architecture: int | str, name: str) -> set[int]:
     """16 bytes of data, and 4 of a scale where there are some."""
     scaled = isinstance(architecture, int) and FORMATS[dtype(name)].scaled

@@ -49,9 +49,9 @@ class Launcher:
     def start(
         self, kernel: Any, grid: Any, device: torch.device, arguments: Any, constants: Any, *options: int
     ) -> Started:
-        launch = Launch(kernel, torch.device("cuda", 0), arguments, constants, *options)
+        launch = Launch(kernel, grid, torch.device("cuda", 0), arguments, constants, *options)
         compiled = compiled_with(arguments, function=len(self.ordinary), early=launch.early)
-        self.ordinary.append(Started(launch, grid, compiled))
+        self.ordinary.append(Started(launch, compiled))
         return self.ordinary[-1]
 
     def launch(self, config_at: int, function: int, addresses_at: int, extra: None) -> int:
@@ -92,7 +92,7 @@ def require_started_again(launcher: Launcher, op: Callable[..., Tensor], first: 
     with suspended():
         op(**again)
     want = launcher.ordinary[-1]
-    assert launcher.configs == [(*want.grid, 1, 1, 64, 1, 1, 64, 5, 0)]
+    assert launcher.configs == [(*want.launch.grid, 1, 1, 64, 1, 1, 64, 5, 0)]
     assert launcher.directly == [parameters(want.launch.arguments)]
 
 

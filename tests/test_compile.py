@@ -18,6 +18,7 @@ from compiling import (
     compile_launch,
     expected_accesses,
     gpu_with,
+    narrows_slots,
     spilled_bytes,
 )
 from tables import by_turns, risky_by_turns
@@ -239,6 +240,12 @@ ODD_ON_HOPPER = [c for c in REAL_CASES if c.batch < 64 and c.heads <= 16 and c.c
 @pytest.mark.parametrize("case", ODD_ON_HOPPER[::8], ids=str)
 def test_odd_shapes_compile_without_spills(case: Case, tmp_path: Path) -> None:
     assert spilled_bytes(compile_step(case, chosen(case, 90), 90), tmp_path) == 0
+
+
+@pytest.mark.parametrize("tokens", [0, 2])
+def test_strides_are_multiplied_with_32_bits_of_int64_slots(tokens: int) -> None:
+    case = replace(SHAPE, index="int64", tokens=tokens)
+    assert narrows_slots(compile_step(case, chosen(case, 90), 90))
 
 
 def narrowed(vector: int) -> Call:

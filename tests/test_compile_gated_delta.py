@@ -16,6 +16,7 @@ from compiling import (
     collected,
     compile_launch,
     expected_accesses,
+    narrows_slots,
     spilled_bytes,
 )
 from tables import risky_by_turns
@@ -231,6 +232,11 @@ def test_tiles_of_tokens_at_once_wait_in_shared_memory_while_others_are_stepped(
 def test_only_single_tiles_of_16_bit_floats_have_the_slot_in_every_thread(name: str, tiles: int) -> None:
     ptx = compiled(replace(SHAPE, format=name), 90, plain, Config(8, 1, 8 if name == "int8" else 16, tiles)).asm["ptx"]
     assert ("%lanemask_lt" in ptx) == (name in ("bfloat16", "float16") and tiles == 1)
+
+
+@pytest.mark.parametrize("case", [SHAPE, TWO], ids=str)
+def test_strides_are_multiplied_with_32_bits_of_int64_slots(case: DeltaCase) -> None:
+    assert narrows_slots(compiled(replace(case, index="int64"), 90))
 
 
 ODD_ON_HOPPER = [c for c in REAL_DELTA_CASES if c.rows != 128 and c.format in ("float32", "bfloat16", "int8")]

@@ -76,7 +76,7 @@ class DriverLaunch:
         self._addresses = (ctypes.c_void_p * len(parameters))(*(start + SLOT * i for i in range(len(parameters))))
         block = (32 * compiled.metadata.num_warps, 1, 1)
         attributes = (ctypes.addressof(START_EARLY), 1) if started.launch.early else (None, 0)
-        self._config = LaunchConfig((started.grid[0], 1, 1), block, compiled.metadata.shared, None, *attributes)
+        self._config = LaunchConfig((started.launch.grid[0], 1, 1), block, compiled.metadata.shared, None, *attributes)
         self._device_index = started.launch.device.index
         self._pack = struct.Struct(f"<{present}Qq").pack_into
         self._launch = _launch_function()

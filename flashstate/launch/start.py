@@ -20,6 +20,7 @@ class Launch(NamedTuple):
     """A kernel, and what it is started with."""
 
     kernel: Any
+    grid: tuple[int, ...]  # how many programs there are
     device: torch.device
     arguments: Sequence[Any]
     constants: Mapping[str, Any]
@@ -39,7 +40,6 @@ class Started(NamedTuple):
     """A launch, and what Triton compiled for it."""
 
     launch: Launch
-    grid: tuple[int, ...]
     compiled: Any
 
 
@@ -57,13 +57,14 @@ def start(
     early: bool = False,
 ) -> Started | None:
     """Launch `kernel` on the current stream of a device; None where it is not launched, or not compiled."""
-    launch, collected = Launch(kernel, device, arguments, constants, num_warps, registers, early), _collected.get()
+    launch = Launch(kernel, grid, device, arguments, constants, num_warps, registers, early)
+    collected = _collected.get()
     if collected is not None:
         collected.append(launch)
         return None
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         compiled = kernel[grid](*arguments, **constants, **launch.options)
-    return None if compiled is None else Started(launch, grid, compiled)
+    return None if compiled is None else Started(launch, compiled)
 
 
 @contextmanager
