@@ -1,6 +1,6 @@
 """Calls that reach every kernel in every form and format, and every entry of a launch table.
 
-Cases are those of flashstate.testing. Inputs are small CPU tensors: calls are made where launches are collected, so
+Cases are those of flashstate.proof. Inputs are small CPU tensors: calls are made where launches are collected, so
 nothing is computed. A call has a name that stays as long as the case and the way it is called stay.
 """
 
@@ -22,11 +22,11 @@ from torch import Tensor
 from flashstate import Slots, State, StatePool, mamba2_fold
 from flashstate.launch import Config, Gpu, choose
 from flashstate.launch.table import load_table
-from flashstate.laws.replay import call as replay
-from flashstate.laws.replay import parted
-from flashstate.laws.tokens import TREE, make_snapshots
+from flashstate.proof.laws.replay import call as replay
+from flashstate.ops.mamba2_replay import parted
+from flashstate.proof.laws.tokens import TREE, make_snapshots
 from flashstate.state.formats import FORMATS, PORTABLE_FORMATS
-from flashstate.testing import (
+from flashstate.proof import (
     ODD_CASES,
     ODD_CONV_CASES,
     ODD_DELTA_CASES,
@@ -177,7 +177,7 @@ CONVOLUTIONS = (
 
 
 def replayed(form: str, **of_slots: Any) -> Callable[[Any, Any], object]:
-    """Replay in a form of flashstate.laws.replay, with fields of Slots."""
+    """Replay in a form of flashstate.proof.laws.replay, with fields of Slots."""
     return lambda case, inputs: replay(form, inputs, **of_slots)
 
 
@@ -338,7 +338,7 @@ KEY = re.compile(
     r"(?P<op>\w+?)(?P<more>(?:_16)?(?: rank \d+)?(?: turned| either| keep| fold)?) (?P<rows>\d+)x(?P<cols>\d+) "
     r"(?P<format>\w+) vector (?P<vector>\d+)(?P<layout> transposed)?"
 )
-MODE = re.compile(r"(?P<rounding>\w+), (?P<tokens>one token|several tokens)(?:, (?P<stored>each|nothing) stored)?")
+MODE = re.compile(r"(?P<rounding>\w+), (?P<tokens>one token|several tokens)(?:, (?P<stored>every|none) stored)?")
 HALF = "bfloat16"
 
 
@@ -383,7 +383,7 @@ def measured_call(case: AnyCase, op: str, stored: str, size: int) -> object:
     if op.startswith("mamba2_replay"):
         with nullcontext() if op.endswith("either") else parted():
             return inputs.step() if op.endswith("either") else inputs.step(plan=inputs.plan())
-    if stored == "nothing":
+    if stored == "none":
         return inputs.step(update=False)
     if stored == "last":
         return inputs.step()

@@ -34,7 +34,8 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from flashstate.launch import Gpu, backend, collecting
+from flashstate.launch import Gpu, Machine, collecting
+from flashstate.launch.environment import pretending
 from flashstate.launch.start import Launch
 from tools.frozen_calls import MEASURED, Call, portable_calls, table_calls
 
@@ -59,24 +60,11 @@ class Variant(NamedTuple):
 
 
 @contextmanager
-def calls_on(architecture: int, gpu: Gpu) -> Iterator[list[Launch]]:
-    """Calls on CPU tensors inside reach their launches as on that architecture and GPU, and end there."""
-    target, found = mock.Mock(return_value="sm_89"), mock.Mock(return_value=gpu)
-    overlaps = mock.Mock(return_value=True)
-    with (
-        mock.patch.object(backend, "_interpreting", True),
-        mock.patch("flashstate.state.state._check_hardware_rounding"),
-        mock.patch.multiple("flashstate.ops.mamba2", kernel_target=target, gpu_of=found, lets_next_start=overlaps),
-        mock.patch.multiple("flashstate.ops.gated_delta", kernel_target=target, gpu_of=found, lets_next_start=overlaps),
-        mock.patch.multiple("flashstate.ops.conv1d", kernel_target=target, gpu_of=found, lets_next_start=overlaps),
-        mock.patch.multiple("flashstate.ops.mamba3", kernel_target=target, gpu_of=found),
-        mock.patch.multiple(
-            "flashstate.ops.mamba2_replay", kernel_target=target, gpu_of=found, lets_next_start=overlaps
-        ),
-        mock.patch.multiple("flashstate.ops.mamba2_fold", kernel_target=target, gpu_of=found),
-        mock.patch.multiple("flashstate.ops.pool", kernel_target=target, gpu_of=found),
-        collecting() as launches,
-    ):
+def calls_on(gpu: Gpu) -> Iterator[list[Launch]]:
+    """Calls on CPU tensors inside reach their launches as on that GPU, and end there."""
+    machine = Machine(gpu, "sm_89", overlaps=True)
+    hardware = mock.patch("flashstate.state.state._check_hardware_rounding")
+    with pretending(machine), hardware, collecting() as launches:
         yield launches
 
 
@@ -110,7 +98,7 @@ def collect(calls: Sequence[Call], gpu: Gpu | None = None) -> Iterator[tuple[Lin
     that has a table, on one of each architecture that has none."""
     for call in track(calls, "collecting", console=Console(stderr=True), transient=True):
         for architecture in call.architectures:
-            with calls_on(architecture, gpu or Gpu("a GPU nobody measured", divmod(architecture, 10))) as launches:
+            with calls_on(gpu or Gpu("a GPU nobody measured", divmod(architecture, 10))) as launches:
                 call.make()
             assert launches, f"{call.name} launches nothing"
             for i, launch in enumerate(launches):
