@@ -13,14 +13,12 @@ from typing import Any
 import torch
 
 from flashstate.errors import check_choice, check_int
-from flashstate.launch.call import Op
+from flashstate.launch.call import OPS, Op
 from flashstate.launch.config import LARGE
 from flashstate.launch.environment import uses_kernels
 from flashstate.launch.start import Launch, collecting
 from flashstate.launch.variants import compile_variants, variants_of
 from flashstate.ops.conv1d import CONV1D_STEP, conv1d_step
-from flashstate.ops.gated_delta import GATED_DELTA_STEP, gated_delta_step
-from flashstate.ops.mamba2 import MAMBA2_STEP, mamba2_step
 from flashstate.ops.mamba2_fold import mamba2_fold
 from flashstate.ops.mamba2_replay import MAMBA2_REPLAY, mamba2_replay
 from flashstate.ops.mamba3 import MAMBA3_STEP, mamba3_step
@@ -92,7 +90,7 @@ def warmup(
     neither, so the pool stays as it is. Variants are compiled side by side, one per core. Returns how many each kernel
     has, by its name; none on a CPU, which has no kernels.
     """
-    check_choice("op", op, ("mamba2", "gated_delta", "mamba3"))
+    check_choice("op", op, [name.removesuffix("_step") for name, declared in OPS.items() if steps_layers(declared)])
     for name, numbers in (("batches", batches), ("tokens", tokens)):
         for number in numbers:
             check_int(name, number, 1, MOST_TOKENS)
@@ -103,18 +101,17 @@ def warmup(
     device = ssm_of(layers[0]).data.device
     if not uses_kernels(device):
         return {}
-    samples = Samples(activations, parameters, device)
-    made: dict[str, Callable[[int, Slots, int], None]] = {
-        "mamba2": partial(_step_mamba2, pool, samples, groups, absent(D=D, z=z, dt_bias=dt_bias), early),
-        "gated_delta": partial(
-            _step_gated_delta, pool, samples, key_heads, absent(A_log=A_log, dt_bias=A_log and dt_bias),
-            per_channel, {"exact": exact, "early": early},
-        ),
-        "mamba3": partial(
-            _step_mamba3, pool, samples, groups, {"D": D, "z": z, "Wx": Wx, "Wz": Wz if z else False, "Wo": Wo},
-            rotary, biases, {"trap_logit": trap_logit, "update_kv": update_kv},
-        ),
-    }  # fmt: skip
+    samples, declared = Samples(activations, parameters, device), OPS[f"{op}_step"]
+    free = {"groups": groups, "G": groups, "H": key_heads}
+    gated = "A_log" in declared.tensors
+    left_out = absent(D=D, z=z, A_log=A_log, dt_bias=dt_bias and (A_log or not gated))
+    wide = ("a", "dt_bias") if per_channel and gated else ()
+    flags = {"exact": exact, "early": early, "trap_logit": trap_logit, "update_kv": update_kv}
+    flags = {name: value for name, value in flags.items() if name in declared.flags}
+    step = partial(_step, pool, samples, declared, free, left_out, wide, flags)
+    if op == "mamba3":
+        given = {"D": D, "z": z, "Wx": Wx, "Wz": Wz if z else False, "Wo": Wo}
+        step = partial(_step_mamba3, pool, samples, groups, given, rotary, biases, flags)
     replay = partial(_replay_mamba2, pool, samples, groups, absent(D=D, z=z, dt_bias=dt_bias))
     convolve = partial(_convolve, pool, samples, conv_width, conv_bias, early)
     slots = [Slots(torch.full((batch,), pool.null, dtype=index, device=device), null=pool.null) for batch in batches]
@@ -122,7 +119,7 @@ def warmup(
     calls: Iterable[Call] = chain(
         (partial(pool.advance, of_batch) for of_batch in slots),
         (call for layer in layers for call in _pool_calls(ssm_of(layer), activations)),
-        (partial(made[op], *at) for at in product(() if pool.has_rings else stepped, slots, tokens)),
+        (partial(step, *at) for at in product(() if pool.has_rings else stepped, slots, tokens)),
         (partial(replay, *at) for at in product(everywhere if pool.has_rings else (), slots, tokens)),
         (partial(convolve, *at) for at in product(everywhere if pool.has_windows else (), slots, tokens)),
         () if also is None else (also,),
@@ -134,6 +131,11 @@ def warmup(
         listed = ", ".join(f"{count} of {name}" for name, count in counts.items())
         print(f"flashstate compiled {len(variants)} kernels: {listed}", file=sys.stderr)
     return counts
+
+
+def steps_layers(op: Op) -> bool:
+    """Whether an op steps the layers of a pool, and keeps nothing beside them."""
+    return (op.takes_state or op is MAMBA3_STEP) and "ring" not in op.hints
 
 
 def absent(**given: bool | None) -> frozenset[str]:
@@ -196,14 +198,15 @@ def _sizes(op: Op, state: State, **others: int) -> dict[str, int]:
     return {**dict(zip(op.inner, state.data.shape[1:], strict=True)), **others}
 
 
-def _step_mamba2(
-    pool: StatePool[Any], samples: Samples, groups: int, absent: Collection[str], early: bool, i: int, slots: Slots,
-    tokens: int,
+def _step(
+    pool: StatePool[Any], samples: Samples, op: Op, free: Mapping[str, int], absent: Collection[str],
+    wide: Collection[str], flags: Mapping[str, Any], i: int, slots: Slots, tokens: int,
 ) -> None:  # fmt: skip
-    """A step of the batch in `slots`, of layer i."""
+    """A step of the batch in `slots` by an op, of layer i. `free`: sizes of axes that a state does not say."""
     state = pool.layer(i)
-    tensors = samples.of(MAMBA2_STEP, _sizes(MAMBA2_STEP, state, groups=groups), slots, tokens, absent)
-    mamba2_step(state, **tensors, slots=slots, early=early)
+    op.function(
+        state, **samples.of(op, {**free, **_sizes(op, state)}, slots, tokens, absent, wide), slots=slots, **flags
+    )
 
 
 def _replay_mamba2(
@@ -218,16 +221,6 @@ def _replay_mamba2(
     pool.commit(plan)
     mamba2_fold(state, ring, tensors["A"], slots=slots)
     pool.folded(slots)
-
-
-def _step_gated_delta(
-    pool: StatePool[Any], samples: Samples, key_heads: int, absent: Collection[str], per_channel: bool,
-    flags: Mapping[str, Any], i: int, slots: Slots, tokens: int,
-) -> None:  # fmt: skip
-    """A step of the gated delta rule of the batch in `slots`, of layer i."""
-    state, wide = pool.layer(i), ("a", "dt_bias") if per_channel else ()
-    sizes = _sizes(GATED_DELTA_STEP, state, H=key_heads)
-    gated_delta_step(state, **samples.of(GATED_DELTA_STEP, sizes, slots, tokens, absent, wide), slots=slots, **flags)
 
 
 def _step_mamba3(

@@ -35,6 +35,7 @@ from flashstate.state.slots import Slots, as_slots
 from flashstate.state.state import State, as_snapshots, as_state, refuse_transposed
 
 MOST_PROGRAMS = 1 << 31
+OPS: dict[str, Op] = {}  # all that are declared, by name
 PLAIN_TYPES = {bool, int, float, str}
 
 
@@ -151,6 +152,7 @@ class Op:
         self.inner = tuple(self.state_axes.split())[1:]
         self.pieces = registered.register(self.name, self.hints, self._run_registered, self.writes)
         self.call = self.first_call  # until it is known what a repeated call needs
+        OPS[self.name] = self
 
     @property
     def name(self) -> str:
