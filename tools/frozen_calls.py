@@ -22,10 +22,7 @@ from torch import Tensor
 from flashstate import Slots, State, StatePool, mamba2_fold
 from flashstate.launch import Config, Gpu, choose
 from flashstate.launch.table import load_table
-from flashstate.proof.laws.replay import call as replay
 from flashstate.ops.mamba2_replay import parted
-from flashstate.proof.laws.tokens import TREE, make_snapshots
-from flashstate.state.formats import FORMATS, PORTABLE_FORMATS
 from flashstate.proof import (
     ODD_CASES,
     ODD_CONV_CASES,
@@ -50,6 +47,9 @@ from flashstate.proof import (
     dtype,
     slotted,
 )
+from flashstate.proof.laws.replay import call as replay
+from flashstate.proof.laws.tokens import TREE, make_snapshots
+from flashstate.state.formats import FORMATS, PORTABLE_FORMATS
 
 CPU = torch.device("cpu")
 ARCHITECTURES = (90, 100)

@@ -54,6 +54,9 @@ class Problem:
     warp: int = field(default_factory=warp_size)  # threads
 
     limits: ClassVar[tuple[int, ...]] = (0, 128)  # of registers in a thread: none, or so few that an SM has 16 warps
+    row_choices: ClassVar[tuple[int, ...]] = (1, 2, 4, 8, 16, 32, 64)  # how many rows a tile may have
+    knob: ClassVar[str] = "tokens_together"  # the one field of KNOBS that configs of this problem have
+    most: ClassVar[int] = 4  # that the knob may be
 
     @property
     def block_cols(self) -> int:
@@ -64,11 +67,6 @@ class Problem:
     def itemsize(self) -> int:
         """Bytes of an element of the state."""
         return getattr(torch, self.format).itemsize
-
-    @property
-    def row_choices(self) -> tuple[int, ...]:
-        """How many rows a tile may have."""
-        return 1, 2, 4, 8, 16, 32, 64
 
     @property
     def lane_choices(self) -> list[int]:
@@ -92,16 +90,6 @@ class Problem:
     def fewest_rows(self, config: Config) -> int:
         """Rows that the threads of a program access at once, side by side as a config says."""
         return config.num_warps * (self.warp // config.lanes) * (self.vector if self.transposed else 1)
-
-    @property
-    def knob(self) -> str:
-        """The one field of KNOBS that configs of this problem have."""
-        return "tokens_together"
-
-    @property
-    def most(self) -> int:
-        """The most that the knob may be."""
-        return 4
 
     @property
     def knob_choices(self) -> tuple[int, ...]:
@@ -175,13 +163,8 @@ class TiledProblem(Problem):
     """What a config is chosen for where programs have several tiles of rows. With a limit of registers the compiler
     also issues its loads in another order, which is worth trying with any rounding."""
 
-    @property
-    def knob(self) -> str:
-        return "tiles"
-
-    @property
-    def most(self) -> int:
-        return 16
+    knob: ClassVar[str] = "tiles"
+    most: ClassVar[int] = 16
 
     @property
     def knob_choices(self) -> tuple[int, ...]:
@@ -212,14 +195,11 @@ class TensorCoreProblem(TiledProblem):
     a row, because an operand has 16 columns."""
 
     limits: ClassVar[tuple[int, ...]] = (0, 128, 168)
+    row_choices: ClassVar[tuple[int, ...]] = (16, 32, 64)
 
     @property
     def block_cols(self) -> int:
         return max(super().block_cols, self.chunk(self.lane_choices[0]))
-
-    @property
-    def row_choices(self) -> tuple[int, ...]:
-        return 16, 32, 64
 
     @property
     def lane_choices(self) -> list[int]:

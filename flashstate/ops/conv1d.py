@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -143,13 +143,8 @@ class ChannelProblem(Problem):
     """What a config of a convolution is chosen for: `rows` are channels and `cols` the taps of each, all of which one
     thread has, so every config gives the same bytes. `batch_heads` is the batch, `vector` the channels of an access."""
 
-    @property
-    def most(self) -> int:
-        return 8
-
-    @property
-    def row_choices(self) -> tuple[int, ...]:
-        return 32, 64, 128, 256, 512, 1024, 2048, 4096
+    most: ClassVar[int] = 8
+    row_choices: ClassVar[tuple[int, ...]] = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 
     @property
     def lane_choices(self) -> list[int]:

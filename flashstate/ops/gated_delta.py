@@ -11,6 +11,7 @@ from torch import Tensor
 from flashstate.errors import dtype_name
 from flashstate.launch.call import Given, KernelCall, Op
 from flashstate.launch.config import (
+    NVIDIA_WARP,
     Problem,
     TensorCoreProblem,
     TiledProblem,
@@ -140,19 +141,7 @@ def goes_at_once(given: Given) -> bool:
 
 @dataclass(frozen=True)
 class DeltaProblem(TiledProblem):
-    """What a config of the gated delta rule is chosen for. Programs have several tiles of rows where there is one
-    token, and load several tokens together where they are stepped one after the other."""
-
-    @property
-    def knob(self) -> str:
-        return "tokens_together" if self.several_tokens else "tiles"
-
-    @property
-    def most(self) -> int:
-        return 4 if self.several_tokens else 16
-
-    def manageable(self, config: Config) -> bool:
-        return Problem.manageable(self, config) if self.several_tokens else super().manageable(config)
+    """What a config of the gated delta rule is chosen for where every row has one token."""
 
     def heuristic(self, gpu: Gpu) -> Config:
         """Several tiles where arithmetic is the bottleneck, so that they share what the token brings: 8-bit formats and
@@ -160,7 +149,17 @@ class DeltaProblem(TiledProblem):
         config = super().heuristic(gpu)
         wide = self.vector * self.itemsize == ACCESS_BYTES and not self.transposed
         arithmetic = self.itemsize == 1 or self.rounding != "nearest"
-        return config if self.several_tokens or not (wide and arithmetic) else self.in_many_tiles(config)
+        return self.in_many_tiles(config) if wide and arithmetic else config
+
+
+@dataclass(frozen=True)
+class DeltaTokensProblem(Problem):
+    """What a config of the gated delta rule is chosen for where tokens are stepped one after the other. A limit of
+    registers is worth trying with any rounding, as in tiles."""
+
+    @property
+    def limits_registers(self) -> bool:
+        return self.warp == NVIDIA_WARP
 
 
 @dataclass(frozen=True)
@@ -173,11 +172,11 @@ class AtOnceProblem(TensorCoreProblem):
         return config if self.block_cols > WIDEST_IN_TILES else self.in_many_tiles(config)
 
 
-def delta_kind(at_once: bool, longest: int) -> tuple[type[TiledProblem], str]:
+def delta_kind(several: bool, at_once: bool, longest: int) -> tuple[type[Problem], str]:
     """What a problem of the gated delta rule is, and the op that tables have it under: where a kernel has room for 16
     tokens at once it needs other configs than for 8."""
     if not at_once:
-        return DeltaProblem, "gated_delta_step"
+        return DeltaTokensProblem if several else DeltaProblem, "gated_delta_step"
     few = room_at_once(longest) == FEW_AT_ONCE
     return AtOnceProblem, "gated_delta_at_once" if few else f"gated_delta_at_once_{MOST_AT_ONCE}"
 
@@ -197,7 +196,7 @@ def problems(given: Given) -> tuple[Problem]:
     """One kernel steps all tokens."""
     state, extent = given.state, given.extent
     _, heads, rows, cols = state.data.shape
-    kind, op = delta_kind(goes_at_once(given), extent.longest)
+    kind, op = delta_kind(not extent.one_token, goes_at_once(given), extent.longest)
     shape = rows, cols, dtype_name(state.data.dtype), state.rounding, access_width(state.data)
     size = extent.batch * heads
     return (kind(op, *shape, size, not extent.one_token, stored_of(given), state.transposed),)

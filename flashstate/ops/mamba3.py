@@ -10,7 +10,14 @@ from torch import Tensor
 from flashstate.errors import check_contiguous, check_row_contiguous, check_tensor, dtype_name
 from flashstate.launch.arguments import row_stride, state_values, token_strides
 from flashstate.launch.call import Given, KernelCall, Op
-from flashstate.launch.config import MOST_UNROLLED, Problem, TensorCoreProblem, access_width, next_power_of_2
+from flashstate.launch.config import (
+    MOST_UNROLLED,
+    NVIDIA_WARP,
+    Problem,
+    TensorCoreProblem,
+    access_width,
+    next_power_of_2,
+)
 from flashstate.launch.environment import Gpu
 from flashstate.launch.table import Config
 from flashstate.ops.steps import check_debugged, state_constants, stored_of, stores_of
@@ -122,14 +129,8 @@ class HeadProblem(Problem):
     share what it overwrites."""
 
     limits: ClassVar[tuple[int, ...]] = (0, 96, 128, 168)
-
-    @property
-    def knob(self) -> str:
-        return "ahead"
-
-    @property
-    def most(self) -> int:
-        return AHEAD[-1]
+    knob: ClassVar[str] = "ahead"
+    most: ClassVar[int] = AHEAD[-1]
 
     @property
     def knob_choices(self) -> tuple[int, ...]:
@@ -137,7 +138,7 @@ class HeadProblem(Problem):
 
     @property
     def limits_registers(self) -> bool:
-        return self.warp == 32
+        return self.warp == NVIDIA_WARP
 
     def lanes_of(self, warps: int) -> list[int]:
         """How many threads may share a row of a tile that so many warps have. A chunk with a column for every thread
@@ -166,14 +167,8 @@ class RankProblem(TensorCoreProblem):
     A program has all rows of a head, as that of rank 1; every warp has 16 rows of a tile, or a multiple."""
 
     limits: ClassVar[tuple[int, ...]] = HeadProblem.limits
-
-    @property
-    def knob(self) -> str:
-        return "ahead"
-
-    @property
-    def most(self) -> int:
-        return AHEAD[-1]
+    knob: ClassVar[str] = "ahead"
+    most: ClassVar[int] = AHEAD[-1]
 
     @property
     def knob_choices(self) -> tuple[int, ...]:

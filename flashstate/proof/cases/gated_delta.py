@@ -103,7 +103,7 @@ class DeltaCase(AnyCase):
     def problem(self) -> Problem:
         neighbours = self.rows if self.transposed else self.cols
         vector = math.gcd(neighbours, ACCESS_BYTES // dtype(self.format).itemsize)
-        kind, op = delta_kind(self.several and not self.exact, self.tokens)
+        kind, op = delta_kind(self.several, self.several and not self.exact, self.tokens)
         shape, size = (self.rows, self.cols, self.format, self.rounding, vector), self.batch * self.heads
         return kind(op, *shape, size, self.several, transposed=self.transposed)
 
