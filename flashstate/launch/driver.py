@@ -64,7 +64,7 @@ class DriverLaunch:
     them."""
 
     def __init__(self, started: Started) -> None:
-        """As an ordinary launch was started; pointers that are None are no parameters."""
+        """Take over what an ordinary launch was started with; pointers that are None are no parameters."""
         compiled, arguments = started.compiled, started.launch.arguments
         pointers = len(pointers_of(started.launch.kernel))
         parameters = [*parameters_of(arguments), 0, 0]  # the last two: scratch memory, which is not used

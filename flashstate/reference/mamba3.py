@@ -23,7 +23,7 @@ PI_HIGH = TURN_HIGH / 2
 PI_LOW = TURN_LOW / 2  # with float32's π angles would drift
 
 
-class Memory(NamedTuple):
+class FourStates(NamedTuple):
     """What rows of a batch keep between tokens."""
 
     s: Tensor  # (batch, H, D, N), float32 or float64: the dtype everything is computed in
@@ -31,9 +31,9 @@ class Memory(NamedTuple):
     v: Tensor  # (batch, H, D), in the dtype it is kept in
     angle: Tensor | None  # (batch, H, S)
 
-    def of(self, rows: Tensor) -> Memory:
-        """That of some rows."""
-        return Memory(self.s[rows], self.k[rows], self.v[rows], None if self.angle is None else self.angle[rows])
+    def of(self, rows: Tensor) -> FourStates:
+        """The states of some rows."""
+        return FourStates(self.s[rows], self.k[rows], self.v[rows], None if self.angle is None else self.angle[rows])
 
 
 class Parameters(NamedTuple):
@@ -79,7 +79,7 @@ def rotated(u: Tensor, angle: Tensor, pairing: str) -> Tensor:
 
 
 def mamba3_token(
-    memory: Memory,
+    memory: FourStates,
     x: Tensor,  # (batch, H, D)
     A: Tensor,  # (batch, H)
     dt: Tensor,  # (batch, H)
@@ -89,7 +89,7 @@ def mamba3_token(
     z: Tensor | None,  # (batch, H, D)
     angle: Tensor | None,  # (batch, S), or per head (batch, H, S)
     parameters: Parameters,
-) -> tuple[Tensor, Memory]:
+) -> tuple[Tensor, FourStates]:
     """One token: the output (batch, H, D), or (batch, R, H, D) of rank above 1 without Wo, unrounded, and what is kept
     after it: s unrounded, k and v as they are kept."""
     s, k, v, theta = memory
@@ -129,7 +129,7 @@ def mamba3_token(
         y = (y * Wo).sum(1)  # (batch, H, D)
     elif R == 1:
         y = y[:, 0]
-    return y, Memory(s, kept, x_raw.to(v.dtype), theta)
+    return y, FourStates(s, kept, x_raw.to(v.dtype), theta)
 
 
 @torch.no_grad()
@@ -161,7 +161,7 @@ def mamba3_step(
 
     live = read >= 0
     gives = torch.ones_like(live) if slots is not None and slots.padding == "fresh" else live
-    memory = memory_of(state, read)
+    memory = four_states_in(state, read)
     for t in range(at.shape[1]):
         runs = gives & (at[:, t] >= 0)
         here = at[runs, t]
@@ -172,15 +172,15 @@ def mamba3_step(
                 kept[runs] = new
         if update and write is not None and write.dim() == 2:
             to = resolve("write", column(write, t), runs & live, num_slots, null)
-            store_memory(state, memory, to, read, torch.full_like(read, t), update_kv, angle is not None)
+            store_four(state, memory, to, read, torch.full_like(read, t), update_kv, angle is not None)
     store_output(out, y, at, live, slots)
     if update and (write is None or write.dim() == 1):
         length = (at >= 0).sum(1)
         to = resolve("write", read if write is None else write, live & (length > 0), num_slots, null)
-        store_memory(state, memory, to, read, length - 1, update_kv, angle is not None)
+        store_four(state, memory, to, read, length - 1, update_kv, angle is not None)
 
 
-def memory_of(state: Mamba3State, read: Tensor) -> Memory:
+def four_states_in(state: Mamba3State, read: Tensor) -> FourStates:
     """What is kept in these slots; zeros where there is none."""
 
     def kept_in(tensor: Tensor) -> Tensor:
@@ -189,11 +189,11 @@ def memory_of(state: Mamba3State, read: Tensor) -> Memory:
         return kept
 
     angle = None if state.angle is None else kept_in(state.angle)
-    return Memory(states_of(state.ssm, read), kept_in(state.k), kept_in(state.v), angle)
+    return FourStates(states_of(state.ssm, read), kept_in(state.k), kept_in(state.v), angle)
 
 
-def store_memory(
-    state: Mamba3State, memory: Memory, to: Tensor, read: Tensor, token: Tensor, update_kv: bool, turned: bool
+def store_four(
+    state: Mamba3State, memory: FourStates, to: Tensor, read: Tensor, token: Tensor, update_kv: bool, turned: bool
 ) -> None:
     """Store what rows keep in the slots `to`, where these are not negative; s is rounded with the bits of the slots
     that were read, at this token."""

@@ -110,5 +110,5 @@ def _rounded(values: Tensor, fmt: Format, random: Tensor | None) -> Tensor:
 
 
 def bits_of(tensor: Tensor) -> Tensor:
-    """The same memory as whole numbers: what copies them changes no bit, not even of a NaN."""
+    """A tensor as whole numbers in the same memory: what copies them changes no bit, not even of a NaN."""
     return tensor.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])

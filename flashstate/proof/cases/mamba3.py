@@ -14,7 +14,7 @@ from flashstate.launch import Problem
 from flashstate.launch.direct import Launches
 from flashstate.ops.mamba3 import mamba3_kind, mamba3_step
 from flashstate.proof.inputs import AnyCase, Inputs, Op, Source, by_turns, dtype, view_into_projection
-from flashstate.reference.mamba3 import Memory, Parameters, mamba3_token, rotated, wrapped
+from flashstate.reference.mamba3 import FourStates, Parameters, mamba3_token, rotated, wrapped
 from flashstate.state.formats import PORTABLE_FORMATS, encode
 from flashstate.state.mamba3 import Mamba3State, Rotary
 from flashstate.state.signature import ACCESS_BYTES
@@ -77,7 +77,7 @@ def _token(
     given = {name: arguments.pop(name, None) for name in ("Wx", "Wz", "Wo", "D", "bias_B", "bias_C")}
     parameters = Parameters(**given, pairing=_pairs(pairing, k.shape[1]), trap_logit=trap_logit)
     brought = {"z": None, "angle": None, **arguments}
-    y, memory = mamba3_token(Memory(s, k, v, theta), **brought, parameters=parameters)
+    y, memory = mamba3_token(FourStates(s, k, v, theta), **brought, parameters=parameters)
     return y, *(tensor for tensor in memory if tensor is not None)
 
 
