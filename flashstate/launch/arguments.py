@@ -8,7 +8,7 @@ slot_stride …           as written out below
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from flashstate.launch.call import Extent, Given, Op
 
 TABLES = ("read", "accepted", "write", "parents", "cu_seqlens", "snapshot_rows")  # of Slots, as kernels take them
+NO_SLOTS: dict[str, Any] = dict.fromkeys([f"{name}_ptr" for name in TABLES]) | {
+    "read_stride": 0, "write_stride": 0, "parents_stride": 0, "read_width": 1, "null": -1
+}  # fmt: skip
 
 
 def arguments_of(op: Op, kernel: Any, given: Given) -> tuple[Any, ...]:
@@ -35,11 +38,11 @@ def arguments_of(op: Op, kernel: Any, given: Given) -> tuple[Any, ...]:
         values |= state_values(first)
     if op.takes_snapshots:
         values |= snapshots_values(given.snapshots)
-    for name, axes in {**op.tensors, "out": op.tensors[op.main]}.items():
-        alias = op.aliases.get(name, name)
-        values |= tensor_values(alias, getattr(given, name), axes, given.extent)
+    for name, axes in op.tensors.items():
+        add_tensor(values, op.aliases.get(name, name), getattr(given, name), axes, given.extent)
+    add_tensor(values, "out", given.out, op.tensors[op.main], given.extent)
     values |= op.values(given)
-    return tuple(values[name] for name in kernel.runtime)
+    return tuple([values[name] for name in kernel.runtime])
 
 
 def call_values(extent: Extent) -> dict[str, Any]:
@@ -49,14 +52,15 @@ def call_values(extent: Extent) -> dict[str, Any]:
 
 def slots_values(slots: Slots | None) -> dict[str, Any]:
     """Tables of slots, and what is known of their rows."""
-    tables = {name: None if slots is None else getattr(slots, name) for name in TABLES}
-    read = tables["read"]
+    if slots is None:
+        return NO_SLOTS
+    read, write, parents = slots.read, slots.write, slots.parents
     return {
-        **{f"{name}_ptr": table for name, table in tables.items()},
-        **{f"{name}_stride": row_stride(tables[name]) for name in ("read", "write", "parents")},
-        "read_width": 1 if read is None or read.dim() == 1 else read.shape[1],
-        "null": -1 if slots is None else slots.null,
-    }
+        "read_ptr": read, "accepted_ptr": slots.accepted, "write_ptr": write, "parents_ptr": parents,
+        "cu_seqlens_ptr": slots.cu_seqlens, "snapshot_rows_ptr": slots.snapshot_rows,
+        "read_stride": read.stride(0), "write_stride": row_stride(write), "parents_stride": row_stride(parents),
+        "read_width": 1 if read.dim() == 1 else read.shape[1], "null": slots.null,
+    }  # fmt: skip
 
 
 def state_values(state: State) -> dict[str, Any]:
@@ -77,14 +81,21 @@ def snapshots_values(snapshots: State | None) -> dict[str, Any]:
     return values | {"num_copies": 0 if data is None else data.shape[0]}
 
 
-def tensor_values(name: str, tensor: Tensor | None, axes: Axes, extent: Extent) -> Mapping[str, Any]:
-    """A tensor, and its strides if it has tokens: of batch, token, and axes before those that lie side by side."""
-    if not axes.tokens:
-        return {f"{name}_ptr": tensor}
+def add_tensor(values: dict[str, Any], name: str, tensor: Tensor | None, axes: Axes, extent: Extent) -> None:
+    """Add a tensor, and its strides if it has tokens: of batch, token, and axes before those that lie side by side."""
+    pointer, *strides = names_of(name, axes)
+    values[pointer] = tensor
+    if strides:
+        values.update(
+            zip(strides, token_strides(tensor, extent.token_axes, extent.packed, len(strides) - 2), strict=True)
+        )
+
+
+@cache
+def names_of(name: str, axes: Axes) -> tuple[str, ...]:
+    """What kernels call the pointer of a tensor, and its strides if it has tokens."""
     letters = "h" if axes.strided in (("groups",), ("HV",)) else [axis[0].lower() for axis in axes.strided]
-    strides = token_strides(tensor, extent.token_axes, extent.packed, len(axes.strided))
-    names = [f"{name}_{letter}" for letter in ("b", "t", *letters)]
-    return {f"{name}_ptr": tensor, **dict(zip(names, strides, strict=True))}
+    return f"{name}_ptr", *(f"{name}_{letter}" for letter in ("b", "t", *letters) if axes.tokens)
 
 
 def token_strides(tensor: Tensor | None, token_axes: int, packed: bool, inner: int = 1) -> tuple[int, ...]:

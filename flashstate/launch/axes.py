@@ -44,6 +44,7 @@ class Axes:
     dense: tuple[str, ...]  # side by side in memory
     optional: tuple[str, ...]  # behind all others, side by side too
     dtypes: tuple[torch.dtype, ...]
+    names: tuple[str, ...]  # all that must be there, without token axes
 
     @classmethod
     def parse(cls, words: str, dtypes: tuple[torch.dtype, ...] = ACTIVATION_DTYPES) -> Axes:
@@ -52,21 +53,17 @@ class Axes:
         needed, _, optional = behind.rstrip(" ]").partition("[")
         strided = tuple(before.split())
         tokens = strided[:1] == ("tokens",)
-        strided = strided[1:] if tokens else strided
-        return cls(tokens, strided, tuple(needed.split()), tuple(optional.split()), dtypes)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """All that must be there, without token axes."""
-        return self.strided + self.dense
+        strided, dense = strided[1:] if tokens else strided, tuple(needed.split())
+        return cls(tokens, strided, dense, tuple(optional.split()), dtypes, strided + dense)
 
     def named(self, tokens: Tokens) -> tuple[str, ...]:
         """All that must be there, with token axes."""
-        return (*tokens.axes, *self.names) if self.tokens else self.names
+        return tokens.axes + self.names if self.tokens else self.names
 
     def sized(self, tokens: Tokens, sizes: Mapping[str, int]) -> tuple[int | None, ...]:
         """Their sizes; None where an axis may have any."""
-        return (*(tokens.sizes if self.tokens else ()), *(sizes.get(name) for name in self.names))
+        own = tuple([sizes.get(name) for name in self.names])
+        return tokens.sizes + own if self.tokens else own
 
     def check(self, name: str, tensor: Any, tokens: Tokens, sizes: Mapping[str, int], device: torch.device) -> Tensor:
         """Raise unless a tensor has these axes; returned without those it was expanded along."""
@@ -76,15 +73,11 @@ class Axes:
             tensor = tied(name, tensor, named, sized, self.optional, more, device)
         else:
             check_tensor(name, tensor, named, sized, dtypes=self.dtypes, device=device)
-        self.check_strides(name, tensor, tokens)
-        return tensor
-
-    def check_strides(self, name: str, tensor: Tensor, tokens: Tokens) -> None:
-        """Raise unless axes that must lie side by side do."""
         if not self.tokens and not self.strided:
             check_contiguous(name, tensor, OR_EXPANDED if self.optional else "")
-        elif tensor.dim() > len(self.named(tokens)) - len(self.dense):
+        elif tensor.dim() > len(named) - len(self.dense):
             check_row_contiguous(name, tensor)
+        return tensor
 
 
 def tokens_of(

@@ -28,7 +28,7 @@ from flashstate.launch.arguments import arguments_of
 from flashstate.launch.axes import Axes, Tokens, tokens_of
 from flashstate.launch.config import Problem, choose
 from flashstate.launch.direct import Launches, Likeness, remember
-from flashstate.launch.environment import Machine, machine_of, uses_kernels
+from flashstate.launch.environment import Machine, machine_of, starts_kernels, uses_kernels
 from flashstate.launch.repeat import repeat_function
 from flashstate.launch.start import Started, start
 from flashstate.state.slots import Slots, as_slots
@@ -99,6 +99,7 @@ class Op:
     transposed: whether states may be transposed within a slot.
     rolls_back: whether slots.accepted may come without a table of slots.
     ignored: tables of slots that its kernels do not take.
+    like_main: an expression of arguments that says whether the output has the shape of the main one.
     """
 
     function: Callable[..., Any]
@@ -121,6 +122,7 @@ class Op:
     transposed: bool = False
     rolls_back: bool = False
     ignored: tuple[str, ...] = ()
+    like_main: str = "True"
     launches: Launches = field(default_factory=dict)  # started before, where states are tensors
 
     # What the signature says.
@@ -134,6 +136,7 @@ class Op:
     numbers: tuple[str, ...] = field(init=False)  # arguments that are a number, or None
     options: tuple[str, ...] = field(init=False)  # arguments that are no tensors: flags, numbers, words
     inner: tuple[str, ...] = field(init=False)  # names of the axes of a state within a slot
+    free: dict[str, tuple[str, ...]] = field(init=False)  # axes that no state says, by the first tensor that has them
 
     call: Callable[..., Any] = field(init=False)  # takes all arguments, in the order of the signature
 
@@ -150,6 +153,12 @@ class Op:
         self.numbers = tuple(name for name in kinds if float in kinds[name])
         self.options = tuple(name for name in kinds if kinds[name] & PLAIN_TYPES)
         self.inner = tuple(self.state_axes.split())[1:]
+        first = {axis: name for name in reversed(self.tensors) for axis in self.tensors[name].names}
+        known = {*self.inner, "batch"}
+        self.free = {
+            name: tuple(axis for axis, owner in first.items() if owner == name and axis not in known)
+            for name in self.tensors
+        }
         self.pieces = registered.register(self.name, self.hints, self._run_registered, self.writes)
         self.call = self.first_call  # until it is known what a repeated call needs
         OPS[self.name] = self
@@ -160,8 +169,8 @@ class Op:
 
     def first_call(self, *values: Any) -> Any:
         """Make a call; from the first one on that starts kernels, calls are those of the function for repeated ones."""
-        out = values[list(self.hints).index("out")]
-        if torch.compiler.is_compiling() or not isinstance(out, Tensor) or not uses_kernels(out.device):
+        main = values[list(self.hints).index(self.main)]
+        if torch.compiler.is_compiling() or not isinstance(main, Tensor) or not starts_kernels(main.device):
             return self.ordinary(values, None)
         self.call = repeat_function(self, self.kernels())
         return self.call(*values)
@@ -193,8 +202,10 @@ class Op:
             tensor = getattr(given, name)
             if tensor is None and name in self.optional:
                 continue
-            setattr(given, name, axes.check(name, tensor, tokens, sizes, device))
-            self._bind_free_axes(name, axes, getattr(given, name), tokens, sizes)
+            tensor = axes.check(name, tensor, tokens, sizes, device)
+            setattr(given, name, tensor)
+            for axis in self.free.get(name, ()):
+                self._bind(name, axis, tensor.shape[axes.names.index(axis) - len(axes.names)], sizes)
         for name in self.flags:
             check_flag(name, getattr(given, name))
         for name in self.numbers:
@@ -229,15 +240,12 @@ class Op:
             raise TypeError(f"{name} must be a {hint.__name__}, got {type(value).__name__}")
         return value.ssm.data
 
-    def _bind_free_axes(self, name: str, axes: Axes, tensor: Tensor, tokens: Tokens, sizes: dict[str, int]) -> None:
-        """Note the size of axes that a tensor is the first to have; raise where it must divide another and does not."""
-        for axis, size in zip(axes.named(tokens), tensor.shape, strict=False):
-            if axis in sizes or axis in tokens.axes:
-                continue
-            of = self.divides.get(axis)
-            if of is not None and (size == 0 or sizes[of] % size):
-                raise ValueError(f"{name} must have a number of {axis} that divides the {sizes[of]} {of}, got {size}")
-            sizes[axis] = size
+    def _bind(self, name: str, axis: str, size: int, sizes: dict[str, int]) -> None:
+        """Note the size of an axis that no state says; raise where it must divide another and does not."""
+        of = self.divides.get(axis)
+        if of is not None and (size == 0 or sizes[of] % size):
+            raise ValueError(f"{name} must have a number of {axis} that divides the {sizes[of]} {of}, got {size}")
+        sizes.setdefault(axis, size)
 
     def _check_snapshots(self, given: Given, state: Tensor) -> None:
         """Make a State of the snapshots; raise unless it is one that these states can go to."""

@@ -70,11 +70,14 @@ def interpreted() -> Iterator[None]:
 
 def uses_kernels(device: torch.device) -> bool:
     """True where a call on `device` runs kernels/, False where it runs reference/."""
-    if device.type == "cuda":
-        return True
-    if device.type == "cpu":
-        return pretended is not None
-    raise ValueError(f"state is on {device}; flashstate runs on cuda and cpu devices")
+    if device.type not in ("cuda", "cpu"):
+        raise ValueError(f"state is on {device}; flashstate runs on cuda and cpu devices")
+    return starts_kernels(device)
+
+
+def starts_kernels(device: torch.device) -> bool:
+    """True where a call on `device` runs kernels/, False where it runs reference/ or is refused."""
+    return device.type == "cuda" or (device.type == "cpu" and pretended is not None)
 
 
 def machine_of(device: torch.device) -> Machine:

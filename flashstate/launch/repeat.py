@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from flashstate.launch import direct, environment, suspension
 from flashstate.launch.arguments import TABLES
@@ -127,12 +128,18 @@ def repeat_function(op: Op, kernel: Any) -> Callable[..., Any]:
     ordinary call where there was none."""
     names = {
         "op": op, "on_tensors": op.launches, "direct": direct, "environment": environment, "suspension": suspension,
-        "is_compiling": torch.compiler.is_compiling, "State": State, "Mamba3State": Mamba3State, "Rotary": Rotary,
+        "is_compiling": torch.compiler.is_compiling, "new_out": new_out, "State": State, "Mamba3State": Mamba3State, "Rotary": Rotary,
         "Slots": Slots,
     }  # fmt: skip
     exec(compile(source_of(op, kernel), f"<repeated calls of {op.name}>", "exec"), names)
     function: Callable[..., Any] = names[op.name]  # type: ignore[assignment]
     return function
+
+
+def new_out(x: Tensor, slots: Slots | Tensor | None) -> Tensor:
+    """An output like x; zeros where padding rows keep what is in it."""
+    kept = slots.__class__ is Slots and slots.padding == "keep"  # type: ignore[union-attr]
+    return (torch.zeros if kept else torch.empty)(x.shape, dtype=x.dtype, device=x.device)
 
 
 def source_of(op: Op, kernel: Any) -> str:
@@ -143,11 +150,12 @@ def source_of(op: Op, kernel: Any) -> str:
     return "\n".join(
         [
             f"def {op.name}({every}):",
-            "    if out is None or suspension.depth or not direct.available or is_compiling() or not (",
-            "        environment.pretended or getattr(out, 'is_cuda', False)",
+            "    if suspension.depth or not direct.available or is_compiling() or not (",
+            f"        environment.pretended or getattr({op.main}, 'is_cuda', False)",
             "    ):",
             f"        return op.ordinary(({every}), None)",
             "    likeness = found = None",
+            "    asked = out",
             "    try:",
             *(f"        {line}" for line in body),
             "        for launch in launches.get(key, ()):",
@@ -161,6 +169,7 @@ def source_of(op: Op, kernel: Any) -> str:
             "    if found is not None and found.usable():",
             f"        found.start(pointers, {number})",
             "        return out",
+            "    out = asked",
             f"    return op.ordinary(({every}), likeness)",
         ]
     )
@@ -188,8 +197,9 @@ def body_of(op: Op, pointers: tuple[str, ...]) -> list[str]:
         variables, optional, compared = variables | holder.pointers, optional | {*holder.optional}, compared | {
             *holder.guarded
         }  # fmt: skip
-    addressed = {*op.aligned, *op.aligned_each, op.main, "out"} | {"state_data"} & compared
     lines = [line for holder in holders for line in holder.prelude]
+    lines += [f"if out is None and ({op.like_main}):", f"    out = new_out({op.main}, slots)"]
+    addressed = {*op.aligned, *op.aligned_each, op.main, "out"} | {"state_data"} & compared
     if not any("launches" in line for line in lines):
         lines.append("launches = on_tensors")
     for name in sorted(addressed):

@@ -281,4 +281,5 @@ MAMBA3_STEP = Op(
     debug=check_debugged,
     values=values,
     ignored=("snapshot_rows",),
+    like_main="Wo is not None or state.rank == 1",
 )
