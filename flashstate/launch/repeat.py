@@ -128,8 +128,8 @@ def repeat_function(op: Op, kernel: Any) -> Callable[..., Any]:
     ordinary call where there was none."""
     names = {
         "op": op, "on_tensors": op.launches, "direct": direct, "environment": environment, "suspension": suspension,
-        "is_compiling": torch.compiler.is_compiling, "new_out": new_out, "State": State, "Mamba3State": Mamba3State, "Rotary": Rotary,
-        "Slots": Slots,
+        "is_compiling": torch.compiler.is_compiling, "new_out": new_out, "State": State, "Mamba3State": Mamba3State,
+        "Rotary": Rotary, "Slots": Slots,
     }  # fmt: skip
     exec(compile(source_of(op, kernel), f"<repeated calls of {op.name}>", "exec"), names)
     function: Callable[..., Any] = names[op.name]  # type: ignore[assignment]
@@ -138,7 +138,7 @@ def repeat_function(op: Op, kernel: Any) -> Callable[..., Any]:
 
 def new_out(x: Tensor, slots: Slots | Tensor | None) -> Tensor:
     """An output like x; zeros where padding rows keep what is in it."""
-    kept = slots.__class__ is Slots and slots.padding == "keep"  # type: ignore[union-attr]
+    kept = slots.__class__ is Slots and slots.padding == "keep"
     return (torch.zeros if kept else torch.empty)(x.shape, dtype=x.dtype, device=x.device)
 
 
@@ -229,16 +229,16 @@ def pointer_lines(
         name = variables[pointer]
         return f"{name}_at" if name in addressed else f"{name}.data_ptr()"
 
-    certain = [pointer in variables and pointer not in optional for pointer in pointers]
-    leading = certain.index(False) if False in certain else len(certain)
-    lines = [f"pointers = [{', '.join(map(address, pointers[:leading]))}]"]
-    for bit, pointer in enumerate(pointers[leading:], 1):
+    lines = ["pointers = []"]
+    for bit, pointer in enumerate(pointers, 1):
         if pointer not in variables:
             table = pointer.removesuffix("_ptr")
             assert table in TABLES, f"{op.name} has no argument for {pointer}"
             lines += SLOTS.format(main=op.main).strip().splitlines() if table == TABLES[0] else []
+        elif pointer not in optional and lines[-1].startswith("pointers ") and lines[-1].endswith("]"):
+            lines[-1] = f"{lines[-1][:-1]}{'' if lines[-1].endswith('[]') else ', '}{address(pointer)}]"
         elif pointer not in optional:
-            lines.append(f"pointers.append({address(pointer)})")
+            lines.append(f"pointers += [{address(pointer)}]")
         else:
             name = variables[pointer]
             lines += [f"if {name} is not None:", f"    present += {1 << bit}"]
