@@ -8,6 +8,7 @@ compares: dtypes, shapes and strides of tensors. `print(source_of(op, kernel))` 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from textwrap import dedent
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -28,84 +29,81 @@ if TYPE_CHECKING:
 class Holder(NamedTuple):
     """How an argument that holds tensors takes part in a repeated call.
 
-    prelude: lines that take it apart.
-    pointers: the variable with each tensor, by the name that kernels have for its pointer.
-    optional: those of these that may be None.
+    prelude: source that takes it apart.
+    pointers: variables with its tensors, each with the name that kernels have for its pointer; "?" where it may be None.
     guarded: variables with tensors that are compared with those of the earlier call.
     key: expressions that tell calls apart.
     """
 
-    prelude: tuple[str, ...]
-    pointers: dict[str, str]
-    optional: tuple[str, ...] = ()
+    prelude: str
+    pointers: str
     guarded: tuple[str, ...] = ()
     key: tuple[str, ...] = ()
 
+    @property
+    def variables(self) -> dict[str, str]:
+        """The variable with each tensor, by the name of its pointer."""
+        pairs = (word.rstrip("?").split("=") for word in self.pointers.split())
+        return {f"{name}_ptr": variable for name, variable in pairs}
 
-STATE_POINTERS = {"data_ptr": "state_data", "scale_ptr": "state_scale", "seed_ptr": "state_seed"}
+    @property
+    def optional(self) -> set[str]:
+        """Names of pointers that may not be there."""
+        return {f"{word.split('=')[0]}_ptr" for word in self.pointers.split() if word.endswith("?")}
+
+
+OF_STATE = "data=state_data scale=state_scale? seed=state_seed?"
 HOLDERS = {
     "State": Holder(
-        (
-            "state_data, state_scale, state_seed, stream, launches = state, None, None, 0, on_tensors",
-            "if state.__class__ is State:",
-            "    state_data, state_scale, state_seed = state.data, state.scale, state.seed",
-            "    stream, launches = state.stream, state.launches",
-        ),
-        STATE_POINTERS,
-        ("scale_ptr", "seed_ptr"),
-        ("state_data",),
-        (f"state_data_at % {ACCESS_BYTES}",),
+        """
+        state_data, state_scale, state_seed, stream, launches = state, None, None, 0, on_tensors
+        if state.__class__ is State:
+            state_data, state_scale, state_seed = state.data, state.scale, state.seed
+            stream, launches = state.stream, state.launches
+        """,
+        OF_STATE, ("state_data",), (f"state_data_at % {ACCESS_BYTES}",),
     ),
     "Mamba3State": Holder(
-        (
-            "if state.__class__ is not Mamba3State: raise TypeError",
-            "ssm, launches = state.ssm, state.launches",
-            "state_data, state_scale, state_seed, stream = ssm.data, ssm.scale, ssm.seed, ssm.stream",
-            "state_k, state_v, theta = state.k, state.v, None if rotary is None else state.angle",
-        ),
-        {**STATE_POINTERS, "k_ptr": "state_k", "v_ptr": "state_v", "theta_ptr": "theta"},
-        ("scale_ptr", "seed_ptr", "theta_ptr"),
+        """
+        if state.__class__ is not Mamba3State: raise TypeError
+        ssm, launches = state.ssm, state.launches
+        state_data, state_scale, state_seed, stream = ssm.data, ssm.scale, ssm.seed, ssm.stream
+        state_k, state_v, theta = state.k, state.v, None if rotary is None else state.angle
+        """,
+        f"{OF_STATE} k=state_k v=state_v theta=theta?",
     ),
     "Rotary": Holder(
-        (
-            "angle = bias_B = bias_C = pairing = None",
-            "if rotary is not None:",
-            "    if rotary.__class__ is not Rotary: raise TypeError",
-            "    angle, bias_B, bias_C, pairing = rotary.angle, rotary.bias_B, rotary.bias_C, rotary.pairing",
-        ),
-        {"angle_ptr": "angle", "bias_B_ptr": "bias_B", "bias_C_ptr": "bias_C"},
-        ("angle_ptr", "bias_B_ptr", "bias_C_ptr"),
-        ("angle", "bias_B", "bias_C"),
-        ("pairing",),
+        """
+        angle = bias_B = bias_C = pairing = None
+        if rotary is not None:
+            if rotary.__class__ is not Rotary: raise TypeError
+            angle, bias_B, bias_C, pairing = rotary.angle, rotary.bias_B, rotary.bias_C, rotary.pairing
+        """,
+        "angle=angle? bias_B=bias_B? bias_C=bias_C?", ("angle", "bias_B", "bias_C"), ("pairing",),
     ),
     "Ring": Holder(
-        ("ring_x, ring_B, ring_dt, start, count = ring.x, ring.B, ring.dt, ring.start, ring.count",),
-        {f"{name}_ptr": name for name in ("ring_x", "ring_B", "ring_dt", "start", "count")},
-        key=("ring.signature",),
+        "ring_x, ring_B, ring_dt, start, count = ring.x, ring.B, ring.dt, ring.start, ring.count",
+        "ring_x=ring_x ring_B=ring_B ring_dt=ring_dt start=start count=count", key=("ring.signature",),
     ),
     "Plan": Holder(
-        (
-            "rows = parts = plan_like = None",
-            "if plan is not None:",
-            "    if slots is not None or plan.window != ring.window or plan.count.data_ptr() != count.data_ptr():",
-            "        raise TypeError",
-            "    rows, parts, plan_like, slots = plan.rows, plan.parts, plan.signature, plan.slots",
-        ),
-        {"rows_ptr": "rows", "parts_ptr": "parts"},
-        ("rows_ptr", "parts_ptr"),
-        key=("plan_like",),
+        """
+        rows = parts = plan_like = None
+        if plan is not None:
+            if slots is not None or plan.window != ring.window or plan.count.data_ptr() != count.data_ptr():
+                raise TypeError
+            rows, parts, plan_like, slots = plan.rows, plan.parts, plan.signature, plan.slots
+        """,
+        "rows=rows? parts=parts?", key=("plan_like",),
     ),
     "snapshots": Holder(
-        (
-            "copies = copies_scale = snapshots_like = None",
-            "if snapshots is not None:",
-            "    copies, copies_scale, snapshots_like = snapshots.data, snapshots.scale, snapshots.signature",
-        ),
-        {"copy_ptr": "copies", "copy_scale_ptr": "copies_scale"},
-        ("copy_ptr", "copy_scale_ptr"),
-        key=("snapshots_like",),
+        """
+        copies = copies_scale = snapshots_like = None
+        if snapshots is not None:
+            copies, copies_scale, snapshots_like = snapshots.data, snapshots.scale, snapshots.signature
+        """,
+        "copy=copies? copy_scale=copies_scale?", key=("snapshots_like",),
     ),
-}
+}  # fmt: skip
 
 SLOTS = """
 if slots.__class__ is Slots:
@@ -189,19 +187,17 @@ def holders_of(op: Op) -> list[Holder]:
 
 def body_of(op: Op, pointers: tuple[str, ...]) -> list[str]:
     """Lines that collect pointers, tensors to compare, and the key."""
-    holders, tensors = holders_of(op), [*op.tensors, "out"]
-    variables = {f"{op.aliases.get(name, name)}_ptr": name for name in tensors}
+    holders = holders_of(op)
+    variables = {f"{op.aliases.get(name, name)}_ptr": name for name in (*op.tensors, "out")}
     optional = {pointer for pointer, name in variables.items() if name in op.optional and name != "out"}
     compared = {*op.tensors}
     for holder in holders:
-        variables, optional, compared = variables | holder.pointers, optional | {*holder.optional}, compared | {
-            *holder.guarded
-        }  # fmt: skip
-    lines = [line for holder in holders for line in holder.prelude]
+        variables, optional = variables | holder.variables, optional | holder.optional
+        compared |= {*holder.guarded}
+    lines = [line for holder in holders for line in dedent(holder.prelude).strip().splitlines()]
+    lines += [] if any("launches" in line for line in lines) else ["launches = on_tensors"]
     lines += [f"if out is None and ({op.like_main}):", f"    out = new_out({op.main}, slots)"]
     addressed = {*op.aligned, *op.aligned_each, op.main, "out"} | {"state_data"} & compared
-    if not any("launches" in line for line in lines):
-        lines.append("launches = on_tensors")
     for name in sorted(addressed):
         absent = name in op.optional and name != "out"
         lines.append(f"{name}_at = 0" if absent else f"{name}_at = {name}.data_ptr()")
