@@ -179,7 +179,7 @@ class Op:
         """Check a call and carry it out; remember what it started, if it can be repeated."""
         given = self.checked(values)
         if torch.compiler.is_compiling():
-            registered.call(self.name, self.pieces, given)
+            registered.call(self.name, self.pieces, {name: getattr(given, name) for name in self.hints})
             return given.out
         started = self.run(given)
         if started and likeness is not None:

@@ -78,7 +78,7 @@ def register(
     name: str, hints: Mapping[str, Any], run: Callable[[Mapping[str, Any]], object], writes: tuple[str, ...] = ()
 ) -> tuple[Piece, ...]:
     """Make `run`, which is given the arguments of an op by their names, the op torch.ops.flashstate.<name>; returns its
-    flat arguments."""
+    flat arguments. It returns nothing, as torch demands."""
     pieces, marks = pieces_of(hints, writes), iter("abcdefghijklmnopqrstuvwxyz")
     words = [piece.schema.format(mark=f"({next(marks)}!)" if piece.written else "") for piece in pieces]
 
@@ -86,8 +86,31 @@ def register(
         rest = iter(flat)
         run({argument: _restored(hint, rest) for argument, hint in hints.items()})
 
-    define(f"{name}({', '.join(words)}) -> ()", on_flat)
+    schema = f"{name}({', '.join(words)}) -> ()"
+    _library.define(schema)
+    _library.impl(name, on_flat, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"flashstate::{name}", lambda *flat: None, lib=_library)
     return pieces
+
+
+def registered(*writes: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a function an op, which writes these arguments and returns nothing: inside torch.compile calls of it go to the
+    registered one."""
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        name, hints = function.__name__, get_type_hints(function)
+        hints.pop("return")
+        pieces = register(name, hints, lambda arguments: function(**arguments), writes)
+
+        def run(*values: Any) -> None:
+            if torch.compiler.is_compiling():
+                call(name, pieces, dict(zip(hints, values, strict=True)))
+            else:
+                function(*values)
+
+        return run
+
+    return decorate
 
 
 def _restored(hint: Any, flat: Iterator[Any]) -> Any:
@@ -104,25 +127,13 @@ def _restored(hint: Any, flat: Iterator[Any]) -> Any:
     return made
 
 
-def define(schema: str, run: Callable[..., object]) -> None:
-    """Make `run` the op torch.ops.flashstate.<name> of this schema: it writes the arguments marked (a!), and returns
-    nothing, as torch demands."""
-    name = schema.split("(")[0]
-
-    def op(*flat: Any) -> None:
-        run(*flat)
-
-    _library.define(schema)
-    _library.impl(name, op, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"flashstate::{name}", lambda *flat: None, lib=_library)
-
-
-def call(name: str, pieces: tuple[Piece, ...], given: object) -> None:
-    """Call a registered op with the arguments of a call that was checked."""
+def call(name: str, pieces: tuple[Piece, ...], arguments: Mapping[str, Any]) -> None:
+    """Call a registered op with arguments that were checked."""
     flat: list[Any] = []
     for piece in pieces:
-        value: Any = given
-        for attribute in piece.path:
+        first, *attributes = piece.path
+        value = arguments[first]
+        for attribute in attributes:
             value = None if value is None else getattr(value, attribute)
         flat.append(value)
     getattr(torch.ops.flashstate, name)(*flat)

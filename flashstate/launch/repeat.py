@@ -30,7 +30,7 @@ class Holder(NamedTuple):
     """How an argument that holds tensors takes part in a repeated call.
 
     prelude: source that takes it apart.
-    pointers: variables with its tensors, each with the name that kernels have for its pointer; "?" where it may be None.
+    pointers: variables with its tensors, behind the names that kernels have for them; "?" where one may be None.
     guarded: variables with tensors that are compared with those of the earlier call.
     key: expressions that tell calls apart.
     """

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import get_type_hints
-
-import torch
 from torch import Tensor
 
 from flashstate.errors import check_contiguous, dtype_name, tied
-from flashstate.launch import access_width, choose, machine_of, registered, start, uses_kernels
+from flashstate.launch import access_width, choose, machine_of, start, uses_kernels
 from flashstate.launch.arguments import aligned, as_bytes, row_stride, slots_values, state_values
 from flashstate.launch.axes import OR_EXPANDED, Tokens
-from flashstate.launch.call import MOST_PROGRAMS, Given
+from flashstate.launch.call import MOST_PROGRAMS
 from flashstate.launch.config import next_power_of_2
+from flashstate.launch.registered import registered
 from flashstate.ops.debug import check_contents, check_cursors, debugging
 from flashstate.ops.mamba2_replay import ReplayProblem
 from flashstate.reference import mamba2_replay as reference
@@ -66,13 +64,7 @@ def mamba2_fold(
             check_contents(len(state.data), Tokens(("batch",), (batch,), batch, 1), where, None, True)
         check_cursors(ring, where, batch)
     each, most = (tokens, -1) if isinstance(tokens, Tensor) else (None, -1 if tokens is None else tokens)
-    given = Given()
-    for name, value in zip(HINTS, (state, ring, A, where, each, most, target), strict=True):
-        setattr(given, name, value)
-    if torch.compiler.is_compiling():
-        registered.call("mamba2_fold", PIECES, given)
-    else:
-        fold(state, ring, A, where, each, most, target)
+    fold(state, ring, A, where, each, most, target)
 
 
 def _check_into(into: State, state: State) -> State:
@@ -98,6 +90,7 @@ def _check_slots(slots: Slots | None, state: State, elsewhere: bool) -> None:
     check_folded_slots(slots)
 
 
+@registered()
 def fold(
     state: State, ring: Ring, A: Tensor, slots: Slots | None, tokens: Tensor | None, most: int, into: State | None
 ) -> None:
@@ -141,7 +134,3 @@ def fold(
         raise ValueError(f"slots must need fewer than 2^31 programs, got {programs} for shape {shape_words}")
     arguments = tuple(values[name] for name in mamba2_fold_kernel.runtime)
     start(mamba2_fold_kernel, (programs,), state.data.device, arguments, constants, num_warps=1)
-
-
-HINTS = {name: hint for name, hint in get_type_hints(fold).items() if name != "return"}
-PIECES = registered.register("mamba2_fold", HINTS, lambda arguments: fold(**arguments))
