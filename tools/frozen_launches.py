@@ -241,9 +241,11 @@ def collect_all(only: str) -> list[Found]:
 
 
 def save_lines(path: Path, lines: Iterable[Line]) -> None:
-    """Write a file of these launches, one per line."""
+    """Write a file of these launches, one per line, so that a reader meets either the old file or the new one."""
+    beside = path.with_name(path.name + ".new")
     listed = ",\n".join(json.dumps(line) for line in lines)
-    path.write_text(f'{{"triton": {json.dumps(triton.__version__)}, "launches": [\n{listed}\n]}}\n', encoding="utf-8")
+    beside.write_text(f'{{"triton": {json.dumps(triton.__version__)}, "launches": [\n{listed}\n]}}\n', encoding="utf-8")
+    beside.replace(path)
 
 
 def ptx_by_ttir(lines: Iterable[Line]) -> dict[str, str]:
