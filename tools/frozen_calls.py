@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 import re
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -54,23 +54,24 @@ from flashstate.state.formats import FORMATS, PORTABLE_FORMATS
 CPU = torch.device("cpu")
 ARCHITECTURES = (90, 100)
 MEASURED = Gpu("NVIDIA H200", (9, 0))  # the GPU that has a table
-EVERY = 5  # of the cases of real shapes, one in so many is called, and
-RARER = 3  # formats that forms on odd shapes have, but for the first form, which has all
+EVERY = 7  # of the cases of real shapes, one in so many is called, and
+RARER = 2  # formats that forms on odd shapes have, but for the first form, which has all
 FAR = (1 << 31) + 16  # elements between slots, past 32 bits
 
 
 class Call(NamedTuple):
-    """A call with a name, and the architectures it is made on. They take turns in compiling what it launches, which
-    takes seconds: a call is compiled for one of them."""
+    """A call with a name, and the architectures it is made on."""
 
     name: str
     make: Callable[[], object]
     architectures: tuple[int, ...] = ARCHITECTURES
+    compiled: bool = True  # whether what it launches is
 
     @property
-    def compiled_on(self) -> int:
-        """The architecture that what it launches is compiled for: one that its name decides."""
-        return self.architectures[zlib.crc32(self.name.encode()) % len(self.architectures)]
+    def compiled_on(self) -> int | None:
+        """The architecture that what it launches is compiled for, which takes seconds. So there is one, by turns: its
+        name decides."""
+        return self.architectures[crc32(self.name.encode()) % len(self.architectures)] if self.compiled else None
 
 
 class Manner(NamedTuple):
@@ -252,12 +253,12 @@ def hardware_rounding_calls() -> Iterator[Call]:
         yield called(case, STEPS[0])._replace(architectures=ARCHITECTURES[-1:])
 
 
-def folded_into(inputs: Any, name: str, rounding: str) -> object:
+def folded_into(inputs: Any, name: str, rounding: str) -> None:
     """Fold into another State, of this format."""
     pool = inputs.state
     into = untouched_state(pool.data.shape, name, rounding, pool.seed)
     slots = Slots(inputs.slots, write=inputs.slots.flip(0))
-    return mamba2_fold(pool.state, pool.ring, inputs.arguments["A"], slots=slots, into=into)
+    mamba2_fold(pool.state, pool.ring, inputs.arguments["A"], slots=slots, into=into)
 
 
 def untouched_state(shape: Sequence[int], name: str, rounding: str, seed: Tensor | None = None) -> State:
@@ -285,15 +286,18 @@ def fold_calls() -> Iterator[Call]:
         yield Call(f"{case}, fold into {into} {into_rounding}", partial(folded_into, inputs, into, into_rounding))
 
 
+def planned_and_committed(inputs: Any, accepted: Tensor | None) -> None:
+    """Make the plan of a step, and move the cursors on as if it had been made."""
+    inputs.state.ring.commit(inputs.plan(), accepted)
+
+
 def ring_calls() -> Iterator[Call]:
     """Plans of a step, and what moves the cursors of rings."""
     for case in (ODD_REPLAY_CASES[0], ODD_REPLAY_CASES[1], ODD_REPLAY_CASES[2]):
         inputs = inputs_of(case)
         ring, slots, accepted = inputs.state.ring, inputs.slots, torch.ones_like(inputs.slots)
-        yield Call(f"{case}, commit", lambda inputs=inputs: inputs.state.ring.commit(inputs.plan()))
-        yield Call(
-            f"{case}, commit accepted", lambda inputs=inputs, a=accepted: inputs.state.ring.commit(inputs.plan(), a)
-        )
+        yield Call(f"{case}, commit", partial(planned_and_committed, inputs, None))
+        yield Call(f"{case}, commit accepted", partial(planned_and_committed, inputs, accepted))
         yield Call(f"{case}, folded", partial(ring.folded, slots))
         yield Call(f"{case}, folded some tokens", partial(ring.folded, slots, accepted))
         yield Call(f"{case}, folded everywhere", partial(ring.folded, None, 2))
@@ -394,11 +398,11 @@ def measured_call(case: AnyCase, op: str, stored: str, size: int) -> object:
 
 
 def table_calls() -> Iterator[Call]:
-    """A call for every entry of the table."""
+    """A call for every entry of the table; what the largest size of each mode launches is compiled."""
     for key, modes in load_table(MEASURED.name).items():
         for mode, sizes in modes.items():
             for size, config in sizes.items():
-                yield table_call(key, mode, size, config)
+                yield table_call(key, mode, size, config)._replace(compiled=size == max(sizes))
 
 
 def table_call(key: str, mode: str, size: int, config: Config) -> Call:

@@ -6,7 +6,7 @@
 Of every launch the file has a line: the call it is of, kernel, grid, constants, options, types of arguments, and, on
 one architecture by turns, hashes of the TTIR and the PTX that the installed Triton makes of it. Hashes do not depend on
 the names of a kernel's parameters, of device functions or of files. What has the TTIR of the file has its PTX too, so a
-comparison compiles to PTX only what changed. No GPU is needed.
+comparison compiles to PTX only what changed, and an interrupted `write` goes on where it was. No GPU is needed.
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ import multiprocessing
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -46,6 +49,8 @@ TYPES = {
 UNCHANGED: dict[str, str] = {}  # in processes that compile: PTX by TTIR, as the file has it
 COMPARED = ("kernel", "grid", "constants", "options", "types")
 Line = dict[str, Any]  # one launch, as the file has it
+NOTHING: dict[str, Any] = {"triton": None, "launches": []}  # what is in a file that is not there
+SAVED_EVERY = 60  # seconds
 
 
 class Variant(NamedTuple):
@@ -86,6 +91,9 @@ def variant_of(launch: Launch, architecture: int) -> Variant:
     return Variant(launch.kernel.fn.__module__, launch.kernel.__name__, types, constants, options, architecture)
 
 
+Found = tuple[Line, Variant | None]  # a launch, and what is to be compiled for its hashes
+
+
 class Hashes(NamedTuple):
     """Of what Triton makes of a variant."""
 
@@ -93,7 +101,7 @@ class Hashes(NamedTuple):
     ptx: str
 
 
-def collect(calls: Sequence[Call], gpu: Gpu | None = None) -> Iterator[tuple[Line, Variant | None]]:
+def collect(calls: Sequence[Call], gpu: Gpu | None = None) -> Iterator[Found]:
     """Every launch of these calls as a line without hashes, and what they are made from, if they are. Without a GPU
     that has a table, on one of each architecture that has none."""
     for call in track(calls, "collecting", console=Console(stderr=True), transient=True):
@@ -158,7 +166,9 @@ def texts_of(variant: Variant) -> Iterator[str]:
 def source_of(variant: Variant) -> tuple[Any, dict[str, str], dict[tuple[int, ...], Any]]:
     """The kernel of a variant, the types of its parameters, and the values of those that are constants."""
     kernel = getattr(importlib.import_module(variant.module), variant.kernel)
-    given, types, values = dict(variant.constants), {}, {}
+    given: dict[str, Any] = dict(variant.constants)
+    types: dict[str, str] = {}
+    values: dict[tuple[int, ...], Any] = {}
     for position, parameter in enumerate(kernel.params):
         type_given = variant.types[position] if position < len(variant.types) else None
         types[parameter.name] = type_given or "constexpr"
@@ -188,55 +198,58 @@ def normalised_ptx(ptx: str) -> str:
     return "\n".join(line.strip() for line in ptx.splitlines() if line.strip())
 
 
-def compiled(variants: Sequence[Variant], unchanged: dict[str, str], jobs: int) -> dict[Variant, Hashes]:
-    """Hashes of each of these, made by so many processes. `unchanged`: PTX by TTIR."""
-    different = list(dict.fromkeys(variants))
-    with multiprocessing.get_context("spawn").Pool(jobs, remember, (unchanged,)) as pool:
-        results = pool.imap_unordered(hashes_of, different)
-        console = Console(stderr=True)
-        return dict(track(results, "compiling", total=len(different), console=console, transient=True))
-
-
-def lines_now(options: argparse.Namespace, unchanged: dict[str, str]) -> dict[str, Line]:
-    """What the library launches now, by the name of the launch. `unchanged`: PTX by TTIR."""
-    portable, measured = (
-        [call for call in calls if options.only in call.name] for calls in (portable_calls(), table_calls())
-    )  # fmt: skip
-    found = [*collect(portable), *collect(measured, MEASURED)]
-    lines = {line["call"]: line for line, _ in found}
-    assert len(lines) == len(found), "names of calls are not distinct"
-    variants = [variant for _, variant in found if variant is not None]
-    hashes = {} if options.no_compile else compiled(variants, unchanged, options.jobs)
+def add_hashes(found: Sequence[Found], unchanged: dict[str, str], jobs: int, save: Callable[[], None]) -> None:
+    """Compile what is found, by so many processes, and add hashes to its lines. Lines are saved once a minute, so that
+    what was compiled is not lost. `unchanged`: PTX by TTIR."""
+    lines: defaultdict[Variant, list[Line]] = defaultdict(list)
     for line, variant in found:
-        if variant in hashes:
-            line.update(hashes[variant]._asdict())
-    calls, different = len(portable) + len(measured), len(set(variants))
-    print(f"{len(lines)} launches of {calls} calls, {different} different ones to compile", file=sys.stderr)
-    return lines
+        if variant is not None:
+            lines[variant].append(line)
+    mixed = sorted(lines, key=lambda variant: digest(repr(variant)))  # so that a part of them is a bit of everything
+    saved = time.monotonic()
+    with multiprocessing.get_context("spawn").Pool(jobs, remember, (unchanged,)) as pool:
+        results = pool.imap_unordered(hashes_of, mixed)
+        console = Console(stderr=True)
+        for variant, hashes in track(results, "compiling", total=len(mixed), console=console, transient=True):
+            for line in lines[variant]:
+                line.update(hashes._asdict())
+            if time.monotonic() > saved + SAVED_EVERY:
+                save()
+                saved = time.monotonic()
 
 
-def write(path: Path, lines: Iterable[Line]) -> None:
-    """A file of these launches, one per line."""
+def collect_all(only: str) -> list[Found]:
+    """What all calls launch whose name has this text."""
+    portable, measured = ([call for call in calls if only in call.name] for calls in (portable_calls(), table_calls()))
+    found = [*collect(portable), *collect(measured, MEASURED)]
+    assert len({line["call"] for line, _ in found}) == len(found), "names of calls are not distinct"
+    calls, different = len(portable) + len(measured), len({variant for _, variant in found} - {None})
+    print(f"{len(found)} launches of {calls} calls, {different} different ones to compile", file=sys.stderr)
+    return found
+
+
+def save_lines(path: Path, lines: Iterable[Line]) -> None:
+    """Write a file of these launches, one per line, so that a reader meets either the old file or the new one."""
+    beside = path.with_name(path.name + ".new")
     listed = ",\n".join(json.dumps(line) for line in lines)
-    path.write_text(f'{{"triton": {json.dumps(triton.__version__)}, "launches": [\n{listed}\n]}}\n', encoding="utf-8")
+    beside.write_text(f'{{"triton": {json.dumps(triton.__version__)}, "launches": [\n{listed}\n]}}\n', encoding="utf-8")
+    beside.replace(path)
+
+
+def ptx_by_ttir(lines: Iterable[Line]) -> dict[str, str]:
+    """Hashes that lines have."""
+    return {line["ttir"]: line["ptx"] for line in lines if "ptx" in line}
 
 
 def differences(before: Line, now: Line, fields: Sequence[str]) -> Iterator[str]:
     """What differs between two lines of one name."""
+    now = json.loads(json.dumps(now))
     for field in fields:
-        old, new = before.get(field), json.loads(json.dumps(now.get(field)))
-        if old == new:
-            continue
-        if field in ("constants", "options"):
-            names = [
-                name for name in {**old, **new} if old.get(name) != new.get(name) or (name in old) != (name in new)
-            ]
-            told = ", ".join(f"{name} {old.get(name, 'absent')} -> {new.get(name, 'absent')}" for name in names)
-            yield f"{field}: {told}"
-        elif field == "types":
-            places = [i for i in range(max(len(old), len(new))) if old[i : i + 1] != new[i : i + 1]]
-            yield f"types of arguments {places}: {old} -> {new}"
-        else:
+        old, new = before.get(field), now.get(field)
+        if isinstance(old, dict) and isinstance(new, dict):
+            pairs = {name: (old.get(name, "absent"), new.get(name, "absent")) for name in {**old, **new}}
+            yield from (f"{field}: {name} {was} -> {is_}" for name, (was, is_) in pairs.items() if was != is_)
+        elif old != new:
             yield f"{field}: {old} -> {new}"
 
 
@@ -263,24 +276,33 @@ def arguments_of(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="processes that compile (2)")
     parser.add_argument("--only", default="", metavar="TEXT", help="only calls whose name has this text")
     parser.add_argument("--no-compile", action="store_true", help="compare all but PTX, which is fast")
-    parser.add_argument("--thorough", action="store_true", help="compile to PTX what has the same TTIR too")
+    parser.add_argument("--thorough", action="store_true", help="compile to PTX what has the TTIR of the file too")
     return parser.parse_args(given)
 
 
 def main(given: Sequence[str] | None = None) -> int:
     """Write a file of launches, or compare one; 1 if anything differs."""
     options = arguments_of(given)
+    content = json.loads(options.file.read_text(encoding="utf-8")) if options.file.exists() else NOTHING
+    same = content["triton"] == triton.__version__
+    unchanged = ptx_by_ttir(content["launches"]) if same and not options.thorough else {}
     if options.command == "write":
-        write(options.file, lines_now(options, {}).values())
+        found = collect_all(options.only)
+        save = partial(save_lines, options.file, [line for line, _ in found])
+        if not options.no_compile:
+            add_hashes(found, unchanged, options.jobs, save)
+        save()
         return 0
-    content = json.loads(options.file.read_text(encoding="utf-8"))
-    if not options.no_compile and content["triton"] != triton.__version__:
+    if not same and not options.no_compile:
         print(f"{options.file} is of Triton {content['triton']}: compare with that, or --no-compile", file=sys.stderr)
         return 2
     frozen = {line["call"]: line for line in content["launches"] if options.only in line["call"]}
-    unchanged = {line["ttir"]: line["ptx"] for line in frozen.values() if "ptx" in line and not options.thorough}
-    now = lines_now(options, unchanged)
-    return int(compare(frozen, now, COMPARED if options.no_compile else (*COMPARED, "ptx")) > 0)
+    found = collect_all(options.only)
+    if not options.no_compile:
+        hashed = [(line, variant) for line, variant in found if "ptx" in frozen.get(line["call"], {})]
+        add_hashes(hashed, unchanged, options.jobs, save=lambda: None)
+    fields = COMPARED if options.no_compile else (*COMPARED, "ptx")
+    return int(compare(frozen, {line["call"]: line for line, _ in found}, fields) > 0)
 
 
 if __name__ == "__main__":
