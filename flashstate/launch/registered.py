@@ -94,7 +94,7 @@ def register(
 
 
 def registered(*writes: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a function an op, which writes these arguments and returns nothing: inside torch.compile calls of it go to the
+    """Make a function an op, which writes these arguments and returns nothing: inside torch.compile calls go to the
     registered one."""
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
