@@ -1,8 +1,7 @@
 """What functions of other libraries give, by their contracts: loops over rows, tokens and heads.
 
-A model says for every row of the batch where it starts and where its states go. simulate() computes them for
-selective_state_update, and simulate_delta() for gated delta rules, in float64 or float32. simulate_mamba3() does both
-for mamba3_step_fn. Nothing here uses flashstate.
+The contract of a function says for every row of the batch where it starts and where its states go; a recurrence says
+what they are, in float64 or float32. Nothing here uses flashstate.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ Place = tuple[str, tuple[int, ...]]  # an entry of an argument that holds states
 
 @dataclass
 class Row:
-    """A row of the batch: its tokens on the flat token axis, the slot it starts from (None: from zero), and where the
-    state after each token goes."""
+    """A row of the batch that runs: its tokens on the flat token axis, the slot it starts from (None: from zero), and
+    where the state after each token goes."""
 
     tokens: list[int]
     start: int | None
@@ -32,23 +31,66 @@ class Row:
         self.goes.setdefault(token, []).append((name, entry))
 
 
-Model = Callable[[Arguments], list[Row]]
+Contract = Callable[[Arguments], list[Row]]
 
 
 @dataclass
 class Outcome:
-    """Outputs (tokens, heads, dim), zero for tokens of no row, and the states (heads, dim, dstate) that are stored."""
+    """What a call gives: its output, with which entries of it rows have computed; the states that are stored, in the
+    dtype of a pool where they are kept to the byte; and the slots that are read."""
 
     y: Tensor
-    stored: dict[Place, Tensor]
+    ran: Tensor
+    stored: dict[Place, Tensor] = field(default_factory=dict)
+    read: set[int] = field(default_factory=set)
+
+
+def run(rows: list[Row], y: Tensor, start: Callable[[int | None], Any], step: Callable[..., Any]) -> Outcome:
+    """The outcome of rows, each from its start on, step by step. y: (tokens, ...), the output where no row runs."""
+    outcome = Outcome(y, torch.zeros_like(y, dtype=torch.bool))
+    for row in rows:
+        s = start(row.start)
+        outcome.read |= {row.start} - {None}
+        for t, token in enumerate(row.tokens):
+            outcome.y[token], s = step(s, token, row.start)
+            outcome.ran[token] = True
+            outcome.stored |= dict.fromkeys(row.goes.get(t, []), s)
+    return outcome
+
+
+def shaped(outcome: Outcome, shape: torch.Size) -> Outcome:
+    outcome.y, outcome.ran = outcome.y.reshape(shape), outcome.ran.reshape(shape)
+    return outcome
+
+
+def numbers(indices: Tensor | None) -> list[list[int]] | None:
+    """Rows of a table; a list is a table of one column."""
+    return None if indices is None else (indices[:, None] if indices.dim() == 1 else indices).tolist()
+
+
+def chosen(slots: list[int], accepted: int) -> int | None:
+    return slots[accepted - 1] if 1 <= accepted <= len(slots) else None
+
+
+def tokens_of_rows(rows: int, length: int, bounds: Tensor | None) -> list[list[int]]:
+    """Where the tokens of every row are, on the flat token axis: so many each, or as their bounds say."""
+    if bounds is None:
+        return [list(range(b * length, b * length + length)) for b in range(rows)]
+    return [list(range(first, last)) for first, last in pairwise(bounds.tolist())]
+
+
+def step_tokens(arguments: Arguments) -> list[list[int]]:
+    x = arguments["x"]
+    return tokens_of_rows(len(x), x.shape[1] if x.dim() == 4 else 1, arguments.get("cu_seqlens"))
 
 
 def mamba_ssm(arguments: Arguments) -> list[Row]:
-    """Rows with a negative index do nothing, and their output is zero."""
-    slots = numbers(arguments["state_batch_indices"]) or [[b] for b in range(len(arguments["x"]))]
-    rows = [Row([b], slot) for b, (slot,) in enumerate(slots) if slot >= 0]
+    """Rows with a slot that the pool does not have do nothing, and their output is zero."""
+    slots = numbers(arguments.get("state_batch_indices")) or [[b] for b in range(len(arguments["x"]))]
+    goes = "state" if arguments.get("state_out") is None else "state_out"
+    rows = [Row([b], slot) for b, (slot,) in enumerate(slots) if 0 <= slot < len(arguments["state"])]
     for row in rows:
-        row.store(0, "state", row.start)
+        row.store(0, goes, row.start)
     return rows
 
 
@@ -57,7 +99,7 @@ def vllm(arguments: Arguments) -> list[Row]:
     rows = []
     read, write = numbers(arguments.get("state_batch_indices")), numbers(arguments.get("dst_state_batch_indices"))
     accepted, null = arguments.get("num_accepted_tokens"), arguments.get("null_block_id", 0)
-    for b, tokens in enumerate(tokens_of_rows(arguments)):
+    for b, tokens in enumerate(step_tokens(arguments)):
         slots = read[b] if read else [b]
         slot = slots[0] if accepted is None else chosen(slots, int(accepted[b]))
         if read and (slot is None or slot < 0 or slot == null):
@@ -78,7 +120,7 @@ def flashinfer(arguments: Arguments) -> list[Row]:
     read, write = numbers(arguments.get("state_batch_indices")), numbers(arguments.get("dst_state_batch_indices"))
     accepted, pad = arguments.get("num_accepted_tokens"), arguments.get("pad_slot_id", -1)
     buffer_rows = numbers(arguments.get("intermediate_state_indices"))
-    for b, tokens in enumerate(tokens_of_rows(arguments)):
+    for b, tokens in enumerate(step_tokens(arguments)):
         slots = read[b] if read else [b]
         slot = slots[0] if accepted is None else chosen(slots, int(accepted[b]))
         if slot is None or slot < 0 or slot == pad:
@@ -133,44 +175,23 @@ def flashinfer_mtp(arguments: Arguments) -> list[Row]:
     return rows
 
 
-def numbers(indices: Tensor | None) -> list[list[int]] | None:
-    """Rows of a table; a list is a table of one column."""
-    return None if indices is None else indices.reshape(len(indices), -1).tolist()
-
-
-def chosen(slots: list[int], accepted: int) -> int | None:
-    return slots[accepted - 1] if 1 <= accepted <= len(slots) else None
-
-
-def tokens_of_rows(arguments: Arguments) -> list[list[int]]:
-    """Where the tokens of every row are, on the flat token axis."""
-    x = arguments["x"]
-    if arguments.get("cu_seqlens") is None:
-        length = x.shape[1] if x.dim() == 4 else 1
-        return [list(range(b * length, b * length + length)) for b in range(len(x))]
-    bounds = arguments["cu_seqlens"].tolist()
-    return [list(range(first, last)) for first, last in pairwise(bounds)]
-
-
-def simulate(model: Model, arguments: Arguments, dtype: torch.dtype) -> Outcome:
-    """What a call on these arguments, which are on the CPU, gives by this model, computed in `dtype`."""
+def selective(contract: Contract, arguments: Arguments, dtype: torch.dtype) -> Outcome:
+    """What a selective_state_update of this contract gives, on arguments that are on the CPU."""
     state = decoded(arguments["state"], arguments.get("state_scale"))
     heads, dim, dstate = state.shape[-3] if state.dim() == 4 else 1, *state.shape[-2:]
-    wide = {"x": (-1, heads, dim), "dt": (-1, heads, dim), "z": (-1, heads, dim), "A": (heads, dim, dstate)}
-    wide |= {"D": (heads, dim), "dt_bias": (heads, dim)}
+    tokens = arguments["x"].numel() // (heads * dim)
+    wide = {**dict.fromkeys(("x", "dt", "z"), (tokens, heads, dim)), **dict.fromkeys("BC", (tokens, -1, dstate))}
+    wide |= {"A": (heads, dim, dstate), "D": (heads, dim), "dt_bias": (heads, dim)}
     values = {name: arguments.get(name) for name in wide}
     values = {name: None if t is None else t.to(dtype).reshape(wide[name]) for name, t in values.items()}
-    tokens = len(values["x"])
-    values |= {name: arguments[name].to(dtype).reshape(tokens, -1, dstate) for name in ("B", "C")}
-    outcome = Outcome(torch.zeros(tokens, heads, dim, dtype=dtype), {})
-    for row in model(arguments):
-        s = torch.zeros(heads, dim, dstate, dtype=dtype)
-        if row.start is not None:
-            s = state[row.start].to(dtype).reshape(heads, dim, dstate)
-        for t, token in enumerate(row.tokens):
-            outcome.y[token], s = one_token(s, token, values, arguments["dt_softplus"])
-            outcome.stored |= dict.fromkeys(row.goes.get(t, []), s)
-    return outcome
+    zero = torch.zeros(heads, dim, dstate, dtype=dtype)
+    outcome = run(
+        contract(arguments),
+        torch.zeros_like(values["x"]),
+        lambda slot: zero if slot is None else state[slot].to(dtype).reshape(zero.shape),
+        lambda s, token, _: one_token(s, token, values, arguments["dt_softplus"]),
+    )
+    return shaped(outcome, arguments["x"].shape)
 
 
 def one_token(s: Tensor, token: int, values: Arguments, dt_softplus: bool) -> tuple[Tensor, Tensor]:
@@ -194,21 +215,24 @@ def one_token(s: Tensor, token: int, values: Arguments, dt_softplus: bool) -> tu
     return torch.stack(outputs), torch.stack(states)
 
 
-def simulate_delta(model: Model, arguments: Arguments, dtype: torch.dtype) -> Outcome:
-    """The same for a gated delta rule. Outputs are (tokens, HV, V), states (HV, V, K)."""
+def gated_delta(contract: Contract, arguments: Arguments, dtype: torch.dtype) -> Outcome:
+    """What a gated delta rule of this contract gives: outputs (B, T, HV, V), states (HV, V, K). Rows of several tokens
+    that do nothing leave what is in the output."""
     pool = arguments["state"] if arguments.get("initial_state") is None else arguments["initial_state"]
     per_token = {name: arguments[name].to(dtype).flatten(0, 1) for name in ("q", "k", "v", "a", "b")}
     per_head = {name: arguments[name].to(dtype) for name in ("A_log", "dt_bias")}
     scale, normalise = arguments.get("scale"), arguments.get("use_qk_l2norm", True)
     scale = per_token["q"].shape[-1] ** -0.5 if scale is None else scale
-    outcome = Outcome(torch.zeros_like(per_token["v"]), {})
-    for row in model(arguments):
-        s = pool[row.start].to(dtype)
-        for t, token in enumerate(row.tokens):
-            here = {name: values[token] for name, values in per_token.items()}
-            outcome.y[token], s = one_delta_token(s, {**here, **per_head}, scale, normalise)
-            outcome.stored |= dict.fromkeys(row.goes.get(t, []), s)
-    return outcome
+    left = torch.zeros_like(per_token["v"])
+    if arguments.get("output") is not None and arguments["v"].shape[1] > 1:
+        left = arguments["output"].to(dtype).flatten(0, 1)
+
+    def step(s: Tensor, token: int, _: int | None) -> tuple[Tensor, Tensor]:
+        here = {name: values[token] for name, values in per_token.items()}
+        return one_delta_token(s, {**here, **per_head}, scale, normalise)
+
+    outcome = run(contract(arguments), left, lambda slot: pool[slot].to(dtype), step)
+    return shaped(outcome, arguments["v"].shape)
 
 
 def one_delta_token(s: Tensor, values: Arguments, scale: float, normalise: bool) -> tuple[Tensor, Tensor]:
@@ -228,29 +252,27 @@ def one_delta_token(s: Tensor, values: Arguments, scale: float, normalise: bool)
     return torch.stack(outputs), torch.stack(states)
 
 
-def simulate_mamba3(arguments: Arguments, dtype: torch.dtype) -> Outcome:
-    """What a call of mamba3_step_fn gives: outputs (batch, H, D), or without outproj (batch, R, H, D), zero for rows
-    with a slot that the pool does not have; states, and with update_kv_state what replaces Bstate and Xstate, as it is
-    kept there."""
-    state, Bstate, Xstate = (arguments[name] for name in ("state", "Bstate", "Xstate"))
-    x, B, goes = arguments["x"], arguments["B"], "state" if arguments.get("state_out") is None else "state_out"
-    indices = arguments.get("state_batch_indices")
-    slots = range(len(x)) if indices is None else indices.tolist()
+def mamba3(arguments: Arguments, dtype: torch.dtype) -> Outcome:
+    """What mamba3_step_fn gives: outputs (batch, H, D), or without outproj (batch, R, H, D); with update_kv_state also
+    what replaces Bstate and Xstate, to the byte."""
+    state, Bstate, Xstate, x, B = (arguments[name] for name in ("state", "Bstate", "Xstate", "x", "B"))
     B_kept = B.repeat_interleave(state.shape[1] // B.shape[2], 2).to(Bstate.dtype)  # (batch, R, H, N)
-    outcome = Outcome(torch.zeros(len(x), *Bstate.shape[1:3], x.shape[-1], dtype=dtype), {})
-    for b, slot in enumerate(slots):
-        if not 0 <= slot < len(state):
-            continue
-        kept = {"s": state[slot], "k": Bstate[slot], "v": Xstate[slot], "B": B_kept[b]}
-        here = {name: arguments[name][b] for name in ("x", "A", "dt", "trap", "C")}
-        shared = {name: arguments.get(name) for name in ("D", "xproj", "zproj", "outproj")}
-        z = None if arguments.get("z") is None else arguments["z"][b]
-        values = {name: t if t is None else t.to(dtype) for name, t in {**kept, **here, **shared, "z": z}.items()}
-        outcome.y[b], outcome.stored[goes, (slot,)] = one_mamba3_token(values)
-        if arguments.get("update_kv_state"):
-            outcome.stored["Bstate", (slot,)], outcome.stored["Xstate", (slot,)] = B_kept[b], x[b].to(Xstate.dtype)
+    shared = {name: arguments.get(name) for name in ("D", "xproj", "zproj", "outproj")}
+
+    def step(s: Tensor, b: int, slot: int) -> tuple[Tensor, Tensor]:
+        values = {"s": s, "k": Bstate[slot], "v": Xstate[slot], "B": B_kept[b], **shared}
+        for name in ("x", "A", "dt", "trap", "C", "z"):
+            values[name] = None if arguments.get(name) is None else arguments[name][b]
+        return one_mamba3_token({name: t if t is None else t.to(dtype) for name, t in values.items()})
+
+    rows = mamba_ssm(arguments)
+    y = torch.zeros(len(x), *Bstate.shape[1:3], x.shape[-1], dtype=dtype)
+    outcome = run(rows, y, lambda slot: state[slot], step)
+    for row in rows if arguments.get("update_kv_state") else []:
+        b, slot = row.tokens[0], row.start
+        outcome.stored |= {("Bstate", (slot,)): B_kept[b], ("Xstate", (slot,)): x[b].to(Xstate.dtype)}
     if arguments.get("outproj") is not None:
-        outcome.y = outcome.y.sum(1)
+        outcome.y, outcome.ran = outcome.y.sum(1), outcome.ran[:, 0]
     return outcome
 
 
@@ -280,6 +302,82 @@ def one_mamba3_token(values: Arguments) -> tuple[Tensor, Tensor]:
             y[r, h] *= out[r, h]
         states.append(s)
     return y, torch.stack(states)
+
+
+def causal_conv1d(arguments: Arguments, dtype: torch.dtype) -> Outcome:
+    """The window holds the last inputs, newest last; with cache_seqlens token p is at p modulo its length."""
+    lengths, slots = arguments.get("cache_seqlens"), numbers(arguments.get("conv_state_indices"))
+    convolution = Convolution(arguments, dtype)
+    size, before = arguments["conv_state"].shape[2], convolution.width - 1
+    for b, tokens in enumerate(convolution.tokens):
+        slot = slots[b][0] if slots else b
+        if slot < 0:
+            continue
+        window = arguments["conv_state"][slot].clone()  # (dim, size)
+        if lengths is None:
+            inputs = convolution.run(tokens, slot, window[:, size - before :])
+            window = torch.cat([window, inputs[:, before:].to(window.dtype)], 1)[:, -size:]
+        else:
+            places = [(int(lengths[b]) - before + i) % size for i in range(before + len(tokens))]
+            inputs = convolution.run(tokens, slot, window[:, places[:before]])
+            for i in range(before, len(places)):
+                window[:, places[i]] = inputs[:, i]
+        convolution.outcome.stored["conv_state", (slot,)] = window
+    return convolution.result()
+
+
+def vllm_conv1d(arguments: Arguments, dtype: torch.dtype) -> Outcome:
+    """The window starts at entry 0. With counts the call before left width - 2 inputs and its tokens there, and this
+    one does so again; without, the first width - 1 entries are the last inputs."""
+    table, counts = numbers(arguments.get("conv_state_indices")), arguments.get("num_accepted_tokens")
+    columns = [arguments.get(name) for name in ("initial_state_idx", "block_idx_last_scheduled_token")]
+    convolution = Convolution(arguments, dtype)
+    before = convolution.width - 1
+    for b, tokens in enumerate(convolution.tokens[: len(table)] if table else convolution.tokens):
+        named = [0 if column is None else int(column[b]) for column in columns]
+        read, write = (b if table is None else table[b][i] if 0 <= i < len(table[b]) else -1 for i in named)
+        null = arguments.get("null_block_id", 0)
+        if table is not None and (read < 0 or read == null):
+            continue
+        first = 0 if counts is None else int(counts[b]) - 1
+        inputs = convolution.run(tokens, read, arguments["conv_state"][read][:, first : first + before])
+        kept = inputs[:, -before:] if counts is None else inputs[:, 1:]
+        if tokens and (table is None or (write >= 0 and write != null)):
+            window = arguments["conv_state"][write].clone()
+            window[:, : kept.shape[1]] = kept
+            convolution.outcome.stored["conv_state", (write,)] = window
+    return convolution.result()
+
+
+class Convolution:
+    """The outputs of a causal_conv1d_update, filled in row by row."""
+
+    def __init__(self, arguments: Arguments, dtype: torch.dtype) -> None:
+        x = arguments["x"]
+        self.arguments, self.dtype, self.width = arguments, dtype, arguments["weight"].shape[1]
+        self.x = x if x.dim() == 2 else x.mT.flatten(0, 1)  # (tokens, dim)
+        length = x.shape[2] if x.dim() == 3 else 1
+        self.tokens = tokens_of_rows(len(x), length, arguments.get("query_start_loc"))
+        self.outcome = Outcome(torch.zeros_like(self.x, dtype=dtype), torch.zeros_like(self.x, dtype=torch.bool))
+
+    def run(self, tokens: list[int], slot: int, before: Tensor) -> Tensor:
+        """Convolve tokens with the width - 1 inputs (dim, width - 1) before them; return all these inputs."""
+        inputs = torch.cat([before.float(), self.x[tokens].float().T], 1)
+        weight, bias, activation = (self.arguments.get(name) for name in ("weight", "bias", "activation"))
+        self.outcome.read.add(slot)
+        for t, token in enumerate(tokens):
+            y = torch.zeros(len(weight), dtype=self.dtype) if bias is None else bias.to(self.dtype)
+            for i in range(self.width):
+                y = y + weight[:, i].to(self.dtype) * inputs[:, t + i].to(self.dtype)
+            self.outcome.y[token] = y * torch.sigmoid(y) if activation else y
+            self.outcome.ran[token] = True
+        return inputs
+
+    def result(self) -> Outcome:
+        x, outcome = self.arguments["x"], self.outcome
+        if x.dim() == 3:
+            outcome.y, outcome.ran = (t.reshape(x.mT.shape).mT for t in (outcome.y, outcome.ran))
+        return outcome
 
 
 def decoded(data: Tensor, scale: Tensor | None) -> Tensor:
