@@ -52,7 +52,8 @@ def selective_arguments(
     row behind them; with an int16 state its scale.
 
     heads: None: no head axis. x_dtype: of x, z, B and C. weights_dtype: of dt, D and dt_bias. tied: dt, A, D and
-    dt_bias are expanded from one value per head. optional: D, z and dt_bias are there. buffer: for states of all tokens.
+    dt_bias are expanded from one value per head. optional: D, z and dt_bias are there. buffer: for states of every
+    token.
     """
     tokens = tokens if lengths is None else (sum(lengths) + unused,)
     random = Random(device, sum(tokens))
@@ -248,9 +249,9 @@ def delta_arguments(
 ) -> Arguments:
     """What gated delta rules have, for three rows.
 
-    heads: of q and k, and of v. x_dtype: of what tokens bring. weights_dtype: of A_log and dt_bias. pool: the states are
-    in a pool, not in one for every row. buffer: how many rows it has, and how many more steps than there are tokens.
-    every: slots for the first tokens of each row.
+    heads: of q and k, and of v. x_dtype: of what tokens bring. weights_dtype: of A_log and dt_bias. pool: there is
+    one of states, not a state for every row. buffer: how many rows it has, and how many steps more than
+    there are tokens. every: slots for the first tokens of each row.
     """
     random, (H, HV) = Random(device, tokens + 3), heads
     arguments = {
@@ -416,9 +417,7 @@ OF_MAMBA3: Calls = {
         RANKS,
         {"": {"update_kv_state": True}},
     ),
-    **crossed(
-        {"2 groups, padded": {"groups": 2, **READS["a row of padding"]}}, RANKS, SUMS, PLACES, UPDATES
-    ),
+    **crossed({"2 groups, padded": {"groups": 2, **READS["a row of padding"]}}, RANKS, SUMS, PLACES, UPDATES),
     **crossed(
         {
             "a bfloat16 model": {"x_dtype": BRAIN, "kv_dtype": BRAIN},
@@ -508,10 +507,13 @@ OF_VLLM_CONV1D: Calls = crossed(
     GIVEN,
 )  # fmt: skip
 
+SLOTS_VARY, MORE, MORE_OF_BOTH = ("longer 0", "shorter 0"), ("longer 0",), ("longer 0", "longer 1")
+WINDOWS_VARY, MAY_MISS = (*SLOTS_VARY, "longer 2", "gaps"), ("missing",)
 SSM = Door(
     mamba_ssm.selective_state_update,
     "state, x, dt, A, B, C, D=None, z=None, dt_bias=None, dt_softplus=False, state_batch_indices=None",
     model=partial(models.selective, models.mamba_ssm), calls=OF_MAMBA_SSM, **SELECTIVE,
+    right={"one token": ({"state_batch_indices": [5, 0, 9]}, {"state": SLOTS_VARY})},
 )  # fmt: skip
 VLLM = Door(
     vllm.selective_state_update,
@@ -519,6 +521,15 @@ VLLM = Door(
     "dst_state_batch_indices=None, null_block_id=0, out=None, num_accepted_tokens=None, cu_seqlens=None, "
     "is_blackwell=False, enable_stochastic_rounding=False, cache_philox_rounds=0",
     model=partial(models.selective, models.vllm), calls=OF_VLLM, **SELECTIVE,
+    right={
+        "accepted tokens": (
+            {**OF_VLLM["accepted tokens elsewhere"], "given": True},
+            {
+                "state": SLOTS_VARY, "D": MAY_MISS, "dt_bias": MAY_MISS, "cu_seqlens": ("shorter 0",),
+                "state_batch_indices": MORE, "dst_state_batch_indices": MORE_OF_BOTH, "num_accepted_tokens": MORE,
+            },
+        ),
+    },
 )  # fmt: skip
 FLASHINFER = Door(
     flashinfer.selective_state_update,
@@ -528,12 +539,33 @@ FLASHINFER = Door(
     "cache_steps=0, algorithm='auto', dst_state_batch_indices=None, cu_seqlens=None, num_accepted_tokens=None, "
     "backend='auto'",
     model=partial(models.selective, models.flashinfer), calls=OF_FLASHINFER, **SELECTIVE,
+    right={
+        "a buffer": (
+            {
+                **FORMS["several tokens"], **IN_PLACE, "buffer": True, "state_dtype": SHORT,
+                "intermediate_state_indices": [4, 0, 2], "given": True,
+            },
+            {"D": MAY_MISS, "state_batch_indices": MORE, "intermediate_state_indices": MORE},
+        ),
+        "a seed": (
+            {**FORMS["packed"], **MODES["accepted, every token"], "state_dtype": HALF, "rand_seed": torch.tensor([1])},
+            {
+                "state": SLOTS_VARY, "D": MAY_MISS, "cu_seqlens": ("shorter 0",), "rand_seed": ("one more axis",),
+                "state_batch_indices": MORE_OF_BOTH, "dst_state_batch_indices": MORE_OF_BOTH,
+                "num_accepted_tokens": MORE,
+            },
+        ),
+    },
 )  # fmt: skip
 DECODING = Door(
     flashinfer.gated_delta_rule_decode_pretranspose,
     "q, k, v, state, A_log, a, dt_bias, b, scale=None, output=None, use_qk_l2norm=True, initial_state=None, "
     "initial_state_indices=None, output_state_indices=None",
     model=partial(models.gated_delta, models.flashinfer_decode), calls=OF_DECODE, **DELTA,
+    right={
+        "a pool": ({**DECODE["elsewhere"], "given": True}, {"initial_state": SLOTS_VARY}),
+        "in order": (DECODE["in order"], {}),
+    },
 )  # fmt: skip
 SEVERAL = Door(
     flashinfer.gated_delta_rule_mtp,
@@ -541,6 +573,13 @@ SEVERAL = Door(
     "intermediate_states_buffer=None, ssm_state_indices=None, disable_state_update=None, use_qk_l2norm=True, "
     "output_state_indices=None",
     model=partial(models.gated_delta, models.flashinfer_mtp), calls=OF_MTP, **DELTA,
+    right={
+        "a buffer": (
+            {**MTP["elsewhere"], "buffer": (3, 0), "tokens": 3, "given": True},
+            {"initial_state": SLOTS_VARY, BUFFER: MORE_OF_BOTH},
+        ),
+        "every token": ({**MTP["every token"], "tokens": 3}, {"initial_state": SLOTS_VARY}),
+    },
 )  # fmt: skip
 MAMBA3 = Door(
     mamba_ssm.mamba3_step_fn,
@@ -549,11 +588,25 @@ MAMBA3 = Door(
     model=models.mamba3, calls=OF_MAMBA3, make=mamba3_arguments,
     pools=dict.fromkeys(("state", "Bstate", "Xstate", "state_out"), ""),
     tokens=("x", "A", "B", "C", "dt", "trap", "z"), indices=("state_batch_indices",),
+    right={
+        place: (
+            {**READS["indexed"], **PLACES[place], "given": True, "update_kv_state": True},
+            {"D": MAY_MISS, "xproj": MAY_MISS},
+        )
+        for place in PLACES
+    },
 )  # fmt: skip
 CONV = Door(
     causal_conv1d.causal_conv1d_update,
     "x, conv_state, weight, bias=None, activation=None, cache_seqlens=None, conv_state_indices=None",
     model=models.causal_conv1d, calls=OF_CAUSAL_CONV1D, **CONV1D,
+    right={
+        "one token": ({"conv_state_indices": [7, 0, 2]}, {"conv_state": WINDOWS_VARY}),
+        "a ring": (
+            {"shape": (2, 6, 4), "cache_seqlens": [6, 3], "conv_state_indices": [8, 0]},
+            {"x": ("longer 2",), "conv_state": WINDOWS_VARY},
+        ),
+    },
 )  # fmt: skip
 VLLM_CONV = Door(
     vllm.causal_conv1d_update,
@@ -561,5 +614,21 @@ VLLM_CONV = Door(
     "query_start_loc=None, max_query_len=-1, null_block_id=0, block_idx_last_scheduled_token=None, "
     "initial_state_idx=None, validate_data=False, out=None",
     model=models.vllm_conv1d, calls=OF_VLLM_CONV1D, in_place=True, **CONV1D,
+    right={
+        "packed": (
+            {**PACKED, "length": 5, "num_accepted_tokens": [3, 1, 2], "given": True},
+            {
+                "conv_state": WINDOWS_VARY, "out": ("gaps",), "conv_state_indices": ("shorter 0", "one more axis"),
+                "query_start_loc": MORE, "num_accepted_tokens": MORE,
+            },
+        ),
+        "blocks": (
+            {**BLOCKS, "initial_state_idx": [0, 2], "block_idx_last_scheduled_token": [1, 2]},
+            {
+                "x": ("shorter 0",), "conv_state": WINDOWS_VARY, "conv_state_indices": MORE_OF_BOTH,
+                "initial_state_idx": MORE, "block_idx_last_scheduled_token": MORE,
+            },
+        ),
+    },
 )  # fmt: skip
 DOORS = (SSM, VLLM, FLASHINFER, DECODING, SEVERAL, MAMBA3, CONV, VLLM_CONV)

@@ -17,6 +17,7 @@ from peer_calls import (
     REFERENCE_AND_GPU,
     Door,
     copied,
+    doors_and,
     equal_bytes,
     in_pages,
     require_contract,
@@ -24,21 +25,17 @@ from peer_calls import (
     require_untouched_between,
 )
 from peer_doors import (
-    BRAIN,
     CONV,
     DECODING,
     DOORS,
     FLASHINFER,
     FORMS,
-    GIVEN,
     MAMBA3,
-    MODES,
     RANKS,
     READS,
     SEVERAL,
     SLOTS,
     SSM,
-    STOCHASTIC,
     UPDATES,
     VLLM,
     VLLM_CONV,
@@ -78,13 +75,6 @@ INTERPRETED = [
     *[(CONV, call) for call in CONV.calls if "first" in call],
     *[(VLLM_CONV, call) for call in VLLM_CONV.calls if "last" in call and "given" not in call],
 ]
-
-
-def doors_and(names: str, entries: list[tuple[Any, ...]]) -> pytest.MarkDecorator:
-    """Parameters of a test: a door, and what is tried with it."""
-    ids = ["-".join([door.name, *(what for what in rest if isinstance(what, str))]) for door, *rest in entries]
-    assert len(set(ids)) == len(ids)
-    return pytest.mark.parametrize(("door", *names.split()), entries, ids=ids)
 
 
 @REFERENCE_AND_GPU
