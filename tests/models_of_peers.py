@@ -1,4 +1,4 @@
-"""What functions of other libraries give, by their contracts: loops over rows, tokens and heads.
+"""What functions of other libraries give, by their contracts: loops over rows and tokens.
 
 The contract of a function says for every row of the batch where it starts and where its states go; a recurrence says
 what they are, in float64 or float32. Nothing here uses flashstate.
@@ -6,7 +6,7 @@ what they are, in float64 or float32. Nothing here uses flashstate.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -68,10 +68,6 @@ def numbers(indices: Tensor | None) -> list[list[int]] | None:
     return None if indices is None else (indices[:, None] if indices.dim() == 1 else indices).tolist()
 
 
-def chosen(slots: list[int], accepted: int) -> int | None:
-    return slots[accepted - 1] if 1 <= accepted <= len(slots) else None
-
-
 def tokens_of_rows(rows: int, length: int, bounds: Tensor | None) -> list[list[int]]:
     """Where the tokens of every row are, on the flat token axis: so many each, or as their bounds say."""
     if bounds is None:
@@ -79,9 +75,15 @@ def tokens_of_rows(rows: int, length: int, bounds: Tensor | None) -> list[list[i
     return [list(range(first, last)) for first, last in pairwise(bounds.tolist())]
 
 
-def step_tokens(arguments: Arguments) -> list[list[int]]:
-    x = arguments["x"]
-    return tokens_of_rows(len(x), x.shape[1] if x.dim() == 4 else 1, arguments.get("cu_seqlens"))
+def rows_read(arguments: Arguments) -> Iterator[tuple[int, list[int], list[int], int]]:
+    """Of every row its number, its tokens, its slots, and the one that it reads: the first, or that of the count of
+    accepted tokens; -1 where there is none."""
+    x, read, accepted = arguments["x"], arguments.get("state_batch_indices"), arguments.get("num_accepted_tokens")
+    tokens = tokens_of_rows(len(x), x.shape[1] if x.dim() == 4 else 1, arguments.get("cu_seqlens"))
+    for b in range(len(tokens)):
+        slots = numbers(read)[b] if read is not None else [b]
+        column = 0 if accepted is None else int(accepted[b]) - 1
+        yield b, tokens[b], slots, slots[column] if 0 <= column < len(slots) else -1
 
 
 def mamba_ssm(arguments: Arguments) -> list[Row]:
@@ -96,34 +98,27 @@ def mamba_ssm(arguments: Arguments) -> list[Row]:
 
 def vllm(arguments: Arguments) -> list[Row]:
     """Rows in the null block do nothing. With accepted counts every token has a place, else the last has the first."""
-    rows = []
-    read, write = numbers(arguments.get("state_batch_indices")), numbers(arguments.get("dst_state_batch_indices"))
-    accepted, null = arguments.get("num_accepted_tokens"), arguments.get("null_block_id", 0)
-    for b, tokens in enumerate(step_tokens(arguments)):
-        slots = read[b] if read else [b]
-        slot = slots[0] if accepted is None else chosen(slots, int(accepted[b]))
-        if read and (slot is None or slot < 0 or slot == null):
+    rows, write = [], numbers(arguments.get("dst_state_batch_indices"))
+    every, named = arguments.get("num_accepted_tokens") is not None, arguments.get("state_batch_indices") is not None
+    null = arguments.get("null_block_id", 0) if named else -1
+    for b, tokens, slots, slot in rows_read(arguments):
+        if slot < 0 or slot == null:
             continue
-        row, targets = Row(tokens, slot), write[b] if write else slots
-        for t in range(len(tokens)) if accepted is not None else [len(tokens) - 1]:
-            target = targets[t if accepted is not None else 0]
-            if tokens and (not read or (target >= 0 and target != null)):
+        rows.append(row := Row(tokens, slot))
+        for t in range(len(tokens)) if every else [len(tokens) - 1] if tokens else []:
+            target = (write[b] if write else slots)[t if every else 0]
+            if target >= 0 and target != null:
                 row.store(t, "state", target)
-        rows.append(row)
     return rows
 
 
 def flashinfer(arguments: Arguments) -> list[Row]:
     """Padding rows start from zero and store nothing. States go to the buffer if there is one, else to `dst`, after
     every token where it is a table, else where they were read."""
-    rows = []
-    read, write = numbers(arguments.get("state_batch_indices")), numbers(arguments.get("dst_state_batch_indices"))
-    accepted, pad = arguments.get("num_accepted_tokens"), arguments.get("pad_slot_id", -1)
-    buffer_rows = numbers(arguments.get("intermediate_state_indices"))
-    for b, tokens in enumerate(step_tokens(arguments)):
-        slots = read[b] if read else [b]
-        slot = slots[0] if accepted is None else chosen(slots, int(accepted[b]))
-        if slot is None or slot < 0 or slot == pad:
+    rows, write = [], numbers(arguments.get("dst_state_batch_indices"))
+    pad, buffer_rows = arguments.get("pad_slot_id", -1), numbers(arguments.get("intermediate_state_indices"))
+    for b, tokens, _, slot in rows_read(arguments):
+        if slot < 0 or slot == pad:
             rows.append(Row(tokens, None))
             continue
         rows.append(row := Row(tokens, slot))
@@ -195,24 +190,32 @@ def selective(contract: Contract, arguments: Arguments, dtype: torch.dtype) -> O
 
 
 def one_token(s: Tensor, token: int, values: Arguments, dt_softplus: bool) -> tuple[Tensor, Tensor]:
-    """The output (heads, dim) of a token, and the state after it, head by head."""
-    outputs, states = [], []
-    for h in range(len(s)):
-        group = h * values["B"].shape[1] // len(s)
-        x, dt = values["x"][token, h], values["dt"][token, h]  # (dim,)
-        if values["dt_bias"] is not None:
-            dt = dt + values["dt_bias"][h]
-        if dt_softplus:
-            dt = torch.where(dt > 20, dt, torch.log1p(torch.exp(dt)))
-        decay = torch.exp(dt[:, None] * values["A"][h])  # (dim, dstate)
-        states.append(s[h] * decay + torch.outer(dt * x, values["B"][token, group]))
-        y = states[-1] @ values["C"][token, group]
-        if values["D"] is not None:
-            y = y + values["D"][h] * x
-        if values["z"] is not None:
-            y = y * values["z"][token, h] * torch.sigmoid(values["z"][token, h])
-        outputs.append(y)
-    return torch.stack(outputs), torch.stack(states)
+    """The output (heads, dim) of a token, and the state (heads, dim, dstate) after it."""
+    x, dt = values["x"][token], values["dt"][token]  # (heads, dim)
+    B, C = (per_head(values[name][token], len(s))[:, None] for name in "BC")  # (heads, 1, dstate)
+    if values["dt_bias"] is not None:
+        dt = dt + values["dt_bias"]
+    dt = softplus(dt) if dt_softplus else dt
+    s = s * torch.exp(dt[..., None] * values["A"]) + (dt * x)[..., None] * B
+    y = (s * C).sum(-1)
+    if values["D"] is not None:
+        y = y + values["D"] * x
+    if values["z"] is not None:
+        y = y * silu(values["z"][token])
+    return y, s
+
+
+def per_head(groups: Tensor, heads: int) -> Tensor:
+    """A row for every head from one for every group."""
+    return groups.repeat_interleave(heads // len(groups), 0)
+
+
+def softplus(x: Tensor) -> Tensor:
+    return torch.where(x > 20, x, torch.log1p(torch.exp(x)))
+
+
+def silu(x: Tensor) -> Tensor:
+    return x / (1 + torch.exp(-x))
 
 
 def gated_delta(contract: Contract, arguments: Arguments, dtype: torch.dtype) -> Outcome:
@@ -236,20 +239,15 @@ def gated_delta(contract: Contract, arguments: Arguments, dtype: torch.dtype) ->
 
 
 def one_delta_token(s: Tensor, values: Arguments, scale: float, normalise: bool) -> tuple[Tensor, Tensor]:
-    """The output (HV, V) of a token, and the state after it, head by head."""
-    outputs, states = [], []
-    for h in range(len(s)):
-        key_head = h // (len(s) // len(values["k"]))
-        q, k, v = values["q"][key_head], values["k"][key_head], values["v"][h]  # (K,), (K,), (V,)
-        if normalise:
-            q, k = (vector / torch.sqrt(vector @ vector + 1e-6) for vector in (q, k))
-        x = values["a"][h] + values["dt_bias"][h]
-        rate = x if x > 20 else torch.log1p(torch.exp(x))
-        decayed = s[h] * torch.exp(-torch.exp(values["A_log"][h]) * rate)  # (V, K)
-        beta = 1 / (1 + torch.exp(-values["b"][h]))
-        states.append(decayed + torch.outer(beta * (v - decayed @ k), k))
-        outputs.append(states[-1] @ (q * scale))
-    return torch.stack(outputs), torch.stack(states)
+    """The output (HV, V) of a token, and the state (HV, V, K) after it."""
+    q, k = (per_head(values[name], len(s)) for name in "qk")  # (HV, K)
+    if normalise:
+        q, k = (vectors / torch.sqrt((vectors * vectors).sum(-1, keepdim=True) + 1e-6) for vectors in (q, k))
+    decay = torch.exp(-torch.exp(values["A_log"]) * softplus(values["a"] + values["dt_bias"]))  # (HV,)
+    s = s * decay[:, None, None]
+    new = (values["v"] - (s * k[:, None]).sum(-1)) / (1 + torch.exp(-values["b"]))[:, None]  # (HV, V)
+    s = s + new[..., None] * k[:, None]
+    return (s * (q * scale)[:, None]).sum(-1), s
 
 
 def mamba3(arguments: Arguments, dtype: torch.dtype) -> Outcome:
@@ -277,31 +275,22 @@ def mamba3(arguments: Arguments, dtype: torch.dtype) -> Outcome:
 
 
 def one_mamba3_token(values: Arguments) -> tuple[Tensor, Tensor]:
-    """The output (R, H, D) of a token, times outproj if there is one, and the state (H, D, N), number by number along
-    heads and ranks."""
-    R, H = values["B"].shape[:2]
-    y, states = torch.zeros(R, *values["x"].shape, dtype=values["x"].dtype), []
-    one = torch.ones_like(values["x"])
-    in_, gate, out = (
-        one.expand(R, *one.shape) if values[w] is None else values[w] for w in ("xproj", "zproj", "outproj")
-    )
-    for h in range(H):
-        dt, trap, group = values["dt"][h], values["trap"][h], h * values["C"].shape[1] // H
-        decay = torch.exp(values["A"][h] * dt)
-        s = decay * values["s"][h]  # (D, N)
-        for r in range(R):
-            s = s + trap * dt * torch.outer(values["x"][h] * in_[r, h], values["B"][r, h])
-            s = s + (1 - trap) * dt * decay * torch.outer(values["v"][h] * in_[r, h], values["k"][r, h])
-        for r in range(R):
-            y[r, h] = s @ values["C"][r, group]
-            if values["D"] is not None:
-                y[r, h] += values["D"][h] * values["x"][h] * in_[r, h]
-            if values["z"] is not None:
-                wide = values["z"][h] * gate[r, h]
-                y[r, h] *= wide * torch.sigmoid(wide)
-            y[r, h] *= out[r, h]
-        states.append(s)
-    return y, torch.stack(states)
+    """The output (R, H, D) of a token, times outproj if there is one, and the state (H, D, N), rank by rank."""
+    s, dt, trap, x = values["s"], values["dt"][:, None], values["trap"][:, None], values["x"]
+    ranks = range(len(values["B"]))
+    in_, gate, out = (torch.ones_like(x) if values[w] is None else values[w] for w in ("xproj", "zproj", "outproj"))
+    in_, gate, out = (w.expand(len(ranks), *x.shape) for w in (in_, gate, out))  # (R, H, D)
+    decay = torch.exp(values["A"][:, None] * dt)  # (H, 1)
+    s = decay[..., None] * s
+    for r in ranks:
+        s = s + (trap * dt * x * in_[r])[..., None] * values["B"][r][:, None]
+        s = s + ((1 - trap) * dt * decay * values["v"] * in_[r])[..., None] * values["k"][r][:, None]
+    y = torch.stack([(s * per_head(values["C"][r], len(s))[:, None]).sum(-1) for r in ranks])
+    if values["D"] is not None:
+        y = y + values["D"][:, None] * x * in_
+    if values["z"] is not None:
+        y = y * silu(values["z"] * gate)
+    return y * out, s
 
 
 def causal_conv1d(arguments: Arguments, dtype: torch.dtype) -> Outcome:
@@ -369,7 +358,7 @@ class Convolution:
             y = torch.zeros(len(weight), dtype=self.dtype) if bias is None else bias.to(self.dtype)
             for i in range(self.width):
                 y = y + weight[:, i].to(self.dtype) * inputs[:, t + i].to(self.dtype)
-            self.outcome.y[token] = y * torch.sigmoid(y) if activation else y
+            self.outcome.y[token] = silu(y) if activation else y
             self.outcome.ran[token] = True
         return inputs
 

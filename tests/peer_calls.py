@@ -20,9 +20,18 @@ from flashstate.proof import error_ratio
 
 CPU = torch.device("cpu")
 REFERENCE_AND_GPU = pytest.mark.parametrize("device", ["reference", implementations.KERNELS[1]], indirect=True)
-WRITTEN_ALONE = ("state_out", "intermediate_states_buffer")  # of all that holds states
+HEADS, DIM, DSTATE, SLOTS = 4, 8, 16, 14
+BUFFER = "intermediate_states_buffer"
+SLOTS_VARY, MORE, MORE_OF_BOTH, MAY_MISS = (
+    ("longer 0", "shorter 0"),
+    ("longer 0",),
+    ("longer 0", "longer 1"),
+    ("missing",),
+)
+WRITTEN_ALONE = ("state_out", BUFFER)  # of all that holds states
 Call = dict[str, Any]  # options of Door.make, arguments besides, lists of indices
 Calls = dict[str, Call]
+GIVEN: Calls = {"": {}, "output given": {"given": True}}
 
 
 def crossed(*tables: Calls) -> Calls:
@@ -36,6 +45,19 @@ def crossed(*tables: Calls) -> Calls:
 
 def some(calls: Calls, *names: str) -> Calls:
     return {name: calls[name] for name in names}
+
+
+class Random:
+    """Random tensors on a device, the same values on every one."""
+
+    def __init__(self, device: torch.device, seed: int) -> None:
+        self.device, self.generator = device, torch.Generator().manual_seed(seed)
+
+    def normal(self, *sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.randn(sizes, generator=self.generator).to(dtype).to(self.device)
+
+    def uniform(self, *sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.rand(sizes, generator=self.generator).to(dtype).to(self.device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +79,7 @@ class Door:
     tokens: tuple[str, ...]
     indices: tuple[str, ...]
     calls: Calls
-    right: dict[str, tuple[Call, dict[str, tuple[str, ...]]]]
+    right: dict[str, tuple[Call, dict[str, str]]]
     out: str = "out"
     in_place: bool = False
 

@@ -15,6 +15,7 @@ from models_of_peers import Arguments
 from peer_calls import (
     CPU,
     REFERENCE_AND_GPU,
+    SLOTS,
     Door,
     copied,
     doors_and,
@@ -24,28 +25,16 @@ from peer_calls import (
     require_equal,
     require_untouched_between,
 )
-from peer_doors import (
-    CONV,
-    DECODING,
-    DOORS,
-    FLASHINFER,
-    FORMS,
-    MAMBA3,
-    RANKS,
-    READS,
-    SEVERAL,
-    SLOTS,
-    SSM,
-    UPDATES,
-    VLLM,
-    VLLM_CONV,
-)
+from peer_conv1d import CONV, VLLM_CONV
+from peer_delta import DECODING, SEVERAL
+from peer_mamba3 import MAMBA3, RANKS, READS, UPDATES
+from peer_selective import FLASHINFER, FORMS, SSM, VLLM
 from torch import Tensor
 
 from flashstate.launch.suspension import suspended
-from flashstate.ops import gated_delta
 
 __all__ = ["launcher"]  # a fixture
+DOORS = (SSM, VLLM, FLASHINFER, DECODING, SEVERAL, MAMBA3, CONV, VLLM_CONV)
 Change = Callable[[Arguments], Arguments]  # arguments of a call, in memory of their own: those to change
 
 DELTA_CALLS = [
@@ -57,7 +46,7 @@ DELTA_CALLS = [
 ]
 EVERY_CALL = [(door, call) for door in DOORS for call in door.calls]
 INTERPRETED = [
-    *[(SSM, f"{form}, a row of padding") for form in ("headless, per channel", "tied")],
+    *[(SSM, f"{form}, a row of padding") for form in ("headless, per channel", "float16")],
     *[(VLLM, f"null block 0, {mode}, stochastic") for mode in ("elsewhere", "packed in place")],
     (VLLM, "null block 0, accepted tokens elsewhere, stochastic"),
     (FLASHINFER, "padding, elsewhere, one token"),
@@ -163,7 +152,7 @@ CHANGES: list[tuple[Door, str, str, Change]] = [
     *[(d, call, layout.__name__, laid_out(d, layout)) for d, call in IN_OTHER_STRIDES
       for layout in (part_of_wider_rows, every_second_element)],
     *[(door, call, "an output", door.with_room) for door, call in NO_OUTPUT_YET],
-    (SSM, "headless, tied, indexed", "with heads", lambda a: {"state": a["state"][:, None], "D": a["D"][None]}),
+    (SSM, "headless, indexed", "with heads", lambda a: {"state": a["state"][:, None], "D": a["D"][None]}),
     (VLLM, "stochastic, in place", "ten rounds", other(cache_philox_rounds=10)),
     (VLLM, "stochastic, in place", "a blackwell", other(is_blackwell=True)),
     *[(FLASHINFER, "in place, one token", f"{algorithm} {backend}", other(algorithm=algorithm, backend=backend))
@@ -198,7 +187,7 @@ def test_what_changes_no_byte(door: Door, call: str, what: str, change: Change, 
 
 
 ALONE = [
-    *[(SSM, f"{form}, indexed") for form in ("tied", "headless, per channel")],
+    *[(SSM, f"{form}, indexed") for form in ("plain", "headless, per channel")],
     (VLLM, "per channel, in place"),
     *[(FLASHINFER, f"{what}, in place, several tokens") for what in ("per channel", "int16")],
     *[(door, call.format("a scale")) for door, call in DELTA_CALLS],
@@ -227,7 +216,7 @@ def test_a_row_alone_gives_what_it_gives_in_a_batch(door: Door, call: str, devic
 
 
 GATHERED = [
-    *[(SSM, f"tied, {read}") for read in ("indexed", "a row of padding")],
+    *[(SSM, f"plain, {read}") for read in ("indexed", "a row of padding")],
     (VLLM, "null block 0, in place"),
     *[(FLASHINFER, f"{what}, in place, several tokens") for what in ("bfloat16", "int16")],
     *[(MAMBA3, ", ".join(filter(None, names))) for names in product(READS, RANKS, UPDATES)],
@@ -258,7 +247,7 @@ def test_a_pool_gives_the_bytes_of_gathering_stepping_and_scattering(
 
 
 COMPILED = [
-    (SSM, "tied, a row of padding"),
+    (SSM, "plain, a row of padding"),
     (VLLM, "accepted tokens elsewhere"),
     (FLASHINFER, "stochastic, a buffer, packed"),
     *[(door, call.format("a scale") + given) for (door, call), given in zip(
@@ -312,12 +301,7 @@ def test_a_cuda_graph_reads_slots_tokens_and_seeds_when_it_is_replayed(door: Doo
 
 
 @doors_and("call", DELTA_CALLS)
-def test_a_repeated_call_with_an_output_starts_its_kernel_directly(
-    door: Door, call: str, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, stand_in in (("start", launcher.start), ("uses_kernels", lambda device: True)):
-        monkeypatch.setattr(gated_delta, name, stand_in)
-    monkeypatch.setattr(gated_delta, "_launches_on_tensors", {})
+def test_a_repeated_call_with_an_output_starts_its_kernel_directly(door: Door, call: str, launcher: Launcher) -> None:
     first, again = (door.arguments(call.format("a scale, output given")) for _ in range(2))
     door.results(first)
     door.results(again)
