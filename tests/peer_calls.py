@@ -1,7 +1,5 @@
 """Doors of flashstate/compat: how calls of them are made, and how what they do is compared with a model."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 from collections.abc import Callable
@@ -22,12 +20,6 @@ CPU = torch.device("cpu")
 REFERENCE_AND_GPU = pytest.mark.parametrize("device", ["reference", implementations.KERNELS[1]], indirect=True)
 HEADS, DIM, DSTATE, SLOTS = 4, 8, 16, 14
 BUFFER = "intermediate_states_buffer"
-SLOTS_VARY, MORE, MORE_OF_BOTH, MAY_MISS = (
-    ("longer 0", "shorter 0"),
-    ("longer 0",),
-    ("longer 0", "longer 1"),
-    ("missing",),
-)
 WRITTEN_ALONE = ("state_out", BUFFER)  # of all that holds states
 Call = dict[str, Any]  # options of Door.make, arguments besides, lists of indices
 Calls = dict[str, Call]
@@ -65,10 +57,9 @@ class Door:
     """A function of flashstate/compat, its contract, and calls that are right.
 
     make: random arguments for a device, by options. pools: arguments that hold states, with the names of their scales.
-    tokens: arguments that have the rows of the output on their first axis. indices: other arguments
-    that have an entry for every row. calls: in every mode and form. right: calls that together have every tensor, each
-    with what may be wrong with a tensor and is no mistake. out: the argument that is filled and returned, or with
-    `in_place` x.
+    tokens: arguments that have the rows of the output on their first axis. indices: others that have an entry for every
+    row. calls: in every mode and form. right: calls that together have every tensor, each with changes of tensors that
+    are no mistakes. out: the argument that is filled and returned, or with `in_place` x.
     """
 
     function: Callable[..., Any]
@@ -159,9 +150,7 @@ def poison(door: Door, arguments: Arguments, outcome: Outcome) -> None:
             arguments[name][idle] = torch.nan
 
 
-def require_stored(
-    name: str, scale: str, before: Arguments, after: Arguments, exact: Outcome, plain: Outcome
-) -> None:  # fmt: skip
+def require_stored(name: str, scale: str, before: Arguments, after: Arguments, exact: Outcome, plain: Outcome) -> None:
     """What was to be stored is, within budget or to the byte, and all else stayed."""
     places = [place for place in exact.stored if place[0] == name]
     for tensor in (tensor for tensor in (name, scale) if before.get(tensor) is not None):

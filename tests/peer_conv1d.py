@@ -1,7 +1,6 @@
 """The causal_conv1d_update of causal_conv1d and of vLLM: calls in every mode and form that their contracts have."""
 
-from __future__ import annotations
-
+from functools import partial
 from typing import Any
 
 import models_of_peers as models
@@ -16,7 +15,6 @@ FLOAT, HALF = torch.float32, torch.float16
 
 def conv1d_arguments(
     device: torch.device,
-    *sizes: int,
     shape: tuple[int, ...] = (3, 6),
     width: int = 4,
     length: int = 3,
@@ -32,7 +30,7 @@ def conv1d_arguments(
 
 
 CONV1D: dict[str, Any] = {
-    "make": conv1d_arguments, "pools": {"conv_state": ""}, "tokens": ("x",), 
+    "make": conv1d_arguments, "pools": {"conv_state": ""}, "tokens": ("x",),
     "indices": (
         "conv_state_indices", "cache_seqlens", "num_accepted_tokens", "initial_state_idx",
         "block_idx_last_scheduled_token",
@@ -89,7 +87,7 @@ WINDOWS_VARY = "longer 0, shorter 0, longer 2, gaps"
 CONV = Door(
     causal_conv1d.causal_conv1d_update,
     "x, conv_state, weight, bias=None, activation=None, cache_seqlens=None, conv_state_indices=None",
-    model=models.causal_conv1d, calls=OF_CAUSAL_CONV1D, **CONV1D,
+    model=partial(models.conv1d, models.causal_conv1d), calls=OF_CAUSAL_CONV1D, **CONV1D,
     right={
         "one token": ({"conv_state_indices": [7, 0, 2]}, {"conv_state": WINDOWS_VARY}),
         "a ring": (
@@ -103,7 +101,7 @@ VLLM_CONV = Door(
     "x, conv_state, weight, bias=None, activation=None, conv_state_indices=None, num_accepted_tokens=None, "
     "query_start_loc=None, max_query_len=-1, null_block_id=0, block_idx_last_scheduled_token=None, "
     "initial_state_idx=None, validate_data=False, out=None",
-    model=models.vllm_conv1d, calls=OF_VLLM_CONV1D, in_place=True, **CONV1D,
+    model=partial(models.conv1d, models.vllm_conv1d), calls=OF_VLLM_CONV1D, in_place=True, **CONV1D,
     right={
         "packed": (
             {**PACKED, "length": 5, "num_accepted_tokens": [3, 1, 2], "given": True},

@@ -1,7 +1,5 @@
 """FlashInfer's gated delta rules, for one token and for several: calls in every mode and form that they have."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -28,9 +26,9 @@ def delta_arguments(
 ) -> Arguments:
     """What gated delta rules have, for three rows.
 
-    heads: of q and k, and of v. x_dtype: of what tokens bring. weights_dtype: of A_log and dt_bias. pool: there is
-    one of states, not a state for every row. buffer: how many rows it has, and how many steps more than
-    there are tokens. every: slots for the first tokens of each row.
+    heads: of q and k, and of v. x_dtype: of what tokens bring. weights_dtype: of A_log and dt_bias. pool: there is one
+    of states, not a state for every row. buffer: how many rows it has, and how many steps more than there are tokens.
+    every: slots for the first tokens of each row.
     """
     random, (H, HV) = Random(device, tokens + 3), heads
     arguments = {
@@ -110,7 +108,6 @@ DELTA_FORMS: Calls = {
 SMALL: Calls = {  # for the interpreter
     "small": {"heads": (1, 2)},
     "small, float16": {"heads": (1, 2), "state_dtype": HALF, "x_dtype": HALF},
-    "not normalised": {"use_qk_l2norm": False, "scale": 0.1},
 }
 OF_DECODE: Calls = crossed(
     DECODE, {"int32": {}, "int64": {"indices": torch.int64}}, GIVEN
@@ -123,7 +120,7 @@ OF_MTP: Calls = crossed(MTP, TOKENS, GIVEN) | crossed(
     GIVEN,
 ) | crossed(
     some(MTP, "output alone", "a large buffer", "every token, and nothing elsewhere"),
-    some(TOKENS, "2 tokens"), some(SMALL, "not normalised"),
+    some(TOKENS, "2 tokens"), some(DELTA_FORMS, "not normalised"),
 )  # fmt: skip
 
 DECODING = Door(

@@ -1,7 +1,5 @@
 """The mamba3_step_fn of mamba_ssm: calls in every mode and form that its contract has."""
 
-from __future__ import annotations
-
 import models_of_peers as models
 import torch
 from models_of_peers import Arguments

@@ -1,7 +1,5 @@
 """The selective_state_update of mamba_ssm, vLLM and FlashInfer: calls in every mode and form that they have."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -230,7 +228,8 @@ VLLM = Door(
             {**OF_VLLM["accepted tokens elsewhere"], "given": True},
             {
                 "state": "longer 0, shorter 0", "D": "missing", "dt_bias": "missing", "cu_seqlens": "shorter 0",
-                "state_batch_indices": "longer 0", "dst_state_batch_indices": "longer 0, longer 1", "num_accepted_tokens": "longer 0",
+                "state_batch_indices": "longer 0", "dst_state_batch_indices": "longer 0, longer 1",
+                "num_accepted_tokens": "longer 0",
             },
         ),
     },

@@ -1,7 +1,5 @@
 """Every door of flashstate/compat keeps the contract of the function that it stands in for, call by call."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from itertools import product

@@ -1,7 +1,5 @@
 """Wrong calls of the doors in flashstate/compat are refused by name and change nothing."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Iterator
