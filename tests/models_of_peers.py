@@ -1,13 +1,10 @@
-"""What functions of other libraries give, by their contracts: loops over rows, tokens and heads.
+"""What functions of other libraries give, by their contracts: loops over rows and tokens.
 
-A model says for every row of the batch where it starts and where its states go. simulate() computes them for
-selective_state_update, and simulate_delta() for gated delta rules, in float64 or float32. simulate_mamba3() does both
-for mamba3_step_fn. Nothing here uses flashstate.
+The contract of a function says for every row of the batch where it starts and where its states go; a recurrence says
+what they are, in float64 or float32. Nothing here uses flashstate.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -21,8 +18,8 @@ Place = tuple[str, tuple[int, ...]]  # an entry of an argument that holds states
 
 @dataclass
 class Row:
-    """A row of the batch: its tokens on the flat token axis, the slot it starts from (None: from zero), and where the
-    state after each token goes."""
+    """A row of the batch that runs: its tokens on the flat token axis, the slot it starts from (None: from zero), and
+    where the state after each token goes."""
 
     tokens: list[int]
     start: int | None
@@ -32,56 +29,94 @@ class Row:
         self.goes.setdefault(token, []).append((name, entry))
 
 
-Model = Callable[[Arguments], list[Row]]
+Contract = Callable[[Arguments], list[Row]]
 
 
 @dataclass
 class Outcome:
-    """Outputs (tokens, heads, dim), zero for tokens of no row, and the states (heads, dim, dstate) that are stored."""
+    """What a call gives: its output, with which entries of it rows have computed; the states that are stored, in the
+    dtype of a pool where they are kept to the byte; and the slots that are read."""
 
     y: Tensor
-    stored: dict[Place, Tensor]
+    ran: Tensor
+    stored: dict[Place, Tensor] = field(default_factory=dict)
+    read: set[int] = field(default_factory=set)
+
+
+def run(rows: list[Row], y: Tensor, start: Callable[[int | None], Any], step: Callable[..., Any]) -> Outcome:
+    """The outcome of rows, each from its start on, step by step. y: (tokens, ...), the output where no row runs."""
+    outcome = Outcome(y, torch.zeros_like(y, dtype=torch.bool))
+    for row in rows:
+        s = start(row.start)
+        outcome.read |= {row.start} - {None}
+        for t, token in enumerate(row.tokens):
+            outcome.y[token], s = step(s, token, row.start)
+            outcome.ran[token] = True
+            outcome.stored |= dict.fromkeys(row.goes.get(t, []), s)
+    return outcome
+
+
+def shaped(outcome: Outcome, shape: torch.Size) -> Outcome:
+    outcome.y, outcome.ran = outcome.y.reshape(shape), outcome.ran.reshape(shape)
+    return outcome
+
+
+def numbers(indices: Tensor | None) -> list[list[int]] | None:
+    """Rows of a table; a list is a table of one column."""
+    return None if indices is None else (indices[:, None] if indices.dim() == 1 else indices).tolist()
+
+
+def tokens_of_rows(rows: int, length: int, bounds: Tensor | None) -> list[list[int]]:
+    """Where the tokens of every row are, on the flat token axis: so many each, or as their bounds say."""
+    if bounds is None:
+        return [list(range(b * length, b * length + length)) for b in range(rows)]
+    return [list(range(first, last)) for first, last in pairwise(bounds.tolist())]
+
+
+def rows_read(arguments: Arguments) -> Iterator[tuple[int, list[int], list[int], int]]:
+    """Of every row its number, its tokens, its slots, and the one that it reads: the first, or that of the count of
+    accepted tokens; -1 where there is none."""
+    x, read, accepted = arguments["x"], arguments.get("state_batch_indices"), arguments.get("num_accepted_tokens")
+    tokens = tokens_of_rows(len(x), x.shape[1] if x.dim() == 4 else 1, arguments.get("cu_seqlens"))
+    for b in range(len(tokens)):
+        slots = numbers(read)[b] if read is not None else [b]
+        column = 0 if accepted is None else int(accepted[b]) - 1
+        yield b, tokens[b], slots, slots[column] if 0 <= column < len(slots) else -1
 
 
 def mamba_ssm(arguments: Arguments) -> list[Row]:
-    """Rows with a negative index do nothing, and their output is zero."""
-    slots = numbers(arguments["state_batch_indices"]) or [[b] for b in range(len(arguments["x"]))]
-    rows = [Row([b], slot) for b, (slot,) in enumerate(slots) if slot >= 0]
+    """Rows with a slot that the pool does not have do nothing, and their output is zero."""
+    slots = numbers(arguments.get("state_batch_indices")) or [[b] for b in range(len(arguments["x"]))]
+    goes = "state" if arguments.get("state_out") is None else "state_out"
+    rows = [Row([b], slot) for b, (slot,) in enumerate(slots) if 0 <= slot < len(arguments["state"])]
     for row in rows:
-        row.store(0, "state", row.start)
+        row.store(0, goes, row.start)
     return rows
 
 
 def vllm(arguments: Arguments) -> list[Row]:
     """Rows in the null block do nothing. With accepted counts every token has a place, else the last has the first."""
-    rows = []
-    read, write = numbers(arguments.get("state_batch_indices")), numbers(arguments.get("dst_state_batch_indices"))
-    accepted, null = arguments.get("num_accepted_tokens"), arguments.get("null_block_id", 0)
-    for b, tokens in enumerate(tokens_of_rows(arguments)):
-        slots = read[b] if read else [b]
-        slot = slots[0] if accepted is None else chosen(slots, int(accepted[b]))
-        if read and (slot is None or slot < 0 or slot == null):
+    rows, write = [], numbers(arguments.get("dst_state_batch_indices"))
+    every, named = arguments.get("num_accepted_tokens") is not None, arguments.get("state_batch_indices") is not None
+    null = arguments.get("null_block_id", 0) if named else -1
+    for b, tokens, slots, slot in rows_read(arguments):
+        if slot < 0 or slot == null:
             continue
-        row, targets = Row(tokens, slot), write[b] if write else slots
-        for t in range(len(tokens)) if accepted is not None else [len(tokens) - 1]:
-            target = targets[t if accepted is not None else 0]
-            if tokens and (not read or (target >= 0 and target != null)):
+        rows.append(row := Row(tokens, slot))
+        for t in range(len(tokens)) if every else [len(tokens) - 1] if tokens else []:
+            target = (write[b] if write else slots)[t if every else 0]
+            if target >= 0 and target != null:
                 row.store(t, "state", target)
-        rows.append(row)
     return rows
 
 
 def flashinfer(arguments: Arguments) -> list[Row]:
     """Padding rows start from zero and store nothing. States go to the buffer if there is one, else to `dst`, after
     every token where it is a table, else where they were read."""
-    rows = []
-    read, write = numbers(arguments.get("state_batch_indices")), numbers(arguments.get("dst_state_batch_indices"))
-    accepted, pad = arguments.get("num_accepted_tokens"), arguments.get("pad_slot_id", -1)
-    buffer_rows = numbers(arguments.get("intermediate_state_indices"))
-    for b, tokens in enumerate(tokens_of_rows(arguments)):
-        slots = read[b] if read else [b]
-        slot = slots[0] if accepted is None else chosen(slots, int(accepted[b]))
-        if slot is None or slot < 0 or slot == pad:
+    rows, write = [], numbers(arguments.get("dst_state_batch_indices"))
+    pad, buffer_rows = arguments.get("pad_slot_id", -1), numbers(arguments.get("intermediate_state_indices"))
+    for b, tokens, _, slot in rows_read(arguments):
+        if slot < 0 or slot == pad:
             rows.append(Row(tokens, None))
             continue
         rows.append(row := Row(tokens, slot))
@@ -133,153 +168,200 @@ def flashinfer_mtp(arguments: Arguments) -> list[Row]:
     return rows
 
 
-def numbers(indices: Tensor | None) -> list[list[int]] | None:
-    """Rows of a table; a list is a table of one column."""
-    return None if indices is None else indices.reshape(len(indices), -1).tolist()
-
-
-def chosen(slots: list[int], accepted: int) -> int | None:
-    return slots[accepted - 1] if 1 <= accepted <= len(slots) else None
-
-
-def tokens_of_rows(arguments: Arguments) -> list[list[int]]:
-    """Where the tokens of every row are, on the flat token axis."""
-    x = arguments["x"]
-    if arguments.get("cu_seqlens") is None:
-        length = x.shape[1] if x.dim() == 4 else 1
-        return [list(range(b * length, b * length + length)) for b in range(len(x))]
-    bounds = arguments["cu_seqlens"].tolist()
-    return [list(range(first, last)) for first, last in pairwise(bounds)]
-
-
-def simulate(model: Model, arguments: Arguments, dtype: torch.dtype) -> Outcome:
-    """What a call on these arguments, which are on the CPU, gives by this model, computed in `dtype`."""
+def selective(contract: Contract, arguments: Arguments, dtype: torch.dtype) -> Outcome:
+    """What a selective_state_update of this contract gives, on arguments that are on the CPU."""
     state = decoded(arguments["state"], arguments.get("state_scale"))
     heads, dim, dstate = state.shape[-3] if state.dim() == 4 else 1, *state.shape[-2:]
-    wide = {"x": (-1, heads, dim), "dt": (-1, heads, dim), "z": (-1, heads, dim), "A": (heads, dim, dstate)}
-    wide |= {"D": (heads, dim), "dt_bias": (heads, dim)}
+    tokens = arguments["x"].numel() // (heads * dim)
+    wide = {**dict.fromkeys(("x", "dt", "z"), (tokens, heads, dim)), **dict.fromkeys("BC", (tokens, -1, dstate))}
+    wide |= {"A": (heads, dim, dstate), "D": (heads, dim), "dt_bias": (heads, dim)}
     values = {name: arguments.get(name) for name in wide}
     values = {name: None if t is None else t.to(dtype).reshape(wide[name]) for name, t in values.items()}
-    tokens = len(values["x"])
-    values |= {name: arguments[name].to(dtype).reshape(tokens, -1, dstate) for name in ("B", "C")}
-    outcome = Outcome(torch.zeros(tokens, heads, dim, dtype=dtype), {})
-    for row in model(arguments):
-        s = torch.zeros(heads, dim, dstate, dtype=dtype)
-        if row.start is not None:
-            s = state[row.start].to(dtype).reshape(heads, dim, dstate)
-        for t, token in enumerate(row.tokens):
-            outcome.y[token], s = one_token(s, token, values, arguments["dt_softplus"])
-            outcome.stored |= dict.fromkeys(row.goes.get(t, []), s)
-    return outcome
+    zero = torch.zeros(heads, dim, dstate, dtype=dtype)
+    outcome = run(
+        contract(arguments),
+        torch.zeros_like(values["x"]),
+        lambda slot: zero if slot is None else state[slot].to(dtype).reshape(zero.shape),
+        lambda s, token, _: one_token(s, token, values, arguments["dt_softplus"]),
+    )
+    return shaped(outcome, arguments["x"].shape)
 
 
 def one_token(s: Tensor, token: int, values: Arguments, dt_softplus: bool) -> tuple[Tensor, Tensor]:
-    """The output (heads, dim) of a token, and the state after it, head by head."""
-    outputs, states = [], []
-    for h in range(len(s)):
-        group = h * values["B"].shape[1] // len(s)
-        x, dt = values["x"][token, h], values["dt"][token, h]  # (dim,)
-        if values["dt_bias"] is not None:
-            dt = dt + values["dt_bias"][h]
-        if dt_softplus:
-            dt = torch.where(dt > 20, dt, torch.log1p(torch.exp(dt)))
-        decay = torch.exp(dt[:, None] * values["A"][h])  # (dim, dstate)
-        states.append(s[h] * decay + torch.outer(dt * x, values["B"][token, group]))
-        y = states[-1] @ values["C"][token, group]
-        if values["D"] is not None:
-            y = y + values["D"][h] * x
-        if values["z"] is not None:
-            y = y * values["z"][token, h] * torch.sigmoid(values["z"][token, h])
-        outputs.append(y)
-    return torch.stack(outputs), torch.stack(states)
+    """The output (heads, dim) of a token, and the state (heads, dim, dstate) after it."""
+    x, dt = values["x"][token], values["dt"][token]  # (heads, dim)
+    B, C = (per_head(values[name][token], len(s))[:, None] for name in "BC")  # (heads, 1, dstate)
+    if values["dt_bias"] is not None:
+        dt = dt + values["dt_bias"]
+    dt = softplus(dt) if dt_softplus else dt
+    s = s * torch.exp(dt[..., None] * values["A"]) + (dt * x)[..., None] * B
+    y = (s * C).sum(-1)
+    if values["D"] is not None:
+        y = y + values["D"] * x
+    if values["z"] is not None:
+        y = y * silu(values["z"][token])
+    return y, s
 
 
-def simulate_delta(model: Model, arguments: Arguments, dtype: torch.dtype) -> Outcome:
-    """The same for a gated delta rule. Outputs are (tokens, HV, V), states (HV, V, K)."""
+def per_head(groups: Tensor, heads: int) -> Tensor:
+    """A row for every head from one for every group."""
+    return groups.repeat_interleave(heads // len(groups), 0)
+
+
+def softplus(x: Tensor) -> Tensor:
+    return torch.where(x > 20, x, torch.log1p(torch.exp(x)))
+
+
+def silu(x: Tensor) -> Tensor:
+    return x / (1 + torch.exp(-x))
+
+
+def gated_delta(contract: Contract, arguments: Arguments, dtype: torch.dtype) -> Outcome:
+    """What a gated delta rule of this contract gives: outputs (B, T, HV, V), states (HV, V, K). Rows of several tokens
+    that do nothing leave what is in the output."""
     pool = arguments["state"] if arguments.get("initial_state") is None else arguments["initial_state"]
     per_token = {name: arguments[name].to(dtype).flatten(0, 1) for name in ("q", "k", "v", "a", "b")}
     per_head = {name: arguments[name].to(dtype) for name in ("A_log", "dt_bias")}
     scale, normalise = arguments.get("scale"), arguments.get("use_qk_l2norm", True)
     scale = per_token["q"].shape[-1] ** -0.5 if scale is None else scale
-    outcome = Outcome(torch.zeros_like(per_token["v"]), {})
-    for row in model(arguments):
-        s = pool[row.start].to(dtype)
-        for t, token in enumerate(row.tokens):
-            here = {name: values[token] for name, values in per_token.items()}
-            outcome.y[token], s = one_delta_token(s, {**here, **per_head}, scale, normalise)
-            outcome.stored |= dict.fromkeys(row.goes.get(t, []), s)
-    return outcome
+    left = torch.zeros_like(per_token["v"])
+    if arguments.get("output") is not None and arguments["v"].shape[1] > 1:
+        left = arguments["output"].to(dtype).flatten(0, 1)
+
+    def step(s: Tensor, token: int, _: int | None) -> tuple[Tensor, Tensor]:
+        here = {name: values[token] for name, values in per_token.items()}
+        return one_delta_token(s, {**here, **per_head}, scale, normalise)
+
+    outcome = run(contract(arguments), left, lambda slot: pool[slot].to(dtype), step)
+    return shaped(outcome, arguments["v"].shape)
 
 
 def one_delta_token(s: Tensor, values: Arguments, scale: float, normalise: bool) -> tuple[Tensor, Tensor]:
-    """The output (HV, V) of a token, and the state after it, head by head."""
-    outputs, states = [], []
-    for h in range(len(s)):
-        key_head = h // (len(s) // len(values["k"]))
-        q, k, v = values["q"][key_head], values["k"][key_head], values["v"][h]  # (K,), (K,), (V,)
-        if normalise:
-            q, k = (vector / torch.sqrt(vector @ vector + 1e-6) for vector in (q, k))
-        x = values["a"][h] + values["dt_bias"][h]
-        rate = x if x > 20 else torch.log1p(torch.exp(x))
-        decayed = s[h] * torch.exp(-torch.exp(values["A_log"][h]) * rate)  # (V, K)
-        beta = 1 / (1 + torch.exp(-values["b"][h]))
-        states.append(decayed + torch.outer(beta * (v - decayed @ k), k))
-        outputs.append(states[-1] @ (q * scale))
-    return torch.stack(outputs), torch.stack(states)
+    """The output (HV, V) of a token, and the state (HV, V, K) after it."""
+    q, k = (per_head(values[name], len(s)) for name in "qk")  # (HV, K)
+    if normalise:
+        q, k = (vectors / torch.sqrt((vectors * vectors).sum(-1, keepdim=True) + 1e-6) for vectors in (q, k))
+    decay = torch.exp(-torch.exp(values["A_log"]) * softplus(values["a"] + values["dt_bias"]))  # (HV,)
+    s = s * decay[:, None, None]
+    new = (values["v"] - (s * k[:, None]).sum(-1)) / (1 + torch.exp(-values["b"]))[:, None]  # (HV, V)
+    s = s + new[..., None] * k[:, None]
+    return (s * (q * scale)[:, None]).sum(-1), s
 
 
-def simulate_mamba3(arguments: Arguments, dtype: torch.dtype) -> Outcome:
-    """What a call of mamba3_step_fn gives: outputs (batch, H, D), or without outproj (batch, R, H, D), zero for rows
-    with a slot that the pool does not have; states, and with update_kv_state what replaces Bstate and Xstate, as it is
-    kept there."""
-    state, Bstate, Xstate = (arguments[name] for name in ("state", "Bstate", "Xstate"))
-    x, B, goes = arguments["x"], arguments["B"], "state" if arguments.get("state_out") is None else "state_out"
-    indices = arguments.get("state_batch_indices")
-    slots = range(len(x)) if indices is None else indices.tolist()
+def mamba3(arguments: Arguments, dtype: torch.dtype) -> Outcome:
+    """What mamba3_step_fn gives: outputs (batch, H, D), or without outproj (batch, R, H, D); with update_kv_state also
+    what replaces Bstate and Xstate, to the byte."""
+    state, Bstate, Xstate, x, B = (arguments[name] for name in ("state", "Bstate", "Xstate", "x", "B"))
     B_kept = B.repeat_interleave(state.shape[1] // B.shape[2], 2).to(Bstate.dtype)  # (batch, R, H, N)
-    outcome = Outcome(torch.zeros(len(x), *Bstate.shape[1:3], x.shape[-1], dtype=dtype), {})
-    for b, slot in enumerate(slots):
-        if not 0 <= slot < len(state):
-            continue
-        kept = {"s": state[slot], "k": Bstate[slot], "v": Xstate[slot], "B": B_kept[b]}
-        here = {name: arguments[name][b] for name in ("x", "A", "dt", "trap", "C")}
-        shared = {name: arguments.get(name) for name in ("D", "xproj", "zproj", "outproj")}
-        z = None if arguments.get("z") is None else arguments["z"][b]
-        values = {name: t if t is None else t.to(dtype) for name, t in {**kept, **here, **shared, "z": z}.items()}
-        outcome.y[b], outcome.stored[goes, (slot,)] = one_mamba3_token(values)
-        if arguments.get("update_kv_state"):
-            outcome.stored["Bstate", (slot,)], outcome.stored["Xstate", (slot,)] = B_kept[b], x[b].to(Xstate.dtype)
+    shared = {name: arguments.get(name) for name in ("D", "xproj", "zproj", "outproj")}
+
+    def step(s: Tensor, b: int, slot: int) -> tuple[Tensor, Tensor]:
+        values = {"s": s, "k": Bstate[slot], "v": Xstate[slot], "B": B_kept[b], **shared}
+        for name in ("x", "A", "dt", "trap", "C", "z"):
+            values[name] = None if arguments.get(name) is None else arguments[name][b]
+        return one_mamba3_token({name: t if t is None else t.to(dtype) for name, t in values.items()})
+
+    rows = mamba_ssm(arguments)
+    y = torch.zeros(len(x), *Bstate.shape[1:3], x.shape[-1], dtype=dtype)
+    outcome = run(rows, y, lambda slot: state[slot], step)
+    for row in rows if arguments.get("update_kv_state") else []:
+        b, slot = row.tokens[0], row.start
+        outcome.stored |= {("Bstate", (slot,)): B_kept[b], ("Xstate", (slot,)): x[b].to(Xstate.dtype)}
     if arguments.get("outproj") is not None:
-        outcome.y = outcome.y.sum(1)
+        outcome.y, outcome.ran = outcome.y.sum(1), outcome.ran[:, 0]
     return outcome
 
 
 def one_mamba3_token(values: Arguments) -> tuple[Tensor, Tensor]:
-    """The output (R, H, D) of a token, times outproj if there is one, and the state (H, D, N), number by number along
-    heads and ranks."""
-    R, H = values["B"].shape[:2]
-    y, states = torch.zeros(R, *values["x"].shape, dtype=values["x"].dtype), []
-    one = torch.ones_like(values["x"])
-    in_, gate, out = (
-        one.expand(R, *one.shape) if values[w] is None else values[w] for w in ("xproj", "zproj", "outproj")
-    )
-    for h in range(H):
-        dt, trap, group = values["dt"][h], values["trap"][h], h * values["C"].shape[1] // H
-        decay = torch.exp(values["A"][h] * dt)
-        s = decay * values["s"][h]  # (D, N)
-        for r in range(R):
-            s = s + trap * dt * torch.outer(values["x"][h] * in_[r, h], values["B"][r, h])
-            s = s + (1 - trap) * dt * decay * torch.outer(values["v"][h] * in_[r, h], values["k"][r, h])
-        for r in range(R):
-            y[r, h] = s @ values["C"][r, group]
-            if values["D"] is not None:
-                y[r, h] += values["D"][h] * values["x"][h] * in_[r, h]
-            if values["z"] is not None:
-                wide = values["z"][h] * gate[r, h]
-                y[r, h] *= wide * torch.sigmoid(wide)
-            y[r, h] *= out[r, h]
-        states.append(s)
-    return y, torch.stack(states)
+    """The output (R, H, D) of a token, times outproj if there is one, and the state (H, D, N), rank by rank."""
+    s, dt, trap, x = values["s"], values["dt"][:, None], values["trap"][:, None], values["x"]
+    ranks = range(len(values["B"]))
+    in_, gate, out = (torch.ones_like(x) if values[w] is None else values[w] for w in ("xproj", "zproj", "outproj"))
+    in_, gate, out = (w.expand(len(ranks), *x.shape) for w in (in_, gate, out))  # (R, H, D)
+    decay = torch.exp(values["A"][:, None] * dt)  # (H, 1)
+    s = decay[..., None] * s
+    for r in ranks:
+        s = s + (trap * dt * x * in_[r])[..., None] * values["B"][r][:, None]
+        s = s + ((1 - trap) * dt * decay * values["v"] * in_[r])[..., None] * values["k"][r][:, None]
+    y = torch.stack([(s * per_head(values["C"][r], len(s))[:, None]).sum(-1) for r in ranks])
+    if values["D"] is not None:
+        y = y + values["D"][:, None] * x * in_
+    if values["z"] is not None:
+        y = y * silu(values["z"] * gate)
+    return y * out, s
+
+
+ConvRow = tuple[list[int], int, Tensor, dict[Place, Tensor]]  # tokens, slot read, inputs (dim, ...), windows stored
+
+
+def conv1d(contract: Callable[[Arguments], Iterator[ConvRow]], arguments: Arguments, dtype: torch.dtype) -> Outcome:
+    """What a causal_conv1d_update of this contract gives: outputs, and windows to the byte."""
+    x, weight, bias = arguments["x"], arguments["weight"].to(dtype), arguments.get("bias")
+    y = torch.zeros_like(conv_tokens(arguments)[0], dtype=dtype)
+    outcome = Outcome(y, torch.zeros_like(y, dtype=torch.bool))
+    for tokens, slot, inputs, stored in contract(arguments):
+        outcome.read.add(slot)
+        outcome.stored |= stored
+        for t, token in enumerate(tokens):
+            y = (weight * inputs[:, t : t + weight.shape[1]].to(dtype)).sum(1)
+            y = y if bias is None else y + bias.to(dtype)
+            outcome.y[token] = silu(y) if arguments.get("activation") else y
+            outcome.ran[token] = True
+    if x.dim() == 3:
+        outcome.y, outcome.ran = (t.reshape(x.mT.shape).mT for t in (outcome.y, outcome.ran))
+    return outcome
+
+
+def conv_tokens(arguments: Arguments) -> tuple[Tensor, list[list[int]]]:
+    """Inputs (tokens, dim) in float32, which is exact, and where those of every row are."""
+    x = arguments["x"]
+    rows = tokens_of_rows(len(x), x.shape[2] if x.dim() == 3 else 1, arguments.get("query_start_loc"))
+    return (x if x.dim() == 2 else x.mT.flatten(0, 1)).float(), rows
+
+
+def causal_conv1d(arguments: Arguments) -> Iterator[ConvRow]:
+    """The window holds the last inputs, newest last; with cache_seqlens token p is at p modulo its length."""
+    (x, rows), slots = conv_tokens(arguments), numbers(arguments.get("conv_state_indices"))
+    lengths, size, before = arguments.get("cache_seqlens"), *arguments["conv_state"].shape[2:], width_of(arguments) - 1
+    for b, tokens in enumerate(rows):
+        slot = slots[b][0] if slots else b
+        if slot < 0:
+            continue
+        window = arguments["conv_state"][slot].clone()  # (dim, size)
+        first = (size if lengths is None else int(lengths[b])) - before
+        places = [(first + i) % size for i in range(before + len(tokens))]
+        inputs = torch.cat([window[:, places[:before]].float(), x[tokens].T], 1)
+        if lengths is None:
+            window = torch.cat([window.float(), x[tokens].T], 1)[:, -size:].to(window.dtype)
+        for i in range(before, len(places)) if lengths is not None else ():
+            window[:, places[i]] = inputs[:, i]
+        yield tokens, slot, inputs, {("conv_state", (slot,)): window}
+
+
+def vllm_conv1d(arguments: Arguments) -> Iterator[ConvRow]:
+    """The window starts at entry 0. With counts the call before left width - 2 inputs and its tokens there, and this
+    one does so again; without, the first width - 1 entries are the last inputs."""
+    (x, rows), table = conv_tokens(arguments), numbers(arguments.get("conv_state_indices"))
+    counts, before = arguments.get("num_accepted_tokens"), width_of(arguments) - 1
+    columns = [arguments.get(name) for name in ("initial_state_idx", "block_idx_last_scheduled_token")]
+    null = arguments.get("null_block_id", 0) if table else -1
+    for b, tokens in enumerate(rows):
+        slots, chosen = table[b] if table else [b], (0 if column is None else int(column[b]) for column in columns)
+        read, write = (slots[i] if 0 <= i < len(slots) else -1 for i in chosen)
+        if read < 0 or read == null:
+            continue
+        first = 0 if counts is None else int(counts[b]) - 1
+        window = arguments["conv_state"][read][:, first : first + before]
+        inputs, stored = torch.cat([window.float(), x[tokens].T], 1), {}
+        if tokens and write >= 0 and write != null:
+            stored["conv_state", (write,)] = arguments["conv_state"][write].clone()
+            kept = inputs[:, -before:] if counts is None else inputs[:, 1:]
+            stored["conv_state", (write,)][:, : kept.shape[1]] = kept
+        yield tokens, read, inputs, stored
+
+
+def width_of(arguments: Arguments) -> int:
+    return arguments["weight"].shape[1]
 
 
 def decoded(data: Tensor, scale: Tensor | None) -> Tensor:

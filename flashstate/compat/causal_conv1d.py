@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from flashstate.compat.shapes import activation_of, contiguous, room_for_output, tokens_last_to_first, with_axes
+from flashstate.compat import shapes
 from flashstate.ops.conv1d import conv1d_step
 
 
@@ -31,10 +31,10 @@ def causal_conv1d_update(
 
     docs/compat.md says what differs from causal_conv1d.
     """
-    tokens, room = tokens_last_to_first("x", with_axes("x", x, 2, 2)), room_for_output(x)
+    tokens, room = shapes.tokens_before_channels("x", x), shapes.room_for_output(x)
     y = conv1d_step(
-        conv_state, tokens, contiguous(weight), contiguous(bias), activation=activation_of(activation),
-        positions=contiguous(cache_seqlens), slots=conv_state_indices,
-        out=None if room is None else tokens_last_to_first("out", room),
+        conv_state, tokens, *map(shapes.contiguous, (weight, bias)), activation=shapes.activation_of(activation),
+        positions=shapes.contiguous(cache_seqlens), slots=conv_state_indices,
+        out=None if room is None else shapes.tokens_before_channels("out", room),
     )  # fmt: skip
-    return tokens_last_to_first("out", y)
+    return shapes.tokens_before_channels("out", y)

@@ -7,30 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashstate.compat.shapes import (
-    batch_of,
-    check_slot,
-    delta_tensors,
-    list_of,
-    own_slots,
-    room_for_output,
-    rows_contiguous,
-    slot_numbers,
-    step_tensors,
-    table_of,
-    with_axes,
-)
-from flashstate.errors import (
-    ACTIVATION_DTYPES,
-    INDEX_DTYPES,
-    check_choice,
-    check_flag,
-    check_int,
-    check_tensor,
-    dtype_name,
-)
+from flashstate.compat import shapes
+from flashstate.errors import ACTIVATION_DTYPES, check_choice, check_flag, check_int, check_tensor, dtype_name
 from flashstate.ops.gated_delta import gated_delta_step
-from flashstate.ops.mamba2 import mamba2_step
 from flashstate.state.formats import FORMATS
 from flashstate.state.slots import MOST_TOKENS, Slots
 from flashstate.state.state import MOST_ROUNDS, State
@@ -95,74 +74,61 @@ def selective_state_update(
     check_choice("algorithm", algorithm, ALGORITHMS)
     check_choice("backend", backend, BACKENDS)
     check_flag("disable_state_update", disable_state_update)
-    check_slot("pad_slot_id", pad_slot_id)
+    check_int("pad_slot_id", pad_slot_id, *shapes.INT64)
     check_int("cache_steps", cache_steps, 0 if cu_seqlens is None else 1, MOST_TOKENS)
-    if intermediate_states_buffer is not None and dst_state_batch_indices is not None:
-        raise ValueError("intermediate_states_buffer and dst_state_batch_indices must not both be given")
-    state = with_axes("state", state, 3, 4)
-    rank = 4 if cache_steps and cu_seqlens is None else 3
-    tensors = step_tensors(x, dt, A, B, C, D, z, dt_bias, rank)
-    _check_dtypes(dt, D, dt_bias, state_batch_indices, dst_state_batch_indices, intermediate_state_indices)
-    snapshots = _snapshots(intermediate_states_buffer, intermediate_state_scales)
+    shapes.check_not_both(
+        intermediate_states_buffer=intermediate_states_buffer, dst_state_batch_indices=dst_state_batch_indices
+    )
+    state = shapes.with_axes("state", state, 3, 4)
+    tensors = shapes.step_tensors(x, dt, A, B, C, D, z, dt_bias, rank=4 if cache_steps and cu_seqlens is None else 3)
+    _check_dtypes_of("dt", dt, D=D, dt_bias=dt_bias)
+    _check_dtypes_of(
+        "state_batch_indices", state_batch_indices,
+        dst_state_batch_indices=dst_state_batch_indices, intermediate_state_indices=intermediate_state_indices,
+    )  # fmt: skip
+    shapes.check_needs(
+        "intermediate_states_buffer", intermediate_states_buffer, intermediate_state_scales=intermediate_state_scales
+    )
+    snapshots = _scaled(
+        "intermediate_states_buffer", intermediate_states_buffer, "intermediate_state_scales", intermediate_state_scales
+    )
     update = snapshots is None and not disable_state_update
-    steps = cache_steps if cu_seqlens is not None else x.shape[1] if x.dim() == 4 else 1
     slots = _slots(
-        state, batch_of(x, cu_seqlens), steps, state_batch_indices, dst_state_batch_indices if update else None,
-        num_accepted_tokens, intermediate_state_indices, cu_seqlens, pad_slot_id, snapshots is not None,
+        state, x, cache_steps, state_batch_indices, dst_state_batch_indices if update else None, num_accepted_tokens,
+        intermediate_state_indices, cu_seqlens, pad_slot_id, snapshots is not None,
     )  # fmt: skip
-    y = mamba2_step(
-        _state(state, state_scale, rand_seed, philox_rounds), **tensors, dt_softplus=dt_softplus, slots=slots,
-        snapshots=snapshots, update=update, out=room_for_output(tensors["x"], out),
-    )  # fmt: skip
-    return y.reshape(x.shape) if out is None else out
+    stored = _state(state, state_scale, rand_seed, philox_rounds)
+    return shapes.selective_step(
+        stored, x, tensors, out, dt_softplus=dt_softplus, slots=slots, snapshots=snapshots, update=update
+    )
 
 
-def _check_dtypes(
-    dt: Tensor, D: Tensor | None, dt_bias: Tensor | None, read: Tensor | None, write: Tensor | None, rows: Tensor | None
-) -> None:
-    """Raise as FlashInfer does where dtypes are not what a compiled kernel of it expects."""
-    for name, tensor in (("D", D), ("dt_bias", dt_bias)):
-        if tensor is not None and tensor.dtype != dt.dtype:
-            wanted, got = dtype_name(dt.dtype), dtype_name(tensor.dtype)
-            raise RuntimeError(f"{name} must be {wanted}, as dt is, got {got}")
-    for name, numbers in (("dst_state_batch_indices", write), ("intermediate_state_indices", rows)):
-        if isinstance(read, Tensor) and isinstance(numbers, Tensor) and numbers.dtype != read.dtype:
-            wanted, got = dtype_name(read.dtype), dtype_name(numbers.dtype)
-            raise RuntimeError(f"{name} must be {wanted}, as state_batch_indices is, got {got}")
+def _check_dtypes_of(of: str, wanted: Any, **others: Any) -> None:
+    """Raise as FlashInfer does where a compiled kernel of it expects one dtype of several tensors."""
+    for name, tensor in others.items():
+        if isinstance(wanted, Tensor) and isinstance(tensor, Tensor) and tensor.dtype != wanted.dtype:
+            got = dtype_name(tensor.dtype)
+            raise RuntimeError(f"{name} must be {dtype_name(wanted.dtype)}, as {of} is, got {got}")
 
 
-def _snapshots(buffer: Tensor | None, scales: Tensor | None) -> State | Tensor | None:
-    if scales is None:
-        if buffer is not None:
-            _check_unscaled("intermediate_state_scales", "intermediate_states_buffer", buffer)
-        return buffer
-    if buffer is None:
-        raise ValueError("intermediate_state_scales needs intermediate_states_buffer, got None")
-    return State(buffer, scales)
-
-
-def _state(state: Tensor, scale: Tensor | None, rand_seed: Tensor | None, rounds: int) -> State | Tensor:
-    if rand_seed is not None:
-        if scale is not None:
-            raise ValueError("rand_seed and state_scale must not both be given")
-        if state.dtype != torch.float16:
-            raise ValueError(f"rand_seed is for a state of float16, got {dtype_name(state.dtype)}")
-        check_int("philox_rounds", rounds, 1, MOST_ROUNDS)
-        return State(state, rounding="stochastic", rounds=rounds, seed=_seeds(state, rand_seed))
-    if scale is None:
-        _check_unscaled("state_scale", "state", state)
-        return state
-    per_row = isinstance(scale, Tensor) and scale.dim() == 4 and scale.shape[-1] == 1
-    return State(state, scale[..., 0] if per_row else scale)
-
-
-def _check_unscaled(name: str, of: str, data: Tensor) -> None:
+def _scaled(name: str, data: Any, name_of_scale: str, scale: Any) -> Any:
+    """A State where there is a scale, else data, which must not need one."""
+    if scale is not None:
+        return State(data, scale)
     if isinstance(data, Tensor) and data.dtype in FORMATS and FORMATS[data.dtype].scaled:
-        raise ValueError(f"{name} must be given where {of} is {dtype_name(data.dtype)}, got None")
+        raise ValueError(f"{name_of_scale} must be given where {name} is {dtype_name(data.dtype)}, got None")
+    return data
 
 
-def _seeds(state: Tensor, rand_seed: Tensor) -> Tensor:
-    """A seed for every slot, made of one number on the device, so that slots draw different bits."""
+def _state(state: Tensor, scale: Any, rand_seed: Tensor | None, rounds: int) -> State | Tensor:
+    """The state with its scales, or with seeds made of one number: one for every slot, so that bits differ."""
+    shapes.check_not_both(rand_seed=rand_seed, state_scale=scale)
+    if rand_seed is None:
+        per_row = isinstance(scale, Tensor) and scale.dim() == 4 and scale.shape[-1] == 1
+        return _scaled("state", state, "state_scale", scale[..., 0] if per_row else scale)
+    if state.dtype != torch.float16:
+        raise ValueError(f"rand_seed is for a state of float16, got {dtype_name(state.dtype)}")
+    check_int("philox_rounds", rounds, 1, MOST_ROUNDS)
     if not isinstance(rand_seed, Tensor):
         raise TypeError(f"rand_seed must be a tensor, got {type(rand_seed).__name__}")
     if rand_seed.numel() != 1 or rand_seed.dtype != torch.int64:
@@ -170,30 +136,34 @@ def _seeds(state: Tensor, rand_seed: Tensor) -> Tensor:
         raise ValueError(f"rand_seed must be one int64 number, got {got}")
     if rand_seed.device != state.device:
         raise ValueError(f"rand_seed is on {rand_seed.device}, but the state is on {state.device}")
-    return torch.add(rand_seed.reshape(1), slot_numbers(state), alpha=SEED_OF_A_SLOT)
+    seed = torch.add(rand_seed.reshape(1), shapes.slot_numbers(state), alpha=SEED_OF_A_SLOT)
+    return State(state, rounding="stochastic", rounds=rounds, seed=seed)
 
 
 def _slots(
-    state: Tensor, batch: int, steps: int, read: Tensor | None, write: Tensor | None, accepted: Tensor | None,
+    state: Tensor, x: Tensor, cache_steps: int, read: Tensor | None, write: Tensor | None, accepted: Tensor | None,
     snapshot_rows: Tensor | None, cu_seqlens: Tensor | None, null: int, keeps: bool,
 ) -> Slots:  # fmt: skip
-    """`steps`: the most tokens a row has; `keeps`: whether there is a buffer for the state after every token."""
+    """`keeps`: whether there is a buffer for the state after every token."""
+    batch, bounds = shapes.rows_of(x, cu_seqlens)
+    steps = cache_steps if bounds is not None else x.shape[1] if x.dim() == 4 else 1  # the most tokens a row has
     if accepted is not None:
-        check_tensor("state_batch_indices", read, ("batch", "n"), (None, None), dtypes=INDEX_DTYPES)
-        accepted = list_of("num_accepted_tokens", accepted, batch).contiguous()
-    table = own_slots(state, batch)[:, None] if read is None else table_of("state_batch_indices", read, batch)
+        shapes.check_indices("state_batch_indices", read, "batch", "n")
+        accepted = shapes.list_of("num_accepted_tokens", accepted, batch)
+    table = shapes.table_of(
+        "state_batch_indices", shapes.own_slots("state_batch_indices", state, batch) if read is None else read, batch
+    )
     if isinstance(write, Tensor) and write.dim() == 1:
-        write = list_of("dst_state_batch_indices", write, batch)
+        write = shapes.list_of("dst_state_batch_indices", write, batch)
     elif write is not None:
-        write = table_of("dst_state_batch_indices", write, batch, steps)[:, :steps]
-    if snapshot_rows is None and keeps:
-        snapshot_rows = _chosen(table, accepted)
+        write = shapes.table_of("dst_state_batch_indices", write, batch, steps)[:, :steps]
     if snapshot_rows is not None:
-        snapshot_rows = list_of("intermediate_state_indices", snapshot_rows, batch).contiguous()
-    read = table[:, 0] if accepted is None else table
+        snapshot_rows = shapes.list_of("intermediate_state_indices", snapshot_rows, batch)
+    elif keeps:
+        snapshot_rows = _chosen(table, accepted).contiguous()
     return Slots(
-        read, write=write, accepted=accepted, snapshot_rows=snapshot_rows, cu_seqlens=cu_seqlens,
-        max_len=None if cu_seqlens is None else steps, null=null, padding="fresh",
+        table[:, 0] if accepted is None else table, write=write, accepted=accepted, snapshot_rows=snapshot_rows,
+        cu_seqlens=bounds, max_len=None if bounds is None else steps, null=null, padding="fresh",
     )  # fmt: skip
 
 
@@ -235,15 +205,10 @@ def gated_delta_rule_decode_pretranspose(
 
     docs/compat.md says what differs from FlashInfer.
     """
-    tensors = delta_tensors(q, k, v, a, b, A_log, dt_bias)
-    if v.shape[1] != 1:
+    if shapes.with_these_axes("v", v, "B", "T", "HV", "V").shape[1] != 1:
         raise ValueError(f"v must have one token per row, got {tuple(v.shape)}; gated_delta_rule_mtp takes several")
     pool, slots = _pool_and_slots(len(v), state, initial_state, initial_state_indices, output_state_indices)
-    y = gated_delta_step(
-        pool, **tensors, scale=scale, qk_l2norm=use_qk_l2norm, exact=True, slots=slots,
-        out=room_for_output(tensors["v"]) if output is None else output,
-    )  # fmt: skip
-    return y, pool
+    return _delta_step(pool, q, k, v, a, b, A_log, dt_bias, scale, use_qk_l2norm, output, slots)
 
 
 def gated_delta_rule_mtp(
@@ -284,36 +249,46 @@ def gated_delta_rule_mtp(
     """
     if disable_state_update is not None:
         check_flag("disable_state_update", disable_state_update)
-    if intermediate_states_buffer is not None and ssm_state_indices is not None:
-        raise ValueError("intermediate_states_buffer and ssm_state_indices must not both be given")
-    tensors = delta_tensors(q, k, v, a, b, A_log, dt_bias)
+    shapes.check_not_both(intermediate_states_buffer=intermediate_states_buffer, ssm_state_indices=ssm_state_indices)
+    batch, steps = shapes.with_these_axes("v", v, "B", "T", "HV", "V").shape[:2]
     update = disable_state_update is False or ssm_state_indices is not None
     slots = _delta_slots(
-        len(v), initial_state_indices, output_state_indices, ssm_state_indices, v.shape[1], update,
-        padding="zero" if output is None or v.shape[1] == 1 else "keep",
+        batch, initial_state_indices, output_state_indices, ssm_state_indices, steps, update,
+        padding="zero" if output is None or steps == 1 else "keep",
     )  # fmt: skip
-    y = gated_delta_step(
-        initial_state, **tensors, scale=scale, qk_l2norm=use_qk_l2norm, exact=True, slots=slots,
+    return _delta_step(
+        initial_state, q, k, v, a, b, A_log, dt_bias, scale, use_qk_l2norm, output, slots, update=update,
         snapshots=None if intermediate_states_buffer is None else _delta_snapshots(intermediate_states_buffer),
-        update=update, out=room_for_output(tensors["v"]) if output is None else output,
     )  # fmt: skip
-    return y, initial_state
+
+
+def _delta_step(
+    pool: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor,
+    scale: float | None, l2norm: bool, output: Tensor | None, slots: Slots | None, **more: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Call gated_delta_step with a decay per token and head; what has strides that it does not take is copied."""
+    y = gated_delta_step(
+        pool, shapes.rows_contiguous(q), shapes.rows_contiguous(k), shapes.rows_contiguous(v),
+        shapes.with_these_axes("a", a, "B", "T", "HV"), b,
+        A_log=shapes.with_these_axes("A_log", A_log, "HV").contiguous(),
+        dt_bias=shapes.with_these_axes("dt_bias", dt_bias, "HV").contiguous(),
+        scale=scale, qk_l2norm=l2norm, exact=True, slots=slots,
+        out=shapes.room_for_output(v) if output is None else output, **more,
+    )  # fmt: skip
+    return y, pool
 
 
 def _pool_and_slots(
     batch: int, state: Tensor | None, pool: Tensor | None, read: Tensor | None, write: Tensor | None
 ) -> tuple[Tensor, Slots | None]:
     """Where the states are, and which is whose; None: row b is slot b."""
+    shapes.check_not_both(state=state, initial_state=pool)
     if pool is not None:
-        if state is not None:
-            raise ValueError("state and initial_state must not both be given")
         return pool, _delta_slots(batch, read, write)
-    for name, indices in (("initial_state_indices", read), ("output_state_indices", write)):
-        if indices is not None:
-            raise ValueError(f"{name} needs initial_state, got None")
+    shapes.check_needs("initial_state", pool, initial_state_indices=read, output_state_indices=write)
     if state is None:
         raise ValueError("state or initial_state must be given, got None for both")
-    if len(with_axes("state", state, 4, 4)) != batch:
+    if len(shapes.with_axes("state", state, 4, 4)) != batch:
         raise ValueError(f"state must have {batch} slots, as the batch has rows, got shape {tuple(state.shape)}")
     return state, None
 
@@ -323,12 +298,12 @@ def _delta_slots(
     padding: str = "zero",
 ) -> Slots:  # fmt: skip
     """`every`: slots for the state after each of the steps; `update`: whether anything is written."""
-    check_tensor("initial_state_indices", read, ("B",), (batch,), dtypes=INDEX_DTYPES)
+    shapes.check_indices("initial_state_indices", read, B=batch)
     if write is not None:
-        check_tensor("output_state_indices", write, ("B",), (batch,), dtypes=INDEX_DTYPES)
+        shapes.check_indices("output_state_indices", write, B=batch)
     if every is not None:
-        check_tensor("ssm_state_indices", every, ("B", "T"), (batch, steps), dtypes=INDEX_DTYPES)
-        write = rows_contiguous(every)
+        shapes.check_indices("ssm_state_indices", every, B=batch, T=steps)
+        write = shapes.rows_contiguous(every)
     return Slots(read, write=write if update else None, padding=padding)
 
 

@@ -1,5 +1,4 @@
-"""mamba_ssm's selective_state_update, of mamba_ssm.ops.triton.selective_state_update, and its mamba3_step_fn, of
-mamba_ssm.ops.cute.mamba3.mamba3_step_fn."""
+"""mamba_ssm's selective_state_update, of mamba_ssm.ops.triton, and its mamba3_step_fn, of mamba_ssm.ops.cute.mamba3."""
 
 from __future__ import annotations
 
@@ -8,23 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashstate.compat.shapes import (
-    contiguous,
-    room_for_output,
-    rows_contiguous,
-    step_tensors,
-    with_axes,
-    with_these_axes,
-)
-from flashstate.errors import (
-    INDEX_DTYPES,
-    check_flag,
-    check_int,
-    check_no_overlap,
-    check_row_contiguous,
-    check_tensor,
-)
-from flashstate.ops.mamba2 import mamba2_step
+from flashstate.compat import shapes
+from flashstate.errors import check_flag, check_int, check_no_overlap, check_row_contiguous, check_tensor
 from flashstate.ops.mamba3 import mamba3_step
 from flashstate.pool.memory import share_memory
 from flashstate.state.mamba3 import Mamba3State
@@ -62,14 +46,11 @@ def selective_state_update(
 
     Any tensor may have no head axis: then there is one head. docs/compat.md says what differs from mamba_ssm.
     """
-    state = with_axes("state", state, 3, 4)
-    tensors = step_tensors(x, dt, A, B, C, D, z, dt_bias)
+    state = shapes.with_axes("state", state, 3, 4)
+    tensors = shapes.step_tensors(x, dt, A, B, C, D, z, dt_bias)
     if state_batch_indices is not None:
-        check_tensor("state_batch_indices", state_batch_indices, ("batch",), (x.shape[0],), dtypes=INDEX_DTYPES)
-    y = mamba2_step(
-        state, **tensors, dt_softplus=dt_softplus, slots=state_batch_indices, out=room_for_output(tensors["x"])
-    )
-    return y.reshape(x.shape)
+        shapes.check_indices("state_batch_indices", state_batch_indices, batch=x.shape[0])
+    return shapes.selective_step(state, x, tensors, dt_softplus=dt_softplus, slots=state_batch_indices)
 
 
 def mamba3_step_fn(
@@ -94,14 +75,14 @@ def mamba3_step_fn(
     state_batch_indices: Tensor | None = None,
     update_kv_state: bool = False,
 ) -> Tensor:
-    """Step every row by one token of Mamba-3; update the state in place or write it to `state_out`, and return `out`,
-    or a new output: (batch, H, D) with outproj, (batch, R, H, D) without.
+    """Step every row by one token of Mamba-3; update the state in place or in `state_out`, and return the output.
 
     state: (slots, H, D, N); Bstate: (slots, R, H, N) and Xstate: (slots, H, D), the B and x of the token before. All
         are contiguous within a slot.
     x, z: (batch, H, D); A, dt, trap: (batch, H), trap a probability.
     B, C: (batch, R, G, N), with their bias and turned; G divides H.
     xproj, zproj, outproj: (R, H, D); None: ones, of outproj also no sum over R. D: (H,), or None.
+    out: (batch, H, D), without outproj (batch, R, H, D); None: a new tensor.
     state_out: like state, and apart from it. The states after the step go there, each to the slot that its row reads,
         and `state` stays as it is. None, or `state` itself: in place.
     tile_D, num_warps: numbers from 1 on; they change nothing.
@@ -114,18 +95,21 @@ def mamba3_step_fn(
     for name, number in (("tile_D", tile_D), ("num_warps", num_warps)):
         check_int(name, number, 1, (1 << 31) - 1)
     check_flag("update_kv_state", update_kv_state)
-    pool = Mamba3State(as_state(with_these_axes("state", state, "slots", "H", "D", "N")), Bstate, Xstate)
+    pool = Mamba3State(as_state(shapes.with_these_axes("state", state, "slots", "H", "D", "N")), Bstate, Xstate)
     check_tensor("x", x, MAMBA3_AXES["x"], (None, *state.shape[1:3]), device=state.device)
-    tokens = _tokens_of_mamba3({"x": x, "A": A, "dt": dt, "trap": trap, "B": B, "C": C, "z": z})
+    tokens: dict[str, Any] = {"x": x, "B": B, "C": C, "z": z, "A": A, "dt": dt, "trap": trap}
+    tokens |= {name: shapes.rows_contiguous(tokens[name]) for name in ("x", "B", "C", "z")}
     weights = {"xproj": xproj, "zproj": zproj, "outproj": outproj, "D": D}
-    if z is None and zproj is not None:
-        raise ValueError("zproj needs z, got None")
-    _check_indices(state, x, state_batch_indices)
+    shapes.check_needs("z", z, zproj=zproj)
+    if state_batch_indices is None:
+        shapes.own_slots("state_batch_indices", state, len(x))
+    else:
+        shapes.check_indices("state_batch_indices", state_batch_indices, device=state.device, batch=len(x))
     room = _room_of_mamba3(out, x, pool.rank if outproj is None else None)
     if state_out is not None and state_out is not state:
         _check_mamba3(pool, tokens, weights)
         pool = _elsewhere(pool, state_out, state_batch_indices, len(x))
-    Wx, Wz, Wo, D = map(contiguous, weights.values())
+    Wx, Wz, Wo, D = map(shapes.contiguous, weights.values())
     one_rank = outproj is None and pool.rank == 1  # mamba3_step has no axis for it
     y = mamba3_step(
         pool, **tokens, Wx=Wx, Wz=Wz, Wo=Wo, D=D, update_kv=update_kv_state, slots=state_batch_indices,
@@ -134,34 +118,13 @@ def mamba3_step_fn(
     return room if room is not None else y[:, None] if one_rank else y
 
 
-def _tokens_of_mamba3(tokens: dict[str, Any]) -> dict[str, Any]:
-    """What rows bring and is there, with all its axes, in strides that mamba3_step takes. What has others is copied."""
-    taken = {}
-    for name, tensor in tokens.items():
-        if tensor is not None or name != "z":
-            tensor = with_these_axes(name, tensor, *MAMBA3_AXES[name])
-            taken[name] = tensor if name in ("A", "dt", "trap") else rows_contiguous(tensor)
-    return taken
-
-
-def _check_indices(state: Tensor, x: Tensor, indices: Tensor | None) -> None:
-    batch, slots = len(x), len(state)
-    if indices is not None:
-        check_tensor("state_batch_indices", indices, ("batch",), (batch,), dtypes=INDEX_DTYPES, device=state.device)
-    elif batch > slots:
-        raise ValueError(f"state_batch_indices must be given for a batch of {batch} on {slots} slots")
-
-
 def _room_of_mamba3(out: Tensor | None, x: Tensor, rank: int | None) -> Tensor | None:
-    """Where outputs (batch, H, D) go, or those of a rank (batch, R, H, D): `out`, or as room_for_output has it."""
-    if out is None and rank is None:
-        return room_for_output(x)
-    axes, shape = MAMBA3_AXES["x"], tuple(x.shape)
-    if rank is not None:
-        axes, shape = ("batch", "R", "H", "D"), (len(x), rank, *x.shape[1:])
+    """Where outputs (batch, H, D) go, or with a rank (batch, R, H, D): `out`, or as room_for_output has it."""
+    like = x if rank is None else x[:, None].expand(-1, rank, -1, -1)
     if out is None:
-        return None if torch.compiler.is_compiling() else torch.empty(shape, dtype=x.dtype, device=x.device)
-    check_tensor("out", out, axes, shape, dtypes=(x.dtype,), device=x.device)
+        return shapes.room_for_output(like)
+    axes = ("batch", "H", "D") if rank is None else ("batch", "R", "H", "D")
+    check_tensor("out", out, axes, tuple(like.shape), dtypes=(x.dtype,), device=x.device)
     check_row_contiguous("out", out)
     check_no_overlap("out", out)
     return out
@@ -172,7 +135,7 @@ def _check_mamba3(pool: Mamba3State, tokens: dict[str, Any], weights: dict[str, 
     _, H, rows, N = pool.ssm.data.shape
     sizes = {"R": pool.rank, "H": H, "D": rows, "N": N, "batch": len(tokens["x"])}
     for name, tensor in {**tokens, **weights}.items():
-        if tensor is not None:
+        if tensor is not None or name in ("A", "dt", "trap", "B", "C"):
             axes = MAMBA3_AXES[name]
             check_tensor(name, tensor, axes, tuple(map(sizes.get, axes)), device=pool.k.device)
             sizes |= zip(axes, tensor.shape, strict=True)
@@ -195,8 +158,10 @@ def _elsewhere(pool: Mamba3State, state_out: Tensor, indices: Tensor | None, bat
 
 
 def _copy_slots(state: Tensor, state_out: Tensor, slots: Tensor | None, batch: int) -> None:
-    """Copy the slots that rows read, and no others, from one pool to the same slots of another, without waiting for
-    the device. Rows that are padding copy what another row copies or, where all are, slot 0 of state_out to itself."""
+    """Copy the slots that rows read, and no others, from one pool to another, without waiting for the device.
+
+    Rows that are padding copy what another row copies or, where all are, slot 0 of state_out to itself.
+    """
     if slots is None:
         state_out[:batch].copy_(state[:batch])
     elif batch > 0:

@@ -7,7 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashstate.errors import INDEX_DTYPES, check_int, check_tensor
+from flashstate.errors import INDEX_DTYPES, check_tensor
+from flashstate.ops.mamba2 import mamba2_step
+
+INT64 = -(1 << 63), (1 << 63) - 1  # the least and the most
 
 
 def with_axes(name: str, tensor: Any, fewest: int, rank: int, axis: int = 1) -> Tensor:
@@ -21,27 +24,6 @@ def with_axes(name: str, tensor: Any, fewest: int, rank: int, axis: int = 1) -> 
     return tensor
 
 
-def step_tensors(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None,
-    rank: int = 3,
-) -> dict[str, Any]:  # fmt: skip
-    """The tensors of mamba2_step that are there: activations of this rank, all with a head axis, in strides that it
-    takes. What has others is copied."""
-    activations = {"x": x, "dt": dt, "B": B, "C": C}
-    if z is not None:
-        activations["z"] = z
-    tensors = {}
-    for name, tensor in activations.items():
-        tensor = with_axes(name, tensor, 2, rank)
-        per_head = name == "dt" and is_one_value(tensor, 1)
-        tensors[name] = tensor if per_head else rows_contiguous(tensor)
-    tensors["A"] = per_head_or_contiguous(with_axes("A", A, 2, 3, axis=0), 2)
-    for name, parameter in (("D", D), ("dt_bias", dt_bias)):
-        if parameter is not None:
-            tensors[name] = per_head_or_contiguous(with_axes(name, parameter, 1, 2, axis=0), 1)
-    return tensors
-
-
 def with_these_axes(name: str, tensor: Any, *axes: str) -> Tensor:
     """The tensor, if it has so many axes; their sizes are left to the op."""
     if not isinstance(tensor, Tensor) or tensor.dim() != len(axes):
@@ -49,20 +31,29 @@ def with_these_axes(name: str, tensor: Any, *axes: str) -> Tensor:
     return tensor
 
 
-def delta_tensors(
-    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor
-) -> dict[str, Any]:
-    """The tensors of gated_delta_step for a decay per token and head, with both token axes, in strides that it takes.
-    What has others is copied."""
-    return {
-        "q": rows_contiguous(with_these_axes("q", q, "B", "T", "H", "K")),
-        "k": rows_contiguous(with_these_axes("k", k, "B", "T", "H", "K")),
-        "v": rows_contiguous(with_these_axes("v", v, "B", "T", "HV", "V")),
-        "a": with_these_axes("a", a, "B", "T", "HV"),
-        "b": b,
-        "A_log": with_these_axes("A_log", A_log, "HV").contiguous(),
-        "dt_bias": with_these_axes("dt_bias", dt_bias, "HV").contiguous(),
-    }
+def step_tensors(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None,
+    rank: int = 3,
+) -> dict[str, Any]:  # fmt: skip
+    """The tensors of mamba2_step that are there, with a head axis, in strides that it takes; others are copied.
+
+    rank: how many axes activations have.
+    """
+    tensors = {}
+    for name, tensor in {"x": x, "dt": dt, "B": B, "C": C, **({} if z is None else {"z": z})}.items():
+        tensor = with_axes(name, tensor, 2, rank)
+        tensors[name] = tensor if name == "dt" and is_one_value(tensor, 1) else rows_contiguous(tensor)
+    tensors["A"] = per_head_or_contiguous(with_axes("A", A, 2, 3, axis=0), 2)
+    for name, parameter in (("D", D), ("dt_bias", dt_bias)):
+        if parameter is not None:
+            tensors[name] = per_head_or_contiguous(with_axes(name, parameter, 1, 2, axis=0), 1)
+    return tensors
+
+
+def selective_step(state: Any, like: Tensor, tensors: dict[str, Any], out: Tensor | None = None, **more: Any) -> Tensor:
+    """Call mamba2_step; return `out`, or an output of the shape of `like`, which may lack axes."""
+    y = mamba2_step(state, **tensors, **more, out=room_for_output(tensors["x"], out))
+    return y.reshape(like.shape) if out is None else out
 
 
 def is_one_value(tensor: Tensor, axes: int) -> bool:
@@ -71,9 +62,15 @@ def is_one_value(tensor: Tensor, axes: int) -> bool:
     return all(size <= 1 or stride == 0 for size, stride in zip(sizes, strides, strict=True))
 
 
-def rows_contiguous(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy of it whose entries of the last axis are neighbours in memory."""
-    return tensor if tensor.shape[-1] <= 1 or tensor.stride(-1) == 1 else tensor.contiguous()
+def contiguous(tensor: Any) -> Any:
+    """The tensor, or a contiguous copy of it; what is no tensor as it is, for the op to refuse."""
+    return tensor.contiguous() if isinstance(tensor, Tensor) else tensor
+
+
+def rows_contiguous(tensor: Any) -> Any:
+    """The tensor, or a contiguous copy of it where entries of its last axis are no neighbours in memory."""
+    far = isinstance(tensor, Tensor) and tensor.dim() > 0 and tensor.shape[-1] > 1 and tensor.stride(-1) != 1
+    return tensor.contiguous() if far else tensor
 
 
 def per_head_or_contiguous(tensor: Tensor, axes: int) -> Tensor:
@@ -85,41 +82,60 @@ def per_head_or_contiguous(tensor: Tensor, axes: int) -> Tensor:
 
 
 def room_for_output(x: Tensor, out: Tensor | None = None) -> Tensor | None:
-    """Where outputs go that are like x, which has all its axes: `out`, or new memory, because a call that brings its
-    own can start as one before it did. Under torch.compile, which cannot check it, None."""
+    """Where outputs go that are like x: `out`, or new memory; None under torch.compile, which cannot check it.
+
+    A call that brings its own memory can start as one before it did.
+    """
     if out is not None:
         return with_axes("out", out, 2, x.dim())
     return None if torch.compiler.is_compiling() else torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-def batch_of(x: Tensor, cu_seqlens: Tensor | None) -> int:
-    """How many rows the batch has."""
+def check_not_both(**given: Any) -> None:
+    if all(value is not None for value in given.values()):
+        raise ValueError(f"{' and '.join(given)} must not both be given")
+
+
+def check_needs(of: str, other: Any, **given: Any) -> None:
+    """Raise where one of these is given, but not the other argument."""
+    for name, value in given.items():
+        if value is not None and other is None:
+            raise ValueError(f"{name} needs {of}, got None")
+
+
+def check_indices(name: str, indices: Any, *axes: str, device: torch.device | None = None, **sizes: int) -> None:
+    """Raise unless these are indices with axes of these names, and with axes of these names and sizes."""
+    shape = {**dict.fromkeys(axes), **sizes}
+    check_tensor(name, indices, tuple(shape), tuple(shape.values()), dtypes=INDEX_DTYPES, device=device)
+
+
+def rows_of(x: Tensor, cu_seqlens: Tensor | None) -> tuple[int, Tensor | None]:
+    """How many rows the batch has, and the bounds of their tokens if these are packed."""
     if cu_seqlens is None:
-        return x.shape[0]
-    check_tensor("cu_seqlens", cu_seqlens, ("batch + 1",), (None,), dtypes=INDEX_DTYPES)
+        return x.shape[0], None
+    check_indices("cu_seqlens", cu_seqlens, "batch + 1")
     if len(cu_seqlens) == 0:
         raise ValueError("cu_seqlens must have shape (batch + 1), got (0,)")
-    return len(cu_seqlens) - 1
+    return len(cu_seqlens) - 1, cu_seqlens.contiguous()
 
 
-def check_slot(name: str, slot: Any) -> None:
-    check_int(name, slot, -(1 << 63), (1 << 63) - 1)
-
-
-def list_of(name: str, numbers: Any, batch: int) -> Tensor:
+def list_of(name: str, numbers: Any, batch: int, device: torch.device | None = None) -> Tensor:
     """The first numbers of a list that has one or more for every row of the batch."""
-    check_tensor(name, numbers, ("batch",), (None,), dtypes=INDEX_DTYPES)
+    check_indices(name, numbers, "batch", device=device)
     if len(numbers) < batch:
         raise ValueError(f"{name} must have {batch} entries or more, got shape {tuple(numbers.shape)}")
-    return numbers[:batch]
+    return numbers[:batch].contiguous()
 
 
-def table_of(name: str, numbers: Any, batch: int, columns: int = 1) -> Tensor:
+def table_of(
+    name: str, numbers: Any, batch: int | None, columns: int = 1, device: torch.device | None = None
+) -> Tensor:
     """The first rows of a table (batch or more, columns or more); a list is a table of one column."""
     if isinstance(numbers, Tensor) and numbers.dim() == 1:
         numbers = numbers[:, None]
-    check_tensor(name, numbers, ("batch", "n"), (None, None), dtypes=INDEX_DTYPES, also=(("batch",), (None,)))
-    if numbers.shape[0] < batch or numbers.shape[1] < columns:
+    also = (("batch",), (None,))
+    check_tensor(name, numbers, ("batch", "n"), (None, None), dtypes=INDEX_DTYPES, device=device, also=also)
+    if numbers.shape[0] < (batch or 0) or numbers.shape[1] < columns:
         least = f"{batch} rows and {columns} columns"
         raise ValueError(f"{name} must have {least} or more, got shape {tuple(numbers.shape)}")
     return rows_contiguous(numbers[:batch])
@@ -140,10 +156,10 @@ def slot_numbers(state: Tensor) -> Tensor:
     return numbers
 
 
-def own_slots(state: Tensor, batch: int) -> Tensor:
-    """The slots of a batch that names none: row b is slot b."""
+def own_slots(name: str, state: Tensor, batch: int) -> Tensor:
+    """The slots of a batch for which this argument names none: row b is slot b."""
     if batch > state.shape[0]:
-        raise ValueError(f"state_batch_indices must be given for a batch of {batch} on {state.shape[0]} slots")
+        raise ValueError(f"{name} must be given for a batch of {batch} on {state.shape[0]} slots")
     return slot_numbers(state)[:batch]
 
 
@@ -156,14 +172,9 @@ def activation_of(activation: Any) -> str | None:
     raise ValueError(f"activation must be silu, swish, True, False or None, got {activation!r}")
 
 
-def contiguous(tensor: Any) -> Any:
-    """The tensor, or a contiguous copy of it; what is no tensor as it is, for the op to refuse."""
-    return tensor.contiguous() if isinstance(tensor, Tensor) else tensor
-
-
-def tokens_last_to_first(name: str, tensor: Tensor) -> Tensor:
-    """Channels (batch, channels, tokens) as conv1d_step has them, (batch, tokens, channels), and the other way round;
-    one token as it is."""
+def tokens_before_channels(name: str, tensor: Any) -> Tensor:
+    """Channels (batch, channels, tokens) as (batch, tokens, channels), and the other way round; one token as it is."""
+    tensor = with_axes(name, tensor, 2, 2)
     if tensor.dim() > 3:
         raise ValueError(f"{name} must have shape (batch, dim) or (batch, dim, seqlen), got {tuple(tensor.shape)}")
     return tensor.transpose(1, 2) if tensor.dim() == 3 else tensor

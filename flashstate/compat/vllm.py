@@ -5,22 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashstate.compat.shapes import (
-    activation_of,
-    batch_of,
-    check_slot,
-    contiguous,
-    list_of,
-    own_slots,
-    room_for_output,
-    step_tensors,
-    table_of,
-    tokens_last_to_first,
-    with_axes,
-)
+from flashstate.compat import shapes
 from flashstate.errors import check_flag, check_int, check_tensor
 from flashstate.ops.conv1d import conv1d_step
-from flashstate.ops.mamba2 import mamba2_step
 from flashstate.state.slots import MOST_TOKENS, Slots
 from flashstate.state.state import MOST_ROUNDS, State
 
@@ -67,17 +54,23 @@ def selective_state_update(
     Any tensor may have no head axis: then there is one head. docs/compat.md says what differs from vLLM.
     """
     check_flag("enable_stochastic_rounding", enable_stochastic_rounding)
-    check_slot("null_block_id", null_block_id)
+    check_int("null_block_id", null_block_id, *shapes.INT64)
     check_int("cache_philox_rounds", cache_philox_rounds, 0, MOST_ROUNDS)
-    state = with_axes("state", state, 3, 4)
-    tensors = step_tensors(x, dt, A, B, C, D, z, dt_bias)
-    slots = _slots(
-        state, batch_of(x, cu_seqlens), state_batch_indices, dst_state_batch_indices, num_accepted_tokens, cu_seqlens,
-        null_block_id,
+    state = shapes.with_axes("state", state, 3, 4)
+    tensors = shapes.step_tensors(x, dt, A, B, C, D, z, dt_bias)
+    batch, bounds = shapes.rows_of(x, cu_seqlens)
+    shapes.check_needs(
+        "state_batch_indices", state_batch_indices,
+        dst_state_batch_indices=dst_state_batch_indices, num_accepted_tokens=num_accepted_tokens,
     )  # fmt: skip
-    stored = _stochastic(state, cache_philox_rounds) if enable_stochastic_rounding else state
-    y = mamba2_step(stored, **tensors, dt_softplus=dt_softplus, slots=slots, out=room_for_output(tensors["x"], out))
-    return y.reshape(x.shape) if out is None else out
+    slots = _slots(
+        state, batch, state_batch_indices, dst_state_batch_indices, num_accepted_tokens, bounds, null_block_id
+    )
+    stored: State | Tensor = state
+    if enable_stochastic_rounding:
+        seed = torch.randint(-(1 << 62), 1 << 62, state.shape[:1], device=state.device)  # new for every slot
+        stored = State(state, rounding="stochastic", rounds=cache_philox_rounds or State.rounds, seed=seed)
+    return shapes.selective_step(stored, x, tensors, out, dt_softplus=dt_softplus, slots=slots)
 
 
 def _slots(
@@ -85,27 +78,20 @@ def _slots(
     cu_seqlens: Tensor | None, null: int,
 ) -> Slots | None:  # fmt: skip
     if read is None:
-        for name, given in (("dst_state_batch_indices", write), ("num_accepted_tokens", accepted)):
-            if given is not None:
-                raise ValueError(f"{name} needs state_batch_indices, got None")
-        return None if cu_seqlens is None else Slots(own_slots(state, batch), cu_seqlens=cu_seqlens)
-    read = table_of("state_batch_indices", read, batch)
-    every = accepted is not None and cu_seqlens is not None
+        own = None if cu_seqlens is None else shapes.own_slots("state_batch_indices", state, batch)
+        return None if own is None else Slots(own, cu_seqlens=cu_seqlens)
+    read = shapes.table_of("state_batch_indices", read, batch)
+    every = accepted is not None and cu_seqlens is not None  # every token has a place
     if write is not None:
-        write = table_of("dst_state_batch_indices", write, batch, read.shape[1] if every else 1)
-    if accepted is None:
-        write = None if write is None else write[:, 0]
-        return Slots(read[:, 0], write=write, cu_seqlens=cu_seqlens, null=null)
-    accepted = list_of("num_accepted_tokens", accepted, batch).contiguous()
-    write = read if write is None else write
-    write = write if every else write[:, 0]
+        write = shapes.table_of("dst_state_batch_indices", write, batch, read.shape[1] if every else 1)
+    elif accepted is not None:
+        write = read
+    if write is not None and not every:
+        write = write[:, 0]
+    if accepted is not None:
+        accepted = shapes.list_of("num_accepted_tokens", accepted, batch)
+    read = read[:, 0] if accepted is None else read
     return Slots(read, write=write, accepted=accepted, cu_seqlens=cu_seqlens, null=null)
-
-
-def _stochastic(state: Tensor, rounds: int) -> State:
-    """The state with a new seed for every slot."""
-    seed = torch.randint(-(1 << 62), 1 << 62, state.shape[:1], device=state.device)
-    return State(state, rounding="stochastic", rounds=rounds or State.rounds, seed=seed)
 
 
 def causal_conv1d_update(
@@ -142,23 +128,25 @@ def causal_conv1d_update(
 
     docs/compat.md says what differs from vLLM.
     """
-    check_slot("null_block_id", null_block_id)
+    check_int("null_block_id", null_block_id, *shapes.INT64)
     check_int("max_query_len", max_query_len, -1, MOST_TOKENS)
     check_tensor("weight", weight, ("dim", "width"), (None, None))
     width, out = weight.shape[1], x if out is None else out
-    window = with_axes("conv_state", conv_state, 3, 3)
-    tokens, room = with_axes("x", x, 2, 2), with_axes("out", out, 2, 2)
+    window = shapes.with_axes("conv_state", conv_state, 3, 3)
     if query_start_loc is None:
-        tokens, room = tokens_last_to_first("x", tokens), tokens_last_to_first("out", room)
-    batch = len(x)
+        tokens, room = shapes.tokens_before_channels("x", x), shapes.tokens_before_channels("out", out)
+    elif conv_state_indices is None:
+        raise ValueError("conv_state_indices must be given with query_start_loc: they say how many rows there are")
+    else:
+        tokens, room = x, out
+    read, write = _read_and_write(
+        window, len(x) if query_start_loc is None else None, conv_state_indices, initial_state_idx,
+        block_idx_last_scheduled_token,
+    )  # fmt: skip
     if query_start_loc is not None:  # what belongs to rows may be longer than there are rows
-        if not isinstance(conv_state_indices, Tensor):
-            raise ValueError("conv_state_indices must be given with query_start_loc: they say how many rows there are")
-        batch = len(conv_state_indices)
-        query_start_loc = contiguous(list_of("query_start_loc", query_start_loc, batch + 1))
+        query_start_loc = shapes.list_of("query_start_loc", query_start_loc, len(read) + 1)
     if num_accepted_tokens is not None:
-        num_accepted_tokens = contiguous(list_of("num_accepted_tokens", num_accepted_tokens, batch))
-    read, write = _read_and_write(window, batch, conv_state_indices, initial_state_idx, block_idx_last_scheduled_token)
+        num_accepted_tokens = shapes.list_of("num_accepted_tokens", num_accepted_tokens, len(read))
     slots = Slots(
         read, write=write, accepted=num_accepted_tokens, cu_seqlens=query_start_loc,
         max_len=None if query_start_loc is None or max_query_len < 0 else max_query_len,
@@ -166,19 +154,19 @@ def causal_conv1d_update(
     )  # fmt: skip
     rolls_back = num_accepted_tokens is not None
     conv1d_step(
-        window if rolls_back else window[..., : width - 1], tokens, contiguous(weight), contiguous(bias),
-        activation=activation_of(activation), history=width - 2 if rolls_back else None, slots=slots, out=room,
+        window if rolls_back else window[..., : width - 1], tokens, *map(shapes.contiguous, (weight, bias)),
+        activation=shapes.activation_of(activation), history=width - 2 if rolls_back else None, slots=slots, out=room,
     )  # fmt: skip
     return out
 
 
 def _read_and_write(
-    window: Tensor, batch: int, indices: Tensor | None, reads: Tensor | None, writes: Tensor | None
+    window: Tensor, batch: int | None, indices: Tensor | None, reads: Tensor | None, writes: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """The slot that each row reads, and the one that it writes if that may be another."""
+    """The slot that each row reads, and the one that it writes if that may be another. A batch of None: all rows."""
     if indices is None:
-        return own_slots(window, batch), None
-    table = table_of("conv_state_indices", indices, batch)
+        return shapes.own_slots("conv_state_indices", window, batch or 0), None
+    table = shapes.table_of("conv_state_indices", indices, batch, device=window.device)
     read = _column_of(table, "initial_state_idx", reads)
     if reads is None and writes is None:
         return read, None
@@ -189,6 +177,6 @@ def _column_of(table: Tensor, name: str, columns: Tensor | None) -> Tensor:
     """The entry of each row in its column; -1 where there is no such column."""
     if columns is None:
         return table[:, 0]
-    columns = list_of(name, columns, len(table)).long()
+    columns = shapes.list_of(name, columns, len(table), device=table.device).long()
     inside = (columns >= 0) & (columns < table.shape[1])
     return torch.where(inside, table.gather(1, torch.where(inside, columns, 0)[:, None])[:, 0], -1)
