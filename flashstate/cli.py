@@ -16,7 +16,6 @@ from flashstate.state.formats import FORMATS, ROUNDINGS
 
 if TYPE_CHECKING:
     from flashstate.bench.jobs import Grid, Job, Stored
-    from flashstate.bench.run import Files
 
 FORMAT_NAMES = tuple(format.name for format in FORMATS.values())
 CPU_BATCHES = (1, 4, 16)
@@ -111,13 +110,9 @@ def _add_bench(commands: Commands[argparse.ArgumentParser]) -> None:
     parser.add_argument("--peers", nargs="+", metavar="NAME", help=peers)
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the measurements there")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them there, as a PNG")
-    tables = "put them as tables between the marks in there"
-    parser.add_argument("--markdown", type=Path, nargs="+", default=(), metavar="FILE", help=tables)
     parser.add_argument("--commit", metavar="TEXT", help="what the CSV says of the sources where git cannot tell")
     parser.add_argument("--from-csv", type=Path, metavar="FILE", help="measure nothing: show and draw this file")
     parser.add_argument("--host", action="store_true", help="measure only what a call costs the host")
-    numerics = "measure errors, not time: every format against float64, stepped plainly and by replay"
-    parser.add_argument("--numerics", action="store_true", help=numerics)
     parser.set_defaults(run=_bench)
 
 
@@ -234,9 +229,7 @@ def _bench(options: argparse.Namespace) -> int:
     from flashstate.bench.peers import choose_peers
     from flashstate.bench.run import Files, redraw, run_bench, run_host
 
-    files = Files(options.csv, options.plot, tuple(options.markdown))
-    if options.numerics:
-        return _numerics(options, files)
+    files = Files(options.csv, options.plot)
     if options.host and (files != Files() or options.from_csv is not None):
         raise ValueError("--host measures only what a call costs the host: it reads, writes and draws no file")
     if options.from_csv is not None:
@@ -248,19 +241,6 @@ def _bench(options: argparse.Namespace) -> int:
     if device.type == "cpu":
         options.batches = options.batches or CPU_BATCHES
     return run_bench(op, op.jobs(_changed(options, op.grids)), peers, device, files, options.commit)
-
-
-def _numerics(options: argparse.Namespace, files: Files) -> int:
-    from flashstate.bench.numerics_report import redraw_numerics, run_numerics
-
-    given = [name for name in (*SIZES, "formats", "batches", "tokens", "peers", "host") if getattr(options, name)]
-    if given:
-        raise ValueError(f"--numerics has one experiment, which takes no --{given[0]}")
-    if options.op != "mamba2":
-        raise ValueError(f"--numerics is of mamba2, which alone can be replayed, got {options.op}")
-    if options.from_csv is not None:
-        return redraw_numerics(options.from_csv, files)
-    return run_numerics(find_device(options.device), files, options.commit)
 
 
 def _tune(options: argparse.Namespace) -> int:

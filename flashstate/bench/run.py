@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Column, Table
 
-from flashstate.bench.figures import check_marks, with_figures
 from flashstate.bench.host import host_costs, host_line, host_table
 from flashstate.bench.jobs import BenchedOp, Job, check_words
 from flashstate.bench.measure import Report, bench
@@ -30,16 +29,9 @@ class Files:
 
     csv: Path | None = None
     plot: Path | None = None
-    documents: tuple[Path, ...] = ()  # have tables of the figures between marks
 
-    def check(self, op: str) -> None:
-        """Find out before measuring an op that something cannot be written."""
-        self.check_paths()
-        for document in self.documents:
-            check_marks(document, op)
-
-    def check_paths(self) -> None:
-        """Find out that a file cannot be written, whatever it is of."""
+    def check(self) -> None:
+        """Find out before measuring that a file cannot be written."""
         for path in (self.csv, self.plot):
             if path is not None and not path.absolute().parent.is_dir():
                 raise ValueError(f"there is no folder {path.absolute().parent} to write {path.name} to")
@@ -55,8 +47,6 @@ class Files:
         self.keep(rows, provenance)
         if self.plot is not None:
             draw(rows, provenance, self.plot)
-        for document in self.documents:
-            document.write_text(with_figures(document, rows, provenance), encoding="utf-8")
 
 
 def run_bench(
@@ -69,7 +59,7 @@ def run_bench(
 ) -> int:
     """Measure with a progress bar, then print, write and draw. Exit status 1 where flashstate is wrong."""
     check_words(jobs)
-    files.check(op.name)
+    files.check()
     errors = Console(stderr=True)
     bindings, skipped = load_peers(peers, device)
     provenance = provenance_of(device, commit)
@@ -110,7 +100,7 @@ def run_host(op: BenchedOp, peers: Mapping[str, Peer], device: torch.device) -> 
 def redraw(csv_path: Path, files: Files) -> int:
     """Print a file that an earlier run wrote, and draw it."""
     provenance, rows = read_csv(csv_path)
-    files.check(rows[0].op)
+    files.check()
     show(Console(), Report(rows), provenance)
     files.write(rows, provenance)
     return 0
