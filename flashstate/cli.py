@@ -188,7 +188,7 @@ def _info(options: argparse.Namespace) -> int:
     formats = [check_format(options.format or first.formats[0][0], options.rounding)]
     if op.shown and options.snapshots:
         raise ValueError(f"{options.op} has no --snapshots")
-    stored: Sequence[Stored] = op.shown or ("snapshots" if options.snapshots else "last",)
+    stored: Sequence[Stored] = op.shown or ("every" if options.snapshots else "last",)
     grid = replace(first, shapes=first.shapes[:1], formats=formats, stored=stored, by_one=op.shown or first.by_one)
     jobs = op.jobs(_changed(options, [grid]))
     if options.at_once:

@@ -14,9 +14,10 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
+from flashstate.bench.binding import TimedCall
 from flashstate.bench.jobs import BenchedOp, Job, with_int64
 from flashstate.bench.measure import slots_of, storing_for, with_cold_snapshots
-from flashstate.bench.peers import Launch, MeasurementError
+from flashstate.bench.peers import MeasurementError
 from flashstate.bench.timing import cold_slots, need_flush, time_launches
 from flashstate.info import versions
 from flashstate.launch import Config, Gpu, Problem, collecting, gpu_of, override
@@ -127,7 +128,7 @@ class GpuStopwatch:
         self._modes: dict[tuple[str, str], _Mode] = {}
         self._prepared: set[tuple[_Mode, Config]] = set()
         self._pools: dict[tuple[object, ...], Pool] = {}  # by format, axes of a state and number of slots
-        self._timed: tuple[Problem, list[Launch]] | None = None  # one problem: its snapshots are large
+        self._timed: tuple[Problem, list[TimedCall]] | None = None  # one problem: its snapshots are large
 
     def prepare(self, points: Sequence[Point]) -> None:
         new = {(self._mode(problem), config) for problem, config in points} - self._prepared
@@ -154,7 +155,7 @@ class GpuStopwatch:
             self._modes[key] = _Mode(self._op, self._jobs[problem], self._device)
         return self._modes[key]
 
-    def _on_cold_slots(self, job: Job) -> list[Launch]:
+    def _on_cold_slots(self, job: Job) -> list[TimedCall]:
         """Steps of a job, each on slots that are not in the cache, in a pool that all jobs of its format share. Every
         second launch has slots of int64: a config serves both index types."""
         case = job.case

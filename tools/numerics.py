@@ -1,7 +1,6 @@
-"""Measure errors over many tokens, and print the tables that documents have of them.
+"""Measure errors over many tokens, and print them: `python -m tools.numerics --csv results/numerics.csv`.
 
-    python -m tools.numerics --csv results/numerics.csv     # minutes on a CPU: the reference takes its time
-    make figures                                            # the picture and the tables of docs/numerics.md
+That takes minutes on a CPU. `make figures` then draws the picture and writes the tables of docs/numerics.md.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ TABLES = {**{f"errors of {memory} heads": memory for memory in MEMORIES}, "sizes
 
 def main(argv: list[str] | None = None, tokens: int = TOKENS) -> None:
     """Decode so many tokens with a progress bar, then print every table and write the rows."""
-    parser = argparse.ArgumentParser(prog="python -m tools.numerics", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m tools.numerics", description="Measure errors over many tokens.")
     parser.add_argument("--csv", type=Path, metavar="FILE", required=True, help="write the errors there")
     parser.add_argument("--device", metavar="DEVICE", help="cpu, cuda or cuda:N (default: cuda if there is one)")
     parser.add_argument("--commit", metavar="TEXT", help="what the CSV says of the sources where git cannot tell")

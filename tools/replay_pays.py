@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from flashstate.bench.results import Row
 
 REPLAYED = ("stationary", "a 16th folds")  # rows of batches as a server has them: of several tokens, and of one
-OTHERS = {"snapshots": "than snapshots", "last": "than a step in place"}
+OTHERS = {"every": "than snapshots", "last": "than a step in place"}
 NEVER = "at none"
 Times = Mapping[int, float]  # microseconds, by batch size
 

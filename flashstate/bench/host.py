@@ -9,9 +9,10 @@ import torch
 from rich.box import SIMPLE_HEAD
 from rich.table import Column, Table
 
+from flashstate.bench.binding import IN_PLACE, Binding, Storing
 from flashstate.bench.jobs import BenchedOp
 from flashstate.bench.measure import Report, check, failures_as_reasons, inputs_of
-from flashstate.bench.peers import IN_PLACE, Binding, MeasurementError, Storing
+from flashstate.bench.peers import MeasurementError
 from flashstate.bench.timing import Timing, seconds_of
 from flashstate.proof import Inputs
 from flashstate.state.slots import Slots

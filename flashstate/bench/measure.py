@@ -10,32 +10,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashstate.bench.jobs import BenchedOp, Job, Variant
-from flashstate.bench.peers import IN_PLACE, Binding, MeasurementError, Step, Storing
+from flashstate.bench.binding import IN_PLACE, Binding, Step, Storing
+from flashstate.bench.jobs import BenchedOp, Job, Way
+from flashstate.bench.peers import MeasurementError
 from flashstate.bench.results import Row
 from flashstate.bench.timing import COLD_BYTES, Timing, cold_rows, cold_slots, need_flush, time_launches, time_on_cpu
-from flashstate.proof import (
-    AnyCase,
-    Expected,
-    Inputs,
-    Pool,
-    carried_errors,
-    error_ratio,
-    make_inputs,
-    oracle,
-    slotted,
-)
+from flashstate.proof import AnyCase, Expected, Inputs, Pool, carried_errors, error_ratio, make_inputs, oracle, slotted
 from flashstate.state.formats import bits_of, decode
 from flashstate.state.slots import Slots
 
 
 @dataclass
 class Report:
-    """What was measured, and what was not and why: implementation -> reasons; and `touch` and `read` of jobs."""
+    """What was measured, and what was not and why."""
 
     rows: list[Row] = field(default_factory=list)
-    skipped: dict[str, set[str]] = field(default_factory=dict)
-    roofs: dict[Job, tuple[Timing, Timing]] = field(default_factory=dict)
+    skipped: dict[str, set[str]] = field(default_factory=dict)  # implementation -> reasons
+    roofs: dict[Job, tuple[Timing, Timing]] = field(default_factory=dict)  # `touch` and `read`
 
     def skip(self, name: str, reason: MeasurementError) -> None:
         self.skipped.setdefault(name, set()).add(str(reason))
@@ -49,8 +40,10 @@ def bench(
     tracked: Callable[[Sequence[Job]], Iterable[Job]] = iter,
     keep: Callable[[Sequence[Row]], None] = lambda rows: None,
 ) -> Report:
-    """Check and measure every job, and hand all rows so far to `keep` after each; MeasurementError where flashstate's
-    own result is wrong."""
+    """Check and measure every job, and hand all rows so far to `keep` after each.
+
+    MeasurementError where flashstate's own result is wrong.
+    """
     report = Report()
     on_gpu = device.type == "cuda"
     with torch.cuda.device(device) if on_gpu else nullcontext():
@@ -67,8 +60,10 @@ def bench(
 
 
 def measure_on_gpu(op: BenchedOp, job: Job, peers: Mapping[str, Binding], device: torch.device, report: Report) -> None:
-    """flashstate, every peer that is right, and the roofs, all on the same cold slots; where these lie elsewhere in
-    memory, with a roof of their own."""
+    """Measure the roofs, flashstate, and every other way and peer that is right, all on the same cold slots.
+
+    Where states lie elsewhere in memory, they have a roof of their own.
+    """
     inputs = inputs_of(job.case, device)
     small = storing_for(job, job.case.batch, device)
     check_of_op = op.check or check
@@ -80,8 +75,8 @@ def measure_on_gpu(op: BenchedOp, job: Job, peers: Mapping[str, Binding], device
     report.rows += [row_of(name, job, timing, moved, roof) for name, (timing, moved) in roofs.items()]
     ours = time_on_slots(op.bind(timed, storing), slots, flush)
     report.rows.append(row_of("flashstate", job, ours, job.counted_bytes, roof))
-    ways = {f"flashstate, {how}": variant for how, variant in op.ways.items()}
-    for name, way in {**ways, **{name: Variant(bind) for name, bind in peers.items()}}.items():
+    ways = {f"flashstate, {how}": way for how, way in op.ways.items()}
+    for name, way in {**ways, **{name: Way(bind) for name, bind in peers.items()}}.items():
         try:
             with failures_as_reasons():
                 as_called = way.job(job)
@@ -99,8 +94,8 @@ def measure_on_gpu(op: BenchedOp, job: Job, peers: Mapping[str, Binding], device
             report.rows.append(row_of(name, job, timing, as_called.counted_bytes, own))
 
 
-def at_slots(way: Variant) -> Binding:
-    """How a step of a variant is made, whose slots are as the variant has them."""
+def at_slots(way: Way) -> Binding:
+    """How steps are made whose slots are as this way has them."""
 
     def bind(inputs: Inputs, storing: Storing) -> Step:
         step = way.bind(inputs, storing)
@@ -117,13 +112,16 @@ def time_roofs(
     flush: bool,
     known: dict[Job, tuple[Timing, Timing]],
 ) -> dict[str, tuple[Timing, int]]:
-    """The roofs with the bytes that each moves; first the one that counts: `touch`, or `read` if nothing is stored, or
-    `roof`, made of both, if some states are. `known`: of jobs that touch the same."""
+    """The roofs with the bytes that each moves; first the one that counts.
+
+    That is `touch`, or `read` if no state is stored, or `roof`, made of both, if some are. `known` has those of jobs
+    that were measured before.
+    """
     if not job.has_roofs:
         return {}
     from flashstate.bench.roofs import time_read
 
-    if job.stored == "nothing":
+    if job.stored == "none":
         return {"read": (time_read(timed.state.data, slots, flush), job.read_bytes)}
     if job.as_touched not in known:
         touch_and_read = time_touch_of(job, timed, storing, slots, flush), time_read(timed.state.data, slots, flush)
@@ -153,8 +151,7 @@ def measure_on_cpu(op: BenchedOp, job: Job, device: torch.device, report: Report
 
 
 def inputs_of(case: AnyCase, device: torch.device) -> Inputs:
-    """The inputs of a case with a spare slot, which holds the same, in the place of slot 0, which some libraries take
-    for padding."""
+    """The inputs of a case, with a copy of slot 0 in its place: some libraries take that one for padding."""
     inputs = make_inputs(case, device)
     spare = min(set(range(1, len(inputs.state.data))).difference(inputs.slots.tolist()))
     for tensor in slotted(inputs.state).values():
@@ -163,8 +160,10 @@ def inputs_of(case: AnyCase, device: torch.device) -> Inputs:
 
 
 def check(bind: Binding, inputs: Inputs, storing: Storing = IN_PLACE) -> None:
-    """Raise MeasurementError unless a step on a copy of `inputs` gives an output, and in the pool or the snapshots
-    states, within their budgets with all that goes with them, and leaves a pool that is only read as it was."""
+    """Raise MeasurementError unless a step on a copy of `inputs` gives output and states within their budgets.
+
+    States are in the pool, with all that goes with them, or in snapshots; a pool that is only read stays as it was.
+    """
     want, copy, batch = oracle(inputs), inputs.fresh(), len(inputs.slots)
     y = bind(copy, storing)(slots_of(copy, storing))().reshape(want.y.shape)
     ratios = {"output": error_ratio(y, want.y, want.y_plain)}
@@ -210,7 +209,7 @@ def failures_as_reasons() -> Iterator[None]:
 
 
 def on_cold_slots(job: Job, inputs: Inputs, device: torch.device) -> tuple[Inputs, Storing, list[Slots]]:
-    """The same batch on a larger pool, where its states are stored, and the slots of every launch."""
+    """The batch on a pool so large that slots are cold, where its states are stored, and the slots of every launch."""
     pool, numbers = cold_slots(job.case.batch, job.case.slot_bytes, device)
     return inputs.on_larger_pool(pool), *with_cold_snapshots(job, numbers, device)
 
@@ -227,8 +226,8 @@ def with_cold_snapshots(job: Job, numbers: Sequence[Tensor], device: torch.devic
 
 def storing_for(job: Job, rows: int, device: torch.device) -> Storing:
     """Where a job stores states; snapshots have room for so many rows of a batch, in the format of the pool."""
-    if job.stored != "snapshots":
-        return Storing(update=job.stored != "nothing")
+    if job.stored != "every":
+        return Storing(update=job.stored != "none")
     return Storing(job.case.snapshots(rows, job.stores, job.case.format, job.case.rounding, device), update=False)
 
 
@@ -239,17 +238,6 @@ def time_on_slots(step: Step, slots: Sequence[Slots], flush: bool = False) -> Ti
 def row_of(implementation: str, job: Job, timing: Timing, moved: int, roof: Timing | None) -> Row:
     """A measurement of something that moves so many bytes, as a row."""
     case = job.case
-    return Row(
-        job.op,
-        implementation,
-        case.format,
-        case.rounding,
-        case.batch,
-        *case.measured_axes,
-        case.tokens or 1,
-        job.stored,
-        timing.median,
-        timing.spread,
-        moved / timing.median / 1e3,
-        None if roof is None else 100 * roof.median / timing.median,
-    )
+    told = (job.op, implementation, case.format, case.rounding, case.batch, *case.measured_axes, case.tokens or 1)
+    percent = None if roof is None else 100 * roof.median / timing.median
+    return Row(*told, job.stored, timing.median, timing.spread, moved / timing.median / 1e3, percent)

@@ -39,8 +39,7 @@ class Row:
     rows: int
     cols: int
     tokens: int  # per row of the batch and call
-    stored: str  # the "last" state, in place; or, while the pool is only read, "snapshots" of all, or "nothing"; of
-    # replay what rows fold: "none folds", "stationary", "uniform", "all fold", "a 16th folds"; or "plan and commit"
+    stored: str  # Stored of bench/jobs.py
     microseconds: float  # per call, median
     spread: float  # slowest minus fastest, relative to the median
     gigabytes_per_second: float  # of the bytes a call must move at least
@@ -48,11 +47,11 @@ class Row:
 
     @property
     def label(self) -> str:
-        """What tells rows of a run apart: of the shape what they do not share, the format, and what is not one token in
-        place."""
+        """What tells rows of a run apart: sizes that they do not share, format, and what is not one token in place."""
         words = WORDS.get(self.op, STATE_WORDS)
         tokens = [f"{self.tokens} tokens"] if self.tokens > 1 else []
-        stored = {"last": words.in_place, "nothing": ["nothing stored"]}.get(self.stored, [self.stored])
+        known = {"last": words.in_place, "every": ["every stored"], "none": ["none stored"]}
+        stored = known.get(self.stored, [self.stored])
         return ", ".join([*words.apart(self), label_of(self.format, self.rounding), *tokens, *stored])
 
     @property
@@ -62,8 +61,10 @@ class Row:
 
 
 class Words(NamedTuple):
-    """How the shapes of an op are told: what all rows of a run share, and what tells them apart; and how it is that the
-    last state is stored in place, where that does not go without saying."""
+    """How the shapes of an op are told: what all rows of a run share, and what tells them apart.
+
+    in_place: that the last state is stored in place, where it does not go without saying.
+    """
 
     shared: Callable[[Row], str]
     apart: Callable[[Row], list[str]] = lambda row: []
