@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -114,16 +115,14 @@ def require_replayed(inputs: ReplayInputs, after: ReplayInputs, y: Tensor) -> No
 def require_moved(inputs: CursorInputs, got: ReplayPool, rows: Tensor) -> None:
     """Raise MeasurementError unless a plan, the cursors and the seeds are those of plain torch, bit for bit."""
     pool, slots = inputs.fresh().state, Slots(inputs.slots.cpu())
-    start, count = pool.start.cpu(), pool.count.cpu()
+    start, count, seed = pool.start.cpu(), pool.count.cpu(), cast(Tensor, pool.seed).cpu()
     of_plan, parts = torch.empty(rows.shape, dtype=rows.dtype), torch.empty(2, dtype=torch.int32)
     reference.make_plan(start, count, pool.window, slots, inputs.row_lengths[0], of_plan, parts)
     reference.commit_plan(start, count, pool.window, pool.ring.length, of_plan, inputs.accepted.cpu())
-    want = {"rows of the plan": of_plan, "start": start, "count": count}
-    found = {"rows of the plan": rows, "start": got.start, "count": got.count}
-    if pool.seed is not None and got.seed is not None:
-        want["seed"], found["seed"] = pool.seed.cpu(), got.seed
-        if pool.rounding != "nearest":
-            advance_seeds(want["seed"], slots)
+    if pool.rounding != "nearest":
+        advance_seeds(seed, slots)
+    found = {"rows of the plan": rows, "start": got.start, "count": got.count, "seed": cast(Tensor, got.seed)}
+    want = dict(zip(found, (of_plan, start, count, seed), strict=True))
     require_equal(want, {name: tensor.cpu() for name, tensor in found.items()})
 
 

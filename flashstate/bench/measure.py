@@ -59,22 +59,48 @@ def bench(
     return report
 
 
+@dataclass(frozen=True)
+class ColdBatch:
+    """A batch on a pool so large that every launch meets slots that are not in the cache."""
+
+    inputs: Inputs
+    storing: Storing
+    slots: Sequence[Slots]  # of every launch
+    flush: bool  # whether launches touch so little that the cache is swept before each replay of their graph
+
+    def time(self, bind: Binding) -> Timing:
+        """The time of a step, after its results were checked."""
+        step = bind(self.inputs, self.storing)
+        return time_launches([step(of_launch) for of_launch in self.slots], flush=self.flush)
+
+    def time_touch(self, job: Job) -> Timing:
+        """`touch` of the pool of a job that stores something, and of its snapshots, or of its tokens."""
+        from flashstate.bench.roofs import time_touch
+
+        x = self.inputs.main if job.case.token_bytes else None
+        copies = None if self.storing.snapshots is None else self.storing.snapshots.data
+        return time_touch(self.inputs.state.data, self.slots, copies, x, self.flush)
+
+    def time_read(self) -> Timing:
+        """`read` of the pool."""
+        from flashstate.bench.roofs import time_read
+
+        return time_read(self.inputs.state.data, self.slots, self.flush)
+
+
 def measure_on_gpu(op: BenchedOp, job: Job, peers: Mapping[str, Binding], device: torch.device, report: Report) -> None:
     """Measure the roofs, flashstate, and every other way and peer that is right, all on the same cold slots.
 
     Where states lie elsewhere in memory, they have a roof of their own.
     """
-    inputs = inputs_of(job.case, device)
-    small = storing_for(job, job.case.batch, device)
+    inputs, small = inputs_of(job.case, device), storing_for(job, job.case.batch, device)
     check_of_op = op.check or check
     check_of_op(op.bind, inputs, small)
-    timed, storing, slots = on_cold_slots(job, inputs, device)
-    flush = need_flush(len(slots), job.read_bytes)
-    roofs = time_roofs(job, timed, storing, slots, flush, report.roofs)
+    cold = on_cold_slots(job, inputs, device)
+    roofs = time_roofs(job, cold, report.roofs)
     roof, _ = next(iter(roofs.values()), (None, 0))
     report.rows += [row_of(name, job, timing, moved, roof) for name, (timing, moved) in roofs.items()]
-    ours = time_on_slots(op.bind(timed, storing), slots, flush)
-    report.rows.append(row_of("flashstate", job, ours, job.counted_bytes, roof))
+    report.rows.append(row_of("flashstate", job, cold.time(op.bind), job.counted_bytes, roof))
     ways = {f"flashstate, {how}": way for how, way in op.ways.items()}
     for name, way in {**ways, **{name: Way(bind) for name, bind in peers.items()}}.items():
         try:
@@ -82,13 +108,13 @@ def measure_on_gpu(op: BenchedOp, job: Job, peers: Mapping[str, Binding], device
                 as_called = way.job(job)
                 checked = inputs if as_called == job else inputs_of(as_called.case, device)
                 check_of_op(at_slots(way), way.inputs(checked), small)
-                as_laid = way.inputs(on_cold_slots(as_called, checked, device)[0] if way.fresh else timed)
-                own = roof if as_laid is timed else time_touch_of(job, as_laid, storing, slots, flush)
-                timing = time_on_slots(at_slots(way)(as_laid, storing), slots, flush)
+                laid = way.inputs(on_cold_slots(as_called, checked, device).inputs if way.fresh else cold.inputs)
+                own = roof if laid is cold.inputs else replace(cold, inputs=laid).time_touch(job)
+                timing = replace(cold, inputs=laid).time(at_slots(way))
         except MeasurementError as reason:
             report.skip(name, reason)
         else:
-            if as_laid is not timed and own is not None:
+            if laid is not cold.inputs and own is not None:
                 where = name.removeprefix("flashstate, ")
                 report.rows.append(row_of(f"touch, {where}", job, own, job.touched_bytes, own))
             report.rows.append(row_of(name, job, timing, as_called.counted_bytes, own))
@@ -104,14 +130,7 @@ def at_slots(way: Way) -> Binding:
     return bind
 
 
-def time_roofs(
-    job: Job,
-    timed: Inputs,
-    storing: Storing,
-    slots: Sequence[Slots],
-    flush: bool,
-    known: dict[Job, tuple[Timing, Timing]],
-) -> dict[str, tuple[Timing, int]]:
+def time_roofs(job: Job, cold: ColdBatch, known: dict[Job, tuple[Timing, Timing]]) -> dict[str, tuple[Timing, int]]:
     """The roofs with the bytes that each moves; first the one that counts.
 
     That is `touch`, or `read` if no state is stored, or `roof`, made of both, if some are. `known` has those of jobs
@@ -119,32 +138,19 @@ def time_roofs(
     """
     if not job.has_roofs:
         return {}
-    from flashstate.bench.roofs import time_read
-
     if job.stored == "none":
-        return {"read": (time_read(timed.state.data, slots, flush), job.read_bytes)}
+        return {"read": (cold.time_read(), job.read_bytes)}
     if job.as_touched not in known:
-        touch_and_read = time_touch_of(job, timed, storing, slots, flush), time_read(timed.state.data, slots, flush)
-        known[job.as_touched] = touch_and_read
+        known[job.as_touched] = cold.time_touch(job), cold.time_read()
     touch, read = known[job.as_touched]
     both = {"touch": (touch, job.touched_bytes), "read": (read, job.read_bytes)}
     roof = job.roof_of_both(touch, read)
     return both if roof is None else {"roof": (roof, job.counted_bytes), **both}
 
 
-def time_touch_of(job: Job, timed: Inputs, storing: Storing, slots: Sequence[Slots], flush: bool) -> Timing:
-    """`touch` of the pool of a job that stores something, and of its snapshots, or of its tokens."""
-    from flashstate.bench.roofs import time_touch
-
-    x = timed.main if job.case.token_bytes else None
-    copies = None if storing.snapshots is None else storing.snapshots.data
-    return time_touch(timed.state.data, slots, copies, x, flush)
-
-
 def measure_on_cpu(op: BenchedOp, job: Job, device: torch.device, report: Report) -> None:
-    """The reference by the wall clock, on whatever the caches hold: a CPU has no kernels to compare."""
-    inputs = inputs_of(job.case, device)
-    storing = storing_for(job, job.case.batch, device)
+    """Measure the reference by the wall clock, on whatever the caches hold: a CPU has no kernels to compare."""
+    inputs, storing = inputs_of(job.case, device), storing_for(job, job.case.batch, device)
     (op.check or check)(op.bind, inputs, storing)
     timing = time_on_cpu(op.bind(inputs, storing)(slots_of(inputs, storing)))
     report.rows.append(row_of("reference, CPU", job, timing, job.counted_bytes, None))
@@ -208,10 +214,11 @@ def failures_as_reasons() -> Iterator[None]:
         raise MeasurementError(f"failed: {type(error).__name__}: {error}") from error
 
 
-def on_cold_slots(job: Job, inputs: Inputs, device: torch.device) -> tuple[Inputs, Storing, list[Slots]]:
-    """The batch on a pool so large that slots are cold, where its states are stored, and the slots of every launch."""
+def on_cold_slots(job: Job, inputs: Inputs, device: torch.device) -> ColdBatch:
+    """The batch of a job on cold slots, and on cold rows of snapshots if there are any."""
     pool, numbers = cold_slots(job.case.batch, job.case.slot_bytes, device)
-    return inputs.on_larger_pool(pool), *with_cold_snapshots(job, numbers, device)
+    storing, slots = with_cold_snapshots(job, numbers, device)
+    return ColdBatch(inputs.on_larger_pool(pool), storing, slots, need_flush(len(slots), job.read_bytes))
 
 
 def with_cold_snapshots(job: Job, numbers: Sequence[Tensor], device: torch.device) -> tuple[Storing, list[Slots]]:
@@ -229,10 +236,6 @@ def storing_for(job: Job, rows: int, device: torch.device) -> Storing:
     if job.stored != "every":
         return Storing(update=job.stored != "none")
     return Storing(job.case.snapshots(rows, job.stores, job.case.format, job.case.rounding, device), update=False)
-
-
-def time_on_slots(step: Step, slots: Sequence[Slots], flush: bool = False) -> Timing:
-    return time_launches([step(of_launch) for of_launch in slots], flush=flush)
 
 
 def row_of(implementation: str, job: Job, timing: Timing, moved: int, roof: Timing | None) -> Row:

@@ -9,19 +9,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
 from flashstate.info import versions
 from flashstate.state.formats import label_of
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 HOST_COST = "host cost"  # the entry of the provenance that has it
 ROOFS = ("roof", "touch", "read")  # implementations that are none; `roof` is made of the two others
 
 
 def is_roof(implementation: str) -> bool:
-    """Whether it is a roof, maybe of memory that is laid out as a name behind it says."""
+    """Whether an implementation is a roof, maybe of memory that is laid out as a name behind it says."""
     return implementation.split(", ")[0] in ROOFS
 
 
@@ -49,10 +52,10 @@ class Row:
     def label(self) -> str:
         """What tells rows of a run apart: sizes that they do not share, format, and what is not one token in place."""
         words = WORDS.get(self.op, STATE_WORDS)
-        tokens = [f"{self.tokens} tokens"] if self.tokens > 1 else []
-        known = {"last": words.in_place, "every": ["every stored"], "none": ["none stored"]}
-        stored = known.get(self.stored, [self.stored])
-        return ", ".join([*words.apart(self), label_of(self.format, self.rounding), *tokens, *stored])
+        tokens = f"{self.tokens} tokens" if self.tokens > 1 else ""
+        known = {"last": words.in_place, "every": "every stored", "none": "none stored"}
+        parts = (words.apart(self), label_of(self.format, self.rounding), tokens, known.get(self.stored, self.stored))
+        return ", ".join(filter(None, parts))
 
     @property
     def shape(self) -> str:
@@ -67,8 +70,8 @@ class Words(NamedTuple):
     """
 
     shared: Callable[[Row], str]
-    apart: Callable[[Row], list[str]] = lambda row: []
-    in_place: Sequence[str] = ()
+    apart: Callable[[Row], str] = lambda row: ""
+    in_place: str = ""
 
 
 def counted(number: int, word: str) -> str:
@@ -79,22 +82,16 @@ STATE_WORDS = Words(
     lambda row: f"{counted(row.heads, 'head')}, {counted(row.groups, 'group')}, {row.rows} x {row.cols}"
 )
 WORDS = {  # of ops that are not told so
-    "conv1d": Words(lambda row: f"width {row.cols}", lambda row: [f"{row.rows} channels"]),
+    "conv1d": Words(lambda row: f"width {row.cols}", lambda row: f"{row.rows} channels"),
     "gated_delta": Words(
         lambda row: f"{counted(row.groups, 'key head')}, {row.rows} x {row.cols}",
-        lambda row: [counted(row.heads, "head")],
+        lambda row: counted(row.heads, "head"),
     ),
-    "mamba2_replay": STATE_WORDS._replace(in_place=["in place"]),
+    "mamba2_replay": STATE_WORDS._replace(in_place="in place"),
 }
 
 
-class ARow(Protocol):
-    """A dataclass whose fields are the columns of a CSV."""
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-
-
-AnyRow = TypeVar("AnyRow", bound=ARow)
+AnyRow = TypeVar("AnyRow", bound="DataclassInstance")  # its fields are the columns of a CSV
 PARSERS: dict[str, Callable[[str], Any]] = {
     "str": str,
     "int": int,
