@@ -60,18 +60,18 @@ class Job:
     @property
     def stores(self) -> int:
         """States stored per row."""
-        return {"last": 1, "every": self.case.tokens or 1, "none": 0}[self.stored]
-
-    @property
-    def problem(self) -> Problem:
-        """What the config of its kernel is chosen for."""
-        problem, words = self.case.problem, {"last": "last", "every": "each", "none": "nothing"}
-        return replace(problem, stored=words[self.stored] if problem.several_tokens else "last")
+        return {"every": self.case.tokens or 1, "none": 0}.get(self.stored, 1)
 
     @property
     def problems(self) -> tuple[Problem, ...]:
         """What the configs of all kernels are chosen for that it may start."""
-        return (self.problem,)
+        problem, words = self.case.problem, {"last": "last", "every": "each", "none": "nothing"}
+        return (replace(problem, stored=words[self.stored] if problem.several_tokens else "last"),)
+
+    @property
+    def problem(self) -> Problem:
+        """What the config of its kernel is chosen for."""
+        return self.problems[-1]
 
     @property
     def counted_bytes(self) -> int:
@@ -89,14 +89,10 @@ class Job:
         return (1 + self.stores) * self.read_bytes + self.case.token_bytes
 
     @property
-    def has_roofs(self) -> bool:
-        """Whether it moves states."""
-        return True
-
-    @property
-    def as_touched(self) -> Job:
-        """A job that stands for all that have its `touch` and `read`."""
-        return self
+    def touched(self) -> tuple[object, ...]:
+        """What `touch` and `read` depend on: which rows of a ring are live changes no state that is touched."""
+        case = self.case
+        return type(self), case.format, case.rounding, case.batch, case.measured_axes, case.tokens, self.stores
 
     def roof_of_both(self, touch: Timing, read: Timing) -> Timing | None:
         """The roof of a job that stores some of the states it reads; None where `touch` is the roof, or `read`."""

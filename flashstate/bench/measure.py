@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,7 +26,7 @@ class Report:
 
     rows: list[Row] = field(default_factory=list)
     skipped: dict[str, set[str]] = field(default_factory=dict)  # implementation -> reasons
-    roofs: dict[Job, tuple[Timing, Timing]] = field(default_factory=dict)  # `touch` and `read`
+    roofs: dict[Hashable, tuple[Timing, Timing]] = field(default_factory=dict)  # `touch` and `read`, by Job.touched
 
     def skip(self, name: str, reason: MeasurementError) -> None:
         self.skipped.setdefault(name, set()).add(str(reason))
@@ -130,19 +130,21 @@ def at_slots(way: Way) -> Binding:
     return bind
 
 
-def time_roofs(job: Job, cold: ColdBatch, known: dict[Job, tuple[Timing, Timing]]) -> dict[str, tuple[Timing, int]]:
+def time_roofs(
+    job: Job, cold: ColdBatch, known: dict[Hashable, tuple[Timing, Timing]]
+) -> dict[str, tuple[Timing, int]]:
     """The roofs with the bytes that each moves; first the one that counts.
 
-    That is `touch`, or `read` if no state is stored, or `roof`, made of both, if some are. `known` has those of jobs
-    that were measured before.
+    That is `touch`, or `read` if no state is stored, or `roof`, made of both, if some are. Plans move no states.
+    `known` has `touch` and `read` of jobs that were measured before.
     """
-    if not job.has_roofs:
+    if job.stored == "plan and commit":
         return {}
     if job.stored == "none":
         return {"read": (cold.time_read(), job.read_bytes)}
-    if job.as_touched not in known:
-        known[job.as_touched] = cold.time_touch(job), cold.time_read()
-    touch, read = known[job.as_touched]
+    if job.touched not in known:
+        known[job.touched] = cold.time_touch(job), cold.time_read()
+    touch, read = known[job.touched]
     both = {"touch": (touch, job.touched_bytes), "read": (read, job.read_bytes)}
     roof = job.roof_of_both(touch, read)
     return both if roof is None else {"roof": (roof, job.counted_bytes), **both}

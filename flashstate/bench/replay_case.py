@@ -136,25 +136,8 @@ class RingJob(Job):
     case: RingCase
 
     @property
-    def stores(self) -> int:
-        return 1  # what `touch` does
-
-    @property
-    def problem(self) -> Problem:
-        return self.case.problems[-1]
-
-    @property
     def problems(self) -> tuple[Problem, ...]:
         return self.case.problems
-
-    @property
-    def has_roofs(self) -> bool:
-        return not isinstance(self.case, CursorCase)
-
-    @property
-    def as_touched(self) -> Job:
-        """A job like this one whose rows are `stationary`: live rows change no state that is touched."""
-        return replace(self, case=replace(self.case, live_rows="stationary"), stored="stationary")
 
     def roof_of_both(self, touch: Timing, read: Timing) -> Timing:
         """What the counted bytes take, where states of rows that fold are as fast as `touch`, and others as `read`.
