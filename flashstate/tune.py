@@ -54,11 +54,11 @@ def run_tune(op: BenchedOp, jobs: Sequence[Job], device: torch.device, output: P
 
 
 def with_variants(op: BenchedOp, jobs: Sequence[Job]) -> list[Job]:
-    """These jobs, and as they are where flashstate is called in other ways: some of these have configs of their own."""
+    """Jobs, and what they are where flashstate is called in other ways: some of these have configs of their own."""
     found = dict.fromkeys(jobs)
-    for variant, job in product(op.variants.values(), jobs):
+    for way, job in product(op.variants.values(), jobs):
         with suppress(MeasurementError):  # it cannot be called so
-            found[variant.job(job)] = None
+            found[way.job(job)] = None
     return list(found)
 
 
@@ -86,15 +86,9 @@ def tune(
 
 def open_table(path: Path, gpu: Gpu, again: Collection[Problem]) -> TableFile:
     """The table to fill: a new one, or the one in the file with all it has but the entries to measure again."""
-    found = versions()
+    made_with = {name: versions()[name] for name in ("torch", "triton")}
     today = datetime.now(timezone.utc).date().isoformat()
-    header = {
-        "gpu": gpu.name,
-        "torch": found["torch"],
-        "triton": found["triton"],
-        "measured": today,
-        "columns": COLUMNS,
-    }
+    header = {"gpu": gpu.name, **made_with, "measured": today, "columns": COLUMNS}
     if not path.absolute().parent.is_dir():
         raise ValueError(f"there is no folder {path.absolute().parent} to write {path.name} to")
     if not path.exists():
@@ -112,9 +106,9 @@ def entries_without(configs: Configs, dropped: Collection[tuple[str, str, int]])
     kept: Configs = {}
     for key, modes in configs.items():
         for mode, sizes in modes.items():
-            for size, config in sizes.items():
-                if (key, mode, size) not in dropped:
-                    kept.setdefault(key, {}).setdefault(mode, {})[size] = config
+            left = {size: config for size, config in sizes.items() if (key, mode, size) not in dropped}
+            if left:
+                kept.setdefault(key, {})[mode] = left
     return kept
 
 
@@ -156,8 +150,10 @@ class GpuStopwatch:
         return self._modes[key]
 
     def _on_cold_slots(self, job: Job) -> list[TimedCall]:
-        """Steps of a job, each on slots that are not in the cache, in a pool that all jobs of its format share. Every
-        second launch has slots of int64: a config serves both index types."""
+        """Steps of a job, each on slots that are not in the cache, in a pool that all jobs of its format share.
+
+        Every second launch has slots of int64: a config serves both index types.
+        """
         case = job.case
         size, numbers = cold_slots(case.batch, case.slot_bytes, self._device, MAX_LAUNCHES)
         inputs = make_inputs(replace(case, slots=FEW_SLOTS), self._device)

@@ -40,7 +40,7 @@ bind_flashstate = partial(bind_op, conv1d_step, on_windows)
 
 
 def bind_vllm(update: Callable[..., Tensor], inputs: Inputs, storing: Storing) -> Step:
-    """Several tokens are packed. It takes slot 0 for padding unless told otherwise."""
+    """vLLM wants several tokens packed, and takes slot 0 for padding unless told otherwise."""
     x, channels = inputs.arguments["x"], inputs.arguments["x"].shape[-1]
     out = torch.empty_like(x)
     arguments = {"bias": inputs.options.get("bias"), "activation": inputs.options["activation"]}

@@ -62,7 +62,7 @@ def in_split_pool(inputs: Inputs) -> Inputs:
 
 
 def bind_vllm(decode: Callable[..., Any], verify: Callable[..., Any], inputs: Inputs, storing: Storing) -> Step:
-    """`decode` takes one token, with q, k and v side by side, and `verify` several, each with a slot for its state.
+    """vLLM has `decode` of one token, with q, k and v side by side, and `verify` of several, each with a slot.
 
     Slot 0 is none, so all tokens but the last have that; a row reads the slot of its last accepted token.
     """
@@ -89,7 +89,7 @@ def bind_vllm(decode: Callable[..., Any], verify: Callable[..., Any], inputs: In
 
 
 def bind_flashinfer(decode: Callable[..., Any], verify: Callable[..., Any], inputs: Inputs, storing: Storing) -> Step:
-    """`verify` takes several tokens and float32 states, `decode` everything else.
+    """FlashInfer has `verify` of several tokens and float32 states, and `decode` of everything else.
 
     Given an output, older releases copy that of bfloat16 states into it, so they make it themselves.
     """
@@ -124,7 +124,7 @@ def rows_of(snapshots: Pool, slots: Slots) -> Tensor:
 
 
 def bind_fla(attend: Callable[..., Any], inputs: Inputs, storing: Storing) -> Step:
-    """It has no pool: as its users do, torch gathers states before the call, and scatters them behind it."""
+    """fla has no pool: as its users do, torch gathers states before the call, and scatters them behind it."""
     require_plain(inputs)
     if storing.snapshots is not None:
         raise MeasurementError("only compared without snapshots")

@@ -31,7 +31,7 @@ bind_flashstate = partial(bind_op, mamba2_step, on_states)
 
 
 def bind_mamba_ssm(update: Callable[..., Tensor], inputs: Inputs, storing: Storing) -> Step:
-    """It takes one token, and states within 2^31 elements of the first."""
+    """mamba_ssm takes one token, and states within 2^31 elements of the first."""
     require_plain(inputs, storing)
     if inputs.has_token_axis:
         raise MeasurementError("only compared with one token per call")
@@ -42,7 +42,7 @@ def bind_mamba_ssm(update: Callable[..., Tensor], inputs: Inputs, storing: Stori
 
 
 def bind_vllm(update: Callable[..., object], inputs: Inputs, storing: Storing) -> Step:
-    """Several tokens are packed. Newer releases take slot 0 for padding unless told otherwise, older ones only -1."""
+    """vLLM wants several tokens packed. Newer releases take slot 0 for padding unless told otherwise, older ones -1."""
     require_plain(inputs, storing)
     out = torch.empty_like(inputs.main)
     arguments = {**expanded(inputs), "out": out}
@@ -55,7 +55,7 @@ def bind_vllm(update: Callable[..., object], inputs: Inputs, storing: Storing) -
 
 
 def bind_flashinfer(update: Callable[..., Tensor], inputs: Inputs, storing: Storing) -> Step:
-    """It wants dt in the dtype of D and dt_bias: dt is widened, which changes no value."""
+    """FlashInfer wants dt in the dtype of D and dt_bias: dt is widened, which changes no value."""
     state, x, kept = inputs.state, inputs.main, storing.snapshots
     if state.rounding not in FLASHINFER_ROUNDINGS.get(state.data.dtype, ()):
         raise MeasurementError(f"it has no {state.format.name} states rounded {state.rounding}")
@@ -79,7 +79,7 @@ def bind_flashinfer(update: Callable[..., Tensor], inputs: Inputs, storing: Stor
 
 
 def bind_fla(attend: Callable[..., tuple[Tensor, Tensor]], inputs: Inputs, storing: Storing) -> Step:
-    """Linear attention with a decay per head is the recurrence of Mamba-2: q = C, k = B, v = dt x, g = dt A.
+    """fla's linear attention with a decay per head is the recurrence of Mamba-2: q = C, k = B, v = dt x, g = dt A.
 
     It has no pool, no groups, no softplus, no skip and no gate, so its step does what its users do: torch around the
     call.

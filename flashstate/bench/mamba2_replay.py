@@ -37,9 +37,9 @@ PEERS: dict[str, Peer] = {}  # none is called yet
 
 
 def bind_flashstate(inputs: Inputs, storing: Storing = IN_PLACE, *, bare: bool = False) -> Step:
-    """A call with a plan that was made before, as all layers of a model but the first have it; with `bare` without one.
+    """Make a step with a plan that was made before, as all layers of a model but the first have it; `bare`: with none.
 
-    On a pool without rings the step of mamba2_step.
+    On a pool without rings it is a step of mamba2_step.
     """
     if not isinstance(inputs, ReplayInputs):
         return mamba2.bind_flashstate(inputs, storing, bare=bare)
@@ -59,7 +59,7 @@ def bind_flashstate(inputs: Inputs, storing: Storing = IN_PLACE, *, bare: bool =
 
 
 def bind_cursors(inputs: CursorInputs) -> Step:
-    """What a model step has around its layers: it gives the rows of the plan."""
+    """Make what a model step has around its layers; it gives the rows of the plan."""
     state, ring = inputs.state.state, inputs.state.ring
 
     def call(slots: Slots) -> Tensor:

@@ -40,7 +40,7 @@ def turned(job: Job) -> Job:
 
 
 def bind_mamba_ssm(step_all: Callable[..., None], inputs: Inputs, storing: Storing) -> Step:
-    """It has no pools and no groups, and leaves k and v to the caller.
+    """mamba_ssm has no pools and no groups, and leaves k and v to the caller.
 
     So its step does what its users do: torch gathers the states before the call, and scatters them behind it.
     """

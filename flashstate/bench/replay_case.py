@@ -32,8 +32,7 @@ def accepted_tokens(requests: int, tokens: int, generator: torch.Generator) -> T
 
 @cache
 def stationary_counts(tokens: int) -> Tensor:
-    """Live rows of many requests between two steps of so many tokens each, sorted: simulated until they no longer
-    change in distribution."""
+    """Live rows of many requests between two steps of so many tokens each, simulated; sorted."""
     generator = torch.Generator().manual_seed(0)
     count = torch.randint(1, WINDOW + 1, (REQUESTS,), generator=generator)
     for _ in range(STEPS):
@@ -124,7 +123,7 @@ class CursorCase(RingCase):
         return CursorInputs(**vars(super().make_inputs(device, seed)), accepted=accepted)
 
     def counted_bytes(self, stores: int = 1) -> int:
-        """The slot of every row, its cursors in and out, its row of the plan out and in, what it accepts, its seed."""
+        """Bytes of the slot of every row, its cursors in and out, its row of the plan, what it accepts, its seed."""
         of_row = dtype(self.index).itemsize + 2 * 2 * 4 + 2 * 4 * FIELDS + 4 + (0 if self.rounding == "nearest" else 16)
         return self.batch * of_row
 

@@ -46,7 +46,7 @@ def split(convolved: Tensor, like: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def bind_flashstate(inputs: Inputs, storing: Storing = IN_PLACE, *, bare: bool = False, early: bool = False) -> Step:
-    """Both steps; `early`: each starts before what is in front of it has ended.
+    """Make a step of both; `early`: each starts before what is in front of it has ended.
 
     All windows are the same, so that the first step gives x, B and C in any slot.
     """
