@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flashstate import Slots, gated_delta_step
 from flashstate.bench import measure, plot, timing
+from flashstate.bench.binding import Binding, Step, Storing
 from flashstate.bench.jobs import Job, Stored
 from flashstate.bench.ops import OPS
 from flashstate.bench.peers import Peer
@@ -22,7 +23,7 @@ from flashstate.bench.results import Row
 from flashstate.bench.span import SpanCase
 from flashstate.bench.timing import Timing
 from flashstate.compat import flashinfer, mamba_ssm, vllm
-from flashstate.proof import AnyCase, Case, ConvCase, DeltaCase, Mamba3Case
+from flashstate.proof import AnyCase, Case, ConvCase, DeltaCase, Inputs, Mamba3Case
 from flashstate.reference.gated_delta import gated_delta_token
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -61,6 +62,22 @@ def measure_in_the_interpreter(monkeypatch: pytest.MonkeyPatch, cold_bytes: int 
         monkeypatch.setattr(module, "COLD_BYTES", cold_bytes)
     for module in (measure, roofs):
         monkeypatch.setattr(module, "time_launches", run_twice)
+
+
+def spoiled(bind: Binding, spoil: Callable[[Inputs, Storing, Slots, Tensor], object]) -> Binding:
+    """A binding whose pool, snapshots or output are spoiled after the call."""
+
+    def bind_and_spoil(inputs: Inputs, storing: Storing) -> Step:
+        step = bind(inputs, storing)
+
+        def call(slots: Slots) -> Tensor:
+            y = step(slots)()
+            spoil(inputs, storing, slots, y)
+            return y
+
+        return lambda slots: lambda: call(slots)
+
+    return bind_and_spoil
 
 
 def panels_drawn(rows: Sequence[Row], monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:

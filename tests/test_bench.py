@@ -8,25 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from benching import (
-    CPU,
-    NEEDS_INTERPRETER,
-    TINY,
-    TWO_MICROSECONDS,
-    tiny_job,
-)
+from benching import CPU, NEEDS_INTERPRETER, TINY, TWO_MICROSECONDS, spoiled, tiny_job
 from torch import Tensor
 
 from flashstate import Slots, State
 from flashstate.bench import measure, timing
-from flashstate.bench.binding import Binding, Step, Storing
 from flashstate.bench.jobs import Grid, Job, Shape, Stored, check_words
 from flashstate.bench.mamba2_replay import LIVE, LIVE_BY_ONE
 from flashstate.bench.measure import inputs_of, row_of, storing_for
 from flashstate.bench.ops import OPS
 from flashstate.bench.peers import MeasurementError
 from flashstate.bench.timing import Timing, cold_rows, cold_slots
-from flashstate.proof import Inputs, make_inputs, slotted
+from flashstate.proof import make_inputs, slotted
 from flashstate.state.formats import FORMATS, PORTABLE_FORMATS, label_of
 
 MAMBA2, GATED_DELTA, MAMBA3, CONV1D, SPAN = (
@@ -182,20 +175,10 @@ def test_a_row_says_what_tells_it_from_others(job: Job, label: str, shape: str |
 # What is checked
 
 
-def spoiled(bind: Binding, spoil: Callable[[Inputs, Storing], object]) -> Binding:
-    """A binding whose states or snapshots are spoiled after the call."""
-
-    def bind_and_spoil(inputs: Inputs, storing: Storing) -> Step:
-        step = bind(inputs, storing)
-        return lambda slots: lambda: (step(slots)(), spoil(inputs, storing))[0]
-
-    return bind_and_spoil
-
-
 def check_snapshots(name: str, rounding: str, spoil: Callable[[State], object]) -> None:
     """Check snapshots of three tokens that are spoiled after the step."""
     job = tiny_job("mamba2", "every", format=name, rounding=rounding, tokens=3)
-    bind = spoiled(MAMBA2.bind, lambda inputs, storing: spoil(storing.snapshots))
+    bind = spoiled(MAMBA2.bind, lambda inputs, storing, slots, y: spoil(storing.snapshots))
     measure.check(bind, make_inputs(job.case, CPU), storing_for(job, job.case.batch, CPU))
 
 
@@ -229,7 +212,7 @@ def test_a_step_that_stores_where_it_should_only_read_fails_the_check(stored: St
     inputs, storing = make_inputs(job.case, CPU), storing_for(job, job.case.batch, CPU)
     measure.check(MAMBA2.bind, inputs, storing)
     with pytest.raises(MeasurementError, match=r"^wrong: it changes states that are only to be read$"):
-        measure.check(spoiled(MAMBA2.bind, lambda inputs, storing: inputs.state.data[-1].neg_()), inputs, storing)
+        measure.check(spoiled(MAMBA2.bind, lambda inputs, *others: inputs.state.data[-1].neg_()), inputs, storing)
 
 
 def test_results_are_checked_on_slots_that_no_library_takes_for_padding() -> None:

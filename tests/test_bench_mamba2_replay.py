@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from benching import CPU, NEEDS_INTERPRETER, measure_in_the_interpreter, tiny_job
+from benching import CPU, NEEDS_INTERPRETER, measure_in_the_interpreter, spoiled, tiny_job
 from torch import Tensor
 
-from flashstate import Slots
-from flashstate.bench.binding import Step, Storing
+from flashstate.bench.binding import Binding
 from flashstate.bench.jobs import Live, Stored
 from flashstate.bench.mamba2_replay import DRAFTING, LIVE, MAMBA2_REPLAY, bind_flashstate, check
 from flashstate.bench.measure import Report, inputs_of, measure_on_gpu, storing_for
@@ -30,8 +29,7 @@ from flashstate.bench.replay_case import (
     stationary_counts,
 )
 from flashstate.bench.timing import Timing
-from flashstate.cli import main
-from flashstate.proof import Case, Inputs, ReplayPool, make_inputs
+from flashstate.proof import Case, ReplayPool, make_inputs
 
 TINY = Case(batch=4, heads=2, groups=1, rows=4, cols=16, slots=7, x="bfloat16", bc="bfloat16", dt="bfloat16")
 FORMATS = [("float32", "nearest"), ("float16", "stochastic"), ("int8", "stochastic")]
@@ -103,11 +101,6 @@ def test_pools_of_any_size_have_every_count_as_often_as_it_comes(live: Live) -> 
 # Jobs
 
 
-def test_more_tokens_than_the_window_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "mamba2_replay", "--device", "cpu", "--tokens", "17"]) == 2
-    assert "replay is measured with a window of 16" in capsys.readouterr().err
-
-
 def test_bytes_are_those_of_all_arguments_live_rows_new_rows_and_folded_states() -> None:
     case = job_of("", replace(TINY, tokens=6, batch=14, format="int8", rounding="stochastic"), "uniform").case
     inputs = make_inputs(case, CPU)
@@ -145,35 +138,15 @@ def test_small_batches_have_one_kernel_and_larger_ones_one_for_each_part() -> No
     assert all(problem.several_tokens for job in jobs for problem in job.problems)
 
 
-def test_it_is_not_tuned_and_has_no_snapshots_to_show(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["tune", "mamba2_replay"]) == 2
-    assert "tune finds no configs of mamba2_replay yet" in capsys.readouterr().err
-    assert main(["info", "mamba2_replay", "--snapshots"]) == 2
-    assert "mamba2_replay has no --snapshots" in capsys.readouterr().err
-
-
 # What is checked
 
 
-def spoiled(spoil: Callable[[ReplayPool, Tensor, Tensor], object]) -> Callable[[Inputs, Storing], Step]:
-    """A binding whose pool or output is spoiled after the call; it is told the slots, too."""
+Spoil = Callable[[ReplayPool, Tensor, Tensor], object]  # given a pool, the slots of the batch, and the output
 
-    def bind(inputs: Inputs, storing: Storing) -> Step:
-        step = bind_flashstate(inputs, storing)
 
-        def of_slots(slots: Slots) -> Callable[[], Tensor]:
-            launch = step(slots)
-
-            def run() -> Tensor:
-                y = launch()
-                spoil(inputs.state, slots.read.long(), y)
-                return y
-
-            return run
-
-        return of_slots
-
-    return bind
+def wrong(spoil: Spoil) -> Binding:
+    """A binding whose pool or output is spoiled after the call."""
+    return spoiled(bind_flashstate, lambda inputs, storing, slots, y: spoil(inputs.state, slots.read.long(), y))
 
 
 @pytest.mark.parametrize("tokens", [0, 3])
@@ -199,7 +172,7 @@ def change(tensor: Tensor, *index: Tensor | int) -> None:
 
 BUDGET = r"is .* times the error budget away from float64$"
 KEPT = r"other than it must be$"
-SPOILS: dict[str, tuple[Live, Callable[[ReplayPool, Tensor, Tensor], object], str]] = {
+SPOILS: dict[str, tuple[Live, Spoil, str]] = {
     "an output": ("uniform", lambda pool, slot, y: y[-1].mul_(1.5), f"its output {BUDGET}"),
     "outputs of others": ("uniform", lambda pool, slot, y: y.copy_(y.flip(0)), f"its output {BUDGET}"),
     "a folded state": ("all fold", lambda pool, slot, y: pool.data[slot[-1], -1, -1].zero_(), f"its state {BUDGET}"),
@@ -216,6 +189,7 @@ SPOILS: dict[str, tuple[Live, Callable[[ReplayPool, Tensor, Tensor], object], st
     ),
     "a live x": ("uniform", lambda pool, slot, y: change(pool.x, slot[0], 0, pool.start[slot[0]]), f"leaves x {KEPT}"),
     "a live dt": ("uniform", lambda pool, slot, y: change(pool.dt, slot[0]), f"leaves dt {KEPT}"),
+    "a scale": ("all fold", lambda pool, slot, y: pool.scale[slot[0]].mul_(1.1), f"its state {BUDGET}"),
     "a count": ("uniform", lambda pool, slot, y: pool.count[slot[0]].add_(1), f"leaves count {KEPT}"),
 }  # fmt: skip
 
@@ -223,15 +197,10 @@ SPOILS: dict[str, tuple[Live, Callable[[ReplayPool, Tensor, Tensor], object], st
 @pytest.mark.parametrize("what", SPOILS)
 def test_what_is_wrong_fails_the_check(what: str) -> None:
     live, spoil, complaint = SPOILS[what]
-    inputs = inputs_of(job_of("", replace(TINY, tokens=3), live).case, CPU)
+    case = replace(TINY, tokens=3, format="int8" if what == "a scale" else "float32")
+    inputs = inputs_of(job_of("", case, live).case, CPU)
     with pytest.raises(MeasurementError, match=rf"^wrong: .*{complaint}"):
-        check(spoiled(spoil), inputs)
-
-
-def test_states_with_wrong_scales_fail_the_check() -> None:
-    inputs = inputs_of(job_of("", replace(TINY, tokens=3, format="int8"), "all fold").case, CPU)
-    with pytest.raises(MeasurementError, match=f"its state {BUDGET}"):
-        check(spoiled(lambda pool, slot, y: pool.scale[slot[0]].mul_(1.1)), inputs)
+        check(wrong(spoil), inputs)
 
 
 @pytest.mark.parametrize(
@@ -249,7 +218,7 @@ def test_plans_and_cursors_are_checked_bit_for_bit(spoil: Any, name: str, roundi
     inputs = inputs_of(job.case, CPU)
     check(bind_flashstate, inputs)
     with pytest.raises(MeasurementError, match=f"^wrong: it leaves {name} {KEPT}"):
-        check(spoiled(spoil), inputs)
+        check(wrong(spoil), inputs)
 
 
 def test_steps_beside_replay_are_those_of_mamba2_step() -> None:
@@ -259,7 +228,7 @@ def test_steps_beside_replay_are_those_of_mamba2_step() -> None:
         storing = storing_for(job, TINY.batch, CPU)
         check(bind_flashstate, inputs, storing)
         with pytest.raises(MeasurementError, match=f"its output {BUDGET}"):
-            check(spoiled(lambda pool, slot, y: y.neg_()), inputs, storing)
+            check(wrong(lambda pool, slot, y: y.neg_()), inputs, storing)
 
 
 @pytest.mark.interpreted

@@ -32,7 +32,6 @@ from flashstate.bench.ops import OPS
 from flashstate.bench.peers import MeasurementError, choose_peers, load_peers, versions_of
 from flashstate.bench.results import read_csv
 from flashstate.bench.timing import Timing
-from flashstate.cli import main
 from flashstate.proof import make_inputs
 
 MAMBA2 = OPS["mamba2"]
@@ -58,14 +57,6 @@ def test_all_peers_are_chosen_unless_some_are_named() -> None:
     for names, wrong in ((["vllm", "flash"], "flash"), (["none", "vllm"], "none")):
         with pytest.raises(ValueError, match=f"there is no peer '{wrong}', only vllm, flashinfer, mamba_ssm, fla; "):
             choose_peers(known, names)
-
-
-def test_an_unknown_peer_is_an_error_before_anything_is_measured(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("flashstate.bench.run.bench", None)
-    assert main(["bench", "--device", "cpu", "--peers", "torch"]) == 2
-    assert "there is no peer 'torch', only vllm" in capsys.readouterr().err
 
 
 def test_peers_that_cannot_be_imported_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:

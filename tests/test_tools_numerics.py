@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from flashstate.bench.results import write_rows
+from flashstate.bench.results import write_csv
 from flashstate.reference.mamba2 import softplus
 from flashstate.state.formats import PORTABLE_FORMATS
 from tools import numerics_plot
@@ -151,7 +151,7 @@ def test_the_command_measures_prints_and_writes(capsys: pytest.CaptureFixture[st
     out = capsys.readouterr().out
     assert "errors of long heads:\n\n| format | plain: state | " in out
     assert "Averages of tokens 1 to 16. Measured on: CPU" in out
-    write_rows(again, ErrorRow, rows, provenance)
+    write_csv(again, rows, provenance)
     assert again.read_bytes() == csv_file.read_bytes()
     with pytest.raises(ValueError, match=r"to write a\.csv to"):
         main(["--csv", "no/such/folder/a.csv"])

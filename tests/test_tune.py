@@ -221,22 +221,6 @@ def test_the_jobs_of_the_command_are_every_format_mode_and_size() -> None:
     assert all(job.problem == problem for problem, job in by_problem.items())
 
 
-@pytest.mark.parametrize(
-    ("options", "complaint"),
-    [
-        (["--device", "cpu"], "tune measures kernels on a GPU, and there is none"),
-        (["--formats", "float7"], "there is no format 'float7'"),
-    ],
-)
-def test_what_cannot_be_tuned_is_one_line_and_exits_with_2(
-    options: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["tune", *options]) == 2
-    error = capsys.readouterr().err
-    assert complaint in error
-    assert error.count("\n") == 1
-
-
 def test_a_plain_tune_finds_configs_of_six_modes_of_the_delta_rule_in_every_format() -> None:
     op = OPS["gated_delta"]
     jobs = with_variants(op, op.jobs(op.tuned_grids))

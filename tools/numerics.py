@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import track
 
-from flashstate.bench.results import provenance_of, read_rows, write_rows
+from flashstate.bench.results import provenance_of, read_rows, write_csv
 from flashstate.bench.run import Files
 from flashstate.cli import find_device
 from flashstate.state.formats import label_of
@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None, tokens: int = TOKENS) -> None:
     bar = partial(track, description="decoding", console=Console(stderr=True), transient=True)
     rows = measure_errors(device, tokens, tracked=bar)
     provenance = {**provenance_of(device, options.commit), **setup_of(device, tokens)}
-    write_rows(options.csv, ErrorRow, rows, provenance)
+    write_csv(options.csv, rows, provenance)
     for name in TABLES:
         print(f"{name}:\n{error_table(name, rows, provenance['device'])}")
 

@@ -6,7 +6,7 @@ import csv
 import platform
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass, fields
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -100,29 +100,19 @@ PARSERS: dict[str, Callable[[str], Any]] = {
 }
 
 
-def write_csv(path: Path, rows: Sequence[Row], provenance: Mapping[str, str]) -> None:
-    """Write what `read_csv` reads."""
-    write_rows(path, Row, rows, provenance)
-
-
 def read_csv(path: Path) -> tuple[dict[str, str], list[Row]]:
     """The provenance and the rows that a benchmark of an op wrote."""
     return read_rows(path, Row, "flashstate bench")
 
 
-def write_rows(path: Path, kind: type[AnyRow], rows: Sequence[AnyRow], provenance: Mapping[str, str]) -> None:
-    """Comment lines that say where the numbers come from, a header, and the rows."""
+def write_csv(path: Path, rows: Sequence[AnyRow], provenance: Mapping[str, str]) -> None:
+    """Write comment lines that say where the numbers come from, a header, and the rows, of which there are some."""
     with path.open("w", newline="", encoding="utf-8") as file:
         file.writelines(f"# {name}: {value}\n" for name, value in provenance.items())
-        columns = [field.name for field in fields(kind)]
-        writer = csv.DictWriter(file, columns, lineterminator="\n")
-        writer.writeheader()
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(field.name for field in fields(rows[0]))
         for row in rows:
-            writer.writerow({name: _rounded(getattr(row, name)) for name in columns})
-
-
-def _rounded(value: object) -> object:
-    return f"{value:.5g}" if isinstance(value, float) else value
+            writer.writerow(f"{value:.5g}" if isinstance(value, float) else value for value in astuple(row))
 
 
 def read_rows(path: Path, kind: type[AnyRow], command: str) -> tuple[dict[str, str], list[AnyRow]]:
