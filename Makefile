@@ -37,13 +37,7 @@ test-gpu: $(ENVIRONMENT)
 	FLASHSTATE_TURNS=$(TURNS) env -u TRITON_INTERPRET $(PYTEST) -m gpu
 
 figures: $(ENVIRONMENT)
-	$(PYTHON) -m flashstate bench --from-csv results/h200.csv --plot docs/h200.png --markdown README.md
-	$(PYTHON) -m flashstate bench --from-csv results/h200-conv1d.csv --markdown docs/measuring.md
-	$(PYTHON) -m flashstate bench --from-csv results/h200-span.csv --markdown docs/launching.md
-	$(PYTHON) -m flashstate bench --from-csv results/h200-gated-delta.csv --markdown README.md docs/measuring.md
-	$(PYTHON) -m flashstate bench --from-csv results/h200-mamba3.csv --markdown README.md docs/measuring.md
-	$(PYTHON) -m flashstate bench --from-csv results/h200-replay.csv --markdown docs/measuring.md
-	$(PYTHON) -m flashstate bench --numerics --from-csv results/numerics.csv --plot docs/numerics.png --markdown docs/numerics.md
+	$(PYTHON) -m tools.figures
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	python3 -m venv $(VENV)

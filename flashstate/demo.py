@@ -30,7 +30,7 @@ from flashstate.ops.mamba2 import mamba2_step
 from flashstate.pool.pool import StatePool
 from flashstate.state.formats import PORTABLE_FORMATS, label_of
 from flashstate.state.slots import Slots
-from flashstate.traffic import BATCH, COLS, DECAYS, HEADS, LAYERS, REQUESTS, ROWS, Model, Traffic
+from flashstate.traffic import BATCH, COLS, DECAYS, HEADS, LAYERS, REQUESTS, ROWS, DemoModel, Traffic
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,9 @@ class DemoRow:
 class Contender:
     """A server whose states have one format: its pool, the time it took, and the squared errors it has piled up."""
 
-    def __init__(self, name: str, rounding: str, tokens: int, model: Model, device: torch.device, seed: int) -> None:
+    def __init__(
+        self, name: str, rounding: str, tokens: int, model: DemoModel, device: torch.device, seed: int
+    ) -> None:
         self.format, self.rounding, self.model, self.tokens = name, rounding, model, tokens
         self.pool = StatePool.mamba2(
             slots=REQUESTS * tokens, layers=LAYERS, heads=HEADS, rows=ROWS, cols=COLS,
@@ -88,7 +90,7 @@ class Contender:
 class Truth:
     """The accepted tokens alone, in float64, and the squares that errors are relative to."""
 
-    def __init__(self, model: Model, device: torch.device) -> None:
+    def __init__(self, model: DemoModel, device: torch.device) -> None:
         self.model = model
         self.states = torch.zeros(BATCH, LAYERS, HEADS, ROWS, COLS, dtype=torch.float64, device=device)
         self.output_power = self.state_power = 0.0
@@ -106,23 +108,19 @@ class Truth:
 
 
 class Demo:
-    """The same traffic through one pool per format, and the truth beside them."""
+    """One stream of requests through a pool per format, and the truth beside them."""
 
     def __init__(self, device: torch.device, steps: int, tokens: int, seed: int) -> None:
         self.device, self.tokens = device, tokens
         self.steps = self.requests = self.proposed = self.accepted = 0
-        self.traffic, self.model = Traffic(steps, tokens, seed), Model(device)
+        self.traffic, self.model = Traffic(steps, tokens, seed), DemoModel(device)
         self.truth = Truth(self.model, device)
         self.contenders = [
             Contender(name, rounding, tokens, self.model, device, seed) for name, rounding in PORTABLE_FORMATS
         ]
-        self._warm_up()
-
-    def _warm_up(self) -> None:
-        """Compile what must be compiled, on a batch of padding, which changes nothing."""
-        padding, _ = Traffic(1, self.tokens, 0).propose()
-        for contender in self.contenders:
-            contender.step(padding.to(self.device))
+        padding, _ = Traffic(1, tokens, 0).propose()
+        for contender in self.contenders:  # compile what must be compiled, on a batch of padding, which changes nothing
+            contender.step(padding.to(device))
             contender.seconds = 0.0
 
     def step(self, last: bool = False) -> None:
@@ -130,17 +128,17 @@ class Demo:
         self.traffic.arrive()
         room = min(contender.pool.free for contender in self.contenders) // self.tokens
         for row, request in self.traffic.admit(room):
-            self._start(row, request.tokens[: request.done])
+            self.requests += 1
+            self.truth.states[row] = states = self.model.prefill(request.tokens[: request.done].to(self.device))
+            for contender in self.contenders:
+                contender.start(row, states)
         proposed, accepted = self.traffic.propose()
         self._decode(proposed.to(self.device), accepted.to(self.device))
         for row in self.traffic.leave(everybody=last):
-            self._leave(row)
-
-    def _start(self, row: int, prompt: Tensor) -> None:
-        self.requests += 1
-        self.truth.states[row] = states = self.model.prefill(prompt.to(self.device))
-        for contender in self.contenders:
-            contender.start(row, states)
+            want = self.truth.states[row]
+            self.truth.state_power += _sum_of_squares(want)
+            for contender in self.contenders:
+                contender.state_error += _sum_of_squares(contender.leave(row) - want)
 
     def _decode(self, proposed: Tensor, accepted: Tensor) -> None:
         """Step every format, and add up how far the outputs of accepted tokens are from the truth."""
@@ -154,26 +152,16 @@ class Demo:
         self.proposed += self.tokens * int((accepted > 0).sum())
         self.accepted += int(accepted.sum())
 
-    def _leave(self, row: int) -> None:
-        """Add up how far the states a request left with are from the truth."""
-        want = self.truth.states[row]
-        self.truth.state_power += _sum_of_squares(want)
-        for contender in self.contenders:
-            contender.state_error += _sum_of_squares(contender.leave(row) - want)
-
     def rows(self) -> list[DemoRow]:
-        return [
-            DemoRow(
-                contender.format,
-                contender.rounding,
-                contender.pool.bytes_per_slot,
-                contender.pool.bytes_per_slot * self.tokens,
-                math.sqrt(contender.output_error / self.truth.output_power),
-                math.sqrt(contender.state_error / self.truth.state_power),
-                self.accepted / contender.seconds,
-            )
-            for contender in self.contenders
-        ]
+        """What every format costs and gets wrong so far."""
+        rows = []
+        for contender in self.contenders:
+            size = contender.pool.bytes_per_slot
+            output = math.sqrt(contender.output_error / self.truth.output_power)
+            state = math.sqrt(contender.state_error / self.truth.state_power)
+            measured = (size, size * self.tokens, output, state, self.accepted / contender.seconds)
+            rows.append(DemoRow(contender.format, contender.rounding, *measured))
+        return rows
 
 
 def _sum_of_squares(values: Tensor) -> float:
@@ -213,11 +201,8 @@ def show_demo(device: torch.device, steps: int, tokens: int, seed: int) -> None:
     bar = partial(track, description="serving", console=Console(stderr=True), transient=True)
     demo = run_demo(device, steps, tokens, seed, bar)
     console = Console()
-    for line in headline(demo):
-        console.print(line, highlight=False)
-    console.print(demo_table(demo.rows()))
-    for line in findings(demo):
-        console.print(line, highlight=False)
+    for part in (*headline(demo), demo_table(demo.rows()), *findings(demo)):
+        console.print(part, highlight=False)
 
 
 def headline(demo: Demo) -> list[str]:
@@ -232,6 +217,7 @@ def headline(demo: Demo) -> list[str]:
 
 
 def demo_table(rows: Sequence[DemoRow]) -> Table:
+    """A line per format."""
     names = ("bytes/\nstate", "bytes/\nrequest", "output\nerror", "state\nerror", "tokens/s\n")
     table = Table("format", *(Column(name, justify="right") for name in names), box=SIMPLE_HEAD)
     for row in rows:

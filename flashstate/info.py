@@ -46,6 +46,7 @@ def versions() -> dict[str, str]:
 
 
 def flashstate_version() -> str:
+    """The version that is installed."""
     try:
         return version("flashstate")
     except PackageNotFoundError:
@@ -72,10 +73,12 @@ def device_lines() -> list[str]:
 
 
 def own_gpu() -> Gpu:
+    """The first GPU of this machine, or one that stands for it."""
     return machine_of(torch.device("cuda", 0)).gpu if torch.cuda.is_available() else EXAMPLE_GPU
 
 
 def format_table() -> Table:
+    """A line per state format."""
     table = Table(
         "format", "bytes per element", "roundings", title="State formats", title_justify="left", box=SIMPLE_HEAD
     )
@@ -85,8 +88,7 @@ def format_table() -> Table:
 
 
 def problems_by_op(jobs: Sequence[Job]) -> list[dict[Problem, int]]:
-    """What configs are chosen for, with the batch: of every kernel that jobs start, by the op that tables have it
-    under."""
+    """What the configs of all kernels are chosen for that jobs start, with the batch, op by op."""
     by_op: dict[str, dict[Problem, int]] = {}
     for job in jobs:
         for problem in job.problems:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,17 +114,20 @@ def _shape_alone(fields: dict[str, Any]) -> ModelShape:
 def shape_from_config(path: Path) -> ModelShape:
     """The shape that a Transformers config.json describes; `path` is the file, or the folder that holds it."""
     config = _read_config(path / "config.json" if path.is_dir() else path)
-    if config.model_type not in READERS:
-        supported = ", ".join(READERS)
+    if config.model_type not in FAMILIES:
+        supported = ", ".join(FAMILIES)
         raise ValueError(f"{config.path}: model_type {config.model_type!r} is not supported, only {supported}")
+    kind, heads, rows, *others = FAMILIES[config.model_type]
     try:
-        return READERS[config.model_type](config)
+        layers, of_head = _recurrent_layers(config), _rows(config, heads, rows)
+        cols, groups, conv_width = (config.number(field) for field in others)
+        return ModelShape(kind, layers, config.number(heads), of_head, cols, groups, conv_width)
     except ValueError as error:
         raise ValueError(f"{config.path} ({config.model_type}): {error}") from None
 
 
 @dataclass(frozen=True)
-class Config:
+class ConfigJson:
     """The fields of a config.json that describe the language model."""
 
     path: Path
@@ -141,12 +142,14 @@ class Config:
         return value
 
     def number(self, name: str) -> int:
+        """The value of a field that is an integer above 0; ValueError where it is none."""
         value = self.get(name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"the field {name} must be an integer above 0, {_found(value)}")
         return value
 
     def items(self, name: str) -> list[Any]:
+        """The value of a field that is a list; ValueError where it is none."""
         value = self.get(name)
         if not isinstance(value, list):
             raise ValueError(f"the field {name} must be a list, {_found(value)}")
@@ -157,7 +160,7 @@ def _found(value: Any) -> str:
     return "but it is missing" if value is None else f"got {value!r}"
 
 
-def _read_config(path: Path) -> Config:
+def _read_config(path: Path) -> ConfigJson:
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -166,94 +169,48 @@ def _read_config(path: Path) -> Config:
         raise ValueError(f"{path} must hold an object, as a Transformers config.json does")
     text = fields.get("text_config")  # of models that also see
     text = {"model_type": fields.get("model_type"), **text} if isinstance(text, dict) else fields
-    return Config(path, str(text.get("model_type")).removesuffix("_text"), text)
+    return ConfigJson(path, str(text.get("model_type")).removesuffix("_text"), text)
 
 
-def _read(
-    config: Config, *, kind: str, heads: str, rows: str | int, cols: str, groups: str, conv_width: str,
-    layers: str | None = None,
-) -> ModelShape:  # fmt: skip
-    """The shape from the fields of these names; rows may be known, and layers be counted in the family's way."""
-    return ModelShape(
-        kind,
-        layers=_recurrent_layers(config) if layers is None else config.number(layers),
-        heads=config.number(heads),
-        rows=rows if isinstance(rows, int) else config.number(rows),
-        cols=config.number(cols),
-        groups=config.number(groups),
-        conv_width=config.number(conv_width),
-    )
-
-
-def _read_bamba(config: Config) -> ModelShape:
-    heads = "mamba_n_heads"
-    automatic = config.get("mamba_d_head") == "auto"
-    rows = _inner_size(config) // config.number(heads) if automatic else "mamba_d_head"
-    return _read(
-        config, kind="mamba2", heads=heads, rows=rows, cols="mamba_d_state", groups="mamba_n_groups",
-        conv_width="mamba_d_conv",
-    )  # fmt: skip
-
-
-def _read_zamba2(config: Config) -> ModelShape:
-    heads = "n_mamba_heads"
-    return _read(
-        config, kind="mamba2", heads=heads, rows=_inner_size(config) // config.number(heads), cols="mamba_d_state",
-        groups="mamba_ngroups", conv_width="mamba_d_conv",
-    )  # fmt: skip
-
-
-def _read_kimi_linear(config: Config) -> ModelShape:
-    heads, size = config.number("linear_attn_config.num_heads"), config.number("linear_attn_config.head_dim")
-    return ModelShape(
-        "gated_delta",
-        layers=len(config.items("linear_attn_config.kda_layers")),
-        heads=heads,
-        rows=size,
-        cols=size,
-        groups=heads,
-        conv_width=config.number("linear_attn_config.short_conv_kernel_size"),
-    )
-
-
-_read_mamba2 = partial(
-    _read, kind="mamba2", layers="num_hidden_layers", heads="num_heads", rows="head_dim", cols="state_size",
-    groups="n_groups", conv_width="conv_kernel",
+# By model_type: the kind, and the fields that have heads, rows, columns, groups and the width of the convolution.
+_BAMBA = ("mamba2", "mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_groups", "mamba_d_conv")
+_QWEN = (
+    "gated_delta", "linear_num_value_heads", "linear_value_head_dim", "linear_key_head_dim", "linear_num_key_heads",
+    "linear_conv_kernel_dim",
 )  # fmt: skip
-_read_nemotron_h = partial(
-    _read, kind="mamba2", heads="mamba_num_heads", rows="mamba_head_dim", cols="ssm_state_size",
-    groups="n_groups", conv_width="conv_kernel",
-)  # fmt: skip
-_read_qwen = partial(
-    _read, kind="gated_delta", heads="linear_num_value_heads", rows="linear_value_head_dim", cols="linear_key_head_dim",
-    groups="linear_num_key_heads", conv_width="linear_conv_kernel_dim",
-)  # fmt: skip
-
-READERS: dict[str, Callable[[Config], ModelShape]] = {
-    "mamba2": _read_mamba2,
-    "nemotron_h": _read_nemotron_h,
-    "bamba": _read_bamba,
-    "granitemoehybrid": _read_bamba,
-    "falcon_h1": _read_bamba,
-    "zamba2": _read_zamba2,
-    "qwen3_next": _read_qwen,
-    "qwen3_5": _read_qwen,
-    "qwen3_5_moe": _read_qwen,
-    "kimi_linear": _read_kimi_linear,
-}
+_KDA = "linear_attn_config"
+FAMILIES: dict[str, tuple[str, str, str | None, str, str, str]] = {
+    "mamba2": ("mamba2", "num_heads", "head_dim", "state_size", "n_groups", "conv_kernel"),
+    "nemotron_h": ("mamba2", "mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel"),
+    "bamba": _BAMBA,
+    "granitemoehybrid": _BAMBA,
+    "falcon_h1": _BAMBA,
+    "zamba2": ("mamba2", "n_mamba_heads", None, "mamba_d_state", "mamba_ngroups", "mamba_d_conv"),
+    "qwen3_next": _QWEN,
+    "qwen3_5": _QWEN,
+    "qwen3_5_moe": _QWEN,
+    "kimi_linear": (
+        "gated_delta", f"{_KDA}.num_heads", f"{_KDA}.head_dim", f"{_KDA}.head_dim", f"{_KDA}.num_heads",
+        f"{_KDA}.short_conv_kernel_size",
+    ),
+}  # fmt: skip
 
 
-def _inner_size(config: Config) -> int:
-    """Channels of x in one layer."""
+def _rows(config: ConfigJson, heads: str, rows: str | None) -> int:
+    """Rows of a head, from their field, or from all channels of x in a layer."""
+    if rows is not None and config.get(rows) != "auto":
+        return config.number(rows)
     if config.get("mamba_d_ssm") is not None:
-        return config.number("mamba_d_ssm")
-    return config.number("mamba_expand") * config.number("hidden_size")
+        return config.number("mamba_d_ssm") // config.number(heads)
+    return config.number("mamba_expand") * config.number("hidden_size") // config.number(heads)
 
 
-def _recurrent_layers(config: Config) -> int:
+def _recurrent_layers(config: ConfigJson) -> int:
     """How many layers have a state, from whichever field of the model's family tells."""
+    if config.model_type == "kimi_linear":
+        return len(config.items(f"{_KDA}.kda_layers"))
     for name in ("layer_types", "layers_block_type"):
-        if config.get(name) is not None:
+        if config.model_type != "mamba2" and config.get(name) is not None:
             return sum(config.items(name).count(layer) for layer in RECURRENT_LAYERS)
     if config.model_type == "nemotron_h":
         return _pattern(config).count("M")
@@ -265,7 +222,7 @@ def _recurrent_layers(config: Config) -> int:
     return layers
 
 
-def _pattern(config: Config) -> str:
+def _pattern(config: ConfigJson) -> str:
     pattern = config.get("hybrid_override_pattern")
     if not isinstance(pattern, str):
         raise ValueError("it needs the field hybrid_override_pattern or layers_block_type, to count its Mamba layers")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any
 
 import torch
@@ -28,8 +28,8 @@ LONGEST = 2000  # tokens that a request generates at most, however many steps th
 ACCEPTANCE = 0.7  # the probability of a draft token to be right
 
 
-class Model:
-    """The parameters, which all layers share, and how a layer's values become arguments of mamba2."""
+class DemoModel:
+    """The parameters that all layers of the demo share, and how a layer's values become arguments of mamba2."""
 
     def __init__(self, device: torch.device) -> None:
         slowest_last = torch.logspace(math.log10(1 - DECAYS[0]), math.log10(1 - DECAYS[1]), HEADS)
@@ -39,8 +39,8 @@ class Model:
     def arguments(self, values: Tensor) -> dict[str, Any]:
         """Values (..., WIDTH) as arguments of mamba2_step."""
         x, dt, B, C = values.split(WIDTHS, dim=-1)
-        x, B, C = x.unflatten(-1, (HEADS, ROWS)), B.unflatten(-1, (1, COLS)), C.unflatten(-1, (1, COLS))
-        return {"x": x, "dt": dt, "A": self.A, "B": B, "C": C, "dt_bias": self.dt_bias}
+        B, C = B.unflatten(-1, (1, COLS)), C.unflatten(-1, (1, COLS))
+        return {"x": x.unflatten(-1, (HEADS, ROWS)), "dt": dt, "A": self.A, "B": B, "C": C, "dt_bias": self.dt_bias}
 
     def exact_token(self, states: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """One token (batch, WIDTH) in the precision of the states (batch, heads, rows, cols): outputs, new states."""
@@ -106,17 +106,12 @@ class Traffic:
             if request is None:
                 proposed[row] = torch.nan
                 continue
-            right = min(self._right_guesses(), request.left)
+            guesses = (self.random.random() < ACCEPTANCE for _ in range(1, self.draft_tokens))
+            right = min(1 + sum(takewhile(bool, guesses)), request.left)
             proposed[row, :right] = request.tokens[request.done : request.done + right]
             request.done += right
             accepted[row] = right
         return proposed, accepted
-
-    def _right_guesses(self) -> int:
-        right = 1
-        while right < self.draft_tokens and self.random.random() < ACCEPTANCE:
-            right += 1
-        return right
 
     def leave(self, everybody: bool) -> list[int]:
         """Let go of the requests that are complete, or of everybody; returns the rows they had."""

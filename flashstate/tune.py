@@ -14,9 +14,10 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
+from flashstate.bench.binding import TimedCall
 from flashstate.bench.jobs import BenchedOp, Job, with_int64
 from flashstate.bench.measure import slots_of, storing_for, with_cold_snapshots
-from flashstate.bench.peers import Launch, MeasurementError
+from flashstate.bench.peers import MeasurementError
 from flashstate.bench.timing import cold_slots, need_flush, time_launches
 from flashstate.info import versions
 from flashstate.launch import Config, Gpu, Problem, collecting, machine_of, override
@@ -53,11 +54,11 @@ def run_tune(op: BenchedOp, jobs: Sequence[Job], device: torch.device, output: P
 
 
 def with_variants(op: BenchedOp, jobs: Sequence[Job]) -> list[Job]:
-    """These jobs, and as they are where flashstate is called in other ways: some of these have configs of their own."""
+    """Jobs, and what they are where flashstate is called in other ways: some of these have configs of their own."""
     found = dict.fromkeys(jobs)
-    for variant, job in product(op.variants.values(), jobs):
+    for way, job in product(op.variants.values(), jobs):
         with suppress(MeasurementError):  # it cannot be called so
-            found[variant.job(job)] = None
+            found[way.job(job)] = None
     return list(found)
 
 
@@ -85,15 +86,9 @@ def tune(
 
 def open_table(path: Path, gpu: Gpu, again: Collection[Problem]) -> TableFile:
     """The table to fill: a new one, or the one in the file with all it has but the entries to measure again."""
-    found = versions()
+    made_with = {name: versions()[name] for name in ("torch", "triton")}
     today = datetime.now(timezone.utc).date().isoformat()
-    header = {
-        "gpu": gpu.name,
-        "torch": found["torch"],
-        "triton": found["triton"],
-        "measured": today,
-        "columns": COLUMNS,
-    }
+    header = {"gpu": gpu.name, **made_with, "measured": today, "columns": COLUMNS}
     if not path.absolute().parent.is_dir():
         raise ValueError(f"there is no folder {path.absolute().parent} to write {path.name} to")
     if not path.exists():
@@ -111,9 +106,9 @@ def entries_without(configs: Configs, dropped: Collection[tuple[str, str, int]])
     kept: Configs = {}
     for key, modes in configs.items():
         for mode, sizes in modes.items():
-            for size, config in sizes.items():
-                if (key, mode, size) not in dropped:
-                    kept.setdefault(key, {}).setdefault(mode, {})[size] = config
+            left = {size: config for size, config in sizes.items() if (key, mode, size) not in dropped}
+            if left:
+                kept.setdefault(key, {})[mode] = left
     return kept
 
 
@@ -127,7 +122,7 @@ class GpuStopwatch:
         self._modes: dict[tuple[str, str], _Mode] = {}
         self._prepared: set[tuple[_Mode, Config]] = set()
         self._pools: dict[tuple[object, ...], Pool] = {}  # by format, axes of a state and number of slots
-        self._timed: tuple[Problem, list[Launch]] | None = None  # one problem: its snapshots are large
+        self._timed: tuple[Problem, list[TimedCall]] | None = None  # one problem: its snapshots are large
 
     def prepare(self, points: Sequence[Point]) -> None:
         new = {(self._mode(problem), config) for problem, config in points} - self._prepared
@@ -154,9 +149,11 @@ class GpuStopwatch:
             self._modes[key] = _Mode(self._op, self._jobs[problem], self._device)
         return self._modes[key]
 
-    def _on_cold_slots(self, job: Job) -> list[Launch]:
-        """Steps of a job, each on slots that are not in the cache, in a pool that all jobs of its format share. Every
-        second launch has slots of int64: a config serves both index types."""
+    def _on_cold_slots(self, job: Job) -> list[TimedCall]:
+        """Steps of a job, each on slots that are not in the cache, in a pool that all jobs of its format share.
+
+        Every second launch has slots of int64: a config serves both index types.
+        """
         case = job.case
         size, numbers = cold_slots(case.batch, case.slot_bytes, self._device, MAX_LAUNCHES)
         inputs = make_inputs(replace(case, slots=FEW_SLOTS), self._device)

@@ -1,160 +1,238 @@
-"""The benchmark: jobs, what is checked before it is timed, cold slots, roofs, and a whole run."""
+"""The benchmark: jobs of every op, what rows say, what is checked before it is timed, cold slots, roofs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from benching import NEEDS_INTERPRETER, TWO_MICROSECONDS
+from benching import CPU, NEEDS_INTERPRETER, TINY, TWO_MICROSECONDS, spoiled, tiny_job
 from torch import Tensor
 
 from flashstate import Slots, State
-from flashstate.bench import measure, run, timing
-from flashstate.bench.jobs import Grid, Job, Shape, Stored
-from flashstate.bench.mamba2 import MAMBA2, bind_flashstate
+from flashstate.bench import measure, timing
+from flashstate.bench.jobs import Grid, Job, Shape, Stored, check_words
+from flashstate.bench.mamba2_replay import LIVE, LIVE_BY_ONE
 from flashstate.bench.measure import inputs_of, row_of, storing_for
-from flashstate.bench.peers import Launch, MeasurementError, Step, Storing
-from flashstate.bench.results import read_csv
+from flashstate.bench.ops import OPS
+from flashstate.bench.peers import MeasurementError
 from flashstate.bench.timing import Timing, cold_rows, cold_slots
-from flashstate.cli import main
-from flashstate.proof import Case, Inputs, make_inputs
+from flashstate.proof import make_inputs, slotted
 from flashstate.state.formats import FORMATS, PORTABLE_FORMATS, label_of
 
-CPU = torch.device("cpu")
-TINY_SHAPE = ["--batches", "1", "2", "--heads", "2", "--rows", "4", "--cols", "16"]
-TINY = ["--device", "cpu", *TINY_SHAPE]
-TINY_CASE = Case(batch=2, heads=2, groups=1, rows=4, cols=16, slots=5)
-FORMS = ("", ", 3 tokens", ", 3 tokens, snapshots")
-
-
-@pytest.fixture(autouse=True)
-def short_timing_on_a_wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "CPU_SECONDS", 0.001)
-    monkeypatch.setenv("COLUMNS", "160")
+MAMBA2, GATED_DELTA, MAMBA3, CONV1D, SPAN = (
+    OPS[name] for name in ("mamba2", "gated_delta", "mamba3", "conv1d", "span")
+)
+MOVES = "plan and commit"
 
 
 # Jobs, and what a row says of them
 
+Form = tuple[int, Stored]  # tokens, and what they store
 
-def test_jobs_are_all_formats_tokens_and_batches_and_several_tokens_also_with_snapshots() -> None:
+
+def each(shape: tuple[int, ...], formats: Any, *forms: Form) -> set[tuple[Any, ...]]:
+    return {(shape, *fmt, *form) for fmt in formats for form in forms}
+
+
+FOUR = [(name, "nearest") for name in ("float32", "bfloat16", "int8", "float8_e4m3fn")]
+DRAFTED = [FOUR[0], ("float16", "stochastic"), FOUR[1], ("int8", "stochastic"), ("float8_e4m3fn", "stochastic")]
+SMALL, LARGE = (32, 16, 128, 128), (64, 16, 128, 128)
+UP_TO_256 = {1, 4, 16, 64, 256}
+LAST: Form = (0, "last")
+PLAIN_RUNS = {
+    "mamba2": (each((16, 1, 64, 128), PORTABLE_FORMATS, LAST), {*UP_TO_256, 1024}),
+    "mamba2_replay": (
+        each((16, 1, 64, 128), DRAFTED, *((6, stored) for stored in (*LIVE, "every", "last")))
+        | each((16, 1, 64, 128), DRAFTED[:4], *((0, stored) for stored in (*LIVE_BY_ONE, "last")))
+        | each((16, 1, 64, 128), DRAFTED[1:2], (0, MOVES), (6, MOVES)),
+        {*UP_TO_256, 1024},
+    ),
+    "gated_delta": (
+        each(LARGE, FOUR, LAST) | each(SMALL, FOUR[1:2], LAST) | each(LARGE, FOUR[:2], (4, "last"), (4, "none"))
+        | each(LARGE, FOUR[1:2], (4, "every"), (8, "last"), (8, "none")),
+        UP_TO_256,
+    ),
+    "mamba3": (each((48, 1, 64, 128), FOUR, LAST), UP_TO_256),
+    "conv1d": (
+        each((1, 1, 1280, 4), FOUR[1:2], LAST) | each((1, 1, 10240, 4), FOUR[1:2], LAST), {*UP_TO_256, 1024}
+    ),
+    "span": (each((16, 1, 64, 128), FOUR[:2], LAST), {*UP_TO_256, 1024}),
+}  # fmt: skip
+OF_MAMBA2 = {**dict.fromkeys(("x", "bc", "dt"), "bfloat16"), "parameters": "float32", "z": True}
+COMMON: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("mamba2", "mamba2_replay", "span"), OF_MAMBA2),
+    "gated_delta": {
+        **dict.fromkeys(("x", "qk", "gates"), "bfloat16"), "parameters": "float32", "qk_l2norm": True, "exact": True
+    },
+    "mamba3": {"x": "bfloat16", "rank": 4, "angles": 0, "Wo": True, "z": True, "update_kv": True},
+    "conv1d": {"x": "bfloat16", "parameters": "bfloat16"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_a_plain_run_measures_what_the_op_is_for(name: str) -> None:
+    forms, batches = PLAIN_RUNS[name]
+    jobs = OPS[name].jobs(OPS[name].grids)
+    told = [
+        (job.case.measured_axes, job.case.format, job.case.rounding, job.case.tokens, job.stored, job.case.batch)
+        for job in jobs
+    ]
+    assert len(set(told)) == len(told)
+    assert set(told) == {(*form, batch) for form in forms for batch in batches}
+    for case in (job.case for job in jobs):
+        assert {field: getattr(case, field) for field in COMMON[name]} == COMMON[name]
+        assert case.slots > case.batch
+
+
+def test_jobs_are_all_formats_tokens_and_batches_and_several_tokens_also_store_every_state() -> None:
     jobs = MAMBA2.jobs([Grid((Shape(6, 2, 4, 16),), PORTABLE_FORMATS, (1, 3), batches=(1, 4))])
     assert len(set(jobs)) == len(jobs) == len(PORTABLE_FORMATS) * 3 * 2
     assert tuple(dict.fromkeys((job.case.format, job.case.rounding) for job in jobs)) == PORTABLE_FORMATS
     forms = [(job.case.tokens, job.stored, job.stores, job.case.batch) for job in jobs[:6]]
-    assert forms == [(*form, n) for form in ((0, "last", 1), (3, "last", 1), (3, "snapshots", 3)) for n in (1, 4)]
-    for case in (job.case for job in jobs):
-        assert (case.heads, case.groups, case.rows, case.cols) == (6, 2, 4, 16)
-        assert (case.x, case.bc, case.dt, case.parameters) == (*["bfloat16"] * 3, "float32")
-        assert case.z
-        assert case.slots > case.batch
-
-
-@pytest.mark.parametrize(("name", "rounding"), PORTABLE_FORMATS)
-def test_a_row_counts_every_byte_of_its_arguments_and_roofs_those_of_states(name: str, rounding: str) -> None:
-    stored: tuple[Stored, ...] = ("last", "snapshots", "nothing")
-    jobs = MAMBA2.jobs([Grid((Shape(2, 1, 4, 16),), [(name, rounding)], (1, 3), stored, (2,))])
-    for job, form in zip(jobs, (*FORMS, ", 3 tokens, nothing stored"), strict=True):
-        inputs = make_inputs(job.case, CPU)
-        state, options = inputs.state, [t for t in inputs.options.values() if isinstance(t, Tensor)]
-        states = 2 * (1 + job.stores)
-        slot, scales = state.data[0].nbytes, 0 if state.scale is None else state.scale[0].nbytes
-        moved = sum(t.nbytes for t in (*inputs.arguments.values(), *options, inputs.arguments["x"], inputs.slots))
-        moved += states * (slot + scales) + (0 if rounding == "nearest" else 2 * 8)
-        assert (job.counted_bytes, job.touched_bytes, job.read_bytes) == (moved, states * slot, 2 * slot)
-        ours = row_of("flashstate", job, Timing(4.0, 3.0, 5.0), job.counted_bytes, TWO_MICROSECONDS)
-        roof = row_of("touch", job, TWO_MICROSECONDS, job.touched_bytes, TWO_MICROSECONDS)
-        assert (ours.gigabytes_per_second, roof.gigabytes_per_second) == (moved / 4e3, states * slot / 2e3)
-        assert (ours.percent_of_roof, ours.spread, roof.percent_of_roof) == (50.0, 0.5, 100.0)
-        assert ours.label == roof.label == label_of(name, rounding) + form
-        assert (ours.op, ours.tokens, ours.stored) == ("mamba2", job.case.tokens or 1, job.stored)
-        assert row_of("reference, CPU", job, TWO_MICROSECONDS, moved, None).percent_of_roof is None
+    assert forms == [(*form, n) for form in ((0, "last", 1), (3, "last", 1), (3, "every", 3)) for n in (1, 4)]
 
 
 def test_grids_that_overlap_and_take_other_sizes_give_every_job_once() -> None:
-    grid = Grid((Shape(6, 2, 4, 16), Shape(6, 2, 8, 16)), (("int8", "nearest"),), (1, 3), ("last", "nothing"), (2,))
+    grid = Grid((Shape(6, 2, 4, 16), Shape(6, 2, 8, 16)), (("int8", "nearest"),), (1, 3), ("last", "none"), (2,))
     jobs = MAMBA2.jobs([grid, grid.with_sizes({"heads": (2, 6), "rows": (4,)})])
     forms = [(*job.case.measured_axes, job.case.tokens, job.stored) for job in jobs]
-    each = ((0, "last"), (3, "last"), (3, "nothing"))
+    each = ((0, "last"), (3, "last"), (3, "none"))
     assert forms == [(*axes, *form) for axes in ((6, 2, 4, 16), (6, 2, 8, 16), (2, 2, 4, 16)) for form in each]
+
+
+def test_mamba3_is_tuned_and_measured_without_snapshots() -> None:
+    for grids in (MAMBA3.tuned_grids, [replace(grid, tokens=(1, 3)) for grid in MAMBA3.grids]):
+        jobs = MAMBA3.jobs(grids)
+        assert {(job.case.tokens > 0, job.stored) for job in jobs} == {(False, "last"), (True, "last")}
+
+
+def test_shapes_and_formats_that_an_op_has_not_are_refused_by_name() -> None:
+    for op in (MAMBA2, GATED_DELTA, MAMBA3, SPAN):
+        with pytest.raises(ValueError, match=r"^the number of groups must divide the 48 heads, got 5$"):
+            op.case(Shape(48, 5, 64, 128), "float32", "nearest", 0, 1)
+    for name, rounding, label in (("int8", "nearest", "int8"), ("float16", "stochastic", "float16 stochastic")):
+        with pytest.raises(ValueError, match=f"^windows are float32, .*, rounded to nearest, got {label}$"):
+            CONV1D.case(Shape(1, 1, 1280, 4), name, rounding, 0, 1)
+    for width, length in ((4, 3), (3, 2)):  # of three entries, which are not whole words, and of two
+        (job,) = CONV1D.jobs([Grid((Shape(1, 1, 1283, width),), [("bfloat16", "nearest")], batches=(2,))])
+        with pytest.raises(ValueError, match=f"^a state of 1283 x {length} in bfloat16, .* not whole 32-bit words$"):
+            check_words([job])
+    check_words(CONV1D.jobs([Grid((Shape(1, 1, 1283, 4),), [("float32", "nearest")], batches=(2,))]))
+
+
+STORED_BY_THREE: tuple[Stored, ...] = ("last", "every", "none")
+COUNTED = [
+    *(tiny_job("mamba2", format=name, rounding=rounding) for name, rounding in PORTABLE_FORMATS),
+    *(tiny_job("mamba2", stored, format="int8", tokens=3) for stored in STORED_BY_THREE),
+    *(tiny_job("gated_delta", stored, tokens=3) for stored in STORED_BY_THREE),
+    *(tiny_job("mamba3", **change) for change in ({}, {"angles": 8}, {"update_kv": False})),
+    *(tiny_job("conv1d", x="bfloat16", tokens=tokens) for tokens in (0, 3)),
+]
+
+
+@pytest.mark.parametrize("job", COUNTED, ids=lambda job: f"{job.case}-{job.stored}")
+def test_a_row_counts_every_byte_of_its_arguments_and_roofs_those_of_states(job: Job) -> None:
+    inputs, batch, times = make_inputs(job.case, CPU), job.case.batch, 1 + job.stores
+    slot = {name: tensor[0].nbytes for name, tensor in slotted(inputs.state).items()}
+    given = (t for t in (*inputs.arguments.values(), *inputs.options.values()) if isinstance(t, Tensor))
+    moved = sum(t.nbytes for t in given) + inputs.main.nbytes + inputs.slots.nbytes
+    moved += batch * (times * (slot["data"] + slot.get("scale", 0)) + (0 if job.case.rounding == "nearest" else 8))
+    moved += batch * ((1 + getattr(job.case, "update_kv", 0)) * (slot.get("k", 0) + slot.get("v", 0)))
+    moved += batch * 2 * slot.get("angle", 0)
+    tokens = 2 * inputs.main.nbytes if job.op == "conv1d" else 0
+    roofs = (times * batch * slot["data"] + tokens, batch * slot["data"])
+    assert (job.counted_bytes, job.touched_bytes, job.read_bytes) == (moved, *roofs)
+    ours = row_of("flashstate", job, Timing(4.0, 3.0, 5.0), job.counted_bytes, TWO_MICROSECONDS)
+    assert (ours.gigabytes_per_second, ours.percent_of_roof, ours.spread) == (moved / 4e3, 50.0, 0.5)
+    assert (ours.op, ours.tokens, ours.stored) == (job.op, job.case.tokens or 1, job.stored)
+    assert row_of("reference, CPU", job, TWO_MICROSECONDS, moved, None).percent_of_roof is None
+
+
+@pytest.mark.parametrize(
+    ("job", "label", "shape"),
+    [
+        *((tiny_job("mamba2", format=n, rounding=r), label_of(n, r), None) for n, r in PORTABLE_FORMATS),
+        (tiny_job("mamba2"), "float32", "mamba2, 2 heads, 1 group, 4 x 16"),
+        (tiny_job("mamba2", tokens=3), "float32, 3 tokens", None),
+        (tiny_job("mamba2", "every", tokens=3), "float32, 3 tokens, every stored", None),
+        (tiny_job("mamba2", "none", tokens=3), "float32, 3 tokens, none stored", None),
+        (tiny_job("mamba2_replay"), "float32, in place", "mamba2_replay, 1 head, 1 group, 16 x 16"),
+        (tiny_job("mamba2_replay", "uniform", tokens=3), "float32, 3 tokens, uniform", None),
+        (tiny_job("gated_delta", "none", tokens=3), "4 heads, float32, 3 tokens, none stored", None),
+        (tiny_job("gated_delta"), "4 heads, float32", "gated_delta, 2 key heads, 4 x 16"),
+        (tiny_job("conv1d", tokens=6), "8 channels, float32, 6 tokens", "conv1d, width 4"),
+    ],
+)
+def test_a_row_says_what_tells_it_from_others(job: Job, label: str, shape: str | None) -> None:
+    row = row_of("flashstate", job, TWO_MICROSECONDS, 1, None)
+    assert row.label == label
+    assert shape in (None, row.shape)
 
 
 # What is checked
 
 
-def test_bench_times_nothing_when_flashstate_is_wrong(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(measure, "error_ratio", lambda *tensors: 7.0)
-    assert main(["bench", *TINY]) == 1
-    error = " ".join(capsys.readouterr().err.split())
-    assert "flashstate is wrong: its output is 7 times the error budget away from float64, for b1-h2g1-4x16" in error
-
-
-def check_spoiled(name: str, rounding: str, spoil: Callable[[State], object]) -> None:
+def check_snapshots(name: str, rounding: str, spoil: Callable[[State], object]) -> None:
     """Check snapshots of three tokens that are spoiled after the step."""
-    job = Job("mamba2", replace(TINY_CASE, format=name, rounding=rounding, tokens=3), "snapshots")
-
-    def bind(inputs: Inputs, storing: Storing) -> Step:
-        step = bind_flashstate(inputs, storing)
-        return lambda slots: lambda: (step(slots)(), spoil(storing.snapshots))[0]
-
+    job = tiny_job("mamba2", "every", format=name, rounding=rounding, tokens=3)
+    bind = spoiled(MAMBA2.bind, lambda inputs, storing, slots, y: spoil(storing.snapshots))
     measure.check(bind, make_inputs(job.case, CPU), storing_for(job, job.case.batch, CPU))
 
 
 @pytest.mark.parametrize(("name", "rounding"), PORTABLE_FORMATS)
 def test_snapshots_that_are_right_pass_the_check(name: str, rounding: str) -> None:
-    check_spoiled(name, rounding, lambda snapshots: None)
+    check_snapshots(name, rounding, lambda snapshots: None)
 
 
-@pytest.mark.parametrize("name", ["float32", "int8"])
+SPOILS: dict[str, Callable[[State], object]] = {
+    "not stored": lambda s: s.data.zero_(),
+    "the state before": lambda s: s.data[:, -1].copy_(s.data[:, -2]),
+    "rows of others": lambda s: s.data.copy_(s.data.flip(0)),
+    "the last row of a state not stored": lambda s: s.data[-1, -1, -1, -1].zero_(),
+    "an earlier token not stored": lambda s: s.data[:, 0].zero_(),
+    "wrong scales": lambda s: s.scale.mul_(1.01),
+}
+
+
 @pytest.mark.parametrize(
-    "spoil",
-    [
-        pytest.param(lambda s: s.data.zero_(), id="not stored"),
-        pytest.param(lambda s: s.data[:, -1].copy_(s.data[:, -2]), id="the state before"),
-        pytest.param(lambda s: s.data.copy_(s.data.flip(0)), id="rows of others"),
-        pytest.param(lambda s: s.data[-1, -1, -1, -1].zero_(), id="the last row of a state not stored"),
-        pytest.param(lambda s: s.data[:, 0].zero_(), id="an earlier token not stored"),
-    ],
+    ("name", "spoil"),
+    [*((name, spoil) for name in ("float32", "int8") for spoil in list(SPOILS)[:-1]), ("int16", "wrong scales")],
 )
-def test_snapshots_that_are_wrong_fail_the_check(name: str, spoil: Callable[[State], object]) -> None:
+def test_snapshots_that_are_wrong_fail_the_check(name: str, spoil: str) -> None:
     with pytest.raises(MeasurementError, match=r"^wrong: its snapshot of token \d is .* times the error budget"):
-        check_spoiled(name, "nearest", spoil)
+        check_snapshots(name, "nearest", SPOILS[spoil])
 
 
-def test_snapshots_with_wrong_scales_fail_the_check() -> None:
-    with pytest.raises(MeasurementError, match=r"^wrong: its snapshot of token \d is .* times the error budget"):
-        check_spoiled("int16", "stochastic", lambda snapshots: snapshots.scale.mul_(1.01))
-
-
-@pytest.mark.parametrize("stored", ["nothing", "snapshots"])
+@pytest.mark.parametrize("stored", ["none", "every"])
 def test_a_step_that_stores_where_it_should_only_read_fails_the_check(stored: Stored) -> None:
-    job = Job("mamba2", replace(TINY_CASE, tokens=3), stored)
-    storing = storing_for(job, job.case.batch, CPU)
-    measure.check(bind_flashstate, make_inputs(job.case, CPU), storing)
-
-    def bind(inputs: Inputs, storing: Storing) -> Step:
-        def step(slots: Slots) -> Launch:
-            launch = bind_flashstate(inputs, storing)(slots)
-            return lambda: (launch(), inputs.state.data[-1].neg_())[0]
-
-        return step
-
+    job = tiny_job("mamba2", stored, tokens=3)
+    inputs, storing = make_inputs(job.case, CPU), storing_for(job, job.case.batch, CPU)
+    measure.check(MAMBA2.bind, inputs, storing)
     with pytest.raises(MeasurementError, match=r"^wrong: it changes states that are only to be read$"):
-        measure.check(bind, make_inputs(job.case, CPU), storing)
+        measure.check(spoiled(MAMBA2.bind, lambda inputs, *others: inputs.state.data[-1].neg_()), inputs, storing)
 
 
 def test_results_are_checked_on_slots_that_no_library_takes_for_padding() -> None:
     for spare in range(1, 6):
-        inputs = inputs_of(replace(TINY_CASE, batch=4, slots=4 + spare), CPU)
+        inputs = inputs_of(replace(TINY["mamba2"], batch=4, slots=4 + spare), CPU)
         slots = inputs.slots.tolist()
         assert 0 not in slots
         assert len(set(slots)) == 4
         assert inputs.slots.dtype == torch.int32
-        measure.check(bind_flashstate, inputs)
+        measure.check(MAMBA2.bind, inputs)
+
+
+def test_a_span_gives_what_its_two_steps_give_and_fails_where_the_convolution_went_wrong() -> None:
+    for bind in (SPAN.bind, *(way.bind for way in SPAN.variants.values())):
+        measure.check(bind, make_inputs(TINY["span"], CPU))
+    for forgotten in ("x", "B", "C"):
+        inputs = make_inputs(TINY["span"], CPU)
+        inputs.arguments[forgotten] = inputs.arguments[forgotten] * 1.5
+        with pytest.raises(MeasurementError, match="wrong: its"):
+            measure.check(SPAN.bind, inputs)
 
 
 # Cold slots and roofs
@@ -172,6 +250,14 @@ def test_launches_meet_cold_slots_and_cold_rows(monkeypatch: pytest.MonkeyPatch)
         assert flat == [flat[i % count] for i in range(len(flat))]
 
 
+def test_larger_pools_keep_the_layout_of_windows() -> None:
+    inputs = make_inputs(TINY["conv1d"], CPU)
+    larger = inputs.on_larger_pool(11).state.data
+    assert larger.shape == (11, 8, 3)
+    assert larger.stride() == inputs.state.data.stride()
+    assert torch.equal(larger[7], inputs.state.data[2])
+
+
 def random_bytes(*shape: int, dtype: torch.dtype) -> Tensor:
     size = (*shape[:-1], shape[-1] * dtype.itemsize)
     return torch.randint(256, size, dtype=torch.uint8, generator=torch.Generator().manual_seed(0)).view(dtype)
@@ -181,87 +267,37 @@ def random_bytes(*shape: int, dtype: torch.dtype) -> Tensor:
 @pytest.mark.interpreted
 @pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
-def test_touch_flips_sign_bits_of_words_in_the_slots_it_is_given_and_no_other(dtype: torch.dtype, layers: int) -> None:
-    from flashstate.bench.roofs import touch
+def test_roofs_move_every_word_of_the_slots_they_are_given_and_no_other(dtype: torch.dtype, layers: int) -> None:
+    from flashstate.bench.roofs import read, touch
 
-    pages = random_bytes(6, layers, 2, 5, 28, dtype=dtype)
-    want = pages.view(torch.int32).clone()
-    want[[4, 1], -1] ^= -(1 << 31)
-    touch(pages[:, -1], Slots(torch.tensor([4, 1])), None, 32, 4)
-    assert torch.equal(pages.view(torch.int32), want)
-
-
-@NEEDS_INTERPRETER
-@pytest.mark.interpreted
-@pytest.mark.parametrize("dtype", FORMATS, ids=str)
-def test_touch_copies_slots_to_every_token_of_their_rows_and_nothing_else(dtype: torch.dtype) -> None:
-    from flashstate.bench.roofs import touch
-
-    data, copies = random_bytes(6, 2, 5, 28, dtype=dtype), random_bytes(4, 3, 2, 5, 28, dtype=dtype)
-    before, want = data.view(torch.int32).clone(), copies.view(torch.int32).clone()
-    want[[3, 0]] = before[[4, 1]][:, None]
-    touch(data, Slots(torch.tensor([4, 1]), snapshot_rows=torch.tensor([3, 0])), copies, 32, 4)
-    assert torch.equal(copies.view(torch.int32), want)
-    assert torch.equal(data.view(torch.int32), before)
-
-
-@NEEDS_INTERPRETER
-@pytest.mark.interpreted
-@pytest.mark.parametrize("layers", [1, 3])
-@pytest.mark.parametrize("dtype", FORMATS, ids=str)
-def test_read_sees_every_word_of_the_slots_it_is_given_and_writes_no_slot(dtype: torch.dtype, layers: int) -> None:
-    from flashstate.bench.roofs import read
-
-    data = random_bytes(6, layers, 2, 5, 28, dtype=dtype)[:, -1]
-    words = data.view(torch.int32).clone()
+    pages, copies = random_bytes(6, layers, 2, 5, 28, dtype=dtype), random_bytes(4, 3, 2, 5, 28, dtype=dtype)
+    data, slots = pages[:, -1], Slots(torch.tensor([4, 1]), snapshot_rows=torch.tensor([3, 0]))
+    before, copied = pages.view(torch.int32).clone(), copies.view(torch.int32).clone()
+    words = before[:, -1]
     blocks = [block for slot in (4, 1) for block in words[slot].flatten().split(32)]  # the last of a slot is shorter
     largest = torch.zeros(len(blocks), dtype=torch.int32)
-    read(data, Slots(torch.tensor([4, 1])), largest, 32, 4)
+    read(data, slots, largest, 32, 4)
     assert torch.equal(largest, torch.stack([block.max() for block in blocks]))
-    assert torch.equal(data.view(torch.int32), words)
+    copied[[3, 0]] = words[[4, 1]][:, None]
+    touch(data, slots, copies, 32, 4)
+    assert torch.equal(copies.view(torch.int32), copied)
+    assert torch.equal(pages.view(torch.int32), before)
+    before[[4, 1], -1] ^= -(1 << 31)
+    touch(data, slots, None, 32, 4)
+    assert torch.equal(pages.view(torch.int32), before)
 
 
-# A whole run
+@pytest.mark.interpreted
+@NEEDS_INTERPRETER
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_the_roof_of_windows_copies_tokens_too(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from flashstate.bench import roofs
 
-
-def test_bench_on_a_cpu_measures_the_reference_and_says_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    csv_file, image = tmp_path / "cpu.csv", tmp_path / "cpu.png"
-    options = ["--formats", "float32", "int8:stochastic", "--tokens", "1", "3", "--commit", "abc", "--peers", "fla"]
-    assert main(["bench", "mamba2", *TINY, *options, "--csv", str(csv_file), "--plot", str(image)]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
-    provenance, rows = read_csv(csv_file)
-    labels = [name + form for name in ("float32", "int8 stochastic") for form in FORMS]
-    assert all(text in shown for text in ("reference, CPU", "skipped fla: only compared on a GPU", *labels))
-    assert {"flashstate", "commit", "device", "torch", "triton", "date"} <= provenance.keys()
-    assert provenance["commit"] == "abc"
-    assert [(row.label, row.batch) for row in rows] == [(label, batch) for label in labels for batch in (1, 2)]
-    assert all((row.op, row.implementation) == ("mamba2", "reference, CPU") for row in rows)
-    assert all(row.percent_of_roof is None for row in rows)
-    assert image.read_bytes().startswith(b"\x89PNG")
-
-
-def test_bench_says_that_a_cpu_has_no_host_cost(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--host", "--device", "cpu"]) == 0
-    assert run.NO_HOST_COST in " ".join(capsys.readouterr().out.split())
-
-
-@pytest.mark.gpu
-def test_bench_on_a_gpu_measures_both_roofs_flashstate_and_the_cost_on_the_host(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    options = ["--device", "cuda", "--formats", "float32", "int8:stochastic", "--tokens", "1", "2", "--peers", "none"]
-    assert main(["bench", *TINY_SHAPE, *options, "--csv", str(tmp_path / "gpu.csv")]) == 0
-    provenance, rows = read_csv(tmp_path / "gpu.csv")
-    names = ("touch", "read", "flashstate")
-    assert [row.implementation for row in rows] == [*names] * 2 * 3 * 2  # formats, forms, batches
-    assert all(row.microseconds > 0 and row.percent_of_roof is not None for row in rows)
-    assert provenance["host cost"].startswith("torch.add_ ")
-    assert "; flashstate " in provenance["host cost"]
-    assert "skipped" not in capsys.readouterr().out
-
-
-@pytest.mark.gpu
-def test_the_cost_on_the_host_is_measured_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--host", "--device", "cuda", "--peers", "none"]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
-    assert all(name in shown for name in ("torch.add_", "flashstate", "flashstate, plain tensors"))
+    windows = torch.randn(6, 3, 8).transpose(1, 2)
+    before, x = windows.clone(), torch.randn(2, tokens, 8)
+    out = torch.full((2, 8 * tokens), 7, dtype=torch.int32)
+    monkeypatch.setattr(roofs.torch, "empty_like", lambda words: out)
+    roofs.touch(windows, Slots(torch.tensor([4, 1])), None, 16, 1, x)
+    before[[4, 1]] *= -1
+    assert torch.equal(windows, before)
+    assert torch.equal(out, x.view(torch.int32).flatten(1))

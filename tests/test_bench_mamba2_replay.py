@@ -1,44 +1,39 @@
-"""The benchmark of mamba2_replay: the live rows of its jobs, bytes, roofs, what is checked, a whole run."""
+"""The benchmark of mamba2_replay: the live rows of its jobs, bytes, roofs, and what is checked."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from benching import NEEDS_INTERPRETER, measure_in_the_interpreter
+from benching import CPU, NEEDS_INTERPRETER, measure_in_the_interpreter, spoiled, tiny_job
 from torch import Tensor
 
-from flashstate import Slots
-from flashstate.bench import mamba2_replay, timing
-from flashstate.bench.acceptance import ACCEPTANCE, accepted_tokens, live_counts, spread_counts, stationary_counts
-from flashstate.bench.figures import figures
+from flashstate.bench.binding import Binding
 from flashstate.bench.jobs import Live, Stored
-from flashstate.bench.mamba2_replay import DRAFTING, LIVE, LIVE_BY_ONE, MAMBA2_REPLAY, bind_flashstate, check
+from flashstate.bench.mamba2_replay import DRAFTING, LIVE, MAMBA2_REPLAY, bind_flashstate, check
 from flashstate.bench.measure import Report, inputs_of, measure_on_gpu, storing_for
-from flashstate.bench.peers import MeasurementError, Step, Storing
-from flashstate.bench.replay_case import LEAST_SLOTS, WINDOW, CursorCase, RingCase, RingJob, job_of
-from flashstate.bench.results import read_csv, write_csv
+from flashstate.bench.peers import MeasurementError
+from flashstate.bench.replay_case import (
+    ACCEPTANCE,
+    LEAST_SLOTS,
+    WINDOW,
+    RingCase,
+    RingJob,
+    accepted_tokens,
+    job_of,
+    live_counts,
+    spread_counts,
+    stationary_counts,
+)
 from flashstate.bench.timing import Timing
-from flashstate.cli import main
-from flashstate.proof import Case, Inputs, ReplayPool, interpreted, make_inputs
+from flashstate.proof import Case, ReplayPool, make_inputs
 
-CPU = torch.device("cpu")
 TINY = Case(batch=4, heads=2, groups=1, rows=4, cols=16, slots=7, x="bfloat16", bc="bfloat16", dt="bfloat16")
-TINY_SHAPE = ["--heads", "2", "--rows", "4", "--cols", "16"]
-TINY_RUN = ["bench", "mamba2_replay", "--device", "cpu", *TINY_SHAPE, "--batches", "1", "3"]
 FORMATS = [("float32", "nearest"), ("float16", "stochastic"), ("int8", "stochastic")]
 MOVES = "plan and commit"
-
-
-@pytest.fixture(autouse=True)
-def short_timing_on_a_wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "CPU_SECONDS", 0.001)
-    monkeypatch.setattr(timing, "CPU_CALLS", 1)
-    monkeypatch.setenv("COLUMNS", "160")
 
 
 # Live rows
@@ -62,7 +57,7 @@ def shares(counts: Tensor) -> Tensor:
 def test_live_rows_are_those_of_the_chain_that_requests_are(tokens: int) -> None:
     want = exact_distribution(tokens)
     assert torch.allclose(want.sum(), torch.tensor(1.0, dtype=torch.float64))
-    assert (shares(stationary_counts(tokens, WINDOW)) - want).abs().sum() < 0.05
+    assert (shares(stationary_counts(tokens)) - want).abs().sum() < 0.05
 
 
 def test_six_tokens_keep_three_nearly_and_a_quarter_of_the_rows_folds() -> None:
@@ -76,26 +71,26 @@ def test_six_tokens_keep_three_nearly_and_a_quarter_of_the_rows_folds() -> None:
 
 
 def test_one_token_makes_every_count_equally_likely_and_folds_a_16th() -> None:
-    counts = live_counts("a 16th folds", 1, WINDOW)
+    counts = live_counts("a 16th folds", 1)
     assert torch.allclose(shares(counts)[1:], torch.tensor(1 / 16, dtype=torch.float64), atol=0.01)
-    assert abs(RingCase(live="a 16th folds").folding - 1 / 16) < 0.01
-    assert live_counts("none folds", 1, WINDOW).unique().tolist() == list(range(1, 16))
+    assert abs(RingCase(live_rows="a 16th folds").folding - 1 / 16) < 0.01
+    assert live_counts("none folds", 1).unique().tolist() == list(range(1, 16))
 
 
 def test_rows_fold_as_the_names_of_live_rows_say() -> None:
-    none, some, uniform, every = (live_counts(live, 6, WINDOW) for live in LIVE)
+    none, some, uniform, every = (live_counts(live, 6) for live in LIVE)
     assert (none.min(), none.max()) == (1, 10)
     assert (every.min(), every.max()) == (11, 16)
     assert torch.equal(torch.cat([none, every]), some)
     assert uniform.tolist() == list(range(3, 17))
-    assert live_counts("none folds", WINDOW, WINDOW).tolist() == [0]  # where all would
+    assert live_counts("none folds", WINDOW).tolist() == [0]  # where all would
 
 
 @pytest.mark.parametrize("live", LIVE)
 def test_pools_of_any_size_have_every_count_as_often_as_it_comes(live: Live) -> None:
-    want = shares(live_counts(live, 6, WINDOW))
+    want = shares(live_counts(live, 6))
     for slots in (LEAST_SLOTS, 1027):
-        counts = spread_counts(live, 6, WINDOW, slots)
+        counts = spread_counts(live, 6, slots)
         assert counts.shape == (slots,)
         assert (shares(counts) - want).abs().max() <= 1 / slots
     inputs = inputs_of(job_of("mamba2_replay", replace(TINY, batch=1, tokens=6), live).case, CPU)
@@ -104,29 +99,6 @@ def test_pools_of_any_size_have_every_count_as_often_as_it_comes(live: Live) -> 
 
 
 # Jobs
-
-
-def test_the_table_of_the_benchmark_has_every_form_format_and_batch() -> None:
-    jobs = MAMBA2_REPLAY.jobs(MAMBA2_REPLAY.grids)
-    assert {job.case.measured_axes for job in jobs} == {(16, 1, 64, 128)}
-    found = {(job.case.tokens or 1, job.stored, job.case.format, job.case.rounding, job.case.batch) for job in jobs}
-    assert len(found) == len(jobs)
-    nearest = [("float32", "nearest"), ("bfloat16", "nearest")]
-    plain = [*nearest, ("float16", "stochastic"), ("int8", "stochastic")]
-    of_six, of_one = [*LIVE, "snapshots", "last"], [*LIVE_BY_ONE, "last"]
-    forms = [(6, stored, *fmt) for stored in of_six for fmt in [*plain, ("float8_e4m3fn", "stochastic")]]
-    forms += [(1, stored, *fmt) for stored in of_one for fmt in plain]
-    forms += [(tokens, MOVES, "float16", "stochastic") for tokens in (1, 6)]
-    assert found == {(*form, batch) for form in forms for batch in (1, 4, 16, 64, 256, 1024)}
-    for job in jobs:
-        assert isinstance(job, RingJob) == (job.stored not in ("last", "snapshots"))
-        assert isinstance(job.case, CursorCase) == (job.stored == MOVES)
-        assert (job.case.x, job.case.bc, job.case.dt, job.case.parameters) == (*["bfloat16"] * 3, "float32")
-
-
-def test_more_tokens_than_the_window_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*TINY_RUN, "--tokens", "17"]) == 2
-    assert "replay is measured with a window of 16" in capsys.readouterr().err
 
 
 def test_bytes_are_those_of_all_arguments_live_rows_new_rows_and_folded_states() -> None:
@@ -140,11 +112,7 @@ def test_bytes_are_those_of_all_arguments_live_rows_new_rows_and_folded_states()
         pool.data[0].nbytes + pool.scale[0].nbytes,
         (pool.x[0].nbytes + pool.B[0].nbytes + pool.dt[0].nbytes) // 22,
     )
-    live, new, folding = (
-        sum(range(3, 17)),
-        14 * 6,
-        6,
-    )  # of 14 rows, whose counts are 3 to 16, those with 11 or more fold
+    live, new, folding = sum(range(3, 17)), 14 * 6, 6  # of 14 rows with 3 to 16, those with 11 or more fold
     assert RingJob("mamba2_replay", case, "uniform").counted_bytes == (
         given + (14 + folding) * slot + (live + new) * ring_row + 14 * (2 * 4 + 8)
     )
@@ -170,35 +138,15 @@ def test_small_batches_have_one_kernel_and_larger_ones_one_for_each_part() -> No
     assert all(problem.several_tokens for job in jobs for problem in job.problems)
 
 
-def test_it_is_not_tuned_and_has_no_snapshots_to_show(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["tune", "mamba2_replay"]) == 2
-    assert "tune finds no configs of mamba2_replay yet" in capsys.readouterr().err
-    assert main(["info", "mamba2_replay", "--snapshots"]) == 2
-    assert "mamba2_replay has no --snapshots" in capsys.readouterr().err
-
-
 # What is checked
 
 
-def spoiled(spoil: Callable[[ReplayPool, Tensor, Tensor], object]) -> Callable[[Inputs, Storing], Step]:
-    """A binding whose pool or output is spoiled after the call; it is told the slots, too."""
+Spoil = Callable[[ReplayPool, Tensor, Tensor], object]  # given a pool, the slots of the batch, and the output
 
-    def bind(inputs: Inputs, storing: Storing) -> Step:
-        step = bind_flashstate(inputs, storing)
 
-        def of_slots(slots: Slots) -> Callable[[], Tensor]:
-            launch = step(slots)
-
-            def run() -> Tensor:
-                y = launch()
-                spoil(inputs.state, slots.read.long(), y)
-                return y
-
-            return run
-
-        return of_slots
-
-    return bind
+def wrong(spoil: Spoil) -> Binding:
+    """A binding whose pool or output is spoiled after the call."""
+    return spoiled(bind_flashstate, lambda inputs, storing, slots, y: spoil(inputs.state, slots.read.long(), y))
 
 
 @pytest.mark.parametrize("tokens", [0, 3])
@@ -224,7 +172,7 @@ def change(tensor: Tensor, *index: Tensor | int) -> None:
 
 BUDGET = r"is .* times the error budget away from float64$"
 KEPT = r"other than it must be$"
-SPOILS: dict[str, tuple[Live, Callable[[ReplayPool, Tensor, Tensor], object], str]] = {
+SPOILS: dict[str, tuple[Live, Spoil, str]] = {
     "an output": ("uniform", lambda pool, slot, y: y[-1].mul_(1.5), f"its output {BUDGET}"),
     "outputs of others": ("uniform", lambda pool, slot, y: y.copy_(y.flip(0)), f"its output {BUDGET}"),
     "a folded state": ("all fold", lambda pool, slot, y: pool.data[slot[-1], -1, -1].zero_(), f"its state {BUDGET}"),
@@ -241,6 +189,7 @@ SPOILS: dict[str, tuple[Live, Callable[[ReplayPool, Tensor, Tensor], object], st
     ),
     "a live x": ("uniform", lambda pool, slot, y: change(pool.x, slot[0], 0, pool.start[slot[0]]), f"leaves x {KEPT}"),
     "a live dt": ("uniform", lambda pool, slot, y: change(pool.dt, slot[0]), f"leaves dt {KEPT}"),
+    "a scale": ("all fold", lambda pool, slot, y: pool.scale[slot[0]].mul_(1.1), f"its state {BUDGET}"),
     "a count": ("uniform", lambda pool, slot, y: pool.count[slot[0]].add_(1), f"leaves count {KEPT}"),
 }  # fmt: skip
 
@@ -248,15 +197,10 @@ SPOILS: dict[str, tuple[Live, Callable[[ReplayPool, Tensor, Tensor], object], st
 @pytest.mark.parametrize("what", SPOILS)
 def test_what_is_wrong_fails_the_check(what: str) -> None:
     live, spoil, complaint = SPOILS[what]
-    inputs = inputs_of(job_of("", replace(TINY, tokens=3), live).case, CPU)
+    case = replace(TINY, tokens=3, format="int8" if what == "a scale" else "float32")
+    inputs = inputs_of(job_of("", case, live).case, CPU)
     with pytest.raises(MeasurementError, match=rf"^wrong: .*{complaint}"):
-        check(spoiled(spoil), inputs)
-
-
-def test_states_with_wrong_scales_fail_the_check() -> None:
-    inputs = inputs_of(job_of("", replace(TINY, tokens=3, format="int8"), "all fold").case, CPU)
-    with pytest.raises(MeasurementError, match=f"its state {BUDGET}"):
-        check(spoiled(lambda pool, slot, y: pool.scale[slot[0]].mul_(1.1)), inputs)
+        check(wrong(spoil), inputs)
 
 
 @pytest.mark.parametrize(
@@ -274,78 +218,17 @@ def test_plans_and_cursors_are_checked_bit_for_bit(spoil: Any, name: str, roundi
     inputs = inputs_of(job.case, CPU)
     check(bind_flashstate, inputs)
     with pytest.raises(MeasurementError, match=f"^wrong: it leaves {name} {KEPT}"):
-        check(spoiled(spoil), inputs)
+        check(wrong(spoil), inputs)
 
 
 def test_steps_beside_replay_are_those_of_mamba2_step() -> None:
-    for stored in ("last", "snapshots"):
+    for stored in ("last", "every"):
         job = job_of("mamba2_replay", replace(TINY, tokens=3), stored)
         inputs = inputs_of(job.case, CPU)
         storing = storing_for(job, TINY.batch, CPU)
         check(bind_flashstate, inputs, storing)
         with pytest.raises(MeasurementError, match=f"its output {BUDGET}"):
-            check(spoiled(lambda pool, slot, y: y.neg_()), inputs, storing)
-
-
-# A whole run
-
-
-def test_bench_on_a_cpu_measures_every_form_and_says_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    csv_file, image = tmp_path / "cpu.csv", tmp_path / "cpu.png"
-    options = [
-        "--formats",
-        "float32",
-        "int8:stochastic",
-        "--csv",
-        str(csv_file),
-        "--plot",
-        str(image),
-        "--peers",
-        "none",
-    ]
-    assert main([*TINY_RUN, *options, "--commit", "abc"]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
-    provenance, rows = read_csv(csv_file)
-    forms = [f", 6 tokens, {form}" for form in (*LIVE, "snapshots", "in place")]
-    forms_by_one = [f", {form}" for form in (*LIVE_BY_ONE, "in place")]
-    labels = [name + form for some in (forms, forms_by_one) for name in ("float32", "int8 stochastic") for form in some]
-    labels += [
-        name + form for name in ("float32", "int8 stochastic") for form in (f", {MOVES}", f", 6 tokens, {MOVES}")
-    ]
-    assert [(row.label, row.batch) for row in rows] == [(label, batch) for label in labels for batch in (1, 3)]
-    assert all((row.op, row.implementation) == ("mamba2_replay", "reference, CPU") for row in rows)
-    assert all(label in shown for label in labels)
-    assert "mamba2_replay, 2 heads, 1 group, 4 x 16, on CPU" in shown
-    assert image.read_bytes().startswith(b"\x89PNG")
-    write_csv(tmp_path / "again.csv", rows, provenance)
-    assert (tmp_path / "again.csv").read_bytes() == csv_file.read_bytes()
-    assert main(["bench", "--from-csv", str(csv_file)]) == 0
-
-
-def test_bench_times_nothing_when_replay_is_wrong(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(mamba2_replay, "error_ratio", lambda *tensors: 7.0)
-    assert main([*TINY_RUN, "--tokens", "6"]) == 1
-    error = " ".join(capsys.readouterr().err.split())
-    assert "flashstate is wrong: its output is 7 times the error budget away from float64, for b1-h2g1-4x16" in error
-
-
-@pytest.mark.interpreted
-@NEEDS_INTERPRETER
-@pytest.mark.parametrize("stored", ["uniform", MOVES, "snapshots"])
-def test_jobs_are_measured_beside_their_roofs(stored: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
-    measure_in_the_interpreter(monkeypatch, cold_bytes=1 << 10)
-    case = Case(
-        batch=2, heads=1, groups=1, rows=16, cols=16, slots=5, tokens=2, format="float16", rounding="stochastic"
-    )
-    report = Report()
-    with interpreted():
-        measure_on_gpu(MAMBA2_REPLAY, job_of("mamba2_replay", case, stored), {}, CPU, report)
-    roofs = {"uniform": ["roof", "touch", "read"], MOVES: [], "snapshots": ["touch", "read"]}[stored]
-    assert [row.implementation for row in report.rows] == [*roofs, "flashstate"]
-    assert [row.percent_of_roof is None for row in report.rows] == [stored == MOVES] * len(report.rows)
-    assert not report.skipped
+            check(wrong(lambda pool, slot, y: y.neg_()), inputs, storing)
 
 
 @pytest.mark.interpreted
@@ -359,23 +242,8 @@ def test_jobs_that_differ_in_live_rows_alone_share_what_their_roofs_are_made_of(
     times = iter(Timing(t, t, t) for t in map(float, range(2, 100)))
     for roof in ("time_touch", "time_read"):
         monkeypatch.setattr(roofs, roof, lambda *arguments: next(times))
-    case, report = Case(batch=1, heads=1, groups=1, rows=16, cols=16, slots=4, tokens=2), Report()
-    with interpreted():
-        for stored in ("none folds", "all fold", "last"):
-            measure_on_gpu(MAMBA2_REPLAY, job_of("mamba2_replay", case, stored), {}, CPU, report)
+    report = Report()
+    for stored in ("none folds", "all fold", "last"):
+        measure_on_gpu(MAMBA2_REPLAY, tiny_job("mamba2_replay", stored, tokens=2), {}, CPU, report)
     found = [(row.implementation, row.microseconds) for row in report.rows if row.implementation in ("touch", "read")]
     assert found == [("touch", 2.0), ("read", 3.0)] * 2 + [("touch", 4.0), ("read", 5.0)]
-
-
-@pytest.mark.gpu
-def test_bench_on_a_gpu_measures_every_form_beside_its_roofs(tmp_path: Path) -> None:
-    options = ["--device", "cuda", "--heads", "16", "--batches", "1", "64", "--formats", "float32", "int8:stochastic"]
-    assert main(["bench", "mamba2_replay", *options, "--rows", "16", "--csv", str(tmp_path / "gpu.csv")]) == 0
-    provenance, rows = read_csv(tmp_path / "gpu.csv")
-    for row in rows:
-        of_form = [r.implementation for r in rows if (r.label, r.batch) == (row.label, row.batch)]
-        roofs = [] if row.stored == MOVES else ["touch", "read"]
-        live = row.stored in (*LIVE, *LIVE_BY_ONE)
-        assert of_form == [*(["roof"] if live else []), *roofs, "flashstate"]
-    assert "; flashstate " in provenance["host cost"]
-    assert "replay is faster from batch size" in figures(rows, provenance)

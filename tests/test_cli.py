@@ -11,12 +11,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from flashstate.bench.jobs import Job
 from flashstate.bench.ops import OPS
 from flashstate.check import SHOWN_FAILURES, cases_on
 from flashstate.cli import main
 from flashstate.demo import one_thread
 from flashstate.info import versions
 from flashstate.launch import Gpu, choose
+from flashstate.launch.config import mode_key
 from flashstate.proof import Case, ConvCase, DeltaCase, Mamba3Case, ReplayCase
 from flashstate.proof.laws import LawBroken, laws_for, pairs
 from flashstate.state.formats import FORMATS, PORTABLE_FORMATS
@@ -60,12 +62,12 @@ def test_info_shows_configs_for_every_format(name: str, rounding: str, capsys: p
         assert f" {batch} {16 * batch} {config.block_rows} {config.num_warps} {config.lanes} 1 0 heuristic" in out
 
 
-@pytest.mark.parametrize(("tokens", "mode"), [("1", "one token"), ("4", "several tokens, each stored")])
-def test_info_shows_the_configs_of_calls_with_snapshots(
-    tokens: str, mode: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["info", "--gpu", "none", "--tokens", tokens, "--snapshots"]) == 0
-    assert f"nearest, {mode}, on none" in output_of(capsys)
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_info_shows_the_configs_of_calls_with_snapshots(tokens: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", "--gpu", "none", "--tokens", str(tokens), "--snapshots"]) == 0
+    mode = mode_key(Job("mamba2", Case(tokens=tokens), "every").problem)
+    assert ("stored" in mode) == (tokens > 1)
+    assert f"{mode}, on none" in output_of(capsys)
 
 
 def test_info_shows_the_configs_of_every_op_as_it_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
@@ -141,6 +143,8 @@ def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> N
         ["demo", "--steps", "many"],
         ["bench", "--tokens", "0"],
         ["bench", "mamba4"],
+        ["bench", "--numerics"],
+        ["bench", "--markdown", "README.md"],
         ["check", "--quick", "yes"],
     ],
 )
@@ -167,6 +171,11 @@ def test_what_cannot_be_parsed_exits_with_2(argv: list[str]) -> None:
         (["info", "--channels", "8"], "mamba2 has no --channels, only --heads, --groups, --rows, --cols"),
         (["bench", "conv1d", "--device", "cpu", "--rows", "8"], "conv1d has no --rows, only --channels, --width"),
         (["tune", "span", "--width", "3"], "span has no --width, only --heads"),
+        (["tune", "mamba2_replay"], "tune finds no configs of mamba2_replay yet"),
+        (["tune", "--formats", "float7"], "there is no format 'float7'"),
+        (["tune", "--device", "cpu"], "tune measures kernels on a GPU, and there is none"),
+        (["info", "mamba2_replay", "--snapshots"], "mamba2_replay has no --snapshots"),
+        (["bench", "mamba2_replay", "--device", "cpu", "--tokens", "17"], "replay is measured with a window of 16"),
         (["check", "--device", "tpu"], "--device must be cpu, cuda or cuda:N, got 'tpu'"),
         (["check", "--device", "cuda:99"], "--device cuda:99: this machine has"),
         (["bench", *TINY, "--formats", "float7"], "there is no format 'float7'"),
@@ -175,7 +184,6 @@ def test_what_cannot_be_parsed_exits_with_2(argv: list[str]) -> None:
         (["bench", *TINY, "--formats", "int8", "--cols", "3", "--heads", "1", "--rows", "1"], "not whole 32-bit words"),
         (["bench", *TINY, "--csv", "no/such/folder/a.csv"], "to write a.csv to"),
         (["bench", *TINY, "--peers", "numpy"], "there is no peer 'numpy', only vllm, flashinfer, mamba_ssm, fla"),
-        (["bench", *TINY, "--markdown", "missing.md"], "No such file"),
         (["bench", "--host", "--csv", "a.csv"], "--host measures only what a call costs the host"),
         (["bench", "--from-csv", "missing.csv"], "No such file"),
         (["bench", "--from-csv", __file__], "is not a file that flashstate bench wrote"),

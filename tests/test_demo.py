@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from flashstate.launch.backend import interpreted
 from torch import Tensor
 
 import flashstate
 from flashstate.cli import main
 from flashstate.demo import Contender, Demo, DemoRow, effect, one_thread, run_demo
-from flashstate.launch.backend import interpreted
 from flashstate.state.formats import PORTABLE_FORMATS
-from flashstate.traffic import BATCH, COLS, HEADS, LAYERS, REQUESTS, ROWS, WIDTHS, Model, Request, Traffic
+from flashstate.traffic import BATCH, COLS, HEADS, LAYERS, REQUESTS, ROWS, WIDTHS, DemoModel, Request, Traffic
 
 CPU = torch.device("cpu")
 DRIFTING = ("bfloat16", "int8", "float8_e4m3fn")  # rounded to nearest, in a run as short as the tests'
@@ -117,7 +117,7 @@ def test_equal_seeds_give_equal_numbers_and_others_do_not() -> None:
     assert all(a.state_error != b.state_error for a, b in zip(first.rows(), other.rows(), strict=True))
 
 
-def replayed(tokens: Tensor, model: Model) -> tuple[Tensor, Tensor]:
+def replayed(tokens: Tensor, model: DemoModel) -> tuple[Tensor, Tensor]:
     """The last output and the state of tokens (tokens, layers, WIDTH), by the equations and nothing else."""
     state = torch.zeros(LAYERS, HEADS, ROWS, COLS, dtype=torch.float64)
     y = torch.zeros(LAYERS, HEADS, ROWS, dtype=torch.float64)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from flashstate.cli import main
-from flashstate.models import PRESETS, READERS, ModelShape, choose_shape, shape_from_config
+from flashstate.models import FAMILIES, PRESETS, ModelShape, choose_shape, shape_from_config
 from flashstate.plan import RequestBytes, parse_memory, request_bytes
 from flashstate.state.formats import FORMATS
 from flashstate.state.state import State
@@ -215,7 +215,7 @@ def test_a_config_gives_its_shape(name: str, tmp_path: Path) -> None:
 
 
 def test_every_preset_and_every_family_has_a_config_here() -> None:
-    assert {config.model_type for config in CONFIGS.values()} == set(READERS)
+    assert {config.model_type for config in CONFIGS.values()} == set(FAMILIES)
     assert set(PRESETS) <= set(CONFIGS)
 
 

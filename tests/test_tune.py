@@ -12,18 +12,22 @@ import pytest
 import torch
 from rich.console import Console
 
+from flashstate import Slots
+from flashstate.bench.binding import IN_PLACE, Step, Storing
 from flashstate.bench.gated_delta import LARGE
-from flashstate.bench.jobs import Grid, Shape
+from flashstate.bench.jobs import Grid, Job, Shape, Stored
+from flashstate.bench.mamba3 import COMMON
 from flashstate.bench.ops import OPS
 from flashstate.bench.timing import MIN_LAUNCHES, Timing
 from flashstate.cli import main
-from flashstate.launch import Config, Gpu, Problem, choose, interpreted, valid_configs
+from flashstate.launch import Config, Gpu, Problem, TensorCoreProblem, choose, interpreted, valid_configs
 from flashstate.launch.config import mode_key, table_key
 from flashstate.launch.search import Point, neighbours
 from flashstate.launch.table import read_table_file
+from flashstate.proof import Case, DeltaCase, Inputs
 from flashstate.proof.laws import LawBroken
 from flashstate.state.formats import PORTABLE_FORMATS
-from flashstate.tune import GpuStopwatch, jobs_by_problem, tune
+from flashstate.tune import GpuStopwatch, jobs_by_problem, tune, with_variants
 
 GPU = Gpu("a GPU nobody measured", (9, 0))
 SHAPE = Shape(16, 1, 64, 128)
@@ -91,31 +95,20 @@ def place_of(problem: Problem) -> tuple[str, str, int]:
     return table_key(problem), mode_key(problem), problem.batch_heads
 
 
-def test_the_search_finds_the_best_config_of_every_mode_and_size(tmp_path: Path) -> None:
-    path = tmp_path / "table.json"
-    tuned(path, FakeStopwatch())
+def test_the_search_finds_the_best_configs_with_few_measurements_of_valid_ones_that_were_prepared(
+    tmp_path: Path,
+) -> None:
+    path, stopwatch = tmp_path / "table.json", FakeStopwatch()
+    tuned(path, stopwatch)
     assert configs_in(path) == {place_of(problem): best(problem) for problem in PROBLEMS}
-
-
-def test_only_valid_configs_are_measured_each_once_and_after_they_were_prepared(tmp_path: Path) -> None:
-    stopwatch = FakeStopwatch()
-    tuned(tmp_path / "table.json", stopwatch)
-    assert len(stopwatch.asked) == len(set(stopwatch.asked))
-    prepared = {(table_key(problem), mode_key(problem), config) for problem, config in stopwatch.prepared}
-    for problem, config in stopwatch.asked:
-        assert config in valid_configs(problem), (problem, config)
-        assert (table_key(problem), mode_key(problem), config) in prepared
-
-
-def test_an_entry_takes_few_measurements_and_little_is_compiled_in_vain(tmp_path: Path) -> None:
-    stopwatch = FakeStopwatch()
-    tuned(tmp_path / "table.json", stopwatch)
-    assert len(stopwatch.asked) < 12 * len(PROBLEMS)
+    assert len(stopwatch.asked) == len(set(stopwatch.asked)) < 12 * len(PROBLEMS)
+    assert all(config in valid_configs(problem) for problem, config in stopwatch.asked)
     asked, prepared = (
         {(table_key(problem), mode_key(problem), config) for problem, config in points}
         for points in (stopwatch.asked, stopwatch.prepared)
     )
-    assert len(prepared) < 1.3 * len(asked)
+    assert asked <= prepared
+    assert len(prepared) < 1.3 * len(asked), "little is compiled in vain"
 
 
 def test_differences_that_are_noise_do_not_move_the_search(tmp_path: Path) -> None:
@@ -175,7 +168,7 @@ def test_an_interrupted_run_is_resumed_and_ends_with_the_same_table(tmp_path: Pa
     [
         lambda problem: problem.format == "float32",
         lambda problem: problem.format == "float16" and problem.rounding == "stochastic",
-        lambda problem: problem.several_tokens and problem.stored == "each",
+        lambda problem: problem.several_tokens and problem.stored != "last",
         lambda problem: problem.batch_heads == 256,
     ],
     ids=["a format", "a rounding", "a mode", "a size"],
@@ -228,51 +221,62 @@ def test_the_jobs_of_the_command_are_every_format_mode_and_size() -> None:
     assert all(job.problem == problem for problem, job in by_problem.items())
 
 
-@pytest.mark.parametrize(
-    ("options", "complaint"),
-    [
-        (["--device", "cpu"], "tune measures kernels on a GPU, and there is none"),
-        (["--formats", "float7"], "there is no format 'float7'"),
-    ],
-)
-def test_what_cannot_be_tuned_is_one_line_and_exits_with_2(
-    options: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["tune", *options]) == 2
-    error = capsys.readouterr().err
-    assert complaint in error
-    assert error.count("\n") == 1
+def test_a_plain_tune_finds_configs_of_six_modes_of_the_delta_rule_in_every_format() -> None:
+    op = OPS["gated_delta"]
+    jobs = with_variants(op, op.jobs(op.tuned_grids))
+    by_problem = jobs_by_problem(jobs)
+    assert len(by_problem) == len(jobs) == len(PORTABLE_FORMATS) * 6 * 5
+    forms = {(job.case.exact, job.case.tokens > 1, job.stored) for job in by_problem.values()}
+    assert forms == {
+        (True, False, "last"), *((True, True, stored) for stored in ("last", "every", "none")),
+        *((False, True, stored) for stored in ("last", "none")),
+    }  # fmt: skip
+    assert len({(table_key(problem), mode_key(problem)) for problem in by_problem}) == len(PORTABLE_FORMATS) * 6
+    for problem, job in by_problem.items():
+        assert table_key(problem).startswith("gated_delta_step" if job.case.exact else "gated_delta_at_once 128x128 ")
+        assert isinstance(problem, TensorCoreProblem) == (not job.case.exact)
 
 
-@pytest.mark.interpreted
-def test_the_stopwatch_times_steps_on_distinct_slots_and_refuses_configs_that_change_bytes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    timed: list[int] = []
+def test_other_ways_of_mamba3_have_configs_of_their_own() -> None:
+    problems = jobs_by_problem(with_variants(OPS["mamba3"], [Job("mamba3", COMMON)]))
+    ranks = [f"mamba3_step rank {rank}{turned}" for rank in (4, 1) for turned in ("", " turned")]
+    assert [problem.op for problem in problems] == ranks
+
+
+@pytest.fixture
+def index_types(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
+    """The index types of launches that are timed, and few of these."""
+    seen: list[torch.dtype] = []
 
     def run_them(launches: Sequence[Callable[[], object]], replays: int, flush: bool) -> Timing:
+        assert len(launches) == MIN_LAUNCHES
         for launch in launches[:2]:
             launch()
-        timed.append(len(launches))
+            (slots,) = (cell.cell_contents for cell in launch.__closure__ if isinstance(cell.cell_contents, Slots))
+            seen.append(slots.read.dtype)
         return Timing.of([7.0] * replays)
 
     monkeypatch.setattr("flashstate.tune.time_launches", run_them)
     monkeypatch.setattr("flashstate.tune.CHECKED_ROWS", 2)
     for module in ("timing", "measure"):
         monkeypatch.setattr(f"flashstate.bench.{module}.COLD_BYTES", 1 << 10)
-    grid = Grid((Shape(1, 1, 4, 16),), [("int8", "stochastic")], (1, 2), batches=(1, 2))
-    jobs = jobs_by_problem(OPS["mamba2"].jobs([grid]))
-    jobs = {
-        problem: replace(job, case=replace(job.case, x="float32", bc="float32", dt="float32"))
-        for problem, job in jobs.items()
-    }
+    return seen
+
+
+@pytest.mark.interpreted
+def test_the_stopwatch_times_both_index_types_and_refuses_configs_that_change_bytes(
+    index_types: list[torch.dtype],
+) -> None:
+    case = Case(1, 1, 1, 4, 16, "int8", "stochastic", slots=4)
+    forms: list[tuple[int, Stored]] = [(0, "last"), (2, "last"), (2, "every")]
+    jobs = jobs_by_problem([Job("mamba2", replace(case, tokens=tokens), stored) for tokens, stored in forms])
     stopwatch = GpuStopwatch(OPS["mamba2"], jobs, torch.device("cpu"))
     with interpreted():
         for problem in jobs:
             assert stopwatch.microseconds(problem, Config(32, 1, 1)) == 7.0
             assert stopwatch.microseconds(problem, Config(64, 1, 1)) == 7.0
-        assert timed == [MIN_LAUNCHES] * 2 * len(jobs)
-        for problem in (problem for problem in jobs if problem.batch_heads == 1):  # one of every mode
+        assert index_types == [torch.int32, torch.int64] * 2 * len(jobs)
+        for problem in jobs:
             inputs = stopwatch._mode(problem)._inputs
             assert inputs.state.seed is not None
             inputs.state.seed.add_(1)  # other random bits change stored states and no output
@@ -281,6 +285,37 @@ def test_the_stopwatch_times_steps_on_distinct_slots_and_refuses_configs_that_ch
             inputs.slots = inputs.slots.flip(0)
             with pytest.raises(LawBroken, match=r"^output with Config\(block_rows=64, num_warps=2"):
                 stopwatch.microseconds(problem, Config(64, 2, 1))
+
+
+@pytest.mark.interpreted
+def test_the_stopwatch_times_tokens_at_once(index_types: list[torch.dtype]) -> None:
+    half = {"x": "float16", "qk": "float16", "gates": "float16"}  # the interpreter's bfloat16 is wrong
+    job = Job("gated_delta", DeltaCase(1, 1, 1, 2, 16, slots=4, tokens=2, **half))
+    jobs = jobs_by_problem(with_variants(OPS["gated_delta"], [job]))
+    stopwatch = GpuStopwatch(OPS["gated_delta"], jobs, torch.device("cpu"))
+    with interpreted():
+        for problem in jobs:
+            at_once = isinstance(problem, TensorCoreProblem)
+            for rows in (16, 32) if at_once else (32, 64):
+                lanes = problem.lane_choices[0] if at_once else 4
+                assert stopwatch.microseconds(problem, Config(rows, 1, lanes)) == 7.0
+    assert index_types == [torch.int32, torch.int64] * 2 * 2
+
+
+def test_both_index_types_are_compiled_before_anything_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[torch.dtype] = []
+    bind = OPS["mamba2"].bind
+
+    def noting(inputs: Inputs, storing: Storing = IN_PLACE, *, bare: bool = False) -> Step:
+        step = bind(inputs, storing, bare=bare)
+        return lambda slots: (given.append(slots.read.dtype), step(slots))[1]
+
+    monkeypatch.setattr("flashstate.tune.compile_variants", lambda variants: None)
+    jobs = jobs_by_problem([Job("mamba2", Case(1, 1, 1, 4, 16, slots=4))])
+    GpuStopwatch(replace(OPS["mamba2"], bind=noting), jobs, torch.device("cpu")).prepare(
+        [(p, Config(32, 1, 1)) for p in jobs]
+    )
+    assert given == [torch.int32, torch.int64]
 
 
 @pytest.mark.gpu

@@ -11,62 +11,36 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from flashstate.bench.jobs import SPARE_SLOTS, BenchedOp, Grid, Job, Shape, Variant
-from flashstate.bench.peers import (
-    IN_PLACE,
-    Launch,
-    MeasurementError,
-    Peer,
-    Step,
-    Storing,
-    require_in_place,
-    require_plain_states,
-    step_of,
-)
+from flashstate.bench.binding import IN_PLACE, Step, Storing, TimedCall, bind_op, on_states
+from flashstate.bench.jobs import BFLOAT16, FLOAT32, BenchedOp, Grid, Job, Shape, Way, grouped_case
+from flashstate.bench.peers import MeasurementError, Peer, require_plain
 from flashstate.ops.gated_delta import MOST_AT_ONCE, gated_delta_step
 from flashstate.proof import DeltaCase, Inputs, Pool
 from flashstate.state.formats import PORTABLE_FORMATS, bits_of
 from flashstate.state.slots import Slots
 
 COMMON = DeltaCase(x="bfloat16", qk="bfloat16", gates="bfloat16")  # with float32 parameters, q and k normalised
-HOST_CASE = replace(COMMON, batch=4, heads=16, key_heads=8, rows=128, cols=128, format="bfloat16", slots=16)
 LARGE, SMALL = Shape(64, 16, 128, 128), Shape(32, 16, 128, 128)  # value heads, key heads, V, K
-FLOAT32, BFLOAT16 = ("float32", "nearest"), ("bfloat16", "nearest")
 FORMATS = (FLOAT32, BFLOAT16, ("int8", "nearest"), ("float8_e4m3fn", "nearest"))
 BATCHES = (1, 4, 16, 64, 256)
 GRIDS = (
     Grid((LARGE,), FORMATS, batches=BATCHES),
     Grid((SMALL,), (BFLOAT16,), batches=BATCHES),
-    Grid((LARGE,), (FLOAT32, BFLOAT16), (4,), ("last", "nothing"), BATCHES),
-    Grid((LARGE,), (BFLOAT16,), (4,), ("snapshots",), BATCHES),
-    Grid((LARGE,), (BFLOAT16,), (8,), ("last", "nothing"), BATCHES),
+    Grid((LARGE,), (FLOAT32, BFLOAT16), (4,), ("last", "none"), BATCHES),
+    Grid((LARGE,), (BFLOAT16,), (4,), ("every",), BATCHES),
+    Grid((LARGE,), (BFLOAT16,), (8,), ("last", "none"), BATCHES),
 )
+TUNED = Grid((LARGE,), PORTABLE_FORMATS, (1, 4), ("last", "every", "none"), BATCHES)
 LAYERS = 20  # that share every page of a split pool: at large batches offsets go past 2^31 elements
-TUNED = Grid((LARGE,), PORTABLE_FORMATS, (1, 4), ("last", "snapshots", "nothing"), BATCHES)
-
-
-def case_of(shape: Shape, name: str, rounding: str, tokens: int, batch: int) -> DeltaCase:
-    """The case of a job; ValueError where there is none of this shape."""
-    heads, key_heads, rows, cols = shape
-    if heads % key_heads:
-        raise ValueError(f"the number of groups, which are key heads, must divide the {heads} heads, got {key_heads}")
-    common = replace(COMMON, heads=heads, key_heads=key_heads, rows=rows, cols=cols, format=name, rounding=rounding)
-    return replace(common, tokens=tokens, batch=batch, slots=batch + SPARE_SLOTS)
-
-
-def bind_flashstate(inputs: Inputs, storing: Storing = IN_PLACE, *, bare: bool = False, exact: bool = True) -> Step:
-    arguments = {**inputs.arguments, **inputs.options, "state": inputs.state.data if bare else inputs.state}
-    arguments.update(out=torch.empty_like(inputs.main), snapshots=storing.snapshots, update=storing.update)
-    arguments["exact"] = exact and inputs.options["exact"]
-    return step_of(gated_delta_step, arguments, bare)
+case_of = partial(grouped_case, COMMON, groups="key_heads")
+bind_flashstate = partial(bind_op, gated_delta_step, on_states)
 
 
 def at_once(job: Job) -> Job:
     """The job with all tokens of a row at once; MeasurementError where there is no such call."""
-    assert isinstance(job.case, DeltaCase)
     if not 1 < job.case.tokens <= MOST_AT_ONCE:
         raise MeasurementError(f"only for calls of 2 to {MOST_AT_ONCE} tokens")
-    if job.stored == "snapshots":
+    if job.stored == "every":
         raise MeasurementError("only where no state between tokens is stored")
     return replace(job, case=replace(job.case, exact=False))
 
@@ -79,7 +53,7 @@ def one_token(job: Job) -> Job:
 
 
 def in_split_pool(inputs: Inputs) -> Inputs:
-    """The same states as the last layer of several that share a memory, each with a part of every page."""
+    """Inputs whose states are the last layer of several that share a memory, each with a part of every page."""
     data = inputs.state.data
     pages = torch.empty(len(data), LAYERS, *data.shape[1:], dtype=data.dtype, device=data.device)
     bits_of(pages[:, -1]).copy_(bits_of(data))
@@ -87,13 +61,14 @@ def in_split_pool(inputs: Inputs) -> Inputs:
 
 
 def bind_vllm(decode: Callable[..., Any], verify: Callable[..., Any], inputs: Inputs, storing: Storing) -> Step:
-    """`decode` takes one token, with q, k and v side by side, and `verify` several, each with a slot that its state is
-    stored in. Slot 0 is none, so all tokens but the last have that; a row reads the slot of its last accepted token."""
-    require_plain_states(inputs)
-    require_in_place(storing)
+    """vLLM has `decode` of one token, with q, k and v side by side, and `verify` of several, each with a slot.
+
+    Slot 0 is none, so all tokens but the last have that; a row reads the slot of its last accepted token.
+    """
+    require_plain(inputs, storing)
     common = {
-        "a": inputs.arguments["a"], "b": inputs.arguments["b"],
-        "A_log": inputs.options["A_log"], "dt_bias": inputs.options["dt_bias"],
+        **{name: inputs.arguments[name] for name in ("a", "b")},
+        **{name: inputs.options[name] for name in ("A_log", "dt_bias")},
         "initial_state": inputs.state.data, "use_qk_l2norm_in_kernel": inputs.options["qk_l2norm"],
     }  # fmt: skip
     q, k, v = (inputs.arguments[name] for name in ("q", "k", "v"))
@@ -104,7 +79,7 @@ def bind_vllm(decode: Callable[..., Any], verify: Callable[..., Any], inputs: In
     batch, count = v.shape[:2]
     accepted = torch.full((batch,), count, dtype=torch.int32, device=v.device)
 
-    def step(slots: Slots) -> Launch:
+    def step(slots: Slots) -> TimedCall:
         table = slots.read.new_zeros(batch, count)
         table[:, -1] = slots.read
         return lambda: verify(**common, q=q, k=k, v=v, ssm_state_indices=table, num_accepted_tokens=accepted)[0]
@@ -113,8 +88,10 @@ def bind_vllm(decode: Callable[..., Any], verify: Callable[..., Any], inputs: In
 
 
 def bind_flashinfer(decode: Callable[..., Any], verify: Callable[..., Any], inputs: Inputs, storing: Storing) -> Step:
-    """`verify` takes several tokens and float32 states, `decode` everything else. Given an output, older releases copy
-    that of bfloat16 states into it, so they make it themselves."""
+    """FlashInfer has `verify` of several tokens and float32 states, and `decode` of everything else.
+
+    Given an output, older releases copy that of bfloat16 states into it, so they make it themselves.
+    """
     state, several = inputs.state, inputs.has_token_axis
     if state.data.dtype not in (torch.float32, torch.bfloat16) or state.rounding != "nearest":
         raise MeasurementError(f"it has no {state.format.name} states rounded {state.rounding}")
@@ -130,7 +107,7 @@ def bind_flashinfer(decode: Callable[..., Any], verify: Callable[..., Any], inpu
     elif storing != IN_PLACE:
         raise MeasurementError("this release only updates such states in place")
 
-    def step(slots: Slots) -> Launch:
+    def step(slots: Slots) -> TimedCall:
         kept = {} if storing.snapshots is None else {"intermediate_states_buffer": rows_of(storing.snapshots, slots)}
         return lambda: call(**arguments, **kept, initial_state_indices=slots.read)[0]
 
@@ -146,9 +123,8 @@ def rows_of(snapshots: Pool, slots: Slots) -> Tensor:
 
 
 def bind_fla(attend: Callable[..., Any], inputs: Inputs, storing: Storing) -> Step:
-    """It has no pool, so its step does what its users do: torch gathers states before the call, and scatters them
-    behind it."""
-    require_plain_states(inputs)
+    """fla has no pool: as its users do, torch gathers states before the call, and scatters them behind it."""
+    require_plain(inputs)
     if storing.snapshots is not None:
         raise MeasurementError("only compared without snapshots")
     pool, options = inputs.state.data, inputs.options
@@ -162,13 +138,13 @@ def bind_fla(attend: Callable[..., Any], inputs: Inputs, storing: Storing) -> St
         raise MeasurementError(f"this release has no {min(missing)}")
     attend = partial(attend, q, k, v, g, beta=beta, A_log=options["A_log"], dt_bias=options["dt_bias"], **flags)
 
-    def launch(rows: Tensor) -> Tensor:
+    def call(rows: Tensor) -> Tensor:
         o, after = attend(initial_state=pool[rows])
         if storing.update:
             pool.index_copy_(0, rows, after.to(pool.dtype))
         return cast(Tensor, o)
 
-    return lambda slots: partial(launch, slots.read.long())
+    return lambda slots: partial(call, slots.read.long())
 
 
 PEERS = {
@@ -182,10 +158,9 @@ PEERS = {
     ),
     "fla": Peer("fla.ops.gated_delta_rule", ("fused_recurrent_gated_delta_rule",), bind_fla),
 }
-GATED_DELTA = BenchedOp(
-    "gated_delta", bind_flashstate, case_of, GRIDS, PEERS, HOST_CASE,
-    {
-        "at once": Variant(partial(bind_flashstate, exact=False), at_once),
-        "split pool": Variant(bind_flashstate, one_token, in_split_pool),
-    }, (TUNED,),
-)  # fmt: skip
+VARIANTS = {
+    "at once": Way(partial(bind_flashstate, exact=False), at_once),
+    "split pool": Way(bind_flashstate, one_token, in_split_pool),
+}
+HOST_CASE = case_of(Shape(16, 8, 128, 128), *BFLOAT16, 0, 4)
+GATED_DELTA = BenchedOp("gated_delta", bind_flashstate, case_of, GRIDS, PEERS, HOST_CASE, VARIANTS, (TUNED,))

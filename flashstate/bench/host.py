@@ -9,9 +9,10 @@ import torch
 from rich.box import SIMPLE_HEAD
 from rich.table import Column, Table
 
+from flashstate.bench.binding import IN_PLACE, Binding, Storing
 from flashstate.bench.jobs import BenchedOp
 from flashstate.bench.measure import Report, check, failures_as_reasons, inputs_of
-from flashstate.bench.peers import IN_PLACE, Binding, MeasurementError, Storing
+from flashstate.bench.peers import MeasurementError
 from flashstate.bench.timing import Timing, seconds_of
 from flashstate.proof import Inputs
 from flashstate.state.slots import Slots
@@ -23,8 +24,10 @@ Costs = dict[str, Timing]
 
 
 def host_costs(op: BenchedOp, peers: Mapping[str, Binding], device: torch.device, report: Report) -> Costs:
-    """Microseconds of the host per call: of torch.add_, of flashstate given a State and Slots that were made before and
-    given plain tensors, and of every peer. MeasurementError where flashstate's own result is wrong."""
+    """Microseconds of the host per call: of torch.add_, of flashstate, and of every peer.
+
+    flashstate is given a State and Slots that were made before, and plain tensors. MeasurementError where it is wrong.
+    """
     with torch.cuda.device(device):
         inputs = inputs_of(op.host_case, device)
         checked_cost = partial(cost_if_right, op.check or check)
@@ -44,6 +47,7 @@ def host_costs(op: BenchedOp, peers: Mapping[str, Binding], device: torch.device
 
 
 def cost_if_right(check: Callable[[Binding, Inputs, Storing], None], bind: Binding, inputs: Inputs) -> Timing:
+    """Microseconds per call, where the check finds nothing wrong."""
     check(bind, inputs, IN_PLACE)
     return cost_of(bind(inputs.fresh(), IN_PLACE)(Slots(inputs.slots)))
 
@@ -61,13 +65,12 @@ def cost_of(call: Callable[[], object]) -> Timing:
 def host_line(costs: Mapping[str, Timing]) -> str:
     """All costs in one line, with their ratios to torch.add_."""
     unit = costs[UNIT].median
-    others = [
-        f"{name} {cost.median:.1f} µs ({cost.median / unit:.2f}x)" for name, cost in costs.items() if name != UNIT
-    ]
-    return "; ".join([f"{UNIT} {unit:.1f} µs", *others])
+    of_unit = {name: "" if name == UNIT else f" ({cost.median / unit:.2f}x)" for name, cost in costs.items()}
+    return "; ".join(f"{name} {cost.median:.1f} µs{of_unit[name]}" for name, cost in costs.items())
 
 
 def host_table(costs: Mapping[str, Timing], op: BenchedOp) -> Table:
+    """A line per implementation."""
     case = op.host_case
     shape = f"batch {case.batch}, {' x '.join(map(str, case.state_axes))}"
     numbers = (Column(name, justify="right") for name in ("µs per call", "spread", f"of {UNIT}"))

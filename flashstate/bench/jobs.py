@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Literal, NamedTuple, Protocol, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
-from flashstate.bench.peers import IN_PLACE, Binding, Peer, Step, Storing
+from flashstate.bench.binding import Binder, Binding, Storing
+from flashstate.bench.peers import Peer
 from flashstate.bench.timing import Timing
 from flashstate.launch import Problem
 from flashstate.proof import AnyCase, Inputs
@@ -17,8 +18,9 @@ from flashstate.state.slots import Slots
 SPARE_SLOTS = 3  # of the small pool results are checked on
 WORD = 4  # bytes
 BATCHES = (1, 4, 16, 64, 256, 1024)
+FLOAT32, BFLOAT16 = ("float32", "nearest"), ("bfloat16", "nearest")
 Live = Literal["none folds", "stationary", "uniform", "all fold", "a 16th folds"]  # rows of the rings of a batch
-Stored = Literal["last", "snapshots", "nothing", Live, "plan and commit"]
+Stored = Literal["last", "every", "none", Live, "plan and commit"]
 Formats = Sequence[tuple[str, str]]  # of format and rounding
 CaseT = TypeVar("CaseT", bound=AnyCase)
 
@@ -32,18 +34,24 @@ class Shape(NamedTuple):
     cols: int
 
 
-def grouped_case(common: CaseT, shape: Shape, name: str, rounding: str, tokens: int, batch: int) -> CaseT:
-    """The case of a job, which is otherwise like another; ValueError where there is none of this shape."""
+def grouped_case(
+    common: CaseT, shape: Shape, name: str, rounding: str, tokens: int, batch: int, groups: str = "groups"
+) -> CaseT:
+    """The case of a job, else like `common`, whose groups are the field `groups`; ValueError where there is none."""
     if shape.heads % shape.groups:
         raise ValueError(f"the number of groups must divide the {shape.heads} heads, got {shape.groups}")
-    sizes = {**shape._asdict(), "tokens": tokens, "batch": batch, "slots": batch + SPARE_SLOTS}
+    sizes = {"heads": shape.heads, groups: shape.groups, "rows": shape.rows, "cols": shape.cols}
+    sizes |= {"tokens": tokens, "batch": batch, "slots": batch + SPARE_SLOTS}
     return replace(common, format=name, rounding=rounding, **sizes)
 
 
 @dataclass(frozen=True)
 class Job:
-    """One measurement: a case of an op, and what is stored: the last state, in place; or, while the pool is only read,
-    snapshots of the states after every token, or nothing; or, of replay, those of rows that fold (RingJob)."""
+    """One measurement: a case of an op, and what it stores.
+
+    stored: the "last" state of a row, in place; or, while the pool is only read, "every" state, as snapshots of every
+        token, or "none". Jobs of replay store the states of rows that fold (RingJob).
+    """
 
     op: str
     case: AnyCase
@@ -52,19 +60,18 @@ class Job:
     @property
     def stores(self) -> int:
         """States stored per row."""
-        return {"last": 1, "snapshots": self.case.tokens or 1, "nothing": 0}[self.stored]
-
-    @property
-    def problem(self) -> Problem:
-        """What its config is chosen for."""
-        problem = self.case.problem
-        stored = {"last": "last", "snapshots": "every", "nothing": "none"}[self.stored]
-        return replace(problem, stored=stored if problem.several_tokens else "last")
+        return {"every": self.case.tokens or 1, "none": 0}.get(self.stored, 1)
 
     @property
     def problems(self) -> tuple[Problem, ...]:
-        """The same of every kernel that it may start."""
-        return (self.problem,)
+        """What the configs of all kernels are chosen for that it may start."""
+        problem = self.case.problem
+        return (replace(problem, stored=self.stored if problem.several_tokens else "last"),)
+
+    @property
+    def problem(self) -> Problem:
+        """What the config of its kernel is chosen for."""
+        return self.problems[-1]
 
     @property
     def counted_bytes(self) -> int:
@@ -82,14 +89,10 @@ class Job:
         return (1 + self.stores) * self.read_bytes + self.case.token_bytes
 
     @property
-    def has_roofs(self) -> bool:
-        """Whether it moves states."""
-        return True
-
-    @property
-    def as_touched(self) -> Job:
-        """One that stands for all whose `touch` and `read` are the same."""
-        return self
+    def touched(self) -> tuple[object, ...]:
+        """What `touch` and `read` depend on: which rows of a ring are live changes no state that is touched."""
+        case = self.case
+        return type(self), case.format, case.rounding, case.batch, case.measured_axes, case.tokens, self.stores
 
     def roof_of_both(self, touch: Timing, read: Timing) -> Timing | None:
         """The roof of a job that stores some of the states it reads; None where `touch` is the roof, or `read`."""
@@ -111,28 +114,26 @@ class Grid:
     shapes: tuple[Shape, ...]
     formats: Formats = PORTABLE_FORMATS
     tokens: Sequence[int] = (1,)
-    stored: Sequence[Stored] = ("last", "snapshots")  # by several tokens
+    stored: Sequence[Stored] = ("last", "every")  # by several tokens
     batches: Sequence[int] = BATCHES
     by_one: Sequence[Stored] = ("last",)  # stored by one token
 
     def with_sizes(self, sizes: Mapping[str, Sequence[int]]) -> Grid:
-        """The same grid with all combinations of these sizes in its shapes."""
+        """A grid with all combinations of these sizes in its shapes."""
         changes = [dict(zip(sizes, values, strict=True)) for values in product(*sizes.values())]
         shapes = dict.fromkeys(shape._replace(**change) for shape in self.shapes for change in changes)
         return replace(self, shapes=tuple(shapes))
 
 
-class Binder(Protocol):
-    """Makes a step of flashstate; with `bare` it is given the pool as a plain tensor instead of a State."""
-
-    def __call__(self, inputs: Inputs, storing: Storing = IN_PLACE, *, bare: bool = False) -> Step: ...
-
-
 @dataclass(frozen=True)
-class Variant:
-    """Another way to call flashstate: how its step is made, the job as it then is, whose budget and config may be
-    others, and the same inputs as they then lie in memory. `job` raises MeasurementError where flashstate cannot be
-    called so. `fresh`: the job as it then is has inputs of its own. `slots`: the slots of a launch as they then are."""
+class Way:
+    """Another way to call flashstate, or another library.
+
+    job: the job as it then is, whose budget and config may be others; MeasurementError where there is no such call.
+    inputs: the inputs of the job as they then lie in memory.
+    fresh: whether the job as it then is has inputs of its own.
+    slots: the slots of a call as they then are.
+    """
 
     bind: Binding
     job: Callable[[Job], Job] = lambda job: job
@@ -157,7 +158,7 @@ class BenchedOp:
     grids: tuple[Grid, ...]  # that are measured, as far as options do not change them
     peers: Mapping[str, Peer]
     host_case: AnyCase  # a small call, whose cost on the host is measured
-    variants: Mapping[str, Variant] = field(default_factory=dict)  # by what tells them
+    variants: Mapping[str, Way] = field(default_factory=dict)  # ways to call it with results or memory of their own
     # Grids that configs are found for; none: those that are measured, with 1 and 4 tokens. None: it cannot be tuned.
     tuned: tuple[Grid, ...] | None = ()
     sizes: Mapping[str, str] = field(default_factory=lambda: {name: name for name in Shape._fields})  # option -> axis
@@ -166,9 +167,9 @@ class BenchedOp:
     shown: tuple[Stored, ...] = ()  # what `flashstate info` shows configs of; none: what its options say
 
     @property
-    def ways(self) -> dict[str, Variant]:
+    def ways(self) -> dict[str, Way]:
         """All other ways to call flashstate: with slots of the other index type, and the variants of the op."""
-        return {"int64 slots": Variant(self.bind, slots=with_int64), **self.variants}
+        return {"int64 slots": Way(self.bind, slots=with_int64), **self.variants}
 
     def jobs(self, grids: Sequence[Grid]) -> list[Job]:
         """The jobs of these grids, each once."""

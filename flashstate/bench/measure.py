@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,32 +10,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashstate.bench.jobs import BenchedOp, Job, Variant
-from flashstate.bench.peers import IN_PLACE, Binding, MeasurementError, Step, Storing
+from flashstate.bench.binding import IN_PLACE, Binding, Step, Storing
+from flashstate.bench.jobs import BenchedOp, Job, Way
+from flashstate.bench.peers import MeasurementError
 from flashstate.bench.results import Row
 from flashstate.bench.timing import COLD_BYTES, Timing, cold_rows, cold_slots, need_flush, time_launches, time_on_cpu
-from flashstate.proof import (
-    AnyCase,
-    Expected,
-    Inputs,
-    Pool,
-    carried_errors,
-    error_ratio,
-    make_inputs,
-    oracle,
-    slotted,
-)
+from flashstate.proof import AnyCase, Expected, Inputs, Pool, carried_errors, error_ratio, make_inputs, oracle, slotted
 from flashstate.state.formats import bits_of, decode
 from flashstate.state.slots import Slots
 
 
 @dataclass
 class Report:
-    """What was measured, and what was not and why: implementation -> reasons; and `touch` and `read` of jobs."""
+    """What was measured, and what was not and why."""
 
     rows: list[Row] = field(default_factory=list)
-    skipped: dict[str, set[str]] = field(default_factory=dict)
-    roofs: dict[Job, tuple[Timing, Timing]] = field(default_factory=dict)
+    skipped: dict[str, set[str]] = field(default_factory=dict)  # implementation -> reasons
+    roofs: dict[Hashable, tuple[Timing, Timing]] = field(default_factory=dict)  # `touch` and `read`, by Job.touched
 
     def skip(self, name: str, reason: MeasurementError) -> None:
         self.skipped.setdefault(name, set()).add(str(reason))
@@ -49,8 +40,10 @@ def bench(
     tracked: Callable[[Sequence[Job]], Iterable[Job]] = iter,
     keep: Callable[[Sequence[Row]], None] = lambda rows: None,
 ) -> Report:
-    """Check and measure every job, and hand all rows so far to `keep` after each; MeasurementError where flashstate's
-    own result is wrong."""
+    """Check and measure every job, and hand all rows so far to `keep` after each.
+
+    MeasurementError where flashstate's own result is wrong.
+    """
     report = Report()
     on_gpu = device.type == "cuda"
     with torch.cuda.device(device) if on_gpu else nullcontext():
@@ -66,41 +59,69 @@ def bench(
     return report
 
 
+@dataclass(frozen=True)
+class ColdBatch:
+    """A batch on a pool so large that every launch meets slots that are not in the cache."""
+
+    inputs: Inputs
+    storing: Storing
+    slots: Sequence[Slots]  # of every launch
+    flush: bool  # whether launches touch so little that the cache is swept before each replay of their graph
+
+    def time(self, bind: Binding) -> Timing:
+        """The time of a step, after its results were checked."""
+        step = bind(self.inputs, self.storing)
+        return time_launches([step(of_launch) for of_launch in self.slots], flush=self.flush)
+
+    def time_touch(self, job: Job) -> Timing:
+        """`touch` of the pool of a job that stores something, and of its snapshots, or of its tokens."""
+        from flashstate.bench.roofs import time_touch
+
+        x = self.inputs.main if job.case.token_bytes else None
+        copies = None if self.storing.snapshots is None else self.storing.snapshots.data
+        return time_touch(self.inputs.state.data, self.slots, copies, x, self.flush)
+
+    def time_read(self) -> Timing:
+        """`read` of the pool."""
+        from flashstate.bench.roofs import time_read
+
+        return time_read(self.inputs.state.data, self.slots, self.flush)
+
+
 def measure_on_gpu(op: BenchedOp, job: Job, peers: Mapping[str, Binding], device: torch.device, report: Report) -> None:
-    """flashstate, every peer that is right, and the roofs, all on the same cold slots; where these lie elsewhere in
-    memory, with a roof of their own."""
-    inputs = inputs_of(job.case, device)
-    small = storing_for(job, job.case.batch, device)
+    """Measure the roofs, flashstate, and every other way and peer that is right, all on the same cold slots.
+
+    Where states lie elsewhere in memory, they have a roof of their own.
+    """
+    inputs, small = inputs_of(job.case, device), storing_for(job, job.case.batch, device)
     check_of_op = op.check or check
     check_of_op(op.bind, inputs, small)
-    timed, storing, slots = on_cold_slots(job, inputs, device)
-    flush = need_flush(len(slots), job.read_bytes)
-    roofs = time_roofs(job, timed, storing, slots, flush, report.roofs)
+    cold = on_cold_slots(job, inputs, device)
+    roofs = time_roofs(job, cold, report.roofs)
     roof, _ = next(iter(roofs.values()), (None, 0))
     report.rows += [row_of(name, job, timing, moved, roof) for name, (timing, moved) in roofs.items()]
-    ours = time_on_slots(op.bind(timed, storing), slots, flush)
-    report.rows.append(row_of("flashstate", job, ours, job.counted_bytes, roof))
-    ways = {f"flashstate, {how}": variant for how, variant in op.ways.items()}
-    for name, way in {**ways, **{name: Variant(bind) for name, bind in peers.items()}}.items():
+    report.rows.append(row_of("flashstate", job, cold.time(op.bind), job.counted_bytes, roof))
+    ways = {f"flashstate, {how}": way for how, way in op.ways.items()}
+    for name, way in {**ways, **{name: Way(bind) for name, bind in peers.items()}}.items():
         try:
             with failures_as_reasons():
                 as_called = way.job(job)
                 checked = inputs if as_called == job else inputs_of(as_called.case, device)
                 check_of_op(at_slots(way), way.inputs(checked), small)
-                as_laid = way.inputs(on_cold_slots(as_called, checked, device)[0] if way.fresh else timed)
-                own = roof if as_laid is timed else time_touch_of(job, as_laid, storing, slots, flush)
-                timing = time_on_slots(at_slots(way)(as_laid, storing), slots, flush)
+                laid = way.inputs(on_cold_slots(as_called, checked, device).inputs if way.fresh else cold.inputs)
+                own = roof if laid is cold.inputs else replace(cold, inputs=laid).time_touch(job)
+                timing = replace(cold, inputs=laid).time(at_slots(way))
         except MeasurementError as reason:
             report.skip(name, reason)
         else:
-            if as_laid is not timed and own is not None:
+            if laid is not cold.inputs and own is not None:
                 where = name.removeprefix("flashstate, ")
                 report.rows.append(row_of(f"touch, {where}", job, own, job.touched_bytes, own))
             report.rows.append(row_of(name, job, timing, as_called.counted_bytes, own))
 
 
-def at_slots(way: Variant) -> Binding:
-    """How a step of a variant is made, whose slots are as the variant has them."""
+def at_slots(way: Way) -> Binding:
+    """How steps are made whose slots are as this way has them."""
 
     def bind(inputs: Inputs, storing: Storing) -> Step:
         step = way.bind(inputs, storing)
@@ -110,51 +131,35 @@ def at_slots(way: Variant) -> Binding:
 
 
 def time_roofs(
-    job: Job,
-    timed: Inputs,
-    storing: Storing,
-    slots: Sequence[Slots],
-    flush: bool,
-    known: dict[Job, tuple[Timing, Timing]],
+    job: Job, cold: ColdBatch, known: dict[Hashable, tuple[Timing, Timing]]
 ) -> dict[str, tuple[Timing, int]]:
-    """The roofs with the bytes that each moves; first the one that counts: `touch`, or `read` if nothing is stored, or
-    `roof`, made of both, if some states are. `known`: of jobs that touch the same."""
-    if not job.has_roofs:
-        return {}
-    from flashstate.bench.roofs import time_read
+    """The roofs with the bytes that each moves; first the one that counts.
 
-    if job.stored == "nothing":
-        return {"read": (time_read(timed.state.data, slots, flush), job.read_bytes)}
-    if job.as_touched not in known:
-        touch_and_read = time_touch_of(job, timed, storing, slots, flush), time_read(timed.state.data, slots, flush)
-        known[job.as_touched] = touch_and_read
-    touch, read = known[job.as_touched]
+    That is `touch`, or `read` if no state is stored, or `roof`, made of both, if some are. Plans move no states.
+    `known` has `touch` and `read` of jobs that were measured before.
+    """
+    if job.stored == "plan and commit":
+        return {}
+    if job.stored == "none":
+        return {"read": (cold.time_read(), job.read_bytes)}
+    if job.touched not in known:
+        known[job.touched] = cold.time_touch(job), cold.time_read()
+    touch, read = known[job.touched]
     both = {"touch": (touch, job.touched_bytes), "read": (read, job.read_bytes)}
     roof = job.roof_of_both(touch, read)
     return both if roof is None else {"roof": (roof, job.counted_bytes), **both}
 
 
-def time_touch_of(job: Job, timed: Inputs, storing: Storing, slots: Sequence[Slots], flush: bool) -> Timing:
-    """`touch` of the pool of a job that stores something, and of its snapshots, or of its tokens."""
-    from flashstate.bench.roofs import time_touch
-
-    x = timed.main if job.case.token_bytes else None
-    copies = None if storing.snapshots is None else storing.snapshots.data
-    return time_touch(timed.state.data, slots, copies, x, flush)
-
-
 def measure_on_cpu(op: BenchedOp, job: Job, device: torch.device, report: Report) -> None:
-    """The reference by the wall clock, on whatever the caches hold: a CPU has no kernels to compare."""
-    inputs = inputs_of(job.case, device)
-    storing = storing_for(job, job.case.batch, device)
+    """Measure the reference by the wall clock, on whatever the caches hold: a CPU has no kernels to compare."""
+    inputs, storing = inputs_of(job.case, device), storing_for(job, job.case.batch, device)
     (op.check or check)(op.bind, inputs, storing)
     timing = time_on_cpu(op.bind(inputs, storing)(slots_of(inputs, storing)))
     report.rows.append(row_of("reference, CPU", job, timing, job.counted_bytes, None))
 
 
 def inputs_of(case: AnyCase, device: torch.device) -> Inputs:
-    """The inputs of a case with a spare slot, which holds the same, in the place of slot 0, which some libraries take
-    for padding."""
+    """The inputs of a case, with a copy of slot 0 in its place: some libraries take that one for padding."""
     inputs = make_inputs(case, device)
     spare = min(set(range(1, len(inputs.state.data))).difference(inputs.slots.tolist()))
     for tensor in slotted(inputs.state).values():
@@ -163,8 +168,10 @@ def inputs_of(case: AnyCase, device: torch.device) -> Inputs:
 
 
 def check(bind: Binding, inputs: Inputs, storing: Storing = IN_PLACE) -> None:
-    """Raise MeasurementError unless a step on a copy of `inputs` gives an output, and in the pool or the snapshots
-    states, within their budgets with all that goes with them, and leaves a pool that is only read as it was."""
+    """Raise MeasurementError unless a step on a copy of `inputs` gives output and states within their budgets.
+
+    States are in the pool, with all that goes with them, or in snapshots; a pool that is only read stays as it was.
+    """
     want, copy, batch = oracle(inputs), inputs.fresh(), len(inputs.slots)
     y = bind(copy, storing)(slots_of(copy, storing))().reshape(want.y.shape)
     ratios = {"output": error_ratio(y, want.y, want.y_plain)}
@@ -209,10 +216,11 @@ def failures_as_reasons() -> Iterator[None]:
         raise MeasurementError(f"failed: {type(error).__name__}: {error}") from error
 
 
-def on_cold_slots(job: Job, inputs: Inputs, device: torch.device) -> tuple[Inputs, Storing, list[Slots]]:
-    """The same batch on a larger pool, where its states are stored, and the slots of every launch."""
+def on_cold_slots(job: Job, inputs: Inputs, device: torch.device) -> ColdBatch:
+    """The batch of a job on cold slots, and on cold rows of snapshots if there are any."""
     pool, numbers = cold_slots(job.case.batch, job.case.slot_bytes, device)
-    return inputs.on_larger_pool(pool), *with_cold_snapshots(job, numbers, device)
+    storing, slots = with_cold_snapshots(job, numbers, device)
+    return ColdBatch(inputs.on_larger_pool(pool), storing, slots, need_flush(len(slots), job.read_bytes))
 
 
 def with_cold_snapshots(job: Job, numbers: Sequence[Tensor], device: torch.device) -> tuple[Storing, list[Slots]]:
@@ -227,29 +235,14 @@ def with_cold_snapshots(job: Job, numbers: Sequence[Tensor], device: torch.devic
 
 def storing_for(job: Job, rows: int, device: torch.device) -> Storing:
     """Where a job stores states; snapshots have room for so many rows of a batch, in the format of the pool."""
-    if job.stored != "snapshots":
-        return Storing(update=job.stored != "nothing")
+    if job.stored != "every":
+        return Storing(update=job.stored != "none")
     return Storing(job.case.snapshots(rows, job.stores, job.case.format, job.case.rounding, device), update=False)
-
-
-def time_on_slots(step: Step, slots: Sequence[Slots], flush: bool = False) -> Timing:
-    return time_launches([step(of_launch) for of_launch in slots], flush=flush)
 
 
 def row_of(implementation: str, job: Job, timing: Timing, moved: int, roof: Timing | None) -> Row:
     """A measurement of something that moves so many bytes, as a row."""
     case = job.case
-    return Row(
-        job.op,
-        implementation,
-        case.format,
-        case.rounding,
-        case.batch,
-        *case.measured_axes,
-        case.tokens or 1,
-        job.stored,
-        timing.median,
-        timing.spread,
-        moved / timing.median / 1e3,
-        None if roof is None else 100 * roof.median / timing.median,
-    )
+    told = (job.op, implementation, case.format, case.rounding, case.batch, *case.measured_axes, case.tokens or 1)
+    percent = None if roof is None else 100 * roof.median / timing.median
+    return Row(*told, job.stored, timing.median, timing.spread, moved / timing.median / 1e3, percent)

@@ -7,42 +7,14 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from flashstate.proof import Inputs, Pool
-from flashstate.state.slots import Slots
+from flashstate.bench.binding import IN_PLACE, Binding, Step, Storing
+from flashstate.proof import Inputs
 
 NO_PEERS = "none"
-
-
-@dataclass(frozen=True)
-class Storing:
-    """Where a step stores states: the last one in place; or, while the pool is only read, all as snapshots or none."""
-
-    snapshots: Pool | None = None
-    update: bool = True
-
-
-IN_PLACE = Storing()
-
-# A binding makes a step of inputs, and of where states are stored. A step is told its slots before anything is timed,
-# and gives a launch, which advances the states of these slots and returns the output.
-Launch = Callable[[], Tensor]
-Step = Callable[[Slots], Launch]
-Binding = Callable[[Inputs, Storing], Step]
-
-
-def step_of(op: Callable[..., Tensor], arguments: Mapping[str, Any], bare: bool) -> Step:
-    """The step of an op of flashstate; with `bare` it is given slot numbers instead of Slots."""
-
-    def step(slots: Slots) -> Launch:
-        where = slots.read if bare else slots
-        return lambda: op(**arguments, slots=where)
-
-    return step
 
 
 class MeasurementError(Exception):
@@ -53,8 +25,8 @@ class MeasurementError(Exception):
 class Peer:
     """Where the public functions of another library are, and how they are called with the arguments of ours.
 
-    What a function needs in another shape or dtype is converted by `bind`, once, so that it costs the step nothing.
-    `bind` is given the functions first, and raises MeasurementError where they cannot do the job.
+    bind: a Binding, once it has the functions; it converts what they need in another shape or dtype, so that this costs
+        the step nothing, and raises MeasurementError where they cannot do the job.
     """
 
     module: str
@@ -72,22 +44,24 @@ class Peer:
 
     @property
     def version(self) -> str:
-        """Of the imported library, as it says itself."""
+        """The version of the imported library, as it says itself."""
         return str(getattr(sys.modules.get(self.module.split(".")[0]), "__version__", "unknown version"))
 
 
-def require_plain_states(inputs: Inputs) -> None:
-    """Raise MeasurementError where states have scales or are not rounded to nearest."""
+def require_plain(inputs: Inputs, storing: Storing = IN_PLACE) -> None:
+    """Raise MeasurementError where states have scales, are not rounded to nearest, or are stored but in place."""
     if inputs.state.scale is not None:
         raise MeasurementError("only compared where states have no scales")
     if inputs.state.rounding != "nearest":
         raise MeasurementError(f"only compared where states are rounded to nearest, not {inputs.state.rounding}")
-
-
-def require_in_place(storing: Storing) -> None:
-    """Raise MeasurementError where anything but the last state is to be stored."""
     if storing != IN_PLACE:
         raise MeasurementError("only compared where the last state is stored in place")
+
+
+def packed_bounds(dense: Tensor) -> Tensor:
+    """Where the tokens of every row begin and end if those of a batch (batch, T, ...) are packed: (batch + 1,)."""
+    batch, tokens = dense.shape[:2]
+    return torch.arange(batch + 1, dtype=torch.int32, device=dense.device) * tokens
 
 
 def choose_peers(known: Mapping[str, Peer], names: Sequence[str] | None) -> dict[str, Peer]:

@@ -15,6 +15,7 @@ STYLES: dict[str, dict[str, Any]] = {
     "reference, CPU": OURS,
     "flashstate, at once": {**OURS, "color": "#5c9fd6", "marker": "P"},
     "flashstate, early": {**OURS, "color": "#5c9fd6", "marker": "X"},
+    "flashstate, int64 slots": {**OURS, "color": "#5c9fd6", "marker": "*", "linestyle": ":", "linewidth": 1.2},
     "flashstate, split pool": {**OURS, "color": "#5c9fd6", "marker": "d", "linestyle": "--", "linewidth": 1.2},
     "vllm": {"color": "#d9480f", "marker": "s"},
     "flashinfer": {"color": "#2b8a3e", "marker": "^"},
@@ -37,10 +38,10 @@ def require_matplotlib() -> None:
 
 
 def draw(rows: Sequence[Row], provenance: Mapping[str, str], path: Path) -> None:
-    """Write a PNG: for every format a panel of percents of the roof, then for every format one of times, with a line
-    per implementation. Without a roof there are only times.
+    """Write a PNG: for every format a panel of percents of the roof, and one of times, with a line per implementation.
 
-    Calls with several tokens are left out of a picture that has others, and what has no roof of one that has roofs.
+    Without a roof there are only times. Calls with several tokens are left out of a picture that has others, and what
+    has no roof of one that has roofs.
     """
     require_matplotlib()
     from matplotlib.figure import Figure

@@ -6,22 +6,25 @@ import csv
 import platform
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass, fields
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
 from flashstate.info import versions
 from flashstate.state.formats import label_of
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 HOST_COST = "host cost"  # the entry of the provenance that has it
 ROOFS = ("roof", "touch", "read")  # implementations that are none; `roof` is made of the two others
 
 
 def is_roof(implementation: str) -> bool:
-    """Whether it is a roof, maybe of memory that is laid out as a name behind it says."""
+    """Whether an implementation is a roof, maybe of memory that is laid out as a name behind it says."""
     return implementation.split(", ")[0] in ROOFS
 
 
@@ -39,8 +42,7 @@ class Row:
     rows: int
     cols: int
     tokens: int  # per row of the batch and call
-    stored: str  # the "last" state, in place; or, while the pool is only read, "snapshots" of all, or "nothing"; of
-    # replay what rows fold: "none folds", "stationary", "uniform", "all fold", "a 16th folds"; or "plan and commit"
+    stored: str  # Stored of bench/jobs.py
     microseconds: float  # per call, median
     spread: float  # slowest minus fastest, relative to the median
     gigabytes_per_second: float  # of the bytes a call must move at least
@@ -48,12 +50,12 @@ class Row:
 
     @property
     def label(self) -> str:
-        """What tells rows of a run apart: of the shape what they do not share, the format, and what is not one token in
-        place."""
+        """What tells rows of a run apart: sizes that they do not share, format, and what is not one token in place."""
         words = WORDS.get(self.op, STATE_WORDS)
-        tokens = [f"{self.tokens} tokens"] if self.tokens > 1 else []
-        stored = {"last": words.in_place, "nothing": ["nothing stored"]}.get(self.stored, [self.stored])
-        return ", ".join([*words.apart(self), label_of(self.format, self.rounding), *tokens, *stored])
+        tokens = f"{self.tokens} tokens" if self.tokens > 1 else ""
+        known = {"last": words.in_place, "every": "every stored", "none": "none stored"}
+        parts = (words.apart(self), label_of(self.format, self.rounding), tokens, known.get(self.stored, self.stored))
+        return ", ".join(filter(None, parts))
 
     @property
     def shape(self) -> str:
@@ -62,12 +64,14 @@ class Row:
 
 
 class Words(NamedTuple):
-    """How the shapes of an op are told: what all rows of a run share, and what tells them apart; and how it is that the
-    last state is stored in place, where that does not go without saying."""
+    """How the shapes of an op are told: what all rows of a run share, and what tells them apart.
+
+    in_place: that the last state is stored in place, where it does not go without saying.
+    """
 
     shared: Callable[[Row], str]
-    apart: Callable[[Row], list[str]] = lambda row: []
-    in_place: Sequence[str] = ()
+    apart: Callable[[Row], str] = lambda row: ""
+    in_place: str = ""
 
 
 def counted(number: int, word: str) -> str:
@@ -78,22 +82,16 @@ STATE_WORDS = Words(
     lambda row: f"{counted(row.heads, 'head')}, {counted(row.groups, 'group')}, {row.rows} x {row.cols}"
 )
 WORDS = {  # of ops that are not told so
-    "conv1d": Words(lambda row: f"width {row.cols}", lambda row: [f"{row.rows} channels"]),
+    "conv1d": Words(lambda row: f"width {row.cols}", lambda row: f"{row.rows} channels"),
     "gated_delta": Words(
         lambda row: f"{counted(row.groups, 'key head')}, {row.rows} x {row.cols}",
-        lambda row: [counted(row.heads, "head")],
+        lambda row: counted(row.heads, "head"),
     ),
-    "mamba2_replay": STATE_WORDS._replace(in_place=["in place"]),
+    "mamba2_replay": STATE_WORDS._replace(in_place="in place"),
 }
 
 
-class ARow(Protocol):
-    """A dataclass whose fields are the columns of a CSV."""
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-
-
-AnyRow = TypeVar("AnyRow", bound=ARow)
+AnyRow = TypeVar("AnyRow", bound="DataclassInstance")  # its fields are the columns of a CSV
 PARSERS: dict[str, Callable[[str], Any]] = {
     "str": str,
     "int": int,
@@ -102,29 +100,19 @@ PARSERS: dict[str, Callable[[str], Any]] = {
 }
 
 
-def write_csv(path: Path, rows: Sequence[Row], provenance: Mapping[str, str]) -> None:
-    """Write what `read_csv` reads."""
-    write_rows(path, Row, rows, provenance)
-
-
 def read_csv(path: Path) -> tuple[dict[str, str], list[Row]]:
     """The provenance and the rows that a benchmark of an op wrote."""
     return read_rows(path, Row, "flashstate bench")
 
 
-def write_rows(path: Path, kind: type[AnyRow], rows: Sequence[AnyRow], provenance: Mapping[str, str]) -> None:
-    """Comment lines that say where the numbers come from, a header, and the rows."""
+def write_csv(path: Path, rows: Sequence[AnyRow], provenance: Mapping[str, str]) -> None:
+    """Write comment lines that say where the numbers come from, a header, and the rows, of which there are some."""
     with path.open("w", newline="", encoding="utf-8") as file:
         file.writelines(f"# {name}: {value}\n" for name, value in provenance.items())
-        columns = [field.name for field in fields(kind)]
-        writer = csv.DictWriter(file, columns, lineterminator="\n")
-        writer.writeheader()
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(field.name for field in fields(rows[0]))
         for row in rows:
-            writer.writerow({name: _rounded(getattr(row, name)) for name in columns})
-
-
-def _rounded(value: object) -> object:
-    return f"{value:.5g}" if isinstance(value, float) else value
+            writer.writerow(f"{value:.5g}" if isinstance(value, float) else value for value in astuple(row))
 
 
 def read_rows(path: Path, kind: type[AnyRow], command: str) -> tuple[dict[str, str], list[AnyRow]]:

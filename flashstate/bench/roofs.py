@@ -23,8 +23,7 @@ SMALL = 1 << 15
 def words_of_program(  # type: ignore[no-untyped-def]
     state_ptr, slots_ptr, STRIDE: tl.constexpr, SIZE: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The batch row of this program, its BLOCK of the SIZE words of a slot and of the TOKENS words of its tokens, and
-    where in the pool, whose slots are STRIDE words apart, the former are."""
+    """The batch row of this program, offsets of its BLOCK of words of a slot or of tokens, pointers into the pool."""
     tiles: tl.constexpr = (max(SIZE, TOKENS) + BLOCK - 1) // BLOCK
     pid = tl.program_id(0)
     b = pid // tiles
@@ -64,8 +63,10 @@ def read_kernel(  # type: ignore[no-untyped-def]
 def touch(
     data: Tensor, slots: Slots, copies: Tensor | None, block: int, num_warps: int, x: Tensor | None = None
 ) -> None:
-    """Touch these slots of a pool once: in place, or with `copies` (rows, T, ...) as snapshots of every token.
-    Copy tokens x (batch, ...) beside it."""
+    """Touch slots of a pool once: in place, or with `copies` (rows, T, ...) as snapshots of every token.
+
+    Tokens x (batch, ...) are copied beside it.
+    """
     words, tokens = _words(data), None if x is None else _words(x)
     size, token_size = words.shape[1], 0 if tokens is None else tokens.shape[1]
     touch_kernel[(_programs(slots, max(size, token_size), block),)](

@@ -8,12 +8,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from flashstate.bench.jobs import BenchedOp, Grid, Shape, Variant
-from flashstate.bench.mamba2 import HOST_CASE, SHAPE
-from flashstate.bench.mamba2 import case_of as case_of_mamba2
-from flashstate.bench.peers import IN_PLACE, Launch, Step, Storing
-from flashstate.ops.conv1d import conv1d_step
-from flashstate.ops.mamba2 import mamba2_step
+from flashstate.bench import conv1d, mamba2
+from flashstate.bench.binding import IN_PLACE, Step, Storing, TimedCall
+from flashstate.bench.jobs import BFLOAT16, FLOAT32, BenchedOp, Grid, Way, grouped_case
 from flashstate.proof import Case, ConvCase, Inputs
 from flashstate.state.slots import Slots
 
@@ -26,10 +23,6 @@ class SpanInputs(Inputs):
 
     convolution: Inputs
 
-    def windows(self) -> Tensor:
-        """For each slot of the pool a window, all the same, so that the first step gives x, B and C in any slot."""
-        return self.convolution.on_larger_pool(len(self.state.data)).state.data
-
 
 @dataclass(frozen=True)
 class SpanCase(Case):
@@ -40,10 +33,9 @@ class SpanCase(Case):
         channels = self.heads * self.rows + 2 * self.groups * self.cols
         before = ConvCase(self.batch, channels, WIDTH, tokens=self.tokens, x=self.x, parameters=self.x, slots=1)
         convolution = before.make_inputs(device, seed)
-        same = replace(convolution, state=convolution.on_larger_pool(self.batch).state)
-        parts = split(same.step(slots=None), inputs.arguments)
-        arguments = {**inputs.arguments, **parts}
-        return SpanInputs(inputs.op, inputs.state, arguments, inputs.options, inputs.slots, inputs.lengths, convolution)
+        convolved = convolution.on_larger_pool(self.batch).step(slots=None)
+        arguments = {**inputs.arguments, **split(convolved, inputs.arguments)}
+        return SpanInputs(**{**vars(inputs), "arguments": arguments}, convolution=convolution)
 
 
 def split(convolved: Tensor, like: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -53,38 +45,28 @@ def split(convolved: Tensor, like: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: part.unflatten(-1, tuple(like[name].shape[-2:])) for name, part in parts}
 
 
-def case_of(shape: Shape, name: str, rounding: str, tokens: int, batch: int) -> SpanCase:
-    """That of mamba2_step, behind a convolution."""
-    return _as_span(case_of_mamba2(shape, name, rounding, tokens, batch))
-
-
 def bind_flashstate(inputs: Inputs, storing: Storing = IN_PLACE, *, bare: bool = False, early: bool = False) -> Step:
-    """Both steps; `early`: each starts before what is in front of it has ended."""
+    """Make a step of both; `early`: each starts before what is in front of it has ended.
+
+    All windows are the same, so that the first step gives x, B and C in any slot.
+    """
     assert isinstance(inputs, SpanInputs)
-    convolution = {**inputs.convolution.arguments, **inputs.convolution.options, "window": inputs.windows()}
-    convolved = convolution["out"] = torch.empty_like(convolution["x"])
-    arguments = {**inputs.arguments, **inputs.options, **split(convolved, inputs.arguments)}
-    state = inputs.state.data if bare else inputs.state
-    y = torch.empty(inputs.arguments["x"].shape, dtype=convolved.dtype, device=convolved.device)
+    before = inputs.convolution.on_larger_pool(len(inputs.state.data))
+    convolved = torch.empty_like(before.main)
+    behind = replace(inputs, arguments={**inputs.arguments, **split(convolved, inputs.arguments)})
+    first = conv1d.bind_flashstate(before, bare=bare, early=early, out=convolved)
+    second = mamba2.bind_flashstate(behind, bare=bare, early=early)
 
-    def step(slots: Slots) -> Launch:
-        where = slots.read if bare else slots
-
-        def launch() -> Tensor:
-            conv1d_step(**convolution, slots=where, early=early)
-            return mamba2_step(state, **arguments, slots=where, out=y, early=early)
-
-        return launch
+    def step(slots: Slots) -> TimedCall:
+        convolve, update = first(slots), second(slots)
+        return lambda: (convolve(), update())[1]
 
     return step
 
 
-def _as_span(case: Case) -> SpanCase:
-    return SpanCase(**{name: getattr(case, name) for name in case.__dataclass_fields__})
-
-
-GRID = Grid((SHAPE,), (("float32", "nearest"), ("bfloat16", "nearest")), stored=("last",))
+COMMON = SpanCase(**vars(mamba2.COMMON))
+GRID = Grid((mamba2.SHAPE,), (FLOAT32, BFLOAT16), stored=("last",))
 SPAN = BenchedOp(
-    "conv1d + mamba2", bind_flashstate, case_of, (GRID,), {}, _as_span(HOST_CASE),
-    {"early": Variant(partial(bind_flashstate, early=True))},
+    "conv1d + mamba2", bind_flashstate, partial(grouped_case, COMMON), (GRID,), {},
+    grouped_case(COMMON, mamba2.SHAPE, *FLOAT32, 0, 4), {"early": Way(partial(bind_flashstate, early=True))},
 )  # fmt: skip

@@ -1,9 +1,8 @@
-"""flashstate bench --numerics: what it decodes, measures and leaves behind; and that docs/numerics.md agrees."""
+"""tools.numerics: what it decodes, measures and leaves behind; and that the results show what docs/numerics.md says."""
 
 from __future__ import annotations
 
 import math
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -11,27 +10,25 @@ from typing import Any
 import pytest
 import torch
 
-from flashstate.bench import numerics_plot, numerics_report
-from flashstate.bench.figures import END
-from flashstate.bench.numerics import (
+from flashstate.bench.results import write_csv
+from flashstate.reference.mamba2 import softplus
+from flashstate.state.formats import PORTABLE_FORMATS
+from tools import numerics_plot
+from tools.numerics import at_the_end, error_table, main, read_errors
+from tools.numerics_experiment import (
     A_RANGE,
     DT_RANGE,
     HEADS,
     MEMORIES,
     ErrorRow,
-    Model,
+    NewMamba2,
     Sums,
     ends_of_periods,
     measure_errors,
 )
-from flashstate.bench.numerics_report import at_the_end, read_errors, run_numerics, start_of, with_errors
-from flashstate.bench.results import write_rows
-from flashstate.cli import main
-from flashstate.reference.mamba2 import softplus
-from flashstate.state.formats import PORTABLE_FORMATS
 
 ROOT = Path(__file__).parent.parent
-DOCUMENT, RESULTS = ROOT / "docs" / "numerics.md", ROOT / "results" / "numerics.csv"
+RESULTS = ROOT / "results" / "numerics.csv"
 CPU = torch.device("cpu")
 TOKENS = 64
 COARSE = [("bfloat16", "nearest"), ("int8", "nearest"), ("int8", "stochastic"), ("float8_e4m3fn", "stochastic")]
@@ -41,7 +38,7 @@ WAYS, ROUNDINGS = ("plain", "replay"), ("nearest", "stochastic")
 
 @pytest.fixture(scope="module")
 def rows() -> list[ErrorRow]:
-    """Those of a short run."""
+    """The rows of a short run."""
     return measure_errors(CPU, TOKENS, FORMATS)
 
 
@@ -55,7 +52,7 @@ def results() -> dict[tuple[str, str, str, str], ErrorRow]:
 
 
 def test_heads_are_those_of_a_new_mamba2_and_have_one_memory_each() -> None:
-    model = Model(CPU)
+    model = NewMamba2(CPU)
     A, dt = -model.parameters["A"], softplus(model.parameters["dt_bias"])
     for drawn, (low, high) in ((A, A_RANGE), (dt, DT_RANGE)):
         assert low <= drawn.min() < low + (high - low) / 8
@@ -69,7 +66,7 @@ def test_heads_are_those_of_a_new_mamba2_and_have_one_memory_each() -> None:
 
 
 def test_tokens_are_bfloat16_values_in_float32_and_the_same_in_every_run() -> None:
-    one, other = Model(CPU), Model(CPU)
+    one, other = NewMamba2(CPU), NewMamba2(CPU)
     before = one.token()
     assert all(torch.equal(before[name], again) for name, again in other.token().items())
     after = one.token()
@@ -142,62 +139,39 @@ def test_stochastic_rounding_draws_new_bits_in_every_step(rows: list[ErrorRow]) 
 # What a run leaves behind
 
 
-def test_the_command_measures_prints_writes_and_draws(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(numerics_report, "run_numerics", partial(run_numerics, tokens=16))
-    csv_file, picture = tmp_path / "a.csv", tmp_path / "a.png"
-    options = ["--csv", str(csv_file), "--plot", str(picture), "--commit", "abc"]
-    assert main(["bench", "--numerics", "--device", "cpu", *options]) == 0
+def test_the_command_measures_prints_and_writes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    csv_file, again = tmp_path / "a.csv", tmp_path / "again.csv"
+    main(["--csv", str(csv_file), "--device", "cpu", "--commit", "abc"], tokens=16)
     provenance, rows = read_errors(csv_file)
     assert provenance["commit"] == "abc"
     assert provenance["device"].startswith("CPU")
     assert provenance["decoded"].startswith("16 tokens of 2 requests, one per call")
     assert provenance["heads"] == "64 of 2 x 128: 32 short, 26 medium, 6 long"
     assert list(dict.fromkeys((row.format, row.rounding) for row in rows)) == list(PORTABLE_FORMATS)
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    out = " ".join(capsys.readouterr().out.split())
-    assert "Errors relative to float64, tokens 1 to 16, on CPU" in out
-    assert "Heads of long memory" in out
+    out = capsys.readouterr().out
+    assert "errors of long heads:\n\n| format | plain: state | " in out
+    assert "Averages of tokens 1 to 16. Measured on: CPU" in out
+    write_csv(again, rows, provenance)
+    assert again.read_bytes() == csv_file.read_bytes()
+    with pytest.raises(ValueError, match=r"to write a\.csv to"):
+        main(["--csv", "no/such/folder/a.csv"])
+    with pytest.raises(ValueError, match=r"is not a file that tools\.numerics wrote"):
+        read_errors(ROOT / "results" / "h200.csv")
 
 
-def test_a_file_is_shown_and_drawn_again_without_measuring(
-    rows: list[ErrorRow], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    first, second, picture = tmp_path / "first.csv", tmp_path / "second.csv", tmp_path / "a.png"
-    write_rows(first, ErrorRow, rows, {"device": "Some GPU", "commit": "abc"})
-    monkeypatch.setattr(numerics_report, "measure_errors", None)
-    monkeypatch.setenv("COLUMNS", "160")
-    command = ["bench", "--numerics", "--from-csv", str(first), "--csv", str(second), "--plot", str(picture)]
-    assert main(command) == 0
-    assert second.read_bytes() == first.read_bytes()
-    provenance, found = read_errors(second)
-    assert provenance == {"device": "Some GPU", "commit": "abc"}
-    assert [(row.way, row.memory, row.tokens) for row in found] == [(row.way, row.memory, row.tokens) for row in rows]
-    assert found[-1].output_error == pytest.approx(rows[-1].output_error, rel=1e-4)
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    last = at_the_end(rows)
-    plain, replay = (last["int8", "stochastic", way, "long"] for way in WAYS)
-    errors = (plain.state_error, plain.output_error, replay.state_error, replay.output_error)
-    shown = " ".join(["int8 stochastic", *(f"{error:.1e}" for error in errors)])
-    assert shown in " ".join(capsys.readouterr().out.split())
-
-
-def test_tables_go_between_their_marks_and_change_nothing_else(rows: list[ErrorRow], tmp_path: Path) -> None:
-    document, csv_file = tmp_path / "a.md", tmp_path / "a.csv"
-    write_rows(csv_file, ErrorRow, rows[: len(rows) // len(FORMATS)], {"device": "Some GPU"})  # of float32
-    errors, sizes = start_of("errors of long heads"), start_of("sizes of states")
-    document.write_text(f"before\n{errors}\nold\n{END}\nbetween\n{sizes}\n{END}\nafter\n", encoding="utf-8")
-    assert main(["bench", "--numerics", "--from-csv", str(csv_file), "--markdown", str(document)]) == 0
+def test_tables_have_errors_and_sizes_of_the_end_of_a_run(rows: list[ErrorRow]) -> None:
+    of_float32 = rows[: len(rows) // len(FORMATS)]
     long = at_the_end(rows)["float32", "nearest", "plain", "long"]
     cells = f"{long.state_error:.1e} | {long.output_error:.1e}"
-    below = f"\nAverages of tokens 49 to 64. Measured on: Some GPU.\n\n{END}\n"
-    assert document.read_text(encoding="utf-8") == (
-        f"before\n{errors}\n\n| format | plain: state | plain: output | replay: state | replay: output "
+    below = "\nAverages of tokens 49 to 64. Measured on: Some GPU.\n\n"
+    assert error_table("errors of long heads", of_float32, "Some GPU") == (
+        "\n| format | plain: state | plain: output | replay: state | replay: output "
         f"| plain / replay: state | plain / replay: output |\n|{' --- |' * 7}\n"
-        f"| float32 | {cells} | {cells} | 1.0 | 1.0 |\n{below}between\n{sizes}\n\n"
-        f"| format | plain: short | plain: medium | plain: long | replay: short | replay: medium | replay: long |\n"
-        f"|{' --- |' * 7}\n| float32 |{' 1.000 |' * 6}\n{below}after\n"
+        f"| float32 | {cells} | {cells} | 1.0 | 1.0 |\n{below}"
+    )
+    assert error_table("sizes of states", of_float32, "Some GPU") == (
+        "\n| format | plain: short | plain: medium | plain: long | replay: short | replay: medium | replay: long |\n"
+        f"|{' --- |' * 7}\n| float32 |{' 1.000 |' * 6}\n{below}"
     )
 
 
@@ -229,63 +203,7 @@ def test_a_picture_has_a_panel_per_format_with_plain_steps_dashed(
             assert list(zip(replay.get_xdata(), replay.get_ydata(), strict=True)) == wanted
 
 
-@pytest.mark.parametrize(
-    ("options", "complaint"),
-    [
-        (["--formats", "int8"], "--numerics has one experiment, which takes no --formats"),
-        (["--batches", "4"], "which takes no --batches"),
-        (["--tokens", "4"], "which takes no --tokens"),
-        (["--heads", "4"], "which takes no --heads"),
-        (["--channels", "4"], "which takes no --channels"),
-        (["--peers", "none"], "which takes no --peers"),
-        (["--host"], "which takes no --host"),
-        (["--plot", "no/such/folder/a.png"], "to write a.png to"),
-        (
-            ["--markdown", str(ROOT / "LICENSE")],
-            "has no place for errors: it wants the lines <!-- errors of all heads;",
-        ),
-        (["--device", "tpu"], "--device must be cpu, cuda or cuda:N, got 'tpu'"),
-        (["--from-csv", str(ROOT / "results" / "h200.csv")], "is not a file that flashstate bench --numerics wrote"),
-    ],
-)
-def test_what_makes_no_sense_is_refused_by_name(
-    options: list[str], complaint: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(numerics_report, "measure_errors", None)
-    assert main(["bench", "--numerics", *options]) == 2
-    error = capsys.readouterr().err
-    assert complaint in error
-    assert error.count("\n") == 1
-
-
-def test_ops_without_replay_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "gated_delta", "--numerics"]) == 2
-    assert "--numerics is of mamba2, which alone can be replayed, got gated_delta" in capsys.readouterr().err
-
-
 # What the document says
-
-
-def test_the_document_has_the_tables_of_the_results() -> None:
-    provenance, rows = read_errors(RESULTS)
-    text = DOCUMENT.read_text(encoding="utf-8")
-    assert text == with_errors(DOCUMENT, rows, provenance), "run make figures"
-    assert all(start_of(table) in text for table in ("errors of all heads", "errors of long heads", "sizes of states"))
-
-
-def test_make_draws_and_writes_them() -> None:
-    command = "bench --numerics --from-csv results/numerics.csv --plot docs/numerics.png --markdown docs/numerics.md"
-    assert command in (ROOT / "Makefile").read_text(encoding="utf-8")
-
-
-def test_a_number_that_differs_is_seen(tmp_path: Path) -> None:
-    provenance, rows = read_errors(RESULTS)
-    text = DOCUMENT.read_text(encoding="utf-8")
-    changed = tmp_path / "numerics.md"
-    at = text.index("e-", text.index(start_of("errors of long heads"))) - 1
-    digit = str((int(text[at]) + 1) % 10)
-    changed.write_text(text[:at] + digit + text[at + 1 :], encoding="utf-8")
-    assert with_errors(changed, rows, provenance) == text != changed.read_text(encoding="utf-8")
 
 
 def test_the_results_have_the_formats_and_tokens_that_the_document_speaks_of() -> None:

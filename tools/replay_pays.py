@@ -7,14 +7,16 @@ from collections.abc import Mapping, Sequence
 from flashstate.bench.results import Row
 
 REPLAYED = ("stationary", "a 16th folds")  # rows of batches as a server has them: of several tokens, and of one
-OTHERS = {"snapshots": "than snapshots", "last": "than a step in place"}
+OTHERS = {"every": "than snapshots", "last": "than a step in place"}
 NEVER = "at none"
 Times = Mapping[int, float]  # microseconds, by batch size
 
 
 def pays(rows: Sequence[Row]) -> list[str]:
-    """The lines of a table: formats and tokens down, and batch sizes from which on replay is faster than other ways;
-    none where nothing was replayed."""
+    """The lines of a table with the batch sizes from which on replay is faster than other ways.
+
+    Formats and tokens are down. There are no lines where nothing was replayed.
+    """
     lines = []
     for format, rounding, tokens in dict.fromkeys((row.format, row.rounding, row.tokens) for row in rows):
         alike = [row for row in rows if (row.format, row.rounding, row.tokens) == (format, rounding, tokens)]
@@ -36,5 +38,5 @@ def first_faster(ours: Times, others: Times) -> str:
 
 
 def _times(rows: Sequence[Row]) -> dict[int, float]:
-    """Those of flashstate itself."""
+    """Microseconds of flashstate itself, by batch size."""
     return {row.batch: row.microseconds for row in rows if row.implementation == "flashstate"}

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flashstate.bench.numerics import ErrorRow
 from flashstate.bench.plot import require_matplotlib
+from tools.numerics_experiment import ErrorRow
 
 COLOURS = {"nearest": "#0b5fa5", "stochastic": "#d9480f"}
 LINES = {"plain": {"linestyle": "--", "linewidth": 1.2}, "replay": {"linestyle": "-", "linewidth": 2.0}}

@@ -1,5 +1,4 @@
-"""How wrong states and outputs become while a model decodes: every format, stepped plainly and by replay, against
-float64.
+"""How wrong states and outputs become while a model decodes, in every format, against float64.
 
 A plain step rounds the state it stores. Replay stores a state once per window of tokens, so it rounds less often. This
 measures what that is worth, for heads that forget soon and for heads that remember long; docs/numerics.md has what it
@@ -47,7 +46,7 @@ class ErrorRow:
     state_size: float  # of the state's part along the exact state, relative to it; 1 is right
 
 
-class Model:
+class NewMamba2:
     """Heads of a new Mamba-2, and random tokens for them: the same for every format, on every device."""
 
     def __init__(self, device: torch.device) -> None:
@@ -79,7 +78,7 @@ class Model:
         return (low <= self.memory) & (self.memory < high)
 
 
-class Plain:
+class PlainRun:
     """A pool of one format, stepped in place: every token rounds the state."""
 
     way, window = "plain", 0
@@ -103,7 +102,7 @@ class Plain:
         """What the next token continues from: (batch, heads, rows, cols) float32."""
         return self.pool.read(0, self.slots)
 
-    def rows(self, model: Model, tokens: int) -> list[ErrorRow]:
+    def rows(self, model: NewMamba2, tokens: int) -> list[ErrorRow]:
         """What is wrong in the period that ends after so many tokens; the next one begins."""
         rows = []
         for memory in MEMORIES:
@@ -114,8 +113,8 @@ class Plain:
         return rows
 
 
-class Replayed(Plain):
-    """The same by replay: a state is rounded when a full window is folded into it."""
+class ReplayRun(PlainRun):
+    """A pool of one format, stepped by replay: a state is rounded when a full window is folded into it."""
 
     way, window = "replay", WINDOW
 
@@ -153,8 +152,11 @@ class Sums:
 
 
 def ends_of_periods(tokens: int) -> list[int]:
-    """Where the periods of a run of so many tokens end: twice per doubling, so that the last one is a quarter of a run
-    of 2^n; after whole windows, so that a period sees all that happens between two folds."""
+    """Where the periods of a run of so many tokens end.
+
+    Twice per doubling, so that the last one is a quarter of a run of 2^n; after whole windows, so that a period sees
+    all that happens between two folds.
+    """
     if tokens < WINDOW or tokens % WINDOW:
         raise ValueError(f"tokens must be whole windows of {WINDOW}, got {tokens}")
     ends = sorted({factor * WINDOW << doublings for factor in (1, 3) for doublings in range(tokens.bit_length())})
@@ -167,13 +169,15 @@ def measure_errors(
     formats: Sequence[tuple[str, str]] = PORTABLE_FORMATS,
     tracked: Callable[[range], Iterable[int]] = iter,
 ) -> list[ErrorRow]:
-    """Decode tokens one by one, in every format and both ways side by side; rows of a format, a way and a memory follow
-    each other."""
+    """Decode tokens one by one, in every format and both ways side by side.
+
+    Rows of a format, a way and a memory follow each other.
+    """
     ends = ends_of_periods(tokens)
     with one_thread():
-        model = Model(device)
-        runs = [run(*fmt, device) for fmt in formats for run in (Plain, Replayed)]
-        rows: dict[Plain, list[ErrorRow]] = {run: [] for run in runs}
+        model = NewMamba2(device)
+        runs = [run(*fmt, device) for fmt in formats for run in (PlainRun, ReplayRun)]
+        rows: dict[PlainRun, list[ErrorRow]] = {run: [] for run in runs}
         exact = torch.zeros(BATCH, HEADS, ROWS, COLS, dtype=torch.float64, device=device)
         for count in tracked(range(1, tokens + 1)):
             token = model.token()
@@ -189,7 +193,7 @@ def measure_errors(
 
 def setup_of(device: torch.device, tokens: int) -> dict[str, str]:
     """What is decoded, in words, for the provenance of a file."""
-    model = Model(device)
+    model = NewMamba2(device)
     counts = [f"{int(model.heads_of(memory).sum())} {memory}" for memory in MEMORIES if memory != "all"]
     return {
         "decoded": f"{tokens} tokens of {BATCH} requests, one per call; replay with a window of {WINDOW}",

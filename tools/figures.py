@@ -1,0 +1,128 @@
+"""Write the tables and draw the pictures of the repository from results/: `python -m tools.figures`.
+
+A table of README.md or docs/ stands between two marks. The first one says what it shows:
+
+    <!-- figures of OP; make figures writes this -->                    flashstate alone, by format
+    <!-- figures of OP: LABEL | LABEL; make figures writes this -->     all implementations under these labels
+    <!-- errors of long heads; make figures writes this -->             tools/numerics.py, at the end of its run
+    <!-- end of figures -->
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+
+from flashstate.bench.plot import draw
+from flashstate.bench.results import HOST_COST, Row, is_roof, read_csv
+from tools.numerics import error_table, read_errors
+from tools.numerics_plot import draw_errors
+from tools.replay_pays import pays
+
+ROOT = Path(__file__).parent.parent
+RESULTS = {  # by the op that they are of
+    "mamba2": ROOT / "results" / "h200.csv",
+    "conv1d": ROOT / "results" / "h200-conv1d.csv",
+    "conv1d + mamba2": ROOT / "results" / "h200-span.csv",
+    "gated_delta": ROOT / "results" / "h200-gated-delta.csv",
+    "mamba3": ROOT / "results" / "h200-mamba3.csv",
+    "mamba2_replay": ROOT / "results" / "h200-replay.csv",
+}
+ERRORS = ROOT / "results" / "numerics.csv"
+OURS = "flashstate"
+ORIGIN = ("torch", "triton", "commit", "date", "peers")  # of a provenance
+END = "<!-- end of figures -->"
+MARKED = re.compile(rf"(?P<mark><!-- (?P<table>[^;\n]+); make figures writes this -->\n).*?(?={END})", re.DOTALL)
+FIGURES = re.compile(r"figures of (?P<op>[^:]+)(: (?P<labels>.+))?")
+
+
+def main() -> None:
+    """Write every table into its document, and draw both pictures."""
+    for document in documents():
+        document.write_text(with_tables(document.read_text(encoding="utf-8")), encoding="utf-8")
+    provenance, rows = measured("mamba2")
+    draw(rows, provenance, ROOT / "docs" / "h200.png")
+    origin_of_errors, errors = read_errors(ERRORS)
+    draw_errors(errors, origin_of_errors, ROOT / "docs" / "numerics.png")
+
+
+def documents() -> list[Path]:
+    """The documents that have a place for a table."""
+    every = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+    return [document for document in every if MARKED.search(document.read_text(encoding="utf-8"))]
+
+
+def with_tables(text: str) -> str:
+    """A document with what results/ has now in the place of its tables."""
+    return MARKED.sub(lambda found: found["mark"] + table(found["table"]), text)
+
+
+def table(name: str) -> str:
+    """The table that a mark asks for; ValueError where there is none."""
+    asked = FIGURES.fullmatch(name)
+    if asked is None:
+        provenance, rows = read_errors(ERRORS)
+        return error_table(name, rows, origin(provenance))
+    if asked["op"] not in RESULTS:
+        raise ValueError(f"there are no results of {asked['op']}, only of {', '.join(RESULTS)}")
+    origin_of_times, times = measured(asked["op"])
+    return figures(times, origin_of_times, asked["labels"].split(" | ") if asked["labels"] else ())
+
+
+@cache
+def measured(op: str) -> tuple[dict[str, str], list[Row]]:
+    """The provenance and the rows of an op."""
+    return read_csv(RESULTS[op])
+
+
+def figures(rows: Sequence[Row], provenance: Mapping[str, str], labels: Sequence[str] = ()) -> str:
+    """Microseconds and percent of the roof, if there is one, batch sizes across.
+
+    Down are the formats and ways to call flashstate; with `labels` only these, and other libraries beside it.
+    """
+    shown = [row for row in rows if not is_roof(row.implementation)]
+    shown = [row for row in shown if (row.label in labels if labels else _is_ours(row))]
+    found = {(_name(row, labels), row.batch): row for row in shown if row.percent_of_roof is not None or _is_ours(row)}
+    if not any(_is_ours(row) for row in found.values()):
+        raise ValueError("there are no figures of flashstate on a GPU to make a table of")
+    names, batches = (list(dict.fromkeys(keys)) for keys in zip(*found, strict=True))
+    head = " | ".join(["µs (percent of the roof), by batch size", *map(str, batches)])
+    lines = [f"| {head} |", "|---" * (1 + len(batches)) + "|"]
+    for name in names:
+        cells = [_cell(found.get((name, batch))) for batch in batches]
+        lines.append(f"| {' | '.join([name, *cells])} |")
+    if not labels and pays(rows):
+        lines += ["", *pays(rows)]
+    if HOST_COST in provenance and not labels:
+        lines += ["", f"Host cost of an eager call: {provenance[HOST_COST]}."]
+    lines += ["", f"Measured on: {origin(provenance)}."]
+    return "\n".join(["", *lines, "", ""])
+
+
+def origin(provenance: Mapping[str, str]) -> str:
+    """The device, and with their names the things that its figures depend on most."""
+    named = [f"{name} {provenance[name]}" for name in ORIGIN if name in provenance]
+    return ", ".join([provenance.get("device", "an unknown device"), *named])
+
+
+def _is_ours(row: Row) -> bool:
+    return row.implementation.split(", ")[0] == OURS
+
+
+def _name(row: Row, beside_others: Sequence[str]) -> str:
+    """What a line is called: flashstate itself goes without saying where there is nothing else."""
+    return f"{row.label}: {row.implementation}" if beside_others else row.label + row.implementation.removeprefix(OURS)
+
+
+def _cell(row: Row | None) -> str:
+    if row is None:
+        return ""
+    digits = 2 if row.microseconds < 10 else 1 if row.microseconds < 100 else 0
+    percent = "" if row.percent_of_roof is None else f" ({row.percent_of_roof:.0f})"
+    return f"{row.microseconds:.{digits}f}{percent}"
+
+
+if __name__ == "__main__":
+    main()
