@@ -21,7 +21,7 @@ from compiling import (
 from tables import risky_by_turns
 
 from flashstate.launch import Config, Problem, override
-from flashstate.proof import REAL_DELTA_CASES, DeltaCase, Inputs, dtype, make_inputs
+from flashstate.proof import CASES, DeltaCase, Inputs, dtype, make_inputs
 from flashstate.proof.laws.tokens import TREE, make_snapshots
 from flashstate.state.formats import FORMATS
 
@@ -233,6 +233,7 @@ def test_only_single_tiles_of_16_bit_floats_have_the_slot_in_every_thread(name: 
     assert ("%lanemask_lt" in ptx) == (name in ("bfloat16", "float16") and tiles == 1)
 
 
+REAL_DELTA_CASES = CASES["gated_delta_step"].real
 ODD_ON_HOPPER = [c for c in REAL_DELTA_CASES if c.rows != 128 and c.format in ("float32", "bfloat16", "int8")]
 
 

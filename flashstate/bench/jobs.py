@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, Protocol, TypeVar
 from flashstate.bench.peers import IN_PLACE, Binding, Peer, Step, Storing
 from flashstate.bench.timing import Timing
 from flashstate.launch import Problem
-from flashstate.proof import AnyCase, Inputs
+from flashstate.proof import AnyCase, Inputs, StateCase
 from flashstate.state.formats import PORTABLE_FORMATS
 from flashstate.state.slots import Slots
 
@@ -20,7 +20,7 @@ BATCHES = (1, 4, 16, 64, 256, 1024)
 Live = Literal["none folds", "stationary", "uniform", "all fold", "a 16th folds"]  # rows of the rings of a batch
 Stored = Literal["last", "snapshots", "nothing", Live, "plan and commit"]
 Formats = Sequence[tuple[str, str]]  # of format and rounding
-CaseT = TypeVar("CaseT", bound=AnyCase)
+CaseT = TypeVar("CaseT", bound=StateCase)
 
 
 class Shape(NamedTuple):
