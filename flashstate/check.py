@@ -13,23 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flashstate.launch import uses_kernels
-from flashstate.proof import (
-    ODD_CASES,
-    ODD_CONV_CASES,
-    ODD_DELTA_CASES,
-    ODD_MAMBA3_CASES,
-    QUICK_CASES,
-    QUICK_CONV_CASES,
-    QUICK_DELTA_CASES,
-    QUICK_MAMBA3_CASES,
-    QUICK_REPLAY_CASES,
-    REAL_CASES,
-    REAL_CONV_CASES,
-    REAL_DELTA_CASES,
-    REAL_MAMBA3_CASES,
-    REAL_REPLAY_CASES,
-    AnyCase,
-)
+from flashstate.proof import CASES, AnyCase
 from flashstate.proof.laws import Law, LawBroken, laws_for, pairs
 from flashstate.state.formats import PORTABLE_FORMATS
 
@@ -54,23 +38,14 @@ def run_check(device: torch.device, quick: bool) -> int:
     return show_verdicts(prove(laws, tracked, device), device)
 
 
-def cases_on(device: torch.device, quick: bool) -> Sequence[AnyCase]:
-    """The cases of all ops for a device: odd shapes, and on a GPU a real one in every format. `quick`: one case per
-    format, and of ops without formats one with a token per row, with several, and with packed ones. Of replay, whose
-    laws try every form of its kernel, a case per format, or `quick` and on a GPU per form of tokens.
-
-    On a GPU not all there are: every case and form of a kernel is a compilation. `make test-gpu TURNS=1` has them all.
-    """
-    replayed = QUICK_REPLAY_CASES[::3]
-    few = [*QUICK_CASES, *QUICK_DELTA_CASES, *QUICK_MAMBA3_CASES, *QUICK_CONV_CASES, *replayed]
-    if quick:
-        return few
-    if device.type == "cuda":
-        formats = len(PORTABLE_FORMATS)
-        real = (REAL_CASES, REAL_DELTA_CASES, REAL_MAMBA3_CASES)
-        ones = (REAL_CONV_CASES[0], REAL_REPLAY_CASES[0])
-        return [*(case for cases in real for case in cases[:formats]), *ones, *few]
-    return [*ODD_CASES, *ODD_DELTA_CASES, *ODD_MAMBA3_CASES, *ODD_CONV_CASES, *QUICK_REPLAY_CASES]
+def cases_on(device: torch.device, quick: bool) -> list[AnyCase]:
+    """The cases of all ops for a device: small and odd ones, if `quick` one per format. On a GPU, where every case is a
+    compilation, the quick ones, and real ones, one per format; `make test-gpu TURNS=1` has them all."""
+    on_gpu, found = device.type == "cuda", list[AnyCase]()
+    for cases in CASES.values():
+        found += cases.real[: len(PORTABLE_FORMATS)] if on_gpu and not quick else ()
+        found += cases.quick if on_gpu or quick else cases.odd
+    return found
 
 
 def prove(laws: Mapping[str, Law], tried_pairs: Iterable[tuple[str, AnyCase]], device: torch.device) -> list[Verdict]:

@@ -7,3 +7,4 @@ KERNELS = (
     pytest.param("gpu", marks=pytest.mark.gpu),
 )
 ALL = ("reference", *KERNELS)
+NO_INTERPRETER = ("reference", KERNELS[1])

@@ -1,134 +1,110 @@
-"""Which laws are tried with which cases: the same choice for every op."""
+"""Which laws are tried with which cases: one choice for every op."""
 
+import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 
-from flashstate.proof import AnyCase
-from flashstate.proof.laws import LAWS, SCOPES, Law, pairs
-from flashstate.state.formats import PORTABLE_FORMATS
+import pytest
+
+from flashstate.proof import CASES, AnyCase, Cases
+from flashstate.proof.case import StateCase
+from flashstate.proof.laws import LAWS, SCOPES, in_turn, speaks_of
 
 Pairs = list[tuple[str, AnyCase]]
 TURNS = int(os.environ.get("FLASHSTATE_TURNS", "3"))  # in which the formats of a shape meet a law on a GPU
-ALL_CONFIGS = "the launch config does not change a byte"
 ACCURACY = "output and state are as close to float64 as float32 and the format allow"
 
 
-def laws(*needs: str, among: Mapping[str, Law] = LAWS) -> list[str]:
-    return [words for words in among if SCOPES[words].needs in needs]
-
-
-def reference_pairs(cases: Iterable[AnyCase]) -> Pairs:
-    """Every law with every case."""
-    return pairs(laws(""), cases)
-
-
-def interpreted_pairs(groups: Sequence[Sequence[AnyCase]], turns: int = 1) -> Pairs:
-    """Accuracy for all cases; every other law with one case of each group, by turns, if it speaks of any. Laws that the
-    reference meets too may take more turns, each with one group in so many."""
-    chosen: Pairs = [(ACCURACY, case) for group in groups for case in group]
-    for w, words in enumerate(words for words in laws("", "kernels") if words != ACCURACY):
-        step = turns if words in laws("") else 1
-        for k, group in enumerate(groups[w % step :: step]):
-            spoken_of = [case for _, case in pairs([words], group)]
-            chosen += [(words, spoken_of[(w + k) % len(spoken_of)])] if spoken_of else []
-    return chosen
+def laws(*needs: str) -> list[str]:
+    return [words for words in LAWS if SCOPES[words].needs in needs]
 
 
 def by_turns(spoken: Iterable[str], groups: Sequence[Sequence[AnyCase]], turns: int = 1) -> Pairs:
-    """These laws with one case of one group in so many, by turns, of the groups they speak of."""
+    """These laws with one case of one group in so many, by turns, of the groups they speak of; each with the places in
+    their groups that it met least."""
     chosen: Pairs = []
     for w, words in enumerate(spoken):
-        spoken_of = [found for group in groups if (found := pairs([words], group))]
-        chosen += [found[(w // turns + k) % len(found)] for k, found in enumerate(spoken_of[w % turns :: turns])]
+        spoken_of = [group for group in groups if any(speaks_of(words, case) for case in group)]
+        met: Counter[int] = Counter()
+        for k, group in enumerate(spoken_of[w % turns :: turns]):
+            there = [place for place, case in enumerate(group) if speaks_of(words, case)]
+            place = min(there, key=lambda place: (met[place], (place - w // turns - k) % len(group)))
+            met[place] += 1
+            chosen.append((words, group[place]))
     return chosen
 
 
-def require_half(whole: Pairs, half: Pairs, kind_of: Callable[[AnyCase], object]) -> None:
-    """Of the kinds of cases that a law meets in a whole, and of the laws that a kind meets, about half are left."""
-    for by in (lambda words, kind: (words, kind), lambda words, kind: (kind, words)):
-        met: list[dict[object, set[object]]] = [{}, {}]
-        for found, chosen in zip(met, (whole, half), strict=True):
-            for words, case in chosen:
-                key, other = by(words, kind_of(case))
-                found.setdefault(key, set()).add(other)
-        assert met[0].keys() == met[1].keys()
-        assert all(2 * len(met[1][key]) >= len(met[0][key]) - 1 for key in met[0])
+def on_the_reference(cases: Cases) -> Pairs:
+    """Accuracy for all cases, every other law with one of each group."""
+    others = [words for words in laws("") if words != ACCURACY]
+    return in_turn([(ACCURACY, case) for case in cases.odd] + by_turns(others, cases.groups))
 
 
-def by_shape(cases: Iterable[AnyCase]) -> list[list[AnyCase]]:
-    """Groups of cases that differ in their formats alone."""
+def in_the_interpreter(cases: Cases) -> Pairs:
+    """As on the reference, with fewer groups of those that there are; laws of kernels alone with more of them."""
+    met = [words for words in laws("") if words != ACCURACY]
+    chosen = [(ACCURACY, case) for case in cases.odd] + by_turns(met, cases.groups, cases.turns)
+    chosen += by_turns(laws("kernels"), cases.groups, (cases.turns + 1) // 2)
+    others = by_turns([*met, *laws("kernels")], [cases.besides] if cases.besides else [])
+    return in_turn(chosen + [pair for pair in others if pair not in chosen])
+
+
+def on_a_gpu(cases: Cases) -> Pairs:
+    """Accuracy for all cases; every other law with one in TURNS of each shape, by turns, and with one of every format
+    that it did not meet so. Nearly all of the time goes into compiling."""
+    every = [*cases.real, *cases.quick]
     groups: dict[AnyCase, list[AnyCase]] = {}
-    for case in cases:
+    for case in every:
         groups.setdefault(shape_of(case), []).append(case)
-    return list(groups.values())
-
-
-def gpu_pairs(
-    groups: Sequence[Sequence[AnyCase]],
-    tries_configs: Callable[[AnyCase], bool],
-    among: Mapping[str, Law] = LAWS,
-    first: tuple[str, str] = (ACCURACY, ALL_CONFIGS),
-) -> Pairs:
-    """Accuracy for all cases; every other law with one in TURNS of each group, by turns, and with one of every format
-    that it did not meet so; all configs for some cases. Nearly all of the time goes into compiling."""
-    cases = [case for group in groups for case in group]
-    chosen = pairs(first[:1], cases) + pairs(first[1:], filter(tries_configs, cases))
-    rest = [words for words in laws("", "kernels", "cuda", among=among) if words not in first]
+    chosen: Pairs = [(ACCURACY, case) for case in every]
+    rest = [words for words in laws("", "kernels", "cuda") if words != ACCURACY]
     for w, words in enumerate(rest):
-        met: Pairs = []
-        for k, group in enumerate(groups):
-            spoken_of = pairs([words], group)
+        met: list[AnyCase] = []
+        for k, group in enumerate(groups.values()):
+            spoken_of = [case for case in group if speaks_of(words, case)]
             met += spoken_of[(w + k) % min(TURNS, len(spoken_of)) :: TURNS] if spoken_of else []
-        formats = {format_of(case) for _, case in met}
-        others = {format_of(case): case for _, case in pairs([words], cases) if format_of(case) not in formats}
-        chosen += met + pairs([words], others.values())
-    return chosen
+        formats = set(map(format_of, met))
+        others = {format_of(case): case for case in every if speaks_of(words, case) and format_of(case) not in formats}
+        chosen += [(words, case) for case in (*met, *others.values())]
+    others = by_turns(rest, [cases.besides] if cases.besides else [])
+    return in_turn(chosen + [pair for pair in others if pair not in chosen])
 
 
-class Choice:
-    """Pairs for an op whose odd cases have every form in every format, format by format: with every format and form
-    once per law, and with half of them in the interpreter, which is slow; and pairs for a GPU."""
+def smallest_first(chosen: Pairs) -> Iterable[object]:
+    """Parameters of a test: of every law the smallest case is marked as quick."""
+    smallest: dict[str, AnyCase] = {}
+    for words, case in chosen:
+        smallest[words] = min(smallest.get(words, case), case, key=work_of)
+    for words, case in chosen:
+        yield pytest.param(words, case, marks=[pytest.mark.quick] if smallest[words] is case else [])
 
-    def __init__(self, odd: Sequence[AnyCase], forms: Iterable[str], real: Sequence[AnyCase]) -> None:
-        forms = list(forms)
-        self.odd, self.real = odd, real
-        self.groups = [odd[i : i + len(forms)] for i in range(0, len(odd), len(forms))]  # a format each
-        self.form_of = {case: form for group in self.groups for case, form in zip(group, forms, strict=True)}
-        self.by_turns = interpreted_pairs(self.groups)
-        self.in_the_interpreter = interpreted_pairs(self.groups, turns=2)
-        self.on_a_gpu = gpu_pairs(by_shape(real), lambda case: case.heads <= 8 and case.rounding == "nearest")
 
-    def require_half_in_the_interpreter(self) -> None:
-        for kind_of in (format_of, self.form_of.__getitem__):
-            require_half(self.by_turns, self.in_the_interpreter, kind_of)
+def work_of(case: AnyCase) -> tuple[int, int]:
+    """About how long it takes in the interpreter: programs times tokens, and then elements."""
+    return (sum(case.lengths) + case.batch) * case.state_axes[0], math.prod(case.state_axes)
 
-    def require_all_without_a_gpu(self) -> None:
-        """Of those a law speaks of: the one about seeds only of stochastic rounding, which leaves it some forms."""
-        assert [set(map(format_of, group)) for group in self.groups] == [{known} for known in PORTABLE_FORMATS]
-        kinds = (format_of, self.form_of.__getitem__)
-        require_all_met(laws("", "kernels"), self.by_turns, self.odd, *kinds, fewest=len(PORTABLE_FORMATS))
 
-    def require_all_on_a_gpu(self) -> None:
-        spoken = [words for words in laws("", "kernels", "cuda") if words != ALL_CONFIGS]
-        require_all_met(spoken, self.on_a_gpu, self.real, format_of, shape_of)
-        assert len(self.on_a_gpu) == len(set(self.on_a_gpu))
+def require_all_met(
+    spoken: Iterable[str], chosen: Pairs, cases: Sequence[AnyCase], kind_of: Callable[[AnyCase], object]
+) -> None:
+    """These laws meet every kind of the cases that they speak of, as far as they meet cases."""
+    for words in spoken:
+        possible = {kind_of(case) for case in cases if speaks_of(words, case)}
+        met = [kind_of(case) for law, case in chosen if law == words]
+        assert len(set(met)) >= min(len(possible), len(met)), words
+
+
+def silent_on(op: str) -> list[str]:
+    """The laws that speak of no case of an op."""
+    cases = (*CASES[op].odd, *CASES[op].real)
+    return [words for words in LAWS if not any(speaks_of(words, case) for case in cases)]
 
 
 def format_of(case: AnyCase) -> tuple[str, str]:
     return case.format, case.rounding
 
 
-def require_all_met(
-    spoken: Iterable[str], chosen: Pairs, cases: Sequence[AnyCase], *kinds: Callable[[AnyCase], object], fewest: int = 0
-) -> None:
-    """These laws meet every kind of the cases that they speak of; a law that meets fewer cases, every first kind."""
-    for words in spoken:
-        met = [case for law, case in chosen if law == words]
-        possible = [case for _, case in pairs([words], cases)]
-        for kind_of in kinds if len(met) >= fewest else kinds[:1]:
-            assert set(map(kind_of, met)) == set(map(kind_of, possible))
-
-
 def shape_of(case: AnyCase) -> AnyCase:
-    return replace(case, format="float32", rounding="nearest")
+    """The case in another format: of an op that has formats, the same for all cases of a shape."""
+    return case.in_format("float32", "nearest") if isinstance(case, StateCase) else case

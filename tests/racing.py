@@ -1,11 +1,18 @@
-"""What tests of races share: how often they launch, and a GPU that has something else to do meanwhile."""
+"""What tests of races share: a GPU that has something else to do meanwhile, and launches that must all be alike."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
+import pytest
 import torch
+from torch import Tensor
+
+from flashstate.proof import Inputs, slotted
+from flashstate.proof.laws.require import restore
+from flashstate.state.formats import bits_of
 
 LAUNCHES = 200
+Around = Callable[[], AbstractContextManager[None]]
 
 
 @contextmanager
@@ -18,3 +25,22 @@ def busy() -> Iterator[None]:
             matrix = (matrix @ matrix).clamp(-1, 1)
     yield
     torch.cuda.synchronize()
+
+
+IDLE_AND_BUSY = pytest.mark.parametrize("around", [nullcontext, busy], ids=["idle", "busy"])
+
+
+def require_equal_launches(inputs: Inputs, launch: Callable[[Inputs], list[Tensor]], around: Around) -> None:
+    """What a launch gives, and what it leaves in the pool, has the same bytes every time."""
+    run = inputs.fresh()
+
+    def results() -> list[Tensor]:
+        restore(run.state, inputs.state)
+        return [*launch(run), *slotted(run.state).values()]
+
+    want = [tensor.clone() for tensor in results()]
+    differs = torch.zeros((), dtype=torch.int64, device=inputs.slots.device)
+    with around():
+        for _ in range(LAUNCHES):
+            differs += sum((bits_of(got) != bits_of(wanted)).sum() for got, wanted in zip(results(), want, strict=True))
+    assert int(differs) == 0

@@ -26,7 +26,7 @@ from tables import by_turns, risky_by_turns
 from flashstate import State, StatePool
 from flashstate.launch import Config, Problem, override, valid_configs
 from flashstate.launch.start import Launch
-from flashstate.proof import REAL_CASES, Case, Inputs, dtype, make_inputs
+from flashstate.proof import CASES, Case, Inputs, dtype, make_inputs
 from flashstate.proof.laws.tokens import TREE, make_snapshots
 from flashstate.state.formats import FORMATS, PORTABLE_FORMATS
 
@@ -234,6 +234,7 @@ def test_hardware_rounding_is_one_instruction_where_there_is_one(
     assert 16 in access_bytes(kernel)[1]
 
 
+REAL_CASES = CASES["mamba2_step"].real
 ODD_ON_HOPPER = [c for c in REAL_CASES if c.batch < 64 and c.heads <= 16 and c.cols != 128]
 
 

@@ -22,7 +22,7 @@ from compiling import (
 from tables import risky_by_turns
 
 from flashstate.launch import Config, Problem, override
-from flashstate.proof import REAL_DELTA_CASES, DeltaCase, Inputs, dtype, make_inputs
+from flashstate.proof import DeltaCase, Inputs, dtype, make_inputs
 from flashstate.proof.laws.tokens import TREE, make_snapshots
 from flashstate.state.formats import FORMATS
 

@@ -23,7 +23,7 @@ from flashstate.launch import Config, override
 from flashstate.launch.config import measured_sizes
 from flashstate.launch.table import load_table
 from flashstate.proof import ReplayCase, dtype
-from flashstate.proof.laws.replay import parted
+from flashstate.proof.cases.mamba2_replay import parted
 
 pytestmark = pytest.mark.compiled
 

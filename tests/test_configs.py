@@ -149,7 +149,7 @@ def require_one_result(mode: Problem, configs: set[Config], device: torch.device
     """Calls with every config give the bytes of another one; of one with as many lanes in the interpreter, which sums
     over them in numpy's order."""
     tokens = (9 if mode.op.endswith("_16") else 5) if mode.several_tokens else 0
-    case: AnyCase = Case(1, 1, 1, mode.rows, mode.cols, mode.format, mode.rounding, tokens=tokens)
+    case: AnyCase = Case(1, 1, 1, mode.rows, mode.cols, format=mode.format, rounding=mode.rounding, tokens=tokens)
     if mode.op.startswith("gated_delta"):
         exact = not isinstance(mode, TensorCoreProblem)
         case = DeltaCase(

@@ -1,53 +1,382 @@
-"""conv1d_step: the laws on every implementation."""
+"""conv1d_step: where inputs are in a window, held against histories kept in Python lists."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import pytest
 import torch
-from obeying import gpu_pairs, interpreted_pairs, laws, reference_pairs
+from torch import Tensor
 
-from flashstate.proof import (
-    ODD_CONV_CASES,
-    ODD_CONV_GROUPS,
-    QUICK_CONV_CASES,
-    REAL_CONV_CASES,
-    ConvCase,
-    interpreted,
-)
-from flashstate.proof.laws import LAWS, pairs
+import flashstate
+from flashstate import Slots
+from flashstate.proof import error_ratio, interpreted
+from flashstate.state.formats import bits_of
 
-CPU = torch.device("cpu")
-CUDA = torch.device("cuda")
-GPU_CASES = REAL_CONV_CASES + QUICK_CONV_CASES
-CASES_FOR_CONFIGS = {REAL_CONV_CASES[1], REAL_CONV_CASES[5], *QUICK_CONV_CASES}
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CHANNELS = 5
 
 
-def form_of(case: ConvCase) -> tuple[bool, bool]:
-    return case.tokens > 0, case.packed
+def convolved(inputs: list[Tensor], weight: Tensor, bias: Tensor, dtype: torch.dtype) -> Tensor:
+    """The output (channels,) of the last of these inputs, silu and all, by the formula."""
+    width = weight.shape[1]
+    y = bias.to(dtype) + sum(weight[:, i].to(dtype) * inputs[len(inputs) - width + i].to(dtype) for i in range(width))
+    return y / (1 + torch.exp(-y))
 
 
-def test_every_law_meets_every_form_it_speaks_of_in_the_interpreter() -> None:
-    """Of every form a group has one case, so that every law meets each as often as there are groups, by turns."""
-    assert {tuple(map(form_of, group)) for group in ODD_CONV_GROUPS} == {((False, False), (True, False), (True, True))}
-    for words in laws("", "kernels"):
-        met = [case for law, case in interpreted_pairs(ODD_CONV_GROUPS) if law == words]
-        possible = [case for _, case in pairs([words], ODD_CONV_CASES)]
-        assert set(map(form_of, met)) == set(map(form_of, possible))
+@dataclass
+class Rows:
+    """What a batch has seen: all inputs of each row that were kept, and the outputs that calls should have given."""
+
+    weight: Tensor
+    bias: Tensor
+    seen: list[list[Tensor]]
+    exact: list[Tensor] = field(default_factory=list)
+    plain: list[Tensor] = field(default_factory=list)
+    got: list[Tensor] = field(default_factory=list)
+
+    def expect(self, row: int, tokens: Tensor, y: Tensor) -> None:
+        """Token by token, from the history of the row."""
+        for t in range(len(tokens)):
+            inputs = [*self.seen[row], *tokens[: t + 1].unbind()]
+            self.exact.append(convolved(inputs, self.weight, self.bias, torch.float64))
+            self.plain.append(convolved(inputs, self.weight, self.bias, torch.float32).to(y.dtype))
+            self.got.append(y[t])
+
+    def check(self) -> None:
+        assert error_ratio(torch.stack(self.got), torch.stack(self.exact), torch.stack(self.plain)) <= 1
 
 
-@pytest.mark.parametrize(("words", "case"), reference_pairs(ODD_CONV_CASES), ids=str)
-def test_reference_obeys(words: str, case: ConvCase) -> None:
-    LAWS[words](case, CPU)
+def make_rows(width: int, batch: int, dtype: torch.dtype, generator: torch.Generator) -> Rows:
+    """Rows that a prefill left with the K - 1 inputs a window has."""
+    weight, bias = torch.randn(CHANNELS, width, generator=generator), torch.randn(CHANNELS, generator=generator)
+    before = torch.randn(batch, width - 1, CHANNELS, generator=generator).to(dtype)
+    return Rows(weight, bias, [list(row.unbind()) for row in before])
+
+
+def steps_of_random_acceptance(device: torch.device, packed: bool, less: int, steps: int) -> None:
+    """Every step drafts tokens; a random number of them is kept, from none (with K - 2 entries of history: one) to all.
+    The window must hold the kept history and the drafts, bit for bit, and outputs must be of the whole history."""
+    generator, chance = torch.Generator().manual_seed(less), random.Random(packed)
+    width, batch, drafts, dtype = 4, 3, 4, torch.float16
+    history = width - 1 - less
+    rows = make_rows(width, batch, dtype, generator)
+    slots = [6, 1, 3]
+    window = torch.full((8, CHANNELS, history + drafts), torch.nan, dtype=dtype)
+    for slot, seen in zip(slots, rows.seen, strict=True):
+        window[slot, :, : width - 1] = torch.stack(seen, 1)
+    window = window.to(device)
+    accepted = [less] * batch  # the window starts where the prefill left it
+    drafted: list[Tensor] = [torch.empty(0, CHANNELS, dtype=dtype)] * batch
+    for _ in range(steps):
+        for row in range(batch):
+            rows.seen[row] += drafted[row][: accepted[row]].unbind()
+        lengths = [chance.randint(1, drafts) for _ in range(batch)] if packed else [drafts] * batch
+        drafted = [torch.randn(n, CHANNELS, generator=generator).to(dtype) for n in lengths]
+        x = torch.cat(drafted) if packed else torch.stack(drafted)
+        bounds = torch.tensor([0, *lengths]).cumsum(0) if packed else None
+        at = Slots(
+            torch.tensor(slots, device=device), accepted=torch.tensor(accepted, device=device),
+            cu_seqlens=None if bounds is None else bounds.to(device), max_len=drafts if packed else None,
+        )  # fmt: skip
+        y = flashstate.conv1d_step(
+            window, x.to(device), rows.weight.to(device), rows.bias.to(device), history=history, slots=at
+        )
+        outputs = y.cpu().split(lengths) if packed else y.cpu().unbind()
+        for row, (slot, tokens) in enumerate(zip(slots, drafted, strict=True)):
+            rows.expect(row, tokens, outputs[row])
+            kept = torch.stack([*rows.seen[row][len(rows.seen[row]) - history :], *tokens.unbind()], 1)
+            assert torch.equal(bits_of(window[slot, :, : kept.shape[1]].cpu()), bits_of(kept.contiguous()))
+        accepted = [chance.randint(less, n) for n in lengths]
+    assert window[[0, 2, 4, 5, 7]].isnan().all()
+    rows.check()
+
+
+ROLLBACKS = pytest.mark.parametrize(("packed", "less"), [(False, 0), (False, 1), (True, 0), (True, 1)])
+
+
+@ROLLBACKS
+def test_rolling_back_continues_from_the_accepted_history(packed: bool, less: int) -> None:
+    steps_of_random_acceptance(CPU, packed, less, steps=40)
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize(("words", "case"), interpreted_pairs(ODD_CONV_GROUPS), ids=str)
-def test_interpreted_kernel_obeys(words: str, case: ConvCase) -> None:
+@ROLLBACKS
+def test_rolling_back_continues_from_the_accepted_history_interpreted(packed: bool, less: int) -> None:
     with interpreted():
-        LAWS[words](case, CPU)
+        steps_of_random_acceptance(CPU, packed, less, steps=10)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("words", "case"), gpu_pairs([[case] for case in GPU_CASES], CASES_FOR_CONFIGS.__contains__), ids=str
-)
-def test_compiled_kernel_obeys(words: str, case: ConvCase) -> None:
-    LAWS[words](case, CUDA)
+@ROLLBACKS
+def test_rolling_back_continues_from_the_accepted_history_on_a_gpu(packed: bool, less: int) -> None:
+    steps_of_random_acceptance(CUDA, packed, less, steps=40)
+
+
+def steps_round_a_ring(device: torch.device, length: int, steps: int) -> None:
+    """Positions grow by the tokens of each call; token p of a row is at entry p mod length, others stay."""
+    generator, chance = torch.Generator().manual_seed(length), random.Random(length)
+    width, batch, dtype = 3, 2, torch.float32
+    rows = make_rows(width, batch, dtype, generator)
+    window, position = torch.zeros(batch, CHANNELS, length), [width - 1, width - 1]
+    for row in range(batch):
+        window[row, :, : width - 1] = torch.stack(rows.seen[row], 1)
+    expected, window = window.clone(), window.to(device)
+    for _ in range(steps):
+        count = chance.randint(1, length + 2)  # sometimes more than the ring holds
+        x = torch.randn(batch, count, CHANNELS, generator=generator)
+        positions = torch.tensor(position, device=device)
+        y = flashstate.conv1d_step(
+            window, x.to(device), rows.weight.to(device), rows.bias.to(device), positions=positions
+        )
+        for row in range(batch):
+            rows.expect(row, x[row], y[row].cpu())
+            rows.seen[row] += x[row].unbind()
+            for t in range(count):
+                expected[row, :, (position[row] + t) % length] = x[row, t]
+            position[row] += count
+        assert torch.equal(window.cpu(), expected)
+    rows.check()
+
+
+@pytest.mark.parametrize("length", [2, 3, 7])
+def test_a_ring_keeps_token_p_at_entry_p_modulo_its_length(length: int) -> None:
+    steps_round_a_ring(CPU, length, steps=20)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("length", [2, 7])
+def test_a_ring_keeps_token_p_at_entry_p_modulo_its_length_interpreted(length: int) -> None:
+    with interpreted():
+        steps_round_a_ring(CPU, length, steps=6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("length", [2, 3, 7])
+def test_a_ring_keeps_token_p_at_entry_p_modulo_its_length_on_a_gpu(length: int) -> None:
+    steps_round_a_ring(CUDA, length, steps=20)
+
+
+def odd_values(dtype: torch.dtype) -> Tensor:
+    """Values that arithmetic would change: NaNs with payloads, quiet and not, both zeros, subnormals, infinities."""
+    patterns = {
+        torch.float32: [0x7F800001, 0x7FC12345, -0x7FEDCB, -0x80000000, 1, 0x7F800000, -0x800000, 0x3F800000],
+        torch.float16: [0x7C01, 0x7E55, -0x155, -0x8000, 1, 0x7C00, -0x400, 0x3C00],
+        torch.bfloat16: [0x7F81, 0x7FC5, -0x35, -0x8000, 1, 0x7F80, -0x80, 0x3F80],
+    }[dtype]
+    return torch.tensor(patterns, dtype=torch.int32 if dtype is torch.float32 else torch.int16).view(dtype)
+
+
+def bits_survive(device: torch.device, dtype: torch.dtype) -> None:
+    """Through a shift, a rollback, a ring, snapshots and slots of every token."""
+    values = odd_values(dtype)
+    x = torch.stack([values.roll(i) for i in range(2)])[None].to(device)  # (1, 2, channels)
+    old = torch.stack([values.roll(-i) for i in range(1, 4)], 1)[None]  # (1, channels, 3)
+    weight = torch.ones(len(values), 4, device=device)
+    stream = torch.cat([old, x.cpu().transpose(1, 2)], 2)  # (1, channels, 5)
+
+    def after(entries: int, want: Tensor, **options: object) -> None:
+        window = torch.zeros(3, len(values), entries, dtype=dtype)
+        window[:1, :, :3] = old
+        window = window.to(device)
+        flashstate.conv1d_step(window, x, weight, **options)  # type: ignore[arg-type]
+        assert torch.equal(bits_of(window[: len(want)].cpu()), bits_of(want.contiguous()))
+
+    first = torch.zeros(1, dtype=torch.int64, device=device)
+    snapshots = torch.zeros(1, 2, len(values), 3, dtype=dtype, device=device)
+    after(3, stream[..., 2:], snapshots=snapshots, slots=first)
+    assert torch.equal(bits_of(snapshots[0, 0].cpu()), bits_of(stream[0, :, 1:4].contiguous()))
+    assert torch.equal(bits_of(snapshots[0, 1].cpu()), bits_of(stream[0, :, 2:].contiguous()))
+    after(5, stream, slots=Slots(first, accepted=first))
+    after(5, stream, positions=first + 3, slots=first)
+    each = Slots(first, write=torch.tensor([[1, 2]], device=device))
+    after(3, torch.cat([old, stream[..., 1:4], stream[..., 2:]]), slots=each)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_windows_keep_every_bit(dtype: torch.dtype) -> None:
+    bits_survive(CPU, dtype)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_windows_keep_every_bit_interpreted(dtype: torch.dtype) -> None:
+    with interpreted():
+        bits_survive(CPU, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_windows_keep_every_bit_on_a_gpu(dtype: torch.dtype) -> None:
+    bits_survive(CUDA, dtype)
+
+
+def out_of_range(device: torch.device) -> None:
+    """Rows whose offset no window has are padding; only those past it are faults."""
+    window = torch.randn(2, CHANNELS, 5, device=device)
+    before, x = window.clone(), torch.randn(2, CHANNELS, device=device)
+    weight = torch.randn(CHANNELS, 4, device=device)
+    for wrong, faulty in ((3, True), (-1, False)):
+        at = Slots(torch.arange(2, device=device), accepted=torch.tensor([2, wrong], device=device))
+        y = flashstate.conv1d_step(window, x, weight, slots=at)
+        assert y[0].any()
+        assert not y[1].any()
+        assert torch.equal(window[1], before[1])
+        assert not torch.equal(window[0], before[0])
+        if faulty:
+            with pytest.raises(IndexError, match="accepted 3"):
+                flashstate.check_faults()
+        flashstate.check_faults()
+    stale = Slots(torch.tensor([0, -1], device=device), accepted=torch.tensor([0, 99], device=device))
+    flashstate.conv1d_step(window, x, weight, slots=stale)
+    flashstate.check_faults()  # counts of rows without a request are nobody's
+
+
+def test_an_offset_that_no_window_has_makes_a_row_padding() -> None:
+    out_of_range(CPU)
+
+
+@pytest.mark.interpreted
+def test_an_offset_that_no_window_has_makes_a_row_padding_interpreted() -> None:
+    with interpreted():
+        out_of_range(CPU)
+
+
+@pytest.mark.gpu
+def test_an_offset_that_no_window_has_makes_a_row_padding_on_a_gpu() -> None:
+    out_of_range(CUDA)
+
+
+@pytest.mark.parametrize("device", [CPU, pytest.param(CUDA, marks=pytest.mark.gpu)], ids=str)
+def test_debug_finds_an_offset_that_no_window_has_before_anything_is_written(device: torch.device) -> None:
+    window, x = torch.randn(3, CHANNELS, 5, device=device), torch.randn(2, CHANNELS, device=device)
+    before, weight = window.clone(), torch.randn(CHANNELS, 4, device=device)
+    at = Slots(torch.tensor([2, 1], device=device), accepted=torch.tensor([99, 0], device=device))
+    with flashstate.debug(), pytest.raises(IndexError, match="accepted 99"):
+        flashstate.conv1d_step(window, x, weight, slots=at)
+    assert torch.equal(window, before)
+    twice = Slots(torch.tensor([1, 1], device=device), accepted=torch.tensor([0, 1], device=device))
+    with flashstate.debug(), pytest.raises(ValueError, match="write slot 1 more than once"):
+        flashstate.conv1d_step(window, x, weight, slots=twice)
+    assert torch.equal(window, before)
+
+
+def step_in_a_graph(device: torch.device, backend: str) -> None:
+    """A call of each kind inside torch.compile gives what it gives outside."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 3, CHANNELS, generator=generator).to(device)
+    weight, bias = (torch.randn(*size, generator=generator).to(device) for size in ((CHANNELS, 4), (CHANNELS,)))
+    memory = torch.randn(4, CHANNELS, 7, generator=generator).to(device)
+    numbers = torch.tensor([2, 0], device=device)
+
+    def calls(window: Tensor, snapshots: Tensor) -> Tensor:
+        plain = flashstate.conv1d_step(window, x, weight, bias, slots=numbers, snapshots=snapshots)
+        back = flashstate.conv1d_step(window, x, weight, slots=Slots(numbers, accepted=numbers // 2), activation=None)
+        return plain + back + flashstate.conv1d_step(window, x * 2, weight, positions=numbers + 5, slots=numbers)
+
+    results = []
+    for run in (calls, torch.compile(calls, fullgraph=True, backend=backend)):
+        window, snapshots = memory.clone(), torch.zeros(2, 3, CHANNELS, 3, device=device)
+        results.append((run(window, snapshots), window, snapshots))
+    for eager, compiled in zip(*results, strict=True):
+        assert torch.equal(eager, compiled)
+
+
+def test_torch_compile_takes_convolutions_in_one_graph() -> None:
+    step_in_a_graph(CPU, "aot_eager")
+
+
+@pytest.mark.gpu
+def test_torch_compile_takes_convolutions_in_one_graph_on_a_gpu() -> None:
+    step_in_a_graph(CUDA, "inductor")
+
+
+def test_the_registered_op_declares_what_it_writes() -> None:
+    window, x, weight = torch.randn(3, CHANNELS, 3), torch.randn(2, 2, CHANNELS), torch.randn(CHANNELS, 4)
+    snapshots, out = torch.zeros(2, 2, CHANNELS, 3), torch.empty(2, 2, CHANNELS)
+    no_slots = (None, None, None, None, None, None, None, -1, "zero")
+    torch.library.opcheck(
+        torch.ops.flashstate.conv1d_step.default,
+        (window, x, weight, None, "silu", 3, None, *no_slots, snapshots, True, out, False),
+    )
+
+
+@pytest.mark.gpu
+def test_windows_past_2_31_elements_work() -> None:
+    channels, length = 8192, 3
+    slots = (1 << 31) // (channels * length) + 8
+    memory = torch.zeros(slots, length, channels, dtype=torch.bfloat16, device=CUDA)
+    memory[-2:].normal_()
+    x = torch.randn(2, channels, device=CUDA).bfloat16()
+    weight = torch.randn(channels, 4, device=CUDA).bfloat16()
+    small = memory[-2:].clone()
+    y = flashstate.conv1d_step(
+        memory.transpose(1, 2), x, weight, slots=torch.tensor([slots - 2, slots - 1], device=CUDA)
+    )
+    assert torch.equal(y, flashstate.conv1d_step(small.transpose(1, 2), x, weight))
+    assert torch.equal(memory[-2:], small)
+    assert not memory[:-2].any()
+
+
+Layer = Callable[[bool], None]
+
+
+def make_layer(steps: int, device: torch.device) -> tuple[Layer, list[Tensor]]:
+    """Two convolutions and the recurrence, each on what the kernel in front of it writes, step after step on the same
+    slots; and all memory they write, which shows what was read too early."""
+    generator = torch.Generator().manual_seed(0)
+    batch, heads, rows, cols = 3, 4, 64, 128
+    channels = heads * rows + 2 * cols
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator).to(device)
+
+    windows = [normal(8, 3, channels).bfloat16().transpose(1, 2) for _ in range(2)]
+    state, weight = normal(8, heads, rows, cols), normal(channels, 4).bfloat16()
+    u = normal(steps, batch, channels).bfloat16()
+    dt, A, slots = normal(steps, batch, heads), -normal(heads).abs(), torch.tensor([5, 0, 3], device=device)
+    between, convolved_ = (torch.full_like(u, torch.nan) for _ in range(2))
+    y = torch.full((steps, batch, heads, rows), torch.nan, dtype=torch.bfloat16, device=device)
+
+    def run(early: bool) -> None:
+        for t in range(steps):
+            flashstate.conv1d_step(windows[0], u[t], weight, slots=slots, out=between[t])  # the next one's x
+            flashstate.conv1d_step(windows[1], between[t], weight, slots=slots, out=convolved_[t], early=early)
+            x, B, C = convolved_[t].split([heads * rows, cols, cols], dim=1)
+            flashstate.mamba2_step(
+                state, x.unflatten(1, (heads, rows)), dt[t], A, B[:, None], C[:, None],
+                slots=slots, out=y[t], early=early,
+            )  # fmt: skip
+
+    return run, [*windows, state, between, convolved_, y]
+
+
+def check_early(device: torch.device, through_a_graph: bool) -> None:
+    results = []
+    for early in (False, True):
+        run, memory = make_layer(32, device)
+        if through_a_graph:
+            before = [tensor.clone() for tensor in memory]
+            run(early)  # compiles
+            for tensor, was in zip(memory, before, strict=True):
+                tensor.copy_(was)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                run(early)
+            graph.replay()
+        else:
+            run(early)
+        results.append(memory)
+    for off, on in zip(*results, strict=True):
+        assert torch.equal(off, on)
+
+
+def test_starting_early_changes_nothing() -> None:
+    check_early(CPU, through_a_graph=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("through_a_graph", [False, True])
+@pytest.mark.parametrize("attempt", range(5))
+def test_starting_early_changes_no_byte_on_a_gpu(attempt: int, through_a_graph: bool) -> None:
+    check_early(CUDA, through_a_graph)

@@ -1,57 +1,15 @@
-"""gated_delta_step: the laws on every implementation, an independent model, several tokens at once."""
+"""gated_delta_step: an independent model, and several tokens at once. The laws: test_laws.py."""
 
 import math
 
 import pytest
 import torch
-from obeying import Choice, laws
 from torch import Tensor
 
-from flashstate.proof import (
-    ODD_DELTA_CASES,
-    ODD_DELTA_SHAPES,
-    QUICK_DELTA_CASES,
-    REAL_DELTA_CASES,
-    DeltaCase,
-    interpreted,
-    make_inputs,
-)
-from flashstate.proof.laws import LAWS
+from flashstate.proof import DeltaCase, make_inputs
 from flashstate.reference.gated_delta import EPSILON, gated_delta_at_once, gated_delta_token, gates, normalised
 
 CPU = torch.device("cpu")
-CUDA = torch.device("cuda")
-CHOICE = Choice(ODD_DELTA_CASES, ODD_DELTA_SHAPES, REAL_DELTA_CASES + QUICK_DELTA_CASES)
-
-
-def test_every_law_meets_half_of_the_formats_and_of_the_forms_in_the_interpreter() -> None:
-    CHOICE.require_half_in_the_interpreter()
-
-
-def test_every_law_meets_every_format_and_every_form_without_a_gpu() -> None:
-    CHOICE.require_all_without_a_gpu()
-
-
-def test_every_law_meets_every_format_and_every_shape_on_a_gpu() -> None:
-    CHOICE.require_all_on_a_gpu()
-
-
-@pytest.mark.parametrize(("words", "case"), [pair for pair in CHOICE.by_turns if pair[0] in laws("")], ids=str)
-def test_reference_obeys(words: str, case: DeltaCase) -> None:
-    LAWS[words](case, CPU)
-
-
-@pytest.mark.interpreted
-@pytest.mark.parametrize(("words", "case"), CHOICE.in_the_interpreter, ids=str)
-def test_interpreted_kernel_obeys(words: str, case: DeltaCase) -> None:
-    with interpreted():
-        LAWS[words](case, CPU)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("words", "case"), CHOICE.on_a_gpu, ids=str)
-def test_compiled_kernel_obeys(words: str, case: DeltaCase) -> None:
-    LAWS[words](case, CUDA)
 
 
 def in_float64(case: DeltaCase) -> tuple[Tensor, dict[str, Tensor], dict[str, object]]:

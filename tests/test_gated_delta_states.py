@@ -369,7 +369,7 @@ TILED = (  # 13 rows in tiles of four, or 52 in tiles of 16: the fourth has few 
     DeltaCase(2, 2, 1, 13, 64, format="bfloat16", x="bfloat16"),
     DeltaCase(2, 2, 1, 13, 128, format="float8_e4m3fn"),
     DeltaCase(2, 2, 1, 52, 64, format="bfloat16", x="float16", qk="float16", exact=False, tokens=4),
-    DeltaCase(2, 2, 1, 52, 32, "int8", "stochastic", x="float16", qk="float16", exact=False, tokens=9),
+    DeltaCase(2, 2, 1, 52, 32, format="int8", rounding="stochastic", x="float16", qk="float16", exact=False, tokens=9),
     DeltaCase(2, 2, 1, 52, 32, qk="float16", exact=False, tokens=2, packed=True),
 )
 

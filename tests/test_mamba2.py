@@ -1,4 +1,4 @@
-"""mamba2_step: the laws on every implementation, an independent model, and pools of any size."""
+"""mamba2_step: an independent model, extreme time steps, faults, and pools of any size. The laws: test_laws.py."""
 
 import math
 import os
@@ -6,65 +6,21 @@ from dataclasses import replace
 
 import pytest
 import torch
-from obeying import by_shape, format_of, gpu_pairs, interpreted_pairs, laws, reference_pairs, require_half
+from implementations import NO_INTERPRETER
+from obeying import silent_on
 from torch import Tensor
 
 import flashstate
-from flashstate.proof import (
-    ODD_CASES,
-    ODD_SHAPES,
-    QUICK_CASES,
-    REAL_CASES,
-    Case,
-    Inputs,
-    interpreted,
-    make_inputs,
-)
-from flashstate.proof.laws import LAWS, pairs
+from flashstate.proof import CASES, Case, interpreted, make_inputs
+from flashstate.proof.laws import replay
 from flashstate.reference.mamba2 import mamba2_token
-from flashstate.state.formats import PORTABLE_FORMATS
 
-CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
-GPU_CASES = REAL_CASES + QUICK_CASES
-SHAPES_FOR_CONFIGS = {(64, 128), (128, 256), (80, 20), (4, 33)}
-FORMS = len(ODD_SHAPES)
-GROUPS = [ODD_CASES[FORMS * i : FORMS * (i + 1)] for i in range(len(PORTABLE_FORMATS))]  # a format each, in every form
-IN_THE_INTERPRETER = interpreted_pairs(GROUPS, turns=2)  # which is slow; a GPU meets all
+REAL = CASES["mamba2_step"].real[0]
 
 
-def form_of(case: Case) -> tuple[bool, bool, bool]:
-    return case.tokens > 0, case.packed, case.mamba1
-
-
-def test_every_law_meets_every_format_and_every_form_without_a_gpu() -> None:
-    """On the reference, of those it speaks of; half of the formats and of the forms in the interpreter."""
-    formats, forms = set(PORTABLE_FORMATS), set(map(form_of, ODD_CASES))
-    assert {(c.format, c.rounding, *form_of(c)) for c in ODD_CASES} == {(*f, *form) for f in formats for form in forms}
-    for kind_of in (format_of, form_of):
-        require_half(pairs(laws("", "kernels"), ODD_CASES), IN_THE_INTERPRETER, kind_of)
-
-
-def tries_configs(case: Case) -> bool:
-    return (case.rows, case.cols) in SHAPES_FOR_CONFIGS and case.heads <= 16
-
-
-@pytest.mark.parametrize(("words", "case"), reference_pairs(ODD_CASES), ids=str)
-def test_reference_obeys(words: str, case: Case) -> None:
-    LAWS[words](case, CPU)
-
-
-@pytest.mark.interpreted
-@pytest.mark.parametrize(("words", "case"), IN_THE_INTERPRETER, ids=str)
-def test_interpreted_kernel_obeys(words: str, case: Case) -> None:
-    with interpreted():
-        LAWS[words](case, CPU)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("words", "case"), gpu_pairs(by_shape(GPU_CASES), tries_configs), ids=str)
-def test_compiled_kernel_obeys(words: str, case: Case) -> None:
-    LAWS[words](case, CUDA)
+def test_all_laws_speak_of_it_but_those_of_rings() -> None:
+    assert silent_on("mamba2_step") == silent_on("gated_delta_step") == replay.WORDS
 
 
 def one_element(s: float, x: float, dt: float, A: float, B: float) -> float:
@@ -106,40 +62,21 @@ def test_reference_equals_the_recurrence_written_with_loops() -> None:
 EXTREME_DT = [-80.0, -60.0, -17.0, -1e-3, 0.0, 1.0, 19.999, 20.0, 20.001, 100.0, 1e4]
 
 
-def extreme_step(device: torch.device) -> Tensor:
-    """The state after one step from zero with x = B = 1 and A = 0: it is softplus(dt)."""
-    dt = torch.tensor(EXTREME_DT, device=device)[:, None]
+def test_tiny_and_huge_time_steps_are_kept(device: torch.device) -> None:
+    """From zero with x = B = 1 and A = 0 the state is softplus(dt). exp on a GPU rounds its argument, so the relative
+    error of a tiny result grows with |dt|; it is not lost."""
+    dt, one = torch.tensor(EXTREME_DT, device=device), torch.ones(len(EXTREME_DT), 1, 1, device=device)
     data = torch.zeros(len(EXTREME_DT), 1, 1, 1, device=device)
-    one = torch.ones(len(EXTREME_DT), 1, 1, device=device)
-    flashstate.mamba2_step(data, one, dt, torch.zeros(1, device=device), one, one)
-    return data.flatten().double().cpu()
+    flashstate.mamba2_step(data, one, dt[:, None], torch.zeros(1, device=device), one, one)
+    exact = torch.nn.functional.softplus(dt.double(), threshold=700)
+    allowed = (4 + dt.double().clamp(max=0).abs()) * torch.finfo(torch.float32).eps * exact
+    assert ((data.flatten().double() - exact).abs() <= allowed).all()
 
 
-def check_extreme_dt(device: torch.device) -> None:
-    """exp on a GPU rounds its argument, so the relative error of a tiny result grows with |dt|; it is not lost."""
-    dt = torch.tensor(EXTREME_DT, dtype=torch.float64)
-    exact = torch.nn.functional.softplus(dt, threshold=700)
-    allowed = (4 + dt.clamp(max=0).abs()) * torch.finfo(torch.float32).eps * exact
-    assert ((extreme_step(device) - exact).abs() <= allowed).all()
-
-
-def test_reference_keeps_tiny_and_huge_time_steps() -> None:
-    check_extreme_dt(CPU)
-
-
-@pytest.mark.interpreted
-def test_interpreted_kernel_keeps_tiny_and_huge_time_steps() -> None:
-    with interpreted():
-        check_extreme_dt(CPU)
-
-
-@pytest.mark.gpu
-def test_compiled_kernel_keeps_tiny_and_huge_time_steps() -> None:
-    check_extreme_dt(CUDA)
-
-
-def check_inference_mode(device: torch.device) -> None:
+@pytest.mark.parametrize("device", NO_INTERPRETER, indirect=True)
+def test_faults_cross_the_border_of_inference_mode(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server's steps run in inference mode; the flag they may set is read and cleared outside it, and the reverse."""
+    monkeypatch.setattr("flashstate.state.faults._flags", {})
     for setting, reading in ((True, False), (False, True)):
         with torch.inference_mode(setting):
             inputs = make_inputs(Case(), device)
@@ -148,20 +85,9 @@ def check_inference_mode(device: torch.device) -> None:
             flashstate.check_faults()
 
 
-def test_faults_cross_the_border_of_inference_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flashstate.state.faults._flags", {})
-    check_inference_mode(CPU)
-
-
-@pytest.mark.gpu
-def test_faults_cross_the_border_of_inference_mode_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flashstate.state.faults._flags", {})
-    check_inference_mode(CUDA)
-
-
 @pytest.mark.gpu
 def test_a_fault_on_another_stream_is_seen() -> None:
-    inputs = make_inputs(REAL_CASES[0], CUDA)
+    inputs = make_inputs(REAL, CUDA)
     inputs.step()
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -173,7 +99,7 @@ def test_a_fault_on_another_stream_is_seen() -> None:
 
 
 def test_an_empty_batch_does_nothing() -> None:
-    inputs = make_inputs(Case(), CPU)
+    inputs = make_inputs(Case(), torch.device("cpu"))
     before = inputs.state.data.clone()
     empty = {name: t if name == "A" else t[:0] for name, t in inputs.arguments.items()}
     y = inputs.step(**empty, z=inputs.options["z"][:0], slots=inputs.slots[:0])
@@ -181,27 +107,18 @@ def test_an_empty_batch_does_nothing() -> None:
     assert torch.equal(inputs.state.data, before)
 
 
-def largest_pool(device: torch.device) -> Inputs:
-    """A pool of more than 2^31 elements, its batch on the last slots."""
-    case = Case(8, 16, 1, 64, 128, format="float16", x="bfloat16", bc="bfloat16", dt="bfloat16", slots=8)
-    inputs = make_inputs(case, device)
-    slots = (1 << 31) // (16 * 64 * 128) + 64
-    data = torch.zeros(slots, 16, 64, 128, dtype=torch.float16, device=device)
-    data[-8:] = inputs.state.data
-    inputs.state = flashstate.State(data)
-    inputs.slots = inputs.slots + (slots - 8)
-    return inputs
-
-
 @pytest.mark.gpu
 def test_a_pool_past_2_31_elements_works() -> None:
-    large = largest_pool(CUDA)
-    assert large.state.data.numel() > 1 << 31
-    first = large.state.data.shape[0] - 8
-    small = replace(large, state=flashstate.State(large.state.data[first:].clone()), slots=large.slots - first)
+    """Its batch is on the last slots."""
+    small = make_inputs(replace(REAL, batch=8, slots=8, format="float16"), CUDA)
+    first = (1 << 31) // small.state.data[0].numel() + 56
+    data = torch.zeros(first + 8, *small.state.data.shape[1:], dtype=torch.float16, device=CUDA)
+    data[first:] = small.state.data
+    large = replace(small, state=flashstate.State(data), slots=small.slots + first)
+    assert data.numel() > 1 << 31
     assert torch.equal(large.step(), small.step())
-    assert torch.equal(large.state.data[-8:], small.state.data)
-    assert not large.state.data[:-8].any()
+    assert torch.equal(data[first:], small.state.data)
+    assert not data[:first].any()
 
 
 @pytest.mark.gpu
@@ -221,7 +138,7 @@ def test_activations_past_2_31_elements_work(strides: tuple[int, int]) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_a_device_that_is_not_current_works() -> None:
     other = torch.device("cuda", 1)
-    here, there = make_inputs(REAL_CASES[0], CUDA), make_inputs(REAL_CASES[0], other)
+    here, there = make_inputs(REAL, CUDA), make_inputs(REAL, other)
     assert torch.equal(here.step().cpu(), there.step().cpu())
 
 

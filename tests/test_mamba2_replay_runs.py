@@ -1,24 +1,20 @@
 """mamba2_replay over many steps: requests that come and go, strong decays, CUDA graphs, races."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from random import Random
 
 import pytest
 import torch
-from racing import LAUNCHES, busy
+from racing import IDLE_AND_BUSY, Around, require_equal_launches
 from torch import Tensor
 
 import flashstate
 from flashstate import Slots, State, StatePool
 from flashstate.proof import Recurrence, ReplayCase, ReplayInputs, ReplayPool, dtype, slotted
-from flashstate.proof.cases.mamba2_replay import REPLAY
-from flashstate.proof.laws.replay import FORMS, call, parted
-from flashstate.proof.laws.require import all_tokens, poison, require_equal_bytes, require_within_budget, restore
-from flashstate.state.formats import PORTABLE_FORMATS, bits_of
+from flashstate.proof.cases.mamba2_replay import FORMS, REPLAY
+from flashstate.proof.laws.require import all_tokens, poison, require_equal_bytes, require_within_budget
+from flashstate.state.formats import PORTABLE_FORMATS
 
-CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
 RELATIVE = 1e-5  # what float32 states and activations keep to, whatever the decays
 
@@ -108,10 +104,10 @@ class Traffic:
         kept = [draw.choice([0, n, draw.randint(0, n)]) for n in lengths]
         accepted = torch.tensor(kept, dtype=torch.int64, device=self.device)
         calls = [self.inputs(i, read, lengths, dense, 100 * turn + i) for i in range(LAYERS)]
-        plan = calls[0].plan(**{} if dense else {"max_len": case.tokens})
-        with parted() if turn % 2 else nullcontext():
-            for i, inputs in enumerate(calls):
-                self.require_step(f"step {turn}, layer {i}", inputs, plan, self.models[i], accepted)
+        plan = calls[0].plan(calls[0].at(**{} if dense else {"max_len": case.tokens}))
+        for i, inputs in enumerate(calls):
+            planned = replace(inputs, form=FORMS[1 + turn % 2])
+            self.require_step(f"step {turn}, layer {i}", planned, plan, self.models[i], accepted)
         self.folds += int(calls[0].folds.sum())
         self.pool.commit(plan, accepted)
         self.pool.advance(calls[0].at())
@@ -221,9 +217,9 @@ def test_strong_decays_keep_float32_to_a_hundred_thousandth(tokens: int, device:
         step = inputs.with_tokens_of(case.make_inputs(device, seed=turn + 1))
         step.arguments["dt"].abs_().pow_(6).mul_(4).clamp_(max=20)
         accepted = torch.tensor([draw.randint(0, tokens) for _ in range(case.batch)], device=device)
-        plan = step.plan()
+        plan, form = step.plan(), FORMS[turn % len(FORMS)]
         want, _ = model.step(step, accepted)
-        require_relative(f"output of step {turn}", all_tokens(step, call(FORMS[turn % len(FORMS)], step)), want)
+        require_relative(f"output of step {turn}", all_tokens(step, replace(step, form=form).step()), want)
         step.state.ring.commit(plan, accepted)
         into = torch.zeros_like(step.state.data)
         flashstate.mamba2_fold(step.state.state, step.state.ring, step.arguments["A"], into=into)
@@ -234,14 +230,15 @@ def test_strong_decays_keep_float32_to_a_hundred_thousandth(tokens: int, device:
 # CUDA graphs
 
 REPLAYS = 200
+PLANNED = pytest.mark.parametrize("form", FORMS[1:])  # of one kernel, and of two
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-@pytest.mark.parametrize("around", [nullcontext, parted], ids=["one kernel", "two kernels"])
+@PLANNED
 @pytest.mark.parametrize(("name", "rounding"), [("float32", "nearest"), ("int8", "stochastic")])
 def test_a_graph_of_a_whole_step_is_the_recurrence_on_whatever_is_accepted(
-    name: str, rounding: str, around: Callable[[], AbstractContextManager[None]], packed: bool
+    name: str, rounding: str, form: str, packed: bool
 ) -> None:
     """Plan, replay of all layers, commit of counts that are on the device, advance: none of it needs the host."""
     batch, case = 16, replace(REAL, format=name, rounding=rounding)
@@ -251,7 +248,7 @@ def test_a_graph_of_a_whole_step_is_the_recurrence_on_whatever_is_accepted(
     bounds = torch.zeros(batch + 1, dtype=torch.int32, device=CUDA)
     slots = Slots(read, cu_seqlens=bounds, max_len=case.tokens) if packed else Slots(read)
     calls = [traffic.inputs(i, [0] * batch, [case.tokens] * batch, not packed, i) for i in range(LAYERS)]
-    calls = [replace(inputs, slots=read) for inputs in calls]
+    calls = [replace(inputs, slots=read, form=form) for inputs in calls]
     outputs = [torch.empty_like(inputs.main) for inputs in calls]
 
     def step() -> None:
@@ -262,12 +259,11 @@ def test_a_graph_of_a_whole_step_is_the_recurrence_on_whatever_is_accepted(
         traffic.pool.advance(slots)
 
     graph = torch.cuda.CUDAGraph()
-    with around():
-        read.fill_(-1)  # warm-up, of padding rows alone
+    read.fill_(-1)  # warm-up, of padding rows alone
+    step()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
         step()
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph):
-            step()
     generator, draw, folds = torch.Generator(CUDA).manual_seed(1), Random(1), 0
     for turn in range(REPLAYS):
         lengths = [draw.randint(0, case.tokens) if packed else case.tokens for _ in range(batch)]
@@ -294,20 +290,17 @@ def test_a_graph_of_a_whole_step_is_the_recurrence_on_whatever_is_accepted(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("around", [nullcontext, parted], ids=["one kernel", "two kernels"])
-def test_nothing_between_plan_and_commit_waits_for_the_device(
-    around: Callable[[], AbstractContextManager[None]],
-) -> None:
-    inputs = replace(REAL, batch=5, format="int8", rounding="stochastic").make_inputs(CUDA)
+@PLANNED
+def test_nothing_between_plan_and_commit_waits_for_the_device(form: str) -> None:
+    inputs = replace(REAL, batch=5, format="int8", rounding="stochastic", form=form).make_inputs(CUDA)
     out, accepted = torch.empty_like(inputs.main), inputs.tokens
     for mode in ("default", "error"):  # kernels compile in the first pass
         slots = inputs.at()
         torch.cuda.set_sync_debug_mode(mode)
         try:
-            with around():
-                plan = inputs.state.ring.plan(slots, inputs.main.shape[1])
-                inputs.step(plan=plan, out=out)
-                inputs.step(plan=plan)
+            plan = inputs.plan(slots)
+            inputs.step(plan=plan, out=out)
+            inputs.step(plan=plan)
             inputs.state.ring.commit(plan, accepted)
             inputs.state.advance(slots)
             flashstate.mamba2_fold(inputs.state.state, inputs.state.ring, inputs.arguments["A"], slots=slots)
@@ -327,46 +320,31 @@ RACES = {
 }
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("around", [nullcontext, busy], ids=["idle", "busy"])
-@pytest.mark.parametrize("which", RACES)
-def test_plans_commits_and_folds_of_equal_rings_give_equal_bytes(
-    which: str, around: Callable[[], AbstractContextManager[None]]
-) -> None:
-    inputs = RACES[which].make_inputs(CUDA)
-    run, slots, accepted = inputs.fresh(), inputs.at(), inputs.tokens // 2
+EVERY_RACE = pytest.mark.parametrize("which", RACES)
 
-    def results() -> list[Tensor]:
-        restore(run.state, inputs.state)
-        pool, plan = run.state, run.state.ring.plan(slots, None if inputs.lengths else inputs.row_lengths[0])
+
+@pytest.mark.gpu
+@IDLE_AND_BUSY
+@EVERY_RACE
+def test_plans_commits_and_folds_of_equal_rings_give_equal_bytes(which: str, around: Around) -> None:
+    inputs = RACES[which].make_inputs(CUDA)
+    slots, accepted = inputs.at(), inputs.tokens // 2
+
+    def launch(run: ReplayInputs) -> list[Tensor]:
+        pool, plan = run.state, run.plan(slots)
         flashstate.mamba2_fold(pool.state, pool.ring, inputs.arguments["A"], slots=inputs.slots)
         pool.ring.folded(inputs.slots)
         pool.ring.commit(plan, accepted)
-        return [plan.rows, plan.parts, *slotted(pool).values()]
+        return [plan.rows, plan.parts]
 
-    want = [tensor.clone() for tensor in results()]
-    differs = torch.zeros((), dtype=torch.int64, device=CUDA)
-    with around():
-        for _ in range(LAUNCHES):
-            differs += sum((bits_of(got) != bits_of(wanted)).sum() for got, wanted in zip(results(), want, strict=True))
-    assert int(differs) == 0
+    require_equal_launches(inputs, launch, around)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("around", [nullcontext, busy], ids=["idle", "busy"])
+@IDLE_AND_BUSY
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("which", RACES)
-def test_launches_on_equal_inputs_give_equal_bytes_in_every_form(
-    which: str, form: str, around: Callable[[], AbstractContextManager[None]]
-) -> None:
-    inputs = RACES[which].make_inputs(CUDA)
-    first, again = inputs.fresh(), inputs.fresh()
-    want = call(form, first)
-    out, differs = torch.empty_like(want), torch.zeros((), dtype=torch.int64, device=CUDA)
-    with around():
-        for _ in range(LAUNCHES):
-            restore(again.state, inputs.state)
-            call(form, again, {"out": out.fill_(torch.nan)})
-            pairs = [(out, want), *zip(slotted(again.state).values(), slotted(first.state).values(), strict=True)]
-            differs += sum((bits_of(got) != bits_of(wanted)).sum() for got, wanted in pairs)
-    assert int(differs) == 0
+@EVERY_RACE
+def test_launches_on_equal_inputs_give_equal_bytes_in_every_form(which: str, form: str, around: Around) -> None:
+    inputs = replace(RACES[which], form=form).make_inputs(CUDA)
+    out, slots = torch.empty_like(inputs.main), inputs.at()
+    require_equal_launches(inputs, lambda run: [run.step(slots=slots, out=out.fill_(torch.nan))], around)

@@ -1,4 +1,4 @@
-"""mamba3_step: the laws on every implementation, an independent model, what cases are made of."""
+"""mamba3_step: an independent model, and what its cases are made of. The laws: test_laws.py."""
 
 import math
 import struct
@@ -8,95 +8,36 @@ from typing import Any
 
 import pytest
 import torch
-from obeying import Choice, by_shape, laws
+from obeying import shape_of, silent_on
 from torch import Tensor
 
-from flashstate.proof import (
-    ODD_MAMBA3_CASES,
-    ODD_MAMBA3_SHAPES,
-    QUICK_MAMBA3_CASES,
-    REAL_MAMBA3_CASES,
-    Inputs,
-    Mamba3Case,
-    interpreted,
-    make_inputs,
-    oracle,
-    slotted,
-    up_to_turns,
-)
-from flashstate.proof.laws import LAWS, pairs
+from flashstate.proof import CASES, Inputs, Mamba3Case, make_inputs, oracle, slotted, up_to_turns
+from flashstate.proof.laws import replay
 
 CPU = torch.device("cpu")
-CUDA = torch.device("cuda")
-CHOICE = Choice(ODD_MAMBA3_CASES, ODD_MAMBA3_SHAPES, REAL_MAMBA3_CASES + QUICK_MAMBA3_CASES)
+ODD, REAL = CASES["mamba3_step"].odd, CASES["mamba3_step"].real
 
 
-def test_every_law_meets_half_of_the_formats_and_of_the_forms_in_the_interpreter() -> None:
-    CHOICE.require_half_in_the_interpreter()
-
-
-def test_every_law_meets_every_format_and_every_form_without_a_gpu() -> None:
-    CHOICE.require_all_without_a_gpu()
-
-
-def test_every_law_meets_every_format_and_every_shape_on_a_gpu() -> None:
-    CHOICE.require_all_on_a_gpu()
-
-
-def test_laws_of_snapshots_and_trees_do_not_speak_of_mamba3_and_all_others_do() -> None:
-    silent = [words for words in LAWS if not pairs([words], ODD_MAMBA3_CASES + REAL_MAMBA3_CASES)]
-    assert [words.split()[0:4] for words in silent] == [
+def test_laws_of_snapshots_and_trees_do_not_speak_of_it() -> None:
+    silent = [words for words in silent_on("mamba3_step") if words not in replay.WORDS]
+    assert [words.split()[:4] for words in silent] == [
         ["snapshots", "hold", "the", "state"],
         ["a", "token", "of", "a"],
         ["a", "token", "whose", "parent"],
     ]
 
 
-@pytest.mark.parametrize(("words", "case"), [pair for pair in CHOICE.by_turns if pair[0] in laws("")], ids=str)
-def test_reference_obeys(words: str, case: Mamba3Case) -> None:
-    LAWS[words](case, CPU)
-
-
-@pytest.mark.interpreted
-@pytest.mark.parametrize(("words", "case"), CHOICE.in_the_interpreter, ids=str)
-def test_interpreted_kernel_obeys(words: str, case: Mamba3Case) -> None:
-    with interpreted():
-        LAWS[words](case, CPU)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("words", "case"), CHOICE.on_a_gpu, ids=str)
-def test_compiled_kernel_obeys(words: str, case: Mamba3Case) -> None:
-    LAWS[words](case, CUDA)
-
-
 # What cases are made of
 
 
-@pytest.mark.parametrize("case", dict.fromkeys(ODD_MAMBA3_CASES), ids=str)
-def test_counted_bytes_are_those_of_all_tensors_of_a_call(case: Mamba3Case) -> None:
-    inputs = make_inputs(case, CPU)
-    used = {name: t[: sum(case.lengths)] if case.packed else t for name, t in inputs.activations.items()}
-    given = {**inputs.arguments, **inputs.options, **used, "slots": inputs.slots}
-    others = sum(t.nbytes for t in given.values() if isinstance(t, Tensor))
-    others += case.batch * 8 if case.rounding == "stochastic" else 0
-    states = {name: t[: case.batch].nbytes for name, t in slotted(inputs.state).items()}
-    y = inputs.step()
-    others += (y[: sum(case.lengths)] if case.packed else y).nbytes
-    written = sum(size for name, size in states.items() if name not in inputs.op.left_alone)
-    for stores in (0, 1, 3):
-        assert case.counted_bytes(stores) == sum(states.values()) + stores * written + others
-    assert case.slot_bytes == inputs.state.data[0].nbytes
-
-
-@pytest.mark.parametrize("case", [cases[0] for cases in by_shape(ODD_MAMBA3_CASES + REAL_MAMBA3_CASES)], ids=str)
+@pytest.mark.parametrize("case", dict.fromkeys(map(shape_of, (*ODD, *REAL))), ids=str)
 def test_no_b_is_so_near_to_a_tie_that_float32_rounds_it_elsewhere(case: Mamba3Case) -> None:
     exact, plain = oracle(make_inputs(replace(case, update_kv=True), CPU)).carried["k"]
     assert case.kv == "float32" or torch.equal(plain.double(), exact)
 
 
 def test_the_pool_of_a_case_is_the_state_that_its_op_is_given() -> None:
-    inputs = make_inputs(replace(ODD_MAMBA3_CASES[0], format="int8", rounding="stochastic"), CPU)
+    inputs = make_inputs(replace(ODD[0], format="int8", rounding="stochastic"), CPU)
     state = inputs.state.state
     assert state is inputs.state.state
     assert (state.ssm.rounding, state.ssm.stream, inputs.state.launches) == ("stochastic", 3, state.launches)

@@ -2,21 +2,20 @@
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from itertools import product
 
 import pytest
 import torch
-from racing import LAUNCHES, busy
+from racing import IDLE_AND_BUSY, Around, require_equal_launches
 from torch import Tensor
 
 from flashstate.launch import Config, override, valid_configs
 from flashstate.launch.config import mode_key, table_key
 from flashstate.launch.table import load_table
 from flashstate.proof import Inputs, Mamba3Case, error_ratio, interpreted, make_inputs, slotted, up_to_turns
-from flashstate.proof.laws.require import require_equal_bytes, require_equal_states, rest_of, restore
+from flashstate.proof.laws.require import require_equal_bytes, require_equal_states, rest_of
 from flashstate.reference.mamba3 import Memory, Parameters, mamba3_token, moved_on
 from flashstate.state.formats import bits_of
 
@@ -300,43 +299,31 @@ def in_tiles() -> dict[str, tuple[Mamba3Case, Config]]:
 RACES = {**measured(), **in_tiles()}
 
 
-def require_equal_launches(
-    inputs: Inputs, config: Config, around: Callable[[], AbstractContextManager[None]], **fields: Tensor
-) -> None:
-    """Step the same inputs again and again, with these fields of Slots."""
-    first, again = inputs.fresh(), inputs.fresh()
-    differs = torch.zeros((), dtype=torch.int64, device=CUDA)
+def require_equal(where: str, around: Around, every_token: bool = False) -> None:
+    """Launches of a race, which may store the state after every token: of the first in the slot that was read."""
+    case, config = RACES[where]
+    inputs = make_inputs(case, CUDA)
+    slots = inputs.at()
+    if every_token:
+        others = rest_of(inputs)[: case.batch * (case.tokens - 1)]
+        write = torch.cat([inputs.slots[:, None], others.view(case.batch, -1).to(inputs.slots)], 1)
+        slots = inputs.at(write=write)
     with override(config):
-        want = first.step(slots=first.at(**fields))
-        out, step = torch.empty_like(want), partial(again.step, slots=again.at(**fields))
-        with around():
-            for _ in range(LAUNCHES):
-                restore(again.state, inputs.state)
-                step(out=out.fill_(torch.nan))
-                pairs = [(out, want), *((t, slotted(first.state)[name]) for name, t in slotted(again.state).items())]
-                differs += sum((bits_of(got) != bits_of(wanted)).sum() for got, wanted in pairs)
-    assert int(differs) == 0
+        out = torch.empty_like(inputs.fresh().step())
+        require_equal_launches(inputs, lambda run: [run.step(slots=slots, out=out.fill_(torch.nan))], around)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("around", [nullcontext, busy], ids=["idle", "busy"])
+@IDLE_AND_BUSY
 @pytest.mark.parametrize("where", RACES)
-def test_launches_on_equal_inputs_give_equal_bytes(
-    where: str, around: Callable[[], AbstractContextManager[None]]
-) -> None:
-    case, config = RACES[where]
-    require_equal_launches(make_inputs(case, CUDA), config, around)
+def test_launches_on_equal_inputs_give_equal_bytes(where: str, around: Around) -> None:
+    require_equal(where, around)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("where", [name for name, (case, _) in RACES.items() if case.tokens])
 def test_launches_that_store_every_token_give_equal_bytes(where: str) -> None:
-    """Of the first token in the slot that was read."""
-    case, config = RACES[where]
-    inputs = make_inputs(case, CUDA)
-    others = rest_of(inputs)[: case.batch * (case.tokens - 1)]
-    write = torch.cat([inputs.slots[:, None], others.view(case.batch, -1).to(inputs.slots)], 1)
-    require_equal_launches(inputs, config, nullcontext, write=write)
+    require_equal(where, nullcontext, every_token=True)
 
 
 # Tokens and their slots

@@ -6,20 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from flashstate.ops.tokens import flat_slots, flat_snapshots
 from torch import Tensor
 
 import flashstate
-from flashstate.ops.tokens import flat_slots, flat_snapshots
-from flashstate.proof import (
-    REAL_CASES,
-    REAL_DELTA_CASES,
-    REAL_MAMBA3_CASES,
-    AnyCase,
-    Case,
-    DeltaCase,
-    Inputs,
-    make_inputs,
-)
+from flashstate import proof
+from flashstate.proof import AnyCase, Case, DeltaCase, Inputs, make_inputs
 from flashstate.proof.laws.tokens import TREE, make_snapshots
 
 CPU = torch.device("cpu")
@@ -245,10 +237,10 @@ def test_the_registered_op_of_mamba3_declares_what_it_writes(rank: int, tokens: 
 
 
 REAL: dict[str, AnyCase] = {
-    "mamba2": REAL_CASES[0],
-    "gated_delta": REAL_DELTA_CASES[0],
-    "mamba3": REAL_MAMBA3_CASES[0],
-    "gated_delta at once": replace(REAL_DELTA_CASES[0], tokens=4, exact=False),
+    "mamba2": proof.CASES["mamba2_step"].real[0],
+    "gated_delta": proof.CASES["gated_delta_step"].real[0],
+    "mamba3": proof.CASES["mamba3_step"].real[0],
+    "gated_delta at once": replace(proof.CASES["gated_delta_step"].real[0], tokens=4, exact=False),
 }
 
 

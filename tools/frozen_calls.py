@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from zlib import crc32
 
 import torch
@@ -24,20 +24,7 @@ from flashstate.launch import Config, Gpu, choose
 from flashstate.launch.table import load_table
 from flashstate.ops.mamba2_replay import parted
 from flashstate.proof import (
-    ODD_CASES,
-    ODD_CONV_CASES,
-    ODD_DELTA_CASES,
-    ODD_DELTA_SHAPES,
-    ODD_MAMBA3_CASES,
-    ODD_MAMBA3_SHAPES,
-    ODD_REPLAY_CASES,
-    ODD_REPLAY_SHAPES,
-    ODD_SHAPES,
-    REAL_CASES,
-    REAL_CONV_CASES,
-    REAL_DELTA_CASES,
-    REAL_MAMBA3_CASES,
-    REAL_REPLAY_CASES,
+    CASES,
     AnyCase,
     Case,
     ConvCase,
@@ -47,7 +34,6 @@ from flashstate.proof import (
     dtype,
     slotted,
 )
-from flashstate.proof.laws.replay import call as replay
 from flashstate.proof.laws.tokens import TREE, make_snapshots
 from flashstate.state.formats import FORMATS, PORTABLE_FORMATS
 
@@ -177,8 +163,14 @@ CONVOLUTIONS = (
 )
 
 
+def replay(form: str, inputs: Any, options: dict[str, Any] | None = None, **of_slots: Any) -> object:
+    """Replay in one of its forms, with these options of the op and fields of Slots."""
+    run = replace(inputs, form=form)
+    return run.step(slots=run.at(**of_slots), **options or {})
+
+
 def replayed(form: str, **of_slots: Any) -> Callable[[Any, Any], object]:
-    """Replay in a form of flashstate.proof.laws.replay, with fields of Slots."""
+    """A way to call replay: in one of its forms, with fields of Slots."""
     return lambda case, inputs: replay(form, inputs, **of_slots)
 
 
@@ -226,30 +218,32 @@ def some_formats(cases: Sequence[AnyCase], forms: int) -> Iterator[AnyCase]:
 
 def odd_calls() -> Iterator[Call]:
     """Every op in every form, format and rounding, on small and odd shapes; of rarer forms formats take turns."""
-    yield from by_turns(some_formats(ODD_CASES, len(ODD_SHAPES)), STEPS)
-    yield from by_turns(some_formats(ODD_DELTA_CASES, len(ODD_DELTA_SHAPES)), STEPS)
-    yield from by_turns(some_formats(ODD_MAMBA3_CASES, len(ODD_MAMBA3_SHAPES)), STEPS)
-    yield from by_turns(some_formats(ODD_REPLAY_CASES, len(ODD_REPLAY_SHAPES)), REPLAYS)
+    for op in ("mamba2_step", "gated_delta_step", "mamba3_step", "mamba2_replay"):
+        some = some_formats(CASES[op].odd, len(CASES[op].groups[0]))
+        yield from by_turns(some, REPLAYS if op == "mamba2_replay" else STEPS)
     for i, manner in enumerate(CONVOLUTIONS):
-        fitting = [case for case in ODD_CONV_CASES if manner.fits(case)]
+        fitting = [case for case in CASES["conv1d_step"].odd if manner.fits(case)]
         yield from (called(fitting[(i + 5 * j) % len(fitting)], manner) for j in range(RARER))
 
 
 def real_calls() -> Iterator[Call]:
     """Shapes of real models, and batches so large that replay starts two kernels."""
-    for cases in (REAL_CASES, REAL_DELTA_CASES, REAL_MAMBA3_CASES):
-        yield from by_turns(cases[::EVERY], STEPS)
-    yield from by_turns(REAL_REPLAY_CASES[::EVERY], REPLAYS)
-    yield from by_turns(REAL_CONV_CASES, CONVOLUTIONS)
-    largest = max(case.batch * case.heads for case in REAL_REPLAY_CASES)
-    large = (case for case in REAL_REPLAY_CASES if case.batch * case.heads == largest)
+    for op in ("mamba2_step", "gated_delta_step", "mamba3_step"):
+        yield from by_turns(CASES[op].real[::EVERY], STEPS)
+    replayed_cases = cast("Sequence[ReplayCase]", CASES["mamba2_replay"].real)
+    yield from by_turns(replayed_cases[::EVERY], REPLAYS)
+    yield from by_turns(CASES["conv1d_step"].real, CONVOLUTIONS)
+    largest = max(case.batch * case.heads for case in replayed_cases)
+    large = (case for case in replayed_cases if case.batch * case.heads == largest)
     yield from (called(case, Manner("planned, two kernels", replayed("planned"))) for case in large)
 
 
 def hardware_rounding_calls() -> Iterator[Call]:
     """Rounding by an instruction that only the newest architecture has."""
     for name in ("float16", "float8_e4m3fn"):
-        case = Case(2, 16, 1, 64, 128, name, "stochastic_hw", x="bfloat16", bc="bfloat16", dt="bfloat16")
+        case = Case(
+            2, 16, 1, 64, 128, format=name, rounding="stochastic_hw", x="bfloat16", bc="bfloat16", dt="bfloat16"
+        )
         yield called(case, STEPS[0])._replace(architectures=ARCHITECTURES[-1:])
 
 
@@ -270,7 +264,7 @@ def untouched_state(shape: Sequence[int], name: str, rounding: str, seed: Tensor
 
 def fold_calls() -> Iterator[Call]:
     """Folds of states in every format, in place and into every format."""
-    shapes = [case for case in REAL_REPLAY_CASES if case.batch < 8]
+    shapes = [case for case in cast("Sequence[ReplayCase]", CASES["mamba2_replay"].real) if case.batch < 8]
     for i, (name, rounding) in enumerate(PORTABLE_FORMATS):
         case = replace(shapes[(5 * i) % len(shapes)], format=name, rounding=rounding)
         inputs, (into, into_rounding) = inputs_of(case), PORTABLE_FORMATS[(4 * i + 3) % len(PORTABLE_FORMATS)]
@@ -293,7 +287,7 @@ def planned_and_committed(inputs: Any, accepted: Tensor | None) -> None:
 
 def ring_calls() -> Iterator[Call]:
     """Plans of a step, and what moves the cursors of rings."""
-    for case in (ODD_REPLAY_CASES[0], ODD_REPLAY_CASES[1], ODD_REPLAY_CASES[2]):
+    for case in CASES["mamba2_replay"].odd[:3]:
         inputs = inputs_of(case)
         ring, slots, accepted = inputs.state.ring, inputs.slots, torch.ones_like(inputs.slots)
         yield Call(f"{case}, commit", partial(planned_and_committed, inputs, None))
@@ -301,7 +295,7 @@ def ring_calls() -> Iterator[Call]:
         yield Call(f"{case}, folded", partial(ring.folded, slots))
         yield Call(f"{case}, folded some tokens", partial(ring.folded, slots, accepted))
         yield Call(f"{case}, folded everywhere", partial(ring.folded, None, 2))
-    case = replace(ODD_REPLAY_CASES[0], batch=2000)
+    case = replace(CASES["mamba2_replay"].odd[0], batch=2000)
     yield Call(f"{case}, plan of many rows", lambda: inputs_of(case).plan())
 
 

@@ -42,7 +42,7 @@ def at_once(job: Job) -> Job:
         raise MeasurementError(f"only for calls of 2 to {MOST_AT_ONCE} tokens")
     if job.stored == "every":
         raise MeasurementError("only where no state between tokens is stored")
-    return replace(job, case=replace(job.case, exact=False))
+    return replace(job, case=replace(cast(DeltaCase, job.case), exact=False))
 
 
 def one_token(job: Job) -> Job:

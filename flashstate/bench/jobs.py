@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from flashstate.bench.binding import Binder, Binding, Storing
 from flashstate.bench.peers import Peer
 from flashstate.bench.timing import Timing
 from flashstate.launch import Problem
-from flashstate.proof import AnyCase, Inputs
+from flashstate.proof import AnyCase, Inputs, StateCase
 from flashstate.state.formats import PORTABLE_FORMATS
 from flashstate.state.slots import Slots
 
@@ -22,7 +22,7 @@ FLOAT32, BFLOAT16 = ("float32", "nearest"), ("bfloat16", "nearest")
 Live = Literal["none folds", "stationary", "uniform", "all fold", "a 16th folds"]  # rows of the rings of a batch
 Stored = Literal["last", "every", "none", Live, "plan and commit"]
 Formats = Sequence[tuple[str, str]]  # of format and rounding
-CaseT = TypeVar("CaseT", bound=AnyCase)
+CaseT = TypeVar("CaseT", bound=StateCase)
 
 
 class Shape(NamedTuple):
@@ -40,7 +40,7 @@ def grouped_case(
     """The case of a job, else like `common`, whose groups are the field `groups`; ValueError where there is none."""
     if shape.heads % shape.groups:
         raise ValueError(f"the number of groups must divide the {shape.heads} heads, got {shape.groups}")
-    sizes = {"heads": shape.heads, groups: shape.groups, "rows": shape.rows, "cols": shape.cols}
+    sizes: dict[str, Any] = {"heads": shape.heads, groups: shape.groups, "rows": shape.rows, "cols": shape.cols}
     sizes |= {"tokens": tokens, "batch": batch, "slots": batch + SPARE_SLOTS}
     return replace(common, format=name, rounding=rounding, **sizes)
 

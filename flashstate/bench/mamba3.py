@@ -29,7 +29,7 @@ def on_four_states(inputs: Inputs, bare: bool) -> dict[str, Any]:
     return {**with_rotary({**inputs.arguments, **inputs.options}), "state": inputs.state.state}
 
 
-def with_sizes(job: Job, **sizes: int) -> Job:
+def with_sizes(job: Job, **sizes: Any) -> Job:
     """The job with other sizes of its case."""
     return replace(job, case=replace(job.case, **sizes))
 

@@ -13,7 +13,7 @@ from flashstate.bench.jobs import SPARE_SLOTS, Job, Live, Stored
 from flashstate.bench.timing import Timing
 from flashstate.launch import Problem
 from flashstate.ops.mamba2_replay import forms_of
-from flashstate.proof import AnyCase, ReplayCase, ReplayInputs, dtype
+from flashstate.proof import AnyCase, Case, ReplayCase, ReplayInputs, dtype
 from flashstate.proof.inputs import Source
 from flashstate.state.ring import FIELDS, Ring
 
@@ -66,6 +66,7 @@ class RingCase(ReplayCase):
     live_rows: Live = "stationary"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.tokens > WINDOW:
             raise ValueError(f"replay is measured with a window of {WINDOW}, and calls of no more, got {self.tokens}")
 
@@ -95,8 +96,8 @@ class RingCase(ReplayCase):
         stored = self.folding * self.batch * (self.slot_bytes + self.scale_bytes)
         rows = self.batch * (self.counts.double().mean().item() + (self.tokens or 1))  # of rings
         of_row = self.heads * self.rows * dtype(self.x).itemsize + 4 * self.heads
-        of_row += self.groups * self.cols * dtype(self.bc or self.x).itemsize
-        return self.as_step.counted_bytes(0) + round(stored + rows * of_row) + 2 * 4 * self.batch
+        of_row += self.groups * self.cols * dtype(self.bc).itemsize
+        return Case.counted_bytes(self, 0) + round(stored + rows * of_row) + 2 * 4 * self.batch
 
     def _ring(self, source: Source, slots: Tensor) -> Ring:
         """Rings whose slots have the live counts of this case in random order."""

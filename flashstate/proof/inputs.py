@@ -1,19 +1,22 @@
-"""What the cases of all ops share: a pool, the arguments of one call on it, and parts of a batch."""
+"""A pool and the arguments of one call on it, parts of a batch, and the random numbers they are made of."""
 
 from __future__ import annotations
 
-import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from flashstate.launch import Problem
-from flashstate.state.formats import FORMATS, bits_of, decode
+from flashstate.state.formats import bits_of, decode
 from flashstate.state.slots import Slots
+from flashstate.state.state import State
+
+if TYPE_CHECKING:
+    from flashstate.launch.direct import Launches
+    from flashstate.proof.case import AnyCase
+    from flashstate.proof.oracle import Expected
 
 
 def dtype(name: str) -> torch.dtype:
@@ -52,6 +55,33 @@ def slotted(pool: Pool) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in named if isinstance(tensor, Tensor) and name != "seed"}
 
 
+class BesideStates:
+    """A State and what an op keeps beside it, side by side, as laws see them. Its pool is a dataclass with all of it,
+    and calls the op with `state`."""
+
+    data: Tensor
+    scale: Tensor | None
+    seed: Tensor | None
+    rounding: str
+    rounds: int
+    stream: int
+    state: Any
+
+    def stored(self) -> State:
+        """The State of these tensors."""
+        options: dict[str, Any] = {"rounding": self.rounding, "rounds": self.rounds, "stream": self.stream}
+        return State(self.data, self.scale, seed=self.seed, **options)
+
+    @property
+    def launches(self) -> Launches:
+        """Kernels that were started on these states before."""
+        found: Launches = self.state.launches
+        return found
+
+    def advance(self, slots: Slots | Tensor | None = None) -> None:
+        self.state.advance(slots)
+
+
 @dataclass(frozen=True)
 class Op:
     """What inputs, the oracle and laws know of an op."""
@@ -68,6 +98,8 @@ class Op:
     carried: tuple[str, ...] = ()  # tensors of a pool, beside data and scale, that a token continues from
     left_alone: tuple[str, ...] = ()  # those of them that a call does not write
     angles: tuple[str, ...] = ()  # those of them that count up to whole turns
+    # What a call must give, where tokens do not continue from the states alone.
+    expects: Callable[[Any], Expected] | None = None
 
 
 AnyInputs = TypeVar("AnyInputs", bound="Inputs")
@@ -98,13 +130,13 @@ class Inputs:
         return Slots(fields.pop("read", self.slots), **fields)
 
     def fresh(self: AnyInputs, extra: int = 0) -> AnyInputs:
-        """The same inputs on a copy of the pool and its seeds, with the same strides, and `extra` more slots."""
+        """These inputs on a copy of the pool and its seeds, with the same strides, and `extra` more slots."""
         slots = torch.arange(len(self.state.data) + extra, device=self.slots.device)
         slots[len(self.state.data) :] = 0
         return replace(self, state=self._state_of(slots))
 
     def on_larger_pool(self: AnyInputs, slots: int) -> AnyInputs:
-        """The same batch on a pool of that many slots, filled with the states of this one, and seeds of its own."""
+        """The batch on a pool of that many slots, filled with the states of this one, and seeds of its own."""
         larger = self._state_of(torch.arange(slots, device=self.slots.device) % len(self.state.data))
         if larger.seed is not None:
             larger = replace(larger, seed=torch.randint(1 << 62, (slots,), device=self.slots.device))
@@ -124,7 +156,7 @@ class Inputs:
         return replace(self.state, **{name: copied(tensor) for name, tensor in tensors.items()})
 
     def of_rows(self: AnyInputs, rows: Tensor) -> AnyInputs:
-        """The same pool with some rows of the batch, in some order."""
+        """The pool with some rows of the batch, in some order."""
         if self.lengths is None:
             index, lengths = rows, None
         else:
@@ -134,7 +166,7 @@ class Inputs:
         return replace(self.changed(lambda t: t[index]), slots=self.slots[rows], lengths=lengths)
 
     def of_tokens(self: AnyInputs, tokens: slice | list[int] | int) -> AnyInputs:
-        """The same pool and rows, which are not packed, with some of the tokens; with an int one, without its axis."""
+        """The pool and its rows, which are not packed, with some of the tokens; with an int one, without its axis."""
         assert self.lengths is None
         return self.changed(lambda t: t[:, tokens])
 
@@ -144,7 +176,7 @@ class Inputs:
         return replace(alone.changed(lambda t: t[None]), lengths=None)
 
     def changed(self: AnyInputs, change: Callable[[Tensor], Tensor]) -> AnyInputs:
-        """The same pool and parameters, with what `change` makes of every argument that has tokens."""
+        """The pool and the parameters, with what `change` makes of every argument that has tokens."""
         arguments, options = (
             {name: change(t) if name in self.op.activations else t for name, t in given.items()}
             for given in (self.arguments, self.options)
@@ -173,6 +205,11 @@ class Inputs:
         rows, *rest = self.main.shape
         return self.lengths or [rest[0] if self.has_token_axis else 1] * rows
 
+    @property
+    def stores(self) -> Tensor:
+        """Which rows store a state, (batch,): those that have tokens."""
+        return torch.tensor(self.row_lengths, device=self.slots.device) > 0
+
     def per_row(self, y: Tensor) -> list[Tensor]:
         """The outputs of every row."""
         return list(y) if self.lengths is None else list(y[: sum(self.lengths)].split(self.lengths))
@@ -182,129 +219,6 @@ class Inputs:
         """What the slots of the batch hold, as float32: (batch, ...)."""
         slots, scale = self.slots.long(), self.state.scale
         return decode(self.state.data[slots], None if scale is None else scale[slots])
-
-
-class AnyCase(ABC):
-    """One problem for an op: a shape, its tokens, and which optional arguments it has. A frozen dataclass."""
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-
-    batch: int
-    slots: int
-    x: str  # dtype of the main activation, and so of the output
-    tokens: int  # per row, on an axis of their own; 0: one, without that axis
-    packed: bool  # rows of different lengths, up to `tokens`, one after the other
-    index: str  # dtype of slot numbers
-
-    @property
-    @abstractmethod
-    def format(self) -> str:
-        """Of the pool."""
-
-    @property
-    @abstractmethod
-    def rounding(self) -> str:
-        """Of the pool."""
-
-    @property
-    @abstractmethod
-    def state_axes(self) -> tuple[int, ...]:
-        """Sizes of the axes of one slot."""
-
-    @property
-    @abstractmethod
-    def problem(self) -> Problem:
-        """What its config is chosen for."""
-
-    @property
-    @abstractmethod
-    def snapshot_formats(self) -> list[tuple[str, str]]:
-        """Formats and roundings that snapshots are tried in; first the most exact one."""
-
-    @abstractmethod
-    def snapshots(self, rows: int, tokens: int, name: str, rounding: str, device: torch.device) -> Pool:
-        """Snapshots for so many rows and tokens, in this format, filled with something."""
-
-    @abstractmethod
-    def as_views(self, inputs: Inputs) -> Inputs:
-        """The same values with other strides: activations among other memory, parameters expanded where they can be."""
-
-    @abstractmethod
-    def make_inputs(self, device: torch.device, seed: int = 0) -> Inputs:
-        """Random inputs: the scales of a trained model, every slot filled, the batch on distinct slots in random order.
-        NaN in tokens that no row has."""
-
-    @property
-    @abstractmethod
-    def measured_axes(self) -> tuple[int, int, int, int]:
-        """Heads, groups, rows and columns, as measurements list them."""
-
-    @abstractmethod
-    def counted_bytes(self, stores: int = 1) -> int:
-        """Bytes one call must move at least: the state of every row read once and stored `stores` times (once in place;
-        with snapshots once per token), everything else once."""
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of activations that roofs count too; 0 where they are little beside the states."""
-        return 0
-
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of state in one slot, without its scales."""
-        return math.prod(self.state_axes) * dtype(self.format).itemsize
-
-    @property
-    def scale_bytes(self) -> int:
-        """Bytes of scales in one slot."""
-        return 4 * math.prod(self.state_axes[:-1]) if FORMATS[dtype(self.format)].scaled else 0
-
-    @property
-    def exact_at_once(self) -> bool:
-        """Whether several tokens at once give, bit for bit, the output of single ones on float32 states."""
-        return True
-
-    @property
-    def stored_at_once(self) -> bool:
-        """Whether several tokens at once leave, bit for bit, what float32 states after single ones are stored as."""
-        return True
-
-    @property
-    def same_when_packed(self) -> bool:
-        """Whether packed rows give, bit for bit, what they give on a token axis of their own."""
-        return True
-
-    @property
-    def has_states_between_tokens(self) -> bool:
-        """Whether snapshots can be taken of the state after every token, and tokens can form a tree."""
-        return True
-
-    @property
-    def stores_every_token(self) -> bool:
-        """Whether the state after every token can go to a slot of its own."""
-        return self.has_states_between_tokens
-
-    def snapshot_of(self, states: Tensor) -> Tensor:
-        """What snapshots hold of states."""
-        return states
-
-    def newest_of(self, states: Tensor) -> Tensor:
-        """The part of states that depends on every token's input."""
-        return states
-
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens of every row. Packed rows count down from `tokens` to none, and start again."""
-        if not self.packed:
-            return [self.tokens or 1] * self.batch
-        return [self.tokens - row % (self.tokens + 1) for row in range(self.batch)]
-
-    @property
-    def token_axes(self) -> tuple[int, ...]:
-        """Sizes of the leading axes of activations. Packed tokens have two more than there are rows for."""
-        if self.packed:
-            return (sum(self.lengths) + 2,)
-        return (self.batch, self.tokens) if self.tokens else (self.batch,)
 
 
 MOST_DIFFERENT = 64  # states of a pool
@@ -340,23 +254,14 @@ class Source:
         return torch.randperm(case.slots, generator=self.generator)[: case.batch].to(dtype(case.index)).to(self.device)
 
 
-def make_inputs(case: AnyCase, device: torch.device, seed: int = 0) -> Inputs:
-    """The random inputs of a case."""
-    return case.make_inputs(device, seed)
-
-
-C = TypeVar("C", bound=AnyCase)
-
-
-def by_turns(cases: Sequence[C], formats: Sequence[tuple[str, str]], count: int) -> tuple[C, ...]:
-    """Each case in so many formats, those of the next case following on them."""
-    turns = ((case, formats[(count * i + j) % len(formats)]) for i, case in enumerate(cases) for j in range(count))
-    return tuple(replace(case, format=name, rounding=rounding) for case, (name, rounding) in turns)
-
-
 def view_into_projection(tensor: Tensor) -> Tensor:
-    """The same values as a slice of wider rows, one element off alignment, NaN around them."""
+    """These values as a slice of wider rows, one element off alignment, NaN around them."""
     *lead, heads, width = tensor.shape
     wide = torch.full((*lead, 2 * heads, width + 3), torch.nan, dtype=tensor.dtype, device=tensor.device)
     wide[..., heads:, 1 : width + 1] = tensor
     return wide[..., heads:, 1 : width + 1]
+
+
+def first_axis_innermost(tensor: Tensor) -> Tensor:
+    """These values with the first axis innermost in memory, where the last one was."""
+    return tensor.transpose(0, -1).contiguous().transpose(0, -1)

@@ -39,6 +39,8 @@ class Expected:
 def oracle(inputs: Inputs) -> Expected:
     """Outputs and new states of the batch: in float64, and in float32 rounded to the output's dtype and the format."""
     op, before = inputs.op, inputs.states
+    if op.expects is not None:
+        return op.expects(inputs)
     others = [getattr(inputs.state, name)[inputs.slots.long()] for name in op.carried]
     y, after, *exact = _recurrence(inputs, before.double(), others)
     y_plain, after_plain, *plain = _recurrence(inputs, before, others)

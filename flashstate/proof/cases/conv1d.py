@@ -1,4 +1,4 @@
-"""The cases of conv1d_step: their inputs, and the tables of them."""
+"""The cases of conv1d_step: their inputs, what they move, and their tables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from torch import Tensor
 from flashstate.launch.direct import Launches
 from flashstate.ops import conv1d
 from flashstate.ops.conv1d import ChannelProblem
-from flashstate.proof.inputs import AnyCase, Inputs, Op, Source, dtype, view_into_projection
+from flashstate.proof.case import CASES, AnyCase, Cases, bytes_of
+from flashstate.proof.inputs import Inputs, Op, Source, dtype, view_into_projection
 from flashstate.reference.conv1d import conv1d_token
 from flashstate.state.signature import ACCESS_BYTES
 
@@ -52,29 +53,15 @@ CONV1D = Op(_step, _token, activations=("x",), remembered=("x",), widths=1, copi
 
 @dataclass(frozen=True)
 class ConvCase(AnyCase):
-    """One problem for conv1d_step: a shape, the windows, their tokens, and which optional arguments it has."""
+    """One problem for conv1d_step. `x` is the dtype of x, `parameters` that of weight and bias."""
 
-    batch: int = 3
     channels: int = 5
     width: int = 4  # K, inputs that an output depends on
     extra: int = 0  # entries of a window beyond K - 1
-    tokens: int = 0  # per row, on an axis of their own; 0: one, without that axis
-    packed: bool = False  # rows of different lengths, up to `tokens`, one after the other
-    x: str = "float32"  # dtype of x
     window: str = "same"  # dtype of windows: "same" as that of x, or "float32"
-    parameters: str = "float32"  # dtype of weight and bias
     bias: bool = True
     activation: str | None = "silu"
     layout: str = "channels_last"  # of a window in memory, or "channels_first"
-    index: str = "int32"  # dtype of slot numbers
-    slots: int = 7
-
-    def __str__(self) -> str:
-        shape = f"conv1d-b{self.batch}-c{self.channels}-k{self.width}-l{self.state_axes[1]}"
-        tokens = [f"T{self.tokens}{'packed' if self.packed else ''}"] if self.tokens else []
-        dtypes = "-".join(dict.fromkeys((self.x, self.format, self.parameters)))
-        options = [name for name in ("bias" if self.bias else None, self.activation) if name is not None]
-        return "-".join([shape, *tokens, dtypes, self.layout, self.index, *options])
 
     @property
     def format(self) -> str:
@@ -93,21 +80,19 @@ class ConvCase(AnyCase):
         return 1, 1, self.channels, self.width
 
     @property
+    def problem(self) -> ChannelProblem:
+        rows = [self.channels * dtype(name).itemsize for name in (self.x, self.format)]  # bytes of x and of an entry
+        wide = self.layout == "channels_last" and not any(size % ACCESS_BYTES for size in rows)
+        vector, shape = ACCESS_BYTES // dtype(self.x).itemsize if wide else 1, (self.channels, self.width)
+        return ChannelProblem("conv1d_step", *shape, self.format, self.rounding, vector, self.batch, self.several)
+
+    @property
     def token_bytes(self) -> int:
         return 2 * sum(self.lengths) * self.channels * dtype(self.x).itemsize
 
     def counted_bytes(self, stores: int = 1) -> int:
-        parameters = self.channels * (self.width + self.bias) * dtype(self.parameters).itemsize
-        windows = (1 + stores) * self.batch * self.slot_bytes
-        return windows + self.token_bytes + parameters + self.batch * dtype(self.index).itemsize
-
-    @property
-    def problem(self) -> ChannelProblem:
-        rows = [self.channels * dtype(name).itemsize for name in (self.x, self.format)]  # bytes of x and of an entry
-        wide = self.layout == "channels_last" and not any(size % ACCESS_BYTES for size in rows)
-        vector = ACCESS_BYTES // dtype(self.x).itemsize if wide else 1
-        several, shape = self.packed or self.tokens > 1, (self.channels, self.width)
-        return ChannelProblem("conv1d_step", *shape, self.format, self.rounding, vector, self.batch, several)
+        parameters = bytes_of((self.parameters, self.channels * (self.width + self.bias)))
+        return self.pool_bytes(stores) + self.token_bytes + parameters
 
     @property
     def snapshot_formats(self) -> list[tuple[str, str]]:
@@ -133,17 +118,14 @@ class ConvCase(AnyCase):
         options: dict[str, Any] = {"activation": self.activation}
         if self.bias:
             options["bias"] = source.normal(self.channels, name=self.parameters)
-        if self.packed:
-            arguments["x"][sum(self.lengths) :] = torch.nan
-        slots = source.slots_of(self)
-        return Inputs(CONV1D, windows, arguments, options, slots, self.lengths if self.packed else None)
+        return self.inputs_of(CONV1D, windows, arguments, options, source.slots_of(self))
 
     def snapshots(self, rows: int, tokens: int, name: str, rounding: str, device: torch.device) -> Windows:
         shape = (rows, tokens, self.channels, self.width - 1)
         return Windows(self._laid_out(torch.ones(shape, dtype=dtype(name), device=device)))
 
     def _laid_out(self, windows: Tensor) -> Tensor:
-        """The same windows (..., channels, length) in the memory layout of the case."""
+        """Windows (..., channels, length) in the memory layout of the case."""
         return windows.mT.contiguous().mT if self.layout == "channels_last" else windows
 
     def as_views(self, inputs: Inputs) -> Inputs:
@@ -151,8 +133,8 @@ class ConvCase(AnyCase):
         return inputs.changed(lambda x: view_into_projection(x.transpose(0, -1)).transpose(0, -1))
 
 
-# Small and odd, for the interpreter, whose bfloat16 is wrong. In every group one token, several, and packed ones.
-ODD_CONV_GROUPS = (
+# In every group one token, several, and packed ones.
+_GROUPS = (
     (
         ConvCase(3, 5, 4, x="float16", index="int64"),
         ConvCase(2, 70, 4, tokens=5),
@@ -174,12 +156,8 @@ ODD_CONV_GROUPS = (
         ConvCase(3, 5, 6, extra=1, tokens=9, packed=True, bias=False, slots=4),
     ),
 )
-ODD_CONV_CASES = tuple(case for group in ODD_CONV_GROUPS for case in group)
-# One case of each form.
-QUICK_CONV_CASES = tuple(group[i] for i, group in enumerate(ODD_CONV_GROUPS[:3]))
-
 # Channels of real models, and a number of them that nothing divides, for compiled kernels.
-REAL_CONV_CASES = (
+_REAL = (
     ConvCase(4, 10240, 4, x="bfloat16", parameters="bfloat16", slots=16),
     ConvCase(64, 1280, 4, x="bfloat16", parameters="bfloat16", slots=200, tokens=4),
     ConvCase(64, 8448, 4, x="bfloat16", parameters="bfloat16", slots=80, tokens=6, packed=True, index="int64"),
@@ -189,3 +167,4 @@ REAL_CONV_CASES = (
     ConvCase(5, 1283, 4, extra=3, x="bfloat16", slots=9, tokens=6, packed=True, layout="channels_first"),
     ConvCase(5, 1280, 2, x="float16", window="float32", slots=9, tokens=6, packed=True, activation=None),
 )
+CASES["conv1d_step"] = Cases(_GROUPS, _REAL, turns=1)

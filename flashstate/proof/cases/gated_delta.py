@@ -1,4 +1,4 @@
-"""The cases of gated_delta_step: their inputs, what they move, and the tables of them."""
+"""The cases of gated_delta_step: their inputs, what they move, and their tables."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 
 from flashstate.launch import Problem
 from flashstate.ops.gated_delta import delta_kind, gated_delta_step
-from flashstate.proof.inputs import AnyCase, Inputs, Op, Source, by_turns, dtype, view_into_projection
+from flashstate.proof.case import CASES, Cases, StateCase, by_turns, bytes_of, in_every_format
+from flashstate.proof.inputs import Inputs, Op, Source, dtype, first_axis_innermost
 from flashstate.reference.gated_delta import gated_delta_token, gates, normalised
-from flashstate.state.formats import FORMATS, PORTABLE_FORMATS, encode
+from flashstate.state.formats import FORMATS, PORTABLE_FORMATS
 from flashstate.state.signature import ACCESS_BYTES
-from flashstate.state.state import State
 
 
 def _token(s: Tensor, exact: bool, **arguments: Any) -> tuple[Tensor, Tensor]:
@@ -24,8 +24,8 @@ def _token(s: Tensor, exact: bool, **arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 def _token_of_terms(s: Tensor, exact: bool, **arguments: Any) -> tuple[Tensor, Tensor]:
-    """The same in float64. In float32 as operands of tensor cores allow it: states, and what is added to them, are sums
-    of two bfloat16 numbers."""
+    """gated_delta_token in float64. In float32 as operands of tensor cores allow it: states, and what is added to them,
+    are sums of two bfloat16 numbers."""
     if s.dtype == torch.float64:
         return _token(s, exact, **arguments)
 
@@ -54,20 +54,16 @@ ON_TENSOR_CORES = replace(GATED_DELTA, token=_token_of_terms)
 
 
 @dataclass(frozen=True)
-class DeltaCase(AnyCase):
-    """One problem for gated_delta_step: a shape, a format, its tokens, and which optional arguments it has."""
+class DeltaCase(StateCase):
+    """One problem for gated_delta_step. `x` is the dtype of v and of the output, `parameters` that of A_log and
+    dt_bias."""
 
-    batch: int = 3
     heads: int = 4  # HV, of values
     key_heads: int = 2  # H
     rows: int = 16  # V
     cols: int = 16  # K
-    format: str = "float32"
-    rounding: str = "nearest"
-    x: str = "float32"  # dtype of v and of the output
     qk: str = "float32"  # dtype of q and k
     gates: str = "float32"  # dtype of a and b
-    parameters: str = "float32"  # dtype of A_log and dt_bias
     raw: bool = True  # A_log is given; else a is the log-decay, and b is beta
     per_channel: bool = False  # a and dt_bias have a value for each column, as KDA has them
     dt_bias: bool = True  # only if raw
@@ -75,29 +71,15 @@ class DeltaCase(AnyCase):
     scale: float | None = None
     exact: bool = True  # else several tokens go through tensor cores at once
     transposed: bool = False  # states are (cols, rows) in memory; only in formats without scales
-    index: str = "int32"  # dtype of slot numbers
-    slots: int = 7
-    tokens: int = 0  # per row, on an axis of their own; 0: one, without that axis
-    packed: bool = False  # rows of different lengths, up to `tokens`, one after the other
 
-    def __str__(self) -> str:
-        shape = f"delta-b{self.batch}-h{self.heads}k{self.key_heads}-{self.rows}x{self.cols}"
-        dtypes = "-".join(dict.fromkeys((self.x, self.qk, self.gates, self.parameters)))
-        flags = (
-            ("transposed", self.transposed), ("raw", self.raw), ("channel", self.per_channel), ("bias", self.has_bias),
-            ("l2norm", self.qk_l2norm), (f"scale{self.scale}", self.scale is not None), ("inexact", not self.exact),
-        )  # fmt: skip
-        options = [name for name, on in flags if on]
-        tokens = [f"T{self.tokens}{'packed' if self.packed else ''}"] if self.tokens else []
-        return "-".join([shape, *tokens, self.format, self.rounding, dtypes, self.index, *options])
+    def in_format(self, name: str, rounding: str) -> DeltaCase:
+        """The case in a format; rows that have scales are not transposed."""
+        transposed = self.transposed and not FORMATS[dtype(name)].scaled
+        return replace(self, format=name, rounding=rounding, transposed=transposed)
 
     @property
-    def has_bias(self) -> bool:
-        return self.raw and self.dt_bias
-
-    @property
-    def several(self) -> bool:
-        return self.packed or self.tokens > 1
+    def measured_axes(self) -> tuple[int, int, int, int]:
+        return self.heads, self.key_heads, self.rows, self.cols
 
     @property
     def problem(self) -> Problem:
@@ -108,42 +90,32 @@ class DeltaCase(AnyCase):
         return kind(op, *shape, size, self.several, transposed=self.transposed)
 
     @property
-    def state_axes(self) -> tuple[int, int, int]:
-        return self.heads, self.rows, self.cols
-
-    @property
-    def snapshot_formats(self) -> list[tuple[str, str]]:
-        return [("float32", "nearest"), (self.format, self.rounding), ("int8", "stochastic"), ("float16", "nearest")]
-
-    @property
-    def exact_at_once(self) -> bool:
-        return self.exact and self.format == "float32"  # other formats add up a row in another order
-
-    @property
-    def stored_at_once(self) -> bool:
-        return self.exact_at_once  # such sums reach the state
-
-    @property
-    def same_when_packed(self) -> bool:
-        return self.exact  # else a short row takes part in what the longest one needs
+    def has_bias(self) -> bool:
+        return self.raw and self.dt_bias
 
     @property
     def has_states_between_tokens(self) -> bool:
         return self.exact
 
     @property
-    def measured_axes(self) -> tuple[int, int, int, int]:
-        return self.heads, self.key_heads, self.rows, self.cols
+    def exact_at_once(self) -> bool:
+        return self.exact and super().exact_at_once
+
+    def same_when_packed(self, tokens: int) -> bool:
+        return self.exact  # else a short row takes part in what the longest one needs
+
+    @property
+    def in_one_order(self) -> bool:
+        return self.exact
 
     def counted_bytes(self, stores: int = 1) -> int:
         tokens, per_head = sum(self.lengths), self.cols if self.per_channel else 1
-        qk = 2 * tokens * self.key_heads * self.cols * dtype(self.qk).itemsize
-        v = 2 * tokens * self.heads * self.rows * dtype(self.x).itemsize
-        gates = tokens * self.heads * (per_head + 1) * dtype(self.gates).itemsize
-        parameters = self.heads * (self.raw + self.has_bias * per_head) * dtype(self.parameters).itemsize
-        index = self.batch * (dtype(self.index).itemsize + (8 if self.rounding != "nearest" else 0))
-        state = (1 + stores) * self.batch * (self.slot_bytes + self.scale_bytes)
-        return state + qk + v + gates + parameters + index
+        return self.pool_bytes(stores) + bytes_of(
+            (self.qk, 2 * tokens * self.key_heads * self.cols),
+            (self.x, 2 * tokens * self.heads * self.rows),
+            (self.gates, tokens * self.heads * (per_head + 1)),
+            (self.parameters, self.heads * (self.raw + self.has_bias * per_head)),
+        )
 
     @property
     def op(self) -> Op:
@@ -155,10 +127,7 @@ class DeltaCase(AnyCase):
     def make_inputs(self, device: torch.device, seed: int = 0) -> Inputs:
         source = Source(device, seed)
         normal, lead, heads = source.normal, self.token_axes, self.heads
-        data, scale = encode(source.states_of(self), dtype(self.format))
-        seeds = source.seeds(self.slots)
-        state = State(self._laid_out(data), scale, rounding=self.rounding, seed=seeds, stream=3)
-        per_head = (self.cols,) if self.per_channel else ()
+        state, per_head = self.make_state(source), (self.cols,) if self.per_channel else ()
         length = 1.0 if self.qk_l2norm else self.cols**-0.5  # so that u stays as large as v
         arguments = {
             "q": normal(*lead, self.key_heads, self.cols, name=self.qk),
@@ -176,33 +145,22 @@ class DeltaCase(AnyCase):
             arguments |= {"a": -arguments["a"].abs(), "b": arguments["b"].sigmoid()}
         if self.has_bias:
             options["dt_bias"] = normal(heads, *per_head, name=self.parameters) - 2
-        for tensor in arguments.values() if self.packed else ():
-            tensor[sum(self.lengths) :] = torch.nan
-        slots = source.slots_of(self)
-        return Inputs(self.op, state, arguments, options, slots, self.lengths if self.packed else None)
+        return self.inputs_of(self.op, state, arguments, options, source.slots_of(self))
 
-    def snapshots(self, rows: int, tokens: int, name: str, rounding: str, device: torch.device) -> State:
-        """In the layout of the pool if they have its format."""
-        data, scale = encode(torch.ones(rows, tokens, *self.state_axes, device=device), dtype(name))
-        return State(self._laid_out(data) if name == self.format else data, scale, rounding=rounding)
-
-    def _laid_out(self, states: Tensor) -> Tensor:
-        """The same states in the memory layout of the case."""
+    def laid_out(self, states: Tensor) -> Tensor:
         return states.mT.contiguous().mT if self.transposed else states
 
     def as_views(self, inputs: Inputs) -> Inputs:
-        views = inputs.changed(view_into_projection)
+        views = super().as_views(inputs)
         if not self.per_channel:
-            a = inputs.arguments["a"].transpose(0, -1).contiguous().transpose(0, -1)
+            a = first_axis_innermost(inputs.arguments["a"])
             views.arguments["a"] = a[..., None].expand(*a.shape, self.cols)
             if self.has_bias:
                 views.options["dt_bias"] = inputs.options["dt_bias"][:, None].expand(-1, self.cols)
         return views
 
 
-# Small and odd, for the interpreter, whose bfloat16 activations are wrong: float32 and float16 stand in for them. Every
-# form in every format, but for transposed states only where there are no scales; the shapes of a form take turns.
-ODD_DELTA_SHAPES = {
+_SHAPES = {
     "one token": (
         DeltaCase(2, 2, 1, 5, 20, x="float16", index="int64"),
         DeltaCase(1, 1, 1, 1, 1, dt_bias=False, slots=2),
@@ -242,26 +200,9 @@ ODD_DELTA_SHAPES = {
     ),
 }
 
-
-def _in_format(case: DeltaCase, name: str, rounding: str) -> DeltaCase:
-    """The case in a format; rows that have scales are not transposed."""
-    transposed = case.transposed and not FORMATS[dtype(name)].scaled
-    return replace(case, format=name, rounding=rounding, transposed=transposed)
-
-
-ODD_DELTA_CASES = tuple(
-    _in_format(shapes[i % len(shapes)], name, rounding)
-    for i, (name, rounding) in enumerate(PORTABLE_FORMATS)
-    for shapes in ODD_DELTA_SHAPES.values()
-)
-# One case per format, the forms taking turns.
-QUICK_DELTA_CASES = tuple(
-    ODD_DELTA_CASES[len(ODD_DELTA_SHAPES) * i + i % len(ODD_DELTA_SHAPES)] for i in range(len(PORTABLE_FORMATS))
-)
-
 _HALF = DeltaCase(x="bfloat16", qk="bfloat16", gates="bfloat16", rows=128, cols=128)
 _FLOATS = tuple((name, rounding) for name, rounding in PORTABLE_FORMATS if not FORMATS[dtype(name)].scaled)
-# Shapes of real models, for compiled kernels: one token in every format, other forms in some, by turns.
+# Shapes of real models: one token in every format, other forms in some, by turns.
 _ONE_TOKEN = replace(_HALF, batch=4, heads=64, key_heads=16, slots=9)
 _SEVERAL_TOKENS = (
     replace(_HALF, batch=20, heads=32, key_heads=16, slots=30, tokens=4),
@@ -284,8 +225,6 @@ _TRANSPOSED_SHAPES = (
     DeltaCase(4, 8, 2, 128, 128, transposed=True, x="bfloat16", qk="bfloat16", exact=False, tokens=8),
     DeltaCase(4, 4, 1, 33, 20, transposed=True, x="bfloat16", tokens=3, packed=True),
 )
-
-
 # What no turn brings together.
 _NAMED_CASES = (
     replace(_ONE_TOKEN, format="bfloat16", index="int64"),
@@ -294,10 +233,11 @@ _NAMED_CASES = (
     replace(_HALF, batch=3, heads=8, key_heads=4, exact=False, tokens=8, format="int16"),
     DeltaCase(2, 2, 1, 256, 256, qk="bfloat16", tokens=2),
 )
-REAL_DELTA_CASES = (
+_REAL = (
     *by_turns((_ONE_TOKEN,), PORTABLE_FORMATS, len(PORTABLE_FORMATS)),
     *by_turns(_SEVERAL_TOKENS, PORTABLE_FORMATS, 4),
     *by_turns(_ODD_REAL_SHAPES, PORTABLE_FORMATS, 2),
     *by_turns(_TRANSPOSED_SHAPES, _FLOATS, 2),
     *_NAMED_CASES,
 )
+CASES["gated_delta_step"] = Cases(in_every_format(_SHAPES), _REAL)

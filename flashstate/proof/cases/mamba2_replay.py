@@ -1,9 +1,9 @@
-"""The cases of mamba2_replay: a checkpoint and a ring, what calls must give, and the tables of them."""
+"""The cases of mamba2_replay: a checkpoint and a ring, what calls must give, and their tables."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, fields, replace
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -12,21 +12,25 @@ from torch import Tensor
 
 from flashstate.errors import dtype_name
 from flashstate.launch import Problem
-from flashstate.ops.mamba2_replay import ReplayProblem, mamba2_replay, replay_kind
+from flashstate.ops.mamba2_replay import ReplayProblem, ReplayTokenProblem, mamba2_replay, parted, replay_kind
+from flashstate.proof.case import CASES, Cases, by_turns, bytes_of, in_every_format
 from flashstate.proof.cases.mamba2 import MAMBA2, Case
-from flashstate.proof.inputs import AnyCase, Inputs, Source, by_turns, dtype
-from flashstate.proof.oracle import encoded
+from flashstate.proof.inputs import BesideStates, Inputs, Source
+from flashstate.proof.oracle import Expected, encoded
 from flashstate.reference.mamba2 import mamba2_token, softplus
 from flashstate.reference.mamba2_replay import BEFORE_THE_FIRST_TOKEN, replayed
 from flashstate.state.formats import PORTABLE_FORMATS, decode
 from flashstate.state.ring import Plan, Ring
-from flashstate.state.signature import ACCESS_BYTES
 from flashstate.state.slots import Slots
 from flashstate.state.state import State
 
+# How the op may go about a call: every row decides whether it folds, as a plan says, or one kernel has the rows that
+# fold, and another one those that do not.
+FORMS = ("decided", "planned", "parted")
+
 
 @dataclass(frozen=True, eq=False)
-class ReplayPool:
+class ReplayPool(BesideStates):
     """The checkpoints and the rings of a layer, as laws see them: side by side."""
 
     data: Tensor
@@ -50,15 +54,11 @@ class ReplayPool:
     @cached_property
     def state(self) -> State:
         """What the op is given, with `ring`."""
-        options: dict[str, Any] = {"rounding": self.rounding, "rounds": self.rounds, "stream": self.stream}
-        return State(self.data, self.scale, seed=self.seed, **options)
+        return self.stored()
 
     @cached_property
     def ring(self) -> Ring:
         return Ring(self.x, self.B, self.dt, self.start, self.count, self.window)
-
-    def advance(self, slots: Slots | Tensor | None = None) -> None:
-        self.state.advance(slots)
 
     @property
     def live_rows(self) -> Tensor:
@@ -78,24 +78,26 @@ def _step(pool: ReplayPool, *, plan: Plan | None = None, slots: Slots | Tensor |
     return mamba2_replay(pool.state, pool.ring, **given, **where)
 
 
-REPLAY = replace(MAMBA2, step=_step)
-
-
 @dataclass
 class ReplayInputs(Inputs):
-    """Checkpoints, rings, and the arguments of one call on them. `step` calls mamba2_replay, with `plan=` by a plan."""
+    """Checkpoints, rings, and the arguments of one call on them, in one of FORMS."""
 
     state: ReplayPool
+    form: str = field(default="decided", kw_only=True)
 
     def step(self, **changes: Any) -> Tensor:
+        """Call mamba2_replay, with some arguments changed or added; `plan`: by that one, made for the call before."""
+        if self.form != "decided" and "plan" not in changes:
+            changes["plan"] = self.plan(changes.pop("slots", None))
         if "plan" in changes:
             changes["slots"] = None  # the plan has them; made again they would be copied from the host
-        return super().step(**changes)
+        with parted() if self.form == "parted" else nullcontext():
+            return super().step(**changes)
 
-    def plan(self, **of_slots: Any) -> Plan:
-        """A plan of this call, with these fields of Slots."""
+    def plan(self, slots: Slots | Tensor | None = None) -> Plan:
+        """A plan of this call, on these slots or on those of its rows."""
         tokens = self.main.shape[1] if self.has_token_axis else 1
-        return self.state.ring.plan(self.at(**of_slots), tokens if self.lengths is None else None)
+        return self.state.ring.plan(self.at() if slots is None else slots, tokens if self.lengths is None else None)
 
     @property
     def tokens(self) -> Tensor:
@@ -107,6 +109,10 @@ class ReplayInputs(Inputs):
         """Which rows fold, (batch,)."""
         live = self.state.count[self.slots.long()].long()
         return (self.tokens > 0) & (live + self.tokens > self.state.window)
+
+    @property
+    def stores(self) -> Tensor:
+        return self.folds
 
     @property
     def appended_rows(self) -> Tensor:
@@ -123,7 +129,7 @@ class ReplayInputs(Inputs):
         return given | {name: tensor.flatten(0, last)[at] for name, tensor in self.activations.items()}
 
     def with_tokens_of(self, other: ReplayInputs) -> ReplayInputs:
-        """The same pool, parameters and slots, with the tokens of another call."""
+        """The pool, parameters and slots of this call, with the tokens of another."""
         arguments, options = (
             {name: theirs[name] if name in self.op.activations else value for name, value in own.items()}
             for own, theirs in ((self.arguments, other.arguments), (self.options, other.options))
@@ -206,63 +212,54 @@ def _stepped(inputs: ReplayInputs, s: Tensor, count: Tensor) -> tuple[Tensor, Te
     return outputs[torch.arange(longest, device=count.device) < count[:, None]], s
 
 
+def _expected(inputs: ReplayInputs) -> Expected:
+    """What a call must give by the recurrence: outputs, and the states of rows that fold; others stay."""
+    model, before = Recurrence.of(inputs), inputs.states
+    folds, slots = inputs.folds[:, None, None, None], inputs.slots.long()
+    state = torch.where(folds, model.exact[slots], before.double())
+    plain = torch.where(folds, model.stored(inputs), before)
+    return Expected(*model.step(inputs, inputs.tokens), state, plain, {})
+
+
+REPLAY = replace(MAMBA2, step=_step, remembered=(), sums=True, expects=_expected)
+
+
 @dataclass(frozen=True)
-class ReplayCase(AnyCase):
-    """One problem for mamba2_replay: a shape, a format, a window, its tokens, and which optional arguments it has."""
+class ReplayCase(Case):
+    """One problem for mamba2_replay: one for mamba2_step, with a window, and the form of the call."""
 
     batch: int = 4
     heads: int = 2
     groups: int = 1
-    rows: int = 16
-    cols: int = 16
-    format: str = "float32"
-    rounding: str = "nearest"
-    x: str = "float32"  # dtype of x and z
-    bc: str | None = None  # dtype of B and C; None: that of x
-    dt: str = "float32"  # dtype of dt
-    parameters: str = "float32"  # dtype of A, D and dt_bias
-    D: str | None = "head"  # "head", "row" or None
-    z: bool = True
-    dt_bias: bool = True
-    dt_softplus: bool = True
-    index: str = "int32"  # dtype of slot numbers
-    slots: int = 7
-    tokens: int = 0  # per row, on an axis of their own; 0: one, without that axis
-    packed: bool = False  # rows of different lengths, up to `tokens`, one after the other
+    bc: str = ""  # dtype of B and C; "": that of x
     window: int = 16
     spare: int = 0  # rows that the ring has beside those it needs
+    form: str = "decided"
 
-    def __str__(self) -> str:
-        return f"replay-w{self.window}+{self.spare}-{self.as_step}"
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "bc", self.bc or self.x)
 
     @property
-    def as_step(self) -> Case:
-        """The same call without a ring."""
-        own = {field.name: getattr(self, field.name) for field in fields(Case) if field.name in self.__dict__}
-        return Case(**own | {"bc": self.bc or self.x})
+    def forms(self) -> tuple[ReplayCase, ...]:
+        return tuple(replace(self, form=form) for form in FORMS)
 
     @property
     def problem(self) -> Problem:
-        vector = math.gcd(self.cols, ACCESS_BYTES // dtype(self.format).itemsize)
-        shape = self.rows, self.cols, self.format, self.rounding, vector
+        shape, size = (self.rows, self.cols, self.format, self.rounding, self.vector), self.batch * self.heads
         kind = replay_kind(self.tokens or 1, self.format, self.packed, self.window)
-        return kind("mamba2_replay either", *shape, self.batch * self.heads, self.tokens > 1)
+        return kind("mamba2_replay either", *shape, size, self.tokens > 1)
 
     @property
-    def state_axes(self) -> tuple[int, int, int]:
-        return self.heads, self.rows, self.cols
-
-    @property
-    def snapshot_formats(self) -> list[tuple[str, str]]:
-        return []
+    def has_ring(self) -> bool:
+        return True
 
     @property
     def has_states_between_tokens(self) -> bool:
         return False
 
-    @property
-    def measured_axes(self) -> tuple[int, int, int, int]:
-        return self.heads, self.groups, self.rows, self.cols
+    def same_when_packed(self, tokens: int) -> bool:
+        """One token alone is not summed in the order of others, and there is no plan for none."""
+        return tokens > 0 and replay_kind(tokens, self.format, False, self.window) is not ReplayTokenProblem
 
     @property
     def live(self) -> list[int]:
@@ -276,25 +273,24 @@ class ReplayCase(AnyCase):
         both = list(zip(self.live, self.lengths, strict=True))
         folding = sum(n > 0 and live + n > self.window for live, n in both)
         rows = sum(live + n for live, n in both if n)  # of rings, read or appended
-        kept = self.heads * self.rows * dtype(self.x).itemsize
-        kept += self.groups * self.cols * dtype(self.bc or self.x).itemsize + 4 * self.heads
+        kept = bytes_of((self.x, self.heads * self.rows), (self.bc, self.groups * self.cols), ("float32", self.heads))
         stored = stores * folding * (self.slot_bytes + self.scale_bytes)
-        return self.as_step.counted_bytes(0) + stored + rows * kept + 8 * self.batch
+        return super().counted_bytes(0) + stored + rows * kept + 8 * self.batch
 
     def make_inputs(self, device: torch.device, seed: int = 0) -> ReplayInputs:
         """Random inputs. Rings that fold and rings that do not, of which the first wraps; NaN in all rows of rings that
         are not live. Decays are so slow that a state is still seen behind a window."""
-        step = self.as_step.make_inputs(device, seed)
+        step = super().make_inputs(device, seed)
         step.arguments["A"] *= min(1.0, 8 / self.window)
         pool = ReplayPool.of(step.state, self._ring(Source(device, seed + (1 << 40)), step.slots.long()))
         for tensor in (pool.x, pool.B, pool.dt):
             tensor.transpose(1, 2)[~pool.live_rows] = torch.nan
-        return ReplayInputs(REPLAY, pool, step.arguments, step.options, step.slots, step.lengths)
+        return ReplayInputs(REPLAY, pool, step.arguments, step.options, step.slots, step.lengths, form=self.form)
 
     def _ring(self, source: Source, slots: Tensor) -> Ring:
         length = self.window + max(1, self.tokens) + self.spare
         x = source.normal(self.slots, self.heads, length, self.rows, name=self.x)
-        B = source.normal(self.slots, self.groups, length, self.cols, name=self.bc or self.x)
+        B = source.normal(self.slots, self.groups, length, self.cols, name=self.bc)
         dt = source.normal(self.slots, self.heads, length)
         start = (length * source.uniform(self.slots)).int()
         count = ((self.window + 1) * source.uniform(self.slots)).int()
@@ -302,16 +298,8 @@ class ReplayCase(AnyCase):
         count[slots] = torch.tensor(self.live, dtype=torch.int32, device=slots.device)
         return Ring(x, B, softplus(dt - 1) if self.dt_softplus else dt.abs(), start, count, self.window)
 
-    def snapshots(self, rows: int, tokens: int, name: str, rounding: str, device: torch.device) -> State:
-        raise NotImplementedError("mamba2_replay takes no snapshots")
 
-    def as_views(self, inputs: Inputs) -> Inputs:
-        return self.as_step.as_views(inputs)
-
-
-# Small and odd, for the interpreter, whose bfloat16 activations are wrong: float32 and float16 stand in for them. Every
-# form in every format; the shapes of a form take turns.
-ODD_REPLAY_SHAPES = {
+_SHAPES = {
     "one token": (
         ReplayCase(4, 2, 1, 5, 20, x="float16", index="int64", window=8),
         ReplayCase(4, 2, 2, 17, 16, D="row", z=False, spare=5),
@@ -333,25 +321,23 @@ ODD_REPLAY_SHAPES = {
         ReplayCase(4, 1, 1, 3, 16, tokens=3, packed=True, x="float16", parameters="float16", window=33),
     ),
 }
-ODD_REPLAY_CASES = tuple(
-    replace(shapes[i % len(shapes)], format=name, rounding=rounding)
-    for i, (name, rounding) in enumerate(PORTABLE_FORMATS)
-    for shapes in ODD_REPLAY_SHAPES.values()
-)
-# One case per format, the forms taking turns.
-QUICK_REPLAY_CASES = tuple(
-    ODD_REPLAY_CASES[len(ODD_REPLAY_SHAPES) * i + i % len(ODD_REPLAY_SHAPES)] for i in range(len(PORTABLE_FORMATS))
+# One token of float32 states has a way of its own, without tensor cores; not so with a long window, or packed.
+_ONE_TOKEN = (
+    *_SHAPES["one token"],
+    ReplayCase(5, 4, 2, 33, 20, tokens=1, x="float16", D="row"),
+    ReplayCase(3, 2, 1, 16, 96, bc="float16", index="int64", window=15, spare=1),
+    ReplayCase(5, 1, 1, 17, 16, tokens=1, packed=True, x="float16", D="row", window=8),
 )
 
-_REAL = ReplayCase(4, 16, 1, 64, 128, x="bfloat16", dt="bfloat16", slots=9)
-# Shapes of real models, for compiled kernels: one token in every format, other forms in some, by turns.
-_SHAPES = (
-    replace(_REAL, batch=130, tokens=6, slots=140),  # so large that two kernels share the rows of a plan
-    replace(_REAL, batch=64, tokens=16, slots=80, index="int64"),
-    replace(_REAL, batch=3, tokens=64, window=64),
-    replace(_REAL, batch=40, window=64, slots=44, spare=3),
-    replace(_REAL, batch=5, heads=128, groups=8, tokens=6, packed=True, index="int64"),
-    replace(_REAL, batch=5, heads=80, tokens=2, x="float16", dt="float16", D="row", window=20),
+_HALF = ReplayCase(4, 16, 1, 64, 128, x="bfloat16", dt="bfloat16", slots=9)
+# Shapes of real models: one token in every format, other forms in some, by turns.
+_REAL_SHAPES = (
+    replace(_HALF, batch=130, tokens=6, slots=140),  # so large that two kernels share the rows of a plan
+    replace(_HALF, batch=64, tokens=16, slots=80, index="int64"),
+    replace(_HALF, batch=3, tokens=64, window=64),
+    replace(_HALF, batch=40, window=64, slots=44, spare=3),
+    replace(_HALF, batch=5, heads=128, groups=8, tokens=6, packed=True, index="int64"),
+    replace(_HALF, batch=5, heads=80, tokens=2, x="float16", dt="float16", D="row", window=20),
 )
 # Shapes of none, mixed dtypes, options.
 _ODD_REAL_SHAPES = (
@@ -362,8 +348,9 @@ _ODD_REAL_SHAPES = (
     ReplayCase(9, 3, 1, 33, 7, tokens=2, x="bfloat16", bc="float32", dt_bias=False, slots=10, window=24, spare=7),
     ReplayCase(5, 4, 2, 64, 64, tokens=16, packed=True, window=33),
 )
-REAL_REPLAY_CASES = (
-    *by_turns((_REAL,), PORTABLE_FORMATS, len(PORTABLE_FORMATS)),
-    *by_turns(_SHAPES, PORTABLE_FORMATS, 3),
+_REAL = (
+    *by_turns((_HALF,), PORTABLE_FORMATS, len(PORTABLE_FORMATS)),
+    *by_turns(_REAL_SHAPES, PORTABLE_FORMATS, 3),
     *by_turns(_ODD_REAL_SHAPES, PORTABLE_FORMATS, 2),
 )
+CASES["mamba2_replay"] = Cases(in_every_format(_SHAPES), _REAL, besides=_ONE_TOKEN, turns=3)

@@ -1,4 +1,4 @@
-"""The cases of mamba3_step: their inputs, what they move, and the tables of them."""
+"""The cases of mamba3_step: their inputs, what they move, and their tables."""
 
 from __future__ import annotations
 
@@ -11,19 +11,16 @@ import torch
 from torch import Tensor
 
 from flashstate.launch import Problem
-from flashstate.launch.direct import Launches
 from flashstate.ops.mamba3 import mamba3_kind, mamba3_step
-from flashstate.proof.inputs import AnyCase, Inputs, Op, Source, by_turns, dtype, view_into_projection
+from flashstate.proof.case import CASES, Cases, StateCase, by_turns, bytes_of, in_every_format
+from flashstate.proof.inputs import BesideStates, Inputs, Op, Source, dtype, first_axis_innermost, view_into_projection
 from flashstate.reference.mamba3 import FourStates, Parameters, mamba3_token, rotated, wrapped
 from flashstate.state.formats import PORTABLE_FORMATS, encode
 from flashstate.state.mamba3 import Mamba3State, Rotary
-from flashstate.state.signature import ACCESS_BYTES
-from flashstate.state.slots import Slots
-from flashstate.state.state import State
 
 
 @dataclass(frozen=True, eq=False)
-class Mamba3Pool:
+class Mamba3Pool(BesideStates):
     """The four states of a layer, as laws see them: side by side."""
 
     data: Tensor
@@ -39,16 +36,7 @@ class Mamba3Pool:
     @cached_property
     def state(self) -> Mamba3State:
         """What the op is given."""
-        options: dict[str, Any] = {"rounding": self.rounding, "rounds": self.rounds, "stream": self.stream}
-        return Mamba3State(State(self.data, self.scale, seed=self.seed, **options), self.k, self.v, self.angle)
-
-    @property
-    def launches(self) -> Launches:
-        """Kernels that were started on these states before."""
-        return self.state.launches
-
-    def advance(self, slots: Slots | Tensor | None = None) -> None:
-        self.state.advance(slots)
+        return Mamba3State(self.stored(), self.k, self.v, self.angle)
 
 
 def _pairs(pairing: str | None, rank: int) -> str:
@@ -89,10 +77,9 @@ MOST_DRAWS = 100  # of B, until nothing is in doubt
 
 
 @dataclass(frozen=True)
-class Mamba3Case(AnyCase):
-    """One problem for mamba3_step: a shape, a format, its tokens, and which optional arguments it has."""
+class Mamba3Case(StateCase):
+    """One problem for mamba3_step. `x` is the dtype of x and z, `parameters` that of Wx, Wz, Wo, D and the biases."""
 
-    batch: int = 3
     heads: int = 4
     groups: int = 2
     rows: int = 16
@@ -100,13 +87,9 @@ class Mamba3Case(AnyCase):
     rank: int = 4
     angles: int = 4  # of a head; 0: B and C come turned
     pairing: str | None = None  # of Rotary
-    format: str = "float32"
-    rounding: str = "nearest"
-    x: str = "float32"  # dtype of x and z
     bc: str = "float32"  # dtype of B and C, and of the angles that tokens bring
     kv: str = "float32"  # dtype of the states k and v
     scalars: str = "float32"  # dtype of A, dt and trap
-    parameters: str = "float32"  # dtype of Wx, Wz, Wo, D and the biases
     Wx: bool = True
     Wz: bool = True  # only with z
     Wo: bool = True
@@ -116,19 +99,6 @@ class Mamba3Case(AnyCase):
     angle_per_head: bool = False
     trap_logit: bool = False
     update_kv: bool = True
-    index: str = "int32"  # dtype of slot numbers
-    slots: int = 7
-    tokens: int = 0  # per row, on an axis of their own; 0: one, without that axis
-    packed: bool = False  # rows of different lengths, up to `tokens`, one after the other
-
-    def __str__(self) -> str:
-        shape = f"mamba3-b{self.batch}-h{self.heads}g{self.groups}-r{self.rank}-{self.rows}x{self.cols}"
-        turned = [f"{self.angles}{self.pairs}{'-bias' if self.bias else ''}"] if self.angles else []
-        dtypes = "-".join(dict.fromkeys((self.x, self.bc, f"kv-{self.kv}", self.scalars, self.parameters)))
-        flags = ("Wx", "Wz", "Wo", "D", "z", "angle_per_head", "trap_logit")
-        options = [name for name in flags if getattr(self, name)] + ([] if self.update_kv else ["keep_kv"])
-        tokens = [f"T{self.tokens}{'packed' if self.packed else ''}"] if self.tokens else []
-        return "-".join([shape, *turned, *tokens, self.format, self.rounding, dtypes, self.index, *options])
 
     @property
     def pairs(self) -> str:
@@ -136,28 +106,14 @@ class Mamba3Case(AnyCase):
         return _pairs(self.pairing, self.rank)
 
     @property
+    def measured_axes(self) -> tuple[int, int, int, int]:
+        return self.heads, self.groups, self.rows, self.cols
+
+    @property
     def problem(self) -> Problem:
-        vector = math.gcd(self.cols, ACCESS_BYTES // dtype(self.format).itemsize)
         kind, op = mamba3_kind(self.rank, self.angles > 0)
-        shape, size = (self.rows, self.cols, self.format, self.rounding, vector), self.batch * self.heads
-        return kind(op, *shape, size, self.packed or self.tokens > 1)
-
-    @property
-    def state_axes(self) -> tuple[int, int, int]:
-        """Of the ssm state."""
-        return self.heads, self.rows, self.cols
-
-    @property
-    def snapshot_formats(self) -> list[tuple[str, str]]:
-        return []
-
-    @property
-    def exact_at_once(self) -> bool:
-        return self.format == "float32"  # other formats need fewer terms of operands
-
-    @property
-    def stored_at_once(self) -> bool:
-        return self.exact_at_once
+        shape, size = (self.rows, self.cols, self.format, self.rounding, self.vector), self.batch * self.heads
+        return kind(op, *shape, size, self.several)
 
     @property
     def has_states_between_tokens(self) -> bool:
@@ -168,24 +124,23 @@ class Mamba3Case(AnyCase):
         return True
 
     @property
-    def measured_axes(self) -> tuple[int, int, int, int]:
-        return self.heads, self.groups, self.rows, self.cols
+    def in_one_order(self) -> bool:
+        return self.rank == 1
 
     def counted_bytes(self, stores: int = 1) -> int:
         tokens, per_rank = sum(self.lengths), self.rank * self.heads
-        state = (1 + stores) * self.batch * (self.slot_bytes + self.scale_bytes + 4 * self.heads * self.angles)
-        kept = self.batch * self.heads * (self.rank * self.cols + self.rows) * dtype(self.kv).itemsize
-        kept *= 1 + stores * self.update_kv
-        outputs = 1 if self.Wo else self.rank
-        x = tokens * self.heads * self.rows * dtype(self.x).itemsize * (1 + self.z + outputs)
         angles = self.angles * (self.heads if self.angle_per_head else 1)
-        bc = tokens * (2 * self.rank * self.groups * self.cols + angles) * dtype(self.bc).itemsize
-        scalars = 3 * tokens * self.heads * dtype(self.scalars).itemsize
-        weights = per_rank * self.rows * (self.Wx + (self.Wz and self.z) + self.Wo)
+        weights = per_rank * self.rows * (self.Wx + (self.Wz and self.z) + self.Wo) + self.D * self.heads
         biases = 2 * per_rank * self.cols if self.bias and self.angles else 0
-        parameters = (weights + biases + self.D * self.heads) * dtype(self.parameters).itemsize
-        index = self.batch * (dtype(self.index).itemsize + (8 if self.rounding != "nearest" else 0))
-        return state + kept + x + bc + scalars + parameters + index
+        outputs = 1 if self.Wo else self.rank
+        return self.pool_bytes(stores) + bytes_of(
+            ("float32", (1 + stores) * self.batch * self.heads * self.angles),
+            (self.kv, (1 + stores * self.update_kv) * self.batch * self.heads * (self.rank * self.cols + self.rows)),
+            (self.x, tokens * self.heads * self.rows * (1 + self.z + outputs)),
+            (self.bc, tokens * (2 * self.rank * self.groups * self.cols + angles)),
+            (self.scalars, 3 * tokens * self.heads),
+            (self.parameters, weights + biases),
+        )
 
     @property
     def op(self) -> Op:
@@ -215,10 +170,7 @@ class Mamba3Case(AnyCase):
         arguments |= {name: source.normal(*of_ranks, name=self.bc) for name in ("B", "C")}
         if self.angles and self.kv != "float32":
             arguments["B"] = self._without_doubt(source, pool, slots, arguments, options)
-        inputs = Inputs(self.op, pool, arguments, options, slots, self.lengths if self.packed else None)
-        for tensor in inputs.activations.values() if self.packed else ():
-            tensor[sum(self.lengths) :] = torch.nan
-        return inputs
+        return self.inputs_of(self.op, pool, arguments, options, slots)
 
     def _pool(self, source: Source) -> Mamba3Pool:
         """Every slot filled."""
@@ -274,21 +226,16 @@ class Mamba3Case(AnyCase):
             theta[goes] = found[first[goes] + t] = wrapped(theta[goes] + turns[first[goes] + t])
         return found
 
-    def snapshots(self, rows: int, tokens: int, name: str, rounding: str, device: torch.device) -> State:
-        raise NotImplementedError("mamba3_step takes no snapshots")
-
     def as_views(self, inputs: Inputs) -> Inputs:
         """B and C with their groups outside of their ranks."""
-        views = inputs.changed(view_into_projection)
+        views = super().as_views(inputs)
         for name in ("B", "C"):
             views.arguments[name] = view_into_projection(inputs.arguments[name].transpose(-3, -2)).transpose(-3, -2)
-        views.arguments["dt"] = inputs.arguments["dt"].transpose(0, -1).contiguous().transpose(0, -1)
+        views.arguments["dt"] = first_axis_innermost(inputs.arguments["dt"])
         return views
 
 
-# Small and odd, for the interpreter, whose bfloat16 activations are wrong: float32 and float16 stand in for them. Every
-# form in every format; the shapes of a form take turns.
-ODD_MAMBA3_SHAPES = {
+_SHAPES = {
     "one token": (
         Mamba3Case(2, 2, 1, 5, 12, 4, angles=3, x="float16", kv="float16", index="int64"),
         Mamba3Case(2, 1, 1, 33, 20, 1, angles=10, bc="float16", kv="float16", trap_logit=True, scalars="float16"),
@@ -316,20 +263,10 @@ ODD_MAMBA3_SHAPES = {
         Mamba3Case(2, 1, 1, 16, 12, 1, angles=6, update_kv=False, kv="float16", Wx=False, index="int64"),
     ),
 }
-ODD_MAMBA3_CASES = tuple(
-    replace(shapes[i % len(shapes)], format=name, rounding=rounding)
-    for i, (name, rounding) in enumerate(PORTABLE_FORMATS)
-    for shapes in ODD_MAMBA3_SHAPES.values()
-)
-# One case per format, the forms taking turns.
-QUICK_MAMBA3_CASES = tuple(
-    ODD_MAMBA3_CASES[len(ODD_MAMBA3_SHAPES) * i + i % len(ODD_MAMBA3_SHAPES)] for i in range(len(PORTABLE_FORMATS))
-)
-
 _HALF = Mamba3Case(4, 48, 1, 64, 128, 4, x="bfloat16", bc="bfloat16", kv="bfloat16", slots=9)
 _SINGLE = replace(_HALF, heads=8, rows=128, cols=64, rank=1, angles=16)
-# Shapes of real models, for compiled kernels: one token in every format, other forms in some, by turns.
-_SHAPES = (
+# Shapes of real models: one token in every format, other forms in some, by turns.
+_REAL_SHAPES = (
     replace(_HALF, angles=64, tokens=3),
     replace(_HALF, angles=17, tokens=3, packed=True, batch=5, index="int64"),
     replace(_SINGLE, batch=6, Wx=False, Wz=False, Wo=False),
@@ -347,8 +284,9 @@ _ODD_REAL_SHAPES = (
     Mamba3Case(3, 4, 2, 200, 40, 1, angles=20, pairing="halved", x="float16", bc="bfloat16", kv="float16", z=False),
     Mamba3Case(4, 3, 1, 5, 7, 1, angles=0, x="bfloat16", bc="bfloat16", kv="bfloat16", D=False, Wo=False, tokens=3),
 )
-REAL_MAMBA3_CASES = (
+_REAL = (
     *by_turns((replace(_HALF, angles=32),), PORTABLE_FORMATS, len(PORTABLE_FORMATS)),
-    *by_turns(_SHAPES, PORTABLE_FORMATS, 4),
+    *by_turns(_REAL_SHAPES, PORTABLE_FORMATS, 4),
     *by_turns(_ODD_REAL_SHAPES, PORTABLE_FORMATS, 2),
 )
+CASES["mamba3_step"] = Cases(in_every_format(_SHAPES), _REAL)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -10,11 +9,10 @@ from typing import Any
 import torch
 
 from flashstate.launch import uses_kernels
-from flashstate.proof import AnyCase, ReplayCase
+from flashstate.proof import AnyCase
 
-Law = Callable[[Any, torch.device], None]  # of a case: an AnyCase, or of laws of replay a ReplayCase
-LAWS: dict[str, Law] = {}  # of steps
-REPLAY_LAWS: dict[str, Law] = {}
+Law = Callable[[Any, torch.device], None]  # of a case
+LAWS: dict[str, Law] = {}
 SCOPES: dict[str, Scope] = {}
 
 
@@ -30,13 +28,11 @@ class LawBroken(AssertionError):  # noqa: N818  (a verdict, not an error)
     """A law does not hold."""
 
 
-def law(
-    words: str, *, needs: str = "", includes: Callable[[Any], bool] = lambda case: True, among: dict[str, Law] = LAWS
-) -> Callable[[Law], Law]:
-    """Add a function to LAWS, or to others, under the words that say what holds."""
+def law(words: str, *, needs: str = "", includes: Callable[[Any], bool] = lambda case: True) -> Callable[[Law], Law]:
+    """Add a function to LAWS, under the words that say what holds."""
 
     def add(check: Law) -> Law:
-        among[words], SCOPES[words] = check, Scope(needs, includes)
+        LAWS[words], SCOPES[words] = check, Scope(needs, includes)
         return check
 
     return add
@@ -45,14 +41,25 @@ def law(
 def laws_for(device: torch.device) -> dict[str, Law]:
     """The laws that say something on this device: the reference has no configs, and a CPU no graphs and streams."""
     there = {"", "cuda", "kernels"} if device.type == "cuda" else {"", "kernels"} if uses_kernels(device) else {""}
-    return {words: check for words, check in (LAWS | REPLAY_LAWS).items() if SCOPES[words].needs in there}
+    return {words: check for words, check in LAWS.items() if SCOPES[words].needs in there}
+
+
+def speaks_of(words: str, case: AnyCase) -> bool:
+    """Whether a law says something of a case."""
+    return SCOPES[words].includes(case)
 
 
 def pairs(laws: Iterable[str], cases: Iterable[AnyCase]) -> list[tuple[str, AnyCase]]:
-    """Every law with every case it speaks of: laws of replay with cases of replay."""
-    alike = [
-        (words, case)
-        for words, case in itertools.product(laws, cases)
-        if (words in REPLAY_LAWS) == isinstance(case, ReplayCase)
-    ]
-    return [(words, case) for words, case in alike if SCOPES[words].includes(case)]
+    """Every law with every case it speaks of, in one form of a call each."""
+    cases = list(cases)
+    return in_turn([(words, case) for words in laws for case in cases if speaks_of(words, case)])
+
+
+def in_turn(found: Iterable[tuple[str, AnyCase]]) -> list[tuple[str, AnyCase]]:
+    """Pairs in which the cases of every law take turns in the forms of their calls."""
+    turns: dict[str, int] = {}
+    chosen = []
+    for words, case in found:
+        turns[words] = turns.get(words, len(turns)) + 1
+        chosen.append((words, case.forms[turns[words] % len(case.forms)]))
+    return chosen

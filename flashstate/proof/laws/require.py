@@ -52,9 +52,10 @@ def require_within_budget(what: str, got: Tensor, exact: Tensor, plain: Tensor) 
     require(ratio <= 1.0, f"{what} is {ratio:.2f} times its error budget away from float64")
 
 
-def require_states_within_budget(what: str, inputs: Inputs, want: Expected) -> None:
-    """Of the states of a batch after a call, and of all that goes with them."""
-    require_within_budget(what, inputs.states, want.state, want.state_plain)
+def require_close(what: str, inputs: Inputs, y: Tensor, want: Expected) -> None:
+    """Raise unless the output of a call, its states, and all that goes with them are within their budgets."""
+    require_within_budget(f"the output of {what}", all_tokens(inputs, y), want.y, want.y_plain)
+    require_within_budget(f"the state of {what}", inputs.states, want.state, want.state_plain)
     for name, ratio in carried_errors(inputs, want).items():
         require(ratio <= 1.0, f"{name} of {what} is {ratio:.2f} times its error budget away from float64")
 

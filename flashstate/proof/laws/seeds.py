@@ -10,13 +10,7 @@ from torch import Tensor
 
 from flashstate.proof import AnyCase, Inputs, make_inputs
 from flashstate.proof.laws.registry import law
-from flashstate.proof.laws.require import (
-    require,
-    require_equal_bytes,
-    require_equal_states,
-    rest_of,
-    restore,
-)
+from flashstate.proof.laws.require import require, require_equal_bytes, require_equal_states, rest_of, restore
 from flashstate.state.formats import bits_of
 from flashstate.state.rounding import SEED_STEP
 
@@ -37,9 +31,9 @@ def seeds_decide(case: AnyCase, device: torch.device) -> None:
     require(not bool(moved[rest].any()) and bool(moved[inputs.slots.long()].all()), "advance moved the wrong seeds")
     for run in (base, stepped, streamed):
         run.step()
-    long = inputs.slots.long()[torch.tensor(inputs.row_lengths, device=device) > 0]
+    stored = inputs.slots.long()[inputs.stores]
     for name, other in (("after advance", stepped), ("in another stream", streamed)):
-        same = (bits_of(other.state.data) == bits_of(base.state.data))[long].flatten(1).all(1)
+        same = (bits_of(other.state.data) == bits_of(base.state.data))[stored].flatten(1).all(1)
         require(not bool(same.any()), f"the bytes {name} are the same")
 
 

@@ -1,0 +1,291 @@
+"""What the cases of all ops share: fields, what laws ask of them, and the registry of every op's tables."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, fields, replace
+from functools import cached_property
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from flashstate.launch import Problem
+from flashstate.proof.inputs import Inputs, Op, Pool, Source, dtype, view_into_projection
+from flashstate.state.formats import FORMATS, PORTABLE_FORMATS, encode
+from flashstate.state.signature import ACCESS_BYTES
+from flashstate.state.state import State
+
+C = TypeVar("C", bound="AnyCase")
+
+
+@dataclass(frozen=True)
+class AnyCase(ABC):
+    """One problem for an op: a shape, its tokens, the dtypes of its arguments, and which optional ones it has."""
+
+    batch: int = 3
+    _: KW_ONLY
+    x: str = "float32"  # dtype of the main activation, and so of the output
+    parameters: str = "float32"  # dtype of what all tokens share
+    index: str = "int32"  # dtype of slot numbers
+    slots: int = 7
+    tokens: int = 0  # per row, on an axis of their own; 0: one, without that axis
+    packed: bool = False  # rows of different lengths, up to `tokens`, one after the other
+
+    def __str__(self) -> str:
+        """The call that makes it, without what is as usual; the shape first."""
+        told = sorted((f for f in fields(self) if getattr(self, f.name) != f.default), key=lambda f: bool(f.kw_only))
+        return f"{type(self).__name__}({', '.join(f'{f.name}={getattr(self, f.name)}' for f in told)})"
+
+    @property
+    @abstractmethod
+    def format(self) -> str:
+        """Of the pool."""
+
+    @property
+    @abstractmethod
+    def rounding(self) -> str:
+        """Of the pool."""
+
+    @property
+    @abstractmethod
+    def state_axes(self) -> tuple[int, ...]:
+        """Sizes of the axes of one slot."""
+
+    @property
+    @abstractmethod
+    def measured_axes(self) -> tuple[int, int, int, int]:
+        """Heads, groups, rows and columns, as measurements list them."""
+
+    @property
+    @abstractmethod
+    def problem(self) -> Problem:
+        """What its config is chosen for."""
+
+    @abstractmethod
+    def make_inputs(self, device: torch.device, seed: int = 0) -> Inputs:
+        """Random inputs: the scales of a trained model, every slot filled, the batch on distinct slots in random order.
+        NaN in tokens that no row has."""
+
+    @abstractmethod
+    def counted_bytes(self, stores: int = 1) -> int:
+        """Bytes one call must move at least: the state of every row read once and stored `stores` times (once in place;
+        with snapshots once per token), everything else once."""
+
+    @property
+    @abstractmethod
+    def snapshot_formats(self) -> list[tuple[str, str]]:
+        """Formats and roundings that snapshots are tried in; first the most exact one."""
+
+    @abstractmethod
+    def snapshots(self, rows: int, tokens: int, name: str, rounding: str, device: torch.device) -> Pool:
+        """Snapshots for so many rows and tokens, in this format, filled with something."""
+
+    def as_views(self, inputs: Inputs) -> Inputs:
+        """Inputs with other strides: activations among other memory, parameters expanded where they can be."""
+        return inputs.changed(view_into_projection)
+
+    @property
+    def forms(self: C) -> tuple[C, ...]:
+        """The case in every form that a call of its op has."""
+        return (self,)
+
+    @property
+    def has_ring(self) -> bool:
+        """Whether tokens wait in a ring: then a row has one slot, and its state is stored when they no longer fit."""
+        return False
+
+    @property
+    def has_states_between_tokens(self) -> bool:
+        """Whether snapshots can be taken of the state after every token, and tokens can form a tree."""
+        return True
+
+    @property
+    def stores_every_token(self) -> bool:
+        """Whether the state after every token can go to a slot of its own."""
+        return self.has_states_between_tokens
+
+    @property
+    def exact_at_once(self) -> bool:
+        """Whether several tokens at once give, bit for bit, the output of single ones on float32 states."""
+        return True
+
+    @property
+    def stored_at_once(self) -> bool:
+        """Whether several tokens at once leave, bit for bit, what float32 states after single ones are stored as."""
+        return self.exact_at_once
+
+    def same_when_packed(self, tokens: int) -> bool:
+        """Whether a packed row of so many gives, bit for bit, what it gives on a token axis of its own."""
+        return True
+
+    @property
+    def in_one_order(self) -> bool:
+        """Whether the interpreter sums in one order with every config: it multiplies matrices as numpy does, in an
+        order that depends on their shapes."""
+        return True
+
+    def snapshot_of(self, states: Tensor) -> Tensor:
+        """What snapshots hold of states."""
+        return states
+
+    def newest_of(self, states: Tensor) -> Tensor:
+        """The part of states that depends on every token's input."""
+        return states
+
+    @property
+    def several(self) -> bool:
+        """Whether a row may have more tokens than one."""
+        return self.packed or self.tokens > 1
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of every row. Packed rows count down from `tokens` to none, and start again."""
+        if not self.packed:
+            return [self.tokens or 1] * self.batch
+        return [self.tokens - row % (self.tokens + 1) for row in range(self.batch)]
+
+    @property
+    def token_axes(self) -> tuple[int, ...]:
+        """Sizes of the leading axes of activations. Packed tokens have two more than there are rows for."""
+        if self.packed:
+            return (sum(self.lengths) + 2,)
+        return (self.batch, self.tokens) if self.tokens else (self.batch,)
+
+    def inputs_of(
+        self, op: Op, pool: Pool, arguments: dict[str, Tensor], options: dict[str, Any], slots: Tensor
+    ) -> Inputs:
+        """Inputs with these tensors, and NaN in tokens that no row has."""
+        inputs = Inputs(op, pool, arguments, options, slots, self.lengths if self.packed else None)
+        for tensor in inputs.activations.values() if self.packed else ():
+            tensor[sum(self.lengths) :] = torch.nan
+        return inputs
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of activations that roofs count too; 0 where they are little beside the states."""
+        return 0
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of state in one slot, without its scales."""
+        return math.prod(self.state_axes) * dtype(self.format).itemsize
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of scales in one slot."""
+        return 4 * math.prod(self.state_axes[:-1]) if FORMATS[dtype(self.format)].scaled else 0
+
+    def pool_bytes(self, stores: int) -> int:
+        """Bytes of the pool that a call moves: states, scales, slot numbers, seeds."""
+        states = (1 + stores) * (self.slot_bytes + self.scale_bytes)
+        return self.batch * (states + dtype(self.index).itemsize + (0 if self.rounding == "nearest" else 8))
+
+
+def bytes_of(*elements: tuple[str, int]) -> int:
+    """Bytes of so many elements of each dtype."""
+    return sum(dtype(name).itemsize * count for name, count in elements)
+
+
+class WithHeads:
+    """Sizes of a state, which every case has among its own fields."""
+
+    heads: int
+    rows: int
+    cols: int
+
+
+@dataclass(frozen=True)
+class StateCase(WithHeads, AnyCase):
+    """One problem for an op whose states are (heads, rows, cols), in any of the formats."""
+
+    _: KW_ONLY
+    format: str = "float32"
+    rounding: str = "nearest"
+
+    def in_format(self: S, name: str, rounding: str) -> S:
+        return replace(self, format=name, rounding=rounding)
+
+    @property
+    def state_axes(self) -> tuple[int, int, int]:
+        return self.heads, self.rows, self.cols
+
+    @property
+    def vector(self) -> int:
+        """Neighbours in memory that one access takes."""
+        return math.gcd(self.cols, ACCESS_BYTES // dtype(self.format).itemsize)
+
+    @property
+    def exact_at_once(self) -> bool:
+        return self.format == "float32"  # other formats add up a row in another order
+
+    @property
+    def snapshot_formats(self) -> list[tuple[str, str]]:
+        return [("float32", "nearest"), (self.format, self.rounding), ("int8", "stochastic"), ("float16", "nearest")]
+
+    def snapshots(self, rows: int, tokens: int, name: str, rounding: str, device: torch.device) -> State:
+        """In the layout of the pool if they have its format."""
+        data, scale = encode(torch.ones(rows, tokens, *self.state_axes, device=device), dtype(name))
+        return State(self.laid_out(data) if name == self.format else data, scale, rounding=rounding)
+
+    def make_state(self, source: Source) -> State:
+        """A state in every slot, and seeds."""
+        data, scale = encode(source.states_of(self), dtype(self.format))
+        return State(self.laid_out(data), scale, rounding=self.rounding, seed=source.seeds(self.slots), stream=3)
+
+    def laid_out(self, states: Tensor) -> Tensor:
+        """These states in the memory layout of the case."""
+        return states
+
+
+S = TypeVar("S", bound=StateCase)
+
+
+def make_inputs(case: AnyCase, device: torch.device, seed: int = 0) -> Inputs:
+    """The random inputs of a case."""
+    return case.make_inputs(device, seed)
+
+
+def by_turns(cases: Sequence[S], formats: Sequence[tuple[str, str]], count: int) -> tuple[S, ...]:
+    """Each case in so many formats, the next case beginning with the format behind them."""
+    turns = ((case, formats[(count * i + j) % len(formats)]) for i, case in enumerate(cases) for j in range(count))
+    return tuple(case.in_format(*known) for case, known in turns)
+
+
+def in_every_format(shapes: Mapping[str, Sequence[S]]) -> tuple[tuple[S, ...], ...]:
+    """For every format a case of every form; the shapes of a form take turns."""
+    return tuple(
+        tuple(of_form[i % len(of_form)].in_format(*known) for of_form in shapes.values())
+        for i, known in enumerate(PORTABLE_FORMATS)
+    )
+
+
+@dataclass(frozen=True)
+class Cases:
+    """The tables of an op. Its file in proof/cases/ puts them into CASES, where tests and `flashstate check` find them.
+
+    groups: small and odd cases, for the interpreter, whose bfloat16 activations are wrong: float32 and float16 stand in
+        for them. Every group has each form of a call once; those of an op that has formats have one each.
+    real: shapes of real models and of none, for compiled kernels.
+    besides: small cases that no turn of forms and formats brings; every law meets one.
+    turns: every law of the reference meets one in so many groups in the interpreter, which is slow.
+    """
+
+    groups: Sequence[Sequence[AnyCase]]
+    real: Sequence[AnyCase]
+    besides: Sequence[AnyCase] = ()
+    turns: int = 2
+
+    @cached_property
+    def odd(self) -> tuple[AnyCase, ...]:
+        return tuple(case for group in self.groups for case in group)
+
+    @cached_property
+    def quick(self) -> tuple[AnyCase, ...]:
+        """One case per group, the forms taking turns."""
+        return tuple(group[i % len(group)] for i, group in enumerate(self.groups))
+
+
+CASES: dict[str, Cases] = {}  # by the name of the op

@@ -1,0 +1,48 @@
+"""Cases of every op that is registered: what they count, and how they are told."""
+
+from dataclasses import fields
+
+import pytest
+import torch
+from torch import Tensor
+
+from flashstate.proof import CASES, AnyCase, Inputs, ReplayInputs, make_inputs, slotted
+
+CPU = torch.device("cpu")
+ODD = [case for cases in CASES.values() for case in dict.fromkeys(cases.odd)]
+
+
+def moved(case: AnyCase, inputs: Inputs) -> tuple[int, int]:
+    """Bytes of the pool that a call reads, and that it stores once: of a ring live and new rows, and the cursors."""
+    slots, pool = inputs.slots.long(), inputs.state
+    states = {name: tensor[slots].nbytes for name, tensor in slotted(pool).items()}
+    if not isinstance(inputs, ReplayInputs):
+        return sum(states.values()), sum(size for name, size in states.items() if name not in inputs.op.left_alone)
+    rows = int(pool.count[slots][inputs.tokens > 0].sum()) + sum(case.lengths)
+    of_row = sum(tensor[0].transpose(0, 1)[0].nbytes for tensor in (pool.x, pool.B, pool.dt))
+    state = states["data"] + states.get("scale", 0)
+    read = state + rows * of_row + states["start"] + states["count"]
+    return read, state // case.batch * int(inputs.folds.sum())
+
+
+@pytest.mark.parametrize("case", ODD, ids=str)
+def test_counted_bytes_are_those_of_all_tensors_of_a_call(case: AnyCase) -> None:
+    inputs, tokens = make_inputs(case, CPU), sum(case.lengths)
+    read, stored = moved(case, inputs)
+    assert case.slot_bytes == inputs.state.data[0].nbytes
+    y = inputs.step()
+    used = {name: t[:tokens] if case.packed else t for name, t in {**inputs.activations, "y": y}.items()}
+    given = {**inputs.arguments, **inputs.options, **used, "slots": inputs.slots}
+    others = sum(t.nbytes for t in given.values() if isinstance(t, Tensor))
+    others += 8 * case.batch if case.rounding == "stochastic" else 0  # seeds
+    for stores in (0, 1, 3):
+        assert case.counted_bytes(stores) == read + stores * stored + others
+
+
+@pytest.mark.parametrize("case", ODD, ids=str)
+def test_a_case_is_told_by_the_call_that_makes_it(case: AnyCase) -> None:
+    name, given = str(case).rstrip(")").split("(")
+    told = dict(part.split("=") for part in given.split(", ")) if given else {}
+    usual = {field.name: str(field.default) for field in fields(case)}
+    assert name == type(case).__name__
+    assert usual | told == {field.name: str(getattr(case, field.name)) for field in fields(case)}
