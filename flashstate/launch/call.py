@@ -159,7 +159,8 @@ class Op:
     def first_call(self, *values: Any) -> Any:
         """Make a call; from the first one on that starts kernels, calls are those of the function for repeated ones."""
         out = values[list(self.hints).index("out")]
-        if torch.compiler.is_compiling() or not isinstance(out, Tensor) or not uses_kernels(out.device):
+        somewhere = isinstance(out, Tensor) and (out.is_cuda or out.is_cpu)  # elsewhere it is refused
+        if torch.compiler.is_compiling() or not somewhere or not uses_kernels(out.device):
             return self.ordinary(values, None)
         self.call = repeat_function(self, self.kernels())
         return self.call(*values)
@@ -198,10 +199,10 @@ class Op:
         for name in self.numbers:
             if getattr(given, name) is not None:
                 check_number(name, getattr(given, name))
+        self.check(given)
         check_slots(state.shape[0], device, tokens, given.slots, given.update, self.rolls_back)
         if self.takes_snapshots and given.snapshots is not None:
             self._check_snapshots(given, state)
-        self.check(given)
         self._check_out(given)
         self.debug(given)
         return given
