@@ -1,25 +1,29 @@
-"""Tables of wrong calls: what is changed in a right one, what that raises, and that no memory changes."""
+"""Wrong calls: what is changed in a right one, what that raises, and that no memory changes."""
 
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import pytest
 import torch
 from torch import Tensor
 
 from flashstate import Mamba3State, Plan, Ring, Rotary, Slots, State
-from flashstate.proof import AnyCase, Case, DeltaCase, make_inputs
+from flashstate.errors import ACTIVATION_DTYPES, INDEX_DTYPES, dtype_name
+from flashstate.proof import AnyCase, Case, ConvCase, DeltaCase, Mamba3Case, ReplayCase, make_inputs, with_rotary
 
-CPU = torch.device("cpu")
-META = torch.device("meta")
+CPU, META = torch.device("cpu"), torch.device("meta")
 CASE = Case(batch=3, heads=4, groups=2, rows=6, cols=5, format="float16", rounding="stochastic", x="float16")
-DELTA_CASE = DeltaCase(3, 4, 2, 6, 5, format="float16", rounding="stochastic", x="float16", qk="float16")
+SHAPE = {"batch": 3, "heads": 4, "groups": 2, "rows": 6, "format": "float16", "rounding": "stochastic", "x": "float16"}
+DELTA = DeltaCase(3, 4, 2, 6, 5, format="float16", rounding="stochastic", x="float16", qk="float16")
+MAMBA3 = Mamba3Case(**SHAPE, cols=8, rank=3, angles=3)
+REPLAY = ReplayCase(**SHAPE, cols=8, window=4)
 T = 3
 
 Arguments = dict[str, Any]
 Change = Callable[[Arguments], Arguments]  # all arguments of a call that is right: those to change to make it wrong
-Refusal = tuple[str, Change, type[Exception], str]
+Refusal = tuple[Any, ...]  # what is wrong, the change, the message, and the error, if it is no ValueError
 Form = TypeVar("Form", bound=AnyCase)
 HOLDERS = (State, Slots, Mamba3State, Rotary, Ring, Plan)  # of tensors
 
@@ -30,12 +34,10 @@ def forms_of(case: Form) -> dict[str, Form]:
     return {form: replace(case, tokens=tokens, packed=packed) for form, tokens, packed in forms}
 
 
-FORMS, DELTA_FORMS = forms_of(CASE), forms_of(DELTA_CASE)
-FORMS_PER_ROW = {f"{form} per row": case for form, case in forms_of(replace(CASE, mamba1=True, D="row")).items()}
-DELTA_FORMS_PER_CHANNEL = {
-    f"{form} per channel": case for form, case in forms_of(replace(DELTA_CASE, per_channel=True)).items()
-}
 SMALL_FORMS = forms_of(replace(CASE, heads=1, groups=1, rows=2, cols=3))  # to be run
+
+
+# What is changed
 
 
 def only(name: str, change: Callable[[Any], Any]) -> Change:
@@ -60,23 +62,164 @@ def both(*changes: Change) -> Change:
     return lambda arguments: {name: value for change in changes for name, value in change(arguments).items()}
 
 
+def of_tensor(name: str, change: Callable[[Tensor], Any]) -> Change:
+    """Another tensor for an argument: for the data of a State, and for a field of what holds some ("rotary.angle")."""
+    holder, _, field = name.partition(".")
+    if field:
+        return only(holder, lambda value: replace(value, **{field: change(getattr(value, field))}))
+    return only(holder, lambda value: change(value.data if isinstance(value, State) else value))
+
+
+def other(name: str, **changes: Any) -> Change:
+    """A holder of tensors with other fields: values, or what becomes of those there are."""
+
+    def changed(value: Any) -> Any:
+        return replace(value, **{n: c(getattr(value, n)) if callable(c) else c for n, c in changes.items()})
+
+    return only(name, changed)
+
+
+def cut(value: Any) -> Any:
+    """Two slots of a pool."""
+    if isinstance(value, Tensor | State):
+        return value[:2] if isinstance(value, Tensor) else State(value.data[:2])
+    return replace(value, **{name: cut(part) for name, part in fields_of(value).items() if name != "window"})
+
+
 def columns(n: int) -> Callable[[Tensor], Tensor]:
     """A table of n columns from a list of numbers."""
     return lambda numbers: numbers[:, None].repeat(1, n)
 
 
-def table(refusals: list[Refusal]) -> pytest.MarkDecorator:
-    names = [refusal[0] for refusal in refusals]
-    assert len(set(names)) == len(names)
-    return pytest.mark.parametrize(("change", "error", "message"), [r[1:] for r in refusals], ids=names)
+def strided(tensor: Tensor) -> Tensor:
+    """Equal values, which are every second element of longer rows."""
+    return torch.stack([tensor, tensor], -1).flatten(-2)[..., ::2]
 
 
-def table_of_forms(forms: Mapping[str, Form], refusals: Callable[[Form], list[Refusal]]) -> pytest.MarkDecorator:
-    """The refusals of every form, beside the form."""
-    entries = [(f"{form}: {r[0]}", case, *r[1:]) for form, case in forms.items() for r in refusals(case)]
-    names = [entry[0] for entry in entries]
-    assert len(set(names)) == len(names)
-    return pytest.mark.parametrize(("case", "change", "error", "message"), [e[1:] for e in entries], ids=names)
+def transposed(tensor: Tensor) -> Tensor:
+    """Equal values, those of a column side by side in memory."""
+    return tensor.mT.contiguous().mT
+
+
+def resized(tensor: Tensor, axis: int, by: int) -> Tensor:
+    size = tensor.shape[axis] + by
+    return torch.cat([tensor, tensor], axis).narrow(axis, 0, size).clone()
+
+
+def expanded(tensor: Tensor, axis: int = 0) -> Tensor:
+    """One element of this axis for all of it."""
+    return tensor.narrow(axis, 0, 1).expand_as(tensor)
+
+
+def on_meta(value: Any) -> Any:
+    """The argument on another device."""
+    if isinstance(value, HOLDERS):
+        return replace(value, **{field.name: on_meta(getattr(value, field.name)) for field in fields(value)})
+    return value.to(META) if isinstance(value, Tensor) else value
+
+
+# What is wrong for a tensor, from its description
+
+
+class Described(NamedTuple):
+    """A tensor argument: all that it must be."""
+
+    name: str
+    axes: Sequence[str]
+    free: Collection[str] = ()  # axes that may have any size
+    dtypes: Collection[torch.dtype] = ACTIVATION_DTYPES
+    layout: str = "any"  # "rows": contiguous along the last axis; "whole"; "slot": behind the first axis, no overlap
+    tied: Mapping[str, int] = {}  # sizes of more axes, which it may have, and be expanded along all of
+    what: str = "a tensor"
+    elsewhere: str = "^{name} is on meta, but the state is on cpu"
+
+
+KINDS = (torch.float64, torch.float16, torch.float8_e4m3fn, torch.int64, torch.int32, torch.bool)
+
+
+def wrong_tensors(d: Described) -> Iterator[Refusal]:
+    """What a tensor argument can be that it must not be."""
+    must, allowed = f"^{d.name} must ", " or ".join(map(dtype_name, d.dtypes))
+    shape = rf"{must}have shape \({re.escape(d.axes[0])}.*\), got \("
+    yield "a list", Tensor.tolist, f"{must}be {d.what}, got list", TypeError
+    yield "a float", lambda t: 1.0, f"{must}be {d.what}, got float", TypeError
+    yield "sparse", Tensor.to_sparse, f"{must}be a dense tensor, got torch.sparse_coo", TypeError
+    yield "elsewhere", on_meta, d.elsewhere.format(name=d.name)
+    for kind in KINDS:
+        if kind not in d.dtypes:
+            message = f"{must}be {allowed}, got {dtype_name(kind)}"
+            yield dtype_name(kind), lambda t, kind=kind: t.to(kind), message, TypeError
+    yield "of lower rank", lambda t: t[0], shape
+    yield "of higher rank", lambda t: t[None], shape
+    yield "of much higher rank", lambda t: t[None, None, None], shape
+    for axis, word in enumerate(d.axes):
+        for by in (-1, 1) if word not in d.free else ():
+            yield f"with {word} {by:+}", lambda t, axis=axis, by=by: resized(t, axis, by), shape
+    if d.axes[-1] not in d.free:
+        yield f"with {d.axes[-1]} 1", lambda t: t[..., :1].clone(), shape
+    yield from wrong_strides(d)
+
+
+def wrong_strides(d: Described) -> Iterator[Refusal]:
+    """Strides that the layout of a tensor argument does not allow."""
+    apart = {"rows": " along its last axis, got stride", "whole": "(, or .*)?, got stride", "slot": " within a slot"}
+    if d.layout == "any":
+        return
+    has_tied, message = d.axes[-1] in d.tied, f"^{d.name} must be contiguous{apart[d.layout]}"
+    yield "strided", strided, message
+    if d.layout == "rows" and not has_tied:
+        yield "expanded along rows", lambda t: expanded(t, -1), message
+    if d.layout == "whole":
+        yield "one for all", expanded, message
+    if d.layout == "slot":
+        yield "one slot for all", expanded, f"^{d.name} has overlapping slots: an axis of stride 0"
+    if d.layout != "rows" and len(d.axes) > 1 + (d.layout == "slot"):
+        yield "transposed", transposed, message
+    if has_tied and len(d.tied) > 1:
+        for axis, word in enumerate(d.tied, -len(d.tied)):
+            yield f"expanded along {word} alone", lambda t, axis=axis: expanded(t, axis), message
+    if d.tied and not has_tied and d.layout == "whole":
+        axes, sizes = (..., *(None for _ in d.tied)), (-1, *d.tied.values())
+        yield "strided, then expanded", lambda t: strided(t)[axes].expand(sizes), message
+
+
+def wrong(d: Described) -> list[Refusal]:
+    return [(f"{d.name} {what}", of_tensor(d.name, change), *rest) for what, change, *rest in wrong_tensors(d)]
+
+
+SLOTS = Described(
+    "slots", ("batch",), ("batch",), INDEX_DTYPES, what="a Slots, an index tensor or None",
+    elsewhere="^slots are on meta, but the state is on cpu",
+)  # fmt: skip
+
+
+TRANSPOSED = (
+    r"^\w+ must be contiguous within a slot: strides \((any, )+\d+, \d+, 1\), got \([\d, ]+\); only gated_delta_st"
+)
+STANDS = "a State or a tensor"
+OTHER_RING = "^plan was made for rings of other slots: their start and count are not those of this ring"
+RINGS: list[Refusal] = [
+    ("ring missing", given(ring=None), "^ring must be a Ring, got NoneType", TypeError),
+    ("ring a tensor", only("ring", lambda r: r.x), "^ring must be a Ring, got Tensor", TypeError),
+    ("ring elsewhere", only("ring", on_meta), "^ring.x is on meta, but the state is on cpu"),
+    ("ring of fewer slots", only("ring", cut), r"^ring.x must have shape \(slots=7, "),
+    ("ring of other rows", other("ring", x=lambda t: resized(t, 3, 1)), r"^ring.x must have shape \(.* rows=6\), got"),
+    ("ring of other columns", other("ring", B=lambda t: resized(t, 3, 1)), r"^ring.B must have shape .* cols=8\), got"),
+    (
+        "ring of other heads",
+        other("ring", **dict.fromkeys(("x", "dt"), lambda t: t[:, :2].clone())),
+        r"^ring.x must have shape \(slots=7, heads=4, ",
+    ),
+]
+
+
+# Who refuses it
+
+
+def table(refusals: Iterable[Refusal]) -> pytest.MarkDecorator:
+    entries = [pytest.param(*(r[1:] if len(r) == 4 else (*r[1:], ValueError)), id=r[0]) for r in refusals]
+    assert len({entry.id for entry in entries}) == len(entries)
+    return pytest.mark.parametrize(("change", "message", "error"), entries)
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
@@ -87,6 +230,9 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, HOLDERS):
         for field in fields(value):
             yield from tensors_of(getattr(value, field.name))
+    elif isinstance(value, list):
+        for one in value:
+            yield from tensors_of(one)
 
 
 def memory_of(tensor: Tensor) -> Tensor:
@@ -104,7 +250,7 @@ def refuses(call: Callable[[], Any], error: type[Exception], message: str, touch
 
 
 def refuses_change(
-    step: Callable[..., Any], arguments: Arguments, change: Change, error: type[Exception], message: str
+    step: Callable[..., Any], arguments: Arguments, change: Change, message: str, error: type[Exception]
 ) -> None:
     """A call of an op with changed arguments raises this, and no tensor of it or of the call that was right changes."""
     wrong = {**arguments, **change(arguments)}
@@ -112,48 +258,12 @@ def refuses_change(
     refuses(lambda: step(**wrong), error, message, touched)
 
 
-def strided(tensor: Tensor) -> Tensor:
-    """The same values, every second element of longer rows."""
-    return torch.stack([tensor, tensor], -1).flatten(-2)[..., ::2]
+# What is right
 
 
-def transposed(tensor: Tensor) -> Tensor:
-    """The same values, those of a column side by side in memory."""
-    return tensor.mT.contiguous().mT
-
-
-def resized(tensor: Tensor, axis: int, by: int) -> Tensor:
-    size = tensor.shape[axis] + by
-    return torch.cat([tensor, tensor], axis).narrow(axis, 0, size).clone()
-
-
-def on_meta(value: Any) -> Any:
-    """The same argument on another device."""
-    if isinstance(value, HOLDERS):
-        return replace(value, **{field.name: on_meta(getattr(value, field.name)) for field in fields(value)})
-    return value.to(META) if isinstance(value, Tensor) else value
-
-
-WRONG_INDICES = (
-    ("int16", Tensor.short, TypeError, r"^{name} must be int32 or int64, got int16"),
-    ("float32", Tensor.float, TypeError, r"^{name} must be int32 or int64, got float32"),
-    ("bool", Tensor.bool, TypeError, r"^{name} must be int32 or int64, got bool"),
-    ("of rank 0", lambda t: t.flatten()[0], ValueError, r"^{name} must have shape \(batch.*\), got \(\)"),
-    ("of rank 3", lambda t: t.reshape(-1, 1, 1), ValueError, r"^{name} must have shape \(batch.*\), got \(\d+, 1, 1\)"),
-)
-_SLOTS_OF_A_CALL = (
-    ("a list", Tensor.tolist, TypeError, r"^slots must be a Slots, an index tensor or None, got list"),
-    ("an int", lambda t: 1, TypeError, r"^slots must be a Slots, an index tensor or None, got int"),
-    ("a State", lambda t: State(torch.ones(1, 1, 1, 1)), TypeError, r"^slots must be a Slots, .* got State"),
-    *WRONG_INDICES,
-    ("of rank 2", lambda t: t[:, None], ValueError, r"^slots must have shape \(batch\), got \(3, 1\)"),
-    ("elsewhere", on_meta, ValueError, r"^slots are on meta, but the state is on cpu"),
-    ("a Slots elsewhere", lambda t: Slots(on_meta(t)), ValueError, r"^slots are on meta, but the state is on cpu"),
-)
-WRONG_SLOTS: list[Refusal] = [
-    (f"slots {what}", only("slots", change), error, message.format(name="slots"))
-    for what, change, error, message in _SLOTS_OF_A_CALL
-]
+def fields_of(value: Any) -> Arguments:
+    """The arguments that an object can be made of again."""
+    return {field.name: getattr(value, field.name) for field in fields(value)}
 
 
 def state_arguments() -> Arguments:
@@ -183,23 +293,16 @@ def slots_arguments() -> Arguments:
     }
 
 
-def ring_arguments() -> Arguments:
-    """The arguments of a Ring that is right: 7 slots, 4 heads, 2 groups, 7 tokens, 6 rows, 8 columns."""
-    generator = torch.Generator().manual_seed(0)
-    x, B, dt = (torch.randn(7, *size, generator=generator) for size in ((4, 7, 6), (2, 7, 8), (4, 7)))
-    start, count = torch.arange(7).int(), torch.tensor([3, 0, 4, 1, 2, 4, 3]).int()
-    return {"x": x.half(), "B": B.half(), "dt": dt.abs(), "start": start, "count": count, "window": 4}
-
-
-def step_arguments(case: Case | DeltaCase = CASE, device: torch.device = CPU) -> Arguments:
+def step_arguments(case: AnyCase = CASE, device: torch.device = CPU) -> Arguments:
     """All arguments of a call that is right: `out`, and snapshots with room for more rows and tokens, among them."""
     inputs = make_inputs(case, device)
-    return {
-        "state": inputs.state,
-        **inputs.arguments,
-        **inputs.options,
-        "slots": inputs.at() if case.packed else inputs.slots,
-        "snapshots": torch.full((5, 6, case.heads, case.rows, case.cols), 7.0, dtype=torch.float16, device=device),
-        "update": True,
-        "out": torch.full_like(inputs.main, 7.0),
-    }
+    pool, own = inputs.state, {**inputs.arguments, **inputs.options}
+    slots, out = inputs.at() if case.packed else inputs.slots, torch.full_like(inputs.main, 7.0)
+    rest = {"slots": slots, "update": True, "out": out}
+    if isinstance(case, Mamba3Case):
+        return {"state": pool.state, **with_rotary(own), **rest}
+    if isinstance(case, ReplayCase):
+        return {"state": pool.state, "ring": pool.ring, **own, "plan": None, **rest}
+    first = {"window": pool.data} if isinstance(case, ConvCase) else {"state": pool}
+    snapshots = torch.full((5, 6, *case.state_axes), 7.0, dtype=torch.float16, device=device)
+    return {**first, **own, "snapshots": snapshots, **rest}

@@ -211,10 +211,10 @@ class Op:
         for name in self.numbers:
             if getattr(given, name) is not None:
                 check_number(name, getattr(given, name))
+        self.check(given)
         check_slots(state.shape[0], device, tokens, given.slots, given.update, self.rolls_back)
         if self.takes_snapshots and given.snapshots is not None:
             self._check_snapshots(given, state)
-        self.check(given)
         self._check_out(given)
         self.debug(given)
         return given

@@ -36,7 +36,7 @@ def conv1d_step(
     history: int | None = None,
     positions: Annotated[Tensor, "| batch", INDEX_DTYPES] | None = None,
     slots: Slots | Tensor | None = None,
-    snapshots: Annotated[Tensor, "copies each channels entries |"] | None = None,
+    snapshots: Annotated[Tensor, "rows steps channels entries |"] | None = None,
     update: bool = True,
     out: Tensor | None = None,
     early: bool = False,

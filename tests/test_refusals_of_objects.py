@@ -1,0 +1,476 @@
+"""State, Slots, Mamba3State, Rotary, Ring, Plan and calls on them: wrong input is refused by name and harms nothing."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from refusals import (
+    DELTA,
+    MAMBA3,
+    META,
+    OTHER_RING,
+    REPLAY,
+    RINGS,
+    SLOTS,
+    STANDS,
+    TRANSPOSED,
+    Arguments,
+    Change,
+    Described,
+    Refusal,
+    at,
+    both,
+    columns,
+    cut,
+    expanded,
+    fields_of,
+    forms_of,
+    given,
+    of_tensor,
+    on_meta,
+    only,
+    other,
+    refuses_change,
+    resized,
+    scaled_arguments,
+    slots_arguments,
+    state_arguments,
+    step_arguments,
+    table,
+    tensors_of,
+    transposed,
+    wrong,
+)
+from torch import Tensor
+
+from flashstate import (
+    Mamba3State,
+    Plan,
+    Ring,
+    Rotary,
+    Slots,
+    State,
+    debug,
+    gated_delta_step,
+    mamba2_fold,
+    mamba2_replay,
+    mamba3_step,
+)
+from flashstate.errors import INDEX_DTYPES
+from flashstate.proof import DeltaCase
+from flashstate.state.formats import FORMATS
+from flashstate.state.state import POOL_AXES, SNAPSHOT_AXES
+
+SCALED = (torch.int16, torch.int8, torch.float8_e4m3fn)
+WITHIN, OVERLAP = "^data must be contiguous within a slot: strides", "^data has overlapping slots: an axis of stride"
+
+
+def zeros(*shape: int, strides: tuple[int, ...] | None = None) -> Change:
+    """Other data: zeros of this shape; with strides, in a memory that has room for them."""
+    return given(data=torch.zeros(shape) if strides is None else torch.zeros(4000).as_strided(shape, strides))
+
+
+def wrong_ints(name: str, allowed: str, *values: int) -> list[Refusal]:
+    """What is no int, and ints that are not allowed."""
+    return [
+        *[(f"{name} {v!r}", given(**{name: v}), f"^{name} must be an int, got ", TypeError) for v in ("4", 4.0, True)],
+        *[(f"{name} {v}", given(**{name: v}), f"^{name} must be from {allowed}, got {v}") for v in values],
+    ]
+
+
+# State and Slots
+
+DATA = Described("data", POOL_AXES, POOL_AXES, FORMATS, "slot", elsewhere="^seed is on cpu, but the state is on meta")
+STATES: list[Refusal] = [
+    *[refusal for refusal in wrong(DATA) if refusal[0] not in ("data transposed", "data of higher rank")],
+    *wrong(Described("seed", ["slots"], (), (torch.int64,), "whole")),
+    ("data missing", given(data=None), "^data must be a tensor, got NoneType", TypeError),
+    ("data a State", given(data=State(torch.zeros(1, 1, 1, 1))), "^data must be a tensor, got State", TypeError),
+    *[
+        (f"data {kind}", only("data", lambda t, kind=kind: t.to(kind)), "^data must be float32 or .* got ", TypeError)
+        for kind in (torch.complex64, torch.uint8, torch.float8_e5m2, torch.float8_e4m3fnuz)
+    ],
+    *[
+        (f"data of rank {len(axes)} empty along {axes[i]}", zeros(*empty), "^data must not be empty")
+        for axes, first in ((POOL_AXES, 0), (SNAPSHOT_AXES, 2))
+        for i in range(first, len(axes))
+        for empty in [[0 if j == i else 2 for j in range(len(axes))]]
+    ],
+    *[
+        (f"data with axes {i} and {j} swapped", given(data=torch.zeros(3, 4, 4, 4).transpose(i, j)), WITHIN)
+        for i, j in ((1, 2), (1, 3), (0, 3), (0, 1))
+    ],
+    ("gaps between heads", zeros(3, 2, 4, 8, strides=(128, 64, 8, 1)), rf"{WITHIN} \(any, 32, 8, 1\), got \("),
+    ("gaps between rows", zeros(3, 2, 4, 8, strides=(72, 36, 9, 1)), rf"{WITHIN} \(any, 32, 8, 1\), got \("),
+    ("transposed, gaps between heads", zeros(3, 2, 4, 8, strides=(128, 64, 1, 4)), WITHIN),
+    ("transposed, gaps between columns", zeros(3, 2, 4, 8, strides=(80, 40, 1, 5)), WITHIN),
+    ("snapshots, gaps", zeros(2, 3, 2, 4, 8, strides=(300, 100, 40, 8, 1)), rf"{WITHIN} \(any, any, 32, 8, 1\), got"),
+    *[
+        (f"slots overlap {strides}", zeros(*shape, strides=strides), f"{OVERLAP} {got}, which must be {want} or more")
+        for shape, strides, got, want in (
+            ((3, 2, 4, 8), (63, 32, 8, 1), 63, 64),
+            ((3, 2, 4, 8), (0, 32, 1, 4), 0, 64),
+            ((3, 2, 4, 8), (63, 32, 1, 4), 63, 64),
+            ((3, 5, 2, 4, 8), (0, 64, 32, 8, 1), 0, 64),
+            ((3, 5, 2, 4, 8), (64, 0, 32, 8, 1), 0, 64),
+            ((3, 5, 2, 4, 8), (320, 63, 32, 8, 1), 63, 64),
+            ((3, 5, 2, 4, 8), (319, 64, 32, 8, 1), 319, 320),
+            ((3, 5, 2, 4, 8), (64, 191, 32, 8, 1), 191, 192),
+            ((3, 5, 2, 4, 8), (64, 0, 32, 1, 4), 0, 64),
+        )
+    ],
+    ("huge", given(data=torch.zeros(3, 1 << 11, 1 << 10, 1 << 10, device=META)), r"fewer than 2\^31 elements per slot"),
+    ("scale for float16", given(scale=torch.ones(3, 2, 4)), "^scale is not for float16"),
+    ("scale a word", given(scale="nearest"), "^scale is not for float16"),
+    *[(f"rounding {v!r}", given(rounding=v), "^rounding must be one of nearest, .* got ") for v in ("up", None, True)],
+    ("stochastic on float32", only("data", Tensor.float), "^rounding='stochastic' is not for float32, which has"),
+    *[
+        (f"stochastic_hw on {dtype}", given(**state, rounding="stochastic_hw"), "^rounding='stochastic_hw' is not for ")
+        for dtype in (torch.bfloat16, torch.int16, torch.int8)
+        for state in [scaled_arguments(dtype) if dtype in SCALED else {"data": torch.zeros(3, 2, 4, 8, dtype=dtype)}]
+    ],
+    ("stochastic_hw on a CPU", given(rounding="stochastic_hw"), "^rounding='stochastic_hw' needs an NVIDIA GPU .* cpu"),
+    ("no seed", given(seed=None), r"^rounding='stochastic' needs seed: \(slots,\) int64"),
+    ("no seed for stochastic_hw", given(seed=None, rounding="stochastic_hw"), "^rounding='stochastic_hw' needs"),
+    ("seed for snapshots", only("data", lambda t: t[None]), "^seed is not for snapshots"),
+    *wrong_ints("rounds", "1 to 16", -1, 0, 17),
+    *wrong_ints("stream", "0 to 4294967295", -1, 1 << 32),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("axes", [(3,), (3, 2)], ids=["pool", "snapshots"])
+@pytest.mark.parametrize("dtype", SCALED, ids=str)
+def test_wrong_scales_are_refused_by_name(dtype: torch.dtype, axes: tuple[int, ...]) -> None:
+    arguments, outer = scaled_arguments(dtype, *axes), ("slots",) if len(axes) == 1 else ("batch", "T")
+    bits = arguments["data"].view(torch.uint8 if dtype.itemsize == 1 else dtype)
+    scales = wrong(Described("scale", (*outer, "heads", "rows"), (), (torch.float32,), "slot"))
+    for _, change, message, *error in (
+        *scales,
+        ("swapped", only("scale", transposed), "^scale must be contiguous within a slot"),
+        ("one for all rows", only("scale", lambda t: expanded(t, -1)), "^scale must be contiguous within"),
+        (
+            "overlapping",
+            only("scale", lambda t: t.as_strided(t.shape, (7,) * len(axes) + (4, 1))),
+            "^scale has overlapping slots: an axis of stride 7, which must be 8 or more",
+        ),
+        ("transposed data", given(data=transposed(bits).view(dtype)), r"^data of dtype \w+ must not be transposed"),
+        ("missing", given(scale=None), rf"^\w+ needs scale: \({', '.join(outer)}, heads, rows\) float32, one per row"),
+    ):
+        refuses_change(State, arguments, change, message, *(error or [ValueError]))
+
+
+ENTRIES = "must have an entry for each of the 4 tokens, got shape"
+READ = "^{name} is on meta, read on cpu"
+NUMBERS = [
+    Described("read", ("batch", "T"), ("batch", "T"), INDEX_DTYPES, "rows", elsewhere="^write is on cpu, read on meta"),
+    *[Described(n, ("batch", "T"), ("T",), INDEX_DTYPES, "rows", elsewhere=READ) for n in ("write", "parents")],
+    *[Described(n, ["batch"], (), INDEX_DTYPES, "whole", elsewhere=READ) for n in ("accepted", "snapshot_rows")],
+    Described("cu_seqlens", ["batch + 1"], (), INDEX_DTYPES, "whole", elsewhere=READ),
+]
+MAY_BE_LOWER = ("read of lower rank", "write of lower rank")
+SLOTS_REFUSALS: list[Refusal] = [
+    *[refusal for d in NUMBERS for refusal in wrong(d) if refusal[0] not in MAY_BE_LOWER],
+    ("read missing", given(read=None), "^read must be a tensor, got NoneType", TypeError),
+    ("read without accepted", given(accepted=None), r"^accepted must be given for read \(batch, n\)"),
+    *[
+        (f"{name} for {n} tokens", only(name, lambda t, n=n: resized(t, 1, n - 4)), rf"^{name} {ENTRIES} \(3, {n}\)")
+        for name in ("write", "parents")
+        for n in (0, 3, 5)
+    ],
+    (
+        "parents unlike write",
+        both(given(max_len=None, cu_seqlens=None), only("parents", lambda t: t[:, :3])),
+        f"^parents {ENTRIES}",
+    ),
+    ("max_len without cu_seqlens", given(cu_seqlens=None), "^max_len is for packed .* with cu_seqlens"),
+    *wrong_ints("max_len", "0 to 2147483647", -1, 1 << 31),
+    *wrong_ints("null", "-9223372036854775808 to .*", 1 << 63, -(1 << 63) - 1),
+    *[
+        (f"padding {v!r}", given(padding=v), "^padding must be one of zero, fresh, keep, got ")
+        for v in ("ones", None, 0)
+    ],
+]
+
+
+ADVANCED: list[Refusal] = [
+    *wrong(SLOTS),
+    ("state without seed", only("state", lambda s: State(s.data)), "^advance needs a state with a seed"),
+    ("snapshots", given(state=State(torch.ones(1, 1, 1, 1, 1))), "^advance needs a state with a seed"),
+    ("state elsewhere", both(only("state", on_meta), given(slots=None)), "^state is on meta; flashstate runs on cuda"),
+]
+
+
+@pytest.mark.parametrize(("kind", "most"), [(State, 2), (Slots, 1), (Rotary, 1)])
+def test_options_are_given_by_their_names(kind: Any, most: int) -> None:
+    with pytest.raises(TypeError, match="positional"):
+        kind(*[torch.zeros(1)] * (most + 1))
+
+
+# Mamba3State and Rotary
+
+MAMBA3_STATES: list[Refusal] = [
+    *wrong(Described("ssm", POOL_AXES, POOL_AXES, FORMATS, "slot", {}, STANDS, "^k is on cpu, but the state is on m")),
+    *wrong(Described("k", ["slots", "R", "H", "N"], "R", layout="slot")),
+    *wrong(Described("v", ["slots", "H", "D"], layout="slot")),
+    *wrong(Described("angle", ["slots", "H", "S"], "S", (torch.float32,), "slot")),
+    *[(f"{name} missing", given(**{name: None}), f"^{name} must be a ", TypeError) for name in ("ssm", "k", "v")],
+    ("k of no rank", only("k", lambda t: t[:, :0]), r"^k must have a rank of 1 or more, got shape \(7, 0, 4"),
+    ("k with ranks last", only("k", lambda t: t.movedim(1, 3).contiguous().movedim(3, 1)), "^k must be contiguous wit"),
+    *[
+        (f"{n} angles", given(angle=torch.zeros(7, 4, n)), f"^angle must have 1 to N // 2 = 4 .* per head, got {n}$")
+        for n in (0, 5, 8)
+    ],
+    ("ssm int8 without scales", of_tensor("ssm", Tensor.char), "^ssm of dtype int8 needs a scale"),
+    ("ssm of snapshots", of_tensor("ssm", lambda t: State(t[None])), r"^ssm must have data \(slots, "),
+    ("ssm a State, transposed", of_tensor("ssm", lambda t: State(transposed(t))), TRANSPOSED),
+]
+
+
+@pytest.mark.parametrize("pairing", ["both", "", "Halved", 2, True, ["halved"]], ids=repr)
+def test_a_pairing_that_there_is_not_is_refused(pairing: Any) -> None:
+    with pytest.raises(ValueError, match=r"^pairing must be one of interleaved, halved, got "):
+        Rotary(torch.zeros(1, 3), pairing=pairing)
+
+
+# Ring and Plan
+
+HUGE = torch.zeros(7, 4, 7, 1 << 27, device=META)
+X, INT32 = "^{name} is on meta, but x is on cpu", (torch.int32,)
+RING_X = ("slots", "heads", "length", "rows")
+RING_REFUSALS: list[Refusal] = [
+    *wrong(Described("x", RING_X, RING_X, layout="slot", elsewhere="^B is on cpu, but x is on meta")),
+    *wrong(Described("B", ["slots", "groups", "length", "cols"], ("groups", "cols"), layout="slot", elsewhere=X)),
+    *wrong(Described("dt", ["slots", "heads", "length"], (), (torch.float32,), "slot", elsewhere=X)),
+    *[r for name in ("start", "count") for r in wrong(Described(name, ["slots"], (), INT32, "whole", elsewhere=X))],
+    *[
+        (f"{n} missing", given(**{n: None}), f"^{n} must be a tensor, got NoneType", TypeError)
+        for n in ("x", "B", "dt")
+    ],
+    ("3 groups", only("B", lambda t: resized(t, 1, 1)), "^B must .* that divides the 4 heads, got 3"),
+    ("one cursor twice", lambda a: {"start": a["count"]}, "^start and count must be two tensors, got one"),
+    ("huge", lambda a: {n: HUGE if n == "x" else on_meta(t) for n, t in a.items()}, r"fewer than 2\^31"),
+    ("no groups", only("B", lambda t: t[:, :0]), r"^B must not be empty, got shape \(7, 0, 7, 8\)"),
+    ("no columns", only("B", lambda t: t[..., :0]), "^B must not be empty"),
+    ("no rows", only("x", lambda t: t[..., :0]), "^x must not be empty"),
+    *wrong_ints("window", "1 to 64", 0, -1, 65),
+    *[(f"window {w} of 7 rows", given(window=w), f"^x must have a length of more than .* {w}, ") for w in (7, 8)],
+]
+PLANS: list[Refusal] = [
+    *wrong(
+        Described("rows", ("batch", "numbers"), (), INT32, "whole", elsewhere="^rows is on meta, but count is on cpu")
+    ),
+    *wrong(Described("parts", ["numbers"], (), INT32, "whole", elsewhere="^parts is on meta, but count is on cpu")),
+    *wrong(Described("count", ["slots"], ["slots"], INT32, elsewhere="^rows is on cpu, but count is on meta")),
+    ("slots a tensor", only("slots", lambda s: s.read), "^slots must be a Slots or None, got Tensor", TypeError),
+    ("no slots for a batch of 3", given(slots=None), r"^rows must have shape \(batch=7, numbers=8\)"),
+    *wrong_ints("tokens", "0 to 4", -1, 5),
+    *wrong_ints("window", "1 to 64", 0, 65),
+]
+
+
+def ring_call() -> Arguments:
+    """A ring of 7 rows, and what its methods take."""
+    call = step_arguments(replace(REPLAY, tokens=3))
+    ring, read = call["ring"], call["slots"]
+    numbers = {"accepted": torch.tensor([1, 0, 2]), "tokens": torch.tensor([1, 2, 0])}
+    return {"ring": ring, "slots": read, "plan": ring.plan(read, 2), **numbers}
+
+
+def fold_call() -> Arguments:
+    """What mamba2_fold takes."""
+    call = step_arguments(replace(REPLAY, tokens=3))
+    into = State(torch.zeros_like(call["state"].data, dtype=torch.float32))
+    of_layer = {name: call[name] for name in ("state", "ring", "A", "slots")}
+    return {**of_layer, "tokens": torch.tensor([1, 2, 0]), "into": into}
+
+
+def seeded(data: Tensor) -> State:
+    return State(data.half(), rounding="stochastic", seed=torch.arange(len(data)))
+
+
+# plan, commit and folded of a ring, and mamba2_fold
+
+BOUNDS = torch.tensor([0, 2, 2, 5])
+NOT_KEPT, NO_TOKENS = "is not for replay, which keeps tokens in", "is not for folding, which has no new tokens"
+OF_RING = wrong(SLOTS._replace(elsewhere="^slots are on meta, but the ring is on cpu"))
+PLANNED: list[Refusal] = [
+    *OF_RING,
+    *wrong_ints("tokens", "1 to 4", 0, -1, 5),
+    ("no tokens", given(tokens=None), "^tokens must be an int, got None", TypeError),
+    ("4 tokens", given(tokens=4), "^the ring has 7 rows, so beside its window of 4 a call may have 3 tokens per row"),
+    ("tokens of packed", at(cu_seqlens=BOUNDS, max_len=2), "^tokens is not for packed tokens, whose number slots.cu"),
+    ("slots.write", at(write=torch.clone), f"^slots.write {NOT_KEPT}"),
+    ("slots.accepted", at(accepted=torch.ones_like), f"^slots.accepted {NOT_KEPT}"),
+    ("slots.parents", at(parents=columns(2)), f"^slots.parents {NOT_KEPT}"),
+    ("slots.snapshot_rows", at(snapshot_rows=torch.clone), f"^slots.snapshot_rows {NOT_KEPT}"),
+    *[
+        (f"max_len {n}", both(at(cu_seqlens=BOUNDS, max_len=n), given(tokens=None)), message)
+        for n, message in ((None, "^packed tokens need slots.max_l"), (4, "^the ring has 7 rows, so"), (5, "4, got 5"))
+    ],
+    ("elsewhere", both(only("ring", on_meta), given(slots=None)), "^state is on meta; flashstate runs on cuda and cpu"),
+]
+COMMITTED: list[Refusal] = [
+    *wrong(Described("accepted", ["batch"], (), INDEX_DTYPES, "whole")),
+    ("no plan", given(plan=None), "^plan must be a Plan, got NoneType", TypeError),
+    ("plan a tensor", only("plan", lambda p: p.rows), "^plan must be a Plan, got Tensor", TypeError),
+    ("plan of another ring", only("plan", lambda p: replace(p, count=p.count.clone())), OTHER_RING),
+    ("plan elsewhere", only("plan", on_meta), OTHER_RING),
+    ("plan of another window", other("ring", window=3), "^plan was made for .* of 4, "),
+]
+TO_FOLD: list[Refusal] = [
+    *wrong(Described("tokens", ["batch"], (), INDEX_DTYPES, "whole"))[2:],  # but a list and a float
+    *wrong_ints("tokens", "0 to 4", -1, 5),
+    ("tokens a list", only("tokens", Tensor.tolist), r"^tokens must be an int, got \[1, 2, 0\]", TypeError),
+    ("slots.accepted", at(accepted=torch.ones_like), f"^slots.accepted {NO_TOKENS}"),
+    ("slots.cu_seqlens", at(cu_seqlens=BOUNDS), f"^slots.cu_seqlens {NO_TOKENS}"),
+]
+FOLDED: list[Refusal] = [
+    *OF_RING, *TO_FOLD,
+    ("tokens of all slots", given(slots=None), r"^tokens must have shape \(batch=7\), got \(3,\)"),
+    ("slots.write", at(write=torch.clone), f"^slots.write {NOT_KEPT}"),
+]  # fmt: skip
+
+
+ONE_EACH = "^slots.write is for mamba2_fold with into, whose slots it names, one per row"
+FOLDS: list[Refusal] = [
+    *wrong(SLOTS),
+    *TO_FOLD,
+    *RINGS,
+    *wrong(Described("A", ["heads"], (), layout="whole", tied={"rows": 6, "cols": 8})),
+    *wrong(
+        Described("state", POOL_AXES, POOL_AXES, FORMATS, "slot", {}, STANDS, "^ring.x is on cpu, but the state is")
+    ),
+    *wrong(Described("into", POOL_AXES, POOL_AXES, FORMATS, "slot", {}, STANDS)),
+    ("A missing", given(A=None), "^A must be a tensor, got NoneType", TypeError),
+    ("A per element", only("A", lambda t: t[:, None, None].repeat(1, 6, 8)), "^A must have one value per head, "),
+    ("write in place", both(given(into=None), at(write=torch.clone)), ONE_EACH),
+    ("write per token", at(write=columns(2)), ONE_EACH),
+    ("slots.parents", at(parents=columns(1)), f"^slots.parents {NO_TOKENS}"),
+    ("slots.snapshot_rows", at(snapshot_rows=torch.clone), f"^slots.snapshot_rows {NO_TOKENS}"),
+    ("into of snapshots", of_tensor("into", lambda t: State(t[None])), r"^into must have data \(slots, "),
+    ("into int8, no scales", of_tensor("into", Tensor.char), "^into of dtype int8 needs a scale"),
+    ("into of other rows", of_tensor("into", lambda t: resized(t, 2, 1)), r"^into must have states \(4, 6, 8\), got"),
+    ("into of fewer slots", only("into", cut), "^into must have 7 slots as the state has, or slots.write to say where"),
+    (
+        "into without seeds",
+        both(only("state", lambda s: State(s.data)), of_tensor("into", seeded)),
+        "^into with rounding='stochastic' needs a state with a seed, got seed=None",
+    ),
+]
+
+
+# All of it
+
+Call = tuple[Callable[..., Any], Callable[[], Arguments], list[Refusal]]
+CALLS: dict[str, Call] = {
+    "State": (State, state_arguments, STATES),
+    "Slots": (Slots, slots_arguments, SLOTS_REFUSALS),
+    "Mamba3State": (Mamba3State, lambda: fields_of(step_arguments(MAMBA3)["state"]), MAMBA3_STATES),
+    "Ring": (Ring, lambda: fields_of(ring_call()["ring"]), RING_REFUSALS),
+    "Plan": (Plan, lambda: fields_of(ring_call()["plan"]), PLANS),
+    "advance": (lambda **a: a["state"].advance(a["slots"]), step_arguments, ADVANCED),
+    "plan": (lambda **a: a["ring"].plan(a["slots"], a["tokens"]), lambda: {**ring_call(), "tokens": 2}, PLANNED),
+    "commit": (lambda **a: a["ring"].commit(a["plan"], a["accepted"]), ring_call, COMMITTED),
+    "folded": (lambda **a: a["ring"].folded(a["slots"], a["tokens"]), ring_call, FOLDED),
+    "mamba2_fold": (mamba2_fold, fold_call, FOLDS),
+}
+
+
+def named(calls: dict[str, Call]) -> list[Refusal]:
+    return [(f"{name}: {r[0]}", (calls[name], r[1]), *r[2:]) for name in calls for r in calls[name][2]]
+
+
+@table(named(CALLS))
+def test_wrong_input_is_refused_by_name(change: tuple[Call, Change], message: str, error: type[Exception]) -> None:
+    (call, arguments, _), changed = change
+    refuses_change(call, arguments(), changed, message, error)
+
+
+# What debug() finds, and calls that are right
+
+
+def with_cursor(name: str, value: int) -> Change:
+    """A ring with another number in slot 0."""
+    return other("ring", **{name: lambda t: t.index_fill(0, torch.tensor([0]), value)})
+
+
+MEET: list[Refusal] = [
+    ("two rows", only("slots", lambda t: t[[0, 1, 1]]), r"^slots write slot \d more than once: rows 1, 2"),
+    ("a slot past the pool", only("slots", lambda t: t + 7), r"read slot \d+", IndexError),
+]
+CURSORS: list[Refusal] = [
+    (f"{name} {value}", with_cursor(name, value), r"^ring.start must be below .* slot \d")
+    for name in ("start", "count")
+    for value in (-1, 99)
+]
+ELSEWHERE: list[Refusal] = [
+    ("two rows elsewhere", at(write=lambda t: t * 0 + 1), "^slots write slot 1 more than once: rows 0, 1, 2"),
+    ("another row's", at(write=lambda t: t.flip(0)), r"^slots let row 0 write slot \d, which row 2 reads"),
+]
+FIRST_SLOTS = {"slots": torch.arange(3)}
+DEBUGGED: dict[str, Call] = {
+    "mamba3_step": (mamba3_step, lambda: step_arguments(MAMBA3), [*MEET, *ELSEWHERE]),
+    "mamba2_replay": (mamba2_replay, lambda: {**step_arguments(REPLAY), **FIRST_SLOTS}, [*MEET, *CURSORS]),
+    "mamba2_fold": (mamba2_fold, lambda: {**fold_call(), **FIRST_SLOTS, "into": None}, [*MEET, *CURSORS]),
+}
+
+
+@table(named(DEBUGGED))
+def test_rows_that_meet_are_found_by_debug(change: tuple[Call, Change], message: str, error: type[Exception]) -> None:
+    (call, arguments, _), changed = change
+    with debug():
+        refuses_change(call, arguments(), changed, message, error)
+        call(**arguments())
+
+
+def test_packed_rows_of_wrong_lengths_are_found_by_debug() -> None:
+    mamba3, delta = (step_arguments(replace(case, tokens=3, packed=True)) for case in (MAMBA3, DELTA))
+    falling = at(cu_seqlens=mamba3["slots"].cu_seqlens.flip(0))
+    with debug():
+        refuses_change(mamba3_step, mamba3, falling, "^slots.cu_seqlens ", ValueError)
+        at_once = {**delta, "exact": False, "snapshots": None}
+        cut_off = "^slots.cu_seqlens has a row of 3 tokens"
+        refuses_change(gated_delta_step, at_once, at(max_len=2), cut_off, ValueError)
+
+
+def bytes_in(arguments: Arguments) -> dict[str, Tensor]:
+    """A copy of every tensor of the arguments, by name."""
+    named = ((f"{name}.{i}", t) for name, value in arguments.items() for i, t in enumerate(tensors_of(value)))
+    return {name: tensor.clone() for name, tensor in named}
+
+
+def test_the_calls_that_refusals_start_from_are_right() -> None:
+    """And write what they should, and nothing else."""
+    elsewhere = Slots(torch.tensor([5, 0, 3]), write=torch.tensor([1, 2, 9]), null=9)
+    replays = [step_arguments(case) for case in forms_of(REPLAY).values()]
+    for call, arguments, writes in (
+        *[(mamba2_replay, replay, {"state.0", "ring.0", "ring.1", "ring.2", "out.0"}) for replay in replays],
+        (mamba2_fold, fold_call(), {"into.0"}),
+        (mamba2_fold, {**fold_call(), "slots": elsewhere}, {"into.0"}),
+        (mamba2_fold, {**fold_call(), "into": None}, {"state.0"}),
+    ):
+        before = bytes_in(arguments)
+        assert call(**arguments) is arguments.get("out")
+        after = bytes_in(arguments)
+        changed = {name for name in before if not torch.equal(before[name].nan_to_num(), after[name].nan_to_num())}
+        assert changed == writes
+
+
+def test_calls_on_a_ring_that_refusals_start_from_are_right() -> None:
+    call = ring_call()
+    ring, plan, before = call["ring"], call["plan"], call["ring"].count.clone()
+    assert Plan(**fields_of(plan)).batch == 3
+    ring.commit(plan, call["accepted"])
+    assert not torch.equal(ring.count, before)
+    ring.folded(call["slots"], torch.tensor([1, 0, 1]))
+
+
+@pytest.mark.parametrize("case", [DELTA, replace(DELTA, tokens=1), replace(DELTA, per_channel=True)], ids=str)
+def test_one_token_does_not_care_whether_tokens_may_go_at_once(case: DeltaCase) -> None:
+    exact, at_once = (step_arguments(replace(case, qk="float32", exact=exact)) for exact in (True, False))
+    for arguments in (exact, at_once):
+        gated_delta_step(**arguments)
+    for name in ("out", "snapshots", "state"):
+        assert all(map(torch.equal, tensors_of(exact[name]), tensors_of(at_once[name])))

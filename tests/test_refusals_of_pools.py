@@ -1,0 +1,424 @@
+"""StatePool: wrong calls are refused by name and change nothing, and pools that cannot be are not made."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import mamba3_pools
+import pools
+import pytest
+import ring_pools
+import torch
+from refusals import (
+    Arguments,
+    Change,
+    Described,
+    Refusal,
+    given,
+    on_meta,
+    only,
+    refuses,
+    refuses_change,
+    resized,
+    table,
+    wrong,
+)
+from torch import Tensor
+
+from flashstate import Mamba3State, Ring, State, StatePool
+
+NOT_HELD, WRONG_KIND = "must be held, but slot", "must be an int, a sequence of ints or an integer tensor, got"
+WRONG_SLOTS: list[tuple[Any, ...]] = [  # of a pool whose slots 0 to 3 are held and whose null is 5
+    (4, f"{NOT_HELD} 4 is free"),
+    ([0, 4], f"{NOT_HELD} 4 is free"),
+    (5, f"{NOT_HELD} 5 is the null slot"),
+    (6, "must be from 0 to 5, got 6"),
+    ([1, -1], "must be from 0 to 5, got -1"),
+    (torch.tensor([1 << 40]), "must be from 0 to 5, got 1099511627776"),
+    (True, "must be an int, got True", TypeError),
+    ([1, 2.0], "must be an int, got 2.0", TypeError),
+    (1.0, f"{WRONG_KIND} float", TypeError),
+    (None, f"{WRONG_KIND} NoneType", TypeError),
+    ("1", f"{WRONG_KIND} str", TypeError),
+    (torch.tensor([1.0]), "must be int32 or int64, got float32", TypeError),
+    (torch.tensor(True), "must be int32 or int64, got bool", TypeError),
+    (torch.tensor([[1]]), r"must have shape \(slots\), got \(1, 1\)"),
+]
+Call = Callable[[Any], Any]
+Calls = list[tuple[Any, ...]]  # the call, the message, and the error, if it is no ValueError
+
+
+def of_slots(name: str, call: Callable[[Any, Any], Any]) -> Iterator[tuple[Any, ...]]:
+    for slots, message, *error in WRONG_SLOTS:
+        yield lambda pool, slots=slots: call(pool, slots), f"^{name} {message}", *error
+
+
+ONE, TWO = torch.ones(1, 2, 3, 5), torch.ones(2, 2, 3, 5)
+TWICE, NO_FLOATS = "must be distinct, got slot 1 more than once", "^states must be float32 or bfloat16 or float16"
+CALLS: Calls = [
+    *of_slots("slots", lambda pool, slots: pool.release(slots)),
+    *of_slots("slots", lambda pool, slots: pool.reset(slots)),
+    *of_slots("slots", lambda pool, slots: pool.write(0, slots, ONE)),
+    *of_slots("slots", lambda pool, slots: pool.read(0, slots)),
+    *of_slots("src", lambda pool, slots: pool.copy(slots, 1)),
+    *of_slots("dst", lambda pool, slots: pool.copy(1, slots)),
+    (lambda pool: pool.release([1, 2, 1]), f"^slots {TWICE}"),
+    (lambda pool: pool.reset([1, 1]), f"^slots {TWICE}"),
+    (lambda pool: pool.write(0, [1, 1], TWO), f"^slots {TWICE}"),
+    (lambda pool: pool.copy([0, 2], [1, 1]), f"^dst {TWICE}"),
+    (lambda pool: pool.copy([0, 2], [1]), "^dst must have as many slots as src, 2, got 1"),
+    (lambda pool: pool.copy(0, 1, keep_seed=1), "^keep_seed must be True or False, got 1", TypeError),
+    (lambda pool: pool.acquire(2), "^acquire needs 2 free slots, but only 1 of 6 are free", RuntimeError),
+    (lambda pool: pool.acquire(-1), "^n must be from 0"),
+    (lambda pool: pool.acquire(1.0), "^n must be an int, got 1.0", TypeError),
+    (lambda pool: pool.acquire(True), "^n must be an int, got True", TypeError),
+    (lambda pool: pool.acquire(1, seed=[1, 2]), "^seed must be one int, or one for each of 1 slots, got 2"),
+    (lambda pool: pool.acquire(1, seed=1.5), "^seed must be an int, a sequence", TypeError),
+    (lambda pool: pool.acquire(1, seed=True), "^seed must be an int, got True", TypeError),
+    (lambda pool: pool.acquire(1, seed=1 << 63), "^seed must be from -9223372036854775808 to"),
+    (lambda pool: pool.reset([0, 1], seed=[1, "2"]), "^seed must be an int, got '2'", TypeError),
+    (lambda pool: pool.reset([0, 1], seed=torch.ones(2)), "^seed must be int32 or int64", TypeError),
+    (lambda pool: pool.reset([0, 1], seed=torch.tensor([1])), r"^seed must have shape \(slots=2\)"),
+    (lambda pool: pool.reset(0, seed=torch.tensor([1]).to("meta")), "^seed is on meta, but the state is on"),
+    (lambda pool: pool.write(2, 0, ONE), "^layer must be from 0 to 1, got 2", IndexError),
+    (lambda pool: pool.read(-1, 0), "^layer must be from 0 to 1, got -1", IndexError),
+    (lambda pool: pool.write(0, 0, ONE.double()), NO_FLOATS, TypeError),
+    (lambda pool: pool.write(0, 0, ONE[0]), r"^states must have shape \(slots=1, heads=2, rows=3, cols=5\)"),
+    (lambda pool: pool.write(0, [0, 1], ONE), r"^states must have shape \(slots=2, "),
+    (lambda pool: pool.write(0, 0, ONE.tolist()), "^states must be a tensor, got list", TypeError),
+    (lambda pool: pool.write(0, 0, ONE.mT.contiguous().mT), "^states must be contiguous along its last axis"),
+    (lambda pool: pool.write(0, 0, ONE.to("meta")), "^states is on meta, but the state is on cpu"),
+    (lambda pool: pool.advance(2), "^slots must be a Slots, an index tensor or None, got int", TypeError),
+    (lambda pool: pool.advance(torch.tensor([0.5])), "^slots must be int32 or int64", TypeError),
+]
+LEFT, TWO_LEFT = mamba3_pools.left_by_a_prefill(1), mamba3_pools.left_by_a_prefill(2)
+LEFT_BEHIND = [  # k, v and angle of one slot, of any strides
+    Described("k", ("slots", "R", "H", "N")),
+    Described("v", ("slots", "H", "D")),
+    Described("angle", ("slots", "H", "S"), (), (torch.float32,)),
+]
+MAMBA3_CALLS: Calls = [
+    *of_slots("slots", lambda pool, slots: pool.write_kv(0, slots, **LEFT)),
+    *(
+        (lambda pool, change=change: pool.write_kv(1, 2, **{**LEFT, **change(LEFT)}), *rest)
+        for d in LEFT_BEHIND
+        for _, change, *rest in wrong(d)
+    ),
+    (lambda pool: pool.write_kv(1, 2, **{**LEFT, "k": None}), "^k must be a tensor, got NoneType", TypeError),
+    (lambda pool: pool.write_kv(1, 2, **{**LEFT, "angle": None}), r"^a layer with angles needs angle: \(slots=1, H=2"),
+    (lambda pool: pool.write_kv(0, [1, 1], **TWO_LEFT), f"^slots {TWICE}"),
+    (lambda pool: pool.write_kv(0, [0, 1], **LEFT), r"^k must have shape \(slots=2, "),
+    (lambda pool: pool.write_kv(2, 0, **LEFT), "^layer must be from 0 to 1, got 2", IndexError),
+    (lambda pool: pool.write_kv(True, 0, **LEFT), "^layer must be an int, got True", TypeError),
+    (lambda pool: pool.write_kv(0, 0, LEFT["k"]), "v", TypeError),
+    (lambda pool: pool.write(0, 0, torch.ones(1, 2, 3, 7)), r"^states must have shape \(slots=1, "),
+    (lambda pool: pool.copy(0, 4), f"^dst {NOT_HELD} 4 is free"),
+    (lambda pool: pool.reset([1, 4]), f"^slots {NOT_HELD} 4 is free"),
+    (lambda pool: pool.acquire(2), "^acquire needs 2 free slots, but only 1 of 6 are free", RuntimeError),
+    (lambda pool: pool.window(0), "^this pool has no windows"),
+]
+CHANNELS = torch.ones(2, 5, 3, dtype=torch.bfloat16)
+SHAPED = r"^windows must have shape \(slots=2, channels=5, n\)"
+WINDOW_CALLS: Calls = [
+    *of_slots("slots", lambda pool, slots: pool.write_window(1, slots, CHANNELS[:1])),
+    (lambda pool: pool.write_window(1, [0, 1], CHANNELS.half()), "^windows must be bfloat16, got float16", TypeError),
+    (lambda pool: pool.write_window(1, [0, 1], CHANNELS[:1]), SHAPED),
+    (lambda pool: pool.write_window(1, [0, 1], CHANNELS[:, :2]), SHAPED),
+    (lambda pool: pool.write_window(1, [0, 1], CHANNELS.repeat(1, 1, 3)), "^windows must have 3 entries or fewer"),
+    (lambda pool: pool.write_window(2, [0, 1], CHANNELS), "^layer must be from 0 to 1, got 2", IndexError),
+]
+
+
+def everything(pool: StatePool[Any]) -> tuple[Any, ...]:
+    """All that a call could change."""
+    seeds = [] if pool._seed is None else [pool._seed]
+    windows = [pool.window(i) for i in range(pool.layers)] if pool.has_windows else []
+    memory = [pools.memory_of(tensor).tolist() for tensor in (*mamba3_pools.parts_of(pool), *windows, *seeds)]
+    return memory, list(pool._free), set(pool._held), pool._generator.get_state().tolist()
+
+
+WITH_WINDOWS = {"slots": 6, "layers": 2, "heads": 1, "rows": 2, "cols": 3, "conv_channels": 5}
+
+
+@pytest.mark.parametrize(
+    ("make", "calls"),
+    [
+        (lambda: pools.make_pool("float16", null=5), CALLS),
+        (lambda: pools.make_pool("int8", null=5), CALLS),
+        (lambda: mamba3_pools.in_format("int8", "stochastic", null=5), MAMBA3_CALLS),
+        (lambda: StatePool.mamba2(**WITH_WINDOWS, null=5), WINDOW_CALLS),
+    ],
+    ids=["float16", "int8", "mamba3", "windows"],
+)
+def test_wrong_calls_are_refused_by_name_and_change_nothing(make: Callable[[], Any], calls: Calls) -> None:
+    pool = make()
+    pool.acquire(4)
+    mamba3_pools.dirty(pool)
+    before = everything(pool)
+    for call, message, *error in calls:
+        with pytest.raises(error[0] if error else ValueError, match=message):
+            call(pool)
+        assert everything(pool) == before, message
+
+
+@pytest.mark.parametrize(
+    ("pool", "message"),
+    [
+        (mamba3_pools.make_pool(angles=0), "^angle is not for a layer without angles"),
+        (StatePool.mamba2(slots=6, layers=2, heads=2, rows=3, cols=8), "^write_kv is for layers of Mamba-3, which"),
+        (StatePool.gated_delta(slots=6, layers=2, heads=2, value_dim=3, key_dim=8), "^write_kv is for layers of"),
+    ],
+)
+def test_what_a_pool_has_no_place_for_is_refused(pool: StatePool[Any], message: str) -> None:
+    pool.acquire(6)
+    before = everything(pool)
+    for slots in ([1], []):
+        with pytest.raises(ValueError, match=message):
+            pool.write_kv(0, slots, **LEFT)
+    assert everything(pool) == before
+
+
+# Options that pools cannot be made of
+
+KIND = "must be float32 or bfloat16 or float16, got"
+OF_ANY: list[tuple[Arguments, ...]] = [
+    ({"slots": 0}, "^slots must be from 1 to"),
+    ({"layers": 2.0}, "^layers must be an int, got 2.0", TypeError),
+    ({"rows": -1}, "^rows must be from 1 to"),
+    ({"dtype": torch.float64}, "^dtype must be float32 or .* got float64", TypeError),
+    ({"dtype": "float16"}, "^dtype must be float32 or .* got 'float16'", TypeError),
+    ({"dtype": torch.float32, "rounding": "stochastic"}, "^rounding='stochastic' is not for float32"),
+    ({"rounding": "up"}, "^rounding must be one of"),
+    ({"dtype": torch.float16, "rounding": "stochastic_hw"}, "^rounding='stochastic_hw' needs an NVIDIA GPU"),
+    ({"rounds": 0}, "^rounds must be from 1 to 16"),
+    ({"stream": (1 << 32) - 1}, "^stream must be from 0 to 4294967294"),
+    ({"seed": "a"}, "^seed must be an int", TypeError),
+    ({"null": None}, "^null must be an int", TypeError),
+    ({"device": "meta"}, "^state is on meta"),
+]
+OF_MAMBA3: list[tuple[Any, ...]] = [
+    ({"rank": 0}, "^rank must be from 1 to"),
+    ({"rank": 1.0}, "^rank must be an int, got 1.0", TypeError),
+    ({"angles": 5}, "^angles must be from 0 to 4, got 5"),
+    ({"angles": -1}, "^angles must be from 0 to 4, got -1"),
+    ({"angles": None}, "^angles must be an int, got None", TypeError),
+    ({"cols": 7, "angles": 4}, "^angles must be from 0 to 3, got 4"),
+    ({"kv_dtype": torch.int8}, f"^kv_dtype {KIND} int8", TypeError),
+    ({"kv_dtype": torch.float64}, f"^kv_dtype {KIND} float64", TypeError),
+    ({"kv_dtype": "float16"}, f"^kv_dtype {KIND} 'float16'", TypeError),
+]
+OF_WINDOWS: list[tuple[Any, ...]] = [
+    ({"conv_channels": -1}, "^conv_channels must be from 0 to"),
+    ({"conv_width": 1}, "^conv_width must be from 2 to 6, got 1"),
+    ({"conv_width": 7}, "^conv_width must be from 2 to 6, got 7"),
+    ({"drafts": -1}, "^drafts must be from 0 to"),
+    ({"drafts": 2, "conv_channels": 0}, "^drafts are for windows: conv_channels must be given too"),
+    ({"conv_dtype": torch.int8}, f"^conv_dtype {KIND} int8", TypeError),
+    ({"conv_dtype": "float16"}, f"^conv_dtype {KIND} 'float16'", TypeError),
+]
+OF_RINGS: list[tuple[Any, ...]] = [
+    *[({"window": w}, f"^window must be from 0 to 64, got {w}$") for w in (-1, 65)],
+    *[({"window": w}, "^window must be an int, got ", TypeError) for w in (True, False, None, 1.5, 0.0, "4")],
+    *[({"tokens": n}, f"^tokens must be from 1 to 4, got {n}") for n in (0, 5)],
+    *[({"tokens": n}, "^tokens must be an int, got ", TypeError) for n in (True, None, 2.0)],
+    ({"window": 0}, "^tokens are for rings: window must be given too, got tokens=3"),
+    *[({"groups": n}, f"^groups must be from 1 to 4, got {n}") for n in (0, 5)],
+    ({"groups": 3}, "^groups must divide the 4 heads, got 3"),
+    ({"groups": 2.0}, "^groups must be an int, got 2.0", TypeError),
+    *[({"ring_dtype": kind}, f"^ring_dtype {KIND} ", TypeError) for kind in (torch.int8, torch.float64, "float16")],
+    ({"device": "meta"}, "^state is on meta"),
+]
+MAKERS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
+    "mamba2": (pools.make_pool, OF_ANY),
+    "mamba3": (mamba3_pools.make_pool, [*OF_ANY, *OF_MAMBA3]),
+    "gated_delta": (
+        StatePool.gated_delta,
+        [({"slots": 1, "layers": 1, "heads": 1, "value_dim": 0, "key_dim": 1}, "^value_dim must")],
+    ),
+    "windows": (lambda **options: StatePool.mamba2(**{**WITH_WINDOWS, **options}), OF_WINDOWS),
+    "rings": (ring_pools.make_pool, OF_RINGS),
+}
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "message", "error"),
+    [
+        pytest.param(make, options, message, *(error or [ValueError]), id=f"{kind}: {options}")
+        for kind, (make, refusals) in MAKERS.items()
+        for options, message, *error in refusals
+    ],
+)
+def test_pools_that_cannot_be_are_not_allocated(
+    make: Callable[..., Any], options: Arguments, message: str, error: type[Exception]
+) -> None:
+    with pytest.raises(error, match=message):
+        make(**options)
+
+
+def test_a_pool_without_windows_says_so() -> None:
+    pool = pools.make_pool()
+    assert not pool.has_windows
+    with pytest.raises(ValueError, match=r"^this pool has no windows"):
+        pool.window(0)
+
+
+# Layers that cannot be wrapped
+
+PAGES, SEED = torch.zeros(4, 70), torch.zeros(16, dtype=torch.int64)
+HALF, WHOLE = torch.zeros(4, 2, 3, 5, dtype=torch.float16), torch.zeros(4, 2, 3, 5)
+BYTES, SCALES = torch.zeros(2, 4, 2, 3, 5, dtype=torch.int8), torch.ones(4, 2, 3)
+KEYS, TURNS = torch.zeros(4, 1, 2, 8), torch.zeros(4, 2, 3)
+META_LAYER = Mamba3State(*(torch.zeros(1, *shape, device="meta") for shape in ((2, 3, 8), (1, 2, 8), (2, 3))))
+
+
+def page(start: int, *shape: int) -> Tensor:
+    """So many elements of every page, from this one on."""
+    return PAGES[:, start : start + math.prod(shape)].unflatten(1, shape)
+
+
+def alone(**shared: Any) -> Mamba3State:
+    """A layer of Mamba-3 with memory of its own but for these tensors."""
+    tensors = {"ssm": torch.zeros(4, 2, 3, 8), "k": torch.zeros(4, 1, 2, 8), "v": torch.zeros(4, 2, 3), **shared}
+    return Mamba3State(**tensors)
+
+
+def wrap(*states: Any, **options: Any) -> Callable[[], Any]:
+    return lambda: StatePool.wrap(states, **options)
+
+
+SLOTS_3, STATE = State(torch.zeros(3, 1, 1, 1)), State(page(0, 1, 2, 4))
+WINDOW, ONE_EACH = page(8, 5, 3), "^windows must be a sequence with one tensor per layer"
+BESIDE_SEED = {"ssm": State(torch.zeros(4, 2, 3, 8), seed=SEED[8:12]), "v": SEED.view(torch.float32)[:24].view(4, 2, 3)}
+APART, WITHIN = (
+    r"^states\[{}\] must not share the memory of another layer",
+    "must not share memory between its tensors, but",
+)
+WRAPPED: Calls = [
+    (wrap(), "^states must have one State per layer, got none"),
+    (lambda: StatePool.wrap(State(WHOLE)), "^states must be a sequence of States, got State", TypeError),
+    (lambda: StatePool.wrap(alone()), "^states must be a sequence of States, got Mamba3State", TypeError),
+    (wrap(State(WHOLE), HALF), r"^states\[1\] must be a State, got Tensor", TypeError),
+    (wrap(alone(), KEYS), r"^states\[1\] must be a State, got Tensor; .* has a Mamba3State", TypeError),
+    (wrap(State(WHOLE), State(HALF[:3])), r"^states\[1\].data must have shape \(slots=4, "),
+    (wrap(State(WHOLE), State(HALF[None])), r"^states\[1\].data must have shape \(slots=4, "),
+    (wrap(alone(), SLOTS_3), r"^states\[1\].data must have shape \(slots=4, "),
+    (wrap(SLOTS_3, alone()), r"^states\[1\].data must have shape \(slots=3, "),
+    (wrap(State(WHOLE), State(WHOLE)), APART.format(1)),
+    (wrap(State(BYTES[0], SCALES), State(BYTES[1], SCALES)), APART.format(1)),
+    (wrap(State(page(0, 2, 3, 5)), State(page(29, 2, 3, 5))), APART.format(1)),
+    (wrap(State(page(30, 2, 3, 5)), State(page(1, 2, 3, 5))), APART.format(1)),
+    (wrap(alone(k=KEYS), alone(k=KEYS)), APART.format(1)),
+    (wrap(alone(v=TURNS), State(torch.ones(4, 1, 1, 1)), alone(v=TURNS)), APART.format(2)),
+    (wrap(alone(angle=TURNS), alone(v=TURNS)), APART.format(1)),
+    (wrap(alone(k=page(0, 1, 2, 8)), State(page(15, 1, 7, 7))), APART.format(1)),
+    (wrap(alone(v=TURNS, angle=TURNS)), rf"^states\[0\] {WITHIN} v and angle overlap"),
+    (wrap(alone(), alone(ssm=page(0, 2, 3, 8), k=page(47, 1, 2, 8))), rf"^states\[1\] {WITHIN} data and k overlap"),
+    (wrap(alone(**BESIDE_SEED)), "^states must not share the memory of their seed"),
+    (wrap(State(WHOLE.to("meta"))), "^state is on meta"),
+    (wrap(META_LAYER), "^state is on meta"),
+    (wrap(*(State(data, seed=SEED[:4].clone()) for data in (HALF, WHOLE))), "^states must share one seed tensor"),
+    (wrap(State(WHOLE), null=0.5), "^null must be an int", TypeError),
+    (wrap(State(WHOLE), seed=1 << 64), "^seed must be from"),
+    (wrap(STATE, drafts=1), "^drafts are for windows, which must be given too, got drafts=1"),
+    (wrap(STATE, windows=[WINDOW], drafts=3), r"^windows\[0\] must have more than 3 entries, which drafts take, got 3"),
+    (wrap(STATE, windows=[WINDOW, WINDOW]), f"{ONE_EACH}, 1, got 2"),
+    (wrap(STATE, windows=WINDOW), ONE_EACH),
+    (wrap(STATE, windows=[WINDOW[:2]]), r"^windows\[0\] must have shape \(slots=4, channels, length\)"),
+    (wrap(STATE, windows=[WINDOW.int()]), rf"^windows\[0\] {KIND} int32", TypeError),
+    (wrap(STATE, windows=[WINDOW.to("meta")]), r"^windows\[0\] is on meta"),
+    (wrap(STATE, windows=[page(7, 5, 3)]), r"^windows\[0\] must not share the memory"),
+    (wrap(STATE, windows=[WINDOW[:1].expand(4, -1, -1)]), r"^windows\[0\] must not overlap"),
+    (wrap(alone(k=KEYS), windows=[KEYS.squeeze(1)]), r"^windows\[0\] must not share the memory"),
+    (wrap(alone(angle=TURNS), windows=[TURNS]), r"^windows\[0\] must not share the memory"),
+    (wrap(alone(), alone(), windows=[TURNS, TURNS]), r"^windows\[1\] must not share the memory"),
+]
+
+
+@pytest.mark.parametrize(("call", "message", "error"), [c if len(c) == 3 else (*c, ValueError) for c in WRAPPED])
+def test_layers_that_do_not_go_together_are_not_wrapped(call: Call, message: str, error: type[Exception]) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_layers_may_take_turns_in_a_page_or_follow_one_another() -> None:
+    assert StatePool.wrap([State(page(0, 2, 3, 5)), State(page(40, 2, 3, 5)), State(BYTES[0], SCALES)]).layers == 3
+    assert StatePool.wrap([State(BYTES[i], scale) for i, scale in enumerate(torch.ones(2, 4, 2, 3))]).layers == 2
+    layer = Mamba3State(page(16, 1, 1, 12), page(28, 1, 1, 12), page(0, 1, 1), page(1, 1, 6))
+    assert StatePool.wrap([layer, alone()], windows=[page(40, 2, 3), torch.zeros(4, 2, 3)]).layers == 2
+    assert StatePool.wrap([STATE], windows=[WINDOW]).has_windows
+
+
+# Rings that cannot be wrapped
+
+
+def ring_arguments() -> Arguments:
+    """The states and the rings of two layers, as StatePool.wrap takes them."""
+    seed, data = torch.arange(6), torch.zeros(2, 6, 4, 3, 5, dtype=torch.float16)
+    states = [State(layer, rounding="stochastic", seed=seed) for layer in data]
+    return {"states": states, "rings": ring_pools.rings_of(ring_pools.SHAPES)}
+
+
+def second(**changes: Callable[[Ring], Any]) -> Change:
+    """The second ring with other fields, of the first."""
+    return only("rings", lambda r: [r[0], replace(r[1], **{name: change(r[0]) for name, change in changes.items()})])
+
+
+MAMBA3 = [StatePool.mamba3(slots=6, layers=2, heads=4, rows=3, cols=5).layer(i) for i in range(2)]
+LONGER = {n: lambda r, n=n: resized(getattr(r, n), 2, 1) for n in ("x", "B", "dt")}
+PER_LAYER, ALIKE = (
+    "^rings must be a sequence with one Ring per layer, 2, got",
+    "^rings must have one window and one length",
+)
+RINGS: list[Refusal] = [
+    ("one ring", only("rings", lambda r: r[:1]), f"{PER_LAYER} 1"),
+    ("no rings", given(rings=[]), f"{PER_LAYER} 0"),
+    ("a Ring", only("rings", lambda r: r[0]), f"{PER_LAYER} Ring"),
+    ("a tensor", only("rings", lambda r: [r[0], r[0].x]), r"^rings\[1\] must be a Ring, got Tensor", TypeError),
+    ("None", only("rings", lambda r: [None, r[1]]), r"^rings\[0\] must be a Ring, got NoneType", TypeError),
+    ("of Mamba-3", given(states=MAMBA3), "^rings are for states of Mamba-2, each a State, got Mamba3State", TypeError),
+    ("another start", second(start=lambda r: r.start.clone()), "^rings must share start and count"),
+    ("another count", second(count=lambda r: r.count.clone()), "^rings must share start and count"),
+    ("another window", second(window=lambda r: 3), rf"{ALIKE}, but rings\[1\] has 3 and 7, rings\[0\] has 4 and 7"),
+    ("another length", second(**LONGER), rf"{ALIKE}, but rings\[1\] has 4 and 8, rings\[0\] has 4 and 7"),
+    ("other rows", second(x=lambda r: resized(r.x, 3, 1)), r"^rings\[1\].x must have shape \(.*rows=3\)"),
+    ("other columns", second(B=lambda r: resized(r.B, 3, 1)), r"^rings\[1\].B must .*cols=5\), got"),
+    ("elsewhere", only("rings", lambda r: [r[0], on_meta(r[1])]), r"^rings\[1\].x is on meta, but the state"),
+    ("x of another layer", second(x=lambda r: r.x), r"^rings\[1\].x must not share the memory of another layer or of"),
+    ("dt of another layer", second(dt=lambda r: r.dt), r"^rings\[1\].dt must not share the memory of another layer or"),
+]
+
+
+@table(RINGS)
+def test_rings_that_do_not_fit_are_not_wrapped(change: Change, message: str, error: type[Exception]) -> None:
+    refuses_change(StatePool.wrap, ring_arguments(), change, message, error)
+
+
+def test_rings_take_turns_with_states_but_share_no_memory() -> None:
+    """With states, scales, seeds, windows and each other."""
+    pages, seed, cursors = torch.zeros(6, 400), torch.zeros(6, dtype=torch.int64), torch.zeros(12, dtype=torch.int32)
+
+    def page(start: int, *shape: int) -> Tensor:
+        return pages[:, start : start + math.prod(shape)].unflatten(1, shape)
+
+    def made(state: State | None = None, windows: Any = None, **tensors: Tensor) -> Callable[[], StatePool]:
+        own = {"x": page(60, 4, 7, 3), "B": page(144, 2, 7, 5), "dt": page(214, 4, 7)}
+        ring = Ring(**{**own, "start": cursors[:6], "count": cursors[6:], **tensors}, window=4)
+        return wrap(state or State(page(0, 4, 3, 5), seed=seed), windows=windows, rings=[ring])
+
+    scaled = State(torch.zeros(6, 4, 3, 5, dtype=torch.int8), page(0, 4, 3))
+    assert StatePool.wrap(**ring_arguments()).has_rings
+    assert made()().has_rings
+    assert made(scaled)().has_rings
+    for name, call in (
+        ("x", made(x=page(59, 4, 7, 3))),
+        ("B", made(B=page(143, 2, 7, 5))),
+        ("dt", made(dt=page(213, 4, 7))),
+        ("dt", made(scaled, dt=page(11, 4, 7))),
+        ("x", made(windows=[page(60, 2, 3)])),
+        ("start", made(start=seed.view(torch.int32)[6:])),
+        ("count", made(count=cursors[5:11])),
+        ("count", made(count=cursors[:6])),
+    ):
+        message = rf"^rings(\[0\])?\.{name} must not share the memory of another layer"
+        refuses(call, ValueError, message, {"pages": pages, "seed": seed, "cursors": cursors})
