@@ -17,17 +17,6 @@ from flashstate.proof import (
 )
 
 __all__ = [
-    "BUDGET",
-    "AnyCase",
-    "Case",
-    "ConvCase",
-    "DeltaCase",
-    "Expected",
-    "Inputs",
-    "Mamba3Case",
-    "ReplayCase",
-    "error_ratio",
-    "interpreted",
-    "make_inputs",
-    "oracle",
-]
+    "BUDGET", "AnyCase", "Case", "ConvCase", "DeltaCase", "Expected", "Inputs", "Mamba3Case", "ReplayCase",
+    "error_ratio", "interpreted", "make_inputs", "oracle",
+]  # fmt: skip

@@ -140,11 +140,3 @@ def test_the_default_scale_is_one_over_the_root_of_k() -> None:
     want = inputs.fresh().step()
     assert torch.equal(inputs.fresh().step(scale=0.25), want)
     assert torch.equal(inputs.fresh().step(scale=1), 4 * want)
-
-
-def test_an_empty_batch_does_nothing() -> None:
-    inputs = make_inputs(DeltaCase(), CPU)
-    before = inputs.state.data.clone()
-    y = inputs.step(**{name: t[:0] for name, t in inputs.arguments.items()}, slots=inputs.slots[:0])
-    assert y.shape == (0, 4, 16)
-    assert torch.equal(inputs.state.data, before)

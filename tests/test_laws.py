@@ -17,8 +17,9 @@ from obeying import (
     smallest_first,
 )
 
-from flashstate.proof import CASES, AnyCase, Cases, interpreted
+from flashstate.proof import CASES, AnyCase, Cases, interpreted, make_inputs
 from flashstate.proof.laws import LAWS, speaks_of
+from flashstate.proof.laws.require import require_equal_states
 
 CPU = torch.device("cpu")
 OPS = pytest.mark.parametrize("op", CASES)
@@ -44,6 +45,17 @@ def test_interpreted_kernel_obeys(words: str, case: AnyCase) -> None:
 @pytest.mark.parametrize(("words", "case"), of_every_op(on_a_gpu), ids=str)
 def test_compiled_kernel_obeys(words: str, case: AnyCase) -> None:
     LAWS[words](case, torch.device("cuda"))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("case", [case for cases in CASES.values() for case in cases.groups[0][:2]], ids=str)
+def test_an_empty_batch_does_nothing(case: AnyCase, device: torch.device) -> None:
+    for form in case.forms:
+        inputs = make_inputs(form, device)
+        before, y = inputs.fresh(), inputs.fresh().step()
+        none = inputs.of_rows(torch.arange(0, device=device)).step()
+        assert none.shape == (0, *y.shape[1:])
+        require_equal_states("the pool", inputs.state, before.state)
 
 
 # Which laws meet which cases

@@ -2,7 +2,6 @@
 
 import math
 import os
-from dataclasses import replace
 
 import pytest
 import torch
@@ -96,42 +95,6 @@ def test_a_fault_on_another_stream_is_seen() -> None:
         inputs.step(slots=inputs.slots + 1000)
     with pytest.raises(IndexError, match="read slot"):
         flashstate.check_faults()
-
-
-def test_an_empty_batch_does_nothing() -> None:
-    inputs = make_inputs(Case(), torch.device("cpu"))
-    before = inputs.state.data.clone()
-    empty = {name: t if name == "A" else t[:0] for name, t in inputs.arguments.items()}
-    y = inputs.step(**empty, z=inputs.options["z"][:0], slots=inputs.slots[:0])
-    assert y.shape == (0, 4, 16)
-    assert torch.equal(inputs.state.data, before)
-
-
-@pytest.mark.gpu
-def test_a_pool_past_2_31_elements_works() -> None:
-    """Its batch is on the last slots."""
-    small = make_inputs(replace(REAL, batch=8, slots=8, format="float16"), CUDA)
-    first = (1 << 31) // small.state.data[0].numel() + 56
-    data = torch.zeros(first + 8, *small.state.data.shape[1:], dtype=torch.float16, device=CUDA)
-    data[first:] = small.state.data
-    large = replace(small, state=flashstate.State(data), slots=small.slots + first)
-    assert data.numel() > 1 << 31
-    assert torch.equal(large.step(), small.step())
-    assert torch.equal(data[first:], small.state.data)
-    assert not data[:first].any()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("strides", [((1 << 31) + 64, 16), (16, (1 << 30) + 64)], ids=["batch", "head"])
-def test_activations_past_2_31_elements_work(strides: tuple[int, int]) -> None:
-    inputs = make_inputs(Case(2, 4, 2, 16, 16, x="float16"), CUDA)
-    x = inputs.arguments["x"]
-    elements = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, (*strides, 1), strict=True))
-    assert elements > 1 << 31
-    far = torch.empty(elements, dtype=torch.float16, device=CUDA).as_strided(x.shape, (*strides, 1))
-    far.copy_(x)
-    want = inputs.fresh().step()
-    assert torch.equal(inputs.step(x=far), want)
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""mamba3_step on four states in slots: as gathered and scattered, angles over many tokens, and races."""
+"""mamba3_step on four states in slots: angles over many tokens, races, tokens and their slots."""
 
 import math
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from torch import Tensor
 from flashstate.launch import Config, override, valid_configs
 from flashstate.launch.config import mode_key, table_key
 from flashstate.launch.table import load_table
-from flashstate.proof import Inputs, Mamba3Case, error_ratio, interpreted, make_inputs, slotted, up_to_turns
+from flashstate.proof import Mamba3Case, error_ratio, make_inputs, slotted, up_to_turns
 from flashstate.proof.laws.require import require_equal_bytes, require_equal_states, rest_of
 from flashstate.reference.mamba3 import Memory, Parameters, mamba3_token, moved_on
 from flashstate.state.formats import bits_of
@@ -23,107 +23,8 @@ CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
 
 
-# Gathered, stepped, scattered
-
 TINY = Mamba3Case(5, 1, 1, 5, 12, 2, angles=3, x="float16", kv="float16", slots=37)
 REAL = Mamba3Case(5, 48, 1, 64, 128, 4, angles=32, x="bfloat16", bc="bfloat16", kv="bfloat16", slots=37)
-BATCHES = [(1, 0), (5, 0), (32, 0), (8, 3), (24, 8)]  # rows, and how many of them are padding
-FORMATS = [("float32", "nearest"), ("bfloat16", "nearest"), ("int8", "stochastic")]
-
-
-def with_padding(case: Mamba3Case, padding: int, device: torch.device) -> Inputs:
-    """Inputs some of whose rows, among the others, are padding, and bring NaN."""
-    inputs = make_inputs(case, device)
-    rows = torch.randperm(case.batch, generator=torch.Generator().manual_seed(3))[:padding]
-    inputs.slots[rows.to(device)] = -1
-    for tensor in inputs.activations.values():
-        tensor[rows.to(device)] = torch.nan
-    return inputs
-
-
-def in_slots(inputs: Inputs, at: Callable[[Tensor], Tensor], slots: Tensor | None) -> Inputs:
-    """The same batch on a pool made of what `at` takes of each tensor, with the seeds."""
-    tensors = {**slotted(inputs.state), "seed": inputs.state.seed}
-    state = replace(inputs.state, **{name: at(tensor).clone() for name, tensor in tensors.items()})
-    return replace(inputs, state=state, slots=slots)
-
-
-def check_gathered(case: Mamba3Case, padding: int, device: torch.device) -> None:
-    inputs = with_padding(case, padding, device)
-    scattered, pool = inputs.fresh(), inputs.fresh()
-    y = pool.step()
-    live = inputs.slots >= 0
-    read = inputs.slots[live].long()
-    dense = in_slots(inputs.of_rows(live.nonzero()[:, 0]), lambda tensor: tensor[read], None)
-    require_equal_bytes("output", y[live], dense.step())
-    assert not y[~live].any()
-    assert y.shape == inputs.main.shape
-    for tensor, stepped in zip(slotted(scattered.state).values(), slotted(dense.state).values(), strict=True):
-        bits_of(tensor)[read] = bits_of(stepped)
-    require_equal_states("the pool", pool.state, scattered.state)
-    require_equal_states("slots of no row", pool.state, inputs.state, rest_of(inputs))
-    before, after = slotted(inputs.state), slotted(pool.state)
-    changed = {name for name in before if not torch.equal(bits_of(after[name]), bits_of(before[name]))}
-    assert changed == before.keys() - (() if case.update_kv else {"k", "v"})
-
-
-@pytest.mark.parametrize("update_kv", [True, False])
-@pytest.mark.parametrize(("name", "rounding"), FORMATS)
-@pytest.mark.parametrize(("batch", "padding"), BATCHES)
-def test_reference_gives_what_gathered_states_give(
-    batch: int, padding: int, name: str, rounding: str, update_kv: bool
-) -> None:
-    case = replace(TINY, batch=batch, format=name, rounding=rounding, update_kv=update_kv)
-    check_gathered(case, padding, CPU)
-
-
-@pytest.mark.interpreted
-@pytest.mark.parametrize(
-    ("batch", "padding", "name", "rounding", "update_kv"),
-    [(1, 0, "float32", "nearest", True), (5, 0, "int8", "stochastic", False), (8, 3, "float16", "nearest", True)],
-)
-def test_interpreted_kernel_gives_what_gathered_states_give(
-    batch: int, padding: int, name: str, rounding: str, update_kv: bool
-) -> None:
-    with interpreted():
-        check_gathered(replace(TINY, batch=batch, format=name, rounding=rounding, update_kv=update_kv), padding, CPU)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("update_kv", [True, False])
-@pytest.mark.parametrize(("name", "rounding"), FORMATS)
-@pytest.mark.parametrize(("batch", "padding"), BATCHES)
-@pytest.mark.parametrize("case", [REAL, replace(REAL, rank=1), replace(REAL, angles=0)], ids=str)
-def test_compiled_kernel_gives_what_gathered_states_give(
-    case: Mamba3Case, batch: int, padding: int, name: str, rounding: str, update_kv: bool
-) -> None:
-    case = replace(case, batch=batch, format=name, rounding=rounding, update_kv=update_kv)
-    check_gathered(case, padding, CUDA)
-
-
-@pytest.mark.parametrize("order", ["up", "down", "shuffled"])
-def test_it_does_not_matter_which_slots_rows_have(order: str, device: torch.device) -> None:
-    case = replace(REAL if device.type == "cuda" else TINY, batch=4, slots=6, format="float16", rounding="stochastic")
-    inputs = make_inputs(case, device)
-    there = torch.tensor({"up": [0, 1, 2, 3, 4, 5], "down": [5, 4, 3, 2, 1, 0], "shuffled": [2, 5, 0, 3, 1, 4]}[order])
-    before = torch.empty(6, dtype=torch.int64)  # of every slot, the one that it is a copy of
-    before[there] = torch.cat([inputs.slots.long(), rest_of(inputs)]).cpu()
-    moved = in_slots(inputs, lambda tensor: tensor[before.to(device)], there[:4].to(inputs.slots))
-    require_equal_bytes("output", moved.step(), inputs.step())
-    require_equal_states("the pool", moved.state, inputs.state, None, before.to(device))
-
-
-@pytest.mark.parametrize("tokens", [0, 3], ids=["one token", "several tokens"])
-def test_k_and_v_may_be_left_to_the_caller(tokens: int, device: torch.device) -> None:
-    """All else, tokens that follow on others of the call among it, is as if they were stored."""
-    case = replace(TINY, batch=2, slots=3, tokens=tokens, heads=2)
-    stored, left = make_inputs(case, device), make_inputs(case, device)
-    before = left.fresh()
-    require_equal_bytes("output", left.step(update_kv=False), stored.step())
-    require_equal_states("the pool", left.state, stored.state, besides=("k", "v"))
-    require_equal_states("k and v", left.state, before.state, besides=("data", "scale", "angle"))
-    for name in ("k", "v"):
-        assert not torch.equal(getattr(stored.state, name), getattr(before.state, name))
 
 
 def test_without_rotary_angles_are_left_alone_and_change_nothing(device: torch.device) -> None:
@@ -133,35 +34,6 @@ def test_without_rotary_angles_are_left_alone_and_change_nothing(device: torch.d
     require_equal_bytes("output", angled.step(), plain.step())
     require_equal_states("the pool", angled.state, plain.state)
     assert (angle == 7.0).all()
-
-
-@pytest.mark.parametrize("rank", [1, 3])
-@pytest.mark.parametrize("angles", [0, 4])
-def test_an_empty_batch_does_nothing(rank: int, angles: int, device: torch.device) -> None:
-    inputs = make_inputs(Mamba3Case(rank=rank, angles=angles, Wo=False), device)
-    before = inputs.fresh()
-    y = inputs.step(**{name: t[:0] for name, t in inputs.activations.items()}, slots=inputs.slots[:0])
-    assert y.shape == ((0, 4, 16) if rank == 1 else (0, 3, 4, 16))
-    require_equal_states("the pool", inputs.state, before.state)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [0, 3], ids=["one token", "several tokens"])
-@pytest.mark.parametrize("rank", [1, 4])
-def test_pools_past_2_31_elements_work(rank: int, tokens: int) -> None:
-    """Of all four states: their slots are as far from each other as those of the largest."""
-    small = make_inputs(replace(REAL, format="bfloat16", rank=rank, tokens=tokens, batch=3, slots=4), CUDA)
-    stride = (1 << 30) + 64
-
-    def far(tensor: Tensor) -> Tensor:
-        memory = torch.empty(3 * stride + tensor[0].numel(), dtype=tensor.dtype, device=CUDA)
-        view = memory.as_strided(tensor.shape, (stride, *tensor.stride()[1:]))
-        view.copy_(tensor)
-        return view
-
-    large = replace(small, state=replace(small.state, **{name: far(t) for name, t in slotted(small.state).items()}))
-    require_equal_bytes("output", large.step(), small.step())
-    require_equal_states("the pool", large.state, small.state)
 
 
 # Angles

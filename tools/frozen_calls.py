@@ -81,12 +81,12 @@ def several(case: AnyCase) -> bool:
 
 def writes_every_token(case: AnyCase) -> bool:
     """Whether every token of a row can have a slot of its own."""
-    return several(case) and case.stores_every_token
+    return several(case) and case.op.every_token
 
 
 def can_be_a_tree(case: AnyCase) -> bool:
     """Whether the tokens of a row can form a tree."""
-    return several(case) and case.has_states_between_tokens and case.tokens <= len(TREE)
+    return several(case) and case.op.between_tokens and case.tokens <= len(TREE)
 
 
 def token_slots(case: AnyCase) -> Tensor:

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,16 @@ from flashstate.state.signature import ACCESS_BYTES
 from flashstate.state.state import State
 
 C = TypeVar("C", bound="AnyCase")
+
+
+class Given(NamedTuple):
+    """A tensor that a call is given."""
+
+    name: str
+    dtype: str
+    axes: tuple[int, ...]  # behind those of tokens, if it has them
+    optional: bool | None = None  # whether it is there; None: it must be
+    uniform: bool = False  # from 0 to 1; else normally distributed
 
 
 @dataclass(frozen=True)
@@ -64,15 +74,48 @@ class AnyCase(ABC):
     def problem(self) -> Problem:
         """What its config is chosen for."""
 
+    @property
     @abstractmethod
-    def make_inputs(self, device: torch.device, seed: int = 0) -> Inputs:
-        """Random inputs: the scales of a trained model, every slot filled, the batch on distinct slots in random order.
-        NaN in tokens that no row has."""
+    def op(self) -> Op:
+        """What it is a problem for."""
+
+    @property
+    @abstractmethod
+    def given(self) -> tuple[Given, ...]:
+        """The arguments of a call, in the order in which their numbers are drawn."""
 
     @abstractmethod
-    def counted_bytes(self, stores: int = 1) -> int:
-        """Bytes one call must move at least: the state of every row read once and stored `stores` times (once in place;
-        with snapshots once per token), everything else once."""
+    def make_pool(self, source: Source) -> Pool:
+        """A pool with every slot filled."""
+
+    @abstractmethod
+    def adjust(self, arguments: dict[str, Tensor], options: dict[str, Any]) -> None:
+        """Give drawn arguments the scales of a trained model, and add options that are no tensors."""
+
+    def make_inputs(self, device: torch.device, seed: int = 0) -> Inputs:
+        """Random inputs, the batch on distinct slots in random order."""
+        source = Source(device, seed)
+        pool, (arguments, options) = self.make_pool(source), self.draw(source)
+        return self.inputs_of(pool, arguments, options, source.slots_of(self))
+
+    def draw(self, source: Source) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The arguments that must be given, and the others."""
+        arguments: dict[str, Tensor] = {}
+        options: dict[str, Any] = {}
+        for name, number, axes, optional, uniform in self.given:
+            if optional is not False:
+                lead = self.token_axes if name in self.op.activations else ()
+                drawn = (source.uniform if uniform else source.normal)(*lead, *axes, name=number)
+                (arguments if optional is None else options)[name] = drawn
+        self.adjust(arguments, options)
+        return arguments, options
+
+    def inputs_of(self, pool: Pool, arguments: dict[str, Tensor], options: dict[str, Any], slots: Tensor) -> Inputs:
+        """Inputs with these tensors, and NaN in tokens that no row has."""
+        inputs = Inputs(self.op, pool, arguments, options, slots, self.lengths if self.packed else None)
+        for tensor in inputs.activations.values() if self.packed else ():
+            tensor[sum(self.lengths) :] = torch.nan
+        return inputs
 
     @property
     @abstractmethod
@@ -92,39 +135,8 @@ class AnyCase(ABC):
         """The case in every form that a call of its op has."""
         return (self,)
 
-    @property
-    def has_ring(self) -> bool:
-        """Whether tokens wait in a ring: then a row has one slot, and its state is stored when they no longer fit."""
-        return False
-
-    @property
-    def has_states_between_tokens(self) -> bool:
-        """Whether snapshots can be taken of the state after every token, and tokens can form a tree."""
-        return True
-
-    @property
-    def stores_every_token(self) -> bool:
-        """Whether the state after every token can go to a slot of its own."""
-        return self.has_states_between_tokens
-
-    @property
-    def exact_at_once(self) -> bool:
-        """Whether several tokens at once give, bit for bit, the output of single ones on float32 states."""
-        return True
-
-    @property
-    def stored_at_once(self) -> bool:
-        """Whether several tokens at once leave, bit for bit, what float32 states after single ones are stored as."""
-        return self.exact_at_once
-
     def same_when_packed(self, tokens: int) -> bool:
         """Whether a packed row of so many gives, bit for bit, what it gives on a token axis of its own."""
-        return True
-
-    @property
-    def in_one_order(self) -> bool:
-        """Whether the interpreter sums in one order with every config: it multiplies matrices as numpy does, in an
-        order that depends on their shapes."""
         return True
 
     def snapshot_of(self, states: Tensor) -> Tensor:
@@ -154,15 +166,6 @@ class AnyCase(ABC):
             return (sum(self.lengths) + 2,)
         return (self.batch, self.tokens) if self.tokens else (self.batch,)
 
-    def inputs_of(
-        self, op: Op, pool: Pool, arguments: dict[str, Tensor], options: dict[str, Any], slots: Tensor
-    ) -> Inputs:
-        """Inputs with these tensors, and NaN in tokens that no row has."""
-        inputs = Inputs(op, pool, arguments, options, slots, self.lengths if self.packed else None)
-        for tensor in inputs.activations.values() if self.packed else ():
-            tensor[sum(self.lengths) :] = torch.nan
-        return inputs
-
     @property
     def token_bytes(self) -> int:
         """Bytes of activations that roofs count too; 0 where they are little beside the states."""
@@ -183,10 +186,21 @@ class AnyCase(ABC):
         states = (1 + stores) * (self.slot_bytes + self.scale_bytes)
         return self.batch * (states + dtype(self.index).itemsize + (0 if self.rounding == "nearest" else 8))
 
+    @property
+    def outputs(self) -> int:
+        """How many outputs like the main activation a token has."""
+        return 1
 
-def bytes_of(*elements: tuple[str, int]) -> int:
-    """Bytes of so many elements of each dtype."""
-    return sum(dtype(name).itemsize * count for name, count in elements)
+    def counted_bytes(self, stores: int = 1) -> int:
+        """Bytes one call must move at least: the state of every row read once and stored `stores` times (once in place;
+        with snapshots once per token), everything else once."""
+        counted, tokens = self.pool_bytes(stores), sum(self.lengths)
+        for name, number, axes, optional, _ in self.given:
+            times = (tokens if name in self.op.activations else 1) + (
+                tokens * self.outputs if name == self.op.main else 0
+            )
+            counted += 0 if optional is False else times * math.prod(axes) * dtype(number).itemsize
+        return counted
 
 
 class WithHeads:
@@ -218,10 +232,6 @@ class StateCase(WithHeads, AnyCase):
         return math.gcd(self.cols, ACCESS_BYTES // dtype(self.format).itemsize)
 
     @property
-    def exact_at_once(self) -> bool:
-        return self.format == "float32"  # other formats add up a row in another order
-
-    @property
     def snapshot_formats(self) -> list[tuple[str, str]]:
         return [("float32", "nearest"), (self.format, self.rounding), ("int8", "stochastic"), ("float16", "nearest")]
 
@@ -230,8 +240,7 @@ class StateCase(WithHeads, AnyCase):
         data, scale = encode(torch.ones(rows, tokens, *self.state_axes, device=device), dtype(name))
         return State(self.laid_out(data) if name == self.format else data, scale, rounding=rounding)
 
-    def make_state(self, source: Source) -> State:
-        """A state in every slot, and seeds."""
+    def make_pool(self, source: Source) -> Pool:
         data, scale = encode(source.states_of(self), dtype(self.format))
         return State(self.laid_out(data), scale, rounding=self.rounding, seed=source.seeds(self.slots), stream=3)
 

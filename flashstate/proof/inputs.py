@@ -100,6 +100,13 @@ class Op:
     angles: tuple[str, ...] = ()  # those of them that count up to whole turns
     # What a call must give, where tokens do not continue from the states alone.
     expects: Callable[[Any], Expected] | None = None
+    # What laws cannot demand of every op, or of every call.
+    rings: bool = False  # tokens wait in a ring: a row has one slot, and its state is stored when they no longer fit
+    between_tokens: bool = True  # there are states between tokens, for snapshots and trees
+    every_token: bool = True  # the state after every token can go to a slot of its own
+    exact_at_once: bool = True  # several tokens give, bit for bit, the outputs of single ones on float32 states
+    stored_at_once: bool = True  # and leave, bit for bit, what those leave, encoded
+    one_order: bool = True  # the interpreter, which multiplies matrices as numpy does, sums alike with every config
 
 
 AnyInputs = TypeVar("AnyInputs", bound="Inputs")
@@ -133,17 +140,17 @@ class Inputs:
         """These inputs on a copy of the pool and its seeds, with the same strides, and `extra` more slots."""
         slots = torch.arange(len(self.state.data) + extra, device=self.slots.device)
         slots[len(self.state.data) :] = 0
-        return replace(self, state=self._state_of(slots))
+        return self.of_slots(slots)
 
     def on_larger_pool(self: AnyInputs, slots: int) -> AnyInputs:
         """The batch on a pool of that many slots, filled with the states of this one, and seeds of its own."""
-        larger = self._state_of(torch.arange(slots, device=self.slots.device) % len(self.state.data))
-        if larger.seed is not None:
-            larger = replace(larger, seed=torch.randint(1 << 62, (slots,), device=self.slots.device))
-        return replace(self, state=larger)
+        larger = self.of_slots(torch.arange(slots, device=self.slots.device) % len(self.state.data))
+        if larger.state.seed is not None:
+            larger.state = replace(larger.state, seed=torch.randint(1 << 62, (slots,), device=self.slots.device))
+        return larger
 
-    def _state_of(self, slots: Tensor) -> Any:
-        """A Pool that has copies of these slots, with the strides of this one."""
+    def of_slots(self: AnyInputs, slots: Tensor) -> AnyInputs:
+        """The batch on a pool that has copies of these slots, with the strides of this one."""
 
         def copied(tensor: Tensor) -> Tensor:
             size, strides = (len(slots), *tensor.shape[1:]), tensor.stride()
@@ -153,7 +160,7 @@ class Inputs:
 
         tensors, seed = slotted(self.state), self.state.seed
         tensors |= {} if seed is None else {"seed": seed}
-        return replace(self.state, **{name: copied(tensor) for name, tensor in tensors.items()})
+        return replace(self, state=replace(self.state, **{name: copied(t) for name, t in tensors.items()}))
 
     def of_rows(self: AnyInputs, rows: Tensor) -> AnyInputs:
         """The pool with some rows of the batch, in some order."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from flashstate.launch.direct import Launches
 from flashstate.ops import conv1d
 from flashstate.ops.conv1d import ChannelProblem
-from flashstate.proof.case import CASES, AnyCase, Cases, bytes_of
+from flashstate.proof.case import CASES, AnyCase, Cases, Given
 from flashstate.proof.inputs import Inputs, Op, Source, dtype, view_into_projection
 from flashstate.reference.conv1d import conv1d_token
 from flashstate.state.signature import ACCESS_BYTES
@@ -90,17 +90,21 @@ class ConvCase(AnyCase):
     def token_bytes(self) -> int:
         return 2 * sum(self.lengths) * self.channels * dtype(self.x).itemsize
 
-    def counted_bytes(self, stores: int = 1) -> int:
-        parameters = bytes_of((self.parameters, self.channels * (self.width + self.bias)))
-        return self.pool_bytes(stores) + self.token_bytes + parameters
+    @property
+    def op(self) -> Op:
+        return replace(CONV1D, every_token=self.extra == 0)
+
+    @property
+    def given(self) -> tuple[Given, ...]:
+        return (
+            Given("x", self.x, (self.channels,)),
+            Given("weight", self.parameters, (self.channels, self.width)),
+            Given("bias", self.parameters, (self.channels,), self.bias),
+        )
 
     @property
     def snapshot_formats(self) -> list[tuple[str, str]]:
         return [(self.format, self.rounding)] * 2
-
-    @property
-    def stores_every_token(self) -> bool:
-        return self.extra == 0
 
     def snapshot_of(self, states: Tensor) -> Tensor:
         return states[..., self.extra :]
@@ -108,17 +112,11 @@ class ConvCase(AnyCase):
     def newest_of(self, states: Tensor) -> Tensor:
         return states[..., -1]
 
-    def make_inputs(self, device: torch.device, seed: int = 0) -> Inputs:
-        source = Source(device, seed)
-        windows = Windows(self._laid_out(source.normal(self.slots, *self.state_axes, name=self.format)))
-        arguments = {
-            "x": source.normal(*self.token_axes, self.channels, name=self.x),
-            "weight": source.normal(self.channels, self.width, name=self.parameters),
-        }
-        options: dict[str, Any] = {"activation": self.activation}
-        if self.bias:
-            options["bias"] = source.normal(self.channels, name=self.parameters)
-        return self.inputs_of(CONV1D, windows, arguments, options, source.slots_of(self))
+    def make_pool(self, source: Source) -> Windows:
+        return Windows(self._laid_out(source.normal(self.slots, *self.state_axes, name=self.format)))
+
+    def adjust(self, arguments: dict[str, Tensor], options: dict[str, Any]) -> None:
+        options["activation"] = self.activation
 
     def snapshots(self, rows: int, tokens: int, name: str, rounding: str, device: torch.device) -> Windows:
         shape = (rows, tokens, self.channels, self.width - 1)

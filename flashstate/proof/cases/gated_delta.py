@@ -11,8 +11,8 @@ from torch import Tensor
 
 from flashstate.launch import Problem
 from flashstate.ops.gated_delta import delta_kind, gated_delta_step
-from flashstate.proof.case import CASES, Cases, StateCase, by_turns, bytes_of, in_every_format
-from flashstate.proof.inputs import Inputs, Op, Source, dtype, first_axis_innermost
+from flashstate.proof.case import CASES, Cases, Given, StateCase, by_turns, in_every_format
+from flashstate.proof.inputs import Inputs, Op, dtype, first_axis_innermost
 from flashstate.reference.gated_delta import gated_delta_token, gates, normalised
 from flashstate.state.formats import FORMATS, PORTABLE_FORMATS
 from flashstate.state.signature import ACCESS_BYTES
@@ -50,7 +50,6 @@ def _token_of_terms(s: Tensor, exact: bool, **arguments: Any) -> tuple[Tensor, T
 GATED_DELTA = Op(
     gated_delta_step, _token, ("q", "k", "v", "a", "b"), remembered=("k", "v", "a", "b"), widths=2, main="v", sums=True
 )
-ON_TENSOR_CORES = replace(GATED_DELTA, token=_token_of_terms)
 
 
 @dataclass(frozen=True)
@@ -93,59 +92,42 @@ class DeltaCase(StateCase):
     def has_bias(self) -> bool:
         return self.raw and self.dt_bias
 
-    @property
-    def has_states_between_tokens(self) -> bool:
-        return self.exact
-
-    @property
-    def exact_at_once(self) -> bool:
-        return self.exact and super().exact_at_once
-
     def same_when_packed(self, tokens: int) -> bool:
         return self.exact  # else a short row takes part in what the longest one needs
 
     @property
-    def in_one_order(self) -> bool:
-        return self.exact
-
-    def counted_bytes(self, stores: int = 1) -> int:
-        tokens, per_head = sum(self.lengths), self.cols if self.per_channel else 1
-        return self.pool_bytes(stores) + bytes_of(
-            (self.qk, 2 * tokens * self.key_heads * self.cols),
-            (self.x, 2 * tokens * self.heads * self.rows),
-            (self.gates, tokens * self.heads * (per_head + 1)),
-            (self.parameters, self.heads * (self.raw + self.has_bias * per_head)),
-        )
-
-    @property
     def op(self) -> Op:
         """With tensor cores, a result that is to be finer than 16 bits is measured against operands of two terms. Other
-        states are exact sums of such operands, as q and k are, and lose nothing to them."""
+        states are exact sums of such operands, as q and k are, and lose nothing to them. Formats but float32 add up a
+        row in another order, and such sums reach the state."""
         fine = self.x == "float32" or self.format in ("float32", "int16")
-        return ON_TENSOR_CORES if self.several and not self.exact and fine else GATED_DELTA
+        token = _token_of_terms if self.several and not self.exact and fine else _token
+        exact, alike = self.exact, self.exact and self.format == "float32"
+        op = replace(GATED_DELTA, token=token, one_order=exact, between_tokens=exact, every_token=exact)
+        return replace(op, exact_at_once=alike, stored_at_once=alike)
 
-    def make_inputs(self, device: torch.device, seed: int = 0) -> Inputs:
-        source = Source(device, seed)
-        normal, lead, heads = source.normal, self.token_axes, self.heads
-        state, per_head = self.make_state(source), (self.cols,) if self.per_channel else ()
-        length = 1.0 if self.qk_l2norm else self.cols**-0.5  # so that u stays as large as v
-        arguments = {
-            "q": normal(*lead, self.key_heads, self.cols, name=self.qk),
-            "k": normal(*lead, self.key_heads, self.cols, name=self.qk) * length,
-            "v": normal(*lead, heads, self.rows, name=self.x),
-            "a": normal(*lead, heads, *per_head, name=self.gates),
-            "b": normal(*lead, heads, name=self.gates),
-        }
-        options: dict[str, Any] = {"qk_l2norm": self.qk_l2norm, "exact": self.exact}
-        if self.scale is not None:
-            options["scale"] = self.scale
-        if self.raw:
-            options["A_log"] = normal(heads, name=self.parameters)
-        else:
+    @property
+    def given(self) -> tuple[Given, ...]:
+        per_head = (self.cols,) if self.per_channel else ()
+        return (
+            Given("q", self.qk, (self.key_heads, self.cols)),
+            Given("k", self.qk, (self.key_heads, self.cols)),
+            Given("v", self.x, (self.heads, self.rows)),
+            Given("a", self.gates, (self.heads, *per_head)),
+            Given("b", self.gates, (self.heads,)),
+            Given("A_log", self.parameters, (self.heads,), self.raw),
+            Given("dt_bias", self.parameters, (self.heads, *per_head), self.has_bias),
+        )
+
+    def adjust(self, arguments: dict[str, Tensor], options: dict[str, Any]) -> None:
+        options |= {"qk_l2norm": self.qk_l2norm, "exact": self.exact}
+        options |= {} if self.scale is None else {"scale": self.scale}
+        if not self.qk_l2norm:
+            arguments["k"] *= self.cols**-0.5  # so that u stays as large as v
+        if not self.raw:
             arguments |= {"a": -arguments["a"].abs(), "b": arguments["b"].sigmoid()}
         if self.has_bias:
-            options["dt_bias"] = normal(heads, *per_head, name=self.parameters) - 2
-        return self.inputs_of(self.op, state, arguments, options, source.slots_of(self))
+            options["dt_bias"] = options["dt_bias"] - 2
 
     def laid_out(self, states: Tensor) -> Tensor:
         return states.mT.contiguous().mT if self.transposed else states

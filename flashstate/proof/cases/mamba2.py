@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from flashstate.launch import Problem
 from flashstate.ops.mamba2 import mamba2_step
-from flashstate.proof.case import CASES, Cases, StateCase, by_turns, bytes_of, in_every_format
-from flashstate.proof.inputs import Inputs, Op, Source, dtype, first_axis_innermost
+from flashstate.proof.case import CASES, Cases, Given, StateCase, by_turns, in_every_format
+from flashstate.proof.inputs import Inputs, Op, dtype, first_axis_innermost
 from flashstate.reference.mamba2 import mamba2_token
 from flashstate.state.formats import FORMATS, PORTABLE_FORMATS
 
@@ -50,42 +49,36 @@ class Case(StateCase):
         return Problem("mamba2_step", *shape, size, self.several)
 
     @property
-    def stored_at_once(self) -> bool:
-        return not FORMATS[dtype(self.format)].scaled  # a scale is multiplied with the decay: the last bits differ
+    def op(self) -> Op:
+        """A scale is multiplied with the decay, so that the last bits of several tokens differ; formats but float32 add
+        up a row in another order."""
+        scaled = FORMATS[dtype(self.format)].scaled
+        return replace(MAMBA2, exact_at_once=self.format == "float32", stored_at_once=not scaled)
 
-    def counted_bytes(self, stores: int = 1) -> int:
-        tokens, per_row = sum(self.lengths), self.rows if self.mamba1 else 1
-        of_head = (self.rows * self.cols if self.mamba1 else 1) + self.dt_bias * per_row
-        of_head += {None: 0, "head": 1, "row": self.rows}[self.D]
-        return self.pool_bytes(stores) + bytes_of(
-            (self.x, tokens * self.heads * self.rows * (2 + self.z)),
-            (self.bc, 2 * tokens * self.groups * self.cols),
-            (self.dt, tokens * self.heads * per_row),
-            (self.parameters, self.heads * of_head),
+    @property
+    def given(self) -> tuple[Given, ...]:
+        heads, rows, cols = self.heads, self.rows, self.cols
+        per_row, per_element = ((rows,), (rows, cols)) if self.mamba1 else ((), ())
+        return (
+            Given("x", self.x, (heads, rows)),
+            Given("dt", self.dt, (heads, *per_row)),
+            Given("A", self.parameters, (heads, *per_element)),
+            Given("B", self.bc, (self.groups, cols)),
+            Given("C", self.bc, (self.groups, cols)),
+            Given("D", self.parameters, (heads, rows) if self.D == "row" else (heads,), self.D is not None),
+            Given("z", self.x, (heads, rows), self.z),
+            Given("dt_bias", self.parameters, (heads, *per_row), self.dt_bias),
         )
 
-    def make_inputs(self, device: torch.device, seed: int = 0) -> Inputs:
-        source = Source(device, seed)
-        normal, heads, rows, cols, lead = source.normal, self.heads, self.rows, self.cols, self.token_axes
-        state, per_row = self.make_state(source), (rows,) if self.mamba1 else ()
-        arguments = {
-            "x": normal(*lead, heads, rows, name=self.x),
-            "dt": normal(*lead, heads, *per_row, name=self.dt),
-            "A": -normal(heads, *((rows, cols) if self.mamba1 else ()), name=self.parameters).abs(),
-            "B": normal(*lead, self.groups, cols, name=self.bc),
-            "C": normal(*lead, self.groups, cols, name=self.bc),
-        }
-        options: dict[str, Any] = {"dt_softplus": self.dt_softplus}
+    def adjust(self, arguments: dict[str, Tensor], options: dict[str, Any]) -> None:
+        """Time steps are positive."""
+        options["dt_softplus"] = self.dt_softplus
+        arguments["A"] = -arguments["A"].abs()
         if not self.dt_softplus:
             arguments["dt"] = arguments["dt"].abs()
-        if self.D is not None:
-            options["D"] = normal(heads, *((rows,) if self.D == "row" else ()), name=self.parameters)
-        if self.z:
-            options["z"] = normal(*lead, heads, rows, name=self.x)
         if self.dt_bias:
-            bias = normal(heads, *per_row, name=self.parameters)
-            options["dt_bias"] = bias - 1 if self.dt_softplus else bias.abs()  # time steps are positive
-        return self.inputs_of(MAMBA2, state, arguments, options, source.slots_of(self))
+            bias = options["dt_bias"]
+            options["dt_bias"] = bias - 1 if self.dt_softplus else bias.abs()
 
     def as_views(self, inputs: Inputs) -> Inputs:
         views = super().as_views(inputs)

@@ -13,9 +13,9 @@ from torch import Tensor
 from flashstate.errors import dtype_name
 from flashstate.launch import Problem
 from flashstate.ops.mamba2_replay import ReplayProblem, ReplayTokenProblem, mamba2_replay, parted, replay_kind
-from flashstate.proof.case import CASES, Cases, by_turns, bytes_of, in_every_format
+from flashstate.proof.case import CASES, Cases, by_turns, in_every_format
 from flashstate.proof.cases.mamba2 import MAMBA2, Case
-from flashstate.proof.inputs import BesideStates, Inputs, Source
+from flashstate.proof.inputs import BesideStates, Inputs, Op, Source, dtype
 from flashstate.proof.oracle import Expected, encoded
 from flashstate.reference.mamba2 import mamba2_token, softplus
 from flashstate.reference.mamba2_replay import BEFORE_THE_FIRST_TOKEN, replayed
@@ -221,7 +221,9 @@ def _expected(inputs: ReplayInputs) -> Expected:
     return Expected(*model.step(inputs, inputs.tokens), state, plain, {})
 
 
-REPLAY = replace(MAMBA2, step=_step, remembered=(), sums=True, expects=_expected)
+REPLAY = replace(
+    MAMBA2, step=_step, remembered=(), sums=True, expects=_expected, rings=True, between_tokens=False, every_token=False
+)
 
 
 @dataclass(frozen=True)
@@ -250,12 +252,8 @@ class ReplayCase(Case):
         return kind("mamba2_replay either", *shape, size, self.tokens > 1)
 
     @property
-    def has_ring(self) -> bool:
-        return True
-
-    @property
-    def has_states_between_tokens(self) -> bool:
-        return False
+    def op(self) -> Op:
+        return REPLAY
 
     def same_when_packed(self, tokens: int) -> bool:
         """One token alone is not summed in the order of others, and there is no plan for none."""
@@ -273,7 +271,8 @@ class ReplayCase(Case):
         both = list(zip(self.live, self.lengths, strict=True))
         folding = sum(n > 0 and live + n > self.window for live, n in both)
         rows = sum(live + n for live, n in both if n)  # of rings, read or appended
-        kept = bytes_of((self.x, self.heads * self.rows), (self.bc, self.groups * self.cols), ("float32", self.heads))
+        kept = self.heads * self.rows * dtype(self.x).itemsize
+        kept += self.groups * self.cols * dtype(self.bc).itemsize + 4 * self.heads
         stored = stores * folding * (self.slot_bytes + self.scale_bytes)
         return super().counted_bytes(0) + stored + rows * kept + 8 * self.batch
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flashstate.launch import Problem
 from flashstate.ops.mamba3 import mamba3_kind, mamba3_step
-from flashstate.proof.case import CASES, Cases, StateCase, by_turns, bytes_of, in_every_format
+from flashstate.proof.case import CASES, Cases, Given, StateCase, by_turns, in_every_format
 from flashstate.proof.inputs import BesideStates, Inputs, Op, Source, dtype, first_axis_innermost, view_into_projection
 from flashstate.reference.mamba3 import FourStates, Parameters, mamba3_token, rotated, wrapped
 from flashstate.state.formats import PORTABLE_FORMATS, encode
@@ -71,7 +71,7 @@ def _token(
 
 MAMBA3 = Op(
     _step, _token, ("x", "A", "dt", "trap", "B", "C", "z", "angle"), remembered=("x", "A", "dt", "trap", "B"),
-    widths=2, carried=("k", "v", "angle"), angles=("angle",),
+    widths=2, carried=("k", "v", "angle"), angles=("angle",), between_tokens=False,
 )  # fmt: skip
 MOST_DRAWS = 100  # of B, until nothing is in doubt
 
@@ -115,80 +115,64 @@ class Mamba3Case(StateCase):
         shape, size = (self.rows, self.cols, self.format, self.rounding, self.vector), self.batch * self.heads
         return kind(op, *shape, size, self.several)
 
-    @property
-    def has_states_between_tokens(self) -> bool:
-        return False
+    def pool_bytes(self, stores: int) -> int:
+        angles = 4 * (1 + stores) * self.angles
+        kv = (1 + stores * self.update_kv) * (self.rank * self.cols + self.rows) * dtype(self.kv).itemsize
+        return super().pool_bytes(stores) + self.batch * self.heads * (angles + kv)
 
     @property
-    def stores_every_token(self) -> bool:
-        return True
-
-    @property
-    def in_one_order(self) -> bool:
-        return self.rank == 1
-
-    def counted_bytes(self, stores: int = 1) -> int:
-        tokens, per_rank = sum(self.lengths), self.rank * self.heads
-        angles = self.angles * (self.heads if self.angle_per_head else 1)
-        weights = per_rank * self.rows * (self.Wx + (self.Wz and self.z) + self.Wo) + self.D * self.heads
-        biases = 2 * per_rank * self.cols if self.bias and self.angles else 0
-        outputs = 1 if self.Wo else self.rank
-        return self.pool_bytes(stores) + bytes_of(
-            ("float32", (1 + stores) * self.batch * self.heads * self.angles),
-            (self.kv, (1 + stores * self.update_kv) * self.batch * self.heads * (self.rank * self.cols + self.rows)),
-            (self.x, tokens * self.heads * self.rows * (1 + self.z + outputs)),
-            (self.bc, tokens * (2 * self.rank * self.groups * self.cols + angles)),
-            (self.scalars, 3 * tokens * self.heads),
-            (self.parameters, weights + biases),
-        )
+    def outputs(self) -> int:
+        return 1 if self.Wo else self.rank
 
     @property
     def op(self) -> Op:
-        """Where all columns are turned, what turns them reaches all of the state."""
+        """Where all columns are turned, what turns them reaches all of the state. Formats but float32 need fewer terms
+        of operands."""
         carried = MAMBA3.carried if self.angles else ("k", "v")
         remembered = (*MAMBA3.remembered, "angle") if 2 * self.angles == self.cols else MAMBA3.remembered
-        return replace(MAMBA3, carried=carried, remembered=remembered, left_alone=() if self.update_kv else ("k", "v"))
+        op = replace(MAMBA3, carried=carried, remembered=remembered, left_alone=() if self.update_kv else ("k", "v"))
+        alike = self.format == "float32"
+        return replace(op, exact_at_once=alike, stored_at_once=alike, one_order=self.rank == 1)
+
+    @property
+    def given(self) -> tuple[Given, ...]:
+        heads, of_groups = self.heads, (self.rank, self.groups, self.cols)
+        of_rows, of_columns = (self.rank, heads, self.rows), (self.rank, heads, self.cols)
+        turned, biased = self.angles > 0, self.bias and self.angles > 0
+        return (
+            Given("Wx", self.parameters, of_rows, self.Wx),
+            Given("Wz", self.parameters, of_rows, self.Wz and self.z),
+            Given("Wo", self.parameters, of_rows, self.Wo),
+            Given("D", self.parameters, (heads,), self.D),
+            Given("bias_B", self.parameters, of_columns, biased),
+            Given("bias_C", self.parameters, of_columns, biased),
+            Given("x", self.x, (heads, self.rows)),
+            Given("A", self.scalars, (heads,)),
+            Given("dt", self.scalars, (heads,), uniform=True),
+            Given("trap", self.scalars, (heads,), uniform=not self.trap_logit),
+            Given("z", self.x, (heads, self.rows), self.z),
+            Given("angle", self.bc, (heads, self.angles) if self.angle_per_head else (self.angles,), turned),
+            Given("B", self.bc, of_groups),
+            Given("C", self.bc, of_groups),
+        )
+
+    def adjust(self, arguments: dict[str, Tensor], options: dict[str, Any]) -> None:
+        options |= {"trap_logit": self.trap_logit, "update_kv": self.update_kv, "pairing": self.pairing}
+        arguments |= {"A": -arguments["A"].abs(), "dt": 0.1 * arguments["dt"]}
 
     def make_inputs(self, device: torch.device, seed: int = 0) -> Inputs:
         source = Source(device, seed)
-        lead, slots = self.token_axes, source.slots_of(self)
-        pool = self._pool(source)
-        options: dict[str, Any] = {"trap_logit": self.trap_logit, "update_kv": self.update_kv, "pairing": self.pairing}
-        options |= self._parameters(source)
-        arguments = {
-            "x": source.normal(*lead, self.heads, self.rows, name=self.x),
-            "A": -source.normal(*lead, self.heads, name=self.scalars).abs(),
-            "dt": 0.1 * source.uniform(*lead, self.heads, name=self.scalars),
-            "trap": (source.normal if self.trap_logit else source.uniform)(*lead, self.heads, name=self.scalars),
-        }
-        if self.z:
-            options["z"] = source.normal(*lead, self.heads, self.rows, name=self.x)
-        if self.angles:
-            own = (self.heads,) if self.angle_per_head else ()
-            options["angle"] = source.normal(*lead, *own, self.angles, name=self.bc)
-        of_ranks = (*lead, self.rank, self.groups, self.cols)
-        arguments |= {name: source.normal(*of_ranks, name=self.bc) for name in ("B", "C")}
+        slots, pool, (arguments, options) = source.slots_of(self), self.make_pool(source), self.draw(source)
         if self.angles and self.kv != "float32":
             arguments["B"] = self._without_doubt(source, pool, slots, arguments, options)
-        return self.inputs_of(self.op, pool, arguments, options, slots)
+        return self.inputs_of(pool, arguments, options, slots)
 
-    def _pool(self, source: Source) -> Mamba3Pool:
-        """Every slot filled."""
+    def make_pool(self, source: Source) -> Mamba3Pool:
         data, scale = encode(source.states_of(self), dtype(self.format))
         k = source.normal(self.slots, self.rank, self.heads, self.cols, name=self.kv)
         v = source.normal(self.slots, self.heads, self.rows, name=self.kv)
         angle = wrapped(math.tau * source.uniform(self.slots, self.heads, self.angles)) if self.angles else None
-        seeds = source.seeds(self.slots)
-        return Mamba3Pool(data, scale, seeds, k, v, angle, rounding=self.rounding, stream=3)
-
-    def _parameters(self, source: Source) -> dict[str, Any]:
-        of_rows, of_columns = (self.rank, self.heads, self.rows), (self.rank, self.heads, self.cols)
-        biased = self.bias and self.angles > 0
-        table: tuple[tuple[str, bool, tuple[int, ...]], ...] = (
-            ("Wx", self.Wx, of_rows), ("Wz", self.Wz and self.z, of_rows), ("Wo", self.Wo, of_rows),
-            ("D", self.D, (self.heads,)), ("bias_B", biased, of_columns), ("bias_C", biased, of_columns),
-        )  # fmt: skip
-        return {name: source.normal(*shape, name=self.parameters) for name, given, shape in table if given}
+        return Mamba3Pool(data, scale, source.seeds(self.slots), k, v, angle, rounding=self.rounding, stream=3)
 
     def _without_doubt(
         self, source: Source, pool: Mamba3Pool, slots: Tensor, arguments: dict[str, Tensor], options: dict[str, Any]

@@ -16,9 +16,10 @@ from flashstate.proof.laws.require import (
     require_equal_states,
     require_within_budget,
 )
+from flashstate.proof.laws.seeds import graph_like_eager_steps
 from flashstate.reference.mamba2 import softplus
 
-law = partial(registry.law, includes=lambda case: case.has_ring)
+law = partial(registry.law, includes=lambda case: case.op.rings)
 OF_RINGS = ("x", "B", "dt", "start", "count")
 
 
@@ -90,27 +91,15 @@ def accepted_tokens(case: ReplayCase, device: torch.device) -> None:
 @law("a CUDA graph of a plan, a replay and its commit goes on with whatever is accepted", needs="cuda")
 def graphs(case: ReplayCase, device: torch.device) -> None:
     inputs = case.make_inputs(device)
-    eager, accepted = inputs.fresh(), inputs.tokens
-    out, slots = torch.empty_like(inputs.fresh().step()), inputs.at()
+    accepted, slots = torch.zeros_like(inputs.tokens), inputs.at()
 
-    def one_step(run: ReplayInputs) -> None:
+    def one_step(run: ReplayInputs, out: Tensor) -> None:
         plan = run.plan(slots)
         run.step(plan=plan, out=out)
         run.state.ring.commit(plan, accepted)
         run.state.advance(slots)
 
-    one_step(inputs.fresh())  # compiles
-    torch.cuda.synchronize(device)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        one_step(inputs)
-    for turn in range(4):
-        accepted.copy_(inputs.tokens * turn // 3)
-        graph.replay()
-        replayed = out.clone()
-        one_step(eager)
-        require_equal_bytes("output of a graph", replayed, out)
-        require_equal_states("the pool after a graph", inputs.state, eager.state)
+    graph_like_eager_steps(inputs, one_step, 4, lambda turn: accepted.copy_(inputs.tokens * turn // 3))
 
 
 WORDS = [words for words, check in registry.LAWS.items() if check.__module__ == __name__]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from flashstate.proof import AnyCase, Inputs, make_inputs
+from flashstate.proof.inputs import AnyInputs
 from flashstate.proof.laws.registry import law
 from flashstate.proof.laws.require import require, require_equal_bytes, require_equal_states, rest_of, restore
 from flashstate.state.formats import bits_of
@@ -45,33 +47,42 @@ def _seeds(inputs: Inputs) -> Tensor:
 @law("a CUDA graph draws fresh random bits at every replay", needs="cuda")
 def graph_replays_draw_fresh_bits(case: AnyCase, device: torch.device) -> None:
     inputs = make_inputs(case, device)
-    eager = inputs.fresh()
-    out, slots = torch.empty_like(inputs.fresh().step()), inputs.at()
+    before, slots = inputs.fresh(), inputs.at()
 
-    def one_step(run: Inputs) -> None:
+    def one_step(run: Inputs, out: Tensor) -> None:
         run.step(slots=slots, out=out)
         if run.state.seed is not None:
             run.state.advance(slots)
 
-    one_step(inputs.fresh())  # compiles
-    torch.cuda.synchronize(device)
-    before = inputs.fresh()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        one_step(inputs)
-    for replays in range(1, 4):
-        graph.replay()
-        replayed = out.clone()
-        one_step(eager)
-        require_equal_bytes("output of a replay", replayed, out)
-        require_equal_states("the pool after a replay", inputs.state, eager.state)
-        if inputs.state.seed is not None:
-            _require_moved(inputs, before, replays)
+    graph = graph_like_eager_steps(inputs, one_step, 3, lambda replays: _require_moved(inputs, before, replays))
     _require_other_bits(graph, inputs, before)
 
 
+def graph_like_eager_steps(
+    inputs: AnyInputs, one_step: Callable[[AnyInputs, Tensor], None], times: int, then: Callable[[int], object]
+) -> torch.cuda.CUDAGraph:
+    """Capture a step, which writes an output, and replay it so often, beside eager steps that must give the same bytes;
+    `then` is told how often, every time."""
+    out, eager = torch.empty_like(inputs.fresh().step()), inputs.fresh()
+    one_step(inputs.fresh(), out)  # compiles
+    torch.cuda.synchronize(out.device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        one_step(inputs, out)
+    for replays in range(1, times + 1):
+        graph.replay()
+        replayed = out.clone()
+        one_step(eager, out)
+        require_equal_bytes("output of a replay", replayed, out)
+        require_equal_states("the pool after a replay", inputs.state, eager.state)
+        then(replays)
+    return graph
+
+
 def _require_moved(inputs: Inputs, before: Inputs, steps: int) -> None:
-    """The seeds of rows with tokens have moved on by so many steps."""
+    """The seeds of rows with tokens have moved on by so many steps, where there are seeds."""
+    if inputs.state.seed is None:
+        return
     stepped = inputs.slots.long()[torch.tensor(inputs.row_lengths, device=inputs.slots.device) > 0]
     moved = _seeds(inputs)[stepped] - _seeds(before)[stepped]
     require(bool((moved == _wrapped(steps * SEED_STEP)).all()), f"seeds did not move on by {steps} steps")

@@ -59,6 +59,15 @@ def independence(case: AnyCase, device: torch.device) -> None:
             require_equal_states(f"rows {some} of {form}", run.state, together.state, part.slots.long())
 
 
+@law("it does not matter which slots rows are in")
+def which_slots(case: AnyCase, device: torch.device) -> None:
+    inputs = make_inputs(case, device)
+    order = torch.randperm(case.slots, generator=torch.Generator().manual_seed(2)).to(device)
+    moved = replace(inputs.of_slots(order), slots=order.argsort()[inputs.slots.long()].to(inputs.slots))
+    require_equal_bytes("output", moved.step(), inputs.step())
+    require_equal_states("the pool", moved.state, inputs.state, wanted=order)
+
+
 @law("the launch config does not change a byte", needs="kernels")
 def configs_agree(case: AnyCase, device: torch.device) -> None:
     case = replace(case, x="float32")  # so that the output shows every bit of a sum
@@ -69,12 +78,12 @@ def configs_agree(case: AnyCase, device: torch.device) -> None:
         y_first = first.step()
     # The interpreter sums over lanes as numpy does, in an order that depends on how many there are.
     lanes = problem.lane_choices if device.type == "cuda" else [chosen.lanes]
-    in_one_order, want = device.type == "cuda" or case.in_one_order, oracle(inputs)
+    one_order, want = device.type == "cuda" or inputs.op.one_order, oracle(inputs)
     for config in _some_configs(problem, lanes):
         again = inputs.fresh()
         with override(config):
             y = again.step()
-        if in_one_order:
+        if one_order:
             require_equal_bytes(f"output with {config}", y, y_first)
             require_equal_states(f"the pool with {config}", again.state, first.state)
         else:
@@ -156,7 +165,7 @@ def padding(case: AnyCase, device: torch.device) -> None:
 
 def _written(case: AnyCase, write: Tensor) -> dict[str, Tensor]:
     """Slots to write, as a field of Slots, where there may be others than those that are read."""
-    return {} if case.has_ring else {"write": write}
+    return {} if case.op.rings else {"write": write}
 
 
 def _with_hole(case: AnyCase, device: torch.device, padding: str) -> Iterator[tuple[Inputs, dict[str, Any], str]]:
@@ -205,7 +214,7 @@ def kept_padding(case: AnyCase, device: torch.device) -> None:
 
 def _snapshots(case: AnyCase, device: torch.device) -> dict[str, Pool]:
     """Snapshots as an argument of a call, where it can have some."""
-    if not case.has_states_between_tokens:
+    if not case.op.between_tokens:
         return {}
     return {"snapshots": case.snapshots(case.batch, case.tokens or 1, *case.snapshot_formats[0], device)}
 
@@ -238,7 +247,7 @@ def nan_is_local(case: AnyCase, device: torch.device) -> None:
 
 def writes_elsewhere(case: AnyCase) -> bool:
     """Whether a row may write another slot than it reads."""
-    return not case.has_ring
+    return not case.op.rings
 
 
 @law("a separate write slot receives the state, and the read slot keeps its own", includes=writes_elsewhere)

@@ -27,7 +27,7 @@ def several(case: AnyCase) -> bool:
 
 @law(
     "T tokens at once equal T calls, bit for bit while the state is float32; it is rounded once, when it is stored",
-    includes=lambda case: several(case) and not case.has_ring,
+    includes=lambda case: several(case) and not case.op.rings,
 )
 def tokens_at_once(case: AnyCase, device: torch.device) -> None:
     inputs = make_inputs(case, device)
@@ -37,9 +37,9 @@ def tokens_at_once(case: AnyCase, device: torch.device) -> None:
     single.state = replace(single.state, data=data, scale=None, rounding="nearest")
     outputs = [single.of_tokens(t).step() for t in range(case.tokens)]
     y = inputs.step()
-    if case.exact_at_once:
+    if inputs.op.exact_at_once:
         require_equal_bytes("outputs", y, torch.stack(outputs, 1))
-    if case.stored_at_once:
+    if inputs.op.stored_at_once:
         require_stored("the pool", state, slots, single.state.data[slots], state, slots, case.tokens - 1)
     else:
         require_within_budget("the pool", inputs.states, single.state.data[slots].double(), want.state_plain)
@@ -67,7 +67,7 @@ def packed_equals_dense(case: AnyCase, device: torch.device) -> None:
 
 
 def stores_every_token(case: AnyCase) -> bool:
-    return several(case) and case.stores_every_token
+    return several(case) and case.op.every_token
 
 
 @law(
@@ -94,7 +94,7 @@ def per_token_writes(case: AnyCase, device: torch.device) -> None:
 
 @law(
     "snapshots hold the state after every token, in any format, at their rows, and change nothing else",
-    includes=lambda case: case.has_states_between_tokens,
+    includes=lambda case: case.op.between_tokens,
 )
 def snapshots_of_every_token(case: AnyCase, device: torch.device) -> None:
     exact = make_inputs(case, device)
@@ -140,7 +140,7 @@ def make_snapshots(case: AnyCase, name: str, rounding: str, device: torch.device
 
 @law(
     "a row with n slots to read reads the one its accepted count names, and is padding if there is none",
-    includes=lambda case: not case.has_ring,
+    includes=lambda case: not case.op.rings,
 )
 def accepted_slots(case: AnyCase, device: torch.device) -> None:
     inputs = make_inputs(case, device)
@@ -166,7 +166,7 @@ TREE = (-1, 0, 0, 2, -1, 4, 3, 5)  # a trunk that forks, and a second root
 
 @law(
     "a token of a draft tree gives what its path from the root alone gives, and its state too",
-    includes=lambda case: several(case) and case.has_states_between_tokens and case.tokens <= len(TREE),
+    includes=lambda case: several(case) and case.op.between_tokens and case.tokens <= len(TREE),
 )
 def draft_tree(case: AnyCase, device: torch.device) -> None:
     inputs = make_inputs(case, device)
@@ -186,7 +186,7 @@ def draft_tree(case: AnyCase, device: torch.device) -> None:
 
 @law(
     "a token whose parent is invalid gives zero and stores nothing, and so does what follows from it",
-    includes=lambda case: stores_every_token(case) and case.has_states_between_tokens and case.tokens >= 3,
+    includes=lambda case: stores_every_token(case) and case.op.between_tokens and case.tokens >= 3,
 )
 def invalid_parents(case: AnyCase, device: torch.device) -> None:
     inputs = make_inputs(case, device)
