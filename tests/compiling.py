@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
 
-from flashstate.launch import Config, Gpu, backend, collecting
+from flashstate.launch import Config, Gpu, Machine, collecting
+from flashstate.launch.environment import pretending
 from flashstate.launch.start import Launch
 from flashstate.proof import AnyCase, dtype
 from flashstate.state.formats import FORMATS
@@ -26,53 +26,25 @@ TYPES = {
 }  # fmt: skip
 
 
-def target_of(architecture: int | str) -> str:
-    """What kernels/state_io.py may use there, as launch.kernel_target would say."""
-    if isinstance(architecture, str):
-        return "portable"
-    return "sm_89" if architecture >= 89 else "sm_80"
-
-
-def gpu_with(architecture: int | str) -> Gpu:
+def machine_with(architecture: int | str) -> Machine:
     """One that has no table."""
-    return Gpu("a GPU nobody measured", divmod(architecture, 10) if isinstance(architecture, int) else (9, 4))
-
-
-def warp_of(architecture: int | str) -> int:
-    """Threads of a warp."""
-    return 32 if isinstance(architecture, int) else 64
+    if isinstance(architecture, str):
+        return Machine(Gpu("a GPU nobody measured", (9, 4)), "portable", warp=64)
+    gpu = Gpu("a GPU nobody measured", divmod(architecture, 10))
+    return Machine(gpu, "sm_89" if architecture >= 89 else "sm_80", overlaps=architecture >= 90)
 
 
 def chosen(case: AnyCase, architecture: int | str) -> Config:
     """What the heuristic gives a case on that architecture."""
-    with mock.patch("flashstate.launch.config.WARP", warp_of(architecture)):
-        return case.problem.heuristic(gpu_with(architecture))
+    machine = machine_with(architecture)
+    with pretending(machine):
+        return case.problem.heuristic(machine.gpu)
 
 
 @contextmanager
 def collected(architecture: int | str) -> Iterator[list[Launch]]:
     """Calls on CPU tensors inside reach their launches as on that architecture, and end there."""
-    target, gpu = mock.Mock(return_value=target_of(architecture)), mock.Mock(return_value=gpu_with(architecture))
-    warp = warp_of(architecture)
-    overlaps = mock.Mock(return_value=isinstance(architecture, int) and architecture >= 90)
-    with (
-        mock.patch.object(backend, "_interpreting", True),
-        mock.patch("flashstate.launch.config.WARP", warp),
-        mock.patch.multiple(
-            "flashstate.ops.mamba2", kernel_target=target, gpu_of=gpu, lets_next_start=overlaps, WARP=warp
-        ),
-        mock.patch.multiple(
-            "flashstate.ops.gated_delta", kernel_target=target, gpu_of=gpu, lets_next_start=overlaps, WARP=warp
-        ),
-        mock.patch.multiple("flashstate.ops.conv1d", kernel_target=target, gpu_of=gpu, lets_next_start=overlaps),
-        mock.patch.multiple("flashstate.ops.mamba3", kernel_target=target, gpu_of=gpu),
-        mock.patch.multiple(
-            "flashstate.ops.mamba2_replay", kernel_target=target, gpu_of=gpu, lets_next_start=overlaps, WARP=warp
-        ),
-        mock.patch.multiple("flashstate.ops.mamba2_fold", kernel_target=target, gpu_of=gpu),
-        mock.patch.multiple("flashstate.ops.states", kernel_target=target, gpu_of=gpu),
-        collecting() as launches,
-    ):
+    with pretending(machine_with(architecture)), collecting() as launches:
         yield launches
 
 

@@ -13,30 +13,28 @@ from typing import Any, TypeVar
 import pytest
 
 from flashstate.launch import (
-    ChannelProblem,
     Config,
-    DeltaProblem,
-    HeadProblem,
     Problem,
-    RankProblem,
-    ReplayProblem,
-    ReplayTokenProblem,
-    TensorCoreProblem,
 )
+from flashstate.ops.conv1d import ChannelProblem
+from flashstate.ops.gated_delta import AtOnceProblem, DeltaProblem
+from flashstate.ops.mamba2_replay import ReplayProblem, ReplayTokenProblem
+from flashstate.ops.mamba3 import HeadProblem, RankProblem
 from flashstate.launch.config import mode_key, table_key
+from flashstate.launch.table import _config_of
 
 S, T = TypeVar("S"), TypeVar("T")
 KEY = re.compile(
     r"(?P<op>\w+(?: rank \d+(?: turned)?| either| keep| fold)?) (?P<rows>\d+)x(?P<cols>\d+) (?P<format>\w+) "
     r"vector (?P<vector>\d+)(?P<layout> transposed)?"
 )
-MODE = re.compile(r"(?P<rounding>\w+), (?P<tokens>one token|several tokens)(?:, (?P<stored>each|nothing) stored)?")
+MODE = re.compile(r"(?P<rounding>\w+), (?P<tokens>one token|several tokens)(?:, (?P<stored>every|none) stored)?")
 KINDS = (  # what the keys of an op and of a mode begin with
     (r"mamba2_replay \w+ \d+x\d+ float32 .*one token", ReplayTokenProblem),
     (r"mamba2_replay", ReplayProblem),
     (r"mamba3_step rank 1\b", HeadProblem),
     (r"mamba3_step", RankProblem),
-    (r"gated_delta_at_once", TensorCoreProblem),
+    (r"gated_delta_at_once", AtOnceProblem),
     (r"gated_delta_step", DeltaProblem),
     (r"conv1d_step", ChannelProblem),
     (r"", Problem),
@@ -46,7 +44,7 @@ H200_TABLE = FOLDER / "nvidia-h200.json"
 TABLES = sorted({H200_TABLE, *FOLDER.glob("*.json")})
 
 
-def entries_of(path: Path) -> Iterator[tuple[Problem, list[int]]]:
+def entries_of(path: Path) -> Iterator[tuple[Problem, list[Any]]]:
     """Every entry of a file as its keys describe it, and the numbers of its config."""
     for key, modes in json.loads(path.read_text())["configs"].items():
         found = KEY.fullmatch(key)
@@ -70,7 +68,7 @@ def configs_by_mode(path: Path) -> dict[Problem, set[Config]]:
     """The configs of a file by what they are for, whatever the size, as a problem of size 1."""
     modes: dict[Problem, set[Config]] = {}
     for problem, config in entries_of(path):
-        modes.setdefault(replace(problem, batch_heads=1), set()).add(Config(*config))
+        modes.setdefault(replace(problem, batch_heads=1), set()).add(_config_of(config))
     return modes
 
 
@@ -83,7 +81,7 @@ def modes_of(op: str) -> list[Any]:
 
 def risky(mode: Problem, configs: Collection[Config]) -> list[Config]:
     """Those that may spill: configs with a limit of registers, and the one with most in a thread."""
-    largest = max(configs, key=lambda config: (mode.per_thread(config) * config.together, astuple(config)))
+    largest = max(configs, key=lambda config: (mode.per_thread(config) * config.tokens_together, astuple(config)))
     return sorted({largest, *(config for config in configs if config.registers)}, key=astuple)
 
 

@@ -17,7 +17,7 @@ from compiling import (
     collected,
     compile_launch,
     expected_accesses,
-    gpu_with,
+    machine_with,
     narrows_slots,
     spilled_bytes,
 )
@@ -271,7 +271,7 @@ NARROWED = {vector: narrowed(vector) for vector in (1, 2, 4, 8, 16)}
 def test_a_pool_is_accessed_as_widely_as_its_alignment_allows(name: str, vector: int, width: int) -> None:
     case = replace(SHAPE, format=name)
     want = {width} if name == "bfloat16" else {width, 4}
-    config = replace(case.problem, vector=vector).heuristic(gpu_with(90))
+    config = replace(case.problem, vector=vector).heuristic(machine_with(90).gpu)
     assert access_bytes(compile_step(case, config, 90, NARROWED[vector])) == (want, want)
 
 
@@ -356,7 +356,7 @@ def test_every_config_sums_a_row_in_the_same_order(case: Case, vector: int, lane
     problem = replace(case.problem, vector=vector)
     call = NARROWED[vector] if case.problem.vector != vector else plain
     for i, lanes in enumerate(lanes_of_case):
-        configs = [config for config in valid_configs(problem) if config.lanes == lanes and config.together <= 2]
+        configs = [config for config in valid_configs(problem) if config.lanes == lanes and config.tokens_together <= 2]
         config = configs[i % 2 * len(configs) // 2]
         require_one_order(compile_step(case, config, 90, call), config, vector)
 
@@ -401,7 +401,7 @@ def test_a_thread_that_walks_along_a_row_sums_it_alone_on_blackwell(name: str) -
 
 
 def stored_by(mode: Problem) -> tuple[Call, ...]:
-    return (written_per_token, with_snapshots_alike) if mode.stored == "each" else (plain,)
+    return (written_per_token, with_snapshots_alike) if mode.stored == "every" else (plain,)
 
 
 @pytest.mark.parametrize(("mode", "config", "call"), risky_by_turns("mamba2_step", calls=stored_by))
@@ -437,7 +437,7 @@ def packed_up_to(max_len: int | None) -> Call:
     ids=["one token", "two", "three", "eight", "a tree", "packed", "packed up to 4", "packed up to 100"],
 )
 def test_no_more_tokens_are_loaded_together_than_a_dense_call_has(case: Case, call: Call, together: int) -> None:
-    with collected(90) as launches, override(Config(4, 1, 8, together=4)):
+    with collected(90) as launches, override(Config(4, 1, 8, tokens_together=4)):
         call(case, make_inputs(case, CPU))
     assert [launch.constants["TOGETHER"] for launch in launches] == [together]
 
@@ -446,7 +446,7 @@ def test_a_place_without_a_token_adds_minus_zero() -> None:
     """Triton 3.6 makes 0.0 of a -0.0, which would change states of -0.0. The first place of a group has a token."""
     minus_zero = re.compile(r"selp\.\w+\s+[^;]*(-2147483648|0f80000000)")
     for together in (1, 2, 4):
-        kernel = compile_step(replace(SHAPE, tokens=4), Config(4, 1, 8, together=together), 90)
+        kernel = compile_step(replace(SHAPE, tokens=4), Config(4, 1, 8, tokens_together=together), 90)
         assert len(minus_zero.findall(kernel.asm["ptx"])) == together - 1
 
 

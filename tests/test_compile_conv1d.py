@@ -13,7 +13,8 @@ from compiling import ARCHITECTURES, collected, compile_launch, spilled_bytes
 from tables import H200_TABLE, configs_by_mode
 
 from flashstate import Slots
-from flashstate.launch import ChannelProblem, override
+from flashstate.launch import override
+from flashstate.ops.conv1d import ChannelProblem
 from flashstate.proof import Case, ConvCase, Inputs, make_inputs
 
 pytestmark = pytest.mark.compiled

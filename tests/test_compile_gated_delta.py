@@ -201,7 +201,7 @@ def require_staged(kernel: Any, tile_bytes: int, call: Call, tmp_path: Path) -> 
 def test_tiles_wait_in_shared_memory_while_others_are_stepped(
     name: str, tiles: int, call: Call, tmp_path: Path
 ) -> None:
-    case, config = replace(SHAPE, format=name), Config(8, 1, 16 if name == "float32" else 8, tiles)
+    case, config = replace(SHAPE, format=name), Config(8, 1, 16 if name == "float32" else 8, tiles=tiles)
     kernel, tile_bytes = compiled(case, 90, call, config), config.block_rows * case.cols * dtype(name).itemsize
     require_staged(kernel, tile_bytes, call, tmp_path)
     assert not re.search(r"\bld\.global\.L1::evict_first[\w:.]*\.v4", kernel.asm["ptx"])
@@ -215,7 +215,7 @@ def test_tiles_wait_in_shared_memory_while_others_are_stepped(
 def test_tiles_of_tokens_at_once_wait_in_shared_memory_while_others_are_stepped(
     name: str, tiles: int, call: Call, tmp_path: Path
 ) -> None:
-    case, config = replace(AT_ONCE, format=name), Config(16, 1, 4, tiles)
+    case, config = replace(AT_ONCE, format=name), Config(16, 1, 4, tiles=tiles)
     kernel, tile_bytes = compiled(case, 90, call, config), config.block_rows * case.cols * dtype(name).itemsize
     require_staged(kernel, tile_bytes, call, tmp_path)
     ptx, of_tokens = kernel.asm["ptx"], 2 * 8 * case.cols * 2  # bytes of k and q, with room for 8 tokens
@@ -230,7 +230,7 @@ def test_tiles_of_tokens_at_once_wait_in_shared_memory_while_others_are_stepped(
     ("name", "tiles"), [("float32", 1), ("bfloat16", 1), ("bfloat16", 2), ("float16", 1), ("int16", 1), ("int8", 1)]
 )
 def test_only_single_tiles_of_16_bit_floats_have_the_slot_in_every_thread(name: str, tiles: int) -> None:
-    ptx = compiled(replace(SHAPE, format=name), 90, plain, Config(8, 1, 8 if name == "int8" else 16, tiles)).asm["ptx"]
+    ptx = compiled(replace(SHAPE, format=name), 90, plain, Config(8, 1, 8 if name == "int8" else 16, tiles=tiles)).asm["ptx"]
     assert ("%lanemask_lt" in ptx) == (name in ("bfloat16", "float16") and tiles == 1)
 
 
@@ -325,7 +325,7 @@ def test_nothing_of_a_state_moves_between_threads_on_its_way_through_tensor_core
 
 
 def stored_by(mode: Problem) -> tuple[Call, ...]:
-    return {"last": (plain,), "each": (written_per_token, with_snapshots_alike), "nothing": (kept,)}[mode.stored]
+    return {"last": (plain,), "every": (written_per_token, with_snapshots_alike), "none": (kept,)}[mode.stored]
 
 
 @pytest.mark.parametrize(

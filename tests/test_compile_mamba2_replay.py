@@ -23,7 +23,7 @@ from flashstate.launch import Config, override
 from flashstate.launch.config import measured_sizes
 from flashstate.launch.table import load_table
 from flashstate.proof import ReplayCase, dtype
-from flashstate.proof.laws.replay import parted
+from flashstate.ops.mamba2_replay import parted
 
 pytestmark = pytest.mark.compiled
 
@@ -92,7 +92,7 @@ def test_every_architecture_has_kernels_with_16_byte_accesses_of_the_state(
 def test_a_row_that_does_not_fold_is_read_in_16_bytes_not_written_and_kept_in_registers(
     name: str, tmp_path: Path
 ) -> None:
-    kernel = compiled("keep", replace(REAL, format=name, tokens=2), 90, Config(16, 1, 4, 8))
+    kernel = compiled("keep", replace(REAL, format=name, tokens=2), 90, Config(16, 1, 4, tiles=8))
     assert state_loads(kernel, name) == {16}
     assert not access_bytes(kernel)[1]
     assert spilled_bytes(kernel, tmp_path) == 0

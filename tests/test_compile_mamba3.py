@@ -107,9 +107,9 @@ def test_threads_step_the_rows_that_they_load(name: str) -> None:
 
 
 def test_states_of_a_later_program_are_asked_for() -> None:
-    config = Config(64, 4, 4, 4)
+    config = Config(64, 4, 4, ahead=256)
     assert "prefetch.global.L2" in compiled(MIMO, 90, config).asm["ptx"]
-    assert "prefetch.global.L2" not in compiled(MIMO, 90, replace(config, together=1)).asm["ptx"]
+    assert "prefetch.global.L2" not in compiled(MIMO, 90, replace(config, ahead=0)).asm["ptx"]
 
 
 def test_the_state_is_asked_for_before_anything_waits_for_weights() -> None:
