@@ -314,6 +314,8 @@ def changed_calls(op: Op, arguments: Arguments) -> Iterator[tuple[str, Arguments
     for piece in op.pieces:
         first, *rest = piece.path
         value: Any = arguments[first]
+        if isinstance(value, Tensor) and rest:  # bare, in the place of a State or of Slots
+            rest = [] if rest in (["data"], ["read"]) else ["absent"]
         for attribute in rest:
             value = None if value is None else getattr(value, attribute, None)
         if value is None and rest:
