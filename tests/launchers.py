@@ -2,26 +2,18 @@
 
 import ctypes
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
+from calls import OPS
 
-from flashstate.launch import call, direct, driver, environment
+from flashstate.launch import call, direct, driver
 from flashstate.launch.driver import LaunchAttribute, LaunchConfig, parameters_of
 from flashstate.launch.environment import Gpu, Machine, pretending
 from flashstate.launch.start import Launch, Started
-from flashstate.ops.conv1d import CONV1D_STEP
-from flashstate.ops.gated_delta import GATED_DELTA_STEP
-from flashstate.ops.mamba2 import MAMBA2_STEP
-from flashstate.ops.mamba2_replay import MAMBA2_REPLAY
-from flashstate.ops.mamba3 import MAMBA3_STEP
-
-OPS = (MAMBA2_STEP, GATED_DELTA_STEP, MAMBA3_STEP, CONV1D_STEP, MAMBA2_REPLAY)
 
 
 def parameters(arguments: Any) -> list[int]:
@@ -108,8 +100,3 @@ def launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launcher]:
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 5, raising=False)
     with pretending(Machine(Gpu("a GPU nobody measured", (9, 0)), "sm_89", overlaps=True)):
         yield stand_in
-
-
-def by_the_reference() -> AbstractContextManager[Any]:
-    """Calls inside run on the CPU, as if nobody stood in for a GPU."""
-    return mock.patch.object(environment, "pretended", None)

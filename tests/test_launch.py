@@ -7,13 +7,13 @@ from types import ModuleType
 
 import pytest
 import torch
+from flashstate.launch.backend import uses_kernels
+from flashstate.ops.library import register
 from torch import Tensor
 
 from flashstate.launch import access_width, interpreted, kernel_target
 from flashstate.launch.arguments import aligned, as_bytes, outer_strides, row_stride, table_shape, token_strides
-from flashstate.launch.backend import uses_kernels
 from flashstate.ops import gated_delta, mamba2
-from flashstate.ops.library import register
 from flashstate.proof import ODD_CASES, ODD_DELTA_CASES, AnyCase, Case, make_inputs
 from flashstate.state.formats import FORMATS
 from flashstate.state.signature import ACCESS_BYTES

@@ -11,11 +11,11 @@ from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-from compiling import by_the_reference, collected, machine_with
+from calls import arguments_of
+from compiling import collected, machine_with
 
 import flashstate
 from flashstate import Slots, State, StatePool
@@ -84,12 +84,6 @@ def inputs_of(case: AnyCase, batch: int, device: torch.device) -> Inputs:
     inputs = make_inputs(replace(case, batch=1, slots=2), device)
     inputs = inputs.changed(lambda tensor: tensor.expand(batch, *tensor.shape[1:]))
     return replace(inputs, slots=torch.arange(batch, dtype=dtype(case.index), device=device))
-
-
-def arguments_of(op: Op, inputs: Inputs, **given: Any) -> dict[str, Any]:
-    """All arguments of a call of an op, by their names."""
-    with by_the_reference(), mock.patch.object(op, "call", lambda *values: values):
-        return {**dict(zip(op.hints, inputs.step(), strict=True)), **given}
 
 
 def admit(pool: StatePool[Any], requests: int, kind: torch.dtype = torch.float32) -> None:
