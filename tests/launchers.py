@@ -1,24 +1,19 @@
-"""A stand-in for Triton and the CUDA driver: it shows which launches were made, in which way, and with what. And calls
-that it is shown: forms of one, by what changes its arguments."""
+"""A stand-in for Triton and the CUDA driver: it shows which launches were made, in which way, and with what."""
 
 import ctypes
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from calls import OPS
 
-from flashstate.launch import direct, driver
+from flashstate.launch import call, direct, driver
 from flashstate.launch.driver import LaunchAttribute, LaunchConfig, parameters_of
+from flashstate.launch.environment import Gpu, Machine, pretending
 from flashstate.launch.start import Launch, Started
-from flashstate.launch.suspension import suspended
-from flashstate.ops import conv1d, gated_delta, mamba2, mamba2_replay, mamba3
-
-Arguments = dict[str, Any]
-Form = Callable[[Arguments], Arguments]
 
 
 def parameters(arguments: Any) -> list[int]:
@@ -26,33 +21,35 @@ def parameters(arguments: Any) -> list[int]:
     return [*parameters_of(arguments), 0, 0]
 
 
-def compiled_with(arguments: Any, function: int, early: bool, more: int = 0, **changes: Any) -> Any:
-    """What Triton compiled, as far as a launch asks for it."""
-    declared = ", ".join([".param .b64 p"] * (len(parameters(arguments)) + more))
-    metadata = SimpleNamespace(num_ctas=1, num_warps=2, shared=64)
-    flags = {"launch_cooperative_grid": False, "launch_pdl": early, "global_scratch_size": 0, "profile_scratch_size": 0}
-    launcher = SimpleNamespace(**{**flags, **changes})
-    asm = {"ptx": f".entry step( {declared} ) {{}}"}
-    return SimpleNamespace(metadata=metadata, run=launcher, function=function, asm=asm)
-
-
+@dataclass
 class Launcher:
     """Both ways to a kernel: `ordinary` has the launches that went through Triton, `directly` the parameters that the
     driver found in memory."""
 
-    def __init__(self) -> None:
-        self.ordinary: list[Started] = []
-        self.directly: list[list[int]] = []
-        self.configs: list[tuple[Any, ...]] = []
-        self.attributes: list[list[LaunchAttribute]] = []
+    ordinary: list[Started] = field(default_factory=list)
+    directly: list[list[int]] = field(default_factory=list)
+    configs: list[tuple[Any, ...]] = field(default_factory=list)
+    attributes: list[list[LaunchAttribute]] = field(default_factory=list)
+    changes: dict[str, Any] = field(default_factory=dict)  # of what Triton says of a kernel
+    more: int = 0  # parameters than a kernel should have
 
     def start(
         self, kernel: Any, grid: Any, device: torch.device, arguments: Any, constants: Any, *options: int
     ) -> Started:
         launch = Launch(kernel, grid, torch.device("cuda", 0), arguments, constants, *options)
-        compiled = compiled_with(arguments, function=len(self.ordinary), early=launch.early)
-        self.ordinary.append(Started(launch, compiled))
+        self.ordinary.append(Started(launch, self.compiled(launch)))
         return self.ordinary[-1]
+
+    def compiled(self, launch: Launch) -> Any:
+        """What Triton compiled, as far as a launch asks for it."""
+        declared = ", ".join([".param .b64 p"] * (len(parameters(launch.arguments)) + self.more))
+        flags = {"launch_cooperative_grid": False, "global_scratch_size": 0, "profile_scratch_size": 0}
+        return SimpleNamespace(
+            metadata=SimpleNamespace(num_ctas=1, num_warps=2, shared=64),
+            run=SimpleNamespace(**{**flags, "launch_pdl": launch.early, **self.changes}),
+            function=len(self.ordinary),
+            asm={"ptx": f".entry step( {declared} ) {{}}"},
+        )
 
     def launch(self, config_at: int, function: int, addresses_at: int, extra: None) -> int:
         """The driver: CUDA_SUCCESS."""
@@ -64,57 +61,42 @@ class Launcher:
         self.directly.append([ctypes.c_int64.from_address(address).value for address in addresses])
         return 0
 
+    @property
+    def counts(self) -> tuple[int, int]:
+        """How many launches went either way."""
+        return len(self.ordinary), len(self.directly)
+
+    def outcome(self, make: Callable[[], Any]) -> Any:
+        """What a call does, whichever way it takes: the kernels it starts and what each is given, with a word for the
+        address of the result; or the error that it raises."""
+        ordinary, directly = self.counts
+        try:
+            result = make()
+        except (TypeError, ValueError) as error:
+            return type(error), str(error)
+        found = [(one.launch, one.launch.grid, parameters(one.launch.arguments)) for one in self.ordinary[ordinary:]]
+        for config, given in zip(self.configs[directly:], self.directly[directly:], strict=True):
+            assert config[1:8] == (1, 1, 64, 1, 1, 64, 5)
+            found.append((self.ordinary[config[-1]].launch, config[:1], given))
+        return [
+            (
+                launch.kernel.__name__, grid, dict(launch.constants), launch.options,
+                ["the result" if value == result.data_ptr() else value for value in given],
+            )
+            for launch, grid, given in found
+        ]  # fmt: skip
+
 
 @pytest.fixture
-def launcher(monkeypatch: pytest.MonkeyPatch) -> Launcher:
+def launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launcher]:
     pytest.importorskip("triton")
     stand_in = Launcher()
-    for op in (conv1d, gated_delta, mamba2, mamba2_replay, mamba3):
-        monkeypatch.setattr(op, "start", stand_in.start)
-        monkeypatch.setattr(op, "uses_kernels", lambda device: True)
-    for op in (conv1d, gated_delta, mamba2, mamba2_replay):
-        monkeypatch.setattr(op, "lets_next_start", lambda device: True)
-    for op in (gated_delta, mamba2, mamba2_replay):
-        monkeypatch.setattr(op, "_launches_on_tensors", {})
-    monkeypatch.setattr(conv1d, "launches", {})
+    for op in OPS:
+        op.launches.clear()
+    monkeypatch.setattr(call, "start", stand_in.start)
     monkeypatch.setattr(direct, "available", True)
     monkeypatch.setattr(driver, "_launch_function", lambda: stand_in.launch)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 5, raising=False)
-    return stand_in
-
-
-def require_started_again(launcher: Launcher, op: Callable[..., Tensor], first: Arguments, again: Arguments) -> None:
-    """The second of two calls starts the kernel directly, with what an ordinary launch would give it."""
-    op(**first)
-    assert op(**again) is again["out"]
-    assert (len(launcher.ordinary), len(launcher.directly)) == (1, 1)
-    with suspended():
-        op(**again)
-    want = launcher.ordinary[-1]
-    assert launcher.configs == [(*want.launch.grid, 1, 1, 64, 1, 1, 64, 5, 0)]
-    assert launcher.directly == [parameters(want.launch.arguments)]
-
-
-def at(**tables: Any) -> Form:
-    """With more fields of Slots: values, or what becomes of slot numbers."""
-
-    def change(a: Arguments) -> Arguments:
-        changed = {name: value(a["slots"].read) if callable(value) else value for name, value in tables.items()}
-        return {**a, "slots": replace(a["slots"], **changed)}
-
-    return change
-
-
-def given(**values: Any) -> Form:
-    return lambda a: {**a, **values}
-
-
-def plain(a: Arguments) -> Arguments:
-    return a
-
-
-def unaligned(tensor: Tensor) -> Tensor:
-    """The same values at an address that is no multiple of 16."""
-    memory = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)
-    return memory[1:].view(tensor.shape).copy_(tensor)
+    with pretending(Machine(Gpu("a GPU nobody measured", (9, 0)), "sm_89", overlaps=True)):
+        yield stand_in

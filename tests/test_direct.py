@@ -1,227 +1,331 @@
-"""Calls that repeat earlier ones reach their kernel directly; a stand-in for Triton shows with which arguments."""
+"""Calls that repeat earlier ones reach their kernels directly; a stand-in for Triton shows with which arguments."""
 
 import copy
 import pickle
+import struct
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
-import launchers
 import pytest
 import torch
-from launchers import Arguments, Launcher, compiled_with, launcher, parameters, require_started_again, unaligned
+from calls import BY_NAME, FORMS, MAMBA2, OPS, REPLAY, Arguments, Form, at, in_place, planned
+from compiling import by_the_reference
+from launchers import Launcher, launcher
 from torch import Tensor
 
-from flashstate import Slots, State, debug, mamba2_step
-from flashstate.launch import Config, driver, override
+from flashstate import Slots, State, debug, gated_delta_step, mamba2_replay, mamba2_step
+from flashstate.launch import Config, direct, driver, override
+from flashstate.launch.call import Op
+from flashstate.launch.registered import Piece
+from flashstate.launch.repeat import repeat_function
 from flashstate.launch.start import collecting
 from flashstate.launch.suspension import suspended
-from flashstate.ops import mamba2
-from flashstate.proof import Case, Inputs, make_inputs
-from flashstate.proof.laws.tokens import make_snapshots
+from flashstate.ops.conv1d import CONV1D_STEP
+from flashstate.ops.gated_delta import GATED_DELTA_STEP
+from flashstate.ops.mamba2 import MAMBA2_STEP
+from flashstate.ops.mamba2_replay import MAMBA2_REPLAY, parted
+from flashstate.ops.mamba3 import MAMBA3_STEP
+from flashstate.proof import make_inputs
 
 __all__ = ["launcher"]  # a fixture
-CPU = torch.device("cpu")
-CASE = Case(2, 4, 2, 16, 32, slots=6)
+every_form = pytest.mark.parametrize(("name", "form"), [(name, form) for name in FORMS for form in FORMS[name]])
 
 
-def arguments_of(inputs: Inputs, **changes: Any) -> Arguments:
-    """Of a call with `out`, on tensors of its own."""
-    found = {**inputs.arguments, **inputs.options, "slots": inputs.at(), "out": torch.empty_like(inputs.arguments["x"])}
-    found = {name: t.clone() if isinstance(t, Tensor) else t for name, t in found.items()}
-    return {"state": inputs.state, **found, **changes}
-
-
-def per_token(case: Case, inputs: Inputs) -> Arguments:
-    read = inputs.slots[:, None].expand(-1, 3).contiguous()
-    write = torch.arange(case.batch * case.tokens).reshape(case.batch, case.tokens)
-    return arguments_of(inputs, slots=inputs.at(read=read, accepted=inputs.slots, write=write))
-
-
-def snapshots(case: Case, inputs: Inputs) -> Arguments:
-    copies = make_snapshots(case, "int8", "stochastic", CPU)
-    return arguments_of(inputs, slots=inputs.at(snapshot_rows=inputs.slots), snapshots=copies)
-
-
-def tree(case: Case, inputs: Inputs) -> Arguments:
-    parents = torch.tensor([[-1, 0, 0]]).repeat(case.batch, 1)
-    return arguments_of(inputs, slots=inputs.at(parents=parents), update=False)
-
-
-def bare(case: Case, inputs: Inputs) -> Arguments:
-    return arguments_of(inputs, state=inputs.state.data, slots=inputs.slots)
-
-
-def in_place(case: Case, inputs: Inputs) -> Arguments:
-    arguments = arguments_of(inputs)
-    return {**arguments, "out": arguments["x"]}
-
-
-def no_slots(case: Case, inputs: Inputs) -> Arguments:
-    return arguments_of(inputs, slots=None)
-
-
-def plain(case: Case, inputs: Inputs) -> Arguments:
-    return arguments_of(inputs)
-
-
-SEVERAL = replace(CASE, tokens=3, slots=12)
-FORMS: dict[str, tuple[Case, Callable[[Case, Inputs], Arguments]]] = {
-    "plain": (CASE, plain),
-    "without options": (replace(CASE, z=False, D=None, dt_bias=False), plain),
-    "scaled, stochastic": (replace(CASE, format="int8", rounding="stochastic"), plain),
-    "float8": (replace(CASE, format="float8_e4m3fn"), plain),
-    "bare tensors": (CASE, bare),
-    "no slots": (CASE, no_slots),
-    "in place": (CASE, in_place),
-    "Mamba-1": (replace(CASE, heads=1, groups=1, mamba1=True, D="row"), plain),
-    "several tokens": (SEVERAL, plain),
-    "packed": (replace(SEVERAL, packed=True), plain),
-    "a slot for every token": (SEVERAL, per_token),
-    "snapshots": (replace(SEVERAL, rounding="stochastic", format="float16"), snapshots),
-    "a tree": (SEVERAL, tree),
-}
-
-
-@pytest.mark.parametrize("form", FORMS)
+@every_form
 def test_a_repeated_call_starts_the_kernel_directly_with_the_arguments_of_an_ordinary_launch(
-    form: str, launcher: Launcher
+    name: str, form: str, launcher: Launcher
 ) -> None:
-    case, arguments = FORMS[form]
-    inputs = make_inputs(case, CPU)
-    require_started_again(launcher, mamba2_step, arguments(case, inputs), arguments(case, inputs))
+    op, made = BY_NAME[name], FORMS[name][form]
+    first, again = made.arguments, made.arguments
+    again |= {name: first[name] for name in ("state",) if name in first}
+    op.function(**first)
+    got = launcher.outcome(lambda: op.function(**again))
+    assert launcher.counts == (1, 1)
+    with suspended():
+        want = launcher.outcome(lambda: op.function(**again))
+    assert launcher.counts == (2, 1)
+    assert got == want
+    assert op.function(**again) is again["out"]
 
 
-def test_the_stream_of_a_layer_is_passed_on(launcher: Launcher) -> None:
-    inputs = make_inputs(CASE, CPU)
-    layer = replace(inputs.state, stream=3)
-    for _ in range(2):
-        mamba2_step(**arguments_of(inputs, state=layer))
-    pointers = [at for at in launcher.ordinary[0].launch.arguments[: mamba2.POINTERS] if at is not None]
-    assert launcher.directly[0][len(pointers)] == 3
+def as_tensor(op: Op, arguments: Arguments) -> Arguments:
+    """A call whose states are a tensor, if the op takes one: launches of all calls on tensors lie together."""
+    return {**arguments, "state": arguments["state"].data} if op.takes_state else arguments
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_calls_of_all_forms_are_told_apart(name: str, launcher: Launcher) -> None:
+    """However many were started before, and twice, each starts what it would start alone."""
+    op = BY_NAME[name]
+    calls = {form: as_tensor(op, made.arguments) for form, made in FORMS[name].items() if made.bare}
+    shared = None if op.takes_state or "state" not in op.hints else calls["plain"]["state"]
+    if shared is not None:  # states of other tensors are told apart by being others
+        calls = {form: {**call, "state": shared} for form, call in calls.items() if call["state"].rank == shared.rank}
+    for n in range(2):
+        for form, arguments in calls.items():
+            got = launcher.outcome(lambda a=arguments: op.function(**a))
+            assert launcher.counts[1] == n * (1 + list(calls).index(form)), form
+            with suspended():
+                assert got == launcher.outcome(lambda a=arguments: op.function(**a)), form
+
+
+WORDS = {"rounding": ("stochastic",), "padding": ("fresh", "keep"), "pairing": ("interleaved", "halved")}
+
+
+def unaligned(tensor: Tensor) -> Tensor:
+    """A tensor of the same shape and strides at an address that is no multiple of 16."""
+    memory = torch.zeros(tensor.untyped_storage().nbytes() // tensor.element_size() + 1, dtype=tensor.dtype)
+    return memory[1:].as_strided(tensor.shape, tensor.stride(), 1)
 
 
 def strided(tensor: Tensor) -> Tensor:
     return torch.cat([tensor, tensor], -1)[..., : tensor.shape[-1]]
 
 
-UNLIKE: dict[str, Callable[[Arguments], Arguments]] = {
-    "x is not aligned": lambda a: {**a, "x": unaligned(a["x"])},
-    "z is not aligned": lambda a: {**a, "z": unaligned(a["z"])},
-    "out is not aligned": lambda a: {**a, "out": unaligned(a["out"])},
-    "the state is not aligned": lambda a: {**a, "state": State(unaligned(a["state"].data))},
-    "x has other strides": lambda a: {**a, "x": strided(a["x"])},
-    "B has another dtype": lambda a: {**a, "B": a["B"].half()},
-    "dt is per channel": lambda a: {**a, "dt": a["dt"][..., None].repeat(1, 1, 16)},
-    "A is another vector": lambda a: {**a, "A": a["A"].half()},
-    "no z": lambda a: {**a, "z": None},
-    "no D": lambda a: {**a, "D": None},
-    "no bias": lambda a: {**a, "dt_bias": None},
-    "no softplus": lambda a: {**a, "dt_softplus": False},
-    "no update": lambda a: {**a, "update": False},
-    "64-bit slots": lambda a: {**a, "slots": Slots(a["slots"].read.long())},
-    "another padding": lambda a: {**a, "slots": Slots(a["slots"].read, padding="fresh")},
-    "padding that stays": lambda a: {**a, "slots": Slots(a["slots"].read, padding="keep")},
-    "another null": lambda a: {**a, "slots": Slots(a["slots"].read, null=0)},
-    "slots to write": lambda a: {**a, "slots": Slots(a["slots"].read, write=a["slots"].read)},
-    "slots as a tensor": lambda a: {**a, "slots": a["slots"].read},
-    "the state has another dtype": lambda a: {**a, "state": State(a["state"].data.half())},
-    "a state as a tensor": lambda a: {**a, "state": a["state"].data},
-    "no out": lambda a: {**a, "out": None},
+def of_another_dtype(tensor: Tensor) -> Tensor:
+    others = {torch.float32: torch.float16, torch.int32: torch.int64, torch.int64: torch.int32}
+    return tensor.to(others.get(tensor.dtype, torch.float32))
+
+
+def changed_values(piece: Piece, value: Any) -> Iterator[tuple[str, Any]]:
+    """What may come in the place of one flat argument that a call has, right or wrong, each with a name."""
+    yield "nothing", None
+    yield "something else", [1.0]
+    if isinstance(value, Tensor):
+        yield "not aligned", unaligned(value)
+        yield "other strides", strided(value)
+        yield "another dtype", of_another_dtype(value)
+        yield "another length", value[:-1]
+        yield "one axis more", value[..., None].repeat_interleave(32, -1)
+    elif piece.kind is bool:
+        yield from {"the other": not value, "a number": int(value)}.items()
+    elif piece.kind is int:
+        yield from {"more": (value or 2) + 1, "a flag": True}.items()
+    elif piece.kind is float:
+        yield from {"a number": 0.5, "a whole number": 1, "a flag": True, "none": float("inf")}.items()
+    else:
+        yield from ((word, word) for word in (*WORDS.get(piece.path[-1], ()), "a word"))
+
+
+def with_piece(holder: Any, path: tuple[str, ...], value: Any) -> Any:
+    """An argument with another value of what its path leads to."""
+    return value if not path else replace(holder, **{path[0]: with_piece(getattr(holder, path[0]), path[1:], value)})
+
+
+def changed_calls(op: Op, arguments: Arguments) -> Iterator[tuple[str, Arguments]]:
+    """Calls that differ from this one in one thing that an op declares: a tensor, a flag, a word, a number, also inside
+    of a State, Slots and the like, or such an object itself."""
+    for piece in op.pieces:
+        first, *rest = piece.path
+        value: Any = arguments[first]
+        if isinstance(value, Tensor) and rest:  # bare, in the place of a State or of Slots
+            rest = [] if rest in (["data"], ["read"]) else ["absent"]
+        for attribute in rest:
+            value = None if value is None else getattr(value, attribute, None)
+        if value is None and rest:
+            continue
+        for what, changed in changed_values(piece, value):
+            with suppress(AttributeError, RuntimeError, TypeError, ValueError):  # there is no such State
+                made = with_piece(arguments[first], rest, changed)
+                yield f"{'.'.join(piece.path)}: {what}", {**arguments, first: made}
+    for name, holder in arguments.items():
+        if hasattr(holder, "written"):
+            bare = {"tensor": getattr(holder, "data", getattr(holder, "read", None))}
+            changes = {"nothing": None, "a word": "all", "another": replace(holder), **bare}
+            yield from ((f"{name}: {what}", {**arguments, name: changed}) for what, changed in changes.items())
+
+
+CHANGED: dict[str, tuple[str, ...]] = {  # forms of which everything is changed; every second one with bare tensors
+    "mamba2_step": ("plain", "snapshots", "int8", "a tree"),
+    "gated_delta_step": ("a scale", "at once, packed", "transposed", "plain"),
+    "mamba3_step": ("plain", "slots to choose from", "an output per rank"),
+    "conv1d_step": ("plain", "snapshots", "rolled back"),
+    "mamba2_replay": ("a plan of packed tokens", "plain", "float16", "a plan"),
 }
 
 
-@pytest.mark.parametrize("change", UNLIKE)
-def test_a_call_that_differs_takes_the_ordinary_way(change: str, launcher: Launcher) -> None:
-    inputs = make_inputs(CASE, CPU)
-    arguments = arguments_of(inputs)
-    mamba2_step(**arguments)
-    mamba2_step(**UNLIKE[change](arguments))
-    assert (len(launcher.ordinary), len(launcher.directly)) == (2, 0)
-    mamba2_step(**arguments)
-    assert len(launcher.directly) == 1
+@pytest.mark.parametrize(
+    ("name", "form", "bare"), [(name, form, i % 2 == 1) for name in CHANGED for i, form in enumerate(CHANGED[name])]
+)
+def test_whatever_a_call_has_in_place_of_what_was_right_before_it_does_what_it_would_do_alone(
+    name: str, form: str, bare: bool, launcher: Launcher
+) -> None:
+    """It is refused, or starts what an ordinary call starts, twice; and the call before it still goes directly."""
+    op, arguments = BY_NAME[name], FORMS[name][form].arguments
+    arguments = as_tensor(op, arguments) if bare else arguments
+    op.function(**arguments)
+    refused, different, repeated = 0, 0, 0
+    for what, changed in changed_calls(op, arguments):
+        ordinary, directly = launcher.counts
+        got = [launcher.outcome(lambda a=changed: op.function(**a)) for _ in range(2)]
+        started = launcher.counts[0] - ordinary
+        with suspended():
+            want = launcher.outcome(lambda a=changed: op.function(**a))
+        assert got == [want, want], what
+        op.function(**arguments)
+        assert launcher.counts[1] > directly, what
+        refused += isinstance(want, tuple)
+        different += isinstance(want, list) and started > 0
+        repeated += isinstance(want, list) and started < 2
+    assert min(refused, different, repeated) > 10
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+def test_unaligned_tensors_meet_a_kernel_for_aligned_ones_only_where_it_is_not_told_of_that(
+    op: Op, launcher: Launcher
+) -> None:
+    arguments = FORMS[op.name]["plain"].arguments
+    for what, changed in changed_calls(op, arguments):
+        if not what.endswith("not aligned") or what.split(".")[0] in ("state", "slots", "ring"):
+            continue
+        op.launches.clear()
+        getattr(arguments.get("state"), "launches", {}).clear()
+        for one in (arguments, changed, arguments, changed):
+            op.function(**one)
+        with suspended():
+            op.function(**changed)
+        (*_, constants) = told = [started.launch.constants for started in launcher.ordinary]
+        assert len(told) == 2 + (constants != told[0]), what
+        launcher.ordinary.clear()
 
 
 @pytest.mark.parametrize("wrap", [State, lambda tensor: tensor], ids=["a State", "a tensor"])
-def test_a_transposed_state_is_refused_also_behind_a_call_that_was_right(
-    wrap: Callable[[Tensor], Any], launcher: Launcher
+@pytest.mark.parametrize("op", [GATED_DELTA_STEP, MAMBA2_STEP, MAMBA2_REPLAY], ids=lambda op: op.name)
+def test_transposed_states_are_told_from_others_or_refused(
+    op: Op, wrap: Callable[[Tensor], Any], launcher: Launcher
 ) -> None:
-    arguments = arguments_of(make_inputs(CASE, CPU))
+    arguments = FORMS[op.name]["plain"].arguments
     data = arguments["state"].data
-    mamba2_step(**{**arguments, "state": wrap(data)})
-    with pytest.raises(ValueError, match=r"^state must be contiguous within a slot"):
-        mamba2_step(**{**arguments, "state": wrap(data.mT.contiguous().mT)})
-    assert (len(launcher.ordinary), len(launcher.directly)) == (1, 0)
+    op.function(**{**arguments, "state": wrap(data)})
+    transposed = {**arguments, "state": wrap(data.mT.contiguous().mT)}
+    got = launcher.outcome(lambda: op.function(**transposed))
+    assert isinstance(got, list) == op.transposed, got
+    assert launcher.counts == (1 + op.transposed, 0)
 
 
-def test_unaligned_tensors_do_not_meet_a_kernel_for_aligned_ones_but_their_own(launcher: Launcher) -> None:
-    arguments = arguments_of(make_inputs(CASE, CPU))
+def test_what_a_server_makes_anew_for_every_call_repeats_it(launcher: Launcher) -> None:
+    for n, op in enumerate((MAMBA2_STEP, GATED_DELTA_STEP, MAMBA3_STEP, CONV1D_STEP), 1):
+        arguments = FORMS[op.name]["plain"].arguments
+        for _ in range(2):
+            anew = {name: replace(arguments[name]) for name in ("slots", "rotary") if arguments.get(name) is not None}
+            op.function(**{**arguments, **anew})
+        assert launcher.counts == (n, n)
+    arguments = Form(MAMBA2_REPLAY, replace(REPLAY, tokens=3)).arguments
     for _ in range(2):
-        mamba2_step(**{**arguments, "x": unaligned(arguments["x"])})
-        mamba2_step(**arguments)
-    assert [started.launch.constants["ALIGNED"] for started in launcher.ordinary] == [False, True]
-    assert len(launcher.directly) == 2
+        with by_the_reference():
+            anew = planned({**arguments, "slots": replace(arguments["slots"])})
+        mamba2_replay(**anew)
+    assert launcher.counts == (n + 1, n + 1)
 
 
-WRONG: dict[str, Arguments] = {
-    "x": {"x": [1.0]},
-    "z": {"z": torch.zeros(2, 4, 15)},
-    "dt_softplus": {"dt_softplus": 1},
-    "update": {"update": None},
-    "slots": {"slots": "all"},
-    "state": {"state": None},
-    "out": {"out": torch.zeros(2, 4, 16, dtype=torch.float64)},
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong_input_is_refused_also_after_calls_that_were_right(name: str, launcher: Launcher) -> None:
-    arguments = arguments_of(make_inputs(CASE, CPU))
+def test_a_plan_is_for_its_own_rings_also_after_calls_that_were_right(launcher: Launcher) -> None:
+    made = Form(MAMBA2_REPLAY, replace(REPLAY, tokens=3))
+    arguments, others = made.arguments, made.arguments
+    with by_the_reference():
+        right, wrong = planned(arguments), planned({**others, "ring": replace(others["ring"])})
+        shorter = planned({**arguments, "ring": replace(arguments["ring"], window=7)})
     for _ in range(2):
-        mamba2_step(**arguments)
-    with pytest.raises((TypeError, ValueError), match=name):
-        mamba2_step(**{**arguments, **WRONG[name]})
-    assert (len(launcher.ordinary), len(launcher.directly)) == (1, 1)
+        mamba2_replay(**right)
+    for plan, message in ((wrong, "rings of other slots"), (shorter, "rings with a window of 7")):
+        with pytest.raises(ValueError, match=f"plan was made for {message}"):
+            mamba2_replay(**{**right, "plan": plan["plan"]})
+    with pytest.raises(ValueError, match="slots must be left out with a plan"):
+        mamba2_replay(**{**right, "slots": arguments["slots"].read.clone()})
+    assert launcher.counts == (1, 1)
+
+
+@pytest.mark.parametrize("form", ["plain", "float16", "int8", "float8"])
+def test_both_kernels_of_a_large_batch_are_started_again(form: str, launcher: Launcher) -> None:
+    arguments = FORMS["mamba2_replay"][form].arguments
+    with by_the_reference():
+        arguments = planned(arguments)
+    with parted():
+        got = [launcher.outcome(lambda: mamba2_replay(**arguments)) for _ in range(2)]
+    assert launcher.counts == (2, 2)
+    assert got[0] == got[1]
+    assert [len(attributes) for attributes in launcher.attributes] == [0, 1]  # the second does not wait for the first
+    assert [constants["ROWS_DO"] for _, _, constants, *_ in got[0]] == ["keep", "fold"]
+    assert [constants["PLACE"] for _, _, constants, *_ in got[0]] == ["first", "second"]
+
+
+def test_the_scale_of_queries_reaches_the_kernel_as_the_bits_of_a_float32(launcher: Launcher) -> None:
+    arguments = FORMS["gated_delta_step"]["a scale"].arguments
+    for _ in range(2):
+        gated_delta_step(**arguments)
+    (q_scale,) = [value for value in launcher.ordinary[0].launch.arguments if isinstance(value, float)]
+    assert q_scale == 0.7
+    *_, q_scale_bits, scratch, more_scratch = launcher.directly[0]
+    assert struct.pack("<q", q_scale_bits) == struct.pack("<f", 0.7) + bytes(4)
+    assert scratch == more_scratch == 0
+
+
+@pytest.mark.parametrize("op", [op for op in OPS if op is not CONV1D_STEP], ids=lambda op: op.name)
+def test_the_number_behind_the_pointers_is_the_stream_of_the_layer(op: Op, launcher: Launcher) -> None:
+    arguments = FORMS[op.name]["plain"].arguments
+    for _ in range(2):
+        op.function(**arguments)
+    launch = launcher.ordinary[0].launch
+    pointers = [at for at in launch.arguments[: len(driver.pointers_of(launch.kernel))] if at is not None]
+    assert all(isinstance(pointer, Tensor) for pointer in pointers)
+    assert launcher.directly[0][len(pointers)] == 3
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("op", [MAMBA2_STEP, GATED_DELTA_STEP, CONV1D_STEP], ids=lambda op: op.name)
+def test_only_calls_that_start_early_tell_the_driver_so(op: Op, early: bool, launcher: Launcher) -> None:
+    """Both ways: Triton is told by an option, the driver by an attribute of the launch."""
+    arguments = {**FORMS[op.name]["plain"].arguments, "early": early}
+    for _ in range(2):
+        op.function(**arguments)
+    (started,) = launcher.ordinary
+    assert started.launch.constants["EARLY"] == started.launch.options.get("launch_pdl", False) == early
+    assert [[(a.id, a.value) for a in found] for found in launcher.attributes] == [[(6, 1)] if early else []]
 
 
 @pytest.mark.parametrize("alias", [("out", "x"), ("C", "B"), ("dt_bias", "D")], ids=str)
 def test_a_tensor_may_be_given_twice(alias: tuple[str, str], launcher: Launcher) -> None:
-    arguments = arguments_of(make_inputs(CASE, CPU))
+    arguments = FORMS["mamba2_step"]["plain"].arguments
     twice = {**arguments, alias[0]: arguments[alias[1]]}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(2):
-            mamba2_step(**twice)
+            got = launcher.outcome(lambda: mamba2_step(**twice))
             mamba2_step(**arguments)
     assert len(launcher.directly) == (2 if alias == ("out", "x") else 1)  # others are rare, and take the ordinary way
     with suspended():
-        mamba2_step(**twice)
-    if alias == ("out", "x"):
-        assert launcher.directly[0] == parameters(launcher.ordinary[-1].launch.arguments)
+        assert got == launcher.outcome(lambda: mamba2_step(**twice))
 
 
 def test_packed_calls_of_many_lengths_all_become_direct(launcher: Launcher) -> None:
-    case = replace(SEVERAL, packed=True)
-    inputs = make_inputs(case, CPU)
-    state, slots = inputs.state, inputs.at()
-    calls = []
-    for tokens in range(6, 26):
-        x, B = torch.zeros(tokens, case.heads, case.rows), torch.zeros(tokens, case.groups, case.cols)
-        dt = torch.zeros(tokens, case.heads)
-        fixed = {"A": inputs.arguments["A"], **{**inputs.options, "z": None}}
-        calls.append(
-            {**fixed, "state": state, "x": x, "dt": dt, "B": B, "C": B.clone(), "slots": slots, "out": x.clone()}
-        )
+    arguments = FORMS["mamba2_step"]["packed"].arguments
+    tokens = {name: torch.cat([arguments[name]] * 5) for name in ("x", "dt", "B", "C", "z", "out")}
+    calls = [{**arguments, **{name: tensor[:n] for name, tensor in tokens.items()}} for n in range(6, 26)]
     for call in calls * 2:
         mamba2_step(**call)
-    assert (len(launcher.ordinary), len(launcher.directly)) == (20, 20)
+    assert launcher.counts == (20, 20)
+
+
+def test_launches_are_forgotten_where_there_are_too_many(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = FORMS["mamba2_step"]["plain"].arguments
+    monkeypatch.setattr(direct, "MOST_KEYS", 2)
+    monkeypatch.setattr(direct, "MOST_ALIKE", 1)
+    mamba2_step(**arguments)
+    for _ in range(2):  # alike but for a tensor: not remembered
+        mamba2_step(**{**arguments, "B": arguments["B"].half()})
+    assert launcher.counts == (3, 0)
+    for padding in ("fresh", "keep"):
+        mamba2_step(**at(padding=padding)(arguments))
+    for _ in range(2):
+        mamba2_step(**arguments)
+    assert launcher.counts == (6, 1)
 
 
 def test_states_and_slots_that_were_used_can_be_copied(launcher: Launcher) -> None:
-    arguments = arguments_of(make_inputs(CASE, CPU))
+    arguments = FORMS["mamba2_step"]["plain"].arguments
     for _ in range(2):
         mamba2_step(**arguments)
     state, slots = copy.deepcopy(arguments["state"]), pickle.loads(pickle.dumps(arguments["slots"]))
@@ -230,41 +334,39 @@ def test_states_and_slots_that_were_used_can_be_copied(launcher: Launcher) -> No
     assert torch.equal(slots.read, arguments["slots"].read)
 
 
-def test_a_thread_without_a_context_gets_one(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
-    errors, chosen = [201, 0], []
-    monkeypatch.setattr(driver, "_launch_function", lambda: lambda *arguments: errors.pop(0))
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    arguments = arguments_of(make_inputs(CASE, CPU))
+@pytest.mark.parametrize("name", ["mamba2_step", "gated_delta_step", "conv1d_step"])
+def test_a_tree_is_not_written_over_its_tokens_also_after_calls_that_were_right(name: str, launcher: Launcher) -> None:
+    op, arguments = BY_NAME[name], FORMS[name]["a tree"].arguments
     for _ in range(2):
-        mamba2_step(**arguments)
-    assert (errors, chosen) == ([], [0])
+        op.function(**arguments)
+    with pytest.raises(ValueError, match=f"out must not be {op.main}"):
+        op.function(**in_place(arguments))
 
 
-def test_a_tree_is_not_written_over_its_tokens_also_after_calls_that_were_right(launcher: Launcher) -> None:
-    arguments = tree(SEVERAL, make_inputs(SEVERAL, CPU))
-    for _ in range(2):
-        mamba2_step(**arguments)
-    with pytest.raises(ValueError, match="out must not be x"):
-        mamba2_step(**{**arguments, "out": arguments["x"]})
+def test_calls_with_tables_that_a_kernel_does_not_take_never_start_directly(launcher: Launcher) -> None:
+    arguments = at(snapshot_rows=torch.tensor([1, 0]))(FORMS["mamba3_step"]["plain"].arguments)
+    for _ in range(3):
+        MAMBA3_STEP.function(**arguments)
+    assert launcher.counts == (3, 0)
 
 
 @pytest.mark.parametrize("context", [debug, collecting, suspended, lambda: override(Config(8, 1, 8))])
 def test_calls_in_a_context_that_looks_at_them_take_the_ordinary_way(
     context: Callable[[], Any], launcher: Launcher
 ) -> None:
-    arguments = arguments_of(make_inputs(CASE, CPU))
+    arguments = FORMS["mamba2_step"]["plain"].arguments
     mamba2_step(**arguments)
     with context():
         mamba2_step(**arguments)
-    assert (len(launcher.ordinary), len(launcher.directly)) == (2, 0)
+    assert launcher.counts == (2, 0)
 
 
 def test_another_current_device_takes_the_ordinary_way(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = arguments_of(make_inputs(CASE, CPU))
+    arguments = FORMS["mamba2_step"]["plain"].arguments
     mamba2_step(**arguments)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1, raising=False)
     mamba2_step(**arguments)
-    assert (len(launcher.ordinary), len(launcher.directly)) == (2, 0)
+    assert launcher.counts == (2, 0)
 
 
 def test_a_profiler_sees_launches(launcher: Launcher) -> None:
@@ -273,47 +375,77 @@ def test_a_profiler_sees_launches(launcher: Launcher) -> None:
     def hook(metadata: object) -> None:
         """What a profiler would add."""
 
-    arguments = arguments_of(make_inputs(CASE, CPU))
+    arguments = FORMS["mamba2_step"]["plain"].arguments
     mamba2_step(**arguments)
     knobs.runtime.launch_enter_hook.add(hook)
     try:
         mamba2_step(**arguments)
     finally:
         knobs.runtime.launch_enter_hook.remove(hook)
-    assert (len(launcher.ordinary), len(launcher.directly)) == (2, 0)
+    assert launcher.counts == (2, 0)
 
 
-@pytest.mark.parametrize("change", [{"launch_pdl": True}, {"global_scratch_size": 8}, {"more": 1}], ids=str)
+@pytest.mark.parametrize("change", [{"launch_pdl": True}, {"global_scratch_size": 8}, {}], ids=str)
 def test_where_triton_is_not_as_expected_launches_are_ordinary_and_it_is_said_once(
-    change: dict[str, Any], launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+    change: dict[str, Any], launcher: Launcher
 ) -> None:
-    monkeypatch.setattr(launchers, "compiled_with", partial(compiled_with, **change))
-    arguments = arguments_of(make_inputs(CASE, CPU))
+    launcher.changes, launcher.more = change, int(not change)
+    arguments = FORMS["mamba2_step"]["plain"].arguments
     with pytest.warns(UserWarning, match="the ordinary way"):
         mamba2_step(**arguments)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(2):
             mamba2_step(**arguments)
-    assert (len(launcher.ordinary), len(launcher.directly)) == (3, 0)
+    assert launcher.counts == (3, 0)
 
 
-def test_a_driver_that_fails_is_reported(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "_launch_function", lambda: lambda *arguments: 700)
-    arguments = arguments_of(make_inputs(CASE, CPU))
-    mamba2_step(**arguments)
+def test_a_driver_that_fails_is_reported_and_a_thread_without_a_context_gets_one(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors, chosen = [201, 0, 700], []
+    monkeypatch.setattr(driver, "_launch_function", lambda: lambda *arguments: errors.pop(0))
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    arguments = FORMS["mamba2_step"]["plain"].arguments
+    for _ in range(2):
+        mamba2_step(**arguments)
+    assert (errors, chosen) == ([700], [0])
     with pytest.raises(RuntimeError, match="error 700"):
         mamba2_step(**arguments)
 
 
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+def test_a_call_on_the_cpu_does_not_try_the_direct_way(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the first one, nor one behind calls that started kernels: no key is made, nothing is remembered."""
+    pytest.importorskip("triton")
+    arguments, likenesses = FORMS[op.name]["plain"].arguments, []
+    ordinary = op.ordinary
+
+    def watched(values: Any, likeness: Any) -> Any:
+        likenesses.append(likeness)
+        return ordinary(values, likeness)
+
+    op.launches.clear()
+    monkeypatch.setattr(op, "ordinary", watched)
+    monkeypatch.setattr(op, "call", op.first_call)
+    op.function(**arguments)
+    assert op.call == op.first_call
+    monkeypatch.setattr(op, "call", repeat_function(op, op.kernels()))
+    monkeypatch.setattr(Slots, "signature", property(lambda slots: pytest.fail("a key was made")))
+    op.function(**arguments)
+    assert likenesses == [None, None]
+    assert not op.launches
+    assert not getattr(arguments.get("state"), "launches", None)
+
+
 @pytest.mark.gpu
 def test_a_new_thread_repeats_a_call() -> None:
-    inputs = make_inputs(CASE, torch.device("cuda", 0))
-    arguments = {**arguments_of(inputs), "update": False}
-    want = mamba2_step(**arguments).clone()
-    arguments["out"].zero_()
-    thread = threading.Thread(target=lambda: mamba2_step(**arguments))
+    inputs = make_inputs(MAMBA2, torch.device("cuda", 0))
+    out = torch.empty_like(inputs.main)
+    want = inputs.step(out=out, update=False).clone()
+    out.zero_()
+    thread = threading.Thread(target=lambda: inputs.step(out=out, update=False))
     thread.start()
     thread.join()
     torch.cuda.synchronize()
-    assert torch.equal(arguments["out"], want)
+    assert torch.equal(out, want)

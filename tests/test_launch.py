@@ -14,7 +14,7 @@ from torch import Tensor
 from flashstate.launch import access_width, interpreted, kernel_target
 from flashstate.launch.arguments import aligned, as_bytes, outer_strides, row_stride, table_shape, token_strides
 from flashstate.ops import gated_delta, mamba2
-from flashstate.proof import CASES, AnyCase, Case, make_inputs
+from flashstate.proof import ODD_CASES, ODD_DELTA_CASES, AnyCase, Case, make_inputs
 from flashstate.state.formats import FORMATS
 from flashstate.state.signature import ACCESS_BYTES
 
@@ -22,9 +22,7 @@ CPU, META, CUDA = (torch.device(name) for name in ("cpu", "meta", "cuda"))
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize(
-    ("op", "cases"), [(mamba2, CASES["mamba2_step"].odd), (gated_delta, CASES["gated_delta_step"].odd)]
-)
+@pytest.mark.parametrize(("op", "cases"), [(mamba2, ODD_CASES), (gated_delta, ODD_DELTA_CASES)])
 def test_a_call_asks_for_the_config_of_its_cases_problem(
     op: ModuleType, cases: Sequence[AnyCase], monkeypatch: pytest.MonkeyPatch
 ) -> None:

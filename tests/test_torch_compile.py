@@ -1,40 +1,51 @@
-"""mamba2_step, gated_delta_step and mamba3_step inside torch.compile, as registered ops, and without a word to the
-host."""
+"""Ops inside torch.compile, as registered ops, and without a word to the host."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from flashstate.ops.tokens import flat_slots, flat_snapshots
+from calls import BY_NAME, DELTA, FORMS, MAMBA2, MAMBA3, REPLAY, arguments_of
+from compiling import CPU
 from torch import Tensor
 
 import flashstate
-from flashstate import proof
-from flashstate.proof import AnyCase, Case, DeltaCase, Inputs, make_inputs
+from flashstate.launch.call import Given
+from flashstate.ops import mamba2_fold
+from flashstate.ops.mamba3 import MAMBA3_STEP
+from flashstate.proof import AnyCase, Case, DeltaCase, Mamba3Case, make_inputs
 from flashstate.proof.laws.tokens import TREE, make_snapshots
+from flashstate.state.formats import bits_of
 
-CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
-AnyStep = Case | DeltaCase
 DEVICES = pytest.mark.parametrize(
     ("device", "backend"),
     [(CPU, "aot_eager"), pytest.param(CUDA, "inductor", marks=pytest.mark.gpu)],
     ids=["cpu", "gpu"],
 )
-MAMBA2 = Case(batch=4, heads=4, groups=2, rows=16, cols=32, format="float16", rounding="stochastic", slots=9)
-GATED_DELTA = DeltaCase(4, 4, 2, 16, 32, format="float16", rounding="stochastic", slots=9)
-AT_ONCE = replace(GATED_DELTA, tokens=4, qk="float16", exact=False)
-CASES: dict[str, AnyStep] = {"mamba2": MAMBA2, "gated_delta": GATED_DELTA, "gated_delta at once": AT_ONCE}
-SEVERAL: dict[str, AnyStep] = {
-    op: replace(case, tokens=4, format="int8", cols=16)
-    for op, case in (("mamba2", MAMBA2), ("gated_delta", GATED_DELTA))
+STOCHASTIC = {"batch": 4, "slots": 9, "format": "float16", "rounding": "stochastic"}
+CASES: dict[str, AnyCase] = {
+    "mamba2": replace(MAMBA2, **STOCHASTIC),
+    "gated_delta": replace(DELTA, **STOCHASTIC),
+    "gated_delta at once": replace(DELTA, **STOCHASTIC, tokens=4, exact=False),
 }
+SEVERAL: dict[str, AnyCase] = {
+    op: replace(CASES[op], tokens=4, format="int8", cols=16) for op in ("mamba2", "gated_delta")
+}
+
+
+def require_alike(run: Callable[..., list[Tensor]], backend: str) -> list[Tensor]:
+    """What a function gives is what it gives when it is compiled; it makes all that it is given itself."""
+    eager, compiled = run(lambda step: step), run(lambda step: torch.compile(step, fullgraph=True, backend=backend))
+    for one, other in zip(eager, compiled, strict=True):
+        assert torch.equal(bits_of(one), bits_of(other))
+    return eager
 
 
 @DEVICES
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_a_whole_step_of_a_model_is_one_graph(case: AnyStep, device: torch.device, backend: str) -> None:
+def test_a_whole_step_of_a_model_is_one_graph(case: AnyCase, device: torch.device, backend: str) -> None:
     """A page-strided pool, State and Slots made inside, seeds moved on."""
     inputs = make_inputs(case, device)
     step, main = inputs.op.step, inputs.op.main
@@ -52,73 +63,92 @@ def test_a_whole_step_of_a_model_is_one_graph(case: AnyStep, device: torch.devic
         state.advance(rows)
         return y
 
-    runs = []
-    for run in (model_step, torch.compile(model_step, fullgraph=True, backend=backend)):
-        memory = [pages.clone(), seed.clone()]
-        outputs = [run(*memory, inputs.main, inputs.slots) for _ in range(3)]
-        runs.append([*outputs, *memory])
-    for eager, compiled in zip(*runs, strict=True):
-        assert torch.equal(eager, compiled)
-    assert not torch.equal(runs[0][-2], pages)
-    assert not torch.equal(runs[0][-1], seed)
+    def run(compile: Callable[..., Any]) -> list[Tensor]:
+        memory, compiled = [pages.clone(), seed.clone()], compile(model_step)
+        return [*(compiled(*memory, inputs.main, inputs.slots) for _ in range(3)), *memory]
+
+    *_, written, moved = require_alike(run, backend)
+    assert not torch.equal(written, pages)
+    assert not torch.equal(moved, seed)
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_many_layers_share_one_compiled_function(case: AnyStep) -> None:
-    """The stream of a layer is an argument of the graph, not a constant in it: twenty layers are not twenty graphs."""
-    inputs = make_inputs(case, CPU)
-    step = inputs.op.step
+@DEVICES
+@pytest.mark.parametrize("rank", [1, 4])
+def test_a_whole_step_of_mamba3_is_one_graph(rank: int, device: torch.device, backend: str) -> None:
+    """Mamba3State, Rotary and Slots made inside, for layers of different streams; seeds moved on."""
+    torch.compiler.reset()  # else another rank makes sizes symbols, which State does not take
+    case = replace(MAMBA3, **STOCHASTIC, rank=rank, trap_logit=True, kv="float16")
+    made = arguments_of(MAMBA3_STEP, make_inputs(case, device))
+    old, turning, slots = made.pop("state"), made.pop("rotary"), torch.tensor([7, 0, 2, -1], device=device)
+    made = {name: value for name, value in made.items() if name not in ("slots", "out", "update", "update_kv")}
+    before = {"data": old.ssm.data, "k": old.k, "v": old.v, "angle": old.angle, "seed": old.ssm.seed}
 
-    @torch.compile(fullgraph=True, backend="aot_eager")
-    def layer(data: Tensor, seed: Tensor, stream: int) -> Tensor:
-        state = flashstate.State(data, rounding="stochastic", seed=seed, stream=stream)
-        return step(state, **inputs.arguments, **inputs.options, slots=inputs.slots)
+    def model_step(
+        data: Tensor, k: Tensor, v: Tensor, angle: Tensor, seed: Tensor, x: Tensor, turn: Tensor, stream: int
+    ) -> Tensor:
+        ssm = flashstate.State(data, rounding="stochastic", seed=seed, stream=stream)
+        state, rows = flashstate.Mamba3State(ssm, k, v, angle), flashstate.Slots(slots, null=0)
+        rotary = flashstate.Rotary(turn * 2, bias_B=turning.bias_B, pairing="interleaved")
+        arguments = {**made, "x": x * 2, "rotary": rotary, "slots": rows}
+        y = flashstate.mamba3_step(state, **arguments)
+        kept = flashstate.mamba3_step(state, **arguments, update=False)
+        plain = flashstate.mamba3_step(state, **{**arguments, "rotary": None}, update_kv=False)
+        state.advance(rows)
+        return torch.cat([y, kept, plain])  # a sum would be rounded less often where it is compiled
 
-    for stream in range(20):
-        layer(inputs.state.data, inputs.state.seed, stream)
+    def run(compile: Callable[..., Any]) -> list[Tensor]:
+        memory, compiled = {name: tensor.clone() for name, tensor in before.items()}, compile(model_step)
+        outputs = [compiled(**memory, x=made["x"], turn=turning.angle, stream=i) for i in range(12)]
+        return [*outputs, *memory.values()]
 
-
-def check_op(inputs: Inputs, slots: flashstate.Slots, snapshots: flashstate.State | None, update: bool) -> None:
-    """opcheck of a registered op with what its door gives it."""
-    state, a, o = inputs.state, inputs.arguments, inputs.options
-    if inputs.op.main == "x":
-        op = torch.ops.flashstate.mamba2_step.default
-        own = (a["x"], a["dt"], a["A"], a["B"], a["C"], o["D"], o["z"], o["dt_bias"], True)
-    else:
-        op, at_once = torch.ops.flashstate.gated_delta_step.default, not o["exact"]
-        own = (a["q"], a["k"], a["v"], a["a"], a["b"], o.get("A_log"), o.get("dt_bias"), 0.25, True, at_once)
-    pool = (state.data, state.scale, state.seed, state.rounding, 10, 1)
-    out = torch.empty_like(inputs.main)
-    torch.library.opcheck(
-        op, (*pool, *own, *flat_slots(slots), *flat_snapshots(snapshots), update, out, False)
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_registered_ops_declare_what_they_write(case: AnyStep) -> None:
-    inputs = make_inputs(case, CPU)
-    check_op(inputs, inputs.at(), None, True)
+    for tensor, of_before in zip(require_alike(run, backend)[12:], before.values(), strict=True):
+        assert not torch.equal(tensor[[7, 2]], of_before[[7, 2]])
+        assert torch.equal(tensor[[0, 1, 3]], of_before[[0, 1, 3]])
 
 
-@pytest.mark.parametrize("case", SEVERAL.values(), ids=SEVERAL)
-def test_registered_ops_declare_what_they_write_with_several_tokens(case: AnyStep) -> None:
-    """Also scales, snapshots and slots for every token, with packed tokens and with a tree."""
-    dense, packed = make_inputs(case, CPU), make_inputs(replace(case, packed=True), CPU).fresh(extra=16)
-    snapshots = make_snapshots(case, "int16", "stochastic", CPU)  # torch cannot compare float8
-    check_op(dense, dense.at(parents=torch.tensor(TREE[:4]).repeat(4, 1)), snapshots, False)
-    write = torch.arange(case.slots, case.slots + 16).reshape(4, 4)
-    check_op(packed, packed.at(write=write), snapshots, True)
+def make_pool(device: torch.device) -> flashstate.StatePool:
+    """Two layers with rings."""
+    sizes = {"slots": 7, "layers": 2, "heads": 4, "rows": 16, "cols": 32, "groups": 2, "window": 8, "tokens": 3}
+    kind = {"dtype": torch.float16, "rounding": "stochastic", "ring_dtype": torch.float16, "seed": 5}
+    pool = flashstate.StatePool.mamba2(**sizes, **kind, device=device)
+    pool.acquire(4, seed=7)
+    return pool
 
 
-def test_the_registered_op_that_moves_seeds_on_declares_what_it_writes() -> None:
-    inputs = make_inputs(MAMBA2, CPU)
-    seeds = (inputs.state.seed, inputs.slots, None, None, -1)
-    torch.library.opcheck(torch.ops.flashstate.advance_seeds.default, seeds)
+@DEVICES
+def test_a_whole_speculative_step_by_replay_is_one_graph(device: torch.device, backend: str) -> None:
+    """Five steps, so that rings fold."""
+    slots = torch.tensor([3, 0, -1, 2], dtype=torch.int32, device=device)
+    case = replace(REPLAY, batch=4, tokens=3, x="float16", dt="float16", slots=7)
+
+    def step(pool: flashstate.StatePool, given: dict[str, Tensor], accepted: Tensor) -> Tensor:
+        plan = pool.plan(slots, 3)
+        y = flashstate.mamba2_replay(pool.layer(0), pool.ring(0), **given, plan=plan)
+        y = flashstate.mamba2_replay(pool.layer(1), pool.ring(1), **{**given, "x": y}, plan=plan)
+        pool.commit(plan, accepted)
+        pool.advance(slots)
+        return y
+
+    def run(compile: Callable[..., Any]) -> list[Tensor]:
+        pool, compiled, found = make_pool(device), compile(step), []
+        for i in range(5):
+            given, accepted = case.make_inputs(device, i).arguments, torch.tensor([3, i % 4, 2, 2], device=device)
+            rings = [getattr(pool.ring(j), name) for j in (0, 1) for name in ("x", "B", "dt", "start", "count")]
+            found += [
+                compiled(pool, given, accepted),
+                pool.layer(0).seed,
+                *(pool.layer(j).data for j in (0, 1)),
+                *rings,
+            ]
+            found = [tensor.clone() for tensor in found]
+        return found
+
+    require_alike(run, backend)
 
 
 @DEVICES
 @pytest.mark.parametrize("case", SEVERAL.values(), ids=SEVERAL)
-def test_speculation_is_one_graph(case: AnyStep, device: torch.device, backend: str) -> None:
+def test_speculation_is_one_graph(case: AnyCase, device: torch.device, backend: str) -> None:
     """Four tokens of a tree from a slot that was accepted, a slot for each, snapshots in another format."""
     inputs = make_inputs(case, device).fresh(extra=16)
     step = inputs.op.step
@@ -132,18 +162,77 @@ def test_speculation_is_one_graph(case: AnyStep, device: torch.device, backend: 
         state.advance(slots)
         return y * 2
 
-    results = []
-    for run in (model_step, torch.compile(model_step, fullgraph=True, backend=backend)):
+    def run(compile: Callable[..., Any]) -> list[Tensor]:
         fresh, taken = inputs.fresh(), make_snapshots(case, "float16", "nearest", device)
-        y = run(fresh.state, taken, torch.empty_like(inputs.main))
-        results.append((y, fresh.state.data, fresh.state.scale, fresh.state.seed, taken.data))
-    for eager, compiled in zip(*results, strict=True):
-        assert torch.equal(eager, compiled)
+        y = compile(model_step)(fresh.state, taken, torch.empty_like(inputs.main))
+        return [y, fresh.state.data, fresh.state.scale, fresh.state.seed, taken.data]
+
+    require_alike(run, backend)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_many_layers_share_one_compiled_function(case: AnyCase) -> None:
+    """The stream of a layer is an argument of the graph, not a constant in it: twenty layers are not twenty graphs."""
+    inputs = make_inputs(case, CPU)
+    step = inputs.op.step
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def layer(data: Tensor, seed: Tensor, stream: int) -> Tensor:
+        state = flashstate.State(data, rounding="stochastic", seed=seed, stream=stream)
+        return step(state, **inputs.arguments, **inputs.options, slots=inputs.slots)
+
+    for stream in range(20):
+        layer(inputs.state.data, inputs.state.seed, stream)
+
+
+def check_registered(name: str, pieces: Any, given: Given) -> None:
+    """opcheck of a registered op, with the flat arguments that a call has."""
+    flat = []
+    for first, *rest in (piece.path for piece in pieces):
+        value = getattr(given, first)
+        for part in rest:
+            value = None if value is None else getattr(value, part)
+        flat.append(value)
+    torch.library.opcheck(getattr(torch.ops.flashstate, name).default, tuple(flat))
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        *((name, "plain") for name in FORMS),
+        *((name, form) for name in ("mamba2_step", "gated_delta_step") for form in (
+            "a tree", "packed", "a slot for every token", "int8", "stochastic snapshots"
+        )),
+        ("gated_delta_step", "at once"),
+        *(("mamba3_step", form) for form in ("int8", "slots to choose from", "rank 1", "without weights")),
+        *(("conv1d_step", form) for form in ("snapshots", "a ring", "rolled back")),
+        *(("mamba2_replay", form) for form in ("int8", "a plan", "a plan of packed tokens")),
+    ],
+)  # fmt: skip
+def test_registered_ops_declare_what_they_write(name: str, form: str) -> None:
+    op = BY_NAME[name]
+    check_registered(name, op.pieces, op.checked(list(FORMS[name][form].arguments.values())))
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_the_registered_op_that_folds_declares_what_it_writes(elsewhere: bool) -> None:
+    pool, given = make_pool(CPU), Given()
+    into = flashstate.State(torch.zeros(7, 4, 16, 32)) if elsewhere else None
+    values = (pool.layer(0), pool.ring(0), -torch.rand(4), flashstate.Slots(torch.arange(4)), None, -1, into)
+    for name, value in zip(mamba2_fold.HINTS, values, strict=True):
+        setattr(given, name, value)
+    check_registered("mamba2_fold", mamba2_fold.PIECES, given)
+
+
+def test_the_registered_op_that_moves_seeds_on_declares_what_it_writes() -> None:
+    inputs = make_inputs(MAMBA2, CPU)
+    seeds = (inputs.state.seed, inputs.slots, None, None, -1)
+    torch.library.opcheck(torch.ops.flashstate.advance_seeds.default, seeds)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_the_cuda_graphs_of_torch_compile_work_after_an_eager_step(case: AnyStep) -> None:
+def test_the_cuda_graphs_of_torch_compile_work_after_an_eager_step(case: AnyCase) -> None:
     inputs = make_inputs(case, CUDA)
     eager = inputs.fresh()
     compiled = torch.compile(lambda run: run.step() * 2, fullgraph=True, mode="reduce-overhead")
@@ -153,94 +242,11 @@ def test_the_cuda_graphs_of_torch_compile_work_after_an_eager_step(case: AnyStep
     assert torch.equal(inputs.state.data, eager.state.data)
 
 
-def mamba3_states(device: torch.device, rank: int, dtype: torch.dtype = torch.float16) -> dict[str, Tensor]:
-    """What a layer of Mamba-3 keeps in 9 slots, and its seeds."""
-    generator = torch.Generator().manual_seed(rank)
-    shapes = {"data": (4, 16, 32), "k": (rank, 4, 32), "v": (4, 16), "angle": (4, 8)}
-    states = {name: torch.randn(9, *shape, generator=generator) for name, shape in shapes.items()}
-    seed = torch.arange(9)
-    states = {**states, "data": states["data"].to(dtype), "v": states["v"].half(), "angle": states["angle"] % 6}
-    return {name: tensor.to(device) for name, tensor in {**states, "seed": seed}.items()}
-
-
-def mamba3_inputs(device: torch.device, rank: int, *tokens: int) -> dict[str, Any]:
-    """All arguments of a call but the state and slots; `tokens`: the axis behind a batch of 4, or none."""
-    generator = torch.Generator().manual_seed(rank)
-
-    def normal(*sizes: int) -> Tensor:
-        return torch.randn(*sizes, generator=generator).to(device)
-
-    lead = (4, *tokens)
-    x, z = (normal(*lead, 4, 16).bfloat16() for _ in range(2))
-    B, C = (normal(*lead, rank, 2, 32).bfloat16() for _ in range(2))
-    A, dt, trap = (normal(*lead, 4) for _ in range(3))
-    weights = {name: normal(rank, 4, 16) for name in ("Wx", "Wz", "Wo")}
-    biases = {name: normal(rank, 4, 32) for name in ("bias_B", "bias_C")}
-    rotary = flashstate.Rotary(normal(*lead, 8), **biases)
-    arguments = {"x": x, "A": -A.abs(), "dt": dt.abs(), "trap": trap, "B": B, "C": C, **weights, "D": normal(4), "z": z}
-    return {**arguments, "rotary": rotary, "trap_logit": True}
-
-
-@DEVICES
-@pytest.mark.parametrize("rank", [1, 4])
-def test_a_whole_step_of_mamba3_is_one_graph(rank: int, device: torch.device, backend: str) -> None:
-    """Mamba3State, Rotary and Slots made inside, for layers of different streams; seeds moved on."""
-    torch.compiler.reset()  # else another rank makes sizes symbols, which State does not take
-    inputs, slots = mamba3_inputs(device, rank), torch.tensor([7, 0, 2, -1], device=device)
-
-    def model_step(
-        data: Tensor, k: Tensor, v: Tensor, angle: Tensor, seed: Tensor, x: Tensor, turn: Tensor, stream: int
-    ) -> Tensor:
-        ssm = flashstate.State(data, rounding="stochastic", seed=seed, stream=stream)
-        state, rows = flashstate.Mamba3State(ssm, k, v, angle), flashstate.Slots(slots, null=0)
-        rotary = flashstate.Rotary(turn * 2, bias_B=inputs["rotary"].bias_B, pairing="interleaved")
-        arguments = {**inputs, "x": x * 2, "rotary": rotary, "slots": rows}
-        y = flashstate.mamba3_step(state, **arguments)
-        kept = flashstate.mamba3_step(state, **arguments, update=False)
-        plain = flashstate.mamba3_step(state, **{**arguments, "rotary": None}, update_kv=False)
-        state.advance(rows)
-        return torch.cat([y, kept, plain])  # a sum would be rounded less often where it is compiled
-
-    runs = []
-    for run in (model_step, torch.compile(model_step, fullgraph=True, backend=backend)):
-        memory = mamba3_states(device, rank)
-        outputs = [run(**memory, x=inputs["x"], turn=inputs["rotary"].angle, stream=i) for i in range(12)]
-        runs.append([*outputs, *memory.values()])
-    for eager, compiled in zip(*runs, strict=True):
-        assert torch.equal(eager, compiled)
-    before = mamba3_states(device, rank)
-    for tensor, old in zip(runs[0][-len(before) :], before.values(), strict=True):
-        assert not torch.equal(tensor[[7, 2]], old[[7, 2]])
-        assert torch.equal(tensor[[0, 1, 3]], old[[0, 1, 3]])
-
-
-@pytest.mark.parametrize("rank", [1, 4])
-@pytest.mark.parametrize("tokens", [(), (3,)], ids=["one token", "several"])
-def test_the_registered_op_of_mamba3_declares_what_it_writes(rank: int, tokens: tuple[int, ...]) -> None:
-    """Also scales, and slots for every token."""
-    states, inputs = (
-        mamba3_states(CPU, rank, torch.int8 if tokens else torch.float16),
-        mamba3_inputs(CPU, rank, *tokens),
-    )
-    scale, rotary = torch.ones(9, 4, 16) if tokens else None, inputs["rotary"]
-    write = torch.tensor([[1, 2, -1], [3, 4, 5], [6, 7, 8], [1, 1, 1]]) if tokens else None
-    slots = flashstate.Slots(torch.tensor([0, 2, 4, -1]), write=write)
-    names = ("x", "A", "dt", "trap", "B", "C", "Wx", "Wz", "Wo", "D", "z")
-    torch.library.opcheck(
-        torch.ops.flashstate.mamba3_step.default,
-        (
-            states["data"], scale, states["seed"], "stochastic", 10, 1, states["k"], states["v"], states["angle"],
-            *(inputs[name] for name in names), rotary.angle, rotary.bias_B, rotary.bias_C, "halved", True, True,
-            *flat_slots(slots), True, torch.empty_like(inputs["x"]),
-        ),
-    )  # fmt: skip
-
-
 REAL: dict[str, AnyCase] = {
-    "mamba2": proof.CASES["mamba2_step"].real[0],
-    "gated_delta": proof.CASES["gated_delta_step"].real[0],
-    "mamba3": proof.CASES["mamba3_step"].real[0],
-    "gated_delta at once": replace(proof.CASES["gated_delta_step"].real[0], tokens=4, exact=False),
+    "mamba2": Case(4, 16, 1, 64, 128, x="bfloat16", bc="bfloat16", dt="bfloat16", slots=16),
+    "gated_delta": DeltaCase(4, 64, 16, 128, 128, x="bfloat16", qk="bfloat16", gates="bfloat16", slots=9),
+    "gated_delta at once": DeltaCase(4, 64, 16, 128, 128, x="bfloat16", qk="bfloat16", slots=9, tokens=4, exact=False),
+    "mamba3": Mamba3Case(4, 48, 1, 64, 128, rank=4, x="bfloat16", bc="bfloat16", kv="bfloat16", slots=9),
 }
 
 

@@ -3,309 +3,296 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-from compiling import collected, gpu_with
-from torch import Tensor
-from warming import compiled, keys_of
+from calls import arguments_of
+from compiling import collected, machine_with
 
 import flashstate
-from flashstate import Mamba3State, Rotary, Slots, State, StatePool
+from flashstate import Slots, State, StatePool
 from flashstate.launch import Gpu
+from flashstate.launch.call import Op
+from flashstate.launch.environment import pretending
 from flashstate.launch.start import Launch
-from flashstate.launch.variants import variants_of
+from flashstate.launch.variants import variant_key, variants_of
+from flashstate.ops.conv1d import CONV1D_STEP
+from flashstate.ops.gated_delta import GATED_DELTA_STEP
+from flashstate.ops.mamba2 import MAMBA2_STEP
+from flashstate.ops.mamba2_replay import MAMBA2_REPLAY
+from flashstate.ops.mamba3 import MAMBA3_STEP
 from flashstate.pool.kv import ssm_of
-from flashstate.proof import dtype
+from flashstate.proof import AnyCase, Case, ConvCase, DeltaCase, Inputs, Mamba3Case, ReplayCase, dtype, make_inputs
 from flashstate.state.formats import PORTABLE_FORMATS
 
-__all__ = ["compiled"]  # a fixture
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 DOCUMENT = Path(__file__).parent.parent / "docs" / "launching.md"
 HEADS, GROUPS, ROWS, COLS = 16, 2, 64, 128
+SIZES = (1, HEADS, GROUPS, ROWS, COLS)
 BATCHES = (1, 3, 8, 33)  # 33 x 16 heads are more than the heuristic's bound
+MANY = (1, 3, 33, 300)  # 300 x 16 heads have a kernel for rows that fold and one for others
+BFLOAT16 = {"x": "bfloat16", "index": "int64"}
+SHAPE = {"slots": 40, "layers": 2, "heads": HEADS, "cols": COLS}
 
 
-def make_pool(name: str, rounding: str, device: torch.device = CPU, **shape: int) -> StatePool:
-    sizes = {"slots": 40, "layers": 2, "heads": HEADS, "rows": ROWS, "cols": COLS, **shape}
-    return StatePool.mamba2(**sizes, dtype=dtype(name), rounding=rounding, seed=0, device=device)
+@dataclass(frozen=True)
+class Server:
+    """What a server calls in a model step: an op with inputs like those of a case. And how it makes a pool, and what
+    it tells warmup."""
+
+    op: Op
+    case: AnyCase
+    pool: dict[str, Any] = field(default_factory=dict, hash=False)
+    told: dict[str, Any] = field(default_factory=dict, hash=False)
+
+    def make_pool(self, name: str, rounding: str, device: torch.device = CPU, **changes: Any) -> StatePool[Any]:
+        kind = "gated_delta" if self.op is GATED_DELTA_STEP else "mamba3" if self.op is MAMBA3_STEP else "mamba2"
+        rows = {"value_dim" if kind == "gated_delta" else "rows": changes.pop("rows", ROWS)}
+        shape = {**SHAPE, **rows, **self.pool, **changes}
+        if kind == "gated_delta":
+            shape["key_dim"] = shape.pop("cols")
+        options = {"dtype": dtype(name), "rounding": rounding, "seed": 0, "device": device}
+        return getattr(StatePool, kind)(**shape, **options)
+
+    def warm_up(self, pool: StatePool[Any], batches: Sequence[int] = BATCHES, **told: Any) -> dict[str, int]:
+        return flashstate.warmup(pool, batches, **{**self.told, "progress": False, **told})
+
+    def serve(
+        self, pool: StatePool[Any], batch: int, tokens: int = 1, case: AnyCase | None = None, **given: Any
+    ) -> None:
+        """Steps of all layers, then the seeds move on."""
+        data = ssm_of(pool.layer(0)).data
+        shape = {"rows": data.shape[2], "tokens": 0 if tokens == 1 else tokens}
+        inputs = inputs_of(replace(case or self.case, **shape), batch, data.device)
+        arguments = arguments_of(self.op, inputs, **{"slots": inputs.slots, **given})
+        for i in range(pool.layers):
+            self.op.function(**{**arguments, "state": pool.layer(i)})
+        pool.advance(inputs.slots)
 
 
-def serve(
-    pool: StatePool,
-    batch: int,
-    tokens: int = 1,
-    *,
-    activations: torch.dtype = torch.bfloat16,
-    leave_out: Sequence[str] = (),
-    index: torch.dtype = torch.int64,
-    **changes: Any,
-) -> None:
-    """What a server does in one model step: steps of all layers, then the seeds move on."""
-    state = pool.layer(0)
-    device, (_, heads, rows, cols) = state.data.device, state.data.shape
-    leading = (batch,) if tokens == 1 else (batch, tokens)
-
-    def normal(*sizes: int, kind: torch.dtype = activations) -> Tensor:
-        return torch.randn(*sizes, device=device).to(kind)
-
-    x, per_head = normal(*leading, heads, rows), normal(heads, kind=torch.float32)
-    B, C = (normal(*leading, GROUPS, cols) for _ in range(2))
-    options = {"D": per_head, "z": normal(*leading, heads, rows), "dt_bias": per_head.clone()}
-    options = {name: tensor for name, tensor in options.items() if name not in leave_out}
-    slots = torch.randperm(pool.slots)[:batch].to(index).to(device)
-    for i in range(pool.layers):
-        dt, A = normal(*leading, heads), -per_head.abs()
-        changes.setdefault("slots", slots)
-        flashstate.mamba2_step(pool.layer(i), x, dt, A, B, C, **options, **changes)
-    pool.advance(slots)
+@cache
+def inputs_of(case: AnyCase, batch: int, device: torch.device) -> Inputs:
+    """Inputs of so many rows, which take the memory of one; in slots of any pool."""
+    inputs = make_inputs(replace(case, batch=1, slots=2), device)
+    inputs = inputs.changed(lambda tensor: tensor.expand(batch, *tensor.shape[1:]))
+    return replace(inputs, slots=torch.arange(batch, dtype=dtype(case.index), device=device))
 
 
 def admit(pool: StatePool[Any], requests: int, kind: torch.dtype = torch.float32) -> None:
     """What a server does with states that a prefill left, and when it looks at them."""
     slots = pool.acquire(requests)
     shape = ssm_of(pool.layer(1)).data.shape[1:]
-    pool.write(1, slots, torch.randn(requests, *shape, device=slots.device).to(kind))
+    pool.write(1, slots, torch.empty(requests, *shape, device=slots.device, dtype=kind))
     pool.read(0, slots)
     pool.release(slots)
 
 
-@pytest.mark.compiled
-@pytest.mark.parametrize(("name", "rounding"), PORTABLE_FORMATS)
-def test_every_variant_of_later_calls_was_compiled(name: str, rounding: str, compiled: list[Launch]) -> None:
-    pool = make_pool(name, rounding)
-    counts = flashstate.warmup(pool, BATCHES, tokens=(1, 4), groups=GROUPS, progress=False)
-    assert sum(counts.values()) == len(compiled) == len(keys_of(compiled))
-    with collected(90) as later:
-        for batch in BATCHES:
-            serve(pool, batch)
-            serve(pool, batch, 4)
-            admit(pool, batch)
-            admit(pool, batch, torch.bfloat16)
-    assert len(later) > 2 * len(compiled)
-    assert keys_of(later) == keys_of(compiled)  # and none in vain
+MAMBA2 = Server(MAMBA2_STEP, Case(*SIZES, bc="bfloat16", dt="bfloat16", **BFLOAT16), told={"groups": GROUPS})
+DELTA = Server(
+    GATED_DELTA_STEP, DeltaCase(*SIZES, qk="bfloat16", gates="bfloat16", **BFLOAT16),
+    told={"op": "gated_delta", "key_heads": GROUPS},
+)  # fmt: skip
+MAMBA3 = Server(
+    MAMBA3_STEP, Mamba3Case(*SIZES, rank=4, angles=32, angle_per_head=True, bc="bfloat16", **BFLOAT16),
+    {"rank": 4, "angles": 32}, {"op": "mamba3", "groups": GROUPS},
+)  # fmt: skip
+
+
+def ranked(rank: int, angles: int = 32, **fields: Any) -> Server:
+    """A server of Mamba-3 of another rank."""
+    weights = {} if rank > 1 else dict.fromkeys(("Wx", "Wz", "Wo"), False)
+    case = replace(MAMBA3.case, rank=rank, angles=angles, **weights, **fields)
+    return replace(MAMBA3, case=case, pool={"rank": rank, "angles": angles})
+
+
+@dataclass(frozen=True)
+class Replayer(Server):
+    """A server of steps by replay, which also folds when requests end."""
+
+    def serve(
+        self, pool: StatePool[Any], batch: int, tokens: int = 1, case: AnyCase | None = None, **given: Any
+    ) -> None:
+        inputs = inputs_of(replace(case or self.case, tokens=0 if tokens == 1 else tokens), batch, CPU)
+        arguments = arguments_of(self.op, inputs, slots=None)
+        plan = pool.plan(inputs.slots, tokens)
+        for i in range(pool.layers):
+            self.op.function(**{**arguments, "state": pool.layer(i), "ring": pool.ring(i), "plan": plan, **given})
+        pool.commit(plan, torch.zeros(batch, dtype=torch.int64))
+        pool.commit(plan)
+        pool.advance(inputs.slots)
+        for i in range(pool.layers):
+            flashstate.mamba2_fold(pool.layer(i), pool.ring(i), arguments["A"], slots=inputs.slots)
+        pool.folded(inputs.slots)
+
+
+REPLAY = Replayer(
+    MAMBA2_REPLAY, ReplayCase(*SIZES, dt="bfloat16", **BFLOAT16),
+    {"slots": 301, "window": 16, "tokens": 4, "groups": GROUPS}, MAMBA2.told,
+)  # fmt: skip
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
+    """The variants that warmup would have compiled: here there is nothing to compile them for."""
+    variants: list[Launch] = []
+    module = importlib.import_module("flashstate.warmup")  # whose name in the package is that of its function
+    monkeypatch.setattr(module, "compile_variants", lambda found, progress: variants.extend(found))
+    with collected(90) as launched:
+        yield variants
+        assert not launched, "warmup launched something"
+
+
+def keys_of(launches: Sequence[Launch]) -> set[Hashable]:
+    return set(map(variant_key, launches))
+
+
+def with_case(server: Server, **fields: Any) -> Server:
+    return replace(server, case=replace(server.case, **fields))
+
+
+SERVED = [
+    *((MAMBA2, *of_state, (1, 4), {}) for of_state in PORTABLE_FORMATS),
+    *(
+        (with_case(DELTA, **fields), *of_state, (1, 4, 12), told)
+        for of_state in PORTABLE_FORMATS[::4]
+        for fields, told in (
+            ({}, {}), ({"exact": False}, {"exact": False}), ({"per_channel": True}, {"per_channel": True}),
+            ({}, {"early": True}),
+        )
+    ),
+    *((ranked(rank), *of_state, (1, 4), {}) for of_state in PORTABLE_FORMATS[::4] for rank in (1, 4)),
+    *(
+        (with_case(REPLAY, **fields), *of_state, (1, 4), told)
+        for of_state in (("float32", "nearest"), ("int8", "stochastic"))
+        for fields, told in (
+            ({}, {}), ({"z": False}, {"z": False}), ({"D": None, "dt_bias": False}, {"D": False, "dt_bias": False})
+        )
+    ),
+]  # fmt: skip
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("leave_out", [(), ("z",), ("D", "dt_bias"), ("D", "z", "dt_bias")], ids=str)
-@pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
-def test_what_calls_leave_out_and_their_dtypes_are_compiled_as_told(
-    leave_out: Sequence[str], index: torch.dtype, compiled: list[Launch]
+@pytest.mark.parametrize(
+    ("server", "name", "rounding", "tokens", "told"),
+    [pytest.param(*one, id=f"{one[0].op.name}-{i}-{one[1]}-{one[2]}-{one[4]}") for i, one in enumerate(SERVED)],
+)
+def test_every_variant_of_later_calls_was_compiled_and_none_in_vain(
+    server: Server, name: str, rounding: str, tokens: Sequence[int], told: dict[str, bool], compiled: list[Launch]
 ) -> None:
-    pool = make_pool("float16", "stochastic")
-    options = dict.fromkeys(leave_out, False)
-    told = {"groups": GROUPS, "activations": torch.float16, "index": index, "progress": False}
-    flashstate.warmup(pool, BATCHES, **told, **options)
+    pool, batches = server.make_pool(name, rounding), MANY if server.op is MAMBA2_REPLAY else BATCHES
+    counts = server.warm_up(pool, batches, tokens=tokens, **told)
+    assert sum(counts.values()) == len(compiled) == len(keys_of(compiled))
+    assert {kernel for kernel in counts if kernel.startswith("mamba")} <= {server.op.name, "mamba2_fold"}
+    assert counts.get("gated_delta_at_once", 0) >= (0 if told.get("exact", True) else 2)  # room for 8 tokens and for 16
+    early = {"early": True} if "early" in told else {}
+    with collected(90) as later:
+        for batch, count in product(batches, tokens):
+            server.serve(pool, batch, count, **early)
+        for batch, kind in product(batches, (torch.float32, torch.bfloat16)):
+            admit(pool, batch, kind)
+    assert keys_of(later) == keys_of(compiled)
+
+
+@dataclass(frozen=True)
+class Told:
+    """What warmup is told, and calls of that kind: fields of the server's case, and other arguments."""
+
+    server: Server
+    told: dict[str, Any]
+    fields: dict[str, Any] = field(default_factory=dict)
+    given: dict[str, Any] = field(default_factory=dict)
+
+
+HALF = {"x": "float16", "bc": "float16", "dt": "float16"}
+LOGIT = {"trap_logit": True, "update_kv": False}
+TOLD: dict[str, Told] = {
+    **{
+        f"mamba2 with {index}, without {without}": Told(
+            MAMBA2, {**told, "activations": torch.float16, "index": dtype(index)}, {**HALF, "index": index, **fields}
+        )
+        for index in ("int32", "int64")
+        for without, told, fields in (
+            ("nothing", {}, {}), ("z", {"z": False}, {"z": False}),
+            ("D, dt_bias", {"D": False, "dt_bias": False}, {"D": None, "dt_bias": False}),
+        )
+    },
+    "gated delta": Told(DELTA, {}),
+    "gated delta without dt_bias": Told(DELTA, {"dt_bias": False}, {"dt_bias": False}),
+    "gated delta without A_log": Told(DELTA, {"A_log": False, "dt_bias": False}, {"raw": False}),
+    "mamba3": Told(MAMBA3, {}),
+    "mamba3 without z": Told(MAMBA3, {"z": False, "Wz": False}, {"z": False}),
+    "mamba3 without D, Wx": Told(MAMBA3, {"D": False, "Wx": False}, {"D": False, "Wx": False}),
+    "mamba3 without biases, Wo": Told(MAMBA3, {"biases": False, "Wo": False}, {"bias": False, "Wo": False}),
+    "mamba3 without rotary, Wz": Told(MAMBA3, {"rotary": False, "Wz": False}, {"Wz": False}, {"rotary": None}),
+    **{
+        f"mamba3 of rank {rank}, {angles} angles": Told(
+            ranked(rank, angles), LOGIT, LOGIT, {"trap": torch.zeros(8, HEADS, dtype=torch.bfloat16)}
+        )
+        for rank, angles in ((1, 0), (1, 32), (3, 0))
+    },
+}  # fmt: skip
+OTHERWISE: dict[str, tuple[tuple[dict[str, Any], dict[str, Any]], ...]] = {  # fields and arguments that nobody told of
+    "mamba2_step": (({"x": "bfloat16"}, {}), ({"dt_softplus": False}, {}), ({}, {"update": False})),
+    "gated_delta_step": (({"exact": False}, {}), ({"qk_l2norm": False}, {}), ({"per_channel": True}, {})),
+    "mamba3_step": (({}, {"update": False}), ({"update_kv": False}, {"trap_logit": False})),
+}
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("what", TOLD)
+def test_what_calls_leave_out_and_their_dtypes_are_compiled_as_told(what: str, compiled: list[Launch]) -> None:
+    server, told, fields, given = vars(TOLD[what]).values()
+    case, pool = replace(server.case, **fields), server.make_pool("float16", "stochastic")
+    tokens = 1 if server.op is not GATED_DELTA_STEP else 4
+    server.warm_up(pool, (8,), tokens=(tokens,), **told)
     with collected(90) as as_told:
-        serve(pool, 8, activations=torch.float16, leave_out=leave_out, index=index)
+        server.serve(pool, 8, tokens, case, **given)
+        if server.op is GATED_DELTA_STEP:
+            server.serve(pool, 8, tokens, case, scale=0.3)  # which is read when a kernel runs
     assert keys_of(as_told) < keys_of(compiled)
-    other = torch.int32 if index == torch.int64 else torch.int64
-    for change in ({"activations": torch.bfloat16}, {"index": other}, {"dt_softplus": False}, {"update": False}):
+    other_index = {"index": "int32" if case.index == "int64" else "int64"}
+    for others, arguments in (*OTHERWISE[server.op.name], (other_index, {})):
         with collected(90) as otherwise:
-            serve(pool, 8, **{"activations": torch.float16, "leave_out": leave_out, "index": index, **change})
-        assert not keys_of(otherwise) <= keys_of(compiled), change
+            server.serve(pool, 8, tokens, replace(case, **others), **{**given, **arguments})
+        assert not keys_of(otherwise) <= keys_of(compiled), (others, arguments)
 
 
 @pytest.mark.compiled
 def test_other_calls_are_compiled_as_also_makes_them(compiled: list[Launch]) -> None:
-    pool = make_pool("float32", "nearest")
+    pool = MAMBA2.make_pool("float32", "nearest")
     snapshots = State(torch.zeros(8, 4, HEADS, ROWS, COLS, dtype=torch.int8), torch.ones(8, 4, HEADS, ROWS))
 
     def verify() -> None:
-        serve(pool, 8, 4, snapshots=snapshots, update=False)
+        MAMBA2.serve(pool, 8, 4, snapshots=snapshots, update=False)
 
-    counts = flashstate.warmup(pool, (8,), groups=GROUPS, also=verify, progress=False)
+    counts = MAMBA2.warm_up(pool, (8,), also=verify)
     assert counts["mamba2_step"] == 2
     with collected(90) as later:
-        serve(pool, 8)
+        MAMBA2.serve(pool, 8)
         verify()
     assert keys_of(later) <= keys_of(compiled)
 
 
-def make_delta_pool(name: str, rounding: str, device: torch.device = CPU, value_dim: int = ROWS) -> StatePool:
-    sizes = {"slots": 40, "layers": 2, "heads": HEADS, "value_dim": value_dim, "key_dim": COLS}
-    return StatePool.gated_delta(**sizes, dtype=dtype(name), rounding=rounding, seed=0, device=device)
-
-
-def serve_delta(pool: StatePool, batch: int, tokens: int, leave_out: Sequence[str] = (), **changes: Any) -> None:
-    """What a server of the gated delta rule does in one model step."""
-    device, (_, heads, rows, cols) = pool.layer(0).data.device, pool.layer(0).data.shape
-    leading = (batch,) if tokens == 1 else (batch, tokens)
-
-    def normal(*sizes: int) -> Tensor:
-        return torch.randn(*leading, *sizes, device=device).bfloat16()
-
-    channels = (cols,) if changes.pop("per_channel", False) else ()
-    q, k, v, a, b = (
-        normal(GROUPS, cols),
-        normal(GROUPS, cols),
-        normal(heads, rows),
-        normal(heads, *channels),
-        normal(heads),
-    )
-    options = {"A_log": torch.randn(heads, device=device), "dt_bias": torch.randn(heads, *channels, device=device)}
-    options = {name: tensor for name, tensor in options.items() if name not in leave_out}
-    slots = torch.randperm(pool.slots)[:batch].to(device)
-    for i in range(pool.layers):
-        flashstate.gated_delta_step(pool.layer(i), q, k, v, a, b, **options, slots=slots, **changes)
-    pool.advance(slots)
-
-
-@pytest.mark.compiled
-@pytest.mark.parametrize("told", [{}, {"exact": False}, {"per_channel": True}, {"early": True}], ids=str)
-@pytest.mark.parametrize(("name", "rounding"), PORTABLE_FORMATS[::4])
-def test_every_variant_of_later_calls_of_the_gated_delta_rule_was_compiled(
-    name: str, rounding: str, told: dict[str, bool], compiled: list[Launch]
-) -> None:
-    pool, tokens = make_delta_pool(name, rounding), (1, 4, 12)
-    options = {"op": "gated_delta", "tokens": tokens, "key_heads": GROUPS, "progress": False}
-    counts = flashstate.warmup(pool, BATCHES, **options, **told)
-    assert sum(counts.values()) == len(compiled) == len(keys_of(compiled))
-    assert counts.get("gated_delta_at_once", 0) >= (0 if told.get("exact", True) else 2)  # room for 8 tokens and for 16
-    assert "mamba2_step" not in counts
-    with collected(90) as later:
-        for batch in BATCHES:
-            for count in tokens:
-                serve_delta(pool, batch, count, **told)
-            admit(pool, batch)
-            admit(pool, batch, torch.bfloat16)
-    assert keys_of(later) == keys_of(compiled)  # and none in vain
-
-
-@pytest.mark.compiled
-@pytest.mark.parametrize("leave_out", [(), ("dt_bias",), ("A_log", "dt_bias")], ids=str)
-def test_what_calls_of_the_gated_delta_rule_leave_out_is_compiled_as_told(
-    leave_out: Sequence[str], compiled: list[Launch]
-) -> None:
-    pool = make_delta_pool("bfloat16", "nearest")
-    told = {"op": "gated_delta", "key_heads": GROUPS, "progress": False, **dict.fromkeys(leave_out, False)}
-    flashstate.warmup(pool, (8,), tokens=(4,), **told)
-    with collected(90) as as_told:
-        serve_delta(pool, 8, 4, leave_out)
-    assert keys_of(as_told) < keys_of(compiled)
-    for change in ({"exact": False}, {"qk_l2norm": False}, {"update": False}, {"per_channel": True}):
-        with collected(90) as otherwise:
-            serve_delta(pool, 8, 4, leave_out, **change)
-        assert not keys_of(otherwise) <= keys_of(compiled), change
-    with collected(90) as scaled:
-        serve_delta(pool, 8, 4, leave_out, scale=0.3)
-    assert keys_of(scaled) <= keys_of(compiled)  # which is read when a kernel runs
-
-
-def make_mamba3_pool(
-    name: str, rounding: str, device: torch.device = CPU, rank: int = 4, angles: int = 32, rows: int = ROWS
-) -> StatePool[Mamba3State]:
-    sizes = {"slots": 40, "layers": 2, "heads": HEADS, "rows": rows, "cols": COLS, "rank": rank, "angles": angles}
-    return StatePool.mamba3(**sizes, dtype=dtype(name), rounding=rounding, seed=0, device=device)
-
-
-def serve_mamba3(
-    pool: StatePool[Mamba3State], batch: int, tokens: int, leave_out: Sequence[str] = (), **changes: Any
-) -> None:
-    """What a server of Mamba-3 does in one model step: B and C, x and z are views of what a projection gave."""
-    layer = pool.layer(0)
-    device, (_, heads, rows, cols), R = layer.k.device, layer.ssm.data.shape, layer.rank
-    leading = (batch,) if tokens == 1 else (batch, tokens)
-
-    def normal(*sizes: int) -> Tensor:
-        return torch.randn(*leading, *sizes, device=device).bfloat16()
-
-    def parameter(*sizes: int) -> Tensor:
-        return torch.randn(*sizes, device=device)
-
-    zx, bc = normal(2 * heads, rows), normal(2 * R, GROUPS, cols)
-    (z, x), (B, C) = zx.split(heads, -2), bc.split(R, -3)
-    dt, logit = parameter(*leading, heads).abs(), changes.get("trap_logit", False)
-    trap = normal(heads) if logit else parameter(*leading, heads)
-    rotary = None
-    if layer.angle is not None:
-        biases = {} if "biases" in leave_out else {n: parameter(R, heads, cols) for n in ("bias_B", "bias_C")}
-        rotary = Rotary(normal(heads, layer.angle.shape[2]), **biases)  # of every head, or expanded: it is all one
-    options = {"D": parameter(heads), "z": z, "rotary": rotary}
-    options |= {name: parameter(R, heads, rows) for name in ("Wx", "Wz", "Wo") if R > 1}
-    options = {name: value for name, value in options.items() if name not in leave_out} | changes
-    slots = torch.randperm(pool.slots)[:batch].to(device)
-    for i in range(pool.layers):
-        flashstate.mamba3_step(pool.layer(i), x, -dt, dt, trap, B, C, slots=slots, **options)
-    pool.advance(slots)
-
-
-@pytest.mark.compiled
-@pytest.mark.parametrize("rank", [1, 4])
-@pytest.mark.parametrize(("name", "rounding"), PORTABLE_FORMATS[::4])
-def test_every_variant_of_later_calls_of_mamba3_was_compiled(
-    name: str, rounding: str, rank: int, compiled: list[Launch]
-) -> None:
-    pool, tokens = make_mamba3_pool(name, rounding, rank=rank), (1, 4)
-    counts = flashstate.warmup(pool, BATCHES, op="mamba3", tokens=tokens, groups=GROUPS, progress=False)
-    assert sum(counts.values()) == len(compiled) == len(keys_of(compiled))
-    assert counts["mamba3_step"] >= len(tokens)
-    assert "mamba2_step" not in counts
-    with collected(90) as later:
-        for batch in BATCHES:
-            for count in tokens:
-                serve_mamba3(pool, batch, count)
-            admit(pool, batch)
-            admit(pool, batch, torch.bfloat16)
-    assert keys_of(later) == keys_of(compiled)  # and none in vain
-
-
-@pytest.mark.compiled
-@pytest.mark.parametrize("leave_out", [(), ("z", "Wz"), ("D", "Wx"), ("biases", "Wo"), ("rotary", "Wz")], ids=str)
-def test_what_calls_of_mamba3_leave_out_is_compiled_as_told(leave_out: Sequence[str], compiled: list[Launch]) -> None:
-    pool = make_mamba3_pool("bfloat16", "nearest")
-    told = {"op": "mamba3", "groups": GROUPS, "progress": False, **dict.fromkeys(leave_out, False)}
-    flashstate.warmup(pool, (8,), **told)
-    with collected(90) as as_told:
-        serve_mamba3(pool, 8, 1, leave_out)
-    assert keys_of(as_told) < keys_of(compiled)
-    for change in ({"update": False}, {"update_kv": False}, {"trap_logit": True}):
-        with collected(90) as otherwise:
-            serve_mamba3(pool, 8, 1, leave_out, **change)
-        assert not keys_of(otherwise) <= keys_of(compiled), change
-
-
-@pytest.mark.compiled
-@pytest.mark.parametrize(("rank", "angles"), [(1, 0), (1, 32), (3, 0)])
-def test_pools_of_mamba3_tell_warmup_their_rank_and_whether_they_have_angles(
-    rank: int, angles: int, compiled: list[Launch]
-) -> None:
-    pool = make_mamba3_pool("float32", "nearest", rank=rank, angles=angles)
-    flashstate.warmup(pool, (8,), op="mamba3", groups=GROUPS, trap_logit=True, update_kv=False, progress=False)
-    with collected(90) as later:
-        serve_mamba3(pool, 8, 1, trap_logit=True, update_kv=False)
-    assert keys_of(later) < keys_of(compiled)
-
-
 @pytest.mark.compiled
 def test_of_a_pool_with_both_an_op_compiles_for_its_own_layers(compiled: list[Launch]) -> None:
-    plain, turned = make_pool("float32", "nearest", layers=1), make_mamba3_pool("float32", "nearest")
+    plain, turned = MAMBA2.make_pool("float32", "nearest", layers=1), MAMBA3.make_pool("float32", "nearest")
     pool: StatePool[Any] = StatePool.wrap([plain.layer(0), turned.layer(0)])
     for op, other in (("mamba2", "mamba3"), ("mamba3", "mamba2")):
         counts = flashstate.warmup(pool, (8,), op=op, groups=GROUPS, progress=False)
         assert f"{op}_step" in counts
         assert f"{other}_step" not in counts
     with collected(90) as later:
-        serve(plain, 8)
-        serve_mamba3(turned, 8, 1)
+        MAMBA2.serve(plain, 8)
+        MAMBA3.serve(turned, 8)
     assert keys_of(later) <= keys_of(compiled)
-
-
-def convolve(pool: StatePool, batch: int, tokens: int, bias: bool, rolls_back: bool, early: bool) -> None:
-    """What a server does with a layer: its convolution, and the step behind it."""
-    window = pool.window(0)
-    channels, leading = window.shape[1], (batch,) if tokens == 1 else (batch, tokens)
-    x = torch.randn(*leading, channels + 8, device=window.device).bfloat16()[..., 8:]
-    weight = torch.randn(channels, 3, device=window.device).bfloat16()
-    slots = torch.arange(batch, device=window.device)
-    at = Slots(slots, accepted=torch.zeros_like(slots)) if rolls_back else slots
-    options = {"bias": weight[:, 1].contiguous()} if bias else {}
-    flashstate.conv1d_step(window, x, weight, **options, slots=at, early=early)
 
 
 @pytest.mark.compiled
@@ -313,32 +300,34 @@ def convolve(pool: StatePool, batch: int, tokens: int, bias: bool, rolls_back: b
 def test_convolutions_of_pools_with_windows_are_compiled_too(
     bias: bool, drafts: int, early: bool, compiled: list[Launch]
 ) -> None:
-    pool = make_pool("float32", "nearest", conv_channels=96, conv_width=3, drafts=drafts)
-    options = {"groups": GROUPS, "conv_bias": bias, "early": early, "progress": False}
-    counts = flashstate.warmup(pool, (1, 3), tokens=(1, 4), **options)
+    pool = MAMBA2.make_pool("float32", "nearest", conv_channels=96, conv_width=3, drafts=drafts)
+    counts = MAMBA2.warm_up(pool, (1, 3), tokens=(1, 4), conv_bias=bias, early=early)
     assert counts["conv1d_step"] == 2
+    case = ConvCase(1, 96, 3, x="bfloat16", parameters="bfloat16", bias=bias, index="int64")
     with collected(90) as later:
         for batch, tokens in ((1, 1), (3, 4)):
-            convolve(pool, batch, tokens, bias, drafts > 0, early)
-            serve(pool, batch, tokens, early=early)
+            inputs = inputs_of(replace(case, tokens=0 if tokens == 1 else tokens), batch, CPU)
+            slots = Slots(inputs.slots, accepted=torch.zeros_like(inputs.slots)) if drafts else inputs.slots
+            arguments = arguments_of(CONV1D_STEP, inputs, window=pool.window(0), slots=slots, early=early)
+            flashstate.conv1d_step(**arguments)
+            MAMBA2.serve(pool, batch, tokens, early=early)
     of_steps = [launch for launch in compiled if launch.kernel.__name__.endswith("_step_kernel")]
-    assert keys_of(later) == keys_of(of_steps)
+    assert keys_of(launch for launch in later if launch.kernel.__name__.endswith("_step_kernel")) == keys_of(of_steps)
 
 
 @pytest.mark.compiled
 def test_layers_of_different_formats_are_all_compiled(compiled: list[Launch]) -> None:
-    pools = [make_pool(name, "nearest", layers=1) for name in ("float32", "int8", "float32")]
+    pools = [MAMBA2.make_pool(name, "nearest", layers=1) for name in ("float32", "int8", "float32")]
     pool = StatePool.wrap([pool.layer(0) for pool in pools])
-    counts = flashstate.warmup(pool, (8,), groups=GROUPS, progress=False)
-    assert counts["mamba2_step"] == 2
+    assert MAMBA2.warm_up(pool, (8,))["mamba2_step"] == 2
     with collected(90) as later:
-        serve(pool, 8)
+        MAMBA2.serve(pool, 8)
     assert keys_of(later) <= keys_of(compiled)
 
 
 @pytest.mark.compiled
 @pytest.mark.usefixtures("compiled")
-@pytest.mark.parametrize("gpu", [gpu_with(90), Gpu("NVIDIA H200", (9, 0))], ids=lambda gpu: gpu.name)
+@pytest.mark.parametrize("gpu", [machine_with(90).gpu, Gpu("NVIDIA H200", (9, 0))], ids=lambda gpu: gpu.name)
 def test_many_sizes_share_few_variants_as_the_document_says(gpu: Gpu, capsys: pytest.CaptureFixture[str]) -> None:
     text = DOCUMENT.read_text(encoding="utf-8")
     example = re.search(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
@@ -346,7 +335,7 @@ def test_many_sizes_share_few_variants_as_the_document_says(gpu: Gpu, capsys: py
     assert example, "the document has no example"
     assert promised, "the document has no numbers"
     names: dict[str, Any] = {}
-    with mock.patch("flashstate.ops.mamba2.gpu_of", return_value=gpu):
+    with pretending(replace(machine_with(90), gpu=gpu)):
         exec(example[1], names)
     assert names["variants"] == ast.literal_eval(promised[1])
     error = capsys.readouterr().err
@@ -356,19 +345,17 @@ def test_many_sizes_share_few_variants_as_the_document_says(gpu: Gpu, capsys: py
 @pytest.mark.compiled
 @pytest.mark.usefixtures("compiled")
 def test_the_pool_stays_as_it_is() -> None:
-    pool = make_pool("int8", "stochastic")
+    pool = MAMBA2.make_pool("int8", "stochastic")
     before = [(state.data.clone(), state.scale.clone(), state.seed.clone()) for state in map(pool.layer, (0, 1))]
     free = pool.free
-    flashstate.warmup(pool, BATCHES, progress=False, also=lambda: serve(pool, 4))
-    for (data, scale, seed), state in zip(before, map(pool.layer, (0, 1)), strict=True):
-        assert torch.equal(data, state.data)
-        assert torch.equal(scale, state.scale)
-        assert torch.equal(seed, state.seed)
+    MAMBA2.warm_up(pool, also=lambda: MAMBA2.serve(pool, 4))
+    for old, state in zip(before, map(pool.layer, (0, 1)), strict=True):
+        assert all(map(torch.equal, old, (state.data, state.scale, state.seed)))
     assert pool.free == free
 
 
 def test_a_cpu_has_no_kernels_to_compile() -> None:
-    pool = make_pool("int8", "stochastic", rows=4, cols=16)
+    pool = MAMBA2.make_pool("int8", "stochastic", rows=4, cols=16)
     assert flashstate.warmup(pool, BATCHES, also=lambda: 1 / 0) == {}
 
 
@@ -386,30 +373,29 @@ def test_wrong_sizes_are_refused_by_name(
     batches: Sequence[int], changes: dict[str, Any], error: type[Exception], complaint: str
 ) -> None:
     with pytest.raises(error, match=f"^{complaint}"):
-        flashstate.warmup(make_pool("float32", "nearest", rows=4, cols=16), batches, **changes)
+        flashstate.warmup(MAMBA2.make_pool("float32", "nearest", rows=4, cols=16), batches, **changes)
 
 
 @pytest.mark.compiled
 def test_launches_of_other_values_are_one_variant_and_of_other_types_several() -> None:
-    pool, far = make_pool("float32", "nearest"), make_pool("float32", "nearest")
+    pool, far = MAMBA2.make_pool("float32", "nearest"), MAMBA2.make_pool("float32", "nearest")
     with collected(90) as launches:
-        serve(pool, 3)
-        serve(far, 8)
+        MAMBA2.serve(pool, 3)
+        MAMBA2.serve(far, 8)
     assert len(launches) == 4
     assert len(variants_of(launches)) == 1
+    slots = torch.arange(4)
     with collected(90) as launches:
-        slots = torch.arange(4)
-        serve(pool, 4, slots=slots)
-        serve(pool, 4, slots=Slots(slots, null=1 << 40))
-        serve(pool, 4, slots=Slots(slots, write=slots))
+        for given in (slots, Slots(slots, null=1 << 40), Slots(slots, write=slots)):
+            MAMBA2.serve(pool, 4, slots=given)
     assert len(variants_of(launches)) == 3
 
 
 @pytest.mark.compiled
 def test_no_kernel_is_compiled_for_the_value_of_an_argument() -> None:
-    pool = make_pool("int8", "stochastic")
+    pool = MAMBA2.make_pool("int8", "stochastic")
     with collected(90) as launches:
-        serve(pool, 4)
+        MAMBA2.serve(pool, 4)
         admit(pool, 4)
     for launch in launches:
         assert all(parameter.is_constexpr or parameter.do_not_specialize for parameter in launch.kernel.params)
@@ -428,51 +414,29 @@ def compilations() -> Iterator[list[str]]:
     knobs.runtime.jit_cache_hook = before
 
 
-def of_a_shape(counts: dict[str, int]) -> int:
-    """How many of these kernels are made for the shape of a state: all but that of seeds, which other tests compile."""
-    return sum(count for name, count in counts.items() if name != "advance_seeds")
-
-
 @pytest.mark.gpu
-def test_nothing_is_compiled_after_warmup(compilations: list[str]) -> None:
-    shape = {"heads": 6, "rows": 48, "cols": 80}  # of no other test: nothing of it was compiled before
-    pool = make_pool("float16", "stochastic", CUDA, **shape)
-    counts = flashstate.warmup(pool, BATCHES, tokens=(1, 4), groups=GROUPS, progress=False)
-    assert len(compilations) >= of_a_shape(counts) > 0
+@pytest.mark.parametrize(
+    ("server", "name", "rows", "told"),  # rows of no other test: nothing of them was compiled before
+    [
+        pytest.param(MAMBA2, "float16", 48, {}, id="mamba2"),
+        pytest.param(DELTA, "bfloat16", 112, {}, id="gated delta"),
+        pytest.param(with_case(DELTA, exact=False), "bfloat16", 80, {"exact": False}, id="gated delta at once"),
+        pytest.param(ranked(1), "bfloat16", 45, {}, id="mamba3 of rank 1"),
+        pytest.param(ranked(4), "bfloat16", 48, {}, id="mamba3 of rank 4"),
+    ],
+)
+def test_nothing_is_compiled_after_warmup(
+    server: Server, name: str, rows: int, told: dict[str, Any], compilations: list[str]
+) -> None:
+    pool = server.make_pool(name, "stochastic", CUDA, rows=rows)
+    counts = server.warm_up(pool, tokens=(1, 4), **told)
+    of_a_shape = sum(count for kernel, count in counts.items() if kernel != "advance_seeds")  # which others compile
+    assert len(compilations) >= of_a_shape > 0
     compilations.clear()
     for batch in BATCHES:
-        serve(pool, batch)
-        serve(pool, batch, 4)
+        server.serve(pool, batch)
+        server.serve(pool, batch, 4)
         admit(pool, batch)
     assert not compilations
-    serve(pool, 8, leave_out=["z"])
+    server.serve(pool, 8, update=False)
     assert len(compilations) == 1, "the hook that counts compilations does not work"
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("exact", [True, False])
-def test_nothing_of_the_gated_delta_rule_is_compiled_after_warmup(exact: bool, compilations: list[str]) -> None:
-    pool = make_delta_pool("bfloat16", "stochastic", CUDA, value_dim=112 if exact else 80)  # of no other test
-    told = {"op": "gated_delta", "key_heads": GROUPS, "exact": exact, "progress": False}
-    counts = flashstate.warmup(pool, BATCHES, tokens=(1, 4), **told)
-    assert len(compilations) >= of_a_shape(counts) > 0
-    compilations.clear()
-    for batch in BATCHES:
-        serve_delta(pool, batch, 1, exact=exact)
-        serve_delta(pool, batch, 4, exact=exact)
-        admit(pool, batch)
-    assert not compilations
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("rank", [1, 4])
-def test_nothing_of_mamba3_is_compiled_after_warmup(rank: int, compilations: list[str]) -> None:
-    pool = make_mamba3_pool("bfloat16", "stochastic", CUDA, rank, rows=44 + rank)  # of no other test
-    counts = flashstate.warmup(pool, BATCHES, op="mamba3", tokens=(1, 4), groups=GROUPS, progress=False)
-    assert len(compilations) >= of_a_shape(counts) > 0
-    compilations.clear()
-    for batch in BATCHES:
-        serve_mamba3(pool, batch, 1)
-        serve_mamba3(pool, batch, 4)
-        admit(pool, batch)
-    assert not compilations

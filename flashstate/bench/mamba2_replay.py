@@ -91,7 +91,8 @@ def require_replayed(inputs: ReplayInputs, after: ReplayInputs, y: Tensor) -> No
     The pool must have all else, bit for bit, as it was, but for x and B of the new tokens.
     """
     slots, folds, want, got = inputs.slots.long(), inputs.folds, inputs.fresh().state, after.state
-    batch = replace(inputs, state=inputs.of_slots(slots).state, slots=torch.arange(len(slots)).to(slots))  # alone in a pool
+    alone = inputs.of_slots(slots)  # in a pool
+    batch = replace(alone, slots=torch.arange(len(slots)).to(slots))
     model = Recurrence.of(batch)
     exact, plain = model.exact[folds], model.stored(batch)[folds]
     right, right_plain = model.step(batch, torch.zeros_like(batch.tokens))

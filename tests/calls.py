@@ -1,0 +1,219 @@
+"""Calls of all ops, by their forms: what they are given, stored and told."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from compiling import by_the_reference
+from torch import Tensor
+
+from flashstate import State
+from flashstate.launch.call import Op
+from flashstate.ops.conv1d import CONV1D_STEP
+from flashstate.ops.gated_delta import GATED_DELTA_STEP
+from flashstate.ops.mamba2 import MAMBA2_STEP
+from flashstate.ops.mamba2_replay import MAMBA2_REPLAY
+from flashstate.ops.mamba3 import MAMBA3_STEP
+from flashstate.proof import AnyCase, Case, ConvCase, DeltaCase, Inputs, Mamba3Case, ReplayCase, make_inputs
+
+CPU = torch.device("cpu")
+Arguments = dict[str, Any]
+Change = Callable[[Arguments], Arguments]
+
+MAMBA2 = Case(2, 4, 2, 16, 32, slots=12)
+DELTA = DeltaCase(2, 4, 2, 16, 32, x="float16", qk="float16", slots=12)
+CONV = ConvCase(2, 16, 4, slots=12)
+MAMBA3 = Mamba3Case(2, 4, 2, 16, 32, rank=4, angles=8, x="bfloat16", bc="bfloat16", slots=12)
+REPLAY = ReplayCase(2, 4, 2, 16, 32, x="bfloat16", window=8, slots=12)
+
+
+def arguments_of(op: Op, inputs: Inputs, **given: Any) -> Arguments:
+    """All arguments of a call of an op, by their names; these of them are changed."""
+    with by_the_reference(), mock.patch.object(op, "call", lambda *values: values):
+        return {**dict(zip(op.hints, inputs.step(), strict=True)), **given}
+
+
+class Form(NamedTuple):
+    """A call: of this op, with inputs of this case, and changed so. bare: its states also come as a tensor."""
+
+    op: Op
+    case: AnyCase
+    change: Change = lambda a: a
+    bare: bool = True
+
+    @property
+    def arguments(self) -> Arguments:
+        """All arguments of the call, by their names: with `out`, and on tensors of its own."""
+        inputs = make_inputs(self.case, CPU)
+        with by_the_reference():
+            return self.change(arguments_of(self.op, inputs, slots=inputs.at(), out=torch.empty_like(inputs.main)))
+
+
+def on(op: Op, case: AnyCase, change: Change = lambda a: a, bare: bool = True, **fields: Any) -> Form:
+    """A call of an op, with inputs of a case with these fields."""
+    return Form(op, replace(case, **fields), change, bare)
+
+
+def given(**values: Any) -> Change:
+    return lambda a: {**a, **values}
+
+
+def at(**tables: Any) -> Change:
+    """With more fields of Slots: values, or what becomes of slot numbers."""
+
+    def change(a: Arguments) -> Arguments:
+        changed = {name: value(a["slots"].read) if callable(value) else value for name, value in tables.items()}
+        return {**a, "slots": replace(a["slots"], **changed)}
+
+    return change
+
+
+def both(*changes: Change) -> Change:
+    """One change after the other."""
+
+    def change(a: Arguments) -> Arguments:
+        for one in changes:
+            a = one(a)
+        return a
+
+    return change
+
+
+def in_place(a: Arguments) -> Arguments:
+    return {**a, "out": a["v" if "v" in a else "x"]}
+
+
+def with_snapshots(name: str, rounding: str) -> Change:
+    def change(a: Arguments) -> Arguments:
+        data = torch.zeros(4, 4, *a["state"].data.shape[1:], dtype=getattr(torch, name))
+        scale = torch.ones(data.shape[:-1]) if name == "int8" else None
+        return {**a, "snapshots": State(data, scale, rounding=rounding)}
+
+    return change
+
+
+def per_head(a: Arguments) -> Arguments:
+    angle = a["rotary"].angle
+    return {**a, "rotary": replace(a["rotary"], angle=angle[:, None].repeat(1, 4, 1))}
+
+
+def planned(a: Arguments) -> Arguments:
+    """With a plan for its slots in the place of these."""
+    tokens = None if a["slots"].cu_seqlens is not None else 1 if a["x"].dim() == 3 else a["x"].shape[1]
+    return {**a, "slots": None, "plan": a["ring"].plan(a["slots"], tokens)}
+
+
+PER_TOKEN = torch.arange(6).reshape(2, 3)
+TREE = both(at(parents=torch.tensor([[-1, 0, 0]] * 2)), given(update=False))
+CHOSEN = at(read=PER_TOKEN, accepted=torch.tensor([1, 3]), write=lambda read: read.clone())
+STORED = both(at(snapshot_rows=torch.tensor([1, 0])), with_snapshots("int8", "nearest"))
+
+
+def forms_of_states(op: Op, case: AnyCase) -> dict[str, Form]:
+    """Forms that all ops on states have."""
+    return {
+        "plain": on(op, case),
+        "float16": on(op, case, bare=False, format="float16", rounding="stochastic"),
+        "int8": on(op, case, bare=False, format="int8", rounding="stochastic"),
+        "float8": on(op, case, bare=False, format="float8_e4m3fn"),
+        "a tensor of slots": on(op, case, lambda a: {**a, "slots": a["slots"].read}),
+        "no slots": on(op, case, given(slots=None)),
+        "64-bit slots": on(op, case, at(read=Tensor.long)),
+        "fresh padding": on(op, case, at(padding="fresh")),
+        "several tokens": on(op, case, tokens=3),
+        "packed": on(op, case, tokens=3, packed=True),
+        "no update": on(op, case, given(update=False)),
+    }
+
+
+def forms_of_steps(op: Op, case: AnyCase) -> dict[str, Form]:
+    """Forms that ops have which store a state after every token."""
+    return {
+        **forms_of_states(op, case),
+        "in place": on(op, case, in_place),
+        "slots to write": on(op, case, at(write=lambda read: read.flip(0))),
+        "a slot for every token": on(op, case, at(write=PER_TOKEN), tokens=3),
+        "slots to choose from": on(op, case, CHOSEN, tokens=3),
+    }
+
+
+def forms_of_trees(op: Op, case: AnyCase) -> dict[str, Form]:
+    """Forms that ops have which take snapshots and draft trees, and start early."""
+    return {
+        **forms_of_steps(op, case),
+        "snapshots": on(op, case, STORED, tokens=3),
+        "stochastic snapshots": on(op, case, with_snapshots("float16", "stochastic"), bare=False, tokens=3),
+        "snapshots alike": on(op, case, with_snapshots("float32", "nearest"), tokens=3),
+        "a tree": on(op, case, TREE, tokens=3),
+        "early": on(op, case, given(early=True)),
+    }
+
+
+AT_ONCE = {"tokens": 3, "exact": False}
+FORMS: dict[str, dict[str, Form]] = {
+    "mamba2_step": {
+        **forms_of_trees(MAMBA2_STEP, MAMBA2),
+        "without options": on(MAMBA2_STEP, MAMBA2, z=False, D=None, dt_bias=False),
+        "D of rows": on(MAMBA2_STEP, MAMBA2, D="row"),
+        "Mamba-1": on(MAMBA2_STEP, MAMBA2, heads=1, groups=1, mamba1=True, D="row"),
+    },
+    "gated_delta_step": {
+        **forms_of_trees(GATED_DELTA_STEP, DELTA),
+        "without A_log": on(GATED_DELTA_STEP, DELTA, raw=False),
+        "KDA": on(GATED_DELTA_STEP, DELTA, per_channel=True),
+        "a scale": on(GATED_DELTA_STEP, DELTA, scale=0.7),
+        "transposed": on(GATED_DELTA_STEP, DELTA, transposed=True),
+        "transposed snapshots": on(
+            GATED_DELTA_STEP, DELTA, given(snapshots=State(torch.zeros(4, 4, 4, 32, 16).mT)), tokens=3
+        ),
+        "fewer key heads": on(GATED_DELTA_STEP, DELTA, key_heads=1),
+        "at once": on(GATED_DELTA_STEP, DELTA, **AT_ONCE),
+        "at once, packed": on(GATED_DELTA_STEP, DELTA, **AT_ONCE, packed=True),
+        "at once, packed, longer": on(GATED_DELTA_STEP, DELTA, at(max_len=9), **AT_ONCE, packed=True),
+        "at once, no update": on(GATED_DELTA_STEP, DELTA, given(update=False), **AT_ONCE),
+    },
+    "mamba3_step": {
+        **forms_of_steps(MAMBA3_STEP, MAMBA3),
+        "rank 1": on(MAMBA3_STEP, MAMBA3, rank=1),
+        "without rotary": on(MAMBA3_STEP, MAMBA3, given(rotary=None)),
+        "without biases": on(MAMBA3_STEP, MAMBA3, bias=False),
+        "an angle for every head": on(MAMBA3_STEP, MAMBA3, per_head),
+        "without weights": on(MAMBA3_STEP, MAMBA3, rank=1, Wx=False, Wz=False, Wo=False, D=False, z=False),
+        "an output per rank": on(
+            MAMBA3_STEP, MAMBA3, given(Wo=None, out=torch.empty(2, 4, 4, 16, dtype=torch.bfloat16))
+        ),
+        "fewer groups": on(MAMBA3_STEP, MAMBA3, groups=1),
+        "a logit": on(MAMBA3_STEP, MAMBA3, trap_logit=True),
+        "k and v stay": on(MAMBA3_STEP, MAMBA3, update_kv=False),
+    },
+    "conv1d_step": {
+        "plain": on(CONV1D_STEP, CONV),
+        "without bias": on(CONV1D_STEP, CONV, bias=False),
+        "a tensor of slots": on(CONV1D_STEP, CONV, lambda a: {**a, "slots": a["slots"].read}),
+        "no slots": on(CONV1D_STEP, CONV, given(slots=None)),
+        "kept padding": on(CONV1D_STEP, CONV, at(padding="keep")),
+        "in place": on(CONV1D_STEP, CONV, in_place),
+        "several tokens": on(CONV1D_STEP, CONV, tokens=3),
+        "packed": on(CONV1D_STEP, CONV, tokens=3, packed=True),
+        "longer windows": on(CONV1D_STEP, CONV, extra=2),
+        "another layout": on(CONV1D_STEP, CONV, layout="channels_first"),
+        "rolled back": on(CONV1D_STEP, CONV, at(accepted=torch.tensor([1, 2])), tokens=3, extra=3),
+        "a ring": on(CONV1D_STEP, CONV, given(positions=torch.tensor([4, 5])), tokens=3),
+        "snapshots": on(
+            CONV1D_STEP, CONV, given(snapshots=torch.zeros(2, 3, 16, 3), update=False), tokens=3
+        ),
+        "a tree": on(CONV1D_STEP, CONV, TREE, tokens=3),
+        "early": on(CONV1D_STEP, CONV, given(early=True)),
+    },
+    "mamba2_replay": {
+        **forms_of_states(MAMBA2_REPLAY, REPLAY),
+        "without options": on(MAMBA2_REPLAY, REPLAY, z=False, D=None, dt_bias=False),
+        "another window": on(MAMBA2_REPLAY, REPLAY, window=7),
+        "a plan": on(MAMBA2_REPLAY, REPLAY, planned, tokens=3),
+        "a plan of packed tokens": on(MAMBA2_REPLAY, REPLAY, planned, tokens=3, packed=True),
+    },
+}  # fmt: skip
+OPS = (MAMBA2_STEP, GATED_DELTA_STEP, MAMBA3_STEP, CONV1D_STEP, MAMBA2_REPLAY)
+BY_NAME = {op.name: op for op in OPS}

@@ -1,0 +1,266 @@
+"""Forms of calls whose kernels are compiled without a GPU: every op, by what a call brings and stores."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from compiling import CPU, Call, by_the_reference, plain
+
+import flashstate
+from flashstate.ops.mamba2_replay import parted
+from flashstate.proof import AnyCase, Case, ConvCase, DeltaCase, Inputs, Mamba3Case, ReplayCase
+from flashstate.proof.laws.tokens import TREE, make_snapshots
+
+BFLOAT16 = {"x": "bfloat16", "slots": 4}
+MAMBA2 = Case(2, 16, 1, 64, 128, bc="bfloat16", dt="bfloat16", **BFLOAT16)
+DELTA = DeltaCase(2, 64, 16, 128, 128, qk="bfloat16", gates="bfloat16", **BFLOAT16)
+AT_ONCE = replace(DELTA, tokens=4, exact=False)
+MIMO = Mamba3Case(2, 48, 1, 64, 128, rank=4, angles=0, bc="bfloat16", kv="bfloat16", **BFLOAT16)
+SISO = replace(MIMO, rank=1)
+CONV = ConvCase(2, 1280, 4, parameters="bfloat16", **BFLOAT16)
+REPLAY = ReplayCase(2, 16, 1, 64, 128, x="bfloat16", dt="bfloat16", slots=3)
+
+
+def kept(case: AnyCase, inputs: Inputs) -> object:
+    return inputs.step(update=False)
+
+
+def early(case: AnyCase, inputs: Inputs) -> object:
+    return inputs.step(early=True)
+
+
+def paged(case: AnyCase, inputs: Inputs) -> object:
+    """Separate write slots, 64-bit slot numbers and a slot stride past 32 bits."""
+    data = inputs.state.data
+    far = data[:1].as_strided((1, *data.shape[1:]), ((1 << 31) + 16, *data.stride()[1:]))
+    inputs.state = replace(inputs.state, data=far, seed=None)
+    slots = inputs.slots.long()
+    return inputs.step(slots=inputs.at(read=slots, write=slots))
+
+
+def written_per_token(case: AnyCase, inputs: Inputs) -> object:
+    read = inputs.slots[:, None].expand(-1, 3).contiguous()
+    write = torch.arange(case.batch * case.tokens).reshape(case.batch, case.tokens)
+    return inputs.step(slots=inputs.at(read=read, accepted=inputs.slots, write=write))
+
+
+def with_snapshots(case: AnyCase, inputs: Inputs) -> object:
+    """In another format."""
+    snapshots = make_snapshots(case, "int8", "stochastic", CPU)
+    return inputs.step(slots=inputs.at(snapshot_rows=inputs.slots), snapshots=snapshots)
+
+
+def with_snapshots_alike(case: AnyCase, inputs: Inputs) -> object:
+    """In the format and the rounding of the states."""
+    snapshots = make_snapshots(case, case.format, case.rounding, CPU)
+    return inputs.step(slots=inputs.at(snapshot_rows=inputs.slots), snapshots=snapshots)
+
+
+def with_other_snapshots(case: DeltaCase, inputs: Inputs) -> object:
+    """In the other layout."""
+    other = replace(case, transposed=not case.transposed)
+    return inputs.step(snapshots=make_snapshots(other, case.format, "nearest", CPU))
+
+
+def with_a_tree(case: AnyCase, inputs: Inputs) -> object:
+    parents = torch.tensor(TREE[: case.tokens]).repeat(case.batch, 1)
+    return inputs.step(slots=inputs.at(parents=parents), update=False)
+
+
+def a_tree_of_one_token(case: AnyCase, inputs: Inputs) -> object:
+    """A slot of its own and a snapshot in another format beside it."""
+    numbers = inputs.slots[:, None]
+    slots = inputs.at(write=numbers.contiguous(), parents=torch.full_like(numbers, -1), padding="fresh")
+    return inputs.step(slots=slots, snapshots=make_snapshots(replace(case, tokens=1), "int8", "stochastic", CPU))
+
+
+def with_fresh_padding(case: AnyCase, inputs: Inputs) -> object:
+    return inputs.step(slots=inputs.at(padding="fresh"))
+
+
+def with_kept_padding(case: AnyCase, inputs: Inputs) -> object:
+    return inputs.step(slots=inputs.at(padding="keep"))
+
+
+def rolled_back(case: ConvCase, inputs: Inputs) -> object:
+    return inputs.step(slots=inputs.at(accepted=torch.zeros_like(inputs.slots)))
+
+
+def in_a_ring(case: ConvCase, inputs: Inputs) -> object:
+    return inputs.step(positions=inputs.slots + 0)
+
+
+def with_windows_of_tokens(case: ConvCase, inputs: Inputs) -> object:
+    return inputs.step(snapshots=torch.zeros(2, 4, case.channels, case.width - 1, dtype=torch.bfloat16))
+
+
+def a_slot_for_every_window(case: ConvCase, inputs: Inputs) -> object:
+    return inputs.step(slots=inputs.at(write=torch.zeros(2, 4, dtype=torch.int64)))
+
+
+def either(case: ReplayCase, inputs: Any) -> object:
+    """Every row decides."""
+    return inputs.step()
+
+
+def planned(case: ReplayCase, inputs: Any) -> object:
+    """Every row does what a plan says, in one kernel."""
+    with by_the_reference():
+        plan = inputs.plan()
+    return inputs.step(plan=plan)
+
+
+def keep(case: ReplayCase, inputs: Any) -> object:
+    """Rows of a plan in a kernel for those that do not fold, beside one for others."""
+    with parted():
+        return planned(case, inputs)
+
+
+def fold(case: ReplayCase, inputs: Any) -> object:
+    """Rows of a plan in a kernel for those that fold, beside one for others."""
+    return keep(case, inputs)
+
+
+def folded(case: ReplayCase, inputs: Any) -> object:
+    flashstate.mamba2_fold(inputs.state.state, inputs.state.ring, inputs.arguments["A"])
+    return None
+
+
+STORES_NOTHING = (kept, with_a_tree, keep)
+
+
+class Form(NamedTuple):
+    """A call, and how many bytes its kernel may spill."""
+
+    case: AnyCase
+    call: Call = plain
+    spills: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.case}-{self.call.__name__}"
+
+
+def of(case: AnyCase, call: Call = plain, spills: int = 0, **fields: Any) -> Form:
+    """A call with a case that has these fields."""
+    return Form(replace(case, **fields), call, spills)
+
+
+STOCHASTIC = {"rounding": "stochastic"}
+HALF = {"format": "float16", **STOCHASTIC}
+TWO = {"tokens": 2}  # of more the slowest forms take several times as long to compile
+FORMS: dict[str, dict[str, Form]] = {  # of every op in every format; of the first, formats with all their roundings
+    "mamba2": {
+        "plain": of(MAMBA2),
+        "bfloat16": of(MAMBA2, format="bfloat16"),
+        "int16": of(MAMBA2, format="int16", **STOCHASTIC),
+        "int8": of(MAMBA2, format="int8", **STOCHASTIC),
+        "float8": of(MAMBA2, format="float8_e4m3fn", **STOCHASTIC),
+        "paged": of(MAMBA2, paged, format="float16"),
+        "without update": of(MAMBA2, kept, D="row", **HALF),
+        "several tokens": of(MAMBA2, tokens=4, D="row", **HALF),
+        "packed tokens": of(MAMBA2, tokens=4, packed=True, format="bfloat16", **STOCHASTIC),
+        "a slot for every token": of(MAMBA2, written_per_token, **TWO, format="int8", **STOCHASTIC),
+        "snapshots": of(MAMBA2, with_snapshots, **TWO),
+        "a tree": of(MAMBA2, with_a_tree, tokens=4, format="float8_e4m3fn"),
+        "fresh padding": of(MAMBA2, with_fresh_padding, tokens=4, format="int16"),
+        "kept padding": of(MAMBA2, with_kept_padding, tokens=4, format="int8"),
+        "Mamba-1": of(MAMBA2, heads=1, rows=256, cols=16, mamba1=True, D="row"),
+    },
+    "gated delta": {
+        "plain": of(DELTA),
+        "bfloat16": of(DELTA, format="bfloat16"),
+        "paged": of(DELTA, paged, format="float16"),
+        "KDA": of(DELTA, per_channel=True, format="float8_e4m3fn", **STOCHASTIC),
+        "log-decay": of(DELTA, raw=False, qk_l2norm=False, format="bfloat16", **STOCHASTIC),
+        "one token of a tree": of(DELTA, a_tree_of_one_token, **HALF),
+        "one token, kept padding": of(DELTA, with_kept_padding, format="int8", **STOCHASTIC),
+        "one token, fresh padding": of(DELTA, with_fresh_padding, format="int16", **STOCHASTIC),
+        "one token, transposed": of(DELTA, transposed=True),
+        "several tokens": of(DELTA, tokens=4, **HALF),
+        "several tokens, without update": of(DELTA, kept, tokens=4, **HALF),
+        "several tokens, packed": of(DELTA, tokens=4, packed=True, **HALF),
+        "several tokens, KDA": of(DELTA, tokens=4, per_channel=True, raw=False, format="int8"),
+        "a slot for every token": of(DELTA, written_per_token, **TWO, format="int8", **STOCHASTIC),
+        "snapshots": of(DELTA, with_snapshots, **TWO),
+        "a tree": of(DELTA, with_a_tree, tokens=4, format="int8"),
+        "fresh padding": of(DELTA, with_fresh_padding, tokens=4, format="int16"),
+        "kept padding": of(DELTA, with_kept_padding, tokens=4, **HALF),
+        "transposed": of(DELTA, **TWO, format="bfloat16", **STOCHASTIC, transposed=True),
+        "transposed, snapshots that are not": of(
+            DELTA, with_other_snapshots, **TWO, format="bfloat16", **STOCHASTIC, transposed=True
+        ),
+        "transposed snapshots": of(DELTA, with_other_snapshots, **TWO),
+    },
+    "gated delta at once": {
+        "plain": of(AT_ONCE),
+        "bfloat16": of(AT_ONCE, format="bfloat16"),
+        "float16": of(AT_ONCE, format="float16"),
+        "float8": of(AT_ONCE, format="float8_e4m3fn", **STOCHASTIC),
+        "16 tokens": of(AT_ONCE, tokens=16),
+        "without update": of(AT_ONCE, kept, format="bfloat16"),
+        "16 tokens, without update": of(AT_ONCE, kept, tokens=16, format="bfloat16"),
+        "packed": of(AT_ONCE, tokens=16, packed=True, format="int16"),
+        "fresh padding": of(AT_ONCE, with_fresh_padding, format="int8", **STOCHASTIC, raw=False),
+        "kept padding": of(AT_ONCE, with_kept_padding, format="bfloat16", **STOCHASTIC),
+        "transposed": of(AT_ONCE, format="bfloat16", transposed=True),
+    },
+    "mamba3": {
+        "plain": of(MIMO, spills=64),
+        "turned": of(MIMO, angles=32, spills=64, format="bfloat16", **STOCHASTIC),
+        "rank 1": of(SISO, spills=64, **HALF),
+        "rank 1, turned": of(SISO, angles=32, spills=64, format="int16", **STOCHASTIC),
+        "int8": of(MIMO, spills=64, format="int8", **STOCHASTIC),
+        "float8": of(MIMO, angles=32, spills=64, format="float8_e4m3fn", **STOCHASTIC),
+    },
+    "convolution": {
+        "plain": of(CONV),
+        "several tokens": of(CONV, tokens=4),
+        "float32 windows": of(CONV, window="float32"),
+        "packed": of(CONV, tokens=4, packed=True),
+        "longer windows": of(CONV, extra=2),
+        "rolled back": of(CONV, rolled_back, tokens=4, extra=4),
+        "a ring": of(CONV, in_a_ring, tokens=4, extra=1),
+        "snapshots": of(CONV, with_windows_of_tokens, tokens=4),
+        "a tree": of(CONV, with_a_tree, tokens=4),
+        "a slot for every token": of(CONV, a_slot_for_every_window, tokens=4),
+        "kept padding": of(CONV, with_kept_padding, tokens=4),
+        "width 6, no bias": of(CONV, width=6, bias=False, activation=None),
+        "width 3": of(CONV, tokens=4, width=3, parameters="float32"),
+    },
+    "replay": {
+        "one token": of(REPLAY, either, 64),
+        "one token, planned": of(REPLAY, planned, 64),
+        "one token, keep": of(REPLAY, keep, 64),
+        "one token, fold": of(REPLAY, fold, 64),
+        "one token, fresh padding": of(REPLAY, with_fresh_padding, 64),
+        "one token, without update": of(REPLAY, kept, 64),
+        "fold": of(REPLAY, fold, 128, format="int8", **STOCHASTIC),
+        "keep": of(REPLAY, keep, 128, format="bfloat16", tokens=6),
+        "keep, float16": of(REPLAY, keep, 128, format="float16", **TWO),
+        "either": of(REPLAY, either, 1 << 10, format="int16", x="float32"),
+        "fold, 16 tokens": of(REPLAY, fold, 128, tokens=16, **HALF),
+        "two tokens, fresh padding": of(REPLAY, with_fresh_padding, 128, **TWO),
+        "two tokens, without update": of(REPLAY, kept, 128, **TWO),
+        "mamba2_fold": of(REPLAY, folded),
+    },
+}
+ODD: dict[str, Form] = {  # shapes whose rows are no multiple of an access, or wide
+    "mamba2 48x16": of(MAMBA2, heads=6, groups=2, rows=48, cols=16, tokens=8, D=None, format="int8", **STOCHASTIC),
+    "mamba2 80x20": of(MAMBA2, heads=8, groups=4, rows=80, cols=20, tokens=5, packed=True, format="int16"),
+    "mamba2 96x96": of(MAMBA2, heads=12, groups=12, rows=96, cols=96, tokens=3, format="bfloat16", **STOCHASTIC),
+    "mamba2 128x256": of(MAMBA2, heads=4, rows=128, cols=256, dt_softplus=False, format="int8"),
+    "mamba2 33x7": of(MAMBA2, heads=3, rows=33, cols=7, tokens=2, dt_bias=False, **HALF),
+    "Mamba-1 1536x16": of(MAMBA2, heads=1, rows=1536, cols=16, mamba1=True, D="row", format="float8_e4m3fn"),
+    "mamba2 64x512": of(MAMBA2, heads=2, cols=512, tokens=4),
+    "gated delta 96x64": of(DELTA, heads=12, key_heads=4, rows=96, cols=64, tokens=3, qk_l2norm=False, scale=0.125),
+    "gated delta 256x256": of(DELTA, heads=4, key_heads=2, rows=256, cols=256, format="bfloat16", **STOCHASTIC),
+    "gated delta at once 33x20": of(AT_ONCE, heads=6, key_heads=2, rows=33, cols=20, tokens=9, format="int8"),
+    "transposed 96x64": of(
+        DELTA, heads=4, key_heads=2, rows=96, cols=64, transposed=True, per_channel=True, format="float16"
+    ),
+    "transposed 33x20": of(
+        DELTA, heads=4, key_heads=1, rows=33, cols=20, transposed=True, tokens=3, packed=True, format="bfloat16"
+    ),
+}  # fmt: skip

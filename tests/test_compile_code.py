@@ -1,0 +1,450 @@
+"""What instructions the compiler makes of kernels: in which order rows are summed, what waits for what, and what moves
+between threads. Without a GPU."""
+
+import math
+import re
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from compiling import (
+    CPU,
+    Call,
+    access_bytes,
+    butterflies,
+    chosen,
+    collected,
+    compiled,
+    machine_with,
+    narrows_slots,
+    plain,
+    require_one_order,
+    rows_per_thread,
+    spilled_bytes,
+    state_loads,
+)  # fmt: skip
+from kernel_forms import (
+    AT_ONCE,
+    CONV,
+    DELTA,
+    MAMBA2,
+    MIMO,
+    REPLAY,
+    SISO,
+    Form,
+    early,
+    either,
+    fold,
+    keep,
+    kept,
+    planned,
+    with_a_tree,
+)  # fmt: skip
+
+from flashstate.launch import Config, override, valid_configs
+from flashstate.proof import AnyCase, Case, ConvCase, DeltaCase, Inputs, Mamba3Case, dtype, make_inputs
+
+pytestmark = pytest.mark.compiled
+WAIT, LET = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
+WIDE = re.compile(r"\bld\.global[\w:.]*\.v4\.b32\b")  # 16 bytes
+TURNED = replace(MIMO, angles=32)
+
+
+@pytest.mark.parametrize("architecture", [100, 103])
+@pytest.mark.parametrize(
+    ("name", "instruction", "values"), [("float16", "f16x2", 2), ("float8_e4m3fn", "satfinite.e4m3x4", 4)]
+)
+def test_hardware_rounding_is_one_instruction_where_there_is_one(
+    architecture: int, name: str, instruction: str, values: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flashstate.state.state._check_hardware_rounding", lambda device: None)
+    case = replace(MAMBA2, format=name, rounding="stochastic_hw")
+    config = chosen(case, architecture)
+    kernel = compiled(case, architecture, plain, config)
+    assert kernel.asm["ptx"].count(f"cvt.rs.{instruction}.f32") == config.block_rows * 128 // 32 // values
+    assert 16 in access_bytes(kernel)[1]
+
+
+@pytest.mark.parametrize("case", [MAMBA2, replace(MAMBA2, tokens=2), DELTA, replace(DELTA, tokens=2)], ids=str)
+def test_strides_are_multiplied_with_32_bits_of_int64_slots(case: AnyCase) -> None:
+    assert narrows_slots(compiled(replace(case, index="int64"), 90))
+
+
+def narrowed(vector: int) -> Call:
+    """A pool whose slots lie so that accesses of `vector` elements are aligned, and no wider ones."""
+
+    def call(case: Case, inputs: Inputs) -> object:
+        data = inputs.state.data
+        size = data[0].numel()
+        pages = torch.zeros(case.slots, size + vector, dtype=data.dtype)
+        inputs.state = replace(inputs.state, data=pages[:, :size].view(data.shape))
+        return inputs.step()
+
+    return cache(lambda: call)()
+
+
+NARROWED = {vector: narrowed(vector) for vector in (1, 2, 4, 8, 16)}
+
+
+@pytest.mark.parametrize(("name", "vector", "width"), [
+    ("bfloat16", 8, 16), ("bfloat16", 4, 8), ("bfloat16", 2, 4), ("bfloat16", 1, 2),
+    ("int8", 16, 16), ("int8", 8, 8),
+])  # fmt: skip
+def test_a_pool_is_accessed_as_widely_as_its_alignment_allows(name: str, vector: int, width: int) -> None:
+    case = replace(MAMBA2, format=name)
+    want = {width} if name == "bfloat16" else {width, 4}
+    config = replace(case.problem, vector=vector).heuristic(machine_with(90).gpu)
+    assert access_bytes(compiled(case, 90, NARROWED[vector], config)) == (want, want)
+
+
+ORDERED = [
+    (replace(MAMBA2, rows=rows, cols=cols, format=name, rounding=rounding, tokens=tokens), vector)
+    for rows, cols, name, rounding, tokens, vector in (
+        (64, 128, "float32", "nearest", 0, 4),
+        (64, 128, "float32", "nearest", 0, 1),  # a pool that is not aligned
+        (64, 64, "float16", "stochastic", 4, 2),  # narrow: wider rows of so many chunks take a minute
+        (64, 128, "int8", "stochastic", 0, 16),
+        (64, 256, "float32", "nearest", 0, 4),  # a row is more than a warp reads at once
+        (80, 20, "bfloat16", "stochastic", 0, 4),
+        (80, 16, "float8_e4m3fn", "nearest", 0, 16),
+        (4, 33, "float16", "nearest", 4, 1),
+    )
+]
+
+
+def lanes_by_turns() -> list[list[int]]:
+    """For each of these cases two numbers of lanes that are far apart, other ones by turns."""
+    choices = [replace(case.problem, vector=vector).lane_choices for case, vector in ORDERED]
+    found = [sorted({of_case[i % 2 :][0], of_case[-1 - i // 2 % 2 :][0]}) for i, of_case in enumerate(choices)]
+    assert {lanes for of_case in found for lanes in of_case} == {1, 2, 4, 8, 16, 32}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("case", "vector", "lanes_of_case"),
+    [(*case, lanes) for case, lanes in zip(ORDERED, lanes_by_turns(), strict=True)],
+    ids=str,
+)
+def test_every_config_sums_a_row_in_the_same_order(case: Case, vector: int, lanes_of_case: list[int]) -> None:
+    """A config for each number of lanes, the smallest and one in the middle by turns; of few tokens together, as many
+    take long to compile. test_compile.py asks kernels of all forms and formats, with the heuristic's config."""
+    problem = replace(case.problem, vector=vector)
+    call = NARROWED[vector] if case.problem.vector != vector else plain
+    for i, lanes in enumerate(lanes_of_case):
+        configs = [config for config in valid_configs(problem) if config.lanes == lanes and config.tokens_together <= 2]
+        config = configs[i % 2 * len(configs) // 2]
+        require_one_order(compiled(case, 90, call, config), config, vector)
+
+
+def shuffles(kernel: Any) -> int:
+    """Exchanges of any kind between the threads of a warp."""
+    return len(re.findall(r"\bshfl\.sync\.", kernel.asm["ptx"]))
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16"])
+def test_a_thread_that_walks_along_a_row_sums_it_alone_on_blackwell(name: str) -> None:
+    """The butterflies of a sum are those that end it, and a row twice as long has no more shuffles of any kind: so none
+    is inside the walk along the columns."""
+    case = replace(MAMBA2, format=name)
+    config = chosen(case, 100)
+    kernel = compiled(case, 100)
+    assert config.lanes <= 4
+    assert len(butterflies(kernel)) == rows_per_thread(config) * int(math.log2(config.lanes))
+    assert shuffles(kernel) == shuffles(compiled(replace(case, cols=256), 100, plain, config))
+    most = Config(config.block_rows, 1, max(case.problem.lane_choices))
+    assert 2 * len(butterflies(kernel)) < len(butterflies(compiled(case, 100, plain, most)))
+
+
+def packed_up_to(max_len: int | None) -> Call:
+    """Rows of which the longest has at most so many tokens, as far as the call says."""
+
+    def call(case: Case, inputs: Inputs) -> object:
+        return inputs.step(slots=replace(inputs.at(), max_len=max_len))
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("case", "call", "together"),
+    [
+        (MAMBA2, plain, 1),
+        (replace(MAMBA2, tokens=2), plain, 2),
+        (replace(MAMBA2, tokens=3), plain, 4),
+        (replace(MAMBA2, tokens=8), plain, 4),
+        (replace(MAMBA2, tokens=4), with_a_tree, 1),
+        *((replace(MAMBA2, tokens=4, packed=True), packed_up_to(max_len), 4) for max_len in (None, 4, 100)),
+    ],
+    ids=["one token", "two", "three", "eight", "a tree", "packed", "packed up to 4", "packed up to 100"],
+)
+def test_no_more_tokens_are_loaded_together_than_a_dense_call_has(case: Case, call: Call, together: int) -> None:
+    with collected(90) as launches, override(Config(4, 1, 8, tokens_together=4)):
+        call(case, make_inputs(case, CPU))
+    assert [launch.constants["TOGETHER"] for launch in launches] == [together]
+
+
+def test_a_place_without_a_token_adds_minus_zero() -> None:
+    """Triton 3.6 makes 0.0 of a -0.0, which would change states of -0.0. The first place of a group has a token."""
+    minus_zero = re.compile(r"selp\.\w+\s+[^;]*(-2147483648|0f80000000)")
+    for together in (1, 2, 4):
+        kernel = compiled(replace(MAMBA2, tokens=4), 90, plain, Config(4, 1, 8, tokens_together=together))
+        assert len(minus_zero.findall(kernel.asm["ptx"])) == together - 1
+
+
+@pytest.mark.parametrize("config", [Config(4, 1, 8), Config(8, 1, 16), Config(16, 4, 8), Config(16, 2, 16)], ids=str)
+def test_loads_do_not_wait_for_shared_memory(config: Config) -> None:
+    """What there is of it, a program uses to put its outputs in order, behind all loads; with several tokens too."""
+    case = replace(MAMBA2, format="bfloat16")
+    one, several = (compiled(replace(case, tokens=t), 90, plain, config).asm["ptx"] for t in (0, 4))
+    stores, stores_of_several = (
+        [at.start() for at in re.finditer(r"\b(st\.shared|stmatrix)", ptx)] for ptx in (one, several)
+    )
+    assert not stores or min(stores) > max(at.start() for at in re.finditer(r"\bld\.global", one))
+    assert len(stores_of_several) == len(stores)
+
+
+def test_a_limit_of_registers_reaches_the_compiler() -> None:
+    free, limited = (compiled(MAMBA2, 90, plain, Config(4, 1, 32, registers=most)) for most in (0, 128))
+    assert ".maxnreg 128" in limited.asm["ptx"]
+    assert ".maxnreg" not in free.asm["ptx"]
+
+
+@pytest.mark.parametrize("architecture", [80, 89, 90, 100, 120])
+def test_only_gpus_that_can_let_the_next_kernel_start_early(architecture: int) -> None:
+    """Convolutions let the next kernel start. Ops wait for it on the GPU that has a table and on the one before it."""
+    can = architecture >= 90
+    for case in (CONV, MAMBA2, DELTA, AT_ONCE) if architecture in (89, 90) else (CONV, DELTA):
+        ordinary, starts_early = (compiled(case, architecture, call).asm["ptx"] for call in (plain, early))
+        assert WAIT not in ordinary
+        assert (WAIT in starts_early) == can
+        assert (LET in ordinary) == (LET in starts_early) == (can and case is CONV)
+
+
+TOKENS = re.compile(r"\bld\.global(?:\.v\d)?\.b16\b|\bld\.global\.v[24]\.b32\b")  # 16-bit values; states have a hint
+WIDE_PARAMETERS = re.compile(r"\bld\.global\.v4\.b32\b")  # four of them in float32
+STORES = re.compile(r"\bst\.global(?!\.b64)")  # all but those of the fault flag
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        replace(CONV, parameters="float32"),
+        replace(CONV, tokens=4, parameters="float32"),
+        MAMBA2,
+        replace(MAMBA2, format="int8"),
+        replace(MAMBA2, tokens=4),
+    ],
+    ids=str,
+)
+def test_states_are_on_their_way_before_a_kernel_that_starts_early_waits(case: ConvCase | Case) -> None:
+    """All loads of state come before the wait, all of tokens behind it; and a convolution lets the next one start only
+    when all before it has ended."""
+    ptx = compiled(case, 90, early).asm["ptx"]
+    before, behind = ptx.split(WAIT)
+    states = re.compile(r"\bld\.global\.L1::evict_first")
+    assert states.search(before)
+    assert not states.search(behind)
+    assert TOKENS.findall(before) == (WIDE_PARAMETERS.findall(before) if isinstance(case, ConvCase) else [])
+    assert TOKENS.findall(behind)
+    assert not STORES.search(before)
+    assert LET not in before
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        DELTA,
+        replace(DELTA, format="int8"),
+        replace(DELTA, format="bfloat16", tokens=2),
+        AT_ONCE,
+        replace(AT_ONCE, format="bfloat16", tokens=16),
+        replace(AT_ONCE, format="bfloat16", transposed=True),
+    ],
+    ids=str,
+)
+def test_states_of_the_delta_rule_are_on_their_way_before_a_kernel_that_starts_early_waits(case: DeltaCase) -> None:
+    """Before it waits a kernel loads its tile of states, 16 bytes at a time, and nothing that tokens bring; it stores
+    nothing before."""
+    ptx, rows = compiled(case, 90, early).asm["ptx"], chosen(case, 90).block_rows
+    before, behind = ptx.split(WAIT)
+    tokens = re.compile(r"\bld\.global(?:\.v\d)?\.b16\b|" + WIDE.pattern)  # one by one or eight at once
+    assert len(WIDE.findall(before)) == rows * case.cols * dtype(case.format).itemsize // (16 * 32)
+    assert len(tokens.findall(before)) == len(WIDE.findall(before))
+    assert tokens.findall(behind)
+    assert not STORES.search(before)
+
+
+COPY = re.compile(r"\bcp\.async\.cg\.shared\.global[^\n]*, 0x10,")  # 16 bytes
+
+
+def require_staged(kernel: Any, tile_bytes: int, call: Call) -> None:
+    """Tiles come by asynchronous copies, the first two before the loop; with `early`, after it has waited."""
+    ptx, accesses = kernel.asm["ptx"], tile_bytes // (16 * 32)
+    assert spilled_bytes(kernel) == 0
+    assert len(COPY.findall(ptx)) == 3 * accesses
+    assert len(COPY.findall(ptx.split("cp.async.wait_group")[0])) == 2 * accesses
+    if call is early:
+        assert not COPY.search(ptx.split(WAIT)[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "tiles", "call"),
+    [("float32", 16, plain), ("bfloat16", 2, plain), ("bfloat16", 16, early), ("int8", 2, early), ("int8", 16, plain)],
+)
+def test_tiles_wait_in_shared_memory_while_others_are_stepped(name: str, tiles: int, call: Call) -> None:
+    case, config = replace(DELTA, format=name), Config(8, 1, 16 if name == "float32" else 8, tiles=tiles)
+    kernel, tile_bytes = compiled(case, 90, call, config), config.block_rows * case.cols * dtype(name).itemsize
+    require_staged(kernel, tile_bytes, call)
+    assert not re.search(r"\bld\.global\.L1::evict_first[\w:.]*\.v4", kernel.asm["ptx"])
+    assert 2 * tile_bytes <= kernel.metadata.shared < 3 * tile_bytes  # two at most
+
+
+@pytest.mark.parametrize(
+    ("name", "tiles", "call"),
+    [("bfloat16", 2, kept), ("bfloat16", 8, plain), ("bfloat16", 4, early), ("int8", 4, plain), ("float32", 8, kept)],
+)
+def test_tiles_of_tokens_at_once_wait_in_shared_memory_while_others_are_stepped(
+    name: str, tiles: int, call: Call
+) -> None:
+    case, config = replace(AT_ONCE, format=name), Config(16, 1, 4, tiles=tiles)
+    kernel, tile_bytes = compiled(case, 90, call, config), config.block_rows * case.cols * dtype(name).itemsize
+    require_staged(kernel, tile_bytes, call)
+    ptx, of_tokens = kernel.asm["ptx"], 2 * 8 * case.cols * 2  # bytes of k and q, with room for 8 tokens
+    asked_for = ptx.count("prefetch.global.L2") * 32 * 128  # bytes, by every thread of a warp
+    assert asked_for == (tiles * tile_bytes if call is not kept and tiles * tile_bytes <= 16 << 10 else 0)
+    first, *_ = re.split(r"\bprefetch\.global|\bcp\.async", ptx)
+    if name != "float32":  # of which accesses have four columns, so that those of k and q have 8 bytes
+        assert len(WIDE.findall(first)) == of_tokens // (16 * 32)  # they wait for no state
+
+
+@pytest.mark.parametrize(
+    ("name", "tiles"), [("float32", 1), ("bfloat16", 1), ("bfloat16", 2), ("float16", 1), ("int16", 1), ("int8", 1)]
+)
+def test_only_single_tiles_of_16_bit_floats_have_the_slot_in_every_thread(name: str, tiles: int) -> None:
+    ptx = compiled(replace(DELTA, format=name), 90, plain, Config(8, 1, 8 if name == "int8" else 16, tiles=tiles)).asm[
+        "ptx"
+    ]
+    assert ("%lanemask_lt" in ptx) == (name in ("bfloat16", "float16") and tiles == 1)
+
+
+def products(ptx: str) -> int:
+    """Instructions of tensor cores, each of 16 rows, 8 columns and a sum over 16."""
+    found = re.findall(r"\bmma\.sync\.aligned\.m16n8k16\.[\w.]*f32\.bf16\.bf16\.f32", ptx)
+    assert len(found) == ptx.count("mma.sync")
+    return len(found)
+
+
+def expected_products(case: DeltaCase, rows: int, update: bool) -> int:
+    """With a state of one term or two: its products with every k and q, these with each other, those of the steps on
+    unit vectors with what every row brings, of three terms where the state is finer than 16 bits, else two, and the
+    update, whose weights have two terms. Where there is room, two of the last ones go side by side."""
+    terms = 2 if case.format in ("float32", "float16", "int16") else 1
+    fine = case.format in ("float32", "int16")
+    room = 8 if case.tokens <= 8 else 16
+    with_state = terms * (rows // 16) * (2 * room // 8) * (case.cols // 16)
+    with_each_other = (2 * room // 16) * (2 * room // 8) * (case.cols // 16)
+    pairs_of_terms = (3 if fine else 2) if room == 8 else (6 if fine else 4)
+    of_steps = pairs_of_terms * (rows // 16) * (2 * room // 8)
+    of_update = (rows // 16) * (case.cols // 8) * (2 * room // 16)
+    return with_state + with_each_other + of_steps + update * of_update
+
+
+@pytest.mark.parametrize("update", [True, False])
+@pytest.mark.parametrize(("name", "tokens"), [("float32", 4), ("bfloat16", 4), ("bfloat16", 16), ("int8", 4)])
+def test_tensor_cores_make_no_more_products_than_they_need(name: str, tokens: int, update: bool) -> None:
+    case = replace(AT_ONCE, format=name, tokens=tokens)
+    ptx = compiled(case, 90, plain if update else kept).asm["ptx"]
+    assert products(ptx) == expected_products(case, chosen(case, 90).block_rows, update)
+
+
+def moved_bytes(ptx: str) -> int:
+    """Bytes that a warp hands from thread to thread, or through shared memory."""
+    stores = re.findall(r"\bst\.shared(?:\.v(\d))?\.b(\d+)\b", ptx)
+    matrices = re.findall(r"\bstmatrix\.[\w.]*?\.x(\d)\b", ptx)
+    per_thread = sum(int(n or 1) * int(bits) // 8 for n, bits in stores) + sum(4 * int(n) for n in matrices)
+    return 32 * (per_thread + 4 * len(re.findall(r"\bshfl\.sync\.", ptx)))
+
+
+@pytest.mark.parametrize(("name", "update"), [("float32", True), ("bfloat16", False)])
+def test_nothing_of_a_state_moves_between_threads_on_its_way_through_tensor_cores(name: str, update: bool) -> None:
+    """Sixteen rows more cost less than these rows have bytes, so they stay where they were loaded, and are stored from
+    there."""
+    case, call = replace(AT_ONCE, format=name), plain if update else kept
+    few, more = (moved_bytes(compiled(case, 90, call, Config(rows, 1, 4)).asm["ptx"]) for rows in (16, 32))
+    assert 0 <= more - few < 16 * case.cols * dtype(name).itemsize // 2
+
+
+@pytest.mark.parametrize("name", ["float32", "float16", "int8"])
+def test_a_row_that_does_not_fold_is_read_in_16_bytes_not_written_and_kept_in_registers(name: str) -> None:
+    kernel = compiled(replace(REPLAY, format=name, tokens=2), 90, keep, Config(16, 1, 4, tiles=8))
+    assert state_loads(kernel, name) == {16}
+    assert not access_bytes(kernel)[1]
+    assert spilled_bytes(kernel) == 0
+
+
+@pytest.mark.parametrize("call", [either, planned, keep, fold], ids=lambda call: call.__name__)
+def test_one_token_of_float32_states_needs_no_tensor_cores_and_few_barriers(call: Call) -> None:
+    """Warps share what a window weighs, so they wait for each other, but not for tiles of state."""
+    kernel = compiled(REPLAY, 90, call)
+    assert "mma" not in kernel.asm["ptx"]
+    assert len(re.findall(r"\bbar\.sync\b", kernel.asm["ptx"])) <= 12
+    assert access_bytes(kernel) == ({16}, set() if call is keep else {16})
+
+
+def test_threads_have_as_much_of_a_row_where_other_tiles_have_the_shape_of_the_state() -> None:
+    """x of the tokens of a window: in the layout of its wider accesses rows would be summed in another order."""
+    assert state_loads(compiled(REPLAY, 90, keep, Config(16, 1, 4)), "float32") == {16}
+
+
+@pytest.mark.parametrize(
+    "form", [Form(MIMO), Form(TURNED), Form(replace(REPLAY, format="float16", tokens=2), keep)], ids=str
+)
+def test_products_are_of_tensor_cores_of_every_warp_alone(form: Form) -> None:
+    """Products of a warp group would sum in another order, and with them bytes would depend on the config."""
+    ptx = compiled(form.case, 90, form.call).asm["ptx"]
+    assert "mma.sync.aligned.m16n8k16" in ptx
+    assert "wgmma" not in ptx
+
+
+@pytest.mark.parametrize("case", [MIMO, TURNED], ids=str)
+def test_the_read_out_is_two_sums_that_do_not_wait_for_each_other(case: Mamba3Case) -> None:
+    """Which the compiler would make one, if it saw that both begin with zero."""
+    ttir = compiled(case, 90).asm["ttir"]
+    products = set(re.findall(r"(%\w+) = tt\.dot ", ttir))
+    sums = re.findall(r"arith\.addf (%\w+), (%\w+)", ttir)
+    assert any(products >= {one, other} for one, other in sums)
+
+
+def test_rank_one_needs_no_tensor_cores() -> None:
+    assert "mma.sync" not in compiled(SISO, 90).asm["ptx"]
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "int8"])
+def test_threads_step_the_rows_that_they_load(name: str) -> None:
+    """Else tiles go through shared memory, with 28 barriers or more; the vectors of a token do, with ten."""
+    barriers = re.findall(r"\bbar\.sync\b", compiled(replace(SISO, format=name), 90).asm["ptx"])
+    assert len(barriers) <= 12
+
+
+def test_states_of_a_later_program_are_asked_for() -> None:
+    config = Config(64, 4, 4, ahead=256)
+    assert "prefetch.global.L2" in compiled(MIMO, 90, plain, config).asm["ptx"]
+    assert "prefetch.global.L2" not in compiled(MIMO, 90, plain, replace(config, ahead=0)).asm["ptx"]
+
+
+def test_the_state_is_asked_for_before_anything_waits_for_weights() -> None:
+    """A barrier behind its loads keeps what is stored to shared memory, which waits, from going in front of them."""
+    ptx = compiled(MIMO, 90).asm["ptx"]
+    first_barrier = re.search(r"\bbar\.sync\b", ptx)
+    assert first_barrier is not None
+    before = ptx[: first_barrier.start()]
+    assert len(re.findall(r"ld\.global[\w:.]*\.v4\.b32", before)) >= 16
+    assert "st.shared" not in before
+
+
+def test_wide_rows_of_float32_calls_need_no_more_shared_memory_than_gpus_have() -> None:
+    """Their outputs are made without tensor cores, of a tile in shared memory: 99 KB are what the smallest GPU has. Of
+    still wider rows a tile has fewer."""
+    wide = replace(MIMO, heads=2, cols=256, x="float32", bc="float32", kv="float32")
+    assert compiled(wide, 90).metadata.shared <= 99 << 10
