@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from flashstate.launch.backend import interpreted
 from torch import Tensor
 
 import flashstate
 from flashstate.cli import main
 from flashstate.demo import Contender, Demo, DemoRow, effect, one_thread, run_demo
+from flashstate.launch import interpreted
 from flashstate.state.formats import PORTABLE_FORMATS
 from flashstate.traffic import BATCH, COLS, HEADS, LAYERS, REQUESTS, ROWS, WIDTHS, DemoModel, Request, Traffic
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import flashstate
-from flashstate.launch import interpreted, kernel_target
+from flashstate.launch import interpreted, machine_of
 from flashstate.launch.arguments import as_bytes
 from flashstate.state.formats import FORMATS, PORTABLE_FORMATS, Encoded, decode, encode
 from flashstate.state.rounding import philox, random_bits, to_bfloat16_stochastic, to_float16_stochastic
@@ -185,7 +185,7 @@ class Form(NamedTuple):
 
 def forms(device: torch.device) -> list[Form]:
     """Every target a kernel can be compiled for on this device, without and with contraction, in chunks and without."""
-    own = kernel_target(device)
+    own = machine_of(device).target
     if own == "interpreter":
         return [Form(own, False, 8), Form(own, False, None)]
     targets = {"interpreter", "portable", "sm_80", own} if own == "sm_89" else {"interpreter", "portable", own}
@@ -272,7 +272,7 @@ def count_differences(dtype: torch.dtype, rounding: str = "nearest", factor: flo
     import triton.language as tl
     from device_functions import count_differences_kernel
 
-    target = kernel_target(CUDA)
+    target = machine_of(CUDA).target
     if dtype is torch.float8_e4m3fn and rounding == "nearest" and target != "sm_89":
         pytest.skip("this GPU has no float8 conversion")
     element = tl.uint8 if dtype is torch.float8_e4m3fn else getattr(tl, FORMATS[dtype].name)

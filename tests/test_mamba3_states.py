@@ -16,7 +16,7 @@ from flashstate.launch.config import mode_key, table_key
 from flashstate.launch.table import load_table
 from flashstate.proof import Mamba3Case, error_ratio, make_inputs, slotted, up_to_turns
 from flashstate.proof.laws.require import require_equal_bytes, require_equal_states, rest_of
-from flashstate.reference.mamba3 import Memory, Parameters, mamba3_token, moved_on
+from flashstate.reference.mamba3 import FourStates, Parameters, mamba3_token, moved_on
 from flashstate.state.formats import bits_of
 
 CPU = torch.device("cpu")
@@ -245,7 +245,7 @@ def test_a_float32_state_is_as_good_after_thousands_of_tokens(rank: int) -> None
     names = ("x", "A", "dt", "trap", "B", "C")
     after = []
     for number in (torch.float64, torch.float32):
-        memory = Memory(inputs.states.to(number), inputs.state.k, inputs.state.v, None)
+        memory = FourStates(inputs.states.to(number), inputs.state.k, inputs.state.v, None)
         for t in range(CALLS * case.tokens):
             token = {name: inputs.arguments[name][:, t % case.tokens] for name in names}
             _, memory = mamba3_token(memory, **token, z=None, angle=None, parameters=shared)

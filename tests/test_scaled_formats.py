@@ -21,7 +21,6 @@ from test_formats import (
 )
 from torch import Tensor
 
-from flashstate.launch import kernel_target
 from flashstate.state.formats import FORMATS, decode, encode
 from flashstate.state.rounding import random_bits
 
@@ -387,7 +386,7 @@ def test_odd_rows_and_columns_do_not_change_a_byte(
     values = all_rows(dtype).view(-1, COLS)[:30, :cols].reshape(5, 6, cols)
     random = random_if(rounding, values, dtype)
     want = encode(values, dtype, random)
-    for form in (Form(kernel_target(device), True, 8), Form(kernel_target(device), True, None)):
+    for form in (Form(machine_of(device).target, True, 8), Form(machine_of(device).target, True, None)):
         got = encoded_by_triton(values, random, dtype, device, form)
         assert same_bytes(got, want), form
         assert torch.equal(codes(decoded_by_triton(*got, device, form)), codes(decode(*got))), form
