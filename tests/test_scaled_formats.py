@@ -21,6 +21,7 @@ from test_formats import (
 )
 from torch import Tensor
 
+from flashstate.launch import machine_of
 from flashstate.state.formats import FORMATS, decode, encode
 from flashstate.state.rounding import random_bits
 
