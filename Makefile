@@ -8,12 +8,16 @@ ENVIRONMENT := $(if $(filter $(VENV)/bin/python,$(PYTHON)),$(VENV)/ready)
 # Three processes for two cores: of two, one is often idle.
 PYTEST      := OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: demo test lint test-kernels test-oldest test-gpu figures clean
+.PHONY: demo test quick lint test-kernels test-oldest test-gpu figures clean
 
 demo: $(ENVIRONMENT)
 	$(PYTHON) -m flashstate demo
 
 test: lint test-kernels
+
+# Every law once per op, on the reference and interpreted, and what else is marked so: for changes under way.
+quick: lint
+	TRITON_INTERPRET=1 $(PYTEST) -m "quick and not gpu"
 
 # Triton's interpreter replaces every kernel when triton is imported, so compile-only tests are a process of their own.
 test-kernels: $(ENVIRONMENT)

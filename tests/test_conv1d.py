@@ -1,7 +1,6 @@
-"""conv1d_step: where inputs are in a window, held against histories kept in Python lists."""
+"""conv1d_step: where inputs are in a window, held against histories kept in Python lists. The laws: test_laws.py."""
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
@@ -231,67 +230,3 @@ def test_the_registered_op_declares_what_it_writes() -> None:
         torch.ops.flashstate.conv1d_step.default,
         (window, x, weight, None, "silu", 3, None, *no_slots, snapshots, True, out, False),
     )
-
-
-Layer = Callable[[bool], None]
-
-
-def make_layer(steps: int, device: torch.device) -> tuple[Layer, list[Tensor]]:
-    """Two convolutions and the recurrence, each on what the kernel in front of it writes, step after step on the same
-    slots; and all memory they write, which shows what was read too early."""
-    generator = torch.Generator().manual_seed(0)
-    batch, heads, rows, cols = 3, 4, 64, 128
-    channels = heads * rows + 2 * cols
-
-    def normal(*size: int) -> Tensor:
-        return torch.randn(*size, generator=generator).to(device)
-
-    windows = [normal(8, 3, channels).bfloat16().transpose(1, 2) for _ in range(2)]
-    state, weight = normal(8, heads, rows, cols), normal(channels, 4).bfloat16()
-    u = normal(steps, batch, channels).bfloat16()
-    dt, A, slots = normal(steps, batch, heads), -normal(heads).abs(), torch.tensor([5, 0, 3], device=device)
-    between, convolved_ = (torch.full_like(u, torch.nan) for _ in range(2))
-    y = torch.full((steps, batch, heads, rows), torch.nan, dtype=torch.bfloat16, device=device)
-
-    def run(early: bool) -> None:
-        for t in range(steps):
-            flashstate.conv1d_step(windows[0], u[t], weight, slots=slots, out=between[t])  # the next one's x
-            flashstate.conv1d_step(windows[1], between[t], weight, slots=slots, out=convolved_[t], early=early)
-            x, B, C = convolved_[t].split([heads * rows, cols, cols], dim=1)
-            flashstate.mamba2_step(
-                state, x.unflatten(1, (heads, rows)), dt[t], A, B[:, None], C[:, None],
-                slots=slots, out=y[t], early=early,
-            )  # fmt: skip
-
-    return run, [*windows, state, between, convolved_, y]
-
-
-def check_early(device: torch.device, through_a_graph: bool) -> None:
-    results = []
-    for early in (False, True):
-        run, memory = make_layer(32, device)
-        if through_a_graph:
-            before = [tensor.clone() for tensor in memory]
-            run(early)  # compiles
-            for tensor, was in zip(memory, before, strict=True):
-                tensor.copy_(was)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                run(early)
-            graph.replay()
-        else:
-            run(early)
-        results.append(memory)
-    for off, on in zip(*results, strict=True):
-        assert torch.equal(off, on)
-
-
-def test_starting_early_changes_nothing() -> None:
-    check_early(CPU, through_a_graph=False)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("through_a_graph", [False, True])
-@pytest.mark.parametrize("attempt", range(5))
-def test_starting_early_changes_no_byte_on_a_gpu(attempt: int, through_a_graph: bool) -> None:
-    check_early(CUDA, through_a_graph)

@@ -134,41 +134,6 @@ def test_a_packed_row_longer_than_max_len_is_cut_where_tokens_go_at_once(
     assert (y[8] == (7.0 if padding == "keep" else 0.0)).all()
 
 
-LARGE = DeltaCase(2, 64, 16, 128, 128, x="bfloat16", qk="bfloat16", gates="bfloat16", format="bfloat16", slots=8)
-
-
-def steps_behind_convolutions(case: DeltaCase, device: torch.device, early: bool) -> list[Tensor]:
-    """Step after step on the same slots, with q, k and v that the kernel in front writes: all memory they write."""
-    inputs = make_inputs(case, device)
-    sizes = [inputs.arguments[name][0].numel() for name in ("q", "k", "v")]
-    generator = torch.Generator().manual_seed(1)
-    u = torch.randn(32, case.batch, sum(sizes), generator=generator).to(inputs.main)
-    window, weight = torch.zeros_like(u[0])[..., None].repeat(1, 1, 3), torch.ones_like(u[0, 0])[:, None].repeat(1, 4)
-    convolved, y = torch.full_like(u, torch.nan), inputs.main.new_full((32, *inputs.main.shape), torch.nan)
-    for t in range(32):
-        flashstate.conv1d_step(window, u[t], weight, out=convolved[t])
-        brought = zip(("q", "k", "v"), convolved[t].split(sizes, 1), strict=True)
-        views = {name: piece.view(inputs.arguments[name].shape) for name, piece in brought}
-        inputs.step(**views, out=y[t], early=early)
-    return [inputs.state.data, convolved, y]
-
-
-def check_early(case: DeltaCase, device: torch.device) -> None:
-    ordinary, early = (steps_behind_convolutions(case, device, early) for early in (False, True))
-    assert all(map(same_bytes, ordinary, early))
-
-
-def test_starting_early_changes_nothing() -> None:
-    check_early(ONE, CPU)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", [LARGE, replace(LARGE, heads=16, batch=1)], ids=str)
-@pytest.mark.parametrize("attempt", range(3))
-def test_starting_early_changes_no_byte_on_a_gpu(case: DeltaCase, attempt: int) -> None:
-    check_early(case, CUDA)
-
-
 TILED = (  # 13 rows in tiles of four, or 52 in tiles of 16: the fourth has few rows
     DeltaCase(2, 2, 1, 13, 64, format="float16", rounding="stochastic", qk="float16"),
     DeltaCase(2, 2, 1, 13, 128, format="int8", qk="float16", per_channel=True),

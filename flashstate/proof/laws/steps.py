@@ -62,7 +62,7 @@ def independence(case: AnyCase, device: torch.device) -> None:
 @law("it does not matter which slots rows are in")
 def which_slots(case: AnyCase, device: torch.device) -> None:
     inputs = make_inputs(case, device)
-    order = torch.randperm(case.slots, generator=torch.Generator().manual_seed(2)).to(device)
+    order = torch.arange(case.slots, device=device).roll(1)
     moved = replace(inputs.of_slots(order), slots=order.argsort()[inputs.slots.long()].to(inputs.slots))
     require_equal_bytes("output", moved.step(), inputs.step())
     require_equal_states("the pool", moved.state, inputs.state, wanted=order)
