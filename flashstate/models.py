@@ -98,17 +98,13 @@ def choose_shape(preset: str | None, config: Path | None, changes: dict[str, Any
         raise ValueError("a model comes from a preset or from a config.json, got both")
     changed = bool(changes.keys() & ARCHITECTURE)
     if preset is None and config is None and changed:
-        return "this shape", _shape_alone(changes)
+        missing = [name for name in NECESSARY if name not in changes]
+        if missing:
+            raise ValueError(f"without a preset or a config.json a shape also needs {', '.join(missing)}")
+        return "this shape", ModelShape(**{"kind": "mamba2", **changes})
     name = str(config) if config is not None else preset or DEFAULT_PRESET
     shape = shape_from_config(config) if config is not None else PRESETS[name]
     return f"{name} with changes" if changed else name, replace(shape, **changes)
-
-
-def _shape_alone(fields: dict[str, Any]) -> ModelShape:
-    missing = [name for name in NECESSARY if name not in fields]
-    if missing:
-        raise ValueError(f"without a preset or a config.json a shape also needs {', '.join(missing)}")
-    return ModelShape(**{"kind": "mamba2", **fields})
 
 
 def shape_from_config(path: Path) -> ModelShape:
@@ -213,17 +209,15 @@ def _recurrent_layers(config: ConfigJson) -> int:
         if config.model_type != "mamba2" and config.get(name) is not None:
             return sum(config.items(name).count(layer) for layer in RECURRENT_LAYERS)
     if config.model_type == "nemotron_h":
-        return _pattern(config).count("M")
+        pattern = config.get("hybrid_override_pattern")
+        if not isinstance(pattern, str):
+            raise ValueError(
+                "it needs the field hybrid_override_pattern or layers_block_type, to count its Mamba layers"
+            )
+        return pattern.count("M")
     layers = config.number("num_hidden_layers")
     if config.model_type.startswith("qwen"):
         return layers - layers // config.number("full_attention_interval")
     if config.model_type == "bamba" and config.get("attn_layer_indices") is not None:
         return layers - len(config.items("attn_layer_indices"))
     return layers
-
-
-def _pattern(config: ConfigJson) -> str:
-    pattern = config.get("hybrid_override_pattern")
-    if not isinstance(pattern, str):
-        raise ValueError("it needs the field hybrid_override_pattern or layers_block_type, to count its Mamba layers")
-    return pattern

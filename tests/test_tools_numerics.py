@@ -180,14 +180,14 @@ def test_a_picture_has_a_panel_per_format_with_plain_steps_dashed(
 ) -> None:
     from matplotlib.figure import Figure
 
-    figures: list[Any] = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **kwargs: figures.append(figure))
+    drawn: list[Any] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **kwargs: drawn.append(figure))
     numerics_plot.draw_errors(rows, {}, Path("not written"))
-    formats = list(dict.fromkeys(name for name, _ in FORMATS))
-    panels = figures[0].axes
-    assert len(panels) == len(numerics_plot.SHOWN) * len(formats)
-    assert [panel.get_title() for panel in panels[: len(formats)]] == formats
-    for panel, ((kind, memory, _), name) in zip(panels, product(numerics_plot.SHOWN, formats), strict=True):
+    shown = list(product(numerics_plot.SHOWN, dict.fromkeys(name for name, _ in FORMATS)))
+    assert [panel.get_title() for panel in drawn[0].axes[: len(shown) // 3]] == [
+        name for _, name in shown[: len(shown) // 3]
+    ]
+    for panel, ((kind, memory, _), name) in zip(drawn[0].axes, shown, strict=True):
         lines = {line.get_label(): line for line in panel.get_lines()}
         roundings = [rounding for other, rounding in FORMATS if other == name]
         assert list(lines) == [f"{r}, {way}" for r in roundings for way in ("stepped plainly", "by replay")]
@@ -195,12 +195,10 @@ def test_a_picture_has_a_panel_per_format_with_plain_steps_dashed(
             plain, replay = lines[f"{rounding}, stepped plainly"], lines[f"{rounding}, by replay"]
             assert (plain.get_linestyle(), replay.get_linestyle()) == ("--", "-")
             assert plain.get_color() == replay.get_color()
-            wanted = [
-                (row.tokens, getattr(row, kind))
-                for row in rows
-                if (row.format, row.rounding, row.way, row.memory) == (name, rounding, "replay", memory)
-            ]
-            assert list(zip(replay.get_xdata(), replay.get_ydata(), strict=True)) == wanted
+            key = (name, rounding, "replay", memory)
+            of_line = [row for row in rows if (row.format, row.rounding, row.way, row.memory) == key]
+            want = [(row.tokens, getattr(row, kind)) for row in of_line]
+            assert list(zip(replay.get_xdata(), replay.get_ydata(), strict=True)) == want
 
 
 # What the document says

@@ -9,12 +9,11 @@ import torch
 from rich.box import SIMPLE_HEAD
 from rich.table import Column, Table
 
-from flashstate.bench.binding import IN_PLACE, Binding, Storing
+from flashstate.bench.binding import IN_PLACE, Binding
 from flashstate.bench.jobs import BenchedOp
 from flashstate.bench.measure import Report, check, failures_as_reasons, inputs_of
 from flashstate.bench.peers import MeasurementError
 from flashstate.bench.timing import Timing, seconds_of
-from flashstate.proof import Inputs
 from flashstate.state.slots import Slots
 
 UNIT = "torch.add_"  # what others are compared with: about the least that a call of torch with one kernel costs
@@ -30,26 +29,24 @@ def host_costs(op: BenchedOp, peers: Mapping[str, Binding], device: torch.device
     """
     with torch.cuda.device(device):
         inputs = inputs_of(op.host_case, device)
-        checked_cost = partial(cost_if_right, op.check or check)
+
+        def checked_cost(bind: Binding) -> Timing:
+            (op.check or check)(bind, inputs, IN_PLACE)
+            return cost_of(bind(inputs.fresh(), IN_PLACE)(Slots(inputs.slots)))
+
         small, other = torch.zeros(2, 64, device=device)
         costs = {
             UNIT: cost_of(partial(small.add_, other)),
-            "flashstate": checked_cost(op.bind, inputs),
-            "flashstate, plain tensors": checked_cost(partial(op.bind, bare=True), inputs),
+            "flashstate": checked_cost(op.bind),
+            "flashstate, plain tensors": checked_cost(partial(op.bind, bare=True)),
         }
         for name, bind in peers.items():
             try:
                 with failures_as_reasons():
-                    costs[name] = checked_cost(bind, inputs)
+                    costs[name] = checked_cost(bind)
             except MeasurementError as reason:
                 report.skip(name, reason)
     return costs
-
-
-def cost_if_right(check: Callable[[Binding, Inputs, Storing], None], bind: Binding, inputs: Inputs) -> Timing:
-    """Microseconds per call, where the check finds nothing wrong."""
-    check(bind, inputs, IN_PLACE)
-    return cost_of(bind(inputs.fresh(), IN_PLACE)(Slots(inputs.slots)))
 
 
 def cost_of(call: Callable[[], object]) -> Timing:

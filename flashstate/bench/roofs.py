@@ -23,7 +23,7 @@ SMALL = 1 << 15
 def words_of_program(  # type: ignore[no-untyped-def]
     state_ptr, slots_ptr, STRIDE: tl.constexpr, SIZE: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The batch row of this program, offsets of its BLOCK of words of a slot or of tokens, pointers into the pool."""
+    """The batch row of this program, offsets of its BLOCK of words, and pointers to these in its slot of the pool."""
     tiles: tl.constexpr = (max(SIZE, TOKENS) + BLOCK - 1) // BLOCK
     pid = tl.program_id(0)
     b = pid // tiles
