@@ -212,7 +212,7 @@ FORMS: dict[str, dict[str, Form]] = {  # of every op in every format; of the fir
         "rank 1": of(SISO, spills=64, **HALF),
         "rank 1, turned": of(SISO, angles=32, spills=64, format="int16", **STOCHASTIC),
         "int8": of(MIMO, spills=64, format="int8", **STOCHASTIC),
-        "float8": of(MIMO, angles=32, spills=64, format="float8_e4m3fn", **STOCHASTIC),
+        "float8": of(SISO, angles=32, spills=64, format="float8_e4m3fn", **STOCHASTIC),
     },
     "convolution": {
         "plain": of(CONV),
@@ -238,6 +238,7 @@ FORMS: dict[str, dict[str, Form]] = {  # of every op in every format; of the fir
         "one token, without update": of(REPLAY, kept, 64),
         "fold": of(REPLAY, fold, 128, format="int8", **STOCHASTIC),
         "keep": of(REPLAY, keep, 128, format="bfloat16", tokens=6),
+        "keep, float32": of(REPLAY, keep, 128, **TWO),
         "keep, float16": of(REPLAY, keep, 128, format="float16", **TWO),
         "either": of(REPLAY, either, 1 << 10, format="int16", x="float32"),
         "fold, 16 tokens": of(REPLAY, fold, 128, tokens=16, **HALF),
