@@ -21,24 +21,7 @@ from compiling import (
     spilled_bytes,
     state_loads,
 )
-from kernel_forms import (
-    CONV,
-    DELTA,
-    FORMS,
-    MAMBA2,
-    MIMO,
-    ODD,
-    REPLAY,
-    STORES_NOTHING,
-    Form,
-    either,
-    fold,
-    keep,
-    kept,
-    plain,
-    with_snapshots_alike,
-    written_per_token,
-)
+from kernel_forms import BASES, CONV, FORMS, MAMBA2, ODD, ODD_WITH_TENSOR_CORES, STORES_NOTHING, Form, calls_of
 from tables import by_turns, case_of, risky_by_turns
 
 from flashstate import State, StatePool
@@ -132,26 +115,7 @@ def test_wide_rows_of_several_tokens_do_not_spill_on_blackwell() -> None:
     assert spilled_bytes(compiled(replace(MAMBA2, heads=2, cols=256, tokens=4), 100)) == 0
 
 
-ODD_MAMBA3 = (
-    Mamba3Case(3, 4, 2, 33, 20, rank=3, angles=7, tokens=3, x="float16", kv="float16"),
-    Mamba3Case(3, 2, 1, 40, 36, rank=1, angles=18, tokens=2, packed=True, trap_logit=True),
-)
-ODD_REPLAY = ReplayCase(3, 4, 2, 33, 20, x="float16", D="row", spare=1)
-
-
-@pytest.mark.parametrize(
-    ("architecture", "form"),
-    by_turns(ARCHITECTURES, [
-        Form(ODD_MAMBA3[0]),
-        Form(replace(ODD_REPLAY, window=9), either, 64),
-        Form(replace(ODD_REPLAY, tokens=3, packed=True, window=20, format="float16", rounding="stochastic"), either),
-        Form(ODD_MAMBA3[1]),
-        Form(replace(ODD_REPLAY, window=9), keep, 64),
-        Form(replace(ODD_REPLAY, tokens=3, packed=True, window=64, format="float8_e4m3fn"), fold),
-        Form(replace(ODD_REPLAY, window=9), fold, 64),
-    ]),
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize(("architecture", "form"), by_turns(ARCHITECTURES, ODD_WITH_TENSOR_CORES), ids=str)
 def test_every_architecture_compiles_odd_shapes_and_several_tokens_of_kernels_with_tensor_cores(
     architecture: int | str, form: Form
 ) -> None:
@@ -237,15 +201,6 @@ def test_windows_whose_channels_are_apart_are_accessed_one_by_one() -> None:
         assert set.union(*access_bytes(compiled(case, 90))) == {2}
 
 
-def calls_of(mode: Problem) -> tuple[Call, ...]:
-    """Calls that a table has such entries for. Of several tokens by replay there are none here: they take longest."""
-    if mode.op.startswith("mamba2_replay"):
-        forms = {"either": either, "keep": keep, "fold": fold}
-        return () if mode.several_tokens else (forms[mode.op.split()[1]],)
-    return {"last": (plain,), "every": (written_per_token, with_snapshots_alike), "none": (kept,)}[mode.stored]
-
-
-BASES = {"mamba2_step": MAMBA2, "gated_delta": DELTA, "mamba3": MIMO, "conv1d": CONV, "mamba2_replay": REPLAY}
 MAMBA3_OPS = [f"mamba3_step rank {rank}{turned}" for rank in (1, 4) for turned in ("", " turned")]
 
 

@@ -19,19 +19,9 @@ from torch import Tensor
 
 import flashstate
 from flashstate.errors import dtype_name
-from flashstate.launch import (
-    Config,
-    Gpu,
-    Problem,
-    TensorCoreProblem,
-    choose,
-    choose_with_reason,
-    interpreted,
-    override,
-    valid_configs,
-)
+from flashstate.launch import Config, Gpu, Problem, choose, choose_with_reason, interpreted, override
 from flashstate.launch import config as launch_config
-from flashstate.launch.config import KNOBS, mode_key, table_key
+from flashstate.launch.config import KNOBS, mode_key, table_key, valid_configs
 from flashstate.launch.environment import pretending
 from flashstate.launch.table import load_table, read_table_file, table_text
 from flashstate.ops.conv1d import ChannelProblem
@@ -72,26 +62,24 @@ def test_the_table_of_the_h200_has_every_format_and_every_form_of_replay() -> No
 @every_table
 def test_every_entry_of_a_table_is_valid_for_an_op_and_a_format_that_exist(path: Path) -> None:
     assert path.stem == path.stem.lower().replace(" ", "-")
-    for problem, config in entries_of(path):
-        name = re.sub("at_once(_16)?$|step rank .*", "step", problem.op).split()[0]
-        assert callable(getattr(flashstate, name)), problem
-        assert problem.rounding in BY_NAME[problem.format].roundings, problem
-        along_rows = isinstance(problem, ChannelProblem) or problem.transposed
-        neighbours = problem.rows if along_rows else problem.cols  # in memory
-        assert widest(neighbours, problem.format) % problem.vector == 0, problem
-        assert problem.batch_heads >= 1, problem
-        assert all(type(number) is int for number in astuple(config)), problem
-        assert config in valid_configs(problem), (problem, config)
+    for mode, configs in configs_by_mode(path).items():
+        name = re.sub("at_once(_16)?$|step rank .*", "step", mode.op).split()[0]
+        assert callable(getattr(flashstate, name)), mode
+        assert mode.rounding in BY_NAME[mode.format].roundings, mode
+        along_rows = isinstance(mode, ChannelProblem) or mode.transposed
+        assert widest(mode.rows if along_rows else mode.cols, mode.format) % mode.vector == 0, mode
+        assert all(type(number) is int for config in configs for number in astuple(config)), mode
+        assert configs <= set(valid_configs(mode)), mode
 
 
 @every_table
 def test_every_entry_of_a_table_is_what_its_problem_gets(path: Path) -> None:
-    gpu = Gpu(path.stem.replace("-", " "), (9, 0))
     for problem, config in entries_of(path):
-        got, reason = choose_with_reason(problem, gpu)
+        got, reason = choose_with_reason(problem, Gpu(path.stem.replace("-", " "), (9, 0)))
         assert got == config
         assert reason.startswith("table")
         assert str(problem.batch_heads) in reason
+        assert problem.batch_heads >= 1
 
 
 @every_table
@@ -299,11 +287,6 @@ def problems(
             yield kind(op, rows, cols, name, rounding, vector, 1, tokens, **fields)
 
 
-def require_good(problem: Problem, config: Config) -> None:
-    assert problem.valid(config), (problem, config)
-    assert problem.manageable(config), (problem, config)
-
-
 @unknown_gpus
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "int8"])  # 4, 2 and 1 bytes: vectors up to 4, 8 and 16
 def test_the_heuristic_gives_a_valid_config_for_every_shape(name: str, gpu: Gpu) -> None:
@@ -319,52 +302,44 @@ def test_the_heuristic_gives_a_valid_config_for_every_shape(name: str, gpu: Gpu)
             assert config.tokens_together == 1 or loaded <= 64, (problem, config)
 
 
-@unknown_gpus
-@pytest.mark.parametrize("name", ["float32", "bfloat16"])
-def test_the_heuristic_gives_a_valid_config_for_every_transposed_shape(name: str, gpu: Gpu) -> None:
-    for problem in problems(Problem, "pool_write", name, several=(False, True), transposed=True):
-        for size in SIZES:
-            require_good(problem, choose(replace(problem, batch_heads=size), gpu))
+def arithmetic_is_the_bottleneck(problem: Problem, config: Config) -> bool:
+    wide = problem.batch_heads >= 1024 and problem.vector * problem.itemsize == 16
+    return wide and (problem.itemsize == 1 or problem.rounding == "stochastic") and problem.rows > config.block_rows
 
 
-@unknown_gpus
-@pytest.mark.parametrize(
-    ("name", "rounding"), [("bfloat16", "nearest"), ("bfloat16", "stochastic"), ("int8", "nearest")]
-)
-def test_the_heuristic_gives_the_delta_rule_several_tiles_where_arithmetic_is_the_bottleneck(
-    name: str, rounding: str, gpu: Gpu
+def programs_are_enough(problem: Problem, config: Config) -> bool:
+    return problem.batch_heads >= 1024 and problem.rows > 16 and problem.cols <= 128
+
+
+def states_are_only_read(problem: Problem, config: Config) -> bool:
+    return problem.op.endswith("keep") and problem.batch_heads > 1
+
+
+NARROW = [shape for shape in SHAPES if max(shape) <= 256]
+FEW = list(product((1, 5, 16, 33, 64, 200), (1, 16, 20, 128, 500, 512)))
+TILED: list[tuple[Iterator[Problem], tuple[int, ...], Callable[[Problem, Config], bool]]] = [
+    *((problems(Problem, "pool_write", name, several=(False, True), transposed=True), SIZES, lambda *given: False)
+      for name in ("float32", "bfloat16")),
+    *((problems(DeltaProblem, "gated_delta_step", *of_state), (1023, 1024), arithmetic_is_the_bottleneck)
+      for of_state in (("bfloat16", "nearest"), ("bfloat16", "stochastic"), ("int8", "nearest"))),
+    *((problems(AtOnceProblem, "gated_delta_at_once", name, several=(True,), shapes=NARROW), (1, 1023, 1024),
+       programs_are_enough) for name in ("float32", "bfloat16", "int8")),
+    *((problems(ReplayTokenProblem, f"mamba2_replay {form}", "float32", shapes=FEW), (1, 1 << 20),
+       states_are_only_read) for form in ("either", "keep", "fold")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("small", "sizes", "helps"), TILED)
+def test_the_heuristic_gives_valid_configs_of_several_tiles_where_that_helps(
+    small: Iterator[Problem], sizes: tuple[int, ...], helps: Callable[[Problem, Config], bool]
 ) -> None:
-    for small, size in product(problems(DeltaProblem, "gated_delta_step", name, rounding), (1023, 1024)):
-        problem = replace(small, batch_heads=size)
+    for one, size, gpu in product(small, sizes, (UNKNOWN, UNKNOWN_BLACKWELL)):
+        problem = replace(one, batch_heads=size)
         config = choose(problem, gpu)
-        require_good(problem, config)
-        wide = problem.vector * problem.itemsize == 16
-        helps = size == 1024 and wide and (name == "int8" or rounding == "stochastic")
-        assert (config.tiles > 1) == (helps and problem.rows > config.block_rows), (problem, config)
+        assert problem.valid(config), (problem, config)
+        assert problem.manageable(config), (problem, config)
+        assert (config.tiles > 1) == helps(problem, config), (problem, config)
         assert config.tiles <= 8, (problem, config)
-
-
-@pytest.mark.parametrize("name", ["float32", "bfloat16", "int8"])
-def test_the_heuristic_gives_tokens_at_once_several_tiles_where_there_are_programs_enough(name: str) -> None:
-    narrow = [shape for shape in SHAPES if max(shape) <= 256]
-    every = problems(AtOnceProblem, "gated_delta_at_once", name, several=(True,), shapes=narrow)
-    for small, size in product(every, (1, 1023, 1024)):
-        problem = replace(small, batch_heads=size)
-        config = choose(problem, UNKNOWN)
-        require_good(problem, config)
-        several = size == 1024 and problem.rows > 16 and problem.cols <= 128
-        assert (config.tiles > 1) == several, (problem, config)
-
-
-@pytest.mark.parametrize("form", ["either", "keep", "fold"])
-def test_the_heuristic_gives_one_token_by_replay_a_valid_config_for_every_shape(form: str) -> None:
-    shapes = product((1, 5, 16, 33, 64, 200), (1, 16, 20, 128, 500, 512))
-    every = problems(ReplayTokenProblem, f"mamba2_replay {form}", "float32", shapes=list(shapes))
-    for small, size in product(every, (1, 1 << 20)):
-        problem = replace(small, batch_heads=size)
-        config = choose(problem, UNKNOWN)
-        require_good(problem, config)
-        assert (config.tiles > 1) == (form == "keep" and size > 1), (problem, config)
 
 
 @pytest.mark.parametrize("warp", [32, 64])
@@ -566,7 +541,6 @@ def test_more_than_eight_tokens_at_once_have_configs_of_their_own() -> None:
     assert delta_kind(True, 8) == (AtOnceProblem, "gated_delta_at_once")
     assert delta_kind(True, 9) == (AtOnceProblem, "gated_delta_at_once_16")
     assert delta_kind(False, 9) == (DeltaProblem, "gated_delta_step")
-    assert issubclass(AtOnceProblem, TensorCoreProblem)
 
 
 def test_tensor_cores_replay_all_but_one_token_of_dense_calls_on_float32_states_with_short_windows() -> None:

@@ -87,34 +87,21 @@ def is_aligned(data: Tensor, width: int) -> bool:
     return all(row.data_ptr() % (width * data.element_size()) == 0 for slot in data for row in slot.flatten(0, -2))
 
 
+F32, F16, BF16, I16, I8, F8 = torch.float32, torch.float16, torch.bfloat16, torch.int16, torch.int8, torch.float8_e4m3fn
+
+
 @pytest.mark.parametrize(
-    ("dtype", "cols", "offset", "gap", "width"),
+    ("dtype", "cols", "offset", "gap", "width"),  # elements
     [
-        pytest.param(torch.float32, 128, 0, 0, 4, id="dense float32: 16 bytes"),
-        pytest.param(torch.float16, 128, 0, 0, 8, id="dense float16: 16 bytes"),
-        pytest.param(torch.bfloat16, 128, 0, 0, 8, id="dense bfloat16: 16 bytes"),
-        pytest.param(torch.float32, 20, 0, 0, 4, id="20 float32 columns: 16 bytes"),
-        pytest.param(torch.float16, 20, 0, 0, 4, id="20 float16 columns: 8 bytes"),
-        pytest.param(torch.float16, 6, 0, 0, 2, id="6 columns: two elements"),
-        pytest.param(torch.float16, 33, 0, 0, 1, id="odd columns: one element"),
-        pytest.param(torch.float32, 1, 0, 0, 1, id="one column: one element"),
-        pytest.param(torch.float32, 128, 1, 0, 1, id="odd offset: one element"),
-        pytest.param(torch.float16, 128, 4, 0, 1, id="offset of 8 bytes: one element"),
-        pytest.param(torch.float16, 128, 8, 0, 8, id="offset of 16 bytes: 16 bytes"),
-        pytest.param(torch.float16, 128, 0, 16, 8, id="aligned pages: 16 bytes"),
-        pytest.param(torch.float16, 128, 0, 4, 4, id="pages aligned to 8 bytes: 8 bytes"),
-        pytest.param(torch.float32, 128, 0, 2, 2, id="pages aligned to 8 bytes: two float32"),
-        pytest.param(torch.float16, 128, 0, 5, 1, id="odd pages: one element"),
-        pytest.param(torch.int16, 128, 0, 0, 8, id="dense int16: 16 bytes"),
-        pytest.param(torch.int8, 128, 0, 0, 16, id="dense int8: 16 bytes"),
-        pytest.param(torch.float8_e4m3fn, 128, 0, 0, 16, id="dense float8: 16 bytes"),
-        pytest.param(torch.int8, 24, 0, 0, 8, id="24 int8 columns: 8 bytes"),
-        pytest.param(torch.float8_e4m3fn, 20, 0, 0, 4, id="20 float8 columns: 4 bytes"),
-        pytest.param(torch.int8, 128, 8, 0, 1, id="int8 at an offset of 8 bytes: one element"),
-        pytest.param(torch.int8, 128, 0, 8, 8, id="int8 pages aligned to 8 bytes: 8 bytes"),
-        pytest.param(torch.float8_e4m3fn, 128, 0, 3, 1, id="odd pages of float8: one element"),
+        (F32, 128, 0, 0, 4), (F16, 128, 0, 0, 8), (BF16, 128, 0, 0, 8), (I16, 128, 0, 0, 8),  # dense: 16 bytes
+        (I8, 128, 0, 0, 16), (F8, 128, 0, 0, 16),
+        (F32, 20, 0, 0, 4), (F16, 20, 0, 0, 4), (F16, 6, 0, 0, 2), (F16, 33, 0, 0, 1), (F32, 1, 0, 0, 1),  # narrow rows
+        (I8, 24, 0, 0, 8), (F8, 20, 0, 0, 4),
+        (F32, 128, 1, 0, 1), (F16, 128, 4, 0, 1), (F16, 128, 8, 0, 8), (I8, 128, 8, 0, 1),  # at offsets
+        (F16, 128, 0, 16, 8), (F16, 128, 0, 4, 4), (F32, 128, 0, 2, 2), (F16, 128, 0, 5, 1),  # pages between slots
+        (I8, 128, 0, 8, 8), (F8, 128, 0, 3, 1),
     ],
-)
+)  # fmt: skip
 def test_an_access_is_as_wide_as_every_row_of_every_slot_is_aligned(
     dtype: torch.dtype, cols: int, offset: int, gap: int, width: int
 ) -> None:
@@ -123,10 +110,7 @@ def test_an_access_is_as_wide_as_every_row_of_every_slot_is_aligned(
     assert is_aligned(data, width)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "gap", "width"),
-    [(torch.float32, 0, 4), (torch.int8, 16, 16), (torch.int8, 4, 4), (torch.float32, 1, 1), (torch.float16, 2, 2)],
-)
+@pytest.mark.parametrize(("dtype", "gap", "width"), [(F32, 0, 4), (I8, 16, 16), (I8, 4, 4), (F32, 1, 1), (F16, 2, 2)])
 def test_an_access_to_snapshots_is_as_wide_as_every_token_is_aligned(dtype: torch.dtype, gap: int, width: int) -> None:
     for data in (snapshots(dtype, gap), snapshots(dtype, gap).transpose(0, 1)):
         assert access_width(data) == width
@@ -136,16 +120,11 @@ def test_an_access_to_snapshots_is_as_wide_as_every_token_is_aligned(dtype: torc
 @pytest.mark.parametrize(
     ("dtype", "rows", "cols", "offset", "gap", "width"),
     [
-        pytest.param(torch.bfloat16, 64, 3, 0, 0, 8, id="64 rows: 16 bytes"),
-        pytest.param(torch.float32, 64, 3, 0, 0, 4, id="64 rows of float32: 16 bytes"),
-        pytest.param(torch.float16, 6, 128, 0, 0, 2, id="6 rows: two elements"),
-        pytest.param(torch.float16, 5, 128, 0, 0, 1, id="odd rows: one element"),
-        pytest.param(torch.float16, 64, 128, 0, 4, 4, id="pages aligned to 8 bytes: 8 bytes"),
-        pytest.param(torch.float16, 64, 128, 1, 0, 1, id="odd offset: one element"),
-        pytest.param(torch.float16, 1, 128, 0, 0, 8, id="one row: as it is contiguous"),
-        pytest.param(torch.float16, 64, 1, 0, 0, 1, id="one column: as it is contiguous"),
+        (BF16, 64, 3, 0, 0, 8), (F32, 64, 3, 0, 0, 4), (F16, 6, 128, 0, 0, 2), (F16, 5, 128, 0, 0, 1),
+        (F16, 64, 128, 0, 4, 4), (F16, 64, 128, 1, 0, 1),
+        (F16, 1, 128, 0, 0, 8), (F16, 64, 1, 0, 0, 1),  # one row, or one column: as it is contiguous
     ],
-)
+)  # fmt: skip
 def test_an_access_to_a_transposed_state_is_as_wide_as_every_column_is_aligned(
     dtype: torch.dtype, rows: int, cols: int, offset: int, gap: int, width: int
 ) -> None:
@@ -219,17 +198,11 @@ def test_a_tensor_is_aligned_if_every_row_of_it_starts_at_a_multiple_of_16_bytes
 @pytest.mark.parametrize(
     ("cuda", "capability", "target"),
     [
-        ("13.0", (7, 5), "portable"),
-        ("13.0", (8, 0), "sm_80"),
-        ("13.0", (8, 6), "sm_80"),
-        ("13.0", (8, 9), "sm_89"),
-        ("13.0", (9, 0), "sm_89"),
-        ("13.0", (10, 0), "sm_89"),
-        ("13.0", (12, 1), "sm_89"),
-        (None, (9, 4), "portable"),  # AMD
-        (None, (11, 0), "portable"),
+        *(("13.0", capability, "sm_89") for capability in ((8, 9), (9, 0), (10, 0), (12, 1))),
+        ("13.0", (7, 5), "portable"), ("13.0", (8, 0), "sm_80"), ("13.0", (8, 6), "sm_80"),
+        (None, (9, 4), "portable"), (None, (11, 0), "portable"),  # AMD
     ],
-)
+)  # fmt: skip
 def test_kernels_use_the_instructions_that_a_gpu_has(
     monkeypatch: pytest.MonkeyPatch, cuda: str | None, capability: tuple[int, int], target: str
 ) -> None:
