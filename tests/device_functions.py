@@ -3,17 +3,18 @@
 import triton
 import triton.language as tl
 
+from flashstate.kernels.functions import philox
 from flashstate.kernels.ptx import divide_ptx, per_thread_ptx
 from flashstate.kernels.state_io import (
-    load_scale,
+    EVICT_FIRST,
+    largest_stored,
     load_state,
-    philox,
-    store_state,
-    tile_at,
+    store_slot,
     to_code,
     to_float,
     to_nearest,
 )
+from flashstate.kernels.tiles import form_of, tile_at
 
 
 @triton.jit
@@ -49,20 +50,18 @@ def encode_kernel(
     ROWS: tl.constexpr, COLS: tl.constexpr, ROUNDING: tl.constexpr, TARGET: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """store_state on (slots, ROWS, COLS): one program per tile and slot. The last slot is not live."""
+    """store_slot on (slots, ROWS, COLS): one program per tile and slot. The last slot is none."""
     slot = tl.program_id(1)
-    tile = tile_at(0, tl.program_id(0) * BLOCK_ROWS, ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, False)
-    offs = slot * ROWS * COLS + tile[0] + tile[1]
+    FORM: tl.constexpr = form_of(ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, 1)
+    tile = tile_at(0, tl.program_id(0) * BLOCK_ROWS, FORM)
+    offs = slot * ROWS * COLS + tile.first + tile.offsets
     v, random = (), ()  # of chunks; Triton's compiler appends to a tuple only by a sum
-    for k in tl.static_range(len(tile[3])):
-        v = v + (tl.load(value_ptr + offs + k * CHUNK, mask=tile[3][k], other=0.0),)  # noqa: RUF005
-        bits = tl.load(random_ptr + offs + k * CHUNK, mask=tile[3][k], other=0).to(tl.uint32)
+    for k in tl.static_range(len(tile.masks)):
+        v = v + (tl.load(value_ptr + offs + k * CHUNK, mask=tile.masks[k], other=0.0),)  # noqa: RUF005
+        bits = tl.load(random_ptr + offs + k * CHUNK, mask=tile.masks[k], other=0).to(tl.uint32)
         random = random + (bits,)  # noqa: RUF005
-    live = slot < tl.num_programs(1) - 1
-    store_state(
-        stored_ptr, scale_ptr, slot * ROWS * COLS, slot * ROWS, live, tile, v, random,
-        ROUNDING, 1, TARGET, "evict_first",
-    )  # fmt: skip
+    to = tl.where(slot < tl.num_programs(1) - 1, slot, -1)
+    store_slot((stored_ptr, scale_ptr, ROWS * COLS, ROWS), to, tile, v, random, FORM, ROUNDING, TARGET, EVICT_FIRST)
 
 
 @triton.jit
@@ -72,11 +71,13 @@ def decode_kernel(
 ):  # fmt: skip
     """load_state of (slots, ROWS, COLS): one program per tile and slot."""
     slot = tl.program_id(1)
-    tile = tile_at(0, tl.program_id(0) * BLOCK_ROWS, ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, False)
-    scale = load_scale(scale_ptr, slot * ROWS, slot >= 0, tile)
-    v = load_state(stored_ptr, slot * ROWS * COLS, slot >= 0, tile, COLS, 1, TARGET, "evict_first", TARGET)
+    FORM: tl.constexpr = form_of(ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, 1)
+    tile = tile_at(0, tl.program_id(0) * BLOCK_ROWS, FORM)
+    pool = (stored_ptr, scale_ptr, ROWS * COLS, ROWS)
+    scale, v = load_state(pool, slot, slot >= 0, tile, FORM, TARGET, EVICT_FIRST, TARGET)
+    offs = slot * ROWS * COLS + tile.first + tile.offsets
     for k in tl.static_range(len(v)):
-        tl.store(value_ptr + slot * ROWS * COLS + tile[0] + k * CHUNK + tile[1], v[k] * scale, mask=tile[3][k])
+        tl.store(value_ptr + offs + k * CHUNK, v[k] * scale, mask=tile.masks[k])
 
 
 @triton.jit
@@ -101,8 +102,7 @@ def count_differences_kernel(
         hardware = to_float(v, random, dtype, ROUNDING, TARGET).to(tl.uint16, bitcast=True)
         integer = to_float(v, random, dtype, ROUNDING, "portable")
     else:
-        largest: tl.constexpr = 32767.0 if dtype == tl.int16 else 127.0 if dtype == tl.int8 else 448.0
-        v = tl.where(tl.abs(v) <= largest, v, 0.0)
+        v = tl.where(tl.abs(v) <= largest_stored(dtype), v, 0.0)
         e, stored = tl.full([BLOCK], E, tl.float32), v == v
         hardware = to_code(v, e, stored, random, dtype, ROUNDING, TARGET)
         integer = to_code(v, e, stored, random, dtype, ROUNDING, "portable")

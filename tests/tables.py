@@ -3,7 +3,7 @@
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import astuple, replace
 from importlib import resources
 from itertools import count, cycle, islice
@@ -21,6 +21,7 @@ from flashstate.ops.conv1d import ChannelProblem
 from flashstate.ops.gated_delta import AtOnceProblem, DeltaProblem
 from flashstate.ops.mamba2_replay import ReplayProblem, ReplayTokenProblem
 from flashstate.ops.mamba3 import HeadProblem, RankProblem
+from flashstate.proof import AnyCase
 
 S, T = TypeVar("S"), TypeVar("T")
 KEY = re.compile(
@@ -80,31 +81,46 @@ def modes_of(op: str) -> list[Any]:
     return [pytest.param(m, configs, id=f"{table_key(m)}, {mode_key(m)}") for m, configs in found.items()]
 
 
+def case_of(mode: Problem, bases: Mapping[str, AnyCase], angles: int) -> AnyCase:
+    """A case whose calls a table has this mode for, like one of these, which have the name of their op or its
+    beginning."""
+    shape: dict[str, Any] = {"rows": mode.rows, "cols": mode.cols, "format": mode.format, "rounding": mode.rounding}
+    shape["tokens"] = 0 if not mode.several_tokens else 9 if mode.op.endswith("_16") else 4
+    if isinstance(mode, ChannelProblem):
+        names = {"rows": "channels", "cols": "width", "format": "x", "tokens": "tokens"}
+        shape = {new: shape[old] for old, new in names.items()}
+    if isinstance(mode, DeltaProblem | AtOnceProblem):
+        shape |= {"transposed": mode.transposed, "exact": isinstance(mode, DeltaProblem)}
+    if isinstance(mode, HeadProblem | RankProblem):
+        rank = int(re.findall(r"rank (\d+)", mode.op)[0])
+        shape |= {"rank": rank, "angles": angles if mode.op.endswith("turned") else 0}
+    (base,) = (base for op, base in bases.items() if mode.op.startswith(op))
+    return replace(base, **shape)
+
+
 def risky(mode: Problem, configs: Collection[Config]) -> list[Config]:
     """Those that may spill: configs with a limit of registers, and the one with most in a thread."""
     largest = max(configs, key=lambda config: (mode.per_thread(config) * config.tokens_together, astuple(config)))
     return sorted({largest, *(config for config in configs if config.registers)}, key=astuple)
 
 
-def risky_by_turns(*ops: str, calls: Callable[[Problem], tuple[T, ...]]) -> list[Any]:
-    """Of every second mode of these ops a config that may spill, with one of its calls, to parametrize a test. Formats
-    and what is stored, roundings, and such pairs take turns: all of them take long to compile."""
+def risky_by_turns(ops: Sequence[str], calls: Callable[[Problem], tuple[T, ...]], every: int = 2) -> list[Any]:
+    """Of every so many modes of these ops a config that may spill, with one of its calls, to parametrize a test.
+    Formats and what is stored, roundings, and such pairs take turns: all of them take long to compile."""
     alike: dict[Problem, list[tuple[Problem, Collection[Config], str]]] = {}
     for mode, configs, name in ((*mode.values, mode.id) for op in ops for mode in modes_of(op)):
-        alike.setdefault(replace(mode, rounding="nearest"), []).append((mode, configs, name))
+        if calls(mode):
+            alike.setdefault(replace(mode, rounding="nearest"), []).append((mode, configs, name))
     formats, kinds = (list(dict.fromkeys(map(part, alike))) for part in (_format, _kind))
-    chosen = [like for like in alike if (formats.index(_format(like)) + kinds.index(_kind(like))) % 2 == 0]
+    chosen = [like for like in alike if (formats.index(_format(like)) + kinds.index(_kind(like))) % every == 0]
     for part in (_format, _kind):
-        missing = {part(like): like for like in alike if part(like) not in map(part, chosen)}
-        chosen += missing.values()
+        chosen += {part(like): like for like in alike if part(like) not in map(part, chosen)}.values()
     turns: defaultdict[object, Iterator[int]] = defaultdict(count)  # of choices that are alike
     found = []
     for like in chosen:
-        roundings = alike[like]
-        mode, configs, name = roundings[next(turns[len(roundings)]) % len(roundings)]
+        mode, configs, name = alike[like][next(turns[len(alike[like])]) % len(alike[like])]
         pairs = by_turns(risky(mode, configs), calls(mode))
-        config, call = pairs[next(turns[calls(mode)]) % len(pairs)]
-        found.append((mode, config, call, name))
+        found.append((mode, *pairs[next(turns[calls(mode)]) % len(pairs)], name))
     return [pytest.param(*mode, id=name) for *mode, name in found]
 
 

@@ -16,6 +16,7 @@ from compiling import (
     butterflies,
     chosen,
     collected,
+    compile_launch,
     compiled,
     machine_with,
     narrows_slots,
@@ -35,13 +36,12 @@ from kernel_forms import (
     SISO,
     Form,
     early,
-    either,
     fold,
     keep,
     kept,
     planned,
     with_a_tree,
-)  # fmt: skip
+)
 
 from flashstate.launch import Config, override, valid_configs
 from flashstate.proof import AnyCase, Case, ConvCase, DeltaCase, Inputs, Mamba3Case, dtype, make_inputs
@@ -212,13 +212,18 @@ def test_a_limit_of_registers_reaches_the_compiler() -> None:
 
 @pytest.mark.parametrize("architecture", [80, 89, 90, 100, 120])
 def test_only_gpus_that_can_let_the_next_kernel_start_early(architecture: int) -> None:
-    """Convolutions let the next kernel start. Ops wait for it on the GPU that has a table and on the one before it."""
+    """Convolutions let the next kernel start; all ops wait for it, and their kernels are told so by a constant."""
     can = architecture >= 90
-    for case in (CONV, MAMBA2, DELTA, AT_ONCE) if architecture in (89, 90) else (CONV, DELTA):
-        ordinary, starts_early = (compiled(case, architecture, call).asm["ptx"] for call in (plain, early))
-        assert WAIT not in ordinary
-        assert (WAIT in starts_early) == can
-        assert (LET in ordinary) == (LET in starts_early) == (can and case is CONV)
+    for case in (MAMBA2, DELTA, AT_ONCE, CONV):
+        with collected(architecture) as launches:
+            for call in (plain, early):
+                call(case, make_inputs(case, CPU))
+        assert [launch.constants["EARLY"] for launch in launches] == [False, can]
+        if case is CONV or architecture == 90:
+            ordinary, starts_early = (compile_launch(launch, architecture).asm["ptx"] for launch in launches)
+            assert WAIT not in ordinary
+            assert (WAIT in starts_early) == can
+            assert (LET in ordinary) == (LET in starts_early) == (can and case is CONV)
 
 
 TOKENS = re.compile(r"\bld\.global(?:\.v\d)?\.b16\b|\bld\.global\.v[24]\.b32\b")  # 16-bit values; states have a hint
@@ -383,7 +388,7 @@ def test_a_row_that_does_not_fold_is_read_in_16_bytes_not_written_and_kept_in_re
     assert spilled_bytes(kernel) == 0
 
 
-@pytest.mark.parametrize("call", [either, planned, keep, fold], ids=lambda call: call.__name__)
+@pytest.mark.parametrize("call", [plain, planned, keep, fold], ids=lambda call: call.__name__)
 def test_one_token_of_float32_states_needs_no_tensor_cores_and_few_barriers(call: Call) -> None:
     """Warps share what a window weighs, so they wait for each other, but not for tiles of state."""
     kernel = compiled(REPLAY, 90, call)

@@ -4,51 +4,45 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from contextlib import nullcontext
+from dataclasses import astuple, replace
 from functools import cache
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from tables import H200_TABLE, TABLES, configs_by_mode, entries_of
+from compiling import machine_with
+from tables import H200_TABLE, TABLES, case_of, configs_by_mode, entries_of
 from torch import Tensor
 
 import flashstate
-from flashstate.launch import (
-    ChannelProblem,
-    Config,
-    DeltaProblem,
-    Gpu,
-    HeadProblem,
-    Problem,
-    RankProblem,
-    ReplayProblem,
-    ReplayTokenProblem,
-    TensorCoreProblem,
-    choose,
-    choose_with_reason,
-    delta_kind,
-    interpreted,
-    override,
-    valid_configs,
-)
+from flashstate.errors import dtype_name
+from flashstate.launch import Config, Gpu, Problem, choose, choose_with_reason, interpreted, override
 from flashstate.launch import config as launch_config
-from flashstate.launch.config import mode_key, table_key
+from flashstate.launch.config import KNOBS, mode_key, table_key, valid_configs
+from flashstate.launch.environment import pretending
 from flashstate.launch.table import load_table, read_table_file, table_text
-from flashstate.proof import AnyCase, Case, ConvCase, DeltaCase, Inputs, Mamba3Case, Pool, make_inputs
+from flashstate.ops.conv1d import ChannelProblem
+from flashstate.ops.gated_delta import AtOnceProblem, DeltaProblem, delta_kind
+from flashstate.ops.mamba2_replay import ReplayProblem, ReplayTokenProblem, parted, replay_kind
+from flashstate.ops.mamba3 import HeadProblem, RankProblem
+from flashstate.proof import AnyCase, Case, ConvCase, DeltaCase, Inputs, Mamba3Case, Pool, ReplayCase, make_inputs
 from flashstate.proof.laws.require import require_equal_bytes, require_equal_states
 from flashstate.proof.laws.steps import close_to_float64
 from flashstate.proof.laws.tokens import make_snapshots
 from flashstate.state.formats import FORMATS, PORTABLE_FORMATS
 from flashstate.state.signature import ACCESS_BYTES
 
-CPU = torch.device("cpu")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 H200 = Gpu("NVIDIA H200", (9, 0))
 UNKNOWN, UNKNOWN_BLACKWELL = (Gpu("a GPU nobody measured", (major, 0)) for major in (9, 10))
 MEASURED = Gpu("measured", (9, 0))
 BY_NAME = {fmt.name: fmt for fmt in FORMATS.values()}
 PROBLEM = Problem("mamba2_step", 64, 128, "float32", "nearest", 4, 1024)
+every_table = pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
+unknown_gpus = pytest.mark.parametrize("gpu", [UNKNOWN, UNKNOWN_BLACKWELL], ids=str)
 
 
 def widest(cols: int, name: str) -> int:
@@ -56,38 +50,39 @@ def widest(cols: int, name: str) -> int:
     return math.gcd(cols, ACCESS_BYTES // BY_NAME[name].dtype.itemsize)
 
 
-def test_the_table_of_the_h200_has_every_format_with_one_token_and_with_several() -> None:
+def test_the_table_of_the_h200_has_every_format_and_every_form_of_replay() -> None:
     for (name, rounding), several in product(PORTABLE_FORMATS, (False, True)):
         problem = Problem("mamba2_step", 64, 128, name, rounding, widest(128, name), 1024, several)
         assert choose_with_reason(problem, H200)[1].startswith("table"), problem
+    for kind in (ReplayProblem, ReplayTokenProblem):
+        ops = {mode.op for mode in configs_by_mode(H200_TABLE) if isinstance(mode, kind)}
+        assert ops == {f"mamba2_replay {form}" for form in ("either", "keep", "fold")}
 
 
-@pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
+@every_table
 def test_every_entry_of_a_table_is_valid_for_an_op_and_a_format_that_exist(path: Path) -> None:
     assert path.stem == path.stem.lower().replace(" ", "-")
-    for problem, config in entries_of(path):
-        name = re.sub("at_once(_16)?$|step rank .*", "step", problem.op).split()[0]
-        assert callable(getattr(flashstate, name)), problem
-        assert problem.rounding in BY_NAME[problem.format].roundings, problem
-        along_rows = isinstance(problem, ChannelProblem) or problem.transposed
-        neighbours = problem.rows if along_rows else problem.cols  # in memory
-        assert widest(neighbours, problem.format) % problem.vector == 0, problem
-        assert problem.batch_heads >= 1, problem
-        assert all(type(number) is int for number in config), problem
-        assert Config(*config) in valid_configs(problem), (problem, config)
+    for mode, configs in configs_by_mode(path).items():
+        name = re.sub("at_once(_16)?$|step rank .*", "step", mode.op).split()[0]
+        assert callable(getattr(flashstate, name)), mode
+        assert mode.rounding in BY_NAME[mode.format].roundings, mode
+        along_rows = isinstance(mode, ChannelProblem) or mode.transposed
+        assert widest(mode.rows if along_rows else mode.cols, mode.format) % mode.vector == 0, mode
+        assert all(type(number) is int for config in configs for number in astuple(config)), mode
+        assert configs <= set(valid_configs(mode)), mode
 
 
-@pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
+@every_table
 def test_every_entry_of_a_table_is_what_its_problem_gets(path: Path) -> None:
-    gpu = Gpu(path.stem.replace("-", " "), (9, 0))
     for problem, config in entries_of(path):
-        got, reason = choose_with_reason(problem, gpu)
-        assert got == Config(*config)
+        got, reason = choose_with_reason(problem, Gpu(path.stem.replace("-", " "), (9, 0)))
+        assert got == config
         assert reason.startswith("table")
         assert str(problem.batch_heads) in reason
+        assert problem.batch_heads >= 1
 
 
-@pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
+@every_table
 def test_a_table_says_where_and_when_it_was_measured_and_is_written_a_mode_per_line(path: Path) -> None:
     table = read_table_file(path)
     assert path.stem == table.header["gpu"].lower().replace(" ", "-")
@@ -120,12 +115,7 @@ def test_a_file_that_is_no_table_is_refused_by_name(text: str, tmp_path: Path) -
         read_table_file(path)
 
 
-MODES = [
-    (mode, configs)
-    for path in TABLES
-    for mode, configs in configs_by_mode(path).items()
-    if not isinstance(mode, ReplayProblem | ReplayTokenProblem)  # tests/test_configs_replay.py has those
-]
+MODES = [(mode, configs) for path in TABLES for mode, configs in configs_by_mode(path).items()]
 every_mode = pytest.mark.parametrize(
     ("mode", "configs"), MODES, ids=[f"{table_key(mode)} {mode_key(mode)}" for mode, _ in MODES]
 )
@@ -134,20 +124,53 @@ every_mode = pytest.mark.parametrize(
 @pytest.mark.interpreted
 @every_mode
 def test_entries_of_a_table_change_no_byte(mode: Problem, configs: set[Config]) -> None:
+    """Of few rows, which take less time; of channels whole accesses."""
+    small = {"rows": 40 if isinstance(mode, ChannelProblem) else 5}
+    if isinstance(mode, ReplayProblem | ReplayTokenProblem):
+        small = {"rows": 20, "cols": 32 if mode.cols % 32 == 0 else mode.cols}
     with interpreted():
-        rows = 40 if isinstance(mode, ChannelProblem) else 5  # few rows take less time; of channels whole accesses
-        require_one_result(replace(mode, rows=rows), configs, CPU)
+        require_one_result(replace(mode, **small), configs, CPU)
 
 
 @pytest.mark.gpu
 @every_mode
 def test_entries_of_a_table_change_no_byte_on_a_gpu(mode: Problem, configs: set[Config]) -> None:
-    require_one_result(mode, configs, torch.device("cuda"))
+    require_one_result(mode, configs, CUDA)
+
+
+Stored = tuple[Tensor, Pool]  # the output, and where states were stored
+
+
+def in_place(inputs: Inputs, case: AnyCase) -> Stored:
+    return inputs.step(), inputs.state
+
+
+def to_slots(inputs: Inputs, case: AnyCase) -> Stored:
+    unread = sorted({*range(case.slots)} - {*inputs.slots.tolist()})
+    write = torch.tensor(unread[: case.tokens]).to(inputs.slots)[None]
+    return inputs.step(slots=inputs.at(write=write)), inputs.state
+
+
+def to_snapshots(inputs: Inputs, case: AnyCase) -> Stored:
+    snapshots = make_snapshots(case, case.format, case.rounding, inputs.slots.device)
+    first_row = torch.zeros_like(inputs.slots)
+    return inputs.step(slots=inputs.at(snapshot_rows=first_row), snapshots=snapshots), snapshots
+
+
+def without_update(inputs: Inputs, case: AnyCase) -> Stored:
+    return inputs.step(update=False), inputs.state
+
+
+def by_a_plan(inputs: Any, case: AnyCase) -> Stored:
+    """Four rows, of which some fold and some do not."""
+    assert set(inputs.folds.tolist()) == {False, True}
+    return inputs.step(plan=inputs.plan()), inputs.state
 
 
 def require_one_result(mode: Problem, configs: set[Config], device: torch.device) -> None:
     """Calls with every config give the bytes of another one; of one with as many lanes in the interpreter, which sums
     over them in numpy's order."""
+<<<<<<< HEAD
     tokens = (9 if mode.op.endswith("_16") else 5) if mode.several_tokens else 0
     case: AnyCase = Case(1, 1, 1, mode.rows, mode.cols, format=mode.format, rounding=mode.rounding, tokens=tokens)
     if mode.op.startswith("gated_delta"):
@@ -164,32 +187,28 @@ def require_one_result(mode: Problem, configs: set[Config], device: torch.device
         )
     inputs = make_inputs(case, device)
     assert replace(case.problem, stored=mode.stored) == mode
+=======
+    replays = isinstance(mode, ReplayProblem | ReplayTokenProblem)
+    x = "bfloat16" if device.type == "cuda" else "float32"
+    bases: dict[str, AnyCase] = {
+        "mamba2_step": Case(1, 1, 1), "gated_delta": DeltaCase(1, 1, 1, qk="float16"),
+        "mamba3": Mamba3Case(1, 1, 1, kv="float16"), "mamba2_replay": ReplayCase(x=x),
+        "conv1d": ConvCase(1, parameters=mode.format),
+    }  # fmt: skip
+    case = case_of(mode, bases, 3)
+    assert replace(case.problem, stored=mode.stored, op=mode.op, batch_heads=1) == mode
+    inputs, calls = make_inputs(case, device), {
+        "last": (in_place,), "every": (to_slots, to_snapshots), "none": (without_update,)
+    }[mode.stored]  # fmt: skip
+>>>>>>> launching
     others = [config for config in valid_configs(mode) if config not in configs]
 
     @cache
-    def result(call: Callable[[Inputs], tuple[Tensor, Pool]], config: Config) -> tuple[Tensor, Pool]:
-        """The output, and where states were stored."""
-        with override(config):
-            return call(inputs.fresh())
+    def result(call: Callable[[Any, AnyCase], Stored], config: Config) -> Stored:
+        with override(config), parted() if mode.op.endswith(("keep", "fold")) else nullcontext():
+            return call(inputs.fresh(), case)
 
-    def in_place(inputs: Inputs) -> tuple[Tensor, Pool]:
-        return inputs.step(), inputs.state
-
-    def to_slots(inputs: Inputs) -> tuple[Tensor, Pool]:
-        unread = sorted({*range(case.slots)} - {*inputs.slots.tolist()})
-        write = torch.tensor(unread[:tokens]).to(inputs.slots)[None]
-        return inputs.step(slots=inputs.at(write=write)), inputs.state
-
-    def to_snapshots(inputs: Inputs) -> tuple[Tensor, Pool]:
-        snapshots = make_snapshots(case, case.format, case.rounding, device)
-        first_row = torch.zeros_like(inputs.slots)
-        return inputs.step(slots=inputs.at(snapshot_rows=first_row), snapshots=snapshots), snapshots
-
-    def without_update(inputs: Inputs) -> tuple[Tensor, Pool]:
-        return inputs.step(update=False), inputs.state
-
-    calls = {"last": (in_place,), "each": (to_slots, to_snapshots), "nothing": (without_update,)}[mode.stored]
-    for config, call in product(configs, calls):
+    for config, call in product(configs, (by_a_plan,) if replays else calls):
         other = next(other for other in others if device.type == "cuda" or other.lanes == config.lanes)
         (y, stored), (other_y, other_stored) = result(call, config), result(call, other)
         require_equal_bytes(f"output with {config}, {call.__name__}", y, other_y)
@@ -197,13 +216,13 @@ def require_one_result(mode: Problem, configs: set[Config], device: torch.device
 
 
 @pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, Config]]:
-    """A table for one GPU with entries for PROBLEM's key and mode at three sizes."""
+def tables(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """The table of a GPU: entries for PROBLEM's key and mode at three sizes."""
     sizes = {16: Config(4, 1, 32), 256: Config(8, 2, 16), 4096: Config(16, 1, 2)}
-    table = {"mamba2_step 64x128 float32 vector 4": {"nearest, one token": sizes}}
+    table = {table_key(PROBLEM): {mode_key(PROBLEM): sizes}}
     monkeypatch.setattr(launch_config, "load_table", lambda gpu: table if gpu == MEASURED.name else {})
     launch_config._look_up.cache_clear()
-    yield sizes
+    yield table
     launch_config._look_up.cache_clear()
 
 
@@ -211,28 +230,22 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, Config]]:
     ("batch_heads", "nearest"),
     [(1, 16), (16, 16), (63, 16), (65, 256), (256, 256), (1023, 256), (1025, 4096), (4096, 4096), (1 << 20, 4096)],
 )
-def test_the_nearest_entry_in_ratio_is_chosen(measured: dict[int, Config], batch_heads: int, nearest: int) -> None:
+def test_the_nearest_entry_in_ratio_is_chosen(tables: dict[str, Any], batch_heads: int, nearest: int) -> None:
     config, reason = choose_with_reason(replace(PROBLEM, batch_heads=batch_heads), MEASURED)
-    assert config == measured[nearest]
+    assert config == tables[table_key(PROBLEM)][mode_key(PROBLEM)][nearest]
     assert reason.startswith("table of measured")
     assert reason.endswith(f"= {nearest}")
 
 
-@pytest.mark.usefixtures("measured")
+@pytest.mark.usefixtures("tables")
 @pytest.mark.parametrize(
     "change",
     [
-        {"op": "pool_write"},
-        {"rows": 32},
-        {"cols": 64},
-        {"format": "float16", "vector": 8},
-        {"vector": 2},
-        {"rounding": "stochastic"},
-        {"several_tokens": True},
-        {"transposed": True},
+        {"op": "pool_write"}, {"rows": 32}, {"cols": 64}, {"format": "float16", "vector": 8}, {"vector": 2},
+        {"rounding": "stochastic"}, {"several_tokens": True}, {"transposed": True},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_a_table_speaks_only_for_its_own_problem_and_mode(change: dict[str, int | str]) -> None:
     other = replace(PROBLEM, **change)
     config, reason = choose_with_reason(other, MEASURED)
@@ -241,29 +254,25 @@ def test_a_table_speaks_only_for_its_own_problem_and_mode(change: dict[str, int 
     assert choose_with_reason(PROBLEM, UNKNOWN)[1].startswith("heuristic: no table")
 
 
-def test_calls_that_store_each_state_get_entries_of_their_own_or_those_of_calls_that_do_not(
-    monkeypatch: pytest.MonkeyPatch,
+def test_calls_that_store_every_state_get_entries_of_their_own_or_those_of_calls_that_do_not(
+    tables: dict[str, Any],
 ) -> None:
     several = replace(PROBLEM, several_tokens=True)
-    stored = replace(several, stored="each")
-    modes = {mode_key(several): {1024: Config(4, 1, 32)}}
-    monkeypatch.setattr(launch_config, "load_table", lambda gpu: {table_key(several): modes})
+    stored = replace(several, stored="every")
+    modes = tables[table_key(PROBLEM)]
+    modes[mode_key(several)] = {1024: Config(4, 1, 32)}
+    assert choose(several, MEASURED) == choose(stored, MEASURED) == Config(4, 1, 32)
+    assert choose_with_reason(several, MEASURED)[1].endswith("= 1024")
+    assert choose_with_reason(stored, MEASURED)[1].endswith("= 1024, for calls that store one state")
     launch_config._look_up.cache_clear()
-    try:
-        assert choose(several, MEASURED) == choose(stored, MEASURED) == Config(4, 1, 32)
-        assert choose_with_reason(several, MEASURED)[1].endswith("= 1024")
-        assert choose_with_reason(stored, MEASURED)[1].endswith("= 1024, for calls that store one state")
-        launch_config._look_up.cache_clear()
-        modes[mode_key(stored)] = {1024: Config(8, 2, 32)}
-        assert choose(several, MEASURED) == Config(4, 1, 32)
-        config, reason = choose_with_reason(stored, MEASURED)
-        assert config == Config(8, 2, 32)
-        assert reason.endswith("= 1024")
-    finally:
-        launch_config._look_up.cache_clear()
+    modes[mode_key(stored)] = {1024: Config(8, 2, 32)}
+    assert choose(several, MEASURED) == Config(4, 1, 32)
+    config, reason = choose_with_reason(stored, MEASURED)
+    assert config == Config(8, 2, 32)
+    assert reason.endswith("= 1024")
 
 
-@pytest.mark.usefixtures("measured")
+@pytest.mark.usefixtures("tables")
 def test_the_reason_says_where_a_config_comes_from() -> None:
     assert choose_with_reason(PROBLEM, MEASURED)[1].startswith("table")
     assert choose_with_reason(PROBLEM, UNKNOWN)[1].startswith("heuristic")
@@ -276,65 +285,87 @@ def test_a_gpu_without_a_table_has_an_empty_one() -> None:
     assert load_table(UNKNOWN.name) == {}
 
 
+def test_a_table_tells_transposed_states_from_others() -> None:
+    transposed = replace(PROBLEM, transposed=True)
+    assert table_key(PROBLEM) == "mamba2_step 64x128 float32 vector 4"
+    assert table_key(transposed) == "mamba2_step 64x128 float32 vector 4 transposed"
+
+
 AROUND_POWERS = sorted({n for k in range(9) for n in ((1 << k) - 1, 1 << k, (1 << k) + 1, 3 << k) if 1 <= n <= 512})
 SHAPES = sorted({*product(AROUND_POWERS, (*AROUND_POWERS, 20, 80)), *product((5, 64), range(1, 513))})
 SIZES = (1, 63, 64, 511, 512, 1 << 20)
 
 
-@pytest.mark.parametrize("gpu", [UNKNOWN, UNKNOWN_BLACKWELL], ids=str)
+def problems(
+    kind: type[Problem], op: str, name: str, rounding: str = "nearest", several: tuple[bool, ...] = (False,),
+    shapes: Any = SHAPES, **fields: Any,
+) -> Iterator[Problem]:  # fmt: skip
+    """Problems of every shape, with every access that a format may have."""
+    for (rows, cols), vector, tokens in product(shapes, (1, 2, 4, 8, 16), several):
+        if widest(rows if fields.get("transposed") else cols, name) % vector == 0:
+            yield kind(op, rows, cols, name, rounding, vector, 1, tokens, **fields)
+
+
+@unknown_gpus
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "int8"])  # 4, 2 and 1 bytes: vectors up to 4, 8 and 16
 def test_the_heuristic_gives_a_valid_config_for_every_shape(name: str, gpu: Gpu) -> None:
-    for (rows, cols), vector, several in product(SHAPES, (1, 2, 4, 8, 16), (False, True)):
-        if widest(cols, name) % vector == 0:
-            problem = Problem("mamba2_step", rows, cols, name, "nearest", vector, 1, several)
-            configs = [choose(replace(problem, batch_heads=size), gpu) for size in SIZES]
-            assert all(map(problem.valid, configs)), (problem, configs)
-            assert configs == sorted(configs, key=lambda config: config.block_rows), (problem, configs)
-            together = [config.together for config in configs]
-            assert together == sorted(together, reverse=True), (problem, configs)
-            assert together[-1] == 1, (problem, configs)
-            for config in configs:
-                assert config.together == 1 or problem.per_thread(config) * config.together <= 64, (problem, config)
+    for problem in problems(Problem, "mamba2_step", name, several=(False, True)):
+        configs = [choose(replace(problem, batch_heads=size), gpu) for size in SIZES]
+        assert all(map(problem.valid, configs)), (problem, configs)
+        assert configs == sorted(configs, key=lambda config: config.block_rows), (problem, configs)
+        together = [config.tokens_together for config in configs]
+        assert together == sorted(together, reverse=True), (problem, configs)
+        assert together[-1] == 1, (problem, configs)
+        for config in configs:
+            loaded = problem.per_thread(config) * config.tokens_together
+            assert config.tokens_together == 1 or loaded <= 64, (problem, config)
 
 
-@pytest.mark.parametrize("gpu", [UNKNOWN, UNKNOWN_BLACKWELL], ids=str)
-@pytest.mark.parametrize("name", ["float32", "bfloat16"])
-def test_the_heuristic_gives_a_valid_config_for_every_transposed_shape(name: str, gpu: Gpu) -> None:
-    for (rows, cols), vector, several in product(SHAPES, (1, 2, 4, 8), (False, True)):
-        if widest(rows, name) % vector == 0:
-            problem = Problem("pool_write", rows, cols, name, "nearest", vector, 1, several, transposed=True)
-            configs = [choose(replace(problem, batch_heads=size), gpu) for size in SIZES]
-            assert all(map(problem.valid, configs)), (problem, configs)
-            assert all(map(problem.manageable, configs)), (problem, configs)
+def arithmetic_is_the_bottleneck(problem: Problem, config: Config) -> bool:
+    wide = problem.batch_heads >= 1024 and problem.vector * problem.itemsize == 16
+    return wide and (problem.itemsize == 1 or problem.rounding == "stochastic") and problem.rows > config.block_rows
 
 
-@pytest.mark.parametrize("gpu", [UNKNOWN, UNKNOWN_BLACKWELL], ids=str)
-@pytest.mark.parametrize(
-    ("name", "rounding"), [("bfloat16", "nearest"), ("bfloat16", "stochastic"), ("int8", "nearest")]
-)
-def test_the_heuristic_gives_the_delta_rule_several_tiles_where_arithmetic_is_the_bottleneck(
-    name: str, rounding: str, gpu: Gpu
+def programs_are_enough(problem: Problem, config: Config) -> bool:
+    return problem.batch_heads >= 1024 and problem.rows > 16 and problem.cols <= 128
+
+
+def states_are_only_read(problem: Problem, config: Config) -> bool:
+    return problem.op.endswith("keep") and problem.batch_heads > 1
+
+
+NARROW = [shape for shape in SHAPES if max(shape) <= 256]
+FEW = list(product((1, 5, 16, 33, 64, 200), (1, 16, 20, 128, 500, 512)))
+TILED: list[tuple[Iterator[Problem], tuple[int, ...], Callable[[Problem, Config], bool]]] = [
+    *((problems(Problem, "pool_write", name, several=(False, True), transposed=True), SIZES, lambda *given: False)
+      for name in ("float32", "bfloat16")),
+    *((problems(DeltaProblem, "gated_delta_step", *of_state), (1023, 1024), arithmetic_is_the_bottleneck)
+      for of_state in (("bfloat16", "nearest"), ("bfloat16", "stochastic"), ("int8", "nearest"))),
+    *((problems(AtOnceProblem, "gated_delta_at_once", name, several=(True,), shapes=NARROW), (1, 1023, 1024),
+       programs_are_enough) for name in ("float32", "bfloat16", "int8")),
+    *((problems(ReplayTokenProblem, f"mamba2_replay {form}", "float32", shapes=FEW), (1, 1 << 20),
+       states_are_only_read) for form in ("either", "keep", "fold")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("small", "sizes", "helps"), TILED)
+def test_the_heuristic_gives_valid_configs_of_several_tiles_where_that_helps(
+    small: Iterator[Problem], sizes: tuple[int, ...], helps: Callable[[Problem, Config], bool]
 ) -> None:
-    for (rows, cols), vector, size in product(SHAPES, (1, 2, 4, 8, 16), (1023, 1024)):
-        if widest(cols, name) % vector:
-            continue
-        problem = DeltaProblem("gated_delta_step", rows, cols, name, rounding, vector, size)
+    for one, size, gpu in product(small, sizes, (UNKNOWN, UNKNOWN_BLACKWELL)):
+        problem = replace(one, batch_heads=size)
         config = choose(problem, gpu)
         assert problem.valid(config), (problem, config)
         assert problem.manageable(config), (problem, config)
-        wide = vector * getattr(torch, name).itemsize == 16
-        helps = size == 1024 and wide and (name == "int8" or rounding == "stochastic")
-        assert (config.together > 1) == (helps and rows > config.block_rows), (problem, config)
-        assert config.together <= 8, (problem, config)
+        assert (config.tiles > 1) == helps(problem, config), (problem, config)
+        assert config.tiles <= 8, (problem, config)
 
 
 @pytest.mark.parametrize("warp", [32, 64])
-def test_threads_take_rows_of_a_transposed_state_and_one_column_of_a_chunk(
-    warp: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(launch_config, "WARP", warp)
+def test_threads_take_rows_of_a_transposed_state_and_one_column_of_a_chunk(warp: int) -> None:
     for rows, cols, vector in product((2, 8, 64, 72), (1, 7, 16, 128, 512, 4096), (1, 2, 4, 8)):
-        problem = Problem("pool_write", rows, cols, "bfloat16", "nearest", vector, 1024, transposed=True)
+        with pretending(replace(machine_with(90), warp=warp)):
+            problem = Problem("pool_write", rows, cols, "bfloat16", "nearest", vector, 1024, transposed=True)
         assert problem.lane_choices
         for lanes in problem.lane_choices:
             assert 8 <= lanes <= min(32, problem.block_cols)  # whole Philox calls
@@ -346,17 +377,11 @@ def test_threads_take_rows_of_a_transposed_state_and_one_column_of_a_chunk(
         assert problem.valid(problem.heuristic(UNKNOWN))
 
 
-def test_a_table_tells_transposed_states_from_others() -> None:
-    transposed = replace(PROBLEM, transposed=True)
-    assert table_key(PROBLEM) == "mamba2_step 64x128 float32 vector 4"
-    assert table_key(transposed) == "mamba2_step 64x128 float32 vector 4 transposed"
-
-
 def test_the_heuristic_loads_more_tokens_together_the_fewer_programs_there_are() -> None:
     several = replace(PROBLEM, several_tokens=True)
     for problem, expected in ((several, [4, 4, 2, 2, 1, 1]), (PROBLEM, [1] * len(SIZES))):
         configs = [choose(replace(problem, batch_heads=size), UNKNOWN) for size in SIZES]
-        assert [config.together for config in configs] == expected
+        assert [config.tokens_together for config in configs] == expected
 
 
 @pytest.mark.parametrize(
@@ -377,38 +402,65 @@ def test_a_table_can_hold_what_the_heuristic_gives_and_more(name: str) -> None:
     shapes = product((16, 64, 128, 256, 1024), (16, 1 << 14), (False, True), (UNKNOWN, UNKNOWN_BLACKWELL))
     for cols, size, several, gpu in shapes:
         problem = Problem("mamba2_step", 64, cols, name, "nearest", widest(cols, name), size, several)
-        chosen = choose(problem, gpu)
         configs = valid_configs(problem)
         assert len(configs) == len(set(configs))
         assert all(map(problem.valid, configs))
-        assert chosen in configs
+        assert choose(problem, gpu) in configs
         for lanes in problem.lane_choices:
             assert sum(config.lanes == lanes for config in configs) >= 2
 
 
 @pytest.mark.parametrize(
-    ("problem", "config"),
+    ("change", "config"),
     [
-        pytest.param(PROBLEM, Config(2, 4, 32), id="fewer rows than warps"),
-        pytest.param(PROBLEM, Config(12, 4, 32), id="rows not a power of two"),
-        pytest.param(PROBLEM, Config(16, 3, 32), id="warps not a power of two"),
-        pytest.param(PROBLEM, Config(16, 1, 12), id="lanes not a power of two"),
-        pytest.param(PROBLEM, Config(16, 1, 64), id="more lanes than a warp has"),
-        pytest.param(PROBLEM, Config(16, 2, 2), id="warps with fewer rows than they cover"),
-        pytest.param(PROBLEM, Config(64, 1, 1), id="fewer lanes than a Philox call needs"),
-        pytest.param(replace(PROBLEM, cols=16), Config(8, 1, 8), id="more lanes than a row has accesses"),
-        pytest.param(replace(PROBLEM, vector=16), Config(2, 1, 8), id="a warp with fewer rows of bytes than it covers"),
-        pytest.param(replace(PROBLEM, cols=16, vector=16), Config(32, 2, 1), id="warps with fewer rows of bytes"),
-        pytest.param(replace(PROBLEM, transposed=True), Config(8, 1, 8), id="a warp with fewer rows than it accesses"),
-        pytest.param(replace(PROBLEM, transposed=True), Config(32, 2, 8), id="warps that would share rows"),
-        pytest.param(replace(PROBLEM, transposed=True), Config(32, 1, 8), id="a warp with more rows than it accesses"),
-        pytest.param(replace(PROBLEM, transposed=True), Config(64, 1, 4), id="fewer columns than a Philox call needs"),
+        pytest.param({}, Config(2, 4, 32), id="fewer rows than warps"),
+        pytest.param({}, Config(12, 4, 32), id="rows not a power of two"),
+        pytest.param({}, Config(16, 3, 32), id="warps not a power of two"),
+        pytest.param({}, Config(16, 1, 12), id="lanes not a power of two"),
+        pytest.param({}, Config(16, 1, 64), id="more lanes than a warp has"),
+        pytest.param({}, Config(16, 2, 2), id="warps with fewer rows than they cover"),
+        pytest.param({}, Config(64, 1, 1), id="fewer lanes than a Philox call needs"),
+        pytest.param({"cols": 16}, Config(8, 1, 8), id="more lanes than a row has accesses"),
+        pytest.param({"vector": 16}, Config(2, 1, 8), id="a warp with fewer rows of bytes than it covers"),
+        pytest.param({"cols": 16, "vector": 16}, Config(32, 2, 1), id="warps with fewer rows of bytes"),
+        pytest.param({"transposed": True}, Config(8, 1, 8), id="a warp with fewer rows than it accesses"),
+        pytest.param({"transposed": True}, Config(32, 2, 8), id="warps that would share rows"),
+        pytest.param({"transposed": True}, Config(32, 1, 8), id="a warp with more rows than it accesses"),
+        pytest.param({"transposed": True}, Config(64, 1, 4), id="fewer columns than a Philox call needs"),
     ],
 )
-def test_override_refuses_a_config_that_would_change_the_order_of_sums(problem: Problem, config: Config) -> None:
+def test_override_refuses_a_config_that_would_change_the_order_of_sums(change: dict[str, Any], config: Config) -> None:
+    problem = replace(PROBLEM, **change)
     assert not problem.valid(config)
     with override(config), pytest.raises(ValueError, match=r"^Config.* is not one of the valid configs of Problem"):
         choose(problem, UNKNOWN)
+
+
+SHAPE = 128, 128, "bfloat16", "nearest", 8, 64
+KNOBS_OF: dict[str, tuple[Problem, str, set[int]]] = {  # what a program does several of at once, and how many
+    "one token": (Problem("mamba2_step", *SHAPE), "tokens_together", {1}),
+    "several": (Problem("mamba2_step", *SHAPE, True), "tokens_together", {1, 2, 4}),
+    "channels": (ChannelProblem("conv1d_step", *SHAPE, True), "tokens_together", {1, 2, 4, 8}),
+    "delta": (DeltaProblem("gated_delta_step", *SHAPE), "tiles", {1, 2, 4, 8, 16}),
+    "delta, several": (DeltaProblem("gated_delta_step", *SHAPE, True), "tokens_together", {1, 2, 4}),
+    "at once": (AtOnceProblem("gated_delta_at_once", *SHAPE, True), "tiles", {1, 2, 4, 8}),
+    "rank 1": (HeadProblem("mamba3_step rank 1", *SHAPE), "ahead", {0, 64, 128, 256, 512}),
+    "rank 4": (RankProblem("mamba3_step rank 4", *SHAPE), "ahead", {0, 64, 128, 256, 512}),
+    "replay": (ReplayProblem("mamba2_replay keep", *SHAPE, True), "tiles", {1, 2, 4, 8, 16}),
+    "replay of one token": (ReplayTokenProblem("mamba2_replay keep", *SHAPE), "tiles", {1, 2, 4, 8, 16}),
+}
+
+
+@pytest.mark.parametrize("what", KNOBS_OF)
+def test_configs_of_a_problem_have_one_knob_and_no_other(what: str) -> None:
+    problem, knob, values = KNOBS_OF[what]
+    configs = valid_configs(problem)
+    assert problem.knob == knob
+    assert {getattr(config, knob) for config in configs} == values
+    if isinstance(problem, DeltaProblem | AtOnceProblem) and knob == "tiles":
+        assert all(config.tiles * config.block_rows <= 128 for config in configs)
+    for other in KNOBS.keys() - {knob}:
+        assert not any(problem.valid(replace(config, **{other: 4})) for config in configs)
 
 
 def test_a_row_of_any_width_can_be_walked_along_by_any_number_of_lanes_that_it_offers() -> None:
@@ -422,23 +474,15 @@ def test_a_row_of_any_width_can_be_walked_along_by_any_number_of_lanes_that_it_o
         assert {config.lanes for config in valid_configs(problem)} == set(problem.lane_choices)
 
 
-def test_overrides_nest() -> None:
+def test_overrides_nest_and_are_undone_by_an_exception() -> None:
     before = choose(PROBLEM, UNKNOWN)
     with override(Config(4, 4, 32)):
         with override(Config(8, 2, 32)):
             assert choose(PROBLEM, UNKNOWN) == Config(8, 2, 32)
         assert choose(PROBLEM, UNKNOWN) == Config(4, 4, 32)
-    assert choose(PROBLEM, UNKNOWN) == before
-
-
-def test_overrides_are_undone_by_an_exception() -> None:
-    before = choose(PROBLEM, UNKNOWN)
-    with override(Config(4, 4, 32)):
         with pytest.raises(KeyError), override(Config(8, 2, 32)):
             raise KeyError
         assert choose(PROBLEM, UNKNOWN) == Config(4, 4, 32)
-    with pytest.raises(KeyError), override(Config(8, 2, 32)):
-        raise KeyError
     assert choose(PROBLEM, UNKNOWN) == before
 
 
@@ -463,33 +507,27 @@ def test_results_are_as_accurate_however_many_lanes_share_a_row(name: str, cols:
             close_to_float64(case, CPU)
 
 
-@pytest.mark.interpreted
+@pytest.mark.parametrize(
+    "implementation",
+    [pytest.param("interpreter", marks=pytest.mark.interpreted), pytest.param("gpu", marks=pytest.mark.gpu)],
+)
 @pytest.mark.parametrize("special", [-0.0, float("inf"), float("nan")], ids=str)
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-def test_a_place_without_a_token_leaves_every_kind_of_value_as_it_is(packed: bool, special: float) -> None:
-    with interpreted():
-        places_without_tokens_change_nothing(Case(4, 1, 1, 4, 16, tokens=3, packed=packed), special, CPU)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("special", [-0.0, float("inf"), float("nan")], ids=str)
-@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-def test_a_place_without_a_token_leaves_every_kind_of_value_as_it_is_on_a_gpu(packed: bool, special: float) -> None:
-    case = Case(4, 16, 1, 64, 128, tokens=3, packed=packed)
-    places_without_tokens_change_nothing(case, special, torch.device("cuda"))
-
-
-def places_without_tokens_change_nothing(case: Case, special: float, device: torch.device) -> None:
+def test_a_place_without_a_token_leaves_every_kind_of_value_as_it_is(
+    packed: bool, special: float, implementation: str
+) -> None:
     """At most three tokens in groups of four: what the others do must not show."""
-    inputs = make_inputs(case, device)
+    on_gpu = implementation == "gpu"
+    case = Case(4, *((16, 1, 64, 128) if on_gpu else (1, 1, 4, 16)), tokens=3, packed=packed)
+    inputs = make_inputs(case, CUDA if on_gpu else CPU)
     inputs.state.data.fill_(special)
     inputs.arguments["x"].zero_()
     inputs.arguments["B"].fill_(-1.0)  # adds -0.0, which leaves -0.0
-    config = next(config for config in valid_configs(case.problem) if config.together == 4)
+    config = next(config for config in valid_configs(case.problem) if config.tokens_together == 4)
     results = []
     for together in (1, 4):
         run = inputs.fresh()
-        with override(replace(config, together=together)):
+        with nullcontext() if on_gpu else interpreted(), override(replace(config, tokens_together=together)):
             run.step()
         results.append(run.state.data.view(torch.int32))
     assert torch.equal(*results)
@@ -497,45 +535,21 @@ def places_without_tokens_change_nothing(case: Case, special: float, device: tor
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-def test_tables_hold_tokens_together_and_limits_of_registers_only_where_they_make_a_difference(rounding: str) -> None:
+def test_tables_hold_limits_of_registers_only_where_they_make_a_difference(rounding: str) -> None:
     one = replace(PROBLEM, format="float16", vector=8, rounding=rounding)
     for problem in (one, replace(one, several_tokens=True)):
         configs = valid_configs(problem)
-        assert {config.together for config in configs} == ({1, 2, 4} if problem.several_tokens else {1})
         assert {config.registers for config in configs} == ({0, 128} if rounding == "stochastic" else {0})
-        assert problem.valid(Config(16, 1, 8, together=4, registers=128))  # an override may be around other calls too
-        assert not problem.valid(Config(16, 1, 8, together=3))
+        assert problem.valid(
+            Config(16, 1, 8, tokens_together=4, registers=128)
+        )  # an override may be around other calls
+        assert not problem.valid(Config(16, 1, 8, tokens_together=3))
         assert not problem.valid(Config(16, 1, 8, registers=100))
-
-
-def test_one_token_of_the_gated_delta_rule_and_tokens_at_once_may_have_several_tiles_in_a_program() -> None:
-    problem = DeltaProblem("gated_delta_step", 128, 128, "bfloat16", "nearest", 8, 64)
-    configs = valid_configs(problem)
-    assert {config.together for config in configs} == {1, 2, 4, 8, 16}
-    assert all(config.together * config.block_rows <= 128 for config in configs)
-    several = replace(problem, several_tokens=True)
-    assert {config.together for config in valid_configs(several)} == {1, 2, 4}
-    at_once = TensorCoreProblem("gated_delta_at_once", 128, 128, "bfloat16", "nearest", 8, 64, several_tokens=True)
-    configs = valid_configs(at_once)
-    assert {config.together for config in configs} == {1, 2, 4, 8}
-    assert all(config.together * config.block_rows <= 128 for config in configs)
-
-
-@pytest.mark.parametrize("name", ["float32", "bfloat16", "int8"])
-def test_the_heuristic_gives_tokens_at_once_several_tiles_where_there_are_programs_enough(name: str) -> None:
-    for (rows, cols), vector, size in product(SHAPES, (1, 2, 4, 8, 16), (1, 1023, 1024)):
-        if widest(cols, name) % vector or max(rows, cols) > 256:
-            continue
-        problem = TensorCoreProblem("gated_delta_at_once", rows, cols, name, "nearest", vector, size, True)
-        config = choose(problem, UNKNOWN)
-        assert problem.valid(config), (problem, config)
-        assert problem.manageable(config), (problem, config)
-        assert (config.together > 1) == (size == 1024 and rows > 16 and cols <= 128), (problem, config)
 
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "int8"])
 def test_rank_one_of_mamba3_has_no_chunks_with_a_column_for_every_thread_but_the_narrowest(name: str) -> None:
-    problem = Mamba3Case(1, 1, 1, 64, 128, 1, format=name).problem
+    problem = Mamba3Case(1, 1, 1, 64, 128, rank=1, format=name).problem
     configs = [problem.heuristic(H200), *valid_configs(problem)]
     wide = [config for config in configs if problem.chunk(config.lanes) >= 32 * config.num_warps]
     assert all(config.lanes == problem.lane_choices[0] and config.num_warps == 1 for config in wide)
@@ -543,6 +557,13 @@ def test_rank_one_of_mamba3_has_no_chunks_with_a_column_for_every_thread_but_the
 
 
 def test_more_than_eight_tokens_at_once_have_configs_of_their_own() -> None:
-    assert delta_kind(True, 8) == (TensorCoreProblem, "gated_delta_at_once")
-    assert delta_kind(True, 9) == (TensorCoreProblem, "gated_delta_at_once_16")
+    assert delta_kind(True, 8) == (AtOnceProblem, "gated_delta_at_once")
+    assert delta_kind(True, 9) == (AtOnceProblem, "gated_delta_at_once_16")
     assert delta_kind(False, 9) == (DeltaProblem, "gated_delta_step")
+
+
+def test_tensor_cores_replay_all_but_one_token_of_dense_calls_on_float32_states_with_short_windows() -> None:
+    calls = product((1, 2, 16), map(dtype_name, FORMATS), (False, True), (1, 16, 17, 64))
+    assert {call for call in calls if replay_kind(*call) is ReplayTokenProblem} == {
+        (1, "float32", False, window) for window in (1, 16)
+    }

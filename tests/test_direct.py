@@ -6,9 +6,10 @@ import struct
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -350,7 +351,26 @@ def test_calls_with_tables_that_a_kernel_does_not_take_never_start_directly(laun
     assert launcher.counts == (3, 0)
 
 
-@pytest.mark.parametrize("context", [debug, collecting, suspended, lambda: override(Config(8, 1, 8))])
+@contextmanager
+def profiled() -> Iterator[None]:
+    """A profiler wants to see launches."""
+    from triton import knobs
+
+    def hook(metadata: object) -> None:
+        """What a profiler would add."""
+
+    knobs.runtime.launch_enter_hook.add(hook)
+    yield
+    knobs.runtime.launch_enter_hook.remove(hook)
+
+
+def on_another_device() -> Any:
+    return mock.patch.object(torch._C, "_cuda_getDevice", return_value=1, create=True)
+
+
+@pytest.mark.parametrize(
+    "context", [debug, collecting, suspended, lambda: override(Config(8, 1, 8)), profiled, on_another_device]
+)
 def test_calls_in_a_context_that_looks_at_them_take_the_ordinary_way(
     context: Callable[[], Any], launcher: Launcher
 ) -> None:
@@ -359,30 +379,8 @@ def test_calls_in_a_context_that_looks_at_them_take_the_ordinary_way(
     with context():
         mamba2_step(**arguments)
     assert launcher.counts == (2, 0)
-
-
-def test_another_current_device_takes_the_ordinary_way(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = FORMS["mamba2_step"]["plain"].arguments
     mamba2_step(**arguments)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1, raising=False)
-    mamba2_step(**arguments)
-    assert launcher.counts == (2, 0)
-
-
-def test_a_profiler_sees_launches(launcher: Launcher) -> None:
-    from triton import knobs
-
-    def hook(metadata: object) -> None:
-        """What a profiler would add."""
-
-    arguments = FORMS["mamba2_step"]["plain"].arguments
-    mamba2_step(**arguments)
-    knobs.runtime.launch_enter_hook.add(hook)
-    try:
-        mamba2_step(**arguments)
-    finally:
-        knobs.runtime.launch_enter_hook.remove(hook)
-    assert launcher.counts == (2, 0)
+    assert launcher.counts == (2, 1)
 
 
 @pytest.mark.parametrize("change", [{"launch_pdl": True}, {"global_scratch_size": 8}, {}], ids=str)

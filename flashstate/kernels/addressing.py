@@ -15,18 +15,29 @@ def this_program(H: tl.constexpr, ROWS: tl.constexpr, BLOCK_ROWS: tl.constexpr):
 
 
 @triton.jit
-def token_entry(tensor, b, t, h, ALIGNMENT: tl.constexpr):
-    """Pointer to the values of token t of batch row b at head or group h; `tensor`: its pointer and those strides.
-    ALIGNMENT: bytes that all such pointers are multiples of, as far as the compiler is to know.
+def batch_size(H: tl.constexpr, ROWS: tl.constexpr, BLOCK_ROWS: tl.constexpr):
+    """How many batch rows the programs have among them, where each has what this_program says."""
+    return tl.num_programs(0) // (H * ((ROWS + BLOCK_ROWS - 1) // BLOCK_ROWS))
+
+
+@triton.jit
+def token_offset(tensor, b, t, h):
+    """Where the values of token t of batch row b at head or group h are; `tensor`: its pointer and those strides.
 
     Torch strides are never negative; told so, the compiler needs one instruction instead of three for a 64-bit product.
     """
-    ptr, stride_b, stride_t, stride_h = tensor
+    _, stride_b, stride_t, stride_h = tensor
     tl.assume(stride_b >= 0)
     tl.assume(stride_t >= 0)
     tl.assume(stride_h >= 0)
-    entry = ptr + (b.to(tl.int64) * stride_b + t.to(tl.int64) * stride_t + h.to(tl.int64) * stride_h)
-    return tl.multiple_of(entry, ALIGNMENT)
+    return b.to(tl.int64) * stride_b + t.to(tl.int64) * stride_t + h.to(tl.int64) * stride_h
+
+
+@triton.jit
+def token_entry(tensor, b, t, h, ALIGNMENT: tl.constexpr):
+    """Pointer to the values of token t of batch row b at head or group h; `tensor`: its pointer and those strides.
+    ALIGNMENT: bytes that all such pointers are multiples of, as far as the compiler is to know."""
+    return tl.multiple_of(tensor[0] + token_offset(tensor, b, t, h), ALIGNMENT)
 
 
 @triton.jit

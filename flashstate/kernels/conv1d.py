@@ -4,9 +4,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from flashstate.kernels.addressing import this_program, token_entry, zero_unused
-from flashstate.kernels.functions import either, silu
-from flashstate.kernels.ptx import silu_ptx
+from flashstate.kernels.addressing import batch_size, this_program, token_entry, zero_unused
+from flashstate.kernels.functions import either, gate
 from flashstate.kernels.slots import (
     ACCEPTED_FAULT,
     depth_of,
@@ -16,6 +15,7 @@ from flashstate.kernels.slots import (
     resolve_write,
     token_range,
 )
+from flashstate.kernels.tensor_cores import halved
 from flashstate.launch.kernel import kernel
 
 # How rows of channels lie in memory, as constants say it: 0, channels apart from each other; else channels are
@@ -34,7 +34,7 @@ def channels_at(row, channels, stride, ROWS: tl.constexpr):
 
 
 @triton.jit
-def entry_of(windows, base, entry, channels, ROWS: tl.constexpr):
+def window_entry(windows, base, entry, channels, ROWS: tl.constexpr):
     """Pointers to an entry of the window at offset `base`; `windows`: pointer, strides of channels and entries."""
     ptr, stride_c, stride_e = windows
     tl.assume(stride_c >= 0)
@@ -46,7 +46,7 @@ def entry_of(windows, base, entry, channels, ROWS: tl.constexpr):
 def store_entries(windows, base, first, values, channels, goes, ROWS: tl.constexpr):
     """Store `values`, one entry each, from entry `first` on."""
     for i in tl.static_range(len(values)):
-        ptrs = entry_of(windows, base, first + i, channels, ROWS)
+        ptrs = window_entry(windows, base, first + i, channels, ROWS)
         tl.store(ptrs, values[i], mask=tl.where(goes, channels[1], False), eviction_policy="evict_first")
 
 
@@ -87,7 +87,7 @@ def in_ring(entry, length):
 
 
 @triton.jit
-def load_weights(ptr, channels, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, ALIGNMENT: tl.constexpr):
+def load_filters(ptr, channels, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, ALIGNMENT: tl.constexpr):
     """The weights of every channel, (channels, BLOCK_WIDTH): rows of WIDTH at multiples of ALIGNMENT bytes."""
     offs_c, mask_c = channels
     taps = tl.arange(0, BLOCK_WIDTH)[None, :]
@@ -98,28 +98,11 @@ def load_weights(ptr, channels, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, 
 @triton.jit
 def taps_of(rows, WIDTH: tl.constexpr):
     """The weights of each tap, oldest first."""
-    parts = (rows.to(tl.float32),)
-    for _ in tl.static_range(3):
-        parts = halved(parts)
+    columns = halved(rows.to(tl.float32), 1)
     taps = ()
     for i in tl.static_range(WIDTH):
-        taps = taps + (tl.reshape(parts[i], (rows.shape[0],)),)
+        taps = taps + (tl.reshape(columns[i], (rows.shape[0],)),)
     return taps
-
-
-@triton.jit
-def halved(parts):
-    """The first and the second half of the columns of every part; single columns as they are."""
-    if parts[0].shape[1] == 1:
-        return parts
-    else:
-        halves = ()
-        rows: tl.constexpr = parts[0].shape[0]
-        half: tl.constexpr = parts[0].shape[1] // 2
-        for i in tl.static_range(len(parts)):
-            first, second = tl.split(tl.permute(tl.reshape(parts[i], (rows, 2, half)), (0, 2, 1)))
-            halves = halves + (first, second)
-        return halves
 
 
 @triton.jit
@@ -129,12 +112,13 @@ def convolve(u, weights, bias, ACTIVATION: tl.constexpr, TARGET: tl.constexpr):
     for i in tl.static_range(len(u)):
         y = tl.fma(weights[i], u[i], y)
     if ACTIVATION == "silu":
-        y = silu_ptx(y) if TARGET == "sm_80" or TARGET == "sm_89" else silu(y)
+        y = gate(y, TARGET)
     return y
 
 
 @triton.jit
 def as_float32(values):
+    """Every value of a tuple in float32."""
     floats = ()
     for i in tl.static_range(len(values)):
         floats = floats + (values[i].to(tl.float32),)
@@ -160,7 +144,7 @@ def inputs_along_path(parents, longest, x_at, b, first, t, x_channel, channels, 
     inputs = ()
     for generation in tl.static_range(1, count + 1):
         node = parent_of(parents, b, node, longest)
-        value = load_token(x_at, b, first + node, x_channel, channels, generation < depth, X_ROWS)
+        value = load_input(x_at, b, first + node, x_channel, channels, generation < depth, X_ROWS)
         value = value.to(initial[0].dtype)
         for i in tl.static_range(count):
             value = tl.where(count - 1 - i == generation - depth, initial[i], value)
@@ -169,19 +153,19 @@ def inputs_along_path(parents, longest, x_at, b, first, t, x_channel, channels, 
 
 
 @triton.jit
-def load_token(x_at, b, t, stride_c, channels, exists, ROWS: tl.constexpr):
+def load_input(x_at, b, t, stride_c, channels, exists, ROWS: tl.constexpr):
     """The input of token t; zeros if it does not exist."""
     row = token_entry(x_at, b, t, b * 0, 1)
     return tl.load(channels_at(row, channels, stride_c, ROWS), mask=tl.where(exists, channels[1], False), other=0.0)
 
 
 @triton.jit
-def load_tokens(x_at, b, first, start, count, stride_c, channels, TOGETHER: tl.constexpr, ROWS: tl.constexpr):
+def load_inputs(x_at, b, first, start, count, stride_c, channels, TOGETHER: tl.constexpr, ROWS: tl.constexpr):
     """The inputs of so many tokens from number `start` on; zeros where the row has no more."""
     values = ()
     for j in tl.static_range(TOGETHER):
         t = b * 0 + start + j
-        values = values + (load_token(x_at, b, first + t, stride_c, channels, t < count, ROWS),)
+        values = values + (load_input(x_at, b, first + t, stride_c, channels, t < count, ROWS),)
     return values
 
 
@@ -192,10 +176,10 @@ def shift_older(windows, read_base, write_base, x_at, b, first, count, length, x
     come from tokens too. An entry is read before it is overwritten, whichever threads do so."""
     for entry in range(0, length - (WIDTH - 1)):
         source = count + entry
-        ptrs = entry_of(windows, read_base, b * 0 + source, channels, WINDOW_ROWS)
+        ptrs = window_entry(windows, read_base, b * 0 + source, channels, WINDOW_ROWS)
         kept = tl.load(ptrs, mask=tl.where(reads & (source < length), channels[1], False), other=0.0)
         from_token = reads & (source >= length)
-        token = load_token(x_at, b, first + source - length, x_channel, channels, from_token, X_ROWS)
+        token = load_input(x_at, b, first + source - length, x_channel, channels, from_token, X_ROWS)
         tl.debug_barrier()
         value = (tl.where(source < length, kept, token.to(kept.dtype)),)
         store_entries(windows, write_base, b * 0 + entry, value, channels, goes, WINDOW_ROWS)
@@ -242,19 +226,20 @@ def conv1d_step_kernel(
     parents = (parents_ptr, parents_stride)
 
     read = (read_ptr, read_stride, read_width, None if MODE == "rollback" else accepted_ptr)
-    slot = resolve_read(read, b, num_slots, null, fault_ptr)
+    write, slots = (write_ptr, write_stride), (num_slots, null, fault_ptr)
+    slot = resolve_read(read, b, slots)
     slot, from_entry = first_entry(slot, b, accepted_ptr, positions_ptr, length, fault_ptr, WIDTH, HISTORY, MODE)
     live = slot >= 0
     first, count = token_range(cu_seqlens_ptr, b, tokens, ONE_TOKEN)
 
     # All that a program needs at first is on its way before anything is waited for.
-    weight_rows = load_weights(weight_ptr, channels, WIDTH, BLOCK_WIDTH, WEIGHT_ALIGNMENT)
+    weight_rows = load_filters(weight_ptr, channels, WIDTH, BLOCK_WIDTH, WEIGHT_ALIGNMENT)
     if not EARLY:
-        group = load_tokens(x_at, b, first, zero, count, x_c, channels, TOGETHER, X_ROWS)
+        group = load_inputs(x_at, b, first, zero, count, x_c, channels, TOGETHER, X_ROWS)
     recent = ()  # the inputs before a token, oldest first
     for i in tl.static_range(WIDTH - 1):
         entry = in_ring(from_entry + i, length) if MODE == "ring" else from_entry + i
-        ptrs = entry_of(windows, slot * slot_stride, entry, channels, WINDOW_ROWS)
+        ptrs = window_entry(windows, slot * slot_stride, entry, channels, WINDOW_ROWS)
         before = tl.load(ptrs, mask=tl.where(live, channels[1], False), other=0.0, eviction_policy="evict_first")
         recent = recent + (before,)
     initial = recent
@@ -265,12 +250,12 @@ def conv1d_step_kernel(
         gdc_wait()
         if LETS_NEXT_START:
             gdc_launch_dependents()
-        group = load_tokens(x_at, b, first, zero, count, x_c, channels, TOGETHER, X_ROWS)
+        group = load_inputs(x_at, b, first, zero, count, x_c, channels, TOGETHER, X_ROWS)
     weights, bias, floats = taps_of(weight_rows, WIDTH), bias.to(tl.float32), as_float32(recent)
 
     goes = live if ONE_TOKEN else live & (count > 0)
     if STORES == "last":
-        to = resolve_write((write_ptr, write_stride), b, 0, slot, goes, num_slots, null, fault_ptr)
+        to = resolve_write(write, b, 0, slot, goes, slots)
         goes = goes & (to >= 0)
         base = to * slot_stride
     if STORES == "last" and MODE == "shift" and LONGER:
@@ -283,7 +268,7 @@ def conv1d_step_kernel(
     for start in range(0, count, TOGETHER):
         next_group = group
         if not ONE_TOKEN:
-            next_group = load_tokens(x_at, b, first, start + TOGETHER, count, x_c, channels, TOGETHER, X_ROWS)
+            next_group = load_inputs(x_at, b, first, start + TOGETHER, count, x_c, channels, TOGETHER, X_ROWS)
         for j in tl.static_range(TOGETHER):
             t = zero + (start + j)  # a number of the kernel also where the interpreter has one of Python
             exists = True if WHOLE else t < count
@@ -308,7 +293,7 @@ def conv1d_step_kernel(
                 store_entries(windows, base, place, (x,), channels, stays, WINDOW_ROWS)
             known = runs & (t < longest)
             if STORES == "every":
-                to = resolve_write((write_ptr, write_stride), b, t, slot, known, num_slots, null, fault_ptr)
+                to = resolve_write(write, b, t, slot, known, slots)
                 store_entries(windows, to * slot_stride, zero, recent, channels, to >= 0, WINDOW_ROWS)
             if copy_ptr is not None:
                 to = resolve_snapshot_row((snapshot_rows_ptr, num_copies), b, known, fault_ptr)
@@ -323,6 +308,5 @@ def conv1d_step_kernel(
             kept = (initial[WIDTH - 1 - HISTORY + i],)
             store_entries(windows, base, zero + i, kept, channels, goes, WINDOW_ROWS)
     if cu_seqlens_ptr is not None:
-        batch = tl.num_programs(0) // ((CHANNELS + BLOCK - 1) // BLOCK)
         offsets = offs_c.to(tl.int64) * out_c if OUT_ROWS == APART else offs_c
-        zero_unused(out_at, cu_seqlens_ptr, b, zero, offsets, channels[1], tokens, batch)
+        zero_unused(out_at, cu_seqlens_ptr, b, zero, offsets, channels[1], tokens, batch_size(1, CHANNELS, BLOCK))

@@ -1,7 +1,9 @@
-"""Functions that several kernels need: softplus, sigmoid, silu, angles, a choice between tuples."""
+"""Functions that several kernels need: of numbers, of angles, Philox, entries of matrices, a choice between tuples."""
 
 import triton
 import triton.language as tl
+
+from flashstate.kernels.ptx import divide_ptx, has_ptx, silu_ptx
 
 
 @triton.jit
@@ -21,6 +23,45 @@ def sigmoid(x):
 @triton.jit
 def silu(x):
     return x / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def gate(x, TARGET: tl.constexpr):
+    """silu, in as few instructions as there are."""
+    if has_ptx(TARGET):
+        return silu_ptx(x)
+    else:
+        return silu(x)
+
+
+@triton.jit
+def divide(a: tl.constexpr, b, TARGET: tl.constexpr):
+    """a / b, rounded to nearest, where b, its reciprocal and the quotient are normal."""
+    a = tl.full(b.shape, a, tl.float32)
+    if has_ptx(TARGET):
+        return divide_ptx(a, b)
+    else:
+        return tl.div_rn(a, b)
+
+
+@triton.jit
+def maximum_or_nan(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def product_exceeds(a, b, bound: tl.constexpr, TARGET: tl.constexpr):
+    """Whether the exact product of two float32 is above a bound."""
+    if TARGET == "interpreter":  # whose fma rounds twice
+        return a.to(tl.float64) * b.to(tl.float64) > bound
+    else:
+        return tl.fma(a, b, -bound) > 0.0
+
+
+@triton.jit
+def next_below(v):
+    """The next smaller of positive float32 values."""
+    return (v.to(tl.int32, bitcast=True) - 1).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -93,3 +134,41 @@ def either(choose_first, first, second):
     for k in tl.static_range(len(first)):
         chosen = chosen + (tl.where(choose_first, first[k], second[k]),)
     return chosen
+
+
+@triton.jit
+def entry_of(vector, i):
+    """Entry i of a vector; exactly, in whatever order it is summed."""
+    return tl.sum(tl.where(tl.arange(0, vector.shape[0]) == i, vector, 0.0), 0)
+
+
+@triton.jit
+def row_of(matrix, i):
+    """Row i of a matrix; exactly, in whatever order it is summed."""
+    return tl.sum(tl.where((tl.arange(0, matrix.shape[0]) == i)[:, None], matrix, 0.0), 0)
+
+
+@triton.jit
+def column_of(matrix, i):
+    """Column i of a matrix; exactly, in whatever order it is summed."""
+    return tl.sum(tl.where((tl.arange(0, matrix.shape[1]) == i)[None, :], matrix, 0.0), 1)
+
+
+@triton.jit
+def philox(seed, c0, c1, c2, c3, ROUNDS: tl.constexpr):
+    """Philox-4x32: four words per counter c0. The same words as tl.philox, with one wide multiply for each product
+    where that has two: a float16 stochastic step is bound by instructions, and this saves one in eight."""
+    k0 = seed.to(tl.uint32)
+    k1 = (seed >> 32).to(tl.uint32)
+    zero = tl.zeros(c0.shape, tl.uint32)
+    w0, w1, w2, w3 = c0, (zero + c1).to(tl.uint32), (zero + c2).to(tl.uint32), (zero + c3).to(tl.uint32)
+    for _ in tl.static_range(ROUNDS):
+        p = w0.to(tl.uint64) * 0xD2511F53
+        q = w2.to(tl.uint64) * 0xCD9E8D57
+        w0 = (q >> 32).to(tl.uint32) ^ w1 ^ k0
+        w2 = (p >> 32).to(tl.uint32) ^ w3 ^ k1
+        w1 = q.to(tl.uint32)
+        w3 = p.to(tl.uint32)
+        k0 += 0x9E3779B9
+        k1 += 0xBB67AE85
+    return w0, w1, w2, w3

@@ -5,12 +5,21 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from flashstate.kernels.addressing import this_program, token_entry, zero_unused
+from flashstate.kernels.addressing import batch_size, this_program, token_entry, zero_unused
 from flashstate.kernels.functions import either, sigmoid, softplus
-from flashstate.kernels.slots import ancestor, path_to, resolve_read, resolve_snapshot_row, token_range
-from flashstate.kernels.state_io import load_scale, load_seed, load_state, random_bits, tile_at
+from flashstate.kernels.slots import ancestor, path_to, read_slot, resolve_snapshot_row, token_range
+from flashstate.kernels.state_io import STREAMING, load_state, random_bits
 from flashstate.kernels.stores import store_after_token, store_last, store_output
-from flashstate.kernels.tiles import dot_rows, load_columns, load_rows, minus_zero, zero_unless
+from flashstate.kernels.tiles import (
+    dot_rows,
+    form_of,
+    load_columns,
+    load_or_zero,
+    load_rows,
+    minus_zero,
+    tile_at,
+    zero_unless,
+)
 from flashstate.launch.kernel import kernel
 
 EPSILON = tl.constexpr(1e-6)  # added to the sum of squares of q and of k before they are normalised
@@ -18,14 +27,14 @@ PIECE = tl.constexpr(32)  # columns, one per thread of any warp
 
 
 @triton.jit
-def load_pieces(tensor, b, t, g, exists, COLS: tl.constexpr, BLOCK_COLS: tl.constexpr):
+def load_pieces(tensor, b, t, g, exists, FORM: tl.constexpr):
     """What token t of key head g has for each column, in vectors of a warp's length, whatever the tile looks like; so
     all configs sum over them in one order."""
     entry = token_entry(tensor, b, t, g, 1)
     pieces = ()
-    for i in tl.static_range((BLOCK_COLS + PIECE - 1) // PIECE):
+    for i in tl.static_range((FORM.BLOCK_COLS + PIECE - 1) // PIECE):
         cols = i * PIECE + tl.arange(0, PIECE)
-        pieces = pieces + (tl.load(entry + cols, mask=tl.where(exists, cols < COLS, False), other=0.0).to(tl.float32),)
+        pieces = pieces + (load_or_zero(entry + cols, mask=tl.where(exists, cols < FORM.COLS, False)),)
     return pieces
 
 
@@ -48,52 +57,53 @@ def length_factor(x, QK_L2NORM: tl.constexpr):
 
 
 @triton.jit
-def load_bias(
-    ptr, h, BLOCK_ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr,
-    PER_COLUMNS: tl.constexpr, THREADS: tl.constexpr, TARGET: tl.constexpr, PER_CHANNEL: tl.constexpr,
-):  # fmt: skip
-    """dt_bias of the head, for each chunk of a tile; zeros if there is none."""
-    if PER_CHANNEL and ptr is not None:
-        zero = h * 0
-        bias = (ptr, zero, zero, zero + COLS)
-        return load_columns(
-            bias, zero, zero, h, True, False, BLOCK_ROWS, COLS, BLOCK_COLS, CHUNK, PER_COLUMNS, THREADS, TARGET
-        )
+def load_rate(A_log_ptr, h):
+    """exp(A_log) of a head; None if a is the log-decay itself."""
+    if A_log_ptr is None:
+        return None
     else:
-        bias = 0.0 if ptr is None else tl.load(ptr + h).to(tl.float32)
-        values = ()
-        for _ in tl.static_range(BLOCK_COLS // CHUNK):
-            values = values + (bias,)
-        return values
+        return tl.exp(tl.load(A_log_ptr + h).to(tl.float32))
 
 
 @triton.jit
-def load_decay(
-    tensor, b, t, h, exists, rate, dt_bias,
-    BLOCK_ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr,
-    PER_COLUMNS: tl.constexpr, THREADS: tl.constexpr, TARGET: tl.constexpr, PER_CHANNEL: tl.constexpr,
+def load_bias(ptr, h, PER_CHANNEL: tl.constexpr, FORM: tl.constexpr, TARGET: tl.constexpr):
+    """dt_bias of the head, for each chunk of a tile; zeros if there is none."""
+    if PER_CHANNEL and ptr is not None:
+        zero = h * 0
+        return load_columns((ptr, zero, zero, zero + FORM.COLS), zero, zero, h, True, False, FORM, TARGET)
+    else:
+        return for_chunks(0.0 if ptr is None else tl.load(ptr + h).to(tl.float32), FORM)
+
+
+@triton.jit
+def for_chunks(value, FORM: tl.constexpr):
+    """A value that all chunks of a tile share, once for each of them."""
+    values = ()
+    for _ in tl.static_range(FORM.BLOCK_COLS // FORM.CHUNK):
+        values = values + (value,)
+    return values
+
+
+@triton.jit
+def load_alpha(
+    tensor, b, t, h, exists, rate, dt_bias, PER_CHANNEL: tl.constexpr, FORM: tl.constexpr, TARGET: tl.constexpr
 ):  # fmt: skip
     """alpha of token t for each chunk of a tile: of its columns, or that of the head. rate: exp(A_log); None: a is the
     log-decay itself."""
     if PER_CHANNEL:
-        a = load_columns(
-            tensor, b, t, h, exists, False, BLOCK_ROWS, COLS, BLOCK_COLS, CHUNK, PER_COLUMNS, THREADS, TARGET
-        )  # fmt: skip
-        decay = ()
+        a = load_columns(tensor, b, t, h, exists, False, FORM, TARGET)
+        alpha = ()
         for i in tl.static_range(len(a)):
-            decay = decay + (decay_of(a[i], rate, dt_bias[i]),)
-        return decay
+            alpha = alpha + (decay_of(a[i], rate, dt_bias[i]),)
+        return alpha
     else:
-        alpha = decay_of(tl.load(token_entry(tensor, b, t, h, 1), mask=exists, other=0.0), rate, dt_bias[0])
-        decay = ()
-        for _ in tl.static_range(len(dt_bias)):
-            decay = decay + (alpha,)
-        return decay
+        a = load_or_zero(token_entry(tensor, b, t, h, 1), mask=exists)
+        return for_chunks(decay_of(a, rate, dt_bias[0]), FORM)
 
 
 @triton.jit
 def decay_of(a, rate, dt_bias):
-    a = a.to(tl.float32)
+    """alpha of these a."""
     if rate is not None:
         a = -rate * softplus(a + dt_bias)
     return tl.exp(a)
@@ -101,7 +111,8 @@ def decay_of(a, rate, dt_bias):
 
 @triton.jit
 def load_beta(tensor, b, t, h, exists, RAW: tl.constexpr):
-    beta = tl.load(token_entry(tensor, b, t, h, 1), mask=exists, other=0.0).to(tl.float32)
+    """What token t writes its value with; RAW: before the sigmoid."""
+    beta = load_or_zero(token_entry(tensor, b, t, h, 1), mask=exists)
     return sigmoid(beta) if RAW else beta
 
 
@@ -113,7 +124,7 @@ def per_row(x):
 
 
 @triton.jit
-def step(s, factor, k, k_factor, v, decay, beta, exists, PER_COLUMNS: tl.constexpr):
+def step_delta(s, factor, k, k_factor, v, decay, beta, exists, PER_COLUMNS: tl.constexpr):
     """A state, chunk by chunk, through one more token: decayed, u, and after it. factor: of every row of s, (rows, 1),
     or 1; k_factor: of k. Where there is no such token the state stays as it is: s * 1 + -0.0 * 0."""
     decayed = ()
@@ -128,29 +139,23 @@ def step(s, factor, k, k_factor, v, decay, beta, exists, PER_COLUMNS: tl.constex
 
 
 @triton.jit
-def load_update(
+def load_delta_update(
     updates, b, t, h, g, exists, offs_d, mask_d, rate, dt_bias, pieces,
-    QK_L2NORM: tl.constexpr, PER_CHANNEL: tl.constexpr, ALIGNED: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr,
-    PER_COLUMNS: tl.constexpr, THREADS: tl.constexpr, TARGET: tl.constexpr,
+    QK_L2NORM: tl.constexpr, PER_CHANNEL: tl.constexpr, ALIGNED: tl.constexpr, FORM: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """What token t steps the state with: k and its factor, v, decay and beta. pieces: of k."""
     k_at, v_at, a_at, beta_at = updates
-    k = load_columns(k_at, b, t, g, exists, ALIGNED, BLOCK_ROWS, COLS, BLOCK_COLS, CHUNK, PER_COLUMNS, THREADS, TARGET)
+    k = load_columns(k_at, b, t, g, exists, ALIGNED, FORM, TARGET)
     v = load_rows(token_entry(v_at, b, t, h, 16 if ALIGNED else 1), offs_d, mask_d, exists)
-    decay = load_decay(
-        a_at, b, t, h, exists, rate, dt_bias,
-        BLOCK_ROWS, COLS, BLOCK_COLS, CHUNK, PER_COLUMNS, THREADS, TARGET, PER_CHANNEL,
-    )  # fmt: skip
-    return k, length_factor(pieces, QK_L2NORM), v, decay, load_beta(beta_at, b, t, h, exists, rate is not None)
+    alpha = load_alpha(a_at, b, t, h, exists, rate, dt_bias, PER_CHANNEL, FORM, TARGET)
+    return k, length_factor(pieces, QK_L2NORM), v, alpha, load_beta(beta_at, b, t, h, exists, rate is not None)
 
 
 @triton.jit
 def state_before(
     parents, longest, updates, b, first, t, h, g, offs_d, mask_d, s, factor, initial, initial_factor, rate, dt_bias,
     SCALED: tl.constexpr, QK_L2NORM: tl.constexpr, PER_CHANNEL: tl.constexpr, ALIGNED: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr,
-    PER_COLUMNS: tl.constexpr, THREADS: tl.constexpr, TARGET: tl.constexpr,
+    FORM: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """The state that token t of a tree continues from with the factor of its rows, and whether there is one: that after
     the token before if that is its parent, else the initial one after all its ancestors."""
@@ -160,12 +165,12 @@ def state_before(
         factor = tl.where(follows, factor, initial_factor)
     for done in range(1, steps):
         i = ancestor(parents, b, t, steps - done, longest)
-        pieces = load_pieces(updates[0], b, first + i, g, True, COLS, BLOCK_COLS)
-        k, k_factor, v, decay, beta = load_update(
+        pieces = load_pieces(updates[0], b, first + i, g, True, FORM)
+        k, k_factor, v, decay, beta = load_delta_update(
             updates, b, first + i, h, g, True, offs_d, mask_d, rate, dt_bias, pieces,
-            QK_L2NORM, PER_CHANNEL, ALIGNED, BLOCK_ROWS, COLS, BLOCK_COLS, CHUNK, PER_COLUMNS, THREADS, TARGET,
+            QK_L2NORM, PER_CHANNEL, ALIGNED, FORM, TARGET,
         )  # fmt: skip
-        _, _, s = step(s, factor, k, k_factor, v, decay, beta, True, PER_COLUMNS)
+        _, _, s = step_delta(s, factor, k, k_factor, v, decay, beta, True, FORM.PER_COLUMNS)
         if SCALED:
             factor = tl.full(factor.shape, 1.0, tl.float32)
     return s, factor, steps > 0
@@ -206,38 +211,33 @@ def gated_delta_step_kernel(
     g = h // HEADS_PER_GROUP
     offs_d = first_row + tl.arange(0, BLOCK_ROWS)
     mask_d = offs_d < ROWS
-    tile = tile_at(h, first_row, ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, TRANSPOSED)
-    copy_tile = tile_at(h, first_row, ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, SNAPSHOTS_TRANSPOSED)
-    PER_COLUMNS: tl.constexpr = 1 if TRANSPOSED else VECTOR  # neighbouring columns that a thread has
-
-    HINT: tl.constexpr = "streaming"
+    FORM: tl.constexpr = form_of(ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, VECTOR, TRANSPOSED, THREADS)
+    COPY_FORM: tl.constexpr = form_of(
+        ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, SNAPSHOT_VECTOR, SNAPSHOTS_TRANSPOSED
+    )  # fmt: skip
+    tile, copy_tile = tile_at(h, first_row, FORM), tile_at(h, first_row, COPY_FORM)
 
     # No branches: a padding row is masked. So loads do not wait until the row is known to be live.
-    slot = resolve_read((read_ptr, read_stride, read_width, accepted_ptr), b, num_slots, null, fault_ptr)
-    live = slot >= 0
-    seed = load_seed(seed_ptr, slot, live, ROUNDING != "nearest" or SNAPSHOT_ROUNDING != "nearest")
+    read, slots = (read_ptr, read_stride, read_width, accepted_ptr), (num_slots, null, fault_ptr)
+    SEEDED: tl.constexpr = ROUNDING != "nearest" or SNAPSHOT_ROUNDING != "nearest"
+    slot, live, seed = read_slot(read, b, slots, seed_ptr, SEEDED)
     first, count = token_range(cu_seqlens_ptr, b, tokens, False)
 
-    factor = load_scale(scale_ptr, slot * scale_stride, live, tile)
-    s = load_state(data_ptr, slot * slot_stride, live, tile, COLS, VECTOR, TARGET, HINT, TARGET)
+    pool, write = (data_ptr, scale_ptr, slot_stride, scale_stride), (write_ptr, write_stride)
+    factor, s = load_state(pool, slot, live, tile, FORM, TARGET, STREAMING, TARGET)
     if PADDING == "fresh":
         s, factor = zero_unless(live, s, factor)
     initial, initial_factor = s, factor
-    rate = None
-    if A_log_ptr is not None:
-        rate = tl.exp(tl.load(A_log_ptr + h).to(tl.float32))
-    dt_bias = load_bias(
-        dt_bias_ptr, h, BLOCK_ROWS, COLS, BLOCK_COLS, CHUNK, PER_COLUMNS, THREADS, TARGET, BIAS_PER_CHANNEL
-    )
+    rate = load_rate(A_log_ptr, h)
+    dt_bias = load_bias(dt_bias_ptr, h, BIAS_PER_CHANNEL, FORM, TARGET)
     if STORES == "last":  # drawn while the state is on its way
-        random = random_bits(seed, tile, count - 1, stream, COLS, PER_COLUMNS, ROUNDING, ROUNDS)
+        random = random_bits(seed, tile, count - 1, stream, FORM, ROUNDING, ROUNDS)
 
     if EARLY:  # what tokens bring may come from the kernel in front; the state is on its way
         gdc_wait()
     q_at, k_at = (q_ptr, q_b, q_t, q_h), (k_ptr, k_b, k_t, k_h)
     updates = k_at, (v_ptr, v_b, v_t, v_h), (a_ptr, a_b, a_t, a_h), (beta_ptr, beta_b, beta_t, beta_h)
     out = (out_ptr, out_b, out_t, out_h)
-    pool, write = (data_ptr, scale_ptr, slot_stride, scale_stride, num_slots), (write_ptr, write_stride)
     copies = (copy_ptr, copy_scale_ptr, copy_b, copy_scale_b, copy_t, copy_scale_t)
     copy_rows, copy_row = (snapshot_rows_ptr, num_copies), -1
     if copy_ptr is not None and parents_ptr is None:
@@ -247,16 +247,13 @@ def gated_delta_step_kernel(
         for j in tl.static_range(TOGETHER):  # all of them are on their way before the first is used
             t = b * 0 + (start + j)  # a number of the kernel also where the interpreter has one of Python
             exists = True if TOGETHER == 1 else t < count
-            q_pieces = load_pieces(q_at, b, first + t, g, exists, COLS, BLOCK_COLS)
-            k_pieces = load_pieces(k_at, b, first + t, g, exists, COLS, BLOCK_COLS)
-            update = load_update(
+            q_pieces = load_pieces(q_at, b, first + t, g, exists, FORM)
+            k_pieces = load_pieces(k_at, b, first + t, g, exists, FORM)
+            update = load_delta_update(
                 updates, b, first + t, h, g, exists, offs_d, mask_d, rate, dt_bias, k_pieces,
-                QK_L2NORM, PER_CHANNEL, ALIGNED, BLOCK_ROWS, COLS, BLOCK_COLS, CHUNK, PER_COLUMNS, THREADS, TARGET,
+                QK_L2NORM, PER_CHANNEL, ALIGNED, FORM, TARGET,
             )  # fmt: skip
-            q = load_columns(
-                q_at, b, first + t, g, exists,
-                ALIGNED, BLOCK_ROWS, COLS, BLOCK_COLS, CHUNK, PER_COLUMNS, THREADS, TARGET,
-            )  # fmt: skip
+            q = load_columns(q_at, b, first + t, g, exists, ALIGNED, FORM, TARGET)
             q_factor = length_factor(q_pieces, QK_L2NORM) * q_scale
             kq = dot_pieces(k_pieces, q_pieces) * update[1] * q_factor
             group = group + ((t, exists, update, q, q_factor, kq),)
@@ -268,13 +265,13 @@ def gated_delta_step_kernel(
             if parents_ptr is not None:
                 s, factor, stepped = state_before(
                     (parents_ptr, parents_stride), longest, updates, b, first, t, h, g, offs_d, mask_d,
-                    s, factor, initial, initial_factor, rate, dt_bias, scale_ptr is not None, QK_L2NORM,
-                    PER_CHANNEL, ALIGNED, BLOCK_ROWS, COLS, BLOCK_COLS, CHUNK, PER_COLUMNS, THREADS, TARGET,
+                    s, factor, initial, initial_factor, rate, dt_bias,
+                    scale_ptr is not None, QK_L2NORM, PER_CHANNEL, ALIGNED, FORM, TARGET,
                 )  # fmt: skip
-            decayed, u, s = step(s, factor, k, k_factor, v, decay, beta, exists, PER_COLUMNS)
+            decayed, u, s = step_delta(s, factor, k, k_factor, v, decay, beta, exists, FORM.PER_COLUMNS)
             if scale_ptr is not None:
                 factor = tl.full([BLOCK_ROWS, 1], 1.0, tl.float32)
-            o = tl.fma(u, kq, dot_rows(decayed, q, PER_COLUMNS) * q_factor)
+            o = tl.fma(u, kq, dot_rows(decayed, q, FORM.PER_COLUMNS) * q_factor)
 
             runs = tl.where(stepped, live, False)
             store_output(out, b, first + t, h, offs_d, mask_d, o, exists, stepped, live, PADDING, 16 if ALIGNED else 1)
@@ -282,15 +279,12 @@ def gated_delta_step_kernel(
             if copy_ptr is not None and parents_ptr is not None:  # a tree may have no token that runs
                 to_row = resolve_snapshot_row(copy_rows, b, goes, fault_ptr)
             store_after_token(
-                pool, write, copies, to_row, b, t, slot, goes, null, fault_ptr, seed, stream,
-                tile, copy_tile, s, COLS, PER_COLUMNS, VECTOR, SNAPSHOT_VECTOR,
-                STORES, ROUNDING, SNAPSHOT_ROUNDING, ROUNDS, TARGET, HINT,
+                pool, write, copies, to_row, b, t, slot, goes, slots, seed, stream, tile, copy_tile, s,
+                FORM, COPY_FORM, STORES, ROUNDING, SNAPSHOT_ROUNDING, ROUNDS, TARGET, STREAMING,
             )  # fmt: skip
 
     if STORES == "last":
-        store_last(
-            pool, write, b, slot, live & (count > 0), null, fault_ptr, tile, s, random, ROUNDING, VECTOR, TARGET, HINT
-        )
+        goes = live & (count > 0)
+        store_last(pool, write, b, slot, goes, slots, tile, s, random, FORM, ROUNDING, TARGET, STREAMING)
     if cu_seqlens_ptr is not None:
-        batch = tl.num_programs(0) // (H * ((ROWS + BLOCK_ROWS - 1) // BLOCK_ROWS))
-        zero_unused(out, cu_seqlens_ptr, b, h, offs_d, mask_d, tokens, batch)
+        zero_unused(out, cu_seqlens_ptr, b, h, offs_d, mask_d, tokens, batch_size(H, ROWS, BLOCK_ROWS))

@@ -12,11 +12,20 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from flashstate.kernels.addressing import this_program, token_entry, zero_unused
-from flashstate.kernels.functions import sigmoid
-from flashstate.kernels.gated_delta import EPSILON, decay_of
-from flashstate.kernels.slots import resolve_read, resolve_write, token_range
-from flashstate.kernels.state_io import from_code, load_seed, load_tile, prefetch_rows, store_state, tile_at
+from flashstate.kernels.addressing import batch_size, this_program, token_entry, zero_unused
+from flashstate.kernels.functions import column_of, entry_of, row_of, sigmoid
+from flashstate.kernels.gated_delta import EPSILON, decay_of, load_rate
+from flashstate.kernels.slots import read_slot, token_range, write_slot
+from flashstate.kernels.state_io import (
+    STREAMING,
+    from_code,
+    load_tile,
+    prefetch_rows,
+    state_bytes,
+    store_slot,
+    terms_of_code,
+    update_terms,
+)
 from flashstate.kernels.tensor_cores import (
     add_products,
     as_in_memory,
@@ -27,17 +36,16 @@ from flashstate.kernels.tensor_cores import (
     transposed,
     upper_and_lower,
 )
-from flashstate.kernels.tiles import STAGES
+from flashstate.kernels.tiles import STAGES, form_of, load_or_zero, tile_at
 from flashstate.launch.kernel import kernel
 
-HINT = tl.constexpr("streaming")
 MOST_PREFETCHED = tl.constexpr(2048)  # bytes of a program's states per token there is room for; timed with 8 and 16
 
 
 @triton.jit
 def load_keys_and_queries(
-    k_at, q_at, b, first, count, g, TOKENS: tl.constexpr, ALIGNED: tl.constexpr, COLS: tl.constexpr,
-    BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr, PER_COLUMNS: tl.constexpr, TARGET: tl.constexpr,
+    k_at, q_at, b, first, count, g,
+    TOKENS: tl.constexpr, ALIGNED: tl.constexpr, FORM: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """k of every token above q of every token, as operands of tensor cores, in chunks as a tile has them: terms of
     (2 * TOKENS, CHUNK) each; zero in columns and tokens that do not exist."""
@@ -46,13 +54,13 @@ def load_keys_and_queries(
     dtype: tl.constexpr = k_at[0].dtype.element_ty
     entries = tl.where(rows < TOKENS, token_entry(k_at, b, first + t, g, 1), token_entry(q_at, b, first + t, g, 1))
     if ALIGNED:  # no more than threads have side by side, so that it is the layout of the tile
-        entries = tl.multiple_of(entries, min(16, PER_COLUMNS * dtype.primitive_bitwidth // 8))
-    cols = tl.arange(0, CHUNK)
+        entries = tl.multiple_of(entries, min(16, FORM.PER_COLUMNS * dtype.primitive_bitwidth // 8))
+    cols = tl.arange(0, FORM.CHUNK)
     chunks = ()
-    for i in tl.static_range(BLOCK_COLS // CHUNK):
-        mask = (t < count)[:, None] & (i * CHUNK + cols < COLS)[None, :]
-        values = tl.load(entries[:, None] + i * CHUNK + cols[None, :], mask=mask, other=0.0)
-        values = as_operand(values, PER_COLUMNS)
+    for i in tl.static_range(FORM.BLOCK_COLS // FORM.CHUNK):
+        mask = (t < count)[:, None] & (i * FORM.CHUNK + cols < FORM.COLS)[None, :]
+        values = tl.load(entries[:, None] + i * FORM.CHUNK + cols[None, :], mask=mask, other=0.0)
+        values = as_operand(values, FORM.PER_COLUMNS)
         if dtype == tl.bfloat16 and TARGET != "interpreter":
             chunks = chunks + ((values,),)
         else:
@@ -74,16 +82,6 @@ def keys_of(kq):
 
 
 @triton.jit
-def terms_of_code(code, dtype: tl.constexpr, TARGET: tl.constexpr):
-    """What is stored, as operands of tensor cores: one where it has no more bits than bfloat16 has, else two."""
-    if dtype == tl.bfloat16 and TARGET != "interpreter":
-        return (code.to(tl.bfloat16, bitcast=True),)
-    else:
-        one: tl.constexpr = dtype == tl.bfloat16 or dtype.primitive_bitwidth == 8
-        return terms_of(from_code(code, dtype, TARGET), 1 if one else 2, TARGET)
-
-
-@triton.jit
 def factors(with_each_other, q_scale, TOKENS: tl.constexpr, QK_L2NORM: tl.constexpr):
     """What k and q are to be multiplied with, (2 * TOKENS,)."""
     rows = tl.arange(0, 2 * TOKENS)
@@ -92,20 +90,6 @@ def factors(with_each_other, q_scale, TOKENS: tl.constexpr, QK_L2NORM: tl.conste
         squares = tl.sum(tl.where(rows[:, None] == rows[None, :], with_each_other, 0.0), 0)
         scale *= tl.rsqrt(squares + EPSILON)
     return scale
-
-
-@triton.jit
-def read_slot(read, b, num_slots, null, fault_ptr, seed_ptr, SEEDED: tl.constexpr):
-    """The slot row `b` reads, whether there is one, and its seed."""
-    slot = resolve_read(read, b, num_slots, null, fault_ptr)
-    live = slot >= 0
-    return slot, live, load_seed(seed_ptr, slot, live, SEEDED)
-
-
-@triton.jit
-def load_tokens(tensor, b, first, t, h, exists):
-    """A value of head h for each of these tokens."""
-    return tl.load(token_entry(tensor, b, first + t, h, 1), mask=exists, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -119,21 +103,6 @@ def load_values(tensor, b, first, t, h, offs_d, exists, ROWS: tl.constexpr, ALIG
     """The values of these rows for each of these tokens, (rows, tokens)."""
     mask = (offs_d < ROWS)[:, None] & exists[None, :]
     return tl.load(row_entries(tensor, b, first, t, h, offs_d, ALIGNED), mask=mask, other=0.0)
-
-
-@triton.jit
-def entry_of(vector, chosen):
-    return tl.sum(tl.where(chosen, vector, 0.0), 0)
-
-
-@triton.jit
-def row_of(matrix, chosen):
-    return tl.sum(tl.where(chosen[:, None], matrix, 0.0), 0)
-
-
-@triton.jit
-def column_of(matrix, chosen):
-    return tl.sum(tl.where(chosen[None, :], matrix, 0.0), 1)
 
 
 @triton.jit
@@ -156,50 +125,46 @@ def unit_steps(alpha, beta, with_k, scale, count, TOKENS: tl.constexpr):
     rows = tl.zeros([TOKENS, 2 * TOKENS], tl.float32)
     gamma = tl.zeros([2 * TOKENS], tl.float32)
     total = 1.0
-    next_decay = entry_of(alpha, column == 0)
+    next_decay = entry_of(alpha, 0)
     for i in range(0, tl.maximum(count, 1)):  # without a branch around it, behind which loads would be put off
-        decay, next_decay = next_decay, entry_of(alpha, column == i + 1)
+        decay, next_decay = next_decay, entry_of(alpha, i + 1)
         total *= decay
         gamma = tl.where(column_t == i, total, gamma)
         rows *= tl.where(of_k | (column_t >= i), decay, 1.0)[None, :]
-        u = column_of(rows + v, column == i)[:, None]
-        rows = tl.fma(u, row_of(added, t == i)[None, :], tl.where((column == i)[None, :], u, rows))
+        u = column_of(rows + v, i)[:, None]
+        rows = tl.fma(u, row_of(added, i)[None, :], tl.where((column == i)[None, :], u, rows))
     return rows * tl.where(of_k, scale, 1.0)[None, :], gamma * scale, total
 
 
 @triton.jit
 def multiply_tile(
-    stored, live, kq, ROWS: tl.constexpr, dtype: tl.constexpr, PADDING: tl.constexpr, PER_COLUMNS: tl.constexpr,
-    TARGET: tl.constexpr,
+    stored, live, kq, dtype: tl.constexpr, PADDING: tl.constexpr, FORM: tl.constexpr, TARGET: tl.constexpr
 ):  # fmt: skip
-    """What load_tile gave, its codes as operands, beside its products with all k and q, (ROWS, 2 * tokens)."""
-    codes, factor, random = stored
+    """What load_tile gave, its codes as operands, beside its products with all k and q, (rows, 2 * tokens)."""
+    factor, codes, random = stored
     operands = ()
-    with_state = tl.zeros([ROWS, kq[0][0].shape[0]], tl.float32)
+    with_state = tl.zeros([codes[0].shape[0], kq[0][0].shape[0]], tl.float32)
     for i in tl.static_range(len(codes)):
         code = codes[i]
         if PADDING == "fresh":
             code = tl.where(live, code, 0).to(code.dtype)
-        code = as_operand(code, PER_COLUMNS)
+        code = as_operand(code, FORM.PER_COLUMNS)
         operands = operands + (code,)
-        with_state = dot_terms(terms_of_code(code, dtype, TARGET), transposed(kq[i]), with_state)
+        with_state = dot_terms(terms_of_code(code, dtype, 2, TARGET), transposed(kq[i]), with_state)
     if PADDING == "fresh":
         factor = tl.where(live, factor, 1.0)
     return operands, factor, random, with_state * factor
 
 
 @triton.jit
-def step_tile(
-    multiplied, tile, v, exists, live, kq, steps, out_ptrs, pool, to,
-    STORES: tl.constexpr, PADDING: tl.constexpr, TERMS: tl.constexpr, PER_COLUMNS: tl.constexpr,
-    ROUNDING: tl.constexpr, VECTOR: tl.constexpr, TARGET: tl.constexpr,
+def step_all_tokens(
+    multiplied, tile, v, exists, live, kq, steps, out_ptrs, pool, to, STORES: tl.constexpr, PADDING: tl.constexpr,
+    TERMS: tl.constexpr, FORM: tl.constexpr, ROUNDING: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """Step what multiply_tile gave through all tokens: store its outputs, and its rows in slot `to` unless that is -1.
     `steps`: what unit_steps gives."""
     operands, factor, random, with_state = multiplied
-    _, _, _, _, mask_rows, _ = tile
     matrix, gamma, total = steps
-    data_ptr, scale_ptr, slot_stride, scale_stride = pool
     sk, sq = left_and_right(with_state * gamma[None, :])  # (rows, tokens)
     nothing = tl.zeros([v.shape[0], 2 * v.shape[1]], tl.float32)
     given = terms_of(v.to(tl.float32) - sk, TERMS, TARGET)
@@ -207,7 +172,7 @@ def step_tile(
     o += sq
     if PADDING != "fresh":
         o = tl.where(live, o, 0.0)
-    shown = mask_rows[:, None] & exists[None, :]
+    shown = tile.mask_rows[:, None] & exists[None, :]
     if PADDING == "keep":
         shown = tl.where(live, shown, False)
     tl.store(out_ptrs, o.to(out_ptrs.dtype.element_ty), mask=shown)
@@ -215,17 +180,14 @@ def step_tile(
         k, weights = keys_of(kq), terms_of(w, 2, TARGET)
         after = ()
         for i in tl.static_range(len(operands)):
-            decayed = from_code(operands[i], data_ptr.dtype.element_ty, TARGET) * (total * factor)
-            after = after + (as_in_memory(add_products(decayed, weights, k[i]), PER_COLUMNS),)
-        store_state(
-            data_ptr, scale_ptr, to * slot_stride, to * scale_stride, to >= 0, tile, after, random,
-            ROUNDING, VECTOR, TARGET, HINT,
-        )  # fmt: skip
+            decayed = from_code(operands[i], pool[0].dtype.element_ty, TARGET) * (total * factor)
+            after = after + (as_in_memory(add_products(decayed, weights, k[i]), FORM.PER_COLUMNS),)
+        store_slot(pool, to, tile, after, random, FORM, ROUNDING, TARGET, STREAMING)
 
 
 @kernel
 def gated_delta_at_once_kernel(
-    # The arguments of gated_delta_step_kernel, of which it does not need all.
+    # The arguments of gated_delta_step_kernel in its order, of which it does not need all: launches share a list.
     data_ptr, q_ptr, k_ptr, v_ptr, a_ptr, beta_ptr, out_ptr, A_log_ptr, dt_bias_ptr, scale_ptr, seed_ptr,
     read_ptr, accepted_ptr, write_ptr, parents_ptr, cu_seqlens_ptr, snapshot_rows_ptr, copy_ptr, copy_scale_ptr,
     stream, fault_ptr, slot_stride, scale_stride, copy_b, copy_scale_b, copy_t, copy_scale_t, num_copies,
@@ -241,9 +203,9 @@ def gated_delta_at_once_kernel(
 ):  # fmt: skip
     b, h, first_row = this_program(H, ROWS, TILES * BLOCK_ROWS)
     g = h // HEADS_PER_GROUP
-    PER_COLUMNS: tl.constexpr = 1 if TRANSPOSED else VECTOR  # neighbouring columns that a thread has
+    FORM: tl.constexpr = form_of(ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, VECTOR, TRANSPOSED)
 
-    read = (read_ptr, read_stride, read_width, accepted_ptr)
+    read, slots = (read_ptr, read_stride, read_width, accepted_ptr), (num_slots, null, fault_ptr)
     pool = (data_ptr, scale_ptr, slot_stride, scale_stride)
     first, length = token_range(cu_seqlens_ptr, b, tokens, False)
     count = tl.minimum(length, longest)  # there is no room for more, whatever a packed row has
@@ -251,13 +213,11 @@ def gated_delta_at_once_kernel(
     STORED_ROUNDING: tl.constexpr = ROUNDING if STORES == "last" else "nearest"
     SEEDED: tl.constexpr = STORED_ROUNDING != "nearest"
     if TILES == 1:  # the state takes longest
-        slot, live, seed = read_slot(read, b, num_slots, null, fault_ptr, seed_ptr, SEEDED)
+        slot, live, seed = read_slot(read, b, slots, seed_ptr, SEEDED)
         drawing = (seed, count - 1, stream)
-        tile = tile_at(h, first_row, ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, TRANSPOSED)
-        stored = load_tile(pool, slot, live, tile, drawing, COLS, VECTOR, PER_COLUMNS, STORED_ROUNDING, ROUNDS, HINT)
-    rate, dt_bias = None, 0.0
-    if A_log_ptr is not None:
-        rate = tl.exp(tl.load(A_log_ptr + h).to(tl.float32))
+        tile = tile_at(h, first_row, FORM)
+        stored = load_tile(pool, slot, live, tile, drawing, FORM, STORED_ROUNDING, ROUNDS, STREAMING)
+    rate, dt_bias = load_rate(A_log_ptr, h), 0.0
     if dt_bias_ptr is not None:
         dt_bias = tl.load(dt_bias_ptr + h).to(tl.float32)
 
@@ -265,54 +225,49 @@ def gated_delta_at_once_kernel(
         gdc_wait()
     t, twice = tl.arange(0, TOKENS), tl.arange(0, 2 * TOKENS) % TOKENS
     exists = t < count
-    a = load_tokens((a_ptr, a_b, a_t, a_h), b, first, twice, h, twice < count)
-    beta = load_tokens((beta_ptr, beta_b, beta_t, beta_h), b, first, twice, h, twice < count)
+    a = load_or_zero(token_entry((a_ptr, a_b, a_t, a_h), b, first + twice, h, 1), mask=twice < count)
+    beta = load_or_zero(token_entry((beta_ptr, beta_b, beta_t, beta_h), b, first + twice, h, 1), mask=twice < count)
     v_at, out = (v_ptr, v_b, v_t, v_h), (out_ptr, out_b, out_t, out_h)
     if TILES == 1:
         v = load_values(v_at, b, first, t, h, first_row + tl.arange(0, BLOCK_ROWS), exists, ROWS, ALIGNED)
     kq = load_keys_and_queries(
-        (k_ptr, k_b, k_t, k_h), (q_ptr, q_b, q_t, q_h), b, first, count, g,
-        TOKENS, ALIGNED, COLS, BLOCK_COLS, CHUNK, PER_COLUMNS, TARGET,
-    )  # fmt: skip
+        (k_ptr, k_b, k_t, k_h), (q_ptr, q_b, q_t, q_h), b, first, count, g, TOKENS, ALIGNED, FORM, TARGET
+    )
     if TILES > 1:  # the recurrence comes first, and what it needs is on its way
-        slot, live, seed = read_slot(read, b, num_slots, null, fault_ptr, seed_ptr, SEEDED)
+        slot, live, seed = read_slot(read, b, slots, seed_ptr, SEEDED)
         drawing = (seed, count - 1, stream)
-        program_bytes: tl.constexpr = TILES * BLOCK_ROWS * COLS * dtype.primitive_bitwidth // 8
-        if STORES == "last" and not TRANSPOSED and program_bytes <= MOST_PREFETCHED * TOKENS:
-            prefetch_rows(data_ptr, slot * slot_stride, live, h, first_row, TILES * BLOCK_ROWS, ROWS, COLS, TARGET)
+        few: tl.constexpr = state_bytes(dtype, TILES * BLOCK_ROWS * COLS) <= MOST_PREFETCHED * TOKENS
+        if STORES == "last" and not TRANSPOSED and few:
+            prefetch_rows(data_ptr, slot * slot_stride, live, h, first_row, TILES * BLOCK_ROWS, FORM, TARGET)
     alpha = decay_of(a, rate, dt_bias)
     if A_log_ptr is not None:
         beta = sigmoid(beta)
     if TILES == 1:
-        multiplied = multiply_tile(stored, live, kq, BLOCK_ROWS, dtype, PADDING, PER_COLUMNS, TARGET)
+        multiplied = multiply_tile(stored, live, kq, dtype, PADDING, FORM, TARGET)
     with_each_other = tl.zeros([2 * TOKENS, 2 * TOKENS], tl.float32)
     for i in tl.static_range(len(kq)):
         with_each_other = dot_terms(kq[i], transposed(kq[i]), with_each_other)
     scale = factors(with_each_other, q_scale, TOKENS, QK_L2NORM)
     with_k, _ = upper_and_lower(with_each_other * scale[:, None] * scale[None, :])
     steps = unit_steps(alpha, beta, with_k, scale, count, TOKENS)
-    fine: tl.constexpr = dtype == tl.float32 or dtype == tl.int16 or v_ptr.dtype.element_ty == tl.float32
-    TERMS: tl.constexpr = 3 if fine else 2  # as much as float32 has, or enough for 16 bits
+    TERMS: tl.constexpr = update_terms(dtype, v_ptr.dtype.element_ty)
 
     to = slot
     if STORES == "last":
         goes = live & (count > 0)
-        to = resolve_write((write_ptr, write_stride), b, 0, slot, goes, num_slots, null, fault_ptr)
-        to = tl.where(goes, to, -1)
+        to = write_slot((write_ptr, write_stride), b, slot, goes, slots)
     for i in tl.range(TILES, num_stages=STAGES):
         tile_row = first_row + i * BLOCK_ROWS
         offs_d = tile_row + tl.arange(0, BLOCK_ROWS)
         if TILES > 1:
-            tile = tile_at(h, tile_row, ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, TRANSPOSED)
-            stored = load_tile(
-                pool, slot, live, tile, drawing, COLS, VECTOR, PER_COLUMNS, STORED_ROUNDING, ROUNDS, HINT
-            )
+            tile = tile_at(h, tile_row, FORM)
+            stored = load_tile(pool, slot, live, tile, drawing, FORM, STORED_ROUNDING, ROUNDS, STREAMING)
             v = load_values(v_at, b, first, t, h, offs_d, exists, ROWS, ALIGNED)
-            multiplied = multiply_tile(stored, live, kq, BLOCK_ROWS, dtype, PADDING, PER_COLUMNS, TARGET)
+            multiplied = multiply_tile(stored, live, kq, dtype, PADDING, FORM, TARGET)
         out_ptrs = row_entries(out, b, first, t, h, offs_d, ALIGNED)
-        step_tile(
+        step_all_tokens(
             multiplied, tile, v, exists, live, kq, steps, out_ptrs, pool, to,
-            STORES, PADDING, TERMS, PER_COLUMNS, ROUNDING, VECTOR, TARGET,
+            STORES, PADDING, TERMS, FORM, ROUNDING, TARGET,
         )  # fmt: skip
     if cu_seqlens_ptr is not None:
         offs_d = first_row + tl.arange(0, TILES * BLOCK_ROWS)
@@ -321,5 +276,4 @@ def gated_delta_at_once_kernel(
             zero = tl.zeros([TILES * BLOCK_ROWS], out_ptr.dtype.element_ty)
             past = token_entry(out, b, first + i, h, 1) + offs_d
             tl.store(past, zero, mask=tl.where(live, mask_d, False) if PADDING == "keep" else mask_d)
-        batch = tl.num_programs(0) // (H * ((ROWS + TILES * BLOCK_ROWS - 1) // (TILES * BLOCK_ROWS)))
-        zero_unused(out, cu_seqlens_ptr, b, h, offs_d, mask_d, tokens, batch)
+        zero_unused(out, cu_seqlens_ptr, b, h, offs_d, mask_d, tokens, batch_size(H, ROWS, TILES * BLOCK_ROWS))

@@ -12,27 +12,22 @@ from flashstate.kernels.gated_delta import (
     dot_pieces,
     length_factor,
     load_bias,
+    load_delta_update,
     load_pieces,
-    load_update,
-    step,
+    load_rate,
+    step_delta,
 )
-from flashstate.kernels.slots import parent_of, resolve_read, resolve_snapshot_row, resolve_write
-from flashstate.kernels.state_io import (
-    decoded,
-    load_seed,
-    load_tile,
-    random_bits,
-    store_state,
-    tile_at,
-)
+from flashstate.kernels.ptx import has_ptx
+from flashstate.kernels.slots import parent_of, read_slot, resolve_snapshot_row, write_slot
+from flashstate.kernels.state_io import EVICT_FIRST, decoded, load_tile, random_bits, store_slot
 from flashstate.kernels.stores import store_output
-from flashstate.kernels.tiles import STAGES, dot_rows, load_columns, load_rows, zero_unless
+from flashstate.kernels.tiles import STAGES, dot_rows, form_of, load_columns, load_rows, tile_at, zero_unless
 from flashstate.launch.kernel import kernel
 
 
 @kernel
 def gated_delta_one_token_kernel(
-    # The arguments of gated_delta_step_kernel, of which it does not need all.
+    # The arguments of gated_delta_step_kernel in its order, of which it does not need all: launches share a list.
     data_ptr, q_ptr, k_ptr, v_ptr, a_ptr, beta_ptr, out_ptr, A_log_ptr, dt_bias_ptr, scale_ptr, seed_ptr,
     read_ptr, accepted_ptr, write_ptr, parents_ptr, cu_seqlens_ptr, snapshot_rows_ptr, copy_ptr, copy_scale_ptr,
     stream, fault_ptr, slot_stride, scale_stride, copy_b, copy_scale_b, copy_t, copy_scale_t, num_copies,
@@ -50,42 +45,37 @@ def gated_delta_one_token_kernel(
     b, h, first_row = this_program(H, ROWS, TILES * BLOCK_ROWS)
     g = h // HEADS_PER_GROUP
     t = b * 0
-    PER_COLUMNS: tl.constexpr = 1 if TRANSPOSED else VECTOR  # neighbouring columns that a thread has
-    HINT: tl.constexpr = "evict_first"
+    FORM: tl.constexpr = form_of(ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, VECTOR, TRANSPOSED, THREADS)
+    COPY_FORM: tl.constexpr = form_of(
+        ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, SNAPSHOT_VECTOR, SNAPSHOTS_TRANSPOSED
+    )  # fmt: skip
 
     # Single tiles without scales, eight elements to an access: 10 % faster at batch 4. Others got slower (docs/log.md).
     SINGLE: tl.constexpr = TILES == 1 and scale_ptr is None and VECTOR == 8
-    PER_THREAD: tl.constexpr = SINGLE and (TARGET == "sm_80" or TARGET == "sm_89")
+    PER_THREAD: tl.constexpr = SINGLE and has_ptx(TARGET)
 
     # No branches: a padding row is masked. So loads do not wait until the row is known to be live.
-    read = (read_ptr, read_stride, read_width, accepted_ptr)
-    slot = resolve_read(read, b, num_slots, null, fault_ptr, PER_THREAD)
-    live = slot >= 0
-    seed = load_seed(seed_ptr, slot, live, ROUNDING != "nearest" or SNAPSHOT_ROUNDING != "nearest")
+    read, slots = (read_ptr, read_stride, read_width, accepted_ptr), (num_slots, null, fault_ptr)
+    SEEDED: tl.constexpr = ROUNDING != "nearest" or SNAPSHOT_ROUNDING != "nearest"
+    slot, live, seed = read_slot(read, b, slots, seed_ptr, SEEDED, PER_THREAD)
     pool, drawing = (data_ptr, scale_ptr, slot_stride, scale_stride), (seed, t, stream)
     if TILES == 1:
-        tile = tile_at(h, first_row, ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, TRANSPOSED)
-        stored = load_tile(pool, slot, live, tile, drawing, COLS, VECTOR, PER_COLUMNS, ROUNDING, ROUNDS, HINT)
-    rate = None
-    if A_log_ptr is not None:
-        rate = tl.exp(tl.load(A_log_ptr + h).to(tl.float32))
-    dt_bias = load_bias(
-        dt_bias_ptr, h, BLOCK_ROWS, COLS, BLOCK_COLS, CHUNK, PER_COLUMNS, THREADS, TARGET, BIAS_PER_CHANNEL
-    )
+        tile = tile_at(h, first_row, FORM)
+        stored = load_tile(pool, slot, live, tile, drawing, FORM, ROUNDING, ROUNDS, EVICT_FIRST)
+    rate = load_rate(A_log_ptr, h)
+    dt_bias = load_bias(dt_bias_ptr, h, BIAS_PER_CHANNEL, FORM, TARGET)
 
     if EARLY:  # what tokens bring may come from the kernel in front; a single tile is on its way
         gdc_wait()
     q_at, k_at, v_at = (q_ptr, q_b, q_t, q_h), (k_ptr, k_b, k_t, k_h), (v_ptr, v_b, v_t, v_h)
     offs_d = first_row + tl.arange(0, BLOCK_ROWS)
     alignment: tl.constexpr = 16 if ALIGNED else 1
-    q_pieces = load_pieces(q_at, b, t, g, True, COLS, BLOCK_COLS)
-    k_pieces = load_pieces(k_at, b, t, g, True, COLS, BLOCK_COLS)
-    k, k_factor, v, decay, beta = load_update(
+    q_pieces, k_pieces = load_pieces(q_at, b, t, g, True, FORM), load_pieces(k_at, b, t, g, True, FORM)
+    k, k_factor, v, decay, beta = load_delta_update(
         (k_at, v_at, (a_ptr, a_b, a_t, a_h), (beta_ptr, beta_b, beta_t, beta_h)), b, t, h, g, True,
-        offs_d, offs_d < ROWS, rate, dt_bias, k_pieces,
-        QK_L2NORM, PER_CHANNEL, ALIGNED, BLOCK_ROWS, COLS, BLOCK_COLS, CHUNK, PER_COLUMNS, THREADS, TARGET,
+        offs_d, offs_d < ROWS, rate, dt_bias, k_pieces, QK_L2NORM, PER_CHANNEL, ALIGNED, FORM, TARGET,
     )  # fmt: skip
-    q = load_columns(q_at, b, t, g, True, ALIGNED, BLOCK_ROWS, COLS, BLOCK_COLS, CHUNK, PER_COLUMNS, THREADS, TARGET)
+    q = load_columns(q_at, b, t, g, True, ALIGNED, FORM, TARGET)
     q_factor = length_factor(q_pieces, QK_L2NORM) * q_scale
     kq = dot_pieces(k_pieces, q_pieces) * k_factor * q_factor
 
@@ -94,8 +84,7 @@ def gated_delta_one_token_kernel(
         stepped = parent_of((parents_ptr, parents_stride), b, t, longest) == -1
     runs = tl.where(stepped, live, False)
     if STORES != "none":
-        to = resolve_write((write_ptr, write_stride), b, 0, slot, runs, num_slots, null, fault_ptr)
-        to = tl.where(runs, to, -1)
+        to = write_slot((write_ptr, write_stride), b, slot, runs, slots)
     if copy_ptr is not None:
         copy_to = resolve_snapshot_row((snapshot_rows_ptr, num_copies), b, runs, fault_ptr)
     for i in tl.range(TILES, num_stages=STAGES):
@@ -103,29 +92,24 @@ def gated_delta_one_token_kernel(
         offs_d = tile_row + tl.arange(0, BLOCK_ROWS)
         v_next = v
         if TILES > 1:
-            tile = tile_at(h, tile_row, ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, TRANSPOSED)
-            stored = load_tile(pool, slot, live, tile, drawing, COLS, VECTOR, PER_COLUMNS, ROUNDING, ROUNDS, HINT)
+            tile = tile_at(h, tile_row, FORM)
+            stored = load_tile(pool, slot, live, tile, drawing, FORM, ROUNDING, ROUNDS, EVICT_FIRST)
             offs_next = offs_d + BLOCK_ROWS
             v_next = load_rows(token_entry(v_at, b, t, h, alignment), offs_next, offs_next < ROWS, i + 1 < TILES)
-        codes, s_factor, random = stored
+        s_factor, codes, random = stored
         s = decoded(codes, data_ptr.dtype.element_ty, TARGET)
         if PADDING == "fresh":
             s, s_factor = zero_unless(live, s, s_factor)
-        decayed, u, s = step(s, s_factor, k, k_factor, v, decay, beta, True, PER_COLUMNS)
-        o = tl.fma(u, kq, dot_rows(decayed, q, PER_COLUMNS) * q_factor)
+        decayed, u, s = step_delta(s, s_factor, k, k_factor, v, decay, beta, True, FORM.PER_COLUMNS)
+        o = tl.fma(u, kq, dot_rows(decayed, q, FORM.PER_COLUMNS) * q_factor)
         store_output(
             (out_ptr, out_b, out_t, out_h), b, t, h, offs_d, offs_d < ROWS, o, True, stepped, live, PADDING, alignment
         )  # fmt: skip
         if STORES != "none":
-            store_state(
-                data_ptr, scale_ptr, to * slot_stride, to * scale_stride, to >= 0, tile, s, random,
-                ROUNDING, VECTOR, TARGET, HINT,
-            )  # fmt: skip
+            store_slot(pool, to, tile, s, random, FORM, ROUNDING, TARGET, EVICT_FIRST)
         if copy_ptr is not None:
-            copy_tile = tile_at(h, tile_row, ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, SNAPSHOTS_TRANSPOSED)
-            bits = random_bits(seed, tile, t, stream, COLS, PER_COLUMNS, SNAPSHOT_ROUNDING, ROUNDS)
-            store_state(
-                copy_ptr, copy_scale_ptr, copy_to * copy_b, copy_to * copy_scale_b, copy_to >= 0, copy_tile, s, bits,
-                SNAPSHOT_ROUNDING, SNAPSHOT_VECTOR, TARGET, HINT,
-            )  # fmt: skip
+            copy_tile = tile_at(h, tile_row, COPY_FORM)
+            bits = random_bits(seed, tile, t, stream, FORM, SNAPSHOT_ROUNDING, ROUNDS)
+            copies = (copy_ptr, copy_scale_ptr, copy_b, copy_scale_b)
+            store_slot(copies, copy_to, copy_tile, s, bits, COPY_FORM, SNAPSHOT_ROUNDING, TARGET, EVICT_FIRST)
         v = v_next

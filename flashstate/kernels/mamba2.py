@@ -4,30 +4,53 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from flashstate.kernels.addressing import this_program, token_entry, zero_unused
+from flashstate.kernels.addressing import batch_size, this_program, token_entry, zero_unused
 from flashstate.kernels.functions import either, silu, softplus
-from flashstate.kernels.slots import ancestor, path_to, resolve_read, resolve_snapshot_row, token_range
-from flashstate.kernels.state_io import chunk_at, load_scale, load_seed, load_state, random_bits, tile_at
+from flashstate.kernels.slots import ancestor, path_to, read_slot, resolve_snapshot_row, token_range
+from flashstate.kernels.state_io import EVICT_FIRST, load_state, random_bits
 from flashstate.kernels.stores import store_after_token, store_last, store_output
-from flashstate.kernels.tiles import dot_rows, load_columns, load_head, load_rows, minus_zero, zero_unless
+from flashstate.kernels.tiles import (
+    chunk_at,
+    dot_rows,
+    form_of,
+    load_columns,
+    load_head,
+    load_or_zero,
+    load_rows,
+    minus_zero,
+    tile_at,
+    zero_unless,
+)
 from flashstate.launch.kernel import kernel
 
 
 @triton.jit
-def load_decay(ptr, h, tile, PER_ELEMENT: tl.constexpr):
+def load_rates(ptr, h, tile, PER_ELEMENT: tl.constexpr, FORM: tl.constexpr):
     """A for each chunk of a tile: its elements', or the one of the head."""
     A = ()
-    for k in tl.static_range(len(tile[3])):
+    for k in tl.static_range(len(tile.masks)):
         if PER_ELEMENT:
-            ptrs, mask = chunk_at(ptr + tile[0], tile, k, 1)
-            A = A + (tl.load(ptrs, mask=mask, other=0.0).to(tl.float32),)
+            ptrs, mask = chunk_at(ptr + tile.first, tile, k, FORM)
+            A = A + (load_or_zero(ptrs, mask=mask),)
         else:
             A = A + (tl.load(ptr + h).to(tl.float32),)
     return A
 
 
 @triton.jit
-def step(s, factor, x, dt, B, A, dt_bias, exists, DT_SOFTPLUS: tl.constexpr):
+def load_mamba2_update(
+    updates, b, t, h, g, exists, offs_d, mask_d,
+    DT_PER_ROW: tl.constexpr, ALIGNED: tl.constexpr, FORM: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """What token t steps the state with: x, dt and B; zeros if the token does not exist."""
+    x_at, dt_at, B_at = updates
+    x = load_rows(token_entry(x_at, b, t, h, 16 if ALIGNED else 1), offs_d, mask_d, exists)
+    dt = load_head(token_entry(dt_at, b, t, h, 1), offs_d, mask_d, exists, DT_PER_ROW)
+    return x, dt, load_columns(B_at, b, t, g, exists, ALIGNED, FORM, TARGET)
+
+
+@triton.jit
+def step_mamba2(s, factor, x, dt, B, A, dt_bias, exists, DT_SOFTPLUS: tl.constexpr):
     """A state after one more token: s * factor * exp(dt * A) + (dt * x) ⊗ B, chunk by chunk. factor: of every row,
     (rows, 1), or 1. Where there is no such token the state stays as it is: s * 1 + -0.0 * 0."""
     if dt_bias is not None:
@@ -48,8 +71,7 @@ def step(s, factor, x, dt, B, A, dt_bias, exists, DT_SOFTPLUS: tl.constexpr):
 def step_along_path(
     parents, longest, updates, b, first, t, h, g, offs_d, mask_d, s, factor, initial, initial_factor, A, dt_bias,
     SCALED: tl.constexpr, DT_SOFTPLUS: tl.constexpr, DT_PER_ROW: tl.constexpr, ALIGNED: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr, VECTOR: tl.constexpr,
-    THREADS: tl.constexpr, TARGET: tl.constexpr,
+    FORM: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """The state after token t of a tree, and whether there is one: from that of the token before if that is its parent,
     else from the initial one through all its ancestors."""
@@ -59,28 +81,13 @@ def step_along_path(
         factor = tl.where(follows, factor, initial_factor)
     for done in range(0, steps):
         i = ancestor(parents, b, t, steps - 1 - done, longest)
-        x, dt, B = load_update(
-            updates, b, first + i, h, g, True, offs_d, mask_d,
-            DT_PER_ROW, ALIGNED, BLOCK_ROWS, COLS, BLOCK_COLS, CHUNK, VECTOR, THREADS, TARGET,
-        )  # fmt: skip
-        s = step(s, factor, x, dt, B, A, dt_bias, True, DT_SOFTPLUS)
+        x, dt, B = load_mamba2_update(
+            updates, b, first + i, h, g, True, offs_d, mask_d, DT_PER_ROW, ALIGNED, FORM, TARGET
+        )
+        s = step_mamba2(s, factor, x, dt, B, A, dt_bias, True, DT_SOFTPLUS)
         if SCALED:
             factor = tl.full(factor.shape, 1.0, tl.float32)
     return s, steps > 0
-
-
-@triton.jit
-def load_update(
-    updates, b, t, h, g, exists, offs_d, mask_d, DT_PER_ROW: tl.constexpr, ALIGNED: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr, VECTOR: tl.constexpr,
-    THREADS: tl.constexpr, TARGET: tl.constexpr,
-):  # fmt: skip
-    """What token t steps the state with: x, dt and B; zeros if the token does not exist."""
-    x_at, dt_at, B_at = updates
-    x = load_rows(token_entry(x_at, b, t, h, 16 if ALIGNED else 1), offs_d, mask_d, exists)
-    dt = load_head(token_entry(dt_at, b, t, h, 1), offs_d, mask_d, exists, DT_PER_ROW)
-    B = load_columns(B_at, b, t, g, exists, ALIGNED, BLOCK_ROWS, COLS, BLOCK_COLS, CHUNK, VECTOR, THREADS, TARGET)
-    return x, dt, B
 
 
 @kernel
@@ -116,37 +123,37 @@ def mamba2_step_kernel(
     g = h // HEADS_PER_GROUP
     offs_d = first_row + tl.arange(0, BLOCK_ROWS)
     mask_d = offs_d < ROWS
-    tile = tile_at(h, first_row, ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, False)
+    FORM: tl.constexpr = form_of(ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, VECTOR, False, THREADS)
+    COPY_FORM: tl.constexpr = form_of(ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, SNAPSHOT_VECTOR)
+    tile = tile_at(h, first_row, FORM)
 
-    HINT: tl.constexpr = "evict_first"
     # Of one token the compiler converts bfloat16: in fewer instructions, small batches take longer (docs/log.md).
     WIDENING: tl.constexpr = "portable" if ONE_TOKEN else TARGET
 
     # No branches: a padding row is masked. So loads do not wait until the row is known to be live.
-    slot = resolve_read((read_ptr, read_stride, read_width, accepted_ptr), b, num_slots, null, fault_ptr)
-    live = slot >= 0
-    seed = load_seed(seed_ptr, slot, live, ROUNDING != "nearest" or SNAPSHOT_ROUNDING != "nearest")
+    read, slots = (read_ptr, read_stride, read_width, accepted_ptr), (num_slots, null, fault_ptr)
+    SEEDED: tl.constexpr = ROUNDING != "nearest" or SNAPSHOT_ROUNDING != "nearest"
+    slot, live, seed = read_slot(read, b, slots, seed_ptr, SEEDED)
     first, count = token_range(cu_seqlens_ptr, b, tokens, ONE_TOKEN)
 
-    factor = load_scale(scale_ptr, slot * scale_stride, live, tile)
-    s = load_state(data_ptr, slot * slot_stride, live, tile, COLS, VECTOR, TARGET, HINT, WIDENING)
+    pool, write = (data_ptr, scale_ptr, slot_stride, scale_stride), (write_ptr, write_stride)
+    factor, s = load_state(pool, slot, live, tile, FORM, TARGET, EVICT_FIRST, WIDENING)
     if PADDING == "fresh":
         s, factor = zero_unless(live, s, factor)
     initial, initial_factor = s, factor
-    A = load_decay(A_ptr, h, tile, A_PER_ELEMENT)
+    A = load_rates(A_ptr, h, tile, A_PER_ELEMENT, FORM)
     if D_ptr is not None:
         D = load_head(D_ptr + h * (ROWS if D_PER_ROW else 1), offs_d, mask_d, True, D_PER_ROW)
     dt_bias = None
     if dt_bias_ptr is not None:
         dt_bias = load_head(dt_bias_ptr + h * (ROWS if BIAS_PER_ROW else 1), offs_d, mask_d, True, BIAS_PER_ROW)
     if STORES == "last":  # drawn while the state is on its way
-        random = random_bits(seed, tile, count - 1, stream, COLS, VECTOR, ROUNDING, ROUNDS)
+        random = random_bits(seed, tile, count - 1, stream, FORM, ROUNDING, ROUNDS)
 
     if EARLY:  # what tokens bring may come from the kernel in front; the state is on its way
         gdc_wait()
     updates = (x_ptr, x_b, x_t, x_h), (dt_ptr, dt_b, dt_t, dt_h), (B_ptr, B_b, B_t, B_h)
     out = (out_ptr, out_b, out_t, out_h)
-    pool, write = (data_ptr, scale_ptr, slot_stride, scale_stride, num_slots), (write_ptr, write_stride)
     copies = (copy_ptr, copy_scale_ptr, copy_b, copy_scale_b, copy_t, copy_scale_t)
     alignment: tl.constexpr = 16 if ALIGNED else 1
     copy_rows, copy_row = (snapshot_rows_ptr, num_copies), -1
@@ -157,14 +164,10 @@ def mamba2_step_kernel(
         for j in tl.static_range(TOGETHER):  # all of them are on their way before the first is used
             t = b * 0 + (start + j)  # a number of the kernel also where the interpreter has one of Python
             exists = True if TOGETHER == 1 else t < count
-            x, dt, B = load_update(
-                updates, b, first + t, h, g, exists, offs_d, mask_d,
-                DT_PER_ROW, ALIGNED, BLOCK_ROWS, COLS, BLOCK_COLS, CHUNK, VECTOR, THREADS, WIDENING,
-            )  # fmt: skip
-            C = load_columns(
-                (C_ptr, C_b, C_t, C_h), b, first + t, g, exists,
-                ALIGNED, BLOCK_ROWS, COLS, BLOCK_COLS, CHUNK, VECTOR, THREADS, WIDENING,
-            )  # fmt: skip
+            x, dt, B = load_mamba2_update(
+                updates, b, first + t, h, g, exists, offs_d, mask_d, DT_PER_ROW, ALIGNED, FORM, WIDENING
+            )
+            C = load_columns((C_ptr, C_b, C_t, C_h), b, first + t, g, exists, ALIGNED, FORM, WIDENING)
             group = group + ((t, exists, x, dt, B, C),)
             if z_ptr is not None:
                 z_entry = token_entry((z_ptr, z_b, z_t, z_h), b, first + t, h, alignment)
@@ -174,12 +177,12 @@ def mamba2_step_kernel(
             t, exists, x, dt, B, C = group[j]
             if parents_ptr is None:
                 stepped = exists
-                s = step(s, factor, x, dt, B, A, dt_bias, exists, DT_SOFTPLUS)
+                s = step_mamba2(s, factor, x, dt, B, A, dt_bias, exists, DT_SOFTPLUS)
             else:
                 s, stepped = step_along_path(
                     (parents_ptr, parents_stride), longest, updates, b, first, t, h, g, offs_d, mask_d,
                     s, factor, initial, initial_factor, A, dt_bias, scale_ptr is not None, DT_SOFTPLUS,
-                    DT_PER_ROW, ALIGNED, BLOCK_ROWS, COLS, BLOCK_COLS, CHUNK, VECTOR, THREADS, WIDENING,
+                    DT_PER_ROW, ALIGNED, FORM, WIDENING,
                 )  # fmt: skip
             if scale_ptr is not None:
                 factor = tl.full([BLOCK_ROWS, 1], 1.0, tl.float32)
@@ -194,14 +197,12 @@ def mamba2_step_kernel(
             if copy_ptr is not None and parents_ptr is not None:  # a tree may have no token that runs
                 to_row = resolve_snapshot_row(copy_rows, b, goes, fault_ptr)
             store_after_token(
-                pool, write, copies, to_row, b, t, slot, goes, null, fault_ptr, seed, stream,
-                tile, tile, s, COLS, VECTOR, VECTOR, SNAPSHOT_VECTOR,
-                STORES, ROUNDING, SNAPSHOT_ROUNDING, ROUNDS, TARGET, HINT,
+                pool, write, copies, to_row, b, t, slot, goes, slots, seed, stream, tile, tile, s,
+                FORM, COPY_FORM, STORES, ROUNDING, SNAPSHOT_ROUNDING, ROUNDS, TARGET, EVICT_FIRST,
             )  # fmt: skip
 
     if STORES == "last":
         goes = live if ONE_TOKEN else live & (count > 0)
-        store_last(pool, write, b, slot, goes, null, fault_ptr, tile, s, random, ROUNDING, VECTOR, TARGET, HINT)
+        store_last(pool, write, b, slot, goes, slots, tile, s, random, FORM, ROUNDING, TARGET, EVICT_FIRST)
     if cu_seqlens_ptr is not None:
-        batch = tl.num_programs(0) // (H * ((ROWS + BLOCK_ROWS - 1) // BLOCK_ROWS))
-        zero_unused(out, cu_seqlens_ptr, b, h, offs_d, mask_d, tokens, batch)
+        zero_unused(out, cu_seqlens_ptr, b, h, offs_d, mask_d, tokens, batch_size(H, ROWS, BLOCK_ROWS))

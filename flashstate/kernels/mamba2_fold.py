@@ -4,20 +4,28 @@ import triton.language as tl
 
 from flashstate.kernels.addressing import this_program
 from flashstate.kernels.replay_window import (
-    BEFORE_THE_FIRST_TOKEN,
-    HINT,
+    bytes_beside,
     folded,
     load_chunks,
-    load_rows,
+    load_token_rows,
     once,
     operands_of,
+    row_in_ring,
     weights_of_ring,
-    wrapped,
 )
 from flashstate.kernels.rings import tokens_to_fold
-from flashstate.kernels.slots import resolve_read, resolve_write
-from flashstate.kernels.state_io import load_codes, load_scale, load_seed, random_bits, store_state, tile_at
+from flashstate.kernels.slots import read_slot, write_slot
+from flashstate.kernels.state_io import (
+    BEFORE_THE_FIRST_TOKEN,
+    STREAMING,
+    load_codes,
+    random_bits,
+    store_slot,
+    store_state,
+    update_terms,
+)
 from flashstate.kernels.tensor_cores import as_in_memory, terms_of
+from flashstate.kernels.tiles import form_of, tile_at
 from flashstate.launch.kernel import kernel
 
 
@@ -44,29 +52,27 @@ def mamba2_fold_kernel(
     dtype: tl.constexpr = data_ptr.dtype.element_ty
     x_dtype: tl.constexpr = ring_x_ptr.dtype.element_ty
     into_dtype: tl.constexpr = dtype if into_ptr is None else into_ptr.dtype.element_ty
-    fine: tl.constexpr = into_dtype == tl.float32 or into_dtype == tl.int16 or x_dtype == tl.float32
-    TERMS: tl.constexpr = 3 if fine else 2  # as much as float32 has, or enough for 16 bits
+    TERMS: tl.constexpr = update_terms(into_dtype, x_dtype)
     SUM_TERMS: tl.constexpr = 0 if x_dtype == tl.float32 else 3
-    BYTES: tl.constexpr = min(16, VECTOR * x_dtype.primitive_bitwidth // 8) if ALIGNED else 1
+    FORM: tl.constexpr = form_of(ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, VECTOR)
+    INTO_FORM: tl.constexpr = form_of(ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, INTO_VECTOR)
+    BYTES: tl.constexpr = bytes_beside(x_dtype, 16 if ALIGNED else 1, FORM)
 
-    slot = resolve_read((read_ptr, read_stride, 1, None), b, num_slots, null, fault_ptr)
-    known = slot >= 0
-    seed = load_seed(seed_ptr, slot, known, ROUNDING != "nearest")
+    pool, read = (data_ptr, scale_ptr, slot_stride, scale_stride), (read_ptr, read_stride, 1, None)
+    slot, known, seed = read_slot(read, b, (num_slots, null, fault_ptr), seed_ptr, ROUNDING != "nearest")
     start = tl.load(start_ptr + slot, mask=known, other=0)
     count = tl.load(count_ptr + slot, mask=known, other=0)
     live = tokens_to_fold(tokens_ptr, most, b, known, count, fault_ptr)
-    tile = tile_at(h, first_row, ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, False)
-    factor = load_scale(scale_ptr, slot * scale_stride, known, tile)
-    codes = operands_of(
-        load_codes(data_ptr, slot * slot_stride, known, tile, COLS, VECTOR, HINT), known, VECTOR, 2, "zero"
-    )
+    tile = tile_at(h, first_row, FORM)
+    factor, codes = load_codes(pool, slot, known, tile, FORM, STREAMING)
+    codes = operands_of(codes, known, VECTOR, 2, "zero")
 
     j = tl.arange(0, ROOM)
-    row, lives = wrapped(start + j, L), j < live
+    row, lives = row_in_ring(start + j, L), j < live
     x_rows = ring_x_ptr + slot * ring_x_stride + (h * L + row) * ROWS
-    x = load_rows(x_rows, lives, first_row, ROWS, BLOCK_ROWS, BYTES, ROWS % BLOCK_ROWS == 0)
+    x = load_token_rows(x_rows, lives, first_row, ROWS, BLOCK_ROWS, BYTES, ROWS % BLOCK_ROWS == 0)
     B_rows = ring_B_ptr + slot * ring_B_stride + (g * L + row) * COLS
-    B = load_chunks(B_rows, lives, TERMS, BYTES, COLS, BLOCK_COLS, CHUNK, VECTOR, 2, TARGET)
+    B = load_chunks(B_rows, lives, BYTES, TERMS, 2, FORM, TARGET)
     dt_ptrs = ring_dt_ptr + slot * ring_dt_stride + h * L + (row[:, None] + tl.zeros([1, 2], tl.int32))
     dt = once(tl.load(dt_ptrs, mask=lives[:, None], other=0.0))
     weight, alpha = weights_of_ring(dt, live, tl.load(A_ptr + h).to(tl.float32), SUM_TERMS, TARGET)
@@ -75,16 +81,13 @@ def mamba2_fold_kernel(
     for k in tl.static_range(len(codes)):
         s = s + (as_in_memory(folded(codes[k], factor, alpha, u, B[k], dtype, TERMS, TARGET), VECTOR, 2),)
 
-    random = random_bits(seed, tile, BEFORE_THE_FIRST_TOKEN, stream, COLS, VECTOR, ROUNDING, ROUNDS)
+    random = random_bits(seed, tile, BEFORE_THE_FIRST_TOKEN, stream, FORM, ROUNDING, ROUNDS)
     if into_ptr is None:  # what stays as it is need not be rounded again
         store_state(
             data_ptr, scale_ptr, slot * slot_stride, slot * scale_stride, known & (live > 0), tile, s, random,
-            ROUNDING, VECTOR, TARGET, HINT,
+            FORM, ROUNDING, TARGET, STREAMING,
         )  # fmt: skip
     else:
-        to = resolve_write((write_ptr, write_stride), b, 0, slot, known, num_targets, null, fault_ptr)
-        to = tl.where(known, to, -1)
-        store_state(
-            into_ptr, into_scale_ptr, to * into_stride, to * into_scale_stride, to >= 0, tile, s, random,
-            ROUNDING, INTO_VECTOR, TARGET, HINT,
-        )  # fmt: skip
+        to = write_slot((write_ptr, write_stride), b, slot, known, (num_targets, null, fault_ptr))
+        into = (into_ptr, into_scale_ptr, into_stride, into_scale_stride)
+        store_slot(into, to, tile, s, random, INTO_FORM, ROUNDING, TARGET, STREAMING)

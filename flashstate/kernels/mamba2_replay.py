@@ -16,12 +16,12 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from flashstate.kernels.functions import silu, softplus
-from flashstate.kernels.ptx import silu_ptx
+from flashstate.kernels.functions import gate, softplus
 from flashstate.kernels.replay_rows import (
     either_row,
     entries,
     load_tile_inputs,
+    place_of,
     planned_row,
     prefetch_tile,
     row_of_batch,
@@ -31,38 +31,30 @@ from flashstate.kernels.replay_rows import (
 )
 from flashstate.kernels.replay_token import replay_token
 from flashstate.kernels.replay_window import (
-    BEFORE_THE_FIRST_TOKEN,
-    HINT,
+    bytes_beside,
     folded,
     load_chunks,
-    load_rows,
+    load_token_rows,
     once,
     operands_of,
+    row_in_ring,
     sums_between,
     weights_of_ring,
-    wrapped,
 )
-from flashstate.kernels.state_io import bits_of_chunk, from_code, load_seed, store_chunk, store_scale, tile_at
+from flashstate.kernels.slots import load_seed
+from flashstate.kernels.state_io import (
+    BEFORE_THE_FIRST_TOKEN,
+    STREAMING,
+    bits_of_chunk,
+    operand_width,
+    store_chunk,
+    store_scale,
+    terms_of_code,
+    update_terms,
+)
 from flashstate.kernels.tensor_cores import as_in_memory, dot_terms, terms_of, transposed
+from flashstate.kernels.tiles import form_of, tile_at
 from flashstate.launch.kernel import kernel
-
-
-@triton.jit
-def gate(z, TARGET: tl.constexpr):
-    if TARGET == "sm_80" or TARGET == "sm_89":
-        return silu_ptx(z)
-    else:
-        return silu(z)
-
-
-@triton.jit
-def terms_of_code(code, dtype: tl.constexpr, TERMS: tl.constexpr, TARGET: tl.constexpr):
-    """What is stored, without scales, as operands of tensor cores."""
-    if dtype == tl.bfloat16 and TARGET != "interpreter" and TERMS > 0:
-        return (code.to(tl.bfloat16, bitcast=True),)
-    else:
-        few: tl.constexpr = min(TERMS, 1) if dtype.primitive_bitwidth == 8 else TERMS
-        return terms_of(from_code(code, dtype, TARGET), few, TARGET)
 
 
 @triton.jit
@@ -76,6 +68,7 @@ def products(terms, C):
 
 @triton.jit
 def terms_of_codes(codes, dtype: tl.constexpr, TERMS: tl.constexpr, TARGET: tl.constexpr):
+    """Stored chunks as operands of tensor cores."""
     terms = ()
     for i in tl.static_range(len(codes)):
         terms = terms + (terms_of_code(codes[i], dtype, TERMS, TARGET),)
@@ -106,53 +99,49 @@ def weights_of_window(
 
 @triton.jit
 def fold_tile(
-    pool, slot, tile, codes, factor, alpha, u, B, C, seed, stream, UPDATE: tl.constexpr, COLS: tl.constexpr,
-    VECTOR: tl.constexpr, WIDTH: tl.constexpr, ROUNDING: tl.constexpr, ROUNDS: tl.constexpr, FOLD_TERMS: tl.constexpr,
-    TERMS: tl.constexpr, TARGET: tl.constexpr,
+    pool, slot, tile, codes, factor, alpha, u, B, C, drawing, UPDATE: tl.constexpr, WIDTH: tl.constexpr,
+    FOLD_TERMS: tl.constexpr, TERMS: tl.constexpr, FORM: tl.constexpr, ROUNDING: tl.constexpr, ROUNDS: tl.constexpr,
+    TARGET: tl.constexpr,
 ):  # fmt: skip
     """Fold the tokens of a ring, u with B, into a tile of state and store it; its products with C of all tokens, (rows,
     tokens). Chunk by chunk, so that few registers keep it; but with scales all of it must be there first."""
-    data_ptr, scale_ptr, slot_stride, scale_stride = pool
-    dtype: tl.constexpr = data_ptr.dtype.element_ty
+    _, scale_ptr, _, scale_stride = pool
+    dtype: tl.constexpr = pool[0].dtype.element_ty
     y, s = tl.zeros([codes[0].shape[0], C[0][0].shape[0]], tl.float32), ()
     for k in tl.static_range(len(codes)):
         chunk = folded(codes[k], factor, alpha, u, B[k], dtype, FOLD_TERMS, TARGET)
         y = dot_terms(terms_of(chunk, TERMS, TARGET), transposed(C[k]), y)
-        s = s + (as_in_memory(chunk, VECTOR, WIDTH),)
+        s = s + (as_in_memory(chunk, FORM.VECTOR, WIDTH),)
         if UPDATE and scale_ptr is None:
-            store_folded(
-                data_ptr, slot * slot_stride, slot >= 0, tile, k, s[k], None, None, seed, stream,
-                COLS, VECTOR, ROUNDING, ROUNDS, TARGET,
-            )  # fmt: skip
+            store_folded(pool, slot, tile, k, s[k], None, None, drawing, FORM, ROUNDING, ROUNDS, TARGET)
     if UPDATE and scale_ptr is not None:
-        e, stored = store_scale(scale_ptr, slot * scale_stride, slot >= 0, tile, s, dtype, TARGET, HINT)
+        e, stored = store_scale(scale_ptr, slot * scale_stride, slot >= 0, tile, s, dtype, TARGET, STREAMING)
         for k in tl.static_range(len(codes)):
-            store_folded(
-                data_ptr, slot * slot_stride, slot >= 0, tile, k, s[k], e, stored, seed, stream,
-                COLS, VECTOR, ROUNDING, ROUNDS, TARGET,
-            )  # fmt: skip
+            store_folded(pool, slot, tile, k, s[k], e, stored, drawing, FORM, ROUNDING, ROUNDS, TARGET)
     return y
 
 
 @triton.jit
 def store_folded(
-    ptr, offset, live, tile, k: tl.constexpr, s, e, stored, seed, stream,
-    COLS: tl.constexpr, VECTOR: tl.constexpr, ROUNDING: tl.constexpr, ROUNDS: tl.constexpr, TARGET: tl.constexpr,
+    pool, slot, tile, k: tl.constexpr, s, e, stored, drawing,
+    FORM: tl.constexpr, ROUNDING: tl.constexpr, ROUNDS: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """Round chunk k of a folded tile, and store it. Its random bits are drawn here, so that no registers keep those of
     other chunks."""
-    bits = bits_of_chunk(seed, tile, k, BEFORE_THE_FIRST_TOKEN, stream, COLS, VECTOR, ROUNDING, ROUNDS)
-    store_chunk(ptr, offset, live, tile, k, s, e, stored, bits, ROUNDING, VECTOR, TARGET, HINT)
+    ptr, _, slot_stride, _ = pool
+    seed, stream = drawing
+    offset, live = slot * slot_stride, slot >= 0
+    bits = bits_of_chunk(seed, tile, k, BEFORE_THE_FIRST_TOKEN, stream, FORM, ROUNDING, ROUNDS)
+    store_chunk(ptr, offset, live, tile, k, s, e, stored, bits, FORM, ROUNDING, TARGET, STREAMING)
 
 
 @triton.jit
 def replay_tiles(
     pool, ring, activations, parameters, drawing, row, g, first_tile, L,
     FOLDS: tl.constexpr, UPDATE: tl.constexpr, PADDING: tl.constexpr, HEADS_PER_GROUP: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, VECTOR: tl.constexpr, BYTES: tl.constexpr, WIDE: tl.constexpr,
-    D_PER_ROW: tl.constexpr, DT_SOFTPLUS: tl.constexpr, ROUNDING: tl.constexpr, ROUNDS: tl.constexpr,
-    TARGET: tl.constexpr, TOKENS: tl.constexpr, ROOM: tl.constexpr, TILES: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr, AHEAD: tl.constexpr,
+    BYTES: tl.constexpr, WIDE: tl.constexpr, D_PER_ROW: tl.constexpr, DT_SOFTPLUS: tl.constexpr,
+    ROUNDING: tl.constexpr, ROUNDS: tl.constexpr, TARGET: tl.constexpr, TOKENS: tl.constexpr, ROOM: tl.constexpr,
+    TILES: tl.constexpr, AHEAD: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """The outputs of some tiles of heads of group g for all tokens of a row. FOLDS: its ring is folded into the state
     first."""
@@ -168,43 +157,40 @@ def replay_tiles(
     # Tensor cores round sums towards zero, 6 units in the last place of a float32 output: those are made without them.
     TERMS: tl.constexpr = 0 if x_dtype == tl.float32 else 1 if x_dtype == tl.bfloat16 else 2
     SUM_TERMS: tl.constexpr = 0 if x_dtype == tl.float32 else 3
-    fine: tl.constexpr = x_dtype == tl.float32 or dtype == tl.float32 or dtype == tl.int16
-    FOLD_TERMS: tl.constexpr = 3 if fine else 2  # as much as float32 has, or enough for 16 bits
+    FOLD_TERMS: tl.constexpr = update_terms(dtype, x_dtype)
+    WIDTH: tl.constexpr = operand_width(dtype, not FOLDS)
+    ROWS: tl.constexpr = FORM.ROWS
+    COLS: tl.constexpr = FORM.COLS
+    BLOCK_ROWS: tl.constexpr = FORM.BLOCK_ROWS
+    BLOCK_COLS: tl.constexpr = FORM.BLOCK_COLS
     WHOLE: tl.constexpr = PADDING != "fresh" and ROWS % BLOCK_ROWS == 0 and COLS == BLOCK_COLS
-    WIDTH: tl.constexpr = 4 if dtype.primitive_bitwidth == 8 and not FOLDS else 2
-    TILES_PER_HEAD: tl.constexpr = (ROWS + BLOCK_ROWS - 1) // BLOCK_ROWS
 
     # The window: live rows, unless they are folded, and then new tokens.
     j, t = tl.arange(0, ROOM), tl.arange(0, TOKENS)
-    ring_row, lives = wrapped(start + j, L), j < live
+    ring_row, lives = row_in_ring(start + j, L), j < live
     base = live * 0 if FOLDS else live
     of_ring, new, token = j < base, (j >= base) & (j < base + count), j - base
     window = (of_ring, new, lives, ring_row, token)
-    appends, to_row = tl.where(known, new, False), wrapped(start + live + token, L)
+    appends, to_row = tl.where(known, new, False), row_in_ring(start + live + token, L)
     ring_x_at, ring_dt_at = (ring_x_ptr, ring_x_stride), (ring_dt_ptr, ring_dt_stride)
     if TILES == 1:  # it is on its way while the weights of the window are found
-        h, first_row = g * HEADS_PER_GROUP + first_tile // TILES_PER_HEAD, first_tile % TILES_PER_HEAD * BLOCK_ROWS
+        h, first_row = place_of(g, first_tile, HEADS_PER_GROUP, FORM)
         inputs = load_tile_inputs(
-            pool, ring_x_at, x_at, z_at, dt_at, ring_dt_at, row, window, h, first_row, L, FOLDS,
-            ROWS, COLS, VECTOR, BYTES, WIDE, BLOCK_ROWS, BLOCK_COLS, CHUNK, TOKENS, WHOLE,
+            pool, ring_x_at, x_at, z_at, dt_at, ring_dt_at, row, window, h, first_row, L,
+            FOLDS, BYTES, WIDE, TOKENS, WHOLE, FORM,
         )  # fmt: skip
     elif AHEAD:
-        prefetch_tile(
-            data_ptr, slot * slot_stride, known, g, first_tile,
-            HEADS_PER_GROUP, ROWS, COLS, BLOCK_ROWS, TILES_PER_HEAD, TARGET,
-        )  # fmt: skip
+        prefetch_tile(data_ptr, slot * slot_stride, known, g, first_tile, HEADS_PER_GROUP, FORM, TARGET)
     ring_B = ring_B_ptr + slot * ring_B_stride + g * L * COLS
     B_rows = either_row(of_ring, ring_B, ring_row * COLS, token_base(B_at, b, first, g), token, WIDE)
     C_rows = entries(token_base(C_at, b, first, g), t, WIDE)
-    C = load_chunks(C_rows, t < count, TERMS, BYTES, COLS, BLOCK_COLS, CHUNK, VECTOR, WIDTH, TARGET)
+    C = load_chunks(C_rows, t < count, BYTES, TERMS, WIDTH, FORM, TARGET)
     C_for_B = C
     if WIDTH != 2:  # B has its columns in another order than the state, which would be moved between threads
-        C_for_B = load_chunks(C_rows, t < count, TERMS, BYTES, COLS, BLOCK_COLS, CHUNK, VECTOR, 2, TARGET)
-    B = load_chunks(B_rows, of_ring | new, TERMS, BYTES, COLS, BLOCK_COLS, CHUNK, VECTOR, 2, TARGET)
+        C_for_B = load_chunks(C_rows, t < count, BYTES, TERMS, 2, FORM, TARGET)
+    B = load_chunks(B_rows, of_ring | new, BYTES, TERMS, 2, FORM, TARGET)
     if FOLDS:
-        old_B = load_chunks(
-            ring_B + ring_row * COLS, lives, FOLD_TERMS, BYTES, COLS, BLOCK_COLS, CHUNK, VECTOR, WIDTH, TARGET
-        )
+        old_B = load_chunks(ring_B + ring_row * COLS, lives, BYTES, FOLD_TERMS, WIDTH, FORM, TARGET)
         seed = load_seed(seed_ptr, slot, known, ROUNDING != "nearest" and UPDATE)
         old_weight, alpha = tl.zeros([ROOM], tl.float32), 0.0
     with_C = tl.zeros([ROOM, TOKENS], tl.float32)
@@ -214,25 +200,24 @@ def replay_tiles(
     weights, decay = with_C, tl.zeros([TOKENS], tl.float32)
     if UPDATE and first_tile == 0:
         cols = tl.arange(0, BLOCK_COLS)
-        kept = load_rows(B_rows, appends, 0, COLS, BLOCK_COLS, BYTES, COLS == BLOCK_COLS)
+        kept = load_token_rows(B_rows, appends, 0, COLS, BLOCK_COLS, BYTES, COLS == BLOCK_COLS)
         to = tl.multiple_of((ring_B + to_row * COLS)[:, None] + cols[None, :], (1, BYTES))
         tl.store(to, kept, mask=appends[:, None] & (cols < COLS)[None, :])
 
     for i in tl.range(TILES, num_stages=1):
-        h = g * HEADS_PER_GROUP + (first_tile + i) // TILES_PER_HEAD
-        first_row = (first_tile + i) % TILES_PER_HEAD * BLOCK_ROWS
-        tile = tile_at(h, first_row, ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, False)
+        h, first_row = place_of(g, first_tile + i, HEADS_PER_GROUP, FORM)
+        tile = tile_at(h, first_row, FORM)
         if TILES > 1:
             inputs = load_tile_inputs(
-                pool, ring_x_at, x_at, z_at, dt_at, ring_dt_at, row, window, h, first_row, L, FOLDS,
-                ROWS, COLS, VECTOR, BYTES, WIDE, BLOCK_ROWS, BLOCK_COLS, CHUNK, TOKENS, WHOLE,
+                pool, ring_x_at, x_at, z_at, dt_at, ring_dt_at, row, window, h, first_row, L,
+                FOLDS, BYTES, WIDE, TOKENS, WHOLE, FORM,
             )  # fmt: skip
             if AHEAD:
                 prefetch_tile(
                     data_ptr, slot * slot_stride, known & (i + 1 < TILES), g, first_tile + i + 1,
-                    HEADS_PER_GROUP, ROWS, COLS, BLOCK_ROWS, TILES_PER_HEAD, TARGET,
+                    HEADS_PER_GROUP, FORM, TARGET,
                 )  # fmt: skip
-        codes, factor, x, old_x, z, ring_dt, dt = inputs
+        factor, codes, x, old_x, z, ring_dt, dt = inputs
 
         if (i == 0) | (first_row == 0):
             A = tl.load(A_ptr + h).to(tl.float32)
@@ -244,12 +229,12 @@ def replay_tiles(
             if UPDATE and first_row == 0:
                 tl.store(ring_dt_ptr + slot * ring_dt_stride + h * L + to_row, sizes, mask=appends)
 
-        codes = operands_of(codes, known, VECTOR, WIDTH, PADDING)
+        codes = operands_of(codes, known, FORM.VECTOR, WIDTH, PADDING)
         if FOLDS:
             u = terms_of(tl.trans(old_x.to(tl.float32) * old_weight[:, None]), FOLD_TERMS, TARGET)  # (rows, window)
             y = fold_tile(
-                pool, slot, tile, codes, factor, alpha, u, old_B, C, seed, stream,
-                UPDATE, COLS, VECTOR, WIDTH, ROUNDING, ROUNDS, FOLD_TERMS, TERMS, TARGET,
+                pool, slot, tile, codes, factor, alpha, u, old_B, C, (seed, stream),
+                UPDATE, WIDTH, FOLD_TERMS, TERMS, FORM, ROUNDING, ROUNDS, TARGET,
             )  # fmt: skip
         else:
             y = products(terms_of_codes(codes, dtype, TERMS, TARGET), C) * factor
@@ -267,7 +252,7 @@ def replay_tiles(
         tl.store(tl.multiple_of(out_ptrs, (BYTES, 1)), y.to(out[0].dtype.element_ty), mask=shown)
         if UPDATE:
             to = (ring_x_ptr + slot * ring_x_stride + h * L * ROWS + to_row * ROWS)[:, None] + offs_d[None, :]
-            BESIDE: tl.constexpr = min(BYTES, VECTOR * x_dtype.primitive_bitwidth // 8)
+            BESIDE: tl.constexpr = bytes_beside(x_dtype, BYTES, FORM)
             tl.store(tl.multiple_of(to, (1, BESIDE)), x, mask=appends[:, None] & (offs_d < ROWS)[None, :])
 
 
@@ -301,9 +286,9 @@ def mamba2_replay_kernel(
     PADDING: tl.constexpr,  # the output of padding rows: "zero", "fresh", from a zero state, or "keep", as it was
     ROUNDING: tl.constexpr, ROUNDS: tl.constexpr, TARGET: tl.constexpr,
     TOKENS: tl.constexpr,  # that there is room for in a row; 1: without tensor cores
-    ROOM: tl.constexpr,  # the same in a window
+    ROOM: tl.constexpr,  # tokens that there is room for in a window
     TILES: tl.constexpr,  # that a program takes at a time
-    FOLD_TILES: tl.constexpr,  # the same where a plan says that it folds, which takes longer
+    FOLD_TILES: tl.constexpr,  # that it takes at a time where a plan says that it folds, which takes longer
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr,  # of a tile
     THREADS: tl.constexpr,  # of a program
     PLACE: tl.constexpr,  # "first" and "second" of two kernels that run side by side, or "alone"
@@ -313,6 +298,7 @@ def mamba2_replay_kernel(
     PARTS: tl.constexpr = TILES_OF_GROUP // TILES  # that programs have of a group
     FOLD_PARTS: tl.constexpr = TILES_OF_GROUP // FOLD_TILES
     BYTES: tl.constexpr = 16 if ALIGNED else 1
+    FORM: tl.constexpr = form_of(ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, VECTOR, False, THREADS)
     x_at, dt_at, B_at = (x_ptr, x_b, x_t, x_h), (dt_ptr, dt_b, dt_t, dt_h), (B_ptr, B_b, B_t, B_h)
     C_at, z_at, out = (C_ptr, C_b, C_t, C_h), (z_ptr, z_b, z_t, z_h), (out_ptr, out_b, out_t, out_h)
     activations, parameters = (x_at, dt_at, B_at, C_at, z_at, out), (A_ptr, D_ptr, dt_bias_ptr)
@@ -341,9 +327,8 @@ def mamba2_replay_kernel(
             first_tile = tl.where(folds, item % FOLD_PARTS * FOLD_TILES, first_tile)
         if rows_ptr is None:
             read = (read_ptr, read_stride, 1, None)
-            row = row_of_batch(
-                read, (start_ptr, count_ptr), cu_seqlens_ptr, i, tokens, longest, num_slots, null, fault_ptr
-            )
+            slots = (num_slots, null, fault_ptr)
+            row = row_of_batch(read, (start_ptr, count_ptr), cu_seqlens_ptr, i, tokens, longest, slots)
         else:
             row = planned_row(rows_ptr, i, cu_seqlens_ptr, tokens)
         _, slot, _, live, _, count = row
@@ -352,23 +337,23 @@ def mamba2_replay_kernel(
         if TOKENS == 1 and ((count > 0) & ((slot >= 0) | (PADDING == "fresh"))):
             replay_token(
                 pool, ring, activations, parameters, row, folds, g, first_tile, L,
-                ROWS_DO, UPDATE, PADDING, HEADS_PER_GROUP, ROWS, COLS, VECTOR, BYTES, WIDE, D_PER_ROW, DT_SOFTPLUS,
-                TARGET, ROOM, TILES, BLOCK_ROWS, BLOCK_COLS, CHUNK, THREADS,
+                ROWS_DO, UPDATE, PADDING, HEADS_PER_GROUP, BYTES, WIDE, D_PER_ROW, DT_SOFTPLUS, TARGET, ROOM, TILES,
+                FORM,
             )  # fmt: skip
         elif TOKENS > 1 and (ROWS_DO == "fold" or (ROWS_DO == "either" and folds)):
             replay_tiles(
                 pool, ring, activations, parameters, drawing, row, g, first_tile, L,
-                True, UPDATE, PADDING, HEADS_PER_GROUP, ROWS, COLS, VECTOR, BYTES, WIDE, D_PER_ROW, DT_SOFTPLUS,
-                ROUNDING, ROUNDS, TARGET, TOKENS, ROOM, FOLD_TILES, BLOCK_ROWS, BLOCK_COLS, CHUNK, AHEAD,
+                True, UPDATE, PADDING, HEADS_PER_GROUP, BYTES, WIDE, D_PER_ROW, DT_SOFTPLUS,
+                ROUNDING, ROUNDS, TARGET, TOKENS, ROOM, FOLD_TILES, AHEAD, FORM,
             )  # fmt: skip
         elif TOKENS > 1 and (PADDING == "fresh" or ((slot >= 0) & (count > 0))):
             replay_tiles(
                 pool, ring, activations, parameters, drawing, row, g, first_tile, L,
-                False, UPDATE, PADDING, HEADS_PER_GROUP, ROWS, COLS, VECTOR, BYTES, WIDE, D_PER_ROW, DT_SOFTPLUS,
-                ROUNDING, ROUNDS, TARGET, TOKENS, ROOM, TILES, BLOCK_ROWS, BLOCK_COLS, CHUNK, AHEAD,
+                False, UPDATE, PADDING, HEADS_PER_GROUP, BYTES, WIDE, D_PER_ROW, DT_SOFTPLUS,
+                ROUNDING, ROUNDS, TARGET, TOKENS, ROOM, TILES, AHEAD, FORM,
             )  # fmt: skip
         elif PADDING == "zero":
-            zero_tiles(out, row, g, first_tile, HEADS_PER_GROUP, ROWS, WIDE, TOKENS, TILES, BLOCK_ROWS)
+            zero_tiles(out, row, g, first_tile, HEADS_PER_GROUP, WIDE, TOKENS, TILES, FORM)
         if cu_seqlens_ptr is not None and first_tile == 0:
             zero_rest(out, cu_seqlens_ptr, row, g, tokens, batch, HEADS_PER_GROUP, ROWS, PADDING)
     if PLACE == "second":

@@ -10,21 +10,19 @@ asked for too.
 import triton
 import triton.language as tl
 
-from flashstate.kernels.addressing import this_program, token_entry, zero_unused
+from flashstate.kernels.addressing import batch_size, this_program, token_entry, zero_unused
 from flashstate.kernels.functions import silu
-from flashstate.kernels.mamba3_token import load_angles, load_columns, load_token, prepare_token
-from flashstate.kernels.ptx import prefetch_ptx
-from flashstate.kernels.slots import resolve_read, resolve_write, token_range
-from flashstate.kernels.state_io import (
-    LINE,
-    from_code,
-    load_seed,
-    load_tile,
-    prefetch_rows,
-    random_bits,
-    store_state,
-    tile_at,
+from flashstate.kernels.mamba3_token import (
+    kind_of,
+    load_angles,
+    load_rank_columns,
+    load_token,
+    prefetch_slot,
+    prepare_token,
+    store_carried,
 )
+from flashstate.kernels.slots import read_slot, resolve_write, token_range, write_slot
+from flashstate.kernels.state_io import STREAMING, from_code, load_tile, random_bits, store_slot
 from flashstate.kernels.stores import store_output
 from flashstate.kernels.tensor_cores import (
     above,
@@ -41,65 +39,19 @@ from flashstate.kernels.tensor_cores import (
     terms_of,
     transposed,
 )
-from flashstate.kernels.tiles import STAGES, dot_rows, load_rows, minus_zero, store_rows, widened, zero_unless
+from flashstate.kernels.tiles import (
+    STAGES,
+    dot_rows,
+    form_of,
+    load_or_zero,
+    load_rows,
+    minus_zero,
+    store_rows,
+    tile_at,
+    widened,
+    zero_unless,
+)
 from flashstate.launch.kernel import kernel
-
-HINT = tl.constexpr("streaming")
-
-
-@triton.jit
-def prefetch_kept(slot_ptr, live, h, COLS: tl.constexpr, RANK: tl.constexpr, H: tl.constexpr, TARGET: tl.constexpr):
-    """Ask for (RANK, H, COLS) values of a slot to come to the L2 cache: those of head h; on NVIDIA."""
-    if TARGET == "sm_80" or TARGET == "sm_89":
-        per_line: tl.constexpr = LINE // (slot_ptr.dtype.element_ty.primitive_bitwidth // 8)
-        r = tl.arange(0, triton.next_power_of_2(RANK))[:, None]
-        cols = tl.arange(0, triton.next_power_of_2(triton.cdiv(COLS, per_line)))[None, :] * per_line
-        prefetch_ptx(slot_ptr + (r * H + h) * COLS + cols, live & (r < RANK) & (cols < COLS))
-
-
-@triton.jit
-def store_kept(ptr, offset, goes, h, k, r, RANK: tl.constexpr, H: tl.constexpr, COLS: tl.constexpr):
-    """Store k for the first ranks."""
-    entries = ptr + offset + ((r * H + h) * COLS)[:, None]
-    mask = tl.where(goes, tl.arange(0, r.shape[0]) < RANK, False)[:, None]
-    for i in tl.static_range(len(k)):
-        cols = (tl.arange(0, k[i].shape[1]) + i * k[i].shape[1])[None, :]
-        tl.store(entries + cols, k[i], mask=mask & (cols < COLS))
-
-
-@triton.jit
-def store_angles(entry, goes, theta, ANGLES: tl.constexpr):
-    pair = tl.arange(0, theta.shape[0])
-    tl.store(entry + pair, theta, mask=tl.where(goes, pair < ANGLES, False))
-
-
-@triton.jit
-def store_carried(
-    carried, to, goes, h, k, theta, r, RANK: tl.constexpr, H: tl.constexpr, COLS: tl.constexpr, ANGLES: tl.constexpr,
-    STORES_KV: tl.constexpr,
-):  # fmt: skip
-    """Store what all rows of a head share in slot `to`, if `goes`: k and the angles, as far as a call stores them.
-    carried: their pointers and strides of slots."""
-    k_ptr, k_stride, theta_ptr, theta_stride = carried
-    if STORES_KV:
-        store_kept(k_ptr, to * k_stride, goes, h, k, r, RANK, H, COLS)
-    if theta_ptr is not None:
-        store_angles(theta_ptr + to * theta_stride + h * ANGLES, goes, theta, ANGLES)
-
-
-@triton.jit
-def prefetch_slot(
-    data_ptr, slot_stride, v_ptr, v_stride, carried, slot, exists, h,
-    RANK: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, ANGLES: tl.constexpr,
-    TARGET: tl.constexpr,
-):  # fmt: skip
-    """Ask for what a slot has of head h to come to the L2 cache."""
-    k_ptr, k_stride, theta_ptr, theta_stride = carried
-    prefetch_rows(data_ptr, slot * slot_stride, exists, h, 0, ROWS, ROWS, COLS, TARGET)
-    prefetch_kept(k_ptr + slot * k_stride, exists, h, COLS, RANK, H, TARGET)
-    prefetch_kept(v_ptr + slot * v_stride, exists, h, ROWS, 1, H, TARGET)
-    if theta_ptr is not None:
-        prefetch_kept(theta_ptr + slot * theta_stride, exists, h, ANGLES, 1, H, TARGET)
 
 
 @triton.jit
@@ -112,51 +64,50 @@ def in_chunks(x, CHUNK: tl.constexpr, TARGET: tl.constexpr):
 
 
 @triton.jit
-def vectors_of(
-    now, before, C, CHUNK: tl.constexpr, PER_COLUMNS: tl.constexpr, TERMS: tl.constexpr, OUT_TERMS: tl.constexpr,
-    TARGET: tl.constexpr,
-):  # fmt: skip
+def vectors_of(now, before, C, KIND: tl.constexpr):
     """What a tile is multiplied with. Of rank 1 B of a token, B of the token before, and C, in chunks as the tile has
     them. Of others terms of B of the token above that of the token before, and terms of C (columns, ranks), columns in
     the order of operands; of each half of the columns, if they come in halves."""
-    if now[0].shape[0] == 1:
+    CHUNK: tl.constexpr = KIND.FORM.CHUNK
+    VECTOR: tl.constexpr = KIND.FORM.VECTOR
+    TARGET: tl.constexpr = KIND.TARGET
+    if KIND.RANK == 1:
         return in_chunks(now, CHUNK, TARGET), in_chunks(before, CHUNK, TARGET), in_chunks(C, CHUNK, TARGET)
     else:
         upper = (tl.arange(0, now[0].shape[0]) < now[0].shape[0] // 2)[:, None]
         both, across = (), ()
         for i in tl.static_range(len(now)):
-            stacked = as_operand(tl.where(upper, now[i], before[i]), PER_COLUMNS)
-            both = both + (terms_of(stacked, TERMS, TARGET),)
-            across = across + (transposed(terms_of(as_operand(C[i], PER_COLUMNS), OUT_TERMS, TARGET)),)
+            stacked = as_operand(tl.where(upper, now[i], before[i]), VECTOR)
+            both = both + (terms_of(stacked, KIND.TERMS, TARGET),)
+            across = across + (transposed(terms_of(as_operand(C[i], VECTOR), KIND.OUT_TERMS, TARGET)),)
         return both, across
 
 
 @triton.jit
-def load_weights(ptr, offs_d, r, h, RANK: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr):
+def load_rank_weights(ptr, offs_d, r, h, KIND: tl.constexpr):
     """A weight for every row and rank, (rows, ranks), of rank 1 (rows,); ones if there are none, zero for what does not
     exist."""
-    if RANK == 1:
+    ROWS: tl.constexpr = KIND.FORM.ROWS
+    if KIND.RANK == 1:
         entries, mask = h * ROWS + offs_d, offs_d < ROWS
     else:
-        entries = ((r * H + h) * ROWS)[None, :] + offs_d[:, None]
-        mask = (offs_d < ROWS)[:, None] & (r < RANK)[None, :]
+        entries = ((r * KIND.H + h) * ROWS)[None, :] + offs_d[:, None]
+        mask = (offs_d < ROWS)[:, None] & (r < KIND.RANK)[None, :]
     if ptr is None:
         return tl.where(mask, 1.0, 0.0)
     else:
-        return tl.load(ptr + entries, mask=mask, other=0.0).to(tl.float32)
+        return load_or_zero(ptr + entries, mask=mask)
 
 
 @triton.jit
-def load_row_weights(
-    weights, offs_d, r, h, RANK: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr
-):  # fmt: skip
+def load_weights(weights, offs_d, r, h, KIND: tl.constexpr):
     """Wx, Wz and Wo of these rows."""
     Wx_ptr, Wz_ptr, Wo_ptr = weights
-    Wx = load_weights(Wx_ptr, offs_d, r, h, RANK, H, ROWS)
+    Wx = load_rank_weights(Wx_ptr, offs_d, r, h, KIND)
     Wz = Wx
-    if GATED:
-        Wz = load_weights(Wz_ptr, offs_d, r, h, RANK, H, ROWS)
-    return Wx, Wz, load_weights(Wo_ptr, offs_d, r, h, RANK, H, ROWS)
+    if KIND.GATED:
+        Wz = load_rank_weights(Wz_ptr, offs_d, r, h, KIND)
+    return Wx, Wz, load_rank_weights(Wo_ptr, offs_d, r, h, KIND)
 
 
 @triton.jit
@@ -170,15 +121,14 @@ def load_row_inputs(x_at, z_at, b, t, h, offs_d, ROWS: tl.constexpr):
 
 
 @triton.jit
-def tile_of(
-    stored, live, dtype: tl.constexpr, RANK: tl.constexpr, PARTS: tl.constexpr, WARPS: tl.constexpr,
-    VECTOR: tl.constexpr, PADDING: tl.constexpr, TARGET: tl.constexpr,
-):  # fmt: skip
-    """What load_tile gave, in float32: of rank 1 in chunks; of others in so many parts, as tensor cores have them,
-    (WARPS, rows, columns), columns in the order of operands."""
-    codes, factor, _ = stored
+def tile_of(stored, live, dtype: tl.constexpr, WARPS: tl.constexpr, PADDING: tl.constexpr, KIND: tl.constexpr):
+    """What load_tile gave, in float32: of rank 1 in chunks; of others in one part or in halves, as tensor cores have
+    them, (WARPS, rows, columns), columns in the order of operands."""
+    PARTS: tl.constexpr = 2 if KIND.IN_HALVES else 1
+    TARGET: tl.constexpr = KIND.TARGET
+    factor, codes, _ = stored
     s = ()
-    if RANK == 1:
+    if KIND.RANK == 1:
         for i in tl.static_range(len(codes)):
             s = s + (from_code(codes[i], dtype, TARGET) * factor,)
     else:
@@ -186,14 +136,14 @@ def tile_of(
             part = ()
             for j in tl.static_range(len(codes) // PARTS):
                 part = part + (codes[i * (len(codes) // PARTS) + j],)
-            s = s + (by_warps(from_code(operand_of_chunks(part, VECTOR), dtype, TARGET) * factor, WARPS),)
+            s = s + (by_warps(from_code(operand_of_chunks(part, KIND.FORM.VECTOR), dtype, TARGET) * factor, WARPS),)
     if PADDING == "fresh":
         s, _ = zero_unless(live, s, 1.0)
     return s
 
 
 @triton.jit
-def step_chunks(s, v, x, z, factors, vectors, weights, D, PER_COLUMNS: tl.constexpr, GATED: tl.constexpr):
+def step_chunks(s, v, x, z, factors, vectors, weights, D, KIND: tl.constexpr):
     """A tile of rank 1 through a token, and the output of its rows. v: x of the token before."""
     alpha, beta, gamma = factors
     Wx, Wz, Wo = weights
@@ -202,20 +152,20 @@ def step_chunks(s, v, x, z, factors, vectors, weights, D, PER_COLUMNS: tl.conste
     after = ()
     for i in tl.static_range(len(s)):
         after = after + (tl.fma(now, B[i], tl.fma(before, k[i], s[i] * alpha)),)
-    y = tl.fma(D * x, Wx, dot_rows(after, C, PER_COLUMNS)) * Wo
-    if GATED:
+    y = tl.fma(D * x, Wx, dot_rows(after, C, KIND.FORM.VECTOR)) * Wo
+    if KIND.GATED:
         y *= silu(z * Wz)
     return after, y
 
 
 @triton.jit
-def scaled_plus_products(s, alpha, u, vectors, TERMS: tl.constexpr, PAIRING: tl.constexpr):
+def scaled_plus_products(s, alpha, u, vectors, KIND: tl.constexpr):
     """s alpha + u vectors. Tensor cores round sums towards zero: a state of more than 16 bits would lose by every
     token. So their sum is added to it, once a product with zeros has brought it where they have theirs."""
-    if TERMS < 3:
+    if KIND.TERMS < 3:
         return add_products(s * alpha, u, vectors)
     else:
-        if PAIRING == "none":  # vectors come as they are, early: other loads do not wait for the state's then
+        if KIND.PAIRING == "none":  # vectors come as they are, early: other loads do not wait for the state's then
             operand = vectors[0] if vectors[0].shape[0] >= 16 else above(vectors[0], vectors[0])
         else:
             operand = tl.zeros([16, s.shape[2]], vectors[0].dtype)
@@ -224,26 +174,23 @@ def scaled_plus_products(s, alpha, u, vectors, TERMS: tl.constexpr, PAIRING: tl.
 
 
 @triton.jit
-def step_operand(
-    s, v, x, z, factors, vectors, weights, D, PAIRING: tl.constexpr, GATED: tl.constexpr, TERMS: tl.constexpr,
-    OUT_TERMS: tl.constexpr, TARGET: tl.constexpr,
-):  # fmt: skip
+def step_operand(s, v, x, z, factors, vectors, weights, D, KIND: tl.constexpr):
     """A tile of higher rank through a token, and the output of its rows for every rank, (rows, ranks)."""
     alpha, beta, gamma = factors
     Wx, Wz, Wo = weights
     both, across = vectors
     now = (tl.arange(0, Wx.shape[1]) < Wx.shape[1] // 2)[None, :]
     u = Wx * tl.where(now, (gamma * x)[:, None], (beta * v)[:, None])  # (rows, ranks of both tokens)
-    u = terms_of(u, TERMS, TARGET)
+    u = terms_of(u, KIND.TERMS, KIND.TARGET)
     y = tl.zeros([s[0].shape[0], s[0].shape[1], Wx.shape[1]], tl.float32)
     rest = y + minus_zero()  # a zero that no compiler sees: it would append the sum to the other
     after = ()
     for i in tl.static_range(len(s)):
-        after = after + (scaled_plus_products(s[i], alpha, u, both[i], TERMS, PAIRING),)
-        y, rest = dot_terms_apart(terms_of(after[i], OUT_TERMS, TARGET), across[i], y, rest)
+        after = after + (scaled_plus_products(s[i], alpha, u, both[i], KIND),)
+        y, rest = dot_terms_apart(terms_of(after[i], KIND.OUT_TERMS, KIND.TARGET), across[i], y, rest)
     y += rest
     gate = Wo
-    if GATED:
+    if KIND.GATED:
         gate *= silu(z[:, None] * Wz)
     return after, tl.fma(in_rows(y), gate, tl.where(now, Wx, 0.0) * gate * (D * x)[:, None])
 
@@ -251,40 +198,57 @@ def step_operand(
 @triton.jit
 def step_tile(
     s, v, x, z, factors, vectors, weights, D, out, out_r, b, t, h, offs_d, r, live,
-    RANK: tl.constexpr, ROWS: tl.constexpr, PAIRING: tl.constexpr, GATED: tl.constexpr, SUMMED: tl.constexpr,
-    PADDING: tl.constexpr, TERMS: tl.constexpr, OUT_TERMS: tl.constexpr, VECTOR: tl.constexpr, TARGET: tl.constexpr,
+    PADDING: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """A tile through token t, whose output is stored. SUMMED: whether that is the sum of all ranks'."""
-    if RANK == 1:
-        s, y = step_chunks(s, v, x, z, factors, vectors, weights, D, VECTOR, GATED)
+    """A tile through token t, whose output is stored."""
+    if KIND.RANK == 1:
+        s, y = step_chunks(s, v, x, z, factors, vectors, weights, D, KIND)
     else:
-        s, y = step_operand(s, v, x, z, factors, vectors, weights, D, PAIRING, GATED, TERMS, OUT_TERMS, TARGET)
-        if SUMMED:
-            y = tl.sum(y, 1) if OUT_TERMS > 0 else sum_columns(y)
-    offsets, shown = offs_d, offs_d < ROWS
-    if not SUMMED:
+        s, y = step_operand(s, v, x, z, factors, vectors, weights, D, KIND)
+        if KIND.SUMMED:
+            y = tl.sum(y, 1) if KIND.OUT_TERMS > 0 else sum_columns(y)
+    offsets, shown = offs_d, offs_d < KIND.FORM.ROWS
+    if not KIND.SUMMED:
         offsets = offs_d[:, None] + r.to(tl.int64)[None, :] * out_r
-        shown = (offs_d < ROWS)[:, None] & (tl.arange(0, r.shape[0]) < RANK)[None, :]
+        shown = (offs_d < KIND.FORM.ROWS)[:, None] & (tl.arange(0, r.shape[0]) < KIND.RANK)[None, :]
     store_output(out, b, t, h, offsets, shown, y, True, True, live, PADDING, 1)
     return s
 
 
 @triton.jit
-def store_tile(
-    pool, to, tile, s, random, RANK: tl.constexpr, ROUNDING: tl.constexpr, CHUNK: tl.constexpr, VECTOR: tl.constexpr,
-    TARGET: tl.constexpr,
-):  # fmt: skip
+def store_tile(pool, to, tile, s, random, ROUNDING: tl.constexpr, KIND: tl.constexpr):
     """Store a tile, as tile_of has it, in slot `to` unless that is -1."""
-    data_ptr, scale_ptr, slot_stride, scale_stride = pool
     chunks = s
-    if RANK > 1:
+    if KIND.RANK > 1:
         chunks = ()
         for i in tl.static_range(len(s)):
-            chunks = chunks + chunks_of_operand(in_rows(s[i]), CHUNK, VECTOR)
-    store_state(
-        data_ptr, scale_ptr, to * slot_stride, to * scale_stride, to >= 0, tile, chunks, random,
-        ROUNDING, VECTOR, TARGET, HINT,
-    )  # fmt: skip
+            chunks = chunks + chunks_of_operand(in_rows(s[i]), KIND.FORM.CHUNK, KIND.FORM.VECTOR)
+    store_slot(pool, to, tile, chunks, random, KIND.FORM, ROUNDING, KIND.TARGET, STREAMING)
+
+
+@triton.jit
+def read_ahead(read, AHEAD: tl.constexpr, H: tl.constexpr):
+    """The slot and the head of the program that is AHEAD behind this one, and whether there is such a program."""
+    read_ptr, read_stride = read
+    later = tl.program_id(0) + AHEAD
+    b, h = later // H, later % H
+    comes = later < tl.num_programs(0)
+    slot = b.to(tl.int64)
+    if read_ptr is not None:
+        slot = tl.load(read_ptr + b.to(tl.int64) * read_stride, mask=comes, other=-1).to(tl.int64)
+    return slot, h, comes
+
+
+@triton.jit
+def zero_unused_ranks(out, out_r, cu_seqlens_ptr, b, h, tokens, KIND: tl.constexpr):
+    """Zero the output of head h, of all ranks it has, for a share of the tokens that no row has."""
+    RANKS: tl.constexpr = 1 if KIND.SUMMED else KIND.RANK
+    ROWS: tl.constexpr = KIND.FORM.ROWS
+    rows = tl.arange(0, triton.next_power_of_2(ROWS))[:, None]
+    ranks = tl.arange(0, triton.next_power_of_2(RANKS))[None, :]
+    mask = (rows < ROWS) & (ranks < RANKS)
+    offsets = rows + ranks.to(tl.int64) * out_r
+    zero_unused(out, cu_seqlens_ptr, b, h, offsets, mask, tokens, batch_size(KIND.H, ROWS, ROWS))
 
 
 @kernel
@@ -323,15 +287,12 @@ def mamba3_step_kernel(
     ROOM: tl.constexpr = 1 if RANK == 1 else 2 * max(4, triton.next_power_of_2(RANK))  # for ranks of two tokens
     dtype: tl.constexpr = data_ptr.dtype.element_ty
     kept_dtype: tl.constexpr = k_ptr.dtype.element_ty
-    wide_output: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
-    fine: tl.constexpr = wide_output or dtype == tl.float32 or dtype == tl.int16
-    TERMS: tl.constexpr = 3 if fine else 2  # as much as float32 has, or enough for 16 bits
-    # Tensor cores round sums towards zero, 6 units in the last place of a float32 output: those are made without them.
-    OUT_TERMS: tl.constexpr = 0 if wide_output else 2
-    GATED: tl.constexpr = z_ptr is not None
-    SUMMED: tl.constexpr = Wo_ptr is not None or RANK == 1
-    # Pairs of columns that are far from each other come in halves, if the chunks of a tile are of one half each.
-    IN_HALVES: tl.constexpr = PAIRING == "halved" and COLS == BLOCK_COLS and 2 * CHUNK <= COLS
+    x_dtype: tl.constexpr = x_ptr.dtype.element_ty
+    FORM: tl.constexpr = form_of(ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, VECTOR)
+    KIND: tl.constexpr = kind_of(
+        H, RANK, ANGLES, PAIRING, TRAP_LOGIT, STORES_KV, z_ptr is not None, Wo_ptr is not None, dtype, x_dtype, TARGET,
+        FORM,
+    )  # fmt: skip
     LAST_ROUNDING: tl.constexpr = ROUNDING if STORES == "last" else "nearest"
     column = tl.arange(0, ROOM)
     r = column % max(1, ROOM // 2)
@@ -343,112 +304,94 @@ def mamba3_step_kernel(
     inputs = (A_at, dt_at, trap_at, B_at, B_r, C_at, C_r, angle_at, bias_B_ptr, bias_C_ptr)
     pool, write = (data_ptr, scale_ptr, slot_stride, scale_stride), (write_ptr, write_stride)
     weight_ptrs, carried = (Wx_ptr, Wz_ptr, Wo_ptr), (k_ptr, k_stride, theta_ptr, theta_stride)
+    read, slots = (read_ptr, read_stride, read_width, accepted_ptr), (num_slots, null, fault_ptr)
     first, count = token_range(cu_seqlens_ptr, b, tokens, ONE_TOKEN)
     if AHEAD > 0:
-        later = tl.program_id(0) + AHEAD
-        later_b, later_h = later // H, later % H
-        comes = later < tl.num_programs(0)
-        later_slot = later_b.to(tl.int64)
-        if read_ptr is not None:
-            later_slot = tl.load(read_ptr + later_b.to(tl.int64) * read_stride, mask=comes, other=-1).to(tl.int64)
-    slot = resolve_read((read_ptr, read_stride, read_width, accepted_ptr), b, num_slots, null, fault_ptr)
-    live = slot >= 0
-    seed = load_seed(seed_ptr, slot, live, ROUNDING != "nearest")
+        later_slot, later_h, comes = read_ahead((read_ptr, read_stride), AHEAD, H)
+    slot, live, seed = read_slot(read, b, slots, seed_ptr, ROUNDING != "nearest")
     drawing = (seed, count - 1, stream)
     if TILES == 1:
-        tile = tile_at(h, 0, ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, False)
-        stored = load_tile(pool, slot, live, tile, drawing, COLS, VECTOR, VECTOR, LAST_ROUNDING, ROUNDS, HINT)
+        tile = tile_at(h, 0, FORM)
+        stored = load_tile(pool, slot, live, tile, drawing, FORM, LAST_ROUNDING, ROUNDS, STREAMING)
     if AHEAD > 0:
         comes = comes & (later_slot >= 0) & (later_slot < num_slots)
-        prefetch_slot(
-            data_ptr, slot_stride, v_ptr, v_stride, carried, later_slot, comes, later_h,
-            RANK, H, ROWS, COLS, ANGLES, TARGET,
-        )  # fmt: skip
+        prefetch_slot(data_ptr, slot_stride, (v_ptr, v_stride), carried, later_slot, comes, later_h, KIND)
     kept_entries = k_ptr + slot * k_stride + (r * H + h) * COLS
-    before = load_columns(kept_entries, tl.where(live, r < RANK, False), COLS, BLOCK_COLS, IN_HALVES)
+    before = load_rank_columns(kept_entries, tl.where(live, r < RANK, False), KIND.IN_HALVES, FORM)
     theta = 0.0
     if PAIRING != "none":
-        theta = load_angles(theta_ptr + slot * theta_stride + h * ANGLES, live, ANGLES, BLOCK_COLS)
+        theta = load_angles(theta_ptr + slot * theta_stride + h * ANGLES, live, KIND)
     if TILES == 1:
         offs_d = tl.arange(0, BLOCK_ROWS)
         v = load_rows(v_ptr + slot * v_stride + h * ROWS, offs_d, offs_d < ROWS, live)
         tl.debug_barrier()  # else a compiler puts what waits for the weights in front of the state's loads
-        weights = load_row_weights(weight_ptrs, offs_d, r, h, RANK, H, ROWS, GATED)
+        weights = load_weights(weight_ptrs, offs_d, r, h, KIND)
         if ONE_TOKEN:
             x, z = load_row_inputs(x_at, z_at, b, first, h, offs_d, ROWS)
     D = 0.0
     if D_ptr is not None:
         D = tl.load(D_ptr + h).to(tl.float32)
     if ONE_TOKEN:
-        token = load_token(inputs, b, first, h, g, r, exists, ANGLES, H, COLS, BLOCK_COLS, PAIRING)
+        token = load_token(inputs, b, first, h, g, r, exists, KIND)
 
     goes = live if ONE_TOKEN else live & (count > 0)
     to = slot
     if STORES == "last":
-        to = resolve_write(write, b, 0, slot, goes, num_slots, null, fault_ptr)
-        to = tl.where(goes, to, -1)
+        to = write_slot(write, b, slot, goes, slots)
     if ONE_TOKEN:
-        factors, theta, now, C = prepare_token(token, theta, kept_dtype, COLS, PAIRING, IN_HALVES, TRAP_LOGIT)
-        vectors = vectors_of(now, before, C, CHUNK, VECTOR, TERMS, OUT_TERMS, TARGET)
+        factors, theta, now, C = prepare_token(token, theta, kept_dtype, KIND)
+        vectors = vectors_of(now, before, C, KIND)
         if STORES == "last":
             tl.debug_barrier()  # all warps have k and the angles of the token before
-            store_carried(carried, to, to >= 0, h, now, theta, r, RANK, H, COLS, ANGLES, STORES_KV)
+            store_carried(carried, to, to >= 0, h, now, theta, r, KIND)
 
     for i in tl.range(TILES, num_stages=STAGES):
         if TILES > 1:
             offs_d = i * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-            tile = tile_at(h, i * BLOCK_ROWS, ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, False)
-            stored = load_tile(pool, slot, live, tile, drawing, COLS, VECTOR, VECTOR, LAST_ROUNDING, ROUNDS, HINT)
+            tile = tile_at(h, i * BLOCK_ROWS, FORM)
+            stored = load_tile(pool, slot, live, tile, drawing, FORM, LAST_ROUNDING, ROUNDS, STREAMING)
             v = load_rows(v_ptr + slot * v_stride + h * ROWS, offs_d, offs_d < ROWS, live)
-            weights = load_row_weights(weight_ptrs, offs_d, r, h, RANK, H, ROWS, GATED)
+            weights = load_weights(weight_ptrs, offs_d, r, h, KIND)
             if ONE_TOKEN:
                 x, z = load_row_inputs(x_at, z_at, b, first, h, offs_d, ROWS)
-        s = tile_of(stored, live, dtype, RANK, 2 if IN_HALVES else 1, WARPS, VECTOR, PADDING, TARGET)
+        s = tile_of(stored, live, dtype, WARPS, PADDING, KIND)
         if ONE_TOKEN:
             s = step_tile(
-                s, v, x, z, factors, vectors, weights, D, out, out_r, b, first, h, offs_d, r, live,
-                RANK, ROWS, PAIRING, GATED, SUMMED, PADDING, TERMS, OUT_TERMS, VECTOR, TARGET,
-            )  # fmt: skip
+                s, v, x, z, factors, vectors, weights, D, out, out_r, b, first, h, offs_d, r, live, PADDING, KIND
+            )
             v = x
         else:
             tile_theta, tile_before = theta, before
             for t in range(0, count):
-                token = load_token(inputs, b, first + t, h, g, r, exists, ANGLES, H, COLS, BLOCK_COLS, PAIRING)
+                token = load_token(inputs, b, first + t, h, g, r, exists, KIND)
                 x, z = load_row_inputs(x_at, z_at, b, first + t, h, offs_d, ROWS)
-                factors, tile_theta, now, C = prepare_token(
-                    token, tile_theta, kept_dtype, COLS, PAIRING, IN_HALVES, TRAP_LOGIT
-                )
-                vectors = vectors_of(now, tile_before, C, CHUNK, VECTOR, TERMS, OUT_TERMS, TARGET)
+                factors, tile_theta, now, C = prepare_token(token, tile_theta, kept_dtype, KIND)
+                vectors = vectors_of(now, tile_before, C, KIND)
                 s = step_tile(
                     s, v, x, z, factors, vectors, weights, D, out, out_r, b, first + t, h, offs_d, r, live,
-                    RANK, ROWS, PAIRING, GATED, SUMMED, PADDING, TERMS, OUT_TERMS, VECTOR, TARGET,
+                    PADDING, KIND,
                 )  # fmt: skip
                 v = x.to(v_ptr.dtype.element_ty).to(tl.float32)
                 tile_before = now
                 if STORES == "every":
-                    after = resolve_write(write, b, t, slot, live & (t < longest), num_slots, null, fault_ptr)
-                    bits = random_bits(seed, tile, t, stream, COLS, VECTOR, ROUNDING, ROUNDS)
-                    store_tile(pool, after, tile, s, bits, RANK, ROUNDING, CHUNK, VECTOR, TARGET)
+                    after = resolve_write(write, b, t, slot, live & (t < longest), slots)
+                    bits = random_bits(seed, tile, t, stream, FORM, ROUNDING, ROUNDS)
+                    store_tile(pool, after, tile, s, bits, ROUNDING, KIND)
                     ends = (after >= 0) & (i == TILES - 1)  # other tiles begin with what was there before
                     tl.debug_barrier()
                     if STORES_KV:
                         store_rows(v_ptr + after * v_stride + h * ROWS, offs_d, offs_d < ROWS, after >= 0, v)
-                    store_carried(carried, after, ends, h, now, tile_theta, r, RANK, H, COLS, ANGLES, STORES_KV)
+                    store_carried(carried, after, ends, h, now, tile_theta, r, KIND)
             if STORES == "last":
                 ends = (to >= 0) & (i == TILES - 1)
                 tl.debug_barrier()
-                store_carried(carried, to, ends, h, tile_before, tile_theta, r, RANK, H, COLS, ANGLES, STORES_KV)
+                store_carried(carried, to, ends, h, tile_before, tile_theta, r, KIND)
         if STORES == "last":
-            store_tile(pool, to, tile, s, stored[2], RANK, ROUNDING, CHUNK, VECTOR, TARGET)
+            store_tile(pool, to, tile, s, stored[2], ROUNDING, KIND)
             if TILES > 1:
                 tl.debug_barrier()  # all warps have v of the token before
             if STORES_KV:
                 store_rows(v_ptr + to * v_stride + h * ROWS, offs_d, offs_d < ROWS, to >= 0, v)
 
     if cu_seqlens_ptr is not None:
-        RANKS_OUT: tl.constexpr = 1 if SUMMED else RANK
-        rows = tl.arange(0, triton.next_power_of_2(ROWS))[:, None]
-        ranks = tl.arange(0, triton.next_power_of_2(RANKS_OUT))[None, :]
-        mask = (rows < ROWS) & (ranks < RANKS_OUT)
-        offsets = rows + ranks.to(tl.int64) * out_r
-        zero_unused(out, cu_seqlens_ptr, b, h, offsets, mask, tokens, tl.num_programs(0) // H)
+        zero_unused_ranks(out, out_r, cu_seqlens_ptr, b, h, tokens, KIND)

@@ -10,6 +10,14 @@ those of float8.
 import triton
 import triton.language as tl
 
+LINE = tl.constexpr(128)  # bytes of a cache line
+
+
+@triton.constexpr_function
+def has_ptx(TARGET):
+    """Whether a TARGET, as state_io.py says what that is, has the instructions below."""
+    return TARGET in ("sm_80", "sm_89")
+
 
 def _registers(outputs: int, inputs: int) -> str:
     """Constraints of an assembly block that may write a register of its output before it has read all inputs."""

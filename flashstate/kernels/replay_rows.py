@@ -3,11 +3,12 @@
 import triton
 import triton.language as tl
 
-from flashstate.kernels.addressing import token_entry, zero_unused
-from flashstate.kernels.replay_window import HINT, load_rows
+from flashstate.kernels.addressing import token_entry, token_offset, zero_unused
+from flashstate.kernels.replay_window import bytes_beside, load_token_rows
 from flashstate.kernels.rings import FIELDS
 from flashstate.kernels.slots import resolve_read, token_range
-from flashstate.kernels.state_io import load_codes, load_scale, prefetch_rows, tile_at
+from flashstate.kernels.state_io import STREAMING, load_codes, prefetch_rows
+from flashstate.kernels.tiles import tile_at
 
 
 @triton.jit
@@ -24,11 +25,11 @@ def planned_row(rows_ptr, i, cu_seqlens_ptr, tokens):
 
 
 @triton.jit
-def row_of_batch(read, cursors, cu_seqlens_ptr, b, tokens, longest, num_slots, null, fault_ptr):
+def row_of_batch(read, cursors, cu_seqlens_ptr, b, tokens, longest, slots):
     """What a plan would say of row b, found without one. Slots stay wide: narrow ones take 45 us where these take 39
     (one token of float32 states, batch 256, no row folds, on an H200)."""
     start_ptr, count_ptr = cursors
-    slot = resolve_read(read, b, num_slots, null, fault_ptr, NARROW=False)
+    slot = resolve_read(read, b, slots, NARROW=False)
     start = tl.load(start_ptr + slot, mask=slot >= 0, other=0)
     live = tl.load(count_ptr + slot, mask=slot >= 0, other=0)
     first, length = token_range(cu_seqlens_ptr, b, tokens, False)
@@ -36,14 +37,16 @@ def row_of_batch(read, cursors, cu_seqlens_ptr, b, tokens, longest, num_slots, n
 
 
 @triton.jit
+def place_of(g, tile, HEADS_PER_GROUP: tl.constexpr, FORM: tl.constexpr):
+    """The head, and the first row of it, that a tile of group g has."""
+    TILES_PER_HEAD: tl.constexpr = (FORM.ROWS + FORM.BLOCK_ROWS - 1) // FORM.BLOCK_ROWS
+    return g * HEADS_PER_GROUP + tile // TILES_PER_HEAD, tile % TILES_PER_HEAD * FORM.BLOCK_ROWS
+
+
+@triton.jit
 def token_base(tensor, b, first, h):
     """Pointer to the values of the first token of batch row b at head or group h, and the stride of tokens."""
-    ptr, stride_b, stride_t, stride_h = tensor
-    tl.assume(stride_b >= 0)
-    tl.assume(stride_t >= 0)
-    tl.assume(stride_h >= 0)
-    offset = b.to(tl.int64) * stride_b + first.to(tl.int64) * stride_t + h.to(tl.int64) * stride_h
-    return ptr + offset, stride_t
+    return tensor[0] + token_offset(tensor, b, first, h), tensor[2]
 
 
 @triton.jit
@@ -64,19 +67,18 @@ def either_row(of_ring, ring_ptr, ring_offset, base, token, WIDE: tl.constexpr):
 
 @triton.jit
 def zero_tiles(
-    out, row, g, first_tile, HEADS_PER_GROUP: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr,
-    TOKENS: tl.constexpr, TILES: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    out, row, g, first_tile, HEADS_PER_GROUP: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr,
+    TILES: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """Zero the outputs of some tiles of heads of group g, of a padding row."""
     b, _, _, _, first, count = row
-    TILES_PER_HEAD: tl.constexpr = (ROWS + BLOCK_ROWS - 1) // BLOCK_ROWS
     t = tl.arange(0, TOKENS)
     for i in range(TILES):
-        h = g * HEADS_PER_GROUP + (first_tile + i) // TILES_PER_HEAD
-        offs_d = (first_tile + i) % TILES_PER_HEAD * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        h, first_row = place_of(g, first_tile + i, HEADS_PER_GROUP, FORM)
+        offs_d = first_row + tl.arange(0, FORM.BLOCK_ROWS)
         ptrs = entries(token_base(out, b, first, h), t, WIDE)[None, :] + offs_d[:, None]
-        zero = tl.zeros([BLOCK_ROWS, TOKENS], out[0].dtype.element_ty)
-        tl.store(ptrs, zero, mask=(offs_d < ROWS)[:, None] & (t < count)[None, :])
+        zero = tl.zeros(ptrs.shape, out[0].dtype.element_ty)
+        tl.store(ptrs, zero, mask=(offs_d < FORM.ROWS)[:, None] & (t < count)[None, :])
 
 
 @triton.jit
@@ -99,38 +101,35 @@ def zero_rest(
 
 @triton.jit
 def prefetch_tile(
-    data_ptr, offset, exists, g, tile, HEADS_PER_GROUP: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, TILES_PER_HEAD: tl.constexpr, TARGET: tl.constexpr,
+    data_ptr, offset, exists, g, tile, HEADS_PER_GROUP: tl.constexpr, FORM: tl.constexpr, TARGET: tl.constexpr
 ):  # fmt: skip
     """Ask for a tile of group g, of the slot at `offset`, to come to the L2 cache."""
-    h, first_row = g * HEADS_PER_GROUP + tile // TILES_PER_HEAD, tile % TILES_PER_HEAD * BLOCK_ROWS
-    prefetch_rows(data_ptr, offset, exists, h, first_row, BLOCK_ROWS, ROWS, COLS, TARGET)
+    h, first_row = place_of(g, tile, HEADS_PER_GROUP, FORM)
+    prefetch_rows(data_ptr, offset, exists, h, first_row, FORM.BLOCK_ROWS, FORM, TARGET)
 
 
 @triton.jit
 def load_tile_inputs(
     pool, ring_x_at, x_at, z_at, dt_at, ring_dt_at, row, window, h, first_row, L, FOLDS: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, VECTOR: tl.constexpr, BYTES: tl.constexpr, WIDE: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr, TOKENS: tl.constexpr,
-    WHOLE: tl.constexpr,
+    BYTES: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, WHOLE: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """All that a tile needs, so that it is on its way before the tile in front of it is replayed: its state and scales,
+    """All that a tile needs, so that it is on its way before the tile in front of it is replayed: its scales and state,
     x of the window, and of the ring where it folds, z, and dt of the window and of the ring."""
-    data_ptr, scale_ptr, slot_stride, scale_stride = pool
     b, slot, _, _, first, count = row
     of_ring, new, lives, ring_row, token = window
     t = tl.arange(0, TOKENS)
-    tile = tile_at(h, first_row, ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, False)
-    factor = load_scale(scale_ptr, slot * scale_stride, slot >= 0, tile)
-    codes = load_codes(data_ptr, slot * slot_stride, slot >= 0, tile, COLS, VECTOR, HINT, WHOLE)
+    ROWS: tl.constexpr = FORM.ROWS
+    BLOCK_ROWS: tl.constexpr = FORM.BLOCK_ROWS
+    tile = tile_at(h, first_row, FORM)
+    factor, codes = load_codes(pool, slot, slot >= 0, tile, FORM, STREAMING, WHOLE)
     ring_x = ring_x_at[0] + slot * ring_x_at[1] + h * L * ROWS
     x_rows = either_row(of_ring, ring_x, ring_row * ROWS, token_base(x_at, b, first, h), token, WIDE)
-    # Told of wider accesses than those of the state, the compiler would load a tile of the same shape in their layout.
-    BESIDE: tl.constexpr = min(BYTES, VECTOR * x_rows.dtype.element_ty.primitive_bitwidth // 8)
-    x = load_rows(x_rows, of_ring | new, first_row, ROWS, BLOCK_ROWS, BESIDE, ROWS % BLOCK_ROWS == 0)
+    BESIDE: tl.constexpr = bytes_beside(x_rows.dtype.element_ty, BYTES, FORM)
+    INSIDE: tl.constexpr = ROWS % BLOCK_ROWS == 0
+    x = load_token_rows(x_rows, of_ring | new, first_row, ROWS, BLOCK_ROWS, BESIDE, INSIDE)
     old_x = x
     if FOLDS:
-        old_x = load_rows(ring_x + ring_row * ROWS, lives, first_row, ROWS, BLOCK_ROWS, BESIDE, ROWS % BLOCK_ROWS == 0)
+        old_x = load_token_rows(ring_x + ring_row * ROWS, lives, first_row, ROWS, BLOCK_ROWS, BESIDE, INSIDE)
     z = x
     if z_at[0] is not None:
         rows = first_row + tl.arange(0, BLOCK_ROWS)
@@ -141,4 +140,4 @@ def load_tile_inputs(
     ring_dt_ptrs = ring_dt_at[0] + slot * ring_dt_at[1] + h * L + (ring_row[:, None] + twice)
     ring_dt = tl.load(ring_dt_ptrs, mask=lives[:, None], other=0.0)
     dt = tl.load(entries(token_base(dt_at, b, first, h), token[:, None] + twice, WIDE), mask=new[:, None], other=0.0)
-    return codes, factor, x, old_x, z, ring_dt, dt
+    return factor, codes, x, old_x, z, ring_dt, dt

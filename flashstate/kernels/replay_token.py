@@ -9,49 +9,45 @@ import triton.language as tl
 
 from flashstate.kernels.addressing import token_entry
 from flashstate.kernels.functions import silu, softplus
-from flashstate.kernels.mamba2 import load_decay, load_update, step
-from flashstate.kernels.replay_rows import either_row, token_base
-from flashstate.kernels.replay_window import load_rows, weights_of_ring, wrapped
-from flashstate.kernels.state_io import load_state, store_chunk, tile_at
-from flashstate.kernels.tiles import dot_rows, load_columns, load_head, zero_unless
+from flashstate.kernels.mamba2 import load_mamba2_update, load_rates, step_mamba2
+from flashstate.kernels.replay_rows import either_row, place_of, token_base
+from flashstate.kernels.replay_window import bytes_beside, load_token_rows, row_in_ring, weights_of_ring
+from flashstate.kernels.state_io import EVICT_FIRST, load_state, store_chunk
+from flashstate.kernels.tiles import dot_rows, form_of, load_columns, load_head, tile_at, zero_unless
 
-HINT = tl.constexpr("evict_first")
 STEPS = tl.constexpr(4)  # tokens of a ring whose inputs are loaded at once
 
 
 @triton.jit
-def products_with(
-    C, rows, exists, BYTES: tl.constexpr, COLS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr,
-    VECTOR: tl.constexpr,
-):  # fmt: skip
+def products_with(C, rows, exists, BYTES: tl.constexpr, FORM: tl.constexpr):
     """The products of C with rows of B that these pointers start, (rows,), summed as those of rows of a state are."""
-    BESIDE: tl.constexpr = VECTOR * rows.dtype.element_ty.primitive_bitwidth // 8
+    BESIDE: tl.constexpr = bytes_beside(rows.dtype.element_ty, BYTES, FORM)
+    CHUNK: tl.constexpr = FORM.CHUNK
     B = ()
-    for k in tl.static_range(BLOCK_COLS // CHUNK):
-        values = load_rows(rows, exists, k * CHUNK, COLS, CHUNK, min(BYTES, BESIDE), (k + 1) * CHUNK <= COLS)
+    for k in tl.static_range(FORM.BLOCK_COLS // CHUNK):
+        values = load_token_rows(rows, exists, k * CHUNK, FORM.COLS, CHUNK, BESIDE, (k + 1) * CHUNK <= FORM.COLS)
         B = B + (values.to(tl.float32),)
-    return dot_rows(B, C, VECTOR)
+    return dot_rows(B, C, FORM.VECTOR)
 
 
 @triton.jit
 def stepped_by_ring(
-    s, ring, slot, start, live, L, h, g, offs_d, mask_d, A, ALIGNED: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-    COLS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr, VECTOR: tl.constexpr, THREADS: tl.constexpr,
+    s, ring, slot, start, live, L, h, g, offs_d, mask_d, A, ALIGNED: tl.constexpr, FORM: tl.constexpr
 ):  # fmt: skip
     """A tile of state after the first `live` tokens of a ring, as mamba2_step would have it."""
     for first in range(0, live, STEPS):
         group = ()
         for j in tl.static_range(STEPS):  # all of them are on their way before the first is used
             i = live * 0 + (first + j)  # a number of the kernel also where the interpreter has one of Python
-            update = load_update(
-                ring, slot, wrapped(start + i, L), h, g, i < live, offs_d, mask_d,
-                False, ALIGNED, BLOCK_ROWS, COLS, BLOCK_COLS, CHUNK, VECTOR, THREADS, "portable",
+            row = row_in_ring(start + i, L)
+            update = load_mamba2_update(
+                ring, slot, row, h, g, i < live, offs_d, mask_d, False, ALIGNED, FORM, "portable"
             )  # fmt: skip
             group = group + ((i < live, update),)
         for j in tl.static_range(STEPS):
             exists, update = group[j]
             x, dt, B = update
-            s = step(s, 1.0, x, dt, B, A, None, exists, False)
+            s = step_mamba2(s, 1.0, x, dt, B, A, None, exists, False)
     return s
 
 
@@ -59,9 +55,8 @@ def stepped_by_ring(
 def replay_token(
     pool, ring, activations, parameters, row, folds, g, first_tile, L,
     ROWS_DO: tl.constexpr, UPDATE: tl.constexpr, PADDING: tl.constexpr, HEADS_PER_GROUP: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, VECTOR: tl.constexpr, BYTES: tl.constexpr, WIDE: tl.constexpr,
-    D_PER_ROW: tl.constexpr, DT_SOFTPLUS: tl.constexpr, TARGET: tl.constexpr, ROOM: tl.constexpr, TILES: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr, THREADS: tl.constexpr,
+    BYTES: tl.constexpr, WIDE: tl.constexpr, D_PER_ROW: tl.constexpr, DT_SOFTPLUS: tl.constexpr, TARGET: tl.constexpr,
+    ROOM: tl.constexpr, TILES: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """The outputs of some tiles of heads of group g for the one token of a row. `folds`: its ring is folded into the
     state first; only where rows "fold", or do "either"."""
@@ -72,42 +67,43 @@ def replay_token(
     b, slot, start, live, first, _ = row
     known = slot >= 0
     ALIGNED: tl.constexpr = BYTES > 1
-    # Told of wider accesses than those of the state, the compiler would load a tile of the same shape in their layout.
-    BESIDE: tl.constexpr = min(BYTES, VECTOR * x_at[0].dtype.element_ty.primitive_bitwidth // 8)
-    TILES_PER_HEAD: tl.constexpr = (ROWS + BLOCK_ROWS - 1) // BLOCK_ROWS
+    ROWS: tl.constexpr = FORM.ROWS
+    COLS: tl.constexpr = FORM.COLS
+    BLOCK_ROWS: tl.constexpr = FORM.BLOCK_ROWS
+    BESIDE: tl.constexpr = bytes_beside(x_at[0].dtype.element_ty, BYTES, FORM)
+    WINDOW_FORM: tl.constexpr = form_of(ROWS, COLS, ROOM, FORM.BLOCK_COLS, FORM.CHUNK, FORM.VECTOR, False, FORM.THREADS)
     ring_x_at, ring_B_at = (ring_x_ptr, ring_x_stride, ROWS, L * ROWS), (ring_B_ptr, ring_B_stride, COLS, L * COLS)
-    ring_dt_at, entry_0, to_row = (ring_dt_ptr, ring_dt_stride, 1, L), start * 0, wrapped(start + live, L)
+    ring_dt_at, entry_0, to_row = (ring_dt_ptr, ring_dt_stride, 1, L), start * 0, row_in_ring(start + live, L)
 
     # The window: live rows of the ring, unless they are folded, and then the token.
     last = live
     if ROWS_DO != "keep":
         last = tl.where(folds, 0, live)
     j = tl.arange(0, ROOM)
-    of_ring, new, ring_row = j < last, j == last, wrapped(start + j, L)
-    C = load_columns(C_at, b, first, g, True, ALIGNED, BLOCK_ROWS, COLS, BLOCK_COLS, CHUNK, VECTOR, THREADS, "portable")
-    C_for_B = load_columns(C_at, b, first, g, True, ALIGNED, ROOM, COLS, BLOCK_COLS, CHUNK, VECTOR, THREADS, "portable")
+    of_ring, new, ring_row = j < last, j == last, row_in_ring(start + j, L)
+    C = load_columns(C_at, b, first, g, True, ALIGNED, FORM, "portable")
+    C_for_B = load_columns(C_at, b, first, g, True, ALIGNED, WINDOW_FORM, "portable")
     ring_B = token_entry(ring_B_at, slot, entry_0, g, BYTES)
     B_rows = either_row(of_ring, ring_B, ring_row * COLS, token_base(B_at, b, first, g), j * 0, WIDE)
-    with_C = products_with(C_for_B, B_rows, of_ring | new, BYTES, COLS, BLOCK_COLS, CHUNK, VECTOR)
+    with_C = products_with(C_for_B, B_rows, of_ring | new, BYTES, FORM)
     if UPDATE and first_tile == 0:
-        cols = tl.arange(0, BLOCK_COLS)
+        cols = tl.arange(0, FORM.BLOCK_COLS)
         kept = tl.load(token_entry(B_at, b, first, g, BYTES) + cols, mask=cols < COLS)
         tl.store(token_entry(ring_B_at, slot, to_row, g, BYTES) + cols, kept, mask=tl.where(known, cols < COLS, False))
 
     for i in tl.range(TILES, num_stages=1):
-        h = g * HEADS_PER_GROUP + (first_tile + i) // TILES_PER_HEAD
-        first_row = (first_tile + i) % TILES_PER_HEAD * BLOCK_ROWS
+        h, first_row = place_of(g, first_tile + i, HEADS_PER_GROUP, FORM)
         offs_d = first_row + tl.arange(0, BLOCK_ROWS)
         mask_d = offs_d < ROWS
-        tile = tile_at(h, first_row, ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, False)
-        s = load_state(data_ptr, slot * slot_stride, known, tile, COLS, VECTOR, TARGET, HINT, TARGET)
+        tile = tile_at(h, first_row, FORM)
+        s = load_state(pool, slot, known, tile, FORM, TARGET, EVICT_FIRST, TARGET)[1]
         if PADDING == "fresh":
             s = zero_unless(known, s, 1.0)[0]
         ring_x = token_entry(ring_x_at, slot, entry_0, h, BYTES)
         x_rows = either_row(of_ring, ring_x, ring_row * ROWS, token_base(x_at, b, first, h), j * 0, WIDE)
-        xs = load_rows(x_rows, of_ring | new, first_row, ROWS, BLOCK_ROWS, BESIDE, ROWS % BLOCK_ROWS == 0)
+        xs = load_token_rows(x_rows, of_ring | new, first_row, ROWS, BLOCK_ROWS, BESIDE, ROWS % BLOCK_ROWS == 0)
         x = tl.load(token_entry(x_at, b, first, h, BYTES) + offs_d, mask=mask_d, other=0.0)
-        A = load_decay(A_ptr, h, tile, False)
+        A = load_rates(A_ptr, h, tile, False, FORM)
         dt = tl.load(token_entry(dt_at, b, first, h, 1)).to(tl.float32)
         if dt_bias_ptr is not None:
             dt += tl.load(dt_bias_ptr + h).to(tl.float32)
@@ -120,9 +116,9 @@ def replay_token(
         if ROWS_DO != "keep":
             s = stepped_by_ring(
                 s, (ring_x_at, ring_dt_at, ring_B_at), slot, start, live - last, L, h, g, offs_d, mask_d, A,
-                ALIGNED, BLOCK_ROWS, COLS, BLOCK_COLS, CHUNK, VECTOR, THREADS,
+                ALIGNED, FORM,
             )  # fmt: skip
-        y = dot_rows(s, C, VECTOR) * decay
+        y = dot_rows(s, C, FORM.VECTOR) * decay
         y += tl.reshape(tl.dot(tl.trans(xs.to(tl.float32)), weights[:, None], input_precision="ieee"), (BLOCK_ROWS,))
         if D_ptr is not None:
             D = load_head(D_ptr + h * (ROWS if D_PER_ROW else 1), offs_d, mask_d, True, D_PER_ROW)
@@ -139,5 +135,5 @@ def replay_token(
             for k in tl.static_range(len(s)):
                 store_chunk(
                     data_ptr, slot * slot_stride, known & folds, tile, k, s[k], None, None, 0,
-                    "nearest", VECTOR, TARGET, HINT,
+                    FORM, "nearest", TARGET, EVICT_FIRST,
                 )  # fmt: skip

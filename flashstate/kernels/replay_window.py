@@ -3,21 +3,19 @@
 import triton
 import triton.language as tl
 
+from flashstate.kernels.functions import column_of, entry_of
 from flashstate.kernels.state_io import from_code
 from flashstate.kernels.tensor_cores import add_products, as_operand, dot_terms, terms_of
 
-HINT = tl.constexpr("streaming")
-BEFORE_THE_FIRST_TOKEN = tl.constexpr(0xFFFFFFFF)  # token -1 in the counter of the random bits, as pool.py has it
-
 
 @triton.jit
-def wrapped(row, L):
-    """Rows of a ring that count on behind its last, which is no more than L rows behind it."""
+def row_in_ring(row, L):
+    """Rows of a ring of L, of numbers that count on behind its last by no more than L."""
     return tl.where(row >= L, row - L, row)
 
 
 @triton.jit
-def load_rows(
+def load_token_rows(
     rows, exists, first, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BYTES: tl.constexpr, INSIDE: tl.constexpr
 ):  # fmt: skip
     """Values of every token, (tokens, BLOCK), from column `first` of the rows that these pointers start; zero for what
@@ -30,18 +28,26 @@ def load_rows(
     return tl.load(ptrs, mask=mask, other=0.0)
 
 
+@triton.constexpr_function
+def bytes_beside(dtype, BYTES, FORM):
+    """How wide an access of inputs the compiler is to know of, where rows are aligned to BYTES: no wider than what
+    threads have side by side of a tile of state. Else it would load a tile of the same shape in another layout."""
+    return min(BYTES, FORM.VECTOR * dtype.primitive_bitwidth // 8)
+
+
 @triton.jit
 def load_chunks(
-    rows, exists, TERMS: tl.constexpr, BYTES: tl.constexpr, COLS: tl.constexpr, BLOCK_COLS: tl.constexpr,
-    CHUNK: tl.constexpr, PER_COLUMNS: tl.constexpr, WIDTH: tl.constexpr, TARGET: tl.constexpr,
+    rows, exists, BYTES: tl.constexpr, TERMS: tl.constexpr, WIDTH: tl.constexpr, FORM: tl.constexpr,
+    TARGET: tl.constexpr,
 ):  # fmt: skip
-    """The same as operands of tensor cores, in chunks as a tile of state has them: terms of (tokens, CHUNK) each. Told
-    of no more alignment than threads have columns side by side, the compiler loads them in the layout of the tile."""
-    BESIDE: tl.constexpr = PER_COLUMNS * rows.dtype.element_ty.primitive_bitwidth // 8
+    """Values of every token from the rows that these pointers start, as operands of tensor cores, in chunks as a tile
+    has them: terms of (tokens, CHUNK) each."""
+    BESIDE: tl.constexpr = bytes_beside(rows.dtype.element_ty, BYTES, FORM)
+    CHUNK: tl.constexpr = FORM.CHUNK
     chunks = ()
-    for i in tl.static_range(BLOCK_COLS // CHUNK):
-        values = load_rows(rows, exists, i * CHUNK, COLS, CHUNK, min(BYTES, BESIDE), (i + 1) * CHUNK <= COLS)
-        chunks = chunks + (terms_of(as_operand(values, PER_COLUMNS, WIDTH), TERMS, TARGET),)
+    for i in tl.static_range(FORM.BLOCK_COLS // CHUNK):
+        values = load_token_rows(rows, exists, i * CHUNK, FORM.COLS, CHUNK, BESIDE, (i + 1) * CHUNK <= FORM.COLS)
+        chunks = chunks + (terms_of(as_operand(values, FORM.VECTOR, WIDTH), TERMS, TARGET),)
     return chunks
 
 
@@ -63,17 +69,6 @@ def sums_between(dt, last, TERMS: tl.constexpr, TARGET: tl.constexpr):
     nothing = tl.zeros([dt.shape[0], last.shape[0]], tl.float32)
     sums = dot_terms(terms_of(after, min(TERMS, 1), TARGET), terms_of(counted, TERMS, TARGET), nothing)
     return sums, tl.sum(tl.where((token == 0)[:, None], sums + counted, 0.0), 0)
-
-
-@triton.jit
-def column_of(matrix, i):
-    """Column i of a matrix; exactly, in whatever order it is summed."""
-    return tl.sum(tl.where((tl.arange(0, matrix.shape[1]) == i)[None, :], matrix, 0.0), 1)
-
-
-@triton.jit
-def entry_of(vector, i):
-    return tl.sum(tl.where(tl.arange(0, vector.shape[0]) == i, vector, 0.0), 0)
 
 
 @triton.jit

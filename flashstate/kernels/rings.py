@@ -11,8 +11,11 @@ MOST_TOKENS = tl.constexpr((1 << 31) - 1)  # on a token axis
 
 
 @triton.jit
-def slots_of_rows(read_ptr, read_stride, b, exists, num_slots, null, fault_ptr):
-    """The slots that these rows read, int64; -1 for padding, and for rows that do not exist."""
+def slots_of_rows(read, b, exists, slots):
+    """The slots that these rows read, int64; -1 for padding, and for rows that do not exist. `read`: the list and its
+    stride; `slots`: as slots.py has it."""
+    read_ptr, read_stride = read
+    num_slots, null, fault_ptr = slots
     slot = b.to(tl.int64)
     if read_ptr is not None:
         slot = tl.load(read_ptr + slot * read_stride, mask=exists, other=-1).to(tl.int64)
@@ -28,14 +31,11 @@ def bound(number):
 
 
 @triton.jit
-def planned(
-    b, batch, read, cursors, cu_seqlens_ptr, tokens, num_slots, null, fault_ptr, WINDOW: tl.constexpr
-):  # fmt: skip
+def planned(b, batch, read, cursors, cu_seqlens_ptr, tokens, slots, WINDOW: tl.constexpr):
     """What a plan says of these rows: slot, start, live count, first token, length; and whether it goes, and folds."""
-    read_ptr, read_stride = read
     start_ptr, count_ptr = cursors
     exists = b < batch
-    slot = slots_of_rows(read_ptr, read_stride, b, exists, num_slots, null, fault_ptr)
+    slot = slots_of_rows(read, b, exists, slots)
     first, length = b * 0, b * 0 + tokens
     if cu_seqlens_ptr is not None:
         first = bound(tl.load(cu_seqlens_ptr + b, mask=exists, other=0))
@@ -55,13 +55,11 @@ def make_plan_kernel(
     WINDOW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The rows that fold, then those that do not, then those that do nothing, each part in the order of the batch."""
-    read, cursors = (read_ptr, read_stride), (start_ptr, count_ptr)
+    read, cursors, slots = (read_ptr, read_stride), (start_ptr, count_ptr), (num_slots, null, fault_ptr)
     folding, going = tl.program_id(0) * 0, tl.program_id(0) * 0
     for block in range(0, batch, BLOCK):
         b = block + tl.arange(0, BLOCK)
-        _, _, _, _, _, goes, folds = planned(
-            b, batch, read, cursors, cu_seqlens_ptr, tokens, num_slots, null, fault_ptr, WINDOW
-        )
+        _, _, _, _, _, goes, folds = planned(b, batch, read, cursors, cu_seqlens_ptr, tokens, slots, WINDOW)
         folding += tl.sum(folds.to(tl.int32), 0)
         going += tl.sum(goes.to(tl.int32), 0)
     tl.store(parts_ptr, folding)
@@ -71,22 +69,17 @@ def make_plan_kernel(
     for block in range(0, batch, BLOCK):
         b = block + tl.arange(0, BLOCK)
         slot, start, live, first, length, goes, folds = planned(
-            b, batch, read, cursors, cu_seqlens_ptr, tokens, num_slots, null, fault_ptr, WINDOW
-        )
+            b, batch, read, cursors, cu_seqlens_ptr, tokens, slots, WINDOW
+        )  # fmt: skip
         exists = b < batch
         keeps, idles = goes & (folds == 0), exists & (goes == 0)
         place = tl.where(folds, to_fold + tl.cumsum(folds.to(tl.int32), 0), 0)
         place += tl.where(keeps, to_keep + tl.cumsum(keeps.to(tl.int32), 0), 0)
         place += tl.where(idles, to_idle + tl.cumsum(idles.to(tl.int32), 0), 0)
         entry = rows_ptr + (place - 1) * FIELDS
-        tl.store(entry, b, mask=exists)
-        tl.store(entry + 1, slot, mask=exists)
-        tl.store(entry + 2, start, mask=exists)
-        tl.store(entry + 3, live, mask=exists)
-        tl.store(entry + 4, first, mask=exists)
-        tl.store(entry + 5, length, mask=exists)
-        tl.store(entry + 6, b * 0, mask=exists)
-        tl.store(entry + 7, b * 0, mask=exists)
+        fields = b, slot, start, live, first, length, b * 0, b * 0
+        for i in tl.static_range(FIELDS):
+            tl.store(entry + i, fields[i], mask=exists)
         to_fold += tl.sum(folds.to(tl.int32), 0)
         to_keep += tl.sum(keeps.to(tl.int32), 0)
         to_idle += tl.sum(idles.to(tl.int32), 0)
@@ -134,7 +127,7 @@ def drop_folded_kernel(
 ):  # fmt: skip
     """Move the cursors of these slots past live rows that were folded."""
     b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    slot = slots_of_rows(read_ptr, read_stride, b, b < batch, num_slots, null, fault_ptr)
+    slot = slots_of_rows((read_ptr, read_stride), b, b < batch, (num_slots, null, fault_ptr))
     goes = slot >= 0
     start = tl.load(start_ptr + slot, mask=goes, other=0)
     count = tl.load(count_ptr + slot, mask=goes, other=0)

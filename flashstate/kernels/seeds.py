@@ -15,7 +15,7 @@ def advance_seeds_kernel(
     Atomic, so that rows which share a slot advance it once each, in any order."""
     b = tl.program_id(0)
     read = (read_ptr, read_stride, read_width, accepted_ptr)
-    slot = resolve_read(read, b, num_slots, null, fault_ptr)
+    slot = resolve_read(read, b, (num_slots, null, fault_ptr))
     _, count = token_range(cu_seqlens_ptr, b, tokens, False)
     if (slot >= 0) & (count > 0):
         slot = slot_in_column(read, b, tl.program_id(1), slot)

@@ -1,4 +1,6 @@
-"""Which slots a batch row reads and writes, and which tokens it has; reference/state_io.py has the same in torch."""
+"""Which slots a batch row reads and writes, and which tokens it has; reference/state_io.py has the same in torch.
+
+`slots` is a tuple: how many slots there are, which of them stands for none, and the fault flag."""
 
 import triton
 import triton.language as tl
@@ -13,11 +15,9 @@ FOLD_FAULT = tl.constexpr(4)
 
 
 @triton.jit
-def resolve_read(
-    read, b, num_slots, null, fault_ptr, PER_THREAD: tl.constexpr = False, NARROW: tl.constexpr = True
-):  # fmt: skip
+def resolve_read(read, b, slots, PER_THREAD: tl.constexpr = False, NARROW: tl.constexpr = True):
     """The slot row `b` reads, int64; -1 for a padding row. `read`: table, its row stride and width, accepted counts.
-    PER_THREAD: in registers of every thread, not of the warp, if it is a slot of a list. NARROW: as of _in_pool."""
+    PER_THREAD: in registers of every thread, not of the warp, if it is a slot of a list. NARROW: see _in_pool."""
     table_ptr, stride, width, accepted_ptr = read
     if table_ptr is None:
         return b.to(tl.int64)
@@ -25,13 +25,31 @@ def resolve_read(
         slot = _load(table_ptr, b, stride, 0)
         if PER_THREAD:
             slot = per_thread_ptx(slot)
-        return _in_pool(slot, num_slots, null, fault_ptr + READ_FAULT, NARROW)
+        return _in_pool(slot, slots, READ_FAULT, NARROW)
     else:
         accepted = tl.load(accepted_ptr + b)
-        tl.store(fault_ptr + ACCEPTED_FAULT, accepted.to(tl.int64), mask=accepted > width)
+        tl.store(slots[2] + ACCEPTED_FAULT, accepted.to(tl.int64), mask=accepted > width)
         inside = (accepted >= 1) & (accepted <= width)
         slot = tl.load(_entry(table_ptr, b, stride, accepted - 1), mask=inside, other=-1)
-        return _in_pool(slot, num_slots, null, fault_ptr + READ_FAULT, NARROW)
+        return _in_pool(slot, slots, READ_FAULT, NARROW)
+
+
+@triton.jit
+def read_slot(read, b, slots, seed_ptr, SEEDED: tl.constexpr, PER_THREAD: tl.constexpr = False):
+    """The slot row `b` reads, whether there is one, and its seed."""
+    slot = resolve_read(read, b, slots, PER_THREAD)
+    live = slot >= 0
+    return slot, live, load_seed(seed_ptr, slot, live, SEEDED)
+
+
+@triton.jit
+def load_seed(seed_ptr, slot, live, SEEDED: tl.constexpr):
+    """The seed of a slot, if anything is rounded with it. Load it before the state: it is there when random bits are to
+    be drawn."""
+    if seed_ptr is None or not SEEDED:
+        return 0
+    else:
+        return tl.load(seed_ptr + slot, mask=live, other=0)
 
 
 @triton.jit
@@ -45,7 +63,7 @@ def slot_in_column(read, b, column, slot):
 
 
 @triton.jit
-def resolve_write(write, b, column, slot, goes, num_slots, null, fault_ptr):
+def resolve_write(write, b, column, slot, goes, slots):
     """The slot row `b` writes, int64: its entry in that column of the table, or `slot`, which it read, if there is no
     table; -1 for none, and wherever it points unless `goes`. `write`: table and its row stride."""
     table_ptr, stride = write
@@ -53,7 +71,14 @@ def resolve_write(write, b, column, slot, goes, num_slots, null, fault_ptr):
         return slot
     else:
         to = tl.load(_entry(table_ptr, b, stride, column), mask=goes, other=-1)
-        return _in_pool(to, num_slots, null, fault_ptr + WRITE_FAULT)
+        return _in_pool(to, slots, WRITE_FAULT)
+
+
+@triton.jit
+def write_slot(write, b, slot, goes, slots):
+    """The slot row `b` writes after its last token, int64: that of the table, or `slot`, which it read; -1 for none,
+    and unless `goes`."""
+    return tl.where(goes, resolve_write(write, b, 0, slot, goes, slots), -1)
 
 
 @triton.jit
@@ -64,7 +89,7 @@ def resolve_snapshot_row(rows, b, goes, fault_ptr):
         row = b.to(tl.int64)
     else:
         row = tl.load(rows_ptr + b).to(tl.int64)
-    return _in_pool(tl.where(goes, row, -1), num_rows, -1, fault_ptr + SNAPSHOT_FAULT)
+    return _in_pool(tl.where(goes, row, -1), (num_rows, -1, fault_ptr), SNAPSHOT_FAULT)
 
 
 @triton.jit
@@ -141,12 +166,13 @@ def _load(ptr, b, stride, column):
 
 
 @triton.jit
-def _in_pool(slot, num_slots, null, fault_ptr, NARROW: tl.constexpr = True):
+def _in_pool(slot, slots, FAULT: tl.constexpr, NARROW: tl.constexpr = True):
     """`slot` if the pool has it and it is not null, else -1, int64; a slot past the pool is noted in the fault flag.
     NARROW: by way of 32 bits, which every slot fits, so that strides are multiplied with 32 bits of it. With lists of
     int64 `mamba2_step` of one token is 3 to 8 % faster so on an H200, `gated_delta_step` of four 5 % (docs/log.md)."""
-    past = slot >= num_slots
-    tl.store(fault_ptr, slot.to(tl.int64), mask=past & (slot != null))
+    num_slots, null, fault_ptr = slots
+    flag_ptr, past = fault_ptr + FAULT, slot >= num_slots
+    tl.store(flag_ptr, slot.to(tl.int64), mask=past & (slot != null))
     slot = tl.where((slot == null) | past | (slot < 0), -1, slot)
     if NARROW:
         slot = slot.to(tl.int32)

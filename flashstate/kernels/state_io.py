@@ -8,17 +8,21 @@ TARGET says which instructions there are: "interpreter", "portable", "sm_80" (NV
 (also float8 conversions).
 
 States are not read again before many others have been, so their lines need not stay in the caches. HINT says how that
-is said: "evict_first", of loads and of stores, or "streaming", of stores alone and without an eviction policy, which
-takes instructions. For `gated_delta_step` on an H200 the first is faster for one token per call, the second for several
+is said: EVICT_FIRST, of loads and of stores, or STREAMING, of stores alone and without an eviction policy, which takes
+instructions. For `gated_delta_step` on an H200 the first is faster for one token per call, the second for several
 (docs/log.md).
+
+A pool is a tuple: its data and its scales, which may be None, and their strides between slots.
 """
 
 import triton
 import triton.language as tl
 
+from flashstate.kernels.functions import divide, maximum_or_nan, next_below, philox, product_exceeds
 from flashstate.kernels.ptx import (
-    divide_ptx,
+    LINE,
     from_bfloat16_ptx,
+    has_ptx,
     prefetch_ptx,
     to_bfloat16_stochastic_ptx,
     to_float8_ptx,
@@ -29,137 +33,114 @@ from flashstate.kernels.ptx import (
     to_integer_ptx,
     to_integer_stochastic_ptx,
 )
+from flashstate.kernels.tensor_cores import terms_of
+from flashstate.kernels.tiles import as_accessed, as_rows, chunk_at
 
-LINE = tl.constexpr(128)  # bytes of a cache line
+EVICT_FIRST, STREAMING = tl.constexpr("evict_first"), tl.constexpr("streaming")
+BEFORE_THE_FIRST_TOKEN = tl.constexpr(0xFFFFFFFF)  # token -1 in the counter of random bits: no step draws them
+
+
+@triton.constexpr_function
+def state_bytes(dtype, elements):
+    """Bytes of so many stored elements, without scales."""
+    return elements * dtype.primitive_bitwidth // 8
+
+
+@triton.constexpr_function
+def update_terms(dtype, x_dtype):
+    """How many bfloat16 stand for each value that tensor cores add to a state, of inputs of that dtype: as much as
+    float32 has, or enough for 16 bits."""
+    return 3 if dtype == tl.float32 or dtype == tl.int16 or x_dtype == tl.float32 else 2
+
+
+@triton.constexpr_function
+def operand_width(dtype, AT_ONCE):
+    """The WIDTH of as_operand for what is stored. AT_ONCE: it is multiplied as it was loaded."""
+    return 4 if dtype.primitive_bitwidth == 8 and AT_ONCE else 2
 
 
 @triton.jit
-def tile_at(
-    h, first_row,
-    ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-):  # fmt: skip
-    """The tile of whole rows of head h from `first_row` on: what load_state and store_state need to know of it. A slot
-    has fewer than 2^31 elements; TRANSPOSED: those of a column are neighbours in it.
-
-    A tile is a tuple of its chunks, (BLOCK_ROWS, CHUNK) each: threads share a row only within a chunk, and every thread
-    walks along its rows from chunk to chunk.
-    """
-    first, end = h * ROWS + first_row, h * ROWS + ROWS  # rows, within the slot
-    rows = first + tl.arange(0, BLOCK_ROWS)
-    mask_rows = rows < end
-    cols = tl.arange(0, CHUNK)
-    masks = ()
-    for k in tl.static_range(BLOCK_COLS // CHUNK):
-        masks = masks + (mask_rows[:, None] & (k * CHUNK + cols < COLS)[None, :],)
-    if TRANSPOSED:
-        offsets = tl.arange(0, BLOCK_ROWS)[:, None] + cols[None, :] * ROWS  # of a chunk, from its first element
-        return h * (ROWS * COLS) + first_row, offsets, rows, masks, mask_rows, (first_row, ROWS, COLS)
+def terms_of_code(code, dtype: tl.constexpr, TERMS: tl.constexpr, TARGET: tl.constexpr):
+    """What is stored, without its scale, as operands of tensor cores: at most TERMS, and no more than it has bits."""
+    if dtype == tl.bfloat16 and TARGET != "interpreter" and TERMS > 0:
+        return (code.to(tl.bfloat16, bitcast=True),)
     else:
-        offsets = tl.arange(0, BLOCK_ROWS)[:, None] * COLS + cols[None, :]
-        return first * COLS, offsets, rows, masks, mask_rows, ()
+        few: tl.constexpr = min(TERMS, 1) if dtype.primitive_bitwidth == 8 else TERMS
+        return terms_of(from_code(code, dtype, TARGET), few, TARGET)
 
 
 @triton.jit
 def tile_ptr(ptr, offset, tile, VECTOR: tl.constexpr):
     """Pointer to the first element of a tile of the slot at `offset`, where accesses of VECTOR elements are aligned."""
-    slot_ptr = tl.multiple_of(ptr + offset, VECTOR * ptr.dtype.element_ty.primitive_bitwidth // 8)
-    return slot_ptr + tile[0]
+    return tl.multiple_of(ptr + offset, state_bytes(ptr.dtype.element_ty, VECTOR)) + tile.first
 
 
 @triton.jit
-def chunk_at(tile_start, tile, k, VECTOR: tl.constexpr):
-    """Pointers to chunk k of a tile that starts there, and which of them exist: rows and columns as the tile has them,
-    or of a transposed state (groups, columns, VECTOR rows of each group). So a thread has the rows of a group and its
-    neighbours have other columns; of rows and columns the compiler would split rows over warps."""
-    _, offsets, _, masks, _, transposed = tile
-    BLOCK_ROWS: tl.constexpr = offsets.shape[0]
-    CHUNK: tl.constexpr = offsets.shape[1]
-    if len(transposed) == 0:
-        return tile_start + k * CHUNK + offsets, masks[k]
-    else:
-        first_row, ROWS, COLS = transposed
-        group: tl.constexpr = min(VECTOR, BLOCK_ROWS)
-        rows = (tl.arange(0, BLOCK_ROWS // group) * group)[:, None, None] + tl.arange(0, group)[None, None, :]
-        cols = k * CHUNK + tl.arange(0, CHUNK)[None, :, None]
-        return tile_start + (rows + cols * ROWS), (first_row + rows < ROWS) & (cols < COLS)
-
-
-@triton.jit
-def as_rows(chunk):
-    """A chunk of rows and columns, from one as chunk_at has it."""
-    if len(chunk.shape) == 2:
-        return chunk
-    else:
-        return tl.reshape(tl.permute(chunk, (0, 2, 1)), (chunk.shape[0] * chunk.shape[2], chunk.shape[1]))
-
-
-@triton.jit
-def as_accessed(chunk, shape: tl.constexpr):
-    """The inverse of as_rows, for a chunk of that shape."""
-    if len(shape) == 2:
-        return chunk
-    else:
-        return tl.permute(tl.reshape(chunk, (shape[0], shape[2], shape[1])), (0, 2, 1))
-
-
-@triton.jit
-def prefetch_rows(
-    ptr, offset, live, h, first_row, COUNT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, TARGET: tl.constexpr
-):  # fmt: skip
+def prefetch_rows(ptr, offset, live, h, first_row, COUNT: tl.constexpr, FORM: tl.constexpr, TARGET: tl.constexpr):
     """Ask for COUNT rows of head h from `first_row` on, of the slot at `offset`, to come to the L2 cache; on NVIDIA."""
-    if TARGET == "sm_80" or TARGET == "sm_89":
-        per_line: tl.constexpr = LINE // (ptr.dtype.element_ty.primitive_bitwidth // 8)
-        lines = tl.arange(0, triton.next_power_of_2(triton.cdiv(COUNT * COLS, per_line))) * per_line
-        exists = live & (lines < tl.minimum(COUNT, ROWS - first_row) * COLS)
-        prefetch_ptx(ptr + offset + (h * ROWS + first_row) * COLS + lines, exists)
+    if has_ptx(TARGET):
+        per_line: tl.constexpr = LINE // state_bytes(ptr.dtype.element_ty, 1)
+        lines = tl.arange(0, triton.next_power_of_2(triton.cdiv(COUNT * FORM.COLS, per_line))) * per_line
+        exists = live & (lines < tl.minimum(COUNT, FORM.ROWS - first_row) * FORM.COLS)
+        prefetch_ptx(ptr + offset + (h * FORM.ROWS + first_row) * FORM.COLS + lines, exists)
 
 
 @triton.jit
 def load_scale(ptr, offset, live, tile):
-    """What the rows of a tile that load_state gives are to be multiplied with: (rows, 1), or 1."""
-    _, _, rows, _, mask_rows, _ = tile
+    """What the rows of a tile are to be multiplied with once they are decoded: (rows, 1), or 1."""
     if ptr is None:
         return 1.0
     else:
-        mask_rows = tl.where(live, mask_rows, False)
-        return tl.load(ptr + offset + rows, mask=mask_rows, eviction_policy="evict_first")[:, None]
-
-
-@triton.jit
-def load_state(
-    ptr, offset, live, tile,
-    COLS: tl.constexpr, VECTOR: tl.constexpr, TARGET: tl.constexpr, HINT: tl.constexpr, WIDENING: tl.constexpr,
-):  # fmt: skip
-    """What is stored in a tile of the slot at `offset`, in float32 and without its scale: undefined in rows where
-    masked, zero in columns that do not exist. WIDENING: the TARGET by whose instructions bfloat16 is converted."""
-    dtype: tl.constexpr = ptr.dtype.element_ty
-    codes = load_codes(ptr, offset, live, tile, COLS, VECTOR, HINT)
-    return decoded(codes, dtype, WIDENING if dtype == tl.bfloat16 else TARGET)
+        mask_rows = tl.where(live, tile.mask_rows, False)
+        return tl.load(ptr + offset + tile.rows, mask=mask_rows, eviction_policy="evict_first")[:, None]
 
 
 @triton.jit
 def load_codes(
-    ptr, offset, live, tile, COLS: tl.constexpr, VECTOR: tl.constexpr, HINT: tl.constexpr, WHOLE: tl.constexpr = False
+    pool, slot, live, tile, FORM: tl.constexpr, HINT: tl.constexpr, WHOLE: tl.constexpr = False
 ):  # fmt: skip
-    """The same as it is stored, bfloat16 as its bits. WHOLE: the slot is live, and all rows and columns exist."""
-    _, offsets, _, masks, _, _ = tile
-    CHUNK: tl.constexpr = offsets.shape[1]
-    tile_start = tile_ptr(ptr, offset, tile, VECTOR)
+    """What load_scale gives of a tile of a slot, and what is stored in it, bfloat16 as its bits: undefined in rows
+    where masked, zero in columns that do not exist. WHOLE: the slot is live, and all rows and columns exist."""
+    ptr, scale_ptr, slot_stride, scale_stride = pool
+    factor = load_scale(scale_ptr, slot * scale_stride, live, tile)
+    tile_start = tile_ptr(ptr, slot * slot_stride, tile, FORM.VECTOR)
     if ptr.dtype.element_ty == tl.bfloat16:
         tile_start = tile_start.to(tl.pointer_type(tl.uint16), bitcast=True)
     policy: tl.constexpr = "evict_first" if HINT == "evict_first" else ""
     codes = ()
-    for k in tl.static_range(len(masks)):
-        ptrs, mask = chunk_at(tile_start, tile, k, VECTOR)
+    for k in tl.static_range(len(tile.masks)):
+        ptrs, mask = chunk_at(tile_start, tile, k, FORM)
         if WHOLE:
             code = as_rows(tl.load(ptrs, eviction_policy=policy))
         else:
             code = as_rows(tl.load(ptrs, mask=tl.where(live, mask, False), eviction_policy=policy))
-        if COLS < (k + 1) * CHUNK:
-            code = tl.where(masks[k], code, 0).to(code.dtype)
+        if FORM.COLS < (k + 1) * FORM.CHUNK:
+            code = tl.where(tile.masks[k], code, 0).to(code.dtype)
         codes = codes + (code,)
-    return codes
+    return factor, codes
+
+
+@triton.jit
+def load_state(
+    pool, slot, live, tile, FORM: tl.constexpr, TARGET: tl.constexpr, HINT: tl.constexpr, WIDENING: tl.constexpr
+):  # fmt: skip
+    """What load_codes gives of a tile of a slot, but in float32. WIDENING: the TARGET by whose instructions bfloat16 is
+    converted."""
+    dtype: tl.constexpr = pool[0].dtype.element_ty
+    factor, codes = load_codes(pool, slot, live, tile, FORM, HINT)
+    return factor, decoded(codes, dtype, WIDENING if dtype == tl.bfloat16 else TARGET)
+
+
+@triton.jit
+def load_tile(
+    pool, slot, live, tile, drawing, FORM: tl.constexpr, ROUNDING: tl.constexpr, ROUNDS: tl.constexpr,
+    HINT: tl.constexpr,
+):  # fmt: skip
+    """What load_codes gives of a tile of a slot, and the random bits that it is rounded with later, drawn while it is
+    on its way. `drawing`: seed, token and stream."""
+    seed, t, stream = drawing
+    factor, codes = load_codes(pool, slot, live, tile, FORM, HINT)
+    return factor, codes, random_bits(seed, tile, t, stream, FORM, ROUNDING, ROUNDS)
 
 
 @triton.jit
@@ -174,7 +155,7 @@ def decoded(codes, dtype: tl.constexpr, TARGET: tl.constexpr):
 @triton.jit
 def from_code(code, dtype: tl.constexpr, TARGET: tl.constexpr):
     """A chunk in float32, of what is stored."""
-    if dtype == tl.bfloat16 and (TARGET == "sm_80" or TARGET == "sm_89"):
+    if dtype == tl.bfloat16 and has_ptx(TARGET):
         return from_bfloat16_ptx(code)
     elif dtype == tl.bfloat16:
         return (code.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
@@ -183,16 +164,29 @@ def from_code(code, dtype: tl.constexpr, TARGET: tl.constexpr):
 
 
 @triton.jit
+def store_slot(
+    pool, slot, tile, v, random, FORM: tl.constexpr, ROUNDING: tl.constexpr, TARGET: tl.constexpr, HINT: tl.constexpr
+):  # fmt: skip
+    """Round the float32 tile `v`, which is zero in columns that do not exist, and store it in a slot unless that is
+    -1."""
+    ptr, scale_ptr, slot_stride, scale_stride = pool
+    store_state(
+        ptr, scale_ptr, slot * slot_stride, slot * scale_stride, slot >= 0, tile, v, random,
+        FORM, ROUNDING, TARGET, HINT,
+    )  # fmt: skip
+
+
+@triton.jit
 def store_state(
     ptr, scale_ptr, offset, scale_offset, live, tile, v, random,
-    ROUNDING: tl.constexpr, VECTOR: tl.constexpr, TARGET: tl.constexpr, HINT: tl.constexpr,
+    FORM: tl.constexpr, ROUNDING: tl.constexpr, TARGET: tl.constexpr, HINT: tl.constexpr,
 ):  # fmt: skip
-    """Round the float32 tile `v`, which is zero in columns that do not exist, and store it."""
+    """Round the float32 tile `v`, which is zero in columns that do not exist, and store it at these offsets."""
     e, stored = None, None
     if scale_ptr is not None:
         e, stored = store_scale(scale_ptr, scale_offset, live, tile, v, ptr.dtype.element_ty, TARGET, HINT)
     for k in tl.static_range(len(v)):
-        store_chunk(ptr, offset, live, tile, k, v[k], e, stored, random[k], ROUNDING, VECTOR, TARGET, HINT)
+        store_chunk(ptr, offset, live, tile, k, v[k], e, stored, random[k], FORM, ROUNDING, TARGET, HINT)
 
 
 @triton.jit
@@ -200,27 +194,29 @@ def store_scale(
     ptr, offset, live, tile, v, dtype: tl.constexpr, TARGET: tl.constexpr, HINT: tl.constexpr
 ):  # fmt: skip
     """Store the scales of the rows of a tile; what store_chunk needs of them."""
-    _, _, rows, _, mask_rows, _ = tile
-    policy: tl.constexpr = "evict_first" if HINT == "evict_first" else ""
-    modifier: tl.constexpr = ".cs" if HINT == "streaming" else ""
     e, scale, stored = to_scaled(v, dtype, TARGET)
-    mask = tl.where(live, mask_rows, False)
-    tl.store(ptr + offset + rows, scale, mask=mask, cache_modifier=modifier, eviction_policy=policy)
+    store_hinted(ptr + offset + tile.rows, scale, HINT, mask=tl.where(live, tile.mask_rows, False))
     return e[:, None], stored[:, None]
 
 
 @triton.jit
 def store_chunk(
     ptr, offset, live, tile, k: tl.constexpr, v, e, stored, random,
-    ROUNDING: tl.constexpr, VECTOR: tl.constexpr, TARGET: tl.constexpr, HINT: tl.constexpr,
+    FORM: tl.constexpr, ROUNDING: tl.constexpr, TARGET: tl.constexpr, HINT: tl.constexpr,
 ):  # fmt: skip
     """Round chunk k of a tile, and store it. `e` and `stored`: from store_scale; None in formats without scales."""
+    code = to_code(v, e, stored, random, ptr.dtype.element_ty, ROUNDING, TARGET)
+    ptrs, mask = chunk_at(tile_ptr(ptr, offset, tile, FORM.VECTOR), tile, k, FORM)
+    ptrs, code = ptrs.to(tl.pointer_type(code.dtype), bitcast=True), as_accessed(code, ptrs.shape)
+    store_hinted(ptrs, code, HINT, mask=tl.where(live, mask, False))
+
+
+@triton.jit
+def store_hinted(ptrs, values, HINT: tl.constexpr, mask):
+    """Store values that are not needed soon."""
     policy: tl.constexpr = "evict_first" if HINT == "evict_first" else ""
     modifier: tl.constexpr = ".cs" if HINT == "streaming" else ""
-    code = to_code(v, e, stored, random, ptr.dtype.element_ty, ROUNDING, TARGET)
-    ptrs, mask = chunk_at(tile_ptr(ptr, offset, tile, VECTOR), tile, k, VECTOR)
-    ptrs, code = ptrs.to(tl.pointer_type(code.dtype), bitcast=True), as_accessed(code, ptrs.shape)
-    tl.store(ptrs, code, mask=tl.where(live, mask, False), cache_modifier=modifier, eviction_policy=policy)
+    tl.store(ptrs, values, mask=mask, cache_modifier=modifier, eviction_policy=policy)
 
 
 @triton.jit
@@ -235,88 +231,38 @@ def to_code(v, e, stored, random, dtype: tl.constexpr, ROUNDING: tl.constexpr, T
 
 
 @triton.jit
-def load_seed(seed_ptr, slot, live, STOCHASTIC: tl.constexpr):
-    """The seed of a slot, if anything is rounded with it. Load it before the state: it is there when random bits are to
-    be drawn."""
-    if seed_ptr is None or not STOCHASTIC:
-        return 0
-    else:
-        return tl.load(seed_ptr + slot, mask=live, other=0)
-
-
-@triton.jit
-def random_bits(
-    seed, tile, token, stream,
-    COLS: tl.constexpr, VECTOR: tl.constexpr, ROUNDING: tl.constexpr, ROUNDS: tl.constexpr,
-):  # fmt: skip
+def random_bits(seed, tile, token, stream, FORM: tl.constexpr, ROUNDING: tl.constexpr, ROUNDS: tl.constexpr):
     """Sixteen random bits for every element of a tile, as uint32; 0 if none are needed."""
-    _, _, _, masks, _, _ = tile
     bits = ()
-    for k in tl.static_range(len(masks)):
-        bits = bits + (bits_of_chunk(seed, tile, k, token, stream, COLS, VECTOR, ROUNDING, ROUNDS),)
+    for k in tl.static_range(len(tile.masks)):
+        bits = bits + (bits_of_chunk(seed, tile, k, token, stream, FORM, ROUNDING, ROUNDS),)
     return bits
 
 
 @triton.jit
 def bits_of_chunk(
-    seed, tile, k: tl.constexpr, token, stream,
-    COLS: tl.constexpr, VECTOR: tl.constexpr, ROUNDING: tl.constexpr, ROUNDS: tl.constexpr,
+    seed, tile, k: tl.constexpr, token, stream, FORM: tl.constexpr, ROUNDING: tl.constexpr, ROUNDS: tl.constexpr
 ):  # fmt: skip
-    """Those of chunk k.
+    """Sixteen random bits for every element of chunk k of a tile, as uint32; 0 if none are needed.
 
     Rows count within the slot: head * ROWS + row. One Philox call serves eight consecutive columns; word i of it holds
     columns 2i (low half) and 2i + 1. A thread makes the calls for as many neighbouring columns as it accesses at once.
     """
-    _, offsets, rows, _, _, _ = tile
-    calls: tl.constexpr = (COLS + 7) // 8  # per row
-    per_thread: tl.constexpr = 2 if VECTOR == 16 else 1
-    per_chunk: tl.constexpr = offsets.shape[1] // 8
+    calls: tl.constexpr = (FORM.COLS + 7) // 8  # per row
+    per_thread: tl.constexpr = 2 if FORM.PER_COLUMNS == 16 else 1
+    per_chunk: tl.constexpr = FORM.CHUNK // 8
     if ROUNDING == "nearest":
         return 0
     else:
         call = k * per_chunk + tl.arange(0, per_chunk // per_thread) * per_thread
-        c0 = (rows[:, None] * calls + call[None, :]).to(tl.uint32)
+        c0 = (tile.rows[:, None] * calls + call[None, :]).to(tl.uint32)
         r0, r1, r2, r3 = philox(seed, c0, token, stream, 0, ROUNDS)
         if per_thread == 2:
             n0, n1, n2, n3 = philox(seed, c0 + 1, token, stream, 0, ROUNDS)
             r0, r1, r2, r3 = tl.join(r0, n0), tl.join(r1, n1), tl.join(r2, n2), tl.join(r3, n3)
         words = tl.join(tl.join(r0, r2), tl.join(r1, r3))  # (rows, calls, ..., 2, 2): r0 r1 r2 r3
         halves = tl.join(words & 0xFFFF, words >> 16)  # (rows, calls, ..., 2, 2, 2)
-        return tl.reshape(halves, offsets.shape)
-
-
-@triton.jit
-def load_tile(
-    pool, slot, live, tile, drawing, COLS: tl.constexpr, VECTOR: tl.constexpr, PER_COLUMNS: tl.constexpr,
-    ROUNDING: tl.constexpr, ROUNDS: tl.constexpr, HINT: tl.constexpr,
-):  # fmt: skip
-    """What load_codes and load_scale give of a tile of a slot, and the random bits that it is rounded with later, drawn
-    while it is on its way. `pool`: data, scales, and their strides between slots; `drawing`: seed, token and stream."""
-    data_ptr, scale_ptr, slot_stride, scale_stride = pool
-    seed, t, stream = drawing
-    factor = load_scale(scale_ptr, slot * scale_stride, live, tile)
-    codes = load_codes(data_ptr, slot * slot_stride, live, tile, COLS, VECTOR, HINT)
-    return codes, factor, random_bits(seed, tile, t, stream, COLS, PER_COLUMNS, ROUNDING, ROUNDS)
-
-
-@triton.jit
-def philox(seed, c0, c1, c2, c3, ROUNDS: tl.constexpr):
-    """Philox-4x32: four words per counter c0. The same words as tl.philox, with one wide multiply for each product
-    where that has two: a float16 stochastic step is bound by instructions, and this saves one in eight."""
-    k0 = seed.to(tl.uint32)
-    k1 = (seed >> 32).to(tl.uint32)
-    zero = tl.zeros(c0.shape, tl.uint32)
-    w0, w1, w2, w3 = c0, (zero + c1).to(tl.uint32), (zero + c2).to(tl.uint32), (zero + c3).to(tl.uint32)
-    for _ in tl.static_range(ROUNDS):
-        p = w0.to(tl.uint64) * 0xD2511F53
-        q = w2.to(tl.uint64) * 0xCD9E8D57
-        w0 = (q >> 32).to(tl.uint32) ^ w1 ^ k0
-        w2 = (p >> 32).to(tl.uint32) ^ w3 ^ k1
-        w1 = q.to(tl.uint32)
-        w3 = p.to(tl.uint32)
-        k0 += 0x9E3779B9
-        k1 += 0xBB67AE85
-    return w0, w1, w2, w3
+        return tl.reshape(halves, tile.offsets.shape)
 
 
 @triton.jit
@@ -324,13 +270,13 @@ def to_float(v, random, dtype: tl.constexpr, ROUNDING: tl.constexpr, TARGET: tl.
     """float32 to float32, bfloat16 or float16."""
     if ROUNDING == "nearest":
         return to_nearest(v, dtype, TARGET)
-    elif dtype == tl.bfloat16 and (TARGET == "sm_80" or TARGET == "sm_89"):
+    elif dtype == tl.bfloat16 and has_ptx(TARGET):
         return to_bfloat16_stochastic_ptx(v, random)
     elif dtype == tl.bfloat16:
         return to_bfloat16_stochastic(v, random)
     elif ROUNDING == "stochastic_hw":
         return to_float16_stochastic_hw(v, random)
-    elif TARGET == "sm_80" or TARGET == "sm_89":
+    elif has_ptx(TARGET):
         return to_float16_stochastic_ptx(v, random)
     else:
         return to_float16_stochastic(v, random)
@@ -371,6 +317,19 @@ def to_bfloat16_stochastic(v, random):
     return tl.where(v == v, (bits + random) >> 16, 0x7FC0).to(tl.uint16)
 
 
+@triton.constexpr_function
+def largest_stored(dtype):
+    """The largest value that a format with scales stores."""
+    return 32767.0 if dtype == tl.int16 else 127.0 if dtype == tl.int8 else 448.0
+
+
+@triton.constexpr_function
+def largest_scale(dtype):
+    """The largest scale with which the format's largest value decodes to a finite one."""
+    of_integers = 1.0384909391779673e34 if dtype == tl.int16 else 2.6793883890187504e36
+    return 7.595588094610019e35 if dtype == tl.uint8 else of_integers
+
+
 @triton.jit
 def to_scaled(v, dtype: tl.constexpr, TARGET: tl.constexpr):
     """What rows are stored with, (rows,) each: the factor e that makes a row's largest magnitude the format's, rounded
@@ -378,7 +337,7 @@ def to_scaled(v, dtype: tl.constexpr, TARGET: tl.constexpr):
 
     A row below 2^-100 becomes zeros with scale 1, a row with a NaN or inf zeros with scale NaN.
     """
-    largest: tl.constexpr = 32767.0 if dtype == tl.int16 else 127.0 if dtype == tl.int8 else 448.0
+    largest: tl.constexpr = largest_stored(dtype)
     amax = tl.abs(v[0])
     for k in tl.static_range(1, len(v)):
         amax = maximum_or_nan(amax, tl.abs(v[k]))
@@ -394,50 +353,9 @@ def to_scaled(v, dtype: tl.constexpr, TARGET: tl.constexpr):
 
 
 @triton.jit
-def divide(a: tl.constexpr, b, TARGET: tl.constexpr):
-    """a / b, rounded to nearest, where b, its reciprocal and the quotient are normal."""
-    a = tl.full(b.shape, a, tl.float32)
-    if TARGET == "sm_80" or TARGET == "sm_89":
-        return divide_ptx(a, b)
-    else:
-        return tl.div_rn(a, b)
-
-
-@triton.jit
-def maximum_or_nan(a, b):
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def product_exceeds(a, b, bound: tl.constexpr, TARGET: tl.constexpr):
-    """Whether the exact product of two float32 is above a bound."""
-    if TARGET == "interpreter":  # whose fma rounds twice
-        return a.to(tl.float64) * b.to(tl.float64) > bound
-    else:
-        return tl.fma(a, b, -bound) > 0.0
-
-
-@triton.jit
-def next_below(v):
-    """The next smaller of positive float32 values."""
-    return (v.to(tl.int32, bitcast=True) - 1).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def largest_scale(dtype: tl.constexpr):
-    """The largest with which the format's largest value decodes to a finite one."""
-    if dtype == tl.int16:
-        return 1.0384909391779673e34
-    elif dtype == tl.int8:
-        return 2.6793883890187504e36
-    else:
-        return 7.595588094610019e35
-
-
-@triton.jit
 def to_integer(v, e, stored, random, dtype: tl.constexpr, ROUNDING: tl.constexpr, TARGET: tl.constexpr):
     """v * e to a whole number, from the exact product: to nearest even, or floor(v * e + (random | 1) / 65536)."""
-    if TARGET == "sm_80" or TARGET == "sm_89":
+    if has_ptx(TARGET):
         if ROUNDING == "nearest":
             return to_integer_ptx(v, e, stored, dtype)
         else:
@@ -456,7 +374,7 @@ def to_float8(v, e, stored, random, ROUNDING: tl.constexpr, TARGET: tl.constexpr
     """v * e, rounded to float32, to the bits of float8_e4m3fn."""
     if ROUNDING == "stochastic_hw":
         return to_float8_stochastic_hw(tl.where(stored, v * e, 0.0), random)
-    elif ROUNDING == "stochastic" and (TARGET == "sm_80" or TARGET == "sm_89"):
+    elif ROUNDING == "stochastic" and has_ptx(TARGET):
         return to_float8_stochastic_ptx(v, e, stored, random)
     elif ROUNDING == "nearest" and TARGET == "sm_89":
         return to_float8_ptx(v, e, stored)

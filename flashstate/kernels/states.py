@@ -8,14 +8,14 @@ import triton
 import triton.language as tl
 
 from flashstate.kernels.addressing import this_program
-from flashstate.kernels.state_io import load_scale, load_seed, load_state, random_bits, store_state, tile_at
+from flashstate.kernels.slots import load_seed
+from flashstate.kernels.state_io import BEFORE_THE_FIRST_TOKEN, EVICT_FIRST, load_state, random_bits, store_state
+from flashstate.kernels.tiles import form_of, tile_at
 from flashstate.launch.kernel import kernel
-
-BEFORE_THE_FIRST_TOKEN = tl.constexpr(0xFFFFFFFF)  # token -1 in the counter of the random bits: no step draws them
 
 
 @triton.jit
-def in_chunks(row_ptrs, k, CHUNK: tl.constexpr, ALIGNED: tl.constexpr):
+def plain_chunk(row_ptrs, k, CHUNK: tl.constexpr, ALIGNED: tl.constexpr):
     """Pointers to chunk k of plain rows that start at `row_ptrs`, (rows, 1). ALIGNED: at multiples of 16 bytes, and so
     do their chunks."""
     ptrs = row_ptrs + (k * CHUNK + tl.arange(0, CHUNK))[None, :]
@@ -36,23 +36,22 @@ def write_states_kernel(
     TRANSPOSED: tl.constexpr,  # whether the elements of a column are neighbours in the pool
 ):  # fmt: skip
     n, h, first_row = this_program(H, ROWS, BLOCK_ROWS)
+    FORM: tl.constexpr = form_of(ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, VECTOR, TRANSPOSED)
     slot = tl.load(slots_ptr + n)
     live = slot >= 0
     seed = load_seed(seed_ptr, slot, live, ROUNDING != "nearest")
-    tile = tile_at(h, first_row, ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, TRANSPOSED)
+    tile = tile_at(h, first_row, FORM)
 
     rows = (first_row + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
     row_ptrs = values_ptr + n.to(tl.int64) * stride_n + h.to(tl.int64) * stride_h + rows[:, None] * stride_row
     v = ()
-    for k in tl.static_range(len(tile[3])):
-        v = v + (tl.load(in_chunks(row_ptrs, k, CHUNK, ALIGNED), mask=tile[3][k], other=0.0).to(tl.float32),)
+    for k in tl.static_range(len(tile.masks)):
+        v = v + (tl.load(plain_chunk(row_ptrs, k, CHUNK, ALIGNED), mask=tile.masks[k], other=0.0).to(tl.float32),)
 
-    random = random_bits(
-        seed, tile, BEFORE_THE_FIRST_TOKEN, stream, COLS, 1 if TRANSPOSED else VECTOR, ROUNDING, ROUNDS
-    )
+    random = random_bits(seed, tile, BEFORE_THE_FIRST_TOKEN, stream, FORM, ROUNDING, ROUNDS)
     store_state(
         data_ptr, scale_ptr, slot * slot_stride, slot * scale_stride, live, tile, v, random,
-        ROUNDING, VECTOR, TARGET, "evict_first",
+        FORM, ROUNDING, TARGET, EVICT_FIRST,
     )  # fmt: skip
 
 
@@ -66,10 +65,11 @@ def read_states_kernel(
     TRANSPOSED: tl.constexpr,  # whether the elements of a column are neighbours in the pool
 ):  # fmt: skip
     n, h, first_row = this_program(H, ROWS, BLOCK_ROWS)
+    FORM: tl.constexpr = form_of(ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, VECTOR, TRANSPOSED)
     slot = tl.load(slots_ptr + n)
-    tile = tile_at(h, first_row, ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, TRANSPOSED)
-    scale = load_scale(scale_ptr, slot * scale_stride, slot >= 0, tile)
-    v = load_state(data_ptr, slot * slot_stride, slot >= 0, tile, COLS, VECTOR, TARGET, "evict_first", TARGET)
-    row_ptrs = out_ptr + (n.to(tl.int64) * (H * ROWS) + tile[2])[:, None] * COLS
+    tile = tile_at(h, first_row, FORM)
+    pool = (data_ptr, scale_ptr, slot_stride, scale_stride)
+    scale, v = load_state(pool, slot, slot >= 0, tile, FORM, TARGET, EVICT_FIRST, TARGET)
+    row_ptrs = out_ptr + (n.to(tl.int64) * (H * ROWS) + tile.rows)[:, None] * COLS
     for k in tl.static_range(len(v)):
-        tl.store(in_chunks(row_ptrs, k, CHUNK, COLS % 4 == 0), v[k] * scale, mask=tile[3][k])
+        tl.store(plain_chunk(row_ptrs, k, CHUNK, COLS % 4 == 0), v[k] * scale, mask=tile.masks[k])

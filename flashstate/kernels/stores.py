@@ -4,8 +4,8 @@ import triton
 import triton.language as tl
 
 from flashstate.kernels.addressing import token_entry
-from flashstate.kernels.slots import resolve_write
-from flashstate.kernels.state_io import random_bits, store_state
+from flashstate.kernels.slots import resolve_write, write_slot
+from flashstate.kernels.state_io import random_bits, store_slot, store_state
 
 
 @triton.jit
@@ -22,48 +22,37 @@ def store_output(
 
 @triton.jit
 def store_after_token(
-    pool, write, copies, copy_row, b, t, slot, goes, null, fault_ptr, seed, stream, tile, copy_tile, s,
-    COLS: tl.constexpr, PER_COLUMNS: tl.constexpr, VECTOR: tl.constexpr, SNAPSHOT_VECTOR: tl.constexpr,
-    STORES: tl.constexpr, ROUNDING: tl.constexpr, SNAPSHOT_ROUNDING: tl.constexpr, ROUNDS: tl.constexpr,
-    TARGET: tl.constexpr, HINT: tl.constexpr,
+    pool, write, copies, copy_row, b, t, slot, goes, slots, seed, stream, tile, copy_tile, s,
+    FORM: tl.constexpr, COPY_FORM: tl.constexpr, STORES: tl.constexpr, ROUNDING: tl.constexpr,
+    SNAPSHOT_ROUNDING: tl.constexpr, ROUNDS: tl.constexpr, TARGET: tl.constexpr, HINT: tl.constexpr,
 ):  # fmt: skip
     """Store the state after token t of row b, if `goes`: with STORES "every" in the slot that its table names, and in
     snapshots if there are some.
 
-    pool: its data and scales, their strides, and how many slots it has; write: the table and its row stride; copies:
-    the snapshots' data and scales, and their strides of rows and of tokens; copy_row: the one of them that row b fills.
-    tile, copy_tile: of the pool, and of the snapshots, which may be laid out otherwise.
-    PER_COLUMNS: neighbouring columns that a thread has of a tile.
+    write: the table and its row stride; copies: the snapshots' data and scales, and their strides of rows and of
+    tokens; copy_row: the one of them that row b fills; copy_tile, COPY_FORM: of snapshots, which may be laid out
+    otherwise than the pool.
     """
-    data_ptr, scale_ptr, slot_stride, scale_stride, num_slots = pool
     copy_ptr, copy_scale_ptr, copy_b, copy_scale_b, copy_t, copy_scale_t = copies
     if STORES == "every":
-        bits = random_bits(seed, tile, t, stream, COLS, PER_COLUMNS, ROUNDING, ROUNDS)
-        to = resolve_write(write, b, t, slot, goes, num_slots, null, fault_ptr)
-        store_state(
-            data_ptr, scale_ptr, to * slot_stride, to * scale_stride, to >= 0, tile, s, bits,
-            ROUNDING, VECTOR, TARGET, HINT,
-        )  # fmt: skip
+        bits = random_bits(seed, tile, t, stream, FORM, ROUNDING, ROUNDS)
+        to = resolve_write(write, b, t, slot, goes, slots)
+        store_slot(pool, to, tile, s, bits, FORM, ROUNDING, TARGET, HINT)
     if copy_ptr is not None:
-        bits = random_bits(seed, tile, t, stream, COLS, PER_COLUMNS, SNAPSHOT_ROUNDING, ROUNDS)
+        bits = random_bits(seed, tile, t, stream, FORM, SNAPSHOT_ROUNDING, ROUNDS)
         to = tl.where(goes, copy_row, -1)
         store_state(
             copy_ptr, copy_scale_ptr, to * copy_b + t.to(tl.int64) * copy_t,
             to * copy_scale_b + t.to(tl.int64) * copy_scale_t, to >= 0, copy_tile, s, bits,
-            SNAPSHOT_ROUNDING, SNAPSHOT_VECTOR, TARGET, HINT,
+            COPY_FORM, SNAPSHOT_ROUNDING, TARGET, HINT,
         )  # fmt: skip
 
 
 @triton.jit
 def store_last(
-    pool, write, b, slot, goes, null, fault_ptr, tile, s, random,
-    ROUNDING: tl.constexpr, VECTOR: tl.constexpr, TARGET: tl.constexpr, HINT: tl.constexpr,
+    pool, write, b, slot, goes, slots, tile, s, random,
+    FORM: tl.constexpr, ROUNDING: tl.constexpr, TARGET: tl.constexpr, HINT: tl.constexpr,
 ):  # fmt: skip
     """Store the state after the last token of row b where it was read, or in the slot that `write` names, if `goes`."""
-    data_ptr, scale_ptr, slot_stride, scale_stride, num_slots = pool
-    to = resolve_write(write, b, 0, slot, goes, num_slots, null, fault_ptr)
-    to = tl.where(goes, to, -1)
-    store_state(
-        data_ptr, scale_ptr, to * slot_stride, to * scale_stride, to >= 0, tile, s, random,
-        ROUNDING, VECTOR, TARGET, HINT,
-    )  # fmt: skip
+    to = write_slot(write, b, slot, goes, slots)
+    store_slot(pool, to, tile, s, random, FORM, ROUNDING, TARGET, HINT)

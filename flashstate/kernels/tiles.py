@@ -1,21 +1,113 @@
-"""Tiles of state in registers: values for their columns and rows, and products that are summed along rows."""
+"""Tiles of state: their form, where they are in memory, values for their columns and rows, and sums along rows."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 from flashstate.kernels.addressing import token_entry
-from flashstate.kernels.ptx import from_bfloat16_ptx
+from flashstate.kernels.ptx import from_bfloat16_ptx, has_ptx
 
 STAGES = tl.constexpr(3)  # of several tiles: while one is stepped the next two are on their way to shared memory
-MOST_HALVINGS = tl.constexpr(16)  # of the chunks of a row; a single one stays as it is
+MOST_FOLDS = tl.constexpr(16)  # of the chunks of a row onto each other; a single one stays as it is
+
+
+class Constants:
+    """Constants of a kernel under names: for the compiler constants each, for the interpreter plain values."""
+
+    def __post_init__(self):
+        if not triton.knobs.runtime.interpret:
+            for name, value in vars(self).items():
+                object.__setattr__(self, name, tl.constexpr(value))
+
+
+@dataclass(frozen=True)
+class Form(Constants):
+    """All that a compiler knows of a tile: whole rows of a head, in chunks of columns."""
+
+    ROWS: int  # of a head
+    COLS: int
+    BLOCK_ROWS: int  # of the tile; ROWS and COLS, or more where those are no powers of two
+    BLOCK_COLS: int
+    CHUNK: int  # columns of a chunk
+    VECTOR: int  # elements per access
+    TRANSPOSED: bool  # the elements of a column are neighbours in memory, and not those of a row
+    PER_COLUMNS: int  # neighbouring columns that a thread has
+    THREADS: int  # of a program
+
+
+@triton.constexpr_function
+def form_of(ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, VECTOR, TRANSPOSED=False, THREADS=0):
+    """The form of tiles that are accessed so; THREADS only where load_columns needs them."""
+    PER_COLUMNS = 1 if TRANSPOSED else VECTOR
+    return Form(ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, VECTOR, TRANSPOSED, PER_COLUMNS, THREADS)
+
+
+class Tile(NamedTuple):
+    """Whole rows of a head, as a tuple of chunks, (BLOCK_ROWS, CHUNK) each: threads share a row only within a chunk,
+    and every thread walks along its rows from chunk to chunk."""
+
+    first: Any  # element, within the slot
+    first_row: Any  # within the head
+    offsets: Any  # of a chunk, from its first element
+    rows: Any  # within the slot
+    masks: Any  # of every chunk: which elements exist
+    mask_rows: Any
 
 
 @triton.jit
-def load_columns(
-    tensor, b, t, g, exists, ALIGNED: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr, VECTOR: tl.constexpr,
-    THREADS: tl.constexpr, TARGET: tl.constexpr,
-):  # fmt: skip
+def tile_at(h, first_row, FORM: tl.constexpr):
+    """The tile of head h from `first_row` on. A slot has fewer than 2^31 elements."""
+    first, end = h * FORM.ROWS + first_row, h * FORM.ROWS + FORM.ROWS  # rows, within the slot
+    rows = first + tl.arange(0, FORM.BLOCK_ROWS)
+    mask_rows = rows < end
+    cols = tl.arange(0, FORM.CHUNK)
+    masks = ()
+    for k in tl.static_range(FORM.BLOCK_COLS // FORM.CHUNK):
+        masks = masks + (mask_rows[:, None] & (k * FORM.CHUNK + cols < FORM.COLS)[None, :],)
+    if FORM.TRANSPOSED:
+        offsets = tl.arange(0, FORM.BLOCK_ROWS)[:, None] + cols[None, :] * FORM.ROWS
+        return Tile(h * (FORM.ROWS * FORM.COLS) + first_row, first_row, offsets, rows, masks, mask_rows)
+    else:
+        offsets = tl.arange(0, FORM.BLOCK_ROWS)[:, None] * FORM.COLS + cols[None, :]
+        return Tile(first * FORM.COLS, first_row, offsets, rows, masks, mask_rows)
+
+
+@triton.jit
+def chunk_at(tile_start, tile, k, FORM: tl.constexpr):
+    """Pointers to chunk k of a tile that starts there, and which of them exist: rows and columns as the tile has them,
+    or of a transposed state (groups, columns, VECTOR rows of each group). So a thread has the rows of a group and its
+    neighbours have other columns; of rows and columns the compiler would split rows over warps."""
+    if FORM.TRANSPOSED:
+        group: tl.constexpr = min(FORM.VECTOR, FORM.BLOCK_ROWS)
+        rows = (tl.arange(0, FORM.BLOCK_ROWS // group) * group)[:, None, None] + tl.arange(0, group)[None, None, :]
+        cols = k * FORM.CHUNK + tl.arange(0, FORM.CHUNK)[None, :, None]
+        return tile_start + (rows + cols * FORM.ROWS), (tile.first_row + rows < FORM.ROWS) & (cols < FORM.COLS)
+    else:
+        return tile_start + k * FORM.CHUNK + tile.offsets, tile.masks[k]
+
+
+@triton.jit
+def as_rows(chunk):
+    """A chunk of rows and columns, from one as chunk_at has it."""
+    if len(chunk.shape) == 2:
+        return chunk
+    else:
+        return tl.reshape(tl.permute(chunk, (0, 2, 1)), (chunk.shape[0] * chunk.shape[2], chunk.shape[1]))
+
+
+@triton.jit
+def as_accessed(chunk, shape: tl.constexpr):
+    """The inverse of as_rows, for a chunk of that shape."""
+    if len(shape) == 2:
+        return chunk
+    else:
+        return tl.permute(tl.reshape(chunk, (shape[0], shape[2], shape[1])), (0, 2, 1))
+
+
+@triton.jit
+def load_columns(tensor, b, t, g, exists, ALIGNED: tl.constexpr, FORM: tl.constexpr, TARGET: tl.constexpr):
     """What token t of group g has for each column, in chunks as a tile has them, (1, CHUNK) or (BLOCK_ROWS, CHUNK);
     zero in columns that do not exist, and where the token does not.
 
@@ -23,16 +115,16 @@ def load_columns(
     as a tile, every thread has its values where it needs them. The compiler is told of no wider alignment than the
     state has: it gives a tile the layout of its widest access, and that would change the order of sums.
     """
-    as_tile: tl.constexpr = CHUNK >= THREADS
+    as_tile: tl.constexpr = FORM.CHUNK >= FORM.THREADS
     width: tl.constexpr = tensor[0].dtype.element_ty.primitive_bitwidth // 8
-    alignment: tl.constexpr = min(16, VECTOR * width) if as_tile else 16
+    alignment: tl.constexpr = min(16, FORM.PER_COLUMNS * width) if as_tile else 16
     entry = token_entry(tensor, b, t, g, alignment if ALIGNED else 1)
     values = ()
-    for k in tl.static_range(BLOCK_COLS // CHUNK):
-        cols = (k * CHUNK + tl.arange(0, CHUNK))[None, :]
+    for k in tl.static_range(FORM.BLOCK_COLS // FORM.CHUNK):
+        cols = (k * FORM.CHUNK + tl.arange(0, FORM.CHUNK))[None, :]
         if as_tile:
-            cols += tl.zeros([BLOCK_ROWS, 1], tl.int32)
-        mask = tl.where(exists, cols < COLS, False)
+            cols += tl.zeros([FORM.BLOCK_ROWS, 1], tl.int32)
+        mask = tl.where(exists, cols < FORM.COLS, False)
         values = values + (widened(tl.load(entry + cols, mask=mask, other=0.0), TARGET),)
     return values
 
@@ -40,16 +132,22 @@ def load_columns(
 @triton.jit
 def widened(x, TARGET: tl.constexpr):
     """Values in float32."""
-    if x.dtype == tl.bfloat16 and (TARGET == "sm_80" or TARGET == "sm_89"):
+    if x.dtype == tl.bfloat16 and has_ptx(TARGET):
         return from_bfloat16_ptx(x.to(tl.uint16, bitcast=True))
     else:
         return x.to(tl.float32)
 
 
 @triton.jit
+def load_or_zero(ptrs, mask):
+    """Values in float32; zero where masked."""
+    return tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def load_rows(ptr, offs_d, mask_d, exists):
     """A value for each row of a head, (BLOCK_ROWS,); zeros where nothing exists."""
-    return tl.load(ptr + offs_d, mask=tl.where(exists, mask_d, False), other=0.0).to(tl.float32)
+    return load_or_zero(ptr + offs_d, mask=tl.where(exists, mask_d, False))
 
 
 @triton.jit
@@ -64,7 +162,7 @@ def load_head(ptr, offs_d, mask_d, exists, PER_ROW: tl.constexpr):
     if PER_ROW:
         return load_rows(ptr, offs_d, mask_d, exists)
     else:
-        return tl.load(ptr, mask=exists, other=0.0).to(tl.float32)
+        return load_or_zero(ptr, mask=exists)
 
 
 @triton.jit
@@ -75,8 +173,8 @@ def dot_rows(s, C, VECTOR: tl.constexpr):
     sums = ()
     for k in tl.static_range(len(s)):
         sums = sums + (sum_vectors(s[k], C[k], VECTOR),)
-    for _ in tl.static_range(MOST_HALVINGS):
-        sums = fold(sums)
+    for _ in tl.static_range(MOST_FOLDS):
+        sums = sum_halves(sums)
     tl.static_assert(len(sums) == 1)
     return tl.sum(sums[0], axis=1)
 
@@ -107,7 +205,7 @@ def halves_of(values):
 
 
 @triton.jit
-def fold(values):
+def sum_halves(values):
     """The second half of a tuple added to its first; a single value as it is."""
     if len(values) == 1:
         return values
