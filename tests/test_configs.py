@@ -170,24 +170,6 @@ def by_a_plan(inputs: Any, case: AnyCase) -> Stored:
 def require_one_result(mode: Problem, configs: set[Config], device: torch.device) -> None:
     """Calls with every config give the bytes of another one; of one with as many lanes in the interpreter, which sums
     over them in numpy's order."""
-<<<<<<< HEAD
-    tokens = (9 if mode.op.endswith("_16") else 5) if mode.several_tokens else 0
-    case: AnyCase = Case(1, 1, 1, mode.rows, mode.cols, format=mode.format, rounding=mode.rounding, tokens=tokens)
-    if mode.op.startswith("gated_delta"):
-        exact = not isinstance(mode, TensorCoreProblem)
-        case = DeltaCase(
-            1, 1, 1, mode.rows, mode.cols, mode.format, mode.rounding, tokens=tokens, exact=exact, qk="float16"
-        )
-    if isinstance(mode, ChannelProblem):
-        case = ConvCase(1, mode.rows, mode.cols, tokens=tokens, x=mode.format, parameters=mode.format)
-    if isinstance(mode, HeadProblem | RankProblem):
-        rank, angles = int(re.findall(r"rank (\d+)", mode.op)[0]), 3 if mode.op.endswith("turned") else 0
-        case = Mamba3Case(
-            1, 1, 1, mode.rows, mode.cols, rank, angles, None, mode.format, mode.rounding, tokens=tokens, kv="float16"
-        )
-    inputs = make_inputs(case, device)
-    assert replace(case.problem, stored=mode.stored) == mode
-=======
     replays = isinstance(mode, ReplayProblem | ReplayTokenProblem)
     x = "bfloat16" if device.type == "cuda" else "float32"
     bases: dict[str, AnyCase] = {
@@ -200,7 +182,6 @@ def require_one_result(mode: Problem, configs: set[Config], device: torch.device
     inputs, calls = make_inputs(case, device), {
         "last": (in_place,), "every": (to_slots, to_snapshots), "none": (without_update,)
     }[mode.stored]  # fmt: skip
->>>>>>> launching
     others = [config for config in valid_configs(mode) if config not in configs]
 
     @cache
