@@ -5,6 +5,7 @@ A table of README.md or docs/ stands between two marks. The first one says what 
     <!-- figures of OP; make figures writes this -->                    flashstate alone, by format
     <!-- figures of OP: LABEL | LABEL; make figures writes this -->     all implementations under these labels
     <!-- errors of long heads; make figures writes this -->             tools/numerics.py, at the end of its run
+    <!-- arguments of OP; make figures writes this -->                  its tensors, as it is declared
     <!-- end of figures -->
 """
 
@@ -17,6 +18,7 @@ from pathlib import Path
 
 from flashstate.bench.plot import draw
 from flashstate.bench.results import HOST_COST, Row, is_roof, read_csv
+from tools.arguments import arguments_table
 from tools.numerics import error_table, read_errors
 from tools.numerics_plot import draw_errors
 from tools.replay_pays import pays
@@ -35,6 +37,7 @@ OURS = "flashstate"
 ORIGIN = ("torch", "triton", "commit", "date", "peers")  # of a provenance
 END = "<!-- end of figures -->"
 MARKED = re.compile(rf"(?P<mark><!-- (?P<table>[^;\n]+); make figures writes this -->\n).*?(?={END})", re.DOTALL)
+ARGUMENTS = "arguments of "
 FIGURES = re.compile(r"figures of (?P<op>[^:]+)(: (?P<labels>.+))?")
 
 
@@ -55,12 +58,14 @@ def documents() -> list[Path]:
 
 
 def with_tables(text: str) -> str:
-    """A document with what results/ has now in the place of its tables."""
+    """A document with what results/ and declarations have now in the place of its tables."""
     return MARKED.sub(lambda found: found["mark"] + table(found["table"]), text)
 
 
 def table(name: str) -> str:
     """The table that a mark asks for; ValueError where there is none."""
+    if name.startswith(ARGUMENTS):
+        return arguments_table(name.removeprefix(ARGUMENTS))
     asked = FIGURES.fullmatch(name)
     if asked is None:
         provenance, rows = read_errors(ERRORS)

@@ -8,11 +8,36 @@ from flashstate.proof.cases.gated_delta import DeltaCase
 from flashstate.proof.cases.mamba2 import Case
 from flashstate.proof.cases.mamba2_replay import Recurrence, ReplayCase, ReplayInputs, ReplayPool
 from flashstate.proof.cases.mamba3 import Mamba3Case, with_rotary
-from flashstate.proof.inputs import Inputs, Op, Pool, dtype, slotted
+from flashstate.proof.inputs import Inputs, Pool, ProvenOp, dtype, slotted
 from flashstate.proof.oracle import BUDGET, Expected, carried_errors, encoded, error_ratio, oracle, up_to_turns
 
 __all__ = [
-    "BUDGET", "CASES", "AnyCase", "Case", "Cases", "ConvCase", "DeltaCase", "Expected", "Inputs", "Mamba3Case", "Op",
-    "Pool", "Recurrence", "ReplayCase", "ReplayInputs", "ReplayPool", "StateCase", "carried_errors", "cases", "dtype",
-    "encoded", "error_ratio", "interpreted", "make_inputs", "oracle", "slotted", "up_to_turns", "with_rotary",
+    "BUDGET",
+    "CASES",
+    "AnyCase",
+    "Case",
+    "Cases",
+    "ConvCase",
+    "DeltaCase",
+    "Expected",
+    "Inputs",
+    "Mamba3Case",
+    "Pool",
+    "ProvenOp",
+    "Recurrence",
+    "ReplayCase",
+    "ReplayInputs",
+    "ReplayPool",
+    "StateCase",
+    "carried_errors",
+    "cases",
+    "dtype",
+    "encoded",
+    "error_ratio",
+    "interpreted",
+    "make_inputs",
+    "oracle",
+    "slotted",
+    "up_to_turns",
+    "with_rotary",
 ]  # fmt: skip

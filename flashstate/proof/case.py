@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flashstate.launch import Problem
-from flashstate.proof.inputs import Inputs, Op, Pool, Source, dtype, view_into_projection
+from flashstate.proof.inputs import Inputs, Pool, ProvenOp, Source, dtype, view_into_projection
 from flashstate.state.formats import FORMATS, PORTABLE_FORMATS, encode
 from flashstate.state.signature import ACCESS_BYTES
 from flashstate.state.state import State
@@ -21,8 +21,8 @@ from flashstate.state.state import State
 C = TypeVar("C", bound="AnyCase")
 
 
-class Given(NamedTuple):
-    """A tensor that a call is given."""
+class Drawn(NamedTuple):
+    """A tensor that is drawn for a call."""
 
     name: str
     dtype: str
@@ -76,12 +76,12 @@ class AnyCase(ABC):
 
     @property
     @abstractmethod
-    def op(self) -> Op:
+    def op(self) -> ProvenOp:
         """What it is a problem for."""
 
     @property
     @abstractmethod
-    def given(self) -> tuple[Given, ...]:
+    def given(self) -> tuple[Drawn, ...]:
         """The arguments of a call, in the order in which their numbers are drawn."""
 
     @abstractmethod

@@ -83,7 +83,7 @@ class BesideStates:
 
 
 @dataclass(frozen=True)
-class Op:
+class ProvenOp:
     """What inputs, the oracle and laws know of an op."""
 
     step: Callable[..., Tensor]  # given a Pool, and everything else by its name
@@ -116,7 +116,7 @@ AnyInputs = TypeVar("AnyInputs", bound="Inputs")
 class Inputs:
     """A state pool and the arguments of one call on it."""
 
-    op: Op
+    op: ProvenOp
     state: Any  # a Pool
     arguments: dict[str, Tensor]  # those that must be given
     options: dict[str, Any]  # the others

@@ -11,8 +11,8 @@ from torch import Tensor
 from flashstate.launch.direct import Launches
 from flashstate.ops import conv1d
 from flashstate.ops.conv1d import ChannelProblem
-from flashstate.proof.case import CASES, AnyCase, Cases, Given
-from flashstate.proof.inputs import Inputs, Op, Source, dtype, view_into_projection
+from flashstate.proof.case import CASES, AnyCase, Cases, Drawn
+from flashstate.proof.inputs import Inputs, ProvenOp, Source, dtype, view_into_projection
 from flashstate.reference.conv1d import conv1d_token
 from flashstate.state.signature import ACCESS_BYTES
 
@@ -48,7 +48,7 @@ def _token(
     return conv1d_token(u[..., -weight.shape[1] :], weight, bias, activation), u[..., 1:]
 
 
-CONV1D = Op(_step, _token, activations=("x",), remembered=("x",), widths=1, copies=True)
+CONV1D = ProvenOp(_step, _token, activations=("x",), remembered=("x",), widths=1, copies=True)
 
 
 @dataclass(frozen=True)
@@ -91,15 +91,15 @@ class ConvCase(AnyCase):
         return 2 * sum(self.lengths) * self.channels * dtype(self.x).itemsize
 
     @property
-    def op(self) -> Op:
+    def op(self) -> ProvenOp:
         return replace(CONV1D, every_token=self.extra == 0)
 
     @property
-    def given(self) -> tuple[Given, ...]:
+    def given(self) -> tuple[Drawn, ...]:
         return (
-            Given("x", self.x, (self.channels,)),
-            Given("weight", self.parameters, (self.channels, self.width)),
-            Given("bias", self.parameters, (self.channels,), self.bias),
+            Drawn("x", self.x, (self.channels,)),
+            Drawn("weight", self.parameters, (self.channels, self.width)),
+            Drawn("bias", self.parameters, (self.channels,), self.bias),
         )
 
     @property

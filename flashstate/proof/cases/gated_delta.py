@@ -11,8 +11,8 @@ from torch import Tensor
 
 from flashstate.launch import Problem
 from flashstate.ops.gated_delta import delta_kind, gated_delta_step
-from flashstate.proof.case import CASES, Cases, Given, StateCase, by_turns, in_every_format
-from flashstate.proof.inputs import Inputs, Op, dtype, first_axis_innermost
+from flashstate.proof.case import CASES, Cases, Drawn, StateCase, by_turns, in_every_format
+from flashstate.proof.inputs import Inputs, ProvenOp, dtype, first_axis_innermost
 from flashstate.reference.gated_delta import gated_delta_token, gates, normalised
 from flashstate.state.formats import FORMATS, PORTABLE_FORMATS
 from flashstate.state.signature import ACCESS_BYTES
@@ -47,7 +47,7 @@ def _token_of_terms(s: Tensor, exact: bool, **arguments: Any) -> tuple[Tensor, T
     return o, s + two_terms(u)[..., None] * k
 
 
-GATED_DELTA = Op(
+GATED_DELTA = ProvenOp(
     gated_delta_step, _token, ("q", "k", "v", "a", "b"), remembered=("k", "v", "a", "b"), widths=2, main="v", sums=True
 )
 
@@ -96,7 +96,7 @@ class DeltaCase(StateCase):
         return self.exact  # else a short row takes part in what the longest one needs
 
     @property
-    def op(self) -> Op:
+    def op(self) -> ProvenOp:
         """With tensor cores, a result that is to be finer than 16 bits is measured against operands of two terms. Other
         states are exact sums of such operands, as q and k are, and lose nothing to them. Formats but float32 add up a
         row in another order, and such sums reach the state."""
@@ -107,16 +107,16 @@ class DeltaCase(StateCase):
         return replace(op, exact_at_once=alike, stored_at_once=alike)
 
     @property
-    def given(self) -> tuple[Given, ...]:
+    def given(self) -> tuple[Drawn, ...]:
         per_head = (self.cols,) if self.per_channel else ()
         return (
-            Given("q", self.qk, (self.key_heads, self.cols)),
-            Given("k", self.qk, (self.key_heads, self.cols)),
-            Given("v", self.x, (self.heads, self.rows)),
-            Given("a", self.gates, (self.heads, *per_head)),
-            Given("b", self.gates, (self.heads,)),
-            Given("A_log", self.parameters, (self.heads,), self.raw),
-            Given("dt_bias", self.parameters, (self.heads, *per_head), self.has_bias),
+            Drawn("q", self.qk, (self.key_heads, self.cols)),
+            Drawn("k", self.qk, (self.key_heads, self.cols)),
+            Drawn("v", self.x, (self.heads, self.rows)),
+            Drawn("a", self.gates, (self.heads, *per_head)),
+            Drawn("b", self.gates, (self.heads,)),
+            Drawn("A_log", self.parameters, (self.heads,), self.raw),
+            Drawn("dt_bias", self.parameters, (self.heads, *per_head), self.has_bias),
         )
 
     def adjust(self, arguments: dict[str, Tensor], options: dict[str, Any]) -> None:

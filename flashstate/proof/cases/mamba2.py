@@ -9,8 +9,8 @@ from torch import Tensor
 
 from flashstate.launch import Problem
 from flashstate.ops.mamba2 import mamba2_step
-from flashstate.proof.case import CASES, Cases, Given, StateCase, by_turns, in_every_format
-from flashstate.proof.inputs import Inputs, Op, dtype, first_axis_innermost
+from flashstate.proof.case import CASES, Cases, Drawn, StateCase, by_turns, in_every_format
+from flashstate.proof.inputs import Inputs, ProvenOp, dtype, first_axis_innermost
 from flashstate.reference.mamba2 import mamba2_token
 from flashstate.state.formats import FORMATS, PORTABLE_FORMATS
 
@@ -20,7 +20,7 @@ def _token(s: Tensor, **arguments: Any) -> tuple[Tensor, Tensor]:
     return mamba2_token(s, **{"D": None, "z": None, "dt_bias": None, **arguments})
 
 
-MAMBA2 = Op(mamba2_step, _token, activations=("x", "dt", "B", "C", "z"), remembered=("x", "dt", "B"), widths=2)
+MAMBA2 = ProvenOp(mamba2_step, _token, activations=("x", "dt", "B", "C", "z"), remembered=("x", "dt", "B"), widths=2)
 
 
 @dataclass(frozen=True)
@@ -49,25 +49,25 @@ class Case(StateCase):
         return Problem("mamba2_step", *shape, size, self.several)
 
     @property
-    def op(self) -> Op:
+    def op(self) -> ProvenOp:
         """A scale is multiplied with the decay, so that the last bits of several tokens differ; formats but float32 add
         up a row in another order."""
         scaled = FORMATS[dtype(self.format)].scaled
         return replace(MAMBA2, exact_at_once=self.format == "float32", stored_at_once=not scaled)
 
     @property
-    def given(self) -> tuple[Given, ...]:
+    def given(self) -> tuple[Drawn, ...]:
         heads, rows, cols = self.heads, self.rows, self.cols
         per_row, per_element = ((rows,), (rows, cols)) if self.mamba1 else ((), ())
         return (
-            Given("x", self.x, (heads, rows)),
-            Given("dt", self.dt, (heads, *per_row)),
-            Given("A", self.parameters, (heads, *per_element)),
-            Given("B", self.bc, (self.groups, cols)),
-            Given("C", self.bc, (self.groups, cols)),
-            Given("D", self.parameters, (heads, rows) if self.D == "row" else (heads,), self.D is not None),
-            Given("z", self.x, (heads, rows), self.z),
-            Given("dt_bias", self.parameters, (heads, *per_row), self.dt_bias),
+            Drawn("x", self.x, (heads, rows)),
+            Drawn("dt", self.dt, (heads, *per_row)),
+            Drawn("A", self.parameters, (heads, *per_element)),
+            Drawn("B", self.bc, (self.groups, cols)),
+            Drawn("C", self.bc, (self.groups, cols)),
+            Drawn("D", self.parameters, (heads, rows) if self.D == "row" else (heads,), self.D is not None),
+            Drawn("z", self.x, (heads, rows), self.z),
+            Drawn("dt_bias", self.parameters, (heads, *per_row), self.dt_bias),
         )
 
     def adjust(self, arguments: dict[str, Tensor], options: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from flashstate.launch import Problem
 from flashstate.ops.mamba2_replay import ReplayProblem, ReplayTokenProblem, mamba2_replay, parted, replay_kind
 from flashstate.proof.case import CASES, Cases, by_turns, in_every_format
 from flashstate.proof.cases.mamba2 import MAMBA2, Case
-from flashstate.proof.inputs import BesideStates, Inputs, Op, Source, dtype
+from flashstate.proof.inputs import BesideStates, Inputs, ProvenOp, Source, dtype
 from flashstate.proof.oracle import Expected, encoded
 from flashstate.reference.mamba2 import mamba2_token, softplus
 from flashstate.reference.mamba2_replay import BEFORE_THE_FIRST_TOKEN, replayed
@@ -252,7 +252,7 @@ class ReplayCase(Case):
         return kind("mamba2_replay either", *shape, size, self.tokens > 1)
 
     @property
-    def op(self) -> Op:
+    def op(self) -> ProvenOp:
         return REPLAY
 
     def same_when_packed(self, tokens: int) -> bool:

@@ -12,8 +12,16 @@ from torch import Tensor
 
 from flashstate.launch import Problem
 from flashstate.ops.mamba3 import mamba3_kind, mamba3_step
-from flashstate.proof.case import CASES, Cases, Given, StateCase, by_turns, in_every_format
-from flashstate.proof.inputs import BesideStates, Inputs, Op, Source, dtype, first_axis_innermost, view_into_projection
+from flashstate.proof.case import CASES, Cases, Drawn, StateCase, by_turns, in_every_format
+from flashstate.proof.inputs import (
+    BesideStates,
+    Inputs,
+    ProvenOp,
+    Source,
+    dtype,
+    first_axis_innermost,
+    view_into_projection,
+)
 from flashstate.reference.mamba3 import FourStates, Parameters, mamba3_token, rotated, wrapped
 from flashstate.state.formats import PORTABLE_FORMATS, encode
 from flashstate.state.mamba3 import Mamba3State, Rotary
@@ -69,7 +77,7 @@ def _token(
     return y, *(tensor for tensor in memory if tensor is not None)
 
 
-MAMBA3 = Op(
+MAMBA3 = ProvenOp(
     _step, _token, ("x", "A", "dt", "trap", "B", "C", "z", "angle"), remembered=("x", "A", "dt", "trap", "B"),
     widths=2, carried=("k", "v", "angle"), angles=("angle",), between_tokens=False,
 )  # fmt: skip
@@ -125,7 +133,7 @@ class Mamba3Case(StateCase):
         return 1 if self.Wo else self.rank
 
     @property
-    def op(self) -> Op:
+    def op(self) -> ProvenOp:
         """Where all columns are turned, what turns them reaches all of the state. Formats but float32 need fewer terms
         of operands."""
         carried = MAMBA3.carried if self.angles else ("k", "v")
@@ -135,25 +143,25 @@ class Mamba3Case(StateCase):
         return replace(op, exact_at_once=alike, stored_at_once=alike, one_order=self.rank == 1)
 
     @property
-    def given(self) -> tuple[Given, ...]:
+    def given(self) -> tuple[Drawn, ...]:
         heads, of_groups = self.heads, (self.rank, self.groups, self.cols)
         of_rows, of_columns = (self.rank, heads, self.rows), (self.rank, heads, self.cols)
         turned, biased = self.angles > 0, self.bias and self.angles > 0
         return (
-            Given("Wx", self.parameters, of_rows, self.Wx),
-            Given("Wz", self.parameters, of_rows, self.Wz and self.z),
-            Given("Wo", self.parameters, of_rows, self.Wo),
-            Given("D", self.parameters, (heads,), self.D),
-            Given("bias_B", self.parameters, of_columns, biased),
-            Given("bias_C", self.parameters, of_columns, biased),
-            Given("x", self.x, (heads, self.rows)),
-            Given("A", self.scalars, (heads,)),
-            Given("dt", self.scalars, (heads,), uniform=True),
-            Given("trap", self.scalars, (heads,), uniform=not self.trap_logit),
-            Given("z", self.x, (heads, self.rows), self.z),
-            Given("angle", self.bc, (heads, self.angles) if self.angle_per_head else (self.angles,), turned),
-            Given("B", self.bc, of_groups),
-            Given("C", self.bc, of_groups),
+            Drawn("Wx", self.parameters, of_rows, self.Wx),
+            Drawn("Wz", self.parameters, of_rows, self.Wz and self.z),
+            Drawn("Wo", self.parameters, of_rows, self.Wo),
+            Drawn("D", self.parameters, (heads,), self.D),
+            Drawn("bias_B", self.parameters, of_columns, biased),
+            Drawn("bias_C", self.parameters, of_columns, biased),
+            Drawn("x", self.x, (heads, self.rows)),
+            Drawn("A", self.scalars, (heads,)),
+            Drawn("dt", self.scalars, (heads,), uniform=True),
+            Drawn("trap", self.scalars, (heads,), uniform=not self.trap_logit),
+            Drawn("z", self.x, (heads, self.rows), self.z),
+            Drawn("angle", self.bc, (heads, self.angles) if self.angle_per_head else (self.angles,), turned),
+            Drawn("B", self.bc, of_groups),
+            Drawn("C", self.bc, of_groups),
         )
 
     def adjust(self, arguments: dict[str, Tensor], options: dict[str, Any]) -> None:
