@@ -17,11 +17,13 @@ def softplus(x):
 
 @triton.jit
 def sigmoid(x):
+    """1 / (1 + exp(-x))."""
     return 1.0 / (1.0 + tl.exp(-x))
 
 
 @triton.jit
 def silu(x):
+    """x sigmoid(x)."""
     return x / (1.0 + tl.exp(-x))
 
 
@@ -46,6 +48,7 @@ def divide(a: tl.constexpr, b, TARGET: tl.constexpr):
 
 @triton.jit
 def maximum_or_nan(a, b):
+    """The larger of two numbers; NaN if one of them is."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -66,8 +69,8 @@ def next_below(v):
 
 @triton.jit
 def tanh(x):
-    """Of an absolute accuracy, that of float32 near 1: what is tiny comes out with few bits. exp by a Taylor series,
-    because the GPU's, a few units off, would make angles drift."""
+    """tanh with an absolute accuracy, that of float32 near 1: what is tiny comes out with few bits. exp by a Taylor
+    series, because the GPU's, a few units off, would make angles drift."""
     y = -2.0 * tl.minimum(tl.abs(x), 20.0)
     n = tl.floor(y * 1.4426950408889634 + 0.5)
     r = tl.fma(n, -LN2_LOW, tl.fma(n, -LN2_HIGH, y))
@@ -105,13 +108,13 @@ def wrapped(angle):
 
 
 QUARTER = tl.constexpr(1.5707963267948966)
-QUARTER_HIGH = tl.constexpr(1.5703125)  # as TURN_HIGH
+QUARTER_HIGH = tl.constexpr(1.5703125)  # of which products with whole quarters are exact, and
 QUARTER_LOW = tl.constexpr(0.0004838267948966192)
 
 
 @triton.jit
 def cos_and_sin(angle):
-    """Of angles in [0, 2π): Taylor series at the nearest quarter of a turn, as far as float32 can tell."""
+    """Cosine and sine of angles in [0, 2π): Taylor series at the nearest quarter, as far as float32 can tell."""
     quarter = tl.floor(angle / QUARTER + 0.5)
     x = (angle - quarter * QUARTER_HIGH) - quarter * QUARTER_LOW
     square = x * x

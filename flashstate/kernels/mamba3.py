@@ -20,6 +20,7 @@ from flashstate.kernels.mamba3_token import (
     prefetch_slot,
     prepare_token,
     store_carried,
+    vectors_of,
 )
 from flashstate.kernels.slots import read_slot, resolve_write, token_range, write_slot
 from flashstate.kernels.state_io import STREAMING, from_code, load_tile, random_bits, store_slot
@@ -27,17 +28,14 @@ from flashstate.kernels.stores import store_output
 from flashstate.kernels.tensor_cores import (
     above,
     add_products,
-    as_operand,
     by_warps,
     chunks_of_operand,
     dot_terms_apart,
-    halved,
     in_rows,
     multiply,
     operand_of_chunks,
     sum_columns,
     terms_of,
-    transposed,
 )
 from flashstate.kernels.tiles import (
     STAGES,
@@ -48,39 +46,9 @@ from flashstate.kernels.tiles import (
     minus_zero,
     store_rows,
     tile_at,
-    widened,
     zero_unless,
 )
 from flashstate.launch.kernel import kernel
-
-
-@triton.jit
-def in_chunks(x, CHUNK: tl.constexpr, TARGET: tl.constexpr):
-    """Matrices side by side, in float32, as chunks of so many columns."""
-    chunks = ()
-    for i in tl.static_range(len(x)):
-        chunks = chunks + halved(widened(x[i], TARGET), CHUNK)
-    return chunks
-
-
-@triton.jit
-def vectors_of(now, before, C, KIND: tl.constexpr):
-    """What a tile is multiplied with. Of rank 1 B of a token, B of the token before, and C, in chunks as the tile has
-    them. Of others terms of B of the token above that of the token before, and terms of C (columns, ranks), columns in
-    the order of operands; of each half of the columns, if they come in halves."""
-    CHUNK: tl.constexpr = KIND.FORM.CHUNK
-    VECTOR: tl.constexpr = KIND.FORM.VECTOR
-    TARGET: tl.constexpr = KIND.TARGET
-    if KIND.RANK == 1:
-        return in_chunks(now, CHUNK, TARGET), in_chunks(before, CHUNK, TARGET), in_chunks(C, CHUNK, TARGET)
-    else:
-        upper = (tl.arange(0, now[0].shape[0]) < now[0].shape[0] // 2)[:, None]
-        both, across = (), ()
-        for i in tl.static_range(len(now)):
-            stacked = as_operand(tl.where(upper, now[i], before[i]), VECTOR)
-            both = both + (terms_of(stacked, KIND.TERMS, TARGET),)
-            across = across + (transposed(terms_of(as_operand(C[i], VECTOR), KIND.OUT_TERMS, TARGET)),)
-        return both, across
 
 
 @triton.jit
@@ -111,12 +79,12 @@ def load_weights(weights, offs_d, r, h, KIND: tl.constexpr):
 
 
 @triton.jit
-def load_row_inputs(x_at, z_at, b, t, h, offs_d, ROWS: tl.constexpr):
+def load_row_inputs(x_at, z_at, b, t, h, offs_d, KIND: tl.constexpr):
     """x and z of token t for these rows."""
-    x = load_rows(token_entry(x_at, b, t, h, 1), offs_d, offs_d < ROWS, True)
+    x = load_rows(token_entry(x_at, b, t, h, 1), offs_d, offs_d < KIND.FORM.ROWS, True)
     z = x
-    if z_at[0] is not None:
-        z = load_rows(token_entry(z_at, b, t, h, 1), offs_d, offs_d < ROWS, True)
+    if KIND.GATED:
+        z = load_rows(token_entry(z_at, b, t, h, 1), offs_d, offs_d < KIND.FORM.ROWS, True)
     return x, z
 
 
@@ -227,6 +195,45 @@ def store_tile(pool, to, tile, s, random, ROUNDING: tl.constexpr, KIND: tl.const
 
 
 @triton.jit
+def step_tokens(
+    v, s, theta, before, weights, D, inputs, x_at, z_at, out, out_r, b, first, count, h, g, offs_d, r, exists, live,
+    every, PADDING: tl.constexpr, STORES: tl.constexpr, ROUNDING: tl.constexpr, ROUNDS: tl.constexpr,
+    kept_dtype: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    """A tile through all tokens of row b, whose outputs are stored, with STORES "every" also what is kept after each:
+    the last v, the tile, the last angles and k."""
+    pool, carried, v_at, write, slot, slots, longest, tile, drawing, last_tile = every
+    seed, _, stream = drawing
+    for t in range(0, count):
+        token = load_token(inputs, b, first + t, h, g, r, exists, KIND)
+        x, z = load_row_inputs(x_at, z_at, b, first + t, h, offs_d, KIND)
+        factors, theta, now, C = prepare_token(token, theta, kept_dtype, KIND)
+        vectors = vectors_of(now, before, C, KIND)
+        s = step_tile(
+            s, v, x, z, factors, vectors, weights, D, out, out_r, b, first + t, h, offs_d, r, live, PADDING, KIND
+        )
+        v = x.to(v_at[0].dtype.element_ty).to(tl.float32)
+        before = now
+        if STORES == "every":
+            to = resolve_write(write, b, t, slot, live & (t < longest), slots)
+            bits = random_bits(seed, tile, t, stream, KIND.FORM, ROUNDING, ROUNDS)
+            store_tile(pool, to, tile, s, bits, ROUNDING, KIND)
+            ends = (to >= 0) & last_tile  # other tiles begin with what was there before
+            tl.debug_barrier()
+            store_v(v_at, to, h, offs_d, v, KIND)
+            store_carried(carried, to, ends, h, now, theta, r, KIND)
+    return v, s, theta, before
+
+
+@triton.jit
+def store_v(v_at, to, h, offs_d, v, KIND: tl.constexpr):
+    """Store v of these rows of a head in slot `to`, unless that is -1 or the call stores no v."""
+    v_ptr, v_stride = v_at
+    if KIND.STORES_KV:
+        store_rows(v_ptr + to * v_stride + h * KIND.FORM.ROWS, offs_d, offs_d < KIND.FORM.ROWS, to >= 0, v)
+
+
+@triton.jit
 def read_ahead(read, AHEAD: tl.constexpr, H: tl.constexpr):
     """The slot and the head of the program that is AHEAD behind this one, and whether there is such a program."""
     read_ptr, read_stride = read
@@ -303,7 +310,8 @@ def mamba3_step_kernel(
     B_at, C_at, angle_at = (B_ptr, B_b, B_t, B_g), (C_ptr, C_b, C_t, C_g), (angle_ptr, angle_b, angle_t, angle_h)
     inputs = (A_at, dt_at, trap_at, B_at, B_r, C_at, C_r, angle_at, bias_B_ptr, bias_C_ptr)
     pool, write = (data_ptr, scale_ptr, slot_stride, scale_stride), (write_ptr, write_stride)
-    weight_ptrs, carried = (Wx_ptr, Wz_ptr, Wo_ptr), (k_ptr, k_stride, theta_ptr, theta_stride)
+    weight_ptrs, v_at = (Wx_ptr, Wz_ptr, Wo_ptr), (v_ptr, v_stride)
+    carried = (k_ptr, k_stride, theta_ptr, theta_stride)
     read, slots = (read_ptr, read_stride, read_width, accepted_ptr), (num_slots, null, fault_ptr)
     first, count = token_range(cu_seqlens_ptr, b, tokens, ONE_TOKEN)
     if AHEAD > 0:
@@ -315,7 +323,7 @@ def mamba3_step_kernel(
         stored = load_tile(pool, slot, live, tile, drawing, FORM, LAST_ROUNDING, ROUNDS, STREAMING)
     if AHEAD > 0:
         comes = comes & (later_slot >= 0) & (later_slot < num_slots)
-        prefetch_slot(data_ptr, slot_stride, (v_ptr, v_stride), carried, later_slot, comes, later_h, KIND)
+        prefetch_slot(data_ptr, slot_stride, v_at, carried, later_slot, comes, later_h, KIND)
     kept_entries = k_ptr + slot * k_stride + (r * H + h) * COLS
     before = load_rank_columns(kept_entries, tl.where(live, r < RANK, False), KIND.IN_HALVES, FORM)
     theta = 0.0
@@ -327,7 +335,7 @@ def mamba3_step_kernel(
         tl.debug_barrier()  # else a compiler puts what waits for the weights in front of the state's loads
         weights = load_weights(weight_ptrs, offs_d, r, h, KIND)
         if ONE_TOKEN:
-            x, z = load_row_inputs(x_at, z_at, b, first, h, offs_d, ROWS)
+            x, z = load_row_inputs(x_at, z_at, b, first, h, offs_d, KIND)
     D = 0.0
     if D_ptr is not None:
         D = tl.load(D_ptr + h).to(tl.float32)
@@ -353,7 +361,7 @@ def mamba3_step_kernel(
             v = load_rows(v_ptr + slot * v_stride + h * ROWS, offs_d, offs_d < ROWS, live)
             weights = load_weights(weight_ptrs, offs_d, r, h, KIND)
             if ONE_TOKEN:
-                x, z = load_row_inputs(x_at, z_at, b, first, h, offs_d, ROWS)
+                x, z = load_row_inputs(x_at, z_at, b, first, h, offs_d, KIND)
         s = tile_of(stored, live, dtype, WARPS, PADDING, KIND)
         if ONE_TOKEN:
             s = step_tile(
@@ -361,27 +369,11 @@ def mamba3_step_kernel(
             )
             v = x
         else:
-            tile_theta, tile_before = theta, before
-            for t in range(0, count):
-                token = load_token(inputs, b, first + t, h, g, r, exists, KIND)
-                x, z = load_row_inputs(x_at, z_at, b, first + t, h, offs_d, ROWS)
-                factors, tile_theta, now, C = prepare_token(token, tile_theta, kept_dtype, KIND)
-                vectors = vectors_of(now, tile_before, C, KIND)
-                s = step_tile(
-                    s, v, x, z, factors, vectors, weights, D, out, out_r, b, first + t, h, offs_d, r, live,
-                    PADDING, KIND,
-                )  # fmt: skip
-                v = x.to(v_ptr.dtype.element_ty).to(tl.float32)
-                tile_before = now
-                if STORES == "every":
-                    after = resolve_write(write, b, t, slot, live & (t < longest), slots)
-                    bits = random_bits(seed, tile, t, stream, FORM, ROUNDING, ROUNDS)
-                    store_tile(pool, after, tile, s, bits, ROUNDING, KIND)
-                    ends = (after >= 0) & (i == TILES - 1)  # other tiles begin with what was there before
-                    tl.debug_barrier()
-                    if STORES_KV:
-                        store_rows(v_ptr + after * v_stride + h * ROWS, offs_d, offs_d < ROWS, after >= 0, v)
-                    store_carried(carried, after, ends, h, now, tile_theta, r, KIND)
+            every = (pool, carried, v_at, write, slot, slots, longest, tile, drawing, i == TILES - 1)
+            v, s, tile_theta, tile_before = step_tokens(
+                v, s, theta, before, weights, D, inputs, x_at, z_at, out, out_r, b, first, count, h, g, offs_d, r,
+                exists, live, every, PADDING, STORES, ROUNDING, ROUNDS, kept_dtype, KIND,
+            )  # fmt: skip
             if STORES == "last":
                 ends = (to >= 0) & (i == TILES - 1)
                 tl.debug_barrier()
@@ -390,8 +382,7 @@ def mamba3_step_kernel(
             store_tile(pool, to, tile, s, stored[2], ROUNDING, KIND)
             if TILES > 1:
                 tl.debug_barrier()  # all warps have v of the token before
-            if STORES_KV:
-                store_rows(v_ptr + to * v_stride + h * ROWS, offs_d, offs_d < ROWS, to >= 0, v)
+            store_v(v_at, to, h, offs_d, v, KIND)
 
     if cu_seqlens_ptr is not None:
         zero_unused_ranks(out, out_r, cu_seqlens_ptr, b, h, tokens, KIND)

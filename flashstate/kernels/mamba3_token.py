@@ -9,8 +9,8 @@ from flashstate.kernels.addressing import token_entry
 from flashstate.kernels.functions import PI_HIGH, PI_LOW, cos_and_sin, sigmoid, tanh, wrapped
 from flashstate.kernels.ptx import LINE, has_ptx, prefetch_ptx
 from flashstate.kernels.state_io import prefetch_rows, update_terms
-from flashstate.kernels.tensor_cores import beside
-from flashstate.kernels.tiles import Constants, Form, load_or_zero
+from flashstate.kernels.tensor_cores import as_operand, beside, halved, terms_of, transposed
+from flashstate.kernels.tiles import Constants, Form, load_or_zero, widened
 
 
 @dataclass(frozen=True)
@@ -133,8 +133,8 @@ def load_token(inputs, b, t, h, g, r, exists, KIND: tl.constexpr):
 
 @triton.jit
 def prepare_token(token, theta, kept_dtype: tl.constexpr, KIND: tl.constexpr):
-    """Of what load_token gave: what multiplies with the state, with the token before, and with this one; the angles
-    after it; B as it is kept, and C, each in one matrix or in halves."""
+    """What a token is stepped with, of what load_token gave: factors of the state, of the token before, and of this
+    one; the angles after it; B as it is kept, and C, each in one matrix or in halves."""
     gates, B, C, angle = token
     A, dt, trap = gates
     if KIND.TRAP_LOGIT:
@@ -151,6 +151,35 @@ def prepare_token(token, theta, kept_dtype: tl.constexpr, KIND: tl.constexpr):
     for i in tl.static_range(len(B)):
         kept = kept + (B[i].to(kept_dtype),)
     return factors, theta, kept, turned(C, cos, sin, KIND)
+
+
+@triton.jit
+def in_chunks(x, CHUNK: tl.constexpr, TARGET: tl.constexpr):
+    """Matrices side by side, in float32, as chunks of so many columns."""
+    chunks = ()
+    for i in tl.static_range(len(x)):
+        chunks = chunks + halved(widened(x[i], TARGET), CHUNK)
+    return chunks
+
+
+@triton.jit
+def vectors_of(now, before, C, KIND: tl.constexpr):
+    """What a tile is multiplied with. Of rank 1 B of a token, B of the token before, and C, in chunks as the tile has
+    them. Of others terms of B of the token above that of the token before, and terms of C (columns, ranks), columns in
+    the order of operands; of each half of the columns, if they come in halves."""
+    CHUNK: tl.constexpr = KIND.FORM.CHUNK
+    VECTOR: tl.constexpr = KIND.FORM.VECTOR
+    TARGET: tl.constexpr = KIND.TARGET
+    if KIND.RANK == 1:
+        return in_chunks(now, CHUNK, TARGET), in_chunks(before, CHUNK, TARGET), in_chunks(C, CHUNK, TARGET)
+    else:
+        upper = (tl.arange(0, now[0].shape[0]) < now[0].shape[0] // 2)[:, None]
+        both, across = (), ()
+        for i in tl.static_range(len(now)):
+            stacked = as_operand(tl.where(upper, now[i], before[i]), VECTOR)
+            both = both + (terms_of(stacked, KIND.TERMS, TARGET),)
+            across = across + (transposed(terms_of(as_operand(C[i], VECTOR), KIND.OUT_TERMS, TARGET)),)
+        return both, across
 
 
 @triton.jit

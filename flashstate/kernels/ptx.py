@@ -25,11 +25,12 @@ def _registers(outputs: int, inputs: int) -> str:
 
 
 def _block(*lines: str) -> str:
+    """A block of assembly, with registers of its own."""
     return "\n".join(["{", *lines, "}"])
 
 
 def _pack_bytes(out: str, values: list[str], byte: int) -> list[str]:
-    """The same byte of four registers, side by side in one."""
+    """One byte of each of four registers, side by side in one."""
     pair = f"0x{4 + byte}{byte}"
     return [
         f"prmt.b32 low, {values[0]}, {values[1]}, {pair};",
@@ -79,7 +80,8 @@ def _to_float8() -> str:
 
 
 def _to_float8_stochastic() -> str:
-    """The same, stochastically: random bits are added below the three kept bits of the mantissa, and the rest dropped.
+    """Four products of float32, each rounded to float32 and then stochastically to float8_e4m3fn, in one register:
+    random bits are added below the three kept bits of the mantissa, and the rest dropped.
 
     Times 2^-120 the exponent is that of float8, and float8 subnormals become float32 subnormals, so that one sum serves
     both. Shifted left by four the code is the highest byte, without its sign.
@@ -265,6 +267,7 @@ def divide_ptx(a, b):
 
 @triton.jit
 def to_integer_ptx(v, e, stored, dtype: tl.constexpr):
+    """v * e to int8 or int16, to nearest; zero unless stored."""
     keep = tl.where(stored, -1, 0).to(dtype)
     if dtype == tl.int8:
         return tl.inline_asm_elementwise(TO_INT8, FOUR_PRODUCTS, [v, e, keep], tl.int8, is_pure=True, pack=4)
@@ -274,6 +277,7 @@ def to_integer_ptx(v, e, stored, dtype: tl.constexpr):
 
 @triton.jit
 def to_integer_stochastic_ptx(v, e, stored, random, dtype: tl.constexpr):
+    """v * e to int8 or int16, stochastically; zero unless stored."""
     operands = [v, e, tl.where(stored, -1, 0).to(dtype), random.to(tl.uint16)]
     if dtype == tl.int8:
         return tl.inline_asm_elementwise(TO_INT8_STOCHASTIC, FOUR_PRODUCTS_RANDOM, operands, tl.int8, True, 4)
@@ -283,31 +287,36 @@ def to_integer_stochastic_ptx(v, e, stored, random, dtype: tl.constexpr):
 
 @triton.jit
 def to_float8_ptx(v, e, stored):
+    """v * e to float8_e4m3fn, to nearest; zero unless stored."""
     keep = tl.where(stored, -1, 0).to(tl.int8)
     return tl.inline_asm_elementwise(TO_FLOAT8, FOUR_PRODUCTS, [v, e, keep], tl.uint8, is_pure=True, pack=4)
 
 
 @triton.jit
 def to_float8_stochastic_ptx(v, e, stored, random):
+    """v * e to float8_e4m3fn, stochastically; zero unless stored."""
     operands = [v, e, tl.where(stored, -1, 0).to(tl.int8), random.to(tl.uint16)]
     return tl.inline_asm_elementwise(TO_FLOAT8_STOCHASTIC, FOUR_PRODUCTS_RANDOM, operands, tl.uint8, True, 4)
 
 
 @triton.jit
 def to_float16_stochastic_ptx(v, random):
+    """float32 to float16, stochastically."""
     operands = [v, random.to(tl.uint16)]
     return tl.inline_asm_elementwise(TO_FLOAT16_STOCHASTIC, PAIRS_RANDOM, operands, tl.float16, True, 8)
 
 
 @triton.jit
 def to_bfloat16_stochastic_ptx(v, random):
+    """float32 to bfloat16, stochastically."""
     operands = [v, random.to(tl.uint16)]
     return tl.inline_asm_elementwise(TO_BFLOAT16_STOCHASTIC, PAIRS_RANDOM, operands, tl.uint16, True, 8)
 
 
 @triton.jit
 def to_float16_stochastic_hw(v, random):
-    """By the conversion instruction of sm_100 and sm_103, which takes 13 random bits per value."""
+    """float32 to float16, stochastically, by the conversion instruction of sm_100 and sm_103: 13 random bits for each
+    value."""
     return tl.inline_asm_elementwise(
         "cvt.rs.f16x2.f32 $0, $2, $1, $3;", "=r,r,r,r", [v, random.to(tl.uint16)], tl.float16, is_pure=True, pack=2
     )
@@ -315,7 +324,8 @@ def to_float16_stochastic_hw(v, random):
 
 @triton.jit
 def to_float8_stochastic_hw(w, random):
-    """By the conversion instruction of sm_100 and sm_103: one word of random bits for four values."""
+    """float32 to float8_e4m3fn, stochastically, by the conversion instruction of sm_100 and sm_103: one word of random
+    bits for four values."""
     return tl.inline_asm_elementwise(
         "cvt.rs.satfinite.e4m3x4.f32 $0, {$4, $3, $2, $1}, $5;", "=r,r,r,r,r,r,r", [w, random.to(tl.uint16)], tl.uint8,
         is_pure=True, pack=4,

@@ -60,9 +60,9 @@ def once(x):
 
 @triton.jit
 def sums_between(dt, last, TERMS: tl.constexpr, TARGET: tl.constexpr):
-    """Of time steps dt of tokens in a row, and tokens `last` among them: the sums of all after a token up to each of
-    these, (tokens, last), and of all up to each of these, (last,). By products with ones, so in one order however
-    threads share them; every sum on its own, because a difference of long ones would lose what is short."""
+    """Sums of the time steps dt of tokens in a row, up to each of some tokens `last`: of all steps after a token,
+    (tokens, last), and of all from the first on, (last,). By products with ones, so in one order however threads share
+    them; every sum on its own, because a difference of long ones would lose what is short."""
     token = tl.arange(0, dt.shape[0])
     counted = tl.where(token[:, None] <= last[None, :], dt[:, None], 0.0)
     after = tl.where(token[None, :] > token[:, None], 1.0, 0.0)

@@ -1,6 +1,7 @@
 """Which slots a batch row reads and writes, and which tokens it has; reference/state_io.py has the same in torch.
 
-`slots` is a tuple: how many slots there are, which of them stands for none, and the fault flag."""
+`slots` is a tuple: how many slots there are, which of them stands for none, and the fault flag.
+"""
 
 import triton
 import triton.language as tl
@@ -22,7 +23,7 @@ def resolve_read(read, b, slots, PER_THREAD: tl.constexpr = False, NARROW: tl.co
     if table_ptr is None:
         return b.to(tl.int64)
     elif accepted_ptr is None:
-        slot = _load(table_ptr, b, stride, 0)
+        slot = tl.load(_entry(table_ptr, b, stride, 0))
         if PER_THREAD:
             slot = per_thread_ptx(slot)
         return _in_pool(slot, slots, READ_FAULT, NARROW)
@@ -59,7 +60,7 @@ def slot_in_column(read, b, column, slot):
     if accepted_ptr is None:
         return slot
     else:
-        return _load(table_ptr, b, stride, column).to(tl.int64)
+        return tl.load(_entry(table_ptr, b, stride, column)).to(tl.int64)
 
 
 @triton.jit
@@ -113,6 +114,7 @@ def unused_tokens(cu_seqlens_ptr, batch, tokens):
 
 @triton.jit
 def _load_bound(ptr, tokens):
+    """A boundary of packed tokens, int32: the nearest that a token axis of this length has."""
     return tl.minimum(tl.maximum(tl.load(ptr), 0), tokens).to(tl.int32)
 
 
@@ -156,13 +158,9 @@ def parent_of(parents, b, t, longest):
 
 @triton.jit
 def _entry(ptr, b, stride, column):
+    """Pointer to an entry of row `b` of a table."""
     tl.assume(stride >= 0)
     return ptr + b.to(tl.int64) * stride + column
-
-
-@triton.jit
-def _load(ptr, b, stride, column):
-    return tl.load(_entry(ptr, b, stride, column))
 
 
 @triton.jit

@@ -41,7 +41,7 @@ def by_warps(x, WARPS: tl.constexpr):
 
 @triton.jit
 def in_rows(x):
-    """The inverse of by_warps."""
+    """A matrix (rows, columns), from one for each warp as by_warps gives it."""
     warps: tl.constexpr = x.shape[0]
     rows: tl.constexpr = x.shape[1]
     x = tl.permute(tl.reshape(x, (warps, rows // 8, 8, x.shape[2])), (1, 0, 2, 3))
@@ -72,8 +72,8 @@ def dot_terms(x, y, total):
 
 @triton.jit
 def dot_terms_apart(x, y, total, rest):
-    """As dot_terms, in two sums that do not wait for each other: total + the product of the first terms, and rest + all
-    others."""
+    """x y in float32, of matrices that are sums of terms, as two sums that do not wait for each other: total + the
+    product of the first terms, and rest + all others that dot_terms has."""
     total = multiply(x[0], y[0], total)
     for j in tl.static_range(len(y)):
         for i in tl.static_range(len(x)):
@@ -84,6 +84,7 @@ def dot_terms_apart(x, y, total, rest):
 
 @triton.jit
 def transposed(terms):
+    """Every term, transposed."""
     flipped = ()
     for i in tl.static_range(len(terms)):
         flipped = flipped + (tl.trans(terms[i]),)
@@ -112,7 +113,7 @@ def as_operand(x, PER_COLUMNS: tl.constexpr, WIDTH: tl.constexpr = 2):
 
 @triton.jit
 def as_in_memory(x, PER_COLUMNS: tl.constexpr, WIDTH: tl.constexpr = 2):
-    """The inverse of as_operand, of one chunk."""
+    """A chunk with its columns as they are in memory, from one as as_operand has it."""
     if PER_COLUMNS < QUAD:
         return x
     elif WIDTH == 4:
@@ -142,7 +143,7 @@ def operand_of_chunks(chunks, PER_COLUMNS: tl.constexpr):
 
 @triton.jit
 def chunks_of_operand(x, CHUNK: tl.constexpr, PER_COLUMNS: tl.constexpr):
-    """The inverse of operand_of_chunks."""
+    """Chunks as they are in memory, (rows, CHUNK) each, from a matrix as operand_of_chunks has it."""
     parts = halved(x, CHUNK)
     chunks = ()
     for i in tl.static_range(len(parts)):

@@ -99,7 +99,7 @@ def as_rows(chunk):
 
 @triton.jit
 def as_accessed(chunk, shape: tl.constexpr):
-    """The inverse of as_rows, for a chunk of that shape."""
+    """A chunk as chunk_at has it, in that shape, from one of rows and columns."""
     if len(shape) == 2:
         return chunk
     else:
