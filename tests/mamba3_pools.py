@@ -1,13 +1,15 @@
-"""Small pools with layers of Mamba-3, what their slots hold, and what a prefill leaves for them."""
+"""Small pools with layers of Mamba-3, and what a prefill leaves for them."""
 
 from typing import Any
 
 import torch
-from pools import CPU, POISON, bytes_of, memory_of
+from pools import CPU, dirty, kept_by
 from torch import Tensor
 
-from flashstate import State, StatePool
+from flashstate import StatePool
 from flashstate.state.mamba3 import Mamba3State
+
+__all__ = ["dirty"]  # of all pools
 
 KINDS = [torch.float32, torch.bfloat16, torch.float16]
 SLOTS, HEADS, ROWS, COLS, RANK, ANGLES = 6, 2, 3, 8, 2, 3  # as many angles as rows
@@ -24,47 +26,9 @@ def in_format(name: str, rounding: str, **options: Any) -> Pool:
     return make_pool(dtype=getattr(torch, name), rounding=rounding, **options)
 
 
-def parts(layer: Any) -> list[Tensor]:
-    """What a layer has for every slot: data, scale, k, v and angle, where it has them."""
-    if isinstance(layer, State):
-        return [tensor for tensor in (layer.data, layer.scale) if tensor is not None]
-    return [tensor for tensor in (*parts(layer.ssm), layer.k, layer.v, layer.angle) if tensor is not None]
-
-
 def parts_of(pool: StatePool[Any]) -> list[Tensor]:
-    return [tensor for i in range(pool.layers) for tensor in parts(pool.layer(i))]
-
-
-def seed_of(pool: Pool) -> Tensor:
-    seed = pool.layer(0).ssm.seed
-    assert seed is not None
-    return seed
-
-
-def dirty(pool: StatePool[Any]) -> None:
-    for tensor in parts_of(pool):
-        memory_of(tensor).fill_(POISON)  # NaN in every float format
-
-
-def is_clean(pool: StatePool[Any], slots: list[int]) -> bool:
-    for layer in map(pool.layer, range(pool.layers)):
-        scale = (layer.ssm if isinstance(layer, Mamba3State) else layer).scale
-        for tensor in parts(layer):
-            if not (tensor[slots] == 1).all() if tensor is scale else bytes_of(tensor[slots]).any():
-                return False
-    return True
-
-
-def is_poison(pool: StatePool[Any], slots: list[int]) -> bool:
-    return all(bool((bytes_of(tensor[slots]) == POISON).all()) for tensor in parts_of(pool))
-
-
-def fill(pool: Pool) -> None:
-    """Other values in every slot of every state, scales among them."""
-    generator = torch.Generator().manual_seed(0)
-    for tensor in parts_of(pool):
-        numbers = torch.randint(1, 100, tensor.shape, generator=generator)
-        tensor.copy_(numbers.to(tensor.device).to(tensor.dtype))
+    """What layers have for every slot: data, scale, k, v and angle, where they have them."""
+    return [tensor for part, tensor in kept_by(pool).items() if part != "seed"]
 
 
 def left_by_a_prefill(n: int, dtype: torch.dtype = torch.float32, device: torch.device = CPU) -> dict[str, Tensor]:

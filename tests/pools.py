@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashstate import State, StatePool
+from flashstate import Mamba3State, State, StatePool
 from flashstate.state.formats import FORMATS, PORTABLE_FORMATS
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+DEVICES = pytest.mark.parametrize("device", [CPU, pytest.param(CUDA, marks=pytest.mark.gpu)], ids=str)
 EVERY_FORMAT = pytest.mark.parametrize(("name", "rounding"), PORTABLE_FORMATS)
 WITHOUT_SCALES = [(name, rounding) for name, rounding in PORTABLE_FORMATS if not FORMATS[getattr(torch, name)].scaled]
 SHAPE = {"heads": 2, "rows": 3, "cols": 5}
@@ -46,11 +47,26 @@ def poisoned(slots: int, shape: tuple[int, ...], dtype: torch.dtype, device: tor
     return memory[:, :size].unflatten(1, shape)
 
 
-def tensors_of(pool: StatePool) -> list[Tensor]:
-    """The tensors of a pool."""
-    states = [pool.layer(i) for i in range(pool.layers)]
-    tensors = [tensor for state in states for tensor in (state.data, state.scale)]
-    return [tensor for tensor in (*tensors, states[0].seed) if tensor is not None]
+def kept_by(pool: StatePool[Any]) -> dict[str, Tensor]:
+    """All that a pool keeps for slots, by name; what layers share, once."""
+    kept: dict[str, Tensor | None] = {}
+    for i in range(pool.layers):
+        layer = pool.layer(i)
+        state = layer.ssm if isinstance(layer, Mamba3State) else layer
+        kept |= {f"data {i}": state.data, f"scale {i}": state.scale}
+        if isinstance(layer, Mamba3State):
+            kept |= {f"{part} {i}": getattr(layer, part) for part in ("k", "v", "angle")}
+        if pool.has_rings:
+            kept |= {f"{part} {i}": getattr(pool.ring(i), part) for part in ("x", "B", "dt")}
+            kept |= {"start": pool.ring(i).start, "count": pool.ring(i).count}
+        if pool.has_windows:
+            kept[f"window {i}"] = pool.window(i)
+        kept["seed"] = kept.get("seed") if state.seed is None else state.seed
+    return {part: tensor for part, tensor in kept.items() if tensor is not None}
+
+
+def tensors_of(pool: StatePool[Any]) -> list[Tensor]:
+    return list(kept_by(pool).values())
 
 
 def memory_of(tensor: Tensor) -> Tensor:
@@ -78,19 +94,29 @@ def same(one: Tensor, other: Tensor) -> bool:
     return torch.equal(*(bytes_of(t.clone(memory_format=torch.contiguous_format)) for t in (one, other)))
 
 
-def seed_of(pool: StatePool) -> Tensor:
-    seed = pool.layer(0).seed
-    assert seed is not None
-    return seed
+def seed_of(pool: StatePool[Any]) -> Tensor:
+    return kept_by(pool)["seed"]
 
 
-def dirty(pool: StatePool) -> None:
-    """Poison all memory of a pool."""
+def dirty(pool: StatePool[Any]) -> None:
+    """Poison all memory of a pool: NaN in every float format."""
     for tensor in tensors_of(pool):
         memory_of(tensor).fill_(POISON)
 
 
-def is_clean(pool: StatePool, slots: list[int]) -> bool:
-    states = [pool.layer(i) for i in range(pool.layers)]
-    zero = all(not bytes_of(state.data[slots]).any() for state in states)
-    return zero and all(bool((state.scale[slots] == 1).all()) for state in states if state.scale is not None)
+def is_clean(pool: StatePool[Any], slots: list[int]) -> bool:
+    """Whether slots hold zeros, with scales of one and any seeds."""
+    kept = [(part, tensor[slots]) for part, tensor in kept_by(pool).items() if part != "seed"]
+    return all((t == 1).all() if "scale" in part else not bytes_of(t).any() for part, t in kept)
+
+
+def is_poison(pool: StatePool[Any], slots: list[int]) -> bool:
+    return all(bool((bytes_of(tensor[slots]) == POISON).all()) for tensor in tensors_of(pool))
+
+
+def fill(pool: StatePool[Any]) -> None:
+    """Other values in every slot of all that a pool keeps but seeds."""
+    generator = torch.Generator().manual_seed(0)
+    for part, tensor in kept_by(pool).items():
+        if part != "seed":
+            tensor.copy_(torch.randint(1, 100, tensor.shape, generator=generator).to(tensor.dtype))

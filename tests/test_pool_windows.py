@@ -2,13 +2,12 @@
 
 import pytest
 import torch
+from pools import CPU, DEVICES
 from torch import Tensor
 
 import flashstate
 from flashstate import Slots, State, StatePool
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-DEVICES = pytest.mark.parametrize("device", [CPU, pytest.param(CUDA, marks=pytest.mark.gpu)], ids=str)
 HEADS, ROWS, COLS = 2, 4, 8
 CHANNELS = HEADS * ROWS + 2 * COLS
 
@@ -37,22 +36,6 @@ def test_windows_have_room_for_what_a_convolution_needs_and_for_drafts(
 def test_a_pool_for_the_gated_delta_rule_may_have_windows_too() -> None:
     pool = StatePool.gated_delta(slots=3, layers=1, heads=2, value_dim=4, key_dim=8, conv_channels=40)
     assert pool.window(0).shape == (3, 40, 3)
-
-
-@DEVICES
-def test_an_acquired_slot_has_windows_of_zeros(device: torch.device) -> None:
-    pool = make_pool(device)
-    held = pool.acquire(5).tolist()
-    for i in range(2):
-        pool.window(i).fill_(torch.nan)
-    pool.release(held[1:3])
-    again = pool.acquire(2).tolist()
-    assert sorted(again) == sorted(held[1:3])
-    for i in range(2):
-        assert not pool.window(i)[again].any()
-        assert pool.window(i)[[held[0], *held[3:]]].isnan().all()
-    pool.reset(held[0])
-    assert not pool.window(0)[held[0]].any()
 
 
 @DEVICES
@@ -101,24 +84,6 @@ def test_float32_windows_take_inputs_of_any_dtype_as_they_are() -> None:
     left = torch.randn(1, CHANNELS, 3).half()
     pool.write_window(0, slots, left)
     assert torch.equal(pool.window(0)[slots], left.float())
-
-
-def test_a_wrapped_pool_clears_and_copies_windows_in_pages() -> None:
-    pages = torch.full((4, 500), 3.0)
-    size = HEADS * ROWS * COLS
-    state = State(pages[:, :size].unflatten(1, (HEADS, ROWS, COLS)))
-    window = pages[:, size : size + 3 * CHANNELS].unflatten(1, (3, CHANNELS)).mT
-    pool = StatePool.wrap([state], windows=[window])
-    assert pool.window(0) is window
-    pool.release(2)
-    assert pool.acquire().tolist() == [2]
-    assert not window[2].any()
-    assert (pages[2, size + 3 * CHANNELS :] == 3).all()
-    window[1] = 5.0
-    pool.copy(1, 0)
-    assert (window[0] == 5).all()
-    assert (window[3] == 3).all()
-    assert pool.bytes_per_slot == 4 * (size + 3 * CHANNELS)
 
 
 def layer(pool: StatePool, i: int, u: Tensor, slots: Slots | Tensor, weight: Tensor) -> Tensor:
