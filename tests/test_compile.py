@@ -8,19 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from compiling import (
-    ARCHITECTURES,
-    Call,
-    access_bytes,
-    chosen,
-    collected,
-    compile_launch,
-    compiled,
-    expected_accesses,
-    require_one_order,
-    spilled_bytes,
-    state_loads,
-)
+from asking import access_bytes, expected_accesses, require_one_order, spilled_bytes, state_loads
+from compiling import ARCHITECTURES, Call, chosen, collected, compile_launch, compiled
 from kernel_forms import BASES, CONV, FORMS, MAMBA2, ODD, ODD_WITH_TENSOR_CORES, STORES_NOTHING, Form, calls_of
 from tables import by_turns, case_of, risky_by_turns
 

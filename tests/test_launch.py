@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -228,30 +229,24 @@ def test_the_device_decides_which_implementation_runs() -> None:
             uses_kernels(device)
 
 
-def test_pretending_nests_and_is_undone_by_an_exception() -> None:
-    hopper, amd = machine_with(90), machine_with("gfx942")
-    with pretending(hopper):
-        with pytest.raises(KeyError), pretending(amd):
+@pytest.mark.parametrize(
+    ("context", "machine"),
+    [
+        (lambda: pretending(machine_with("gfx942")), machine_with("gfx942")),
+        pytest.param(interpreted, INTERPRETER, marks=pytest.mark.interpreted),
+    ],
+)
+def test_calls_on_cpu_tensors_run_where_a_context_says_until_it_ends(context: Any, machine: Machine) -> None:
+    with pretending(machine_with(90)):
+        with pytest.raises(KeyError), context():
             raise KeyError
-        assert uses_kernels(CPU)
-        assert machine_of(CPU) == hopper
-        assert warp_size() == 32
-        with pretending(amd):
-            assert machine_of(CPU) == amd
-            assert warp_size() == 64
+        with context(), context():
+            assert uses_kernels(CPU)
+            assert machine_of(CPU) == machine
+            assert warp_size() == machine.warp
+        assert machine_of(CPU) == machine_with(90)
         with pytest.raises(ValueError, match=r"^state is on meta"):
             uses_kernels(META)
-    assert not uses_kernels(CPU)
-
-
-@pytest.mark.interpreted
-def test_interpreted_nests_and_is_undone_by_an_exception() -> None:
-    with interpreted():
-        with interpreted():
-            assert machine_of(CPU) == INTERPRETER
-        assert uses_kernels(CPU)
-    with pytest.raises(KeyError), interpreted():
-        raise KeyError
     assert not uses_kernels(CPU)
 
 
