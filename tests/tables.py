@@ -99,7 +99,7 @@ def case_of(mode: Problem, bases: Mapping[str, AnyCase], angles: int) -> AnyCase
 
 
 def risky(mode: Problem, configs: Collection[Config]) -> list[Config]:
-    """Those that may spill: configs with a limit of registers, and the one with most in a thread."""
+    """Configs that may spill: all with a limit of registers, and the one with most in a thread."""
     largest = max(configs, key=lambda config: (mode.per_thread(config) * config.tokens_together, astuple(config)))
     return sorted({largest, *(config for config in configs if config.registers)}, key=astuple)
 

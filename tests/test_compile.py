@@ -23,7 +23,7 @@ pytestmark = pytest.mark.compiled
 
 
 def test_forms_have_all_formats() -> None:
-    """Those of the first op also all roundings, and those of the others that states of theirs may have."""
+    """Of the first op with all their roundings."""
     for op, forms in FORMS.items():
         found = {(case.format, case.rounding) for case, *_ in forms.values()}
         if op == "mamba2":
