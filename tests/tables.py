@@ -104,7 +104,7 @@ def risky(mode: Problem, configs: Collection[Config]) -> list[Config]:
     return sorted({largest, *(config for config in configs if config.registers)}, key=astuple)
 
 
-def risky_by_turns(ops: Sequence[str], calls: Callable[[Problem], tuple[T, ...]], every: int = 2) -> list[Any]:
+def risky_by_turns(ops: Sequence[str], calls: Callable[[Problem], tuple[T, ...]], every: int) -> list[Any]:
     """Of every so many modes of these ops a config that may spill, with one of its calls, to parametrize a test.
     Formats and what is stored, roundings, and such pairs take turns: all of them take long to compile."""
     alike: dict[Problem, list[tuple[Problem, Collection[Config], str]]] = {}

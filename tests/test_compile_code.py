@@ -29,9 +29,9 @@ WIDE = re.compile(r"\bld\.global[\w:.]*\.v4\.b32\b")  # 16 bytes
 TURNED, SISO = replace(MIMO, angles=32), replace(MIMO, rank=1)
 
 
-@pytest.mark.parametrize("architecture", [100, 103])
 @pytest.mark.parametrize(
-    ("name", "instruction", "values"), [("float16", "f16x2", 2), ("float8_e4m3fn", "satfinite.e4m3x4", 4)]
+    ("architecture", "name", "instruction", "values"),
+    [(100, "float16", "f16x2", 2), (103, "float8_e4m3fn", "satfinite.e4m3x4", 4)],
 )
 def test_hardware_rounding_is_one_instruction_where_there_is_one(
     architecture: int, name: str, instruction: str, values: int, monkeypatch: pytest.MonkeyPatch
@@ -120,11 +120,10 @@ def shuffles(kernel: Any) -> int:
     return len(re.findall(r"\bshfl\.sync\.", kernel.asm["ptx"]))
 
 
-@pytest.mark.parametrize("name", ["float32", "bfloat16"])
-def test_a_thread_that_walks_along_a_row_sums_it_alone_on_blackwell(name: str) -> None:
+def test_a_thread_that_walks_along_a_row_sums_it_alone_on_blackwell() -> None:
     """The butterflies of a sum are those that end it, and a row twice as long has no more shuffles of any kind: so none
     is inside the walk along the columns."""
-    case = replace(MAMBA2, format=name)
+    case = replace(MAMBA2, format="bfloat16")
     config = chosen(case, 100)
     kernel = compiled(case, 100)
     assert config.lanes <= 4
@@ -155,12 +154,12 @@ def test_trees_load_token_by_token_and_packed_rows_as_many_tokens_however_long_t
 def test_a_place_without_a_token_adds_minus_zero() -> None:
     """Triton 3.6 makes 0.0 of a -0.0, which would change states of -0.0. The first place of a group has a token."""
     minus_zero = re.compile(r"selp\.\w+\s+[^;]*(-2147483648|0f80000000)")
-    for together in (1, 2, 4):
+    for together in (1, 4):
         kernel = compiled(replace(MAMBA2, tokens=4), 90, plain, Config(4, 1, 8, tokens_together=together))
         assert len(minus_zero.findall(kernel.asm["ptx"])) == together - 1
 
 
-@pytest.mark.parametrize("config", [Config(4, 1, 8), Config(8, 1, 16), Config(16, 4, 8), Config(16, 2, 16)], ids=str)
+@pytest.mark.parametrize("config", [Config(4, 1, 8), Config(16, 4, 8), Config(16, 2, 16)], ids=str)
 def test_loads_do_not_wait_for_shared_memory(config: Config) -> None:
     """What there is of it, a program uses to put its outputs in order, behind all loads; with several tokens too."""
     case = replace(MAMBA2, format="bfloat16")
