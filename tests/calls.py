@@ -70,15 +70,8 @@ def at(**tables: Any) -> Change:
     return change
 
 
-def both(*changes: Change) -> Change:
-    """One change after the other."""
-
-    def change(a: Arguments) -> Arguments:
-        for one in changes:
-            a = one(a)
-        return a
-
-    return change
+def both(first: Change, second: Change) -> Change:
+    return lambda a: second(first(a))
 
 
 def in_place(a: Arguments) -> Arguments:

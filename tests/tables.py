@@ -99,12 +99,12 @@ def case_of(mode: Problem, bases: Mapping[str, AnyCase], angles: int) -> AnyCase
 
 
 def risky(mode: Problem, configs: Collection[Config]) -> list[Config]:
-    """Those that may spill: configs with a limit of registers, and the one with most in a thread."""
+    """Configs that may spill: all with a limit of registers, and the one with most in a thread."""
     largest = max(configs, key=lambda config: (mode.per_thread(config) * config.tokens_together, astuple(config)))
     return sorted({largest, *(config for config in configs if config.registers)}, key=astuple)
 
 
-def risky_by_turns(ops: Sequence[str], calls: Callable[[Problem], tuple[T, ...]], every: int = 2) -> list[Any]:
+def risky_by_turns(ops: Sequence[str], calls: Callable[[Problem], tuple[T, ...]], every: int) -> list[Any]:
     """Of every so many modes of these ops a config that may spill, with one of its calls, to parametrize a test.
     Formats and what is stored, roundings, and such pairs take turns: all of them take long to compile."""
     alike: dict[Problem, list[tuple[Problem, Collection[Config], str]]] = {}

@@ -8,19 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from compiling import (
-    ARCHITECTURES,
-    Call,
-    access_bytes,
-    chosen,
-    collected,
-    compile_launch,
-    compiled,
-    expected_accesses,
-    require_one_order,
-    spilled_bytes,
-    state_loads,
-)
+from asking import access_bytes, expected_accesses, require_one_order, spilled_bytes, state_loads
+from compiling import ARCHITECTURES, Call, chosen, collected, compile_launch, compiled
 from kernel_forms import BASES, CONV, FORMS, MAMBA2, ODD, ODD_WITH_TENSOR_CORES, STORES_NOTHING, Form, calls_of
 from tables import by_turns, case_of, risky_by_turns
 
@@ -34,13 +23,12 @@ pytestmark = pytest.mark.compiled
 
 
 def test_forms_have_all_formats() -> None:
-    """Those of the first op also all roundings, and those of the others that states of theirs may have."""
-    for op, forms in FORMS.items():
-        found = {(case.format, case.rounding) for case, *_ in forms.values()}
-        if op == "mamba2":
-            assert found == set(PORTABLE_FORMATS)
-        elif op != "convolution":
-            assert {name for name, _ in found} >= {fmt.name for fmt in FORMATS.values()} - {"float8_e4m3fn"}, op
+    """Of the first op with all their roundings; of replay all but one, which an odd shape has."""
+    found = {op: {(case.format, case.rounding) for case, *_ in forms.values()} for op, forms in FORMS.items()}
+    assert found["mamba2"] == set(PORTABLE_FORMATS)
+    found["replay"] |= found.pop("replay elsewhere") | {("float8_e4m3fn", "nearest")}
+    for op in found.keys() - {"convolution"}:
+        assert {name for name, _ in found[op]} == {fmt.name for fmt in FORMATS.values()}, op
 
 
 # Architectures that have no table have a form of every op; those of Mamba-3 and of replay that are not here, below.
@@ -49,8 +37,9 @@ OTHERS: dict[str, tuple[int | str, ...]] = {
     "gated delta": (80, 100, "gfx942"),
     "gated delta at once": (89, 103, 120, "gfx950"),
     "mamba3": (89, 103, 120, "gfx942"),
-    "convolution": (*(80, "gfx942") * 6, 89, 100, 103, 120, "gfx950"),
-    "replay": (80, 100, "gfx950"),
+    "convolution": (*(80, "gfx942") * 4, 89, 100, 103, 120, "gfx950"),
+    "replay": (),
+    "replay elsewhere": (80, 89, 100, 103, "gfx950"),
 }
 
 
@@ -62,7 +51,9 @@ def on_others() -> list[tuple[int | str, str, str]]:
 
 @pytest.mark.parametrize(
     ("architecture", "op", "form"),
-    sorted({*((90, op, form) for op in FORMS for form in FORMS[op]), *on_others()}, key=str),
+    sorted(
+        {*((90, op, form) for op in FORMS if op != "replay elsewhere" for form in FORMS[op]), *on_others()}, key=str
+    ),
 )
 def test_every_form_compiles_with_wide_accesses_of_the_state_and_without_spills(
     architecture: int | str, op: str, form: str
@@ -77,7 +68,7 @@ def test_every_form_compiles_with_wide_accesses_of_the_state_and_without_spills(
         require_wide_states(kernel, case, call, architecture)
     if isinstance(case, Case) and not case.mamba1 and architecture == 90:
         require_one_order(kernel, chosen(case, 90), case.problem.vector)
-    if architecture == 90 or op not in ("mamba3", "replay"):
+    if architecture == 90 or op not in ("mamba3", "replay elsewhere"):
         assert spilled_bytes(kernel) <= spills
 
 
@@ -88,8 +79,8 @@ def require_wide_states(kernel: Any, case: AnyCase, call: Call, architecture: in
     nvidia = isinstance(architecture, int)
     if isinstance(case, ReplayCase) and nvidia:
         loads = loads | state_loads(kernel, case.format)
-    hidden = isinstance(case, Mamba3Case) or (isinstance(case, DeltaCase) and not case.exact)
-    assert loads >= (want - {16, 4} if hidden and nvidia else {16} if isinstance(case, ReplayCase) else want)
+    hidden = {16} if isinstance(case, DeltaCase) and case.tokens else want if isinstance(case, Mamba3Case) else set()
+    assert loads >= {16} if isinstance(case, ReplayCase) else loads >= want - (hidden if nvidia else set())
     if isinstance(case, Case | DeltaCase) and nvidia:
         assert loads <= want
     if call in STORES_NOTHING:
@@ -207,8 +198,9 @@ MAMBA3_OPS = [f"mamba3_step rank {rank}{turned}" for rank in (1, 4) for turned i
 @pytest.mark.parametrize(
     ("mode", "config", "call"),
     [
-        *risky_by_turns(["mamba2_step"], calls_of),
-        *risky_by_turns(["gated_delta_step", "gated_delta_at_once"], calls_of),
+        *risky_by_turns(["mamba2_step"], calls_of, every=3),
+        *risky_by_turns(["gated_delta_step"], calls_of, every=2),
+        *risky_by_turns(["gated_delta_at_once"], calls_of, every=2),
         *risky_by_turns(MAMBA3_OPS, calls_of, every=4),
         *risky_by_turns([f"mamba2_replay {form}" for form in ("either", "keep", "fold")], calls_of, every=1),
         *risky_by_turns(["conv1d_step"], calls_of, every=1),

@@ -4,44 +4,21 @@ between threads. Without a GPU."""
 import math
 import re
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from compiling import (
-    CPU,
-    Call,
+from asking import (
     access_bytes,
     butterflies,
-    chosen,
-    collected,
-    compile_launch,
-    compiled,
-    machine_with,
     narrows_slots,
-    plain,
     require_one_order,
     rows_per_thread,
     spilled_bytes,
     state_loads,
-)  # fmt: skip
-from kernel_forms import (
-    AT_ONCE,
-    CONV,
-    DELTA,
-    MAMBA2,
-    MIMO,
-    REPLAY,
-    SISO,
-    Form,
-    early,
-    fold,
-    keep,
-    kept,
-    planned,
-    with_a_tree,
 )
+from compiling import CPU, Call, chosen, collected, compile_launch, compiled, machine_with, plain
+from kernel_forms import AT_ONCE, CONV, DELTA, MAMBA2, MIMO, REPLAY, Form, early, fold, keep, kept, planned, with_a_tree
 
 from flashstate.launch import Config, override, valid_configs
 from flashstate.proof import AnyCase, Case, ConvCase, DeltaCase, Inputs, Mamba3Case, dtype, make_inputs
@@ -49,12 +26,12 @@ from flashstate.proof import AnyCase, Case, ConvCase, DeltaCase, Inputs, Mamba3C
 pytestmark = pytest.mark.compiled
 WAIT, LET = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
 WIDE = re.compile(r"\bld\.global[\w:.]*\.v4\.b32\b")  # 16 bytes
-TURNED = replace(MIMO, angles=32)
+TURNED, SISO = replace(MIMO, angles=32), replace(MIMO, rank=1)
 
 
-@pytest.mark.parametrize("architecture", [100, 103])
 @pytest.mark.parametrize(
-    ("name", "instruction", "values"), [("float16", "f16x2", 2), ("float8_e4m3fn", "satfinite.e4m3x4", 4)]
+    ("architecture", "name", "instruction", "values"),
+    [(100, "float16", "f16x2", 2), (103, "float8_e4m3fn", "satfinite.e4m3x4", 4)],
 )
 def test_hardware_rounding_is_one_instruction_where_there_is_one(
     architecture: int, name: str, instruction: str, values: int, monkeypatch: pytest.MonkeyPatch
@@ -82,7 +59,7 @@ def narrowed(vector: int) -> Call:
         inputs.state = replace(inputs.state, data=pages[:, :size].view(data.shape))
         return inputs.step()
 
-    return cache(lambda: call)()
+    return call
 
 
 NARROWED = {vector: narrowed(vector) for vector in (1, 2, 4, 8, 16)}
@@ -143,11 +120,10 @@ def shuffles(kernel: Any) -> int:
     return len(re.findall(r"\bshfl\.sync\.", kernel.asm["ptx"]))
 
 
-@pytest.mark.parametrize("name", ["float32", "bfloat16"])
-def test_a_thread_that_walks_along_a_row_sums_it_alone_on_blackwell(name: str) -> None:
+def test_a_thread_that_walks_along_a_row_sums_it_alone_on_blackwell() -> None:
     """The butterflies of a sum are those that end it, and a row twice as long has no more shuffles of any kind: so none
     is inside the walk along the columns."""
-    case = replace(MAMBA2, format=name)
+    case = replace(MAMBA2, format="bfloat16")
     config = chosen(case, 100)
     kernel = compiled(case, 100)
     assert config.lanes <= 4
@@ -157,42 +133,33 @@ def test_a_thread_that_walks_along_a_row_sums_it_alone_on_blackwell(name: str) -
     assert 2 * len(butterflies(kernel)) < len(butterflies(compiled(case, 100, plain, most)))
 
 
-def packed_up_to(max_len: int | None) -> Call:
-    """Rows of which the longest has at most so many tokens, as far as the call says."""
-
-    def call(case: Case, inputs: Inputs) -> object:
-        return inputs.step(slots=replace(inputs.at(), max_len=max_len))
-
-    return call
-
-
-@pytest.mark.parametrize(
-    ("case", "call", "together"),
-    [
-        (MAMBA2, plain, 1),
-        (replace(MAMBA2, tokens=2), plain, 2),
-        (replace(MAMBA2, tokens=3), plain, 4),
-        (replace(MAMBA2, tokens=8), plain, 4),
-        (replace(MAMBA2, tokens=4), with_a_tree, 1),
-        *((replace(MAMBA2, tokens=4, packed=True), packed_up_to(max_len), 4) for max_len in (None, 4, 100)),
-    ],
-    ids=["one token", "two", "three", "eight", "a tree", "packed", "packed up to 4", "packed up to 100"],
-)
-def test_no_more_tokens_are_loaded_together_than_a_dense_call_has(case: Case, call: Call, together: int) -> None:
+@pytest.mark.parametrize(("tokens", "together"), [(0, 1), (2, 2), (3, 4), (8, 4)])
+def test_no_more_tokens_are_loaded_together_than_a_dense_call_has(tokens: int, together: int) -> None:
+    case = replace(MAMBA2, tokens=tokens)
     with collected(90) as launches, override(Config(4, 1, 8, tokens_together=4)):
-        call(case, make_inputs(case, CPU))
+        plain(case, make_inputs(case, CPU))
     assert [launch.constants["TOGETHER"] for launch in launches] == [together]
+
+
+def test_trees_load_token_by_token_and_packed_rows_as_many_tokens_however_long_they_are() -> None:
+    case = replace(MAMBA2, tokens=4)
+    inputs, packed = make_inputs(case, CPU), make_inputs(replace(case, packed=True), CPU)
+    with collected(90) as launches, override(Config(4, 1, 8, tokens_together=4)):
+        with_a_tree(case, inputs)
+        for max_len in (None, 4, 100):
+            packed.step(slots=replace(packed.at(), max_len=max_len))
+    assert [launch.constants["TOGETHER"] for launch in launches] == [1, 4, 4, 4]
 
 
 def test_a_place_without_a_token_adds_minus_zero() -> None:
     """Triton 3.6 makes 0.0 of a -0.0, which would change states of -0.0. The first place of a group has a token."""
     minus_zero = re.compile(r"selp\.\w+\s+[^;]*(-2147483648|0f80000000)")
-    for together in (1, 2, 4):
+    for together in (1, 4):
         kernel = compiled(replace(MAMBA2, tokens=4), 90, plain, Config(4, 1, 8, tokens_together=together))
         assert len(minus_zero.findall(kernel.asm["ptx"])) == together - 1
 
 
-@pytest.mark.parametrize("config", [Config(4, 1, 8), Config(8, 1, 16), Config(16, 4, 8), Config(16, 2, 16)], ids=str)
+@pytest.mark.parametrize("config", [Config(4, 1, 8), Config(16, 4, 8), Config(16, 2, 16)], ids=str)
 def test_loads_do_not_wait_for_shared_memory(config: Config) -> None:
     """What there is of it, a program uses to put its outputs in order, behind all loads; with several tokens too."""
     case = replace(MAMBA2, format="bfloat16")
@@ -380,9 +347,11 @@ def test_nothing_of_a_state_moves_between_threads_on_its_way_through_tensor_core
     assert 0 <= more - few < 16 * case.cols * dtype(name).itemsize // 2
 
 
-@pytest.mark.parametrize("name", ["float32", "float16", "int8"])
-def test_a_row_that_does_not_fold_is_read_in_16_bytes_not_written_and_kept_in_registers(name: str) -> None:
-    kernel = compiled(replace(REPLAY, format=name, tokens=2), 90, keep, Config(16, 1, 4, tiles=8))
+@pytest.mark.parametrize(("name", "tokens"), [("float32", 0), ("float32", 2), ("float16", 2), ("int8", 2)])
+def test_a_row_that_does_not_fold_is_read_in_16_bytes_not_written_and_kept_in_registers(name: str, tokens: int) -> None:
+    """Also where x of the tokens of a window has the shape of a tile of state: in the layout of its wider accesses rows
+    would be summed in another order."""
+    kernel = compiled(replace(REPLAY, format=name, tokens=tokens), 90, keep, Config(16, 1, 4, tiles=8 if tokens else 1))
     assert state_loads(kernel, name) == {16}
     assert not access_bytes(kernel)[1]
     assert spilled_bytes(kernel) == 0
@@ -395,11 +364,6 @@ def test_one_token_of_float32_states_needs_no_tensor_cores_and_few_barriers(call
     assert "mma" not in kernel.asm["ptx"]
     assert len(re.findall(r"\bbar\.sync\b", kernel.asm["ptx"])) <= 12
     assert access_bytes(kernel) == ({16}, set() if call is keep else {16})
-
-
-def test_threads_have_as_much_of_a_row_where_other_tiles_have_the_shape_of_the_state() -> None:
-    """x of the tokens of a window: in the layout of its wider accesses rows would be summed in another order."""
-    assert state_loads(compiled(REPLAY, 90, keep, Config(16, 1, 4)), "float32") == {16}
 
 
 @pytest.mark.parametrize(
@@ -421,15 +385,12 @@ def test_the_read_out_is_two_sums_that_do_not_wait_for_each_other(case: Mamba3Ca
     assert any(products >= {one, other} for one, other in sums)
 
 
-def test_rank_one_needs_no_tensor_cores() -> None:
-    assert "mma.sync" not in compiled(SISO, 90).asm["ptx"]
-
-
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "int8"])
-def test_threads_step_the_rows_that_they_load(name: str) -> None:
+def test_threads_of_rank_one_step_the_rows_that_they_load_without_tensor_cores(name: str) -> None:
     """Else tiles go through shared memory, with 28 barriers or more; the vectors of a token do, with ten."""
-    barriers = re.findall(r"\bbar\.sync\b", compiled(replace(SISO, format=name), 90).asm["ptx"])
-    assert len(barriers) <= 12
+    ptx = compiled(replace(SISO, format=name), 90).asm["ptx"]
+    assert len(re.findall(r"\bbar\.sync\b", ptx)) <= 12
+    assert "mma.sync" not in ptx
 
 
 def test_states_of_a_later_program_are_asked_for() -> None:

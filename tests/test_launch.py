@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -228,39 +229,29 @@ def test_the_device_decides_which_implementation_runs() -> None:
             uses_kernels(device)
 
 
-def test_pretending_nests_and_is_undone_by_an_exception() -> None:
-    hopper, amd = machine_with(90), machine_with("gfx942")
-    with pretending(hopper):
-        with pytest.raises(KeyError), pretending(amd):
+@pytest.mark.parametrize(
+    ("context", "machine"),
+    [
+        (lambda: pretending(machine_with("gfx942")), machine_with("gfx942")),
+        pytest.param(interpreted, INTERPRETER, marks=pytest.mark.interpreted),
+    ],
+)
+def test_calls_on_cpu_tensors_run_where_a_context_says_until_it_ends(context: Any, machine: Machine) -> None:
+    with pretending(machine_with(90)):
+        with pytest.raises(KeyError), context():
             raise KeyError
-        assert uses_kernels(CPU)
-        assert machine_of(CPU) == hopper
-        assert warp_size() == 32
-        with pretending(amd):
-            assert machine_of(CPU) == amd
-            assert warp_size() == 64
+        with context(), context():
+            assert uses_kernels(CPU)
+            assert machine_of(CPU) == machine
+            assert warp_size() == machine.warp
+        assert machine_of(CPU) == machine_with(90)
         with pytest.raises(ValueError, match=r"^state is on meta"):
             uses_kernels(META)
     assert not uses_kernels(CPU)
 
 
-@pytest.mark.interpreted
-def test_interpreted_nests_and_is_undone_by_an_exception() -> None:
-    with interpreted():
-        with interpreted():
-            assert machine_of(CPU) == INTERPRETER
-        assert uses_kernels(CPU)
-    with pytest.raises(KeyError), interpreted():
-        raise KeyError
-    assert not uses_kernels(CPU)
-
-
-def test_a_registered_function_is_called_eagerly_and_an_op_of_torch() -> None:
-    def add_one(x: Tensor, times: int) -> None:
-        x.add_(times)
-
-    add_one.__annotations__ = {"x": Tensor, "times": int, "return": type(None)}
-    run, x = registered("x")(add_one), torch.zeros(2)
-    run(x, 1)
-    assert torch.ops.flashstate.add_one(x, 2) is None
-    assert x.tolist() == [3, 3]
+def test_a_registered_op_returns_nothing_whatever_its_function_tells_an_eager_caller() -> None:
+    define("add_one(Tensor(a!) x) -> ()", lambda x: x.add_(1))
+    x = torch.zeros(2)
+    assert torch.ops.flashstate.add_one(x) is None
+    assert x.tolist() == [1, 1]

@@ -201,21 +201,11 @@ def test_every_variant_of_later_calls_was_compiled_and_none_in_vain(
     assert keys_of(later) == keys_of(compiled)
 
 
-@dataclass(frozen=True)
-class Told:
-    """What warmup is told, and calls of that kind: fields of the server's case, and other arguments."""
-
-    server: Server
-    told: dict[str, Any]
-    fields: dict[str, Any] = field(default_factory=dict)
-    given: dict[str, Any] = field(default_factory=dict)
-
-
 HALF = {"x": "float16", "bc": "float16", "dt": "float16"}
 LOGIT = {"trap_logit": True, "update_kv": False}
-TOLD: dict[str, Told] = {
+TOLD: dict[str, tuple[Any, ...]] = {  # a server, what it tells, fields of its case, and other arguments
     **{
-        f"mamba2 with {index}, without {without}": Told(
+        f"mamba2 with {index}, without {without}": (
             MAMBA2, {**told, "activations": torch.float16, "index": dtype(index)}, {**HALF, "index": index, **fields}
         )
         for index in ("int32", "int64")
@@ -224,16 +214,16 @@ TOLD: dict[str, Told] = {
             ("D, dt_bias", {"D": False, "dt_bias": False}, {"D": None, "dt_bias": False}),
         )
     },
-    "gated delta": Told(DELTA, {}),
-    "gated delta without dt_bias": Told(DELTA, {"dt_bias": False}, {"dt_bias": False}),
-    "gated delta without A_log": Told(DELTA, {"A_log": False, "dt_bias": False}, {"raw": False}),
-    "mamba3": Told(MAMBA3, {}),
-    "mamba3 without z": Told(MAMBA3, {"z": False, "Wz": False}, {"z": False}),
-    "mamba3 without D, Wx": Told(MAMBA3, {"D": False, "Wx": False}, {"D": False, "Wx": False}),
-    "mamba3 without biases, Wo": Told(MAMBA3, {"biases": False, "Wo": False}, {"bias": False, "Wo": False}),
-    "mamba3 without rotary, Wz": Told(MAMBA3, {"rotary": False, "Wz": False}, {"Wz": False}, {"rotary": None}),
+    "gated delta": (DELTA, {}, {}, {}),
+    "gated delta without dt_bias": (DELTA, {"dt_bias": False}, {"dt_bias": False}),
+    "gated delta without A_log": (DELTA, {"A_log": False, "dt_bias": False}, {"raw": False}),
+    "mamba3": (MAMBA3, {}, {}, {}),
+    "mamba3 without z": (MAMBA3, {"z": False, "Wz": False}, {"z": False}),
+    "mamba3 without D, Wx": (MAMBA3, {"D": False, "Wx": False}, {"D": False, "Wx": False}),
+    "mamba3 without biases, Wo": (MAMBA3, {"biases": False, "Wo": False}, {"bias": False, "Wo": False}),
+    "mamba3 without rotary, Wz": (MAMBA3, {"rotary": False, "Wz": False}, {"Wz": False}, {"rotary": None}),
     **{
-        f"mamba3 of rank {rank}, {angles} angles": Told(
+        f"mamba3 of rank {rank}, {angles} angles": (
             ranked(rank, angles), LOGIT, LOGIT, {"trap": torch.zeros(8, HEADS, dtype=torch.bfloat16)}
         )
         for rank, angles in ((1, 0), (1, 32), (3, 0))
@@ -249,7 +239,7 @@ OTHERWISE: dict[str, tuple[tuple[dict[str, Any], dict[str, Any]], ...]] = {  # f
 @pytest.mark.compiled
 @pytest.mark.parametrize("what", TOLD)
 def test_what_calls_leave_out_and_their_dtypes_are_compiled_as_told(what: str, compiled: list[Launch]) -> None:
-    server, told, fields, given = vars(TOLD[what]).values()
+    server, told, fields, given = (*TOLD[what], {})[:4]
     case, pool = replace(server.case, **fields), server.make_pool("float16", "stochastic")
     tokens = 1 if server.op is not GATED_DELTA_STEP else 4
     server.warm_up(pool, (8,), tokens=(tokens,), **told)
