@@ -13,7 +13,6 @@ from flashstate import State
 from flashstate.launch import access_width, environment, interpreted, machine_of, uses_kernels
 from flashstate.launch.arguments import aligned, as_bytes, row_stride, slots_values, snapshots_values, token_strides
 from flashstate.launch.environment import INTERPRETER, Gpu, Machine, pretending, warp_size
-from flashstate.launch.registered import registered
 from flashstate.proof import AnyCase, Case, ConvCase, DeltaCase, Mamba3Case, ReplayCase, make_inputs
 from flashstate.state.formats import FORMATS
 from flashstate.state.signature import ACCESS_BYTES

@@ -126,15 +126,6 @@ def as_float32(values):
 
 
 @triton.jit
-def following(values, value):
-    """All but the first of these, and one more."""
-    shifted = ()
-    for i in tl.static_range(1, len(values)):
-        shifted = shifted + (values[i],)
-    return shifted + (value,)
-
-
-@triton.jit
 def inputs_along_path(parents, longest, x_at, b, first, t, x_channel, channels, initial, X_ROWS: tl.constexpr):
     """The inputs before token t of a tree, on its path: of tokens, or where the path is shorter from the window. And
     whether the token has a path."""
@@ -191,8 +182,7 @@ def conv1d_step_kernel(
     window_ptr, x_ptr, out_ptr, weight_ptr, bias_ptr, positions_ptr,
     read_ptr, accepted_ptr, write_ptr, parents_ptr, cu_seqlens_ptr, snapshot_rows_ptr,
     copy_ptr,  # snapshots
-    null,
-    fault_ptr,
+    null, fault_ptr,
     slot_stride, window_c, window_e, length,  # of windows: strides of slots, channels and entries; entries there are
     copy_b, copy_t, copy_c, copy_e, num_copies,  # of snapshots: strides of rows, tokens, channels, entries; rows
     x_b, x_t, x_c, out_b, out_t, out_c,  # strides of batch, token and channel
@@ -223,10 +213,9 @@ def conv1d_step_kernel(
     zero = b * 0
     windows, copies = (window_ptr, window_c, window_e), (copy_ptr, copy_c, copy_e)
     x_at, out_at = (x_ptr, x_b, x_t, 0), (out_ptr, out_b, out_t, 0)
-    parents = (parents_ptr, parents_stride)
+    parents, write, slots = (parents_ptr, parents_stride), (write_ptr, write_stride), (num_slots, null, fault_ptr)
 
     read = (read_ptr, read_stride, read_width, None if MODE == "rollback" else accepted_ptr)
-    write, slots = (write_ptr, write_stride), (num_slots, null, fault_ptr)
     slot = resolve_read(read, b, slots)
     slot, from_entry = first_entry(slot, b, accepted_ptr, positions_ptr, length, fault_ptr, WIDTH, HISTORY, MODE)
     live = slot >= 0
@@ -284,8 +273,8 @@ def conv1d_step_kernel(
             row = token_entry(out_at, b, first + t, zero, 1)
             shown = tl.where(exists, live, False) if PADDING == "keep" else exists
             tl.store(channels_at(row, channels, out_c, OUT_ROWS), y, mask=tl.where(shown, channels[1], False))
-            recent = either(exists, following(recent, x), recent)
-            floats = either(exists, following(floats, u[WIDTH - 1]), floats)
+            recent = either(exists, recent[1:] + (x,), recent)
+            floats = either(exists, u[1:], floats)
 
             if STORES == "last" and MODE != "shift":
                 stays, place = entry_of_token(t, count, from_entry, length, WIDTH, HISTORY, MODE)
@@ -304,9 +293,7 @@ def conv1d_step_kernel(
     if STORES == "last" and MODE == "shift":
         store_entries(windows, base, length - (WIDTH - 1), recent, channels, goes, WINDOW_ROWS)
     if STORES == "last" and MODE == "rollback":
-        for i in tl.static_range(HISTORY):
-            kept = (initial[WIDTH - 1 - HISTORY + i],)
-            store_entries(windows, base, zero + i, kept, channels, goes, WINDOW_ROWS)
+        store_entries(windows, base, zero, initial[WIDTH - 1 - HISTORY :], channels, goes, WINDOW_ROWS)
     if cu_seqlens_ptr is not None:
         offsets = offs_c.to(tl.int64) * out_c if OUT_ROWS == APART else offs_c
         zero_unused(out_at, cu_seqlens_ptr, b, zero, offsets, channels[1], tokens, batch_size(1, CHANNELS, BLOCK))

@@ -217,7 +217,9 @@ def gated_delta_at_once_kernel(
         drawing = (seed, count - 1, stream)
         tile = tile_at(h, first_row, FORM)
         stored = load_tile(pool, slot, live, tile, drawing, FORM, STORED_ROUNDING, ROUNDS, STREAMING)
-    rate, dt_bias = load_rate(A_log_ptr, h), 0.0
+    rate, dt_bias = None, 0.0  # without a rate, a is the log-decay itself
+    if A_log_ptr is not None:
+        rate = load_rate(A_log_ptr, h)
     if dt_bias_ptr is not None:
         dt_bias = tl.load(dt_bias_ptr + h).to(tl.float32)
 

@@ -89,22 +89,20 @@ def load_row_inputs(x_at, z_at, b, t, h, offs_d, KIND: tl.constexpr):
 
 
 @triton.jit
-def tile_of(stored, live, dtype: tl.constexpr, WARPS: tl.constexpr, PADDING: tl.constexpr, KIND: tl.constexpr):
+def tile_of(stored, live, WARPS: tl.constexpr, PADDING: tl.constexpr, KIND: tl.constexpr):
     """What load_tile gave, in float32: of rank 1 in chunks; of others in one part or in halves, as tensor cores have
     them, (WARPS, rows, columns), columns in the order of operands."""
     PARTS: tl.constexpr = 2 if KIND.IN_HALVES else 1
-    TARGET: tl.constexpr = KIND.TARGET
     factor, codes, _ = stored
     s = ()
     if KIND.RANK == 1:
         for i in tl.static_range(len(codes)):
-            s = s + (from_code(codes[i], dtype, TARGET) * factor,)
+            s = s + (from_code(codes[i], KIND.DTYPE, KIND.TARGET) * factor,)
     else:
+        CHUNKS: tl.constexpr = len(codes) // PARTS
         for i in tl.static_range(PARTS):
-            part = ()
-            for j in tl.static_range(len(codes) // PARTS):
-                part = part + (codes[i * (len(codes) // PARTS) + j],)
-            s = s + (by_warps(from_code(operand_of_chunks(part, KIND.FORM.VECTOR), dtype, TARGET) * factor, WARPS),)
+            part = operand_of_chunks(codes[i * CHUNKS : (i + 1) * CHUNKS], KIND.FORM.VECTOR)
+            s = s + (by_warps(from_code(part, KIND.DTYPE, KIND.TARGET) * factor, WARPS),)
     if PADDING == "fresh":
         s, _ = zero_unless(live, s, 1.0)
     return s
@@ -198,7 +196,7 @@ def store_tile(pool, to, tile, s, random, ROUNDING: tl.constexpr, KIND: tl.const
 def step_tokens(
     v, s, theta, before, weights, D, inputs, x_at, z_at, out, out_r, b, first, count, h, g, offs_d, r, exists, live,
     every, PADDING: tl.constexpr, STORES: tl.constexpr, ROUNDING: tl.constexpr, ROUNDS: tl.constexpr,
-    kept_dtype: tl.constexpr, KIND: tl.constexpr,
+    KIND: tl.constexpr,
 ):  # fmt: skip
     """A tile through all tokens of row b, whose outputs are stored, with STORES "every" also what is kept after each:
     the last v, the tile, the last angles and k."""
@@ -207,7 +205,7 @@ def step_tokens(
     for t in range(0, count):
         token = load_token(inputs, b, first + t, h, g, r, exists, KIND)
         x, z = load_row_inputs(x_at, z_at, b, first + t, h, offs_d, KIND)
-        factors, theta, now, C = prepare_token(token, theta, kept_dtype, KIND)
+        factors, theta, now, C = prepare_token(token, theta, KIND)
         vectors = vectors_of(now, before, C, KIND)
         s = step_tile(
             s, v, x, z, factors, vectors, weights, D, out, out_r, b, first + t, h, offs_d, r, live, PADDING, KIND
@@ -292,13 +290,10 @@ def mamba3_step_kernel(
     g = h // HEADS_PER_GROUP
     TILES: tl.constexpr = (ROWS + BLOCK_ROWS - 1) // BLOCK_ROWS
     ROOM: tl.constexpr = 1 if RANK == 1 else 2 * max(4, triton.next_power_of_2(RANK))  # for ranks of two tokens
-    dtype: tl.constexpr = data_ptr.dtype.element_ty
-    kept_dtype: tl.constexpr = k_ptr.dtype.element_ty
-    x_dtype: tl.constexpr = x_ptr.dtype.element_ty
     FORM: tl.constexpr = form_of(ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, VECTOR)
     KIND: tl.constexpr = kind_of(
-        H, RANK, ANGLES, PAIRING, TRAP_LOGIT, STORES_KV, z_ptr is not None, Wo_ptr is not None, dtype, x_dtype, TARGET,
-        FORM,
+        H, RANK, ANGLES, PAIRING, TRAP_LOGIT, STORES_KV, z_ptr is not None, Wo_ptr is not None,
+        data_ptr.dtype.element_ty, x_ptr.dtype.element_ty, k_ptr.dtype.element_ty, TARGET, FORM,
     )  # fmt: skip
     LAST_ROUNDING: tl.constexpr = ROUNDING if STORES == "last" else "nearest"
     column = tl.arange(0, ROOM)
@@ -310,8 +305,7 @@ def mamba3_step_kernel(
     B_at, C_at, angle_at = (B_ptr, B_b, B_t, B_g), (C_ptr, C_b, C_t, C_g), (angle_ptr, angle_b, angle_t, angle_h)
     inputs = (A_at, dt_at, trap_at, B_at, B_r, C_at, C_r, angle_at, bias_B_ptr, bias_C_ptr)
     pool, write = (data_ptr, scale_ptr, slot_stride, scale_stride), (write_ptr, write_stride)
-    weight_ptrs, v_at = (Wx_ptr, Wz_ptr, Wo_ptr), (v_ptr, v_stride)
-    carried = (k_ptr, k_stride, theta_ptr, theta_stride)
+    weight_ptrs, v_at, carried = (Wx_ptr, Wz_ptr, Wo_ptr), (v_ptr, v_stride), (k_ptr, k_stride, theta_ptr, theta_stride)
     read, slots = (read_ptr, read_stride, read_width, accepted_ptr), (num_slots, null, fault_ptr)
     first, count = token_range(cu_seqlens_ptr, b, tokens, ONE_TOKEN)
     if AHEAD > 0:
@@ -347,7 +341,7 @@ def mamba3_step_kernel(
     if STORES == "last":
         to = write_slot(write, b, slot, goes, slots)
     if ONE_TOKEN:
-        factors, theta, now, C = prepare_token(token, theta, kept_dtype, KIND)
+        factors, theta, now, C = prepare_token(token, theta, KIND)
         vectors = vectors_of(now, before, C, KIND)
         if STORES == "last":
             tl.debug_barrier()  # all warps have k and the angles of the token before
@@ -362,7 +356,7 @@ def mamba3_step_kernel(
             weights = load_weights(weight_ptrs, offs_d, r, h, KIND)
             if ONE_TOKEN:
                 x, z = load_row_inputs(x_at, z_at, b, first, h, offs_d, KIND)
-        s = tile_of(stored, live, dtype, WARPS, PADDING, KIND)
+        s = tile_of(stored, live, WARPS, PADDING, KIND)
         if ONE_TOKEN:
             s = step_tile(
                 s, v, x, z, factors, vectors, weights, D, out, out_r, b, first, h, offs_d, r, live, PADDING, KIND
@@ -372,7 +366,7 @@ def mamba3_step_kernel(
             every = (pool, carried, v_at, write, slot, slots, longest, tile, drawing, i == TILES - 1)
             v, s, tile_theta, tile_before = step_tokens(
                 v, s, theta, before, weights, D, inputs, x_at, z_at, out, out_r, b, first, count, h, g, offs_d, r,
-                exists, live, every, PADDING, STORES, ROUNDING, ROUNDS, kept_dtype, KIND,
+                exists, live, every, PADDING, STORES, ROUNDING, ROUNDS, KIND,
             )  # fmt: skip
             if STORES == "last":
                 ends = (to >= 0) & (i == TILES - 1)

@@ -28,19 +28,21 @@ class Kind(Constants):
     SUMMED: bool  # the output is the sum of all ranks'
     TERMS: int  # of products that are added to the state
     OUT_TERMS: int  # of those with C
+    DTYPE: tl.dtype  # of the state
+    KEPT_DTYPE: tl.dtype  # of k
     TARGET: str
     FORM: Form
 
 
 @triton.constexpr_function
-def kind_of(H, RANK, ANGLES, PAIRING, TRAP_LOGIT, STORES_KV, GATED, SUMMED, dtype, x_dtype, TARGET, FORM):
-    """The constants of a step on a state and on inputs of these dtypes."""
+def kind_of(H, RANK, ANGLES, PAIRING, TRAP_LOGIT, STORES_KV, GATED, SUMMED, DTYPE, x_dtype, KEPT_DTYPE, TARGET, FORM):
+    """The constants of a step on a state, with inputs and on k of these dtypes."""
     IN_HALVES = PAIRING == "halved" and FORM.COLS == FORM.BLOCK_COLS and 2 * FORM.CHUNK <= FORM.COLS
-    TERMS = update_terms(dtype, x_dtype)
+    TERMS = update_terms(DTYPE, x_dtype)
     # Tensor cores round sums towards zero, 6 units in the last place of a float32 output: those are made without them.
     OUT_TERMS = 0 if x_dtype == tl.float32 else 2
     of_call = (H, RANK, ANGLES, PAIRING, IN_HALVES, TRAP_LOGIT, STORES_KV, GATED, SUMMED or RANK == 1)
-    return Kind(*of_call, TERMS, OUT_TERMS, TARGET, FORM)
+    return Kind(*of_call, TERMS, OUT_TERMS, DTYPE, KEPT_DTYPE, TARGET, FORM)
 
 
 @triton.jit
@@ -132,7 +134,7 @@ def load_token(inputs, b, t, h, g, r, exists, KIND: tl.constexpr):
 
 
 @triton.jit
-def prepare_token(token, theta, kept_dtype: tl.constexpr, KIND: tl.constexpr):
+def prepare_token(token, theta, KIND: tl.constexpr):
     """What a token is stepped with, of what load_token gave: factors of the state, of the token before, and of this
     one; the angles after it; B as it is kept, and C, each in one matrix or in halves."""
     gates, B, C, angle = token
@@ -149,7 +151,7 @@ def prepare_token(token, theta, kept_dtype: tl.constexpr, KIND: tl.constexpr):
     kept = ()
     B = turned(B, cos, sin, KIND)
     for i in tl.static_range(len(B)):
-        kept = kept + (B[i].to(kept_dtype),)
+        kept = kept + (B[i].to(KIND.KEPT_DTYPE),)
     return factors, theta, kept, turned(C, cos, sin, KIND)
 
 
