@@ -18,8 +18,10 @@ Place = tuple[str, tuple[int, ...]]  # an entry of an argument that holds states
 
 @dataclass
 class Row:
-    """A row of the batch that runs: its tokens on the flat token axis, the slot it starts from (None: from zero), and
-    where the state after each token goes."""
+    """A row of the batch that runs.
+
+    tokens: on the flat token axis. start: a slot; None: from zero. goes: where the state after each token goes.
+    """
 
     tokens: list[int]
     start: int | None
@@ -34,8 +36,11 @@ Contract = Callable[[Arguments], list[Row]]
 
 @dataclass
 class Outcome:
-    """What a call gives: its output, with which entries of it rows have computed; the states that are stored, in the
-    dtype of a pool where they are kept to the byte; and the slots that are read."""
+    """What a call gives.
+
+    y: the output. ran: which entries of it rows have computed. stored: states, in the dtype of a pool where they are
+    kept to the byte. read: slots.
+    """
 
     y: Tensor
     ran: Tensor
@@ -74,8 +79,10 @@ def tokens_of_rows(rows: int, length: int, bounds: Tensor | None) -> list[list[i
 
 
 def rows_read(arguments: Arguments) -> Iterator[tuple[int, list[int], list[int], int]]:
-    """Of every row its number, its tokens, its slots, and the one that it reads: the first, or that of the count of
-    accepted tokens; -1 where there is none."""
+    """Every row: its number, its tokens, its slots, and the slot that it reads, or -1.
+
+    That is its first, or the one that the count of accepted tokens chooses.
+    """
     x, read, accepted = arguments["x"], arguments.get("state_batch_indices"), arguments.get("num_accepted_tokens")
     tokens = tokens_of_rows(len(x), x.shape[1] if x.dim() == 4 else 1, arguments.get("cu_seqlens"))
     for b in range(len(tokens)):
@@ -111,8 +118,11 @@ def vllm(arguments: Arguments) -> list[Row]:
 
 
 def flashinfer(arguments: Arguments) -> list[Row]:
-    """Padding rows start from zero and store nothing. States go to the buffer if there is one, else to `dst`, after
-    every token where it is a table, else where they were read."""
+    """Padding rows start from zero and store nothing.
+
+    States go to the buffer if there is one, else to `dst`, after every token where it is a table, else where they were
+    read.
+    """
     rows, write = [], numbers(arguments.get("dst_state_batch_indices"))
     pad, buffer_rows = arguments.get("pad_slot_id", -1), numbers(arguments.get("intermediate_state_indices"))
     for b, tokens, _, slot in rows_read(arguments):
@@ -132,8 +142,10 @@ def flashinfer(arguments: Arguments) -> list[Row]:
 
 
 def flashinfer_decode(arguments: Arguments) -> list[Row]:
-    """One token per row. Rows with a negative slot do nothing. States go where their output index says, or where they
-    were read; no state goes to a negative index."""
+    """One token per row; rows with a negative slot do nothing.
+
+    States go where their output index says, or where they were read; no state goes to a negative index.
+    """
     pool = "state" if arguments.get("initial_state") is None else "initial_state"
     read = numbers(arguments.get("initial_state_indices")) or [[b] for b in range(len(arguments["v"]))]
     write = numbers(arguments.get("output_state_indices")) or read
@@ -147,8 +159,11 @@ def flashinfer_decode(arguments: Arguments) -> list[Row]:
 
 
 def flashinfer_mtp(arguments: Arguments) -> list[Row]:
-    """Rows with a negative slot do nothing. The buffer receives every state of its row. In the pool, a table of slots
-    for every token stands for all other writes; else the last state is written if updates are not disabled."""
+    """Rows with a negative slot do nothing; the buffer receives every state of its row.
+
+    In the pool, a table of slots for every token stands for all other writes; else the last state is written if updates
+    are not disabled.
+    """
     length = arguments["v"].shape[1]
     read = numbers(arguments["initial_state_indices"])
     write, every = (numbers(arguments.get(name)) for name in ("output_state_indices", "ssm_state_indices"))
@@ -217,8 +232,10 @@ def silu(x: Tensor) -> Tensor:
 
 
 def gated_delta(contract: Contract, arguments: Arguments, dtype: torch.dtype) -> Outcome:
-    """What a gated delta rule of this contract gives: outputs (B, T, HV, V), states (HV, V, K). Rows of several tokens
-    that do nothing leave what is in the output."""
+    """What a gated delta rule of this contract gives: outputs (B, T, HV, V), states (HV, V, K).
+
+    Rows of several tokens that do nothing leave what is in the output.
+    """
     pool = arguments["state"] if arguments.get("initial_state") is None else arguments["initial_state"]
     per_token = {name: arguments[name].to(dtype).flatten(0, 1) for name in ("q", "k", "v", "a", "b")}
     per_head = {name: arguments[name].to(dtype) for name in ("A_log", "dt_bias")}
@@ -249,8 +266,10 @@ def one_delta_token(s: Tensor, values: Arguments, scale: float, normalise: bool)
 
 
 def mamba3(arguments: Arguments, dtype: torch.dtype) -> Outcome:
-    """What mamba3_step_fn gives: outputs (batch, H, D), or without outproj (batch, R, H, D); with update_kv_state also
-    what replaces Bstate and Xstate, to the byte."""
+    """What mamba3_step_fn gives: outputs (batch, H, D), or without outproj (batch, R, H, D).
+
+    With update_kv_state also what replaces Bstate and Xstate, to the byte.
+    """
     state, Bstate, Xstate, x, B = (arguments[name] for name in ("state", "Bstate", "Xstate", "x", "B"))
     B_kept = B.repeat_interleave(state.shape[1] // B.shape[2], 2).to(Bstate.dtype)  # (batch, R, H, N)
     shared = {name: arguments.get(name) for name in ("D", "xproj", "zproj", "outproj")}
@@ -339,8 +358,10 @@ def causal_conv1d(arguments: Arguments) -> Iterator[ConvRow]:
 
 
 def vllm_conv1d(arguments: Arguments) -> Iterator[ConvRow]:
-    """The window starts at entry 0. With counts the call before left width - 2 inputs and its tokens there, and this
-    one does so again; without, the first width - 1 entries are the last inputs."""
+    """The window starts at entry 0; its first width - 1 entries are the last inputs.
+
+    With counts the call before left width - 2 inputs and its tokens there, and this one does so again.
+    """
     (x, rows), table = conv_tokens(arguments), numbers(arguments.get("conv_state_indices"))
     counts, before = arguments.get("num_accepted_tokens"), width_of(arguments) - 1
     columns = [arguments.get(name) for name in ("initial_state_idx", "block_idx_last_scheduled_token")]

@@ -79,8 +79,11 @@ class Door:
         return f"{self.function.__module__.rpartition('.')[2]}.{self.function.__name__}"
 
     def arguments(self, call: str | Call, device: torch.device = CPU) -> Arguments:
-        """The arguments of a call. Lists become tensors of `indices`, int32 unless it says so, counts the other type;
-        with `given` there is memory for the output, which has something in it."""
+        """The arguments of a call.
+
+        Lists become tensors of the type that `indices` says, or int32; counts have the other type. With `given` there
+        is memory for the output.
+        """
         call = dict(self.calls[call] if isinstance(call, str) else call)
         kind, given, _ = call.pop("indices", torch.int32), call.pop("given", False), call.pop("fault", None)
         options = {name: call.pop(name) for name in inspect.signature(self.make).parameters if name in call}
@@ -118,8 +121,10 @@ def copied(arguments: Arguments, device: torch.device | None = None) -> Argument
 
 
 def require_contract(door: Door, arguments: Arguments, fault: str | None = None) -> None:
-    """Call the door and require of output and states what its model says, within budget, that all else stays, and that
-    check_faults() finds this and nothing else. What no row reads is NaN."""
+    """Call the door, and require that its model is right about output, states and all that stays.
+
+    What no row reads is NaN. fault: what check_faults() finds, and nothing else.
+    """
     exact, plain = (door.model(copied(arguments, CPU), dtype) for dtype in (torch.float64, torch.float32))
     poison(door, arguments, exact)
     before = copied(arguments, CPU)

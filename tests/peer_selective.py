@@ -32,12 +32,11 @@ def selective_arguments(
     dt_softplus: bool = True,
     buffer: bool = False,
 ) -> Arguments:
-    """What every selective_state_update has, for these token axes, or for packed rows of these lengths and tokens of no
-    row behind them; with an int16 state its scale.
+    """What every selective_state_update has; with an int16 state its scale.
 
-    heads: None: no head axis. x_dtype: of x, z, B and C. weights_dtype: of dt, D and dt_bias. tied: dt, A, D and
-    dt_bias are expanded from one value per head. optional: D, z and dt_bias are there. buffer: for states of every
-    token.
+    tokens: sizes of the token axes. lengths: of packed rows, with unused tokens behind them. heads: None: no head axis.
+    x_dtype: of x, z, B and C. weights_dtype: of dt, D and dt_bias. tied: dt, A, D and dt_bias are expanded from one
+    value per head. optional: D, z and dt_bias are there. buffer: for states of every token.
     """
     tokens = tokens if lengths is None else (sum(lengths) + unused,)
     random = Random(device, sum(tokens))

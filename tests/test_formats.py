@@ -249,22 +249,18 @@ def repeated_values() -> tuple[Tensor, Tensor]:
 
 
 @EVERYWHERE
-@DTYPES
-def test_triton_and_torch_round_stochastically_to_equal_bytes(device: torch.device, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", UNSCALED, ids=str)
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
+def test_triton_and_torch_round_to_equal_bytes(device: torch.device, dtype: torch.dtype, rounding: str) -> None:
+    if rounding not in FORMATS[dtype].roundings:
+        return
     values, random = repeated_values()
+    if rounding == "nearest":
+        values, random = values_of_all_exponents(64).view(1, -1, 64), None
     want = encode(values, dtype, random)
     for form in forms(device):
         assert same_bytes(encoded_by_triton(values, random, dtype, device, form), want), form
-
-
-@EVERYWHERE
-@pytest.mark.parametrize("dtype", UNSCALED, ids=str)
-@pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
-def test_triton_and_torch_round_to_nearest_with_equal_bytes(device: torch.device, dtype: torch.dtype) -> None:
-    values = values_of_all_exponents(64).view(1, -1, 64)
-    want = encode(values, dtype)
-    for form in forms(device):
-        assert same_bytes(encoded_by_triton(values, None, dtype, device, form), want), form
 
 
 def count_differences(dtype: torch.dtype, rounding: str = "nearest", factor: float = 1.0) -> int:
@@ -282,16 +278,12 @@ def count_differences(dtype: torch.dtype, rounding: str = "nearest", factor: flo
 
 
 @pytest.mark.gpu
-def test_integer_arithmetic_and_hardware_round_every_float32_to_equal_bytes() -> None:
-    assert count_differences(torch.bfloat16) == 0
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_portable_arithmetic_and_instructions_round_every_float32_stochastically_to_equal_bytes(
-    dtype: torch.dtype,
-) -> None:
-    assert count_differences(dtype, "stochastic") == 0
+@pytest.mark.parametrize(
+    ("dtype", "rounding"),
+    [(torch.bfloat16, "nearest"), (torch.bfloat16, "stochastic"), (torch.float16, "stochastic")],
+)
+def test_portable_arithmetic_and_hardware_round_every_float32_to_equal_bytes(dtype: torch.dtype, rounding: str) -> None:
+    assert count_differences(dtype, rounding) == 0
 
 
 @EVERYWHERE

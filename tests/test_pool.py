@@ -40,8 +40,10 @@ KERNELS = [
 
 
 def odd_values(n: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Rows of every magnitude, zeros, and one row each with an inf and a NaN, as a view with strides on every axis but
-    the last. No subnormal bfloat16, which the interpreter reads wrongly."""
+    """Rows of every magnitude, zeros, and one row each with an inf and a NaN.
+
+    A view with strides on every axis but the last. No subnormal bfloat16, which the interpreter reads wrongly.
+    """
     generator = torch.Generator().manual_seed(n)
     heads, rows, cols = shape
     values = torch.randn(heads, n, rows, cols + 2, generator=generator)

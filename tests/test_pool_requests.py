@@ -57,6 +57,10 @@ class Request:
             self.states[i].scale.copy_(scale)
 
 
+def copy_of(state: State) -> State:
+    return replace(state, data=state.data.clone(), scale=None if state.scale is None else state.scale.clone())
+
+
 class Requests(RuleBasedStateMachine):
     """A pool under requests in any order, beside the same requests each on its own: they never differ by a bit."""
 
@@ -162,10 +166,7 @@ class Requests(RuleBasedStateMachine):
         assert not y[-1].any()
         for row, (slot, target) in enumerate(zip(slots, targets, strict=True)):
             alone = self.requests[slot].states[i]
-            if target != slot:
-                alone = replace(
-                    alone, data=alone.data.clone(), scale=None if alone.scale is None else alone.scale.clone()
-                )
+            alone = alone if target == slot else copy_of(alone)
             own = {name: t if name == "A" else t[row : row + 1] for name, t in arguments.items()}
             with self.implementation():
                 assert same(flashstate.mamba2_step(alone, **own), y[row : row + 1])
@@ -186,9 +187,7 @@ class Requests(RuleBasedStateMachine):
             return
         source, after = self.requests[slots[accepted - 1]].states[i], []
         for t in range(3):
-            alone = replace(
-                source, data=source.data.clone(), scale=None if source.scale is None else source.scale.clone()
-            )
+            alone = copy_of(source)
             tokens = {name: value if name == "A" else value[:, : t + 1] for name, value in arguments.items()}
             with self.implementation():
                 assert same(flashstate.mamba2_step(alone, **tokens), y[:, : t + 1])
@@ -253,12 +252,8 @@ def test_requests_live_in_a_pool_as_on_their_own(machine: type[Requests], exampl
     run_state_machine_as_test(
         machine,
         settings=settings(
-            deadline=None,
-            derandomize=True,
-            print_blob=True,
-            max_examples=examples,
-            stateful_step_count=steps,
+            deadline=None, derandomize=True, print_blob=True, max_examples=examples, stateful_step_count=steps,
             phases=(Phase.generate, Phase.shrink),
             suppress_health_check=(HealthCheck.too_slow, HealthCheck.data_too_large),
         ),
-    )
+    )  # fmt: skip

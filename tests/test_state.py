@@ -1,7 +1,6 @@
 """State and Slots, seeds that move, and faults that show."""
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import FrozenInstanceError, fields, replace
 from itertools import cycle
 from typing import Any
@@ -29,19 +28,12 @@ from torch import Tensor
 
 import flashstate
 from flashstate import Slots, State
-from flashstate.launch import interpreted
 from flashstate.proof import Case
 from flashstate.state.faults import KINDS, fault_flag
+from flashstate.state.formats import FORMATS
 from flashstate.state.state import as_snapshots
 
 SEED_STEP = 0x9E3779B97F4A7C15
-
-
-def test_state_and_slots_are_frozen() -> None:
-    for value in (State(**state_arguments()), State(**scaled_arguments()), Slots(**slots_arguments())):
-        for field in fields(value):
-            with pytest.raises(FrozenInstanceError):
-                setattr(value, field.name, getattr(value, field.name))
 
 
 @pytest.mark.parametrize(
@@ -49,9 +41,14 @@ def test_state_and_slots_are_frozen() -> None:
     [(State, state_arguments()), (State, scaled_arguments()), (Slots, slots_arguments())],
     ids=["State", "State with scales", "Slots"],
 )
-def test_state_and_slots_keep_what_they_are_given(make: Callable[..., Any], arguments: dict[str, Any]) -> None:
+def test_state_and_slots_keep_what_they_are_given_and_are_frozen(
+    make: Callable[..., Any], arguments: Arguments
+) -> None:
     value = make(**arguments)
     assert all(getattr(value, name) is argument for name, argument in arguments.items())
+    for field in fields(value):
+        with pytest.raises(FrozenInstanceError):
+            setattr(value, field.name, getattr(value, field.name))
 
 
 def test_slots_of_read_alone_have_nothing_else() -> None:
@@ -86,45 +83,43 @@ def test_state_takes_the_extremes_it_allows(rounding: str) -> None:
     assert State(largest).bytes_per_slot == (1 << 32) - 2
 
 
-@pytest.mark.parametrize(
-    ("shape", "strides"),
-    [
-        pytest.param((3, 2, 4, 8), (100, 32, 8, 1), id="slots with gaps"),
-        pytest.param((1, 2, 4, 8), (1, 32, 8, 1), id="one slot with any stride"),
-        pytest.param((3, 1, 4, 1), (4, 9, 1, 9), id="any strides along axes of one"),
-        pytest.param((2, 3, 2, 4, 8), (64, 128, 32, 8, 1), id="snapshots with rows inside tokens"),
-        pytest.param((1, 3, 2, 4, 8), (5, 70, 32, 8, 1), id="snapshots of one row with any stride"),
-        pytest.param((0, 3, 2, 4, 8), (192, 64, 32, 8, 1), id="snapshots of an empty batch"),
-    ],
-)
-def test_state_takes_strides_that_do_not_overlap(shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
-    assert State(torch.zeros(1000).as_strided(shape, strides)).data.stride() == strides
+STRIDES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    "slots with gaps": ((3, 2, 4, 8), (100, 32, 8, 1)),
+    "one slot with any stride": ((1, 2, 4, 8), (1, 32, 8, 1)),
+    "any strides along axes of one": ((3, 1, 4, 1), (4, 9, 1, 9)),
+    "one row": ((3, 2, 1, 8), (16, 8, 1, 1)),
+    "one column": ((3, 2, 8, 1), (16, 8, 1, 8)),
+    "snapshots with rows inside tokens": ((2, 3, 2, 4, 8), (64, 128, 32, 8, 1)),
+    "snapshots of one row with any stride": ((1, 3, 2, 4, 8), (5, 70, 32, 8, 1)),
+    "snapshots of an empty batch": ((0, 3, 2, 4, 8), (192, 64, 32, 8, 1)),
+}
+TRANSPOSED: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    "slots with gaps": ((3, 2, 4, 8), (100, 32, 1, 4)),
+    "square": ((3, 2, 4, 4), (32, 16, 1, 4)),
+    "one slot with any stride": ((1, 2, 4, 8), (1, 32, 1, 4)),
+    "one head with any stride": ((3, 1, 4, 8), (32, 9, 1, 4)),
+    "snapshots with rows inside tokens": ((2, 3, 2, 4, 8), (64, 128, 32, 1, 4)),
+    "snapshots of an empty batch": ((0, 3, 2, 4, 8), (192, 64, 32, 1, 4)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_state_takes_strides_that_do_not_overlap_and_knows_whether_slots_are_transposed(
+    transposed: bool, dtype: torch.dtype
+) -> None:
+    for what, (shape, strides) in (TRANSPOSED if transposed else STRIDES).items():
+        state = State(torch.zeros(1000, dtype=dtype).as_strided(shape, strides))
+        assert (state.transposed, state.data.stride()) == (transposed, strides), what
+        assert state.bytes_per_slot == state.data.shape[-3:].numel() * dtype.itemsize * (
+            shape[1] if len(shape) > 4 else 1
+        )
+
+
+@pytest.mark.parametrize(("shape", "strides"), STRIDES.values(), ids=STRIDES)
+def test_scales_take_strides_that_do_not_overlap(shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
     scale = torch.zeros(1000).as_strided(shape[:-1], strides[:-1]) if shape[-1] == 1 else torch.zeros(shape[:-1])
     assert State(torch.zeros(1000, dtype=torch.int8).as_strided(shape, strides), scale).scale is scale
-
-
-@pytest.mark.parametrize(
-    ("shape", "strides", "transposed"),
-    [
-        pytest.param((3, 2, 4, 8), (100, 32, 8, 1), False, id="contiguous"),
-        pytest.param((3, 2, 4, 8), (100, 32, 1, 4), True, id="slots with gaps"),
-        pytest.param((3, 2, 4, 4), (32, 16, 1, 4), True, id="square"),
-        pytest.param((1, 2, 4, 8), (1, 32, 1, 4), True, id="one slot with any stride"),
-        pytest.param((3, 1, 4, 8), (32, 9, 1, 4), True, id="one head with any stride"),
-        pytest.param((3, 2, 1, 8), (16, 8, 1, 1), False, id="one row"),
-        pytest.param((3, 2, 8, 1), (16, 8, 1, 8), False, id="one column"),
-        pytest.param((2, 3, 2, 4, 8), (64, 128, 32, 1, 4), True, id="snapshots with rows inside tokens"),
-        pytest.param((0, 3, 2, 4, 8), (192, 64, 32, 1, 4), True, id="snapshots of an empty batch"),
-    ],
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_state_knows_whether_its_slots_are_transposed(
-    shape: tuple[int, ...], strides: tuple[int, ...], transposed: bool, dtype: torch.dtype
-) -> None:
-    state = State(torch.zeros(1000, dtype=dtype).as_strided(shape, strides))
-    assert state.transposed == transposed
-    assert state.data.stride() == strides
-    assert state.bytes_per_slot == state.data.shape[1:].numel() * dtype.itemsize
 
 
 def test_a_bare_tensor_is_a_state_and_an_index_tensor_is_slots() -> None:
@@ -138,37 +133,22 @@ def test_a_bare_tensor_is_a_state_and_an_index_tensor_is_slots() -> None:
     assert torch.equal(runs[0][1], runs[1][1])
 
 
-@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 4), (torch.bfloat16, 2), (torch.float16, 2)], ids=str)
-def test_bytes_per_slot_counts_state_and_seed_but_not_gaps(dtype: torch.dtype, size: int) -> None:
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+def test_bytes_per_slot_counts_state_scales_and_seed_but_not_gaps(dtype: torch.dtype) -> None:
     data = torch.zeros(3, 100, dtype=dtype)[:, :64].unflatten(1, (2, 4, 8))
-    assert State(data).bytes_per_slot == 64 * size
-    assert State(data, seed=torch.zeros(3, dtype=torch.int64)).bytes_per_slot == 64 * size + 8
+    scale = torch.zeros(3, 50)[:, :8].unflatten(1, (2, 4)) if FORMATS[dtype].scaled else None
+    size = 64 * dtype.itemsize + (0 if scale is None else 8 * 4)
+    assert State(data, scale).bytes_per_slot == size
+    assert State(data, scale, seed=torch.zeros(3, dtype=torch.int64)).bytes_per_slot == size + 8
+    snapshots = data[:, None].repeat(1, 5, 1, 1, 1), None if scale is None else scale[:, None].repeat(1, 5, 1, 1)
+    assert State(*snapshots).bytes_per_slot == 5 * size
 
 
-@pytest.mark.parametrize(("dtype", "size"), [(torch.int16, 2), (torch.int8, 1), (torch.float8_e4m3fn, 1)], ids=str)
-def test_bytes_per_slot_counts_scales_but_not_gaps(dtype: torch.dtype, size: int) -> None:
-    scale = torch.zeros(3, 50)[:, :8].unflatten(1, (2, 4))
-    state = State(torch.zeros(3, 2, 4, 8).to(dtype), scale)
-    assert state.bytes_per_slot == 64 * size + 8 * 4
-    seeded = replace(state, rounding="stochastic", seed=torch.zeros(3, dtype=torch.int64))
-    assert seeded.bytes_per_slot == 64 * size + 8 * 4 + 8
-    assert State(**scaled_arguments(dtype, 3, 5)).bytes_per_slot == 5 * (64 * size + 8 * 4)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "of_nearest", "of_stochastic"),
-    [
-        (torch.float32, "nearest", "nearest"),
-        (torch.bfloat16, "nearest", "stochastic"),
-        (torch.float16, "nearest", "stochastic"),
-    ],
-    ids=str,
-)
-def test_bare_snapshots_are_rounded_as_the_pool_if_they_can_be(
-    dtype: torch.dtype, of_nearest: str, of_stochastic: str
-) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_bare_snapshots_are_rounded_as_the_pool_if_they_can_be(dtype: torch.dtype) -> None:
     bare = torch.zeros(2, 3, 2, 4, 8, dtype=dtype)
-    for pool, rounding in (("nearest", of_nearest), ("stochastic", of_stochastic)):
+    for pool in ("nearest", "stochastic"):
+        rounding = "nearest" if dtype is torch.float32 else pool
         state = State(**{**state_arguments(), "rounding": pool, "rounds": 7})
         snapshots = as_snapshots(bare, state)
         assert (snapshots.rounding, snapshots.rounds, snapshots.stream) == (rounding, 7, state.stream)
@@ -186,25 +166,6 @@ def test_a_state_of_snapshots_keeps_its_rounding_and_takes_rounds_and_stream_of_
         assert snapshots.scale is given.scale
 
 
-@pytest.fixture
-def no_faults() -> Iterator[None]:
-    with contextlib.suppress(IndexError):
-        flashstate.check_faults()
-    yield
-    with contextlib.suppress(IndexError):
-        flashstate.check_faults()
-
-
-EVERYWHERE = pytest.mark.parametrize(
-    ("device", "implementation"),
-    [
-        pytest.param(CPU, contextlib.nullcontext, id="reference"),
-        pytest.param(CPU, interpreted, id="interpreter", marks=pytest.mark.interpreted),
-        pytest.param(torch.device("cuda"), contextlib.nullcontext, id="gpu", marks=pytest.mark.gpu),
-    ],
-)
-Implementation = Callable[[], contextlib.AbstractContextManager[None]]
-
 SEEDS = (0, -1, 1 << 62, -(1 << 63), (1 << 63) - 1, 12345)
 
 
@@ -214,13 +175,16 @@ def advanced(times: dict[int, int]) -> list[int]:
     return [word - (1 << 64) if word >> 63 else word for word in words]
 
 
+def seeds_of(state: State) -> list[int]:
+    assert state.seed is not None
+    return state.seed.tolist()
+
+
 def state_with_seeds(device: torch.device) -> State:
     data = torch.full((len(SEEDS), 1, 1, 8), 1.5, dtype=torch.float16, device=device)
     return State(data, rounding="stochastic", seed=torch.tensor(SEEDS, device=device))
 
 
-@pytest.mark.usefixtures("no_faults")
-@EVERYWHERE
 @pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize(
     ("read", "null", "times"),
@@ -236,69 +200,45 @@ def state_with_seeds(device: torch.device) -> State:
     ],
 )
 def test_advance_moves(
-    device: torch.device,
-    implementation: Implementation,
-    index: torch.dtype,
-    read: list[int],
-    null: int,
-    times: dict[int, int],
+    device: torch.device, index: torch.dtype, read: list[int], null: int, times: dict[int, int]
 ) -> None:
     state = state_with_seeds(device)
-    with implementation():
-        state.advance(Slots(torch.tensor(read, dtype=index, device=device), null=null))
-    assert state.seed is not None
-    assert state.seed.tolist() == advanced(times)
+    state.advance(Slots(torch.tensor(read, dtype=index, device=device), null=null))
+    assert seeds_of(state) == advanced(times)
     assert (state.data == 1.5).all()
     flashstate.check_faults()
 
 
-@EVERYWHERE
-def test_advance_takes_an_index_tensor_strided_slots_or_none_for_all(
-    device: torch.device, implementation: Implementation
-) -> None:
+def test_advance_takes_an_index_tensor_strided_slots_or_none_for_all(device: torch.device) -> None:
     table = torch.tensor([[3, 0], [1, 0]], device=device)
     for slots, times in ((table[0, :1], {3: 1}), (table[:, 0], {3: 1, 1: 1}), (None, dict.fromkeys(range(6), 1))):
         state = state_with_seeds(device)
-        with implementation():
-            state.advance(slots)
-        assert state.seed is not None
-        assert state.seed.tolist() == advanced(times)
+        state.advance(slots)
+        assert seeds_of(state) == advanced(times)
 
 
-@pytest.mark.usefixtures("no_faults")
-@EVERYWHERE
 @pytest.mark.parametrize("past", [len(SEEDS), 1 << 30])
-def test_advance_skips_and_reports_a_slot_past_the_pool(
-    device: torch.device, implementation: Implementation, past: int
-) -> None:
+def test_advance_skips_and_reports_a_slot_past_the_pool(device: torch.device, past: int) -> None:
     state = state_with_seeds(device)
-    with implementation():
-        state.advance(torch.tensor([2, past, 3], device=device))
-    assert state.seed is not None
-    assert state.seed.tolist() == advanced({2: 1, 3: 1})
+    state.advance(torch.tensor([2, past, 3], device=device))
+    assert seeds_of(state) == advanced({2: 1, 3: 1})
     with pytest.raises(IndexError, match=rf"read slot {past} on {device.type}"):
         flashstate.check_faults()
     flashstate.check_faults()
 
 
-@EVERYWHERE
-def test_advance_moves_all_slots_of_a_row(device: torch.device, implementation: Implementation) -> None:
+def test_advance_moves_all_slots_of_a_row(device: torch.device) -> None:
     read, accepted = torch.tensor([[0, 1], [2, 3], [4, 5]], device=device), torch.tensor([2, 0, 1], device=device)
     state = state_with_seeds(device)
-    with implementation():
-        state.advance(Slots(read, accepted=accepted))
-    assert state.seed is not None
-    assert state.seed.tolist() == advanced({0: 1, 1: 1, 4: 1, 5: 1})
+    state.advance(Slots(read, accepted=accepted))
+    assert seeds_of(state) == advanced({0: 1, 1: 1, 4: 1, 5: 1})
 
 
-@EVERYWHERE
-def test_a_step_reads_seeds_and_leaves_them(device: torch.device, implementation: Implementation) -> None:
+def test_a_step_reads_seeds_and_leaves_them(device: torch.device) -> None:
     state, one = state_with_seeds(device), torch.ones(6, 1, 1, device=device)
     cols = torch.ones(6, 1, 8, device=device)
-    with implementation():
-        flashstate.mamba2_step(state, one, one[..., 0], -one[0, 0], cols, cols)
-    assert state.seed is not None
-    assert state.seed.tolist() == list(SEEDS)
+    flashstate.mamba2_step(state, one, one[..., 0], -one[0, 0], cols, cols)
+    assert seeds_of(state) == list(SEEDS)
     assert not (state.data == 1.5).any()
 
 
@@ -336,47 +276,41 @@ def chain(numbers: Tensor) -> Tensor:
 
 
 INT32, INT64, AS_IT_IS = torch.int32, torch.int64, given()
-EQUAL: list[tuple[str, str, Change, Change]] = [
-    ("accepted slots of a wider table", "several tokens", at(read=wide, accepted=lambda t: t * 0 + 2), AS_IT_IS),
-    ("slots that are every second entry", "several tokens", at(read=strided, write=strided), AS_IT_IS),
-    ("tables of mixed types", "packed", everything_at(INT32, INT64), everything_at(INT64)),
-    ("tables of other mixed types", "packed", everything_at(INT64, INT32), everything_at(INT64)),
-    ("a slot to write for the one token", "one token", at(write=columns(1)), AS_IT_IS),
-    ("snapshot rows that are the rows", "several tokens", at(snapshot_rows=same_rows), AS_IT_IS),
-    ("parents that are the token before", "packed", both(given(update=False), at(parents=chain)), given(update=False)),
-    ("a larger max_len", "packed", at(max_len=6), AS_IT_IS),
-    ("the largest null", "several tokens", at(null=(1 << 63) - 1), AS_IT_IS),
-    ("the smallest null", "several tokens", at(null=-(1 << 63)), AS_IT_IS),
-    ("a State of snapshots", "packed", only("snapshots", lambda t: State(t, rounding="stochastic")), AS_IT_IS),
-]
+EQUAL: dict[str, tuple[str, Change, Change]] = {
+    "accepted slots of a wider table": ("several tokens", at(read=wide, accepted=lambda t: t * 0 + 2), AS_IT_IS),
+    "slots that are every second entry": ("several tokens", at(read=strided, write=strided), AS_IT_IS),
+    "tables of mixed types": ("packed", everything_at(INT32, INT64), everything_at(INT64)),
+    "tables of other mixed types": ("packed", everything_at(INT64, INT32), everything_at(INT64)),
+    "a slot to write for the one token": ("one token", at(write=columns(1)), AS_IT_IS),
+    "snapshot rows that are the rows": ("several tokens", at(snapshot_rows=same_rows), AS_IT_IS),
+    "parents that are the token before": ("packed", both(given(update=False), at(parents=chain)), given(update=False)),
+    "a larger max_len": ("packed", at(max_len=6), AS_IT_IS),
+    "the largest null": ("several tokens", at(null=(1 << 63) - 1), AS_IT_IS),
+    "the smallest null": ("several tokens", at(null=-(1 << 63)), AS_IT_IS),
+    "a State of snapshots": ("packed", only("snapshots", lambda t: State(t, rounding="stochastic")), AS_IT_IS),
+}
 
 
-@EVERYWHERE
-@pytest.mark.parametrize(("form", "change", "same"), [equal[1:] for equal in EQUAL], ids=[equal[0] for equal in EQUAL])
-def test_a_call_equals_a_plainer_one_with(
-    device: torch.device, implementation: Implementation, form: str, change: Change, same: Change
-) -> None:
+@pytest.mark.parametrize(("form", "change", "same"), EQUAL.values(), ids=EQUAL)
+def test_a_call_equals_a_plainer_one_with(device: torch.device, form: str, change: Change, same: Change) -> None:
     runs = []
     for change_it in (change, same):
         arguments = step_arguments(SMALL_FORMS[form], device)
-        with implementation():
-            flashstate.mamba2_step(**{**arguments, **change_it(arguments)})
+        flashstate.mamba2_step(**{**arguments, **change_it(arguments)})
         runs.append([arguments["out"], arguments["state"].data, arguments["snapshots"]])
     assert all(map(torch.equal, *runs))
     assert not (arguments["snapshots"] == 7.0).all()
     flashstate.check_faults()
 
 
-@EVERYWHERE
 @pytest.mark.parametrize("form", SMALL_FORMS)
-def test_snapshots_may_have_room_for_more(device: torch.device, implementation: Implementation, form: str) -> None:
+def test_snapshots_may_have_room_for_more(device: torch.device, form: str) -> None:
     case = SMALL_FORMS[form]
     runs = []
     for rows, tokens in ((3, case.tokens or 1), (5, 6)):
         arguments = step_arguments(case, device)
         snapshots = torch.full((rows, tokens, 1, 2, 3), 7.0, device=device)
-        with implementation():
-            flashstate.mamba2_step(**{**arguments, "snapshots": snapshots})
+        flashstate.mamba2_step(**{**arguments, "snapshots": snapshots})
         runs.append(snapshots)
     exact, larger = runs
     assert torch.equal(larger[: exact.shape[0], : exact.shape[1]], exact)
@@ -388,32 +322,26 @@ def tokens_cut(arguments: Arguments) -> Arguments:
     return {name: arguments[name][:, :0] for name in ("x", "dt", "B", "C", "z", "out")}
 
 
-EMPTY: list[tuple[str, Case, Change]] = [
-    *[(f"an empty batch, {form}", replace(case, batch=0), AS_IT_IS) for form, case in SMALL_FORMS.items()],
-    *[
-        (f"an empty batch with empty snapshots, {form}", replace(case, batch=0), only("snapshots", lambda t: t[:0]))
+NO_BOUNDS = {"cu_seqlens": lambda t: torch.zeros(4).to(t)}
+EMPTY: dict[str, tuple[Case, Change]] = {
+    **{
+        f"an empty batch{what}, {form}": (replace(case, batch=0), change)
         for form, case in SMALL_FORMS.items()
-    ],
-    ("no tokens", SMALL_FORMS["several tokens"], tokens_cut),
-    ("no tokens, with a table for them", SMALL_FORMS["several tokens"], both(tokens_cut, at(write=columns(0)))),
-    ("no tokens, packed", SMALL_FORMS["packed"], at(cu_seqlens=lambda t: torch.zeros(4).to(t))),
-    (
-        "no tokens, packed and with max_len 0",
-        SMALL_FORMS["packed"],
-        at(cu_seqlens=lambda t: torch.zeros(4).to(t), max_len=0),
-    ),
-]
+        for what, change in (("", AS_IT_IS), (" with empty snapshots", only("snapshots", lambda t: t[:0])))
+    },
+    "no tokens": (SMALL_FORMS["several tokens"], tokens_cut),
+    "no tokens, with a table for them": (SMALL_FORMS["several tokens"], both(tokens_cut, at(write=columns(0)))),
+    "no tokens, packed": (SMALL_FORMS["packed"], at(**NO_BOUNDS)),
+    "no tokens, packed and with max_len 0": (SMALL_FORMS["packed"], at(**NO_BOUNDS, max_len=0)),
+}
 
 
-@EVERYWHERE
-@pytest.mark.parametrize(("case", "change"), [empty[1:] for empty in EMPTY], ids=[empty[0] for empty in EMPTY])
-def test_nothing_is_written_for(
-    device: torch.device, implementation: Implementation, case: Case, change: Change
-) -> None:
+@pytest.mark.parametrize(("case", "change"), EMPTY.values(), ids=EMPTY)
+def test_nothing_is_written_for(device: torch.device, case: Case, change: Change) -> None:
     arguments = step_arguments(case, device)
     arguments.update(change(arguments))
     pool, seed = arguments["state"].data.clone(), arguments["state"].seed.clone()
-    with implementation(), flashstate.debug():
+    with flashstate.debug():
         y = flashstate.mamba2_step(**arguments)
     assert y is arguments["out"]
     assert (y == 0).all()
@@ -426,51 +354,41 @@ def test_nothing_is_written_for(
 def step(device: torch.device, slots: Slots, tokens: int, **options: Any) -> None:
     """Three rows of so many tokens on a pool of six slots."""
     lead = (3, tokens) if slots.cu_seqlens is None else (3 * tokens,)
-    x, B, A = (
-        torch.ones(*lead, 1, 1, device=device),
-        torch.ones(*lead, 1, 8, device=device),
-        -torch.ones(1, device=device),
-    )
-    flashstate.mamba2_step(state_with_seeds(device), x, x[..., 0], A, B, B, slots=slots, **options)
+    x, B = (torch.ones(*lead, 1, size, device=device) for size in (1, 8))
+    flashstate.mamba2_step(state_with_seeds(device), x, x[..., 0], -x.flatten()[:1], B, B, slots=slots, **options)
 
 
 FIRST = [0, 1, 2]
-FAULTS: list[tuple[str, dict[str, Any], list[str]]] = [
-    ("nothing", {"read": [0, -1, 5], "write": [3, 77, -8]}, []),
-    ("a read slot", {"read": [0, 77, 1]}, ["read slot 77"]),
-    ("a write slot", {"read": FIRST, "write": [5, 3, 88]}, ["write slot 88"]),
-    ("both", {"read": [0, 77, 1], "write": [2, 3, 88]}, ["read slot 77", "write slot 88"]),
-    ("not the write slot of padding", {"read": [-1, 77, -1], "write": [2, 99, 3]}, ["read slot 77"]),
-    ("not a null past the pool", {"read": [0, 77, 1], "write": [77, 3, 88], "null": 77}, ["write slot 88"]),
-    ("not null alone", {"read": [77, 77, 1], "write": [3, 3, 77], "null": 77}, []),
-    ("the slot of a token", {"read": FIRST, "write": [[3, 4], [-1, 88], [-1, 5]]}, ["write slot 88"]),
-    ("not a token's of padding", {"read": [0, -1, 2], "write": [[3, 4], [88, 88], [-1, 5]]}, []),
-    ("accepted above n", {"read": [[0, 1], [2, 3], [4, 5]], "accepted": [2, 3, 1]}, ["accepted 3"]),
-    ("not accepted below 1", {"read": [[0, 1], [2, 3], [4, 5]], "accepted": [2, 0, -4]}, []),
-    ("a slot that was accepted", {"read": [[0, 1], [2, 77], [4, 5]], "accepted": [2, 2, 1]}, ["read slot 77"]),
-    ("not one that was not", {"read": [[0, 1], [2, 77], [77, 5]], "accepted": [2, 1, 2]}, []),
-    ("not what no count accepts", {"read": [[0, 1], [77, 77], [4, 5]], "accepted": [2, 0, 1]}, []),
-    ("a snapshot row", {"read": FIRST, "snapshot_rows": [1, 9, -1]}, ["snapshot row 9"]),
-    ("not a snapshot row of padding", {"read": [0, -1, 2], "snapshot_rows": [1, 9, 0]}, []),
-    (
-        "all of them",
+FAULTS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "nothing": ({"read": [0, -1, 5], "write": [3, 77, -8]}, []),
+    "a read slot": ({"read": [0, 77, 1]}, ["read slot 77"]),
+    "a write slot": ({"read": FIRST, "write": [5, 3, 88]}, ["write slot 88"]),
+    "both": ({"read": [0, 77, 1], "write": [2, 3, 88]}, ["read slot 77", "write slot 88"]),
+    "not the write slot of padding": ({"read": [-1, 77, -1], "write": [2, 99, 3]}, ["read slot 77"]),
+    "not a null past the pool": ({"read": [0, 77, 1], "write": [77, 3, 88], "null": 77}, ["write slot 88"]),
+    "not null alone": ({"read": [77, 77, 1], "write": [3, 3, 77], "null": 77}, []),
+    "the slot of a token": ({"read": FIRST, "write": [[3, 4], [-1, 88], [-1, 5]]}, ["write slot 88"]),
+    "not a token's of padding": ({"read": [0, -1, 2], "write": [[3, 4], [88, 88], [-1, 5]]}, []),
+    "accepted above n": ({"read": [[0, 1], [2, 3], [4, 5]], "accepted": [2, 3, 1]}, ["accepted 3"]),
+    "not accepted below 1": ({"read": [[0, 1], [2, 3], [4, 5]], "accepted": [2, 0, -4]}, []),
+    "a slot that was accepted": ({"read": [[0, 1], [2, 77], [4, 5]], "accepted": [2, 2, 1]}, ["read slot 77"]),
+    "not one that was not": ({"read": [[0, 1], [2, 77], [77, 5]], "accepted": [2, 1, 2]}, []),
+    "not what no count accepts": ({"read": [[0, 1], [77, 77], [4, 5]], "accepted": [2, 0, 1]}, []),
+    "a snapshot row": ({"read": FIRST, "snapshot_rows": [1, 9, -1]}, ["snapshot row 9"]),
+    "not a snapshot row of padding": ({"read": [0, -1, 2], "snapshot_rows": [1, 9, 0]}, []),
+    "all of them": (
         {"read": [[0, 77], [2, 3], [4, 5]], "accepted": [2, 7, 1], "write": [1, 2, 88], "snapshot_rows": [0, 0, 9]},
         ["read slot 77", "write slot 88", "accepted 7", "snapshot row 9"],
     ),
-]
+}
 
 
-@pytest.mark.usefixtures("no_faults")
-@EVERYWHERE
-@pytest.mark.parametrize(("tables", "found"), [fault[1:] for fault in FAULTS], ids=[fault[0] for fault in FAULTS])
-def test_check_faults_raises_once_and_names(
-    device: torch.device, implementation: Implementation, tables: dict[str, Any], found: list[str]
-) -> None:
+@pytest.mark.parametrize(("tables", "found"), FAULTS.values(), ids=FAULTS)
+def test_check_faults_raises_once_and_names(device: torch.device, tables: dict[str, Any], found: list[str]) -> None:
     null = tables.get("null", -1)
     slots = Slots(**{name: torch.tensor(t, device=device) for name, t in tables.items() if name != "null"}, null=null)
     flashstate.check_faults()
-    with implementation():
-        step(device, slots, 2, snapshots=torch.zeros(3, 2, 1, 1, 8, device=device))
+    step(device, slots, 2, snapshots=torch.zeros(3, 2, 1, 1, 8, device=device))
     if found:
         with pytest.raises(IndexError) as error:
             flashstate.check_faults()
@@ -487,21 +405,17 @@ UNUSED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.usefixtures("no_faults")
-@EVERYWHERE
 @pytest.mark.parametrize("tables", UNUSED.values(), ids=UNUSED)
 def test_entries_for_tokens_that_a_row_does_not_have_are_no_faults(
-    device: torch.device, implementation: Implementation, tables: dict[str, Any]
+    device: torch.device, tables: dict[str, Any]
 ) -> None:
     bounds = torch.tensor([0, 1, 1, 3], device=device)
     tables = {name: table.to(device) for name, table in tables.items()}
     slots = Slots(torch.tensor(FIRST, device=device), cu_seqlens=bounds, max_len=2, **tables)
-    with implementation():
-        step(device, slots, 1, snapshots=torch.zeros(3, 2, 1, 1, 8, device=device))
+    step(device, slots, 1, snapshots=torch.zeros(3, 2, 1, 1, 8, device=device))
     flashstate.check_faults()
 
 
-@pytest.mark.usefixtures("no_faults")
 def test_the_fault_flag_of_a_cpu_is_one_tensor_that_sticks() -> None:
     flag = fault_flag(CPU)
     assert flag is fault_flag(torch.device("cpu"))

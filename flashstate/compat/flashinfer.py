@@ -76,26 +76,19 @@ def selective_state_update(
     check_flag("disable_state_update", disable_state_update)
     check_int("pad_slot_id", pad_slot_id, *shapes.INT64)
     check_int("cache_steps", cache_steps, 0 if cu_seqlens is None else 1, MOST_TOKENS)
-    shapes.check_not_both(
-        intermediate_states_buffer=intermediate_states_buffer, dst_state_batch_indices=dst_state_batch_indices
-    )
+    read, write, rows = state_batch_indices, dst_state_batch_indices, intermediate_state_indices
+    buffer, scales = intermediate_states_buffer, intermediate_state_scales
+    shapes.check_not_both(intermediate_states_buffer=buffer, dst_state_batch_indices=write)
     state = shapes.with_axes("state", state, 3, 4)
     tensors = shapes.step_tensors(x, dt, A, B, C, D, z, dt_bias, rank=4 if cache_steps and cu_seqlens is None else 3)
     _check_dtypes_of("dt", dt, D=D, dt_bias=dt_bias)
-    _check_dtypes_of(
-        "state_batch_indices", state_batch_indices,
-        dst_state_batch_indices=dst_state_batch_indices, intermediate_state_indices=intermediate_state_indices,
-    )  # fmt: skip
-    shapes.check_needs(
-        "intermediate_states_buffer", intermediate_states_buffer, intermediate_state_scales=intermediate_state_scales
-    )
-    snapshots = _scaled(
-        "intermediate_states_buffer", intermediate_states_buffer, "intermediate_state_scales", intermediate_state_scales
-    )
+    _check_dtypes_of("state_batch_indices", read, dst_state_batch_indices=write, intermediate_state_indices=rows)
+    shapes.check_needs("intermediate_states_buffer", buffer, intermediate_state_scales=scales)
+    snapshots = _scaled("intermediate_states_buffer", buffer, "intermediate_state_scales", scales)
     update = snapshots is None and not disable_state_update
     slots = _slots(
-        state, x, cache_steps, state_batch_indices, dst_state_batch_indices if update else None, num_accepted_tokens,
-        intermediate_state_indices, cu_seqlens, pad_slot_id, snapshots is not None,
+        state, x, cache_steps, read, write if update else None, num_accepted_tokens, rows, cu_seqlens, pad_slot_id,
+        keeps=snapshots is not None,
     )  # fmt: skip
     stored = _state(state, state_scale, rand_seed, philox_rounds)
     return shapes.selective_step(
@@ -150,9 +143,8 @@ def _slots(
     if accepted is not None:
         shapes.check_indices("state_batch_indices", read, "batch", "n")
         accepted = shapes.list_of("num_accepted_tokens", accepted, batch)
-    table = shapes.table_of(
-        "state_batch_indices", shapes.own_slots("state_batch_indices", state, batch) if read is None else read, batch
-    )
+    read = shapes.own_slots("state_batch_indices", state, batch) if read is None else read
+    table = shapes.table_of("state_batch_indices", read, batch)
     if isinstance(write, Tensor) and write.dim() == 1:
         write = shapes.list_of("dst_state_batch_indices", write, batch)
     elif write is not None:

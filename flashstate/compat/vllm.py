@@ -58,14 +58,10 @@ def selective_state_update(
     check_int("cache_philox_rounds", cache_philox_rounds, 0, MOST_ROUNDS)
     state = shapes.with_axes("state", state, 3, 4)
     tensors = shapes.step_tensors(x, dt, A, B, C, D, z, dt_bias)
+    read, write, accepted = state_batch_indices, dst_state_batch_indices, num_accepted_tokens
     batch, bounds = shapes.rows_of(x, cu_seqlens)
-    shapes.check_needs(
-        "state_batch_indices", state_batch_indices,
-        dst_state_batch_indices=dst_state_batch_indices, num_accepted_tokens=num_accepted_tokens,
-    )  # fmt: skip
-    slots = _slots(
-        state, batch, state_batch_indices, dst_state_batch_indices, num_accepted_tokens, bounds, null_block_id
-    )
+    shapes.check_needs("state_batch_indices", read, dst_state_batch_indices=write, num_accepted_tokens=accepted)
+    slots = _slots(state, batch, read, write, accepted, bounds, null_block_id)
     stored: State | Tensor = state
     if enable_stochastic_rounding:
         seed = torch.randint(-(1 << 62), 1 << 62, state.shape[:1], device=state.device)  # new for every slot
