@@ -13,6 +13,7 @@ from flashstate import State
 from flashstate.launch import access_width, environment, interpreted, machine_of, uses_kernels
 from flashstate.launch.arguments import aligned, as_bytes, row_stride, slots_values, snapshots_values, token_strides
 from flashstate.launch.environment import INTERPRETER, Gpu, Machine, pretending, warp_size
+from flashstate.launch.registered import registered
 from flashstate.proof import AnyCase, Case, ConvCase, DeltaCase, Mamba3Case, ReplayCase, make_inputs
 from flashstate.state.formats import FORMATS
 from flashstate.state.signature import ACCESS_BYTES
@@ -249,8 +250,12 @@ def test_calls_on_cpu_tensors_run_where_a_context_says_until_it_ends(context: An
     assert not uses_kernels(CPU)
 
 
-def test_a_registered_op_returns_nothing_whatever_its_function_tells_an_eager_caller() -> None:
-    define("add_one(Tensor(a!) x) -> ()", lambda x: x.add_(1))
-    x = torch.zeros(2)
-    assert torch.ops.flashstate.add_one(x) is None
-    assert x.tolist() == [1, 1]
+def test_a_registered_function_is_called_eagerly_and_an_op_of_torch() -> None:
+    def add_one(x: Tensor, times: int) -> None:
+        x.add_(times)
+
+    add_one.__annotations__ = {"x": Tensor, "times": int, "return": type(None)}
+    run, x = registered("x")(add_one), torch.zeros(2)
+    run(x, 1)
+    assert torch.ops.flashstate.add_one(x, 2) is None
+    assert x.tolist() == [3, 3]
