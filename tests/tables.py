@@ -18,7 +18,7 @@ from flashstate.launch import (
 )
 from flashstate.launch.config import mode_key, table_key
 from flashstate.ops.conv1d import ChannelProblem
-from flashstate.ops.gated_delta import AtOnceProblem, DeltaProblem
+from flashstate.ops.gated_delta import AtOnceProblem, DeltaProblem, DeltaTokensProblem
 from flashstate.ops.mamba2_replay import ReplayProblem, ReplayTokenProblem
 from flashstate.ops.mamba3 import HeadProblem, RankProblem
 from flashstate.proof import AnyCase
@@ -35,6 +35,7 @@ KINDS = (  # what the keys of an op and of a mode begin with
     (r"mamba3_step rank 1\b", HeadProblem),
     (r"mamba3_step", RankProblem),
     (r"gated_delta_at_once", AtOnceProblem),
+    (r"gated_delta_step .*several tokens", DeltaTokensProblem),
     (r"gated_delta_step", DeltaProblem),
     (r"conv1d_step", ChannelProblem),
     (r"", Problem),
@@ -89,8 +90,8 @@ def case_of(mode: Problem, bases: Mapping[str, AnyCase], angles: int) -> AnyCase
     if isinstance(mode, ChannelProblem):
         names = {"rows": "channels", "cols": "width", "format": "x", "tokens": "tokens"}
         shape = {new: shape[old] for old, new in names.items()}
-    if isinstance(mode, DeltaProblem | AtOnceProblem):
-        shape |= {"transposed": mode.transposed, "exact": isinstance(mode, DeltaProblem)}
+    if isinstance(mode, DeltaProblem | DeltaTokensProblem | AtOnceProblem):
+        shape |= {"transposed": mode.transposed, "exact": not isinstance(mode, AtOnceProblem)}
     if isinstance(mode, HeadProblem | RankProblem):
         rank = int(re.findall(r"rank (\d+)", mode.op)[0])
         shape |= {"rank": rank, "angles": angles if mode.op.endswith("turned") else 0}

@@ -25,7 +25,7 @@ from flashstate.launch.config import KNOBS, mode_key, table_key, valid_configs
 from flashstate.launch.environment import pretending
 from flashstate.launch.table import load_table, read_table_file, table_text
 from flashstate.ops.conv1d import ChannelProblem
-from flashstate.ops.gated_delta import AtOnceProblem, DeltaProblem, delta_kind
+from flashstate.ops.gated_delta import AtOnceProblem, DeltaProblem, DeltaTokensProblem, delta_kind
 from flashstate.ops.mamba2_replay import ReplayProblem, ReplayTokenProblem, parted, replay_kind
 from flashstate.ops.mamba3 import HeadProblem, RankProblem
 from flashstate.proof import AnyCase, Case, ConvCase, DeltaCase, Inputs, Mamba3Case, Pool, ReplayCase, make_inputs
@@ -412,7 +412,7 @@ KNOBS_OF: dict[str, tuple[Problem, str, set[int]]] = {  # what a program does se
     "several": (Problem("mamba2_step", *SHAPE, True), "tokens_together", {1, 2, 4}),
     "channels": (ChannelProblem("conv1d_step", *SHAPE, True), "tokens_together", {1, 2, 4, 8}),
     "delta": (DeltaProblem("gated_delta_step", *SHAPE), "tiles", {1, 2, 4, 8, 16}),
-    "delta, several": (DeltaProblem("gated_delta_step", *SHAPE, True), "tokens_together", {1, 2, 4}),
+    "delta, several": (DeltaTokensProblem("gated_delta_step", *SHAPE, True), "tokens_together", {1, 2, 4}),
     "at once": (AtOnceProblem("gated_delta_at_once", *SHAPE, True), "tiles", {1, 2, 4, 8}),
     "rank 1": (HeadProblem("mamba3_step rank 1", *SHAPE), "ahead", {0, 64, 128, 256, 512}),
     "rank 4": (RankProblem("mamba3_step rank 4", *SHAPE), "ahead", {0, 64, 128, 256, 512}),
@@ -527,9 +527,10 @@ def test_rank_one_of_mamba3_has_no_chunks_with_a_column_for_every_thread_but_the
 
 
 def test_more_than_eight_tokens_at_once_have_configs_of_their_own() -> None:
-    assert delta_kind(True, 8) == (AtOnceProblem, "gated_delta_at_once")
-    assert delta_kind(True, 9) == (AtOnceProblem, "gated_delta_at_once_16")
-    assert delta_kind(False, 9) == (DeltaProblem, "gated_delta_step")
+    assert delta_kind(True, True, 8) == (AtOnceProblem, "gated_delta_at_once")
+    assert delta_kind(True, True, 9) == (AtOnceProblem, "gated_delta_at_once_16")
+    assert delta_kind(True, False, 9) == (DeltaTokensProblem, "gated_delta_step")
+    assert delta_kind(False, False, 1) == (DeltaProblem, "gated_delta_step")
 
 
 def test_tensor_cores_replay_all_but_one_token_of_dense_calls_on_float32_states_with_short_windows() -> None:

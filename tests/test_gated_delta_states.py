@@ -125,7 +125,7 @@ def test_a_packed_row_longer_than_max_len_is_cut_where_tokens_go_at_once(
     there = torch.tensor([0, 1, 2, 5, 6, 7, 9, 10, 11, 12, 13], device=device)  # the first three tokens of each row
     short = replace(inputs.fresh(), lengths=[3, 3, 3, 2]).changed(lambda t: t[there])
     out = torch.full_like(inputs.main, 7.0)
-    with override(replace(config, together=tiles)):
+    with override(replace(config, tiles=tiles)):
         y = inputs.step(slots=inputs.at(read=read, max_len=3, padding=padding), out=out)
         want = short.step(slots=short.at(read=read, padding=padding), out=out[there].fill_(7.0))
     assert same_bytes(y[there], want)
@@ -155,7 +155,7 @@ def test_programs_of_several_tiles_give_what_those_of_one_give(case: DeltaCase, 
     def results(tiles: int) -> list[Tensor]:
         inputs = make_inputs(case, device)
         taken = make_snapshots(replace(case, tokens=1), "float32", "nearest", device) if case.exact else None
-        with override(replace(smallest, together=tiles)):
+        with override(replace(smallest, tiles=tiles)):
             y = inputs.step(snapshots=taken)
         found = (y, inputs.state.data, inputs.state.scale, None if taken is None else taken.data)
         return [t for t in found if t is not None]

@@ -48,8 +48,8 @@ def best(problem: Problem) -> Config:
 
 def steps_between(one: Config, other: Config) -> float:
     """Factors of two along every coordinate; registers are one step apart."""
-    *ones, registers = astuple(one)
-    *others, other_registers = astuple(other)
+    *ones, _, registers = astuple(one)
+    *others, _, other_registers = astuple(other)
     return sum(abs(math.log2(a / b)) for a, b in zip(ones, others, strict=True)) + (registers != other_registers)
 
 
@@ -136,13 +136,13 @@ def test_many_tiles_are_found_where_few_are_slower_than_one(tmp_path: Path) -> N
     path, grid = tmp_path / "table.json", Grid((LARGE,), [("int8", "nearest")], (1,), batches=(4,))
     (problem,) = jobs_by_problem(OPS["gated_delta"].jobs([grid]))
     now = choose(problem, GPU)
-    assert now.together == 1
+    assert now.tiles == 1
 
     def time(problem: Problem, config: Config) -> float:
-        return {1: 10.0, 2: 12.0, 4: 11.0, 8: 9.0, 16: 9.5}[config.together] + (replace(config, together=1) != now)
+        return {1: 10.0, 2: 12.0, 4: 11.0, 8: 9.0, 16: 9.5}[config.tiles] + (replace(config, tiles=1) != now)
 
     tuned(path, FakeStopwatch(time), [problem])
-    assert configs_in(path)[place_of(problem)] == replace(now, together=8)
+    assert configs_in(path)[place_of(problem)] == replace(now, tiles=8)
 
 
 def test_an_interrupted_run_is_resumed_and_ends_with_the_same_table(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_without_resuming_entries_are_measured_again_and_others_stay(
     path = tmp_path / "table.json"
     tuned(path, FakeStopwatch())
     problems = [problem for problem in PROBLEMS if chosen(problem)]
-    again = FakeStopwatch(lambda problem, config: config.lanes + config.together / 8)
+    again = FakeStopwatch(lambda problem, config: config.lanes + config.tokens_together / 8)
     tuned(path, again, problems)
     assert {problem for problem, _ in again.asked} == set(problems)
     found = configs_in(path)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from flashstate.errors import check_contiguous, dtype_name, tied
@@ -68,7 +70,7 @@ def mamba2_fold(
 
 
 def _check_into(into: State, state: State) -> State:
-    """The State to store in, if its slots are like those of a layer."""
+    """The State to store in, if its slots are like those of a layer; it draws the random bits of that."""
     refuse_transposed("into", into)
     if into.data.shape[1:] != state.data.shape[1:]:
         raise ValueError(f"into must have states {tuple(state.data.shape[1:])}, got {tuple(into.data.shape[1:])}")
@@ -76,7 +78,7 @@ def _check_into(into: State, state: State) -> State:
         raise ValueError(f"into is on {into.data.device}, but the state is on {state.data.device}")
     if into.rounding != "nearest" and state.seed is None:
         raise ValueError(f"into with rounding={into.rounding!r} needs a state with a seed, got seed=None")
-    return into
+    return replace(into, rounds=state.rounds, stream=state.stream)
 
 
 def _check_slots(slots: Slots | None, state: State, elsewhere: bool) -> None:
