@@ -327,7 +327,8 @@ def paged_pool(case: AnyCase, device: torch.device) -> None:
         paged = replace(fresh, state=replace(fresh.state, **{name: views for name, (views, _) in pages.items()}))
         pool = f"the pool with offset {offset}, gap {gap}"
         require_close(pool, paged, paged.step(), want)
-        summed = inputs.op.sums and access_width(paged.state.data) != access_width(dense.state.data)
+        narrower = access_width(paged.state.data) != access_width(dense.state.data)
+        summed = inputs.op.sums and (narrower or inputs.op.rings)
         require_equal_states(pool, paged.state, dense.state, besides=("data", "scale") if summed else ())
         for name, (_, memory) in pages.items():
             filled = memory[offset:].view(case.slots, -1)[:, -gap:]
