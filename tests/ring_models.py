@@ -17,8 +17,8 @@ Row = tuple[int, int, int, int, int, int, int, int]
 
 
 @dataclass
-class Model:
-    """The cursors of a ring, in lists, and what a step of a model does with them."""
+class PlainRing:
+    """The cursors of a ring, in lists, and what a step does with them."""
 
     window: int
     length: int
@@ -75,11 +75,11 @@ def make_ring(window: int, length: int, device: torch.device = CPU, slots: int =
     return Ring(x, B, dt, start, count, window)
 
 
-def ring_and_model(window: int, length: int, device: torch.device, slots: int = SLOTS) -> tuple[Ring, Model]:
-    return make_ring(window, length, device, slots), Model(window, length, slots)
+def ring_and_model(window: int, length: int, device: torch.device, slots: int = SLOTS) -> tuple[Ring, PlainRing]:
+    return make_ring(window, length, device, slots), PlainRing(window, length, slots)
 
 
-def set_cursors(ring: Ring, model: Model, start: list[int], count: list[int]) -> None:
+def set_cursors(ring: Ring, model: PlainRing, start: list[int], count: list[int]) -> None:
     ring.start.copy_(torch.tensor(start))
     ring.count.copy_(torch.tensor(count))
     model.start, model.count = list(start), list(count)
@@ -90,7 +90,7 @@ def index(numbers: list[int], device: torch.device, draw: Random) -> Tensor:
 
 
 def column(numbers: Tensor) -> Tensor:
-    """The same numbers, as a column of a table of others."""
+    """These numbers as a column of a table of others."""
     return torch.stack([torch.full_like(numbers, PAST), numbers, torch.full_like(numbers, PAST)], 1)[:, 1]
 
 
@@ -109,7 +109,7 @@ class Step:
     lengths: list[int]
     null: int
 
-    def plan(self, ring: Ring, model: Model) -> tuple[Plan, list[Row]]:
+    def plan(self, ring: Ring, model: PlainRing) -> tuple[Plan, list[Row]]:
         """Plans of both, which are equal."""
         plan = ring.plan(self.slots, self.tokens)
         rows, parts = model.plan(self.read, self.first, self.lengths, self.null)

@@ -136,8 +136,8 @@ MISTAKES = (
 )
 KERNEL = "flashstate.kernels.mamba2"
 IN_KERNELS = (
-    Mistake("the null slot is a slot", "a padding row gives zero", ONE, f"{KERNEL}.resolve_read",
-            lambda f: lambda read, b, slots, null, fault: f(read, b, slots, -1, fault)),
+    Mistake("the null slot is a slot", "a padding row gives zero", ONE, f"{KERNEL}.read_slot",
+            lambda f: lambda read, b, slots, *rest: f(read, b, (slots[0], -1, slots[2]), *rest)),
     Mistake("bits of the first token are drawn for the last", "T tokens at once", SEVERAL, f"{KERNEL}.random_bits",
             lambda f: lambda seed, tile, token, *rest: f(seed, tile, token * 0, *rest)),
     Mistake("a sum is a little too small", "output and state", ONE, f"{KERNEL}.dot_rows",

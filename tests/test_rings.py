@@ -302,12 +302,6 @@ def test_plans_and_commits_are_registered_ops_that_a_compiled_step_has() -> None
         assert torch.equal(ring.start, twin.start)
         assert torch.equal(ring.count, twin.count)
     assert ring.start.any()
-    flat = (ring.start, ring.count)
-    plan = ring.plan(torch.arange(3), 3)
-    ops = torch.ops.flashstate
-    torch.library.opcheck(ops.make_plan.default, (plan.rows, plan.parts, *flat, 8, torch.arange(3), None, 3, -1))
-    torch.library.opcheck(ops.commit_plan.default, (*flat, 8, 11, plan.rows, torch.tensor([1, 2, 3])))
-    torch.library.opcheck(ops.drop_folded.default, (*flat, 11, torch.arange(3), None, 0, -1))
 
 
 @pytest.mark.gpu

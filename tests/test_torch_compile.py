@@ -12,7 +12,7 @@ from torch import Tensor
 
 import flashstate
 from flashstate.launch.call import Given
-from flashstate.ops import mamba2_fold
+from flashstate.ops import mamba2_fold, rings, seeds
 from flashstate.ops.mamba3 import MAMBA3_STEP
 from flashstate.proof import AnyCase, Case, DeltaCase, Mamba3Case, make_inputs
 from flashstate.proof.laws.tokens import TREE, make_snapshots
@@ -119,7 +119,7 @@ def make_pool(device: torch.device) -> flashstate.StatePool:
 def test_a_whole_speculative_step_by_replay_is_one_graph(device: torch.device, backend: str) -> None:
     """Five steps, so that rings fold."""
     slots = torch.tensor([3, 0, -1, 2], dtype=torch.int32, device=device)
-    case = replace(REPLAY, batch=4, tokens=3, x="float16", dt="float16", slots=7)
+    case = replace(REPLAY, batch=4, tokens=3, x="float16", bc="float16", dt="float16", slots=7)
 
     def step(pool: flashstate.StatePool, given: dict[str, Tensor], accepted: Tensor) -> Tensor:
         plan = pool.plan(slots, 3)
@@ -216,18 +216,32 @@ def test_registered_ops_declare_what_they_write(name: str, form: str) -> None:
 
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_the_registered_op_that_folds_declares_what_it_writes(elsewhere: bool) -> None:
-    pool, given = make_pool(CPU), Given()
+    pool = make_pool(CPU)
     into = flashstate.State(torch.zeros(7, 4, 16, 32)) if elsewhere else None
     values = (pool.layer(0), pool.ring(0), -torch.rand(4), flashstate.Slots(torch.arange(4)), None, -1, into)
-    for name, value in zip(mamba2_fold.HINTS, values, strict=True):
-        setattr(given, name, value)
-    check_registered("mamba2_fold", mamba2_fold.PIECES, given)
+    check_function("fold", mamba2_fold.fold, *values)
+
+
+def check_function(name: str, function: Any, *values: Any) -> None:
+    """opcheck of a function that registered itself, with these arguments."""
+    given, names = Given(), dict.fromkeys(piece.path[0] for piece in function.pieces)
+    for argument, value in zip(names, values, strict=True):
+        setattr(given, argument, value)
+    check_registered(name, function.pieces, given)
 
 
 def test_the_registered_op_that_moves_seeds_on_declares_what_it_writes() -> None:
     inputs = make_inputs(MAMBA2, CPU)
-    seeds = (inputs.state.seed, inputs.slots, None, None, -1)
-    torch.library.opcheck(torch.ops.flashstate.advance_seeds.default, seeds)
+    check_function("add_seed_step", seeds.add_seed_step, inputs.state.seed, flashstate.Slots(inputs.slots))
+
+
+def test_the_registered_ops_of_rings_declare_what_they_write() -> None:
+    ring, slots = make_pool(CPU).ring(0), flashstate.Slots(torch.arange(3))
+    plan, cursors = ring.plan(slots, 1), (ring.start, ring.count)
+    check_function("fill_plan", rings.fill_plan, plan.rows, plan.parts, *cursors, ring.window, slots, 1)
+    accepted = torch.tensor([1, 0, 1])
+    check_function("move_cursors", rings.move_cursors, *cursors, ring.window, ring.length, plan.rows, accepted)
+    check_function("drop_rows", rings.drop_rows, *cursors, ring.length, slots, None, 0)
 
 
 @pytest.mark.gpu

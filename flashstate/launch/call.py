@@ -86,7 +86,7 @@ class Op:
     kernels: imports the kernels that it may start, which all take the same arguments, and gives one of them.
     problems: what the configs of the kernels that a call starts are chosen for, one each.
     kernel: the kernel and its constants, for one of these problems and its config.
-    reference: fills `out` and updates states, in plain torch; takes arguments by their names.
+    reference: fills `out` and updates states, in plain torch.
     sizes: sizes of axes that a state says beside those of its own axes.
     slots: the Slots of a call.
     divides: free axes, and the axis whose size theirs must divide.
@@ -108,7 +108,7 @@ class Op:
     kernels: Callable[[], Any]
     problems: Callable[[Given], Sequence[Problem]]
     kernel: Callable[[Given, Any, Any], KernelCall]
-    reference: Callable[..., None]
+    reference: Callable[[Given], None]
     sizes: Callable[[Any], dict[str, int]] = lambda state: {}
     slots: Callable[[Given], Slots | None] = lambda given: as_slots(given.slots)
     divides: Mapping[str, str] = field(default_factory=dict)
@@ -287,8 +287,7 @@ class Op:
             words = f"out must not be {self.main} with slots.parents: a token's {self.main} is read again for those"
             raise ValueError(f"{words} that follow it")
         if not uses_kernels(main.device):
-            wanted = inspect.signature(self.reference).parameters
-            self.reference(**{name: given if name == "given" else getattr(given, name) for name in wanted})
+            self.reference(given)
             return []
         given.machine = machine_of(main.device)
         started = [self._start(given, problem) for problem in self.problems(given)]

@@ -108,6 +108,7 @@ def registered(*writes: str) -> Callable[[Callable[..., None]], Callable[..., No
             else:
                 function(*values)
 
+        run.pieces = pieces  # type: ignore[attr-defined]
         return run
 
     return decorate

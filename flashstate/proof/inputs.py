@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,28 +25,7 @@ def dtype(name: str) -> torch.dtype:
     return found
 
 
-class Pool(Protocol):
-    """Stored states, in slots or as snapshots: a State, or a dataclass of an op whose states are none."""
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-
-    @property
-    def data(self) -> Tensor: ...
-
-    @property
-    def scale(self) -> Tensor | None: ...
-
-    @property
-    def seed(self) -> Tensor | None: ...
-
-    @property
-    def rounding(self) -> str: ...
-
-    @property
-    def rounds(self) -> int: ...
-
-    @property
-    def stream(self) -> int: ...
+Pool = Any  # stored states, in slots or as snapshots: a State, or a dataclass that has what a State has, and more
 
 
 def slotted(pool: Pool) -> dict[str, Tensor]:
@@ -117,7 +96,7 @@ class Inputs:
     """A state pool and the arguments of one call on it."""
 
     op: ProvenOp
-    state: Any  # a Pool
+    state: Pool
     arguments: dict[str, Tensor]  # those that must be given
     options: dict[str, Any]  # the others
     slots: Tensor  # (batch,)

@@ -155,7 +155,7 @@ def padding(case: AnyCase, device: torch.device) -> None:
         before, read, free = inputs.fresh(), torch.where(dead, hole, inputs.slots), rest_of(inputs)
         write = read.clone()
         write[0] = free[0] if len(free) else hole
-        y = inputs.step(slots=inputs.at(read=read, null=null, **_written(case, write)))
+        y = inputs.step(slots=inputs.at(read=read, null=null, **{"write": write} if writes_elsewhere(case) else {}))
         require_equal_bytes(f"output (slot {hole}, null {null})", y, want)
         live = torch.isin(torch.arange(case.slots, device=device), inputs.slots[~dead])
         require_equal_states("the other rows", inputs.state, clean.state, live.nonzero()[:, 0])
@@ -163,9 +163,9 @@ def padding(case: AnyCase, device: torch.device) -> None:
         require_fault("read" if hole >= case.slots else None)
 
 
-def _written(case: AnyCase, write: Tensor) -> dict[str, Tensor]:
-    """Slots to write, as a field of Slots, where there may be others than those that are read."""
-    return {} if case.op.rings else {"write": write}
+def writes_elsewhere(case: AnyCase) -> bool:
+    """Whether a row may write another slot than it reads."""
+    return not case.op.rings
 
 
 def _with_hole(case: AnyCase, device: torch.device, padding: str) -> Iterator[tuple[Inputs, dict[str, Any], str]]:
@@ -176,7 +176,8 @@ def _with_hole(case: AnyCase, device: torch.device, padding: str) -> Iterator[tu
         poison(inputs.state, inputs.slots[:1].long())
         read = inputs.slots.clone()
         read[0] = hole
-        fields: dict[str, Any] = {"read": read, "null": null, "padding": padding, **_written(case, inputs.slots)}
+        fields: dict[str, Any] = {"read": read, "null": null, "padding": padding}
+        fields |= {"write": inputs.slots} if writes_elsewhere(case) else {}
         yield inputs, fields, f"a padding row (slot {hole}, null {null})"
         require_fault("read" if hole >= case.slots and hole != null else None)
 
@@ -214,15 +215,14 @@ def kept_padding(case: AnyCase, device: torch.device) -> None:
 
 def _snapshots(case: AnyCase, device: torch.device) -> dict[str, Pool]:
     """Snapshots as an argument of a call, where it can have some."""
-    if not case.op.between_tokens:
-        return {}
-    return {"snapshots": case.snapshots(case.batch, case.tokens or 1, *case.snapshot_formats[0], device)}
+    of_case = case.batch, case.tokens or 1, *case.snapshot_formats[0], device
+    return {"snapshots": case.snapshots(*of_case)} if case.op.between_tokens else {}
 
 
 def _require_first_row_untouched(case: AnyCase, taken: dict[str, Pool]) -> None:
     for name, snapshots in taken.items():
-        before = _snapshots(case, snapshots.data.device)[name]
         first = torch.zeros(1, dtype=torch.int64, device=snapshots.data.device)
+        before = _snapshots(case, first.device)[name]
         require_equal_states(f"{name} of a padding row", snapshots, before, first)
 
 
@@ -243,11 +243,6 @@ def nan_is_local(case: AnyCase, device: torch.device) -> None:
         if name in inputs.op.remembered:
             reached = bool(case.newest_of(inputs.states[0]).isnan().all())
             require(reached, f"NaN in {name} did not reach the state")
-
-
-def writes_elsewhere(case: AnyCase) -> bool:
-    """Whether a row may write another slot than it reads."""
-    return not case.op.rings
 
 
 @law("a separate write slot receives the state, and the read slot keeps its own", includes=writes_elsewhere)
@@ -328,7 +323,8 @@ def paged_pool(case: AnyCase, device: torch.device) -> None:
         paged = replace(fresh, state=replace(fresh.state, **{name: views for name, (views, _) in pages.items()}))
         pool = f"the pool with offset {offset}, gap {gap}"
         require_close(pool, paged, paged.step(), want)
-        summed = inputs.op.sums and access_width(paged.state.data) != access_width(dense.state.data)
+        narrower = access_width(paged.state.data) != access_width(dense.state.data)
+        summed = inputs.op.sums and (narrower or inputs.op.rings)
         require_equal_states(pool, paged.state, dense.state, besides=("data", "scale") if summed else ())
         for name, (_, memory) in pages.items():
             filled = memory[offset:].view(case.slots, -1)[:, -gap:]

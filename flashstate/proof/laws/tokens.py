@@ -17,6 +17,7 @@ from flashstate.proof.laws.require import (
     require_stored,
     require_within_budget,
 )
+from flashstate.proof.laws.steps import writes_elsewhere
 from flashstate.state.formats import decode
 
 
@@ -140,7 +141,7 @@ def make_snapshots(case: AnyCase, name: str, rounding: str, device: torch.device
 
 @law(
     "a row with n slots to read reads the one its accepted count names, and is padding if there is none",
-    includes=lambda case: not case.op.rings,
+    includes=writes_elsewhere,
 )
 def accepted_slots(case: AnyCase, device: torch.device) -> None:
     inputs = make_inputs(case, device)
