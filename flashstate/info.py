@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
@@ -106,19 +105,17 @@ def config_table(problems: Mapping[Problem, int], gpu: Gpu) -> Table:
         "rows",
         "warps",
         "lanes",
-        "tokens",
-        "tiles",
-        "ahead",
-        "registers",
+        "besides",
         "why",
         title=f"Launch configs of {one.op}, {one.rows} x {one.cols}, {one.format}, {mode_key(one)}, on {where}",
-        caption="rows per tile, warps, lanes, tokens together, tiles, programs ahead, most registers (0: no limit)",
+        caption="rows per tile, warps, lanes per row, and what else is not as usual",
         title_justify="left",
         caption_justify="left",
         box=SIMPLE_HEAD,
     )
     for problem, batch in problems.items():
         config, reason = choose_with_reason(problem, gpu)
-        numbers = (batch, problem.batch_heads, *astuple(config))
-        table.add_row(*map(str, numbers), reason)
+        numbers = (batch, problem.batch_heads, config.block_rows, config.num_warps, config.lanes)
+        besides = ", ".join(f"{name} {value}" for name, value in config.unusual.items())
+        table.add_row(*map(str, numbers), besides, reason)
     return table

@@ -185,13 +185,13 @@ SERVED = [
     *[pytest.param("reference", replace(TINY, format=name, rounding=rounding)) for name, rounding in PORTABLE_FORMATS],
     *[
         pytest.param("interpreter", replace(TINY, heads=1, **kinds), marks=pytest.mark.interpreted)
-        for kinds in ({}, {"format": "int8", "rounding": "stochastic", "x": "float16"})
+        for kinds in ({}, {"format": "int8", "rounding": "stochastic", "x": "float16", "bc": "float16"})
     ],
     *[
         pytest.param("gpu", replace(REAL, format=name, rounding=rounding), marks=pytest.mark.gpu)
         for name, rounding in PORTABLE_FORMATS
     ],
-    pytest.param("gpu", replace(REAL, x="float32", dt="float32"), marks=pytest.mark.gpu),
+    pytest.param("gpu", replace(REAL, x="float32", bc="float32", dt="float32"), marks=pytest.mark.gpu),
 ]
 
 
@@ -316,7 +316,7 @@ RACES = {
     "one token in 16 bits": replace(REAL, batch=160, tokens=0, slots=170, format="float16"),
     "six tokens, folded at random": replace(REAL, batch=40, slots=50, format="int8", rounding="stochastic"),
     "packed tokens, many tiles": replace(REAL, batch=12, heads=80, packed=True, slots=20, format="bfloat16"),
-    "float32, a long window": replace(REAL, batch=20, tokens=16, window=64, x="float32", dt="float32"),
+    "float32, a long window": replace(REAL, batch=20, tokens=16, window=64, x="float32", bc="float32", dt="float32"),
 }
 
 

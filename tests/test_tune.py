@@ -267,7 +267,7 @@ def index_types(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
 def test_the_stopwatch_times_both_index_types_and_refuses_configs_that_change_bytes(
     index_types: list[torch.dtype],
 ) -> None:
-    case = Case(1, 1, 1, 4, 16, "int8", "stochastic", slots=4)
+    case = Case(1, 1, 1, 4, 16, format="int8", rounding="stochastic", slots=4)
     forms: list[tuple[int, Stored]] = [(0, "last"), (2, "last"), (2, "every")]
     jobs = jobs_by_problem([Job("mamba2", replace(case, tokens=tokens), stored) for tokens, stored in forms])
     stopwatch = GpuStopwatch(OPS["mamba2"], jobs, torch.device("cpu"))
