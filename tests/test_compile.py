@@ -66,7 +66,7 @@ def test_every_form_compiles_with_wide_accesses_of_the_state_and_without_spills(
         require_wide_windows(kernel, case, architecture)
     else:
         require_wide_states(kernel, case, call, architecture)
-    if isinstance(case, Case) and not case.mamba1 and architecture == 90:
+    if type(case) is Case and not case.mamba1 and architecture == 90:
         require_one_order(kernel, chosen(case, 90), case.problem.vector)
     if architecture == 90 or op not in ("mamba3", "replay elsewhere"):
         assert spilled_bytes(kernel) <= spills
@@ -81,7 +81,7 @@ def require_wide_states(kernel: Any, case: AnyCase, call: Call, architecture: in
         loads = loads | state_loads(kernel, case.format)
     hidden = {16} if isinstance(case, DeltaCase) and case.tokens else want if isinstance(case, Mamba3Case) else set()
     assert loads >= {16} if isinstance(case, ReplayCase) else loads >= want - (hidden if nvidia else set())
-    if isinstance(case, Case | DeltaCase) and nvidia:
+    if type(case) in (Case, DeltaCase) and nvidia:
         assert loads <= want
     if call in STORES_NOTHING:
         assert not nvidia or not stores
