@@ -538,3 +538,11 @@ def test_tensor_cores_replay_all_but_one_token_of_dense_calls_on_float32_states_
     assert {call for call in calls if replay_kind(*call) is ReplayTokenProblem} == {
         (1, "float32", False, window) for window in (1, 16)
     }
+
+
+@pytest.mark.parametrize("form", ["either", "keep", "fold"])
+@pytest.mark.parametrize("kind", [ReplayProblem, ReplayTokenProblem])
+def test_an_entry_of_another_kind_under_the_same_key_is_passed_over(form: str, kind: Any) -> None:
+    """One token of float32 states goes through tensor cores where the window is long; entries are of those without."""
+    problem = kind(f"mamba2_replay {form}", 64, 128, "float32", "nearest", 4, 640)
+    assert problem.valid(choose(problem, Gpu("NVIDIA H200", (9, 0))))

@@ -270,7 +270,8 @@ def choose_with_reason(problem: Problem, gpu: Gpu) -> tuple[Config, str]:
 @functools.lru_cache(maxsize=4096)
 def _look_up(problem: Problem, gpu: Gpu) -> tuple[Config, str]:
     for mode, what in ((problem, ""), (replace(problem, stored="last"), ", for calls that store one state")):
-        sizes = measured_sizes(load_table(gpu.name), mode)
+        measured = measured_sizes(load_table(gpu.name), mode)
+        sizes = {size: config for size, config in measured.items() if problem.valid(config)}  # kinds may share a key
         if sizes:
             nearest = min(sizes, key=lambda size: abs(math.log(size / problem.batch_heads)))
             return sizes[nearest], f"table of {gpu.name}, measured at batch x heads = {nearest}{what}"
