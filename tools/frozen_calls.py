@@ -130,7 +130,7 @@ def has_early(case: AnyCase) -> bool:
 STEPS = (
     Manner("in place", lambda case, inputs: inputs.step()),
     Manner("a slot for every token", lambda c, i: i.step(slots=i.at(write=token_slots(c))), writes_every_token),
-    Manner("snapshots in another format", partial(with_snapshots, which=-2), lambda c: c.has_states_between_tokens),
+    Manner("snapshots in another format", partial(with_snapshots, which=-2), lambda c: c.op.between_tokens),
     Manner("a tree", lambda c, i: i.step(slots=i.at(parents=parents_of(c)), update=False), can_be_a_tree),
     Manner("update=False", lambda case, inputs: inputs.step(update=False)),
     Manner("int64 slots", lambda c, i: i.step(slots=i.at(read=i.slots.long())), lambda c: c.index == "int32"),
@@ -139,11 +139,11 @@ STEPS = (
     Manner("strided activations", lambda case, inputs: case.as_views(inputs).step()),
     Manner("kept padding", lambda case, inputs: inputs.step(slots=inputs.at(padding="keep"))),
     Manner("accepted slots", with_accepted),
-    Manner("snapshots in the same format", partial(with_snapshots, which=1), lambda c: c.has_states_between_tokens),
+    Manner("snapshots in the same format", partial(with_snapshots, which=1), lambda c: c.op.between_tokens),
     Manner(
         "a tree with a slot for every token",
         lambda c, i: i.step(slots=i.at(parents=parents_of(c), write=token_slots(c))),
-        lambda case: can_be_a_tree(case) and case.stores_every_token,
+        lambda case: can_be_a_tree(case) and case.op.every_token,
     ),
     Manner("slots far apart", far_apart),
     Manner("slots left out", lambda case, inputs: inputs.step(slots=None), lambda case: not case.packed),
