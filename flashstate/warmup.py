@@ -23,7 +23,7 @@ from flashstate.ops.mamba2_fold import mamba2_fold
 from flashstate.ops.mamba2_replay import MAMBA2_REPLAY, mamba2_replay
 from flashstate.ops.mamba3 import MAMBA3_STEP, mamba3_step
 from flashstate.ops.states import read_states, write_states
-from flashstate.pool.kv import ssm_of
+from flashstate.pool.layers import ssm_of
 from flashstate.pool.pool import StatePool
 from flashstate.state.mamba3 import Mamba3State, Rotary
 from flashstate.state.slots import MOST_TOKENS, Slots

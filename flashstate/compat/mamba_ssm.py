@@ -10,7 +10,7 @@ from torch import Tensor
 from flashstate.compat import shapes
 from flashstate.errors import check_flag, check_int, check_no_overlap, check_row_contiguous, check_tensor
 from flashstate.ops.mamba3 import mamba3_step
-from flashstate.pool.memory import share_memory
+from flashstate.pool.layers import Place
 from flashstate.state.mamba3 import Mamba3State
 from flashstate.state.state import as_state, check_slots_of
 
@@ -151,7 +151,7 @@ def _elsewhere(pool: Mamba3State, state_out: Tensor, indices: Tensor | None, bat
     check_slots_of("state_out", state_out, state.shape[1:])
     if not torch.compiler.is_compiling():  # there are no addresses then
         for name, tensor in (("state", state), ("Bstate", pool.k), ("Xstate", pool.v)):
-            if share_memory(state_out, tensor):
+            if Place.of(state_out).overlaps(Place.of(tensor)):
                 raise ValueError(f"state_out must not share memory with {name}")
     _copy_slots(state, state_out, indices, batch)
     return Mamba3State(state_out, pool.k, pool.v)
