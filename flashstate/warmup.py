@@ -91,7 +91,8 @@ def warmup(
     neither, so the pool stays as it is. Variants are compiled side by side, one per core. Returns how many each kernel
     has, by its name; none on a CPU, which has no kernels.
     """
-    check_choice("op", op, [name.removesuffix("_step") for name, declared in OPS.items() if steps_layers(declared)])
+    stepping = [one for one in OPS.values() if (one.takes_state or one is MAMBA3_STEP) and "ring" not in one.hints]
+    check_choice("op", op, [one.name.removesuffix("_step") for one in stepping])
     for name, numbers in (("batches", batches), ("tokens", tokens)):
         for number in numbers:
             check_int(name, number, 1, MOST_TOKENS)
@@ -130,11 +131,6 @@ def warmup(
         listed = ", ".join(f"{count} of {name}" for name, count in counts.items())
         print(f"flashstate compiled {len(variants)} kernels: {listed}", file=sys.stderr)
     return counts
-
-
-def steps_layers(op: Op) -> bool:
-    """Whether an op steps the layers of a pool, and keeps nothing beside them."""
-    return (op.takes_state or op is MAMBA3_STEP) and "ring" not in op.hints
 
 
 @dataclass(frozen=True)

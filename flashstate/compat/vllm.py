@@ -129,16 +129,19 @@ def causal_conv1d_update(
     check_tensor("weight", weight, ("dim", "width"), (None, None))
     width, out = weight.shape[1], x if out is None else out
     window = shapes.with_axes("conv_state", conv_state, 3, 3)
-    if query_start_loc is None:
-        tokens, room = shapes.tokens_before_channels("x", x), shapes.tokens_before_channels("out", out)
-    elif conv_state_indices is None:
+    packed = query_start_loc is not None
+    if packed and conv_state_indices is None:
         raise ValueError("conv_state_indices must be given with query_start_loc: they say how many rows there are")
+    tokens, room = (x, out) if packed else map(shapes.tokens_before_channels, ("x", "out"), (x, out))
+    if conv_state_indices is None:
+        read, write = shapes.own_slots("conv_state_indices", window, len(x)), None
     else:
-        tokens, room = x, out
-    read, write = _read_and_write(
-        window, len(x) if query_start_loc is None else None, conv_state_indices, initial_state_idx,
-        block_idx_last_scheduled_token,
-    )  # fmt: skip
+        batch = None if packed else len(x)  # all rows of the table
+        table = shapes.table_of("conv_state_indices", conv_state_indices, batch, device=window.device)
+        read = _column_of(table, "initial_state_idx", initial_state_idx)
+        write = _column_of(table, "block_idx_last_scheduled_token", block_idx_last_scheduled_token)
+        if initial_state_idx is None and block_idx_last_scheduled_token is None:
+            write = None  # where it was read
     # What belongs to rows may be longer than there are rows.
     query_start_loc = shapes.list_of("query_start_loc", query_start_loc, len(read) + 1)
     num_accepted_tokens = shapes.list_of("num_accepted_tokens", num_accepted_tokens, len(read))
@@ -154,18 +157,6 @@ def causal_conv1d_update(
         history=width - 2 if rolls_back else None, slots=slots, out=room,
     )  # fmt: skip
     return out
-
-
-def _read_and_write(
-    window: Tensor, batch: int | None, indices: Tensor | None, reads: Tensor | None, writes: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """The slot that each row reads, and the one that it writes if that may be another. A batch of None: all rows."""
-    if indices is None:
-        return shapes.own_slots("conv_state_indices", window, batch or 0), None
-    table = shapes.table_of("conv_state_indices", indices, batch, device=window.device)
-    read = _column_of(table, "initial_state_idx", reads)
-    written = _column_of(table, "block_idx_last_scheduled_token", writes)
-    return read, None if reads is None and writes is None else written
 
 
 def _column_of(table: Tensor, name: str, columns: Tensor | None) -> Tensor:
