@@ -103,7 +103,8 @@ def warmup(
     device = ssm_of(layers[0]).data.device
     if not uses_kernels(device):
         return {}
-    declared, gated = OPS[f"{op}_step"], op == "gated_delta"
+    declared = OPS[f"{op}_step"]
+    gated = "A_log" in declared.tensors
     given = {
         "D": D, "z": z, "A_log": A_log, "dt_bias": dt_bias and (A_log or not gated), "Wx": Wx, "Wz": Wz if z else False,
         "Wo": Wo, "rotary": rotary, "biases": biases, "bias": conv_bias,

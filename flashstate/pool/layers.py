@@ -19,6 +19,8 @@ from flashstate.errors import (
     describe_shape,
 )
 from flashstate.launch import uses_kernels
+from flashstate.launch.arguments import as_bytes
+from flashstate.pool.memory import Memory
 from flashstate.state.formats import FORMATS
 from flashstate.state.mamba3 import Mamba3State
 from flashstate.state.ring import Ring, check_ring
@@ -51,6 +53,20 @@ def own_parts(holder: Layer | Ring) -> dict[str, Tensor]:
 def parts_of(layer: Layer) -> dict[str, Tensor]:
     """What a layer keeps for every slot alone, by name."""
     return own_parts(ssm_of(layer)) | own_parts(layer)
+
+
+def memory_of(
+    states: Sequence[Layer], windows: Sequence[Tensor] | None, drafts: int, rings: Sequence[Ring] | None
+) -> Memory:
+    """The memory of layers that a caller brings. Raises unless they can be those of one pool, and share none of it."""
+    check_states(states)
+    if windows is None and drafts:
+        raise ValueError(f"drafts are for windows, which must be given too, got drafts={drafts}")
+    others = {} if windows is None else check_windows(windows, states, drafts)
+    others |= {} if rings is None else check_rings(rings, states)
+    check_apart(states, others)
+    kept = [(as_bytes(part), int(name == "scale")) for state in states for name, part in parts_of(state).items()]
+    return kept + [(tensor, 0) for tensor in others.values()]
 
 
 def check_states(states: Sequence[Layer]) -> None:

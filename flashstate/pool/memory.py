@@ -38,74 +38,63 @@ class Allocator:
         self.memory.append((as_bytes(tensor).transpose(0, 1), clean))
         return tensor
 
+    @torch.inference_mode(False)  # else only inference mode could change them
+    def states(self, sizes: dict[str, int], dtype: torch.dtype, rounding: str, rounds: int, stream: int) -> list[State]:
+        """States of zeros, one per layer, which share seeds if they need some. `sizes`: of a slot."""
+        for name, size in {"slots": self.slots, "layers": self.layers, **sizes}.items():
+            check_int(name, size, 1, LARGEST_INT32)
+        check_int("stream", stream, 0, (1 << 32) - self.layers)
+        check_dtype("dtype", dtype, tuple(FORMATS))
+        heads, rows, cols = sizes.values()
+        data = self(heads, rows, cols, dtype=dtype)
+        uses_kernels(data.device)  # refuses devices that no op runs on
+        scale = self(heads, rows, dtype=torch.float32, clean=1) if FORMATS[dtype].scaled else [None] * self.layers
+        seed = None if rounding == "nearest" else torch.zeros(self.slots, dtype=torch.int64, device=self.device)
+        return [
+            State(data[i], scale[i], rounding=rounding, rounds=rounds, seed=seed, stream=stream + i)
+            for i in range(self.layers)
+        ]
 
-@torch.inference_mode(False)  # else only inference mode could change seeds
-def allocate_states(
-    slots: int, layers: int, sizes: dict[str, int], dtype: torch.dtype, rounding: str, rounds: int, stream: int,
-    device: torch.device | str | None,
-) -> tuple[Allocator, list[State]]:  # fmt: skip
-    """States of zeros, one per layer, which share seeds if they need some. `sizes`: of a slot."""
-    for name, size in {"slots": slots, "layers": layers, **sizes}.items():
-        check_int(name, size, 1, LARGEST_INT32)
-    check_int("stream", stream, 0, (1 << 32) - layers)
-    check_dtype("dtype", dtype, tuple(FORMATS))
-    allocate, (heads, rows, cols) = Allocator(layers, slots, device), sizes.values()
-    data = allocate(heads, rows, cols, dtype=dtype)
-    uses_kernels(data.device)  # refuses devices that no op runs on
-    scale = allocate(heads, rows, dtype=torch.float32, clean=1) if FORMATS[dtype].scaled else [None] * layers
-    seed = None if rounding == "nearest" else torch.zeros(slots, dtype=torch.int64, device=device)
-    return allocate, [
-        State(data[i], scale[i], rounding=rounding, rounds=rounds, seed=seed, stream=stream + i) for i in range(layers)
-    ]
+    def mamba3(self, states: Sequence[State], rank: int, angles: int, dtype: torch.dtype) -> list[Mamba3State]:
+        """Layers of Mamba-3 with these states, and with k, v and, unless there are none, angles of zeros."""
+        _, heads, rows, cols = states[0].data.shape
+        check_int("rank", rank, 1, LARGEST_INT32)
+        check_int("angles", angles, 0, cols // 2)
+        check_dtype("kv_dtype", dtype)
+        kept = [self(rank, heads, cols, dtype=dtype), self(heads, rows, dtype=dtype)]
+        if angles:
+            kept.append(self(heads, angles, dtype=torch.float32))
+        return [Mamba3State(*of_layer) for of_layer in zip(states, *kept, strict=True)]
 
+    def windows(self, channels: int, width: int, drafts: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Windows of zeros, (slots, channels, length) each, with room to roll back so many tokens; or none."""
+        check_int("conv_channels", channels, 0, LARGEST_INT32)
+        check_int("conv_width", width, SMALLEST_WIDTH, LARGEST_WIDTH)
+        check_int("drafts", drafts, 0, LARGEST_INT32)
+        if drafts and not channels:
+            raise ValueError(f"drafts are for windows: conv_channels must be given too, got drafts={drafts}")
+        check_dtype("conv_dtype", dtype)
+        return self(width - 1 + drafts, channels, dtype=dtype).transpose(2, 3).unbind() if channels else ()
 
-def allocate_mamba3(
-    allocate: Allocator, states: Sequence[State], rank: int, angles: int, dtype: torch.dtype
-) -> list[Mamba3State]:
-    """Layers of Mamba-3 with these states, and with k, v and, unless there are none, angles of zeros."""
-    _, heads, rows, cols = states[0].data.shape
-    check_int("rank", rank, 1, LARGEST_INT32)
-    check_int("angles", angles, 0, cols // 2)
-    check_dtype("kv_dtype", dtype)
-    kept = [allocate(rank, heads, cols, dtype=dtype), allocate(heads, rows, dtype=dtype)]
-    if angles:
-        kept.append(allocate(heads, angles, dtype=torch.float32))
-    return [Mamba3State(*of_layer) for of_layer in zip(states, *kept, strict=True)]
-
-
-def allocate_windows(
-    allocate: Allocator, channels: int, width: int, drafts: int, dtype: torch.dtype
-) -> tuple[Tensor, ...]:
-    """Windows of zeros, (slots, channels, length) each, with room to roll back so many tokens; or none."""
-    check_int("conv_channels", channels, 0, LARGEST_INT32)
-    check_int("conv_width", width, SMALLEST_WIDTH, LARGEST_WIDTH)
-    check_int("drafts", drafts, 0, LARGEST_INT32)
-    if drafts and not channels:
-        raise ValueError(f"drafts are for windows: conv_channels must be given too, got drafts={drafts}")
-    check_dtype("conv_dtype", dtype)
-    return allocate(width - 1 + drafts, channels, dtype=dtype).transpose(2, 3).unbind() if channels else ()
-
-
-def allocate_rings(
-    allocate: Allocator, states: Sequence[State], window: int, tokens: int, groups: int, dtype: torch.dtype
-) -> list[Ring]:
-    """Empty rings for layers of these states, which share cursors; none without a window."""
-    check_int("window", window, 0, LARGEST_WINDOW)
-    if window == 0 and tokens != 1:
-        raise ValueError(f"tokens are for rings: window must be given too, got tokens={tokens}")
-    if window == 0:
-        return []
-    _, heads, rows, cols = states[0].data.shape
-    check_int("tokens", tokens, 1, window)
-    check_int("groups", groups, 1, heads)
-    if heads % groups:
-        raise ValueError(f"groups must divide the {heads} heads, got {groups}")
-    check_dtype("ring_dtype", dtype)
-    length = window + tokens
-    x, B = allocate(heads, length, rows, dtype=dtype), allocate(groups, length, cols, dtype=dtype)
-    dt = allocate(heads, length, dtype=torch.float32)
-    start, count = (allocate(dtype=torch.int32, layers=1)[0] for _ in range(2))
-    return [Ring(*of_layer, start, count, window) for of_layer in zip(x, B, dt, strict=True)]
+    @torch.inference_mode(False)  # else only inference mode could change them
+    def rings(self, states: Sequence[State], window: int, tokens: int, groups: int, dtype: torch.dtype) -> list[Ring]:
+        """Empty rings for layers of these states, which share cursors; none without a window."""
+        check_int("window", window, 0, LARGEST_WINDOW)
+        if window == 0 and tokens != 1:
+            raise ValueError(f"tokens are for rings: window must be given too, got tokens={tokens}")
+        if window == 0:
+            return []
+        _, heads, rows, cols = states[0].data.shape
+        check_int("tokens", tokens, 1, window)
+        check_int("groups", groups, 1, heads)
+        if heads % groups:
+            raise ValueError(f"groups must divide the {heads} heads, got {groups}")
+        check_dtype("ring_dtype", dtype)
+        length = window + tokens
+        x, B = self(heads, length, rows, dtype=dtype), self(groups, length, cols, dtype=dtype)
+        dt = self(heads, length, dtype=torch.float32)
+        start, count = (self(dtype=torch.int32, layers=1)[0] for _ in range(2))
+        return [Ring(*of_layer, start, count, window) for of_layer in zip(x, B, dt, strict=True)]
 
 
 def copy_slots(tensor: Tensor, sources: list[int], targets: list[int]) -> None:

@@ -9,31 +9,10 @@ import torch
 from torch import Tensor
 
 from flashstate.errors import INDEX_DTYPES, INT64, LARGEST_INT32, check_flag, check_int, check_tensor
-from flashstate.launch.arguments import as_bytes
 from flashstate.ops.seeds import advance_seeds
 from flashstate.ops.states import read_states, write_states
-from flashstate.pool.layers import (
-    LayerT,
-    as_kept,
-    check_apart,
-    check_rings,
-    check_states,
-    check_windows,
-    parts_of,
-    ssm_of,
-    with_history,
-)
-from flashstate.pool.memory import (
-    Memory,
-    SlotNumbers,
-    allocate_mamba3,
-    allocate_rings,
-    allocate_states,
-    allocate_windows,
-    as_numbers,
-    copy_slots,
-    put,
-)
+from flashstate.pool.layers import LayerT, as_kept, memory_of, ssm_of, with_history
+from flashstate.pool.memory import Allocator, Memory, SlotNumbers, as_numbers, copy_slots, put
 from flashstate.state.mamba3 import Mamba3State
 from flashstate.state.ring import Plan, Ring
 from flashstate.state.slots import Slots, as_slots
@@ -136,9 +115,10 @@ class StatePool(Generic[LayerT]):
         groups, ring_dtype: of B, and the dtype of x and B, in a ring.
         """
         sizes = {"heads": heads, "rows": rows, "cols": cols}
-        allocate, states = allocate_states(slots, layers, sizes, dtype, rounding, rounds, stream, device)
-        rings = allocate_rings(allocate, states, window, tokens, groups, ring_dtype)
-        windows = allocate_windows(allocate, conv_channels, conv_width, drafts, conv_dtype)
+        allocate = Allocator(layers, slots, device)
+        states = allocate.states(sizes, dtype, rounding, rounds, stream)
+        rings = allocate.rings(states, window, tokens, groups, ring_dtype)
+        windows = allocate.windows(conv_channels, conv_width, drafts, conv_dtype)
         return cls(states, allocate.memory, windows, drafts, rings, null=null, seed=seed)
 
     @classmethod
@@ -168,8 +148,9 @@ class StatePool(Generic[LayerT]):
         kv_dtype: of k and v, float32, bfloat16 or float16; angles are float32.
         """
         sizes = {"heads": heads, "rows": rows, "cols": cols}
-        allocate, states = allocate_states(slots, layers, sizes, dtype, rounding, rounds, stream, device)
-        whole = allocate_mamba3(allocate, states, rank, angles, kv_dtype)
+        allocate = Allocator(layers, slots, device)
+        states = allocate.states(sizes, dtype, rounding, rounds, stream)
+        whole = allocate.mamba3(states, rank, angles, kv_dtype)
         return cls(whole, allocate.memory, null=null, seed=seed)
 
     @classmethod
@@ -195,8 +176,9 @@ class StatePool(Generic[LayerT]):
     ) -> StatePool[State]:
         """A pool for the gated delta rule, whose states are (value heads, value_dim, key_dim); the rest as `mamba2`."""
         sizes = {"heads": heads, "value_dim": value_dim, "key_dim": key_dim}
-        allocate, states = allocate_states(slots, layers, sizes, dtype, rounding, rounds, stream, device)
-        windows = allocate_windows(allocate, conv_channels, conv_width, drafts, conv_dtype)
+        allocate = Allocator(layers, slots, device)
+        states = allocate.states(sizes, dtype, rounding, rounds, stream)
+        windows = allocate.windows(conv_channels, conv_width, drafts, conv_dtype)
         return cls(states, allocate.memory, windows, drafts, null=null, seed=seed)
 
     @classmethod
@@ -221,14 +203,7 @@ class StatePool(Generic[LayerT]):
 
         The caller holds every slot at first, with whatever is in it; `release` hands slots to the pool.
         """
-        check_states(states)
-        if windows is None and drafts:
-            raise ValueError(f"drafts are for windows, which must be given too, got drafts={drafts}")
-        others = {} if windows is None else check_windows(windows, states, drafts)
-        others |= {} if rings is None else check_rings(rings, states)
-        check_apart(states, others)
-        memory = [(as_bytes(part), int(name == "scale")) for state in states for name, part in parts_of(state).items()]
-        memory += [(tensor, 0) for tensor in others.values()]
+        memory = memory_of(states, windows, drafts, rings)
         return cls(states, memory, windows or (), drafts, rings or (), null=null, seed=seed, held=True)
 
     @property
