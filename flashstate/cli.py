@@ -69,12 +69,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _info(options: argparse.Namespace) -> None:
     op = OPS[options.op]
-    first = op.grids[0]
-    formats = [check_format(options.format or first.formats[0][0], options.rounding)]
+    formats = [check_format(options.format or op.grids[0].formats[0][0], options.rounding)]
     if op.shown and options.snapshots:
         raise ValueError(f"{options.op} has no --snapshots")
     stored: Sequence[Stored] = op.shown or ("every" if options.snapshots else "last",)
-    grid = replace(first, shapes=first.shapes[:1], formats=formats, stored=stored, by_one=op.shown or first.by_one)
+    grid = replace(op.small_grid(*stored), formats=formats)
     jobs = op.jobs(_changed(options, [grid]))
     if options.at_once:
         jobs = _at_once(options.op, jobs)
@@ -123,15 +122,14 @@ def _tune(options: argparse.Namespace) -> int:
 def _changed(options: argparse.Namespace, grids: Sequence[Grid]) -> list[Grid]:
     """Grids of an op with what options say in the place of its defaults."""
     given = {name: getattr(options, name) for name in SIZES if getattr(options, name) is not None}
-    known = OPS[options.op].sizes
+    known = OPS[options.op].case.sizes
     unknown = [name for name in given if name not in known]
     if unknown:
         raise ValueError(f"{options.op} has no --{unknown[0]}, only {_listed(f'--{name}' for name in known)}")
     changes = {name: getattr(options, name) for name in ("tokens", "batches") if getattr(options, name) is not None}
     if getattr(options, "formats", None) is not None:
         changes["formats"] = [parse_format(text) for text in options.formats]
-    sizes = {known[name]: numbers for name, numbers in given.items()}
-    return [replace(grid.with_sizes(sizes), **changes) for grid in grids]
+    return [replace(grid, sizes={**grid.sizes, **given}, **changes) for grid in grids]
 
 
 def _plan(options: argparse.Namespace) -> None:
@@ -219,7 +217,7 @@ numbers = partial(number, nargs="+")
 file = partial(option, metavar="FILE", type=Path)
 flag: Callable[..., Option] = partial(dict, action="store_true")
 TOLD = "(default: %(default)s)"
-OP = option(f"span is conv1d_step and mamba2_step behind it {TOLD}", nargs="?", choices=tuple(OPS), default="mamba2")
+OP = option(f"span is conv1d_step and mamba2_step behind it {TOLD}", nargs="?", choices=OPS, default="mamba2")
 SIZES = {
     "heads": "of a state; of gated_delta: value heads",
     "groups": "of B and C; of gated_delta: key heads",

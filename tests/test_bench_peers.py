@@ -244,7 +244,7 @@ def test_the_cost_on_the_host_is_compared_with_an_addition(op: str, monkeypatch:
     pretend_all(monkeypatch, op)
     pretend(monkeypatch, OPS[op].peers["vllm"], None)
     bindings, _ = load_peers(OPS[op].peers, CUDA)
-    benched, report = replace(OPS[op], host_case=TINY[op]), Report()
+    benched, report = replace(OPS[op], case=TINY[op]), Report()
     costs = host.host_costs(benched, {**bindings, "wrong": lambda inputs, storing: host.seconds_of}, CPU, report)
     others = [name for name in OPS[op].peers if name != "vllm"]
     assert list(costs) == ["torch.add_", "flashstate", "flashstate, plain tensors", *others]

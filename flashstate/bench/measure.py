@@ -16,6 +16,7 @@ from flashstate.bench.peers import MeasurementError
 from flashstate.bench.results import Row
 from flashstate.bench.timing import COLD_BYTES, Timing, cold_rows, cold_slots, need_flush, time_launches, time_on_cpu
 from flashstate.proof import AnyCase, Expected, Inputs, Pool, carried_errors, error_ratio, make_inputs, oracle, slotted
+from flashstate.proof.inputs import AnyInputs
 from flashstate.state.formats import bits_of, decode
 from flashstate.state.slots import Slots
 
@@ -167,8 +168,8 @@ def inputs_of(case: AnyCase, device: torch.device) -> Inputs:
     return replace(inputs, slots=torch.where(inputs.slots == 0, spare, inputs.slots))
 
 
-def check(bind: Binding, inputs: Inputs, storing: Storing = IN_PLACE) -> None:
-    """Raise MeasurementError unless a step on a copy of `inputs` gives output and states within their budgets.
+def check(bind: Binding, inputs: AnyInputs, storing: Storing = IN_PLACE) -> AnyInputs:
+    """The copy of `inputs` that a step was made on; MeasurementError unless output and states are within their budgets.
 
     States are in the pool, with all that goes with them, or in snapshots; a pool that is only read stays as it was.
     """
@@ -184,6 +185,7 @@ def check(bind: Binding, inputs: Inputs, storing: Storing = IN_PLACE) -> None:
             ends_there = oracle(inputs.of_tokens(slice(0, t + 1)))
             ratios[f"snapshot of token {t}"] = state_error(storing.snapshots, (slice(0, batch), t), ends_there)
     require_within_budgets(ratios)
+    return copy
 
 
 def require_within_budgets(ratios: Mapping[str, float]) -> None:

@@ -152,10 +152,9 @@ class RingJob(Job):
 
 def job_of(op: str, case: AnyCase, stored: Stored) -> Job:
     """The job of replay where live rows say what is stored; else that of mamba2_step, whose case this is."""
-    if stored in ("last", "every", "none"):
+    if stored == "last" or stored == "every" or stored == "none":
         return Job(op, case, stored)
-    given = {name: value for name, value in vars(case).items() if name in ReplayCase.__dataclass_fields__}
-    given["slots"] = max(case.slots, LEAST_SLOTS + SPARE_SLOTS)
+    given: dict[str, Any] = {**vars(case), "slots": max(case.slots, LEAST_SLOTS + SPARE_SLOTS)}
     if stored == "plan and commit":
         return RingJob(op, CursorCase(**given), stored)
-    return RingJob(op, RingCase(**given, live_rows=cast(Live, stored)), stored)
+    return RingJob(op, RingCase(**given, live_rows=stored), stored)
