@@ -91,14 +91,6 @@ def _at_once(name: str, jobs: list[Job]) -> list[Job]:
         raise ValueError(f"--at-once: {reason}") from reason
 
 
-def _check(options: argparse.Namespace) -> int:
-    return run_check(find_device(options.device), options.quick)
-
-
-def _demo(options: argparse.Namespace) -> None:
-    show_demo(find_device(options.device), options.steps, options.tokens, options.seed)
-
-
 def _bench(options: argparse.Namespace) -> None:
     files = Files(options.csv, options.plot)
     if options.host and (files != Files() or options.from_csv is not None):
@@ -156,23 +148,19 @@ def capability(text: str) -> tuple[int, int]:
 
 def find_device(name: str | None) -> torch.device:
     """The device an option names, or the best there is; ValueError where there is no such device."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu") if name is None else _parse_device(name)
+    best = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(best if name is None else name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device must be cpu, cuda or cuda:N, got {name!r}")
     if device.type == "cpu":
         return device
     index = 0 if device.index is None else device.index
     if index >= torch.cuda.device_count():
         raise ValueError(f"--device {name}: this machine has {torch.cuda.device_count()} GPUs that torch can use")
     return torch.device("cuda", index)
-
-
-def _parse_device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = None
-    if device is None or device.type not in ("cpu", "cuda"):
-        raise ValueError(f"--device must be cpu, cuda or cuda:N, got {name!r}")
-    return device
 
 
 def parse_format(text: str) -> tuple[str, str]:
@@ -291,8 +279,16 @@ SHAPE = {
 }
 COMMANDS = {
     "info": Command("versions, devices, formats, and which launch config a case gets and why", _info, INFO),
-    "check": Command("prove the laws every op obeys, on your device", _check, CHECK),
-    "demo": Command("serve requests from one pool per format and compare with float64", _demo, DEMO),
+    "check": Command(
+        "prove the laws every op obeys, on your device",
+        lambda options: run_check(find_device(options.device), options.quick),
+        CHECK,
+    ),
+    "demo": Command(
+        "serve requests from one pool per format and compare with float64",
+        lambda options: show_demo(find_device(options.device), options.steps, options.tokens, options.seed),
+        DEMO,
+    ),
     "bench": Command("time an op beside the roofs of memory and other libraries", _bench, BENCH),
     "tune": Command("find the launch configs of your GPU, and write them as a table", _tune, TUNE),
     "plan": Command("how many requests fit in memory, for every format of their states", _plan, PLAN, SHAPE),

@@ -36,9 +36,7 @@ def bind_vllm(update: Callable[..., Tensor], inputs: Inputs, storing: Storing) -
     return step
 
 
-PEERS = {
-    "vllm": Peer("vllm.model_executor.layers.mamba.ops.causal_conv1d", ("causal_conv1d_update",), bind_vllm),
-}
+PEERS = {"vllm": Peer("vllm.model_executor.layers.mamba.ops.causal_conv1d", ("causal_conv1d_update",), bind_vllm)}
 CONV1D = benched(
     "conv1d_step",
     grids=(Grid((BFLOAT16,), stored=("last",), sizes={"channels": (1280, 10240)}),),

@@ -276,14 +276,18 @@ class ReplayCase(Case):
         counts = [edges[b](n) if b < len(edges) else 5 * b % (self.window + 1) for b, n in enumerate(self.lengths)]
         return [min(max(count, 0), self.window) for count in counts]
 
+    @property
+    def moved(self) -> tuple[float, float]:
+        """Rows that fold, and rows of rings that are read or appended."""
+        both = [(live, n) for live, n in zip(self.live, self.lengths, strict=True) if n]
+        return sum(live + n > self.window for live, n in both), sum(live + n for live, n in both)
+
     def counted_bytes(self, stores: int = 1) -> int:
-        both = list(zip(self.live, self.lengths, strict=True))
-        folding = sum(n > 0 and live + n > self.window for live, n in both)
-        rows = sum(live + n for live, n in both if n)  # of rings, read or appended
+        folding, rows = self.moved
         kept = self.heads * self.rows * dtype(self.x).itemsize
         kept += self.groups * self.cols * dtype(self.bc).itemsize + 4 * self.heads
         stored = stores * folding * (self.slot_bytes + self.scale_bytes)
-        return super().counted_bytes(0) + stored + rows * kept + 8 * self.batch
+        return super().counted_bytes(0) + round(stored + rows * kept) + 8 * self.batch
 
     def make_inputs(self, device: torch.device, seed: int = 0) -> ReplayInputs:
         """Random inputs. Rings that fold and rings that do not, of which the first wraps; NaN in all rows of rings that
