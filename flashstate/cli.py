@@ -28,7 +28,7 @@ from flashstate.state.formats import FORMATS, ROUNDINGS
 from flashstate.state.ring import LARGEST_WINDOW
 from flashstate.tune import run_tune
 
-FORMAT_NAMES = tuple(format.name for format in FORMATS.values())
+ROUNDINGS_OF = {format.name: format.roundings for format in FORMATS.values()}
 ACTIVATIONS = tuple(map(dtype_name, ACTIVATION_DTYPES))
 CPU_BATCHES = (1, 4, 16)
 
@@ -171,11 +171,10 @@ def parse_format(text: str) -> tuple[str, str]:
 
 def check_format(name: str, rounding: str) -> tuple[str, str]:
     """Raise ValueError unless the format exists and knows the rounding; returns both."""
-    roundings = {format.name: format.roundings for format in FORMATS.values()}
-    if name not in roundings:
-        raise ValueError(f"there is no format {name!r}, only {_listed(FORMAT_NAMES)}")
-    if rounding not in roundings[name]:
-        raise ValueError(f"{name} has no rounding {rounding!r}, only {_listed(roundings[name])}")
+    if name not in ROUNDINGS_OF:
+        raise ValueError(f"there is no format {name!r}, only {_listed(ROUNDINGS_OF)}")
+    if rounding not in ROUNDINGS_OF[name]:
+        raise ValueError(f"{name} has no rounding {rounding!r}, only {_listed(ROUNDINGS_OF[name])}")
     return name, rounding
 
 
@@ -225,7 +224,7 @@ MEASURED = {
 INFO = {
     "op": OP,
     **{f"--{name}": number(help, nargs=1) for name, help in SIZES.items()},
-    "--format": option("default: the first that bench measures", choices=FORMAT_NAMES),
+    "--format": option("default: the first that bench measures", choices=ROUNDINGS_OF),
     "--rounding": {"choices": ROUNDINGS, "default": "nearest"},
     "--batch": numbers("default: those that bench measures", dest="batches"),
     "--tokens": number("per row and call (default: 1)", nargs=1, default=[1]),

@@ -40,10 +40,13 @@ ALL = [(op, name) for op, peers in STAND_INS.items() for name in peers]
 
 
 def check_peer(op: str, name: str, stored: Stored = "last", **changes: Any) -> None:
-    job = tiny_job(op, stored, **changes)
-    with measure.failures_as_reasons():
+    """Raise MeasurementError with the reason why a peer is skipped, if it is."""
+    job, report = tiny_job(op, stored, **changes), Report()
+    with report.skipping(name):
         bind = OPS[op].peers[name].load()
         measure.check(bind, measure.inputs_of(job.case, CPU), storing_for(job, job.case.batch, CPU))
+    for reason in report.skipped.get(name, ()):
+        raise MeasurementError(reason)
 
 
 # What is chosen
