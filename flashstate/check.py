@@ -72,15 +72,8 @@ def complaint_of(law: Law, case: AnyCase, device: torch.device) -> str | None:
 
 
 def show_verdicts(verdicts: Sequence[Verdict], device: torch.device) -> int:
-    console = Console()
-    table = Table(
-        "law",
-        "cases",
-        "verdict",
-        title=f"Laws, proved for {implementation(device)}",
-        title_justify="left",
-        box=SIMPLE_HEAD,
-    )
+    console, who = Console(), implementation(device)
+    table = Table("law", "cases", "verdict", title=f"Laws, proved for {who}", title_justify="left", box=SIMPLE_HEAD)
     for verdict in verdicts:
         word = Text("holds", "green") if verdict.cases else Text("not tried", "yellow")
         if verdict.failures:
@@ -91,9 +84,9 @@ def show_verdicts(verdicts: Sequence[Verdict], device: torch.device) -> int:
     for verdict in broken:
         _show_failures(console, verdict)
     if broken:
-        console.print(f"{len(broken)} of {len(verdicts)} laws are broken by {implementation(device)}.", style="red")
+        console.print(f"{len(broken)} of {len(verdicts)} laws are broken by {who}.", style="red")
         return 1
-    console.print(f"All {len(verdicts)} laws hold for {implementation(device)}.", style="green")
+    console.print(f"All {len(verdicts)} laws hold for {who}.", style="green")
     return 0
 
 

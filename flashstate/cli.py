@@ -28,7 +28,7 @@ from flashstate.state.formats import FORMATS, ROUNDINGS
 from flashstate.state.ring import LARGEST_WINDOW
 from flashstate.tune import run_tune
 
-FORMAT_NAMES = tuple(format.name for format in FORMATS.values())
+ROUNDINGS_OF = {format.name: format.roundings for format in FORMATS.values()}
 ACTIVATIONS = tuple(map(dtype_name, ACTIVATION_DTYPES))
 CPU_BATCHES = (1, 4, 16)
 
@@ -69,12 +69,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _info(options: argparse.Namespace) -> None:
     op = OPS[options.op]
-    first = op.grids[0]
-    formats = [check_format(options.format or first.formats[0][0], options.rounding)]
+    formats = [check_format(options.format or op.grids[0].formats[0][0], options.rounding)]
     if op.shown and options.snapshots:
         raise ValueError(f"{options.op} has no --snapshots")
     stored: Sequence[Stored] = op.shown or ("every" if options.snapshots else "last",)
-    grid = replace(first, shapes=first.shapes[:1], formats=formats, stored=stored, by_one=op.shown or first.by_one)
+    grid = replace(op.small_grid(*stored), formats=formats)
     jobs = op.jobs(_changed(options, [grid]))
     if options.at_once:
         jobs = _at_once(options.op, jobs)
@@ -90,14 +89,6 @@ def _at_once(name: str, jobs: list[Job]) -> list[Job]:
         return [way.job(job) for job in jobs]
     except MeasurementError as reason:
         raise ValueError(f"--at-once: {reason}") from reason
-
-
-def _check(options: argparse.Namespace) -> int:
-    return run_check(find_device(options.device), options.quick)
-
-
-def _demo(options: argparse.Namespace) -> None:
-    show_demo(find_device(options.device), options.steps, options.tokens, options.seed)
 
 
 def _bench(options: argparse.Namespace) -> None:
@@ -123,15 +114,14 @@ def _tune(options: argparse.Namespace) -> int:
 def _changed(options: argparse.Namespace, grids: Sequence[Grid]) -> list[Grid]:
     """Grids of an op with what options say in the place of its defaults."""
     given = {name: getattr(options, name) for name in SIZES if getattr(options, name) is not None}
-    known = OPS[options.op].sizes
+    known = OPS[options.op].case.sizes
     unknown = [name for name in given if name not in known]
     if unknown:
         raise ValueError(f"{options.op} has no --{unknown[0]}, only {_listed(f'--{name}' for name in known)}")
     changes = {name: getattr(options, name) for name in ("tokens", "batches") if getattr(options, name) is not None}
     if getattr(options, "formats", None) is not None:
         changes["formats"] = [parse_format(text) for text in options.formats]
-    sizes = {known[name]: numbers for name, numbers in given.items()}
-    return [replace(grid.with_sizes(sizes), **changes) for grid in grids]
+    return [replace(grid, sizes={**grid.sizes, **given}, **changes) for grid in grids]
 
 
 def _plan(options: argparse.Namespace) -> None:
@@ -158,23 +148,19 @@ def capability(text: str) -> tuple[int, int]:
 
 def find_device(name: str | None) -> torch.device:
     """The device an option names, or the best there is; ValueError where there is no such device."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu") if name is None else _parse_device(name)
+    best = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(best if name is None else name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device must be cpu, cuda or cuda:N, got {name!r}")
     if device.type == "cpu":
         return device
     index = 0 if device.index is None else device.index
     if index >= torch.cuda.device_count():
         raise ValueError(f"--device {name}: this machine has {torch.cuda.device_count()} GPUs that torch can use")
     return torch.device("cuda", index)
-
-
-def _parse_device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = None
-    if device is None or device.type not in ("cpu", "cuda"):
-        raise ValueError(f"--device must be cpu, cuda or cuda:N, got {name!r}")
-    return device
 
 
 def parse_format(text: str) -> tuple[str, str]:
@@ -185,11 +171,10 @@ def parse_format(text: str) -> tuple[str, str]:
 
 def check_format(name: str, rounding: str) -> tuple[str, str]:
     """Raise ValueError unless the format exists and knows the rounding; returns both."""
-    roundings = {format.name: format.roundings for format in FORMATS.values()}
-    if name not in roundings:
-        raise ValueError(f"there is no format {name!r}, only {_listed(FORMAT_NAMES)}")
-    if rounding not in roundings[name]:
-        raise ValueError(f"{name} has no rounding {rounding!r}, only {_listed(roundings[name])}")
+    if name not in ROUNDINGS_OF:
+        raise ValueError(f"there is no format {name!r}, only {_listed(ROUNDINGS_OF)}")
+    if rounding not in ROUNDINGS_OF[name]:
+        raise ValueError(f"{name} has no rounding {rounding!r}, only {_listed(ROUNDINGS_OF[name])}")
     return name, rounding
 
 
@@ -219,7 +204,7 @@ numbers = partial(number, nargs="+")
 file = partial(option, metavar="FILE", type=Path)
 flag: Callable[..., Option] = partial(dict, action="store_true")
 TOLD = "(default: %(default)s)"
-OP = option(f"span is conv1d_step and mamba2_step behind it {TOLD}", nargs="?", choices=tuple(OPS), default="mamba2")
+OP = option(f"span is conv1d_step and mamba2_step behind it {TOLD}", nargs="?", choices=OPS, default="mamba2")
 SIZES = {
     "heads": "of a state; of gated_delta: value heads",
     "groups": "of B and C; of gated_delta: key heads",
@@ -239,7 +224,7 @@ MEASURED = {
 INFO = {
     "op": OP,
     **{f"--{name}": number(help, nargs=1) for name, help in SIZES.items()},
-    "--format": option("default: the first that bench measures", choices=FORMAT_NAMES),
+    "--format": option("default: the first that bench measures", choices=ROUNDINGS_OF),
     "--rounding": {"choices": ROUNDINGS, "default": "nearest"},
     "--batch": numbers("default: those that bench measures", dest="batches"),
     "--tokens": number("per row and call (default: 1)", nargs=1, default=[1]),
@@ -293,8 +278,16 @@ SHAPE = {
 }
 COMMANDS = {
     "info": Command("versions, devices, formats, and which launch config a case gets and why", _info, INFO),
-    "check": Command("prove the laws every op obeys, on your device", _check, CHECK),
-    "demo": Command("serve requests from one pool per format and compare with float64", _demo, DEMO),
+    "check": Command(
+        "prove the laws every op obeys, on your device",
+        lambda options: run_check(find_device(options.device), options.quick),
+        CHECK,
+    ),
+    "demo": Command(
+        "serve requests from one pool per format and compare with float64",
+        lambda options: show_demo(find_device(options.device), options.steps, options.tokens, options.seed),
+        DEMO,
+    ),
     "bench": Command("time an op beside the roofs of memory and other libraries", _bench, BENCH),
     "tune": Command("find the launch configs of your GPU, and write them as a table", _tune, TUNE),
     "plan": Command("how many requests fit in memory, for every format of their states", _plan, PLAN, SHAPE),

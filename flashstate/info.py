@@ -28,10 +28,10 @@ def show_info(jobs: Sequence[Job], gpu: Gpu | None) -> None:
         console.print(f"{'device':12}{line}", highlight=False)
     console.print(format_table())
     if gpu is None and not torch.cuda.is_available():
-        example = f"No GPU here, so these are the launch configs of an {EXAMPLE_GPU.name}; --gpu NAME shows another's."
-        console.print(example)
+        gpu = EXAMPLE_GPU
+        console.print(f"No GPU here, so these are the launch configs of an {gpu.name}; --gpu NAME shows another's.")
     for problems in problems_by_op(jobs):
-        console.print(config_table(problems, gpu or own_gpu()))
+        console.print(config_table(problems, gpu or machine_of(torch.device("cuda", 0)).gpu))
 
 
 def versions() -> dict[str, str]:
@@ -71,11 +71,6 @@ def device_lines() -> list[str]:
     ]
 
 
-def own_gpu() -> Gpu:
-    """The first GPU of this machine, or one that stands for it."""
-    return machine_of(torch.device("cuda", 0)).gpu if torch.cuda.is_available() else EXAMPLE_GPU
-
-
 def format_table() -> Table:
     """A line per state format."""
     table = Table(
@@ -100,19 +95,11 @@ def config_table(problems: Mapping[Problem, int], gpu: Gpu) -> Table:
     one = next(iter(problems))
     where = f"{gpu.name}, compute capability {'.'.join(map(str, gpu.capability))}"
     table = Table(
-        "batch",
-        "batch x heads",
-        "rows",
-        "warps",
-        "lanes",
-        "besides",
-        "why",
+        "batch", "batch x heads", "rows", "warps", "lanes", "besides", "why", box=SIMPLE_HEAD,
         title=f"Launch configs of {one.op}, {one.rows} x {one.cols}, {one.format}, {mode_key(one)}, on {where}",
         caption="rows per tile, warps, lanes per row, and what else is not as usual",
-        title_justify="left",
-        caption_justify="left",
-        box=SIMPLE_HEAD,
-    )
+        title_justify="left", caption_justify="left",
+    )  # fmt: skip
     for problem, batch in problems.items():
         config, reason = choose_with_reason(problem, gpu)
         numbers = (batch, problem.batch_heads, config.block_rows, config.num_warps, config.lanes)

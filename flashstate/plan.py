@@ -10,6 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Column, Table
 
+from flashstate.bench.results import counted
 from flashstate.errors import dtype_name
 from flashstate.models import ModelShape
 from flashstate.state.formats import FORMATS, Format
@@ -73,7 +74,7 @@ def show_plan(name: str, shape: ModelShape, memory: str, ranks: int = 1) -> None
     console = Console(highlight=False)
     console.print(f"{name}: {describe(shape)}", markup=False)
     if ranks > 1:
-        console.print(f"On each of {ranks} ranks: {plural(part.heads, 'head')}, {group_count(part)}.")
+        console.print(f"On each of {ranks} ranks: {counted(part.heads, 'head')}, {group_count(part)}.")
     console.print(plan_table(part, size, memory))
     for line in notes(part):
         console.print(line)
@@ -82,19 +83,15 @@ def show_plan(name: str, shape: ModelShape, memory: str, ranks: int = 1) -> None
 def describe(shape: ModelShape) -> str:
     """A shape in one sentence."""
     conv = f"a convolution of width {shape.conv_width}" if shape.conv_width else "no convolution"
-    heads = f"{plural(shape.heads, 'head')} x {shape.rows} x {shape.cols}"
+    heads = f"{counted(shape.heads, 'head')} x {shape.rows} x {shape.cols}"
     return (
-        f"{shape.kind}, {plural(shape.layers, 'layer')} with a state of {heads}, "
+        f"{shape.kind}, {counted(shape.layers, 'layer')} with a state of {heads}, "
         f"{group_count(shape)}, {conv}, {dtype_name(shape.activations)} activations."
     )
 
 
 def group_count(shape: ModelShape) -> str:
-    return plural(shape.groups, "group" if shape.kind == "mamba2" else "key head")
-
-
-def plural(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    return counted(shape.groups, "group" if shape.kind == "mamba2" else "key head")
 
 
 def plan_table(shape: ModelShape, memory: int, budget: str) -> Table:

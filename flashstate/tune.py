@@ -18,6 +18,7 @@ from flashstate.bench.binding import TimedCall
 from flashstate.bench.jobs import BenchedOp, Job, with_int64
 from flashstate.bench.measure import slots_of, storing_for, with_cold_snapshots
 from flashstate.bench.peers import MeasurementError
+from flashstate.bench.results import require_folder
 from flashstate.bench.timing import cold_slots, need_flush, time_launches
 from flashstate.info import versions
 from flashstate.launch import Config, Gpu, Problem, collecting, machine_of, override
@@ -89,8 +90,7 @@ def open_table(path: Path, gpu: Gpu, again: Collection[Problem]) -> TableFile:
     made_with = {name: versions()[name] for name in ("torch", "triton")}
     today = datetime.now(timezone.utc).date().isoformat()
     header = {"gpu": gpu.name, **made_with, "measured": today, "columns": COLUMNS}
-    if not path.absolute().parent.is_dir():
-        raise ValueError(f"there is no folder {path.absolute().parent} to write {path.name} to")
+    require_folder(path)
     if not path.exists():
         return TableFile(header, {})
     old = read_table_file(path)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flashstate import Mamba3State, Plan, Ring, Rotary, Slots, State
 from flashstate.errors import ACTIVATION_DTYPES, INDEX_DTYPES, dtype_name
-from flashstate.proof import AnyCase, Case, ConvCase, DeltaCase, Mamba3Case, ReplayCase, make_inputs, with_rotary
+from flashstate.proof import AnyCase, Case, DeltaCase, Mamba3Case, ReplayCase, make_inputs
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 CASE = Case(batch=3, heads=4, groups=2, rows=6, cols=5, format="float16", rounding="stochastic", x="float16")
@@ -296,13 +296,9 @@ def slots_arguments() -> Arguments:
 def step_arguments(case: AnyCase = CASE, device: torch.device = CPU) -> Arguments:
     """All arguments of a call that is right: `out`, and snapshots with room for more rows and tokens, among them."""
     inputs = make_inputs(case, device)
-    pool, own = inputs.state, {**inputs.arguments, **inputs.options}
     slots, out = inputs.at() if case.packed else inputs.slots, torch.full_like(inputs.main, 7.0)
-    rest = {"slots": slots, "update": True, "out": out}
-    if isinstance(case, Mamba3Case):
-        return {"state": pool.state, **with_rotary(own), **rest}
-    if isinstance(case, ReplayCase):
-        return {"state": pool.state, "ring": pool.ring, **own, "plan": None, **rest}
-    first = {"window": pool.data} if isinstance(case, ConvCase) else {"state": pool}
-    snapshots = torch.full((5, 6, *case.state_axes), 7.0, dtype=torch.float16, device=device)
-    return {**first, **own, "snapshots": snapshots, **rest}
+    given: Arguments = {**inputs.arguments, **inputs.options, "slots": slots, "update": True, "out": out}
+    if not isinstance(case, (Mamba3Case, ReplayCase)):
+        given["snapshots"] = torch.full((5, 6, *case.state_axes), 7.0, dtype=torch.float16, device=device)
+    without_plan = {"plan": None} if isinstance(case, ReplayCase) else {}
+    return {**inputs.op.takes(inputs.state, given), **without_plan}

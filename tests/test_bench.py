@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flashstate import Slots, State
 from flashstate.bench import measure, timing
-from flashstate.bench.jobs import Grid, Job, Shape, Stored, check_words
+from flashstate.bench.jobs import Grid, Job, Stored, check_words
 from flashstate.bench.mamba2_replay import LIVE, LIVE_BY_ONE
 from flashstate.bench.measure import inputs_of, row_of, storing_for
 from flashstate.bench.ops import OPS
@@ -88,7 +88,7 @@ def test_a_plain_run_measures_what_the_op_is_for(name: str) -> None:
 
 
 def test_jobs_are_all_formats_tokens_and_batches_and_several_tokens_also_store_every_state() -> None:
-    jobs = MAMBA2.jobs([Grid((Shape(6, 2, 4, 16),), PORTABLE_FORMATS, (1, 3), batches=(1, 4))])
+    jobs = MAMBA2.jobs([Grid(PORTABLE_FORMATS, (1, 3), batches=(1, 4))])
     assert len(set(jobs)) == len(jobs) == len(PORTABLE_FORMATS) * 3 * 2
     assert tuple(dict.fromkeys((job.case.format, job.case.rounding) for job in jobs)) == PORTABLE_FORMATS
     forms = [(job.case.tokens, job.stored, job.stores, job.case.batch) for job in jobs[:6]]
@@ -96,8 +96,9 @@ def test_jobs_are_all_formats_tokens_and_batches_and_several_tokens_also_store_e
 
 
 def test_grids_that_overlap_and_take_other_sizes_give_every_job_once() -> None:
-    grid = Grid((Shape(6, 2, 4, 16), Shape(6, 2, 8, 16)), (("int8", "nearest"),), (1, 3), ("last", "none"), (2,))
-    jobs = MAMBA2.jobs([grid, grid.with_sizes({"heads": (2, 6), "rows": (4,)})])
+    sizes = {"heads": (6,), "groups": (2,), "rows": (4, 8), "cols": (16,)}
+    grid = Grid((("int8", "nearest"),), (1, 3), ("last", "none"), (2,), sizes=sizes)
+    jobs = MAMBA2.jobs([grid, replace(grid, sizes={**sizes, "heads": (2, 6), "rows": (4,)})])
     forms = [(*job.case.measured_axes, job.case.tokens, job.stored) for job in jobs]
     each = ((0, "last"), (3, "last"), (3, "none"))
     assert forms == [(*axes, *form) for axes in ((6, 2, 4, 16), (6, 2, 8, 16), (2, 2, 4, 16)) for form in each]
@@ -112,15 +113,16 @@ def test_mamba3_is_tuned_and_measured_without_snapshots() -> None:
 def test_shapes_and_formats_that_an_op_has_not_are_refused_by_name() -> None:
     for op in (MAMBA2, GATED_DELTA, MAMBA3, SPAN):
         with pytest.raises(ValueError, match=r"^the number of groups must divide the 48 heads, got 5$"):
-            op.case(Shape(48, 5, 64, 128), "float32", "nearest", 0, 1)
+            op.jobs([Grid([("float32", "nearest")], sizes={"heads": (48,), "groups": (5,)})])
     for name, rounding, label in (("int8", "nearest", "int8"), ("float16", "stochastic", "float16 stochastic")):
         with pytest.raises(ValueError, match=f"^windows are float32, .*, rounded to nearest, got {label}$"):
-            CONV1D.case(Shape(1, 1, 1280, 4), name, rounding, 0, 1)
+            CONV1D.jobs([Grid([(name, rounding)])])
     for width, length in ((4, 3), (3, 2)):  # of three entries, which are not whole words, and of two
-        (job,) = CONV1D.jobs([Grid((Shape(1, 1, 1283, width),), [("bfloat16", "nearest")], batches=(2,))])
+        sizes = {"channels": (1283,), "width": (width,)}
+        (job,) = CONV1D.jobs([Grid([("bfloat16", "nearest")], batches=(2,), sizes=sizes)])
         with pytest.raises(ValueError, match=f"^a state of 1283 x {length} in bfloat16, .* not whole 32-bit words$"):
             check_words([job])
-    check_words(CONV1D.jobs([Grid((Shape(1, 1, 1283, 4),), [("float32", "nearest")], batches=(2,))]))
+    check_words(CONV1D.jobs([Grid([("float32", "nearest")], batches=(2,), sizes={"channels": (1283,)})]))
 
 
 STORED_BY_THREE: tuple[Stored, ...] = ("last", "every", "none")

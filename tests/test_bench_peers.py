@@ -40,10 +40,13 @@ ALL = [(op, name) for op, peers in STAND_INS.items() for name in peers]
 
 
 def check_peer(op: str, name: str, stored: Stored = "last", **changes: Any) -> None:
-    job = tiny_job(op, stored, **changes)
-    with measure.failures_as_reasons():
+    """Raise MeasurementError with the reason why a peer is skipped, if it is."""
+    job, report = tiny_job(op, stored, **changes), Report()
+    with report.skipping(name):
         bind = OPS[op].peers[name].load()
         measure.check(bind, measure.inputs_of(job.case, CPU), storing_for(job, job.case.batch, CPU))
+    for reason in report.skipped.get(name, ()):
+        raise MeasurementError(reason)
 
 
 # What is chosen
@@ -244,7 +247,7 @@ def test_the_cost_on_the_host_is_compared_with_an_addition(op: str, monkeypatch:
     pretend_all(monkeypatch, op)
     pretend(monkeypatch, OPS[op].peers["vllm"], None)
     bindings, _ = load_peers(OPS[op].peers, CUDA)
-    benched, report = replace(OPS[op], host_case=TINY[op]), Report()
+    benched, report = replace(OPS[op], case=TINY[op]), Report()
     costs = host.host_costs(benched, {**bindings, "wrong": lambda inputs, storing: host.seconds_of}, CPU, report)
     others = [name for name in OPS[op].peers if name != "vllm"]
     assert list(costs) == ["torch.add_", "flashstate", "flashstate, plain tensors", *others]

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from benching import CPU, NEEDS_INTERPRETER, STAND_INS, TINY, measure_in_the_interpreter, pretend_all, tiny_job
+from torch import Tensor
 
-from flashstate import Slots
+from flashstate import Slots, State
 from flashstate.bench import measure, run, timing
 from flashstate.bench.binding import IN_PLACE, Step, Storing
 from flashstate.bench.gated_delta import LAYERS, in_split_pool
-from flashstate.bench.jobs import Job, Stored, Way, with_int64
+from flashstate.bench.jobs import Job, Stored, Way, benched, with_int64
 from flashstate.bench.mamba2_replay import LIVE, LIVE_BY_ONE
 from flashstate.bench.measure import Report, measure_on_gpu
 from flashstate.bench.ops import OPS
 from flashstate.bench.peers import MeasurementError, load_peers
 from flashstate.bench.results import read_csv, write_csv
 from flashstate.cli import main
-from flashstate.proof import Inputs, interpreted, make_inputs
+from flashstate.proof import CASES, Case, Cases, Inputs, ProvenOp, StateCase, interpreted, make_inputs
+from flashstate.proof.case import Drawn
 from flashstate.state.formats import bits_of
 
 GATED_DELTA, MAMBA3 = OPS["gated_delta"], OPS["mamba3"]
@@ -155,6 +159,68 @@ def test_kernels_are_called_in_all_ways(op: str, monkeypatch: pytest.MonkeyPatch
     assert ours == [f"flashstate, {how}" for how in OPS[op].ways if f"flashstate, {how}" not in skipped]
 
 
+# An op that has cases, and no file of the benchmark
+
+
+def leak_step(state: State, x: Tensor, *, slots: Slots, out: Tensor) -> Tensor:
+    """Halve every state and add x to its columns; the sums of its rows are the output."""
+    rows = slots.read.long()
+    state.data[rows] = state.data[rows] / 2 + x[..., None]
+    return out.copy_(state.data[rows].sum(-1))
+
+
+def leak_token(s: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    s = s / 2 + x[..., None].to(s.dtype)
+    return s.sum(-1), s
+
+
+@dataclass(frozen=True)
+class LeakCase(StateCase):
+    heads: int = 2
+    rows: int = 4
+    cols: int = 8
+    groups: int = 1
+    op = ProvenOp(leak_step, leak_token, ("x",), remembered=("x",), widths=2, between_tokens=False)
+    problem = property(lambda case: Case().problem)
+
+    @property
+    def given(self) -> tuple[Drawn, ...]:
+        return (Drawn("x", self.x, (self.heads, self.rows)),)
+
+    def adjust(self, arguments: dict[str, Tensor], options: dict[str, Any]) -> None:
+        """All that is drawn stays."""
+
+
+def test_an_op_with_cases_is_measured_without_a_file_of_the_benchmark(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    real = (LeakCase(), LeakCase(format="bfloat16", tokens=3))
+    monkeypatch.setitem(CASES, "leak_step", Cases((), real))
+    monkeypatch.setitem(OPS, "leak", benched("leak_step"))
+    run_it = ["bench", "leak", "--device", "cpu", "--csv", str(tmp_path / "leak.csv"), "--batches", "1", "2"]
+    assert main([*run_it, "--formats", "float32", "--rows", "4", "16"]) == 0
+    _, rows = read_csv(tmp_path / "leak.csv")
+    assert [(row.op, row.format, row.heads, row.rows, row.stored, row.batch) for row in rows] == [
+        ("leak", "float32", 2, size, "last", batch) for size in (4, 16) for batch in (1, 2)
+    ]
+    assert OPS["leak"].grids[0].formats == (("float32", "nearest"), ("bfloat16", "nearest"))
+    assert "leak, 2 heads, 1 group, 4 x 8" in " ".join(capsys.readouterr().out.split())
+    broken = replace(LeakCase.op, step=lambda **given: leak_step(**given).mul_(2))
+    monkeypatch.setattr(LeakCase, "op", broken)
+    assert main(run_it) == 1
+    assert "flashstate is wrong: its output is " in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("op", CASES)
+def test_what_follows_from_the_cases_of_an_op_alone_passes_the_check(op: str) -> None:
+    usual, small = benched(op), next(case for case in CASES[op].quick if not case.packed and case.tokens <= 1)
+    assert usual.name in OPS
+    assert OPS[usual.name].case.sizes == usual.case.sizes
+    jobs = replace(usual, case=small).jobs([replace(usual.grids[0], formats=[(small.format, small.rounding)])])
+    for bind in (usual.bind, partial(usual.bind, bare=True)):
+        measure.check(bind, measure.inputs_of(jobs[1].case, CPU))
+
+
 # Whole runs
 
 TWO = ("float32", "int8 stochastic")
@@ -204,11 +270,11 @@ def test_bench_on_a_cpu_measures_the_reference_and_says_so(
     assert (tmp_path / "again.csv").read_bytes() == csv_file.read_bytes()
 
 
-@pytest.mark.parametrize(("op", "module"), [("mamba2", "measure"), ("mamba2_replay", "mamba2_replay")])
+@pytest.mark.parametrize("op", ["mamba2", "mamba2_replay"])
 def test_bench_times_nothing_when_flashstate_is_wrong(
-    op: str, module: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    op: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(f"flashstate.bench.{module}.error_ratio", lambda *tensors: 7.0)
+    monkeypatch.setattr(measure, "error_ratio", lambda *tensors: 7.0)
     sizes = ["--heads", "2", "--rows", "4", "--cols", "16", "--batches", "1"]
     assert main(["bench", op, "--device", "cpu", *sizes]) == 1
     error = " ".join(capsys.readouterr().err.split())

@@ -14,9 +14,7 @@ from rich.console import Console
 
 from flashstate import Slots
 from flashstate.bench.binding import IN_PLACE, Step, Storing
-from flashstate.bench.gated_delta import LARGE
-from flashstate.bench.jobs import Grid, Job, Shape, Stored
-from flashstate.bench.mamba3 import COMMON
+from flashstate.bench.jobs import Grid, Job, Stored
 from flashstate.bench.ops import OPS
 from flashstate.bench.timing import MIN_LAUNCHES, Timing
 from flashstate.cli import main
@@ -30,10 +28,9 @@ from flashstate.state.formats import PORTABLE_FORMATS
 from flashstate.tune import GpuStopwatch, jobs_by_problem, tune, with_variants
 
 GPU = Gpu("a GPU nobody measured", (9, 0))
-SHAPE = Shape(16, 1, 64, 128)
 BATCHES = (1, 16, 256)
 FORMATS = [("float32", "nearest"), ("float16", "nearest"), ("float16", "stochastic")]
-GRID = Grid((SHAPE,), FORMATS, (1, 4), batches=BATCHES)
+GRID = Grid(FORMATS, (1, 4), batches=BATCHES)
 PROBLEMS = list(jobs_by_problem(OPS["mamba2"].jobs([GRID])))
 QUIET = Console(quiet=True)
 
@@ -133,7 +130,7 @@ def test_a_size_starts_where_the_smaller_one_ended(tmp_path: Path) -> None:
 
 
 def test_many_tiles_are_found_where_few_are_slower_than_one(tmp_path: Path) -> None:
-    path, grid = tmp_path / "table.json", Grid((LARGE,), [("int8", "nearest")], (1,), batches=(4,))
+    path, grid = tmp_path / "table.json", Grid([("int8", "nearest")], (1,), batches=(4,))
     (problem,) = jobs_by_problem(OPS["gated_delta"].jobs([grid]))
     now = choose(problem, GPU)
     assert now.tiles == 1
@@ -238,7 +235,7 @@ def test_a_plain_tune_finds_configs_of_six_modes_of_the_delta_rule_in_every_form
 
 
 def test_other_ways_of_mamba3_have_configs_of_their_own() -> None:
-    problems = jobs_by_problem(with_variants(OPS["mamba3"], [Job("mamba3", COMMON)]))
+    problems = jobs_by_problem(with_variants(OPS["mamba3"], [Job("mamba3", OPS["mamba3"].case)]))
     ranks = [f"mamba3_step rank {rank}{turned}" for rank in (4, 1) for turned in ("", " turned")]
     assert [problem.op for problem in problems] == ranks
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flashstate.proof import Inputs, Pool
 from flashstate.state.slots import Slots
+from flashstate.state.state import State
 
 
 @dataclass(frozen=True)
@@ -36,24 +37,19 @@ class Binder(Protocol):
     def __call__(self, inputs: Inputs, storing: Storing = IN_PLACE, *, bare: bool = False) -> Step: ...
 
 
-def on_states(inputs: Inputs, bare: bool) -> dict[str, Any]:
-    """All arguments of an op on a State, or with `bare` on its data."""
-    return {**inputs.arguments, **inputs.options, "state": inputs.state.data if bare else inputs.state}
-
-
-def bind_op(
-    op: Callable[..., Tensor],
-    arguments: Callable[[Inputs, bool], dict[str, Any]],
-    inputs: Inputs,
-    storing: Storing = IN_PLACE,
-    *,
-    bare: bool = False,
-    **options: Any,
-) -> Step:
-    """Make a step of an op of flashstate, of `arguments` and more options: a Binder, once it has the first two."""
-    given = {**arguments(inputs, bare), "out": torch.empty_like(inputs.main), **options}
+def arguments_of(inputs: Inputs, storing: Storing = IN_PLACE, **options: Any) -> dict[str, Any]:
+    """All arguments of an op but slots: those of inputs, an output, where states are stored, and more options."""
+    given = {**inputs.arguments, **inputs.options, "out": torch.empty_like(inputs.main), **options}
     if storing != IN_PLACE:
         given.update(snapshots=storing.snapshots, update=storing.update)
+    return inputs.op.takes(inputs.state, given)
+
+
+def bind_op(inputs: Inputs, storing: Storing = IN_PLACE, *, bare: bool = False, **options: Any) -> Step:
+    """Make a step of an op of flashstate, with more options."""
+    op, given = inputs.op.step, arguments_of(inputs, storing, **options)
+    if bare:
+        given = {name: value.data if isinstance(value, State) else value for name, value in given.items()}
 
     def step(slots: Slots) -> TimedCall:
         where = slots.read if bare else slots

@@ -11,29 +11,25 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from flashstate.bench.binding import IN_PLACE, Step, Storing, TimedCall, bind_op, on_states
-from flashstate.bench.jobs import BFLOAT16, FLOAT32, BenchedOp, Grid, Job, Shape, Way, grouped_case
+from flashstate.bench.binding import IN_PLACE, Step, Storing, TimedCall, bind_op
+from flashstate.bench.jobs import BFLOAT16, FLOAT32, Grid, Job, Way, benched
 from flashstate.bench.peers import MeasurementError, Peer, require_plain
-from flashstate.ops.gated_delta import MOST_AT_ONCE, gated_delta_step
+from flashstate.ops.gated_delta import MOST_AT_ONCE
 from flashstate.proof import DeltaCase, Inputs, Pool
 from flashstate.state.formats import PORTABLE_FORMATS, bits_of
 from flashstate.state.slots import Slots
 
-COMMON = DeltaCase(x="bfloat16", qk="bfloat16", gates="bfloat16")  # with float32 parameters, q and k normalised
-LARGE, SMALL = Shape(64, 16, 128, 128), Shape(32, 16, 128, 128)  # value heads, key heads, V, K
 FORMATS = (FLOAT32, BFLOAT16, ("int8", "nearest"), ("float8_e4m3fn", "nearest"))
 BATCHES = (1, 4, 16, 64, 256)
 GRIDS = (
-    Grid((LARGE,), FORMATS, batches=BATCHES),
-    Grid((SMALL,), (BFLOAT16,), batches=BATCHES),
-    Grid((LARGE,), (FLOAT32, BFLOAT16), (4,), ("last", "none"), BATCHES),
-    Grid((LARGE,), (BFLOAT16,), (4,), ("every",), BATCHES),
-    Grid((LARGE,), (BFLOAT16,), (8,), ("last", "none"), BATCHES),
+    Grid(FORMATS, batches=BATCHES),
+    Grid((BFLOAT16,), batches=BATCHES, sizes={"heads": (32,)}),
+    Grid((FLOAT32, BFLOAT16), (4,), ("last", "none"), BATCHES),
+    Grid((BFLOAT16,), (4,), ("every",), BATCHES),
+    Grid((BFLOAT16,), (8,), ("last", "none"), BATCHES),
 )
-TUNED = Grid((LARGE,), PORTABLE_FORMATS, (1, 4), ("last", "every", "none"), BATCHES)
+TUNED = Grid(PORTABLE_FORMATS, (1, 4), ("last", "every", "none"), BATCHES)
 LAYERS = 20  # that share every page of a split pool: at large batches offsets go past 2^31 elements
-case_of = partial(grouped_case, COMMON, groups="key_heads")
-bind_flashstate = partial(bind_op, gated_delta_step, on_states)
 
 
 def at_once(job: Job) -> Job:
@@ -159,8 +155,7 @@ PEERS = {
     "fla": Peer("fla.ops.gated_delta_rule", ("fused_recurrent_gated_delta_rule",), bind_fla),
 }
 VARIANTS = {
-    "at once": Way(partial(bind_flashstate, exact=False), at_once),
-    "split pool": Way(bind_flashstate, one_token, in_split_pool),
+    "at once": Way(partial(bind_op, exact=False), at_once),
+    "split pool": Way(bind_op, one_token, in_split_pool),
 }
-HOST_CASE = case_of(Shape(16, 8, 128, 128), *BFLOAT16, 0, 4)
-GATED_DELTA = BenchedOp("gated_delta", bind_flashstate, case_of, GRIDS, PEERS, HOST_CASE, VARIANTS, (TUNED,))
+GATED_DELTA = benched("gated_delta_step", grids=GRIDS, peers=PEERS, variants=VARIANTS, tuned=(TUNED,))

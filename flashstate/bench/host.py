@@ -11,8 +11,7 @@ from rich.table import Column, Table
 
 from flashstate.bench.binding import IN_PLACE, Binding
 from flashstate.bench.jobs import BenchedOp
-from flashstate.bench.measure import Report, check, failures_as_reasons, inputs_of
-from flashstate.bench.peers import MeasurementError
+from flashstate.bench.measure import Report, check, inputs_of
 from flashstate.bench.timing import Timing, seconds_of
 from flashstate.state.slots import Slots
 
@@ -41,11 +40,8 @@ def host_costs(op: BenchedOp, peers: Mapping[str, Binding], device: torch.device
             "flashstate, plain tensors": checked_cost(partial(op.bind, bare=True)),
         }
         for name, bind in peers.items():
-            try:
-                with failures_as_reasons():
-                    costs[name] = checked_cost(bind)
-            except MeasurementError as reason:
-                report.skip(name, reason)
+            with report.skipping(name):
+                costs[name] = checked_cost(bind)
     return costs
 
 
@@ -61,9 +57,9 @@ def cost_of(call: Callable[[], object]) -> Timing:
 
 def host_line(costs: Mapping[str, Timing]) -> str:
     """All costs in one line, with their ratios to torch.add_."""
-    unit = costs[UNIT].median
-    of_unit = {name: "" if name == UNIT else f" ({cost.median / unit:.2f}x)" for name, cost in costs.items()}
-    return "; ".join(f"{name} {cost.median:.1f} µs{of_unit[name]}" for name, cost in costs.items())
+    unit, *others = ((name, cost.median) for name, cost in costs.items())
+    compared = [f"{name} {median:.1f} µs ({median / unit[1]:.2f}x)" for name, median in others]
+    return "; ".join([f"{unit[0]} {unit[1]:.1f} µs", *compared])
 
 
 def host_table(costs: Mapping[str, Timing], op: BenchedOp) -> Table:

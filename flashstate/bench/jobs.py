@@ -5,44 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Any, Literal, NamedTuple, TypeVar
+from types import MappingProxyType
+from typing import Any, Literal
 
-from flashstate.bench.binding import Binder, Binding, Storing
+from flashstate.bench.binding import Binder, Binding, Storing, bind_op
 from flashstate.bench.peers import Peer
 from flashstate.bench.timing import Timing
 from flashstate.launch import Problem
-from flashstate.proof import AnyCase, Inputs, StateCase
-from flashstate.state.formats import PORTABLE_FORMATS
+from flashstate.proof import CASES, AnyCase, Inputs
 from flashstate.state.slots import Slots
 
 SPARE_SLOTS = 3  # of the small pool results are checked on
 WORD = 4  # bytes
 BATCHES = (1, 4, 16, 64, 256, 1024)
+HOST_BATCH = 4  # of the small call whose cost on the host is measured
 FLOAT32, BFLOAT16 = ("float32", "nearest"), ("bfloat16", "nearest")
 Live = Literal["none folds", "stationary", "uniform", "all fold", "a 16th folds"]  # rows of the rings of a batch
 Stored = Literal["last", "every", "none", Live, "plan and commit"]
 Formats = Sequence[tuple[str, str]]  # of format and rounding
-CaseT = TypeVar("CaseT", bound=StateCase)
-
-
-class Shape(NamedTuple):
-    """The shape of a state, as measurements list it."""
-
-    heads: int
-    groups: int
-    rows: int
-    cols: int
-
-
-def grouped_case(
-    common: CaseT, shape: Shape, name: str, rounding: str, tokens: int, batch: int, groups: str = "groups"
-) -> CaseT:
-    """The case of a job, else like `common`, whose groups are the field `groups`; ValueError where there is none."""
-    if shape.heads % shape.groups:
-        raise ValueError(f"the number of groups must divide the {shape.heads} heads, got {shape.groups}")
-    sizes: dict[str, Any] = {"heads": shape.heads, groups: shape.groups, "rows": shape.rows, "cols": shape.cols}
-    sizes |= {"tokens": tokens, "batch": batch, "slots": batch + SPARE_SLOTS}
-    return replace(common, format=name, rounding=rounding, **sizes)
 
 
 @dataclass(frozen=True)
@@ -109,20 +89,14 @@ def check_words(jobs: Sequence[Job]) -> None:
 
 @dataclass(frozen=True)
 class Grid:
-    """Jobs: every combination of shapes, formats, tokens per row, what these store, and batch sizes."""
+    """Jobs: every combination of sizes, formats, tokens per row, what these store, and batch sizes."""
 
-    shapes: tuple[Shape, ...]
-    formats: Formats = PORTABLE_FORMATS
+    formats: Formats
     tokens: Sequence[int] = (1,)
     stored: Sequence[Stored] = ("last", "every")  # by several tokens
     batches: Sequence[int] = BATCHES
     by_one: Sequence[Stored] = ("last",)  # stored by one token
-
-    def with_sizes(self, sizes: Mapping[str, Sequence[int]]) -> Grid:
-        """A grid with all combinations of these sizes in its shapes."""
-        changes = [dict(zip(sizes, values, strict=True)) for values in product(*sizes.values())]
-        shapes = dict.fromkeys(shape._replace(**change) for shape in self.shapes for change in changes)
-        return replace(self, shapes=tuple(shapes))
+    sizes: Mapping[str, Sequence[int]] = field(default_factory=dict)  # that are others than those of the op's case
 
 
 @dataclass(frozen=True)
@@ -153,17 +127,15 @@ class BenchedOp:
     """An op as the benchmark knows it; its inputs, bytes and budgets come with its cases, from proof/cases/."""
 
     name: str  # in measurements
-    bind: Binder
-    case: Callable[[Shape, str, str, int, int], AnyCase]  # of shape, format, rounding, tokens, batch
+    case: AnyCase  # what all jobs are like, but for what grids say
     grids: tuple[Grid, ...]  # that are measured, as far as options do not change them
-    peers: Mapping[str, Peer]
-    host_case: AnyCase  # a small call, whose cost on the host is measured
+    peers: Mapping[str, Peer] = field(default_factory=dict)
     variants: Mapping[str, Way] = field(default_factory=dict)  # ways to call it with results or memory of their own
     # Grids that configs are found for; none: those that are measured, with 1 and 4 tokens. None: it cannot be tuned.
     tuned: tuple[Grid, ...] | None = ()
-    sizes: Mapping[str, str] = field(default_factory=lambda: {name: name for name in Shape._fields})  # option -> axis
+    bind: Binder = bind_op
     job: Callable[[str, AnyCase, Stored], Job] = Job
-    check: Callable[[Binding, Inputs, Storing], None] | None = None  # of results; None: that of bench/measure.py
+    check: Callable[[Binding, Inputs, Storing], object] | None = None  # of results; None: that of bench/measure.py
     shown: tuple[Stored, ...] = ()  # what `flashstate info` shows configs of; none: what its options say
 
     @property
@@ -174,15 +146,37 @@ class BenchedOp:
     def jobs(self, grids: Sequence[Grid]) -> list[Job]:
         """The jobs of these grids, each once."""
         found = [
-            self.job(self.name, self.case(shape, name, rounding, 0 if count == 1 else count, batch), stored)
+            self.job(self.name, self._case(dict(zip(grid.sizes, sizes, strict=True)), *known, count, batch), stored)
             for grid in grids
-            for shape in grid.shapes
-            for name, rounding in grid.formats
+            for sizes in product(*grid.sizes.values())
+            for known in grid.formats
             for count in grid.tokens
             for stored in (grid.stored if count > 1 else grid.by_one)
             for batch in grid.batches
         ]
         return list(dict.fromkeys(found))
+
+    def _case(self, sizes: Mapping[str, int], name: str, rounding: str, tokens: int, batch: int) -> AnyCase:
+        """The case of a job; ValueError where there is none."""
+        changes: dict[str, Any] = {self.case.sizes[size]: number for size, number in sizes.items()}
+        changes |= {"tokens": 0 if tokens == 1 else tokens, "batch": batch, "slots": batch + SPARE_SLOTS}
+        case = replace(self.case.in_format(name, rounding), **changes)
+        heads, groups, *_ = case.measured_axes
+        if heads % groups:
+            raise ValueError(f"the number of groups must divide the {heads} heads, got {groups}")
+        return case
+
+    def small_grid(self, *stored: Stored) -> Grid:
+        """What is measured first, in one shape; `stored`: by any tokens."""
+        first = self.grids[0]
+        sizes = {name: numbers[:1] for name, numbers in first.sizes.items()}
+        return replace(first, sizes=sizes, stored=stored, by_one=stored)
+
+    @property
+    def host_case(self) -> AnyCase:
+        """A small call of one token, whose cost on the host is measured."""
+        grid = self.small_grid(*(self.shown or ("last",)))
+        return self.jobs([replace(grid, formats=grid.formats[:1], tokens=(1,), batches=(HOST_BATCH,))])[0].case
 
     @property
     def tuned_grids(self) -> tuple[Grid, ...]:
@@ -190,3 +184,16 @@ class BenchedOp:
         if self.tuned is None:
             raise ValueError(f"tune finds no configs of {self.name} yet")
         return self.tuned or tuple(replace(grid, tokens=(1, 4)) for grid in self.grids)
+
+
+def benched(op: str, changes: Mapping[str, Any] = MappingProxyType({}), **special: Any) -> BenchedOp:
+    """The benchmark of an op, from its cases: the first shape of a real model, in all formats that there are cases of.
+
+    changes: fields of the case that are others than in its table.
+    special: fields of BenchedOp.
+    """
+    real = CASES[op].real
+    formats = tuple(dict.fromkeys((case.format, case.rounding) for case in real))
+    grid = Grid(formats) if real[0].op.between_tokens else Grid(formats, stored=("last",))
+    usual = {"case": replace(real[0], **changes), "grids": (grid,)}
+    return BenchedOp(op.removesuffix("_step"), **{**usual, **special})

@@ -11,23 +11,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from flashstate.bench.binding import Step, Storing, bind_op, on_states
-from flashstate.bench.jobs import FLOAT32, BenchedOp, Grid, Shape, grouped_case
+from flashstate.bench.binding import Step, Storing
+from flashstate.bench.jobs import benched
 from flashstate.bench.peers import MeasurementError, Peer, packed_bounds, require_plain
-from flashstate.ops.mamba2 import mamba2_step
-from flashstate.proof import Case, Inputs
+from flashstate.proof import Inputs
 from flashstate.state.slots import Slots
 
-COMMON = Case(x="bfloat16", bc="bfloat16", dt="bfloat16")  # with float32 parameters and a gate
-SHAPE = Shape(16, 1, 64, 128)
 FLASHINFER_ROUNDINGS = {
     torch.float32: ("nearest",),
     torch.bfloat16: ("nearest",),
     torch.float16: ("nearest", "stochastic"),
     torch.int16: ("nearest",),
 }
-case_of = partial(grouped_case, COMMON)
-bind_flashstate = partial(bind_op, mamba2_step, on_states)
 
 
 def bind_mamba_ssm(update: Callable[..., Tensor], inputs: Inputs, storing: Storing) -> Step:
@@ -115,7 +110,9 @@ def expanded(inputs: Inputs, dt: Tensor | None = None) -> dict[str, Any]:
     _, heads, rows, cols = inputs.state.data.shape
     dt = inputs.arguments["dt"] if dt is None else dt
     return {
-        **on_states(inputs, bare=True),
+        **inputs.arguments,
+        **inputs.options,
+        "state": inputs.state.data,
         **{name: inputs.options[name][:, None].expand(heads, rows) for name in ("D", "dt_bias")},
         "dt": dt[..., None].expand(*dt.shape, rows),
         "A": inputs.arguments["A"][:, None, None].expand(heads, rows, cols),
@@ -129,5 +126,4 @@ PEERS = {
     "mamba_ssm": Peer("mamba_ssm.ops.triton.selective_state_update", (UPDATE,), bind_mamba_ssm),
     "fla": Peer("fla.ops.simple_gla", ("fused_recurrent_simple_gla",), bind_fla),
 }
-HOST_CASE = case_of(SHAPE, *FLOAT32, 0, 4)
-MAMBA2 = BenchedOp("mamba2", bind_flashstate, case_of, (Grid((SHAPE,)),), PEERS, HOST_CASE)
+MAMBA2 = benched("mamba2_step", peers=PEERS)

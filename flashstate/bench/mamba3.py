@@ -11,22 +11,12 @@ import torch
 from torch import Tensor
 
 from flashstate.bench.binding import Step, Storing, bind_op
-from flashstate.bench.jobs import BFLOAT16, FLOAT32, BenchedOp, Grid, Job, Shape, Way, grouped_case
+from flashstate.bench.jobs import BFLOAT16, FLOAT32, Grid, Job, Way, benched
 from flashstate.bench.peers import MeasurementError, Peer, require_plain
-from flashstate.ops.mamba3 import mamba3_step
-from flashstate.proof import Inputs, Mamba3Case, with_rotary
+from flashstate.proof import Inputs
 from flashstate.state.slots import Slots
 
-# With float32 gates and parameters, a gate and an output projection; B and C come turned.
-COMMON = Mamba3Case(rank=4, angles=0, x="bfloat16", bc="bfloat16", kv="bfloat16")
 FORMATS = (FLOAT32, BFLOAT16, ("int8", "nearest"), ("float8_e4m3fn", "nearest"))
-GRID = Grid((Shape(48, 1, 64, 128),), FORMATS, stored=("last",), batches=(1, 4, 16, 64, 256))
-case_of = partial(grouped_case, COMMON)
-
-
-def on_four_states(inputs: Inputs, bare: bool) -> dict[str, Any]:
-    """All arguments of mamba3_step, which knows no plain tensors of states."""
-    return {**with_rotary({**inputs.arguments, **inputs.options}), "state": inputs.state.state}
 
 
 def with_sizes(job: Job, **sizes: Any) -> Job:
@@ -65,12 +55,16 @@ def bind_mamba_ssm(step_all: Callable[..., None], inputs: Inputs, storing: Stori
     return lambda slots: partial(call, slots)
 
 
-bind_flashstate = partial(bind_op, mamba3_step, on_four_states)
 PEERS = {"mamba_ssm": Peer("mamba_ssm.ops.cute.mamba3.mamba3_step_fn", ("mamba3_step_fn",), bind_mamba_ssm)}
 VARIANTS = {
-    "turned": Way(bind_flashstate, turned, fresh=True),
-    "rank 1": Way(bind_flashstate, partial(with_sizes, rank=1), fresh=True),
-    "rank 1, turned": Way(bind_flashstate, lambda job: turned(with_sizes(job, rank=1)), fresh=True),
+    "turned": Way(bind_op, turned, fresh=True),
+    "rank 1": Way(bind_op, partial(with_sizes, rank=1), fresh=True),
+    "rank 1, turned": Way(bind_op, lambda job: turned(with_sizes(job, rank=1)), fresh=True),
 }
-HOST_CASE = case_of(Shape(16, 1, 64, 128), *FLOAT32, 0, 4)
-MAMBA3 = BenchedOp("mamba3", bind_flashstate, case_of, (GRID,), PEERS, HOST_CASE, VARIANTS)
+MAMBA3 = benched(
+    "mamba3_step",
+    changes={"angles": 0},  # B and C come turned
+    grids=(Grid(FORMATS, stored=("last",), batches=(1, 4, 16, 64, 256)),),
+    peers=PEERS,
+    variants=VARIANTS,
+)

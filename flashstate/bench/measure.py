@@ -16,6 +16,7 @@ from flashstate.bench.peers import MeasurementError
 from flashstate.bench.results import Row
 from flashstate.bench.timing import COLD_BYTES, Timing, cold_rows, cold_slots, need_flush, time_launches, time_on_cpu
 from flashstate.proof import AnyCase, Expected, Inputs, Pool, carried_errors, error_ratio, make_inputs, oracle, slotted
+from flashstate.proof.inputs import AnyInputs
 from flashstate.state.formats import bits_of, decode
 from flashstate.state.slots import Slots
 
@@ -28,8 +29,15 @@ class Report:
     skipped: dict[str, set[str]] = field(default_factory=dict)  # implementation -> reasons
     roofs: dict[Hashable, tuple[Timing, Timing]] = field(default_factory=dict)  # `touch` and `read`, by Job.touched
 
-    def skip(self, name: str, reason: MeasurementError) -> None:
-        self.skipped.setdefault(name, set()).add(str(reason))
+    @contextmanager
+    def skipping(self, name: str) -> Iterator[None]:
+        """Keep why an implementation is not timed: whatever another library raises must not end the run."""
+        try:
+            yield
+        except Exception as error:
+            known = isinstance(error, MeasurementError)
+            reason = str(error) if known else f"failed: {type(error).__name__}: {error}"
+            self.skipped.setdefault(name, set()).add(reason)
 
 
 def bench(
@@ -103,17 +111,13 @@ def measure_on_gpu(op: BenchedOp, job: Job, peers: Mapping[str, Binding], device
     report.rows.append(row_of("flashstate", job, cold.time(op.bind), job.counted_bytes, roof))
     ways = {f"flashstate, {how}": way for how, way in op.ways.items()}
     for name, way in {**ways, **{name: Way(bind) for name, bind in peers.items()}}.items():
-        try:
-            with failures_as_reasons():
-                as_called = way.job(job)
-                checked = inputs if as_called == job else inputs_of(as_called.case, device)
-                check_of_op(at_slots(way), way.inputs(checked), small)
-                laid = way.inputs(on_cold_slots(as_called, checked, device).inputs if way.fresh else cold.inputs)
-                own = roof if laid is cold.inputs else replace(cold, inputs=laid).time_touch(job)
-                timing = replace(cold, inputs=laid).time(at_slots(way))
-        except MeasurementError as reason:
-            report.skip(name, reason)
-        else:
+        with report.skipping(name):
+            as_called = way.job(job)
+            checked = inputs if as_called == job else inputs_of(as_called.case, device)
+            check_of_op(at_slots(way), way.inputs(checked), small)
+            laid = way.inputs(on_cold_slots(as_called, checked, device).inputs if way.fresh else cold.inputs)
+            own = roof if laid is cold.inputs else replace(cold, inputs=laid).time_touch(job)
+            timing = replace(cold, inputs=laid).time(at_slots(way))
             if laid is not cold.inputs and own is not None:
                 where = name.removeprefix("flashstate, ")
                 report.rows.append(row_of(f"touch, {where}", job, own, job.touched_bytes, own))
@@ -167,8 +171,8 @@ def inputs_of(case: AnyCase, device: torch.device) -> Inputs:
     return replace(inputs, slots=torch.where(inputs.slots == 0, spare, inputs.slots))
 
 
-def check(bind: Binding, inputs: Inputs, storing: Storing = IN_PLACE) -> None:
-    """Raise MeasurementError unless a step on a copy of `inputs` gives output and states within their budgets.
+def check(bind: Binding, inputs: AnyInputs, storing: Storing = IN_PLACE) -> AnyInputs:
+    """The copy of `inputs` that a step was made on; MeasurementError unless output and states are within their budgets.
 
     States are in the pool, with all that goes with them, or in snapshots; a pool that is only read stays as it was.
     """
@@ -184,6 +188,7 @@ def check(bind: Binding, inputs: Inputs, storing: Storing = IN_PLACE) -> None:
             ends_there = oracle(inputs.of_tokens(slice(0, t + 1)))
             ratios[f"snapshot of token {t}"] = state_error(storing.snapshots, (slice(0, batch), t), ends_there)
     require_within_budgets(ratios)
+    return copy
 
 
 def require_within_budgets(ratios: Mapping[str, float]) -> None:
@@ -203,17 +208,6 @@ def state_error(stored: Pool, where: tuple[Any, ...], want: Expected) -> float:
     """The error of the states in these entries as a fraction of its budget."""
     states = decode(stored.data[where], None if stored.scale is None else stored.scale[where])
     return error_ratio(states, want.state, want.state_plain)
-
-
-@contextmanager
-def failures_as_reasons() -> Iterator[None]:
-    """Whatever another library raises becomes a MeasurementError: it must not end the run."""
-    try:
-        yield
-    except MeasurementError:
-        raise
-    except Exception as error:
-        raise MeasurementError(f"failed: {type(error).__name__}: {error}") from error
 
 
 def on_cold_slots(job: Job, inputs: Inputs, device: torch.device) -> ColdBatch:

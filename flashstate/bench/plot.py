@@ -81,7 +81,7 @@ def _draw_panels(part: Any, lines: Mapping[str, Lines], columns: int, draw_panel
     for index, panel in enumerate(panels):
         panel.set_visible(index < len(lines))
         panel.tick_params(labelbottom=index + columns >= len(lines))  # also above an empty cell
-    names = sorted(legend, key=_rank)
+    names = [*(name for name in STYLES if name in legend), *(name for name in legend if name not in STYLES)]
     part.legend([legend[name] for name in names], names, loc="outside upper center", ncols=8, frameon=False, fontsize=9)
     part.supxlabel("batch size", fontsize=9)
 
@@ -109,11 +109,6 @@ def _draw_times(panel: Any, lines: Lines) -> str:
 
 def _style(name: str) -> dict[str, Any]:
     return {**OTHER, **STYLES.get(name, {"marker": "x"})}
-
-
-def _rank(name: str) -> int:
-    """The place of an implementation in the legend."""
-    return list(STYLES).index(name) if name in STYLES else len(STYLES)
 
 
 def _finish(panel: Any, title: str, lines: Lines) -> None:

@@ -13,7 +13,7 @@ from flashstate.bench.jobs import SPARE_SLOTS, Job, Live, Stored
 from flashstate.bench.timing import Timing
 from flashstate.launch import Problem
 from flashstate.ops.mamba2_replay import forms_of
-from flashstate.proof import AnyCase, Case, ReplayCase, ReplayInputs, dtype
+from flashstate.proof import AnyCase, ReplayCase, ReplayInputs, dtype
 from flashstate.proof.inputs import Source
 from flashstate.state.ring import FIELDS, Ring
 
@@ -70,14 +70,6 @@ class RingCase(ReplayCase):
         if self.tokens > WINDOW:
             raise ValueError(f"replay is measured with a window of {WINDOW}, and calls of no more, got {self.tokens}")
 
-    def __str__(self) -> str:
-        return f"{super().__str__()}-{self.live_rows}"
-
-    @property
-    def problems(self) -> tuple[Problem, ...]:
-        """What the configs of its kernels are chosen for, which are those of calls with a plan."""
-        return forms_of(cast(Any, replace(self.problem, op="mamba2_replay")), planned=True)
-
     @property
     def counts(self) -> Tensor:
         """Live rows of requests: every count as often as it comes."""
@@ -88,16 +80,10 @@ class RingCase(ReplayCase):
         """The share of rows that fold."""
         return (self.counts + (self.tokens or 1) > WINDOW).double().mean().item()
 
-    def counted_bytes(self, stores: int = 1) -> int:
-        """Bytes one call must move at least, however many states it stores: a state of every row that folds.
-
-        All states are read, live rows of rings are read, new ones stored; everything else is moved once, cursors too.
-        """
-        stored = self.folding * self.batch * (self.slot_bytes + self.scale_bytes)
-        rows = self.batch * (self.counts.double().mean().item() + (self.tokens or 1))  # of rings
-        of_row = self.heads * self.rows * dtype(self.x).itemsize + 4 * self.heads
-        of_row += self.groups * self.cols * dtype(self.bc).itemsize
-        return Case.counted_bytes(self, 0) + round(stored + rows * of_row) + 2 * 4 * self.batch
+    @property
+    def moved(self) -> tuple[float, float]:
+        """What a batch has on average: its slots are any of the pool."""
+        return self.batch * self.folding, self.batch * (self.counts.double().mean().item() + (self.tokens or 1))
 
     def _ring(self, source: Source, slots: Tensor) -> Ring:
         """Rings whose slots have the live counts of this case in random order."""
@@ -137,7 +123,8 @@ class RingJob(Job):
 
     @property
     def problems(self) -> tuple[Problem, ...]:
-        return self.case.problems
+        """Of calls with a plan."""
+        return forms_of(cast(Any, replace(self.case.problem, op="mamba2_replay")), planned=True)
 
     def roof_of_both(self, touch: Timing, read: Timing) -> Timing:
         """What the counted bytes take, where states of rows that fold are as fast as `touch`, and others as `read`.
@@ -152,10 +139,9 @@ class RingJob(Job):
 
 def job_of(op: str, case: AnyCase, stored: Stored) -> Job:
     """The job of replay where live rows say what is stored; else that of mamba2_step, whose case this is."""
-    if stored in ("last", "every", "none"):
+    if stored == "last" or stored == "every" or stored == "none":
         return Job(op, case, stored)
-    given = {name: value for name, value in vars(case).items() if name in ReplayCase.__dataclass_fields__}
-    given["slots"] = max(case.slots, LEAST_SLOTS + SPARE_SLOTS)
+    given: dict[str, Any] = {**vars(case), "slots": max(case.slots, LEAST_SLOTS + SPARE_SLOTS)}
     if stored == "plan and commit":
         return RingJob(op, CursorCase(**given), stored)
-    return RingJob(op, RingCase(**given, live_rows=cast(Live, stored)), stored)
+    return RingJob(op, RingCase(**given, live_rows=stored), stored)

@@ -75,7 +75,7 @@ class Words(NamedTuple):
 
 
 def counted(number: int, word: str) -> str:
-    return f"{number} {word}{'s' if number > 1 else ''}"
+    return f"{number} {word}{'' if number == 1 else 's'}"
 
 
 STATE_WORDS = Words(
@@ -98,6 +98,12 @@ PARSERS: dict[str, Callable[[str], Any]] = {
     "float": float,
     "float | None": lambda text: float(text) if text else None,
 }
+
+
+def require_folder(path: Path) -> None:
+    """Find out before measuring that a file cannot be written."""
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"there is no folder {path.absolute().parent} to write {path.name} to")
 
 
 def read_csv(path: Path) -> tuple[dict[str, str], list[Row]]:

@@ -18,7 +18,7 @@ from flashstate.bench.jobs import BenchedOp, Job, check_words
 from flashstate.bench.measure import Report, bench
 from flashstate.bench.peers import Peer, load_peers, versions_of
 from flashstate.bench.plot import draw, require_matplotlib
-from flashstate.bench.results import HOST_COST, Row, provenance_of, read_csv, write_csv
+from flashstate.bench.results import HOST_COST, Row, provenance_of, read_csv, require_folder, write_csv
 
 NO_HOST_COST = "Host cost is what starting a kernel on a GPU costs the host. Without a GPU there is nothing to measure."
 
@@ -32,9 +32,8 @@ class Files:
 
     def check(self) -> None:
         """Find out before measuring that a file cannot be written."""
-        for path in (self.csv, self.plot):
-            if path is not None and not path.absolute().parent.is_dir():
-                raise ValueError(f"there is no folder {path.absolute().parent} to write {path.name} to")
+        for path in filter(None, (self.csv, self.plot)):
+            require_folder(path)
         if self.plot is not None:
             require_matplotlib()
 

@@ -8,9 +8,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from flashstate.bench import conv1d, mamba2
-from flashstate.bench.binding import IN_PLACE, Step, Storing, TimedCall
-from flashstate.bench.jobs import BFLOAT16, FLOAT32, BenchedOp, Grid, Way, grouped_case
+from flashstate.bench.binding import IN_PLACE, Step, Storing, TimedCall, bind_op
+from flashstate.bench.jobs import BFLOAT16, FLOAT32, BenchedOp, Grid, Way
+from flashstate.bench.mamba2 import MAMBA2
 from flashstate.proof import Case, ConvCase, Inputs
 from flashstate.state.slots import Slots
 
@@ -54,8 +54,8 @@ def bind_flashstate(inputs: Inputs, storing: Storing = IN_PLACE, *, bare: bool =
     before = inputs.convolution.on_larger_pool(len(inputs.state.data))
     convolved = torch.empty_like(before.main)
     behind = replace(inputs, arguments={**inputs.arguments, **split(convolved, inputs.arguments)})
-    first = conv1d.bind_flashstate(before, bare=bare, early=early, out=convolved)
-    second = mamba2.bind_flashstate(behind, bare=bare, early=early)
+    first = bind_op(before, bare=bare, early=early, out=convolved)
+    second = bind_op(behind, bare=bare, early=early)
 
     def step(slots: Slots) -> TimedCall:
         convolve, update = first(slots), second(slots)
@@ -64,9 +64,7 @@ def bind_flashstate(inputs: Inputs, storing: Storing = IN_PLACE, *, bare: bool =
     return step
 
 
-COMMON = SpanCase(**vars(mamba2.COMMON))
-GRID = Grid((mamba2.SHAPE,), (FLOAT32, BFLOAT16), stored=("last",))
 SPAN = BenchedOp(
-    "conv1d + mamba2", bind_flashstate, partial(grouped_case, COMMON), (GRID,), {},
-    grouped_case(COMMON, mamba2.SHAPE, *FLOAT32, 0, 4), {"early": Way(partial(bind_flashstate, early=True))},
+    "conv1d + mamba2", SpanCase(**vars(MAMBA2.case)), (Grid((FLOAT32, BFLOAT16), stored=("last",)),),
+    variants={"early": Way(partial(bind_flashstate, early=True))}, bind=bind_flashstate,
 )  # fmt: skip

@@ -7,7 +7,7 @@ from flashstate.proof.cases.conv1d import ConvCase
 from flashstate.proof.cases.gated_delta import DeltaCase
 from flashstate.proof.cases.mamba2 import Case
 from flashstate.proof.cases.mamba2_replay import Recurrence, ReplayCase, ReplayInputs, ReplayPool
-from flashstate.proof.cases.mamba3 import Mamba3Case, with_rotary
+from flashstate.proof.cases.mamba3 import Mamba3Case
 from flashstate.proof.inputs import Inputs, Pool, ProvenOp, dtype, slotted
 from flashstate.proof.oracle import BUDGET, Expected, carried_errors, encoded, error_ratio, oracle, up_to_turns
 
@@ -39,5 +39,4 @@ __all__ = [
     "oracle",
     "slotted",
     "up_to_turns",
-    "with_rotary",
 ]  # fmt: skip

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields, replace
 from functools import cached_property
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -43,6 +43,7 @@ class AnyCase(ABC):
     slots: int = 7
     tokens: int = 0  # per row, on an axis of their own; 0: one, without that axis
     packed: bool = False  # rows of different lengths, up to `tokens`, one after the other
+    sizes: ClassVar[Mapping[str, str]]  # of a state, as options name them, and the fields that have them
 
     def __str__(self) -> str:
         """The call that makes it, without what is as usual; the shape first."""
@@ -65,9 +66,14 @@ class AnyCase(ABC):
         """Sizes of the axes of one slot."""
 
     @property
-    @abstractmethod
     def measured_axes(self) -> tuple[int, int, int, int]:
         """Heads, groups, rows and columns, as measurements list them."""
+        heads, groups, rows, cols = (getattr(self, name) for name in self.sizes.values())
+        return heads, groups, rows, cols
+
+    @abstractmethod
+    def in_format(self: C, name: str, rounding: str) -> C:
+        """The case with a pool of this format; ValueError where its op has none."""
 
     @property
     @abstractmethod
@@ -218,6 +224,7 @@ class StateCase(WithHeads, AnyCase):
     _: KW_ONLY
     format: str = "float32"
     rounding: str = "nearest"
+    sizes: ClassVar[Mapping[str, str]] = {name: name for name in ("heads", "groups", "rows", "cols")}
 
     def in_format(self: S, name: str, rounding: str) -> S:
         return replace(self, format=name, rounding=rounding)

@@ -65,7 +65,7 @@ class BesideStates:
 class ProvenOp:
     """What inputs, the oracle and laws know of an op."""
 
-    step: Callable[..., Tensor]  # given a Pool, and everything else by its name
+    step: Callable[..., Tensor]  # the public function
     # Of states, what else is carried, and the arguments of a token: its output, and all of that after it.
     token: Callable[..., tuple[Tensor, ...]]
     activations: tuple[str, ...]  # the arguments that have tokens
@@ -77,6 +77,8 @@ class ProvenOp:
     carried: tuple[str, ...] = ()  # tensors of a pool, beside data and scale, that a token continues from
     left_alone: tuple[str, ...] = ()  # those of them that a call does not write
     angles: tuple[str, ...] = ()  # those of them that count up to whole turns
+    # The arguments of the public function, of a pool and everything else by its name.
+    takes: Callable[[Pool, dict[str, Any]], dict[str, Any]] = lambda pool, given: {"state": pool, **given}
     # What a call must give, where tokens do not continue from the states alone.
     expects: Callable[[Any], Expected] | None = None
     # What laws cannot demand of every op, or of every call.
@@ -106,7 +108,7 @@ class Inputs:
         """Call the op, with some arguments changed or added."""
         if "slots" not in changes:
             changes["slots"] = self.slots if self.lengths is None else self.at()
-        return self.op.step(self.state, **{**self.arguments, **self.options, **changes})
+        return self.op.step(**self.op.takes(self.state, {**self.arguments, **self.options, **changes}))
 
     def at(self, **fields: Any) -> Slots:
         """The slots of the batch with more fields of Slots, or others."""

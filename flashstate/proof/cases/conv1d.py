@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from flashstate.errors import ACTIVATION_DTYPES, dtype_name
 from flashstate.launch.direct import Launches
 from flashstate.ops import conv1d
 from flashstate.ops.conv1d import ChannelProblem
 from flashstate.proof.case import CASES, AnyCase, Cases, Drawn
 from flashstate.proof.inputs import Inputs, ProvenOp, Source, dtype, view_into_projection
 from flashstate.reference.conv1d import conv1d_token
+from flashstate.state.formats import label_of
 from flashstate.state.signature import ACCESS_BYTES
 
 
@@ -34,10 +37,10 @@ class Windows:
         return conv1d.CONV1D_STEP.launches
 
 
-def _step(windows: Windows, *, snapshots: Windows | Tensor | None = None, **arguments: Any) -> Tensor:
-    """conv1d_step, which is given bare tensors."""
-    taken = snapshots.data if isinstance(snapshots, Windows) else snapshots
-    return conv1d.conv1d_step(windows.data, snapshots=taken, **arguments)
+def _bare(windows: Windows, given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of conv1d_step, whose windows are bare tensors."""
+    bare = {name: value.data if isinstance(value, Windows) else value for name, value in given.items()}
+    return {"window": windows.data, **bare}
 
 
 def _token(
@@ -48,7 +51,7 @@ def _token(
     return conv1d_token(u[..., -weight.shape[1] :], weight, bias, activation), u[..., 1:]
 
 
-CONV1D = ProvenOp(_step, _token, activations=("x",), remembered=("x",), widths=1, copies=True)
+CONV1D = ProvenOp(conv1d.conv1d_step, _token, activations=("x",), remembered=("x",), widths=1, copies=True, takes=_bare)
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,7 @@ class ConvCase(AnyCase):
     bias: bool = True
     activation: str | None = "silu"
     layout: str = "channels_last"  # of a window in memory, or "channels_first"
+    sizes: ClassVar[Mapping[str, str]] = {"channels": "channels", "width": "width"}
 
     @property
     def format(self) -> str:
@@ -78,6 +82,13 @@ class ConvCase(AnyCase):
     @property
     def measured_axes(self) -> tuple[int, int, int, int]:
         return 1, 1, self.channels, self.width
+
+    def in_format(self, name: str, rounding: str) -> ConvCase:
+        """All tensors in one format."""
+        known = tuple(map(dtype_name, ACTIVATION_DTYPES))
+        if name not in known or rounding != "nearest":
+            raise ValueError(f"windows are {', '.join(known)}, rounded to nearest, got {label_of(name, rounding)}")
+        return replace(self, x=name, parameters=name, window="same")
 
     @property
     def problem(self) -> ChannelProblem:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -70,15 +71,12 @@ class DeltaCase(StateCase):
     scale: float | None = None
     exact: bool = True  # else several tokens go through tensor cores at once
     transposed: bool = False  # states are (cols, rows) in memory; only in formats without scales
+    sizes: ClassVar[Mapping[str, str]] = {**StateCase.sizes, "groups": "key_heads"}
 
     def in_format(self, name: str, rounding: str) -> DeltaCase:
         """The case in a format; rows that have scales are not transposed."""
         transposed = self.transposed and not FORMATS[dtype(name)].scaled
         return replace(self, format=name, rounding=rounding, transposed=transposed)
-
-    @property
-    def measured_axes(self) -> tuple[int, int, int, int]:
-        return self.heads, self.key_heads, self.rows, self.cols
 
     @property
     def problem(self) -> Problem:

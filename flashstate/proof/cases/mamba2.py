@@ -40,10 +40,6 @@ class Case(StateCase):
     mamba1: bool = False  # dt and dt_bias have a value for each row, A for each element
 
     @property
-    def measured_axes(self) -> tuple[int, int, int, int]:
-        return self.heads, self.groups, self.rows, self.cols
-
-    @property
     def problem(self) -> Problem:
         shape, size = (self.rows, self.cols, self.format, self.rounding, self.vector), self.batch * self.heads
         return Problem("mamba2_step", *shape, size, self.several)

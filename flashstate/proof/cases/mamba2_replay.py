@@ -72,10 +72,10 @@ class ReplayPool(BesideStates):
         return (row - first[:, None].long()) % length < count[:, None]
 
 
-def _step(pool: ReplayPool, *, plan: Plan | None = None, slots: Slots | Tensor | None = None, **given: Any) -> Tensor:
-    """mamba2_replay, which has no slots where it has a plan."""
-    where: dict[str, Any] = {"slots": slots} if plan is None else {"plan": plan}
-    return mamba2_replay(pool.state, pool.ring, **given, **where)
+def _with_ring(pool: ReplayPool, given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of mamba2_replay, which has no slots where it has a plan."""
+    unused = "slots" if given.get("plan") is not None else "plan"
+    return {"state": pool.state, "ring": pool.ring, **{name: given[name] for name in given if name != unused}}
 
 
 @dataclass
@@ -214,15 +214,24 @@ def _stepped(inputs: ReplayInputs, s: Tensor, count: Tensor) -> tuple[Tensor, Te
 
 def _expected(inputs: ReplayInputs) -> Expected:
     """What a call must give by the recurrence: outputs, and the states of rows that fold; others stay."""
-    model, before = Recurrence.of(inputs), inputs.states
-    folds, slots = inputs.folds[:, None, None, None], inputs.slots.long()
-    state = torch.where(folds, model.exact[slots], before.double())
-    plain = torch.where(folds, model.stored(inputs), before)
-    return Expected(*model.step(inputs, inputs.tokens), state, plain, {})
+    slots = inputs.slots.long()
+    batch = replace(inputs.of_slots(slots), slots=torch.arange(len(slots), device=slots.device))  # in a pool
+    model, folds = Recurrence.of(batch), inputs.folds[:, None, None, None]
+    state = torch.where(folds, model.exact, inputs.states.double())
+    plain = torch.where(folds, model.stored(batch), inputs.states)
+    return Expected(*model.step(batch, inputs.tokens), state, plain, {})
 
 
 REPLAY = replace(
-    MAMBA2, step=_step, remembered=(), sums=True, expects=_expected, rings=True, between_tokens=False, every_token=False
+    MAMBA2,
+    step=mamba2_replay,
+    takes=_with_ring,
+    remembered=(),
+    sums=True,
+    expects=_expected,
+    rings=True,
+    between_tokens=False,
+    every_token=False,
 )
 
 
@@ -267,14 +276,18 @@ class ReplayCase(Case):
         counts = [edges[b](n) if b < len(edges) else 5 * b % (self.window + 1) for b, n in enumerate(self.lengths)]
         return [min(max(count, 0), self.window) for count in counts]
 
+    @property
+    def moved(self) -> tuple[float, float]:
+        """Rows that fold, and rows of rings that are read or appended."""
+        both = [(live, n) for live, n in zip(self.live, self.lengths, strict=True) if n]
+        return sum(live + n > self.window for live, n in both), sum(live + n for live, n in both)
+
     def counted_bytes(self, stores: int = 1) -> int:
-        both = list(zip(self.live, self.lengths, strict=True))
-        folding = sum(n > 0 and live + n > self.window for live, n in both)
-        rows = sum(live + n for live, n in both if n)  # of rings, read or appended
+        folding, rows = self.moved
         kept = self.heads * self.rows * dtype(self.x).itemsize
         kept += self.groups * self.cols * dtype(self.bc).itemsize + 4 * self.heads
         stored = stores * folding * (self.slot_bytes + self.scale_bytes)
-        return super().counted_bytes(0) + stored + rows * kept + 8 * self.batch
+        return super().counted_bytes(0) + round(stored + rows * kept) + 8 * self.batch
 
     def make_inputs(self, device: torch.device, seed: int = 0) -> ReplayInputs:
         """Random inputs. Rings that fold and rings that do not, of which the first wraps; NaN in all rows of rings that

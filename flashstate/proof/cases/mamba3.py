@@ -52,17 +52,12 @@ def _pairs(pairing: str | None, rank: int) -> str:
     return Rotary(torch.empty(0), pairing=pairing).pairing_of(rank)
 
 
-def with_rotary(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Arguments as mamba3_step takes them: what turns B and C in a Rotary, if there are angles."""
+def _with_rotary(pool: Mamba3Pool, given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of mamba3_step: a Mamba3State, and what turns B and C in a Rotary, if there are angles."""
     names = ("angle", "bias_B", "bias_C", "pairing")
-    turning = {name: arguments[name] for name in names if name in arguments}
-    rest = {name: value for name, value in arguments.items() if name not in names}
-    return {**rest, "rotary": Rotary(**turning) if "angle" in turning else None}
-
-
-def _step(pool: Mamba3Pool, **arguments: Any) -> Tensor:
-    """mamba3_step, which is given a Mamba3State."""
-    return mamba3_step(pool.state, **with_rotary(arguments))
+    turning = {name: given[name] for name in names if name in given}
+    rest = {name: value for name, value in given.items() if name not in names}
+    return {"state": pool.state, **rest, "rotary": Rotary(**turning) if "angle" in turning else None}
 
 
 def _token(
@@ -78,8 +73,8 @@ def _token(
 
 
 MAMBA3 = ProvenOp(
-    _step, _token, ("x", "A", "dt", "trap", "B", "C", "z", "angle"), remembered=("x", "A", "dt", "trap", "B"),
-    widths=2, carried=("k", "v", "angle"), angles=("angle",), between_tokens=False,
+    mamba3_step, _token, ("x", "A", "dt", "trap", "B", "C", "z", "angle"), remembered=("x", "A", "dt", "trap", "B"),
+    widths=2, carried=("k", "v", "angle"), angles=("angle",), between_tokens=False, takes=_with_rotary,
 )  # fmt: skip
 MOST_DRAWS = 100  # of B, until nothing is in doubt
 
@@ -112,10 +107,6 @@ class Mamba3Case(StateCase):
     def pairs(self) -> str:
         """Which columns are turned together."""
         return _pairs(self.pairing, self.rank)
-
-    @property
-    def measured_axes(self) -> tuple[int, int, int, int]:
-        return self.heads, self.groups, self.rows, self.cols
 
     @property
     def problem(self) -> Problem:

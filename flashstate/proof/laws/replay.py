@@ -27,7 +27,7 @@ OF_RINGS = ("x", "B", "dt", "start", "count")
 def only_what_must_be_written(case: ReplayCase, device: torch.device) -> None:
     inputs = case.make_inputs(device)
     kept, appended = inputs.slots[~inputs.folds].long(), inputs.appended_rows
-    want, exact = _appended(inputs)
+    want, exact = rings_after(inputs)
     run = inputs.fresh()
     run.step()
     require_equal_states("rows that do not fold", run.state, inputs.state, kept, besides=OF_RINGS)
@@ -37,7 +37,7 @@ def only_what_must_be_written(case: ReplayCase, device: torch.device) -> None:
     require_within_budget("time steps", after[appended], exact.transpose(1, 2)[appended], plain[appended])
 
 
-def _appended(inputs: ReplayInputs) -> tuple[ReplayInputs, Tensor]:
+def rings_after(inputs: ReplayInputs) -> tuple[ReplayInputs, Tensor]:
     """Inputs with their tokens in their rings, and the time steps of these in float64."""
     found = inputs.fresh()
     pool, exact = found.state, found.state.dt.double()
