@@ -11,7 +11,6 @@ that of the last token that was accepted. Snapshots would take one state more, a
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -40,14 +39,13 @@ class DemoRow:
     format: str
     rounding: str
     bytes_per_state: int
-    bytes_per_request: int
     output_error: float
     state_error: float
     tokens_per_second: float
 
 
 class Contender:
-    """A server whose states have one format: its pool, the time it took, and the squared errors it has piled up."""
+    """A server whose states have one format: its pool, and the time it took."""
 
     def __init__(
         self, name: str, rounding: str, tokens: int, model: DemoModel, device: torch.device, seed: int
@@ -59,7 +57,7 @@ class Contender:
         )  # fmt: skip
         self.slots = torch.full((BATCH, tokens), -1, device=device)  # of the request in every row; -1: padding
         self.accepted = torch.zeros(BATCH, dtype=torch.int64, device=device)  # tokens of the step before
-        self.seconds = self.output_error = self.state_error = 0.0
+        self.seconds = 0.0
 
     def start(self, row: int, states: Tensor) -> None:
         """Take slots for a new request, and write the states its prefill left, (layers, ...), to the first of them."""
@@ -87,37 +85,19 @@ class Contender:
         return states
 
 
-class Truth:
-    """The accepted tokens alone, in float64, and the squares that errors are relative to."""
-
-    def __init__(self, model: DemoModel, device: torch.device) -> None:
-        self.model = model
-        self.states = torch.zeros(BATCH, LAYERS, HEADS, ROWS, COLS, dtype=torch.float64, device=device)
-        self.output_power = self.state_power = 0.0
-
-    def step(self, proposed: Tensor, accepted: Tensor) -> Tensor:
-        """The outputs of accepted tokens; zero elsewhere."""
-        y = self.states.new_zeros(*proposed.shape[:3], HEADS, ROWS)
-        for t in range(proposed.shape[1]):
-            rows = (accepted > t).nonzero()[:, 0]
-            states, values = self.states[rows].flatten(0, 1), proposed[rows, t].flatten(0, 1)  # layers are a batch here
-            outputs, states = self.model.exact_token(states, values)
-            y[rows, t] = outputs.unflatten(0, (-1, LAYERS))
-            self.states[rows] = states.unflatten(0, (-1, LAYERS))
-        return y
-
-
 class Demo:
-    """One stream of requests through a pool per format, and the truth beside them."""
+    """One stream of requests through a pool per format, and the truth beside them: accepted tokens alone, in float64.
+
+    squares: of the true outputs and states, and of how far those of every format are from them, summed up.
+    """
 
     def __init__(self, device: torch.device, steps: int, tokens: int, seed: int) -> None:
         self.device, self.tokens = device, tokens
         self.steps = self.requests = self.proposed = self.accepted = 0
         self.traffic, self.model = Traffic(steps, tokens, seed), DemoModel(device)
-        self.truth = Truth(self.model, device)
-        self.contenders = [
-            Contender(name, rounding, tokens, self.model, device, seed) for name, rounding in PORTABLE_FORMATS
-        ]
+        self.contenders = [Contender(*known, tokens, self.model, device, seed) for known in PORTABLE_FORMATS]
+        self.states = torch.zeros(BATCH, LAYERS, HEADS, ROWS, COLS, dtype=torch.float64, device=device)
+        self.squares = {what: self.states.new_zeros(1 + len(self.contenders)) for what in ("outputs", "states")}
         padding, _ = Traffic(1, tokens, 0).propose()
         for contender in self.contenders:  # compile what must be compiled, on a batch of padding, which changes nothing
             contender.step(padding.to(device))
@@ -129,43 +109,43 @@ class Demo:
         room = min(contender.pool.free for contender in self.contenders) // self.tokens
         for row, request in self.traffic.admit(room):
             self.requests += 1
-            self.truth.states[row] = states = self.model.prefill(request.tokens[: request.done].to(self.device))
+            self.states[row] = states = self.model.prefill(request.tokens[: request.done].to(self.device))
             for contender in self.contenders:
                 contender.start(row, states)
-        proposed, accepted = self.traffic.propose()
-        self._decode(proposed.to(self.device), accepted.to(self.device))
-        for row in self.traffic.leave(everybody=last):
-            want = self.truth.states[row]
-            self.truth.state_power += _sum_of_squares(want)
-            for contender in self.contenders:
-                contender.state_error += _sum_of_squares(contender.leave(row) - want)
-
-    def _decode(self, proposed: Tensor, accepted: Tensor) -> None:
-        """Step every format, and add up how far the outputs of accepted tokens are from the truth."""
+        proposed, accepted = (part.to(self.device) for part in self.traffic.propose())
         right = torch.arange(self.tokens, device=self.device) < accepted[:, None]  # (BATCH, T)
-        y = self.truth.step(proposed, accepted)[right]
-        self.truth.output_power += _sum_of_squares(y)
+        y = self.exact_step(proposed, accepted)[right]
+        self._compare("outputs", y, [contender.step(proposed)[right] for contender in self.contenders])
         for contender in self.contenders:
-            contender.output_error += _sum_of_squares(contender.step(proposed)[right] - y)
             contender.accepted.copy_(accepted)
         self.steps += 1
         self.proposed += self.tokens * int((accepted > 0).sum())
         self.accepted += int(accepted.sum())
+        for row in self.traffic.leave(everybody=last):
+            self._compare("states", self.states[row], [contender.leave(row) for contender in self.contenders])
+
+    def exact_step(self, proposed: Tensor, accepted: Tensor) -> Tensor:
+        """The true outputs of accepted tokens; zero elsewhere."""
+        y = self.states.new_zeros(*proposed.shape[:3], HEADS, ROWS)
+        for t in range(self.tokens):
+            rows = (accepted > t).nonzero()[:, 0]
+            states, values = self.states[rows].flatten(0, 1), proposed[rows, t].flatten(0, 1)  # layers are a batch here
+            outputs, states = self.model.exact_token(states, values)
+            y[rows, t] = outputs.unflatten(0, (-1, LAYERS))
+            self.states[rows] = states.unflatten(0, (-1, LAYERS))
+        return y
+
+    def _compare(self, what: str, want: Tensor, found: Sequence[Tensor]) -> None:
+        """Add the squares of the truth, and of how far every format is from it."""
+        self.squares[what] += torch.stack([want, *(got - want for got in found)]).square().flatten(1).sum(1)
 
     def rows(self) -> list[DemoRow]:
         """What every format costs and gets wrong so far."""
-        rows = []
-        for contender in self.contenders:
-            size = contender.pool.bytes_per_slot
-            output = math.sqrt(contender.output_error / self.truth.output_power)
-            state = math.sqrt(contender.state_error / self.truth.state_power)
-            measured = (size, size * self.tokens, output, state, self.accepted / contender.seconds)
-            rows.append(DemoRow(contender.format, contender.rounding, *measured))
-        return rows
-
-
-def _sum_of_squares(values: Tensor) -> float:
-    return values.square().sum().item()
+        errors = ((of_formats[1:] / of_formats[0]).sqrt().tolist() for of_formats in self.squares.values())
+        return [
+            DemoRow(c.format, c.rounding, c.pool.bytes_per_slot, output, state, self.accepted / c.seconds)
+            for c, output, state in zip(self.contenders, *errors, strict=True)
+        ]
 
 
 def _clock(device: torch.device) -> float:
@@ -201,7 +181,7 @@ def show_demo(device: torch.device, steps: int, tokens: int, seed: int) -> None:
     bar = partial(track, description="serving", console=Console(stderr=True), transient=True)
     demo = run_demo(device, steps, tokens, seed, bar)
     console = Console()
-    for part in (*headline(demo), demo_table(demo.rows()), *findings(demo)):
+    for part in (*headline(demo), demo_table(demo), *findings(demo)):
         console.print(part, highlight=False)
 
 
@@ -216,12 +196,12 @@ def headline(demo: Demo) -> list[str]:
     ]
 
 
-def demo_table(rows: Sequence[DemoRow]) -> Table:
+def demo_table(demo: Demo) -> Table:
     """A line per format."""
     names = ("bytes/\nstate", "bytes/\nrequest", "output\nerror", "state\nerror", "tokens/s\n")
     table = Table("format", *(Column(name, justify="right") for name in names), box=SIMPLE_HEAD)
-    for row in rows:
-        numbers = (f"{row.bytes_per_state:,}", f"{row.bytes_per_request:,}")
+    for row in demo.rows():
+        numbers = (f"{row.bytes_per_state:,}", f"{row.bytes_per_state * demo.tokens:,}")
         errors = (f"{row.output_error:.1e}", f"{row.state_error:.1e}")
         table.add_row(label_of(row.format, row.rounding), *numbers, *errors, f"{row.tokens_per_second:,.0f}")
     return table
@@ -237,8 +217,7 @@ def findings(demo: Demo) -> list[str]:
         lines.append(f"float64 never saw the {rejected:,} rejected tokens; float32 did, and ends {error:.1e} off.")
     for name, rounding in found:
         if rounding == "stochastic":
-            words = effect(found[name, "nearest"], found[name, rounding])
-            lines.append(f"{name}: stochastic rounding {words}.")
+            lines.append(f"{name}: stochastic rounding {effect(found[name, 'nearest'], found[name, rounding])}.")
     return [*lines, "Small shapes take the time of calls, not of memory; flashstate bench has speeds."]
 
 

@@ -140,20 +140,18 @@ class ConfigJson:
     def number(self, name: str) -> int:
         """The value of a field that is an integer above 0; ValueError where it is none."""
         value = self.get(name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"the field {name} must be an integer above 0, {_found(value)}")
-        return value
+        return self._known(name, value, type(value) is int and value > 0, "an integer above 0")
 
     def items(self, name: str) -> list[Any]:
         """The value of a field that is a list; ValueError where it is none."""
         value = self.get(name)
-        if not isinstance(value, list):
-            raise ValueError(f"the field {name} must be a list, {_found(value)}")
+        return self._known(name, value, isinstance(value, list), "a list")
+
+    def _known(self, name: str, value: Any, right: bool, what: str) -> Any:
+        if not right:
+            found = "but it is missing" if value is None else f"got {value!r}"
+            raise ValueError(f"the field {name} must be {what}, {found}")
         return value
-
-
-def _found(value: Any) -> str:
-    return "but it is missing" if value is None else f"got {value!r}"
 
 
 def _read_config(path: Path) -> ConfigJson:

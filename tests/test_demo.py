@@ -123,17 +123,16 @@ def replayed(tokens: Tensor, model: DemoModel) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.usefixtures("short_prompts")
 def test_the_truth_is_the_prompt_and_the_accepted_tokens_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flashstate.demo.PORTABLE_FORMATS", (("float32", "nearest"),))
     demo = Demo(CPU, steps=20, tokens=4, seed=3)
-    demo.contenders.clear()
-    demo.contenders.append(Contender("float32", "nearest", 4, demo.model, CPU, seed=0))
     outputs: list[tuple[Tensor, Tensor]] = []
-    step = demo.truth.step
+    step = demo.exact_step
 
     def recorded(proposed: Tensor, accepted: Tensor) -> Tensor:
         outputs.append((step(proposed, accepted), accepted))
         return outputs[-1][0]
 
-    monkeypatch.setattr(demo.truth, "step", recorded)
+    monkeypatch.setattr(demo, "exact_step", recorded)
     for _ in range(8):
         demo.step()
         y, accepted = outputs[-1]
@@ -142,7 +141,7 @@ def test_the_truth_is_the_prompt_and_the_accepted_tokens_in_order(monkeypatch: p
             request = demo.traffic.rows[row]
             assert request is not None
             last, state = replayed(request.tokens[: request.done], demo.model)
-            torch.testing.assert_close(demo.truth.states[row], state, rtol=1e-10, atol=1e-12)
+            torch.testing.assert_close(demo.states[row], state, rtol=1e-10, atol=1e-12)
             torch.testing.assert_close(y[row, accepted[row] - 1], last, rtol=1e-10, atol=1e-12)
     assert len({tuple(accepted.tolist()) for _, accepted in outputs}) > 4, "the numbers of accepted tokens vary"
 
