@@ -86,10 +86,7 @@ class Contender:
 
 
 class Demo:
-    """One stream of requests through a pool per format, and the truth beside them: accepted tokens alone, in float64.
-
-    squares: of the true outputs and states, and of how far those of every format are from them, summed up.
-    """
+    """One stream of requests through a pool per format, and the truth beside them: what is accepted, in float64."""
 
     def __init__(self, device: torch.device, steps: int, tokens: int, seed: int) -> None:
         self.device, self.tokens = device, tokens
@@ -97,6 +94,7 @@ class Demo:
         self.traffic, self.model = Traffic(steps, tokens, seed), DemoModel(device)
         self.contenders = [Contender(*known, tokens, self.model, device, seed) for known in PORTABLE_FORMATS]
         self.states = torch.zeros(BATCH, LAYERS, HEADS, ROWS, COLS, dtype=torch.float64, device=device)
+        # Sums of squares: of the truth, and of how far every format is from it.
         self.squares = {what: self.states.new_zeros(1 + len(self.contenders)) for what in ("outputs", "states")}
         padding, _ = Traffic(1, tokens, 0).propose()
         for contender in self.contenders:  # compile what must be compiled, on a batch of padding, which changes nothing
@@ -109,9 +107,10 @@ class Demo:
         room = min(contender.pool.free for contender in self.contenders) // self.tokens
         for row, request in self.traffic.admit(room):
             self.requests += 1
-            self.states[row] = states = self.model.prefill(request.tokens[: request.done].to(self.device))
+            prompt = request.tokens[: request.done].to(self.device)
+            _, self.states[row] = self.model.exact(torch.zeros_like(self.states[row]), prompt)
             for contender in self.contenders:
-                contender.start(row, states)
+                contender.start(row, self.states[row])
         proposed, accepted = (part.to(self.device) for part in self.traffic.propose())
         right = torch.arange(self.tokens, device=self.device) < accepted[:, None]  # (BATCH, T)
         y = self.exact_step(proposed, accepted)[right]
@@ -127,12 +126,9 @@ class Demo:
     def exact_step(self, proposed: Tensor, accepted: Tensor) -> Tensor:
         """The true outputs of accepted tokens; zero elsewhere."""
         y = self.states.new_zeros(*proposed.shape[:3], HEADS, ROWS)
-        for t in range(self.tokens):
-            rows = (accepted > t).nonzero()[:, 0]
-            states, values = self.states[rows].flatten(0, 1), proposed[rows, t].flatten(0, 1)  # layers are a batch here
-            outputs, states = self.model.exact_token(states, values)
-            y[rows, t] = outputs.unflatten(0, (-1, LAYERS))
-            self.states[rows] = states.unflatten(0, (-1, LAYERS))
+        for row in accepted.nonzero()[:, 0].tolist():
+            right = slice(0, accepted[row])
+            y[row, right], self.states[row] = self.model.exact(self.states[row], proposed[row, right])
         return y
 
     def _compare(self, what: str, want: Tensor, found: Sequence[Tensor]) -> None:

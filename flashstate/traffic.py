@@ -42,16 +42,13 @@ class DemoModel:
         B, C = B.unflatten(-1, (1, COLS)), C.unflatten(-1, (1, COLS))
         return {"x": x.unflatten(-1, (HEADS, ROWS)), "dt": dt, "A": self.A, "B": B, "C": C, "dt_bias": self.dt_bias}
 
-    def exact_token(self, states: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """One token (batch, WIDTH) in the precision of the states (batch, heads, rows, cols): outputs, new states."""
-        return mamba2_token(states, **self.arguments(values), D=None, z=None, dt_softplus=True)
-
-    def prefill(self, prompt: Tensor) -> Tensor:
-        """The states (layers, heads, rows, cols) after a prompt (tokens, layers, WIDTH), in float64."""
-        states = torch.zeros(LAYERS, HEADS, ROWS, COLS, dtype=torch.float64, device=prompt.device)
-        for values in prompt:
-            _, states = self.exact_token(states, values)
-        return states
+    def exact(self, states: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Outputs (tokens, layers, heads, rows) of tokens (tokens, layers, WIDTH), and the states behind them."""
+        outputs = []
+        for values in tokens:
+            y, states = mamba2_token(states, **self.arguments(values), D=None, z=None, dt_softplus=True)
+            outputs.append(y)
+        return torch.stack(outputs), states
 
 
 @dataclass
@@ -96,10 +93,8 @@ class Traffic:
         return admitted
 
     def propose(self) -> tuple[Tensor, Tensor]:
-        """The next tokens of every row (BATCH, T, layers, WIDTH), and how many of them are right, (BATCH,).
-
-        The first is certain; from the first wrong one on, they are tokens of no request. Padding is NaN, 0 are right.
-        """
+        """The next tokens of every row (BATCH, T, layers, WIDTH), and how many of them are right, (BATCH,). The first
+        is certain; from the first wrong one on, they are tokens of no request. Padding is NaN, 0 are right."""
         proposed = jittery_tokens(BATCH, self.draft_tokens, generator=self.generator)
         accepted = torch.zeros(BATCH, dtype=torch.int64)
         for row, request in enumerate(self.rows):
