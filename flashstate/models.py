@@ -19,26 +19,18 @@ RECURRENT_LAYERS = ("mamba", "linear_attention", "hybrid")  # names of layers wi
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The layers of a model that have a recurrent state, all of one shape.
+    """The layers of a model that have a recurrent state, all of one shape."""
 
-    kind: "mamba2", or "gated_delta" for Gated DeltaNet and KDA.
-    heads, rows, cols: of a state; of the delta rule: value heads, their dimension V and that of the keys, K.
-    groups: of B and C; of the delta rule: key heads.
-    conv_width: of the convolution before the recurrence, which keeps its last conv_width - 1 inputs; 0: there is none.
-    activations: the dtype of those inputs and of the replay ring.
-    window: of the replay ring; 0: there is none. It takes calls of at most `tokens` tokens.
-    """
-
-    kind: str
+    kind: str  # "mamba2", or "gated_delta" for Gated DeltaNet and KDA
     layers: int
-    heads: int
-    rows: int
-    cols: int
-    groups: int
-    conv_width: int = 4
-    activations: torch.dtype = torch.bfloat16
-    window: int = 0
-    tokens: int = 1
+    heads: int  # of a state; of the delta rule: value heads
+    rows: int  # of a head; of the delta rule: their dimension V
+    cols: int  # of a head; of the delta rule: that of the keys, K
+    groups: int  # of B and C; of the delta rule: key heads
+    conv_width: int = 4  # of the convolution before it, which keeps its last conv_width - 1 inputs; 0: there is none
+    activations: torch.dtype = torch.bfloat16  # of those inputs and of the replay ring
+    window: int = 0  # of the replay ring; 0: there is none
+    tokens: int = 1  # of the longest call that a ring takes
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:

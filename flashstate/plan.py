@@ -53,8 +53,13 @@ def show_plan(name: str, shape: ModelShape, memory: str, ranks: int = 1) -> None
     if ranks > 1:
         console.print(f"On each of {ranks} ranks: {counted(part.heads, 'head')}, {group_count(part)}.")
     console.print(plan_table(part, size, memory))
-    for line in notes(part):
-        console.print(line)
+    if part.window:
+        rows = f"{part.window} + {part.tokens} tokens, the window and the longest call"
+        console.print(f"The ring holds {rows}, in every layer.")
+    console.print(
+        f"The total includes a seed of {SEED_BYTES} bytes in formats with stochastic rounding. "
+        "Not counted: weights, workspace, and the KV cache of attention layers."
+    )
 
 
 def describe(shape: ModelShape) -> str:
@@ -93,16 +98,3 @@ def amount(size: int, unit: str) -> str:
     if size == 0:
         return "-"
     return f"{size:,}" if unit == "B" else f"{size / UNITS[unit]:,.2f}"
-
-
-def notes(shape: ModelShape) -> list[str]:
-    """What the table counts and what it leaves out."""
-    lines = []
-    if shape.window:
-        rows = f"{shape.window} + {shape.tokens} tokens, the window and the longest call"
-        lines.append(f"The ring holds {rows}, in every layer.")
-    lines.append(
-        f"The total includes a seed of {SEED_BYTES} bytes in formats with stochastic rounding. "
-        "Not counted: weights, workspace, and the KV cache of attention layers."
-    )
-    return lines
