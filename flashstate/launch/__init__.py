@@ -11,7 +11,7 @@ from flashstate.launch.config import (
     valid_configs,
 )
 from flashstate.launch.environment import Gpu, Machine, interpreted, machine_of, uses_kernels
-from flashstate.launch.start import collecting, start
+from flashstate.launch.start import collecting
 from flashstate.launch.table import Config
 
 __all__ = [
@@ -28,7 +28,6 @@ __all__ = [
     "interpreted",
     "machine_of",
     "override",
-    "start",
     "uses_kernels",
     "valid_configs",
 ]

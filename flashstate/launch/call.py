@@ -4,62 +4,48 @@
              update: bool = True, out: Tensor | None = None) -> Tensor:
         return STEP.call(state, x, slots, update, out)
 
-    STEP = Op(step, main="x", state_axes="slots heads rows cols", problems=..., kernel=..., reference=...)
+    STEP = Op(step, main="x", state_axes="slots heads rows cols", problems=..., reference=..., values=...)
 
 `STEP.call` checks what it is given (launch/axes.py has the words for axes), starts a kernel or runs the reference, and
 where a call repeats an earlier one goes straight to the kernel (launch/repeat.py). torch.compile sees a registered op,
-whose flat arguments launch/registered.py makes of the same signature. A kernel's arguments are found by their names
+whose flat arguments launch/registered.py makes of the same signature. What kernels are given is found by its name
 (launch/arguments.py).
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, get_args, get_type_hints
+from functools import cached_property
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 import torch
 from torch import Tensor
 
 from flashstate.errors import check_flag, check_no_overlap, check_number, check_row_contiguous, check_tensor
 from flashstate.launch import registered
-from flashstate.launch.arguments import arguments_of
-from flashstate.launch.axes import Axes, Tokens, tokens_of
+from flashstate.launch.arguments import values_of
+from flashstate.launch.axes import Axes, Tokens, check_main, tokens_of
 from flashstate.launch.config import Problem, choose
 from flashstate.launch.direct import Launches, Likeness, remember
 from flashstate.launch.environment import Machine, machine_of, starts_kernels, uses_kernels
 from flashstate.launch.repeat import repeat_function
-from flashstate.launch.start import Started, start
+from flashstate.launch.start import Launch, Started, check_programs, start
 from flashstate.state.slots import Slots, as_slots
 from flashstate.state.state import State, as_snapshots, as_state, refuse_transposed
 
-MOST_PROGRAMS = 1 << 31
 OPS: dict[str, Op] = {}  # all that are declared, by name
 PLAIN_TYPES = {bool, int, float, str}
 
 
-class Extent(NamedTuple):
-    """How many rows and tokens a call has, as its kernel counts them."""
-
-    batch: int
-    token_axes: int  # of activations
-    packed: bool
-    num_tokens: int  # length of the token axis
-    longest: int  # entries that tables and snapshots have for the tokens of a row
-
-    @property
-    def one_token(self) -> bool:
-        return self.num_tokens == 1 and not self.packed
-
-
 class Given:
-    """The arguments of a call by their names, checked, and what was found out about them: `tokens` and `sizes` of axes
-    where they are checked, `extent` and `machine` where a kernel is started."""
+    """The arguments of a call by their names, checked, and what was found out about them: its `tokens`, `sizes` of axes
+    where they are checked, and the `machine` where a kernel is started."""
 
     tokens: Tokens
     sizes: dict[str, int]
-    extent: Extent
     machine: Machine
 
     if TYPE_CHECKING:
@@ -67,62 +53,47 @@ class Given:
         def __getattr__(self, name: str) -> Any: ...
         def __setattr__(self, name: str, value: Any) -> None: ...
 
+    def __init__(self, names: Iterable[str], values: Iterable[Any]) -> None:
+        for name, value in zip(names, values, strict=True):
+            setattr(self, name, value)
 
-class KernelCall(NamedTuple):
-    """A kernel and its constants. early: it may start before the kernel in front of it has ended."""
+    @property
+    def stores(self) -> str:
+        """After which tokens a kernel writes the pool: "last", "every" or "none"."""
+        return "none" if not self.update else "every" if self.slots is not None and self.slots.per_token else "last"
 
-    kernel: Any
-    constants: Mapping[str, Any]
-    early: bool = False
+    @property
+    def stored(self) -> str:
+        """Which states after several tokens a config is chosen for: "last", "every", also as snapshots, or "none"."""
+        if self.tokens.one_token:
+            return "last"
+        return "every" if getattr(self, "snapshots", None) is not None else self.stores
 
 
 @dataclass(eq=False)
 class Op:
-    """An op. Its functions are told what a call was given.
+    """An op. Its functions are told what a call was given."""
 
-    function: the public one, whose signature is the declaration.
-    main: the tensor argument whose tokens others must have, and whose dtype the output has.
-    state_axes: names of the axes of a state.
-    kernels: imports the kernels that it may start, which all take the same arguments, and gives one of them.
-    problems: what the configs of the kernels that a call starts are chosen for, one each.
-    kernel: the kernel and its constants, for one of these problems and its config.
-    reference: fills `out` and updates states, in plain torch.
-    sizes: sizes of axes that a state says beside those of its own axes.
-    slots: the Slots of a call.
-    divides: free axes, and the axis whose size theirs must divide.
-    check: raises where a call is wrong in a way that axes do not say; may replace arguments.
-    values: arguments of the kernel that no other argument says, by their names.
-    writes: tensor arguments that are written, beside states, rings and `out`.
-    aligned: tensors whose rows a kernel accesses widely only if all of them are aligned.
-    aligned_each: tensors whose alignment a kernel is told of one by one.
-    aliases: names that kernels have for tensors, where these differ.
-    transposed: whether states may be transposed within a slot.
-    rolls_back: whether slots.accepted may come without a table of slots.
-    ignored: tables of slots that its kernels do not take.
-    like_main: an expression of arguments that says whether the output has the shape of the main one.
-    """
-
-    function: Callable[..., Any]
-    main: str
-    state_axes: str
-    kernels: Callable[[], Any]
-    problems: Callable[[Given], Sequence[Problem]]
-    kernel: Callable[[Given, Any, Any], KernelCall]
-    reference: Callable[[Given], None]
-    sizes: Callable[[Any], dict[str, int]] = lambda state: {}
+    function: Callable[..., Any]  # the public one, whose signature is the declaration
+    main: str  # the tensor argument whose tokens others must have, and whose dtype the output has
+    state_axes: str  # names of the axes of a state
+    problems: Callable[[Given], Sequence[Problem]]  # what configs are chosen for, one per kernel of a call
+    reference: Callable[[Given], None]  # fills `out` and updates states, in plain torch
+    kernel: Callable[[Given, Any], Any] | None = None  # the kernel for one of these problems; None: that of its name
+    values: Callable[[Given, Any, Any], dict[str, Any]] = lambda *call: {}  # what kernels take and no argument says
+    sizes: Callable[[Any], dict[str, int]] = lambda state: {}  # of axes that a state says beside its own
     slots: Callable[[Given], Slots | None] = lambda given: as_slots(given.slots)
-    divides: Mapping[str, str] = field(default_factory=dict)
-    check: Callable[[Given], None] = lambda given: None
-    debug: Callable[[Given], None] = lambda given: None
-    values: Callable[[Given], dict[str, Any]] = lambda given: {}
-    writes: tuple[str, ...] = ()
-    aligned: tuple[str, ...] = ()
-    aligned_each: tuple[str, ...] = ()
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    transposed: bool = False
-    rolls_back: bool = False
-    ignored: tuple[str, ...] = ()
-    like_main: str = "True"
+    divides: Mapping[str, str] = field(default_factory=dict)  # free axes, and the axis whose size theirs must divide
+    check: Callable[[Given], None] = lambda given: None  # raises for what axes cannot say; may replace arguments
+    debug: Callable[[Given], None] = lambda given: None  # raises where numbers in tensors are wrong
+    writes: tuple[str, ...] = ()  # tensor arguments that are written, beside states, rings and `out`
+    aligned: tuple[str, ...] = ()  # tensors whose rows a kernel accesses widely only if all of them are aligned
+    aligned_each: tuple[str, ...] = ()  # tensors whose alignment a kernel is told of one by one
+    aliases: Mapping[str, str] = field(default_factory=dict)  # names that kernels have for tensors, where these differ
+    transposed: bool = False  # states may be transposed within a slot
+    rolls_back: bool = False  # slots.accepted may come without a table of slots
+    ignored: tuple[str, ...] = ()  # tables of slots that its kernels do not take
+    like_main: str = "True"  # an expression of arguments: whether the output has the shape of the main one
     launches: Launches = field(default_factory=dict)  # started before, where states are tensors
 
     # What the signature says.
@@ -167,12 +138,18 @@ class Op:
     def name(self) -> str:
         return self.function.__name__
 
+    @cached_property
+    def own_kernel(self) -> Any:
+        """The kernel of its name, from the module of its name in kernels/; any others take the same arguments."""
+        module = import_module(self.function.__module__.replace(".ops.", ".kernels."))
+        return getattr(module, f"{self.name}_kernel")
+
     def first_call(self, *values: Any) -> Any:
         """Make a call; from the first one on that starts kernels, calls are those of the function for repeated ones."""
         main = values[list(self.hints).index(self.main)]
         if torch.compiler.is_compiling() or not isinstance(main, Tensor) or not starts_kernels(main.device):
             return self.ordinary(values, None)
-        self.call = repeat_function(self, self.kernels())
+        self.call = repeat_function(self, self.own_kernel)
         return self.call(*values)
 
     def ordinary(self, values: Sequence[Any], likeness: Likeness | None) -> Any:
@@ -188,15 +165,15 @@ class Op:
 
     def checked(self, values: Sequence[Any]) -> Given:
         """The arguments, with states, slots and snapshots as objects; raises where any of them is wrong."""
-        given = Given()
-        for name, value in zip(self.hints, values, strict=True):
-            setattr(given, name, value)
+        given = Given(self.hints, values)
         state = self._check_state(given)
         device = state.device
         given.slots = self.slots(given)
         sizes = dict(zip(self.inner, state.shape[1:], strict=True)) | self.sizes(getattr(given, next(iter(self.hints))))
-        tokens = tokens_of(self.main, getattr(given, self.main), self.tensors[self.main], sizes, device, given.slots)
-        given.tokens, given.sizes = tokens, sizes
+        main, packed = getattr(given, self.main), given.slots is not None and given.slots.cu_seqlens is not None
+        check_main(self.main, main, self.tensors[self.main], sizes, device, packed)
+        given.sizes = sizes
+        given.tokens = tokens = tokens_of(main, self.tensors[self.main], given.slots)
         sizes["batch"] = tokens.batch
         for name, axes in self.tensors.items():
             tensor = getattr(given, name)
@@ -271,16 +248,14 @@ class Op:
 
     def _run_registered(self, arguments: Mapping[str, Any]) -> None:
         """What torch.compile calls: with arguments that were checked."""
-        given = Given()
-        for name, value in arguments.items():
-            setattr(given, name, value)
+        given = Given(arguments, arguments.values())
+        given.tokens = tokens_of(getattr(given, self.main), self.tensors[self.main], given.slots)
         self.run(given)
 
     def run(self, given: Given) -> list[Started]:
         """Carry out a call that was checked; the launches that Triton compiled, none of the reference."""
         main, slots = getattr(given, self.main), given.slots
-        given.extent = extent_of(main, len(self.tensors[self.main].names), slots)
-        if main.numel() == 0 or given.extent.batch == 0:
+        if main.numel() == 0 or given.tokens.batch == 0:
             given.out.zero_()
             return []
         if slots is not None and slots.parents is not None and given.out.data_ptr() == main.data_ptr():
@@ -295,15 +270,18 @@ class Op:
 
     def _start(self, given: Given, problem: Problem) -> Started | None:
         main, config = getattr(given, self.main), choose(problem, given.machine.gpu)
-        kernel, constants, early = self.kernel(given, problem, config)
         programs = problem.programs(config)
-        if programs >= MOST_PROGRAMS:
-            shape = tuple(main.shape)
-            raise ValueError(f"{self.main} must need fewer than 2^31 programs, got {programs} for shape {shape}")
-        arguments = arguments_of(self, kernel, given)
-        return start(
-            kernel, (programs,), main.device, arguments, constants, config.num_warps, config.registers, early
-        )  # fmt: skip
+        check_programs(self.main, programs, f"shape {tuple(main.shape)}")
+        values = values_of(self, given, problem, config)
+        kernel = self.own_kernel if self.kernel is None else self.kernel(given, problem)
+        options = config.num_warps, config.registers, values["EARLY"]
+        return start(Launch(kernel, (programs,), main.device, values, *options))
+
+
+def by_names(function: Callable[..., None], **found: Callable[[Given], Any]) -> Callable[[Given], None]:
+    """A function with the arguments of a call that its parameters are named after, and what is `found` for others."""
+    names = inspect.signature(function).parameters
+    return lambda given: function(*[found[name](given) if name in found else getattr(given, name) for name in names])
 
 
 def axes_in(hint: Any) -> Axes | None:
@@ -313,15 +291,6 @@ def axes_in(hint: Any) -> Axes | None:
         if words:
             return Axes.parse(*words)
     return None
-
-
-def extent_of(x: Tensor, widths: int, slots: Slots | None) -> Extent:
-    """Of activations x with so many axes behind (batch,), (batch, T) or packed (tokens,)."""
-    packed, token_axes = slots is not None and slots.cu_seqlens is not None, x.dim() - widths
-    num_tokens = x.shape[token_axes - 1] if packed or token_axes == 2 else 1
-    batch = x.shape[0] if slots is None else slots.read.shape[0]
-    most = slots.longest if slots is not None else None
-    return Extent(batch, token_axes, packed, num_tokens, (most or 0) if packed else num_tokens)
 
 
 def check_slots(

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from flashstate.launch import direct, environment, suspension
 from flashstate.launch.arguments import TABLES
-from flashstate.launch.driver import pointers_of
 from flashstate.state.mamba3 import Mamba3State, Rotary
 from flashstate.state.signature import ACCESS_BYTES
 from flashstate.state.slots import Slots
@@ -143,8 +142,8 @@ def new_out(x: Tensor, slots: Slots | Tensor | None) -> Tensor:
 def source_of(op: Op, kernel: Any) -> str:
     """The source of that function."""
     every = ", ".join(op.hints)
-    body = body_of(op, pointers_of(kernel))
-    number = kernel.runtime[len(pointers_of(kernel))]
+    body = body_of(op, kernel.pointers)
+    number = kernel.runtime[len(kernel.pointers)]
     return "\n".join(
         [
             f"def {op.name}({every}):",

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from flashstate.errors import INDEX_DTYPES, check_contiguous, check_int, check_tensor
-from flashstate.launch import start, uses_kernels
+from flashstate.launch import uses_kernels
 from flashstate.launch.arguments import slots_values
 from flashstate.launch.config import next_power_of_2
 from flashstate.launch.registered import registered
+from flashstate.launch.start import Launch, start
 from flashstate.reference import rings as reference
 from flashstate.state.actions import provide
 from flashstate.state.faults import fault_flag
@@ -89,10 +90,9 @@ def fill_plan(
     values = {
         **slots_values(slots), "rows_ptr": rows, "parts_ptr": parts, "start_ptr": oldest, "count_ptr": count,
         "fault_ptr": fault_flag(rows.device), "batch": len(rows), "tokens": tokens, "num_slots": len(count),
+        "WINDOW": window, "BLOCK": block,
     }  # fmt: skip
-    arguments = tuple(values[name] for name in make_plan_kernel.runtime)
-    constants = {"WINDOW": window, "BLOCK": block}
-    start(make_plan_kernel, (1,), rows.device, arguments, constants, num_warps=max(1, min(8, block // 128)))
+    start(Launch(make_plan_kernel, (1,), rows.device, values, num_warps=max(1, min(8, block // 128))))
 
 
 @registered("oldest", "count")
@@ -105,9 +105,11 @@ def move_cursors(
     elif len(rows):
         from flashstate.kernels.rings import commit_plan_kernel
 
-        arguments = (oldest, count, rows, accepted, fault_flag(rows.device), len(rows), length)
-        constants = {"WINDOW": window, "BLOCK": BLOCK}
-        start(commit_plan_kernel, (-(-len(rows) // BLOCK),), rows.device, arguments, constants, num_warps=1)
+        values = {
+            "start_ptr": oldest, "count_ptr": count, "rows_ptr": rows, "accepted_ptr": accepted, "batch": len(rows),
+            "fault_ptr": fault_flag(rows.device), "length": length, "WINDOW": window, "BLOCK": BLOCK,
+        }  # fmt: skip
+        start(Launch(commit_plan_kernel, (-(-len(rows) // BLOCK),), rows.device, values, num_warps=1))
 
 
 @registered("oldest", "count")
@@ -127,6 +129,6 @@ def drop_rows(
     values = {
         **slots_values(slots), "start_ptr": oldest, "count_ptr": count, "tokens_ptr": tokens,
         "fault_ptr": fault_flag(count.device), "batch": batch, "most": most, "length": length, "num_slots": len(count),
+        "BLOCK": BLOCK,
     }  # fmt: skip
-    arguments = tuple(values[name] for name in drop_folded_kernel.runtime)
-    start(drop_folded_kernel, (-(-batch // BLOCK),), count.device, arguments, {"BLOCK": BLOCK}, num_warps=1)
+    start(Launch(drop_folded_kernel, (-(-batch // BLOCK),), count.device, values, num_warps=1))
