@@ -21,10 +21,10 @@ from torch import Tensor
 from flashstate import Slots, debug, gated_delta_step, mamba2_replay, mamba2_step
 from flashstate.launch import Config, direct, driver, override
 from flashstate.launch.call import Op
+from flashstate.launch.environment import suspended
 from flashstate.launch.registered import Piece
 from flashstate.launch.repeat import repeat_function
 from flashstate.launch.start import collecting
-from flashstate.launch.suspension import suspended
 from flashstate.ops.conv1d import CONV1D_STEP
 from flashstate.ops.gated_delta import GATED_DELTA_STEP
 from flashstate.ops.mamba2 import MAMBA2_STEP

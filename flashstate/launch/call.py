@@ -30,8 +30,8 @@ from flashstate.launch.arguments import values_of
 from flashstate.launch.axes import Axes, Tokens, check_main, tokens_of
 from flashstate.launch.config import Problem, choose
 from flashstate.launch.direct import Launches, Likeness, remember
-from flashstate.launch.environment import Machine, machine_of, starts_kernels, uses_kernels
-from flashstate.launch.repeat import repeat_function
+from flashstate.launch.environment import Machine, machine_of, uses_kernels
+from flashstate.launch.repeat import new_out, repeat_function
 from flashstate.launch.start import Launch, Started, check_programs, start
 from flashstate.state.slots import Slots, as_slots
 from flashstate.state.state import State, as_snapshots, as_state, refuse_transposed
@@ -96,42 +96,23 @@ class Op:
     like_main: str = "True"  # an expression of arguments: whether the output has the shape of the main one
     launches: Launches = field(default_factory=dict)  # started before, where states are tensors
 
-    # What the signature says.
-    hints: dict[str, Any] = field(init=False)  # the types of all arguments, in their order
-    pieces: tuple[registered.Piece, ...] = field(init=False)  # flat arguments, for torch.compile
-    takes_state: bool = field(init=False)  # the first argument is a State or a tensor
-    takes_snapshots: bool = field(init=False)
-    tensors: dict[str, Axes] = field(init=False)  # the axes of tensor arguments, the main one first
-    optional: frozenset[str] = field(init=False)  # arguments that may be None
-    flags: tuple[str, ...] = field(init=False)  # arguments that are True or False
-    numbers: tuple[str, ...] = field(init=False)  # arguments that are a number, or None
-    options: tuple[str, ...] = field(init=False)  # arguments that are no tensors: flags, numbers, words
-    inner: tuple[str, ...] = field(init=False)  # names of the axes of a state within a slot
-    free: dict[str, tuple[str, ...]] = field(init=False)  # axes that no state says, by the first tensor that has them
-
-    call: Callable[..., Any] = field(init=False)  # takes all arguments, in the order of the signature
-
     def __post_init__(self) -> None:
+        """Find out what the signature says."""
         hints = get_type_hints(self.function, include_extras=True)
-        self.hints = {name: hints[name] for name in inspect.signature(self.function).parameters}
+        self.hints = {name: hints[name] for name in inspect.signature(self.function).parameters}  # types, in order
         kinds = {name: {hint, *get_args(hint)} for name, hint in self.hints.items()}
         axes = {name: found for name, hint in self.hints.items() if (found := axes_in(hint)) is not None}
-        self.takes_state = next(iter(self.hints.values())) == State | Tensor
+        self.takes_state = next(iter(self.hints.values())) == State | Tensor  # as the first argument
         self.takes_snapshots = self.hints.get("snapshots") == State | Tensor | None
-        self.tensors = {self.main: axes[self.main], **axes}
-        self.optional = frozenset(name for name in kinds if type(None) in kinds[name])
-        self.flags = tuple(name for name in kinds if bool in kinds[name])
-        self.numbers = tuple(name for name in kinds if float in kinds[name])
-        self.options = tuple(name for name in kinds if kinds[name] & PLAIN_TYPES)
-        self.inner = tuple(self.state_axes.split())[1:]
-        first = {axis: name for name in reversed(self.tensors) for axis in self.tensors[name].names}
-        known = {*self.inner, "batch"}
-        self.free = {
-            name: tuple(axis for axis, owner in first.items() if owner == name and axis not in known)
-            for name in self.tensors
-        }
-        self.pieces = registered.register(self.name, self.hints, self._run_registered, self.writes)
-        self.call = self.first_call  # until it is known what a repeated call needs
+        self.tensors: dict[str, Axes] = {self.main: axes[self.main], **axes}  # of tensor arguments, the main one first
+        self.optional = frozenset(name for name in kinds if type(None) in kinds[name])  # arguments that may be None
+        self.flags = tuple(name for name in kinds if bool in kinds[name])  # arguments that are True or False
+        self.numbers = tuple(name for name in kinds if float in kinds[name])  # arguments that are a number, or None
+        self.options = tuple(name for name in kinds if kinds[name] & PLAIN_TYPES)  # flags, numbers and words
+        self.inner = tuple(self.state_axes.split()[1:])  # names of the axes of a state within a slot
+        self.pieces = registered.register(self.name, self.hints, self._run_registered, self.writes)  # flat arguments
+        # Takes all arguments, in the order of the signature. Another function, once it is known what a call needs.
+        self.call: Callable[..., Any] = self.first_call
         OPS[self.name] = self
 
     @property
@@ -147,7 +128,8 @@ class Op:
     def first_call(self, *values: Any) -> Any:
         """Make a call; from the first one on that starts kernels, calls are those of the function for repeated ones."""
         main = values[list(self.hints).index(self.main)]
-        if torch.compiler.is_compiling() or not isinstance(main, Tensor) or not starts_kernels(main.device):
+        known = isinstance(main, Tensor) and main.device.type in ("cpu", "cuda")
+        if torch.compiler.is_compiling() or not known or not uses_kernels(main.device):
             return self.ordinary(values, None)
         self.call = repeat_function(self, self.own_kernel)
         return self.call(*values)
@@ -181,8 +163,9 @@ class Op:
                 continue
             tensor = axes.check(name, tensor, tokens, sizes, device)
             setattr(given, name, tensor)
-            for axis in self.free.get(name, ()):
-                self._bind(name, axis, tensor.shape[axes.names.index(axis) - len(axes.names)], sizes)
+            for axis, size in zip(axes.names, tensor.shape[len(tokens.axes) if axes.tokens else 0 :], strict=False):
+                if axis not in sizes:  # as no state says it, and no tensor did before
+                    self._bind(name, axis, size, sizes)
         for name in self.flags:
             check_flag(name, getattr(given, name))
         for name in self.numbers:
@@ -222,7 +205,7 @@ class Op:
         of = self.divides.get(axis)
         if of is not None and (size == 0 or sizes[of] % size):
             raise ValueError(f"{name} must have a number of {axis} that divides the {sizes[of]} {of}, got {size}")
-        sizes.setdefault(axis, size)
+        sizes[axis] = size
 
     def _check_snapshots(self, given: Given, state: Tensor) -> None:
         """Make a State of the snapshots; raise unless it is one that these states can go to."""
@@ -237,8 +220,7 @@ class Op:
         names = getattr(given, "out_axes", axes.names)
         shape = (*given.tokens.sizes, *(given.sizes[axis] for axis in names))
         if given.out is None:
-            kept = given.slots is not None and given.slots.padding == "keep"  # zeros where padding rows keep it
-            given.out = (torch.zeros if kept else torch.empty)(shape, dtype=main.dtype, device=main.device)
+            given.out = new_out(shape, main, given.slots)
             return
         named = (*given.tokens.axes, *names)
         check_tensor("out", given.out, named, shape, dtypes=(main.dtype,), device=main.device)

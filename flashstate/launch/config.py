@@ -18,8 +18,7 @@ from typing import Any, ClassVar
 import torch
 
 from flashstate.errors import dtype_name
-from flashstate.launch.environment import WALKING_CAPABILITY, Gpu, warp_size
-from flashstate.launch.suspension import suspended
+from flashstate.launch.environment import WALKING_CAPABILITY, Gpu, suspended, warp_size
 from flashstate.launch.table import Config, Configs, load_table
 from flashstate.state.signature import ACCESS_BYTES
 from flashstate.state.state import State, is_transposed

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flashstate.launch.suspension import suspended
+from flashstate.launch.environment import suspended
 
 # Contraction would save an instruction per element in a sum, but what it contracts differs between compiled variants: a
 # token of a tree would not give the bytes it gives in a chain. FMAs are written where they are meant.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flashstate.launch.axes import Tokens
 from flashstate.launch.call import Given
-from flashstate.launch.suspension import suspended
+from flashstate.launch.environment import suspended
 from flashstate.reference.state_io import resolve, resolve_read
 from flashstate.state.faults import check_faults
 from flashstate.state.ring import Ring
