@@ -4,7 +4,7 @@
              update: bool = True, out: Tensor | None = None) -> Tensor:
         return STEP.call(state, x, slots, update, out)
 
-    STEP = Op(step, main="x", state_axes="slots heads rows cols", problems=..., reference=..., values=...)
+    STEP = Op(step, main="x", state_axes="slots heads rows cols", problems=..., values=...)
 
 `STEP.call` checks what it is given (launch/axes.py has the words for axes), starts a kernel or runs the reference, and
 where a call repeats an earlier one goes straight to the kernel (launch/repeat.py). torch.compile sees a registered op,
@@ -78,9 +78,9 @@ class Op:
     main: str  # the tensor argument whose tokens others must have, and whose dtype the output has
     state_axes: str  # names of the axes of a state
     problems: Callable[[Given], Sequence[Problem]]  # what configs are chosen for, one per kernel of a call
-    reference: Callable[[Given], None]  # fills `out` and updates states, in plain torch
     kernel: Callable[[Given, Any], Any] | None = None  # the kernel for one of these problems; None: that of its name
     values: Callable[[Given, Any, Any], dict[str, Any]] = lambda *call: {}  # what kernels take and no argument says
+    reference: Mapping[str, Callable[[Given], Any]] = field(default_factory=dict)  # what it takes and no argument says
     sizes: Callable[[Any], dict[str, int]] = lambda state: {}  # of axes that a state says beside its own
     slots: Callable[[Given], Slots | None] = lambda given: as_slots(given.slots)
     divides: Mapping[str, str] = field(default_factory=dict)  # free axes, and the axis whose size theirs must divide
@@ -119,11 +119,24 @@ class Op:
     def name(self) -> str:
         return self.function.__name__
 
+    def module_in(self, room: str) -> Any:
+        """The module of another room that has the name of its own."""
+        return import_module(self.function.__module__.replace(".ops.", f".{room}."))
+
     @cached_property
     def own_kernel(self) -> Any:
-        """The kernel of its name, from the module of its name in kernels/; any others take the same arguments."""
-        module = import_module(self.function.__module__.replace(".ops.", ".kernels."))
-        return getattr(module, f"{self.name}_kernel")
+        """The kernel of its name; any others take the same arguments."""
+        return getattr(self.module_in("kernels"), f"{self.name}_kernel")
+
+    @cached_property
+    def _taken_by_reference(self) -> tuple[str, ...]:
+        return tuple(inspect.signature(getattr(self.module_in("reference"), self.name)).parameters)
+
+    def run_reference(self, given: Given) -> None:
+        """Fill `out` and update states in plain torch, by the function of its name."""
+        found = {name: find(given) for name, find in self.reference.items()}
+        values = [found[name] if name in found else getattr(given, name) for name in self._taken_by_reference]
+        getattr(self.module_in("reference"), self.name)(*values)
 
     def first_call(self, *values: Any) -> Any:
         """Make a call; from the first one on that starts kernels, calls are those of the function for repeated ones."""
@@ -244,7 +257,7 @@ class Op:
             words = f"out must not be {self.main} with slots.parents: a token's {self.main} is read again for those"
             raise ValueError(f"{words} that follow it")
         if not uses_kernels(main.device):
-            self.reference(given)
+            self.run_reference(given)
             return []
         given.machine = machine_of(main.device)
         started = [self._start(given, problem) for problem in self.problems(given)]
@@ -258,12 +271,6 @@ class Op:
         kernel = self.own_kernel if self.kernel is None else self.kernel(given, problem)
         options = config.num_warps, config.registers, values["EARLY"]
         return start(Launch(kernel, (programs,), main.device, values, *options))
-
-
-def by_names(function: Callable[..., None], **found: Callable[[Given], Any]) -> Callable[[Given], None]:
-    """A function with the arguments of a call that its parameters are named after, and what is `found` for others."""
-    names = inspect.signature(function).parameters
-    return lambda given: function(*[found[name](given) if name in found else getattr(given, name) for name in names])
 
 
 def axes_in(hint: Any) -> Axes | None:

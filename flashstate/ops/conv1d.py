@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flashstate.errors import INDEX_DTYPES, check_choice, check_int, check_no_overlap, dtype_name
 from flashstate.launch.arguments import loaded_together, row_alignment
-from flashstate.launch.call import Given, Op, by_names, check_snapshots
+from flashstate.launch.call import Given, Op, check_snapshots
 from flashstate.launch.config import MOST_UNROLLED, POWERS, Problem, next_power_of_2
 from flashstate.launch.environment import Gpu
 from flashstate.launch.table import Config
@@ -215,7 +215,7 @@ CONV1D_STEP = Op(
     state_axes="slots channels length",
     problems=problems,
     values=values,
-    reference=by_names(reference.conv1d_step, slots=slots_of),
+    reference={"slots": slots_of},
     check=check,
     debug=check_debugged,
     writes=("window", "snapshots"),

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from flashstate.errors import dtype_name
-from flashstate.launch.call import Given, Op, by_names
+from flashstate.launch.call import Given, Op
 from flashstate.launch.config import Problem, TensorCoreProblem, TiledProblem
 from flashstate.launch.environment import Gpu
 from flashstate.launch.table import Config
 from flashstate.ops.debug import check_debugged
-from flashstate.reference import gated_delta as reference
 from flashstate.state.signature import ACCESS_BYTES
 from flashstate.state.slots import Slots
 from flashstate.state.state import State
@@ -216,7 +215,7 @@ GATED_DELTA_STEP = Op(
     problems=problems,
     kernel=kernel,
     values=values,
-    reference=by_names(reference.gated_delta_step, at_once=goes_at_once),
+    reference={"at_once": goes_at_once},
     check=check,
     debug=check_debugged,
     aligned=("q", "k", "v", "out"),

@@ -6,11 +6,10 @@ from typing import Annotated, Any
 
 from torch import Tensor
 
-from flashstate.launch.call import Given, Op, by_names
+from flashstate.launch.call import Given, Op
 from flashstate.launch.config import Problem
 from flashstate.launch.table import Config
 from flashstate.ops.debug import check_debugged
-from flashstate.reference import mamba2 as reference
 from flashstate.state.slots import Slots
 from flashstate.state.state import State
 
@@ -92,7 +91,6 @@ MAMBA2_STEP = Op(
     divides={"groups": "heads"},
     problems=problems,
     values=values,
-    reference=by_names(reference.mamba2_step),
     debug=check_debugged,
     aligned=("x", "B", "C", "z", "out"),
 )

@@ -12,12 +12,11 @@ from torch import Tensor
 
 from flashstate.errors import dtype_name
 from flashstate.launch.arguments import aligned, row_stride
-from flashstate.launch.call import Given, Op, by_names
+from flashstate.launch.call import Given, Op
 from flashstate.launch.config import NVIDIA_WARP, Problem, TensorCoreProblem, TiledProblem, next_power_of_2
 from flashstate.launch.environment import Gpu
 from flashstate.launch.table import Config
 from flashstate.ops.debug import check_cursors, check_debugged, debugging
-from flashstate.reference import mamba2_replay as reference
 from flashstate.state.ring import (
     LARGEST_WINDOW,
     Plan,
@@ -284,7 +283,7 @@ MAMBA2_REPLAY = Op(
     divides={"groups": "heads"},
     problems=problems,
     values=values,
-    reference=by_names(reference.mamba2_replay, longest=lambda given: given.tokens.longest or 0),
+    reference={"longest": lambda given: given.tokens.longest or 0},
     slots=slots_of,
     check=check,
     debug=check_debugged_ring,

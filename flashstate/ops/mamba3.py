@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flashstate.errors import check_contiguous, check_row_contiguous, check_tensor
 from flashstate.launch.arguments import row_stride, token_strides
-from flashstate.launch.call import Given, Op, by_names
+from flashstate.launch.call import Given, Op
 from flashstate.launch.config import MOST_UNROLLED, Problem, TensorCoreProblem, next_power_of_2
 from flashstate.launch.environment import Gpu
 from flashstate.launch.table import Config
@@ -228,9 +228,7 @@ MAMBA3_STEP = Op(
     divides={"G": "H"},
     problems=problems,
     values=values,
-    reference=by_names(
-        reference.mamba3_step, angle=lambda given: getattr(given.rotary, "angle", None), parameters=parameters_of
-    ),
+    reference={"angle": lambda given: getattr(given.rotary, "angle", None), "parameters": parameters_of},
     check=check,
     debug=check_debugged,
     ignored=("snapshot_rows",),
