@@ -20,13 +20,12 @@ from flashstate.launch.environment import Machine
 from flashstate.launch.table import Config
 from flashstate.state.faults import fault_flag
 from flashstate.state.signature import ACCESS_BYTES
-from flashstate.state.slots import Slots
+from flashstate.state.slots import TABLES, Slots
 from flashstate.state.state import State
 
 if TYPE_CHECKING:
     from flashstate.launch.call import Given, Op
 
-TABLES = ("read", "accepted", "write", "parents", "cu_seqlens", "snapshot_rows")  # of Slots, as kernels take them
 NO_SLOTS: dict[str, Any] = dict.fromkeys([f"{name}_ptr" for name in TABLES]) | {
     "read_stride": 0, "write_stride": 0, "parents_stride": 0, "read_width": 1, "null": -1, "PADDING": "zero"
 }  # fmt: skip
@@ -75,11 +74,10 @@ def slots_values(slots: Slots | None) -> dict[str, Any]:
     """Tables of slots, and what is known of their rows."""
     if slots is None:
         return NO_SLOTS
-    read, write, parents = slots.read, slots.write, slots.parents
+    read = slots.read
     return {
-        "read_ptr": read, "accepted_ptr": slots.accepted, "write_ptr": write, "parents_ptr": parents,
-        "cu_seqlens_ptr": slots.cu_seqlens, "snapshot_rows_ptr": slots.snapshot_rows,
-        "read_stride": read.stride(0), "write_stride": row_stride(write), "parents_stride": row_stride(parents),
+        **{f"{name}_ptr": getattr(slots, name) for name in TABLES}, "read_stride": read.stride(0),
+        "write_stride": row_stride(slots.write), "parents_stride": row_stride(slots.parents),
         "read_width": 1 if read.dim() == 1 else read.shape[1], "null": slots.null, "PADDING": slots.padding,
     }  # fmt: skip
 

@@ -294,10 +294,7 @@ def check_slots(
         raise ValueError(f"slots are on {slots.read.device}, but the state is on {device}")
     if slots.read.shape[0] != tokens.batch:
         raise ValueError(f"slots must have {tokens.batch} rows, as the batch has, got {slots.read.shape[0]}")
-    for name, table in (("write", slots.write), ("parents", slots.parents)):
-        if table is not None and table.dim() == 2 and table.shape[1] != tokens.longest:
-            longest, got = tokens.longest, tuple(table.shape)
-            raise ValueError(f"slots.{name} must have an entry for each of the {longest} tokens, got shape {got}")
+    slots.check_entries(tokens.longest, "slots.")
     if slots.write is not None and not update:
         raise ValueError("update=False writes no state, so slots must not have write")
     if slots.parents is not None and update and not slots.per_token:

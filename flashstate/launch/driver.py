@@ -60,8 +60,7 @@ def _launch_function() -> Any:
 
 
 class DriverLaunch:
-    """A kernel and its parameters. The first of these, all pointers, change from call to call, and a number behind
-    them."""
+    """A kernel and its parameters, of which pointers, all in front, and a number behind them change with calls."""
 
     def __init__(self, started: Started) -> None:
         """Take over what an ordinary launch was started with; pointers that are None are no parameters."""

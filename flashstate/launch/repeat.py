@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from flashstate.launch import direct, environment
-from flashstate.launch.arguments import TABLES
 from flashstate.state.mamba3 import Mamba3State, Rotary
 from flashstate.state.signature import ACCESS_BYTES
-from flashstate.state.slots import Slots
+from flashstate.state.slots import TABLES, Slots
 from flashstate.state.state import State
 
 if TYPE_CHECKING:

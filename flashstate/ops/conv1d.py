@@ -67,8 +67,8 @@ def conv1d_step(
         every token.
     update: False leaves the windows as they are.
     early: True lets the kernel start, and read windows, before the kernel in front of it on the stream has ended; it
-        waits for that one before it reads x. The kernel in front must not write the windows, the slots or the
-        parameters. Nothing changes but the time: see `early` of mamba2_step.
+        waits for that one, which must not write the windows, the slots or the parameters, before it reads x. See
+        `mamba2_step`.
 
     Slots for every token, slots.write (batch, T), are for windows of K - 1 entries. Nothing is differentiable.
     """

@@ -74,9 +74,7 @@ def gated_delta_step(
         be transposed as a state may.
     update: False leaves the pool as it is.
     early: True lets the kernel start, and read the state, before the kernel in front of it on the stream has ended; it
-        waits for that one before it reads q, k, v, a and b. For calls behind `conv1d_step`: the kernel in front must
-        not write the pool, its seeds, the slots or the parameters. Nothing changes but the time, and that only on GPUs
-        of NVIDIA of compute capability 9.0 and above.
+        waits for that one before it reads q, k, v, a and b. What that one must not write: see `mamba2_step`.
 
     Inputs are float32, bfloat16 or float16, each its own; the output has the dtype of v. Token and head axes of
     activations may have any stride; a and dt_bias may be expanded from one value per head. `out` may be v itself,

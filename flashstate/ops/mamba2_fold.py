@@ -8,7 +8,7 @@ from torch import Tensor
 
 from flashstate.errors import check_contiguous, tied
 from flashstate.launch import access_width, choose, machine_of, uses_kernels
-from flashstate.launch.arguments import aligned, as_bytes, row_stride, slots_values, state_values, tile_values
+from flashstate.launch.arguments import aligned, slots_values, state_values, tile_values
 from flashstate.launch.axes import OR_EXPANDED, Tokens
 from flashstate.launch.registered import registered
 from flashstate.launch.start import Launch, check_programs, start
@@ -16,7 +16,7 @@ from flashstate.ops.debug import check_contents, check_cursors, debugging
 from flashstate.ops.mamba2_replay import ReplayProblem, ring_values
 from flashstate.reference import mamba2_replay as reference
 from flashstate.state.faults import fault_flag
-from flashstate.state.ring import Ring, check_folded_slots, check_ring, check_tokens_to_fold
+from flashstate.state.ring import Ring, check_ring, refuse_tables, tokens_to_fold
 from flashstate.state.slots import Slots, as_slots
 from flashstate.state.state import State, as_state, refuse_transposed
 
@@ -59,12 +59,11 @@ def mamba2_fold(
         need, got = len(state.data), len(target.data)
         raise ValueError(f"into must have {need} slots as the state has, or slots.write to say where, got {got}")
     batch = state.data.shape[0] if where is None else len(where.read)
-    check_tokens_to_fold(tokens, ring, batch)
+    each, most = tokens_to_fold(tokens, ring, batch)
     if debugging():
         if into is None:  # which may have other slots
             check_contents(len(state.data), Tokens(("batch",), (batch,), batch, 1), where, None, True)
         check_cursors(ring, where, batch)
-    each, most = (tokens, -1) if isinstance(tokens, Tensor) else (None, -1 if tokens is None else tokens)
     fold(state, ring, A, where, each, most, target)
 
 
@@ -88,7 +87,7 @@ def _check_slots(slots: Slots | None, state: State, elsewhere: bool) -> None:
         raise ValueError(f"slots are on {slots.read.device}, but the state is on {state.data.device}")
     if slots.write is not None and (not elsewhere or slots.per_token):
         raise ValueError("slots.write is for mamba2_fold with into, whose slots it names, one per row: (batch,)")
-    check_folded_slots(slots)
+    refuse_tables(slots, "folding")
 
 
 @registered()
@@ -104,6 +103,7 @@ def fold(
         return
     from flashstate.kernels.mamba2_fold import mamba2_fold_kernel
 
+    other = {} if into is None else state_values(into)
     target, machine = state if into is None else into, machine_of(state.data.device)
     batch, group = len(state.data) if slots is None else len(slots.read), state.data.shape[1] // ring.B.shape[1]
     problem = ReplayProblem.of("mamba2_fold", state, batch, heads_per_group=group)
@@ -113,10 +113,8 @@ def fold(
     values = {
         **state_values(state), **slots_values(slots), **ring_values(ring), **tile_values(machine, problem, config),
         "fault_ptr": fault_flag(state.data.device), "A_ptr": A, "tokens_ptr": tokens, "most": most,
-        "into_ptr": None if into is None else as_bytes(into.data),
-        "into_scale_ptr": None if into is None else into.scale,
-        "into_stride": 0 if into is None else into.data.stride(0),
-        "into_scale_stride": 0 if into is None else row_stride(into.scale),
+        "into_ptr": other.get("data_ptr"), "into_scale_ptr": other.get("scale_ptr"),
+        "into_stride": other.get("slot_stride", 0), "into_scale_stride": other.get("scale_stride", 0),
         "num_targets": len(target.data), "HEADS_PER_GROUP": group, "ROUNDING": target.rounding,
         "INTO_VECTOR": min(problem.vector, access_width(target.data)), "ALIGNED": aligned(ring.x) and aligned(ring.B),
     }  # fmt: skip

@@ -17,15 +17,7 @@ from flashstate.launch.config import NVIDIA_WARP, Problem, TensorCoreProblem, Ti
 from flashstate.launch.environment import Gpu
 from flashstate.launch.table import Config
 from flashstate.ops.debug import check_cursors, check_debugged, debugging
-from flashstate.state.ring import (
-    LARGEST_WINDOW,
-    Plan,
-    Ring,
-    check_call_length,
-    check_plan,
-    check_replayed_slots,
-    check_ring,
-)
+from flashstate.state.ring import LARGEST_WINDOW, Plan, Ring, check_call_length, check_plan, check_ring, refuse_tables
 from flashstate.state.slots import Slots, as_slots
 from flashstate.state.state import State
 
@@ -126,7 +118,7 @@ def check(given: Given) -> None:
                 f"{name} must have one value per head, as Mamba-2 has, or be expanded from such, got shape "
                 f"{tuple(parameter.shape)}: replay is not for Mamba-1"
             )
-    check_replayed_slots(given.slots)
+    refuse_tables(given.slots, "replay")
     longest = check_call_length(ring, tokens.longest)
     if plan is not None:
         check_plan(plan, ring)

@@ -14,16 +14,7 @@ from flashstate.launch.start import Launch, start
 from flashstate.reference import rings as reference
 from flashstate.state.actions import provide
 from flashstate.state.faults import fault_flag
-from flashstate.state.ring import (
-    FIELDS,
-    Plan,
-    Ring,
-    check_call_length,
-    check_folded_slots,
-    check_plan,
-    check_replayed_slots,
-    check_tokens_to_fold,
-)
+from flashstate.state.ring import FIELDS, Plan, Ring, check_call_length, check_plan, refuse_tables, tokens_to_fold
 from flashstate.state.slots import Slots
 
 MOST_ROWS = 1024  # of a batch that a program looks at together
@@ -62,15 +53,14 @@ def commit_plan(ring: Ring, plan: Plan, accepted: Tensor | None) -> None:
 @provide
 def drop_folded(ring: Ring, slots: Slots | None, tokens: Tensor | int | None) -> None:
     """Move the cursors of a ring past live rows that were folded."""
-    check_folded_slots(slots)
-    check_tokens_to_fold(tokens, ring, check_slots(ring, slots))
-    each, most = (tokens, -1) if isinstance(tokens, Tensor) else (None, -1 if tokens is None else tokens)
+    refuse_tables(slots, "folding")
+    each, most = tokens_to_fold(tokens, ring, check_slots(ring, slots))
     drop_rows(ring.start, ring.count, ring.length, slots, each, most)
 
 
 def check_slots(ring: Ring, slots: Slots | None) -> int:
     """How many rows these slots have; raises where they are not for a ring."""
-    check_replayed_slots(slots)
+    refuse_tables(slots, "replay")
     if slots is not None and slots.read.device != ring.count.device:
         raise ValueError(f"slots are on {slots.read.device}, but the ring is on {ring.count.device}")
     return len(ring.count) if slots is None else len(slots.read)
