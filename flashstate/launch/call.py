@@ -185,7 +185,7 @@ class Op:
             if getattr(given, name) is not None:
                 check_number(name, getattr(given, name))
         self.check(given)
-        check_slots(state.shape[0], device, tokens, given.slots, given.update, self.rolls_back)
+        check_slots(given, state.shape[0], device, self.rolls_back)
         if self.takes_snapshots and given.snapshots is not None:
             self._check_snapshots(given, state)
         self._check_out(given)
@@ -225,7 +225,7 @@ class Op:
         given.snapshots = as_snapshots(given.snapshots, given.state)
         if not self.transposed:
             refuse_transposed("snapshots", given.snapshots)
-        check_snapshots(given.snapshots.data, tuple(state.shape[1:]), state.device, given.tokens, given.slots)
+        check_snapshots(given, given.snapshots.data, tuple(state.shape[1:]), state.device)
 
     def _check_out(self, given: Given) -> None:
         """Make an output, or check the one that was given: like the main argument, or with axes that `check` named."""
@@ -282,10 +282,9 @@ def axes_in(hint: Any) -> Axes | None:
     return None
 
 
-def check_slots(
-    num_slots: int, device: torch.device, tokens: Tokens, slots: Slots | None, update: bool, rolls_back: bool
-) -> None:
-    """Raise unless the slots are for these tokens, on the state's device, and write what `update` allows."""
+def check_slots(given: Given, num_slots: int, device: torch.device, rolls_back: bool) -> None:
+    """Raise unless the slots are for the tokens of a call, on the state's device, and write what `update` allows."""
+    tokens, slots, update = given.tokens, given.slots, given.update
     if slots is None:
         if tokens.batch > num_slots:
             raise ValueError(f"slots must be given for a batch of {tokens.batch} on a pool of {num_slots} slots")
@@ -308,10 +307,9 @@ def check_slots(
         )
 
 
-def check_snapshots(
-    snapshots: Tensor, of: tuple[int, ...], device: torch.device, tokens: Tokens, slots: Slots | None
-) -> None:
+def check_snapshots(given: Given, snapshots: Tensor, of: tuple[int, ...], device: torch.device) -> None:
     """Raise unless the snapshots, of states of this shape, have room for every token of every row."""
+    tokens, slots = given.tokens, given.slots
     if tokens.longest is None:
         raise ValueError("snapshots of packed tokens need slots.max_len, the most tokens a row has")
     shape = tuple(snapshots.shape)

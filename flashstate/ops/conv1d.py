@@ -95,8 +95,7 @@ def check(given: Given) -> None:
         if given.snapshots.dtype != window.dtype:
             want, got = dtype_name(window.dtype), dtype_name(given.snapshots.dtype)
             raise TypeError(f"snapshots must be {want}, got {got}")
-        of_slot = (window.shape[1], width - 1)
-        check_snapshots(given.snapshots, of_slot, window.device, given.tokens, given.slots)
+        check_snapshots(given, given.snapshots, (window.shape[1], width - 1), window.device)
         check_no_overlap("snapshots", given.snapshots)
 
 
