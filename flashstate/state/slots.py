@@ -75,7 +75,7 @@ class Slots:
         self._check_max_len()
         check_int("null", self.null, -(1 << 63), (1 << 63) - 1)
         check_choice("padding", self.padding, PADDINGS)
-        for name in TABLES[1:]:
+        for name in ("write", "accepted", "snapshot_rows", "cu_seqlens", "parents"):
             tensor = getattr(self, name)
             if tensor is not None and tensor.device != self.read.device:
                 raise ValueError(f"{name} is on {tensor.device}, read on {self.read.device}")
