@@ -10,6 +10,8 @@ from torch import Tensor
 
 ACTIVATION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INDEX_DTYPES = (torch.int32, torch.int64)
+INT64 = (-(1 << 63), (1 << 63) - 1)  # the least and the most
+LARGEST_INT32 = (1 << 31) - 1
 LARGEST_FLOAT32 = torch.finfo(torch.float32).max
 
 
@@ -20,6 +22,12 @@ def dtype_name(dtype: torch.dtype) -> str:
 def describe_shape(axes: tuple[str, ...], sizes: tuple[int | None, ...]) -> str:
     named = [axis if size is None else f"{axis}={size}" for axis, size in zip(axes, sizes, strict=True)]
     return f"({', '.join(named)})"
+
+
+def check_dtype(name: str, dtype: Any, allowed: Sequence[torch.dtype] = ACTIVATION_DTYPES) -> None:
+    if dtype not in allowed:
+        got = dtype_name(dtype) if isinstance(dtype, torch.dtype) else repr(dtype)
+        raise TypeError(f"{name} must be {' or '.join(map(dtype_name, allowed))}, got {got}")
 
 
 def check_tensor(
@@ -38,8 +46,7 @@ def check_tensor(
         raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
     if tensor.layout is not torch.strided:
         raise TypeError(f"{name} must be a dense tensor, got {tensor.layout}")
-    if tensor.dtype not in dtypes:
-        raise TypeError(f"{name} must be {' or '.join(map(dtype_name, dtypes))}, got {dtype_name(tensor.dtype)}")
+    check_dtype(name, tensor.dtype, dtypes)
     if tensor.dim() != len(axes) or any(
         want is not None and got != want for got, want in zip(tensor.shape, sizes, strict=True)
     ):

@@ -11,6 +11,7 @@ from itertools import chain, product
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from flashstate.errors import check_choice, check_int
 from flashstate.launch.call import OPS, Op
@@ -21,9 +22,9 @@ from flashstate.launch.variants import compile_variants, variants_of
 from flashstate.ops.conv1d import CONV1D_STEP, conv1d_step
 from flashstate.ops.mamba2_fold import mamba2_fold
 from flashstate.ops.mamba2_replay import MAMBA2_REPLAY, mamba2_replay
-from flashstate.ops.mamba3 import MAMBA3_STEP, mamba3_step
+from flashstate.ops.mamba3 import MAMBA3_STEP
 from flashstate.ops.states import read_states, write_states
-from flashstate.pool.kv import ssm_of
+from flashstate.pool.layers import ssm_of
 from flashstate.pool.pool import StatePool
 from flashstate.state.mamba3 import Mamba3State, Rotary
 from flashstate.state.slots import MOST_TOKENS, Slots
@@ -90,7 +91,8 @@ def warmup(
     neither, so the pool stays as it is. Variants are compiled side by side, one per core. Returns how many each kernel
     has, by its name; none on a CPU, which has no kernels.
     """
-    check_choice("op", op, [name.removesuffix("_step") for name, declared in OPS.items() if steps_layers(declared)])
+    stepping = [one for one in OPS.values() if (one.takes_state or one is MAMBA3_STEP) and "ring" not in one.hints]
+    check_choice("op", op, [one.name.removesuffix("_step") for one in stepping])
     for name, numbers in (("batches", batches), ("tokens", tokens)):
         for number in numbers:
             check_int(name, number, 1, MOST_TOKENS)
@@ -101,27 +103,26 @@ def warmup(
     device = ssm_of(layers[0]).data.device
     if not uses_kernels(device):
         return {}
-    samples, declared = Samples(activations, parameters, device), OPS[f"{op}_step"]
-    free = {"groups": groups, "G": groups, "H": key_heads}
+    declared = OPS[f"{op}_step"]
     gated = "A_log" in declared.tensors
-    left_out = absent(D=D, z=z, A_log=A_log, dt_bias=dt_bias and (A_log or not gated))
-    wide = ("a", "dt_bias") if per_channel and gated else ()
-    flags = {"exact": exact, "early": early, "trap_logit": trap_logit, "update_kv": update_kv}
-    flags = {name: value for name, value in flags.items() if name in declared.flags}
-    step = partial(_step, pool, samples, declared, free, left_out, wide, flags)
-    if op == "mamba3":
-        given = {"D": D, "z": z, "Wx": Wx, "Wz": Wz if z else False, "Wo": Wo}
-        step = partial(_step_mamba3, pool, samples, groups, given, rotary, biases, flags)
-    replay = partial(_replay_mamba2, pool, samples, groups, absent(D=D, z=z, dt_bias=dt_bias))
-    convolve = partial(_convolve, pool, samples, conv_width, conv_bias, early)
+    given = {
+        "D": D, "z": z, "A_log": A_log, "dt_bias": dt_bias and (A_log or not gated), "Wx": Wx, "Wz": Wz if z else False,
+        "Wo": Wo, "rotary": rotary, "biases": biases, "bias": conv_bias,
+        **dict.fromkeys(("window", "positions", "snapshots"), False),
+    }  # fmt: skip
+    serving = Serving(
+        pool, activations, parameters, {"groups": groups, "G": groups, "H": key_heads}, given,
+        wide=("a", "dt_bias") if per_channel and gated else (),
+        flags={"exact": exact, "early": early, "trap_logit": trap_logit, "update_kv": update_kv}, conv_width=conv_width,
+    )  # fmt: skip
     slots = [Slots(torch.full((batch,), pool.null, dtype=index, device=device), null=pool.null) for batch in batches]
     everywhere = range(pool.layers)
     calls: Iterable[Call] = chain(
         (partial(pool.advance, of_batch) for of_batch in slots),
         (call for layer in layers for call in _pool_calls(ssm_of(layer), activations)),
-        (partial(step, *at) for at in product(() if pool.has_rings else stepped, slots, tokens)),
-        (partial(replay, *at) for at in product(everywhere if pool.has_rings else (), slots, tokens)),
-        (partial(convolve, *at) for at in product(everywhere if pool.has_windows else (), slots, tokens)),
+        (partial(serving.step, declared, *at) for at in product(() if pool.has_rings else stepped, slots, tokens)),
+        (partial(serving.replay, *at) for at in product(everywhere if pool.has_rings else (), slots, tokens)),
+        (partial(serving.convolve, *at) for at in product(everywhere if pool.has_windows else (), slots, tokens)),
         () if also is None else (also,),
     )
     variants = variants_of(_launches(calls))
@@ -133,46 +134,78 @@ def warmup(
     return counts
 
 
-def steps_layers(op: Op) -> bool:
-    """Whether an op steps the layers of a pool, and keeps nothing beside them."""
-    return (op.takes_state or op is MAMBA3_STEP) and "ring" not in op.hints
-
-
-def absent(**given: bool | None) -> frozenset[str]:
-    """The names of arguments that are not given."""
-    return frozenset(name for name, there in given.items() if not there)
-
-
 @dataclass(frozen=True)
-class Samples:
-    """Makes arguments for an op from its declaration: activations of every token, which take the memory of one, and
-    parameters."""
+class Serving:
+    """Calls of a server on a pool, with arguments made from the declarations of ops."""
 
+    pool: StatePool[Any]
     activations: torch.dtype
     parameters: torch.dtype
-    device: torch.device
+    free: Mapping[str, int]  # sizes of axes that a state does not say
+    given: Mapping[str, bool | None]  # arguments that may be left out; None: the layer says whether they are
+    wide: Collection[str]  # tensors that have their optional axes
+    flags: Mapping[str, bool]
+    conv_width: int | None
 
-    def of(
-        self,
-        op: Op,
-        sizes: Mapping[str, int],
-        slots: Slots,
-        tokens: int,
-        absent: Collection[str] = (),
-        wide: Collection[str] = (),
-        other: Mapping[str, torch.dtype] | None = None,
+    def tensors(
+        self, op: Op, sizes: Mapping[str, int], slots: Slots, tokens: int, dtypes: Mapping[str, torch.dtype]
     ) -> dict[str, Any]:
-        """The tensors of a call of an op but those that are absent. `wide`: those that have their optional axes;
-        `other`: dtypes of those that have another than activations and parameters."""
+        """The tensors of a call, activations of every token in the memory of one. `dtypes`: of those that have another
+        than activations and parameters."""
         lead = (len(slots.read),) if tokens == 1 else (len(slots.read), tokens)
-        found: dict[str, Any] = {}
+        found = {}
         for name, axes in op.tensors.items():
-            if name not in absent:
-                dtype = (other or {}).get(name, self.activations if axes.tokens else self.parameters)
-                shape = [sizes[axis] for axis in (*axes.names, *(axes.optional if name in wide else ()))]
-                tensor = torch.empty(shape, dtype=dtype, device=self.device)
+            there = self.given.get(name, True)
+            if sizes.get("R", 1) > 1 if there is None else there:
+                dtype = dtypes.get(name, self.activations if axes.tokens else self.parameters)
+                shape = [sizes[axis] for axis in (*axes.names, *(axes.optional if name in self.wide else ()))]
+                tensor = torch.empty(shape, dtype=dtype, device=slots.read.device)
                 found[name] = tensor.expand(*lead, *shape) if axes.tokens else tensor
         return found
+
+    def step(self, op: Op, i: int, slots: Slots, tokens: int) -> None:
+        """A step of the batch in `slots`, of layer i."""
+        state, more = self.pool.layer(i), {}
+        sizes = {**self.free, **dict(zip(op.inner, ssm_of(state).data.shape[1:], strict=True)), **op.sizes(state)}
+        per_head = ("A", "dt") if self.flags["trap_logit"] else ("A", "dt", "trap")
+        dtypes = dict.fromkeys(per_head if op is MAMBA3_STEP else (), self.parameters)
+        tensors = self.tensors(op, sizes, slots, tokens, dtypes)
+        if op is MAMBA3_STEP:
+            more["rotary"] = self.rotary(state, tensors["x"])
+        flags = {name: value for name, value in self.flags.items() if name in op.flags}
+        op.function(state, **tensors, **more, slots=slots, **flags)
+
+    def rotary(self, state: Mamba3State, x: Tensor) -> Rotary | None:
+        """What turns B and C of a layer, if anything does; without angles the op refuses it."""
+        given = self.given["rotary"]
+        if not (state.angle is not None if given is None else given):
+            return None
+        bias = torch.empty(state.k.shape[1:], dtype=self.parameters, device=x.device) if self.given["biases"] else None
+        S = 1 if state.angle is None else state.angle.shape[2]
+        angle = torch.empty(S, dtype=self.activations, device=x.device).expand(*x.shape[:-2], S)
+        return Rotary(angle, bias_B=bias, bias_C=bias)
+
+    def replay(self, i: int, slots: Slots, tokens: int) -> None:
+        """A step of the batch in `slots` by replay, of layer i, and a fold."""
+        pool, state, ring = self.pool, self.pool.layer(i), self.pool.ring(i)
+        sizes = {**self.free, **dict(zip(MAMBA2_REPLAY.inner, state.data.shape[1:], strict=True))}
+        tensors = self.tensors(MAMBA2_REPLAY, sizes, slots, tokens, {})
+        plan = pool.plan(slots, tokens)
+        mamba2_replay(state, ring, **tensors, plan=plan)
+        pool.commit(plan, torch.zeros_like(slots.read))
+        pool.commit(plan)
+        mamba2_fold(state, ring, tensors["A"], slots=slots)
+        pool.folded(slots)
+
+    def convolve(self, i: int, slots: Slots, tokens: int) -> None:
+        """A convolution of the batch in `slots`, on the window of layer i, with weights in the dtype of activations."""
+        window, drafts = self.pool.window(i), self.pool.drafts
+        _, channels, length = window.shape
+        sizes = {"channels": channels, "width": length - drafts + 1 if self.conv_width is None else self.conv_width}
+        weights = dict.fromkeys(("weight", "bias"), self.activations)
+        tensors = self.tensors(CONV1D_STEP, sizes, slots, tokens, weights)
+        slots = replace(slots, accepted=torch.zeros_like(slots.read)) if drafts else slots
+        conv1d_step(window, **tensors, slots=slots, early=self.flags["early"])
 
 
 def _launches(calls: Iterable[Call]) -> Iterator[Launch]:
@@ -191,69 +224,3 @@ def _pool_calls(state: State, activations: torch.dtype) -> Iterator[Call]:
             states = torch.empty((count, *state.data.shape[1:]), dtype=dtype, device=state.data.device)
             yield partial(write_states, state, slots, states)
         yield partial(read_states, state, slots)
-
-
-def _sizes(op: Op, state: State, **others: int) -> dict[str, int]:
-    """Sizes of all axes of an op."""
-    return {**dict(zip(op.inner, state.data.shape[1:], strict=True)), **others}
-
-
-def _step(
-    pool: StatePool[Any], samples: Samples, op: Op, free: Mapping[str, int], absent: Collection[str],
-    wide: Collection[str], flags: Mapping[str, Any], i: int, slots: Slots, tokens: int,
-) -> None:  # fmt: skip
-    """A step of the batch in `slots` by an op, of layer i. `free`: sizes of axes that a state does not say."""
-    state = pool.layer(i)
-    op.function(
-        state, **samples.of(op, {**free, **_sizes(op, state)}, slots, tokens, absent, wide), slots=slots, **flags
-    )
-
-
-def _replay_mamba2(
-    pool: StatePool[Any], samples: Samples, groups: int, absent: Collection[str], i: int, slots: Slots, tokens: int
-) -> None:
-    """A step of the batch in `slots` by replay, of layer i, and a fold."""
-    state, ring, accepted = pool.layer(i), pool.ring(i), torch.zeros_like(slots.read)
-    tensors = samples.of(MAMBA2_REPLAY, _sizes(MAMBA2_REPLAY, state, groups=groups), slots, tokens, absent)
-    plan = pool.plan(slots, tokens)
-    mamba2_replay(state, ring, **tensors, plan=plan)
-    pool.commit(plan, accepted)
-    pool.commit(plan)
-    mamba2_fold(state, ring, tensors["A"], slots=slots)
-    pool.folded(slots)
-
-
-def _step_mamba3(
-    pool: StatePool[Any], samples: Samples, groups: int, given: Mapping[str, bool | None], rotary: bool | None,
-    biases: bool, flags: Mapping[str, Any], i: int, slots: Slots, tokens: int,
-) -> None:  # fmt: skip
-    """A step of Mamba-3 of the batch in `slots`, of layer i. `given`: None where the rank decides."""
-    state = pool.layer(i)
-    sizes = _sizes(MAMBA3_STEP, state.ssm, R=state.rank, G=groups)
-    per_head = dict.fromkeys(("A", "dt") if flags["trap_logit"] else ("A", "dt", "trap"), samples.parameters)
-    left_out = absent(**{name: state.rank > 1 if there is None else there for name, there in given.items()})
-    tensors, turned = samples.of(MAMBA3_STEP, sizes, slots, tokens, left_out, other=per_head), None
-    if state.angle is not None if rotary is None else rotary:
-        shape = (state.rank, sizes["H"], sizes["N"])
-        bias = torch.empty(shape, dtype=samples.parameters, device=samples.device) if biases else None
-        S = 1 if state.angle is None else state.angle.shape[2]  # without angles the op refuses it
-        lead = tensors["x"].shape[:-2]
-        angle = torch.empty(S, dtype=samples.activations, device=samples.device).expand(*lead, S)
-        turned = Rotary(angle, bias_B=bias, bias_C=bias)
-    mamba3_step(state, **tensors, rotary=turned, slots=slots, **flags)
-
-
-def _convolve(
-    pool: StatePool[Any], samples: Samples, width: int | None, bias: bool, early: bool, i: int, slots: Slots,
-    tokens: int,
-) -> None:  # fmt: skip
-    """A convolution of the batch in `slots`, on the window of layer i, with weights in the dtype of activations."""
-    window = pool.window(i)
-    _, channels, length = window.shape
-    if pool.drafts:
-        slots = replace(slots, accepted=torch.zeros_like(slots.read))
-    sizes = {"channels": channels, "width": length - pool.drafts + 1 if width is None else width}
-    left_out = {"window", "positions", "snapshots", *(() if bias else ("bias",))}
-    alike = replace(samples, parameters=samples.activations)
-    tensors = alike.of(CONV1D_STEP, sizes, slots, tokens, left_out)
-    conv1d_step(window, **tensors, slots=slots, early=early)

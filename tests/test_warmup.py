@@ -29,7 +29,7 @@ from flashstate.ops.gated_delta import GATED_DELTA_STEP
 from flashstate.ops.mamba2 import MAMBA2_STEP
 from flashstate.ops.mamba2_replay import MAMBA2_REPLAY
 from flashstate.ops.mamba3 import MAMBA3_STEP
-from flashstate.pool.kv import ssm_of
+from flashstate.pool.layers import ssm_of
 from flashstate.proof import AnyCase, Case, ConvCase, DeltaCase, Inputs, Mamba3Case, ReplayCase, dtype, make_inputs
 from flashstate.state.formats import PORTABLE_FORMATS
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from flashstate.compat import shapes
-from flashstate.ops.conv1d import conv1d_step
+from flashstate.ops.conv1d import CONV1D_STEP, conv1d_step
 
 
 def causal_conv1d_update(
@@ -33,8 +33,8 @@ def causal_conv1d_update(
     """
     tokens, room = shapes.tokens_before_channels("x", x), shapes.room_for_output(x)
     y = conv1d_step(
-        conv_state, tokens, *map(shapes.contiguous, (weight, bias)), activation=shapes.activation_of(activation),
-        positions=shapes.contiguous(cache_seqlens), slots=conv_state_indices,
+        conv_state, tokens, **shapes.fitted(CONV1D_STEP, weight=weight, bias=bias, positions=cache_seqlens),
+        activation=shapes.activation_of(activation), slots=conv_state_indices,
         out=None if room is None else shapes.tokens_before_channels("out", room),
     )  # fmt: skip
     return shapes.tokens_before_channels("out", y)

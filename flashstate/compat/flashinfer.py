@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from flashstate.compat import shapes
-from flashstate.errors import ACTIVATION_DTYPES, check_choice, check_flag, check_int, check_tensor, dtype_name
-from flashstate.ops.gated_delta import gated_delta_step
+from flashstate.errors import INT64, check_choice, check_flag, check_int, check_tensor, dtype_name
+from flashstate.ops.gated_delta import GATED_DELTA_STEP, gated_delta_step
 from flashstate.state.formats import FORMATS
 from flashstate.state.slots import MOST_TOKENS, Slots
 from flashstate.state.state import MOST_ROUNDS, State
@@ -74,13 +74,14 @@ def selective_state_update(
     check_choice("algorithm", algorithm, ALGORITHMS)
     check_choice("backend", backend, BACKENDS)
     check_flag("disable_state_update", disable_state_update)
-    check_int("pad_slot_id", pad_slot_id, *shapes.INT64)
+    check_int("pad_slot_id", pad_slot_id, *INT64)
     check_int("cache_steps", cache_steps, 0 if cu_seqlens is None else 1, MOST_TOKENS)
     read, write, rows = state_batch_indices, dst_state_batch_indices, intermediate_state_indices
     buffer, scales = intermediate_states_buffer, intermediate_state_scales
     shapes.check_not_both(intermediate_states_buffer=buffer, dst_state_batch_indices=write)
     state = shapes.with_axes("state", state, 3, 4)
-    tensors = shapes.step_tensors(x, dt, A, B, C, D, z, dt_bias, rank=4 if cache_steps and cu_seqlens is None else 3)
+    rank = 4 if cache_steps and cu_seqlens is None else 3
+    tensors = shapes.step_tensors(rank, x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias)
     _check_dtypes_of("dt", dt, D=D, dt_bias=dt_bias)
     _check_dtypes_of("state_batch_indices", read, dst_state_batch_indices=write, intermediate_state_indices=rows)
     shapes.check_needs("intermediate_states_buffer", buffer, intermediate_state_scales=scales)
@@ -142,29 +143,21 @@ def _slots(
     steps = cache_steps if bounds is not None else x.shape[1] if x.dim() == 4 else 1  # the most tokens a row has
     if accepted is not None:
         shapes.check_indices("state_batch_indices", read, "batch", "n")
-        accepted = shapes.list_of("num_accepted_tokens", accepted, batch)
+    accepted = shapes.list_of("num_accepted_tokens", accepted, batch)
     read = shapes.own_slots("state_batch_indices", state, batch) if read is None else read
     table = shapes.table_of("state_batch_indices", read, batch)
     if isinstance(write, Tensor) and write.dim() == 1:
         write = shapes.list_of("dst_state_batch_indices", write, batch)
     elif write is not None:
         write = shapes.table_of("dst_state_batch_indices", write, batch, steps)[:, :steps]
-    if snapshot_rows is not None:
-        snapshot_rows = shapes.list_of("intermediate_state_indices", snapshot_rows, batch)
-    elif keeps:
-        snapshot_rows = _chosen(table, accepted).contiguous()
+    snapshot_rows = shapes.list_of("intermediate_state_indices", snapshot_rows, batch)
+    if snapshot_rows is None and keeps:  # the slot that each row reads; of padding rows any
+        column = None if accepted is None else (accepted.long() - 1).clamp(0, table.shape[1] - 1)[:, None]
+        snapshot_rows = (table if column is None else table.gather(1, column))[:, 0].contiguous()
     return Slots(
         table[:, 0] if accepted is None else table, write=write, accepted=accepted, snapshot_rows=snapshot_rows,
         cu_seqlens=bounds, max_len=None if bounds is None else steps, null=null, padding="fresh",
     )  # fmt: skip
-
-
-def _chosen(table: Tensor, accepted: Tensor | None) -> Tensor:
-    """The slot that each row reads; of padding rows any."""
-    if accepted is None:
-        return table[:, 0]
-    column = (accepted.long() - 1).clamp(0, table.shape[1] - 1)
-    return table.gather(1, column[:, None])[:, 0]
 
 
 def gated_delta_rule_decode_pretranspose(
@@ -199,8 +192,17 @@ def gated_delta_rule_decode_pretranspose(
     """
     if shapes.with_these_axes("v", v, "B", "T", "HV", "V").shape[1] != 1:
         raise ValueError(f"v must have one token per row, got {tuple(v.shape)}; gated_delta_rule_mtp takes several")
-    pool, slots = _pool_and_slots(len(v), state, initial_state, initial_state_indices, output_state_indices)
-    return _delta_step(pool, q, k, v, a, b, A_log, dt_bias, scale, use_qk_l2norm, output, slots)
+    shapes.check_not_both(state=state, initial_state=initial_state)
+    read, write = initial_state_indices, output_state_indices
+    if initial_state is not None:
+        slots = _delta_slots(len(v), read, write)
+        return _delta_step(initial_state, q, k, v, a, b, A_log, dt_bias, scale, use_qk_l2norm, output, slots)
+    shapes.check_needs("initial_state", None, initial_state_indices=read, output_state_indices=write)
+    if state is None:
+        raise ValueError("state or initial_state must be given, got None for both")
+    if len(shapes.with_axes("state", state, 4, 4)) != len(v):
+        raise ValueError(f"state must have {len(v)} slots, as the batch has rows, got shape {tuple(state.shape)}")
+    return _delta_step(state, q, k, v, a, b, A_log, dt_bias, scale, use_qk_l2norm, output, slots=None)
 
 
 def gated_delta_rule_mtp(
@@ -248,9 +250,14 @@ def gated_delta_rule_mtp(
         batch, initial_state_indices, output_state_indices, ssm_state_indices, steps, update,
         padding="zero" if output is None or steps == 1 else "keep",
     )  # fmt: skip
+    snapshots = None
+    if intermediate_states_buffer is not None:
+        axes = ("rows", "steps", "HV", "V", "K")
+        check_tensor("intermediate_states_buffer", intermediate_states_buffer, axes, (None,) * len(axes))
+        snapshots = State(intermediate_states_buffer)  # so that a call can start as one before it did
     return _delta_step(
         initial_state, q, k, v, a, b, A_log, dt_bias, scale, use_qk_l2norm, output, slots, update=update,
-        snapshots=None if intermediate_states_buffer is None else _delta_snapshots(intermediate_states_buffer),
+        snapshots=snapshots,
     )  # fmt: skip
 
 
@@ -259,30 +266,15 @@ def _delta_step(
     scale: float | None, l2norm: bool, output: Tensor | None, slots: Slots | None, **more: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Call gated_delta_step with a decay per token and head; what has strides that it does not take is copied."""
+    tensors = shapes.fitted(
+        GATED_DELTA_STEP, q=q, k=k, v=v, A_log=shapes.with_these_axes("A_log", A_log, "HV"),
+        dt_bias=shapes.with_these_axes("dt_bias", dt_bias, "HV"),
+    )  # fmt: skip
     y = gated_delta_step(
-        pool, shapes.rows_contiguous(q), shapes.rows_contiguous(k), shapes.rows_contiguous(v),
-        shapes.with_these_axes("a", a, "B", "T", "HV"), b,
-        A_log=shapes.with_these_axes("A_log", A_log, "HV").contiguous(),
-        dt_bias=shapes.with_these_axes("dt_bias", dt_bias, "HV").contiguous(),
-        scale=scale, qk_l2norm=l2norm, exact=True, slots=slots,
-        out=shapes.room_for_output(v) if output is None else output, **more,
+        pool, a=shapes.with_these_axes("a", a, "B", "T", "HV"), b=b, **tensors, scale=scale, qk_l2norm=l2norm,
+        slots=slots, out=shapes.room_for_output(v) if output is None else output, **more,
     )  # fmt: skip
     return y, pool
-
-
-def _pool_and_slots(
-    batch: int, state: Tensor | None, pool: Tensor | None, read: Tensor | None, write: Tensor | None
-) -> tuple[Tensor, Slots | None]:
-    """Where the states are, and which is whose; None: row b is slot b."""
-    shapes.check_not_both(state=state, initial_state=pool)
-    if pool is not None:
-        return pool, _delta_slots(batch, read, write)
-    shapes.check_needs("initial_state", pool, initial_state_indices=read, output_state_indices=write)
-    if state is None:
-        raise ValueError("state or initial_state must be given, got None for both")
-    if len(shapes.with_axes("state", state, 4, 4)) != batch:
-        raise ValueError(f"state must have {batch} slots, as the batch has rows, got shape {tuple(state.shape)}")
-    return state, None
 
 
 def _delta_slots(
@@ -297,10 +289,3 @@ def _delta_slots(
         shapes.check_indices("ssm_state_indices", every, B=batch, T=steps)
         write = shapes.rows_contiguous(every)
     return Slots(read, write=write if update else None, padding=padding)
-
-
-def _delta_snapshots(buffer: Tensor) -> State:
-    """A State, with which a call can start as one before it did; a bare tensor would be looked at anew."""
-    axes = ("rows", "steps", "HV", "V", "K")
-    check_tensor("intermediate_states_buffer", buffer, axes, (None,) * len(axes), dtypes=ACTIVATION_DTYPES)
-    return State(buffer)

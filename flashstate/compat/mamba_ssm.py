@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from flashstate.compat import shapes
-from flashstate.errors import check_flag, check_int, check_no_overlap, check_row_contiguous, check_tensor
-from flashstate.ops.mamba3 import mamba3_step
-from flashstate.pool.memory import share_memory
+from flashstate.errors import LARGEST_INT32, check_flag, check_int, check_tensor
+from flashstate.ops.mamba3 import MAMBA3_STEP
+from flashstate.pool.layers import Place
 from flashstate.state.mamba3 import Mamba3State
 from flashstate.state.state import as_state, check_slots_of
-
-MAMBA3_AXES = {  # of what mamba3_step_fn is given for every row, and for all
-    **dict.fromkeys(("x", "z"), ("batch", "H", "D")),
-    **dict.fromkeys(("A", "dt", "trap"), ("batch", "H")),
-    **dict.fromkeys(("B", "C"), ("batch", "R", "G", "N")),
-    **dict.fromkeys(("xproj", "zproj", "outproj"), ("R", "H", "D")),
-    "D": ("H",),
-}
 
 
 def selective_state_update(
@@ -47,7 +37,7 @@ def selective_state_update(
     Any tensor may have no head axis: then there is one head. docs/compat.md says what differs from mamba_ssm.
     """
     state = shapes.with_axes("state", state, 3, 4)
-    tensors = shapes.step_tensors(x, dt, A, B, C, D, z, dt_bias)
+    tensors = shapes.step_tensors(x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias)
     if state_batch_indices is not None:
         shapes.check_indices("state_batch_indices", state_batch_indices, batch=x.shape[0])
     return shapes.selective_step(state, x, tensors, dt_softplus=dt_softplus, slots=state_batch_indices)
@@ -93,54 +83,32 @@ def mamba3_step_fn(
     docs/compat.md says what differs from mamba_ssm.
     """
     for name, number in (("tile_D", tile_D), ("num_warps", num_warps)):
-        check_int(name, number, 1, (1 << 31) - 1)
+        check_int(name, number, 1, LARGEST_INT32)
     check_flag("update_kv_state", update_kv_state)
     pool = Mamba3State(as_state(shapes.with_these_axes("state", state, "slots", "H", "D", "N")), Bstate, Xstate)
-    check_tensor("x", x, MAMBA3_AXES["x"], (None, *state.shape[1:3]), device=state.device)
-    tokens: dict[str, Any] = {"x": x, "B": B, "C": C, "z": z, "A": A, "dt": dt, "trap": trap}
-    tokens |= {name: shapes.rows_contiguous(tokens[name]) for name in ("x", "B", "C", "z")}
-    weights = {"xproj": xproj, "zproj": zproj, "outproj": outproj, "D": D}
+    check_tensor("x", x, ("batch", "H", "D"), (None, *state.shape[1:3]), device=state.device)
     shapes.check_needs("z", z, zproj=zproj)
     if state_batch_indices is None:
         shapes.own_slots("state_batch_indices", state, len(x))
     else:
         shapes.check_indices("state_batch_indices", state_batch_indices, device=state.device, batch=len(x))
-    room = _room_of_mamba3(out, x, pool.rank if outproj is None else None)
-    if state_out is not None and state_out is not state:
-        _check_mamba3(pool, tokens, weights)
-        pool = _elsewhere(pool, state_out, state_batch_indices, len(x))
-    Wx, Wz, Wo, D = map(shapes.contiguous, weights.values())
+    per_rank = x[:, None].expand(-1, pool.rank, -1, -1) if outproj is None else x
+    room = shapes.room_for_output(per_rank) if out is None else out
     one_rank = outproj is None and pool.rank == 1  # mamba3_step has no axis for it
-    y = mamba3_step(
-        pool, **tokens, Wx=Wx, Wz=Wz, Wo=Wo, D=D, update_kv=update_kv_state, slots=state_batch_indices,
-        out=room[:, 0] if room is not None and one_rank else room,
-    )  # fmt: skip
+    if one_rank and out is not None:
+        axes = ("batch", "R", "H", "D")
+        check_tensor("out", out, axes, tuple(per_rank.shape), dtypes=(x.dtype,), device=x.device)
+    tensors = shapes.fitted(MAMBA3_STEP, x=x, B=B, C=C, Wx=xproj, Wz=zproj, Wo=outproj, D=D, z=z)
+    given = {
+        **tensors, "A": A, "dt": dt, "trap": trap, "rotary": None, "trap_logit": False, "update_kv": update_kv_state,
+        "slots": state_batch_indices, "update": True, "out": room[:, 0] if room is not None and one_rank else room,
+    }  # fmt: skip
+    values = [given[name] for name in MAMBA3_STEP.hints if name != "state"]
+    if state_out is not None and state_out is not state:
+        MAMBA3_STEP.checked([pool, *values])  # before state_out is written
+        pool = _elsewhere(pool, state_out, state_batch_indices, len(x))
+    y = MAMBA3_STEP.call(pool, *values)
     return room if room is not None else y[:, None] if one_rank else y
-
-
-def _room_of_mamba3(out: Tensor | None, x: Tensor, rank: int | None) -> Tensor | None:
-    """Where outputs (batch, H, D) go, or with a rank (batch, R, H, D): `out`, or as room_for_output has it."""
-    like = x if rank is None else x[:, None].expand(-1, rank, -1, -1)
-    if out is None:
-        return shapes.room_for_output(like)
-    axes = ("batch", "H", "D") if rank is None else ("batch", "R", "H", "D")
-    check_tensor("out", out, axes, tuple(like.shape), dtypes=(x.dtype,), device=x.device)
-    check_row_contiguous("out", out)
-    check_no_overlap("out", out)
-    return out
-
-
-def _check_mamba3(pool: Mamba3State, tokens: dict[str, Any], weights: dict[str, Any]) -> None:
-    """Check what only mamba3_step would, before state_out is written."""
-    _, H, rows, N = pool.ssm.data.shape
-    sizes = {"R": pool.rank, "H": H, "D": rows, "N": N, "batch": len(tokens["x"])}
-    for name, tensor in {**tokens, **weights}.items():
-        if tensor is not None or name in ("A", "dt", "trap", "B", "C"):
-            axes = MAMBA3_AXES[name]
-            check_tensor(name, tensor, axes, tuple(map(sizes.get, axes)), device=pool.k.device)
-            sizes |= zip(axes, tensor.shape, strict=True)
-    if sizes["G"] == 0 or H % sizes["G"]:
-        raise ValueError(f"B must have a number of groups that divides the {H} heads, got {sizes['G']}")
 
 
 def _elsewhere(pool: Mamba3State, state_out: Tensor, indices: Tensor | None, batch: int) -> Mamba3State:
@@ -151,7 +119,7 @@ def _elsewhere(pool: Mamba3State, state_out: Tensor, indices: Tensor | None, bat
     check_slots_of("state_out", state_out, state.shape[1:])
     if not torch.compiler.is_compiling():  # there are no addresses then
         for name, tensor in (("state", state), ("Bstate", pool.k), ("Xstate", pool.v)):
-            if share_memory(state_out, tensor):
+            if Place.of(state_out).overlaps(Place.of(tensor)):
                 raise ValueError(f"state_out must not share memory with {name}")
     _copy_slots(state, state_out, indices, batch)
     return Mamba3State(state_out, pool.k, pool.v)

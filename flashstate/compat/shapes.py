@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from flashstate.errors import INDEX_DTYPES, check_tensor
-from flashstate.ops.mamba2 import mamba2_step
+from flashstate.launch.axes import Axes
+from flashstate.launch.call import Op
+from flashstate.ops.mamba2 import MAMBA2_STEP, mamba2_step
 
-INT64 = -(1 << 63), (1 << 63) - 1  # the least and the most
+PARAMETERS = {"A": (2, 3, 0), "D": (1, 2, 0), "dt_bias": (1, 2, 0)}  # with_axes of those that no token brings
 
 
 def with_axes(name: str, tensor: Any, fewest: int, rank: int, axis: int = 1) -> Tensor:
@@ -31,23 +33,15 @@ def with_these_axes(name: str, tensor: Any, *axes: str) -> Tensor:
     return tensor
 
 
-def step_tensors(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None,
-    rank: int = 3,
-) -> dict[str, Any]:  # fmt: skip
+def step_tensors(rank: int = 3, **tensors: Any) -> dict[str, Any]:
     """The tensors of mamba2_step that are there, with a head axis, in strides that it takes; others are copied.
 
     rank: how many axes activations have.
     """
-    tensors = {}
-    for name, tensor in {"x": x, "dt": dt, "B": B, "C": C, **({} if z is None else {"z": z})}.items():
-        tensor = with_axes(name, tensor, 2, rank)
-        tensors[name] = tensor if name == "dt" and is_one_value(tensor, 1) else rows_contiguous(tensor)
-    tensors["A"] = per_head_or_contiguous(with_axes("A", A, 2, 3, axis=0), 2)
-    for name, parameter in (("D", D), ("dt_bias", dt_bias)):
-        if parameter is not None:
-            tensors[name] = per_head_or_contiguous(with_axes(name, parameter, 1, 2, axis=0), 1)
-    return tensors
+    given = {name: t for name, t in tensors.items() if t is not None or name not in MAMBA2_STEP.optional}
+    return fitted(
+        MAMBA2_STEP, **{name: with_axes(name, t, *PARAMETERS.get(name, (2, rank, 1))) for name, t in given.items()}
+    )
 
 
 def selective_step(state: Any, like: Tensor, tensors: dict[str, Any], out: Tensor | None = None, **more: Any) -> Tensor:
@@ -56,29 +50,29 @@ def selective_step(state: Any, like: Tensor, tensors: dict[str, Any], out: Tenso
     return y.reshape(like.shape) if out is None else out
 
 
-def is_one_value(tensor: Tensor, axes: int) -> bool:
-    """Whether all entries of the last axes are one value in memory."""
-    sizes, strides = tensor.shape[-axes:], tensor.stride()[-axes:]
-    return all(size <= 1 or stride == 0 for size, stride in zip(sizes, strides, strict=True))
+def fitted(op: Op, **tensors: Any) -> dict[str, Any]:
+    """Arguments of an op, copied where they have strides that it does not take; what is no tensor it will refuse."""
+    return {name: _fitted(op.tensors[name], tensor) for name, tensor in tensors.items()}
 
 
-def contiguous(tensor: Any) -> Any:
-    """The tensor, or a contiguous copy of it; what is no tensor as it is, for the op to refuse."""
-    return tensor.contiguous() if isinstance(tensor, Tensor) else tensor
+def _fitted(axes: Axes, tensor: Any) -> Any:
+    if not isinstance(tensor, Tensor):
+        return tensor
+    more = len(axes.optional)
+    last = zip(tensor.shape[-more:], tensor.stride()[-more:], strict=True)
+    one_value = more > 0 and all(size <= 1 or stride == 0 for size, stride in last)  # per head, in memory
+    if axes.tokens:
+        return tensor if one_value else rows_contiguous(tensor)
+    if one_value and tensor.numel() and tensor.dim() == len(axes.names) + more:
+        for _ in axes.optional:
+            tensor = tensor[..., 0]
+    return tensor.contiguous()
 
 
 def rows_contiguous(tensor: Any) -> Any:
     """The tensor, or a contiguous copy of it where entries of its last axis are no neighbours in memory."""
     far = isinstance(tensor, Tensor) and tensor.dim() > 0 and tensor.shape[-1] > 1 and tensor.stride(-1) != 1
     return tensor.contiguous() if far else tensor
-
-
-def per_head_or_contiguous(tensor: Tensor, axes: int) -> Tensor:
-    """A parameter (heads, ...) without its last axes where they are one value, else contiguous."""
-    if tensor.numel() and tensor.dim() == 1 + axes and is_one_value(tensor, axes):
-        for _ in range(axes):
-            tensor = tensor[..., 0]
-    return tensor.contiguous()
 
 
 def room_for_output(x: Tensor, out: Tensor | None = None) -> Tensor | None:
@@ -119,8 +113,10 @@ def rows_of(x: Tensor, cu_seqlens: Tensor | None) -> tuple[int, Tensor | None]:
     return len(cu_seqlens) - 1, cu_seqlens.contiguous()
 
 
-def list_of(name: str, numbers: Any, batch: int, device: torch.device | None = None) -> Tensor:
-    """The first numbers of a list that has one or more for every row of the batch."""
+def list_of(name: str, numbers: Any, batch: int, device: torch.device | None = None) -> Tensor | None:
+    """The first numbers of a list that has one or more for every row of the batch, if there is one."""
+    if numbers is None:
+        return None
     check_indices(name, numbers, "batch", device=device)
     if len(numbers) < batch:
         raise ValueError(f"{name} must have {batch} entries or more, got shape {tuple(numbers.shape)}")

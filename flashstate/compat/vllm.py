@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from flashstate.compat import shapes
-from flashstate.errors import check_flag, check_int, check_tensor
-from flashstate.ops.conv1d import conv1d_step
+from flashstate.errors import INT64, check_flag, check_int, check_tensor
+from flashstate.ops.conv1d import CONV1D_STEP, conv1d_step
 from flashstate.state.slots import MOST_TOKENS, Slots
 from flashstate.state.state import MOST_ROUNDS, State
 
@@ -54,10 +54,10 @@ def selective_state_update(
     Any tensor may have no head axis: then there is one head. docs/compat.md says what differs from vLLM.
     """
     check_flag("enable_stochastic_rounding", enable_stochastic_rounding)
-    check_int("null_block_id", null_block_id, *shapes.INT64)
+    check_int("null_block_id", null_block_id, *INT64)
     check_int("cache_philox_rounds", cache_philox_rounds, 0, MOST_ROUNDS)
     state = shapes.with_axes("state", state, 3, 4)
-    tensors = shapes.step_tensors(x, dt, A, B, C, D, z, dt_bias)
+    tensors = shapes.step_tensors(x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias)
     read, write, accepted = state_batch_indices, dst_state_batch_indices, num_accepted_tokens
     batch, bounds = shapes.rows_of(x, cu_seqlens)
     shapes.check_needs("state_batch_indices", read, dst_state_batch_indices=write, num_accepted_tokens=accepted)
@@ -73,9 +73,10 @@ def _slots(
     state: Tensor, batch: int, read: Tensor | None, write: Tensor | None, accepted: Tensor | None,
     cu_seqlens: Tensor | None, null: int,
 ) -> Slots | None:  # fmt: skip
+    if read is None and cu_seqlens is None:
+        return None
     if read is None:
-        own = None if cu_seqlens is None else shapes.own_slots("state_batch_indices", state, batch)
-        return None if own is None else Slots(own, cu_seqlens=cu_seqlens)
+        return Slots(shapes.own_slots("state_batch_indices", state, batch), cu_seqlens=cu_seqlens)
     read = shapes.table_of("state_batch_indices", read, batch)
     every = accepted is not None and cu_seqlens is not None  # every token has a place
     if write is not None:
@@ -84,8 +85,7 @@ def _slots(
         write = read
     if write is not None and not every:
         write = write[:, 0]
-    if accepted is not None:
-        accepted = shapes.list_of("num_accepted_tokens", accepted, batch)
+    accepted = shapes.list_of("num_accepted_tokens", accepted, batch)
     read = read[:, 0] if accepted is None else read
     return Slots(read, write=write, accepted=accepted, cu_seqlens=cu_seqlens, null=null)
 
@@ -124,25 +124,27 @@ def causal_conv1d_update(
 
     docs/compat.md says what differs from vLLM.
     """
-    check_int("null_block_id", null_block_id, *shapes.INT64)
+    check_int("null_block_id", null_block_id, *INT64)
     check_int("max_query_len", max_query_len, -1, MOST_TOKENS)
     check_tensor("weight", weight, ("dim", "width"), (None, None))
     width, out = weight.shape[1], x if out is None else out
     window = shapes.with_axes("conv_state", conv_state, 3, 3)
-    if query_start_loc is None:
-        tokens, room = shapes.tokens_before_channels("x", x), shapes.tokens_before_channels("out", out)
-    elif conv_state_indices is None:
+    packed = query_start_loc is not None
+    if packed and conv_state_indices is None:
         raise ValueError("conv_state_indices must be given with query_start_loc: they say how many rows there are")
+    tokens, room = (x, out) if packed else map(shapes.tokens_before_channels, ("x", "out"), (x, out))
+    if conv_state_indices is None:
+        read, write = shapes.own_slots("conv_state_indices", window, len(x)), None
     else:
-        tokens, room = x, out
-    read, write = _read_and_write(
-        window, len(x) if query_start_loc is None else None, conv_state_indices, initial_state_idx,
-        block_idx_last_scheduled_token,
-    )  # fmt: skip
-    if query_start_loc is not None:  # what belongs to rows may be longer than there are rows
-        query_start_loc = shapes.list_of("query_start_loc", query_start_loc, len(read) + 1)
-    if num_accepted_tokens is not None:
-        num_accepted_tokens = shapes.list_of("num_accepted_tokens", num_accepted_tokens, len(read))
+        batch = None if packed else len(x)  # all rows of the table
+        table = shapes.table_of("conv_state_indices", conv_state_indices, batch, device=window.device)
+        read = _column_of(table, "initial_state_idx", initial_state_idx)
+        write = _column_of(table, "block_idx_last_scheduled_token", block_idx_last_scheduled_token)
+        if initial_state_idx is None and block_idx_last_scheduled_token is None:
+            write = None  # where it was read
+    # What belongs to rows may be longer than there are rows.
+    query_start_loc = shapes.list_of("query_start_loc", query_start_loc, len(read) + 1)
+    num_accepted_tokens = shapes.list_of("num_accepted_tokens", num_accepted_tokens, len(read))
     slots = Slots(
         read, write=write, accepted=num_accepted_tokens, cu_seqlens=query_start_loc,
         max_len=None if query_start_loc is None or max_query_len < 0 else max_query_len,
@@ -150,29 +152,17 @@ def causal_conv1d_update(
     )  # fmt: skip
     rolls_back = num_accepted_tokens is not None
     conv1d_step(
-        window if rolls_back else window[..., : width - 1], tokens, *map(shapes.contiguous, (weight, bias)),
-        activation=shapes.activation_of(activation), history=width - 2 if rolls_back else None, slots=slots, out=room,
+        window if rolls_back else window[..., : width - 1], tokens,
+        **shapes.fitted(CONV1D_STEP, weight=weight, bias=bias), activation=shapes.activation_of(activation),
+        history=width - 2 if rolls_back else None, slots=slots, out=room,
     )  # fmt: skip
     return out
 
 
-def _read_and_write(
-    window: Tensor, batch: int | None, indices: Tensor | None, reads: Tensor | None, writes: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """The slot that each row reads, and the one that it writes if that may be another. A batch of None: all rows."""
-    if indices is None:
-        return shapes.own_slots("conv_state_indices", window, batch or 0), None
-    table = shapes.table_of("conv_state_indices", indices, batch, device=window.device)
-    read = _column_of(table, "initial_state_idx", reads)
-    if reads is None and writes is None:
-        return read, None
-    return read, _column_of(table, "block_idx_last_scheduled_token", writes)
-
-
 def _column_of(table: Tensor, name: str, columns: Tensor | None) -> Tensor:
     """The entry of each row in its column; -1 where there is no such column."""
+    columns = shapes.list_of(name, columns, len(table), device=table.device)
     if columns is None:
         return table[:, 0]
-    columns = shapes.list_of(name, columns, len(table), device=table.device).long()
     inside = (columns >= 0) & (columns < table.shape[1])
-    return torch.where(inside, table.gather(1, torch.where(inside, columns, 0)[:, None])[:, 0], -1)
+    return torch.where(inside, table.gather(1, torch.where(inside, columns, 0).long()[:, None])[:, 0], -1)

@@ -8,29 +8,15 @@ from typing import Any, Generic
 import torch
 from torch import Tensor
 
-from flashstate.errors import INDEX_DTYPES, check_flag, check_int, check_tensor
+from flashstate.errors import INDEX_DTYPES, INT64, LARGEST_INT32, check_flag, check_int, check_tensor
 from flashstate.ops.seeds import advance_seeds
 from flashstate.ops.states import read_states, write_states
-from flashstate.pool.kv import LayerT, allocate_kv, as_kept, ssm_of
-from flashstate.pool.memory import (
-    Memory,
-    SlotNumbers,
-    allocate_states,
-    as_numbers,
-    check_apart,
-    check_states,
-    copy_slots,
-    memory_of,
-    of_all_layers,
-    put,
-)
-from flashstate.pool.windows import allocate_windows, check_windows, with_history
+from flashstate.pool.layers import LayerT, as_kept, memory_of, ssm_of, with_history
+from flashstate.pool.memory import Allocator, Memory, SlotNumbers, as_numbers, copy_slots, put
 from flashstate.state.mamba3 import Mamba3State
-from flashstate.state.ring import LARGEST_WINDOW, Plan, Ring, allocate_rings, check_rings, tensors_of
+from flashstate.state.ring import Plan, Ring
 from flashstate.state.slots import Slots, as_slots
 from flashstate.state.state import State
-
-INT64 = (-(1 << 63), (1 << 63) - 1)
 
 
 class StatePool(Generic[LayerT]):
@@ -57,14 +43,14 @@ class StatePool(Generic[LayerT]):
     def __init__(
         self,
         states: Sequence[LayerT],
-        windows: Sequence[Tensor],
-        drafts: int,
         memory: Memory,
-        *,
+        windows: Sequence[Tensor] = (),
+        drafts: int = 0,
         rings: Sequence[Ring] = (),
-        held: bool,
+        *,
         null: int,
         seed: int | None,
+        held: bool = False,
     ) -> None:
         """`windows`: one per layer, or none, with room for `drafts`; `rings`: the same. `memory`: of all of them."""
         check_int("null", null, *INT64)
@@ -79,7 +65,12 @@ class StatePool(Generic[LayerT]):
         self._memory = memory
         self._seed = next((state.seed for state in ssm if state.seed is not None), None)
         self._device = ssm[0].data.device
-        self._generator = _generator(seed)
+        self._generator = torch.Generator("cpu")
+        if seed is None:
+            self._generator.seed()  # from entropy
+        else:
+            check_int("seed", seed, *INT64)
+            self._generator.manual_seed(seed)
         usable = [slot for slot in range(self.slots) if slot != null]
         self._held = set(usable) if held else set()
         self._free = [] if held else usable[::-1]  # the last is the next to be acquired
@@ -124,16 +115,11 @@ class StatePool(Generic[LayerT]):
         groups, ring_dtype: of B, and the dtype of x and B, in a ring.
         """
         sizes = {"heads": heads, "rows": rows, "cols": cols}
-        states, memory = allocate_states(slots, layers, sizes, dtype, rounding, rounds, stream, device)
-        conv: tuple[int, int, int, torch.dtype] = (conv_channels, conv_width, drafts, conv_dtype)
-        rings: list[Ring] = []
-        check_int("window", window, 0, LARGEST_WINDOW)
-        if window:
-            rings, of_rings = allocate_rings(states, window, tokens, groups, ring_dtype)
-            memory = memory + of_all_layers(of_rings, 0)
-        elif tokens != 1:
-            raise ValueError(f"tokens are for rings: window must be given too, got tokens={tokens}")
-        return cls._with_windows(states, memory, conv, null, seed, rings)
+        allocate = Allocator(layers, slots, device)
+        states = allocate.states(sizes, dtype, rounding, rounds, stream)
+        rings = allocate.rings(states, window, tokens, groups, ring_dtype)
+        windows = allocate.windows(conv_channels, conv_width, drafts, conv_dtype)
+        return cls(states, allocate.memory, windows, drafts, rings, null=null, seed=seed)
 
     @classmethod
     def mamba3(
@@ -162,10 +148,10 @@ class StatePool(Generic[LayerT]):
         kv_dtype: of k and v, float32, bfloat16 or float16; angles are float32.
         """
         sizes = {"heads": heads, "rows": rows, "cols": cols}
-        states, memory = allocate_states(slots, layers, sizes, dtype, rounding, rounds, stream, device)
-        kv = allocate_kv(states, rank, angles, kv_dtype)
-        whole = [Mamba3State(state, *of_layer) for state, *of_layer in zip(states, *kv, strict=True)]
-        return cls(whole, (), 0, memory + of_all_layers(kv, 0), held=False, null=null, seed=seed)
+        allocate = Allocator(layers, slots, device)
+        states = allocate.states(sizes, dtype, rounding, rounds, stream)
+        whole = allocate.mamba3(states, rank, angles, kv_dtype)
+        return cls(whole, allocate.memory, null=null, seed=seed)
 
     @classmethod
     def gated_delta(
@@ -190,27 +176,10 @@ class StatePool(Generic[LayerT]):
     ) -> StatePool[State]:
         """A pool for the gated delta rule, whose states are (value heads, value_dim, key_dim); the rest as `mamba2`."""
         sizes = {"heads": heads, "value_dim": value_dim, "key_dim": key_dim}
-        states, memory = allocate_states(slots, layers, sizes, dtype, rounding, rounds, stream, device)
-        conv = (conv_channels, conv_width, drafts, conv_dtype)
-        return cls._with_windows(states, memory, conv, null, seed)
-
-    @classmethod
-    def _with_windows(
-        cls: type[StatePool[Any]],
-        states: list[State],
-        memory: Memory,
-        conv: tuple[int, int, int, torch.dtype],
-        null: int,
-        seed: int | None,
-        rings: Sequence[Ring] = (),
-    ) -> StatePool[State]:
-        with torch.inference_mode(False):  # else only inference mode could change them
-            windows = allocate_windows(len(states), states[0].data.shape[0], *conv, states[0].data.device)
-        if not windows.numel():
-            return cls(states, (), 0, memory, rings=rings, held=False, null=null, seed=seed)
-        memory = memory + of_all_layers([windows], 0)
-        views = windows.transpose(2, 3).unbind()  # (slots, channels, length) each
-        return cls(states, views, conv[2], memory, rings=rings, held=False, null=null, seed=seed)
+        allocate = Allocator(layers, slots, device)
+        states = allocate.states(sizes, dtype, rounding, rounds, stream)
+        windows = allocate.windows(conv_channels, conv_width, drafts, conv_dtype)
+        return cls(states, allocate.memory, windows, drafts, null=null, seed=seed)
 
     @classmethod
     def wrap(
@@ -234,18 +203,8 @@ class StatePool(Generic[LayerT]):
 
         The caller holds every slot at first, with whatever is in it; `release` hands slots to the pool.
         """
-        check_states(states)
-        memory = [part for state in states for part in memory_of(state)]
-        if windows is None and drafts:
-            raise ValueError(f"drafts are for windows, which must be given too, got drafts={drafts}")
-        if windows is not None:
-            check_windows(windows, [ssm_of(state) for state in states], drafts)
-        if rings is not None:
-            check_rings(rings, states)
-        others = {f"windows[{i}]": window for i, window in enumerate(windows or ())} | tensors_of(rings or ())
-        check_apart(states, others)
-        memory += [(tensor, 0) for tensor in others.values()]
-        return cls(states, windows or (), drafts, memory, rings=rings or (), held=True, null=null, seed=seed)
+        memory = memory_of(states, windows, drafts, rings)
+        return cls(states, memory, windows or (), drafts, rings or (), null=null, seed=seed, held=True)
 
     @property
     def free(self) -> int:
@@ -259,71 +218,51 @@ class StatePool(Generic[LayerT]):
         seed = 0 if self._seed is None else self._seed.element_size()
         return sum(tensor[0].nbytes for tensor, _ in self._memory) + seed
 
-    def layer(self, i: int) -> LayerT:
-        """The state of layer i, for ops, a Mamba3State where it is of Mamba-3; the same object every time."""
-        self._check_layer(i)
-        return self._states[i]
-
     @property
     def has_windows(self) -> bool:
         """Whether it has windows of convolutions."""
         return len(self._windows) > 0
-
-    def window(self, i: int) -> Tensor:
-        """The window of the convolution of layer i, for `conv1d_step`: (slots, channels, length)."""
-        self._check_layer(i)
-        if not self.has_windows:
-            raise ValueError("this pool has no windows: it was made without conv_channels")
-        return self._windows[i]
 
     @property
     def has_rings(self) -> bool:
         """Whether it has rings for replay."""
         return len(self._rings) > 0  # torch.compile cannot take a tuple for a truth value
 
-    def ring(self, i: int) -> Ring:
-        """The ring of layer i, for `mamba2_replay`; the same object every time."""
-        self._check_layer(i)
-        self._check_rings()
-        return self._rings[i]
-
-    def _check_rings(self) -> None:
-        if not self.has_rings:
-            raise ValueError("this pool has no rings: it was made without a window")
-
-    def plan(self, slots: Slots | Tensor | None = None, tokens: int | None = None) -> Plan:
-        """Which rows of a batch fold their rings in this step of the model: for `mamba2_replay` of all layers, and then
-        for `commit`.
-
-        slots: as `mamba2_replay` takes them; with cu_seqlens, and then max_len, tokens are packed.
-        tokens: per row; of packed tokens left out.
-
-        One small launch; a CUDA graph captures it, and the host does not wait.
-        """
-        self._check_rings()
-        return self._rings[0].plan(slots, tokens)
-
-    def commit(self, plan: Plan, accepted: Tensor | None = None) -> None:
-        """Keep the first `accepted` tokens of every row of the step that was planned, in all layers; None: all. Exactly
-        once per step, after all layers.
-
-        accepted: (batch,) int32 or int64 on the device, from 0 to the tokens of a row.
-
-        One small launch; a CUDA graph captures it, and the host does not wait.
-        """
-        self._check_rings()
-        self._rings[0].commit(plan, accepted)
-
-    def folded(self, slots: Slots | Tensor | None = None, tokens: Tensor | int | None = None) -> None:
-        """Drop the live tokens that `mamba2_fold` folded in place in all layers; slots and tokens as it had them."""
-        self._check_rings()
-        self._rings[0].folded(slots, tokens)
-
-    def _check_layer(self, i: int) -> None:
+    def layer(self, i: int) -> LayerT:
+        """The state of layer i, for ops, a Mamba3State where it is of Mamba-3; the same object every time."""
         if not isinstance(i, int) or isinstance(i, bool):
             raise TypeError(f"layer must be an int, got {i!r}")
         if not 0 <= i < self.layers:
             raise IndexError(f"layer must be from 0 to {self.layers - 1}, got {i}")
+        return self._states[i]
+
+    def window(self, i: int) -> Tensor:
+        """The window of the convolution of layer i, for `conv1d_step`: (slots, channels, length)."""
+        self.layer(i)  # which raises if there is none
+        if not self.has_windows:
+            raise ValueError("this pool has no windows: it was made without conv_channels")
+        return self._windows[i]
+
+    def ring(self, i: int) -> Ring:
+        """The ring of layer i, for `mamba2_replay`; the same object every time."""
+        self.layer(i)
+        if not self.has_rings:
+            raise ValueError("this pool has no rings: it was made without a window")
+        return self._rings[i]
+
+    def plan(self, slots: Slots | Tensor | None = None, tokens: int | None = None) -> Plan:
+        """Which rows of a batch fold their rings in this step of the model: for `mamba2_replay` of all layers, and then
+        for `commit`. Slots and tokens are as Ring.plan has them."""
+        return self.ring(0).plan(slots, tokens)
+
+    def commit(self, plan: Plan, accepted: Tensor | None = None) -> None:
+        """Keep the first `accepted` tokens, (batch,), of every row of the step that was planned, in all layers; None:
+        all. Exactly once per step, after all layers, as Ring.commit says."""
+        self.ring(0).commit(plan, accepted)
+
+    def folded(self, slots: Slots | Tensor | None = None, tokens: Tensor | int | None = None) -> None:
+        """Drop the live tokens that `mamba2_fold` folded in place in all layers; slots and tokens as it had them."""
+        self.ring(0).folded(slots, tokens)
 
     def acquire(self, n: int = 1, seed: int | Sequence[int] | Tensor | None = None) -> Tensor:
         """n free slots, which are held from now on: (n,) int64 on the pool's device, their states zero.
@@ -331,7 +270,7 @@ class StatePool(Generic[LayerT]):
         Those released last come first, then those never used, from 0 on. `seed` is one for all or one each; None: drawn
         by the pool. RuntimeError if fewer than n are free.
         """
-        check_int("n", n, 0, (1 << 31) - 1)
+        check_int("n", n, 0, LARGEST_INT32)
         if n > self.free:
             raise RuntimeError(f"acquire needs {n} free slots, but only {self.free} of {self.slots} are free")
         slots = self._free[: -n - 1 : -1]
@@ -474,13 +413,3 @@ class StatePool(Generic[LayerT]):
             if host.device == self._device:
                 return host
             return host.pin_memory().to(self._device, non_blocking=True)
-
-
-def _generator(seed: int | None) -> torch.Generator:
-    """A generator on the host, from `seed` or from entropy."""
-    generator = torch.Generator("cpu")
-    if seed is None:
-        generator.seed()
-        return generator
-    check_int("seed", seed, *INT64)
-    return generator.manual_seed(seed)

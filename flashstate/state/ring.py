@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from flashstate.errors import ACTIVATION_DTYPES, INDEX_DTYPES, check_contiguous, check_int, check_tensor, dtype_name
+from flashstate.errors import INDEX_DTYPES, check_contiguous, check_int, check_tensor
 from flashstate.state import actions
 from flashstate.state.signature import describe, describe_aligned, fields_of, signature_of
 from flashstate.state.slots import Slots, as_slots
@@ -238,52 +237,3 @@ def tokens_to_fold(tokens: Tensor | int | None, ring: Ring, batch: int) -> tuple
     if tokens is not None:
         check_int("tokens", tokens, 0, ring.window)
     return None, -1 if tokens is None else tokens
-
-
-@torch.inference_mode(False)  # else only inference mode could change them
-def allocate_rings(
-    states: Sequence[State], window: int, tokens: int, groups: int, dtype: torch.dtype
-) -> tuple[list[Ring], list[Tensor]]:
-    """Empty rings for layers of these states, which share cursors; and their memory: x, B and dt of all layers,
-    (layers, slots, ...) each, then the cursors, (1, slots) each."""
-    slots, heads, rows, cols = states[0].data.shape
-    check_int("window", window, 1, LARGEST_WINDOW)
-    check_int("tokens", tokens, 1, window)
-    check_int("groups", groups, 1, heads)
-    if heads % groups:
-        raise ValueError(f"groups must divide the {heads} heads, got {groups}")
-    if dtype not in ACTIVATION_DTYPES:
-        got = dtype_name(dtype) if isinstance(dtype, torch.dtype) else repr(dtype)
-        raise TypeError(f"ring_dtype must be {' or '.join(map(dtype_name, ACTIVATION_DTYPES))}, got {got}")
-    layers, length, device = len(states), window + tokens, states[0].data.device
-    x = torch.zeros(layers, slots, heads, length, rows, dtype=dtype, device=device)
-    B = torch.zeros(layers, slots, groups, length, cols, dtype=dtype, device=device)
-    dt = torch.zeros(layers, slots, heads, length, dtype=torch.float32, device=device)
-    start, count = (torch.zeros(1, slots, dtype=torch.int32, device=device) for _ in range(2))
-    rings = [Ring(*of_layer, start[0], count[0], window) for of_layer in zip(x, B, dt, strict=True)]
-    return rings, [x, B, dt, start, count]
-
-
-def check_rings(rings: Sequence[Ring], states: Sequence[Any]) -> None:
-    """Raise unless these can be the rings of layers that have these states."""
-    if not isinstance(rings, Sequence) or len(rings) != len(states):
-        got = len(rings) if isinstance(rings, Sequence) else type(rings).__name__
-        raise ValueError(f"rings must be a sequence with one Ring per layer, {len(states)}, got {got}")
-    for i, (ring, state) in enumerate(zip(rings, states, strict=True)):
-        if not isinstance(state, State):
-            raise TypeError(f"rings are for states of Mamba-2, each a State, got {type(state).__name__}")
-        check_ring(ring, state, f"rings[{i}]")
-        first = rings[0]
-        if ring.start.data_ptr() != first.start.data_ptr() or ring.count.data_ptr() != first.count.data_ptr():
-            raise ValueError(f"rings must share start and count, but rings[{i}] has others than rings[0]")
-        if (ring.window, ring.length) != (first.window, first.length):
-            both = f"{ring.window} and {ring.length}, rings[0] has {first.window} and {first.length}"
-            raise ValueError(f"rings must have one window and one length, but rings[{i}] has {both}")
-
-
-def tensors_of(rings: Sequence[Ring]) -> dict[str, Tensor]:
-    """What rings keep for every slot, by name; the cursors, which they share, once."""
-    if not rings:
-        return {}
-    per_layer = {f"rings[{i}].{n}": getattr(ring, n) for i, ring in enumerate(rings) for n in ("x", "B", "dt")}
-    return {**per_layer, "rings.start": rings[0].start, "rings.count": rings[0].count}
