@@ -224,10 +224,8 @@ def test_the_registered_op_that_folds_declares_what_it_writes(elsewhere: bool) -
 
 def check_function(name: str, function: Any, *values: Any) -> None:
     """opcheck of a function that registered itself, with these arguments."""
-    given, names = Given(), dict.fromkeys(piece.path[0] for piece in function.pieces)
-    for argument, value in zip(names, values, strict=True):
-        setattr(given, argument, value)
-    check_registered(name, function.pieces, given)
+    names = dict.fromkeys(piece.path[0] for piece in function.pieces)
+    check_registered(name, function.pieces, Given(names, values))
 
 
 def test_the_registered_op_that_moves_seeds_on_declares_what_it_writes() -> None:

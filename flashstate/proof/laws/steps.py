@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flashstate.launch import Config, Problem, access_width, choose, machine_of, override, valid_configs
-from flashstate.launch.suspension import suspended
+from flashstate.launch.environment import suspended
 from flashstate.proof import AnyCase, Inputs, Pool, make_inputs, oracle, slotted
 from flashstate.proof.laws.registry import law
 from flashstate.proof.laws.require import (
