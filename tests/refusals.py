@@ -296,7 +296,7 @@ def slots_arguments() -> Arguments:
 def step_arguments(case: AnyCase = CASE, device: torch.device = CPU) -> Arguments:
     """All arguments of a call that is right: `out`, and snapshots with room for more rows and tokens, among them."""
     inputs = make_inputs(case, device)
-    pool, own = inputs.state, {**inputs.arguments, **inputs.options}
+    pool, own = inputs.state, inputs.arguments
     slots, out = inputs.at() if case.packed else inputs.slots, torch.full_like(inputs.main, 7.0)
     rest = {"slots": slots, "update": True, "out": out}
     if isinstance(case, Mamba3Case):

@@ -127,7 +127,7 @@ def test_all_ways_and_right_peers_are_measured_beside_the_roofs(
     bindings, _ = load_peers(OPS[op].peers, torch.device("cuda"))
     exact: list[bool] = []
     oracle = measure.oracle
-    monkeypatch.setattr(measure, "oracle", lambda i: (exact.append(i.options.get("exact", True)), oracle(i))[1])
+    monkeypatch.setattr(measure, "oracle", lambda i: (exact.append(i.arguments.get("exact", True)), oracle(i))[1])
     report = Report()
     measure_on_gpu(OPS[op], job, bindings, CPU, report)
     before, _, after = beside.partition("|")

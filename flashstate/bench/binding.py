@@ -38,7 +38,7 @@ class Binder(Protocol):
 
 def on_states(inputs: Inputs, bare: bool) -> dict[str, Any]:
     """All arguments of an op on a State, or with `bare` on its data."""
-    return {**inputs.arguments, **inputs.options, "state": inputs.state.data if bare else inputs.state}
+    return {**inputs.arguments, "state": inputs.state.data if bare else inputs.state}
 
 
 def bind_op(

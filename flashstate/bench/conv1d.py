@@ -33,7 +33,7 @@ def case_of(shape: Shape, name: str, rounding: str, tokens: int, batch: int) -> 
 
 def on_windows(inputs: Inputs, bare: bool) -> dict[str, Any]:
     """All arguments of conv1d_step, whose windows are a plain tensor."""
-    return {**inputs.arguments, **inputs.options, "window": inputs.state.data}
+    return {**inputs.arguments, "window": inputs.state.data}
 
 
 bind_flashstate = partial(bind_op, conv1d_step, on_windows)
@@ -43,7 +43,7 @@ def bind_vllm(update: Callable[..., Tensor], inputs: Inputs, storing: Storing) -
     """vLLM wants several tokens packed, and takes slot 0 for padding unless told otherwise."""
     x, channels = inputs.arguments["x"], inputs.arguments["x"].shape[-1]
     out = torch.empty_like(x)
-    arguments = {"bias": inputs.options.get("bias"), "activation": inputs.options["activation"]}
+    arguments = {name: inputs.arguments[name] for name in ("bias", "activation")}
     tokens, flat = x, out
     if x.dim() == 3:
         arguments.update(query_start_loc=packed_bounds(x), max_query_len=x.shape[1])

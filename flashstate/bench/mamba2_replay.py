@@ -46,7 +46,7 @@ def bind_flashstate(inputs: Inputs, storing: Storing = IN_PLACE, *, bare: bool =
     if isinstance(inputs, CursorInputs):
         return bind_cursors(inputs)
     pool, ring = inputs.state, inputs.state.ring
-    arguments = {**inputs.arguments, **inputs.options, "state": pool.data if bare else pool.state, "ring": ring}
+    arguments = {**inputs.arguments, "state": pool.data if bare else pool.state, "ring": ring}
     arguments["out"] = torch.empty_like(inputs.main)
 
     def step(slots: Slots) -> TimedCall:
@@ -106,7 +106,7 @@ def require_replayed(inputs: ReplayInputs, after: ReplayInputs, y: Tensor) -> No
     new = slots[:, None], slice(None), rows.long() % want.ring.length  # (batch, T, heads or groups, ...) of a ring
     x, B, dt = (inputs.arguments[name] for name in ("x", "B", "dt"))
     x, B, dt = (x, B, dt) if inputs.has_token_axis else (x[:, None], B[:, None], dt[:, None])
-    steps = (softplus(dt.to(kind) + inputs.options["dt_bias"].to(kind)) for kind in (torch.float64, torch.float32))
+    steps = (softplus(dt.to(kind) + inputs.arguments["dt_bias"].to(kind)) for kind in (torch.float64, torch.float32))
     ratios["dt in the ring"] = error_ratio(got.dt[new], *steps)
     want.x[new], want.B[new], want.dt[new] = x, B, got.dt[new]
     require_within_budgets(ratios)

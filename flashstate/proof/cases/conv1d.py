@@ -11,7 +11,7 @@ from torch import Tensor
 from flashstate.launch.direct import Launches
 from flashstate.ops import conv1d
 from flashstate.ops.conv1d import ChannelProblem
-from flashstate.proof.case import CASES, AnyCase, Cases, Drawn
+from flashstate.proof.case import CASES, AnyCase, Cases
 from flashstate.proof.inputs import Inputs, ProvenOp, Source, dtype, view_into_projection
 from flashstate.reference.conv1d import conv1d_token
 from flashstate.state.signature import ACCESS_BYTES
@@ -40,15 +40,13 @@ def _step(windows: Windows, *, snapshots: Windows | Tensor | None = None, **argu
     return conv1d.conv1d_step(windows.data, snapshots=taken, **arguments)
 
 
-def _token(
-    s: Tensor, x: Tensor, weight: Tensor, activation: str | None, bias: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def _token(s: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> tuple[Tensor, Tensor]:
     """The output of one token (batch, channels), and the windows after it, in the dtype of those before it."""
     u = torch.cat([s, x[..., None].to(s.dtype)], 2)  # (batch, channels, length + 1)
     return conv1d_token(u[..., -weight.shape[1] :], weight, bias, activation), u[..., 1:]
 
 
-CONV1D = ProvenOp(_step, _token, activations=("x",), remembered=("x",), widths=1, copies=True)
+CONV1D = ProvenOp(conv1d.CONV1D_STEP, _step, _token, remembered=("x",), sizes={"width": "width"}, copies=True)
 
 
 @dataclass(frozen=True)
@@ -95,12 +93,8 @@ class ConvCase(AnyCase):
         return replace(CONV1D, every_token=self.extra == 0)
 
     @property
-    def given(self) -> tuple[Drawn, ...]:
-        return (
-            Drawn("x", self.x, (self.channels,)),
-            Drawn("weight", self.parameters, (self.channels, self.width)),
-            Drawn("bias", self.parameters, (self.channels,), self.bias),
-        )
+    def dtypes(self) -> dict[str, Any]:
+        return {"x": self.x, "weight": self.parameters, "bias": self.bias and self.parameters}
 
     @property
     def snapshot_formats(self) -> list[tuple[str, str]]:
@@ -114,9 +108,6 @@ class ConvCase(AnyCase):
 
     def make_pool(self, source: Source) -> Windows:
         return Windows(self._laid_out(source.normal(self.slots, *self.state_axes, name=self.format)))
-
-    def adjust(self, arguments: dict[str, Tensor], options: dict[str, Any]) -> None:
-        options["activation"] = self.activation
 
     def snapshots(self, rows: int, tokens: int, name: str, rounding: str, device: torch.device) -> Windows:
         shape = (rows, tokens, self.channels, self.width - 1)

@@ -78,7 +78,7 @@ def accepted_tokens(case: ReplayCase, device: torch.device) -> None:
     inputs = case.make_inputs(device)
     model, generator = Recurrence.of(inputs), torch.Generator().manual_seed(3)
     for turn in range(STEPS):
-        step = inputs.with_tokens_of(case.make_inputs(device, seed=turn + 1))
+        step = inputs.given(**case.make_inputs(device, seed=turn + 1).activations)
         accepted = (torch.rand(case.batch, generator=generator).to(device) * (step.tokens + 1)).long()
         plan = step.plan()
         y = all_tokens(step, step.step())
