@@ -15,7 +15,8 @@ from flashstate.launch.call import Given
 from flashstate.ops import mamba2_fold, rings, seeds
 from flashstate.ops.mamba3 import MAMBA3_STEP
 from flashstate.proof import AnyCase, Case, DeltaCase, Mamba3Case, make_inputs
-from flashstate.proof.laws.tokens import TREE, make_snapshots
+from flashstate.proof.laws.steps import make_snapshots
+from flashstate.proof.laws.tokens import TREE
 from flashstate.state.formats import bits_of
 
 CUDA = torch.device("cuda")
@@ -48,7 +49,7 @@ def require_alike(run: Callable[..., list[Tensor]], backend: str) -> list[Tensor
 def test_a_whole_step_of_a_model_is_one_graph(case: AnyCase, device: torch.device, backend: str) -> None:
     """A page-strided pool, State and Slots made inside, seeds moved on."""
     inputs = make_inputs(case, device)
-    step, main = inputs.op.step, inputs.op.main
+    step, main = inputs.op.step, inputs.op.declared.main
     size, seed = inputs.state.data[0].numel(), inputs.state.seed
     pages = torch.zeros(case.slots, size + 16, dtype=torch.float16, device=device)
     pages[:, :size] = inputs.state.data.flatten(1)

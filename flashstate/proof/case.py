@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flashstate.launch import Problem
-from flashstate.proof.inputs import Inputs, Pool, ProvenOp, Source, dtype, first_axis_innermost, view_into_projection
+from flashstate.proof.inputs import Inputs, Pool, ProvenOp, Source, dtype, first_axis_innermost, in_projection
 from flashstate.state.formats import FORMATS, PORTABLE_FORMATS, encode
 from flashstate.state.signature import ACCESS_BYTES
 from flashstate.state.state import State
@@ -44,8 +44,8 @@ class AnyCase(ABC):
     def format(self) -> str: ...  # of the pool
 
     @property
-    @abstractmethod
-    def rounding(self) -> str: ...  # of the pool
+    def rounding(self) -> str:
+        return "nearest"
 
     @property
     @abstractmethod
@@ -72,9 +72,9 @@ class AnyCase(ABC):
     def make_pool(self, source: Source) -> Pool: ...  # with every slot filled
 
     @property
-    @abstractmethod
     def snapshot_formats(self) -> list[tuple[str, str]]:
         """Formats and roundings that snapshots are tried in; first the most exact one."""
+        return [(self.format, self.rounding)] * 2
 
     @abstractmethod
     def snapshots(self, rows: int, tokens: int, name: str, rounding: str, device: torch.device) -> Pool:
@@ -123,7 +123,7 @@ class AnyCase(ABC):
 
     def as_views(self, inputs: Inputs) -> Inputs:
         """Inputs with other strides: activations among other memory, and expanded where axes can be left out."""
-        views = inputs.changed(view_into_projection)
+        views = inputs.changed(in_projection)
         for name, axes in self.op.tensors.items():
             tensor = inputs.arguments.get(name)
             if axes.optional and tensor is not None and not self.is_whole(name):
@@ -200,7 +200,7 @@ class AnyCase(ABC):
         counted, tokens = self.pool_bytes(stores), sum(self.lengths)
         for name, number in self.dtypes.items():
             times = tokens if self.op.tensors[name].tokens else 1
-            times += tokens * self.outputs if name == self.op.main else 0
+            times += tokens * self.outputs if name == self.op.declared.main else 0
             counted += times * math.prod(self.shape_of(name)) * dtype(number).itemsize if number else 0
         return counted
 

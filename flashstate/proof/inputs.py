@@ -53,10 +53,9 @@ class BesideStates(State):
         return State(**{own.name: getattr(self, own.name) for own in fields(State)})
 
     @property
-    def launches(self) -> dict[Any, Any]:
+    def launches(self) -> Any:
         """Kernels that were started on these states before."""
-        found: dict[Any, Any] = self.state.launches
-        return found
+        return self.state.launches
 
 
 P = TypeVar("P", bound=BesideStates)
@@ -98,16 +97,6 @@ class ProvenOp:
     def activations(self) -> tuple[str, ...]:
         """The arguments that have tokens."""
         return tuple(name for name, axes in self.tensors.items() if axes.tokens)
-
-    @property
-    def main(self) -> str:
-        """The activation whose dtype the output has, and as a rule its shape."""
-        return self.declared.main
-
-    @property
-    def widths(self) -> int:
-        """Axes of the main activation behind those of its tokens."""
-        return len(self.tensors[self.main].names)
 
 
 AnyInputs = TypeVar("AnyInputs", bound="Inputs")
@@ -199,13 +188,18 @@ class Inputs:
     @property
     def main(self) -> Tensor:
         """The activation whose dtype the output has, and as a rule its shape."""
-        main: Tensor = self.arguments[self.op.main]
+        main: Tensor = self.arguments[self.op.declared.main]
         return main
+
+    @property
+    def token_axes(self) -> int:
+        """How many axes of activations tokens have."""
+        return self.main.dim() - len(self.op.tensors[self.op.declared.main].names)
 
     @property
     def has_token_axis(self) -> bool:
         """Whether the tokens of rows, which are not packed, have an axis of their own."""
-        return self.lengths is None and self.main.dim() == 2 + self.op.widths
+        return self.lengths is None and self.token_axes == 2
 
     @property
     def row_lengths(self) -> list[int]:
@@ -267,7 +261,7 @@ class Source:
         return torch.randperm(case.slots, generator=self.generator)[: case.batch].to(dtype(case.index)).to(self.device)
 
 
-def view_into_projection(tensor: Tensor) -> Tensor:
+def in_projection(tensor: Tensor) -> Tensor:
     """These values as a slice of wider rows, one element off alignment, NaN around them."""
     *lead, heads, width = tensor.shape
     wide = torch.full((*lead, 2 * heads, width + 3), torch.nan, dtype=tensor.dtype, device=tensor.device)

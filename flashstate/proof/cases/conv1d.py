@@ -12,7 +12,7 @@ from flashstate.launch.direct import Launches
 from flashstate.ops import conv1d
 from flashstate.ops.conv1d import ChannelProblem
 from flashstate.proof.case import CASES, AnyCase, Cases
-from flashstate.proof.inputs import Inputs, ProvenOp, Source, dtype, view_into_projection
+from flashstate.proof.inputs import Inputs, ProvenOp, Source, dtype, in_projection
 from flashstate.reference.conv1d import conv1d_token
 from flashstate.state.signature import ACCESS_BYTES
 
@@ -66,10 +66,6 @@ class ConvCase(AnyCase):
         return self.x if self.window == "same" else self.window
 
     @property
-    def rounding(self) -> str:
-        return "nearest"
-
-    @property
     def state_axes(self) -> tuple[int, int]:
         return self.channels, self.width - 1 + self.extra
 
@@ -96,10 +92,6 @@ class ConvCase(AnyCase):
     def dtypes(self) -> dict[str, Any]:
         return {"x": self.x, "weight": self.parameters, "bias": self.bias and self.parameters}
 
-    @property
-    def snapshot_formats(self) -> list[tuple[str, str]]:
-        return [(self.format, self.rounding)] * 2
-
     def snapshot_of(self, states: Tensor) -> Tensor:
         return states[..., self.extra :]
 
@@ -119,7 +111,7 @@ class ConvCase(AnyCase):
 
     def as_views(self, inputs: Inputs) -> Inputs:
         """Channels far from each other, with other memory between them."""
-        return inputs.changed(lambda x: view_into_projection(x.transpose(0, -1)).transpose(0, -1))
+        return inputs.changed(lambda x: in_projection(x.transpose(0, -1)).transpose(0, -1))
 
 
 # In every group one token, several, and packed ones.

@@ -81,10 +81,6 @@ class DeltaCase(StateCase):
         kind, op = delta_kind(self.several, self.several and not self.exact, self.tokens)
         return partial(kind, transposed=self.transposed), op
 
-    @property
-    def has_bias(self) -> bool:
-        return self.raw and self.dt_bias
-
     def same_when_packed(self, tokens: int) -> bool:
         return self.exact  # else a short row takes part in what the longest one needs
 
@@ -101,8 +97,8 @@ class DeltaCase(StateCase):
 
     @property
     def dtypes(self) -> dict[str, Any]:
-        needed = {"q": self.qk, "k": self.qk, "v": self.x, "a": self.gates, "b": self.gates}
-        return needed | {"A_log": self.raw and self.parameters, "dt_bias": self.has_bias and self.parameters}
+        needed, shared = {"q": self.qk, "k": self.qk, "v": self.x, "a": self.gates, "b": self.gates}, self.parameters
+        return needed | {"A_log": self.raw and shared, "dt_bias": self.raw and self.dt_bias and shared}
 
     def is_whole(self, name: str) -> bool:
         return self.per_channel
@@ -112,7 +108,7 @@ class DeltaCase(StateCase):
             arguments["k"] *= self.cols**-0.5  # so that u stays as large as v
         if not self.raw:
             arguments |= {"a": -arguments["a"].abs(), "b": arguments["b"].sigmoid()}
-        if self.has_bias:
+        if arguments["dt_bias"] is not None:
             arguments["dt_bias"] -= 2
 
 

@@ -94,9 +94,7 @@ class ReplayInputs(Inputs):
         live = self.state.count[self.slots.long()].long()
         return (self.tokens > 0) & (live + self.tokens > self.state.window)
 
-    @property
-    def stores(self) -> Tensor:
-        return self.folds
+    stores = folds  # no other row stores its state
 
     @property
     def appended_rows(self) -> Tensor:
@@ -108,8 +106,7 @@ class ReplayInputs(Inputs):
     def token(self, rows: Tensor, t: int) -> dict[str, Any]:
         """The arguments of mamba2_token for token t of these rows of the batch, which have one."""
         at = (self.tokens.cumsum(0) - self.tokens)[rows] + t
-        last = self.main.dim() - self.op.widths - 1  # token axis
-        tokens = {name: tensor.flatten(0, last)[at] for name, tensor in self.activations.items()}
+        tokens = {name: tensor.flatten(0, self.token_axes - 1)[at] for name, tensor in self.activations.items()}
         return {**self.arguments, **tokens}
 
 

@@ -14,15 +14,7 @@ from torch import Tensor
 from flashstate.launch import Problem
 from flashstate.ops.mamba3 import MAMBA3_STEP, mamba3_kind, mamba3_step
 from flashstate.proof.case import CASES, Cases, StateCase, by_turns, in_every_format
-from flashstate.proof.inputs import (
-    BesideStates,
-    Inputs,
-    ProvenOp,
-    Source,
-    dtype,
-    first_axis_innermost,
-    view_into_projection,
-)
+from flashstate.proof.inputs import BesideStates, Inputs, ProvenOp, Source, dtype, first_axis_innermost, in_projection
 from flashstate.reference.mamba3 import FourStates, Parameters, mamba3_token, rotated, wrapped
 from flashstate.state.formats import PORTABLE_FORMATS, encode
 from flashstate.state.mamba3 import Mamba3State, Rotary
@@ -103,11 +95,6 @@ class Mamba3Case(StateCase):
     update_kv: bool = True
 
     @property
-    def pairs(self) -> str:
-        """Which columns are turned together."""
-        return _pairs(self.pairing, self.rank)
-
-    @property
     def kind(self) -> tuple[Callable[..., Problem], str]:
         return mamba3_kind(self.rank, self.angles > 0)
 
@@ -166,14 +153,15 @@ class Mamba3Case(StateCase):
         B, dt, angle = (arguments[name].cpu().flatten(0, last) for name in ("B", "dt", "angle"))
         theta = self._angles_of_tokens(theta, angle, dt)
         bias = torch.zeros(()) if arguments["bias_B"] is None else arguments["bias_B"].cpu()
-        heads_per_group, columns = self.heads // self.groups, torch.arange(self.cols)
-        pair = columns // 2 if self.pairs == "interleaved" else columns % (self.cols // 2)
+        pairs, columns = _pairs(self.pairing, self.rank), torch.arange(self.cols)
+        heads_per_group = self.heads // self.groups
+        pair = columns // 2 if pairs == "interleaved" else columns % (self.cols // 2)
         for _ in range(MOST_DRAWS):
             of_heads = B.repeat_interleave(heads_per_group, dim=2)  # (tokens, R, H, N)
             u, rough = of_heads.double() + bias.double(), of_heads.float() + bias.float()
-            length = u.abs() + rotated(u, torch.full_like(theta, math.pi / 2), self.pairs).abs()  # of a pair, or more
+            length = u.abs() + rotated(u, torch.full_like(theta, math.pi / 2), pairs).abs()  # of a pair, or more
             unsure = torch.where((pair < self.angles) | (rough != u), length * 2.0**-19, 0.0)
-            turned = rotated(u, theta, self.pairs)
+            turned = rotated(u, theta, pairs)
             doubtful = (turned - unsure).to(dtype(self.kv)) != (turned + unsure).to(dtype(self.kv))
             again = doubtful.unflatten(2, (self.groups, heads_per_group)).any(3)  # (tokens, R, G, N)
             if not again.any():
@@ -196,7 +184,7 @@ class Mamba3Case(StateCase):
         """B and C with their groups outside of their ranks."""
         views = super().as_views(inputs)
         for name in ("B", "C"):
-            views.arguments[name] = view_into_projection(inputs.arguments[name].transpose(-3, -2)).transpose(-3, -2)
+            views.arguments[name] = in_projection(inputs.arguments[name].transpose(-3, -2)).transpose(-3, -2)
         views.arguments["dt"] = first_axis_innermost(inputs.arguments["dt"])
         return views
 
