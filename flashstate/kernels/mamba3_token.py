@@ -222,7 +222,7 @@ def prefetch_slot(data_ptr, slot_stride, v_at, carried, slot, exists, h, KIND: t
     """Ask for what a slot has of head h to come to the L2 cache."""
     k_ptr, k_stride, theta_ptr, theta_stride = carried
     v_ptr, v_stride = v_at
-    prefetch_rows(data_ptr, slot * slot_stride, exists, h, 0, KIND.FORM.ROWS, KIND.FORM, KIND.TARGET)
+    prefetch_rows(data_ptr, slot * slot_stride, exists, h, 0, KIND.FORM.ROWS, KIND.FORM)
     prefetch_kept(k_ptr + slot * k_stride, exists, h, KIND.FORM.COLS, KIND.RANK, KIND)
     prefetch_kept(v_ptr + slot * v_stride, exists, h, KIND.FORM.ROWS, 1, KIND)
     if theta_ptr is not None:

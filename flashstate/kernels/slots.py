@@ -1,6 +1,7 @@
 """Which slots a batch row reads and writes, and which tokens it has; reference/state_io.py has the same in torch.
 
-`slots` is a tuple: how many slots there are, which of them stands for none, and the fault flag.
+`slots` is a tuple: how many slots there are, which of them stands for none, and the fault flag. `parents` is one too:
+the table, its row stride, and how many entries a row of it has.
 """
 
 import triton
@@ -119,39 +120,39 @@ def _load_bound(ptr, tokens):
 
 
 @triton.jit
-def depth_of(parents, b, t, longest):
+def depth_of(parents, b, t):
     """How many tokens lead from the initial state to token t of a tree, itself among them; 0 if a parent is invalid."""
-    parent = parent_of(parents, b, t, longest)
+    parent = parent_of(parents, b, t)
     count = t * 0 + 1
     child = t
     while (parent >= 0) & (parent < child):
         child = parent
-        parent = parent_of(parents, b, child, longest)
+        parent = parent_of(parents, b, child)
         count += 1
     return tl.where(parent == -1, count, 0)
 
 
 @triton.jit
-def path_to(parents, b, t, longest):
+def path_to(parents, b, t):
     """How many steps lead to token t from the state at hand, which is the one after token t - 1 if that is its parent
     and the initial one otherwise, and which of both it is; 0 steps if an ancestor's parent is invalid."""
-    follows = parent_of(parents, b, t, longest) == t - 1
-    depth = depth_of(parents, b, t, longest)
+    follows = parent_of(parents, b, t) == t - 1
+    depth = depth_of(parents, b, t)
     return tl.where(follows, tl.minimum(depth, 1), depth), follows
 
 
 @triton.jit
-def ancestor(parents, b, t, generations, longest):
+def ancestor(parents, b, t, generations):
     """The token that is so many generations above token t."""
     for _ in range(0, generations):
-        t = parent_of(parents, b, t, longest)
+        t = parent_of(parents, b, t)
     return t
 
 
 @triton.jit
-def parent_of(parents, b, t, longest):
+def parent_of(parents, b, t):
     """The parent of token t; an invalid one past the table, and of a token that is none."""
-    table_ptr, stride = parents
+    table_ptr, stride, longest = parents
     parent = tl.load(_entry(table_ptr, b, stride, t), mask=(t >= 0) & (t < longest), other=-2)
     return tl.where((parent >= -1) & (parent < longest), parent, -2).to(tl.int32)
 
