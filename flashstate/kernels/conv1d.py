@@ -127,8 +127,7 @@ def as_float32(values):
 
 @triton.jit
 def inputs_along_path(parents, x_at, b, first, t, x_channel, channels, initial, X_ROWS: tl.constexpr):
-    """The inputs before token t of a tree, on its path: of tokens, or where the path is shorter from the window. And
-    whether the token has a path."""
+    """The inputs before token t of a tree, of tokens on its path and then of the window; whether it has a path."""
     depth = depth_of(parents, b, t)
     count: tl.constexpr = len(initial)
     node = t

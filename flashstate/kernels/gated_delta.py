@@ -84,8 +84,7 @@ def for_chunks(value, FORM: tl.constexpr):
 
 @triton.jit
 def load_alpha(tensor, b, t, h, exists, rate, dt_bias, PER_CHANNEL: tl.constexpr, FORM: tl.constexpr):
-    """alpha of token t for each chunk of a tile: of its columns, or that of the head. rate: exp(A_log); None: a is the
-    log-decay itself."""
+    """alpha of token t for each chunk of a tile: of its columns, or that of the head. Without a rate: see decay_of."""
     if PER_CHANNEL:
         a = load_columns(tensor, b, t, h, exists, 1, FORM)
         alpha = ()
@@ -99,7 +98,7 @@ def load_alpha(tensor, b, t, h, exists, rate, dt_bias, PER_CHANNEL: tl.constexpr
 
 @triton.jit
 def decay_of(a, rate, dt_bias):
-    """alpha of these a."""
+    """alpha of these a. rate: exp(A_log); None: a is the log-decay itself."""
     if rate is not None:
         a = -rate * softplus(a + dt_bias)
     return tl.exp(a)
@@ -146,6 +145,20 @@ def load_delta_update(
     v = load_rows(token_entry(v_at, b, t, h, FORM.ALIGNMENT), offs_d, mask_d, exists)
     alpha = load_alpha(a_at, b, t, h, exists, rate, dt_bias, PER_CHANNEL, FORM)
     return k, length_factor(pieces, QK_L2NORM), v, alpha, load_beta(beta_at, b, t, h, exists, rate is not None)
+
+
+@triton.jit
+def load_delta_token(
+    q_at, updates, place, t, exists, rate, dt_bias, q_scale,
+    QK_L2NORM: tl.constexpr, PER_CHANNEL: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
+    """What token t steps the state with, and what makes its output: q, its factor, and the product of both k and q."""
+    q_pieces = load_pieces(q_at, place.b, t, place.g, exists, FORM)
+    k_pieces = load_pieces(updates[0], place.b, t, place.g, exists, FORM)
+    update = load_delta_update(updates, place, t, exists, rate, dt_bias, k_pieces, QK_L2NORM, PER_CHANNEL, FORM)
+    q = load_columns(q_at, place.b, t, place.g, exists, FORM.ALIGNMENT, FORM)
+    q_factor = length_factor(q_pieces, QK_L2NORM) * q_scale
+    return update, q, q_factor, dot_pieces(k_pieces, q_pieces) * update[1] * q_factor
 
 
 @triton.jit
@@ -234,8 +247,8 @@ def gated_delta_step_kernel(
 
     if EARLY:  # what tokens bring may come from the kernel in front; the state is on its way
         gdc_wait()
-    q_at, k_at = (q_ptr, q_b, q_t, q_h), (k_ptr, k_b, k_t, k_h)
-    updates = k_at, (v_ptr, v_b, v_t, v_h), (a_ptr, a_b, a_t, a_h), (beta_ptr, beta_b, beta_t, beta_h)
+    k_at, v_at, a_at = (k_ptr, k_b, k_t, k_h), (v_ptr, v_b, v_t, v_h), (a_ptr, a_b, a_t, a_h)
+    updates, q_at = (k_at, v_at, a_at, (beta_ptr, beta_b, beta_t, beta_h)), (q_ptr, q_b, q_t, q_h)
     out = (out_ptr, out_b, out_t, out_h)
     copies = (copy_ptr, copy_scale_ptr, copy_b, copy_scale_b, copy_t, copy_scale_t)
     copy_rows, copy_row = (snapshot_rows_ptr, num_copies), -1
@@ -246,18 +259,14 @@ def gated_delta_step_kernel(
         for j in tl.static_range(TOGETHER):  # all of them are on their way before the first is used
             t = b * 0 + (start + j)  # a number of the kernel also where the interpreter has one of Python
             exists = True if TOGETHER == 1 else t < count
-            q_pieces = load_pieces(q_at, b, first + t, g, exists, FORM)
-            k_pieces = load_pieces(k_at, b, first + t, g, exists, FORM)
-            update = load_delta_update(
-                updates, place, first + t, exists, rate, dt_bias, k_pieces, QK_L2NORM, PER_CHANNEL, FORM
+            token = load_delta_token(
+                q_at, updates, place, first + t, exists, rate, dt_bias, q_scale, QK_L2NORM, PER_CHANNEL, FORM
             )
-            q = load_columns(q_at, b, first + t, g, exists, FORM.ALIGNMENT, FORM)
-            q_factor = length_factor(q_pieces, QK_L2NORM) * q_scale
-            kq = dot_pieces(k_pieces, q_pieces) * update[1] * q_factor
-            group = group + ((t, exists, update, q, q_factor, kq),)
+            group = group + ((t, exists, token),)
 
         for j in tl.static_range(TOGETHER):
-            t, exists, update, q, q_factor, kq = group[j]
+            t, exists, token = group[j]
+            update, q, q_factor, kq = token
             k, k_factor, v, decay, beta = update
             stepped = exists
             if parents_ptr is not None:

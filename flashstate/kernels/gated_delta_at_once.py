@@ -156,8 +156,7 @@ def step_all_tokens(
     multiplied, tile, v, exists, live, kq, steps, out_ptrs, pool, to,
     STORES: tl.constexpr, PADDING: tl.constexpr, TERMS: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """Step what multiply_tile gave through all tokens: store its outputs, and its rows in slot `to` unless that is -1.
-    `steps`: what unit_steps gives."""
+    """Step what multiply_tile gave by what unit_steps gave: store its outputs, and its rows in slot `to` unless -1."""
     operands, factor, random, with_state = multiplied
     matrix, gamma, total = steps
     sk, sq = left_and_right(with_state * gamma[None, :])  # (rows, tokens)

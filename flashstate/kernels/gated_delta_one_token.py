@@ -8,20 +8,12 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from flashstate.kernels.addressing import Place, this_program, token_entry
-from flashstate.kernels.gated_delta import (
-    dot_pieces,
-    length_factor,
-    load_bias,
-    load_delta_update,
-    load_pieces,
-    load_rate,
-    step_delta,
-)
+from flashstate.kernels.gated_delta import load_bias, load_delta_token, load_rate, step_delta
 from flashstate.kernels.ptx import has_ptx
 from flashstate.kernels.slots import parent_of, read_slot, resolve_snapshot_row, write_slot
 from flashstate.kernels.state_io import EVICT_FIRST, decoded, load_tile, store_slot
 from flashstate.kernels.stores import store_output, store_snapshot
-from flashstate.kernels.tiles import STAGES, dot_rows, form_of, load_columns, load_rows, stored_as, tile_at, zero_unless
+from flashstate.kernels.tiles import STAGES, dot_rows, form_of, load_rows, stored_as, tile_at, zero_unless
 from flashstate.launch.kernel import kernel
 
 
@@ -70,16 +62,14 @@ def gated_delta_one_token_kernel(
 
     if EARLY:  # what tokens bring may come from the kernel in front; a single tile is on its way
         gdc_wait()
-    q_at, k_at, v_at = (q_ptr, q_b, q_t, q_h), (k_ptr, k_b, k_t, k_h), (v_ptr, v_b, v_t, v_h)
+    k_at, v_at, a_at = (k_ptr, k_b, k_t, k_h), (v_ptr, v_b, v_t, v_h), (a_ptr, a_b, a_t, a_h)
+    updates, q_at = (k_at, v_at, a_at, (beta_ptr, beta_b, beta_t, beta_h)), (q_ptr, q_b, q_t, q_h)
     offs_d = first_row + tl.arange(0, BLOCK_ROWS)
-    q_pieces, k_pieces = load_pieces(q_at, b, t, g, True, FORM), load_pieces(k_at, b, t, g, True, FORM)
-    k, k_factor, v, decay, beta = load_delta_update(
-        (k_at, v_at, (a_ptr, a_b, a_t, a_h), (beta_ptr, beta_b, beta_t, beta_h)),
-        Place(b, h, g, offs_d, offs_d < ROWS), t, True, rate, dt_bias, k_pieces, QK_L2NORM, PER_CHANNEL, FORM,
-    )  # fmt: skip
-    q = load_columns(q_at, b, t, g, True, FORM.ALIGNMENT, FORM)
-    q_factor = length_factor(q_pieces, QK_L2NORM) * q_scale
-    kq = dot_pieces(k_pieces, q_pieces) * k_factor * q_factor
+    place = Place(b, h, g, offs_d, offs_d < ROWS)
+    update, q, q_factor, kq = load_delta_token(
+        q_at, updates, place, t, True, rate, dt_bias, q_scale, QK_L2NORM, PER_CHANNEL, FORM
+    )
+    k, k_factor, v, decay, beta = update
 
     stepped = True
     if parents_ptr is not None:  # a tree of one token

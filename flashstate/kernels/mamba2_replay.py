@@ -124,8 +124,7 @@ def fold_tile(
 
 @triton.jit
 def store_folded(pool, slot, tile, k: tl.constexpr, s, e, stored, drawing, FORM: tl.constexpr):
-    """Round chunk k of a folded tile, and store it. Its random bits are drawn here, so that no registers keep those of
-    other chunks."""
+    """Round and store chunk k of a folded tile. Its random bits are drawn here: no registers keep those of others."""
     ptr, _, slot_stride, _ = pool
     offset, live = slot * slot_stride, slot >= 0
     store_chunk(ptr, offset, live, tile, k, s, e, stored, bits_of_chunk(drawing, tile, k, FORM), FORM)
@@ -136,8 +135,7 @@ def replay_tiles(
     pool, ring, activations, parameters, seed_ptr, stream, row, g, first_tile, L,
     FOLDS: tl.constexpr, TILES: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """The outputs of some tiles of heads of group g for all tokens of a row. FOLDS: its ring is folded into the state
-    first."""
+    """The outputs of some tiles of heads of group g for all tokens of a row, which FOLDS its ring first or does not."""
     ring_x_ptr, ring_x_stride, ring_B_ptr, ring_B_stride, ring_dt_ptr, ring_dt_stride = ring
     x_at, _, B_at, C_at, z_at, out = activations
     A_ptr, D_ptr, dt_bias_ptr = parameters

@@ -53,8 +53,7 @@ from flashstate.launch.kernel import kernel
 
 @triton.jit
 def load_rank_weights(ptr, offs_d, r, h, KIND: tl.constexpr):
-    """A weight for every row and rank, (rows, ranks), of rank 1 (rows,); ones if there are none, zero for what does not
-    exist."""
+    """Weights, or ones, of every row and rank, (rows, ranks), of rank 1 (rows,); zero for what does not exist."""
     ROWS: tl.constexpr = KIND.FORM.ROWS
     if KIND.RANK == 1:
         entries, mask = h * ROWS + offs_d, offs_d < ROWS

@@ -236,6 +236,8 @@ SILU = tl.constexpr(
     )
 )
 
+TO_FLOAT16_HW = tl.constexpr("cvt.rs.f16x2.f32 $0, $2, $1, $3;")
+TO_FLOAT8_HW = tl.constexpr("cvt.rs.satfinite.e4m3x4.f32 $0, {$4, $3, $2, $1}, $5;")
 PREFETCH = tl.constexpr(
     _block(".reg .pred p;", "setp.ne.b32 p, $2, 0;", "@p prefetch.global.L2 [$1];", "mov.b32 $0, 0;")
 )
@@ -295,22 +297,14 @@ def to_float_stochastic_ptx(v, random, dtype: tl.constexpr):
 
 
 @triton.jit
-def to_float16_stochastic_hw(v, random):
-    """float32 to float16, stochastically, by the conversion instruction of sm_100 and sm_103: 13 random bits for each
-    value."""
-    return tl.inline_asm_elementwise(
-        "cvt.rs.f16x2.f32 $0, $2, $1, $3;", "=r,r,r,r", [v, random.to(tl.uint16)], tl.float16, is_pure=True, pack=2
-    )
-
-
-@triton.jit
-def to_float8_stochastic_hw(w, random):
-    """float32 to float8_e4m3fn, stochastically, by the conversion instruction of sm_100 and sm_103: one word of random
-    bits for four values."""
-    return tl.inline_asm_elementwise(
-        "cvt.rs.satfinite.e4m3x4.f32 $0, {$4, $3, $2, $1}, $5;", "=r,r,r,r,r,r,r", [w, random.to(tl.uint16)], tl.uint8,
-        is_pure=True, pack=4,
-    )  # fmt: skip
+def to_stochastic_hw(v, random, dtype: tl.constexpr):
+    """float32 to float16 or float8_e4m3fn, which is uint8, stochastically, by the conversion instruction of sm_100 and
+    sm_103: 13 random bits for each value, or one word of them for four."""
+    operands = [v, random.to(tl.uint16)]
+    if dtype == tl.float16:
+        return tl.inline_asm_elementwise(TO_FLOAT16_HW, "=r,r,r,r", operands, tl.float16, True, 2)
+    else:
+        return tl.inline_asm_elementwise(TO_FLOAT8_HW, "=r,r,r,r,r,r,r", operands, tl.uint8, True, 4)
 
 
 @triton.jit

@@ -46,8 +46,7 @@ def read_slot(read, b, slots, seed_ptr, SEEDED: tl.constexpr, PER_THREAD: tl.con
 
 @triton.jit
 def load_seed(seed_ptr, slot, live, SEEDED: tl.constexpr):
-    """The seed of a slot, if anything is rounded with it. Load it before the state: it is there when random bits are to
-    be drawn."""
+    """The seed of a slot, if anything is rounded with it. Loaded before the state, it is there when bits are drawn."""
     if seed_ptr is None or not SEEDED:
         return 0
     else:
@@ -78,8 +77,7 @@ def resolve_write(write, b, column, slot, goes, slots):
 
 @triton.jit
 def write_slot(write, b, slot, goes, slots):
-    """The slot row `b` writes after its last token, int64: that of the table, or `slot`, which it read; -1 for none,
-    and unless `goes`."""
+    """The slot row `b` writes after its last token, int64, as resolve_write has it; -1 unless `goes`."""
     return tl.where(goes, resolve_write(write, b, 0, slot, goes, slots), -1)
 
 
@@ -102,21 +100,21 @@ def token_range(cu_seqlens_ptr, b, tokens, ONE_TOKEN: tl.constexpr):
     elif cu_seqlens_ptr is None:
         return b * 0, tokens
     else:
-        first = _load_bound(cu_seqlens_ptr + b, tokens)
-        last = _load_bound(cu_seqlens_ptr + b + 1, tokens)
+        first = bound(tl.load(cu_seqlens_ptr + b), tokens)
+        last = bound(tl.load(cu_seqlens_ptr + b + 1), tokens)
         return first, tl.maximum(last - first, 0)
 
 
 @triton.jit
 def unused_tokens(cu_seqlens_ptr, batch, tokens):
     """Where on the token axis the first row's tokens start and the last row's end: no row has those outside."""
-    return _load_bound(cu_seqlens_ptr, tokens), _load_bound(cu_seqlens_ptr + batch, tokens)
+    return bound(tl.load(cu_seqlens_ptr), tokens), bound(tl.load(cu_seqlens_ptr + batch), tokens)
 
 
 @triton.jit
-def _load_bound(ptr, tokens):
+def bound(number, tokens):
     """A boundary of packed tokens, int32: the nearest that a token axis of this length has."""
-    return tl.minimum(tl.maximum(tl.load(ptr), 0), tokens).to(tl.int32)
+    return tl.minimum(tl.maximum(number, 0), tokens).to(tl.int32)
 
 
 @triton.jit

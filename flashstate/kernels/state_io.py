@@ -25,10 +25,9 @@ from flashstate.kernels.ptx import (
     from_bfloat16_ptx,
     has_ptx,
     prefetch_ptx,
-    to_float8_stochastic_hw,
-    to_float16_stochastic_hw,
     to_float_stochastic_ptx,
     to_scaled_ptx,
+    to_stochastic_hw,
 )
 from flashstate.kernels.tensor_cores import terms_of
 from flashstate.kernels.tiles import as_accessed, as_rows, chunk_at
@@ -125,8 +124,7 @@ def load_state(pool, slot, live, tile, FORM: tl.constexpr):
 
 @triton.jit
 def load_tile(pool, slot, live, tile, drawing, FORM: tl.constexpr):
-    """What load_codes gives of a tile of a slot, and the random bits that it is rounded with later, drawn while it is
-    on its way."""
+    """What load_codes gives of a tile, and the random bits it is rounded with later, drawn while it is on its way."""
     factor, codes = load_codes(pool, slot, live, tile, FORM)
     return factor, codes, random_bits(drawing, tile, FORM)
 
@@ -245,7 +243,7 @@ def to_float(v, random, dtype: tl.constexpr, ROUNDING: tl.constexpr, TARGET: tl.
     if ROUNDING == "nearest":
         return to_nearest(v, dtype, TARGET)
     elif dtype == tl.float16 and ROUNDING == "stochastic_hw":
-        return to_float16_stochastic_hw(v, random)
+        return to_stochastic_hw(v, random, dtype)
     elif has_ptx(TARGET):
         return to_float_stochastic_ptx(v, random, dtype)
     else:
@@ -340,7 +338,7 @@ def to_integer(v, e, stored, random, dtype: tl.constexpr, ROUNDING: tl.constexpr
 def to_float8(v, e, stored, random, ROUNDING: tl.constexpr, TARGET: tl.constexpr):
     """v * e, rounded to float32, to the bits of float8_e4m3fn."""
     if ROUNDING == "stochastic_hw":
-        return to_float8_stochastic_hw(tl.where(stored, v * e, 0.0), random)
+        return to_stochastic_hw(tl.where(stored, v * e, 0.0), random, tl.uint8)
     elif TARGET == "sm_89" or (TARGET == "sm_80" and ROUNDING == "stochastic"):
         return to_scaled_ptx(v, e, stored, random, tl.uint8, ROUNDING == "stochastic")
     else:

@@ -16,8 +16,7 @@ from flashstate.launch.kernel import kernel
 
 @triton.jit
 def plain_chunk(row_ptrs, k, CHUNK: tl.constexpr, ALIGNED: tl.constexpr):
-    """Pointers to chunk k of plain rows that start at `row_ptrs`, (rows, 1). ALIGNED: at multiples of 16 bytes, and so
-    do their chunks."""
+    """Pointers to chunk k of plain rows that start at `row_ptrs`, (rows, 1); ALIGNED: at multiples of 16 bytes."""
     ptrs = row_ptrs + (k * CHUNK + tl.arange(0, CHUNK))[None, :]
     if ALIGNED:  # said of what is computed here: of arguments the compiler forgets it
         ptrs = tl.multiple_of(ptrs, (1, 16))
