@@ -270,9 +270,10 @@ def divide_ptx(a, b):
 @triton.jit
 def to_scaled_ptx(v, e, stored, random, dtype: tl.constexpr, STOCHASTIC: tl.constexpr):
     """v * e to int8, int16 or float8_e4m3fn, which is uint8, to nearest or stochastically; zero unless stored."""
-    operands = [v, e, tl.where(stored, -1, 0).to(tl.int16 if dtype == tl.int16 else tl.int8)]
+    keep = tl.where(stored, -1, 0).to(tl.int16 if dtype == tl.int16 else tl.int8)
+    operands = [v, e, keep]
     if STOCHASTIC:
-        operands = [operands[0], operands[1], operands[2], random.to(tl.uint16)]
+        operands = [v, e, keep, random.to(tl.uint16)]
     two: tl.constexpr = TWO_PRODUCTS_RANDOM if STOCHASTIC else TWO_PRODUCTS
     four: tl.constexpr = FOUR_PRODUCTS_RANDOM if STOCHASTIC else FOUR_PRODUCTS
     if dtype == tl.int16:
