@@ -9,7 +9,7 @@ import triton.language as tl
 
 from flashstate.kernels.addressing import this_program
 from flashstate.kernels.slots import load_seed
-from flashstate.kernels.state_io import BEFORE_THE_FIRST_TOKEN, EVICT_FIRST, load_state, random_bits, store_slot
+from flashstate.kernels.state_io import BEFORE_THE_FIRST_TOKEN, EVICT_FIRST, load_state, random_bits, store_state
 from flashstate.kernels.tiles import form_of, tile_at
 from flashstate.launch.kernel import kernel
 
@@ -39,7 +39,8 @@ def write_states_kernel(
         ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, VECTOR, EVICT_FIRST, TARGET, TRANSPOSED, ROUNDING, ROUNDS
     )
     slot = tl.load(slots_ptr + n)
-    seed = load_seed(seed_ptr, slot, slot >= 0, ROUNDING != "nearest")
+    live = slot >= 0
+    seed = load_seed(seed_ptr, slot, live, ROUNDING != "nearest")
     tile = tile_at(h, first_row, FORM)
 
     rows = (first_row + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
@@ -49,7 +50,8 @@ def write_states_kernel(
         v = v + (tl.load(plain_chunk(row_ptrs, k, CHUNK, ALIGNED), mask=tile.masks[k], other=0.0).to(tl.float32),)
 
     random = random_bits((seed, BEFORE_THE_FIRST_TOKEN, stream), tile, FORM)
-    store_slot((data_ptr, scale_ptr, slot_stride, scale_stride), slot, tile, v, random, FORM)
+    pool, offsets = (data_ptr, scale_ptr, slot_stride, scale_stride), (slot * slot_stride, slot * scale_stride)
+    store_state(pool, offsets, live, tile, v, random, FORM)
 
 
 @kernel
