@@ -41,9 +41,7 @@ def check_tensor(
     also: tuple[tuple[str, ...], tuple[int | None, ...]] | None = None,
 ) -> None:
     """Raise unless `tensor` has these axes (a size of None is free), one of these dtypes, and lives on `device`.
-
-    `also`: axes and sizes that the caller allows besides; the message has both.
-    """
+    `also`: axes and sizes that the caller allows besides; the message has both."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
     if tensor.layout is not torch.strided:
@@ -99,10 +97,8 @@ def check_no_overlap(name: str, tensor: Tensor) -> None:
 
 
 def too_short(strides: Sequence[int], sizes: Sequence[int], reach: int) -> tuple[int, int] | None:
-    """The first stride that is shorter than what lies within it, and how long that is; None if there is none.
-
-    `reach`: elements that one entry of these axes spans. Axes that interleave count as too short.
-    """
+    """The first stride that is shorter than what lies within it, and how long that is; None if there is none. Axes that
+    interleave count as too short. `reach`: elements that one entry of these axes spans."""
     for stride, size in sorted(zip(strides, sizes, strict=True)):
         if size > 1 and stride < reach:
             return stride, reach
@@ -110,14 +106,10 @@ def too_short(strides: Sequence[int], sizes: Sequence[int], reach: int) -> tuple
     return None
 
 
-def check_contiguous(name: str, tensor: Tensor, also: str = "") -> Tensor:
-    """Raise unless the tensor is contiguous, so that it can be read without strides; returns it.
-
-    `also`: what the caller allows besides.
-    """
+def check_contiguous(name: str, tensor: Tensor, also: str = "") -> None:
+    """Raise unless a tensor can be read without strides. `also`: what the caller allows besides."""
     if not tensor.is_contiguous():
         raise ValueError(f"{name} must be contiguous{also}, got strides {tuple(tensor.stride())}")
-    return tensor
 
 
 def tied(

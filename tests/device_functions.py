@@ -52,7 +52,9 @@ def encode_kernel(
 ):  # fmt: skip
     """store_slot on (slots, ROWS, COLS): one program per tile and slot. The last slot is none."""
     slot = tl.program_id(1)
-    FORM: tl.constexpr = form_of(ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, 1)
+    FORM: tl.constexpr = form_of(
+        ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, 1, EVICT_FIRST, TARGET, False, ROUNDING
+    )  # fmt: skip
     tile = tile_at(0, tl.program_id(0) * BLOCK_ROWS, FORM)
     offs = slot * ROWS * COLS + tile.first + tile.offsets
     v, random = (), ()  # of chunks; Triton's compiler appends to a tuple only by a sum
@@ -61,7 +63,7 @@ def encode_kernel(
         bits = tl.load(random_ptr + offs + k * CHUNK, mask=tile.masks[k], other=0).to(tl.uint32)
         random = random + (bits,)  # noqa: RUF005
     to = tl.where(slot < tl.num_programs(1) - 1, slot, -1)
-    store_slot((stored_ptr, scale_ptr, ROWS * COLS, ROWS), to, tile, v, random, FORM, ROUNDING, TARGET, EVICT_FIRST)
+    store_slot((stored_ptr, scale_ptr, ROWS * COLS, ROWS), to, tile, v, random, FORM)
 
 
 @triton.jit
@@ -71,10 +73,10 @@ def decode_kernel(
 ):  # fmt: skip
     """load_state of (slots, ROWS, COLS): one program per tile and slot."""
     slot = tl.program_id(1)
-    FORM: tl.constexpr = form_of(ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, 1)
+    FORM: tl.constexpr = form_of(ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, 1, EVICT_FIRST, TARGET)
     tile = tile_at(0, tl.program_id(0) * BLOCK_ROWS, FORM)
     pool = (stored_ptr, scale_ptr, ROWS * COLS, ROWS)
-    scale, v = load_state(pool, slot, slot >= 0, tile, FORM, TARGET, EVICT_FIRST, TARGET)
+    scale, v = load_state(pool, slot, slot >= 0, tile, FORM)
     offs = slot * ROWS * COLS + tile.first + tile.offsets
     for k in tl.static_range(len(v)):
         tl.store(value_ptr + offs + k * CHUNK, v[k] * scale, mask=tile.masks[k])

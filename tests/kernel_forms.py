@@ -12,7 +12,8 @@ import flashstate
 from flashstate.launch import Problem
 from flashstate.ops.mamba2_replay import parted
 from flashstate.proof import AnyCase, Case, ConvCase, DeltaCase, Inputs, Mamba3Case, ReplayCase
-from flashstate.proof.laws.tokens import TREE, make_snapshots
+from flashstate.proof.laws.steps import make_snapshots
+from flashstate.proof.laws.tokens import TREE
 
 BFLOAT16 = {"x": "bfloat16", "slots": 4}
 MAMBA2 = Case(2, 16, 1, 64, 128, bc="bfloat16", dt="bfloat16", **BFLOAT16)

@@ -33,10 +33,8 @@ class Launcher:
     changes: dict[str, Any] = field(default_factory=dict)  # of what Triton says of a kernel
     more: int = 0  # parameters than a kernel should have
 
-    def start(
-        self, kernel: Any, grid: Any, device: torch.device, arguments: Any, constants: Any, *options: int
-    ) -> Started:
-        launch = Launch(kernel, grid, torch.device("cuda", 0), arguments, constants, *options)
+    def start(self, launch: Launch) -> Started:
+        launch = launch._replace(device=torch.device("cuda", 0))
         self.ordinary.append(Started(launch, self.compiled(launch)))
         return self.ordinary[-1]
 

@@ -297,7 +297,7 @@ def step_arguments(case: AnyCase = CASE, device: torch.device = CPU) -> Argument
     """All arguments of a call that is right: `out`, and snapshots with room for more rows and tokens, among them."""
     inputs = make_inputs(case, device)
     slots, out = inputs.at() if case.packed else inputs.slots, torch.full_like(inputs.main, 7.0)
-    given: Arguments = {**inputs.arguments, **inputs.options, "slots": slots, "update": True, "out": out}
+    given: Arguments = {**inputs.arguments, "slots": slots, "update": True, "out": out}
     if not isinstance(case, (Mamba3Case, ReplayCase)):
         given["snapshots"] = torch.full((5, 6, *case.state_axes), 7.0, dtype=torch.float16, device=device)
     without_plan = {"plan": None} if isinstance(case, ReplayCase) else {}

@@ -139,7 +139,7 @@ COUNTED = [
 def test_a_row_counts_every_byte_of_its_arguments_and_roofs_those_of_states(job: Job) -> None:
     inputs, batch, times = make_inputs(job.case, CPU), job.case.batch, 1 + job.stores
     slot = {name: tensor[0].nbytes for name, tensor in slotted(inputs.state).items()}
-    given = (t for t in (*inputs.arguments.values(), *inputs.options.values()) if isinstance(t, Tensor))
+    given = (t for t in inputs.arguments.values() if isinstance(t, Tensor))
     moved = sum(t.nbytes for t in given) + inputs.main.nbytes + inputs.slots.nbytes
     moved += batch * (times * (slot["data"] + slot.get("scale", 0)) + (0 if job.case.rounding == "nearest" else 8))
     moved += batch * ((1 + getattr(job.case, "update_kv", 0)) * (slot.get("k", 0) + slot.get("v", 0)))

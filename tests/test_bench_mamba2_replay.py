@@ -108,8 +108,8 @@ def test_pools_of_any_size_have_every_count_as_often_as_it_comes(live: Live) -> 
 def test_bytes_are_those_of_all_arguments_live_rows_new_rows_and_folded_states() -> None:
     case = job_of("", replace(TINY, tokens=6, batch=14, format="int8", rounding="stochastic"), "uniform").case
     inputs = make_inputs(case, CPU)
-    pool, options = inputs.state, [t for t in inputs.options.values() if isinstance(t, Tensor)]
-    given = sum(t.nbytes for t in (*inputs.arguments.values(), *options, inputs.main, inputs.slots))
+    pool, tensors = inputs.state, [t for t in inputs.arguments.values() if isinstance(t, Tensor)]
+    given = sum(t.nbytes for t in (*tensors, inputs.main, inputs.slots))
     slot = 2 * 4 * 16 + 2 * 4 * 4  # with scales
     ring_row = 2 * 4 * 2 + 16 * 2 + 2 * 4
     assert (slot, ring_row) == (

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,8 +25,8 @@ from flashstate.bench.ops import OPS
 from flashstate.bench.peers import MeasurementError, load_peers
 from flashstate.bench.results import read_csv, write_csv
 from flashstate.cli import main
+from flashstate.launch.axes import Axes
 from flashstate.proof import CASES, Case, Cases, Inputs, ProvenOp, StateCase, interpreted, make_inputs
-from flashstate.proof.case import Drawn
 from flashstate.state.formats import bits_of
 
 GATED_DELTA, MAMBA3 = OPS["gated_delta"], OPS["mamba3"]
@@ -131,7 +133,7 @@ def test_all_ways_and_right_peers_are_measured_beside_the_roofs(
     bindings, _ = load_peers(OPS[op].peers, torch.device("cuda"))
     exact: list[bool] = []
     oracle = measure.oracle
-    monkeypatch.setattr(measure, "oracle", lambda i: (exact.append(i.options.get("exact", True)), oracle(i))[1])
+    monkeypatch.setattr(measure, "oracle", lambda i: (exact.append(i.arguments.get("exact", True)), oracle(i))[1])
     report = Report()
     measure_on_gpu(OPS[op], job, bindings, CPU, report)
     before, _, after = beside.partition("|")
@@ -174,21 +176,21 @@ def leak_token(s: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     return s.sum(-1), s
 
 
+def declared_as(function: Callable[..., Tensor]) -> Any:
+    """What a declaration says of leak_step."""
+    axes = {"x": Axes.parse("tokens heads | rows")}
+    return SimpleNamespace(function=function, main="x", tensors=axes, options=(), inner=("heads", "rows", "cols"))
+
+
 @dataclass(frozen=True)
 class LeakCase(StateCase):
     heads: int = 2
     rows: int = 4
     cols: int = 8
     groups: int = 1
-    op = ProvenOp(leak_step, leak_token, ("x",), remembered=("x",), widths=2, between_tokens=False)
-    problem = property(lambda case: Case().problem)
-
-    @property
-    def given(self) -> tuple[Drawn, ...]:
-        return (Drawn("x", self.x, (self.heads, self.rows)),)
-
-    def adjust(self, arguments: dict[str, Tensor], options: dict[str, Any]) -> None:
-        """All that is drawn stays."""
+    op = ProvenOp(declared_as(leak_step), leak_token, remembered=("x",), sizes={}, between_tokens=False)
+    kind = property(lambda case: Case().kind)
+    dtypes = property(lambda case: {"x": case.x})
 
 
 def test_an_op_with_cases_is_measured_without_a_file_of_the_benchmark(
@@ -205,7 +207,7 @@ def test_an_op_with_cases_is_measured_without_a_file_of_the_benchmark(
     ]
     assert OPS["leak"].grids[0].formats == (("float32", "nearest"), ("bfloat16", "nearest"))
     assert "leak, 2 heads, 1 group, 4 x 8" in " ".join(capsys.readouterr().out.split())
-    broken = replace(LeakCase.op, step=lambda **given: leak_step(**given).mul_(2))
+    broken = replace(LeakCase.op, declared=declared_as(lambda **given: leak_step(**given).mul_(2)))
     monkeypatch.setattr(LeakCase, "op", broken)
     assert main(run_it) == 1
     assert "flashstate is wrong: its output is " in " ".join(capsys.readouterr().err.split())

@@ -32,7 +32,7 @@ def test_counted_bytes_are_those_of_all_tensors_of_a_call(case: AnyCase) -> None
     assert case.slot_bytes == inputs.state.data[0].nbytes
     y = inputs.step()
     used = {name: t[:tokens] if case.packed else t for name, t in {**inputs.activations, "y": y}.items()}
-    given = {**inputs.arguments, **inputs.options, **used, "slots": inputs.slots}
+    given = {**inputs.arguments, **used, "slots": inputs.slots}
     others = sum(t.nbytes for t in given.values() if isinstance(t, Tensor))
     others += 8 * case.batch if case.rounding == "stochastic" else 0  # seeds
     for stores in (0, 1, 3):

@@ -29,7 +29,7 @@ from peer_mamba3 import MAMBA3, RANKS, READS, UPDATES
 from peer_selective import FLASHINFER, FORMS, SSM, VLLM
 from torch import Tensor
 
-from flashstate.launch.suspension import suspended
+from flashstate.launch.environment import suspended
 
 __all__ = ["launcher"]  # a fixture
 DOORS = (SSM, VLLM, FLASHINFER, DECODING, SEVERAL, MAMBA3, CONV, VLLM_CONV)

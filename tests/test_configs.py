@@ -30,8 +30,7 @@ from flashstate.ops.mamba2_replay import ReplayProblem, ReplayTokenProblem, part
 from flashstate.ops.mamba3 import HeadProblem, RankProblem
 from flashstate.proof import AnyCase, Case, ConvCase, DeltaCase, Inputs, Mamba3Case, Pool, ReplayCase, make_inputs
 from flashstate.proof.laws.require import require_equal_bytes, require_equal_states
-from flashstate.proof.laws.steps import close_to_float64
-from flashstate.proof.laws.tokens import make_snapshots
+from flashstate.proof.laws.steps import close_to_float64, make_snapshots
 from flashstate.state.formats import FORMATS, PORTABLE_FORMATS
 from flashstate.state.signature import ACCESS_BYTES
 

@@ -21,10 +21,10 @@ from torch import Tensor
 from flashstate import Slots, debug, gated_delta_step, mamba2_replay, mamba2_step
 from flashstate.launch import Config, direct, driver, override
 from flashstate.launch.call import Op
+from flashstate.launch.environment import suspended
 from flashstate.launch.registered import Piece
 from flashstate.launch.repeat import repeat_function
 from flashstate.launch.start import collecting
-from flashstate.launch.suspension import suspended
 from flashstate.ops.conv1d import CONV1D_STEP
 from flashstate.ops.gated_delta import GATED_DELTA_STEP
 from flashstate.ops.mamba2 import MAMBA2_STEP
@@ -258,7 +258,7 @@ def test_the_number_behind_the_pointers_is_the_stream_of_the_layer(op: Op, launc
     for _ in range(2):
         op.function(**arguments)
     launch = launcher.ordinary[0].launch
-    pointers = [at for at in launch.arguments[: len(driver.pointers_of(launch.kernel))] if at is not None]
+    pointers = [at for at in launch.arguments[: len(launch.kernel.pointers)] if at is not None]
     assert all(isinstance(pointer, Tensor) for pointer in pointers)
     assert launcher.directly[0][len(pointers)] == 3
 
@@ -407,7 +407,7 @@ def test_a_call_on_the_cpu_does_not_try_the_direct_way(op: Op, monkeypatch: pyte
     monkeypatch.setattr(op, "call", op.first_call)
     op.function(**arguments)
     assert op.call == op.first_call
-    monkeypatch.setattr(op, "call", repeat_function(op, op.kernels()))
+    monkeypatch.setattr(op, "call", repeat_function(op, op.own_kernel))
     monkeypatch.setattr(Slots, "signature", property(lambda slots: pytest.fail("a key was made")))
     op.function(**arguments)
     assert likenesses == [None, None]

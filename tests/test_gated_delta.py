@@ -15,9 +15,8 @@ CPU = torch.device("cpu")
 def in_float64(case: DeltaCase) -> tuple[Tensor, dict[str, Tensor], dict[str, object]]:
     """States of a batch, activations (batch, T, ...) and the other arguments of the reference, in float64."""
     inputs = make_inputs(case, CPU)
-    options = {"A_log": None, "dt_bias": None, "scale": None, **inputs.options}
-    options.pop("exact")
-    activations = {name: t.double() for name, t in inputs.arguments.items()}
+    options = {name: inputs.arguments[name] for name in ("A_log", "dt_bias", "scale", "qk_l2norm")}
+    activations = {name: t.double() for name, t in inputs.activations.items()}
     return inputs.states.double(), activations, options
 
 
@@ -126,7 +125,7 @@ def test_tokens_that_do_not_exist_are_not_looked_at_by_the_at_once_form() -> Non
 
 def test_a_bias_per_head_is_added_to_every_channel() -> None:
     inputs = make_inputs(DeltaCase(2, 4, 2, 5, 20, per_channel=True, tokens=2), CPU)
-    bias = inputs.options["dt_bias"][:, 0].contiguous()
+    bias = inputs.arguments["dt_bias"][:, 0].contiguous()
     full, per_head, expanded = inputs.fresh(), inputs.fresh(), inputs.fresh()
     want = full.step(dt_bias=bias[:, None].repeat(1, 20))
     assert torch.equal(per_head.step(dt_bias=bias), want)

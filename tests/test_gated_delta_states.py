@@ -12,7 +12,7 @@ from flashstate import State
 from flashstate.launch import override, valid_configs
 from flashstate.proof import DeltaCase, make_inputs, oracle
 from flashstate.proof.laws.require import all_tokens, require_equal_states, require_within_budget
-from flashstate.proof.laws.tokens import make_snapshots
+from flashstate.proof.laws.steps import make_snapshots
 from flashstate.state.formats import bits_of
 
 CPU = torch.device("cpu")

@@ -77,7 +77,7 @@ MODELLED = [
 @pytest.mark.parametrize("case", MODELLED, ids=str)
 def test_reference_equals_the_recurrence_written_with_loops(case: ReplayCase) -> None:
     inputs = case.make_inputs(CPU)
-    model, pool, given = Recurrence.of(inputs), inputs.state, {**inputs.arguments, **inputs.options}
+    model, pool, given = Recurrence.of(inputs), inputs.state, inputs.arguments
     y = iter(model.step(inputs, torch.zeros_like(inputs.tokens))[0])
     for b, slot in enumerate(inputs.slots.tolist()):
         rows = [(int(pool.start[slot]) + j) % pool.ring.length for j in range(int(pool.count[slot]))]

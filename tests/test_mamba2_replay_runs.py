@@ -88,9 +88,9 @@ class Traffic:
     def inputs(self, i: int, read: list[int], lengths: list[int], dense: bool, seed: int) -> ReplayInputs:
         """A call of layer i with new tokens and its own parameters."""
         tokens = self.tokens_of(sum(lengths), seed)
-        found = self.parameters[i].with_tokens_of(tokens)
+        found = self.parameters[i].given(**tokens.activations)
         slots = torch.tensor(read, dtype=torch.int64, device=self.device)
-        inputs = ReplayInputs(REPLAY, self.layers[i], found.arguments, found.options, slots, lengths)
+        inputs = ReplayInputs(REPLAY, self.layers[i], found.arguments, slots, lengths)
         if dense:
             inputs = replace(inputs.changed(lambda t: t.unflatten(0, (len(read), lengths[0]))), lengths=None)
         return inputs
@@ -214,7 +214,7 @@ def test_strong_decays_keep_float32_to_a_hundred_thousandth(tokens: int, device:
     inputs.state.dt.pow_(6).mul_(4).clamp_(max=20)
     model, draw = Recurrence.of(inputs), Random(tokens)
     for turn in range(6):
-        step = inputs.with_tokens_of(case.make_inputs(device, seed=turn + 1))
+        step = inputs.given(**case.make_inputs(device, seed=turn + 1).activations)
         step.arguments["dt"].abs_().pow_(6).mul_(4).clamp_(max=20)
         accepted = torch.tensor([draw.randint(0, tokens) for _ in range(case.batch)], device=device)
         plan, form = step.plan(), FORMS[turn % len(FORMS)]

@@ -86,8 +86,9 @@ def one_token(head: Head, token: SimpleNamespace, case: Mamba3Case) -> list[Row]
     head.theta = [
         (old + math.tanh(a) * token.dt * math.pi) % math.tau for old, a in zip(head.theta, token.angle, strict=True)
     ]
+    pairs = case.pairing or ("interleaved" if case.rank == 1 else "halved")
     B, C = (
-        [turned(u, bias, head.theta, case.pairs) for u, bias in zip(us, biases, strict=True)]
+        [turned(u, bias, head.theta, pairs) for u, bias in zip(us, biases, strict=True)]
         for us, biases in ((token.B, token.bias_B), (token.C, token.bias_C))
     )
     B = [[rounded(value, case.kv) for value in row] for row in B]
@@ -112,7 +113,7 @@ def one_token(head: Head, token: SimpleNamespace, case: Mamba3Case) -> list[Row]
 
 def token_of(case: Mamba3Case, inputs: Inputs, b: int, t: int, h: int) -> SimpleNamespace:
     """What token t of row b brings to head h, and what all tokens share: of every rank, ones and zeros where absent."""
-    given: dict[str, Any] = {**inputs.arguments, **inputs.options}
+    given = inputs.arguments
     g = h // (case.heads // case.groups)
     ones, zeros = torch.ones(case.rank, case.rows), torch.zeros(case.rank, case.cols)
     found = {name: given[name][b, t, h].tolist() for name in ("x", "A", "dt", "trap")}
@@ -120,10 +121,10 @@ def token_of(case: Mamba3Case, inputs: Inputs, b: int, t: int, h: int) -> Simple
     found["z"] = given["z"][b, t, h].tolist() if case.z else None
     angle = given["angle"][b, t] if case.angles else torch.zeros(0)
     found["angle"] = (angle[h] if angle.dim() == 2 else angle).tolist()
-    found |= {name: (given[name][:, h] if name in given else ones).tolist() for name in ("Wx", "Wz")}
+    found |= {name: (ones if given[name] is None else given[name][:, h]).tolist() for name in ("Wx", "Wz")}
     found["Wo"] = given["Wo"][:, h].tolist() if case.Wo else None
     found["D"] = float(given["D"][h]) if case.D else 0.0
-    found |= {name: (given[name][:, h] if name in given else zeros).tolist() for name in ("bias_B", "bias_C")}
+    found |= {name: (zeros if given[name] is None else given[name][:, h]).tolist() for name in ("bias_B", "bias_C")}
     return SimpleNamespace(**found)
 
 

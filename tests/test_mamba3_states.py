@@ -113,7 +113,7 @@ def test_angles_stay_in_a_turn_at_its_edges(rank: int, device: torch.device) -> 
     heads, angles = len(EDGES), len(TURNS)
     case = replace(TURNING, batch=2, heads=heads, cols=2 * angles, angles=angles, rank=rank, Wo=rank > 1)
     inputs = make_inputs(case, device)
-    theta, angle, dt = inputs.state.angle, inputs.options["angle"], inputs.arguments["dt"]
+    theta, angle, dt = inputs.state.angle, inputs.arguments["angle"], inputs.arguments["dt"]
     theta[:] = torch.tensor(EDGES, device=device)[:, None]
     angle[:] = torch.tensor(TURNS, device=device)
     dt[0], dt[1] = 1.0, 100.0
@@ -241,7 +241,7 @@ def test_a_float32_state_is_as_good_after_thousands_of_tokens(rank: int) -> None
     inputs = make_inputs(case, CPU)
     inputs.arguments["A"].fill_(-DECAY)
     inputs.arguments["dt"].fill_(1.0)
-    shared = Parameters(*(inputs.options.get(name) for name in ("Wx", "Wz", "Wo", "D")), None, None, "none", False)
+    shared = Parameters(*(inputs.arguments[name] for name in ("Wx", "Wz", "Wo", "D")), None, None, "none", False)
     names = ("x", "A", "dt", "trap", "B", "C")
     after = []
     for number in (torch.float64, torch.float32):
@@ -251,7 +251,7 @@ def test_a_float32_state_is_as_good_after_thousands_of_tokens(rank: int) -> None
             _, memory = mamba3_token(memory, **token, z=None, angle=None, parameters=shared)
         after.append(memory.s)
     on_gpu = make_inputs(case, CUDA)
-    given = {name: tensor.to(CUDA) for name, tensor in inputs.arguments.items()}
+    given = {name: tensor.to(CUDA) for name, tensor in inputs.activations.items()}
     for _ in range(CALLS):
         on_gpu.step(**given)
     assert error_ratio(on_gpu.states.cpu(), *after) <= 1

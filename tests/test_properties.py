@@ -46,7 +46,7 @@ class Call:
     def of(cls, situation: Situation) -> "Call":
         """Make them, alike every time. NaN in tokens that do not run."""
         inputs = make_inputs(replace(situation.case, batch=situation.tokens), CPU, situation.seed)
-        arguments = {"D": None, "z": None, "dt_bias": None, **inputs.arguments, **inputs.options}
+        arguments = {**inputs.arguments}
         dt_per_row, A_per_element, bias_per_row = situation.per_row
         if not dt_per_row:
             arguments["dt"] = arguments["dt"][..., 0]

@@ -15,7 +15,8 @@ from flashstate.launch.call import Given
 from flashstate.ops import mamba2_fold, rings, seeds
 from flashstate.ops.mamba3 import MAMBA3_STEP
 from flashstate.proof import AnyCase, Case, DeltaCase, Mamba3Case, make_inputs
-from flashstate.proof.laws.tokens import TREE, make_snapshots
+from flashstate.proof.laws.steps import make_snapshots
+from flashstate.proof.laws.tokens import TREE
 from flashstate.state.formats import bits_of
 
 CUDA = torch.device("cuda")
@@ -48,7 +49,7 @@ def require_alike(run: Callable[..., list[Tensor]], backend: str) -> list[Tensor
 def test_a_whole_step_of_a_model_is_one_graph(case: AnyCase, device: torch.device, backend: str) -> None:
     """A page-strided pool, State and Slots made inside, seeds moved on."""
     inputs = make_inputs(case, device)
-    step, main = inputs.op.step, inputs.op.main
+    step, main = inputs.op.step, inputs.op.declared.main
     size, seed = inputs.state.data[0].numel(), inputs.state.seed
     pages = torch.zeros(case.slots, size + 16, dtype=torch.float16, device=device)
     pages[:, :size] = inputs.state.data.flatten(1)
@@ -58,8 +59,8 @@ def test_a_whole_step_of_a_model_is_one_graph(case: AnyCase, device: torch.devic
         state = flashstate.State(data, rounding="stochastic", seed=seed, stream=1)
         rows = flashstate.Slots(slots, null=0)
         arguments = {**inputs.arguments, main: x * 2}
-        y = step(state, **arguments, **inputs.options, slots=rows)
-        y = y + step(state, **arguments, **inputs.options, slots=rows, update=False)
+        y = step(state, **arguments, slots=rows)
+        y = y + step(state, **arguments, slots=rows, update=False)
         state.advance(rows)
         return y
 
@@ -158,7 +159,7 @@ def test_speculation_is_one_graph(case: AnyCase, device: torch.device, backend: 
 
     def model_step(state: flashstate.State, snapshots: flashstate.State, out: Tensor) -> Tensor:
         slots = flashstate.Slots(read, accepted=accepted, write=write, parents=parents)
-        y = step(state, **inputs.arguments, **inputs.options, slots=slots, snapshots=snapshots, out=out)
+        y = step(state, **inputs.arguments, slots=slots, snapshots=snapshots, out=out)
         state.advance(slots)
         return y * 2
 
@@ -179,7 +180,7 @@ def test_many_layers_share_one_compiled_function(case: AnyCase) -> None:
     @torch.compile(fullgraph=True, backend="aot_eager")
     def layer(data: Tensor, seed: Tensor, stream: int) -> Tensor:
         state = flashstate.State(data, rounding="stochastic", seed=seed, stream=stream)
-        return step(state, **inputs.arguments, **inputs.options, slots=inputs.slots)
+        return step(state, **inputs.arguments, slots=inputs.slots)
 
     for stream in range(20):
         layer(inputs.state.data, inputs.state.seed, stream)
@@ -224,10 +225,8 @@ def test_the_registered_op_that_folds_declares_what_it_writes(elsewhere: bool) -
 
 def check_function(name: str, function: Any, *values: Any) -> None:
     """opcheck of a function that registered itself, with these arguments."""
-    given, names = Given(), dict.fromkeys(piece.path[0] for piece in function.pieces)
-    for argument, value in zip(names, values, strict=True):
-        setattr(given, argument, value)
-    check_registered(name, function.pieces, given)
+    names = dict.fromkeys(piece.path[0] for piece in function.pieces)
+    check_registered(name, function.pieces, Given(names, values))
 
 
 def test_the_registered_op_that_moves_seeds_on_declares_what_it_writes() -> None:

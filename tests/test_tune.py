@@ -18,8 +18,8 @@ from flashstate.bench.jobs import Grid, Job, Stored
 from flashstate.bench.ops import OPS
 from flashstate.bench.timing import MIN_LAUNCHES, Timing
 from flashstate.cli import main
-from flashstate.launch import Config, Gpu, Problem, TensorCoreProblem, choose, interpreted, valid_configs
-from flashstate.launch.config import mode_key, table_key
+from flashstate.launch import Config, Gpu, Problem, choose, interpreted, valid_configs
+from flashstate.launch.config import TensorCoreProblem, mode_key, table_key
 from flashstate.launch.search import Point, neighbours
 from flashstate.launch.table import read_table_file
 from flashstate.proof import Case, DeltaCase, Inputs

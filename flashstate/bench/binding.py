@@ -33,7 +33,7 @@ Binding = Callable[[Inputs, Storing], Step]
 
 def arguments_of(inputs: Inputs, storing: Storing = IN_PLACE, **options: Any) -> dict[str, Any]:
     """All arguments of an op but slots: those of inputs, an output, where states are stored, and more options."""
-    given = {**inputs.arguments, **inputs.options, "out": torch.empty_like(inputs.main), **options}
+    given = {**inputs.arguments, "out": torch.empty_like(inputs.main), **options}
     if storing != IN_PLACE:
         given.update(snapshots=storing.snapshots, update=storing.update)
     return inputs.op.takes(inputs.state, given)

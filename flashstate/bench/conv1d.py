@@ -20,7 +20,7 @@ def bind_vllm(update: Callable[..., Tensor], inputs: Inputs, storing: Storing) -
     """vLLM wants several tokens packed, and takes slot 0 for padding unless told otherwise."""
     x, channels = inputs.arguments["x"], inputs.arguments["x"].shape[-1]
     out = torch.empty_like(x)
-    arguments = {"bias": inputs.options.get("bias"), "activation": inputs.options["activation"]}
+    arguments = {name: inputs.arguments[name] for name in ("bias", "activation")}
     tokens, flat = x, out
     if x.dim() == 3:
         arguments.update(query_start_loc=packed_bounds(x), max_query_len=x.shape[1])

@@ -62,8 +62,8 @@ def bind_vllm(decode: Callable[..., Any], verify: Callable[..., Any], inputs: In
     require_plain(inputs, storing)
     common = {
         **{name: inputs.arguments[name] for name in ("a", "b")},
-        **{name: inputs.options[name] for name in ("A_log", "dt_bias")},
-        "initial_state": inputs.state.data, "use_qk_l2norm_in_kernel": inputs.options["qk_l2norm"],
+        **{name: inputs.arguments[name] for name in ("A_log", "dt_bias")},
+        "initial_state": inputs.state.data, "use_qk_l2norm_in_kernel": inputs.arguments["qk_l2norm"],
     }  # fmt: skip
     q, k, v = (inputs.arguments[name] for name in ("q", "k", "v"))
     if not inputs.has_token_axis:
@@ -88,9 +88,9 @@ def bind_flashinfer(decode: Callable[..., Any], verify: Callable[..., Any], inpu
     if state.data.dtype not in (torch.float32, torch.bfloat16) or state.rounding != "nearest":
         raise MeasurementError(f"it has no {state.format.name} states rounded {state.rounding}")
     wide = state.data.dtype == torch.float32
-    arguments: dict[str, Any] = {name: t if several else t[:, None] for name, t in inputs.arguments.items()}
-    arguments |= {"A_log": inputs.options["A_log"], "dt_bias": inputs.options["dt_bias"], "initial_state": state.data}
-    arguments["use_qk_l2norm"] = inputs.options["qk_l2norm"]
+    arguments: dict[str, Any] = {name: t if several else t[:, None] for name, t in inputs.activations.items()}
+    arguments |= {name: inputs.arguments[name] for name in ("A_log", "dt_bias")}
+    arguments |= {"initial_state": state.data, "use_qk_l2norm": inputs.arguments["qk_l2norm"]}
     if wide:
         arguments["output"] = torch.empty_like(arguments["v"])
     call = verify if several and wide else partial(decode, state=None)
@@ -119,8 +119,9 @@ def bind_fla(attend: Callable[..., Any], inputs: Inputs, storing: Storing) -> St
     require_plain(inputs)
     if storing.snapshots is not None:
         raise MeasurementError("only compared without snapshots")
-    pool, options = inputs.state.data, inputs.options
-    q, k, v, g, beta = (t if inputs.has_token_axis else t[:, None] for t in inputs.arguments.values())
+    pool, options = inputs.state.data, inputs.arguments
+    tokens = inputs.changed(lambda t: t if inputs.has_token_axis else t[:, None]).activations
+    q, k, v, g, beta = (tokens[name] for name in ("q", "k", "v", "a", "b"))
     flags = {
         "use_qk_l2norm_in_kernel": options["qk_l2norm"], "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True,
         "state_v_first": True, "output_final_state": storing.update,

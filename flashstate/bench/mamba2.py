@@ -54,7 +54,7 @@ def bind_flashinfer(update: Callable[..., Tensor], inputs: Inputs, storing: Stor
     state, x, kept = inputs.state, inputs.main, storing.snapshots
     if state.rounding not in FLASHINFER_ROUNDINGS.get(state.data.dtype, ()):
         raise MeasurementError(f"it has no {state.format.name} states rounded {state.rounding}")
-    arguments = expanded(inputs, dt=inputs.arguments["dt"].to(inputs.options["dt_bias"].dtype))
+    arguments = expanded(inputs, dt=inputs.arguments["dt"].to(inputs.arguments["dt_bias"].dtype))
     arguments.update(out=torch.empty_like(x), disable_state_update=not storing.update)
     if state.scale is not None:
         arguments["state_scale"] = state.scale
@@ -81,7 +81,7 @@ def bind_fla(attend: Callable[..., tuple[Tensor, Tensor]], inputs: Inputs, stori
     if "state_v_first" not in inspect.signature(attend).parameters:
         raise MeasurementError("this release has no state_v_first, which gives states our layout")
     pool, heads = inputs.state.data, inputs.state.data.shape[1]
-    A, D, dt_bias = inputs.arguments["A"], inputs.options["D"], inputs.options["dt_bias"]
+    A, D, dt_bias = inputs.arguments["A"], inputs.arguments["D"], inputs.arguments["dt_bias"]
     tokens = inputs.activations
     x, z, dt, B, C = (
         tokens[name] if inputs.has_token_axis else tokens[name][:, None] for name in ("x", "z", "dt", "B", "C")
@@ -109,9 +109,8 @@ def expanded(inputs: Inputs, dt: Tensor | None = None) -> dict[str, Any]:
     dt = inputs.arguments["dt"] if dt is None else dt
     return {
         **inputs.arguments,
-        **inputs.options,
         "state": inputs.state.data,
-        **{name: inputs.options[name][:, None].expand(heads, rows) for name in ("D", "dt_bias")},
+        **{name: inputs.arguments[name][:, None].expand(heads, rows) for name in ("D", "dt_bias")},
         "dt": dt[..., None].expand(*dt.shape, rows),
         "A": inputs.arguments["A"][:, None, None].expand(heads, rows, cols),
     }

@@ -33,13 +33,13 @@ def bind_mamba_ssm(step_all: Callable[..., None], inputs: Inputs, storing: Stori
     """mamba_ssm has no pools and no groups, and leaves k and v to the caller. So its step does what its users do: torch
     gathers the states before the call, and scatters them behind it."""
     require_plain(inputs, storing)
-    if inputs.has_token_axis or "angle" in inputs.options:
+    if inputs.has_token_axis or inputs.arguments["angle"] is not None:
         raise MeasurementError("only compared with one token per call, whose B and C come turned")
     pool, heads = inputs.state, inputs.state.data.shape[1]
-    given, options = inputs.arguments, inputs.options
+    given = inputs.arguments
     B, C = (given[name].repeat_interleave(heads // given[name].shape[2], dim=2) for name in ("B", "C"))
-    arguments = {name: given[name] for name in ("A", "x", "dt", "trap")} | {"B": B, "C": C, "D": options["D"]}
-    arguments |= {"xproj": options["Wx"], "outproj": options["Wo"], "z": options["z"], "zproj": options["Wz"]}
+    arguments = {name: given[name] for name in ("A", "x", "dt", "trap")} | {"B": B, "C": C, "D": given["D"]}
+    arguments |= {"xproj": given["Wx"], "outproj": given["Wo"], "z": given["z"], "zproj": given["Wz"]}
     arguments["out"] = torch.empty_like(inputs.main)
 
     def call(slots: Slots) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -38,7 +39,7 @@ class SpanCase(Case):
         return SpanInputs(**{**vars(inputs), "arguments": arguments}, convolution=convolution)
 
 
-def split(convolved: Tensor, like: dict[str, Tensor]) -> dict[str, Tensor]:
+def split(convolved: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The views of x, B and C into the output of the convolution."""
     sizes = [like[name].shape[-2:].numel() for name in ("x", "B", "C")]
     parts = zip(("x", "B", "C"), convolved.split(sizes, dim=-1), strict=True)

@@ -1,9 +1,21 @@
 """What a program works on, and where a tensor's entries are, in 64 bits."""
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from flashstate.kernels.slots import unused_tokens
+
+
+class Place(NamedTuple):
+    """Rows of a head, of one batch row."""
+
+    b: Any
+    h: Any
+    g: Any  # group of the head
+    rows: Any  # offsets within the head
+    mask: Any  # which of them exist
 
 
 @triton.jit

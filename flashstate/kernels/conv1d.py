@@ -126,15 +126,14 @@ def as_float32(values):
 
 
 @triton.jit
-def inputs_along_path(parents, longest, x_at, b, first, t, x_channel, channels, initial, X_ROWS: tl.constexpr):
-    """The inputs before token t of a tree, on its path: of tokens, or where the path is shorter from the window. And
-    whether the token has a path."""
-    depth = depth_of(parents, b, t, longest)
+def inputs_along_path(parents, x_at, b, first, t, x_channel, channels, initial, X_ROWS: tl.constexpr):
+    """The inputs before token t of a tree, of tokens on its path and then of the window; whether it has a path."""
+    depth = depth_of(parents, b, t)
     count: tl.constexpr = len(initial)
     node = t
     inputs = ()
     for generation in tl.static_range(1, count + 1):
-        node = parent_of(parents, b, node, longest)
+        node = parent_of(parents, b, node)
         value = load_input(x_at, b, first + node, x_channel, channels, generation < depth, X_ROWS)
         value = value.to(initial[0].dtype)
         for i in tl.static_range(count):
@@ -213,7 +212,8 @@ def conv1d_step_kernel(
     zero = b * 0
     windows, copies = (window_ptr, window_c, window_e), (copy_ptr, copy_c, copy_e)
     x_at, out_at = (x_ptr, x_b, x_t, 0), (out_ptr, out_b, out_t, 0)
-    parents, write, slots = (parents_ptr, parents_stride), (write_ptr, write_stride), (num_slots, null, fault_ptr)
+    parents, write = (parents_ptr, parents_stride, longest), (write_ptr, write_stride)
+    slots = (num_slots, null, fault_ptr)
 
     read = (read_ptr, read_stride, read_width, None if MODE == "rollback" else accepted_ptr)
     slot = resolve_read(read, b, slots)
@@ -264,7 +264,7 @@ def conv1d_step_kernel(
             x = group[j].to(window_ptr.dtype.element_ty)
             stepped = exists
             if parents_ptr is not None:
-                recent, stepped = inputs_along_path(parents, longest, x_at, b, first, t, x_c, channels, initial, X_ROWS)
+                recent, stepped = inputs_along_path(parents, x_at, b, first, t, x_c, channels, initial, X_ROWS)
                 floats = as_float32(recent)
             u = floats + (x.to(tl.float32),)
             runs = tl.where(stepped, live, False)

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from flashstate.kernels.addressing import batch_size, this_program, token_entry, zero_unused
+from flashstate.kernels.addressing import Place, batch_size, this_program, token_entry, zero_unused
 from flashstate.kernels.functions import either, sigmoid, softplus
 from flashstate.kernels.slots import ancestor, path_to, read_slot, resolve_snapshot_row, token_range
 from flashstate.kernels.state_io import STREAMING, load_state, random_bits
@@ -17,6 +17,7 @@ from flashstate.kernels.tiles import (
     load_or_zero,
     load_rows,
     minus_zero,
+    stored_as,
     tile_at,
     zero_unless,
 )
@@ -63,11 +64,11 @@ def load_rate(A_log_ptr, h):
 
 
 @triton.jit
-def load_bias(ptr, h, PER_CHANNEL: tl.constexpr, FORM: tl.constexpr, TARGET: tl.constexpr):
+def load_bias(ptr, h, PER_CHANNEL: tl.constexpr, FORM: tl.constexpr):
     """dt_bias of the head, for each chunk of a tile; zeros if there is none."""
     if PER_CHANNEL and ptr is not None:
         zero = h * 0
-        return load_columns((ptr, zero, zero, zero + FORM.COLS), zero, zero, h, True, False, FORM, TARGET)
+        return load_columns((ptr, zero, zero, zero + FORM.COLS), zero, zero, h, True, 1, FORM)
     else:
         return for_chunks(0.0 if ptr is None else tl.load(ptr + h).to(tl.float32), FORM)
 
@@ -82,13 +83,10 @@ def for_chunks(value, FORM: tl.constexpr):
 
 
 @triton.jit
-def load_alpha(
-    tensor, b, t, h, exists, rate, dt_bias, PER_CHANNEL: tl.constexpr, FORM: tl.constexpr, TARGET: tl.constexpr
-):  # fmt: skip
-    """alpha of token t for each chunk of a tile: of its columns, or that of the head. rate: exp(A_log); None: a is the
-    log-decay itself."""
+def load_alpha(tensor, b, t, h, exists, rate, dt_bias, PER_CHANNEL: tl.constexpr, FORM: tl.constexpr):
+    """alpha of token t for each chunk of a tile: of its columns, or that of the head. Without a rate: see decay_of."""
     if PER_CHANNEL:
-        a = load_columns(tensor, b, t, h, exists, False, FORM, TARGET)
+        a = load_columns(tensor, b, t, h, exists, 1, FORM)
         alpha = ()
         for i in tl.static_range(len(a)):
             alpha = alpha + (decay_of(a[i], rate, dt_bias[i]),)
@@ -100,7 +98,7 @@ def load_alpha(
 
 @triton.jit
 def decay_of(a, rate, dt_bias):
-    """alpha of these a."""
+    """alpha of these a. rate: exp(A_log); None: a is the log-decay itself."""
     if rate is not None:
         a = -rate * softplus(a + dt_bias)
     return tl.exp(a)
@@ -137,36 +135,50 @@ def step_delta(s, factor, k, k_factor, v, decay, beta, exists, PER_COLUMNS: tl.c
 
 @triton.jit
 def load_delta_update(
-    updates, b, t, h, g, exists, offs_d, mask_d, rate, dt_bias, pieces,
-    QK_L2NORM: tl.constexpr, PER_CHANNEL: tl.constexpr, ALIGNED: tl.constexpr, FORM: tl.constexpr, TARGET: tl.constexpr,
+    updates, place, t, exists, rate, dt_bias, pieces,
+    QK_L2NORM: tl.constexpr, PER_CHANNEL: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """What token t steps the state with: k and its factor, v, decay and beta. pieces: of k."""
     k_at, v_at, a_at, beta_at = updates
-    k = load_columns(k_at, b, t, g, exists, ALIGNED, FORM, TARGET)
-    v = load_rows(token_entry(v_at, b, t, h, 16 if ALIGNED else 1), offs_d, mask_d, exists)
-    alpha = load_alpha(a_at, b, t, h, exists, rate, dt_bias, PER_CHANNEL, FORM, TARGET)
+    b, h, g, offs_d, _ = place
+    mask_d = offs_d < FORM.ROWS
+    k = load_columns(k_at, b, t, g, exists, FORM.ALIGNMENT, FORM)
+    v = load_rows(token_entry(v_at, b, t, h, FORM.ALIGNMENT), offs_d, mask_d, exists)
+    alpha = load_alpha(a_at, b, t, h, exists, rate, dt_bias, PER_CHANNEL, FORM)
     return k, length_factor(pieces, QK_L2NORM), v, alpha, load_beta(beta_at, b, t, h, exists, rate is not None)
 
 
 @triton.jit
+def load_delta_token(
+    q_at, updates, place, t, exists, rate, dt_bias, q_scale,
+    QK_L2NORM: tl.constexpr, PER_CHANNEL: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
+    """What token t steps the state with, and what makes its output: q, its factor, and the product of both k and q."""
+    q_pieces = load_pieces(q_at, place.b, t, place.g, exists, FORM)
+    k_pieces = load_pieces(updates[0], place.b, t, place.g, exists, FORM)
+    update = load_delta_update(updates, place, t, exists, rate, dt_bias, k_pieces, QK_L2NORM, PER_CHANNEL, FORM)
+    q = load_columns(q_at, place.b, t, place.g, exists, FORM.ALIGNMENT, FORM)
+    q_factor = length_factor(q_pieces, QK_L2NORM) * q_scale
+    return update, q, q_factor, dot_pieces(k_pieces, q_pieces) * update[1] * q_factor
+
+
+@triton.jit
 def state_before(
-    parents, longest, updates, b, first, t, h, g, offs_d, mask_d, s, factor, initial, initial_factor, rate, dt_bias,
-    SCALED: tl.constexpr, QK_L2NORM: tl.constexpr, PER_CHANNEL: tl.constexpr, ALIGNED: tl.constexpr,
-    FORM: tl.constexpr, TARGET: tl.constexpr,
+    parents, updates, place, first, t, s, factor, initial, initial_factor, rate, dt_bias,
+    SCALED: tl.constexpr, QK_L2NORM: tl.constexpr, PER_CHANNEL: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """The state that token t of a tree continues from with the factor of its rows, and whether there is one: that after
     the token before if that is its parent, else the initial one after all its ancestors."""
-    steps, follows = path_to(parents, b, t, longest)
+    steps, follows = path_to(parents, place.b, t)
     s = either(follows, s, initial)
     if SCALED:
         factor = tl.where(follows, factor, initial_factor)
     for done in range(1, steps):
-        i = ancestor(parents, b, t, steps - done, longest)
-        pieces = load_pieces(updates[0], b, first + i, g, True, FORM)
+        i = ancestor(parents, place.b, t, steps - done)
+        pieces = load_pieces(updates[0], place.b, first + i, place.g, True, FORM)
         k, k_factor, v, decay, beta = load_delta_update(
-            updates, b, first + i, h, g, True, offs_d, mask_d, rate, dt_bias, pieces,
-            QK_L2NORM, PER_CHANNEL, ALIGNED, FORM, TARGET,
-        )  # fmt: skip
+            updates, place, first + i, True, rate, dt_bias, pieces, QK_L2NORM, PER_CHANNEL, FORM
+        )
         _, _, s = step_delta(s, factor, k, k_factor, v, decay, beta, True, FORM.PER_COLUMNS)
         if SCALED:
             factor = tl.full(factor.shape, 1.0, tl.float32)
@@ -208,10 +220,12 @@ def gated_delta_step_kernel(
     g = h // HEADS_PER_GROUP
     offs_d = first_row + tl.arange(0, BLOCK_ROWS)
     mask_d = offs_d < ROWS
-    FORM: tl.constexpr = form_of(ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, VECTOR, TRANSPOSED, THREADS)
-    COPY_FORM: tl.constexpr = form_of(
-        ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, SNAPSHOT_VECTOR, SNAPSHOTS_TRANSPOSED
+    place = Place(b, h, g, offs_d, mask_d)
+    FORM: tl.constexpr = form_of(
+        ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, VECTOR, STREAMING, TARGET, TRANSPOSED, ROUNDING, ROUNDS,
+        ALIGNED, THREADS,
     )  # fmt: skip
+    COPY_FORM: tl.constexpr = stored_as(FORM, SNAPSHOT_VECTOR, SNAPSHOTS_TRANSPOSED, SNAPSHOT_ROUNDING)
     tile, copy_tile = tile_at(h, first_row, FORM), tile_at(h, first_row, COPY_FORM)
 
     # No branches: a padding row is masked. So loads do not wait until the row is known to be live.
@@ -221,21 +235,21 @@ def gated_delta_step_kernel(
     first, count = token_range(cu_seqlens_ptr, b, tokens, False)
 
     pool, write = (data_ptr, scale_ptr, slot_stride, scale_stride), (write_ptr, write_stride)
-    factor, s = load_state(pool, slot, live, tile, FORM, TARGET, STREAMING, TARGET)
+    factor, s = load_state(pool, slot, live, tile, FORM)
     if PADDING == "fresh":
         s, factor = zero_unless(live, s, factor)
     initial, initial_factor = s, factor
     rate = None  # a is the log-decay itself
     if A_log_ptr is not None:
         rate = load_rate(A_log_ptr, h)
-    dt_bias = load_bias(dt_bias_ptr, h, BIAS_PER_CHANNEL, FORM, TARGET)
+    dt_bias = load_bias(dt_bias_ptr, h, BIAS_PER_CHANNEL, FORM)
     if STORES == "last":  # drawn while the state is on its way
-        random = random_bits(seed, tile, count - 1, stream, FORM, ROUNDING, ROUNDS)
+        random = random_bits((seed, count - 1, stream), tile, FORM)
 
     if EARLY:  # what tokens bring may come from the kernel in front; the state is on its way
         gdc_wait()
-    q_at, k_at = (q_ptr, q_b, q_t, q_h), (k_ptr, k_b, k_t, k_h)
-    updates = k_at, (v_ptr, v_b, v_t, v_h), (a_ptr, a_b, a_t, a_h), (beta_ptr, beta_b, beta_t, beta_h)
+    k_at, v_at, a_at = (k_ptr, k_b, k_t, k_h), (v_ptr, v_b, v_t, v_h), (a_ptr, a_b, a_t, a_h)
+    updates, q_at = (k_at, v_at, a_at, (beta_ptr, beta_b, beta_t, beta_h)), (q_ptr, q_b, q_t, q_h)
     out = (out_ptr, out_b, out_t, out_h)
     copies = (copy_ptr, copy_scale_ptr, copy_b, copy_scale_b, copy_t, copy_scale_t)
     copy_rows, copy_row = (snapshot_rows_ptr, num_copies), -1
@@ -246,26 +260,20 @@ def gated_delta_step_kernel(
         for j in tl.static_range(TOGETHER):  # all of them are on their way before the first is used
             t = b * 0 + (start + j)  # a number of the kernel also where the interpreter has one of Python
             exists = True if TOGETHER == 1 else t < count
-            q_pieces = load_pieces(q_at, b, first + t, g, exists, FORM)
-            k_pieces = load_pieces(k_at, b, first + t, g, exists, FORM)
-            update = load_delta_update(
-                updates, b, first + t, h, g, exists, offs_d, mask_d, rate, dt_bias, k_pieces,
-                QK_L2NORM, PER_CHANNEL, ALIGNED, FORM, TARGET,
-            )  # fmt: skip
-            q = load_columns(q_at, b, first + t, g, exists, ALIGNED, FORM, TARGET)
-            q_factor = length_factor(q_pieces, QK_L2NORM) * q_scale
-            kq = dot_pieces(k_pieces, q_pieces) * update[1] * q_factor
-            group = group + ((t, exists, update, q, q_factor, kq),)
+            token = load_delta_token(
+                q_at, updates, place, first + t, exists, rate, dt_bias, q_scale, QK_L2NORM, PER_CHANNEL, FORM
+            )
+            group = group + ((t, exists, token),)
 
         for j in tl.static_range(TOGETHER):
-            t, exists, update, q, q_factor, kq = group[j]
+            t, exists, token = group[j]
+            update, q, q_factor, kq = token
             k, k_factor, v, decay, beta = update
             stepped = exists
             if parents_ptr is not None:
                 s, factor, stepped = state_before(
-                    (parents_ptr, parents_stride), longest, updates, b, first, t, h, g, offs_d, mask_d,
-                    s, factor, initial, initial_factor, rate, dt_bias,
-                    scale_ptr is not None, QK_L2NORM, PER_CHANNEL, ALIGNED, FORM, TARGET,
+                    (parents_ptr, parents_stride, longest), updates, place, first, t, s, factor, initial,
+                    initial_factor, rate, dt_bias, scale_ptr is not None, QK_L2NORM, PER_CHANNEL, FORM,
                 )  # fmt: skip
             decayed, u, s = step_delta(s, factor, k, k_factor, v, decay, beta, exists, FORM.PER_COLUMNS)
             if scale_ptr is not None:
@@ -273,17 +281,14 @@ def gated_delta_step_kernel(
             o = tl.fma(u, kq, dot_rows(decayed, q, FORM.PER_COLUMNS) * q_factor)
 
             runs = tl.where(stepped, live, False)
-            store_output(out, b, first + t, h, offs_d, mask_d, o, exists, stepped, live, PADDING, 16 if ALIGNED else 1)
-            goes, to_row = runs & (t < longest), copy_row
-            if copy_ptr is not None and parents_ptr is not None:  # a tree may have no token that runs
-                to_row = resolve_snapshot_row(copy_rows, b, goes, fault_ptr)
+            store_output(out, place, first + t, o, exists, stepped, live, PADDING, FORM.ALIGNMENT)
             store_after_token(
-                pool, write, copies, to_row, b, t, slot, goes, slots, seed, stream, tile, copy_tile, s,
-                FORM, COPY_FORM, STORES, ROUNDING, SNAPSHOT_ROUNDING, ROUNDS, TARGET, STREAMING,
+                pool, write, copies, copy_rows, copy_row, b, t, slot, runs & (t < longest), slots, (seed, t, stream),
+                tile, copy_tile, s, STORES, parents_ptr is not None, FORM, COPY_FORM,
             )  # fmt: skip
 
     if STORES == "last":
         goes = live & (count > 0)
-        store_last(pool, write, b, slot, goes, slots, tile, s, random, FORM, ROUNDING, TARGET, STREAMING)
+        store_last(pool, write, b, slot, goes, slots, tile, s, random, FORM)
     if cu_seqlens_ptr is not None:
         zero_unused(out, cu_seqlens_ptr, b, h, offs_d, mask_d, tokens, batch_size(H, ROWS, BLOCK_ROWS))

@@ -43,17 +43,14 @@ MOST_PREFETCHED = tl.constexpr(2048)  # bytes of a program's states per token th
 
 
 @triton.jit
-def load_keys_and_queries(
-    k_at, q_at, b, first, count, g,
-    TOKENS: tl.constexpr, ALIGNED: tl.constexpr, FORM: tl.constexpr, TARGET: tl.constexpr,
-):  # fmt: skip
+def load_keys_and_queries(k_at, q_at, b, first, count, g, TOKENS: tl.constexpr, FORM: tl.constexpr):
     """k of every token above q of every token, as operands of tensor cores, in chunks as a tile has them: terms of
     (2 * TOKENS, CHUNK) each; zero in columns and tokens that do not exist."""
     rows = tl.arange(0, 2 * TOKENS)
     t = rows % TOKENS
     dtype: tl.constexpr = k_at[0].dtype.element_ty
     entries = tl.where(rows < TOKENS, token_entry(k_at, b, first + t, g, 1), token_entry(q_at, b, first + t, g, 1))
-    if ALIGNED:  # no more than threads have side by side, so that it is the layout of the tile
+    if FORM.ALIGNMENT > 1:  # no more than threads have side by side, so that it is the layout of the tile
         entries = tl.multiple_of(entries, min(16, FORM.PER_COLUMNS * dtype.primitive_bitwidth // 8))
     cols = tl.arange(0, FORM.CHUNK)
     chunks = ()
@@ -61,10 +58,10 @@ def load_keys_and_queries(
         mask = (t < count)[:, None] & (i * FORM.CHUNK + cols < FORM.COLS)[None, :]
         values = tl.load(entries[:, None] + i * FORM.CHUNK + cols[None, :], mask=mask, other=0.0)
         values = as_operand(values, FORM.PER_COLUMNS)
-        if dtype == tl.bfloat16 and TARGET != "interpreter":
+        if dtype == tl.bfloat16 and FORM.TARGET != "interpreter":
             chunks = chunks + ((values,),)
         else:
-            chunks = chunks + (terms_of(values.to(tl.float32), 2, TARGET),)
+            chunks = chunks + (terms_of(values.to(tl.float32), 2, FORM.TARGET),)
     return chunks
 
 
@@ -93,16 +90,16 @@ def factors(with_each_other, q_scale, TOKENS: tl.constexpr, QK_L2NORM: tl.conste
 
 
 @triton.jit
-def row_entries(tensor, b, first, t, h, offs_d, ALIGNED: tl.constexpr):
+def row_entries(tensor, b, first, t, h, offs_d, FORM: tl.constexpr):
     """Pointers to values for rows of head h, for each of these tokens: (rows, tokens)."""
-    return token_entry(tensor, b, first + t, h, 16 if ALIGNED else 1)[None, :] + offs_d[:, None]
+    return token_entry(tensor, b, first + t, h, FORM.ALIGNMENT)[None, :] + offs_d[:, None]
 
 
 @triton.jit
-def load_values(tensor, b, first, t, h, offs_d, exists, ROWS: tl.constexpr, ALIGNED: tl.constexpr):
+def load_values(tensor, b, first, t, h, offs_d, exists, FORM: tl.constexpr):
     """The values of these rows for each of these tokens, (rows, tokens)."""
-    mask = (offs_d < ROWS)[:, None] & exists[None, :]
-    return tl.load(row_entries(tensor, b, first, t, h, offs_d, ALIGNED), mask=mask, other=0.0)
+    mask = (offs_d < FORM.ROWS)[:, None] & exists[None, :]
+    return tl.load(row_entries(tensor, b, first, t, h, offs_d, FORM), mask=mask, other=0.0)
 
 
 @triton.jit
@@ -137,9 +134,7 @@ def unit_steps(alpha, beta, with_k, scale, count, TOKENS: tl.constexpr):
 
 
 @triton.jit
-def multiply_tile(
-    stored, live, kq, dtype: tl.constexpr, PADDING: tl.constexpr, FORM: tl.constexpr, TARGET: tl.constexpr
-):  # fmt: skip
+def multiply_tile(stored, live, kq, dtype: tl.constexpr, PADDING: tl.constexpr, FORM: tl.constexpr):
     """What load_tile gave, its codes as operands, beside its products with all k and q, (rows, 2 * tokens)."""
     factor, codes, random = stored
     operands = ()
@@ -150,7 +145,7 @@ def multiply_tile(
             code = tl.where(live, code, 0).to(code.dtype)
         code = as_operand(code, FORM.PER_COLUMNS)
         operands = operands + (code,)
-        with_state = dot_terms(terms_of_code(code, dtype, 2, TARGET), transposed(kq[i]), with_state)
+        with_state = dot_terms(terms_of_code(code, dtype, 2, FORM.TARGET), transposed(kq[i]), with_state)
     if PADDING == "fresh":
         factor = tl.where(live, factor, 1.0)
     return operands, factor, random, with_state * factor
@@ -158,17 +153,16 @@ def multiply_tile(
 
 @triton.jit
 def step_all_tokens(
-    multiplied, tile, v, exists, live, kq, steps, out_ptrs, pool, to, STORES: tl.constexpr, PADDING: tl.constexpr,
-    TERMS: tl.constexpr, FORM: tl.constexpr, ROUNDING: tl.constexpr, TARGET: tl.constexpr,
+    multiplied, tile, v, exists, live, kq, steps, out_ptrs, pool, to,
+    STORES: tl.constexpr, PADDING: tl.constexpr, TERMS: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """Step what multiply_tile gave through all tokens: store its outputs, and its rows in slot `to` unless that is -1.
-    `steps`: what unit_steps gives."""
+    """Step what multiply_tile gave by what unit_steps gave: store its outputs, and its rows in slot `to` unless -1."""
     operands, factor, random, with_state = multiplied
     matrix, gamma, total = steps
     sk, sq = left_and_right(with_state * gamma[None, :])  # (rows, tokens)
     nothing = tl.zeros([v.shape[0], 2 * v.shape[1]], tl.float32)
-    given = terms_of(v.to(tl.float32) - sk, TERMS, TARGET)
-    w, o = left_and_right(add_products(nothing, given, terms_of(matrix, TERMS, TARGET)))
+    given = terms_of(v.to(tl.float32) - sk, TERMS, FORM.TARGET)
+    w, o = left_and_right(add_products(nothing, given, terms_of(matrix, TERMS, FORM.TARGET)))
     o += sq
     if PADDING != "fresh":
         o = tl.where(live, o, 0.0)
@@ -177,12 +171,12 @@ def step_all_tokens(
         shown = tl.where(live, shown, False)
     tl.store(out_ptrs, o.to(out_ptrs.dtype.element_ty), mask=shown)
     if STORES == "last":
-        k, weights = keys_of(kq), terms_of(w, 2, TARGET)
+        k, weights = keys_of(kq), terms_of(w, 2, FORM.TARGET)
         after = ()
         for i in tl.static_range(len(operands)):
-            decayed = from_code(operands[i], pool[0].dtype.element_ty, TARGET) * (total * factor)
+            decayed = from_code(operands[i], pool[0].dtype.element_ty, FORM.TARGET) * (total * factor)
             after = after + (as_in_memory(add_products(decayed, weights, k[i]), FORM.PER_COLUMNS),)
-        store_slot(pool, to, tile, after, random, FORM, ROUNDING, TARGET, STREAMING)
+        store_slot(pool, to, tile, after, random, FORM)
 
 
 @kernel
@@ -203,20 +197,23 @@ def gated_delta_at_once_kernel(
 ):  # fmt: skip
     b, h, first_row = this_program(H, ROWS, TILES * BLOCK_ROWS)
     g = h // HEADS_PER_GROUP
-    FORM: tl.constexpr = form_of(ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, VECTOR, TRANSPOSED)
+    STORED_ROUNDING: tl.constexpr = ROUNDING if STORES == "last" else "nearest"
+    FORM: tl.constexpr = form_of(
+        ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, VECTOR, STREAMING, TARGET, TRANSPOSED, STORED_ROUNDING, ROUNDS,
+        ALIGNED,
+    )  # fmt: skip
 
     read, slots = (read_ptr, read_stride, read_width, accepted_ptr), (num_slots, null, fault_ptr)
     pool = (data_ptr, scale_ptr, slot_stride, scale_stride)
     first, length = token_range(cu_seqlens_ptr, b, tokens, False)
     count = tl.minimum(length, longest)  # there is no room for more, whatever a packed row has
     dtype: tl.constexpr = data_ptr.dtype.element_ty
-    STORED_ROUNDING: tl.constexpr = ROUNDING if STORES == "last" else "nearest"
     SEEDED: tl.constexpr = STORED_ROUNDING != "nearest"
     if TILES == 1:  # the state takes longest
         slot, live, seed = read_slot(read, b, slots, seed_ptr, SEEDED)
         drawing = (seed, count - 1, stream)
         tile = tile_at(h, first_row, FORM)
-        stored = load_tile(pool, slot, live, tile, drawing, FORM, STORED_ROUNDING, ROUNDS, STREAMING)
+        stored = load_tile(pool, slot, live, tile, drawing, FORM)
     rate, dt_bias = None, 0.0  # without a rate, a is the log-decay itself
     if A_log_ptr is not None:
         rate = load_rate(A_log_ptr, h)
@@ -231,21 +228,20 @@ def gated_delta_at_once_kernel(
     beta = load_or_zero(token_entry((beta_ptr, beta_b, beta_t, beta_h), b, first + twice, h, 1), mask=twice < count)
     v_at, out = (v_ptr, v_b, v_t, v_h), (out_ptr, out_b, out_t, out_h)
     if TILES == 1:
-        v = load_values(v_at, b, first, t, h, first_row + tl.arange(0, BLOCK_ROWS), exists, ROWS, ALIGNED)
-    kq = load_keys_and_queries(
-        (k_ptr, k_b, k_t, k_h), (q_ptr, q_b, q_t, q_h), b, first, count, g, TOKENS, ALIGNED, FORM, TARGET
-    )
+        v = load_values(v_at, b, first, t, h, first_row + tl.arange(0, BLOCK_ROWS), exists, FORM)
+    k_at, q_at = (k_ptr, k_b, k_t, k_h), (q_ptr, q_b, q_t, q_h)
+    kq = load_keys_and_queries(k_at, q_at, b, first, count, g, TOKENS, FORM)
     if TILES > 1:  # the recurrence comes first, and what it needs is on its way
         slot, live, seed = read_slot(read, b, slots, seed_ptr, SEEDED)
         drawing = (seed, count - 1, stream)
         few: tl.constexpr = state_bytes(dtype, TILES * BLOCK_ROWS * COLS) <= MOST_PREFETCHED * TOKENS
         if STORES == "last" and not TRANSPOSED and few:
-            prefetch_rows(data_ptr, slot * slot_stride, live, h, first_row, TILES * BLOCK_ROWS, FORM, TARGET)
+            prefetch_rows(data_ptr, slot * slot_stride, live, h, first_row, TILES * BLOCK_ROWS, FORM)
     alpha = decay_of(a, rate, dt_bias)
     if A_log_ptr is not None:
         beta = sigmoid(beta)
     if TILES == 1:
-        multiplied = multiply_tile(stored, live, kq, dtype, PADDING, FORM, TARGET)
+        multiplied = multiply_tile(stored, live, kq, dtype, PADDING, FORM)
     with_each_other = tl.zeros([2 * TOKENS, 2 * TOKENS], tl.float32)
     for i in tl.static_range(len(kq)):
         with_each_other = dot_terms(kq[i], transposed(kq[i]), with_each_other)
@@ -263,14 +259,11 @@ def gated_delta_at_once_kernel(
         offs_d = tile_row + tl.arange(0, BLOCK_ROWS)
         if TILES > 1:
             tile = tile_at(h, tile_row, FORM)
-            stored = load_tile(pool, slot, live, tile, drawing, FORM, STORED_ROUNDING, ROUNDS, STREAMING)
-            v = load_values(v_at, b, first, t, h, offs_d, exists, ROWS, ALIGNED)
-            multiplied = multiply_tile(stored, live, kq, dtype, PADDING, FORM, TARGET)
-        out_ptrs = row_entries(out, b, first, t, h, offs_d, ALIGNED)
-        step_all_tokens(
-            multiplied, tile, v, exists, live, kq, steps, out_ptrs, pool, to,
-            STORES, PADDING, TERMS, FORM, ROUNDING, TARGET,
-        )  # fmt: skip
+            stored = load_tile(pool, slot, live, tile, drawing, FORM)
+            v = load_values(v_at, b, first, t, h, offs_d, exists, FORM)
+            multiplied = multiply_tile(stored, live, kq, dtype, PADDING, FORM)
+        out_ptrs = row_entries(out, b, first, t, h, offs_d, FORM)
+        step_all_tokens(multiplied, tile, v, exists, live, kq, steps, out_ptrs, pool, to, STORES, PADDING, TERMS, FORM)
     if cu_seqlens_ptr is not None:
         offs_d = first_row + tl.arange(0, TILES * BLOCK_ROWS)
         mask_d = offs_d < ROWS

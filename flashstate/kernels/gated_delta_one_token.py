@@ -7,21 +7,13 @@ next is on its way to shared memory, where accesses are wide enough for that, wh
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from flashstate.kernels.addressing import this_program, token_entry
-from flashstate.kernels.gated_delta import (
-    dot_pieces,
-    length_factor,
-    load_bias,
-    load_delta_update,
-    load_pieces,
-    load_rate,
-    step_delta,
-)
+from flashstate.kernels.addressing import Place, this_program, token_entry
+from flashstate.kernels.gated_delta import load_bias, load_delta_token, load_rate, step_delta
 from flashstate.kernels.ptx import has_ptx
 from flashstate.kernels.slots import parent_of, read_slot, resolve_snapshot_row, write_slot
-from flashstate.kernels.state_io import EVICT_FIRST, decoded, load_tile, random_bits, store_slot
-from flashstate.kernels.stores import store_output
-from flashstate.kernels.tiles import STAGES, dot_rows, form_of, load_columns, load_rows, tile_at, zero_unless
+from flashstate.kernels.state_io import EVICT_FIRST, decoded, load_tile, store_slot
+from flashstate.kernels.stores import store_output, store_snapshot
+from flashstate.kernels.tiles import STAGES, dot_rows, form_of, load_rows, stored_as, tile_at, zero_unless
 from flashstate.launch.kernel import kernel
 
 
@@ -45,10 +37,11 @@ def gated_delta_one_token_kernel(
     b, h, first_row = this_program(H, ROWS, TILES * BLOCK_ROWS)
     g = h // HEADS_PER_GROUP
     t = b * 0
-    FORM: tl.constexpr = form_of(ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, VECTOR, TRANSPOSED, THREADS)
-    COPY_FORM: tl.constexpr = form_of(
-        ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, SNAPSHOT_VECTOR, SNAPSHOTS_TRANSPOSED
+    FORM: tl.constexpr = form_of(
+        ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, VECTOR, EVICT_FIRST, TARGET, TRANSPOSED, ROUNDING, ROUNDS,
+        ALIGNED, THREADS,
     )  # fmt: skip
+    COPY_FORM: tl.constexpr = stored_as(FORM, SNAPSHOT_VECTOR, SNAPSHOTS_TRANSPOSED, SNAPSHOT_ROUNDING)
 
     # Single tiles without scales, eight elements to an access: 10 % faster at batch 4. Others got slower (docs/log.md).
     SINGLE: tl.constexpr = TILES == 1 and scale_ptr is None and VECTOR == 8
@@ -61,29 +54,26 @@ def gated_delta_one_token_kernel(
     pool, drawing = (data_ptr, scale_ptr, slot_stride, scale_stride), (seed, t, stream)
     if TILES == 1:
         tile = tile_at(h, first_row, FORM)
-        stored = load_tile(pool, slot, live, tile, drawing, FORM, ROUNDING, ROUNDS, EVICT_FIRST)
+        stored = load_tile(pool, slot, live, tile, drawing, FORM)
     rate = None  # a is the log-decay itself
     if A_log_ptr is not None:
         rate = load_rate(A_log_ptr, h)
-    dt_bias = load_bias(dt_bias_ptr, h, BIAS_PER_CHANNEL, FORM, TARGET)
+    dt_bias = load_bias(dt_bias_ptr, h, BIAS_PER_CHANNEL, FORM)
 
     if EARLY:  # what tokens bring may come from the kernel in front; a single tile is on its way
         gdc_wait()
-    q_at, k_at, v_at = (q_ptr, q_b, q_t, q_h), (k_ptr, k_b, k_t, k_h), (v_ptr, v_b, v_t, v_h)
+    k_at, v_at, a_at = (k_ptr, k_b, k_t, k_h), (v_ptr, v_b, v_t, v_h), (a_ptr, a_b, a_t, a_h)
+    updates, q_at = (k_at, v_at, a_at, (beta_ptr, beta_b, beta_t, beta_h)), (q_ptr, q_b, q_t, q_h)
     offs_d = first_row + tl.arange(0, BLOCK_ROWS)
-    alignment: tl.constexpr = 16 if ALIGNED else 1
-    q_pieces, k_pieces = load_pieces(q_at, b, t, g, True, FORM), load_pieces(k_at, b, t, g, True, FORM)
-    k, k_factor, v, decay, beta = load_delta_update(
-        (k_at, v_at, (a_ptr, a_b, a_t, a_h), (beta_ptr, beta_b, beta_t, beta_h)), b, t, h, g, True,
-        offs_d, offs_d < ROWS, rate, dt_bias, k_pieces, QK_L2NORM, PER_CHANNEL, ALIGNED, FORM, TARGET,
-    )  # fmt: skip
-    q = load_columns(q_at, b, t, g, True, ALIGNED, FORM, TARGET)
-    q_factor = length_factor(q_pieces, QK_L2NORM) * q_scale
-    kq = dot_pieces(k_pieces, q_pieces) * k_factor * q_factor
+    place = Place(b, h, g, offs_d, offs_d < ROWS)
+    update, q, q_factor, kq = load_delta_token(
+        q_at, updates, place, t, True, rate, dt_bias, q_scale, QK_L2NORM, PER_CHANNEL, FORM
+    )
+    k, k_factor, v, decay, beta = update
 
     stepped = True
     if parents_ptr is not None:  # a tree of one token
-        stepped = parent_of((parents_ptr, parents_stride), b, t, longest) == -1
+        stepped = parent_of((parents_ptr, parents_stride, longest), b, t) == -1
     runs = tl.where(stepped, live, False)
     if STORES != "none":
         to = write_slot((write_ptr, write_stride), b, slot, runs, slots)
@@ -95,23 +85,21 @@ def gated_delta_one_token_kernel(
         v_next = v
         if TILES > 1:
             tile = tile_at(h, tile_row, FORM)
-            stored = load_tile(pool, slot, live, tile, drawing, FORM, ROUNDING, ROUNDS, EVICT_FIRST)
+            stored = load_tile(pool, slot, live, tile, drawing, FORM)
             offs_next = offs_d + BLOCK_ROWS
-            v_next = load_rows(token_entry(v_at, b, t, h, alignment), offs_next, offs_next < ROWS, i + 1 < TILES)
+            v_next = load_rows(token_entry(v_at, b, t, h, FORM.ALIGNMENT), offs_next, offs_next < ROWS, i + 1 < TILES)
         s_factor, codes, random = stored
         s = decoded(codes, data_ptr.dtype.element_ty, TARGET)
         if PADDING == "fresh":
             s, s_factor = zero_unless(live, s, s_factor)
         decayed, u, s = step_delta(s, s_factor, k, k_factor, v, decay, beta, True, FORM.PER_COLUMNS)
         o = tl.fma(u, kq, dot_rows(decayed, q, FORM.PER_COLUMNS) * q_factor)
-        store_output(
-            (out_ptr, out_b, out_t, out_h), b, t, h, offs_d, offs_d < ROWS, o, True, stepped, live, PADDING, alignment
-        )  # fmt: skip
+        out, place = (out_ptr, out_b, out_t, out_h), Place(b, h, g, offs_d, offs_d < ROWS)
+        store_output(out, place, t, o, True, stepped, live, PADDING, FORM.ALIGNMENT)
         if STORES != "none":
-            store_slot(pool, to, tile, s, random, FORM, ROUNDING, TARGET, EVICT_FIRST)
+            store_slot(pool, to, tile, s, random, FORM)
         if copy_ptr is not None:
+            copies = (copy_ptr, copy_scale_ptr, copy_b, copy_scale_b, copy_t, copy_scale_t)
             copy_tile = tile_at(h, tile_row, COPY_FORM)
-            bits = random_bits(seed, tile, t, stream, FORM, SNAPSHOT_ROUNDING, ROUNDS)
-            copies = (copy_ptr, copy_scale_ptr, copy_b, copy_scale_b)
-            store_slot(copies, copy_to, copy_tile, s, bits, COPY_FORM, SNAPSHOT_ROUNDING, TARGET, EVICT_FIRST)
+            store_snapshot(copies, copy_to, True, t, drawing, tile, copy_tile, s, FORM, COPY_FORM)
         v = v_next

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from flashstate.kernels.addressing import batch_size, this_program, token_entry, zero_unused
+from flashstate.kernels.addressing import Place, batch_size, this_program, token_entry, zero_unused
 from flashstate.kernels.functions import either, silu, softplus
 from flashstate.kernels.slots import ancestor, path_to, read_slot, resolve_snapshot_row, token_range
 from flashstate.kernels.state_io import EVICT_FIRST, load_state, random_bits
@@ -18,6 +18,7 @@ from flashstate.kernels.tiles import (
     load_or_zero,
     load_rows,
     minus_zero,
+    stored_as,
     tile_at,
     zero_unless,
 )
@@ -38,15 +39,13 @@ def load_rates(ptr, h, tile, PER_ELEMENT: tl.constexpr, FORM: tl.constexpr):
 
 
 @triton.jit
-def load_mamba2_update(
-    updates, b, t, h, g, exists, offs_d, mask_d,
-    DT_PER_ROW: tl.constexpr, ALIGNED: tl.constexpr, FORM: tl.constexpr, TARGET: tl.constexpr,
-):  # fmt: skip
+def load_mamba2_update(updates, place, t, exists, DT_PER_ROW: tl.constexpr, FORM: tl.constexpr):
     """What token t steps the state with: x, dt and B; zeros if the token does not exist."""
     x_at, dt_at, B_at = updates
-    x = load_rows(token_entry(x_at, b, t, h, 16 if ALIGNED else 1), offs_d, mask_d, exists)
+    b, h, g, offs_d, mask_d = place
+    x = load_rows(token_entry(x_at, b, t, h, FORM.ALIGNMENT), offs_d, mask_d, exists)
     dt = load_head(token_entry(dt_at, b, t, h, 1), offs_d, mask_d, exists, DT_PER_ROW)
-    return x, dt, load_columns(B_at, b, t, g, exists, ALIGNED, FORM, TARGET)
+    return x, dt, load_columns(B_at, b, t, g, exists, FORM.ALIGNMENT, FORM)
 
 
 @triton.jit
@@ -69,21 +68,18 @@ def step_mamba2(s, factor, x, dt, B, A, dt_bias, exists, DT_SOFTPLUS: tl.constex
 
 @triton.jit
 def step_along_path(
-    parents, longest, updates, b, first, t, h, g, offs_d, mask_d, s, factor, initial, initial_factor, A, dt_bias,
-    SCALED: tl.constexpr, DT_SOFTPLUS: tl.constexpr, DT_PER_ROW: tl.constexpr, ALIGNED: tl.constexpr,
-    FORM: tl.constexpr, TARGET: tl.constexpr,
+    parents, updates, place, first, t, s, factor, initial, initial_factor, A, dt_bias,
+    SCALED: tl.constexpr, DT_SOFTPLUS: tl.constexpr, DT_PER_ROW: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """The state after token t of a tree, and whether there is one: from that of the token before if that is its parent,
     else from the initial one through all its ancestors."""
-    steps, follows = path_to(parents, b, t, longest)
+    steps, follows = path_to(parents, place.b, t)
     s = either(follows, s, initial)
     if SCALED:
         factor = tl.where(follows, factor, initial_factor)
     for done in range(0, steps):
-        i = ancestor(parents, b, t, steps - 1 - done, longest)
-        x, dt, B = load_mamba2_update(
-            updates, b, first + i, h, g, True, offs_d, mask_d, DT_PER_ROW, ALIGNED, FORM, TARGET
-        )
+        i = ancestor(parents, place.b, t, steps - 1 - done)
+        x, dt, B = load_mamba2_update(updates, place, first + i, True, DT_PER_ROW, FORM)
         s = step_mamba2(s, factor, x, dt, B, A, dt_bias, True, DT_SOFTPLUS)
         if SCALED:
             factor = tl.full(factor.shape, 1.0, tl.float32)
@@ -123,12 +119,15 @@ def mamba2_step_kernel(
     g = h // HEADS_PER_GROUP
     offs_d = first_row + tl.arange(0, BLOCK_ROWS)
     mask_d = offs_d < ROWS
-    FORM: tl.constexpr = form_of(ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, VECTOR, False, THREADS)
-    COPY_FORM: tl.constexpr = form_of(ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, SNAPSHOT_VECTOR)
-    tile = tile_at(h, first_row, FORM)
-
+    place = Place(b, h, g, offs_d, mask_d)
     # Of one token the compiler converts bfloat16: in fewer instructions, small batches take longer (docs/log.md).
     WIDENING: tl.constexpr = "portable" if ONE_TOKEN else TARGET
+    FORM: tl.constexpr = form_of(
+        ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, VECTOR, EVICT_FIRST, TARGET, False, ROUNDING, ROUNDS,
+        ALIGNED, THREADS, WIDENING,
+    )  # fmt: skip
+    COPY_FORM: tl.constexpr = stored_as(FORM, SNAPSHOT_VECTOR, False, SNAPSHOT_ROUNDING)
+    tile = tile_at(h, first_row, FORM)
 
     # No branches: a padding row is masked. So loads do not wait until the row is known to be live.
     read, slots = (read_ptr, read_stride, read_width, accepted_ptr), (num_slots, null, fault_ptr)
@@ -137,7 +136,7 @@ def mamba2_step_kernel(
     first, count = token_range(cu_seqlens_ptr, b, tokens, ONE_TOKEN)
 
     pool, write = (data_ptr, scale_ptr, slot_stride, scale_stride), (write_ptr, write_stride)
-    factor, s = load_state(pool, slot, live, tile, FORM, TARGET, EVICT_FIRST, WIDENING)
+    factor, s = load_state(pool, slot, live, tile, FORM)
     if PADDING == "fresh":
         s, factor = zero_unless(live, s, factor)
     initial, initial_factor = s, factor
@@ -148,14 +147,14 @@ def mamba2_step_kernel(
     if dt_bias_ptr is not None:
         dt_bias = load_head(dt_bias_ptr + h * (ROWS if BIAS_PER_ROW else 1), offs_d, mask_d, True, BIAS_PER_ROW)
     if STORES == "last":  # drawn while the state is on its way
-        random = random_bits(seed, tile, count - 1, stream, FORM, ROUNDING, ROUNDS)
+        random = random_bits((seed, count - 1, stream), tile, FORM)
 
     if EARLY:  # what tokens bring may come from the kernel in front; the state is on its way
         gdc_wait()
     updates = (x_ptr, x_b, x_t, x_h), (dt_ptr, dt_b, dt_t, dt_h), (B_ptr, B_b, B_t, B_h)
     out = (out_ptr, out_b, out_t, out_h)
     copies = (copy_ptr, copy_scale_ptr, copy_b, copy_scale_b, copy_t, copy_scale_t)
-    alignment: tl.constexpr = 16 if ALIGNED else 1
+    parents = (parents_ptr, parents_stride, longest)
     copy_rows, copy_row = (snapshot_rows_ptr, num_copies), -1
     if copy_ptr is not None and parents_ptr is None:
         copy_row = resolve_snapshot_row(copy_rows, b, live & (count > 0) & (longest > 0), fault_ptr)
@@ -164,13 +163,11 @@ def mamba2_step_kernel(
         for j in tl.static_range(TOGETHER):  # all of them are on their way before the first is used
             t = b * 0 + (start + j)  # a number of the kernel also where the interpreter has one of Python
             exists = True if TOGETHER == 1 else t < count
-            x, dt, B = load_mamba2_update(
-                updates, b, first + t, h, g, exists, offs_d, mask_d, DT_PER_ROW, ALIGNED, FORM, WIDENING
-            )
-            C = load_columns((C_ptr, C_b, C_t, C_h), b, first + t, g, exists, ALIGNED, FORM, WIDENING)
+            x, dt, B = load_mamba2_update(updates, place, first + t, exists, DT_PER_ROW, FORM)
+            C = load_columns((C_ptr, C_b, C_t, C_h), b, first + t, g, exists, FORM.ALIGNMENT, FORM)
             group = group + ((t, exists, x, dt, B, C),)
             if z_ptr is not None:
-                z_entry = token_entry((z_ptr, z_b, z_t, z_h), b, first + t, h, alignment)
+                z_entry = token_entry((z_ptr, z_b, z_t, z_h), b, first + t, h, FORM.ALIGNMENT)
                 gates = gates + (load_rows(z_entry, offs_d, mask_d, exists),)
 
         for j in tl.static_range(TOGETHER):
@@ -180,9 +177,8 @@ def mamba2_step_kernel(
                 s = step_mamba2(s, factor, x, dt, B, A, dt_bias, exists, DT_SOFTPLUS)
             else:
                 s, stepped = step_along_path(
-                    (parents_ptr, parents_stride), longest, updates, b, first, t, h, g, offs_d, mask_d,
-                    s, factor, initial, initial_factor, A, dt_bias, scale_ptr is not None, DT_SOFTPLUS,
-                    DT_PER_ROW, ALIGNED, FORM, WIDENING,
+                    parents, updates, place, first, t, s, factor, initial, initial_factor, A, dt_bias,
+                    scale_ptr is not None, DT_SOFTPLUS, DT_PER_ROW, FORM,
                 )  # fmt: skip
             if scale_ptr is not None:
                 factor = tl.full([BLOCK_ROWS, 1], 1.0, tl.float32)
@@ -192,17 +188,14 @@ def mamba2_step_kernel(
                 y = tl.fma(x, D, y)
             if z_ptr is not None:
                 y *= silu(gates[j])
-            store_output(out, b, first + t, h, offs_d, mask_d, y, exists, stepped, live, PADDING, alignment)
-            goes, to_row = runs & (t < longest), copy_row
-            if copy_ptr is not None and parents_ptr is not None:  # a tree may have no token that runs
-                to_row = resolve_snapshot_row(copy_rows, b, goes, fault_ptr)
+            store_output(out, place, first + t, y, exists, stepped, live, PADDING, FORM.ALIGNMENT)
             store_after_token(
-                pool, write, copies, to_row, b, t, slot, goes, slots, seed, stream, tile, tile, s,
-                FORM, COPY_FORM, STORES, ROUNDING, SNAPSHOT_ROUNDING, ROUNDS, TARGET, EVICT_FIRST,
+                pool, write, copies, copy_rows, copy_row, b, t, slot, runs & (t < longest), slots, (seed, t, stream),
+                tile, tile, s, STORES, parents_ptr is not None, FORM, COPY_FORM,
             )  # fmt: skip
 
     if STORES == "last":
         goes = live if ONE_TOKEN else live & (count > 0)
-        store_last(pool, write, b, slot, goes, slots, tile, s, random, FORM, ROUNDING, TARGET, EVICT_FIRST)
+        store_last(pool, write, b, slot, goes, slots, tile, s, random, FORM)
     if cu_seqlens_ptr is not None:
         zero_unused(out, cu_seqlens_ptr, b, h, offs_d, mask_d, tokens, batch_size(H, ROWS, BLOCK_ROWS))

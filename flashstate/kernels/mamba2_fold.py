@@ -25,7 +25,7 @@ from flashstate.kernels.state_io import (
     update_terms,
 )
 from flashstate.kernels.tensor_cores import as_in_memory, terms_of
-from flashstate.kernels.tiles import form_of, tile_at
+from flashstate.kernels.tiles import form_of, stored_as, tile_at
 from flashstate.launch.kernel import kernel
 
 
@@ -54,9 +54,10 @@ def mamba2_fold_kernel(
     into_dtype: tl.constexpr = dtype if into_ptr is None else into_ptr.dtype.element_ty
     TERMS: tl.constexpr = update_terms(into_dtype, x_dtype)
     SUM_TERMS: tl.constexpr = 0 if x_dtype == tl.float32 else 3
-    FORM: tl.constexpr = form_of(ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, VECTOR)
-    INTO_FORM: tl.constexpr = form_of(ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, INTO_VECTOR)
-    BYTES: tl.constexpr = bytes_beside(x_dtype, 16 if ALIGNED else 1, FORM)
+    FORM: tl.constexpr = form_of(
+        ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, VECTOR, STREAMING, TARGET, False, ROUNDING, ROUNDS, ALIGNED
+    )
+    INTO_FORM: tl.constexpr = stored_as(FORM, INTO_VECTOR, False, ROUNDING)
 
     pool, read = (data_ptr, scale_ptr, slot_stride, scale_stride), (read_ptr, read_stride, 1, None)
     slot, known, seed = read_slot(read, b, (num_slots, null, fault_ptr), seed_ptr, ROUNDING != "nearest")
@@ -64,15 +65,15 @@ def mamba2_fold_kernel(
     count = tl.load(count_ptr + slot, mask=known, other=0)
     live = tokens_to_fold(tokens_ptr, most, b, known, count, fault_ptr)
     tile = tile_at(h, first_row, FORM)
-    factor, codes = load_codes(pool, slot, known, tile, FORM, STREAMING)
-    codes = operands_of(codes, known, VECTOR, 2, "zero")
+    factor, codes = load_codes(pool, slot, known, tile, FORM)
+    codes = operands_of(codes, known, 2, "zero", FORM)
 
     j = tl.arange(0, ROOM)
     row, lives = row_in_ring(start + j, L), j < live
     x_rows = ring_x_ptr + slot * ring_x_stride + (h * L + row) * ROWS
-    x = load_token_rows(x_rows, lives, first_row, ROWS, BLOCK_ROWS, BYTES, ROWS % BLOCK_ROWS == 0)
+    x = load_token_rows(x_rows, lives, first_row, ROWS, BLOCK_ROWS, ROWS % BLOCK_ROWS == 0, bytes_beside(x_dtype, FORM))
     B_rows = ring_B_ptr + slot * ring_B_stride + (g * L + row) * COLS
-    B = load_chunks(B_rows, lives, BYTES, TERMS, 2, FORM, TARGET)
+    B = load_chunks(B_rows, lives, TERMS, 2, FORM)
     dt_ptrs = ring_dt_ptr + slot * ring_dt_stride + h * L + (row[:, None] + tl.zeros([1, 2], tl.int32))
     dt = once(tl.load(dt_ptrs, mask=lives[:, None], other=0.0))
     weight, alpha = weights_of_ring(dt, live, tl.load(A_ptr + h).to(tl.float32), SUM_TERMS, TARGET)
@@ -81,13 +82,10 @@ def mamba2_fold_kernel(
     for k in tl.static_range(len(codes)):
         s = s + (as_in_memory(folded(codes[k], factor, alpha, u, B[k], dtype, TERMS, TARGET), VECTOR, 2),)
 
-    random = random_bits(seed, tile, BEFORE_THE_FIRST_TOKEN, stream, FORM, ROUNDING, ROUNDS)
+    random = random_bits((seed, BEFORE_THE_FIRST_TOKEN, stream), tile, FORM)
     if into_ptr is None:  # what stays as it is need not be rounded again
-        store_state(
-            data_ptr, scale_ptr, slot * slot_stride, slot * scale_stride, known & (live > 0), tile, s, random,
-            FORM, ROUNDING, TARGET, STREAMING,
-        )  # fmt: skip
+        store_state(pool, (slot * slot_stride, slot * scale_stride), known & (live > 0), tile, s, random, FORM)
     else:
         to = write_slot((write_ptr, write_stride), b, slot, known, (num_targets, null, fault_ptr))
         into = (into_ptr, into_scale_ptr, into_stride, into_scale_stride)
-        store_slot(into, to, tile, s, random, INTO_FORM, ROUNDING, TARGET, STREAMING)
+        store_slot(into, to, tile, s, random, INTO_FORM)

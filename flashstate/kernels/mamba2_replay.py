@@ -24,6 +24,7 @@ from flashstate.kernels.replay_rows import (
     place_of,
     planned_row,
     prefetch_tile,
+    replay_of,
     row_of_batch,
     token_base,
     zero_rest,
@@ -44,6 +45,7 @@ from flashstate.kernels.replay_window import (
 from flashstate.kernels.slots import load_seed
 from flashstate.kernels.state_io import (
     BEFORE_THE_FIRST_TOKEN,
+    EVICT_FIRST,
     STREAMING,
     bits_of_chunk,
     operand_width,
@@ -77,8 +79,7 @@ def terms_of_codes(codes, dtype: tl.constexpr, TERMS: tl.constexpr, TARGET: tl.c
 
 @triton.jit
 def weights_of_window(
-    with_C, dt, ring_dt, window, last, A, D_ptr, dt_bias_ptr, h,
-    D_PER_ROW: tl.constexpr, DT_SOFTPLUS: tl.constexpr, TERMS: tl.constexpr, TARGET: tl.constexpr,
+    with_C, dt, ring_dt, window, last, A, D_ptr, dt_bias_ptr, h, TERMS: tl.constexpr, KIND: tl.constexpr
 ):  # fmt: skip
     """Time steps of the window of head h, (window,); how much every token of it counts for every output, (window,
     tokens), D among them if it has one value per head; and the state for each, (tokens,)."""
@@ -87,172 +88,149 @@ def weights_of_window(
     sizes = dt.to(tl.float32)
     if dt_bias_ptr is not None:
         sizes += tl.load(dt_bias_ptr + h).to(tl.float32)
-    if DT_SOFTPLUS:
+    if KIND.DT_SOFTPLUS:
         sizes = softplus(sizes)
     sizes = once(tl.where(of_ring[:, None], ring_dt, tl.where(new[:, None], sizes, 0.0)))
-    between, total = sums_between(sizes, last, TERMS, TARGET)
+    between, total = sums_between(sizes, last, TERMS, KIND.FORM.TARGET)
     weights = tl.where(j[:, None] <= last[None, :], with_C * tl.exp(A * between) * sizes[:, None], 0.0)
-    if D_ptr is not None and not D_PER_ROW:
+    if D_ptr is not None and not KIND.D_PER_ROW:
         weights += tl.where(j[:, None] == last[None, :], tl.load(D_ptr + h).to(tl.float32), 0.0)
     return sizes, weights, tl.exp(A * total)
 
 
 @triton.jit
 def fold_tile(
-    pool, slot, tile, codes, factor, alpha, u, B, C, drawing, UPDATE: tl.constexpr, WIDTH: tl.constexpr,
-    FOLD_TERMS: tl.constexpr, TERMS: tl.constexpr, FORM: tl.constexpr, ROUNDING: tl.constexpr, ROUNDS: tl.constexpr,
-    TARGET: tl.constexpr,
+    pool, slot, tile, codes, factor, alpha, u, B, C, drawing,
+    WIDTH: tl.constexpr, FOLD_TERMS: tl.constexpr, TERMS: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     """Fold the tokens of a ring, u with B, into a tile of state and store it; its products with C of all tokens, (rows,
     tokens). Chunk by chunk, so that few registers keep it; but with scales all of it must be there first."""
     _, scale_ptr, _, scale_stride = pool
+    FORM: tl.constexpr = KIND.FORM
     dtype: tl.constexpr = pool[0].dtype.element_ty
     y, s = tl.zeros([codes[0].shape[0], C[0][0].shape[0]], tl.float32), ()
     for k in tl.static_range(len(codes)):
-        chunk = folded(codes[k], factor, alpha, u, B[k], dtype, FOLD_TERMS, TARGET)
-        y = dot_terms(terms_of(chunk, TERMS, TARGET), transposed(C[k]), y)
+        chunk = folded(codes[k], factor, alpha, u, B[k], dtype, FOLD_TERMS, FORM.TARGET)
+        y = dot_terms(terms_of(chunk, TERMS, FORM.TARGET), transposed(C[k]), y)
         s = s + (as_in_memory(chunk, FORM.VECTOR, WIDTH),)
-        if UPDATE and scale_ptr is None:
-            store_folded(pool, slot, tile, k, s[k], None, None, drawing, FORM, ROUNDING, ROUNDS, TARGET)
-    if UPDATE and scale_ptr is not None:
-        e, stored = store_scale(scale_ptr, slot * scale_stride, slot >= 0, tile, s, dtype, TARGET, STREAMING)
+        if KIND.UPDATE and scale_ptr is None:
+            store_folded(pool, slot, tile, k, s[k], None, None, drawing, FORM)
+    if KIND.UPDATE and scale_ptr is not None:
+        e, stored = store_scale(pool, slot * scale_stride, slot >= 0, tile, s, FORM)
         for k in tl.static_range(len(codes)):
-            store_folded(pool, slot, tile, k, s[k], e, stored, drawing, FORM, ROUNDING, ROUNDS, TARGET)
+            store_folded(pool, slot, tile, k, s[k], e, stored, drawing, FORM)
     return y
 
 
 @triton.jit
-def store_folded(
-    pool, slot, tile, k: tl.constexpr, s, e, stored, drawing,
-    FORM: tl.constexpr, ROUNDING: tl.constexpr, ROUNDS: tl.constexpr, TARGET: tl.constexpr,
-):  # fmt: skip
-    """Round chunk k of a folded tile, and store it. Its random bits are drawn here, so that no registers keep those of
-    other chunks."""
+def store_folded(pool, slot, tile, k: tl.constexpr, s, e, stored, drawing, FORM: tl.constexpr):
+    """Round and store chunk k of a folded tile. Its random bits are drawn here: no registers keep those of others."""
     ptr, _, slot_stride, _ = pool
-    seed, stream = drawing
     offset, live = slot * slot_stride, slot >= 0
-    bits = bits_of_chunk(seed, tile, k, BEFORE_THE_FIRST_TOKEN, stream, FORM, ROUNDING, ROUNDS)
-    store_chunk(ptr, offset, live, tile, k, s, e, stored, bits, FORM, ROUNDING, TARGET, STREAMING)
+    store_chunk(ptr, offset, live, tile, k, s, e, stored, bits_of_chunk(drawing, tile, k, FORM), FORM)
 
 
 @triton.jit
 def replay_tiles(
-    pool, ring, activations, parameters, drawing, row, g, first_tile, L,
-    FOLDS: tl.constexpr, UPDATE: tl.constexpr, PADDING: tl.constexpr, HEADS_PER_GROUP: tl.constexpr,
-    BYTES: tl.constexpr, WIDE: tl.constexpr, D_PER_ROW: tl.constexpr, DT_SOFTPLUS: tl.constexpr,
-    ROUNDING: tl.constexpr, ROUNDS: tl.constexpr, TARGET: tl.constexpr, TOKENS: tl.constexpr, ROOM: tl.constexpr,
-    TILES: tl.constexpr, AHEAD: tl.constexpr, FORM: tl.constexpr,
+    pool, ring, activations, parameters, seed_ptr, stream, row, g, first_tile, L,
+    FOLDS: tl.constexpr, TILES: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """The outputs of some tiles of heads of group g for all tokens of a row. FOLDS: its ring is folded into the state
-    first."""
-    data_ptr, _, slot_stride, _ = pool
+    """The outputs of some tiles of heads of group g for all tokens of a row, which FOLDS its ring first or does not."""
     ring_x_ptr, ring_x_stride, ring_B_ptr, ring_B_stride, ring_dt_ptr, ring_dt_stride = ring
-    x_at, dt_at, B_at, C_at, z_at, out = activations
+    x_at, _, B_at, C_at, z_at, out = activations
     A_ptr, D_ptr, dt_bias_ptr = parameters
-    seed_ptr, stream = drawing
     b, slot, start, live, first, count = row
     known = slot >= 0
-    dtype: tl.constexpr = data_ptr.dtype.element_ty
+    dtype: tl.constexpr = pool[0].dtype.element_ty
     x_dtype: tl.constexpr = x_at[0].dtype.element_ty
     # Tensor cores round sums towards zero, 6 units in the last place of a float32 output: those are made without them.
     TERMS: tl.constexpr = 0 if x_dtype == tl.float32 else 1 if x_dtype == tl.bfloat16 else 2
     SUM_TERMS: tl.constexpr = 0 if x_dtype == tl.float32 else 3
     FOLD_TERMS: tl.constexpr = update_terms(dtype, x_dtype)
     WIDTH: tl.constexpr = operand_width(dtype, not FOLDS)
+    FORM: tl.constexpr = KIND.FORM
+    TARGET: tl.constexpr = FORM.TARGET
     ROWS: tl.constexpr = FORM.ROWS
     COLS: tl.constexpr = FORM.COLS
-    BLOCK_ROWS: tl.constexpr = FORM.BLOCK_ROWS
     BLOCK_COLS: tl.constexpr = FORM.BLOCK_COLS
-    WHOLE: tl.constexpr = PADDING != "fresh" and ROWS % BLOCK_ROWS == 0 and COLS == BLOCK_COLS
+    AHEAD: tl.constexpr = KIND.ROWS_DO != "keep"  # whether the next tile is asked for to come to the L2 cache
 
     # The window: live rows, unless they are folded, and then new tokens.
-    j, t = tl.arange(0, ROOM), tl.arange(0, TOKENS)
+    j, t = tl.arange(0, KIND.ROOM), tl.arange(0, KIND.TOKENS)
     ring_row, lives = row_in_ring(start + j, L), j < live
     base = live * 0 if FOLDS else live
     of_ring, new, token = j < base, (j >= base) & (j < base + count), j - base
     window = (of_ring, new, lives, ring_row, token)
     appends, to_row = tl.where(known, new, False), row_in_ring(start + live + token, L)
-    ring_x_at, ring_dt_at = (ring_x_ptr, ring_x_stride), (ring_dt_ptr, ring_dt_stride)
     if TILES == 1:  # it is on its way while the weights of the window are found
-        h, first_row = place_of(g, first_tile, HEADS_PER_GROUP, FORM)
-        inputs = load_tile_inputs(
-            pool, ring_x_at, x_at, z_at, dt_at, ring_dt_at, row, window, h, first_row, L,
-            FOLDS, BYTES, WIDE, TOKENS, WHOLE, FORM,
-        )  # fmt: skip
+        h, first_row = place_of(g, first_tile, KIND)
+        inputs = load_tile_inputs(pool, ring, activations, row, window, h, first_row, L, FOLDS, KIND)
     elif AHEAD:
-        prefetch_tile(data_ptr, slot * slot_stride, known, g, first_tile, HEADS_PER_GROUP, FORM, TARGET)
+        prefetch_tile(pool, slot, known, g, first_tile, KIND)
     ring_B = ring_B_ptr + slot * ring_B_stride + g * L * COLS
-    B_rows = either_row(of_ring, ring_B, ring_row * COLS, token_base(B_at, b, first, g), token, WIDE)
-    C_rows = entries(token_base(C_at, b, first, g), t, WIDE)
-    C = load_chunks(C_rows, t < count, BYTES, TERMS, WIDTH, FORM, TARGET)
+    B_rows = either_row(of_ring, ring_B, ring_row * COLS, token_base(B_at, b, first, g), token, KIND)
+    C_rows = entries(token_base(C_at, b, first, g), t, KIND)
+    C = load_chunks(C_rows, t < count, TERMS, WIDTH, FORM)
     C_for_B = C
     if WIDTH != 2:  # B has its columns in another order than the state, which would be moved between threads
-        C_for_B = load_chunks(C_rows, t < count, BYTES, TERMS, 2, FORM, TARGET)
-    B = load_chunks(B_rows, of_ring | new, BYTES, TERMS, 2, FORM, TARGET)
+        C_for_B = load_chunks(C_rows, t < count, TERMS, 2, FORM)
+    B = load_chunks(B_rows, of_ring | new, TERMS, 2, FORM)
     if FOLDS:
-        old_B = load_chunks(ring_B + ring_row * COLS, lives, BYTES, FOLD_TERMS, WIDTH, FORM, TARGET)
-        seed = load_seed(seed_ptr, slot, known, ROUNDING != "nearest" and UPDATE)
-        old_weight, alpha = tl.zeros([ROOM], tl.float32), 0.0
-    with_C = tl.zeros([ROOM, TOKENS], tl.float32)
+        old_B = load_chunks(ring_B + ring_row * COLS, lives, FOLD_TERMS, WIDTH, FORM)
+        seed = load_seed(seed_ptr, slot, known, FORM.ROUNDING != "nearest" and KIND.UPDATE)
+        old_weight, alpha = tl.zeros([KIND.ROOM], tl.float32), 0.0
+    with_C = tl.zeros([KIND.ROOM, KIND.TOKENS], tl.float32)
     for i in tl.static_range(len(B)):
         with_C = dot_terms(B[i], transposed(C_for_B[i]), with_C)
     last = base + t
-    weights, decay = with_C, tl.zeros([TOKENS], tl.float32)
-    if UPDATE and first_tile == 0:
+    weights, decay = with_C, tl.zeros([KIND.TOKENS], tl.float32)
+    if KIND.UPDATE and first_tile == 0:
         cols = tl.arange(0, BLOCK_COLS)
-        kept = load_token_rows(B_rows, appends, 0, COLS, BLOCK_COLS, BYTES, COLS == BLOCK_COLS)
-        to = tl.multiple_of((ring_B + to_row * COLS)[:, None] + cols[None, :], (1, BYTES))
+        kept = load_token_rows(B_rows, appends, 0, COLS, BLOCK_COLS, COLS == BLOCK_COLS, FORM.ALIGNMENT)
+        to = tl.multiple_of((ring_B + to_row * COLS)[:, None] + cols[None, :], (1, FORM.ALIGNMENT))
         tl.store(to, kept, mask=appends[:, None] & (cols < COLS)[None, :])
 
     for i in tl.range(TILES, num_stages=1):
-        h, first_row = place_of(g, first_tile + i, HEADS_PER_GROUP, FORM)
+        h, first_row = place_of(g, first_tile + i, KIND)
         tile = tile_at(h, first_row, FORM)
         if TILES > 1:
-            inputs = load_tile_inputs(
-                pool, ring_x_at, x_at, z_at, dt_at, ring_dt_at, row, window, h, first_row, L,
-                FOLDS, BYTES, WIDE, TOKENS, WHOLE, FORM,
-            )  # fmt: skip
+            inputs = load_tile_inputs(pool, ring, activations, row, window, h, first_row, L, FOLDS, KIND)
             if AHEAD:
-                prefetch_tile(
-                    data_ptr, slot * slot_stride, known & (i + 1 < TILES), g, first_tile + i + 1,
-                    HEADS_PER_GROUP, FORM, TARGET,
-                )  # fmt: skip
+                prefetch_tile(pool, slot, known & (i + 1 < TILES), g, first_tile + i + 1, KIND)
         factor, codes, x, old_x, z, ring_dt, dt = inputs
 
         if (i == 0) | (first_row == 0):
             A = tl.load(A_ptr + h).to(tl.float32)
             sizes, weights, decay = weights_of_window(
-                with_C, dt, ring_dt, window, last, A, D_ptr, dt_bias_ptr, h, D_PER_ROW, DT_SOFTPLUS, SUM_TERMS, TARGET
+                with_C, dt, ring_dt, window, last, A, D_ptr, dt_bias_ptr, h, SUM_TERMS, KIND
             )
             if FOLDS:
                 old_weight, alpha = weights_of_ring(once(ring_dt), live, A, SUM_TERMS, TARGET)
-            if UPDATE and first_row == 0:
+            if KIND.UPDATE and first_row == 0:
                 tl.store(ring_dt_ptr + slot * ring_dt_stride + h * L + to_row, sizes, mask=appends)
 
-        codes = operands_of(codes, known, FORM.VECTOR, WIDTH, PADDING)
+        codes = operands_of(codes, known, WIDTH, KIND.PADDING, FORM)
         if FOLDS:
             u = terms_of(tl.trans(old_x.to(tl.float32) * old_weight[:, None]), FOLD_TERMS, TARGET)  # (rows, window)
-            y = fold_tile(
-                pool, slot, tile, codes, factor, alpha, u, old_B, C, (seed, stream),
-                UPDATE, WIDTH, FOLD_TERMS, TERMS, FORM, ROUNDING, ROUNDS, TARGET,
-            )  # fmt: skip
+            drawing = (seed, BEFORE_THE_FIRST_TOKEN, stream)
+            y = fold_tile(pool, slot, tile, codes, factor, alpha, u, old_B, C, drawing, WIDTH, FOLD_TERMS, TERMS, KIND)
         else:
             y = products(terms_of_codes(codes, dtype, TERMS, TARGET), C) * factor
         y *= decay[None, :]
         y = dot_terms(transposed(terms_of(x, TERMS, TARGET)), terms_of(weights, TERMS, TARGET), y)
-        offs_d = first_row + tl.arange(0, BLOCK_ROWS)
+        offs_d = first_row + tl.arange(0, FORM.BLOCK_ROWS)
         shown = (offs_d < ROWS)[:, None] & (t < count)[None, :]
-        if D_ptr is not None and D_PER_ROW:
+        if D_ptr is not None and KIND.D_PER_ROW:
             D = tl.load(D_ptr + h * ROWS + offs_d, mask=offs_d < ROWS, other=0.0).to(tl.float32)[:, None]
-            x_ptrs = entries(token_base(x_at, b, first, h), t, WIDE)[None, :] + offs_d[:, None]
+            x_ptrs = entries(token_base(x_at, b, first, h), t, KIND)[None, :] + offs_d[:, None]
             y = tl.fma(tl.load(x_ptrs, mask=shown, other=0.0).to(tl.float32), D, y)
         if z_at[0] is not None:
             y *= gate(z.to(tl.float32), TARGET)
-        out_ptrs = entries(token_base(out, b, first, h), t, WIDE)[None, :] + offs_d[:, None]
-        tl.store(tl.multiple_of(out_ptrs, (BYTES, 1)), y.to(out[0].dtype.element_ty), mask=shown)
-        if UPDATE:
+        out_ptrs = entries(token_base(out, b, first, h), t, KIND)[None, :] + offs_d[:, None]
+        tl.store(tl.multiple_of(out_ptrs, (FORM.ALIGNMENT, 1)), y.to(out[0].dtype.element_ty), mask=shown)
+        if KIND.UPDATE:
             to = (ring_x_ptr + slot * ring_x_stride + h * L * ROWS + to_row * ROWS)[:, None] + offs_d[None, :]
-            BESIDE: tl.constexpr = bytes_beside(x_dtype, BYTES, FORM)
+            BESIDE: tl.constexpr = bytes_beside(x_dtype, FORM)
             tl.store(tl.multiple_of(to, (1, BESIDE)), x, mask=appends[:, None] & (offs_d < ROWS)[None, :])
 
 
@@ -297,15 +275,19 @@ def mamba2_replay_kernel(
     TILES_OF_GROUP: tl.constexpr = HEADS_PER_GROUP * ((ROWS + BLOCK_ROWS - 1) // BLOCK_ROWS)
     PARTS: tl.constexpr = TILES_OF_GROUP // TILES  # that programs have of a group
     FOLD_PARTS: tl.constexpr = TILES_OF_GROUP // FOLD_TILES
-    BYTES: tl.constexpr = 16 if ALIGNED else 1
-    FORM: tl.constexpr = form_of(ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, VECTOR, False, THREADS)
+    HINT: tl.constexpr = EVICT_FIRST if TOKENS == 1 else STREAMING
+    FORM: tl.constexpr = form_of(
+        ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, VECTOR, HINT, TARGET, False, ROUNDING, ROUNDS,
+        ALIGNED, THREADS, "portable",
+    )  # fmt: skip
+    KIND: tl.constexpr = replay_of(
+        HEADS_PER_GROUP, ROWS_DO, UPDATE, PADDING, WIDE, D_PER_ROW, DT_SOFTPLUS, TOKENS, ROOM, FORM
+    )
     x_at, dt_at, B_at = (x_ptr, x_b, x_t, x_h), (dt_ptr, dt_b, dt_t, dt_h), (B_ptr, B_b, B_t, B_h)
     C_at, z_at, out = (C_ptr, C_b, C_t, C_h), (z_ptr, z_b, z_t, z_h), (out_ptr, out_b, out_t, out_h)
     activations, parameters = (x_at, dt_at, B_at, C_at, z_at, out), (A_ptr, D_ptr, dt_bias_ptr)
     ring = (ring_x_ptr, ring_x_stride, ring_B_ptr, ring_B_stride, ring_dt_ptr, ring_dt_stride)
-    pool, drawing = (data_ptr, scale_ptr, slot_stride, scale_stride), (seed_ptr, stream)
-
-    AHEAD: tl.constexpr = ROWS_DO != "keep"  # whether the next tile is asked for to come to the L2 cache
+    pool = (data_ptr, scale_ptr, slot_stride, scale_stride)
 
     if PLACE == "first":  # the rows of the second are others
         gdc_launch_dependents()
@@ -335,27 +317,19 @@ def mamba2_replay_kernel(
         if rows_ptr is None:
             folds = live + count > WINDOW
         if TOKENS == 1 and ((count > 0) & ((slot >= 0) | (PADDING == "fresh"))):
-            replay_token(
-                pool, ring, activations, parameters, row, folds, g, first_tile, L,
-                ROWS_DO, UPDATE, PADDING, HEADS_PER_GROUP, BYTES, WIDE, D_PER_ROW, DT_SOFTPLUS, TARGET, ROOM, TILES,
-                FORM,
-            )  # fmt: skip
+            replay_token(pool, ring, activations, parameters, row, folds, g, first_tile, L, TILES, KIND)
         elif TOKENS > 1 and (ROWS_DO == "fold" or (ROWS_DO == "either" and folds)):
             replay_tiles(
-                pool, ring, activations, parameters, drawing, row, g, first_tile, L,
-                True, UPDATE, PADDING, HEADS_PER_GROUP, BYTES, WIDE, D_PER_ROW, DT_SOFTPLUS,
-                ROUNDING, ROUNDS, TARGET, TOKENS, ROOM, FOLD_TILES, AHEAD, FORM,
-            )  # fmt: skip
+                pool, ring, activations, parameters, seed_ptr, stream, row, g, first_tile, L, True, FOLD_TILES, KIND
+            )
         elif TOKENS > 1 and (PADDING == "fresh" or ((slot >= 0) & (count > 0))):
             replay_tiles(
-                pool, ring, activations, parameters, drawing, row, g, first_tile, L,
-                False, UPDATE, PADDING, HEADS_PER_GROUP, BYTES, WIDE, D_PER_ROW, DT_SOFTPLUS,
-                ROUNDING, ROUNDS, TARGET, TOKENS, ROOM, TILES, AHEAD, FORM,
-            )  # fmt: skip
+                pool, ring, activations, parameters, seed_ptr, stream, row, g, first_tile, L, False, TILES, KIND
+            )
         elif PADDING == "zero":
-            zero_tiles(out, row, g, first_tile, HEADS_PER_GROUP, WIDE, TOKENS, TILES, FORM)
+            zero_tiles(out, row, g, first_tile, TILES, KIND)
         if cu_seqlens_ptr is not None and first_tile == 0:
-            zero_rest(out, cu_seqlens_ptr, row, g, tokens, batch, HEADS_PER_GROUP, ROWS, PADDING)
+            zero_rest(out, cu_seqlens_ptr, row, g, tokens, batch, KIND)
     if PLACE == "second":
         if tl.program_id(0) == 0:  # who comes next waits for this kernel alone, so it waits for the first
             gdc_wait()

@@ -10,7 +10,7 @@ asked for too.
 import triton
 import triton.language as tl
 
-from flashstate.kernels.addressing import batch_size, this_program, token_entry, zero_unused
+from flashstate.kernels.addressing import Place, batch_size, this_program, token_entry, zero_unused
 from flashstate.kernels.functions import silu
 from flashstate.kernels.mamba3_token import (
     kind_of,
@@ -53,8 +53,7 @@ from flashstate.launch.kernel import kernel
 
 @triton.jit
 def load_rank_weights(ptr, offs_d, r, h, KIND: tl.constexpr):
-    """A weight for every row and rank, (rows, ranks), of rank 1 (rows,); ones if there are none, zero for what does not
-    exist."""
+    """Weights, or ones, of every row and rank, (rows, ranks), of rank 1 (rows,); zero for what does not exist."""
     ROWS: tl.constexpr = KIND.FORM.ROWS
     if KIND.RANK == 1:
         entries, mask = h * ROWS + offs_d, offs_d < ROWS
@@ -177,26 +176,25 @@ def step_tile(
     if not KIND.SUMMED:
         offsets = offs_d[:, None] + r.to(tl.int64)[None, :] * out_r
         shown = (offs_d < KIND.FORM.ROWS)[:, None] & (tl.arange(0, r.shape[0]) < KIND.RANK)[None, :]
-    store_output(out, b, t, h, offsets, shown, y, True, True, live, PADDING, 1)
+    store_output(out, Place(b, h, h, offsets, shown), t, y, True, True, live, PADDING, 1)
     return s
 
 
 @triton.jit
-def store_tile(pool, to, tile, s, random, ROUNDING: tl.constexpr, KIND: tl.constexpr):
+def store_tile(pool, to, tile, s, random, KIND: tl.constexpr):
     """Store a tile, as tile_of has it, in slot `to` unless that is -1."""
     chunks = s
     if KIND.RANK > 1:
         chunks = ()
         for i in tl.static_range(len(s)):
             chunks = chunks + chunks_of_operand(in_rows(s[i]), KIND.FORM.CHUNK, KIND.FORM.VECTOR)
-    store_slot(pool, to, tile, chunks, random, KIND.FORM, ROUNDING, KIND.TARGET, STREAMING)
+    store_slot(pool, to, tile, chunks, random, KIND.FORM)
 
 
 @triton.jit
 def step_tokens(
     v, s, theta, before, weights, D, inputs, x_at, z_at, out, out_r, b, first, count, h, g, offs_d, r, exists, live,
-    every, PADDING: tl.constexpr, STORES: tl.constexpr, ROUNDING: tl.constexpr, ROUNDS: tl.constexpr,
-    KIND: tl.constexpr,
+    every, PADDING: tl.constexpr, STORES: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     """A tile through all tokens of row b, whose outputs are stored, with STORES "every" also what is kept after each:
     the last v, the tile, the last angles and k."""
@@ -214,8 +212,8 @@ def step_tokens(
         before = now
         if STORES == "every":
             to = resolve_write(write, b, t, slot, live & (t < longest), slots)
-            bits = random_bits(seed, tile, t, stream, KIND.FORM, ROUNDING, ROUNDS)
-            store_tile(pool, to, tile, s, bits, ROUNDING, KIND)
+            bits = random_bits((seed, t, stream), tile, KIND.FORM)
+            store_tile(pool, to, tile, s, bits, KIND)
             ends = (to >= 0) & last_tile  # other tiles begin with what was there before
             tl.debug_barrier()
             store_v(v_at, to, h, offs_d, v, KIND)
@@ -290,12 +288,14 @@ def mamba3_step_kernel(
     g = h // HEADS_PER_GROUP
     TILES: tl.constexpr = (ROWS + BLOCK_ROWS - 1) // BLOCK_ROWS
     ROOM: tl.constexpr = 1 if RANK == 1 else 2 * max(4, triton.next_power_of_2(RANK))  # for ranks of two tokens
-    FORM: tl.constexpr = form_of(ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, VECTOR)
+    STORED_ROUNDING: tl.constexpr = "nearest" if STORES == "none" else ROUNDING
+    FORM: tl.constexpr = form_of(
+        ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, VECTOR, STREAMING, TARGET, False, STORED_ROUNDING, ROUNDS
+    )
     KIND: tl.constexpr = kind_of(
         H, RANK, ANGLES, PAIRING, TRAP_LOGIT, STORES_KV, z_ptr is not None, Wo_ptr is not None,
         data_ptr.dtype.element_ty, x_ptr.dtype.element_ty, k_ptr.dtype.element_ty, TARGET, FORM,
     )  # fmt: skip
-    LAST_ROUNDING: tl.constexpr = ROUNDING if STORES == "last" else "nearest"
     column = tl.arange(0, ROOM)
     r = column % max(1, ROOM // 2)
     exists = (column < RANK if ONE_TOKEN else r < RANK, column < RANK)
@@ -314,7 +314,7 @@ def mamba3_step_kernel(
     drawing = (seed, count - 1, stream)
     if TILES == 1:
         tile = tile_at(h, 0, FORM)
-        stored = load_tile(pool, slot, live, tile, drawing, FORM, LAST_ROUNDING, ROUNDS, STREAMING)
+        stored = load_tile(pool, slot, live, tile, drawing, FORM)
     if AHEAD > 0:
         comes = comes & (later_slot >= 0) & (later_slot < num_slots)
         prefetch_slot(data_ptr, slot_stride, v_at, carried, later_slot, comes, later_h, KIND)
@@ -351,7 +351,7 @@ def mamba3_step_kernel(
         if TILES > 1:
             offs_d = i * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
             tile = tile_at(h, i * BLOCK_ROWS, FORM)
-            stored = load_tile(pool, slot, live, tile, drawing, FORM, LAST_ROUNDING, ROUNDS, STREAMING)
+            stored = load_tile(pool, slot, live, tile, drawing, FORM)
             v = load_rows(v_ptr + slot * v_stride + h * ROWS, offs_d, offs_d < ROWS, live)
             weights = load_weights(weight_ptrs, offs_d, r, h, KIND)
             if ONE_TOKEN:
@@ -366,14 +366,14 @@ def mamba3_step_kernel(
             every = (pool, carried, v_at, write, slot, slots, longest, tile, drawing, i == TILES - 1)
             v, s, tile_theta, tile_before = step_tokens(
                 v, s, theta, before, weights, D, inputs, x_at, z_at, out, out_r, b, first, count, h, g, offs_d, r,
-                exists, live, every, PADDING, STORES, ROUNDING, ROUNDS, KIND,
+                exists, live, every, PADDING, STORES, KIND,
             )  # fmt: skip
             if STORES == "last":
                 ends = (to >= 0) & (i == TILES - 1)
                 tl.debug_barrier()
                 store_carried(carried, to, ends, h, tile_before, tile_theta, r, KIND)
         if STORES == "last":
-            store_tile(pool, to, tile, s, stored[2], ROUNDING, KIND)
+            store_tile(pool, to, tile, s, stored[2], KIND)
             if TILES > 1:
                 tl.debug_barrier()  # all warps have v of the token before
             store_v(v_at, to, h, offs_d, v, KIND)

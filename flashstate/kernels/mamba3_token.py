@@ -73,8 +73,7 @@ def load_rank_columns(entries, exists, IN_HALVES: tl.constexpr, FORM: tl.constex
 
 @triton.jit
 def load_vectors(tensor, stride_r, bias_ptr, b, t, h, g, r, exists, KIND: tl.constexpr):
-    """B or C of token t for these ranks, and its bias, each as load_rank_columns gives it; an empty tuple for no
-    bias."""
+    """B or C of token t for these ranks, and its bias or an empty tuple, each as load_rank_columns gives it."""
     HALVED: tl.constexpr = KIND.PAIRING == "halved"
     entries = token_entry(tensor, b, t, g, 1) + r.to(tl.int64) * stride_r
     values = load_rank_columns(entries, exists, HALVED, KIND.FORM)
@@ -185,22 +184,15 @@ def vectors_of(now, before, C, KIND: tl.constexpr):
 
 
 @triton.jit
-def store_kept(ptr, offset, goes, h, k, r, KIND: tl.constexpr):
-    """Store k for the first ranks."""
-    entries = ptr + offset + ((r * KIND.H + h) * KIND.FORM.COLS)[:, None]
-    mask = tl.where(goes, tl.arange(0, r.shape[0]) < KIND.RANK, False)[:, None]
-    for i in tl.static_range(len(k)):
-        cols = (tl.arange(0, k[i].shape[1]) + i * k[i].shape[1])[None, :]
-        tl.store(entries + cols, k[i], mask=mask & (cols < KIND.FORM.COLS))
-
-
-@triton.jit
 def store_carried(carried, to, goes, h, k, theta, r, KIND: tl.constexpr):
-    """Store what all rows of a head share in slot `to`, if `goes`: k and the angles, as far as a call stores them.
-    carried: their pointers and strides of slots."""
+    """Store what all rows of a head share in slot `to`, if `goes`: k and the angles, as far as a call stores them."""
     k_ptr, k_stride, theta_ptr, theta_stride = carried
     if KIND.STORES_KV:
-        store_kept(k_ptr, to * k_stride, goes, h, k, r, KIND)
+        entries = k_ptr + to * k_stride + ((r * KIND.H + h) * KIND.FORM.COLS)[:, None]
+        mask = tl.where(goes, tl.arange(0, r.shape[0]) < KIND.RANK, False)[:, None]
+        for i in tl.static_range(len(k)):
+            cols = (tl.arange(0, k[i].shape[1]) + i * k[i].shape[1])[None, :]
+            tl.store(entries + cols, k[i], mask=mask & (cols < KIND.FORM.COLS))
     if theta_ptr is not None:
         entry = theta_ptr + to * theta_stride + h * KIND.ANGLES
         pair = tl.arange(0, theta.shape[0])
@@ -222,7 +214,7 @@ def prefetch_slot(data_ptr, slot_stride, v_at, carried, slot, exists, h, KIND: t
     """Ask for what a slot has of head h to come to the L2 cache."""
     k_ptr, k_stride, theta_ptr, theta_stride = carried
     v_ptr, v_stride = v_at
-    prefetch_rows(data_ptr, slot * slot_stride, exists, h, 0, KIND.FORM.ROWS, KIND.FORM, KIND.TARGET)
+    prefetch_rows(data_ptr, slot * slot_stride, exists, h, 0, KIND.FORM.ROWS, KIND.FORM)
     prefetch_kept(k_ptr + slot * k_stride, exists, h, KIND.FORM.COLS, KIND.RANK, KIND)
     prefetch_kept(v_ptr + slot * v_stride, exists, h, KIND.FORM.ROWS, 1, KIND)
     if theta_ptr is not None:

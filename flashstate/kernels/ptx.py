@@ -236,6 +236,8 @@ SILU = tl.constexpr(
     )
 )
 
+TO_FLOAT16_HW = tl.constexpr("cvt.rs.f16x2.f32 $0, $2, $1, $3;")
+TO_FLOAT8_HW = tl.constexpr("cvt.rs.satfinite.e4m3x4.f32 $0, {$4, $3, $2, $1}, $5;")
 PREFETCH = tl.constexpr(
     _block(".reg .pred p;", "setp.ne.b32 p, $2, 0;", "@p prefetch.global.L2 [$1];", "mov.b32 $0, 0;")
 )
@@ -266,70 +268,44 @@ def divide_ptx(a, b):
 
 
 @triton.jit
-def to_integer_ptx(v, e, stored, dtype: tl.constexpr):
-    """v * e to int8 or int16, to nearest; zero unless stored."""
-    keep = tl.where(stored, -1, 0).to(dtype)
-    if dtype == tl.int8:
-        return tl.inline_asm_elementwise(TO_INT8, FOUR_PRODUCTS, [v, e, keep], tl.int8, is_pure=True, pack=4)
+def to_scaled_ptx(v, e, stored, random, dtype: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """v * e to int8, int16 or float8_e4m3fn, which is uint8, to nearest or stochastically; zero unless stored."""
+    keep = tl.where(stored, -1, 0).to(tl.int16 if dtype == tl.int16 else tl.int8)
+    operands = [v, e, keep]
+    if STOCHASTIC:
+        operands = [v, e, keep, random.to(tl.uint16)]
+    two: tl.constexpr = TWO_PRODUCTS_RANDOM if STOCHASTIC else TWO_PRODUCTS
+    four: tl.constexpr = FOUR_PRODUCTS_RANDOM if STOCHASTIC else FOUR_PRODUCTS
+    if dtype == tl.int16:
+        block: tl.constexpr = TO_INT16_STOCHASTIC if STOCHASTIC else TO_INT16
+        return tl.inline_asm_elementwise(block, two, operands, tl.int16, True, 2)
+    elif dtype == tl.int8:
+        block: tl.constexpr = TO_INT8_STOCHASTIC if STOCHASTIC else TO_INT8
+        return tl.inline_asm_elementwise(block, four, operands, tl.int8, True, 4)
     else:
-        return tl.inline_asm_elementwise(TO_INT16, TWO_PRODUCTS, [v, e, keep], tl.int16, is_pure=True, pack=2)
+        block: tl.constexpr = TO_FLOAT8_STOCHASTIC if STOCHASTIC else TO_FLOAT8
+        return tl.inline_asm_elementwise(block, four, operands, tl.uint8, True, 4)
 
 
 @triton.jit
-def to_integer_stochastic_ptx(v, e, stored, random, dtype: tl.constexpr):
-    """v * e to int8 or int16, stochastically; zero unless stored."""
-    operands = [v, e, tl.where(stored, -1, 0).to(dtype), random.to(tl.uint16)]
-    if dtype == tl.int8:
-        return tl.inline_asm_elementwise(TO_INT8_STOCHASTIC, FOUR_PRODUCTS_RANDOM, operands, tl.int8, True, 4)
+def to_float_stochastic_ptx(v, random, dtype: tl.constexpr):
+    """float32 to float16, or to the bits of bfloat16, stochastically."""
+    operands = [v, random.to(tl.uint16)]
+    if dtype == tl.float16:
+        return tl.inline_asm_elementwise(TO_FLOAT16_STOCHASTIC, PAIRS_RANDOM, operands, tl.float16, True, 8)
     else:
-        return tl.inline_asm_elementwise(TO_INT16_STOCHASTIC, TWO_PRODUCTS_RANDOM, operands, tl.int16, True, 2)
+        return tl.inline_asm_elementwise(TO_BFLOAT16_STOCHASTIC, PAIRS_RANDOM, operands, tl.uint16, True, 8)
 
 
 @triton.jit
-def to_float8_ptx(v, e, stored):
-    """v * e to float8_e4m3fn, to nearest; zero unless stored."""
-    keep = tl.where(stored, -1, 0).to(tl.int8)
-    return tl.inline_asm_elementwise(TO_FLOAT8, FOUR_PRODUCTS, [v, e, keep], tl.uint8, is_pure=True, pack=4)
-
-
-@triton.jit
-def to_float8_stochastic_ptx(v, e, stored, random):
-    """v * e to float8_e4m3fn, stochastically; zero unless stored."""
-    operands = [v, e, tl.where(stored, -1, 0).to(tl.int8), random.to(tl.uint16)]
-    return tl.inline_asm_elementwise(TO_FLOAT8_STOCHASTIC, FOUR_PRODUCTS_RANDOM, operands, tl.uint8, True, 4)
-
-
-@triton.jit
-def to_float16_stochastic_ptx(v, random):
-    """float32 to float16, stochastically."""
+def to_stochastic_hw(v, random, dtype: tl.constexpr):
+    """float32 to float16 or float8_e4m3fn, which is uint8, stochastically, by the conversion instruction of sm_100 and
+    sm_103: 13 random bits for each value, or one word of them for four."""
     operands = [v, random.to(tl.uint16)]
-    return tl.inline_asm_elementwise(TO_FLOAT16_STOCHASTIC, PAIRS_RANDOM, operands, tl.float16, True, 8)
-
-
-@triton.jit
-def to_bfloat16_stochastic_ptx(v, random):
-    """float32 to bfloat16, stochastically."""
-    operands = [v, random.to(tl.uint16)]
-    return tl.inline_asm_elementwise(TO_BFLOAT16_STOCHASTIC, PAIRS_RANDOM, operands, tl.uint16, True, 8)
-
-
-@triton.jit
-def to_float16_stochastic_hw(v, random):
-    """float32 to float16, stochastically, by the conversion instruction of sm_100 and sm_103: 13 random bits for each
-    value."""
-    return tl.inline_asm_elementwise(
-        "cvt.rs.f16x2.f32 $0, $2, $1, $3;", "=r,r,r,r", [v, random.to(tl.uint16)], tl.float16, is_pure=True, pack=2
-    )
-
-
-@triton.jit
-def to_float8_stochastic_hw(w, random):
-    """float32 to float8_e4m3fn, stochastically, by the conversion instruction of sm_100 and sm_103: one word of random
-    bits for four values."""
-    return tl.inline_asm_elementwise(
-        "cvt.rs.satfinite.e4m3x4.f32 $0, {$4, $3, $2, $1}, $5;", "=r,r,r,r,r,r,r", [w, random.to(tl.uint16)], tl.uint8,
-        is_pure=True, pack=4,
-    )  # fmt: skip
+    if dtype == tl.float16:
+        return tl.inline_asm_elementwise(TO_FLOAT16_HW, "=r,r,r,r", operands, tl.float16, True, 2)
+    else:
+        return tl.inline_asm_elementwise(TO_FLOAT8_HW, "=r,r,r,r,r,r,r", operands, tl.uint8, True, 4)
 
 
 @triton.jit

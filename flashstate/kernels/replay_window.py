@@ -16,10 +16,10 @@ def row_in_ring(row, L):
 
 @triton.jit
 def load_token_rows(
-    rows, exists, first, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BYTES: tl.constexpr, INSIDE: tl.constexpr
+    rows, exists, first, WIDTH: tl.constexpr, BLOCK: tl.constexpr, INSIDE: tl.constexpr, BYTES: tl.constexpr
 ):  # fmt: skip
-    """Values of every token, (tokens, BLOCK), from column `first` of the rows that these pointers start; zero for what
-    does not exist. BYTES: that all of these rows are aligned to. INSIDE: whether all of these columns exist."""
+    """Values of every token, (tokens, BLOCK), from column `first` of the rows of WIDTH that these pointers start; zero
+    for what does not exist. INSIDE: whether all of these columns exist. BYTES: that the rows are aligned to."""
     cols = first + tl.arange(0, BLOCK)
     mask = exists[:, None]
     if not INSIDE:
@@ -29,25 +29,22 @@ def load_token_rows(
 
 
 @triton.constexpr_function
-def bytes_beside(dtype, BYTES, FORM):
-    """How wide an access of inputs the compiler is to know of, where rows are aligned to BYTES: no wider than what
-    threads have side by side of a tile of state. Else it would load a tile of the same shape in another layout."""
-    return min(BYTES, FORM.VECTOR * dtype.primitive_bitwidth // 8)
+def bytes_beside(dtype, FORM):
+    """How wide an access of aligned rows of inputs the compiler is to know of: no wider than what threads have side by
+    side of a tile of state. Else it would load a tile of the same shape in another layout."""
+    return min(FORM.ALIGNMENT, FORM.VECTOR * dtype.primitive_bitwidth // 8)
 
 
 @triton.jit
-def load_chunks(
-    rows, exists, BYTES: tl.constexpr, TERMS: tl.constexpr, WIDTH: tl.constexpr, FORM: tl.constexpr,
-    TARGET: tl.constexpr,
-):  # fmt: skip
+def load_chunks(rows, exists, TERMS: tl.constexpr, WIDTH: tl.constexpr, FORM: tl.constexpr):
     """Values of every token from the rows that these pointers start, as operands of tensor cores, in chunks as a tile
     has them: terms of (tokens, CHUNK) each."""
-    BESIDE: tl.constexpr = bytes_beside(rows.dtype.element_ty, BYTES, FORM)
+    BESIDE: tl.constexpr = bytes_beside(rows.dtype.element_ty, FORM)
     CHUNK: tl.constexpr = FORM.CHUNK
     chunks = ()
     for i in tl.static_range(FORM.BLOCK_COLS // CHUNK):
-        values = load_token_rows(rows, exists, i * CHUNK, FORM.COLS, CHUNK, BESIDE, (i + 1) * CHUNK <= FORM.COLS)
-        chunks = chunks + (terms_of(as_operand(values, FORM.VECTOR, WIDTH), TERMS, TARGET),)
+        values = load_token_rows(rows, exists, i * CHUNK, FORM.COLS, CHUNK, (i + 1) * CHUNK <= FORM.COLS, BESIDE)
+        chunks = chunks + (terms_of(as_operand(values, FORM.VECTOR, WIDTH), TERMS, FORM.TARGET),)
     return chunks
 
 
@@ -91,12 +88,12 @@ def folded(code, factor, alpha, u, B, dtype: tl.constexpr, TERMS: tl.constexpr, 
 
 
 @triton.jit
-def operands_of(codes, live, PER_COLUMNS: tl.constexpr, WIDTH: tl.constexpr, PADDING: tl.constexpr):
+def operands_of(codes, live, WIDTH: tl.constexpr, PADDING: tl.constexpr, FORM: tl.constexpr):
     """Stored chunks with columns in the order of operands; zeros where nothing is live, if that matters."""
     operands = ()
     for i in tl.static_range(len(codes)):
         code = codes[i]
         if PADDING == "fresh":
             code = tl.where(live, code, 0).to(code.dtype)
-        operands = operands + (as_operand(code, PER_COLUMNS, WIDTH),)
+        operands = operands + (as_operand(code, FORM.VECTOR, WIDTH),)
     return operands

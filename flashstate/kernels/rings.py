@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from flashstate.kernels.slots import ACCEPTED_FAULT, FOLD_FAULT, READ_FAULT
+from flashstate.kernels.slots import ACCEPTED_FAULT, FOLD_FAULT, READ_FAULT, bound
 from flashstate.launch.kernel import kernel
 
 FIELDS = tl.constexpr(8)  # numbers that a plan has of a row
@@ -12,8 +12,7 @@ MOST_TOKENS = tl.constexpr((1 << 31) - 1)  # on a token axis
 
 @triton.jit
 def slots_of_rows(read, b, exists, slots):
-    """The slots that these rows read, int64; -1 for padding, and for rows that do not exist. `read`: the list and its
-    stride; `slots`: as slots.py has it."""
+    """The slots that these rows read, int64; -1 for padding, and rows that do not exist. `read`: list and stride."""
     read_ptr, read_stride = read
     num_slots, null, fault_ptr = slots
     slot = b.to(tl.int64)
@@ -25,12 +24,6 @@ def slots_of_rows(read, b, exists, slots):
 
 
 @triton.jit
-def bound(number):
-    """A boundary of packed tokens, int32: the nearest that a token axis may have."""
-    return tl.minimum(tl.maximum(number, 0), MOST_TOKENS).to(tl.int32)
-
-
-@triton.jit
 def planned(b, batch, read, cursors, cu_seqlens_ptr, tokens, slots, WINDOW: tl.constexpr):
     """What a plan says of these rows: slot, start, live count, first token, length; and whether it goes, and folds."""
     start_ptr, count_ptr = cursors
@@ -38,8 +31,8 @@ def planned(b, batch, read, cursors, cu_seqlens_ptr, tokens, slots, WINDOW: tl.c
     slot = slots_of_rows(read, b, exists, slots)
     first, length = b * 0, b * 0 + tokens
     if cu_seqlens_ptr is not None:
-        first = bound(tl.load(cu_seqlens_ptr + b, mask=exists, other=0))
-        last = bound(tl.load(cu_seqlens_ptr + b + 1, mask=exists, other=0))
+        first = bound(tl.load(cu_seqlens_ptr + b, mask=exists, other=0), MOST_TOKENS)
+        last = bound(tl.load(cu_seqlens_ptr + b + 1, mask=exists, other=0), MOST_TOKENS)
         length = tl.minimum(tl.maximum(last - first, 0), tokens)
     goes = (slot >= 0) & (length > 0)
     start = tl.load(start_ptr + slot, mask=goes, other=0)

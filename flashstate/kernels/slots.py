@@ -1,6 +1,7 @@
 """Which slots a batch row reads and writes, and which tokens it has; reference/state_io.py has the same in torch.
 
-`slots` is a tuple: how many slots there are, which of them stands for none, and the fault flag.
+`slots` is a tuple: how many slots there are, which of them stands for none, and the fault flag. `parents` is one too:
+the table, its row stride, and how many entries a row of it has.
 """
 
 import triton
@@ -45,8 +46,7 @@ def read_slot(read, b, slots, seed_ptr, SEEDED: tl.constexpr, PER_THREAD: tl.con
 
 @triton.jit
 def load_seed(seed_ptr, slot, live, SEEDED: tl.constexpr):
-    """The seed of a slot, if anything is rounded with it. Load it before the state: it is there when random bits are to
-    be drawn."""
+    """The seed of a slot, if anything is rounded with it. Loaded before the state, it is there when bits are drawn."""
     if seed_ptr is None or not SEEDED:
         return 0
     else:
@@ -77,8 +77,7 @@ def resolve_write(write, b, column, slot, goes, slots):
 
 @triton.jit
 def write_slot(write, b, slot, goes, slots):
-    """The slot row `b` writes after its last token, int64: that of the table, or `slot`, which it read; -1 for none,
-    and unless `goes`."""
+    """The slot row `b` writes after its last token, int64, as resolve_write has it; -1 unless `goes`."""
     return tl.where(goes, resolve_write(write, b, 0, slot, goes, slots), -1)
 
 
@@ -101,57 +100,57 @@ def token_range(cu_seqlens_ptr, b, tokens, ONE_TOKEN: tl.constexpr):
     elif cu_seqlens_ptr is None:
         return b * 0, tokens
     else:
-        first = _load_bound(cu_seqlens_ptr + b, tokens)
-        last = _load_bound(cu_seqlens_ptr + b + 1, tokens)
+        first = bound(tl.load(cu_seqlens_ptr + b), tokens)
+        last = bound(tl.load(cu_seqlens_ptr + b + 1), tokens)
         return first, tl.maximum(last - first, 0)
 
 
 @triton.jit
 def unused_tokens(cu_seqlens_ptr, batch, tokens):
     """Where on the token axis the first row's tokens start and the last row's end: no row has those outside."""
-    return _load_bound(cu_seqlens_ptr, tokens), _load_bound(cu_seqlens_ptr + batch, tokens)
+    return bound(tl.load(cu_seqlens_ptr), tokens), bound(tl.load(cu_seqlens_ptr + batch), tokens)
 
 
 @triton.jit
-def _load_bound(ptr, tokens):
+def bound(number, tokens):
     """A boundary of packed tokens, int32: the nearest that a token axis of this length has."""
-    return tl.minimum(tl.maximum(tl.load(ptr), 0), tokens).to(tl.int32)
+    return tl.minimum(tl.maximum(number, 0), tokens).to(tl.int32)
 
 
 @triton.jit
-def depth_of(parents, b, t, longest):
+def depth_of(parents, b, t):
     """How many tokens lead from the initial state to token t of a tree, itself among them; 0 if a parent is invalid."""
-    parent = parent_of(parents, b, t, longest)
+    parent = parent_of(parents, b, t)
     count = t * 0 + 1
     child = t
     while (parent >= 0) & (parent < child):
         child = parent
-        parent = parent_of(parents, b, child, longest)
+        parent = parent_of(parents, b, child)
         count += 1
     return tl.where(parent == -1, count, 0)
 
 
 @triton.jit
-def path_to(parents, b, t, longest):
+def path_to(parents, b, t):
     """How many steps lead to token t from the state at hand, which is the one after token t - 1 if that is its parent
     and the initial one otherwise, and which of both it is; 0 steps if an ancestor's parent is invalid."""
-    follows = parent_of(parents, b, t, longest) == t - 1
-    depth = depth_of(parents, b, t, longest)
+    follows = parent_of(parents, b, t) == t - 1
+    depth = depth_of(parents, b, t)
     return tl.where(follows, tl.minimum(depth, 1), depth), follows
 
 
 @triton.jit
-def ancestor(parents, b, t, generations, longest):
+def ancestor(parents, b, t, generations):
     """The token that is so many generations above token t."""
     for _ in range(0, generations):
-        t = parent_of(parents, b, t, longest)
+        t = parent_of(parents, b, t)
     return t
 
 
 @triton.jit
-def parent_of(parents, b, t, longest):
+def parent_of(parents, b, t):
     """The parent of token t; an invalid one past the table, and of a token that is none."""
-    table_ptr, stride = parents
+    table_ptr, stride, longest = parents
     parent = tl.load(_entry(table_ptr, b, stride, t), mask=(t >= 0) & (t < longest), other=-2)
     return tl.where((parent >= -1) & (parent < longest), parent, -2).to(tl.int32)
 

@@ -12,7 +12,8 @@ is said: EVICT_FIRST, of loads and of stores, or STREAMING, of stores alone and 
 instructions. For `gated_delta_step` on an H200 the first is faster for one token per call, the second for several
 (docs/log.md).
 
-A pool is a tuple: its data and its scales, which may be None, and their strides between slots.
+A pool is a tuple: its data and its scales, which may be None, and their strides between slots. `drawing` is what
+random bits are drawn for: seed, token and stream.
 """
 
 import triton
@@ -24,14 +25,9 @@ from flashstate.kernels.ptx import (
     from_bfloat16_ptx,
     has_ptx,
     prefetch_ptx,
-    to_bfloat16_stochastic_ptx,
-    to_float8_ptx,
-    to_float8_stochastic_hw,
-    to_float8_stochastic_ptx,
-    to_float16_stochastic_hw,
-    to_float16_stochastic_ptx,
-    to_integer_ptx,
-    to_integer_stochastic_ptx,
+    to_float_stochastic_ptx,
+    to_scaled_ptx,
+    to_stochastic_hw,
 )
 from flashstate.kernels.tensor_cores import terms_of
 from flashstate.kernels.tiles import as_accessed, as_rows, chunk_at
@@ -70,15 +66,15 @@ def terms_of_code(code, dtype: tl.constexpr, TERMS: tl.constexpr, TARGET: tl.con
 
 
 @triton.jit
-def tile_ptr(ptr, offset, tile, VECTOR: tl.constexpr):
+def tile_ptr(ptr, offset, tile, FORM: tl.constexpr):
     """Pointer to the first element of a tile of the slot at `offset`, where accesses of VECTOR elements are aligned."""
-    return tl.multiple_of(ptr + offset, state_bytes(ptr.dtype.element_ty, VECTOR)) + tile.first
+    return tl.multiple_of(ptr + offset, state_bytes(ptr.dtype.element_ty, FORM.VECTOR)) + tile.first
 
 
 @triton.jit
-def prefetch_rows(ptr, offset, live, h, first_row, COUNT: tl.constexpr, FORM: tl.constexpr, TARGET: tl.constexpr):
+def prefetch_rows(ptr, offset, live, h, first_row, COUNT: tl.constexpr, FORM: tl.constexpr):
     """Ask for COUNT rows of head h from `first_row` on, of the slot at `offset`, to come to the L2 cache; on NVIDIA."""
-    if has_ptx(TARGET):
+    if has_ptx(FORM.TARGET):
         per_line: tl.constexpr = LINE // state_bytes(ptr.dtype.element_ty, 1)
         lines = tl.arange(0, triton.next_power_of_2(triton.cdiv(COUNT * FORM.COLS, per_line))) * per_line
         exists = live & (lines < tl.minimum(COUNT, FORM.ROWS - first_row) * FORM.COLS)
@@ -96,17 +92,15 @@ def load_scale(ptr, offset, live, tile):
 
 
 @triton.jit
-def load_codes(
-    pool, slot, live, tile, FORM: tl.constexpr, HINT: tl.constexpr, WHOLE: tl.constexpr = False
-):  # fmt: skip
+def load_codes(pool, slot, live, tile, FORM: tl.constexpr, WHOLE: tl.constexpr = False):
     """What load_scale gives of a tile of a slot, and what is stored in it, bfloat16 as its bits: undefined in rows
     where masked, zero in columns that do not exist. WHOLE: the slot is live, and all rows and columns exist."""
     ptr, scale_ptr, slot_stride, scale_stride = pool
     factor = load_scale(scale_ptr, slot * scale_stride, live, tile)
-    tile_start = tile_ptr(ptr, slot * slot_stride, tile, FORM.VECTOR)
+    tile_start = tile_ptr(ptr, slot * slot_stride, tile, FORM)
     if ptr.dtype.element_ty == tl.bfloat16:
         tile_start = tile_start.to(tl.pointer_type(tl.uint16), bitcast=True)
-    policy: tl.constexpr = "evict_first" if HINT == "evict_first" else ""
+    policy: tl.constexpr = "evict_first" if FORM.HINT == "evict_first" else ""
     codes = ()
     for k in tl.static_range(len(tile.masks)):
         ptrs, mask = chunk_at(tile_start, tile, k, FORM)
@@ -121,26 +115,18 @@ def load_codes(
 
 
 @triton.jit
-def load_state(
-    pool, slot, live, tile, FORM: tl.constexpr, TARGET: tl.constexpr, HINT: tl.constexpr, WIDENING: tl.constexpr
-):  # fmt: skip
-    """What load_codes gives of a tile of a slot, but in float32. WIDENING: the TARGET by whose instructions bfloat16 is
-    converted."""
+def load_state(pool, slot, live, tile, FORM: tl.constexpr):
+    """What load_codes gives of a tile of a slot, but in float32."""
     dtype: tl.constexpr = pool[0].dtype.element_ty
-    factor, codes = load_codes(pool, slot, live, tile, FORM, HINT)
-    return factor, decoded(codes, dtype, WIDENING if dtype == tl.bfloat16 else TARGET)
+    factor, codes = load_codes(pool, slot, live, tile, FORM)
+    return factor, decoded(codes, dtype, FORM.WIDENING if dtype == tl.bfloat16 else FORM.TARGET)
 
 
 @triton.jit
-def load_tile(
-    pool, slot, live, tile, drawing, FORM: tl.constexpr, ROUNDING: tl.constexpr, ROUNDS: tl.constexpr,
-    HINT: tl.constexpr,
-):  # fmt: skip
-    """What load_codes gives of a tile of a slot, and the random bits that it is rounded with later, drawn while it is
-    on its way. `drawing`: seed, token and stream."""
-    seed, t, stream = drawing
-    factor, codes = load_codes(pool, slot, live, tile, FORM, HINT)
-    return factor, codes, random_bits(seed, tile, t, stream, FORM, ROUNDING, ROUNDS)
+def load_tile(pool, slot, live, tile, drawing, FORM: tl.constexpr):
+    """What load_codes gives of a tile, and the random bits it is rounded with later, drawn while it is on its way."""
+    factor, codes = load_codes(pool, slot, live, tile, FORM)
+    return factor, codes, random_bits(drawing, tile, FORM)
 
 
 @triton.jit
@@ -164,58 +150,45 @@ def from_code(code, dtype: tl.constexpr, TARGET: tl.constexpr):
 
 
 @triton.jit
-def store_slot(
-    pool, slot, tile, v, random, FORM: tl.constexpr, ROUNDING: tl.constexpr, TARGET: tl.constexpr, HINT: tl.constexpr
-):  # fmt: skip
-    """Round the float32 tile `v`, which is zero in columns that do not exist, and store it in a slot unless that is
-    -1."""
-    ptr, scale_ptr, slot_stride, scale_stride = pool
-    store_state(
-        ptr, scale_ptr, slot * slot_stride, slot * scale_stride, slot >= 0, tile, v, random,
-        FORM, ROUNDING, TARGET, HINT,
-    )  # fmt: skip
+def store_slot(pool, slot, tile, v, random, FORM: tl.constexpr):
+    """Round the float32 tile `v`, zero in columns that do not exist, and store it in a slot unless that is -1."""
+    _, _, slot_stride, scale_stride = pool
+    store_state(pool, (slot * slot_stride, slot * scale_stride), slot >= 0, tile, v, random, FORM)
 
 
 @triton.jit
-def store_state(
-    ptr, scale_ptr, offset, scale_offset, live, tile, v, random,
-    FORM: tl.constexpr, ROUNDING: tl.constexpr, TARGET: tl.constexpr, HINT: tl.constexpr,
-):  # fmt: skip
-    """Round the float32 tile `v`, which is zero in columns that do not exist, and store it at these offsets."""
+def store_state(pool, offsets, live, tile, v, random, FORM: tl.constexpr):
+    """Round the float32 tile `v`, zero in columns that do not exist, and store it at these offsets."""
+    offset, scale_offset = offsets
     e, stored = None, None
-    if scale_ptr is not None:
-        e, stored = store_scale(scale_ptr, scale_offset, live, tile, v, ptr.dtype.element_ty, TARGET, HINT)
+    if pool[1] is not None:
+        e, stored = store_scale(pool, scale_offset, live, tile, v, FORM)
     for k in tl.static_range(len(v)):
-        store_chunk(ptr, offset, live, tile, k, v[k], e, stored, random[k], FORM, ROUNDING, TARGET, HINT)
+        store_chunk(pool[0], offset, live, tile, k, v[k], e, stored, random[k], FORM)
 
 
 @triton.jit
-def store_scale(
-    ptr, offset, live, tile, v, dtype: tl.constexpr, TARGET: tl.constexpr, HINT: tl.constexpr
-):  # fmt: skip
+def store_scale(pool, offset, live, tile, v, FORM: tl.constexpr):
     """Store the scales of the rows of a tile; what store_chunk needs of them."""
-    e, scale, stored = to_scaled(v, dtype, TARGET)
-    store_hinted(ptr + offset + tile.rows, scale, HINT, mask=tl.where(live, tile.mask_rows, False))
+    e, scale, stored = to_scaled(v, pool[0].dtype.element_ty, FORM.TARGET)
+    store_hinted(pool[1] + offset + tile.rows, scale, FORM, mask=tl.where(live, tile.mask_rows, False))
     return e[:, None], stored[:, None]
 
 
 @triton.jit
-def store_chunk(
-    ptr, offset, live, tile, k: tl.constexpr, v, e, stored, random,
-    FORM: tl.constexpr, ROUNDING: tl.constexpr, TARGET: tl.constexpr, HINT: tl.constexpr,
-):  # fmt: skip
+def store_chunk(ptr, offset, live, tile, k: tl.constexpr, v, e, stored, random, FORM: tl.constexpr):
     """Round chunk k of a tile, and store it. `e` and `stored`: from store_scale; None in formats without scales."""
-    code = to_code(v, e, stored, random, ptr.dtype.element_ty, ROUNDING, TARGET)
-    ptrs, mask = chunk_at(tile_ptr(ptr, offset, tile, FORM.VECTOR), tile, k, FORM)
+    code = to_code(v, e, stored, random, ptr.dtype.element_ty, FORM.ROUNDING, FORM.TARGET)
+    ptrs, mask = chunk_at(tile_ptr(ptr, offset, tile, FORM), tile, k, FORM)
     ptrs, code = ptrs.to(tl.pointer_type(code.dtype), bitcast=True), as_accessed(code, ptrs.shape)
-    store_hinted(ptrs, code, HINT, mask=tl.where(live, mask, False))
+    store_hinted(ptrs, code, FORM, mask=tl.where(live, mask, False))
 
 
 @triton.jit
-def store_hinted(ptrs, values, HINT: tl.constexpr, mask):
+def store_hinted(ptrs, values, FORM: tl.constexpr, mask):
     """Store values that are not needed soon."""
-    policy: tl.constexpr = "evict_first" if HINT == "evict_first" else ""
-    modifier: tl.constexpr = ".cs" if HINT == "streaming" else ""
+    policy: tl.constexpr = "evict_first" if FORM.HINT == "evict_first" else ""
+    modifier: tl.constexpr = ".cs" if FORM.HINT == "streaming" else ""
     tl.store(ptrs, values, mask=mask, cache_modifier=modifier, eviction_policy=policy)
 
 
@@ -231,34 +204,33 @@ def to_code(v, e, stored, random, dtype: tl.constexpr, ROUNDING: tl.constexpr, T
 
 
 @triton.jit
-def random_bits(seed, tile, token, stream, FORM: tl.constexpr, ROUNDING: tl.constexpr, ROUNDS: tl.constexpr):
+def random_bits(drawing, tile, FORM: tl.constexpr):
     """Sixteen random bits for every element of a tile, as uint32; 0 if none are needed."""
     bits = ()
     for k in tl.static_range(len(tile.masks)):
-        bits = bits + (bits_of_chunk(seed, tile, k, token, stream, FORM, ROUNDING, ROUNDS),)
+        bits = bits + (bits_of_chunk(drawing, tile, k, FORM),)
     return bits
 
 
 @triton.jit
-def bits_of_chunk(
-    seed, tile, k: tl.constexpr, token, stream, FORM: tl.constexpr, ROUNDING: tl.constexpr, ROUNDS: tl.constexpr
-):  # fmt: skip
+def bits_of_chunk(drawing, tile, k: tl.constexpr, FORM: tl.constexpr):
     """Sixteen random bits for every element of chunk k of a tile, as uint32; 0 if none are needed.
 
     Rows count within the slot: head * ROWS + row. One Philox call serves eight consecutive columns; word i of it holds
     columns 2i (low half) and 2i + 1. A thread makes the calls for as many neighbouring columns as it accesses at once.
     """
+    seed, token, stream = drawing
     calls: tl.constexpr = (FORM.COLS + 7) // 8  # per row
     per_thread: tl.constexpr = 2 if FORM.PER_COLUMNS == 16 else 1
     per_chunk: tl.constexpr = FORM.CHUNK // 8
-    if ROUNDING == "nearest":
+    if FORM.ROUNDING == "nearest":
         return 0
     else:
         call = k * per_chunk + tl.arange(0, per_chunk // per_thread) * per_thread
         c0 = (tile.rows[:, None] * calls + call[None, :]).to(tl.uint32)
-        r0, r1, r2, r3 = philox(seed, c0, token, stream, 0, ROUNDS)
+        r0, r1, r2, r3 = philox(seed, c0, token, stream, 0, FORM.ROUNDS)
         if per_thread == 2:
-            n0, n1, n2, n3 = philox(seed, c0 + 1, token, stream, 0, ROUNDS)
+            n0, n1, n2, n3 = philox(seed, c0 + 1, token, stream, 0, FORM.ROUNDS)
             r0, r1, r2, r3 = tl.join(r0, n0), tl.join(r1, n1), tl.join(r2, n2), tl.join(r3, n3)
         words = tl.join(tl.join(r0, r2), tl.join(r1, r3))  # (rows, calls, ..., 2, 2): r0 r1 r2 r3
         halves = tl.join(words & 0xFFFF, words >> 16)  # (rows, calls, ..., 2, 2, 2)
@@ -270,16 +242,12 @@ def to_float(v, random, dtype: tl.constexpr, ROUNDING: tl.constexpr, TARGET: tl.
     """float32 to float32, bfloat16 or float16."""
     if ROUNDING == "nearest":
         return to_nearest(v, dtype, TARGET)
-    elif dtype == tl.bfloat16 and has_ptx(TARGET):
-        return to_bfloat16_stochastic_ptx(v, random)
-    elif dtype == tl.bfloat16:
-        return to_bfloat16_stochastic(v, random)
-    elif ROUNDING == "stochastic_hw":
-        return to_float16_stochastic_hw(v, random)
+    elif dtype == tl.float16 and ROUNDING == "stochastic_hw":
+        return to_stochastic_hw(v, random, dtype)
     elif has_ptx(TARGET):
-        return to_float16_stochastic_ptx(v, random)
+        return to_float_stochastic_ptx(v, random, dtype)
     else:
-        return to_float16_stochastic(v, random)
+        return to_bfloat16_stochastic(v, random) if dtype == tl.bfloat16 else to_float16_stochastic(v, random)
 
 
 @triton.jit
@@ -356,10 +324,7 @@ def to_scaled(v, dtype: tl.constexpr, TARGET: tl.constexpr):
 def to_integer(v, e, stored, random, dtype: tl.constexpr, ROUNDING: tl.constexpr, TARGET: tl.constexpr):
     """v * e to a whole number, from the exact product: to nearest even, or floor(v * e + (random | 1) / 65536)."""
     if has_ptx(TARGET):
-        if ROUNDING == "nearest":
-            return to_integer_ptx(v, e, stored, dtype)
-        else:
-            return to_integer_stochastic_ptx(v, e, stored, random, dtype)
+        return to_scaled_ptx(v, e, stored, random, dtype, ROUNDING != "nearest")
     else:
         product = tl.where(stored, v.to(tl.float64) * e, 0.0)
         if ROUNDING == "nearest":
@@ -373,11 +338,9 @@ def to_integer(v, e, stored, random, dtype: tl.constexpr, ROUNDING: tl.constexpr
 def to_float8(v, e, stored, random, ROUNDING: tl.constexpr, TARGET: tl.constexpr):
     """v * e, rounded to float32, to the bits of float8_e4m3fn."""
     if ROUNDING == "stochastic_hw":
-        return to_float8_stochastic_hw(tl.where(stored, v * e, 0.0), random)
-    elif ROUNDING == "stochastic" and has_ptx(TARGET):
-        return to_float8_stochastic_ptx(v, e, stored, random)
-    elif ROUNDING == "nearest" and TARGET == "sm_89":
-        return to_float8_ptx(v, e, stored)
+        return to_stochastic_hw(tl.where(stored, v * e, 0.0), random, tl.uint8)
+    elif TARGET == "sm_89" or (TARGET == "sm_80" and ROUNDING == "stochastic"):
+        return to_scaled_ptx(v, e, stored, random, tl.uint8, ROUNDING == "stochastic")
     else:
         w = tl.where(stored, v * e, 0.0)
         magnitude = tl.abs(w)

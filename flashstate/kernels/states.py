@@ -16,8 +16,7 @@ from flashstate.launch.kernel import kernel
 
 @triton.jit
 def plain_chunk(row_ptrs, k, CHUNK: tl.constexpr, ALIGNED: tl.constexpr):
-    """Pointers to chunk k of plain rows that start at `row_ptrs`, (rows, 1). ALIGNED: at multiples of 16 bytes, and so
-    do their chunks."""
+    """Pointers to chunk k of plain rows that start at `row_ptrs`, (rows, 1); ALIGNED: at multiples of 16 bytes."""
     ptrs = row_ptrs + (k * CHUNK + tl.arange(0, CHUNK))[None, :]
     if ALIGNED:  # said of what is computed here: of arguments the compiler forgets it
         ptrs = tl.multiple_of(ptrs, (1, 16))
@@ -36,7 +35,9 @@ def write_states_kernel(
     TRANSPOSED: tl.constexpr,  # whether the elements of a column are neighbours in the pool
 ):  # fmt: skip
     n, h, first_row = this_program(H, ROWS, BLOCK_ROWS)
-    FORM: tl.constexpr = form_of(ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, VECTOR, TRANSPOSED)
+    FORM: tl.constexpr = form_of(
+        ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, VECTOR, EVICT_FIRST, TARGET, TRANSPOSED, ROUNDING, ROUNDS
+    )
     slot = tl.load(slots_ptr + n)
     live = slot >= 0
     seed = load_seed(seed_ptr, slot, live, ROUNDING != "nearest")
@@ -48,11 +49,9 @@ def write_states_kernel(
     for k in tl.static_range(len(tile.masks)):
         v = v + (tl.load(plain_chunk(row_ptrs, k, CHUNK, ALIGNED), mask=tile.masks[k], other=0.0).to(tl.float32),)
 
-    random = random_bits(seed, tile, BEFORE_THE_FIRST_TOKEN, stream, FORM, ROUNDING, ROUNDS)
-    store_state(
-        data_ptr, scale_ptr, slot * slot_stride, slot * scale_stride, live, tile, v, random,
-        FORM, ROUNDING, TARGET, EVICT_FIRST,
-    )  # fmt: skip
+    random = random_bits((seed, BEFORE_THE_FIRST_TOKEN, stream), tile, FORM)
+    pool, offsets = (data_ptr, scale_ptr, slot_stride, scale_stride), (slot * slot_stride, slot * scale_stride)
+    store_state(pool, offsets, live, tile, v, random, FORM)
 
 
 @kernel
@@ -65,11 +64,11 @@ def read_states_kernel(
     TRANSPOSED: tl.constexpr,  # whether the elements of a column are neighbours in the pool
 ):  # fmt: skip
     n, h, first_row = this_program(H, ROWS, BLOCK_ROWS)
-    FORM: tl.constexpr = form_of(ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, VECTOR, TRANSPOSED)
+    FORM: tl.constexpr = form_of(ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, VECTOR, EVICT_FIRST, TARGET, TRANSPOSED)
     slot = tl.load(slots_ptr + n)
     tile = tile_at(h, first_row, FORM)
     pool = (data_ptr, scale_ptr, slot_stride, scale_stride)
-    scale, v = load_state(pool, slot, slot >= 0, tile, FORM, TARGET, EVICT_FIRST, TARGET)
+    scale, v = load_state(pool, slot, slot >= 0, tile, FORM)
     row_ptrs = out_ptr + (n.to(tl.int64) * (H * ROWS) + tile.rows)[:, None] * COLS
     for k in tl.static_range(len(v)):
         tl.store(plain_chunk(row_ptrs, k, CHUNK, COLS % 4 == 0), v[k] * scale, mask=tile.masks[k])

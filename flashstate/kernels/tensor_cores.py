@@ -50,8 +50,7 @@ def in_rows(x):
 
 @triton.jit
 def multiply(x, y, total):
-    """total + x y, of matrices; or of matrices of every warp, if total is that: x of those, or of all rows, and y
-    shared by all warps."""
+    """total + x y, of matrices; or, if total is that, of those of every warp, or of all rows, with a y they share."""
     if len(total.shape) == 3:
         if len(x.shape) == 2:
             x = by_warps(x, total.shape[0])
@@ -99,16 +98,15 @@ def as_operand(x, PER_COLUMNS: tl.constexpr, WIDTH: tl.constexpr = 2):
     compiler wants in a thread, 2, or 4 where they are loaded in 8 bits each and multiplied at once."""
     if PER_COLUMNS < QUAD:
         return x
-    elif WIDTH == 4:
-        rows: tl.constexpr = x.shape[0]
-        chunks: tl.constexpr = x.shape[1] // (QUAD * PER_COLUMNS)
-        x = tl.reshape(x, (rows, chunks, QUAD, PER_COLUMNS // 4, 4))
-        return tl.reshape(tl.permute(x, (0, 1, 3, 2, 4)), (rows, chunks * QUAD * PER_COLUMNS))
     else:
         rows: tl.constexpr = x.shape[0]
-        chunks: tl.constexpr = x.shape[1] // (QUAD * PER_COLUMNS)
-        x = tl.reshape(x, (rows, chunks, QUAD, PER_COLUMNS // 4, 2, 2))
-        return tl.reshape(tl.permute(x, (0, 1, 3, 4, 2, 5)), (rows, chunks * QUAD * PER_COLUMNS))
+        cols: tl.constexpr = x.shape[1]
+        chunks: tl.constexpr = cols // (QUAD * PER_COLUMNS)
+        if WIDTH == 4:
+            x = tl.permute(tl.reshape(x, (rows, chunks, QUAD, PER_COLUMNS // 4, 4)), (0, 1, 3, 2, 4))
+        else:
+            x = tl.permute(tl.reshape(x, (rows, chunks, QUAD, PER_COLUMNS // 4, 2, 2)), (0, 1, 3, 4, 2, 5))
+        return tl.reshape(x, (rows, cols))
 
 
 @triton.jit
@@ -116,14 +114,13 @@ def as_in_memory(x, PER_COLUMNS: tl.constexpr, WIDTH: tl.constexpr = 2):
     """A chunk with its columns as they are in memory, from one as as_operand has it."""
     if PER_COLUMNS < QUAD:
         return x
-    elif WIDTH == 4:
-        rows: tl.constexpr = x.shape[0]
-        x = tl.reshape(x, (rows, PER_COLUMNS // 4, QUAD, 4))
-        return tl.reshape(tl.permute(x, (0, 2, 1, 3)), (rows, QUAD * PER_COLUMNS))
     else:
         rows: tl.constexpr = x.shape[0]
-        x = tl.reshape(x, (rows, PER_COLUMNS // 4, 2, QUAD, 2))
-        return tl.reshape(tl.permute(x, (0, 3, 1, 2, 4)), (rows, QUAD * PER_COLUMNS))
+        if WIDTH == 4:
+            x = tl.permute(tl.reshape(x, (rows, PER_COLUMNS // 4, QUAD, 4)), (0, 2, 1, 3))
+        else:
+            x = tl.permute(tl.reshape(x, (rows, PER_COLUMNS // 4, 2, QUAD, 2)), (0, 3, 1, 2, 4))
+        return tl.reshape(x, (rows, QUAD * PER_COLUMNS))
 
 
 @triton.jit

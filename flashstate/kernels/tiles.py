@@ -24,7 +24,8 @@ class Constants:
 
 @dataclass(frozen=True)
 class Form(Constants):
-    """All that a compiler knows of a tile: whole rows of a head, in chunks of columns."""
+    """All that a compiler knows of a tile: whole rows of a head, in chunks of columns; and how it is loaded and stored,
+    in the words of state_io.py."""
 
     ROWS: int  # of a head
     COLS: int
@@ -32,16 +33,40 @@ class Form(Constants):
     BLOCK_COLS: int
     CHUNK: int  # columns of a chunk
     VECTOR: int  # elements per access
-    TRANSPOSED: bool  # the elements of a column are neighbours in memory, and not those of a row
     PER_COLUMNS: int  # neighbouring columns that a thread has
+    HINT: str
+    TARGET: str
+    TRANSPOSED: bool  # the elements of a column are neighbours in memory, and not those of a row
+    ROUNDING: str
+    ROUNDS: int
+    ALIGNMENT: int  # bytes that rows of what tokens bring start at multiples of
     THREADS: int  # of a program
+    WIDENING: str  # the TARGET by whose instructions bfloat16 is converted
 
 
 @triton.constexpr_function
-def form_of(ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, VECTOR, TRANSPOSED=False, THREADS=0):
+def form_of(
+    ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, VECTOR, HINT, TARGET, TRANSPOSED=False, ROUNDING="nearest", ROUNDS=0,
+    ALIGNED=False, THREADS=0, WIDENING=None,
+):  # fmt: skip
     """The form of tiles that are accessed so; THREADS only where load_columns needs them."""
-    PER_COLUMNS = 1 if TRANSPOSED else VECTOR
-    return Form(ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, VECTOR, TRANSPOSED, PER_COLUMNS, THREADS)
+    tile = (ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, VECTOR, 1 if TRANSPOSED else VECTOR)
+    return Form(
+        *tile, HINT, TARGET, TRANSPOSED, ROUNDING, ROUNDS, 16 if ALIGNED else 1, THREADS, WIDENING or TARGET
+    )  # fmt: skip
+
+
+@triton.constexpr_function
+def stored_as(FORM, VECTOR, TRANSPOSED, ROUNDING):
+    """The form of the same tiles where they are stored otherwise."""
+    changed = {"VECTOR": VECTOR, "PER_COLUMNS": 1 if TRANSPOSED else VECTOR, "TRANSPOSED": TRANSPOSED}
+    return Form(**{**vars(FORM), **changed, "ROUNDING": ROUNDING})
+
+
+@triton.constexpr_function
+def form_of_rows(FORM, BLOCK_ROWS):
+    """The form of tiles that have so many rows."""
+    return Form(**{**vars(FORM), "BLOCK_ROWS": BLOCK_ROWS})
 
 
 class Tile(NamedTuple):
@@ -107,7 +132,7 @@ def as_accessed(chunk, shape: tl.constexpr):
 
 
 @triton.jit
-def load_columns(tensor, b, t, g, exists, ALIGNED: tl.constexpr, FORM: tl.constexpr, TARGET: tl.constexpr):
+def load_columns(tensor, b, t, g, exists, ALIGNMENT: tl.constexpr, FORM: tl.constexpr):
     """What token t of group g has for each column, in chunks as a tile has them, (1, CHUNK) or (BLOCK_ROWS, CHUNK);
     zero in columns that do not exist, and where the token does not.
 
@@ -117,15 +142,14 @@ def load_columns(tensor, b, t, g, exists, ALIGNED: tl.constexpr, FORM: tl.conste
     """
     as_tile: tl.constexpr = FORM.CHUNK >= FORM.THREADS
     width: tl.constexpr = tensor[0].dtype.element_ty.primitive_bitwidth // 8
-    alignment: tl.constexpr = min(16, FORM.PER_COLUMNS * width) if as_tile else 16
-    entry = token_entry(tensor, b, t, g, alignment if ALIGNED else 1)
+    entry = token_entry(tensor, b, t, g, min(ALIGNMENT, FORM.PER_COLUMNS * width) if as_tile else ALIGNMENT)
     values = ()
     for k in tl.static_range(FORM.BLOCK_COLS // FORM.CHUNK):
         cols = (k * FORM.CHUNK + tl.arange(0, FORM.CHUNK))[None, :]
         if as_tile:
             cols += tl.zeros([FORM.BLOCK_ROWS, 1], tl.int32)
         mask = tl.where(exists, cols < FORM.COLS, False)
-        values = values + (widened(tl.load(entry + cols, mask=mask, other=0.0), TARGET),)
+        values = values + (widened(tl.load(entry + cols, mask=mask, other=0.0), FORM.WIDENING),)
     return values
 
 

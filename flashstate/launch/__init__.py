@@ -1,17 +1,8 @@
 """How a kernel is started: where a call runs, with which config, and what an op's declaration says of it."""
 
-from flashstate.launch.config import (
-    Problem,
-    TensorCoreProblem,
-    TiledProblem,
-    access_width,
-    choose,
-    choose_with_reason,
-    override,
-    valid_configs,
-)
+from flashstate.launch.config import Problem, access_width, choose, choose_with_reason, override, valid_configs
 from flashstate.launch.environment import Gpu, Machine, interpreted, machine_of, uses_kernels
-from flashstate.launch.start import collecting, start
+from flashstate.launch.start import collecting
 from flashstate.launch.table import Config
 
 __all__ = [
@@ -19,8 +10,6 @@ __all__ = [
     "Gpu",
     "Machine",
     "Problem",
-    "TensorCoreProblem",
-    "TiledProblem",
     "access_width",
     "choose",
     "choose_with_reason",
@@ -28,7 +17,6 @@ __all__ = [
     "interpreted",
     "machine_of",
     "override",
-    "start",
     "uses_kernels",
     "valid_configs",
 ]

@@ -1,9 +1,9 @@
-"""What kernels are given besides constants. A kernel's arguments are found by their names:
+"""What kernels are given. Parameters of a kernel, constants too, are found by their names:
 
 x_ptr                   the tensor x; data_ptr, scale_ptr and seed_ptr those of a State, read_ptr … of Slots,
                         copy_ptr and copy_scale_ptr of snapshots
 x_b x_t x_h             its strides of batch, token, and axes by their first letters; of groups too by that of heads
-slot_stride …           as written out below
+slot_stride … VECTOR    as written out below
 """
 
 from __future__ import annotations
@@ -14,60 +14,82 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flashstate.launch.axes import Axes
+from flashstate.launch.axes import Axes, Tokens
+from flashstate.launch.config import Problem, access_width, next_power_of_2
+from flashstate.launch.environment import Machine
+from flashstate.launch.table import Config
 from flashstate.state.faults import fault_flag
 from flashstate.state.signature import ACCESS_BYTES
-from flashstate.state.slots import Slots
+from flashstate.state.slots import TABLES, Slots
 from flashstate.state.state import State
 
 if TYPE_CHECKING:
-    from flashstate.launch.call import Extent, Given, Op
+    from flashstate.launch.call import Given, Op
 
-TABLES = ("read", "accepted", "write", "parents", "cu_seqlens", "snapshot_rows")  # of Slots, as kernels take them
 NO_SLOTS: dict[str, Any] = dict.fromkeys([f"{name}_ptr" for name in TABLES]) | {
-    "read_stride": 0, "write_stride": 0, "parents_stride": 0, "read_width": 1, "null": -1
+    "read_stride": 0, "write_stride": 0, "parents_stride": 0, "read_width": 1, "null": -1, "PADDING": "zero"
 }  # fmt: skip
 
 
-def arguments_of(op: Op, kernel: Any, given: Given) -> tuple[Any, ...]:
-    """The arguments of a kernel, in its order."""
-    first = getattr(given, next(iter(op.hints)))
-    values: dict[str, Any] = {"fault_ptr": fault_flag(getattr(given, op.main).device)}
-    values |= call_values(given.extent) | slots_values(given.slots)
-    if isinstance(first, State):
-        values |= state_values(first)
+def values_of(op: Op, given: Given, problem: Problem, config: Config) -> dict[str, Any]:
+    """What is known of a call, under the names that kernels have for it."""
+    tokens, state = given.tokens, getattr(given, next(iter(op.hints)))
+    values = {
+        "fault_ptr": fault_flag(getattr(given, op.main).device), "batch": tokens.batch, "tokens": tokens.num_tokens,
+        "longest": tokens.longest or 0, "ONE_TOKEN": tokens.one_token, "STORES": given.stores,
+        "EARLY": getattr(given, "early", False) and given.machine.overlaps, "TOGETHER": loaded_together(given, config),
+        "ALIGNED": all(aligned(getattr(given, name)) for name in op.aligned),
+        **slots_values(given.slots), **tile_values(given.machine, problem, config),
+    }  # fmt: skip
+    state = getattr(state, "ssm", state)
+    if isinstance(state, State):
+        values |= state_values(state)
     if op.takes_snapshots:
-        values |= snapshots_values(given.snapshots)
+        values |= snapshots_values(given.snapshots) | snapshot_constants(given.snapshots, problem.vector)
     for name, axes in op.tensors.items():
-        add_tensor(values, op.aliases.get(name, name), getattr(given, name), axes, given.extent)
-    add_tensor(values, "out", given.out, op.tensors[op.main], given.extent)
-    values |= op.values(given)
-    return tuple([values[name] for name in kernel.runtime])
+        add_tensor(values, op.aliases.get(name, name), getattr(given, name), axes, tokens)
+    add_tensor(values, "out", given.out, op.tensors[op.main], tokens)
+    return values | op.values(given, problem, config)
 
 
-def call_values(extent: Extent) -> dict[str, Any]:
-    """How many rows and tokens there are."""
-    return {"batch": extent.batch, "tokens": extent.num_tokens, "longest": extent.longest}
+def loaded_together(given: Given, config: Config) -> int:
+    """How many tokens a kernel loads together: no more than there are in a dense call, whose number is fixed while a
+    server runs; as many as the config says of packed rows, however long the longest is. Trees load token by token."""
+    tokens, slots = given.tokens, given.slots
+    if slots is not None and slots.parents is not None:
+        return 1
+    return config.tokens_together if tokens.packed else min(config.tokens_together, next_power_of_2(tokens.num_tokens))
+
+
+def tile_values(machine: Machine, problem: Problem, config: Config) -> dict[str, Any]:
+    """What programs are, and the tile of each."""
+    return {
+        "TARGET": machine.target, "VECTOR": problem.vector, "BLOCK_ROWS": config.block_rows,
+        "BLOCK_COLS": problem.block_cols, "CHUNK": problem.chunk(config.lanes), "TILES": config.tiles,
+        "WARPS": config.num_warps, "THREADS": problem.warp * config.num_warps,
+    }  # fmt: skip
 
 
 def slots_values(slots: Slots | None) -> dict[str, Any]:
     """Tables of slots, and what is known of their rows."""
     if slots is None:
         return NO_SLOTS
-    read, write, parents = slots.read, slots.write, slots.parents
+    read = slots.read
     return {
-        "read_ptr": read, "accepted_ptr": slots.accepted, "write_ptr": write, "parents_ptr": parents,
-        "cu_seqlens_ptr": slots.cu_seqlens, "snapshot_rows_ptr": slots.snapshot_rows,
-        "read_stride": read.stride(0), "write_stride": row_stride(write), "parents_stride": row_stride(parents),
-        "read_width": 1 if read.dim() == 1 else read.shape[1], "null": slots.null,
+        **{f"{name}_ptr": getattr(slots, name) for name in TABLES}, "read_stride": read.stride(0),
+        "write_stride": row_stride(slots.write), "parents_stride": row_stride(slots.parents),
+        "read_width": 1 if read.dim() == 1 else read.shape[1], "null": slots.null, "PADDING": slots.padding,
     }  # fmt: skip
 
 
 def state_values(state: State) -> dict[str, Any]:
-    """The tensors of a State, strides between slots, and how many it has."""
+    """The tensors of a State, their shape and strides between slots, and how it is rounded."""
+    num_slots, heads, rows, cols = state.data.shape
     return {
         "data_ptr": as_bytes(state.data), "scale_ptr": state.scale, "seed_ptr": state.seed, "stream": state.stream,
-        "slot_stride": state.data.stride(0), "scale_stride": row_stride(state.scale), "num_slots": state.data.shape[0],
+        "slot_stride": state.data.stride(0), "scale_stride": row_stride(state.scale), "num_slots": num_slots,
+        "H": heads, "ROWS": rows, "COLS": cols, "TRANSPOSED": state.transposed, "ROUNDING": state.rounding,
+        "ROUNDS": state.rounds,
     }  # fmt: skip
 
 
@@ -81,14 +103,20 @@ def snapshots_values(snapshots: State | None) -> dict[str, Any]:
     return values | {"num_copies": 0 if data is None else data.shape[0]}
 
 
-def add_tensor(values: dict[str, Any], name: str, tensor: Tensor | None, axes: Axes, extent: Extent) -> None:
+def snapshot_constants(snapshots: State | None, vector: int) -> dict[str, Any]:
+    """How snapshots are stored, in accesses no wider than those of the state."""
+    if snapshots is None:
+        return {"SNAPSHOT_VECTOR": 1, "SNAPSHOT_ROUNDING": "nearest"}
+    return {"SNAPSHOT_VECTOR": min(vector, access_width(snapshots.data)), "SNAPSHOT_ROUNDING": snapshots.rounding}
+
+
+def add_tensor(values: dict[str, Any], name: str, tensor: Tensor | None, axes: Axes, tokens: Tokens) -> None:
     """Add a tensor, and its strides if it has tokens: of batch, token, and axes before those that lie side by side."""
     pointer, *strides = names_of(name, axes)
     values[pointer] = tensor
     if strides:
-        values.update(
-            zip(strides, token_strides(tensor, extent.token_axes, extent.packed, len(strides) - 2), strict=True)
-        )
+        found = token_strides(tensor, len(tokens.axes), tokens.packed, len(strides) - 2)
+        values.update(zip(strides, found, strict=True))
 
 
 @cache

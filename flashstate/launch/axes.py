@@ -34,6 +34,16 @@ class Tokens(NamedTuple):
     def packed(self) -> bool:
         return self.axes == ("tokens",)
 
+    @property
+    def num_tokens(self) -> int:
+        """The length of the token axis."""
+        return 1 if self.axes == ("batch",) else self.sizes[-1]
+
+    @property
+    def one_token(self) -> bool:
+        """Whether every row has one token, as the host knows."""
+        return self.num_tokens == 1 and not self.packed
+
 
 @dataclass(frozen=True)
 class Axes:
@@ -80,21 +90,19 @@ class Axes:
         return tensor
 
 
-def tokens_of(
-    name: str, x: Any, axes: Axes, sizes: Mapping[str, int], device: torch.device, slots: Slots | None
-) -> Tokens:
-    """The tokens of `x`, the argument that others must have the tokens of; checks its shape, dtype and device."""
-    packed = slots is not None and slots.cu_seqlens is not None
-    names = axes.names
-    one = isinstance(x, Tensor) and x.dim() == 1 + len(names)
-    lead = ("tokens",) if packed else ("batch",) if one else ("batch", "T")
-    other = None if packed else ("batch", "T") if one else ("batch",)
-    wanted = tuple(sizes.get(axis) for axis in names)
-    also = None if other is None else ((*other, *names), (*(None for _ in other), *wanted))
-    check_tensor(
-        name, x, (*lead, *names), (*(None for _ in lead), *wanted), dtypes=ACTIVATION_DTYPES, device=device, also=also
-    )
-    found = tuple(x.shape[: len(lead)])
-    if slots is not None and packed:
-        return Tokens(lead, found, slots.read.shape[0], slots.longest)
-    return Tokens(lead, found, found[0], 1 if one else found[1])
+def check_main(name: str, x: Any, axes: Axes, sizes: Mapping[str, int], device: torch.device, packed: bool) -> None:
+    """Check shape, dtype and device of the argument that others must have the tokens of."""
+    names, wanted = axes.names, tuple(sizes.get(axis) for axis in axes.names)
+    leads = [("tokens",)] if packed else [("batch", "T"), ("batch",)]
+    if isinstance(x, Tensor) and x.dim() == 1 + len(names):
+        leads.reverse()
+    first, *others = [((*lead, *names), (*(None for _ in lead), *wanted)) for lead in leads]
+    check_tensor(name, x, *first, dtypes=ACTIVATION_DTYPES, device=device, also=others[0] if others else None)
+
+
+def tokens_of(x: Tensor, axes: Axes, slots: Slots | None) -> Tokens:
+    """The tokens of the argument that others must have the tokens of."""
+    sizes = tuple(x.shape[: x.dim() - len(axes.names)])
+    if slots is not None and slots.cu_seqlens is not None:
+        return Tokens(("tokens",), sizes, slots.read.shape[0], slots.longest)
+    return Tokens(("batch", "T")[: len(sizes)], sizes, sizes[0], sizes[1] if len(sizes) == 2 else 1)

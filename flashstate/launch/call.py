@@ -4,62 +4,48 @@
              update: bool = True, out: Tensor | None = None) -> Tensor:
         return STEP.call(state, x, slots, update, out)
 
-    STEP = Op(step, main="x", state_axes="slots heads rows cols", problems=..., kernel=..., reference=...)
+    STEP = Op(step, main="x", state_axes="slots heads rows cols", problems=..., values=...)
 
 `STEP.call` checks what it is given (launch/axes.py has the words for axes), starts a kernel or runs the reference, and
 where a call repeats an earlier one goes straight to the kernel (launch/repeat.py). torch.compile sees a registered op,
-whose flat arguments launch/registered.py makes of the same signature. A kernel's arguments are found by their names
+whose flat arguments launch/registered.py makes of the same signature. What kernels are given is found by its name
 (launch/arguments.py).
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, get_args, get_type_hints
+from functools import cached_property
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 import torch
 from torch import Tensor
 
 from flashstate.errors import check_flag, check_no_overlap, check_number, check_row_contiguous, check_tensor
 from flashstate.launch import registered
-from flashstate.launch.arguments import arguments_of
-from flashstate.launch.axes import Axes, Tokens, tokens_of
+from flashstate.launch.arguments import values_of
+from flashstate.launch.axes import Axes, Tokens, check_main, tokens_of
 from flashstate.launch.config import Problem, choose
 from flashstate.launch.direct import Launches, Likeness, remember
-from flashstate.launch.environment import Machine, machine_of, starts_kernels, uses_kernels
-from flashstate.launch.repeat import repeat_function
-from flashstate.launch.start import Started, start
+from flashstate.launch.environment import Machine, machine_of, uses_kernels
+from flashstate.launch.repeat import new_out, repeat_function
+from flashstate.launch.start import Launch, Started, check_programs, start
 from flashstate.state.slots import Slots, as_slots
 from flashstate.state.state import State, as_snapshots, as_state, refuse_transposed
 
-MOST_PROGRAMS = 1 << 31
 OPS: dict[str, Op] = {}  # all that are declared, by name
 PLAIN_TYPES = {bool, int, float, str}
 
 
-class Extent(NamedTuple):
-    """How many rows and tokens a call has, as its kernel counts them."""
-
-    batch: int
-    token_axes: int  # of activations
-    packed: bool
-    num_tokens: int  # length of the token axis
-    longest: int  # entries that tables and snapshots have for the tokens of a row
-
-    @property
-    def one_token(self) -> bool:
-        return self.num_tokens == 1 and not self.packed
-
-
 class Given:
-    """The arguments of a call by their names, checked, and what was found out about them: `tokens` and `sizes` of axes
-    where they are checked, `extent` and `machine` where a kernel is started."""
+    """The arguments of a call by their names, checked, and what was found out about them: its `tokens`, `sizes` of axes
+    where they are checked, and the `machine` where a kernel is started."""
 
     tokens: Tokens
     sizes: dict[str, int]
-    extent: Extent
     machine: Machine
 
     if TYPE_CHECKING:
@@ -67,112 +53,98 @@ class Given:
         def __getattr__(self, name: str) -> Any: ...
         def __setattr__(self, name: str, value: Any) -> None: ...
 
+    def __init__(self, names: Iterable[str], values: Iterable[Any]) -> None:
+        for name, value in zip(names, values, strict=True):
+            setattr(self, name, value)
 
-class KernelCall(NamedTuple):
-    """A kernel and its constants. early: it may start before the kernel in front of it has ended."""
+    @property
+    def stores(self) -> str:
+        """After which tokens a kernel writes the pool: "last", "every" or "none"."""
+        return "none" if not self.update else "every" if self.slots is not None and self.slots.per_token else "last"
 
-    kernel: Any
-    constants: Mapping[str, Any]
-    early: bool = False
+    @property
+    def stored(self) -> str:
+        """Which states after several tokens a config is chosen for: "last", "every", also as snapshots, or "none"."""
+        if self.tokens.one_token:
+            return "last"
+        return "every" if getattr(self, "snapshots", None) is not None else self.stores
 
 
 @dataclass(eq=False)
 class Op:
-    """An op. Its functions are told what a call was given.
+    """An op. Its functions are told what a call was given."""
 
-    function: the public one, whose signature is the declaration.
-    main: the tensor argument whose tokens others must have, and whose dtype the output has.
-    state_axes: names of the axes of a state.
-    kernels: imports the kernels that it may start, which all take the same arguments, and gives one of them.
-    problems: what the configs of the kernels that a call starts are chosen for, one each.
-    kernel: the kernel and its constants, for one of these problems and its config.
-    reference: fills `out` and updates states, in plain torch.
-    sizes: sizes of axes that a state says beside those of its own axes.
-    slots: the Slots of a call.
-    divides: free axes, and the axis whose size theirs must divide.
-    check: raises where a call is wrong in a way that axes do not say; may replace arguments.
-    values: arguments of the kernel that no other argument says, by their names.
-    writes: tensor arguments that are written, beside states, rings and `out`.
-    aligned: tensors whose rows a kernel accesses widely only if all of them are aligned.
-    aligned_each: tensors whose alignment a kernel is told of one by one.
-    aliases: names that kernels have for tensors, where these differ.
-    transposed: whether states may be transposed within a slot.
-    rolls_back: whether slots.accepted may come without a table of slots.
-    ignored: tables of slots that its kernels do not take.
-    like_main: an expression of arguments that says whether the output has the shape of the main one.
-    """
-
-    function: Callable[..., Any]
-    main: str
-    state_axes: str
-    kernels: Callable[[], Any]
-    problems: Callable[[Given], Sequence[Problem]]
-    kernel: Callable[[Given, Any, Any], KernelCall]
-    reference: Callable[[Given], None]
-    sizes: Callable[[Any], dict[str, int]] = lambda state: {}
+    function: Callable[..., Any]  # the public one, whose signature is the declaration
+    main: str  # the tensor argument whose tokens others must have, and whose dtype the output has
+    state_axes: str  # names of the axes of a state
+    problems: Callable[[Given], Sequence[Problem]]  # what configs are chosen for, one per kernel of a call
+    kernel: Callable[[Given, Any], Any] | None = None  # the kernel for one of these problems; None: that of its name
+    values: Callable[[Given, Any, Any], dict[str, Any]] = lambda *call: {}  # what kernels take and no argument says
+    reference: Mapping[str, Callable[[Given], Any]] = field(default_factory=dict)  # what it takes and no argument says
+    sizes: Callable[[Any], dict[str, int]] = lambda state: {}  # of axes that a state says beside its own
     slots: Callable[[Given], Slots | None] = lambda given: as_slots(given.slots)
-    divides: Mapping[str, str] = field(default_factory=dict)
-    check: Callable[[Given], None] = lambda given: None
-    debug: Callable[[Given], None] = lambda given: None
-    values: Callable[[Given], dict[str, Any]] = lambda given: {}
-    writes: tuple[str, ...] = ()
-    aligned: tuple[str, ...] = ()
-    aligned_each: tuple[str, ...] = ()
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    transposed: bool = False
-    rolls_back: bool = False
-    ignored: tuple[str, ...] = ()
-    like_main: str = "True"
+    divides: Mapping[str, str] = field(default_factory=dict)  # free axes, and the axis whose size theirs must divide
+    check: Callable[[Given], None] = lambda given: None  # raises for what axes cannot say; may replace arguments
+    debug: Callable[[Given], None] = lambda given: None  # raises where numbers in tensors are wrong
+    writes: tuple[str, ...] = ()  # tensor arguments that are written, beside states, rings and `out`
+    aligned: tuple[str, ...] = ()  # tensors whose rows a kernel accesses widely only if all of them are aligned
+    aligned_each: tuple[str, ...] = ()  # tensors whose alignment a kernel is told of one by one
+    aliases: Mapping[str, str] = field(default_factory=dict)  # names that kernels have for tensors, where these differ
+    transposed: bool = False  # states may be transposed within a slot
+    rolls_back: bool = False  # slots.accepted may come without a table of slots
+    ignored: tuple[str, ...] = ()  # tables of slots that its kernels do not take
+    like_main: str = "True"  # an expression of arguments: whether the output has the shape of the main one
     launches: Launches = field(default_factory=dict)  # started before, where states are tensors
 
-    # What the signature says.
-    hints: dict[str, Any] = field(init=False)  # the types of all arguments, in their order
-    pieces: tuple[registered.Piece, ...] = field(init=False)  # flat arguments, for torch.compile
-    takes_state: bool = field(init=False)  # the first argument is a State or a tensor
-    takes_snapshots: bool = field(init=False)
-    tensors: dict[str, Axes] = field(init=False)  # the axes of tensor arguments, the main one first
-    optional: frozenset[str] = field(init=False)  # arguments that may be None
-    flags: tuple[str, ...] = field(init=False)  # arguments that are True or False
-    numbers: tuple[str, ...] = field(init=False)  # arguments that are a number, or None
-    options: tuple[str, ...] = field(init=False)  # arguments that are no tensors: flags, numbers, words
-    inner: tuple[str, ...] = field(init=False)  # names of the axes of a state within a slot
-    free: dict[str, tuple[str, ...]] = field(init=False)  # axes that no state says, by the first tensor that has them
-
-    call: Callable[..., Any] = field(init=False)  # takes all arguments, in the order of the signature
-
     def __post_init__(self) -> None:
+        """Find out what the signature says."""
         hints = get_type_hints(self.function, include_extras=True)
-        self.hints = {name: hints[name] for name in inspect.signature(self.function).parameters}
+        self.hints = {name: hints[name] for name in inspect.signature(self.function).parameters}  # types, in order
         kinds = {name: {hint, *get_args(hint)} for name, hint in self.hints.items()}
         axes = {name: found for name, hint in self.hints.items() if (found := axes_in(hint)) is not None}
-        self.takes_state = next(iter(self.hints.values())) == State | Tensor
+        self.takes_state = next(iter(self.hints.values())) == State | Tensor  # as the first argument
         self.takes_snapshots = self.hints.get("snapshots") == State | Tensor | None
-        self.tensors = {self.main: axes[self.main], **axes}
-        self.optional = frozenset(name for name in kinds if type(None) in kinds[name])
-        self.flags = tuple(name for name in kinds if bool in kinds[name])
-        self.numbers = tuple(name for name in kinds if float in kinds[name])
-        self.options = tuple(name for name in kinds if kinds[name] & PLAIN_TYPES)
-        self.inner = tuple(self.state_axes.split())[1:]
-        first = {axis: name for name in reversed(self.tensors) for axis in self.tensors[name].names}
-        known = {*self.inner, "batch"}
-        self.free = {
-            name: tuple(axis for axis, owner in first.items() if owner == name and axis not in known)
-            for name in self.tensors
-        }
-        self.pieces = registered.register(self.name, self.hints, self._run_registered, self.writes)
-        self.call = self.first_call  # until it is known what a repeated call needs
+        self.tensors: dict[str, Axes] = {self.main: axes[self.main], **axes}  # of tensor arguments, the main one first
+        self.optional = frozenset(name for name in kinds if type(None) in kinds[name])  # arguments that may be None
+        self.flags = tuple(name for name in kinds if bool in kinds[name])  # arguments that are True or False
+        self.numbers = tuple(name for name in kinds if float in kinds[name])  # arguments that are a number, or None
+        self.options = tuple(name for name in kinds if kinds[name] & PLAIN_TYPES)  # flags, numbers and words
+        self.inner = tuple(self.state_axes.split()[1:])  # names of the axes of a state within a slot
+        self.pieces = registered.register(self.name, self.hints, self._run_registered, self.writes)  # flat arguments
+        # Takes all arguments, in the order of the signature. Another function, once it is known what a call needs.
+        self.call: Callable[..., Any] = self.first_call
         OPS[self.name] = self
 
     @property
     def name(self) -> str:
         return self.function.__name__
 
+    def module_in(self, room: str) -> Any:
+        """The module of another room that has the name of its own."""
+        return import_module(self.function.__module__.replace(".ops.", f".{room}."))
+
+    @cached_property
+    def own_kernel(self) -> Any:
+        """The kernel of its name; any others take the same arguments."""
+        return getattr(self.module_in("kernels"), f"{self.name}_kernel")
+
+    @cached_property
+    def _taken_by_reference(self) -> tuple[str, ...]:
+        return tuple(inspect.signature(getattr(self.module_in("reference"), self.name)).parameters)
+
+    def run_reference(self, given: Given) -> None:
+        """Fill `out` and update states in plain torch, by the function of its name."""
+        found = {name: find(given) for name, find in self.reference.items()}
+        values = [found[name] if name in found else getattr(given, name) for name in self._taken_by_reference]
+        getattr(self.module_in("reference"), self.name)(*values)
+
     def first_call(self, *values: Any) -> Any:
         """Make a call; from the first one on that starts kernels, calls are those of the function for repeated ones."""
         main = values[list(self.hints).index(self.main)]
-        if torch.compiler.is_compiling() or not isinstance(main, Tensor) or not starts_kernels(main.device):
+        known = isinstance(main, Tensor) and main.device.type in ("cpu", "cuda")
+        if torch.compiler.is_compiling() or not known or not uses_kernels(main.device):
             return self.ordinary(values, None)
-        self.call = repeat_function(self, self.kernels())
+        self.call = repeat_function(self, self.own_kernel)
         return self.call(*values)
 
     def ordinary(self, values: Sequence[Any], likeness: Likeness | None) -> Any:
@@ -188,15 +160,15 @@ class Op:
 
     def checked(self, values: Sequence[Any]) -> Given:
         """The arguments, with states, slots and snapshots as objects; raises where any of them is wrong."""
-        given = Given()
-        for name, value in zip(self.hints, values, strict=True):
-            setattr(given, name, value)
+        given = Given(self.hints, values)
         state = self._check_state(given)
         device = state.device
         given.slots = self.slots(given)
         sizes = dict(zip(self.inner, state.shape[1:], strict=True)) | self.sizes(getattr(given, next(iter(self.hints))))
-        tokens = tokens_of(self.main, getattr(given, self.main), self.tensors[self.main], sizes, device, given.slots)
-        given.tokens, given.sizes = tokens, sizes
+        main, packed = getattr(given, self.main), given.slots is not None and given.slots.cu_seqlens is not None
+        check_main(self.main, main, self.tensors[self.main], sizes, device, packed)
+        given.sizes = sizes
+        given.tokens = tokens = tokens_of(main, self.tensors[self.main], given.slots)
         sizes["batch"] = tokens.batch
         for name, axes in self.tensors.items():
             tensor = getattr(given, name)
@@ -204,15 +176,16 @@ class Op:
                 continue
             tensor = axes.check(name, tensor, tokens, sizes, device)
             setattr(given, name, tensor)
-            for axis in self.free.get(name, ()):
-                self._bind(name, axis, tensor.shape[axes.names.index(axis) - len(axes.names)], sizes)
+            for axis, size in zip(axes.names, tensor.shape[len(tokens.axes) if axes.tokens else 0 :], strict=False):
+                if axis not in sizes:  # as no state says it, and no tensor did before
+                    self._bind(name, axis, size, sizes)
         for name in self.flags:
             check_flag(name, getattr(given, name))
         for name in self.numbers:
             if getattr(given, name) is not None:
                 check_number(name, getattr(given, name))
         self.check(given)
-        check_slots(state.shape[0], device, tokens, given.slots, given.update, self.rolls_back)
+        check_slots(given, state.shape[0], device, self.rolls_back)
         if self.takes_snapshots and given.snapshots is not None:
             self._check_snapshots(given, state)
         self._check_out(given)
@@ -245,14 +218,14 @@ class Op:
         of = self.divides.get(axis)
         if of is not None and (size == 0 or sizes[of] % size):
             raise ValueError(f"{name} must have a number of {axis} that divides the {sizes[of]} {of}, got {size}")
-        sizes.setdefault(axis, size)
+        sizes[axis] = size
 
     def _check_snapshots(self, given: Given, state: Tensor) -> None:
         """Make a State of the snapshots; raise unless it is one that these states can go to."""
         given.snapshots = as_snapshots(given.snapshots, given.state)
         if not self.transposed:
             refuse_transposed("snapshots", given.snapshots)
-        check_snapshots(given.snapshots.data, tuple(state.shape[1:]), state.device, given.tokens, given.slots)
+        check_snapshots(given, given.snapshots.data, tuple(state.shape[1:]), state.device)
 
     def _check_out(self, given: Given) -> None:
         """Make an output, or check the one that was given: like the main argument, or with axes that `check` named."""
@@ -260,8 +233,7 @@ class Op:
         names = getattr(given, "out_axes", axes.names)
         shape = (*given.tokens.sizes, *(given.sizes[axis] for axis in names))
         if given.out is None:
-            kept = given.slots is not None and given.slots.padding == "keep"  # zeros where padding rows keep it
-            given.out = (torch.zeros if kept else torch.empty)(shape, dtype=main.dtype, device=main.device)
+            given.out = new_out(shape, main, given.slots)
             return
         named = (*given.tokens.axes, *names)
         check_tensor("out", given.out, named, shape, dtypes=(main.dtype,), device=main.device)
@@ -271,23 +243,21 @@ class Op:
 
     def _run_registered(self, arguments: Mapping[str, Any]) -> None:
         """What torch.compile calls: with arguments that were checked."""
-        given = Given()
-        for name, value in arguments.items():
-            setattr(given, name, value)
+        given = Given(arguments, arguments.values())
+        given.tokens = tokens_of(getattr(given, self.main), self.tensors[self.main], given.slots)
         self.run(given)
 
     def run(self, given: Given) -> list[Started]:
         """Carry out a call that was checked; the launches that Triton compiled, none of the reference."""
         main, slots = getattr(given, self.main), given.slots
-        given.extent = extent_of(main, len(self.tensors[self.main].names), slots)
-        if main.numel() == 0 or given.extent.batch == 0:
+        if main.numel() == 0 or given.tokens.batch == 0:
             given.out.zero_()
             return []
         if slots is not None and slots.parents is not None and given.out.data_ptr() == main.data_ptr():
             words = f"out must not be {self.main} with slots.parents: a token's {self.main} is read again for those"
             raise ValueError(f"{words} that follow it")
         if not uses_kernels(main.device):
-            self.reference(given)
+            self.run_reference(given)
             return []
         given.machine = machine_of(main.device)
         started = [self._start(given, problem) for problem in self.problems(given)]
@@ -295,15 +265,12 @@ class Op:
 
     def _start(self, given: Given, problem: Problem) -> Started | None:
         main, config = getattr(given, self.main), choose(problem, given.machine.gpu)
-        kernel, constants, early = self.kernel(given, problem, config)
         programs = problem.programs(config)
-        if programs >= MOST_PROGRAMS:
-            shape = tuple(main.shape)
-            raise ValueError(f"{self.main} must need fewer than 2^31 programs, got {programs} for shape {shape}")
-        arguments = arguments_of(self, kernel, given)
-        return start(
-            kernel, (programs,), main.device, arguments, constants, config.num_warps, config.registers, early
-        )  # fmt: skip
+        check_programs(self.main, programs, f"shape {tuple(main.shape)}")
+        values = values_of(self, given, problem, config)
+        kernel = self.own_kernel if self.kernel is None else self.kernel(given, problem)
+        options = config.num_warps, config.registers, values["EARLY"]
+        return start(Launch(kernel, (programs,), main.device, values, *options))
 
 
 def axes_in(hint: Any) -> Axes | None:
@@ -315,19 +282,9 @@ def axes_in(hint: Any) -> Axes | None:
     return None
 
 
-def extent_of(x: Tensor, widths: int, slots: Slots | None) -> Extent:
-    """Of activations x with so many axes behind (batch,), (batch, T) or packed (tokens,)."""
-    packed, token_axes = slots is not None and slots.cu_seqlens is not None, x.dim() - widths
-    num_tokens = x.shape[token_axes - 1] if packed or token_axes == 2 else 1
-    batch = x.shape[0] if slots is None else slots.read.shape[0]
-    most = slots.longest if slots is not None else None
-    return Extent(batch, token_axes, packed, num_tokens, (most or 0) if packed else num_tokens)
-
-
-def check_slots(
-    num_slots: int, device: torch.device, tokens: Tokens, slots: Slots | None, update: bool, rolls_back: bool
-) -> None:
-    """Raise unless the slots are for these tokens, on the state's device, and write what `update` allows."""
+def check_slots(given: Given, num_slots: int, device: torch.device, rolls_back: bool) -> None:
+    """Raise unless the slots are for the tokens of a call, on the state's device, and write what `update` allows."""
+    tokens, slots, update = given.tokens, given.slots, given.update
     if slots is None:
         if tokens.batch > num_slots:
             raise ValueError(f"slots must be given for a batch of {tokens.batch} on a pool of {num_slots} slots")
@@ -336,10 +293,7 @@ def check_slots(
         raise ValueError(f"slots are on {slots.read.device}, but the state is on {device}")
     if slots.read.shape[0] != tokens.batch:
         raise ValueError(f"slots must have {tokens.batch} rows, as the batch has, got {slots.read.shape[0]}")
-    for name, table in (("write", slots.write), ("parents", slots.parents)):
-        if table is not None and table.dim() == 2 and table.shape[1] != tokens.longest:
-            longest, got = tokens.longest, tuple(table.shape)
-            raise ValueError(f"slots.{name} must have an entry for each of the {longest} tokens, got shape {got}")
+    slots.check_entries(tokens.longest, "slots.")
     if slots.write is not None and not update:
         raise ValueError("update=False writes no state, so slots must not have write")
     if slots.parents is not None and update and not slots.per_token:
@@ -353,10 +307,9 @@ def check_slots(
         )
 
 
-def check_snapshots(
-    snapshots: Tensor, of: tuple[int, ...], device: torch.device, tokens: Tokens, slots: Slots | None
-) -> None:
+def check_snapshots(given: Given, snapshots: Tensor, of: tuple[int, ...], device: torch.device) -> None:
     """Raise unless the snapshots, of states of this shape, have room for every token of every row."""
+    tokens, slots = given.tokens, given.slots
     if tokens.longest is None:
         raise ValueError("snapshots of packed tokens need slots.max_len, the most tokens a row has")
     shape = tuple(snapshots.shape)

@@ -13,15 +13,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
-from flashstate.launch.environment import WALKING_CAPABILITY, Gpu, warp_size
-from flashstate.launch.suspension import suspended
+from flashstate.errors import dtype_name
+from flashstate.launch.environment import WALKING_CAPABILITY, Gpu, suspended, warp_size
 from flashstate.launch.table import Config, Configs, load_table
 from flashstate.state.signature import ACCESS_BYTES
-from flashstate.state.state import is_transposed
+from flashstate.state.state import State, is_transposed
 
 CALL_COLUMNS = 8  # that one Philox call serves: a thread needs the bits of all of them side by side
 KNOBS = {"tokens_together": 1, "tiles": 1, "ahead": 0}  # fields of a config of which a problem has one; plain values
@@ -55,8 +55,18 @@ class Problem:
 
     limits: ClassVar[tuple[int, ...]] = (0, 128)  # of registers in a thread: none, or so few that an SM has 16 warps
     row_choices: ClassVar[tuple[int, ...]] = (1, 2, 4, 8, 16, 32, 64)  # how many rows a tile may have
+    limits_always: ClassVar[bool] = False  # whether these are worth trying without random bits, which take registers
     knob: ClassVar[str] = "tokens_together"  # the one field of KNOBS that configs of this problem have
-    most: ClassVar[int] = 4  # that the knob may be
+    knob_values: ClassVar[tuple[int, ...]] = POWERS[:3]  # that are worth trying, the plain one first
+
+    @classmethod
+    def of(cls, op: str, state: State, batch: int, **more: Any) -> Any:
+        """What a config is chosen for, of an op on so many rows of a state."""
+        _, heads, rows, cols = state.data.shape
+        format, vector = dtype_name(state.data.dtype), access_width(state.data)
+        return cls(
+            op, rows, cols, format, state.rounding, vector, batch * heads, transposed=state.transposed, **more
+        )  # fmt: skip
 
     @property
     def block_cols(self) -> int:
@@ -93,28 +103,25 @@ class Problem:
 
     @property
     def knob_choices(self) -> tuple[int, ...]:
-        """Values of the knob that are worth trying, the plain one first."""
-        return tuple(n for n in POWERS if n <= self.most) if self.several_tokens else POWERS[:1]
+        """Values of the knob that are worth trying, the plain one first: one token has no others beside it."""
+        alone = self.knob == "tokens_together" and not self.several_tokens
+        return self.knob_values[:1] if alone else self.knob_values
 
     def turned(self, config: Config, value: int) -> Config:
         """The config with another value of the knob."""
         return replace(config, **{self.knob: value})
 
     @property
-    def limits_registers(self) -> bool:
-        """Whether a limit of registers is worth trying: random bits take many, and a compiler can be told."""
-        return self.rounding != "nearest" and self.warp == NVIDIA_WARP
-
-    @property
     def register_choices(self) -> tuple[int, ...]:
-        """Which limits of registers are worth trying."""
-        return self.limits if self.limits_registers else self.limits[:1]
+        """Which limits of registers are worth trying, where a compiler can be told."""
+        worth = self.warp == NVIDIA_WARP and (self.limits_always or self.rounding != "nearest")
+        return self.limits if worth else self.limits[:1]
 
     def knows(self, config: Config) -> bool:
         """Whether a config has lanes, registers and a knob of this problem, and no other knob."""
         others = all(getattr(config, name) == plain for name, plain in KNOBS.items() if name != self.knob)
         value = getattr(config, self.knob)
-        in_range = value in self.knob_choices or value == next_power_of_2(value) <= self.most
+        in_range = value in self.knob_choices or value == next_power_of_2(value) <= self.knob_values[-1]
         return others and in_range and config.lanes in self.lane_choices and config.registers in self.limits
 
     def valid(self, config: Config) -> bool:
@@ -163,16 +170,9 @@ class TiledProblem(Problem):
     """What a config is chosen for where programs have several tiles of rows. With a limit of registers the compiler
     also issues its loads in another order, which is worth trying with any rounding."""
 
+    limits_always: ClassVar[bool] = True
     knob: ClassVar[str] = "tiles"
-    most: ClassVar[int] = 16
-
-    @property
-    def knob_choices(self) -> tuple[int, ...]:
-        return tuple(n for n in POWERS if n <= self.most)
-
-    @property
-    def limits_registers(self) -> bool:
-        return self.warp == NVIDIA_WARP
+    knob_values: ClassVar[tuple[int, ...]] = POWERS
 
     def manageable(self, config: Config) -> bool:
         """Tiles count one by one. Several have no more rows than a head, padded, and wait in shared memory, which may
@@ -216,14 +216,6 @@ def valid_configs(problem: Problem) -> list[Config]:
     )
     configs = [problem.turned(Config(r, w, lanes, registers=most), n) for r, w, lanes, n, most in choices]
     return [config for config in configs if problem.valid(config) and problem.manageable(config)]
-
-
-def loaded_together(config: Config, longest: int, packed: bool, tree: bool) -> int:
-    """How many tokens a kernel loads together: no more than there are in a dense call, whose number is fixed while a
-    server runs; as many as the config says of packed rows, however long the longest is. Trees load token by token."""
-    if tree:
-        return 1
-    return config.tokens_together if packed else min(config.tokens_together, next_power_of_2(longest))
 
 
 def next_power_of_2(n: int) -> int:

@@ -33,8 +33,7 @@ class DirectLaunch(NamedTuple):
     start: Callable[[Sequence[int], int], None]  # with the pointers that are there, and the number that follows them
 
     def usable(self) -> bool:
-        """False where the current device is another one, and where somebody, such as a profiler, wants to see
-        launches."""
+        """False where another device is current, and where somebody, such as a profiler, wants to see launches."""
         before, after = self.hooks
         return not (before or after) and self.device_index == torch._C._cuda_getDevice()
 
@@ -44,11 +43,8 @@ Likeness = tuple[Launches, Hashable, list[Any]]  # launches to look in, and what
 
 
 def remember(launches: Launches, key: Hashable, tensors: Sequence[Tensor], started: Sequence[Started]) -> None:
-    """Keep a launch, or several with the same arguments, of which pointers and a number behind them change from call to
-    call.
-
-    Where Triton or torch are not as expected, that is said once, and calls take the ordinary way.
-    """
+    """Keep a launch, or several with the same arguments, of which pointers and a number behind them change. Where
+    Triton or torch are not as expected, that is said once, and calls take the ordinary way."""
     global available
     if not available:
         return
@@ -72,10 +68,8 @@ def _start_all(starts: Sequence[DriverLaunch], pointers: Sequence[int], number: 
 
 
 def guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    """A function that says whether other tensors have the dtypes, shapes, strides and devices of these.
-
-    torch.compile has one in C++; asking every tensor in Python takes three times as long.
-    """
+    """A function that says whether other tensors have the dtypes, shapes, strides and devices of these: torch.compile
+    has one in C++, and asking every tensor in Python takes three times as long."""
     from torch._C._dynamo.guards import TensorGuards
 
     sizes: Any = [list(t.shape) for t in tensors]

@@ -60,13 +60,12 @@ def _launch_function() -> Any:
 
 
 class DriverLaunch:
-    """A kernel and its parameters. The first of these, all pointers, change from call to call, and a number behind
-    them."""
+    """A kernel and its parameters, of which pointers, all in front, and a number behind them change with calls."""
 
     def __init__(self, started: Started) -> None:
         """Take over what an ordinary launch was started with; pointers that are None are no parameters."""
         compiled, arguments = started.compiled, started.launch.arguments
-        pointers = len(pointers_of(started.launch.kernel))
+        pointers = len(started.launch.kernel.pointers)
         parameters = [*parameters_of(arguments), 0, 0]  # the last two: scratch memory, which is not used
         _require(compiled, len(parameters), started.launch.early)
         present = sum(argument is not None for argument in arguments[:pointers])
@@ -95,12 +94,6 @@ class DriverLaunch:
                 error = self._launch(*self._launched)
         if error:
             raise RuntimeError(f"the CUDA driver could not start a kernel: error {error}")
-
-
-def pointers_of(kernel: Any) -> tuple[str, ...]:
-    """The arguments of a kernel that change from call to call, all pointers: those before the first number."""
-    count = next(i for i, name in enumerate(kernel.runtime) if not name.endswith("_ptr"))
-    return tuple(kernel.runtime[:count])
 
 
 def parameters_of(arguments: Sequence[Any]) -> list[int]:

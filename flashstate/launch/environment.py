@@ -1,17 +1,16 @@
-"""Where calls run and on what: the one place that asks torch about devices, and the one that tests replace."""
+"""Where calls run, on what and which way: the one place that asks torch about devices, and that tests replace."""
 
 from __future__ import annotations
 
 import functools
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-
-from flashstate.launch.suspension import suspended
 
 WALKING_CAPABILITY = (10, 0)  # from here on sums over lanes are the bottleneck
 
@@ -25,20 +24,13 @@ class Gpu(NamedTuple):
 
 @dataclass(frozen=True)
 class Machine:
-    """What kernels run on.
-
-    target: the instructions that kernels may use: "interpreter", "portable", "sm_80" or "sm_89". Stored states have
-        the same bytes with every choice.
-    warp: threads; those AMD GPUs that have 32 are content with rows for 64.
-    overlaps: whether a kernel can let the next one start before it ends: programmatic dependent launch.
-    processors: multiprocessors there are.
-    """
+    """What kernels run on. Stored states have the same bytes with every target."""
 
     gpu: Gpu
-    target: str
-    warp: int = 32
-    overlaps: bool = False
-    processors: int = 2  # few, so that programs walk
+    target: str  # the instructions that kernels may use: "interpreter", "portable", "sm_80" or "sm_89"
+    warp: int = 32  # threads; those AMD GPUs that have 32 are content with rows for 64
+    overlaps: bool = False  # a kernel can let the next one start before it ends: programmatic dependent launch
+    processors: int = 2  # multiprocessors there are; few, so that programs walk
 
 
 # An interpreted CPU stands for a GPU without a table, and for one whose lanes do not depend on the tokens: the
@@ -46,6 +38,8 @@ class Machine:
 INTERPRETER = Machine(Gpu("interpreter", WALKING_CAPABILITY), "interpreter")
 
 pretended: Machine | None = None  # what calls on CPU tensors run kernels on; None: they run the reference
+suspensions = 0  # of the direct way to a kernel: above 0 every call takes the ordinary way
+_lock = threading.Lock()
 
 
 @contextmanager
@@ -57,6 +51,20 @@ def pretending(machine: Machine) -> Iterator[None]:
         yield
     finally:
         pretended = before
+
+
+@contextmanager
+def suspended() -> Iterator[None]:
+    """Let every call inside take the ordinary way, to be checked, collected or configured otherwise; those of other
+    threads too."""
+    global suspensions
+    with _lock:
+        suspensions += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            suspensions -= 1
 
 
 @contextmanager
@@ -72,12 +80,7 @@ def uses_kernels(device: torch.device) -> bool:
     """True where a call on `device` runs kernels/, False where it runs reference/."""
     if device.type not in ("cuda", "cpu"):
         raise ValueError(f"state is on {device}; flashstate runs on cuda and cpu devices")
-    return starts_kernels(device)
-
-
-def starts_kernels(device: torch.device) -> bool:
-    """True where a call on `device` runs kernels/, False where it runs reference/ or is refused."""
-    return device.type == "cuda" or (device.type == "cpu" and pretended is not None)
+    return device.type == "cuda" or pretended is not None
 
 
 def machine_of(device: torch.device) -> Machine:

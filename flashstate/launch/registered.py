@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache
+from itertools import chain
 from typing import Any, NamedTuple, get_args, get_type_hints
 
 import torch
@@ -30,18 +31,6 @@ class Piece(NamedTuple):
     def schema(self) -> str:
         """How a schema has it; a tensor that is written still needs its mark."""
         return f"{SCHEMA_TYPES[self.kind]}{{mark}}{'?' if self.optional else ''} {'_'.join(self.path)}"
-
-
-def pieces_of(hints: Mapping[str, Any], writes: tuple[str, ...]) -> tuple[Piece, ...]:
-    """The flat arguments of an op, whose arguments have these types, and which writes tensors `writes` and `out`, which
-    has been allocated by then."""
-    found: list[Piece] = []
-    for name, hint in hints.items():
-        if name == "out":
-            found.append(Piece((name,), Tensor, False, True))
-        else:
-            found += _pieces((name,), hint, False, name in writes)
-    return tuple(found)
 
 
 def _pieces(path: tuple[str, ...], hint: Any, optional: bool, written: bool) -> Iterator[Piece]:
@@ -79,7 +68,9 @@ def register(
 ) -> tuple[Piece, ...]:
     """Make `run`, which is given the arguments of an op by their names, the op torch.ops.flashstate.<name>; returns its
     flat arguments. It returns nothing, as torch demands."""
-    pieces, marks = pieces_of(hints, writes), iter("abcdefghijklmnopqrstuvwxyz")
+    types = {**hints, "out": Tensor} if "out" in hints else hints  # which has been allocated by then
+    found = [_pieces((argument,), types[argument], False, argument in (*writes, "out")) for argument in hints]
+    pieces, marks = tuple(chain(*found)), iter("abcdefghijklmnopqrstuvwxyz")
     words = [piece.schema.format(mark=f"({next(marks)}!)" if piece.written else "") for piece in pieces]
 
     def on_flat(*flat: Any) -> None:

@@ -7,52 +7,45 @@ compares: dtypes, shapes and strides of tensors. `print(source_of(op, kernel))` 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from textwrap import dedent
+from collections.abc import Callable, Iterable, Sequence
+from textwrap import dedent, indent
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flashstate.launch import direct, environment, suspension
-from flashstate.launch.arguments import TABLES
-from flashstate.launch.driver import pointers_of
+from flashstate.launch import direct, environment
 from flashstate.state.mamba3 import Mamba3State, Rotary
 from flashstate.state.signature import ACCESS_BYTES
-from flashstate.state.slots import Slots
+from flashstate.state.slots import TABLES, Slots
 from flashstate.state.state import State
 
 if TYPE_CHECKING:
     from flashstate.launch.call import Op
 
 
+class Variable(NamedTuple):
+    """A variable of the function, with a tensor."""
+
+    name: str
+    optional: bool  # it may be None
+    compared: bool  # with the tensor of the earlier call
+
+
 class Holder(NamedTuple):
-    """How an argument that holds tensors takes part in a repeated call.
+    """How an argument that holds tensors takes part in a repeated call."""
 
-    prelude: source that takes it apart.
-    pointers: variables with its tensors, behind the names that kernels have for them; "?" where one may be None.
-    guarded: variables with tensors that are compared with those of the earlier call.
-    key: expressions that tell calls apart.
-    """
-
-    prelude: str
-    pointers: str
-    guarded: tuple[str, ...] = ()
-    key: tuple[str, ...] = ()
+    prelude: str  # source that takes it apart
+    pointers: str  # variables behind the names that kernels have for them; "?": may be None, "!": is compared
+    key: tuple[str, ...] = ()  # expressions that tell calls apart
 
     @property
-    def variables(self) -> dict[str, str]:
+    def variables(self) -> dict[str, Variable]:
         """The variable with each tensor, by the name of its pointer."""
-        pairs = (word.rstrip("?").split("=") for word in self.pointers.split())
-        return {f"{name}_ptr": variable for name, variable in pairs}
-
-    @property
-    def optional(self) -> set[str]:
-        """Names of pointers that may not be there."""
-        return {f"{word.split('=')[0]}_ptr" for word in self.pointers.split() if word.endswith("?")}
+        pairs = (word.split("=") for word in self.pointers.split())
+        return {f"{pointer}_ptr": Variable(word.rstrip("?!"), "?" in word, "!" in word) for pointer, word in pairs}
 
 
-OF_STATE = "data=state_data scale=state_scale? seed=state_seed?"
 HOLDERS = {
     "State": Holder(
         """
@@ -61,7 +54,7 @@ HOLDERS = {
             state_data, state_scale, state_seed = state.data, state.scale, state.seed
             stream, launches = state.stream, state.launches
         """,
-        OF_STATE, ("state_data",), (f"state_data_at % {ACCESS_BYTES}",),
+        "data=state_data! scale=state_scale? seed=state_seed?", (f"state_data_at % {ACCESS_BYTES}",),
     ),
     "Mamba3State": Holder(
         """
@@ -70,7 +63,7 @@ HOLDERS = {
         state_data, state_scale, state_seed, stream = ssm.data, ssm.scale, ssm.seed, ssm.stream
         state_k, state_v, theta = state.k, state.v, None if rotary is None else state.angle
         """,
-        f"{OF_STATE} k=state_k v=state_v theta=theta?",
+        "data=state_data scale=state_scale? seed=state_seed? k=state_k v=state_v theta=theta?",
     ),
     "Rotary": Holder(
         """
@@ -79,11 +72,11 @@ HOLDERS = {
             if rotary.__class__ is not Rotary: raise TypeError
             angle, bias_B, bias_C, pairing = rotary.angle, rotary.bias_B, rotary.bias_C, rotary.pairing
         """,
-        "angle=angle? bias_B=bias_B? bias_C=bias_C?", ("angle", "bias_B", "bias_C"), ("pairing",),
+        "angle=angle?! bias_B=bias_B?! bias_C=bias_C?!", ("pairing",),
     ),
     "Ring": Holder(
         "ring_x, ring_B, ring_dt, start, count = ring.x, ring.B, ring.dt, ring.start, ring.count",
-        "ring_x=ring_x ring_B=ring_B ring_dt=ring_dt start=start count=count", key=("ring.signature",),
+        "ring_x=ring_x ring_B=ring_B ring_dt=ring_dt start=start count=count", ("ring.signature",),
     ),
     "Plan": Holder(
         """
@@ -93,7 +86,7 @@ HOLDERS = {
                 raise TypeError
             rows, parts, plan_like, slots = plan.rows, plan.parts, plan.signature, plan.slots
         """,
-        "rows=rows? parts=parts?", key=("plan_like",),
+        "rows=rows? parts=parts?", ("plan_like",),
     ),
     "snapshots": Holder(
         """
@@ -101,7 +94,7 @@ HOLDERS = {
         if snapshots is not None:
             copies, copies_scale, snapshots_like = snapshots.data, snapshots.scale, snapshots.signature
         """,
-        "copy=copies? copy_scale=copies_scale?", key=("snapshots_like",),
+        "copy=copies? copy_scale=copies_scale?", ("snapshots_like",),
     ),
 }  # fmt: skip
 
@@ -120,12 +113,37 @@ else:
     slots_like, null = ~len(slots), -1  # signatures are not negative
 """
 
+FRAME = """
+def {name}({every}):
+    if environment.suspensions or not direct.available or is_compiling() or not (
+        environment.pretended or getattr({main}, "is_cuda", False)
+    ):
+        return op.ordinary(({every}), None)
+    likeness = found = None
+    asked = out
+    try:
+{body}
+        for launch in launches.get(key, ()):
+            if launch.same_tensors(*tensors):
+                found = launch
+                break
+        else:
+            likeness = launches, key, tensors
+    except (AttributeError, TypeError, RuntimeError):  # the last from tensors without memory
+        pass
+    if found is not None and found.usable():
+        found.start(pointers, {number})
+        return out
+    out = asked
+    return op.ordinary(({every}), likeness)
+"""
+
 
 def repeat_function(op: Op, kernel: Any) -> Callable[..., Any]:
     """The function that takes all arguments of an op, starts its kernel as a call like this did before, and makes an
     ordinary call where there was none."""
     names = {
-        "op": op, "on_tensors": op.launches, "direct": direct, "environment": environment, "suspension": suspension,
+        "op": op, "on_tensors": op.launches, "direct": direct, "environment": environment,
         "is_compiling": torch.compiler.is_compiling, "new_out": new_out, "State": State, "Mamba3State": Mamba3State,
         "Rotary": Rotary, "Slots": Slots,
     }  # fmt: skip
@@ -134,43 +152,16 @@ def repeat_function(op: Op, kernel: Any) -> Callable[..., Any]:
     return function
 
 
-def new_out(x: Tensor, slots: Slots | Tensor | None) -> Tensor:
-    """An output like x; zeros where padding rows keep what is in it."""
+def new_out(shape: Sequence[int], main: Tensor, slots: Slots | Tensor | None) -> Tensor:
+    """An output of the dtype of the main argument; zeros where padding rows keep what is in it."""
     kept = slots.__class__ is Slots and slots.padding == "keep"
-    return (torch.zeros if kept else torch.empty)(x.shape, dtype=x.dtype, device=x.device)
+    return (torch.zeros if kept else torch.empty)(shape, dtype=main.dtype, device=main.device)
 
 
 def source_of(op: Op, kernel: Any) -> str:
-    """The source of that function."""
-    every = ", ".join(op.hints)
-    body = body_of(op, pointers_of(kernel))
-    number = kernel.runtime[len(pointers_of(kernel))]
-    return "\n".join(
-        [
-            f"def {op.name}({every}):",
-            "    if suspension.depth or not direct.available or is_compiling() or not (",
-            f"        environment.pretended or getattr({op.main}, 'is_cuda', False)",
-            "    ):",
-            f"        return op.ordinary(({every}), None)",
-            "    likeness = found = None",
-            "    asked = out",
-            "    try:",
-            *(f"        {line}" for line in body),
-            "        for launch in launches.get(key, ()):",
-            "            if launch.same_tensors(*tensors):",
-            "                found = launch",
-            "                break",
-            "        else:",
-            "            likeness = launches, key, tensors",
-            "    except (AttributeError, TypeError, RuntimeError):  # the last from tensors without memory",
-            "        pass",
-            "    if found is not None and found.usable():",
-            f"        found.start(pointers, {number})",
-            "        return out",
-            "    out = asked",
-            f"    return op.ordinary(({every}), likeness)",
-        ]
-    )
+    """The source of the function for repeated calls of an op."""
+    body, number = indent("\n".join(body_of(op, kernel.pointers)), " " * 8), kernel.runtime[len(kernel.pointers)]
+    return FRAME.format(name=op.name, every=", ".join(op.hints), main=op.main, body=body, number=number)
 
 
 def holders_of(op: Op) -> list[Holder]:
@@ -188,25 +179,23 @@ def holders_of(op: Op) -> list[Holder]:
 def body_of(op: Op, pointers: tuple[str, ...]) -> list[str]:
     """Lines that collect pointers, tensors to compare, and the key."""
     holders = holders_of(op)
-    variables = {f"{op.aliases.get(name, name)}_ptr": name for name in (*op.tensors, "out")}
-    optional = {pointer for pointer, name in variables.items() if name in op.optional and name != "out"}
-    compared = {*op.tensors}
+    variables = {f"{op.aliases.get(name, name)}_ptr": Variable(name, name in op.optional, True) for name in op.tensors}
+    variables["out_ptr"] = Variable("out", False, False)
     for holder in holders:
-        variables, optional = variables | holder.variables, optional | holder.optional
-        compared |= {*holder.guarded}
+        variables |= holder.variables
     lines = [line for holder in holders for line in dedent(holder.prelude).strip().splitlines()]
     lines += [] if any("launches" in line for line in lines) else ["launches = on_tensors"]
-    lines += [f"if out is None and ({op.like_main}):", f"    out = new_out({op.main}, slots)"]
-    addressed = {*op.aligned, *op.aligned_each, op.main, "out"} | {"state_data"} & compared
+    lines += [f"if out is None and ({op.like_main}):", f"    out = new_out({op.main}.shape, {op.main}, slots)"]
+    always = [variable.name for variable in variables.values() if variable.compared and not variable.optional]
+    addressed = {*op.aligned, *op.aligned_each, op.main, "out"} | {"state_data"} & {*always}
     for name in sorted(addressed):
         absent = name in op.optional and name != "out"
         lines.append(f"{name}_at = 0" if absent else f"{name}_at = {name}.data_ptr()")
-    always = [name for pointer, name in variables.items() if name in compared and pointer not in optional]
     lines += [
         f"tensors = [{', '.join(always)}]",
         f"present = out is {op.main}",
         "if not present: tensors.append(out)",
-        *pointer_lines(op, pointers, variables, optional, compared, addressed),
+        *pointer_lines(op, pointers, variables, addressed),
         *(f"if slots.__class__ is Slots and slots.{table} is not None: raise TypeError" for table in op.ignored),
     ]
     if "parents_ptr" in pointers:
@@ -215,32 +204,26 @@ def body_of(op: Op, pointers: tuple[str, ...]) -> list[str]:
     return [*lines, *option_lines(op), f"key = {', '.join(key_of(op, holders))}"]
 
 
-def pointer_lines(
-    op: Op, pointers: tuple[str, ...], variables: dict[str, str], optional: set[str], compared: set[str],
-    addressed: set[str],
-) -> list[str]:  # fmt: skip
+def pointer_lines(op: Op, pointers: Sequence[str], variables: dict[str, Variable], addressed: set[str]) -> list[str]:
     """Lines that collect the pointers that are there, in the order of the kernel."""
-
-    def address(pointer: str) -> str:
-        name = variables[pointer]
-        return f"{name}_at" if name in addressed else f"{name}.data_ptr()"
-
-    lines = ["pointers = []"]
+    lines: list[str] = []
     for bit, pointer in enumerate(pointers, 1):
         if pointer not in variables:
             table = pointer.removesuffix("_ptr")
             assert table in TABLES, f"{op.name} has no argument for {pointer}"
             lines += SLOTS.format(main=op.main).strip().splitlines() if table == TABLES[0] else []
-        elif pointer not in optional and lines[-1].startswith("pointers ") and lines[-1].endswith("]"):
-            lines[-1] = f"{lines[-1][:-1]}{'' if lines[-1].endswith('[]') else ', '}{address(pointer)}]"
-        elif pointer not in optional:
-            lines.append(f"pointers += [{address(pointer)}]")
-        else:
-            name = variables[pointer]
+            continue
+        name, optional, compared = variables[pointer]
+        address = f"{name}_at" if name in addressed else f"{name}.data_ptr()"
+        if optional:
             lines += [f"if {name} is not None:", f"    present += {1 << bit}"]
             lines += [f"    {name}_at = {name}.data_ptr()"] if name in addressed else []
-            lines.append(f"    pointers.append({address(pointer)})")
-            lines += [f"    tensors.append({name})"] if name in compared else []
+            lines.append(f"    pointers.append({address})")
+            lines += [f"    tensors.append({name})"] if compared else []
+        elif lines and lines[-1].startswith("pointers "):
+            lines[-1] = f"{lines[-1][:-1]}, {address}]"
+        else:
+            lines.append(f"pointers {'+=' if lines else '='} [{address}]")
     return lines
 
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
 
-from flashstate.launch.suspension import suspended
+from flashstate.launch.environment import suspended
 
 # Contraction would save an instruction per element in a sum, but what it contracts differs between compiled variants: a
 # token of a tree would not give the bytes it gives in a chain. FMAs are written where they are meant.
 FP_FUSION = False
+MOST_PROGRAMS = 1 << 31
 
 
 class Launch(NamedTuple):
@@ -22,11 +23,19 @@ class Launch(NamedTuple):
     kernel: Any
     grid: tuple[int, ...]  # how many programs there are
     device: torch.device
-    arguments: Sequence[Any]
-    constants: Mapping[str, Any]
+    values: Mapping[str, Any]  # what parameters of the kernel, and perhaps of others, are given, by their names
     num_warps: int
     registers: int = 0  # the most a thread may have; 0: as many as the compiler likes
     early: bool = False  # may start before the kernel in front of it on the stream has ended, for which it waits itself
+
+    @property
+    def arguments(self) -> list[Any]:
+        """Runtime arguments, in the order of the kernel."""
+        return [self.values[name] for name in self.kernel.runtime]
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        return {name: self.values[name] for name in self.kernel.constants}
 
     @property
     def options(self) -> dict[str, int | bool]:
@@ -46,25 +55,21 @@ class Started(NamedTuple):
 _collected: ContextVar[list[Launch] | None] = ContextVar("collected launches", default=None)
 
 
-def start(
-    kernel: Any,
-    grid: tuple[int, ...],
-    device: torch.device,
-    arguments: Sequence[Any],
-    constants: Mapping[str, Any],
-    num_warps: int,
-    registers: int = 0,
-    early: bool = False,
-) -> Started | None:
-    """Launch `kernel` on the current stream of a device; None where it is not launched, or not compiled."""
-    launch = Launch(kernel, grid, device, arguments, constants, num_warps, registers, early)
+def start(launch: Launch) -> Started | None:
+    """Launch a kernel on the current stream of its device; None where it is not launched, or not compiled."""
     collected = _collected.get()
     if collected is not None:
         collected.append(launch)
         return None
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        compiled = kernel[grid](*arguments, **constants, **launch.options)
+    with torch.cuda.device(launch.device) if launch.device.type == "cuda" else nullcontext():
+        compiled = launch.kernel[launch.grid](*launch.arguments, **launch.constants, **launch.options)
     return None if compiled is None else Started(launch, compiled)
+
+
+def check_programs(name: str, programs: int, of: str) -> None:
+    """Raise where an argument needs more programs than a launch can have."""
+    if programs >= MOST_PROGRAMS:
+        raise ValueError(f"{name} must need fewer than 2^31 programs, got {programs} for {of}")
 
 
 @contextmanager

@@ -26,24 +26,15 @@ HEADER = ("gpu", "torch", "triton", "measured", "columns")
 
 @dataclass(frozen=True)
 class Config:
-    """How one kernel is launched.
+    """How one kernel is launched."""
 
-    block_rows: rows of the state in a tile, which a program has in registers.
-    num_warps: warps per program.
-    lanes: threads side by side in a row; the fewer, the longer each walks along it, and the fewer are left to sum over.
-    tokens_together: tokens of a row whose inputs are loaded before the first of them is used, if there are so many.
-    tiles: that a program steps one after the other, of one head, or in replay of several heads of a group.
-    ahead: how many programs behind this one the one is whose states it asks for to come to the cache; 0: none.
-    registers: the most that a thread may have, so that more threads run at once; 0 leaves it to the compiler.
-    """
-
-    block_rows: int
-    num_warps: int
-    lanes: int
-    tokens_together: int = 1
-    tiles: int = 1
-    ahead: int = 0
-    registers: int = 0
+    block_rows: int  # rows of the state in a tile, which a program has in registers
+    num_warps: int  # per program
+    lanes: int  # threads side by side in a row; the fewer, the longer each walks along it, and the fewer sum it up
+    tokens_together: int = 1  # tokens of a row whose inputs are loaded before the first is used, if there are so many
+    tiles: int = 1  # that a program steps one after the other, of one head, or in replay of several heads of a group
+    ahead: int = 0  # how many programs behind this one the one is whose states it asks for to the cache; 0: none
+    registers: int = 0  # the most that a thread may have, so that more threads run at once; 0: the compiler's choice
 
     @property
     def unusual(self) -> dict[str, int]:

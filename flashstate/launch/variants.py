@@ -36,10 +36,8 @@ def _kind(value: Any) -> Hashable:
 
 
 def compile_variants(variants: Sequence[Launch], progress: bool = False) -> None:
-    """Compile each of these and load it to its device, as many at a time as there are cores; launch nothing.
-
-    The compiler's passes, ptxas and the C compiler run beside each other; what is Python in Triton does not.
-    """
+    """Compile each of these and load it to its device, as many at a time as there are cores; launch nothing. The
+    compiler's passes, ptxas and the C compiler run beside each other; what is Python in Triton does not."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         futures = [pool.submit(_compile, launch) for launch in variants]
         for future in _with_bar(futures) if progress else futures:

@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 from flashstate.errors import INDEX_DTYPES, check_choice, check_int, check_no_overlap, dtype_name
-from flashstate.launch.arguments import row_alignment
-from flashstate.launch.call import Given, KernelCall, Op, check_snapshots
-from flashstate.launch.config import MOST_UNROLLED, Problem, loaded_together, next_power_of_2
+from flashstate.launch.arguments import loaded_together, row_alignment
+from flashstate.launch.call import Given, Op, check_snapshots
+from flashstate.launch.config import MOST_UNROLLED, POWERS, Problem, next_power_of_2
 from flashstate.launch.environment import Gpu
 from flashstate.launch.table import Config
 from flashstate.ops.debug import check_contents, debugging
-from flashstate.ops.steps import padding_of, stores_of
 from flashstate.reference import conv1d as reference
 from flashstate.state.signature import ACCESS_BYTES
 from flashstate.state.slots import Slots
@@ -68,8 +67,8 @@ def conv1d_step(
         every token.
     update: False leaves the windows as they are.
     early: True lets the kernel start, and read windows, before the kernel in front of it on the stream has ended; it
-        waits for that one before it reads x. The kernel in front must not write the windows, the slots or the
-        parameters. Nothing changes but the time: see `early` of mamba2_step.
+        waits for that one, which must not write the windows, the slots or the parameters, before it reads x. See
+        `mamba2_step`.
 
     Slots for every token, slots.write (batch, T), are for windows of K - 1 entries. Nothing is differentiable.
     """
@@ -96,8 +95,7 @@ def check(given: Given) -> None:
         if given.snapshots.dtype != window.dtype:
             want, got = dtype_name(window.dtype), dtype_name(given.snapshots.dtype)
             raise TypeError(f"snapshots must be {want}, got {got}")
-        of_slot = (window.shape[1], width - 1)
-        check_snapshots(given.snapshots, of_slot, window.device, given.tokens, given.slots)
+        check_snapshots(given, given.snapshots, (window.shape[1], width - 1), window.device)
         check_no_overlap("snapshots", given.snapshots)
 
 
@@ -143,7 +141,7 @@ class ChannelProblem(Problem):
     """What a config of a convolution is chosen for: `rows` are channels and `cols` the taps of each, all of which one
     thread has, so every config gives the same bytes. `batch_heads` is the batch, `vector` the channels of an access."""
 
-    most: ClassVar[int] = 8
+    knob_values: ClassVar[tuple[int, ...]] = POWERS[:4]
     row_choices: ClassVar[tuple[int, ...]] = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 
     @property
@@ -164,30 +162,33 @@ class ChannelProblem(Problem):
         return Config(4 * self.warp * warps, warps, 1, tokens_together=2 if self.several_tokens else 1)
 
 
-def kernels() -> Any:
-    from flashstate.kernels.conv1d import conv1d_step_kernel
-
-    return conv1d_step_kernel
-
-
 def problems(given: Given) -> tuple[Problem]:
     """One kernel convolves all tokens."""
-    window, x, extent = given.window, given.x, given.extent
+    window, x, tokens = given.window, given.x, given.tokens
     wide = row_alignment(x) == row_alignment(window.transpose(1, 2)) == ACCESS_BYTES
     vector = ACCESS_BYTES // x.element_size() if wide else 1
     shape = window.shape[1], given.weight.shape[1], dtype_name(window.dtype), "nearest", vector
-    return (ChannelProblem("conv1d_step", *shape, extent.batch, not extent.one_token),)
+    return (ChannelProblem("conv1d_step", *shape, tokens.batch, not tokens.one_token),)
 
 
-def kernel(given: Given, problem: Problem, config: Config) -> KernelCall:
-    window, weight, extent, slots = given.window, given.weight, given.extent, given.slots
-    _, channels, length = window.shape
-    width, early = weight.shape[1], given.early and given.machine.overlaps
-    tree = slots is not None and slots.parents is not None
-    together = loaded_together(config, extent.longest, extent.packed, tree)
+def values(given: Given, problem: Problem, config: Config) -> dict[str, Any]:
+    """What the kernel takes of windows and of snapshots, and how it convolves."""
+    window, weight, tokens, slots, snapshots = given.window, given.weight, given.tokens, given.slots, given.snapshots
+    num_slots, channels, length = window.shape
+    width, together = weight.shape[1], loaded_together(given, config)
     rolls_back = slots is not None and slots.rolls_back
-    constants = {
-        **row_alignments(given),
+    strides = (0,) * 4 if snapshots is None else snapshots.stride()
+    return {
+        **dict(zip(("slot_stride", "window_c", "window_e"), window.stride(), strict=True)),
+        **dict(zip(("copy_b", "copy_t", "copy_c", "copy_e"), strides, strict=True)),
+        "num_copies": 0 if snapshots is None else len(snapshots),
+        "length": length,
+        "num_slots": num_slots,
+        "WINDOW_ROWS": row_alignment(window.transpose(1, 2)),
+        "X_ROWS": row_alignment(given.x),
+        "OUT_ROWS": row_alignment(given.out),
+        "BIAS_ROWS": 0 if given.bias is None else row_alignment(given.bias),
+        "COPY_ROWS": 0 if snapshots is None else row_alignment(snapshots.transpose(2, 3)),
         "CHANNELS": channels,
         "WIDTH": width,
         "BLOCK_WIDTH": next_power_of_2(width),
@@ -195,66 +196,27 @@ def kernel(given: Given, problem: Problem, config: Config) -> KernelCall:
         "HISTORY": given.history,
         "LONGER": length > width - 1,
         "ACTIVATION": given.activation,
-        "ONE_TOKEN": extent.one_token,
-        "TARGET": given.machine.target,
-        "TOGETHER": together,
-        "WHOLE": together == 1 or (not extent.packed and extent.num_tokens % together == 0),
-        "STORES": stores_of(given),
-        "PADDING": padding_of(given),
+        "WHOLE": together == 1 or (not tokens.packed and tokens.num_tokens % together == 0),
         "WEIGHT_ALIGNMENT": math.gcd(ACCESS_BYTES, weight.data_ptr(), width * weight.element_size()),
-        "EARLY": early,
         "LETS_NEXT_START": given.machine.overlaps,
         "BLOCK": config.block_rows,
     }
-    return KernelCall(kernels(), constants, early)
 
 
-def row_alignments(given: Given) -> dict[str, int]:
-    """What the kernel is told of rows of channels, by the names it has for it."""
-    bias, snapshots = given.bias, given.snapshots
-    return {
-        "WINDOW_ROWS": row_alignment(given.window.transpose(1, 2)),
-        "X_ROWS": row_alignment(given.x),
-        "OUT_ROWS": row_alignment(given.out),
-        "BIAS_ROWS": 0 if bias is None else row_alignment(bias),
-        "COPY_ROWS": 0 if snapshots is None else row_alignment(snapshots.transpose(2, 3)),
-    }
-
-
-def values(given: Given) -> dict[str, Any]:
-    """Strides of windows and of snapshots, and how many there are."""
-    window, snapshots = given.window, given.snapshots
-    of_window = dict(zip(("slot_stride", "window_c", "window_e"), window.stride(), strict=True))
-    strides = (0,) * 4 if snapshots is None else snapshots.stride()
-    of_copies = dict(zip(("copy_b", "copy_t", "copy_c", "copy_e"), strides, strict=True))
-    copies = 0 if snapshots is None else len(snapshots)
-    return {
-        **of_window, **of_copies, "num_copies": copies, "length": window.shape[2], "num_slots": len(window)
-    }  # fmt: skip
-
-
-def run_reference(given: Given) -> None:
-    """The reference, which has slots for every call."""
-    slots = given.slots
-    if slots is None:
-        slots = Slots(torch.arange(given.extent.batch, device=given.x.device))
-    reference.conv1d_step(
-        given.window, given.x, given.weight, given.bias, given.activation, given.history, given.positions,
-        slots, given.snapshots, given.update, given.out,
-    )  # fmt: skip
+def slots_of(given: Given) -> Slots:
+    """The slots of a call, which the reference always has."""
+    return given.slots or Slots(torch.arange(given.tokens.batch, device=given.x.device))
 
 
 CONV1D_STEP = Op(
     conv1d_step,
     main="x",
     state_axes="slots channels length",
-    kernels=kernels,
     problems=problems,
-    kernel=kernel,
-    reference=run_reference,
+    values=values,
+    reference={"slots": slots_of},
     check=check,
     debug=check_debugged,
-    values=values,
     writes=("window", "snapshots"),
     aligned_each=("window", "x", "out", "weight", "bias", "snapshots"),
     aliases={"snapshots": "copy"},

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from flashstate.launch.axes import Tokens
-from flashstate.launch.suspension import suspended
+from flashstate.launch.call import Given
+from flashstate.launch.environment import suspended
 from flashstate.reference.state_io import resolve, resolve_read
 from flashstate.state.faults import check_faults
 from flashstate.state.ring import Ring
@@ -39,6 +40,14 @@ def debug() -> Iterator[None]:
 
 def debugging() -> bool:
     return _debugging and not torch.compiler.is_compiling()
+
+
+def check_debugged(given: Given) -> None:
+    """Inside debug(), raise where the numbers in slots would lose or mix up a state."""
+    if debugging():
+        state, snapshots = getattr(given.state, "ssm", given.state), getattr(given, "snapshots", None)
+        rows = None if snapshots is None else len(snapshots.data)
+        check_contents(len(state.data), given.tokens, given.slots, rows, given.update)
 
 
 def check_contents(

@@ -3,32 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from flashstate.errors import dtype_name
-from flashstate.launch.call import Given, KernelCall, Op
-from flashstate.launch.config import (
-    NVIDIA_WARP,
-    Problem,
-    TensorCoreProblem,
-    TiledProblem,
-    access_width,
-    loaded_together,
-)
+from flashstate.launch.call import Given, Op
+from flashstate.launch.config import Problem, TensorCoreProblem, TiledProblem
 from flashstate.launch.environment import Gpu
 from flashstate.launch.table import Config
-from flashstate.ops.steps import (
-    all_aligned,
-    check_debugged,
-    snapshot_constants,
-    state_constants,
-    stored_of,
-    stores_of,
-)
-from flashstate.reference import gated_delta as reference
+from flashstate.ops.debug import check_debugged
 from flashstate.state.signature import ACCESS_BYTES
 from flashstate.state.slots import Slots
 from flashstate.state.state import State
@@ -89,9 +74,7 @@ def gated_delta_step(
         be transposed as a state may.
     update: False leaves the pool as it is.
     early: True lets the kernel start, and read the state, before the kernel in front of it on the stream has ended; it
-        waits for that one before it reads q, k, v, a and b. For calls behind `conv1d_step`: the kernel in front must
-        not write the pool, its seeds, the slots or the parameters. Nothing changes but the time, and that only on GPUs
-        of NVIDIA of compute capability 9.0 and above.
+        waits for that one before it reads q, k, v, a and b. What that one must not write: see `mamba2_step`.
 
     Inputs are float32, bfloat16 or float16, each its own; the output has the dtype of v. Token and head axes of
     activations may have any stride; a and dt_bias may be expanded from one value per head. `out` may be v itself,
@@ -135,8 +118,7 @@ def check_at_once(given: Given, per_channel: bool) -> None:
 
 def goes_at_once(given: Given) -> bool:
     """Whether tokens go through tensor cores at once: where dense rows have several, and packed ones may."""
-    longest = given.slots.longest if given.extent.packed else given.extent.num_tokens
-    return not given.exact and longest != 1
+    return not given.exact and given.tokens.longest != 1
 
 
 @dataclass(frozen=True)
@@ -154,12 +136,9 @@ class DeltaProblem(TiledProblem):
 
 @dataclass(frozen=True)
 class DeltaTokensProblem(Problem):
-    """What a config of the gated delta rule is chosen for where tokens are stepped one after the other. A limit of
-    registers is worth trying with any rounding, as in tiles."""
+    """What a config of the gated delta rule is chosen for where tokens are stepped one after the other."""
 
-    @property
-    def limits_registers(self) -> bool:
-        return self.warp == NVIDIA_WARP
+    limits_always: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
@@ -186,90 +165,58 @@ def room_at_once(longest: int) -> int:
     return FEW_AT_ONCE if longest <= FEW_AT_ONCE else MOST_AT_ONCE
 
 
-def kernels() -> Any:
-    from flashstate.kernels.gated_delta import gated_delta_step_kernel
-
-    return gated_delta_step_kernel
-
-
 def problems(given: Given) -> tuple[Problem]:
     """One kernel steps all tokens."""
-    state, extent = given.state, given.extent
-    _, heads, rows, cols = state.data.shape
-    kind, op = delta_kind(not extent.one_token, goes_at_once(given), extent.longest)
-    shape = rows, cols, dtype_name(state.data.dtype), state.rounding, access_width(state.data)
-    size = extent.batch * heads
-    return (kind(op, *shape, size, not extent.one_token, stored_of(given), state.transposed),)
+    tokens, several = given.tokens, not given.tokens.one_token
+    kind, op = delta_kind(several, goes_at_once(given), tokens.longest or 0)
+    return (kind.of(op, given.state, tokens.batch, several_tokens=several, stored=given.stored),)
 
 
-def kernel(given: Given, problem: Problem, config: Config) -> KernelCall:
+def kernel(given: Given, problem: Problem) -> Any:
+    """Tokens at once, one token, or one after the other have each their kernel."""
     from flashstate.kernels.gated_delta_at_once import gated_delta_at_once_kernel
     from flashstate.kernels.gated_delta_one_token import gated_delta_one_token_kernel
 
-    state, extent, early = given.state, given.extent, given.early and given.machine.overlaps
-    constants = {
-        **state_constants(given, state, problem, config),
-        "HEADS_PER_GROUP": state.data.shape[1] // given.q.shape[-2],
-        "TRANSPOSED": state.transposed,
-        "ALIGNED": all_aligned(given, *WIDE),
-        "QK_L2NORM": given.qk_l2norm,
-        "STORES": stores_of(given),
-        "EARLY": early,
-    }
     if isinstance(problem, AtOnceProblem):
-        constants |= {"TOKENS": room_at_once(extent.longest), "TILES": config.tiles}
-        return KernelCall(gated_delta_at_once_kernel, constants, early)
-    constants |= {
-        **delta_snapshot_constants(given, problem.vector),
-        "PER_CHANNEL": given.a.dim() == extent.token_axes + 2,
+        return gated_delta_at_once_kernel
+    return gated_delta_one_token_kernel if given.tokens.one_token else GATED_DELTA_STEP.own_kernel
+
+
+def values(given: Given, problem: Problem, config: Config) -> dict[str, Any]:
+    """Which axes gates have, how queries are scaled, and how snapshots are stored."""
+    state, tokens = given.state, given.tokens
+    return {
+        **snapshot_values(state, given.snapshots, problem.vector),
+        "HEADS_PER_GROUP": state.data.shape[1] // given.q.shape[-2],
+        "q_scale": state.data.shape[-1] ** -0.5 if given.scale is None else float(given.scale),
+        "QK_L2NORM": given.qk_l2norm,
+        "TOKENS": room_at_once(tokens.longest or 0),
+        "PER_CHANNEL": given.a.dim() == len(tokens.axes) + 2,
         "BIAS_PER_CHANNEL": given.dt_bias is not None and given.dt_bias.dim() == 2,
-        "THREADS": problem.warp * config.num_warps,
     }
-    if extent.one_token:
-        return KernelCall(gated_delta_one_token_kernel, {**constants, "TILES": config.tiles}, early)
-    tree = given.slots is not None and given.slots.parents is not None
-    constants["TOGETHER"] = loaded_together(config, extent.longest, extent.packed, tree)
-    return KernelCall(kernels(), constants, early)
 
 
-def delta_snapshot_constants(given: Given, vector: int) -> dict[str, Any]:
-    """Constants of snapshots, which may be transposed where states are not, and the other way round. What is stored
-    across the layout of the tile must not change it, so it is stored element by element."""
-    state, snapshots = given.state, given.snapshots
+def snapshot_values(state: State, snapshots: State | None, vector: int) -> dict[str, Any]:
+    """Snapshots may be transposed where states are not, and the other way round. What is stored across the layout of
+    the tile must not change it, so it is stored element by element."""
     if snapshots is None:
-        return {"SNAPSHOTS_TRANSPOSED": state.transposed, "SNAPSHOT_VECTOR": vector, "SNAPSHOT_ROUNDING": "nearest"}
-    found = {"SNAPSHOTS_TRANSPOSED": snapshots.transposed, **snapshot_constants(given, vector)}
-    return found if snapshots.transposed == state.transposed else {**found, "SNAPSHOT_VECTOR": 1}
+        return {"SNAPSHOTS_TRANSPOSED": state.transposed, "SNAPSHOT_VECTOR": vector}
+    across = {} if snapshots.transposed == state.transposed else {"SNAPSHOT_VECTOR": 1}
+    return {"SNAPSHOTS_TRANSPOSED": snapshots.transposed, **across}
 
 
-def run_reference(given: Given) -> None:
-    """The reference, which is told whether tokens go at once."""
-    g = given
-    reference.gated_delta_step(
-        g.state, g.q, g.k, g.v, g.a, g.b, g.A_log, g.dt_bias, g.scale, g.qk_l2norm, goes_at_once(g),
-        g.slots, g.snapshots, g.update, g.out,
-    )  # fmt: skip
-
-
-def values(given: Given) -> dict[str, Any]:
-    """The scale of queries, beside their normalisation."""
-    return {"q_scale": given.state.data.shape[-1] ** -0.5 if given.scale is None else float(given.scale)}
-
-
-WIDE = ("q", "k", "v", "out")  # tensors that are accessed widely where all are aligned
 GATED_DELTA_STEP = Op(
     gated_delta_step,
     main="v",
     state_axes="slots HV V K",
     divides={"H": "HV"},
-    kernels=kernels,
     problems=problems,
     kernel=kernel,
-    reference=run_reference,
+    values=values,
+    reference={"at_once": goes_at_once},
     check=check,
     debug=check_debugged,
-    values=values,
-    aligned=WIDE,
+    aligned=("q", "k", "v", "out"),
     aliases={"b": "beta"},
     transposed=True,
 )

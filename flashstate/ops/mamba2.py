@@ -6,19 +6,10 @@ from typing import Annotated, Any
 
 from torch import Tensor
 
-from flashstate.errors import dtype_name
-from flashstate.launch.call import Given, KernelCall, Op
-from flashstate.launch.config import Problem, access_width, loaded_together
+from flashstate.launch.call import Given, Op
+from flashstate.launch.config import Problem
 from flashstate.launch.table import Config
-from flashstate.ops.steps import (
-    all_aligned,
-    check_debugged,
-    snapshot_constants,
-    state_constants,
-    stored_of,
-    stores_of,
-)
-from flashstate.reference import mamba2 as reference
+from flashstate.ops.debug import check_debugged
 from flashstate.state.slots import Slots
 from flashstate.state.state import State
 
@@ -75,59 +66,31 @@ def mamba2_step(
     )  # fmt: skip
 
 
-def kernels() -> Any:
-    from flashstate.kernels.mamba2 import mamba2_step_kernel
-
-    return mamba2_step_kernel
-
-
 def problems(given: Given) -> tuple[Problem]:
     """One kernel steps all tokens."""
-    data, extent = given.state.data, given.extent
-    _, heads, rows, cols = data.shape
-    shape = rows, cols, dtype_name(data.dtype), given.state.rounding, access_width(data)
-    return (Problem("mamba2_step", *shape, extent.batch * heads, not extent.one_token, stored_of(given)),)
+    several = not given.tokens.one_token
+    return (Problem.of("mamba2_step", given.state, given.tokens.batch, several_tokens=several, stored=given.stored),)
 
 
-def kernel(given: Given, problem: Problem, config: Config) -> KernelCall:
-    state, extent, early = given.state, given.extent, given.early and given.machine.overlaps
-    tree = given.slots is not None and given.slots.parents is not None
-    constants = {
-        **state_constants(given, state, problem, config),
-        **snapshot_constants(given, problem.vector),
-        "HEADS_PER_GROUP": state.data.shape[1] // given.B.shape[-2],
-        "ALIGNED": all_aligned(given, *WIDE),
+def values(given: Given, problem: Problem, config: Config) -> dict[str, Any]:
+    """Which axes inputs have."""
+    return {
+        "HEADS_PER_GROUP": given.state.data.shape[1] // given.B.shape[-2],
         "A_PER_ELEMENT": given.A.dim() == 3,
-        "DT_PER_ROW": given.dt.dim() == extent.token_axes + 2,
+        "DT_PER_ROW": given.dt.dim() == len(given.tokens.axes) + 2,
         "BIAS_PER_ROW": given.dt_bias is not None and given.dt_bias.dim() == 2,
         "D_PER_ROW": given.D is not None and given.D.dim() == 2,
         "DT_SOFTPLUS": given.dt_softplus,
-        "ONE_TOKEN": extent.one_token,
-        "TOGETHER": loaded_together(config, extent.longest, extent.packed, tree),
-        "STORES": stores_of(given),
-        "EARLY": early,
-        "THREADS": problem.warp * config.num_warps,
     }
-    return KernelCall(kernels(), constants, early)
 
 
-def run_reference(given: Given) -> None:
-    g = given
-    reference.mamba2_step(
-        g.state, g.x, g.dt, g.A, g.B, g.C, g.D, g.z, g.dt_bias, g.dt_softplus, g.slots, g.snapshots, g.update, g.out
-    )
-
-
-WIDE = ("x", "B", "C", "z", "out")  # tensors that are accessed widely where all are aligned
 MAMBA2_STEP = Op(
     mamba2_step,
     main="x",
     state_axes="slots heads rows cols",
     divides={"groups": "heads"},
-    kernels=kernels,
     problems=problems,
-    kernel=kernel,
-    reference=run_reference,
+    values=values,
     debug=check_debugged,
-    aligned=WIDE,
+    aligned=("x", "B", "C", "z", "out"),
 )

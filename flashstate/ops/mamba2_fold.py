@@ -6,18 +6,17 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from flashstate.errors import check_contiguous, dtype_name, tied
-from flashstate.launch import access_width, choose, machine_of, start, uses_kernels
-from flashstate.launch.arguments import aligned, as_bytes, row_stride, slots_values, state_values
+from flashstate.errors import check_contiguous, tied
+from flashstate.launch import access_width, choose, machine_of, uses_kernels
+from flashstate.launch.arguments import aligned, slots_values, state_values, tile_values
 from flashstate.launch.axes import OR_EXPANDED, Tokens
-from flashstate.launch.call import MOST_PROGRAMS
-from flashstate.launch.config import next_power_of_2
 from flashstate.launch.registered import registered
+from flashstate.launch.start import Launch, check_programs, start
 from flashstate.ops.debug import check_contents, check_cursors, debugging
-from flashstate.ops.mamba2_replay import ReplayProblem
+from flashstate.ops.mamba2_replay import ReplayProblem, ring_values
 from flashstate.reference import mamba2_replay as reference
 from flashstate.state.faults import fault_flag
-from flashstate.state.ring import Ring, check_folded_slots, check_ring, check_tokens_to_fold
+from flashstate.state.ring import Ring, check_ring, refuse_tables, tokens_to_fold
 from flashstate.state.slots import Slots, as_slots
 from flashstate.state.state import State, as_state, refuse_transposed
 
@@ -60,12 +59,11 @@ def mamba2_fold(
         need, got = len(state.data), len(target.data)
         raise ValueError(f"into must have {need} slots as the state has, or slots.write to say where, got {got}")
     batch = state.data.shape[0] if where is None else len(where.read)
-    check_tokens_to_fold(tokens, ring, batch)
+    each, most = tokens_to_fold(tokens, ring, batch)
     if debugging():
         if into is None:  # which may have other slots
             check_contents(len(state.data), Tokens(("batch",), (batch,), batch, 1), where, None, True)
         check_cursors(ring, where, batch)
-    each, most = (tokens, -1) if isinstance(tokens, Tensor) else (None, -1 if tokens is None else tokens)
     fold(state, ring, A, where, each, most, target)
 
 
@@ -89,7 +87,7 @@ def _check_slots(slots: Slots | None, state: State, elsewhere: bool) -> None:
         raise ValueError(f"slots are on {slots.read.device}, but the state is on {state.data.device}")
     if slots.write is not None and (not elsewhere or slots.per_token):
         raise ValueError("slots.write is for mamba2_fold with into, whose slots it names, one per row: (batch,)")
-    check_folded_slots(slots)
+    refuse_tables(slots, "folding")
 
 
 @registered()
@@ -105,34 +103,19 @@ def fold(
         return
     from flashstate.kernels.mamba2_fold import mamba2_fold_kernel
 
-    num_slots, heads, rows, cols = state.data.shape
+    other = {} if into is None else state_values(into)
     target, machine = state if into is None else into, machine_of(state.data.device)
-    batch, vector = num_slots if slots is None else len(slots.read), access_width(state.data)
-    shape = rows, cols, dtype_name(state.data.dtype), state.rounding, vector
-    problem = ReplayProblem("mamba2_fold", *shape, batch * heads, heads_per_group=heads // ring.B.shape[1])
+    batch, group = len(state.data) if slots is None else len(slots.read), state.data.shape[1] // ring.B.shape[1]
+    problem = ReplayProblem.of("mamba2_fold", state, batch, heads_per_group=group)
     config = choose(problem, machine.gpu)
-    kept = {"ring_x": ring.x, "ring_B": ring.B, "ring_dt": ring.dt}
+    programs = problem.batch_heads * -(-problem.rows // config.block_rows)
+    check_programs("slots", programs, f"shape {tuple(state.data.shape)}")
     values = {
-        **state_values(state), **slots_values(slots), "fault_ptr": fault_flag(state.data.device),
-        **{f"{name}_ptr": tensor for name, tensor in kept.items()},
-        **{f"{name}_stride": row_stride(tensor) for name, tensor in kept.items()},
-        "A_ptr": A, "start_ptr": ring.start, "count_ptr": ring.count, "tokens_ptr": tokens, "most": most,
-        "into_ptr": None if into is None else as_bytes(into.data),
-        "into_scale_ptr": None if into is None else into.scale,
-        "into_stride": 0 if into is None else into.data.stride(0),
-        "into_scale_stride": 0 if into is None else row_stride(into.scale),
-        "L": ring.length, "num_targets": len(target.data),
+        **state_values(state), **slots_values(slots), **ring_values(ring), **tile_values(machine, problem, config),
+        "fault_ptr": fault_flag(state.data.device), "A_ptr": A, "tokens_ptr": tokens, "most": most,
+        "into_ptr": other.get("data_ptr"), "into_scale_ptr": other.get("scale_ptr"),
+        "into_stride": other.get("slot_stride", 0), "into_scale_stride": other.get("scale_stride", 0),
+        "num_targets": len(target.data), "HEADS_PER_GROUP": group, "ROUNDING": target.rounding,
+        "INTO_VECTOR": min(problem.vector, access_width(target.data)), "ALIGNED": aligned(ring.x) and aligned(ring.B),
     }  # fmt: skip
-    constants = {
-        "H": heads, "HEADS_PER_GROUP": problem.heads_per_group, "ROWS": rows, "COLS": cols,
-        "VECTOR": vector, "INTO_VECTOR": min(vector, access_width(target.data)),
-        "ALIGNED": aligned(ring.x) and aligned(ring.B), "ROUNDING": target.rounding, "ROUNDS": state.rounds,
-        "TARGET": machine.target, "ROOM": max(16, next_power_of_2(ring.window)),
-        "BLOCK_ROWS": config.block_rows, "BLOCK_COLS": problem.block_cols, "CHUNK": problem.chunk(config.lanes),
-    }  # fmt: skip
-    programs = batch * heads * -(-rows // config.block_rows)
-    if programs >= MOST_PROGRAMS:
-        shape_words = tuple(state.data.shape)
-        raise ValueError(f"slots must need fewer than 2^31 programs, got {programs} for shape {shape_words}")
-    arguments = tuple(values[name] for name in mamba2_fold_kernel.runtime)
-    start(mamba2_fold_kernel, (programs,), state.data.device, arguments, constants, num_warps=1)
+    start(Launch(mamba2_fold_kernel, (programs,), state.data.device, values, num_warps=1))

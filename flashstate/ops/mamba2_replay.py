@@ -12,29 +12,12 @@ from torch import Tensor
 
 from flashstate.errors import dtype_name
 from flashstate.launch.arguments import aligned, row_stride
-from flashstate.launch.call import Given, KernelCall, Op
-from flashstate.launch.config import (
-    NVIDIA_WARP,
-    Problem,
-    TensorCoreProblem,
-    TiledProblem,
-    access_width,
-    next_power_of_2,
-)
+from flashstate.launch.call import Given, Op
+from flashstate.launch.config import NVIDIA_WARP, Problem, TensorCoreProblem, TiledProblem, next_power_of_2
 from flashstate.launch.environment import Gpu
 from flashstate.launch.table import Config
-from flashstate.ops.debug import check_cursors, debugging
-from flashstate.ops.steps import all_aligned, check_debugged, state_constants
-from flashstate.reference import mamba2_replay as reference
-from flashstate.state.ring import (
-    LARGEST_WINDOW,
-    Plan,
-    Ring,
-    check_call_length,
-    check_plan,
-    check_replayed_slots,
-    check_ring,
-)
+from flashstate.ops.debug import check_cursors, check_debugged, debugging
+from flashstate.state.ring import LARGEST_WINDOW, Plan, Ring, check_call_length, check_plan, check_ring, refuse_tables
 from flashstate.state.slots import Slots, as_slots
 from flashstate.state.state import State
 
@@ -135,7 +118,7 @@ def check(given: Given) -> None:
                 f"{name} must have one value per head, as Mamba-2 has, or be expanded from such, got shape "
                 f"{tuple(parameter.shape)}: replay is not for Mamba-1"
             )
-    check_replayed_slots(given.slots)
+    refuse_tables(given.slots, "replay")
     longest = check_call_length(ring, tokens.longest)
     if plan is not None:
         check_plan(plan, ring)
@@ -152,18 +135,30 @@ def check_debugged_ring(given: Given) -> None:
 
 
 @dataclass(frozen=True)
-class ReplayProblem(TensorCoreProblem):
+class AnyReplay(TiledProblem):
     """What a config of replay is chosen for. A program has so many tiles as the config says, of one head or of several
     of a group: all share B and C. The op says what rows do: "keep" what they have, "fold", or "either"."""
 
     heads_per_group: int = 1
     most_programs: int = 0  # that walk along a plan; 0: as many as there are tiles for
 
-    def manageable(self, config: Config) -> bool:
-        return config.block_rows < 64
+    def tiles(self, config: Config) -> int:
+        """Tiles of a program: as the config says, as far as the tiles of a group can be shared out so."""
+        return math.gcd(config.tiles, self.heads_per_group * -(-self.rows // config.block_rows))
 
     def programs(self, config: Config) -> int:
-        return programs_of(self, config)
+        """How many programs share the tiles of all heads."""
+        tiles = self.batch_heads * -(-self.rows // config.block_rows)
+        programs = tiles // self.tiles(config)
+        return min(programs, self.most_programs) if self.most_programs else programs
+
+
+@dataclass(frozen=True)
+class ReplayProblem(AnyReplay, TensorCoreProblem):
+    """What a config of replay is chosen for where tensor cores multiply."""
+
+    def manageable(self, config: Config) -> bool:
+        return config.block_rows < 64
 
     def heuristic(self, gpu: Gpu) -> Config:
         """More tiles for larger batches; where the state is only read, larger ones of 32 bits, and of less bits so few
@@ -180,19 +175,13 @@ class ReplayProblem(TensorCoreProblem):
 
 
 @dataclass(frozen=True)
-class ReplayTokenProblem(TiledProblem):
+class ReplayTokenProblem(AnyReplay):
     """What a config of replay is chosen for where every row has one token, and no tensor cores are used."""
 
     limits: ClassVar[tuple[int, ...]] = (0, 96, 128)
 
-    heads_per_group: int = 1
-    most_programs: int = 0  # that walk along a plan; 0: as many as there are tiles for
-
     def manageable(self, config: Config) -> bool:
         return Problem.manageable(self, config)
-
-    def programs(self, config: Config) -> int:
-        return programs_of(self, config)
 
     def heuristic(self, gpu: Gpu) -> Config:
         """Four warps, or as many as there are rows for, and no more than 64 elements in a thread; several tiles where
@@ -202,21 +191,6 @@ class ReplayTokenProblem(TiledProblem):
         warps = max(1, min(4, rows * lanes // self.warp))
         tiles = 8 if self.op == "mamba2_replay keep" and self.batch_heads >= MANY_REPLAYED else 1
         return Config(max(rows, self.fewest_rows(Config(1, warps, lanes))), warps, lanes, tiles=tiles)
-
-
-AnyReplay = ReplayProblem | ReplayTokenProblem
-
-
-def tiles_of(problem: AnyReplay, config: Config) -> int:
-    """Tiles of a program: as the config says, as far as the tiles of a group can be shared out so."""
-    return math.gcd(config.tiles, problem.heads_per_group * -(-problem.rows // config.block_rows))
-
-
-def programs_of(problem: AnyReplay, config: Config) -> int:
-    """How many programs share the tiles of all heads."""
-    tiles = problem.batch_heads * -(-problem.rows // config.block_rows)
-    programs = tiles // tiles_of(problem, config)
-    return min(programs, problem.most_programs) if problem.most_programs else programs
 
 
 def replay_kind(longest: int, format: str, packed: bool, window: int) -> type[AnyReplay]:
@@ -235,20 +209,12 @@ def forms_of(problem: AnyReplay, planned: bool) -> tuple[AnyReplay, ...]:
     return tuple(replace(problem, op=f"{problem.op} {form}") for form in forms)
 
 
-def kernels() -> Any:
-    from flashstate.kernels.mamba2_replay import mamba2_replay_kernel
-
-    return mamba2_replay_kernel
-
-
 def problems(given: Given) -> tuple[Problem, ...]:
     """One kernel, or one for rows that do not fold and one for those that do."""
-    state, extent = given.state, given.extent
-    _, heads, rows, cols = state.data.shape
-    shape = rows, cols, dtype_name(state.data.dtype), state.rounding, access_width(state.data)
-    kind = replay_kind(extent.longest, shape[2], extent.packed, given.ring.window)
-    problem = kind("mamba2_replay", *shape, extent.batch * heads, extent.longest > 1)
-    problem = replace(problem, heads_per_group=heads // given.B.shape[-2])
+    state, tokens, longest = given.state, given.tokens, given.tokens.longest or 0
+    kind = replay_kind(longest, state.format.name, tokens.packed, given.ring.window)
+    group = state.data.shape[1] // given.B.shape[-2]
+    problem = kind.of("mamba2_replay", state, tokens.batch, several_tokens=longest > 1, heads_per_group=group)
     forms = forms_of(problem, given.plan is not None)
     if len(forms) == 1:
         return forms
@@ -256,32 +222,34 @@ def problems(given: Given) -> tuple[Problem, ...]:
     return tuple(replace(form, most_programs=most) for form in forms)
 
 
-def kernel(given: Given, problem: Any, config: Config) -> KernelCall:
-    """A kernel of a call. Of two the second does not wait for the first, which has other rows."""
-    extent, ring, rows_do = given.extent, given.ring, problem.op.split()[1]
+def values(given: Given, problem: AnyReplay, config: Config) -> dict[str, Any]:
+    """What a kernel takes of rings and of a plan, and what it does with them. Of two kernels the second does not wait
+    for the first, which has other rows."""
+    ring, plan, rows_do = given.ring, given.plan, problem.op.split()[1]
     place = "alone"
     if rows_do != "either" and given.machine.overlaps:
         place = "first" if rows_do == "keep" else "second"
-    tiles, alone = tiles_of(problem, config), isinstance(problem, ReplayTokenProblem)
-    one_kernel = given.plan is not None and rows_do == "either" and not alone
-    constants = {
-        **state_constants(given, given.state, problem, config),
+    tiles, alone = problem.tiles(config), isinstance(problem, ReplayTokenProblem)
+    one_kernel = plan is not None and rows_do == "either" and not alone
+    wide = MAMBA2_REPLAY.aligned
+    return {
+        **ring_values(ring),
+        "rows_ptr": None if plan is None else plan.rows,
+        "parts_ptr": None if plan is None else plan.parts,
         "HEADS_PER_GROUP": problem.heads_per_group,
         "WINDOW": ring.window,
-        "ALIGNED": all_aligned(given, *WIDE) and aligned(ring.x) and aligned(ring.B),
-        "WIDE": any(far_apart(getattr(given, name), extent.token_axes) for name in (*WIDE, "dt")),
+        "ALIGNED": all(aligned(tensor) for tensor in (ring.x, ring.B, *(getattr(given, name) for name in wide))),
+        "WIDE": any(far_apart(getattr(given, name), len(given.tokens.axes)) for name in (*wide, "dt")),
         "D_PER_ROW": given.D is not None and given.D.dim() == 2,
         "DT_SOFTPLUS": given.dt_softplus,
         "UPDATE": given.update,
-        "TOKENS": 1 if alone else max(8, next_power_of_2(extent.longest)),
-        "ROOM": max(16, next_power_of_2(ring.window)),
+        "TOKENS": 1 if alone else max(8, next_power_of_2(given.tokens.longest or 0)),
         "ROWS_DO": rows_do,
         "TILES": tiles,
         "FOLD_TILES": 1 if one_kernel else tiles,
         "PLACE": place,
-        "THREADS": problem.warp * config.num_warps,
+        "EARLY": place == "second",
     }
-    return KernelCall(kernels(), constants, place == "second")
 
 
 def far_apart(tensor: Tensor | None, token_axes: int) -> bool:
@@ -289,40 +257,27 @@ def far_apart(tensor: Tensor | None, token_axes: int) -> bool:
     return tensor is not None and tensor.stride(token_axes - 1) * LARGEST_WINDOW >= 1 << 31
 
 
-def values(given: Given) -> dict[str, Any]:
-    """What the kernel takes of rings and of a plan."""
-    ring, plan = given.ring, given.plan
+def ring_values(ring: Ring) -> dict[str, Any]:
+    """The tensors of a ring, strides between slots, and how many rows it has, live or not, and room for."""
     kept = {"ring_x": ring.x, "ring_B": ring.B, "ring_dt": ring.dt}
     return {
         **{f"{name}_ptr": tensor for name, tensor in kept.items()},
         **{f"{name}_stride": row_stride(tensor) for name, tensor in kept.items()},
-        "rows_ptr": None if plan is None else plan.rows, "parts_ptr": None if plan is None else plan.parts,
         "start_ptr": ring.start, "count_ptr": ring.count, "L": ring.length,
+        "ROOM": max(16, next_power_of_2(ring.window)),
     }  # fmt: skip
 
 
-def run_reference(given: Given) -> None:
-    """The reference, which is told the most tokens a row may have."""
-    g = given
-    reference.mamba2_replay(
-        g.state, g.ring, g.x, g.dt, g.A, g.B, g.C, g.D, g.z, g.dt_bias, g.dt_softplus,
-        g.slots, g.extent.longest, g.update, g.out,
-    )  # fmt: skip
-
-
-WIDE = ("x", "B", "C", "z", "out")  # tensors that are accessed widely where all are aligned
 MAMBA2_REPLAY = Op(
     mamba2_replay,
     main="x",
     state_axes="slots heads rows cols",
     divides={"groups": "heads"},
-    kernels=kernels,
     problems=problems,
-    kernel=kernel,
-    reference=run_reference,
+    values=values,
+    reference={"longest": lambda given: given.tokens.longest or 0},
     slots=slots_of,
     check=check,
     debug=check_debugged_ring,
-    values=values,
-    aligned=WIDE,
+    aligned=("x", "B", "C", "z", "out"),
 )

@@ -7,20 +7,13 @@ from typing import Annotated, Any, ClassVar
 
 from torch import Tensor
 
-from flashstate.errors import check_contiguous, check_row_contiguous, check_tensor, dtype_name
-from flashstate.launch.arguments import row_stride, state_values, token_strides
-from flashstate.launch.call import Given, KernelCall, Op
-from flashstate.launch.config import (
-    MOST_UNROLLED,
-    NVIDIA_WARP,
-    Problem,
-    TensorCoreProblem,
-    access_width,
-    next_power_of_2,
-)
+from flashstate.errors import check_contiguous, check_row_contiguous, check_tensor
+from flashstate.launch.arguments import row_stride, token_strides
+from flashstate.launch.call import Given, Op
+from flashstate.launch.config import MOST_UNROLLED, Problem, TensorCoreProblem, next_power_of_2
 from flashstate.launch.environment import Gpu
 from flashstate.launch.table import Config
-from flashstate.ops.steps import check_debugged, state_constants, stored_of, stores_of
+from flashstate.ops.debug import check_debugged
 from flashstate.reference import mamba3 as reference
 from flashstate.state.mamba3 import Mamba3State, Rotary
 from flashstate.state.slots import Slots
@@ -129,16 +122,9 @@ class HeadProblem(Problem):
     share what it overwrites."""
 
     limits: ClassVar[tuple[int, ...]] = (0, 96, 128, 168)
+    limits_always: ClassVar[bool] = True
     knob: ClassVar[str] = "ahead"
-    most: ClassVar[int] = AHEAD[-1]
-
-    @property
-    def knob_choices(self) -> tuple[int, ...]:
-        return AHEAD
-
-    @property
-    def limits_registers(self) -> bool:
-        return self.warp == NVIDIA_WARP
+    knob_values: ClassVar[tuple[int, ...]] = AHEAD
 
     def lanes_of(self, warps: int) -> list[int]:
         """How many threads may share a row of a tile that so many warps have. A chunk with a column for every thread
@@ -168,11 +154,7 @@ class RankProblem(TensorCoreProblem):
 
     limits: ClassVar[tuple[int, ...]] = HeadProblem.limits
     knob: ClassVar[str] = "ahead"
-    most: ClassVar[int] = AHEAD[-1]
-
-    @property
-    def knob_choices(self) -> tuple[int, ...]:
-        return AHEAD
+    knob_values: ClassVar[tuple[int, ...]] = AHEAD
 
     def valid(self, config: Config) -> bool:
         rows = config.block_rows in self.row_choices and config.block_rows % (16 * config.num_warps) == 0
@@ -197,74 +179,45 @@ def mamba3_kind(rank: int, turned: bool) -> tuple[type[Problem], str]:
     return HeadProblem if rank == 1 else RankProblem, f"mamba3_step rank {rank}{' turned' if turned else ''}"
 
 
-def kernels() -> Any:
-    from flashstate.kernels.mamba3 import mamba3_step_kernel
-
-    return mamba3_step_kernel
-
-
 def problems(given: Given) -> tuple[Problem]:
     """One kernel steps all tokens."""
-    ssm, extent = given.state.ssm, given.extent
-    _, heads, rows, cols = ssm.data.shape
     kind, op = mamba3_kind(given.state.rank, given.rotary is not None)
-    shape = rows, cols, dtype_name(ssm.data.dtype), ssm.rounding, access_width(ssm.data)
-    return (kind(op, *shape, extent.batch * heads, not extent.one_token, stored_of(given)),)
+    several = not given.tokens.one_token
+    return (kind.of(op, given.state.ssm, given.tokens.batch, several_tokens=several, stored=given.stored),)
 
 
-def kernel(given: Given, problem: Problem, config: Config) -> KernelCall:
-    state, rotary = given.state, given.rotary
-    stores = stores_of(given)
-    if given.extent.one_token and stores == "every":
-        stores = "last"  # which is in the only column of the table
-    from_table = given.slots is not None and given.slots.accepted is not None
-    constants = {
-        **state_constants(given, state.ssm, problem, config),
-        "HEADS_PER_GROUP": state.ssm.data.shape[1] // given.B.shape[-2],
-        "RANK": state.rank,
-        "ANGLES": 0 if rotary is None else state.angle.shape[2],
-        "PAIRING": "none" if rotary is None else rotary.pairing_of(state.rank),
-        "TRAP_LOGIT": given.trap_logit,
-        "ONE_TOKEN": given.extent.one_token,
-        "STORES": stores,
-        "STORES_KV": given.update_kv,
-        "AHEAD": 0 if from_table else config.ahead,
-        "WARPS": config.num_warps,
-    }
-    return KernelCall(kernels(), constants)
-
-
-def values(given: Given) -> dict[str, Any]:
+def values(given: Given, problem: Problem, config: Config) -> dict[str, Any]:
     """What kernels take of the four states, of what turns B and C, and of an output that may have ranks."""
-    state, extent, rotary, out = given.state, given.extent, given.rotary, given.out
-    ssm, angle = state.ssm, None if rotary is None else rotary.angle
-    theta = None if rotary is None else state.angle
-    per_head = angle is not None and angle.dim() == extent.token_axes + 2
-    ranks = out.dim() - extent.token_axes - 2
-    of_angle = token_strides(angle, extent.token_axes, extent.packed, int(per_head))
-    of_out = token_strides(out, extent.token_axes, extent.packed, ranks + 1)
+    state, tokens, rotary, out = given.state, given.tokens, given.rotary, given.out
+    angle, theta = getattr(rotary, "angle", None), None if rotary is None else state.angle
+    per_head = angle is not None and angle.dim() == len(tokens.axes) + 2
+    ranks = out.dim() - len(tokens.axes) - 2
+    of_angle = token_strides(angle, len(tokens.axes), tokens.packed, int(per_head))
+    of_out = token_strides(out, len(tokens.axes), tokens.packed, ranks + 1)
+    from_table = given.slots is not None and given.slots.accepted is not None
     return {
-        **state_values(ssm), "k_ptr": state.k, "v_ptr": state.v, "theta_ptr": theta, "angle_ptr": angle,
-        "bias_B_ptr": None if rotary is None else rotary.bias_B,
-        "bias_C_ptr": None if rotary is None else rotary.bias_C,
+        "k_ptr": state.k, "v_ptr": state.v, "theta_ptr": theta, "angle_ptr": angle,
+        "bias_B_ptr": getattr(rotary, "bias_B", None), "bias_C_ptr": getattr(rotary, "bias_C", None),
         "k_stride": state.k.stride(0), "v_stride": state.v.stride(0), "theta_stride": row_stride(theta),
         "angle_b": of_angle[0], "angle_t": of_angle[1], "angle_h": of_angle[2] if per_head else 0,
         "out_b": of_out[0], "out_t": of_out[1], "out_r": of_out[2] if ranks else 0, "out_h": of_out[-1],
+        "HEADS_PER_GROUP": state.ssm.data.shape[1] // given.B.shape[-2], "RANK": state.rank,
+        "ANGLES": 0 if theta is None else theta.shape[2], "PAIRING": pairing_of(given), "TRAP_LOGIT": given.trap_logit,
+        "STORES": "last" if tokens.one_token and given.stores == "every" else given.stores,  # one column
+        "STORES_KV": given.update_kv, "AHEAD": 0 if from_table else config.ahead,
     }  # fmt: skip
 
 
-def run_reference(given: Given) -> None:
-    """The reference, which has parameters of all tokens in one place."""
-    rotary, state = given.rotary, given.state
-    bias_B, bias_C, pairing = None, None, "none"
-    if rotary is not None:
-        bias_B, bias_C, pairing = rotary.bias_B, rotary.bias_C, rotary.pairing_of(state.rank)
+def pairing_of(given: Given) -> str:
+    """Which columns are turned together."""
+    return "none" if given.rotary is None else given.rotary.pairing_of(given.state.rank)
+
+
+def parameters_of(given: Given) -> reference.Parameters:
+    """What all tokens share, for the reference."""
+    biases = getattr(given.rotary, "bias_B", None), getattr(given.rotary, "bias_C", None)
     weights = given.Wx, given.Wz, given.Wo, given.D
-    parameters = reference.Parameters(*weights, bias_B, bias_C, pairing, given.trap_logit)
-    reference.mamba3_step(
-        state, given.x, given.A, given.dt, given.trap, given.B, given.C, given.z,
-        None if rotary is None else rotary.angle, parameters, given.slots, given.update, given.update_kv, given.out,
-    )  # fmt: skip
+    return reference.Parameters(*weights, *biases, pairing_of(given), given.trap_logit)
 
 
 MAMBA3_STEP = Op(
@@ -273,13 +226,11 @@ MAMBA3_STEP = Op(
     state_axes="slots H D N",
     sizes=lambda state: {"R": state.rank},
     divides={"G": "H"},
-    kernels=kernels,
     problems=problems,
-    kernel=kernel,
-    reference=run_reference,
+    values=values,
+    reference={"angle": lambda given: getattr(given.rotary, "angle", None), "parameters": parameters_of},
     check=check,
     debug=check_debugged,
-    values=values,
     ignored=("snapshot_rows",),
     like_main="Wo is not None or state.rank == 1",
 )

@@ -6,23 +6,15 @@ import torch
 from torch import Tensor
 
 from flashstate.errors import INDEX_DTYPES, check_contiguous, check_int, check_tensor
-from flashstate.launch import start, uses_kernels
+from flashstate.launch import uses_kernels
 from flashstate.launch.arguments import slots_values
 from flashstate.launch.config import next_power_of_2
 from flashstate.launch.registered import registered
+from flashstate.launch.start import Launch, start
 from flashstate.reference import rings as reference
 from flashstate.state.actions import provide
 from flashstate.state.faults import fault_flag
-from flashstate.state.ring import (
-    FIELDS,
-    Plan,
-    Ring,
-    check_call_length,
-    check_folded_slots,
-    check_plan,
-    check_replayed_slots,
-    check_tokens_to_fold,
-)
+from flashstate.state.ring import FIELDS, Plan, Ring, check_call_length, check_plan, refuse_tables, tokens_to_fold
 from flashstate.state.slots import Slots
 
 MOST_ROWS = 1024  # of a batch that a program looks at together
@@ -61,15 +53,14 @@ def commit_plan(ring: Ring, plan: Plan, accepted: Tensor | None) -> None:
 @provide
 def drop_folded(ring: Ring, slots: Slots | None, tokens: Tensor | int | None) -> None:
     """Move the cursors of a ring past live rows that were folded."""
-    check_folded_slots(slots)
-    check_tokens_to_fold(tokens, ring, check_slots(ring, slots))
-    each, most = (tokens, -1) if isinstance(tokens, Tensor) else (None, -1 if tokens is None else tokens)
+    refuse_tables(slots, "folding")
+    each, most = tokens_to_fold(tokens, ring, check_slots(ring, slots))
     drop_rows(ring.start, ring.count, ring.length, slots, each, most)
 
 
 def check_slots(ring: Ring, slots: Slots | None) -> int:
     """How many rows these slots have; raises where they are not for a ring."""
-    check_replayed_slots(slots)
+    refuse_tables(slots, "replay")
     if slots is not None and slots.read.device != ring.count.device:
         raise ValueError(f"slots are on {slots.read.device}, but the ring is on {ring.count.device}")
     return len(ring.count) if slots is None else len(slots.read)
@@ -89,10 +80,9 @@ def fill_plan(
     values = {
         **slots_values(slots), "rows_ptr": rows, "parts_ptr": parts, "start_ptr": oldest, "count_ptr": count,
         "fault_ptr": fault_flag(rows.device), "batch": len(rows), "tokens": tokens, "num_slots": len(count),
+        "WINDOW": window, "BLOCK": block,
     }  # fmt: skip
-    arguments = tuple(values[name] for name in make_plan_kernel.runtime)
-    constants = {"WINDOW": window, "BLOCK": block}
-    start(make_plan_kernel, (1,), rows.device, arguments, constants, num_warps=max(1, min(8, block // 128)))
+    start(Launch(make_plan_kernel, (1,), rows.device, values, num_warps=max(1, min(8, block // 128))))
 
 
 @registered("oldest", "count")
@@ -105,9 +95,11 @@ def move_cursors(
     elif len(rows):
         from flashstate.kernels.rings import commit_plan_kernel
 
-        arguments = (oldest, count, rows, accepted, fault_flag(rows.device), len(rows), length)
-        constants = {"WINDOW": window, "BLOCK": BLOCK}
-        start(commit_plan_kernel, (-(-len(rows) // BLOCK),), rows.device, arguments, constants, num_warps=1)
+        values = {
+            "start_ptr": oldest, "count_ptr": count, "rows_ptr": rows, "accepted_ptr": accepted, "batch": len(rows),
+            "fault_ptr": fault_flag(rows.device), "length": length, "WINDOW": window, "BLOCK": BLOCK,
+        }  # fmt: skip
+        start(Launch(commit_plan_kernel, (-(-len(rows) // BLOCK),), rows.device, values, num_warps=1))
 
 
 @registered("oldest", "count")
@@ -127,6 +119,6 @@ def drop_rows(
     values = {
         **slots_values(slots), "start_ptr": oldest, "count_ptr": count, "tokens_ptr": tokens,
         "fault_ptr": fault_flag(count.device), "batch": batch, "most": most, "length": length, "num_slots": len(count),
+        "BLOCK": BLOCK,
     }  # fmt: skip
-    arguments = tuple(values[name] for name in drop_folded_kernel.runtime)
-    start(drop_folded_kernel, (-(-batch // BLOCK),), count.device, arguments, {"BLOCK": BLOCK}, num_warps=1)
+    start(Launch(drop_folded_kernel, (-(-batch // BLOCK),), count.device, values, num_warps=1))

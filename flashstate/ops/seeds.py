@@ -6,9 +6,10 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from flashstate.launch import start, uses_kernels
+from flashstate.launch import uses_kernels
 from flashstate.launch.arguments import slots_values
 from flashstate.launch.registered import registered
+from flashstate.launch.start import Launch, start
 from flashstate.reference import state_io as reference
 from flashstate.state.actions import provide
 from flashstate.state.faults import fault_flag
@@ -39,5 +40,4 @@ def add_seed_step(seed: Tensor, slots: Slots | None) -> None:
         **slots_values(slots), "seed_ptr": seed, "fault_ptr": fault_flag(seed.device), "tokens": MOST_TOKENS,
         "num_slots": seed.shape[0], "seed_step": SEED_STEP,
     }  # fmt: skip
-    arguments = tuple(values[name] for name in advance_seeds_kernel.runtime)
-    start(advance_seeds_kernel, (rows, columns), seed.device, arguments, {}, num_warps=1)
+    start(Launch(advance_seeds_kernel, (rows, columns), seed.device, values, num_warps=1))

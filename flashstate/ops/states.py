@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashstate.errors import check_row_contiguous, check_tensor, dtype_name
-from flashstate.launch import Problem, access_width, choose, machine_of, start, uses_kernels
-from flashstate.launch.arguments import aligned, state_values
-from flashstate.launch.call import MOST_PROGRAMS
+from flashstate.errors import check_row_contiguous, check_tensor
+from flashstate.launch import Problem, choose, machine_of, uses_kernels
+from flashstate.launch.arguments import aligned, state_values, tile_values
+from flashstate.launch.start import Launch, check_programs, start
 from flashstate.reference import state_io as reference
 from flashstate.state.state import POOL_AXES, State
 
@@ -32,10 +32,8 @@ def write_states(state: State, slots: Tensor, states: Tensor) -> None:
 
     strides = dict(zip(("stride_n", "stride_h", "stride_row"), states.stride(), strict=False))
     seed = None if state.rounding == "nearest" else state.seed
-    constants = {"ALIGNED": aligned(states), "ROUNDING": state.rounding, "ROUNDS": state.rounds}
-    _start(
-        "pool_write", write_states_kernel, state, slots, {"values_ptr": states, **strides, "seed_ptr": seed}, constants
-    )
+    values = {"values_ptr": states, **strides, "seed_ptr": seed, "ALIGNED": aligned(states)}
+    _start("pool_write", write_states_kernel, state, slots, values)
 
 
 @torch.no_grad()
@@ -48,27 +46,15 @@ def read_states(state: State, slots: Tensor) -> Tensor:
         return out
     from flashstate.kernels.states import read_states_kernel
 
-    _start("pool_read", read_states_kernel, state, slots, {"out_ptr": out}, {})
+    _start("pool_read", read_states_kernel, state, slots, {"out_ptr": out})
     return out
 
 
-def _start(
-    op: str, kernel: Any, state: State, slots: Tensor, values: dict[str, Any], constants: dict[str, Any]
-) -> None:  # fmt: skip
+def _start(op: str, kernel: Any, state: State, slots: Tensor, values: dict[str, Any]) -> None:
     """Start a kernel with a program for each block of rows of these slots."""
-    _, heads, rows, cols = state.data.shape
-    machine, shape = machine_of(slots.device), (rows, cols, dtype_name(state.data.dtype), state.rounding)
-    vector = access_width(state.data)
-    problem = Problem(op, *shape, vector, len(slots) * heads, transposed=state.transposed)
+    machine, problem = machine_of(slots.device), Problem.of(op, state, len(slots))
     config = choose(problem, machine.gpu)
     programs = problem.programs(config)
-    if programs >= MOST_PROGRAMS:
-        raise ValueError(f"slots must need fewer than 2^31 programs, got {programs} for {len(slots)} slots")
-    constants |= {
-        "H": heads, "ROWS": rows, "COLS": cols, "VECTOR": vector, "TARGET": machine.target,
-        "BLOCK_ROWS": config.block_rows, "BLOCK_COLS": problem.block_cols, "CHUNK": problem.chunk(config.lanes),
-        "TRANSPOSED": state.transposed,
-    }  # fmt: skip
-    values = {**state_values(state), "slots_ptr": slots, **values}
-    arguments = tuple(values[name] for name in kernel.runtime)
-    start(kernel, (programs,), slots.device, arguments, constants, config.num_warps)
+    check_programs("slots", programs, f"{len(slots)} slots")
+    values = {**state_values(state), **tile_values(machine, problem, config), "slots_ptr": slots, **values}
+    start(Launch(kernel, (programs,), slots.device, values, config.num_warps))

@@ -4,31 +4,21 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields, replace
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
 from flashstate.launch import Problem
-from flashstate.proof.inputs import Inputs, Pool, ProvenOp, Source, dtype, view_into_projection
+from flashstate.proof.inputs import Inputs, Pool, ProvenOp, Source, dtype, first_axis_innermost, in_projection
 from flashstate.state.formats import FORMATS, PORTABLE_FORMATS, encode
 from flashstate.state.signature import ACCESS_BYTES
 from flashstate.state.state import State
 
 C = TypeVar("C", bound="AnyCase")
-
-
-class Drawn(NamedTuple):
-    """A tensor that is drawn for a call."""
-
-    name: str
-    dtype: str
-    axes: tuple[int, ...]  # behind those of tokens, if it has them
-    optional: bool | None = None  # whether it is there; None: it must be
-    uniform: bool = False  # from 0 to 1; else normally distributed
 
 
 @dataclass(frozen=True)
@@ -52,18 +42,15 @@ class AnyCase(ABC):
 
     @property
     @abstractmethod
-    def format(self) -> str:
-        """Of the pool."""
+    def format(self) -> str: ...  # of the pool
 
     @property
-    @abstractmethod
     def rounding(self) -> str:
-        """Of the pool."""
+        return "nearest"
 
     @property
     @abstractmethod
-    def state_axes(self) -> tuple[int, ...]:
-        """Sizes of the axes of one slot."""
+    def state_axes(self) -> tuple[int, ...]: ...  # sizes of the axes of one slot
 
     @property
     def measured_axes(self) -> tuple[int, int, int, int]:
@@ -77,64 +64,81 @@ class AnyCase(ABC):
 
     @property
     @abstractmethod
-    def problem(self) -> Problem:
-        """What its config is chosen for."""
+    def problem(self) -> Problem: ...  # what its config is chosen for
 
     @property
     @abstractmethod
-    def op(self) -> ProvenOp:
-        """What it is a problem for."""
+    def op(self) -> ProvenOp: ...  # what it is a problem for
 
     @property
     @abstractmethod
-    def given(self) -> tuple[Drawn, ...]:
-        """The arguments of a call, in the order in which their numbers are drawn."""
+    def dtypes(self) -> dict[str, Any]:
+        """Names of the dtypes of tensor arguments, in the order in which these are drawn; of those left out none."""
 
     @abstractmethod
-    def make_pool(self, source: Source) -> Pool:
-        """A pool with every slot filled."""
-
-    @abstractmethod
-    def adjust(self, arguments: dict[str, Tensor], options: dict[str, Any]) -> None:
-        """Give drawn arguments the scales of a trained model, and add options that are no tensors."""
-
-    def make_inputs(self, device: torch.device, seed: int = 0) -> Inputs:
-        """Random inputs, the batch on distinct slots in random order."""
-        source = Source(device, seed)
-        pool, (arguments, options) = self.make_pool(source), self.draw(source)
-        return self.inputs_of(pool, arguments, options, source.slots_of(self))
-
-    def draw(self, source: Source) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The arguments that must be given, and the others."""
-        arguments: dict[str, Tensor] = {}
-        options: dict[str, Any] = {}
-        for name, number, axes, optional, uniform in self.given:
-            if optional is not False:
-                lead = self.token_axes if name in self.op.activations else ()
-                drawn = (source.uniform if uniform else source.normal)(*lead, *axes, name=number)
-                (arguments if optional is None else options)[name] = drawn
-        self.adjust(arguments, options)
-        return arguments, options
-
-    def inputs_of(self, pool: Pool, arguments: dict[str, Tensor], options: dict[str, Any], slots: Tensor) -> Inputs:
-        """Inputs with these tensors, and NaN in tokens that no row has."""
-        inputs = Inputs(self.op, pool, arguments, options, slots, self.lengths if self.packed else None)
-        for tensor in inputs.activations.values() if self.packed else ():
-            tensor[sum(self.lengths) :] = torch.nan
-        return inputs
+    def make_pool(self, source: Source) -> Pool: ...  # with every slot filled
 
     @property
-    @abstractmethod
     def snapshot_formats(self) -> list[tuple[str, str]]:
         """Formats and roundings that snapshots are tried in; first the most exact one."""
+        return [(self.format, self.rounding)] * 2
 
     @abstractmethod
     def snapshots(self, rows: int, tokens: int, name: str, rounding: str, device: torch.device) -> Pool:
         """Snapshots for so many rows and tokens, in this format, filled with something."""
 
+    def adjust(self, arguments: dict[str, Any]) -> None:  # noqa: B027  (not every op needs it)
+        """Give drawn arguments the scales of a trained model."""
+
+    def is_whole(self, name: str) -> bool:
+        """Whether an argument has the axes that its op lets it leave out."""
+        return False
+
+    def make_inputs(self, device: torch.device, seed: int = 0) -> Inputs:
+        """Random inputs, the batch on distinct slots in random order."""
+        source = Source(device, seed)
+        return self.inputs_of(self.make_pool(source), self.draw(source), source.slots_of(self))
+
+    def draw(self, source: Source) -> dict[str, Any]:
+        """The arguments of a call."""
+        op = self.op
+        arguments = {name: getattr(self, name) for name in op.declared.options if hasattr(self, name)}
+        for name, number in self.dtypes.items():
+            lead = self.token_axes if op.tensors[name].tokens else ()
+            draw = source.uniform if name in op.uniform else source.normal
+            arguments[name] = draw(*lead, *self.shape_of(name), name=number) if number else None
+        self.adjust(arguments)
+        return arguments
+
+    @property
+    def axis_sizes(self) -> dict[str, int]:
+        """Of all axes but those of tokens, by their names."""
+        of_state = dict(zip(self.op.declared.inner, self.state_axes, strict=True))
+        return of_state | {axis: getattr(self, own) for axis, own in self.op.sizes.items()}
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Sizes of the axes of an argument, without those of tokens."""
+        axes, sizes = self.op.tensors[name], self.axis_sizes
+        return tuple(sizes[axis] for axis in (*axes.names, *(axes.optional if self.is_whole(name) else ())))
+
+    def inputs_of(self, pool: Pool, arguments: dict[str, Any], slots: Tensor) -> Inputs:
+        """Inputs with these tensors, and NaN in tokens that no row has."""
+        inputs = Inputs(self.op, pool, arguments, slots, self.lengths if self.packed else None)
+        for tensor in inputs.activations.values() if self.packed else ():
+            tensor[sum(self.lengths) :] = torch.nan
+        return inputs
+
     def as_views(self, inputs: Inputs) -> Inputs:
-        """Inputs with other strides: activations among other memory, parameters expanded where they can be."""
-        return inputs.changed(view_into_projection)
+        """Inputs with other strides: activations among other memory, and expanded where axes can be left out."""
+        views = inputs.changed(in_projection)
+        for name, axes in self.op.tensors.items():
+            tensor = inputs.arguments.get(name)
+            if axes.optional and tensor is not None and not self.is_whole(name):
+                tensor = first_axis_innermost(tensor) if axes.tokens else tensor
+                for axis in axes.optional:
+                    tensor = tensor[..., None].expand(*tensor.shape, self.axis_sizes[axis])
+                views.arguments[name] = tensor
+        return views
 
     @property
     def forms(self: C) -> tuple[C, ...]:
@@ -201,11 +205,10 @@ class AnyCase(ABC):
         """Bytes one call must move at least: the state of every row read once and stored `stores` times (once in place;
         with snapshots once per token), everything else once."""
         counted, tokens = self.pool_bytes(stores), sum(self.lengths)
-        for name, number, axes, optional, _ in self.given:
-            times = (tokens if name in self.op.activations else 1) + (
-                tokens * self.outputs if name == self.op.main else 0
-            )
-            counted += 0 if optional is False else times * math.prod(axes) * dtype(number).itemsize
+        for name, number in self.dtypes.items():
+            times = tokens if self.op.tensors[name].tokens else 1
+            times += tokens * self.outputs if name == self.op.declared.main else 0
+            counted += times * math.prod(self.shape_of(name)) * dtype(number).itemsize if number else 0
         return counted
 
 
@@ -234,9 +237,20 @@ class StateCase(WithHeads, AnyCase):
         return self.heads, self.rows, self.cols
 
     @property
-    def vector(self) -> int:
-        """Neighbours in memory that one access takes."""
-        return math.gcd(self.cols, ACCESS_BYTES // dtype(self.format).itemsize)
+    @abstractmethod
+    def kind(self) -> tuple[Callable[..., Problem], str]: ...  # of its problem, and the op that tables have it under
+
+    @property
+    def problem(self) -> Problem:
+        kind, op = self.kind
+        vector = math.gcd(self.rows if self.transposed else self.cols, ACCESS_BYTES // dtype(self.format).itemsize)
+        shape = self.rows, self.cols, self.format, self.rounding, vector
+        return kind(op, *shape, self.batch * self.heads, self.several)
+
+    @property
+    def transposed(self) -> bool:
+        """Whether states are (cols, rows) in memory."""
+        return False
 
     @property
     def snapshot_formats(self) -> list[tuple[str, str]]:
@@ -252,8 +266,8 @@ class StateCase(WithHeads, AnyCase):
         return State(self.laid_out(data), scale, rounding=self.rounding, seed=source.seeds(self.slots), stream=3)
 
     def laid_out(self, states: Tensor) -> Tensor:
-        """These states in the memory layout of the case."""
-        return states
+        """States in the memory layout of the case."""
+        return states.mT.contiguous().mT if self.transposed else states
 
 
 S = TypeVar("S", bound=StateCase)

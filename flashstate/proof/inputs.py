@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
+from flashstate.launch.axes import Axes
+from flashstate.launch.call import Op
 from flashstate.state.formats import bits_of, decode
 from flashstate.state.slots import Slots
 from flashstate.state.state import State
 
 if TYPE_CHECKING:
-    from flashstate.launch.direct import Launches
     from flashstate.proof.case import AnyCase
     from flashstate.proof.oracle import Expected
 
@@ -34,44 +36,42 @@ def slotted(pool: Pool) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in named if isinstance(tensor, Tensor) and name != "seed"}
 
 
-class BesideStates:
-    """A State and what an op keeps beside it, side by side, as laws see them. Its pool is a dataclass with all of it,
-    and calls the op with `state`."""
+@dataclass(frozen=True, eq=False)
+class BesideStates(State):
+    """A State with what an op keeps beside it, as laws see them: side by side. The op is given `state`."""
 
-    data: Tensor
-    scale: Tensor | None
-    seed: Tensor | None
-    rounding: str
-    rounds: int
-    stream: int
-    state: Any
+    state: ClassVar[Any]
 
-    def stored(self) -> State:
-        """The State of these tensors."""
-        options: dict[str, Any] = {"rounding": self.rounding, "rounds": self.rounds, "stream": self.stream}
-        return State(self.data, self.scale, seed=self.seed, **options)
+    @classmethod
+    def of(cls: type[P], *kept: Any) -> P:
+        """Of a State and what is beside it, which are dataclasses."""
+        return cls(**{own.name: getattr(one, own.name) for one in kept for own in fields(one)})
 
     @property
-    def launches(self) -> Launches:
-        """Kernels that were started on these states before."""
-        found: Launches = self.state.launches
-        return found
+    def alone(self) -> State:
+        """The State without the rest."""
+        return State(**{own.name: getattr(self, own.name) for own in fields(State)})
 
-    def advance(self, slots: Slots | Tensor | None = None) -> None:
-        self.state.advance(slots)
+    @property
+    def launches(self) -> Any:
+        """Kernels that were started on these states before."""
+        return self.state.launches
+
+
+P = TypeVar("P", bound=BesideStates)
 
 
 @dataclass(frozen=True)
 class ProvenOp:
-    """What inputs, the oracle and laws know of an op."""
+    """What inputs, the oracle and laws know of an op beside its declaration."""
 
-    step: Callable[..., Tensor]  # the public function
+    declared: Op
     # Of states, what else is carried, and the arguments of a token: its output, and all of that after it.
     token: Callable[..., tuple[Tensor, ...]]
-    activations: tuple[str, ...]  # the arguments that have tokens
-    remembered: tuple[str, ...]  # those of them that reach the state
-    widths: int  # axes of the main activation behind those of its tokens
-    main: str = "x"  # the activation whose dtype the output has, and as a rule its shape
+    remembered: tuple[str, ...]  # activations that reach the state
+    sizes: Mapping[str, str]  # the fields of a case that say how long the axes are that no state has
+    more: Mapping[str, str] = field(default_factory=dict)  # axes of tensors within arguments that are no tensors
+    uniform: tuple[str, ...] = ()  # arguments drawn from 0 to 1; others are normally distributed
     copies: bool = False  # whether a state is made of copies, so that nothing in it is rounded
     sums: bool = False  # whether sums along rows, whose order alignment decides, reach the state
     carried: tuple[str, ...] = ()  # tensors of a pool, beside data and scale, that a token continues from
@@ -89,6 +89,21 @@ class ProvenOp:
     stored_at_once: bool = True  # and leave, bit for bit, what those leave, encoded
     one_order: bool = True  # the interpreter, which multiplies matrices as numpy does, sums alike with every config
 
+    @property
+    def step(self) -> Callable[..., Tensor]:
+        """The public function."""
+        return self.declared.function
+
+    @cached_property
+    def tensors(self) -> dict[str, Axes]:
+        """The axes of tensor arguments."""
+        return {**self.declared.tensors, **{name: Axes.parse(words) for name, words in self.more.items()}}
+
+    @property
+    def activations(self) -> tuple[str, ...]:
+        """The arguments that have tokens."""
+        return tuple(name for name, axes in self.tensors.items() if axes.tokens)
+
 
 AnyInputs = TypeVar("AnyInputs", bound="Inputs")
 
@@ -99,8 +114,7 @@ class Inputs:
 
     op: ProvenOp
     state: Pool
-    arguments: dict[str, Tensor]  # those that must be given
-    options: dict[str, Any]  # the others
+    arguments: dict[str, Any]  # beside the pool and its slots; None: left out
     slots: Tensor  # (batch,)
     lengths: list[int] | None  # of packed rows
 
@@ -108,7 +122,7 @@ class Inputs:
         """Call the op, with some arguments changed or added."""
         if "slots" not in changes:
             changes["slots"] = self.slots if self.lengths is None else self.at()
-        return self.op.step(**self.op.takes(self.state, {**self.arguments, **self.options, **changes}))
+        return self.op.step(**self.op.takes(self.state, {**self.arguments, **changes}))
 
     def at(self, **fields: Any) -> Slots:
         """The slots of the batch with more fields of Slots, or others."""
@@ -165,27 +179,33 @@ class Inputs:
 
     def changed(self: AnyInputs, change: Callable[[Tensor], Tensor]) -> AnyInputs:
         """The pool and the parameters, with what `change` makes of every argument that has tokens."""
-        arguments, options = (
-            {name: change(t) if name in self.op.activations else t for name, t in given.items()}
-            for given in (self.arguments, self.options)
-        )
-        return replace(self, arguments=arguments, options=options)
+        return self.given(**{name: change(tensor) for name, tensor in self.activations.items()})
+
+    def given(self: AnyInputs, **changes: Any) -> AnyInputs:
+        """The pool and its slots, with some arguments changed."""
+        return replace(self, arguments={**self.arguments, **changes})
 
     @property
     def activations(self) -> dict[str, Tensor]:
         """The arguments that have tokens."""
-        given = {**self.arguments, **self.options}
-        return {name: given[name] for name in self.op.activations if name in given}
+        given = {name: self.arguments.get(name) for name in self.op.activations}
+        return {name: tensor for name, tensor in given.items() if tensor is not None}
 
     @property
     def main(self) -> Tensor:
         """The activation whose dtype the output has, and as a rule its shape."""
-        return self.arguments[self.op.main]
+        main: Tensor = self.arguments[self.op.declared.main]
+        return main
+
+    @property
+    def token_axes(self) -> int:
+        """How many axes of activations tokens have."""
+        return self.main.dim() - len(self.op.tensors[self.op.declared.main].names)
 
     @property
     def has_token_axis(self) -> bool:
         """Whether the tokens of rows, which are not packed, have an axis of their own."""
-        return self.lengths is None and self.main.dim() == 2 + self.op.widths
+        return self.lengths is None and self.token_axes == 2
 
     @property
     def row_lengths(self) -> list[int]:
@@ -194,9 +214,14 @@ class Inputs:
         return self.lengths or [rest[0] if self.has_token_axis else 1] * rows
 
     @property
+    def tokens(self) -> Tensor:
+        """Of every row, (batch,)."""
+        return torch.tensor(self.row_lengths, device=self.slots.device)
+
+    @property
     def stores(self) -> Tensor:
         """Which rows store a state, (batch,): those that have tokens."""
-        return torch.tensor(self.row_lengths, device=self.slots.device) > 0
+        return self.tokens > 0
 
     def per_row(self, y: Tensor) -> list[Tensor]:
         """The outputs of every row."""
@@ -242,7 +267,7 @@ class Source:
         return torch.randperm(case.slots, generator=self.generator)[: case.batch].to(dtype(case.index)).to(self.device)
 
 
-def view_into_projection(tensor: Tensor) -> Tensor:
+def in_projection(tensor: Tensor) -> Tensor:
     """These values as a slice of wider rows, one element off alignment, NaN around them."""
     *lead, heads, width = tensor.shape
     wide = torch.full((*lead, 2 * heads, width + 3), torch.nan, dtype=tensor.dtype, device=tensor.device)

@@ -61,10 +61,8 @@ def up_to_turns(angle: Tensor, near: Tensor) -> Tensor:
 
 def _stored(inputs: Inputs, before: Tensor, after: Tensor) -> Tensor:
     """The states as the pool stores them; rows without tokens keep theirs."""
-    slots = inputs.slots.long()
-    lengths = torch.tensor(inputs.row_lengths, device=slots.device)
-    stored = decode(*encoded(after, inputs.state, inputs.state, slots, lengths - 1))
-    stepped = (lengths > 0).reshape(-1, *[1] * (stored.dim() - 1))
+    stored = decode(*encoded(after, inputs.state, inputs.state, inputs.slots.long(), inputs.tokens - 1))
+    stepped = inputs.stores.reshape(-1, *[1] * (stored.dim() - 1))
     return torch.where(stepped, stored, before)
 
 
@@ -86,7 +84,7 @@ def _recurrence(inputs: Inputs, s: Tensor, others: list[Tensor]) -> tuple[Tensor
         return tuple(torch.cat(parts) for parts in zip(*rows, strict=True))
     outputs = []
     for run in [inputs.of_tokens(t) for t in range(inputs.main.shape[1])] if inputs.has_token_axis else [inputs]:
-        y, s, *others = inputs.op.token(s, *others, **run.arguments, **run.options)
+        y, s, *others = inputs.op.token(s, *others, **run.arguments)
         outputs.append(y)
     y = torch.stack(outputs, 1).flatten(0, 1) if outputs else s.new_empty(0)  # which torch.cat passes over
     return y, s, *others

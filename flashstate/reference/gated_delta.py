@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from flashstate.reference.mamba2 import softplus
-from flashstate.reference.state_io import resolve_read, store_output, token_positions
-from flashstate.reference.steps import flat_tokens, states_of, step_tokens, store_last
+from flashstate.reference.state_io import store_output
+from flashstate.reference.steps import flat_tokens, rows_of, states_of, step_tokens, store_last
 from flashstate.state.slots import Slots
 from flashstate.state.state import State
 
@@ -133,19 +133,14 @@ def gated_delta_step(
     if not at_once:
         step_tokens(state, activations, token, slots, snapshots, update, out)
         return
-    flat = flat_tokens(activations, out)
-    batch, tokens = out.shape[0] if slots is None else slots.read.shape[0], out.shape[: out.dim() - 2].numel()
-    at = token_positions(slots, batch, tokens, out.device)  # (batch, T)
+    flat = flat_tokens(activations, out.dim() - 2)
+    at, y, read, live, gives = rows_of(slots, state.data.shape[0], out, out.dim() - 2)
     within = at if slots is None else at[:, : slots.longest]  # packed rows are cut at max_len
-    read = resolve_read(slots, batch, state.data.shape[0], out.device)
-    live = read >= 0
-    gives = torch.ones_like(live) if slots is not None and slots.padding == "fresh" else live
     exists = (within >= 0) & gives[:, None]
     rows = {name: t[within.clamp(min=0)] for name, t in flat.items() if t is not None}  # (batch, T, ...)
     o, s = gated_delta_at_once(
         states_of(state, read), **rows, exists=exists, A_log=A_log, dt_bias=dt_bias, scale=scale, qk_l2norm=qk_l2norm
     )
-    y = out.new_zeros(tokens, *out.shape[-2:], dtype=torch.float32)
     y[within[exists]] = o[exists]
     store_output(out, y, at, live, slots)
     if update:

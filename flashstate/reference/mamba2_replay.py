@@ -7,8 +7,8 @@ from torch import Tensor
 
 from flashstate.reference.mamba2 import mamba2_token, softplus, state_after
 from flashstate.reference.rings import live_tokens
-from flashstate.reference.state_io import resolve, resolve_read, store_output, store_state, token_positions
-from flashstate.reference.steps import states_of
+from flashstate.reference.state_io import resolve, resolve_read, store_output, store_state
+from flashstate.reference.steps import rows_of, states_of
 from flashstate.state.ring import Ring
 from flashstate.state.slots import Slots
 from flashstate.state.state import State
@@ -47,14 +47,11 @@ def mamba2_replay(
 ) -> None:
     """Every token of every row of the batch, from what its checkpoint and its ring say: fills `out`; with `update` it
     folds rings that would overflow, and appends the tokens."""
-    batch = out.shape[0] if slots is None else slots.read.shape[0]
     lead = out.dim() - 2  # token axes
     x, dt, B, C = (tensor.flatten(0, lead - 1) for tensor in (x, dt, B, C))
     z = None if z is None else z.flatten(0, lead - 1)
-    y = out.new_zeros(out.shape[: out.dim() - 2].numel(), *out.shape[-2:], dtype=torch.float32)
-    at = token_positions(slots, batch, len(y), out.device)[:, :longest]  # (batch, T)
-    slot = resolve_read(slots, batch, len(ring.count), out.device)
-    known = slot >= 0
+    at, y, slot, known, gives = rows_of(slots, len(ring.count), out, lead)
+    at = at[:, :longest]  # (batch, T)
     length = (at >= 0).sum(1)
     live = torch.where(known, ring.count[slot.clamp(min=0)], 0).long()
     start = torch.where(known, ring.start[slot.clamp(min=0)], 0).long()
@@ -65,7 +62,6 @@ def mamba2_replay(
         seed = None if state.seed is None else state.seed[slot]
         to, index = torch.where(fold, slot, -1), torch.full_like(slot, BEFORE_THE_FIRST_TOKEN)
         store_state(state, s, (to,), seed, index)
-    gives = torch.ones_like(known) if slots is not None and slots.padding == "fresh" else known
     for t in range(at.shape[1]):
         runs = gives & (at[:, t] >= 0)
         here = at[runs, t]
@@ -74,28 +70,18 @@ def mamba2_replay(
         y[here], s[runs] = mamba2_token(s[runs], *token)
         if update:
             into = runs & known
-            append(
-                ring, slot[into], (start + live + t)[into] % ring.length, at[into, t], x, dt, B, dt_bias, dt_softplus
-            )
+            new, row = at[into, t], (start + live + t)[into] % ring.length
+            append(ring, slot[into], row, x[new], dt[new], B[new], dt_bias, dt_softplus)
     store_output(out, y, at, known, slots)
 
 
 def append(
-    ring: Ring,
-    slot: Tensor,
-    row: Tensor,
-    token: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    B: Tensor,
-    dt_bias: Tensor | None,
-    dt_softplus: bool,
+    ring: Ring, slot: Tensor, row: Tensor, x: Tensor, dt: Tensor, B: Tensor, dt_bias: Tensor | None, dt_softplus: bool
 ) -> None:
-    """Put a token of x, dt and B, which have all tokens on their first axis, into a row of the ring of each slot: dt as
-    it counts."""
-    sizes = dt[token].float() if dt_bias is None else dt[token].float() + dt_bias.float()
-    ring.x[slot, :, row] = x[token]
-    ring.B[slot, :, row] = B[token]
+    """Put x, dt and B of a token into a row of the ring of each slot: dt as it counts."""
+    sizes = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
+    ring.x[slot, :, row] = x
+    ring.B[slot, :, row] = B
     ring.dt[slot, :, row] = softplus(sizes) if dt_softplus else sizes
 
 

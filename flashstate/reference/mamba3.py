@@ -10,8 +10,8 @@ from torch import Tensor
 
 from flashstate.reference.gated_delta import sigmoid
 from flashstate.reference.mamba2 import silu
-from flashstate.reference.state_io import resolve, resolve_read, store_output, store_state, token_positions
-from flashstate.reference.steps import states_of
+from flashstate.reference.state_io import resolve, store_output, store_state
+from flashstate.reference.steps import flat_tokens, rows_of, states_of
 from flashstate.reference.tree import column
 from flashstate.state.mamba3 import Mamba3State
 from flashstate.state.slots import Slots
@@ -152,15 +152,10 @@ def mamba3_step(
     """Every token of every row of the batch, on the pool: fills `out` and, with `update`, the pool."""
     lead = x.dim() - 2  # token axes
     tokens = {"x": x, "A": A, "dt": dt, "trap": trap, "B": B, "C": C, "z": z, "angle": angle}
-    flat = {name: None if t is None else t.flatten(0, lead - 1) for name, t in tokens.items()}
-    batch, num_slots = out.shape[0] if slots is None else slots.read.shape[0], state.k.shape[0]
-    y = out.new_zeros(out.shape[:lead].numel(), *out.shape[lead:], dtype=torch.float32)
-    at = token_positions(slots, batch, len(y), out.device)  # (batch, T)
-    read = resolve_read(slots, batch, num_slots, out.device)
+    flat, num_slots = flat_tokens(tokens, lead), state.k.shape[0]
+    at, y, read, live, gives = rows_of(slots, num_slots, out, lead)
     write, null = (None, -1) if slots is None else (slots.write, slots.null)
 
-    live = read >= 0
-    gives = torch.ones_like(live) if slots is not None and slots.padding == "fresh" else live
     memory = four_states_in(state, read)
     for t in range(at.shape[1]):
         runs = gives & (at[:, t] >= 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,9 +24,28 @@ from flashstate.state.state import State
 TokenFunction = Callable[..., tuple[Tensor, Tensor]]
 
 
-def flat_tokens(activations: Mapping[str, Tensor | None], out: Tensor) -> dict[str, Tensor | None]:
-    """Activations with all tokens on one axis. out: (batch, T, heads, rows), (batch, ...) or packed (tokens, ...)."""
-    lead = out.dim() - 2  # token axes
+class Rows(NamedTuple):
+    """The rows of a batch, and a place for the outputs of their tokens."""
+
+    at: Tensor  # (batch, T): where their tokens are on one axis of all tokens; -1 where a row has ended
+    y: Tensor  # (tokens, ...), float32: zeros
+    read: Tensor  # (batch,): the slots they read; -1 for padding
+    live: Tensor  # (batch,): whether there is one
+    gives: Tensor  # (batch,): whether they have outputs of their own
+
+
+def rows_of(slots: Slots | None, num_slots: int, out: Tensor, lead: int) -> Rows:
+    """The rows of a call whose `out` has so many token axes: (batch, T), (batch,) or packed (tokens,)."""
+    batch = out.shape[0] if slots is None else slots.read.shape[0]
+    y = out.new_zeros(out.shape[:lead].numel(), *out.shape[lead:], dtype=torch.float32)
+    read = resolve_read(slots, batch, num_slots, out.device)
+    live = read >= 0
+    gives = torch.ones_like(live) if slots is not None and slots.padding == "fresh" else live
+    return Rows(token_positions(slots, batch, len(y), out.device), y, read, live, gives)
+
+
+def flat_tokens(activations: Mapping[str, Tensor | None], lead: int) -> dict[str, Tensor | None]:
+    """Activations with all tokens on one axis, of so many token axes."""
     return {name: None if t is None else t.flatten(0, lead - 1) for name, t in activations.items()}
 
 
@@ -39,20 +59,15 @@ def step_tokens(
     out: Tensor,
 ) -> None:
     """Every token of every row of the batch, on the pool: fills `out`, `snapshots` and, with `update`, the pool."""
-    batch = out.shape[0] if slots is None else slots.read.shape[0]
-    num_slots = state.data.shape[0]
-    activations = flat_tokens(activations, out)
-    y = out.new_zeros(out.shape[: out.dim() - 2].numel(), *out.shape[-2:], dtype=torch.float32)
-    at = token_positions(slots, batch, len(y), out.device)  # (batch, T)
-    read = resolve_read(slots, batch, num_slots, out.device)
+    num_slots, lead = state.data.shape[0], out.dim() - 2
+    activations = flat_tokens(activations, lead)
+    at, y, read, live, gives = rows_of(slots, num_slots, out, lead)
     write, null = (None, -1) if slots is None else (slots.write, slots.null)
     rows = None if slots is None else slots.snapshot_rows
     seed = None if state.seed is None else state.seed[read]
     parents = None if slots is None else slots.parents
     longest = at.shape[1] if slots is None or slots.longest is None else slots.longest
 
-    live = read >= 0
-    gives = torch.ones_like(live) if slots is not None and slots.padding == "fresh" else live
     s = states_of(state, read)  # (batch, heads, rows, cols): the state after the last token
     after = Tree(s, parents) if parents is not None else None
     for t in range(at.shape[1]):
@@ -69,7 +84,7 @@ def step_tokens(
             to = resolve("write", column(write, t), runs & live, num_slots, null)
             store_state(state, s, (to,), seed, index)
         if snapshots is not None and t < longest:
-            to = torch.arange(batch, device=out.device) if rows is None else rows
+            to = torch.arange(len(read), device=out.device) if rows is None else rows
             to = resolve("snapshot row", to, runs & live, snapshots.data.shape[0])
             store_state(snapshots, s, (to, index), seed, index)
     store_output(out, y, at, live, slots)

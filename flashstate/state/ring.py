@@ -17,6 +17,10 @@ from flashstate.state.state import State, check_slots_of
 
 LARGEST_WINDOW = 64
 FIELDS = 8  # numbers that a plan has of a row
+UNUSED = {  # tables of slots, and why
+    "replay": (("write", "accepted", "parents", "snapshot_rows"), "keeps tokens in the slot it reads"),
+    "folding": (("accepted", "parents", "snapshot_rows", "cu_seqlens"), "has no new tokens"),
+}
 AXES = {
     "x": ("slots", "heads", "length", "rows"),
     "B": ("slots", "groups", "length", "cols"),
@@ -204,18 +208,12 @@ def check_call_length(ring: Ring, longest: int | None) -> int:
     return longest
 
 
-def check_replayed_slots(slots: Slots | None) -> None:
-    """Raise where slots have what replay has not: it reads a state and a ring in one slot, and writes them there."""
-    for name in ("write", "accepted", "parents", "snapshot_rows"):
+def refuse_tables(slots: Slots | None, use: str) -> None:
+    """Raise where slots have tables that replay or folding has no use for."""
+    names, why = UNUSED[use]
+    for name in names:
         if slots is not None and getattr(slots, name) is not None:
-            raise ValueError(f"slots.{name} is not for replay, which keeps tokens in the slot it reads")
-
-
-def check_folded_slots(slots: Slots | None) -> None:
-    """Raise where slots have what folding has not, but for write."""
-    for name in ("accepted", "parents", "snapshot_rows", "cu_seqlens"):
-        if slots is not None and getattr(slots, name) is not None:
-            raise ValueError(f"slots.{name} is not for folding, which has no new tokens")
+            raise ValueError(f"slots.{name} is not for {use}, which {why}")
 
 
 def check_plan(plan: Plan, ring: Ring) -> None:
@@ -230,10 +228,12 @@ def check_plan(plan: Plan, ring: Ring) -> None:
         raise ValueError("plan was made for rings of other slots: their start and count are not those of this ring")
 
 
-def check_tokens_to_fold(tokens: Tensor | int | None, ring: Ring, batch: int) -> None:
-    """Raise unless it can say how many live rows to fold."""
+def tokens_to_fold(tokens: Tensor | int | None, ring: Ring, batch: int) -> tuple[Tensor | None, int]:
+    """How many live rows to fold, if it can say that: of each row, or the same of all; -1: as many as there are."""
     if isinstance(tokens, Tensor):
         check_tensor("tokens", tokens, ("batch",), (batch,), dtypes=INDEX_DTYPES, device=ring.x.device)
         check_contiguous("tokens", tokens)
-    elif tokens is not None:
+        return tokens, -1
+    if tokens is not None:
         check_int("tokens", tokens, 0, ring.window)
+    return None, -1 if tokens is None else tokens

@@ -65,11 +65,8 @@ def to_bfloat16_stochastic(v: Tensor, random: Tensor) -> Tensor:
 
 
 def to_integer_stochastic(w: Tensor, random: Tensor) -> Tensor:
-    """float64 to a whole number, upward with the probability of the discarded fraction.
-
-    It is floor(w + u), where u = (random | 1) / 65536 is the middle of one of 2^15 intervals: what is less than 2^-16
-    from a whole number becomes it.
-    """
+    """float64 to a whole number, upward with the probability of the discarded fraction: floor(w + u), where u =
+    (random | 1) / 65536 is the middle of one of 2^15 intervals: what is less than 2^-16 from a whole one becomes it."""
     return (w * 65536.0).floor().long() + (random | 1) >> 16
 
 

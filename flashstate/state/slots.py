@@ -20,6 +20,7 @@ from flashstate.state.signature import describe, fields_of, signature_of
 
 MOST_TOKENS = (1 << 31) - 1  # on a token axis
 PADDINGS = ("zero", "fresh", "keep")
+TABLES = ("read", "accepted", "write", "parents", "cu_seqlens", "snapshot_rows")  # in the order of kernels
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,24 +94,25 @@ class Slots:
             check_int("max_len", self.max_len, 0, MOST_TOKENS)
             if self.cu_seqlens is None:
                 raise ValueError("max_len is for packed tokens: give it with cu_seqlens")
+        self.check_entries(self.longest)
+
+    def check_entries(self, longest: int | None, prefix: str = "") -> None:
+        """Raise unless tables of numbers per token have as many as the longest row has tokens."""
         for name, table in (("write", self.write), ("parents", self.parents)):
-            if table is not None and table.dim() == 2 and table.shape[1] != self.longest:
-                raise ValueError(
-                    f"{name} must have an entry for each of the {self.longest} tokens, got shape {tuple(table.shape)}"
-                )
+            if table is not None and table.dim() == 2 and table.shape[1] != longest:
+                words = f"must have an entry for each of the {longest} tokens, got shape {tuple(table.shape)}"
+                raise ValueError(f"{prefix}{name} {words}")
 
     @cached_property
     def tables(self) -> tuple[Tensor, ...]:
         """All tensors there are, in the order in which kernels take them."""
-        return tuple(table for table in self._all_tables() if table is not None)
+        return tuple(table for name in TABLES if (table := getattr(self, name)) is not None)
 
     @cached_property
     def signature(self) -> int:
         """Stands for all that a launch depends on but the addresses."""
-        return signature_of("slots", *map(describe, self._all_tables()), self.max_len, self.null, self.padding)
-
-    def _all_tables(self) -> tuple[Tensor | None, ...]:
-        return self.read, self.accepted, self.write, self.parents, self.cu_seqlens, self.snapshot_rows
+        described = (describe(getattr(self, name)) for name in TABLES)
+        return signature_of("slots", *described, self.max_len, self.null, self.padding)
 
     __getstate__ = fields_of
 

@@ -13,8 +13,8 @@ from flashstate.errors import ACTIVATION_DTYPES, dtype_name
 from flashstate.launch.direct import Launches
 from flashstate.ops import conv1d
 from flashstate.ops.conv1d import ChannelProblem
-from flashstate.proof.case import CASES, AnyCase, Cases, Drawn
-from flashstate.proof.inputs import Inputs, ProvenOp, Source, dtype, view_into_projection
+from flashstate.proof.case import CASES, AnyCase, Cases
+from flashstate.proof.inputs import Inputs, ProvenOp, Source, dtype, in_projection
 from flashstate.reference.conv1d import conv1d_token
 from flashstate.state.formats import label_of
 from flashstate.state.signature import ACCESS_BYTES
@@ -43,15 +43,13 @@ def _bare(windows: Windows, given: dict[str, Any]) -> dict[str, Any]:
     return {"window": windows.data, **bare}
 
 
-def _token(
-    s: Tensor, x: Tensor, weight: Tensor, activation: str | None, bias: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def _token(s: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> tuple[Tensor, Tensor]:
     """The output of one token (batch, channels), and the windows after it, in the dtype of those before it."""
     u = torch.cat([s, x[..., None].to(s.dtype)], 2)  # (batch, channels, length + 1)
     return conv1d_token(u[..., -weight.shape[1] :], weight, bias, activation), u[..., 1:]
 
 
-CONV1D = ProvenOp(conv1d.conv1d_step, _token, activations=("x",), remembered=("x",), widths=1, copies=True, takes=_bare)
+CONV1D = ProvenOp(conv1d.CONV1D_STEP, _token, remembered=("x",), sizes={"width": "width"}, copies=True, takes=_bare)
 
 
 @dataclass(frozen=True)
@@ -70,10 +68,6 @@ class ConvCase(AnyCase):
     @property
     def format(self) -> str:
         return self.x if self.window == "same" else self.window
-
-    @property
-    def rounding(self) -> str:
-        return "nearest"
 
     @property
     def state_axes(self) -> tuple[int, int]:
@@ -106,16 +100,8 @@ class ConvCase(AnyCase):
         return replace(CONV1D, every_token=self.extra == 0)
 
     @property
-    def given(self) -> tuple[Drawn, ...]:
-        return (
-            Drawn("x", self.x, (self.channels,)),
-            Drawn("weight", self.parameters, (self.channels, self.width)),
-            Drawn("bias", self.parameters, (self.channels,), self.bias),
-        )
-
-    @property
-    def snapshot_formats(self) -> list[tuple[str, str]]:
-        return [(self.format, self.rounding)] * 2
+    def dtypes(self) -> dict[str, Any]:
+        return {"x": self.x, "weight": self.parameters, "bias": self.bias and self.parameters}
 
     def snapshot_of(self, states: Tensor) -> Tensor:
         return states[..., self.extra :]
@@ -125,9 +111,6 @@ class ConvCase(AnyCase):
 
     def make_pool(self, source: Source) -> Windows:
         return Windows(self._laid_out(source.normal(self.slots, *self.state_axes, name=self.format)))
-
-    def adjust(self, arguments: dict[str, Tensor], options: dict[str, Any]) -> None:
-        options["activation"] = self.activation
 
     def snapshots(self, rows: int, tokens: int, name: str, rounding: str, device: torch.device) -> Windows:
         shape = (rows, tokens, self.channels, self.width - 1)
@@ -139,7 +122,7 @@ class ConvCase(AnyCase):
 
     def as_views(self, inputs: Inputs) -> Inputs:
         """Channels far from each other, with other memory between them."""
-        return inputs.changed(lambda x: view_into_projection(x.transpose(0, -1)).transpose(0, -1))
+        return inputs.changed(lambda x: in_projection(x.transpose(0, -1)).transpose(0, -1))
 
 
 # In every group one token, several, and packed ones.

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from flashstate.launch import Problem
-from flashstate.ops.gated_delta import delta_kind, gated_delta_step
-from flashstate.proof.case import CASES, Cases, Drawn, StateCase, by_turns, in_every_format
-from flashstate.proof.inputs import Inputs, ProvenOp, dtype, first_axis_innermost
+from flashstate.ops.gated_delta import GATED_DELTA_STEP, delta_kind
+from flashstate.proof.case import CASES, Cases, StateCase, by_turns, in_every_format
+from flashstate.proof.inputs import ProvenOp, dtype
 from flashstate.reference.gated_delta import gated_delta_token, gates, normalised
 from flashstate.state.formats import FORMATS, PORTABLE_FORMATS
-from flashstate.state.signature import ACCESS_BYTES
 
 
 def _token(s: Tensor, exact: bool, **arguments: Any) -> tuple[Tensor, Tensor]:
-    """gated_delta_token, whose optional arguments may be left out."""
-    return gated_delta_token(s, **{"A_log": None, "dt_bias": None, "scale": None, **arguments})
+    """gated_delta_token, which is always exact."""
+    return gated_delta_token(s, **arguments)
 
 
 def _token_of_terms(s: Tensor, exact: bool, **arguments: Any) -> tuple[Tensor, Tensor]:
@@ -35,10 +34,10 @@ def _token_of_terms(s: Tensor, exact: bool, **arguments: Any) -> tuple[Tensor, T
         return high + (x - high).bfloat16().to(x.dtype)
 
     q, k, v, a, b = (arguments[name].to(s.dtype) for name in ("q", "k", "v", "a", "b"))
-    alpha, beta = gates(a, b, arguments.get("A_log"), arguments.get("dt_bias"))
+    alpha, beta = gates(a, b, arguments["A_log"], arguments["dt_bias"])
     if arguments["qk_l2norm"]:
         q, k = normalised(q), normalised(k)
-    scale = arguments.get("scale", q.shape[-1] ** -0.5)
+    scale = q.shape[-1] ** -0.5 if arguments["scale"] is None else arguments["scale"]
     heads_per_key = s.shape[1] // q.shape[1]
     q, k = (t.repeat_interleave(heads_per_key, dim=1)[:, :, None, :] for t in (q * scale, k))
 
@@ -48,9 +47,7 @@ def _token_of_terms(s: Tensor, exact: bool, **arguments: Any) -> tuple[Tensor, T
     return o, s + two_terms(u)[..., None] * k
 
 
-GATED_DELTA = ProvenOp(
-    gated_delta_step, _token, ("q", "k", "v", "a", "b"), remembered=("k", "v", "a", "b"), widths=2, main="v", sums=True
-)
+GATED_DELTA = ProvenOp(GATED_DELTA_STEP, _token, remembered=("k", "v", "a", "b"), sizes={"H": "key_heads"}, sums=True)
 
 
 @dataclass(frozen=True)
@@ -79,16 +76,9 @@ class DeltaCase(StateCase):
         return replace(self, format=name, rounding=rounding, transposed=transposed)
 
     @property
-    def problem(self) -> Problem:
-        neighbours = self.rows if self.transposed else self.cols
-        vector = math.gcd(neighbours, ACCESS_BYTES // dtype(self.format).itemsize)
+    def kind(self) -> tuple[Callable[..., Problem], str]:
         kind, op = delta_kind(self.several, self.several and not self.exact, self.tokens)
-        shape, size = (self.rows, self.cols, self.format, self.rounding, vector), self.batch * self.heads
-        return kind(op, *shape, size, self.several, transposed=self.transposed)
-
-    @property
-    def has_bias(self) -> bool:
-        return self.raw and self.dt_bias
+        return partial(kind, transposed=self.transposed), op
 
     def same_when_packed(self, tokens: int) -> bool:
         return self.exact  # else a short row takes part in what the longest one needs
@@ -105,39 +95,20 @@ class DeltaCase(StateCase):
         return replace(op, exact_at_once=alike, stored_at_once=alike)
 
     @property
-    def given(self) -> tuple[Drawn, ...]:
-        per_head = (self.cols,) if self.per_channel else ()
-        return (
-            Drawn("q", self.qk, (self.key_heads, self.cols)),
-            Drawn("k", self.qk, (self.key_heads, self.cols)),
-            Drawn("v", self.x, (self.heads, self.rows)),
-            Drawn("a", self.gates, (self.heads, *per_head)),
-            Drawn("b", self.gates, (self.heads,)),
-            Drawn("A_log", self.parameters, (self.heads,), self.raw),
-            Drawn("dt_bias", self.parameters, (self.heads, *per_head), self.has_bias),
-        )
+    def dtypes(self) -> dict[str, Any]:
+        needed, shared = {"q": self.qk, "k": self.qk, "v": self.x, "a": self.gates, "b": self.gates}, self.parameters
+        return needed | {"A_log": self.raw and shared, "dt_bias": self.raw and self.dt_bias and shared}
 
-    def adjust(self, arguments: dict[str, Tensor], options: dict[str, Any]) -> None:
-        options |= {"qk_l2norm": self.qk_l2norm, "exact": self.exact}
-        options |= {} if self.scale is None else {"scale": self.scale}
+    def is_whole(self, name: str) -> bool:
+        return self.per_channel
+
+    def adjust(self, arguments: dict[str, Any]) -> None:
         if not self.qk_l2norm:
             arguments["k"] *= self.cols**-0.5  # so that u stays as large as v
         if not self.raw:
             arguments |= {"a": -arguments["a"].abs(), "b": arguments["b"].sigmoid()}
-        if self.has_bias:
-            options["dt_bias"] = options["dt_bias"] - 2
-
-    def laid_out(self, states: Tensor) -> Tensor:
-        return states.mT.contiguous().mT if self.transposed else states
-
-    def as_views(self, inputs: Inputs) -> Inputs:
-        views = super().as_views(inputs)
-        if not self.per_channel:
-            a = first_axis_innermost(inputs.arguments["a"])
-            views.arguments["a"] = a[..., None].expand(*a.shape, self.cols)
-            if self.has_bias:
-                views.options["dt_bias"] = inputs.options["dt_bias"][:, None].expand(-1, self.cols)
-        return views
+        if arguments["dt_bias"] is not None:
+            arguments["dt_bias"] -= 2
 
 
 _SHAPES = {

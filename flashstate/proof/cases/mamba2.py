@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor
-
 from flashstate.launch import Problem
-from flashstate.ops.mamba2 import mamba2_step
-from flashstate.proof.case import CASES, Cases, Drawn, StateCase, by_turns, in_every_format
-from flashstate.proof.inputs import Inputs, ProvenOp, dtype, first_axis_innermost
+from flashstate.ops.mamba2 import MAMBA2_STEP
+from flashstate.proof.case import CASES, Cases, StateCase, by_turns, in_every_format
+from flashstate.proof.inputs import ProvenOp, dtype
 from flashstate.reference.mamba2 import mamba2_token
 from flashstate.state.formats import FORMATS, PORTABLE_FORMATS
 
-
-def _token(s: Tensor, **arguments: Any) -> tuple[Tensor, Tensor]:
-    """mamba2_token, whose optional arguments may be left out."""
-    return mamba2_token(s, **{"D": None, "z": None, "dt_bias": None, **arguments})
-
-
-MAMBA2 = ProvenOp(mamba2_step, _token, activations=("x", "dt", "B", "C", "z"), remembered=("x", "dt", "B"), widths=2)
+MAMBA2 = ProvenOp(MAMBA2_STEP, mamba2_token, remembered=("x", "dt", "B"), sizes={"groups": "groups"})
 
 
 @dataclass(frozen=True)
@@ -40,9 +33,8 @@ class Case(StateCase):
     mamba1: bool = False  # dt and dt_bias have a value for each row, A for each element
 
     @property
-    def problem(self) -> Problem:
-        shape, size = (self.rows, self.cols, self.format, self.rounding, self.vector), self.batch * self.heads
-        return Problem("mamba2_step", *shape, size, self.several)
+    def kind(self) -> tuple[Callable[..., Problem], str]:
+        return Problem, "mamba2_step"
 
     @property
     def op(self) -> ProvenOp:
@@ -52,40 +44,22 @@ class Case(StateCase):
         return replace(MAMBA2, exact_at_once=self.format == "float32", stored_at_once=not scaled)
 
     @property
-    def given(self) -> tuple[Drawn, ...]:
-        heads, rows, cols = self.heads, self.rows, self.cols
-        per_row, per_element = ((rows,), (rows, cols)) if self.mamba1 else ((), ())
-        return (
-            Drawn("x", self.x, (heads, rows)),
-            Drawn("dt", self.dt, (heads, *per_row)),
-            Drawn("A", self.parameters, (heads, *per_element)),
-            Drawn("B", self.bc, (self.groups, cols)),
-            Drawn("C", self.bc, (self.groups, cols)),
-            Drawn("D", self.parameters, (heads, rows) if self.D == "row" else (heads,), self.D is not None),
-            Drawn("z", self.x, (heads, rows), self.z),
-            Drawn("dt_bias", self.parameters, (heads, *per_row), self.dt_bias),
-        )
+    def dtypes(self) -> dict[str, Any]:
+        shared = self.parameters
+        needed = {"x": self.x, "dt": self.dt, "A": shared, "B": self.bc, "C": self.bc}
+        return needed | {"D": self.D and shared, "z": self.z and self.x, "dt_bias": self.dt_bias and shared}
 
-    def adjust(self, arguments: dict[str, Tensor], options: dict[str, Any]) -> None:
+    def is_whole(self, name: str) -> bool:
+        return self.D == "row" if name == "D" else self.mamba1
+
+    def adjust(self, arguments: dict[str, Any]) -> None:
         """Time steps are positive."""
-        options["dt_softplus"] = self.dt_softplus
         arguments["A"] = -arguments["A"].abs()
         if not self.dt_softplus:
             arguments["dt"] = arguments["dt"].abs()
         if self.dt_bias:
-            bias = options["dt_bias"]
-            options["dt_bias"] = bias - 1 if self.dt_softplus else bias.abs()
-
-    def as_views(self, inputs: Inputs) -> Inputs:
-        views = super().as_views(inputs)
-        if not self.mamba1:
-            dt = first_axis_innermost(inputs.arguments["dt"])
-            views.arguments["dt"] = dt[..., None].expand(*dt.shape, self.rows)
-            views.arguments["A"] = inputs.arguments["A"][:, None, None].expand(-1, self.rows, self.cols)
-        for name in ("D", "dt_bias"):
-            if name in inputs.options and inputs.options[name].dim() == 1:
-                views.options[name] = inputs.options[name][:, None].expand(-1, self.rows)
-        return views
+            bias = arguments["dt_bias"]
+            arguments["dt_bias"] = bias - 1 if self.dt_softplus else bias.abs()
 
 
 _SHAPES = {

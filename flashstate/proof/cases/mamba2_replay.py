@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from flashstate.errors import dtype_name
 from flashstate.launch import Problem
-from flashstate.ops.mamba2_replay import ReplayProblem, ReplayTokenProblem, mamba2_replay, parted, replay_kind
+from flashstate.ops.mamba2_replay import MAMBA2_REPLAY, ReplayProblem, ReplayTokenProblem, parted, replay_kind
 from flashstate.proof.case import CASES, Cases, by_turns, in_every_format
 from flashstate.proof.cases.mamba2 import MAMBA2, Case
 from flashstate.proof.inputs import BesideStates, Inputs, ProvenOp, Source, dtype
@@ -29,36 +30,24 @@ from flashstate.state.state import State
 FORMS = ("decided", "planned", "parted")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class ReplayPool(BesideStates):
     """The checkpoints and the rings of a layer, as laws see them: side by side."""
 
-    data: Tensor
-    scale: Tensor | None
-    seed: Tensor | None
-    x: Tensor  # of the ring, as the four after it
+    x: Tensor  # of the ring, as the five after it
     B: Tensor
     dt: Tensor
     start: Tensor
     count: Tensor
     window: int
-    rounding: str = "nearest"
-    rounds: int = 10
-    stream: int = 0
-
-    @classmethod
-    def of(cls, state: State, ring: Ring) -> ReplayPool:
-        kept = (ring.x, ring.B, ring.dt, ring.start, ring.count, ring.window)
-        return cls(state.data, state.scale, state.seed, *kept, state.rounding, state.rounds, state.stream)
 
     @cached_property
     def state(self) -> State:
-        """What the op is given, with `ring`."""
-        return self.stored()
+        return self.alone
 
     @cached_property
     def ring(self) -> Ring:
-        return Ring(self.x, self.B, self.dt, self.start, self.count, self.window)
+        return Ring(**{own.name: getattr(self, own.name) for own in fields(Ring)})
 
     @property
     def live_rows(self) -> Tensor:
@@ -100,19 +89,12 @@ class ReplayInputs(Inputs):
         return self.state.ring.plan(self.at() if slots is None else slots, tokens if self.lengths is None else None)
 
     @property
-    def tokens(self) -> Tensor:
-        """Of every row, (batch,)."""
-        return torch.tensor(self.row_lengths, device=self.slots.device)
-
-    @property
     def folds(self) -> Tensor:
         """Which rows fold, (batch,)."""
         live = self.state.count[self.slots.long()].long()
         return (self.tokens > 0) & (live + self.tokens > self.state.window)
 
-    @property
-    def stores(self) -> Tensor:
-        return self.folds
+    stores = folds  # no other row stores its state
 
     @property
     def appended_rows(self) -> Tensor:
@@ -124,17 +106,8 @@ class ReplayInputs(Inputs):
     def token(self, rows: Tensor, t: int) -> dict[str, Any]:
         """The arguments of mamba2_token for token t of these rows of the batch, which have one."""
         at = (self.tokens.cumsum(0) - self.tokens)[rows] + t
-        given = {"D": None, "z": None, "dt_bias": None, **self.arguments, **self.options}
-        last = self.main.dim() - self.op.widths - 1  # token axis
-        return given | {name: tensor.flatten(0, last)[at] for name, tensor in self.activations.items()}
-
-    def with_tokens_of(self, other: ReplayInputs) -> ReplayInputs:
-        """The pool, parameters and slots of this call, with the tokens of another."""
-        arguments, options = (
-            {name: theirs[name] if name in self.op.activations else value for name, value in own.items()}
-            for own, theirs in ((self.arguments, other.arguments), (self.options, other.options))
-        )
-        return replace(self, arguments=arguments, options=options)
+        tokens = {name: tensor.flatten(0, self.token_axes - 1)[at] for name, tensor in self.activations.items()}
+        return {**self.arguments, **tokens}
 
 
 def operand(values: Tensor, x: torch.dtype) -> Tensor:
@@ -223,16 +196,9 @@ def _expected(inputs: ReplayInputs) -> Expected:
 
 
 REPLAY = replace(
-    MAMBA2,
-    step=mamba2_replay,
-    takes=_with_ring,
-    remembered=(),
-    sums=True,
-    expects=_expected,
-    rings=True,
-    between_tokens=False,
-    every_token=False,
-)
+    MAMBA2, declared=MAMBA2_REPLAY, takes=_with_ring, remembered=(), sums=True, expects=_expected, rings=True,
+    between_tokens=False, every_token=False,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -255,10 +221,12 @@ class ReplayCase(Case):
         return tuple(replace(self, form=form) for form in FORMS)
 
     @property
-    def problem(self) -> Problem:
-        shape, size = (self.rows, self.cols, self.format, self.rounding, self.vector), self.batch * self.heads
-        kind = replay_kind(self.tokens or 1, self.format, self.packed, self.window)
-        return kind("mamba2_replay either", *shape, size, self.tokens > 1)
+    def kind(self) -> tuple[Callable[..., Problem], str]:
+        return replay_kind(self.tokens or 1, self.format, self.packed, self.window), "mamba2_replay either"
+
+    @property
+    def several(self) -> bool:
+        return self.tokens > 1
 
     @property
     def op(self) -> ProvenOp:
@@ -297,7 +265,7 @@ class ReplayCase(Case):
         pool = ReplayPool.of(step.state, self._ring(Source(device, seed + (1 << 40)), step.slots.long()))
         for tensor in (pool.x, pool.B, pool.dt):
             tensor.transpose(1, 2)[~pool.live_rows] = torch.nan
-        return ReplayInputs(REPLAY, pool, step.arguments, step.options, step.slots, step.lengths, form=self.form)
+        return ReplayInputs(REPLAY, pool, step.arguments, step.slots, step.lengths, form=self.form)
 
     def _ring(self, source: Source, slots: Tensor) -> Ring:
         length = self.window + max(1, self.tokens) + self.spare

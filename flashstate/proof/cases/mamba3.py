@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -11,40 +12,25 @@ import torch
 from torch import Tensor
 
 from flashstate.launch import Problem
-from flashstate.ops.mamba3 import mamba3_kind, mamba3_step
-from flashstate.proof.case import CASES, Cases, Drawn, StateCase, by_turns, in_every_format
-from flashstate.proof.inputs import (
-    BesideStates,
-    Inputs,
-    ProvenOp,
-    Source,
-    dtype,
-    first_axis_innermost,
-    view_into_projection,
-)
+from flashstate.ops.mamba3 import MAMBA3_STEP, mamba3_kind
+from flashstate.proof.case import CASES, Cases, StateCase, by_turns, in_every_format
+from flashstate.proof.inputs import BesideStates, Inputs, ProvenOp, Source, dtype, first_axis_innermost, in_projection
 from flashstate.reference.mamba3 import FourStates, Parameters, mamba3_token, rotated, wrapped
 from flashstate.state.formats import PORTABLE_FORMATS, encode
 from flashstate.state.mamba3 import Mamba3State, Rotary
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Mamba3Pool(BesideStates):
     """The four states of a layer, as laws see them: side by side."""
 
-    data: Tensor
-    scale: Tensor | None
-    seed: Tensor | None
     k: Tensor
     v: Tensor
     angle: Tensor | None
-    rounding: str = "nearest"
-    rounds: int = 10
-    stream: int = 0
 
     @cached_property
     def state(self) -> Mamba3State:
-        """What the op is given."""
-        return Mamba3State(self.stored(), self.k, self.v, self.angle)
+        return Mamba3State(self.alone, self.k, self.v, self.angle)
 
 
 def _pairs(pairing: str | None, rank: int) -> str:
@@ -57,24 +43,24 @@ def _with_rotary(pool: Mamba3Pool, given: dict[str, Any]) -> dict[str, Any]:
     names = ("angle", "bias_B", "bias_C", "pairing")
     turning = {name: given[name] for name in names if name in given}
     rest = {name: value for name, value in given.items() if name not in names}
-    return {"state": pool.state, **rest, "rotary": Rotary(**turning) if "angle" in turning else None}
+    return {"state": pool.state, **rest, "rotary": None if turning.get("angle") is None else Rotary(**turning)}
 
 
 def _token(
     s: Tensor, k: Tensor, v: Tensor, theta: Tensor | None = None, *, pairing: str | None, trap_logit: bool,
     update_kv: bool, **arguments: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """mamba3_token, whose optional arguments may be left out."""
-    given = {name: arguments.pop(name, None) for name in ("Wx", "Wz", "Wo", "D", "bias_B", "bias_C")}
+    """mamba3_token, which has parameters of all tokens in one place."""
+    given = {name: arguments.pop(name) for name in ("Wx", "Wz", "Wo", "D", "bias_B", "bias_C")}
     parameters = Parameters(**given, pairing=_pairs(pairing, k.shape[1]), trap_logit=trap_logit)
-    brought = {"z": None, "angle": None, **arguments}
-    y, memory = mamba3_token(FourStates(s, k, v, theta), **brought, parameters=parameters)
+    y, memory = mamba3_token(FourStates(s, k, v, theta), **arguments, parameters=parameters)
     return y, *(tensor for tensor in memory if tensor is not None)
 
 
 MAMBA3 = ProvenOp(
-    mamba3_step, _token, ("x", "A", "dt", "trap", "B", "C", "z", "angle"), remembered=("x", "A", "dt", "trap", "B"),
-    widths=2, carried=("k", "v", "angle"), angles=("angle",), between_tokens=False, takes=_with_rotary,
+    MAMBA3_STEP, _token, remembered=("x", "A", "dt", "trap", "B"),
+    sizes={"R": "rank", "G": "groups", "S": "angles"}, carried=("k", "v", "angle"), angles=("angle",),
+    between_tokens=False, takes=_with_rotary,
 )  # fmt: skip
 MOST_DRAWS = 100  # of B, until nothing is in doubt
 
@@ -104,15 +90,8 @@ class Mamba3Case(StateCase):
     update_kv: bool = True
 
     @property
-    def pairs(self) -> str:
-        """Which columns are turned together."""
-        return _pairs(self.pairing, self.rank)
-
-    @property
-    def problem(self) -> Problem:
-        kind, op = mamba3_kind(self.rank, self.angles > 0)
-        shape, size = (self.rows, self.cols, self.format, self.rounding, self.vector), self.batch * self.heads
-        return kind(op, *shape, size, self.several)
+    def kind(self) -> tuple[Callable[..., Problem], str]:
+        return mamba3_kind(self.rank, self.angles > 0)
 
     def pool_bytes(self, stores: int) -> int:
         angles = 4 * (1 + stores) * self.angles
@@ -130,67 +109,54 @@ class Mamba3Case(StateCase):
         carried = MAMBA3.carried if self.angles else ("k", "v")
         remembered = (*MAMBA3.remembered, "angle") if 2 * self.angles == self.cols else MAMBA3.remembered
         op = replace(MAMBA3, carried=carried, remembered=remembered, left_alone=() if self.update_kv else ("k", "v"))
-        alike = self.format == "float32"
-        return replace(op, exact_at_once=alike, stored_at_once=alike, one_order=self.rank == 1)
+        alike, angle = self.format == "float32", "tokens H | S" if self.angle_per_head else "tokens | S"
+        op = replace(op, exact_at_once=alike, stored_at_once=alike, one_order=self.rank == 1)
+        more = {"angle": angle, "bias_B": "| R H N", "bias_C": "| R H N"}  # of a Rotary
+        return replace(op, more=more, uniform=("dt",) if self.trap_logit else ("dt", "trap"))
 
     @property
-    def given(self) -> tuple[Drawn, ...]:
-        heads, of_groups = self.heads, (self.rank, self.groups, self.cols)
-        of_rows, of_columns = (self.rank, heads, self.rows), (self.rank, heads, self.cols)
-        turned, biased = self.angles > 0, self.bias and self.angles > 0
-        return (
-            Drawn("Wx", self.parameters, of_rows, self.Wx),
-            Drawn("Wz", self.parameters, of_rows, self.Wz and self.z),
-            Drawn("Wo", self.parameters, of_rows, self.Wo),
-            Drawn("D", self.parameters, (heads,), self.D),
-            Drawn("bias_B", self.parameters, of_columns, biased),
-            Drawn("bias_C", self.parameters, of_columns, biased),
-            Drawn("x", self.x, (heads, self.rows)),
-            Drawn("A", self.scalars, (heads,)),
-            Drawn("dt", self.scalars, (heads,), uniform=True),
-            Drawn("trap", self.scalars, (heads,), uniform=not self.trap_logit),
-            Drawn("z", self.x, (heads, self.rows), self.z),
-            Drawn("angle", self.bc, (heads, self.angles) if self.angle_per_head else (self.angles,), turned),
-            Drawn("B", self.bc, of_groups),
-            Drawn("C", self.bc, of_groups),
-        )
+    def dtypes(self) -> dict[str, Any]:
+        shared, scalars, turned = self.parameters, self.scalars, self.angles > 0
+        weights = {"Wx": self.Wx and shared, "Wz": self.Wz and self.z and shared, "Wo": self.Wo and shared}
+        biases = dict.fromkeys(("bias_B", "bias_C"), turned and self.bias and shared)
+        tokens = {"x": self.x, "A": scalars, "dt": scalars, "trap": scalars, "z": self.z and self.x}
+        turns = {"angle": turned and self.bc, "B": self.bc, "C": self.bc}
+        return {**weights, "D": self.D and shared, **biases, **tokens, **turns}
 
-    def adjust(self, arguments: dict[str, Tensor], options: dict[str, Any]) -> None:
-        options |= {"trap_logit": self.trap_logit, "update_kv": self.update_kv, "pairing": self.pairing}
-        arguments |= {"A": -arguments["A"].abs(), "dt": 0.1 * arguments["dt"]}
+    def adjust(self, arguments: dict[str, Any]) -> None:
+        arguments |= {"A": -arguments["A"].abs(), "dt": 0.1 * arguments["dt"], "pairing": self.pairing}
 
     def make_inputs(self, device: torch.device, seed: int = 0) -> Inputs:
         source = Source(device, seed)
-        slots, pool, (arguments, options) = source.slots_of(self), self.make_pool(source), self.draw(source)
-        if self.angles and self.kv != "float32":
-            arguments["B"] = self._without_doubt(source, pool, slots, arguments, options)
-        return self.inputs_of(pool, arguments, options, slots)
+        slots, pool, arguments = source.slots_of(self), self.make_pool(source), self.draw(source)
+        if pool.angle is not None and self.kv != "float32":
+            arguments["B"] = self._without_doubt(source, pool.angle[slots.long()].cpu(), arguments)
+        return self.inputs_of(pool, arguments, slots)
 
     def make_pool(self, source: Source) -> Mamba3Pool:
         data, scale = encode(source.states_of(self), dtype(self.format))
         k = source.normal(self.slots, self.rank, self.heads, self.cols, name=self.kv)
         v = source.normal(self.slots, self.heads, self.rows, name=self.kv)
         angle = wrapped(math.tau * source.uniform(self.slots, self.heads, self.angles)) if self.angles else None
-        return Mamba3Pool(data, scale, source.seeds(self.slots), k, v, angle, rounding=self.rounding, stream=3)
+        seed = source.seeds(self.slots)
+        return Mamba3Pool(data, scale, rounding=self.rounding, seed=seed, stream=3, k=k, v=v, angle=angle)
 
-    def _without_doubt(
-        self, source: Source, pool: Mamba3Pool, slots: Tensor, arguments: dict[str, Tensor], options: dict[str, Any]
-    ) -> Tensor:
+    def _without_doubt(self, source: Source, theta: Tensor, arguments: dict[str, Any]) -> Tensor:
         """B that float32 and float64, turned, round to the same numbers of the dtype they are kept in. Else one of them
-        would take another neighbour, which moves the state by far more than float32 is wrong."""
-        assert pool.angle is not None
-        brought, axes = (arguments["B"], arguments["dt"], options["angle"]), len(self.token_axes)
-        B, dt, angle = (tensor.cpu().flatten(0, axes - 1) for tensor in brought)
-        theta = self._angles_of_tokens(pool.angle[slots.long()].cpu(), angle, dt)
-        bias = options["bias_B"].cpu() if "bias_B" in options else torch.zeros(())
-        heads_per_group, columns = self.heads // self.groups, torch.arange(self.cols)
-        pair = columns // 2 if self.pairs == "interleaved" else columns % (self.cols // 2)
+        would take another neighbour, which moves the state by far more than float32 is wrong. theta: of the rows."""
+        last = len(self.token_axes) - 1
+        B, dt, angle = (arguments[name].cpu().flatten(0, last) for name in ("B", "dt", "angle"))
+        theta = self._angles_of_tokens(theta, angle, dt)
+        bias = torch.zeros(()) if arguments["bias_B"] is None else arguments["bias_B"].cpu()
+        pairs, columns = _pairs(self.pairing, self.rank), torch.arange(self.cols)
+        heads_per_group = self.heads // self.groups
+        pair = columns // 2 if pairs == "interleaved" else columns % (self.cols // 2)
         for _ in range(MOST_DRAWS):
             of_heads = B.repeat_interleave(heads_per_group, dim=2)  # (tokens, R, H, N)
             u, rough = of_heads.double() + bias.double(), of_heads.float() + bias.float()
-            length = u.abs() + rotated(u, torch.full_like(theta, math.pi / 2), self.pairs).abs()  # of a pair, or more
+            length = u.abs() + rotated(u, torch.full_like(theta, math.pi / 2), pairs).abs()  # of a pair, or more
             unsure = torch.where((pair < self.angles) | (rough != u), length * 2.0**-19, 0.0)
-            turned = rotated(u, theta, self.pairs)
+            turned = rotated(u, theta, pairs)
             doubtful = (turned - unsure).to(dtype(self.kv)) != (turned + unsure).to(dtype(self.kv))
             again = doubtful.unflatten(2, (self.groups, heads_per_group)).any(3)  # (tokens, R, G, N)
             if not again.any():
@@ -213,7 +179,7 @@ class Mamba3Case(StateCase):
         """B and C with their groups outside of their ranks."""
         views = super().as_views(inputs)
         for name in ("B", "C"):
-            views.arguments[name] = view_into_projection(inputs.arguments[name].transpose(-3, -2)).transpose(-3, -2)
+            views.arguments[name] = in_projection(inputs.arguments[name].transpose(-3, -2)).transpose(-3, -2)
         views.arguments["dt"] = first_axis_innermost(inputs.arguments["dt"])
         return views
 

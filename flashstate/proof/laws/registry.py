@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
+from functools import wraps
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,8 +16,7 @@ LAWS: dict[str, Law] = {}
 SCOPES: dict[str, Scope] = {}
 
 
-@dataclass(frozen=True)
-class Scope:
+class Scope(NamedTuple):
     """What a law speaks of: every implementation, "kernels" or "cuda" only, and which cases."""
 
     needs: str
@@ -28,12 +27,18 @@ class LawBroken(AssertionError):  # noqa: N818  (a verdict, not an error)
     """A law does not hold."""
 
 
-def law(words: str, *, needs: str = "", includes: Callable[[Any], bool] = lambda case: True) -> Callable[[Law], Law]:
-    """Add a function to LAWS, under the words that say what holds."""
+def law(
+    words: str, *, needs: str = "", includes: Callable[[Any], bool] = lambda case: True
+) -> Callable[[Callable[..., None]], Law]:
+    """Add a function of a case, a device and the case's inputs there to LAWS, under the words that say what holds."""
 
-    def add(check: Law) -> Law:
-        LAWS[words], SCOPES[words] = check, Scope(needs, includes)
-        return check
+    def add(check: Callable[..., None]) -> Law:
+        @wraps(check)
+        def holds(case: AnyCase, device: torch.device) -> None:
+            check(case, device, case.make_inputs(device))
+
+        LAWS[words], SCOPES[words] = holds, Scope(needs, includes)
+        return holds
 
     return add
 

@@ -24,8 +24,7 @@ OF_RINGS = ("x", "B", "dt", "start", "count")
 
 
 @law("replay writes no state where it does not fold, and of a ring only rows that are not live, to append its tokens")
-def only_what_must_be_written(case: ReplayCase, device: torch.device) -> None:
-    inputs = case.make_inputs(device)
+def only_what_must_be_written(case: ReplayCase, device: torch.device, inputs: ReplayInputs) -> None:
     kept, appended = inputs.slots[~inputs.folds].long(), inputs.appended_rows
     want, exact = rings_after(inputs)
     run = inputs.fresh()
@@ -54,8 +53,7 @@ def rings_after(inputs: ReplayInputs) -> tuple[ReplayInputs, Tensor]:
 
 
 @law("NaN in rows of a ring that are not live changes nothing")
-def dead_rows(case: ReplayCase, device: torch.device) -> None:
-    inputs = case.make_inputs(device)
+def dead_rows(case: ReplayCase, device: torch.device, inputs: ReplayInputs) -> None:
     there = (inputs.state.live_rows | inputs.appended_rows)[inputs.slots.long()]
     clean, dead = inputs.fresh(), inputs.fresh()
     for tensor in (clean.state.x, clean.state.B, clean.state.dt):
@@ -74,11 +72,10 @@ STEPS = 6
 
 
 @law("steps of a replay, of which any tokens are accepted, give what the recurrence gives on those")
-def accepted_tokens(case: ReplayCase, device: torch.device) -> None:
-    inputs = case.make_inputs(device)
+def accepted_tokens(case: ReplayCase, device: torch.device, inputs: ReplayInputs) -> None:
     model, generator = Recurrence.of(inputs), torch.Generator().manual_seed(3)
     for turn in range(STEPS):
-        step = inputs.with_tokens_of(case.make_inputs(device, seed=turn + 1))
+        step = inputs.given(**case.make_inputs(device, seed=turn + 1).activations)
         accepted = (torch.rand(case.batch, generator=generator).to(device) * (step.tokens + 1)).long()
         plan = step.plan()
         y = all_tokens(step, step.step())
@@ -89,8 +86,7 @@ def accepted_tokens(case: ReplayCase, device: torch.device) -> None:
 
 
 @law("a CUDA graph of a plan, a replay and its commit goes on with whatever is accepted", needs="cuda")
-def graphs(case: ReplayCase, device: torch.device) -> None:
-    inputs = case.make_inputs(device)
+def graphs(case: ReplayCase, device: torch.device, inputs: ReplayInputs) -> None:
     accepted, slots = torch.zeros_like(inputs.tokens), inputs.at()
 
     def one_step(run: ReplayInputs, out: Tensor) -> None:

@@ -47,6 +47,12 @@ def require_equal_states(
             require_equal_bytes(f"{name} of {what}", tensor[here], others[name][there])
 
 
+def require_alike(how: str, got: Inputs, y: Tensor, want: Inputs, y_want: Tensor) -> None:
+    """Raise unless two calls gave the same output and left the same pool, byte for byte."""
+    require_equal_bytes(f"output{how}", y, y_want)
+    require_equal_states(f"the pool{how}", got.state, want.state)
+
+
 def require_within_budget(what: str, got: Tensor, exact: Tensor, plain: Tensor) -> None:
     ratio = error_ratio(got, exact, plain)
     require(ratio <= 1.0, f"{what} is {ratio:.2f} times its error budget away from float64")
@@ -80,8 +86,7 @@ def restore(state: Pool, before: Pool) -> None:
 
 def all_tokens(inputs: Inputs, y: Tensor) -> Tensor:
     """The outputs (tokens, ...) of all tokens that a row has."""
-    token_axes = inputs.main.dim() - inputs.op.widths
-    return torch.cat([row.reshape(-1, *y.shape[token_axes:]) for row in inputs.per_row(y)])
+    return torch.cat([row.reshape(-1, *y.shape[inputs.token_axes :]) for row in inputs.per_row(y)])
 
 
 def require_fault(kind: str | None) -> None:

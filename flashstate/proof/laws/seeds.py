@@ -9,10 +9,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from flashstate.proof import AnyCase, Inputs, make_inputs
+from flashstate.proof import AnyCase, Inputs
 from flashstate.proof.inputs import AnyInputs
 from flashstate.proof.laws.registry import law
-from flashstate.proof.laws.require import require, require_equal_bytes, require_equal_states, rest_of, restore
+from flashstate.proof.laws.require import require, require_alike, rest_of, restore
 from flashstate.state.formats import bits_of
 from flashstate.state.rounding import SEED_STEP
 
@@ -23,14 +23,13 @@ ENOUGH_VALUES = 32  # of a head, so that they do not all happen to be rounded th
     "stochastic rounding draws other bits after advance and in another stream, and advance moves only its slots",
     includes=lambda case: case.rounding == "stochastic" and math.prod(case.state_axes[1:]) >= ENOUGH_VALUES,
 )
-def seeds_decide(case: AnyCase, device: torch.device) -> None:
-    inputs = make_inputs(case, device)
+def seeds_decide(case: AnyCase, device: torch.device, inputs: Inputs) -> None:
     base, stepped, streamed = inputs.fresh(), inputs.fresh(), inputs.fresh()
     streamed.state = replace(streamed.state, stream=streamed.state.stream + 1)
     stepped.state.advance(stepped.slots)
-    rest = rest_of(inputs)
-    moved = _seeds(stepped) != _seeds(inputs)
-    require(not bool(moved[rest].any()) and bool(moved[inputs.slots.long()].all()), "advance moved the wrong seeds")
+    moved = stepped.state.seed != inputs.state.seed
+    only = bool(moved[inputs.slots.long()].all()) and not bool(moved[rest_of(inputs)].any())
+    require(only, "advance moved the wrong seeds")
     for run in (base, stepped, streamed):
         run.step()
     stored = inputs.slots.long()[inputs.stores]
@@ -39,14 +38,8 @@ def seeds_decide(case: AnyCase, device: torch.device) -> None:
         require(not bool(same.any()), f"the bytes {name} are the same")
 
 
-def _seeds(inputs: Inputs) -> Tensor:
-    assert inputs.state.seed is not None
-    return inputs.state.seed
-
-
 @law("a CUDA graph draws fresh random bits at every replay", needs="cuda")
-def graph_replays_draw_fresh_bits(case: AnyCase, device: torch.device) -> None:
-    inputs = make_inputs(case, device)
+def graph_replays_draw_fresh_bits(case: AnyCase, device: torch.device, inputs: Inputs) -> None:
     before, slots = inputs.fresh(), inputs.at()
 
     def one_step(run: Inputs, out: Tensor) -> None:
@@ -54,8 +47,20 @@ def graph_replays_draw_fresh_bits(case: AnyCase, device: torch.device) -> None:
         if run.state.seed is not None:
             run.state.advance(slots)
 
-    graph = graph_like_eager_steps(inputs, one_step, 3, lambda replays: _require_moved(inputs, before, replays))
-    _require_other_bits(graph, inputs, before)
+    def require_moved(steps: int) -> None:
+        if inputs.state.seed is not None:
+            moved = (inputs.state.seed - before.state.seed)[inputs.slots.long()[inputs.tokens > 0]]
+            expected = torch.full_like(moved, SEED_STEP) * steps  # which wraps as seeds do
+            require(torch.equal(moved, expected), f"seeds did not move on by {steps} steps")
+
+    graph = graph_like_eager_steps(inputs, one_step, 3, require_moved)
+    if inputs.state.rounding != "nearest" and inputs.state.data[0, 0].numel() >= ENOUGH_VALUES:
+        stored = []
+        for _ in range(2):
+            restore(inputs.state, before.state)
+            graph.replay()
+            stored.append(bits_of(inputs.state.data).clone())
+        require(not torch.equal(*stored), "two replays from the same state drew the same bits")
 
 
 def graph_like_eager_steps(
@@ -73,41 +78,13 @@ def graph_like_eager_steps(
         graph.replay()
         replayed = out.clone()
         one_step(eager, out)
-        require_equal_bytes("output of a replay", replayed, out)
-        require_equal_states("the pool after a replay", inputs.state, eager.state)
+        require_alike(" of a replay", inputs, replayed, eager, out)
         then(replays)
     return graph
 
 
-def _require_moved(inputs: Inputs, before: Inputs, steps: int) -> None:
-    """The seeds of rows with tokens have moved on by so many steps, where there are seeds."""
-    if inputs.state.seed is None:
-        return
-    stepped = inputs.slots.long()[torch.tensor(inputs.row_lengths, device=inputs.slots.device) > 0]
-    moved = _seeds(inputs)[stepped] - _seeds(before)[stepped]
-    require(bool((moved == _wrapped(steps * SEED_STEP)).all()), f"seeds did not move on by {steps} steps")
-
-
-def _require_other_bits(graph: torch.cuda.CUDAGraph, inputs: Inputs, before: Inputs) -> None:
-    """Two replays from the same state store different bytes, where rounding is stochastic."""
-    if inputs.state.rounding == "nearest" or inputs.state.data[0, 0].numel() < ENOUGH_VALUES:
-        return
-    stored = []
-    for _ in range(2):
-        restore(inputs.state, before.state)
-        graph.replay()
-        stored.append(bits_of(inputs.state.data).clone())
-    require(not torch.equal(*stored), "two replays from the same state drew the same bits")
-
-
-def _wrapped(number: int) -> int:
-    """The number as 64-bit arithmetic has it."""
-    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
-
-
 @law("a second stream works", needs="cuda")
-def second_stream_works(case: AnyCase, device: torch.device) -> None:
-    inputs = make_inputs(case, device)
+def second_stream_works(case: AnyCase, device: torch.device, inputs: Inputs) -> None:
     other = inputs.fresh()
     want = inputs.step()
     stream = torch.cuda.Stream(device)
@@ -115,5 +92,4 @@ def second_stream_works(case: AnyCase, device: torch.device) -> None:
     with torch.cuda.stream(stream):
         got = other.step()
     torch.cuda.current_stream(device).wait_stream(stream)
-    require_equal_bytes("output", got, want)
-    require_equal_states("the pool", other.state, inputs.state)
+    require_alike("", other, got, inputs, want)

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from flashstate.launch import Config, Problem, access_width, choose, machine_of, override, valid_configs
-from flashstate.launch.suspension import suspended
+from flashstate.launch.environment import suspended
 from flashstate.proof import AnyCase, Inputs, Pool, make_inputs, oracle, slotted
 from flashstate.proof.laws.registry import law
 from flashstate.proof.laws.require import (
     poison,
     require,
+    require_alike,
     require_close,
     require_equal_bytes,
     require_equal_states,
@@ -27,15 +28,13 @@ from flashstate.state.formats import bits_of
 
 
 @law("output and state are as close to float64 as float32 and the format allow")
-def close_to_float64(case: AnyCase, device: torch.device) -> None:
-    inputs = make_inputs(case, device)
+def close_to_float64(case: AnyCase, device: torch.device, inputs: Inputs) -> None:
     want = oracle(inputs)
     require_close("the call", inputs, inputs.step(), want)
 
 
 @law("permuting the rows of a batch permutes the results")
-def permutation(case: AnyCase, device: torch.device) -> None:
-    inputs = make_inputs(case, device)
+def permutation(case: AnyCase, device: torch.device, inputs: Inputs) -> None:
     shuffled = inputs.fresh()
     order = torch.randperm(case.batch, generator=torch.Generator().manual_seed(1)).to(device)
     other = shuffled.of_rows(order)
@@ -46,9 +45,8 @@ def permutation(case: AnyCase, device: torch.device) -> None:
 
 
 @law("a row does not depend on its neighbours or on the batch size")
-def independence(case: AnyCase, device: torch.device) -> None:
+def independence(case: AnyCase, device: torch.device, together: Inputs) -> None:
     """Nor on the form of the call."""
-    together = make_inputs(case, device)
     rows, everyone = together.per_row(together.step()), list(range(case.batch))
     for form in case.forms:
         for some in ([0], [case.batch - 1], everyone) if form != case else ([0], [case.batch - 1]):
@@ -60,8 +58,7 @@ def independence(case: AnyCase, device: torch.device) -> None:
 
 
 @law("it does not matter which slots rows are in")
-def which_slots(case: AnyCase, device: torch.device) -> None:
-    inputs = make_inputs(case, device)
+def which_slots(case: AnyCase, device: torch.device, inputs: Inputs) -> None:
     order = torch.arange(case.slots, device=device).roll(1)
     moved = replace(inputs.of_slots(order), slots=order.argsort()[inputs.slots.long()].to(inputs.slots))
     require_equal_bytes("output", moved.step(), inputs.step())
@@ -69,7 +66,7 @@ def which_slots(case: AnyCase, device: torch.device) -> None:
 
 
 @law("the launch config does not change a byte", needs="kernels")
-def configs_agree(case: AnyCase, device: torch.device) -> None:
+def configs_agree(case: AnyCase, device: torch.device, inputs: Inputs) -> None:
     case = replace(case, x="float32")  # so that the output shows every bit of a sum
     inputs, problem = make_inputs(case, device), case.problem
     chosen = choose(problem, machine_of(device).gpu)
@@ -84,8 +81,7 @@ def configs_agree(case: AnyCase, device: torch.device) -> None:
         with override(config):
             y = again.step()
         if one_order:
-            require_equal_bytes(f"output with {config}", y, y_first)
-            require_equal_states(f"the pool with {config}", again.state, first.state)
+            require_alike(f" with {config}", again, y, first, y_first)
         else:
             require_close(f"the call with {config}", again, y, want)
 
@@ -103,8 +99,7 @@ def _some_configs(problem: Problem, lanes: Sequence[int]) -> Iterator[Config]:
 
 
 @law("a call that repeats another, and so starts its kernel directly, gives the same bytes", needs="cuda")
-def direct_launches(case: AnyCase, device: torch.device) -> None:
-    inputs = make_inputs(case, device)
+def direct_launches(case: AnyCase, device: torch.device, inputs: Inputs) -> None:
     ordinary, repeated = inputs.fresh(), inputs.fresh()
     with suspended():
         y = ordinary.step()
@@ -113,35 +108,29 @@ def direct_launches(case: AnyCase, device: torch.device) -> None:
     require(bool(repeated.state.launches), "nothing was remembered of the first call")
     restore(repeated.state, inputs.state)
     repeated.step(out=out.zero_())
-    require_equal_bytes("output", out, y)
-    require_equal_states("the pool", repeated.state, ordinary.state)
+    require_alike("", repeated, out, ordinary, y)
 
 
 @law("five launches on equal inputs give equal bytes")
-def repeatable(case: AnyCase, device: torch.device) -> None:
-    inputs = make_inputs(case, device)
-    runs = [inputs.fresh() for _ in range(5)]
-    outputs = [run.step() for run in runs]
-    for run, y in zip(runs[1:], outputs[1:], strict=True):
-        require_equal_bytes("output", y, outputs[0])
-        require_equal_states("the pool", run.state, runs[0].state)
+def repeatable(case: AnyCase, device: torch.device, inputs: Inputs) -> None:
+    first, *others = (inputs.fresh() for _ in range(5))
+    y = first.step()
+    for run in others:
+        require_alike("", run, run.step(), first, y)
 
 
 @law("slots that no row writes keep their bytes, and NaN in them stays there")
-def untouched_slots(case: AnyCase, device: torch.device) -> None:
-    clean, inputs = make_inputs(case, device), make_inputs(case, device)
-    rest = rest_of(inputs)
+def untouched_slots(case: AnyCase, device: torch.device, inputs: Inputs) -> None:
+    clean, rest = inputs.fresh(), rest_of(inputs)
     poison(inputs.state, rest)
     before = inputs.fresh()
-    y, y_clean = inputs.step(), clean.step()
-    require_equal_bytes("output", y, y_clean)
+    require_equal_bytes("output", inputs.step(), clean.step())
     require_equal_states("the batch", inputs.state, clean.state, inputs.slots.long())
     require_equal_states("slots outside the batch", inputs.state, before.state, rest)
 
 
 @law("a padding row gives zero and touches nothing, even with a valid write slot")
-def padding(case: AnyCase, device: torch.device) -> None:
-    clean = make_inputs(case, device)
+def padding(case: AnyCase, device: torch.device, clean: Inputs) -> None:
     y_clean = clean.step()
     for null, hole in ((-1, -1), (-1, -7), (0, 0), (1 << 40, case.slots + 3)):
         inputs, want = make_inputs(case, device), y_clean.clone()
@@ -168,67 +157,58 @@ def writes_elsewhere(case: AnyCase) -> bool:
     return not case.op.rings
 
 
-def _with_hole(case: AnyCase, device: torch.device, padding: str) -> Iterator[tuple[Inputs, dict[str, Any], str]]:
-    """Inputs whose first row is in a slot full of NaN, fields of Slots that make it padding, and what they say of it: a
-    negative slot, the null slot, or one past the pool."""
+def _with_hole(
+    case: AnyCase, clean: Inputs, padding: str
+) -> Iterator[tuple[Inputs, dict[str, Any], dict[str, Pool], str]]:
+    """Inputs whose first row is in a slot full of NaN, fields of Slots that make it padding, snapshots of which it must
+    leave its own alone, and what the fields say of it: a negative slot, the null slot, or one past the pool."""
     for null, hole in ((-1, -7), (case.slots, case.slots), (1 << 40, case.slots + 3)):
-        inputs = make_inputs(case, device)
+        inputs, first = clean.fresh(), torch.zeros(1, dtype=torch.int64, device=clean.slots.device)
         poison(inputs.state, inputs.slots[:1].long())
-        read = inputs.slots.clone()
-        read[0] = hole
-        fields: dict[str, Any] = {"read": read, "null": null, "padding": padding}
+        fields: dict[str, Any] = {"read": inputs.slots.index_fill(0, first, hole), "null": null, "padding": padding}
         fields |= {"write": inputs.slots} if writes_elsewhere(case) else {}
-        yield inputs, fields, f"a padding row (slot {hole}, null {null})"
+        some = (make_snapshots(case, *case.snapshot_formats[0], first.device) for _ in range(2))
+        taken, before = ({"snapshots": pool} if case.op.between_tokens else {} for pool in some)
+        yield inputs, fields, taken, f"a padding row (slot {hole}, null {null})"
         require_fault("read" if hole >= case.slots and hole != null else None)
+        for name in taken:
+            require_equal_states(f"{name} of a padding row", taken[name], before[name], first)
 
 
 @law('with padding="fresh" a padding row gives what a zero state gives, and touches nothing')
-def fresh_padding(case: AnyCase, device: torch.device) -> None:
-    for inputs, fields, what in _with_hole(case, device, "fresh"):
-        zeroed, padded, slots = make_inputs(case, device), inputs.fresh(), inputs.slots.long()
+def fresh_padding(case: AnyCase, device: torch.device, clean: Inputs) -> None:
+    for inputs, fields, taken, what in _with_hole(case, clean, "fresh"):
+        zeroed, padded, slots = clean.fresh(), inputs.fresh(), inputs.slots.long()
         for tensor in slotted(zeroed.state).values():
             bits_of(tensor)[slots[:1]] = 0
-        taken = _snapshots(case, device)
         y = padded.step(slots=padded.at(**fields), **taken)
         require_equal_bytes(f"output of {what}", y, zeroed.step())
         require_equal_states("the other rows", padded.state, zeroed.state, slots[1:])
         require_equal_states("the padding row's write slot", padded.state, inputs.state, slots[:1])
-        _require_first_row_untouched(case, taken)
 
 
 @law('with padding="keep" a padding row leaves its output as it was, and touches nothing')
-def kept_padding(case: AnyCase, device: torch.device) -> None:
-    for inputs, fields, what in _with_hole(case, device, "keep"):
-        for activation in inputs.activations.values():
-            inputs.per_row(activation)[0].fill_(torch.nan)
+def kept_padding(case: AnyCase, device: torch.device, clean: Inputs) -> None:
+    for activation in clean.activations.values():
+        clean.per_row(activation)[0].fill_(torch.nan)
+    for inputs, fields, taken, what in _with_hole(case, clean, "keep"):
         zeroed, allocated, padded = inputs.fresh(), inputs.fresh(), inputs.fresh()
         want = zeroed.step(slots=zeroed.at(read=fields["read"], null=fields["null"]))
-        new, taken = allocated.step(slots=allocated.at(**fields)), _snapshots(case, device)
-        require_equal_bytes(f"allocated output of {what}", new, want)
+        require_equal_bytes(f"allocated output of {what}", allocated.step(slots=allocated.at(**fields)), want)
         y = padded.step(slots=padded.at(**fields), **taken, out=torch.full_like(want, torch.inf))
         padded.per_row(want)[0].fill_(torch.inf)
         require_equal_bytes(f"given output of {what}", y, want)
         require_equal_states("the pool", padded.state, zeroed.state)
         require_equal_states("the padding row's write slot", padded.state, inputs.state, inputs.slots[:1].long())
-        _require_first_row_untouched(case, taken)
 
 
-def _snapshots(case: AnyCase, device: torch.device) -> dict[str, Pool]:
-    """Snapshots as an argument of a call, where it can have some."""
-    of_case = case.batch, case.tokens or 1, *case.snapshot_formats[0], device
-    return {"snapshots": case.snapshots(*of_case)} if case.op.between_tokens else {}
-
-
-def _require_first_row_untouched(case: AnyCase, taken: dict[str, Pool]) -> None:
-    for name, snapshots in taken.items():
-        first = torch.zeros(1, dtype=torch.int64, device=snapshots.data.device)
-        before = _snapshots(case, first.device)[name]
-        require_equal_states(f"{name} of a padding row", snapshots, before, first)
+def make_snapshots(case: AnyCase, name: str, rounding: str, device: torch.device) -> Pool:
+    """Snapshots with two rows and a token more than the case needs, filled with something."""
+    return case.snapshots(case.batch + 2, (case.tokens or 1) + 1, name, rounding, device)
 
 
 @law("NaN in a row's input shows in that row and nowhere else")
-def nan_is_local(case: AnyCase, device: torch.device) -> None:
-    clean = make_inputs(case, device)
+def nan_is_local(case: AnyCase, device: torch.device, clean: Inputs) -> None:
     y_clean = clean.per_row(clean.step())
     for name in clean.activations:
         inputs = make_inputs(case, device)
@@ -237,17 +217,15 @@ def nan_is_local(case: AnyCase, device: torch.device) -> None:
         require(bool(y[0].isnan().all()), f"NaN in {name} was hidden")
         for row, row_clean in zip(y[1:], y_clean[1:], strict=True):
             require_equal_bytes("the other rows", row, row_clean)
-        require_equal_states(
-            "the other slots", inputs.state, clean.state, rest_of(replace(inputs, slots=inputs.slots[:1]))
-        )
+        others = rest_of(replace(inputs, slots=inputs.slots[:1]))
+        require_equal_states("the other slots", inputs.state, clean.state, others)
         if name in inputs.op.remembered:
             reached = bool(case.newest_of(inputs.states[0]).isnan().all())
             require(reached, f"NaN in {name} did not reach the state")
 
 
 @law("a separate write slot receives the state, and the read slot keeps its own", includes=writes_elsewhere)
-def separate_write(case: AnyCase, device: torch.device) -> None:
-    inputs = make_inputs(case, device)
+def separate_write(case: AnyCase, device: torch.device, inputs: Inputs) -> None:
     in_place, moved = inputs.fresh(extra=case.batch), inputs.fresh(extra=case.batch)
     free = torch.arange(case.slots, case.slots + case.batch, device=device)
     y, y_moved = in_place.step(), moved.step(slots=moved.at(write=free))
@@ -258,21 +236,17 @@ def separate_write(case: AnyCase, device: torch.device) -> None:
 
 
 @law("a write slot that is null, negative or past the pool is not written", includes=writes_elsewhere)
-def skipped_write(case: AnyCase, device: torch.device) -> None:
+def skipped_write(case: AnyCase, device: torch.device, inputs: Inputs) -> None:
+    want = inputs.fresh().step()
     for null, hole in ((-1, -1), (-1, -9), (1 << 40, 1 << 40), (-1, case.slots)):
-        inputs = make_inputs(case, device)
-        kept, want = inputs.fresh(), inputs.step()
-        before = kept.fresh()
-        write = torch.full_like(inputs.slots.long(), hole)
+        kept, write = inputs.fresh(), torch.full_like(inputs.slots.long(), hole)
         y = kept.step(slots=kept.at(write=write, null=null))
-        require_equal_bytes("output", y, want)
-        require_equal_states(f"the pool (write slot {hole}, null {null})", kept.state, before.state)
+        require_alike(f" (write slot {hole}, null {null})", kept, y, inputs, want)
         require_fault("write" if hole == case.slots else None)
 
 
 @law("update=False gives the same output and leaves the pool as it is")
-def update_false(case: AnyCase, device: torch.device) -> None:
-    inputs = make_inputs(case, device)
+def update_false(case: AnyCase, device: torch.device, inputs: Inputs) -> None:
     before = inputs.fresh()
     y_kept = inputs.step(update=False)
     require_equal_states("the pool", inputs.state, before.state)
@@ -280,16 +254,14 @@ def update_false(case: AnyCase, device: torch.device) -> None:
 
 
 @law("without slots, row b is slot b", includes=lambda case: not case.packed)
-def default_slots(case: AnyCase, device: torch.device) -> None:
-    inputs = replace(make_inputs(case, device), slots=torch.arange(case.batch, device=device))
-    given, left_out = inputs.fresh(), inputs.fresh()
-    require_equal_bytes("output", left_out.step(slots=None), given.step())
-    require_equal_states("the pool", left_out.state, given.state)
+def default_slots(case: AnyCase, device: torch.device, inputs: Inputs) -> None:
+    given = replace(inputs, slots=torch.arange(case.batch, device=device))
+    left_out = given.fresh()
+    require_alike("", left_out, left_out.step(slots=None), given, given.step())
 
 
 @law("`out` is filled and returned, whatever its strides")
-def given_out(case: AnyCase, device: torch.device) -> None:
-    inputs = make_inputs(case, device)
+def given_out(case: AnyCase, device: torch.device, inputs: Inputs) -> None:
     want = inputs.fresh().step()
     tokens, lead = len(case.token_axes), case.token_axes
     *heads, width = want.shape[tokens:]
@@ -302,18 +274,14 @@ def given_out(case: AnyCase, device: torch.device) -> None:
 
 
 @law("strided activations and expanded parameters change nothing")
-def strided_activations(case: AnyCase, device: torch.device) -> None:
-    inputs = make_inputs(case, device)
+def strided_activations(case: AnyCase, device: torch.device, inputs: Inputs) -> None:
     views = case.as_views(inputs.fresh())
     table = torch.stack([views.slots, views.slots.flip(0)], dim=1)
-    y = views.step(slots=views.at(read=table[:, 0]))
-    require_equal_bytes("output", y, inputs.step())
-    require_equal_states("the pool", views.state, inputs.state)
+    require_alike("", views, views.step(slots=views.at(read=table[:, 0])), inputs, inputs.step())
 
 
 @law("page-strided and unaligned pools work, and nothing between the pages is touched")
-def paged_pool(case: AnyCase, device: torch.device) -> None:
-    inputs = make_inputs(case, device)
+def paged_pool(case: AnyCase, device: torch.device, inputs: Inputs) -> None:
     want, dense = oracle(inputs), inputs.fresh()
     dense.step()
     for offset, gap in ((0, 16), (0, 5), (1, 3)):

@@ -5,19 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
-from flashstate.proof import AnyCase, Inputs, Pool, make_inputs, oracle
+from flashstate.proof import AnyCase, Inputs, oracle
 from flashstate.proof.laws.registry import law
 from flashstate.proof.laws.require import (
     require,
+    require_alike,
     require_equal_bytes,
     require_equal_states,
     require_fault,
     require_stored,
     require_within_budget,
 )
-from flashstate.proof.laws.steps import writes_elsewhere
+from flashstate.proof.laws.steps import make_snapshots, writes_elsewhere
 from flashstate.state.formats import decode
 
 
@@ -30,8 +30,7 @@ def several(case: AnyCase) -> bool:
     "T tokens at once equal T calls, bit for bit while the state is float32; it is rounded once, when it is stored",
     includes=lambda case: several(case) and not case.op.rings,
 )
-def tokens_at_once(case: AnyCase, device: torch.device) -> None:
-    inputs = make_inputs(case, device)
+def tokens_at_once(case: AnyCase, device: torch.device, inputs: Inputs) -> None:
     slots, state, want = inputs.slots.long(), inputs.state, oracle(inputs)
     single = inputs.fresh()
     data = decode(single.state.data, single.state.scale)
@@ -51,8 +50,7 @@ def tokens_at_once(case: AnyCase, device: torch.device) -> None:
     "packed rows of any length, none among them, equal the same rows alone; tokens no row has give zero",
     includes=lambda case: case.packed,
 )
-def packed_equals_dense(case: AnyCase, device: torch.device) -> None:
-    inputs = make_inputs(case, device)
+def packed_equals_dense(case: AnyCase, device: torch.device, inputs: Inputs) -> None:
     packed = inputs.fresh()
     y = packed.step()
     require(bool((y[sum(case.lengths) :] == 0).all()), "the output of a token that no row has is not zero")
@@ -75,8 +73,7 @@ def stores_every_token(case: AnyCase) -> bool:
     "a state written after every token to a slot of its own is what a call that ends there stores",
     includes=stores_every_token,
 )
-def per_token_writes(case: AnyCase, device: torch.device) -> None:
-    inputs = make_inputs(case, device)
+def per_token_writes(case: AnyCase, device: torch.device, inputs: Inputs) -> None:
     extra = case.batch * case.tokens
     run = inputs.fresh(extra)
     write = torch.arange(case.slots, case.slots + extra, device=device).reshape(case.batch, case.tokens)
@@ -97,8 +94,7 @@ def per_token_writes(case: AnyCase, device: torch.device) -> None:
     "snapshots hold the state after every token, in any format, at their rows, and change nothing else",
     includes=lambda case: case.op.between_tokens,
 )
-def snapshots_of_every_token(case: AnyCase, device: torch.device) -> None:
-    exact = make_inputs(case, device)
+def snapshots_of_every_token(case: AnyCase, device: torch.device, exact: Inputs) -> None:
     plain, read = exact.fresh(), exact.slots.long()
     y = plain.step()
     rows = torch.arange(case.batch + 1, 1, -1, device=device)  # none at its own place, but perhaps one
@@ -106,53 +102,37 @@ def snapshots_of_every_token(case: AnyCase, device: torch.device) -> None:
     truth = make_snapshots(case, *most_exact, device)
     for update in (True, False):
         run = exact.fresh()
-        at = run.at(snapshot_rows=rows)
-        require_equal_bytes("output", run.step(slots=at, snapshots=truth.data, update=update), y)
-        require_equal_states("the pool", run.state, (plain if update else exact).state)
+        y_taken = run.step(slots=run.at(snapshot_rows=rows), snapshots=truth.data, update=update)
+        require_alike("", run, y_taken, plain if update else exact, y)
     for name, rounding in dict.fromkeys(formats):
         taken = make_snapshots(case, name, rounding, device)
         before = taken.data.clone()
         y_taken = exact.step(slots=exact.at(snapshot_rows=rows), snapshots=taken, update=False)
         require_equal_bytes(f"output with snapshots in {name}", y_taken, y)
         for t in range(case.tokens or 1):
-            has = torch.tensor(exact.row_lengths, device=device) > t
+            has = exact.tokens > t
             values = truth.data[rows[has], t]
             require_stored(f"token {t} in {name}", taken, (rows[has], t), values, exact.state, read[has], t)
             require_equal_bytes("snapshots of ended rows", taken.data[rows[~has], t], before[rows[~has], t])
         others = ~torch.isin(torch.arange(case.batch + 2, device=device), rows)
         require_equal_bytes("other rows of the snapshots", taken.data[others], before[others])
-        if (name, rounding) == (case.format, case.rounding):
-            _require_last_as_stored(case, taken, rows, plain)
-
-
-def _require_last_as_stored(case: AnyCase, taken: Pool, rows: Tensor, stored: Inputs) -> None:
-    """The snapshot of a row's last token is what the call left in the pool."""
-    length = torch.tensor(stored.row_lengths, device=rows.device)
-    has = length > 0
-    pool = replace(stored.state, data=case.snapshot_of(stored.state.data))
-    entries, slots = (rows[has], length[has] - 1), stored.slots[has].long()
-    require_equal_states("the last snapshots", taken, pool, entries, slots)
-
-
-def make_snapshots(case: AnyCase, name: str, rounding: str, device: torch.device) -> Pool:
-    """Snapshots with two rows and a token more than the case needs, filled with something."""
-    return case.snapshots(case.batch + 2, (case.tokens or 1) + 1, name, rounding, device)
+        if (name, rounding) == (case.format, case.rounding):  # the last one of a row is what the call left in the pool
+            has, pool = exact.stores, replace(plain.state, data=case.snapshot_of(plain.state.data))
+            require_equal_states("the last snapshots", taken, pool, (rows[has], exact.tokens[has] - 1), read[has])
 
 
 @law(
     "a row with n slots to read reads the one its accepted count names, and is padding if there is none",
     includes=writes_elsewhere,
 )
-def accepted_slots(case: AnyCase, device: torch.device) -> None:
-    inputs = make_inputs(case, device)
+def accepted_slots(case: AnyCase, device: torch.device, inputs: Inputs) -> None:
     n = 3
     accepted = torch.arange(case.batch, device=device) % n + 1
     read = torch.full((case.batch, n + 1), case.slots, device=device)[:, :n].to(inputs.slots)  # past the pool
     read[torch.arange(case.batch, device=device), accepted - 1] = inputs.slots
     chosen, plain = inputs.fresh(), inputs.fresh()
-    y, want = chosen.step(slots=chosen.at(read=read, accepted=accepted)), plain.step()
-    require_equal_bytes("output", y, want)
-    require_equal_states("the pool", chosen.state, plain.state)
+    y = chosen.step(slots=chosen.at(read=read, accepted=accepted))
+    require_alike("", chosen, y, plain, plain.step())
     for count in (0, -1, n + 1):
         accepted[0] = count
         run = inputs.fresh()
@@ -169,8 +149,7 @@ TREE = (-1, 0, 0, 2, -1, 4, 3, 5)  # a trunk that forks, and a second root
     "a token of a draft tree gives what its path from the root alone gives, and its state too",
     includes=lambda case: several(case) and case.op.between_tokens and case.tokens <= len(TREE),
 )
-def draft_tree(case: AnyCase, device: torch.device) -> None:
-    inputs = make_inputs(case, device)
+def draft_tree(case: AnyCase, device: torch.device, inputs: Inputs) -> None:
     parents = torch.tensor(TREE[: case.tokens], device=device).repeat(case.batch, 1)
     taken, chain = (make_snapshots(case, case.format, "nearest", device) for _ in range(2))
     y = inputs.step(slots=inputs.at(parents=parents), snapshots=taken, update=False)
@@ -189,8 +168,7 @@ def draft_tree(case: AnyCase, device: torch.device) -> None:
     "a token whose parent is invalid gives zero and stores nothing, and so does what follows from it",
     includes=lambda case: stores_every_token(case) and case.op.between_tokens and case.tokens >= 3,
 )
-def invalid_parents(case: AnyCase, device: torch.device) -> None:
-    inputs = make_inputs(case, device)
+def invalid_parents(case: AnyCase, device: torch.device, inputs: Inputs) -> None:
     parents = (torch.arange(case.tokens, device=device) - 1).repeat(case.batch, 1)
     extra = case.batch * case.tokens
     write = torch.arange(case.slots, case.slots + extra, device=device).reshape(case.batch, case.tokens)
