@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -86,11 +87,6 @@ def require_folder(path: Path) -> None:
         raise ValueError(f"there is no folder {path.absolute().parent} to write {path.name} to")
 
 
-def read_csv(path: Path) -> tuple[dict[str, str], list[Row]]:
-    """The provenance and the rows that a benchmark of an op wrote."""
-    return read_rows(path, Row, "flashstate bench")
-
-
 def write_csv(path: Path, rows: Sequence[AnyRow], provenance: Mapping[str, str]) -> None:
     """Write comment lines that say where the numbers come from, a header, and the rows, of which there are some."""
     with path.open("w", newline="", encoding="utf-8") as file:
@@ -111,6 +107,9 @@ def read_rows(path: Path, kind: type[AnyRow], command: str) -> tuple[dict[str, s
         raise ValueError(f"{path} is not a file that {command} wrote: it wants the columns {', '.join(columns)}")
     rows = [kind(**{name: parse(record[name]) for name, parse in columns.items()}) for record in records]
     return {name: value for name, _, value in comments}, rows
+
+
+read_csv = partial(read_rows, kind=Row, command="flashstate bench")  # of a file that a benchmark of an op wrote
 
 
 def provenance_of(device: torch.device, commit: str | None = None) -> dict[str, str]:
