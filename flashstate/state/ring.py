@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flashstate.errors import INDEX_DTYPES, check_contiguous, check_int, check_tensor
 from flashstate.state import actions
-from flashstate.state.signature import describe, describe_aligned, fields_of, signature_of
+from flashstate.state.signature import Describes, describe, describe_aligned, signature_of
 from flashstate.state.slots import Slots, as_slots
 from flashstate.state.state import State, check_slots_of
 
@@ -31,7 +31,7 @@ AXES = {
 
 
 @dataclass(frozen=True, eq=False)
-class Ring:
+class Ring(Describes):
     """The inputs of one layer since its checkpoint, for all slots. `mamba2_replay` appends to x, B and dt in place,
     `commit` moves start and count on; this object only describes them.
 
@@ -102,8 +102,6 @@ class Ring:
         wide = describe_aligned(self.x), describe_aligned(self.B)
         return signature_of("ring", *wide, describe(self.dt), describe(self.start), describe(self.count), self.window)
 
-    __getstate__ = fields_of
-
     def plan(self, slots: Slots | Tensor | None = None, tokens: int | None = None) -> Plan:
         """Which rows of a batch fold, for one step of a model: shared by all layers whose rings share these cursors.
 
@@ -134,7 +132,7 @@ class Ring:
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class Plan(Describes):
     """What one step of a model does with every row of its batch; made by `StatePool.plan` or `Ring.plan`.
 
     slots: where the rows live, and which tokens they have; None: row b is slot b.
@@ -147,8 +145,6 @@ class Plan:
 
     The tensors are on the device, and filled when the plan is made: a CUDA graph that captured it fills them anew.
     """
-
-    written: ClassVar = ()
 
     slots: Slots | None
     tokens: int
@@ -180,8 +176,6 @@ class Plan:
         """Stands for all that a launch depends on but the addresses."""
         of_slots = None if self.slots is None else self.slots.signature
         return signature_of("plan", of_slots, self.tokens, describe(self.rows))
-
-    __getstate__ = fields_of
 
 
 def check_ring(ring: Ring, state: State, name: str = "ring") -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -16,7 +15,7 @@ from flashstate.errors import (
     check_row_contiguous,
     check_tensor,
 )
-from flashstate.state.signature import describe, fields_of, signature_of
+from flashstate.state.signature import Describes, describe, signature_of
 
 MOST_TOKENS = (1 << 31) - 1  # on a token axis
 PADDINGS = ("zero", "fresh", "keep")
@@ -24,7 +23,7 @@ TABLES = ("read", "accepted", "write", "parents", "cu_seqlens", "snapshot_rows")
 
 
 @dataclass(frozen=True, eq=False)
-class Slots:
+class Slots(Describes):
     """Where the rows of a batch live, and how many tokens each has; built once per model step, shared by all layers.
 
     read: (batch,) int32 or int64, the slot each row continues from; or (batch, n) with `accepted`. A row whose slot is
@@ -50,8 +49,6 @@ class Slots:
     a row that writes what another row reads, are the caller's error; inside `flashstate.debug()` they are found. What a
     row reads itself it may write.
     """
-
-    written: ClassVar = ()
 
     read: Tensor
     _: KW_ONLY
@@ -113,8 +110,6 @@ class Slots:
         """Stands for all that a launch depends on but the addresses."""
         described = (describe(getattr(self, name)) for name in TABLES)
         return signature_of("slots", *described, self.max_len, self.null, self.padding)
-
-    __getstate__ = fields_of
 
     @property
     def longest(self) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from flashstate.errors import check_choice, check_int, check_tensor, too_short
 from flashstate.state import actions
 from flashstate.state.formats import FORMATS, ROUNDINGS, Format
-from flashstate.state.signature import describe, describe_aligned, fields_of, signature_of
+from flashstate.state.signature import Describes, describe, describe_aligned, signature_of
 from flashstate.state.slots import Slots, as_slots
 
 HARDWARE_ROUNDING = ((10, 0), (10, 3))  # compute capabilities that have cvt.rs
@@ -22,7 +22,7 @@ SNAPSHOT_AXES = ("batch", "T", "heads", "rows", "cols")
 
 
 @dataclass(frozen=True, eq=False)
-class State:
+class State(Describes):
     """The state of one layer for all slots. Ops update `data` in place; this object only describes it.
 
     data: (slots, heads, rows, cols) float32, bfloat16, float16, int16, int8 or float8_e4m3fn; the dtype is the format.
@@ -60,17 +60,10 @@ class State:
         _check_seed(self.data, self.rounding, self.seed)
 
     @cached_property
-    def launches(self) -> dict[Any, Any]:
-        """Kernels that were started on this state before, for launch/direct.py."""
-        return {}
-
-    @cached_property
     def signature(self) -> int:
         """Stands for all that a launch depends on but the addresses and the stream."""
         tensors = describe_aligned(self.data), describe(self.scale), describe(self.seed)
         return signature_of("state", *tensors, self.rounding, self.rounds)
-
-    __getstate__ = fields_of
 
     @property
     def format(self) -> Format:
