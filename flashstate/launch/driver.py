@@ -21,30 +21,25 @@ from flashstate.launch.start import Started
 
 NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 SLOT = 8  # bytes of memory for each parameter, whatever its size
+WORD = (1 << 64) - 1  # all bits of one
 
 
 class LaunchConfig(ctypes.Structure):
     """CUlaunchConfig of the CUDA driver."""
 
     _fields_ = (
-        ("grid", ctypes.c_uint * 3),
-        ("block", ctypes.c_uint * 3),
-        ("shared_memory", ctypes.c_uint),
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.c_void_p),
-        ("num_attributes", ctypes.c_uint),
-    )
+        ("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared_memory", ctypes.c_uint),
+        ("stream", ctypes.c_void_p), ("attributes", ctypes.c_void_p), ("num_attributes", ctypes.c_uint),
+    )  # fmt: skip
 
 
 class LaunchAttribute(ctypes.Structure):
     """CUlaunchAttribute of the CUDA driver."""
 
     _fields_ = (
-        ("id", ctypes.c_uint),
-        ("unused", ctypes.c_uint),
-        ("value", ctypes.c_int),
+        ("id", ctypes.c_uint), ("unused", ctypes.c_uint), ("value", ctypes.c_int),
         ("rest_of_value", ctypes.c_char * 60),
-    )
+    )  # fmt: skip
 
 
 START_EARLY = LaunchAttribute(6, 0, 1)  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -70,7 +65,7 @@ class DriverLaunch:
         _require(compiled, len(parameters), started.launch.early)
         present = sum(argument is not None for argument in arguments[:pointers])
         self._memory = bytearray(SLOT * len(parameters))
-        struct.pack_into(f"<{len(parameters)}q", self._memory, 0, *map(_signed, parameters))
+        struct.pack_into(f"<{len(parameters)}Q", self._memory, 0, *(parameter & WORD for parameter in parameters))
         start = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self._addresses = (ctypes.c_void_p * len(parameters))(*(start + SLOT * i for i in range(len(parameters))))
         block = (32 * compiled.metadata.num_warps, 1, 1)
@@ -105,11 +100,6 @@ def _bits_of(argument: Tensor | float) -> int:
     if isinstance(argument, Tensor):
         return argument.data_ptr()
     return argument if isinstance(argument, int) else int.from_bytes(struct.pack("<f", argument), "little")
-
-
-def _signed(number: int) -> int:
-    """An address as the signed 64-bit number with its bits."""
-    return number - (1 << 64) if number >= 1 << 63 else number
 
 
 def _require(compiled: Any, parameters: int, early: bool) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, ClassVar
 
@@ -136,7 +135,6 @@ def check_debugged(given: Given) -> None:
         check_contents(len(given.window), given.tokens, given.slots, rows, given.update, read)
 
 
-@dataclass(frozen=True)
 class ChannelProblem(Problem):
     """What a config of a convolution is chosen for: `rows` are channels and `cols` the taps of each, all of which one
     thread has, so every config gives the same bytes. `batch_heads` is the batch, `vector` the channels of an access."""

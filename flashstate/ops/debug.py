@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flashstate.launch.axes import Tokens
 from flashstate.launch.call import Given
-from flashstate.launch.environment import suspended
+from flashstate.launch.environment import replaced, suspended
 from flashstate.reference.state_io import resolve, resolve_read
 from flashstate.state.faults import check_faults
 from flashstate.state.ring import Ring
@@ -29,13 +29,8 @@ def debug() -> Iterator[None]:
     invalid parents; cursors of rings out of range; and all that `check_faults` reports, from calls before it too. Not
     inside torch.compile; a CUDA graph cannot be captured inside.
     """
-    global _debugging
-    before, _debugging = _debugging, True
-    try:
-        with suspended():
-            yield
-    finally:
-        _debugging = before
+    with replaced(globals(), "_debugging", True), suspended():
+        yield
 
 
 def debugging() -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -121,7 +120,6 @@ def goes_at_once(given: Given) -> bool:
     return not given.exact and given.tokens.longest != 1
 
 
-@dataclass(frozen=True)
 class DeltaProblem(TiledProblem):
     """What a config of the gated delta rule is chosen for where every row has one token."""
 
@@ -134,14 +132,12 @@ class DeltaProblem(TiledProblem):
         return self.in_many_tiles(config) if wide and arithmetic else config
 
 
-@dataclass(frozen=True)
 class DeltaTokensProblem(Problem):
     """What a config of the gated delta rule is chosen for where tokens are stepped one after the other."""
 
     limits_always: ClassVar[bool] = True
 
 
-@dataclass(frozen=True)
 class AtOnceProblem(TensorCoreProblem):
     """What a config is chosen for where all tokens of a row go through tensor cores at once."""
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar
 
@@ -14,7 +13,7 @@ from flashstate.errors import dtype_name
 from flashstate.launch.arguments import aligned, row_stride
 from flashstate.launch.call import Given, Op
 from flashstate.launch.config import NVIDIA_WARP, Problem, TensorCoreProblem, TiledProblem, next_power_of_2
-from flashstate.launch.environment import Gpu
+from flashstate.launch.environment import Gpu, replaced
 from flashstate.launch.table import Config
 from flashstate.ops.debug import check_cursors, check_debugged, debugging
 from flashstate.state.ring import LARGEST_WINDOW, Plan, Ring, check_call_length, check_plan, check_ring, refuse_tables
@@ -29,16 +28,10 @@ LONGEST_ALONE = 16  # window up to which one token needs no tensor cores
 _parted = False
 
 
-@contextmanager
-def parted() -> Iterator[None]:
+def parted() -> AbstractContextManager[None]:
     """Let calls with a plan inside use a kernel that folds and one that does not, however small they are; of few
     programs, which walk along the plan. For proofs."""
-    global _parted
-    before, _parted = _parted, True
-    try:
-        yield
-    finally:
-        _parted = before
+    return replaced(globals(), "_parted", True)
 
 
 def mamba2_replay(
@@ -153,7 +146,6 @@ class AnyReplay(TiledProblem):
         return min(programs, self.most_programs) if self.most_programs else programs
 
 
-@dataclass(frozen=True)
 class ReplayProblem(AnyReplay, TensorCoreProblem):
     """What a config of replay is chosen for where tensor cores multiply."""
 
@@ -174,7 +166,6 @@ class ReplayProblem(AnyReplay, TensorCoreProblem):
         return Config(16, 1, lanes, tiles=16 if most else 8 if many else 2, registers=registers)
 
 
-@dataclass(frozen=True)
 class ReplayTokenProblem(AnyReplay):
     """What a config of replay is chosen for where every row has one token, and no tensor cores are used."""
 

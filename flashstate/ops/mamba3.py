@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from torch import Tensor
@@ -116,7 +115,6 @@ def check_rotary(given: Given) -> None:
             check_contiguous(name, bias)
 
 
-@dataclass(frozen=True)
 class HeadProblem(Problem):
     """What a config of Mamba-3 of rank 1 is chosen for. A program has all rows of a head, tile by tile, because they
     share what it overwrites."""
@@ -147,7 +145,6 @@ class HeadProblem(Problem):
         return Config(max(rows, self.fewest_rows(Config(1, warps, lanes))), warps, lanes, ahead=AHEAD[2])
 
 
-@dataclass(frozen=True)
 class RankProblem(TensorCoreProblem):
     """What a config of Mamba-3 of higher rank is chosen for, where tensor cores multiply with the vectors of all ranks.
     A program has all rows of a head, as that of rank 1; every warp has 16 rows of a tile, or a multiple."""
