@@ -52,8 +52,13 @@ def check_tensor(
     ):
         allowed = " or ".join(describe_shape(*shape) for shape in ((axes, sizes), also) if shape is not None)
         raise ValueError(f"{name} must have shape {allowed}, got {tuple(tensor.shape)}")
-    if device is not None and tensor.device != device:
-        raise ValueError(f"{name} is on {tensor.device}, but the state is on {device}")
+    if device is not None:
+        check_device(name, tensor, device)
+
+
+def check_device(name: str, tensor: Tensor, device: torch.device, of: str = "the state") -> None:
+    if tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device}, but {of} is on {device}")
 
 
 def check_flag(name: str, value: Any) -> None:

@@ -3,6 +3,7 @@
 x_ptr                   the tensor x; data_ptr, scale_ptr and seed_ptr those of a State, read_ptr … of Slots,
                         copy_ptr and copy_scale_ptr of snapshots
 x_b x_t x_h             its strides of batch, token, and axes by their first letters; of groups too by that of heads
+DT_SOFTPLUS             the flag, number or word dt_softplus
 slot_stride … VECTOR    as written out below
 """
 
@@ -35,6 +36,7 @@ def values_of(op: Op, given: Given, problem: Problem, config: Config) -> dict[st
     """What is known of a call, under the names that kernels have for it."""
     tokens, state = given.tokens, getattr(given, next(iter(op.hints)))
     values = {
+        **{name.upper(): getattr(given, name) for name in op.options},
         "fault_ptr": fault_flag(getattr(given, op.main).device), "batch": tokens.batch, "tokens": tokens.num_tokens,
         "longest": tokens.longest or 0, "ONE_TOKEN": tokens.one_token, "STORES": given.stores,
         "EARLY": getattr(given, "early", False) and given.machine.overlaps, "TOGETHER": loaded_together(given, config),
@@ -45,7 +47,7 @@ def values_of(op: Op, given: Given, problem: Problem, config: Config) -> dict[st
     if isinstance(state, State):
         values |= state_values(state)
     if op.takes_snapshots:
-        values |= snapshots_values(given.snapshots) | snapshot_constants(given.snapshots, problem.vector)
+        values |= snapshots_values(given.snapshots) | snapshot_constants(given.snapshots, state, problem.vector)
     for name, axes in op.tensors.items():
         add_tensor(values, op.aliases.get(name, name), getattr(given, name), axes, tokens)
     add_tensor(values, "out", given.out, op.tensors[op.main], tokens)
@@ -103,11 +105,15 @@ def snapshots_values(snapshots: State | None) -> dict[str, Any]:
     return values | {"num_copies": 0 if data is None else data.shape[0]}
 
 
-def snapshot_constants(snapshots: State | None, vector: int) -> dict[str, Any]:
-    """How snapshots are stored, in accesses no wider than those of the state."""
+def snapshot_constants(snapshots: State | None, state: State, vector: int) -> dict[str, Any]:
+    """How snapshots are stored, in accesses no wider than those of the state. They may be transposed where states are
+    not, and the other way round: what is stored across the layout of the tile must not change it, so it is stored
+    element by element."""
     if snapshots is None:
-        return {"SNAPSHOT_VECTOR": 1, "SNAPSHOT_ROUNDING": "nearest"}
-    return {"SNAPSHOT_VECTOR": min(vector, access_width(snapshots.data)), "SNAPSHOT_ROUNDING": snapshots.rounding}
+        return {"SNAPSHOT_VECTOR": 1, "SNAPSHOT_ROUNDING": "nearest", "SNAPSHOTS_TRANSPOSED": state.transposed}
+    width = min(vector, access_width(snapshots.data)) if snapshots.transposed == state.transposed else 1
+    rounding, transposed = snapshots.rounding, snapshots.transposed
+    return {"SNAPSHOT_VECTOR": width, "SNAPSHOT_ROUNDING": rounding, "SNAPSHOTS_TRANSPOSED": transposed}
 
 
 def add_tensor(values: dict[str, Any], name: str, tensor: Tensor | None, axes: Axes, tokens: Tokens) -> None:

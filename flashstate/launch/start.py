@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -50,6 +51,11 @@ class Started(NamedTuple):
 
     launch: Launch
     compiled: Any
+
+
+def kernel_in(module: str, name: str | None = None) -> Any:
+    """The kernel of this name, or of that of its file, in kernels/, which is imported only now: that imports triton."""
+    return getattr(import_module(f"flashstate.kernels.{module}"), f"{name or module}_kernel")
 
 
 _collected: ContextVar[list[Launch] | None] = ContextVar("collected launches", default=None)

@@ -15,7 +15,7 @@ from flashstate.launch.call import Given, Op, check_snapshots
 from flashstate.launch.config import MOST_UNROLLED, POWERS, Problem, next_power_of_2
 from flashstate.launch.environment import Gpu
 from flashstate.launch.table import Config
-from flashstate.ops.debug import check_contents, debugging
+from flashstate.ops.debug import check_debugged
 from flashstate.reference import conv1d as reference
 from flashstate.state.signature import ACCESS_BYTES
 from flashstate.state.slots import Slots
@@ -94,7 +94,7 @@ def check(given: Given) -> None:
         if given.snapshots.dtype != window.dtype:
             want, got = dtype_name(window.dtype), dtype_name(given.snapshots.dtype)
             raise TypeError(f"snapshots must be {want}, got {got}")
-        check_snapshots(given, given.snapshots, (window.shape[1], width - 1), window.device)
+        check_snapshots(given, given.snapshots, (window.shape[1], width - 1))
         check_no_overlap("snapshots", given.snapshots)
 
 
@@ -126,13 +126,10 @@ def check_places(given: Given, width: int) -> int:
     return int(history)
 
 
-def check_debugged(given: Given) -> None:
+def check_debugged_window(given: Given) -> None:
     """Inside debug(), raise where the numbers in slots would lose or mix up a window."""
-    if debugging():
-        places = given.sizes["width"], given.window.shape[2], given.history, given.positions
-        rows = None if given.snapshots is None else len(given.snapshots)
-        read = partial(reference.slots_read, places, len(given.window))
-        check_contents(len(given.window), given.tokens, given.slots, rows, given.update, read)
+    places = given.sizes["width"], given.window.shape[2], given.history, given.positions
+    check_debugged(given, partial(reference.slots_read, places, len(given.window)))
 
 
 class ChannelProblem(Problem):
@@ -179,26 +176,17 @@ def values(given: Given, problem: Problem, config: Config) -> dict[str, Any]:
     return {
         **dict(zip(("slot_stride", "window_c", "window_e"), window.stride(), strict=True)),
         **dict(zip(("copy_b", "copy_t", "copy_c", "copy_e"), strides, strict=True)),
-        "num_copies": 0 if snapshots is None else len(snapshots),
-        "length": length,
-        "num_slots": num_slots,
+        "num_copies": 0 if snapshots is None else len(snapshots), "length": length, "num_slots": num_slots,
         "WINDOW_ROWS": row_alignment(window.transpose(1, 2)),
-        "X_ROWS": row_alignment(given.x),
-        "OUT_ROWS": row_alignment(given.out),
+        "X_ROWS": row_alignment(given.x), "OUT_ROWS": row_alignment(given.out),
         "BIAS_ROWS": 0 if given.bias is None else row_alignment(given.bias),
         "COPY_ROWS": 0 if snapshots is None else row_alignment(snapshots.transpose(2, 3)),
-        "CHANNELS": channels,
-        "WIDTH": width,
-        "BLOCK_WIDTH": next_power_of_2(width),
+        "CHANNELS": channels, "WIDTH": width, "BLOCK_WIDTH": next_power_of_2(width), "LONGER": length > width - 1,
         "MODE": "ring" if given.positions is not None else "rollback" if rolls_back else "shift",
-        "HISTORY": given.history,
-        "LONGER": length > width - 1,
-        "ACTIVATION": given.activation,
         "WHOLE": together == 1 or (not tokens.packed and tokens.num_tokens % together == 0),
         "WEIGHT_ALIGNMENT": math.gcd(ACCESS_BYTES, weight.data_ptr(), width * weight.element_size()),
-        "LETS_NEXT_START": given.machine.overlaps,
-        "BLOCK": config.block_rows,
-    }
+        "LETS_NEXT_START": given.machine.overlaps, "BLOCK": config.block_rows,
+    }  # fmt: skip
 
 
 def slots_of(given: Given) -> Slots:
@@ -214,7 +202,7 @@ CONV1D_STEP = Op(
     values=values,
     reference={"slots": slots_of},
     check=check,
-    debug=check_debugged,
+    debug=check_debugged_window,
     writes=("window", "snapshots"),
     aligned_each=("window", "x", "out", "weight", "bias", "snapshots"),
     aliases={"snapshots": "copy"},

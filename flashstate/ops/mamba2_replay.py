@@ -225,22 +225,15 @@ def values(given: Given, problem: AnyReplay, config: Config) -> dict[str, Any]:
     wide = MAMBA2_REPLAY.aligned
     return {
         **ring_values(ring),
-        "rows_ptr": None if plan is None else plan.rows,
-        "parts_ptr": None if plan is None else plan.parts,
-        "HEADS_PER_GROUP": problem.heads_per_group,
-        "WINDOW": ring.window,
+        "rows_ptr": None if plan is None else plan.rows, "parts_ptr": None if plan is None else plan.parts,
+        "HEADS_PER_GROUP": problem.heads_per_group, "WINDOW": ring.window,
         "ALIGNED": all(aligned(tensor) for tensor in (ring.x, ring.B, *(getattr(given, name) for name in wide))),
         "WIDE": any(far_apart(getattr(given, name), len(given.tokens.axes)) for name in (*wide, "dt")),
         "D_PER_ROW": given.D is not None and given.D.dim() == 2,
-        "DT_SOFTPLUS": given.dt_softplus,
-        "UPDATE": given.update,
         "TOKENS": 1 if alone else max(8, next_power_of_2(given.tokens.longest or 0)),
-        "ROWS_DO": rows_do,
-        "TILES": tiles,
-        "FOLD_TILES": 1 if one_kernel else tiles,
-        "PLACE": place,
-        "EARLY": place == "second",
-    }
+        "ROWS_DO": rows_do, "TILES": tiles, "FOLD_TILES": 1 if one_kernel else tiles,
+        "PLACE": place, "EARLY": place == "second",
+    }  # fmt: skip
 
 
 def far_apart(tensor: Tensor | None, token_axes: int) -> bool:

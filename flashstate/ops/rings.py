@@ -10,7 +10,7 @@ from flashstate.launch import uses_kernels
 from flashstate.launch.arguments import slots_values
 from flashstate.launch.config import next_power_of_2
 from flashstate.launch.registered import registered
-from flashstate.launch.start import Launch, start
+from flashstate.launch.start import Launch, kernel_in, start
 from flashstate.reference import rings as reference
 from flashstate.state.actions import provide
 from flashstate.state.faults import fault_flag
@@ -61,8 +61,8 @@ def drop_folded(ring: Ring, slots: Slots | None, tokens: Tensor | int | None) ->
 def check_slots(ring: Ring, slots: Slots | None) -> int:
     """How many rows these slots have; raises where they are not for a ring."""
     refuse_tables(slots, "replay")
-    if slots is not None and slots.read.device != ring.count.device:
-        raise ValueError(f"slots are on {slots.read.device}, but the ring is on {ring.count.device}")
+    if slots is not None:
+        slots.check_device(ring.count.device, "ring")
     return len(ring.count) if slots is None else len(slots.read)
 
 
@@ -74,15 +74,13 @@ def fill_plan(
     if not uses_kernels(rows.device):
         reference.make_plan(oldest, count, window, slots, tokens, rows, parts)
         return
-    from flashstate.kernels.rings import make_plan_kernel
-
     block = min(MOST_ROWS, next_power_of_2(max(len(rows), 1)))
     values = {
         **slots_values(slots), "rows_ptr": rows, "parts_ptr": parts, "start_ptr": oldest, "count_ptr": count,
         "fault_ptr": fault_flag(rows.device), "batch": len(rows), "tokens": tokens, "num_slots": len(count),
         "WINDOW": window, "BLOCK": block,
     }  # fmt: skip
-    start(Launch(make_plan_kernel, (1,), rows.device, values, num_warps=max(1, min(8, block // 128))))
+    start(Launch(kernel_in("rings", "make_plan"), (1,), rows.device, values, num_warps=max(1, min(8, block // 128))))
 
 
 @registered("oldest", "count")
@@ -93,13 +91,11 @@ def move_cursors(
     if not uses_kernels(rows.device):
         reference.commit_plan(oldest, count, window, length, rows, accepted)
     elif len(rows):
-        from flashstate.kernels.rings import commit_plan_kernel
-
         values = {
             "start_ptr": oldest, "count_ptr": count, "rows_ptr": rows, "accepted_ptr": accepted, "batch": len(rows),
             "fault_ptr": fault_flag(rows.device), "length": length, "WINDOW": window, "BLOCK": BLOCK,
         }  # fmt: skip
-        start(Launch(commit_plan_kernel, (-(-len(rows) // BLOCK),), rows.device, values, num_warps=1))
+        start(Launch(kernel_in("rings", "commit_plan"), (-(-len(rows) // BLOCK),), rows.device, values, num_warps=1))
 
 
 @registered("oldest", "count")
@@ -111,8 +107,6 @@ def drop_rows(
         given = tokens if tokens is not None else None if most < 0 else most
         reference.drop_folded(oldest, count, length, slots, given)
         return
-    from flashstate.kernels.rings import drop_folded_kernel
-
     batch = len(count) if slots is None else len(slots.read)
     if batch == 0:
         return
@@ -121,4 +115,4 @@ def drop_rows(
         "fault_ptr": fault_flag(count.device), "batch": batch, "most": most, "length": length, "num_slots": len(count),
         "BLOCK": BLOCK,
     }  # fmt: skip
-    start(Launch(drop_folded_kernel, (-(-batch // BLOCK),), count.device, values, num_warps=1))
+    start(Launch(kernel_in("rings", "drop_folded"), (-(-batch // BLOCK),), count.device, values, num_warps=1))

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from flashstate.errors import INDEX_DTYPES, check_contiguous, check_int, check_tensor
+from flashstate.errors import INDEX_DTYPES, check_contiguous, check_device, check_int, check_tensor
 from flashstate.state import actions
 from flashstate.state.signature import Describes, describe, describe_aligned, signature_of
 from flashstate.state.slots import Slots, as_slots
@@ -58,7 +58,6 @@ class Ring(Describes):
     def __post_init__(self) -> None:
         check_tensor("x", self.x, AXES["x"], (None,) * 4)
         slots, heads, length, _ = self.x.shape
-        device = self.x.device
         check_tensor("B", self.B, AXES["B"], (slots, None, length, None))
         check_tensor("dt", self.dt, AXES["dt"], (slots, heads, length), dtypes=(torch.float32,))
         for name in ("start", "count"):
@@ -67,8 +66,7 @@ class Ring(Describes):
         if self.start is self.count:
             raise ValueError("start and count must be two tensors, got one")
         for name in ("B", "dt", "start", "count"):
-            if getattr(self, name).device != device:
-                raise ValueError(f"{name} is on {getattr(self, name).device}, but x is on {device}")
+            check_device(name, getattr(self, name), self.x.device, "x")
         for name in ("x", "B", "dt"):
             tensor = getattr(self, name)
             if tensor.numel() == 0:
@@ -164,8 +162,7 @@ class Plan(Describes):
         check_tensor("parts", self.parts, ("numbers",), (2,), dtypes=(torch.int32,))
         for name in ("rows", "parts"):
             check_contiguous(name, getattr(self, name))
-            if getattr(self, name).device != self.count.device:
-                raise ValueError(f"{name} is on {getattr(self, name).device}, but count is on {self.count.device}")
+            check_device(name, getattr(self, name), self.count.device, "count")
 
     @property
     def batch(self) -> int:

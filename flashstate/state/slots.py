@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
 from flashstate.errors import (
@@ -99,6 +100,11 @@ class Slots(Describes):
             if table is not None and table.dim() == 2 and table.shape[1] != longest:
                 words = f"must have an entry for each of the {longest} tokens, got shape {tuple(table.shape)}"
                 raise ValueError(f"{prefix}{name} {words}")
+
+    def check_device(self, device: torch.device, of: str = "state") -> None:
+        """Raise unless the tables are on the device of what they are for."""
+        if self.read.device != device:
+            raise ValueError(f"slots are on {self.read.device}, but the {of} is on {device}")
 
     @cached_property
     def tables(self) -> tuple[Tensor, ...]:
