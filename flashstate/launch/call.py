@@ -32,7 +32,7 @@ from flashstate.launch.config import Problem, choose
 from flashstate.launch.direct import Launches, Likeness, remember
 from flashstate.launch.environment import Machine, machine_of, uses_kernels
 from flashstate.launch.repeat import new_out, repeat_function
-from flashstate.launch.start import Launch, Started, check_programs, start
+from flashstate.launch.start import Launch, check_programs, start
 from flashstate.state.slots import Slots, as_slots
 from flashstate.state.state import State, as_snapshots, as_state, refuse_transposed
 
@@ -244,7 +244,7 @@ class Op:
         given.tokens = tokens_of(getattr(given, self.main), self.tensors[self.main], given.slots)
         self.run(given)
 
-    def run(self, given: Given) -> list[Started]:
+    def run(self, given: Given) -> list[Launch]:
         """Carry out a call that was checked; the launches that Triton compiled, none of the reference."""
         main, slots = getattr(given, self.main), given.slots
         if main.numel() == 0 or given.tokens.batch == 0:
@@ -260,7 +260,7 @@ class Op:
         started = [self._start(given, problem) for problem in self.problems(given)]
         return [one for one in started if one is not None]
 
-    def _start(self, given: Given, problem: Problem) -> Started | None:
+    def _start(self, given: Given, problem: Problem) -> Launch | None:
         main, config = getattr(given, self.main), choose(problem, given.machine.gpu)
         programs = problem.programs(config)
         check_programs(self.main, programs, f"shape {tuple(main.shape)}")

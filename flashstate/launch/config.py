@@ -64,9 +64,7 @@ class Problem:
         """What a config is chosen for, of an op on so many rows of a state."""
         _, heads, rows, cols = state.data.shape
         format, vector = dtype_name(state.data.dtype), access_width(state.data)
-        return cls(
-            op, rows, cols, format, state.rounding, vector, batch * heads, transposed=state.transposed, **more
-        )  # fmt: skip
+        return cls(op, rows, cols, format, state.rounding, vector, batch * heads, transposed=state.transposed, **more)
 
     @property
     def block_cols(self) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashstate.launch.start import Started
+from flashstate.launch.start import Launch
 
 NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 SLOT = 8  # bytes of memory for each parameter, whatever its size
@@ -57,21 +57,21 @@ def _launch_function() -> Any:
 class DriverLaunch:
     """A kernel and its parameters, of which pointers, all in front, and a number behind them change with calls."""
 
-    def __init__(self, started: Started) -> None:
+    def __init__(self, started: Launch) -> None:
         """Take over what an ordinary launch was started with; pointers that are None are no parameters."""
-        compiled, arguments = started.compiled, started.launch.arguments
-        pointers = len(started.launch.kernel.pointers)
+        compiled, arguments = started.compiled, started.arguments
+        pointers = len(started.kernel.pointers)
         parameters = [*parameters_of(arguments), 0, 0]  # the last two: scratch memory, which is not used
-        _require(compiled, len(parameters), started.launch.early)
+        _require(compiled, len(parameters), started.early)
         present = sum(argument is not None for argument in arguments[:pointers])
         self._memory = bytearray(SLOT * len(parameters))
         struct.pack_into(f"<{len(parameters)}Q", self._memory, 0, *(parameter & WORD for parameter in parameters))
         start = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self._addresses = (ctypes.c_void_p * len(parameters))(*(start + SLOT * i for i in range(len(parameters))))
         block = (32 * compiled.metadata.num_warps, 1, 1)
-        attributes = (ctypes.addressof(START_EARLY), 1) if started.launch.early else (None, 0)
-        self._config = LaunchConfig((started.launch.grid[0], 1, 1), block, compiled.metadata.shared, None, *attributes)
-        self._device_index = started.launch.device.index
+        attributes = (ctypes.addressof(START_EARLY), 1) if started.early else (None, 0)
+        self._config = LaunchConfig((started.grid[0], 1, 1), block, compiled.metadata.shared, None, *attributes)
+        self._device_index = started.device.index
         self._pack = struct.Struct(f"<{present}Qq").pack_into
         self._launch = _launch_function()
         self._launched = ctypes.addressof(self._config), compiled.function, ctypes.addressof(self._addresses), None

@@ -74,8 +74,7 @@ def parse_table(content: Mapping[str, Any]) -> TableFile:
 
 
 def _config_of(entry: Sequence[Any]) -> Config:
-    rows, warps, lanes, *unusual = entry
-    return Config(rows, warps, lanes, **(unusual[0] if unusual else {}))
+    return Config(*entry[:3], **dict(*entry[3:]))
 
 
 def read_table_file(path: Path) -> TableFile:

@@ -61,9 +61,7 @@ def mamba2_step(
     activations may have any stride; dt, A, D and dt_bias may be expanded from one value per head. `out` may be x
     itself, unless tokens form a tree, and must not overlap other arguments. Nothing is differentiable.
     """
-    return MAMBA2_STEP.call(
-        state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, slots, snapshots, update, out, early
-    )  # fmt: skip
+    return MAMBA2_STEP.call(state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, slots, snapshots, update, out, early)
 
 
 def values(given: Given, problem: Problem, config: Config) -> dict[str, Any]:

@@ -77,9 +77,7 @@ def mamba2_replay(
     with windows up to 16. Strides are as in `mamba2_step`. `out` must not overlap other arguments. Nothing is
     differentiable.
     """
-    return MAMBA2_REPLAY.call(
-        state, ring, x, dt, A, B, C, D, z, dt_bias, dt_softplus, plan, slots, update, out
-    )  # fmt: skip
+    return MAMBA2_REPLAY.call(state, ring, x, dt, A, B, C, D, z, dt_bias, dt_softplus, plan, slots, update, out)
 
 
 def slots_of(given: Given) -> Slots | None:

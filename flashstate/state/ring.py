@@ -108,8 +108,20 @@ class Ring(Describes):
 
         One small launch, which a CUDA graph captures; the host does not wait.
         """
-        plan: Plan = actions.make_plan(self, as_slots(slots), tokens)
-        return plan
+        where = as_slots(slots)
+        batch, longest = self._check_slots(where), tokens
+        if where is not None and where.cu_seqlens is not None:
+            if tokens is not None:
+                raise ValueError(f"tokens is not for packed tokens, whose number slots.cu_seqlens says, got {tokens}")
+            longest = where.max_len
+        else:
+            check_int("tokens", tokens, 1, self.window)
+        longest = check_call_length(self, longest)
+        with torch.inference_mode(False):  # else only inference mode could fill them again
+            rows = torch.empty(batch, FIELDS, dtype=torch.int32, device=self.count.device)
+            parts = torch.empty(2, dtype=torch.int32, device=self.count.device)
+        actions.fill_plan(rows, parts, self.start, self.count, self.window, where, longest)
+        return Plan(where, longest, rows, parts, self.count, self.window)
 
     def commit(self, plan: Plan, accepted: Tensor | None = None) -> None:
         """Keep the first `accepted` tokens of every row of the step that was planned; call it once, after all layers.
@@ -119,14 +131,30 @@ class Ring(Describes):
 
         One small launch, which a CUDA graph captures; the host does not wait.
         """
-        actions.commit_plan(self, plan, accepted)
+        check_plan(plan, self)
+        if accepted is not None:
+            device = self.count.device
+            check_tensor("accepted", accepted, ("batch",), (plan.batch,), dtypes=INDEX_DTYPES, device=device)
+            check_contiguous("accepted", accepted)
+        actions.move_cursors(self.start, self.count, self.window, self.length, plan.rows, accepted)
 
     def folded(self, slots: Slots | Tensor | None = None, tokens: Tensor | int | None = None) -> None:
         """Drop live rows that `mamba2_fold` has folded in place, in all layers: the first `tokens`, None: all.
 
         slots, tokens: as `mamba2_fold` had them. One small launch, which a CUDA graph captures.
         """
-        actions.drop_folded(self, as_slots(slots), tokens)
+        where = as_slots(slots)
+        refuse_tables(where, "folding")
+        each, most = tokens_to_fold(tokens, self, self._check_slots(where))
+        actions.drop_rows(self.start, self.count, self.length, where, each, most)
+
+    def _check_slots(self, slots: Slots | None) -> int:
+        """How many rows these slots have; raises where they are not for a ring."""
+        refuse_tables(slots, "replay")
+        if slots is None:
+            return len(self.count)
+        slots.check_device(self.count.device, "ring")
+        return len(slots.read)
 
 
 @dataclass(frozen=True, eq=False)

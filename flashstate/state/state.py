@@ -77,9 +77,8 @@ class State(Describes):
     @property
     def bytes_per_slot(self) -> int:
         """Bytes of memory one slot takes: its state, its scales and its seed, where it has them."""
-        scale = 0 if self.scale is None else self.scale.shape[1:].numel() * self.scale.element_size()
-        seed = 0 if self.seed is None else self.seed.element_size()
-        return self.data.shape[1:].numel() * self.data.element_size() + scale + seed
+        tensors = (tensor for tensor in (self.data, self.scale, self.seed) if tensor is not None)
+        return sum(tensor.shape[1:].numel() * tensor.element_size() for tensor in tensors)
 
     def advance(self, slots: Slots | Tensor | None = None) -> None:
         """Move the seeds of the read slots on (None: of all), so that the next step draws new random bits.
@@ -100,8 +99,7 @@ def as_state(state: State | Tensor, name: str = "state") -> State:
             return state
         raise ValueError(f"{name} must have data (slots, heads, rows, cols), got {tuple(state.data.shape)}")
     if isinstance(state, Tensor):
-        _check_data(name, state, POOL_AXES)
-        _check_needs_no_scale(name, state)
+        _check_bare(name, state, POOL_AXES)
         return State(state)
     raise TypeError(f"{name} must be a State or a tensor, got {type(state).__name__}")
 
@@ -109,8 +107,7 @@ def as_state(state: State | Tensor, name: str = "state") -> State:
 def as_snapshots(snapshots: State | Tensor, state: State) -> State:
     """What ops accept as `snapshots`: a State of rank 5, or a bare tensor, rounded as the state is if it can be."""
     if isinstance(snapshots, Tensor):
-        _check_data("snapshots", snapshots, SNAPSHOT_AXES)
-        _check_needs_no_scale("snapshots", snapshots)
+        _check_bare("snapshots", snapshots, SNAPSHOT_AXES)
         known = FORMATS[snapshots.dtype].roundings
         wanted = (state.rounding, "nearest" if state.rounding == "nearest" else "stochastic", "nearest")
         snapshots = State(snapshots, rounding=next(rounding for rounding in wanted if rounding in known))
@@ -152,25 +149,25 @@ def is_transposed(data: Tensor) -> bool:
 def refuse_transposed(name: str, state: State) -> None:
     """Raise where a state is transposed, for an op that steps along rows in memory."""
     if state.transposed:
-        any_strides = ["any"] * (state.data.dim() - 3)
-        _, rows, cols = state.data.shape[-3:]
-        dense = ", ".join([*any_strides, str(rows * cols), str(cols), "1"])
-        raise ValueError(
-            f"{name} must be contiguous within a slot: strides ({dense}), got {state.data.stride()}; only "
-            "gated_delta_step takes transposed states"
-        )
+        words = _not_dense(name, state.data, _dense_strides(state.data.shape[-3:]))
+        raise ValueError(f"{words}; only gated_delta_step takes transposed states")
+
+
+def _dense_strides(slot: torch.Size) -> list[int]:
+    return [slot[axis + 1 :].numel() for axis in range(len(slot))]
+
+
+def _not_dense(name: str, tensor: Tensor, dense: list[int]) -> str:
+    wanted = ", ".join(["any"] * (tensor.dim() - len(dense)) + list(map(str, dense)))
+    return f"{name} must be contiguous within a slot: strides ({wanted}), got {tensor.stride()}"
 
 
 def check_slots_of(name: str, tensor: Tensor, slot: torch.Size) -> None:
     """Raise unless every slot (the last axes) is contiguous, and slots do not overlap."""
-    dense = [slot[axis + 1 :].numel() for axis in range(len(slot))]
-    outer = tensor.dim() - len(slot)
+    dense, outer = _dense_strides(slot), tensor.dim() - len(slot)
     strides = tensor.stride()[outer:]
     if any(size > 1 and got != want for size, got, want in zip(slot, strides, dense, strict=True)):
-        raise ValueError(
-            f"{name} must be contiguous within a slot: strides ({', '.join(['any'] * outer + list(map(str, dense)))}), "
-            f"got {tensor.stride()}"
-        )
+        raise ValueError(_not_dense(name, tensor, dense))
     short = too_short(tensor.stride()[:outer], tensor.shape[:outer], slot.numel()) if tensor.numel() else None
     if short is not None:
         stride, least = short
@@ -189,7 +186,8 @@ def _check_scale(scale: Tensor | None, data: Tensor, axes: tuple[str, ...]) -> N
     check_slots_of("scale", scale, scale.shape[-2:])
 
 
-def _check_needs_no_scale(name: str, data: Tensor) -> None:
+def _check_bare(name: str, data: Tensor, axes: tuple[str, ...]) -> None:
+    _check_data(name, data, axes)
     fmt = FORMATS[data.dtype]
     if fmt.scaled:
         raise ValueError(f"{name} of dtype {fmt.name} needs a scale: pass State(data, scale)")
