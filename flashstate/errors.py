@@ -11,6 +11,7 @@ from torch import Tensor
 ACTIVATION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INDEX_DTYPES = (torch.int32, torch.int64)
 INT64 = (-(1 << 63), (1 << 63) - 1)  # the least and the most
+Shape = tuple[tuple[str, ...], tuple[int | None, ...]]  # names of axes, and their sizes; None: any
 LARGEST_INT32 = (1 << 31) - 1
 LARGEST_FLOAT32 = torch.finfo(torch.float32).max
 
@@ -38,7 +39,7 @@ def check_tensor(
     *,
     dtypes: Sequence[torch.dtype] = ACTIVATION_DTYPES,
     device: torch.device | None = None,
-    also: tuple[tuple[str, ...], tuple[int | None, ...]] | None = None,
+    also: Shape | None = None,
 ) -> None:
     """Raise unless `tensor` has these axes (a size of None is free), one of these dtypes, and lives on `device`.
     `also`: axes and sizes that the caller allows besides; the message has both."""
@@ -117,23 +118,14 @@ def check_contiguous(name: str, tensor: Tensor, also: str = "") -> None:
         raise ValueError(f"{name} must be contiguous{also}, got strides {tuple(tensor.stride())}")
 
 
-def tied(
-    name: str,
-    tensor: Any,
-    axes: tuple[str, ...],
-    sizes: tuple[int | None, ...],
-    more_axes: tuple[str, ...],
-    more_sizes: tuple[int, ...],
-    device: torch.device,
-) -> Tensor:
-    """Check a tensor that has these axes, or more; returned without those it was expanded along (stride 0)."""
-    few, all_axes = (axes, sizes), (axes + more_axes, sizes + more_sizes)
-    if not isinstance(tensor, Tensor) or tensor.dim() != len(axes) + len(more_axes):
-        check_tensor(name, tensor, *few, device=device, also=all_axes)
+def tied(name: str, tensor: Any, few: Shape, more: Shape, device: torch.device) -> Tensor:
+    """Check a tensor of few axes, or of more behind them; returned without those it was expanded along (stride 0)."""
+    every = few[0] + more[0], few[1] + more[1]
+    if not isinstance(tensor, Tensor) or tensor.dim() != len(every[0]):
+        check_tensor(name, tensor, *few, device=device, also=every)
         return tensor
-    check_tensor(name, tensor, *all_axes, device=device, also=few)
-    if any(size > 1 and stride != 0 for size, stride in zip(more_sizes, tensor.stride()[len(axes) :], strict=True)):
+    check_tensor(name, tensor, *every, device=device, also=few)
+    inner = tensor.stride()[len(few[0]) :]
+    if any(size > 1 and stride != 0 for size, stride in zip(tensor.shape[len(few[0]) :], inner, strict=True)):
         return tensor
-    for _ in more_axes:
-        tensor = tensor[..., 0]
-    return tensor
+    return tensor[(..., *(0 for _ in inner))]

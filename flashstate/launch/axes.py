@@ -73,7 +73,7 @@ class Axes:
             named, sized = tokens.axes + named, tokens.sizes + sized
         if self.optional:
             more = tuple(sizes[axis] for axis in self.optional)
-            tensor = tied(name, tensor, named, sized, self.optional, more, device)
+            tensor = tied(name, tensor, (named, sized), (self.optional, more), device)
         else:
             check_tensor(name, tensor, named, sized, dtypes=self.dtypes, device=device)
         if not self.tokens and not self.strided:

@@ -278,11 +278,8 @@ def one_kernel(given: Given, kind: type[Problem], op: str) -> tuple[Problem]:
 
 def axes_in(hint: Any) -> Axes | None:
     """The axes that a type hint says: Annotated[Tensor, words], or that or None."""
-    for one in (hint, *get_args(hint)):
-        words = getattr(one, "__metadata__", ())
-        if words:
-            return Axes.parse(*words)
-    return None
+    found = (getattr(one, "__metadata__", None) for one in (hint, *get_args(hint)))
+    return next((Axes.parse(*words) for words in found if words), None)
 
 
 def check_slots(given: Given, rolls_back: bool) -> None:

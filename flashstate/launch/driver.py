@@ -107,7 +107,6 @@ def _require(compiled: Any, parameters: int, early: bool) -> None:
     metadata, launcher = compiled.metadata, compiled.run
     if "ptx" not in compiled.asm:
         raise AttributeError("this is not CUDA")
-    entry = re.search(r"\.entry [^(]*\((.*?)\)", compiled.asm["ptx"], re.S)
     plain = (
         metadata.num_ctas == 1
         and not launcher.launch_cooperative_grid
@@ -116,6 +115,7 @@ def _require(compiled: Any, parameters: int, early: bool) -> None:
     )
     if not plain:
         raise AttributeError("a kernel needs scratch memory, clusters or another kind of launch")
+    entry = re.search(r"\.entry [^(]*\((.*?)\)", compiled.asm["ptx"], re.S)
     found = 0 if entry is None else entry[1].count(".param")
     if found != parameters:
         raise AttributeError(f"a kernel has {found} parameters where {parameters} were expected")

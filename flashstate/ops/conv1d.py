@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar
 import torch
 from torch import Tensor
 
-from flashstate.errors import INDEX_DTYPES, check_choice, check_int, check_no_overlap, dtype_name
+from flashstate.errors import INDEX_DTYPES, check_choice, check_dtype, check_int, check_no_overlap, dtype_name
 from flashstate.launch.arguments import loaded_together, row_alignment
 from flashstate.launch.call import Given, Op, check_snapshots
 from flashstate.launch.config import MOST_UNROLLED, POWERS, Problem, next_power_of_2
@@ -91,9 +91,7 @@ def check(given: Given) -> None:
     check_choice("activation", given.activation, ACTIVATIONS)
     given.history = check_places(given, width)
     if given.snapshots is not None:
-        if given.snapshots.dtype != window.dtype:
-            want, got = dtype_name(window.dtype), dtype_name(given.snapshots.dtype)
-            raise TypeError(f"snapshots must be {want}, got {got}")
+        check_dtype("snapshots", given.snapshots.dtype, (window.dtype,))
         check_snapshots(given, given.snapshots, (window.shape[1], width - 1))
         check_no_overlap("snapshots", given.snapshots)
 
@@ -151,8 +149,7 @@ class ChannelProblem(Problem):
         return self.per_thread(config) * max(config.tokens_together, self.cols) <= MOST_UNROLLED
 
     def heuristic(self, gpu: Gpu) -> Config:
-        """Four channels per thread: more warps where all they do is move bytes, two tokens together where there are
-        some."""
+        """Four channels per thread: more warps where all they do is move bytes, else two tokens together."""
         warps = 1 if self.several_tokens else 4
         return Config(4 * self.warp * warps, warps, 1, tokens_together=2 if self.several_tokens else 1)
 

@@ -50,12 +50,16 @@ def mamba2_fold(
     refuse_transposed("state", state)
     check_ring(ring, state)
     _, heads, rows, cols = state.data.shape
-    A = tied("A", A, ("heads",), (heads,), ("rows", "cols"), (rows, cols), state.data.device)
+    A = tied("A", A, (("heads",), (heads,)), (("rows", "cols"), (rows, cols)), state.data.device)
     if A.dim() != 1:
         raise ValueError(f"A must have one value per head, as Mamba-2 has, got shape {tuple(A.shape)}")
     check_contiguous("A", A, OR_EXPANDED)
     target = None if into is None else _check_into(as_state(into, "into"), state)
-    _check_slots(where, state, into is not None)
+    if where is not None:
+        where.check_device(state.data.device)
+        if where.write is not None and (into is None or where.per_token):
+            raise ValueError("slots.write is for mamba2_fold with into, whose slots it names, one per row: (batch,)")
+        refuse_tables(where, "folding")
     if target is not None and len(target.data) < len(state.data) and (where is None or where.write is None):
         need, got = len(state.data), len(target.data)
         raise ValueError(f"into must have {need} slots as the state has, or slots.write to say where, got {got}")
@@ -78,16 +82,6 @@ def _check_into(into: State, state: State) -> State:
     if into.rounding != "nearest" and state.seed is None:
         raise ValueError(f"into with rounding={into.rounding!r} needs a state with a seed, got seed=None")
     return replace(into, rounds=state.rounds, stream=state.stream)
-
-
-def _check_slots(slots: Slots | None, state: State, elsewhere: bool) -> None:
-    """Raise where slots have what folding has not."""
-    if slots is None:
-        return
-    slots.check_device(state.data.device)
-    if slots.write is not None and (not elsewhere or slots.per_token):
-        raise ValueError("slots.write is for mamba2_fold with into, whose slots it names, one per row: (batch,)")
-    refuse_tables(slots, "folding")
 
 
 @registered()

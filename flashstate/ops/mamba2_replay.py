@@ -29,8 +29,7 @@ _parted = False
 
 
 def parted() -> AbstractContextManager[None]:
-    """Let calls with a plan inside use a kernel that folds and one that does not, however small they are; of few
-    programs, which walk along the plan. For proofs."""
+    """Let calls with a plan inside, small ones too, use two kernels, of few programs that walk along it. For proofs."""
     return replaced(globals(), "_parted", True)
 
 

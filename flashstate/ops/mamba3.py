@@ -116,8 +116,7 @@ def check_rotary(given: Given) -> None:
 
 
 class AnyHead(Problem):
-    """What a config of Mamba-3 is chosen for. A program has all rows of a head, tile by tile, because they share what
-    it overwrites."""
+    """What a config of Mamba-3 is chosen for. A program has all rows of a head, which share what it overwrites."""
 
     limits: ClassVar[tuple[int, ...]] = (0, 96, 128, 168)
     limits_always: ClassVar[bool] = True
@@ -161,8 +160,7 @@ class RankProblem(AnyHead, TensorCoreProblem):
         return self.per_thread(config) <= MOST_UNROLLED or (config.block_rows, config.num_warps) == (16, 1)
 
     def heuristic(self, gpu: Gpu) -> Config:
-        """As few tiles as there can be, of 64 rows of 128 columns at most: float32 outputs need the tile in shared
-        memory."""
+        """As few tiles as can be, of 64 rows of 128 columns at most: float32 outputs need one in shared memory."""
         warps = min(4, max(1, next_power_of_2(self.rows) // 16), max(1, 512 // self.block_cols))
         return Config(16 * warps, warps, self.lane_choices[0], ahead=AHEAD[2])
 

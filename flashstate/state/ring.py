@@ -21,13 +21,7 @@ UNUSED = {  # tables of slots, and why
     "replay": (("write", "accepted", "parents", "snapshot_rows"), "keeps tokens in the slot it reads"),
     "folding": (("accepted", "parents", "snapshot_rows", "cu_seqlens"), "has no new tokens"),
 }
-AXES = {
-    "x": ("slots", "heads", "length", "rows"),
-    "B": ("slots", "groups", "length", "cols"),
-    "dt": ("slots", "heads", "length"),
-    "start": ("slots",),
-    "count": ("slots",),
-}
+X_AXES, B_AXES = ("slots", "heads", "length", "rows"), ("slots", "groups", "length", "cols")
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,12 +50,12 @@ class Ring(Describes):
     window: int
 
     def __post_init__(self) -> None:
-        check_tensor("x", self.x, AXES["x"], (None,) * 4)
+        check_tensor("x", self.x, X_AXES, (None,) * 4)
         slots, heads, length, _ = self.x.shape
-        check_tensor("B", self.B, AXES["B"], (slots, None, length, None))
-        check_tensor("dt", self.dt, AXES["dt"], (slots, heads, length), dtypes=(torch.float32,))
+        check_tensor("B", self.B, B_AXES, (slots, None, length, None))
+        check_tensor("dt", self.dt, X_AXES[:3], (slots, heads, length), dtypes=(torch.float32,))
         for name in ("start", "count"):
-            check_tensor(name, getattr(self, name), AXES[name], (slots,), dtypes=(torch.int32,))
+            check_tensor(name, getattr(self, name), ("slots",), (slots,), dtypes=(torch.int32,))
             check_contiguous(name, getattr(self, name))
         if self.start is self.count:
             raise ValueError("start and count must be two tensors, got one")
@@ -184,7 +178,7 @@ class Plan(Describes):
             raise TypeError(f"slots must be a Slots or None, got {type(self.slots).__name__}")
         check_int("window", self.window, 1, LARGEST_WINDOW)
         check_int("tokens", self.tokens, 0, self.window)
-        check_tensor("count", self.count, AXES["count"], (None,), dtypes=(torch.int32,))
+        check_tensor("count", self.count, ("slots",), (None,), dtypes=(torch.int32,))
         batch = len(self.count) if self.slots is None else len(self.slots.read)
         check_tensor("rows", self.rows, ("batch", "numbers"), (batch, FIELDS), dtypes=(torch.int32,))
         check_tensor("parts", self.parts, ("numbers",), (2,), dtypes=(torch.int32,))
@@ -209,8 +203,8 @@ def check_ring(ring: Ring, state: State, name: str = "ring") -> None:
         raise TypeError(f"{name} must be a Ring, got {type(ring).__name__}")
     slots, heads, rows, cols = state.data.shape
     device = state.data.device
-    check_tensor(f"{name}.x", ring.x, AXES["x"], (slots, heads, ring.length, rows), device=device)
-    check_tensor(f"{name}.B", ring.B, AXES["B"], (slots, None, ring.length, cols), device=device)
+    check_tensor(f"{name}.x", ring.x, X_AXES, (slots, heads, ring.length, rows), device=device)
+    check_tensor(f"{name}.B", ring.B, B_AXES, (slots, None, ring.length, cols), device=device)
 
 
 def check_call_length(ring: Ring, longest: int | None) -> int:
