@@ -90,10 +90,8 @@ def check_number(name: str, value: Any) -> None:
 def check_row_contiguous(name: str, tensor: Tensor) -> None:
     """Raise unless consecutive elements of the last axis are neighbours in memory."""
     if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-        raise ValueError(
-            f"{name} must be contiguous along its last axis, got strides {tuple(tensor.stride())}; "
-            "other axes may have any stride"
-        )
+        got = f"got strides {tuple(tensor.stride())}; other axes may have any stride"
+        raise ValueError(f"{name} must be contiguous along its last axis, {got}")
 
 
 def check_no_overlap(name: str, tensor: Tensor) -> None:
@@ -129,3 +127,12 @@ def tied(name: str, tensor: Any, few: Shape, more: Shape, device: torch.device) 
     if any(size > 1 and stride != 0 for size, stride in zip(tensor.shape[len(few[0]) :], inner, strict=True)):
         return tensor
     return tensor[(..., *(0 for _ in inner))]
+
+
+def check_list(
+    name: str, numbers: Tensor | None, size: int, axis: str = "batch", device: torch.device | None = None
+) -> None:
+    """Raise unless it is None, or so many whole numbers side by side."""
+    if numbers is not None:
+        check_tensor(name, numbers, (axis,), (size,), dtypes=INDEX_DTYPES, device=device)
+        check_contiguous(name, numbers)

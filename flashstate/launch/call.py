@@ -37,7 +37,6 @@ from flashstate.state.slots import Slots, as_slots
 from flashstate.state.state import State, as_snapshots, as_state, refuse_transposed
 
 OPS: dict[str, Op] = {}  # all that are declared, by name
-PLAIN_TYPES = {bool, int, float, str}
 
 
 class Given:
@@ -109,7 +108,7 @@ class Op:
         self.optional = frozenset(name for name in kinds if type(None) in kinds[name])  # arguments that may be None
         self.flags = tuple(name for name in kinds if bool in kinds[name])  # arguments that are True or False
         self.numbers = tuple(name for name in kinds if float in kinds[name])  # arguments that are a number, or None
-        self.options = tuple(name for name in kinds if kinds[name] & PLAIN_TYPES)  # flags, numbers and words
+        self.options = tuple(name for name in kinds if kinds[name] & {bool, int, float, str})  # and words
         self.inner = tuple(self.state_axes.split()[1:])  # names of the axes of a state within a slot
         self.pieces = registered.register(self.name, self.hints, self._run_registered, self.writes)  # flat arguments
         # Takes all arguments, in the order of the signature. Another function, once it is known what a call needs.
@@ -296,14 +295,11 @@ def check_slots(given: Given, rolls_back: bool) -> None:
     if slots.write is not None and not update:
         raise ValueError("update=False writes no state, so slots must not have write")
     if slots.parents is not None and update and not slots.per_token:
-        raise ValueError(
-            "slots.parents makes a tree, which has no last state: it needs update=False, or write (batch, T)"
-        )
+        needs = "it needs update=False, or write (batch, T)"
+        raise ValueError(f"slots.parents makes a tree, which has no last state: {needs}")
     if slots.rolls_back and not rolls_back:
-        raise ValueError(
-            f"slots.accepted needs read (batch, n) to choose from, got read {tuple(slots.read.shape)}: only "
-            "windows of conv1d_step can be read at an offset"
-        )
+        got = f"got read {tuple(slots.read.shape)}: only windows of conv1d_step can be read at an offset"
+        raise ValueError(f"slots.accepted needs read (batch, n) to choose from, {got}")
 
 
 def check_snapshots(given: Given, snapshots: Tensor, of: tuple[int, ...]) -> None:

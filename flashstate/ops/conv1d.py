@@ -105,22 +105,19 @@ def check_places(given: Given, width: int) -> int:
     if slots is not None and given.positions is not None and slots.write is not None:
         raise ValueError("positions make a ring, which is kept where it is: slots must not have write")
     if slots is not None and slots.per_token and (length != width - 1 or rolls_back):
-        raise ValueError(
-            f"slots.write (batch, T) needs windows of {width - 1} entries, not rolled back, got {length} entries"
-        )
+        wanted = f"windows of {width - 1} entries, not rolled back"
+        raise ValueError(f"slots.write (batch, T) needs {wanted}, got {length} entries")
     if not rolls_back:
         if history is not None:
             raise ValueError("history is for windows that roll back: slots must have accepted, and read (batch,)")
         return width - 1
-    if history is None:
-        history = width - 1
+    history = width - 1 if history is None else history
     check_int("history", history, width - 2, width - 1)
     if longest is None:
         raise ValueError("windows that roll back need slots.max_len for packed tokens, the most that a row has")
     if given.update and length < history + longest:
-        raise ValueError(
-            f"window must have {history + longest} entries or more to roll back {longest} tokens, got {length}"
-        )
+        wanted = f"{history + longest} entries or more to roll back {longest} tokens"
+        raise ValueError(f"window must have {wanted}, got {length}")
     return int(history)
 
 

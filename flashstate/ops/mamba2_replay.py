@@ -104,10 +104,8 @@ def check(given: Given) -> None:
     for name, axes in (("dt", len(tokens.axes) + 1), ("A", 1), ("dt_bias", 1)):
         parameter = getattr(given, name)
         if parameter is not None and parameter.dim() != axes:
-            raise ValueError(
-                f"{name} must have one value per head, as Mamba-2 has, or be expanded from such, got shape "
-                f"{tuple(parameter.shape)}: replay is not for Mamba-1"
-            )
+            got = f"got shape {tuple(parameter.shape)}: replay is not for Mamba-1"
+            raise ValueError(f"{name} must have one value per head, as Mamba-2 has, or be expanded from such, {got}")
     refuse_tables(given.slots, "replay")
     longest = check_call_length(ring, tokens.longest)
     if plan is not None:
@@ -204,9 +202,7 @@ def problems(given: Given) -> tuple[Problem, ...]:
     group = state.data.shape[1] // given.B.shape[-2]
     problem = kind.of("mamba2_replay", state, tokens.batch, several_tokens=longest > 1, heads_per_group=group)
     forms = forms_of(problem, given.plan is not None)
-    if len(forms) == 1:
-        return forms
-    most = (1 if _parted else MOST_PER_PROCESSOR) * given.machine.processors
+    most = (1 if _parted else MOST_PER_PROCESSOR) * given.machine.processors if len(forms) > 1 else 0
     return tuple(replace(form, most_programs=most) for form in forms)
 
 

@@ -103,11 +103,10 @@ def check_rotary(given: Given) -> None:
     if N % 2:
         raise ValueError(f"rotary needs an even number of columns, got N = {N}")
     S = state.angle.shape[2]
-    few = (*tokens.axes, "S"), (*tokens.sizes, S)
-    many = (*tokens.axes, "H", "S"), (*tokens.sizes, H, S)
-    shared = isinstance(rotary.angle, Tensor) and rotary.angle.dim() == len(few[0])
-    wanted, also = (few, many) if shared else (many, few)
-    check_tensor("rotary.angle", rotary.angle, *wanted, device=device, also=also)
+    shapes = [((*tokens.axes, "H", "S"), (*tokens.sizes, H, S)), ((*tokens.axes, "S"), (*tokens.sizes, S))]
+    if isinstance(rotary.angle, Tensor) and rotary.angle.dim() == len(tokens.axes) + 1:
+        shapes.reverse()
+    check_tensor("rotary.angle", rotary.angle, *shapes[0], device=device, also=shapes[1])
     check_row_contiguous("rotary.angle", rotary.angle)
     for name, bias in (("rotary.bias_B", rotary.bias_B), ("rotary.bias_C", rotary.bias_C)):
         if bias is not None:
@@ -166,8 +165,7 @@ class RankProblem(AnyHead, TensorCoreProblem):
 
 
 def mamba3_kind(rank: int, turned: bool) -> tuple[type[Problem], str]:
-    """What a problem of Mamba-3 is, and the op that tables have it under: where columns are turned, which takes
-    registers, it needs other configs."""
+    """What a problem of Mamba-3 is, and its op in tables: turned columns take registers, and so other configs."""
     return HeadProblem if rank == 1 else RankProblem, f"mamba3_step rank {rank}{' turned' if turned else ''}"
 
 

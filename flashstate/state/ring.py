@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from flashstate.errors import INDEX_DTYPES, check_contiguous, check_device, check_int, check_tensor
+from flashstate.errors import check_contiguous, check_device, check_int, check_list, check_tensor
 from flashstate.state import actions
 from flashstate.state.signature import Describes, describe, describe_aligned, signature_of
 from flashstate.state.slots import Slots, as_slots
@@ -73,10 +73,8 @@ class Ring(Describes):
             raise ValueError(f"B must have a number of groups that divides the {heads} heads, got {groups}")
         check_int("window", self.window, 1, LARGEST_WINDOW)
         if length <= self.window:
-            raise ValueError(
-                f"x must have a length of more than the window, {self.window}, by the tokens of the longest call, "
-                f"got shape {tuple(self.x.shape)}"
-            )
+            least = f"more than the window, {self.window}, by the tokens of the longest call"
+            raise ValueError(f"x must have a length of {least}, got shape {tuple(self.x.shape)}")
 
     @property
     def length(self) -> int:
@@ -126,10 +124,7 @@ class Ring(Describes):
         One small launch, which a CUDA graph captures; the host does not wait.
         """
         check_plan(plan, self)
-        if accepted is not None:
-            device = self.count.device
-            check_tensor("accepted", accepted, ("batch",), (plan.batch,), dtypes=INDEX_DTYPES, device=device)
-            check_contiguous("accepted", accepted)
+        check_list("accepted", accepted, plan.batch, device=self.count.device)
         actions.move_cursors(self.start, self.count, self.window, self.length, plan.rows, accepted)
 
     def folded(self, slots: Slots | Tensor | None = None, tokens: Tensor | int | None = None) -> None:
@@ -214,10 +209,8 @@ def check_call_length(ring: Ring, longest: int | None) -> int:
     if longest > ring.window:
         raise ValueError(f"a call may have as many tokens per row as the window, {ring.window}, got {longest}")
     if longest > ring.longest_call:
-        raise ValueError(
-            f"the ring has {ring.length} rows, so beside its window of {ring.window} a call may have "
-            f"{ring.longest_call} tokens per row, got {longest}"
-        )
+        room = f"the ring has {ring.length} rows, so beside its window of {ring.window}"
+        raise ValueError(f"{room} a call may have {ring.longest_call} tokens per row, got {longest}")
     return longest
 
 
@@ -244,8 +237,7 @@ def check_plan(plan: Plan, ring: Ring) -> None:
 def tokens_to_fold(tokens: Tensor | int | None, ring: Ring, batch: int) -> tuple[Tensor | None, int]:
     """How many live rows to fold, if it can say that: of each row, or the same of all; -1: as many as there are."""
     if isinstance(tokens, Tensor):
-        check_tensor("tokens", tokens, ("batch",), (batch,), dtypes=INDEX_DTYPES, device=ring.x.device)
-        check_contiguous("tokens", tokens)
+        check_list("tokens", tokens, batch, device=ring.x.device)
         return tokens, -1
     if tokens is not None:
         check_int("tokens", tokens, 0, ring.window)

@@ -8,14 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from flashstate.errors import (
-    INDEX_DTYPES,
-    check_choice,
-    check_contiguous,
-    check_int,
-    check_row_contiguous,
-    check_tensor,
-)
+from flashstate.errors import INDEX_DTYPES, check_choice, check_int, check_list, check_row_contiguous, check_tensor
 from flashstate.state.signature import Describes, describe, signature_of
 
 MOST_TOKENS = (1 << 31) - 1  # on a token axis
@@ -67,9 +60,9 @@ class Slots(Describes):
         batch = self.read.shape[0]
         _check_table("write", self.write, batch, (1, 2))
         _check_table("parents", self.parents, batch, (2,))
-        _check_list("accepted", self.accepted, ("batch",), batch)
-        _check_list("snapshot_rows", self.snapshot_rows, ("batch",), batch)
-        _check_list("cu_seqlens", self.cu_seqlens, ("batch + 1",), batch + 1)
+        check_list("accepted", self.accepted, batch)
+        check_list("snapshot_rows", self.snapshot_rows, batch)
+        check_list("cu_seqlens", self.cu_seqlens, batch + 1, "batch + 1")
         self._check_max_len()
         check_int("null", self.null, -(1 << 63), (1 << 63) - 1)
         check_choice("padding", self.padding, PADDINGS)
@@ -144,12 +137,6 @@ def _check_table(name: str, table: Tensor | None, batch: int, ranks: tuple[int, 
     check_tensor(name, table, ("batch", "T")[:rank], (batch, None)[:rank], dtypes=INDEX_DTYPES)
     if rank == 2:
         check_row_contiguous(name, table)
-
-
-def _check_list(name: str, numbers: Tensor | None, axes: tuple[str], size: int) -> None:
-    if numbers is not None:
-        check_tensor(name, numbers, axes, (size,), dtypes=INDEX_DTYPES)
-        check_contiguous(name, numbers)
 
 
 def as_slots(slots: Slots | Tensor | None) -> Slots | None:

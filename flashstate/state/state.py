@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from flashstate.errors import check_choice, check_int, check_tensor, too_short
+from flashstate.errors import check_choice, check_int, check_tensor, dtype_name, too_short
 from flashstate.state import actions
 from flashstate.state.formats import FORMATS, ROUNDINGS, Format
 from flashstate.state.signature import Describes, describe, describe_aligned, signature_of
@@ -131,17 +131,14 @@ def _check_data(name: str, data: Tensor, axes: tuple[str, ...]) -> None:
         raise ValueError(f"{name} must have fewer than 2^31 elements per slot, got {data.shape[-3:].numel()}")
     if is_transposed(data):
         if FORMATS[data.dtype].scaled:
-            raise ValueError(
-                f"{name} of dtype {FORMATS[data.dtype].name} must not be transposed within a slot, because its rows "
-                f"have scales, got strides {data.stride()}"
-            )
+            why = f"because its rows have scales, got strides {data.stride()}"
+            raise ValueError(f"{name} of dtype {dtype_name(data.dtype)} must not be transposed within a slot, {why}")
         data = data.transpose(-2, -1)
     check_slots_of(name, data, data.shape[-3:])
 
 
 def is_transposed(data: Tensor) -> bool:
-    """Whether slots of (heads, rows, cols) lie in memory as (heads, cols, rows), and are not both: a single row or
-    column is contiguous."""
+    """Whether slots of (heads, rows, cols) lie in memory as (heads, cols, rows) only: of one row or column as both."""
     (heads, rows, cols), strides = data.shape[-3:], data.stride()[-3:]
     return min(rows, cols) > 1 and strides[1:] == (1, rows) and (heads == 1 or strides[0] == rows * cols)
 
@@ -219,13 +216,10 @@ def _check_seed(data: Tensor, rounding: str, seed: Tensor | None) -> None:
 
 
 def _check_hardware_rounding(device: torch.device) -> None:
+    needs = "rounding='stochastic_hw' needs"
     if device.type != "cuda" or torch.version.cuda is None:
-        raise ValueError(
-            f"rounding='stochastic_hw' needs an NVIDIA GPU of compute capability 10.0 or 10.3, got {device}"
-        )
+        raise ValueError(f"{needs} an NVIDIA GPU of compute capability 10.0 or 10.3, got {device}")
     capability = torch.cuda.get_device_capability(device)
     if capability not in HARDWARE_ROUNDING:
         got = ".".join(map(str, capability))
-        raise ValueError(
-            f"rounding='stochastic_hw' needs compute capability 10.0 or 10.3, {device} has {got}; use 'stochastic'"
-        )
+        raise ValueError(f"{needs} compute capability 10.0 or 10.3, {device} has {got}; use 'stochastic'")
