@@ -126,7 +126,9 @@ def tied(name: str, tensor: Any, few: Shape, more: Shape, device: torch.device) 
     inner = tensor.stride()[len(few[0]) :]
     if any(size > 1 and stride != 0 for size, stride in zip(tensor.shape[len(few[0]) :], inner, strict=True)):
         return tensor
-    return tensor[(..., *(0 for _ in inner))]
+    for _ in inner:
+        tensor = tensor[..., 0]
+    return tensor
 
 
 def check_list(

@@ -257,7 +257,7 @@ def test_the_number_behind_the_pointers_is_the_stream_of_the_layer(op: Op, launc
     arguments = FORMS[op.name]["plain"].arguments
     for _ in range(2):
         op.function(**arguments)
-    launch = launcher.ordinary[0].launch
+    launch = launcher.ordinary[0]
     pointers = [at for at in launch.arguments[: len(launch.kernel.pointers)] if at is not None]
     assert all(isinstance(pointer, Tensor) for pointer in pointers)
     assert launcher.directly[0][len(pointers)] == 3
