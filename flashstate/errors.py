@@ -11,6 +11,7 @@ from torch import Tensor
 ACTIVATION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INDEX_DTYPES = (torch.int32, torch.int64)
 INT64 = (-(1 << 63), (1 << 63) - 1)  # the least and the most
+Shape = tuple[tuple[str, ...], tuple[int | None, ...]]  # names of axes, and their sizes; None: any
 LARGEST_INT32 = (1 << 31) - 1
 LARGEST_FLOAT32 = torch.finfo(torch.float32).max
 
@@ -38,7 +39,7 @@ def check_tensor(
     *,
     dtypes: Sequence[torch.dtype] = ACTIVATION_DTYPES,
     device: torch.device | None = None,
-    also: tuple[tuple[str, ...], tuple[int | None, ...]] | None = None,
+    also: Shape | None = None,
 ) -> None:
     """Raise unless `tensor` has these axes (a size of None is free), one of these dtypes, and lives on `device`.
     `also`: axes and sizes that the caller allows besides; the message has both."""
@@ -52,8 +53,13 @@ def check_tensor(
     ):
         allowed = " or ".join(describe_shape(*shape) for shape in ((axes, sizes), also) if shape is not None)
         raise ValueError(f"{name} must have shape {allowed}, got {tuple(tensor.shape)}")
-    if device is not None and tensor.device != device:
-        raise ValueError(f"{name} is on {tensor.device}, but the state is on {device}")
+    if device is not None:
+        check_device(name, tensor, device)
+
+
+def check_device(name: str, tensor: Tensor, device: torch.device, of: str = "the state") -> None:
+    if tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device}, but {of} is on {device}")
 
 
 def check_flag(name: str, value: Any) -> None:
@@ -84,10 +90,8 @@ def check_number(name: str, value: Any) -> None:
 def check_row_contiguous(name: str, tensor: Tensor) -> None:
     """Raise unless consecutive elements of the last axis are neighbours in memory."""
     if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-        raise ValueError(
-            f"{name} must be contiguous along its last axis, got strides {tuple(tensor.stride())}; "
-            "other axes may have any stride"
-        )
+        got = f"got strides {tuple(tensor.stride())}; other axes may have any stride"
+        raise ValueError(f"{name} must be contiguous along its last axis, {got}")
 
 
 def check_no_overlap(name: str, tensor: Tensor) -> None:
@@ -112,23 +116,25 @@ def check_contiguous(name: str, tensor: Tensor, also: str = "") -> None:
         raise ValueError(f"{name} must be contiguous{also}, got strides {tuple(tensor.stride())}")
 
 
-def tied(
-    name: str,
-    tensor: Any,
-    axes: tuple[str, ...],
-    sizes: tuple[int | None, ...],
-    more_axes: tuple[str, ...],
-    more_sizes: tuple[int, ...],
-    device: torch.device,
-) -> Tensor:
-    """Check a tensor that has these axes, or more; returned without those it was expanded along (stride 0)."""
-    few, all_axes = (axes, sizes), (axes + more_axes, sizes + more_sizes)
-    if not isinstance(tensor, Tensor) or tensor.dim() != len(axes) + len(more_axes):
-        check_tensor(name, tensor, *few, device=device, also=all_axes)
+def tied(name: str, tensor: Any, few: Shape, more: Shape, device: torch.device) -> Tensor:
+    """Check a tensor of few axes, or of more behind them; returned without those it was expanded along (stride 0)."""
+    every = few[0] + more[0], few[1] + more[1]
+    if not isinstance(tensor, Tensor) or tensor.dim() != len(every[0]):
+        check_tensor(name, tensor, *few, device=device, also=every)
         return tensor
-    check_tensor(name, tensor, *all_axes, device=device, also=few)
-    if any(size > 1 and stride != 0 for size, stride in zip(more_sizes, tensor.stride()[len(axes) :], strict=True)):
+    check_tensor(name, tensor, *every, device=device, also=few)
+    inner = tensor.stride()[len(few[0]) :]
+    if any(size > 1 and stride != 0 for size, stride in zip(tensor.shape[len(few[0]) :], inner, strict=True)):
         return tensor
-    for _ in more_axes:
+    for _ in inner:
         tensor = tensor[..., 0]
     return tensor
+
+
+def check_list(
+    name: str, numbers: Tensor | None, size: int, axis: str = "batch", device: torch.device | None = None
+) -> None:
+    """Raise unless it is None, or so many whole numbers side by side."""
+    if numbers is not None:
+        check_tensor(name, numbers, (axis,), (size,), dtypes=INDEX_DTYPES, device=device)
+        check_contiguous(name, numbers)

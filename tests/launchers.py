@@ -13,7 +13,7 @@ from calls import OPS
 from flashstate.launch import call, direct, driver
 from flashstate.launch.driver import LaunchAttribute, LaunchConfig, parameters_of
 from flashstate.launch.environment import Gpu, Machine, pretending
-from flashstate.launch.start import Launch, Started
+from flashstate.launch.start import Launch
 
 
 def parameters(arguments: Any) -> list[int]:
@@ -26,16 +26,16 @@ class Launcher:
     """Both ways to a kernel: `ordinary` has the launches that went through Triton, `directly` the parameters that the
     driver found in memory."""
 
-    ordinary: list[Started] = field(default_factory=list)
+    ordinary: list[Launch] = field(default_factory=list)
     directly: list[list[int]] = field(default_factory=list)
     configs: list[tuple[Any, ...]] = field(default_factory=list)
     attributes: list[list[LaunchAttribute]] = field(default_factory=list)
     changes: dict[str, Any] = field(default_factory=dict)  # of what Triton says of a kernel
     more: int = 0  # parameters than a kernel should have
 
-    def start(self, launch: Launch) -> Started:
+    def start(self, launch: Launch) -> Launch:
         launch = launch._replace(device=torch.device("cuda", 0))
-        self.ordinary.append(Started(launch, self.compiled(launch)))
+        self.ordinary.append(launch._replace(compiled=self.compiled(launch)))
         return self.ordinary[-1]
 
     def compiled(self, launch: Launch) -> Any:
@@ -54,7 +54,7 @@ class Launcher:
         config = LaunchConfig.from_address(config_at)
         self.configs.append((*config.grid, *config.block, config.shared_memory, config.stream, function))
         self.attributes.append([LaunchAttribute.from_address(config.attributes)] if config.num_attributes else [])
-        count = len(parameters(self.ordinary[function].launch.arguments))
+        count = len(parameters(self.ordinary[function].arguments))
         addresses = (ctypes.c_uint64 * count).from_address(addresses_at)
         self.directly.append([ctypes.c_int64.from_address(address).value for address in addresses])
         return 0
@@ -72,10 +72,10 @@ class Launcher:
             result = make()
         except (TypeError, ValueError) as error:
             return type(error), str(error)
-        found = [(one.launch, one.launch.grid, parameters(one.launch.arguments)) for one in self.ordinary[ordinary:]]
+        found = [(one, one.grid, parameters(one.arguments)) for one in self.ordinary[ordinary:]]
         for config, given in zip(self.configs[directly:], self.directly[directly:], strict=True):
             assert config[1:8] == (1, 1, 64, 1, 1, 64, 5)
-            found.append((self.ordinary[config[-1]].launch, config[:1], given))
+            found.append((self.ordinary[config[-1]], config[:1], given))
         return [
             (
                 launch.kernel.__name__, grid, dict(launch.constants), launch.options,

@@ -306,7 +306,7 @@ def test_a_repeated_call_with_an_output_starts_its_kernel_directly(door: Door, c
     assert (len(launcher.ordinary), len(launcher.directly)) == (1, 1)
     with suspended():
         door.results(again)
-    assert launcher.directly == [parameters(launcher.ordinary[-1].launch.arguments)]
+    assert launcher.directly == [parameters(launcher.ordinary[-1].arguments)]
 
 
 RANDOM = [

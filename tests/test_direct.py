@@ -191,7 +191,7 @@ def test_unaligned_tensors_meet_a_kernel_for_aligned_ones_only_where_it_is_not_t
             op.function(**one)
         with suspended():
             op.function(**changed)
-        (*_, constants) = told = [started.launch.constants for started in launcher.ordinary]
+        (*_, constants) = told = [started.constants for started in launcher.ordinary]
         assert len(told) == 2 + (constants != told[0]), what
         launcher.ordinary.clear()
 
@@ -245,7 +245,7 @@ def test_the_scale_of_queries_reaches_the_kernel_as_the_bits_of_a_float32(launch
     arguments = FORMS["gated_delta_step"]["a scale"].arguments
     for _ in range(2):
         gated_delta_step(**arguments)
-    (q_scale,) = [value for value in launcher.ordinary[0].launch.arguments if isinstance(value, float)]
+    (q_scale,) = [value for value in launcher.ordinary[0].arguments if isinstance(value, float)]
     assert q_scale == 0.7
     *_, q_scale_bits, scratch, more_scratch = launcher.directly[0]
     assert struct.pack("<q", q_scale_bits) == struct.pack("<f", 0.7) + bytes(4)
@@ -257,7 +257,7 @@ def test_the_number_behind_the_pointers_is_the_stream_of_the_layer(op: Op, launc
     arguments = FORMS[op.name]["plain"].arguments
     for _ in range(2):
         op.function(**arguments)
-    launch = launcher.ordinary[0].launch
+    launch = launcher.ordinary[0]
     pointers = [at for at in launch.arguments[: len(launch.kernel.pointers)] if at is not None]
     assert all(isinstance(pointer, Tensor) for pointer in pointers)
     assert launcher.directly[0][len(pointers)] == 3
@@ -271,7 +271,7 @@ def test_only_calls_that_start_early_tell_the_driver_so(op: Op, early: bool, lau
     for _ in range(2):
         op.function(**arguments)
     (started,) = launcher.ordinary
-    assert started.launch.constants["EARLY"] == started.launch.options.get("launch_pdl", False) == early
+    assert started.constants["EARLY"] == started.options.get("launch_pdl", False) == early
     assert [[(a.id, a.value) for a in found] for found in launcher.attributes] == [[(6, 1)] if early else []]
 
 

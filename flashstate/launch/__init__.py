@@ -6,17 +6,6 @@ from flashstate.launch.start import collecting
 from flashstate.launch.table import Config
 
 __all__ = [
-    "Config",
-    "Gpu",
-    "Machine",
-    "Problem",
-    "access_width",
-    "choose",
-    "choose_with_reason",
-    "collecting",
-    "interpreted",
-    "machine_of",
-    "override",
-    "uses_kernels",
-    "valid_configs",
-]
+    "Config", "Gpu", "Machine", "Problem", "access_width", "choose", "choose_with_reason", "collecting", "interpreted",
+    "machine_of", "override", "uses_kernels", "valid_configs",
+]  # fmt: skip

@@ -3,6 +3,7 @@
 x_ptr                   the tensor x; data_ptr, scale_ptr and seed_ptr those of a State, read_ptr … of Slots,
                         copy_ptr and copy_scale_ptr of snapshots
 x_b x_t x_h             its strides of batch, token, and axes by their first letters; of groups too by that of heads
+DT_SOFTPLUS             the flag, number or word dt_softplus
 slot_stride … VECTOR    as written out below
 """
 
@@ -35,6 +36,7 @@ def values_of(op: Op, given: Given, problem: Problem, config: Config) -> dict[st
     """What is known of a call, under the names that kernels have for it."""
     tokens, state = given.tokens, getattr(given, next(iter(op.hints)))
     values = {
+        **{name.upper(): getattr(given, name) for name in op.options},
         "fault_ptr": fault_flag(getattr(given, op.main).device), "batch": tokens.batch, "tokens": tokens.num_tokens,
         "longest": tokens.longest or 0, "ONE_TOKEN": tokens.one_token, "STORES": given.stores,
         "EARLY": getattr(given, "early", False) and given.machine.overlaps, "TOGETHER": loaded_together(given, config),
@@ -45,7 +47,7 @@ def values_of(op: Op, given: Given, problem: Problem, config: Config) -> dict[st
     if isinstance(state, State):
         values |= state_values(state)
     if op.takes_snapshots:
-        values |= snapshots_values(given.snapshots) | snapshot_constants(given.snapshots, problem.vector)
+        values |= snapshots_values(given.snapshots, state, problem.vector)
     for name, axes in op.tensors.items():
         add_tensor(values, op.aliases.get(name, name), getattr(given, name), axes, tokens)
     add_tensor(values, "out", given.out, op.tensors[op.main], tokens)
@@ -93,21 +95,23 @@ def state_values(state: State) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def snapshots_values(snapshots: State | None) -> dict[str, Any]:
-    """The tensors of snapshots, strides of rows and of tokens, and how many rows they have."""
+def snapshots_values(snapshots: State | None, state: State, vector: int) -> dict[str, Any]:
+    """The tensors of snapshots, strides of rows and of tokens, how many rows they have, and how they are stored: in
+    accesses no wider than those of the state, and where they lie across its layout, which must not change, element by
+    element."""
     data, scale = (None, None) if snapshots is None else (snapshots.data, snapshots.scale)
-    values: dict[str, Any] = {"copy_ptr": None if data is None else as_bytes(data), "copy_scale_ptr": scale}
+    like = state if snapshots is None else snapshots
+    wide = data is not None and like.transposed == state.transposed
+    values: dict[str, Any] = {
+        "copy_ptr": None if data is None else as_bytes(data), "copy_scale_ptr": scale,
+        "num_copies": 0 if data is None else len(data), "SNAPSHOTS_TRANSPOSED": like.transposed,
+        "SNAPSHOT_ROUNDING": "nearest" if snapshots is None else snapshots.rounding,
+        "SNAPSHOT_VECTOR": min(vector, access_width(like.data)) if wide else 1,
+    }  # fmt: skip
     for axis, letter in enumerate("bt"):
         values[f"copy_{letter}"] = 0 if data is None else data.stride(axis)
         values[f"copy_scale_{letter}"] = 0 if scale is None else scale.stride(axis)
-    return values | {"num_copies": 0 if data is None else data.shape[0]}
-
-
-def snapshot_constants(snapshots: State | None, vector: int) -> dict[str, Any]:
-    """How snapshots are stored, in accesses no wider than those of the state."""
-    if snapshots is None:
-        return {"SNAPSHOT_VECTOR": 1, "SNAPSHOT_ROUNDING": "nearest"}
-    return {"SNAPSHOT_VECTOR": min(vector, access_width(snapshots.data)), "SNAPSHOT_ROUNDING": snapshots.rounding}
+    return values
 
 
 def add_tensor(values: dict[str, Any], name: str, tensor: Tensor | None, axes: Axes, tokens: Tokens) -> None:

@@ -66,21 +66,14 @@ class Axes:
         strided, dense = strided[1:] if tokens else strided, tuple(needed.split())
         return cls(tokens, strided, dense, tuple(optional.split()), dtypes, strided + dense)
 
-    def named(self, tokens: Tokens) -> tuple[str, ...]:
-        """All that must be there, with token axes."""
-        return tokens.axes + self.names if self.tokens else self.names
-
-    def sized(self, tokens: Tokens, sizes: Mapping[str, int]) -> tuple[int | None, ...]:
-        """Their sizes; None where an axis may have any."""
-        own = tuple([sizes.get(name) for name in self.names])
-        return tokens.sizes + own if self.tokens else own
-
     def check(self, name: str, tensor: Any, tokens: Tokens, sizes: Mapping[str, int], device: torch.device) -> Tensor:
         """Raise unless a tensor has these axes; returned without those it was expanded along."""
-        named, sized = self.named(tokens), self.sized(tokens, sizes)
+        named, sized = self.names, tuple([sizes.get(axis) for axis in self.names])  # None: of any size
+        if self.tokens:
+            named, sized = tokens.axes + named, tokens.sizes + sized
         if self.optional:
             more = tuple(sizes[axis] for axis in self.optional)
-            tensor = tied(name, tensor, named, sized, self.optional, more, device)
+            tensor = tied(name, tensor, (named, sized), (self.optional, more), device)
         else:
             check_tensor(name, tensor, named, sized, dtypes=self.dtypes, device=device)
         if not self.tokens and not self.strided:

@@ -32,19 +32,19 @@ from flashstate.launch.config import Problem, choose
 from flashstate.launch.direct import Launches, Likeness, remember
 from flashstate.launch.environment import Machine, machine_of, uses_kernels
 from flashstate.launch.repeat import new_out, repeat_function
-from flashstate.launch.start import Launch, Started, check_programs, start
+from flashstate.launch.start import Launch, check_programs, start
 from flashstate.state.slots import Slots, as_slots
 from flashstate.state.state import State, as_snapshots, as_state, refuse_transposed
 
 OPS: dict[str, Op] = {}  # all that are declared, by name
-PLAIN_TYPES = {bool, int, float, str}
 
 
 class Given:
-    """The arguments of a call by their names, checked, and what was found out about them: its `tokens`, `sizes` of axes
-    where they are checked, and the `machine` where a kernel is started."""
+    """The arguments of a call by their names, checked, and what was found out about them: its `tokens`, the tensor of
+    its state, `pool`, and `sizes` of axes where they are checked, and the `machine` where a kernel is started."""
 
     tokens: Tokens
+    pool: Tensor
     sizes: dict[str, int]
     machine: Machine
 
@@ -108,7 +108,7 @@ class Op:
         self.optional = frozenset(name for name in kinds if type(None) in kinds[name])  # arguments that may be None
         self.flags = tuple(name for name in kinds if bool in kinds[name])  # arguments that are True or False
         self.numbers = tuple(name for name in kinds if float in kinds[name])  # arguments that are a number, or None
-        self.options = tuple(name for name in kinds if kinds[name] & PLAIN_TYPES)  # flags, numbers and words
+        self.options = tuple(name for name in kinds if kinds[name] & {bool, int, float, str})  # and words
         self.inner = tuple(self.state_axes.split()[1:])  # names of the axes of a state within a slot
         self.pieces = registered.register(self.name, self.hints, self._run_registered, self.writes)  # flat arguments
         # Takes all arguments, in the order of the signature. Another function, once it is known what a call needs.
@@ -161,7 +161,7 @@ class Op:
     def checked(self, values: Sequence[Any]) -> Given:
         """The arguments, with states, slots and snapshots as objects; raises where any of them is wrong."""
         given = Given(self.hints, values)
-        state = self._check_state(given)
+        given.pool = state = self._check_state(given)
         device = state.device
         given.slots = self.slots(given)
         sizes = dict(zip(self.inner, state.shape[1:], strict=True)) | self.sizes(getattr(given, next(iter(self.hints))))
@@ -185,9 +185,12 @@ class Op:
             if getattr(given, name) is not None:
                 check_number(name, getattr(given, name))
         self.check(given)
-        check_slots(given, state.shape[0], device, self.rolls_back)
+        check_slots(given, self.rolls_back)
         if self.takes_snapshots and given.snapshots is not None:
-            self._check_snapshots(given, state)
+            given.snapshots = as_snapshots(given.snapshots, given.state)
+            if not self.transposed:
+                refuse_transposed("snapshots", given.snapshots)
+            check_snapshots(given, given.snapshots.data, tuple(state.shape[1:]))
         self._check_out(given)
         self.debug(given)
         return given
@@ -220,13 +223,6 @@ class Op:
             raise ValueError(f"{name} must have a number of {axis} that divides the {sizes[of]} {of}, got {size}")
         sizes[axis] = size
 
-    def _check_snapshots(self, given: Given, state: Tensor) -> None:
-        """Make a State of the snapshots; raise unless it is one that these states can go to."""
-        given.snapshots = as_snapshots(given.snapshots, given.state)
-        if not self.transposed:
-            refuse_transposed("snapshots", given.snapshots)
-        check_snapshots(given, given.snapshots.data, tuple(state.shape[1:]), state.device)
-
     def _check_out(self, given: Given) -> None:
         """Make an output, or check the one that was given: like the main argument, or with axes that `check` named."""
         main, axes = getattr(given, self.main), self.tensors[self.main]
@@ -247,7 +243,7 @@ class Op:
         given.tokens = tokens_of(getattr(given, self.main), self.tensors[self.main], given.slots)
         self.run(given)
 
-    def run(self, given: Given) -> list[Started]:
+    def run(self, given: Given) -> list[Launch]:
         """Carry out a call that was checked; the launches that Triton compiled, none of the reference."""
         main, slots = getattr(given, self.main), given.slots
         if main.numel() == 0 or given.tokens.batch == 0:
@@ -263,7 +259,7 @@ class Op:
         started = [self._start(given, problem) for problem in self.problems(given)]
         return [one for one in started if one is not None]
 
-    def _start(self, given: Given, problem: Problem) -> Started | None:
+    def _start(self, given: Given, problem: Problem) -> Launch | None:
         main, config = getattr(given, self.main), choose(problem, given.machine.gpu)
         programs = problem.programs(config)
         check_programs(self.main, programs, f"shape {tuple(main.shape)}")
@@ -273,41 +269,40 @@ class Op:
         return start(Launch(kernel, (programs,), main.device, values, *options))
 
 
+def one_kernel(given: Given, kind: type[Problem], op: str) -> tuple[Problem]:
+    """What a config is chosen for where one kernel steps all tokens."""
+    state, several = getattr(given.state, "ssm", given.state), not given.tokens.one_token
+    return (kind.of(op, state, given.tokens.batch, several_tokens=several, stored=given.stored),)
+
+
 def axes_in(hint: Any) -> Axes | None:
     """The axes that a type hint says: Annotated[Tensor, words], or that or None."""
-    for one in (hint, *get_args(hint)):
-        words = getattr(one, "__metadata__", ())
-        if words:
-            return Axes.parse(*words)
-    return None
+    found = (getattr(one, "__metadata__", None) for one in (hint, *get_args(hint)))
+    return next((Axes.parse(*words) for words in found if words), None)
 
 
-def check_slots(given: Given, num_slots: int, device: torch.device, rolls_back: bool) -> None:
+def check_slots(given: Given, rolls_back: bool) -> None:
     """Raise unless the slots are for the tokens of a call, on the state's device, and write what `update` allows."""
     tokens, slots, update = given.tokens, given.slots, given.update
     if slots is None:
-        if tokens.batch > num_slots:
-            raise ValueError(f"slots must be given for a batch of {tokens.batch} on a pool of {num_slots} slots")
+        if tokens.batch > len(given.pool):
+            raise ValueError(f"slots must be given for a batch of {tokens.batch} on a pool of {len(given.pool)} slots")
         return
-    if slots.read.device != device:
-        raise ValueError(f"slots are on {slots.read.device}, but the state is on {device}")
+    slots.check_device(given.pool.device)
     if slots.read.shape[0] != tokens.batch:
         raise ValueError(f"slots must have {tokens.batch} rows, as the batch has, got {slots.read.shape[0]}")
     slots.check_entries(tokens.longest, "slots.")
     if slots.write is not None and not update:
         raise ValueError("update=False writes no state, so slots must not have write")
     if slots.parents is not None and update and not slots.per_token:
-        raise ValueError(
-            "slots.parents makes a tree, which has no last state: it needs update=False, or write (batch, T)"
-        )
+        needs = "it needs update=False, or write (batch, T)"
+        raise ValueError(f"slots.parents makes a tree, which has no last state: {needs}")
     if slots.rolls_back and not rolls_back:
-        raise ValueError(
-            f"slots.accepted needs read (batch, n) to choose from, got read {tuple(slots.read.shape)}: only "
-            "windows of conv1d_step can be read at an offset"
-        )
+        got = f"got read {tuple(slots.read.shape)}: only windows of conv1d_step can be read at an offset"
+        raise ValueError(f"slots.accepted needs read (batch, n) to choose from, {got}")
 
 
-def check_snapshots(given: Given, snapshots: Tensor, of: tuple[int, ...], device: torch.device) -> None:
+def check_snapshots(given: Given, snapshots: Tensor, of: tuple[int, ...]) -> None:
     """Raise unless the snapshots, of states of this shape, have room for every token of every row."""
     tokens, slots = given.tokens, given.slots
     if tokens.longest is None:
@@ -315,8 +310,8 @@ def check_snapshots(given: Given, snapshots: Tensor, of: tuple[int, ...], device
     shape = tuple(snapshots.shape)
     if shape[2:] != of:
         raise ValueError(f"snapshots must be of states {of}, got {shape[2:]}")
-    if snapshots.device != device:
-        raise ValueError(f"snapshots is on {snapshots.device}, but the state is on {device}")
+    if snapshots.device != given.pool.device:
+        raise ValueError(f"snapshots is on {snapshots.device}, but the state is on {given.pool.device}")
     if shape[1] < tokens.longest:
         raise ValueError(f"snapshots must have room for {tokens.longest} tokens, got shape {shape}")
     if shape[0] < tokens.batch and (slots is None or slots.snapshot_rows is None):

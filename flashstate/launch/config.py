@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import torch
 
 from flashstate.errors import dtype_name
-from flashstate.launch.environment import WALKING_CAPABILITY, Gpu, suspended, warp_size
+from flashstate.launch.environment import WALKING_CAPABILITY, Gpu, replaced, suspended, warp_size
 from flashstate.launch.table import Config, Configs, load_table
 from flashstate.state.signature import ACCESS_BYTES
 from flashstate.state.state import State, is_transposed
@@ -64,9 +64,7 @@ class Problem:
         """What a config is chosen for, of an op on so many rows of a state."""
         _, heads, rows, cols = state.data.shape
         format, vector = dtype_name(state.data.dtype), access_width(state.data)
-        return cls(
-            op, rows, cols, format, state.rounding, vector, batch * heads, transposed=state.transposed, **more
-        )  # fmt: skip
+        return cls(op, rows, cols, format, state.rounding, vector, batch * heads, transposed=state.transposed, **more)
 
     @property
     def block_cols(self) -> int:
@@ -165,7 +163,6 @@ class Problem:
         return min(self.lane_choices, key=lambda lanes: abs(math.log2(lanes / wanted)))
 
 
-@dataclass(frozen=True)
 class TiledProblem(Problem):
     """What a config is chosen for where programs have several tiles of rows. With a limit of registers the compiler
     also issues its loads in another order, which is worth trying with any rounding."""
@@ -187,7 +184,6 @@ class TiledProblem(Problem):
         return replace(config, tiles=max(1, tiles))
 
 
-@dataclass(frozen=True)
 class TensorCoreProblem(TiledProblem):
     """What a config is chosen for where tensor cores multiply states with all tokens of a row at once. Four threads
     side by side in a row have what an operand has there, and one warp multiplies alone, so that nothing moves between
@@ -236,13 +232,8 @@ _overridden: Config | None = None
 @contextmanager
 def override(config: Config) -> Iterator[None]:
     """Use `config` for every launch inside: for tuning and for tests."""
-    global _overridden
-    before, _overridden = _overridden, config
-    try:
-        with suspended():
-            yield
-    finally:
-        _overridden = before
+    with replaced(globals(), "_overridden", config), suspended():
+        yield
 
 
 def choose(problem: Problem, gpu: Gpu) -> Config:

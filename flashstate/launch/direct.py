@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flashstate.launch.driver import DriverLaunch
-from flashstate.launch.start import Started
+from flashstate.launch.start import Launch
 
 MOST_KEYS = 1024  # remembered at once; then all are forgotten, and the next ones remembered anew
 MOST_ALIKE = 16  # calls that only their tensors tell apart; more of them take the ordinary way
@@ -42,7 +42,7 @@ Launches = dict[Hashable, list[DirectLaunch]]  # by what tells calls apart but t
 Likeness = tuple[Launches, Hashable, list[Any]]  # launches to look in, and what tells a call from others there
 
 
-def remember(launches: Launches, key: Hashable, tensors: Sequence[Tensor], started: Sequence[Started]) -> None:
+def remember(launches: Launches, key: Hashable, tensors: Sequence[Tensor], started: Sequence[Launch]) -> None:
     """Keep a launch, or several with the same arguments, of which pointers and a number behind them change. Where
     Triton or torch are not as expected, that is said once, and calls take the ordinary way."""
     global available
@@ -56,7 +56,7 @@ def remember(launches: Launches, key: Hashable, tensors: Sequence[Tensor], start
     try:
         starts = [DriverLaunch(one) for one in started]
         start = starts[0] if len(starts) == 1 else partial(_start_all, starts)
-        alike.append(DirectLaunch(guard(tensors), started[0].launch.device.index, hooks(), start))
+        alike.append(DirectLaunch(guard(tensors), started[0].device.index, hooks(), start))
     except (AttributeError, ImportError, KeyError, OSError, TypeError) as reason:
         available = False
         warnings.warn(f"flashstate starts kernels the ordinary way, which costs the host more: {reason}", stacklevel=3)

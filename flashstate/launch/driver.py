@@ -17,34 +17,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashstate.launch.start import Started
+from flashstate.launch.start import Launch
 
 NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 SLOT = 8  # bytes of memory for each parameter, whatever its size
+WORD = (1 << 64) - 1  # all bits of one
 
 
 class LaunchConfig(ctypes.Structure):
     """CUlaunchConfig of the CUDA driver."""
 
     _fields_ = (
-        ("grid", ctypes.c_uint * 3),
-        ("block", ctypes.c_uint * 3),
-        ("shared_memory", ctypes.c_uint),
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.c_void_p),
-        ("num_attributes", ctypes.c_uint),
-    )
+        ("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared_memory", ctypes.c_uint),
+        ("stream", ctypes.c_void_p), ("attributes", ctypes.c_void_p), ("num_attributes", ctypes.c_uint),
+    )  # fmt: skip
 
 
 class LaunchAttribute(ctypes.Structure):
     """CUlaunchAttribute of the CUDA driver."""
 
     _fields_ = (
-        ("id", ctypes.c_uint),
-        ("unused", ctypes.c_uint),
-        ("value", ctypes.c_int),
+        ("id", ctypes.c_uint), ("unused", ctypes.c_uint), ("value", ctypes.c_int),
         ("rest_of_value", ctypes.c_char * 60),
-    )
+    )  # fmt: skip
 
 
 START_EARLY = LaunchAttribute(6, 0, 1)  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -62,21 +57,21 @@ def _launch_function() -> Any:
 class DriverLaunch:
     """A kernel and its parameters, of which pointers, all in front, and a number behind them change with calls."""
 
-    def __init__(self, started: Started) -> None:
+    def __init__(self, started: Launch) -> None:
         """Take over what an ordinary launch was started with; pointers that are None are no parameters."""
-        compiled, arguments = started.compiled, started.launch.arguments
-        pointers = len(started.launch.kernel.pointers)
+        compiled, arguments = started.compiled, started.arguments
+        pointers = len(started.kernel.pointers)
         parameters = [*parameters_of(arguments), 0, 0]  # the last two: scratch memory, which is not used
-        _require(compiled, len(parameters), started.launch.early)
+        _require(compiled, len(parameters), started.early)
         present = sum(argument is not None for argument in arguments[:pointers])
         self._memory = bytearray(SLOT * len(parameters))
-        struct.pack_into(f"<{len(parameters)}q", self._memory, 0, *map(_signed, parameters))
+        struct.pack_into(f"<{len(parameters)}Q", self._memory, 0, *(parameter & WORD for parameter in parameters))
         start = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self._addresses = (ctypes.c_void_p * len(parameters))(*(start + SLOT * i for i in range(len(parameters))))
         block = (32 * compiled.metadata.num_warps, 1, 1)
-        attributes = (ctypes.addressof(START_EARLY), 1) if started.launch.early else (None, 0)
-        self._config = LaunchConfig((started.launch.grid[0], 1, 1), block, compiled.metadata.shared, None, *attributes)
-        self._device_index = started.launch.device.index
+        attributes = (ctypes.addressof(START_EARLY), 1) if started.early else (None, 0)
+        self._config = LaunchConfig((started.grid[0], 1, 1), block, compiled.metadata.shared, None, *attributes)
+        self._device_index = started.device.index
         self._pack = struct.Struct(f"<{present}Qq").pack_into
         self._launch = _launch_function()
         self._launched = ctypes.addressof(self._config), compiled.function, ctypes.addressof(self._addresses), None
@@ -107,17 +102,11 @@ def _bits_of(argument: Tensor | float) -> int:
     return argument if isinstance(argument, int) else int.from_bytes(struct.pack("<f", argument), "little")
 
 
-def _signed(number: int) -> int:
-    """An address as the signed 64-bit number with its bits."""
-    return number - (1 << 64) if number >= 1 << 63 else number
-
-
 def _require(compiled: Any, parameters: int, early: bool) -> None:
     """AttributeError unless a kernel is for CUDA, has so many parameters, and nothing that needs more care."""
     metadata, launcher = compiled.metadata, compiled.run
     if "ptx" not in compiled.asm:
         raise AttributeError("this is not CUDA")
-    entry = re.search(r"\.entry [^(]*\((.*?)\)", compiled.asm["ptx"], re.S)
     plain = (
         metadata.num_ctas == 1
         and not launcher.launch_cooperative_grid
@@ -126,6 +115,7 @@ def _require(compiled: Any, parameters: int, early: bool) -> None:
     )
     if not plain:
         raise AttributeError("a kernel needs scratch memory, clusters or another kind of launch")
+    entry = re.search(r"\.entry [^(]*\((.*?)\)", compiled.asm["ptx"], re.S)
     found = 0 if entry is None else entry[1].count(".param")
     if found != parameters:
         raise AttributeError(f"a kernel has {found} parameters where {parameters} were expected")

@@ -6,9 +6,9 @@ import functools
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -43,14 +43,18 @@ _lock = threading.Lock()
 
 
 @contextmanager
-def pretending(machine: Machine) -> Iterator[None]:
-    """Send ops on CPU tensors to kernels, as if on this machine: for those who collect launches or stand in for one."""
-    global pretended
-    before, pretended = pretended, machine
+def replaced(names: dict[str, Any], name: str, value: Any) -> Iterator[None]:
+    """Give a name of a module, whose globals these are, another value inside."""
+    before, names[name] = names[name], value
     try:
         yield
     finally:
-        pretended = before
+        names[name] = before
+
+
+def pretending(machine: Machine) -> AbstractContextManager[None]:
+    """Send ops on CPU tensors to kernels, as if on this machine: for those who collect launches or stand in for one."""
+    return replaced(globals(), "pretended", machine)
 
 
 @contextmanager

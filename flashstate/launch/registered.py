@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from functools import cache
+from functools import cache, wraps
 from itertools import chain
 from typing import Any, NamedTuple, get_args, get_type_hints
 
@@ -93,6 +93,7 @@ def registered(*writes: str) -> Callable[[Callable[..., None]], Callable[..., No
         hints.pop("return")
         pieces = register(name, hints, lambda arguments: function(**arguments), writes)
 
+        @wraps(function)
         def run(*values: Any) -> None:
             if torch.compiler.is_compiling():
                 call(name, pieces, dict(zip(hints, values, strict=True)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ class Launch(NamedTuple):
     num_warps: int
     registers: int = 0  # the most a thread may have; 0: as many as the compiler likes
     early: bool = False  # may start before the kernel in front of it on the stream has ended, for which it waits itself
+    compiled: Any = None  # what Triton compiled for it, once it was started
 
     @property
     def arguments(self) -> list[Any]:
@@ -45,17 +47,15 @@ class Launch(NamedTuple):
         return {"num_warps": self.num_warps, "enable_fp_fusion": FP_FUSION, **limit, **early}
 
 
-class Started(NamedTuple):
-    """A launch, and what Triton compiled for it."""
-
-    launch: Launch
-    compiled: Any
+def kernel_in(module: str, name: str | None = None) -> Any:
+    """The kernel of this name, or of that of its file, in kernels/, which is imported only now: that imports triton."""
+    return getattr(import_module(f"flashstate.kernels.{module}"), f"{name or module}_kernel")
 
 
 _collected: ContextVar[list[Launch] | None] = ContextVar("collected launches", default=None)
 
 
-def start(launch: Launch) -> Started | None:
+def start(launch: Launch) -> Launch | None:
     """Launch a kernel on the current stream of its device; None where it is not launched, or not compiled."""
     collected = _collected.get()
     if collected is not None:
@@ -63,7 +63,7 @@ def start(launch: Launch) -> Started | None:
         return None
     with torch.cuda.device(launch.device) if launch.device.type == "cuda" else nullcontext():
         compiled = launch.kernel[launch.grid](*launch.arguments, **launch.constants, **launch.options)
-    return None if compiled is None else Started(launch, compiled)
+    return None if compiled is None else launch._replace(compiled=compiled)
 
 
 def check_programs(name: str, programs: int, of: str) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,8 +39,7 @@ class Config:
     @property
     def unusual(self) -> dict[str, int]:
         """What is not as in a plain config, beside rows, warps and lanes."""
-        plain = asdict(Config(self.block_rows, self.num_warps, self.lanes))
-        return {name: value for name, value in asdict(self).items() if value != plain[name]}
+        return {f.name: getattr(self, f.name) for f in fields(self)[3:] if getattr(self, f.name) != f.default}
 
 
 Configs = dict[str, dict[str, dict[int, Config]]]  # by op, shape and format, then by mode, then by batch x heads
@@ -74,8 +73,7 @@ def parse_table(content: Mapping[str, Any]) -> TableFile:
 
 
 def _config_of(entry: Sequence[Any]) -> Config:
-    rows, warps, lanes, *unusual = entry
-    return Config(rows, warps, lanes, **(unusual[0] if unusual else {}))
+    return Config(*entry[:3], **dict(*entry[3:]))
 
 
 def read_table_file(path: Path) -> TableFile:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from flashstate.errors import INDEX_DTYPES, check_choice, check_int, check_no_overlap, dtype_name
+from flashstate.errors import INDEX_DTYPES, check_choice, check_dtype, check_int, check_no_overlap, dtype_name
 from flashstate.launch.arguments import loaded_together, row_alignment
 from flashstate.launch.call import Given, Op, check_snapshots
 from flashstate.launch.config import MOST_UNROLLED, POWERS, Problem, next_power_of_2
 from flashstate.launch.environment import Gpu
 from flashstate.launch.table import Config
-from flashstate.ops.debug import check_contents, debugging
+from flashstate.ops.debug import check_debugged
 from flashstate.reference import conv1d as reference
 from flashstate.state.signature import ACCESS_BYTES
 from flashstate.state.slots import Slots
@@ -92,10 +91,8 @@ def check(given: Given) -> None:
     check_choice("activation", given.activation, ACTIVATIONS)
     given.history = check_places(given, width)
     if given.snapshots is not None:
-        if given.snapshots.dtype != window.dtype:
-            want, got = dtype_name(window.dtype), dtype_name(given.snapshots.dtype)
-            raise TypeError(f"snapshots must be {want}, got {got}")
-        check_snapshots(given, given.snapshots, (window.shape[1], width - 1), window.device)
+        check_dtype("snapshots", given.snapshots.dtype, (window.dtype,))
+        check_snapshots(given, given.snapshots, (window.shape[1], width - 1))
         check_no_overlap("snapshots", given.snapshots)
 
 
@@ -108,35 +105,28 @@ def check_places(given: Given, width: int) -> int:
     if slots is not None and given.positions is not None and slots.write is not None:
         raise ValueError("positions make a ring, which is kept where it is: slots must not have write")
     if slots is not None and slots.per_token and (length != width - 1 or rolls_back):
-        raise ValueError(
-            f"slots.write (batch, T) needs windows of {width - 1} entries, not rolled back, got {length} entries"
-        )
+        wanted = f"windows of {width - 1} entries, not rolled back"
+        raise ValueError(f"slots.write (batch, T) needs {wanted}, got {length} entries")
     if not rolls_back:
         if history is not None:
             raise ValueError("history is for windows that roll back: slots must have accepted, and read (batch,)")
         return width - 1
-    if history is None:
-        history = width - 1
+    history = width - 1 if history is None else history
     check_int("history", history, width - 2, width - 1)
     if longest is None:
         raise ValueError("windows that roll back need slots.max_len for packed tokens, the most that a row has")
     if given.update and length < history + longest:
-        raise ValueError(
-            f"window must have {history + longest} entries or more to roll back {longest} tokens, got {length}"
-        )
+        wanted = f"{history + longest} entries or more to roll back {longest} tokens"
+        raise ValueError(f"window must have {wanted}, got {length}")
     return int(history)
 
 
-def check_debugged(given: Given) -> None:
+def check_debugged_window(given: Given) -> None:
     """Inside debug(), raise where the numbers in slots would lose or mix up a window."""
-    if debugging():
-        places = given.sizes["width"], given.window.shape[2], given.history, given.positions
-        rows = None if given.snapshots is None else len(given.snapshots)
-        read = partial(reference.slots_read, places, len(given.window))
-        check_contents(len(given.window), given.tokens, given.slots, rows, given.update, read)
+    places = given.sizes["width"], given.window.shape[2], given.history, given.positions
+    check_debugged(given, partial(reference.slots_read, places, len(given.window)))
 
 
-@dataclass(frozen=True)
 class ChannelProblem(Problem):
     """What a config of a convolution is chosen for: `rows` are channels and `cols` the taps of each, all of which one
     thread has, so every config gives the same bytes. `batch_heads` is the batch, `vector` the channels of an access."""
@@ -156,8 +146,7 @@ class ChannelProblem(Problem):
         return self.per_thread(config) * max(config.tokens_together, self.cols) <= MOST_UNROLLED
 
     def heuristic(self, gpu: Gpu) -> Config:
-        """Four channels per thread: more warps where all they do is move bytes, two tokens together where there are
-        some."""
+        """Four channels per thread: more warps where all they do is move bytes, else two tokens together."""
         warps = 1 if self.several_tokens else 4
         return Config(4 * self.warp * warps, warps, 1, tokens_together=2 if self.several_tokens else 1)
 
@@ -181,26 +170,17 @@ def values(given: Given, problem: Problem, config: Config) -> dict[str, Any]:
     return {
         **dict(zip(("slot_stride", "window_c", "window_e"), window.stride(), strict=True)),
         **dict(zip(("copy_b", "copy_t", "copy_c", "copy_e"), strides, strict=True)),
-        "num_copies": 0 if snapshots is None else len(snapshots),
-        "length": length,
-        "num_slots": num_slots,
+        "num_copies": 0 if snapshots is None else len(snapshots), "length": length, "num_slots": num_slots,
         "WINDOW_ROWS": row_alignment(window.transpose(1, 2)),
-        "X_ROWS": row_alignment(given.x),
-        "OUT_ROWS": row_alignment(given.out),
+        "X_ROWS": row_alignment(given.x), "OUT_ROWS": row_alignment(given.out),
         "BIAS_ROWS": 0 if given.bias is None else row_alignment(given.bias),
         "COPY_ROWS": 0 if snapshots is None else row_alignment(snapshots.transpose(2, 3)),
-        "CHANNELS": channels,
-        "WIDTH": width,
-        "BLOCK_WIDTH": next_power_of_2(width),
+        "CHANNELS": channels, "WIDTH": width, "BLOCK_WIDTH": next_power_of_2(width), "LONGER": length > width - 1,
         "MODE": "ring" if given.positions is not None else "rollback" if rolls_back else "shift",
-        "HISTORY": given.history,
-        "LONGER": length > width - 1,
-        "ACTIVATION": given.activation,
         "WHOLE": together == 1 or (not tokens.packed and tokens.num_tokens % together == 0),
         "WEIGHT_ALIGNMENT": math.gcd(ACCESS_BYTES, weight.data_ptr(), width * weight.element_size()),
-        "LETS_NEXT_START": given.machine.overlaps,
-        "BLOCK": config.block_rows,
-    }
+        "LETS_NEXT_START": given.machine.overlaps, "BLOCK": config.block_rows,
+    }  # fmt: skip
 
 
 def slots_of(given: Given) -> Slots:
@@ -216,7 +196,7 @@ CONV1D_STEP = Op(
     values=values,
     reference={"slots": slots_of},
     check=check,
-    debug=check_debugged,
+    debug=check_debugged_window,
     writes=("window", "snapshots"),
     aligned_each=("window", "x", "out", "weight", "bias", "snapshots"),
     aliases={"snapshots": "copy"},

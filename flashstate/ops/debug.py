@@ -9,13 +9,13 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from flashstate.launch.axes import Tokens
 from flashstate.launch.call import Given
-from flashstate.launch.environment import suspended
+from flashstate.launch.environment import replaced, suspended
 from flashstate.reference.state_io import resolve, resolve_read
 from flashstate.state.faults import check_faults
 from flashstate.state.ring import Ring
 from flashstate.state.slots import Slots
+from flashstate.state.state import State
 
 _debugging = False
 
@@ -29,56 +29,38 @@ def debug() -> Iterator[None]:
     invalid parents; cursors of rings out of range; and all that `check_faults` reports, from calls before it too. Not
     inside torch.compile; a CUDA graph cannot be captured inside.
     """
-    global _debugging
-    before, _debugging = _debugging, True
-    try:
-        with suspended():
-            yield
-    finally:
-        _debugging = before
+    with replaced(globals(), "_debugging", True), suspended():
+        yield
 
 
 def debugging() -> bool:
     return _debugging and not torch.compiler.is_compiling()
 
 
-def check_debugged(given: Given) -> None:
-    """Inside debug(), raise where the numbers in slots would lose or mix up a state."""
-    if debugging():
-        state, snapshots = getattr(given.state, "ssm", given.state), getattr(given, "snapshots", None)
-        rows = None if snapshots is None else len(snapshots.data)
-        check_contents(len(state.data), given.tokens, given.slots, rows, given.update)
-
-
-def check_contents(
-    num_slots: int,
-    tokens: Tokens,
-    slots: Slots | None,
-    snapshot_rows: int | None,
-    update: bool,
-    read: Callable[[Slots], Tensor] | None = None,
-) -> None:
-    """Raise where the numbers in `slots` would make an op lose or mix up a state. `snapshot_rows`: how many there are,
-    None without snapshots. `read`: finds the slot of each row, where not the slots alone decide it."""
-    if slots is None:
+def check_debugged(given: Given, read: Callable[[Slots], Tensor] | None = None) -> None:
+    """Inside debug(), raise where the numbers in slots would make an op lose or mix up a state. `read`: finds the slot
+    of each row, where not the slots alone decide it."""
+    num_slots, tokens, slots = len(given.pool), given.tokens, given.slots
+    if slots is None or not debugging():
         return
     if slots.read.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("flashstate.debug() reads tensors on the host, which a CUDA graph cannot capture")
     if slots.cu_seqlens is not None:
         _check_boundaries(slots.cu_seqlens, tokens.sizes[0], slots.longest)
-    length = _lengths(slots, tokens)
+        length = slots.cu_seqlens.long().diff()
+    else:
+        length = torch.full((tokens.batch,), tokens.longest or 0, device=slots.read.device)
     found = resolve_read(slots, tokens.batch, num_slots, slots.read.device) if read is None else read(slots)
     reads = torch.where(length > 0, found, -1)  # a row without tokens does nothing
     write = _writes(slots, reads, length, num_slots)
-    rows = _snapshot_rows(slots, reads, snapshot_rows) if snapshot_rows is not None else None
+    rows = _snapshot_rows(slots, reads, getattr(given, "snapshots", None))
     check_faults()  # of earlier calls too
     if slots.parents is not None:
         _check_parents(slots.parents, torch.where(reads >= 0, length, 0))
-    if update:
+    if given.update:
         _check_unique("write slot", write)
         _check_others_reads(reads, write)
-    if rows is not None:
-        _check_unique("fill snapshot row", rows)
+    _check_unique("fill snapshot row", rows)
 
 
 def check_cursors(ring: Ring, slots: Slots | None, batch: int) -> None:
@@ -95,13 +77,6 @@ def check_cursors(ring: Ring, slots: Slots | None, batch: int) -> None:
         raise ValueError(f"{bounds}; in slot {int(used[i])} they are {int(start[i])} and {int(count[i])}")
 
 
-def _lengths(slots: Slots, tokens: Tokens) -> Tensor:
-    """How many tokens every row has, (batch,)."""
-    if slots.cu_seqlens is not None:
-        return slots.cu_seqlens.long().diff()
-    return torch.full((tokens.batch,), tokens.longest or 0, device=slots.read.device)
-
-
 def _writes(slots: Slots, read: Tensor, length: Tensor, num_slots: int) -> Tensor:
     """The slots that are written, (batch,) or (batch, T); -1 for none, as for tokens that a row does not have."""
     if slots.write is None:
@@ -112,9 +87,12 @@ def _writes(slots: Slots, read: Tensor, length: Tensor, num_slots: int) -> Tenso
     return resolve("write", slots.write, goes, num_slots, slots.null)
 
 
-def _snapshot_rows(slots: Slots, read: Tensor, num_rows: int) -> Tensor:
+def _snapshot_rows(slots: Slots, read: Tensor, snapshots: State | Tensor | None) -> Tensor:
+    """The rows of snapshots that are filled, (batch,); -1 for none."""
+    if snapshots is None:
+        return torch.full_like(read, -1)
     rows = torch.arange(len(read), device=read.device) if slots.snapshot_rows is None else slots.snapshot_rows
-    return resolve("snapshot row", rows, read >= 0, num_rows)
+    return resolve("snapshot row", rows, read >= 0, len(snapshots.data))
 
 
 def _check_boundaries(cu_seqlens: Tensor, tokens: int, longest: int | None) -> None:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from flashstate.errors import dtype_name
-from flashstate.launch.call import Given, Op
+from flashstate.launch.call import Given, Op, one_kernel
 from flashstate.launch.config import Problem, TensorCoreProblem, TiledProblem
 from flashstate.launch.environment import Gpu
+from flashstate.launch.start import kernel_in
 from flashstate.launch.table import Config
 from flashstate.ops.debug import check_debugged
 from flashstate.state.signature import ACCESS_BYTES
@@ -93,7 +93,7 @@ def check(given: Given) -> None:
     if given.dt_bias is not None and given.dt_bias.dim() == 2 and not per_channel:
         shape = tuple(given.dt_bias.shape)
         raise ValueError(f"dt_bias must have shape (HV={shape[0]}) where a has one value per head, got {shape}")
-    if not given.exact and given.tokens.longest != 1:
+    if goes_at_once(given):
         check_at_once(given, per_channel)
 
 
@@ -121,7 +121,6 @@ def goes_at_once(given: Given) -> bool:
     return not given.exact and given.tokens.longest != 1
 
 
-@dataclass(frozen=True)
 class DeltaProblem(TiledProblem):
     """What a config of the gated delta rule is chosen for where every row has one token."""
 
@@ -134,14 +133,12 @@ class DeltaProblem(TiledProblem):
         return self.in_many_tiles(config) if wide and arithmetic else config
 
 
-@dataclass(frozen=True)
 class DeltaTokensProblem(Problem):
     """What a config of the gated delta rule is chosen for where tokens are stepped one after the other."""
 
     limits_always: ClassVar[bool] = True
 
 
-@dataclass(frozen=True)
 class AtOnceProblem(TensorCoreProblem):
     """What a config is chosen for where all tokens of a row go through tensor cores at once."""
 
@@ -167,42 +164,28 @@ def room_at_once(longest: int) -> int:
 
 def problems(given: Given) -> tuple[Problem]:
     """One kernel steps all tokens."""
-    tokens, several = given.tokens, not given.tokens.one_token
-    kind, op = delta_kind(several, goes_at_once(given), tokens.longest or 0)
-    return (kind.of(op, given.state, tokens.batch, several_tokens=several, stored=given.stored),)
+    kind, op = delta_kind(not given.tokens.one_token, goes_at_once(given), given.tokens.longest or 0)
+    return one_kernel(given, kind, op)
 
 
 def kernel(given: Given, problem: Problem) -> Any:
     """Tokens at once, one token, or one after the other have each their kernel."""
-    from flashstate.kernels.gated_delta_at_once import gated_delta_at_once_kernel
-    from flashstate.kernels.gated_delta_one_token import gated_delta_one_token_kernel
-
     if isinstance(problem, AtOnceProblem):
-        return gated_delta_at_once_kernel
-    return gated_delta_one_token_kernel if given.tokens.one_token else GATED_DELTA_STEP.own_kernel
+        return kernel_in("gated_delta_at_once")
+    return kernel_in("gated_delta_one_token") if given.tokens.one_token else GATED_DELTA_STEP.own_kernel
 
 
 def values(given: Given, problem: Problem, config: Config) -> dict[str, Any]:
-    """Which axes gates have, how queries are scaled, and how snapshots are stored."""
+    """Which axes gates have, and how queries are scaled."""
     state, tokens = given.state, given.tokens
     return {
-        **snapshot_values(state, given.snapshots, problem.vector),
+        **({"SNAPSHOT_VECTOR": problem.vector} if given.snapshots is None else {}),
         "HEADS_PER_GROUP": state.data.shape[1] // given.q.shape[-2],
         "q_scale": state.data.shape[-1] ** -0.5 if given.scale is None else float(given.scale),
-        "QK_L2NORM": given.qk_l2norm,
         "TOKENS": room_at_once(tokens.longest or 0),
         "PER_CHANNEL": given.a.dim() == len(tokens.axes) + 2,
         "BIAS_PER_CHANNEL": given.dt_bias is not None and given.dt_bias.dim() == 2,
     }
-
-
-def snapshot_values(state: State, snapshots: State | None, vector: int) -> dict[str, Any]:
-    """Snapshots may be transposed where states are not, and the other way round. What is stored across the layout of
-    the tile must not change it, so it is stored element by element."""
-    if snapshots is None:
-        return {"SNAPSHOTS_TRANSPOSED": state.transposed, "SNAPSHOT_VECTOR": vector}
-    across = {} if snapshots.transposed == state.transposed else {"SNAPSHOT_VECTOR": 1}
-    return {"SNAPSHOTS_TRANSPOSED": snapshots.transposed, **across}
 
 
 GATED_DELTA_STEP = Op(

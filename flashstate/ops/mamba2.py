@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from torch import Tensor
 
-from flashstate.launch.call import Given, Op
+from flashstate.launch.call import Given, Op, one_kernel
 from flashstate.launch.config import Problem
 from flashstate.launch.table import Config
 from flashstate.ops.debug import check_debugged
@@ -61,15 +61,7 @@ def mamba2_step(
     activations may have any stride; dt, A, D and dt_bias may be expanded from one value per head. `out` may be x
     itself, unless tokens form a tree, and must not overlap other arguments. Nothing is differentiable.
     """
-    return MAMBA2_STEP.call(
-        state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, slots, snapshots, update, out, early
-    )  # fmt: skip
-
-
-def problems(given: Given) -> tuple[Problem]:
-    """One kernel steps all tokens."""
-    several = not given.tokens.one_token
-    return (Problem.of("mamba2_step", given.state, given.tokens.batch, several_tokens=several, stored=given.stored),)
+    return MAMBA2_STEP.call(state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, slots, snapshots, update, out, early)
 
 
 def values(given: Given, problem: Problem, config: Config) -> dict[str, Any]:
@@ -80,7 +72,6 @@ def values(given: Given, problem: Problem, config: Config) -> dict[str, Any]:
         "DT_PER_ROW": given.dt.dim() == len(given.tokens.axes) + 2,
         "BIAS_PER_ROW": given.dt_bias is not None and given.dt_bias.dim() == 2,
         "D_PER_ROW": given.D is not None and given.D.dim() == 2,
-        "DT_SOFTPLUS": given.dt_softplus,
     }
 
 
@@ -89,7 +80,7 @@ MAMBA2_STEP = Op(
     main="x",
     state_axes="slots heads rows cols",
     divides={"groups": "heads"},
-    problems=problems,
+    problems=lambda given: one_kernel(given, Problem, "mamba2_step"),
     values=values,
     debug=check_debugged,
     aligned=("x", "B", "C", "z", "out"),

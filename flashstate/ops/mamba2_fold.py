@@ -6,13 +6,14 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from flashstate.errors import check_contiguous, tied
+from flashstate.errors import check_contiguous, check_device, tied
 from flashstate.launch import access_width, choose, machine_of, uses_kernels
 from flashstate.launch.arguments import aligned, slots_values, state_values, tile_values
 from flashstate.launch.axes import OR_EXPANDED, Tokens
+from flashstate.launch.call import Given
 from flashstate.launch.registered import registered
-from flashstate.launch.start import Launch, check_programs, start
-from flashstate.ops.debug import check_contents, check_cursors, debugging
+from flashstate.launch.start import Launch, check_programs, kernel_in, start
+from flashstate.ops.debug import check_cursors, check_debugged, debugging
 from flashstate.ops.mamba2_replay import ReplayProblem, ring_values
 from flashstate.reference import mamba2_replay as reference
 from flashstate.state.faults import fault_flag
@@ -49,12 +50,16 @@ def mamba2_fold(
     refuse_transposed("state", state)
     check_ring(ring, state)
     _, heads, rows, cols = state.data.shape
-    A = tied("A", A, ("heads",), (heads,), ("rows", "cols"), (rows, cols), state.data.device)
+    A = tied("A", A, (("heads",), (heads,)), (("rows", "cols"), (rows, cols)), state.data.device)
     if A.dim() != 1:
         raise ValueError(f"A must have one value per head, as Mamba-2 has, got shape {tuple(A.shape)}")
     check_contiguous("A", A, OR_EXPANDED)
     target = None if into is None else _check_into(as_state(into, "into"), state)
-    _check_slots(where, state, into is not None)
+    if where is not None:
+        where.check_device(state.data.device)
+        if where.write is not None and (into is None or where.per_token):
+            raise ValueError("slots.write is for mamba2_fold with into, whose slots it names, one per row: (batch,)")
+        refuse_tables(where, "folding")
     if target is not None and len(target.data) < len(state.data) and (where is None or where.write is None):
         need, got = len(state.data), len(target.data)
         raise ValueError(f"into must have {need} slots as the state has, or slots.write to say where, got {got}")
@@ -62,7 +67,8 @@ def mamba2_fold(
     each, most = tokens_to_fold(tokens, ring, batch)
     if debugging():
         if into is None:  # which may have other slots
-            check_contents(len(state.data), Tokens(("batch",), (batch,), batch, 1), where, None, True)
+            names, tokens_of_rows = ("pool", "tokens", "slots", "update"), Tokens(("batch",), (batch,), batch, 1)
+            check_debugged(Given(names, (state.data, tokens_of_rows, where, True)))
         check_cursors(ring, where, batch)
     fold(state, ring, A, where, each, most, target)
 
@@ -72,22 +78,10 @@ def _check_into(into: State, state: State) -> State:
     refuse_transposed("into", into)
     if into.data.shape[1:] != state.data.shape[1:]:
         raise ValueError(f"into must have states {tuple(state.data.shape[1:])}, got {tuple(into.data.shape[1:])}")
-    if into.data.device != state.data.device:
-        raise ValueError(f"into is on {into.data.device}, but the state is on {state.data.device}")
+    check_device("into", into.data, state.data.device)
     if into.rounding != "nearest" and state.seed is None:
         raise ValueError(f"into with rounding={into.rounding!r} needs a state with a seed, got seed=None")
     return replace(into, rounds=state.rounds, stream=state.stream)
-
-
-def _check_slots(slots: Slots | None, state: State, elsewhere: bool) -> None:
-    """Raise where slots have what folding has not."""
-    if slots is None:
-        return
-    if slots.read.device != state.data.device:
-        raise ValueError(f"slots are on {slots.read.device}, but the state is on {state.data.device}")
-    if slots.write is not None and (not elsewhere or slots.per_token):
-        raise ValueError("slots.write is for mamba2_fold with into, whose slots it names, one per row: (batch,)")
-    refuse_tables(slots, "folding")
 
 
 @registered()
@@ -101,8 +95,6 @@ def fold(
         given = tokens if tokens is not None else None if most < 0 else most
         reference.mamba2_fold(state, ring, A, slots, given, into)
         return
-    from flashstate.kernels.mamba2_fold import mamba2_fold_kernel
-
     other = {} if into is None else state_values(into)
     target, machine = state if into is None else into, machine_of(state.data.device)
     batch, group = len(state.data) if slots is None else len(slots.read), state.data.shape[1] // ring.B.shape[1]
@@ -118,4 +110,4 @@ def fold(
         "num_targets": len(target.data), "HEADS_PER_GROUP": group, "ROUNDING": target.rounding,
         "INTO_VECTOR": min(problem.vector, access_width(target.data)), "ALIGNED": aligned(ring.x) and aligned(ring.B),
     }  # fmt: skip
-    start(Launch(mamba2_fold_kernel, (programs,), state.data.device, values, num_warps=1))
+    start(Launch(kernel_in("mamba2_fold"), (programs,), state.data.device, values, num_warps=1))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar
 
@@ -14,7 +13,7 @@ from flashstate.errors import dtype_name
 from flashstate.launch.arguments import aligned, row_stride
 from flashstate.launch.call import Given, Op
 from flashstate.launch.config import NVIDIA_WARP, Problem, TensorCoreProblem, TiledProblem, next_power_of_2
-from flashstate.launch.environment import Gpu
+from flashstate.launch.environment import Gpu, replaced
 from flashstate.launch.table import Config
 from flashstate.ops.debug import check_cursors, check_debugged, debugging
 from flashstate.state.ring import LARGEST_WINDOW, Plan, Ring, check_call_length, check_plan, check_ring, refuse_tables
@@ -29,16 +28,9 @@ LONGEST_ALONE = 16  # window up to which one token needs no tensor cores
 _parted = False
 
 
-@contextmanager
-def parted() -> Iterator[None]:
-    """Let calls with a plan inside use a kernel that folds and one that does not, however small they are; of few
-    programs, which walk along the plan. For proofs."""
-    global _parted
-    before, _parted = _parted, True
-    try:
-        yield
-    finally:
-        _parted = before
+def parted() -> AbstractContextManager[None]:
+    """Let calls with a plan inside, small ones too, use two kernels, of few programs that walk along it. For proofs."""
+    return replaced(globals(), "_parted", True)
 
 
 def mamba2_replay(
@@ -84,9 +76,7 @@ def mamba2_replay(
     with windows up to 16. Strides are as in `mamba2_step`. `out` must not overlap other arguments. Nothing is
     differentiable.
     """
-    return MAMBA2_REPLAY.call(
-        state, ring, x, dt, A, B, C, D, z, dt_bias, dt_softplus, plan, slots, update, out
-    )  # fmt: skip
+    return MAMBA2_REPLAY.call(state, ring, x, dt, A, B, C, D, z, dt_bias, dt_softplus, plan, slots, update, out)
 
 
 def slots_of(given: Given) -> Slots | None:
@@ -114,10 +104,8 @@ def check(given: Given) -> None:
     for name, axes in (("dt", len(tokens.axes) + 1), ("A", 1), ("dt_bias", 1)):
         parameter = getattr(given, name)
         if parameter is not None and parameter.dim() != axes:
-            raise ValueError(
-                f"{name} must have one value per head, as Mamba-2 has, or be expanded from such, got shape "
-                f"{tuple(parameter.shape)}: replay is not for Mamba-1"
-            )
+            got = f"got shape {tuple(parameter.shape)}: replay is not for Mamba-1"
+            raise ValueError(f"{name} must have one value per head, as Mamba-2 has, or be expanded from such, {got}")
     refuse_tables(given.slots, "replay")
     longest = check_call_length(ring, tokens.longest)
     if plan is not None:
@@ -153,7 +141,6 @@ class AnyReplay(TiledProblem):
         return min(programs, self.most_programs) if self.most_programs else programs
 
 
-@dataclass(frozen=True)
 class ReplayProblem(AnyReplay, TensorCoreProblem):
     """What a config of replay is chosen for where tensor cores multiply."""
 
@@ -174,7 +161,6 @@ class ReplayProblem(AnyReplay, TensorCoreProblem):
         return Config(16, 1, lanes, tiles=16 if most else 8 if many else 2, registers=registers)
 
 
-@dataclass(frozen=True)
 class ReplayTokenProblem(AnyReplay):
     """What a config of replay is chosen for where every row has one token, and no tensor cores are used."""
 
@@ -216,9 +202,7 @@ def problems(given: Given) -> tuple[Problem, ...]:
     group = state.data.shape[1] // given.B.shape[-2]
     problem = kind.of("mamba2_replay", state, tokens.batch, several_tokens=longest > 1, heads_per_group=group)
     forms = forms_of(problem, given.plan is not None)
-    if len(forms) == 1:
-        return forms
-    most = (1 if _parted else MOST_PER_PROCESSOR) * given.machine.processors
+    most = (1 if _parted else MOST_PER_PROCESSOR) * given.machine.processors if len(forms) > 1 else 0
     return tuple(replace(form, most_programs=most) for form in forms)
 
 
@@ -234,22 +218,15 @@ def values(given: Given, problem: AnyReplay, config: Config) -> dict[str, Any]:
     wide = MAMBA2_REPLAY.aligned
     return {
         **ring_values(ring),
-        "rows_ptr": None if plan is None else plan.rows,
-        "parts_ptr": None if plan is None else plan.parts,
-        "HEADS_PER_GROUP": problem.heads_per_group,
-        "WINDOW": ring.window,
+        "rows_ptr": None if plan is None else plan.rows, "parts_ptr": None if plan is None else plan.parts,
+        "HEADS_PER_GROUP": problem.heads_per_group, "WINDOW": ring.window,
         "ALIGNED": all(aligned(tensor) for tensor in (ring.x, ring.B, *(getattr(given, name) for name in wide))),
         "WIDE": any(far_apart(getattr(given, name), len(given.tokens.axes)) for name in (*wide, "dt")),
         "D_PER_ROW": given.D is not None and given.D.dim() == 2,
-        "DT_SOFTPLUS": given.dt_softplus,
-        "UPDATE": given.update,
         "TOKENS": 1 if alone else max(8, next_power_of_2(given.tokens.longest or 0)),
-        "ROWS_DO": rows_do,
-        "TILES": tiles,
-        "FOLD_TILES": 1 if one_kernel else tiles,
-        "PLACE": place,
-        "EARLY": place == "second",
-    }
+        "ROWS_DO": rows_do, "TILES": tiles, "FOLD_TILES": 1 if one_kernel else tiles,
+        "PLACE": place, "EARLY": place == "second",
+    }  # fmt: skip
 
 
 def far_apart(tensor: Tensor | None, token_axes: int) -> bool:

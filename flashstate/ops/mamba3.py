@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from torch import Tensor
 
 from flashstate.errors import check_contiguous, check_row_contiguous, check_tensor
 from flashstate.launch.arguments import row_stride, token_strides
-from flashstate.launch.call import Given, Op
+from flashstate.launch.call import Given, Op, one_kernel
 from flashstate.launch.config import MOST_UNROLLED, Problem, TensorCoreProblem, next_power_of_2
 from flashstate.launch.environment import Gpu
 from flashstate.launch.table import Config
@@ -104,11 +103,10 @@ def check_rotary(given: Given) -> None:
     if N % 2:
         raise ValueError(f"rotary needs an even number of columns, got N = {N}")
     S = state.angle.shape[2]
-    few = (*tokens.axes, "S"), (*tokens.sizes, S)
-    many = (*tokens.axes, "H", "S"), (*tokens.sizes, H, S)
-    shared = isinstance(rotary.angle, Tensor) and rotary.angle.dim() == len(few[0])
-    wanted, also = (few, many) if shared else (many, few)
-    check_tensor("rotary.angle", rotary.angle, *wanted, device=device, also=also)
+    shapes = [((*tokens.axes, "H", "S"), (*tokens.sizes, H, S)), ((*tokens.axes, "S"), (*tokens.sizes, S))]
+    if isinstance(rotary.angle, Tensor) and rotary.angle.dim() == len(tokens.axes) + 1:
+        shapes.reverse()
+    check_tensor("rotary.angle", rotary.angle, *shapes[0], device=device, also=shapes[1])
     check_row_contiguous("rotary.angle", rotary.angle)
     for name, bias in (("rotary.bias_B", rotary.bias_B), ("rotary.bias_C", rotary.bias_C)):
         if bias is not None:
@@ -116,15 +114,20 @@ def check_rotary(given: Given) -> None:
             check_contiguous(name, bias)
 
 
-@dataclass(frozen=True)
-class HeadProblem(Problem):
-    """What a config of Mamba-3 of rank 1 is chosen for. A program has all rows of a head, tile by tile, because they
-    share what it overwrites."""
+class AnyHead(Problem):
+    """What a config of Mamba-3 is chosen for. A program has all rows of a head, which share what it overwrites."""
 
     limits: ClassVar[tuple[int, ...]] = (0, 96, 128, 168)
     limits_always: ClassVar[bool] = True
     knob: ClassVar[str] = "ahead"
     knob_values: ClassVar[tuple[int, ...]] = AHEAD
+
+    def programs(self, config: Config) -> int:
+        return self.batch_heads
+
+
+class HeadProblem(AnyHead):
+    """What a config of Mamba-3 of rank 1 is chosen for."""
 
     def lanes_of(self, warps: int) -> list[int]:
         """How many threads may share a row of a tile that so many warps have. A chunk with a column for every thread
@@ -135,9 +138,6 @@ class HeadProblem(Problem):
     def manageable(self, config: Config) -> bool:
         return config.lanes in self.lanes_of(config.num_warps) and super().manageable(config)
 
-    def programs(self, config: Config) -> int:
-        return self.batch_heads
-
     def heuristic(self, gpu: Gpu) -> Config:
         """As few tiles as there can be, of 64 elements in a thread or fewer, and 8 warps at most."""
         rows = max(1, min(64, next_power_of_2(self.rows), 8 * 64 * self.warp // self.block_cols))
@@ -147,14 +147,9 @@ class HeadProblem(Problem):
         return Config(max(rows, self.fewest_rows(Config(1, warps, lanes))), warps, lanes, ahead=AHEAD[2])
 
 
-@dataclass(frozen=True)
-class RankProblem(TensorCoreProblem):
+class RankProblem(AnyHead, TensorCoreProblem):
     """What a config of Mamba-3 of higher rank is chosen for, where tensor cores multiply with the vectors of all ranks.
-    A program has all rows of a head, as that of rank 1; every warp has 16 rows of a tile, or a multiple."""
-
-    limits: ClassVar[tuple[int, ...]] = HeadProblem.limits
-    knob: ClassVar[str] = "ahead"
-    knob_values: ClassVar[tuple[int, ...]] = AHEAD
+    Every warp has 16 rows of a tile, or a multiple."""
 
     def valid(self, config: Config) -> bool:
         rows = config.block_rows in self.row_choices and config.block_rows % (16 * config.num_warps) == 0
@@ -163,27 +158,15 @@ class RankProblem(TensorCoreProblem):
     def manageable(self, config: Config) -> bool:
         return self.per_thread(config) <= MOST_UNROLLED or (config.block_rows, config.num_warps) == (16, 1)
 
-    def programs(self, config: Config) -> int:
-        return self.batch_heads
-
     def heuristic(self, gpu: Gpu) -> Config:
-        """As few tiles as there can be, of 64 rows of 128 columns at most: float32 outputs need the tile in shared
-        memory."""
+        """As few tiles as can be, of 64 rows of 128 columns at most: float32 outputs need one in shared memory."""
         warps = min(4, max(1, next_power_of_2(self.rows) // 16), max(1, 512 // self.block_cols))
         return Config(16 * warps, warps, self.lane_choices[0], ahead=AHEAD[2])
 
 
 def mamba3_kind(rank: int, turned: bool) -> tuple[type[Problem], str]:
-    """What a problem of Mamba-3 is, and the op that tables have it under: where columns are turned, which takes
-    registers, it needs other configs."""
+    """What a problem of Mamba-3 is, and its op in tables: turned columns take registers, and so other configs."""
     return HeadProblem if rank == 1 else RankProblem, f"mamba3_step rank {rank}{' turned' if turned else ''}"
-
-
-def problems(given: Given) -> tuple[Problem]:
-    """One kernel steps all tokens."""
-    kind, op = mamba3_kind(given.state.rank, given.rotary is not None)
-    several = not given.tokens.one_token
-    return (kind.of(op, given.state.ssm, given.tokens.batch, several_tokens=several, stored=given.stored),)
 
 
 def values(given: Given, problem: Problem, config: Config) -> dict[str, Any]:
@@ -202,7 +185,7 @@ def values(given: Given, problem: Problem, config: Config) -> dict[str, Any]:
         "angle_b": of_angle[0], "angle_t": of_angle[1], "angle_h": of_angle[2] if per_head else 0,
         "out_b": of_out[0], "out_t": of_out[1], "out_r": of_out[2] if ranks else 0, "out_h": of_out[-1],
         "HEADS_PER_GROUP": state.ssm.data.shape[1] // given.B.shape[-2], "RANK": state.rank,
-        "ANGLES": 0 if theta is None else theta.shape[2], "PAIRING": pairing_of(given), "TRAP_LOGIT": given.trap_logit,
+        "ANGLES": 0 if theta is None else theta.shape[2], "PAIRING": pairing_of(given),
         "STORES": "last" if tokens.one_token and given.stores == "every" else given.stores,  # one column
         "STORES_KV": given.update_kv, "AHEAD": 0 if from_table else config.ahead,
     }  # fmt: skip
@@ -226,7 +209,7 @@ MAMBA3_STEP = Op(
     state_axes="slots H D N",
     sizes=lambda state: {"R": state.rank},
     divides={"G": "H"},
-    problems=problems,
+    problems=lambda given: one_kernel(given, *mamba3_kind(given.state.rank, given.rotary is not None)),
     values=values,
     reference={"angle": lambda given: getattr(given.rotary, "angle", None), "parameters": parameters_of},
     check=check,

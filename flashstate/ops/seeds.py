@@ -9,7 +9,7 @@ from torch import Tensor
 from flashstate.launch import uses_kernels
 from flashstate.launch.arguments import slots_values
 from flashstate.launch.registered import registered
-from flashstate.launch.start import Launch, start
+from flashstate.launch.start import Launch, kernel_in, start
 from flashstate.reference import state_io as reference
 from flashstate.state.actions import provide
 from flashstate.state.faults import fault_flag
@@ -20,8 +20,8 @@ from flashstate.state.slots import MOST_TOKENS, Slots
 @provide
 def advance_seeds(seed: Tensor, slots: Slots | None) -> None:
     """Add SEED_STEP to the seeds of the slots that rows with tokens have to read, chosen or not."""
-    if slots is not None and slots.read.device != seed.device:
-        raise ValueError(f"slots are on {slots.read.device}, but the state is on {seed.device}")
+    if slots is not None:
+        slots.check_device(seed.device)
     add_seed_step(seed, replace(slots, accepted=None) if slots is not None and slots.rolls_back else slots)
 
 
@@ -30,8 +30,6 @@ def add_seed_step(seed: Tensor, slots: Slots | None) -> None:
     if not uses_kernels(seed.device):
         reference.advance_seeds(seed, slots)
         return
-    from flashstate.kernels.seeds import advance_seeds_kernel
-
     rows = seed.shape[0] if slots is None else slots.read.shape[0]
     if rows == 0 or (slots is not None and slots.read.numel() == 0):
         return
@@ -40,4 +38,4 @@ def add_seed_step(seed: Tensor, slots: Slots | None) -> None:
         **slots_values(slots), "seed_ptr": seed, "fault_ptr": fault_flag(seed.device), "tokens": MOST_TOKENS,
         "num_slots": seed.shape[0], "seed_step": SEED_STEP,
     }  # fmt: skip
-    start(Launch(advance_seeds_kernel, (rows, columns), seed.device, values, num_warps=1))
+    start(Launch(kernel_in("seeds", "advance_seeds"), (rows, columns), seed.device, values, num_warps=1))

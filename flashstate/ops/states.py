@@ -10,7 +10,7 @@ from torch import Tensor
 from flashstate.errors import check_row_contiguous, check_tensor
 from flashstate.launch import Problem, choose, machine_of, uses_kernels
 from flashstate.launch.arguments import aligned, state_values, tile_values
-from flashstate.launch.start import Launch, check_programs, start
+from flashstate.launch.start import Launch, check_programs, kernel_in, start
 from flashstate.reference import state_io as reference
 from flashstate.state.state import POOL_AXES, State
 
@@ -28,12 +28,10 @@ def write_states(state: State, slots: Tensor, states: Tensor) -> None:
         seed = None if state.seed is None else state.seed[slots]
         reference.store_state(state, states.float(), (slots,), seed, torch.full_like(slots, TOKEN))
         return
-    from flashstate.kernels.states import write_states_kernel
-
     strides = dict(zip(("stride_n", "stride_h", "stride_row"), states.stride(), strict=False))
     seed = None if state.rounding == "nearest" else state.seed
     values = {"values_ptr": states, **strides, "seed_ptr": seed, "ALIGNED": aligned(states)}
-    _start("pool_write", write_states_kernel, state, slots, values)
+    _start("write", state, slots, values)
 
 
 @torch.no_grad()
@@ -44,17 +42,15 @@ def read_states(state: State, slots: Tensor) -> Tensor:
     out = torch.empty((len(slots), *state.data.shape[1:]), dtype=torch.float32, device=slots.device)
     if len(slots) == 0:
         return out
-    from flashstate.kernels.states import read_states_kernel
-
-    _start("pool_read", read_states_kernel, state, slots, {"out_ptr": out})
+    _start("read", state, slots, {"out_ptr": out})
     return out
 
 
-def _start(op: str, kernel: Any, state: State, slots: Tensor, values: dict[str, Any]) -> None:
-    """Start a kernel with a program for each block of rows of these slots."""
-    machine, problem = machine_of(slots.device), Problem.of(op, state, len(slots))
+def _start(do: str, state: State, slots: Tensor, values: dict[str, Any]) -> None:
+    """Start the kernel that does this, with a program for each block of rows of these slots."""
+    machine, problem = machine_of(slots.device), Problem.of(f"pool_{do}", state, len(slots))
     config = choose(problem, machine.gpu)
     programs = problem.programs(config)
     check_programs("slots", programs, f"{len(slots)} slots")
     values = {**state_values(state), **tile_values(machine, problem, config), "slots_ptr": slots, **values}
-    start(Launch(kernel, (programs,), slots.device, values, config.num_warps))
+    start(Launch(kernel_in("states", f"{do}_states"), (programs,), slots.device, values, config.num_warps))

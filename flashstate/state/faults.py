@@ -13,10 +13,8 @@ def fault_flag(device: torch.device) -> Tensor:
     flag = _flags.get(device)
     if flag is None:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "flashstate met this device for the first time inside a CUDA graph capture: "
-                "run the op once before capturing, as any CUDA graph needs"
-            )
+            remedy = "run the op once before capturing, as any CUDA graph needs"
+            raise RuntimeError(f"flashstate met this device for the first time inside a CUDA graph capture: {remedy}")
         with torch.inference_mode(False):  # else only inference mode could clear it
             flag = _flags[device] = torch.zeros(len(KINDS), dtype=torch.int64, device=device)
     return flag

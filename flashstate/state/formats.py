@@ -9,12 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashstate.state.rounding import (
-    to_bfloat16_stochastic,
-    to_float8_stochastic,
-    to_float16_stochastic,
-    to_integer_stochastic,
-)
+from flashstate.state import rounding
 
 ROUNDINGS = ("nearest", "stochastic", "stochastic_hw")
 SMALLEST_AMAX = 2.0**-100  # a row whose largest magnitude is below is stored as zeros
@@ -53,11 +48,11 @@ FORMATS = {
     f.dtype: f
     for f in (
         Format("float32", torch.float32, ("nearest",)),
-        Format("bfloat16", torch.bfloat16, ("nearest", "stochastic"), to_bfloat16_stochastic),
-        Format("float16", torch.float16, ROUNDINGS, to_float16_stochastic),
-        Format("int16", torch.int16, ("nearest", "stochastic"), to_integer_stochastic, 32767),
-        Format("int8", torch.int8, ("nearest", "stochastic"), to_integer_stochastic, 127),
-        Format("float8_e4m3fn", torch.float8_e4m3fn, ROUNDINGS, to_float8_stochastic, 448),
+        Format("bfloat16", torch.bfloat16, ("nearest", "stochastic"), rounding.to_bfloat16_stochastic),
+        Format("float16", torch.float16, ROUNDINGS, rounding.to_float16_stochastic),
+        Format("int16", torch.int16, ("nearest", "stochastic"), rounding.to_integer_stochastic, 32767),
+        Format("int8", torch.int8, ("nearest", "stochastic"), rounding.to_integer_stochastic, 127),
+        Format("float8_e4m3fn", torch.float8_e4m3fn, ROUNDINGS, rounding.to_float8_stochastic, 448),
     )
 }
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
-from functools import cached_property
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from flashstate.errors import check_choice, check_tensor
-from flashstate.state.signature import fields_of
+from flashstate.state.signature import Describes
 from flashstate.state.slots import Slots
 from flashstate.state.state import State, as_state, check_slots_of, refuse_transposed
 
@@ -18,7 +17,7 @@ PAIRINGS = ("interleaved", "halved")
 
 
 @dataclass(frozen=True, eq=False, init=False)
-class Mamba3State:
+class Mamba3State(Describes):
     """What one layer of Mamba-3 keeps for all slots. `mamba3_step` updates the tensors in place; this object only
     describes them.
 
@@ -62,13 +61,6 @@ class Mamba3State:
     def rank(self) -> int:
         return self.k.shape[1]
 
-    @cached_property
-    def launches(self) -> dict[Any, Any]:
-        """Kernels that were started on these states before, for launch/direct.py."""
-        return {}
-
-    __getstate__ = fields_of
-
     @property
     def bytes_per_slot(self) -> int:
         """Bytes of memory one slot takes: all four states, and its scales and seed, where it has them."""
@@ -81,7 +73,7 @@ class Mamba3State:
 
 
 @dataclass(frozen=True, eq=False)
-class Rotary:
+class Rotary(Describes):
     """What `mamba3_step` does to B and C before it uses them: adds a bias, and turns pairs of their columns by the
     angles of the state, which move on by tanh(angle) * dt * π.
 
@@ -90,8 +82,6 @@ class Rotary:
     pairing: which columns are turned together: "interleaved", 2i with 2i + 1, or "halved", i with i + N / 2; None: the
         first for rank 1, the second for others. Pairs from S on are not turned.
     """
-
-    written: ClassVar = ()
 
     angle: Tensor
     _: KW_ONLY

@@ -9,9 +9,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from flashstate.errors import INDEX_DTYPES, check_contiguous, check_int, check_tensor
+from flashstate.errors import check_contiguous, check_device, check_int, check_list, check_tensor
 from flashstate.state import actions
-from flashstate.state.signature import describe, describe_aligned, fields_of, signature_of
+from flashstate.state.signature import Describes, describe, describe_aligned, signature_of
 from flashstate.state.slots import Slots, as_slots
 from flashstate.state.state import State, check_slots_of
 
@@ -21,17 +21,11 @@ UNUSED = {  # tables of slots, and why
     "replay": (("write", "accepted", "parents", "snapshot_rows"), "keeps tokens in the slot it reads"),
     "folding": (("accepted", "parents", "snapshot_rows", "cu_seqlens"), "has no new tokens"),
 }
-AXES = {
-    "x": ("slots", "heads", "length", "rows"),
-    "B": ("slots", "groups", "length", "cols"),
-    "dt": ("slots", "heads", "length"),
-    "start": ("slots",),
-    "count": ("slots",),
-}
+X_AXES, B_AXES = ("slots", "heads", "length", "rows"), ("slots", "groups", "length", "cols")
 
 
 @dataclass(frozen=True, eq=False)
-class Ring:
+class Ring(Describes):
     """The inputs of one layer since its checkpoint, for all slots. `mamba2_replay` appends to x, B and dt in place,
     `commit` moves start and count on; this object only describes them.
 
@@ -56,19 +50,17 @@ class Ring:
     window: int
 
     def __post_init__(self) -> None:
-        check_tensor("x", self.x, AXES["x"], (None,) * 4)
+        check_tensor("x", self.x, X_AXES, (None,) * 4)
         slots, heads, length, _ = self.x.shape
-        device = self.x.device
-        check_tensor("B", self.B, AXES["B"], (slots, None, length, None))
-        check_tensor("dt", self.dt, AXES["dt"], (slots, heads, length), dtypes=(torch.float32,))
+        check_tensor("B", self.B, B_AXES, (slots, None, length, None))
+        check_tensor("dt", self.dt, X_AXES[:3], (slots, heads, length), dtypes=(torch.float32,))
         for name in ("start", "count"):
-            check_tensor(name, getattr(self, name), AXES[name], (slots,), dtypes=(torch.int32,))
+            check_tensor(name, getattr(self, name), ("slots",), (slots,), dtypes=(torch.int32,))
             check_contiguous(name, getattr(self, name))
         if self.start is self.count:
             raise ValueError("start and count must be two tensors, got one")
         for name in ("B", "dt", "start", "count"):
-            if getattr(self, name).device != device:
-                raise ValueError(f"{name} is on {getattr(self, name).device}, but x is on {device}")
+            check_device(name, getattr(self, name), self.x.device, "x")
         for name in ("x", "B", "dt"):
             tensor = getattr(self, name)
             if tensor.numel() == 0:
@@ -81,10 +73,8 @@ class Ring:
             raise ValueError(f"B must have a number of groups that divides the {heads} heads, got {groups}")
         check_int("window", self.window, 1, LARGEST_WINDOW)
         if length <= self.window:
-            raise ValueError(
-                f"x must have a length of more than the window, {self.window}, by the tokens of the longest call, "
-                f"got shape {tuple(self.x.shape)}"
-            )
+            least = f"more than the window, {self.window}, by the tokens of the longest call"
+            raise ValueError(f"x must have a length of {least}, got shape {tuple(self.x.shape)}")
 
     @property
     def length(self) -> int:
@@ -102,8 +92,6 @@ class Ring:
         wide = describe_aligned(self.x), describe_aligned(self.B)
         return signature_of("ring", *wide, describe(self.dt), describe(self.start), describe(self.count), self.window)
 
-    __getstate__ = fields_of
-
     def plan(self, slots: Slots | Tensor | None = None, tokens: int | None = None) -> Plan:
         """Which rows of a batch fold, for one step of a model: shared by all layers whose rings share these cursors.
 
@@ -112,8 +100,20 @@ class Ring:
 
         One small launch, which a CUDA graph captures; the host does not wait.
         """
-        plan: Plan = actions.make_plan(self, as_slots(slots), tokens)
-        return plan
+        where = as_slots(slots)
+        batch, longest = self._check_slots(where), tokens
+        if where is not None and where.cu_seqlens is not None:
+            if tokens is not None:
+                raise ValueError(f"tokens is not for packed tokens, whose number slots.cu_seqlens says, got {tokens}")
+            longest = where.max_len
+        else:
+            check_int("tokens", tokens, 1, self.window)
+        longest = check_call_length(self, longest)
+        with torch.inference_mode(False):  # else only inference mode could fill them again
+            rows = torch.empty(batch, FIELDS, dtype=torch.int32, device=self.count.device)
+            parts = torch.empty(2, dtype=torch.int32, device=self.count.device)
+        actions.fill_plan(rows, parts, self.start, self.count, self.window, where, longest)
+        return Plan(where, longest, rows, parts, self.count, self.window)
 
     def commit(self, plan: Plan, accepted: Tensor | None = None) -> None:
         """Keep the first `accepted` tokens of every row of the step that was planned; call it once, after all layers.
@@ -123,18 +123,31 @@ class Ring:
 
         One small launch, which a CUDA graph captures; the host does not wait.
         """
-        actions.commit_plan(self, plan, accepted)
+        check_plan(plan, self)
+        check_list("accepted", accepted, plan.batch, device=self.count.device)
+        actions.move_cursors(self.start, self.count, self.window, self.length, plan.rows, accepted)
 
     def folded(self, slots: Slots | Tensor | None = None, tokens: Tensor | int | None = None) -> None:
         """Drop live rows that `mamba2_fold` has folded in place, in all layers: the first `tokens`, None: all.
 
         slots, tokens: as `mamba2_fold` had them. One small launch, which a CUDA graph captures.
         """
-        actions.drop_folded(self, as_slots(slots), tokens)
+        where = as_slots(slots)
+        refuse_tables(where, "folding")
+        each, most = tokens_to_fold(tokens, self, self._check_slots(where))
+        actions.drop_rows(self.start, self.count, self.length, where, each, most)
+
+    def _check_slots(self, slots: Slots | None) -> int:
+        """How many rows these slots have; raises where they are not for a ring."""
+        refuse_tables(slots, "replay")
+        if slots is None:
+            return len(self.count)
+        slots.check_device(self.count.device, "ring")
+        return len(slots.read)
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class Plan(Describes):
     """What one step of a model does with every row of its batch; made by `StatePool.plan` or `Ring.plan`.
 
     slots: where the rows live, and which tokens they have; None: row b is slot b.
@@ -148,8 +161,6 @@ class Plan:
     The tensors are on the device, and filled when the plan is made: a CUDA graph that captured it fills them anew.
     """
 
-    written: ClassVar = ()
-
     slots: Slots | None
     tokens: int
     rows: Tensor
@@ -162,14 +173,13 @@ class Plan:
             raise TypeError(f"slots must be a Slots or None, got {type(self.slots).__name__}")
         check_int("window", self.window, 1, LARGEST_WINDOW)
         check_int("tokens", self.tokens, 0, self.window)
-        check_tensor("count", self.count, AXES["count"], (None,), dtypes=(torch.int32,))
+        check_tensor("count", self.count, ("slots",), (None,), dtypes=(torch.int32,))
         batch = len(self.count) if self.slots is None else len(self.slots.read)
         check_tensor("rows", self.rows, ("batch", "numbers"), (batch, FIELDS), dtypes=(torch.int32,))
         check_tensor("parts", self.parts, ("numbers",), (2,), dtypes=(torch.int32,))
         for name in ("rows", "parts"):
             check_contiguous(name, getattr(self, name))
-            if getattr(self, name).device != self.count.device:
-                raise ValueError(f"{name} is on {getattr(self, name).device}, but count is on {self.count.device}")
+            check_device(name, getattr(self, name), self.count.device, "count")
 
     @property
     def batch(self) -> int:
@@ -181,8 +191,6 @@ class Plan:
         of_slots = None if self.slots is None else self.slots.signature
         return signature_of("plan", of_slots, self.tokens, describe(self.rows))
 
-    __getstate__ = fields_of
-
 
 def check_ring(ring: Ring, state: State, name: str = "ring") -> None:
     """Raise unless a ring is for the states of a layer."""
@@ -190,8 +198,8 @@ def check_ring(ring: Ring, state: State, name: str = "ring") -> None:
         raise TypeError(f"{name} must be a Ring, got {type(ring).__name__}")
     slots, heads, rows, cols = state.data.shape
     device = state.data.device
-    check_tensor(f"{name}.x", ring.x, AXES["x"], (slots, heads, ring.length, rows), device=device)
-    check_tensor(f"{name}.B", ring.B, AXES["B"], (slots, None, ring.length, cols), device=device)
+    check_tensor(f"{name}.x", ring.x, X_AXES, (slots, heads, ring.length, rows), device=device)
+    check_tensor(f"{name}.B", ring.B, B_AXES, (slots, None, ring.length, cols), device=device)
 
 
 def check_call_length(ring: Ring, longest: int | None) -> int:
@@ -201,10 +209,8 @@ def check_call_length(ring: Ring, longest: int | None) -> int:
     if longest > ring.window:
         raise ValueError(f"a call may have as many tokens per row as the window, {ring.window}, got {longest}")
     if longest > ring.longest_call:
-        raise ValueError(
-            f"the ring has {ring.length} rows, so beside its window of {ring.window} a call may have "
-            f"{ring.longest_call} tokens per row, got {longest}"
-        )
+        room = f"the ring has {ring.length} rows, so beside its window of {ring.window}"
+        raise ValueError(f"{room} a call may have {ring.longest_call} tokens per row, got {longest}")
     return longest
 
 
@@ -231,8 +237,7 @@ def check_plan(plan: Plan, ring: Ring) -> None:
 def tokens_to_fold(tokens: Tensor | int | None, ring: Ring, batch: int) -> tuple[Tensor | None, int]:
     """How many live rows to fold, if it can say that: of each row, or the same of all; -1: as many as there are."""
     if isinstance(tokens, Tensor):
-        check_tensor("tokens", tokens, ("batch",), (batch,), dtypes=INDEX_DTYPES, device=ring.x.device)
-        check_contiguous("tokens", tokens)
+        check_list("tokens", tokens, batch, device=ring.x.device)
         return tokens, -1
     if tokens is not None:
         check_int("tokens", tokens, 0, ring.window)

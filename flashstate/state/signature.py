@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Hashable
 from dataclasses import fields
-from typing import Any
+from functools import cached_property
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -26,9 +27,18 @@ def signature_of(*described: Hashable) -> int:
     return number
 
 
-def fields_of(described: Any) -> dict[str, Any]:
-    """What a copy of a dataclass needs: its fields, and nothing that was kept beside them. For __getstate__."""
-    return {field.name: getattr(described, field.name) for field in fields(described)}
+class Describes:
+    """A dataclass that describes tensors, which ops may write. What it keeps beside its fields no copy of it has."""
+
+    written: ClassVar[tuple[str, ...]] = ()  # fields whose tensors ops write
+
+    @cached_property
+    def launches(self) -> dict[Any, Any]:
+        """Kernels that were started on these tensors before, for launch/direct.py."""
+        return {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
 
 
 def describe(tensor: Tensor | None) -> Hashable:

@@ -4,19 +4,12 @@ from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
-from typing import ClassVar
 
+import torch
 from torch import Tensor
 
-from flashstate.errors import (
-    INDEX_DTYPES,
-    check_choice,
-    check_contiguous,
-    check_int,
-    check_row_contiguous,
-    check_tensor,
-)
-from flashstate.state.signature import describe, fields_of, signature_of
+from flashstate.errors import INDEX_DTYPES, check_choice, check_int, check_list, check_row_contiguous, check_tensor
+from flashstate.state.signature import Describes, describe, signature_of
 
 MOST_TOKENS = (1 << 31) - 1  # on a token axis
 PADDINGS = ("zero", "fresh", "keep")
@@ -24,7 +17,7 @@ TABLES = ("read", "accepted", "write", "parents", "cu_seqlens", "snapshot_rows")
 
 
 @dataclass(frozen=True, eq=False)
-class Slots:
+class Slots(Describes):
     """Where the rows of a batch live, and how many tokens each has; built once per model step, shared by all layers.
 
     read: (batch,) int32 or int64, the slot each row continues from; or (batch, n) with `accepted`. A row whose slot is
@@ -51,8 +44,6 @@ class Slots:
     row reads itself it may write.
     """
 
-    written: ClassVar = ()
-
     read: Tensor
     _: KW_ONLY
     write: Tensor | None = None
@@ -69,9 +60,9 @@ class Slots:
         batch = self.read.shape[0]
         _check_table("write", self.write, batch, (1, 2))
         _check_table("parents", self.parents, batch, (2,))
-        _check_list("accepted", self.accepted, ("batch",), batch)
-        _check_list("snapshot_rows", self.snapshot_rows, ("batch",), batch)
-        _check_list("cu_seqlens", self.cu_seqlens, ("batch + 1",), batch + 1)
+        check_list("accepted", self.accepted, batch)
+        check_list("snapshot_rows", self.snapshot_rows, batch)
+        check_list("cu_seqlens", self.cu_seqlens, batch + 1, "batch + 1")
         self._check_max_len()
         check_int("null", self.null, -(1 << 63), (1 << 63) - 1)
         check_choice("padding", self.padding, PADDINGS)
@@ -103,6 +94,11 @@ class Slots:
                 words = f"must have an entry for each of the {longest} tokens, got shape {tuple(table.shape)}"
                 raise ValueError(f"{prefix}{name} {words}")
 
+    def check_device(self, device: torch.device, of: str = "state") -> None:
+        """Raise unless the tables are on the device of what they are for."""
+        if self.read.device != device:
+            raise ValueError(f"slots are on {self.read.device}, but the {of} is on {device}")
+
     @cached_property
     def tables(self) -> tuple[Tensor, ...]:
         """All tensors there are, in the order in which kernels take them."""
@@ -113,8 +109,6 @@ class Slots:
         """Stands for all that a launch depends on but the addresses."""
         described = (describe(getattr(self, name)) for name in TABLES)
         return signature_of("slots", *described, self.max_len, self.null, self.padding)
-
-    __getstate__ = fields_of
 
     @property
     def longest(self) -> int | None:
@@ -143,12 +137,6 @@ def _check_table(name: str, table: Tensor | None, batch: int, ranks: tuple[int, 
     check_tensor(name, table, ("batch", "T")[:rank], (batch, None)[:rank], dtypes=INDEX_DTYPES)
     if rank == 2:
         check_row_contiguous(name, table)
-
-
-def _check_list(name: str, numbers: Tensor | None, axes: tuple[str], size: int) -> None:
-    if numbers is not None:
-        check_tensor(name, numbers, axes, (size,), dtypes=INDEX_DTYPES)
-        check_contiguous(name, numbers)
 
 
 def as_slots(slots: Slots | Tensor | None) -> Slots | None:

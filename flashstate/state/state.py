@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from flashstate.errors import check_choice, check_int, check_tensor, too_short
+from flashstate.errors import check_choice, check_int, check_tensor, dtype_name, too_short
 from flashstate.state import actions
 from flashstate.state.formats import FORMATS, ROUNDINGS, Format
-from flashstate.state.signature import describe, describe_aligned, fields_of, signature_of
+from flashstate.state.signature import Describes, describe, describe_aligned, signature_of
 from flashstate.state.slots import Slots, as_slots
 
 HARDWARE_ROUNDING = ((10, 0), (10, 3))  # compute capabilities that have cvt.rs
@@ -22,7 +22,7 @@ SNAPSHOT_AXES = ("batch", "T", "heads", "rows", "cols")
 
 
 @dataclass(frozen=True, eq=False)
-class State:
+class State(Describes):
     """The state of one layer for all slots. Ops update `data` in place; this object only describes it.
 
     data: (slots, heads, rows, cols) float32, bfloat16, float16, int16, int8 or float8_e4m3fn; the dtype is the format.
@@ -60,17 +60,10 @@ class State:
         _check_seed(self.data, self.rounding, self.seed)
 
     @cached_property
-    def launches(self) -> dict[Any, Any]:
-        """Kernels that were started on this state before, for launch/direct.py."""
-        return {}
-
-    @cached_property
     def signature(self) -> int:
         """Stands for all that a launch depends on but the addresses and the stream."""
         tensors = describe_aligned(self.data), describe(self.scale), describe(self.seed)
         return signature_of("state", *tensors, self.rounding, self.rounds)
-
-    __getstate__ = fields_of
 
     @property
     def format(self) -> Format:
@@ -84,9 +77,8 @@ class State:
     @property
     def bytes_per_slot(self) -> int:
         """Bytes of memory one slot takes: its state, its scales and its seed, where it has them."""
-        scale = 0 if self.scale is None else self.scale.shape[1:].numel() * self.scale.element_size()
-        seed = 0 if self.seed is None else self.seed.element_size()
-        return self.data.shape[1:].numel() * self.data.element_size() + scale + seed
+        tensors = (tensor for tensor in (self.data, self.scale, self.seed) if tensor is not None)
+        return sum(tensor.shape[1:].numel() * tensor.element_size() for tensor in tensors)
 
     def advance(self, slots: Slots | Tensor | None = None) -> None:
         """Move the seeds of the read slots on (None: of all), so that the next step draws new random bits.
@@ -107,8 +99,7 @@ def as_state(state: State | Tensor, name: str = "state") -> State:
             return state
         raise ValueError(f"{name} must have data (slots, heads, rows, cols), got {tuple(state.data.shape)}")
     if isinstance(state, Tensor):
-        _check_data(name, state, POOL_AXES)
-        _check_needs_no_scale(name, state)
+        _check_bare(name, state, POOL_AXES)
         return State(state)
     raise TypeError(f"{name} must be a State or a tensor, got {type(state).__name__}")
 
@@ -116,8 +107,7 @@ def as_state(state: State | Tensor, name: str = "state") -> State:
 def as_snapshots(snapshots: State | Tensor, state: State) -> State:
     """What ops accept as `snapshots`: a State of rank 5, or a bare tensor, rounded as the state is if it can be."""
     if isinstance(snapshots, Tensor):
-        _check_data("snapshots", snapshots, SNAPSHOT_AXES)
-        _check_needs_no_scale("snapshots", snapshots)
+        _check_bare("snapshots", snapshots, SNAPSHOT_AXES)
         known = FORMATS[snapshots.dtype].roundings
         wanted = (state.rounding, "nearest" if state.rounding == "nearest" else "stochastic", "nearest")
         snapshots = State(snapshots, rounding=next(rounding for rounding in wanted if rounding in known))
@@ -141,17 +131,14 @@ def _check_data(name: str, data: Tensor, axes: tuple[str, ...]) -> None:
         raise ValueError(f"{name} must have fewer than 2^31 elements per slot, got {data.shape[-3:].numel()}")
     if is_transposed(data):
         if FORMATS[data.dtype].scaled:
-            raise ValueError(
-                f"{name} of dtype {FORMATS[data.dtype].name} must not be transposed within a slot, because its rows "
-                f"have scales, got strides {data.stride()}"
-            )
+            why = f"because its rows have scales, got strides {data.stride()}"
+            raise ValueError(f"{name} of dtype {dtype_name(data.dtype)} must not be transposed within a slot, {why}")
         data = data.transpose(-2, -1)
     check_slots_of(name, data, data.shape[-3:])
 
 
 def is_transposed(data: Tensor) -> bool:
-    """Whether slots of (heads, rows, cols) lie in memory as (heads, cols, rows), and are not both: a single row or
-    column is contiguous."""
+    """Whether slots of (heads, rows, cols) lie in memory as (heads, cols, rows) only: of one row or column as both."""
     (heads, rows, cols), strides = data.shape[-3:], data.stride()[-3:]
     return min(rows, cols) > 1 and strides[1:] == (1, rows) and (heads == 1 or strides[0] == rows * cols)
 
@@ -159,25 +146,25 @@ def is_transposed(data: Tensor) -> bool:
 def refuse_transposed(name: str, state: State) -> None:
     """Raise where a state is transposed, for an op that steps along rows in memory."""
     if state.transposed:
-        any_strides = ["any"] * (state.data.dim() - 3)
-        _, rows, cols = state.data.shape[-3:]
-        dense = ", ".join([*any_strides, str(rows * cols), str(cols), "1"])
-        raise ValueError(
-            f"{name} must be contiguous within a slot: strides ({dense}), got {state.data.stride()}; only "
-            "gated_delta_step takes transposed states"
-        )
+        words = _not_dense(name, state.data, _dense_strides(state.data.shape[-3:]))
+        raise ValueError(f"{words}; only gated_delta_step takes transposed states")
+
+
+def _dense_strides(slot: torch.Size) -> list[int]:
+    return [slot[axis + 1 :].numel() for axis in range(len(slot))]
+
+
+def _not_dense(name: str, tensor: Tensor, dense: list[int]) -> str:
+    wanted = ", ".join(["any"] * (tensor.dim() - len(dense)) + list(map(str, dense)))
+    return f"{name} must be contiguous within a slot: strides ({wanted}), got {tensor.stride()}"
 
 
 def check_slots_of(name: str, tensor: Tensor, slot: torch.Size) -> None:
     """Raise unless every slot (the last axes) is contiguous, and slots do not overlap."""
-    dense = [slot[axis + 1 :].numel() for axis in range(len(slot))]
-    outer = tensor.dim() - len(slot)
+    dense, outer = _dense_strides(slot), tensor.dim() - len(slot)
     strides = tensor.stride()[outer:]
     if any(size > 1 and got != want for size, got, want in zip(slot, strides, dense, strict=True)):
-        raise ValueError(
-            f"{name} must be contiguous within a slot: strides ({', '.join(['any'] * outer + list(map(str, dense)))}), "
-            f"got {tensor.stride()}"
-        )
+        raise ValueError(_not_dense(name, tensor, dense))
     short = too_short(tensor.stride()[:outer], tensor.shape[:outer], slot.numel()) if tensor.numel() else None
     if short is not None:
         stride, least = short
@@ -196,7 +183,8 @@ def _check_scale(scale: Tensor | None, data: Tensor, axes: tuple[str, ...]) -> N
     check_slots_of("scale", scale, scale.shape[-2:])
 
 
-def _check_needs_no_scale(name: str, data: Tensor) -> None:
+def _check_bare(name: str, data: Tensor, axes: tuple[str, ...]) -> None:
+    _check_data(name, data, axes)
     fmt = FORMATS[data.dtype]
     if fmt.scaled:
         raise ValueError(f"{name} of dtype {fmt.name} needs a scale: pass State(data, scale)")
@@ -228,13 +216,10 @@ def _check_seed(data: Tensor, rounding: str, seed: Tensor | None) -> None:
 
 
 def _check_hardware_rounding(device: torch.device) -> None:
+    needs = "rounding='stochastic_hw' needs"
     if device.type != "cuda" or torch.version.cuda is None:
-        raise ValueError(
-            f"rounding='stochastic_hw' needs an NVIDIA GPU of compute capability 10.0 or 10.3, got {device}"
-        )
+        raise ValueError(f"{needs} an NVIDIA GPU of compute capability 10.0 or 10.3, got {device}")
     capability = torch.cuda.get_device_capability(device)
     if capability not in HARDWARE_ROUNDING:
         got = ".".join(map(str, capability))
-        raise ValueError(
-            f"rounding='stochastic_hw' needs compute capability 10.0 or 10.3, {device} has {got}; use 'stochastic'"
-        )
+        raise ValueError(f"{needs} compute capability 10.0 or 10.3, {device} has {got}; use 'stochastic'")
