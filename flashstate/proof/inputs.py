@@ -258,8 +258,6 @@ class Source:
     def states_of(self, case: AnyCase) -> Tensor:
         """Normally distributed states for every slot; of a large pool, the first of them again and again."""
         states = self.normal(min(case.slots, MOST_DIFFERENT), *case.state_axes)
-        if len(states) == case.slots:
-            return states
         return states[torch.arange(case.slots, device=self.device) % len(states)]
 
     def slots_of(self, case: AnyCase) -> Tensor:
