@@ -105,19 +105,11 @@ def _elsewhere(pool: Mamba3State, state_out: Tensor, indices: Tensor | None, bat
         for name, tensor in (("state", state), ("Bstate", pool.k), ("Xstate", pool.v)):
             if Place.of(state_out).overlaps(Place.of(tensor)):
                 raise ValueError(f"state_out must not share memory with {name}")
-    _copy_slots(state, state_out, indices, batch)
-    return Mamba3State(state_out, pool.k, pool.v)
-
-
-def _copy_slots(state: Tensor, state_out: Tensor, slots: Tensor | None, batch: int) -> None:
-    """Copy the slots that rows read, and no others, from one pool to another, without waiting for the device.
-
-    Rows that are padding copy what another row copies or, where all are, slot 0 of state_out to itself.
-    """
-    if slots is None:
+    if indices is None:
         state_out[:batch].copy_(state[:batch])
-    elif batch > 0:
-        live = (slots >= 0) & (slots < len(state))
-        another = torch.where(live, slots, -1).amax()
-        slots = torch.where(live, slots, another.clamp(min=0)).long()
+    elif batch > 0:  # without waiting; padding copies what another row copies, or slot 0 of state_out to itself
+        live = (indices >= 0) & (indices < len(state))
+        another = torch.where(live, indices, -1).amax()
+        slots = torch.where(live, indices, another.clamp(min=0)).long()
         state_out.index_copy_(0, slots, torch.where(another >= 0, state[slots], state_out[slots]))
+    return Mamba3State(state_out, pool.k, pool.v)
