@@ -23,7 +23,6 @@ from flashstate.reference.mamba2_replay import BEFORE_THE_FIRST_TOKEN, replayed
 from flashstate.state.formats import PORTABLE_FORMATS, decode
 from flashstate.state.ring import Plan, Ring
 from flashstate.state.slots import Slots
-from flashstate.state.state import State
 
 # How the op may go about a call: every row decides whether it folds, as a plan says, or one kernel has the rows that
 # fold, and another one those that do not.
@@ -40,10 +39,6 @@ class ReplayPool(BesideStates):
     start: Tensor
     count: Tensor
     window: int
-
-    @cached_property
-    def state(self) -> State:
-        return self.alone
 
     @cached_property
     def ring(self) -> Ring:

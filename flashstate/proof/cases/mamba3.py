@@ -30,7 +30,7 @@ class Mamba3Pool(BesideStates):
 
     @cached_property
     def state(self) -> Mamba3State:
-        return Mamba3State(self.alone, self.k, self.v, self.angle)
+        return Mamba3State(super().state, self.k, self.v, self.angle)
 
 
 def _pairs(pairing: str | None, rank: int) -> str:
