@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 import torch
 from rich.box import SIMPLE_HEAD
@@ -20,11 +20,9 @@ from flashstate.state.formats import PORTABLE_FORMATS
 SHOWN_FAILURES = 3  # per law
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """How one law fared: over how many cases, and what each case that broke it had to say."""
 
-    law: str
     cases: int
     failures: dict[str, str]  # case -> message
 
@@ -32,9 +30,8 @@ class Verdict:
 def run_check(device: torch.device, quick: bool) -> int:
     """Prove the laws, print the verdicts, and return the exit status: 0 if all hold, 1 otherwise."""
     laws = laws_for(device)
-    tracked = track(
-        pairs(laws, cases_on(device, quick)), description="proving", console=Console(stderr=True), transient=True
-    )
+    tried = pairs(laws, cases_on(device, quick))
+    tracked = track(tried, description="proving", console=Console(stderr=True), transient=True)
     return show_verdicts(prove(laws, tracked, device), device)
 
 
@@ -48,55 +45,40 @@ def cases_on(device: torch.device, quick: bool) -> list[AnyCase]:
     return found
 
 
-def prove(laws: Mapping[str, Law], tried_pairs: Iterable[tuple[str, AnyCase]], device: torch.device) -> list[Verdict]:
-    """Try every pair of a law's name and a case; one verdict per law, in their order."""
-    tried = dict.fromkeys(laws, 0)
-    failures: dict[str, dict[str, str]] = {words: {} for words in laws}
-    for words, case in tried_pairs:
-        tried[words] += 1
-        complaint = complaint_of(laws[words], case, device)
-        if complaint is not None:
-            failures[words][str(case)] = complaint
-    return [Verdict(words, tried[words], failures[words]) for words in laws]
+def prove(laws: Mapping[str, Law], tried: Iterable[tuple[str, AnyCase]], device: torch.device) -> dict[str, Verdict]:
+    """Try every pair of a law's name and a case; the verdicts by laws, in their order. A crash breaks a law too."""
+    verdicts = {words: Verdict(0, {}) for words in laws}
+    for words, case in tried:
+        cases, failures = verdicts[words]
+        verdicts[words] = Verdict(cases + 1, failures)
+        try:
+            laws[words](case, device)
+        except LawBroken as broken:
+            failures[str(case)] = str(broken)
+        except Exception as error:
+            failures[str(case)] = f"{type(error).__name__}: {error}"
+    return verdicts
 
 
-def complaint_of(law: Law, case: AnyCase, device: torch.device) -> str | None:
-    """What the law says against this case; None if it holds. A crash is a complaint too."""
-    try:
-        law(case, device)
-    except LawBroken as broken:
-        return str(broken)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return None
-
-
-def show_verdicts(verdicts: Sequence[Verdict], device: torch.device) -> int:
+def show_verdicts(verdicts: Mapping[str, Verdict], device: torch.device) -> int:
     console, who = Console(), implementation(device)
     table = Table("law", "cases", "verdict", title=f"Laws, proved for {who}", title_justify="left", box=SIMPLE_HEAD)
-    for verdict in verdicts:
-        word = Text("holds", "green") if verdict.cases else Text("not tried", "yellow")
-        if verdict.failures:
-            word = Text(f"broken by {len(verdict.failures)}", "red")
-        table.add_row(Text(verdict.law), str(verdict.cases), word)
+    for law, (cases, failures) in verdicts.items():
+        word = Text("holds", "green") if cases else Text("not tried", "yellow")
+        table.add_row(Text(law), str(cases), Text(f"broken by {len(failures)}", "red") if failures else word)
     console.print(table)
-    broken = [verdict for verdict in verdicts if verdict.failures]
-    for verdict in broken:
-        _show_failures(console, verdict)
+    broken = {law: failures for law, (_, failures) in verdicts.items() if failures}
+    for law, failures in broken.items():
+        console.print(Text(f"\nbroken: {law}", "red"))
+        for case, message in list(failures.items())[:SHOWN_FAILURES]:
+            console.print(Text(f"  {case}\n    {message}"), soft_wrap=True)
+        if len(failures) > SHOWN_FAILURES:
+            console.print(f"  and {len(failures) - SHOWN_FAILURES} more cases")
     if broken:
         console.print(f"{len(broken)} of {len(verdicts)} laws are broken by {who}.", style="red")
         return 1
     console.print(f"All {len(verdicts)} laws hold for {who}.", style="green")
     return 0
-
-
-def _show_failures(console: Console, verdict: Verdict) -> None:
-    console.print(Text(f"\nbroken: {verdict.law}", "red"))
-    for case, message in list(verdict.failures.items())[:SHOWN_FAILURES]:
-        console.print(Text(f"  {case}\n    {message}"), soft_wrap=True)
-    more = len(verdict.failures) - SHOWN_FAILURES
-    if more > 0:
-        console.print(f"  and {more} more cases")
 
 
 def implementation(device: torch.device) -> str:

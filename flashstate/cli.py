@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from rich.console import Console
 
-from flashstate.bench.jobs import Grid, Job, Stored
+from flashstate.bench.jobs import Grid, Stored
 from flashstate.bench.ops import OPS
 from flashstate.bench.peers import MeasurementError, choose_peers
 from flashstate.bench.run import Files, redraw, run_bench, run_host
@@ -60,8 +60,7 @@ def build_parser() -> argparse.ArgumentParser:
         for option, given in command.options.items():
             of_command.add_argument(option, **given)
         if command.shape:
-            what = "Instead of a model, or to change one."
-            shape = of_command.add_argument_group("shape", what, argument_default=argparse.SUPPRESS)
+            shape = of_command.add_argument_group("shape", "Instead of a model, or to change one.")
             for option, given in command.shape.items():
                 shape.add_argument(option, **given)
     return parser
@@ -76,19 +75,13 @@ def _info(options: argparse.Namespace) -> None:
     grid = replace(op.small_grid(*stored), formats=formats)
     jobs = op.jobs(_changed(options, [grid]))
     if options.at_once:
-        jobs = _at_once(options.op, jobs)
+        if "at once" not in op.variants:
+            raise ValueError(f"{options.op} has no --at-once")
+        try:
+            jobs = [op.variants["at once"].job(job) for job in jobs]
+        except MeasurementError as reason:
+            raise ValueError(f"--at-once: {reason}") from reason
     show_info(jobs, None if options.gpu is None else Gpu(options.gpu, options.capability))
-
-
-def _at_once(name: str, jobs: list[Job]) -> list[Job]:
-    """The jobs with all tokens of a row at once."""
-    way = OPS[name].variants.get("at once")
-    if way is None:
-        raise ValueError(f"{name} has no --at-once")
-    try:
-        return [way.job(job) for job in jobs]
-    except MeasurementError as reason:
-        raise ValueError(f"--at-once: {reason}") from reason
 
 
 def _bench(options: argparse.Namespace) -> None:
@@ -113,23 +106,27 @@ def _tune(options: argparse.Namespace) -> int:
 
 def _changed(options: argparse.Namespace, grids: Sequence[Grid]) -> list[Grid]:
     """Grids of an op with what options say in the place of its defaults."""
-    given = {name: getattr(options, name) for name in SIZES if getattr(options, name) is not None}
-    known = OPS[options.op].case.sizes
+    given, known = _given(options, SIZES), OPS[options.op].case.sizes
     unknown = [name for name in given if name not in known]
     if unknown:
         raise ValueError(f"{options.op} has no --{unknown[0]}, only {_listed(f'--{name}' for name in known)}")
-    changes = {name: getattr(options, name) for name in ("tokens", "batches") if getattr(options, name) is not None}
-    if getattr(options, "formats", None) is not None:
+    changes = _given(options, ("tokens", "batches", "formats"))
+    if "formats" in changes:
         changes["formats"] = [parse_format(text) for text in options.formats]
     return [replace(grid, sizes={**grid.sizes, **given}, **changes) for grid in grids]
 
 
 def _plan(options: argparse.Namespace) -> None:
-    changes = {field.name: getattr(options, field.name) for field in fields(ModelShape) if hasattr(options, field.name)}
+    changes = _given(options, (field.name for field in fields(ModelShape)))
     if "activations" in changes:
         changes["activations"] = getattr(torch, changes["activations"])
     name, shape = choose_shape(options.model, options.config, changes)
     show_plan(name, shape, options.memory, options.tensor_parallel)
+
+
+def _given(options: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
+    """The options of these names that the command has and that somebody gave."""
+    return {name: getattr(options, name) for name in names if getattr(options, name, None) is not None}
 
 
 def positive(text: str) -> int:

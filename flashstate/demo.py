@@ -6,17 +6,21 @@ it on average. Where updates are larger than that, nearest has the smaller error
 rounded once, so speculation is kind to every format: `--tokens 1` is the harder test.
 
 A request has a slot for each of the T tokens of a step: the state after every token is written, and the next step reads
-that of the last token that was accepted. Snapshots would take one state more, and a copy per step.
+that of the last token that was accepted. Snapshots would take one state more, and a copy per step. A token is what the
+projections of a model would make of it: the inputs of every layer, drawn at random.
 """
 
 from __future__ import annotations
 
 import math
+import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from itertools import pairwise, takewhile
+from typing import Any
 
 import torch
 from rich.box import SIMPLE_HEAD
@@ -28,9 +32,124 @@ from torch import Tensor
 from flashstate.check import implementation
 from flashstate.ops.mamba2 import mamba2_step
 from flashstate.pool.pool import StatePool
+from flashstate.reference.mamba2 import mamba2_token
 from flashstate.state.formats import PORTABLE_FORMATS, label_of
 from flashstate.state.slots import Slots
-from flashstate.traffic import BATCH, COLS, DECAYS, HEADS, LAYERS, REQUESTS, ROWS, DemoModel, Traffic
+
+LAYERS, HEADS, ROWS, COLS = 2, 4, 8, 64
+WIDTHS = (HEADS * ROWS, HEADS, COLS, COLS)  # of x, dt, B and C, which lie side by side in the values of a layer
+WIDTH = sum(WIDTHS)
+DECAYS = (0.98, 0.999)  # per token, of the fastest and the slowest head
+LEVEL, WANDER_TOKENS = 0.97, 100.0  # share of a request's own level in its inputs; how long its inputs stay alike
+
+BATCH, REQUESTS = 10, 8  # rows of the server's fixed batch, and requests it has slots for: the other rows are padding
+PROMPT_TOKENS = (256, 1024)
+LONGEST = 2000  # tokens that a request generates at most, however many steps there are
+ACCEPTANCE = 0.7  # the probability of a draft token to be right
+
+
+@cache
+def parameters(device: torch.device) -> dict[str, Tensor]:
+    """A and dt_bias, which all layers share."""
+    slowest_last = torch.logspace(math.log10(1 - DECAYS[0]), math.log10(1 - DECAYS[1]), HEADS)
+    dt = -torch.log1p(-slowest_last)  # with A = -1, the decay is exp(-dt)
+    return {"A": -torch.ones(HEADS, device=device), "dt_bias": dt.expm1().log().to(device)}
+
+
+def arguments_of(values: Tensor) -> dict[str, Any]:
+    """Values (..., WIDTH) of a layer as arguments of mamba2_step."""
+    x, dt, B, C = values.split(WIDTHS, dim=-1)
+    B, C = B.unflatten(-1, (1, COLS)), C.unflatten(-1, (1, COLS))
+    return {"x": x.unflatten(-1, (HEADS, ROWS)), "dt": dt, "B": B, "C": C, **parameters(values.device)}
+
+
+def exact(states: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Outputs (tokens, layers, heads, rows) of tokens (tokens, layers, WIDTH), and the states behind them."""
+    outputs = []
+    for values in tokens:
+        y, states = mamba2_token(states, **arguments_of(values), D=None, z=None, dt_softplus=True)
+        outputs.append(y)
+    return torch.stack(outputs), states
+
+
+@dataclass
+class Request:
+    """All tokens of a request, (tokens, layers, WIDTH), and how many of them the server has: at first the prompt."""
+
+    tokens: Tensor
+    done: int
+
+    @property
+    def left(self) -> int:
+        return len(self.tokens) - self.done
+
+
+class Traffic:
+    """Requests that wait, and the request in every row of the batch."""
+
+    def __init__(self, steps: int, draft_tokens: int, seed: int) -> None:
+        self.random, self.generator = random.Random(seed), torch.Generator().manual_seed(seed)
+        self.draft_tokens = draft_tokens
+        self.waiting: list[Request] = []
+        self.rows: list[Request | None] = [None] * BATCH
+        per_step = sum(ACCEPTANCE**i for i in range(draft_tokens))  # tokens accepted, on average
+        longest = min(math.ceil(0.8 * steps * per_step), LONGEST)
+        self.lengths = (math.ceil(longest / 4), longest)
+        self.arrivals = REQUESTS * per_step / (sum(self.lengths) / 2)  # per step: about what the server can take
+
+    def arrive(self) -> None:
+        """Let requests arrive: now and then, and several at once on an idle server."""
+        idle = not self.waiting and not any(self.rows)
+        for _ in range(REQUESTS // 2 if idle else int(self.arrivals + self.random.random())):
+            prompt, answer = self.random.randint(*PROMPT_TOKENS), self.random.randint(*self.lengths)
+            self.waiting.append(Request(smooth_tokens(prompt + answer, self.generator), prompt))
+
+    def admit(self, room: int) -> list[tuple[int, Request]]:
+        """Give up to `room` of the requests that wait a row of the batch each; returns them with their rows."""
+        free = [row for row, request in enumerate(self.rows) if request is None]
+        admitted = list(zip(self.random.sample(free, len(free)), self.waiting[:room], strict=False))
+        del self.waiting[: len(admitted)]
+        for row, request in admitted:
+            self.rows[row] = request
+        return admitted
+
+    def propose(self) -> tuple[Tensor, Tensor]:
+        """The next tokens of every row (BATCH, T, layers, WIDTH), and how many of them are right, (BATCH,). The first
+        is certain; from the first wrong one on, they are tokens of no request. Padding is NaN, 0 are right."""
+        proposed = jittery_tokens(BATCH, self.draft_tokens, generator=self.generator)
+        accepted = torch.zeros(BATCH, dtype=torch.int64)
+        for row, request in enumerate(self.rows):
+            if request is None:
+                proposed[row] = torch.nan
+                continue
+            guesses = (self.random.random() < ACCEPTANCE for _ in range(1, self.draft_tokens))
+            right = min(1 + sum(takewhile(bool, guesses)), request.left)
+            proposed[row, :right] = request.tokens[request.done : request.done + right]
+            request.done += right
+            accepted[row] = right
+        return proposed, accepted
+
+    def leave(self, everybody: bool) -> list[int]:
+        """Let go of the requests that are complete, or of everybody; returns the rows they had."""
+        left = [row for row, request in enumerate(self.rows) if request and (everybody or not request.left)]
+        for row in left:
+            self.rows[row] = None
+        return left
+
+
+def smooth_tokens(count: int, generator: torch.Generator) -> Tensor:
+    """The tokens of one request, (count, layers, WIDTH): they wander slowly about a level of its own."""
+    level, wander = jittery_tokens(1, generator=generator), jittery_tokens(count, generator=generator)
+    keep = math.exp(-1 / WANDER_TOKENS)
+    for before, after in pairwise(wander):
+        after.mul_(math.sqrt(1 - keep**2)).add_(before, alpha=keep)
+    return LEVEL * level + math.sqrt(1 - LEVEL**2) * wander
+
+
+def jittery_tokens(*lead: int, generator: torch.Generator) -> Tensor:
+    """Tokens (*lead, layers, WIDTH) that have nothing to do with each other."""
+    scale = torch.cat([torch.full((width,), size) for width, size in zip(WIDTHS, (1.0, 0.3, 1.0, 1.0), strict=True)])
+    return scale * torch.randn(*lead, LAYERS, WIDTH, generator=generator)
 
 
 @dataclass(frozen=True)
@@ -40,26 +159,23 @@ class DemoRow:
     format: str
     rounding: str
     bytes_per_state: int
-    bytes_per_request: int
     output_error: float
     state_error: float
     tokens_per_second: float
 
 
 class Contender:
-    """A server whose states have one format: its pool, the time it took, and the squared errors it has piled up."""
+    """A server whose states have one format: its pool, and the time it took."""
 
-    def __init__(
-        self, name: str, rounding: str, tokens: int, model: DemoModel, device: torch.device, seed: int
-    ) -> None:
-        self.format, self.rounding, self.model, self.tokens = name, rounding, model, tokens
+    def __init__(self, name: str, rounding: str, tokens: int, device: torch.device, seed: int) -> None:
+        self.format, self.rounding, self.tokens = name, rounding, tokens
         self.pool = StatePool.mamba2(
             slots=REQUESTS * tokens, layers=LAYERS, heads=HEADS, rows=ROWS, cols=COLS,
             dtype=getattr(torch, name), rounding=rounding, seed=seed, device=device,
         )  # fmt: skip
         self.slots = torch.full((BATCH, tokens), -1, device=device)  # of the request in every row; -1: padding
         self.accepted = torch.zeros(BATCH, dtype=torch.int64, device=device)  # tokens of the step before
-        self.seconds = self.output_error = self.state_error = 0.0
+        self.seconds = 0.0
 
     def start(self, row: int, states: Tensor) -> None:
         """Take slots for a new request, and write the states its prefill left, (layers, ...), to the first of them."""
@@ -70,7 +186,7 @@ class Contender:
 
     def step(self, proposed: Tensor) -> Tensor:
         """One step of the model on tokens (BATCH, T, layers, WIDTH); returns (BATCH, T, layers, heads, rows)."""
-        arguments = [self.model.arguments(proposed[:, :, i]) for i in range(LAYERS)]
+        arguments = [arguments_of(proposed[:, :, i]) for i in range(LAYERS)]
         start = _clock(proposed.device)
         slots = Slots(self.slots, write=self.slots, accepted=self.accepted)
         y = [mamba2_step(self.pool.layer(i), **arguments[i], slots=slots) for i in range(LAYERS)]
@@ -87,37 +203,16 @@ class Contender:
         return states
 
 
-class Truth:
-    """The accepted tokens alone, in float64, and the squares that errors are relative to."""
-
-    def __init__(self, model: DemoModel, device: torch.device) -> None:
-        self.model = model
-        self.states = torch.zeros(BATCH, LAYERS, HEADS, ROWS, COLS, dtype=torch.float64, device=device)
-        self.output_power = self.state_power = 0.0
-
-    def step(self, proposed: Tensor, accepted: Tensor) -> Tensor:
-        """The outputs of accepted tokens; zero elsewhere."""
-        y = self.states.new_zeros(*proposed.shape[:3], HEADS, ROWS)
-        for t in range(proposed.shape[1]):
-            rows = (accepted > t).nonzero()[:, 0]
-            states, values = self.states[rows].flatten(0, 1), proposed[rows, t].flatten(0, 1)  # layers are a batch here
-            outputs, states = self.model.exact_token(states, values)
-            y[rows, t] = outputs.unflatten(0, (-1, LAYERS))
-            self.states[rows] = states.unflatten(0, (-1, LAYERS))
-        return y
-
-
 class Demo:
-    """One stream of requests through a pool per format, and the truth beside them."""
+    """One stream of requests through a pool per format, and the truth beside them: what is accepted, in float64."""
 
     def __init__(self, device: torch.device, steps: int, tokens: int, seed: int) -> None:
-        self.device, self.tokens = device, tokens
+        self.device, self.tokens, self.traffic = device, tokens, Traffic(steps, tokens, seed)
         self.steps = self.requests = self.proposed = self.accepted = 0
-        self.traffic, self.model = Traffic(steps, tokens, seed), DemoModel(device)
-        self.truth = Truth(self.model, device)
-        self.contenders = [
-            Contender(name, rounding, tokens, self.model, device, seed) for name, rounding in PORTABLE_FORMATS
-        ]
+        self.contenders = [Contender(*known, tokens, device, seed) for known in PORTABLE_FORMATS]
+        self.states = torch.zeros(BATCH, LAYERS, HEADS, ROWS, COLS, dtype=torch.float64, device=device)
+        # Sums of squares: of the truth, and of how far every format is from it.
+        self.squares = {what: self.states.new_zeros(1 + len(self.contenders)) for what in ("outputs", "states")}
         padding, _ = Traffic(1, tokens, 0).propose()
         for contender in self.contenders:  # compile what must be compiled, on a batch of padding, which changes nothing
             contender.step(padding.to(device))
@@ -129,43 +224,41 @@ class Demo:
         room = min(contender.pool.free for contender in self.contenders) // self.tokens
         for row, request in self.traffic.admit(room):
             self.requests += 1
-            self.truth.states[row] = states = self.model.prefill(request.tokens[: request.done].to(self.device))
+            prompt = request.tokens[: request.done].to(self.device)
+            _, self.states[row] = exact(torch.zeros_like(self.states[row]), prompt)
             for contender in self.contenders:
-                contender.start(row, states)
-        proposed, accepted = self.traffic.propose()
-        self._decode(proposed.to(self.device), accepted.to(self.device))
-        for row in self.traffic.leave(everybody=last):
-            want = self.truth.states[row]
-            self.truth.state_power += _sum_of_squares(want)
-            for contender in self.contenders:
-                contender.state_error += _sum_of_squares(contender.leave(row) - want)
-
-    def _decode(self, proposed: Tensor, accepted: Tensor) -> None:
-        """Step every format, and add up how far the outputs of accepted tokens are from the truth."""
+                contender.start(row, self.states[row])
+        proposed, accepted = (part.to(self.device) for part in self.traffic.propose())
         right = torch.arange(self.tokens, device=self.device) < accepted[:, None]  # (BATCH, T)
-        y = self.truth.step(proposed, accepted)[right]
-        self.truth.output_power += _sum_of_squares(y)
+        y = self.exact_step(proposed, accepted)[right]
+        self._compare("outputs", y, [contender.step(proposed)[right] for contender in self.contenders])
         for contender in self.contenders:
-            contender.output_error += _sum_of_squares(contender.step(proposed)[right] - y)
             contender.accepted.copy_(accepted)
         self.steps += 1
         self.proposed += self.tokens * int((accepted > 0).sum())
         self.accepted += int(accepted.sum())
+        for row in self.traffic.leave(everybody=last):
+            self._compare("states", self.states[row], [contender.leave(row) for contender in self.contenders])
+
+    def exact_step(self, proposed: Tensor, accepted: Tensor) -> Tensor:
+        """The true outputs of accepted tokens; zero elsewhere."""
+        y = self.states.new_zeros(*proposed.shape[:3], HEADS, ROWS)
+        for row in accepted.nonzero()[:, 0].tolist():
+            right = slice(0, accepted[row])
+            y[row, right], self.states[row] = exact(self.states[row], proposed[row, right])
+        return y
+
+    def _compare(self, what: str, want: Tensor, found: Sequence[Tensor]) -> None:
+        """Add the squares of the truth, and of how far every format is from it."""
+        self.squares[what] += torch.stack([want, *(got - want for got in found)]).square().flatten(1).sum(1)
 
     def rows(self) -> list[DemoRow]:
         """What every format costs and gets wrong so far."""
-        rows = []
-        for contender in self.contenders:
-            size = contender.pool.bytes_per_slot
-            output = math.sqrt(contender.output_error / self.truth.output_power)
-            state = math.sqrt(contender.state_error / self.truth.state_power)
-            measured = (size, size * self.tokens, output, state, self.accepted / contender.seconds)
-            rows.append(DemoRow(contender.format, contender.rounding, *measured))
-        return rows
-
-
-def _sum_of_squares(values: Tensor) -> float:
-    return values.square().sum().item()
+        errors = ((of_formats[1:] / of_formats[0]).sqrt().tolist() for of_formats in self.squares.values())
+        return [
+            DemoRow(c.format, c.rounding, c.pool.bytes_per_slot, output, state, self.accepted / c.seconds)
+            for c, output, state in zip(self.contenders, *errors, strict=True)
+        ]
 
 
 def _clock(device: torch.device) -> float:
@@ -201,7 +294,7 @@ def show_demo(device: torch.device, steps: int, tokens: int, seed: int) -> None:
     bar = partial(track, description="serving", console=Console(stderr=True), transient=True)
     demo = run_demo(device, steps, tokens, seed, bar)
     console = Console()
-    for part in (*headline(demo), demo_table(demo.rows()), *findings(demo)):
+    for part in (*headline(demo), demo_table(demo), *findings(demo)):
         console.print(part, highlight=False)
 
 
@@ -216,12 +309,12 @@ def headline(demo: Demo) -> list[str]:
     ]
 
 
-def demo_table(rows: Sequence[DemoRow]) -> Table:
+def demo_table(demo: Demo) -> Table:
     """A line per format."""
     names = ("bytes/\nstate", "bytes/\nrequest", "output\nerror", "state\nerror", "tokens/s\n")
     table = Table("format", *(Column(name, justify="right") for name in names), box=SIMPLE_HEAD)
-    for row in rows:
-        numbers = (f"{row.bytes_per_state:,}", f"{row.bytes_per_request:,}")
+    for row in demo.rows():
+        numbers = (f"{row.bytes_per_state:,}", f"{row.bytes_per_state * demo.tokens:,}")
         errors = (f"{row.output_error:.1e}", f"{row.state_error:.1e}")
         table.add_row(label_of(row.format, row.rounding), *numbers, *errors, f"{row.tokens_per_second:,.0f}")
     return table
@@ -237,8 +330,7 @@ def findings(demo: Demo) -> list[str]:
         lines.append(f"float64 never saw the {rejected:,} rejected tokens; float32 did, and ends {error:.1e} off.")
     for name, rounding in found:
         if rounding == "stochastic":
-            words = effect(found[name, "nearest"], found[name, rounding])
-            lines.append(f"{name}: stochastic rounding {words}.")
+            lines.append(f"{name}: stochastic rounding {effect(found[name, 'nearest'], found[name, rounding])}.")
     return [*lines, "Small shapes take the time of calls, not of memory; flashstate bench has speeds."]
 
 

@@ -36,12 +36,12 @@ def show_info(jobs: Sequence[Job], gpu: Gpu | None) -> None:
 
 def versions() -> dict[str, str]:
     """The versions that decide how flashstate behaves."""
-    return {
-        "flashstate": flashstate_version(),
-        "Python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": _triton_version(),
-    }
+    try:
+        import triton  # its distribution has other names too
+    except ImportError:
+        triton = None
+    found = {"flashstate": flashstate_version(), "Python": platform.python_version(), "torch": torch.__version__}
+    return {**found, "triton": "not installed" if triton is None else triton.__version__}
 
 
 def flashstate_version() -> str:
@@ -52,30 +52,20 @@ def flashstate_version() -> str:
         return "not installed: run from its sources"
 
 
-def _triton_version() -> str:
-    try:
-        import triton
-    except ImportError:
-        return "not installed"
-    return str(triton.__version__)
-
-
 def device_lines() -> list[str]:
     """One line per GPU, or one that says what happens without."""
     if not torch.cuda.is_available():
         return ["no GPU: ops run the reference on the CPU"]
-    properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     return [
         f"cuda:{index} {p.name}, compute capability {p.major}.{p.minor}, {p.total_memory / 2**30:.0f} GiB"
-        for index, p in enumerate(properties)
+        for index, p in enumerate(map(torch.cuda.get_device_properties, range(torch.cuda.device_count())))
     ]
 
 
 def format_table() -> Table:
     """A line per state format."""
-    table = Table(
-        "format", "bytes per element", "roundings", title="State formats", title_justify="left", box=SIMPLE_HEAD
-    )
+    names = ("format", "bytes per element", "roundings")
+    table = Table(*names, title="State formats", title_justify="left", box=SIMPLE_HEAD)
     for format in FORMATS.values():
         table.add_row(format.name, str(format.dtype.itemsize), ", ".join(format.roundings))
     return table

@@ -19,26 +19,18 @@ RECURRENT_LAYERS = ("mamba", "linear_attention", "hybrid")  # names of layers wi
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The layers of a model that have a recurrent state, all of one shape.
+    """The layers of a model that have a recurrent state, all of one shape."""
 
-    kind: "mamba2", or "gated_delta" for Gated DeltaNet and KDA.
-    heads, rows, cols: of a state; of the delta rule: value heads, their dimension V and that of the keys, K.
-    groups: of B and C; of the delta rule: key heads.
-    conv_width: of the convolution before the recurrence, which keeps its last conv_width - 1 inputs; 0: there is none.
-    activations: the dtype of those inputs and of the replay ring.
-    window: of the replay ring; 0: there is none. It takes calls of at most `tokens` tokens.
-    """
-
-    kind: str
+    kind: str  # "mamba2", or "gated_delta" for Gated DeltaNet and KDA
     layers: int
-    heads: int
-    rows: int
-    cols: int
-    groups: int
-    conv_width: int = 4
-    activations: torch.dtype = torch.bfloat16
-    window: int = 0
-    tokens: int = 1
+    heads: int  # of a state; of the delta rule: value heads
+    rows: int  # of a head; of the delta rule: their dimension V
+    cols: int  # of a head; of the delta rule: that of the keys, K
+    groups: int  # of B and C; of the delta rule: key heads
+    conv_width: int = 4  # of the convolution before it, which keeps its last conv_width - 1 inputs; 0: there is none
+    activations: torch.dtype = torch.bfloat16  # of those inputs and of the replay ring
+    window: int = 0  # of the replay ring; 0: there is none
+    tokens: int = 1  # of the longest call that a ring takes
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -140,20 +132,18 @@ class ConfigJson:
     def number(self, name: str) -> int:
         """The value of a field that is an integer above 0; ValueError where it is none."""
         value = self.get(name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"the field {name} must be an integer above 0, {_found(value)}")
-        return value
+        return self._known(name, value, type(value) is int and value > 0, "an integer above 0")
 
     def items(self, name: str) -> list[Any]:
         """The value of a field that is a list; ValueError where it is none."""
         value = self.get(name)
-        if not isinstance(value, list):
-            raise ValueError(f"the field {name} must be a list, {_found(value)}")
+        return self._known(name, value, isinstance(value, list), "a list")
+
+    def _known(self, name: str, value: Any, right: bool, what: str) -> Any:
+        if not right:
+            found = "but it is missing" if value is None else f"got {value!r}"
+            raise ValueError(f"the field {name} must be {what}, {found}")
         return value
-
-
-def _found(value: Any) -> str:
-    return "but it is missing" if value is None else f"got {value!r}"
 
 
 def _read_config(path: Path) -> ConfigJson:

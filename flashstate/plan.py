@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from decimal import Decimal
 
 from rich.box import SIMPLE_HEAD
@@ -23,40 +22,18 @@ BINARY, DECIMAL = ("B", "KiB", "MiB", "GiB", "TiB"), ("B", "KB", "MB", "GB", "TB
 UNITS = {name: base**power for names, base in ((BINARY, 1024), (DECIMAL, 1000)) for power, name in enumerate(names)}
 
 
-@dataclass(frozen=True)
-class RequestBytes:
-    """Bytes that one request keeps, over all layers."""
-
-    state: int
-    scales: int
-    seed: int
-    conv: int
-    ring: int
-
-    @property
-    def total(self) -> int:
-        return self.state + self.scales + self.seed + self.conv + self.ring
-
-
-def request_bytes(shape: ModelShape, format: Format) -> RequestBytes:
-    """What a request keeps whose states have this format; with a seed wherever the format can use one."""
-    rows = shape.layers * shape.heads * shape.rows
-    return RequestBytes(
-        state=rows * shape.cols * format.dtype.itemsize,
-        scales=rows * SCALE_BYTES if format.scaled else 0,
-        seed=SEED_BYTES if "stochastic" in format.roundings else 0,
-        conv=shape.layers * shape.conv_channels * max(0, shape.conv_width - 1) * shape.activations.itemsize,
-        ring=ring_bytes(shape),
-    )
-
-
-def ring_bytes(shape: ModelShape) -> int:
-    """x, B and dt of the last tokens, in every layer, and the cursor."""
-    if not shape.window:
-        return 0
-    values = shape.heads * shape.rows + shape.groups * shape.cols
-    token = values * shape.activations.itemsize + shape.heads * DT_BYTES
-    return shape.layers * (shape.window + shape.tokens) * token + CURSOR_BYTES
+def request_bytes(shape: ModelShape, format: Format) -> dict[str, int]:
+    """Bytes that one request keeps over all layers, item by item; with a seed wherever the format can use one."""
+    rows, activation = shape.heads * shape.rows, shape.activations.itemsize
+    ring_token = (rows + shape.groups * shape.cols) * activation + shape.heads * DT_BYTES  # x, B and dt
+    kept = {
+        "state": shape.layers * rows * shape.cols * format.dtype.itemsize,
+        "scales": shape.layers * rows * SCALE_BYTES if format.scaled else 0,
+        "conv": shape.layers * shape.conv_channels * max(0, shape.conv_width - 1) * activation,
+        "ring": shape.layers * (shape.window + shape.tokens) * ring_token + CURSOR_BYTES if shape.window else 0,
+        "seed": SEED_BYTES if "stochastic" in format.roundings else 0,
+    }
+    return {**kept, "total": sum(kept.values())}
 
 
 def parse_memory(text: str) -> int:
@@ -76,8 +53,13 @@ def show_plan(name: str, shape: ModelShape, memory: str, ranks: int = 1) -> None
     if ranks > 1:
         console.print(f"On each of {ranks} ranks: {counted(part.heads, 'head')}, {group_count(part)}.")
     console.print(plan_table(part, size, memory))
-    for line in notes(part):
-        console.print(line)
+    if part.window:
+        rows = f"{part.window} + {part.tokens} tokens, the window and the longest call"
+        console.print(f"The ring holds {rows}, in every layer.")
+    console.print(
+        f"The total includes a seed of {SEED_BYTES} bytes in formats with stochastic rounding. "
+        "Not counted: weights, workspace, and the KV cache of attention layers."
+    )
 
 
 def describe(shape: ModelShape) -> str:
@@ -97,17 +79,17 @@ def group_count(shape: ModelShape) -> str:
 def plan_table(shape: ModelShape, memory: int, budget: str) -> Table:
     """A row per format: its bytes, itemised, the requests that fit in memory, and its bytes relative to float32."""
     sizes = {format.name: request_bytes(shape, format) for format in FORMATS.values()}
-    baseline = sizes["float32"].total
+    baseline = sizes["float32"]["total"]
     unit = next(name for name in reversed(BINARY) if name == "B" or baseline >= 10 * UNITS[name])
     items = ("state", "scales", "conv", "ring", "total")
-    parts = [item for item in items if any(getattr(size, item) for size in sizes.values())]
+    parts = [item for item in items if any(size[item] for size in sizes.values())]
     names = (*parts, f"requests\nin {budget}", "of\nfloat32")
     columns = [Column(name, justify="right", overflow="fold") for name in names]
     title = f"{unit} per request, by the format of the state"
     table = Table(Column("format", no_wrap=True), *columns, title=title, title_justify="left", box=SIMPLE_HEAD)
     for name, size in sizes.items():
-        cells = [amount(getattr(size, part), unit) for part in parts]
-        table.add_row(name, *cells, f"{memory // size.total:,}", f"{size.total / baseline:.1%}")
+        cells = [amount(size[part], unit) for part in parts]
+        table.add_row(name, *cells, f"{memory // size['total']:,}", f"{size['total'] / baseline:.1%}")
     return table
 
 
@@ -116,16 +98,3 @@ def amount(size: int, unit: str) -> str:
     if size == 0:
         return "-"
     return f"{size:,}" if unit == "B" else f"{size / UNITS[unit]:,.2f}"
-
-
-def notes(shape: ModelShape) -> list[str]:
-    """What the table counts and what it leaves out."""
-    lines = []
-    if shape.window:
-        rows = f"{shape.window} + {shape.tokens} tokens, the window and the longest call"
-        lines.append(f"The ring holds {rows}, in every layer.")
-    lines.append(
-        f"The total includes a seed of {SEED_BYTES} bytes in formats with stochastic rounding. "
-        "Not counted: weights, workspace, and the KV cache of attention layers."
-    )
-    return lines

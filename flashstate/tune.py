@@ -16,17 +16,17 @@ from torch import Tensor
 
 from flashstate.bench.binding import TimedCall
 from flashstate.bench.jobs import BenchedOp, Job, with_int64
-from flashstate.bench.measure import slots_of, storing_for, with_cold_snapshots
+from flashstate.bench.measure import on_cold_slots, slots_of, storing_for
 from flashstate.bench.peers import MeasurementError
 from flashstate.bench.results import require_folder
-from flashstate.bench.timing import cold_slots, need_flush, time_launches
+from flashstate.bench.timing import time_launches
 from flashstate.info import versions
 from flashstate.launch import Config, Gpu, Problem, collecting, machine_of, override
 from flashstate.launch.config import measured_sizes, mode_key, table_key
 from flashstate.launch.search import Point, Stopwatch, search
 from flashstate.launch.table import COLUMNS, Configs, TableFile, read_table_file, table_name, write_table_file
 from flashstate.launch.variants import compile_variants, variants_of
-from flashstate.proof import Inputs, Pool, make_inputs, slotted
+from flashstate.proof import Pool, make_inputs
 from flashstate.proof.laws import LawBroken, require
 from flashstate.state.slots import Slots
 
@@ -115,13 +115,10 @@ class GpuStopwatch:
     """Times steps on cold slots, each config after a check that it gives the bytes of all others."""
 
     def __init__(self, op: BenchedOp, jobs: Mapping[Problem, Job], device: torch.device) -> None:
-        self._op = op
-        self._jobs = jobs
-        self._device = device
+        self._op, self._jobs, self._device = op, jobs, device
         self._modes: dict[tuple[str, str], _Mode] = {}
         self._prepared: set[tuple[_Mode, Config]] = set()
-        self._pools: dict[tuple[object, ...], Pool] = {}  # by format, axes of a state and number of slots
-        self._timed: tuple[Problem, list[TimedCall]] | None = None  # one problem: its snapshots are large
+        self._timed: tuple[Problem, list[TimedCall], bool] | None = None  # of one problem: its memory is large
 
     def prepare(self, points: Sequence[Point]) -> None:
         new = {(self._mode(problem), config) for problem, config in points} - self._prepared
@@ -136,10 +133,9 @@ class GpuStopwatch:
         self._mode(problem).check(config)
         if self._timed is None or self._timed[0] != problem:
             self._timed = None  # frees what it holds first
-            self._timed = problem, self._on_cold_slots(self._jobs[problem])
+            self._timed = problem, *self._on_cold_slots(self._jobs[problem])
+        _, launches, flush = self._timed
         with override(config):
-            launches = self._timed[1]
-            flush = need_flush(len(launches), self._jobs[problem].read_bytes)
             return time_launches(launches, REPLAYS, flush).median
 
     def _mode(self, problem: Problem) -> _Mode:
@@ -148,38 +144,27 @@ class GpuStopwatch:
             self._modes[key] = _Mode(self._op, self._jobs[problem], self._device)
         return self._modes[key]
 
-    def _on_cold_slots(self, job: Job) -> list[TimedCall]:
-        """Steps of a job, each on slots that are not in the cache, in a pool that all jobs of its format share.
-
-        Every second launch has slots of int64: a config serves both index types.
-        """
-        case = job.case
-        size, numbers = cold_slots(case.batch, case.slot_bytes, self._device, MAX_LAUNCHES)
-        inputs = make_inputs(replace(case, slots=FEW_SLOTS), self._device)
-        kind = size, *((tensor.dtype, tensor.shape[1:]) for tensor in slotted(inputs.state).values())
-        if kind not in self._pools:
-            self._pools[kind] = inputs.on_larger_pool(size).state
-        state = replace(self._pools[kind], rounding=case.rounding)
-        storing, slots = with_cold_snapshots(job, numbers, self._device)
-        step = self._op.bind(replace(inputs, state=state), storing)
-        return [step(with_int64(at) if i % 2 else at) for i, at in enumerate(slots)]
+    def _on_cold_slots(self, job: Job) -> tuple[list[TimedCall], bool]:
+        """Steps of a job, each on cold slots, and whether the cache must be swept before they come again."""
+        few = make_inputs(replace(job.case, slots=FEW_SLOTS), self._device)
+        cold = on_cold_slots(job, few, self._device, MAX_LAUNCHES)
+        step = self._op.bind(cold.inputs, cold.storing)
+        # Every second launch has slots of int64: a config serves both index types.
+        return [step(with_int64(at) if i % 2 else at) for i, at in enumerate(cold.slots)], cold.flush
 
 
 class _Mode:
     """A format, rounding, number of tokens and what is stored, on a small pool: what configs must agree on."""
 
     def __init__(self, op: BenchedOp, job: Job, device: torch.device) -> None:
-        self._op = op
-        self._job = job
+        self._op, self._job = op, job
         self._inputs = make_inputs(replace(job.case, batch=CHECKED_ROWS, slots=2 * CHECKED_ROWS), device)
         self._first: tuple[Tensor, Pool] | None = None  # output, and pool or snapshots, with the first config
         self._checked: set[Config] = set()
 
-    def step(
-        self, config: Config, inputs: Inputs | None = None, slots: Callable[[Slots], Slots] = lambda slots: slots
-    ) -> tuple[Tensor, Pool]:
-        """The output of one call on the pool of these or other inputs, and where it stored states."""
-        inputs = inputs or self._inputs
+    def step(self, config: Config, slots: Callable[[Slots], Slots] = lambda slots: slots) -> tuple[Tensor, Pool]:
+        """The output of one call on a copy of the pool, and where it stored states."""
+        inputs = self._inputs.fresh()
         storing = storing_for(self._job, CHECKED_ROWS, inputs.state.data.device)
         with override(config):
             y = self._op.bind(inputs, storing)(slots(slots_of(inputs, storing)))()
@@ -189,7 +174,7 @@ class _Mode:
         """LawBroken unless a call gives the bytes that it gives with other configs."""
         if config in self._checked:
             return
-        y, stored = self.step(config, self._inputs.fresh())
+        y, stored = self.step(config)
         first_y, first_stored = self._first = self._first or (y, stored)
         require.equal_bytes(f"output with {config}", y, first_y)
         require.equal_states(f"states stored with {config}", stored, first_stored)

@@ -23,7 +23,7 @@ from flashstate.bench.results import Row
 from flashstate.bench.span import SpanCase
 from flashstate.bench.timing import Timing
 from flashstate.compat import flashinfer, mamba_ssm, vllm
-from flashstate.proof import AnyCase, Case, ConvCase, DeltaCase, Inputs, Mamba3Case
+from flashstate.proof import CASES, AnyCase, Case, ConvCase, DeltaCase, Inputs, Mamba3Case
 from flashstate.reference.gated_delta import gated_delta_token
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -32,7 +32,9 @@ NEEDS_INTERPRETER = pytest.mark.skipif(
     reason="needs triton and TRITON_INTERPRET=1",
 )
 TWO_MICROSECONDS = Timing(2.0, 1.9, 2.2)
-TINY: dict[str, AnyCase] = {  # the interpreter's bfloat16 is wrong
+# The interpreter's bfloat16 is wrong. Of ops that are not named here it is the first small case.
+TINY: dict[str, AnyCase] = {
+    **{op.removesuffix("_step"): replace(cases.quick[0], index="int32") for op, cases in CASES.items()},
     "mamba2": Case(batch=2, heads=2, groups=1, rows=4, cols=16, slots=5),
     "mamba2_replay": Case(batch=2, heads=1, groups=1, rows=16, cols=16, slots=5),
     "gated_delta": DeltaCase(2, 4, 2, 4, 16, slots=5, x="float16", qk="float16", gates="float16"),

@@ -72,7 +72,7 @@ COMMON: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("name", PLAIN_RUNS)
 def test_a_plain_run_measures_what_the_op_is_for(name: str) -> None:
     forms, batches = PLAIN_RUNS[name]
     jobs = OPS[name].jobs(OPS[name].grids)

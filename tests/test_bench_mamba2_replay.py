@@ -13,21 +13,25 @@ from torch import Tensor
 
 from flashstate.bench.binding import Binding
 from flashstate.bench.jobs import Live, Stored
-from flashstate.bench.mamba2_replay import DRAFTING, LIVE, MAMBA2_REPLAY, bind_flashstate, check
-from flashstate.bench.measure import Report, inputs_of, measure_on_gpu, storing_for
-from flashstate.bench.peers import MeasurementError
-from flashstate.bench.replay_case import (
+from flashstate.bench.mamba2_replay import (
     ACCEPTANCE,
+    DRAFTING,
     LEAST_SLOTS,
+    LIVE,
+    MAMBA2_REPLAY,
     WINDOW,
     RingCase,
     RingJob,
     accepted_tokens,
+    bind_flashstate,
+    check,
     job_of,
     live_counts,
     spread_counts,
     stationary_counts,
 )
+from flashstate.bench.measure import Report, inputs_of, measure_on_gpu, storing_for
+from flashstate.bench.peers import MeasurementError
 from flashstate.bench.timing import Timing
 from flashstate.proof import Case, ReplayPool, make_inputs
 

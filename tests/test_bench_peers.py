@@ -29,7 +29,7 @@ from flashstate.bench.binding import IN_PLACE
 from flashstate.bench.jobs import Stored
 from flashstate.bench.measure import Report, storing_for
 from flashstate.bench.ops import OPS
-from flashstate.bench.peers import MeasurementError, choose_peers, load_peers, versions_of
+from flashstate.bench.peers import MeasurementError, choose_peers, load_peers
 from flashstate.bench.results import read_csv
 from flashstate.bench.timing import Timing
 from flashstate.proof import make_inputs
@@ -69,7 +69,7 @@ def test_peers_that_cannot_be_imported_are_reported(monkeypatch: pytest.MonkeyPa
     assert list(bindings) == ["fla"]
     assert reasons.keys() == MAMBA2.peers.keys() - {"fla"}
     assert all(reason.startswith("cannot be imported: ") for (reason,) in reasons.values())
-    assert versions_of(MAMBA2.peers, bindings) == "fla 1.2"
+    assert MAMBA2.peers["fla"].version == "1.2"
     assert load_peers(MAMBA2.peers, CPU) == ({}, {name: {"only compared on a GPU"} for name in MAMBA2.peers})
 
 
@@ -273,7 +273,7 @@ def test_a_run_on_a_gpu_keeps_the_cost_on_the_host_and_the_versions_of_peers(
     monkeypatch.setenv("COLUMNS", "160")
     for name, peer in MAMBA2.peers.items():
         pretend(monkeypatch, peer, STAND_INS["mamba2"][name] if name == "fla" else None)
-    run.run_bench(MAMBA2, [], MAMBA2.peers, CUDA, run.Files(csv=tmp_path / "gpu.csv"))
+    run.run_bench(MAMBA2, [], MAMBA2.peers, CUDA, run.Files(csv=tmp_path / "gpu.csv"), None)
     provenance, rows = read_csv(tmp_path / "gpu.csv")
     assert provenance == {"device": "Some GPU", "peers": "fla 1.2", "host cost": host.host_line(COSTS)}
     assert [kept.implementation for kept in rows] == ["flashstate"]

@@ -18,7 +18,7 @@ from flashstate import Slots, State
 from flashstate.bench import measure, run, timing
 from flashstate.bench.binding import IN_PLACE, Step, Storing
 from flashstate.bench.gated_delta import LAYERS, in_split_pool
-from flashstate.bench.jobs import Job, Stored, Way, benched, with_int64
+from flashstate.bench.jobs import Job, Stored, benched, with_int64
 from flashstate.bench.mamba2_replay import LIVE, LIVE_BY_ONE
 from flashstate.bench.measure import Report, measure_on_gpu
 from flashstate.bench.ops import OPS
@@ -57,9 +57,9 @@ def test_every_op_is_measured_with_both_index_types() -> None:
         def noting(inputs: Inputs, storing: Storing, given: list[torch.dtype] = given) -> Step:
             return lambda slots: lambda: (given.append(slots.read.dtype), inputs.main)[1]
 
-        for way in (Way(noting), replace(op.ways["int64 slots"], bind=noting)):
+        for bind in (noting, replace(op, bind=noting).ways["int64 slots"].bind):
             inputs = make_inputs(TINY[name], CPU)
-            measure.at_slots(way)(inputs, IN_PLACE)(Slots(inputs.slots))()
+            bind(inputs, IN_PLACE)(Slots(inputs.slots))()
         assert given == [torch.int32, torch.int64], name
 
 

@@ -15,10 +15,26 @@ from torch import Tensor
 
 import flashstate
 from flashstate.cli import main
-from flashstate.demo import Contender, Demo, DemoRow, effect, one_thread, run_demo
+from flashstate.demo import (
+    BATCH,
+    COLS,
+    HEADS,
+    LAYERS,
+    REQUESTS,
+    ROWS,
+    WIDTHS,
+    Contender,
+    Demo,
+    DemoRow,
+    Request,
+    Traffic,
+    effect,
+    one_thread,
+    parameters,
+    run_demo,
+)
 from flashstate.launch import interpreted
 from flashstate.state.formats import PORTABLE_FORMATS
-from flashstate.traffic import BATCH, COLS, HEADS, LAYERS, REQUESTS, ROWS, WIDTHS, DemoModel, Request, Traffic
 
 CPU = torch.device("cpu")
 
@@ -33,7 +49,7 @@ def one_cpu_thread() -> Iterator[None]:
 @pytest.fixture
 def short_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prefill is a loop over the prompt."""
-    monkeypatch.setattr("flashstate.traffic.PROMPT_TOKENS", (1, 20))
+    monkeypatch.setattr("flashstate.demo.PROMPT_TOKENS", (1, 20))
 
 
 def output_of(capsys: pytest.CaptureFixture[str]) -> str:
@@ -108,13 +124,13 @@ def test_equal_seeds_give_equal_numbers_and_others_do_not() -> None:
     assert all(a.state_error != b.state_error for a, b in zip(first.rows(), other.rows(), strict=True))
 
 
-def replayed(tokens: Tensor, model: DemoModel) -> tuple[Tensor, Tensor]:
+def replayed(tokens: Tensor) -> tuple[Tensor, Tensor]:
     """The last output and the state of tokens (tokens, layers, WIDTH), by the equations and nothing else."""
     state = torch.zeros(LAYERS, HEADS, ROWS, COLS, dtype=torch.float64)
     y = torch.zeros(LAYERS, HEADS, ROWS, dtype=torch.float64)
     for token in tokens.double():
         x, dt, B, C = token.split(WIDTHS, dim=-1)
-        dt = torch.log(1 + torch.exp(dt + model.dt_bias.double()))
+        dt = torch.log(1 + torch.exp(dt + parameters(CPU)["dt_bias"].double()))
         update = torch.einsum("lh,lhr,lc->lhrc", dt, x.reshape(LAYERS, HEADS, ROWS), B)
         state = torch.exp(-dt)[..., None, None] * state + update
         y = torch.einsum("lhrc,lc->lhr", state, C)
@@ -123,17 +139,16 @@ def replayed(tokens: Tensor, model: DemoModel) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.usefixtures("short_prompts")
 def test_the_truth_is_the_prompt_and_the_accepted_tokens_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flashstate.demo.PORTABLE_FORMATS", (("float32", "nearest"),))
     demo = Demo(CPU, steps=20, tokens=4, seed=3)
-    demo.contenders.clear()
-    demo.contenders.append(Contender("float32", "nearest", 4, demo.model, CPU, seed=0))
     outputs: list[tuple[Tensor, Tensor]] = []
-    step = demo.truth.step
+    step = demo.exact_step
 
     def recorded(proposed: Tensor, accepted: Tensor) -> Tensor:
         outputs.append((step(proposed, accepted), accepted))
         return outputs[-1][0]
 
-    monkeypatch.setattr(demo.truth, "step", recorded)
+    monkeypatch.setattr(demo, "exact_step", recorded)
     for _ in range(8):
         demo.step()
         y, accepted = outputs[-1]
@@ -141,8 +156,8 @@ def test_the_truth_is_the_prompt_and_the_accepted_tokens_in_order(monkeypatch: p
         for row in running(demo):
             request = demo.traffic.rows[row]
             assert request is not None
-            last, state = replayed(request.tokens[: request.done], demo.model)
-            torch.testing.assert_close(demo.truth.states[row], state, rtol=1e-10, atol=1e-12)
+            last, state = replayed(request.tokens[: request.done])
+            torch.testing.assert_close(demo.states[row], state, rtol=1e-10, atol=1e-12)
             torch.testing.assert_close(y[row, accepted[row] - 1], last, rtol=1e-10, atol=1e-12)
     assert len({tuple(accepted.tolist()) for _, accepted in outputs}) > 4, "the numbers of accepted tokens vary"
 
@@ -259,7 +274,6 @@ def test_kernels_serve_as_well_as_the_reference(
     if device == "cpu":  # the interpreter is slow
         monkeypatch.setattr("flashstate.demo.PORTABLE_FORMATS", (("float32", "nearest"), ("int8", "stochastic")))
         for name, size in (("BATCH", 3), ("REQUESTS", 2)):
-            monkeypatch.setattr(f"flashstate.traffic.{name}", size)
             monkeypatch.setattr(f"flashstate.demo.{name}", size)
     reference = run_demo(CPU, steps=2, tokens=2, seed=0)
     with context():

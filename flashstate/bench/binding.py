@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,12 +31,6 @@ Step = Callable[[Slots], TimedCall]
 Binding = Callable[[Inputs, Storing], Step]
 
 
-class Binder(Protocol):
-    """Makes a step of flashstate; with `bare` it is given plain tensors: the pool, and slot numbers."""
-
-    def __call__(self, inputs: Inputs, storing: Storing = IN_PLACE, *, bare: bool = False) -> Step: ...
-
-
 def arguments_of(inputs: Inputs, storing: Storing = IN_PLACE, **options: Any) -> dict[str, Any]:
     """All arguments of an op but slots: those of inputs, an output, where states are stored, and more options."""
     given = {**inputs.arguments, "out": torch.empty_like(inputs.main), **options}
@@ -46,7 +40,7 @@ def arguments_of(inputs: Inputs, storing: Storing = IN_PLACE, **options: Any) ->
 
 
 def bind_op(inputs: Inputs, storing: Storing = IN_PLACE, *, bare: bool = False, **options: Any) -> Step:
-    """Make a step of an op of flashstate, with more options."""
+    """Make a step of an op of flashstate, with more options; `bare`: of plain tensors, the pool and slot numbers."""
     op, given = inputs.op.step, arguments_of(inputs, storing, **options)
     if bare:
         given = {name: value.data if isinstance(value, State) else value for name, value in given.items()}

@@ -57,10 +57,8 @@ def in_split_pool(inputs: Inputs) -> Inputs:
 
 
 def bind_vllm(decode: Callable[..., Any], verify: Callable[..., Any], inputs: Inputs, storing: Storing) -> Step:
-    """vLLM has `decode` of one token, with q, k and v side by side, and `verify` of several, each with a slot.
-
-    Slot 0 is none, so all tokens but the last have that; a row reads the slot of its last accepted token.
-    """
+    """vLLM has `decode` of one token, with q, k and v side by side, and `verify` of several, each with a slot. Slot 0
+    is none, so all tokens but the last have that; a row reads the slot of its last accepted token."""
     require_plain(inputs, storing)
     common = {
         **{name: inputs.arguments[name] for name in ("a", "b")},
@@ -84,10 +82,8 @@ def bind_vllm(decode: Callable[..., Any], verify: Callable[..., Any], inputs: In
 
 
 def bind_flashinfer(decode: Callable[..., Any], verify: Callable[..., Any], inputs: Inputs, storing: Storing) -> Step:
-    """FlashInfer has `verify` of several tokens and float32 states, and `decode` of everything else.
-
-    Given an output, older releases copy that of bfloat16 states into it, so they make it themselves.
-    """
+    """FlashInfer has `verify` of several tokens and float32 states, and `decode` of everything else. Given an output,
+    older releases copy that of bfloat16 states into it, so they make it themselves."""
     state, several = inputs.state, inputs.has_token_axis
     if state.data.dtype not in (torch.float32, torch.bfloat16) or state.rounding != "nearest":
         raise MeasurementError(f"it has no {state.format.name} states rounded {state.rounding}")

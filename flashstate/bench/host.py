@@ -22,10 +22,8 @@ Costs = dict[str, Timing]
 
 
 def host_costs(op: BenchedOp, peers: Mapping[str, Binding], device: torch.device, report: Report) -> Costs:
-    """Microseconds of the host per call: of torch.add_, of flashstate, and of every peer.
-
-    flashstate is given a State and Slots that were made before, and plain tensors. MeasurementError where it is wrong.
-    """
+    """Microseconds of the host per call: of torch.add_, of flashstate, and of every peer. flashstate is given a State
+    and Slots that were made before, and plain tensors. MeasurementError where it is wrong."""
     with torch.cuda.device(device):
         inputs = inputs_of(op.host_case, device)
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import product
 from types import MappingProxyType
 from typing import Any, Literal
 
-from flashstate.bench.binding import Binder, Binding, Storing, bind_op
+from flashstate.bench.binding import Binding, Step, Storing, bind_op
 from flashstate.bench.peers import Peer
 from flashstate.bench.timing import Timing
 from flashstate.launch import Problem
@@ -22,19 +23,16 @@ HOST_BATCH = 4  # of the small call whose cost on the host is measured
 FLOAT32, BFLOAT16 = ("float32", "nearest"), ("bfloat16", "nearest")
 Live = Literal["none folds", "stationary", "uniform", "all fold", "a 16th folds"]  # rows of the rings of a batch
 Stored = Literal["last", "every", "none", Live, "plan and commit"]
-Formats = Sequence[tuple[str, str]]  # of format and rounding
 
 
 @dataclass(frozen=True)
 class Job:
-    """One measurement: a case of an op, and what it stores.
-
-    stored: the "last" state of a row, in place; or, while the pool is only read, "every" state, as snapshots of every
-        token, or "none". Jobs of replay store the states of rows that fold (RingJob).
-    """
+    """One measurement: a case of an op, and what it stores."""
 
     op: str
     case: AnyCase
+    # The last state of a row, in place; or, while the pool is only read, every state, as snapshots of every token, or
+    # none. Jobs of replay store the states of rows that fold (RingJob).
     stored: Stored = "last"
 
     @property
@@ -91,7 +89,7 @@ def check_words(jobs: Sequence[Job]) -> None:
 class Grid:
     """Jobs: every combination of sizes, formats, tokens per row, what these store, and batch sizes."""
 
-    formats: Formats
+    formats: Sequence[tuple[str, str]]  # with their roundings
     tokens: Sequence[int] = (1,)
     stored: Sequence[Stored] = ("last", "every")  # by several tokens
     batches: Sequence[int] = BATCHES
@@ -101,25 +99,25 @@ class Grid:
 
 @dataclass(frozen=True)
 class Way:
-    """Another way to call flashstate, or another library.
-
-    job: the job as it then is, whose budget and config may be others; MeasurementError where there is no such call.
-    inputs: the inputs of the job as they then lie in memory.
-    fresh: whether the job as it then is has inputs of its own.
-    slots: the slots of a call as they then are.
-    """
+    """Another way to call flashstate, or another library."""
 
     bind: Binding
+    # The job as it then is, whose budget and config may be others; MeasurementError where there is no such call.
     job: Callable[[Job], Job] = lambda job: job
-    inputs: Callable[[Inputs], Inputs] = lambda inputs: inputs
-    fresh: bool = False
-    slots: Callable[[Slots], Slots] = lambda slots: slots
+    inputs: Callable[[Inputs], Inputs] = lambda inputs: inputs  # as they then lie in memory
+    fresh: bool = False  # whether the job as it then is has inputs of its own
 
 
 def with_int64(slots: Slots) -> Slots:
     """Slots as `StatePool.acquire` gives them: of int64, where graphs of launches have int32."""
     rows = None if slots.snapshot_rows is None else slots.snapshot_rows.long()
     return replace(slots, read=slots.read.long(), snapshot_rows=rows)
+
+
+def bind_with_int64(bind: Binding, inputs: Inputs, storing: Storing) -> Step:
+    """Make a step whose slots are of int64."""
+    step = bind(inputs, storing)
+    return lambda slots: step(with_int64(slots))
 
 
 @dataclass(frozen=True)
@@ -133,7 +131,7 @@ class BenchedOp:
     variants: Mapping[str, Way] = field(default_factory=dict)  # ways to call it with results or memory of their own
     # Grids that configs are found for; none: those that are measured, with 1 and 4 tokens. None: it cannot be tuned.
     tuned: tuple[Grid, ...] | None = ()
-    bind: Binder = bind_op
+    bind: Callable[..., Step] = bind_op  # a Binding; with `bare=True` the step is given plain tensors
     job: Callable[[str, AnyCase, Stored], Job] = Job
     check: Callable[[Binding, Inputs, Storing], object] | None = None  # of results; None: that of bench/measure.py
     shown: tuple[Stored, ...] = ()  # what `flashstate info` shows configs of; none: what its options say
@@ -141,7 +139,7 @@ class BenchedOp:
     @property
     def ways(self) -> dict[str, Way]:
         """All other ways to call flashstate: with slots of the other index type, and the variants of the op."""
-        return {"int64 slots": Way(self.bind, slots=with_int64), **self.variants}
+        return {"int64 slots": Way(partial(bind_with_int64, self.bind)), **self.variants}
 
     def jobs(self, grids: Sequence[Grid]) -> list[Job]:
         """The jobs of these grids, each once."""
@@ -187,11 +185,8 @@ class BenchedOp:
 
 
 def benched(op: str, changes: Mapping[str, Any] = MappingProxyType({}), **special: Any) -> BenchedOp:
-    """The benchmark of an op, from its cases: the first shape of a real model, in all formats that there are cases of.
-
-    changes: fields of the case that are others than in its table.
-    special: fields of BenchedOp.
-    """
+    """The benchmark of an op, from its cases: the first shape of a real model, in all formats that there are cases of,
+    with changes of fields of this case, and with special fields of BenchedOp."""
     real = CASES[op].real
     formats = tuple(dict.fromkeys((case.format, case.rounding) for case in real))
     grid = Grid(formats) if real[0].op.between_tokens else Grid(formats, stored=("last",))

@@ -74,11 +74,9 @@ def bind_flashinfer(update: Callable[..., Tensor], inputs: Inputs, storing: Stor
 
 
 def bind_fla(attend: Callable[..., tuple[Tensor, Tensor]], inputs: Inputs, storing: Storing) -> Step:
-    """fla's linear attention with a decay per head is the recurrence of Mamba-2: q = C, k = B, v = dt x, g = dt A.
-
-    It has no pool, no groups, no softplus, no skip and no gate, so its step does what its users do: torch around the
-    call.
-    """
+    """fla's linear attention with a decay per head is the recurrence of Mamba-2: q = C, k = B, v = dt x, g = dt A. It
+    has no pool, no groups, no softplus, no skip and no gate, so its step does what its users do: torch around the
+    call."""
     require_plain(inputs, storing)
     if "state_v_first" not in inspect.signature(attend).parameters:
         raise MeasurementError("this release has no state_v_first, which gives states our layout")

@@ -1,25 +1,31 @@
-"""The benchmark of mamba2_replay: its jobs, what is checked, and what it takes the place of: steps of mamba2_step."""
+"""The benchmark of mamba2_replay: cases, of which as many rows are live as requests have that draft tokens; their jobs;
+what is checked; and what it takes the place of: steps of mamba2_step."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import cast
+from dataclasses import astuple, dataclass, replace
+from functools import cache
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from flashstate.bench.binding import IN_PLACE, Binding, Step, Storing, TimedCall, arguments_of, bind_op
-from flashstate.bench.jobs import BFLOAT16, FLOAT32, BenchedOp, Grid, Live
+from flashstate.bench.jobs import BFLOAT16, FLOAT32, SPARE_SLOTS, BenchedOp, Grid, Job, Live, Stored
 from flashstate.bench.mamba2 import MAMBA2
 from flashstate.bench.measure import check as check_step
 from flashstate.bench.measure import require_within_budgets, slots_of
 from flashstate.bench.peers import MeasurementError
-from flashstate.bench.replay_case import CursorInputs, job_of
-from flashstate.proof import Inputs, ReplayInputs, ReplayPool, error_ratio, slotted
+from flashstate.bench.timing import Timing
+from flashstate.launch import Problem
+from flashstate.ops.mamba2_replay import forms_of
+from flashstate.proof import AnyCase, Inputs, ReplayCase, ReplayInputs, ReplayPool, dtype, error_ratio, slotted
+from flashstate.proof.inputs import Source
 from flashstate.proof.laws.replay import rings_after
 from flashstate.reference import rings as reference
 from flashstate.reference.state_io import advance_seeds
 from flashstate.state.formats import bits_of
+from flashstate.state.ring import FIELDS, Ring
 from flashstate.state.slots import Slots
 
 TOKENS = 6  # of a step that drafts
@@ -31,13 +37,137 @@ DRAFTING = Grid(
 )
 PLAIN = replace(DRAFTING, formats=(FLOAT32, BFLOAT16, FLOAT16, INT8), tokens=(1,))
 CURSORS = Grid((FLOAT16,), (1, TOKENS), ("plan and commit",), by_one=("plan and commit",))
+WINDOW = 16
+LEAST_SLOTS = 256  # of the pool that a larger one repeats: as many as it takes to have every count as often as it comes
+ACCEPTANCE = 0.7  # the probability that a draft token is right, if those before it are
+REQUESTS, STEPS = 1 << 14, 64  # that are simulated; after so many steps nothing is left of how they began
+LEAST_UNIFORM = 3  # live rows
+
+
+def accepted_tokens(requests: int, tokens: int, generator: torch.Generator) -> Tensor:
+    """How many tokens of a step each request keeps, (requests,): one, and drafts up to the first that is wrong."""
+    right = torch.rand(requests, tokens - 1, generator=generator) < ACCEPTANCE
+    return 1 + right.long().cumprod(1).sum(1)
+
+
+@cache
+def stationary_counts(tokens: int) -> Tensor:
+    """Live rows of many requests between two steps of so many tokens each, simulated; sorted."""
+    generator = torch.Generator().manual_seed(0)
+    count = torch.randint(1, WINDOW + 1, (REQUESTS,), generator=generator)
+    for _ in range(STEPS):
+        kept = torch.where(count + tokens > WINDOW, 0, count)  # what is not folded
+        count = kept + accepted_tokens(REQUESTS, tokens, generator)
+    return count.sort().values
+
+
+@cache
+def live_counts(live: Live, tokens: int) -> Tensor:
+    """Live rows of many requests as a measurement has them, sorted."""
+    if live == "uniform":
+        return torch.arange(LEAST_UNIFORM, WINDOW + 1)
+    counts = stationary_counts(tokens)
+    folds = counts + tokens > WINDOW
+    if live == "none folds":  # where all would, rings are empty
+        return counts[~folds] if not folds.all() else torch.zeros(1, dtype=torch.int64)
+    return counts[folds] if live == "all fold" else counts
+
+
+def spread_counts(live: Live, tokens: int, slots: int) -> Tensor:
+    """Live rows of so many slots, (slots,) int32, sorted: every count as often as among many requests, nearly."""
+    counts = live_counts(live, tokens)
+    return counts[(2 * torch.arange(slots) + 1) * len(counts) // (2 * slots)].int()
+
+
+@dataclass(frozen=True)
+class RingCase(ReplayCase):
+    """A case of mamba2_replay whose rings have as many live rows as a measurement wants."""
+
+    live_rows: Live = "stationary"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tokens > WINDOW:
+            raise ValueError(f"replay is measured with a window of {WINDOW}, and calls of no more, got {self.tokens}")
+
+    @property
+    def counts(self) -> Tensor:
+        """Live rows of requests: every count as often as it comes."""
+        return live_counts(self.live_rows, self.tokens or 1)
+
+    @property
+    def folding(self) -> float:
+        """The share of rows that fold."""
+        return (self.counts + (self.tokens or 1) > WINDOW).double().mean().item()
+
+    @property
+    def moved(self) -> tuple[float, float]:
+        """What a batch has on average: its slots are any of the pool."""
+        return self.batch * self.folding, self.batch * (self.counts.double().mean().item() + (self.tokens or 1))
+
+    def _ring(self, source: Source, slots: Tensor) -> Ring:
+        """Rings whose slots have the live counts of this case in random order."""
+        ring = super()._ring(source, slots)
+        order = torch.randperm(self.slots, generator=source.generator)
+        ring.count.copy_(spread_counts(self.live_rows, self.tokens or 1, self.slots)[order])
+        return ring
+
+
+@dataclass
+class CursorInputs(ReplayInputs):
+    """The inputs of a call of replay, and how many of its tokens are accepted."""
+
+    accepted: Tensor  # (batch,)
+
+
+@dataclass(frozen=True)
+class CursorCase(RingCase):
+    """What a model step has around its layers: a plan, its commit, and new random bits where states need some."""
+
+    def make_inputs(self, device: torch.device, seed: int = 0) -> CursorInputs:
+        generator = torch.Generator().manual_seed(seed)
+        accepted = accepted_tokens(self.batch, self.tokens or 1, generator).int().to(device)
+        return CursorInputs(**vars(super().make_inputs(device, seed)), accepted=accepted)
+
+    def counted_bytes(self, stores: int = 1) -> int:
+        """Bytes of the slot of every row, its cursors in and out, its row of the plan, what it accepts, its seed."""
+        of_row = dtype(self.index).itemsize + 2 * 2 * 4 + 2 * 4 * FIELDS + 4 + (0 if self.rounding == "nearest" else 16)
+        return self.batch * of_row
+
+
+@dataclass(frozen=True)
+class RingJob(Job):
+    """A measurement of replay. States are read, and those of rows that fold are stored."""
+
+    case: RingCase
+
+    @property
+    def problems(self) -> tuple[Problem, ...]:
+        """Of calls with a plan."""
+        return forms_of(cast(Any, replace(self.case.problem, op="mamba2_replay")), planned=True)
+
+    def roof_of_both(self, touch: Timing, read: Timing) -> Timing:
+        """What the counted bytes take, where states of rows that fold are as fast as `touch`, and others as `read`. All
+        else is as fast as these states are together."""
+        folding = self.case.folding
+        more = self.counted_bytes / ((1 + folding) * self.read_bytes)
+        both = zip(astuple(touch), astuple(read), strict=True)
+        return Timing(*(more * (folding * touched + (1 - folding) * only_read) for touched, only_read in both))
+
+
+def job_of(op: str, case: AnyCase, stored: Stored) -> Job:
+    """The job of replay where live rows say what is stored; else that of mamba2_step, whose case this is."""
+    if stored == "last" or stored == "every" or stored == "none":
+        return Job(op, case, stored)
+    given: dict[str, Any] = {**vars(case), "slots": max(case.slots, LEAST_SLOTS + SPARE_SLOTS)}
+    if stored == "plan and commit":
+        return RingJob(op, CursorCase(**given), stored)
+    return RingJob(op, RingCase(**given, live_rows=stored), stored)
 
 
 def bind_flashstate(inputs: Inputs, storing: Storing = IN_PLACE, *, bare: bool = False) -> Step:
     """Make a step with a plan that was made before, as all layers of a model but the first have it; `bare`: with none.
-
-    On a pool without rings it is a step of mamba2_step.
-    """
+    On a pool without rings it is a step of mamba2_step."""
     if isinstance(inputs, CursorInputs):
         return bind_cursors(inputs)
     if bare or not isinstance(inputs, ReplayInputs):

@@ -30,10 +30,8 @@ def turned(job: Job) -> Job:
 
 
 def bind_mamba_ssm(step_all: Callable[..., None], inputs: Inputs, storing: Storing) -> Step:
-    """mamba_ssm has no pools and no groups, and leaves k and v to the caller.
-
-    So its step does what its users do: torch gathers the states before the call, and scatters them behind it.
-    """
+    """mamba_ssm has no pools and no groups, and leaves k and v to the caller. So its step does what its users do: torch
+    gathers the states before the call, and scatters them behind it."""
     require_plain(inputs, storing)
     if inputs.has_token_axis or inputs.arguments["angle"] is not None:
         raise MeasurementError("only compared with one token per call, whose B and C come turned")

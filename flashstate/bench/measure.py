@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from flashstate.bench.binding import IN_PLACE, Binding, Step, Storing
+from flashstate.bench.binding import IN_PLACE, Binding, Storing
 from flashstate.bench.jobs import BenchedOp, Job, Way
 from flashstate.bench.peers import MeasurementError
 from flashstate.bench.results import Row
-from flashstate.bench.timing import COLD_BYTES, Timing, cold_rows, cold_slots, need_flush, time_launches, time_on_cpu
+from flashstate.bench.timing import COLD_BYTES, MAX_LAUNCHES, Timing, cold_rows, cold_slots, time_launches, time_on_cpu
 from flashstate.proof import AnyCase, Expected, Inputs, Pool, carried_errors, error_ratio, make_inputs, oracle, slotted
 from flashstate.proof.inputs import AnyInputs
 from flashstate.state.formats import bits_of, decode
@@ -41,29 +41,18 @@ class Report:
 
 
 def bench(
-    op: BenchedOp,
-    jobs: Sequence[Job],
-    peers: Mapping[str, Binding],
-    device: torch.device,
-    tracked: Callable[[Sequence[Job]], Iterable[Job]] = iter,
-    keep: Callable[[Sequence[Row]], None] = lambda rows: None,
+    op: BenchedOp, jobs: Iterable[Job], peers: dict[str, Binding], device: torch.device, keep: Callable[[Report], None]
 ) -> Report:
-    """Check and measure every job, and hand all rows so far to `keep` after each.
-
-    MeasurementError where flashstate's own result is wrong.
-    """
-    report = Report()
-    on_gpu = device.type == "cuda"
+    """Check and measure every job, and have the report kept after each; MeasurementError where flashstate is wrong."""
+    report, on_gpu = Report(), device.type == "cuda"
+    measure = partial(measure_on_gpu, peers=peers) if on_gpu else measure_on_cpu
     with torch.cuda.device(device) if on_gpu else nullcontext():
-        for job in tracked(jobs):
+        for job in jobs:
             try:
-                if on_gpu:
-                    measure_on_gpu(op, job, peers, device, report)
-                else:
-                    measure_on_cpu(op, job, device, report)
+                measure(op, job, device=device, report=report)
             except MeasurementError as reason:
                 raise MeasurementError(f"{reason}, for {job.case}") from reason
-            keep(report.rows)
+            keep(report)
     return report
 
 
@@ -74,7 +63,7 @@ class ColdBatch:
     inputs: Inputs
     storing: Storing
     slots: Sequence[Slots]  # of every launch
-    flush: bool  # whether launches touch so little that the cache is swept before each replay of their graph
+    flush: bool  # launches touch so little that the cache has it when their graph comes again: it is swept before each
 
     def time(self, bind: Binding) -> Timing:
         """The time of a step, after its results were checked."""
@@ -83,24 +72,21 @@ class ColdBatch:
 
     def time_touch(self, job: Job) -> Timing:
         """`touch` of the pool of a job that stores something, and of its snapshots, or of its tokens."""
-        from flashstate.bench.roofs import time_touch
+        from flashstate.bench import roofs
 
         x = self.inputs.main if job.case.token_bytes else None
         copies = None if self.storing.snapshots is None else self.storing.snapshots.data
-        return time_touch(self.inputs.state.data, self.slots, copies, x, self.flush)
+        return roofs.time_touch(self.inputs.state.data, self.slots, copies, x, self.flush)
 
     def time_read(self) -> Timing:
         """`read` of the pool."""
-        from flashstate.bench.roofs import time_read
+        from flashstate.bench import roofs
 
-        return time_read(self.inputs.state.data, self.slots, self.flush)
+        return roofs.time_read(self.inputs.state.data, self.slots, self.flush)
 
 
 def measure_on_gpu(op: BenchedOp, job: Job, peers: Mapping[str, Binding], device: torch.device, report: Report) -> None:
-    """Measure the roofs, flashstate, and every other way and peer that is right, all on the same cold slots.
-
-    Where states lie elsewhere in memory, they have a roof of their own.
-    """
+    """Measure the roofs, flashstate, and every other way and peer that is right, all on the same cold slots."""
     inputs, small = inputs_of(job.case, device), storing_for(job, job.case.batch, device)
     check_of_op = op.check or check
     check_of_op(op.bind, inputs, small)
@@ -114,34 +100,23 @@ def measure_on_gpu(op: BenchedOp, job: Job, peers: Mapping[str, Binding], device
         with report.skipping(name):
             as_called = way.job(job)
             checked = inputs if as_called == job else inputs_of(as_called.case, device)
-            check_of_op(at_slots(way), way.inputs(checked), small)
+            check_of_op(way.bind, way.inputs(checked), small)
             laid = way.inputs(on_cold_slots(as_called, checked, device).inputs if way.fresh else cold.inputs)
+            # States that lie elsewhere in memory have a roof of their own.
             own = roof if laid is cold.inputs else replace(cold, inputs=laid).time_touch(job)
-            timing = replace(cold, inputs=laid).time(at_slots(way))
+            timing = replace(cold, inputs=laid).time(way.bind)
             if laid is not cold.inputs and own is not None:
                 where = name.removeprefix("flashstate, ")
                 report.rows.append(row_of(f"touch, {where}", job, own, job.touched_bytes, own))
             report.rows.append(row_of(name, job, timing, as_called.counted_bytes, own))
 
 
-def at_slots(way: Way) -> Binding:
-    """How steps are made whose slots are as this way has them."""
-
-    def bind(inputs: Inputs, storing: Storing) -> Step:
-        step = way.bind(inputs, storing)
-        return lambda slots: step(way.slots(slots))
-
-    return bind
-
-
 def time_roofs(
     job: Job, cold: ColdBatch, known: dict[Hashable, tuple[Timing, Timing]]
 ) -> dict[str, tuple[Timing, int]]:
-    """The roofs with the bytes that each moves; first the one that counts.
-
-    That is `touch`, or `read` if no state is stored, or `roof`, made of both, if some are. Plans move no states.
-    `known` has `touch` and `read` of jobs that were measured before.
-    """
+    """The roofs with the bytes that each moves; first the one that counts. That is `touch`, or `read` if no state is
+    stored, or `roof`, made of both, if some are. Plans move no states. `known` has `touch` and `read` of jobs that were
+    measured before."""
     if job.stored == "plan and commit":
         return {}
     if job.stored == "none":
@@ -173,9 +148,7 @@ def inputs_of(case: AnyCase, device: torch.device) -> Inputs:
 
 def check(bind: Binding, inputs: AnyInputs, storing: Storing = IN_PLACE) -> AnyInputs:
     """The copy of `inputs` that a step was made on; MeasurementError unless output and states are within their budgets.
-
-    States are in the pool, with all that goes with them, or in snapshots; a pool that is only read stays as it was.
-    """
+    States are in the pool, with all that goes with them, or in snapshots; a pool that is only read stays as it was."""
     want, copy, batch = oracle(inputs), inputs.fresh(), len(inputs.slots)
     y = bind(copy, storing)(slots_of(copy, storing))().reshape(want.y.shape)
     ratios = {"output": error_ratio(y, want.y, want.y_plain)}
@@ -210,21 +183,16 @@ def state_error(stored: Pool, where: tuple[Any, ...], want: Expected) -> float:
     return error_ratio(states, want.state, want.state_plain)
 
 
-def on_cold_slots(job: Job, inputs: Inputs, device: torch.device) -> ColdBatch:
-    """The batch of a job on cold slots, and on cold rows of snapshots if there are any."""
-    pool, numbers = cold_slots(job.case.batch, job.case.slot_bytes, device)
-    storing, slots = with_cold_snapshots(job, numbers, device)
-    return ColdBatch(inputs.on_larger_pool(pool), storing, slots, need_flush(len(slots), job.read_bytes))
-
-
-def with_cold_snapshots(job: Job, numbers: Sequence[Tensor], device: torch.device) -> tuple[Storing, list[Slots]]:
-    """Where states are stored, with snapshots that are not in the cache, and the slots of launches on these."""
+def on_cold_slots(job: Job, inputs: Inputs, device: torch.device, most: int = MAX_LAUNCHES) -> ColdBatch:
+    """The batch of a job on cold slots, and on cold rows of snapshots if there are any, for `most` launches at most."""
     case = job.case
+    pool, numbers = cold_slots(case.batch, case.slot_bytes, device, most)
     storing = storing_for(job, max(case.batch, COLD_BYTES // (case.slot_bytes * max(job.stores, 1))), device)
-    if storing.snapshots is None:
-        return storing, [Slots(at) for at in numbers]
-    rows = cold_rows(case.batch, storing.snapshots.data.shape[0], len(numbers), device)
-    return storing, [Slots(at, snapshot_rows=to) for at, to in zip(numbers, rows, strict=True)]
+    slots = [Slots(at) for at in numbers]
+    if storing.snapshots is not None:
+        rows = cold_rows(case.batch, len(storing.snapshots.data), len(slots), device)
+        slots = [replace(at, snapshot_rows=to) for at, to in zip(slots, rows, strict=True)]
+    return ColdBatch(inputs.on_larger_pool(pool), storing, slots, len(slots) * job.read_bytes < COLD_BYTES)
 
 
 def storing_for(job: Job, rows: int, device: torch.device) -> Storing:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,14 +23,12 @@ class MeasurementError(Exception):
 
 @dataclass(frozen=True)
 class Peer:
-    """Where the public functions of another library are, and how they are called with the arguments of ours.
-
-    bind: a Binding, once it has the functions; it converts what they need in another shape or dtype, so that this costs
-        the step nothing, and raises MeasurementError where they cannot do the job.
-    """
+    """Where the public functions of another library are, and how they are called with the arguments of ours."""
 
     module: str
     functions: tuple[str, ...]
+    # A Binding, once it has the functions; it converts what they need in another shape or dtype, so that this costs the
+    # step nothing, and raises MeasurementError where they cannot do the job.
     bind: Callable[..., Step]
 
     def load(self) -> Binding:
@@ -78,18 +76,13 @@ def choose_peers(known: Mapping[str, Peer], names: Sequence[str] | None) -> dict
 
 def load_peers(peers: Mapping[str, Peer], device: torch.device) -> tuple[dict[str, Binding], dict[str, set[str]]]:
     """The bindings of the peers that can be imported, and the reasons why others cannot be compared."""
+    if device.type != "cuda":
+        return {}, {name: {"only compared on a GPU"} for name in peers}
     bindings: dict[str, Binding] = {}
     reasons: dict[str, set[str]] = {}
     for name, peer in peers.items():
         try:
-            if device.type != "cuda":
-                raise MeasurementError("only compared on a GPU")
             bindings[name] = peer.load()
         except MeasurementError as reason:
             reasons[name] = {str(reason)}
     return bindings, reasons
-
-
-def versions_of(peers: Mapping[str, Peer], names: Iterable[str]) -> str:
-    """The names with their versions, for the record."""
-    return ", ".join(f"{name} {peers[name].version}" for name in names)

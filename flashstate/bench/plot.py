@@ -39,10 +39,8 @@ def require_matplotlib() -> None:
 
 def draw(rows: Sequence[Row], provenance: Mapping[str, str], path: Path) -> None:
     """Write a PNG: for every format a panel of percents of the roof, and one of times, with a line per implementation.
-
     Without a roof there are only times. Calls with several tokens are left out of a picture that has others, and what
-    has no roof of one that has roofs.
-    """
+    has no roof of one that has roofs."""
     require_matplotlib()
     from matplotlib.figure import Figure
 

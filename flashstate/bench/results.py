@@ -8,8 +8,9 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -51,44 +52,24 @@ class Row:
     @property
     def label(self) -> str:
         """What tells rows of a run apart: sizes that they do not share, format, and what is not one token in place."""
-        words = WORDS.get(self.op, STATE_WORDS)
+        apart = {"conv1d": f"{self.rows} channels", "gated_delta": counted(self.heads, "head")}
         tokens = f"{self.tokens} tokens" if self.tokens > 1 else ""
-        known = {"last": words.in_place, "every": "every stored", "none": "none stored"}
-        parts = (words.apart(self), label_of(self.format, self.rounding), tokens, known.get(self.stored, self.stored))
+        last = "in place" if self.op == "mamba2_replay" else ""  # elsewhere that goes without saying
+        stored = {"last": last, "every": "every stored", "none": "none stored"}.get(self.stored, self.stored)
+        parts = (apart.get(self.op, ""), label_of(self.format, self.rounding), tokens, stored)
         return ", ".join(filter(None, parts))
 
     @property
     def shape(self) -> str:
         """The op and the shape, as far as all rows of a run share it."""
-        return f"{self.op}, {WORDS.get(self.op, STATE_WORDS).shared(self)}"
-
-
-class Words(NamedTuple):
-    """How the shapes of an op are told: what all rows of a run share, and what tells them apart.
-
-    in_place: that the last state is stored in place, where it does not go without saying.
-    """
-
-    shared: Callable[[Row], str]
-    apart: Callable[[Row], str] = lambda row: ""
-    in_place: str = ""
+        size = f"{self.rows} x {self.cols}"
+        usual = f"{counted(self.heads, 'head')}, {counted(self.groups, 'group')}, {size}"
+        special = {"conv1d": f"width {self.cols}", "gated_delta": f"{counted(self.groups, 'key head')}, {size}"}
+        return f"{self.op}, {special.get(self.op, usual)}"
 
 
 def counted(number: int, word: str) -> str:
     return f"{number} {word}{'' if number == 1 else 's'}"
-
-
-STATE_WORDS = Words(
-    lambda row: f"{counted(row.heads, 'head')}, {counted(row.groups, 'group')}, {row.rows} x {row.cols}"
-)
-WORDS = {  # of ops that are not told so
-    "conv1d": Words(lambda row: f"width {row.cols}", lambda row: f"{row.rows} channels"),
-    "gated_delta": Words(
-        lambda row: f"{counted(row.groups, 'key head')}, {row.rows} x {row.cols}",
-        lambda row: counted(row.heads, "head"),
-    ),
-    "mamba2_replay": STATE_WORDS._replace(in_place="in place"),
-}
 
 
 AnyRow = TypeVar("AnyRow", bound="DataclassInstance")  # its fields are the columns of a CSV
@@ -104,11 +85,6 @@ def require_folder(path: Path) -> None:
     """Find out before measuring that a file cannot be written."""
     if not path.absolute().parent.is_dir():
         raise ValueError(f"there is no folder {path.absolute().parent} to write {path.name} to")
-
-
-def read_csv(path: Path) -> tuple[dict[str, str], list[Row]]:
-    """The provenance and the rows that a benchmark of an op wrote."""
-    return read_rows(path, Row, "flashstate bench")
 
 
 def write_csv(path: Path, rows: Sequence[AnyRow], provenance: Mapping[str, str]) -> None:
@@ -131,6 +107,9 @@ def read_rows(path: Path, kind: type[AnyRow], command: str) -> tuple[dict[str, s
         raise ValueError(f"{path} is not a file that {command} wrote: it wants the columns {', '.join(columns)}")
     rows = [kind(**{name: parse(record[name]) for name, parse in columns.items()}) for record in records]
     return {name: value for name, _, value in comments}, rows
+
+
+read_csv = partial(read_rows, kind=Row, command="flashstate bench")  # of a file that a benchmark of an op wrote
 
 
 def provenance_of(device: torch.device, commit: str | None = None) -> dict[str, str]:

@@ -63,10 +63,7 @@ def read_kernel(  # type: ignore[no-untyped-def]
 def touch(
     data: Tensor, slots: Slots, copies: Tensor | None, block: int, num_warps: int, x: Tensor | None = None
 ) -> None:
-    """Touch slots of a pool once: in place, or with `copies` (rows, T, ...) as snapshots of every token.
-
-    Tokens x (batch, ...) are copied beside it.
-    """
+    """Touch slots of a pool once: in place, or into `copies` (rows, T, ...). Tokens x (batch, ...) are copied too."""
     words, tokens = _words(data), None if x is None else _words(x)
     size, token_size = words.shape[1], 0 if tokens is None else tokens.shape[1]
     touch_kernel[(_programs(slots, max(size, token_size), block),)](
@@ -89,26 +86,25 @@ def read(data: Tensor, slots: Slots, largest: Tensor, block: int, num_warps: int
 def time_touch(
     data: Tensor, slots: Sequence[Slots], copies: Tensor | None = None, x: Tensor | None = None, flush: bool = False
 ) -> Timing:
-    """The best time of a touch of these slots, one launch each, over all configs."""
-    small = _words(data).shape[1] < SMALL
-    return _fastest(partial(touch, data, copies=copies, x=x), slots, flush, small * SMALL_CONFIGS + TOUCH_CONFIGS)
+    """The best time of a touch of these slots."""
+    return _fastest(partial(touch, copies=copies, x=x), data, slots, flush, TOUCH_CONFIGS)
 
 
 def time_read(data: Tensor, slots: Sequence[Slots], flush: bool = False) -> Timing:
-    """The best time of reading these slots, one launch each, over all configs."""
-    size = _words(data).shape[1]
-    configs = (size < SMALL) * SMALL_CONFIGS + READ_CONFIGS
-    most = max(_programs(slots[0], size, block) for block, _ in configs)
+    """The best time of reading these slots."""
+    most = _programs(slots[0], _words(data).shape[1], SMALL_CONFIGS[0][0])
     largest = torch.empty(most, dtype=torch.int32, device=data.device)
-    return _fastest(partial(read, data, largest=largest), slots, flush, configs)
+    return _fastest(partial(read, largest=largest), data, slots, flush, READ_CONFIGS)
 
 
 def _fastest(
-    move: Callable[..., None], slots: Sequence[Slots], flush: bool, configs: Sequence[tuple[int, int]]
+    move: Callable[..., None], data: Tensor, slots: Sequence[Slots], flush: bool, configs: Sequence[tuple[int, int]]
 ) -> Timing:
+    """The best time of moving these slots of a pool, one launch each, over all configs."""
+    small = SMALL_CONFIGS if _words(data).shape[1] < SMALL else ()
     timings = [
-        time_launches([partial(move, slots=at, block=block, num_warps=num_warps) for at in slots], flush=flush)
-        for block, num_warps in configs
+        time_launches([partial(move, data, slots=at, block=block, num_warps=warps) for at in slots], flush=flush)
+        for block, warps in (*small, *configs)
     ]
     return min(timings, key=lambda timing: timing.median)
 

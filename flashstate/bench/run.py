@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,7 +15,7 @@ from rich.table import Column, Table
 from flashstate.bench.host import host_costs, host_line, host_table
 from flashstate.bench.jobs import BenchedOp, Job, check_words
 from flashstate.bench.measure import Report, bench
-from flashstate.bench.peers import Peer, load_peers, versions_of
+from flashstate.bench.peers import Peer, load_peers
 from flashstate.bench.plot import draw, require_matplotlib
 from flashstate.bench.results import HOST_COST, Row, provenance_of, read_csv, require_folder, write_csv
 
@@ -44,23 +43,18 @@ class Files:
 
 
 def run_bench(
-    op: BenchedOp,
-    jobs: Sequence[Job],
-    peers: Mapping[str, Peer],
-    device: torch.device,
-    files: Files,
-    commit: str | None = None,
+    op: BenchedOp, jobs: list[Job], peers: Mapping[str, Peer], device: torch.device, files: Files, commit: str | None
 ) -> None:
     """Measure with a progress bar, then print, write and draw. MeasurementError where flashstate is wrong."""
     check_words(jobs)
     files.check()
     bindings, skipped = load_peers(peers, device)
     provenance = provenance_of(device, commit)
-    tracked = partial(track, description="measuring", console=Console(stderr=True), transient=True)
-    report = bench(op, jobs, bindings, device, tracked, lambda rows: files.keep(rows, provenance))
+    tracked = track(jobs, "measuring", console=Console(stderr=True), transient=True)
+    report = bench(op, tracked, bindings, device, lambda report: files.keep(report.rows, provenance))
     report.skipped.update(skipped)
     if bindings:
-        provenance["peers"] = versions_of(peers, bindings)
+        provenance["peers"] = ", ".join(f"{name} {peers[name].version}" for name in bindings)
     if device.type == "cuda":
         provenance[HOST_COST] = host_line(host_costs(op, bindings, device, report))
     show(report, provenance, files)

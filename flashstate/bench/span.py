@@ -47,10 +47,8 @@ def split(convolved: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def bind_flashstate(inputs: Inputs, storing: Storing = IN_PLACE, *, bare: bool = False, early: bool = False) -> Step:
-    """Make a step of both; `early`: each starts before what is in front of it has ended.
-
-    All windows are the same, so that the first step gives x, B and C in any slot.
-    """
+    """Make a step of both; `early`: each starts before what is in front of it has ended. All windows are the same, so
+    that the first step gives x, B and C in any slot."""
     assert isinstance(inputs, SpanInputs)
     before = inputs.convolution.on_larger_pool(len(inputs.state.data))
     convolved = torch.empty_like(before.main)

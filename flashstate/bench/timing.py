@@ -36,20 +36,12 @@ class Timing:
 
 
 def cold_slots(batch: int, slot_bytes: int, device: torch.device, most: int = MAX_LAUNCHES) -> tuple[int, list[Tensor]]:
-    """The size a pool needs, and slots for each launch of a graph, such that every launch meets cold ones.
-
-    None has slot 0, which some libraries take for padding.
-    """
+    """The size a pool needs, and slots for each launch of a graph: cold ones, and never 0, which may mean padding."""
     launches = min(most, max(MIN_LAUNCHES, -(-COLD_BYTES // (batch * slot_bytes))))
     pool = max(2 * batch, -(-COLD_BYTES // slot_bytes))
     order = 1 + torch.randperm(pool, generator=torch.Generator().manual_seed(0))
     flat = order.repeat(-(-batch * launches // pool))[: batch * launches]
     return 1 + pool, list(flat.to(torch.int32).to(device).split(batch))
-
-
-def need_flush(launches: int, bytes_each: int) -> bool:
-    """Whether the launches of a graph touch so little that the cache still has it when the graph comes again."""
-    return launches * bytes_each < COLD_BYTES
 
 
 def cold_rows(batch: int, rows: int, launches: int, device: torch.device) -> list[Tensor]:
@@ -58,10 +50,7 @@ def cold_rows(batch: int, rows: int, launches: int, device: torch.device) -> lis
 
 
 def time_launches(launches: Sequence[Callable[[], object]], replays: int = 15, flush: bool = False) -> Timing:
-    """Capture the launches into one graph and time its replays.
-
-    flush: sweep the cache before each, for launches that do not touch enough between them.
-    """
+    """Capture the launches into one graph and time its replays; `flush`: sweep the cache before each."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
