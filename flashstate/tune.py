@@ -27,8 +27,7 @@ from flashstate.launch.search import Point, Stopwatch, search
 from flashstate.launch.table import COLUMNS, Configs, TableFile, read_table_file, table_name, write_table_file
 from flashstate.launch.variants import compile_variants, variants_of
 from flashstate.proof import Pool, make_inputs
-from flashstate.proof.laws import LawBroken
-from flashstate.proof.laws.require import require_equal_bytes, require_equal_states
+from flashstate.proof.laws import LawBroken, require
 from flashstate.state.slots import Slots
 
 REPLAYS = 5
@@ -177,6 +176,6 @@ class _Mode:
             return
         y, stored = self.step(config)
         first_y, first_stored = self._first = self._first or (y, stored)
-        require_equal_bytes(f"output with {config}", y, first_y)
-        require_equal_states(f"states stored with {config}", stored, first_stored)
+        require.equal_bytes(f"output with {config}", y, first_y)
+        require.equal_states(f"states stored with {config}", stored, first_stored)
         self._checked.add(config)

@@ -29,7 +29,7 @@ from flashstate.ops.gated_delta import AtOnceProblem, DeltaProblem, DeltaTokensP
 from flashstate.ops.mamba2_replay import ReplayProblem, ReplayTokenProblem, parted, replay_kind
 from flashstate.ops.mamba3 import HeadProblem, RankProblem
 from flashstate.proof import AnyCase, Case, ConvCase, DeltaCase, Inputs, Mamba3Case, Pool, ReplayCase, make_inputs
-from flashstate.proof.laws.require import require_equal_bytes, require_equal_states
+from flashstate.proof.laws import require
 from flashstate.proof.laws.steps import close_to_float64, make_snapshots
 from flashstate.state.formats import FORMATS, PORTABLE_FORMATS
 from flashstate.state.signature import ACCESS_BYTES
@@ -190,8 +190,8 @@ def require_one_result(mode: Problem, configs: set[Config], device: torch.device
     for config, call in product(configs, (by_a_plan,) if replays else calls):
         other = next(other for other in others if device.type == "cuda" or other.lanes == config.lanes)
         (y, stored), (other_y, other_stored) = result(call, config), result(call, other)
-        require_equal_bytes(f"output with {config}, {call.__name__}", y, other_y)
-        require_equal_states(f"states stored with {config}, {call.__name__}", stored, other_stored)
+        require.equal_bytes(f"output with {config}, {call.__name__}", y, other_y)
+        require.equal_states(f"states stored with {config}, {call.__name__}", stored, other_stored)
 
 
 @pytest.fixture

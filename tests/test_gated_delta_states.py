@@ -11,7 +11,8 @@ import flashstate
 from flashstate import State
 from flashstate.launch import override, valid_configs
 from flashstate.proof import DeltaCase, make_inputs, oracle
-from flashstate.proof.laws.require import all_tokens, require_equal_states, require_within_budget
+from flashstate.proof.laws import require
+from flashstate.proof.laws.require import all_tokens
 from flashstate.proof.laws.steps import make_snapshots
 from flashstate.state.formats import bits_of
 
@@ -36,7 +37,7 @@ def test_out_may_be_v(case: DeltaCase, device: torch.device) -> None:
     v = inputs.main.clone()
     assert over.step(v=v, out=v) is v
     assert same_bytes(v, inputs.step())
-    require_equal_states("the pool", over.state, inputs.state)
+    require.equal_states("the pool", over.state, inputs.state)
 
 
 @pytest.mark.parametrize("name", ["float32", "float16"])
@@ -49,8 +50,8 @@ def test_snapshots_of_either_layout_hold_the_same_states(transposed: bool, name:
     other = State(want.data.mT.clone(memory_format=torch.contiguous_format).fill_(1).mT)
     assert other.transposed is not want.transposed
     assert same_bytes(inputs.step(snapshots=other), y)
-    require_equal_states("the pool", inputs.state, plain.state)
-    require_equal_states("snapshots", other, want)
+    require.equal_states("the pool", inputs.state, plain.state)
+    require.equal_states("snapshots", other, want)
 
 
 @pytest.mark.parametrize("exact", [True, False])
@@ -61,7 +62,7 @@ def test_value_heads_share_the_key_head_of_their_group(heads_per_key: int, exact
     alone = inputs.fresh()
     repeated = {name: inputs.arguments[name].repeat_interleave(heads_per_key, dim=-2) for name in ("q", "k")}
     assert same_bytes(inputs.step(), alone.step(**repeated))
-    require_equal_states("the pool", inputs.state, alone.state)
+    require.equal_states("the pool", inputs.state, alone.state)
 
 
 SIX = replace(SEVERAL, tokens=6)
@@ -100,8 +101,8 @@ def test_extreme_gates_and_zero_keys_and_queries_keep_everything_finite_and_accu
     y = all_tokens(inputs, inputs.step())
     assert y.isfinite().all()
     assert inputs.states.isfinite().all()
-    require_within_budget("the output", y, want.y, want.y_plain)
-    require_within_budget("the state", inputs.states, want.state, want.state_plain)
+    require.within_budget("the output", y, want.y, want.y_plain)
+    require.within_budget("the state", inputs.states, want.state, want.state_plain)
 
 
 @pytest.mark.parametrize("exact", [True, False])
@@ -129,7 +130,7 @@ def test_a_packed_row_longer_than_max_len_is_cut_where_tokens_go_at_once(
         y = inputs.step(slots=inputs.at(read=read, max_len=3, padding=padding), out=out)
         want = short.step(slots=short.at(read=read, padding=padding), out=out[there].fill_(7.0))
     assert same_bytes(y[there], want)
-    require_equal_states("the pool", inputs.state, short.state)
+    require.equal_states("the pool", inputs.state, short.state)
     assert (y[3:5] == 0).all()
     assert (y[8] == (7.0 if padding == "keep" else 0.0)).all()
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from flashstate.proof import CASES, AnyCase, Case, make_inputs, slotted
-from flashstate.proof.laws.require import require_equal_bytes, require_equal_states
+from flashstate.proof.laws import require
 
 CUDA = torch.device("cuda")
 SLOT = (1 << 30) + 64  # elements between slots: three of them reach past 2^31
@@ -30,8 +30,8 @@ def test_pools_past_2_31_elements_work(case: AnyCase) -> None:
     small = make_inputs(replace(case, batch=min(case.batch, 3)), CUDA)
     far = {name: far_apart(tensor, SLOT) for name, tensor in slotted(small.state).items() if tensor.dim() > 1}
     large = replace(small, state=replace(small.state, **far))
-    require_equal_bytes("output", large.step(), small.step())
-    require_equal_states("the pool", large.state, small.state)
+    require.equal_bytes("output", large.step(), small.step())
+    require.equal_states("the pool", large.state, small.state)
 
 
 @pytest.mark.parametrize(
@@ -44,4 +44,4 @@ def test_activations_past_2_31_elements_work(case: AnyCase, axis: int) -> None:
     for name, tensor in inputs.activations.items():
         if case.tokens or axis == 0 or name == "x":
             far = far_apart(tensor.movedim(axis, 0).contiguous(), stride).movedim(0, axis)
-            require_equal_bytes(f"output with {name} far apart", inputs.fresh().step(**{name: far}), want)
+            require.equal_bytes(f"output with {name} far apart", inputs.fresh().step(**{name: far}), want)

@@ -18,8 +18,7 @@ from obeying import (
 )
 
 from flashstate.proof import CASES, AnyCase, Cases, interpreted, make_inputs
-from flashstate.proof.laws import LAWS, speaks_of
-from flashstate.proof.laws.require import require_equal_states
+from flashstate.proof.laws import LAWS, require, speaks_of
 
 CPU = torch.device("cpu")
 OPS = pytest.mark.parametrize("op", CASES)
@@ -55,7 +54,7 @@ def test_an_empty_batch_does_nothing(case: AnyCase, device: torch.device) -> Non
         before, y = inputs.fresh(), inputs.fresh().step()
         none = inputs.of_rows(torch.arange(0, device=device)).step()
         assert none.shape == (0, *y.shape[1:])
-        require_equal_states("the pool", inputs.state, before.state)
+        require.equal_states("the pool", inputs.state, before.state)
 
 
 # Which laws meet which cases

@@ -10,14 +10,8 @@ from torch import Tensor
 import flashstate
 from flashstate import Slots, State
 from flashstate.proof import ReplayCase, ReplayInputs, dtype, encoded, slotted
-from flashstate.proof.laws.require import (
-    poison,
-    require_equal_bytes,
-    require_equal_states,
-    require_fault,
-    require_stored,
-    require_within_budget,
-)
+from flashstate.proof.laws import require
+from flashstate.proof.laws.require import poison
 from flashstate.proof.laws.steps import PAGE_FILL, in_pages
 from flashstate.reference.mamba2_replay import BEFORE_THE_FIRST_TOKEN, replayed
 from flashstate.state.formats import FORMATS, PORTABLE_FORMATS, bits_of, decode, encode
@@ -87,9 +81,9 @@ def test_a_fold_into_another_state_is_the_recurrence_at_every_live_count_and_cha
     inputs = at_every_count(case, device)
     before, into = inputs.fresh(), nan_state(inputs)
     fold(inputs, into=into)
-    require_within_budget("states", into.data, *states_after(inputs, inputs.state.count))
-    require_equal_states("the pool", inputs.state, before.state)
-    require_equal_bytes("a state without live tokens", into.data[0], decode(before.state.data, before.state.scale)[0])
+    require.within_budget("states", into.data, *states_after(inputs, inputs.state.count))
+    require.equal_states("the pool", inputs.state, before.state)
+    require.equal_bytes("a state without live tokens", into.data[0], decode(before.state.data, before.state.scale)[0])
 
 
 @pytest.mark.gpu
@@ -103,14 +97,14 @@ def test_compiled_folds_of_real_shapes_are_the_recurrence_at_every_live_count(
     (exact, plain), pool = states_after(inputs, inputs.state.count), inputs.state
     finely, alike, run = nan_state(inputs), nan_state(inputs, name, rounding), inputs.fresh()
     fold(inputs, into=finely)
-    require_within_budget("states", finely.data, exact, plain)
+    require.within_budget("states", finely.data, exact, plain)
     fold(inputs, into=alike)  # which may take products of fewer terms where the format has fewer bits
     slots = torch.arange(len(exact), device=exact.device)
     rounded = decode(*encoded(plain, pool, pool, slots, BEFORE_THE_FIRST_TOKEN))
-    require_within_budget("rounded states", decode(alike.data, alike.scale), exact, rounded)
+    require.within_budget("rounded states", decode(alike.data, alike.scale), exact, rounded)
     fold(run)
     live = pool.count.nonzero()[:, 0]
-    require_equal_states("checkpoints", run.state, alike, live)
+    require.equal_states("checkpoints", run.state, alike, live)
 
 
 def require_in_place_as_into(inputs: ReplayInputs, states: Tensor) -> None:
@@ -118,10 +112,10 @@ def require_in_place_as_into(inputs: ReplayInputs, states: Tensor) -> None:
     run, slots = inputs.fresh(), inputs.state.count.nonzero()[:, 0]
     fold(run)
     pool = run.state
-    require_stored("checkpoints", pool, slots, states[slots], pool, slots, BEFORE_THE_FIRST_TOKEN)
+    require.stored("checkpoints", pool, slots, states[slots], pool, slots, BEFORE_THE_FIRST_TOKEN)
     none = (inputs.state.count == 0).nonzero()[:, 0]
-    require_equal_states("a row without live tokens", pool, inputs.state, none)
-    require_equal_states("rings", pool, inputs.state, besides=("data", "scale"))
+    require.equal_states("a row without live tokens", pool, inputs.state, none)
+    require.equal_states("rings", pool, inputs.state, besides=("data", "scale"))
 
 
 @SOME_FORMATS
@@ -144,7 +138,7 @@ def test_into_any_format_goes_the_encoding_of_the_state_with_the_bits_of_its_slo
     fold(inputs, into=exact)
     fold(inputs, into=into)
     slots = torch.arange(len(exact.data), device=device)
-    require_stored("into", into, slots, exact.data, inputs.state, slots, BEFORE_THE_FIRST_TOKEN)
+    require.stored("into", into, slots, exact.data, inputs.state, slots, BEFORE_THE_FIRST_TOKEN)
 
 
 @pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
@@ -157,13 +151,13 @@ def test_some_of_the_live_tokens_can_be_folded_the_oldest_first(
     for given, count in ((some.to(index), some), (2, inputs.state.count.clamp(max=2))):
         into = nan_state(inputs)
         fold(inputs, into=into, tokens=given)
-        require_within_budget("states", into.data, *states_after(inputs, count))
-        require_fault("tokens to fold" if isinstance(given, int) else None)  # two of one, or of none
+        require.within_budget("states", into.data, *states_after(inputs, count))
+        require.fault("tokens to fold" if isinstance(given, int) else None)  # two of one, or of none
         run = inputs.fresh()
         fold(run, tokens=given)
         slots = count.nonzero()[:, 0]
-        require_stored("checkpoints", run.state, slots, into.data[slots], run.state, slots, BEFORE_THE_FIRST_TOKEN)
-        require_fault("tokens to fold" if isinstance(given, int) else None)
+        require.stored("checkpoints", run.state, slots, into.data[slots], run.state, slots, BEFORE_THE_FIRST_TOKEN)
+        require.fault("tokens to fold" if isinstance(given, int) else None)
 
 
 @pytest.mark.parametrize("some", [None, 3], ids=["all tokens", "some"])
@@ -186,7 +180,7 @@ def test_what_is_folded_in_place_and_dropped_from_rings_changes_no_later_output(
     fold(inputs, into=now)
     fold(ahead, into=later)
     for state in (now, later):
-        require_within_budget("states after all tokens", state.data, exact, plain)
+        require.within_budget("states after all tokens", state.data, exact, plain)
 
 
 # Slots
@@ -201,15 +195,15 @@ def test_rows_fold_into_the_slots_they_name_and_nothing_else_is_touched(device: 
     into = nan_state(inputs, slots=12)
     before = bits_of(into.data).clone()
     fold(inputs, slots=Slots(read, write=write, null=5), into=into)  # the last row is padding
-    require_fault(None)
+    require.fault(None)
     for source, target in ((7, 9), (3, 11), (0, 0)):
-        require_equal_bytes(f"slot {source}", into.data[target], everywhere.data[source])
+        require.equal_bytes(f"slot {source}", into.data[target], everywhere.data[source])
     others = torch.tensor([1, 2, 3, 4, 5, 6, 7, 8, 10], device=device)
     assert torch.equal(bits_of(into.data)[others], before[others])
     same = nan_state(inputs)
     fold(inputs, slots=read, into=same)
     for slot in (7, 3, 8, 0, 5):
-        require_equal_bytes(f"slot {slot}", same.data[slot], everywhere.data[slot])
+        require.equal_bytes(f"slot {slot}", same.data[slot], everywhere.data[slot])
     assert same.data[torch.tensor([1, 2, 4, 6], device=device)].isnan().all()
 
 
@@ -218,13 +212,13 @@ def test_slots_past_the_pool_are_faults_and_not_folded(device: torch.device) -> 
     before, into = inputs.fresh(), nan_state(inputs)
     read = torch.tensor([3, 50], device=device)
     fold(inputs, slots=read, into=into)
-    require_fault("read")
+    require.fault("read")
     assert into.data[torch.arange(len(into.data), device=device) != 3].isnan().all()
     fold(inputs, slots=Slots(read[:1], write=torch.tensor([50], device=device)), into=into)
-    require_fault("write")
+    require.fault("write")
     fold(inputs, slots=read[1:])
-    require_fault("read")
-    require_equal_states("the pool", inputs.state, before.state)
+    require.fault("read")
+    require.equal_states("the pool", inputs.state, before.state)
 
 
 @pytest.mark.parametrize(("offset", "gap"), [(0, 16), (0, 5), (1, 3)])
@@ -236,9 +230,9 @@ def test_page_strided_and_unaligned_pools_rings_and_targets_are_folded(
     paged = replace(inputs, state=replace(inputs.state, **{name: view for name, (view, _) in pages.items()}))
     target, memory = in_pages(torch.ones(5, *SMALL.state_axes, device=device), offset, gap)
     fold(paged, into=target)
-    require_within_budget("states", target, *states_after(inputs, inputs.state.count))
+    require.within_budget("states", target, *states_after(inputs, inputs.state.count))
     fold(paged)
-    require_equal_states("rings", paged.state, inputs.state, besides=("data", "scale"))
+    require.equal_states("rings", paged.state, inputs.state, besides=("data", "scale"))
     for where in (memory, *(bits for _, bits in pages.values())):
         assert (where[offset:].view(5, -1)[:, -gap:] == PAGE_FILL).all()
         assert (where[:offset] == PAGE_FILL).all()
@@ -254,7 +248,7 @@ def test_five_folds_of_equal_rings_give_equal_bytes_and_rows_do_not_depend_on_ea
         run = inputs.fresh()
         into = nan_state(run, "int8", "stochastic") if form == "into" else None
         fold(run, slots=slots, into=into)
-        require_equal_states("rings", run.state, inputs.state, besides=("data", "scale"))
+        require.equal_states("rings", run.state, inputs.state, besides=("data", "scale"))
         return bits_of(run.state.data if into is None else into.data)
 
     first = folded(None)
@@ -268,4 +262,4 @@ def test_an_empty_batch_folds_nothing(device: torch.device) -> None:
     inputs = at_every_count(SMALL, device)
     before = inputs.fresh()
     fold(inputs, slots=torch.zeros(0, dtype=torch.int64, device=device))
-    require_equal_states("the pool", inputs.state, before.state)
+    require.equal_states("the pool", inputs.state, before.state)

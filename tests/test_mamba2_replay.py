@@ -10,7 +10,7 @@ from obeying import shape_of, silent_on
 from flashstate.ops import mamba2_replay as op
 from flashstate.proof import CASES, Recurrence, ReplayCase
 from flashstate.proof.cases.mamba2_replay import FORMS, parted
-from flashstate.proof.laws.require import require_equal_bytes, require_equal_states
+from flashstate.proof.laws import require
 
 CPU = torch.device("cpu")
 ODD, REAL = CASES["mamba2_replay"].odd, CASES["mamba2_replay"].real
@@ -120,8 +120,8 @@ def test_one_token_with_an_axis_of_its_own_is_one_without(form: str, device: tor
     inputs = case.make_inputs(device)
     without = inputs.fresh().of_tokens(0)
     assert without.main.dim() == 3
-    require_equal_bytes("output", without.step(), inputs.step()[:, 0])
-    require_equal_states("the pool", without.state, inputs.state)
+    require.equal_bytes("output", without.step(), inputs.step()[:, 0])
+    require.equal_states("the pool", without.state, inputs.state)
 
 
 @EVERY_FORM
@@ -139,9 +139,9 @@ def test_tokens_past_the_most_that_a_row_may_have_give_zero_and_are_not_replayed
     y = cut.per_row(cut.step(slots=cut.at(max_len=2)))
     for row in range(2):
         alone = inputs.fresh().dense_row(row).of_tokens(slice(0, 2))
-        require_equal_bytes(f"output of row {row}", y[row][:2], alone.step()[0])
+        require.equal_bytes(f"output of row {row}", y[row][:2], alone.step()[0])
         assert not y[row][2:].any()
-        require_equal_states(f"row {row}", cut.state, alone.state, inputs.slots[row : row + 1].long())
+        require.equal_states(f"row {row}", cut.state, alone.state, inputs.slots[row : row + 1].long())
 
 
 @EVERY_FORM
@@ -150,4 +150,4 @@ def test_rows_without_tokens_do_nothing(form: str, device: torch.device) -> None
     before = inputs.fresh()
     none = replace(inputs.changed(lambda t: t.flatten(0, 1)), lengths=[0, 0, 0])
     assert not none.step(slots=none.at(max_len=2)).any()
-    require_equal_states("the pool", inputs.state, before.state)
+    require.equal_states("the pool", inputs.state, before.state)

@@ -12,7 +12,8 @@ import flashstate
 from flashstate import Slots, State, StatePool
 from flashstate.proof import Recurrence, ReplayCase, ReplayInputs, ReplayPool, dtype, slotted
 from flashstate.proof.cases.mamba2_replay import FORMS, REPLAY
-from flashstate.proof.laws.require import all_tokens, poison, require_equal_bytes, require_within_budget
+from flashstate.proof.laws import require
+from flashstate.proof.laws.require import all_tokens, poison
 from flashstate.state.formats import PORTABLE_FORMATS
 
 CUDA = torch.device("cuda")
@@ -126,7 +127,7 @@ class Traffic:
         y, plain = model.step(inputs, accepted)
         got = all_tokens(inputs, inputs.step(plan=plan))
         self.note("outputs", got, y, plain)
-        require_equal_bytes(f"states that {what} does not fold", inputs.state.data[kept], data[kept])
+        require.equal_bytes(f"states that {what} does not fold", inputs.state.data[kept], data[kept])
 
     def require_states(self, slots: list[int]) -> None:
         """The states after the live tokens of these requests are those of the recurrence; nothing changes."""
@@ -138,7 +139,7 @@ class Traffic:
             flashstate.mamba2_fold(layer.state, layer.ring, A, slots=where, into=into)
             self.note("states", into.data[where], model.exact[where], model.plain[where])
             for name, tensor in slotted(layer).items():
-                require_equal_bytes(name, tensor, before[name])
+                require.equal_bytes(name, tensor, before[name])
 
     def note(self, what: str, got: Tensor, exact: Tensor, plain: Tensor) -> None:
         """Keep what was found: budgets are for all of it together, because those of a few numbers are a matter of
@@ -149,7 +150,7 @@ class Traffic:
 
     def require_all(self) -> None:
         for what, found in self.found.items():
-            require_within_budget(what, *(torch.cat(parts) for parts in zip(*found, strict=True)))
+            require.within_budget(what, *(torch.cat(parts) for parts in zip(*found, strict=True)))
 
     def fold_in_place(self) -> None:
         """What a server does before it hands a state to someone else."""
@@ -280,7 +281,7 @@ def test_a_graph_of_a_whole_step_is_the_recurrence_on_whatever_is_accepted(
         want = [model.step(inputs, accepted) for model, inputs in zip(traffic.models, now, strict=True)]
         graph.replay()
         for inputs, out, (exact, plain) in zip(now, outputs, want, strict=True):
-            require_within_budget(f"output of replay {turn}", all_tokens(inputs, out), exact, plain)
+            require.within_budget(f"output of replay {turn}", all_tokens(inputs, out), exact, plain)
             assert not packed or not out[sum(lengths) :].any()
     assert folds > REPLAYS
     assert traffic.layers[0].count.tolist() == traffic.models[0].live.tolist()

@@ -15,7 +15,8 @@ from flashstate.launch import Config, override, valid_configs
 from flashstate.launch.config import mode_key, table_key
 from flashstate.launch.table import load_table
 from flashstate.proof import Mamba3Case, error_ratio, make_inputs, slotted, up_to_turns
-from flashstate.proof.laws.require import require_equal_bytes, require_equal_states, rest_of
+from flashstate.proof.laws import require
+from flashstate.proof.laws.require import rest_of
 from flashstate.reference.mamba3 import FourStates, Parameters, mamba3_token, moved_on
 from flashstate.state.formats import bits_of
 
@@ -31,8 +32,8 @@ def test_without_rotary_angles_are_left_alone_and_change_nothing(device: torch.d
     inputs = make_inputs(replace(TINY, batch=2, slots=3, angles=0, tokens=2), device)
     angle = torch.full((3, 1, 2), 7.0, device=device)
     plain, angled = inputs.fresh(), replace(inputs.fresh(), state=replace(inputs.fresh().state, angle=angle))
-    require_equal_bytes("output", angled.step(), plain.step())
-    require_equal_states("the pool", angled.state, plain.state)
+    require.equal_bytes("output", angled.step(), plain.step())
+    require.equal_states("the pool", angled.state, plain.state)
     assert (angle == 7.0).all()
 
 
@@ -208,11 +209,11 @@ def test_one_token_on_an_axis_of_its_own_is_stored_where_its_table_says(device: 
     inputs.slots.copy_(torch.tensor([1, 2, 3]))
     moved, in_place = inputs.fresh(), inputs.fresh()
     y, want = moved.step(slots=moved.at(write=write)), in_place.step()
-    require_equal_bytes("output", y, want)
+    require.equal_bytes("output", y, want)
     read = inputs.slots.long()
-    require_equal_states("written slots", moved.state, in_place.state, write[[0, 2], 0], read[[0, 2]])
-    require_equal_states("read slots", moved.state, inputs.state, read)
-    require_equal_states("other slots", moved.state, inputs.state, rest)
+    require.equal_states("written slots", moved.state, in_place.state, write[[0, 2], 0], read[[0, 2]])
+    require.equal_states("read slots", moved.state, inputs.state, read)
+    require.equal_states("other slots", moved.state, inputs.state, rest)
 
 
 def test_tokens_past_the_table_of_a_packed_row_are_not_stored(device: torch.device) -> None:
@@ -223,7 +224,7 @@ def test_tokens_past_the_table_of_a_packed_row_are_not_stored(device: torch.devi
     run = inputs.fresh()
     run.step(slots=run.at(write=write, max_len=2))
     untouched = torch.tensor([0, 1, 22, 23], device=device)
-    require_equal_states("slots of no token", run.state, inputs.state, untouched)
+    require.equal_states("slots of no token", run.state, inputs.state, untouched)
     for tensor, before in zip(slotted(run.state).values(), slotted(inputs.state).values(), strict=True):
         assert not torch.equal(bits_of(tensor)[20:22], bits_of(before)[20:22])
 

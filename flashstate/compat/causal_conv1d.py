@@ -19,17 +19,8 @@ def causal_conv1d_update(
 ) -> Tensor:
     """Convolve every row's tokens with the inputs before them; update conv_state in place, return a tensor like x.
 
-    x: (batch, dim), or (batch, dim, seqlen).
-    conv_state: (slots, dim, state_len), state_len >= width - 1, in the dtype of x or float32: the last inputs, newest
-        last.
-    weight, bias: (dim, width), (dim,).
-    activation: None, "silu" or "swish", which are the same.
-    cache_seqlens: (batch,) int32 or int64: conv_state is a ring, and the first token of row b goes to entry
-        cache_seqlens[b] modulo state_len.
-    conv_state_indices: (batch,) int32 or int64, the slot of each row; None: row b is slot b. A row with a negative one
-        gives zero, and its slot stays.
-
-    docs/compat.md says what differs from causal_conv1d.
+    x is (batch, dim) or (batch, dim, seqlen), conv_state (slots, dim, state_len), newest inputs last, or with
+    cache_seqlens a ring. docs/compat.md has the other arguments, and says what differs from causal_conv1d.
     """
     tokens, room = shapes.tokens_before_channels("x", x), shapes.room_for_output(x)
     y = conv1d_step(

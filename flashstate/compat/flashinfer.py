@@ -49,27 +49,9 @@ def selective_state_update(
 ) -> Tensor:
     """Step every row by its tokens; update the state in place, and return `out`, or an output of the shape of x.
 
-    state: (slots, heads, dim, dstate), contiguous within a slot.
-    x, dt, z, out: (batch, heads, dim), (batch, T, heads, dim), or with `cu_seqlens` (tokens, heads, dim).
-    A: (heads, dim, dstate); B, C: (…, groups, dstate); D, dt_bias: (heads, dim), in the dtype of dt. One value per head
-        is recognised where A, D, dt and dt_bias are expanded.
-    state_batch_indices: (batch,) or (batch, n), int32 or int64: where each row is read, from the first column unless
-        `num_accepted_tokens`, (batch,) numbers from 1 to n, chooses another; None: row b is slot b.
-    pad_slot_id: the slot of padding rows, as negative ones are. Their output is what a zero state gives; nothing is
-        stored for them.
-    state_scale: (slots, heads, dim) or (slots, heads, dim, 1) float32, for int16.
-    disable_state_update: leave the state as it is.
-    intermediate_states_buffer: (rows, steps, heads, dim, dstate), receives the state after every token, and the state
-        stays as it is; with intermediate_state_scales (rows, steps, heads, dim) for int16. Row b of the batch fills row
-        intermediate_state_indices[b] of it, or the one that its slot names.
-    rand_seed: one int64 number on the device, for stochastic rounding of float16; philox_rounds: of Philox, 1 to 16.
-    cache_steps: the most tokens a packed row has; 1 or more with `cu_seqlens`.
-    dst_state_batch_indices: (batch,), where the last state goes; or (batch, T), where the state after every token goes.
-        A slot that is pad_slot_id or negative is not written.
-    cu_seqlens: (batch + 1,), for packed tokens.
-    algorithm, backend: names that FlashInfer knows; they change nothing.
-
-    Any tensor may have no head axis: then there is one head. docs/compat.md says what differs from FlashInfer.
+    state is (slots, heads, dim, dstate), x (batch, heads, dim), (batch, T, heads, dim), or with `cu_seqlens` (tokens,
+    heads, dim). A padding row gives what a zero state gives. With a buffer, which receives the state after every token,
+    the state stays as it is. docs/compat.md has the other arguments, and says what differs from FlashInfer.
     """
     check_choice("algorithm", algorithm, ALGORITHMS)
     check_choice("backend", backend, BACKENDS)
@@ -178,17 +160,8 @@ def gated_delta_rule_decode_pretranspose(
 ) -> tuple[Tensor, Tensor]:
     """Step every row by one token; update the state in place, and return the output and the tensor that was updated.
 
-    q, k: (B, 1, H, K), where H divides HV; v, output: (B, 1, HV, V); a, b: (B, 1, HV).
-    state: (B, HV, V, K), where row b is slot b; None where there is a pool.
-    A_log, dt_bias: (HV,).
-    scale: of q; None: 1 / sqrt(K).
-    output: in the dtype of v; None: a new tensor.
-    use_qk_l2norm: make vectors of length 1 of q and k first.
-    initial_state: (pool, HV, V, K), a pool of states, contiguous within a slot; with initial_state_indices (B,), int32
-        or int64, the slot of each row. A row whose slot is negative gives zero, and no slot is written for it.
-    output_state_indices: (B,), where the new state goes in the pool; None: where it was read. Negative: nowhere.
-
-    docs/compat.md says what differs from FlashInfer.
+    q, k are (B, 1, H, K), v (B, 1, HV, V), a, b (B, 1, HV). States are `state` (B, HV, V, K), one per row, or a pool in
+    `initial_state` with indices. docs/compat.md has the other arguments, and says what differs from FlashInfer.
     """
     if shapes.with_these_axes("v", v, "B", "T", "HV", "V").shape[1] != 1:
         raise ValueError(f"v must have one token per row, got {tuple(v.shape)}; gated_delta_rule_mtp takes several")
@@ -225,21 +198,9 @@ def gated_delta_rule_mtp(
 ) -> tuple[Tensor, Tensor]:
     """Step every row by its T tokens, one after the other; return the outputs and the pool.
 
-    q, k: (B, T, H, K), where H divides HV; v, output: (B, T, HV, V); a, b: (B, T, HV); A_log, dt_bias: (HV,).
-    initial_state: (pool, HV, V, K), contiguous within a slot.
-    initial_state_indices: (B,), int32 or int64, the slot that each row reads. A row whose slot is negative is skipped:
-        nothing is stored for it, and `output` stays as it is.
-    scale: of q; None: 1 / sqrt(K).
-    output: in the dtype of v; None: a new tensor, with zeros for rows that are skipped.
-    intermediate_states_buffer: (B or more, T or more, HV, V, K), receives the state after every token of every row,
-        whether the pool is updated or not.
-    ssm_state_indices: (B, T), where in the pool the state after every token goes; then nothing else is written there,
-        and disable_state_update and output_state_indices change nothing. Not with a buffer.
-    disable_state_update: leave the pool as it is; None: True.
-    use_qk_l2norm: make vectors of length 1 of q and k first.
-    output_state_indices: (B,), where the state after the last token goes; None: where it was read.
-
-    A negative index of those that are written is not written. docs/compat.md says what differs from FlashInfer.
+    q, k are (B, T, H, K), v (B, T, HV, V), a, b (B, T, HV), initial_state (pool, HV, V, K). The pool is updated only
+    with disable_state_update=False or ssm_state_indices; the buffer receives the state after every token in any case.
+    docs/compat.md has the other arguments, and says what differs from FlashInfer.
     """
     if disable_state_update is not None:
         check_flag("disable_state_update", disable_state_update)

@@ -28,13 +28,8 @@ def selective_state_update(
 ) -> Tensor:
     """Step every row by one token; update the state in place and return the output, which has the shape of x.
 
-    state: (slots, heads, dim, dstate), contiguous within a slot.
-    x, dt, z: (batch, heads, dim); B, C: (batch, groups, dstate), where groups divides heads.
-    A: (heads, dim, dstate); D, dt_bias: (heads, dim). Expanded ones, and an expanded dt, are one value per head.
-    state_batch_indices: (batch,) int32 or int64, the slot of each row; None: row b is slot b. A row with a negative one
-        gives zero, and its state stays.
-
-    Any tensor may have no head axis: then there is one head. docs/compat.md says what differs from mamba_ssm.
+    state is (slots, heads, dim, dstate), x (batch, heads, dim); a row with a negative index gives zero, and its state
+    stays. docs/compat.md has the other arguments, and says what differs from mamba_ssm.
     """
     state = shapes.with_axes("state", state, 3, 4)
     tensors = shapes.step_tensors(x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias)
@@ -67,20 +62,9 @@ def mamba3_step_fn(
 ) -> Tensor:
     """Step every row by one token of Mamba-3; update the state in place or in `state_out`, and return the output.
 
-    state: (slots, H, D, N); Bstate: (slots, R, H, N) and Xstate: (slots, H, D), the B and x of the token before. All
-        are contiguous within a slot.
-    x, z: (batch, H, D); A, dt, trap: (batch, H), trap a probability.
-    B, C: (batch, R, G, N), with their bias and turned; G divides H.
-    xproj, zproj, outproj: (R, H, D); None: ones, of outproj also no sum over R. D: (H,), or None.
-    out: (batch, H, D), without outproj (batch, R, H, D); None: a new tensor.
-    state_out: like state, and apart from it. The states after the step go there, each to the slot that its row reads,
-        and `state` stays as it is. None, or `state` itself: in place.
-    tile_D, num_warps: numbers from 1 on; they change nothing.
-    state_batch_indices: (batch,) int32 or int64, the slot of each row; None: row b is slot b. A row with a negative one
-        gives zero, and nothing is stored for it.
-    update_kv_state: store B and x in Bstate and Xstate; False leaves them to the caller.
-
-    docs/compat.md says what differs from mamba_ssm.
+    state is (slots, H, D, N), Bstate (slots, R, H, N) and Xstate (slots, H, D), the B and x of the token before; they
+    are stored only with update_kv_state. B and C come with their bias and turned. docs/compat.md has the other
+    arguments, and says what differs from mamba_ssm.
     """
     for name, number in (("tile_D", tile_D), ("num_warps", num_warps)):
         check_int(name, number, 1, LARGEST_INT32)
@@ -121,19 +105,11 @@ def _elsewhere(pool: Mamba3State, state_out: Tensor, indices: Tensor | None, bat
         for name, tensor in (("state", state), ("Bstate", pool.k), ("Xstate", pool.v)):
             if Place.of(state_out).overlaps(Place.of(tensor)):
                 raise ValueError(f"state_out must not share memory with {name}")
-    _copy_slots(state, state_out, indices, batch)
-    return Mamba3State(state_out, pool.k, pool.v)
-
-
-def _copy_slots(state: Tensor, state_out: Tensor, slots: Tensor | None, batch: int) -> None:
-    """Copy the slots that rows read, and no others, from one pool to another, without waiting for the device.
-
-    Rows that are padding copy what another row copies or, where all are, slot 0 of state_out to itself.
-    """
-    if slots is None:
+    if indices is None:
         state_out[:batch].copy_(state[:batch])
-    elif batch > 0:
-        live = (slots >= 0) & (slots < len(state))
-        another = torch.where(live, slots, -1).amax()
-        slots = torch.where(live, slots, another.clamp(min=0)).long()
+    elif batch > 0:  # without waiting; padding copies what another row copies, or slot 0 of state_out to itself
+        live = (indices >= 0) & (indices < len(state))
+        another = torch.where(live, indices, -1).amax()
+        slots = torch.where(live, indices, another.clamp(min=0)).long()
         state_out.index_copy_(0, slots, torch.where(another >= 0, state[slots], state_out[slots]))
+    return Mamba3State(state_out, pool.k, pool.v)

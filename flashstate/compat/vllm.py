@@ -35,23 +35,9 @@ def selective_state_update(
 ) -> Tensor:
     """Step every row by its tokens; update the state in place, and fill and return `out`.
 
-    state: (slots, heads, dim, dstate), contiguous within a slot.
-    x, dt, z, out: (batch, heads, dim), or with `cu_seqlens` (tokens, heads, dim); B, C: (…, groups, dstate).
-    A: (heads, dim, dstate); D, dt_bias: (heads, dim). Expanded ones, and an expanded dt, are one value per head.
-    state_batch_indices: (batch,) or (batch, n), int32 or int64: where each row is read, from the first column unless
-        `num_accepted_tokens` is given; None: row b is slot b.
-    dst_state_batch_indices: (batch,) or (batch, n), where the new state goes; None: as state_batch_indices.
-    null_block_id: the slot that means "no request". A row that has it, or a negative slot, gives zero; nothing is
-        written for it, nor to it.
-    out: as x; None: a new tensor.
-    num_accepted_tokens: (batch,) numbers from 1 to n: which column each row reads. The state after its token t then
-        goes to column t; without it, the last state goes to the first column.
-    cu_seqlens: (batch + 1,), for packed tokens.
-    is_blackwell: changes nothing.
-    enable_stochastic_rounding: round the state stochastically, with new random bits at every call.
-    cache_philox_rounds: rounds of Philox behind them, 1 to 16; 0: ten.
-
-    Any tensor may have no head axis: then there is one head. docs/compat.md says what differs from vLLM.
+    state is (slots, heads, dim, dstate), x (batch, heads, dim), or with `cu_seqlens` (tokens, heads, dim). A row in the
+    null block gives zero. With num_accepted_tokens the state after token t goes to column t of the destinations; else
+    the last one goes to the first. docs/compat.md has the other arguments, and says what differs from vLLM.
     """
     check_flag("enable_stochastic_rounding", enable_stochastic_rounding)
     check_int("null_block_id", null_block_id, *INT64)
@@ -108,21 +94,9 @@ def causal_conv1d_update(
 ) -> Tensor:
     """Convolve every row's tokens with the inputs before them; update conv_state in place, fill and return `out`.
 
-    x: (batch, dim), (batch, dim, seqlen), or with `query_start_loc` (tokens, dim).
-    conv_state: (slots, dim, state_len), in the dtype of x or float32. Its first width - 1 entries are the last inputs.
-    weight, bias: (dim, width), (dim,).
-    activation: None or False, or "silu", "swish" or True, which are the same.
-    conv_state_indices: (batch,) or (batch, n), int32 or int64, the slots of each row; None: row b is slot b.
-    num_accepted_tokens: (batch,) numbers of 1 and more: the call before left width - 2 inputs and its tokens in a slot;
-        a row continues after so many of these tokens. state_len is then width - 2 + the most tokens or more.
-    query_start_loc: (batch + 1,), for packed tokens; max_query_len: the most of a row.
-    null_block_id: the slot that means "no request". A row that has it, or a negative slot, gives zero.
-    initial_state_idx, block_idx_last_scheduled_token: (batch,), the column of conv_state_indices where a row is read,
-        and where it is written; None: the first.
-    validate_data: changes nothing: everything is checked always.
-    out: as x; None: x itself is overwritten.
-
-    docs/compat.md says what differs from vLLM.
+    x is (batch, dim), (batch, dim, seqlen), or with `query_start_loc` (tokens, dim), and is overwritten without `out`.
+    conv_state is (slots, dim, state_len). With num_accepted_tokens a row continues after so many tokens of the call
+    before. docs/compat.md has the other arguments, and says what differs from vLLM.
     """
     check_int("null_block_id", null_block_id, *INT64)
     check_int("max_query_len", max_query_len, -1, MOST_TOKENS)

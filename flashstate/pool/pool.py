@@ -114,9 +114,8 @@ class StatePool(Generic[LayerT]):
         tokens: the most per row and call that a ring takes, at most the window.
         groups, ring_dtype: of B, and the dtype of x and B, in a ring.
         """
-        sizes = {"heads": heads, "rows": rows, "cols": cols}
         allocate = Allocator(layers, slots, device)
-        states = allocate.states(sizes, dtype, rounding, rounds, stream)
+        states = allocate.states({"heads": heads, "rows": rows, "cols": cols}, dtype, rounding, rounds, stream)
         rings = allocate.rings(states, window, tokens, groups, ring_dtype)
         windows = allocate.windows(conv_channels, conv_width, drafts, conv_dtype)
         return cls(states, allocate.memory, windows, drafts, rings, null=null, seed=seed)
@@ -147,11 +146,9 @@ class StatePool(Generic[LayerT]):
         angles: S, how many pairs of columns are turned, 0 to cols // 2; 0: the layers have no angles.
         kv_dtype: of k and v, float32, bfloat16 or float16; angles are float32.
         """
-        sizes = {"heads": heads, "rows": rows, "cols": cols}
         allocate = Allocator(layers, slots, device)
-        states = allocate.states(sizes, dtype, rounding, rounds, stream)
-        whole = allocate.mamba3(states, rank, angles, kv_dtype)
-        return cls(whole, allocate.memory, null=null, seed=seed)
+        states = allocate.states({"heads": heads, "rows": rows, "cols": cols}, dtype, rounding, rounds, stream)
+        return cls(allocate.mamba3(states, rank, angles, kv_dtype), allocate.memory, null=null, seed=seed)
 
     @classmethod
     def gated_delta(
@@ -213,8 +210,7 @@ class StatePool(Generic[LayerT]):
 
     @property
     def bytes_per_slot(self) -> int:
-        """Bytes of memory one slot takes: all states, scales, windows and rings of all layers, and its seed, where it
-        has them."""
+        """Bytes of memory one slot takes: states, scales, windows and rings of all layers, and its seed."""
         seed = 0 if self._seed is None else self._seed.element_size()
         return sum(tensor[0].nbytes for tensor, _ in self._memory) + seed
 
@@ -286,8 +282,7 @@ class StatePool(Generic[LayerT]):
         self._free += numbers[::-1]
 
     def reset(self, slots: SlotNumbers, seed: int | Sequence[int] | Tensor | None = None) -> None:
-        """Make slots as `acquire` hands them out: all states and windows zero, rings empty, scales of 1, seeds new or
-        given."""
+        """Make slots as `acquire` hands them out: states and windows zero, rings empty, scales of 1, seeds new."""
         numbers = self._check_held("slots", slots, unique=True)
         self._reset(numbers, self._seeds(seed, len(numbers)))
 

@@ -54,8 +54,8 @@ class AnyCase(ABC):
 
     @property
     def measured_axes(self) -> tuple[int, int, int, int]:
-        """Heads, groups, rows and columns, as measurements list them."""
-        heads, groups, rows, cols = (getattr(self, name) for name in self.sizes.values())
+        """Heads, groups, rows and columns, as measurements list them; 1 where there are no heads and groups."""
+        heads, groups, rows, cols = [1, 1, *(getattr(self, name) for name in self.sizes.values())][-4:]
         return heads, groups, rows, cols
 
     @abstractmethod
@@ -191,37 +191,20 @@ class AnyCase(ABC):
         """Bytes of scales in one slot."""
         return 4 * math.prod(self.state_axes[:-1]) if FORMATS[dtype(self.format)].scaled else 0
 
-    def pool_bytes(self, stores: int) -> int:
-        """Bytes of the pool that a call moves: states, scales, slot numbers, seeds."""
-        states = (1 + stores) * (self.slot_bytes + self.scale_bytes)
-        return self.batch * (states + dtype(self.index).itemsize + (0 if self.rounding == "nearest" else 8))
-
-    @property
-    def outputs(self) -> int:
-        """How many outputs like the main activation a token has."""
-        return 1
-
     def counted_bytes(self, stores: int = 1) -> int:
         """Bytes one call must move at least: the state of every row read once and stored `stores` times (once in place;
         with snapshots once per token), everything else once."""
-        counted, tokens = self.pool_bytes(stores), sum(self.lengths)
+        states = (1 + stores) * (self.slot_bytes + self.scale_bytes)
+        counted = self.batch * (states + dtype(self.index).itemsize + (0 if self.rounding == "nearest" else 8))  # seeds
         for name, number in self.dtypes.items():
-            times = tokens if self.op.tensors[name].tokens else 1
-            times += tokens * self.outputs if name == self.op.declared.main else 0
+            times = sum(self.lengths) if self.op.tensors[name].tokens else 1
+            times *= 2 if name == self.op.declared.main else 1  # as many outputs
             counted += times * math.prod(self.shape_of(name)) * dtype(number).itemsize if number else 0
         return counted
 
 
-class WithHeads:
-    """Sizes of a state, which every case has among its own fields."""
-
-    heads: int
-    rows: int
-    cols: int
-
-
 @dataclass(frozen=True)
-class StateCase(WithHeads, AnyCase):
+class StateCase(AnyCase):
     """One problem for an op whose states are (heads, rows, cols), in any of the formats."""
 
     _: KW_ONLY
@@ -234,7 +217,8 @@ class StateCase(WithHeads, AnyCase):
 
     @property
     def state_axes(self) -> tuple[int, int, int]:
-        return self.heads, self.rows, self.cols
+        heads, _, rows, cols = self.measured_axes
+        return heads, rows, cols
 
     @property
     @abstractmethod
@@ -242,10 +226,9 @@ class StateCase(WithHeads, AnyCase):
 
     @property
     def problem(self) -> Problem:
-        kind, op = self.kind
-        vector = math.gcd(self.rows if self.transposed else self.cols, ACCESS_BYTES // dtype(self.format).itemsize)
-        shape = self.rows, self.cols, self.format, self.rounding, vector
-        return kind(op, *shape, self.batch * self.heads, self.several)
+        (kind, op), (heads, rows, cols) = self.kind, self.state_axes
+        vector = math.gcd(rows if self.transposed else cols, ACCESS_BYTES // dtype(self.format).itemsize)
+        return kind(op, rows, cols, self.format, self.rounding, vector, self.batch * heads, self.several)
 
     @property
     def transposed(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -38,18 +38,16 @@ def slotted(pool: Pool) -> dict[str, Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class BesideStates(State):
-    """A State with what an op keeps beside it, as laws see them: side by side. The op is given `state`."""
-
-    state: ClassVar[Any]
+    """A State with what an op keeps beside it, as laws see them: side by side."""
 
     @classmethod
     def of(cls: type[P], *kept: Any) -> P:
         """Of a State and what is beside it, which are dataclasses."""
         return cls(**{own.name: getattr(one, own.name) for one in kept for own in fields(one)})
 
-    @property
-    def alone(self) -> State:
-        """The State without the rest."""
+    @cached_property
+    def state(self) -> Any:
+        """What the op is given: the State without the rest."""
         return State(**{own.name: getattr(self, own.name) for own in fields(State)})
 
     @property
@@ -258,8 +256,6 @@ class Source:
     def states_of(self, case: AnyCase) -> Tensor:
         """Normally distributed states for every slot; of a large pool, the first of them again and again."""
         states = self.normal(min(case.slots, MOST_DIFFERENT), *case.state_axes)
-        if len(states) == case.slots:
-            return states
         return states[torch.arange(case.slots, device=self.device) % len(states)]
 
     def slots_of(self, case: AnyCase) -> Tensor:

@@ -59,6 +59,12 @@ def up_to_turns(angle: Tensor, near: Tensor) -> Tensor:
     return (angle.double() + turns * math.tau).to(angle.dtype)
 
 
+def two_terms(values: Tensor) -> Tensor:
+    """Float32 as the sum of two bfloat16 numbers, which operands of tensor cores are."""
+    high = values.bfloat16().float()
+    return high + (values - high).bfloat16().float()
+
+
 def _stored(inputs: Inputs, before: Tensor, after: Tensor) -> Tensor:
     """The states as the pool stores them; rows without tokens keep theirs."""
     stored = decode(*encoded(after, inputs.state, inputs.state, inputs.slots.long(), inputs.tokens - 1))

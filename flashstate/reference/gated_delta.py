@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -47,6 +49,7 @@ def gated_delta_token(
     dt_bias: Tensor | None,  # (HV,) or (HV, K)
     scale: float | None,
     qk_l2norm: bool,
+    operand: Callable[[Tensor], Tensor] = lambda t: t,  # what products take of states, and of what is added to them
 ) -> tuple[Tensor, Tensor]:
     """One token: the output (batch, HV, V) and the state after it (batch, HV, V, K), both unrounded."""
     heads_per_key = s.shape[1] // q.shape[1]
@@ -58,9 +61,9 @@ def gated_delta_token(
     q, k = (t.repeat_interleave(heads_per_key, dim=1)[:, :, None, :] for t in (q, k))  # (batch, HV, 1, K)
 
     s = s * alpha[:, :, None, :]  # (batch, HV, V, K)
-    u = beta[..., None] * (v - (s * k).sum(-1))  # (batch, HV, V)
-    o = (s * q).sum(-1) + u * (k * q).sum(-1)  # the product of q with the state after the update
-    s = s + u[..., None] * k
+    u = beta[..., None] * (v - (operand(s) * k).sum(-1))  # (batch, HV, V)
+    o = (operand(s) * q).sum(-1) + u * (k * q).sum(-1)  # the product of q with the state after the update
+    s = s + operand(u)[..., None] * k
     return o, s
 
 

@@ -73,10 +73,6 @@ class ConvCase(AnyCase):
     def state_axes(self) -> tuple[int, int]:
         return self.channels, self.width - 1 + self.extra
 
-    @property
-    def measured_axes(self) -> tuple[int, int, int, int]:
-        return 1, 1, self.channels, self.width
-
     def in_format(self, name: str, rounding: str) -> ConvCase:
         """All tensors in one format."""
         known = tuple(map(dtype_name, ACTIVATION_DTYPES))

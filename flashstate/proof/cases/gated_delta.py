@@ -14,7 +14,8 @@ from flashstate.launch import Problem
 from flashstate.ops.gated_delta import GATED_DELTA_STEP, delta_kind
 from flashstate.proof.case import CASES, Cases, StateCase, by_turns, in_every_format
 from flashstate.proof.inputs import ProvenOp, dtype
-from flashstate.reference.gated_delta import gated_delta_token, gates, normalised
+from flashstate.proof.oracle import two_terms
+from flashstate.reference.gated_delta import gated_delta_token
 from flashstate.state.formats import FORMATS, PORTABLE_FORMATS
 
 
@@ -24,27 +25,9 @@ def _token(s: Tensor, exact: bool, **arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 def _token_of_terms(s: Tensor, exact: bool, **arguments: Any) -> tuple[Tensor, Tensor]:
-    """gated_delta_token in float64. In float32 as operands of tensor cores allow it: states, and what is added to them,
-    are sums of two bfloat16 numbers."""
-    if s.dtype == torch.float64:
-        return _token(s, exact, **arguments)
-
-    def two_terms(x: Tensor) -> Tensor:
-        high = x.bfloat16().to(x.dtype)
-        return high + (x - high).bfloat16().to(x.dtype)
-
-    q, k, v, a, b = (arguments[name].to(s.dtype) for name in ("q", "k", "v", "a", "b"))
-    alpha, beta = gates(a, b, arguments["A_log"], arguments["dt_bias"])
-    if arguments["qk_l2norm"]:
-        q, k = normalised(q), normalised(k)
-    scale = q.shape[-1] ** -0.5 if arguments["scale"] is None else arguments["scale"]
-    heads_per_key = s.shape[1] // q.shape[1]
-    q, k = (t.repeat_interleave(heads_per_key, dim=1)[:, :, None, :] for t in (q * scale, k))
-
-    s = s * alpha[:, :, None, :]  # (batch, HV, V, K)
-    u = beta[..., None] * (v - (two_terms(s) * k).sum(-1))  # (batch, HV, V)
-    o = (two_terms(s) * q).sum(-1) + u * (k * q).sum(-1)
-    return o, s + two_terms(u)[..., None] * k
+    """gated_delta_token in float64, and in float32 as operands of tensor cores allow it."""
+    terms: dict[str, Any] = {} if s.dtype == torch.float64 else {"operand": two_terms}
+    return gated_delta_token(s, **arguments, **terms)
 
 
 GATED_DELTA = ProvenOp(GATED_DELTA_STEP, _token, remembered=("k", "v", "a", "b"), sizes={"H": "key_heads"}, sums=True)

@@ -17,13 +17,12 @@ from flashstate.ops.mamba2_replay import MAMBA2_REPLAY, ReplayProblem, ReplayTok
 from flashstate.proof.case import CASES, Cases, by_turns, in_every_format
 from flashstate.proof.cases.mamba2 import MAMBA2, Case
 from flashstate.proof.inputs import BesideStates, Inputs, ProvenOp, Source, dtype
-from flashstate.proof.oracle import Expected, encoded
+from flashstate.proof.oracle import Expected, encoded, two_terms
 from flashstate.reference.mamba2 import mamba2_token, softplus
 from flashstate.reference.mamba2_replay import BEFORE_THE_FIRST_TOKEN, replayed
 from flashstate.state.formats import PORTABLE_FORMATS, decode
 from flashstate.state.ring import Plan, Ring
 from flashstate.state.slots import Slots
-from flashstate.state.state import State
 
 # How the op may go about a call: every row decides whether it folds, as a plan says, or one kernel has the rows that
 # fold, and another one those that do not.
@@ -40,10 +39,6 @@ class ReplayPool(BesideStates):
     start: Tensor
     count: Tensor
     window: int
-
-    @cached_property
-    def state(self) -> State:
-        return self.alone
 
     @cached_property
     def ring(self) -> Ring:
@@ -115,8 +110,7 @@ def operand(values: Tensor, x: torch.dtype) -> Tensor:
     such for float16, as it is for float32."""
     if x == torch.float32:
         return values
-    first = values.bfloat16().float()
-    return first if x == torch.bfloat16 else first + (values - first).bfloat16().float()
+    return values.bfloat16().float() if x == torch.bfloat16 else two_terms(values)
 
 
 @dataclass

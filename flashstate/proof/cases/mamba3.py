@@ -30,7 +30,7 @@ class Mamba3Pool(BesideStates):
 
     @cached_property
     def state(self) -> Mamba3State:
-        return Mamba3State(self.alone, self.k, self.v, self.angle)
+        return Mamba3State(super().state, self.k, self.v, self.angle)
 
 
 def _pairs(pairing: str | None, rank: int) -> str:
@@ -93,14 +93,11 @@ class Mamba3Case(StateCase):
     def kind(self) -> tuple[Callable[..., Problem], str]:
         return mamba3_kind(self.rank, self.angles > 0)
 
-    def pool_bytes(self, stores: int) -> int:
+    def counted_bytes(self, stores: int = 1) -> int:
         angles = 4 * (1 + stores) * self.angles
         kv = (1 + stores * self.update_kv) * (self.rank * self.cols + self.rows) * dtype(self.kv).itemsize
-        return super().pool_bytes(stores) + self.batch * self.heads * (angles + kv)
-
-    @property
-    def outputs(self) -> int:
-        return 1 if self.Wo else self.rank
+        more = 0 if self.Wo else sum(self.lengths) * (self.rank - 1) * self.rows * dtype(self.x).itemsize  # outputs
+        return super().counted_bytes(stores) + self.heads * (self.batch * (angles + kv) + more)
 
     @property
     def op(self) -> ProvenOp:

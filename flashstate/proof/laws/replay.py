@@ -8,14 +8,8 @@ import torch
 from torch import Tensor
 
 from flashstate.proof import Recurrence, ReplayCase, ReplayInputs
-from flashstate.proof.laws import registry
-from flashstate.proof.laws.require import (
-    all_tokens,
-    require,
-    require_equal_bytes,
-    require_equal_states,
-    require_within_budget,
-)
+from flashstate.proof.laws import registry, require
+from flashstate.proof.laws.require import all_tokens
 from flashstate.proof.laws.seeds import graph_like_eager_steps
 from flashstate.reference.mamba2 import softplus
 
@@ -29,11 +23,11 @@ def only_what_must_be_written(case: ReplayCase, device: torch.device, inputs: Re
     want, exact = rings_after(inputs)
     run = inputs.fresh()
     run.step()
-    require_equal_states("rows that do not fold", run.state, inputs.state, kept, besides=OF_RINGS)
-    require_equal_states("rings", run.state, want.state, besides=("data", "scale", "dt"))
+    require.equal_states("rows that do not fold", run.state, inputs.state, kept, besides=OF_RINGS)
+    require.equal_states("rings", run.state, want.state, besides=("data", "scale", "dt"))
     after, before, plain = (pool.dt.transpose(1, 2) for pool in (run.state, inputs.state, want.state))
-    require_equal_bytes("other time steps", after[~appended], before[~appended])
-    require_within_budget("time steps", after[appended], exact.transpose(1, 2)[appended], plain[appended])
+    require.equal_bytes("other time steps", after[~appended], before[~appended])
+    require.within_budget("time steps", after[appended], exact.transpose(1, 2)[appended], plain[appended])
 
 
 def rings_after(inputs: ReplayInputs) -> tuple[ReplayInputs, Tensor]:
@@ -57,15 +51,15 @@ def dead_rows(case: ReplayCase, device: torch.device, inputs: ReplayInputs) -> N
     there = (inputs.state.live_rows | inputs.appended_rows)[inputs.slots.long()]
     clean, dead = inputs.fresh(), inputs.fresh()
     for tensor in (clean.state.x, clean.state.B, clean.state.dt):
-        require(bool(tensor.isnan().any()), "no row is dead")
+        require.that(bool(tensor.isnan().any()), "no row is dead")
         tensor.nan_to_num_(0.0)
     y = dead.step()
-    require_equal_bytes("output", y, clean.step())
-    require(not bool(y.isnan().any()), "NaN came out of a ring")
-    require_equal_states("checkpoints", dead.state, clean.state, besides=OF_RINGS)
+    require.equal_bytes("output", y, clean.step())
+    require.that(not bool(y.isnan().any()), "NaN came out of a ring")
+    require.equal_states("checkpoints", dead.state, clean.state, besides=OF_RINGS)
     for name in ("x", "B", "dt"):
         got, want = (getattr(run.state, name)[inputs.slots.long()].transpose(1, 2) for run in (dead, clean))
-        require_equal_bytes(f"the ring of {name}", got[there], want[there])
+        require.equal_bytes(f"the ring of {name}", got[there], want[there])
 
 
 STEPS = 6
@@ -79,10 +73,10 @@ def accepted_tokens(case: ReplayCase, device: torch.device, inputs: ReplayInputs
         accepted = (torch.rand(case.batch, generator=generator).to(device) * (step.tokens + 1)).long()
         plan = step.plan()
         y = all_tokens(step, step.step())
-        require_within_budget(f"the output of step {turn}", y, *model.step(step, accepted))
+        require.within_budget(f"the output of step {turn}", y, *model.step(step, accepted))
         step.state.ring.commit(plan, accepted)
         inputs.state.advance(inputs.at())
-    require_equal_bytes("live tokens", inputs.state.count.long(), model.live)
+    require.equal_bytes("live tokens", inputs.state.count.long(), model.live)
 
 
 @law("a CUDA graph of a plan, a replay and its commit goes on with whatever is accepted", needs="cuda")

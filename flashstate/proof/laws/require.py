@@ -14,27 +14,22 @@ from flashstate.state.faults import check_faults
 from flashstate.state.formats import bits_of
 
 
-def require(condition: bool, message: str) -> None:
+def that(condition: bool, message: str) -> None:
     if not condition:
         raise LawBroken(message)
 
 
-def require_equal_bytes(what: str, got: Tensor, want: Tensor) -> None:
+def equal_bytes(what: str, got: Tensor, want: Tensor) -> None:
     """Raise unless both hold the same bytes; a NaN equals any NaN."""
-    require(got.shape == want.shape and got.dtype == want.dtype, f"{what}: {got.shape} {got.dtype} is not comparable")
+    that(got.shape == want.shape and got.dtype == want.dtype, f"{what}: {got.shape} {got.dtype} is not comparable")
     differs = bits_of(got) != bits_of(want)
     if got.is_floating_point():
         differs &= ~(got.isnan() & want.isnan())
-    require(not bool(differs.any()), f"{what}: {int(differs.sum())} of {got.numel()} elements differ")
+    that(not bool(differs.any()), f"{what}: {int(differs.sum())} of {got.numel()} elements differ")
 
 
-def require_equal_states(
-    what: str,
-    got: Pool,
-    want: Pool,
-    slots: Tensor | tuple[Tensor, ...] | None = None,
-    wanted: Tensor | None = None,
-    besides: Collection[str] = (),
+def equal_states(
+    what: str, got: Pool, want: Pool, slots: Any = None, wanted: Tensor | None = None, besides: Collection[str] = ()
 ) -> None:
     """Raise unless the states in these slots (None: in all), or entries of snapshots, have equal bytes, scales and all
     that a pool has for them, with those in the slots `wanted` of the other (None: the same slots). Not of tensors
@@ -44,26 +39,26 @@ def require_equal_states(
     others = slotted(want)
     for name, tensor in slotted(got).items():
         if name in others and name not in besides:
-            require_equal_bytes(f"{name} of {what}", tensor[here], others[name][there])
+            equal_bytes(f"{name} of {what}", tensor[here], others[name][there])
 
 
-def require_alike(how: str, got: Inputs, y: Tensor, want: Inputs, y_want: Tensor) -> None:
+def alike(how: str, got: Inputs, y: Tensor, want: Inputs, y_want: Tensor) -> None:
     """Raise unless two calls gave the same output and left the same pool, byte for byte."""
-    require_equal_bytes(f"output{how}", y, y_want)
-    require_equal_states(f"the pool{how}", got.state, want.state)
+    equal_bytes(f"output{how}", y, y_want)
+    equal_states(f"the pool{how}", got.state, want.state)
 
 
-def require_within_budget(what: str, got: Tensor, exact: Tensor, plain: Tensor) -> None:
+def within_budget(what: str, got: Tensor, exact: Tensor, plain: Tensor) -> None:
     ratio = error_ratio(got, exact, plain)
-    require(ratio <= 1.0, f"{what} is {ratio:.2f} times its error budget away from float64")
+    that(ratio <= 1.0, f"{what} is {ratio:.2f} times its error budget away from float64")
 
 
-def require_close(what: str, inputs: Inputs, y: Tensor, want: Expected) -> None:
+def close(what: str, inputs: Inputs, y: Tensor, want: Expected) -> None:
     """Raise unless the output of a call, its states, and all that goes with them are within their budgets."""
-    require_within_budget(f"the output of {what}", all_tokens(inputs, y), want.y, want.y_plain)
-    require_within_budget(f"the state of {what}", inputs.states, want.state, want.state_plain)
+    within_budget(f"the output of {what}", all_tokens(inputs, y), want.y, want.y_plain)
+    within_budget(f"the state of {what}", inputs.states, want.state, want.state_plain)
     for name, ratio in carried_errors(inputs, want).items():
-        require(ratio <= 1.0, f"{name} of {what} is {ratio:.2f} times its error budget away from float64")
+        that(ratio <= 1.0, f"{name} of {what} is {ratio:.2f} times its error budget away from float64")
 
 
 def rest_of(inputs: Inputs) -> Tensor:
@@ -89,20 +84,20 @@ def all_tokens(inputs: Inputs, y: Tensor) -> Tensor:
     return torch.cat([row.reshape(-1, *y.shape[inputs.token_axes :]) for row in inputs.per_row(y)])
 
 
-def require_fault(kind: str | None) -> None:
+def fault(kind: str | None) -> None:
     """The fault flag is set for numbers out of range of this kind, and for nothing else."""
     try:
         check_faults()
     except IndexError as error:
-        require(kind is not None and kind in str(error), f"unexpected fault: {error}")
+        that(kind is not None and kind in str(error), f"unexpected fault: {error}")
     else:
-        require(kind is None, f"a {kind} number out of range went unnoticed")
+        that(kind is None, f"a {kind} number out of range went unnoticed")
 
 
-def require_stored(what: str, got: Pool, where: Any, values: Tensor, keyed: Pool, read: Tensor, token: int) -> None:
+def stored(what: str, got: Pool, where: Any, values: Tensor, keyed: Pool, read: Tensor, token: int) -> None:
     """Raise unless the entries `where` of `got` are the encoding of these float32 states, with the bits of the slots
     `read` of the state `keyed` at this token."""
     data, scale = encoded(values, got, keyed, read, token)
-    require_equal_bytes(f"data of {what}", got.data[where], data)
+    equal_bytes(f"data of {what}", got.data[where], data)
     if scale is not None and got.scale is not None:
-        require_equal_bytes(f"scale of {what}", got.scale[where], scale)
+        equal_bytes(f"scale of {what}", got.scale[where], scale)

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from flashstate.proof import AnyCase, Inputs
 from flashstate.proof.inputs import AnyInputs
+from flashstate.proof.laws import require
 from flashstate.proof.laws.registry import law
-from flashstate.proof.laws.require import require, require_alike, rest_of, restore
+from flashstate.proof.laws.require import rest_of, restore
 from flashstate.state.formats import bits_of
 from flashstate.state.rounding import SEED_STEP
 
@@ -29,13 +30,13 @@ def seeds_decide(case: AnyCase, device: torch.device, inputs: Inputs) -> None:
     stepped.state.advance(stepped.slots)
     moved = stepped.state.seed != inputs.state.seed
     only = bool(moved[inputs.slots.long()].all()) and not bool(moved[rest_of(inputs)].any())
-    require(only, "advance moved the wrong seeds")
+    require.that(only, "advance moved the wrong seeds")
     for run in (base, stepped, streamed):
         run.step()
     stored = inputs.slots.long()[inputs.stores]
     for name, other in (("after advance", stepped), ("in another stream", streamed)):
         same = (bits_of(other.state.data) == bits_of(base.state.data))[stored].flatten(1).all(1)
-        require(not bool(same.any()), f"the bytes {name} are the same")
+        require.that(not bool(same.any()), f"the bytes {name} are the same")
 
 
 @law("a CUDA graph draws fresh random bits at every replay", needs="cuda")
@@ -51,7 +52,7 @@ def graph_replays_draw_fresh_bits(case: AnyCase, device: torch.device, inputs: I
         if inputs.state.seed is not None:
             moved = (inputs.state.seed - before.state.seed)[inputs.slots.long()[inputs.tokens > 0]]
             expected = torch.full_like(moved, SEED_STEP) * steps  # which wraps as seeds do
-            require(torch.equal(moved, expected), f"seeds did not move on by {steps} steps")
+            require.that(torch.equal(moved, expected), f"seeds did not move on by {steps} steps")
 
     graph = graph_like_eager_steps(inputs, one_step, 3, require_moved)
     if inputs.state.rounding != "nearest" and inputs.state.data[0, 0].numel() >= ENOUGH_VALUES:
@@ -60,7 +61,7 @@ def graph_replays_draw_fresh_bits(case: AnyCase, device: torch.device, inputs: I
             restore(inputs.state, before.state)
             graph.replay()
             stored.append(bits_of(inputs.state.data).clone())
-        require(not torch.equal(*stored), "two replays from the same state drew the same bits")
+        require.that(not torch.equal(*stored), "two replays from the same state drew the same bits")
 
 
 def graph_like_eager_steps(
@@ -78,7 +79,7 @@ def graph_like_eager_steps(
         graph.replay()
         replayed = out.clone()
         one_step(eager, out)
-        require_alike(" of a replay", inputs, replayed, eager, out)
+        require.alike(" of a replay", inputs, replayed, eager, out)
         then(replays)
     return graph
 
@@ -92,4 +93,4 @@ def second_stream_works(case: AnyCase, device: torch.device, inputs: Inputs) -> 
     with torch.cuda.stream(stream):
         got = other.step()
     torch.cuda.current_stream(device).wait_stream(stream)
-    require_alike("", other, got, inputs, want)
+    require.alike("", other, got, inputs, want)

@@ -12,25 +12,16 @@ from torch import Tensor
 from flashstate.launch import Config, Problem, access_width, choose, machine_of, override, valid_configs
 from flashstate.launch.environment import suspended
 from flashstate.proof import AnyCase, Inputs, Pool, make_inputs, oracle, slotted
+from flashstate.proof.laws import require
 from flashstate.proof.laws.registry import law
-from flashstate.proof.laws.require import (
-    poison,
-    require,
-    require_alike,
-    require_close,
-    require_equal_bytes,
-    require_equal_states,
-    require_fault,
-    rest_of,
-    restore,
-)
+from flashstate.proof.laws.require import poison, rest_of, restore
 from flashstate.state.formats import bits_of
 
 
 @law("output and state are as close to float64 as float32 and the format allow")
 def close_to_float64(case: AnyCase, device: torch.device, inputs: Inputs) -> None:
     want = oracle(inputs)
-    require_close("the call", inputs, inputs.step(), want)
+    require.close("the call", inputs, inputs.step(), want)
 
 
 @law("permuting the rows of a batch permutes the results")
@@ -40,8 +31,8 @@ def permutation(case: AnyCase, device: torch.device, inputs: Inputs) -> None:
     other = shuffled.of_rows(order)
     rows, rows_shuffled = inputs.per_row(inputs.step()), other.per_row(other.step())
     for position, row in enumerate(order.tolist()):
-        require_equal_bytes(f"output of row {row}", rows_shuffled[position], rows[row])
-    require_equal_states("the pool", shuffled.state, inputs.state)
+        require.equal_bytes(f"output of row {row}", rows_shuffled[position], rows[row])
+    require.equal_states("the pool", shuffled.state, inputs.state)
 
 
 @law("a row does not depend on its neighbours or on the batch size")
@@ -53,16 +44,16 @@ def independence(case: AnyCase, device: torch.device, together: Inputs) -> None:
             run = make_inputs(form, device)
             part = run.of_rows(torch.tensor(some, device=device))
             for row, y in zip(some, part.per_row(part.step()), strict=True):
-                require_equal_bytes(f"output of row {row} among {some} of {form}", y, rows[row])
-            require_equal_states(f"rows {some} of {form}", run.state, together.state, part.slots.long())
+                require.equal_bytes(f"output of row {row} among {some} of {form}", y, rows[row])
+            require.equal_states(f"rows {some} of {form}", run.state, together.state, part.slots.long())
 
 
 @law("it does not matter which slots rows are in")
 def which_slots(case: AnyCase, device: torch.device, inputs: Inputs) -> None:
     order = torch.arange(case.slots, device=device).roll(1)
     moved = replace(inputs.of_slots(order), slots=order.argsort()[inputs.slots.long()].to(inputs.slots))
-    require_equal_bytes("output", moved.step(), inputs.step())
-    require_equal_states("the pool", moved.state, inputs.state, wanted=order)
+    require.equal_bytes("output", moved.step(), inputs.step())
+    require.equal_states("the pool", moved.state, inputs.state, wanted=order)
 
 
 @law("the launch config does not change a byte", needs="kernels")
@@ -81,9 +72,9 @@ def configs_agree(case: AnyCase, device: torch.device, inputs: Inputs) -> None:
         with override(config):
             y = again.step()
         if one_order:
-            require_alike(f" with {config}", again, y, first, y_first)
+            require.alike(f" with {config}", again, y, first, y_first)
         else:
-            require_close(f"the call with {config}", again, y, want)
+            require.close(f"the call with {config}", again, y, want)
 
 
 def _some_configs(problem: Problem, lanes: Sequence[int]) -> Iterator[Config]:
@@ -105,10 +96,10 @@ def direct_launches(case: AnyCase, device: torch.device, inputs: Inputs) -> None
         y = ordinary.step()
     out = torch.empty_like(y)
     repeated.step(out=out)
-    require(bool(repeated.state.launches), "nothing was remembered of the first call")
+    require.that(bool(repeated.state.launches), "nothing was remembered of the first call")
     restore(repeated.state, inputs.state)
     repeated.step(out=out.zero_())
-    require_alike("", repeated, out, ordinary, y)
+    require.alike("", repeated, out, ordinary, y)
 
 
 @law("five launches on equal inputs give equal bytes")
@@ -116,7 +107,7 @@ def repeatable(case: AnyCase, device: torch.device, inputs: Inputs) -> None:
     first, *others = (inputs.fresh() for _ in range(5))
     y = first.step()
     for run in others:
-        require_alike("", run, run.step(), first, y)
+        require.alike("", run, run.step(), first, y)
 
 
 @law("slots that no row writes keep their bytes, and NaN in them stays there")
@@ -124,9 +115,9 @@ def untouched_slots(case: AnyCase, device: torch.device, inputs: Inputs) -> None
     clean, rest = inputs.fresh(), rest_of(inputs)
     poison(inputs.state, rest)
     before = inputs.fresh()
-    require_equal_bytes("output", inputs.step(), clean.step())
-    require_equal_states("the batch", inputs.state, clean.state, inputs.slots.long())
-    require_equal_states("slots outside the batch", inputs.state, before.state, rest)
+    require.equal_bytes("output", inputs.step(), clean.step())
+    require.equal_states("the batch", inputs.state, clean.state, inputs.slots.long())
+    require.equal_states("slots outside the batch", inputs.state, before.state, rest)
 
 
 @law("a padding row gives zero and touches nothing, even with a valid write slot")
@@ -145,11 +136,11 @@ def padding(case: AnyCase, device: torch.device, clean: Inputs) -> None:
         write = read.clone()
         write[0] = free[0] if len(free) else hole
         y = inputs.step(slots=inputs.at(read=read, null=null, **{"write": write} if writes_elsewhere(case) else {}))
-        require_equal_bytes(f"output (slot {hole}, null {null})", y, want)
+        require.equal_bytes(f"output (slot {hole}, null {null})", y, want)
         live = torch.isin(torch.arange(case.slots, device=device), inputs.slots[~dead])
-        require_equal_states("the other rows", inputs.state, clean.state, live.nonzero()[:, 0])
-        require_equal_states("slots outside the batch", inputs.state, before.state, (~live).nonzero()[:, 0])
-        require_fault("read" if hole >= case.slots else None)
+        require.equal_states("the other rows", inputs.state, clean.state, live.nonzero()[:, 0])
+        require.equal_states("slots outside the batch", inputs.state, before.state, (~live).nonzero()[:, 0])
+        require.fault("read" if hole >= case.slots else None)
 
 
 def writes_elsewhere(case: AnyCase) -> bool:
@@ -170,9 +161,9 @@ def _with_hole(
         some = (make_snapshots(case, *case.snapshot_formats[0], first.device) for _ in range(2))
         taken, before = ({"snapshots": pool} if case.op.between_tokens else {} for pool in some)
         yield inputs, fields, taken, f"a padding row (slot {hole}, null {null})"
-        require_fault("read" if hole >= case.slots and hole != null else None)
+        require.fault("read" if hole >= case.slots and hole != null else None)
         for name in taken:
-            require_equal_states(f"{name} of a padding row", taken[name], before[name], first)
+            require.equal_states(f"{name} of a padding row", taken[name], before[name], first)
 
 
 @law('with padding="fresh" a padding row gives what a zero state gives, and touches nothing')
@@ -182,9 +173,9 @@ def fresh_padding(case: AnyCase, device: torch.device, clean: Inputs) -> None:
         for tensor in slotted(zeroed.state).values():
             bits_of(tensor)[slots[:1]] = 0
         y = padded.step(slots=padded.at(**fields), **taken)
-        require_equal_bytes(f"output of {what}", y, zeroed.step())
-        require_equal_states("the other rows", padded.state, zeroed.state, slots[1:])
-        require_equal_states("the padding row's write slot", padded.state, inputs.state, slots[:1])
+        require.equal_bytes(f"output of {what}", y, zeroed.step())
+        require.equal_states("the other rows", padded.state, zeroed.state, slots[1:])
+        require.equal_states("the padding row's write slot", padded.state, inputs.state, slots[:1])
 
 
 @law('with padding="keep" a padding row leaves its output as it was, and touches nothing')
@@ -194,12 +185,12 @@ def kept_padding(case: AnyCase, device: torch.device, clean: Inputs) -> None:
     for inputs, fields, taken, what in _with_hole(case, clean, "keep"):
         zeroed, allocated, padded = inputs.fresh(), inputs.fresh(), inputs.fresh()
         want = zeroed.step(slots=zeroed.at(read=fields["read"], null=fields["null"]))
-        require_equal_bytes(f"allocated output of {what}", allocated.step(slots=allocated.at(**fields)), want)
+        require.equal_bytes(f"allocated output of {what}", allocated.step(slots=allocated.at(**fields)), want)
         y = padded.step(slots=padded.at(**fields), **taken, out=torch.full_like(want, torch.inf))
         padded.per_row(want)[0].fill_(torch.inf)
-        require_equal_bytes(f"given output of {what}", y, want)
-        require_equal_states("the pool", padded.state, zeroed.state)
-        require_equal_states("the padding row's write slot", padded.state, inputs.state, inputs.slots[:1].long())
+        require.equal_bytes(f"given output of {what}", y, want)
+        require.equal_states("the pool", padded.state, zeroed.state)
+        require.equal_states("the padding row's write slot", padded.state, inputs.state, inputs.slots[:1].long())
 
 
 def make_snapshots(case: AnyCase, name: str, rounding: str, device: torch.device) -> Pool:
@@ -214,14 +205,14 @@ def nan_is_local(case: AnyCase, device: torch.device, clean: Inputs) -> None:
         inputs = make_inputs(case, device)
         inputs.per_row(inputs.activations[name])[0].fill_(torch.nan)
         y = inputs.per_row(inputs.step())
-        require(bool(y[0].isnan().all()), f"NaN in {name} was hidden")
+        require.that(bool(y[0].isnan().all()), f"NaN in {name} was hidden")
         for row, row_clean in zip(y[1:], y_clean[1:], strict=True):
-            require_equal_bytes("the other rows", row, row_clean)
+            require.equal_bytes("the other rows", row, row_clean)
         others = rest_of(replace(inputs, slots=inputs.slots[:1]))
-        require_equal_states("the other slots", inputs.state, clean.state, others)
+        require.equal_states("the other slots", inputs.state, clean.state, others)
         if name in inputs.op.remembered:
             reached = bool(case.newest_of(inputs.states[0]).isnan().all())
-            require(reached, f"NaN in {name} did not reach the state")
+            require.that(reached, f"NaN in {name} did not reach the state")
 
 
 @law("a separate write slot receives the state, and the read slot keeps its own", includes=writes_elsewhere)
@@ -229,10 +220,10 @@ def separate_write(case: AnyCase, device: torch.device, inputs: Inputs) -> None:
     in_place, moved = inputs.fresh(extra=case.batch), inputs.fresh(extra=case.batch)
     free = torch.arange(case.slots, case.slots + case.batch, device=device)
     y, y_moved = in_place.step(), moved.step(slots=moved.at(write=free))
-    require_equal_bytes("output", y_moved, y)
+    require.equal_bytes("output", y_moved, y)
     read, stored, kept = inputs.slots.long(), inputs.stores, inputs.op.left_alone
-    require_equal_states("written slots", moved.state, in_place.state, free[stored], read[stored], besides=kept)
-    require_equal_states("read slots", moved.state, inputs.state, read)
+    require.equal_states("written slots", moved.state, in_place.state, free[stored], read[stored], besides=kept)
+    require.equal_states("read slots", moved.state, inputs.state, read)
 
 
 @law("a write slot that is null, negative or past the pool is not written", includes=writes_elsewhere)
@@ -241,23 +232,23 @@ def skipped_write(case: AnyCase, device: torch.device, inputs: Inputs) -> None:
     for null, hole in ((-1, -1), (-1, -9), (1 << 40, 1 << 40), (-1, case.slots)):
         kept, write = inputs.fresh(), torch.full_like(inputs.slots.long(), hole)
         y = kept.step(slots=kept.at(write=write, null=null))
-        require_alike(f" (write slot {hole}, null {null})", kept, y, inputs, want)
-        require_fault("write" if hole == case.slots else None)
+        require.alike(f" (write slot {hole}, null {null})", kept, y, inputs, want)
+        require.fault("write" if hole == case.slots else None)
 
 
 @law("update=False gives the same output and leaves the pool as it is")
 def update_false(case: AnyCase, device: torch.device, inputs: Inputs) -> None:
     before = inputs.fresh()
     y_kept = inputs.step(update=False)
-    require_equal_states("the pool", inputs.state, before.state)
-    require_equal_bytes("output", y_kept, inputs.step())
+    require.equal_states("the pool", inputs.state, before.state)
+    require.equal_bytes("output", y_kept, inputs.step())
 
 
 @law("without slots, row b is slot b", includes=lambda case: not case.packed)
 def default_slots(case: AnyCase, device: torch.device, inputs: Inputs) -> None:
     given = replace(inputs, slots=torch.arange(case.batch, device=device))
     left_out = given.fresh()
-    require_alike("", left_out, left_out.step(slots=None), given, given.step())
+    require.alike("", left_out, left_out.step(slots=None), given, given.step())
 
 
 @law("`out` is filled and returned, whatever its strides")
@@ -267,17 +258,17 @@ def given_out(case: AnyCase, device: torch.device, inputs: Inputs) -> None:
     *heads, width = want.shape[tokens:]
     buffer = torch.full((*lead, 2, *heads, width + 3), torch.nan, dtype=want.dtype, device=device)
     out = buffer.select(tokens, 1)[..., 1 : width + 1]
-    require(inputs.step(out=out) is out, "the result is not `out`")
-    require_equal_bytes("out", out, want)
+    require.that(inputs.step(out=out) is out, "the result is not `out`")
+    require.equal_bytes("out", out, want)
     around = buffer.select(tokens, 0).isnan().all() and buffer[..., width + 1 :].isnan().all()
-    require(bool(around), "memory around out changed")
+    require.that(bool(around), "memory around out changed")
 
 
 @law("strided activations and expanded parameters change nothing")
 def strided_activations(case: AnyCase, device: torch.device, inputs: Inputs) -> None:
     views = case.as_views(inputs.fresh())
     table = torch.stack([views.slots, views.slots.flip(0)], dim=1)
-    require_alike("", views, views.step(slots=views.at(read=table[:, 0])), inputs, inputs.step())
+    require.alike("", views, views.step(slots=views.at(read=table[:, 0])), inputs, inputs.step())
 
 
 @law("page-strided and unaligned pools work, and nothing between the pages is touched")
@@ -290,14 +281,14 @@ def paged_pool(case: AnyCase, device: torch.device, inputs: Inputs) -> None:
         fresh = inputs.fresh()
         paged = replace(fresh, state=replace(fresh.state, **{name: views for name, (views, _) in pages.items()}))
         pool = f"the pool with offset {offset}, gap {gap}"
-        require_close(pool, paged, paged.step(), want)
+        require.close(pool, paged, paged.step(), want)
         narrower = access_width(paged.state.data) != access_width(dense.state.data)
         summed = inputs.op.sums and (narrower or inputs.op.rings)
-        require_equal_states(pool, paged.state, dense.state, besides=("data", "scale") if summed else ())
+        require.equal_states(pool, paged.state, dense.state, besides=("data", "scale") if summed else ())
         for name, (_, memory) in pages.items():
             filled = memory[offset:].view(case.slots, -1)[:, -gap:]
             around = bool((filled == PAGE_FILL).all() and (memory[:offset] == PAGE_FILL).all())
-            require(around, f"memory between slots of {name} was written")
+            require.that(around, f"memory between slots of {name} was written")
 
 
 PAGE_FILL = 77

@@ -7,16 +7,8 @@ from dataclasses import replace
 import torch
 
 from flashstate.proof import AnyCase, Inputs, oracle
+from flashstate.proof.laws import require
 from flashstate.proof.laws.registry import law
-from flashstate.proof.laws.require import (
-    require,
-    require_alike,
-    require_equal_bytes,
-    require_equal_states,
-    require_fault,
-    require_stored,
-    require_within_budget,
-)
 from flashstate.proof.laws.steps import make_snapshots, writes_elsewhere
 from flashstate.state.formats import decode
 
@@ -38,12 +30,12 @@ def tokens_at_once(case: AnyCase, device: torch.device, inputs: Inputs) -> None:
     outputs = [single.of_tokens(t).step() for t in range(case.tokens)]
     y = inputs.step()
     if inputs.op.exact_at_once:
-        require_equal_bytes("outputs", y, torch.stack(outputs, 1))
+        require.equal_bytes("outputs", y, torch.stack(outputs, 1))
     if inputs.op.stored_at_once:
-        require_stored("the pool", state, slots, single.state.data[slots], state, slots, case.tokens - 1)
+        require.stored("the pool", state, slots, single.state.data[slots], state, slots, case.tokens - 1)
     else:
-        require_within_budget("the pool", inputs.states, single.state.data[slots].double(), want.state_plain)
-    require_equal_states("the batch", state, single.state, slots, besides=("data", "scale"))
+        require.within_budget("the pool", inputs.states, single.state.data[slots].double(), want.state_plain)
+    require.equal_states("the batch", state, single.state, slots, besides=("data", "scale"))
 
 
 @law(
@@ -53,16 +45,16 @@ def tokens_at_once(case: AnyCase, device: torch.device, inputs: Inputs) -> None:
 def packed_equals_dense(case: AnyCase, device: torch.device, inputs: Inputs) -> None:
     packed = inputs.fresh()
     y = packed.step()
-    require(bool((y[sum(case.lengths) :] == 0).all()), "the output of a token that no row has is not zero")
+    require.that(bool((y[sum(case.lengths) :] == 0).all()), "the output of a token that no row has is not zero")
     for row, got in enumerate(packed.per_row(y)):
         alone, slot = inputs.fresh().dense_row(row), inputs.slots[row : row + 1].long()
         if case.same_when_packed(len(got)):
-            require_equal_bytes(f"output of row {row}", got, alone.step()[0])
-            require_equal_states(f"row {row}", packed.state, alone.state, slot)
+            require.equal_bytes(f"output of row {row}", got, alone.step()[0])
+            require.equal_states(f"row {row}", packed.state, alone.state, slot)
         elif len(got):
             want = oracle(alone)
-            require_within_budget(f"output of row {row}", got, want.y, want.y_plain)
-            require_within_budget(f"row {row}", packed.states[row : row + 1], want.state, want.state_plain)
+            require.within_budget(f"output of row {row}", got, want.y, want.y_plain)
+            require.within_budget(f"row {row}", packed.states[row : row + 1], want.state, want.state_plain)
 
 
 def stores_every_token(case: AnyCase) -> bool:
@@ -79,15 +71,15 @@ def per_token_writes(case: AnyCase, device: torch.device, inputs: Inputs) -> Non
     write = torch.arange(case.slots, case.slots + extra, device=device).reshape(case.batch, case.tokens)
     write[0, 0], write[-1, -1] = -1, case.slots + extra  # one token skipped, one past the pool
     y = run.step(slots=run.at(write=write))
-    require_fault("write")
-    require_equal_states("slots that are read", run.state, inputs.state, torch.arange(case.slots, device=device))
+    require.fault("write")
+    require.equal_states("slots that are read", run.state, inputs.state, torch.arange(case.slots, device=device))
     for t in range(case.tokens):
         ends = inputs.fresh()
         prefix = ends.of_tokens(slice(0, t + 1))
-        require_equal_bytes(f"outputs up to token {t}", y[:, : t + 1], prefix.step())
+        require.equal_bytes(f"outputs up to token {t}", y[:, : t + 1], prefix.step())
         goes = (write[:, t] >= 0) & (write[:, t] < case.slots + extra)
         at, kept = (write[goes, t], inputs.slots[goes].long()), inputs.op.left_alone
-        require_equal_states(f"token {t}", run.state, ends.state, *at, besides=kept)
+        require.equal_states(f"token {t}", run.state, ends.state, *at, besides=kept)
 
 
 @law(
@@ -103,22 +95,22 @@ def snapshots_of_every_token(case: AnyCase, device: torch.device, exact: Inputs)
     for update in (True, False):
         run = exact.fresh()
         y_taken = run.step(slots=run.at(snapshot_rows=rows), snapshots=truth.data, update=update)
-        require_alike("", run, y_taken, plain if update else exact, y)
+        require.alike("", run, y_taken, plain if update else exact, y)
     for name, rounding in dict.fromkeys(formats):
         taken = make_snapshots(case, name, rounding, device)
         before = taken.data.clone()
         y_taken = exact.step(slots=exact.at(snapshot_rows=rows), snapshots=taken, update=False)
-        require_equal_bytes(f"output with snapshots in {name}", y_taken, y)
+        require.equal_bytes(f"output with snapshots in {name}", y_taken, y)
         for t in range(case.tokens or 1):
             has = exact.tokens > t
             values = truth.data[rows[has], t]
-            require_stored(f"token {t} in {name}", taken, (rows[has], t), values, exact.state, read[has], t)
-            require_equal_bytes("snapshots of ended rows", taken.data[rows[~has], t], before[rows[~has], t])
+            require.stored(f"token {t} in {name}", taken, (rows[has], t), values, exact.state, read[has], t)
+            require.equal_bytes("snapshots of ended rows", taken.data[rows[~has], t], before[rows[~has], t])
         others = ~torch.isin(torch.arange(case.batch + 2, device=device), rows)
-        require_equal_bytes("other rows of the snapshots", taken.data[others], before[others])
+        require.equal_bytes("other rows of the snapshots", taken.data[others], before[others])
         if (name, rounding) == (case.format, case.rounding):  # the last one of a row is what the call left in the pool
             has, pool = exact.stores, replace(plain.state, data=case.snapshot_of(plain.state.data))
-            require_equal_states("the last snapshots", taken, pool, (rows[has], exact.tokens[has] - 1), read[has])
+            require.equal_states("the last snapshots", taken, pool, (rows[has], exact.tokens[has] - 1), read[has])
 
 
 @law(
@@ -132,14 +124,14 @@ def accepted_slots(case: AnyCase, device: torch.device, inputs: Inputs) -> None:
     read[torch.arange(case.batch, device=device), accepted - 1] = inputs.slots
     chosen, plain = inputs.fresh(), inputs.fresh()
     y = chosen.step(slots=chosen.at(read=read, accepted=accepted))
-    require_alike("", chosen, y, plain, plain.step())
+    require.alike("", chosen, y, plain, plain.step())
     for count in (0, -1, n + 1):
         accepted[0] = count
         run = inputs.fresh()
         first = run.per_row(run.step(slots=run.at(read=read, accepted=accepted)))[0]
-        require(bool((first == 0).all()), f"a row with accepted = {count} is not padding")
-        require_equal_states("its slot", run.state, inputs.state, inputs.slots[:1].long())
-        require_fault("accepted" if count > n else None)
+        require.that(bool((first == 0).all()), f"a row with accepted = {count} is not padding")
+        require.equal_states("its slot", run.state, inputs.state, inputs.slots[:1].long())
+        require.fault("accepted" if count > n else None)
 
 
 TREE = (-1, 0, 0, 2, -1, 4, 3, 5)  # a trunk that forks, and a second root
@@ -159,9 +151,9 @@ def draft_tree(case: AnyCase, device: torch.device, inputs: Inputs) -> None:
             path.insert(0, TREE[path[0]])
         alone = inputs.fresh().of_tokens(path)
         y_alone = alone.step(update=False, snapshots=chain)
-        require_equal_bytes(f"output of token {t}", y[:, t], y_alone[:, -1])
+        require.equal_bytes(f"output of token {t}", y[:, t], y_alone[:, -1])
         batch = torch.arange(case.batch, device=device)
-        require_equal_bytes(f"state after token {t}", taken.data[batch, t], chain.data[batch, len(path) - 1])
+        require.equal_bytes(f"state after token {t}", taken.data[batch, t], chain.data[batch, len(path) - 1])
 
 
 @law(
@@ -179,8 +171,8 @@ def invalid_parents(case: AnyCase, device: torch.device, inputs: Inputs) -> None
         run = inputs.fresh(extra)
         before = run.fresh()
         y = run.step(slots=run.at(write=write, parents=parents))
-        require(bool((y[0, 1:] == 0).all()), f"a token with parent {wrong} gives an output")
-        require_equal_bytes("the token before", y[0, 0], want[0, 0])
-        require_equal_bytes("the other rows", y[1:], want[1:])
-        require_equal_states("their slots", run.state, before.state, write[0, 1:])
-        require_equal_states("the other slots", run.state, plain.state, write[1:].flatten())
+        require.that(bool((y[0, 1:] == 0).all()), f"a token with parent {wrong} gives an output")
+        require.equal_bytes("the token before", y[0, 0], want[0, 0])
+        require.equal_bytes("the other rows", y[1:], want[1:])
+        require.equal_states("their slots", run.state, before.state, write[0, 1:])
+        require.equal_states("the other slots", run.state, plain.state, write[1:].flatten())
