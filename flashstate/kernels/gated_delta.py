@@ -8,9 +8,9 @@ from triton.language.extra.cuda import gdc_wait
 from flashstate.kernels import tiles
 from flashstate.kernels.addressing import Place, batch_size, this_program, token_entry, zero_unused
 from flashstate.kernels.functions import either, sigmoid, softplus
-from flashstate.kernels.slots import ancestor, path_to, read_slot, resolve_snapshot_row, token_range
-from flashstate.kernels.state_io import STREAMING, load_state, random_bits
-from flashstate.kernels.stores import store_after_token, store_last, store_output
+from flashstate.kernels.slots import ancestor, path_to, read_slot, resolve_snapshot_row, token_range, write_slot
+from flashstate.kernels.state_io import STREAMING, load_state, random_bits, store_slot
+from flashstate.kernels.stores import store_after_token, store_output
 from flashstate.launch.kernel import kernel
 
 EPSILON = tl.constexpr(1e-6)  # added to the sum of squares of q and of k before they are normalised
@@ -95,20 +95,6 @@ def decay_of(a, rate, dt_bias):
 
 
 @triton.jit
-def load_beta(tensor, b, t, h, exists, RAW: tl.constexpr):
-    """What token t writes its value with; RAW: before the sigmoid."""
-    beta = tiles.load_or_zero(token_entry(tensor, b, t, h, 1), mask=exists)
-    return sigmoid(beta) if RAW else beta
-
-
-@triton.jit
-def per_row(x):
-    """(rows,) as (rows, 1). By way of three axes: else the compiler gives the tiles of a loop the layout of x, which is
-    that of a sum, and moves them through shared memory."""
-    return tl.reshape(x[:, None, None], (x.shape[0], 1))
-
-
-@triton.jit
 def step_delta(s, factor, k, k_factor, v, decay, beta, exists, PER_COLUMNS: tl.constexpr):
     """A state, chunk by chunk, through one more token: decayed, u, and after it. factor: of every row of s, (rows, 1),
     or 1; k_factor: of k. Where there is no such token the state stays as it is: s * 1 + -0.0 * 0."""
@@ -116,7 +102,9 @@ def step_delta(s, factor, k, k_factor, v, decay, beta, exists, PER_COLUMNS: tl.c
     for i in tl.static_range(len(s)):
         decayed = decayed + (s[i] * (tl.where(exists, decay[i], 1.0) * factor),)
     u = beta * (v - tiles.dot_rows(decayed, k, PER_COLUMNS) * k_factor)
-    w = per_row(tl.where(exists, u * k_factor, tiles.minus_zero()))
+    # (rows, 1), by way of three axes: else the compiler gives the tiles of a loop the layout of w, which is that of a
+    # sum, and moves them through shared memory.
+    w = tl.reshape(tl.where(exists, u * k_factor, tiles.minus_zero())[:, None, None], (u.shape[0], 1))
     after = ()
     for i in tl.static_range(len(s)):
         after = after + (tl.fma(w, k[i], decayed[i]),)
@@ -130,12 +118,15 @@ def load_delta_update(
 ):  # fmt: skip
     """What token t steps the state with: k and its factor, v, decay and beta. pieces: of k."""
     k_at, v_at, a_at, beta_at = updates
-    b, h, g, offs_d, _ = place
-    mask_d = offs_d < FORM.ROWS
+    b, h, g, offs_d, mask_d = place
     k = tiles.load_columns(k_at, b, t, g, exists, FORM.ALIGNMENT, FORM)
     v = tiles.load_rows(token_entry(v_at, b, t, h, FORM.ALIGNMENT), offs_d, mask_d, exists)
     alpha = load_alpha(a_at, b, t, h, exists, rate, dt_bias, PER_CHANNEL, FORM)
-    return k, length_factor(pieces, QK_L2NORM), v, alpha, load_beta(beta_at, b, t, h, exists, rate is not None)
+    k_factor = length_factor(pieces, QK_L2NORM)
+    beta = tiles.load_or_zero(token_entry(beta_at, b, t, h, 1), mask=exists)
+    if rate is not None:
+        beta = sigmoid(beta)
+    return k, k_factor, v, alpha, beta
 
 
 @triton.jit
@@ -279,6 +270,6 @@ def gated_delta_step_kernel(
 
     if STORES == "last":
         goes = live & (count > 0)
-        store_last(pool, write, b, slot, goes, slots, tile, s, random, FORM)
+        store_slot(pool, write_slot(write, b, slot, goes, slots), tile, s, random, FORM)
     if cu_seqlens_ptr is not None:
         zero_unused(out, cu_seqlens_ptr, b, h, offs_d, mask_d, tokens, batch_size(H, ROWS, BLOCK_ROWS))

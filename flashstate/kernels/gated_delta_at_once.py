@@ -224,9 +224,7 @@ def gated_delta_at_once_kernel(
         beta = sigmoid(beta)
     if TILES == 1:
         multiplied = multiply_tile(stored, live, kq, dtype, PADDING, FORM)
-    with_each_other = tl.zeros([2 * TOKENS, 2 * TOKENS], tl.float32)
-    for i in tl.static_range(len(kq)):
-        with_each_other = tensor_cores.dot_terms(kq[i], tensor_cores.transposed(kq[i]), with_each_other)
+    with_each_other = tensor_cores.products(kq, kq)
     scale = factors(with_each_other, q_scale, TOKENS, QK_L2NORM)
     with_k, _ = tensor_cores.upper_and_lower(with_each_other * scale[:, None] * scale[None, :])
     steps = unit_steps(alpha, beta, with_k, scale, count, TOKENS)

@@ -7,9 +7,9 @@ from triton.language.extra.cuda import gdc_wait
 from flashstate.kernels import tiles
 from flashstate.kernels.addressing import Place, batch_size, this_program, token_entry, zero_unused
 from flashstate.kernels.functions import either, silu, softplus
-from flashstate.kernels.slots import ancestor, path_to, read_slot, resolve_snapshot_row, token_range
-from flashstate.kernels.state_io import EVICT_FIRST, load_state, random_bits
-from flashstate.kernels.stores import store_after_token, store_last, store_output
+from flashstate.kernels.slots import ancestor, path_to, read_slot, resolve_snapshot_row, token_range, write_slot
+from flashstate.kernels.state_io import EVICT_FIRST, load_state, random_bits, store_slot
+from flashstate.kernels.stores import store_after_token, store_output
 from flashstate.launch.kernel import kernel
 
 
@@ -184,6 +184,6 @@ def mamba2_step_kernel(
 
     if STORES == "last":
         goes = live if ONE_TOKEN else live & (count > 0)
-        store_last(pool, write, b, slot, goes, slots, tile, s, random, FORM)
+        store_slot(pool, write_slot(write, b, slot, goes, slots), tile, s, random, FORM)
     if cu_seqlens_ptr is not None:
         zero_unused(out, cu_seqlens_ptr, b, h, offs_d, mask_d, tokens, batch_size(H, ROWS, BLOCK_ROWS))

@@ -21,18 +21,9 @@ from flashstate.kernels.functions import gate, softplus
 from flashstate.kernels.replay_token import replay_token
 from flashstate.kernels.slots import load_seed
 from flashstate.kernels.state_io import BEFORE_THE_FIRST_TOKEN, EVICT_FIRST, STREAMING
-from flashstate.kernels.tensor_cores import as_in_memory, dot_terms, terms_of, transposed
+from flashstate.kernels.tensor_cores import as_in_memory, dot_terms, products, terms_of, transposed
 from flashstate.kernels.tiles import form_of, tile_at
 from flashstate.launch.kernel import kernel
-
-
-@triton.jit
-def products(terms, C):
-    """The products of chunks of state, terms each, with C of all tokens, (rows, tokens)."""
-    y = tl.zeros([terms[0][0].shape[0], C[0][0].shape[0]], tl.float32)
-    for i in tl.static_range(len(terms)):
-        y = dot_terms(terms[i], transposed(C[i]), y)
-    return y
 
 
 @triton.jit
@@ -148,9 +139,7 @@ def replay_tiles(
         old_B = replay_window.load_chunks(ring_B + ring_row * COLS, lives, FOLD_TERMS, WIDTH, FORM)
         seed = load_seed(seed_ptr, slot, known, FORM.ROUNDING != "nearest" and KIND.UPDATE)
         old_weight, alpha = tl.zeros([KIND.ROOM], tl.float32), 0.0
-    with_C = tl.zeros([KIND.ROOM, KIND.TOKENS], tl.float32)
-    for i in tl.static_range(len(B)):
-        with_C = dot_terms(B[i], transposed(C_for_B[i]), with_C)
+    with_C = products(B, C_for_B)
     last = base + t
     weights, decay = with_C, tl.zeros([KIND.TOKENS], tl.float32)
     if KIND.UPDATE and first_tile == 0:

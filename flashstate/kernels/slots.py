@@ -106,12 +106,6 @@ def token_range(cu_seqlens_ptr, b, tokens, ONE_TOKEN: tl.constexpr):
 
 
 @triton.jit
-def unused_tokens(cu_seqlens_ptr, batch, tokens):
-    """Where on the token axis the first row's tokens start and the last row's end: no row has those outside."""
-    return bound(tl.load(cu_seqlens_ptr), tokens), bound(tl.load(cu_seqlens_ptr + batch), tokens)
-
-
-@triton.jit
 def bound(number, tokens):
     """A boundary of packed tokens, int32: the nearest that a token axis of this length has."""
     return tl.minimum(tl.maximum(number, 0), tokens).to(tl.int32)

@@ -75,21 +75,15 @@ def prefetch_rows(ptr, offset, live, h, first_row, COUNT: tl.constexpr, FORM: tl
 
 
 @triton.jit
-def load_scale(ptr, offset, live, tile):
-    """What the rows of a tile are to be multiplied with once they are decoded: (rows, 1), or 1."""
-    if ptr is None:
-        return 1.0
-    else:
-        mask_rows = tl.where(live, tile.mask_rows, False)
-        return tl.load(ptr + offset + tile.rows, mask=mask_rows, eviction_policy="evict_first")[:, None]
-
-
-@triton.jit
 def load_codes(pool, slot, live, tile, FORM: tl.constexpr, WHOLE: tl.constexpr = False):
-    """What load_scale gives of a tile of a slot, and what is stored in it, bfloat16 as its bits: undefined in rows
-    where masked, zero in columns that do not exist. WHOLE: the slot is live, and all rows and columns exist."""
+    """What the rows of a tile of a slot are to be multiplied with once they are decoded, (rows, 1) or 1, and what is
+    stored in it, bfloat16 as its bits: undefined in rows where masked, zero in columns that do not exist. WHOLE: the
+    slot is live, and all rows and columns exist."""
     ptr, scale_ptr, slot_stride, scale_stride = pool
-    factor = load_scale(scale_ptr, slot * scale_stride, live, tile)
+    factor = 1.0
+    if scale_ptr is not None:
+        scale_ptrs, mask = scale_ptr + slot * scale_stride + tile.rows, tl.where(live, tile.mask_rows, False)
+        factor = tl.load(scale_ptrs, mask=mask, eviction_policy="evict_first")[:, None]
     tile_start = tile_ptr(ptr, slot * slot_stride, tile, FORM)
     if ptr.dtype.element_ty == tl.bfloat16:
         tile_start = tile_start.to(tl.pointer_type(tl.uint16), bitcast=True)
