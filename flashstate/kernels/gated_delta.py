@@ -41,10 +41,7 @@ def dot_pieces(x, y):
 @triton.jit
 def length_factor(x, QK_L2NORM: tl.constexpr):
     """What makes a vector of pieces one of length 1."""
-    if QK_L2NORM:
-        return tl.rsqrt(dot_pieces(x, x) + EPSILON)
-    else:
-        return 1.0
+    return tl.rsqrt(dot_pieces(x, x) + EPSILON) if QK_L2NORM else 1.0
 
 
 @triton.jit
@@ -220,9 +217,7 @@ def gated_delta_step_kernel(
     if PADDING == "fresh":
         s, factor = tiles.zero_unless(live, s, factor)
     initial, initial_factor = s, factor
-    rate = None  # a is the log-decay itself
-    if A_log_ptr is not None:
-        rate = load_rate(A_log_ptr, h)
+    rate = None if A_log_ptr is None else load_rate(A_log_ptr, h)  # None: a is the log-decay itself
     dt_bias = load_bias(dt_bias_ptr, h, BIAS_PER_CHANNEL, FORM)
     if STORES == "last":  # drawn while the state is on its way
         random = random_bits((seed, count - 1, stream), tile, FORM)

@@ -196,11 +196,8 @@ def gated_delta_at_once_kernel(
         drawing = (seed, count - 1, stream)
         tile = tile_at(h, first_row, FORM)
         stored = state_io.load_tile(pool, slot, live, tile, drawing, FORM)
-    rate, dt_bias = None, 0.0  # without a rate, a is the log-decay itself
-    if A_log_ptr is not None:
-        rate = load_rate(A_log_ptr, h)
-    if dt_bias_ptr is not None:
-        dt_bias = tl.load(dt_bias_ptr + h).to(tl.float32)
+    rate = None if A_log_ptr is None else load_rate(A_log_ptr, h)  # None: a is the log-decay itself
+    dt_bias = 0.0 if dt_bias_ptr is None else tl.load(dt_bias_ptr + h).to(tl.float32)
 
     if EARLY:  # what tokens bring may come from the kernel in front; a single tile is on its way
         gdc_wait()
@@ -232,8 +229,7 @@ def gated_delta_at_once_kernel(
 
     to = slot
     if STORES == "last":
-        goes = live & (count > 0)
-        to = write_slot((write_ptr, write_stride), b, slot, goes, slots)
+        to = write_slot((write_ptr, write_stride), b, slot, live & (count > 0), slots)
     for i in tl.range(TILES, num_stages=STAGES):
         tile_row = first_row + i * BLOCK_ROWS
         offs_d = tile_row + tl.arange(0, BLOCK_ROWS)

@@ -29,10 +29,7 @@ def load_rank_weights(ptr, offs_d, r, h, KIND: tl.constexpr):
     else:
         entries = ((r * KIND.H + h) * ROWS)[None, :] + offs_d[:, None]
         mask = (offs_d < ROWS)[:, None] & (r < KIND.RANK)[None, :]
-    if ptr is None:
-        return tl.where(mask, 1.0, 0.0)
-    else:
-        return tiles.load_or_zero(ptr + entries, mask=mask)
+    return tl.where(mask, 1.0, 0.0) if ptr is None else tiles.load_or_zero(ptr + entries, mask=mask)
 
 
 @triton.jit
@@ -40,9 +37,7 @@ def load_weights(weights, offs_d, r, h, KIND: tl.constexpr):
     """Wx, Wz and Wo of these rows."""
     Wx_ptr, Wz_ptr, Wo_ptr = weights
     Wx = load_rank_weights(Wx_ptr, offs_d, r, h, KIND)
-    Wz = Wx
-    if KIND.GATED:
-        Wz = load_rank_weights(Wz_ptr, offs_d, r, h, KIND)
+    Wz = load_rank_weights(Wz_ptr, offs_d, r, h, KIND) if KIND.GATED else Wx
     return Wx, Wz, load_rank_weights(Wo_ptr, offs_d, r, h, KIND)
 
 
@@ -50,9 +45,7 @@ def load_weights(weights, offs_d, r, h, KIND: tl.constexpr):
 def load_row_inputs(x_at, z_at, b, t, h, offs_d, KIND: tl.constexpr):
     """x and z of token t for these rows."""
     x = tiles.load_rows(token_entry(x_at, b, t, h, 1), offs_d, offs_d < KIND.FORM.ROWS, True)
-    z = x
-    if KIND.GATED:
-        z = tiles.load_rows(token_entry(z_at, b, t, h, 1), offs_d, offs_d < KIND.FORM.ROWS, True)
+    z = tiles.load_rows(token_entry(z_at, b, t, h, 1), offs_d, offs_d < KIND.FORM.ROWS, True) if KIND.GATED else x
     return x, z
 
 
@@ -303,16 +296,12 @@ def mamba3_step_kernel(
         weights = load_weights(weight_ptrs, offs_d, r, h, KIND)
         if ONE_TOKEN:
             x, z = load_row_inputs(x_at, z_at, b, first, h, offs_d, KIND)
-    D = 0.0
-    if D_ptr is not None:
-        D = tl.load(D_ptr + h).to(tl.float32)
+    D = 0.0 if D_ptr is None else tl.load(D_ptr + h).to(tl.float32)
     if ONE_TOKEN:
         token = mamba3_token.load_token(inputs, b, first, h, g, r, exists, KIND)
 
     goes = live if ONE_TOKEN else live & (count > 0)
-    to = slot
-    if STORES == "last":
-        to = write_slot(write, b, slot, goes, slots)
+    to = write_slot(write, b, slot, goes, slots) if STORES == "last" else slot
     if ONE_TOKEN:
         factors, theta, now, C = mamba3_token.prepare_token(token, theta, KIND)
         vectors = mamba3_token.vectors_of(now, before, C, KIND)

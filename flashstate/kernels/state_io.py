@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from flashstate.kernels import ptx
-from flashstate.kernels.functions import divide, maximum_or_nan, next_below, philox, product_exceeds
+from flashstate.kernels.functions import divide, maximum_or_nan, philox, product_exceeds
 from flashstate.kernels.ptx import LINE
 from flashstate.kernels.tensor_cores import terms_of
 from flashstate.kernels.tiles import as_accessed, as_rows, chunk_at
@@ -302,7 +302,8 @@ def to_scaled(v, dtype: tl.constexpr, TARGET: tl.constexpr):
     amax = tl.where(normal, amax, largest)
     huge = tl.where(amax >= 18446744073709551616.0, 5.421010862427522e-20, 1.0)  # 2^64, 2^-64: no reciprocal is tiny
     e = divide(largest, amax * huge, TARGET) * huge
-    e = tl.where(product_exceeds(e, amax, largest, TARGET), next_below(e), e)
+    exceeds = product_exceeds(e, amax, largest, TARGET)
+    e = tl.where(exceeds, (e.to(tl.int32, bitcast=True) - 1).to(tl.float32, bitcast=True), e)  # the next smaller one
     scale = tl.minimum(divide(1.0, e, TARGET), largest_scale(dtype))
     return e, tl.where(normal, scale, tl.where(finite, 1.0, float("nan"))), normal
 

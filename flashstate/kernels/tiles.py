@@ -125,10 +125,7 @@ def as_rows(chunk):
 @triton.jit
 def as_accessed(chunk, shape: tl.constexpr):
     """A chunk as chunk_at has it, in that shape, from one of rows and columns."""
-    if len(shape) == 2:
-        return chunk
-    else:
-        return tl.permute(tl.reshape(chunk, (shape[0], shape[2], shape[1])), (0, 2, 1))
+    return chunk if len(shape) == 2 else tl.permute(tl.reshape(chunk, (shape[0], shape[2], shape[1])), (0, 2, 1))
 
 
 @triton.jit
@@ -177,10 +174,7 @@ def load_rows(ptr, offs_d, mask_d, exists):
 @triton.jit
 def load_head(ptr, offs_d, mask_d, exists, PER_ROW: tl.constexpr):
     """A value for each row of a head, (BLOCK_ROWS,), or one for all; zero where nothing exists."""
-    if PER_ROW:
-        return load_rows(ptr, offs_d, mask_d, exists)
-    else:
-        return load_or_zero(ptr, mask=exists)
+    return load_rows(ptr, offs_d, mask_d, exists) if PER_ROW else load_or_zero(ptr, mask=exists)
 
 
 @triton.jit
