@@ -99,9 +99,7 @@ def convolve(u, weights, bias, ACTIVATION: tl.constexpr, TARGET: tl.constexpr):
     y = bias
     for i in tl.static_range(len(u)):
         y = tl.fma(weights[i], u[i], y)
-    if ACTIVATION == "silu":
-        y = gate(y, TARGET)
-    return y
+    return gate(y, TARGET) if ACTIVATION == "silu" else y
 
 
 @triton.jit

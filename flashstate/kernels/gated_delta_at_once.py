@@ -227,9 +227,7 @@ def gated_delta_at_once_kernel(
     steps = unit_steps(alpha, beta, with_k, scale, count, TOKENS)
     TERMS: tl.constexpr = state_io.update_terms(dtype, v_ptr.dtype.element_ty)
 
-    to = slot
-    if STORES == "last":
-        to = write_slot((write_ptr, write_stride), b, slot, live & (count > 0), slots)
+    to = write_slot((write_ptr, write_stride), b, slot, live & (count > 0), slots) if STORES == "last" else slot
     for i in tl.range(TILES, num_stages=STAGES):
         tile_row = first_row + i * BLOCK_ROWS
         offs_d = tile_row + tl.arange(0, BLOCK_ROWS)

@@ -118,9 +118,7 @@ def step_operand(s, v, x, z, factors, vectors, weights, D, KIND: tl.constexpr):
         terms = tensor_cores.terms_of(after[i], KIND.OUT_TERMS, KIND.TARGET)
         y, rest = tensor_cores.dot_terms_apart(terms, across[i], y, rest)
     y += rest
-    gate = Wo
-    if KIND.GATED:
-        gate *= silu(z[:, None] * Wz)
+    gate = Wo * silu(z[:, None] * Wz) if KIND.GATED else Wo
     return after, tl.fma(tensor_cores.in_rows(y), gate, tl.where(now, Wx, 0.0) * gate * (D * x)[:, None])
 
 

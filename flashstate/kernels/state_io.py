@@ -91,10 +91,8 @@ def load_codes(pool, slot, live, tile, FORM: tl.constexpr, WHOLE: tl.constexpr =
     codes = ()
     for k in tl.static_range(len(tile.masks)):
         ptrs, mask = chunk_at(tile_start, tile, k, FORM)
-        if WHOLE:
-            code = as_rows(tl.load(ptrs, eviction_policy=policy))
-        else:
-            code = as_rows(tl.load(ptrs, mask=tl.where(live, mask, False), eviction_policy=policy))
+        exists = None if WHOLE else tl.where(live, mask, False)
+        code = as_rows(tl.load(ptrs, mask=exists, eviction_policy=policy))
         if FORM.COLS < (k + 1) * FORM.CHUNK:
             code = tl.where(tile.masks[k], code, 0).to(code.dtype)
         codes = codes + (code,)
