@@ -115,7 +115,8 @@ def load_delta_update(
 ):  # fmt: skip
     """What token t steps the state with: k and its factor, v, decay and beta. pieces: of k."""
     k_at, v_at, a_at, beta_at = updates
-    b, h, g, offs_d, mask_d = place
+    b, h, g, offs_d, _ = place
+    mask_d = offs_d < FORM.ROWS
     k = tiles.load_columns(k_at, b, t, g, exists, FORM.ALIGNMENT, FORM)
     v = tiles.load_rows(token_entry(v_at, b, t, h, FORM.ALIGNMENT), offs_d, mask_d, exists)
     alpha = load_alpha(a_at, b, t, h, exists, rate, dt_bias, PER_CHANNEL, FORM)

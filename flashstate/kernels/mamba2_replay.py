@@ -139,7 +139,9 @@ def replay_tiles(
         old_B = replay_window.load_chunks(ring_B + ring_row * COLS, lives, FOLD_TERMS, WIDTH, FORM)
         seed = load_seed(seed_ptr, slot, known, FORM.ROUNDING != "nearest" and KIND.UPDATE)
         old_weight, alpha = tl.zeros([KIND.ROOM], tl.float32), 0.0
-    with_C = products(B, C_for_B)
+    with_C = tl.zeros([KIND.ROOM, KIND.TOKENS], tl.float32)
+    for i in tl.static_range(len(B)):
+        with_C = dot_terms(B[i], transposed(C_for_B[i]), with_C)
     last = base + t
     weights, decay = with_C, tl.zeros([KIND.TOKENS], tl.float32)
     if KIND.UPDATE and first_tile == 0:

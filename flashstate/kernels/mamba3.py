@@ -189,8 +189,8 @@ def store_v(v_at, to, h, offs_d, v, KIND: tl.constexpr):
     """Store v of these rows of a head in slot `to`, unless that is -1 or the call stores no v."""
     v_ptr, v_stride = v_at
     if KIND.STORES_KV:
-        ptrs = v_ptr + to * v_stride + h * KIND.FORM.ROWS + offs_d
-        tl.store(ptrs, v.to(v_ptr.dtype.element_ty), mask=tl.where(to >= 0, offs_d < KIND.FORM.ROWS, False))
+        entry, mask_d, goes = v_ptr + to * v_stride + h * KIND.FORM.ROWS, offs_d < KIND.FORM.ROWS, to >= 0
+        tl.store(entry + offs_d, v.to(v_ptr.dtype.element_ty), mask=tl.where(goes, mask_d, False))
 
 
 @triton.jit

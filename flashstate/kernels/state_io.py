@@ -82,8 +82,8 @@ def load_codes(pool, slot, live, tile, FORM: tl.constexpr, WHOLE: tl.constexpr =
     ptr, scale_ptr, slot_stride, scale_stride = pool
     factor = 1.0
     if scale_ptr is not None:
-        scale_ptrs, mask = scale_ptr + slot * scale_stride + tile.rows, tl.where(live, tile.mask_rows, False)
-        factor = tl.load(scale_ptrs, mask=mask, eviction_policy="evict_first")[:, None]
+        offset, mask = slot * scale_stride, tl.where(live, tile.mask_rows, False)
+        factor = tl.load(scale_ptr + offset + tile.rows, mask=mask, eviction_policy="evict_first")[:, None]
     tile_start = tile_ptr(ptr, slot * slot_stride, tile, FORM)
     if ptr.dtype.element_ty == tl.bfloat16:
         tile_start = tile_start.to(tl.pointer_type(tl.uint16), bitcast=True)
