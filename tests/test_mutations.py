@@ -135,14 +135,15 @@ MISTAKES = (
             lambda f: lambda *given: f(*given[:-1], None)),
 )
 KERNEL = "flashstate.kernels.mamba2"
+DOT_ROWS = "flashstate.kernels.tiles.dot_rows"
 IN_KERNELS = (
     Mistake("the null slot is a slot", "a padding row gives zero", ONE, f"{KERNEL}.read_slot",
             lambda f: lambda read, b, slots, *rest: f(read, b, (slots[0], -1, slots[2]), *rest)),
     Mistake("bits of the first token are drawn for the last", "T tokens at once", SEVERAL, f"{KERNEL}.random_bits",
             lambda f: lambda drawing, *rest: f((drawing[0], drawing[1] * 0, drawing[2]), *rest)),
-    Mistake("a sum is a little too small", "output and state", ONE, f"{KERNEL}.dot_rows",
+    Mistake("a sum is a little too small", "output and state", ONE, DOT_ROWS,
             lambda f: lambda s, C, VECTOR: f(s, C, VECTOR) * 0.9999),
-    Mistake("a sum counts the rows of its tile", "the launch config", ONE, f"{KERNEL}.dot_rows",
+    Mistake("a sum counts the rows of its tile", "the launch config", ONE, DOT_ROWS,
             lambda f: lambda s, C, VECTOR: f(s, C, VECTOR) + s[0].shape[0]),
 )
 # fmt: on

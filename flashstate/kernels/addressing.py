@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from flashstate.kernels.slots import unused_tokens
+from flashstate.kernels.slots import bound
 
 
 class Place(NamedTuple):
@@ -56,7 +56,7 @@ def token_entry(tensor, b, t, h, ALIGNMENT: tl.constexpr):
 def zero_unused(out, cu_seqlens_ptr, b, h, offsets, mask, tokens, batch):
     """Zero the output of the tokens that no row has, at these offsets from head h; the rows share the work."""
     zero = tl.zeros(offsets.shape, out[0].dtype.element_ty)
-    start, end = unused_tokens(cu_seqlens_ptr, batch, tokens)
+    start, end = bound(tl.load(cu_seqlens_ptr), tokens), bound(tl.load(cu_seqlens_ptr + batch), tokens)
     for index in range(b, start + tokens - end, batch):
         t = tl.where(index < start, b * 0 + index, end + index - start)
         tl.store(token_entry(out, b, t, h, 1) + offsets, zero, mask=mask)

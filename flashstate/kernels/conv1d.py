@@ -68,18 +68,6 @@ def first_entry(slot, b, accepted_ptr, positions_ptr, length, fault_ptr, WIDTH: 
 
 
 @triton.jit
-def entry_of_token(
-    t, count, from_entry, length, WIDTH: tl.constexpr, HISTORY: tl.constexpr, MODE: tl.constexpr
-):  # fmt: skip
-    """Whether token t of a call stays in a window that rolls back or is a ring, and in which entry: behind the history,
-    if there is room; or at its position, if no later token falls there."""
-    if MODE == "rollback":
-        return HISTORY + t < length, HISTORY + t
-    else:
-        return t >= count - length, in_ring(from_entry + (WIDTH - 1) + t, length)
-
-
-@triton.jit
 def in_ring(entry, length):
     """An entry of a ring: a number from 0 to length - 1, also of one below 0."""
     entry = entry % length
@@ -111,9 +99,7 @@ def convolve(u, weights, bias, ACTIVATION: tl.constexpr, TARGET: tl.constexpr):
     y = bias
     for i in tl.static_range(len(u)):
         y = tl.fma(weights[i], u[i], y)
-    if ACTIVATION == "silu":
-        y = gate(y, TARGET)
-    return y
+    return gate(y, TARGET) if ACTIVATION == "silu" else y
 
 
 @triton.jit
@@ -277,7 +263,9 @@ def conv1d_step_kernel(
             floats = either(exists, u[1:], floats)
 
             if STORES == "last" and MODE != "shift":
-                stays, place = entry_of_token(t, count, from_entry, length, WIDTH, HISTORY, MODE)
+                # Behind the history, if there is room; or in a ring at its position, if no later token falls there.
+                stays = HISTORY + t < length if MODE == "rollback" else t >= count - length
+                place = HISTORY + t if MODE == "rollback" else in_ring(from_entry + (WIDTH - 1) + t, length)
                 stays = tl.where(exists, goes & stays, False)
                 store_entries(windows, base, place, (x,), channels, stays, WINDOW_ROWS)
             known = runs & (t < longest)

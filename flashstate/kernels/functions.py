@@ -30,20 +30,14 @@ def silu(x):
 @triton.jit
 def gate(x, TARGET: tl.constexpr):
     """silu, in as few instructions as there are."""
-    if has_ptx(TARGET):
-        return silu_ptx(x)
-    else:
-        return silu(x)
+    return silu_ptx(x) if has_ptx(TARGET) else silu(x)
 
 
 @triton.jit
 def divide(a: tl.constexpr, b, TARGET: tl.constexpr):
     """a / b, rounded to nearest, where b, its reciprocal and the quotient are normal."""
     a = tl.full(b.shape, a, tl.float32)
-    if has_ptx(TARGET):
-        return divide_ptx(a, b)
-    else:
-        return tl.div_rn(a, b)
+    return divide_ptx(a, b) if has_ptx(TARGET) else tl.div_rn(a, b)
 
 
 @triton.jit
@@ -59,12 +53,6 @@ def product_exceeds(a, b, bound: tl.constexpr, TARGET: tl.constexpr):
         return a.to(tl.float64) * b.to(tl.float64) > bound
     else:
         return tl.fma(a, b, -bound) > 0.0
-
-
-@triton.jit
-def next_below(v):
-    """The next smaller of positive float32 values."""
-    return (v.to(tl.int32, bitcast=True) - 1).to(tl.float32, bitcast=True)
 
 
 @triton.jit

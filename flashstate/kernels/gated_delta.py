@@ -5,22 +5,12 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
+from flashstate.kernels import tiles
 from flashstate.kernels.addressing import Place, batch_size, this_program, token_entry, zero_unused
 from flashstate.kernels.functions import either, sigmoid, softplus
-from flashstate.kernels.slots import ancestor, path_to, read_slot, resolve_snapshot_row, token_range
-from flashstate.kernels.state_io import STREAMING, load_state, random_bits
-from flashstate.kernels.stores import store_after_token, store_last, store_output
-from flashstate.kernels.tiles import (
-    dot_rows,
-    form_of,
-    load_columns,
-    load_or_zero,
-    load_rows,
-    minus_zero,
-    stored_as,
-    tile_at,
-    zero_unless,
-)
+from flashstate.kernels.slots import ancestor, path_to, read_slot, resolve_snapshot_row, token_range, write_slot
+from flashstate.kernels.state_io import STREAMING, load_state, random_bits, store_slot
+from flashstate.kernels.stores import store_after_token, store_output
 from flashstate.launch.kernel import kernel
 
 EPSILON = tl.constexpr(1e-6)  # added to the sum of squares of q and of k before they are normalised
@@ -35,7 +25,7 @@ def load_pieces(tensor, b, t, g, exists, FORM: tl.constexpr):
     pieces = ()
     for i in tl.static_range((FORM.BLOCK_COLS + PIECE - 1) // PIECE):
         cols = i * PIECE + tl.arange(0, PIECE)
-        pieces = pieces + (load_or_zero(entry + cols, mask=tl.where(exists, cols < FORM.COLS, False)),)
+        pieces = pieces + (tiles.load_or_zero(entry + cols, mask=tl.where(exists, cols < FORM.COLS, False)),)
     return pieces
 
 
@@ -51,10 +41,7 @@ def dot_pieces(x, y):
 @triton.jit
 def length_factor(x, QK_L2NORM: tl.constexpr):
     """What makes a vector of pieces one of length 1."""
-    if QK_L2NORM:
-        return tl.rsqrt(dot_pieces(x, x) + EPSILON)
-    else:
-        return 1.0
+    return tl.rsqrt(dot_pieces(x, x) + EPSILON) if QK_L2NORM else 1.0
 
 
 @triton.jit
@@ -68,7 +55,7 @@ def load_bias(ptr, h, PER_CHANNEL: tl.constexpr, FORM: tl.constexpr):
     """dt_bias of the head, for each chunk of a tile; zeros if there is none."""
     if PER_CHANNEL and ptr is not None:
         zero = h * 0
-        return load_columns((ptr, zero, zero, zero + FORM.COLS), zero, zero, h, True, 1, FORM)
+        return tiles.load_columns((ptr, zero, zero, zero + FORM.COLS), zero, zero, h, True, 1, FORM)
     else:
         return for_chunks(0.0 if ptr is None else tl.load(ptr + h).to(tl.float32), FORM)
 
@@ -86,13 +73,13 @@ def for_chunks(value, FORM: tl.constexpr):
 def load_alpha(tensor, b, t, h, exists, rate, dt_bias, PER_CHANNEL: tl.constexpr, FORM: tl.constexpr):
     """alpha of token t for each chunk of a tile: of its columns, or that of the head. Without a rate: see decay_of."""
     if PER_CHANNEL:
-        a = load_columns(tensor, b, t, h, exists, 1, FORM)
+        a = tiles.load_columns(tensor, b, t, h, exists, 1, FORM)
         alpha = ()
         for i in tl.static_range(len(a)):
             alpha = alpha + (decay_of(a[i], rate, dt_bias[i]),)
         return alpha
     else:
-        a = load_or_zero(token_entry(tensor, b, t, h, 1), mask=exists)
+        a = tiles.load_or_zero(token_entry(tensor, b, t, h, 1), mask=exists)
         return for_chunks(decay_of(a, rate, dt_bias[0]), FORM)
 
 
@@ -105,28 +92,16 @@ def decay_of(a, rate, dt_bias):
 
 
 @triton.jit
-def load_beta(tensor, b, t, h, exists, RAW: tl.constexpr):
-    """What token t writes its value with; RAW: before the sigmoid."""
-    beta = load_or_zero(token_entry(tensor, b, t, h, 1), mask=exists)
-    return sigmoid(beta) if RAW else beta
-
-
-@triton.jit
-def per_row(x):
-    """(rows,) as (rows, 1). By way of three axes: else the compiler gives the tiles of a loop the layout of x, which is
-    that of a sum, and moves them through shared memory."""
-    return tl.reshape(x[:, None, None], (x.shape[0], 1))
-
-
-@triton.jit
 def step_delta(s, factor, k, k_factor, v, decay, beta, exists, PER_COLUMNS: tl.constexpr):
     """A state, chunk by chunk, through one more token: decayed, u, and after it. factor: of every row of s, (rows, 1),
     or 1; k_factor: of k. Where there is no such token the state stays as it is: s * 1 + -0.0 * 0."""
     decayed = ()
     for i in tl.static_range(len(s)):
         decayed = decayed + (s[i] * (tl.where(exists, decay[i], 1.0) * factor),)
-    u = beta * (v - dot_rows(decayed, k, PER_COLUMNS) * k_factor)
-    w = per_row(tl.where(exists, u * k_factor, minus_zero()))
+    u = beta * (v - tiles.dot_rows(decayed, k, PER_COLUMNS) * k_factor)
+    # (rows, 1), by way of three axes: else the compiler gives the tiles of a loop the layout of w, which is that of a
+    # sum, and moves them through shared memory.
+    w = tl.reshape(tl.where(exists, u * k_factor, tiles.minus_zero())[:, None, None], (u.shape[0], 1))
     after = ()
     for i in tl.static_range(len(s)):
         after = after + (tl.fma(w, k[i], decayed[i]),)
@@ -142,10 +117,14 @@ def load_delta_update(
     k_at, v_at, a_at, beta_at = updates
     b, h, g, offs_d, _ = place
     mask_d = offs_d < FORM.ROWS
-    k = load_columns(k_at, b, t, g, exists, FORM.ALIGNMENT, FORM)
-    v = load_rows(token_entry(v_at, b, t, h, FORM.ALIGNMENT), offs_d, mask_d, exists)
+    k = tiles.load_columns(k_at, b, t, g, exists, FORM.ALIGNMENT, FORM)
+    v = tiles.load_rows(token_entry(v_at, b, t, h, FORM.ALIGNMENT), offs_d, mask_d, exists)
     alpha = load_alpha(a_at, b, t, h, exists, rate, dt_bias, PER_CHANNEL, FORM)
-    return k, length_factor(pieces, QK_L2NORM), v, alpha, load_beta(beta_at, b, t, h, exists, rate is not None)
+    k_factor = length_factor(pieces, QK_L2NORM)
+    beta = tiles.load_or_zero(token_entry(beta_at, b, t, h, 1), mask=exists)
+    if rate is not None:
+        beta = sigmoid(beta)
+    return k, k_factor, v, alpha, beta
 
 
 @triton.jit
@@ -157,7 +136,7 @@ def load_delta_token(
     q_pieces = load_pieces(q_at, place.b, t, place.g, exists, FORM)
     k_pieces = load_pieces(updates[0], place.b, t, place.g, exists, FORM)
     update = load_delta_update(updates, place, t, exists, rate, dt_bias, k_pieces, QK_L2NORM, PER_CHANNEL, FORM)
-    q = load_columns(q_at, place.b, t, place.g, exists, FORM.ALIGNMENT, FORM)
+    q = tiles.load_columns(q_at, place.b, t, place.g, exists, FORM.ALIGNMENT, FORM)
     q_factor = length_factor(q_pieces, QK_L2NORM) * q_scale
     return update, q, q_factor, dot_pieces(k_pieces, q_pieces) * update[1] * q_factor
 
@@ -221,12 +200,12 @@ def gated_delta_step_kernel(
     offs_d = first_row + tl.arange(0, BLOCK_ROWS)
     mask_d = offs_d < ROWS
     place = Place(b, h, g, offs_d, mask_d)
-    FORM: tl.constexpr = form_of(
+    FORM: tl.constexpr = tiles.form_of(
         ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, VECTOR, STREAMING, TARGET, TRANSPOSED, ROUNDING, ROUNDS,
         ALIGNED, THREADS,
     )  # fmt: skip
-    COPY_FORM: tl.constexpr = stored_as(FORM, SNAPSHOT_VECTOR, SNAPSHOTS_TRANSPOSED, SNAPSHOT_ROUNDING)
-    tile, copy_tile = tile_at(h, first_row, FORM), tile_at(h, first_row, COPY_FORM)
+    COPY_FORM: tl.constexpr = tiles.stored_as(FORM, SNAPSHOT_VECTOR, SNAPSHOTS_TRANSPOSED, SNAPSHOT_ROUNDING)
+    tile, copy_tile = tiles.tile_at(h, first_row, FORM), tiles.tile_at(h, first_row, COPY_FORM)
 
     # No branches: a padding row is masked. So loads do not wait until the row is known to be live.
     read, slots = (read_ptr, read_stride, read_width, accepted_ptr), (num_slots, null, fault_ptr)
@@ -237,11 +216,9 @@ def gated_delta_step_kernel(
     pool, write = (data_ptr, scale_ptr, slot_stride, scale_stride), (write_ptr, write_stride)
     factor, s = load_state(pool, slot, live, tile, FORM)
     if PADDING == "fresh":
-        s, factor = zero_unless(live, s, factor)
+        s, factor = tiles.zero_unless(live, s, factor)
     initial, initial_factor = s, factor
-    rate = None  # a is the log-decay itself
-    if A_log_ptr is not None:
-        rate = load_rate(A_log_ptr, h)
+    rate = None if A_log_ptr is None else load_rate(A_log_ptr, h)  # None: a is the log-decay itself
     dt_bias = load_bias(dt_bias_ptr, h, BIAS_PER_CHANNEL, FORM)
     if STORES == "last":  # drawn while the state is on its way
         random = random_bits((seed, count - 1, stream), tile, FORM)
@@ -278,7 +255,7 @@ def gated_delta_step_kernel(
             decayed, u, s = step_delta(s, factor, k, k_factor, v, decay, beta, exists, FORM.PER_COLUMNS)
             if scale_ptr is not None:
                 factor = tl.full([BLOCK_ROWS, 1], 1.0, tl.float32)
-            o = tl.fma(u, kq, dot_rows(decayed, q, FORM.PER_COLUMNS) * q_factor)
+            o = tl.fma(u, kq, tiles.dot_rows(decayed, q, FORM.PER_COLUMNS) * q_factor)
 
             runs = tl.where(stepped, live, False)
             store_output(out, place, first + t, o, exists, stepped, live, PADDING, FORM.ALIGNMENT)
@@ -289,6 +266,6 @@ def gated_delta_step_kernel(
 
     if STORES == "last":
         goes = live & (count > 0)
-        store_last(pool, write, b, slot, goes, slots, tile, s, random, FORM)
+        store_slot(pool, write_slot(write, b, slot, goes, slots), tile, s, random, FORM)
     if cu_seqlens_ptr is not None:
         zero_unused(out, cu_seqlens_ptr, b, h, offs_d, mask_d, tokens, batch_size(H, ROWS, BLOCK_ROWS))

@@ -12,30 +12,12 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
+from flashstate.kernels import state_io, tensor_cores
 from flashstate.kernels.addressing import batch_size, this_program, token_entry, zero_unused
 from flashstate.kernels.functions import column_of, entry_of, row_of, sigmoid
 from flashstate.kernels.gated_delta import EPSILON, decay_of, load_rate
 from flashstate.kernels.slots import read_slot, token_range, write_slot
-from flashstate.kernels.state_io import (
-    STREAMING,
-    from_code,
-    load_tile,
-    prefetch_rows,
-    state_bytes,
-    store_slot,
-    terms_of_code,
-    update_terms,
-)
-from flashstate.kernels.tensor_cores import (
-    add_products,
-    as_in_memory,
-    as_operand,
-    dot_terms,
-    left_and_right,
-    terms_of,
-    transposed,
-    upper_and_lower,
-)
+from flashstate.kernels.state_io import STREAMING
 from flashstate.kernels.tiles import STAGES, form_of, load_or_zero, tile_at
 from flashstate.launch.kernel import kernel
 
@@ -57,11 +39,8 @@ def load_keys_and_queries(k_at, q_at, b, first, count, g, TOKENS: tl.constexpr, 
     for i in tl.static_range(FORM.BLOCK_COLS // FORM.CHUNK):
         mask = (t < count)[:, None] & (i * FORM.CHUNK + cols < FORM.COLS)[None, :]
         values = tl.load(entries[:, None] + i * FORM.CHUNK + cols[None, :], mask=mask, other=0.0)
-        values = as_operand(values, FORM.PER_COLUMNS)
-        if dtype == tl.bfloat16 and FORM.TARGET != "interpreter":
-            chunks = chunks + ((values,),)
-        else:
-            chunks = chunks + (terms_of(values.to(tl.float32), 2, FORM.TARGET),)
+        values = tensor_cores.as_operand(values, FORM.PER_COLUMNS)
+        chunks = chunks + (tensor_cores.terms_of(values, 2, FORM.TARGET),)
     return chunks
 
 
@@ -72,7 +51,7 @@ def keys_of(kq):
     for i in tl.static_range(len(kq)):
         terms = ()
         for j in tl.static_range(len(kq[i])):
-            upper, _ = upper_and_lower(kq[i][j])
+            upper, _ = tensor_cores.upper_and_lower(kq[i][j])
             terms = terms + (upper,)
         chunks = chunks + (terms,)
     return chunks
@@ -143,9 +122,10 @@ def multiply_tile(stored, live, kq, dtype: tl.constexpr, PADDING: tl.constexpr, 
         code = codes[i]
         if PADDING == "fresh":
             code = tl.where(live, code, 0).to(code.dtype)
-        code = as_operand(code, FORM.PER_COLUMNS)
+        code = tensor_cores.as_operand(code, FORM.PER_COLUMNS)
         operands = operands + (code,)
-        with_state = dot_terms(terms_of_code(code, dtype, 2, FORM.TARGET), transposed(kq[i]), with_state)
+        terms = state_io.terms_of_code(code, dtype, 2, FORM.TARGET)
+        with_state = tensor_cores.dot_terms(terms, tensor_cores.transposed(kq[i]), with_state)
     if PADDING == "fresh":
         factor = tl.where(live, factor, 1.0)
     return operands, factor, random, with_state * factor
@@ -159,10 +139,11 @@ def step_all_tokens(
     """Step what multiply_tile gave by what unit_steps gave: store its outputs, and its rows in slot `to` unless -1."""
     operands, factor, random, with_state = multiplied
     matrix, gamma, total = steps
-    sk, sq = left_and_right(with_state * gamma[None, :])  # (rows, tokens)
+    sk, sq = tensor_cores.left_and_right(with_state * gamma[None, :])  # (rows, tokens)
     nothing = tl.zeros([v.shape[0], 2 * v.shape[1]], tl.float32)
-    given = terms_of(v.to(tl.float32) - sk, TERMS, FORM.TARGET)
-    w, o = left_and_right(add_products(nothing, given, terms_of(matrix, TERMS, FORM.TARGET)))
+    given = tensor_cores.terms_of(v.to(tl.float32) - sk, TERMS, FORM.TARGET)
+    matrix = tensor_cores.terms_of(matrix, TERMS, FORM.TARGET)
+    w, o = tensor_cores.left_and_right(tensor_cores.add_products(nothing, given, matrix))
     o += sq
     if PADDING != "fresh":
         o = tl.where(live, o, 0.0)
@@ -171,12 +152,13 @@ def step_all_tokens(
         shown = tl.where(live, shown, False)
     tl.store(out_ptrs, o.to(out_ptrs.dtype.element_ty), mask=shown)
     if STORES == "last":
-        k, weights = keys_of(kq), terms_of(w, 2, FORM.TARGET)
+        k, weights = keys_of(kq), tensor_cores.terms_of(w, 2, FORM.TARGET)
         after = ()
         for i in tl.static_range(len(operands)):
-            decayed = from_code(operands[i], pool[0].dtype.element_ty, FORM.TARGET) * (total * factor)
-            after = after + (as_in_memory(add_products(decayed, weights, k[i]), FORM.PER_COLUMNS),)
-        store_slot(pool, to, tile, after, random, FORM)
+            decayed = state_io.from_code(operands[i], pool[0].dtype.element_ty, FORM.TARGET) * (total * factor)
+            chunk = tensor_cores.add_products(decayed, weights, k[i])
+            after = after + (tensor_cores.as_in_memory(chunk, FORM.PER_COLUMNS),)
+        state_io.store_slot(pool, to, tile, after, random, FORM)
 
 
 @kernel
@@ -213,12 +195,9 @@ def gated_delta_at_once_kernel(
         slot, live, seed = read_slot(read, b, slots, seed_ptr, SEEDED)
         drawing = (seed, count - 1, stream)
         tile = tile_at(h, first_row, FORM)
-        stored = load_tile(pool, slot, live, tile, drawing, FORM)
-    rate, dt_bias = None, 0.0  # without a rate, a is the log-decay itself
-    if A_log_ptr is not None:
-        rate = load_rate(A_log_ptr, h)
-    if dt_bias_ptr is not None:
-        dt_bias = tl.load(dt_bias_ptr + h).to(tl.float32)
+        stored = state_io.load_tile(pool, slot, live, tile, drawing, FORM)
+    rate = None if A_log_ptr is None else load_rate(A_log_ptr, h)  # None: a is the log-decay itself
+    dt_bias = 0.0 if dt_bias_ptr is None else tl.load(dt_bias_ptr + h).to(tl.float32)
 
     if EARLY:  # what tokens bring may come from the kernel in front; a single tile is on its way
         gdc_wait()
@@ -234,32 +213,27 @@ def gated_delta_at_once_kernel(
     if TILES > 1:  # the recurrence comes first, and what it needs is on its way
         slot, live, seed = read_slot(read, b, slots, seed_ptr, SEEDED)
         drawing = (seed, count - 1, stream)
-        few: tl.constexpr = state_bytes(dtype, TILES * BLOCK_ROWS * COLS) <= MOST_PREFETCHED * TOKENS
+        few: tl.constexpr = state_io.state_bytes(dtype, TILES * BLOCK_ROWS * COLS) <= MOST_PREFETCHED * TOKENS
         if STORES == "last" and not TRANSPOSED and few:
-            prefetch_rows(data_ptr, slot * slot_stride, live, h, first_row, TILES * BLOCK_ROWS, FORM)
+            state_io.prefetch_rows(data_ptr, slot * slot_stride, live, h, first_row, TILES * BLOCK_ROWS, FORM)
     alpha = decay_of(a, rate, dt_bias)
     if A_log_ptr is not None:
         beta = sigmoid(beta)
     if TILES == 1:
         multiplied = multiply_tile(stored, live, kq, dtype, PADDING, FORM)
-    with_each_other = tl.zeros([2 * TOKENS, 2 * TOKENS], tl.float32)
-    for i in tl.static_range(len(kq)):
-        with_each_other = dot_terms(kq[i], transposed(kq[i]), with_each_other)
+    with_each_other = tensor_cores.products(kq, kq)
     scale = factors(with_each_other, q_scale, TOKENS, QK_L2NORM)
-    with_k, _ = upper_and_lower(with_each_other * scale[:, None] * scale[None, :])
+    with_k, _ = tensor_cores.upper_and_lower(with_each_other * scale[:, None] * scale[None, :])
     steps = unit_steps(alpha, beta, with_k, scale, count, TOKENS)
-    TERMS: tl.constexpr = update_terms(dtype, v_ptr.dtype.element_ty)
+    TERMS: tl.constexpr = state_io.update_terms(dtype, v_ptr.dtype.element_ty)
 
-    to = slot
-    if STORES == "last":
-        goes = live & (count > 0)
-        to = write_slot((write_ptr, write_stride), b, slot, goes, slots)
+    to = write_slot((write_ptr, write_stride), b, slot, live & (count > 0), slots) if STORES == "last" else slot
     for i in tl.range(TILES, num_stages=STAGES):
         tile_row = first_row + i * BLOCK_ROWS
         offs_d = tile_row + tl.arange(0, BLOCK_ROWS)
         if TILES > 1:
             tile = tile_at(h, tile_row, FORM)
-            stored = load_tile(pool, slot, live, tile, drawing, FORM)
+            stored = state_io.load_tile(pool, slot, live, tile, drawing, FORM)
             v = load_values(v_at, b, first, t, h, offs_d, exists, FORM)
             multiplied = multiply_tile(stored, live, kq, dtype, PADDING, FORM)
         out_ptrs = row_entries(out, b, first, t, h, offs_d, FORM)

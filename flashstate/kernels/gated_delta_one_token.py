@@ -55,9 +55,7 @@ def gated_delta_one_token_kernel(
     if TILES == 1:
         tile = tile_at(h, first_row, FORM)
         stored = load_tile(pool, slot, live, tile, drawing, FORM)
-    rate = None  # a is the log-decay itself
-    if A_log_ptr is not None:
-        rate = load_rate(A_log_ptr, h)
+    rate = None if A_log_ptr is None else load_rate(A_log_ptr, h)  # None: a is the log-decay itself
     dt_bias = load_bias(dt_bias_ptr, h, BIAS_PER_CHANNEL, FORM)
 
     if EARLY:  # what tokens bring may come from the kernel in front; a single tile is on its way

@@ -4,24 +4,12 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
+from flashstate.kernels import tiles
 from flashstate.kernels.addressing import Place, batch_size, this_program, token_entry, zero_unused
 from flashstate.kernels.functions import either, silu, softplus
-from flashstate.kernels.slots import ancestor, path_to, read_slot, resolve_snapshot_row, token_range
-from flashstate.kernels.state_io import EVICT_FIRST, load_state, random_bits
-from flashstate.kernels.stores import store_after_token, store_last, store_output
-from flashstate.kernels.tiles import (
-    chunk_at,
-    dot_rows,
-    form_of,
-    load_columns,
-    load_head,
-    load_or_zero,
-    load_rows,
-    minus_zero,
-    stored_as,
-    tile_at,
-    zero_unless,
-)
+from flashstate.kernels.slots import ancestor, path_to, read_slot, resolve_snapshot_row, token_range, write_slot
+from flashstate.kernels.state_io import EVICT_FIRST, load_state, random_bits, store_slot
+from flashstate.kernels.stores import store_after_token, store_output
 from flashstate.launch.kernel import kernel
 
 
@@ -31,8 +19,8 @@ def load_rates(ptr, h, tile, PER_ELEMENT: tl.constexpr, FORM: tl.constexpr):
     A = ()
     for k in tl.static_range(len(tile.masks)):
         if PER_ELEMENT:
-            ptrs, mask = chunk_at(ptr + tile.first, tile, k, FORM)
-            A = A + (load_or_zero(ptrs, mask=mask),)
+            ptrs, mask = tiles.chunk_at(ptr + tile.first, tile, k, FORM)
+            A = A + (tiles.load_or_zero(ptrs, mask=mask),)
         else:
             A = A + (tl.load(ptr + h).to(tl.float32),)
     return A
@@ -43,9 +31,9 @@ def load_mamba2_update(updates, place, t, exists, DT_PER_ROW: tl.constexpr, FORM
     """What token t steps the state with: x, dt and B; zeros if the token does not exist."""
     x_at, dt_at, B_at = updates
     b, h, g, offs_d, mask_d = place
-    x = load_rows(token_entry(x_at, b, t, h, FORM.ALIGNMENT), offs_d, mask_d, exists)
-    dt = load_head(token_entry(dt_at, b, t, h, 1), offs_d, mask_d, exists, DT_PER_ROW)
-    return x, dt, load_columns(B_at, b, t, g, exists, FORM.ALIGNMENT, FORM)
+    x = tiles.load_rows(token_entry(x_at, b, t, h, FORM.ALIGNMENT), offs_d, mask_d, exists)
+    dt = tiles.load_head(token_entry(dt_at, b, t, h, 1), offs_d, mask_d, exists, DT_PER_ROW)
+    return x, dt, tiles.load_columns(B_at, b, t, g, exists, FORM.ALIGNMENT, FORM)
 
 
 @triton.jit
@@ -56,7 +44,7 @@ def step_mamba2(s, factor, x, dt, B, A, dt_bias, exists, DT_SOFTPLUS: tl.constex
         dt += dt_bias
     if DT_SOFTPLUS:
         dt = softplus(dt)
-    dtx = tl.where(exists, dt * x, minus_zero())[:, None]
+    dtx = tl.where(exists, dt * x, tiles.minus_zero())[:, None]
     if len(dt.shape) == 1:
         dt = dt[:, None]
     stepped = ()
@@ -122,12 +110,12 @@ def mamba2_step_kernel(
     place = Place(b, h, g, offs_d, mask_d)
     # Of one token the compiler converts bfloat16: in fewer instructions, small batches take longer (docs/log.md).
     WIDENING: tl.constexpr = "portable" if ONE_TOKEN else TARGET
-    FORM: tl.constexpr = form_of(
+    FORM: tl.constexpr = tiles.form_of(
         ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, VECTOR, EVICT_FIRST, TARGET, False, ROUNDING, ROUNDS,
         ALIGNED, THREADS, WIDENING,
     )  # fmt: skip
-    COPY_FORM: tl.constexpr = stored_as(FORM, SNAPSHOT_VECTOR, False, SNAPSHOT_ROUNDING)
-    tile = tile_at(h, first_row, FORM)
+    COPY_FORM: tl.constexpr = tiles.stored_as(FORM, SNAPSHOT_VECTOR, False, SNAPSHOT_ROUNDING)
+    tile = tiles.tile_at(h, first_row, FORM)
 
     # No branches: a padding row is masked. So loads do not wait until the row is known to be live.
     read, slots = (read_ptr, read_stride, read_width, accepted_ptr), (num_slots, null, fault_ptr)
@@ -138,14 +126,14 @@ def mamba2_step_kernel(
     pool, write = (data_ptr, scale_ptr, slot_stride, scale_stride), (write_ptr, write_stride)
     factor, s = load_state(pool, slot, live, tile, FORM)
     if PADDING == "fresh":
-        s, factor = zero_unless(live, s, factor)
+        s, factor = tiles.zero_unless(live, s, factor)
     initial, initial_factor = s, factor
     A = load_rates(A_ptr, h, tile, A_PER_ELEMENT, FORM)
     if D_ptr is not None:
-        D = load_head(D_ptr + h * (ROWS if D_PER_ROW else 1), offs_d, mask_d, True, D_PER_ROW)
+        D = tiles.load_head(D_ptr + h * (ROWS if D_PER_ROW else 1), offs_d, mask_d, True, D_PER_ROW)
     dt_bias = None
     if dt_bias_ptr is not None:
-        dt_bias = load_head(dt_bias_ptr + h * (ROWS if BIAS_PER_ROW else 1), offs_d, mask_d, True, BIAS_PER_ROW)
+        dt_bias = tiles.load_head(dt_bias_ptr + h * (ROWS if BIAS_PER_ROW else 1), offs_d, mask_d, True, BIAS_PER_ROW)
     if STORES == "last":  # drawn while the state is on its way
         random = random_bits((seed, count - 1, stream), tile, FORM)
 
@@ -164,11 +152,11 @@ def mamba2_step_kernel(
             t = b * 0 + (start + j)  # a number of the kernel also where the interpreter has one of Python
             exists = True if TOGETHER == 1 else t < count
             x, dt, B = load_mamba2_update(updates, place, first + t, exists, DT_PER_ROW, FORM)
-            C = load_columns((C_ptr, C_b, C_t, C_h), b, first + t, g, exists, FORM.ALIGNMENT, FORM)
+            C = tiles.load_columns((C_ptr, C_b, C_t, C_h), b, first + t, g, exists, FORM.ALIGNMENT, FORM)
             group = group + ((t, exists, x, dt, B, C),)
             if z_ptr is not None:
                 z_entry = token_entry((z_ptr, z_b, z_t, z_h), b, first + t, h, FORM.ALIGNMENT)
-                gates = gates + (load_rows(z_entry, offs_d, mask_d, exists),)
+                gates = gates + (tiles.load_rows(z_entry, offs_d, mask_d, exists),)
 
         for j in tl.static_range(TOGETHER):
             t, exists, x, dt, B, C = group[j]
@@ -183,7 +171,7 @@ def mamba2_step_kernel(
             if scale_ptr is not None:
                 factor = tl.full([BLOCK_ROWS, 1], 1.0, tl.float32)
             runs = tl.where(stepped, live, False)
-            y = dot_rows(s, C, VECTOR)
+            y = tiles.dot_rows(s, C, VECTOR)
             if D_ptr is not None:
                 y = tl.fma(x, D, y)
             if z_ptr is not None:
@@ -196,6 +184,6 @@ def mamba2_step_kernel(
 
     if STORES == "last":
         goes = live if ONE_TOKEN else live & (count > 0)
-        store_last(pool, write, b, slot, goes, slots, tile, s, random, FORM)
+        store_slot(pool, write_slot(write, b, slot, goes, slots), tile, s, random, FORM)
     if cu_seqlens_ptr is not None:
         zero_unused(out, cu_seqlens_ptr, b, h, offs_d, mask_d, tokens, batch_size(H, ROWS, BLOCK_ROWS))

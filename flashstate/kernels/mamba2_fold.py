@@ -2,28 +2,11 @@
 
 import triton.language as tl
 
+from flashstate.kernels import replay_window, state_io
 from flashstate.kernels.addressing import this_program
-from flashstate.kernels.replay_window import (
-    bytes_beside,
-    folded,
-    load_chunks,
-    load_token_rows,
-    once,
-    operands_of,
-    row_in_ring,
-    weights_of_ring,
-)
 from flashstate.kernels.rings import tokens_to_fold
 from flashstate.kernels.slots import read_slot, write_slot
-from flashstate.kernels.state_io import (
-    BEFORE_THE_FIRST_TOKEN,
-    STREAMING,
-    load_codes,
-    random_bits,
-    store_slot,
-    store_state,
-    update_terms,
-)
+from flashstate.kernels.state_io import BEFORE_THE_FIRST_TOKEN, STREAMING
 from flashstate.kernels.tensor_cores import as_in_memory, terms_of
 from flashstate.kernels.tiles import form_of, stored_as, tile_at
 from flashstate.launch.kernel import kernel
@@ -52,7 +35,7 @@ def mamba2_fold_kernel(
     dtype: tl.constexpr = data_ptr.dtype.element_ty
     x_dtype: tl.constexpr = ring_x_ptr.dtype.element_ty
     into_dtype: tl.constexpr = dtype if into_ptr is None else into_ptr.dtype.element_ty
-    TERMS: tl.constexpr = update_terms(into_dtype, x_dtype)
+    TERMS: tl.constexpr = state_io.update_terms(into_dtype, x_dtype)
     SUM_TERMS: tl.constexpr = 0 if x_dtype == tl.float32 else 3
     FORM: tl.constexpr = form_of(
         ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, VECTOR, STREAMING, TARGET, False, ROUNDING, ROUNDS, ALIGNED
@@ -65,27 +48,28 @@ def mamba2_fold_kernel(
     count = tl.load(count_ptr + slot, mask=known, other=0)
     live = tokens_to_fold(tokens_ptr, most, b, known, count, fault_ptr)
     tile = tile_at(h, first_row, FORM)
-    factor, codes = load_codes(pool, slot, known, tile, FORM)
-    codes = operands_of(codes, known, 2, "zero", FORM)
+    factor, codes = state_io.load_codes(pool, slot, known, tile, FORM)
+    codes = replay_window.operands_of(codes, known, 2, "zero", FORM)
 
     j = tl.arange(0, ROOM)
-    row, lives = row_in_ring(start + j, L), j < live
+    row, lives = replay_window.row_in_ring(start + j, L), j < live
     x_rows = ring_x_ptr + slot * ring_x_stride + (h * L + row) * ROWS
-    x = load_token_rows(x_rows, lives, first_row, ROWS, BLOCK_ROWS, ROWS % BLOCK_ROWS == 0, bytes_beside(x_dtype, FORM))
+    BESIDE: tl.constexpr = replay_window.bytes_beside(x_dtype, FORM)
+    x = replay_window.load_token_rows(x_rows, lives, first_row, ROWS, BLOCK_ROWS, ROWS % BLOCK_ROWS == 0, BESIDE)
     B_rows = ring_B_ptr + slot * ring_B_stride + (g * L + row) * COLS
-    B = load_chunks(B_rows, lives, TERMS, 2, FORM)
+    B = replay_window.load_chunks(B_rows, lives, TERMS, 2, FORM)
     dt_ptrs = ring_dt_ptr + slot * ring_dt_stride + h * L + (row[:, None] + tl.zeros([1, 2], tl.int32))
-    dt = once(tl.load(dt_ptrs, mask=lives[:, None], other=0.0))
-    weight, alpha = weights_of_ring(dt, live, tl.load(A_ptr + h).to(tl.float32), SUM_TERMS, TARGET)
+    dt = replay_window.once(tl.load(dt_ptrs, mask=lives[:, None], other=0.0))
+    weight, alpha = replay_window.weights_of_ring(dt, live, tl.load(A_ptr + h).to(tl.float32), SUM_TERMS, TARGET)
     u = terms_of(tl.trans(x.to(tl.float32) * weight[:, None]), TERMS, TARGET)  # (rows, tokens)
     s = ()
     for k in tl.static_range(len(codes)):
-        s = s + (as_in_memory(folded(codes[k], factor, alpha, u, B[k], dtype, TERMS, TARGET), VECTOR, 2),)
+        s = s + (as_in_memory(replay_window.folded(codes[k], factor, alpha, u, B[k], dtype, TERMS, TARGET), VECTOR, 2),)
 
-    random = random_bits((seed, BEFORE_THE_FIRST_TOKEN, stream), tile, FORM)
+    random = state_io.random_bits((seed, BEFORE_THE_FIRST_TOKEN, stream), tile, FORM)
     if into_ptr is None:  # what stays as it is need not be rounded again
-        store_state(pool, (slot * slot_stride, slot * scale_stride), known & (live > 0), tile, s, random, FORM)
+        state_io.store_state(pool, (slot * slot_stride, slot * scale_stride), known & (live > 0), tile, s, random, FORM)
     else:
         to = write_slot((write_ptr, write_stride), b, slot, known, (num_targets, null, fault_ptr))
         into = (into_ptr, into_scale_ptr, into_stride, into_scale_stride)
-        store_slot(into, to, tile, s, random, INTO_FORM)
+        state_io.store_slot(into, to, tile, s, random, INTO_FORM)

@@ -16,56 +16,14 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from flashstate.kernels import replay_rows, replay_window, state_io
 from flashstate.kernels.functions import gate, softplus
-from flashstate.kernels.replay_rows import (
-    either_row,
-    entries,
-    load_tile_inputs,
-    place_of,
-    planned_row,
-    prefetch_tile,
-    replay_of,
-    row_of_batch,
-    token_base,
-    zero_rest,
-    zero_tiles,
-)
 from flashstate.kernels.replay_token import replay_token
-from flashstate.kernels.replay_window import (
-    bytes_beside,
-    folded,
-    load_chunks,
-    load_token_rows,
-    once,
-    operands_of,
-    row_in_ring,
-    sums_between,
-    weights_of_ring,
-)
 from flashstate.kernels.slots import load_seed
-from flashstate.kernels.state_io import (
-    BEFORE_THE_FIRST_TOKEN,
-    EVICT_FIRST,
-    STREAMING,
-    bits_of_chunk,
-    operand_width,
-    store_chunk,
-    store_scale,
-    terms_of_code,
-    update_terms,
-)
-from flashstate.kernels.tensor_cores import as_in_memory, dot_terms, terms_of, transposed
+from flashstate.kernels.state_io import BEFORE_THE_FIRST_TOKEN, EVICT_FIRST, STREAMING
+from flashstate.kernels.tensor_cores import as_in_memory, dot_terms, products, terms_of, transposed
 from flashstate.kernels.tiles import form_of, tile_at
 from flashstate.launch.kernel import kernel
-
-
-@triton.jit
-def products(terms, C):
-    """The products of chunks of state, terms each, with C of all tokens, (rows, tokens)."""
-    y = tl.zeros([terms[0][0].shape[0], C[0][0].shape[0]], tl.float32)
-    for i in tl.static_range(len(terms)):
-        y = dot_terms(terms[i], transposed(C[i]), y)
-    return y
 
 
 @triton.jit
@@ -73,7 +31,7 @@ def terms_of_codes(codes, dtype: tl.constexpr, TERMS: tl.constexpr, TARGET: tl.c
     """Stored chunks as operands of tensor cores."""
     terms = ()
     for i in tl.static_range(len(codes)):
-        terms = terms + (terms_of_code(codes[i], dtype, TERMS, TARGET),)
+        terms = terms + (state_io.terms_of_code(codes[i], dtype, TERMS, TARGET),)
     return terms
 
 
@@ -90,8 +48,8 @@ def weights_of_window(
         sizes += tl.load(dt_bias_ptr + h).to(tl.float32)
     if KIND.DT_SOFTPLUS:
         sizes = softplus(sizes)
-    sizes = once(tl.where(of_ring[:, None], ring_dt, tl.where(new[:, None], sizes, 0.0)))
-    between, total = sums_between(sizes, last, TERMS, KIND.FORM.TARGET)
+    sizes = replay_window.once(tl.where(of_ring[:, None], ring_dt, tl.where(new[:, None], sizes, 0.0)))
+    between, total = replay_window.sums_between(sizes, last, TERMS, KIND.FORM.TARGET)
     weights = tl.where(j[:, None] <= last[None, :], with_C * tl.exp(A * between) * sizes[:, None], 0.0)
     if D_ptr is not None and not KIND.D_PER_ROW:
         weights += tl.where(j[:, None] == last[None, :], tl.load(D_ptr + h).to(tl.float32), 0.0)
@@ -110,13 +68,13 @@ def fold_tile(
     dtype: tl.constexpr = pool[0].dtype.element_ty
     y, s = tl.zeros([codes[0].shape[0], C[0][0].shape[0]], tl.float32), ()
     for k in tl.static_range(len(codes)):
-        chunk = folded(codes[k], factor, alpha, u, B[k], dtype, FOLD_TERMS, FORM.TARGET)
+        chunk = replay_window.folded(codes[k], factor, alpha, u, B[k], dtype, FOLD_TERMS, FORM.TARGET)
         y = dot_terms(terms_of(chunk, TERMS, FORM.TARGET), transposed(C[k]), y)
         s = s + (as_in_memory(chunk, FORM.VECTOR, WIDTH),)
         if KIND.UPDATE and scale_ptr is None:
             store_folded(pool, slot, tile, k, s[k], None, None, drawing, FORM)
     if KIND.UPDATE and scale_ptr is not None:
-        e, stored = store_scale(pool, slot * scale_stride, slot >= 0, tile, s, FORM)
+        e, stored = state_io.store_scale(pool, slot * scale_stride, slot >= 0, tile, s, FORM)
         for k in tl.static_range(len(codes)):
             store_folded(pool, slot, tile, k, s[k], e, stored, drawing, FORM)
     return y
@@ -127,7 +85,7 @@ def store_folded(pool, slot, tile, k: tl.constexpr, s, e, stored, drawing, FORM:
     """Round and store chunk k of a folded tile. Its random bits are drawn here: no registers keep those of others."""
     ptr, _, slot_stride, _ = pool
     offset, live = slot * slot_stride, slot >= 0
-    store_chunk(ptr, offset, live, tile, k, s, e, stored, bits_of_chunk(drawing, tile, k, FORM), FORM)
+    state_io.store_chunk(ptr, offset, live, tile, k, s, e, stored, state_io.bits_of_chunk(drawing, tile, k, FORM), FORM)
 
 
 @triton.jit
@@ -146,8 +104,8 @@ def replay_tiles(
     # Tensor cores round sums towards zero, 6 units in the last place of a float32 output: those are made without them.
     TERMS: tl.constexpr = 0 if x_dtype == tl.float32 else 1 if x_dtype == tl.bfloat16 else 2
     SUM_TERMS: tl.constexpr = 0 if x_dtype == tl.float32 else 3
-    FOLD_TERMS: tl.constexpr = update_terms(dtype, x_dtype)
-    WIDTH: tl.constexpr = operand_width(dtype, not FOLDS)
+    FOLD_TERMS: tl.constexpr = state_io.update_terms(dtype, x_dtype)
+    WIDTH: tl.constexpr = state_io.operand_width(dtype, not FOLDS)
     FORM: tl.constexpr = KIND.FORM
     TARGET: tl.constexpr = FORM.TARGET
     ROWS: tl.constexpr = FORM.ROWS
@@ -157,26 +115,28 @@ def replay_tiles(
 
     # The window: live rows, unless they are folded, and then new tokens.
     j, t = tl.arange(0, KIND.ROOM), tl.arange(0, KIND.TOKENS)
-    ring_row, lives = row_in_ring(start + j, L), j < live
+    ring_row, lives = replay_window.row_in_ring(start + j, L), j < live
     base = live * 0 if FOLDS else live
     of_ring, new, token = j < base, (j >= base) & (j < base + count), j - base
     window = (of_ring, new, lives, ring_row, token)
-    appends, to_row = tl.where(known, new, False), row_in_ring(start + live + token, L)
+    appends, to_row = tl.where(known, new, False), replay_window.row_in_ring(start + live + token, L)
     if TILES == 1:  # it is on its way while the weights of the window are found
-        h, first_row = place_of(g, first_tile, KIND)
-        inputs = load_tile_inputs(pool, ring, activations, row, window, h, first_row, L, FOLDS, KIND)
+        h, first_row = replay_rows.place_of(g, first_tile, KIND)
+        inputs = replay_rows.load_tile_inputs(pool, ring, activations, row, window, h, first_row, L, FOLDS, KIND)
     elif AHEAD:
-        prefetch_tile(pool, slot, known, g, first_tile, KIND)
+        replay_rows.prefetch_tile(pool, slot, known, g, first_tile, KIND)
     ring_B = ring_B_ptr + slot * ring_B_stride + g * L * COLS
-    B_rows = either_row(of_ring, ring_B, ring_row * COLS, token_base(B_at, b, first, g), token, KIND)
-    C_rows = entries(token_base(C_at, b, first, g), t, KIND)
-    C = load_chunks(C_rows, t < count, TERMS, WIDTH, FORM)
+    B_rows = replay_rows.either_row(
+        of_ring, ring_B, ring_row * COLS, replay_rows.token_base(B_at, b, first, g), token, KIND
+    )
+    C_rows = replay_rows.entries(replay_rows.token_base(C_at, b, first, g), t, KIND)
+    C = replay_window.load_chunks(C_rows, t < count, TERMS, WIDTH, FORM)
     C_for_B = C
     if WIDTH != 2:  # B has its columns in another order than the state, which would be moved between threads
-        C_for_B = load_chunks(C_rows, t < count, TERMS, 2, FORM)
-    B = load_chunks(B_rows, of_ring | new, TERMS, 2, FORM)
+        C_for_B = replay_window.load_chunks(C_rows, t < count, TERMS, 2, FORM)
+    B = replay_window.load_chunks(B_rows, of_ring | new, TERMS, 2, FORM)
     if FOLDS:
-        old_B = load_chunks(ring_B + ring_row * COLS, lives, FOLD_TERMS, WIDTH, FORM)
+        old_B = replay_window.load_chunks(ring_B + ring_row * COLS, lives, FOLD_TERMS, WIDTH, FORM)
         seed = load_seed(seed_ptr, slot, known, FORM.ROUNDING != "nearest" and KIND.UPDATE)
         old_weight, alpha = tl.zeros([KIND.ROOM], tl.float32), 0.0
     with_C = tl.zeros([KIND.ROOM, KIND.TOKENS], tl.float32)
@@ -186,17 +146,17 @@ def replay_tiles(
     weights, decay = with_C, tl.zeros([KIND.TOKENS], tl.float32)
     if KIND.UPDATE and first_tile == 0:
         cols = tl.arange(0, BLOCK_COLS)
-        kept = load_token_rows(B_rows, appends, 0, COLS, BLOCK_COLS, COLS == BLOCK_COLS, FORM.ALIGNMENT)
+        kept = replay_window.load_token_rows(B_rows, appends, 0, COLS, BLOCK_COLS, COLS == BLOCK_COLS, FORM.ALIGNMENT)
         to = tl.multiple_of((ring_B + to_row * COLS)[:, None] + cols[None, :], (1, FORM.ALIGNMENT))
         tl.store(to, kept, mask=appends[:, None] & (cols < COLS)[None, :])
 
     for i in tl.range(TILES, num_stages=1):
-        h, first_row = place_of(g, first_tile + i, KIND)
+        h, first_row = replay_rows.place_of(g, first_tile + i, KIND)
         tile = tile_at(h, first_row, FORM)
         if TILES > 1:
-            inputs = load_tile_inputs(pool, ring, activations, row, window, h, first_row, L, FOLDS, KIND)
+            inputs = replay_rows.load_tile_inputs(pool, ring, activations, row, window, h, first_row, L, FOLDS, KIND)
             if AHEAD:
-                prefetch_tile(pool, slot, known & (i + 1 < TILES), g, first_tile + i + 1, KIND)
+                replay_rows.prefetch_tile(pool, slot, known & (i + 1 < TILES), g, first_tile + i + 1, KIND)
         factor, codes, x, old_x, z, ring_dt, dt = inputs
 
         if (i == 0) | (first_row == 0):
@@ -205,11 +165,12 @@ def replay_tiles(
                 with_C, dt, ring_dt, window, last, A, D_ptr, dt_bias_ptr, h, SUM_TERMS, KIND
             )
             if FOLDS:
-                old_weight, alpha = weights_of_ring(once(ring_dt), live, A, SUM_TERMS, TARGET)
+                old_dt = replay_window.once(ring_dt)
+                old_weight, alpha = replay_window.weights_of_ring(old_dt, live, A, SUM_TERMS, TARGET)
             if KIND.UPDATE and first_row == 0:
                 tl.store(ring_dt_ptr + slot * ring_dt_stride + h * L + to_row, sizes, mask=appends)
 
-        codes = operands_of(codes, known, WIDTH, KIND.PADDING, FORM)
+        codes = replay_window.operands_of(codes, known, WIDTH, KIND.PADDING, FORM)
         if FOLDS:
             u = terms_of(tl.trans(old_x.to(tl.float32) * old_weight[:, None]), FOLD_TERMS, TARGET)  # (rows, window)
             drawing = (seed, BEFORE_THE_FIRST_TOKEN, stream)
@@ -222,15 +183,15 @@ def replay_tiles(
         shown = (offs_d < ROWS)[:, None] & (t < count)[None, :]
         if D_ptr is not None and KIND.D_PER_ROW:
             D = tl.load(D_ptr + h * ROWS + offs_d, mask=offs_d < ROWS, other=0.0).to(tl.float32)[:, None]
-            x_ptrs = entries(token_base(x_at, b, first, h), t, KIND)[None, :] + offs_d[:, None]
+            x_ptrs = replay_rows.entries(replay_rows.token_base(x_at, b, first, h), t, KIND)[None, :] + offs_d[:, None]
             y = tl.fma(tl.load(x_ptrs, mask=shown, other=0.0).to(tl.float32), D, y)
         if z_at[0] is not None:
             y *= gate(z.to(tl.float32), TARGET)
-        out_ptrs = entries(token_base(out, b, first, h), t, KIND)[None, :] + offs_d[:, None]
+        out_ptrs = replay_rows.entries(replay_rows.token_base(out, b, first, h), t, KIND)[None, :] + offs_d[:, None]
         tl.store(tl.multiple_of(out_ptrs, (FORM.ALIGNMENT, 1)), y.to(out[0].dtype.element_ty), mask=shown)
         if KIND.UPDATE:
             to = (ring_x_ptr + slot * ring_x_stride + h * L * ROWS + to_row * ROWS)[:, None] + offs_d[None, :]
-            BESIDE: tl.constexpr = bytes_beside(x_dtype, FORM)
+            BESIDE: tl.constexpr = replay_window.bytes_beside(x_dtype, FORM)
             tl.store(tl.multiple_of(to, (1, BESIDE)), x, mask=appends[:, None] & (offs_d < ROWS)[None, :])
 
 
@@ -280,7 +241,7 @@ def mamba2_replay_kernel(
         ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, VECTOR, HINT, TARGET, False, ROUNDING, ROUNDS,
         ALIGNED, THREADS, "portable",
     )  # fmt: skip
-    KIND: tl.constexpr = replay_of(
+    KIND: tl.constexpr = replay_rows.replay_of(
         HEADS_PER_GROUP, ROWS_DO, UPDATE, PADDING, WIDE, D_PER_ROW, DT_SOFTPLUS, TOKENS, ROOM, FORM
     )
     x_at, dt_at, B_at = (x_ptr, x_b, x_t, x_h), (dt_ptr, dt_b, dt_t, dt_h), (B_ptr, B_b, B_t, B_h)
@@ -310,9 +271,9 @@ def mamba2_replay_kernel(
         if rows_ptr is None:
             read = (read_ptr, read_stride, 1, None)
             slots = (num_slots, null, fault_ptr)
-            row = row_of_batch(read, (start_ptr, count_ptr), cu_seqlens_ptr, i, tokens, longest, slots)
+            row = replay_rows.row_of_batch(read, (start_ptr, count_ptr), cu_seqlens_ptr, i, tokens, longest, slots)
         else:
-            row = planned_row(rows_ptr, i, cu_seqlens_ptr, tokens)
+            row = replay_rows.planned_row(rows_ptr, i, cu_seqlens_ptr, tokens)
         _, slot, _, live, _, count = row
         if rows_ptr is None:
             folds = live + count > WINDOW
@@ -327,9 +288,9 @@ def mamba2_replay_kernel(
                 pool, ring, activations, parameters, seed_ptr, stream, row, g, first_tile, L, False, TILES, KIND
             )
         elif PADDING == "zero":
-            zero_tiles(out, row, g, first_tile, TILES, KIND)
+            replay_rows.zero_tiles(out, row, g, first_tile, TILES, KIND)
         if cu_seqlens_ptr is not None and first_tile == 0:
-            zero_rest(out, cu_seqlens_ptr, row, g, tokens, batch, KIND)
+            replay_rows.zero_rest(out, cu_seqlens_ptr, row, g, tokens, batch, KIND)
     if PLACE == "second":
         if tl.program_id(0) == 0:  # who comes next waits for this kernel alone, so it waits for the first
             gdc_wait()

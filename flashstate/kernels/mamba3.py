@@ -10,44 +10,13 @@ asked for too.
 import triton
 import triton.language as tl
 
+from flashstate.kernels import mamba3_token, tensor_cores, tiles
 from flashstate.kernels.addressing import Place, batch_size, this_program, token_entry, zero_unused
 from flashstate.kernels.functions import silu
-from flashstate.kernels.mamba3_token import (
-    kind_of,
-    load_angles,
-    load_rank_columns,
-    load_token,
-    prefetch_slot,
-    prepare_token,
-    store_carried,
-    vectors_of,
-)
 from flashstate.kernels.slots import read_slot, resolve_write, token_range, write_slot
 from flashstate.kernels.state_io import STREAMING, from_code, load_tile, random_bits, store_slot
 from flashstate.kernels.stores import store_output
-from flashstate.kernels.tensor_cores import (
-    above,
-    add_products,
-    by_warps,
-    chunks_of_operand,
-    dot_terms_apart,
-    in_rows,
-    multiply,
-    operand_of_chunks,
-    sum_columns,
-    terms_of,
-)
-from flashstate.kernels.tiles import (
-    STAGES,
-    dot_rows,
-    form_of,
-    load_or_zero,
-    load_rows,
-    minus_zero,
-    store_rows,
-    tile_at,
-    zero_unless,
-)
+from flashstate.kernels.tiles import STAGES
 from flashstate.launch.kernel import kernel
 
 
@@ -60,10 +29,7 @@ def load_rank_weights(ptr, offs_d, r, h, KIND: tl.constexpr):
     else:
         entries = ((r * KIND.H + h) * ROWS)[None, :] + offs_d[:, None]
         mask = (offs_d < ROWS)[:, None] & (r < KIND.RANK)[None, :]
-    if ptr is None:
-        return tl.where(mask, 1.0, 0.0)
-    else:
-        return load_or_zero(ptr + entries, mask=mask)
+    return tl.where(mask, 1.0, 0.0) if ptr is None else tiles.load_or_zero(ptr + entries, mask=mask)
 
 
 @triton.jit
@@ -71,19 +37,15 @@ def load_weights(weights, offs_d, r, h, KIND: tl.constexpr):
     """Wx, Wz and Wo of these rows."""
     Wx_ptr, Wz_ptr, Wo_ptr = weights
     Wx = load_rank_weights(Wx_ptr, offs_d, r, h, KIND)
-    Wz = Wx
-    if KIND.GATED:
-        Wz = load_rank_weights(Wz_ptr, offs_d, r, h, KIND)
+    Wz = load_rank_weights(Wz_ptr, offs_d, r, h, KIND) if KIND.GATED else Wx
     return Wx, Wz, load_rank_weights(Wo_ptr, offs_d, r, h, KIND)
 
 
 @triton.jit
 def load_row_inputs(x_at, z_at, b, t, h, offs_d, KIND: tl.constexpr):
     """x and z of token t for these rows."""
-    x = load_rows(token_entry(x_at, b, t, h, 1), offs_d, offs_d < KIND.FORM.ROWS, True)
-    z = x
-    if KIND.GATED:
-        z = load_rows(token_entry(z_at, b, t, h, 1), offs_d, offs_d < KIND.FORM.ROWS, True)
+    x = tiles.load_rows(token_entry(x_at, b, t, h, 1), offs_d, offs_d < KIND.FORM.ROWS, True)
+    z = tiles.load_rows(token_entry(z_at, b, t, h, 1), offs_d, offs_d < KIND.FORM.ROWS, True) if KIND.GATED else x
     return x, z
 
 
@@ -100,10 +62,10 @@ def tile_of(stored, live, WARPS: tl.constexpr, PADDING: tl.constexpr, KIND: tl.c
     else:
         CHUNKS: tl.constexpr = len(codes) // PARTS
         for i in tl.static_range(PARTS):
-            part = operand_of_chunks(codes[i * CHUNKS : (i + 1) * CHUNKS], KIND.FORM.VECTOR)
-            s = s + (by_warps(from_code(part, KIND.DTYPE, KIND.TARGET) * factor, WARPS),)
+            part = tensor_cores.operand_of_chunks(codes[i * CHUNKS : (i + 1) * CHUNKS], KIND.FORM.VECTOR)
+            s = s + (tensor_cores.by_warps(from_code(part, KIND.DTYPE, KIND.TARGET) * factor, WARPS),)
     if PADDING == "fresh":
-        s, _ = zero_unless(live, s, 1.0)
+        s, _ = tiles.zero_unless(live, s, 1.0)
     return s
 
 
@@ -117,7 +79,7 @@ def step_chunks(s, v, x, z, factors, vectors, weights, D, KIND: tl.constexpr):
     after = ()
     for i in tl.static_range(len(s)):
         after = after + (tl.fma(now, B[i], tl.fma(before, k[i], s[i] * alpha)),)
-    y = tl.fma(D * x, Wx, dot_rows(after, C, KIND.FORM.VECTOR)) * Wo
+    y = tl.fma(D * x, Wx, tiles.dot_rows(after, C, KIND.FORM.VECTOR)) * Wo
     if KIND.GATED:
         y *= silu(z * Wz)
     return after, y
@@ -128,14 +90,15 @@ def scaled_plus_products(s, alpha, u, vectors, KIND: tl.constexpr):
     """s alpha + u vectors. Tensor cores round sums towards zero: a state of more than 16 bits would lose by every
     token. So their sum is added to it, once a product with zeros has brought it where they have theirs."""
     if KIND.TERMS < 3:
-        return add_products(s * alpha, u, vectors)
+        return tensor_cores.add_products(s * alpha, u, vectors)
     else:
         if KIND.PAIRING == "none":  # vectors come as they are, early: other loads do not wait for the state's then
-            operand = vectors[0] if vectors[0].shape[0] >= 16 else above(vectors[0], vectors[0])
+            operand = vectors[0] if vectors[0].shape[0] >= 16 else tensor_cores.above(vectors[0], vectors[0])
         else:
             operand = tl.zeros([16, s.shape[2]], vectors[0].dtype)
         nothing = tl.zeros([s.shape[0] * s.shape[1], operand.shape[0]], operand.dtype)
-        return tl.fma(multiply(nothing, operand, s), alpha, add_products(tl.zeros(s.shape, tl.float32), u, vectors))
+        s = tensor_cores.multiply(nothing, operand, s)
+        return tl.fma(s, alpha, tensor_cores.add_products(tl.zeros(s.shape, tl.float32), u, vectors))
 
 
 @triton.jit
@@ -146,18 +109,17 @@ def step_operand(s, v, x, z, factors, vectors, weights, D, KIND: tl.constexpr):
     both, across = vectors
     now = (tl.arange(0, Wx.shape[1]) < Wx.shape[1] // 2)[None, :]
     u = Wx * tl.where(now, (gamma * x)[:, None], (beta * v)[:, None])  # (rows, ranks of both tokens)
-    u = terms_of(u, KIND.TERMS, KIND.TARGET)
+    u = tensor_cores.terms_of(u, KIND.TERMS, KIND.TARGET)
     y = tl.zeros([s[0].shape[0], s[0].shape[1], Wx.shape[1]], tl.float32)
-    rest = y + minus_zero()  # a zero that no compiler sees: it would append the sum to the other
+    rest = y + tiles.minus_zero()  # a zero that no compiler sees: it would append the sum to the other
     after = ()
     for i in tl.static_range(len(s)):
         after = after + (scaled_plus_products(s[i], alpha, u, both[i], KIND),)
-        y, rest = dot_terms_apart(terms_of(after[i], KIND.OUT_TERMS, KIND.TARGET), across[i], y, rest)
+        terms = tensor_cores.terms_of(after[i], KIND.OUT_TERMS, KIND.TARGET)
+        y, rest = tensor_cores.dot_terms_apart(terms, across[i], y, rest)
     y += rest
-    gate = Wo
-    if KIND.GATED:
-        gate *= silu(z[:, None] * Wz)
-    return after, tl.fma(in_rows(y), gate, tl.where(now, Wx, 0.0) * gate * (D * x)[:, None])
+    gate = Wo * silu(z[:, None] * Wz) if KIND.GATED else Wo
+    return after, tl.fma(tensor_cores.in_rows(y), gate, tl.where(now, Wx, 0.0) * gate * (D * x)[:, None])
 
 
 @triton.jit
@@ -171,7 +133,7 @@ def step_tile(
     else:
         s, y = step_operand(s, v, x, z, factors, vectors, weights, D, KIND)
         if KIND.SUMMED:
-            y = tl.sum(y, 1) if KIND.OUT_TERMS > 0 else sum_columns(y)
+            y = tl.sum(y, 1) if KIND.OUT_TERMS > 0 else tensor_cores.sum_columns(y)
     offsets, shown = offs_d, offs_d < KIND.FORM.ROWS
     if not KIND.SUMMED:
         offsets = offs_d[:, None] + r.to(tl.int64)[None, :] * out_r
@@ -187,7 +149,8 @@ def store_tile(pool, to, tile, s, random, KIND: tl.constexpr):
     if KIND.RANK > 1:
         chunks = ()
         for i in tl.static_range(len(s)):
-            chunks = chunks + chunks_of_operand(in_rows(s[i]), KIND.FORM.CHUNK, KIND.FORM.VECTOR)
+            part = tensor_cores.in_rows(s[i])
+            chunks = chunks + tensor_cores.chunks_of_operand(part, KIND.FORM.CHUNK, KIND.FORM.VECTOR)
     store_slot(pool, to, tile, chunks, random, KIND.FORM)
 
 
@@ -201,10 +164,10 @@ def step_tokens(
     pool, carried, v_at, write, slot, slots, longest, tile, drawing, last_tile = every
     seed, _, stream = drawing
     for t in range(0, count):
-        token = load_token(inputs, b, first + t, h, g, r, exists, KIND)
+        token = mamba3_token.load_token(inputs, b, first + t, h, g, r, exists, KIND)
         x, z = load_row_inputs(x_at, z_at, b, first + t, h, offs_d, KIND)
-        factors, theta, now, C = prepare_token(token, theta, KIND)
-        vectors = vectors_of(now, before, C, KIND)
+        factors, theta, now, C = mamba3_token.prepare_token(token, theta, KIND)
+        vectors = mamba3_token.vectors_of(now, before, C, KIND)
         s = step_tile(
             s, v, x, z, factors, vectors, weights, D, out, out_r, b, first + t, h, offs_d, r, live, PADDING, KIND
         )
@@ -217,7 +180,7 @@ def step_tokens(
             ends = (to >= 0) & last_tile  # other tiles begin with what was there before
             tl.debug_barrier()
             store_v(v_at, to, h, offs_d, v, KIND)
-            store_carried(carried, to, ends, h, now, theta, r, KIND)
+            mamba3_token.store_carried(carried, to, ends, h, now, theta, r, KIND)
     return v, s, theta, before
 
 
@@ -226,7 +189,8 @@ def store_v(v_at, to, h, offs_d, v, KIND: tl.constexpr):
     """Store v of these rows of a head in slot `to`, unless that is -1 or the call stores no v."""
     v_ptr, v_stride = v_at
     if KIND.STORES_KV:
-        store_rows(v_ptr + to * v_stride + h * KIND.FORM.ROWS, offs_d, offs_d < KIND.FORM.ROWS, to >= 0, v)
+        entry, mask_d, goes = v_ptr + to * v_stride + h * KIND.FORM.ROWS, offs_d < KIND.FORM.ROWS, to >= 0
+        tl.store(entry + offs_d, v.to(v_ptr.dtype.element_ty), mask=tl.where(goes, mask_d, False))
 
 
 @triton.jit
@@ -289,10 +253,10 @@ def mamba3_step_kernel(
     TILES: tl.constexpr = (ROWS + BLOCK_ROWS - 1) // BLOCK_ROWS
     ROOM: tl.constexpr = 1 if RANK == 1 else 2 * max(4, triton.next_power_of_2(RANK))  # for ranks of two tokens
     STORED_ROUNDING: tl.constexpr = "nearest" if STORES == "none" else ROUNDING
-    FORM: tl.constexpr = form_of(
+    FORM: tl.constexpr = tiles.form_of(
         ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, VECTOR, STREAMING, TARGET, False, STORED_ROUNDING, ROUNDS
     )
-    KIND: tl.constexpr = kind_of(
+    KIND: tl.constexpr = mamba3_token.kind_of(
         H, RANK, ANGLES, PAIRING, TRAP_LOGIT, STORES_KV, z_ptr is not None, Wo_ptr is not None,
         data_ptr.dtype.element_ty, x_ptr.dtype.element_ty, k_ptr.dtype.element_ty, TARGET, FORM,
     )  # fmt: skip
@@ -313,46 +277,42 @@ def mamba3_step_kernel(
     slot, live, seed = read_slot(read, b, slots, seed_ptr, ROUNDING != "nearest")
     drawing = (seed, count - 1, stream)
     if TILES == 1:
-        tile = tile_at(h, 0, FORM)
+        tile = tiles.tile_at(h, 0, FORM)
         stored = load_tile(pool, slot, live, tile, drawing, FORM)
     if AHEAD > 0:
         comes = comes & (later_slot >= 0) & (later_slot < num_slots)
-        prefetch_slot(data_ptr, slot_stride, v_at, carried, later_slot, comes, later_h, KIND)
+        mamba3_token.prefetch_slot(data_ptr, slot_stride, v_at, carried, later_slot, comes, later_h, KIND)
     kept_entries = k_ptr + slot * k_stride + (r * H + h) * COLS
-    before = load_rank_columns(kept_entries, tl.where(live, r < RANK, False), KIND.IN_HALVES, FORM)
+    before = mamba3_token.load_rank_columns(kept_entries, tl.where(live, r < RANK, False), KIND.IN_HALVES, FORM)
     theta = 0.0
     if PAIRING != "none":
-        theta = load_angles(theta_ptr + slot * theta_stride + h * ANGLES, live, KIND)
+        theta = mamba3_token.load_angles(theta_ptr + slot * theta_stride + h * ANGLES, live, KIND)
     if TILES == 1:
         offs_d = tl.arange(0, BLOCK_ROWS)
-        v = load_rows(v_ptr + slot * v_stride + h * ROWS, offs_d, offs_d < ROWS, live)
+        v = tiles.load_rows(v_ptr + slot * v_stride + h * ROWS, offs_d, offs_d < ROWS, live)
         tl.debug_barrier()  # else a compiler puts what waits for the weights in front of the state's loads
         weights = load_weights(weight_ptrs, offs_d, r, h, KIND)
         if ONE_TOKEN:
             x, z = load_row_inputs(x_at, z_at, b, first, h, offs_d, KIND)
-    D = 0.0
-    if D_ptr is not None:
-        D = tl.load(D_ptr + h).to(tl.float32)
+    D = 0.0 if D_ptr is None else tl.load(D_ptr + h).to(tl.float32)
     if ONE_TOKEN:
-        token = load_token(inputs, b, first, h, g, r, exists, KIND)
+        token = mamba3_token.load_token(inputs, b, first, h, g, r, exists, KIND)
 
     goes = live if ONE_TOKEN else live & (count > 0)
-    to = slot
-    if STORES == "last":
-        to = write_slot(write, b, slot, goes, slots)
+    to = write_slot(write, b, slot, goes, slots) if STORES == "last" else slot
     if ONE_TOKEN:
-        factors, theta, now, C = prepare_token(token, theta, KIND)
-        vectors = vectors_of(now, before, C, KIND)
+        factors, theta, now, C = mamba3_token.prepare_token(token, theta, KIND)
+        vectors = mamba3_token.vectors_of(now, before, C, KIND)
         if STORES == "last":
             tl.debug_barrier()  # all warps have k and the angles of the token before
-            store_carried(carried, to, to >= 0, h, now, theta, r, KIND)
+            mamba3_token.store_carried(carried, to, to >= 0, h, now, theta, r, KIND)
 
     for i in tl.range(TILES, num_stages=STAGES):
         if TILES > 1:
             offs_d = i * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-            tile = tile_at(h, i * BLOCK_ROWS, FORM)
+            tile = tiles.tile_at(h, i * BLOCK_ROWS, FORM)
             stored = load_tile(pool, slot, live, tile, drawing, FORM)
-            v = load_rows(v_ptr + slot * v_stride + h * ROWS, offs_d, offs_d < ROWS, live)
+            v = tiles.load_rows(v_ptr + slot * v_stride + h * ROWS, offs_d, offs_d < ROWS, live)
             weights = load_weights(weight_ptrs, offs_d, r, h, KIND)
             if ONE_TOKEN:
                 x, z = load_row_inputs(x_at, z_at, b, first, h, offs_d, KIND)
@@ -371,7 +331,7 @@ def mamba3_step_kernel(
             if STORES == "last":
                 ends = (to >= 0) & (i == TILES - 1)
                 tl.debug_barrier()
-                store_carried(carried, to, ends, h, tile_before, tile_theta, r, KIND)
+                mamba3_token.store_carried(carried, to, ends, h, tile_before, tile_theta, r, KIND)
         if STORES == "last":
             store_tile(pool, to, tile, s, stored[2], KIND)
             if TILES > 1:

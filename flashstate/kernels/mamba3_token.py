@@ -126,9 +126,7 @@ def load_token(inputs, b, t, h, g, r, exists, KIND: tl.constexpr):
     gates = load_gate(A_at, b, t, h), load_gate(dt_at, b, t, h), load_gate(trap_at, b, t, h)
     B = load_vectors(B_at, B_r, bias_B_ptr, b, t, h, g, r, exists[0], KIND)
     C = load_vectors(C_at, C_r, bias_C_ptr, b, t, h, g, r, exists[1], KIND)
-    angle = 0.0
-    if KIND.PAIRING != "none":
-        angle = load_angles(token_entry(angle_at, b, t, h, 1), True, KIND)
+    angle = 0.0 if KIND.PAIRING == "none" else load_angles(token_entry(angle_at, b, t, h, 1), True, KIND)
     return gates, B, C, angle
 
 

@@ -19,14 +19,14 @@ def has_ptx(TARGET):
     return TARGET in ("sm_80", "sm_89")
 
 
-def _registers(outputs: int, inputs: int) -> str:
+def _registers(outputs: int, inputs: int) -> tl.constexpr:
     """Constraints of an assembly block that may write a register of its output before it has read all inputs."""
-    return ",".join(["=&r"] * outputs + ["r"] * inputs)
+    return tl.constexpr(",".join(["=&r"] * outputs + ["r"] * inputs))
 
 
-def _block(*lines: str) -> str:
-    """A block of assembly, with registers of its own."""
-    return "\n".join(["{", *lines, "}"])
+def _block(*lines: str) -> tl.constexpr:
+    """A block of assembly, with registers of its own, as device code takes it."""
+    return tl.constexpr("\n".join(["{", *lines, "}"]))
 
 
 def _pack_bytes(out: str, values: list[str], byte: int) -> list[str]:
@@ -39,7 +39,7 @@ def _pack_bytes(out: str, values: list[str], byte: int) -> list[str]:
     ]
 
 
-def _to_integer(stochastic: bool, values: int) -> str:
+def _to_integer(stochastic: bool, values: int) -> tl.constexpr:
     """`values` products of float32 to int8 (four of them) or int16 (two), in one register.
 
     Operands: the register to write; values, factors; a mask of all bits or none; words of random bits, two each.
@@ -66,7 +66,7 @@ def _to_integer(stochastic: bool, values: int) -> str:
     return _block(*lines, f"and.b32 $0, low, {keep};")
 
 
-def _to_float8() -> str:
+def _to_float8() -> tl.constexpr:
     """Four products of float32, each rounded to float32 and then to float8_e4m3fn to nearest, in one register."""
     lines = [".reg .b32 w<4>, packed;", ".reg .b16 low, high;"]
     lines += [f"mul.rn.f32 w{i}, ${1 + i}, ${5 + i};" for i in range(4)]
@@ -79,7 +79,7 @@ def _to_float8() -> str:
     )
 
 
-def _to_float8_stochastic() -> str:
+def _to_float8_stochastic() -> tl.constexpr:
     """Four products of float32, each rounded to float32 and then stochastically to float8_e4m3fn, in one register:
     random bits are added below the three kept bits of the mantissa, and the rest dropped.
 
@@ -117,7 +117,7 @@ def _operands_of_pairs() -> tuple[list[str], list[str], list[str]]:
     return operands[:PAIRS], operands[PAIRS : PAIRS + values], operands[PAIRS + values :]
 
 
-def _to_float16_stochastic() -> str:
+def _to_float16_stochastic() -> tl.constexpr:
     """Eight values at a time are rounded as if all were normal (add 13 random bits below the kept mantissa, truncate),
     which is one comparison of the result away from being known to be right. Only a thread that holds a subnormal, an
     overflow or a NaN does the rest.
@@ -162,7 +162,7 @@ def _to_float16_stochastic() -> str:
     return _block(*lines, *convert, "done:")
 
 
-def _to_bfloat16_stochastic() -> str:
+def _to_bfloat16_stochastic() -> tl.constexpr:
     """Eight values at a time: sixteen random bits are added, and the upper half is kept, which is right below the
     largest bfloat16. Only a thread that holds something else truncates it, and makes every NaN the same.
     """
@@ -187,63 +187,55 @@ def _to_bfloat16_stochastic() -> str:
     return _block(*lines, *keep, "done:")
 
 
-TO_INT8 = tl.constexpr(_to_integer(stochastic=False, values=4))
-TO_INT16 = tl.constexpr(_to_integer(stochastic=False, values=2))
-TO_INT8_STOCHASTIC = tl.constexpr(_to_integer(stochastic=True, values=4))
-TO_INT16_STOCHASTIC = tl.constexpr(_to_integer(stochastic=True, values=2))
-TO_FLOAT8 = tl.constexpr(_to_float8())
-TO_FLOAT8_STOCHASTIC = tl.constexpr(_to_float8_stochastic())
-TO_FLOAT16_STOCHASTIC = tl.constexpr(_to_float16_stochastic())
-TO_BFLOAT16_STOCHASTIC = tl.constexpr(_to_bfloat16_stochastic())
-FOUR_PRODUCTS, FOUR_PRODUCTS_RANDOM = tl.constexpr(_registers(1, 9)), tl.constexpr(_registers(1, 11))
-TWO_PRODUCTS, TWO_PRODUCTS_RANDOM = tl.constexpr(_registers(1, 5)), tl.constexpr(_registers(1, 6))
-PAIRS_RANDOM = tl.constexpr(_registers(PAIRS, 3 * PAIRS))
+TO_INT8 = _to_integer(stochastic=False, values=4)
+TO_INT16 = _to_integer(stochastic=False, values=2)
+TO_INT8_STOCHASTIC = _to_integer(stochastic=True, values=4)
+TO_INT16_STOCHASTIC = _to_integer(stochastic=True, values=2)
+TO_FLOAT8 = _to_float8()
+TO_FLOAT8_STOCHASTIC = _to_float8_stochastic()
+TO_FLOAT16_STOCHASTIC = _to_float16_stochastic()
+TO_BFLOAT16_STOCHASTIC = _to_bfloat16_stochastic()
+FOUR_PRODUCTS, FOUR_PRODUCTS_RANDOM = _registers(1, 9), _registers(1, 11)
+TWO_PRODUCTS, TWO_PRODUCTS_RANDOM = _registers(1, 5), _registers(1, 6)
+PAIRS_RANDOM = _registers(PAIRS, 3 * PAIRS)
 
 
-SPLIT = tl.constexpr(
-    _block(
-        ".reg .b32 low, high;",
-        "cvt.rn.bf16x2.f32 $0, $4, $3;",
-        "shl.b32 low, $0, 16;",
-        "and.b32 high, $0, 0xFFFF0000;",
-        "sub.rn.f32 $1, $3, low;",
-        "sub.rn.f32 $2, $4, high;",
-    )
+SPLIT = _block(
+    ".reg .b32 low, high;",
+    "cvt.rn.bf16x2.f32 $0, $4, $3;",
+    "shl.b32 low, $0, 16;",
+    "and.b32 high, $0, 0xFFFF0000;",
+    "sub.rn.f32 $1, $3, low;",
+    "sub.rn.f32 $2, $4, high;",
 )
 FROM_BFLOAT16 = tl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;")
-DIVIDE = tl.constexpr(
-    _block(
-        ".reg .f32 r, e, q;",
-        "rcp.approx.ftz.f32 r, $2;",
-        "neg.f32 e, $2;",
-        "fma.rn.f32 q, e, r, 0f3F800000;",
-        "fma.rn.f32 r, q, r, r;",
-        "mul.rn.f32 q, $1, r;",
-        "fma.rn.f32 $0, e, q, $1;",
-        "fma.rn.f32 q, $0, r, q;",
-        "fma.rn.f32 $0, e, q, $1;",
-        "fma.rn.f32 $0, $0, r, q;",
-    )
+DIVIDE = _block(
+    ".reg .f32 r, e, q;",
+    "rcp.approx.ftz.f32 r, $2;",
+    "neg.f32 e, $2;",
+    "fma.rn.f32 q, e, r, 0f3F800000;",
+    "fma.rn.f32 r, q, r, r;",
+    "mul.rn.f32 q, $1, r;",
+    "fma.rn.f32 $0, e, q, $1;",
+    "fma.rn.f32 q, $0, r, q;",
+    "fma.rn.f32 $0, e, q, $1;",
+    "fma.rn.f32 $0, $0, r, q;",
 )
-SILU = tl.constexpr(
-    _block(
-        ".reg .f32 e;",
-        "mul.ftz.f32 e, $1, 0fBFB8AA3B;",  # -log2(e)
-        "ex2.approx.ftz.f32 e, e;",
-        "add.ftz.f32 e, e, 0f3F800000;",
-        "rcp.approx.ftz.f32 e, e;",
-        "mul.f32 $0, $1, e;",
-    )
+SILU = _block(
+    ".reg .f32 e;",
+    "mul.ftz.f32 e, $1, 0fBFB8AA3B;",  # -log2(e)
+    "ex2.approx.ftz.f32 e, e;",
+    "add.ftz.f32 e, e, 0f3F800000;",
+    "rcp.approx.ftz.f32 e, e;",
+    "mul.f32 $0, $1, e;",
 )
 
 TO_FLOAT16_HW = tl.constexpr("cvt.rs.f16x2.f32 $0, $2, $1, $3;")
 TO_FLOAT8_HW = tl.constexpr("cvt.rs.satfinite.e4m3x4.f32 $0, {$4, $3, $2, $1}, $5;")
-PREFETCH = tl.constexpr(
-    _block(".reg .pred p;", "setp.ne.b32 p, $2, 0;", "@p prefetch.global.L2 [$1];", "mov.b32 $0, 0;")
-)
+PREFETCH = _block(".reg .pred p;", "setp.ne.b32 p, $2, 0;", "@p prefetch.global.L2 [$1];", "mov.b32 $0, 0;")
 NO_BIT = ".reg .b32 none; mov.u32 none, %lanemask_lt; shr.u32 none, none, 31;"  # 0: lane 31 is below no other
-HIDE_SHARED = tl.constexpr(_block(NO_BIT, "or.b32 $0, $1, none;"))
-HIDE_SHARED_WIDE = tl.constexpr(_block(NO_BIT, ".reg .b64 wide; cvt.u64.u32 wide, none;", "or.b64 $0, $1, wide;"))
+HIDE_SHARED = _block(NO_BIT, "or.b32 $0, $1, none;")
+HIDE_SHARED_WIDE = _block(NO_BIT, ".reg .b64 wide; cvt.u64.u32 wide, none;", "or.b64 $0, $1, wide;")
 
 
 @triton.jit
@@ -255,9 +247,7 @@ def from_bfloat16_ptx(code):
 @triton.jit
 def split_ptx(x):
     """float32 to bfloat16, to nearest, and what is left of it."""
-    return tl.inline_asm_elementwise(
-        SPLIT, "=&r,=&f,=&f,f,f", [x], (tl.bfloat16, tl.float32), is_pure=True, pack=2
-    )  # fmt: skip
+    return tl.inline_asm_elementwise(SPLIT, "=&r,=&f,=&f,f,f", [x], (tl.bfloat16, tl.float32), True, 2)
 
 
 @triton.jit

@@ -104,10 +104,7 @@ def commit_plan_kernel(
 @triton.jit
 def tokens_to_fold(tokens_ptr, most, b, goes, count, fault_ptr):
     """How many of `count` live rows to fold: what the row's entry says, or `most`, or all where that is negative."""
-    if tokens_ptr is None:
-        given = tl.where(most < 0, count, most)
-    else:
-        given = tl.load(tokens_ptr + b, mask=goes, other=0)
+    given = tl.where(most < 0, count, most) if tokens_ptr is None else tl.load(tokens_ptr + b, mask=goes, other=0)
     outside = goes & ((given < 0) | (given > count))
     tl.store(fault_ptr + FOLD_FAULT + b * 0, given.to(tl.int64), mask=outside)
     return tl.minimum(tl.maximum(given, 0), count).to(tl.int32)

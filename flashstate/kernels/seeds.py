@@ -2,7 +2,7 @@
 
 import triton.language as tl
 
-from flashstate.kernels.slots import resolve_read, slot_in_column, token_range
+from flashstate.kernels.slots import resolve_read, table_entry, token_range
 from flashstate.launch.kernel import kernel
 
 
@@ -18,6 +18,7 @@ def advance_seeds_kernel(
     slot = resolve_read(read, b, (num_slots, null, fault_ptr))
     _, count = token_range(cu_seqlens_ptr, b, tokens, False)
     if (slot >= 0) & (count > 0):
-        slot = slot_in_column(read, b, tl.program_id(1), slot)
+        if accepted_ptr is not None:
+            slot = tl.load(table_entry(read_ptr, b, read_stride, tl.program_id(1))).to(tl.int64)
         if (slot >= 0) & (slot < num_slots) & (slot != null):
             tl.atomic_add(seed_ptr + slot, seed_step)

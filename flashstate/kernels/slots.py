@@ -24,7 +24,7 @@ def resolve_read(read, b, slots, PER_THREAD: tl.constexpr = False, NARROW: tl.co
     if table_ptr is None:
         return b.to(tl.int64)
     elif accepted_ptr is None:
-        slot = tl.load(_entry(table_ptr, b, stride, 0))
+        slot = tl.load(table_entry(table_ptr, b, stride, 0))
         if PER_THREAD:
             slot = per_thread_ptx(slot)
         return _in_pool(slot, slots, READ_FAULT, NARROW)
@@ -32,7 +32,7 @@ def resolve_read(read, b, slots, PER_THREAD: tl.constexpr = False, NARROW: tl.co
         accepted = tl.load(accepted_ptr + b)
         tl.store(slots[2] + ACCEPTED_FAULT, accepted.to(tl.int64), mask=accepted > width)
         inside = (accepted >= 1) & (accepted <= width)
-        slot = tl.load(_entry(table_ptr, b, stride, accepted - 1), mask=inside, other=-1)
+        slot = tl.load(table_entry(table_ptr, b, stride, accepted - 1), mask=inside, other=-1)
         return _in_pool(slot, slots, READ_FAULT, NARROW)
 
 
@@ -47,20 +47,7 @@ def read_slot(read, b, slots, seed_ptr, SEEDED: tl.constexpr, PER_THREAD: tl.con
 @triton.jit
 def load_seed(seed_ptr, slot, live, SEEDED: tl.constexpr):
     """The seed of a slot, if anything is rounded with it. Loaded before the state, it is there when bits are drawn."""
-    if seed_ptr is None or not SEEDED:
-        return 0
-    else:
-        return tl.load(seed_ptr + slot, mask=live, other=0)
-
-
-@triton.jit
-def slot_in_column(read, b, column, slot):
-    """The entry of row `b` in that column of its table of slots; `slot`, which it read, if it has no table."""
-    table_ptr, stride, _, accepted_ptr = read
-    if accepted_ptr is None:
-        return slot
-    else:
-        return tl.load(_entry(table_ptr, b, stride, column)).to(tl.int64)
+    return 0 if seed_ptr is None or not SEEDED else tl.load(seed_ptr + slot, mask=live, other=0)
 
 
 @triton.jit
@@ -71,7 +58,7 @@ def resolve_write(write, b, column, slot, goes, slots):
     if table_ptr is None:
         return slot
     else:
-        to = tl.load(_entry(table_ptr, b, stride, column), mask=goes, other=-1)
+        to = tl.load(table_entry(table_ptr, b, stride, column), mask=goes, other=-1)
         return _in_pool(to, slots, WRITE_FAULT)
 
 
@@ -85,10 +72,7 @@ def write_slot(write, b, slot, goes, slots):
 def resolve_snapshot_row(rows, b, goes, fault_ptr):
     """The row of the snapshots that row `b` fills, int64; -1 for none. `rows`: their list, and how many there are."""
     rows_ptr, num_rows = rows
-    if rows_ptr is None:
-        row = b.to(tl.int64)
-    else:
-        row = tl.load(rows_ptr + b).to(tl.int64)
+    row = b.to(tl.int64) if rows_ptr is None else tl.load(rows_ptr + b).to(tl.int64)
     return _in_pool(tl.where(goes, row, -1), (num_rows, -1, fault_ptr), SNAPSHOT_FAULT)
 
 
@@ -103,12 +87,6 @@ def token_range(cu_seqlens_ptr, b, tokens, ONE_TOKEN: tl.constexpr):
         first = bound(tl.load(cu_seqlens_ptr + b), tokens)
         last = bound(tl.load(cu_seqlens_ptr + b + 1), tokens)
         return first, tl.maximum(last - first, 0)
-
-
-@triton.jit
-def unused_tokens(cu_seqlens_ptr, batch, tokens):
-    """Where on the token axis the first row's tokens start and the last row's end: no row has those outside."""
-    return bound(tl.load(cu_seqlens_ptr), tokens), bound(tl.load(cu_seqlens_ptr + batch), tokens)
 
 
 @triton.jit
@@ -151,12 +129,12 @@ def ancestor(parents, b, t, generations):
 def parent_of(parents, b, t):
     """The parent of token t; an invalid one past the table, and of a token that is none."""
     table_ptr, stride, longest = parents
-    parent = tl.load(_entry(table_ptr, b, stride, t), mask=(t >= 0) & (t < longest), other=-2)
+    parent = tl.load(table_entry(table_ptr, b, stride, t), mask=(t >= 0) & (t < longest), other=-2)
     return tl.where((parent >= -1) & (parent < longest), parent, -2).to(tl.int32)
 
 
 @triton.jit
-def _entry(ptr, b, stride, column):
+def table_entry(ptr, b, stride, column):
     """Pointer to an entry of row `b` of a table."""
     tl.assume(stride >= 0)
     return ptr + b.to(tl.int64) * stride + column

@@ -19,16 +19,9 @@ random bits are drawn for: seed, token and stream.
 import triton
 import triton.language as tl
 
-from flashstate.kernels.functions import divide, maximum_or_nan, next_below, philox, product_exceeds
-from flashstate.kernels.ptx import (
-    LINE,
-    from_bfloat16_ptx,
-    has_ptx,
-    prefetch_ptx,
-    to_float_stochastic_ptx,
-    to_scaled_ptx,
-    to_stochastic_hw,
-)
+from flashstate.kernels import ptx
+from flashstate.kernels.functions import divide, maximum_or_nan, philox, product_exceeds
+from flashstate.kernels.ptx import LINE
 from flashstate.kernels.tensor_cores import terms_of
 from flashstate.kernels.tiles import as_accessed, as_rows, chunk_at
 
@@ -74,29 +67,23 @@ def tile_ptr(ptr, offset, tile, FORM: tl.constexpr):
 @triton.jit
 def prefetch_rows(ptr, offset, live, h, first_row, COUNT: tl.constexpr, FORM: tl.constexpr):
     """Ask for COUNT rows of head h from `first_row` on, of the slot at `offset`, to come to the L2 cache; on NVIDIA."""
-    if has_ptx(FORM.TARGET):
+    if ptx.has_ptx(FORM.TARGET):
         per_line: tl.constexpr = LINE // state_bytes(ptr.dtype.element_ty, 1)
         lines = tl.arange(0, triton.next_power_of_2(triton.cdiv(COUNT * FORM.COLS, per_line))) * per_line
         exists = live & (lines < tl.minimum(COUNT, FORM.ROWS - first_row) * FORM.COLS)
-        prefetch_ptx(ptr + offset + (h * FORM.ROWS + first_row) * FORM.COLS + lines, exists)
-
-
-@triton.jit
-def load_scale(ptr, offset, live, tile):
-    """What the rows of a tile are to be multiplied with once they are decoded: (rows, 1), or 1."""
-    if ptr is None:
-        return 1.0
-    else:
-        mask_rows = tl.where(live, tile.mask_rows, False)
-        return tl.load(ptr + offset + tile.rows, mask=mask_rows, eviction_policy="evict_first")[:, None]
+        ptx.prefetch_ptx(ptr + offset + (h * FORM.ROWS + first_row) * FORM.COLS + lines, exists)
 
 
 @triton.jit
 def load_codes(pool, slot, live, tile, FORM: tl.constexpr, WHOLE: tl.constexpr = False):
-    """What load_scale gives of a tile of a slot, and what is stored in it, bfloat16 as its bits: undefined in rows
-    where masked, zero in columns that do not exist. WHOLE: the slot is live, and all rows and columns exist."""
+    """What the rows of a tile of a slot are to be multiplied with once they are decoded, (rows, 1) or 1, and what is
+    stored in it, bfloat16 as its bits: undefined in rows where masked, zero in columns that do not exist. WHOLE: the
+    slot is live, and all rows and columns exist."""
     ptr, scale_ptr, slot_stride, scale_stride = pool
-    factor = load_scale(scale_ptr, slot * scale_stride, live, tile)
+    factor = 1.0
+    if scale_ptr is not None:
+        offset, mask = slot * scale_stride, tl.where(live, tile.mask_rows, False)
+        factor = tl.load(scale_ptr + offset + tile.rows, mask=mask, eviction_policy="evict_first")[:, None]
     tile_start = tile_ptr(ptr, slot * slot_stride, tile, FORM)
     if ptr.dtype.element_ty == tl.bfloat16:
         tile_start = tile_start.to(tl.pointer_type(tl.uint16), bitcast=True)
@@ -104,10 +91,8 @@ def load_codes(pool, slot, live, tile, FORM: tl.constexpr, WHOLE: tl.constexpr =
     codes = ()
     for k in tl.static_range(len(tile.masks)):
         ptrs, mask = chunk_at(tile_start, tile, k, FORM)
-        if WHOLE:
-            code = as_rows(tl.load(ptrs, eviction_policy=policy))
-        else:
-            code = as_rows(tl.load(ptrs, mask=tl.where(live, mask, False), eviction_policy=policy))
+        exists = None if WHOLE else tl.where(live, mask, False)
+        code = as_rows(tl.load(ptrs, mask=exists, eviction_policy=policy))
         if FORM.COLS < (k + 1) * FORM.CHUNK:
             code = tl.where(tile.masks[k], code, 0).to(code.dtype)
         codes = codes + (code,)
@@ -141,8 +126,8 @@ def decoded(codes, dtype: tl.constexpr, TARGET: tl.constexpr):
 @triton.jit
 def from_code(code, dtype: tl.constexpr, TARGET: tl.constexpr):
     """A chunk in float32, of what is stored."""
-    if dtype == tl.bfloat16 and has_ptx(TARGET):
-        return from_bfloat16_ptx(code)
+    if dtype == tl.bfloat16 and ptx.has_ptx(TARGET):
+        return ptx.from_bfloat16_ptx(code)
     elif dtype == tl.bfloat16:
         return (code.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:
@@ -243,9 +228,9 @@ def to_float(v, random, dtype: tl.constexpr, ROUNDING: tl.constexpr, TARGET: tl.
     if ROUNDING == "nearest":
         return to_nearest(v, dtype, TARGET)
     elif dtype == tl.float16 and ROUNDING == "stochastic_hw":
-        return to_stochastic_hw(v, random, dtype)
-    elif has_ptx(TARGET):
-        return to_float_stochastic_ptx(v, random, dtype)
+        return ptx.to_stochastic_hw(v, random, dtype)
+    elif ptx.has_ptx(TARGET):
+        return ptx.to_float_stochastic_ptx(v, random, dtype)
     else:
         return to_bfloat16_stochastic(v, random) if dtype == tl.bfloat16 else to_float16_stochastic(v, random)
 
@@ -315,7 +300,8 @@ def to_scaled(v, dtype: tl.constexpr, TARGET: tl.constexpr):
     amax = tl.where(normal, amax, largest)
     huge = tl.where(amax >= 18446744073709551616.0, 5.421010862427522e-20, 1.0)  # 2^64, 2^-64: no reciprocal is tiny
     e = divide(largest, amax * huge, TARGET) * huge
-    e = tl.where(product_exceeds(e, amax, largest, TARGET), next_below(e), e)
+    exceeds = product_exceeds(e, amax, largest, TARGET)
+    e = tl.where(exceeds, (e.to(tl.int32, bitcast=True) - 1).to(tl.float32, bitcast=True), e)  # the next smaller one
     scale = tl.minimum(divide(1.0, e, TARGET), largest_scale(dtype))
     return e, tl.where(normal, scale, tl.where(finite, 1.0, float("nan"))), normal
 
@@ -323,8 +309,8 @@ def to_scaled(v, dtype: tl.constexpr, TARGET: tl.constexpr):
 @triton.jit
 def to_integer(v, e, stored, random, dtype: tl.constexpr, ROUNDING: tl.constexpr, TARGET: tl.constexpr):
     """v * e to a whole number, from the exact product: to nearest even, or floor(v * e + (random | 1) / 65536)."""
-    if has_ptx(TARGET):
-        return to_scaled_ptx(v, e, stored, random, dtype, ROUNDING != "nearest")
+    if ptx.has_ptx(TARGET):
+        return ptx.to_scaled_ptx(v, e, stored, random, dtype, ROUNDING != "nearest")
     else:
         product = tl.where(stored, v.to(tl.float64) * e, 0.0)
         if ROUNDING == "nearest":
@@ -338,9 +324,9 @@ def to_integer(v, e, stored, random, dtype: tl.constexpr, ROUNDING: tl.constexpr
 def to_float8(v, e, stored, random, ROUNDING: tl.constexpr, TARGET: tl.constexpr):
     """v * e, rounded to float32, to the bits of float8_e4m3fn."""
     if ROUNDING == "stochastic_hw":
-        return to_stochastic_hw(tl.where(stored, v * e, 0.0), random, tl.uint8)
+        return ptx.to_stochastic_hw(tl.where(stored, v * e, 0.0), random, tl.uint8)
     elif TARGET == "sm_89" or (TARGET == "sm_80" and ROUNDING == "stochastic"):
-        return to_scaled_ptx(v, e, stored, random, tl.uint8, ROUNDING == "stochastic")
+        return ptx.to_scaled_ptx(v, e, stored, random, tl.uint8, ROUNDING == "stochastic")
     else:
         w = tl.where(stored, v * e, 0.0)
         magnitude = tl.abs(w)

@@ -1,4 +1,4 @@
-"""Where results go: outputs, the state after every token to a slot of its own or to snapshots, the last to the pool.
+"""Where results go: outputs, and the state after every token to a slot of its own or to snapshots.
 
 `write` is a tuple: a table of slots and its row stride. `copies` is one of snapshots: data and scales, and their
 strides of rows and of tokens; `copy_rows` their list of rows, and how many there are.
@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from flashstate.kernels.addressing import token_entry
-from flashstate.kernels.slots import resolve_snapshot_row, resolve_write, write_slot
+from flashstate.kernels.slots import resolve_snapshot_row, resolve_write
 from flashstate.kernels.state_io import random_bits, store_slot, store_state
 from flashstate.kernels.tiles import stored_as
 
@@ -50,9 +50,3 @@ def store_snapshot(copies, row, goes, t, drawing, tile, copy_tile, s, FORM: tl.c
     to = tl.where(goes, row, -1)
     offsets = to * copy_b + t.to(tl.int64) * copy_t, to * copy_scale_b + t.to(tl.int64) * copy_scale_t
     store_state((copy_ptr, copy_scale_ptr, 0, 0), offsets, to >= 0, copy_tile, s, bits, COPY_FORM)
-
-
-@triton.jit
-def store_last(pool, write, b, slot, goes, slots, tile, s, random, FORM: tl.constexpr):
-    """Store the state after the last token of row b where it was read, or in the slot that `write` names, if `goes`."""
-    store_slot(pool, write_slot(write, b, slot, goes, slots), tile, s, random, FORM)

@@ -70,6 +70,15 @@ def dot_terms(x, y, total):
 
 
 @triton.jit
+def products(x, y):
+    """x times y transposed, of matrices that are chunks side by side, each a sum of terms: (rows of x, rows of y)."""
+    total = tl.zeros([x[0][0].shape[0], y[0][0].shape[0]], tl.float32)
+    for i in tl.static_range(len(x)):
+        total = dot_terms(x[i], transposed(y[i]), total)
+    return total
+
+
+@triton.jit
 def dot_terms_apart(x, y, total, rest):
     """x y in float32, of matrices that are sums of terms, as two sums that do not wait for each other: total + the
     product of the first terms, and rest + all others that dot_terms has."""

@@ -125,10 +125,7 @@ def as_rows(chunk):
 @triton.jit
 def as_accessed(chunk, shape: tl.constexpr):
     """A chunk as chunk_at has it, in that shape, from one of rows and columns."""
-    if len(shape) == 2:
-        return chunk
-    else:
-        return tl.permute(tl.reshape(chunk, (shape[0], shape[2], shape[1])), (0, 2, 1))
+    return chunk if len(shape) == 2 else tl.permute(tl.reshape(chunk, (shape[0], shape[2], shape[1])), (0, 2, 1))
 
 
 @triton.jit
@@ -175,18 +172,9 @@ def load_rows(ptr, offs_d, mask_d, exists):
 
 
 @triton.jit
-def store_rows(ptr, offs_d, mask_d, goes, values):
-    """Store a value for each row of a head."""
-    tl.store(ptr + offs_d, values.to(ptr.dtype.element_ty), mask=tl.where(goes, mask_d, False))
-
-
-@triton.jit
 def load_head(ptr, offs_d, mask_d, exists, PER_ROW: tl.constexpr):
     """A value for each row of a head, (BLOCK_ROWS,), or one for all; zero where nothing exists."""
-    if PER_ROW:
-        return load_rows(ptr, offs_d, mask_d, exists)
-    else:
-        return load_or_zero(ptr, mask=exists)
+    return load_rows(ptr, offs_d, mask_d, exists) if PER_ROW else load_or_zero(ptr, mask=exists)
 
 
 @triton.jit
@@ -198,7 +186,11 @@ def dot_rows(s, C, VECTOR: tl.constexpr):
     for k in tl.static_range(len(s)):
         sums = sums + (sum_vectors(s[k], C[k], VECTOR),)
     for _ in tl.static_range(MOST_FOLDS):
-        sums = sum_halves(sums)
+        if len(sums) > 1:
+            folded = ()
+            for k in tl.static_range(len(sums) // 2):
+                folded = folded + (sums[k] + sums[len(sums) // 2 + k],)
+            sums = folded
     tl.static_assert(len(sums) == 1)
     return tl.sum(sums[0], axis=1)
 
@@ -226,19 +218,6 @@ def halves_of(values):
         even, odd = tl.split(tl.reshape(value, value.shape[:-1] + (value.shape[len(value.shape) - 1] // 2, 2)))
         halves = halves + (even, odd)
     return halves
-
-
-@triton.jit
-def sum_halves(values):
-    """The second half of a tuple added to its first; a single value as it is."""
-    if len(values) == 1:
-        return values
-    else:
-        half: tl.constexpr = len(values) // 2
-        folded = ()
-        for k in tl.static_range(half):
-            folded = folded + (values[k] + values[half + k],)
-        return folded
 
 
 @triton.jit

@@ -8,14 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashstate.reference.state_io import (
-    load_state,
-    resolve,
-    resolve_read,
-    store_output,
-    store_state,
-    token_positions,
-)
+from flashstate.reference.state_io import load_state, resolve, resolve_read, store_output, store_state, token_positions
 from flashstate.reference.tree import Tree, column
 from flashstate.state.slots import Slots
 from flashstate.state.state import State
