@@ -82,8 +82,8 @@ HOLDERS = {
         """
         rows = parts = plan_like = None
         if plan is not None:
-            if slots is not None or plan.window != ring.window or plan.count.data_ptr() != count.data_ptr():
-                raise TypeError
+            other = slots is not None and slots is not plan.slots
+            if other or plan.window != ring.window or plan.count.data_ptr() != count.data_ptr(): raise TypeError
             rows, parts, plan_like, slots = plan.rows, plan.parts, plan.signature, plan.slots
         """,
         "rows=rows? parts=parts?", ("plan_like",),
