@@ -16,7 +16,7 @@ demo: $(ENVIRONMENT)
 test: lint test-kernels
 
 # For changes under way: what is marked so in these files, of which few are collected faster than all.
-QUICK := tests/test_laws.py tests/test_mutations.py
+QUICK := tests/test_laws.py tests/test_mutations.py tests/test_refusals_of_ops.py
 quick: lint
 	TRITON_INTERPRET=1 $(PYTEST) -m "quick and not gpu" $(QUICK)
 

@@ -116,13 +116,16 @@ def check_contiguous(name: str, tensor: Tensor, also: str = "") -> None:
         raise ValueError(f"{name} must be contiguous{also}, got strides {tuple(tensor.stride())}")
 
 
-def tied(name: str, tensor: Any, few: Shape, more: Shape, device: torch.device) -> Tensor:
+def tied(
+    name: str, tensor: Any, few: Shape, more: Shape, device: torch.device,
+    dtypes: Sequence[torch.dtype] = ACTIVATION_DTYPES,
+) -> Tensor:  # fmt: skip
     """Check a tensor of few axes, or of more behind them; returned without those it was expanded along (stride 0)."""
     every = few[0] + more[0], few[1] + more[1]
     if not isinstance(tensor, Tensor) or tensor.dim() != len(every[0]):
-        check_tensor(name, tensor, *few, device=device, also=every)
+        check_tensor(name, tensor, *few, dtypes=dtypes, device=device, also=every)
         return tensor
-    check_tensor(name, tensor, *every, device=device, also=few)
+    check_tensor(name, tensor, *every, dtypes=dtypes, device=device, also=few)
     inner = tensor.stride()[len(few[0]) :]
     if any(size > 1 and stride != 0 for size, stride in zip(tensor.shape[len(few[0]) :], inner, strict=True)):
         return tensor

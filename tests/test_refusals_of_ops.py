@@ -106,7 +106,7 @@ def tensor_refusals(op: Op, case: AnyCase) -> Iterator[Refusal]:
         for what, change, message, *error in wrong(d):
             yield what, change, others(op) if what == f"{op.main} {OTHER_FORM[form]}" else message, *error
         for axis in op.divides.keys() & {*d.free}:
-            yield from wrong_divisors(d, axis, op.divides[axis])
+            yield from wrong_divisors(op, d, axis, op.divides[axis])
     if not wide:
         yield from wrong_outputs(d)
         for axis, word in enumerate(TOKEN_AXES[form]):  # of the main argument, whose tokens others must have
@@ -127,12 +127,12 @@ def others(op: Op) -> str:
     return rf"^(?!{op.main} )(\w+ must have shape \((batch|tokens)=|slots must have \d+ rows, as the batch has)"
 
 
-def wrong_divisors(d: Described, axis: str, of: str) -> Iterator[Refusal]:
+def wrong_divisors(op: Op, d: Described, axis: str, of: str) -> Iterator[Refusal]:
     """Sizes that do not divide that of another axis, in the first argument that has it."""
-    along = d.axes.index(axis)
+    along, words = d.axes.index(axis), [op.words.get(name, name) for name in (axis, of)]
     for n in (0, 3, 8):
         change = only(d.name, lambda t, n=n: t.narrow(along, 0, 1).repeat_interleave(n, along))
-        message = f"^{d.name} must have a number of {axis} that divides the 4 {of}, got {n}"
+        message = f"^{d.name} must have a number of {words[0]} that divides the 4 {words[1]}, got {n}"
         yield f"{d.name} with {n} {axis}", change, message
 
 

@@ -161,7 +161,9 @@ class BenchedOp:
         case = replace(self.case.in_format(name, rounding), **changes)
         heads, groups, *_ = case.measured_axes
         if heads % groups:
-            raise ValueError(f"the number of groups must divide the {heads} heads, got {groups}")
+            field = case.sizes["groups"].replace("_", " ")
+            which = "" if field == "groups" else f", which are {field},"
+            raise ValueError(f"the number of groups{which} must divide the {heads} heads, got {groups}")
         return case
 
     def small_grid(self, *stored: Stored) -> Grid:

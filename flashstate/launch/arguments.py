@@ -40,9 +40,10 @@ def values_of(op: Op, given: Given, problem: Problem, config: Config) -> dict[st
         "fault_ptr": fault_flag(getattr(given, op.main).device), "batch": tokens.batch, "tokens": tokens.num_tokens,
         "longest": tokens.longest or 0, "ONE_TOKEN": tokens.one_token, "STORES": given.stores,
         "EARLY": getattr(given, "early", False) and given.machine.overlaps, "TOGETHER": loaded_together(given, config),
-        "ALIGNED": all(aligned(getattr(given, name)) for name in op.aligned),
         **slots_values(given.slots), **tile_values(given.machine, problem, config),
     }  # fmt: skip
+    if op.aligned:  # else no kernel may ask
+        values["ALIGNED"] = all(aligned(getattr(given, name)) for name in op.aligned)
     state = getattr(state, "ssm", state)
     if isinstance(state, State):
         values |= state_values(state)

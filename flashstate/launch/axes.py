@@ -73,7 +73,7 @@ class Axes:
             named, sized = tokens.axes + named, tokens.sizes + sized
         if self.optional:
             more = tuple(sizes[axis] for axis in self.optional)
-            tensor = tied(name, tensor, (named, sized), (self.optional, more), device)
+            tensor = tied(name, tensor, (named, sized), (self.optional, more), device, self.dtypes)
         else:
             check_tensor(name, tensor, named, sized, dtypes=self.dtypes, device=device)
         if not self.tokens and not self.strided:
@@ -90,7 +90,7 @@ def check_main(name: str, x: Any, axes: Axes, sizes: Mapping[str, int], device: 
     if isinstance(x, Tensor) and x.dim() == 1 + len(names):
         leads.reverse()
     first, *others = [((*lead, *names), (*(None for _ in lead), *wanted)) for lead in leads]
-    check_tensor(name, x, *first, dtypes=ACTIVATION_DTYPES, device=device, also=others[0] if others else None)
+    check_tensor(name, x, *first, dtypes=axes.dtypes, device=device, also=others[0] if others else None)
 
 
 def tokens_of(x: Tensor, axes: Axes, slots: Slots | None) -> Tokens:

@@ -78,14 +78,15 @@ class Op:
     main: str  # the tensor argument whose tokens others must have, and whose dtype the output has
     state_axes: str  # names of the axes of a state
     problems: Callable[[Given], Sequence[Problem]]  # what configs are chosen for, one per kernel of a call
+    debug: Callable[[Given], None]  # raises where numbers in tensors are wrong, inside debug()
     kernel: Callable[[Given, Any], Any] | None = None  # the kernel for one of these problems; None: that of its name
     values: Callable[[Given, Any, Any], dict[str, Any]] = lambda *call: {}  # what kernels take and no argument says
     reference: Mapping[str, Callable[[Given], Any]] = field(default_factory=dict)  # what it takes and no argument says
     sizes: Callable[[Any], dict[str, int]] = lambda state: {}  # of axes that a state says beside its own
     slots: Callable[[Given], Slots | None] = lambda given: as_slots(given.slots)
     divides: Mapping[str, str] = field(default_factory=dict)  # free axes, and the axis whose size theirs must divide
+    words: Mapping[str, str] = field(default_factory=dict)  # what errors call axes whose names are letters
     check: Callable[[Given], None] = lambda given: None  # raises for what axes cannot say; may replace arguments
-    debug: Callable[[Given], None] = lambda given: None  # raises where numbers in tensors are wrong
     writes: tuple[str, ...] = ()  # tensor arguments that are written, beside states, rings and `out`
     aligned: tuple[str, ...] = ()  # tensors whose rows a kernel accesses widely only if all of them are aligned
     aligned_each: tuple[str, ...] = ()  # tensors whose alignment a kernel is told of one by one
@@ -220,7 +221,10 @@ class Op:
         """Note the size of an axis that no state says; raise where it must divide another and does not."""
         of = self.divides.get(axis)
         if of is not None and (size == 0 or sizes[of] % size):
-            raise ValueError(f"{name} must have a number of {axis} that divides the {sizes[of]} {of}, got {size}")
+            divisors, whole = (self.words.get(one, one) for one in (axis, of))
+            raise ValueError(
+                f"{name} must have a number of {divisors} that divides the {sizes[of]} {whole}, got {size}"
+            )
         sizes[axis] = size
 
     def _check_out(self, given: Given) -> None:

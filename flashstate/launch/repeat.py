@@ -8,6 +8,7 @@ compares: dtypes, shapes and strides of tensors. `print(source_of(op, kernel))` 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import is_dataclass
 from textwrap import dedent, indent
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -168,11 +169,11 @@ def holders_of(op: Op) -> list[Holder]:
     """The arguments of an op that hold tensors."""
     found = []
     for name, hint in op.hints.items():
-        kinds = [kind.__name__ for kind in getattr(hint, "__args__", (hint,)) if isinstance(kind, type)]
+        kinds = [kind for kind in getattr(hint, "__args__", (hint,)) if isinstance(kind, type)]
         if name == "snapshots" and op.takes_snapshots:
             found.append(HOLDERS["snapshots"])
         elif name != "slots":
-            found += [HOLDERS[kind] for kind in kinds if kind in HOLDERS]
+            found += [HOLDERS[kind.__name__] for kind in kinds if is_dataclass(kind)]  # KeyError: it needs one
     return found
 
 

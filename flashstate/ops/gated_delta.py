@@ -193,6 +193,7 @@ GATED_DELTA_STEP = Op(
     main="v",
     state_axes="slots HV V K",
     divides={"H": "HV"},
+    words={"H": "heads", "HV": "value heads"},
     problems=problems,
     kernel=kernel,
     values=values,

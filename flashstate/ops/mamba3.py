@@ -209,6 +209,7 @@ MAMBA3_STEP = Op(
     state_axes="slots H D N",
     sizes=lambda state: {"R": state.rank},
     divides={"G": "H"},
+    words={"G": "groups", "H": "heads"},
     problems=lambda given: one_kernel(given, *mamba3_kind(given.state.rank, given.rotary is not None)),
     values=values,
     reference={"angle": lambda given: getattr(given.rotary, "angle", None), "parameters": parameters_of},
