@@ -298,7 +298,8 @@ def step_arguments(case: AnyCase = CASE, device: torch.device = CPU) -> Argument
     inputs = make_inputs(case, device)
     slots, out = inputs.at() if case.packed else inputs.slots, torch.full_like(inputs.main, 7.0)
     given: Arguments = {**inputs.arguments, "slots": slots, "update": True, "out": out}
-    if not isinstance(case, (Mamba3Case, ReplayCase)):
+    takes = inputs.op.declared.hints
+    if "snapshots" in takes:
         given["snapshots"] = torch.full((5, 6, *case.state_axes), 7.0, dtype=torch.float16, device=device)
-    without_plan = {"plan": None} if isinstance(case, ReplayCase) else {}
+    without_plan = {"plan": None} if "plan" in takes else {}
     return {**inputs.op.takes(inputs.state, given), **without_plan}

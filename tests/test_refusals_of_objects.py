@@ -442,7 +442,7 @@ def bytes_in(arguments: Arguments) -> dict[str, Tensor]:
 
 
 def test_the_calls_that_refusals_start_from_are_right() -> None:
-    """And write what they should, and nothing else."""
+    """Calls of replay and folds write what they should, and nothing else."""
     elsewhere = Slots(torch.tensor([5, 0, 3]), write=torch.tensor([1, 2, 9]), null=9)
     replays = [step_arguments(case) for case in forms_of(REPLAY).values()]
     for call, arguments, writes in (

@@ -492,7 +492,7 @@ def test_a_wrong_call_is_refused_by_name(call: str, change: Change, message: str
 
 @pytest.mark.parametrize("call", CALLS)
 def test_the_call_that_refusals_start_from_is_right(call: str) -> None:
-    """And writes outputs, states and snapshots."""
+    """A right call writes outputs, states and snapshots."""
     op, case = CALLS[call]
     arguments = step_arguments(case)
     written = {name: tensors_of(arguments[name]) for name in (next(iter(op.hints)), "snapshots") if name in arguments}

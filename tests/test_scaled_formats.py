@@ -127,7 +127,7 @@ def random_if(rounding: str, values: Tensor, dtype: torch.dtype) -> Tensor | Non
 @DTYPES
 @ROUNDINGS
 def test_a_stored_value_is_within_half_a_step_or_one_of_the_value(dtype: torch.dtype, rounding: str) -> None:
-    """And what float32 arithmetic adds: up to 2^-9 of a step in int16, 2^-17 in int8, 2^-19 in float8."""
+    """Float32 arithmetic may add up to 2^-9 of a step in int16, 2^-17 in int8, 2^-19 in float8."""
     values = finite_rows(dtype)
     values = values[values.abs().amax(-1) >= 2.0**-100]
     data, scale = encode(values, dtype, random_if(rounding, values, dtype))

@@ -360,8 +360,10 @@ def case_of(key: str, mode: str, size: int) -> AnyCase:
     if op == "mamba3_step":
         rank, turned = int(more.split()[1]), more.endswith("turned")
         return Mamba3Case(*heads_of(size, 48, 48), **shape, rank=rank, angles=32 if turned else 0, bc=HALF, kv=HALF)
-    exact, transposed = op == "gated_delta_step", about["layout"] is not None
-    return DeltaCase(*heads_of(size, 32, 2), **shape, exact=exact, transposed=transposed, qk=HALF, gates=HALF)
+    if op.startswith("gated_delta"):
+        exact, transposed = op == "gated_delta_step", about["layout"] is not None
+        return DeltaCase(*heads_of(size, 32, 2), **shape, exact=exact, transposed=transposed, qk=HALF, gates=HALF)
+    raise ValueError(f"no case is known for {op}, of which the table has {key!r}")
 
 
 def heads_of(size: int, most: int, per_group: int) -> tuple[int, int, int]:

@@ -1,4 +1,4 @@
-"""Where calls run, on what and which way: the one place that asks torch about devices, and that tests replace."""
+"""Where calls run, on what and which way: what kernels and configs know of a device. Tests replace this one place."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def permutation(case: AnyCase, device: torch.device, inputs: Inputs) -> None:
 
 @law("a row does not depend on its neighbours or on the batch size")
 def independence(case: AnyCase, device: torch.device, together: Inputs) -> None:
-    """Nor on the form of the call."""
+    """A row does not depend on the form of the call either: every form of the case gives the same bytes."""
     rows, everyone = together.per_row(together.step()), list(range(case.batch))
     for form in case.forms:
         for some in ([0], [case.batch - 1], everyone) if form != case else ([0], [case.batch - 1]):
