@@ -205,9 +205,6 @@ FORMS: dict[str, dict[str, Form]] = {
         "without options": on(MAMBA2_REPLAY, REPLAY, z=False, D=None, dt_bias=False),
         "another window": on(MAMBA2_REPLAY, REPLAY, window=7),
         "a plan": on(MAMBA2_REPLAY, REPLAY, planned, tokens=3),
-        "a plan beside its slots": on(
-            MAMBA2_REPLAY, REPLAY, lambda a: {**(with_plan := planned(a)), "slots": with_plan["plan"].slots}, tokens=3
-        ),
         "a plan of packed tokens": on(MAMBA2_REPLAY, REPLAY, planned, tokens=3, packed=True),
     },
 }  # fmt: skip

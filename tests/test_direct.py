@@ -217,8 +217,8 @@ def test_a_plan_is_for_its_own_rings_also_after_calls_that_were_right(launcher: 
     with by_the_reference():
         right, wrong = planned(arguments), planned({**others, "ring": replace(others["ring"])})
         shorter = planned({**arguments, "ring": replace(arguments["ring"], window=7)})
-    for _ in range(2):
-        mamba2_replay(**right)
+    mamba2_replay(**right)
+    mamba2_replay(**{**right, "slots": right["plan"].slots})  # which says nothing new
     for plan, message in ((wrong, "rings of other slots"), (shorter, "rings with a window of 7")):
         with pytest.raises(ValueError, match=f"plan was made for {message}"):
             mamba2_replay(**{**right, "plan": plan["plan"]})
