@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flashstate.compat import shapes
-from flashstate.errors import INT64, check_choice, check_flag, check_int, check_tensor, dtype_name
+from flashstate.errors import INT64, check_choice, check_device, check_flag, check_int, check_tensor, dtype_name
 from flashstate.ops.gated_delta import GATED_DELTA_STEP, gated_delta_step
 from flashstate.state.formats import FORMATS
 from flashstate.state.slots import MOST_TOKENS, Slots
@@ -110,8 +110,7 @@ def _state(state: Tensor, scale: Any, rand_seed: Tensor | None, rounds: int) -> 
     if rand_seed.numel() != 1 or rand_seed.dtype != torch.int64:
         got = f"{dtype_name(rand_seed.dtype)} of shape {tuple(rand_seed.shape)}"
         raise ValueError(f"rand_seed must be one int64 number, got {got}")
-    if rand_seed.device != state.device:
-        raise ValueError(f"rand_seed is on {rand_seed.device}, but the state is on {state.device}")
+    check_device("rand_seed", rand_seed, state.device)
     seed = torch.add(rand_seed.reshape(1), shapes.slot_numbers(state), alpha=SEED_OF_A_SLOT)
     return State(state, rounding="stochastic", rounds=rounds, seed=seed)
 

@@ -24,7 +24,14 @@ from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 import torch
 from torch import Tensor
 
-from flashstate.errors import check_flag, check_no_overlap, check_number, check_row_contiguous, check_tensor
+from flashstate.errors import (
+    check_device,
+    check_flag,
+    check_no_overlap,
+    check_number,
+    check_row_contiguous,
+    check_tensor,
+)
 from flashstate.launch import registered
 from flashstate.launch.arguments import values_of
 from flashstate.launch.axes import Axes, Tokens, check_main, tokens_of
@@ -314,8 +321,7 @@ def check_snapshots(given: Given, snapshots: Tensor, of: tuple[int, ...]) -> Non
     shape = tuple(snapshots.shape)
     if shape[2:] != of:
         raise ValueError(f"snapshots must be of states {of}, got {shape[2:]}")
-    if snapshots.device != given.pool.device:
-        raise ValueError(f"snapshots is on {snapshots.device}, but the state is on {given.pool.device}")
+    check_device("snapshots", snapshots, given.pool.device)
     if shape[1] < tokens.longest:
         raise ValueError(f"snapshots must have room for {tokens.longest} tokens, got shape {shape}")
     if shape[0] < tokens.batch and (slots is None or slots.snapshot_rows is None):

@@ -8,10 +8,19 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from flashstate.errors import INDEX_DTYPES, check_choice, check_int, check_list, check_row_contiguous, check_tensor
+from flashstate.errors import (
+    INDEX_DTYPES,
+    INT64,
+    LARGEST_INT32,
+    check_choice,
+    check_int,
+    check_list,
+    check_row_contiguous,
+    check_tensor,
+)
 from flashstate.state.signature import Describes, describe, signature_of
 
-MOST_TOKENS = (1 << 31) - 1  # on a token axis
+MOST_TOKENS = LARGEST_INT32  # on a token axis
 PADDINGS = ("zero", "fresh", "keep")
 TABLES = ("read", "accepted", "write", "parents", "cu_seqlens", "snapshot_rows")  # in the order of kernels
 
@@ -64,7 +73,7 @@ class Slots(Describes):
         check_list("snapshot_rows", self.snapshot_rows, batch)
         check_list("cu_seqlens", self.cu_seqlens, batch + 1, "batch + 1")
         self._check_max_len()
-        check_int("null", self.null, -(1 << 63), (1 << 63) - 1)
+        check_int("null", self.null, *INT64)
         check_choice("padding", self.padding, PADDINGS)
         for name in ("write", "accepted", "snapshot_rows", "cu_seqlens", "parents"):
             tensor = getattr(self, name)
