@@ -14,6 +14,34 @@ from triton.runtime import interpreter
 Function = Callable[..., Any]
 
 
+def unless_a_tensor(unwrap: Function) -> Function:
+    """Of all that an operation is given it asks whether it is a list, a tuple or a constant; most are tensors."""
+    tensor = core.tensor
+    return lambda given: given if type(given) is tensor else unwrap(given)
+
+
+def with_its_semantic(patch: Function) -> Function:
+    """What stands for an operation copies the arguments given by name, and asks whether they are complete."""
+
+    semantic = TritonSemantic(interpreter.interpreter_builder)
+
+    def patched(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        fn = getattr(member, "__wrapped__", member)
+
+        def operation(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = semantic
+            return fn(*args, **kwargs)
+
+        scope.set_attr(obj, name, operation)
+
+    return patched
+
+
+def unchecked(check: Function) -> Function:
+    """It compares the size of every result with that of its type, though nothing gives another one."""
+    return lambda self: None
+
+
 def without_overflows(options: Any) -> Any:
     """Of every sum and product of integers it works out whether it overflows, and tells nobody."""
     return replace(options, sanitize_overflow=False)
@@ -63,27 +91,61 @@ def once_per_shape(init: Function) -> Function:
 
 
 def with_known_shape(init: Function) -> Function:
-    """It wraps the shape of every tensor anew."""
-
-    @cache
-    def wrapped(shape: tuple[int, ...]) -> tuple[Any, Any]:
-        return core.tuple([core.constexpr(n) for n in shape]), core.constexpr(math.prod(shape))
+    """It wraps the shape of every tensor anew. Equal ones are one object, which tells them apart."""
+    known: dict[Any, tuple[Any, Any]] = {}
 
     def of_tensor(self: Any, handle: Any, type: Any) -> None:
         self.handle, self.type, self.dtype = handle, type, type.scalar
-        self.shape, self.numel = wrapped(tuple(type.shape) if type.is_block() else ())
+        shape = tuple(type.shape) if type.is_block() else ()
+        if shape not in known:
+            known[shape] = core.tuple([core.constexpr(n) for n in shape]), core.constexpr(math.prod(shape))
+        self.shape, self.numel = known[shape]
 
     return of_tensor
 
 
 def unless_alike(broadcast: Function) -> Function:
     """It compares shapes size by size, equal ones too."""
+    return lambda self, lhs, rhs: (lhs, rhs) if lhs.shape is rhs.shape else broadcast(self, lhs, rhs)
 
-    def of_operands(self: Any, lhs: Any, rhs: Any) -> Any:
-        shapes = [list(x.type.shape) if x.type.is_block() else [] for x in (lhs, rhs)]
-        return (lhs, rhs) if shapes[0] == shapes[1] else broadcast(self, lhs, rhs)
 
-    return of_operands
+LIMITS = {
+    "int32": (-1 << 31, (1 << 31) - 1), "int64": (-1 << 63, (1 << 63) - 1), "uint32": (0, (1 << 32) - 1),
+    "uint64": (0, (1 << 63) - 1),
+}  # fmt: skip
+UNCHANGED = {"fp32", "int1", *LIMITS}  # beside themselves
+
+
+def unless_of_one_type(check: Function) -> Function:
+    """It looks for the type of both operands and casts them to it, though most have it, and offsets of pointers need
+    none; a number beside a tensor takes its type, if it is of no higher kind."""
+    tensor, pointer = core.tensor, core.pointer_type
+
+    def taken(self: Any, number: Any, of: Any) -> Any:
+        least, most = LIMITS.get(of.name, (0, -1))
+        fits = type(number) in (int, float) if of.name == "fp32" else type(number) is int and least <= number <= most
+        return self.scalar_constant(number, of) if fits else None
+
+    def checked(self: Any, lhs: Any, rhs: Any, *flags: Any, **named: Any) -> tuple[Any, Any]:
+        left = lhs if type(lhs) is tensor else taken(self, lhs, rhs.dtype) if type(rhs) is tensor else None
+        right = rhs if type(rhs) is tensor else taken(self, rhs, lhs.dtype) if type(lhs) is tensor else None
+        if left is not None and right is not None:
+            if left.dtype is right.dtype and left.dtype.name in UNCHANGED:
+                return self.broadcast_impl_value(left, right)
+            if flags[:1] == (True,) and type(left.dtype) is pointer and right.dtype.name in LIMITS:
+                return self.broadcast_impl_value(left, right)
+        return check(self, lhs, rhs, *flags, **named)
+
+    return checked
+
+
+def unless_of_that_type(cast: Function) -> Function:
+    """It compares types field by field, equal ones too."""
+
+    def of_operand(self: Any, input: Any, dst_ty: Any, *rounding: Any) -> Any:
+        return input if input.dtype is dst_ty else cast(self, input, dst_ty, *rounding)
+
+    return of_operand
 
 
 def in_whole_slices(reduce: Function) -> Function:
@@ -109,11 +171,16 @@ def in_whole_slices(reduce: Function) -> Function:
 
 
 SPARED: list[tuple[Any, str, Function]] = [
+    (core, "_unwrap_if_constexpr", unless_a_tensor),
+    (interpreter, "_patch_attr", with_its_semantic),
+    (interpreter.TensorHandle, "__post_init__", unchecked),
     (interpreter.interpreter_builder, "options", without_overflows),
     (interpreter, "_patch_lang", what_is_left),
     (interpreter, "_get_np_dtype", once_per_name),
     (core.block_type, "__init__", once_per_shape),
     (core.tensor, "__init__", with_known_shape),
+    (TritonSemantic, "binary_op_type_checking_impl", unless_of_one_type),
+    (TritonSemantic, "cast", unless_of_that_type),
     (TritonSemantic, "broadcast_impl_value", unless_alike),
     (interpreter.ReduceOps, "generic_reduce", in_whole_slices),
 ]
