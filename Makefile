@@ -5,6 +5,8 @@ JOBS   ?= 3
 
 # With PYTHON=python3, an environment that is already there, nothing is installed.
 ENVIRONMENT := $(if $(filter $(VENV)/bin/python,$(PYTHON)),$(VENV)/ready)
+# What is installed is compiled when it is first imported: of all of it, that is little.
+export PYTHONDONTWRITEBYTECODE :=
 # Three processes for two cores: of two, one is often idle.
 PYTEST      := OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(JOBS) --dist worksteal
 
@@ -47,7 +49,7 @@ figures: $(ENVIRONMENT)
 $(VENV)/ready: pyproject.toml constraints.txt
 	python3 -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --upgrade pip
-	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(VENV)/bin/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
 	$(if $(OLDER),$(VENV)/bin/python -m pip install --quiet --no-deps $(OLDER))
 	touch $@
 

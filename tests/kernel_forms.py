@@ -256,7 +256,7 @@ ODD_MAMBA3 = Mamba3Case(3, 4, 2, 33, 20, rank=3, angles=7, tokens=3, x="float16"
 ODD_WITH_TENSOR_CORES = (
     Form(ODD_MAMBA3),
     of(ODD_REPLAY, plain, 64, window=9),
-    of(ODD_REPLAY, tokens=3, packed=True, window=20, **HALF),
+    of(ODD_REPLAY, tokens=3, packed=True, window=9, **HALF),
     of(ODD_MAMBA3, rows=40, cols=36, rank=1, angles=18, packed=True, trap_logit=True, x="float32"),
     of(ODD_REPLAY, keep, 64, window=9),
     of(ODD_REPLAY, fold, tokens=3, packed=True, window=64, format="float8_e4m3fn"),

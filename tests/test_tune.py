@@ -201,7 +201,10 @@ def test_a_table_measured_elsewhere_is_not_added_to(name: str, value: str, tmp_p
 def test_neighbours_are_valid_and_reach_every_config_from_every_other() -> None:
     for problem in PROBLEMS[::4]:
         around = {config: neighbours(problem, config) for config in valid_configs(problem)}
-        back = {config: [other for other in around if config in around[other]] for config in around}
+        back: dict[Config, set[Config]] = {config: set() for config in around}
+        for config, near in around.items():
+            for other in near:
+                back[other].add(config)
         for ways in (around, back):  # one reaches all, and all reach that one
             reached = new = {next(iter(around))}
             while new:
