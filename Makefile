@@ -5,7 +5,7 @@ JOBS   ?= 3
 
 # With PYTHON=python3, an environment that is already there, nothing is installed.
 ENVIRONMENT := $(if $(filter $(VENV)/bin/python,$(PYTHON)),$(VENV)/ready)
-# What is installed is compiled when it is first imported: of all of it, that is little.
+# Packages are installed without bytecode, since little of them is used; what is imported leaves its own behind.
 export PYTHONDONTWRITEBYTECODE :=
 # Three processes for two cores: of two, one is often idle.
 PYTEST      := OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(JOBS) --dist worksteal
@@ -38,10 +38,10 @@ test-oldest:
 	$(MAKE) test-kernels VENV=.venv-oldest OLDER="'triton==3.6.0' 'numpy<2.4'"
 
 # JOBS processes compile beside each other and share the GPU. With TURNS=1 every law meets every case, which takes twice
-# as long; with more, the formats of a shape take turns.
+# as long; with more, the formats of a shape take turns. Tests print their names, so that a run cut off says what it did.
 TURNS ?= 3
 test-gpu: $(ENVIRONMENT)
-	FLASHSTATE_TURNS=$(TURNS) env -u TRITON_INTERPRET $(PYTEST) -m gpu
+	FLASHSTATE_TURNS=$(TURNS) env -u TRITON_INTERPRET $(PYTEST) -v -m gpu
 
 figures: $(ENVIRONMENT)
 	$(PYTHON) -m tools.figures
@@ -50,7 +50,7 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	python3 -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --upgrade pip
 	$(VENV)/bin/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
-	$(if $(OLDER),$(VENV)/bin/python -m pip install --quiet --no-deps $(OLDER))
+	$(if $(OLDER),$(VENV)/bin/python -m pip install --quiet --no-compile --no-deps $(OLDER))
 	touch $@
 
 clean:

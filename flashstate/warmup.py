@@ -158,7 +158,12 @@ class Serving:
             there = self.given.get(name, True)
             if sizes.get("R", 1) > 1 if there is None else there:
                 dtype = dtypes.get(name, self.activations if axes.tokens else self.parameters)
-                shape = [sizes[axis] for axis in (*axes.names, *(axes.optional if name in self.wide else ()))]
+                named = (*axes.names, *(axes.optional if name in self.wide else ()))
+                if unknown := [axis for axis in named if axis not in sizes]:
+                    raise ValueError(
+                        f"{name} of {op.name} has {unknown[0]}, whose size warmup cannot know: give `also`"
+                    )
+                shape = [sizes[axis] for axis in named]
                 tensor = torch.empty(shape, dtype=dtype, device=slots.read.device)
                 found[name] = tensor.expand(*lead, *shape) if axes.tokens else tensor
         return found

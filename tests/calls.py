@@ -1,8 +1,8 @@
 """Calls of all ops, by their forms: what they are given, stored and told."""
 
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import fields, replace
+from typing import Any, NamedTuple, TypeVar
 from unittest import mock
 
 import torch
@@ -16,11 +16,13 @@ from flashstate.ops.gated_delta import GATED_DELTA_STEP
 from flashstate.ops.mamba2 import MAMBA2_STEP
 from flashstate.ops.mamba2_replay import MAMBA2_REPLAY
 from flashstate.ops.mamba3 import MAMBA3_STEP
-from flashstate.proof import AnyCase, Case, ConvCase, DeltaCase, Inputs, Mamba3Case, ReplayCase, make_inputs
+from flashstate.proof import CASES, AnyCase, Case, ConvCase, DeltaCase, Inputs, Mamba3Case, ReplayCase, make_inputs
+from flashstate.proof.case import StateCase
 
 CPU = torch.device("cpu")
 Arguments = dict[str, Any]
 Change = Callable[[Arguments], Arguments]
+C = TypeVar("C", bound=AnyCase)
 
 MAMBA2 = Case(2, 4, 2, 16, 32, slots=12)
 DELTA = DeltaCase(2, 4, 2, 16, 32, x="float16", qk="float16", slots=12)
@@ -54,6 +56,11 @@ class Form(NamedTuple):
 def on(op: Op, case: AnyCase, change: Change = lambda a: a, bare: bool = True, **fields: Any) -> Form:
     """A call of an op, with inputs of a case with these fields."""
     return Form(op, replace(case, **fields), change, bare)
+
+
+def shaped(case: C, **sizes: Any) -> C:
+    """A case with those of these sizes that it has."""
+    return replace(case, **{field.name: sizes[field.name] for field in fields(case) if field.name in sizes})
 
 
 def given(**values: Any) -> Change:
@@ -145,7 +152,12 @@ def forms_of_trees(op: Op, case: AnyCase) -> dict[str, Form]:
 
 
 AT_ONCE = {"tokens": 3, "exact": False}
-FORMS: dict[str, dict[str, Form]] = {
+SIZES = {"batch": 2, "heads": 4, "groups": 2, "rows": 16, "cols": 32, "slots": 12, "index": "int32"}
+SMALL = {name: shaped(cases.odd[0], **SIZES) for name, cases in CASES.items()}
+OPS = tuple(case.op.declared for case in SMALL.values())
+BY_NAME = {op.name: op for op in OPS}
+FORMS: dict[str, dict[str, Form]] = {  # of ops that are not named here, those that all on states have
+    **{name: forms_of_states(case.op.declared, case) for name, case in SMALL.items() if isinstance(case, StateCase)},
     "mamba2_step": {
         **forms_of_trees(MAMBA2_STEP, MAMBA2),
         "without options": on(MAMBA2_STEP, MAMBA2, z=False, D=None, dt_bias=False),
@@ -208,5 +220,3 @@ FORMS: dict[str, dict[str, Form]] = {
         "a plan of packed tokens": on(MAMBA2_REPLAY, REPLAY, planned, tokens=3, packed=True),
     },
 }  # fmt: skip
-OPS = (MAMBA2_STEP, GATED_DELTA_STEP, MAMBA3_STEP, CONV1D_STEP, MAMBA2_REPLAY)
-BY_NAME = {op.name: op for op in OPS}

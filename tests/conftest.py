@@ -1,7 +1,6 @@
 """Which tests can run in this process, an interpreter that does not repeat itself, a test on every implementation, room
 for large ones, and memory that shows when nobody wrote it."""
 
-import fcntl
 import gc
 import os
 import tempfile
@@ -48,7 +47,9 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
 def room_on_the_gpu() -> Iterator[None]:
     """Tests that ask for it run one after the other, however many processes there are: each takes up to 60 GB of a GPU,
     and gives them back."""
-    with open(Path(tempfile.gettempdir()) / "flashstate-tests.lock", "w") as lock:
+    import fcntl
+
+    with open(Path(tempfile.gettempdir()) / f"flashstate-tests-{os.getuid()}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
         gc.collect()

@@ -23,7 +23,7 @@ def unless_a_tensor(unwrap: Function) -> Function:
 def with_its_semantic(patch: Function) -> Function:
     """What stands for an operation copies the arguments given by name, and asks whether they are complete."""
 
-    semantic = TritonSemantic(interpreter.interpreter_builder)
+    semantic = interpreter.interpreter_semantic
 
     def patched(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
         fn = getattr(member, "__wrapped__", member)
@@ -91,7 +91,7 @@ def once_per_shape(init: Function) -> Function:
 
 
 def with_known_shape(init: Function) -> Function:
-    """It wraps the shape of every tensor anew. Equal ones are one object, which tells them apart."""
+    """It wraps the shape of every tensor anew. Equal ones are one object, so that `is` compares them."""
     known: dict[Any, tuple[Any, Any]] = {}
 
     def of_tensor(self: Any, handle: Any, type: Any) -> None:
@@ -109,11 +109,11 @@ def unless_alike(broadcast: Function) -> Function:
     return lambda self, lhs, rhs: (lhs, rhs) if lhs.shape is rhs.shape else broadcast(self, lhs, rhs)
 
 
-LIMITS = {
+LIMITS = {  # of numbers that Triton takes for one of such a type
     "int32": (-1 << 31, (1 << 31) - 1), "int64": (-1 << 63, (1 << 63) - 1), "uint32": (0, (1 << 32) - 1),
     "uint64": (0, (1 << 63) - 1),
 }  # fmt: skip
-UNCHANGED = {"fp32", "int1", *LIMITS}  # beside themselves
+UNCHANGED = {"fp32", "int1", *LIMITS}  # types that operands keep where both have them
 
 
 def unless_of_one_type(check: Function) -> Function:

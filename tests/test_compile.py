@@ -30,21 +30,28 @@ def test_forms_have_all_formats() -> None:
         assert {name for name, _ in found[op]} == {fmt.name for fmt in FORMATS.values()}, op
 
 
-# Architectures that have no table have a form of every op, which do not take long; those of Mamba-3 and of replay that
-# are not here, below.
-OTHERS: dict[str, dict[int | str, str]] = {
+# Architectures that have no table have a form of every op, and both makers kernels of one token and of several. Mamba-3
+# and replay on those that are not here are below.
+OTHERS: dict[str, dict[int | str, tuple[str, ...]]] = {
     "mamba2": {
-        80: "plain", 89: "int8", 100: "int16", 103: "paged", 120: "float8", "gfx942": "bfloat16", "gfx950": "Mamba-1",
+        80: ("plain",), 89: ("int8",), 100: ("int16",), 103: ("paged",), 120: ("packed tokens",),
+        "gfx942": ("several tokens", "float8"), "gfx950": ("Mamba-1",),
     },
-    "gated delta": {80: "KDA", 100: "one token, kept padding", "gfx942": "log-decay"},
-    "gated delta at once": {89: "bfloat16", 103: "without update", 120: "float8", "gfx950": "plain"},
-    "mamba3": {89: "rank 1, turned", 103: "int8", 120: "rank 1", "gfx942": "plain"},
+    "gated delta": {
+        80: ("KDA", "several tokens"), 100: ("one token, kept padding",), "gfx942": ("log-decay",),
+        "gfx950": ("several tokens, packed",),
+    },
+    "gated delta at once": {89: ("bfloat16",), 103: ("without update",), 120: ("float8",), "gfx950": ("plain",)},
+    "mamba3": {89: ("rank 1, turned",), 103: ("int8",), 120: ("rank 1",), "gfx942": ("plain",)},
     "convolution": {
-        80: "plain", 89: "packed", 100: "rolled back", 103: "a ring", 120: "snapshots", "gfx942": "several tokens",
-        "gfx950": "a slot for every token",
+        80: ("plain", "a tree", "width 3"), 89: ("packed",), 100: ("rolled back",), 103: ("a ring",),
+        120: ("snapshots",), "gfx942": ("several tokens", "float32 windows", "width 6, no bias"),
+        "gfx950": ("a slot for every token", "longer windows"),
     },
     "replay": {},
-    "replay elsewhere": {80: "fold, 16 tokens", 89: "mamba2_fold", 100: "fold", 103: "keep", "gfx950": "either"},
+    "replay elsewhere": {
+        80: ("fold, 16 tokens",), 89: ("mamba2_fold",), 100: ("fold",), 103: ("keep",), "gfx950": ("either",),
+    },
 }  # fmt: skip
 
 
@@ -52,7 +59,7 @@ OTHERS: dict[str, dict[int | str, str]] = {
     ("architecture", "op", "form"),
     [
         *((90, op, form) for op in FORMS if op != "replay elsewhere" for form in FORMS[op]),
-        *((architecture, op, form) for op in FORMS for architecture, form in OTHERS[op].items()),
+        *((architecture, op, form) for op in FORMS for architecture, forms in OTHERS[op].items() for form in forms),
     ],
 )
 def test_every_form_compiles_with_wide_accesses_of_the_state_and_without_spills(

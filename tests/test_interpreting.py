@@ -6,7 +6,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashstate.proof import AnyCase, Case, ConvCase, DeltaCase, Mamba3Case, interpreted, make_inputs, slotted
+from flashstate.proof import (
+    AnyCase,
+    Case,
+    ConvCase,
+    DeltaCase,
+    Mamba3Case,
+    ReplayCase,
+    interpreted,
+    make_inputs,
+    slotted,
+)
 from flashstate.state.formats import bits_of
 
 CPU = torch.device("cpu")
@@ -18,6 +28,8 @@ CASES: list[AnyCase] = [
     DeltaCase(2, 1, 1, 5, 20, format="int16", exact=False, tokens=2, x="float16", qk="float16"),
     Mamba3Case(2, 1, 1, 5, 12, 2, 3, format="bfloat16", kv="float16"),
     ConvCase(2, 5, 3, tokens=2),
+    ReplayCase(2, 1, 1, 5, 20, window=4),
+    ReplayCase(2, 1, 1, 5, 20, window=4, tokens=2, format="float16", rounding="stochastic"),
 ]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from calls import shaped
 from refusals import (
     CASE,
     DELTA,
@@ -15,6 +16,7 @@ from refusals import (
     OTHER_RING,
     REPLAY,
     RINGS,
+    SHAPE,
     SLOTS,
     STANDS,
     TRANSPOSED,
@@ -50,7 +52,7 @@ from flashstate.ops.gated_delta import GATED_DELTA_STEP
 from flashstate.ops.mamba2 import MAMBA2_STEP
 from flashstate.ops.mamba2_replay import MAMBA2_REPLAY
 from flashstate.ops.mamba3 import MAMBA3_STEP
-from flashstate.proof import AnyCase, ConvCase
+from flashstate.proof import CASES, AnyCase, ConvCase
 from flashstate.state.formats import FORMATS
 from flashstate.state.state import POOL_AXES, SNAPSHOT_AXES
 
@@ -60,7 +62,10 @@ WIDE = {  # calls whose parameters have the axes that they may have
     GATED_DELTA_STEP: replace(DELTA, per_channel=True),
     MAMBA2_REPLAY: replace(REPLAY, D="row"),
 }
-NARROW = {MAMBA2_STEP: CASE, GATED_DELTA_STEP: DELTA, MAMBA3_STEP: MAMBA3, CONV1D_STEP: CONV, MAMBA2_REPLAY: REPLAY}
+NARROW: dict[Op, AnyCase] = {  # of ops that are not named here, the first small case in this shape
+    **{cases.odd[0].op.declared: shaped(cases.odd[0], **SHAPE, cols=5) for cases in CASES.values()},
+    MAMBA2_STEP: CASE, GATED_DELTA_STEP: DELTA, MAMBA3_STEP: MAMBA3, CONV1D_STEP: CONV, MAMBA2_REPLAY: REPLAY,
+}  # fmt: skip
 CALLS: dict[str, tuple[Op, AnyCase]] = {
     **{f"{op.name}, {form}": (op, case) for op in NARROW for form, case in forms_of(NARROW[op]).items()},
     **{f"{op.name} per row, {form}": (op, case) for op in WIDE for form, case in forms_of(WIDE[op]).items()},

@@ -220,7 +220,7 @@ def test_the_registered_op_that_folds_declares_what_it_writes(elsewhere: bool) -
     pool = make_pool(CPU)
     into = flashstate.State(torch.zeros(7, 4, 16, 32)) if elsewhere else None
     values = (pool.layer(0), pool.ring(0), -torch.rand(4), flashstate.Slots(torch.arange(4)), None, -1, into)
-    check_function("fold", mamba2_fold.fold, *values)
+    check_function("mamba2_fold", mamba2_fold.fold, *values)
 
 
 def check_function(name: str, function: Any, *values: Any) -> None:
@@ -231,16 +231,16 @@ def check_function(name: str, function: Any, *values: Any) -> None:
 
 def test_the_registered_op_that_moves_seeds_on_declares_what_it_writes() -> None:
     inputs = make_inputs(MAMBA2, CPU)
-    check_function("add_seed_step", seeds.add_seed_step, inputs.state.seed, flashstate.Slots(inputs.slots))
+    check_function("advance_seeds", seeds.add_seed_step, inputs.state.seed, flashstate.Slots(inputs.slots))
 
 
 def test_the_registered_ops_of_rings_declare_what_they_write() -> None:
     ring, slots = make_pool(CPU).ring(0), flashstate.Slots(torch.arange(3))
     plan, cursors = ring.plan(slots, 1), (ring.start, ring.count)
-    check_function("fill_plan", rings.fill_plan, plan.rows, plan.parts, *cursors, ring.window, slots, 1)
+    check_function("make_plan", rings.make_plan, plan.rows, plan.parts, *cursors, ring.window, slots, 1)
     accepted = torch.tensor([1, 0, 1])
-    check_function("move_cursors", rings.move_cursors, *cursors, ring.window, ring.length, plan.rows, accepted)
-    check_function("drop_rows", rings.drop_rows, *cursors, ring.length, slots, None, 0)
+    check_function("commit_plan", rings.commit_plan, *cursors, ring.window, ring.length, plan.rows, accepted)
+    check_function("drop_folded", rings.drop_folded, *cursors, ring.length, slots, None, 0)
 
 
 @pytest.mark.gpu

@@ -95,7 +95,7 @@ Found = tuple[Line, Variant | None]  # a launch, and what is to be compiled for 
 
 
 class Hashes(NamedTuple):
-    """Of what Triton makes of a variant."""
+    """Hashes of what Triton makes of a variant."""
 
     ttir: str
     ptx: str

@@ -143,7 +143,7 @@ class RingJob(Job):
 
     @property
     def problems(self) -> tuple[Problem, ...]:
-        """Of calls with a plan."""
+        """What calls with a plan launch."""
         return forms_of(cast(Any, replace(self.case.problem, op="mamba2_replay")), planned=True)
 
     def roof_of_both(self, touch: Timing, read: Timing) -> Timing:

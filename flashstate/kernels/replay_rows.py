@@ -31,7 +31,7 @@ class Replay(Constants):
 
 @triton.constexpr_function
 def replay_of(HEADS_PER_GROUP, ROWS_DO, UPDATE, PADDING, WIDE, D_PER_ROW, DT_SOFTPLUS, TOKENS, ROOM, FORM):
-    """These constants under their names."""
+    """Give the constants of a replay their names."""
     return Replay(HEADS_PER_GROUP, ROWS_DO, UPDATE, PADDING, WIDE, D_PER_ROW, DT_SOFTPLUS, TOKENS, ROOM, FORM)
 
 

@@ -127,7 +127,7 @@ def add_tensor(values: dict[str, Any], name: str, tensor: Tensor | None, axes: A
 @cache
 def names_of(name: str, axes: Axes) -> tuple[str, ...]:
     """What kernels call the pointer of a tensor, and its strides if it has tokens."""
-    letters = "h" if axes.strided in (("groups",), ("HV",)) else [axis[0].lower() for axis in axes.strided]
+    letters = "h" if axes.strided == ("groups",) else [axis[0].lower() for axis in axes.strided]
     return f"{name}_ptr", *(f"{name}_{letter}" for letter in ("b", "t", *letters) if axes.tokens)
 
 

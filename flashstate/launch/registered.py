@@ -84,19 +84,19 @@ def register(
     return pieces
 
 
-def registered(*writes: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def registered(*writes: str, name: str | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a function an op, which writes these arguments and returns nothing: inside torch.compile calls go to the
-    registered one."""
+    registered one. `name`: that of the op, where the function has another."""
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
-        name, hints = function.__name__, get_type_hints(function)
+        called, hints = name or function.__name__, get_type_hints(function)
         hints.pop("return")
-        pieces = register(name, hints, lambda arguments: function(**arguments), writes)
+        pieces = register(called, hints, lambda arguments: function(**arguments), writes)
 
         @wraps(function)
         def run(*values: Any) -> None:
             if torch.compiler.is_compiling():
-                call(name, pieces, dict(zip(hints, values, strict=True)))
+                call(called, pieces, dict(zip(hints, values, strict=True)))
             else:
                 function(*values)
 

@@ -84,7 +84,7 @@ def _check_into(into: State, state: State) -> State:
     return replace(into, rounds=state.rounds, stream=state.stream)
 
 
-@registered()
+@registered(name="mamba2_fold")
 def fold(
     state: State, ring: Ring, A: Tensor, slots: Slots | None, tokens: Tensor | None, most: int, into: State | None
 ) -> None:

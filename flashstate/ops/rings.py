@@ -1,4 +1,4 @@
-"""fill_plan, move_cursors and drop_rows: the launches behind Ring.plan, Ring.commit and Ring.folded."""
+"""make_plan, commit_plan and drop_folded: the launches behind Ring.plan, Ring.commit and Ring.folded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BLOCK = 128  # rows that a program moves the cursors of
 
 @provide
 @registered("rows", "parts")
-def fill_plan(
+def make_plan(
     rows: Tensor, parts: Tensor, oldest: Tensor, count: Tensor, window: int, slots: Slots | None, tokens: int
 ) -> None:
     """Fill a plan for rings with these cursors."""
@@ -38,9 +38,7 @@ def fill_plan(
 
 @provide
 @registered("oldest", "count")
-def move_cursors(
-    oldest: Tensor, count: Tensor, window: int, length: int, rows: Tensor, accepted: Tensor | None
-) -> None:
+def commit_plan(oldest: Tensor, count: Tensor, window: int, length: int, rows: Tensor, accepted: Tensor | None) -> None:
     """Move cursors on as the rows of a plan say."""
     if not uses_kernels(rows.device):
         reference.commit_plan(oldest, count, window, length, rows, accepted)
@@ -54,7 +52,7 @@ def move_cursors(
 
 @provide
 @registered("oldest", "count")
-def drop_rows(
+def drop_folded(
     oldest: Tensor, count: Tensor, length: int, slots: Slots | None, tokens: Tensor | None, most: int
 ) -> None:
     """Drop so many live rows of every slot: as `tokens` says, or `most`; -1: all."""

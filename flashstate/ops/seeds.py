@@ -25,7 +25,7 @@ def advance_seeds(seed: Tensor, slots: Slots | None) -> None:
     add_seed_step(seed, replace(slots, accepted=None) if slots is not None and slots.rolls_back else slots)
 
 
-@registered("seed")
+@registered("seed", name="advance_seeds")
 def add_seed_step(seed: Tensor, slots: Slots | None) -> None:
     if not uses_kernels(seed.device):
         reference.advance_seeds(seed, slots)

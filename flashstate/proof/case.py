@@ -112,7 +112,7 @@ class AnyCase(ABC):
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """Of all axes but those of tokens, by their names."""
+        """Sizes of all axes but those of tokens, by their names."""
         of_state = dict(zip(self.op.declared.inner, self.state_axes, strict=True))
         return of_state | {axis: getattr(self, own) for axis, own in self.op.sizes.items()}
 
@@ -240,7 +240,7 @@ class StateCase(AnyCase):
         return [("float32", "nearest"), (self.format, self.rounding), ("int8", "stochastic"), ("float16", "nearest")]
 
     def snapshots(self, rows: int, tokens: int, name: str, rounding: str, device: torch.device) -> State:
-        """In the layout of the pool if they have its format."""
+        """Snapshots of ones, in the layout of the pool if they have its format."""
         data, scale = encode(torch.ones(rows, tokens, *self.state_axes, device=device), dtype(name))
         return State(self.laid_out(data) if name == self.format else data, scale, rounding=rounding)
 

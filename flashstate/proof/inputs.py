@@ -42,7 +42,7 @@ class BesideStates(State):
 
     @classmethod
     def of(cls: type[P], *kept: Any) -> P:
-        """Of a State and what is beside it, which are dataclasses."""
+        """Put a State and what is beside it, which are dataclasses, side by side."""
         return cls(**{own.name: getattr(one, own.name) for one in kept for own in fields(one)})
 
     @cached_property
@@ -213,7 +213,7 @@ class Inputs:
 
     @property
     def tokens(self) -> Tensor:
-        """Of every row, (batch,)."""
+        """How many tokens every row has, (batch,)."""
         return torch.tensor(self.row_lengths, device=self.slots.device)
 
     @property

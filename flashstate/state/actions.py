@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 advance_seeds: Callable[..., None]
-fill_plan: Callable[..., None]
-move_cursors: Callable[..., None]
-drop_rows: Callable[..., None]
+make_plan: Callable[..., None]
+commit_plan: Callable[..., None]
+drop_folded: Callable[..., None]
 
 
 def provide(action: Callable[..., Any]) -> Callable[..., Any]:

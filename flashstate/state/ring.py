@@ -112,7 +112,7 @@ class Ring(Describes):
         with torch.inference_mode(False):  # else only inference mode could fill them again
             rows = torch.empty(batch, FIELDS, dtype=torch.int32, device=self.count.device)
             parts = torch.empty(2, dtype=torch.int32, device=self.count.device)
-        actions.fill_plan(rows, parts, self.start, self.count, self.window, where, longest)
+        actions.make_plan(rows, parts, self.start, self.count, self.window, where, longest)
         return Plan(where, longest, rows, parts, self.count, self.window)
 
     def commit(self, plan: Plan, accepted: Tensor | None = None) -> None:
@@ -125,7 +125,7 @@ class Ring(Describes):
         """
         check_plan(plan, self)
         check_list("accepted", accepted, plan.batch, device=self.count.device)
-        actions.move_cursors(self.start, self.count, self.window, self.length, plan.rows, accepted)
+        actions.commit_plan(self.start, self.count, self.window, self.length, plan.rows, accepted)
 
     def folded(self, slots: Slots | Tensor | None = None, tokens: Tensor | int | None = None) -> None:
         """Drop live rows that `mamba2_fold` has folded in place, in all layers: the first `tokens`, None: all.
@@ -135,7 +135,7 @@ class Ring(Describes):
         where = as_slots(slots)
         refuse_tables(where, "folding")
         each, most = tokens_to_fold(tokens, self, self._check_slots(where))
-        actions.drop_rows(self.start, self.count, self.length, where, each, most)
+        actions.drop_folded(self.start, self.count, self.length, where, each, most)
 
     def _check_slots(self, slots: Slots | None) -> int:
         """How many rows these slots have; raises where they are not for a ring."""

@@ -50,7 +50,7 @@ class ReplayPool(BesideStates):
         return self.rows_of_rings(self.start, self.count)
 
     def rows_of_rings(self, first: Tensor, count: Tensor) -> Tensor:
-        """So many rows of every ring from `first` on, (slots, length)."""
+        """Mark `count` rows of every ring, from `first` on: (slots, length)."""
         length = self.ring.length
         row = torch.arange(length, device=first.device)
         return (row - first[:, None].long()) % length < count[:, None]
@@ -131,7 +131,7 @@ class Recurrence:
 
     @classmethod
     def of(cls, inputs: ReplayInputs) -> Recurrence:
-        """From what checkpoints and rings hold."""
+        """Begin with what checkpoints and rings hold."""
         pool = inputs.state
         slots = torch.arange(len(pool.count), device=pool.count.device)
         states, live = decode(pool.data, pool.scale), pool.count.long()
