@@ -77,7 +77,8 @@ def show_verdicts(verdicts: Mapping[str, Verdict], device: torch.device) -> int:
     if broken:
         console.print(f"{len(broken)} of {len(verdicts)} laws are broken by {who}.", style="red")
         return 1
-    console.print(f"All {len(verdicts)} laws hold for {who}.", style="green")
+    tried = sum(bool(cases) for cases, _ in verdicts.values())
+    console.print(f"All {tried} laws hold for {who}.", style="green")
     return 0
 
 

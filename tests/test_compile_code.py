@@ -21,6 +21,7 @@ from compiling import CPU, Call, chosen, collected, compile_launch, compiled, ma
 from kernel_forms import AT_ONCE, CONV, DELTA, MAMBA2, MIMO, REPLAY, Form, early, fold, keep, kept, planned, with_a_tree
 
 from flashstate.launch import Config, override, valid_configs
+from flashstate.launch.environment import pretending
 from flashstate.proof import AnyCase, Case, ConvCase, DeltaCase, Inputs, Mamba3Case, dtype, make_inputs
 
 pytestmark = pytest.mark.compiled
@@ -34,12 +35,12 @@ TURNED, SISO = replace(MIMO, angles=32), replace(MIMO, rank=1)
     [(100, "float16", "f16x2", 2), (103, "float8_e4m3fn", "satfinite.e4m3x4", 4)],
 )
 def test_hardware_rounding_is_one_instruction_where_there_is_one(
-    architecture: int, name: str, instruction: str, values: int, monkeypatch: pytest.MonkeyPatch
+    architecture: int, name: str, instruction: str, values: int
 ) -> None:
-    monkeypatch.setattr("flashstate.state.state._check_hardware_rounding", lambda device: None)
     case = replace(MAMBA2, format=name, rounding="stochastic_hw")
     config = chosen(case, architecture)
-    kernel = compiled(case, architecture, plain, config)
+    with pretending(machine_with(architecture)):
+        kernel = compiled(case, architecture, plain, config)
     assert kernel.asm["ptx"].count(f"cvt.rs.{instruction}.f32") == config.block_rows * 128 // 32 // values
     assert 16 in access_bytes(kernel)[1]
 

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from flashstate.state.actions import provide
+
 WALKING_CAPABILITY = (10, 0)  # from here on sums over lanes are the bottleneck
 
 
@@ -92,6 +94,13 @@ def machine_of(device: torch.device) -> Machine:
     if device.type == "cuda":
         return _cuda_machine(device)
     return INTERPRETER if pretended is None else pretended
+
+
+@provide
+def nvidia_capability(device: torch.device) -> tuple[int, int] | None:
+    """The compute capability of what calls run on for tensors on `device`; None: it is no GPU of NVIDIA."""
+    machine = machine_of(device)
+    return None if machine is INTERPRETER or machine.target == "portable" else machine.gpu.capability
 
 
 def warp_size() -> int:

@@ -1,6 +1,6 @@
-"""What a State and a Ring can be asked to do, and ops do for them.
+"""What a State and a Ring ask of rooms above theirs: what ops do for them, and on what they are.
 
-Ops are above this room, so they put their functions here when they are imported, as importing flashstate does.
+Those put their functions here when they are imported, as importing flashstate does.
 """
 
 from __future__ import annotations
@@ -8,10 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 advance_seeds: Callable[..., None]
 make_plan: Callable[..., None]
 commit_plan: Callable[..., None]
 drop_folded: Callable[..., None]
+nvidia_capability: Callable[[torch.device], tuple[int, int] | None]
 
 
 def provide(action: Callable[..., Any]) -> Callable[..., Any]:

@@ -216,10 +216,9 @@ def _check_seed(data: Tensor, rounding: str, seed: Tensor | None) -> None:
 
 
 def _check_hardware_rounding(device: torch.device) -> None:
-    needs = "rounding='stochastic_hw' needs"
-    if device.type != "cuda" or torch.version.cuda is None:
+    needs, capability = "rounding='stochastic_hw' needs", actions.nvidia_capability(device)
+    if capability is None:
         raise ValueError(f"{needs} an NVIDIA GPU of compute capability 10.0 or 10.3, got {device}")
-    capability = torch.cuda.get_device_capability(device)
     if capability not in HARDWARE_ROUNDING:
         got = ".".join(map(str, capability))
         raise ValueError(f"{needs} compute capability 10.0 or 10.3, {device} has {got}; use 'stochastic'")
