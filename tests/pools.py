@@ -70,7 +70,7 @@ def tensors_of(pool: StatePool[Any]) -> list[Tensor]:
 
 
 def memory_of(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor's storage, gaps between slots among them."""
+    """The bytes of a tensor's storage, so that those around a view count too."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import pytest
 import torch
+from pools import memory_of
 from torch import Tensor
 
 from flashstate import Mamba3State, Plan, Ring, Rotary, Slots, State
@@ -233,11 +234,6 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, list):
         for one in value:
             yield from tensors_of(one)
-
-
-def memory_of(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor's storage, so that memory around a view counts too."""
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 def refuses(call: Callable[[], Any], error: type[Exception], message: str, touched: Arguments) -> None:

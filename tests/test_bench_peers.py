@@ -22,6 +22,7 @@ from benching import (
     pretend_all,
     tiny_job,
 )
+from printed import output_of
 from torch import Tensor
 
 from flashstate.bench import host, measure, run
@@ -278,7 +279,7 @@ def test_a_run_on_a_gpu_keeps_the_cost_on_the_host_and_the_versions_of_peers(
     assert provenance == {"device": "Some GPU", "peers": "fla 1.2", "host cost": host.host_line(COSTS)}
     assert [kept.implementation for kept in rows] == ["flashstate"]
     run.run_host(MAMBA2, MAMBA2.peers, CUDA)
-    shown = " ".join(capsys.readouterr().out.split())
+    shown = output_of(capsys)
     assert f"host cost: {host.host_line(COSTS)}" in shown
     assert "flashstate 10.00 15.0% 1.25x" in shown
     assert shown.count("skipped vllm: cannot be imported: ") == 2

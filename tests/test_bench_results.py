@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from benching import panels_drawn
+from printed import output_of
 
 from flashstate.bench import run
 from flashstate.bench.results import Row, read_csv, write_csv
@@ -33,7 +34,7 @@ def test_bench_redraws_a_file_without_measuring(
     monkeypatch.setenv("COLUMNS", "160")
     assert main(["bench", "--from-csv", str(tmp_path / "gpu.csv"), "--plot", str(tmp_path / "gpu.png")]) == 0
     assert read_csv(tmp_path / "gpu.csv") == (provenance, rows)
-    out = " ".join(capsys.readouterr().out.split())
+    out = output_of(capsys)
     assert "mamba2, 16 heads, 1 group, 64 x 128, on Some GPU" in out
     assert "int8, 8 tokens, every stored" in out
     assert "host cost: torch.add_ 8.0 µs" in out

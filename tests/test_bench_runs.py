@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from benching import CPU, NEEDS_INTERPRETER, STAND_INS, TINY, measure_in_the_interpreter, pretend_all, tiny_job
+from printed import output_of
 from torch import Tensor
 
 from flashstate import Slots, State
@@ -206,7 +207,7 @@ def test_an_op_with_cases_is_measured_without_a_file_of_the_benchmark(
         ("leak", "float32", 2, size, "last", batch) for size in (4, 16) for batch in (1, 2)
     ]
     assert OPS["leak"].grids[0].formats == (("float32", "nearest"), ("bfloat16", "nearest"))
-    assert "leak, 2 heads, 1 group, 4 x 8" in " ".join(capsys.readouterr().out.split())
+    assert "leak, 2 heads, 1 group, 4 x 8" in output_of(capsys)
     broken = replace(LeakCase.op, declared=declared_as(lambda **given: leak_step(**given).mul_(2)))
     monkeypatch.setattr(LeakCase, "op", broken)
     assert main(run_it) == 1
@@ -259,7 +260,7 @@ def test_bench_on_a_cpu_measures_the_reference_and_says_so(
     sizes = [*sizes, "--rows", "4", "--cols", "16", "--batches", "1", "2", "--formats", "float32", "int8:stochastic"]
     files = ["--csv", str(csv_file), "--plot", str(image), "--commit", "abc"]
     assert main(["bench", op, "--device", "cpu", *sizes, *files]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
+    shown = output_of(capsys)
     provenance, rows = read_csv(csv_file)
     assert all(text in shown for text in ("reference, CPU", *labels))
     assert all(f"skipped {peer}: only compared on a GPU" in shown for peer in OPS[op].peers)
@@ -286,7 +287,7 @@ def test_bench_times_nothing_when_flashstate_is_wrong(
 
 def test_bench_says_that_a_cpu_has_no_host_cost(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--host", "--device", "cpu"]) == 0
-    assert run.NO_HOST_COST in " ".join(capsys.readouterr().out.split())
+    assert run.NO_HOST_COST in output_of(capsys)
 
 
 @pytest.mark.gpu
@@ -314,5 +315,5 @@ def test_bench_on_a_gpu_measures_roofs_all_ways_and_the_cost_on_the_host(op: str
 @pytest.mark.gpu
 def test_the_cost_on_the_host_is_measured_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--host", "--device", "cuda", "--peers", "none"]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
+    shown = output_of(capsys)
     assert all(name in shown for name in ("torch.add_", "flashstate", "flashstate, plain tensors"))

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from printed import output_of
 
 from flashstate import check
 from flashstate.bench.jobs import Job
@@ -33,11 +34,6 @@ def one_cpu_thread() -> Iterator[None]:
     """Several threads on tensors this small are slow, and very slow where tests run side by side."""
     with one_thread():
         yield
-
-
-def output_of(capsys: pytest.CaptureFixture[str]) -> str:
-    """What was printed, without the line breaks of a narrow terminal."""
-    return " ".join(capsys.readouterr().out.split())
 
 
 def test_info_shows_versions_formats_and_the_configs_of_a_case(capsys: pytest.CaptureFixture[str]) -> None:

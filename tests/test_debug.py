@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from refusals import CPU, SMALL_FORMS, Arguments, memory_of, refuses, step_arguments, tensors_of
+from pools import memory_of
+from refusals import CPU, SMALL_FORMS, Arguments, refuses, step_arguments, tensors_of
 from torch import Tensor
 
 import flashstate

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from printed import output_of
 from torch import Tensor
 
 import flashstate
@@ -50,11 +51,6 @@ def one_cpu_thread() -> Iterator[None]:
 def short_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prefill is a loop over the prompt."""
     monkeypatch.setattr("flashstate.demo.PROMPT_TOKENS", (1, 20))
-
-
-def output_of(capsys: pytest.CaptureFixture[str]) -> str:
-    """What was printed, without the line breaks of a narrow terminal."""
-    return " ".join(capsys.readouterr().out.split())
 
 
 def running(demo: Demo) -> list[int]:

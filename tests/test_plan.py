@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from printed import output_of
 
 from flashstate.cli import main
 from flashstate.models import FAMILIES, PRESETS, ModelShape, choose_shape, shape_from_config
@@ -171,11 +172,6 @@ def write_config(folder: Path, fields: object) -> Path:
     path = folder / "config.json"
     path.write_text(json.dumps(fields), encoding="utf-8")
     return path
-
-
-def output_of(capsys: pytest.CaptureFixture[str]) -> str:
-    """What was printed, without the line breaks of a narrow terminal."""
-    return " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)

@@ -35,7 +35,7 @@ from flashstate.proof import (
     slotted,
 )
 from flashstate.proof.laws.steps import make_snapshots
-from flashstate.proof.laws.tokens import TREE
+from flashstate.proof.laws.tokens import TREE, several
 from flashstate.state.formats import FORMATS, PORTABLE_FORMATS
 
 CPU = torch.device("cpu")
@@ -73,11 +73,6 @@ class Manner(NamedTuple):
 def inputs_of(case: AnyCase) -> Any:
     """The inputs of a case on a pool that is no larger than its batch needs."""
     return replace(case, slots=case.batch + 1).make_inputs(CPU)
-
-
-def several(case: AnyCase) -> bool:
-    """Whether rows have several tokens each, all the same number."""
-    return case.tokens > 1 and not case.packed
 
 
 def writes_every_token(case: AnyCase) -> bool:
