@@ -29,7 +29,7 @@ Call = Callable[[Any, Any], object]  # of a case and its inputs
 def machine_with(architecture: int | str) -> Machine:
     """One that has no table."""
     if isinstance(architecture, str):
-        return Machine(Gpu("a GPU nobody measured", (9, 4)), "portable", warp=64)
+        return Machine(Gpu("a GPU nobody measured", (9, 4)), "portable", nvidia=False, warp=64)
     gpu = Gpu("a GPU nobody measured", divmod(architecture, 10))
     return Machine(gpu, "sm_89" if architecture >= 89 else "sm_80", overlaps=architecture >= 90)
 

@@ -22,7 +22,6 @@ def unless_a_tensor(unwrap: Function) -> Function:
 
 def with_its_semantic(patch: Function) -> Function:
     """What stands for an operation copies the arguments given by name, and asks whether they are complete."""
-
     semantic = interpreter.interpreter_semantic
 
     def patched(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
@@ -92,14 +91,14 @@ def once_per_shape(init: Function) -> Function:
 
 def with_known_shape(init: Function) -> Function:
     """It wraps the shape of every tensor anew. Equal ones are one object, so that `is` compares them."""
-    known: dict[Any, tuple[Any, Any]] = {}
+
+    @cache
+    def wrapped(shape: tuple[int, ...]) -> tuple[Any, Any]:
+        return core.tuple([core.constexpr(n) for n in shape]), core.constexpr(math.prod(shape))
 
     def of_tensor(self: Any, handle: Any, type: Any) -> None:
         self.handle, self.type, self.dtype = handle, type, type.scalar
-        shape = tuple(type.shape) if type.is_block() else ()
-        if shape not in known:
-            known[shape] = core.tuple([core.constexpr(n) for n in shape]), core.constexpr(math.prod(shape))
-        self.shape, self.numel = known[shape]
+        self.shape, self.numel = wrapped(tuple(type.shape) if type.is_block() else ())
 
     return of_tensor
 

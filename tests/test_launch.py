@@ -215,9 +215,9 @@ def test_kernels_use_the_instructions_that_a_gpu_has(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a name")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: type("", (), {"multi_processor_count": 7}))
     machine = environment._cuda_machine.__wrapped__(CUDA)  # not the cached one
-    early = cuda is not None and capability >= (9, 0)
-    warp = 32 if hip is None else 64
-    assert machine == Machine(Gpu("a name", capability), target, warp=warp, overlaps=early, processors=7)
+    nvidia = cuda is not None
+    early, warp = nvidia and capability >= (9, 0), 32 if hip is None else 64
+    assert machine == Machine(Gpu("a name", capability), target, nvidia, warp=warp, overlaps=early, processors=7)
     assert warp_size() == warp
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from compiling import collected, machine_with
 import flashstate
 from flashstate import Slots, State, StatePool
 from flashstate.launch import Gpu
+from flashstate.launch.axes import Axes
 from flashstate.launch.call import Op
 from flashstate.launch.environment import pretending
 from flashstate.launch.start import Launch
@@ -32,6 +34,7 @@ from flashstate.ops.mamba3 import MAMBA3_STEP
 from flashstate.pool.layers import ssm_of
 from flashstate.proof import AnyCase, Case, ConvCase, DeltaCase, Inputs, Mamba3Case, ReplayCase, dtype, make_inputs
 from flashstate.state.formats import PORTABLE_FORMATS
+from flashstate.warmup import Serving
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 DOCUMENT = Path(__file__).parent.parent / "docs" / "launching.md"
@@ -367,6 +370,14 @@ def test_wrong_sizes_are_refused_by_name(
 
 
 @pytest.mark.compiled
+def test_an_axis_that_warmup_cannot_know_is_refused_by_name() -> None:
+    op: Any = SimpleNamespace(name="x_step", tensors={"x": Axes.parse("tokens heads | lanes")})
+    pool = StatePool.mamba2(slots=2, layers=1, heads=2, rows=4, cols=8)
+    serving = Serving(pool, torch.bfloat16, torch.float32, {}, {}, wide=(), flags={}, conv_width=None)
+    with pytest.raises(ValueError, match=r"^x of x_step has lanes, whose size warmup cannot know: give `also`$"):
+        serving.tensors(op, {"heads": 2}, Slots(torch.arange(2)), 1, {})
+
+
 def test_launches_of_other_values_are_one_variant_and_of_other_types_several() -> None:
     pool, far = MAMBA2.make_pool("float32", "nearest"), MAMBA2.make_pool("float32", "nearest")
     with collected(90) as launches:

@@ -30,6 +30,7 @@ class Machine:
 
     gpu: Gpu
     target: str  # the instructions that kernels may use: "interpreter", "portable", "sm_80" or "sm_89"
+    nvidia: bool = True
     warp: int = 32  # threads; those AMD GPUs that have 32 are content with rows for 64
     overlaps: bool = False  # a kernel can let the next one start before it ends: programmatic dependent launch
     processors: int = 2  # multiprocessors there are; few, so that programs walk
@@ -37,7 +38,7 @@ class Machine:
 
 # An interpreted CPU stands for a GPU without a table, and for one whose lanes do not depend on the tokens: the
 # interpreter sums over lanes as numpy does, and so not in the order of fewer lanes.
-INTERPRETER = Machine(Gpu("interpreter", WALKING_CAPABILITY), "interpreter")
+INTERPRETER = Machine(Gpu("interpreter", WALKING_CAPABILITY), "interpreter", nvidia=False)
 
 pretended: Machine | None = None  # what calls on CPU tensors run kernels on; None: they run the reference
 suspensions = 0  # of the direct way to a kernel: above 0 every call takes the ordinary way
@@ -100,7 +101,7 @@ def machine_of(device: torch.device) -> Machine:
 def nvidia_capability(device: torch.device) -> tuple[int, int] | None:
     """The compute capability of what calls run on for tensors on `device`; None: it is no GPU of NVIDIA."""
     machine = machine_of(device)
-    return None if machine is INTERPRETER or machine.target == "portable" else machine.gpu.capability
+    return machine.gpu.capability if machine.nvidia else None
 
 
 def warp_size() -> int:
@@ -116,6 +117,7 @@ def _cuda_machine(device: torch.device) -> Machine:
     return Machine(
         Gpu(torch.cuda.get_device_name(device), capability),
         target if nvidia else "portable",
+        nvidia,
         warp=32 if torch.version.hip is None else 64,
         overlaps=nvidia and capability >= (9, 0),
         processors=torch.cuda.get_device_properties(device).multi_processor_count,
