@@ -3,7 +3,7 @@
 from functools import partial
 from typing import Any
 
-import models_of_peers as models
+import models_of_conv1d as models
 import torch
 from models_of_peers import Arguments
 from peer_calls import GIVEN, Calls, Door, Random, crossed

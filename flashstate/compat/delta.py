@@ -87,7 +87,7 @@ def packed_decode(
     l2norm: bool, per_channel: bool, null: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Step every row of a projection (B, 2 * H * K + HV * V) by its token; return `out` and the pool."""
-    slots, HV, V, K = state_of("initial_state", state).shape
+    HV, V, K = state_of("initial_state", state).shape[1:]
     mixed = shapes.rows_contiguous(shapes.with_these_axes("mixed_qkv", mixed_qkv, "B", "qkv_dim"))
     batch, heads = len(mixed), (mixed.shape[1] - HV * V) // (2 * K)
     if heads < 1 or mixed.shape[1] != 2 * heads * K + HV * V:

@@ -21,7 +21,7 @@ def fused_recurrent_gated_delta_rule(
     v: Tensor,
     g: Tensor | None = None,
     gk: Tensor | None = None,
-    gv: Tensor | None = None,
+    gv: Any = None,
     beta: Tensor | None = None,
     scale: float | None = None,
     initial_state: Tensor | None = None,

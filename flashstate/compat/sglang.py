@@ -131,21 +131,20 @@ def selective_state_update(
     state = shapes.with_axes("state", state, 3, 4)
     several = isinstance(x, Tensor) and x.dim() == 4
     tensors = shapes.step_tensors(4 if several else 3, x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias)
-    read, rows = state_batch_indices, intermediate_state_indices
+    read, rows, buffer = state_batch_indices, intermediate_state_indices, intermediate_states_buffer
     if read is None:
         read, pad_slot_id = shapes.own_slots("state_batch_indices", state, len(x)), -1
     else:
         shapes.check_indices("state_batch_indices", read, batch=len(x))
         read = read.contiguous()
-    buffer = intermediate_states_buffer
-    if buffer is not None:
-        buffer, rows = State(shapes.with_axes("intermediate_states_buffer", buffer, 4, 5, 2)), read if rows is None else rows
+    rows = read if rows is None and buffer is not None else rows
+    snapshots = None if buffer is None else State(shapes.with_axes("intermediate_states_buffer", buffer, 4, 5, 2))
     slots = verify_slots(
         read, x.shape[1] if several else 1, disable_state_update, rows, retrieve_parent_token, pad_slot_id
     )
     stored = _stochastic(state, cache_philox_rounds) if enable_stochastic_rounding else state
     return shapes.selective_step(
-        stored, x, tensors, out, dt_softplus=dt_softplus, slots=slots, snapshots=buffer,
+        stored, x, tensors, out, dt_softplus=dt_softplus, slots=slots, snapshots=snapshots,
         update=not disable_state_update,
     )  # fmt: skip
 

@@ -38,10 +38,10 @@ def fused_sigmoid_gating_delta_rule_update(
     cache_steps: int | None = None,
     retrieve_parent_token: Tensor | None = None,
     cache_ring: bool = False,
-    replayssm_rawv: Tensor | None = None,
-    replayssm_rawk: Tensor | None = None,
-    replayssm_g: Tensor | None = None,
-    replayssm_beta: Tensor | None = None,
+    replayssm_rawv: Any = None,
+    replayssm_rawk: Any = None,
+    replayssm_g: Any = None,
+    replayssm_beta: Any = None,
     match_cutedsl_decode: bool = False,
 ) -> Tensor:
     """Step every row by its tokens, with raw gates; update the state in place, and return the outputs.
@@ -52,11 +52,10 @@ def fused_sigmoid_gating_delta_rule_update(
     """
     delta.check_softplus(softplus_beta=softplus_beta, softplus_threshold=softplus_threshold)
     delta.check_absent("gated_delta_step has no such gate", lower_bound=lower_bound)
-    delta.check_absent("there is no ring to write", cache_ring=cache_ring)
     delta.check_absent("bytes are those of gated_delta_step", match_cutedsl_decode=match_cutedsl_decode)
     delta.check_absent(
-        "there is no ring to write", replayssm_rawv=replayssm_rawv, replayssm_rawk=replayssm_rawk,
-        replayssm_g=replayssm_g, replayssm_beta=replayssm_beta,
+        "there is no ring to write", cache_ring=cache_ring, replayssm_rawv=replayssm_rawv,
+        replayssm_rawk=replayssm_rawk, replayssm_g=replayssm_g, replayssm_beta=replayssm_beta,
     )  # fmt: skip
     check_flag("is_kda", is_kda)
     delta.rows_of(v, cu_seqlens)

@@ -1,4 +1,4 @@
-"""Draft trees as SGLang has them: first children and next siblings, or parents, of which the root's is not looked at."""
+"""Draft trees as SGLang has them: first children and next siblings, or parents, where that of the root says nothing."""
 
 from __future__ import annotations
 

@@ -24,6 +24,7 @@ __all__ = [
     "selective_state_update",
 ]
 
+
 def selective_state_update(
     state: Tensor,
     x: Tensor,

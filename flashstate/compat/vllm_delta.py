@@ -95,9 +95,8 @@ def fused_recurrent_kda(
     q, k are (B, T, H, K), v (B, T, HV, V), g (B, T, HV, K) the logarithm of the decay, beta (B, T, HV), and
     initial_state is (slots, HV, V, K). docs/compat.md has the other arguments, and says what differs from vLLM.
     """
-    delta.check_absent("fused_sigmoid_gating_delta_rule_update takes counts", **{
-        name: kwargs.get(name) for name in ("num_accepted_tokens",)
-    })  # fmt: skip
+    counts = kwargs.get("num_accepted_tokens")
+    delta.check_absent("fused_sigmoid_gating_delta_rule_update takes it", num_accepted_tokens=counts)
     delta.rows_of(v, cu_seqlens)
     HV, K = delta.state_of("initial_state", initial_state).shape[1::2]
     return _step(
@@ -120,9 +119,7 @@ def _step(
         states = torch.empty(batch * steps, *pool.shape[1:], dtype=pool.dtype, device=pool.device)
         snapshots = State(states.unflatten(0, (batch, steps)))
     slots = _slots(batch, None if packed else steps, bounds, indices, accepted, in_place)
-    y = delta.delta_step(
-        pool, q, k, v, a, b, packed=packed, slots=slots, snapshots=snapshots, update=in_place, **more
-    )
+    y = delta.delta_step(pool, q, k, v, a, b, packed=packed, slots=slots, snapshots=snapshots, update=in_place, **more)
     return y, states
 
 
