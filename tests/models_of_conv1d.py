@@ -6,7 +6,9 @@ import torch
 from models_of_peers import Arguments, Outcome, Place, numbers, silu, tokens_of_rows
 from torch import Tensor
 
-ConvRow = tuple[list[int], int, Tensor, dict[Place, Tensor]]  # tokens, slot read, inputs (dim, ...), windows stored
+WINDOWS = "intermediate_conv_window"
+# Tokens, the slot read, inputs (dim, ...), or those of each token (dim, width), and windows stored.
+ConvRow = tuple[list[int], int, Tensor | list[Tensor], dict[Place, Tensor]]
 
 
 def conv1d(contract: Callable[[Arguments], Iterator[ConvRow]], arguments: Arguments, dtype: torch.dtype) -> Outcome:
@@ -18,7 +20,8 @@ def conv1d(contract: Callable[[Arguments], Iterator[ConvRow]], arguments: Argume
         outcome.read.add(slot)
         outcome.stored |= stored
         for t, token in enumerate(tokens):
-            y = (weight * inputs[:, t : t + weight.shape[1]].to(dtype)).sum(1)
+            taps = inputs[t] if isinstance(inputs, list) else inputs[:, t : t + weight.shape[1]]
+            y = (weight * taps.to(dtype)).sum(1)
             y = y if bias is None else y + bias.to(dtype)
             outcome.y[token] = silu(y) if arguments.get("activation") else y
             outcome.ran[token] = True
@@ -79,3 +82,46 @@ def vllm_conv1d(arguments: Arguments) -> Iterator[ConvRow]:
 
 def width_of(arguments: Arguments) -> int:
     return arguments["weight"].shape[1]
+
+
+def sglang_conv1d(arguments: Arguments) -> Iterator[ConvRow]:
+    """As vLLM's, without blocks. The windows after every token are kept, and in a tree no window moves on."""
+    (x, rows), slots = conv_tokens(arguments), numbers(arguments.get("conv_state_indices"))
+    counts, before, places = arguments.get("num_accept_tokens"), width_of(arguments) - 1, arguments.get(WINDOWS)
+    window_rows, tree = numbers(arguments.get("intermediate_state_indices")), arguments.get("retrieve_next_token")
+    for b, tokens in enumerate(rows):
+        slot = slots[b][0] if slots else b
+        if slot < 0 or slot == arguments.get("pad_slot_id", -1):
+            continue
+        first = 0 if counts is None else int(counts[b]) - 1
+        window = arguments["conv_state"][slot].clone()
+        history = window[:, first : first + before].float()
+        parents = range(-1, len(tokens) - 1) if tree is None else parents_of(arguments, b)
+        streams = streams_of(history, x[tokens].T, list(parents))
+        kept, stored = torch.cat([history, x[tokens].T], 1), {}
+        if tree is None:
+            kept = kept[:, -before:] if counts is None else kept[:, 1:]
+            window[:, : kept.shape[1]] = kept
+            stored["conv_state", (slot,)] = window
+        for t, stream in enumerate(streams if places is not None else []):
+            row = window_rows[b][0] if window_rows else b
+            stored[WINDOWS, (row, t)] = stream[:, -before:].to(places.dtype)
+        yield tokens, slot, [stream[:, -before - 1 :] for stream in streams], stored
+
+
+def streams_of(history: Tensor, x: Tensor, parents: list[int]) -> list[Tensor]:
+    """The inputs (dim, ...) up to each token, along its branch."""
+    streams: list[Tensor] = []
+    for t, parent in enumerate(parents):
+        streams.append(torch.cat([history if parent < 0 else streams[parent], x[:, t : t + 1]], 1))
+    return streams
+
+
+def parents_of(arguments: Arguments, b: int) -> list[int]:
+    """Who has each token for a child: its first, or a sibling of that."""
+    children, siblings = (arguments[f"retrieve_next_{name}"][b].tolist() for name in ("token", "sibling"))
+    parents = [-1] * len(children)
+    for parent, child in enumerate(children):
+        while child >= 0:
+            parents[child], child = parent, siblings[child]
+    return parents

@@ -145,20 +145,38 @@ def flashinfer(arguments: Arguments) -> list[Row]:
     return rows
 
 
-def flashinfer_decode(arguments: Arguments) -> list[Row]:
-    """One token per row; rows with a negative slot do nothing.
+def sglang(arguments: Arguments) -> list[Row]:
+    """Padding rows start from zero and store nothing. The buffer receives every state, at the row of its slot or of its
+    own; the last one goes where it was read, unless updates are disabled."""
+    rows, tree = [], arguments.get("retrieve_parent_token")
+    buffer_rows = numbers(arguments.get("intermediate_state_indices"))
+    for b, tokens, _, slot in rows_read(arguments):
+        live = slot >= 0 and slot != arguments.get("pad_slot_id", -1)
+        rows.append(row := Row(tokens, slot if live else None))
+        row.parents = None if tree is None else [-1, *tree[b, 1 : len(tokens)].tolist()]
+        for t in range(len(tokens)) if live and arguments.get("intermediate_states_buffer") is not None else ():
+            row.store(t, "intermediate_states_buffer", buffer_rows[b][0] if buffer_rows else slot, t)
+        if live and not arguments.get("disable_state_update"):
+            row.store(len(tokens) - 1, "state", slot)
+    return rows
 
-    States go where their output index says, or where they were read; no state goes to a negative index.
+
+def flashinfer_decode(arguments: Arguments) -> list[Row]:
+    """Rows with a negative slot do nothing.
+
+    The last state of a row goes where its output index says, or where it was read; no state goes to a negative index.
     """
-    pool = "state" if arguments.get("initial_state") is None else "initial_state"
+    pool, length = "state" if arguments.get("initial_state") is None else "initial_state", arguments["v"].shape[1]
     read = numbers(arguments.get("initial_state_indices")) or [[b] for b in range(len(arguments["v"]))]
     write = numbers(arguments.get("output_state_indices")) or read
     rows = []
     for b, ((slot,), (target,)) in enumerate(zip(read, write, strict=True)):
         if slot >= 0:
-            rows.append(row := Row([b], slot))
-            if target >= 0:
-                row.store(0, pool, target)
+            rows.append(row := Row(list(range(b * length, b * length + length)), slot))
+            for t in range(length) if arguments.get("intermediate_states_buffer") is not None else ():
+                row.store(t, "intermediate_states_buffer", b, t)
+            if target >= 0 and not arguments.get("disable_state_update"):
+                row.store(length - 1, pool, target)
     return rows
 
 

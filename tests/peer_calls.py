@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 REFERENCE_AND_GPU = pytest.mark.parametrize("device", ["reference", implementations.KERNELS[1]], indirect=True)
 HEADS, DIM, DSTATE, SLOTS = 4, 8, 16, 14
 BUFFER = "intermediate_states_buffer"
-WRITTEN_ALONE = ("state_out", BUFFER)  # of all that holds states
+WRITTEN_ALONE = ("state_out", BUFFER, "intermediate_conv_window")  # of all that holds states
 Call = dict[str, Any]  # options of Door.make, arguments besides, lists of indices
 Calls = dict[str, Call]
 GIVEN: Calls = {"": {}, "output given": {"given": True}}
@@ -59,7 +59,7 @@ class Door:
     make: random arguments for a device, by options. pools: arguments that hold states, with the names of their scales.
     tokens: arguments that have the rows of the output on their first axis. indices: others that have an entry for every
     row. calls: in every mode and form. right: calls that together have every tensor, each with changes of tensors that
-    are no mistakes. out: the argument that is filled and returned, or with `in_place` x.
+    are no mistakes. out: the argument that is filled and returned, or with `in_place` x. fills: others that are filled.
     """
 
     function: Callable[..., Any]
@@ -73,6 +73,7 @@ class Door:
     right: dict[str, tuple[Call, dict[str, str]]]
     out: str = "out"
     in_place: bool = False
+    fills: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -136,7 +137,7 @@ def require_contract(door: Door, arguments: Arguments, fault: str | None = None)
     for name, scale in door.pools.items():
         if before.get(name) is not None:
             require_stored(name, scale, before, after, exact, plain)
-    changed = {*door.pools, *door.pools.values(), door.out, *(["x"] if door.in_place else [])}
+    changed = {*door.pools, *door.pools.values(), door.out, *door.fills, *(["x"] if door.in_place else [])}
     for name, tensor in before.items():
         assert name in changed or not isinstance(tensor, Tensor) or equal_bytes(after[name], tensor), name
     with contextlib.nullcontext() if fault is None else pytest.raises(IndexError, match=fault):

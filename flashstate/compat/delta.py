@@ -8,12 +8,14 @@ from typing import Any
 from torch import Tensor
 
 from flashstate.compat import shapes
-from flashstate.errors import check_number, check_tensor
+from flashstate.errors import check_device, check_number, check_tensor
 from flashstate.ops.gated_delta import GATED_DELTA_STEP, gated_delta_step
 from flashstate.state.slots import Slots
 
 SOFTPLUS = (1.0, 20.0)  # its beta, and the threshold from which on it is the identity, of gated_delta_step
 STATE_AXES = ("slots", "HV", "V", "K")
+QK_AXES, V_AXES = ("B", "T", "H", "K"), ("B", "T", "HV", "V")
+Rows = tuple[int, Tensor | None]  # how many, and the bounds of their tokens where these are packed
 
 
 def check_softplus(**given: Any) -> None:
@@ -32,21 +34,29 @@ def check_absent(why: str, **given: Any) -> None:
             raise ValueError(f"{name} must be left out: {why}, got {got}")
 
 
-def rows_of(v: Any, cu_seqlens: Tensor | None) -> tuple[int, Tensor | None]:
-    """How many rows v (B, T, HV, V) has, and with cu_seqlens the bounds of their tokens, which are (1, tokens, …)."""
-    shapes.with_these_axes("v", v, "B", "T", "HV", "V")
+def rows_of(q: Any, k: Any, v: Any, cu_seqlens: Tensor | None, state: Tensor | None = None) -> Rows:
+    """The rows of q, k (B, T, H, K) and v (B, T, HV, V), where the state is; packed with cu_seqlens, (1, tokens, …)."""
+    where = (v, "v") if state is None else (state, "the state")
+    for name, tensor, axes in (("v", v, V_AXES), ("k", k, QK_AXES), ("q", q, QK_AXES)):
+        tokens = (None, None) if name == "v" else tuple(v.shape[:2])
+        check_tensor(name, tensor, axes, (*tokens, None, None))
+        check_device(name, tensor, where[0].device, where[1])
     if cu_seqlens is not None and v.shape[0] != 1:
         raise ValueError(f"v must have a batch axis of 1 with cu_seqlens, got shape {tuple(v.shape)}")
-    return shapes.rows_of(v, cu_seqlens)
+    batch, bounds = shapes.rows_of(v, cu_seqlens)
+    if bounds is not None:
+        check_device("cu_seqlens", bounds, v.device, "v")
+    return batch, bounds
 
 
 def gate_of(name: str, gate: Any, v: Tensor, *inner: int) -> Tensor:
     """A gate with the token axes of v and these behind. It may have one token axis, (B * T, …), and one axis behind."""
     tokens, axes = tuple(v.shape[:2]), ("B", "T", "HV", "K")[: 2 + len(inner)]
     flat = {(*lead, *rest) for lead in (tokens, (math.prod(tokens),)) for rest in (inner, (math.prod(inner),))}
-    if not isinstance(gate, Tensor) or tuple(gate.shape) not in flat:
-        check_tensor(name, gate, axes, (*tokens, *inner))
-    return gate.reshape(*tokens, *inner)
+    if isinstance(gate, Tensor) and tuple(gate.shape) in flat:
+        gate = gate.reshape(*tokens, *inner)
+    check_tensor(name, gate, axes, (*tokens, *inner), device=v.device)
+    return gate
 
 
 def one_gate(v: Tensor, value: float) -> Tensor:
@@ -56,9 +66,10 @@ def one_gate(v: Tensor, value: float) -> Tensor:
 
 def of_heads(name: str, parameter: Any, *sizes: int) -> Tensor:
     """A parameter with these axes, (HV,) or (HV, K). It may have others, if it has as many elements."""
-    if not isinstance(parameter, Tensor) or parameter.numel() != math.prod(sizes):
-        check_tensor(name, parameter, ("HV", "K")[: len(sizes)], sizes)
-    return parameter.reshape(sizes)
+    if isinstance(parameter, Tensor) and parameter.numel() == math.prod(sizes):
+        parameter = parameter.reshape(sizes)
+    check_tensor(name, parameter, ("HV", "K")[: len(sizes)], sizes)
+    return parameter
 
 
 def state_of(name: str, state: Any) -> Tensor:
@@ -67,11 +78,10 @@ def state_of(name: str, state: Any) -> Tensor:
 
 
 def delta_step(
-    pool: Tensor, q: Any, k: Any, v: Tensor, a: Tensor, b: Tensor, *, packed: bool, A_log: Tensor | None = None,
+    pool: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, *, packed: bool, A_log: Tensor | None = None,
     dt_bias: Tensor | None = None, out: Tensor | None = None, **more: Any,
 ) -> Tensor:  # fmt: skip
     """Call gated_delta_step with tokens (B, T, …), or packed (1, tokens, …); return `out`, or an output like v."""
-    q, k = (shapes.with_these_axes(name, t, "B", "T", "H", "K") for name, t in (("q", q), ("k", k)))
     tensors = shapes.fitted(GATED_DELTA_STEP, q=q, k=k, v=v, a=a, b=b)
     room = shapes.room_for_output(v) if out is None else shapes.with_these_axes("out", out, "B", "T", "HV", "V")
     if packed:
@@ -88,12 +98,13 @@ def packed_decode(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Step every row of a projection (B, 2 * H * K + HV * V) by its token; return `out` and the pool."""
     HV, V, K = state_of("initial_state", state).shape[1:]
-    mixed = shapes.rows_contiguous(shapes.with_these_axes("mixed_qkv", mixed_qkv, "B", "qkv_dim"))
+    check_tensor("mixed_qkv", mixed_qkv, ("B", "qkv_dim"), (None, None), device=state.device)
+    mixed = shapes.rows_contiguous(mixed_qkv)
     batch, heads = len(mixed), (mixed.shape[1] - HV * V) // (2 * K)
     if heads < 1 or mixed.shape[1] != 2 * heads * K + HV * V:
         wanted = f"2 * H * {K} + {HV} * {V} columns, for the q, k and v of such states"
         raise ValueError(f"mixed_qkv must have {wanted}, got shape {tuple(mixed.shape)}")
-    shapes.check_indices("ssm_state_indices", indices, B=batch)
+    shapes.check_indices("ssm_state_indices", indices, device=state.device, B=batch)
     check_number("scale", scale)
     q, k, v = mixed.split([heads * K, heads * K, HV * V], 1)
     values = v.unflatten(1, (HV, V))[:, None]  # (B, 1, HV, V)

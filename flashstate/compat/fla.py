@@ -43,8 +43,8 @@ def fused_recurrent_gated_delta_rule(
     """
     delta.check_absent(NO_EQUATION, gv=gv)
     shapes.check_not_both(g=g, gk=gk)
-    delta.rows_of(v, cu_seqlens)
-    HV, K = v.shape[2], shapes.with_these_axes("q", q, "B", "T", "H", "K").shape[3]
+    rows = delta.rows_of(q, k, v, cu_seqlens)
+    HV, K = v.shape[2], q.shape[3]
     raw = _gates_in_kernel(use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     if raw:
         delta.check_absent("gates in the kernel are of g", gk=gk)
@@ -54,7 +54,7 @@ def fused_recurrent_gated_delta_rule(
         a = delta.one_gate(v, 0.0) if g is None and not raw else delta.gate_of("g", g, v, HV)
     b = delta.one_gate(v, 1.0) if beta is None and not raw else delta.gate_of("beta", beta, v, HV)
     return _functional(
-        q, k, v, a, b, initial_state, output_final_state, _v_first(state_v_first, kwargs), cu_seqlens, scale=scale,
+        q, k, v, a, b, initial_state, output_final_state, _v_first(state_v_first, kwargs), rows, scale=scale,
         qk_l2norm=use_qk_l2norm_in_kernel, A_log=delta.of_heads("A_log", A_log, HV) if raw else None,
         dt_bias=delta.of_heads("dt_bias", dt_bias, HV) if raw and dt_bias is not None else None,
     )  # fmt: skip
@@ -85,14 +85,14 @@ def fused_recurrent_kda(
     q, k are (B, T, H, K), v (B, T, HV, V), g (B, T, HV, K), beta (B, T, HV), initial_state (N, HV, K, V), which stays
     as it is. docs/compat.md has the other arguments, and says what differs from fla.
     """
-    delta.rows_of(v, cu_seqlens)
-    HV, K = v.shape[2], shapes.with_these_axes("q", q, "B", "T", "H", "K").shape[3]
+    rows = delta.rows_of(q, k, v, cu_seqlens)
+    HV, K = v.shape[2], q.shape[3]
     raw = _gates_in_kernel(use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     if raw:
         delta.check_absent(NO_EQUATION, lower_bound=lower_bound)
     return _functional(
         q, k, v, delta.gate_of("g", g, v, HV, K), delta.gate_of("beta", beta, v, HV), initial_state,
-        output_final_state, _v_first(state_v_first, kwargs), cu_seqlens, scale=scale,
+        output_final_state, _v_first(state_v_first, kwargs), rows, scale=scale,
         qk_l2norm=use_qk_l2norm_in_kernel, A_log=delta.of_heads("A_log", A_log, HV) if raw else None,
         dt_bias=delta.of_heads("dt_bias", dt_bias, HV, K) if raw and dt_bias is not None else None,
     )  # fmt: skip
@@ -123,10 +123,10 @@ def _v_first(state_v_first: Any, more: dict[str, Any]) -> bool:
 
 def _functional(
     q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, initial: Tensor | None, keep: bool, v_first: bool,
-    cu_seqlens: Tensor | None, **more: Any,
+    rows: delta.Rows, **more: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Step states that are not changed, or zeros; return outputs, and with `keep` the states after the last tokens."""
-    batch, bounds = delta.rows_of(v, cu_seqlens)
+    batch, bounds = rows
     axes = ("N", "HV", "V", "K") if v_first else ("N", "HV", "K", "V")
     sizes = {"N": batch, "HV": v.shape[2], "V": v.shape[3], "K": q.shape[3]}
     shape = tuple(sizes[axis] for axis in axes)

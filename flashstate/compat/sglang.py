@@ -15,7 +15,7 @@ from flashstate.compat.sglang_delta import (
     fused_sigmoid_gating_delta_rule_update,
     verify_slots,
 )
-from flashstate.errors import INT64, check_flag, check_int, check_tensor, dtype_name
+from flashstate.errors import INT64, check_device, check_flag, check_int, check_tensor, dtype_name
 from flashstate.ops.conv1d import CONV1D_STEP, conv1d_step
 from flashstate.state.slots import MOST_TOKENS, Slots
 from flashstate.state.state import MOST_ROUNDS, State
@@ -57,11 +57,12 @@ def causal_conv1d_update(
     check_int("pad_slot_id", pad_slot_id, *INT64)
     check_tensor("weight", weight, ("dim", "width"), (None, None))
     window, tokens = shapes.with_axes("conv_state", conv_state, 3, 3), shapes.tokens_before_channels("x", x)
+    check_device("x", x, window.device)
     batch, steps, width = len(x), tokens.shape[1] if x.dim() == 3 else 1, weight.shape[1]
     if conv_state_indices is None:
         read = shapes.own_slots("conv_state_indices", window, batch)
     else:
-        shapes.check_indices("conv_state_indices", conv_state_indices, batch=batch)
+        shapes.check_indices("conv_state_indices", conv_state_indices, device=window.device, batch=batch)
         read = conv_state_indices.contiguous()
     parents = _parents(x, steps, retrieve_next_token, retrieve_next_sibling, retrieve_parent_token)
     slots = Slots(
@@ -135,7 +136,7 @@ def selective_state_update(
     if read is None:
         read, pad_slot_id = shapes.own_slots("state_batch_indices", state, len(x)), -1
     else:
-        shapes.check_indices("state_batch_indices", read, batch=len(x))
+        shapes.check_indices("state_batch_indices", read, device=state.device, batch=len(x))
         read = read.contiguous()
     rows = read if rows is None and buffer is not None else rows
     snapshots = None if buffer is None else State(shapes.with_axes("intermediate_states_buffer", buffer, 4, 5, 2))

@@ -58,12 +58,12 @@ def fused_sigmoid_gating_delta_rule_update(
         replayssm_rawk=replayssm_rawk, replayssm_g=replayssm_g, replayssm_beta=replayssm_beta,
     )  # fmt: skip
     check_flag("is_kda", is_kda)
-    delta.rows_of(v, cu_seqlens)
     HV, K = delta.state_of("initial_state_source", initial_state_source).shape[1::2]
+    rows = delta.rows_of(q, k, v, cu_seqlens, initial_state_source)
     channels = (K,) if is_kda else ()
     return _step(
         initial_state_source, initial_state_indices, q, k, v, delta.gate_of("a", a, v, HV, *channels),
-        delta.gate_of("b", b, v, HV), cu_seqlens, disable_state_update, intermediate_states_buffer,
+        delta.gate_of("b", b, v, HV), rows, disable_state_update, intermediate_states_buffer,
         intermediate_state_indices, cache_steps, retrieve_parent_token, scale=scale,
         qk_l2norm=use_qk_l2norm_in_kernel, A_log=delta.of_heads("A_log", A_log, HV),
         dt_bias=delta.of_heads("dt_bias", dt_bias, HV, *channels),
@@ -95,11 +95,11 @@ def fused_recurrent_gated_delta_rule_update(
     SGLang.
     """
     check_flag("disable_output_calculation", disable_output_calculation)
-    delta.rows_of(v, cu_seqlens)
     HV = delta.state_of("initial_state_source", initial_state_source).shape[1]
+    rows = delta.rows_of(q, k, v, cu_seqlens, initial_state_source)
     return _step(
         initial_state_source, initial_state_indices, q, k, v, delta.gate_of("g", g, v, HV),
-        delta.one_gate(v, 1.0) if beta is None else delta.gate_of("beta", beta, v, HV), cu_seqlens,
+        delta.one_gate(v, 1.0) if beta is None else delta.gate_of("beta", beta, v, HV), rows,
         disable_state_update, intermediate_states_buffer, intermediate_state_indices, cache_steps,
         retrieve_parent_token, scale=scale, qk_l2norm=use_qk_l2norm_in_kernel,
     )  # fmt: skip
@@ -154,7 +154,7 @@ def fused_recurrent_kda_packed_decode(
 
 
 def _step(
-    pool: Any, indices: Any, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None,
+    pool: Any, indices: Any, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, rows: delta.Rows,
     frozen: bool, buffer: Tensor | None, buffer_rows: Tensor | None, cache_steps: int | None, tree: Tensor | None,
     **more: Any,
 ) -> Tensor:  # fmt: skip
@@ -162,8 +162,8 @@ def _step(
     check_flag("disable_state_update", frozen)
     if cache_steps is not None:
         check_int("cache_steps", cache_steps, 0, MOST_TOKENS)
-    batch, bounds = delta.rows_of(v, cu_seqlens)
-    shapes.check_indices("initial_state_indices", indices, batch=batch)
+    batch, bounds = rows
+    shapes.check_indices("initial_state_indices", indices, device=pool.device, batch=batch)
     if buffer is not None:
         check_tensor("intermediate_states_buffer", buffer, BUFFER_AXES, (None,) * len(BUFFER_AXES))
     steps = _most_tokens(v, bounds, buffer, cache_steps, tree)

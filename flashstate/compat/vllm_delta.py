@@ -65,12 +65,12 @@ def fused_sigmoid_gating_delta_rule_update(
     """
     delta.check_softplus(beta=beta, threshold=threshold)
     check_flag("is_kda", is_kda)
-    delta.rows_of(v, cu_seqlens)
     HV, K = delta.state_of("initial_state", initial_state).shape[1::2]
+    rows = delta.rows_of(q, k, v, cu_seqlens, initial_state)
     channels = (K,) if is_kda else ()
     return _step(
         initial_state, q, k, v, delta.gate_of("a", a, v, HV, *channels), delta.gate_of("b", b, v, HV),
-        inplace_final_state, cu_seqlens, ssm_state_indices, num_accepted_tokens, scale=scale,
+        inplace_final_state, rows, ssm_state_indices, num_accepted_tokens, scale=scale,
         qk_l2norm=use_qk_l2norm_in_kernel, A_log=delta.of_heads("A_log", A_log, HV),
         dt_bias=delta.of_heads("dt_bias", dt_bias, HV, *channels),
     )  # fmt: skip
@@ -97,38 +97,38 @@ def fused_recurrent_kda(
     """
     counts = kwargs.get("num_accepted_tokens")
     delta.check_absent("fused_sigmoid_gating_delta_rule_update takes it", num_accepted_tokens=counts)
-    delta.rows_of(v, cu_seqlens)
     HV, K = delta.state_of("initial_state", initial_state).shape[1::2]
+    rows = delta.rows_of(q, k, v, cu_seqlens, initial_state)
     return _step(
         initial_state, q, k, v, delta.gate_of("g", g, v, HV, K), delta.gate_of("beta", beta, v, HV),
-        inplace_final_state, cu_seqlens, ssm_state_indices, None, scale=scale, qk_l2norm=use_qk_l2norm_in_kernel,
+        inplace_final_state, rows, ssm_state_indices, None, scale=scale, qk_l2norm=use_qk_l2norm_in_kernel,
     )  # fmt: skip
 
 
 def _step(
-    pool: Any, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, in_place: bool, cu_seqlens: Tensor | None,
+    pool: Any, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, in_place: bool, rows: delta.Rows,
     indices: Tensor | None, accepted: Tensor | None, **more: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The outputs, and the pool, or with in_place=False a state for every token."""
     check_flag("inplace_final_state", in_place)
-    batch, bounds = delta.rows_of(v, cu_seqlens)
+    batch, bounds = rows
     steps, packed, states, snapshots = v.shape[1], bounds is not None, pool, None
     if not in_place:
         if packed:
             raise ValueError("inplace_final_state=False is for rows of equal length: cu_seqlens must be None")
         states = torch.empty(batch * steps, *pool.shape[1:], dtype=pool.dtype, device=pool.device)
         snapshots = State(states.unflatten(0, (batch, steps)))
-    slots = _slots(batch, None if packed else steps, bounds, indices, accepted, in_place)
+    slots = _slots(batch, None if packed else steps, bounds, indices, accepted, in_place, pool.device)
     y = delta.delta_step(pool, q, k, v, a, b, packed=packed, slots=slots, snapshots=snapshots, update=in_place, **more)
     return y, states
 
 
 def _slots(
     batch: int, steps: int | None, cu_seqlens: Tensor | None, indices: Tensor | None, accepted: Tensor | None,
-    update: bool,
+    update: bool, device: torch.device,
 ) -> Slots:  # fmt: skip
     """A list has the blocks of rows, a table one for every token, of which the accepted one is read, or the first."""
-    read = shapes.table_of("ssm_state_indices", indices, batch)
+    read = shapes.table_of("ssm_state_indices", indices, batch, device=device)
     write = None
     if update and isinstance(indices, Tensor) and indices.dim() == 2:
         columns = read.shape[1] if steps is None else steps
