@@ -214,7 +214,7 @@ def state_refusals(op: Op) -> Iterator[Refusal]:
     yield "state of snapshots", of_tensor("state", lambda t: State(t[None])), r"^state must have data \(slots, "
     yield "state empty", of_tensor("state", lambda t: t[:0]), "^state must not be empty"
     heads_last = of_tensor("state", lambda t: t.movedim(1, -1).contiguous().movedim(-1, 1))
-    yield "state with heads last", heads_last, "^state must be contiguous within a slot"
+    yield "state with heads last", heads_last, "^state must be contiguous within a head"
 
 
 def without_scales(d: Described) -> Iterator[Refusal]:
