@@ -52,7 +52,7 @@ def conv1d_step(
         newest last, copied bit for bit. Any strides; channels are fastest where they are neighbours in memory, as in a
         transposed (slots, length, channels).
     x: (..., channels), any strides, and `out`, which the result is written to if it is given; it may be x itself,
-        unless tokens form a tree.
+        unless tokens form a tree. The output has the dtype of x unless `out` has another.
     weight, bias: (channels, K) with K from 2 to 6, (channels,); contiguous.
     activation: "silu" or None.
     slots: Slots, or (batch,) slot numbers; None: row b is slot b. With slots.accepted and read (batch,) a window rolls
