@@ -83,7 +83,7 @@ class Door:
         """The arguments of a call.
 
         Lists become tensors of the type that `indices` says, or int32; counts have the other type. With `given` there
-        is memory for the output.
+        is memory for the output, of that dtype if it is one.
         """
         call = dict(self.calls[call] if isinstance(call, str) else call)
         kind, given, _ = call.pop("indices", torch.int32), call.pop("given", False), call.pop("fault", None)
@@ -94,14 +94,15 @@ class Door:
                 other = torch.int32 if kind == torch.int64 else torch.int64
                 dtype = other if "accepted" in name else kind
                 arguments[name] = torch.tensor(entry, dtype=dtype, device=device)
-        return self.with_room(arguments) if given and self.out not in call else arguments
+        dtype = given if isinstance(given, torch.dtype) else None
+        return self.with_room(arguments, dtype) if given and self.out not in call else arguments
 
-    def with_room(self, arguments: Arguments) -> Arguments:
+    def with_room(self, arguments: Arguments, dtype: torch.dtype | None = None) -> Arguments:
         """With memory for the output, in pages, in which there is something."""
         like = arguments[self.tokens[0]]
         if "outproj" in arguments and arguments["outproj"] is None:  # then mamba3_step_fn has an output for every rank
             like = like[:, None].expand(-1, arguments["Bstate"].shape[1], -1, -1)
-        return {**arguments, self.out: in_pages(torch.full_like(like, 5.0))}
+        return {**arguments, self.out: in_pages(torch.full_like(like, 5.0, dtype=dtype))}
 
     def results(self, arguments: Arguments) -> dict[str, Tensor]:
         """The output of a call, and the states after it."""
@@ -131,7 +132,8 @@ def require_contract(door: Door, arguments: Arguments, fault: str | None = None)
     before = copied(arguments, CPU)
     y = door.results(arguments)["y"].cpu()
     after, ran = copied(arguments, CPU), exact.ran
-    assert (y.shape, y.dtype) == (exact.y.shape, before[door.tokens[0]].dtype)
+    like = before[door.tokens[0] if before.get(door.out) is None else door.out]
+    assert (y.shape, y.dtype) == (exact.y.shape, like.dtype)
     assert not ran.any() or error_ratio(y[ran], exact.y[ran], plain.y[ran].to(y.dtype)) <= 1
     assert torch.equal(y[~ran], exact.y[~ran].to(y.dtype))
     for name, scale in door.pools.items():

@@ -117,14 +117,18 @@ SMALL: Calls = {  # for the interpreter
 OF_DECODE: Calls = crossed(
     DECODE, {"int32": {}, "int64": {"indices": torch.int64}}, GIVEN
 ) | crossed(some(DECODE, "in order", "rows skipped and not written"), DELTA_FORMS | SMALL, GIVEN)  # fmt: skip
-OF_DECODE |= crossed(SEVERAL_DECODED, GIVEN)
+OTHER_OUTPUTS: Calls = {
+    "bfloat16 in, float32 out": {"x_dtype": BRAIN, "given": FLOAT},
+    "float32 in, float16 out": {"given": HALF},
+}
+OF_DECODE |= crossed(SEVERAL_DECODED, GIVEN) | crossed(some(DECODE, "a row skipped"), OTHER_OUTPUTS)
 OF_MTP: Calls = crossed(MTP, TOKENS, GIVEN) | crossed(
     crossed(some(MTP, "a row skipped"), some(TOKENS, "3 tokens"))
     | crossed(some(MTP, "a buffer, elsewhere"), some(TOKENS, "4 tokens"))
     | crossed(some(MTP, "every token, a row skipped"), some(TOKENS, "5 tokens")),
     DELTA_FORMS | SMALL,
     GIVEN,
-) | crossed(
+) | crossed(some(MTP, "a row skipped"), some(TOKENS, "3 tokens"), OTHER_OUTPUTS) | crossed(
     some(MTP, "output alone", "a large buffer", "every token, and nothing elsewhere"),
     some(TOKENS, "2 tokens"), some(DELTA_FORMS, "not normalised"),
 )  # fmt: skip

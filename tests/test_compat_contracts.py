@@ -125,6 +125,18 @@ def taking_turns_in_pages(a: Arguments) -> Arguments:
     return {"state": pages[:, 0], "state_out": pages[:, 1]}
 
 
+def every_third_head(name: str) -> Change:
+    """The states of a pool as every third head of a wider one."""
+
+    def change(a: Arguments) -> Arguments:
+        slots, heads, *inner = a[name].shape
+        wide = torch.full((slots, 3 * heads, *inner), 5.0, dtype=a[name].dtype, device=a[name].device)
+        wide[:, ::3] = a[name]
+        return {name: wide[:, ::3]}
+
+    return change
+
+
 def past_the_pool(a: Arguments) -> Arguments:
     return {name: torch.where(t < 0, SLOTS + 3, t) for name, t in a.items() if name.endswith("indices")}
 
@@ -182,6 +194,10 @@ CHANGES: list[tuple[Door, str, str, Change]] = [
     (DECODING, "in place, int32", "a backend", other(backend="flashinfer")),
     (SEVERAL, "output alone, 2 tokens", "one for True", other(disable_state_update=1)),
     (SEVERAL, "in place, 2 tokens", "zero for False", other(disable_state_update=0)),
+    *[(door, call, "every third head of a pool", every_third_head(name)) for door, call, name in (
+        (DECODING, "in place, int32", "initial_state"), (SEVERAL, "a buffer, in place, 3 tokens", "initial_state"),
+        (VLLM_RULE, "accepted", "initial_state"), (SGLANG_RULE, "several tokens", "initial_state_source"),
+        (SGLANG_STATE, "padding", "state"))],
     (SGLANG_RULE, "several tokens", "gates in one row", lambda a: {name: a[name].flatten(0, 1) for name in "ab"}),
     (SGLANG_CONV, "windows, channels first", "windows that share their inputs",
      lambda a: {WINDOWS: SGLANG_CONV.arguments("windows that share their inputs")[WINDOWS].to(a["x"].device)}),
