@@ -21,11 +21,13 @@ class Row:
     """A row of the batch that runs.
 
     tokens: on the flat token axis. start: a slot; None: from zero. goes: where the state after each token goes.
+    parents: of a tree, the token before each, -1: the start; None: they follow each other.
     """
 
     tokens: list[int]
     start: int | None
     goes: dict[int, list[Place]] = field(default_factory=dict)
+    parents: list[int] | None = None
 
     def store(self, token: int, name: str, *entry: int) -> None:
         self.goes.setdefault(token, []).append((name, entry))
@@ -52,10 +54,12 @@ def run(rows: list[Row], y: Tensor, start: Callable[[int | None], Any], step: Ca
     """The outcome of rows, each from its start on, step by step. y: (tokens, ...), the output where no row runs."""
     outcome = Outcome(y, torch.zeros_like(y, dtype=torch.bool))
     for row in rows:
-        s = start(row.start)
+        states = [s := start(row.start)]
         outcome.read |= {row.start} - {None}
         for t, token in enumerate(row.tokens):
-            outcome.y[token], s = step(s, token, row.start)
+            before = s if row.parents is None else states[row.parents[t] + 1]
+            outcome.y[token], s = step(before, token, row.start)
+            states.append(s)
             outcome.ran[token] = True
             outcome.stored |= dict.fromkeys(row.goes.get(t, []), s)
     return outcome
@@ -141,20 +145,38 @@ def flashinfer(arguments: Arguments) -> list[Row]:
     return rows
 
 
-def flashinfer_decode(arguments: Arguments) -> list[Row]:
-    """One token per row; rows with a negative slot do nothing.
+def sglang(arguments: Arguments) -> list[Row]:
+    """Padding rows start from zero and store nothing. The buffer receives every state, at the row of its slot or of its
+    own; the last one goes where it was read, unless updates are disabled."""
+    rows, tree = [], arguments.get("retrieve_parent_token")
+    buffer_rows = numbers(arguments.get("intermediate_state_indices"))
+    for b, tokens, _, slot in rows_read(arguments):
+        live = slot >= 0 and slot != arguments.get("pad_slot_id", -1)
+        rows.append(row := Row(tokens, slot if live else None))
+        row.parents = None if tree is None else [-1, *tree[b, 1 : len(tokens)].tolist()]
+        for t in range(len(tokens)) if live and arguments.get("intermediate_states_buffer") is not None else ():
+            row.store(t, "intermediate_states_buffer", buffer_rows[b][0] if buffer_rows else slot, t)
+        if live and not arguments.get("disable_state_update"):
+            row.store(len(tokens) - 1, "state", slot)
+    return rows
 
-    States go where their output index says, or where they were read; no state goes to a negative index.
+
+def flashinfer_decode(arguments: Arguments) -> list[Row]:
+    """Rows with a negative slot do nothing.
+
+    The last state of a row goes where its output index says, or where it was read; no state goes to a negative index.
     """
-    pool = "state" if arguments.get("initial_state") is None else "initial_state"
+    pool, length = "state" if arguments.get("initial_state") is None else "initial_state", arguments["v"].shape[1]
     read = numbers(arguments.get("initial_state_indices")) or [[b] for b in range(len(arguments["v"]))]
     write = numbers(arguments.get("output_state_indices")) or read
     rows = []
     for b, ((slot,), (target,)) in enumerate(zip(read, write, strict=True)):
         if slot >= 0:
-            rows.append(row := Row([b], slot))
-            if target >= 0:
-                row.store(0, pool, target)
+            rows.append(row := Row(list(range(b * length, b * length + length)), slot))
+            for t in range(length) if arguments.get("intermediate_states_buffer") is not None else ():
+                row.store(t, "intermediate_states_buffer", b, t)
+            if target >= 0 and not arguments.get("disable_state_update"):
+                row.store(length - 1, pool, target)
     return rows
 
 
@@ -308,81 +330,6 @@ def one_mamba3_token(values: Arguments) -> tuple[Tensor, Tensor]:
     if values["z"] is not None:
         y = y * silu(values["z"] * gate)
     return y * out, s
-
-
-ConvRow = tuple[list[int], int, Tensor, dict[Place, Tensor]]  # tokens, slot read, inputs (dim, ...), windows stored
-
-
-def conv1d(contract: Callable[[Arguments], Iterator[ConvRow]], arguments: Arguments, dtype: torch.dtype) -> Outcome:
-    """What a causal_conv1d_update of this contract gives: outputs, and windows to the byte."""
-    x, weight, bias = arguments["x"], arguments["weight"].to(dtype), arguments.get("bias")
-    y = torch.zeros_like(conv_tokens(arguments)[0], dtype=dtype)
-    outcome = Outcome(y, torch.zeros_like(y, dtype=torch.bool))
-    for tokens, slot, inputs, stored in contract(arguments):
-        outcome.read.add(slot)
-        outcome.stored |= stored
-        for t, token in enumerate(tokens):
-            y = (weight * inputs[:, t : t + weight.shape[1]].to(dtype)).sum(1)
-            y = y if bias is None else y + bias.to(dtype)
-            outcome.y[token] = silu(y) if arguments.get("activation") else y
-            outcome.ran[token] = True
-    if x.dim() == 3:
-        outcome.y, outcome.ran = (t.reshape(x.mT.shape).mT for t in (outcome.y, outcome.ran))
-    return outcome
-
-
-def conv_tokens(arguments: Arguments) -> tuple[Tensor, list[list[int]]]:
-    """Inputs (tokens, dim) in float32, which is exact, and where those of every row are."""
-    x = arguments["x"]
-    rows = tokens_of_rows(len(x), x.shape[2] if x.dim() == 3 else 1, arguments.get("query_start_loc"))
-    return (x if x.dim() == 2 else x.mT.flatten(0, 1)).float(), rows
-
-
-def causal_conv1d(arguments: Arguments) -> Iterator[ConvRow]:
-    """The window holds the last inputs, newest last; with cache_seqlens token p is at p modulo its length."""
-    (x, rows), slots = conv_tokens(arguments), numbers(arguments.get("conv_state_indices"))
-    lengths, size, before = arguments.get("cache_seqlens"), *arguments["conv_state"].shape[2:], width_of(arguments) - 1
-    for b, tokens in enumerate(rows):
-        slot = slots[b][0] if slots else b
-        if slot < 0:
-            continue
-        window = arguments["conv_state"][slot].clone()  # (dim, size)
-        first = (size if lengths is None else int(lengths[b])) - before
-        places = [(first + i) % size for i in range(before + len(tokens))]
-        inputs = torch.cat([window[:, places[:before]].float(), x[tokens].T], 1)
-        if lengths is None:
-            window = torch.cat([window.float(), x[tokens].T], 1)[:, -size:].to(window.dtype)
-        for i in range(before, len(places)) if lengths is not None else ():
-            window[:, places[i]] = inputs[:, i]
-        yield tokens, slot, inputs, {("conv_state", (slot,)): window}
-
-
-def vllm_conv1d(arguments: Arguments) -> Iterator[ConvRow]:
-    """The window starts at entry 0; its first width - 1 entries are the last inputs.
-
-    With counts the call before left width - 2 inputs and its tokens there, and this one does so again.
-    """
-    (x, rows), table = conv_tokens(arguments), numbers(arguments.get("conv_state_indices"))
-    counts, before = arguments.get("num_accepted_tokens"), width_of(arguments) - 1
-    columns = [arguments.get(name) for name in ("initial_state_idx", "block_idx_last_scheduled_token")]
-    null = arguments.get("null_block_id", 0) if table else -1
-    for b, tokens in enumerate(rows):
-        slots, chosen = table[b] if table else [b], (0 if column is None else int(column[b]) for column in columns)
-        read, write = (slots[i] if 0 <= i < len(slots) else -1 for i in chosen)
-        if read < 0 or read == null:
-            continue
-        first = 0 if counts is None else int(counts[b]) - 1
-        window = arguments["conv_state"][read][:, first : first + before]
-        inputs, stored = torch.cat([window.float(), x[tokens].T], 1), {}
-        if tokens and write >= 0 and write != null:
-            stored["conv_state", (write,)] = arguments["conv_state"][write].clone()
-            kept = inputs[:, -before:] if counts is None else inputs[:, 1:]
-            stored["conv_state", (write,)][:, : kept.shape[1]] = kept
-        yield tokens, read, inputs, stored
-
-
-def width_of(arguments: Arguments) -> int:
-    return arguments["weight"].shape[1]
 
 
 def decoded(data: Tensor, scale: Tensor | None) -> Tensor:

@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 REFERENCE_AND_GPU = pytest.mark.parametrize("device", ["reference", implementations.KERNELS[1]], indirect=True)
 HEADS, DIM, DSTATE, SLOTS = 4, 8, 16, 14
 BUFFER = "intermediate_states_buffer"
-WRITTEN_ALONE = ("state_out", BUFFER)  # of all that holds states
+WRITTEN_ALONE = ("state_out", BUFFER, "intermediate_conv_window")  # of all that holds states
 Call = dict[str, Any]  # options of Door.make, arguments besides, lists of indices
 Calls = dict[str, Call]
 GIVEN: Calls = {"": {}, "output given": {"given": True}}
@@ -59,7 +59,7 @@ class Door:
     make: random arguments for a device, by options. pools: arguments that hold states, with the names of their scales.
     tokens: arguments that have the rows of the output on their first axis. indices: others that have an entry for every
     row. calls: in every mode and form. right: calls that together have every tensor, each with changes of tensors that
-    are no mistakes. out: the argument that is filled and returned, or with `in_place` x.
+    are no mistakes. out: the argument that is filled and returned, or with `in_place` x. fills: others that are filled.
     """
 
     function: Callable[..., Any]
@@ -73,6 +73,7 @@ class Door:
     right: dict[str, tuple[Call, dict[str, str]]]
     out: str = "out"
     in_place: bool = False
+    fills: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -82,7 +83,7 @@ class Door:
         """The arguments of a call.
 
         Lists become tensors of the type that `indices` says, or int32; counts have the other type. With `given` there
-        is memory for the output.
+        is memory for the output, of that dtype if it is one.
         """
         call = dict(self.calls[call] if isinstance(call, str) else call)
         kind, given, _ = call.pop("indices", torch.int32), call.pop("given", False), call.pop("fault", None)
@@ -93,14 +94,15 @@ class Door:
                 other = torch.int32 if kind == torch.int64 else torch.int64
                 dtype = other if "accepted" in name else kind
                 arguments[name] = torch.tensor(entry, dtype=dtype, device=device)
-        return self.with_room(arguments) if given and self.out not in call else arguments
+        dtype = given if isinstance(given, torch.dtype) else None
+        return self.with_room(arguments, dtype) if given and self.out not in call else arguments
 
-    def with_room(self, arguments: Arguments) -> Arguments:
+    def with_room(self, arguments: Arguments, dtype: torch.dtype | None = None) -> Arguments:
         """With memory for the output, in pages, in which there is something."""
         like = arguments[self.tokens[0]]
         if "outproj" in arguments and arguments["outproj"] is None:  # then mamba3_step_fn has an output for every rank
             like = like[:, None].expand(-1, arguments["Bstate"].shape[1], -1, -1)
-        return {**arguments, self.out: in_pages(torch.full_like(like, 5.0))}
+        return {**arguments, self.out: in_pages(torch.full_like(like, 5.0, dtype=dtype))}
 
     def results(self, arguments: Arguments) -> dict[str, Tensor]:
         """The output of a call, and the states after it."""
@@ -130,13 +132,14 @@ def require_contract(door: Door, arguments: Arguments, fault: str | None = None)
     before = copied(arguments, CPU)
     y = door.results(arguments)["y"].cpu()
     after, ran = copied(arguments, CPU), exact.ran
-    assert (y.shape, y.dtype) == (exact.y.shape, before[door.tokens[0]].dtype)
+    like = before[door.tokens[0] if before.get(door.out) is None else door.out]
+    assert (y.shape, y.dtype) == (exact.y.shape, like.dtype)
     assert not ran.any() or error_ratio(y[ran], exact.y[ran], plain.y[ran].to(y.dtype)) <= 1
     assert torch.equal(y[~ran], exact.y[~ran].to(y.dtype))
     for name, scale in door.pools.items():
         if before.get(name) is not None:
             require_stored(name, scale, before, after, exact, plain)
-    changed = {*door.pools, *door.pools.values(), door.out, *(["x"] if door.in_place else [])}
+    changed = {*door.pools, *door.pools.values(), door.out, *door.fills, *(["x"] if door.in_place else [])}
     for name, tensor in before.items():
         assert name in changed or not isinstance(tensor, Tensor) or equal_bytes(after[name], tensor), name
     with contextlib.nullcontext() if fault is None else pytest.raises(IndexError, match=fault):

@@ -3,8 +3,9 @@
 from functools import partial
 from typing import Any
 
-import models_of_peers as models
+import models_of_conv1d as models
 import torch
+from models_of_conv1d import WINDOWS
 from models_of_peers import Arguments
 from peer_calls import GIVEN, Calls, Door, Random, crossed
 
@@ -20,12 +21,22 @@ def conv1d_arguments(
     length: int = 3,
     dtype: torch.dtype = HALF,
     channels_last: bool = False,
+    copies: tuple[int, int] | None = None,
+    sliding: bool = False,
 ) -> Arguments:
-    """What every causal_conv1d_update has, for x of this shape and windows of this length, of 9 slots."""
+    """What every causal_conv1d_update has, for x of this shape and windows of this length, of 9 slots.
+
+    copies: rows and steps of windows after every token. sliding: those of a row share their inputs in memory.
+    """
     random, dim = Random(device, width + length), shape[1]
     window = random.normal(9, dim, length, dtype=dtype)
     arguments = {"x": random.normal(*shape, dtype=dtype), "weight": random.normal(dim, width, dtype=dtype)}
     arguments |= {"bias": random.normal(dim, dtype=dtype), "activation": "silu"}
+    if copies is not None:
+        rows, steps, entries = *copies, width - 1
+        stream = window.new_full((rows, dim, steps + entries - 1), 7.0)
+        shape, strides = (rows, steps, dim, entries), (stream.stride(0), 1, stream.stride(1), 1)
+        arguments[WINDOWS] = stream.as_strided(shape, strides) if sliding else window.new_full(shape, 7.0)
     return {**arguments, "conv_state": window.mT.contiguous().mT if channels_last else window}
 
 

@@ -69,6 +69,11 @@ DECODE: Calls = {
     "rows skipped and not written": {"initial_state_indices": SKIPPED, "output_state_indices": [-1, 13, 9]},
 }
 DECODE = {name: call if "pool" in call else {**call, "state": None} for name, call in DECODE.items()}
+SEVERAL_DECODED: Calls = crossed(some(DECODE, "in order", "rows skipped and not written"), {
+    "3 tokens": {"tokens": 3},
+    "a buffer, 2 tokens": {"tokens": 2, "buffer": (3, 1)},
+    "update disabled, 2 tokens": {"tokens": 2, "disable_state_update": 1},
+})  # fmt: skip
 UPDATE = {"disable_state_update": False}
 MTP: Calls = {
     "output alone": {"initial_state_indices": HERE},
@@ -112,13 +117,18 @@ SMALL: Calls = {  # for the interpreter
 OF_DECODE: Calls = crossed(
     DECODE, {"int32": {}, "int64": {"indices": torch.int64}}, GIVEN
 ) | crossed(some(DECODE, "in order", "rows skipped and not written"), DELTA_FORMS | SMALL, GIVEN)  # fmt: skip
+OTHER_OUTPUTS: Calls = {
+    "bfloat16 in, float32 out": {"x_dtype": BRAIN, "given": FLOAT},
+    "float32 in, float16 out": {"given": HALF},
+}
+OF_DECODE |= crossed(SEVERAL_DECODED, GIVEN) | crossed(some(DECODE, "a row skipped"), OTHER_OUTPUTS)
 OF_MTP: Calls = crossed(MTP, TOKENS, GIVEN) | crossed(
     crossed(some(MTP, "a row skipped"), some(TOKENS, "3 tokens"))
     | crossed(some(MTP, "a buffer, elsewhere"), some(TOKENS, "4 tokens"))
     | crossed(some(MTP, "every token, a row skipped"), some(TOKENS, "5 tokens")),
     DELTA_FORMS | SMALL,
     GIVEN,
-) | crossed(
+) | crossed(some(MTP, "a row skipped"), some(TOKENS, "3 tokens"), OTHER_OUTPUTS) | crossed(
     some(MTP, "output alone", "a large buffer", "every token, and nothing elsewhere"),
     some(TOKENS, "2 tokens"), some(DELTA_FORMS, "not normalised"),
 )  # fmt: skip
@@ -126,18 +136,24 @@ OF_MTP: Calls = crossed(MTP, TOKENS, GIVEN) | crossed(
 DECODING = Door(
     flashinfer.gated_delta_rule_decode_pretranspose,
     "q, k, v, state, A_log, a, dt_bias, b, scale=None, output=None, use_qk_l2norm=True, initial_state=None, "
-    "initial_state_indices=None, output_state_indices=None",
+    "initial_state_indices=None, output_state_indices=None, intermediate_states_buffer=None, "
+    "disable_state_update=False, backend='auto'",
     model=partial(models.gated_delta, models.flashinfer_decode), calls=OF_DECODE, **DELTA,
     right={
         "a pool": ({**DECODE["elsewhere"], "given": True}, {"initial_state": "longer 0, shorter 0"}),
         "in order": (DECODE["in order"], {}),
+        "several tokens": (
+            {**DECODE["elsewhere"], "tokens": 3, "buffer": (3, 0)},
+            {"initial_state": "longer 0, shorter 0", BUFFER: "longer 0, longer 1"},
+        ),
     },
 )  # fmt: skip
 SEVERAL = Door(
     flashinfer.gated_delta_rule_mtp,
     "q, k, v, initial_state, initial_state_indices, A_log, a, dt_bias, b, scale=None, output=None, "
     "intermediate_states_buffer=None, ssm_state_indices=None, disable_state_update=None, use_qk_l2norm=True, "
-    "output_state_indices=None",
+    "output_state_indices=None, cache_replayssm=False, replayssm_rawv=None, replayssm_rawk=None, replayssm_g=None, "
+    "replayssm_beta=None",
     model=partial(models.gated_delta, models.flashinfer_mtp), calls=OF_MTP, **DELTA,
     right={
         "a buffer": (

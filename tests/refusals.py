@@ -163,7 +163,11 @@ def wrong_tensors(d: Described) -> Iterator[Refusal]:
 
 def wrong_strides(d: Described) -> Iterator[Refusal]:
     """Strides that the layout of a tensor argument does not allow."""
-    apart = {"rows": " along its last axis, got stride", "whole": "(, or .*)?, got stride", "slot": " within a slot"}
+    apart = {
+        "rows": " along its last axis, got stride",
+        "whole": "(, or .*)?, got stride",
+        "slot": " within a (slot|head)",
+    }
     if d.layout == "any":
         return
     has_tied, message = d.axes[-1] in d.tied, f"^{d.name} must be contiguous{apart[d.layout]}"
@@ -195,7 +199,7 @@ SLOTS = Described(
 
 
 TRANSPOSED = (
-    r"^\w+ must be contiguous within a slot: strides \((any, )+\d+, \d+, 1\), got \([\d, ]+\); only gated_delta_st"
+    r"^\w+ must be contiguous within a head: strides \((any, )+\d+, 1\), got \([\d, ]+\); only gated_delta_step takes"
 )
 STANDS = "a State or a tensor"
 OTHER_RING = "^plan was made for rings of other slots: their start and count are not those of this ring"

@@ -7,12 +7,24 @@ from typing import Any
 
 import pytest
 import torch
+from models_of_conv1d import WINDOWS
 from models_of_peers import Arguments
 from peer_calls import BUFFER, DIM, DSTATE, HEADS, SLOTS, Call, Door, copied, doors_and, equal_bytes
 from peer_conv1d import CONV, VLLM_CONV
 from peer_delta import DECODING, EVERY, HERE, SEVERAL
+from peer_fla import FLA_KDA, FLA_RULE
 from peer_mamba3 import MAMBA3
+from peer_rules import (
+    SGLANG_DECODE,
+    SGLANG_KDA,
+    SGLANG_RULE,
+    SGLANG_UPDATE,
+    VLLM_DECODE,
+    VLLM_KDA,
+    VLLM_RULE,
+)
 from peer_selective import FLASHINFER, SSM, VLLM
+from peer_sglang import SGLANG_CONV, SGLANG_STATE
 from torch import Tensor
 
 WORDS = {  # that messages have for an argument besides its name
@@ -22,6 +34,8 @@ WORDS = {  # that messages have for an argument besides its name
     "state_batch_indices": "read|slots", "initial_state_indices": "read|slots", "conv_state_indices": "read|slots",
     "dst_state_batch_indices": "write", "output_state_indices": "write", "ssm_state_indices": "write",
     "num_accepted_tokens": "accepted", "query_start_loc": "cu_seqlens", "cache_seqlens": "positions",
+    "initial_state_source": "state|data", "mixed_qkv": "q|k|v|slots", "num_accept_tokens": "accepted",
+    WINDOWS: "snapshots",
 }  # fmt: skip
 ERRORS = (TypeError, ValueError, RuntimeError)
 
@@ -114,6 +128,34 @@ OF_CONV1D: list[Wrong] = [
     (ValueError, "activation must be silu, swish, True, False or None, got 'gelu'", {"activation": "gelu"}),
     (TypeError, "window must be float16 or float32", {"conv_state": torch.ones(9, 6, 5).bfloat16()}),
 ]
+OF_RULES: list[Wrong] = [
+    (ValueError, "v must have a batch axis of 1 with cu_seqlens, got shape (2,", {"shape": (2, 3)}),
+    (TypeError, "scale must be a number, got '1'", {"scale": "1"}),
+]
+OF_FLA: list[Wrong] = [
+    *OF_RULES,
+    (ValueError, "allow_neg_eigval must be left out: gated_delta_step has no such gate", {"allow_neg_eigval": True}),
+    (
+        ValueError,
+        "use_gate_in_kernel and use_beta_sigmoid_in_kernel must both be True or both be False",
+        {"use_beta_sigmoid_in_kernel": False},
+    ),
+    (ValueError, "head_first must be False, got True", {"head_first": True}),
+    (
+        ValueError,
+        "state_v_first and transpose_state_layout must not both",
+        {"v_first": True, "transpose_state_layout": True},
+    ),
+]
+OF_VERIFYING: list[Wrong] = [
+    (ValueError, "retrieve_parent_token needs disable_state_update=True", {"disable_state_update": False}),
+    (TypeError, "disable_state_update must be True or False, got 1", {"disable_state_update": 1}),
+    (TypeError, "cache_steps must be an int, got '4'", {"cache_steps": "4"}),
+]
+OF_DECODES: list[Wrong] = [
+    (ValueError, "mixed_qkv must have 2 * H * 16 + 4 * 8 columns", {"mixed_qkv": torch.ones(3, 95)}),
+    (TypeError, "scale must be a number, got None", {"scale": None}),
+]
 SPECIAL: dict[Door, list[Wrong]] = {
     SSM: [*OF_SELECTIVE, (ValueError, "state of dtype int16 needs a scale", {"state": STATES[:SLOTS].short()})],
     VLLM: [
@@ -182,8 +224,12 @@ SPECIAL: dict[Door, list[Wrong]] = {
     ],
     DECODING: [
         *OF_DELTA,
-        (ValueError, "v must have one token per row, got (3, 2, 4, 8)", {"tokens": 2}),
-        (ValueError, "v must have one token per row, got (3, 0, 4, 8)", {"tokens": 0}),
+        (ValueError, "backend must be one of auto, ", {"backend": "triton"}),
+        (TypeError, "disable_state_update must be True or False, 1 or 0, got None", {"disable_state_update": None}),
+        *[
+            (ValueError, f"{name} is for several tokens per row, got (3, 1, 4, 8)", {"tokens": 1, **one})
+            for name, one in ((BUFFER, {"buffer": (3, 0)}), ("disable_state_update", {"disable_state_update": True}))
+        ],
         (ValueError, "state and initial_state must not both be given", {"state": STATES[:3]}),
         (ValueError, "state or initial_state must be given, got None for both", NO_POOL),
         (
@@ -198,7 +244,8 @@ SPECIAL: dict[Door, list[Wrong]] = {
     SEVERAL: [
         *OF_DELTA,
         (ValueError, "intermediate_states_buffer and ssm_state_indices must not both be given", {"every": EVERY}),
-        (TypeError, "disable_state_update must be True or False, got 0", {"disable_state_update": 0}),
+        (TypeError, "disable_state_update must be True or False, 1 or 0, got 2", {"disable_state_update": 2}),
+        (ValueError, "cache_replayssm must be left out: there is no ring to write", {"cache_replayssm": True}),
         (
             ValueError, "output_state_indices must have shape (B=3), got (2,)",
             {"output_state_indices": HERE[:2], "disable_state_update": True},
@@ -217,6 +264,50 @@ SPECIAL: dict[Door, list[Wrong]] = {
         (ValueError, "conv_state_indices must be given with query_start_loc", {"conv_state_indices": None}),
         (TypeError, "null_block_id must be an int, got None", {"null_block_id": None}),
         (ValueError, "window must have 5 entries or more to roll back 3 tokens, got 4", {"length": 4}),
+    ],
+    FLA_RULE: [
+        *OF_FLA,
+        (ValueError, "gv must be left out: gated_delta_step has no such gate", {"gv": torch.ones(3)}),
+        (ValueError, "g and gk must not both be given", {"gk": torch.ones(3)}),
+        (TypeError, "A_log must be a tensor, got NoneType", {"A_log": None}),
+    ],
+    FLA_KDA: [*OF_FLA, (ValueError, "lower_bound must be left out", {"lower_bound": -5.0})],
+    VLLM_RULE: [
+        *OF_RULES,
+        (ValueError, "beta must be 1.0, got 2.0", {"beta": 2.0}),
+        (ValueError, "threshold must be 20.0, got 10", {"threshold": 10}),
+        (ValueError, "inplace_final_state=False is for rows of equal length", {"inplace_final_state": False}),
+        (TypeError, "ssm_state_indices must be a tensor, got NoneType", {"ssm_state_indices": None}),
+    ],
+    VLLM_KDA: [
+        *OF_RULES,
+        (TypeError, "beta must be a tensor, got NoneType", {"beta": None}),
+        (ValueError, "num_accepted_tokens must be left out", {"num_accepted_tokens": [1, 1, 1]}),
+    ],
+    SGLANG_RULE: [
+        *OF_RULES, *OF_VERIFYING,
+        (ValueError, "softplus_beta must be 1.0, got 0.5", {"softplus_beta": 0.5}),
+        (ValueError, "lower_bound must be left out", {"lower_bound": -5.0}),
+        (ValueError, "cache_ring must be left out", {"cache_ring": True}),
+        (ValueError, "match_cutedsl_decode must be left out", {"match_cutedsl_decode": True}),
+    ],
+    SGLANG_UPDATE: [
+        *OF_RULES, *OF_VERIFYING,
+        (TypeError, "initial_state_source must be a tensor, got NoneType", {"initial_state_source": None}),
+    ],
+    VLLM_DECODE: OF_DECODES,
+    SGLANG_DECODE: OF_DECODES,
+    SGLANG_KDA: [*OF_DECODES, (ValueError, "lower_bound must be left out", {"lower_bound": -5.0})],
+    SGLANG_CONV: [
+        *OF_CONV1D,
+        (TypeError, "pad_slot_id must be an int, got None", {"pad_slot_id": None}),
+        (TypeError, "retrieve_next_sibling must be a tensor, got NoneType", {"retrieve_next_sibling": None}),
+        (ValueError, "snapshots must not overlap itself", {"sliding": True}),
+    ],
+    SGLANG_STATE: [
+        *OF_SELECTIVE[1:], *OF_VERIFYING,
+        (TypeError, "pad_slot_id must be an int, got None", {"pad_slot_id": None}),
+        (ValueError, "enable_stochastic_rounding is for a state of float16", {"enable_stochastic_rounding": True}),
     ],
 }  # fmt: skip
 TENSORS = [

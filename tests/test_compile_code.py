@@ -77,6 +77,16 @@ def test_a_pool_is_accessed_as_widely_as_its_alignment_allows(name: str, vector:
     assert access_bytes(compiled(case, 90, NARROWED[vector], config)) == (want, want)
 
 
+def every_second_head(case: AnyCase, inputs: Inputs) -> object:
+    """A pool that has every second head of a wider one."""
+    inputs.state = replace(inputs.state, data=inputs.state.data.repeat_interleave(2, 1)[:, ::2])
+    return inputs.step()
+
+
+def test_heads_that_are_apart_are_accessed_as_widely_as_dense_ones() -> None:
+    assert access_bytes(compiled(replace(DELTA, format="bfloat16"), 90, every_second_head)) == ({16}, {16})
+
+
 ORDERED = [
     (replace(MAMBA2, rows=rows, cols=cols, format=name, rounding=rounding, tokens=tokens), vector)
     for rows, cols, name, rounding, tokens, vector in (

@@ -77,7 +77,7 @@ import sys
 sys.modules["triton"] = None  # importing it fails
 import torch, flashstate
 assert "flashstate.compat" not in sys.modules
-from flashstate.compat import flashinfer, mamba_ssm, vllm
+from flashstate.compat import fla, flashinfer, mamba_ssm, sglang, vllm
 state, x, dt, A = torch.zeros(2, 4, 8), torch.ones(2, 4), torch.ones(2, 4), -torch.ones(4, 8)
 B, D = torch.ones(2, 8), torch.ones(4)
 mamba_ssm.selective_state_update(state, x, dt, A, B, B)

@@ -99,7 +99,7 @@ def described(op: Op, case: AnyCase) -> Iterator[Described]:
         yield Described(name, named, free, axes.dtypes, layout, tied, elsewhere=elsewhere)
         known |= {*named, "batch"}
     main = op.tensors[op.main]
-    yield Described("out", (*lead, *main.names), (), (torch.float16,), "rows" if main.dense else "any")
+    yield Described("out", (*lead, *main.names), (), layout="rows" if main.dense else "any")
 
 
 def tensor_refusals(op: Op, case: AnyCase) -> Iterator[Refusal]:
@@ -142,12 +142,11 @@ def wrong_divisors(op: Op, d: Described, axis: str, of: str) -> Iterator[Refusal
 
 
 def wrong_outputs(d: Described) -> Iterator[Refusal]:
-    """Outputs that overlap themselves, or do not have the dtype of the main argument."""
+    """Outputs that overlap themselves."""
     message = r"^out must not overlap itself, got strides \("
     for axis, word in enumerate(d.axes if d.layout == "any" else d.axes[:-1]):
         yield f"out one {word} for all", only("out", lambda t, axis=axis: expanded(t, axis)), message
     yield "out overlapping", only("out", lambda t: t.as_strided(t.shape, (*t.stride()[:-2], 3, 1))), message
-    yield "out float32", only("out", Tensor.float), "^out must be float16, got float32", TypeError
 
 
 def option_refusals(op: Op) -> Iterator[Refusal]:
@@ -215,7 +214,7 @@ def state_refusals(op: Op) -> Iterator[Refusal]:
     yield "state of snapshots", of_tensor("state", lambda t: State(t[None])), r"^state must have data \(slots, "
     yield "state empty", of_tensor("state", lambda t: t[:0]), "^state must not be empty"
     heads_last = of_tensor("state", lambda t: t.movedim(1, -1).contiguous().movedim(-1, 1))
-    yield "state with heads last", heads_last, "^state must be contiguous within a slot"
+    yield "state with heads last", heads_last, "^state must be contiguous within a head"
 
 
 def without_scales(d: Described) -> Iterator[Refusal]:

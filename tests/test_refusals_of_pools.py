@@ -428,3 +428,12 @@ def test_rings_take_turns_with_states_but_share_no_memory() -> None:
     ):
         message = rf"^rings(\[0\])?\.{name} must not share the memory of another layer"
         refuses(call, ValueError, message, {"pages": pages, "seed": seed, "cursors": cursors})
+
+
+def test_layers_may_take_turns_head_by_head() -> None:
+    wide = torch.zeros(4, 5, 3, 8)  # five heads, so that the next slot begins with another layer's turn
+    assert StatePool.wrap([State(wide[:, ::2]), State(wide[:, 1::2])]).layers == 2
+    assert StatePool.wrap([State(wide[:, ::3]), State(wide[:, 1:2]), State(wide[:, 2:3])]).layers == 3
+    for one, other in ((wide[:, ::2], wide[:, ::3]), (wide[:, ::2], wide[:, 1:3]), (wide[:, 1::2], wide[:, 3:4])):
+        with pytest.raises(ValueError, match=APART.format(1)):
+            StatePool.wrap([State(one), State(other)])

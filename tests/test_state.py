@@ -93,11 +93,17 @@ STRIDES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "snapshots of one row with any stride": ((1, 3, 2, 4, 8), (5, 70, 32, 8, 1)),
     "snapshots of an empty batch": ((0, 3, 2, 4, 8), (192, 64, 32, 8, 1)),
 }
+APART: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    "heads with gaps": ((3, 2, 4, 8), (100, 40, 8, 1)),
+    "slots inside heads": ((3, 2, 4, 8), (32, 96, 8, 1)),
+    "snapshots with gaps between heads": ((2, 3, 2, 4, 8), (300, 100, 40, 8, 1)),
+}
 TRANSPOSED: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "slots with gaps": ((3, 2, 4, 8), (100, 32, 1, 4)),
     "square": ((3, 2, 4, 4), (32, 16, 1, 4)),
     "one slot with any stride": ((1, 2, 4, 8), (1, 32, 1, 4)),
     "one head with any stride": ((3, 1, 4, 8), (32, 9, 1, 4)),
+    "heads with gaps": ((3, 2, 4, 8), (100, 40, 1, 4)),
     "snapshots with rows inside tokens": ((2, 3, 2, 4, 8), (64, 128, 32, 1, 4)),
     "snapshots of an empty batch": ((0, 3, 2, 4, 8), (192, 64, 32, 1, 4)),
 }
@@ -108,7 +114,7 @@ TRANSPOSED: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
 def test_state_takes_strides_that_do_not_overlap_and_knows_whether_slots_are_transposed(
     transposed: bool, dtype: torch.dtype
 ) -> None:
-    for what, (shape, strides) in (TRANSPOSED if transposed else STRIDES).items():
+    for what, (shape, strides) in (TRANSPOSED if transposed else STRIDES | APART).items():
         state = State(torch.zeros(1000, dtype=dtype).as_strided(shape, strides))
         assert (state.transposed, state.data.stride()) == (transposed, strides), what
         assert state.bytes_per_slot == state.data.shape[-3:].numel() * dtype.itemsize * (
@@ -120,6 +126,13 @@ def test_state_takes_strides_that_do_not_overlap_and_knows_whether_slots_are_tra
 def test_scales_take_strides_that_do_not_overlap(shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
     scale = torch.zeros(1000).as_strided(shape[:-1], strides[:-1]) if shape[-1] == 1 else torch.zeros(shape[:-1])
     assert State(torch.zeros(1000, dtype=torch.int8).as_strided(shape, strides), scale).scale is scale
+
+
+@pytest.mark.parametrize(("shape", "strides"), APART.values(), ids=APART)
+def test_heads_with_scales_lie_side_by_side(shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+    data = torch.zeros(1000, dtype=torch.int8).as_strided(shape, strides)
+    with pytest.raises(ValueError, match=r"^data must be contiguous within a slot.*only heads of formats without sca"):
+        State(data, torch.ones(shape[:-1]))
 
 
 def test_a_bare_tensor_is_a_state_and_an_index_tensor_is_slots() -> None:

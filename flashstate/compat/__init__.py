@@ -1,1 +1,1 @@
-"""Other libraries' signatures over flashstate's ops: a module has the name of the package that it stands in for."""
+"""Other libraries' signatures over flashstate's ops: modules with the names of packages stand in for them."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashstate.compat import shapes
+from flashstate.compat import delta, shapes
 from flashstate.errors import INT64, check_choice, check_device, check_flag, check_int, check_tensor, dtype_name
 from flashstate.ops.gated_delta import GATED_DELTA_STEP, gated_delta_step
 from flashstate.state.formats import FORMATS
@@ -16,6 +16,7 @@ from flashstate.state.state import MOST_ROUNDS, State
 
 ALGORITHMS = ("auto", "simple", "vertical", "horizontal", "async_horizontal")
 BACKENDS = ("auto", "flashinfer", "cake")
+DELTA_BACKENDS = ("auto", "flashinfer", "cake_gdn", "rubin")
 SEED_OF_A_SLOT = 0xD1342543DE82EF95 - (1 << 64)  # odd, so that no two slots of a pool share a seed
 
 
@@ -156,25 +157,37 @@ def gated_delta_rule_decode_pretranspose(
     initial_state: Tensor | None = None,
     initial_state_indices: Tensor | None = None,
     output_state_indices: Tensor | None = None,
+    intermediate_states_buffer: Tensor | None = None,
+    disable_state_update: bool = False,
+    backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Step every row by one token; update the state in place, and return the output and the tensor that was updated.
+    """Step every row by its tokens; update the state in place, and return the output and the tensor with the states.
 
-    q, k are (B, 1, H, K), v (B, 1, HV, V), a, b (B, 1, HV). States are `state` (B, HV, V, K), one per row, or a pool in
-    `initial_state` with indices. docs/compat.md has the other arguments, and says what differs from FlashInfer.
+    q, k are (B, T, H, K), v (B, T, HV, V), a, b (B, T, HV). States are `state` (B, HV, V, K), one per row, or a pool in
+    `initial_state` with indices. The buffer and disable_state_update are for several tokens. docs/compat.md has the
+    other arguments, and says what differs from FlashInfer.
     """
-    if shapes.with_these_axes("v", v, "B", "T", "HV", "V").shape[1] != 1:
-        raise ValueError(f"v must have one token per row, got {tuple(v.shape)}; gated_delta_rule_mtp takes several")
+    check_choice("backend", backend, DELTA_BACKENDS)
+    batch, steps = shapes.with_these_axes("v", v, "B", "T", "HV", "V").shape[:2]
     shapes.check_not_both(state=state, initial_state=initial_state)
-    read, write = initial_state_indices, output_state_indices
+    read, write, buffer = initial_state_indices, output_state_indices, intermediate_states_buffer
+    update = not _disabled(disable_state_update)
+    if steps == 1 and (buffer is not None or not update):
+        which = "disable_state_update" if buffer is None else "intermediate_states_buffer"
+        raise ValueError(f"{which} is for several tokens per row, got {tuple(v.shape)}")
+    slots, pool = None, state if initial_state is None else initial_state
     if initial_state is not None:
-        slots = _delta_slots(len(v), read, write)
-        return _delta_step(initial_state, q, k, v, a, b, A_log, dt_bias, scale, use_qk_l2norm, output, slots)
-    shapes.check_needs("initial_state", None, initial_state_indices=read, output_state_indices=write)
-    if state is None:
+        slots = _delta_slots(batch, read, write, update=update, padding=_padding_of(output, steps))
+    else:
+        shapes.check_needs("initial_state", None, initial_state_indices=read, output_state_indices=write)
+        if state is not None and len(shapes.with_axes("state", state, 4, 4)) != batch:
+            raise ValueError(f"state must have {batch} slots, as the batch has rows, got shape {tuple(state.shape)}")
+    if pool is None:
         raise ValueError("state or initial_state must be given, got None for both")
-    if len(shapes.with_axes("state", state, 4, 4)) != len(v):
-        raise ValueError(f"state must have {len(v)} slots, as the batch has rows, got shape {tuple(state.shape)}")
-    return _delta_step(state, q, k, v, a, b, A_log, dt_bias, scale, use_qk_l2norm, output, slots=None)
+    return _delta_step(
+        pool, q, k, v, a, b, A_log, dt_bias, scale, use_qk_l2norm, output, slots, update=update,
+        snapshots=_snapshots(buffer),
+    )  # fmt: skip
 
 
 def gated_delta_rule_mtp(
@@ -194,6 +207,11 @@ def gated_delta_rule_mtp(
     disable_state_update: bool | None = None,
     use_qk_l2norm: bool = True,
     output_state_indices: Tensor | None = None,
+    cache_replayssm: bool = False,
+    replayssm_rawv: Any = None,
+    replayssm_rawk: Any = None,
+    replayssm_g: Any = None,
+    replayssm_beta: Any = None,
 ) -> tuple[Tensor, Tensor]:
     """Step every row by its T tokens, one after the other; return the outputs and the pool.
 
@@ -201,24 +219,42 @@ def gated_delta_rule_mtp(
     with disable_state_update=False or ssm_state_indices; the buffer receives the state after every token in any case.
     docs/compat.md has the other arguments, and says what differs from FlashInfer.
     """
-    if disable_state_update is not None:
-        check_flag("disable_state_update", disable_state_update)
+    delta.check_absent(
+        "there is no ring to write", cache_replayssm=cache_replayssm, replayssm_rawv=replayssm_rawv,
+        replayssm_rawk=replayssm_rawk, replayssm_g=replayssm_g, replayssm_beta=replayssm_beta,
+    )  # fmt: skip
+    update = not (disable_state_update is None or _disabled(disable_state_update)) or ssm_state_indices is not None
     shapes.check_not_both(intermediate_states_buffer=intermediate_states_buffer, ssm_state_indices=ssm_state_indices)
     batch, steps = shapes.with_these_axes("v", v, "B", "T", "HV", "V").shape[:2]
-    update = disable_state_update is False or ssm_state_indices is not None
     slots = _delta_slots(
         batch, initial_state_indices, output_state_indices, ssm_state_indices, steps, update,
-        padding="zero" if output is None or steps == 1 else "keep",
+        padding=_padding_of(output, steps),
     )  # fmt: skip
-    snapshots = None
-    if intermediate_states_buffer is not None:
-        axes = ("rows", "steps", "HV", "V", "K")
-        check_tensor("intermediate_states_buffer", intermediate_states_buffer, axes, (None,) * len(axes))
-        snapshots = State(intermediate_states_buffer)  # so that a call can start as one before it did
     return _delta_step(
         initial_state, q, k, v, a, b, A_log, dt_bias, scale, use_qk_l2norm, output, slots, update=update,
-        snapshots=snapshots,
+        snapshots=_snapshots(intermediate_states_buffer),
     )  # fmt: skip
+
+
+def _disabled(flag: Any) -> bool:
+    """A flag that may also be 0 or 1."""
+    if not isinstance(flag, int) or flag not in (0, 1):
+        raise TypeError(f"disable_state_update must be True or False, 1 or 0, got {flag!r}")
+    return bool(flag)
+
+
+def _padding_of(output: Tensor | None, steps: int) -> str:
+    """What rows without a slot give: zero, or of several tokens what is in the output."""
+    return "zero" if output is None or steps == 1 else "keep"
+
+
+def _snapshots(buffer: Any) -> State | None:
+    """A buffer for the state after every token, as a State, so that a call can start as one before it did."""
+    if buffer is None:
+        return None
+    axes = ("rows", "steps", "HV", "V", "K")
+    check_tensor("intermediate_states_buffer", buffer, axes, (None,) * len(axes))
+    return State(buffer)
 
 
 def _delta_step(

@@ -1,4 +1,4 @@
-"""vLLM's selective_state_update and causal_conv1d_update, of vllm.model_executor.layers.mamba.ops."""
+"""vLLM's selective_state_update and causal_conv1d_update, of vllm.model_executor.layers.mamba.ops; its delta rules."""
 
 from __future__ import annotations
 
@@ -6,10 +6,23 @@ import torch
 from torch import Tensor
 
 from flashstate.compat import shapes
+from flashstate.compat.vllm_delta import (
+    fused_recurrent_gated_delta_rule_packed_decode,
+    fused_recurrent_kda,
+    fused_sigmoid_gating_delta_rule_update,
+)
 from flashstate.errors import INT64, check_flag, check_int, check_tensor
 from flashstate.ops.conv1d import CONV1D_STEP, conv1d_step
 from flashstate.state.slots import MOST_TOKENS, Slots
 from flashstate.state.state import MOST_ROUNDS, State
+
+__all__ = [
+    "causal_conv1d_update",
+    "fused_recurrent_gated_delta_rule_packed_decode",
+    "fused_recurrent_kda",
+    "fused_sigmoid_gating_delta_rule_update",
+    "selective_state_update",
+]
 
 
 def selective_state_update(

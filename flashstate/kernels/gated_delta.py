@@ -183,6 +183,7 @@ def gated_delta_step_kernel(
     num_slots, null,
     q_scale,  # of queries, beside their normalisation
     H: tl.constexpr, HEADS_PER_GROUP: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr, SNAPSHOT_HEAD_STRIDE: tl.constexpr,  # from head to head; None: they lie side by side
     VECTOR: tl.constexpr, SNAPSHOT_VECTOR: tl.constexpr,  # elements per access
     TRANSPOSED: tl.constexpr, SNAPSHOTS_TRANSPOSED: tl.constexpr,  # states are (COLS, ROWS) in memory
     ALIGNED: tl.constexpr,  # every row of q, k, v and out starts at a multiple of 16 bytes
@@ -202,9 +203,11 @@ def gated_delta_step_kernel(
     place = Place(b, h, g, offs_d, mask_d)
     FORM: tl.constexpr = tiles.form_of(
         ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, VECTOR, STREAMING, TARGET, TRANSPOSED, ROUNDING, ROUNDS,
-        ALIGNED, THREADS,
+        ALIGNED, THREADS, HEAD_STRIDE=HEAD_STRIDE,
     )  # fmt: skip
-    COPY_FORM: tl.constexpr = tiles.stored_as(FORM, SNAPSHOT_VECTOR, SNAPSHOTS_TRANSPOSED, SNAPSHOT_ROUNDING)
+    COPY_FORM: tl.constexpr = tiles.stored_as(
+        FORM, SNAPSHOT_VECTOR, SNAPSHOTS_TRANSPOSED, SNAPSHOT_ROUNDING, SNAPSHOT_HEAD_STRIDE
+    )
     tile, copy_tile = tiles.tile_at(h, first_row, FORM), tiles.tile_at(h, first_row, COPY_FORM)
 
     # No branches: a padding row is masked. So loads do not wait until the row is known to be live.

@@ -170,7 +170,8 @@ def gated_delta_at_once_kernel(
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, a_b, a_t, a_h, beta_b, beta_t, beta_h, out_b, out_t, out_h,
     read_stride, read_width, write_stride, parents_stride, tokens, longest, num_slots, null, q_scale,
     H: tl.constexpr, HEADS_PER_GROUP: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-    VECTOR: tl.constexpr, TRANSPOSED: tl.constexpr, ALIGNED: tl.constexpr, QK_L2NORM: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr, VECTOR: tl.constexpr, TRANSPOSED: tl.constexpr, ALIGNED: tl.constexpr,
+    QK_L2NORM: tl.constexpr,
     STORES: tl.constexpr, PADDING: tl.constexpr, EARLY: tl.constexpr,
     ROUNDING: tl.constexpr, ROUNDS: tl.constexpr, TARGET: tl.constexpr,
     TOKENS: tl.constexpr,  # there is room for: 8 or 16
@@ -182,7 +183,7 @@ def gated_delta_at_once_kernel(
     STORED_ROUNDING: tl.constexpr = ROUNDING if STORES == "last" else "nearest"
     FORM: tl.constexpr = form_of(
         ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, VECTOR, STREAMING, TARGET, TRANSPOSED, STORED_ROUNDING, ROUNDS,
-        ALIGNED,
+        ALIGNED, HEAD_STRIDE=HEAD_STRIDE,
     )  # fmt: skip
 
     read, slots = (read_ptr, read_stride, read_width, accepted_ptr), (num_slots, null, fault_ptr)

@@ -26,7 +26,7 @@ def gated_delta_one_token_kernel(
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, a_b, a_t, a_h, beta_b, beta_t, beta_h, out_b, out_t, out_h,
     read_stride, read_width, write_stride, parents_stride, tokens, longest, num_slots, null, q_scale,
     H: tl.constexpr, HEADS_PER_GROUP: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-    VECTOR: tl.constexpr, SNAPSHOT_VECTOR: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr, SNAPSHOT_HEAD_STRIDE: tl.constexpr, VECTOR: tl.constexpr, SNAPSHOT_VECTOR: tl.constexpr,
     TRANSPOSED: tl.constexpr, SNAPSHOTS_TRANSPOSED: tl.constexpr, ALIGNED: tl.constexpr,
     PER_CHANNEL: tl.constexpr, BIAS_PER_CHANNEL: tl.constexpr, QK_L2NORM: tl.constexpr,
     STORES: tl.constexpr, PADDING: tl.constexpr, EARLY: tl.constexpr,
@@ -39,9 +39,11 @@ def gated_delta_one_token_kernel(
     t = b * 0
     FORM: tl.constexpr = form_of(
         ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, VECTOR, EVICT_FIRST, TARGET, TRANSPOSED, ROUNDING, ROUNDS,
-        ALIGNED, THREADS,
+        ALIGNED, THREADS, HEAD_STRIDE=HEAD_STRIDE,
     )  # fmt: skip
-    COPY_FORM: tl.constexpr = stored_as(FORM, SNAPSHOT_VECTOR, SNAPSHOTS_TRANSPOSED, SNAPSHOT_ROUNDING)
+    COPY_FORM: tl.constexpr = stored_as(
+        FORM, SNAPSHOT_VECTOR, SNAPSHOTS_TRANSPOSED, SNAPSHOT_ROUNDING, SNAPSHOT_HEAD_STRIDE
+    )
 
     # Single tiles without scales, eight elements to an access: 10 % faster at batch 4. Others got slower (docs/log.md).
     SINGLE: tl.constexpr = TILES == 1 and scale_ptr is None and VECTOR == 8

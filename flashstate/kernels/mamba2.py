@@ -19,7 +19,7 @@ def load_rates(ptr, h, tile, PER_ELEMENT: tl.constexpr, FORM: tl.constexpr):
     A = ()
     for k in tl.static_range(len(tile.masks)):
         if PER_ELEMENT:
-            ptrs, mask = tiles.chunk_at(ptr + tile.first, tile, k, FORM)
+            ptrs, mask = tiles.chunk_at(ptr + (h * FORM.ROWS + tile.first_row) * FORM.COLS, tile, k, FORM)
             A = A + (tiles.load_or_zero(ptrs, mask=mask),)
         else:
             A = A + (tl.load(ptr + h).to(tl.float32),)
@@ -92,6 +92,7 @@ def mamba2_step_kernel(
     longest,  # entries that write, parents and snapshots have for the tokens of a row
     num_slots, null,
     H: tl.constexpr, HEADS_PER_GROUP: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr, SNAPSHOT_HEAD_STRIDE: tl.constexpr,  # from head to head; None: they lie side by side
     VECTOR: tl.constexpr, SNAPSHOT_VECTOR: tl.constexpr,  # elements per access: of snapshots no more
     ALIGNED: tl.constexpr,  # every row of x, B, C, z and out starts at a multiple of 16 bytes
     A_PER_ELEMENT: tl.constexpr, DT_PER_ROW: tl.constexpr, BIAS_PER_ROW: tl.constexpr, D_PER_ROW: tl.constexpr,
@@ -112,10 +113,10 @@ def mamba2_step_kernel(
     WIDENING: tl.constexpr = "portable" if ONE_TOKEN else TARGET
     FORM: tl.constexpr = tiles.form_of(
         ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, VECTOR, EVICT_FIRST, TARGET, False, ROUNDING, ROUNDS,
-        ALIGNED, THREADS, WIDENING,
+        ALIGNED, THREADS, WIDENING, HEAD_STRIDE=HEAD_STRIDE,
     )  # fmt: skip
-    COPY_FORM: tl.constexpr = tiles.stored_as(FORM, SNAPSHOT_VECTOR, False, SNAPSHOT_ROUNDING)
-    tile = tiles.tile_at(h, first_row, FORM)
+    COPY_FORM: tl.constexpr = tiles.stored_as(FORM, SNAPSHOT_VECTOR, False, SNAPSHOT_ROUNDING, SNAPSHOT_HEAD_STRIDE)
+    tile, copy_tile = tiles.tile_at(h, first_row, FORM), tiles.tile_at(h, first_row, COPY_FORM)
 
     # No branches: a padding row is masked. So loads do not wait until the row is known to be live.
     read, slots = (read_ptr, read_stride, read_width, accepted_ptr), (num_slots, null, fault_ptr)
@@ -179,7 +180,7 @@ def mamba2_step_kernel(
             store_output(out, place, first + t, y, exists, stepped, live, PADDING, FORM.ALIGNMENT)
             store_after_token(
                 pool, write, copies, copy_rows, copy_row, b, t, slot, runs & (t < longest), slots, (seed, t, stream),
-                tile, tile, s, STORES, parents_ptr is not None, FORM, COPY_FORM,
+                tile, copy_tile, s, STORES, parents_ptr is not None, FORM, COPY_FORM,
             )  # fmt: skip
 
     if STORES == "last":

@@ -24,6 +24,7 @@ def mamba2_fold_kernel(
     L,  # rows of a ring
     num_slots, num_targets, null,
     H: tl.constexpr, HEADS_PER_GROUP: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr, INTO_HEAD_STRIDE: tl.constexpr,  # from head to head; None: they lie side by side
     VECTOR: tl.constexpr, INTO_VECTOR: tl.constexpr,  # elements per access of the state, and of what is stored
     ALIGNED: tl.constexpr,  # every row of the ring starts at a multiple of 16 bytes
     ROUNDING: tl.constexpr, ROUNDS: tl.constexpr, TARGET: tl.constexpr,
@@ -38,9 +39,10 @@ def mamba2_fold_kernel(
     TERMS: tl.constexpr = state_io.update_terms(into_dtype, x_dtype)
     SUM_TERMS: tl.constexpr = 0 if x_dtype == tl.float32 else 3
     FORM: tl.constexpr = form_of(
-        ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, VECTOR, STREAMING, TARGET, False, ROUNDING, ROUNDS, ALIGNED
-    )
-    INTO_FORM: tl.constexpr = stored_as(FORM, INTO_VECTOR, False, ROUNDING)
+        ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, VECTOR, STREAMING, TARGET, False, ROUNDING, ROUNDS, ALIGNED,
+        HEAD_STRIDE=HEAD_STRIDE,
+    )  # fmt: skip
+    INTO_FORM: tl.constexpr = stored_as(FORM, INTO_VECTOR, False, ROUNDING, INTO_HEAD_STRIDE)
 
     pool, read = (data_ptr, scale_ptr, slot_stride, scale_stride), (read_ptr, read_stride, 1, None)
     slot, known, seed = read_slot(read, b, (num_slots, null, fault_ptr), seed_ptr, ROUNDING != "nearest")
@@ -72,4 +74,4 @@ def mamba2_fold_kernel(
     else:
         to = write_slot((write_ptr, write_stride), b, slot, known, (num_targets, null, fault_ptr))
         into = (into_ptr, into_scale_ptr, into_stride, into_scale_stride)
-        state_io.store_slot(into, to, tile, s, random, INTO_FORM)
+        state_io.store_slot(into, to, tile_at(h, first_row, INTO_FORM), s, random, INTO_FORM)

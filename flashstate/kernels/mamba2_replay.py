@@ -216,6 +216,7 @@ def mamba2_replay_kernel(
     num_slots, null,
     H: tl.constexpr, HEADS_PER_GROUP: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
     WINDOW: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr,  # from head to head of the state; None: they lie side by side
     VECTOR: tl.constexpr,  # elements per access of the state
     ALIGNED: tl.constexpr,  # every row of x, B, C, z, out and of the ring starts at a multiple of 16 bytes
     WIDE: tl.constexpr,  # whether the tokens of a row are so far apart that their offsets need 64 bits
@@ -239,7 +240,7 @@ def mamba2_replay_kernel(
     HINT: tl.constexpr = EVICT_FIRST if TOKENS == 1 else STREAMING
     FORM: tl.constexpr = form_of(
         ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, VECTOR, HINT, TARGET, False, ROUNDING, ROUNDS,
-        ALIGNED, THREADS, "portable",
+        ALIGNED, THREADS, "portable", HEAD_STRIDE=HEAD_STRIDE,
     )  # fmt: skip
     KIND: tl.constexpr = replay_rows.replay_of(
         HEADS_PER_GROUP, ROWS_DO, UPDATE, PADDING, WIDE, D_PER_ROW, DT_SOFTPLUS, TOKENS, ROOM, FORM

@@ -237,6 +237,7 @@ def mamba3_step_kernel(
     num_slots, null,
     H: tl.constexpr, HEADS_PER_GROUP: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, RANK: tl.constexpr,
     ANGLES: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr,  # from head to head of the state; None: they lie side by side
     VECTOR: tl.constexpr,  # elements per access of the state
     PAIRING: tl.constexpr,  # of columns that are turned: "interleaved", "halved", or "none"
     TRAP_LOGIT: tl.constexpr, ONE_TOKEN: tl.constexpr,
@@ -254,8 +255,9 @@ def mamba3_step_kernel(
     ROOM: tl.constexpr = 1 if RANK == 1 else 2 * max(4, triton.next_power_of_2(RANK))  # for ranks of two tokens
     STORED_ROUNDING: tl.constexpr = "nearest" if STORES == "none" else ROUNDING
     FORM: tl.constexpr = tiles.form_of(
-        ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, VECTOR, STREAMING, TARGET, False, STORED_ROUNDING, ROUNDS
-    )
+        ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, VECTOR, STREAMING, TARGET, False, STORED_ROUNDING, ROUNDS,
+        HEAD_STRIDE=HEAD_STRIDE,
+    )  # fmt: skip
     KIND: tl.constexpr = mamba3_token.kind_of(
         H, RANK, ANGLES, PAIRING, TRAP_LOGIT, STORES_KV, z_ptr is not None, Wo_ptr is not None,
         data_ptr.dtype.element_ty, x_ptr.dtype.element_ty, k_ptr.dtype.element_ty, TARGET, FORM,

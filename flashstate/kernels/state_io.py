@@ -23,7 +23,7 @@ from flashstate.kernels import ptx
 from flashstate.kernels.functions import divide, maximum_or_nan, philox, product_exceeds
 from flashstate.kernels.ptx import LINE
 from flashstate.kernels.tensor_cores import terms_of
-from flashstate.kernels.tiles import as_accessed, as_rows, chunk_at
+from flashstate.kernels.tiles import as_accessed, as_rows, chunk_at, first_element
 
 EVICT_FIRST, STREAMING = tl.constexpr("evict_first"), tl.constexpr("streaming")
 BEFORE_THE_FIRST_TOKEN = tl.constexpr(0xFFFFFFFF)  # token -1 in the counter of random bits: no step draws them
@@ -71,7 +71,7 @@ def prefetch_rows(ptr, offset, live, h, first_row, COUNT: tl.constexpr, FORM: tl
         per_line: tl.constexpr = LINE // state_bytes(ptr.dtype.element_ty, 1)
         lines = tl.arange(0, triton.next_power_of_2(triton.cdiv(COUNT * FORM.COLS, per_line))) * per_line
         exists = live & (lines < tl.minimum(COUNT, FORM.ROWS - first_row) * FORM.COLS)
-        ptx.prefetch_ptx(ptr + offset + (h * FORM.ROWS + first_row) * FORM.COLS + lines, exists)
+        ptx.prefetch_ptx(ptr + offset + first_element(h, first_row, FORM) + lines, exists)
 
 
 @triton.jit

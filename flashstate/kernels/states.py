@@ -38,11 +38,13 @@ def write_states_kernel(
     ROUNDING: tl.constexpr, ROUNDS: tl.constexpr, TARGET: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr,
     TRANSPOSED: tl.constexpr,  # whether the elements of a column are neighbours in the pool
+    HEAD_STRIDE: tl.constexpr,  # from head to head of the pool; None: they lie side by side
 ):  # fmt: skip
     n, h, first_row = this_program(H, ROWS, BLOCK_ROWS)
     FORM: tl.constexpr = form_of(
-        ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, VECTOR, EVICT_FIRST, TARGET, TRANSPOSED, ROUNDING, ROUNDS
-    )
+        ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, VECTOR, EVICT_FIRST, TARGET, TRANSPOSED, ROUNDING, ROUNDS,
+        HEAD_STRIDE=HEAD_STRIDE,
+    )  # fmt: skip
     slot = resolve_write((slots_ptr, 1), n, 0, n, True, (num_slots, null, fault_ptr))
     live = slot >= 0
     seed = load_seed(seed_ptr, slot, live, ROUNDING != "nearest")
@@ -70,9 +72,12 @@ def read_states_kernel(
     H: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, VECTOR: tl.constexpr, TARGET: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr,
     TRANSPOSED: tl.constexpr,  # whether the elements of a column are neighbours in the pool
+    HEAD_STRIDE: tl.constexpr,  # from head to head of the pool; None: they lie side by side
 ):  # fmt: skip
     n, h, first_row = this_program(H, ROWS, BLOCK_ROWS)
-    FORM: tl.constexpr = form_of(ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, VECTOR, EVICT_FIRST, TARGET, TRANSPOSED)
+    FORM: tl.constexpr = form_of(
+        ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, VECTOR, EVICT_FIRST, TARGET, TRANSPOSED, HEAD_STRIDE=HEAD_STRIDE
+    )
     slot = resolve_read((slots_ptr, 1, 1, None), n, (num_slots, null, fault_ptr))
     live = slot >= 0
     tile = tile_at(h, first_row, FORM)

@@ -10,7 +10,7 @@ import triton.language as tl
 from flashstate.kernels.addressing import token_entry
 from flashstate.kernels.slots import resolve_snapshot_row, resolve_write
 from flashstate.kernels.state_io import random_bits, store_slot, store_state
-from flashstate.kernels.tiles import stored_as
+from flashstate.kernels.tiles import rounded_as
 
 
 @triton.jit
@@ -45,7 +45,7 @@ def store_after_token(
 def store_snapshot(copies, row, goes, t, drawing, tile, copy_tile, s, FORM: tl.constexpr, COPY_FORM: tl.constexpr):
     """Store the state after token t in that row of the snapshots, if `goes`, unless it is -1."""
     copy_ptr, copy_scale_ptr, copy_b, copy_scale_b, copy_t, copy_scale_t = copies
-    DRAWN: tl.constexpr = stored_as(FORM, FORM.VECTOR, FORM.TRANSPOSED, COPY_FORM.ROUNDING)  # as threads have the tile
+    DRAWN: tl.constexpr = rounded_as(FORM, COPY_FORM.ROUNDING)  # as threads have the tile
     bits = random_bits(drawing, tile, DRAWN)
     to = tl.where(goes, row, -1)
     offsets = to * copy_b + t.to(tl.int64) * copy_t, to * copy_scale_b + t.to(tl.int64) * copy_scale_t

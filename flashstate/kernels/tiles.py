@@ -42,25 +42,31 @@ class Form(Constants):
     ALIGNMENT: int  # bytes that rows of what tokens bring start at multiples of
     THREADS: int  # of a program
     WIDENING: str  # the TARGET by whose instructions bfloat16 is converted
+    HEAD_STRIDE: int | None  # elements from head to head, where heads are apart; None: they lie side by side
 
 
 @triton.constexpr_function
 def form_of(
     ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, VECTOR, HINT, TARGET, TRANSPOSED=False, ROUNDING="nearest", ROUNDS=0,
-    ALIGNED=False, THREADS=0, WIDENING=None,
+    ALIGNED=False, THREADS=0, WIDENING=None, HEAD_STRIDE=None,
 ):  # fmt: skip
     """The form of tiles that are accessed so; THREADS only where load_columns needs them."""
     tile = (ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, VECTOR, 1 if TRANSPOSED else VECTOR)
-    return Form(
-        *tile, HINT, TARGET, TRANSPOSED, ROUNDING, ROUNDS, 16 if ALIGNED else 1, THREADS, WIDENING or TARGET
-    )  # fmt: skip
+    stored = (HINT, TARGET, TRANSPOSED, ROUNDING, ROUNDS)
+    return Form(*tile, *stored, 16 if ALIGNED else 1, THREADS, WIDENING or TARGET, HEAD_STRIDE)
 
 
 @triton.constexpr_function
-def stored_as(FORM, VECTOR, TRANSPOSED, ROUNDING):
+def stored_as(FORM, VECTOR, TRANSPOSED, ROUNDING, HEAD_STRIDE):
     """The form of the same tiles where they are stored otherwise."""
     changed = {"VECTOR": VECTOR, "PER_COLUMNS": 1 if TRANSPOSED else VECTOR, "TRANSPOSED": TRANSPOSED}
-    return Form(**{**vars(FORM), **changed, "ROUNDING": ROUNDING})
+    return Form(**{**vars(FORM), **changed, "ROUNDING": ROUNDING, "HEAD_STRIDE": HEAD_STRIDE})
+
+
+@triton.constexpr_function
+def rounded_as(FORM, ROUNDING):
+    """The form of the same tiles where they are rounded otherwise."""
+    return Form(**{**vars(FORM), "ROUNDING": ROUNDING})
 
 
 @triton.constexpr_function
@@ -82,8 +88,19 @@ class Tile(NamedTuple):
 
 
 @triton.jit
+def first_element(h, first_row, FORM: tl.constexpr):
+    """Where `first_row` of head h starts within the slot, which reaches over fewer than 2^31 elements."""
+    if FORM.HEAD_STRIDE is not None:
+        return h * FORM.HEAD_STRIDE + first_row * (1 if FORM.TRANSPOSED else FORM.COLS)
+    elif FORM.TRANSPOSED:
+        return h * (FORM.ROWS * FORM.COLS) + first_row
+    else:
+        return (h * FORM.ROWS + first_row) * FORM.COLS
+
+
+@triton.jit
 def tile_at(h, first_row, FORM: tl.constexpr):
-    """The tile of head h from `first_row` on. A slot has fewer than 2^31 elements."""
+    """The tile of head h from `first_row` on."""
     first, end = h * FORM.ROWS + first_row, h * FORM.ROWS + FORM.ROWS  # rows, within the slot
     rows = first + tl.arange(0, FORM.BLOCK_ROWS)
     mask_rows = rows < end
@@ -93,10 +110,9 @@ def tile_at(h, first_row, FORM: tl.constexpr):
         masks = masks + (mask_rows[:, None] & (k * FORM.CHUNK + cols < FORM.COLS)[None, :],)
     if FORM.TRANSPOSED:
         offsets = tl.arange(0, FORM.BLOCK_ROWS)[:, None] + cols[None, :] * FORM.ROWS
-        return Tile(h * (FORM.ROWS * FORM.COLS) + first_row, first_row, offsets, rows, masks, mask_rows)
     else:
         offsets = tl.arange(0, FORM.BLOCK_ROWS)[:, None] * FORM.COLS + cols[None, :]
-        return Tile(first * FORM.COLS, first_row, offsets, rows, masks, mask_rows)
+    return Tile(first_element(h, first_row, FORM), first_row, offsets, rows, masks, mask_rows)
 
 
 @triton.jit

@@ -22,7 +22,7 @@ from flashstate.launch.table import Config
 from flashstate.state.faults import fault_flag
 from flashstate.state.signature import ACCESS_BYTES
 from flashstate.state.slots import TABLES, Slots
-from flashstate.state.state import State
+from flashstate.state.state import State, head_stride
 
 if TYPE_CHECKING:
     from flashstate.launch.call import Given, Op
@@ -91,8 +91,8 @@ def state_values(state: State) -> dict[str, Any]:
     return {
         "data_ptr": as_bytes(state.data), "scale_ptr": state.scale, "seed_ptr": state.seed, "stream": state.stream,
         "slot_stride": state.data.stride(0), "scale_stride": row_stride(state.scale), "num_slots": num_slots,
-        "H": heads, "ROWS": rows, "COLS": cols, "TRANSPOSED": state.transposed, "ROUNDING": state.rounding,
-        "ROUNDS": state.rounds,
+        "H": heads, "ROWS": rows, "COLS": cols, "TRANSPOSED": state.transposed, "HEAD_STRIDE": head_stride(state.data),
+        "ROUNDING": state.rounding, "ROUNDS": state.rounds,
     }  # fmt: skip
 
 
@@ -108,6 +108,7 @@ def snapshots_values(snapshots: State | None, state: State, vector: int) -> dict
         "num_copies": 0 if data is None else len(data), "SNAPSHOTS_TRANSPOSED": like.transposed,
         "SNAPSHOT_ROUNDING": "nearest" if snapshots is None else snapshots.rounding,
         "SNAPSHOT_VECTOR": min(vector, access_width(like.data)) if wide else 1,
+        "SNAPSHOT_HEAD_STRIDE": head_stride(like.data),
     }  # fmt: skip
     for axis, letter in enumerate("bt"):
         values[f"copy_{letter}"] = 0 if data is None else data.stride(axis)

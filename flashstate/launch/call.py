@@ -82,7 +82,7 @@ class Op:
     """An op. Its functions are told what a call was given."""
 
     function: Callable[..., Any]  # the public one, whose signature is the declaration
-    main: str  # the tensor argument whose tokens others must have, and whose dtype the output has
+    main: str  # the tensor argument whose tokens others must have, and whose dtype an output has that is not given
     state_axes: str  # names of the axes of a state
     problems: Callable[[Given], Sequence[Problem]]  # what configs are chosen for, one per kernel of a call
     debug: Callable[[Given], None]  # raises where numbers in tensors are wrong, inside debug()
@@ -235,7 +235,8 @@ class Op:
         sizes[axis] = size
 
     def _check_out(self, given: Given) -> None:
-        """Make an output, or check the one that was given: like the main argument, or with axes that `check` named."""
+        """Make an output, or check the one that was given: with the axes of the main argument, or those that `check`
+        named, and any dtype of activations."""
         main, axes = getattr(given, self.main), self.tensors[self.main]
         names = getattr(given, "out_axes", axes.names)
         shape = (*given.tokens.sizes, *(given.sizes[axis] for axis in names))
@@ -243,7 +244,7 @@ class Op:
             given.out = new_out(shape, main, given.slots)
             return
         named = (*given.tokens.axes, *names)
-        check_tensor("out", given.out, named, shape, dtypes=(main.dtype,), device=main.device)
+        check_tensor("out", given.out, named, shape, device=main.device)
         if axes.dense:
             check_row_contiguous("out", given.out)
         check_no_overlap("out", given.out)

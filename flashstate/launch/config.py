@@ -21,7 +21,7 @@ from flashstate.errors import dtype_name
 from flashstate.launch.environment import WALKING_CAPABILITY, Gpu, replaced, suspended, warp_size
 from flashstate.launch.table import Config, Configs, load_table
 from flashstate.state.signature import ACCESS_BYTES
-from flashstate.state.state import State, is_transposed
+from flashstate.state.state import State, head_stride, is_transposed
 
 CALL_COLUMNS = 8  # that one Philox call serves: a thread needs the bits of all of them side by side
 KNOBS = {"tokens_together": 1, "tiles": 1, "ahead": 0}  # fields of a config of which a problem has one; plain values
@@ -223,7 +223,7 @@ def access_width(data: torch.Tensor) -> int:
     if data.data_ptr() % ACCESS_BYTES:
         return 1
     neighbours = data.shape[-2 if is_transposed(data) else -1]
-    return math.gcd(neighbours, *data.stride()[:-3], ACCESS_BYTES // data.element_size())
+    return math.gcd(neighbours, *data.stride()[:-3], head_stride(data) or 0, ACCESS_BYTES // data.element_size())
 
 
 _overridden: Config | None = None

@@ -52,7 +52,7 @@ def conv1d_step(
         newest last, copied bit for bit. Any strides; channels are fastest where they are neighbours in memory, as in a
         transposed (slots, length, channels).
     x: (..., channels), any strides, and `out`, which the result is written to if it is given; it may be x itself,
-        unless tokens form a tree.
+        unless tokens form a tree. The output has the dtype of x unless `out` has another.
     weight, bias: (channels, K) with K from 2 to 6, (channels,); contiguous.
     activation: "silu" or None.
     slots: Slots, or (batch,) slot numbers; None: row b is slot b. With slots.accepted and read (batch,) a window rolls
@@ -63,7 +63,7 @@ def conv1d_step(
     positions: (batch,) int32 or int64: the window is a ring, and token t of row b goes to entry (positions[b] + t)
         modulo its length. It stays in its slot: slots must not have write.
     snapshots: (batch or more, T or more, channels, K - 1), in the dtype of the window: receives the last inputs after
-        every token.
+        every token. Where tokens form no tree, those of a row may overlap in memory, one input further with each token.
     update: False leaves the windows as they are.
     early: True lets the kernel start, and read windows, before the kernel in front of it on the stream has ended; it
         waits for that one, which must not write the windows, the slots or the parameters, before it reads x. See
@@ -93,7 +93,17 @@ def check(given: Given) -> None:
     if given.snapshots is not None:
         check_dtype("snapshots", given.snapshots.dtype, (window.dtype,))
         check_snapshots(given, given.snapshots, (window.shape[1], width - 1))
-        check_no_overlap("snapshots", given.snapshots)
+        check_no_overlap("snapshots", shared_once(given))
+
+
+def shared_once(given: Given) -> Tensor:
+    """The snapshots, or where those of tokens that follow each other share their inputs, one stream of these."""
+    snapshots, slots = given.snapshots, given.slots
+    if snapshots.stride(1) != snapshots.stride(3) or (slots is not None and slots.parents is not None):
+        return snapshots  # in a tree, what two tokens have before them may differ
+    rows, steps, channels, entries = snapshots.shape
+    per_row, per_step, per_channel, _ = snapshots.stride()
+    return snapshots.as_strided((rows, channels, steps + entries - 1), (per_row, per_channel, per_step))
 
 
 def check_places(given: Given, width: int) -> int:

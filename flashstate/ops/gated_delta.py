@@ -76,9 +76,9 @@ def gated_delta_step(
     early: True lets the kernel start, and read the state, before the kernel in front of it on the stream has ended; it
         waits for that one before it reads q, k, v, a and b. What that one must not write: see `mamba2_step`.
 
-    Inputs are float32, bfloat16 or float16, each its own; the output has the dtype of v. Token and head axes of
-    activations may have any stride; a and dt_bias may be expanded from one value per head. `out` may be v itself,
-    unless tokens form a tree, and must not overlap other arguments. Nothing is differentiable.
+    Inputs are float32, bfloat16 or float16, each its own; the output has the dtype of v unless `out` has another. Token
+    and head axes of activations may have any stride; a and dt_bias may be expanded from one value per head. `out` may
+    be v itself, unless tokens form a tree, and must not overlap other arguments. Nothing is differentiable.
     """
     return GATED_DELTA_STEP.call(
         state, q, k, v, a, b, A_log, dt_bias, scale, qk_l2norm, exact, slots, snapshots, update, out, early

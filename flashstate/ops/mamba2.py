@@ -57,9 +57,10 @@ def mamba2_step(
         not write the pool, its seeds, the slots or the parameters. Nothing changes but the time, and that only on GPUs
         of NVIDIA of compute capability 9.0 and above.
 
-    Inputs are float32, bfloat16 or float16, each its own; the output has the dtype of x. Token, head and group axes of
-    activations may have any stride; dt, A, D and dt_bias may be expanded from one value per head. `out` may be x
-    itself, unless tokens form a tree, and must not overlap other arguments. Nothing is differentiable.
+    Inputs are float32, bfloat16 or float16, each its own; the output has the dtype of x unless `out` has another.
+    Token, head and group axes of activations may have any stride; dt, A, D and dt_bias may be expanded from one value
+    per head. `out` may be x itself, unless tokens form a tree, and must not overlap other arguments. Nothing is
+    differentiable.
     """
     return MAMBA2_STEP.call(state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, slots, snapshots, update, out, early)
 

@@ -107,6 +107,7 @@ def fold(
         "fault_ptr": fault_flag(state.data.device), "A_ptr": A, "tokens_ptr": tokens, "most": most,
         "into_ptr": other.get("data_ptr"), "into_scale_ptr": other.get("scale_ptr"),
         "into_stride": other.get("slot_stride", 0), "into_scale_stride": other.get("scale_stride", 0),
+        "INTO_HEAD_STRIDE": other.get("HEAD_STRIDE"),
         "num_targets": len(target.data), "HEADS_PER_GROUP": group, "ROUNDING": target.rounding,
         "INTO_VECTOR": min(problem.vector, access_width(target.data)), "ALIGNED": aligned(ring.x) and aligned(ring.B),
     }  # fmt: skip

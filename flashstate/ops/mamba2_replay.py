@@ -71,10 +71,10 @@ def mamba2_replay(
     slots: Slots without write, accepted, parents and snapshot_rows, or (batch,) slot numbers; None: row b is slot b.
     update: False leaves the state and the ring as they are.
 
-    Inputs are float32, bfloat16 or float16; the output has the dtype of x. Sums are float32; for x of 16 bits products
-    are of bfloat16 operands, for float32 of float32, and so those of one token that is not packed, on float32 states
-    with windows up to 16. Strides are as in `mamba2_step`. `out` must not overlap other arguments. Nothing is
-    differentiable.
+    Inputs are float32, bfloat16 or float16; the output has the dtype of x unless `out` has another. Sums are float32;
+    for x of 16 bits, whatever `out` is, products are of bfloat16 operands, for float32 of float32, and so those of one
+    token that is not packed, on float32 states with windows up to 16. Strides are as in `mamba2_step`. `out` must not
+    overlap other arguments. Nothing is differentiable.
     """
     return MAMBA2_REPLAY.call(state, ring, x, dt, A, B, C, D, z, dt_bias, dt_softplus, plan, slots, update, out)
 

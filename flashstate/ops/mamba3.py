@@ -71,9 +71,10 @@ def mamba3_step(
     update: False leaves all four states as they are.
     out: what the result is written to.
 
-    Inputs are float32, bfloat16 or float16, each its own; the output has the dtype of x. Token, rank, head and group
-    axes of activations may have any stride. `out` may be x itself, if it has its shape, and must not overlap other
-    arguments. Nothing is differentiable.
+    Inputs are float32, bfloat16 or float16, each its own; the output has the dtype of x unless `out` has another; of
+    rank above 1 it is as exact as the dtype of x asks, whatever `out` is. Token, rank, head and group axes of
+    activations may have any stride. `out` may be x itself, if it has its shape, and must not overlap other arguments.
+    Nothing is differentiable.
     """
     return MAMBA3_STEP.call(
         state, x, A, dt, trap, B, C, Wx, Wz, Wo, D, z, rotary, trap_logit, update_kv, slots, update, out

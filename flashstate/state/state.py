@@ -26,10 +26,11 @@ class State(Describes):
     """The state of one layer for all slots. Ops update `data` in place; this object only describes it.
 
     data: (slots, heads, rows, cols) float32, bfloat16, float16, int16, int8 or float8_e4m3fn; the dtype is the format.
-        The slot axis may have any stride (pages of a larger cache); a slot itself is contiguous and holds fewer than
-        2^31 elements. For `snapshots`: (batch, T, heads, rows, cols), any strides on the first two axes. The first
-        three dtypes may also be transposed within a slot, for `gated_delta_step` alone: a view of memory (slots, heads,
-        cols, rows), with strides (any, rows * cols, 1, rows).
+        The slot axis may have any stride (pages of a larger cache), and with the first three dtypes the head axis too
+        (every second head of a wider pool); heads themselves are contiguous. A slot reaches over fewer than 2^31
+        elements. For `snapshots`: (batch, T, heads, rows, cols), any strides on the first two axes. The first three
+        dtypes may also be transposed within a head, for `gated_delta_step` alone: a view of memory (slots, heads, cols,
+        rows), with strides (any, any, 1, rows).
     scale: (slots, heads, rows) float32, one per row of cols, for the last three dtypes, which need it: value = stored *
         scale. For `snapshots`: (batch, T, heads, rows). Any strides outside a slot.
     rounding: how float32 results are stored: "nearest" (ties to even), "stochastic", or "stochastic_hw" (the cvt.rs
@@ -148,48 +149,61 @@ def _check_data(name: str, data: Tensor, axes: tuple[str, ...]) -> None:
         raise ValueError(f"{name} must not be empty, got shape {tuple(data.shape)}")
     if data.shape[0] >= 1 << 31:  # kernels keep the number of a slot in 32 bits
         raise ValueError(f"{name} must have fewer than 2^31 {axes[0]}, got {data.shape[0]}")
-    if data.shape[-3:].numel() >= 1 << 31:
-        raise ValueError(f"{name} must have fewer than 2^31 elements per slot, got {data.shape[-3:].numel()}")
     if is_transposed(data):
         if FORMATS[data.dtype].scaled:
             why = f"because its rows have scales, got strides {data.stride()}"
             raise ValueError(f"{name} of dtype {dtype_name(data.dtype)} must not be transposed within a slot, {why}")
         data = data.transpose(-2, -1)
-    check_slots_of(name, data, data.shape[-3:])
+    if head_stride(data) is None:
+        check_slots_of(name, data, data.shape[-3:])
+    elif FORMATS[data.dtype].scaled:
+        words = _not_dense(name, data, data.shape[-3:])
+        raise ValueError(f"{words}; only heads of formats without scales may be apart")
+    else:
+        check_slots_of(name, data, data.shape[-2:], "head")
+    reach = (data.shape[-3] - 1) * data.stride(-3) + data.shape[-2:].numel()
+    if reach >= 1 << 31:
+        raise ValueError(f"{name} must have slots that reach over fewer than 2^31 elements, got {reach}")
+
+
+def head_stride(data: Tensor) -> int | None:
+    """Elements from head to head, where heads are apart from each other; None where they lie side by side."""
+    heads, rows, cols = data.shape[-3:]
+    return None if heads == 1 or data.stride(-3) == rows * cols else data.stride(-3)
 
 
 def is_transposed(data: Tensor) -> bool:
-    """Whether slots of (heads, rows, cols) lie in memory as (heads, cols, rows) only: of one row or column as both."""
-    (heads, rows, cols), strides = data.shape[-3:], data.stride()[-3:]
-    return min(rows, cols) > 1 and strides[1:] == (1, rows) and (heads == 1 or strides[0] == rows * cols)
+    """Whether heads of (rows, cols) lie in memory as (cols, rows) only: of one row or column as both."""
+    rows, cols = data.shape[-2:]
+    return min(rows, cols) > 1 and data.stride()[-2:] == (1, rows)
 
 
 def refuse_transposed(name: str, state: State) -> None:
     """Raise where a state is transposed, for an op that steps along rows in memory."""
     if state.transposed:
-        words = _not_dense(name, state.data, _dense_strides(state.data.shape[-3:]))
+        words = _not_dense(name, state.data, state.data.shape[-2:], "head")
         raise ValueError(f"{words}; only gated_delta_step takes transposed states")
 
 
-def _dense_strides(slot: torch.Size) -> list[int]:
-    return [slot[axis + 1 :].numel() for axis in range(len(slot))]
+def _dense_strides(block: torch.Size) -> list[int]:
+    return [block[axis + 1 :].numel() for axis in range(len(block))]
 
 
-def _not_dense(name: str, tensor: Tensor, dense: list[int]) -> str:
-    wanted = ", ".join(["any"] * (tensor.dim() - len(dense)) + list(map(str, dense)))
-    return f"{name} must be contiguous within a slot: strides ({wanted}), got {tensor.stride()}"
+def _not_dense(name: str, tensor: Tensor, block: torch.Size, what: str = "slot") -> str:
+    wanted = ", ".join(["any"] * (tensor.dim() - len(block)) + list(map(str, _dense_strides(block))))
+    return f"{name} must be contiguous within a {what}: strides ({wanted}), got {tensor.stride()}"
 
 
-def check_slots_of(name: str, tensor: Tensor, slot: torch.Size) -> None:
-    """Raise unless every slot (the last axes) is contiguous, and slots do not overlap."""
-    dense, outer = _dense_strides(slot), tensor.dim() - len(slot)
+def check_slots_of(name: str, tensor: Tensor, block: torch.Size, what: str = "slot") -> None:
+    """Raise unless every slot (the last axes) is contiguous, and slots do not overlap; or heads, as `what` says."""
+    outer = tensor.dim() - len(block)
     strides = tensor.stride()[outer:]
-    if any(size > 1 and got != want for size, got, want in zip(slot, strides, dense, strict=True)):
-        raise ValueError(_not_dense(name, tensor, dense))
-    short = too_short(tensor.stride()[:outer], tensor.shape[:outer], slot.numel()) if tensor.numel() else None
+    if any(size > 1 and got != want for size, got, want in zip(block, strides, _dense_strides(block), strict=True)):
+        raise ValueError(_not_dense(name, tensor, block, what))
+    short = too_short(tensor.stride()[:outer], tensor.shape[:outer], block.numel()) if tensor.numel() else None
     if short is not None:
         stride, least = short
-        raise ValueError(f"{name} has overlapping slots: an axis of stride {stride}, which must be {least} or more")
+        raise ValueError(f"{name} has overlapping {what}s: an axis of stride {stride}, which must be {least} or more")
 
 
 def _check_scale(scale: Tensor | None, data: Tensor, axes: tuple[str, ...]) -> None:

@@ -16,6 +16,7 @@ from flashstate.proof.laws import require
 from flashstate.proof.laws.registry import law
 from flashstate.proof.laws.require import poison, rest_of, restore
 from flashstate.state.formats import bits_of
+from flashstate.state.state import POOL_AXES
 
 
 @law("output and state are as close to float64 as float32 and the format allow")
@@ -273,33 +274,37 @@ def strided_activations(case: AnyCase, device: torch.device, inputs: Inputs) -> 
 
 @law("page-strided and unaligned pools work, and nothing between the pages is touched")
 def paged_pool(case: AnyCase, device: torch.device, inputs: Inputs) -> None:
+    """Nor between heads, which may be apart from each other where there are no scales."""
     want, dense = oracle(inputs), inputs.fresh()
     dense.step()
-    for offset, gap in ((0, 16), (0, 5), (1, 3)):
-        stored = {name: tensor for name, tensor in slotted(inputs.state).items() if tensor.dim() > 1}  # no cursors
-        pages = {name: in_pages(tensor, offset, gap) for name, tensor in stored.items()}
+    stored = {name: tensor for name, tensor in slotted(inputs.state).items() if tensor.dim() > 1}  # no cursors
+    has_heads = inputs.state.data.dim() == len(POOL_AXES) and inputs.state.scale is None
+    for offset, gap, between in ((0, 16, 0), (0, 5, 0), (1, 3, 0), *([(0, 16, 8)] if has_heads else [])):
+        pages = {name: in_pages(t, offset, gap, between if name == "data" else 0) for name, t in stored.items()}
         fresh = inputs.fresh()
         paged = replace(fresh, state=replace(fresh.state, **{name: views for name, (views, _) in pages.items()}))
-        pool = f"the pool with offset {offset}, gap {gap}"
+        pool = f"the pool with offset {offset}, gap {gap}, {between} between heads"
         require.close(pool, paged, paged.step(), want)
         narrower = access_width(paged.state.data) != access_width(dense.state.data)
         summed = inputs.op.sums and (narrower or inputs.op.rings)
         require.equal_states(pool, paged.state, dense.state, besides=("data", "scale") if summed else ())
-        for name, (_, memory) in pages.items():
-            filled = memory[offset:].view(case.slots, -1)[:, -gap:]
-            around = bool((filled == PAGE_FILL).all() and (memory[:offset] == PAGE_FILL).all())
-            require.that(around, f"memory between slots of {name} was written")
+        for name, (views, memory) in pages.items():
+            bits_of(views).fill_(PAGE_FILL)
+            require.that(bool((memory == PAGE_FILL).all()), f"memory between slots or heads of {name} was written")
 
 
 PAGE_FILL = 77
 
 
-def in_pages(tensor: Tensor, offset: int, gap: int) -> tuple[Tensor, Tensor]:
-    """These values in pages `gap` elements longer than a slot, `offset` elements into the memory; and its bits. A slot
-    is laid out as it was."""
-    slots, size = tensor.shape[0], tensor[0].numel()
+def in_pages(tensor: Tensor, offset: int, gap: int, between: int = 0) -> tuple[Tensor, Tensor]:
+    """These values in pages `gap` elements longer than a slot, `offset` elements into the memory, with so many between
+    heads; and its bits. A head, or a slot without heads, is laid out as it was."""
+    slots, strides = tensor.shape[0], tensor.stride()[1:]
+    if between:
+        strides = (strides[0] + between, *strides[1:])
+    size = tensor[0].numel() + tensor.shape[1] * between + gap
     bits = bits_of(tensor)
-    pages = torch.full((slots * (size + gap) + offset,), PAGE_FILL, dtype=bits.dtype, device=tensor.device)
-    view = pages.as_strided(tensor.shape, (size + gap, *tensor.stride()[1:]), offset)
+    pages = torch.full((slots * size + offset,), PAGE_FILL, dtype=bits.dtype, device=tensor.device)
+    view = pages.as_strided(tensor.shape, (size, *strides), offset)
     view.copy_(bits)
     return view.view(tensor.dtype), pages
