@@ -81,13 +81,13 @@ def tokens_of_rows(rows: int, length: int, bounds: Tensor | None) -> list[list[i
 def rows_read(arguments: Arguments) -> Iterator[tuple[int, list[int], list[int], int]]:
     """Every row: its number, its tokens, its slots, and the slot that it reads, or -1.
 
-    That is its first, or the one that the count of accepted tokens chooses.
+    That is its first, or the one that the count of accepted tokens chooses; a count below 1 chooses the first too.
     """
     x, read, accepted = arguments["x"], arguments.get("state_batch_indices"), arguments.get("num_accepted_tokens")
     tokens = tokens_of_rows(len(x), x.shape[1] if x.dim() == 4 else 1, arguments.get("cu_seqlens"))
     for b in range(len(tokens)):
         slots = numbers(read)[b] if read is not None else [b]
-        column = 0 if accepted is None else int(accepted[b]) - 1
+        column = 0 if accepted is None else max(int(accepted[b]) - 1, 0)
         yield b, tokens[b], slots, slots[column] if 0 <= column < len(slots) else -1
 
 

@@ -47,6 +47,7 @@ INTERPRETED = [
     *[(SSM, f"{form}, a row of padding") for form in ("headless, per channel", "float16")],
     *[(VLLM, f"null block 0, {mode}, stochastic") for mode in ("elsewhere", "packed in place")],
     (VLLM, "null block 0, accepted tokens elsewhere, stochastic"),
+    (VLLM, "accepted counts out of range"),
     (FLASHINFER, "padding, elsewhere, one token"),
     (FLASHINFER, "padding, every int16 token, several tokens"),
     (FLASHINFER, "padding, accepted, every token, packed"),

@@ -138,6 +138,7 @@ def _slots(
     return Slots(
         table[:, 0] if accepted is None else table, write=write, accepted=accepted, snapshot_rows=snapshot_rows,
         cu_seqlens=bounds, max_len=None if bounds is None else steps, null=null, padding="fresh",
+        at_least_one=accepted is not None,
     )  # fmt: skip
 
 

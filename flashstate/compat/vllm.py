@@ -72,8 +72,11 @@ def _slots(
     if write is not None and not every:
         write = write[:, 0]
     accepted = shapes.list_of("num_accepted_tokens", accepted, batch)
-    read = read[:, 0] if accepted is None else read
-    return Slots(read, write=write, accepted=accepted, cu_seqlens=cu_seqlens, null=null)
+    chosen = accepted is not None
+    return Slots(
+        read if chosen else read[:, 0], write=write, accepted=accepted, cu_seqlens=cu_seqlens, null=null,
+        at_least_one=chosen,
+    )  # fmt: skip
 
 
 def causal_conv1d_update(

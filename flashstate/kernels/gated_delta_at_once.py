@@ -171,7 +171,7 @@ def gated_delta_at_once_kernel(
     read_stride, read_width, write_stride, parents_stride, tokens, longest, num_slots, null, q_scale,
     H: tl.constexpr, HEADS_PER_GROUP: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
     VECTOR: tl.constexpr, TRANSPOSED: tl.constexpr, ALIGNED: tl.constexpr, QK_L2NORM: tl.constexpr,
-    STORES: tl.constexpr, PADDING: tl.constexpr, EARLY: tl.constexpr,
+    STORES: tl.constexpr, PADDING: tl.constexpr, AT_LEAST_ONE: tl.constexpr, EARLY: tl.constexpr,
     ROUNDING: tl.constexpr, ROUNDS: tl.constexpr, TARGET: tl.constexpr,
     TOKENS: tl.constexpr,  # there is room for: 8 or 16
     TILES: tl.constexpr,  # of a program
@@ -185,7 +185,7 @@ def gated_delta_at_once_kernel(
         ALIGNED,
     )  # fmt: skip
 
-    read, slots = (read_ptr, read_stride, read_width, accepted_ptr), (num_slots, null, fault_ptr)
+    read, slots = (read_ptr, read_stride, read_width, accepted_ptr, AT_LEAST_ONE), (num_slots, null, fault_ptr)
     pool = (data_ptr, scale_ptr, slot_stride, scale_stride)
     first, length = token_range(cu_seqlens_ptr, b, tokens, False)
     count = tl.minimum(length, longest)  # there is no room for more, whatever a packed row has

@@ -269,7 +269,7 @@ def mamba2_replay_kernel(
             g = tl.where(folds, item // FOLD_PARTS % GROUPS, g)
             first_tile = tl.where(folds, item % FOLD_PARTS * FOLD_TILES, first_tile)
         if rows_ptr is None:
-            read = (read_ptr, read_stride, 1, None)
+            read = (read_ptr, read_stride, 1, None, False)
             slots = (num_slots, null, fault_ptr)
             row = replay_rows.row_of_batch(read, (start_ptr, count_ptr), cu_seqlens_ptr, i, tokens, longest, slots)
         else:

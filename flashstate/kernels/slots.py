@@ -18,9 +18,10 @@ FOLD_FAULT = tl.constexpr(4)
 
 @triton.jit
 def resolve_read(read, b, slots, PER_THREAD: tl.constexpr = False, NARROW: tl.constexpr = True):
-    """The slot row `b` reads, int64; -1 for a padding row. `read`: table, its row stride and width, accepted counts.
-    PER_THREAD: in registers of every thread, not of the warp, if it is a slot of a list. NARROW: see _in_pool."""
-    table_ptr, stride, width, accepted_ptr = read
+    """The slot row `b` reads, int64; -1 for a padding row. `read`: table, its row stride and width, accepted counts,
+    and whether those below 1 are taken as 1. PER_THREAD: in registers of every thread, not of the warp, if it is a slot
+    of a list. NARROW: see _in_pool."""
+    table_ptr, stride, width, accepted_ptr, AT_LEAST_ONE = read
     if table_ptr is None:
         return b.to(tl.int64)
     elif accepted_ptr is None:
@@ -30,6 +31,8 @@ def resolve_read(read, b, slots, PER_THREAD: tl.constexpr = False, NARROW: tl.co
         return _in_pool(slot, slots, READ_FAULT, NARROW)
     else:
         accepted = tl.load(accepted_ptr + b)
+        if AT_LEAST_ONE:
+            accepted = tl.maximum(accepted, 1)
         tl.store(slots[2] + ACCEPTED_FAULT, accepted.to(tl.int64), mask=accepted > width)
         inside = (accepted >= 1) & (accepted <= width)
         slot = tl.load(table_entry(table_ptr, b, stride, accepted - 1), mask=inside, other=-1)

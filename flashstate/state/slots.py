@@ -13,6 +13,7 @@ from flashstate.errors import (
     INT64,
     LARGEST_INT32,
     check_choice,
+    check_flag,
     check_int,
     check_list,
     check_row_contiguous,
@@ -37,6 +38,7 @@ class Slots(Describes):
         that write.
     accepted: (batch,) numbers from 1 to n: row b reads read[b, accepted[b] - 1]. Any other number makes it padding.
         With read (batch,) it is for `conv1d_step` alone: how many tokens of the call before row b keeps.
+    at_least_one: True takes counts below 1, of a table read (batch, n), as 1: such rows read their first slot.
     snapshot_rows: (batch,), the row of `snapshots` that a batch row fills; None: its own. Negative: none.
     cu_seqlens: (batch + 1,), for packed tokens: row b has the tokens from cu_seqlens[b] up to cu_seqlens[b + 1].
     max_len: the largest number of tokens a packed row has; needed for snapshots of packed tokens.
@@ -63,6 +65,7 @@ class Slots(Describes):
     parents: Tensor | None = None
     null: int = -1
     padding: str = "zero"
+    at_least_one: bool = False
 
     def __post_init__(self) -> None:
         self._check_read()
@@ -75,6 +78,9 @@ class Slots(Describes):
         self._check_max_len()
         check_int("null", self.null, *INT64)
         check_choice("padding", self.padding, PADDINGS)
+        check_flag("at_least_one", self.at_least_one)
+        if self.at_least_one and self.read.dim() == 1:
+            raise ValueError("at_least_one is for accepted counts of read (batch, n), got read (batch,)")
         for name in ("write", "accepted", "snapshot_rows", "cu_seqlens", "parents"):
             tensor = getattr(self, name)
             if tensor is not None and tensor.device != self.read.device:
@@ -117,7 +123,7 @@ class Slots(Describes):
     def signature(self) -> int:
         """Stands for all that a launch depends on but the addresses."""
         described = (describe(getattr(self, name)) for name in TABLES)
-        return signature_of("slots", *described, self.max_len, self.null, self.padding)
+        return signature_of("slots", *described, self.max_len, self.null, self.padding, self.at_least_one)
 
     @property
     def longest(self) -> int | None:
