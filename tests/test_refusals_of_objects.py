@@ -85,7 +85,8 @@ def wrong_ints(name: str, allowed: str, *values: int) -> list[Refusal]:
 DATA = Described("data", POOL_AXES, POOL_AXES, FORMATS, "slot", elsewhere="^seed is on cpu, but the state is on meta")
 STATES: list[Refusal] = [
     *[refusal for refusal in wrong(DATA) if refusal[0] not in ("data transposed", "data of higher rank")],
-    *wrong(Described("seed", ["slots"], (), (torch.int64,), "whole")),
+    *[refusal for refusal in wrong(Described("seed", ["slots"], (), (torch.int64,), "whole"))
+      if refusal[0] not in ("seed of lower rank", "seed with slots 1")],  # one number for all slots
     ("data missing", given(data=None), "^data must be a tensor, got NoneType", TypeError),
     ("data a State", given(data=State(torch.zeros(1, 1, 1, 1))), "^data must be a tensor, got State", TypeError),
     *[

@@ -16,7 +16,6 @@ from flashstate.state.state import MOST_ROUNDS, State
 
 ALGORITHMS = ("auto", "simple", "vertical", "horizontal", "async_horizontal")
 BACKENDS = ("auto", "flashinfer", "cake")
-SEED_OF_A_SLOT = 0xD1342543DE82EF95 - (1 << 64)  # odd, so that no two slots of a pool share a seed
 
 
 def selective_state_update(
@@ -97,7 +96,7 @@ def _scaled(name: str, data: Any, name_of_scale: str, scale: Any) -> Any:
 
 
 def _state(state: Tensor, scale: Any, rand_seed: Tensor | None, rounds: int) -> State | Tensor:
-    """The state with its scales, or with seeds made of one number: one for every slot, so that bits differ."""
+    """The state with its scales, or with one seed for all slots, whose bits still differ."""
     shapes.check_not_both(rand_seed=rand_seed, state_scale=scale)
     if rand_seed is None:
         per_row = isinstance(scale, Tensor) and scale.dim() == 4 and scale.shape[-1] == 1
@@ -111,8 +110,7 @@ def _state(state: Tensor, scale: Any, rand_seed: Tensor | None, rounds: int) -> 
         got = f"{dtype_name(rand_seed.dtype)} of shape {tuple(rand_seed.shape)}"
         raise ValueError(f"rand_seed must be one int64 number, got {got}")
     check_device("rand_seed", rand_seed, state.device)
-    seed = torch.add(rand_seed.reshape(1), shapes.slot_numbers(state), alpha=SEED_OF_A_SLOT)
-    return State(state, rounding="stochastic", rounds=rounds, seed=seed)
+    return State(state, rounding="stochastic", rounds=rounds, seed=rand_seed.reshape(()))
 
 
 def _slots(

@@ -50,7 +50,7 @@ def selective_state_update(
     slots = _slots(state, batch, read, write, accepted, bounds, null_block_id)
     stored: State | Tensor = state
     if enable_stochastic_rounding:
-        seed = torch.randint(-(1 << 62), 1 << 62, state.shape[:1], device=state.device)  # new for every slot
+        seed = torch.randint(-(1 << 62), 1 << 62, (), device=state.device)  # new at every replay of a CUDA graph too
         stored = State(state, rounding="stochastic", rounds=cache_philox_rounds or State.rounds, seed=seed)
     return shapes.selective_step(stored, x, tensors, out, dt_softplus=dt_softplus, slots=slots)
 

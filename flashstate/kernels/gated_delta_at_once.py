@@ -172,7 +172,7 @@ def gated_delta_at_once_kernel(
     H: tl.constexpr, HEADS_PER_GROUP: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
     VECTOR: tl.constexpr, TRANSPOSED: tl.constexpr, ALIGNED: tl.constexpr, QK_L2NORM: tl.constexpr,
     STORES: tl.constexpr, PADDING: tl.constexpr, AT_LEAST_ONE: tl.constexpr, EARLY: tl.constexpr,
-    ROUNDING: tl.constexpr, ROUNDS: tl.constexpr, TARGET: tl.constexpr,
+    ROUNDING: tl.constexpr, ROUNDS: tl.constexpr, SHARED_SEED: tl.constexpr, TARGET: tl.constexpr,
     TOKENS: tl.constexpr,  # there is room for: 8 or 16
     TILES: tl.constexpr,  # of a program
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr,  # of a tile
@@ -192,7 +192,7 @@ def gated_delta_at_once_kernel(
     dtype: tl.constexpr = data_ptr.dtype.element_ty
     SEEDED: tl.constexpr = STORED_ROUNDING != "nearest"
     if TILES == 1:  # the state takes longest
-        slot, live, seed = read_slot(read, b, slots, seed_ptr, SEEDED)
+        slot, live, seed = read_slot(read, b, slots, (seed_ptr, SHARED_SEED), SEEDED)
         drawing = (seed, count - 1, stream)
         tile = tile_at(h, first_row, FORM)
         stored = state_io.load_tile(pool, slot, live, tile, drawing, FORM)
@@ -211,7 +211,7 @@ def gated_delta_at_once_kernel(
     k_at, q_at = (k_ptr, k_b, k_t, k_h), (q_ptr, q_b, q_t, q_h)
     kq = load_keys_and_queries(k_at, q_at, b, first, count, g, TOKENS, FORM)
     if TILES > 1:  # the recurrence comes first, and what it needs is on its way
-        slot, live, seed = read_slot(read, b, slots, seed_ptr, SEEDED)
+        slot, live, seed = read_slot(read, b, slots, (seed_ptr, SHARED_SEED), SEEDED)
         drawing = (seed, count - 1, stream)
         few: tl.constexpr = state_io.state_bytes(dtype, TILES * BLOCK_ROWS * COLS) <= MOST_PREFETCHED * TOKENS
         if STORES == "last" and not TRANSPOSED and few:

@@ -26,7 +26,7 @@ def mamba2_fold_kernel(
     H: tl.constexpr, HEADS_PER_GROUP: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
     VECTOR: tl.constexpr, INTO_VECTOR: tl.constexpr,  # elements per access of the state, and of what is stored
     ALIGNED: tl.constexpr,  # every row of the ring starts at a multiple of 16 bytes
-    ROUNDING: tl.constexpr, ROUNDS: tl.constexpr, TARGET: tl.constexpr,
+    ROUNDING: tl.constexpr, ROUNDS: tl.constexpr, SHARED_SEED: tl.constexpr, TARGET: tl.constexpr,
     ROOM: tl.constexpr,  # for live tokens
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr,  # of a tile
 ):  # fmt: skip
@@ -43,7 +43,7 @@ def mamba2_fold_kernel(
     INTO_FORM: tl.constexpr = stored_as(FORM, INTO_VECTOR, False, ROUNDING)
 
     pool, read = (data_ptr, scale_ptr, slot_stride, scale_stride), (read_ptr, read_stride, 1, None, False)
-    slot, known, seed = read_slot(read, b, (num_slots, null, fault_ptr), seed_ptr, ROUNDING != "nearest")
+    slot, known, seed = read_slot(read, b, (num_slots, null, fault_ptr), (seed_ptr, SHARED_SEED), ROUNDING != "nearest")
     start = tl.load(start_ptr + slot, mask=known, other=0)
     count = tl.load(count_ptr + slot, mask=known, other=0)
     live = tokens_to_fold(tokens_ptr, most, b, known, count, fault_ptr)

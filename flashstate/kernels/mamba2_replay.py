@@ -90,7 +90,7 @@ def store_folded(pool, slot, tile, k: tl.constexpr, s, e, stored, drawing, FORM:
 
 @triton.jit
 def replay_tiles(
-    pool, ring, activations, parameters, seed_ptr, stream, row, g, first_tile, L,
+    pool, ring, activations, parameters, seeds, stream, row, g, first_tile, L,
     FOLDS: tl.constexpr, TILES: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     """The outputs of some tiles of heads of group g for all tokens of a row, which FOLDS its ring first or does not."""
@@ -137,7 +137,7 @@ def replay_tiles(
     B = replay_window.load_chunks(B_rows, of_ring | new, TERMS, 2, FORM)
     if FOLDS:
         old_B = replay_window.load_chunks(ring_B + ring_row * COLS, lives, FOLD_TERMS, WIDTH, FORM)
-        seed = load_seed(seed_ptr, slot, known, FORM.ROUNDING != "nearest" and KIND.UPDATE)
+        seed = load_seed(seeds, slot, known, FORM.ROUNDING != "nearest" and KIND.UPDATE)
         old_weight, alpha = tl.zeros([KIND.ROOM], tl.float32), 0.0
     with_C = tl.zeros([KIND.ROOM, KIND.TOKENS], tl.float32)
     for i in tl.static_range(len(B)):
@@ -223,7 +223,7 @@ def mamba2_replay_kernel(
     ROWS_DO: tl.constexpr,  # what rows are for this kernel: "fold", "keep" what they have, or "either"
     UPDATE: tl.constexpr,
     PADDING: tl.constexpr,  # the output of padding rows: "zero", "fresh", from a zero state, or "keep", as it was
-    ROUNDING: tl.constexpr, ROUNDS: tl.constexpr, TARGET: tl.constexpr,
+    ROUNDING: tl.constexpr, ROUNDS: tl.constexpr, SHARED_SEED: tl.constexpr, TARGET: tl.constexpr,
     TOKENS: tl.constexpr,  # that there is room for in a row; 1: without tensor cores
     ROOM: tl.constexpr,  # tokens that there is room for in a window
     TILES: tl.constexpr,  # that a program takes at a time
@@ -248,7 +248,7 @@ def mamba2_replay_kernel(
     C_at, z_at, out = (C_ptr, C_b, C_t, C_h), (z_ptr, z_b, z_t, z_h), (out_ptr, out_b, out_t, out_h)
     activations, parameters = (x_at, dt_at, B_at, C_at, z_at, out), (A_ptr, D_ptr, dt_bias_ptr)
     ring = (ring_x_ptr, ring_x_stride, ring_B_ptr, ring_B_stride, ring_dt_ptr, ring_dt_stride)
-    pool = (data_ptr, scale_ptr, slot_stride, scale_stride)
+    pool, seeds = (data_ptr, scale_ptr, slot_stride, scale_stride), (seed_ptr, SHARED_SEED)
 
     if PLACE == "first":  # the rows of the second are others
         gdc_launch_dependents()
@@ -281,12 +281,10 @@ def mamba2_replay_kernel(
             replay_token(pool, ring, activations, parameters, row, folds, g, first_tile, L, TILES, KIND)
         elif TOKENS > 1 and (ROWS_DO == "fold" or (ROWS_DO == "either" and folds)):
             replay_tiles(
-                pool, ring, activations, parameters, seed_ptr, stream, row, g, first_tile, L, True, FOLD_TILES, KIND
+                pool, ring, activations, parameters, seeds, stream, row, g, first_tile, L, True, FOLD_TILES, KIND
             )
         elif TOKENS > 1 and (PADDING == "fresh" or ((slot >= 0) & (count > 0))):
-            replay_tiles(
-                pool, ring, activations, parameters, seed_ptr, stream, row, g, first_tile, L, False, TILES, KIND
-            )
+            replay_tiles(pool, ring, activations, parameters, seeds, stream, row, g, first_tile, L, False, TILES, KIND)
         elif PADDING == "zero":
             replay_rows.zero_tiles(out, row, g, first_tile, TILES, KIND)
         if cu_seqlens_ptr is not None and first_tile == 0:

@@ -244,7 +244,7 @@ def mamba3_step_kernel(
     STORES_KV: tl.constexpr,  # whether k and v are among that
     PADDING: tl.constexpr,  # the output of padding rows: "zero", "fresh", from a zero state, or "keep", as it was
     AT_LEAST_ONE: tl.constexpr,  # whether accepted counts below 1 are taken as 1
-    ROUNDING: tl.constexpr, ROUNDS: tl.constexpr, TARGET: tl.constexpr,
+    ROUNDING: tl.constexpr, ROUNDS: tl.constexpr, SHARED_SEED: tl.constexpr, TARGET: tl.constexpr,
     AHEAD: tl.constexpr,  # programs: the states of the one that is so many behind are asked for; 0: none are
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr,  # of a tile
     WARPS: tl.constexpr,
@@ -275,7 +275,7 @@ def mamba3_step_kernel(
     first, count = token_range(cu_seqlens_ptr, b, tokens, ONE_TOKEN)
     if AHEAD > 0:
         later_slot, later_h, comes = read_ahead((read_ptr, read_stride), AHEAD, H)
-    slot, live, seed = read_slot(read, b, slots, seed_ptr, ROUNDING != "nearest")
+    slot, live, seed = read_slot(read, b, slots, (seed_ptr, SHARED_SEED), ROUNDING != "nearest")
     drawing = (seed, count - 1, stream)
     if TILES == 1:
         tile = tiles.tile_at(h, 0, FORM)

@@ -8,12 +8,14 @@ import triton
 import triton.language as tl
 
 from flashstate.kernels.ptx import per_thread_ptx
+from flashstate.state.rounding import SEED_OF_A_SLOT
 
 READ_FAULT = tl.constexpr(0)  # elements of the fault flag, as state/faults.py names them
 WRITE_FAULT = tl.constexpr(1)
 ACCEPTED_FAULT = tl.constexpr(2)
 SNAPSHOT_FAULT = tl.constexpr(3)
 FOLD_FAULT = tl.constexpr(4)
+FROM_SLOT_TO_SLOT = tl.constexpr(SEED_OF_A_SLOT)
 
 
 @triton.jit
@@ -40,17 +42,24 @@ def resolve_read(read, b, slots, PER_THREAD: tl.constexpr = False, NARROW: tl.co
 
 
 @triton.jit
-def read_slot(read, b, slots, seed_ptr, SEEDED: tl.constexpr, PER_THREAD: tl.constexpr = False):
+def read_slot(read, b, slots, seeds, SEEDED: tl.constexpr, PER_THREAD: tl.constexpr = False):
     """The slot row `b` reads, whether there is one, and its seed."""
     slot = resolve_read(read, b, slots, PER_THREAD)
     live = slot >= 0
-    return slot, live, load_seed(seed_ptr, slot, live, SEEDED)
+    return slot, live, load_seed(seeds, slot, live, SEEDED)
 
 
 @triton.jit
-def load_seed(seed_ptr, slot, live, SEEDED: tl.constexpr):
-    """The seed of a slot, if anything is rounded with it. Loaded before the state, it is there when bits are drawn."""
-    return 0 if seed_ptr is None or not SEEDED else tl.load(seed_ptr + slot, mask=live, other=0)
+def load_seed(seeds, slot, live, SEEDED: tl.constexpr):
+    """The seed of a slot, if anything is rounded with it. Loaded before the state, it is there when bits are drawn.
+    `seeds`: where they are, and whether there is but one, of which those of all slots are made."""
+    seed_ptr, SHARED = seeds
+    if seed_ptr is None or not SEEDED:
+        return 0
+    elif SHARED:
+        return tl.load(seed_ptr) + slot * FROM_SLOT_TO_SLOT
+    else:
+        return tl.load(seed_ptr + slot, mask=live, other=0)
 
 
 @triton.jit

@@ -30,7 +30,7 @@ def write_states_kernel(
     slots_ptr, seed_ptr, stream,
     H: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, VECTOR: tl.constexpr,
     ALIGNED: tl.constexpr,  # every row of the values starts at a multiple of 16 bytes
-    ROUNDING: tl.constexpr, ROUNDS: tl.constexpr, TARGET: tl.constexpr,
+    ROUNDING: tl.constexpr, ROUNDS: tl.constexpr, SHARED_SEED: tl.constexpr, TARGET: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr,
     TRANSPOSED: tl.constexpr,  # whether the elements of a column are neighbours in the pool
 ):  # fmt: skip
@@ -40,7 +40,7 @@ def write_states_kernel(
     )
     slot = tl.load(slots_ptr + n)
     live = slot >= 0
-    seed = load_seed(seed_ptr, slot, live, ROUNDING != "nearest")
+    seed = load_seed((seed_ptr, SHARED_SEED), slot, live, ROUNDING != "nearest")
     tile = tile_at(h, first_row, FORM)
 
     rows = (first_row + tl.arange(0, BLOCK_ROWS)).to(tl.int64)

@@ -94,7 +94,7 @@ def state_values(state: State) -> dict[str, Any]:
         "data_ptr": as_bytes(state.data), "scale_ptr": state.scale, "seed_ptr": state.seed, "stream": state.stream,
         "slot_stride": state.data.stride(0), "scale_stride": row_stride(state.scale), "num_slots": num_slots,
         "H": heads, "ROWS": rows, "COLS": cols, "TRANSPOSED": state.transposed, "ROUNDING": state.rounding,
-        "ROUNDS": state.rounds,
+        "ROUNDS": state.rounds, "SHARED_SEED": state.shares_seed,
     }  # fmt: skip
 
 

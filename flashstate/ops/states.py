@@ -25,8 +25,7 @@ def write_states(state: State, slots: Tensor, states: Tensor) -> None:
     if len(slots) == 0:
         return
     if not uses_kernels(slots.device):
-        seed = None if state.seed is None else state.seed[slots]
-        reference.store_state(state, states.float(), (slots,), seed, torch.full_like(slots, TOKEN))
+        reference.store_state(state, states.float(), (slots,), state.seeds_of(slots), torch.full_like(slots, TOKEN))
         return
     strides = dict(zip(("stride_n", "stride_h", "stride_row"), states.stride(), strict=False))
     seed = None if state.rounding == "nearest" else state.seed
