@@ -299,9 +299,22 @@ def test_a_cuda_graph_reads_slots_tokens_and_seeds_when_it_is_replayed(door: Doo
     require_equal(captured, door.results(other))
 
 
-@doors_and("call", DELTA_CALLS)
-def test_a_repeated_call_with_an_output_starts_its_kernel_directly(door: Door, call: str, launcher: Launcher) -> None:
-    first, again = (door.arguments(call.format("a scale, output given")) for _ in range(2))
+REPEATED = [
+    *[(door, call.format("a scale, output given")) for door, call in DELTA_CALLS],
+    *[(VLLM, f"stochastic, {mode}") for mode in ("in place", "accepted tokens elsewhere")],
+    *[(FLASHINFER, f"{what}, {mode}, packed") for what in ("int16", "stochastic") for mode in ("in place", "a buffer")],
+    (FLASHINFER, "float16, a buffer, several tokens"),
+    *[(MAMBA3, f"2 groups, padded, {rest}") for rest in ("rank 4, summed, here", "rank 1, per rank, elsewhere")],
+]
+
+
+@doors_and("call", REPEATED)
+def test_a_repeated_call_starts_its_kernel_directly(
+    door: Door, call: str, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seed = torch.tensor(3)  # at one address in all calls
+    monkeypatch.setattr(torch, "randint", lambda *drawn, **options: seed)
+    first, again = (door.with_room(door.arguments(call)) for _ in range(2))
     door.results(first)
     door.results(again)
     assert (len(launcher.ordinary), len(launcher.directly)) == (1, 1)

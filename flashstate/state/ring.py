@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flashstate.errors import check_contiguous, check_device, check_int, check_list, check_tensor
 from flashstate.state import actions
-from flashstate.state.signature import Describes, describe, describe_aligned, signature_of
+from flashstate.state.signature import Describes, describe, describe_aligned, signature_of, unless_known
 from flashstate.state.slots import Slots, as_slots
 from flashstate.state.state import State, check_slots_of
 
@@ -50,6 +50,13 @@ class Ring(Describes):
     window: int
 
     def __post_init__(self) -> None:
+        check_int("window", self.window, 1, LARGEST_WINDOW)
+        self._check_tensors()
+        if self.start is self.count:
+            raise ValueError("start and count must be two tensors, got one")
+
+    @unless_known
+    def _check_tensors(self) -> None:
         check_tensor("x", self.x, X_AXES, (None,) * 4)
         slots, heads, length, _ = self.x.shape
         check_tensor("B", self.B, B_AXES, (slots, None, length, None))
@@ -57,8 +64,6 @@ class Ring(Describes):
         for name in ("start", "count"):
             check_tensor(name, getattr(self, name), ("slots",), (slots,), dtypes=(torch.int32,))
             check_contiguous(name, getattr(self, name))
-        if self.start is self.count:
-            raise ValueError("start and count must be two tensors, got one")
         for name in ("B", "dt", "start", "count"):
             check_device(name, getattr(self, name), self.x.device, "x")
         for name in ("x", "B", "dt"):
@@ -71,7 +76,6 @@ class Ring(Describes):
         groups = self.B.shape[1]
         if heads % groups:
             raise ValueError(f"B must have a number of groups that divides the {heads} heads, got {groups}")
-        check_int("window", self.window, 1, LARGEST_WINDOW)
         if length <= self.window:
             least = f"more than the window, {self.window}, by the tokens of the longest call"
             raise ValueError(f"x must have a length of {least}, got shape {tuple(self.x.shape)}")

@@ -19,7 +19,7 @@ from flashstate.errors import (
     check_row_contiguous,
     check_tensor,
 )
-from flashstate.state.signature import Describes, describe, signature_of
+from flashstate.state.signature import Describes, describe, signature_of, unless_known
 
 MOST_TOKENS = LARGEST_INT32  # on a token axis
 PADDINGS = ("zero", "fresh", "keep")
@@ -68,6 +68,14 @@ class Slots(Describes):
     at_least_one: bool = False
 
     def __post_init__(self) -> None:
+        if self.max_len is not None:
+            check_int("max_len", self.max_len, 0, MOST_TOKENS)
+        check_int("null", self.null, *INT64)
+        check_flag("at_least_one", self.at_least_one)
+        self._check_tables()
+
+    @unless_known
+    def _check_tables(self) -> None:
         self._check_read()
         batch = self.read.shape[0]
         _check_table("write", self.write, batch, (1, 2))
@@ -75,10 +83,10 @@ class Slots(Describes):
         check_list("accepted", self.accepted, batch)
         check_list("snapshot_rows", self.snapshot_rows, batch)
         check_list("cu_seqlens", self.cu_seqlens, batch + 1, "batch + 1")
-        self._check_max_len()
-        check_int("null", self.null, *INT64)
+        if self.max_len is not None and self.cu_seqlens is None:
+            raise ValueError("max_len is for packed tokens: give it with cu_seqlens")
+        self.check_entries(self.longest)
         check_choice("padding", self.padding, PADDINGS)
-        check_flag("at_least_one", self.at_least_one)
         if self.at_least_one and self.read.dim() == 1:
             raise ValueError("at_least_one is for accepted counts of read (batch, n), got read (batch,)")
         for name in ("write", "accepted", "snapshot_rows", "cu_seqlens", "parents"):
@@ -94,13 +102,6 @@ class Slots(Describes):
                 raise ValueError("accepted must be given for read (batch, n): it says which of the n slots to read")
         else:
             check_tensor("read", self.read, ("batch",), (None,), dtypes=INDEX_DTYPES)
-
-    def _check_max_len(self) -> None:
-        if self.max_len is not None:
-            check_int("max_len", self.max_len, 0, MOST_TOKENS)
-            if self.cu_seqlens is None:
-                raise ValueError("max_len is for packed tokens: give it with cu_seqlens")
-        self.check_entries(self.longest)
 
     def check_entries(self, longest: int | None, prefix: str = "") -> None:
         """Raise unless tables of numbers per token have as many as the longest row has tokens."""

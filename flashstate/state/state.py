@@ -13,7 +13,7 @@ from flashstate.errors import check_choice, check_int, check_tensor, dtype_name,
 from flashstate.state import actions
 from flashstate.state.formats import FORMATS, ROUNDINGS, Format
 from flashstate.state.rounding import SEED_OF_A_SLOT, SEED_STEP
-from flashstate.state.signature import Describes, describe, describe_aligned, signature_of
+from flashstate.state.signature import Describes, describe, describe_aligned, signature_of, unless_known
 from flashstate.state.slots import Slots, as_slots
 
 HARDWARE_ROUNDING = ((10, 0), (10, 3))  # compute capabilities that have cvt.rs
@@ -55,10 +55,16 @@ class State(Describes):
     stream: int = 0
 
     def __post_init__(self) -> None:
+        check_int("rounds", self.rounds, 1, MOST_ROUNDS)
+        check_int("stream", self.stream, 0, (1 << 32) - 1)
+        self._check_tensors()
+
+    @unless_known
+    def _check_tensors(self) -> None:
         axes = SNAPSHOT_AXES if isinstance(self.data, Tensor) and self.data.dim() == 5 else POOL_AXES
         _check_data("data", self.data, axes)
         _check_scale(self.scale, self.data, axes)
-        _check_rounding(self.data, self.rounding, self.rounds, self.stream)
+        _check_rounding(self.data, self.rounding)
         _check_seed(self.data, self.rounding, self.seed)
 
     @cached_property
@@ -209,13 +215,11 @@ def _check_bare(name: str, data: Tensor, axes: tuple[str, ...]) -> None:
         raise ValueError(f"{name} of dtype {fmt.name} needs a scale: pass State(data, scale)")
 
 
-def _check_rounding(data: Tensor, rounding: str, rounds: int, stream: int) -> None:
+def _check_rounding(data: Tensor, rounding: str) -> None:
     check_choice("rounding", rounding, ROUNDINGS)
     fmt = FORMATS[data.dtype]
     if rounding not in fmt.roundings:
         raise ValueError(f"rounding={rounding!r} is not for {fmt.name}, which has {', '.join(fmt.roundings)}")
-    check_int("rounds", rounds, 1, MOST_ROUNDS)
-    check_int("stream", stream, 0, (1 << 32) - 1)
     if rounding == "stochastic_hw":
         _check_hardware_rounding(data.device)
 
