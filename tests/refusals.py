@@ -163,7 +163,11 @@ def wrong_tensors(d: Described) -> Iterator[Refusal]:
 
 def wrong_strides(d: Described) -> Iterator[Refusal]:
     """Strides that the layout of a tensor argument does not allow."""
-    apart = {"rows": " along its last axis, got stride", "whole": "(, or .*)?, got stride", "slot": " within a slot"}
+    apart = {
+        "rows": " along its last axis, got stride",
+        "whole": "(, or .*)?, got stride",
+        "slot": " within a (slot|head)",
+    }
     if d.layout == "any":
         return
     has_tied, message = d.axes[-1] in d.tied, f"^{d.name} must be contiguous{apart[d.layout]}"

@@ -28,6 +28,7 @@ def mamba2_fold_kernel(
     ALIGNED: tl.constexpr,  # every row of the ring starts at a multiple of 16 bytes
     ROUNDING: tl.constexpr, ROUNDS: tl.constexpr, SHARED_SEED: tl.constexpr, TARGET: tl.constexpr,
     ROOM: tl.constexpr,  # for live tokens
+    RING_X_H: tl.constexpr, RING_B_H: tl.constexpr, RING_DT_H: tl.constexpr,  # of heads of a ring that lie apart
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr,  # of a tile
 ):  # fmt: skip
     b, h, first_row = this_program(H, ROWS, BLOCK_ROWS)
@@ -53,12 +54,13 @@ def mamba2_fold_kernel(
 
     j = tl.arange(0, ROOM)
     row, lives = replay_window.row_in_ring(start + j, L), j < live
-    x_rows = ring_x_ptr + slot * ring_x_stride + (h * L + row) * ROWS
+    x_rows = ring_x_ptr + slot * ring_x_stride + replay_window.rows_in_head(h, row, L, ROWS, RING_X_H)
     BESIDE: tl.constexpr = replay_window.bytes_beside(x_dtype, FORM)
     x = replay_window.load_token_rows(x_rows, lives, first_row, ROWS, BLOCK_ROWS, ROWS % BLOCK_ROWS == 0, BESIDE)
-    B_rows = ring_B_ptr + slot * ring_B_stride + (g * L + row) * COLS
+    B_rows = ring_B_ptr + slot * ring_B_stride + replay_window.rows_in_head(g, row, L, COLS, RING_B_H)
     B = replay_window.load_chunks(B_rows, lives, TERMS, 2, FORM)
-    dt_ptrs = ring_dt_ptr + slot * ring_dt_stride + h * L + (row[:, None] + tl.zeros([1, 2], tl.int32))
+    dt_rows = ring_dt_ptr + slot * ring_dt_stride + replay_window.head_in_ring(h, L, 1, RING_DT_H)
+    dt_ptrs = dt_rows + (row[:, None] + tl.zeros([1, 2], tl.int32))
     dt = replay_window.once(tl.load(dt_ptrs, mask=lives[:, None], other=0.0))
     weight, alpha = replay_window.weights_of_ring(dt, live, tl.load(A_ptr + h).to(tl.float32), SUM_TERMS, TARGET)
     u = terms_of(tl.trans(x.to(tl.float32) * weight[:, None]), TERMS, TARGET)  # (rows, tokens)

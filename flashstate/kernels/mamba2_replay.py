@@ -125,7 +125,7 @@ def replay_tiles(
         inputs = replay_rows.load_tile_inputs(pool, ring, activations, row, window, h, first_row, L, FOLDS, KIND)
     elif AHEAD:
         replay_rows.prefetch_tile(pool, slot, known, g, first_tile, KIND)
-    ring_B = ring_B_ptr + slot * ring_B_stride + g * L * COLS
+    ring_B = ring_B_ptr + slot * ring_B_stride + replay_window.head_in_ring(g, L, COLS, KIND.RING_B_H)
     B_rows = replay_rows.either_row(
         of_ring, ring_B, ring_row * COLS, replay_rows.token_base(B_at, b, first, g), token, KIND
     )
@@ -168,7 +168,8 @@ def replay_tiles(
                 old_dt = replay_window.once(ring_dt)
                 old_weight, alpha = replay_window.weights_of_ring(old_dt, live, A, SUM_TERMS, TARGET)
             if KIND.UPDATE and first_row == 0:
-                tl.store(ring_dt_ptr + slot * ring_dt_stride + h * L + to_row, sizes, mask=appends)
+                ring_dt = ring_dt_ptr + slot * ring_dt_stride + replay_window.head_in_ring(h, L, 1, KIND.RING_DT_H)
+                tl.store(ring_dt + to_row, sizes, mask=appends)
 
         codes = replay_window.operands_of(codes, known, WIDTH, KIND.PADDING, FORM)
         if FOLDS:
@@ -190,7 +191,8 @@ def replay_tiles(
         out_ptrs = replay_rows.entries(replay_rows.token_base(out, b, first, h), t, KIND)[None, :] + offs_d[:, None]
         tl.store(tl.multiple_of(out_ptrs, (FORM.ALIGNMENT, 1)), y.to(out[0].dtype.element_ty), mask=shown)
         if KIND.UPDATE:
-            to = (ring_x_ptr + slot * ring_x_stride + h * L * ROWS + to_row * ROWS)[:, None] + offs_d[None, :]
+            ring_x = ring_x_ptr + slot * ring_x_stride + replay_window.head_in_ring(h, L, ROWS, KIND.RING_X_H)
+            to = (ring_x + to_row * ROWS)[:, None] + offs_d[None, :]
             BESIDE: tl.constexpr = replay_window.bytes_beside(x_dtype, FORM)
             tl.store(tl.multiple_of(to, (1, BESIDE)), x, mask=appends[:, None] & (offs_d < ROWS)[None, :])
 
@@ -226,6 +228,7 @@ def mamba2_replay_kernel(
     ROUNDING: tl.constexpr, ROUNDS: tl.constexpr, SHARED_SEED: tl.constexpr, TARGET: tl.constexpr,
     TOKENS: tl.constexpr,  # that there is room for in a row; 1: without tensor cores
     ROOM: tl.constexpr,  # tokens that there is room for in a window
+    RING_X_H: tl.constexpr, RING_B_H: tl.constexpr, RING_DT_H: tl.constexpr,  # of heads of a ring that lie apart
     TILES: tl.constexpr,  # that a program takes at a time
     FOLD_TILES: tl.constexpr,  # that it takes at a time where a plan says that it folds, which takes longer
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr,  # of a tile
@@ -242,8 +245,9 @@ def mamba2_replay_kernel(
         ALIGNED, THREADS, "portable",
     )  # fmt: skip
     KIND: tl.constexpr = replay_rows.replay_of(
-        HEADS_PER_GROUP, ROWS_DO, UPDATE, PADDING, WIDE, D_PER_ROW, DT_SOFTPLUS, TOKENS, ROOM, FORM
-    )
+        HEADS_PER_GROUP, ROWS_DO, UPDATE, PADDING, WIDE, D_PER_ROW, DT_SOFTPLUS, TOKENS, ROOM, RING_X_H, RING_B_H,
+        RING_DT_H, FORM,
+    )  # fmt: skip
     x_at, dt_at, B_at = (x_ptr, x_b, x_t, x_h), (dt_ptr, dt_b, dt_t, dt_h), (B_ptr, B_b, B_t, B_h)
     C_at, z_at, out = (C_ptr, C_b, C_t, C_h), (z_ptr, z_b, z_t, z_h), (out_ptr, out_b, out_t, out_h)
     activations, parameters = (x_at, dt_at, B_at, C_at, z_at, out), (A_ptr, D_ptr, dt_bias_ptr)

@@ -36,8 +36,9 @@ class Ring(Describes):
         are live. Shared by all layers; contiguous.
     window: the most live rows, 1 to 64; a call has at most as many tokens, and `length` must have room for both.
 
-    The slot axis of x, B and dt may have any stride; a slot itself is contiguous. Rows that are not live may hold
-    anything. The tensors stay what they are: their dtypes, shapes and strides must not change in place.
+    The slot, head and group axes of x, B and dt may have any stride; the rows of a head or group are contiguous, and a
+    slot reaches over fewer than 2^31 elements. Rows that are not live may hold anything. The tensors stay what they
+    are: their dtypes, shapes and strides must not change in place.
     """
 
     written: ClassVar = ("x", "B", "dt")  # by ops
@@ -70,9 +71,12 @@ class Ring(Describes):
             tensor = getattr(self, name)
             if tensor.numel() == 0:
                 raise ValueError(f"{name} must not be empty, got shape {tuple(tensor.shape)}")
-            if tensor[0].numel() >= 1 << 31:
-                raise ValueError(f"{name} must have fewer than 2^31 elements per slot, got {tensor[0].numel()}")
-            check_slots_of(name, tensor, tensor.shape[1:])
+            reach = 1 + sum(
+                (size - 1) * stride for size, stride in zip(tensor.shape[1:], tensor.stride()[1:], strict=True)
+            )
+            if reach >= 1 << 31:
+                raise ValueError(f"{name} must have fewer than 2^31 elements per slot, got {reach}")
+            check_slots_of(name, tensor, tensor.shape[2:], "a head or group")
         groups = self.B.shape[1]
         if heads % groups:
             raise ValueError(f"B must have a number of groups that divides the {heads} heads, got {groups}")
@@ -84,6 +88,13 @@ class Ring(Describes):
     def length(self) -> int:
         """Rows there are, live or not."""
         return self.x.shape[2]
+
+    @cached_property
+    def head_strides(self) -> dict[str, int]:
+        """From head to head, or group to group, of x, B and dt, each 0 where these lie side by side."""
+        found = {name: getattr(self, name) for name in ("x", "B", "dt")}
+        dense = {name: t.shape[1] == 1 or t.stride(1) == t.shape[2:].numel() for name, t in found.items()}
+        return {name: 0 if dense[name] else t.stride(1) for name, t in found.items()}
 
     @property
     def longest_call(self) -> int:

@@ -179,17 +179,17 @@ def _dense_strides(slot: torch.Size) -> list[int]:
     return [slot[axis + 1 :].numel() for axis in range(len(slot))]
 
 
-def _not_dense(name: str, tensor: Tensor, dense: list[int]) -> str:
+def _not_dense(name: str, tensor: Tensor, dense: list[int], within: str = "a slot") -> str:
     wanted = ", ".join(["any"] * (tensor.dim() - len(dense)) + list(map(str, dense)))
-    return f"{name} must be contiguous within a slot: strides ({wanted}), got {tensor.stride()}"
+    return f"{name} must be contiguous within {within}: strides ({wanted}), got {tensor.stride()}"
 
 
-def check_slots_of(name: str, tensor: Tensor, slot: torch.Size) -> None:
-    """Raise unless every slot (the last axes) is contiguous, and slots do not overlap."""
+def check_slots_of(name: str, tensor: Tensor, slot: torch.Size, within: str = "a slot") -> None:
+    """Raise unless every slot (the last axes), or what is `within` it, is contiguous, and none overlap."""
     dense, outer = _dense_strides(slot), tensor.dim() - len(slot)
     strides = tensor.stride()[outer:]
     if any(size > 1 and got != want for size, got, want in zip(slot, strides, dense, strict=True)):
-        raise ValueError(_not_dense(name, tensor, dense))
+        raise ValueError(_not_dense(name, tensor, dense, within))
     short = too_short(tensor.stride()[:outer], tensor.shape[:outer], slot.numel()) if tensor.numel() else None
     if short is not None:
         stride, least = short
