@@ -26,13 +26,14 @@ from peer_calls import (
 from peer_conv1d import CONV, VLLM_CONV
 from peer_delta import DECODING, SEVERAL
 from peer_mamba3 import MAMBA3, RANKS, READS, UPDATES
+from peer_replay import BUFFERED, CHECKPOINTING, TRACKED
 from peer_selective import FLASHINFER, FORMS, SSM, VLLM
 from torch import Tensor
 
 from flashstate.launch.environment import suspended
 
 __all__ = ["launcher"]  # a fixture
-DOORS = (SSM, VLLM, FLASHINFER, DECODING, SEVERAL, MAMBA3, CONV, VLLM_CONV)
+DOORS = (SSM, VLLM, FLASHINFER, DECODING, SEVERAL, MAMBA3, CONV, VLLM_CONV, CHECKPOINTING, TRACKED, BUFFERED)
 Change = Callable[[Arguments], Arguments]  # arguments of a call, in memory of their own: those to change
 
 DELTA_CALLS = [
@@ -60,6 +61,9 @@ INTERPRETED = [
     (MAMBA3, "2 groups, padded, rank 4, summed, elsewhere, k and v too"),
     (MAMBA3, "2 groups, padded, rank 4, per rank, here, k and v too"),
     (MAMBA3, "2 groups, padded, rank 1, per rank, here"),
+    *[(CHECKPOINTING, call) for call in ("3 tokens, heads apart", "packed, bfloat16", "stochastic")],
+    *[(TRACKED, call) for call in ("one token", "a table")],
+    *[(BUFFERED, call) for call in ("in place", "a table, the null block", "a buffer that is full")],
     *[(CONV, call) for call in CONV.calls if "first" in call],
     *[(VLLM_CONV, call) for call in VLLM_CONV.calls if "last" in call and "given" not in call],
 ]

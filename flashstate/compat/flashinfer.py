@@ -1,4 +1,5 @@
-"""FlashInfer's selective_state_update, of flashinfer.mamba, and the gated delta rules of flashinfer.gdn_decode."""
+"""FlashInfer's selective_state_update and checkpointing_ssu, of flashinfer.mamba, and the gated delta rules of
+flashinfer.gdn_decode."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ import torch
 from torch import Tensor
 
 from flashstate.compat import shapes
-from flashstate.errors import INT64, check_choice, check_device, check_flag, check_int, check_tensor, dtype_name
+from flashstate.compat.flashinfer_replay import checkpointing_ssu as checkpointing_ssu
+from flashstate.errors import INT64, check_choice, check_flag, check_int, check_tensor, dtype_name
 from flashstate.ops.gated_delta import GATED_DELTA_STEP, gated_delta_step
 from flashstate.state.formats import FORMATS
 from flashstate.state.slots import MOST_TOKENS, Slots
@@ -104,12 +106,7 @@ def _state(state: Tensor, scale: Any, rand_seed: Tensor | None, rounds: int) -> 
     if state.dtype != torch.float16:
         raise ValueError(f"rand_seed is for a state of float16, got {dtype_name(state.dtype)}")
     check_int("philox_rounds", rounds, 1, MOST_ROUNDS)
-    if not isinstance(rand_seed, Tensor):
-        raise TypeError(f"rand_seed must be a tensor, got {type(rand_seed).__name__}")
-    if rand_seed.numel() != 1 or rand_seed.dtype != torch.int64:
-        got = f"{dtype_name(rand_seed.dtype)} of shape {tuple(rand_seed.shape)}"
-        raise ValueError(f"rand_seed must be one int64 number, got {got}")
-    check_device("rand_seed", rand_seed, state.device)
+    shapes.check_seed("rand_seed", rand_seed, state)
     return State(state, rounding="stochastic", rounds=rounds, seed=rand_seed.reshape(()))
 
 

@@ -1,4 +1,5 @@
-"""vLLM's selective_state_update and causal_conv1d_update, of vllm.model_executor.layers.mamba.ops."""
+"""vLLM's selective_state_update, also from a buffer of inputs, and causal_conv1d_update, of
+vllm.model_executor.layers.mamba.ops."""
 
 from __future__ import annotations
 
@@ -6,10 +7,16 @@ import torch
 from torch import Tensor
 
 from flashstate.compat import shapes
-from flashstate.errors import INT64, check_flag, check_int, check_tensor
+from flashstate.compat.vllm_replay import (
+    selective_state_update_replayssm_flashinfer as selective_state_update_replayssm_flashinfer,
+)
+from flashstate.compat.vllm_replay import (
+    selective_state_update_replayssm_output_only as selective_state_update_replayssm_output_only,
+)
+from flashstate.compat.vllm_replay import state_of
+from flashstate.errors import INT64, check_int, check_tensor
 from flashstate.ops.conv1d import CONV1D_STEP, conv1d_step
 from flashstate.state.slots import MOST_TOKENS, Slots
-from flashstate.state.state import MOST_ROUNDS, State
 
 
 def selective_state_update(
@@ -39,19 +46,14 @@ def selective_state_update(
     null block gives zero. With num_accepted_tokens the state after token t goes to column t of the destinations; else
     the last one goes to the first. docs/compat.md has the other arguments, and says what differs from vLLM.
     """
-    check_flag("enable_stochastic_rounding", enable_stochastic_rounding)
     check_int("null_block_id", null_block_id, *INT64)
-    check_int("cache_philox_rounds", cache_philox_rounds, 0, MOST_ROUNDS)
     state = shapes.with_axes("state", state, 3, 4)
     tensors = shapes.step_tensors(x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias)
     read, write, accepted = state_batch_indices, dst_state_batch_indices, num_accepted_tokens
     batch, bounds = shapes.rows_of(x, cu_seqlens)
     shapes.check_needs("state_batch_indices", read, dst_state_batch_indices=write, num_accepted_tokens=accepted)
     slots = _slots(state, batch, read, write, accepted, bounds, null_block_id)
-    stored: State | Tensor = state
-    if enable_stochastic_rounding:
-        seed = torch.randint(-(1 << 62), 1 << 62, (), device=state.device)  # new at every replay of a CUDA graph too
-        stored = State(state, rounding="stochastic", rounds=cache_philox_rounds or State.rounds, seed=seed)
+    stored = state_of(state, enable_stochastic_rounding, cache_philox_rounds)
     return shapes.selective_step(stored, x, tensors, out, dt_softplus=dt_softplus, slots=slots)
 
 

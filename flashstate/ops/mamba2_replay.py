@@ -119,7 +119,7 @@ def check_debugged_ring(given: Given) -> None:
     """Inside debug(), raise where numbers in slots or cursors of rings are out of range."""
     check_debugged(given)
     if debugging():
-        check_cursors(given.ring, given.slots, given.tokens.batch)
+        check_cursors(given.ring, given.slots, given.tokens.batch, given.tokens.longest or 0)
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,8 @@ class Ring(Describes):
     dt: (slots, heads, length) float32, after bias and softplus.
     start, count: (slots,) int32 each: the oldest live row, and how many rows from there on, with a wrap at `length`,
         are live. Shared by all layers; contiguous.
-    window: the most live rows, 1 to 64; a call has at most as many tokens, and `length` must have room for both.
+    window: the most live rows, 1 to 64; a call has at most as many tokens, and `length` must have room for both. Where
+        `length` is the window itself, `mamba2_fold` must have folded before live and new rows are more than that.
 
     The slot, head and group axes of x, B and dt may have any stride; the rows of a head or group are contiguous, and a
     slot reaches over fewer than 2^31 elements. Rows that are not live may hold anything. The tensors stay what they
@@ -80,8 +81,8 @@ class Ring(Describes):
         groups = self.B.shape[1]
         if heads % groups:
             raise ValueError(f"B must have a number of groups that divides the {heads} heads, got {groups}")
-        if length <= self.window:
-            least = f"more than the window, {self.window}, by the tokens of the longest call"
+        if length < self.window:
+            least = f"the window, {self.window}, and the tokens of the longest call"
             raise ValueError(f"x must have a length of {least}, got shape {tuple(self.x.shape)}")
 
     @property
@@ -99,7 +100,7 @@ class Ring(Describes):
     @property
     def longest_call(self) -> int:
         """The most tokens a row may have in a call: appended rows must not meet live ones."""
-        return min(self.window, self.length - self.window)
+        return min(self.window, self.length - self.window) or self.window
 
     @cached_property
     def signature(self) -> int:
