@@ -85,13 +85,13 @@ def tokens_of_rows(rows: int, length: int, bounds: Tensor | None) -> list[list[i
 def rows_read(arguments: Arguments) -> Iterator[tuple[int, list[int], list[int], int]]:
     """Every row: its number, its tokens, its slots, and the slot that it reads, or -1.
 
-    That is its first, or the one that the count of accepted tokens chooses.
+    That is its first, or the one that the count of accepted tokens chooses; a count below 1 chooses the first too.
     """
     x, read, accepted = arguments["x"], arguments.get("state_batch_indices"), arguments.get("num_accepted_tokens")
     tokens = tokens_of_rows(len(x), x.shape[1] if x.dim() == 4 else 1, arguments.get("cu_seqlens"))
     for b in range(len(tokens)):
         slots = numbers(read)[b] if read is not None else [b]
-        column = 0 if accepted is None else int(accepted[b]) - 1
+        column = 0 if accepted is None else max(int(accepted[b]) - 1, 0)
         yield b, tokens[b], slots, slots[column] if 0 <= column < len(slots) else -1
 
 
@@ -209,11 +209,7 @@ def selective(contract: Contract, arguments: Arguments, dtype: torch.dtype) -> O
     """What a selective_state_update of this contract gives, on arguments that are on the CPU."""
     state = decoded(arguments["state"], arguments.get("state_scale"))
     heads, dim, dstate = state.shape[-3] if state.dim() == 4 else 1, *state.shape[-2:]
-    tokens = arguments["x"].numel() // (heads * dim)
-    wide = {**dict.fromkeys(("x", "dt", "z"), (tokens, heads, dim)), **dict.fromkeys("BC", (tokens, -1, dstate))}
-    wide |= {"A": (heads, dim, dstate), "D": (heads, dim), "dt_bias": (heads, dim)}
-    values = {name: arguments.get(name) for name in wide}
-    values = {name: None if t is None else t.to(dtype).reshape(wide[name]) for name, t in values.items()}
+    values = with_every_axis(arguments, dtype, heads, dim, dstate)
     zero = torch.zeros(heads, dim, dstate, dtype=dtype)
     outcome = run(
         contract(arguments),
@@ -222,6 +218,15 @@ def selective(contract: Contract, arguments: Arguments, dtype: torch.dtype) -> O
         lambda s, token, _: one_token(s, token, values, arguments["dt_softplus"]),
     )
     return shaped(outcome, arguments["x"].shape)
+
+
+def with_every_axis(arguments: Arguments, dtype: torch.dtype, heads: int, dim: int, dstate: int) -> Arguments:
+    """What a selective step is given, with all tokens on one axis, and axes for heads, dim and dstate."""
+    tokens = arguments["x"].numel() // (heads * dim)
+    wide = {**dict.fromkeys(("x", "dt", "z"), (tokens, heads, dim)), **dict.fromkeys("BC", (tokens, -1, dstate))}
+    wide |= {"A": (heads, dim, dstate), "D": (heads, dim), "dt_bias": (heads, dim)}
+    values = {name: arguments.get(name) for name in wide}
+    return {name: None if t is None else t.to(dtype).reshape(wide[name]) for name, t in values.items()}
 
 
 def one_token(s: Tensor, token: int, values: Arguments, dt_softplus: bool) -> tuple[Tensor, Tensor]:

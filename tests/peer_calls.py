@@ -20,7 +20,8 @@ CPU = torch.device("cpu")
 REFERENCE_AND_GPU = pytest.mark.parametrize("device", ["reference", implementations.KERNELS[1]], indirect=True)
 HEADS, DIM, DSTATE, SLOTS = 4, 8, 16, 14
 BUFFER = "intermediate_states_buffer"
-WRITTEN_ALONE = ("state_out", BUFFER, "intermediate_conv_window")  # of all that holds states
+CURSORS = ("ring_start", "prev_num_accepted_tokens")
+WRITTEN_ALONE = ("state_out", BUFFER, "intermediate_conv_window", *CURSORS)  # of all that holds states
 Call = dict[str, Any]  # options of Door.make, arguments besides, lists of indices
 Calls = dict[str, Call]
 GIVEN: Calls = {"": {}, "output given": {"given": True}}

@@ -121,7 +121,7 @@ OF_VLLM: Calls = {
     "packed, first columns": {"lengths": LENGTHS, **TABLES},
     "accepted tokens in place": {"lengths": LENGTHS, "state_batch_indices": READ, "num_accepted_tokens": [1, 3, 2]},
     "accepted tokens elsewhere": {"lengths": LENGTHS, **TABLES, "num_accepted_tokens": [2, 1, 1]},
-    "accepted counts out of range": {"lengths": LENGTHS, **TABLES, "num_accepted_tokens": [0, 4, 2], "fault": "accept"},
+    "accepted counts out of range": {"lengths": LENGTHS, **TABLES, "num_accepted_tokens": [0, 4, -3], "fault": "acc"},
     "a row without tokens": {"lengths": [2, 0, 3], "state_batch_indices": READ, "num_accepted_tokens": [1, 2, 3]},
     "more rows than the batch has": {"lengths": [3, 2], **TABLES, "num_accepted_tokens": [2, 1]},
     "tokens of no row": {"lengths": [3, 1], "unused": 2, "state_batch_indices": FIRST_READ[:2]},
@@ -206,7 +206,7 @@ OF_FLASHINFER: Calls = {
     "headless": {"heads": None, **IN_PLACE},
     "headless, cache_steps": {"heads": None, **IN_PLACE, "cache_steps": 1},
     "accepted counts out of range": {
-        **FORMS["packed"], **MODES["accepted, every token"], "num_accepted_tokens": [0, 4, 2], "fault": "accept",
+        **FORMS["packed"], **MODES["accepted, every token"], "num_accepted_tokens": [0, 4, -3], "fault": "accept",
     },
 }  # fmt: skip
 

@@ -263,3 +263,23 @@ def test_an_empty_batch_folds_nothing(device: torch.device) -> None:
     before = inputs.fresh()
     fold(inputs, slots=torch.zeros(0, dtype=torch.int64, device=device))
     require.equal_states("the pool", inputs.state, before.state)
+
+
+@pytest.mark.parametrize("tokens", [0, 3], ids=["one token", "several tokens"])
+def test_a_ring_whose_heads_lie_apart_gives_the_bytes_of_one_whose_heads_do_not(
+    tokens: int, device: torch.device
+) -> None:
+    """Replay, and then a fold; nothing between heads is touched."""
+    inputs = ReplayCase(2, 2, 2, 4, 16, slots=5, window=4, tokens=tokens).make_inputs(device)
+    apart, wide = inputs.fresh(), {}
+    for name in ("x", "B", "dt"):
+        tensor = getattr(apart.state, name)  # (slots, heads or groups, length, ...)
+        wide[name] = torch.cat([tensor, torch.full_like(tensor[:, :, :1], 7.0)], 2)
+    apart.state = replace(apart.state, **{name: tensor[:, :, :-1] for name, tensor in wide.items()})
+    outputs = []
+    for run in (inputs, apart):
+        outputs.append(run.step())
+        fold(run, slots=inputs.slots)
+    assert torch.equal(*outputs)
+    require.equal_states("", inputs.state, apart.state)
+    assert all((tensor[:, :, -1] == 7).all() for tensor in wide.values())

@@ -1,4 +1,5 @@
-"""FlashInfer's selective_state_update, of flashinfer.mamba, and the gated delta rules of flashinfer.gdn_decode."""
+"""FlashInfer's selective_state_update and checkpointing_ssu, of flashinfer.mamba, and the gated delta rules of
+flashinfer.gdn_decode."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ import torch
 from torch import Tensor
 
 from flashstate.compat import delta, shapes
-from flashstate.errors import INT64, check_choice, check_device, check_flag, check_int, check_tensor, dtype_name
+from flashstate.compat.flashinfer_replay import checkpointing_ssu as checkpointing_ssu
+from flashstate.errors import INT64, check_choice, check_flag, check_int, check_tensor, dtype_name
 from flashstate.ops.gated_delta import GATED_DELTA_STEP, gated_delta_step
 from flashstate.state.formats import FORMATS
 from flashstate.state.slots import MOST_TOKENS, Slots
@@ -17,7 +19,6 @@ from flashstate.state.state import MOST_ROUNDS, State
 ALGORITHMS = ("auto", "simple", "vertical", "horizontal", "async_horizontal")
 BACKENDS = ("auto", "flashinfer", "cake")
 DELTA_BACKENDS = ("auto", "flashinfer", "cake_gdn", "rubin")
-SEED_OF_A_SLOT = 0xD1342543DE82EF95 - (1 << 64)  # odd, so that no two slots of a pool share a seed
 
 
 def selective_state_update(
@@ -98,7 +99,7 @@ def _scaled(name: str, data: Any, name_of_scale: str, scale: Any) -> Any:
 
 
 def _state(state: Tensor, scale: Any, rand_seed: Tensor | None, rounds: int) -> State | Tensor:
-    """The state with its scales, or with seeds made of one number: one for every slot, so that bits differ."""
+    """The state with its scales, or with one seed for all slots, whose bits still differ."""
     shapes.check_not_both(rand_seed=rand_seed, state_scale=scale)
     if rand_seed is None:
         per_row = isinstance(scale, Tensor) and scale.dim() == 4 and scale.shape[-1] == 1
@@ -106,14 +107,8 @@ def _state(state: Tensor, scale: Any, rand_seed: Tensor | None, rounds: int) -> 
     if state.dtype != torch.float16:
         raise ValueError(f"rand_seed is for a state of float16, got {dtype_name(state.dtype)}")
     check_int("philox_rounds", rounds, 1, MOST_ROUNDS)
-    if not isinstance(rand_seed, Tensor):
-        raise TypeError(f"rand_seed must be a tensor, got {type(rand_seed).__name__}")
-    if rand_seed.numel() != 1 or rand_seed.dtype != torch.int64:
-        got = f"{dtype_name(rand_seed.dtype)} of shape {tuple(rand_seed.shape)}"
-        raise ValueError(f"rand_seed must be one int64 number, got {got}")
-    check_device("rand_seed", rand_seed, state.device)
-    seed = torch.add(rand_seed.reshape(1), shapes.slot_numbers(state), alpha=SEED_OF_A_SLOT)
-    return State(state, rounding="stochastic", rounds=rounds, seed=seed)
+    shapes.check_seed("rand_seed", rand_seed, state)
+    return State(state, rounding="stochastic", rounds=rounds, seed=rand_seed.reshape(()))
 
 
 def _slots(
@@ -139,6 +134,7 @@ def _slots(
     return Slots(
         table[:, 0] if accepted is None else table, write=write, accepted=accepted, snapshot_rows=snapshot_rows,
         cu_seqlens=bounds, max_len=None if bounds is None else steps, null=null, padding="fresh",
+        at_least_one=accepted is not None,
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashstate.errors import INDEX_DTYPES, check_tensor
+from flashstate.errors import INDEX_DTYPES, check_device, check_tensor, dtype_name
 from flashstate.launch.axes import Axes
 from flashstate.launch.call import Op
 from flashstate.ops.mamba2 import MAMBA2_STEP, mamba2_step
@@ -90,6 +90,16 @@ def check_not_both(**given: Any) -> None:
         raise ValueError(f"{' and '.join(given)} must not both be given")
 
 
+def check_seed(name: str, seed: Any, state: Tensor) -> None:
+    """Raise unless it is one number, on the device of the state."""
+    if not isinstance(seed, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(seed).__name__}")
+    if seed.numel() != 1 or seed.dtype != torch.int64:
+        got = f"{dtype_name(seed.dtype)} of shape {tuple(seed.shape)}"
+        raise ValueError(f"{name} must be one int64 number, got {got}")
+    check_device(name, seed, state.device)
+
+
 def check_needs(of: str, other: Any, **given: Any) -> None:
     """Raise where one of these is given, but not the other argument."""
     for name, value in given.items():
@@ -137,31 +147,36 @@ def table_of(
     return rows_contiguous(numbers[:batch])
 
 
-_numbers: dict[tuple[int, torch.device], Tensor] = {}
+_numbers: dict[tuple[bool, int, torch.device], Tensor] = {}
 
 
 def first_numbers(count: int, device: torch.device) -> Tensor:
-    """0, 1, 2, … up to a count. Kept from the first call on, so that later ones make nothing."""
-    key = count, device
+    """0, 1, 2, … up to a count, int64."""
+    return _kept(count, device, zeros=False)
+
+
+def slot_zeros(state: Tensor) -> Tensor:
+    """0 for every slot of a pool, int32."""
+    return _kept(state.shape[0], state.device, zeros=True)
+
+
+def _kept(count: int, device: torch.device, zeros: bool) -> Tensor:
+    """So many numbers. Kept from the first call on, so that later ones make nothing."""
+    key = zeros, count, device
     numbers = None if torch.compiler.is_compiling() else _numbers.get(key)
     if numbers is None:
-        numbers = torch.arange(count, device=device)
+        numbers = torch.zeros(count, dtype=torch.int32, device=device) if zeros else torch.arange(count, device=device)
         capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()  # then nothing is in it yet
         if not capturing and not torch.compiler.is_compiling():
             _numbers[key] = numbers
     return numbers
 
 
-def slot_numbers(state: Tensor) -> Tensor:
-    """The slots of a pool."""
-    return first_numbers(state.shape[0], state.device)
-
-
 def own_slots(name: str, state: Tensor, batch: int) -> Tensor:
     """The slots of a batch for which this argument names none: row b is slot b."""
     if batch > state.shape[0]:
         raise ValueError(f"{name} must be given for a batch of {batch} on {state.shape[0]} slots")
-    return slot_numbers(state)[:batch]
+    return first_numbers(state.shape[0], state.device)[:batch]
 
 
 def activation_of(activation: Any) -> str | None:

@@ -1,4 +1,5 @@
-"""vLLM's selective_state_update and causal_conv1d_update, of vllm.model_executor.layers.mamba.ops; its delta rules."""
+"""vLLM's selective_state_update, also from a buffer of inputs, and causal_conv1d_update, of
+vllm.model_executor.layers.mamba.ops; its delta rules."""
 
 from __future__ import annotations
 
@@ -11,10 +12,14 @@ from flashstate.compat.vllm_delta import (
     fused_recurrent_kda,
     fused_sigmoid_gating_delta_rule_update,
 )
-from flashstate.errors import INT64, check_flag, check_int, check_tensor
+from flashstate.compat.vllm_replay import (
+    selective_state_update_replayssm_flashinfer,
+    selective_state_update_replayssm_output_only,
+    state_of,
+)
+from flashstate.errors import INT64, check_int, check_tensor
 from flashstate.ops.conv1d import CONV1D_STEP, conv1d_step
 from flashstate.state.slots import MOST_TOKENS, Slots
-from flashstate.state.state import MOST_ROUNDS, State
 
 __all__ = [
     "causal_conv1d_update",
@@ -22,6 +27,8 @@ __all__ = [
     "fused_recurrent_kda",
     "fused_sigmoid_gating_delta_rule_update",
     "selective_state_update",
+    "selective_state_update_replayssm_flashinfer",
+    "selective_state_update_replayssm_output_only",
 ]
 
 
@@ -52,19 +59,14 @@ def selective_state_update(
     null block gives zero. With num_accepted_tokens the state after token t goes to column t of the destinations; else
     the last one goes to the first. docs/compat.md has the other arguments, and says what differs from vLLM.
     """
-    check_flag("enable_stochastic_rounding", enable_stochastic_rounding)
     check_int("null_block_id", null_block_id, *INT64)
-    check_int("cache_philox_rounds", cache_philox_rounds, 0, MOST_ROUNDS)
     state = shapes.with_axes("state", state, 3, 4)
     tensors = shapes.step_tensors(x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias)
     read, write, accepted = state_batch_indices, dst_state_batch_indices, num_accepted_tokens
     batch, bounds = shapes.rows_of(x, cu_seqlens)
     shapes.check_needs("state_batch_indices", read, dst_state_batch_indices=write, num_accepted_tokens=accepted)
     slots = _slots(state, batch, read, write, accepted, bounds, null_block_id)
-    stored: State | Tensor = state
-    if enable_stochastic_rounding:
-        seed = torch.randint(-(1 << 62), 1 << 62, state.shape[:1], device=state.device)  # new for every slot
-        stored = State(state, rounding="stochastic", rounds=cache_philox_rounds or State.rounds, seed=seed)
+    stored = state_of(state, enable_stochastic_rounding, cache_philox_rounds)
     return shapes.selective_step(stored, x, tensors, out, dt_softplus=dt_softplus, slots=slots)
 
 
@@ -85,8 +87,11 @@ def _slots(
     if write is not None and not every:
         write = write[:, 0]
     accepted = shapes.list_of("num_accepted_tokens", accepted, batch)
-    read = read[:, 0] if accepted is None else read
-    return Slots(read, write=write, accepted=accepted, cu_seqlens=cu_seqlens, null=null)
+    chosen = accepted is not None
+    return Slots(
+        read if chosen else read[:, 0], write=write, accepted=accepted, cu_seqlens=cu_seqlens, null=null,
+        at_least_one=chosen,
+    )  # fmt: skip
 
 
 def causal_conv1d_update(

@@ -184,6 +184,7 @@ def conv1d_step_kernel(
     WHOLE: tl.constexpr,  # every row has a multiple of TOGETHER tokens
     STORES: tl.constexpr,  # after which tokens windows are written: "last", "every" or "none"
     PADDING: tl.constexpr,  # the output of padding rows: "zero", "fresh", from a window of zeros, or "keep", as it was
+    AT_LEAST_ONE: tl.constexpr,  # whether accepted counts below 1 are taken as 1
     WINDOW_ROWS: tl.constexpr, COPY_ROWS: tl.constexpr, X_ROWS: tl.constexpr, OUT_ROWS: tl.constexpr,
     BIAS_ROWS: tl.constexpr, WEIGHT_ALIGNMENT: tl.constexpr,  # bytes that weights of a channel start at multiples of
     EARLY: tl.constexpr,  # started before the kernel in front of it has ended
@@ -201,7 +202,7 @@ def conv1d_step_kernel(
     parents, write = (parents_ptr, parents_stride, longest), (write_ptr, write_stride)
     slots = (num_slots, null, fault_ptr)
 
-    read = (read_ptr, read_stride, read_width, None if MODE == "rollback" else accepted_ptr)
+    read = (read_ptr, read_stride, read_width, None if MODE == "rollback" else accepted_ptr, AT_LEAST_ONE)
     slot = resolve_read(read, b, slots)
     slot, from_entry = first_entry(slot, b, accepted_ptr, positions_ptr, length, fault_ptr, WIDTH, HISTORY, MODE)
     live = slot >= 0

@@ -29,8 +29,9 @@ def gated_delta_one_token_kernel(
     HEAD_STRIDE: tl.constexpr, SNAPSHOT_HEAD_STRIDE: tl.constexpr, VECTOR: tl.constexpr, SNAPSHOT_VECTOR: tl.constexpr,
     TRANSPOSED: tl.constexpr, SNAPSHOTS_TRANSPOSED: tl.constexpr, ALIGNED: tl.constexpr,
     PER_CHANNEL: tl.constexpr, BIAS_PER_CHANNEL: tl.constexpr, QK_L2NORM: tl.constexpr,
-    STORES: tl.constexpr, PADDING: tl.constexpr, EARLY: tl.constexpr,
-    ROUNDING: tl.constexpr, SNAPSHOT_ROUNDING: tl.constexpr, ROUNDS: tl.constexpr, TARGET: tl.constexpr,
+    STORES: tl.constexpr, PADDING: tl.constexpr, AT_LEAST_ONE: tl.constexpr, EARLY: tl.constexpr,
+    ROUNDING: tl.constexpr, SNAPSHOT_ROUNDING: tl.constexpr, ROUNDS: tl.constexpr, SHARED_SEED: tl.constexpr,
+    TARGET: tl.constexpr,
     TILES: tl.constexpr,  # of a program
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr, THREADS: tl.constexpr,  # of a tile
 ):  # fmt: skip
@@ -50,9 +51,9 @@ def gated_delta_one_token_kernel(
     PER_THREAD: tl.constexpr = SINGLE and has_ptx(TARGET)
 
     # No branches: a padding row is masked. So loads do not wait until the row is known to be live.
-    read, slots = (read_ptr, read_stride, read_width, accepted_ptr), (num_slots, null, fault_ptr)
+    read, slots = (read_ptr, read_stride, read_width, accepted_ptr, AT_LEAST_ONE), (num_slots, null, fault_ptr)
     SEEDED: tl.constexpr = ROUNDING != "nearest" or SNAPSHOT_ROUNDING != "nearest"
-    slot, live, seed = read_slot(read, b, slots, seed_ptr, SEEDED, PER_THREAD)
+    slot, live, seed = read_slot(read, b, slots, (seed_ptr, SHARED_SEED), SEEDED, PER_THREAD)
     pool, drawing = (data_ptr, scale_ptr, slot_stride, scale_stride), (seed, t, stream)
     if TILES == 1:
         tile = tile_at(h, first_row, FORM)

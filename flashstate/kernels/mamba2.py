@@ -100,8 +100,10 @@ def mamba2_step_kernel(
     TOGETHER: tl.constexpr,  # tokens whose inputs are loaded at once; 1 with parents
     STORES: tl.constexpr,  # after which tokens the pool is written: "last", "every" or "none"
     PADDING: tl.constexpr,  # the output of padding rows: "zero", "fresh", from a zero state, or "keep", as it was
+    AT_LEAST_ONE: tl.constexpr,  # whether accepted counts below 1 are taken as 1
     EARLY: tl.constexpr,  # started before the kernel in front of it has ended
-    ROUNDING: tl.constexpr, SNAPSHOT_ROUNDING: tl.constexpr, ROUNDS: tl.constexpr, TARGET: tl.constexpr,
+    ROUNDING: tl.constexpr, SNAPSHOT_ROUNDING: tl.constexpr, ROUNDS: tl.constexpr, SHARED_SEED: tl.constexpr,
+    TARGET: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr, THREADS: tl.constexpr,  # of a program
 ):  # fmt: skip
     b, h, first_row = this_program(H, ROWS, BLOCK_ROWS)
@@ -119,9 +121,9 @@ def mamba2_step_kernel(
     tile, copy_tile = tiles.tile_at(h, first_row, FORM), tiles.tile_at(h, first_row, COPY_FORM)
 
     # No branches: a padding row is masked. So loads do not wait until the row is known to be live.
-    read, slots = (read_ptr, read_stride, read_width, accepted_ptr), (num_slots, null, fault_ptr)
+    read, slots = (read_ptr, read_stride, read_width, accepted_ptr, AT_LEAST_ONE), (num_slots, null, fault_ptr)
     SEEDED: tl.constexpr = ROUNDING != "nearest" or SNAPSHOT_ROUNDING != "nearest"
-    slot, live, seed = read_slot(read, b, slots, seed_ptr, SEEDED)
+    slot, live, seed = read_slot(read, b, slots, (seed_ptr, SHARED_SEED), SEEDED)
     first, count = token_range(cu_seqlens_ptr, b, tokens, ONE_TOKEN)
 
     pool, write = (data_ptr, scale_ptr, slot_stride, scale_stride), (write_ptr, write_stride)

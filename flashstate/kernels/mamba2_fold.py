@@ -27,8 +27,9 @@ def mamba2_fold_kernel(
     HEAD_STRIDE: tl.constexpr, INTO_HEAD_STRIDE: tl.constexpr,  # from head to head; None: they lie side by side
     VECTOR: tl.constexpr, INTO_VECTOR: tl.constexpr,  # elements per access of the state, and of what is stored
     ALIGNED: tl.constexpr,  # every row of the ring starts at a multiple of 16 bytes
-    ROUNDING: tl.constexpr, ROUNDS: tl.constexpr, TARGET: tl.constexpr,
+    ROUNDING: tl.constexpr, ROUNDS: tl.constexpr, SHARED_SEED: tl.constexpr, TARGET: tl.constexpr,
     ROOM: tl.constexpr,  # for live tokens
+    RING_X_H: tl.constexpr, RING_B_H: tl.constexpr, RING_DT_H: tl.constexpr,  # of heads of a ring that lie apart
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr,  # of a tile
 ):  # fmt: skip
     b, h, first_row = this_program(H, ROWS, BLOCK_ROWS)
@@ -44,8 +45,8 @@ def mamba2_fold_kernel(
     )  # fmt: skip
     INTO_FORM: tl.constexpr = stored_as(FORM, INTO_VECTOR, False, ROUNDING, INTO_HEAD_STRIDE)
 
-    pool, read = (data_ptr, scale_ptr, slot_stride, scale_stride), (read_ptr, read_stride, 1, None)
-    slot, known, seed = read_slot(read, b, (num_slots, null, fault_ptr), seed_ptr, ROUNDING != "nearest")
+    pool, read = (data_ptr, scale_ptr, slot_stride, scale_stride), (read_ptr, read_stride, 1, None, False)
+    slot, known, seed = read_slot(read, b, (num_slots, null, fault_ptr), (seed_ptr, SHARED_SEED), ROUNDING != "nearest")
     start = tl.load(start_ptr + slot, mask=known, other=0)
     count = tl.load(count_ptr + slot, mask=known, other=0)
     live = tokens_to_fold(tokens_ptr, most, b, known, count, fault_ptr)
@@ -55,12 +56,13 @@ def mamba2_fold_kernel(
 
     j = tl.arange(0, ROOM)
     row, lives = replay_window.row_in_ring(start + j, L), j < live
-    x_rows = ring_x_ptr + slot * ring_x_stride + (h * L + row) * ROWS
+    x_rows = ring_x_ptr + slot * ring_x_stride + replay_window.rows_in_head(h, row, L, ROWS, RING_X_H)
     BESIDE: tl.constexpr = replay_window.bytes_beside(x_dtype, FORM)
     x = replay_window.load_token_rows(x_rows, lives, first_row, ROWS, BLOCK_ROWS, ROWS % BLOCK_ROWS == 0, BESIDE)
-    B_rows = ring_B_ptr + slot * ring_B_stride + (g * L + row) * COLS
+    B_rows = ring_B_ptr + slot * ring_B_stride + replay_window.rows_in_head(g, row, L, COLS, RING_B_H)
     B = replay_window.load_chunks(B_rows, lives, TERMS, 2, FORM)
-    dt_ptrs = ring_dt_ptr + slot * ring_dt_stride + h * L + (row[:, None] + tl.zeros([1, 2], tl.int32))
+    dt_rows = ring_dt_ptr + slot * ring_dt_stride + replay_window.head_in_ring(h, L, 1, RING_DT_H)
+    dt_ptrs = dt_rows + (row[:, None] + tl.zeros([1, 2], tl.int32))
     dt = replay_window.once(tl.load(dt_ptrs, mask=lives[:, None], other=0.0))
     weight, alpha = replay_window.weights_of_ring(dt, live, tl.load(A_ptr + h).to(tl.float32), SUM_TERMS, TARGET)
     u = terms_of(tl.trans(x.to(tl.float32) * weight[:, None]), TERMS, TARGET)  # (rows, tokens)

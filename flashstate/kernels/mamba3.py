@@ -244,7 +244,8 @@ def mamba3_step_kernel(
     STORES: tl.constexpr,  # after which tokens the pool is written: "last", "every" or "none"
     STORES_KV: tl.constexpr,  # whether k and v are among that
     PADDING: tl.constexpr,  # the output of padding rows: "zero", "fresh", from a zero state, or "keep", as it was
-    ROUNDING: tl.constexpr, ROUNDS: tl.constexpr, TARGET: tl.constexpr,
+    AT_LEAST_ONE: tl.constexpr,  # whether accepted counts below 1 are taken as 1
+    ROUNDING: tl.constexpr, ROUNDS: tl.constexpr, SHARED_SEED: tl.constexpr, TARGET: tl.constexpr,
     AHEAD: tl.constexpr,  # programs: the states of the one that is so many behind are asked for; 0: none are
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr,  # of a tile
     WARPS: tl.constexpr,
@@ -272,11 +273,11 @@ def mamba3_step_kernel(
     inputs = (A_at, dt_at, trap_at, B_at, B_r, C_at, C_r, angle_at, bias_B_ptr, bias_C_ptr)
     pool, write = (data_ptr, scale_ptr, slot_stride, scale_stride), (write_ptr, write_stride)
     weight_ptrs, v_at, carried = (Wx_ptr, Wz_ptr, Wo_ptr), (v_ptr, v_stride), (k_ptr, k_stride, theta_ptr, theta_stride)
-    read, slots = (read_ptr, read_stride, read_width, accepted_ptr), (num_slots, null, fault_ptr)
+    read, slots = (read_ptr, read_stride, read_width, accepted_ptr, AT_LEAST_ONE), (num_slots, null, fault_ptr)
     first, count = token_range(cu_seqlens_ptr, b, tokens, ONE_TOKEN)
     if AHEAD > 0:
         later_slot, later_h, comes = read_ahead((read_ptr, read_stride), AHEAD, H)
-    slot, live, seed = read_slot(read, b, slots, seed_ptr, ROUNDING != "nearest")
+    slot, live, seed = read_slot(read, b, slots, (seed_ptr, SHARED_SEED), ROUNDING != "nearest")
     drawing = (seed, count - 1, stream)
     if TILES == 1:
         tile = tiles.tile_at(h, 0, FORM)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from flashstate.kernels.addressing import token_entry, token_offset, zero_unused
-from flashstate.kernels.replay_window import bytes_beside, load_token_rows
+from flashstate.kernels.replay_window import bytes_beside, head_in_ring, load_token_rows
 from flashstate.kernels.rings import FIELDS
 from flashstate.kernels.slots import resolve_read, token_range
 from flashstate.kernels.state_io import load_codes, prefetch_rows
@@ -26,13 +26,22 @@ class Replay(Constants):
     DT_SOFTPLUS: bool
     TOKENS: int
     ROOM: int
+    RING_X_H: int
+    RING_B_H: int
+    RING_DT_H: int
     FORM: Form
 
 
 @triton.constexpr_function
-def replay_of(HEADS_PER_GROUP, ROWS_DO, UPDATE, PADDING, WIDE, D_PER_ROW, DT_SOFTPLUS, TOKENS, ROOM, FORM):
+def replay_of(
+    HEADS_PER_GROUP, ROWS_DO, UPDATE, PADDING, WIDE, D_PER_ROW, DT_SOFTPLUS, TOKENS, ROOM, RING_X_H, RING_B_H,
+    RING_DT_H, FORM,
+):  # fmt: skip
     """Give the constants of a replay their names."""
-    return Replay(HEADS_PER_GROUP, ROWS_DO, UPDATE, PADDING, WIDE, D_PER_ROW, DT_SOFTPLUS, TOKENS, ROOM, FORM)
+    return Replay(
+        HEADS_PER_GROUP, ROWS_DO, UPDATE, PADDING, WIDE, D_PER_ROW, DT_SOFTPLUS, TOKENS, ROOM, RING_X_H, RING_B_H,
+        RING_DT_H, FORM,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -144,7 +153,7 @@ def load_tile_inputs(pool, ring, activations, row, window, h, first_row, L, FOLD
     tile = tile_at(h, first_row, FORM)
     WHOLE: tl.constexpr = KIND.PADDING != "fresh" and INSIDE and FORM.COLS == FORM.BLOCK_COLS
     factor, codes = load_codes(pool, slot, slot >= 0, tile, FORM, WHOLE)
-    ring_x = ring_x_ptr + slot * ring_x_stride + h * L * ROWS
+    ring_x = ring_x_ptr + slot * ring_x_stride + head_in_ring(h, L, ROWS, KIND.RING_X_H)
     x_rows = either_row(of_ring, ring_x, ring_row * ROWS, token_base(x_at, b, first, h), token, KIND)
     x = load_token_rows(x_rows, of_ring | new, first_row, ROWS, BLOCK_ROWS, INSIDE, BESIDE)
     old_x = x
@@ -157,7 +166,8 @@ def load_tile_inputs(pool, ring, activations, row, window, h, first_row, L, FOLD
         mask = (rows < ROWS)[:, None] & (t < count)[None, :]
         z = tl.load(tl.multiple_of(z_ptrs, (FORM.ALIGNMENT, 1)), mask=mask, other=0.0)
     twice = tl.zeros([1, 2], tl.int32)
-    ring_dt_ptrs = ring_dt_ptr + slot * ring_dt_stride + h * L + (ring_row[:, None] + twice)
+    ring_dt_head = ring_dt_ptr + slot * ring_dt_stride + head_in_ring(h, L, 1, KIND.RING_DT_H)
+    ring_dt_ptrs = ring_dt_head + (ring_row[:, None] + twice)
     ring_dt = tl.load(ring_dt_ptrs, mask=lives[:, None], other=0.0)
     dt = tl.load(entries(token_base(dt_at, b, first, h), token[:, None] + twice, KIND), mask=new[:, None], other=0.0)
     return factor, codes, x, old_x, z, ring_dt, dt

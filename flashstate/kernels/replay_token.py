@@ -11,7 +11,13 @@ from flashstate.kernels.addressing import Place, token_entry
 from flashstate.kernels.functions import silu, softplus
 from flashstate.kernels.mamba2 import load_mamba2_update, load_rates, step_mamba2
 from flashstate.kernels.replay_rows import either_row, place_of, token_base
-from flashstate.kernels.replay_window import bytes_beside, load_token_rows, row_in_ring, weights_of_ring
+from flashstate.kernels.replay_window import (
+    bytes_beside,
+    load_token_rows,
+    row_in_ring,
+    stride_of_heads,
+    weights_of_ring,
+)
 from flashstate.kernels.state_io import load_state, store_chunk
 from flashstate.kernels.tiles import dot_rows, form_of_rows, load_columns, load_head, tile_at, zero_unless
 
@@ -67,8 +73,10 @@ def replay_token(
     BESIDE: tl.constexpr = bytes_beside(x_at[0].dtype.element_ty, FORM)
     ROWS_DO: tl.constexpr = KIND.ROWS_DO
     WINDOW_FORM: tl.constexpr = form_of_rows(FORM, KIND.ROOM)
-    ring_x_at, ring_B_at = (ring_x_ptr, ring_x_stride, ROWS, L * ROWS), (ring_B_ptr, ring_B_stride, COLS, L * COLS)
-    ring_dt_at, entry_0, to_row = (ring_dt_ptr, ring_dt_stride, 1, L), start * 0, row_in_ring(start + live, L)
+    ring_x_at = (ring_x_ptr, ring_x_stride, ROWS, stride_of_heads(L, ROWS, KIND.RING_X_H))
+    ring_B_at = (ring_B_ptr, ring_B_stride, COLS, stride_of_heads(L, COLS, KIND.RING_B_H))
+    ring_dt_at = (ring_dt_ptr, ring_dt_stride, 1, stride_of_heads(L, 1, KIND.RING_DT_H))
+    entry_0, to_row = start * 0, row_in_ring(start + live, L)
 
     # The window: live rows of the ring, unless they are folded, and then the token.
     last = live

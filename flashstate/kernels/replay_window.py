@@ -15,6 +15,38 @@ def row_in_ring(row, L):
 
 
 @triton.jit
+def head_in_ring(h, L, WIDTH: tl.constexpr, STRIDE: tl.constexpr):
+    """Where the rows of head or group h start in a slot of a ring: behind L rows of WIDTH for each before it, or where
+    those lie apart, STRIDE."""
+    if STRIDE != 0:
+        return h * STRIDE
+    elif WIDTH != 1:
+        return h * L * WIDTH
+    else:
+        return h * L
+
+
+@triton.jit
+def rows_in_head(h, row, L, WIDTH: tl.constexpr, STRIDE: tl.constexpr):
+    """Where rows of head or group h are in a slot of a ring, as head_in_ring has it."""
+    if STRIDE != 0:
+        return h * STRIDE + row * WIDTH
+    else:
+        return (h * L + row) * WIDTH
+
+
+@triton.jit
+def stride_of_heads(L, WIDTH: tl.constexpr, STRIDE: tl.constexpr):
+    """From head to head of a ring: L rows of WIDTH, or where heads lie apart, STRIDE."""
+    if STRIDE != 0:
+        return L * 0 + STRIDE
+    elif WIDTH != 1:
+        return L * WIDTH
+    else:
+        return L
+
+
+@triton.jit
 def load_token_rows(
     rows, exists, first, WIDTH: tl.constexpr, BLOCK: tl.constexpr, INSIDE: tl.constexpr, BYTES: tl.constexpr
 ):  # fmt: skip

@@ -111,3 +111,24 @@ def drop_folded_kernel(
     folded = tokens_to_fold(tokens_ptr, most, b, goes, count, fault_ptr)
     tl.store(start_ptr + slot, (start + folded) % length, mask=goes)
     tl.store(count_ptr + slot, count - folded, mask=goes)
+
+
+@kernel
+def place_counts_kernel(
+    read_ptr, counts_ptr, full_ptr, before_ptr, after_ptr, rows_ptr, folding_ptr, fault_ptr, read_stride, batch, length,
+    num_slots, null, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Counts of live rows, which rows of a batch have, to the slots of these: before a token and after it. And of each
+    row its slot, where it has one and room for a token, and again where its ring is then folded; else -1."""
+    b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    exists = b < batch
+    slot = slots_of_rows((read_ptr, read_stride), b, exists, (num_slots, null, fault_ptr))
+    count = tl.load(counts_ptr + b, mask=exists, other=0)
+    outside = (slot >= 0) & ((count < 0) | (count >= length))
+    tl.store(fault_ptr + FOLD_FAULT + b * 0, count.to(tl.int64), mask=outside)
+    goes = (slot >= 0) & (outside == 0)
+    full = tl.load(full_ptr + b, mask=goes, other=0) != 0
+    tl.store(before_ptr + slot, count, mask=goes)
+    tl.store(after_ptr + slot, count + 1, mask=goes)
+    tl.store(rows_ptr + b, tl.where(goes, slot, -1).to(tl.int32), mask=exists)
+    tl.store(folding_ptr + b, tl.where(goes & full, slot, -1).to(tl.int32), mask=exists)

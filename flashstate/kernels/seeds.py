@@ -10,11 +10,12 @@ from flashstate.launch.kernel import kernel
 def advance_seeds_kernel(
     seed_ptr, read_ptr, read_stride, read_width, accepted_ptr, cu_seqlens_ptr, fault_ptr,
     tokens, num_slots, null, seed_step,
+    AT_LEAST_ONE: tl.constexpr,  # whether accepted counts below 1 are taken as 1
 ):  # fmt: skip
     """One program per batch row and column of its slots: all slots of a request move on together, whichever was read.
     Atomic, so that rows which share a slot advance it once each, in any order."""
     b = tl.program_id(0)
-    read = (read_ptr, read_stride, read_width, accepted_ptr)
+    read = (read_ptr, read_stride, read_width, accepted_ptr, AT_LEAST_ONE)
     slot = resolve_read(read, b, (num_slots, null, fault_ptr))
     _, count = token_range(cu_seqlens_ptr, b, tokens, False)
     if (slot >= 0) & (count > 0):

@@ -8,19 +8,22 @@ import triton
 import triton.language as tl
 
 from flashstate.kernels.ptx import per_thread_ptx
+from flashstate.state.rounding import SEED_OF_A_SLOT
 
 READ_FAULT = tl.constexpr(0)  # elements of the fault flag, as state/faults.py names them
 WRITE_FAULT = tl.constexpr(1)
 ACCEPTED_FAULT = tl.constexpr(2)
 SNAPSHOT_FAULT = tl.constexpr(3)
 FOLD_FAULT = tl.constexpr(4)
+FROM_SLOT_TO_SLOT = tl.constexpr(SEED_OF_A_SLOT)
 
 
 @triton.jit
 def resolve_read(read, b, slots, PER_THREAD: tl.constexpr = False, NARROW: tl.constexpr = True):
-    """The slot row `b` reads, int64; -1 for a padding row. `read`: table, its row stride and width, accepted counts.
-    PER_THREAD: in registers of every thread, not of the warp, if it is a slot of a list. NARROW: see _in_pool."""
-    table_ptr, stride, width, accepted_ptr = read
+    """The slot row `b` reads, int64; -1 for a padding row. `read`: table, its row stride and width, accepted counts,
+    and whether those below 1 are taken as 1. PER_THREAD: in registers of every thread, not of the warp, if it is a slot
+    of a list. NARROW: see _in_pool."""
+    table_ptr, stride, width, accepted_ptr, AT_LEAST_ONE = read
     if table_ptr is None:
         return b.to(tl.int64)
     elif accepted_ptr is None:
@@ -30,6 +33,8 @@ def resolve_read(read, b, slots, PER_THREAD: tl.constexpr = False, NARROW: tl.co
         return _in_pool(slot, slots, READ_FAULT, NARROW)
     else:
         accepted = tl.load(accepted_ptr + b)
+        if AT_LEAST_ONE:
+            accepted = tl.maximum(accepted, 1)
         tl.store(slots[2] + ACCEPTED_FAULT, accepted.to(tl.int64), mask=accepted > width)
         inside = (accepted >= 1) & (accepted <= width)
         slot = tl.load(table_entry(table_ptr, b, stride, accepted - 1), mask=inside, other=-1)
@@ -37,17 +42,24 @@ def resolve_read(read, b, slots, PER_THREAD: tl.constexpr = False, NARROW: tl.co
 
 
 @triton.jit
-def read_slot(read, b, slots, seed_ptr, SEEDED: tl.constexpr, PER_THREAD: tl.constexpr = False):
+def read_slot(read, b, slots, seeds, SEEDED: tl.constexpr, PER_THREAD: tl.constexpr = False):
     """The slot row `b` reads, whether there is one, and its seed."""
     slot = resolve_read(read, b, slots, PER_THREAD)
     live = slot >= 0
-    return slot, live, load_seed(seed_ptr, slot, live, SEEDED)
+    return slot, live, load_seed(seeds, slot, live, SEEDED)
 
 
 @triton.jit
-def load_seed(seed_ptr, slot, live, SEEDED: tl.constexpr):
-    """The seed of a slot, if anything is rounded with it. Loaded before the state, it is there when bits are drawn."""
-    return 0 if seed_ptr is None or not SEEDED else tl.load(seed_ptr + slot, mask=live, other=0)
+def load_seed(seeds, slot, live, SEEDED: tl.constexpr):
+    """The seed of a slot, if anything is rounded with it. Loaded before the state, it is there when bits are drawn.
+    `seeds`: where they are, and whether there is but one, of which those of all slots are made."""
+    seed_ptr, SHARED = seeds
+    if seed_ptr is None or not SEEDED:
+        return 0
+    elif SHARED:
+        return tl.load(seed_ptr) + slot * FROM_SLOT_TO_SLOT
+    else:
+        return tl.load(seed_ptr + slot, mask=live, other=0)
 
 
 @triton.jit

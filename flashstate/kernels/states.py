@@ -35,7 +35,7 @@ def write_states_kernel(
     H: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, VECTOR: tl.constexpr,
     ALIGNED: tl.constexpr,  # every row of the values starts at a multiple of 16 bytes
     STRIDED: tl.constexpr,  # entries of such a row are no neighbours
-    ROUNDING: tl.constexpr, ROUNDS: tl.constexpr, TARGET: tl.constexpr,
+    ROUNDING: tl.constexpr, ROUNDS: tl.constexpr, SHARED_SEED: tl.constexpr, TARGET: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr,
     TRANSPOSED: tl.constexpr,  # whether the elements of a column are neighbours in the pool
     HEAD_STRIDE: tl.constexpr,  # from head to head of the pool; None: they lie side by side
@@ -47,7 +47,7 @@ def write_states_kernel(
     )  # fmt: skip
     slot = resolve_write((slots_ptr, 1), n, 0, n, True, (num_slots, null, fault_ptr))
     live = slot >= 0
-    seed = load_seed(seed_ptr, slot, live, ROUNDING != "nearest")
+    seed = load_seed((seed_ptr, SHARED_SEED), slot, live, ROUNDING != "nearest")
     tile = tile_at(h, first_row, FORM)
 
     rows = (first_row + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
@@ -78,7 +78,7 @@ def read_states_kernel(
     FORM: tl.constexpr = form_of(
         ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, VECTOR, EVICT_FIRST, TARGET, TRANSPOSED, HEAD_STRIDE=HEAD_STRIDE
     )
-    slot = resolve_read((slots_ptr, 1, 1, None), n, (num_slots, null, fault_ptr))
+    slot = resolve_read((slots_ptr, 1, 1, None, False), n, (num_slots, null, fault_ptr))
     live = slot >= 0
     tile = tile_at(h, first_row, FORM)
     pool = (data_ptr, scale_ptr, slot_stride, scale_stride)

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from flashstate.launch.call import Given, Op
 
 NO_SLOTS: dict[str, Any] = dict.fromkeys([f"{name}_ptr" for name in TABLES]) | {
-    "read_stride": 0, "write_stride": 0, "parents_stride": 0, "read_width": 1, "null": -1, "PADDING": "zero"
+    "read_stride": 0, "write_stride": 0, "parents_stride": 0, "read_width": 1, "null": -1, "PADDING": "zero",
+    "AT_LEAST_ONE": False,
 }  # fmt: skip
 
 
@@ -82,6 +83,7 @@ def slots_values(slots: Slots | None) -> dict[str, Any]:
         **{f"{name}_ptr": getattr(slots, name) for name in TABLES}, "read_stride": read.stride(0),
         "write_stride": row_stride(slots.write), "parents_stride": row_stride(slots.parents),
         "read_width": 1 if read.dim() == 1 else read.shape[1], "null": slots.null, "PADDING": slots.padding,
+        "AT_LEAST_ONE": slots.at_least_one,
     }  # fmt: skip
 
 
@@ -92,7 +94,7 @@ def state_values(state: State) -> dict[str, Any]:
         "data_ptr": as_bytes(state.data), "scale_ptr": state.scale, "seed_ptr": state.seed, "stream": state.stream,
         "slot_stride": state.data.stride(0), "scale_stride": row_stride(state.scale), "num_slots": num_slots,
         "H": heads, "ROWS": rows, "COLS": cols, "TRANSPOSED": state.transposed, "HEAD_STRIDE": head_stride(state.data),
-        "ROUNDING": state.rounding, "ROUNDS": state.rounds,
+        "ROUNDING": state.rounding, "ROUNDS": state.rounds, "SHARED_SEED": state.shares_seed,
     }  # fmt: skip
 
 

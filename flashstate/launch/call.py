@@ -102,7 +102,7 @@ class Op:
     rolls_back: bool = False  # slots.accepted may come without a table of slots
     ignored: tuple[str, ...] = ()  # tables of slots that its kernels do not take
     like_main: str = "True"  # an expression of arguments: whether the output has the shape of the main one
-    launches: Launches = field(default_factory=dict)  # started before, where states are tensors
+    launches: Launches = field(default_factory=dict)  # started before
 
     def __post_init__(self) -> None:
         """Find out what the signature says."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from flashstate.launch.driver import DriverLaunch
 from flashstate.launch.start import Launch
 
-MOST_KEYS = 1024  # remembered at once; then all are forgotten, and the next ones remembered anew
+MOST_KEYS = 4096  # remembered at once; then all are forgotten, and the next ones remembered anew
 MOST_ALIKE = 16  # calls that only their tensors tell apart; more of them take the ordinary way
 
 available = True  # until it turns out that Triton or torch are not as expected

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flashstate.launch import direct, environment
 from flashstate.state.mamba3 import Mamba3State, Rotary
-from flashstate.state.signature import ACCESS_BYTES
+from flashstate.state.signature import ACCESS_BYTES, describe_aligned
 from flashstate.state.slots import TABLES, Slots
 from flashstate.state.state import State
 
@@ -50,21 +50,21 @@ class Holder(NamedTuple):
 HOLDERS = {
     "State": Holder(
         """
-        state_data, state_scale, state_seed, stream, launches = state, None, None, 0, on_tensors
+        state_data, state_scale, state_seed, stream, state_like = state, None, None, 0, None
         if state.__class__ is State:
             state_data, state_scale, state_seed = state.data, state.scale, state.seed
-            stream, launches = state.stream, state.launches
+            stream, state_like = state.stream, state.signature
         """,
-        "data=state_data! scale=state_scale? seed=state_seed?", (f"state_data_at % {ACCESS_BYTES}",),
+        "data=state_data! scale=state_scale? seed=state_seed?", ("state_like", f"state_data_at % {ACCESS_BYTES}"),
     ),
     "Mamba3State": Holder(
         """
         if state.__class__ is not Mamba3State: raise TypeError
-        ssm, launches = state.ssm, state.launches
+        ssm, state_like = state.ssm, state.signature
         state_data, state_scale, state_seed, stream = ssm.data, ssm.scale, ssm.seed, ssm.stream
         state_k, state_v, theta = state.k, state.v, None if rotary is None else state.angle
         """,
-        "data=state_data scale=state_scale? seed=state_seed? k=state_k v=state_v theta=theta?",
+        "data=state_data scale=state_scale? seed=state_seed? k=state_k v=state_v theta=theta?", ("state_like",),
     ),
     "Rotary": Holder(
         """
@@ -92,8 +92,10 @@ HOLDERS = {
     "snapshots": Holder(
         """
         copies = copies_scale = snapshots_like = None
-        if snapshots is not None:
+        if snapshots.__class__ is State:
             copies, copies_scale, snapshots_like = snapshots.data, snapshots.scale, snapshots.signature
+        elif snapshots is not None:
+            copies, snapshots_like = snapshots, describe_aligned(snapshots)
         """,
         "copy=copies? copy_scale=copies_scale?", ("snapshots_like",),
     ),
@@ -144,9 +146,9 @@ def repeat_function(op: Op, kernel: Any) -> Callable[..., Any]:
     """The function that takes all arguments of an op, starts its kernel as a call like this did before, and makes an
     ordinary call where there was none."""
     names = {
-        "op": op, "on_tensors": op.launches, "direct": direct, "environment": environment,
+        "op": op, "launches": op.launches, "direct": direct, "environment": environment,
         "is_compiling": torch.compiler.is_compiling, "new_out": new_out, "State": State, "Mamba3State": Mamba3State,
-        "Rotary": Rotary, "Slots": Slots,
+        "Rotary": Rotary, "Slots": Slots, "describe_aligned": describe_aligned,
     }  # fmt: skip
     exec(compile(source_of(op, kernel), f"<repeated calls of {op.name}>", "exec"), names)
     function: Callable[..., Any] = names[op.name]  # type: ignore[assignment]
@@ -185,7 +187,6 @@ def body_of(op: Op, pointers: tuple[str, ...]) -> list[str]:
     for holder in holders:
         variables |= holder.variables
     lines = [line for holder in holders for line in dedent(holder.prelude).strip().splitlines()]
-    lines += [] if any("launches" in line for line in lines) else ["launches = on_tensors"]
     lines += [f"if out is None and ({op.like_main}):", f"    out = new_out({op.main}.shape, {op.main}, slots)"]
     always = [variable.name for variable in variables.values() if variable.compared and not variable.optional]
     addressed = {*op.aligned, *op.aligned_each, op.main, "out"} | {"state_data"} & {*always}

@@ -63,16 +63,18 @@ def check_debugged(given: Given, read: Callable[[Slots], Tensor] | None = None) 
     _check_unique("fill snapshot row", rows)
 
 
-def check_cursors(ring: Ring, slots: Slots | None, batch: int) -> None:
-    """Raise where rows of a ring would be looked for outside of it, or more of them than it can have."""
+def check_cursors(ring: Ring, slots: Slots | None, batch: int, tokens: int = 0) -> None:
+    """Raise where rows of a ring would be looked for outside of it, or more of them than it can have. `tokens`: of the
+    longest row, which a ring without room beside its window must have room for."""
     found = resolve_read(slots, batch, len(ring.count), ring.count.device)
     used = found[found >= 0]
     start, count = ring.start[used], ring.count[used]
-    wrong = ((start < 0) | (start >= ring.length) | (count < 0) | (count > ring.window)).nonzero()
+    most = ring.window - (tokens if ring.length == ring.window else 0)
+    wrong = ((start < 0) | (start >= ring.length) | (count < 0) | (count > most)).nonzero()
     if len(wrong):
         i = int(wrong[0])
         bounds = (
-            f"ring.start must be below {ring.length}, and ring.count at most the window, {ring.window}, both from 0"
+            f"ring.start must be below {ring.length}, and ring.count at most {most}, as the window has it, both from 0"
         )
         raise ValueError(f"{bounds}; in slot {int(used[i])} they are {int(start[i])} and {int(count[i])}")
 

@@ -119,7 +119,7 @@ def check_debugged_ring(given: Given) -> None:
     """Inside debug(), raise where numbers in slots or cursors of rings are out of range."""
     check_debugged(given)
     if debugging():
-        check_cursors(given.ring, given.slots, given.tokens.batch)
+        check_cursors(given.ring, given.slots, given.tokens.batch, given.tokens.longest or 0)
 
 
 @dataclass(frozen=True)
@@ -235,11 +235,13 @@ def far_apart(tensor: Tensor | None, token_axes: int) -> bool:
 
 
 def ring_values(ring: Ring) -> dict[str, Any]:
-    """The tensors of a ring, strides between slots, and how many rows it has, live or not, and room for."""
+    """The tensors of a ring, strides between slots, and between heads that are apart, and how many rows it has, live or
+    not, and room for."""
     kept = {"ring_x": ring.x, "ring_B": ring.B, "ring_dt": ring.dt}
     return {
         **{f"{name}_ptr": tensor for name, tensor in kept.items()},
         **{f"{name}_stride": row_stride(tensor) for name, tensor in kept.items()},
+        **{f"RING_{name.upper()}_H": stride for name, stride in ring.head_strides.items()},
         "start_ptr": ring.start, "count_ptr": ring.count, "L": ring.length,
         "ROOM": max(16, next_power_of_2(ring.window)),
     }  # fmt: skip

@@ -69,3 +69,26 @@ def drop_folded(
         "BLOCK": BLOCK,
     }  # fmt: skip
     start(Launch(kernel_in("rings", "drop_folded"), (-(-batch // BLOCK),), count.device, values, num_warps=1))
+
+
+@registered("before", "after", "rows", "folding")
+def place_counts(
+    slots: Slots,
+    counts: Tensor,
+    full: Tensor,
+    length: int,
+    before: Tensor,
+    after: Tensor,
+    rows: Tensor,
+    folding: Tensor,
+) -> None:
+    """Make cursors of rings, by slot, of counts that rows of a batch have; reference/rings.py says what goes where."""
+    if not uses_kernels(rows.device):
+        reference.place_counts(slots, counts, full, length, before, after, rows, folding)
+    elif len(rows):
+        values = {
+            **slots_values(slots), "counts_ptr": counts, "full_ptr": full, "before_ptr": before, "after_ptr": after,
+            "rows_ptr": rows, "folding_ptr": folding, "fault_ptr": fault_flag(rows.device), "batch": len(rows),
+            "length": length, "num_slots": len(before), "BLOCK": BLOCK,
+        }  # fmt: skip
+        start(Launch(kernel_in("rings", "place_counts"), (-(-len(rows) // BLOCK),), rows.device, values, num_warps=1))

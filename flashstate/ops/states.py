@@ -52,7 +52,7 @@ def write_states(
         return
     if not uses_kernels(slots.device):
         found = reference.resolve("write", slots, torch.ones_like(slots, dtype=torch.bool), len(state.data), null)
-        seed = None if state.seed is None else state.seed[found.clamp(min=0)]
+        seed = state.seeds_of(found.clamp(min=0))
         reference.store_state(state, states.float(), (found,), seed, torch.full_like(found, TOKEN))
         if count is not None:
             count[found[found >= 0]] = 0

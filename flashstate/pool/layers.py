@@ -152,6 +152,10 @@ def check_apart(states: Sequence[Layer], others: Mapping[str, Tensor]) -> None:
     seeds = {seed.data_ptr(): seed for layer in states if (seed := ssm_of(layer).seed) is not None}
     if len(seeds) > 1:
         raise ValueError(f"states must share one seed tensor, from which all layers draw, got {len(seeds)}")
+    shared = [i for i, layer in enumerate(states) if ssm_of(layer).shares_seed]
+    if shared:
+        words = "must have a seed for every slot, which requests take with them, got one for all"
+        raise ValueError(f"states[{shared[0]}] {words}")
     refused = [(seed, "states must not share the memory of their seed") for seed in seeds.values()]
     refused += [(t, f"{name} must not share the memory of another layer or of a state") for name, t in others.items()]
     for tensor, words in refused:

@@ -50,11 +50,6 @@ class BesideStates(State):
         """What the op is given: the State without the rest."""
         return State(**{own.name: getattr(self, own.name) for own in fields(State)})
 
-    @property
-    def launches(self) -> Any:
-        """Kernels that were started on these states before."""
-        return self.state.launches
-
 
 P = TypeVar("P", bound=BesideStates)
 

@@ -147,5 +147,4 @@ def gated_delta_step(
     y[within[exists]] = o[exists]
     store_output(out, y, at, live, slots)
     if update:
-        seed = None if state.seed is None else state.seed[read]
-        store_last(state, s, slots, read, seed, (within >= 0).sum(1))
+        store_last(state, s, slots, read, state.seeds_of(read), (within >= 0).sum(1))

@@ -59,9 +59,8 @@ def mamba2_replay(
 
     s = replayed(ring, states_of(state, slot), slot, start, live, A)  # (batch, H, D, N)
     if update:
-        seed = None if state.seed is None else state.seed[slot]
         to, index = torch.where(fold, slot, -1), torch.full_like(slot, BEFORE_THE_FIRST_TOKEN)
-        store_state(state, s, (to,), seed, index)
+        store_state(state, s, (to,), state.seeds_of(slot), index)
     for t in range(at.shape[1]):
         runs = gives & (at[:, t] >= 0)
         here = at[runs, t]
@@ -99,5 +98,4 @@ def mamba2_fold(
     if into is not None:
         write, null = (slot, -1) if slots is None or slots.write is None else (slots.write, slots.null)
         to, target = resolve("write", write, slot >= 0, len(into.data), null), into
-    seed = None if state.seed is None else state.seed[slot.clamp(min=0)]
-    store_state(target, s, (to,), seed, torch.full_like(slot, BEFORE_THE_FIRST_TOKEN))
+    store_state(target, s, (to,), state.seeds_of(slot), torch.full_like(slot, BEFORE_THE_FIRST_TOKEN))

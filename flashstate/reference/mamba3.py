@@ -192,8 +192,7 @@ def store_four(
 ) -> None:
     """Store what rows keep in the slots `to`, where these are not negative; s is rounded with the bits of the slots
     that were read, at this token."""
-    seed = None if state.ssm.seed is None else state.ssm.seed[read]
-    store_state(state.ssm, memory.s, (to,), seed, token)
+    store_state(state.ssm, memory.s, (to,), state.ssm.seeds_of(read), token)
     goes = to >= 0
     for tensor, kept, stored in (
         (state.k, memory.k, update_kv),

@@ -60,3 +60,26 @@ def drop_folded(start: Tensor, count: Tensor, length: int, slots: Slots | None, 
     slot = slot[slot >= 0]
     start[slot] = ((start[slot] + folded) % length).int()
     count[slot] = (count[slot] - folded).int()
+
+
+def place_counts(
+    slots: Slots,
+    counts: Tensor,
+    full: Tensor,
+    length: int,
+    before: Tensor,
+    after: Tensor,
+    rows: Tensor,
+    folding: Tensor,
+) -> None:
+    """Put the counts of live rows, (batch,), to their slots, before a token and after it; and of each row its slot, -1
+    where it has none or no room for a token, and again -1 unless its ring is `full`."""
+    batch = len(rows)
+    slot, counts = resolve_read(slots, batch, len(before), rows.device), counts[:batch].long()
+    outside = (slot >= 0) & ((counts < 0) | (counts >= length))
+    note_fault("tokens to fold", counts[outside])
+    slot = torch.where(outside, -1, slot)
+    goes = slot >= 0
+    before[slot[goes]], after[slot[goes]] = counts[goes].int(), counts[goes].int() + 1
+    rows.copy_(slot)
+    folding.copy_(torch.where(full[:batch] != 0, slot, -1))

@@ -19,6 +19,8 @@ def resolve_read(slots: Slots | None, batch: int, num_slots: int, device: torch.
     if slots.read.dim() == 1 or slots.accepted is None:
         return resolve("read", slots.read, torch.ones_like(slots.read, dtype=torch.bool), num_slots, slots.null)
     n, accepted = slots.read.shape[1], slots.accepted.long()
+    if slots.at_least_one:
+        accepted = accepted.clamp(min=1)
     note_fault("accepted", accepted[accepted > n])
     inside = (accepted >= 1) & (accepted <= n)
     column = torch.where(inside, accepted - 1, 0)

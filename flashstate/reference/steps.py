@@ -57,7 +57,7 @@ def step_tokens(
     at, y, read, live, gives = rows_of(slots, num_slots, out, lead)
     write, null = (None, -1) if slots is None else (slots.write, slots.null)
     rows = None if slots is None else slots.snapshot_rows
-    seed = None if state.seed is None else state.seed[read]
+    seed = state.seeds_of(read)
     parents = None if slots is None else slots.parents
     longest = at.shape[1] if slots is None or slots.longest is None else slots.longest
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from flashstate.errors import check_choice, check_tensor
-from flashstate.state.signature import Describes
+from flashstate.state.signature import Describes, describe_aligned, signature_of, unless_known
 from flashstate.state.slots import Slots
 from flashstate.state.state import State, as_state, check_slots_of, refuse_transposed
 
@@ -38,10 +39,16 @@ class Mamba3State(Describes):
     angle: Tensor | None = None
 
     def __init__(self, ssm: State | Tensor, k: Tensor, v: Tensor, angle: Tensor | None = None) -> None:
-        state = as_state(ssm, "ssm")
-        refuse_transposed("ssm", state)
-        slots, heads, rows, cols = state.data.shape
-        device = state.data.device
+        for name, value in (("ssm", as_state(ssm, "ssm")), ("k", k), ("v", v), ("angle", angle)):
+            object.__setattr__(self, name, value)
+        self._check_tensors()
+
+    @unless_known
+    def _check_tensors(self) -> None:
+        k, v, angle = self.k, self.v, self.angle
+        refuse_transposed("ssm", self.ssm)
+        slots, heads, rows, cols = self.ssm.data.shape
+        device = self.ssm.data.device
         check_tensor("k", k, ("slots", "R", "H", "N"), (slots, None, heads, cols), device=device)
         check_tensor("v", v, ("slots", "H", "D"), (slots, heads, rows), device=device)
         if angle is not None:
@@ -54,8 +61,12 @@ class Mamba3State(Describes):
         for name, tensor in (("k", k), ("v", v), ("angle", angle)):
             if tensor is not None:
                 check_slots_of(name, tensor, tensor.shape[1:])
-        for name, value in (("ssm", state), ("k", k), ("v", v), ("angle", angle)):
-            object.__setattr__(self, name, value)
+
+    @cached_property
+    def signature(self) -> int:
+        """Stands for all that a launch depends on but the addresses and the stream."""
+        angle = None if self.angle is None else describe_aligned(self.angle)
+        return signature_of("mamba3", self.ssm.signature, describe_aligned(self.k), describe_aligned(self.v), angle)
 
     @property
     def rank(self) -> int:

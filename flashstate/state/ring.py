@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flashstate.errors import check_contiguous, check_device, check_int, check_list, check_tensor
 from flashstate.state import actions
-from flashstate.state.signature import Describes, describe, describe_aligned, signature_of
+from flashstate.state.signature import Describes, describe, describe_aligned, signature_of, unless_known
 from flashstate.state.slots import Slots, as_slots
 from flashstate.state.state import State, check_slots_of
 
@@ -34,10 +34,12 @@ class Ring(Describes):
     dt: (slots, heads, length) float32, after bias and softplus.
     start, count: (slots,) int32 each: the oldest live row, and how many rows from there on, with a wrap at `length`,
         are live. Shared by all layers; contiguous.
-    window: the most live rows, 1 to 64; a call has at most as many tokens, and `length` must have room for both.
+    window: the most live rows, 1 to 64; a call has at most as many tokens, and `length` must have room for both. Where
+        `length` is the window itself, `mamba2_fold` must have folded before live and new rows are more than that.
 
-    The slot axis of x, B and dt may have any stride; a slot itself is contiguous. Rows that are not live may hold
-    anything. The tensors stay what they are: their dtypes, shapes and strides must not change in place.
+    The slot, head and group axes of x, B and dt may have any stride; the rows of a head or group are contiguous, and a
+    slot reaches over fewer than 2^31 elements. Rows that are not live may hold anything. The tensors stay what they
+    are: their dtypes, shapes and strides must not change in place.
     """
 
     written: ClassVar = ("x", "B", "dt")  # by ops
@@ -50,6 +52,13 @@ class Ring(Describes):
     window: int
 
     def __post_init__(self) -> None:
+        check_int("window", self.window, 1, LARGEST_WINDOW)
+        self._check_tensors()
+        if self.start is self.count:
+            raise ValueError("start and count must be two tensors, got one")
+
+    @unless_known
+    def _check_tensors(self) -> None:
         check_tensor("x", self.x, X_AXES, (None,) * 4)
         slots, heads, length, _ = self.x.shape
         check_tensor("B", self.B, B_AXES, (slots, None, length, None))
@@ -57,23 +66,23 @@ class Ring(Describes):
         for name in ("start", "count"):
             check_tensor(name, getattr(self, name), ("slots",), (slots,), dtypes=(torch.int32,))
             check_contiguous(name, getattr(self, name))
-        if self.start is self.count:
-            raise ValueError("start and count must be two tensors, got one")
         for name in ("B", "dt", "start", "count"):
             check_device(name, getattr(self, name), self.x.device, "x")
         for name in ("x", "B", "dt"):
             tensor = getattr(self, name)
             if tensor.numel() == 0:
                 raise ValueError(f"{name} must not be empty, got shape {tuple(tensor.shape)}")
-            if tensor[0].numel() >= 1 << 31:
-                raise ValueError(f"{name} must have fewer than 2^31 elements per slot, got {tensor[0].numel()}")
-            check_slots_of(name, tensor, tensor.shape[1:])
+            reach = 1 + sum(
+                (size - 1) * stride for size, stride in zip(tensor.shape[1:], tensor.stride()[1:], strict=True)
+            )
+            if reach >= 1 << 31:
+                raise ValueError(f"{name} must have fewer than 2^31 elements per slot, got {reach}")
+            check_slots_of(name, tensor, tensor.shape[2:], "head or group")
         groups = self.B.shape[1]
         if heads % groups:
             raise ValueError(f"B must have a number of groups that divides the {heads} heads, got {groups}")
-        check_int("window", self.window, 1, LARGEST_WINDOW)
-        if length <= self.window:
-            least = f"more than the window, {self.window}, by the tokens of the longest call"
+        if length < self.window:
+            least = f"the window, {self.window}, and the tokens of the longest call"
             raise ValueError(f"x must have a length of {least}, got shape {tuple(self.x.shape)}")
 
     @property
@@ -81,10 +90,17 @@ class Ring(Describes):
         """Rows there are, live or not."""
         return self.x.shape[2]
 
+    @cached_property
+    def head_strides(self) -> dict[str, int]:
+        """From head to head, or group to group, of x, B and dt, each 0 where these lie side by side."""
+        found = {name: getattr(self, name) for name in ("x", "B", "dt")}
+        dense = {name: t.shape[1] == 1 or t.stride(1) == t.shape[2:].numel() for name, t in found.items()}
+        return {name: 0 if dense[name] else t.stride(1) for name, t in found.items()}
+
     @property
     def longest_call(self) -> int:
         """The most tokens a row may have in a call: appended rows must not meet live ones."""
-        return min(self.window, self.length - self.window)
+        return min(self.window, self.length - self.window) or self.window
 
     @cached_property
     def signature(self) -> int:

@@ -9,6 +9,9 @@ from torch import Tensor
 
 WORD = 0xFFFFFFFF
 SEED_STEP = 0x9E3779B97F4A7C15 - (1 << 64)  # what advance() adds to a seed, as a signed 64-bit number
+SEED_OF_A_SLOT = 0xD1342543DE82EF95 - (
+    1 << 64
+)  # from slot to slot, where all share one seed: odd, so that none repeats
 
 
 def philox(

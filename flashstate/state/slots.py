@@ -14,12 +14,13 @@ from flashstate.errors import (
     INT64,
     LARGEST_INT32,
     check_choice,
+    check_flag,
     check_int,
     check_list,
     check_row_contiguous,
     check_tensor,
 )
-from flashstate.state.signature import Describes, describe, signature_of
+from flashstate.state.signature import Describes, describe, signature_of, unless_known
 
 MOST_TOKENS = LARGEST_INT32  # on a token axis
 PADDINGS = ("zero", "fresh", "keep")
@@ -39,6 +40,7 @@ class Slots(Describes):
         that write.
     accepted: (batch,) numbers from 1 to n: row b reads read[b, accepted[b] - 1]. Any other number makes it padding.
         With read (batch,) it is for `conv1d_step` alone: how many tokens of the call before row b keeps.
+    at_least_one: True takes counts below 1, of a table read (batch, n), as 1: such rows read their first slot.
     snapshot_rows: (batch,), the row of `snapshots` that a batch row fills; None: its own. Negative: none.
     cu_seqlens: (batch + 1,), for packed tokens: row b has the tokens from cu_seqlens[b] up to cu_seqlens[b + 1].
     max_len: the largest number of tokens a packed row has; needed for snapshots of packed tokens.
@@ -65,8 +67,17 @@ class Slots(Describes):
     parents: Tensor | None = None
     null: int = -1
     padding: str = "zero"
+    at_least_one: bool = False
 
     def __post_init__(self) -> None:
+        if self.max_len is not None:
+            check_int("max_len", self.max_len, 0, MOST_TOKENS)
+        check_int("null", self.null, *INT64)
+        check_flag("at_least_one", self.at_least_one)
+        self._check_tables()
+
+    @unless_known
+    def _check_tables(self) -> None:
         self._check_read()
         batch = self.read.shape[0]
         _check_table("write", self.write, batch, (1, 2))
@@ -74,9 +85,12 @@ class Slots(Describes):
         check_list("accepted", self.accepted, batch)
         check_list("snapshot_rows", self.snapshot_rows, batch)
         check_list("cu_seqlens", self.cu_seqlens, batch + 1, "batch + 1")
-        self._check_max_len()
-        check_int("null", self.null, *INT64)
+        if self.max_len is not None and self.cu_seqlens is None:
+            raise ValueError("max_len is for packed tokens: give it with cu_seqlens")
+        self.check_entries(self.longest)
         check_choice("padding", self.padding, PADDINGS)
+        if self.at_least_one and self.read.dim() == 1:
+            raise ValueError("at_least_one is for accepted counts of read (batch, n), got read (batch,)")
         for name in ("write", "accepted", "snapshot_rows", "cu_seqlens", "parents"):
             tensor = getattr(self, name)
             if tensor is not None and tensor.device != self.read.device:
@@ -90,13 +104,6 @@ class Slots(Describes):
                 raise ValueError("accepted must be given for read (batch, n): it says which of the n slots to read")
         else:
             check_tensor("read", self.read, ("batch",), (None,), dtypes=INDEX_DTYPES)
-
-    def _check_max_len(self) -> None:
-        if self.max_len is not None:
-            check_int("max_len", self.max_len, 0, MOST_TOKENS)
-            if self.cu_seqlens is None:
-                raise ValueError("max_len is for packed tokens: give it with cu_seqlens")
-        self.check_entries(self.longest)
 
     def check_entries(self, longest: int | None, prefix: str = "") -> None:
         """Raise unless tables of numbers per token have as many as the longest row has tokens."""
@@ -119,7 +126,7 @@ class Slots(Describes):
     def signature(self) -> int:
         """Stands for all that a launch depends on but the addresses."""
         described = (describe(getattr(self, name)) for name in TABLES)
-        return signature_of("slots", *described, self.max_len, self.null, self.padding)
+        return signature_of("slots", *described, self.max_len, self.null, self.padding, self.at_least_one)
 
     @property
     def longest(self) -> int | None:

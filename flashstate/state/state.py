@@ -12,7 +12,8 @@ from torch import Tensor
 from flashstate.errors import check_choice, check_int, check_tensor, dtype_name, too_short
 from flashstate.state import actions
 from flashstate.state.formats import FORMATS, ROUNDINGS, Format
-from flashstate.state.signature import Describes, describe, describe_aligned, signature_of
+from flashstate.state.rounding import SEED_OF_A_SLOT, SEED_STEP
+from flashstate.state.signature import Describes, describe, describe_aligned, signature_of, unless_known
 from flashstate.state.slots import SlotNumbers, Slots, as_slots
 
 HARDWARE_ROUNDING = ((10, 0), (10, 3))  # compute capabilities that have cvt.rs
@@ -36,8 +37,9 @@ class State(Describes):
     rounding: how float32 results are stored: "nearest" (ties to even), "stochastic", or "stochastic_hw" (the cvt.rs
         instruction: float16 and float8 on compute capability 10.0 and 10.3 only; bytes of its own).
     rounds: rounds of Philox behind the random bits of "stochastic".
-    seed: (slots,) int64, one per slot, needed for stochastic rounding. Ops read seeds; only `advance` moves them.
-        Snapshots have none: they are rounded with the bits of the state they are taken of.
+    seed: (slots,) int64, one per slot, needed for stochastic rounding; or one number for all, () or (1,): the bits of a
+        slot are then drawn from it and the slot's number. Ops read seeds; only `advance` moves them. Snapshots have
+        none: they are rounded with the bits of the state they are taken of.
     stream: tells layers and tensor-parallel ranks that share seeds apart; 0 to 2^32 - 1.
 
     The tensors stay what they are: their dtypes, shapes and strides must not change in place.
@@ -54,10 +56,16 @@ class State(Describes):
     stream: int = 0
 
     def __post_init__(self) -> None:
+        check_int("rounds", self.rounds, 1, MOST_ROUNDS)
+        check_int("stream", self.stream, 0, (1 << 32) - 1)
+        self._check_tensors()
+
+    @unless_known
+    def _check_tensors(self) -> None:
         axes = SNAPSHOT_AXES if isinstance(self.data, Tensor) and self.data.dim() == 5 else POOL_AXES
         _check_data("data", self.data, axes)
         _check_scale(self.scale, self.data, axes)
-        _check_rounding(self.data, self.rounding, self.rounds, self.stream)
+        _check_rounding(self.data, self.rounding)
         _check_seed(self.data, self.rounding, self.seed)
 
     @cached_property
@@ -78,8 +86,20 @@ class State(Describes):
     @property
     def bytes_per_slot(self) -> int:
         """Bytes of memory one slot takes: its state, its scales and its seed, where it has them."""
-        tensors = (tensor for tensor in (self.data, self.scale, self.seed) if tensor is not None)
+        seed = None if self.shares_seed else self.seed
+        tensors = (tensor for tensor in (self.data, self.scale, seed) if tensor is not None)
         return sum(tensor.shape[1:].numel() * tensor.element_size() for tensor in tensors)
+
+    @property
+    def shares_seed(self) -> bool:
+        """Whether one seed is there for all slots."""
+        return self.seed is not None and (self.seed.dim() == 0 or len(self.seed) < len(self.data))
+
+    def seeds_of(self, slots: Tensor) -> Tensor | None:
+        """The seeds of these slots, int64, if it has some; of -1 any."""
+        if self.seed is None:
+            return None
+        return self.seed.reshape(1) + slots * SEED_OF_A_SLOT if self.shares_seed else self.seed[slots]
 
     def read(self, slots: SlotNumbers) -> Tensor:
         """The states in these slots, decoded: (n, heads, rows, cols) float32. Slots may repeat.
@@ -107,11 +127,16 @@ class State(Describes):
 
         Call it once per model step, after all layers, with the slots of that step. Rows without tokens keep their
         seeds. Of a row with n slots to read all n move on, whichever was accepted: given equal seeds, they stay equal.
-        It is one small launch, and a CUDA graph captures it.
+        A seed that all slots share moves on once, whatever the slots are. It is one small launch, and a CUDA graph
+        captures it.
         """
         if self.seed is None:
             raise ValueError("advance needs a state with a seed")
-        actions.advance_seeds(self.seed, as_slots(slots))
+        where = as_slots(slots)
+        if self.shares_seed:
+            self.seed.add_(SEED_STEP)
+        else:
+            actions.advance_seeds(self.seed, where)
 
 
 def as_state(state: State | Tensor, name: str = "state") -> State:
@@ -225,13 +250,11 @@ def _check_bare(name: str, data: Tensor, axes: tuple[str, ...]) -> None:
         raise ValueError(f"{name} of dtype {fmt.name} needs a scale: pass State(data, scale)")
 
 
-def _check_rounding(data: Tensor, rounding: str, rounds: int, stream: int) -> None:
+def _check_rounding(data: Tensor, rounding: str) -> None:
     check_choice("rounding", rounding, ROUNDINGS)
     fmt = FORMATS[data.dtype]
     if rounding not in fmt.roundings:
         raise ValueError(f"rounding={rounding!r} is not for {fmt.name}, which has {', '.join(fmt.roundings)}")
-    check_int("rounds", rounds, 1, MOST_ROUNDS)
-    check_int("stream", stream, 0, (1 << 32) - 1)
     if rounding == "stochastic_hw":
         _check_hardware_rounding(data.device)
 
@@ -243,9 +266,12 @@ def _check_seed(data: Tensor, rounding: str, seed: Tensor | None) -> None:
         return
     if seed is None:
         if rounding != "nearest":
-            raise ValueError(f"rounding={rounding!r} needs seed: (slots,) int64, one per slot")
+            raise ValueError(f"rounding={rounding!r} needs seed: (slots,) int64, one per slot, or one number for all")
         return
-    check_tensor("seed", seed, ("slots",), (data.shape[0],), dtypes=(torch.int64,), device=data.device)
+    one = isinstance(seed, Tensor) and tuple(seed.shape) in ((), (1,))
+    sizes = tuple(seed.shape) if one else (data.shape[0],)
+    axes = ("slots",)[: len(sizes)]
+    check_tensor("seed", seed, axes, sizes, dtypes=(torch.int64,), device=data.device, also=((), ()))
     if not seed.is_contiguous():
         raise ValueError(f"seed must be contiguous, got stride {seed.stride(0)}")
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from flashstate.errors import ACTIVATION_DTYPES, dtype_name
-from flashstate.launch.direct import Launches
 from flashstate.ops import conv1d
 from flashstate.ops.conv1d import ChannelProblem
 from flashstate.proof.case import CASES, AnyCase, Cases
@@ -30,11 +29,6 @@ class Windows:
     rounding: str = "nearest"
     rounds: int = 0
     stream: int = 0
-
-    @property
-    def launches(self) -> Launches:
-        """Kernels that were started before, on whichever windows."""
-        return conv1d.CONV1D_STEP.launches
 
 
 def _bare(windows: Windows, given: dict[str, Any]) -> dict[str, Any]:

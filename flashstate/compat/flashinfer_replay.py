@@ -1,0 +1,162 @@
+"""FlashInfer's checkpointing_ssu, of flashinfer.mamba: Mamba-2 from a checkpoint and a ring of inputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashstate.compat import shapes
+from flashstate.errors import INT64, LARGEST_INT32, check_choice, check_flag, check_int, check_tensor, dtype_name
+from flashstate.ops.mamba2_replay import MAMBA2_REPLAY, mamba2_replay
+from flashstate.state.formats import FORMATS
+from flashstate.state.ring import LARGEST_WINDOW, Plan, Ring
+from flashstate.state.slots import Slots
+from flashstate.state.state import MOST_ROUNDS, State
+
+ALGORITHMS = ("auto", "monolith", "two-kernel")
+NAMES = {  # that the fields of a ring have here
+    "x": "x_cache", "B": "B_cache", "dt": "dt_cache", "start": "ring_start", "count": "prev_num_accepted_tokens",
+}  # fmt: skip
+
+
+def checkpointing_ssu(
+    state: Tensor,
+    x_cache: Tensor,
+    B_cache: Tensor,
+    dt_cache: Tensor,
+    ring_start: Tensor,
+    prev_num_accepted_tokens: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    out: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    state_batch_indices: Tensor | None = None,
+    pad_slot_id: int = -1,
+    state_scale: Tensor | None = None,
+    rand_seed: Tensor | None = None,
+    philox_rounds: int = 10,
+    d_split: int | None = None,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+    enable_pdl: bool = False,
+    cb_scaled: Tensor | None = None,
+    cumAdt_vec: Tensor | None = None,
+    cb_old: Tensor | None = None,
+    precompute_heads_per_cta: int = 0,
+    algorithm: str = "auto",
+) -> Tensor:
+    """Give the outputs of every row's tokens from its checkpoint and its ring; append them to the ring, fold the ring
+    into the state where it overflows, and fill and return `out`.
+
+    state is (slots, heads, dim, dstate), x_cache (slots, heads, length, dim), x (batch, T, heads, dim), or with
+    cu_seqlens (1, tokens, heads, dim). ring_start and prev_num_accepted_tokens (slots,) are read alone: their owner
+    moves them on. docs/compat.md has the other arguments, and says what differs from FlashInfer.
+    """
+    check_choice("algorithm", algorithm, ALGORITHMS)
+    check_flag("enable_pdl", enable_pdl)
+    check_int("precompute_heads_per_cta", precompute_heads_per_cta, 0, LARGEST_INT32)
+    if d_split is not None:
+        check_int("d_split", d_split, 1, LARGEST_INT32)
+    scratch = {"cb_scaled": cb_scaled, "cumAdt_vec": cumAdt_vec, "cb_old": cb_old}
+    check_scratch(scratch, algorithm)
+    tokens = {"x": x, "dt": dt, "B": B, "C": C, "out": out, **({} if z is None else {"z": z})}
+    packed, longest = tokens_of(tokens, cu_seqlens, max_seqlen)
+    stored = state_of(state, state_scale, rand_seed, philox_rounds)
+    ring = ring_of(x_cache, B_cache, dt_cache, ring_start, prev_num_accepted_tokens, longest)
+    slots = slots_of(state, packed["x"], state_batch_indices, pad_slot_id, cu_seqlens, longest)
+    replay(stored, ring, packed, slots, A=A, D=D, dt_bias=dt_bias, dt_softplus=dt_softplus)
+    return out
+
+
+def check_scratch(scratch: dict[str, Any], algorithm: str) -> None:
+    """Raise as FlashInfer does where scratch memory, which nobody needs here, is not all there."""
+    given = [name for name, tensor in scratch.items() if tensor is not None]
+    if given and len(given) < len(scratch):
+        raise ValueError(f"{', '.join(scratch)} must be given together, got {', '.join(given)} alone")
+    if algorithm == "two-kernel" and not given:
+        raise ValueError(f"algorithm 'two-kernel' needs {', '.join(scratch)}, got None")
+    for name in given:
+        if not isinstance(scratch[name], Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(scratch[name]).__name__}")
+
+
+def tokens_of(
+    tokens: dict[str, Any], cu_seqlens: Tensor | None, max_seqlen: int | None
+) -> tuple[dict[str, Tensor], int]:
+    """Tensors (batch, T, ...), or packed (1, tokens, ...) without their first axis, and the most tokens a row has."""
+    for name, tensor in tokens.items():
+        if not isinstance(tensor, Tensor) or tensor.dim() != 4:
+            axes = ("1" if cu_seqlens is not None else "batch", "T", "heads" if name not in "BC" else "groups", "width")
+            check_tensor(name, tensor, axes, (None,) * 4)
+    if cu_seqlens is None:
+        if max_seqlen is not None:
+            raise ValueError(f"max_seqlen is for packed tokens: give it with cu_seqlens, got {max_seqlen}")
+        return tokens, tokens["x"].shape[1]
+    if max_seqlen is None:
+        raise ValueError("max_seqlen must be given with cu_seqlens: the most tokens a row has, got None")
+    check_int("max_seqlen", max_seqlen, 1, LARGEST_WINDOW)
+    for name, tensor in tokens.items():
+        if tensor.shape[0] != 1:
+            raise ValueError(f"{name} must have shape (1, tokens, ...) with cu_seqlens, got {tuple(tensor.shape)}")
+    return {name: tensor[0] for name, tensor in tokens.items()}, max_seqlen
+
+
+def ring_of(
+    x_cache: Any, B_cache: Any, dt_cache: Any, start: Any, count: Any, longest: int, window: int | None = None
+) -> Ring:
+    """The ring in these tensors; its window is what its length leaves beside the tokens of the longest row."""
+    length = shapes.with_these_axes("x_cache", x_cache, "slots", "heads", "length", "dim").shape[2]
+    window = length - longest if window is None else window
+    if not max(longest, 1) <= window <= LARGEST_WINDOW:
+        most = f"{2 * max(longest, 1)} to {LARGEST_WINDOW + longest} rows, for a window beside {longest} tokens"
+        raise ValueError(f"x_cache must have {most}, got shape {tuple(x_cache.shape)}")
+    try:
+        return Ring(x_cache, B_cache, dt_cache, start, count, window)
+    except (TypeError, ValueError) as error:  # in the words of a ring
+        word, rest = str(error).split(" ", 1)
+        raise type(error)(f"{NAMES.get(word, word)} {rest}") from None
+
+
+def slots_of(state: Tensor, x: Tensor, read: Any, null: int, cu_seqlens: Tensor | None, longest: int | None) -> Slots:
+    """Where rows live; padding keeps what is in the output."""
+    check_int("pad_slot_id", null, *INT64)
+    batch, bounds = shapes.rows_of(x, cu_seqlens)
+    if read is None:
+        read, null = shapes.own_slots("state_batch_indices", state, batch), -1
+    else:
+        shapes.check_indices("state_batch_indices", read, device=state.device, batch=batch)
+    return Slots(read, cu_seqlens=bounds, max_len=None if bounds is None else longest, null=null, padding="keep")
+
+
+def state_of(state: Tensor, scale: Any, rand_seed: Any, rounds: int) -> State:
+    """The checkpoint with its scales and one seed for all slots, where it has them."""
+    shapes.with_these_axes("state", state, "slots", "heads", "dim", "dstate")
+    if scale is None and state.dtype in FORMATS and FORMATS[state.dtype].scaled:
+        raise ValueError(f"state_scale must be given where state is {dtype_name(state.dtype)}, got None")
+    if rand_seed is None:
+        return State(state, scale)
+    check_int("philox_rounds", rounds, 1, MOST_ROUNDS)
+    shapes.check_seed("rand_seed", rand_seed, state)
+    if state.dtype == torch.float32:  # which nothing is rounded to
+        return State(state)
+    return State(state, scale, rounding="stochastic", rounds=rounds, seed=rand_seed.reshape(()))
+
+
+def replay(
+    state: State | Tensor, ring: Ring, tokens: dict[str, Any], slots: Slots, plan: Plan | None = None, **more: Any
+) -> Tensor:
+    """Call mamba2_replay; what has strides that it does not take is copied. `tokens`: tensors with token axes."""
+    given = {**tokens, **{name: value for name, value in more.items() if value is not None}}
+    flag, out = given.pop("dt_softplus"), given.pop("out")
+    return mamba2_replay(
+        state, ring, **shapes.fitted(MAMBA2_REPLAY, **given), dt_softplus=flag, plan=plan,
+        slots=slots if plan is None else None, out=out,
+    )  # fmt: skip
