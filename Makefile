@@ -10,7 +10,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Three processes for two cores: of two, one is often idle.
 PYTEST      := OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: demo test quick lint test-kernels test-oldest test-gpu figures clean
+.PHONY: demo test quick lint test-kernels test-oldest test-gpu figures dist clean
 
 demo: $(ENVIRONMENT)
 	$(PYTHON) -m flashstate demo
@@ -45,6 +45,17 @@ test-gpu: $(ENVIRONMENT)
 
 figures: $(ENVIRONMENT)
 	$(PYTHON) -m tools.figures
+
+# A wheel and an sdist in dist/, tried as a user would: installed in an empty environment, and unpacked and tested.
+dist: $(ENVIRONMENT:ready=dist-ready)
+	rm -rf dist build
+	$(PYTHON) -m build --no-isolation
+	$(PYTHON) -m twine check --strict dist/*
+	$(PYTHON) -m tools.dist dist
+
+$(VENV)/dist-ready: $(VENV)/ready
+	$(VENV)/bin/python -m pip install --quiet --no-compile --group dist
+	touch $@
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	python3 -m venv $(VENV)
