@@ -66,7 +66,7 @@ def tracked() -> set[str]:
 
 
 def run(command: Sequence[str | Path], cwd: Path, *, quiet: bool = False) -> str:
-    """Run a command that finds no checkout of ours in its path; SystemExit where it fails. Returns what was kept back."""
+    """Run a command away from this checkout, and return what was kept back of its output; SystemExit where it fails."""
     words = [*map(str, command)]
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     environment["TRITON_INTERPRET"] = "1" if "pytest" in words else "0"
