@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 
 from flashstate.bench.results import Row, write_csv
+from flashstate.launch.call import OPS
 from flashstate.state.formats import PORTABLE_FORMATS
 from tools import figures as tool
 from tools.figures import END, MARKED, RESULTS, ROOT, documents, figures, with_tables
+from tools.format_costs import costs_table
+from tools.numerics_experiment import ErrorRow
 from tools.replay_pays import NEVER, pays
 
 MOVES = "plan and commit"
@@ -130,9 +133,25 @@ def test_tables_go_between_their_marks_and_nothing_else_changes(
             with_tables(f"{mark(unknown)}{END}")
 
 
+def test_a_table_of_costs_has_formats_down_and_the_bytes_of_a_state() -> None:
+    forms = (("float32", "nearest"), ("int8", "stochastic"))
+    rows = [row("flashstate", *fmt, batch) for fmt, batch in product(forms, (1, 16, 256))]
+    rows += [row("vllm", "float32", "nearest", 1), row("flashstate", "float32", "nearest", 1, tokens=4)]
+    errors = {(*fmt, "plain", "all"): ErrorRow(*fmt, "plain", "all", 9, 1e-3, 2e-3, 1.0) for fmt in forms}
+    assert costs_table("mamba2", rows, errors) == [
+        "| format | KiB of a state | error of states | error of outputs | µs, batch 1 | µs, batch 16 | µs, batch 256 |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| float32 | 512 | 1.0e-03 | 2.0e-03 | 3.20 | 51.2 | 819 |",
+        "| int8 stochastic | 132 | 1.0e-03 | 2.0e-03 | 3.20 | 51.2 | 819 |",
+    ]
+    assert "error" not in costs_table("gated_delta", [], {})[0]
+
+
 def test_documents_have_the_tables_of_the_results() -> None:
     found = {path.relative_to(ROOT).as_posix() for path in documents()}
-    assert found == {"README.md", "docs/launching.md", "docs/measuring.md", "docs/numerics.md", "docs/ops.md"}
+    pages = {f"docs/ops/{op}.md" for op in OPS}
+    shared = {"docs/launching.md", "docs/measuring.md", "docs/numerics.md", "docs/serving.md"}
+    assert found >= {"README.md", *shared, *pages}
     texts = [document.read_text(encoding="utf-8") for document in documents()]
     for text in texts:
         assert text == with_tables(text), "run make figures"
@@ -144,9 +163,12 @@ def test_documents_have_the_tables_of_the_results() -> None:
 @pytest.mark.parametrize(
     ("document", "table", "old", "new"),
     [
-        ("README.md", "figures of mamba2", "| 4 |", "| 5 |"),
-        ("README.md", "figures of mamba2", " (9", " (8"),
-        ("README.md", "figures of mamba2", "float16 stoch", "float64 stoch"),
+        ("README.md", "peers", " / ", " + "),
+        ("docs/measuring.md", "figures of mamba2", "| 4 |", "| 5 |"),
+        ("docs/measuring.md", "figures of mamba2", " (9", " (8"),
+        ("docs/measuring.md", "figures of mamba2", "float16 stoch", "float64 stoch"),
+        ("docs/ops/mamba2_step.md", "formats of mamba2", "| 512 |", "| 256 |"),
+        ("docs/serving.md", "where replay pays", "| 4 |", "| 1 |"),
         ("docs/numerics.md", "errors of long heads", "e-0", "e-1"),
     ],
 )

@@ -5,6 +5,10 @@ A table of README.md or docs/ stands between two marks. The first one says what 
     <!-- figures of OP; make figures writes this -->                    flashstate alone, by format
     <!-- figures of OP: LABEL | LABEL; make figures writes this -->     all implementations under these labels
     <!-- errors of long heads; make figures writes this -->             tools/numerics.py, at the end of its run
+    <!-- sizes of states; make figures writes this -->                  the same
+    <!-- formats of OP; make figures writes this -->                    bytes, errors and times of its formats
+    <!-- where replay pays; make figures writes this -->                tools/replay_pays.py
+    <!-- peers; make figures writes this -->                            a few calls beside other libraries
     <!-- arguments of OP; make figures writes this -->                  its tensors, as it is declared
     <!-- end of figures -->
 """
@@ -19,7 +23,8 @@ from pathlib import Path
 from flashstate.bench.plot import draw
 from flashstate.bench.results import HOST_COST, Row, is_roof, read_csv
 from tools.arguments import arguments_table
-from tools.numerics import error_table, read_errors
+from tools.format_costs import SHOWN, costs_table, peers_table, shown_time
+from tools.numerics import at_the_end, error_table, read_errors
 from tools.numerics_plot import draw_errors
 from tools.replay_pays import pays
 
@@ -37,7 +42,8 @@ OURS = "flashstate"
 ORIGIN = ("torch", "triton", "commit", "date", "peers")  # of a provenance
 END = "<!-- end of figures -->"
 MARKED = re.compile(rf"(?P<mark><!-- (?P<table>[^;\n]+); make figures writes this -->\n).*?(?={END})", re.DOTALL)
-ARGUMENTS = "arguments of "
+ARGUMENTS, FORMATS = "arguments of ", "formats of "
+PEERS, PAYS = "peers", "where replay pays"
 FIGURES = re.compile(r"figures of (?P<op>[^:]+)(: (?P<labels>.+))?")
 
 
@@ -53,7 +59,7 @@ def main() -> None:
 
 def documents() -> list[Path]:
     """The documents that have a place for a table."""
-    every = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+    every = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
     return [document for document in every if MARKED.search(document.read_text(encoding="utf-8"))]
 
 
@@ -66,19 +72,37 @@ def table(name: str) -> str:
     """The table that a mark asks for; ValueError where there is none."""
     if name.startswith(ARGUMENTS):
         return arguments_table(name.removeprefix(ARGUMENTS))
+    if name.startswith(FORMATS):
+        return formats(name.removeprefix(FORMATS))
+    if name == PEERS:
+        found = {op: measured(op) for op in dict.fromkeys(op for op, *_ in SHOWN)}
+        origins = "; ".join(dict.fromkeys(origin(provenance) for provenance, _ in found.values()))
+        return paragraphs(peers_table({op: rows for op, (_, rows) in found.items()}), f"Measured on: {origins}.")
+    if name == PAYS:
+        origin_of_replay, replayed = measured("mamba2_replay")
+        return paragraphs(pays(replayed), _measured_on(origin_of_replay))
     asked = FIGURES.fullmatch(name)
     if asked is None:
         provenance, rows = read_errors(ERRORS)
         return error_table(name, rows, origin(provenance))
-    if asked["op"] not in RESULTS:
-        raise ValueError(f"there are no results of {asked['op']}, only of {', '.join(RESULTS)}")
     origin_of_times, times = measured(asked["op"])
     return figures(times, origin_of_times, asked["labels"].split(" | ") if asked["labels"] else ())
 
 
+def formats(op: str) -> str:
+    """What the formats of an op cost."""
+    provenance, rows = measured(op)
+    origin_of_errors, errors = read_errors(ERRORS)
+    lines = costs_table(op, rows, at_the_end(errors))
+    from_errors = f"Errors: {origin(origin_of_errors)}." if "error" in lines[0] else ""
+    return paragraphs(lines, " ".join(filter(None, (_measured_on(provenance), from_errors))))
+
+
 @cache
 def measured(op: str) -> tuple[dict[str, str], list[Row]]:
-    """The provenance and the rows of an op."""
+    """The provenance and the rows of an op; ValueError where it was not measured."""
+    if op not in RESULTS:
+        raise ValueError(f"there are no results of {op}, only of {', '.join(RESULTS)}")
     return read_csv(RESULTS[op])
 
 
@@ -102,14 +126,22 @@ def figures(rows: Sequence[Row], provenance: Mapping[str, str], labels: Sequence
         lines += ["", *pays(rows)]
     if HOST_COST in provenance and not labels:
         lines += ["", f"Host cost of an eager call: {provenance[HOST_COST]}."]
-    lines += ["", f"Measured on: {origin(provenance)}."]
-    return "\n".join(["", *lines, "", ""])
+    return paragraphs(lines, _measured_on(provenance))
+
+
+def paragraphs(lines: Sequence[str], below: str) -> str:
+    """Lines of a table, and what stands below it, apart from what is around them."""
+    return "\n".join(["", *lines, "", below, "", ""])
 
 
 def origin(provenance: Mapping[str, str]) -> str:
     """The device, and with their names the things that its figures depend on most."""
     named = [f"{name} {provenance[name]}" for name in ORIGIN if name in provenance]
     return ", ".join([provenance.get("device", "an unknown device"), *named])
+
+
+def _measured_on(provenance: Mapping[str, str]) -> str:
+    return f"Measured on: {origin(provenance)}."
 
 
 def _is_ours(row: Row) -> bool:
@@ -124,9 +156,8 @@ def _name(row: Row, beside_others: Sequence[str]) -> str:
 def _cell(row: Row | None) -> str:
     if row is None:
         return ""
-    digits = 2 if row.microseconds < 10 else 1 if row.microseconds < 100 else 0
     percent = "" if row.percent_of_roof is None else f" ({row.percent_of_roof:.0f})"
-    return f"{row.microseconds:.{digits}f}{percent}"
+    return f"{shown_time(row)}{percent}"
 
 
 if __name__ == "__main__":
