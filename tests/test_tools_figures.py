@@ -150,7 +150,13 @@ def test_a_table_of_costs_has_formats_down_and_the_bytes_of_a_state() -> None:
 def test_documents_have_the_tables_of_the_results() -> None:
     found = {path.relative_to(ROOT).as_posix() for path in documents()}
     pages = {f"docs/ops/{op}.md" for op in OPS}
-    shared = {"docs/launching.md", "docs/measuring.md", "docs/numerics.md", "docs/serving.md"}
+    shared = {
+        "docs/launching.md",
+        "docs/measuring.md",
+        "docs/numerics.md",
+        "docs/serving.md",
+        "docs/choosing-a-format.md",
+    }
     assert found >= {"README.md", *shared, *pages}
     texts = [document.read_text(encoding="utf-8") for document in documents()]
     for text in texts:
@@ -170,6 +176,7 @@ def test_documents_have_the_tables_of_the_results() -> None:
         ("docs/ops/mamba2_step.md", "formats of mamba2", "| 512 |", "| 256 |"),
         ("docs/serving.md", "where replay pays", "| 4 |", "| 1 |"),
         ("docs/numerics.md", "errors of long heads", "e-0", "e-1"),
+        ("docs/choosing-a-format.md", "costs of formats", "| 0.50 |", "| 0.25 |"),
     ],
 )
 def test_a_figure_that_differs_is_seen(document: str, table: str, old: str, new: str) -> None:
@@ -179,15 +186,15 @@ def test_a_figure_that_differs_is_seen(document: str, table: str, old: str, new:
     assert with_tables(changed) == text != changed
 
 
-def test_the_command_writes_every_document_and_draws_both_pictures(
+def test_the_command_writes_every_document_and_draws_every_picture(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     drawn: list[Path] = []
-    for draw in ("draw", "draw_errors"):
-        monkeypatch.setattr(tool, draw, lambda rows, provenance, path: drawn.append(path))
+    for draw in ("draw", "draw_errors", "draw_choice"):
+        monkeypatch.setattr(tool, draw, lambda rows, beside, path: drawn.append(path))
     (tmp_path / "README.md").write_text(f"{mark('figures of mamba2')}{END}\n", encoding="utf-8")
     monkeypatch.setattr(tool, "ROOT", tmp_path)
     tool.main()
     assert "| float32 | " in (tmp_path / "README.md").read_text(encoding="utf-8")
-    assert drawn == [tmp_path / "docs" / "h200.png", tmp_path / "docs" / "numerics.png"]
+    assert drawn == [tmp_path / "docs" / f"{name}.png" for name in ("h200", "numerics", "choosing-a-format")]
     assert "$(PYTHON) -m tools.figures\n" in (ROOT / "Makefile").read_text(encoding="utf-8")

@@ -7,6 +7,7 @@ A table of README.md or docs/ stands between two marks. The first one says what 
     <!-- errors of long heads; make figures writes this -->             tools/numerics.py, at the end of its run
     <!-- sizes of states; make figures writes this -->                  the same
     <!-- formats of OP; make figures writes this -->                    bytes, errors and times of its formats
+    <!-- costs of formats; make figures writes this -->                 what formats cost in every family of ops
     <!-- where replay pays; make figures writes this -->                tools/replay_pays.py
     <!-- peers; make figures writes this -->                            a few calls beside other libraries
     <!-- arguments of OP; make figures writes this -->                  its tensors, as it is declared
@@ -23,6 +24,7 @@ from pathlib import Path
 from flashstate.bench.plot import draw
 from flashstate.bench.results import HOST_COST, Row, is_roof, read_csv
 from tools.arguments import arguments_table
+from tools.format_choice import FAMILIES, choice_table, draw_choice
 from tools.format_costs import SHOWN, costs_table, peers_table, shown_time
 from tools.numerics import at_the_end, error_table, read_errors
 from tools.numerics_plot import draw_errors
@@ -43,18 +45,19 @@ ORIGIN = ("torch", "triton", "commit", "date", "peers")  # of a provenance
 END = "<!-- end of figures -->"
 MARKED = re.compile(rf"(?P<mark><!-- (?P<table>[^;\n]+); make figures writes this -->\n).*?(?={END})", re.DOTALL)
 ARGUMENTS, FORMATS = "arguments of ", "formats of "
-PEERS, PAYS = "peers", "where replay pays"
+PEERS, PAYS, CHOICE = "peers", "where replay pays", "costs of formats"
 FIGURES = re.compile(r"figures of (?P<op>[^:]+)(: (?P<labels>.+))?")
 
 
 def main() -> None:
-    """Write every table into its document, and draw both pictures."""
+    """Write every table into its document, and draw every picture."""
     for document in documents():
         document.write_text(with_tables(document.read_text(encoding="utf-8")), encoding="utf-8")
     provenance, rows = measured("mamba2")
     draw(rows, provenance, ROOT / "docs" / "h200.png")
     origin_of_errors, errors = read_errors(ERRORS)
     draw_errors(errors, origin_of_errors, ROOT / "docs" / "numerics.png")
+    draw_choice(of_families()[1], at_the_end(errors), ROOT / "docs" / "choosing-a-format.png")
 
 
 def documents() -> list[Path]:
@@ -81,6 +84,11 @@ def table(name: str) -> str:
     if name == PAYS:
         origin_of_replay, replayed = measured("mamba2_replay")
         return paragraphs(pays(replayed), _measured_on(origin_of_replay))
+    if name == CHOICE:
+        origins, by_family = of_families()
+        origin_of_errors, errors = read_errors(ERRORS)
+        below = f"Times: {origins}. Errors: {origin(origin_of_errors)}."
+        return paragraphs(choice_table(by_family, at_the_end(errors)), below)
     asked = FIGURES.fullmatch(name)
     if asked is None:
         provenance, rows = read_errors(ERRORS)
@@ -96,6 +104,13 @@ def formats(op: str) -> str:
     lines = costs_table(op, rows, at_the_end(errors))
     from_errors = f"Errors: {origin(origin_of_errors)}." if "error" in lines[0] else ""
     return paragraphs(lines, " ".join(filter(None, (_measured_on(provenance), from_errors))))
+
+
+def of_families() -> tuple[str, dict[str, list[Row]]]:
+    """Where the results of all families of ops were measured, in words, and their rows by op."""
+    found = {family.op: measured(family.op) for family in FAMILIES}
+    origins = "; ".join(dict.fromkeys(origin(provenance) for provenance, _ in found.values()))
+    return origins, {op: rows for op, (_, rows) in found.items()}
 
 
 @cache
