@@ -35,7 +35,7 @@ WRONG_SLOTS: list[tuple[Any, ...]] = [  # of a pool whose slots 0 to 3 are held 
     (5, f"{NOT_HELD} 5 is the null slot"),
     (6, "must be from 0 to 5, got 6"),
     ([1, -1], "must be from 0 to 5, got -1"),
-    (torch.tensor([1 << 40]), "must be from 0 to 5, got 1099511627776"),
+    ([1 << 40], "must be from 0 to 5, got 1099511627776"),
     (True, "must be an int, got True", TypeError),
     ([1, 2.0], "must be an int, got 2.0", TypeError),
     (1.0, f"{WRONG_KIND} float", TypeError),
@@ -63,6 +63,8 @@ CALLS: Calls = [
     *of_slots("slots", lambda pool, slots: pool.read(0, slots)),
     *of_slots("src", lambda pool, slots: pool.copy(slots, 1)),
     *of_slots("dst", lambda pool, slots: pool.copy(1, slots)),
+    (lambda pool: pool.release(torch.tensor([1 << 40])), "^slots must be from 0 to 5, got 1099511627776"),
+    (lambda pool: pool.release(torch.tensor([4])), f"^slots {NOT_HELD} 4 is free"),
     (lambda pool: pool.release([1, 2, 1]), f"^slots {TWICE}"),
     (lambda pool: pool.reset([1, 1]), f"^slots {TWICE}"),
     (lambda pool: pool.write(0, [1, 1], TWO), f"^slots {TWICE}"),
@@ -70,6 +72,9 @@ CALLS: Calls = [
     (lambda pool: pool.copy([0, 2], [1]), "^dst must have as many slots as src, 2, got 1"),
     (lambda pool: pool.copy(0, 1, keep_seed=1), "^keep_seed must be True or False, got 1", TypeError),
     (lambda pool: pool.acquire(2), "^acquire needs 2 free slots, but only 1 of 6 are free", RuntimeError),
+    (lambda pool: pool.acquire(2), r"are free; resized\(slots\) gives a pool with more", RuntimeError),
+    (lambda pool: pool.acquire(1, dtype=torch.int16), "^dtype must be int32 or int64, got int16", TypeError),
+    (lambda pool: pool.acquire(1, dtype=int), "^dtype must be int32 or int64, got <class 'int'>", TypeError),
     (lambda pool: pool.acquire(-1), "^n must be from 0"),
     (lambda pool: pool.acquire(1.0), "^n must be an int, got 1.0", TypeError),
     (lambda pool: pool.acquire(True), "^n must be an int, got True", TypeError),
@@ -87,7 +92,6 @@ CALLS: Calls = [
     (lambda pool: pool.write(0, 0, ONE[0]), r"^states must have shape \(slots=1, heads=2, rows=3, cols=5\)"),
     (lambda pool: pool.write(0, [0, 1], ONE), r"^states must have shape \(slots=2, "),
     (lambda pool: pool.write(0, 0, ONE.tolist()), "^states must be a tensor, got list", TypeError),
-    (lambda pool: pool.write(0, 0, ONE.mT.contiguous().mT), "^states must be contiguous along its last axis"),
     (lambda pool: pool.write(0, 0, ONE.to("meta")), "^states is on meta, but the state is on cpu"),
     (lambda pool: pool.advance(2), "^slots must be a Slots, an index tensor or None, got int", TypeError),
     (lambda pool: pool.advance(torch.tensor([0.5])), "^slots must be int32 or int64", TypeError),
@@ -135,7 +139,9 @@ def everything(pool: StatePool[Any]) -> tuple[Any, ...]:
     seeds = [] if pool._seed is None else [pool._seed]
     windows = [pool.window(i) for i in range(pool.layers)] if pool.has_windows else []
     memory = [pools.memory_of(tensor).tolist() for tensor in (*mamba3_pools.parts_of(pool), *windows, *seeds)]
-    return memory, list(pool._free), set(pool._held), pool._generator.get_state().tolist()
+    holding = pool._holding
+    drawn = holding.generator.get_state().tolist(), holding.draws.tolist()
+    return memory, list(holding.free), set(holding.held), *drawn
 
 
 WITH_WINDOWS = {"slots": 6, "layers": 2, "heads": 1, "rows": 2, "cols": 3, "conv_channels": 5}

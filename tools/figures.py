@@ -27,6 +27,7 @@ from tools.arguments import arguments_table
 from tools.format_choice import FAMILIES, choice_table, draw_choice
 from tools.format_costs import SHOWN, costs_table, peers_table, shown_time
 from tools.numerics import at_the_end, error_table, read_errors
+from tools.numerics_ops import read_op_errors
 from tools.numerics_plot import draw_errors
 from tools.replay_pays import pays
 
@@ -40,6 +41,8 @@ RESULTS = {  # by the op that they are of
     "mamba2_replay": ROOT / "results" / "h200-replay.csv",
 }
 ERRORS = ROOT / "results" / "numerics.csv"
+ERRORS_OF_OPS = ROOT / "results" / "numerics-ops.csv"
+WAYS = {"mamba2": "plain", "mamba2_replay": "replay"}  # in ERRORS; other ops are in ERRORS_OF_OPS
 OURS = "flashstate"
 ORIGIN = ("torch", "triton", "commit", "date", "peers")  # of a provenance
 END = "<!-- end of figures -->"
@@ -79,8 +82,8 @@ def table(name: str) -> str:
         return formats(name.removeprefix(FORMATS))
     if name == PEERS:
         found = {op: measured(op) for op in dict.fromkeys(op for op, *_ in SHOWN)}
-        origins = "; ".join(dict.fromkeys(origin(provenance) for provenance, _ in found.values()))
-        return paragraphs(peers_table({op: rows for op, (_, rows) in found.items()}), f"Measured on: {origins}.")
+        origins = merged([provenance for provenance, _ in found.values()])
+        return paragraphs(peers_table({op: rows for op, (_, rows) in found.items()}), _measured_on(origins))
     if name == PAYS:
         origin_of_replay, replayed = measured("mamba2_replay")
         return paragraphs(pays(replayed), _measured_on(origin_of_replay))
@@ -100,10 +103,20 @@ def table(name: str) -> str:
 def formats(op: str) -> str:
     """What the formats of an op cost."""
     provenance, rows = measured(op)
-    origin_of_errors, errors = read_errors(ERRORS)
-    lines = costs_table(op, rows, at_the_end(errors))
-    from_errors = f"Errors: {origin(origin_of_errors)}." if "error" in lines[0] else ""
-    return paragraphs(lines, " ".join(filter(None, (_measured_on(provenance), from_errors))))
+    origin_of_errors, errors = errors_of(op)
+    below = f"{_measured_on(provenance)} Errors: {origin(origin_of_errors)}."
+    return paragraphs(costs_table(op, rows, errors), below)
+
+
+def errors_of(op: str) -> tuple[dict[str, str], dict[tuple[str, str], tuple[float, float]]]:
+    """The provenance, and by format and rounding the errors of states and of outputs of an op at the end of a run."""
+    if op in WAYS:
+        provenance, found = read_errors(ERRORS)
+        last = [row for row in at_the_end(found).values() if (row.way, row.memory) == (WAYS[op], "all")]
+        return provenance, {(row.format, row.rounding): (row.state_error, row.output_error) for row in last}
+    provenance, of_ops = read_op_errors(ERRORS_OF_OPS)
+    here = [row for row in of_ops if row.op == op]
+    return provenance, {(row.format, row.rounding): (row.state_error, row.output_error) for row in here}
 
 
 def of_families() -> tuple[str, dict[str, list[Row]]]:
@@ -153,6 +166,13 @@ def origin(provenance: Mapping[str, str]) -> str:
     """The device, and with their names the things that its figures depend on most."""
     named = [f"{name} {provenance[name]}" for name in ORIGIN if name in provenance]
     return ", ".join([provenance.get("device", "an unknown device"), *named])
+
+
+def merged(provenances: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """One provenance of several: what they do not share stands side by side."""
+    names = dict.fromkeys(name for provenance in provenances for name in provenance)
+    values = {name: dict.fromkeys(p[name] for p in provenances if name in p) for name in names}
+    return {name: " / ".join(found) for name, found in values.items()}
 
 
 def _measured_on(provenance: Mapping[str, str]) -> str:

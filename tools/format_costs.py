@@ -8,10 +8,8 @@ import torch
 
 from flashstate.bench.results import Row
 from flashstate.state.formats import FORMATS, label_of
-from tools.numerics_experiment import ErrorRow
 
 BATCHES = (1, 16, 256)
-ERRORS_OF = {"mamba2": "plain", "mamba2_replay": "replay"}  # the way of results/numerics.csv that an op takes
 STORED = {"mamba2_replay": "stationary"}  # what the calls shown store, if not the last state in place
 HEADS = {"gated_delta": 64}  # of the rows shown, where several numbers were measured
 BESIDE = (1, 16, 256)  # batch sizes of the table beside other libraries
@@ -27,27 +25,27 @@ SHOWN = (  # (op, label of its rows, implementation of ours, what the line is ca
 )
 
 
-def costs_table(op: str, rows: Sequence[Row], errors: Mapping[tuple[str, str, str, str], ErrorRow]) -> list[str]:
-    """The lines of a table of an op: formats down; bytes of a state, errors where they were measured, times across."""
+def costs_table(op: str, rows: Sequence[Row], errors: Mapping[tuple[str, str], tuple[float, float]]) -> list[str]:
+    """The lines of a table of an op: formats down; bytes of a state, errors of states and outputs, times across.
+
+    errors: by format and rounding. A format that was not timed has no times.
+    """
     shown = [row for row in rows if _is_shown(op, row)]
-    way = ERRORS_OF.get(op)
-    head = ["format", "KiB of a state", *(["error of states", "error of outputs"] if way else [])]
+    (size,) = {(row.heads, row.rows, row.cols) for row in shown}
     lines = []
-    for name, rounding in dict.fromkeys((row.format, row.rounding) for row in shown):
-        alike = {row.batch: row for row in shown if (row.format, row.rounding) == (name, rounding)}
-        found = errors.get((name, rounding, way, "all")) if way else None
-        wrong = [f"{found.state_error:.1e}", f"{found.output_error:.1e}"] if found else []
-        times = [shown_time(alike[batch]) if batch in alike else "" for batch in BATCHES]
-        first = next(iter(alike.values()))
-        lines.append([label_of(name, rounding), f"{state_bytes(first) / 1024:.4g}", *wrong, *times])
+    for fmt, wrong in errors.items():
+        times = {row.batch: shown_time(row) for row in shown if (row.format, row.rounding) == fmt}
+        cells = [f"{state_bytes(fmt[0], *size) / 1024:.4g}", *(f"{error:.1e}" for error in wrong)]
+        lines.append([label_of(*fmt), *cells, *(times.get(batch, "") for batch in BATCHES)])
+    head = ["format", "KiB of a state", "error of states", "error of outputs"]
     return table_of([*head, *(f"µs, batch {batch}" for batch in BATCHES)], lines)
 
 
-def state_bytes(row: Row) -> int:
+def state_bytes(name: str, heads: int, rows: int, cols: int) -> int:
     """Bytes of the state of a layer in one slot, scales among them."""
-    dtype: torch.dtype = getattr(torch, row.format)
+    dtype: torch.dtype = getattr(torch, name)
     scale = 4 if FORMATS[dtype].scaled else 0  # of every row
-    return row.heads * row.rows * (row.cols * dtype.itemsize + scale)
+    return heads * rows * (cols * dtype.itemsize + scale)
 
 
 def peers_table(measured: Mapping[str, Sequence[Row]]) -> list[str]:

@@ -3,24 +3,11 @@
 import triton
 import triton.language as tl
 
-from flashstate.kernels.slots import ACCEPTED_FAULT, FOLD_FAULT, READ_FAULT, bound
+from flashstate.kernels.slots import ACCEPTED_FAULT, FOLD_FAULT, bound, slots_of_rows
 from flashstate.launch.kernel import kernel
 
 FIELDS = tl.constexpr(8)  # numbers that a plan has of a row
 MOST_TOKENS = tl.constexpr((1 << 31) - 1)  # on a token axis
-
-
-@triton.jit
-def slots_of_rows(read, b, exists, slots):
-    """The slots that these rows read, int64; -1 for padding, and rows that do not exist. `read`: list and stride."""
-    read_ptr, read_stride = read
-    num_slots, null, fault_ptr = slots
-    slot = b.to(tl.int64)
-    if read_ptr is not None:
-        slot = tl.load(read_ptr + slot * read_stride, mask=exists, other=-1).to(tl.int64)
-    past = exists & (slot >= num_slots)
-    tl.store(fault_ptr + READ_FAULT + b * 0, slot, mask=past & (slot != null))
-    return tl.where(exists & (slot >= 0) & (slot < num_slots) & (slot != null), slot, -1)
 
 
 @triton.jit

@@ -69,6 +69,20 @@ def write_slot(write, b, slot, goes, slots):
 
 
 @triton.jit
+def slots_of_rows(table, b, exists, slots, FAULT: tl.constexpr = READ_FAULT):
+    """The slots of these rows, int64; -1 for padding, and rows that do not exist. `table`: a list, or None where row b
+    has slot b, and its stride. FAULT: the element of the flag for slots past the pool."""
+    table_ptr, stride = table
+    num_slots, null, fault_ptr = slots
+    slot = b.to(tl.int64)
+    if table_ptr is not None:
+        slot = tl.load(table_ptr + slot * stride, mask=exists, other=-1).to(tl.int64)
+    past = exists & (slot >= num_slots)
+    tl.store(fault_ptr + FAULT + b * 0, slot, mask=past & (slot != null))
+    return tl.where(exists & (slot >= 0) & (slot < num_slots) & (slot != null), slot, -1)
+
+
+@triton.jit
 def resolve_snapshot_row(rows, b, goes, fault_ptr):
     """The row of the snapshots that row `b` fills, int64; -1 for none. `rows`: their list, and how many there are."""
     rows_ptr, num_rows = rows

@@ -19,10 +19,9 @@ from flashstate.errors import (
     describe_shape,
 )
 from flashstate.launch import uses_kernels
-from flashstate.launch.arguments import as_bytes
-from flashstate.pool.memory import Memory
 from flashstate.state.formats import FORMATS
 from flashstate.state.mamba3 import Mamba3State
+from flashstate.state.parts import Part, Parts
 from flashstate.state.ring import Ring, check_ring
 from flashstate.state.state import POOL_AXES, State
 
@@ -55,18 +54,29 @@ def parts_of(layer: Layer) -> dict[str, Tensor]:
     return own_parts(ssm_of(layer)) | own_parts(layer)
 
 
-def memory_of(
+def all_parts(states: Sequence[Layer], windows: Sequence[Tensor], rings: Sequence[Ring]) -> Parts:
+    """What a pool of these layers keeps for every slot, layer by layer, then what all layers share; the seed last."""
+    parts = []
+    for i, layer in enumerate(states):
+        parts += [Part(f"states[{i}].{name}", part, int(name == "scale")) for name, part in parts_of(layer).items()]
+        parts += [Part(f"windows[{i}]", window) for window in windows[i : i + 1]]
+        parts += [Part(f"rings[{i}].{name}", part) for ring in rings[i : i + 1] for name, part in own_parts(ring).items()]
+    parts += [Part(f"rings.{name}", getattr(ring, name)) for ring in rings[:1] for name in ("start", "count")]
+    seeds = (ssm_of(layer).seed for layer in states)
+    parts += [Part("seed", seed) for seed in seeds if seed is not None][:1]
+    return Parts(tuple(parts))
+
+
+def check_layers(
     states: Sequence[Layer], windows: Sequence[Tensor] | None, drafts: int, rings: Sequence[Ring] | None
-) -> Memory:
-    """The memory of layers that a caller brings. Raises unless they can be those of one pool, and share none of it."""
+) -> None:
+    """Raise unless a caller's tensors can be the layers of one pool, and share no memory."""
     check_states(states)
     if windows is None and drafts:
         raise ValueError(f"drafts are for windows, which must be given too, got drafts={drafts}")
     others = {} if windows is None else check_windows(windows, states, drafts)
     others |= {} if rings is None else check_rings(rings, states)
     check_apart(states, others)
-    kept = [(as_bytes(part), int(name == "scale")) for state in states for name, part in parts_of(state).items()]
-    return kept + [(tensor, 0) for tensor in others.values()]
 
 
 def check_states(states: Sequence[Layer]) -> None:
@@ -184,11 +194,12 @@ def with_history(window: Tensor, values: Tensor, drafts: int, count: int) -> Ten
     history = window.shape[2] - drafts
     if values.shape[2] > history:
         raise ValueError(f"windows must have {history} entries or fewer, got shape {tuple(values.shape)}")
-    return torch.nn.functional.pad(values, (history - values.shape[2], drafts))
+    return torch.nn.functional.pad(values.to(window.dtype), (history - values.shape[2], drafts))
 
 
-def as_kept(layer: Mamba3State, count: int, k: Tensor, v: Tensor, angle: Tensor | None) -> list[tuple[Tensor, Tensor]]:
-    """Tensors of a layer, and what so many slots of each will hold: copies in its dtype. Raises unless all fit."""
+def as_kept(layer: Mamba3State, count: int, k: Tensor, v: Tensor, angle: Tensor | None) -> list[Tensor]:
+    """What so many slots of k, v and, if the layer has them, angles will hold, in their dtypes. Raises unless all
+    fit."""
     if angle is not None and layer.angle is None:
         raise ValueError("angle is not for a layer without angles")
     if angle is None and layer.angle is not None:
@@ -202,4 +213,4 @@ def as_kept(layer: Mamba3State, count: int, k: Tensor, v: Tensor, angle: Tensor 
     if angle is not None:
         within = torch.remainder(angle.double(), TURN).float()
         given["angle"] = within.masked_fill(within >= TURN, 0.0)  # what rounds up to 2π in float32
-    return [(part, given[name].to(part.dtype, copy=True)) for name, part in kept.items()]
+    return [given[name].to(part.dtype) for name, part in kept.items()]

@@ -1,42 +1,35 @@
-"""What pools keep per request: allocated for all layers at once, and its slots, by their numbers, filled and copied."""
+"""What pools keep per request, allocated for all layers at once."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from flashstate.errors import INDEX_DTYPES, LARGEST_INT32, check_dtype, check_int, check_tensor
+from flashstate.errors import LARGEST_INT32, check_dtype, check_int
 from flashstate.launch import uses_kernels
-from flashstate.launch.arguments import as_bytes
 from flashstate.ops.conv1d import LARGEST_WIDTH, SMALLEST_WIDTH
 from flashstate.state.formats import FORMATS
 from flashstate.state.mamba3 import Mamba3State
 from flashstate.state.ring import LARGEST_WINDOW, Ring
 from flashstate.state.state import State
 
-SlotNumbers = int | Sequence[int] | Tensor
-Memory = list[tuple[Tensor, int]]  # tensors with the slots on their first axis, and what fills them in a clean slot
-
 
 @dataclass(frozen=True)
 class Allocator:
-    """Makes tensors of all layers, for all slots, and notes them as memory."""
+    """Makes tensors of all layers, for all slots."""
 
     layers: int
     slots: int
     device: torch.device | str | None
-    memory: Memory = field(default_factory=list)
 
     @torch.inference_mode(False)  # else only inference mode could change them
     def __call__(self, *shape: int, dtype: torch.dtype, clean: int = 0, layers: int | None = None) -> Tensor:
         """(layers, slots, ...), all 0, or all 1 if that is what a clean slot has."""
         filled = torch.ones if clean else torch.zeros
-        tensor = filled(layers or self.layers, self.slots, *shape, dtype=dtype, device=self.device)
-        self.memory.append((as_bytes(tensor).transpose(0, 1), clean))
-        return tensor
+        return filled(layers or self.layers, self.slots, *shape, dtype=dtype, device=self.device)
 
     @torch.inference_mode(False)  # else only inference mode could change them
     def states(self, sizes: dict[str, int], dtype: torch.dtype, rounding: str, rounds: int, stream: int) -> list[State]:
@@ -95,28 +88,3 @@ class Allocator:
         dt = self(heads, length, dtype=torch.float32)
         start, count = (self(dtype=torch.int32, layers=1)[0] for _ in range(2))
         return [Ring(*of_layer, start, count, window) for of_layer in zip(x, B, dt, strict=True)]
-
-
-def copy_slots(tensor: Tensor, sources: list[int], targets: list[int]) -> None:
-    """Copy slots of a tensor that has them on its first axis; those that are also overwritten are read before."""
-    put(tensor, targets, [tensor[slot].clone() if slot in targets else tensor[slot] for slot in sources])
-
-
-def put(tensor: Tensor, slots: list[int], values: Sequence[Tensor]) -> None:
-    """One launch per slot. Where deterministic algorithms are asked for, indexed assignment copies the whole of a
-    strided tensor, and in some versions of torch it waits for the device."""
-    for slot, value in zip(slots, values, strict=True):
-        tensor[slot].copy_(value)
-
-
-def as_numbers(name: str, numbers: SlotNumbers) -> list[int]:
-    """What methods accept as numbers of slots, as a list; a tensor on a GPU is waited for."""
-    if isinstance(numbers, Tensor):
-        numbers = numbers[None] if numbers.dim() == 0 else numbers  # what a loop over acquired slots gives
-        check_tensor(name, numbers, ("slots",), (None,), dtypes=INDEX_DTYPES)
-        return numbers.tolist()
-    if isinstance(numbers, Sequence) and not isinstance(numbers, (str, bytes)):
-        return list(numbers)
-    if isinstance(numbers, int):
-        return [numbers]
-    raise TypeError(f"{name} must be an int, a sequence of ints or an integer tensor, got {type(numbers).__name__}")

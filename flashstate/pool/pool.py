@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Generic
 
 import torch
 from torch import Tensor
 
-from flashstate.errors import INDEX_DTYPES, INT64, LARGEST_INT32, check_flag, check_int, check_tensor
+from flashstate.errors import INDEX_DTYPES, LARGEST_INT32, check_dtype, check_flag, check_int
+from flashstate.ops import moving
+from flashstate.ops.numbers import uploaded
 from flashstate.ops.seeds import advance_seeds
 from flashstate.ops.states import read_states, write_states
-from flashstate.pool.layers import LayerT, as_kept, memory_of, ssm_of, with_history
-from flashstate.pool.memory import Allocator, Memory, SlotNumbers, as_numbers, copy_slots, put
+from flashstate.pool.exporting import VERSION, bytes_for, layout_of
+from flashstate.pool.holding import Holding, Seeds
+from flashstate.pool.layers import LayerT, all_parts, as_kept, check_layers, ssm_of, with_history
+from flashstate.pool.memory import Allocator
+from flashstate.pool.resizing import resized_layers
+from flashstate.state.faults import fault_flag
 from flashstate.state.mamba3 import Mamba3State
 from flashstate.state.ring import Plan, Ring
-from flashstate.state.slots import Slots, as_slots
+from flashstate.state.slots import SlotNumbers, Slots, as_slots
 from flashstate.state.state import State
 
 
@@ -31,10 +37,16 @@ class StatePool(Generic[LayerT]):
     null: the slot number that means "no request", as in Slots; no request gets a slot of that number.
     drafts: tokens of a call that its windows can roll back.
 
-    Which slots are held is known on the host: what `release`, `reset`, `copy`, `read` and all that write take is an
-    int, a sequence of ints or an integer tensor, and a tensor on a GPU makes the host wait for it. Otherwise nothing
-    here waits. All of them are for slots that are held, and raise before anything changes. What they do on a device is
-    queued on the current stream; only `advance`, `plan`, `commit` and `folded` can be captured in a CUDA graph.
+    Slots have one form everywhere: an int, a sequence of ints or an integer tensor. Which of them are held is known on
+    the host. Numbers that come from there must be held, and raise before anything changes. A tensor of int32 or int64
+    on the pool's device stays there, and the host does not wait: a number past the pool is skipped and sets the flag
+    that `flashstate.check_faults()` reports, a negative one or null is skipped; inside `flashstate.debug()` numbers
+    past the pool, slots that are not held and slots that are written twice raise. `acquire` and `release` are for the
+    host alone: `release` waits for a tensor on a GPU.
+
+    What is done on a device is queued on the current stream, in one launch for all slots and layers of a call. With
+    slots on the device a CUDA graph captures all of it but `acquire`, `release`, `resized` and seeds that come from the
+    host.
 
     A pool that rounds to nearest allocates no seeds, and code that serves it need not know: `advance` does nothing
     then, and seeds that are given are checked and not used.
@@ -43,18 +55,17 @@ class StatePool(Generic[LayerT]):
     def __init__(
         self,
         states: Sequence[LayerT],
-        memory: Memory,
         windows: Sequence[Tensor] = (),
         drafts: int = 0,
         rings: Sequence[Ring] = (),
         *,
         null: int,
         seed: int | None,
-        held: bool = False,
+        wrapped: bool = False,
+        holding: Holding | None = None,
     ) -> None:
-        """`windows`: one per layer, or none, with room for `drafts`; `rings`: the same. `memory`: of all of them."""
-        check_int("null", null, *INT64)
-        self.null = null
+        """`windows`: one per layer, or none, with room for `drafts`; `rings`: the same. `wrapped`: all of it is the
+        caller's, who holds every slot. `holding`: of a pool of the same requests."""
         ssm = [ssm_of(state) for state in states]
         self.slots = ssm[0].data.shape[0]
         self.layers = len(states)
@@ -62,18 +73,15 @@ class StatePool(Generic[LayerT]):
         self._windows = tuple(windows)
         self._rings = tuple(rings)
         self.drafts = drafts
-        self._memory = memory
+        self._wrapped = wrapped
         self._seed = next((state.seed for state in ssm if state.seed is not None), None)
         self._device = ssm[0].data.device
-        self._generator = torch.Generator("cpu")
-        if seed is None:
-            self._generator.seed()  # from entropy
-        else:
-            check_int("seed", seed, *INT64)
-            self._generator.manual_seed(seed)
-        usable = [slot for slot in range(self.slots) if slot != null]
-        self._held = set(usable) if held else set()
-        self._free = [] if held else usable[::-1]  # the last is the next to be acquired
+        self._holding = holding or Holding(self.slots, null, self._device, seed, held=wrapped)
+        self.null = null
+        self._parts = all_parts(states, windows, rings)
+        if self._device.type == "cuda":  # what cannot be made while a CUDA graph is captured
+            self._parts.prepare()
+            fault_flag(self._device)
 
     @classmethod
     def mamba2(
@@ -118,7 +126,7 @@ class StatePool(Generic[LayerT]):
         states = allocate.states({"heads": heads, "rows": rows, "cols": cols}, dtype, rounding, rounds, stream)
         rings = allocate.rings(states, window, tokens, groups, ring_dtype)
         windows = allocate.windows(conv_channels, conv_width, drafts, conv_dtype)
-        return cls(states, allocate.memory, windows, drafts, rings, null=null, seed=seed)
+        return cls(states, windows, drafts, rings, null=null, seed=seed)
 
     @classmethod
     def mamba3(
@@ -148,7 +156,7 @@ class StatePool(Generic[LayerT]):
         """
         allocate = Allocator(layers, slots, device)
         states = allocate.states({"heads": heads, "rows": rows, "cols": cols}, dtype, rounding, rounds, stream)
-        return cls(allocate.mamba3(states, rank, angles, kv_dtype), allocate.memory, null=null, seed=seed)
+        return cls(allocate.mamba3(states, rank, angles, kv_dtype), null=null, seed=seed)
 
     @classmethod
     def gated_delta(
@@ -176,7 +184,7 @@ class StatePool(Generic[LayerT]):
         allocate = Allocator(layers, slots, device)
         states = allocate.states(sizes, dtype, rounding, rounds, stream)
         windows = allocate.windows(conv_channels, conv_width, drafts, conv_dtype)
-        return cls(states, allocate.memory, windows, drafts, null=null, seed=seed)
+        return cls(states, windows, drafts, null=null, seed=seed)
 
     @classmethod
     def wrap(
@@ -200,19 +208,18 @@ class StatePool(Generic[LayerT]):
 
         The caller holds every slot at first, with whatever is in it; `release` hands slots to the pool.
         """
-        memory = memory_of(states, windows, drafts, rings)
-        return cls(states, memory, windows or (), drafts, rings or (), null=null, seed=seed, held=True)
+        check_layers(states, windows, drafts, rings)
+        return cls(states, windows or (), drafts, rings or (), null=null, seed=seed, wrapped=True)
 
     @property
     def free(self) -> int:
         """How many slots can be acquired."""
-        return len(self._free)
+        return len(self._holding.free)
 
     @property
     def bytes_per_slot(self) -> int:
         """Bytes of memory one slot takes: states, scales, windows and rings of all layers, and its seed."""
-        seed = 0 if self._seed is None else self._seed.element_size()
-        return sum(tensor[0].nbytes for tensor, _ in self._memory) + seed
+        return self._parts.offsets[-1]
 
     @property
     def has_windows(self) -> bool:
@@ -260,46 +267,49 @@ class StatePool(Generic[LayerT]):
         """Drop the live tokens that `mamba2_fold` folded in place in all layers; slots and tokens as it had them."""
         self.ring(0).folded(slots, tokens)
 
-    def acquire(self, n: int = 1, seed: int | Sequence[int] | Tensor | None = None) -> Tensor:
-        """n free slots, which are held from now on: (n,) int64 on the pool's device, their states zero.
+    def acquire(self, n: int = 1, seed: Seeds = None, dtype: torch.dtype = torch.int32) -> Tensor:
+        """n free slots, which are held from now on: (n,) on the pool's device, their states zero.
 
         Those released last come first, then those never used, from 0 on. `seed` is one for all or one each; None: drawn
-        by the pool. RuntimeError if fewer than n are free.
+        by the pool. `dtype`: of the numbers, int32 or int64. RuntimeError if fewer than n are free: `resized` gives a
+        larger pool.
         """
         check_int("n", n, 0, LARGEST_INT32)
+        check_dtype("dtype", dtype, INDEX_DTYPES)
         if n > self.free:
-            raise RuntimeError(f"acquire needs {n} free slots, but only {self.free} of {self.slots} are free")
-        slots = self._free[: -n - 1 : -1]
-        index = self._reset(slots, self._seeds(seed, n))
-        del self._free[self.free - n :]
-        self._held.update(slots)
+            grow = "wrap a pool over more memory" if self._wrapped else "resized(slots) gives a pool with more"
+            raise RuntimeError(f"acquire needs {n} free slots, but only {self.free} of {self.slots} are free; {grow}")
+        slots = self._holding.next(n)
+        index = uploaded(slots, self._device, dtype)
+        self._clear(index, seed, on_host=True)
+        self._holding.hold(slots)
         return index
 
     def release(self, slots: SlotNumbers) -> None:
         """Give slots back. Their memory is left as it is: `acquire` clears what it hands out."""
-        numbers = self._check_held("slots", slots, unique=True)
-        self._held.difference_update(numbers)
-        self._free += numbers[::-1]
+        self._holding.release(slots)
 
-    def reset(self, slots: SlotNumbers, seed: int | Sequence[int] | Tensor | None = None) -> None:
-        """Make slots as `acquire` hands them out: states and windows zero, rings empty, scales of 1, seeds new."""
-        numbers = self._check_held("slots", slots, unique=True)
-        self._reset(numbers, self._seeds(seed, len(numbers)))
+    def reset(self, slots: SlotNumbers, seed: Seeds = None) -> None:
+        """Make slots as `acquire` hands them out: states and windows zero, rings empty, scales of 1, seeds new.
+
+        `seed` is one for all or one each; None: drawn by the pool, of slots on the device in a sequence of their own,
+        which a CUDA graph continues at every replay.
+        """
+        index = self._holding.on_device("slots", slots, unique=True)
+        self._clear(index, seed, self._holding.on_host(slots))
 
     def write(self, i: int, slots: SlotNumbers, states: Tensor) -> None:
         """Store states that something else computed, a prefill say, in layer i: rounded as the layer's are. Of a layer
         of Mamba-3 these are the ssm states; `write_kv` stores the others.
 
-        states: (slots, heads, rows, cols) float32, bfloat16 or float16; all axes but the last may have any stride.
+        states: (slots, heads, rows, cols) float32, bfloat16 or float16, of any strides.
 
         Stochastic rounding draws the bits of token -1, so no token of a step that follows has the same. Rings of
         these slots, if there are any, are empty afterwards, in all layers.
         """
-        state, numbers = ssm_of(self.layer(i)), self._check_held("slots", slots, unique=True)
-        index = self._on_device(numbers)
-        write_states(state, index, states)
-        if self.has_rings:  # the state is now that after all tokens there were
-            self._rings[i].count.index_fill_(0, index, 0)
+        state, index = ssm_of(self.layer(i)), self._holding.on_device("slots", slots, unique=True)
+        count = self._rings[i].count if self.has_rings else None  # the state is now that after all tokens there were
+        write_states(state, index, states, self.null, count)
 
     @torch.no_grad()
     def write_window(self, i: int, slots: SlotNumbers, windows: Tensor) -> None:
@@ -308,8 +318,8 @@ class StatePool(Generic[LayerT]):
         windows: (slots, channels, n) in the dtype of the window, newest last, any strides; n may be less than a window
             holds, as after a short prompt: there were no inputs before. With `drafts` the next call has accepted = 0.
         """
-        window, numbers = self.window(i), self._check_held("slots", slots, unique=True)
-        put(window, numbers, with_history(window, windows, self.drafts, len(numbers)).unbind())
+        window, index = self.window(i), self._holding.on_device("slots", slots, unique=True)
+        self._store(index, f"windows[{i}]", [with_history(window, windows, self.drafts, len(index))])
 
     @torch.no_grad()
     def write_kv(self, i: int, slots: SlotNumbers, k: Tensor, v: Tensor, angle: Tensor | None = None) -> None:
@@ -321,32 +331,60 @@ class StatePool(Generic[LayerT]):
         layer = self.layer(i)
         if not isinstance(layer, Mamba3State):
             raise ValueError(f"write_kv is for layers of Mamba-3, which layer {i} is not")
-        numbers = self._check_held("slots", slots, unique=True)
-        for tensor, values in as_kept(layer, len(numbers), k, v, angle):
-            put(tensor, numbers, values.unbind())
+        index = self._holding.on_device("slots", slots, unique=True)
+        self._store(index, f"states[{i}].k", as_kept(layer, len(index), k, v, angle))
 
     def read(self, i: int, slots: SlotNumbers) -> Tensor:
-        """The states that `write` stores in layer i: (slots, heads, rows, cols) float32. Slots may repeat. With
-        rings these are the checkpoints; `mamba2_fold` gives states after live tokens."""
-        state, numbers = ssm_of(self.layer(i)), self._check_held("slots", slots)
-        return read_states(state, self._on_device(numbers))
+        """The states that `write` stores in layer i: (slots, heads, rows, cols) float32, zero where a number on the
+        device names no slot. Slots may repeat. With rings these are the checkpoints; `mamba2_fold` gives states after
+        live tokens."""
+        return read_states(ssm_of(self.layer(i)), self._holding.on_device("slots", slots), self.null)
 
-    @torch.no_grad()
     def copy(self, src: SlotNumbers, dst: SlotNumbers, keep_seed: bool = False) -> None:
         """Make the requests in `dst` clones of those in `src`, in all layers, with new seeds unless `keep_seed`.
 
-        A slot may be copied several times, and may be copied to: everything is read before it is overwritten.
+        A slot may be copied several times, and may be copied to: everything is read before it is overwritten. Where
+        either number names no slot, nothing is copied.
         """
         check_flag("keep_seed", keep_seed)
-        sources, targets = self._check_held("src", src), self._check_held("dst", dst, unique=True)
+        sources = self._holding.on_device("src", src)
+        targets = self._holding.on_device("dst", dst, unique=True)
         if len(sources) != len(targets):
             raise ValueError(f"dst must have as many slots as src, {len(sources)}, got {len(targets)}")
-        for tensor, _ in self._memory:
-            copy_slots(tensor, sources, targets)
-        if self._seed is not None and keep_seed:
-            copy_slots(self._seed, sources, targets)
-        elif self._seed is not None:
-            put(self._seed, targets, self._on_device(self._seeds(None, len(targets))).unbind())
+        if keep_seed or self._seed is None:
+            moving.copy(self._parts, sources, targets, self.null)
+        else:
+            seeds = self._holding.seeds(None, len(targets), self._holding.on_host(dst))
+            moving.copy(self._parts, sources, targets, self.null, self._seed, seeds)
+
+    def export(self, slots: SlotNumbers) -> dict[str, Any]:
+        """The exact bytes of requests, in all layers: for host offload, preemption, or another process that decodes.
+
+        Returns "version", 1; "layout", what the bytes mean, in plain types; and "bytes", (slots, bytes per slot) uint8
+        on the pool's device, zeros where a number on the device names no slot. State, scale, window, ring, cursors and
+        seed are in it; streams are not. `torch.save` takes it, and `torch.load` with `weights_only`.
+        """
+        packed = moving.gather(self._parts, self._holding.on_device("slots", slots), self.null)
+        return {"version": VERSION, "layout": self._layout(), "bytes": packed}
+
+    def load(self, slots: SlotNumbers, exported: Mapping[str, Any]) -> None:
+        """Make slots the requests that `export` gave, of this pool or of another whose slots keep the same: other
+        numbers of slots, pages, orders of axes and devices are fine. Streams should be the same, or the bits of
+        stochastic rounding are others. The bytes are stored as they are: take them from where you trust."""
+        index = self._holding.on_device("slots", slots, unique=True)
+        packed = bytes_for(self._parts, self._layout(), exported, len(index))
+        moving.scatter(self._parts, index, packed, self.null)
+
+    def resized(self, slots: int) -> StatePool[LayerT]:
+        """A new pool of so many slots, more or fewer, with every request that is held under its number: all that it
+        keeps, seeds too. This pool stays as it is, and what both draw later differs. ValueError if a slot that is held
+        would not be in it, or if the memory is the caller's: then wrap a pool over more."""
+        check_int("slots", slots, 1, LARGEST_INT32)
+        if self._wrapped:
+            raise ValueError("resized is not for a wrapped pool, whose memory is the caller's: wrap states of more slots")
+        holding = self._holding.resized(slots)
+        states, windows, rings = resized_layers(self._parts, self._states, self._windows, self._rings, slots)
+        return type(self)(states, windows, self.drafts, rings, null=self.null, seed=None, holding=holding)
 
     def advance(self, slots: Slots | Tensor | None = None) -> None:
         """Move the seeds of the read slots on (None: of all slots), so that the next step draws new random bits.
@@ -359,52 +397,23 @@ class StatePool(Generic[LayerT]):
         if self._seed is not None:
             advance_seeds(self._seed, where)
 
-    @torch.no_grad()
-    def _reset(self, slots: list[int], seeds: Tensor) -> Tensor:
-        """Clear slots and give them these seeds; returns their numbers as a tensor on the device."""
-        index = self._on_device(slots)
-        for tensor, value in self._memory:
-            tensor.index_fill_(0, index, value)
+    def _layout(self) -> dict[str, Any]:
+        """What the bytes of a slot mean."""
+        return layout_of(self._parts, self.drafts, self._rings[0].window if self.has_rings else 0)
+
+    def _clear(self, index: Tensor, seed: Seeds, on_host: bool) -> None:
+        """Clear slots and give them seeds, if the pool has some."""
         if self._seed is not None:
-            put(self._seed, slots, self._on_device(seeds).unbind())
-        return index
+            seeds = self._holding.seeds(seed, len(index), on_host)
+            moving.clear(self._parts, index, self.null, self._seed, seeds)
+            return
+        if seed is not None:
+            self._holding.seeds(seed, len(index), on_host)  # which raises if they are none
+        moving.clear(self._parts, index, self.null)
 
-    def _seeds(self, seed: int | Sequence[int] | Tensor | None, n: int) -> Tensor:
-        """A seed for each of n slots, (n,) int64: as given, or drawn."""
-        if seed is None:
-            return torch.empty(n, dtype=torch.int64, device="cpu").random_(INT64[0], None, generator=self._generator)
-        if isinstance(seed, Tensor):
-            on_host = seed.device.type == "cpu"
-            check_tensor("seed", seed, ("slots",), (n,), dtypes=INDEX_DTYPES, device=None if on_host else self._device)
-            return seed.to(torch.int64, copy=True)  # the upload of a pinned tensor would see later changes
-        seeds = as_numbers("seed", seed)
-        for number in seeds:
-            check_int("seed", number, *INT64)
-        if isinstance(seed, int):
-            seeds *= n
-        if len(seeds) != n:
-            raise ValueError(f"seed must be one int, or one for each of {n} slots, got {len(seeds)}")
-        return torch.tensor(seeds, dtype=torch.int64, device="cpu")
-
-    def _check_held(self, name: str, slots: SlotNumbers, unique: bool = False) -> list[int]:
-        """The slot numbers, if all are held."""
-        numbers = as_numbers(name, slots)
-        for slot in numbers:
-            check_int(name, slot, 0, self.slots - 1)
-            if slot not in self._held:
-                why = "the null slot" if slot == self.null else "free"
-                raise ValueError(f"{name} must be held, but slot {slot} is {why}")
-        if unique and len(set(numbers)) < len(numbers):
-            twice = next(slot for slot in numbers if numbers.count(slot) > 1)
-            raise ValueError(f"{name} must be distinct, got slot {twice} more than once")
-        return numbers
-
-    def _on_device(self, numbers: list[int] | Tensor) -> Tensor:
-        """Whole numbers as int64 on the pool's device; the host does not wait."""
-        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("a pool hands out slots on the host, which a CUDA graph cannot capture")
-        with torch.inference_mode(False):  # else only inference mode could change what acquire returns
-            host = torch.tensor(numbers, dtype=torch.int64, device="cpu") if isinstance(numbers, list) else numbers
-            if host.device == self._device:
-                return host
-            return host.pin_memory().to(self._device, non_blocking=True)
+    def _store(self, index: Tensor, first: str, values: Sequence[Tensor]) -> None:
+        """Store values, (n, ...) each, in the part of that name and those behind it."""
+        place = self._parts.places[first]
+        kept = self._parts.parts[place : place + len(values)]
+        packed = torch.cat([part.pack(value) for part, value in zip(kept, values, strict=True)], 1)
+        moving.scatter(self._parts, index, packed, self.null, place, place + len(values))

@@ -9,7 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
+read_slots: Callable[..., Tensor]
+write_slots: Callable[..., None]
 advance_seeds: Callable[..., None]
 make_plan: Callable[..., None]
 commit_plan: Callable[..., None]

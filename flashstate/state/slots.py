@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 
@@ -22,6 +23,7 @@ from flashstate.state.signature import Describes, describe, signature_of
 
 MOST_TOKENS = LARGEST_INT32  # on a token axis
 PADDINGS = ("zero", "fresh", "keep")
+SlotNumbers = int | Sequence[int] | Tensor  # what names slots where no op steps them
 TABLES = ("read", "accepted", "write", "parents", "cu_seqlens", "snapshot_rows")  # in the order of kernels
 
 

@@ -13,7 +13,7 @@ from flashstate.errors import check_choice, check_int, check_tensor, dtype_name,
 from flashstate.state import actions
 from flashstate.state.formats import FORMATS, ROUNDINGS, Format
 from flashstate.state.signature import Describes, describe, describe_aligned, signature_of
-from flashstate.state.slots import Slots, as_slots
+from flashstate.state.slots import SlotNumbers, Slots, as_slots
 
 HARDWARE_ROUNDING = ((10, 0), (10, 3))  # compute capabilities that have cvt.rs
 MOST_ROUNDS = 16  # of Philox
@@ -79,6 +79,27 @@ class State(Describes):
         """Bytes of memory one slot takes: its state, its scales and its seed, where it has them."""
         tensors = (tensor for tensor in (self.data, self.scale, self.seed) if tensor is not None)
         return sum(tensor.shape[1:].numel() * tensor.element_size() for tensor in tensors)
+
+    def read(self, slots: SlotNumbers) -> Tensor:
+        """The states in these slots, decoded: (n, heads, rows, cols) float32. Slots may repeat.
+
+        slots: an int, a sequence of ints or an integer tensor. Numbers on the host are checked, and raise. A tensor
+            on the device of the state is read there, and the host does not wait: numbers past the slots give zeros and
+            set the flag that `flashstate.check_faults()` reports, negative ones give zeros. Inside `flashstate.debug()`
+            numbers past the slots raise.
+        """
+        return actions.read_slots(self, slots)
+
+    def write(self, slots: SlotNumbers, values: Tensor) -> None:
+        """Store states that something else computed, a prefill say, in these slots, rounded as the state is.
+
+        slots: distinct, and otherwise as `read` has them: a number on the device that names no slot is skipped. Inside
+            `flashstate.debug()` those past the slots and those named twice raise.
+        values: (n, heads, rows, cols) float32, bfloat16 or float16, of any strides.
+
+        Stochastic rounding draws the bits of token -1, so no token of a step that follows has the same.
+        """
+        actions.write_slots(self, slots, values)
 
     def advance(self, slots: Slots | Tensor | None = None) -> None:
         """Move the seeds of the read slots on (None: of all), so that the next step draws new random bits.
