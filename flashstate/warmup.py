@@ -23,7 +23,7 @@ from flashstate.ops.conv1d import CONV1D_STEP, conv1d_step
 from flashstate.ops.mamba2_fold import mamba2_fold
 from flashstate.ops.mamba2_replay import MAMBA2_REPLAY, mamba2_replay
 from flashstate.ops.mamba3 import MAMBA3_STEP
-from flashstate.ops.states import read_states, write_states
+from flashstate.ops.moving import copied_at_once
 from flashstate.pool.layers import ssm_of
 from flashstate.pool.pool import StatePool
 from flashstate.state.mamba3 import Mamba3State, Rotary
@@ -56,7 +56,7 @@ def warmup(
     Wo: bool | None = None,
     trap_logit: bool = False,
     update_kv: bool = True,
-    index: torch.dtype = torch.int64,
+    index: torch.dtype = torch.int32,
     early: bool = False,
     conv_width: int | None = None,
     conv_bias: bool = True,
@@ -80,16 +80,17 @@ def warmup(
     Wx, Wz, Wo: of "mamba3": whether they are given, Wz only with z; None: where the rank is above 1.
     trap_logit, update_kv: as in `mamba3_step`.
     dt_bias: whether it is given.
-    index: the dtype of slot numbers.
+    index: the dtype of slot numbers, as `acquire` gave them.
     early: as in the ops; not of "mamba3".
     conv_width, conv_bias: of convolutions with silu, whose weights have the dtype of activations; None: one more than
         the entries of a window without its drafts. Windows with drafts roll back.
     also: makes other calls as the server will: with snapshots, packed tokens, a tree, other dtypes.
     progress: show a bar, and how many variants there are, on stderr.
 
-    The kernels behind `advance`, `write` and `read` of the pool are compiled too. Nothing is launched, by `also`
-    neither, so the pool stays as it is. Variants are compiled side by side, one per core. Returns how many each kernel
-    has, by its name; none on a CPU, which has no kernels.
+    The kernels behind `advance` and all that the pool does to slots are compiled too, of `write` with states whose rows
+    are contiguous and start at multiples of 16 bytes. Nothing is launched, by `also` neither, so the pool stays as it
+    is. Variants are compiled side by side, one per core. Returns how many each kernel has, by its name; none on a CPU,
+    which has no kernels.
     """
     stepping = [one for one in OPS.values() if (one.takes_state or one is MAMBA3_STEP) and "ring" not in one.hints]
     check_choice("op", op, [one.name.removesuffix("_step") for one in stepping])
@@ -119,7 +120,7 @@ def warmup(
     everywhere = range(pool.layers)
     calls: Iterable[Call] = chain(
         (partial(pool.advance, of_batch) for of_batch in slots),
-        (call for layer in layers for call in _pool_calls(ssm_of(layer), activations)),
+        _pool_calls(pool, activations, index),
         (partial(serving.step, declared, *at) for at in product(() if pool.has_rings else stepped, slots, tokens)),
         (partial(serving.replay, *at) for at in product(everywhere if pool.has_rings else (), slots, tokens)),
         (partial(serving.convolve, *at) for at in product(everywhere if pool.has_windows else (), slots, tokens)),
@@ -221,11 +222,30 @@ def _launches(calls: Iterable[Call]) -> Iterator[Launch]:
         yield from launches
 
 
-def _pool_calls(state: State, activations: torch.dtype) -> Iterator[Call]:
+def _pool_calls(pool: StatePool[Any], activations: torch.dtype, index: torch.dtype) -> Iterator[Call]:
+    """What a pool does to slots: lists of the host become int32, those on the device are as they are."""
+    device = ssm_of(pool.layer(0)).data.device
+    for dtype in {torch.int32, index}:
+        nowhere = torch.full((max(pool.slots, LARGE),), -1, dtype=dtype, device=device)
+        for i in range(pool.layers):
+            yield from _layer_calls(pool, i, activations, nowhere)
+        slots = nowhere[:1]
+        yield partial(pool.reset, slots)
+        yield partial(_move_out_and_in, pool, slots)
+        sizes = (min(size, pool.slots) for size in copied_at_once(pool.slots))
+        for slots, keep_seed in product((nowhere[:size] for size in sizes), (False, True)):
+            yield partial(pool.copy, slots, slots, keep_seed)
+
+
+def _move_out_and_in(pool: StatePool[Any], slots: Tensor) -> None:
+    pool.load(slots, pool.export(slots))
+
+
+def _layer_calls(pool: StatePool[Any], i: int, activations: torch.dtype, nowhere: Tensor) -> Iterator[Call]:
     """Writing states that a prefill leaves in either dtype, and reading them: few, and so many that configs change."""
-    for count in (1, -(-LARGE // state.data.shape[1])):
-        slots = torch.zeros(count, dtype=torch.int64, device=state.data.device)
+    shape = ssm_of(pool.layer(i)).data.shape[1:]
+    for count in (1, -(-LARGE // shape[0])):
+        slots = nowhere[:count]
         for dtype in {torch.float32, activations}:
-            states = torch.empty((count, *state.data.shape[1:]), dtype=dtype, device=state.data.device)
-            yield partial(write_states, state, slots, states)
-        yield partial(read_states, state, slots)
+            yield partial(pool.write, i, slots, torch.empty((count, *shape), dtype=dtype, device=nowhere.device))
+        yield partial(pool.read, i, slots)

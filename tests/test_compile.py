@@ -181,8 +181,9 @@ def test_plain_states_go_in_and_out_in_16_byte_accesses_where_their_rows_are_ali
     pool = StatePool.mamba2(slots=4, layers=1, heads=2, rows=64, cols=128, dtype=torch.int8)
     pool.acquire(4)
     with collected(90) as launches:
-        pool.write(0, [0, 2], torch.zeros(2, 2, 64, 128 + offset, dtype=dtype)[..., offset:])
-        pool.read(0, [0, 2])
+        slots = torch.tensor([0, 2])  # int64, which `widest_access` tells from values
+        pool.write(0, slots, torch.zeros(2, 2, 64, 128 + offset, dtype=dtype)[..., offset:])
+        pool.read(0, slots)
     write, read = (compile_launch(launch, 90).asm["ptx"] for launch in launches)
     assert widest_access(write, "ld") == (dtype.itemsize if offset else 16)
     assert widest_access(read, "st") == 16

@@ -37,6 +37,5 @@ def test_the_command_writes_what_the_tables_read(monkeypatch: pytest.MonkeyPatch
 
 def test_the_tree_has_errors_of_every_op_in_every_format() -> None:
     _, rows = read_op_errors(ERRORS_OF_OPS)
-    assert [(row.op, row.format, row.rounding) for row in rows] == [
-        (op, *fmt) for op in MODELS for fmt in PORTABLE_FORMATS
-    ]
+    found = [(row.op, row.format, row.rounding) for row in rows]
+    assert found == [(op, *fmt) for op in MODELS for fmt in PORTABLE_FORMATS]

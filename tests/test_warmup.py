@@ -42,7 +42,7 @@ HEADS, GROUPS, ROWS, COLS = 16, 2, 64, 128
 SIZES = (1, HEADS, GROUPS, ROWS, COLS)
 BATCHES = (1, 3, 8, 33)  # 33 x 16 heads are more than the heuristic's bound
 MANY = (1, 3, 33, 300)  # 300 x 16 heads have a kernel for rows that fold and one for others
-BFLOAT16 = {"x": "bfloat16", "index": "int64"}
+BFLOAT16 = {"x": "bfloat16", "index": "int32"}
 SHAPE = {"slots": 40, "layers": 2, "heads": HEADS, "cols": COLS}
 
 
@@ -90,11 +90,15 @@ def inputs_of(case: AnyCase, batch: int, device: torch.device) -> Inputs:
 
 
 def admit(pool: StatePool[Any], requests: int, kind: torch.dtype = torch.float32) -> None:
-    """What a server does with states that a prefill left, and when it looks at them."""
+    """What a server does with states that a prefill left, when it looks at them, clones and moves them."""
     slots = pool.acquire(requests)
     shape = ssm_of(pool.layer(1)).data.shape[1:]
     pool.write(1, slots, torch.empty(requests, *shape, device=slots.device, dtype=kind))
     pool.read(0, slots)
+    pool.copy(slots, slots.flip(0))
+    pool.copy(slots, slots.flip(0), keep_seed=True)
+    pool.load(slots, pool.export(slots))
+    pool.reset(slots)
     pool.release(slots)
 
 
@@ -128,7 +132,7 @@ class Replayer(Server):
         plan = pool.plan(inputs.slots, tokens)
         for i in range(pool.layers):
             self.op.function(**{**arguments, "state": pool.layer(i), "ring": pool.ring(i), "plan": plan, **given})
-        pool.commit(plan, torch.zeros(batch, dtype=torch.int64))
+        pool.commit(plan, torch.zeros(batch, dtype=torch.int32))
         pool.commit(plan)
         pool.advance(inputs.slots)
         for i in range(pool.layers):
@@ -296,7 +300,7 @@ def test_convolutions_of_pools_with_windows_are_compiled_too(
     pool = MAMBA2.make_pool("float32", "nearest", conv_channels=96, conv_width=3, drafts=drafts)
     counts = MAMBA2.warm_up(pool, (1, 3), tokens=(1, 4), conv_bias=bias, early=early)
     assert counts["conv1d_step"] == 2
-    case = ConvCase(1, 96, 3, x="bfloat16", parameters="bfloat16", bias=bias, index="int64")
+    case = ConvCase(1, 96, 3, x="bfloat16", parameters="bfloat16", bias=bias, index="int32")
     with collected(90) as later:
         for batch, tokens in ((1, 1), (3, 4)):
             inputs = inputs_of(replace(case, tokens=0 if tokens == 1 else tokens), batch, CPU)

@@ -87,9 +87,7 @@ def copy(
         return
     if len(sources) == 0:
         return
-    many = 1
-    while many < len(sources):
-        many *= GROWTH
+    many = copied_at_once(len(sources))[-1]
     block = min(PIECE, max(1, TILE // many))
     programs = parts.pieces[last] * (PIECE // block)
     check_programs("src", programs, f"{len(sources)} slots")
@@ -98,6 +96,15 @@ def copy(
         "count": len(sources), "N": many, "BLOCK": block,
     }  # fmt: skip
     start(Launch(kernel_in("moving", "copy_slots"), (programs,), sources.device, values, num_warps=8))
+
+
+def copied_at_once(slots: int) -> list[int]:
+    """The numbers of slots that kernels which copy so many or fewer have room for; a larger one has fewer bytes of
+    each."""
+    sizes = [1]
+    while sizes[-1] < slots:
+        sizes.append(sizes[-1] * GROWTH)
+    return sizes
 
 
 def _values(parts: Parts, null: int, tensors: dict[str, Tensor | None]) -> dict[str, Any]:
