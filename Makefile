@@ -10,7 +10,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Three processes for two cores: of two, one is often idle.
 PYTEST      := OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: demo test quick lint test-kernels test-oldest test-gpu figures clean
+.PHONY: demo test quick lint test-kernels test-oldest test-gpu figures docs dist clean
 
 demo: $(ENVIRONMENT)
 	$(PYTHON) -m flashstate demo
@@ -46,6 +46,25 @@ test-gpu: $(ENVIRONMENT)
 figures: $(ENVIRONMENT)
 	$(PYTHON) -m tools.figures
 
+# The documentation site in site/; a link that leads nowhere is an error.
+docs: $(ENVIRONMENT:ready=docs-ready)
+	$(PYTHON) -m mkdocs build --strict
+
+# A wheel and an sdist in dist/, tried as a user would: installed in an empty environment, and unpacked and tested.
+dist: $(ENVIRONMENT:ready=dist-ready)
+	rm -rf dist build
+	$(PYTHON) -m build --no-isolation
+	$(PYTHON) -m twine check --strict dist/*
+	$(PYTHON) -m tools.dist dist
+
+$(VENV)/docs-ready: $(VENV)/ready
+	$(VENV)/bin/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[docs]'
+	touch $@
+
+$(VENV)/dist-ready: $(VENV)/ready
+	$(VENV)/bin/python -m pip install --quiet --no-compile --group dist
+	touch $@
+
 $(VENV)/ready: pyproject.toml constraints.txt
 	python3 -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --upgrade pip
@@ -54,4 +73,4 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf .venv .venv-oldest build dist *.egg-info
+	rm -rf .venv .venv-oldest build dist site *.egg-info

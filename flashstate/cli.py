@@ -20,7 +20,7 @@ from flashstate.bench.run import Files, redraw, run_bench, run_host
 from flashstate.check import run_check
 from flashstate.demo import show_demo
 from flashstate.errors import ACTIVATION_DTYPES, dtype_name
-from flashstate.info import flashstate_version, show_info
+from flashstate.info import flashstate_version, show_info, wrapped
 from flashstate.launch import Gpu
 from flashstate.models import DEFAULT_PRESET, KINDS, PRESETS, ModelShape, choose_shape
 from flashstate.plan import show_plan
@@ -47,15 +47,25 @@ def main(argv: list[str] | None = None) -> int:
         return 2
 
 
+class Help(argparse.HelpFormatter):
+    """Help texts that leave no word alone on a line."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return wrapped(text, width)
+
+
 def build_parser() -> argparse.ArgumentParser:
     """A parser of all commands."""
     parser = argparse.ArgumentParser(
-        prog="flashstate", description="Step the recurrent state of language models while they generate."
+        prog="flashstate",
+        description="Step the recurrent state of language models while they generate.",
+        formatter_class=Help,
     )
     parser.add_argument("--version", action="version", version=f"flashstate {flashstate_version()}")
     commands = parser.add_subparsers(title="commands", required=True, metavar=" | ".join(COMMANDS))
     for name, command in COMMANDS.items():
-        of_command = commands.add_parser(name, help=command.help)
+        usage = f"flashstate {name} [options]{' [OP]' if 'op' in command.options else ''}"
+        of_command = commands.add_parser(name, help=command.help, usage=usage, formatter_class=Help)
         of_command.set_defaults(run=command.run)
         for option, given in command.options.items():
             of_command.add_argument(option, **given)
@@ -201,7 +211,10 @@ numbers = partial(number, nargs="+")
 file = partial(option, metavar="FILE", type=Path)
 flag: Callable[..., Option] = partial(dict, action="store_true")
 TOLD = "(default: %(default)s)"
-OP = option(f"span is conv1d_step and mamba2_step behind it {TOLD}", nargs="?", choices=OPS, default="mamba2")
+OP = option(
+    f"{_listed(OPS)}, which is conv1d_step and mamba2_step behind it {TOLD}",
+    "OP", nargs="?", choices=OPS, default="mamba2",
+)  # fmt: skip
 SIZES = {
     "heads": "of a state; of gated_delta: value heads",
     "groups": "of B and C; of gated_delta: key heads",
@@ -215,14 +228,16 @@ MEASURED = {
     "op": OP,
     **{f"--{name}": numbers(help) for name, help in SIZES.items()},
     **DEVICE,
-    "--formats": option("such as float16:stochastic (default: those of the op)", "FORMAT[:ROUNDING]", nargs="+"),
+    "--formats": option("such as float16:stochastic (default: those of the op)", "FORMAT", nargs="+"),
     "--batches": numbers("default: those of the op; bench on a CPU takes fewer"),
 }
 INFO = {
     "op": OP,
     **{f"--{name}": number(help, nargs=1) for name, help in SIZES.items()},
-    "--format": option("default: the first that bench measures", choices=ROUNDINGS_OF),
-    "--rounding": {"choices": ROUNDINGS, "default": "nearest"},
+    "--format": option(
+        f"{_listed(ROUNDINGS_OF)} (default: the first that bench measures)", "FORMAT", choices=ROUNDINGS_OF
+    ),
+    "--rounding": option(f"{_listed(ROUNDINGS)} {TOLD}", "ROUNDING", choices=ROUNDINGS, default="nearest"),
     "--batch": numbers("default: those that bench measures", dest="batches"),
     "--tokens": number("per row and call (default: 1)", nargs=1, default=[1]),
     "--snapshots": flag(help="with the state after each of several tokens stored"),
@@ -237,7 +252,7 @@ DEMO = {
     **DEVICE,
     "--steps": number(f"model steps {TOLD}", default=150),
     "--tokens": number(f"per request and step, all but the first speculative {TOLD}", default=4),
-    "--seed": {"type": int, "default": 0, "metavar": "N"},
+    "--seed": option(f"of requests, weights and tokens {TOLD}", "N", type=int, default=0),
 }
 BENCH = {
     **MEASURED,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from flashstate.bench.jobs import Job
 from flashstate.launch import Gpu, Problem, choose_with_reason, machine_of
@@ -17,21 +18,33 @@ from flashstate.launch.config import mode_key
 from flashstate.state.formats import FORMATS
 
 EXAMPLE_GPU = Gpu("NVIDIA H200", (9, 0))  # whose configs are shown on a machine without a GPU
+COLUMNS_OF_CONFIGS = (
+    "Rows are those of a tile, and lanes those of a row. An entry is the batch x heads that a config of a table was "
+    "measured at. Besides: what is not as in a plain config."
+)
 
 
 def show_info(jobs: Sequence[Job], gpu: Gpu | None) -> None:
     """Print versions, devices, formats, and the launch configs of these jobs."""
-    console = Console()
+    console = Console(highlight=False)
+
+    def say(text: str) -> None:
+        console.print("\n".join(wrapped(text, console.width)), markup=False)
+
     for name, value in versions().items():
-        console.print(f"{name:12}{value}", highlight=False)
+        console.print(f"{name:12}{value}")
     for line in device_lines():
-        console.print(f"{'device':12}{line}", highlight=False)
+        console.print(f"{'device':12}{line}")
     console.print(format_table())
     if gpu is None and not torch.cuda.is_available():
         gpu = EXAMPLE_GPU
-        console.print(f"No GPU here, so these are the launch configs of an {gpu.name}; --gpu NAME shows another's.")
+        say(f"No GPU here, so these are the launch configs of an {gpu.name}; --gpu NAME shows another's.")
+    on = gpu or machine_of(torch.device("cuda", 0)).gpu
     for problems in problems_by_op(jobs):
-        console.print(config_table(problems, gpu or machine_of(torch.device("cuda", 0)).gpu))
+        say(config_title(problems, on))
+        say(f"Why: {'; '.join(reasons(problems, on))}.")
+        console.print(config_table(problems, on))
+    say(COLUMNS_OF_CONFIGS)
 
 
 def versions() -> dict[str, str]:
@@ -81,18 +94,36 @@ def problems_by_op(jobs: Sequence[Job]) -> list[dict[Problem, int]]:
 
 
 def config_table(problems: Mapping[Problem, int], gpu: Gpu) -> Table:
-    """Which config each problem gets on that GPU, and where it comes from; they differ in batch."""
-    one = next(iter(problems))
-    where = f"{gpu.name}, compute capability {'.'.join(map(str, gpu.capability))}"
+    """Which config each problem gets on that GPU; the problems differ in batch."""
+    numbers = ("batch", "x heads", "rows", "warps", "lanes", "entry")
     table = Table(
-        "batch", "batch x heads", "rows", "warps", "lanes", "besides", "why", box=SIMPLE_HEAD,
-        title=f"Launch configs of {one.op}, {one.rows} x {one.cols}, {one.format}, {mode_key(one)}, on {where}",
-        caption="rows per tile, warps, lanes per row, and what else is not as usual",
-        title_justify="left", caption_justify="left",
-    )  # fmt: skip
+        *(Column(name, justify="right") for name in numbers), "besides", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
     for problem, batch in problems.items():
-        config, reason = choose_with_reason(problem, gpu)
-        numbers = (batch, problem.batch_heads, config.block_rows, config.num_warps, config.lanes)
-        besides = ", ".join(f"{name} {value}" for name, value in config.unusual.items())
-        table.add_row(*map(str, numbers), besides, reason)
+        config, _, measured_at = choose_with_reason(problem, gpu)
+        entry = "-" if measured_at is None else measured_at
+        shown = (batch, problem.batch_heads, config.block_rows, config.num_warps, config.lanes, entry)
+        table.add_row(*map(str, shown), ", ".join(f"{name} {value}" for name, value in config.unusual.items()))
     return table
+
+
+def config_title(problems: Mapping[Problem, int], gpu: Gpu) -> str:
+    """What a table of configs is about."""
+    one = next(iter(problems))
+    what = f"{one.op}, {one.rows} x {one.cols}, {one.format}, {mode_key(one)}"
+    where = f"{gpu.name}, compute capability {'.'.join(map(str, gpu.capability))}"
+    return f"Launch configs of {what}, on {where}"
+
+
+def reasons(problems: Iterable[Problem], gpu: Gpu) -> list[str]:
+    """Where the configs of these problems come from, each place once."""
+    return list(dict.fromkeys(choose_with_reason(problem, gpu).reason for problem in problems))
+
+
+def wrapped(text: str, width: int) -> list[str]:
+    """Lines of at most so many characters, the last of more than one word if that can be."""
+    for narrower in range(width, width // 2, -1):
+        lines = textwrap.wrap(text, narrower, break_long_words=False, break_on_hyphens=False)
+        if len(lines) < 2 or " " in lines[-1]:
+            return lines
+    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)

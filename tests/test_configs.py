@@ -73,10 +73,10 @@ def test_every_entry_of_a_table_is_valid_for_an_op_and_a_format_that_exist(path:
 @every_table
 def test_every_entry_of_a_table_is_what_its_problem_gets(path: Path) -> None:
     for problem, config in entries_of(path):
-        got, reason = choose_with_reason(problem, Gpu(path.stem.replace("-", " "), (9, 0)))
+        got, reason, measured_at = choose_with_reason(problem, Gpu(path.stem.replace("-", " "), (9, 0)))
         assert got == config
         assert reason.startswith("table")
-        assert str(problem.batch_heads) in reason
+        assert measured_at == problem.batch_heads
         assert problem.batch_heads >= 1
 
 
@@ -223,10 +223,10 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     [(1, 16), (16, 16), (63, 16), (65, 256), (256, 256), (1023, 256), (1025, 4096), (4096, 4096), (1 << 20, 4096)],
 )
 def test_the_nearest_entry_in_ratio_is_chosen(tables: dict[str, Any], batch_heads: int, nearest: int) -> None:
-    config, reason = choose_with_reason(replace(PROBLEM, batch_heads=batch_heads), MEASURED)
+    config, reason, measured_at = choose_with_reason(replace(PROBLEM, batch_heads=batch_heads), MEASURED)
     assert config == tables[table_key(PROBLEM)][mode_key(PROBLEM)][nearest]
-    assert reason.startswith("table of measured")
-    assert reason.endswith(f"= {nearest}")
+    assert reason == f"table of {MEASURED.name}"
+    assert measured_at == nearest
 
 
 @pytest.mark.usefixtures("tables")
@@ -241,7 +241,7 @@ def test_the_nearest_entry_in_ratio_is_chosen(tables: dict[str, Any], batch_head
 def test_a_table_speaks_only_for_its_own_problem_and_mode(change: dict[str, int | str]) -> None:
     other = replace(PROBLEM, **change)
     assert table_key(other).endswith(" transposed") == other.transposed
-    config, reason = choose_with_reason(other, MEASURED)
+    config, reason, _ = choose_with_reason(other, MEASURED)
     assert reason.startswith("heuristic: no table")
     assert config == choose(other, UNKNOWN)
     assert choose_with_reason(PROBLEM, UNKNOWN)[1].startswith("heuristic: no table")
@@ -255,14 +255,13 @@ def test_calls_that_store_every_state_get_entries_of_their_own_or_those_of_calls
     modes = tables[table_key(PROBLEM)]
     modes[mode_key(several)] = {1024: Config(4, 1, 32)}
     assert choose(several, MEASURED) == choose(stored, MEASURED) == Config(4, 1, 32)
-    assert choose_with_reason(several, MEASURED)[1].endswith("= 1024")
-    assert choose_with_reason(stored, MEASURED)[1].endswith("= 1024, for calls that store one state")
+    table = f"table of {MEASURED.name}"
+    assert choose_with_reason(several, MEASURED)[1:] == (table, 1024)
+    assert choose_with_reason(stored, MEASURED)[1:] == (f"{table}, for calls that store one state", 1024)
     launch_config._look_up.cache_clear()
     modes[mode_key(stored)] = {1024: Config(8, 2, 32)}
     assert choose(several, MEASURED) == Config(4, 1, 32)
-    config, reason = choose_with_reason(stored, MEASURED)
-    assert config == Config(8, 2, 32)
-    assert reason.endswith("= 1024")
+    assert choose_with_reason(stored, MEASURED) == (Config(8, 2, 32), table, 1024)
 
 
 @pytest.mark.usefixtures("tables")
@@ -271,7 +270,7 @@ def test_the_reason_says_where_a_config_comes_from() -> None:
     assert choose_with_reason(PROBLEM, UNKNOWN)[1].startswith("heuristic")
     assert load_table(UNKNOWN.name) == {}
     with override(Config(4, 4, 32)):
-        assert choose_with_reason(PROBLEM, MEASURED) == (Config(4, 4, 32), "override")
+        assert choose_with_reason(PROBLEM, MEASURED) == (Config(4, 4, 32), "override", None)
         assert choose(PROBLEM, UNKNOWN) == Config(4, 4, 32)
 
 

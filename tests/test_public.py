@@ -118,6 +118,13 @@ def test_the_newest_release_in_the_changelog_is_the_declared_version() -> None:
     assert released[0] == pyproject()["project"]["version"]
 
 
+def test_the_citation_names_the_declared_version_and_licence() -> None:
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8").splitlines()
+    project = pyproject()["project"]
+    assert f"version: {project['version']}" in citation
+    assert f"license: {project['license']}" in citation
+
+
 def git(*arguments: str) -> str:
     """What git prints in the root of the tree; skips where this is not a checkout of its own."""
     try:

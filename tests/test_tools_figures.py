@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from flashstate.bench.results import Row, write_csv
+from flashstate.launch.call import OPS
 from flashstate.state.formats import PORTABLE_FORMATS
 from tools import figures as tool
-from tools.figures import END, MARKED, RESULTS, ROOT, documents, figures, with_tables
+from tools.figures import END, MARKED, RESULTS, ROOT, documents, figures, merged, with_tables
+from tools.format_costs import costs_table
 from tools.replay_pays import NEVER, pays
 
 MOVES = "plan and commit"
@@ -130,9 +132,34 @@ def test_tables_go_between_their_marks_and_nothing_else_changes(
             with_tables(f"{mark(unknown)}{END}")
 
 
+def test_a_table_of_costs_has_formats_down_and_the_bytes_of_a_state() -> None:
+    rows = [row("flashstate", "float32", "nearest", batch) for batch in (1, 16, 256)]
+    rows += [row("vllm", "float32", "nearest", 1), row("flashstate", "float32", "nearest", 1, tokens=4)]
+    errors = {("float32", "nearest"): (1e-7, 2e-7), ("int8", "stochastic"): (1e-3, 2e-3)}
+    assert costs_table("mamba2", rows, errors) == [
+        "| format | KiB of a state | error of states | error of outputs | µs, batch 1 | µs, batch 16 | µs, batch 256 |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| float32 | 512 | 1.0e-07 | 2.0e-07 | 3.20 | 51.2 | 819 |",
+        "| int8 stochastic | 132 | 1.0e-03 | 2.0e-03 |  |  |  |",
+    ]
+
+
+def test_what_several_provenances_do_not_share_stands_side_by_side() -> None:
+    provenances = [{"device": "a GPU", "commit": "abc"}, {"device": "a GPU", "commit": "def", "peers": "vllm 1"}]
+    assert merged(provenances) == {"device": "a GPU", "commit": "abc / def", "peers": "vllm 1"}
+
+
 def test_documents_have_the_tables_of_the_results() -> None:
     found = {path.relative_to(ROOT).as_posix() for path in documents()}
-    assert found == {"README.md", "docs/launching.md", "docs/measuring.md", "docs/numerics.md", "docs/ops.md"}
+    pages = {f"docs/ops/{op}.md" for op in OPS}
+    shared = {
+        "docs/launching.md",
+        "docs/measuring.md",
+        "docs/numerics.md",
+        "docs/serving.md",
+        "docs/choosing-a-format.md",
+    }
+    assert found >= {"README.md", *shared, *pages}
     texts = [document.read_text(encoding="utf-8") for document in documents()]
     for text in texts:
         assert text == with_tables(text), "run make figures"
@@ -144,10 +171,14 @@ def test_documents_have_the_tables_of_the_results() -> None:
 @pytest.mark.parametrize(
     ("document", "table", "old", "new"),
     [
-        ("README.md", "figures of mamba2", "| 4 |", "| 5 |"),
-        ("README.md", "figures of mamba2", " (9", " (8"),
-        ("README.md", "figures of mamba2", "float16 stoch", "float64 stoch"),
+        ("README.md", "peers", " / ", " + "),
+        ("docs/measuring.md", "figures of mamba2", "| 4 |", "| 5 |"),
+        ("docs/measuring.md", "figures of mamba2", " (9", " (8"),
+        ("docs/measuring.md", "figures of mamba2", "float16 stoch", "float64 stoch"),
+        ("docs/ops/mamba2_step.md", "formats of mamba2", "| 512 |", "| 256 |"),
+        ("docs/serving.md", "where replay pays", "| 4 |", "| 1 |"),
         ("docs/numerics.md", "errors of long heads", "e-0", "e-1"),
+        ("docs/choosing-a-format.md", "costs of formats", "| 0.50 |", "| 0.25 |"),
     ],
 )
 def test_a_figure_that_differs_is_seen(document: str, table: str, old: str, new: str) -> None:
@@ -157,15 +188,15 @@ def test_a_figure_that_differs_is_seen(document: str, table: str, old: str, new:
     assert with_tables(changed) == text != changed
 
 
-def test_the_command_writes_every_document_and_draws_both_pictures(
+def test_the_command_writes_every_document_and_draws_every_picture(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     drawn: list[Path] = []
-    for draw in ("draw", "draw_errors"):
-        monkeypatch.setattr(tool, draw, lambda rows, provenance, path: drawn.append(path))
+    for draw in ("draw", "draw_errors", "draw_choice"):
+        monkeypatch.setattr(tool, draw, lambda rows, beside, path: drawn.append(path))
     (tmp_path / "README.md").write_text(f"{mark('figures of mamba2')}{END}\n", encoding="utf-8")
     monkeypatch.setattr(tool, "ROOT", tmp_path)
     tool.main()
     assert "| float32 | " in (tmp_path / "README.md").read_text(encoding="utf-8")
-    assert drawn == [tmp_path / "docs" / "h200.png", tmp_path / "docs" / "numerics.png"]
+    assert drawn == [tmp_path / "docs" / f"{name}.png" for name in ("h200", "numerics", "choosing-a-format")]
     assert "$(PYTHON) -m tools.figures\n" in (ROOT / "Makefile").read_text(encoding="utf-8")

@@ -18,7 +18,7 @@ def arguments_table(name: str) -> str:
     rows = [
         row(argument, op.tensors[argument], argument in op.optional) for argument in op.hints if argument in op.tensors
     ]
-    return HEAD + "".join(rows)
+    return "\n" + HEAD + "".join(rows) + "\n"
 
 
 def row(argument: str, axes: Axes, optional: bool) -> str:

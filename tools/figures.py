@@ -5,6 +5,11 @@ A table of README.md or docs/ stands between two marks. The first one says what 
     <!-- figures of OP; make figures writes this -->                    flashstate alone, by format
     <!-- figures of OP: LABEL | LABEL; make figures writes this -->     all implementations under these labels
     <!-- errors of long heads; make figures writes this -->             tools/numerics.py, at the end of its run
+    <!-- sizes of states; make figures writes this -->                  the same
+    <!-- formats of OP; make figures writes this -->                    bytes, errors and times of its formats
+    <!-- costs of formats; make figures writes this -->                 what formats cost in every family of ops
+    <!-- where replay pays; make figures writes this -->                tools/replay_pays.py
+    <!-- peers; make figures writes this -->                            a few calls beside other libraries
     <!-- arguments of OP; make figures writes this -->                  its tensors, as it is declared
     <!-- end of figures -->
 """
@@ -19,7 +24,10 @@ from pathlib import Path
 from flashstate.bench.plot import draw
 from flashstate.bench.results import HOST_COST, Row, is_roof, read_csv
 from tools.arguments import arguments_table
-from tools.numerics import error_table, read_errors
+from tools.format_choice import FAMILIES, choice_table, draw_choice
+from tools.format_costs import SHOWN, costs_table, peers_table, shown_time
+from tools.numerics import at_the_end, error_table, read_errors
+from tools.numerics_ops import read_op_errors
 from tools.numerics_plot import draw_errors
 from tools.replay_pays import pays
 
@@ -33,27 +41,31 @@ RESULTS = {  # by the op that they are of
     "mamba2_replay": ROOT / "results" / "h200-replay.csv",
 }
 ERRORS = ROOT / "results" / "numerics.csv"
+ERRORS_OF_OPS = ROOT / "results" / "numerics-ops.csv"
+WAYS = {"mamba2": "plain", "mamba2_replay": "replay"}  # in ERRORS; other ops are in ERRORS_OF_OPS
 OURS = "flashstate"
 ORIGIN = ("torch", "triton", "commit", "date", "peers")  # of a provenance
 END = "<!-- end of figures -->"
 MARKED = re.compile(rf"(?P<mark><!-- (?P<table>[^;\n]+); make figures writes this -->\n).*?(?={END})", re.DOTALL)
-ARGUMENTS = "arguments of "
+ARGUMENTS, FORMATS = "arguments of ", "formats of "
+PEERS, PAYS, CHOICE = "peers", "where replay pays", "costs of formats"
 FIGURES = re.compile(r"figures of (?P<op>[^:]+)(: (?P<labels>.+))?")
 
 
 def main() -> None:
-    """Write every table into its document, and draw both pictures."""
+    """Write every table into its document, and draw every picture."""
     for document in documents():
         document.write_text(with_tables(document.read_text(encoding="utf-8")), encoding="utf-8")
     provenance, rows = measured("mamba2")
     draw(rows, provenance, ROOT / "docs" / "h200.png")
     origin_of_errors, errors = read_errors(ERRORS)
     draw_errors(errors, origin_of_errors, ROOT / "docs" / "numerics.png")
+    draw_choice(of_families()[1], at_the_end(errors), ROOT / "docs" / "choosing-a-format.png")
 
 
 def documents() -> list[Path]:
     """The documents that have a place for a table."""
-    every = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+    every = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
     return [document for document in every if MARKED.search(document.read_text(encoding="utf-8"))]
 
 
@@ -66,19 +78,59 @@ def table(name: str) -> str:
     """The table that a mark asks for; ValueError where there is none."""
     if name.startswith(ARGUMENTS):
         return arguments_table(name.removeprefix(ARGUMENTS))
+    if name.startswith(FORMATS):
+        return formats(name.removeprefix(FORMATS))
+    if name == PEERS:
+        found = {op: measured(op) for op in dict.fromkeys(op for op, *_ in SHOWN)}
+        origins = merged([provenance for provenance, _ in found.values()])
+        return paragraphs(peers_table({op: rows for op, (_, rows) in found.items()}), _measured_on(origins))
+    if name == PAYS:
+        origin_of_replay, replayed = measured("mamba2_replay")
+        return paragraphs(pays(replayed), _measured_on(origin_of_replay))
+    if name == CHOICE:
+        origins, by_family = of_families()
+        origin_of_errors, errors = read_errors(ERRORS)
+        below = f"Times: {origins}. Errors: {origin(origin_of_errors)}."
+        return paragraphs(choice_table(by_family, at_the_end(errors)), below)
     asked = FIGURES.fullmatch(name)
     if asked is None:
         provenance, rows = read_errors(ERRORS)
         return error_table(name, rows, origin(provenance))
-    if asked["op"] not in RESULTS:
-        raise ValueError(f"there are no results of {asked['op']}, only of {', '.join(RESULTS)}")
     origin_of_times, times = measured(asked["op"])
     return figures(times, origin_of_times, asked["labels"].split(" | ") if asked["labels"] else ())
 
 
+def formats(op: str) -> str:
+    """What the formats of an op cost."""
+    provenance, rows = measured(op)
+    origin_of_errors, errors = errors_of(op)
+    below = f"{_measured_on(provenance)} Errors: {origin(origin_of_errors)}."
+    return paragraphs(costs_table(op, rows, errors), below)
+
+
+def errors_of(op: str) -> tuple[dict[str, str], dict[tuple[str, str], tuple[float, float]]]:
+    """The provenance, and by format and rounding the errors of states and of outputs of an op at the end of a run."""
+    if op in WAYS:
+        provenance, found = read_errors(ERRORS)
+        last = [row for row in at_the_end(found).values() if (row.way, row.memory) == (WAYS[op], "all")]
+        return provenance, {(row.format, row.rounding): (row.state_error, row.output_error) for row in last}
+    provenance, of_ops = read_op_errors(ERRORS_OF_OPS)
+    here = [row for row in of_ops if row.op == op]
+    return provenance, {(row.format, row.rounding): (row.state_error, row.output_error) for row in here}
+
+
+def of_families() -> tuple[str, dict[str, list[Row]]]:
+    """Where the results of all families of ops were measured, in words, and their rows by op."""
+    found = {family.op: measured(family.op) for family in FAMILIES}
+    origins = "; ".join(dict.fromkeys(origin(provenance) for provenance, _ in found.values()))
+    return origins, {op: rows for op, (_, rows) in found.items()}
+
+
 @cache
 def measured(op: str) -> tuple[dict[str, str], list[Row]]:
-    """The provenance and the rows of an op."""
+    """The provenance and the rows of an op; ValueError where it was not measured."""
+    if op not in RESULTS:
+        raise ValueError(f"there are no results of {op}, only of {', '.join(RESULTS)}")
     return read_csv(RESULTS[op])
 
 
@@ -102,14 +154,29 @@ def figures(rows: Sequence[Row], provenance: Mapping[str, str], labels: Sequence
         lines += ["", *pays(rows)]
     if HOST_COST in provenance and not labels:
         lines += ["", f"Host cost of an eager call: {provenance[HOST_COST]}."]
-    lines += ["", f"Measured on: {origin(provenance)}."]
-    return "\n".join(["", *lines, "", ""])
+    return paragraphs(lines, _measured_on(provenance))
+
+
+def paragraphs(lines: Sequence[str], below: str) -> str:
+    """Lines of a table, and what stands below it, apart from what is around them."""
+    return "\n".join(["", *lines, "", below, "", ""])
 
 
 def origin(provenance: Mapping[str, str]) -> str:
     """The device, and with their names the things that its figures depend on most."""
     named = [f"{name} {provenance[name]}" for name in ORIGIN if name in provenance]
     return ", ".join([provenance.get("device", "an unknown device"), *named])
+
+
+def merged(provenances: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """One provenance of several: what they do not share stands side by side."""
+    names = dict.fromkeys(name for provenance in provenances for name in provenance)
+    values = {name: dict.fromkeys(p[name] for p in provenances if name in p) for name in names}
+    return {name: " / ".join(found) for name, found in values.items()}
+
+
+def _measured_on(provenance: Mapping[str, str]) -> str:
+    return f"Measured on: {origin(provenance)}."
 
 
 def _is_ours(row: Row) -> bool:
@@ -124,9 +191,8 @@ def _name(row: Row, beside_others: Sequence[str]) -> str:
 def _cell(row: Row | None) -> str:
     if row is None:
         return ""
-    digits = 2 if row.microseconds < 10 else 1 if row.microseconds < 100 else 0
     percent = "" if row.percent_of_roof is None else f" ({row.percent_of_roof:.0f})"
-    return f"{row.microseconds:.{digits}f}{percent}"
+    return f"{shown_time(row)}{percent}"
 
 
 if __name__ == "__main__":

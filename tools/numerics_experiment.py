@@ -62,14 +62,14 @@ class NewMamba2:
     def token(self) -> dict[str, Any]:
         """The arguments of one step. Activations are bfloat16 values, but float32, so that outputs are not rounded."""
         return {
-            "x": self._activation(BATCH, HEADS, ROWS),
+            "x": self.activation(BATCH, HEADS, ROWS),
             "dt": DT_SPREAD * self.source.normal(BATCH, HEADS),
-            "B": self._activation(BATCH, 1, COLS),
-            "C": self._activation(BATCH, 1, COLS),
+            "B": self.activation(BATCH, 1, COLS),
+            "C": self.activation(BATCH, 1, COLS),
             **self.parameters,
         }
 
-    def _activation(self, *size: int) -> Tensor:
+    def activation(self, *size: int) -> Tensor:
         return silu(self.source.normal(*size)).bfloat16().float()
 
     def heads_of(self, memory: str) -> Tensor:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -238,27 +238,35 @@ def override(config: Config) -> Iterator[None]:
 
 def choose(problem: Problem, gpu: Gpu) -> Config:
     """The config for `problem` on that GPU."""
-    return choose_with_reason(problem, gpu)[0]
+    return choose_with_reason(problem, gpu).config
 
 
-def choose_with_reason(problem: Problem, gpu: Gpu) -> tuple[Config, str]:
-    """The config, and a few words on where it comes from."""
+class Choice(NamedTuple):
+    """A config, a few words on where it comes from, and of a table's the batch x heads that it was measured at."""
+
+    config: Config
+    reason: str
+    measured_at: int | None = None
+
+
+def choose_with_reason(problem: Problem, gpu: Gpu) -> Choice:
+    """The config for `problem` on that GPU, and where it comes from."""
     if _overridden is not None:
         if not problem.valid(_overridden):
             raise ValueError(f"{_overridden} is not one of the valid configs of {problem}")
-        return _overridden, "override"
+        return Choice(_overridden, "override")
     return _look_up(problem, gpu)
 
 
 @functools.lru_cache(maxsize=4096)
-def _look_up(problem: Problem, gpu: Gpu) -> tuple[Config, str]:
+def _look_up(problem: Problem, gpu: Gpu) -> Choice:
     for mode, what in ((problem, ""), (replace(problem, stored="last"), ", for calls that store one state")):
         measured = measured_sizes(load_table(gpu.name), mode)
         sizes = {size: config for size, config in measured.items() if problem.valid(config)}  # kinds may share a key
         if sizes:
             nearest = min(sizes, key=lambda size: abs(math.log(size / problem.batch_heads)))
-            return sizes[nearest], f"table of {gpu.name}, measured at batch x heads = {nearest}{what}"
-    return problem.heuristic(gpu), "heuristic: no table for this GPU, op, shape, format and mode"
+            return Choice(sizes[nearest], f"table of {gpu.name}{what}", nearest)
+    return Choice(problem.heuristic(gpu), "heuristic: no table for this GPU, op, shape, format and mode")
 
 
 def measured_sizes(configs: Configs, problem: Problem) -> Mapping[int, Config]:

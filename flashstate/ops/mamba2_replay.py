@@ -56,7 +56,7 @@ def mamba2_replay(
     What a row continues from is its state after the live tokens of its ring. The new tokens are appended to the ring;
     only where live and new ones together are more than the window, the live ones are folded into the state first, which
     is then rounded and stored. `commit` says afterwards which new tokens stay: until then the next call overwrites
-    them. See docs/ops.md.
+    them. See docs/ops/mamba2_replay.md.
 
     Token axes, written (...): (batch,) for one token per row, (batch, T), or (tokens,) packed with slots.cu_seqlens and
     slots.max_len. A row has at most as many tokens as the window.

@@ -1,4 +1,4 @@
-"""conv1d_step: the short causal convolution before a recurrence. docs/ops.md describes it; this file defines it."""
+"""conv1d_step: the short causal convolution before a recurrence. docs/ops/ derives it; this file defines it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""gated_delta_step: the gated delta rule of Gated DeltaNet and KDA. docs/ops.md derives it; this file defines it."""
+"""gated_delta_step: the gated delta rule of Gated DeltaNet and KDA. docs/ops/ derives it; this file defines it."""
 
 from __future__ import annotations
 

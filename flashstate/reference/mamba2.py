@@ -1,4 +1,4 @@
-"""mamba2_step: the selective state update of Mamba-1 and Mamba-2. docs/ops.md derives it; this file defines it."""
+"""mamba2_step: the selective state update of Mamba-1 and Mamba-2. docs/ops/ derives it; this file defines it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""mamba3_step: the trapezoidal state update of Mamba-3, SISO and MIMO. docs/ops.md derives it; this file defines it."""
+"""mamba3_step: the trapezoidal state update of Mamba-3, SISO and MIMO. docs/ops/ derives it; this file defines it."""
 
 from __future__ import annotations
 

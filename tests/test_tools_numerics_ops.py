@@ -1,0 +1,41 @@
+"""tools.numerics_ops: what it decodes, measures and leaves behind; and that every format of every op is in the tree."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from flashstate.state.formats import PORTABLE_FORMATS
+from tools import numerics_ops as tool
+from tools.figures import ERRORS_OF_OPS
+from tools.numerics_ops import MODELS, measure_op, read_op_errors
+
+FORMATS = [("float32", "nearest"), ("float16", "nearest"), ("int8", "stochastic")]
+
+
+@pytest.mark.parametrize("op", MODELS)
+def test_errors_are_those_of_the_format(op: str) -> None:
+    fine, middle, coarse = measure_op(op, torch.device("cpu"), 20, FORMATS)
+    assert [(row.op, row.format, row.rounding, row.tokens) for row in (fine, coarse)] == [
+        (op, "float32", "nearest", 20),
+        (op, "int8", "stochastic", 20),
+    ]
+    for found in ([row.state_error for row in (fine, middle, coarse)], [row.output_error for row in (fine, coarse)]):
+        assert found == sorted(found)
+    assert fine.state_error < 2**-20 < 2**-13 < middle.state_error < 2**-9 < 2**-7 < coarse.state_error < 2**-3
+
+
+def test_the_command_writes_what_the_tables_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tool, "measure_op", lambda op, *_, **__: [tool.OpErrorRow(op, "int8", "nearest", 4, 0.5, 0.25)])
+    tool.main(["--csv", str(tmp_path / "errors.csv"), "--device", "cpu", "--commit", "abc"], tokens=4)
+    provenance, rows = read_op_errors(tmp_path / "errors.csv")
+    assert provenance["commit"] == "abc"
+    assert [(row.op, row.state_error) for row in rows] == [(op, 0.5) for op in MODELS]
+
+
+def test_the_tree_has_errors_of_every_op_in_every_format() -> None:
+    _, rows = read_op_errors(ERRORS_OF_OPS)
+    found = [(row.op, row.format, row.rounding) for row in rows]
+    assert found == [(op, *fmt) for op in MODELS for fmt in PORTABLE_FORMATS]

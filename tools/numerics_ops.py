@@ -1,0 +1,153 @@
+"""Measure errors of gated_delta_step and mamba3_step over many tokens, in every format, against float64:
+`python -m tools.numerics_ops --csv results/numerics-ops.csv`.
+
+That takes minutes on a CPU. `make figures` then writes the tables of costs on the pages of these ops. Heads forget as
+those of tools/numerics_experiment.py do, and tokens are drawn alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor
+
+from flashstate.bench.results import provenance_of, read_rows, write_csv
+from flashstate.bench.run import Files
+from flashstate.cli import find_device
+from flashstate.demo import one_thread
+from flashstate.ops.gated_delta import gated_delta_step
+from flashstate.ops.mamba3 import mamba3_step
+from flashstate.pool.pool import StatePool
+from flashstate.reference.gated_delta import gated_delta_token, sigmoid
+from flashstate.reference.mamba2 import softplus
+from flashstate.reference.mamba3 import FourStates, Parameters, mamba3_token
+from flashstate.state.formats import PORTABLE_FORMATS
+from tools.numerics_experiment import BATCH, COLS, DT_SPREAD, HEADS, ROWS, STATE_EVERY, TOKENS, NewMamba2, Sums
+
+SHARE = 4  # errors are those of the last quarter of a run
+PLAIN = Parameters(None, None, None, None, None, None, pairing="interleaved", trap_logit=False)
+
+
+@dataclass(frozen=True)
+class OpErrorRow:
+    """What is wrong in the last quarter of a run, over all heads; its fields are the columns of the CSV."""
+
+    op: str
+    format: str
+    rounding: str
+    tokens: int  # of the whole run
+    state_error: float  # root mean square of the error, relative to that of the exact values
+    output_error: float
+
+
+class Model(NamedTuple):
+    """How one op decodes: its tokens, its pool, a step of it, and the same in float64."""
+
+    token: Callable[[NewMamba2], dict[str, Any]]
+    pool: Callable[..., StatePool[Any]]
+    step: Callable[..., Tensor]
+    exact: Callable[[Any, dict[str, Any]], tuple[Tensor, Any]]
+
+
+def delta_token(model: NewMamba2) -> dict[str, Any]:
+    """Arguments of one step of Gated DeltaNet: every value head has a key head."""
+    q, k = model.activation(BATCH, HEADS, COLS), model.activation(BATCH, HEADS, COLS)
+    gates = {"a": DT_SPREAD * model.source.normal(BATCH, HEADS), "b": model.source.normal(BATCH, HEADS)}
+    parameters = {"A_log": (-model.parameters["A"]).log(), "dt_bias": model.parameters["dt_bias"]}
+    return {"q": q, "k": k, "v": model.activation(BATCH, HEADS, ROWS), **gates, **parameters}
+
+
+def mamba3_arguments(model: NewMamba2) -> dict[str, Any]:
+    """Arguments of one step of Mamba-3 of rank 1, B and C given turned."""
+    dt = softplus(DT_SPREAD * model.source.normal(BATCH, HEADS) + model.parameters["dt_bias"])
+    trap = sigmoid(model.source.normal(BATCH, HEADS))
+    gates = {"A": model.parameters["A"].expand(BATCH, HEADS), "dt": dt, "trap": trap}
+    B, C = model.activation(BATCH, 1, 1, COLS), model.activation(BATCH, 1, 1, COLS)
+    return {"x": model.activation(BATCH, HEADS, ROWS), **gates, "B": B, "C": C}
+
+
+def exact_delta(state: Tensor, token: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    return gated_delta_token(state, **token, scale=None, qk_l2norm=True)
+
+
+def exact_mamba3(state: Tensor | FourStates, token: dict[str, Any]) -> tuple[Tensor, FourStates]:
+    if isinstance(state, Tensor):
+        zeros = state.new_zeros
+        state = FourStates(state, zeros(BATCH, 1, HEADS, COLS), zeros(BATCH, HEADS, ROWS), None)
+    return mamba3_token(state, **token, z=None, angle=None, parameters=PLAIN)
+
+
+MODELS = {
+    "gated_delta": Model(
+        delta_token, partial(StatePool.gated_delta, value_dim=ROWS, key_dim=COLS), gated_delta_step, exact_delta
+    ),
+    "mamba3": Model(
+        mamba3_arguments, partial(StatePool.mamba3, rows=ROWS, cols=COLS, kv_dtype=torch.float32), mamba3_step,
+        exact_mamba3,
+    ),
+}  # fmt: skip
+
+
+def measure_op(
+    op: str,
+    device: torch.device,
+    tokens: int = TOKENS,
+    formats: Sequence[tuple[str, str]] = PORTABLE_FORMATS,
+    tracked: Callable[[range], Iterable[int]] = iter,
+) -> list[OpErrorRow]:
+    """Decode tokens one by one, in every format side by side."""
+    model, drawn = MODELS[op], NewMamba2(device)
+    shape = {"slots": BATCH, "layers": 1, "heads": HEADS, "seed": 0, "device": device}
+    pools = {(f, r): model.pool(**shape, dtype=getattr(torch, f), rounding=r) for f, r in formats}
+    slots, *_ = [pool.acquire(BATCH) for pool in pools.values()]  # every pool hands out the same
+    sums = {fmt: (Sums(device), Sums(device)) for fmt in formats}
+    exact: Any = torch.zeros(BATCH, HEADS, ROWS, COLS, dtype=torch.float64, device=device)
+    with one_thread():
+        for count in tracked(range(1, tokens + 1)):
+            token = model.token(drawn)
+            y, exact = model.exact(exact, token)
+            for fmt, pool in pools.items():
+                got = model.step(pool.layer(0), **token, slots=slots)
+                pool.advance(slots)
+                if count > tokens - tokens // SHARE:
+                    states, outputs = sums[fmt]
+                    outputs.add(got, y)
+                    if count % STATE_EVERY == 0:
+                        states.add(pool.read(0, slots), exact if isinstance(exact, Tensor) else exact.s)
+    everything = torch.ones(HEADS, dtype=torch.bool, device=device)
+    errors = {fmt: [total.error(everything) for total in totals] for fmt, totals in sums.items()}
+    return [OpErrorRow(op, *fmt, tokens, *found) for fmt, found in errors.items()]
+
+
+def read_op_errors(path: Path) -> tuple[dict[str, str], list[OpErrorRow]]:
+    """The provenance and the rows of a file that `python -m tools.numerics_ops` wrote."""
+    return read_rows(path, OpErrorRow, "tools.numerics_ops")
+
+
+def main(argv: list[str] | None = None, tokens: int = TOKENS) -> None:
+    """Decode so many tokens of every op with a progress bar, and write the rows."""
+    parser = argparse.ArgumentParser(prog="python -m tools.numerics_ops", description="Measure errors of ops.")
+    parser.add_argument("--csv", type=Path, metavar="FILE", required=True, help="write the errors there")
+    parser.add_argument("--device", metavar="DEVICE", help="cpu, cuda or cuda:N (default: cuda if there is one)")
+    parser.add_argument("--commit", metavar="TEXT", help="what the CSV says of the sources where git cannot tell")
+    options = parser.parse_args(argv)
+    Files(options.csv).check()
+    device = find_device(options.device)
+    rows = []
+    for op in MODELS:
+        bar = partial(track, description=op, console=Console(stderr=True), transient=True)
+        rows += measure_op(op, device, tokens, tracked=bar)
+    decoded = f"{tokens} tokens of {BATCH} requests, one per call; {HEADS} heads of {ROWS} x {COLS}"
+    write_csv(options.csv, rows, {**provenance_of(device, options.commit), "decoded": decoded})
+
+
+if __name__ == "__main__":
+    main()
