@@ -140,21 +140,16 @@ def table_of(
 _numbers: dict[tuple[int, torch.device], Tensor] = {}
 
 
-def first_numbers(count: int, device: torch.device) -> Tensor:
-    """0, 1, 2, … up to a count. Kept from the first call on, so that later ones make nothing."""
-    key = count, device
+def slot_numbers(state: Tensor) -> Tensor:
+    """0, 1, 2, … for the slots of a pool. Kept from the first call on, so that later ones make nothing."""
+    key = state.shape[0], state.device
     numbers = None if torch.compiler.is_compiling() else _numbers.get(key)
     if numbers is None:
-        numbers = torch.arange(count, device=device)
-        capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()  # then nothing is in it yet
+        numbers = torch.arange(state.shape[0], device=state.device)
+        capturing = state.is_cuda and torch.cuda.is_current_stream_capturing()  # then nothing is in it yet
         if not capturing and not torch.compiler.is_compiling():
             _numbers[key] = numbers
     return numbers
-
-
-def slot_numbers(state: Tensor) -> Tensor:
-    """The slots of a pool."""
-    return first_numbers(state.shape[0], state.device)
 
 
 def own_slots(name: str, state: Tensor, batch: int) -> Tensor:

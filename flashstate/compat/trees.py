@@ -16,7 +16,12 @@ def parents_of(name: str, table: Any, batch: int, tokens: int, device: torch.dev
         return None
     shapes.check_indices(name, table, "batch", "T")
     table = shapes.table_of(name, table, batch, tokens, device=device)[:, :tokens]
-    return torch.where(shapes.first_numbers(tokens, device) > 0, table, -1)
+    return torch.where(numbers_of(table) > 0, table, -1)
+
+
+def numbers_of(table: Tensor) -> Tensor:
+    """The numbers of the tokens that a table (batch, tokens) has columns for."""
+    return shapes.slot_numbers(table.mT)
 
 
 def parents_from(child: Tensor, sibling: Tensor) -> Tensor:
@@ -26,7 +31,7 @@ def parents_from(child: Tensor, sibling: Tensor) -> Tensor:
     one two before it, and so on up to the first, whose parent names it. The root, and what nothing names, have 0.
     """
     tokens = child.shape[1]
-    here = shapes.first_numbers(tokens, child.device).expand(child.shape)  # (batch, tokens)
+    here = numbers_of(child).expand(child.shape)  # (batch, tokens)
     first = _pointing(sibling, here, here)
     for _ in range(max(tokens - 1, 1).bit_length()):
         first = first.gather(1, first)

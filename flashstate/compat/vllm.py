@@ -1,4 +1,4 @@
-"""vLLM's selective_state_update and causal_conv1d_update, of vllm.model_executor.layers.mamba.ops; its delta rules."""
+"""vLLM's selective_state_update and causal_conv1d_update, of vllm.model_executor.layers.mamba.ops."""
 
 from __future__ import annotations
 
@@ -7,22 +7,16 @@ from torch import Tensor
 
 from flashstate.compat import shapes
 from flashstate.compat.vllm_delta import (
-    fused_recurrent_gated_delta_rule_packed_decode,
-    fused_recurrent_kda,
-    fused_sigmoid_gating_delta_rule_update,
+    fused_recurrent_gated_delta_rule_packed_decode as fused_recurrent_gated_delta_rule_packed_decode,
+)
+from flashstate.compat.vllm_delta import fused_recurrent_kda as fused_recurrent_kda
+from flashstate.compat.vllm_delta import (
+    fused_sigmoid_gating_delta_rule_update as fused_sigmoid_gating_delta_rule_update,
 )
 from flashstate.errors import INT64, check_flag, check_int, check_tensor
 from flashstate.ops.conv1d import CONV1D_STEP, conv1d_step
 from flashstate.state.slots import MOST_TOKENS, Slots
 from flashstate.state.state import MOST_ROUNDS, State
-
-__all__ = [
-    "causal_conv1d_update",
-    "fused_recurrent_gated_delta_rule_packed_decode",
-    "fused_recurrent_kda",
-    "fused_sigmoid_gating_delta_rule_update",
-    "selective_state_update",
-]
 
 
 def selective_state_update(
