@@ -70,9 +70,7 @@ INTERPRETED = [
     *[(BUFFERED, call) for call in ("in place", "a table, the null block", "a buffer that is full")],
     *[(CONV, call) for call in CONV.calls if "first" in call],
     *[(VLLM_CONV, call) for call in VLLM_CONV.calls if "last" in call and "given" not in call],
-    (VLLM_RULE, "accepted, kda"),
     (SGLANG_RULE, "a tree"),
-    (SGLANG_CONV, "windows, channels last"),
     (SGLANG_CONV, "a tree, channels first"),
 ]
 
@@ -287,7 +285,7 @@ COMPILED = [
     (VLLM, "accepted tokens elsewhere"),
     (FLASHINFER, "stochastic, a buffer, packed"),
     *[(door, call.format("a scale") + given) for (door, call), given in zip(
-        DELTA_CALLS, ("", ", output given", "", ", output given", ", output given"), strict=True)],
+        DELTA_CALLS[2:], ("", ", output given", ", output given"), strict=True)],
     (MAMBA3, "no outproj, padded, rank 1"),
     (MAMBA3, "2 groups, padded, rank 4, summed, elsewhere, k and v too"),
     (MAMBA3, "out given, summed, rank 4"),

@@ -130,18 +130,20 @@ def _functional(
     axes = ("N", "HV", "V", "K") if v_first else ("N", "HV", "K", "V")
     sizes = {"N": batch, "HV": v.shape[2], "V": v.shape[3], "K": q.shape[3]}
     shape = tuple(sizes[axis] for axis in axes)
-    one_token = initial is not None and bounds is None and v.shape[1] == 1
-    if initial is not None:
+    final = snapshots = None
+    if initial is None:
+        state = final = torch.zeros(shape, dtype=torch.float32, device=v.device)
+    else:
         check_tensor("initial_state", initial, axes, shape, device=v.device)
-    state = final = torch.zeros(shape, dtype=torch.float32, device=v.device) if initial is None else initial
-    if initial is not None and (one_token or not keep):
-        state = initial.contiguous()
-        final = torch.empty(shape, dtype=torch.float32, device=v.device) if keep else initial
-    elif initial is not None:
-        state = final = initial.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-    pool, last = (t if v_first else t.mT for t in (state, final))  # (N, HV, V, K)
+        if not keep:
+            state = initial.contiguous()
+        elif bounds is None and v.shape[1] == 1:  # what is read need not be what is written
+            state, final = initial.contiguous(), torch.empty(shape, dtype=torch.float32, device=v.device)
+            snapshots = State((final if v_first else final.mT)[:, None])
+        else:
+            state = final = initial.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    pool = state if v_first else state.mT  # (N, HV, V, K)
     slots = None if bounds is None else Slots(shapes.own_slots("initial_state", pool, batch), cu_seqlens=bounds)
-    snapshots = State(last[:, None]) if one_token and keep else None  # what is read is not what is written
     y = delta.delta_step(
         pool, q, k, v, a, b, packed=bounds is not None, slots=slots, snapshots=snapshots,
         update=bool(keep) and snapshots is None, **more,
