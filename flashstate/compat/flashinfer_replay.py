@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -70,7 +71,7 @@ def checkpointing_ssu(
     tokens = {"x": x, "dt": dt, "B": B, "C": C, "out": out, **({} if z is None else {"z": z})}
     packed, longest = tokens_of(tokens, cu_seqlens, max_seqlen)
     stored = state_of(state, state_scale, rand_seed, philox_rounds)
-    ring = ring_of(x_cache, B_cache, dt_cache, ring_start, prev_num_accepted_tokens, longest)
+    ring = ring_of(state, x_cache, B_cache, dt_cache, ring_start, prev_num_accepted_tokens, longest)
     slots = slots_of(state, packed["x"], state_batch_indices, pad_slot_id, cu_seqlens, longest)
     replay(stored, ring, packed, slots, A=A, D=D, dt_bias=dt_bias, dt_softplus=dt_softplus)
     return out
@@ -110,10 +111,15 @@ def tokens_of(
 
 
 def ring_of(
-    x_cache: Any, B_cache: Any, dt_cache: Any, start: Any, count: Any, longest: int, window: int | None = None
-) -> Ring:
+    state: Tensor, x_cache: Any, B_cache: Any, dt_cache: Any, start: Any, count: Any, longest: int,
+    window: int | None = None,
+) -> Ring:  # fmt: skip
     """The ring in these tensors; its window is what its length leaves beside the tokens of the longest row."""
-    length = shapes.with_these_axes("x_cache", x_cache, "slots", "heads", "length", "dim").shape[2]
+    slots, heads, dim, dstate = state.shape
+    axes = ("slots", "heads", "length", "dim")
+    check_tensor("x_cache", x_cache, axes, (slots, heads, None, dim), device=state.device)
+    length, axes = x_cache.shape[2], ("slots", "groups", "length", "dstate")
+    check_tensor("B_cache", B_cache, axes, (slots, None, length, dstate), device=state.device)
     window = length - longest if window is None else window
     if not max(longest, 1) <= window <= LARGEST_WINDOW:
         most = f"{2 * max(longest, 1)} to {LARGEST_WINDOW + longest} rows, for a window beside {longest} tokens"
@@ -121,8 +127,8 @@ def ring_of(
     try:
         return Ring(x_cache, B_cache, dt_cache, start, count, window)
     except (TypeError, ValueError) as error:  # in the words of a ring
-        word, rest = str(error).split(" ", 1)
-        raise type(error)(f"{NAMES.get(word, word)} {rest}") from None
+        words = re.sub(rf"\b({'|'.join(NAMES)})\b", lambda found: NAMES[found[0]], str(error))
+        raise type(error)(words) from None
 
 
 def slots_of(state: Tensor, x: Tensor, read: Any, null: int, cu_seqlens: Tensor | None, longest: int | None) -> Slots:

@@ -61,7 +61,7 @@ def selective_state_update_replayssm_output_only(
     before, after = (torch.empty(len(state), dtype=torch.int32, device=state.device) for _ in range(2))
     rows, folding = (torch.empty(batch, dtype=torch.int32, device=state.device) for _ in range(2))
     ring, longer = (
-        flashinfer_replay.ring_of(x_cache, B_cache, dt_cache, shapes.slot_zeros(state), count, 1, max_cache_len)
+        flashinfer_replay.ring_of(state, x_cache, B_cache, dt_cache, shapes.slot_zeros(state), count, 1, max_cache_len)
         for count in (before, after)
     )
     place_counts(slots, counts, flags, max_cache_len, before, after, rows, folding)
@@ -111,8 +111,9 @@ def selective_state_update_replayssm_flashinfer(
         axis = 1 if cu_seqlens is None else 0
         tokens = {name: shapes.with_axes(name, tensor, 3, 4, axis) for name, tensor in tokens.items()}
     given, longest = flashinfer_replay.tokens_of(tokens, cu_seqlens, max_seqlen)
+    state = shapes.with_these_axes("state", state, "slots", "heads", "dim", "dstate")
     stored = state_of(state, enable_stochastic_rounding, stochastic_rounding_philox_rounds)
-    ring = flashinfer_replay.ring_of(x_cache, B_cache, dt_cache, ring_start, prev_num_accepted_tokens, longest)
+    ring = flashinfer_replay.ring_of(state, x_cache, B_cache, dt_cache, ring_start, prev_num_accepted_tokens, longest)
     if logical_window != ring.window:
         rows = f"{ring.length} rows of x_cache without {longest} of new tokens"
         raise ValueError(f"logical_window must be {ring.window}, the {rows}, got {logical_window}")
