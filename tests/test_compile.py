@@ -2,6 +2,7 @@
 states, and that nothing spills."""
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -135,6 +136,45 @@ def test_every_architecture_compiles_the_small_kernels(architecture: int | str) 
     names = [launch.kernel.__name__ for launch in launches]
     assert names == ["advance_seeds_kernel", "write_states_kernel", "read_states_kernel"]
     for launch in launches:
+        assert spilled_bytes(compile_launch(launch, architecture)) == 0
+
+
+def reset(pool: StatePool, slots: torch.Tensor) -> None:
+    pool.reset(slots)
+
+
+def copy_one(pool: StatePool, slots: torch.Tensor) -> None:
+    pool.copy(slots[:1], slots[1:], keep_seed=True)
+
+
+def copy_several(pool: StatePool, slots: torch.Tensor) -> None:
+    pool.copy(slots, slots, keep_seed=True)
+
+
+def move_out_and_in(pool: StatePool, slots: torch.Tensor) -> None:
+    pool.load(slots, pool.export(slots))
+
+
+KERNELS_OF_SLOTS = {
+    reset: ["draw_seeds_kernel", "move_slots_kernel"],
+    copy_one: ["copy_slots_kernel"],
+    copy_several: ["copy_slots_kernel"],
+    move_out_and_in: ["move_slots_kernel"] * 2,
+}
+
+
+@pytest.mark.parametrize(("architecture", "call"), by_turns(ARCHITECTURES, list(KERNELS_OF_SLOTS)))
+def test_slots_of_all_layers_are_one_launch_that_every_architecture_compiles(
+    architecture: int | str, call: Callable[[StatePool, torch.Tensor], None]
+) -> None:
+    """In accesses of 8 bytes, as wide as a seed is."""
+    shape = {"slots": 4, "layers": 3, "heads": 2, "rows": 64, "cols": 128}
+    pool = StatePool.mamba2(**shape, dtype=torch.int8, rounding="stochastic", seed=0)
+    with collected(architecture) as launches:
+        call(pool, torch.tensor([0, 2], dtype=torch.int32))
+    assert [launch.kernel.__name__ for launch in launches] == KERNELS_OF_SLOTS[call]
+    for launch in launches:
+        assert launch.values.get("WIDTH", 8) == 8
         assert spilled_bytes(compile_launch(launch, architecture)) == 0
 
 

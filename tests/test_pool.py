@@ -300,7 +300,7 @@ def test_states_that_require_gradients_leave_no_trace() -> None:
 
 
 @pytest.mark.gpu
-def test_a_graph_captures_advance_and_nothing_else() -> None:
+def test_a_graph_captures_advance_and_no_numbers_of_the_host() -> None:
     pool = make_pool(device=CUDA)
     slots = pool.acquire(2)
     pool.advance(slots)

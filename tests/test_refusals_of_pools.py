@@ -54,6 +54,26 @@ def of_slots(name: str, call: Callable[[Any, Any], Any]) -> Iterator[tuple[Any, 
         yield lambda pool, slots=slots: call(pool, slots), f"^{name} {message}", *error
 
 
+def other_layout(change: Callable[[list[Any]], Any], **others: Any) -> Callable[[Any], Any]:
+    """Bytes whose layout has other parts."""
+    return lambda given: {"layout": {**given["layout"], "parts": change(given["layout"]["parts"]), **others}}
+
+
+HAS, FIRST = r"^exported\['layout'\] must have", r"states\[0\]\.data \w+ \(2, 3, 5\)"
+OTHER_BYTES: list[tuple[Any, ...]] = [
+    (lambda given: {"version": 2}, "^exported must be of version 1, got 2"),
+    (lambda given: {"bytes": given["bytes"].char()}, r"^exported\['bytes'\] must be uint8, got int8", TypeError),
+    (lambda given: {"bytes": given["bytes"][:, 1:]}, r"^exported\['bytes'\] must have shape \(slots=1, bytes="),
+    (lambda given: {"layout": []}, r"^exported\['layout'\] must be a dict with parts, got \[\]", TypeError),
+    (other_layout(list, drafts=1), f"{HAS} drafts 0, which this pool has, got 1"),
+    (other_layout(list, window=4), f"{HAS} window 0, which this pool has, got 4"),
+    (other_layout(lambda parts: parts[1:]), f"{HAS} {FIRST}, which this pool has, got "),
+    (other_layout(lambda parts: parts[:-1]), rf"{HAS} seed int64 \(\), which this pool has, got nothing"),
+    (other_layout(lambda parts: [*parts, parts[0]]), f"{HAS} nothing, which this pool has, got {FIRST}"),
+    (other_layout(lambda parts: [[*parts[0][:2], [2, 3, 4], [0, 1, 2]], *parts[1:]]), rf"{HAS} {FIRST}.* \(2, 3, 4\)$"),
+    (other_layout(lambda parts: [[*parts[0][:3], [0, 0, 1]], *parts[1:]]), f"{HAS} name, dtype, shape and", TypeError),
+    (other_layout(lambda parts: ["data", *parts[1:]]), f"{HAS} name, dtype, shape and order", TypeError),
+]
 ONE, TWO = torch.ones(1, 2, 3, 5), torch.ones(2, 2, 3, 5)
 TWICE, NO_FLOATS = "must be distinct, got slot 1 more than once", "^states must be float32 or bfloat16 or float16"
 CALLS: Calls = [
@@ -61,6 +81,8 @@ CALLS: Calls = [
     *of_slots("slots", lambda pool, slots: pool.reset(slots)),
     *of_slots("slots", lambda pool, slots: pool.write(0, slots, ONE)),
     *of_slots("slots", lambda pool, slots: pool.read(0, slots)),
+    *of_slots("slots", lambda pool, slots: pool.export(slots)),
+    *of_slots("slots", lambda pool, slots: pool.load(slots, pool.export(0))),
     *of_slots("src", lambda pool, slots: pool.copy(slots, 1)),
     *of_slots("dst", lambda pool, slots: pool.copy(1, slots)),
     (lambda pool: pool.release(torch.tensor([1 << 40])), "^slots must be from 0 to 5, got 1099511627776"),
@@ -93,6 +115,19 @@ CALLS: Calls = [
     (lambda pool: pool.write(0, [0, 1], ONE), r"^states must have shape \(slots=2, "),
     (lambda pool: pool.write(0, 0, ONE.tolist()), "^states must be a tensor, got list", TypeError),
     (lambda pool: pool.write(0, 0, ONE.to("meta")), "^states is on meta, but the state is on cpu"),
+    (lambda pool: pool.resized(3), "^slots must be more than 3, the largest slot that is held, got 3"),
+    (lambda pool: pool.resized(0), "^slots must be from 1 to"),
+    (lambda pool: pool.resized(7.0), "^slots must be an int, got 7.0", TypeError),
+    (lambda pool: StatePool.wrap([pool.layer(0)]).resized(9), "^resized is not for a wrapped pool"),
+    (lambda pool: StatePool.wrap([pool.layer(0)]).acquire(), "; wrap a pool over more memory", RuntimeError),
+    (lambda pool: pool.load([1, 1], pool.export([0, 2])), f"^slots {TWICE}"),
+    (lambda pool: pool.load([1, 2], pool.export(0)), r"^exported\['bytes'\] must have shape \(slots=2, bytes="),
+    (lambda pool: pool.load(1, 7), "^exported must be what export returns, a dict with version, .* got int", TypeError),
+    (lambda pool: pool.load(1, {"version": 1}), r"^exported must be .* got \['version'\]", TypeError),
+    *(
+        (lambda pool, change=change: pool.load(1, {**pool.export(0), **change(pool.export(0))}), *rest)
+        for change, *rest in OTHER_BYTES
+    ),
     (lambda pool: pool.advance(2), "^slots must be a Slots, an index tensor or None, got int", TypeError),
     (lambda pool: pool.advance(torch.tensor([0.5])), "^slots must be int32 or int64", TypeError),
 ]

@@ -1,5 +1,6 @@
 """State and Slots, seeds that move, and faults that show."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError, fields, replace
 from itertools import cycle
@@ -27,7 +28,7 @@ from refusals import (
 from torch import Tensor
 
 import flashstate
-from flashstate import Slots, State
+from flashstate import Slots, State, StatePool
 from flashstate.proof import Case
 from flashstate.state.faults import KINDS, fault_flag
 from flashstate.state.formats import FORMATS
@@ -440,3 +441,65 @@ def test_the_fault_flag_of_a_cpu_is_one_tensor_that_sticks() -> None:
     with pytest.raises(IndexError, match="read slot 50 on cpu"):
         flashstate.check_faults()
     assert not flag.any()
+
+
+# States that go in and out without a pool
+
+
+@pytest.mark.parametrize(("name", "rounding"), [("float32", "nearest"), ("int8", "stochastic")])
+def test_a_state_reads_and_writes_slots_as_a_pool_does(name: str, rounding: str, device: torch.device) -> None:
+    options = {"dtype": getattr(torch, name), "rounding": rounding, "seed": 0, "device": device}
+    pool = StatePool.mamba2(slots=4, layers=1, heads=2, rows=3, cols=5, **options)
+    pool.acquire(4, seed=[1, 2, 3, 4])
+    state = pool.layer(0)
+    alone = replace(
+        state, **{part: getattr(state, part).clone() for part in ("data", "scale") if getattr(state, part) is not None}
+    )
+    values = torch.randn(2, 2, 3, 5, generator=torch.Generator().manual_seed(0)).to(device)
+    pool.write(0, [3, 1], values)
+    alone.write([3, 1], values)
+    for part in ("data", "scale"):
+        assert getattr(state, part) is None or torch.equal(getattr(state, part), getattr(alone, part))
+    assert torch.equal(alone.read((1, 3, 1)), pool.read(0, [1, 3, 1]))
+    assert torch.equal(alone.read(1)[0], alone.read(torch.tensor([1, -1, 4], device=device, dtype=torch.int32))[0])
+    assert not alone.read(torch.tensor([-1, 4], device=device)).any()
+    with pytest.raises(IndexError, match="^out of range: read slot 4 on"):
+        flashstate.check_faults()
+    alone.write(torch.tensor([9, 2], device=device), values)
+    pool.write(0, 2, values[1:])
+    assert torch.equal(alone.read([2]), pool.read(0, 2))
+    with pytest.raises(IndexError, match="^out of range: write slot 9 on"):
+        flashstate.check_faults()
+
+
+WRONG_SLOTS: list[tuple[Callable[[State], object], str, type[Exception]]] = [
+    (lambda state: state.read([0, 4]), "^slots must be from 0 to 3, got 4", ValueError),
+    (lambda state: state.write(-1, torch.ones(1, 2, 3, 5)), "^slots must be from 0 to 3, got -1", ValueError),
+    (lambda state: state.write([1, 1], torch.ones(2, 2, 3, 5)), "^slots must be distinct, got slot 1", ValueError),
+    (lambda state: state.write(1, torch.ones(2, 2, 3, 5)), r"^values must have shape \(slots=1, ", ValueError),
+    (lambda state: state.write(1, torch.ones(1, 2, 3, 5).double()), "^values must be float32 or", TypeError),
+    (lambda state: state.read(None), "^slots must be an int, a sequence of ints or", TypeError),
+    (lambda state: state.read(torch.ones(1)), "^slots must be int32 or int64, got float32", TypeError),
+    (lambda state: State(state.data[:, None]).read(0), r"^state must have data \(slots, heads", ValueError),
+]
+
+
+@pytest.mark.parametrize(("call", "message", "error"), WRONG_SLOTS)
+def test_wrong_slots_of_a_state_are_refused_and_change_nothing(
+    call: Callable[[State], object], message: str, error: type[Exception]
+) -> None:
+    state = State(torch.zeros(4, 2, 3, 5))
+    with pytest.raises(error, match=message):
+        call(state)
+    assert not state.data.any()
+
+
+def test_inside_debug_slots_of_a_state_on_the_device_are_checked() -> None:
+    state, values = State(torch.zeros(4, 2, 3, 5)), torch.ones(2, 2, 3, 5)
+    with flashstate.debug():
+        with pytest.raises(ValueError, match="^slots must be from 0 to 3, got 4"):
+            state.read(torch.tensor([4, -1]))
+        with pytest.raises(ValueError, match="^slots must be distinct, got slot 2 more than once"):
+            state.write(torch.tensor([2, 2]), values)
+        state.write(torch.tensor([-1, 2]), values)
+    assert state.data.sum() == 30
