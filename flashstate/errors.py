@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -85,6 +86,19 @@ def check_number(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be a number, got {value!r}")
     if not abs(value) <= LARGEST_FLOAT32:
         raise ValueError(f"{name} must be finite in float32, got {value}")
+
+
+def checked_range(name: str, value: Any) -> tuple[float, float]:
+    """Two numbers in order, either of which may be infinite; raises unless they are that."""
+    pair = tuple(value) if isinstance(value, (tuple, list)) else ()
+    if len(pair) != 2 or any(not isinstance(one, (int, float)) or isinstance(one, bool) for one in pair):
+        raise TypeError(f"{name} must be two numbers, (lo, hi), got {value!r}")
+    lo, hi = pair
+    if not lo <= hi:  # or one of them is NaN
+        raise ValueError(f"{name} must be (lo, hi) with lo <= hi, got {value!r}")
+    if any(LARGEST_FLOAT32 < abs(one) < math.inf for one in pair):
+        raise ValueError(f"{name} must be of numbers that are finite in float32 or infinite, got {value!r}")
+    return float(lo) + 0.0, float(hi) + 0.0  # 0.0 of -0.0, which is equal to it
 
 
 def check_row_contiguous(name: str, tensor: Tensor) -> None:

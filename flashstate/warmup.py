@@ -44,6 +44,7 @@ def warmup(
     D: bool = True,
     z: bool = True,
     dt_bias: bool = True,
+    dt_limit: tuple[float, float] | None = None,
     key_heads: int = 1,
     A_log: bool = True,
     per_channel: bool = False,
@@ -79,6 +80,7 @@ def warmup(
     Wx, Wz, Wo: of "mamba3": whether they are given, Wz only with z; None: where the rank is above 1.
     trap_logit, update_kv: as in `mamba3_step`.
     dt_bias: whether it is given.
+    dt_limit: of "mamba2", as in the op; all limits share their kernels.
     index: the dtype of slot numbers, as `acquire` gave them.
     early: as in the ops; not of "mamba3".
     conv_width, conv_bias: of convolutions with silu, whose weights have the dtype of activations; None: one more than
@@ -113,7 +115,9 @@ def warmup(
     serving = Serving(
         pool, activations, parameters, {"groups": groups, "G": groups, "H": key_heads}, given,
         wide=("a", "dt_bias") if per_channel and gated else (),
-        flags={"exact": exact, "early": early, "trap_logit": trap_logit, "update_kv": update_kv}, conv_width=conv_width,
+        options={
+            "exact": exact, "early": early, "trap_logit": trap_logit, "update_kv": update_kv, "dt_limit": dt_limit
+        }, conv_width=conv_width,
     )  # fmt: skip
     slots = [Slots(torch.full((batch,), pool.null, dtype=index, device=device), null=pool.null) for batch in batches]
     everywhere = range(pool.layers)
@@ -144,7 +148,7 @@ class Serving:
     free: Mapping[str, int]  # sizes of axes that a state does not say
     given: Mapping[str, bool | None]  # arguments that may be left out; None: the layer says whether they are
     wide: Collection[str]  # tensors that have their optional axes
-    flags: Mapping[str, bool]
+    options: Mapping[str, Any]  # of all ops, by name
     conv_width: int | None
 
     def tensors(
@@ -172,13 +176,13 @@ class Serving:
         """A step of the batch in `slots`, of layer i."""
         state, more = self.pool.layer(i), {}
         sizes = {**self.free, **dict(zip(op.inner, ssm_of(state).data.shape[1:], strict=True)), **op.sizes(state)}
-        per_head = ("A", "dt") if self.flags["trap_logit"] else ("A", "dt", "trap")
+        per_head = ("A", "dt") if self.options["trap_logit"] else ("A", "dt", "trap")
         dtypes = dict.fromkeys(per_head if op is MAMBA3_STEP else (), self.parameters)
         tensors = self.tensors(op, sizes, slots, tokens, dtypes)
         if op is MAMBA3_STEP:
             more["rotary"] = self.rotary(state, tensors["x"])
-        flags = {name: value for name, value in self.flags.items() if name in op.flags}
-        op.function(state, **tensors, **more, slots=slots, **flags)
+        options = {name: value for name, value in self.options.items() if name in op.options}
+        op.function(state, **tensors, **more, slots=slots, **options)
 
     def rotary(self, state: Mamba3State, x: Tensor) -> Rotary | None:
         """What turns B and C of a layer, if anything does; without angles the op refuses it."""
@@ -196,7 +200,7 @@ class Serving:
         sizes = {**self.free, **dict(zip(MAMBA2_REPLAY.inner, state.data.shape[1:], strict=True))}
         tensors = self.tensors(MAMBA2_REPLAY, sizes, slots, tokens, {})
         plan = pool.plan(slots, tokens)
-        mamba2_replay(state, ring, **tensors, plan=plan)
+        mamba2_replay(state, ring, **tensors, plan=plan, dt_limit=self.options["dt_limit"])
         pool.commit(plan, torch.zeros_like(slots.read))
         pool.commit(plan)
         mamba2_fold(state, ring, tensors["A"], slots=slots)
@@ -210,7 +214,7 @@ class Serving:
         weights = dict.fromkeys(("weight", "bias"), self.activations)
         tensors = self.tensors(CONV1D_STEP, sizes, slots, tokens, weights)
         slots = replace(slots, accepted=torch.zeros_like(slots.read)) if drafts else slots
-        conv1d_step(window, **tensors, slots=slots, early=self.flags["early"])
+        conv1d_step(window, **tensors, slots=slots, early=self.options["early"])
 
 
 def _launches(calls: Iterable[Call]) -> Iterator[Launch]:

@@ -163,6 +163,7 @@ FORMS: dict[str, dict[str, Form]] = {  # of ops that are not named here, those t
         "without options": on(MAMBA2_STEP, MAMBA2, z=False, D=None, dt_bias=False),
         "D of rows": on(MAMBA2_STEP, MAMBA2, D="row"),
         "Mamba-1": on(MAMBA2_STEP, MAMBA2, heads=1, groups=1, mamba1=True, D="row"),
+        "limited time steps": on(MAMBA2_STEP, MAMBA2, dt_limit=(0.25, 2.0)),
     },
     "gated_delta_step": {
         **forms_of_trees(GATED_DELTA_STEP, DELTA),

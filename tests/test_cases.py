@@ -1,5 +1,6 @@
 """Cases of every op that is registered: what they count, and how they are told."""
 
+import re
 from dataclasses import fields
 
 import pytest
@@ -41,8 +42,8 @@ def test_counted_bytes_are_those_of_all_tensors_of_a_call(case: AnyCase) -> None
 
 @pytest.mark.parametrize("case", ODD, ids=str)
 def test_a_case_is_told_by_the_call_that_makes_it(case: AnyCase) -> None:
-    name, given = str(case).rstrip(")").split("(")
-    told = dict(part.split("=") for part in given.split(", ")) if given else {}
+    name, given = str(case).removesuffix(")").split("(", 1)
+    told = dict(re.findall(r"(\w+)=(\([^)]*\)|[^,]*)", given))
     usual = {field.name: str(field.default) for field in fields(case)}
     assert name == type(case).__name__
     assert usual | told == {field.name: str(getattr(case, field.name)) for field in fields(case)}

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from implementations import NO_INTERPRETER
+from calls import FORMS
+from implementations import KERNELS, NO_INTERPRETER
 from torch import Tensor
 
 import flashstate
@@ -123,6 +124,47 @@ def test_a_ring_keeps_token_p_at_entry_p_modulo_its_length(length: int, device: 
             position[row] += count
         assert torch.equal(window.cpu(), expected)
     rows.check()
+
+
+def every_second(x: Tensor) -> Tensor:
+    """The same values, as every second channel of a projection."""
+    return x.repeat_interleave(2, -1)[..., ::2]
+
+
+def channels_outside(x: Tensor) -> Tensor:
+    """The same values, of memory in which tokens, or rows, of a channel are neighbours."""
+    return x.transpose(-1, -2).contiguous().transpose(-1, -2)
+
+
+MODES = (
+    "plain",
+    "several tokens",
+    "packed",
+    "longer windows",
+    "rolled back",
+    "a ring",
+    "snapshots",
+    "a tree",
+    "in place",
+)
+
+
+@pytest.mark.parametrize("device", ["reference", KERNELS[0]], indirect=True)
+@pytest.mark.parametrize("form", MODES)
+def test_channels_of_inputs_and_outputs_may_be_apart_in_every_mode(form: str, device: torch.device) -> None:
+    together = FORMS["conv1d_step"][form].arguments
+    first = {name: None if (t := together[name]) is None else t.clone() for name in ("window", "snapshots")}
+    want = flashstate.conv1d_step(**together)
+    for view in (every_second, channels_outside):
+        apart = FORMS["conv1d_step"][form].arguments | {
+            name: t if t is None else t.clone() for name, t in first.items()
+        }
+        x = view(apart["x"])
+        out = x if apart["out"] is apart["x"] else view(apart["out"])
+        assert x.stride(-1) > 1
+        assert flashstate.conv1d_step(**{**apart, "x": x, "out": out}) is out
+        assert torch.equal(out, want)
+        assert all(t is None or torch.equal(apart[name], together[name]) for name, t in first.items())
 
 
 def odd_values(dtype: torch.dtype) -> Tensor:

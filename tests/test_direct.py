@@ -109,6 +109,9 @@ def changed_values(piece: Piece, value: Any) -> Iterator[tuple[str, Any]]:
         yield from {"more": (value or 2) + 1, "a flag": True}.items()
     elif piece.kind is float:
         yield from {"a number": 0.5, "a whole number": 1, "a flag": True, "none": float("inf")}.items()
+    elif piece.kind is tuple:
+        pairs = {"two numbers": (0.25, 2.0), "others": (0.25, 3.0), "whole numbers": (0, 1), "flags": (False, True)}
+        yield from {**pairs, "a list": [0.25, 2.0], "the wrong order": (2.0, 0.25), "one": (0.25,)}.items()
     else:
         yield from ((word, word) for word in (*WORDS.get(piece.path[-1], ()), "a word"))
 

@@ -72,6 +72,24 @@ def test_tiny_and_huge_time_steps_are_kept(device: torch.device) -> None:
     assert ((data.flatten().double() - exact).abs() <= allowed).all()
 
 
+def test_time_steps_are_kept_within_limits_after_softplus_and_nan_stays_nan(device: torch.device) -> None:
+    """From zero with x = B = 1 and A = 0 the state is dt as it counts, and so is what a ring keeps of it."""
+    dt, one = torch.tensor([-3.0, 0.0, 1.0, 30.0, math.nan], device=device), torch.ones(5, 1, 1, device=device)
+    bias, A = torch.full((1,), 0.5, device=device), torch.zeros(1, device=device)
+    plain = torch.nn.functional.softplus(dt.double() + 0.5)
+    for limit in ((0.25, 1.5), (0, math.inf), [-math.inf, 1.0], (1, 1)):
+        data, cursors = torch.zeros(5, 1, 1, 1, device=device), torch.zeros(2, 5, dtype=torch.int32, device=device)
+        x, B = torch.zeros(2, 5, 1, 2, 1, device=device)
+        ring = flashstate.Ring(x, B, torch.zeros(5, 1, 2, device=device), *cursors, 1)
+        given = {"dt_bias": bias, "dt_limit": limit}
+        flashstate.mamba2_step(data, one, dt[:, None], A, one, one, **given)
+        y = flashstate.mamba2_replay(torch.zeros_like(data), ring, one, dt[:, None], A, one, one, **given)
+        want = plain.clamp(*limit)
+        for found in (data.flatten(), ring.dt[:, 0, 0], y.flatten()):
+            within = (found.double() - want).abs() <= 4 * torch.finfo(torch.float32).eps * want
+            assert (within | (found.isnan() & want.isnan())).all()
+
+
 @pytest.mark.parametrize("device", NO_INTERPRETER, indirect=True)
 def test_faults_cross_the_border_of_inference_mode(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server's steps run in inference mode; the flag they may set is read and cleared outside it, and the reverse."""

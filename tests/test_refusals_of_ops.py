@@ -159,6 +159,14 @@ def option_refusals(op: Op) -> Iterator[Refusal]:
             yield f"{name} {value!r}", given(**{name: value}), f"^{name} must be a number, got ", TypeError
         for value in (math.inf, -math.inf, math.nan, 1e39, 10**40):
             yield f"{name} {value!r}", given(**{name: value}), f"^{name} must be finite in float32, got "
+    for name in op.ranges:
+        for value in (1.0, True, "01", (1.0,), (0.0, 1.0, 2.0), (True, 2.0), (0.0, "1"), (None, 1.0), torch.ones(2)):
+            message = rf"^{name} must be two numbers, \(lo, hi\), got "
+            yield f"{name} {value!r}", given(**{name: value}), message, TypeError
+        for value in ((1.0, 0.5), [1, 0], (math.nan, 1.0), (0.0, math.nan)):
+            yield f"{name} {value!r}", given(**{name: value}), rf"^{name} must be \(lo, hi\) with lo <= hi, got "
+        for value in ((0.0, 1e39), (-(10**400), 1.0)):
+            yield f"{name} {value!r:.20}", given(**{name: value}), f"^{name} must be of numbers that are finite in fl"
 
 
 # Slots, states and snapshots

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import math
 import re
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -182,6 +183,10 @@ SERVED = [
         for fields, told in (
             ({}, {}), ({"z": False}, {"z": False}), ({"D": None, "dt_bias": False}, {"D": False, "dt_bias": False})
         )
+    ),
+    *(
+        (with_case(server, dt_limit=(0.5, 2.0)), "float16", "nearest", (1, 4), {"dt_limit": (0.0, math.inf)})
+        for server in (MAMBA2, REPLAY)
     ),
 ]  # fmt: skip
 

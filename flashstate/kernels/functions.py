@@ -16,6 +16,16 @@ def softplus(x):
 
 
 @triton.jit
+def within_limits(x, limits):
+    """x, or the nearer of both limits where it is not between them; NaN as it is. Without limits, (None, None): x."""
+    low, high = limits
+    if low is not None:
+        x = tl.where(x < low, low, x)
+        x = tl.where(x > high, high, x)
+    return x
+
+
+@triton.jit
 def sigmoid(x):
     """1 / (1 + exp(-x))."""
     return 1.0 / (1.0 + tl.exp(-x))

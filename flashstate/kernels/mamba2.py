@@ -6,7 +6,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from flashstate.kernels import tiles
 from flashstate.kernels.addressing import Place, batch_size, this_program, token_entry, zero_unused
-from flashstate.kernels.functions import either, silu, softplus
+from flashstate.kernels.functions import either, silu, softplus, within_limits
 from flashstate.kernels.slots import ancestor, path_to, read_slot, resolve_snapshot_row, token_range, write_slot
 from flashstate.kernels.state_io import EVICT_FIRST, load_state, random_bits, store_slot
 from flashstate.kernels.stores import store_after_token, store_output
@@ -37,13 +37,14 @@ def load_mamba2_update(updates, place, t, exists, DT_PER_ROW: tl.constexpr, FORM
 
 
 @triton.jit
-def step_mamba2(s, factor, x, dt, B, A, dt_bias, exists, DT_SOFTPLUS: tl.constexpr):
+def step_mamba2(s, factor, x, dt, B, A, dt_bias, limits, exists, DT_SOFTPLUS: tl.constexpr):
     """A state after one more token: s * factor * exp(dt * A) + (dt * x) ⊗ B, chunk by chunk. factor: of every row,
     (rows, 1), or 1. Where there is no such token the state stays as it is: s * 1 + -0.0 * 0."""
     if dt_bias is not None:
         dt += dt_bias
     if DT_SOFTPLUS:
         dt = softplus(dt)
+    dt = within_limits(dt, limits)
     dtx = tl.where(exists, dt * x, tiles.minus_zero())[:, None]
     if len(dt.shape) == 1:
         dt = dt[:, None]
@@ -56,7 +57,7 @@ def step_mamba2(s, factor, x, dt, B, A, dt_bias, exists, DT_SOFTPLUS: tl.constex
 
 @triton.jit
 def step_along_path(
-    parents, updates, place, first, t, s, factor, initial, initial_factor, A, dt_bias,
+    parents, updates, place, first, t, s, factor, initial, initial_factor, A, dt_bias, limits,
     SCALED: tl.constexpr, DT_SOFTPLUS: tl.constexpr, DT_PER_ROW: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """The state after token t of a tree, and whether there is one: from that of the token before if that is its parent,
@@ -68,7 +69,7 @@ def step_along_path(
     for done in range(0, steps):
         i = ancestor(parents, place.b, t, steps - 1 - done)
         x, dt, B = load_mamba2_update(updates, place, first + i, True, DT_PER_ROW, FORM)
-        s = step_mamba2(s, factor, x, dt, B, A, dt_bias, True, DT_SOFTPLUS)
+        s = step_mamba2(s, factor, x, dt, B, A, dt_bias, limits, True, DT_SOFTPLUS)
         if SCALED:
             factor = tl.full(factor.shape, 1.0, tl.float32)
     return s, steps > 0
@@ -91,6 +92,7 @@ def mamba2_step_kernel(
     tokens,  # length of the token axis
     longest,  # entries that write, parents and snapshots have for the tokens of a row
     num_slots, null,
+    dt_limit_0, dt_limit_1,  # between which time steps are kept; None: anywhere
     H: tl.constexpr, HEADS_PER_GROUP: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
     HEAD_STRIDE: tl.constexpr, SNAPSHOT_HEAD_STRIDE: tl.constexpr,  # from head to head; None: they lie side by side
     VECTOR: tl.constexpr, SNAPSHOT_VECTOR: tl.constexpr,  # elements per access: of snapshots no more
@@ -146,7 +148,7 @@ def mamba2_step_kernel(
     out = (out_ptr, out_b, out_t, out_h)
     copies = (copy_ptr, copy_scale_ptr, copy_b, copy_scale_b, copy_t, copy_scale_t)
     parents = (parents_ptr, parents_stride, longest)
-    copy_rows, copy_row = (snapshot_rows_ptr, num_copies), -1
+    copy_rows, copy_row, limits = (snapshot_rows_ptr, num_copies), -1, (dt_limit_0, dt_limit_1)
     if copy_ptr is not None and parents_ptr is None:
         copy_row = resolve_snapshot_row(copy_rows, b, live & (count > 0) & (longest > 0), fault_ptr)
     for start in range(0, count, TOGETHER):
@@ -165,10 +167,10 @@ def mamba2_step_kernel(
             t, exists, x, dt, B, C = group[j]
             if parents_ptr is None:
                 stepped = exists
-                s = step_mamba2(s, factor, x, dt, B, A, dt_bias, exists, DT_SOFTPLUS)
+                s = step_mamba2(s, factor, x, dt, B, A, dt_bias, limits, exists, DT_SOFTPLUS)
             else:
                 s, stepped = step_along_path(
-                    parents, updates, place, first, t, s, factor, initial, initial_factor, A, dt_bias,
+                    parents, updates, place, first, t, s, factor, initial, initial_factor, A, dt_bias, limits,
                     scale_ptr is not None, DT_SOFTPLUS, DT_PER_ROW, FORM,
                 )  # fmt: skip
             if scale_ptr is not None:

@@ -17,7 +17,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashstate.kernels import replay_rows, replay_window, state_io
-from flashstate.kernels.functions import gate, softplus
+from flashstate.kernels.functions import gate, softplus, within_limits
 from flashstate.kernels.replay_token import replay_token
 from flashstate.kernels.slots import load_seed
 from flashstate.kernels.state_io import BEFORE_THE_FIRST_TOKEN, EVICT_FIRST, STREAMING
@@ -37,7 +37,7 @@ def terms_of_codes(codes, dtype: tl.constexpr, TERMS: tl.constexpr, TARGET: tl.c
 
 @triton.jit
 def weights_of_window(
-    with_C, dt, ring_dt, window, last, A, D_ptr, dt_bias_ptr, h, TERMS: tl.constexpr, KIND: tl.constexpr
+    with_C, dt, ring_dt, window, last, A, D_ptr, dt_bias_ptr, limits, h, TERMS: tl.constexpr, KIND: tl.constexpr
 ):  # fmt: skip
     """Time steps of the window of head h, (window,); how much every token of it counts for every output, (window,
     tokens), D among them if it has one value per head; and the state for each, (tokens,)."""
@@ -48,6 +48,7 @@ def weights_of_window(
         sizes += tl.load(dt_bias_ptr + h).to(tl.float32)
     if KIND.DT_SOFTPLUS:
         sizes = softplus(sizes)
+    sizes = within_limits(sizes, limits)
     sizes = replay_window.once(tl.where(of_ring[:, None], ring_dt, tl.where(new[:, None], sizes, 0.0)))
     between, total = replay_window.sums_between(sizes, last, TERMS, KIND.FORM.TARGET)
     weights = tl.where(j[:, None] <= last[None, :], with_C * tl.exp(A * between) * sizes[:, None], 0.0)
@@ -96,7 +97,7 @@ def replay_tiles(
     """The outputs of some tiles of heads of group g for all tokens of a row, which FOLDS its ring first or does not."""
     ring_x_ptr, ring_x_stride, ring_B_ptr, ring_B_stride, ring_dt_ptr, ring_dt_stride = ring
     x_at, _, B_at, C_at, z_at, out = activations
-    A_ptr, D_ptr, dt_bias_ptr = parameters
+    A_ptr, D_ptr, dt_bias_ptr, limits = parameters
     b, slot, start, live, first, count = row
     known = slot >= 0
     dtype: tl.constexpr = pool[0].dtype.element_ty
@@ -162,7 +163,7 @@ def replay_tiles(
         if (i == 0) | (first_row == 0):
             A = tl.load(A_ptr + h).to(tl.float32)
             sizes, weights, decay = weights_of_window(
-                with_C, dt, ring_dt, window, last, A, D_ptr, dt_bias_ptr, h, SUM_TERMS, KIND
+                with_C, dt, ring_dt, window, last, A, D_ptr, dt_bias_ptr, limits, h, SUM_TERMS, KIND
             )
             if FOLDS:
                 old_dt = replay_window.once(ring_dt)
@@ -216,6 +217,7 @@ def mamba2_replay_kernel(
     longest,  # the most tokens a row has
     L,  # rows of a ring
     num_slots, null,
+    dt_limit_0, dt_limit_1,  # between which time steps are kept; None: anywhere
     H: tl.constexpr, HEADS_PER_GROUP: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
     WINDOW: tl.constexpr,
     HEAD_STRIDE: tl.constexpr,  # from head to head of the state; None: they lie side by side
@@ -251,7 +253,8 @@ def mamba2_replay_kernel(
     )  # fmt: skip
     x_at, dt_at, B_at = (x_ptr, x_b, x_t, x_h), (dt_ptr, dt_b, dt_t, dt_h), (B_ptr, B_b, B_t, B_h)
     C_at, z_at, out = (C_ptr, C_b, C_t, C_h), (z_ptr, z_b, z_t, z_h), (out_ptr, out_b, out_t, out_h)
-    activations, parameters = (x_at, dt_at, B_at, C_at, z_at, out), (A_ptr, D_ptr, dt_bias_ptr)
+    activations = (x_at, dt_at, B_at, C_at, z_at, out)
+    parameters = (A_ptr, D_ptr, dt_bias_ptr, (dt_limit_0, dt_limit_1))
     ring = (ring_x_ptr, ring_x_stride, ring_B_ptr, ring_B_stride, ring_dt_ptr, ring_dt_stride)
     pool, seeds = (data_ptr, scale_ptr, slot_stride, scale_stride), (seed_ptr, SHARED_SEED)
 

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from flashstate.kernels.addressing import Place, token_entry
-from flashstate.kernels.functions import silu, softplus
+from flashstate.kernels.functions import silu, softplus, within_limits
 from flashstate.kernels.mamba2 import load_mamba2_update, load_rates, step_mamba2
 from flashstate.kernels.replay_rows import either_row, place_of, token_base
 from flashstate.kernels.replay_window import (
@@ -49,7 +49,7 @@ def stepped_by_ring(s, ring, place, start, live, L, A, FORM: tl.constexpr):
         for j in tl.static_range(STEPS):
             exists, update = group[j]
             x, dt, B = update
-            s = step_mamba2(s, 1.0, x, dt, B, A, None, exists, False)
+            s = step_mamba2(s, 1.0, x, dt, B, A, None, (None, None), exists, False)
     return s
 
 
@@ -62,7 +62,7 @@ def replay_token(
     data_ptr, _, slot_stride, _ = pool
     ring_x_ptr, ring_x_stride, ring_B_ptr, ring_B_stride, ring_dt_ptr, ring_dt_stride = ring
     x_at, dt_at, B_at, C_at, z_at, out = activations
-    A_ptr, D_ptr, dt_bias_ptr = parameters
+    A_ptr, D_ptr, dt_bias_ptr, limits = parameters
     b, slot, start, live, first, _ = row
     known = slot >= 0
     FORM: tl.constexpr = KIND.FORM
@@ -112,6 +112,7 @@ def replay_token(
             dt += tl.load(dt_bias_ptr + h).to(tl.float32)
         if KIND.DT_SOFTPLUS:
             dt = softplus(dt)
+        dt = within_limits(dt, limits)
         ring_dt = tl.load(token_entry(ring_dt_at, slot, entry_0, h, 1) + ring_row, mask=of_ring, other=0.0)
         weights, decay = weights_of_ring(tl.where(new, dt, ring_dt), last + 1, A[0], 0, FORM.TARGET)
         weights = tl.where(of_ring | new, weights * with_C, 0.0)

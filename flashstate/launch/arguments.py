@@ -4,6 +4,7 @@ x_ptr                   the tensor x; data_ptr, scale_ptr and seed_ptr those of 
                         copy_ptr and copy_scale_ptr of snapshots
 x_b x_t x_h             its strides of batch, token, and axes by their first letters; of groups too by that of heads
 DT_SOFTPLUS             the flag, number or word dt_softplus
+dt_limit_0 dt_limit_1   the two numbers of dt_limit; None if it is
 slot_stride … VECTOR    as written out below
 """
 
@@ -43,6 +44,8 @@ def values_of(op: Op, given: Given, problem: Problem, config: Config) -> dict[st
         "EARLY": getattr(given, "early", False) and given.machine.overlaps, "TOGETHER": loaded_together(given, config),
         **slots_values(given.slots), **tile_values(given.machine, problem, config),
     }  # fmt: skip
+    for name in op.ranges:
+        values |= dict(zip((f"{name}_0", f"{name}_1"), getattr(given, name) or (None, None), strict=True))
     if op.aligned:  # else no kernel may ask
         values["ALIGNED"] = all(aligned(getattr(given, name)) for name in op.aligned)
     state = getattr(state, "ssm", state)

@@ -31,6 +31,7 @@ from flashstate.errors import (
     check_number,
     check_row_contiguous,
     check_tensor,
+    checked_range,
 )
 from flashstate.launch import registered
 from flashstate.launch.arguments import values_of
@@ -116,7 +117,8 @@ class Op:
         self.optional = frozenset(name for name in kinds if type(None) in kinds[name])  # arguments that may be None
         self.flags = tuple(name for name in kinds if bool in kinds[name])  # arguments that are True or False
         self.numbers = tuple(name for name in kinds if float in kinds[name])  # arguments that are a number, or None
-        self.options = tuple(name for name in kinds if kinds[name] & {bool, int, float, str})  # and words
+        self.ranges = tuple(name for name in kinds if tuple[float, float] in kinds[name])  # arguments that are two
+        self.options = tuple(name for name in kinds if kinds[name] & {bool, int, float, str, tuple[float, float]})
         self.inner = tuple(self.state_axes.split()[1:])  # names of the axes of a state within a slot
         self.pieces = registered.register(self.name, self.hints, self._run_registered, self.writes)  # flat arguments
         # Takes all arguments, in the order of the signature. Another function, once it is known what a call needs.
@@ -192,6 +194,9 @@ class Op:
         for name in self.numbers:
             if getattr(given, name) is not None:
                 check_number(name, getattr(given, name))
+        for name in self.ranges:
+            if getattr(given, name) is not None:
+                setattr(given, name, checked_range(name, getattr(given, name)))
         self.check(given)
         check_slots(given, self.rolls_back)
         if self.takes_snapshots and given.snapshots is not None:

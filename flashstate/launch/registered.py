@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 _library = torch.library.Library("flashstate", "DEF")
-SCHEMA_TYPES = {Tensor: "Tensor", bool: "bool", int: "SymInt", float: "float", str: "str"}
+SCHEMA_TYPES = {Tensor: "Tensor", bool: "bool", int: "SymInt", float: "float", str: "str", tuple: "float[]"}
 
 
 class Piece(NamedTuple):

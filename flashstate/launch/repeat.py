@@ -233,7 +233,9 @@ def option_lines(op: Op) -> list[str]:
     """Lines that refuse options of types that are equal to others: 1, True and 1.0 are one key."""
     wrong = [f"{name}.__class__ is not bool" for name in op.flags]
     wrong += [f"{name}.__class__ is not float and {name} is not None" for name in op.numbers]
-    wrong += [f"{name}.__class__ is bool" for name in op.options if name not in (*op.flags, *op.numbers)]
+    wrong += [f"{name} is not None and [*map(type, {name})] != [float, float]" for name in op.ranges]
+    others = (*op.flags, *op.numbers, *op.ranges)
+    wrong += [f"{name}.__class__ is bool" for name in op.options if name not in others]
     return [f"if {' or '.join(wrong)}: raise TypeError"] if wrong else []
 
 

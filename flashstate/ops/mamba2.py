@@ -26,6 +26,7 @@ def mamba2_step(
     z: Annotated[Tensor, "tokens heads | rows"] | None = None,
     dt_bias: Annotated[Tensor, "| heads [rows]"] | None = None,
     dt_softplus: bool = True,
+    dt_limit: tuple[float, float] | None = None,
     slots: Slots | Tensor | None = None,
     snapshots: State | Tensor | None = None,
     update: bool = True,
@@ -37,6 +38,7 @@ def mamba2_step(
     Per row and head, token by token, in float32, with the head's group of B and C::
 
         dt = softplus(dt + dt_bias)         softplus only with dt_softplus
+        dt = clamp(dt, lo, hi)              only with dt_limit=(lo, hi)
         s  = s * exp(dt * A) + (dt * x) ⊗ B
         y  = s C + D * x
         y  = y * silu(z)                    only with z
@@ -49,6 +51,7 @@ def mamba2_step(
     A: (heads,), or (heads, rows, cols).
     B, C: (..., groups, cols), where groups divides heads.
     D, dt_bias: (heads,) or (heads, rows).
+    dt_limit: (lo, hi), either of which may be infinite, for models with a time_step_limit; a dt that is NaN stays NaN.
     slots: Slots, or (batch,) slot numbers; None: row b is slot b.
     snapshots: State, or a tensor (batch or more, T or more, heads, rows, cols): receives the state after every token.
     update: False leaves the pool as it is.
@@ -62,7 +65,9 @@ def mamba2_step(
     per head. `out` may be x itself, unless tokens form a tree, and must not overlap other arguments. Nothing is
     differentiable.
     """
-    return MAMBA2_STEP.call(state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, slots, snapshots, update, out, early)
+    return MAMBA2_STEP.call(
+        state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, dt_limit, slots, snapshots, update, out, early
+    )  # fmt: skip
 
 
 def values(given: Given, problem: Problem, config: Config) -> dict[str, Any]:

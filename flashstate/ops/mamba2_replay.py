@@ -46,6 +46,7 @@ def mamba2_replay(
     z: Annotated[Tensor, "tokens heads | rows"] | None = None,
     dt_bias: Annotated[Tensor, "| heads [rows]"] | None = None,
     dt_softplus: bool = True,
+    dt_limit: tuple[float, float] | None = None,
     plan: Plan | None = None,
     slots: Slots | Tensor | None = None,
     update: bool = True,
@@ -67,6 +68,7 @@ def mamba2_replay(
     dt: (..., heads); A, dt_bias: (heads,).
     B, C: (..., groups, cols), with the groups of the ring.
     D: (heads,) or (heads, rows).
+    dt_limit: (lo, hi), as in `mamba2_step`. A ring keeps dt as it counts, so `mamba2_fold` needs no limit.
     plan: of this step, from `StatePool.plan`, for all layers; it has the slots. None: every row decides for itself.
     slots: Slots without write, accepted, parents and snapshot_rows, or (batch,) slot numbers; None: row b is slot b.
     update: False leaves the state and the ring as they are.
@@ -76,7 +78,9 @@ def mamba2_replay(
     token that is not packed, on float32 states with windows up to 16. Strides are as in `mamba2_step`. `out` must not
     overlap other arguments. Nothing is differentiable.
     """
-    return MAMBA2_REPLAY.call(state, ring, x, dt, A, B, C, D, z, dt_bias, dt_softplus, plan, slots, update, out)
+    return MAMBA2_REPLAY.call(
+        state, ring, x, dt, A, B, C, D, z, dt_bias, dt_softplus, dt_limit, plan, slots, update, out
+    )  # fmt: skip
 
 
 def slots_of(given: Given) -> Slots | None:

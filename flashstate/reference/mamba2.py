@@ -34,14 +34,13 @@ def mamba2_token(
     z: Tensor | None,  # (batch, H, D)
     dt_bias: Tensor | None,  # (H,) or (H, D)
     dt_softplus: bool,
+    dt_limit: tuple[float, float] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One token: the output (batch, H, D) and the state after it (batch, H, D, N), both unrounded."""
     H = s.shape[1]
     x, dt = x.to(s.dtype), dt.to(s.dtype).reshape(*dt.shape[:2], *dt.shape[2:] or (1,))  # (batch, H, D or 1)
-    if dt_bias is not None:
-        dt = dt + dt_bias.to(s.dtype).reshape(H, -1)
-    if dt_softplus:
-        dt = softplus(dt)  # (batch, H, D or 1)
+    bias = None if dt_bias is None else dt_bias.to(s.dtype).reshape(H, -1)
+    dt = time_steps(dt, bias, dt_softplus, dt_limit)  # (batch, H, D or 1)
     s = state_after(s, x, dt, A, B)  # (batch, H, D, N)
     y = (s * per_head(C, s)[..., None, :]).sum(-1)  # (batch, H, D)
     if D is not None:
@@ -49,6 +48,13 @@ def mamba2_token(
     if z is not None:
         y = y * silu(z.to(s.dtype))
     return y, s
+
+
+def time_steps(dt: Tensor, dt_bias: Tensor | None, dt_softplus: bool, dt_limit: tuple[float, float] | None) -> Tensor:
+    """Time steps as they count. NaN is within every limit."""
+    dt = dt if dt_bias is None else dt + dt_bias
+    dt = softplus(dt) if dt_softplus else dt
+    return dt if dt_limit is None else dt.clamp(*dt_limit)
 
 
 def state_after(s: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor) -> Tensor:
@@ -75,6 +81,7 @@ def mamba2_step(
     z: Tensor | None,
     dt_bias: Tensor | None,
     dt_softplus: bool,
+    dt_limit: tuple[float, float] | None,
     slots: Slots | None,
     snapshots: State | None,
     update: bool,
@@ -83,6 +90,6 @@ def mamba2_step(
     """Every token of every row of the batch, on the pool: fills `out`, `snapshots` and, with `update`, the pool."""
 
     def token(s: Tensor, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, z: Tensor | None) -> tuple[Tensor, Tensor]:
-        return mamba2_token(s, x, dt, A, B, C, D, z, dt_bias, dt_softplus)
+        return mamba2_token(s, x, dt, A, B, C, D, z, dt_bias, dt_softplus, dt_limit)
 
     step_tokens(state, {"x": x, "dt": dt, "B": B, "C": C, "z": z}, token, slots, snapshots, update, out)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashstate.reference.mamba2 import mamba2_token, softplus, state_after
+from flashstate.reference.mamba2 import mamba2_token, state_after, time_steps
 from flashstate.reference.rings import live_tokens
 from flashstate.reference.state_io import resolve, resolve_read, store_output, store_state
 from flashstate.reference.steps import rows_of, states_of
@@ -40,6 +40,7 @@ def mamba2_replay(
     z: Tensor | None,
     dt_bias: Tensor | None,
     dt_softplus: bool,
+    dt_limit: tuple[float, float] | None,
     slots: Slots | None,
     longest: int,
     update: bool,
@@ -65,23 +66,21 @@ def mamba2_replay(
         runs = gives & (at[:, t] >= 0)
         here = at[runs, t]
         gate = None if z is None else z[here]
-        token = (x[here], dt[here], A, B[here], C[here], D, gate, dt_bias, dt_softplus)
+        token = (x[here], dt[here], A, B[here], C[here], D, gate, dt_bias, dt_softplus, dt_limit)
         y[here], s[runs] = mamba2_token(s[runs], *token)
         if update:
             into = runs & known
             new, row = at[into, t], (start + live + t)[into] % ring.length
-            append(ring, slot[into], row, x[new], dt[new], B[new], dt_bias, dt_softplus)
+            sizes = time_steps(dt[new].float(), None if dt_bias is None else dt_bias.float(), dt_softplus, dt_limit)
+            append(ring, slot[into], row, x[new], sizes, B[new])
     store_output(out, y, at, known, slots)
 
 
-def append(
-    ring: Ring, slot: Tensor, row: Tensor, x: Tensor, dt: Tensor, B: Tensor, dt_bias: Tensor | None, dt_softplus: bool
-) -> None:
+def append(ring: Ring, slot: Tensor, row: Tensor, x: Tensor, dt: Tensor, B: Tensor) -> None:
     """Put x, dt and B of a token into a row of the ring of each slot: dt as it counts."""
-    sizes = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
     ring.x[slot, :, row] = x
     ring.B[slot, :, row] = B
-    ring.dt[slot, :, row] = softplus(sizes) if dt_softplus else sizes
+    ring.dt[slot, :, row] = dt
 
 
 @torch.no_grad()

@@ -30,6 +30,7 @@ class Case(StateCase):
     z: bool = True
     dt_bias: bool = True
     dt_softplus: bool = True
+    dt_limit: tuple[float, float] | None = None
     mamba1: bool = False  # dt and dt_bias have a value for each row, A for each element
 
     @property
@@ -70,7 +71,7 @@ _SHAPES = {
     ),
     "several tokens": (
         Case(2, 2, 2, 16, 16, tokens=4, D="row"),
-        Case(2, 1, 1, 4, 33, tokens=5, dt_softplus=False, index="int64"),
+        Case(2, 1, 1, 4, 33, tokens=5, dt_softplus=False, dt_limit=(0.3, 0.9), index="int64"),
     ),
     "packed tokens": (
         Case(4, 1, 1, 3, 96, tokens=3, packed=True, bc="float16", parameters="float16", z=False),

@@ -173,7 +173,7 @@ def _stepped(inputs: ReplayInputs, s: Tensor, count: Tensor) -> tuple[Tensor, Te
         token = inputs.token(rows, t)
         y, s[rows] = mamba2_token(s[rows], **token)
         if rounds:  # a token whose time step is 0 gives what is read of the state
-            standing = {"dt": torch.zeros_like(token["dt"]), "dt_bias": None, "dt_softplus": False}
+            standing = {"dt": torch.zeros_like(token["dt"]), "dt_bias": None, "dt_softplus": False, "dt_limit": None}
             y, _ = mamba2_token(operand(s[rows], x), **token | standing | {"C": operand(token["C"].float(), x)})
         outputs[rows, t] = y
     return outputs[torch.arange(longest, device=count.device) < count[:, None]], s
@@ -283,7 +283,7 @@ _SHAPES = {
     "several tokens": (
         ReplayCase(4, 1, 1, 16, 16, tokens=4, D="row", window=8),
         ReplayCase(4, 1, 1, 4, 33, tokens=5, x="float16", dt_softplus=False, index="int64", window=20, spare=1),
-        ReplayCase(3, 2, 2, 5, 8, tokens=8, D=None, window=8),
+        ReplayCase(3, 2, 2, 5, 8, tokens=8, D=None, dt_limit=(0.1, 0.6), window=8),
     ),
     "packed tokens": (
         ReplayCase(5, 1, 1, 3, 96, tokens=3, packed=True, bc="float16", parameters="float16", z=False),
@@ -299,7 +299,7 @@ _SHAPES = {
 _ONE_TOKEN = (
     *_SHAPES["one token"],
     ReplayCase(5, 4, 2, 33, 20, tokens=1, x="float16", D="row"),
-    ReplayCase(3, 2, 1, 16, 96, bc="float16", index="int64", window=15, spare=1),
+    ReplayCase(3, 2, 1, 16, 96, bc="float16", dt_limit=(0.1, 0.6), index="int64", window=15, spare=1),
     ReplayCase(5, 1, 1, 17, 16, tokens=1, packed=True, x="float16", D="row", window=8),
 )
 

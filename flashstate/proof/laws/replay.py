@@ -11,7 +11,7 @@ from flashstate.proof import Recurrence, ReplayCase, ReplayInputs
 from flashstate.proof.laws import registry, require
 from flashstate.proof.laws.require import all_tokens
 from flashstate.proof.laws.seeds import graph_like_eager_steps
-from flashstate.reference.mamba2 import softplus
+from flashstate.reference.mamba2 import time_steps
 
 law = partial(registry.law, includes=lambda case: case.op.rings)
 OF_RINGS = ("x", "B", "dt", "start", "count")
@@ -41,8 +41,8 @@ def rings_after(inputs: ReplayInputs) -> tuple[ReplayInputs, Tensor]:
         pool.x[slot, :, row], pool.B[slot, :, row] = token["x"], token["B"]
         for sizes in (exact, pool.dt):
             dt, bias = token["dt"].to(sizes.dtype), token["dt_bias"]
-            dt = dt if bias is None else dt + bias.to(sizes.dtype)
-            sizes[slot, :, row] = softplus(dt) if token["dt_softplus"] else dt
+            bias = None if bias is None else bias.to(sizes.dtype)
+            sizes[slot, :, row] = time_steps(dt, bias, token["dt_softplus"], token["dt_limit"])
     return found, exact
 
 
