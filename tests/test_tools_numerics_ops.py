@@ -35,6 +35,16 @@ def test_the_command_writes_what_the_tables_read(monkeypatch: pytest.MonkeyPatch
     assert [(row.op, row.state_error) for row in rows] == [(op, 0.5) for op in MODELS]
 
 
+def test_the_tree_shows_what_the_document_says() -> None:
+    errors = {(row.op, row.format, row.rounding): row.output_error for row in read_op_errors(ERRORS_OF_OPS)[1]}
+    ratios = {key[:2]: errors[key] / errors[(*key[:2], "nearest")] for key in errors if key[2] == "stochastic"}
+    assert all(1.3 < ratio < 1.5 for (op, _), ratio in ratios.items() if op == "gated_delta")
+    of_mamba3 = {name: ratio for (op, name), ratio in ratios.items() if op == "mamba3"}
+    assert all(1 / 5 < of_mamba3[name] < 1 / 2.8 for name in ("bfloat16", "float8_e4m3fn"))
+    assert 0.95 < of_mamba3["int8"] < 1.05
+    assert min(of_mamba3["float16"], of_mamba3["int16"]) > 1.3
+
+
 def test_the_tree_has_errors_of_every_op_in_every_format() -> None:
     _, rows = read_op_errors(ERRORS_OF_OPS)
     found = [(row.op, row.format, row.rounding) for row in rows]
