@@ -28,7 +28,6 @@ from flashstate.pool.layers import ssm_of
 from flashstate.pool.pool import StatePool
 from flashstate.state.mamba3 import Mamba3State, Rotary
 from flashstate.state.slots import MOST_TOKENS, Slots
-from flashstate.state.state import State
 
 Call = Callable[[], object]
 

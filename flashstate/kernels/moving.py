@@ -54,6 +54,13 @@ def load_piece(table_ptr, row, block, BLOCK: tl.constexpr, WIDTH: tl.constexpr, 
 
 
 @triton.jit
+def starts_before_the_end(table_ptr, row, block, BLOCK: tl.constexpr):
+    """Whether anything is left in that block of what a row of the table stands for."""
+    entry = table_ptr + row.to(tl.int64) * FIELDS
+    return tl.load(entry + 2) + block * BLOCK < tl.load(entry + 3)
+
+
+@triton.jit
 def give_seeds(seed_ptr, seeds_ptr, n, slot, goes):
     """Give slots new seeds, if there are some."""
     if seeds_ptr is not None:
@@ -95,17 +102,19 @@ def copy_slots_kernel(
     """One program per block of a piece, for all slots: it has read all sources before it writes any target."""
     pid = tl.program_id(0)
     blocks: tl.constexpr = PIECE // BLOCK
-    n, slots = tl.arange(0, N), (num_slots, null, fault_ptr)
-    source = slots_of_rows((sources_ptr, 1), n, n < count, slots)
-    target = slots_of_rows((targets_ptr, 1), n, n < count, slots, WRITE_FAULT)
-    goes = (source >= 0) & (target >= 0)
-    piece = load_piece(table_ptr, pid // blocks, pid % blocks, BLOCK, WIDTH, STRIDED)
-    mask = goes[:, None] & piece.exists[None, :]
-    values = tl.load(piece.ptrs[None, :] + (source * piece.stride)[:, None], mask=mask, other=0)
-    if N > 1:
-        tl.debug_barrier()
-    tl.store(piece.ptrs[None, :] + (target * piece.stride)[:, None], values, mask=mask)
-    give_seeds(seed_ptr, seeds_ptr, n, target, tl.where(pid == 0, goes, False))
+    row, block = pid // blocks, pid % blocks
+    if starts_before_the_end(table_ptr, row, block, BLOCK):
+        n, slots = tl.arange(0, N), (num_slots, null, fault_ptr)
+        source = slots_of_rows((sources_ptr, 1), n, n < count, slots)
+        target = slots_of_rows((targets_ptr, 1), n, n < count, slots, WRITE_FAULT)
+        goes = (source >= 0) & (target >= 0)
+        piece = load_piece(table_ptr, row, block, BLOCK, WIDTH, STRIDED)
+        mask = goes[:, None] & piece.exists[None, :]
+        values = tl.load(piece.ptrs[None, :] + (source * piece.stride)[:, None], mask=mask, other=0)
+        if N > 1:
+            tl.debug_barrier()
+        tl.store(piece.ptrs[None, :] + (target * piece.stride)[:, None], values, mask=mask)
+        give_seeds(seed_ptr, seeds_ptr, n, target, tl.where(pid == 0, goes, False))
 
 
 @kernel

@@ -1,4 +1,4 @@
-"""clear, copy, gather, scatter and draw_seeds: the launches behind what a StatePool does to slots in all layers.
+"""clear, copy, gather, scatter, store and draw_seeds: the launches behind what a StatePool does to slots in all layers.
 
 Lists of slots are int32 or int64 on the device of the parts; nothing waits for it. Numbers past the pool are skipped
 and noted in the fault flag, negative ones and null are skipped.
@@ -6,6 +6,7 @@ and noted in the fault flag, negative ones and null are skipped.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -56,6 +57,15 @@ def scatter(parts: Parts, slots: Tensor, packed: Tensor, null: int, first: int =
     packed = packed.contiguous()
     packed = packed.clone() if packed.data_ptr() % parts.width else packed
     _move("scatter", parts, slots, null, first, last, packed_ptr=packed)
+
+
+@torch.no_grad()
+def store(parts: Parts, slots: Tensor, null: int, first: str, values: Sequence[Tensor]) -> None:
+    """Store values, (n, ...) each in the dtype of its part, in the part of that name and in those behind it."""
+    place = parts.places[first]
+    last = place + len(values)
+    packed = [part.pack(of_part) for part, of_part in zip(parts.parts[place:last], values, strict=True)]
+    scatter(parts, slots, torch.cat(packed, 1), null, place, last)
 
 
 def _move(do: str, parts: Parts, slots: Tensor, null: int, first: int, last: int, **tensors: Tensor | None) -> None:

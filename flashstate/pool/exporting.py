@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,14 +10,16 @@ from torch import Tensor
 
 from flashstate.errors import check_tensor
 from flashstate.state.parts import Parts
+from flashstate.state.ring import Ring
 
 VERSION = 1
 KEYS = ("version", "layout", "bytes")
 
 
-def layout_of(parts: Parts, drafts: int, window: int) -> dict[str, Any]:
+def layout_of(parts: Parts, drafts: int, rings: Sequence[Ring]) -> dict[str, Any]:
     """What the bytes of a slot mean, in plain types: of every part its name, dtype, shape and the order of its axes in
-    memory; and what else a request depends on, the drafts of windows and the window of rings."""
+    memory; and what else a request depends on, the drafts of windows and the window of rings, 0 without them."""
+    window = rings[0].window if rings else 0
     return {"parts": [part.layout() for part in parts.parts], "drafts": drafts, "window": window}
 
 

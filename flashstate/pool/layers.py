@@ -60,7 +60,9 @@ def all_parts(states: Sequence[Layer], windows: Sequence[Tensor], rings: Sequenc
     for i, layer in enumerate(states):
         parts += [Part(f"states[{i}].{name}", part, int(name == "scale")) for name, part in parts_of(layer).items()]
         parts += [Part(f"windows[{i}]", window) for window in windows[i : i + 1]]
-        parts += [Part(f"rings[{i}].{name}", part) for ring in rings[i : i + 1] for name, part in own_parts(ring).items()]
+        parts += [
+            Part(f"rings[{i}].{name}", part) for ring in rings[i : i + 1] for name, part in own_parts(ring).items()
+        ]
     parts += [Part(f"rings.{name}", getattr(ring, name)) for ring in rings[:1] for name in ("start", "count")]
     seeds = (ssm_of(layer).seed for layer in states)
     parts += [Part("seed", seed) for seed in seeds if seed is not None][:1]

@@ -319,7 +319,8 @@ class StatePool(Generic[LayerT]):
             holds, as after a short prompt: there were no inputs before. With `drafts` the next call has accepted = 0.
         """
         window, index = self.window(i), self._holding.on_device("slots", slots, unique=True)
-        self._store(index, f"windows[{i}]", [with_history(window, windows, self.drafts, len(index))])
+        values = with_history(window, windows, self.drafts, len(index))
+        moving.store(self._parts, index, self.null, f"windows[{i}]", [values])
 
     @torch.no_grad()
     def write_kv(self, i: int, slots: SlotNumbers, k: Tensor, v: Tensor, angle: Tensor | None = None) -> None:
@@ -332,7 +333,8 @@ class StatePool(Generic[LayerT]):
         if not isinstance(layer, Mamba3State):
             raise ValueError(f"write_kv is for layers of Mamba-3, which layer {i} is not")
         index = self._holding.on_device("slots", slots, unique=True)
-        self._store(index, f"states[{i}].k", as_kept(layer, len(index), k, v, angle))
+        values = as_kept(layer, len(index), k, v, angle)
+        moving.store(self._parts, index, self.null, f"states[{i}].k", values)
 
     def read(self, i: int, slots: SlotNumbers) -> Tensor:
         """The states that `write` stores in layer i: (slots, heads, rows, cols) float32, zero where a number on the
@@ -365,14 +367,15 @@ class StatePool(Generic[LayerT]):
         seed are in it; streams are not. `torch.save` takes it, and `torch.load` with `weights_only`.
         """
         packed = moving.gather(self._parts, self._holding.on_device("slots", slots), self.null)
-        return {"version": VERSION, "layout": self._layout(), "bytes": packed}
+        return {"version": VERSION, "layout": layout_of(self._parts, self.drafts, self._rings), "bytes": packed}
 
     def load(self, slots: SlotNumbers, exported: Mapping[str, Any]) -> None:
         """Make slots the requests that `export` gave, of this pool or of another whose slots keep the same: other
         numbers of slots, pages, orders of axes and devices are fine. Streams should be the same, or the bits of
         stochastic rounding are others. The bytes are stored as they are: take them from where you trust."""
         index = self._holding.on_device("slots", slots, unique=True)
-        packed = bytes_for(self._parts, self._layout(), exported, len(index))
+        layout = layout_of(self._parts, self.drafts, self._rings)
+        packed = bytes_for(self._parts, layout, exported, len(index))
         moving.scatter(self._parts, index, packed, self.null)
 
     def resized(self, slots: int) -> StatePool[LayerT]:
@@ -381,7 +384,7 @@ class StatePool(Generic[LayerT]):
         would not be in it, or if the memory is the caller's: then wrap a pool over more."""
         check_int("slots", slots, 1, LARGEST_INT32)
         if self._wrapped:
-            raise ValueError("resized is not for a wrapped pool, whose memory is the caller's: wrap states of more slots")
+            raise ValueError("resized is not for a wrapped pool: its memory is the caller's, who wraps another")
         holding = self._holding.resized(slots)
         states, windows, rings = resized_layers(self._parts, self._states, self._windows, self._rings, slots)
         return type(self)(states, windows, self.drafts, rings, null=self.null, seed=None, holding=holding)
@@ -397,10 +400,6 @@ class StatePool(Generic[LayerT]):
         if self._seed is not None:
             advance_seeds(self._seed, where)
 
-    def _layout(self) -> dict[str, Any]:
-        """What the bytes of a slot mean."""
-        return layout_of(self._parts, self.drafts, self._rings[0].window if self.has_rings else 0)
-
     def _clear(self, index: Tensor, seed: Seeds, on_host: bool) -> None:
         """Clear slots and give them seeds, if the pool has some."""
         if self._seed is not None:
@@ -410,10 +409,3 @@ class StatePool(Generic[LayerT]):
         if seed is not None:
             self._holding.seeds(seed, len(index), on_host)  # which raises if they are none
         moving.clear(self._parts, index, self.null)
-
-    def _store(self, index: Tensor, first: str, values: Sequence[Tensor]) -> None:
-        """Store values, (n, ...) each, in the part of that name and those behind it."""
-        place = self._parts.places[first]
-        kept = self._parts.parts[place : place + len(values)]
-        packed = torch.cat([part.pack(value) for part, value in zip(kept, values, strict=True)], 1)
-        moving.scatter(self._parts, index, packed, self.null, place, place + len(values))

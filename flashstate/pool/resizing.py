@@ -25,7 +25,7 @@ def resized_layers(
     """States, windows and rings like these, whose parts they are, for so many slots."""
     made = {part.name: resized(part, slots) for part in parts.parts}
 
-    def of(holder: str, names: Sequence[str]) -> dict[str, Tensor]:
+    def of(holder: str, names: Sequence[str]) -> dict[str, Any]:
         """What was made for a holder, by the names of its fields."""
         return {name: made[f"{holder}.{name}"] for name in names if f"{holder}.{name}" in made}
 

@@ -43,7 +43,7 @@ class Part(Describes):
 
     @cached_property
     def order(self) -> tuple[int, ...]:
-        """The axes of a slot, from 0 on, as they lie in memory: those of one entry, then those whose entries are farthest
+        """The axes of a slot, from 0 on, as they lie in memory: those of one entry, then those of entries farthest
         apart."""
         sizes, strides = self.tensor.shape[1:], self.tensor.stride()[1:]
         return tuple(sorted(range(len(sizes)), key=lambda axis: (sizes[axis] > 1, -strides[axis] * (sizes[axis] > 1))))
@@ -67,8 +67,8 @@ class Part(Describes):
     def unpack(self, packed: Tensor, order: tuple[int, ...] | None = None) -> Tensor:
         """What `pack` was given, as whole numbers; of bytes that lie in another order of axes, if one is named."""
         order, shape = self.order if order is None else order, self.tensor.shape[1:]
-        kind = bits_of(self.tensor[:0]).dtype
-        values = packed.clone(memory_format=torch.contiguous_format).view(kind).reshape(len(packed), *(shape[axis] for axis in order))
+        bits = packed.clone(memory_format=torch.contiguous_format).view(bits_of(self.tensor[:0]).dtype)
+        values = bits.reshape(len(packed), *(shape[axis] for axis in order))
         return values.permute(0, *(1 + order.index(axis) for axis in range(len(shape))))
 
     def layout(self) -> list[object]:
