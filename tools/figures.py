@@ -60,7 +60,7 @@ def main() -> None:
     draw(rows, provenance, ROOT / "docs" / "h200.png")
     origin_of_errors, errors = read_errors(ERRORS)
     draw_errors(errors, origin_of_errors, ROOT / "docs" / "numerics.png")
-    draw_choice(of_families()[1], at_the_end(errors), ROOT / "docs" / "choosing-a-format.png")
+    draw_choice(*of_families(), ROOT / "docs" / "choosing-a-format.png")
 
 
 def documents() -> list[Path]:
@@ -88,10 +88,9 @@ def table(name: str) -> str:
         origin_of_replay, replayed = measured("mamba2_replay")
         return paragraphs(pays(replayed), _measured_on(origin_of_replay))
     if name == CHOICE:
-        origins, by_family = of_families()
-        origin_of_errors, errors = read_errors(ERRORS)
-        below = f"Times: {origins}. Errors: {origin(origin_of_errors)}."
-        return paragraphs(choice_table(by_family, at_the_end(errors)), below)
+        ops = [family.op for family in FAMILIES]
+        of_times, of_errors = (merged([read(op)[0] for op in ops]) for read in (measured, errors_of))
+        return paragraphs(choice_table(*of_families()), f"{_measured_on(of_times)} Errors: {origin(of_errors)}.")
     asked = FIGURES.fullmatch(name)
     if asked is None:
         provenance, rows = read_errors(ERRORS)
@@ -119,11 +118,10 @@ def errors_of(op: str) -> tuple[dict[str, str], dict[tuple[str, str], tuple[floa
     return provenance, {(row.format, row.rounding): (row.state_error, row.output_error) for row in here}
 
 
-def of_families() -> tuple[str, dict[str, list[Row]]]:
-    """Where the results of all families of ops were measured, in words, and their rows by op."""
-    found = {family.op: measured(family.op) for family in FAMILIES}
-    origins = "; ".join(dict.fromkeys(origin(provenance) for provenance, _ in found.values()))
-    return origins, {op: rows for op, (_, rows) in found.items()}
+def of_families() -> tuple[dict[str, list[Row]], dict[str, dict[tuple[str, str], tuple[float, float]]]]:
+    """The rows of all families of ops, and their errors, by op."""
+    ops = [family.op for family in FAMILIES]
+    return {op: measured(op)[1] for op in ops}, {op: errors_of(op)[1] for op in ops}
 
 
 @cache
