@@ -1,11 +1,16 @@
-"""What doors of vLLM and SGLang give besides outputs and states in place: trees, states of every token, layouts."""
+"""What doors of rules give besides outputs and states in place: trees, states of every token, layouts."""
 
+import inspect
+
+import pytest
 import torch
 from models_of_conv1d import parents_of
 from peer_calls import REFERENCE_AND_GPU, copied, equal_bytes
+from peer_delta import DECODING
 from peer_rules import VLLM_RULE
 from peer_sglang import SGLANG_CONV, TREE
 
+from flashstate.compat.flashinfer import gated_delta_rule_decode
 from flashstate.compat.trees import parents_from
 
 
@@ -48,3 +53,28 @@ def test_states_of_every_token_are_new_where_they_do_not_stay_in_place(device: t
     assert equal_bytes(y, VLLM_RULE.function(**in_place)[0])
     slots = arguments["ssm_state_indices"].long()
     assert equal_bytes(states.unflatten(0, y.shape[:2])[:, -1], in_place["initial_state"][slots])
+
+
+@REFERENCE_AND_GPU
+def test_flashinfer_decodes_states_of_either_layout(device: torch.device) -> None:
+    """The order of sums is another, and so are the last bits."""
+    rows = DECODING.arguments("in order, int32", device)
+    columns = copied(rows) | {"state": rows["state"].mT.contiguous()}
+    y, state = gated_delta_rule_decode(**columns)
+    wanted, _ = DECODING.function(**rows)
+    assert state is columns["state"]
+    torch.testing.assert_close(y, wanted)
+    torch.testing.assert_close(state.mT, rows["state"])
+    for wrong, words in (
+        ({"v": rows["v"].expand(-1, 2, -1, -1)}, "^v must have one token per row, got shape"),
+        ({"state": columns["state"][:2]}, "^state must have 3 slots, as the batch has rows, got shape"),
+        ({"backend": "rubin"}, "^backend must be"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            gated_delta_rule_decode(**columns | wrong)
+
+
+def test_the_signature_of_flashinfer_for_the_other_layout_is_its_own() -> None:
+    names = "q, k, v, state, A_log, a, dt_bias, b, scale=None, output=None, use_qk_l2norm=True, backend='auto'"
+    wanted = inspect.signature(gated_delta_rule_decode).parameters.values()
+    assert names == ", ".join(str(p.replace(annotation=inspect.Parameter.empty)) for p in wanted)

@@ -154,5 +154,4 @@ def _stochastic(state: Tensor, rounds: int) -> State:
     """The state, rounded with new random bits."""
     if state.dtype != torch.float16:
         raise ValueError(f"enable_stochastic_rounding is for a state of float16, got {dtype_name(state.dtype)}")
-    seed = torch.randint(-(1 << 62), 1 << 62, state.shape[:1], device=state.device)  # new for every slot
-    return State(state, rounding="stochastic", rounds=rounds or State.rounds, seed=seed)
+    return shapes.with_new_seed(state, rounds)

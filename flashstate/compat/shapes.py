@@ -11,6 +11,7 @@ from flashstate.errors import INDEX_DTYPES, check_device, check_tensor, dtype_na
 from flashstate.launch.axes import Axes
 from flashstate.launch.call import Op
 from flashstate.ops.mamba2 import MAMBA2_STEP, mamba2_step
+from flashstate.state.state import State
 
 PARAMETERS = {"A": (2, 3, 0), "D": (1, 2, 0), "dt_bias": (1, 2, 0)}  # with_axes of those that no token brings
 
@@ -177,6 +178,12 @@ def own_slots(name: str, state: Tensor, batch: int) -> Tensor:
     if batch > state.shape[0]:
         raise ValueError(f"{name} must be given for a batch of {batch} on {state.shape[0]} slots")
     return first_numbers(state.shape[0], state.device)[:batch]
+
+
+def with_new_seed(state: Tensor, rounds: int) -> State:
+    """The state, rounded stochastically by one new seed for all slots; 0 rounds are as many as a State has."""
+    seed = torch.randint(-(1 << 62), 1 << 62, (), device=state.device)  # new at every replay of a CUDA graph too
+    return State(state, rounding="stochastic", rounds=rounds or State.rounds, seed=seed)
 
 
 def activation_of(activation: Any) -> str | None:

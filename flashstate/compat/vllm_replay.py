@@ -136,8 +136,7 @@ def state_of(state: Any, stochastic: bool, rounds: int) -> State | Tensor:
     check_int("cache_philox_rounds", rounds, 0, MOST_ROUNDS)
     if not stochastic:
         return state
-    seed = torch.randint(-(1 << 62), 1 << 62, (), device=state.device)  # new at every replay of a CUDA graph too
-    return State(state, rounding="stochastic", rounds=rounds or State.rounds, seed=seed)
+    return shapes.with_new_seed(state, rounds)
 
 
 def _of_rows(name: str, numbers: Any, batch: int, dtypes: tuple[torch.dtype, ...], device: torch.device) -> Tensor:
