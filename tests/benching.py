@@ -122,7 +122,7 @@ def gated_delta_rule(
     s, outputs = initial_state.float(), []
     for t in range(q.shape[1]):
         token = (x[:, t] for x in (q, k, v, g, beta))
-        o, s = gated_delta_token(s, *token, A_log, dt_bias, None, use_qk_l2norm_in_kernel)
+        o, s = gated_delta_token(s, *token, A_log, dt_bias, None, None, use_qk_l2norm_in_kernel)
         outputs.append(o)
     return torch.stack(outputs, 1).to(v.dtype), s if output_final_state else None
 

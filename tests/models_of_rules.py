@@ -36,7 +36,8 @@ def values_of(arguments: Arguments, states: torch.Size, dtype: torch.dtype) -> A
 
 
 def gates_of(arguments: Arguments, sizes: tuple[int, int], dtype: torch.dtype) -> Arguments:
-    """decay (tokens, HV, 1 or K) and beta (tokens, HV): raw with A_log, else as they are, one as logarithm."""
+    """decay (tokens, HV, 1 or K) and beta (tokens, HV): raw with A_log, or as fla says, else as they
+    are, one as logarithm."""
     raw = arguments.get("A_log") is not None
     named = {name: arguments.get(name) for name in (("a", "b") if "b" in arguments else ("g", "beta"))}
     g, beta = (torch.zeros(sizes) + fill if t is None else t for t, fill in zip(named.values(), (0, 1), strict=True))
@@ -44,6 +45,7 @@ def gates_of(arguments: Arguments, sizes: tuple[int, int], dtype: torch.dtype) -
     if raw:
         bias = 0 if arguments.get("dt_bias") is None else arguments["dt_bias"].to(dtype).reshape(sizes[1], -1)
         g = -torch.exp(arguments["A_log"].to(dtype).reshape(-1, 1)) * softplus(g + bias)
+    if arguments.get("use_beta_sigmoid_in_kernel", raw):
         beta = 1 / (1 + torch.exp(-beta))
     return {"decay": torch.exp(g), "beta": beta}
 

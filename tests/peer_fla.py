@@ -70,6 +70,8 @@ FORMS: Calls = {
     "no states given": {"state": None},
     "no states asked for": {"output_final_state": False},
     "raw gates": {"raw": True, "v_first": True},
+    "a raw decay": {"raw": True, "use_beta_sigmoid_in_kernel": False},
+    "a raw beta": {"use_beta_sigmoid_in_kernel": True},
     "a bfloat16 model": {"dtype": BRAIN, "scale": 0.5, "use_qk_l2norm_in_kernel": False},
 }
 OTHERS: Calls = {  # of the rule with a decay per head
@@ -97,6 +99,6 @@ FLA_KDA = Door(
     "use_qk_l2norm_in_kernel=False, use_gate_in_kernel=False, use_beta_sigmoid_in_kernel=False, "
     "allow_neg_eigval=False, lower_bound=None, state_v_first=False, cu_seqlens=None, **kwargs",
     make=partial(fla_arguments, True), model=given_by, pools={}, tokens=("v", "q", "k", "g", "beta"), indices=(),
-    calls=crossed(MODES, some(FORMS, "", "raw gates")),
+    calls=crossed(MODES, some(FORMS, "", "raw gates", "a raw decay")),
     right={"raw gates": ({**MODES["packed"], "raw": True}, GATES_MAY)},
 )  # fmt: skip

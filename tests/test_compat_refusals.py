@@ -134,11 +134,6 @@ OF_RULES: list[Wrong] = [
 OF_FLA: list[Wrong] = [
     *OF_RULES,
     (ValueError, "allow_neg_eigval must be left out: gated_delta_step has no such gate", {"allow_neg_eigval": True}),
-    (
-        ValueError,
-        "use_gate_in_kernel and use_beta_sigmoid_in_kernel must both be True or both be False",
-        {"use_beta_sigmoid_in_kernel": False},
-    ),
     (ValueError, "head_first must be False, got True", {"head_first": True}),
     (
         ValueError,

@@ -104,7 +104,7 @@ def changed_values(piece: Piece, value: Any) -> Iterator[tuple[str, Any]]:
         yield "transposed", value if value.dim() < 2 else value.mT.contiguous().mT
         yield "one axis more", value[..., None].repeat_interleave(32, -1)
     elif piece.kind is bool:
-        yield from {"the other": not value, "a number": int(value)}.items()
+        yield from {"the other": not value, "a number": int(bool(value))}.items()
     elif piece.kind is int:
         yield from {"more": (value or 2) + 1, "a flag": True}.items()
     elif piece.kind is float:

@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 def in_float64(case: DeltaCase) -> tuple[Tensor, dict[str, Tensor], dict[str, object]]:
     """States of a batch, activations (batch, T, ...) and the other arguments of the reference, in float64."""
     inputs = make_inputs(case, CPU)
-    options = {name: inputs.arguments[name] for name in ("A_log", "dt_bias", "scale", "qk_l2norm")}
+    options = {name: inputs.arguments[name] for name in ("A_log", "dt_bias", "b_logit", "scale", "qk_l2norm")}
     activations = {name: t.double() for name, t in inputs.activations.items()}
     return inputs.states.double(), activations, options
 
@@ -92,7 +92,7 @@ def test_tokens_at_once_are_the_closed_form(case: DeltaCase) -> None:
     the decay from token s to token r."""
     s, t, options = in_float64(case)
     o, after = gated_delta_at_once(s, **t, exists=torch.ones(case.batch, case.tokens, dtype=torch.bool), **options)
-    alpha, beta = gates(t["a"], t["b"], options["A_log"], options["dt_bias"])
+    alpha, beta = gates(t["a"], t["b"], options["A_log"], options["dt_bias"], None)
     g, beta = alpha[..., 0].log().transpose(1, 2), beta.transpose(1, 2)  # (batch, HV, T)
     q, k, v = (t[name].transpose(1, 2) for name in ("q", "k", "v"))
     q, k = (normalised(x) if options["qk_l2norm"] else x for x in (q, k))

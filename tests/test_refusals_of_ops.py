@@ -151,7 +151,7 @@ def wrong_outputs(d: Described) -> Iterator[Refusal]:
 
 def option_refusals(op: Op) -> Iterator[Refusal]:
     for name in op.flags:
-        for value in (1, 0, None, "yes"):
+        for value in (1, 0, "yes", *(() if name in op.optional else (None,))):
             message = f"^{name} must be True or False, got {value!r}"
             yield f"{name} {value!r}", given(**{name: value}), message, TypeError
     for name in op.numbers:

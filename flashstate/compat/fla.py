@@ -45,17 +45,17 @@ def fused_recurrent_gated_delta_rule(
     shapes.check_not_both(g=g, gk=gk)
     rows = delta.rows_of(q, k, v, cu_seqlens)
     HV, K = v.shape[2], q.shape[3]
-    raw = _gates_in_kernel(use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    raw, logit = _gates_in_kernel(use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     if raw:
         delta.check_absent("gates in the kernel are of g", gk=gk)
     if gk is not None:
         a = delta.gate_of("gk", gk, v, HV, K)
     else:
         a = delta.one_gate(v, 0.0) if g is None and not raw else delta.gate_of("g", g, v, HV)
-    b = delta.one_gate(v, 1.0) if beta is None and not raw else delta.gate_of("beta", beta, v, HV)
+    b = delta.one_gate(v, 1.0) if beta is None and not logit else delta.gate_of("beta", beta, v, HV)
     return _functional(
         q, k, v, a, b, initial_state, output_final_state, _v_first(state_v_first, kwargs), rows, scale=scale,
-        qk_l2norm=use_qk_l2norm_in_kernel, A_log=delta.of_heads("A_log", A_log, HV) if raw else None,
+        qk_l2norm=use_qk_l2norm_in_kernel, b_logit=logit, A_log=delta.of_heads("A_log", A_log, HV) if raw else None,
         dt_bias=delta.of_heads("dt_bias", dt_bias, HV) if raw and dt_bias is not None else None,
     )  # fmt: skip
 
@@ -87,26 +87,23 @@ def fused_recurrent_kda(
     """
     rows = delta.rows_of(q, k, v, cu_seqlens)
     HV, K = v.shape[2], q.shape[3]
-    raw = _gates_in_kernel(use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    raw, logit = _gates_in_kernel(use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     if raw:
         delta.check_absent(NO_EQUATION, lower_bound=lower_bound)
     return _functional(
         q, k, v, delta.gate_of("g", g, v, HV, K), delta.gate_of("beta", beta, v, HV), initial_state,
         output_final_state, _v_first(state_v_first, kwargs), rows, scale=scale,
-        qk_l2norm=use_qk_l2norm_in_kernel, A_log=delta.of_heads("A_log", A_log, HV) if raw else None,
+        qk_l2norm=use_qk_l2norm_in_kernel, b_logit=logit, A_log=delta.of_heads("A_log", A_log, HV) if raw else None,
         dt_bias=delta.of_heads("dt_bias", dt_bias, HV, K) if raw and dt_bias is not None else None,
     )  # fmt: skip
 
 
-def _gates_in_kernel(gate: Any, sigmoid: Any, negative: Any) -> bool:
-    """Whether gates come raw: both of them, or none."""
+def _gates_in_kernel(gate: Any, sigmoid: Any, negative: Any) -> tuple[bool, bool]:
+    """Whether the decay comes raw, and whether beta does."""
     check_flag("use_gate_in_kernel", gate)
     check_flag("use_beta_sigmoid_in_kernel", sigmoid)
     delta.check_absent(NO_EQUATION, allow_neg_eigval=negative)
-    if gate != sigmoid:
-        words = "use_gate_in_kernel and use_beta_sigmoid_in_kernel must both be True or both be False"
-        raise ValueError(f"{words}, got {gate} and {sigmoid}")
-    return bool(gate)
+    return bool(gate), bool(sigmoid)
 
 
 def _v_first(state_v_first: Any, more: dict[str, Any]) -> bool:

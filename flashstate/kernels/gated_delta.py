@@ -111,7 +111,7 @@ def step_delta(s, factor, k, k_factor, v, decay, beta, exists, PER_COLUMNS: tl.c
 @triton.jit
 def load_delta_update(
     updates, place, t, exists, rate, dt_bias, pieces,
-    QK_L2NORM: tl.constexpr, PER_CHANNEL: tl.constexpr, FORM: tl.constexpr,
+    QK_L2NORM: tl.constexpr, PER_CHANNEL: tl.constexpr, B_LOGIT: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """What token t steps the state with: k and its factor, v, decay and beta. pieces: of k."""
     k_at, v_at, a_at, beta_at = updates
@@ -122,7 +122,7 @@ def load_delta_update(
     alpha = load_alpha(a_at, b, t, h, exists, rate, dt_bias, PER_CHANNEL, FORM)
     k_factor = length_factor(pieces, QK_L2NORM)
     beta = tiles.load_or_zero(token_entry(beta_at, b, t, h, 1), mask=exists)
-    if rate is not None:
+    if B_LOGIT:
         beta = sigmoid(beta)
     return k, k_factor, v, alpha, beta
 
@@ -130,12 +130,14 @@ def load_delta_update(
 @triton.jit
 def load_delta_token(
     q_at, updates, place, t, exists, rate, dt_bias, q_scale,
-    QK_L2NORM: tl.constexpr, PER_CHANNEL: tl.constexpr, FORM: tl.constexpr,
+    QK_L2NORM: tl.constexpr, PER_CHANNEL: tl.constexpr, B_LOGIT: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """What token t steps the state with, and what makes its output: q, its factor, and the product of both k and q."""
     q_pieces = load_pieces(q_at, place.b, t, place.g, exists, FORM)
     k_pieces = load_pieces(updates[0], place.b, t, place.g, exists, FORM)
-    update = load_delta_update(updates, place, t, exists, rate, dt_bias, k_pieces, QK_L2NORM, PER_CHANNEL, FORM)
+    update = load_delta_update(
+        updates, place, t, exists, rate, dt_bias, k_pieces, QK_L2NORM, PER_CHANNEL, B_LOGIT, FORM
+    )
     q = tiles.load_columns(q_at, place.b, t, place.g, exists, FORM.ALIGNMENT, FORM)
     q_factor = length_factor(q_pieces, QK_L2NORM) * q_scale
     return update, q, q_factor, dot_pieces(k_pieces, q_pieces) * update[1] * q_factor
@@ -144,7 +146,8 @@ def load_delta_token(
 @triton.jit
 def state_before(
     parents, updates, place, first, t, s, factor, initial, initial_factor, rate, dt_bias,
-    SCALED: tl.constexpr, QK_L2NORM: tl.constexpr, PER_CHANNEL: tl.constexpr, FORM: tl.constexpr,
+    SCALED: tl.constexpr, QK_L2NORM: tl.constexpr, PER_CHANNEL: tl.constexpr, B_LOGIT: tl.constexpr,
+    FORM: tl.constexpr,
 ):  # fmt: skip
     """The state that token t of a tree continues from with the factor of its rows, and whether there is one: that after
     the token before if that is its parent, else the initial one after all its ancestors."""
@@ -156,7 +159,7 @@ def state_before(
         i = ancestor(parents, place.b, t, steps - done)
         pieces = load_pieces(updates[0], place.b, first + i, place.g, True, FORM)
         k, k_factor, v, decay, beta = load_delta_update(
-            updates, place, first + i, True, rate, dt_bias, pieces, QK_L2NORM, PER_CHANNEL, FORM
+            updates, place, first + i, True, rate, dt_bias, pieces, QK_L2NORM, PER_CHANNEL, B_LOGIT, FORM
         )
         _, _, s = step_delta(s, factor, k, k_factor, v, decay, beta, True, FORM.PER_COLUMNS)
         if SCALED:
@@ -189,6 +192,7 @@ def gated_delta_step_kernel(
     ALIGNED: tl.constexpr,  # every row of q, k, v and out starts at a multiple of 16 bytes
     PER_CHANNEL: tl.constexpr, BIAS_PER_CHANNEL: tl.constexpr,  # a and dt_bias have a value for each column
     QK_L2NORM: tl.constexpr,
+    B_LOGIT: tl.constexpr,  # b is the logit of beta
     TOGETHER: tl.constexpr,  # tokens whose inputs are loaded at once; 1 with parents
     STORES: tl.constexpr,  # after which tokens the pool is written: "last", "every" or "none"
     PADDING: tl.constexpr,  # the output of padding rows: "zero", "fresh", from a zero state, or "keep", as it was
@@ -243,8 +247,9 @@ def gated_delta_step_kernel(
             t = b * 0 + (start + j)  # a number of the kernel also where the interpreter has one of Python
             exists = True if TOGETHER == 1 else t < count
             token = load_delta_token(
-                q_at, updates, place, first + t, exists, rate, dt_bias, q_scale, QK_L2NORM, PER_CHANNEL, FORM
-            )
+                q_at, updates, place, first + t, exists, rate, dt_bias, q_scale,
+                QK_L2NORM, PER_CHANNEL, B_LOGIT, FORM,
+            )  # fmt: skip
             group = group + ((t, exists, token),)
 
         for j in tl.static_range(TOGETHER):
@@ -255,7 +260,7 @@ def gated_delta_step_kernel(
             if parents_ptr is not None:
                 s, factor, stepped = state_before(
                     (parents_ptr, parents_stride, longest), updates, place, first, t, s, factor, initial,
-                    initial_factor, rate, dt_bias, scale_ptr is not None, QK_L2NORM, PER_CHANNEL, FORM,
+                    initial_factor, rate, dt_bias, scale_ptr is not None, QK_L2NORM, PER_CHANNEL, B_LOGIT, FORM,
                 )  # fmt: skip
             decayed, u, s = step_delta(s, factor, k, k_factor, v, decay, beta, exists, FORM.PER_COLUMNS)
             if scale_ptr is not None:

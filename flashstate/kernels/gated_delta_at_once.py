@@ -171,7 +171,7 @@ def gated_delta_at_once_kernel(
     read_stride, read_width, write_stride, parents_stride, tokens, longest, num_slots, null, q_scale,
     H: tl.constexpr, HEADS_PER_GROUP: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
     HEAD_STRIDE: tl.constexpr, VECTOR: tl.constexpr, TRANSPOSED: tl.constexpr, ALIGNED: tl.constexpr,
-    QK_L2NORM: tl.constexpr,
+    QK_L2NORM: tl.constexpr, B_LOGIT: tl.constexpr,
     STORES: tl.constexpr, PADDING: tl.constexpr, AT_LEAST_ONE: tl.constexpr, EARLY: tl.constexpr,
     ROUNDING: tl.constexpr, ROUNDS: tl.constexpr, SHARED_SEED: tl.constexpr, TARGET: tl.constexpr,
     TOKENS: tl.constexpr,  # there is room for: 8 or 16
@@ -218,7 +218,7 @@ def gated_delta_at_once_kernel(
         if STORES == "last" and not TRANSPOSED and few:
             state_io.prefetch_rows(data_ptr, slot * slot_stride, live, h, first_row, TILES * BLOCK_ROWS, FORM)
     alpha = decay_of(a, rate, dt_bias)
-    if A_log_ptr is not None:
+    if B_LOGIT:
         beta = sigmoid(beta)
     if TILES == 1:
         multiplied = multiply_tile(stored, live, kq, dtype, PADDING, FORM)

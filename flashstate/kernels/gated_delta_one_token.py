@@ -28,7 +28,7 @@ def gated_delta_one_token_kernel(
     H: tl.constexpr, HEADS_PER_GROUP: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
     HEAD_STRIDE: tl.constexpr, SNAPSHOT_HEAD_STRIDE: tl.constexpr, VECTOR: tl.constexpr, SNAPSHOT_VECTOR: tl.constexpr,
     TRANSPOSED: tl.constexpr, SNAPSHOTS_TRANSPOSED: tl.constexpr, ALIGNED: tl.constexpr,
-    PER_CHANNEL: tl.constexpr, BIAS_PER_CHANNEL: tl.constexpr, QK_L2NORM: tl.constexpr,
+    PER_CHANNEL: tl.constexpr, BIAS_PER_CHANNEL: tl.constexpr, QK_L2NORM: tl.constexpr, B_LOGIT: tl.constexpr,
     STORES: tl.constexpr, PADDING: tl.constexpr, AT_LEAST_ONE: tl.constexpr, EARLY: tl.constexpr,
     ROUNDING: tl.constexpr, SNAPSHOT_ROUNDING: tl.constexpr, ROUNDS: tl.constexpr, SHARED_SEED: tl.constexpr,
     TARGET: tl.constexpr,
@@ -68,7 +68,7 @@ def gated_delta_one_token_kernel(
     offs_d = first_row + tl.arange(0, BLOCK_ROWS)
     place = Place(b, h, g, offs_d, offs_d < ROWS)
     update, q, q_factor, kq = load_delta_token(
-        q_at, updates, place, t, True, rate, dt_bias, q_scale, QK_L2NORM, PER_CHANNEL, FORM
+        q_at, updates, place, t, True, rate, dt_bias, q_scale, QK_L2NORM, PER_CHANNEL, B_LOGIT, FORM
     )
     k, k_factor, v, decay, beta = update
 

@@ -115,7 +115,7 @@ class Op:
         self.takes_snapshots = self.hints.get("snapshots") == State | Tensor | None
         self.tensors: dict[str, Axes] = {self.main: axes[self.main], **axes}  # of tensor arguments, the main one first
         self.optional = frozenset(name for name in kinds if type(None) in kinds[name])  # arguments that may be None
-        self.flags = tuple(name for name in kinds if bool in kinds[name])  # arguments that are True or False
+        self.flags = tuple(name for name in kinds if bool in kinds[name])  # arguments that are True or False; or None
         self.numbers = tuple(name for name in kinds if float in kinds[name])  # arguments that are a number, or None
         self.ranges = tuple(name for name in kinds if tuple[float, float] in kinds[name])  # arguments that are two
         self.options = tuple(name for name in kinds if kinds[name] & {bool, int, float, str, tuple[float, float]})
@@ -190,7 +190,8 @@ class Op:
                 if axis not in sizes:  # as no state says it, and no tensor did before
                     self._bind(name, axis, size, sizes)
         for name in self.flags:
-            check_flag(name, getattr(given, name))
+            if getattr(given, name) is not None or name not in self.optional:
+                check_flag(name, getattr(given, name))
         for name in self.numbers:
             if getattr(given, name) is not None:
                 check_number(name, getattr(given, name))

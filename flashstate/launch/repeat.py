@@ -231,7 +231,8 @@ def pointer_lines(op: Op, pointers: Sequence[str], variables: dict[str, Variable
 
 def option_lines(op: Op) -> list[str]:
     """Lines that refuse options of types that are equal to others: 1, True and 1.0 are one key."""
-    wrong = [f"{name}.__class__ is not bool" for name in op.flags]
+    wrong = [f"{name}.__class__ is not bool" for name in op.flags if name not in op.optional]
+    wrong += [f"{name}.__class__ is not bool and {name} is not None" for name in op.flags if name in op.optional]
     wrong += [f"{name}.__class__ is not float and {name} is not None" for name in op.numbers]
     wrong += [f"{name} is not None and [*map(type, {name})] != [float, float]" for name in op.ranges]
     others = (*op.flags, *op.numbers, *op.ranges)

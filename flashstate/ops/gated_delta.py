@@ -33,6 +33,7 @@ def gated_delta_step(
     *,
     A_log: Annotated[Tensor, "| HV"] | None = None,
     dt_bias: Annotated[Tensor, "| HV [K]"] | None = None,
+    b_logit: bool | None = None,
     scale: float | None = None,
     qk_l2norm: bool = True,
     exact: bool = True,
@@ -47,7 +48,7 @@ def gated_delta_step(
     Per row and value head, token by token, in float32, with the head's q and k::
 
         alpha = exp(-exp(A_log) * softplus(a + dt_bias))    exp(a) without A_log
-        beta  = sigmoid(b)                                  b itself without A_log
+        beta  = sigmoid(b)                                  only with b_logit, else b itself
         k     = k / sqrt(sum(k^2) + 1e-6)                   both only with qk_l2norm
         q     = q / sqrt(sum(q^2) + 1e-6) * scale
         s     = s * alpha
@@ -63,8 +64,9 @@ def gated_delta_step(
     v: (..., HV, V), and `out`, which the result is written to if it is given.
     a: (..., HV), or per channel (..., HV, K), as KDA has it.
     b: (..., HV).
-    A_log: (HV,); None: a is the logarithm of alpha, and b is beta.
+    A_log: (HV,); None: a is the logarithm of alpha.
     dt_bias: (HV,), or with a per channel (HV, K); only with A_log.
+    b_logit: whether b is the logit of beta, or beta itself; None: with A_log it is.
     scale: of q; None: 1 / sqrt(K).
     exact: False lets several tokens go through tensor cores at once: the same result but for rounding, for calls that
         store no state but the last. It needs q and k of bfloat16 or of float16, one a per head, and 16 tokens per row
@@ -81,7 +83,7 @@ def gated_delta_step(
     be v itself, unless tokens form a tree, and must not overlap other arguments. Nothing is differentiable.
     """
     return GATED_DELTA_STEP.call(
-        state, q, k, v, a, b, A_log, dt_bias, scale, qk_l2norm, exact, slots, snapshots, update, out, early
+        state, q, k, v, a, b, A_log, dt_bias, b_logit, scale, qk_l2norm, exact, slots, snapshots, update, out, early
     )  # fmt: skip
 
 
@@ -183,6 +185,7 @@ def values(given: Given, problem: Problem, config: Config) -> dict[str, Any]:
         "HEADS_PER_GROUP": state.data.shape[1] // given.q.shape[-2],
         "q_scale": state.data.shape[-1] ** -0.5 if given.scale is None else float(given.scale),
         "TOKENS": room_at_once(tokens.longest or 0),
+        "B_LOGIT": given.A_log is not None if given.b_logit is None else given.b_logit,
         "PER_CHANNEL": given.a.dim() == len(tokens.axes) + 2,
         "BIAS_PER_CHANNEL": given.dt_bias is not None and given.dt_bias.dim() == 2,
     }

@@ -26,16 +26,18 @@ def normalised(x: Tensor) -> Tensor:
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + EPSILON)
 
 
-def gates(a: Tensor, b: Tensor, A_log: Tensor | None, dt_bias: Tensor | None) -> tuple[Tensor, Tensor]:
+def gates(
+    a: Tensor, b: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, b_logit: bool | None
+) -> tuple[Tensor, Tensor]:
     """alpha (..., HV, K or 1) and beta (..., HV) of a (..., HV), or per channel (..., HV, K), and b (..., HV)."""
     a = a if a.dim() > b.dim() else a[..., None]  # (..., HV, K or 1)
+    beta = sigmoid(b) if b_logit or (b_logit is None and A_log is not None) else b
     if A_log is None:
-        return torch.exp(a), b
-    HV = b.shape[-1]
+        return torch.exp(a), beta
     if dt_bias is not None:
-        a = a + dt_bias.to(a.dtype).reshape(HV, -1)
+        a = a + dt_bias.to(a.dtype).reshape(b.shape[-1], -1)
     g = -torch.exp(A_log.to(a.dtype))[:, None] * softplus(a)  # (..., HV, K or 1)
-    return torch.exp(g), sigmoid(b)
+    return torch.exp(g), beta
 
 
 def gated_delta_token(
@@ -47,6 +49,7 @@ def gated_delta_token(
     b: Tensor,  # (batch, HV)
     A_log: Tensor | None,  # (HV,)
     dt_bias: Tensor | None,  # (HV,) or (HV, K)
+    b_logit: bool | None,
     scale: float | None,
     qk_l2norm: bool,
     operand: Callable[[Tensor], Tensor] = lambda t: t,  # what products take of states, and of what is added to them
@@ -54,7 +57,7 @@ def gated_delta_token(
     """One token: the output (batch, HV, V) and the state after it (batch, HV, V, K), both unrounded."""
     heads_per_key = s.shape[1] // q.shape[1]
     q, k, v, a, b = (t.to(s.dtype) for t in (q, k, v, a, b))
-    alpha, beta = gates(a, b, A_log, dt_bias)  # (batch, HV, K or 1), (batch, HV)
+    alpha, beta = gates(a, b, A_log, dt_bias, b_logit)  # (batch, HV, K or 1), (batch, HV)
     if qk_l2norm:
         q, k = normalised(q), normalised(k)
     q = q * (q.shape[-1] ** -0.5 if scale is None else scale)
@@ -77,6 +80,7 @@ def gated_delta_at_once(
     exists: Tensor,  # (batch, T), bool: whether there is such a token; what does not exist may hold anything
     A_log: Tensor | None,
     dt_bias: Tensor | None,
+    b_logit: bool | None,
     scale: float | None,
     qk_l2norm: bool,
 ) -> tuple[Tensor, Tensor]:
@@ -86,7 +90,7 @@ def gated_delta_at_once(
     q, k, v, a, b = (
         torch.where(exists.reshape(*exists.shape, *(1,) * (t.dim() - 2)), t.to(s.dtype), 0.0) for t in (q, k, v, a, b)
     )
-    alpha, beta = gates(a, b, A_log, dt_bias)
+    alpha, beta = gates(a, b, A_log, dt_bias, b_logit)
     alpha = torch.where(exists[..., None], alpha[..., 0], 1.0).transpose(1, 2)  # (batch, HV, T)
     beta = torch.where(exists[..., None], beta, 0.0).transpose(1, 2)  # (batch, HV, T)
     if qk_l2norm:
@@ -119,6 +123,7 @@ def gated_delta_step(
     b: Tensor,
     A_log: Tensor | None,
     dt_bias: Tensor | None,
+    b_logit: bool | None,
     scale: float | None,
     qk_l2norm: bool,
     at_once: bool,
@@ -131,7 +136,7 @@ def gated_delta_step(
     activations: dict[str, Tensor | None] = {"q": q, "k": k, "v": v, "a": a, "b": b}
 
     def token(s: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        return gated_delta_token(s, q, k, v, a, b, A_log, dt_bias, scale, qk_l2norm)
+        return gated_delta_token(s, q, k, v, a, b, A_log, dt_bias, b_logit, scale, qk_l2norm)
 
     if not at_once:
         step_tokens(state, activations, token, slots, snapshots, update, out)
@@ -142,8 +147,9 @@ def gated_delta_step(
     exists = (within >= 0) & gives[:, None]
     rows = {name: t[within.clamp(min=0)] for name, t in flat.items() if t is not None}  # (batch, T, ...)
     o, s = gated_delta_at_once(
-        states_of(state, read), **rows, exists=exists, A_log=A_log, dt_bias=dt_bias, scale=scale, qk_l2norm=qk_l2norm
-    )
+        states_of(state, read), **rows, exists=exists, A_log=A_log, dt_bias=dt_bias, b_logit=b_logit, scale=scale,
+        qk_l2norm=qk_l2norm,
+    )  # fmt: skip
     y[within[exists]] = o[exists]
     store_output(out, y, at, live, slots)
     if update:

@@ -47,6 +47,7 @@ class DeltaCase(StateCase):
     raw: bool = True  # A_log is given; else a is the log-decay, and b is beta
     per_channel: bool = False  # a and dt_bias have a value for each column, as KDA has them
     dt_bias: bool = True  # only if raw
+    b_logit: bool | None = None  # None: if raw
     qk_l2norm: bool = True
     scale: float | None = None
     exact: bool = True  # else several tokens go through tensor cores at once
@@ -89,7 +90,9 @@ class DeltaCase(StateCase):
         if not self.qk_l2norm:
             arguments["k"] *= self.cols**-0.5  # so that u stays as large as v
         if not self.raw:
-            arguments |= {"a": -arguments["a"].abs(), "b": arguments["b"].sigmoid()}
+            arguments["a"] = -arguments["a"].abs()
+        if not (self.raw if self.b_logit is None else self.b_logit):
+            arguments["b"] = arguments["b"].sigmoid()
         if arguments["dt_bias"] is not None:
             arguments["dt_bias"] -= 2
 
@@ -106,11 +109,11 @@ _SHAPES = {
     ),
     "packed tokens": (
         DeltaCase(3, 2, 1, 3, 40, tokens=2, packed=True, qk="float16", parameters="float16"),
-        DeltaCase(3, 2, 1, 2, 8, tokens=2, packed=True, gates="float16", raw=False, index="int64"),
+        DeltaCase(3, 2, 1, 2, 8, tokens=2, packed=True, gates="float16", raw=False, b_logit=True, index="int64"),
     ),
     "KDA": (
         DeltaCase(2, 2, 2, 9, 7, per_channel=True, gates="float16", parameters="float16", slots=5),
-        DeltaCase(2, 1, 1, 33, 40, per_channel=True, dt_bias=False),
+        DeltaCase(2, 1, 1, 33, 40, per_channel=True, dt_bias=False, b_logit=False),
     ),
     "KDA, several tokens": (DeltaCase(2, 1, 1, 5, 24, per_channel=True, tokens=3, x="float16", qk="float16"),),
     "log-decay": (
@@ -125,7 +128,7 @@ _SHAPES = {
     ),
     "at once": (
         DeltaCase(2, 2, 1, 16, 16, exact=False, tokens=4, x="float16", qk="float16"),
-        DeltaCase(2, 1, 1, 33, 40, exact=False, tokens=9, x="float16", qk="float16", raw=False, index="int64"),
+        DeltaCase(2, 1, 1, 33, 40, exact=False, tokens=9, x="float16", qk="float16", b_logit=False, index="int64"),
         DeltaCase(2, 2, 2, 20, 12, exact=False, tokens=2, x="float16", qk="float16", qk_l2norm=False, scale=0.3),
     ),
     "at once, packed": (
