@@ -92,7 +92,7 @@ def test_numbers_on_the_device_do_what_those_of_the_host_do_and_others_are_skipp
     for part, tensor in kept_by(there).items():
         assert same(tensor, kept_by(host)[part]), part
     assert gaps_are_poison(there)
-    with pytest.raises(IndexError, match="^out of range: read slot 9 on .*, write slot 9 on"):
+    with pytest.raises(IndexError, match=r"^out of range: read slot 9 on .*, write slot 9 on"):
         flashstate.check_faults()
     there.reset(torch.tensor([-1, NULL], device=device))
     flashstate.check_faults()

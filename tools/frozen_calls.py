@@ -320,6 +320,20 @@ def pool_calls() -> Iterator[Call]:
         for name, slots in where.items():
             yield Call(f"advance, {name} {index}", partial(state.advance, slots))
     yield Call("advance, everywhere", state.advance)
+    yield from moving_calls(StatePool.wrap([state]))
+
+
+def moving_calls(pool: StatePool) -> Iterator[Call]:
+    """What a pool does to slots in all layers."""
+    for count in (1, 3, 8):
+        slots = torch.arange(count)
+        for keep_seed in (False, True):
+            words = f"copy {count}, {'kept' if keep_seed else 'new'} seeds"
+            yield Call(f"pool, {words}", partial(pool.copy, slots, slots.flip(0), keep_seed))
+    yield Call("pool, reset", partial(pool.reset, slots))
+    yield Call("pool, export", partial(pool.export, slots))
+    exported = pool.export(slots)
+    yield Call("pool, load", partial(pool.load, slots, exported))
 
 
 def portable_calls() -> list[Call]:
