@@ -14,7 +14,7 @@ from flashstate.state.formats import bits_of
 FILL = 77.0  # of heads that belong to others
 DELTA = DeltaCase(1, 2, 1, 5, 8, slots=3, x="float16", qk="float16", format="bfloat16", rounding="stochastic")
 CASES: dict[str, AnyCase] = {
-    "Mamba-1": Case(1, 2, 1, 5, 8, mamba1=True, slots=3, format="float16"),
+    "Mamba-1": Case(1, 2, 1, 2, 8, mamba1=True, slots=3, format="float16"),
     "Mamba-2, several tokens": Case(1, 2, 1, 5, 7, tokens=2, slots=3, format="float16", rounding="stochastic"),
     "one token": DELTA,
     "several tokens": replace(DELTA, tokens=2),

@@ -27,8 +27,8 @@ class Mamba3State(Describes):
     v: (slots, H, D) float32, bfloat16 or float16: x of the token before.
     angle: (slots, H, S) float32, in [0, 2π): what B and C are turned by; None for calls without rotary.
 
-    The slot axis of each may have any stride; a slot itself is contiguous. The tensors stay what they are: their
-    dtypes, shapes and strides must not change in place.
+    The slot axis of each may have any stride; a slot itself is contiguous, but for heads of ssm, which may be apart as
+    in any State. The tensors stay what they are: their dtypes, shapes and strides must not change in place.
     """
 
     written: ClassVar = ("k", "v", "angle")  # by ops, beside those of ssm
