@@ -40,7 +40,7 @@ def write_states_kernel(
     )
     slot = tl.load(slots_ptr + n)
     live = slot >= 0
-    seed = load_seed((seed_ptr, SHARED_SEED), slot, live, ROUNDING != "nearest")
+    seed = load_seed(seed_ptr, slot, live, ROUNDING != "nearest", SHARED_SEED)
     tile = tile_at(h, first_row, FORM)
 
     rows = (first_row + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
