@@ -13,9 +13,10 @@ from compiling import ARCHITECTURES, Call, chosen, collected, compile_launch, co
 from kernel_forms import BASES, CONV, FORMS, MAMBA2, ODD, ODD_WITH_TENSOR_CORES, STORES_NOTHING, Form, calls_of
 from tables import by_turns, case_of, risky_by_turns
 
-from flashstate import State, StatePool
+from flashstate import Slots, State, StatePool
 from flashstate.launch import Config, Problem
 from flashstate.launch.start import Launch
+from flashstate.ops.rings import place_counts
 from flashstate.proof import AnyCase, Case, ConvCase, DeltaCase, Mamba3Case, ReplayCase, dtype
 from flashstate.state.formats import FORMATS, PORTABLE_FORMATS
 
@@ -133,8 +134,10 @@ def test_every_architecture_compiles_the_small_kernels(architecture: int | str) 
         pool.advance(torch.tensor(slots))
         pool.write(0, slots, torch.zeros(2, 2, 64, 128))
         pool.read(0, slots)
+        of_slots, of_rows = torch.zeros(2, 4, dtype=torch.int32), torch.zeros(3, 2, dtype=torch.int32)
+        place_counts(Slots(torch.tensor(slots)), of_rows[0], of_rows[0].char(), 8, *of_slots, *of_rows[1:])
     names = [launch.kernel.__name__ for launch in launches]
-    assert names == ["advance_seeds_kernel", "write_states_kernel", "read_states_kernel"]
+    assert names == ["advance_seeds_kernel", "write_states_kernel", "read_states_kernel", "place_counts_kernel"]
     for launch in launches:
         assert spilled_bytes(compile_launch(launch, architecture)) == 0
 

@@ -202,8 +202,8 @@ def conv1d_step_kernel(
     parents, write = (parents_ptr, parents_stride, longest), (write_ptr, write_stride)
     slots = (num_slots, null, fault_ptr)
 
-    read = (read_ptr, read_stride, read_width, None if MODE == "rollback" else accepted_ptr, AT_LEAST_ONE)
-    slot = resolve_read(read, b, slots)
+    read = (read_ptr, read_stride, read_width, None if MODE == "rollback" else accepted_ptr)
+    slot = resolve_read(read, b, slots, AT_LEAST_ONE=AT_LEAST_ONE)
     slot, from_entry = first_entry(slot, b, accepted_ptr, positions_ptr, length, fault_ptr, WIDTH, HISTORY, MODE)
     live = slot >= 0
     first, count = token_range(cu_seqlens_ptr, b, tokens, ONE_TOKEN)

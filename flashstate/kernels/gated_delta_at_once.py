@@ -186,14 +186,14 @@ def gated_delta_at_once_kernel(
         ALIGNED, HEAD_STRIDE=HEAD_STRIDE,
     )  # fmt: skip
 
-    read, slots = (read_ptr, read_stride, read_width, accepted_ptr, AT_LEAST_ONE), (num_slots, null, fault_ptr)
+    read, slots = (read_ptr, read_stride, read_width, accepted_ptr), (num_slots, null, fault_ptr)
     pool = (data_ptr, scale_ptr, slot_stride, scale_stride)
     first, length = token_range(cu_seqlens_ptr, b, tokens, False)
     count = tl.minimum(length, longest)  # there is no room for more, whatever a packed row has
     dtype: tl.constexpr = data_ptr.dtype.element_ty
     SEEDED: tl.constexpr = STORED_ROUNDING != "nearest"
     if TILES == 1:  # the state takes longest
-        slot, live, seed = read_slot(read, b, slots, (seed_ptr, SHARED_SEED), SEEDED)
+        slot, live, seed = read_slot(read, b, slots, seed_ptr, SEEDED, SHARED_SEED, AT_LEAST_ONE)
         drawing = (seed, count - 1, stream)
         tile = tile_at(h, first_row, FORM)
         stored = state_io.load_tile(pool, slot, live, tile, drawing, FORM)
@@ -212,7 +212,7 @@ def gated_delta_at_once_kernel(
     k_at, q_at = (k_ptr, k_b, k_t, k_h), (q_ptr, q_b, q_t, q_h)
     kq = load_keys_and_queries(k_at, q_at, b, first, count, g, TOKENS, FORM)
     if TILES > 1:  # the recurrence comes first, and what it needs is on its way
-        slot, live, seed = read_slot(read, b, slots, (seed_ptr, SHARED_SEED), SEEDED)
+        slot, live, seed = read_slot(read, b, slots, seed_ptr, SEEDED, SHARED_SEED, AT_LEAST_ONE)
         drawing = (seed, count - 1, stream)
         few: tl.constexpr = state_io.state_bytes(dtype, TILES * BLOCK_ROWS * COLS) <= MOST_PREFETCHED * TOKENS
         if STORES == "last" and not TRANSPOSED and few:

@@ -51,9 +51,9 @@ def gated_delta_one_token_kernel(
     PER_THREAD: tl.constexpr = SINGLE and has_ptx(TARGET)
 
     # No branches: a padding row is masked. So loads do not wait until the row is known to be live.
-    read, slots = (read_ptr, read_stride, read_width, accepted_ptr, AT_LEAST_ONE), (num_slots, null, fault_ptr)
+    read, slots = (read_ptr, read_stride, read_width, accepted_ptr), (num_slots, null, fault_ptr)
     SEEDED: tl.constexpr = ROUNDING != "nearest" or SNAPSHOT_ROUNDING != "nearest"
-    slot, live, seed = read_slot(read, b, slots, (seed_ptr, SHARED_SEED), SEEDED, PER_THREAD)
+    slot, live, seed = read_slot(read, b, slots, seed_ptr, SEEDED, SHARED_SEED, AT_LEAST_ONE, PER_THREAD)
     pool, drawing = (data_ptr, scale_ptr, slot_stride, scale_stride), (seed, t, stream)
     if TILES == 1:
         tile = tile_at(h, first_row, FORM)

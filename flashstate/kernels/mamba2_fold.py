@@ -45,8 +45,8 @@ def mamba2_fold_kernel(
     )  # fmt: skip
     INTO_FORM: tl.constexpr = stored_as(FORM, INTO_VECTOR, False, ROUNDING, INTO_HEAD_STRIDE)
 
-    pool, read = (data_ptr, scale_ptr, slot_stride, scale_stride), (read_ptr, read_stride, 1, None, False)
-    slot, known, seed = read_slot(read, b, (num_slots, null, fault_ptr), (seed_ptr, SHARED_SEED), ROUNDING != "nearest")
+    pool, read = (data_ptr, scale_ptr, slot_stride, scale_stride), (read_ptr, read_stride, 1, None)
+    slot, known, seed = read_slot(read, b, (num_slots, null, fault_ptr), seed_ptr, ROUNDING != "nearest", SHARED_SEED)
     start = tl.load(start_ptr + slot, mask=known, other=0)
     count = tl.load(count_ptr + slot, mask=known, other=0)
     live = tokens_to_fold(tokens_ptr, most, b, known, count, fault_ptr)

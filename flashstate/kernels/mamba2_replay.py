@@ -91,7 +91,7 @@ def store_folded(pool, slot, tile, k: tl.constexpr, s, e, stored, drawing, FORM:
 
 @triton.jit
 def replay_tiles(
-    pool, ring, activations, parameters, seeds, stream, row, g, first_tile, L,
+    pool, ring, activations, parameters, seed_ptr, stream, row, g, first_tile, L,
     FOLDS: tl.constexpr, TILES: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     """The outputs of some tiles of heads of group g for all tokens of a row, which FOLDS its ring first or does not."""
@@ -138,7 +138,7 @@ def replay_tiles(
     B = replay_window.load_chunks(B_rows, of_ring | new, TERMS, 2, FORM)
     if FOLDS:
         old_B = replay_window.load_chunks(ring_B + ring_row * COLS, lives, FOLD_TERMS, WIDTH, FORM)
-        seed = load_seed(seeds, slot, known, FORM.ROUNDING != "nearest" and KIND.UPDATE)
+        seed = load_seed(seed_ptr, slot, known, FORM.ROUNDING != "nearest" and KIND.UPDATE, KIND.SHARED_SEED)
         old_weight, alpha = tl.zeros([KIND.ROOM], tl.float32), 0.0
     with_C = tl.zeros([KIND.ROOM, KIND.TOKENS], tl.float32)
     for i in tl.static_range(len(B)):
@@ -169,8 +169,8 @@ def replay_tiles(
                 old_dt = replay_window.once(ring_dt)
                 old_weight, alpha = replay_window.weights_of_ring(old_dt, live, A, SUM_TERMS, TARGET)
             if KIND.UPDATE and first_row == 0:
-                ring_dt = ring_dt_ptr + slot * ring_dt_stride + replay_window.head_in_ring(h, L, 1, KIND.RING_DT_H)
-                tl.store(ring_dt + to_row, sizes, mask=appends)
+                dt_rows = ring_dt_ptr + slot * ring_dt_stride + replay_window.head_in_ring(h, L, 1, KIND.RING_DT_H)
+                tl.store(dt_rows + to_row, sizes, mask=appends)
 
         codes = replay_window.operands_of(codes, known, WIDTH, KIND.PADDING, FORM)
         if FOLDS:
@@ -248,15 +248,15 @@ def mamba2_replay_kernel(
         ALIGNED, THREADS, "portable", HEAD_STRIDE=HEAD_STRIDE,
     )  # fmt: skip
     KIND: tl.constexpr = replay_rows.replay_of(
-        HEADS_PER_GROUP, ROWS_DO, UPDATE, PADDING, WIDE, D_PER_ROW, DT_SOFTPLUS, TOKENS, ROOM, RING_X_H, RING_B_H,
-        RING_DT_H, FORM,
+        HEADS_PER_GROUP, ROWS_DO, UPDATE, PADDING, WIDE, D_PER_ROW, DT_SOFTPLUS, TOKENS, ROOM, SHARED_SEED, RING_X_H,
+        RING_B_H, RING_DT_H, FORM,
     )  # fmt: skip
     x_at, dt_at, B_at = (x_ptr, x_b, x_t, x_h), (dt_ptr, dt_b, dt_t, dt_h), (B_ptr, B_b, B_t, B_h)
     C_at, z_at, out = (C_ptr, C_b, C_t, C_h), (z_ptr, z_b, z_t, z_h), (out_ptr, out_b, out_t, out_h)
     activations = (x_at, dt_at, B_at, C_at, z_at, out)
     parameters = (A_ptr, D_ptr, dt_bias_ptr, (dt_limit_0, dt_limit_1))
     ring = (ring_x_ptr, ring_x_stride, ring_B_ptr, ring_B_stride, ring_dt_ptr, ring_dt_stride)
-    pool, seeds = (data_ptr, scale_ptr, slot_stride, scale_stride), (seed_ptr, SHARED_SEED)
+    pool = (data_ptr, scale_ptr, slot_stride, scale_stride)
 
     if PLACE == "first":  # the rows of the second are others
         gdc_launch_dependents()
@@ -277,7 +277,7 @@ def mamba2_replay_kernel(
             g = tl.where(folds, item // FOLD_PARTS % GROUPS, g)
             first_tile = tl.where(folds, item % FOLD_PARTS * FOLD_TILES, first_tile)
         if rows_ptr is None:
-            read = (read_ptr, read_stride, 1, None, False)
+            read = (read_ptr, read_stride, 1, None)
             slots = (num_slots, null, fault_ptr)
             row = replay_rows.row_of_batch(read, (start_ptr, count_ptr), cu_seqlens_ptr, i, tokens, longest, slots)
         else:
@@ -289,10 +289,12 @@ def mamba2_replay_kernel(
             replay_token(pool, ring, activations, parameters, row, folds, g, first_tile, L, TILES, KIND)
         elif TOKENS > 1 and (ROWS_DO == "fold" or (ROWS_DO == "either" and folds)):
             replay_tiles(
-                pool, ring, activations, parameters, seeds, stream, row, g, first_tile, L, True, FOLD_TILES, KIND
+                pool, ring, activations, parameters, seed_ptr, stream, row, g, first_tile, L, True, FOLD_TILES, KIND
             )
         elif TOKENS > 1 and (PADDING == "fresh" or ((slot >= 0) & (count > 0))):
-            replay_tiles(pool, ring, activations, parameters, seeds, stream, row, g, first_tile, L, False, TILES, KIND)
+            replay_tiles(
+                pool, ring, activations, parameters, seed_ptr, stream, row, g, first_tile, L, False, TILES, KIND
+            )
         elif PADDING == "zero":
             replay_rows.zero_tiles(out, row, g, first_tile, TILES, KIND)
         if cu_seqlens_ptr is not None and first_tile == 0:

@@ -273,11 +273,11 @@ def mamba3_step_kernel(
     inputs = (A_at, dt_at, trap_at, B_at, B_r, C_at, C_r, angle_at, bias_B_ptr, bias_C_ptr)
     pool, write = (data_ptr, scale_ptr, slot_stride, scale_stride), (write_ptr, write_stride)
     weight_ptrs, v_at, carried = (Wx_ptr, Wz_ptr, Wo_ptr), (v_ptr, v_stride), (k_ptr, k_stride, theta_ptr, theta_stride)
-    read, slots = (read_ptr, read_stride, read_width, accepted_ptr, AT_LEAST_ONE), (num_slots, null, fault_ptr)
+    read, slots = (read_ptr, read_stride, read_width, accepted_ptr), (num_slots, null, fault_ptr)
     first, count = token_range(cu_seqlens_ptr, b, tokens, ONE_TOKEN)
     if AHEAD > 0:
         later_slot, later_h, comes = read_ahead((read_ptr, read_stride), AHEAD, H)
-    slot, live, seed = read_slot(read, b, slots, (seed_ptr, SHARED_SEED), ROUNDING != "nearest")
+    slot, live, seed = read_slot(read, b, slots, seed_ptr, ROUNDING != "nearest", SHARED_SEED, AT_LEAST_ONE)
     drawing = (seed, count - 1, stream)
     if TILES == 1:
         tile = tiles.tile_at(h, 0, FORM)

@@ -26,6 +26,7 @@ class Replay(Constants):
     DT_SOFTPLUS: bool
     TOKENS: int
     ROOM: int
+    SHARED_SEED: bool
     RING_X_H: int
     RING_B_H: int
     RING_DT_H: int
@@ -34,13 +35,13 @@ class Replay(Constants):
 
 @triton.constexpr_function
 def replay_of(
-    HEADS_PER_GROUP, ROWS_DO, UPDATE, PADDING, WIDE, D_PER_ROW, DT_SOFTPLUS, TOKENS, ROOM, RING_X_H, RING_B_H,
-    RING_DT_H, FORM,
+    HEADS_PER_GROUP, ROWS_DO, UPDATE, PADDING, WIDE, D_PER_ROW, DT_SOFTPLUS, TOKENS, ROOM, SHARED_SEED, RING_X_H,
+    RING_B_H, RING_DT_H, FORM,
 ):  # fmt: skip
     """Give the constants of a replay their names."""
     return Replay(
-        HEADS_PER_GROUP, ROWS_DO, UPDATE, PADDING, WIDE, D_PER_ROW, DT_SOFTPLUS, TOKENS, ROOM, RING_X_H, RING_B_H,
-        RING_DT_H, FORM,
+        HEADS_PER_GROUP, ROWS_DO, UPDATE, PADDING, WIDE, D_PER_ROW, DT_SOFTPLUS, TOKENS, ROOM, SHARED_SEED, RING_X_H,
+        RING_B_H, RING_DT_H, FORM,
     )  # fmt: skip
 
 

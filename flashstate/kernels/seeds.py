@@ -15,8 +15,8 @@ def advance_seeds_kernel(
     """One program per batch row and column of its slots: all slots of a request move on together, whichever was read.
     Atomic, so that rows which share a slot advance it once each, in any order."""
     b = tl.program_id(0)
-    read = (read_ptr, read_stride, read_width, accepted_ptr, AT_LEAST_ONE)
-    slot = resolve_read(read, b, (num_slots, null, fault_ptr))
+    read = (read_ptr, read_stride, read_width, accepted_ptr)
+    slot = resolve_read(read, b, (num_slots, null, fault_ptr), AT_LEAST_ONE=AT_LEAST_ONE)
     _, count = token_range(cu_seqlens_ptr, b, tokens, False)
     if (slot >= 0) & (count > 0):
         if accepted_ptr is not None:

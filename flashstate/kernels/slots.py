@@ -19,11 +19,13 @@ FROM_SLOT_TO_SLOT = tl.constexpr(SEED_OF_A_SLOT)
 
 
 @triton.jit
-def resolve_read(read, b, slots, PER_THREAD: tl.constexpr = False, NARROW: tl.constexpr = True):
-    """The slot row `b` reads, int64; -1 for a padding row. `read`: table, its row stride and width, accepted counts,
-    and whether those below 1 are taken as 1. PER_THREAD: in registers of every thread, not of the warp, if it is a slot
-    of a list. NARROW: see _in_pool."""
-    table_ptr, stride, width, accepted_ptr, AT_LEAST_ONE = read
+def resolve_read(
+    read, b, slots, PER_THREAD: tl.constexpr = False, NARROW: tl.constexpr = True, AT_LEAST_ONE: tl.constexpr = False
+):  # fmt: skip
+    """The slot row `b` reads, int64; -1 for a padding row. `read`: table, its row stride and width, accepted counts.
+    PER_THREAD: in registers of every thread, not of the warp, if it is a slot of a list. NARROW: see _in_pool.
+    AT_LEAST_ONE: accepted counts below 1 are taken as 1."""
+    table_ptr, stride, width, accepted_ptr = read
     if table_ptr is None:
         return b.to(tl.int64)
     elif accepted_ptr is None:
@@ -42,21 +44,23 @@ def resolve_read(read, b, slots, PER_THREAD: tl.constexpr = False, NARROW: tl.co
 
 
 @triton.jit
-def read_slot(read, b, slots, seeds, SEEDED: tl.constexpr, PER_THREAD: tl.constexpr = False):
+def read_slot(
+    read, b, slots, seed_ptr, SEEDED: tl.constexpr, SHARED_SEED: tl.constexpr, AT_LEAST_ONE: tl.constexpr = False,
+    PER_THREAD: tl.constexpr = False,
+):  # fmt: skip
     """The slot row `b` reads, whether there is one, and its seed."""
-    slot = resolve_read(read, b, slots, PER_THREAD)
+    slot = resolve_read(read, b, slots, PER_THREAD, AT_LEAST_ONE=AT_LEAST_ONE)
     live = slot >= 0
-    return slot, live, load_seed(seeds, slot, live, SEEDED)
+    return slot, live, load_seed(seed_ptr, slot, live, SEEDED, SHARED_SEED)
 
 
 @triton.jit
-def load_seed(seeds, slot, live, SEEDED: tl.constexpr):
+def load_seed(seed_ptr, slot, live, SEEDED: tl.constexpr, SHARED_SEED: tl.constexpr):
     """The seed of a slot, if anything is rounded with it. Loaded before the state, it is there when bits are drawn.
-    `seeds`: where they are, and whether there is but one, of which those of all slots are made."""
-    seed_ptr, SHARED = seeds
+    SHARED_SEED: there is one, of which those of all slots are made."""
     if seed_ptr is None or not SEEDED:
         return 0
-    elif SHARED:
+    elif SHARED_SEED:
         return tl.load(seed_ptr) + slot * FROM_SLOT_TO_SLOT
     else:
         return tl.load(seed_ptr + slot, mask=live, other=0)

@@ -47,7 +47,7 @@ def write_states_kernel(
     )  # fmt: skip
     slot = resolve_write((slots_ptr, 1), n, 0, n, True, (num_slots, null, fault_ptr))
     live = slot >= 0
-    seed = load_seed((seed_ptr, SHARED_SEED), slot, live, ROUNDING != "nearest")
+    seed = load_seed(seed_ptr, slot, live, ROUNDING != "nearest", SHARED_SEED)
     tile = tile_at(h, first_row, FORM)
 
     rows = (first_row + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
