@@ -78,7 +78,7 @@ def read_states_kernel(
     FORM: tl.constexpr = form_of(
         ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, VECTOR, EVICT_FIRST, TARGET, TRANSPOSED, HEAD_STRIDE=HEAD_STRIDE
     )
-    slot = resolve_read((slots_ptr, 1, 1, None, False), n, (num_slots, null, fault_ptr))
+    slot = resolve_read((slots_ptr, 1, 1, None), n, (num_slots, null, fault_ptr))
     live = slot >= 0
     tile = tile_at(h, first_row, FORM)
     pool = (data_ptr, scale_ptr, slot_stride, scale_stride)
