@@ -87,6 +87,13 @@ def test_a_buffer_is_filled_and_flushed_as_vllm_counts() -> None:
             assert torch.equal(buffered["state"], stepped["state"])
 
 
+def test_padding_rows_of_an_output_that_was_not_given_are_zero() -> None:
+    given = BUFFERED.arguments("a table, the null block")
+    y = BUFFERED.function(**{**given, "out": None})
+    assert y.shape == given["x"].shape
+    assert y.flatten(1).any(1).tolist() == [True, False, True]
+
+
 def test_debug_finds_a_ring_as_long_as_its_window_that_was_not_folded_in_time() -> None:
     given = replay_arguments(CPU, tokens=(2,), gate=False)
     start, count = torch.zeros(2, 14, dtype=torch.int32)
