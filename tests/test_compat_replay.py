@@ -4,10 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from peer_calls import Door
-from peer_replay import BUFFERED, CHECKPOINTING, LENGTH, TRACKED
+from peer_calls import CPU, Door
+from peer_replay import BUFFERED, CHECKPOINTING, LENGTH, TRACKED, replay_arguments
 from test_compat_refusals import refuses
 
+import flashstate
+from flashstate import Ring
 from flashstate.compat import vllm
 
 RIGHT = {CHECKPOINTING: "3 tokens", TRACKED: "one token", BUFFERED: "in place"}
@@ -83,3 +85,24 @@ def test_a_buffer_is_filled_and_flushed_as_vllm_counts() -> None:
         assert torch.equal(y, vllm.selective_state_update(**{**stepped, **token}))
         if t % LENGTH == LENGTH - 1:
             assert torch.equal(buffered["state"], stepped["state"])
+
+
+def test_padding_rows_of_an_output_that_was_not_given_are_zero() -> None:
+    given = BUFFERED.arguments("a table, the null block")
+    y = BUFFERED.function(**{**given, "out": None})
+    assert y.shape == given["x"].shape
+    assert y.flatten(1).any(1).tolist() == [True, False, True]
+
+
+def test_debug_finds_a_ring_as_long_as_its_window_that_was_not_folded_in_time() -> None:
+    given = replay_arguments(CPU, tokens=(2,), gate=False)
+    start, count = torch.zeros(2, 14, dtype=torch.int32)
+    ring = Ring(given["x_cache"], given["B_cache"], given["dt_cache"], start, count, LENGTH)
+    tokens = {name: given[name] for name in ("x", "dt", "B", "C", "D", "A")}
+    assert ring.longest_call == LENGTH
+    with flashstate.debug():
+        count[:2] = LENGTH - 1
+        flashstate.mamba2_replay(given["state"], ring, **tokens)
+        count[1] = LENGTH
+        with pytest.raises(ValueError, match=r"ring.count at most 6, as .* in slot 1 they are 0 and 7"):
+            flashstate.mamba2_replay(given["state"], ring, **tokens)
