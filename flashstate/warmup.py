@@ -47,6 +47,7 @@ def warmup(
     dt_limit: tuple[float, float] | None = None,
     key_heads: int = 1,
     A_log: bool = True,
+    b_logit: bool | None = None,
     per_channel: bool = False,
     exact: bool = True,
     rotary: bool | None = None,
@@ -76,6 +77,7 @@ def warmup(
     groups, D, z: of "mamba2" and "mamba3": groups of B and C, and whether D and z are given.
     key_heads, A_log, per_channel, exact: of "gated_delta": heads of q and k, whether A_log is given, whether a and
         dt_bias have a value for each channel, and `exact` as in the op, for several tokens.
+    b_logit: of "gated_delta", as in the op.
     rotary, biases: of "mamba3": whether there is a Rotary (None: where layers have angles), and whether it has biases.
     Wx, Wz, Wo: of "mamba3": whether they are given, Wz only with z; None: where the rank is above 1.
     trap_logit, update_kv: as in `mamba3_step`.
@@ -116,7 +118,8 @@ def warmup(
         pool, activations, parameters, {"groups": groups, "G": groups, "H": key_heads}, given,
         wide=("a", "dt_bias") if per_channel and gated else (),
         options={
-            "exact": exact, "early": early, "trap_logit": trap_logit, "update_kv": update_kv, "dt_limit": dt_limit
+            "exact": exact, "early": early, "trap_logit": trap_logit, "update_kv": update_kv, "dt_limit": dt_limit,
+            "b_logit": b_logit,
         }, conv_width=conv_width,
     )  # fmt: skip
     slots = [Slots(torch.full((batch,), pool.null, dtype=index, device=device), null=pool.null) for batch in batches]
