@@ -110,7 +110,7 @@ FORMS: Calls = {
     "no softplus": {"dt_softplus": False, "optional": False},
     "heads apart": {"apart": True, "x_dtype": BRAIN},
 }
-PACKED = {"lengths": [3, 0, 2], "max_seqlen": 3}
+PACKED = {"lengths": [3, 2, 0], "max_seqlen": 3}  # two rows fold, and one has no tokens
 OF_FLASHINFER: Calls = {
     "in order": {"tokens": (3, 2)},
     **crossed({"one token": {"tokens": (3, 1)}, "3 tokens": {}, "packed": PACKED}, {"": IN_PLACE}, FORMS),
