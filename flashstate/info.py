@@ -40,9 +40,13 @@ def show_info(jobs: Sequence[Job], gpu: Gpu | None) -> None:
         gpu = EXAMPLE_GPU
         say(f"No GPU here, so these are the launch configs of an {gpu.name}; --gpu NAME shows another's.")
     on = gpu or machine_of(torch.device("cuda", 0)).gpu
+    said = ""
     for problems in problems_by_op(jobs):
         say(config_title(problems, on))
-        say(f"Why: {'; '.join(reasons(problems, on))}.")
+        why = f"Why: {'; '.join(reasons(problems, on))}."
+        if why != said:
+            say(why)
+        said = why
         console.print(config_table(problems, on))
     say(COLUMNS_OF_CONFIGS)
 

@@ -58,8 +58,8 @@ def turned(text: str) -> str:
 def api_pages() -> dict[str, str]:
     """The pages of the API, by their paths on the site: of what each room exports, and of every module of compat."""
     rooms = exports()
-    modules = sorted(file.stem for file in (ROOT / "flashstate" / "compat").glob("*.py"))
-    rooms["compat"] = [f"compat.{name}" for name in modules if name not in ("__init__", "shapes")]
+    compat = (ROOT / "docs" / "compat.md").read_text(encoding="utf-8")
+    rooms["compat"] = sorted(set(re.findall(r"\| `flashstate\.(compat\.\w+)` \|", compat)))  # that one imports from
     return {f"api/{room}.md": _page(room, sorted(names, key=_place)) for room, names in rooms.items()}
 
 
