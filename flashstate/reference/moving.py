@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -24,7 +26,7 @@ def clear(parts: Parts, slots: Tensor, null: int, first: int, last: int) -> Tens
     found = slots_of("write", slots, parts, null)
     for part in parts.parts[first:last]:
         clean = torch.tensor(part.clean, device=found.device).to(part.tensor.dtype)
-        bits_of(part.tensor)[found[found >= 0]] = bits_of(clean)
+        _put(part.tensor, found, [bits_of(clean)] * len(found))
     return found
 
 
@@ -38,21 +40,27 @@ def gather(parts: Parts, slots: Tensor, null: int, first: int, last: int) -> Ten
 def scatter(parts: Parts, slots: Tensor, packed: Tensor, null: int, first: int, last: int) -> None:
     """Store these parts of packed slots, (n, bytes) uint8."""
     found = slots_of("write", slots, parts, null)
-    goes, start = found >= 0, parts.offsets[first]
+    start = parts.offsets[first]
     for place in range(first, last):
         part, (at, end) = parts.parts[place], (offset - start for offset in parts.offsets[place : place + 2])
-        bits_of(part.tensor)[found[goes]] = part.unpack(packed[goes, at:end])
+        _put(part.tensor, found, part.unpack(packed[:, at:end]))
 
 
 def copy(parts: Parts, sources: Tensor, targets: Tensor, null: int, last: int) -> Tensor:
     """Copy the parts before `last` of slots; returns the targets, -1 where nothing is copied. All sources are read
     before a target is written."""
     source, target = slots_of("read", sources, parts, null), slots_of("write", targets, parts, null)
-    goes = (source >= 0) & (target >= 0)
+    target = torch.where(source >= 0, target, -1)
     for part in parts.parts[:last]:
-        bits = bits_of(part.tensor)
-        bits[target[goes]] = bits[source[goes]]
-    return torch.where(goes, target, -1)
+        _put(part.tensor, target, [bits_of(part.tensor)[slot].clone() for slot in source.tolist()])
+    return target
+
+
+def _put(tensor: Tensor, slots: Tensor, values: Sequence[Tensor] | Tensor) -> None:
+    """Store a value, as whole numbers, in each of these slots but -1: one by one, which is faster than by an index."""
+    for slot, value in zip(slots.tolist(), values, strict=True):
+        if slot >= 0:
+            bits_of(tensor)[slot].copy_(value)
 
 
 def draw_seeds(draws: Tensor, count: int) -> Tensor:
