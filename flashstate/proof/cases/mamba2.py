@@ -95,5 +95,5 @@ _REAL = (
     replace(_HALF, batch=3, heads=1, rows=1536, cols=16, slots=5, D="row", mamba1=True),
 )
 CASES["mamba2_step"] = Cases(
-    in_every_format(_SHAPES), by_turns(_REAL, PORTABLE_FORMATS, len(PORTABLE_FORMATS)), turns=6
+    in_every_format(_SHAPES), by_turns(_REAL, PORTABLE_FORMATS, len(PORTABLE_FORMATS)), turns=7
 )
