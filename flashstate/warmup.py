@@ -248,10 +248,13 @@ def _move_out_and_in(pool: StatePool[Any], slots: Tensor) -> None:
 
 
 def _layer_calls(pool: StatePool[Any], i: int, activations: torch.dtype, nowhere: Tensor) -> Iterator[Call]:
-    """Writing states that a prefill leaves in either dtype, and reading them: few, and so many that configs change."""
-    shape = ssm_of(pool.layer(i)).data.shape[1:]
-    for count in (1, -(-LARGE // shape[0])):
+    """Writing states that a prefill leaves in either dtype and either order, and reading them: few, and so many that
+    configs change."""
+    heads, rows, cols = ssm_of(pool.layer(i)).data.shape[1:]
+    for count in (1, -(-LARGE // heads)):
         slots = nowhere[:count]
         for dtype in {torch.float32, activations}:
-            yield partial(pool.write, i, slots, torch.empty((count, *shape), dtype=dtype, device=nowhere.device))
+            states = torch.empty((2, count, heads, rows * cols), dtype=dtype, device=nowhere.device)
+            yield partial(pool.write, i, slots, states[0].unflatten(2, (rows, cols)))
+            yield partial(pool.write, i, slots, states[1].unflatten(2, (cols, rows)).mT)
         yield partial(pool.read, i, slots)

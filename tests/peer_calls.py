@@ -96,7 +96,7 @@ class Door:
                 dtype = other if "accepted" in name else kind
                 arguments[name] = torch.tensor(entry, dtype=dtype, device=device)
         dtype = given if isinstance(given, torch.dtype) else None
-        return self.with_room(arguments, dtype) if given and self.out not in call else arguments
+        return self.with_room(arguments, dtype) if given and arguments.get(self.out) is None else arguments
 
     def with_room(self, arguments: Arguments, dtype: torch.dtype | None = None) -> Arguments:
         """With memory for the output, in pages, in which there is something."""

@@ -84,7 +84,7 @@ def cut(value: Any) -> Any:
     """Two slots of a pool."""
     if isinstance(value, Tensor | State):
         return value[:2] if isinstance(value, Tensor) else State(value.data[:2])
-    return replace(value, **{name: cut(part) for name, part in fields_of(value).items() if name != "window"})
+    return replace(value, **{n: cut(part) for n, part in fields_of(value).items() if not isinstance(part, int)})
 
 
 def columns(n: int) -> Callable[[Tensor], Tensor]:
@@ -166,7 +166,7 @@ def wrong_strides(d: Described) -> Iterator[Refusal]:
     apart = {
         "rows": " along its last axis, got stride",
         "whole": "(, or .*)?, got stride",
-        "slot": " within a (slot|head)",
+        "slot": " within a (slot|head|group)",
     }
     if d.layout == "any":
         return
@@ -177,7 +177,7 @@ def wrong_strides(d: Described) -> Iterator[Refusal]:
     if d.layout == "whole":
         yield "one for all", expanded, message
     if d.layout == "slot":
-        yield "one slot for all", expanded, f"^{d.name} has overlapping slots: an axis of stride 0"
+        yield "one slot for all", expanded, f"^{d.name} has overlapping slots.*: an axis of stride 0"
     if d.layout != "rows" and len(d.axes) > 1 + (d.layout == "slot"):
         yield "transposed", transposed, message
     if has_tied and len(d.tied) > 1:

@@ -132,7 +132,7 @@ STATES: list[Refusal] = [
     ],
     *[
         (f"overlap {strides}", zeros(*shape, strides=strides), f"{OVERLAP.format(who)} {got}, which must be {want} ")
-        for who, some in (("heads", HEADS_OVERLAP), ("slots", SLOTS_OVERLAP))
+        for who, some in (("slots or heads", HEADS_OVERLAP), ("slots", SLOTS_OVERLAP))
         for shape, strides, got, want in some
     ],
     *[

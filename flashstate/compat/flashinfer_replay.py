@@ -114,18 +114,19 @@ def ring_of(
     state: Tensor, x_cache: Any, B_cache: Any, dt_cache: Any, start: Any, count: Any, longest: int,
     window: int | None = None,
 ) -> Ring:  # fmt: skip
-    """The ring in these tensors; its window is what its length leaves beside the tokens of the longest row."""
+    """The ring in these tensors; its window is what its length leaves beside the tokens of the longest row. Of one that
+    is given, the caller folds before there are more live and new rows than that."""
     slots, heads, dim, dstate = state.shape
     axes = ("slots", "heads", "length", "dim")
     check_tensor("x_cache", x_cache, axes, (slots, heads, None, dim), device=state.device)
     length, axes = x_cache.shape[2], ("slots", "groups", "length", "dstate")
     check_tensor("B_cache", B_cache, axes, (slots, None, length, dstate), device=state.device)
-    window = length - longest if window is None else window
-    if not max(longest, 1) <= window <= LARGEST_WINDOW:
+    found = length - longest if window is None else window
+    if not max(longest, 1) <= found <= LARGEST_WINDOW:
         most = f"{2 * max(longest, 1)} to {LARGEST_WINDOW + longest} rows, for a window beside {longest} tokens"
         raise ValueError(f"x_cache must have {most}, got shape {tuple(x_cache.shape)}")
     try:
-        return Ring(x_cache, B_cache, dt_cache, start, count, window)
+        return Ring(x_cache, B_cache, dt_cache, start, count, found, folds_by_hand=window is not None)
     except (TypeError, ValueError) as error:  # in the words of a ring
         words = re.sub(rf"\b({'|'.join(NAMES)})\b", lambda found: NAMES[found[0]], str(error))
         raise type(error)(words) from None
@@ -157,12 +158,13 @@ def state_of(state: Tensor, scale: Any, rand_seed: Any, rounds: int) -> State:
 
 
 def replay(
-    state: State | Tensor, ring: Ring, tokens: dict[str, Any], slots: Slots, plan: Plan | None = None, **more: Any
-) -> Tensor:
+    state: State | Tensor, ring: Ring, tokens: dict[str, Any], slots: Slots, plan: Plan | None = None, *,
+    dt_softplus: bool, **more: Any,
+) -> Tensor:  # fmt: skip
     """Call mamba2_replay; what has strides that it does not take is copied. `tokens`: tensors with token axes."""
     given = {**tokens, **{name: value for name, value in more.items() if value is not None}}
-    flag, out = given.pop("dt_softplus"), given.pop("out")
+    out = given.pop("out")
     return mamba2_replay(
-        state, ring, **shapes.fitted(MAMBA2_REPLAY, **given), dt_softplus=flag, plan=plan,
+        state, ring, **shapes.fitted(MAMBA2_REPLAY, **given), dt_softplus=dt_softplus, plan=plan,
         slots=slots if plan is None else None, out=out,
     )  # fmt: skip

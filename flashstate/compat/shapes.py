@@ -148,7 +148,7 @@ def table_of(
     return rows_contiguous(numbers[:batch])
 
 
-_numbers: dict[tuple[bool, int, torch.device], Tensor] = {}
+_numbers: dict[tuple[bool, torch.device], Tensor] = {}  # the longest of each kind
 
 
 def first_numbers(count: int, device: torch.device) -> Tensor:
@@ -162,15 +162,15 @@ def slot_zeros(state: Tensor) -> Tensor:
 
 
 def _kept(count: int, device: torch.device, zeros: bool) -> Tensor:
-    """So many numbers. Kept from the first call on, so that later ones make nothing."""
-    key = zeros, count, device
+    """So many numbers. Kept from the first call on, so that later ones make nothing, but for longer lists."""
+    key = zeros, device
     numbers = None if torch.compiler.is_compiling() else _numbers.get(key)
-    if numbers is None:
+    if numbers is None or len(numbers) < count:
         numbers = torch.zeros(count, dtype=torch.int32, device=device) if zeros else torch.arange(count, device=device)
         capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()  # then nothing is in it yet
         if not capturing and not torch.compiler.is_compiling():
             _numbers[key] = numbers
-    return numbers
+    return numbers[:count]
 
 
 def own_slots(name: str, state: Tensor, batch: int) -> Tensor:

@@ -66,7 +66,7 @@ def selective_state_update(
     batch, bounds = shapes.rows_of(x, cu_seqlens)
     shapes.check_needs("state_batch_indices", read, dst_state_batch_indices=write, num_accepted_tokens=accepted)
     slots = _slots(state, batch, read, write, accepted, bounds, null_block_id)
-    stored = state_of(state, enable_stochastic_rounding, cache_philox_rounds)
+    stored = state_of(state, enable_stochastic_rounding, cache_philox_rounds=cache_philox_rounds)
     return shapes.selective_step(stored, x, tensors, out, dt_softplus=dt_softplus, slots=slots)
 
 

@@ -50,7 +50,7 @@ def selective_state_update_replayssm_output_only(
     check_int("null_block_id", null_block_id, *INT64)
     check_int("max_cache_len", max_cache_len, 1, LARGEST_WINDOW)
     state = shapes.with_axes("state", state, 3, 4)
-    stored = state_of(state, enable_stochastic_rounding, cache_philox_rounds)
+    stored = state_of(state, enable_stochastic_rounding, cache_philox_rounds=cache_philox_rounds)
     tensors = shapes.step_tensors(x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias)
     tensors["out"] = None if out is None else shapes.with_axes("out", out, 2, 3)  # a new one has zeros for padding
     batch, axes = len(tensors["x"]), ("slots", "heads", "max_cache_len", "dim")
@@ -112,7 +112,9 @@ def selective_state_update_replayssm_flashinfer(
         tokens = {name: shapes.with_axes(name, tensor, 3, 4, axis) for name, tensor in tokens.items()}
     given, longest = flashinfer_replay.tokens_of(tokens, cu_seqlens, max_seqlen)
     state = shapes.with_these_axes("state", state, "slots", "heads", "dim", "dstate")
-    stored = state_of(state, enable_stochastic_rounding, stochastic_rounding_philox_rounds)
+    stored = state_of(
+        state, enable_stochastic_rounding, stochastic_rounding_philox_rounds=stochastic_rounding_philox_rounds
+    )
     ring = flashinfer_replay.ring_of(state, x_cache, B_cache, dt_cache, ring_start, prev_num_accepted_tokens, longest)
     if logical_window != ring.window:
         rows = f"{ring.length} rows of x_cache without {longest} of new tokens"
@@ -130,13 +132,15 @@ def selective_state_update_replayssm_flashinfer(
     return out
 
 
-def state_of(state: Any, stochastic: bool, rounds: int) -> State | Tensor:
-    """The state, with one new seed for all slots where it is rounded stochastically."""
+def state_of(state: Any, stochastic: bool, **rounds: int) -> State | Tensor:
+    """The state, with one new seed for all slots where it is rounded stochastically. `rounds`: under the name that the
+    caller has for them."""
     check_flag("enable_stochastic_rounding", stochastic)
-    check_int("cache_philox_rounds", rounds, 0, MOST_ROUNDS)
+    ((name, number),) = rounds.items()
+    check_int(name, number, 0, MOST_ROUNDS)
     if not stochastic:
         return state
-    return shapes.with_new_seed(state, rounds)
+    return shapes.with_new_seed(state, number)
 
 
 def _of_rows(name: str, numbers: Any, batch: int, dtypes: tuple[torch.dtype, ...], device: torch.device) -> Tensor:

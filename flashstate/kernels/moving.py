@@ -13,11 +13,10 @@ import triton.language as tl
 from flashstate.kernels.functions import philox
 from flashstate.kernels.slots import READ_FAULT, WRITE_FAULT, slots_of_rows
 from flashstate.launch.kernel import kernel
+from flashstate.state import parts
 
 FIELDS = tl.constexpr(8)  # numbers in a row of a table
-PIECE = tl.constexpr(1024)  # elements that it stands for, at most
-ROUNDS = tl.constexpr(10)  # of Philox, behind seeds
-OF_SEEDS = tl.constexpr(1)  # the last word of its counter; that of random bits is 0
+PIECE, ROUNDS, OF_SEEDS = tl.constexpr(parts.PIECE), tl.constexpr(parts.ROUNDS), tl.constexpr(parts.OF_SEEDS)
 
 
 class Piece(NamedTuple):

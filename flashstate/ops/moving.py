@@ -39,9 +39,9 @@ def clear(parts: Parts, slots: Tensor, null: int, seed: Tensor | None = None, se
 def gather(parts: Parts, slots: Tensor, null: int) -> Tensor:
     """Slots of all parts, packed: (n, bytes) uint8; zeros where a list names no slot."""
     last = len(parts.parts)
-    if not uses_kernels(slots.device):
-        return reference.gather(parts, slots, null, 0, last)
     with torch.inference_mode(False):  # else only inference mode could change it
+        if not uses_kernels(slots.device):
+            return reference.gather(parts, slots, null, 0, last)
         packed = torch.empty((len(slots), parts.offsets[-1]), dtype=torch.uint8, device=slots.device)
     _move("gather", parts, slots, null, 0, last, packed_ptr=packed)
     return packed

@@ -73,9 +73,11 @@ def read_states(state: State, slots: Tensor, null: int = -1) -> Tensor:
     none."""
     if not uses_kernels(slots.device):
         found = reference.resolve("read", slots, torch.ones_like(slots, dtype=torch.bool), len(state.data), null)
-        states = reference.load_state(state, found.clamp(min=0))
-        return states.masked_fill((found < 0)[:, None, None, None], 0.0)
-    out = torch.empty((len(slots), *state.data.shape[1:]), dtype=torch.float32, device=slots.device)
+        with torch.inference_mode(False):  # else only inference mode could change it
+            states = reference.load_state(state, found.clamp(min=0))
+            return states.masked_fill((found < 0)[:, None, None, None], 0.0)
+    with torch.inference_mode(False):
+        out = torch.empty((len(slots), *state.data.shape[1:]), dtype=torch.float32, device=slots.device)
     if len(slots) == 0:
         return out
     _start("read", state, slots, null, {"out_ptr": out})

@@ -61,7 +61,9 @@ def _check_layout(mine: Mapping[str, Any], given: Any) -> list[tuple[int, ...]]:
 
 def _described(part: Any) -> str:
     """A part of a layout in words, without the order of its axes."""
-    if not isinstance(part, (list, tuple)) or len(part) != 4 or sorted(part[3]) != list(range(len(part[2]))):
+    kinds = (list, tuple)
+    known = isinstance(part, kinds) and len(part) == 4 and isinstance(part[2], kinds) and isinstance(part[3], kinds)
+    if not known or len(part[3]) != len(part[2]) or set(part[3]) != set(range(len(part[2]))):
         raise TypeError(f"exported['layout'] must have name, dtype, shape and order of every part, got {part!r}")
     name, dtype, shape, _ = part
     return f"{name} {dtype} {tuple(shape)}"

@@ -45,7 +45,8 @@ def resized_layers(
 def resized(part: Part, slots: int) -> Tensor:
     """The tensor of a part for so many slots, laid out as it is: what both have is copied, other slots are clean."""
     tensor, inner = part.tensor, part.tensor.shape[1:]
-    new = torch.full((slots, *(inner[axis] for axis in part.order)), part.clean, device=tensor.device).to(tensor.dtype)
+    shape = (slots, *(inner[axis] for axis in part.order))
+    new = torch.full(shape, part.clean, dtype=tensor.dtype, device=tensor.device)
     new = new.permute(0, *(1 + part.order.index(axis) for axis in range(len(inner))))
     kept = min(slots, len(tensor))
     bits_of(new)[:kept].copy_(bits_of(tensor)[:kept])

@@ -9,11 +9,8 @@ from torch import Tensor
 
 from flashstate.reference.state_io import resolve
 from flashstate.state.formats import bits_of
-from flashstate.state.parts import Parts
+from flashstate.state.parts import OF_SEEDS, ROUNDS, Parts
 from flashstate.state.rounding import philox
-
-ROUNDS = 10  # of Philox, behind seeds
-OF_SEEDS = 1  # the last word of its counter; that of random bits is 0
 
 
 def slots_of(kind: str, slots: Tensor, parts: Parts, null: int) -> Tensor:

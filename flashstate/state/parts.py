@@ -17,6 +17,8 @@ from flashstate.state.formats import bits_of
 from flashstate.state.signature import Describes
 
 PIECE = 1024  # elements that a row of a table stands for, at most
+ROUNDS = 10  # of Philox, behind new seeds
+OF_SEEDS = 1  # the last word of its counter; that of random bits is 0
 WIDEST = 8  # bytes of an element
 
 
@@ -56,7 +58,8 @@ class Part(Describes):
     @cached_property
     def pattern(self) -> int:
         """Eight bytes of clean slots, as a signed number."""
-        value = torch.full((WIDEST // self.tensor.element_size(),), self.clean).to(self.tensor.dtype)
+        count = WIDEST // self.tensor.element_size()
+        value = torch.full((count,), self.clean, dtype=self.tensor.dtype, device="cpu")
         return int(value.view(torch.int64))
 
     def pack(self, values: Tensor) -> Tensor:

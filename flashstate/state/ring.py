@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from flashstate.errors import check_contiguous, check_device, check_int, check_list, check_tensor
+from flashstate.errors import check_contiguous, check_device, check_flag, check_int, check_list, check_tensor
 from flashstate.state import actions
 from flashstate.state.signature import Describes, describe, describe_aligned, signature_of, unless_known
 from flashstate.state.slots import Slots, as_slots
@@ -34,8 +34,9 @@ class Ring(Describes):
     dt: (slots, heads, length) float32, after bias and softplus.
     start, count: (slots,) int32 each: the oldest live row, and how many rows from there on, with a wrap at `length`,
         are live. Shared by all layers; contiguous.
-    window: the most live rows, 1 to 64; a call has at most as many tokens, and `length` must have room for both. Where
-        `length` is the window itself, `mamba2_fold` must have folded before live and new rows are more than that.
+    window: the most live rows, 1 to 64; a call has at most as many tokens, and `length` must have room for both.
+    folds_by_hand: True lets `length` be the window itself. Then the caller folds with `mamba2_fold` before live and new
+        rows are more than that: `debug()` finds where it did not, and nothing else does.
 
     The slot, head and group axes of x, B and dt may have any stride; the rows of a head or group are contiguous, and a
     slot reaches over fewer than 2^31 elements. Rows that are not live may hold anything. The tensors stay what they
@@ -50,9 +51,11 @@ class Ring(Describes):
     start: Tensor
     count: Tensor
     window: int
+    folds_by_hand: bool = False
 
     def __post_init__(self) -> None:
         check_int("window", self.window, 1, LARGEST_WINDOW)
+        check_flag("folds_by_hand", self.folds_by_hand)
         self._check_tensors()
         if self.start is self.count:
             raise ValueError("start and count must be two tensors, got one")
@@ -77,11 +80,11 @@ class Ring(Describes):
             )
             if reach >= 1 << 31:
                 raise ValueError(f"{name} must have fewer than 2^31 elements per slot, got {reach}")
-            check_slots_of(name, tensor, tensor.shape[2:], "head or group")
+            check_slots_of(name, tensor, tensor.shape[2:], "group" if name == "B" else "head")
         groups = self.B.shape[1]
         if heads % groups:
             raise ValueError(f"B must have a number of groups that divides the {heads} heads, got {groups}")
-        if length < self.window:
+        if length < self.window + (not self.folds_by_hand):
             least = f"the window, {self.window}, and the tokens of the longest call"
             raise ValueError(f"x must have a length of {least}, got shape {tuple(self.x.shape)}")
 
@@ -106,7 +109,8 @@ class Ring(Describes):
     def signature(self) -> int:
         """Stands for all that a launch depends on but the addresses."""
         wide = describe_aligned(self.x), describe_aligned(self.B)
-        return signature_of("ring", *wide, describe(self.dt), describe(self.start), describe(self.count), self.window)
+        tensors = describe(self.dt), describe(self.start), describe(self.count)
+        return signature_of("ring", *wide, *tensors, self.window, self.folds_by_hand)
 
     def plan(self, slots: Slots | Tensor | None = None, tokens: int | None = None) -> Plan:
         """Which rows of a batch fold, for one step of a model: shared by all layers whose rings share these cursors.

@@ -108,6 +108,8 @@ class State(Describes):
             on the device of the state is read there, and the host does not wait: numbers past the slots give zeros and
             set the flag that `flashstate.check_faults()` reports, negative ones give zeros. Inside `flashstate.debug()`
             numbers past the slots raise.
+
+        For code outside torch.compile, as `write` is.
         """
         return actions.read_slots(self, slots)
 
@@ -228,7 +230,8 @@ def check_slots_of(name: str, tensor: Tensor, block: torch.Size, what: str = "sl
     short = too_short(tensor.stride()[:outer], tensor.shape[:outer], block.numel()) if tensor.numel() else None
     if short is not None:
         stride, least = short
-        raise ValueError(f"{name} has overlapping {what}s: an axis of stride {stride}, which must be {least} or more")
+        found = "slots" if what == "slot" else f"slots or {what}s"
+        raise ValueError(f"{name} has overlapping {found}: an axis of stride {stride}, which must be {least} or more")
 
 
 def _check_scale(scale: Tensor | None, data: Tensor, axes: tuple[str, ...]) -> None:

@@ -33,12 +33,13 @@ FORMS = ("decided", "planned", "parted")
 class ReplayPool(BesideStates):
     """The checkpoints and the rings of a layer, as laws see them: side by side."""
 
-    x: Tensor  # of the ring, as the five after it
+    x: Tensor  # of the ring, as the six after it
     B: Tensor
     dt: Tensor
     start: Tensor
     count: Tensor
     window: int
+    folds_by_hand: bool = False
 
     @cached_property
     def ring(self) -> Ring:
