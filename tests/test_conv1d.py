@@ -255,7 +255,7 @@ def test_torch_compile_takes_convolutions_in_one_graph(device: torch.device) -> 
 def test_the_registered_op_declares_what_it_writes() -> None:
     window, x, weight = torch.randn(3, CHANNELS, 3), torch.randn(2, 2, CHANNELS), torch.randn(CHANNELS, 4)
     snapshots, out = torch.zeros(2, 2, CHANNELS, 3), torch.empty(2, 2, CHANNELS)
-    no_slots = (None, None, None, None, None, None, None, -1, "zero")
+    no_slots = (None, None, None, None, None, None, None, -1, "zero", False)
     torch.library.opcheck(
         torch.ops.flashstate.conv1d_step.default,
         (window, x, weight, None, "silu", 3, None, *no_slots, snapshots, True, out, False),

@@ -75,7 +75,7 @@ def mamba3_arguments(model: NewMamba2) -> dict[str, Any]:
 
 
 def exact_delta(state: Tensor, token: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    return gated_delta_token(state, **token, scale=None, qk_l2norm=True)
+    return gated_delta_token(state, **token, b_logit=None, scale=None, qk_l2norm=True)
 
 
 def exact_mamba3(state: Tensor | FourStates, token: dict[str, Any]) -> tuple[Tensor, FourStates]:

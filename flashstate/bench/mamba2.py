@@ -104,11 +104,12 @@ def bind_fla(attend: Callable[..., tuple[Tensor, Tensor]], inputs: Inputs, stori
 
 
 def expanded(inputs: Inputs, dt: Tensor | None = None) -> dict[str, Any]:
-    """All arguments but the slots, with what is one per head expanded along it, as selective_state_update wants it."""
+    """All arguments but the slots and the limits of dt, with what is one per head expanded along it, as
+    selective_state_update wants it."""
     _, heads, rows, cols = inputs.state.data.shape
     dt = inputs.arguments["dt"] if dt is None else dt
     return {
-        **inputs.arguments,
+        **{name: value for name, value in inputs.arguments.items() if name != "dt_limit"},
         "state": inputs.state.data,
         **{name: inputs.arguments[name][:, None].expand(heads, rows) for name in ("D", "dt_bias")},
         "dt": dt[..., None].expand(*dt.shape, rows),

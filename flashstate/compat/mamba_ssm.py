@@ -81,7 +81,7 @@ def mamba3_step_fn(
     one_rank = outproj is None and pool.rank == 1  # mamba3_step has no axis for it
     if one_rank and out is not None:
         axes = ("batch", "R", "H", "D")
-        check_tensor("out", out, axes, tuple(per_rank.shape), dtypes=(x.dtype,), device=x.device)
+        check_tensor("out", out, axes, tuple(per_rank.shape), device=x.device)
     tensors = shapes.fitted(MAMBA3_STEP, x=x, B=B, C=C, Wx=xproj, Wz=zproj, Wo=outproj, D=D, z=z)
     given = {
         **tensors, "A": A, "dt": dt, "trap": trap, "rotary": None, "trap_logit": False, "update_kv": update_kv_state,

@@ -289,7 +289,7 @@ class Cases:
     groups: Sequence[Sequence[AnyCase]]
     real: Sequence[AnyCase]
     besides: Sequence[AnyCase] = ()
-    turns: int = 5
+    turns: int = 4
 
     @cached_property
     def odd(self) -> tuple[AnyCase, ...]:
