@@ -173,11 +173,7 @@ FORMS: dict[str, dict[str, Form]] = {  # of every op in every format; of the fir
         "a slot for every token": of(DELTA, written_per_token, **TWO, format="int8", **STOCHASTIC),
         "snapshots": of(DELTA, with_snapshots, **TWO),
         "a tree": of(DELTA, with_a_tree, tokens=4, format="int8"),
-        "fresh padding": of(DELTA, with_fresh_padding, tokens=4, format="int16"),
         "transposed": of(DELTA, **TWO, format="bfloat16", **STOCHASTIC, transposed=True),
-        "transposed, snapshots that are not": of(
-            DELTA, with_other_snapshots, **TWO, format="bfloat16", **STOCHASTIC, transposed=True
-        ),
         "transposed snapshots": of(DELTA, with_other_snapshots, **TWO),
     },
     "gated delta at once": {
@@ -218,12 +214,10 @@ FORMS: dict[str, dict[str, Form]] = {  # of every op in every format; of the fir
         "one token, planned": of(REPLAY, planned, 64),
         "one token, keep": of(REPLAY, keep, 64),
         "one token, fold": of(REPLAY, fold, 64),
-        "one token, fresh padding": of(REPLAY, with_fresh_padding, 64),
         "one token, without update": of(REPLAY, kept, 64),
         "keep": of(REPLAY, keep, 128, **TWO),
         "keep, float16": of(REPLAY, keep, 128, format="float16", **TWO),
         "two tokens, fresh padding": of(REPLAY, with_fresh_padding, 128, **TWO),
-        "two tokens, without update": of(REPLAY, kept, 128, **TWO),
     },
     "replay elsewhere": {  # than on the GPU that has a table
         "fold": of(REPLAY, fold, format="int8", **STOCHASTIC),

@@ -111,7 +111,7 @@ def test_every_config_gives_the_same_bytes() -> None:
 def test_a_transposed_layer_holds_and_gives_what_a_contiguous_one_does(
     name: str, rounding: str, device: torch.device
 ) -> None:
-    shapes = [(2, 5, 20), (1, 32, 33), (3, 8, 3), (2, 1, 7), (2, 7, 1)]
+    shapes = [(2, 5, 20), (3, 8, 3), (2, 1, 7)]
     for shape in shapes if device.type == "cpu" else [*shapes, (4, 64, 128), (3, 128, 256), (8, 16, 512)]:
         values, slots = odd_values(2, shape, torch.float32).to(device), [5, 2]
         pools = [StatePool.wrap(in_pages([(name, rounding)], 6, shape, device, flipped)) for flipped in (False, True)]

@@ -203,7 +203,7 @@ def put(target: State, where: Numbers, data: Tensor, scale: Tensor | None) -> No
         target.scale[where] = scale
 
 
-@settings(COMMON, max_examples=60)
+@settings(COMMON, max_examples=40)
 @given(data=st.data())
 @EVERY_FORM
 def test_reference_equals_a_loop_over_rows_and_tokens_bit_by_bit(form: str, tree: bool, data: st.DataObject) -> None:
@@ -225,7 +225,7 @@ def test_reference_equals_a_loop_over_rows_and_tokens_bit_by_bit(form: str, tree
 
 
 @pytest.mark.interpreted
-@settings(COMMON, max_examples=6)
+@settings(COMMON, max_examples=4)
 @given(data=st.data())
 @EVERY_FORM
 def test_interpreted_kernel_is_close_to_a_loop_over_rows_and_tokens(form: str, tree: bool, data: st.DataObject) -> None:

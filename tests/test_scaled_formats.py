@@ -226,7 +226,7 @@ def test_a_row_with_nan_or_inf_decodes_to_nan_and_harms_no_other(dtype: torch.dt
 
 
 @DTYPES
-@pytest.mark.parametrize("unit", [0.029, 1e-20, 2.0**-7])
+@pytest.mark.parametrize("unit", [0.029, 1e-20])
 def test_rounding_up_is_as_likely_as_the_discarded_fraction(dtype: torch.dtype, unit: float) -> None:
     """Not by sampling: over all 65536 random values, near zero, at full scale, and for float8 in every binade."""
     grid = torch.tensor([float(m) for m in MAGNITUDES[dtype]]).double()

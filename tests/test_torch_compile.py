@@ -203,7 +203,7 @@ def check_registered(name: str, pieces: Any, given: Given) -> None:
     [
         *((name, "plain") for name in FORMS),
         *((name, form) for name in ("mamba2_step", "gated_delta_step") for form in (
-            "a tree", "packed", "a slot for every token", "int8", "stochastic snapshots"
+            "a tree", "a slot for every token", "stochastic snapshots"
         )),
         ("gated_delta_step", "at once"),
         ("mamba2_step", "limited time steps"),
