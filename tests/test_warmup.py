@@ -94,8 +94,9 @@ def inputs_of(case: AnyCase, batch: int, device: torch.device) -> Inputs:
 def admit(pool: StatePool[Any], requests: int, kind: torch.dtype = torch.float32) -> None:
     """What a server does with states that a prefill left, when it looks at them, clones and moves them."""
     slots = pool.acquire(requests)
-    shape = ssm_of(pool.layer(1)).data.shape[1:]
-    pool.write(1, slots, torch.empty(requests, *shape, device=slots.device, dtype=kind))
+    heads, rows, cols = ssm_of(pool.layer(1)).data.shape[1:]
+    pool.write(1, slots, torch.empty(requests, heads, rows, cols, device=slots.device, dtype=kind))
+    pool.write(1, slots, torch.empty(requests, heads, cols, rows, device=slots.device, dtype=kind).mT)
     pool.read(0, slots)
     pool.copy(slots, slots.flip(0))
     pool.copy(slots, slots.flip(0), keep_seed=True)
@@ -383,7 +384,7 @@ def test_wrong_sizes_are_refused_by_name(
 def test_an_axis_that_warmup_cannot_know_is_refused_by_name() -> None:
     op: Any = SimpleNamespace(name="x_step", tensors={"x": Axes.parse("tokens heads | lanes")})
     pool = StatePool.mamba2(slots=2, layers=1, heads=2, rows=4, cols=8)
-    serving = Serving(pool, torch.bfloat16, torch.float32, {}, {}, wide=(), flags={}, conv_width=None)
+    serving = Serving(pool, torch.bfloat16, torch.float32, {}, {}, wide=(), options={}, conv_width=None)
     with pytest.raises(ValueError, match=r"^x of x_step has lanes, whose size warmup cannot know: give `also`$"):
         serving.tensors(op, {"heads": 2}, Slots(torch.arange(2)), 1, {})
 
