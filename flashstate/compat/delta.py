@@ -11,9 +11,11 @@ from flashstate.compat import shapes
 from flashstate.errors import check_device, check_number, check_tensor
 from flashstate.ops.gated_delta import GATED_DELTA_STEP, gated_delta_step
 from flashstate.state.slots import Slots
+from flashstate.state.state import State
 
 SOFTPLUS = (1.0, 20.0)  # its beta, and the threshold from which on it is the identity, of gated_delta_step
 STATE_AXES = ("slots", "HV", "V", "K")
+BUFFER_AXES = ("rows", "steps", "HV", "V", "K")
 QK_AXES, V_AXES = ("B", "T", "H", "K"), ("B", "T", "HV", "V")
 Rows = tuple[int, Tensor | None]  # how many, and the bounds of their tokens where these are packed
 
@@ -75,6 +77,14 @@ def of_heads(name: str, parameter: Any, *sizes: int) -> Tensor:
 def state_of(name: str, state: Any) -> Tensor:
     """A pool (slots, HV, V, K), whose sizes say what other tensors must have."""
     return shapes.with_these_axes(name, state, *STATE_AXES)
+
+
+def snapshots_of(buffer: Any) -> State | None:
+    """A buffer for the state after every token, as a State, so that a call can start as one before it did."""
+    if buffer is None:
+        return None
+    check_tensor("intermediate_states_buffer", buffer, BUFFER_AXES, (None,) * len(BUFFER_AXES))
+    return State(buffer)
 
 
 def delta_step(

@@ -16,7 +16,6 @@ from flashstate.compat.flashinfer_delta import (
 )
 from flashstate.compat.flashinfer_replay import checkpointing_ssu
 from flashstate.errors import INT64, check_choice, check_flag, check_int, dtype_name
-from flashstate.state.formats import FORMATS
 from flashstate.state.slots import MOST_TOKENS, Slots
 from flashstate.state.state import MOST_ROUNDS, State
 
@@ -101,11 +100,8 @@ def _check_dtypes_of(of: str, wanted: Any, **others: Any) -> None:
 
 def _scaled(name: str, data: Any, name_of_scale: str, scale: Any) -> Any:
     """A State where there is a scale, else data, which must not need one."""
-    if scale is not None:
-        return State(data, scale)
-    if isinstance(data, Tensor) and data.dtype in FORMATS and FORMATS[data.dtype].scaled:
-        raise ValueError(f"{name_of_scale} must be given where {name} is {dtype_name(data.dtype)}, got None")
-    return data
+    shapes.check_scale(name, data, name_of_scale, scale)
+    return data if scale is None else State(data, scale)
 
 
 def _state(state: Tensor, scale: Any, rand_seed: Tensor | None, rounds: int) -> State | Tensor:

@@ -7,10 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from flashstate.compat import delta, shapes
-from flashstate.errors import check_choice, check_tensor
+from flashstate.errors import check_choice
 from flashstate.ops.gated_delta import GATED_DELTA_STEP, gated_delta_step
 from flashstate.state.slots import Slots
-from flashstate.state.state import State
 
 BACKENDS = ("auto", "flashinfer", "cake_gdn")
 BACKENDS_OF_ROWS = (*BACKENDS, "rubin")
@@ -60,7 +59,7 @@ def gated_delta_rule_decode_pretranspose(
         raise ValueError("state or initial_state must be given, got None for both")
     return _delta_step(
         pool, q, k, v, a, b, A_log, dt_bias, scale, use_qk_l2norm, output, slots, update=update,
-        snapshots=_snapshots(buffer),
+        snapshots=delta.snapshots_of(buffer),
     )  # fmt: skip
 
 
@@ -135,7 +134,7 @@ def gated_delta_rule_mtp(
     )  # fmt: skip
     return _delta_step(
         initial_state, q, k, v, a, b, A_log, dt_bias, scale, use_qk_l2norm, output, slots, update=update,
-        snapshots=_snapshots(intermediate_states_buffer),
+        snapshots=delta.snapshots_of(intermediate_states_buffer),
     )  # fmt: skip
 
 
@@ -149,15 +148,6 @@ def _disabled(flag: Any) -> bool:
 def _padding_of(output: Tensor | None, steps: int) -> str:
     """What rows without a slot give: zero, or of several tokens what is in the output."""
     return "zero" if output is None or steps == 1 else "keep"
-
-
-def _snapshots(buffer: Any) -> State | None:
-    """A buffer for the state after every token, as a State, so that a call can start as one before it did."""
-    if buffer is None:
-        return None
-    axes = ("rows", "steps", "HV", "V", "K")
-    check_tensor("intermediate_states_buffer", buffer, axes, (None,) * len(axes))
-    return State(buffer)
 
 
 def _delta_step(

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from flashstate.compat import shapes
-from flashstate.errors import INT64, LARGEST_INT32, check_choice, check_flag, check_int, check_tensor, dtype_name
+from flashstate.errors import INT64, LARGEST_INT32, check_choice, check_flag, check_int, check_tensor
 from flashstate.ops.mamba2_replay import MAMBA2_REPLAY, mamba2_replay
-from flashstate.state.formats import FORMATS
 from flashstate.state.ring import LARGEST_WINDOW, Plan, Ring
 from flashstate.state.slots import Slots
 from flashstate.state.state import MOST_ROUNDS, State
@@ -146,8 +145,7 @@ def slots_of(state: Tensor, x: Tensor, read: Any, null: int, cu_seqlens: Tensor 
 def state_of(state: Tensor, scale: Any, rand_seed: Any, rounds: int) -> State:
     """The checkpoint with its scales and one seed for all slots, where it has them."""
     shapes.with_these_axes("state", state, "slots", "heads", "dim", "dstate")
-    if scale is None and state.dtype in FORMATS and FORMATS[state.dtype].scaled:
-        raise ValueError(f"state_scale must be given where state is {dtype_name(state.dtype)}, got None")
+    shapes.check_scale("state", state, "state_scale", scale)
     if rand_seed is None:
         return State(state, scale)
     check_int("philox_rounds", rounds, 1, MOST_ROUNDS)

@@ -7,12 +7,10 @@ from typing import Any
 from torch import Tensor
 
 from flashstate.compat import delta, shapes, trees
-from flashstate.errors import check_flag, check_int, check_tensor
+from flashstate.errors import check_flag, check_int
 from flashstate.state.slots import MOST_TOKENS, Slots
-from flashstate.state.state import State
 
 NO_SLOT = -1
-BUFFER_AXES = ("rows", "steps", "HV", "V", "K")
 
 
 def fused_sigmoid_gating_delta_rule_update(
@@ -164,13 +162,12 @@ def _step(
         check_int("cache_steps", cache_steps, 0, MOST_TOKENS)
     batch, bounds = rows
     shapes.check_indices("initial_state_indices", indices, device=pool.device, batch=batch)
-    if buffer is not None:
-        check_tensor("intermediate_states_buffer", buffer, BUFFER_AXES, (None,) * len(BUFFER_AXES))
+    snapshots = delta.snapshots_of(buffer)
     steps = _most_tokens(v, bounds, buffer, cache_steps, tree)
     slots = verify_slots(indices.contiguous(), steps, frozen, buffer_rows, tree, NO_SLOT, bounds)
     return delta.delta_step(
         pool, q, k, v, a, b, packed=bounds is not None, slots=slots, update=not frozen,
-        snapshots=None if buffer is None else State(buffer), **more,
+        snapshots=snapshots, **more,
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from flashstate.errors import INDEX_DTYPES, check_device, check_tensor, dtype_na
 from flashstate.launch.axes import Axes
 from flashstate.launch.call import Op
 from flashstate.ops.mamba2 import MAMBA2_STEP, mamba2_step
+from flashstate.state.formats import FORMATS
 from flashstate.state.state import State
 
 PARAMETERS = {"A": (2, 3, 0), "D": (1, 2, 0), "dt_bias": (1, 2, 0)}  # with_axes of those that no token brings
@@ -129,6 +130,11 @@ def list_of(name: str, numbers: Any, batch: int, device: torch.device | None = N
     if numbers is None:
         return None
     check_indices(name, numbers, "batch", device=device)
+    return first_of(name, numbers, batch)
+
+
+def first_of(name: str, numbers: Tensor, batch: int) -> Tensor:
+    """The first entries of a list that has one or more for every row of the batch."""
     if len(numbers) < batch:
         raise ValueError(f"{name} must have {batch} entries or more, got shape {tuple(numbers.shape)}")
     return numbers[:batch].contiguous()
@@ -178,6 +184,12 @@ def own_slots(name: str, state: Tensor, batch: int) -> Tensor:
     if batch > state.shape[0]:
         raise ValueError(f"{name} must be given for a batch of {batch} on {state.shape[0]} slots")
     return first_numbers(state.shape[0], state.device)[:batch]
+
+
+def check_scale(name: str, data: Any, name_of_scale: str, scale: Any) -> None:
+    """Raise where data is of a format that needs a scale, and there is none."""
+    if scale is None and isinstance(data, Tensor) and data.dtype in FORMATS and FORMATS[data.dtype].scaled:
+        raise ValueError(f"{name_of_scale} must be given where {name} is {dtype_name(data.dtype)}, got None")
 
 
 def with_new_seed(state: Tensor, rounds: int) -> State:

@@ -146,9 +146,7 @@ def state_of(state: Any, stochastic: bool, **rounds: int) -> State | Tensor:
 def _of_rows(name: str, numbers: Any, batch: int, dtypes: tuple[torch.dtype, ...], device: torch.device) -> Tensor:
     """The first entries of a list that has one or more for every row of the batch."""
     check_tensor(name, numbers, ("batch",), (None,), dtypes=dtypes, device=device)
-    if len(numbers) < batch:
-        raise ValueError(f"{name} must have {batch} entries or more, got shape {tuple(numbers.shape)}")
-    return numbers[:batch].contiguous()
+    return shapes.first_of(name, numbers, batch)
 
 
 def _slots(state: Tensor, batch: int, read: Any, null: int) -> Slots:
