@@ -33,9 +33,10 @@ lint: $(ENVIRONMENT)
 	$(PYTHON) -m mypy
 	$(PYTHON) -c "from importlinter.cli import lint_imports_command; lint_imports_command()"
 
-# The other end of the supported Triton range; `make test` has the newest. Its interpreter needs an older numpy.
+# The other ends of what is supported of Triton and Transformers; `make test` has the newest. Triton's interpreter then
+# needs an older numpy.
 test-oldest:
-	$(MAKE) test-kernels VENV=.venv-oldest OLDER="'triton==3.6.0' 'numpy<2.4'"
+	$(MAKE) test-kernels VENV=.venv-oldest OLDER="'triton==3.6.0' 'numpy<2.4' 'transformers==5.21.0'"
 
 # JOBS processes compile beside each other and share the GPU. With TURNS=1 every law meets every case, which takes twice
 # as long; with more, the formats of a shape take turns. Tests print their names, so that a run cut off says what it did.

@@ -1,0 +1,1 @@
+"""Models of Transformers that decode on flashstate."""
