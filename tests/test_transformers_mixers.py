@@ -168,6 +168,15 @@ def test_a_prompt_that_continues_another_is_as_stock_has_it(name: str) -> None:
     run.check_kept()
 
 
+@pytest.mark.parametrize("name", HERE)
+def test_a_prompt_in_pieces_is_as_stock_has_it_whole(name: str) -> None:
+    run = Run(name).begun()
+    tokens = run.tokens(PROMPT)
+    got = [run.ours(piece, prompt=True) for piece in tokens.split(SEVERAL, dim=1)]
+    check_near(torch.cat(got, dim=1), run.stock(tokens))
+    run.check_kept()
+
+
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
 @pytest.mark.parametrize("name", HERE)
 def test_prompts_padded_on_the_left_are_as_stock_has_them(name: str, dtype: torch.dtype) -> None:
