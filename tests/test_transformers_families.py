@@ -51,7 +51,7 @@ def test_a_tiny_model_generates_and_what_it_remembers_matters(family: str) -> No
 
     token = generated[:, :1]
     logits = after_forgetting(model, token)
-    kinds = {found.kind for found in mixers_of(model).values()}
+    kinds = {found.name for found in mixers_of(model).values()}
     for name in ("conv_states",) if kinds == {"short_conv"} else ("conv_states", "recurrent_states"):
         changed = (after_forgetting(model, token, name) - logits).abs().max()
         assert changed > logits.std() / 2, name
