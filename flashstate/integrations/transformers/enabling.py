@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from types import MethodType
 from typing import Any
 
@@ -16,6 +16,7 @@ from flashstate.integrations.transformers.candidates import at_most, check_sourc
 from flashstate.integrations.transformers.families import found_as, mixers_of
 from flashstate.integrations.transformers.layers import StateLayer, has_states
 from flashstate.integrations.transformers.memory import Memory
+from flashstate.integrations.transformers.norms import norms_of
 from flashstate.state.state import State
 
 PACKED = ("seq_idx", "cu_seq_lens_q")  # arguments of mixers for several sequences in one row
@@ -35,6 +36,8 @@ def enable(model: PreTrainedModel) -> PreTrainedModel:
         check_not_replaced(each.mixer)
     for each in found.values():
         set_forward(each.mixer, mixer_forward)
+    for norm, forward in norms_of(model):
+        set_forward(norm, forward)
     cls: Any = type(model)
     set_forward(model, model_forward(cls))
     model._is_stateful = False  # which would refuse drafts; `candidate_generator` refuses those of other caches
@@ -48,7 +51,8 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
     if is_enabled(model):
         for each in mixers_of(model).values():
             unset_forward(each.mixer)
-        unset_forward(model)
+        for module in (model, *(norm for norm, _ in norms_of(model))):
+            unset_forward(module)
         for name in ("_is_stateful", *METHODS):
             delattr(model, name)
     return model
@@ -127,8 +131,10 @@ def model_forward(cls: Any) -> Callable[..., Any]:
         kept: Any = given.get(name)
         if not has_states(kept):
             return stock(self, *args, **given)
-        graphed = not args and not torch.compiler.is_compiling() and kept.graphs.can_run(given)
-        outputs = kept.graphs.run(self, stock, given) if graphed else stock(self, *args, **given)
+        if not args and not torch.compiler.is_compiling() and kept.graphs.can_run(given):
+            outputs = kept.graphs.run(partial(stock, self), name, given)
+        else:
+            outputs = stock(self, *args, **given)
         if name != "past_key_values" and isinstance(outputs, dict):
             outputs["past_key_values"] = kept
         return outputs

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import gc
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+from weakref import proxy
 
 import torch
 from torch import Tensor
@@ -20,7 +23,7 @@ class Graphs:
     is captured; from then on a call copies its inputs and replays the graph. Outputs stay until the next call."""
 
     def __init__(self, cache: StateCache) -> None:
-        self.cache = cache
+        self.cache: StateCache = proxy(cache)  # so that nothing but its user holds a cache, and its memory goes with it
         self.graphs: dict[Hashable, Graph | None] = {}
         self.pool: Any = None  # of memory, which all graphs share
 
@@ -38,31 +41,48 @@ class Graphs:
         busy = torch.is_grad_enabled() or torch.cuda.is_current_stream_capturing()
         return steps and plain and not busy and len(cache.stores) == 1
 
-    def run(self, model: Any, forward: Callable[..., Any], given: dict[str, Any]) -> Any:
-        """forward(model, **given), captured or replayed where this shape was there before."""
+    def run(self, forward: Callable[..., Any], name: str, given: dict[str, Any]) -> Any:
+        """forward(**given), captured or replayed where this shape was there before; `name` is the argument, and the
+        output, that is the cache."""
+        kept = given.pop(name)
         leaves, tree = pytree.tree_flatten(given)
         key = (tree, *(described(leaf) for leaf in leaves))
         if key not in self.graphs:
             self.graphs[key] = None
-            return forward(model, **given)
-        self.cache.settle()
+            return forward(**given, **{name: kept})
+        kept.settle()
         graph = self.graphs[key]
         if graph is None:
-            graph = self.graphs[key] = Graph(self, model, forward, leaves, tree)
-        return graph.replay(leaves)
+            step = Step(forward, name, tree)
+            graph = self.graphs[key] = Graph(step, kept, leaves, self.pool)
+            self.pool = graph.graph.pool()
+        outputs = graph.replay(leaves)
+        kept.called(graph.call)
+        outputs[name] = kept
+        return outputs
+
+
+class Step:
+    """A call of a model whose arguments are leaves of a tree."""
+
+    def __init__(self, forward: Callable[..., Any], name: str, tree: Any) -> None:
+        self.forward, self.name, self.tree = forward, name, tree
+
+    def __call__(self, kept: StateCache, leaves: list[Any]) -> Any:
+        """Its outputs, without the cache."""
+        outputs = self.forward(**pytree.tree_unflatten(leaves, self.tree), **{self.name: kept})
+        return type(outputs)({key: value for key, value in outputs.items() if value is not kept})
 
 
 class Graph:
-    """One captured call, the tensors it reads its inputs from, and its outputs."""
+    """One captured step, the tensors it reads its inputs from, and its outputs."""
 
-    def __init__(self, graphs: Graphs, model: Any, forward: Callable[..., Any], leaves: list[Any], tree: Any) -> None:
-        self.cache = graphs.cache
+    def __init__(self, step: Step, kept: StateCache, leaves: list[Any], pool: Any) -> None:
         self.inputs = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, pool=graphs.pool):
-            self.outputs = forward(model, **pytree.tree_unflatten(self.inputs, tree))
-        graphs.pool = graphs.pool or self.graph.pool()
-        self.call = self.cache.latest
+        with no_collection(), torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
+            self.outputs = step(kept, self.inputs)
+        self.call = kept.latest
 
     def replay(self, leaves: list[Any]) -> Any:
         """Run it on other inputs of the same shapes."""
@@ -70,8 +90,20 @@ class Graph:
             if isinstance(mine, Tensor):
                 mine.copy_(leaf)
         self.graph.replay()
-        self.cache.called(self.call)
         return type(self.outputs)(self.outputs)
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Let no garbage be collected inside: a capture must not meet memory that is freed, of another graph say."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def described(leaf: Any) -> Hashable:
