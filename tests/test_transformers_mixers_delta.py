@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashstate.integrations.transformers.memory import Memory
 from flashstate.integrations.transformers.mixers.delta import GATED_DELTA, KDA, Delta
+from flashstate.proof import interpreted
 from flashstate.state.state import State
 
 PROMPT = 20
@@ -43,6 +44,7 @@ CASES = {
     "glm5_next, no bound": Case("glm5_next", KDA, 1, {"linear_lower_bound": None}),
 }
 COMPILED = ("qwen3_next", "bailing_hybrid")
+INTERPRETED = ("qwen3_next", "olmo_hybrid", "kimi_linear", "bailing_hybrid")
 
 
 @pytest.fixture(params=[name for name in CASES if CASES[name].family in KNOWN])
@@ -122,6 +124,20 @@ def test_a_step_is_one_graph(name: str) -> None:
         memory = memory_of(case.kind, *kept)
         results.append([run(hidden, memory), run(hidden, memory), *kept])
     torch.testing.assert_close(results[1], results[0])
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("name", INTERPRETED)
+@torch.no_grad()
+def test_kernels_take_all_views_of_projections(name: str) -> None:
+    """One token and three, with a state that is transposed in memory as in Transformers."""
+    case = CASES[name]
+    given, calls = case.stock(torch.bfloat16), tokens(1, 3, dtype=torch.bfloat16)
+    window, recurrent = zeros(case, given)
+    memory = memory_of(case.kind, window, recurrent)
+    with interpreted():
+        outputs = [case.kind.forward(given.mixer, hidden, memory, None, False) for hidden in calls]
+    assert Result(outputs, window[..., 1:], recurrent).holds(*given.expected(calls))
 
 
 def test_other_activations_are_refused() -> None:
