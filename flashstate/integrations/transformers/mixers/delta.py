@@ -3,6 +3,7 @@ Bailing-Hybrid, GLM-5-Next)."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -25,20 +26,20 @@ class Projected(NamedTuple):
     gates: dict[str, Any]  # A_log, dt_bias, b_logit
 
 
-class Delta:
-    """What the two kinds share: everything but their projections and the shape of their states."""
+class Delta(ABC):
+    """What Gated DeltaNet and KDA share: everything but projections, gates and the shape of a state."""
 
+    @abstractmethod
     def heads(self, mixer: Any) -> tuple[int, int, int]:
-        """HV, V and K."""
-        raise NotImplementedError
+        """HV, V and K of the mixer's states."""
 
+    @abstractmethod
     def project(self, mixer: Any, hidden: Tensor) -> Projected:
-        """All of the mixer's projections of its tokens."""
-        raise NotImplementedError
+        """What the mixer projects its tokens to."""
 
+    @abstractmethod
     def gate(self, z: Tensor) -> Tensor:
         """What outputs are multiplied with behind their norm."""
-        raise NotImplementedError
 
     def sizes(self, mixer: Any) -> Sizes:
         check_silu(mixer)
@@ -53,10 +54,8 @@ class Delta:
         keys = (mixer.conv_dim - heads * rows) // 2
         qkv = memory.convolve(qkv, mixer.conv1d.weight, mixer.conv1d.bias, "silu")
         q, k, v = qkv.split([keys, keys, heads * rows], dim=-1)
-        o = memory.correct(
-            q.unflatten(-1, (-1, columns)), k.unflatten(-1, (-1, columns)), v.unflatten(-1, (heads, rows)), a, b,
-            **gates,
-        )  # fmt: skip
+        q, k, v = q.unflatten(-1, (-1, columns)), k.unflatten(-1, (-1, columns)), v.unflatten(-1, (heads, rows))
+        o = memory.correct(q, k, v, a, b, **gates)
         norm = one_of(mixer, "norm", "o_norm")
         o = rms_norm(o, (rows,), norm.weight, norm.variance_epsilon).view(z.shape) * self.gate(z)
         return one_of(mixer, "out_proj", "o_proj")(o.flatten(2))
@@ -120,30 +119,26 @@ def interleaved(mixer: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Ten
     heads, keys, values = mixer.num_k_heads, mixer.head_k_dim, mixer.value_dim // mixer.num_k_heads
     qkvz = mixer.in_proj_qkvz(hidden)
     z = qkvz.unflatten(-1, (heads, -1))[..., -values:]  # (batch, T, H, HV / H * V), not copied
-    qkv = qkvz.index_select(-1, order(heads, keys, values, qkvz.device))
+    channels = qkv_channels if torch.compiler.is_compiling() else kept_channels
+    qkv = qkvz.index_select(-1, channels(heads, keys, values, qkvz.device))  # one kernel; a cat of q, k and v is four
     ba = mixer.in_proj_ba(hidden).unflatten(-1, (heads, 2, -1))
     b, a = ba.transpose(-3, -2).flatten(-2).unbind(-2)  # (batch, T, HV) each
     return qkv, z, a, b
 
 
-def order(heads: int, keys: int, values: int, device: torch.device) -> Tensor:
-    """Which channels of an interleaved projection are q, k and v of all heads: kept, but for compilers to see."""
-    made = ordered if torch.compiler.is_compiling() else kept_order
-    return made(heads, keys, values, device)
-
-
-def ordered(heads: int, keys: int, values: int, device: torch.device) -> Tensor:
-    """The channels of q of all heads, then of k, then of v; keys, values: how many of them one head of q and k has."""
+def qkv_channels(heads: int, keys: int, values: int, device: torch.device) -> Tensor:
+    """Which channels of an interleaved projection are q of all heads, then k, then v; a head of the projection has
+    `keys` of q and of k, and `values` of v and of z."""
     channels = torch.arange(heads * 2 * (keys + values), device=device).view(heads, -1)
     q, k, v, _ = channels.split([keys, keys, values, values], dim=-1)
     return torch.cat([q.flatten(), k.flatten(), v.flatten()])
 
 
 @cache
-def kept_order(heads: int, keys: int, values: int, device: torch.device) -> Tensor:
-    """`ordered`, once per device."""
+def kept_channels(heads: int, keys: int, values: int, device: torch.device) -> Tensor:
+    """The channels that `qkv_channels` gives, made once for projections of one shape on a device."""
     with torch.inference_mode(False):
-        return ordered(heads, keys, values, device)
+        return qkv_channels(heads, keys, values, device)
 
 
 def low_rank(module: Any, letter: str, hidden: Tensor) -> Tensor:
