@@ -1,0 +1,311 @@
+"""StateCache: what a model of Transformers keeps while it generates, its recurrent states in flashstate's pools."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from flashstate.errors import LARGEST_INT32, check_int
+from flashstate.integrations.transformers.enabling import enable
+from flashstate.integrations.transformers.families import Found, mixers_of
+from flashstate.integrations.transformers.graphs import Graphs
+from flashstate.integrations.transformers.layers import StateLayer, cache_layers
+from flashstate.integrations.transformers.prompts import goes_stock, stepped_prompt, stock_prompt
+from flashstate.integrations.transformers.store import KEPT_AFTER_PROMPT, Format, Store, convolution
+from flashstate.state.ring import LARGEST_WINDOW, Plan
+
+LARGEST_SEED = 2**63 - 1
+
+
+@dataclass
+class Call:
+    """One call of the model: so many rows, of which each has tokens of a prompt and then tokens that are stepped."""
+
+    batch: int
+    prompt: int
+    stepped: int
+    plans: dict[torch.device, Plan | None] = field(default_factory=dict)
+
+    @property
+    def first(self) -> int:
+        """The slot of a row for the state after its first stepped token: the prompt has one too."""
+        return int(self.prompt > 0)
+
+
+class StateCache(Cache):
+    """The cache of a model with recurrent layers: their states in a pool, in any format, and attention layers as
+    Transformers has them. `model.generate(ids, past_key_values=cache)` takes it.
+
+    model: a model of a family that flashstate knows; it is enabled if it is not yet.
+    dtype, rounding, rounds: of the recurrent states, as in State.
+    seed: what stochastic rounding draws from; the same seed gives the same generation. None: entropy.
+    replay: window of `mamba2_replay`, for models of Mamba-2: states are written once in so many tokens.
+    drafts: tokens that can be taken back of one call, for assisted generation.
+    max_batch: rows to make room for; None: those of the first call.
+    max_cache_len: tokens to make room for in attention layers, which are static then; on a GPU the decode step then
+        runs as a CUDA graph. None: they grow. Models without attention need only some number.
+
+    bytes, bytes_of_state: of all it keeps, and of recurrent layers alone; both 0 until the first call unless max_batch
+    is given.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        dtype: torch.dtype = torch.float32,
+        rounding: str = "nearest",
+        rounds: int = 10,
+        seed: int | None = None,
+        replay: int | None = None,
+        drafts: int = 0,
+        max_batch: int | None = None,
+        max_cache_len: int | None = None,
+    ) -> None:
+        check_int("drafts", drafts, 0, LARGEST_WINDOW - 1)
+        for name, number, most in (("replay", replay, LARGEST_WINDOW), ("max_batch", max_batch, LARGEST_INT32)):
+            if number is not None:
+                check_int(name, number, 1, most)
+        if max_cache_len is not None:
+            check_int("max_cache_len", max_cache_len, 1, LARGEST_INT32)
+        if seed is not None:
+            check_int("seed", seed, 0, LARGEST_SEED)
+        self.found = mixers_of(model)
+        if replay is not None:
+            check_replays(self.found, replay, drafts)
+        enable(model)
+        super().__init__(layers=cache_layers(model.config, self.found, max_cache_len))
+        self.format = Format(dtype, rounding, rounds, replay or 0, drafts)
+        self.seed, self.static = seed, max_cache_len is not None
+        self.first, self.last = min(self.found), max(self.found)
+        self.attention = [layer for layer in self.layers if isinstance(layer, CacheLayerMixin)]
+        self.stores: dict[torch.device, Store] = {}
+        self.store_of: dict[int, Store] = {}
+        self.batch: int | None = None  # rows that there is something of
+        self.call: Call | None = None  # that is under way
+        self.latest: Call | None = None
+        self.sure: int | None = None  # tokens of the next call that are not candidates
+        self.croppable = 0  # tokens of the last call that can still be taken back
+        self.unsettled: Call | None = None  # whose tokens rings do not have yet
+        self.graphs = Graphs(self)
+        if max_batch is not None:
+            self._make_stores(max_batch)
+
+    @property
+    def bytes_of_state(self) -> int:
+        """Bytes of recurrent states, their scales, windows and rings."""
+        return sum(store.bytes for store in self.stores.values())
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all that is kept."""
+        kept = [part for layer in self.attention for part in (layer.keys, layer.values) if part is not None]
+        return self.bytes_of_state + sum(part.numel() * part.element_size() for part in kept)
+
+    def mix(self, layer: int, hidden: Tensor, mask: Tensor | None, more: dict[str, Any]) -> Tensor:
+        """The outputs of a recurrent layer for tokens (batch, T, hidden size), which its state is moved on by."""
+        if layer == self.first:
+            self._begin(hidden)
+        call = self.call
+        assert call is not None
+        outputs = []
+        if call.prompt:
+            of_prompt = None if mask is None else mask[:, : call.prompt]
+            outputs.append(self._prompt(layer, hidden[:, : call.prompt], of_prompt, more))
+        if call.stepped:
+            found, store = self.found[layer], self.store_of[layer]
+            memory = store.memory(layer, call.batch, call.stepped, call.first, call.plans[store.device])
+            of_steps = None if mask is None else mask[:, call.prompt :]
+            outputs.append(found.kind.forward(found.mixer, hidden[:, call.prompt :], memory, of_steps, prompt=False))
+        if layer == self.last:
+            self._end(call)
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
+
+    def _begin(self, hidden: Tensor) -> None:
+        """Decide how the tokens of a call go through all layers."""
+        batch, tokens, _ = hidden.shape
+        if self.batch is not None and batch != self.batch:
+            raise ValueError(f"this cache has {self.batch} rows, got a batch of {batch}; reset() makes it empty")
+        self.settle()
+        fresh = self.batch is None
+        candidates = 0 if self.sure is None else tokens - self.sure
+        self.sure = None
+        steps = tokens if not fresh and tokens <= self.format.drafts + 1 else candidates
+        self.call = call = Call(batch, tokens - steps, steps)
+        if fresh and (not self.stores or batch > self._rows):
+            self._make_stores(batch)
+        for store in self.stores.values():
+            if call.prompt and not fresh:
+                store.fold(batch)
+            call.plans[store.device] = store.plan(batch, steps) if steps else None
+
+    def _end(self, call: Call) -> None:
+        """What follows when all layers have had the tokens of a call."""
+        for store in self.stores.values():
+            if call.prompt:
+                store.keep(call.batch, KEPT_AFTER_PROMPT)
+            if call.stepped:
+                store.finish(call.batch, call.stepped, call.first, call.plans[store.device])
+            store.seen.add_(call.prompt + call.stepped)
+        if self.batch is None:
+            self.batch = call.batch
+            for layer in self.found:
+                self.layers[layer].has_previous_state[0] = True
+        self.called(call)
+
+    def called(self, call: Call) -> None:
+        """Note which call was the last, and what can be taken back of it."""
+        self.call, self.latest = None, call
+        if self.format.drafts:
+            self.croppable = call.stepped - 1 + call.first if call.stepped else 0
+            self.unsettled = call if self.format.replay and call.stepped else None
+
+    def settle(self) -> None:
+        """Let rings keep what was not taken back of the last call."""
+        if self.unsettled is not None:
+            for device, plan in self.unsettled.plans.items():
+                if plan is not None:
+                    self.stores[device].settle(plan)
+            self.unsettled, self.croppable = None, 0
+
+    def _prompt(self, layer: int, hidden: Tensor, mask: Tensor | None, more: dict[str, Any]) -> Tensor:
+        """Tokens of a prompt through one layer; what they leave is stored."""
+        found, store, batch = self.found[layer], self.store_of[layer], len(hidden)
+        if self.batch is None and goes_stock(found, store.device):
+            left = stock_prompt(found, hidden, mask, store.history + 1, more)
+        else:
+            left = stepped_prompt(found, hidden, mask, *store.before(layer, batch))
+        store.take_over(layer, left.window, left.state)
+        return left.outputs
+
+    @property
+    def _rows(self) -> int:
+        return next(iter(self.stores.values())).rows
+
+    def _make_stores(self, rows: int) -> None:
+        """Make room for so many rows, on every device that has recurrent layers."""
+        self.graphs.clear()
+        seeds = self._seeds(rows)
+        for device, found in by_device(self.found):
+            self.stores[device] = store = Store(found, self.format, rows, seeds)
+            self.store_of |= dict.fromkeys(found, store)
+
+    def _seeds(self, rows: int) -> list[int]:
+        """A seed for every row."""
+        draw = random.Random(self.seed)
+        return [draw.randint(0, LARGEST_SEED) for _ in range(rows)]
+
+    def expect(self, sure: int) -> None:
+        """Announce that the next call, the first, has so many tokens of a prompt, and candidates behind them."""
+        if self.batch is not None:
+            raise ValueError("assisted generation begins with an empty cache, but this one has tokens; reset() it first")
+        self.sure = sure
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last -tokens_to_remove tokens, all of them of the last call."""
+        if not -self.croppable <= tokens_to_remove <= 0:
+            words = f"tokens of the last call can be taken back, with drafts={self.format.drafts}"
+            raise ValueError(f"crop must be given 0 or less, and {self.croppable} {words}, got {tokens_to_remove}")
+        if tokens_to_remove and self.batch is not None:
+            for store in self.stores.values():
+                store.take_back(self.batch, -tokens_to_remove)
+                store.seen.add_(tokens_to_remove)
+            self.croppable += tokens_to_remove
+        for layer in self.attention:
+            layer.crop(tokens_to_remove)
+
+    def reset(self) -> None:
+        """Make the cache empty; its memory stays."""
+        super().reset()
+        self.batch = self.call = self.sure = self.unsettled = None
+        self.croppable = 0
+        for store in self.stores.values():
+            store.reset()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Let row i continue from row beam_idx[i]."""
+        self._rearrange(beam_idx)
+        super().reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Have every row so many times, one behind the other."""
+        check_int("repeats", repeats, 1, LARGEST_INT32)
+        self._refuse_static("repeat rows of")
+        if self.batch is not None:
+            self._rearrange(torch.arange(self.batch).repeat_interleave(repeats))
+        super().batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows of these numbers, in their order."""
+        self._refuse_static("select rows of")
+        self._rearrange(indices)
+        super().batch_select_indices(indices)
+
+    def _refuse_static(self, what: str) -> None:
+        if self.static and self.attention:
+            raise ValueError(f"cannot {what} static attention layers: leave max_cache_len out")
+
+    def _rearrange(self, rows: Tensor) -> None:
+        """Make the rows of these numbers the rows of the batch."""
+        if self.batch is None:
+            return
+        self.settle()
+        if len(rows) > self._rows:
+            self.graphs.clear()
+            for device, store in self.stores.items():
+                self.stores[device] = grown = store.grown(len(rows), self._seeds(len(rows)))
+                self.store_of |= dict.fromkeys(grown.numbers, grown)
+        for store in self.stores.values():
+            store.rearrange(rows)
+        self.batch, self.croppable = len(rows), 0
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """How many tokens there are before the next one."""
+        if self.attention:
+            return super().get_seq_length(layer_idx)
+        return int(next(iter(self.stores.values())).seen) if self.stores else 0
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Whether recurrent layers have a state."""
+        return super().has_previous_state(self.last if layer_idx is None else layer_idx, state_idx)
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether nothing in it changes its shape while the model decodes."""
+        return self.static and super().is_compileable
+
+    @property
+    def is_croppable(self) -> bool:
+        return self.format.drafts > 0
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """Which layers have a recurrence and no attention."""
+        return [isinstance(layer, StateLayer) and not isinstance(layer, CacheLayerMixin) for layer in self.layers]
+
+
+def by_device(found: dict[int, Found]) -> Iterator[tuple[torch.device, dict[int, Found]]]:
+    """Layers in groups of one device each."""
+
+    def device_of(layer: int) -> str:
+        return str(convolution(found[layer].mixer).weight.device)
+
+    for device, layers in groupby(sorted(found, key=lambda layer: (device_of(layer), layer)), device_of):
+        yield torch.device(device), {layer: found[layer] for layer in layers}
+
+
+def check_replays(found: dict[int, Found], replay: int, drafts: int) -> None:
+    """Raise unless layers can replay tokens with a window of this length."""
+    others = {type(each.mixer).__name__ for each in found.values() if each.name != "mamba2"}
+    if others:
+        raise ValueError(f"replay is for mixers of Mamba-2, but this model has {', '.join(sorted(others))}")
+    if replay < drafts + 1:
+        raise ValueError(f"replay must be {drafts + 1} or more, the tokens of a call with drafts={drafts}, got {replay}")

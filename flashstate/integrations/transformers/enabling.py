@@ -1,0 +1,191 @@
+"""enable, disable: run the mixers of one model on flashstate, and no other model of the process."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import cache, wraps
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from flashstate.integrations.transformers.candidates import at_most, check_source
+from flashstate.integrations.transformers.families import found_as, mixers_of
+from flashstate.integrations.transformers.layers import StateLayer, has_states
+from flashstate.integrations.transformers.memory import Memory
+from flashstate.state.state import State
+
+PACKED = ("seq_idx", "cu_seq_lens_q")  # arguments of mixers for several sequences in one row
+
+
+def enable(model: PreTrainedModel) -> PreTrainedModel:
+    """Decode with flashstate's ops from now on: every recurrent layer of this model, with a stock cache or a
+    StateCache. Prompts over a stock cache, and calls without a cache, stay what they are. Returns the model.
+
+    Only instances change, so no other model of the process does. ValueError, before anything is changed, names what
+    flashstate does not know: a version of Transformers, a model, or a mixer whose forward is not one it has seen.
+    """
+    found = mixers_of(model)
+    if is_enabled(model):
+        return model
+    for each in found.values():
+        check_not_replaced(each.mixer)
+    for each in found.values():
+        set_forward(each.mixer, mixer_forward)
+    set_forward(model, model_forward(type(model)))
+    model._is_stateful = False  # which would refuse drafts; `candidate_generator` refuses those of other caches
+    for name, method in METHODS.items():
+        setattr(model, name, MethodType(method, model))
+    return model
+
+
+def disable(model: PreTrainedModel) -> PreTrainedModel:
+    """Make a model again what it was before `enable`; returns it."""
+    if is_enabled(model):
+        for each in mixers_of(model).values():
+            unset_forward(each.mixer)
+        unset_forward(model)
+        for name in ("_is_stateful", *METHODS):
+            delattr(model, name)
+    return model
+
+
+def is_enabled(model: PreTrainedModel) -> bool:
+    """Whether a model runs on flashstate."""
+    return "_get_candidate_generator" in vars(model)
+
+
+def forward_name(module: nn.Module) -> str:
+    """Under which name a module has its forward: accelerate puts its own in front of it."""
+    return "_old_forward" if hasattr(module, "_hf_hook") else "forward"
+
+
+def check_not_replaced(mixer: nn.Module) -> None:
+    """Raise where something else has replaced the forward of a mixer."""
+    if "forward" in vars(mixer) and not hasattr(mixer, "_hf_hook"):
+        name = type(mixer).__name__
+        raise ValueError(f"the forward of this {name} has been replaced already, so flashstate cannot replace it")
+
+
+def set_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
+    """Make a function the forward of one module. As a method it follows the module when that is copied."""
+    setattr(module, forward_name(module), MethodType(forward, module))
+
+
+def unset_forward(module: nn.Module) -> None:
+    """Give a module the forward of its class again."""
+    if forward_name(module) == "forward":
+        del module.forward
+    else:
+        module._old_forward = MethodType(type(module).forward, module)
+
+
+def mixer_forward(mixer: Any, hidden_states: Tensor, *args: Any, **given: Any) -> Tensor:
+    """The forward of an enabled mixer: on flashstate where there is a cache to decode with."""
+    found = found_as(mixer)
+    given |= dict(zip((found.cache_name, "attention_mask"), args, strict=False))
+    kept, mask = given.pop(found.cache_name, None), given.pop("attention_mask", None)
+    layer = None if kept is None else kept.layers[mixer.layer_idx]
+    on_flashstate = isinstance(layer, StateLayer) or (layer is not None and decodes(layer, hidden_states))
+    if not on_flashstate:
+        return type(mixer).forward(mixer, hidden_states, **{found.cache_name: kept, "attention_mask": mask}, **given)
+    if any(given.get(name) is not None for name in PACKED):
+        raise ValueError(f"{' and '.join(PACKED)} are not for a model that decodes on flashstate")
+    if isinstance(layer, StateLayer):
+        return kept.mix(mixer.layer_idx, hidden_states, mask, given)
+    state = layer.recurrent_states[0]
+    memory = Memory(layer.conv_states[0], state=None if state is None else State(found.kind.view(state)))
+    return found.kind.forward(mixer, hidden_states, memory, mask, prompt=False)
+
+
+def decodes(layer: Any, hidden_states: Tensor) -> bool:
+    """Whether a layer of a stock cache is there to decode one token with."""
+    return hidden_states.shape[1] == 1 and layer.has_previous_state[0] and not layer.record_past
+
+
+def own_cache_name(cls: type) -> str:
+    """The argument of the forward of a model's class that is the cache: models of Mamba alone have another."""
+    return "past_key_values" if "past_key_values" in inspect.signature(cls.forward).parameters else "cache_params"
+
+
+@cache
+def model_forward(cls: type) -> Callable[..., Any]:
+    """The forward of an enabled model of this class: as it was, but that a step on a StateCache may be a CUDA graph,
+    and that every model takes the cache as past_key_values, and returns it so."""
+    stock, name = cls.forward, own_cache_name(cls)
+
+    @wraps(stock)
+    def forward(self: Any, *args: Any, **given: Any) -> Any:
+        if name != "past_key_values" and given.get("past_key_values") is not None:
+            given[name] = given.pop("past_key_values")
+        kept = given.get(name)
+        if not has_states(kept):
+            return stock(self, *args, **given)
+        graphed = not args and not torch.compiler.is_compiling() and kept.graphs.can_run(given)
+        outputs = kept.graphs.run(self, stock, given) if graphed else stock(self, *args, **given)
+        if name != "past_key_values" and isinstance(outputs, dict):
+            outputs["past_key_values"] = kept
+        return outputs
+
+    if name != "past_key_values":
+        *named, others = inspect.signature(stock).parameters.values()
+        kept = inspect.Parameter("past_key_values", inspect.Parameter.KEYWORD_ONLY, default=None)
+        forward.__signature__ = inspect.Signature([*named, kept, others])
+    return forward
+
+
+def prepared_inputs(model: Any, input_ids: Tensor, **kwargs: Any) -> dict[str, Any]:
+    """The inputs of a call of `generate`, with a StateCache under the name that the model has for caches. That the
+    others are called kwargs tells `generate` to look at the forward for names of arguments."""
+    if has_states(kwargs.get("past_key_values")):
+        kwargs[own_cache_name(type(model))] = kwargs.pop("past_key_values")
+    return type(model).prepare_inputs_for_generation(model, input_ids, **kwargs)
+
+
+def prepared_cache(model: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **more: Any) -> Any:
+    """Let `generate` know a StateCache as the user's cache, under whatever name the model has for caches."""
+    kept, name = model_kwargs.get("past_key_values"), own_cache_name(type(model))
+    if has_states(kept):
+        model_kwargs[name] = kept
+    result = type(model)._prepare_cache_for_generation(model, generation_config, model_kwargs, *args, **more)
+    if has_states(kept) and name != "past_key_values":
+        del model_kwargs[name]
+    return result
+
+
+def candidate_generator(model: Any, **given: Any) -> Any:
+    """Where candidates of assisted generation come from, as many as the cache can take back."""
+    kept = given["model_kwargs"].get("past_key_values")
+    drafts = kept.format.drafts if has_states(kept) else 0
+    if not drafts:
+        words = "cannot take tokens back that its recurrent layers have had"
+        raise ValueError(f"assisted generation needs past_key_values=StateCache(model, drafts=...): this cache {words}")
+    check_source(drafts, model, given["generation_config"], given.get("assistant_model"))
+    kept.expect(given["input_ids"].shape[1])
+    return at_most(drafts, type(model)._get_candidate_generator(model, **given))
+
+
+def compiled_call(model: Any, compile_config: Any) -> Callable[..., Any]:
+    """What `generate` decodes with over a static cache: for a StateCache the model itself, which runs a CUDA graph,
+    unless the user says how to compile it."""
+    stock = type(model).get_compiled_call
+    if compile_config is not None:
+        return stock(model, compile_config)
+
+    def call(**given: Any) -> Any:
+        kept = given.get("past_key_values", given.get("cache_params"))
+        return (model if has_states(kept) else stock(model, None))(**given)
+
+    return call
+
+
+METHODS: dict[str, Callable[..., Any]] = {  # of an enabled model, in the place of its class's
+    "prepare_inputs_for_generation": prepared_inputs,
+    "_prepare_cache_for_generation": prepared_cache,
+    "_get_candidate_generator": candidate_generator,
+    "get_compiled_call": compiled_call,
+}

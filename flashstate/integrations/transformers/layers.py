@@ -1,0 +1,94 @@
+"""The layers of a StateCache: recurrent ones, whose states are in its stores, and those of Transformers for attention."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from functools import cache
+from typing import Any, NoReturn
+
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.cache_utils import (
+    DYNAMIC_LAYER_TYPE_MAPPING,
+    STATIC_LAYER_TYPE_MAPPING,
+    Cache,
+    LinearAttentionCacheLayerMixin,
+    StaticLayer,
+    get_layer_types_and_kwargs,
+)
+
+ATTENTION_OF = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}  # of layers that have a state too
+
+
+class StateLayer(LinearAttentionCacheLayerMixin):
+    """A recurrent layer of a StateCache, which itself moves, resets and takes back the states of all of them."""
+
+    is_croppable = True
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise RuntimeError("a StateCache is for a model that runs on flashstate, but this model was disabled")
+
+    update_conv_state = update_recurrent_state = lazy_initialization
+
+    def offload(self) -> NoReturn:
+        raise NotImplementedError("a StateCache is not offloaded")
+
+    prefetch = offload
+
+    def reset(self) -> None:
+        self.has_previous_state[0] = False
+
+    def reorder_cache(self, beam_idx: Tensor) -> None: ...
+
+    def crop(self, tokens_to_remove: int) -> None: ...
+
+    def batch_repeat_interleave(self, repeats: int) -> None: ...
+
+    def batch_select_indices(self, indices: Tensor) -> None: ...
+
+
+class CroppedStaticLayer(StaticLayer):
+    """A static layer of attention that takes tokens back: what is behind its length is overwritten."""
+
+    is_croppable = True
+
+    def crop(self, tokens_to_remove: int) -> None:
+        self.cumulative_length.sub_(abs(tokens_to_remove))
+
+
+def cache_layers(config: PreTrainedConfig, recurrent: Container[int], max_cache_len: int | None) -> list[Any]:
+    """One layer of a cache for every layer of a model; static ones for attention where there is a longest length."""
+    types, options = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
+    layers = []
+    for i, (kind, given) in enumerate(zip(types, options, strict=True)):
+        if i in recurrent and kind not in ATTENTION_OF:
+            layers.append(StateLayer())
+            continue
+        given = {name: value for name, value in given.items() if name != "number_of_states"}
+        if max_cache_len is not None:
+            given["max_cache_len"] = max_cache_len
+        attention = attention_class(ATTENTION_OF.get(kind, kind), max_cache_len is not None)
+        layers.append((with_state(attention) if i in recurrent else attention)(**given))
+    return layers
+
+
+def attention_class(kind: str, static: bool) -> type:
+    """The layer of Transformers for a type of attention, one that takes tokens back where there is one."""
+    found = (STATIC_LAYER_TYPE_MAPPING if static else DYNAMIC_LAYER_TYPE_MAPPING)[kind]
+    return CroppedStaticLayer if found is StaticLayer else found
+
+
+@cache
+def with_state(attention: type) -> type:
+    """The class of layers that have both a recurrence and this kind of attention."""
+
+    def __init__(self: Any, **given: Any) -> None:
+        attention.__init__(self, **given)
+        StateLayer.__init__(self)
+
+    return type(f"StateAnd{attention.__name__}", (attention, StateLayer), {"__init__": __init__})
+
+
+def has_states(kept: Any) -> bool:
+    """Whether a cache is a StateCache."""
+    return isinstance(kept, Cache) and any(isinstance(layer, StateLayer) for layer in kept.layers)

@@ -1,0 +1,218 @@
+"""Store: what the recurrent layers of a model keep on one device, for every row of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from flashstate.integrations.transformers.families import Found
+from flashstate.integrations.transformers.memory import Memory, Sizes
+from flashstate.integrations.transformers.mixers.parameters import decay, derived
+from flashstate.ops.mamba2_fold import mamba2_fold
+from flashstate.pool.pool import StatePool
+from flashstate.state.ring import Plan
+from flashstate.state.slots import Slots
+from flashstate.state.state import State
+
+KEPT_AFTER_PROMPT = (0, 1)  # no token that windows could take back, and the first slot of a row
+
+
+class Format(NamedTuple):
+    """How states are stored, and how many tokens can be taken back."""
+
+    dtype: torch.dtype
+    rounding: str
+    rounds: int
+    replay: int  # the window of rings; 0: none
+    drafts: int
+
+
+class Where(NamedTuple):
+    """Which windows and states the rows of a batch have in a call of so many tokens."""
+
+    windows: Slots
+    states: Slots
+    kept: Tensor  # (2, 1), what `accepted` is after the call, as long as nothing is taken back
+
+
+class Store:
+    """The windows and states of layers on one device, with room for so many rows; row b of a batch is row b here.
+
+    With drafts a row has one slot more than drafts for its states, one for each token of a call, and a window that
+    holds the tokens of a call beside those before it. Which of them a row continues from, `accepted` says: (2, rows),
+    tokens of the call before that its window keeps, and from 1 on the slot of its state. With replay the ring of a
+    row takes tokens back, so one slot is enough.
+    """
+
+    def __init__(self, found: Mapping[int, Found], format: Format, rows: int, seeds: Sequence[int]) -> None:
+        sizes = sizes_of(found)
+        self.found, self.format, self.rows, self.seeds = found, format, rows, seeds
+        self.numbers = {layer: i for i, layer in enumerate(found)}
+        weight = next(convolution(each.mixer).weight for each in found.values())
+        self.device, self.history = weight.device, sizes.width - 1
+        rolls = format.drafts > 0
+        self.columns = 1 + format.drafts if sizes.state is not None and not format.replay else 1
+        shape = len(found), rows, self.history + (format.drafts + 1 if rolls else 0), sizes.channels
+        with torch.inference_mode(False):  # else only inference mode could write them again
+            self.windows = torch.zeros(shape, dtype=weight.dtype, device=self.device)  # channels side by side
+            self.window_pool = StatePool.wrap([State(window[:, None]) for window in self.windows])
+            self.pool = None if sizes.state is None else self._pool(sizes, sizes.state, weight.dtype)
+            self.table = torch.arange(rows * self.columns, dtype=torch.int32, device=self.device).view(rows, -1)
+            self.row_numbers = torch.arange(rows, dtype=torch.int32, device=self.device)
+            self.accepted = torch.zeros(2, rows, dtype=torch.int32, device=self.device)
+            self.seen = torch.zeros((), dtype=torch.int64, device=self.device)
+        self._where: dict[tuple[int, int, int], Where] = {}
+        self._memory: dict[tuple[int, int, int, int], Memory] = {}
+        self.reset()
+
+    def _pool(self, sizes: Sizes, state: tuple[int, int, int], dtype: torch.dtype) -> StatePool:
+        """A pool of the states of any recurrence, all of its slots held; with replay, rings for tokens of a call."""
+        heads, rows, cols = state
+        rings = {"window": self.format.replay, "tokens": self.format.drafts + 1, "groups": sizes.groups}
+        pool = StatePool.mamba2(
+            slots=self.rows * self.columns, layers=len(self.found), heads=heads, rows=rows, cols=cols,
+            dtype=self.format.dtype, rounding=self.format.rounding, rounds=self.format.rounds, device=self.device,
+            seed=self.seeds[0], ring_dtype=dtype, **(rings if self.format.replay else {}),
+        )  # fmt: skip
+        pool.acquire(pool.slots)
+        return pool
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of windows, states and rings."""
+        own = self.windows.numel() * self.windows.element_size()
+        return own if self.pool is None else own + self.pool.slots * self.pool.bytes_per_slot
+
+    def reset(self) -> None:
+        """Make every row as it was at first: nothing before its next token, and the seeds it began with."""
+        self.windows.zero_()
+        if self.pool is not None:
+            self.pool.reset(range(self.pool.slots), [seed for seed in self.seeds for _ in range(self.columns)])
+        self.keep(self.rows, KEPT_AFTER_PROMPT)
+        self.seen.zero_()
+
+    def keep(self, batch: int, kept: Tensor | tuple[int, int]) -> None:
+        """Set what the first rows continue from."""
+        if not isinstance(kept, Tensor):
+            kept = torch.tensor(kept, dtype=torch.int32, device=self.device)[:, None]
+        self.accepted[:, :batch] = kept
+
+    def where(self, batch: int, tokens: int, first: int = 0) -> Where:
+        """Where a call of so many rows and tokens finds things; states after its tokens go to slots from `first` on."""
+        key = batch, tokens, first
+        if key not in self._where:
+            rows = Slots(self.row_numbers[:batch])
+            windows = states = rows
+            if self.format.drafts:
+                windows = replace(rows, accepted=self.accepted[0, :batch])
+            if self.columns > 1:
+                table = self.table[:batch]
+                states = Slots(table, accepted=self.accepted[1, :batch], write=table[:, first : first + tokens])
+            kept = torch.tensor([[tokens], [first + tokens]], dtype=torch.int32, device=self.device)
+            self._where[key] = Where(windows, states, kept)
+        return self._where[key]
+
+    def memory(self, layer: int, batch: int, tokens: int, first: int, plan: Plan | None) -> Memory:
+        """What the mixer of a layer gets in a call that steps the rows."""
+        key = layer, batch, tokens, first
+        if key not in self._memory:
+            i, where = self.numbers[layer], self.where(batch, tokens, first)
+            history = self.history if self.format.drafts else None
+            state = None if self.pool is None else self.pool.layer(i)
+            ring = None if not self.format.replay or self.pool is None else self.pool.ring(i)
+            self._memory[key] = Memory(self.windows[i].mT, where.windows, history, state, where.states, ring)
+        memory = self._memory[key]
+        return memory if plan is None else replace(memory, plan=plan)
+
+    def plan(self, batch: int, tokens: int) -> Plan | None:
+        """What rings do in a step; None where there are none."""
+        if not self.format.replay or self.pool is None:
+            return None
+        return self.pool.plan(self.where(batch, tokens).states, tokens)
+
+    def finish(self, batch: int, tokens: int, first: int, plan: Plan | None) -> None:
+        """What follows a step of all layers; the plan of rings that can take tokens back is still to be settled."""
+        where = self.where(batch, tokens, first)
+        if self.pool is not None:
+            self.pool.advance(where.states)
+        if self.format.drafts:
+            self.keep(batch, where.kept)
+        elif plan is not None and self.pool is not None:
+            self.pool.commit(plan)
+
+    def settle(self, plan: Plan) -> None:
+        """Keep in rings the tokens of a step that were not taken back."""
+        assert self.pool is not None
+        self.pool.commit(plan, self.accepted[0, : plan.batch])
+
+    def take_back(self, batch: int, tokens: int) -> None:
+        """Let the first rows continue from where they were so many tokens before, all of the last call."""
+        self.accepted[:, :batch] -= tokens
+
+    def fold(self, batch: int) -> None:
+        """Make the states of rows those after all of their tokens, with empty rings."""
+        if not self.format.replay or self.pool is None:
+            return
+        rows = self.row_numbers[:batch]
+        for layer, i in self.numbers.items():
+            mixer = self.found[layer].mixer
+            mamba2_fold(self.pool.layer(i), self.pool.ring(i), derived(mixer, decay, mixer.A_log), slots=rows)
+        self.pool.folded(rows)
+
+    def before(self, layer: int, batch: int) -> tuple[Tensor, Tensor | None]:
+        """The last inputs of a layer's convolution, (batch, channels, K - 1), and its states in float32."""
+        i = self.numbers[layer]
+        entries = self.accepted[0, :batch, None].long() + torch.arange(self.history, device=self.device)
+        window = self.windows[i, :batch].gather(1, entries[..., None].expand(-1, -1, self.windows.shape[-1]))
+        return window.mT, None if self.pool is None else self.pool.read(i, self._slots(batch))
+
+    def take_over(self, layer: int, window: Tensor, state: Tensor | None) -> None:
+        """Store what a prompt left: last inputs (batch, channels, K - 1) and states of ops' axes, rounded once."""
+        i, batch = self.numbers[layer], len(window)
+        self.windows[i, :batch, : self.history] = window.mT
+        if self.pool is not None and state is not None:
+            self.pool.write(i, self.table[:batch, 0].contiguous(), state)
+
+    def rearrange(self, rows: Tensor) -> None:
+        """Make row i of the batch a copy of row rows[i], with a seed of its own."""
+        rows = rows.to(self.device)
+        self.window_pool.copy(rows.int(), self.row_numbers[: len(rows)])
+        if self.pool is not None:
+            self.pool.copy(self._slots(self.rows)[rows], self.table[: len(rows), 0].contiguous())
+        self.accepted[0, : len(rows)] = self.accepted[0, rows]
+        self.accepted[1, : len(rows)] = KEPT_AFTER_PROMPT[1]
+
+    def grown(self, rows: int, seeds: Sequence[int]) -> Store:
+        """A store for more rows, the first of them those of this one."""
+        new = Store(self.found, self.format, rows, seeds)
+        new.window_pool.load(self.row_numbers, self.window_pool.export(self.row_numbers))
+        if new.pool is not None and self.pool is not None:
+            new.pool.load(self.table.flatten(), self.pool.export(self.table.flatten()))
+        new.accepted[:, : self.rows] = self.accepted
+        new.seen.copy_(self.seen)
+        return new
+
+    def _slots(self, batch: int) -> Tensor:
+        """The slot that each of the first rows continues from."""
+        if self.columns == 1:
+            return self.table[:batch, 0].contiguous()
+        return self.table[:batch].gather(1, self.accepted[1, :batch, None].long() - 1)[:, 0]
+
+
+def convolution(mixer: nn.Module) -> nn.Conv1d:
+    """The one convolution that every mixer has."""
+    return next(module for module in mixer.modules() if isinstance(module, nn.Conv1d))
+
+
+def sizes_of(found: Mapping[int, Found]) -> Sizes:
+    """What every one of these layers keeps; ValueError where they differ."""
+    every = {layer: each.kind.sizes(each.mixer) for layer, each in found.items()}
+    first = next(iter(every))
+    for layer, sizes in every.items():
+        if sizes != every[first]:
+            raise ValueError(f"layers must keep the same, but layer {layer} keeps {sizes}, layer {first} {every[first]}")
+    return every[first]
