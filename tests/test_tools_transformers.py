@@ -22,9 +22,19 @@ from tools.transformers_rows import (
     read_speed,
     speed_table,
 )
-from tools.transformers_speed import chosen, main
-from tools.transformers_timing import EDITED, GROUPS, Measured, Share, edited, group_of, random_tokens, shares_of
-from tools.transformers_ways import WAYS, Chosen, Clock
+from tools.transformers_speed import applies, chosen, main
+from tools.transformers_timing import (
+    EDITED,
+    GROUPS,
+    Measured,
+    Share,
+    edited,
+    group_of,
+    random_tokens,
+    shares_of,
+    warming,
+)
+from tools.transformers_ways import WAYS, Chosen, Clock, Prompt
 
 CPU = torch.device("cpu")
 PLACE = SpeedRow("mamba2", "float32", 4, 2048, 0)
@@ -64,9 +74,11 @@ def test_rows_are_added_to_a_file_in_place_of_their_like(tmp_path: Path) -> None
     first, other = measured_row(PLACE, measured(), 1.0, MACHINE), SpeedRow("mamba2", "stock", 4, 32, 0, "out of memory")
     add_rows(path, [first], {"commit": "a", "GPU": "x"})
     add_rows(path, [other], {"commit": "b", "GPU": "x"})
+    assert read_speed(path)[1] == [first, other]
     add_rows(path, [SpeedRow(*first.key, 32, 0, "out of memory")], {"commit": "b"})
     provenance, rows = read_speed(path)
     assert provenance == {"commit": "a; b", "GPU": "x"}
+    assert rows[1] == other
     assert [(row.way, row.prompt, row.note) for row in rows] == [
         ("float32", 32, "out of memory"), ("stock", 32, "out of memory"),
     ]  # fmt: skip
@@ -124,6 +136,18 @@ def test_kernels_are_grouped_by_their_names() -> None:
     shares = shares_of([("mamba2_step_kernel", 1000.0), ("gemm", 5000.0), ("gemm", 1000.0)], steps=2)
     assert shares == [Share("matrix products", 3.0, 1.0), Share("recurrence", 0.5, 0.5)]
     assert "| no kernel | 0.500 | 12% | 0 |" in profile_table(4.0, shares)
+
+
+def test_drafts_are_for_one_row_and_replay_for_mamba2() -> None:
+    assert applies("drafts", "mamba2", 1)
+    assert not applies("drafts", "mamba2", 16)
+    assert applies("int8 replay", "nemotron_h", 16)
+    assert not applies("int8 replay", "qwen3_next", 1)
+
+
+def test_long_prompts_are_warmed_up_with_by_their_beginning() -> None:
+    assert warming(Prompt(torch.zeros(16, 2048), 256)).ids.shape == (16, 2048)
+    assert warming(Prompt(torch.zeros(64, 2048), 256)).ids.shape == (64, 256)
 
 
 def test_unknown_names_are_refused() -> None:

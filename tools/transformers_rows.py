@@ -32,10 +32,10 @@ class SpeedRow:
     spread: float | None = None
     tokens_per_second: float | None = None  # of all rows
     tokens_per_step: float | None = None  # of a row: more than one where drafts were right
-    state_bytes: float | None = None  # of a row, recurrent
-    attention_bytes: float | None = None  # of a row
+    state_bytes: int | None = None  # of a row, recurrent
+    attention_bytes: int | None = None  # of a row
     roof_ms: float | None = None  # what reading weights and reading and writing states takes at the speed of a copy
-    fits: float | None = None  # rows that fit in memory beside the weights
+    fits: int | None = None  # rows that fit in memory beside the weights
 
     @property
     def key(self) -> tuple[str, str, int]:

@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,9 +57,10 @@ def main(argv: list[str] | None = None) -> None:
     for name in chosen(options.model, MODELS, "model"):
         timed = Timed.prepare(name, device, options)
         for batch in map(int, options.batches.split(",")):
-            for way in ways:
+            for way in (way for way in ways if applies(way, name, batch)):
                 timed.show_profile(way, batch) if options.profile else timed.add_row(way, batch)
-        print(speed_table(timed.rows), flush=True)
+        if timed.rows:
+            say(speed_table(timed.rows))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -88,6 +90,12 @@ def chosen(text: str, known: Mapping[str, object], what: str) -> list[str]:
     return found
 
 
+def applies(way: str, model: str, batch: int) -> bool:
+    """Whether there is such a way: drafts are for batch 1, and replay is for Mamba-2."""
+    replays = WAYS[way].written < 1
+    return (not WAYS[way].drafts or batch == 1) and (not replays or MODELS[model].package == "mamba_ssm")
+
+
 @dataclass
 class Timed:
     """A model that is timed, and its rows so far."""
@@ -98,29 +106,31 @@ class Timed:
     options: argparse.Namespace
     bytes_per_second: float
     provenance: dict[str, str]
-    gate: Gate
     refused: dict[str, str] = field(default_factory=dict)  # ways that are wrong or fail, and why
     right: set[str] = field(default_factory=set)
     rows: list[SpeedRow] = field(default_factory=list)
 
     @classmethod
     def prepare(cls, name: str, device: torch.device, options: argparse.Namespace) -> Timed:
-        """Make a model and what its ways are checked by."""
+        """Make a model, and measure the speed of the memory."""
         start = time.perf_counter()
         speed = copy_speed(device)
         free()
         model = make_model(name, device, options.tiny)
         size = weight_bytes(model) / 2**30
         say(f"{name}: {size:.3g} GiB of weights after {seconds_since(start)}; a copy moves {speed / 1e9:,.0f} GB/s")
-        gate = Gate(model, device)
-        say(f"{name}: references after {seconds_since(start)}")
         provenance = {
             **provenance_of(device, options.commit), "transformers": version("transformers"),
             f"{name} is": MODELS[name].title, "copy": f"{speed / 1e9:.0f} GB/s",
         }  # fmt: skip
         if kernels := kernels_of(name):
             provenance[kernels] = str(getattr(__import__(kernels), "__version__", "unknown version"))
-        return cls(name, model, device, options, speed, provenance, gate)
+        return cls(name, model, device, options, speed, provenance)
+
+    @cached_property
+    def gate(self) -> Gate:
+        """What ways are checked by."""
+        return Gate(self.model, self.device)
 
     def label(self, way: str) -> str:
         """A way, with the package whose kernels Transformers has for it."""
@@ -137,8 +147,6 @@ class Timed:
     def first_that_fits(self, way: str, batch: int) -> SpeedRow:
         """The row of the longest prompt that the memory is enough for, or one that says why there is none."""
         place = SpeedRow(self.name, self.label(way), batch, self.options.prompt, 0)
-        if WAYS[way].drafts and batch > 1:
-            return replace(place, note="drafts are for batch 1")
         for length, chunk in self.prompts():
             place = replace(place, prompt=length, chunk=chunk)
             try:
