@@ -91,7 +91,7 @@ class StateCache(Cache):
         self.store_of: dict[int, Store] = {}
         self.batch: int | None = None  # rows that there is something of
         self.call: Call | None = None  # that is under way
-        self.latest: Call | None = None
+        self.latest = Call(0, 0, 0)
         self.sure: int | None = None  # tokens of the next call that are not candidates
         self.croppable = 0  # tokens of the last call that can still be taken back
         self.unsettled: Call | None = None  # whose tokens rings do not have yet
@@ -206,7 +206,9 @@ class StateCache(Cache):
     def expect(self, sure: int) -> None:
         """Announce that the next call, the first, has so many tokens of a prompt, and candidates behind them."""
         if self.batch is not None:
-            raise ValueError("assisted generation begins with an empty cache, but this one has tokens; reset() it first")
+            raise ValueError(
+                "assisted generation begins with an empty cache, but this one has tokens; reset() it first"
+            )
         self.sure = sure
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -308,4 +310,6 @@ def check_replays(found: dict[int, Found], replay: int, drafts: int) -> None:
     if others:
         raise ValueError(f"replay is for mixers of Mamba-2, but this model has {', '.join(sorted(others))}")
     if replay < drafts + 1:
-        raise ValueError(f"replay must be {drafts + 1} or more, the tokens of a call with drafts={drafts}, got {replay}")
+        raise ValueError(
+            f"replay must be {drafts + 1} or more, the tokens of a call with drafts={drafts}, got {replay}"
+        )

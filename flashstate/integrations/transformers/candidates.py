@@ -15,11 +15,15 @@ def check_source(drafts: int, model: Any, generation_config: Any, assistant_mode
         raise ValueError("assistant_early_exit takes tokens of several calls back, which a StateCache cannot")
     if assistant_model is not None and recurrent_layers(assistant_model):
         name = type(assistant_model).__name__
-        raise ValueError(f"assistant_model has recurrent layers, which cannot take tokens of several calls back: {name}")
+        raise ValueError(
+            f"assistant_model has recurrent layers, which cannot take tokens of several calls back: {name}"
+        )
     if generation_config.use_mtp:
         layers = getattr(model.config.get_text_config(), "num_mtp_layers", None) or 0
         if layers > drafts:
-            raise ValueError(f"use_mtp has a candidate from each of {layers} layers: drafts must be as many, got {drafts}")
+            raise ValueError(
+                f"use_mtp has a candidate from each of {layers} layers: drafts must be as many, got {drafts}"
+            )
 
 
 def at_most(drafts: int, generator: Any) -> Any:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
 
 from flashstate.integrations.transformers.candidates import at_most, check_source
 from flashstate.integrations.transformers.families import found_as, mixers_of
@@ -36,7 +35,8 @@ def enable(model: PreTrainedModel) -> PreTrainedModel:
         check_not_replaced(each.mixer)
     for each in found.values():
         set_forward(each.mixer, mixer_forward)
-    set_forward(model, model_forward(type(model)))
+    cls: Any = type(model)
+    set_forward(model, model_forward(cls))
     model._is_stateful = False  # which would refuse drafts; `candidate_generator` refuses those of other caches
     for name, method in METHODS.items():
         setattr(model, name, MethodType(method, model))
@@ -76,7 +76,7 @@ def set_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
     setattr(module, forward_name(module), MethodType(forward, module))
 
 
-def unset_forward(module: nn.Module) -> None:
+def unset_forward(module: Any) -> None:
     """Give a module the forward of its class again."""
     if forward_name(module) == "forward":
         del module.forward
@@ -88,8 +88,9 @@ def mixer_forward(mixer: Any, hidden_states: Tensor, *args: Any, **given: Any) -
     """The forward of an enabled mixer: on flashstate where there is a cache to decode with."""
     found = found_as(mixer)
     given |= dict(zip((found.cache_name, "attention_mask"), args, strict=False))
-    kept, mask = given.pop(found.cache_name, None), given.pop("attention_mask", None)
-    layer = None if kept is None else kept.layers[mixer.layer_idx]
+    kept: Any = given.pop(found.cache_name, None)
+    layer: Any = None if kept is None else kept.layers[mixer.layer_idx]
+    mask = given.pop("attention_mask", None)
     on_flashstate = isinstance(layer, StateLayer) or (layer is not None and decodes(layer, hidden_states))
     if not on_flashstate:
         return type(mixer).forward(mixer, hidden_states, **{found.cache_name: kept, "attention_mask": mask}, **given)
@@ -107,13 +108,14 @@ def decodes(layer: Any, hidden_states: Tensor) -> bool:
     return hidden_states.shape[1] == 1 and layer.has_previous_state[0] and not layer.record_past
 
 
-def own_cache_name(cls: type) -> str:
+@cache
+def own_cache_name(cls: Any) -> str:
     """The argument of the forward of a model's class that is the cache: models of Mamba alone have another."""
     return "past_key_values" if "past_key_values" in inspect.signature(cls.forward).parameters else "cache_params"
 
 
 @cache
-def model_forward(cls: type) -> Callable[..., Any]:
+def model_forward(cls: Any) -> Callable[..., Any]:
     """The forward of an enabled model of this class: as it was, but that a step on a StateCache may be a CUDA graph,
     and that every model takes the cache as past_key_values, and returns it so."""
     stock, name = cls.forward, own_cache_name(cls)
@@ -122,7 +124,7 @@ def model_forward(cls: type) -> Callable[..., Any]:
     def forward(self: Any, *args: Any, **given: Any) -> Any:
         if name != "past_key_values" and given.get("past_key_values") is not None:
             given[name] = given.pop("past_key_values")
-        kept = given.get(name)
+        kept: Any = given.get(name)
         if not has_states(kept):
             return stock(self, *args, **given)
         graphed = not args and not torch.compiler.is_compiling() and kept.graphs.can_run(given)
@@ -134,7 +136,7 @@ def model_forward(cls: type) -> Callable[..., Any]:
     if name != "past_key_values":
         *named, others = inspect.signature(stock).parameters.values()
         kept = inspect.Parameter("past_key_values", inspect.Parameter.KEYWORD_ONLY, default=None)
-        forward.__signature__ = inspect.Signature([*named, kept, others])
+        forward.__dict__["__signature__"] = inspect.Signature([*named, kept, others])
     return forward
 
 

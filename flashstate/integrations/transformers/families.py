@@ -12,6 +12,9 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from flashstate.integrations.transformers.mixers import KINDS
+from flashstate.integrations.transformers.mixers.kind import Kind
+
 OLDEST, NEWEST = (5, 21), (5, 23)  # versions of transformers
 INSTALL = "pip install 'flashstate[transformers]'"
 
@@ -90,10 +93,25 @@ KNOWN: dict[str, tuple[str, ...]] = {
 
 
 class Found(NamedTuple):
-    """A mixer in a model, and its kind, as MIXERS names it."""
+    """A mixer in a model, and the name of its kind."""
 
-    kind: str
-    mixer: nn.Module
+    name: str
+    mixer: Any
+
+    @property
+    def kind(self) -> Kind:
+        """How it is run."""
+        return KINDS[self.name]
+
+    @property
+    def cache_name(self) -> str:
+        """The argument of its forward that is the cache."""
+        return "past_key_values" if self.name == "short_conv" else "cache_params"
+
+
+def found_as(mixer: nn.Module) -> Found:
+    """What a mixer of a known class is found as."""
+    return Found(MIXERS[type(mixer).__name__][1], mixer)
 
 
 def installed() -> str:
@@ -125,7 +143,7 @@ def mixers_of(model: nn.Module) -> dict[int, Found]:
         if layer in found:
             raise ValueError(f"{type(model).__name__} has two mixers of layer {layer}; a cache has one state for each")
         check_forward(mixer)
-        found[layer] = Found(MIXERS[type(mixer).__name__][1], mixer)
+        found[layer] = found_as(mixer)
     unknown = recurrent_layers(model) - set(found)
     if unknown or not found:
         layers = f"layers {', '.join(map(str, sorted(unknown)))} of" if unknown else "any recurrent layer in"

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 if TYPE_CHECKING:
-    from flashstate.integrations.transformers.cache import Call, StateCache
+    from flashstate.integrations.transformers.cache import StateCache
 
 UNGRAPHED = ("output_hidden_states", "output_attentions", "labels")  # arguments whose results outlive a step
 
@@ -55,16 +55,14 @@ class Graphs:
 class Graph:
     """One captured call, the tensors it reads its inputs from, and its outputs."""
 
-    def __init__(
-        self, graphs: Graphs, model: Any, forward: Callable[..., Any], leaves: list[Any], tree: Any
-    ) -> None:
+    def __init__(self, graphs: Graphs, model: Any, forward: Callable[..., Any], leaves: list[Any], tree: Any) -> None:
         self.cache = graphs.cache
         self.inputs = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, pool=graphs.pool):
             self.outputs = forward(model, **pytree.tree_unflatten(self.inputs, tree))
         graphs.pool = graphs.pool or self.graph.pool()
-        self.call: Call = self.cache.latest
+        self.call = self.cache.latest
 
     def replay(self, leaves: list[Any]) -> Any:
         """Run it on other inputs of the same shapes."""

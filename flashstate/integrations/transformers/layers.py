@@ -1,4 +1,4 @@
-"""The layers of a StateCache: recurrent ones, whose states are in its stores, and those of Transformers for attention."""
+"""The layers of a StateCache: recurrent ones, whose states are in its stores, and Transformers' own for attention."""
 
 from __future__ import annotations
 
@@ -72,21 +72,21 @@ def cache_layers(config: PreTrainedConfig, recurrent: Container[int], max_cache_
     return layers
 
 
-def attention_class(kind: str, static: bool) -> type:
+def attention_class(kind: str, static: bool) -> Any:
     """The layer of Transformers for a type of attention, one that takes tokens back where there is one."""
     found = (STATIC_LAYER_TYPE_MAPPING if static else DYNAMIC_LAYER_TYPE_MAPPING)[kind]
     return CroppedStaticLayer if found is StaticLayer else found
 
 
 @cache
-def with_state(attention: type) -> type:
+def with_state(attention: Any) -> Any:
     """The class of layers that have both a recurrence and this kind of attention."""
 
-    def __init__(self: Any, **given: Any) -> None:
-        attention.__init__(self, **given)
-        StateLayer.__init__(self)
+    def initialise(self: Any, **given: Any) -> None:
+        for base in (attention, StateLayer):
+            base.__init__(self, **(given if base is attention else {}))
 
-    return type(f"StateAnd{attention.__name__}", (attention, StateLayer), {"__init__": __init__})
+    return type(f"StateAnd{attention.__name__}", (attention, StateLayer), {"__init__": initialise})
 
 
 def has_states(kept: Any) -> bool:

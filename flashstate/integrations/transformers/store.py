@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -72,7 +72,7 @@ class Store:
     def _pool(self, sizes: Sizes, state: tuple[int, int, int], dtype: torch.dtype) -> StatePool:
         """A pool of the states of any recurrence, all of its slots held; with replay, rings for tokens of a call."""
         heads, rows, cols = state
-        rings = {"window": self.format.replay, "tokens": self.format.drafts + 1, "groups": sizes.groups}
+        rings: dict[str, Any] = {"window": self.format.replay, "tokens": self.format.drafts + 1, "groups": sizes.groups}
         pool = StatePool.mamba2(
             slots=self.rows * self.columns, layers=len(self.found), heads=heads, rows=rows, cols=cols,
             dtype=self.format.dtype, rounding=self.format.rounding, rounds=self.format.rounds, device=self.device,
@@ -214,5 +214,7 @@ def sizes_of(found: Mapping[int, Found]) -> Sizes:
     first = next(iter(every))
     for layer, sizes in every.items():
         if sizes != every[first]:
-            raise ValueError(f"layers must keep the same, but layer {layer} keeps {sizes}, layer {first} {every[first]}")
+            raise ValueError(
+                f"layers must keep the same, but layer {layer} keeps {sizes}, layer {first} {every[first]}"
+            )
     return every[first]

@@ -54,7 +54,8 @@ class Delta:
         qkv = memory.convolve(qkv, mixer.conv1d.weight, mixer.conv1d.bias, "silu")
         q, k, v = qkv.split([keys, keys, heads * rows], dim=-1)
         o = memory.correct(
-            q.unflatten(-1, (-1, columns)), k.unflatten(-1, (-1, columns)), v.unflatten(-1, (heads, rows)), a, b, **gates
+            q.unflatten(-1, (-1, columns)), k.unflatten(-1, (-1, columns)), v.unflatten(-1, (heads, rows)), a, b,
+            **gates,
         )  # fmt: skip
         norm = one_of(mixer, "norm", "o_norm")
         o = rms_norm(o, (rows,), norm.weight, norm.variance_epsilon).view(z.shape) * self.gate(z)
