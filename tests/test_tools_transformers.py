@@ -171,15 +171,27 @@ def test_the_picture_has_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> N
     assert [len(panel.get_lines()) for panel in below] == [3] * len(MODELS)  # and the roof
 
 
-def test_tiny_models_are_timed_as_transformers_has_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tiny_models_are_timed_stock_and_on_flashstate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "speed.csv"
-    common = ["--tiny", "--device", "cpu", "--csv", str(path), "--model", "mamba2", "--batches", "2", "--prompt", "12"]
-    main([*common, "--ways", "stock", "--stock-tokens", "5"])
+    model = ["--tiny", "--device", "cpu", "--csv", str(path), "--model", "mamba2", "--batches", "1", "--prompt", "12"]
+    common = [*model, "--references", str(tmp_path), "--tokens", "9", "--stock-tokens", "5"]
+    main([*common, "--ways", "stock,float32,drafts"])
     provenance, rows = read_speed(path)
     assert provenance["mamba2 is"] == MODELS["mamba2"].title
-    assert [(row.way, row.batch, row.prompt, row.note) for row in rows] == [("stock", 2, 12, "")]
-    assert rows[0].ms_per_token > 0
-    assert rows[0].fits > 0
+    assert [(row.way, row.batch, row.prompt, row.note) for row in rows] == [
+        ("stock", 1, 12, ""), ("float32", 1, 12, ""), ("drafts", 1, 12, ""),
+    ]  # fmt: skip
+    assert [row.tokens_per_step > 1 for row in rows] == [False, False, True]
+    assert kernels_of("mamba2") == ""
     main([*common, "--ways", "stock", "--profile"])
     assert "| a step |" in capsys.readouterr().out
-    assert kernels_of("mamba2") == ""
+
+
+def test_a_way_that_is_wrong_is_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "speed.csv"
+    monkeypatch.setattr("tools.transformers_timing.SLACK", 0.0)
+    model = ["--tiny", "--device", "cpu", "--csv", str(path), "--model", "mamba2", "--batches", "1", "--prompt", "12"]
+    main([*model, "--ways", "stock"])
+    _, (row,) = read_speed(path)
+    assert row.ms_per_token is None
+    assert row.note.startswith("ValueError: logits are off by")

@@ -73,6 +73,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--prompt", type=int, metavar="TOKENS", default=2048, help="(default: %(default)s)")
     made.add_argument("--tokens", type=int, metavar="N", default=81, help="to generate (default: %(default)s)")
     made.add_argument("--stock-tokens", type=int, metavar="N", default=33, help="without flashstate (%(default)s)")
+    made.add_argument("--references", type=Path, metavar="FOLDER", help="keep there what ways are checked by")
     made.add_argument("--profile", action="store_true", help="show where the time goes instead")
     made.add_argument("--tiny", action="store_true", help="tiny models of the same families, to try this program")
     made.add_argument("--device", metavar="DEVICE", help="cpu, cuda or cuda:N (default: cuda if there is one)")
@@ -130,7 +131,8 @@ class Timed:
     @cached_property
     def gate(self) -> Gate:
         """What ways are checked by."""
-        return Gate(self.model, self.device)
+        folder: Path | None = self.options.references
+        return Gate(self.model, self.device, None if folder is None else folder / f"{self.name}.pt")
 
     def label(self, way: str) -> str:
         """A way, with the package whose kernels Transformers has for it."""

@@ -9,6 +9,7 @@ import re
 import statistics
 import time
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -53,18 +54,25 @@ class Measured(NamedTuple):
 
 
 class Gate:
-    """Decides whether a way to decode a model is right: by its logits for given tokens, against float32."""
+    """Decides whether a way to decode a model is right: by its logits for given tokens, against float32.
 
-    def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
-        stock = Way()
+    kept: a file for the references, so that other processes need not make them; there they are read if it exists.
+    """
+
+    def __init__(self, model: PreTrainedModel, device: torch.device, kept: Path | None = None) -> None:
         self.ids = random_tokens(model, 2, GATE_PROMPT, device)
         self.text = edited(self.ids, GATE_TOKENS, model)
-        exact = copy.deepcopy(model).float()
+        if kept is not None and kept.exists():
+            self.exact, self.forgetting, self.noise = torch.load(kept, map_location=device)
+            return
+        exact, stock = copy.deepcopy(model).float(), Way()
         self.exact = forced_logits(exact, stock, Prompt(self.ids), self.text)
         self.forgetting = self.error(forced_logits(exact, stock, Prompt(self.ids[:, -1:]), self.text))
         del exact
         free()
         self.noise = self.error(self.logits(model, stock))
+        if kept is not None:
+            torch.save((self.exact, self.forgetting, self.noise), kept)
 
     def logits(self, model: PreTrainedModel, way: Way) -> Tensor:
         """Those of a model for the tokens of the gate, of which drafts take one row."""

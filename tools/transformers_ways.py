@@ -59,7 +59,7 @@ class Way:
             return None
         import flashstate.integrations.transformers as fs
 
-        sizes = {"max_batch": batch, "max_cache_len": tokens + self.drafts} if self.static else {}
+        sizes: dict[str, Any] = {"max_batch": batch, "max_cache_len": tokens + self.drafts} if self.static else {}
         return fs.StateCache(model, **self.cache, **sizes)
 
     @contextmanager
