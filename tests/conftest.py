@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
+from importlib import metadata
 from pathlib import Path
 
 import implementations
@@ -21,6 +22,23 @@ REASONS = {
     "interpreted": (INTERPRETING, "needs TRITON_INTERPRET=1 (make test)"),
     "compiled": (not INTERPRETING, "needs TRITON_INTERPRET unset (make test)"),
 }
+
+
+def lacks_transformers() -> str | None:
+    """Why tests with Transformers cannot be imported, if they cannot: dev has it, machines with a GPU may not."""
+    try:
+        version = metadata.version("transformers")
+    except metadata.PackageNotFoundError:
+        return "transformers is not installed"
+    old = tuple(map(int, version.split(".")[:2])) < (5, 21)
+    return f"transformers {version} is older than 5.21" if old else None
+
+
+collect_ignore_glob = ["test_transformers_*.py"] if lacks_transformers() else []
+
+
+def pytest_report_header() -> list[str]:
+    return [f"no tests with Transformers: {reason}" for reason in (lacks_transformers(),) if reason]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -87,6 +87,15 @@ assert not any(name.startswith("flashstate.kernels") for name in sys.modules)
 """)
 
 
+def test_the_import_and_the_command_line_do_not_import_transformers() -> None:
+    run_python("""
+import sys
+import flashstate, flashstate.cli
+added = [name for name in sys.modules if name.split(".")[0] == "transformers" or "integrations" in name.split(".")]
+assert not added, added
+""")
+
+
 def test_the_type_marker_is_found_in_the_package() -> None:
     assert (resources.files("flashstate") / "py.typed").is_file()
 

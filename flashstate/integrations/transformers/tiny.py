@@ -51,7 +51,10 @@ FAMILIES: dict[str, Settings] = {
         **ATTENTION, "head_dim": 8, "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 16,
         "chunk_size": 8, "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
     },
-    "falcon_h1": {**MAMBA2, "mamba_d_ssm": 64},
+    "falcon_h1": {
+        **MAMBA2, "mamba_d_ssm": 64, "ssm_in_multiplier": 1.25, "ssm_out_multiplier": 2.0,
+        "ssm_multipliers": [0.75, 1.25, 1.5, 1.25, 0.5],
+    },
     "granitemoehybrid": {**MAMBA2, **MIXED, "num_local_experts": 4, "shared_intermediate_size": 24},
     "zamba2": {
         **ATTENTION, **SHARED, "num_key_value_heads": 4, "n_mamba_heads": 4, "mamba_ngroups": 2, "mamba_d_state": 16,
