@@ -150,6 +150,24 @@ def test_long_prompts_are_warmed_up_with_by_their_beginning() -> None:
     assert warming(Prompt(torch.zeros(64, 2048), 256)).ids.shape == (64, 256)
 
 
+def test_a_prompt_that_does_not_fit_is_cut_and_then_short(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tried: list[tuple[int, int]] = []
+
+    def measure(model: object, way: object, prompt: Prompt, tokens: int) -> Measured:
+        tried.append((prompt.ids.shape[1], prompt.chunk))
+        if prompt.ids.shape[1] > 32:
+            raise torch.OutOfMemoryError
+        return measured()
+
+    monkeypatch.setattr("tools.transformers_speed.measure", measure)
+    monkeypatch.setattr("tools.transformers_speed.Timed.verdict", lambda timed, way: "")
+    path = tmp_path / "speed.csv"
+    for model in ("mamba2", "nemotron_h"):
+        main(["--tiny", "--device", "cpu", "--csv", str(path), "--model", model, "--batches", "1", "--ways", "stock"])
+    assert tried == [(2048, 0), (32, 0), (2048, 0), (2048, 256), (32, 0)]
+    assert [(row.prompt, row.chunk, row.note) for row in read_speed(path)[1]] == [(32, 0, "")] * 2
+
+
 def test_unknown_names_are_refused() -> None:
     assert chosen("stock,int8 replay", WAYS, "way") == ["stock", "int8 replay"]
     with pytest.raises(ValueError, match="there is no way 'stack'"):

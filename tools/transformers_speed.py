@@ -33,13 +33,14 @@ from tools.transformers_rows import (
     read_speed,
     speed_table,
 )
-from tools.transformers_timing import Gate, copy_speed, describe, free, measure, memory_of, profile, random_tokens
+from tools.transformers_timing import Gate, copy_speed, free, measure, memory_of, profile, random_tokens
 from tools.transformers_ways import WAYS, Prompt, Way
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 SHORT, CHUNK = 32, 256  # a prompt that fits where one does not, and the pieces that are tried before it
+OUT_OF_MEMORY = "out of memory"
 CSV = Path("results/transformers-speed.csv")
 
 
@@ -107,8 +108,7 @@ class Timed:
     options: argparse.Namespace
     bytes_per_second: float
     provenance: dict[str, str]
-    refused: dict[str, str] = field(default_factory=dict)  # ways that are wrong or fail, and why
-    right: set[str] = field(default_factory=set)
+    verdicts: dict[str, str] = field(default_factory=dict)  # why ways are wrong or fail; "": they are right
     rows: list[SpeedRow] = field(default_factory=list)
 
     @classmethod
@@ -149,18 +149,16 @@ class Timed:
     def first_that_fits(self, way: str, batch: int) -> SpeedRow:
         """The row of the longest prompt that the memory is enough for, or one that says why there is none."""
         place = SpeedRow(self.name, self.label(way), batch, self.options.prompt, 0)
-        for length, chunk in self.prompts():
+        note = self.verdict(way)
+        for length, chunk in () if note else self.prompts():
             place = replace(place, prompt=length, chunk=chunk)
             try:
-                self.check(way)
                 return self.time(place, WAYS[way])
             except Exception as error:  # whatever another library raises must not end the run
-                note = describe(error)
-                if note != "out of memory":
-                    say(traceback.format_exc())
-                    break
+                note = reason_of(error)
             free()
-        free()
+            if note != OUT_OF_MEMORY:
+                break
         return replace(place, note=note)
 
     def prompts(self) -> Iterator[tuple[int, int]]:
@@ -172,18 +170,16 @@ class Timed:
         if length > SHORT:
             yield SHORT, 0
 
-    def check(self, way: str) -> None:
-        """Find out once whether a way is right; ValueError where it is not."""
-        if way in self.refused:
-            raise ValueError(self.refused[way])
-        if way in self.right:
-            return
-        try:
-            say(f"{self.name} | {self.label(way)}: {self.gate.check(self.model, WAYS[way])}")
-        except Exception as error:
-            self.refused[way] = describe(error)
-            raise
-        self.right.add(way)
+    def verdict(self, way: str) -> str:
+        """Why a way must not be timed, which is found out once; "" where it is right."""
+        if way not in self.verdicts:
+            try:
+                say(f"{self.name} | {self.label(way)}: {self.gate.check(self.model, WAYS[way])}")
+                self.verdicts[way] = ""
+            except Exception as error:
+                self.verdicts[way] = reason_of(error)
+            free()
+        return self.verdicts[way]
 
     def time(self, place: SpeedRow, way: Way) -> SpeedRow:
         """The row of a way for a prompt."""
@@ -204,6 +200,15 @@ class Timed:
         print(f"\n{self.name}, {self.label(way)}, batch {batch}:\n")
         print(profile_table(*profile(self.model, WAYS[way], prompt)), flush=True)
         free()
+
+
+def reason_of(error: Exception) -> str:
+    """A short reason why a way was not timed; what is no lack of memory is printed whole."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return OUT_OF_MEMORY
+    say("".join(traceback.format_exception(error)))
+    first, *_ = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {first}"
 
 
 def say(text: str) -> None:

@@ -10,7 +10,7 @@ import statistics
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -252,11 +252,3 @@ def free() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def describe(error: Exception) -> str:
-    """A short reason why a way was not timed."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return "out of memory"
-    first: Any = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {first[0]}"
