@@ -34,7 +34,7 @@ def lacks_transformers() -> str | None:
     return f"transformers {version} is older than 5.21" if old else None
 
 
-collect_ignore_glob = ["test_transformers_*.py"] if lacks_transformers() else []
+collect_ignore_glob = ["test_transformers_*.py", "test_tools_transformers.py"] if lacks_transformers() else []
 
 
 def pytest_report_header() -> list[str]:

@@ -78,6 +78,7 @@ PARSERS: dict[str, Callable[[str], Any]] = {
     "int": int,
     "float": float,
     "float | None": lambda text: float(text) if text else None,
+    "int | None": lambda text: int(text) if text else None,
 }
 
 
