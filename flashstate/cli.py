@@ -20,6 +20,7 @@ from flashstate.bench.run import Files, redraw, run_bench, run_host
 from flashstate.check import run_check
 from flashstate.demo import show_demo
 from flashstate.errors import ACTIVATION_DTYPES, dtype_name
+from flashstate.generate import FAMILY, WINDOW, Task, show_generate
 from flashstate.info import flashstate_version, show_info, wrapped
 from flashstate.launch import Gpu
 from flashstate.models import DEFAULT_PRESET, KINDS, PRESETS, ModelShape, choose_shape
@@ -31,6 +32,7 @@ from flashstate.tune import run_tune
 ROUNDINGS_OF = {format.name: format.roundings for format in FORMATS.values()}
 ACTIVATIONS = tuple(map(dtype_name, ACTIVATION_DTYPES))
 CPU_BATCHES = (1, 4, 16)
+PROMPT = "A state is all that a model remembers of what it has read. A state is"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -134,6 +136,14 @@ def _plan(options: argparse.Namespace) -> None:
     show_plan(name, shape, options.memory, options.tensor_parallel)
 
 
+def _generate(options: argparse.Namespace) -> None:
+    check_format(options.state, options.rounding)
+    given = _given(options, (field.name for field in fields(Task)))
+    for name in given.keys() & {"dtype", "state"}:
+        given[name] = getattr(torch, given[name])
+    show_generate(Task(**{**given, "device": find_device(options.device)}))
+
+
 def _given(options: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
     """The options of these names that the command has and that somebody gave."""
     return {name: getattr(options, name) for name in names if getattr(options, name, None) is not None}
@@ -224,6 +234,7 @@ SIZES = {
     "width": "of convolutions",
 }
 DEVICE = {"--device": option("cpu, cuda or cuda:N (default: cuda if there is one)", "DEVICE")}
+ROUNDING = option(f"{_listed(ROUNDINGS)} {TOLD}", "ROUNDING", choices=ROUNDINGS, default="nearest")
 MEASURED = {
     "op": OP,
     **{f"--{name}": numbers(help) for name, help in SIZES.items()},
@@ -237,7 +248,7 @@ INFO = {
     "--format": option(
         f"{_listed(ROUNDINGS_OF)} (default: the first that bench measures)", "FORMAT", choices=ROUNDINGS_OF
     ),
-    "--rounding": option(f"{_listed(ROUNDINGS)} {TOLD}", "ROUNDING", choices=ROUNDINGS, default="nearest"),
+    "--rounding": ROUNDING,
     "--batch": numbers("default: those that bench measures", dest="batches"),
     "--tokens": number("per row and call (default: 1)", nargs=1, default=[1]),
     "--snapshots": flag(help="with the state after each of several tokens stored"),
@@ -288,6 +299,23 @@ SHAPE = {
     "--window": option(f"of the replay ring of mamba2, up to {LARGEST_WINDOW} (default: 0, no ring)", "N", type=int),
     "--tokens": number("the longest call a ring takes (default: 1)"),
 }
+GENERATE = {
+    "--model": option("a folder, or a name on the hub (default: a tiny random model)", "PATH"),
+    "--family": option(f"of the random model, such as qwen3_next (default: {FAMILY})", "NAME"),
+    "--dtype": option("of weights (default: that of the model; float32, if it is random)", choices=ACTIVATIONS),
+    **DEVICE,
+    "--prompt": option("what is continued (default: a sentence and a half)", "TEXT", default=PROMPT),
+    "--tokens": number(f"how many to generate {TOLD}", default=64),
+    "--batch": number(f"rows, all with the same prompt {TOLD}", default=1),
+    "--state": option(f"{_listed(ROUNDINGS_OF)} {TOLD}", "FORMAT", choices=ROUNDINGS_OF, default="float32"),
+    "--rounding": ROUNDING,
+    "--replay": option(
+        f"window of replay, for Mamba-2; 0: none (default: {WINDOW} for int8 states, else 0)", "N", type=int
+    ),
+    "--drafts": number("tokens per step that prompt lookup proposes (default: none)", default=0),
+    "--seed": option(f"of stochastic rounding and of random weights {TOLD}", "N", type=int, default=0),
+    "--static": flag(help="a cache of fixed size, and on a GPU one CUDA graph per step"),
+}
 COMMANDS = {
     "info": Command("versions, devices, formats, and which launch config a case gets and why", _info, INFO),
     "check": Command(
@@ -300,6 +328,7 @@ COMMANDS = {
         lambda options: show_demo(find_device(options.device), options.steps, options.tokens, options.seed),
         DEMO,
     ),
+    "generate": Command("run a model of Transformers, alone and then on flashstate", _generate, GENERATE),
     "bench": Command("time an op beside the roofs of memory and other libraries", _bench, BENCH),
     "tune": Command("find the launch configs of your GPU, and write them as a table", _tune, TUNE),
     "plan": Command("how many requests fit in memory, for every format of their states", _plan, PLAN, SHAPE),
