@@ -82,7 +82,8 @@ class StateCache(Cache):
         if replay is not None:
             check_replays(self.found, replay, drafts)
         enable(model)
-        super().__init__(layers=cache_layers(model.config, self.found, max_cache_len))
+        longest = None if max_cache_len is None else max_cache_len + drafts  # candidates may go past the last token
+        super().__init__(layers=cache_layers(model.config, self.found, longest))
         self.format = Format(dtype, rounding, rounds, replay or 0, drafts)
         self.seed, self.static = seed, max_cache_len is not None
         self.first, self.last = min(self.found), max(self.found)
@@ -107,7 +108,7 @@ class StateCache(Cache):
     @property
     def bytes(self) -> int:
         """Bytes of all that is kept."""
-        kept = [part for layer in self.attention for part in (layer.keys, layer.values) if part is not None]
+        kept = [part for layer in self.attention for part in vars(layer).values() if isinstance(part, Tensor)]
         return self.bytes_of_state + sum(part.numel() * part.element_size() for part in kept)
 
     def mix(self, layer: int, hidden: Tensor, mask: Tensor | None, more: dict[str, Any]) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import cache, partial, wraps
+from functools import cache, wraps
 from types import MethodType
 from typing import Any
 
@@ -27,13 +27,14 @@ def enable(model: PreTrainedModel) -> PreTrainedModel:
     StateCache. Prompts over a stock cache, and calls without a cache, stay what they are. Returns the model.
 
     Only instances change, so no other model of the process does. ValueError, before anything is changed, names what
-    flashstate does not know: a version of Transformers, a model, or a mixer whose forward is not one it has seen.
+    flashstate does not know: a model, or a mixer whose forward is not one it has seen; ImportError, a version of
+    Transformers.
     """
     found = mixers_of(model)
     if is_enabled(model):
         return model
     for each in found.values():
-        check_not_replaced(each.mixer)
+        check_own(each.mixer)
     for each in found.values():
         set_forward(each.mixer, mixer_forward)
     for norm, forward in norms_of(model):
@@ -68,11 +69,13 @@ def forward_name(module: nn.Module) -> str:
     return "_old_forward" if hasattr(module, "_hf_hook") else "forward"
 
 
-def check_not_replaced(mixer: nn.Module) -> None:
-    """Raise where something else has replaced the forward of a mixer."""
+def check_own(mixer: nn.Module) -> None:
+    """Raise where something else has replaced the forward of a mixer, or keeps its weights elsewhere."""
+    name = type(mixer).__name__
     if "forward" in vars(mixer) and not hasattr(mixer, "_hf_hook"):
-        name = type(mixer).__name__
         raise ValueError(f"the forward of this {name} has been replaced already, so flashstate cannot replace it")
+    if any(weight.device.type == "meta" for weight in mixer.parameters()):
+        raise ValueError(f"this {name} is offloaded: flashstate needs its weights on the device it runs on")
 
 
 def set_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
@@ -112,9 +115,15 @@ def decodes(layer: Any, hidden_states: Tensor) -> bool:
     return hidden_states.shape[1] == 1 and layer.has_previous_state[0] and not layer.record_past
 
 
+def own_cache_name(model: Any) -> str:
+    """The argument of a model's own forward that is the cache."""
+    cls: Any = type(model)
+    return cache_argument(cls)
+
+
 @cache
-def own_cache_name(cls: Any) -> str:
-    """The argument of the forward of a model's class that is the cache: models of Mamba alone have another."""
+def cache_argument(cls: Any) -> str:
+    """The argument of the forward of a class of models that is the cache: models of Mamba alone have another."""
     return "past_key_values" if "past_key_values" in inspect.signature(cls.forward).parameters else "cache_params"
 
 
@@ -122,7 +131,7 @@ def own_cache_name(cls: Any) -> str:
 def model_forward(cls: Any) -> Callable[..., Any]:
     """The forward of an enabled model of this class: as it was, but that a step on a StateCache may be a CUDA graph,
     and that every model takes the cache as past_key_values, and returns it so."""
-    stock, name = cls.forward, own_cache_name(cls)
+    stock, name = cls.forward, cache_argument(cls)
 
     @wraps(stock)
     def forward(self: Any, *args: Any, **given: Any) -> Any:
@@ -131,8 +140,8 @@ def model_forward(cls: Any) -> Callable[..., Any]:
         kept: Any = given.get(name)
         if not has_states(kept):
             return stock(self, *args, **given)
-        if not args and not torch.compiler.is_compiling() and kept.graphs.can_run(given):
-            outputs = kept.graphs.run(partial(stock, self), name, given)
+        if not args and not torch.compiler.is_compiling() and kept.graphs.can_run(self, given):
+            outputs = kept.graphs.run(self, stock, name, given)
         else:
             outputs = stock(self, *args, **given)
         if name != "past_key_values" and isinstance(outputs, dict):
@@ -150,13 +159,13 @@ def prepared_inputs(model: Any, input_ids: Tensor, **kwargs: Any) -> dict[str, A
     """The inputs of a call of `generate`, with a StateCache under the name that the model has for caches. That the
     others are called kwargs tells `generate` to look at the forward for names of arguments."""
     if has_states(kwargs.get("past_key_values")):
-        kwargs[own_cache_name(type(model))] = kwargs.pop("past_key_values")
+        kwargs[own_cache_name(model)] = kwargs.pop("past_key_values")
     return type(model).prepare_inputs_for_generation(model, input_ids, **kwargs)
 
 
 def prepared_cache(model: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **more: Any) -> Any:
     """Let `generate` know a StateCache as the user's cache, under whatever name the model has for caches."""
-    kept, name = model_kwargs.get("past_key_values"), own_cache_name(type(model))
+    kept, name = model_kwargs.get("past_key_values"), own_cache_name(model)
     if has_states(kept):
         model_kwargs[name] = kept
     result = type(model)._prepare_cache_for_generation(model, generation_config, model_kwargs, *args, **more)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import proxy
 
@@ -15,6 +16,7 @@ from torch.utils import _pytree as pytree
 if TYPE_CHECKING:
     from flashstate.integrations.transformers.cache import StateCache
 
+WAITING = ("glm5_next", "glm5_next_text")  # types of models whose attention lets the host wait for the GPU
 UNGRAPHED = ("output_hidden_states", "output_attentions", "labels")  # arguments whose results outlive a step
 
 
@@ -23,7 +25,7 @@ class Graphs:
     is captured; from then on a call copies its inputs and replays the graph. Outputs stay until the next call."""
 
     def __init__(self, cache: StateCache) -> None:
-        self.cache: StateCache = proxy(cache)  # so that nothing but its user holds a cache, and its memory goes with it
+        self.cache: Any = proxy(cache)  # so that nothing but its user holds a cache, and its memory goes with it
         self.graphs: dict[Hashable, Graph | None] = {}
         self.pool: Any = None  # of memory, which all graphs share
 
@@ -31,9 +33,11 @@ class Graphs:
         """Forget all graphs: what they were captured with has moved."""
         self.graphs.clear()
 
-    def can_run(self, given: dict[str, Any]) -> bool:
+    def can_run(self, model: Any, given: dict[str, Any]) -> bool:
         """Whether a call with these arguments is a step that a graph can be."""
         cache, tokens = self.cache, given.get("input_ids")
+        if model.config.model_type in WAITING:
+            return False
         if not isinstance(tokens, Tensor) or tokens.device.type != "cuda" or not cache.is_compileable:
             return False
         steps = cache.batch is not None and tokens.shape[1] <= cache.format.drafts + 1
@@ -41,20 +45,22 @@ class Graphs:
         busy = torch.is_grad_enabled() or torch.cuda.is_current_stream_capturing()
         return steps and plain and not busy and len(cache.stores) == 1
 
-    def run(self, forward: Callable[..., Any], name: str, given: dict[str, Any]) -> Any:
-        """forward(**given), captured or replayed where this shape was there before; `name` is the argument, and the
-        output, that is the cache."""
+    def run(self, model: Any, forward: Callable[..., Any], name: str, given: dict[str, Any]) -> Any:
+        """forward(model, **given), captured or replayed where this shape was there before; `name` is the argument, and
+        the output, that is the cache."""
         kept = given.pop(name)
         leaves, tree = pytree.tree_flatten(given)
         key = (tree, *(described(leaf) for leaf in leaves))
         if key not in self.graphs:
             self.graphs[key] = None
-            return forward(**given, **{name: kept})
+            with model._optimize_model_for_decode():  # experts in a way that does not wait for their numbers
+                return forward(model, **given, **{name: kept})
         kept.settle()
         graph = self.graphs[key]
         if graph is None:
-            step = Step(forward, name, tree)
-            graph = self.graphs[key] = Graph(step, kept, leaves, self.pool)
+            step = Step(partial(forward, model), name, tree)
+            with model._optimize_model_for_decode():
+                graph = self.graphs[key] = Graph(step, kept, leaves, self.pool)
             self.pool = graph.graph.pool()
         outputs = graph.replay(leaves)
         kept.called(graph.call)
