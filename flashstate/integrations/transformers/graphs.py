@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from flashstate.integrations.transformers.mixers.rms import for_graph
+
 if TYPE_CHECKING:
     from flashstate.integrations.transformers.cache import StateCache
 
@@ -53,13 +55,13 @@ class Graphs:
         key = (tree, *(described(leaf) for leaf in leaves))
         if key not in self.graphs:
             self.graphs[key] = None
-            with model._optimize_model_for_decode():  # experts in a way that does not wait for their numbers
+            with as_captured(model):
                 return forward(model, **given, **{name: kept})
         kept.settle()
         graph = self.graphs[key]
         if graph is None:
             step = Step(partial(forward, model), name, tree)
-            with model._optimize_model_for_decode():
+            with as_captured(model):
                 graph = self.graphs[key] = Graph(step, kept, leaves, self.pool)
             self.pool = graph.graph.pool()
         outputs = graph.replay(leaves)
@@ -110,6 +112,14 @@ def no_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+@contextmanager
+def as_captured(model: Any) -> Iterator[None]:
+    """Run a step inside as a graph runs it: experts in a way that does not wait for their numbers, norms as one kernel
+    each."""
+    with model._optimize_model_for_decode(), for_graph():
+        yield
 
 
 def described(leaf: Any) -> Hashable:

@@ -10,18 +10,22 @@ from torch.nn.functional import rms_norm
 
 from flashstate.integrations.transformers.families import fingerprint
 from flashstate.integrations.transformers.mixers.parameters import derived
+from flashstate.integrations.transformers.mixers.rms import is_for_graph, rms
 
 
 def weighted(norm: Any, hidden: Tensor) -> Tensor:
     """weight * hidden / rms(hidden), rounded once, where Transformers may round twice."""
     if hidden.dtype != norm.weight.dtype:  # which torch has no kernel for
         return type(norm).forward(norm, hidden)
-    return rms_norm(hidden, norm.weight.shape, norm.weight, norm.variance_epsilon)
+    return rms(hidden.unsqueeze(-2), norm.weight, norm.variance_epsilon).squeeze(-2)
 
 
 def weighted_from_one(norm: Any, hidden: Tensor) -> Tensor:
     """(1 + weight) * hidden / rms(hidden), in float32 and rounded once."""
-    return rms_norm(hidden.float(), norm.weight.shape, derived(norm, plus_one, norm.weight), norm.eps).type_as(hidden)
+    weight = derived(norm, plus_one, norm.weight)
+    if is_for_graph():
+        return rms(hidden.unsqueeze(-2), weight, norm.eps).squeeze(-2)
+    return rms_norm(hidden.float(), weight.shape, weight, norm.eps).type_as(hidden)
 
 
 def plus_one(weight: Tensor) -> Tensor:

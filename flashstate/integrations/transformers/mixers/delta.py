@@ -4,15 +4,17 @@ Bailing-Hybrid, GLM-5-Next)."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import rms_norm, silu
+from torch.nn.functional import silu
 
 from flashstate.integrations.transformers.memory import Memory, Sizes
 from flashstate.integrations.transformers.mixers.parameters import derived
+from flashstate.integrations.transformers.mixers.rms import rms
 from flashstate.integrations.transformers.mixers.tokens import check_silu, masked
 
 
@@ -27,7 +29,12 @@ class Projected(NamedTuple):
 
 
 class Delta(ABC):
-    """What Gated DeltaNet and KDA share: everything but projections, gates and the shape of a state."""
+    """What Gated DeltaNet and KDA share: everything but projections, gates and the shape of a state.
+
+    activation: of z, which outputs are multiplied with behind their norm.
+    """
+
+    activation: Callable[[Tensor], Tensor]
 
     @abstractmethod
     def heads(self, mixer: Any) -> tuple[int, int, int]:
@@ -36,10 +43,6 @@ class Delta(ABC):
     @abstractmethod
     def project(self, mixer: Any, hidden: Tensor) -> Projected:
         """What the mixer projects its tokens to."""
-
-    @abstractmethod
-    def gate(self, z: Tensor) -> Tensor:
-        """What outputs are multiplied with behind their norm."""
 
     def sizes(self, mixer: Any) -> Sizes:
         check_silu(mixer)
@@ -57,12 +60,15 @@ class Delta(ABC):
         q, k, v = q.unflatten(-1, (-1, columns)), k.unflatten(-1, (-1, columns)), v.unflatten(-1, (heads, rows))
         o = memory.correct(q, k, v, a, b, **gates)
         norm = one_of(mixer, "norm", "o_norm")
-        o = rms_norm(o, (rows,), norm.weight, norm.variance_epsilon).view(z.shape) * self.gate(z)
+        z = z.unflatten(-1, (-1, rows))
+        o = rms(o.view(z.shape), norm.weight, norm.variance_epsilon, z, self.activation)
         return one_of(mixer, "out_proj", "o_proj")(o.flatten(2))
 
 
 class GatedDelta(Delta):
     """Kind of Gated DeltaNet, which has one decay per head."""
+
+    activation = staticmethod(silu)
 
     def heads(self, mixer: Any) -> tuple[int, int, int]:
         return mixer.num_v_heads, mixer.head_v_dim, mixer.head_k_dim
@@ -79,12 +85,11 @@ class GatedDelta(Delta):
             return Projected(qkv, z, a, 2 * b.sigmoid(), {**gates, "b_logit": False})
         return Projected(qkv, z, a, b, gates)
 
-    def gate(self, z: Tensor) -> Tensor:
-        return silu(z)
-
 
 class Kda(Delta):
     """Kind of KDA, which has one decay per head and column of the state."""
+
+    activation = staticmethod(torch.sigmoid)
 
     def heads(self, mixer: Any) -> tuple[int, int, int]:
         return mixer.num_heads, mixer.head_dim, mixer.head_dim
@@ -99,9 +104,6 @@ class Kda(Delta):
         else:
             a = bound * torch.sigmoid(scaled(forget, a))
         return Projected(joined(mixer, hidden), z, a, b, gates)
-
-    def gate(self, z: Tensor) -> Tensor:
-        return z.sigmoid()
 
 
 def one_of(mixer: Any, *names: str) -> Any:

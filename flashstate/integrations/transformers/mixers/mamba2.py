@@ -6,10 +6,10 @@ import math
 from typing import Any
 
 from torch import Tensor
-from torch.nn.functional import rms_norm, silu
 
 from flashstate.integrations.transformers.memory import Memory, Sizes
 from flashstate.integrations.transformers.mixers.parameters import decay, derived
+from flashstate.integrations.transformers.mixers.rms import rms
 from flashstate.integrations.transformers.mixers.tokens import check_silu, masked
 
 UNLIMITED = (0.0, math.inf)  # a limit of time steps that clamps nothing
@@ -69,12 +69,10 @@ def normalised(mixer: Any, y: Tensor, z: Tensor) -> Tensor:
     if not has_norm(mixer):
         return y
     norm, groups = mixer.norm, norm_groups(mixer.norm)
-    if groups == 1:
-        y = rms_norm(y, y.shape[-1:], norm.weight, norm.variance_epsilon)
-    else:
-        size = y.shape[-1] // groups
-        y = rms_norm(y.unflatten(-1, (groups, size)), (size,), eps=norm.variance_epsilon).flatten(-2) * norm.weight
-    return y * silu(z) if norms_first(mixer) else y
+    parts = groups, y.shape[-1] // groups
+    weight = norm.weight if groups == 1 else norm.weight.view(parts)
+    gate = z.unflatten(-1, parts) if norms_first(mixer) else None
+    return rms(y.unflatten(-1, parts), weight, norm.variance_epsilon, gate).flatten(-2)
 
 
 def norm_groups(norm: Any) -> int:
