@@ -81,9 +81,12 @@ class StateCache(Cache):
         self.found = mixers_of(model)
         if replay is not None:
             check_replays(self.found, replay, drafts)
-        enable(model)
         longest = None if max_cache_len is None else max_cache_len + drafts  # candidates may go past the last token
-        super().__init__(layers=cache_layers(model.config, self.found, longest))
+        layers = cache_layers(model.config, self.found, longest)
+        if drafts:
+            check_croppable(layers)
+        enable(model)
+        super().__init__(layers=layers)
         self.format = Format(dtype, rounding, rounds, replay or 0, drafts)
         self.seed, self.static = seed, max_cache_len is not None
         self.first, self.last = min(self.found), max(self.found)
@@ -303,6 +306,14 @@ def by_device(found: dict[int, Found]) -> Iterator[tuple[torch.device, dict[int,
 
     for device, layers in groupby(sorted(found, key=lambda layer: (device_of(layer), layer)), device_of):
         yield torch.device(device), {layer: found[layer] for layer in layers}
+
+
+def check_croppable(layers: list[Any]) -> None:
+    """Raise where a layer cannot take tokens back."""
+    stuck = {type(layer).__name__ for layer in layers if isinstance(layer, CacheLayerMixin) and not hasattr(layer, "crop")}
+    if stuck:
+        words = "leave max_cache_len out, so that attention layers grow"
+        raise ValueError(f"drafts need layers that take tokens back, which {', '.join(sorted(stuck))} cannot: {words}")
 
 
 def check_replays(found: dict[int, Found], replay: int, drafts: int) -> None:
