@@ -310,7 +310,8 @@ def by_device(found: dict[int, Found]) -> Iterator[tuple[torch.device, dict[int,
 
 def check_croppable(layers: list[Any]) -> None:
     """Raise where a layer cannot take tokens back."""
-    stuck = {type(layer).__name__ for layer in layers if isinstance(layer, CacheLayerMixin) and not hasattr(layer, "crop")}
+    attention = (layer for layer in layers if isinstance(layer, CacheLayerMixin))
+    stuck = {type(layer).__name__ for layer in attention if not hasattr(layer, "crop")}
     if stuck:
         words = "leave max_cache_len out, so that attention layers grow"
         raise ValueError(f"drafts need layers that take tokens back, which {', '.join(sorted(stuck))} cannot: {words}")
