@@ -10,6 +10,7 @@ A table of README.md or docs/ stands between two marks. The first one says what 
     <!-- costs of formats; make figures writes this -->                 what formats cost in every family of ops
     <!-- where replay pays; make figures writes this -->                tools/replay_pays.py
     <!-- peers; make figures writes this -->                            a few calls beside other libraries
+    <!-- speed of MODEL; make figures writes this -->                   tools/transformers_speed.py
     <!-- arguments of OP; make figures writes this -->                  its tensors, as it is declared
     <!-- end of figures -->
 """
@@ -30,6 +31,8 @@ from tools.numerics import at_the_end, error_table, read_errors
 from tools.numerics_ops import read_op_errors
 from tools.numerics_plot import draw_errors
 from tools.replay_pays import pays
+from tools.transformers_plot import draw_speed
+from tools.transformers_rows import by_batch, read_speed
 
 ROOT = Path(__file__).parent.parent
 RESULTS = {  # by the op that they are of
@@ -42,12 +45,13 @@ RESULTS = {  # by the op that they are of
 }
 ERRORS = ROOT / "results" / "numerics.csv"
 ERRORS_OF_OPS = ROOT / "results" / "numerics-ops.csv"
+SPEEDS = ROOT / "results" / "transformers-speed.csv"
 WAYS = {"mamba2": "plain", "mamba2_replay": "replay"}  # in ERRORS; other ops are in ERRORS_OF_OPS
 OURS = "flashstate"
 ORIGIN = ("torch", "triton", "commit", "date", "peers")  # of a provenance
 END = "<!-- end of figures -->"
 MARKED = re.compile(rf"(?P<mark><!-- (?P<table>[^;\n]+); make figures writes this -->\n).*?(?={END})", re.DOTALL)
-ARGUMENTS, FORMATS = "arguments of ", "formats of "
+ARGUMENTS, FORMATS, SPEED = "arguments of ", "formats of ", "speed of "
 PEERS, PAYS, CHOICE = "peers", "where replay pays", "costs of formats"
 FIGURES = re.compile(r"figures of (?P<op>[^:]+)(: (?P<labels>.+))?")
 
@@ -61,6 +65,8 @@ def main() -> None:
     origin_of_errors, errors = read_errors(ERRORS)
     draw_errors(errors, origin_of_errors, ROOT / "docs" / "numerics.png")
     draw_choice(*of_families(), ROOT / "docs" / "choosing-a-format.png")
+    of_models, generated = read_speed(SPEEDS)
+    draw_speed(generated, of_models, ROOT / "docs" / "transformers.png")
 
 
 def documents() -> list[Path]:
@@ -80,6 +86,11 @@ def table(name: str) -> str:
         return arguments_table(name.removeprefix(ARGUMENTS))
     if name.startswith(FORMATS):
         return formats(name.removeprefix(FORMATS))
+    if name.startswith(SPEED):
+        of_models, generated = read_speed(SPEEDS)
+        return paragraphs(
+            by_batch([row for row in generated if row.model == name.removeprefix(SPEED)]), _measured_on(of_models)
+        )
     if name == PEERS:
         found = {op: measured(op) for op in dict.fromkeys(op for op, *_ in SHOWN)}
         origins = merged([provenance for provenance, _ in found.values()])

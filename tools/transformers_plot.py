@@ -49,7 +49,7 @@ def draw_speed(rows: Sequence[SpeedRow], provenance: Mapping[str, str], path: Pa
         handles, names = above.get_legend_handles_labels()
         legend.update(zip(names, handles, strict=True))
         for panel in (above, below):
-            finish(panel, sorted({row.batch for row in of_model}))
+            finish(panel, sorted({row.batch for row in rows}))
     panels[0, 0].set_ylabel("tokens per second", fontsize=9)
     panels[1, 0].set_ylabel("time of a token / its roof", fontsize=9)
     part.legend(legend.values(), legend.keys(), loc="outside upper center", ncols=5, frameon=False, fontsize=8)

@@ -132,6 +132,35 @@ def speed_table(rows: Sequence[SpeedRow]) -> str:
     return "\n".join(table_of(HEAD, map(line_of, rows)))
 
 
+def by_batch(rows: Sequence[SpeedRow]) -> list[str]:
+    """The lines of a table of one model: ways down; across milliseconds of a token at every batch size and how many
+    times faster than stock that is, the prompts of one of them, and what a request takes."""
+    batches = sorted({row.batch for row in rows})
+    found = {(row.way, row.batch): row for row in rows}
+    middle = next(batch for batch in batches if batch > 1)
+    lines = []
+    for way in dict.fromkeys(row.way for row in rows):
+        of_way = [row for row in rows if row.way == way]
+        prompt = found.get((way, middle))
+        of_prompt = ["", ""] if prompt is None else [shown(prompt.prompt_ms), shown(prompt.peak_gib)]
+        state = (of_way[0].state_bytes or 0) / 2**20
+        cells = [beside_stock(found.get((way, batch)), found.get(("stock", batch))) for batch in batches]
+        lines.append([way, *cells, *of_prompt, shown(state), shown(of_way[0].fits)])
+    (tokens,) = {row.prompt for row in rows if row.batch == middle}
+    prompts = [f"{middle} prompts of {tokens}: ms", "peak GiB"]
+    head = ["", *(f"ms per token, batch {batch}" for batch in batches), *prompts, "MiB of state", "requests that fit"]
+    return table_of(head, lines)
+
+
+def beside_stock(row: SpeedRow | None, stock: SpeedRow | None) -> str:
+    """Milliseconds of a token, and how many times faster than stock that is."""
+    if row is None or row.ms_per_token is None:
+        return ""
+    if row is stock or stock is None or stock.ms_per_token is None:
+        return shown(row.ms_per_token)
+    return f"{shown(row.ms_per_token)} ({shown(stock.ms_per_token / row.ms_per_token)} ×)"
+
+
 def profile_table(milliseconds: float, shares: Sequence[Share]) -> str:
     """Where the time of a decode step goes, as a table in Markdown: groups of kernels, and what is none of them."""
     busy = sum(share.milliseconds for share in shares)
