@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from flashstate.state.ring import Plan
 from flashstate.state.slots import Slots
 from flashstate.state.state import State
 
+Made = TypeVar("Made")
 KEPT_AFTER_PROMPT = (0, 1)  # no token that windows could take back, and the first slot of a row
 
 
@@ -65,8 +66,8 @@ class Store:
             self.row_numbers = torch.arange(rows, dtype=torch.int32, device=self.device)
             self.accepted = torch.zeros(2, rows, dtype=torch.int32, device=self.device)
             self.seen = torch.zeros((), dtype=torch.int64, device=self.device)
-        self._where: dict[tuple[int, int, int], Where] = {}
-        self._memory: dict[tuple[int, int, int, int], Memory] = {}
+        self._where: dict[tuple[int, ...], Where] = {}
+        self._memory: dict[tuple[int, ...], Memory] = {}
         self.reset()
 
     def _pool(self, sizes: Sizes, state: tuple[int, int, int], dtype: torch.dtype) -> StatePool:
@@ -103,30 +104,30 @@ class Store:
 
     def where(self, batch: int, tokens: int, first: int = 0) -> Where:
         """Where a call of so many rows and tokens finds things; states after its tokens go to slots from `first` on."""
-        key = batch, tokens, first
-        if key not in self._where:
-            rows = Slots(self.row_numbers[:batch])
-            windows = states = rows
-            if self.format.drafts:
-                windows = replace(rows, accepted=self.accepted[0, :batch])
-            if self.columns > 1:
-                table = self.table[:batch]
-                states = Slots(table, accepted=self.accepted[1, :batch], write=table[:, first : first + tokens])
-            kept = torch.tensor([[tokens], [first + tokens]], dtype=torch.int32, device=self.device)
-            self._where[key] = Where(windows, states, kept)
-        return self._where[key]
+        return once(self._where, self._where_of, batch, tokens, first)
+
+    def _where_of(self, batch: int, tokens: int, first: int) -> Where:
+        rows = Slots(self.row_numbers[:batch])
+        windows = states = rows
+        if self.format.drafts:
+            windows = replace(rows, accepted=self.accepted[0, :batch])
+        if self.columns > 1:
+            table = self.table[:batch]
+            states = Slots(table, accepted=self.accepted[1, :batch], write=table[:, first : first + tokens])
+        kept = torch.tensor([[tokens], [first + tokens]], dtype=torch.int32, device=self.device)
+        return Where(windows, states, kept)
 
     def memory(self, layer: int, batch: int, tokens: int, first: int, plan: Plan | None) -> Memory:
         """What the mixer of a layer gets in a call that steps the rows."""
-        key = layer, batch, tokens, first
-        if key not in self._memory:
-            i, where = self.numbers[layer], self.where(batch, tokens, first)
-            history = self.history if self.format.drafts else None
-            state = None if self.pool is None else self.pool.layer(i)
-            ring = None if not self.format.replay or self.pool is None else self.pool.ring(i)
-            self._memory[key] = Memory(self.windows[i].mT, where.windows, history, state, where.states, ring)
-        memory = self._memory[key]
+        memory = once(self._memory, self._memory_of, layer, batch, tokens, first)
         return memory if plan is None else replace(memory, plan=plan)
+
+    def _memory_of(self, layer: int, batch: int, tokens: int, first: int) -> Memory:
+        i, where = self.numbers[layer], self.where(batch, tokens, first)
+        history = self.history if self.format.drafts else None
+        state = None if self.pool is None else self.pool.layer(i)
+        ring = None if not self.format.replay or self.pool is None else self.pool.ring(i)
+        return Memory(self.windows[i].mT, where.windows, history, state, where.states, ring)
 
     def plan(self, batch: int, tokens: int) -> Plan | None:
         """What rings do in a step; None where there are none."""
@@ -201,6 +202,15 @@ class Store:
         if self.columns == 1:
             return self.table[:batch, 0].contiguous()
         return self.table[:batch].gather(1, self.accepted[1, :batch, None].long() - 1)[:, 0]
+
+
+def once(made: dict[tuple[int, ...], Made], make: Callable[..., Made], *key: int) -> Made:
+    """make(*key), made once. While compiling it is made anew: a graph would depend on what was made before it."""
+    if torch.compiler.is_compiling():
+        return make(*key)
+    if key not in made:
+        made[key] = make(*key)
+    return made[key]
 
 
 def convolution(mixer: nn.Module) -> nn.Conv1d:
