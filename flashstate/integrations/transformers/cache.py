@@ -19,7 +19,7 @@ from flashstate.integrations.transformers.families import Found, mixers_of
 from flashstate.integrations.transformers.graphs import Graphs
 from flashstate.integrations.transformers.layers import StateLayer, cache_layers
 from flashstate.integrations.transformers.prompts import goes_stock, stepped_prompt, stock_prompt
-from flashstate.integrations.transformers.store import KEPT_AFTER_PROMPT, Format, Store, convolution
+from flashstate.integrations.transformers.store import KEPT_AFTER_PROMPT, Format, Store, check_stored, convolution
 from flashstate.state.ring import LARGEST_WINDOW, Plan
 
 LARGEST_SEED = 2**63 - 1
@@ -79,15 +79,17 @@ class StateCache(Cache):
         if seed is not None:
             check_int("seed", seed, 0, LARGEST_SEED)
         self.found = mixers_of(model)
+        self.format = Format(dtype, rounding, rounds, replay or 0, drafts)
         if replay is not None:
             check_replays(self.found, replay, drafts)
+        for device, found in by_device(self.found):
+            check_stored(found, self.format, device)
         longest = None if max_cache_len is None else max_cache_len + drafts  # candidates may go past the last token
         layers = cache_layers(model.config, self.found, longest)
         if drafts:
             check_croppable(layers)
         enable(model)
         super().__init__(layers=layers)
-        self.format = Format(dtype, rounding, rounds, replay or 0, drafts)
         self.seed, self.static = seed, max_cache_len is not None
         self.first, self.last = min(self.found), max(self.found)
         self.attention = [layer for layer in self.layers if isinstance(layer, CacheLayerMixin)]

@@ -204,6 +204,13 @@ class Store:
         return self.table[:batch].gather(1, self.accepted[1, :batch, None].long() - 1)[:, 0]
 
 
+def check_stored(found: Mapping[int, Found], format: Format, device: torch.device) -> None:
+    """Raise unless a store can keep what these layers need, in this format on their device."""
+    sizes_of(found)
+    one: dict[str, Any] = {"slots": 1, "layers": 1, "heads": 1, "rows": 1, "cols": 1}
+    StatePool.mamba2(**one, dtype=format.dtype, rounding=format.rounding, rounds=format.rounds, device=device)
+
+
 def once(made: dict[tuple[int, ...], Made], make: Callable[..., Made], *key: int) -> Made:
     """make(*key), made once. While compiling it is made anew: a graph would depend on what was made before it."""
     if torch.compiler.is_compiling():
