@@ -249,13 +249,15 @@ class StateCache(Cache):
         self._refuse_static("repeat rows of")
         if self.batch is not None:
             self._rearrange(torch.arange(self.batch).repeat_interleave(repeats))
-        super().batch_repeat_interleave(repeats)
+        for layer in self.attention:
+            layer.batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows of these numbers, in their order."""
         self._refuse_static("select rows of")
         self._rearrange(indices)
-        super().batch_select_indices(indices)
+        for layer in self.attention:
+            layer.batch_select_indices(indices)
 
     def _refuse_static(self, what: str) -> None:
         if self.static and self.attention:

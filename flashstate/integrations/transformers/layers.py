@@ -42,10 +42,6 @@ class StateLayer(LinearAttentionCacheLayerMixin):
 
     def crop(self, tokens_to_remove: int) -> None: ...
 
-    def batch_repeat_interleave(self, repeats: int) -> None: ...
-
-    def batch_select_indices(self, indices: Tensor) -> None: ...
-
 
 class CroppedStaticLayer(StaticLayer):
     """A static layer of attention that takes tokens back: what is behind its length is overwritten."""
