@@ -163,9 +163,12 @@ class StateCache(Cache):
             store.seen.add_(call.prompt + call.stepped)
         if self.batch is None:
             self.batch = call.batch
-            for layer in self.found:
-                self.layers[layer].has_previous_state[0] = True
+            self._mark_states(True)
         self.called(call)
+
+    def _mark_states(self, there: bool) -> None:
+        for layer in self.found:
+            self.layers[layer].has_previous_state[0] = there
 
     def called(self, call: Call) -> None:
         """Note which call was the last, and what can be taken back of it."""
@@ -233,6 +236,7 @@ class StateCache(Cache):
     def reset(self) -> None:
         """Make the cache empty; its memory stays."""
         super().reset()
+        self._mark_states(False)
         self.batch = self.call = self.sure = self.unsettled = None
         self.croppable = 0
         for store in self.stores.values():

@@ -35,8 +35,7 @@ class StateLayer(LinearAttentionCacheLayerMixin):
 
     prefetch = offload
 
-    def reset(self) -> None:
-        self.has_previous_state[0] = False
+    def reset(self) -> None: ...
 
     def reorder_cache(self, beam_idx: Tensor) -> None: ...
 
