@@ -17,7 +17,7 @@ from flashstate.errors import LARGEST_INT32, check_int
 from flashstate.integrations.transformers.enabling import enable
 from flashstate.integrations.transformers.families import Found, mixers_of
 from flashstate.integrations.transformers.graphs import Graphs
-from flashstate.integrations.transformers.layers import StateLayer, cache_layers
+from flashstate.integrations.transformers.layers import StateLayer, cache_layers, forget
 from flashstate.integrations.transformers.prompts import goes_stock, stepped_prompt, stock_prompt
 from flashstate.integrations.transformers.store import KEPT_AFTER_PROMPT, Format, Store, check_stored, convolution
 from flashstate.state.ring import LARGEST_WINDOW, Plan
@@ -138,8 +138,7 @@ class StateCache(Cache):
     def _begin(self, hidden: Tensor) -> None:
         """Decide how the tokens of a call go through all layers."""
         batch, tokens, _ = hidden.shape
-        if self.batch is not None and batch != self.batch:
-            raise ValueError(f"this cache has {self.batch} rows, got a batch of {batch}; reset() makes it empty")
+        self._check_rows(batch)
         self.settle()
         fresh = self.batch is None
         candidates = 0 if self.sure is None else tokens - self.sure
@@ -152,6 +151,10 @@ class StateCache(Cache):
             if call.prompt and not fresh:
                 store.fold(batch)
             call.plans[store.device] = store.plan(batch, steps) if steps else None
+
+    def _check_rows(self, batch: int) -> None:
+        if self.batch is not None and batch != self.batch:
+            raise ValueError(f"this cache has {self.batch} rows, got a batch of {batch}; reset() makes it empty")
 
     def _end(self, call: Call) -> None:
         """What follows when all layers have had the tokens of a call."""
@@ -262,6 +265,23 @@ class StateCache(Cache):
         self._rearrange(indices)
         for layer in self.attention:
             layer.batch_select_indices(indices)
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """What an attention layer has with these keys and values."""
+        self._fit(self.layers[layer_idx], len(key_states))
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        """What the indexer of an attention layer has with these keys."""
+        self._fit(self.layers[layer_idx], len(indexer_key_states))
+        return super().update_indexer(indexer_key_states, layer_idx)
+
+    def _fit(self, layer: Any, batch: int) -> None:
+        """Let a static layer that was made for another number of rows be made anew."""
+        if getattr(layer, "batch_size", batch) != batch:
+            self._check_rows(batch)
+            forget(layer)
+            self.graphs.clear()
 
     def _refuse_static(self, what: str) -> None:
         if self.static and self.attention:

@@ -84,6 +84,12 @@ def with_state(attention: Any) -> Any:
     return type(f"StateAnd{attention.__name__}", (attention, StateLayer), {"__init__": initialise})
 
 
+def forget(layer: Any) -> None:
+    """Let an empty static layer give up its memory; the next keys and values decide on what it gets."""
+    layer.is_initialized = layer.is_indexer_initialized = False
+    del layer.batch_size
+
+
 def has_states(kept: Any) -> bool:
     """Whether a cache is a StateCache."""
     return isinstance(kept, Cache) and any(isinstance(layer, StateLayer) for layer in kept.layers)
