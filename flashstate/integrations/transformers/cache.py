@@ -17,9 +17,9 @@ from flashstate.errors import LARGEST_INT32, check_int
 from flashstate.integrations.transformers.enabling import enable
 from flashstate.integrations.transformers.families import Found, mixers_of
 from flashstate.integrations.transformers.graphs import Graphs
-from flashstate.integrations.transformers.layers import StateLayer, cache_layers
+from flashstate.integrations.transformers.layers import StateLayer, cache_layers, forget
 from flashstate.integrations.transformers.prompts import goes_stock, stepped_prompt, stock_prompt
-from flashstate.integrations.transformers.store import KEPT_AFTER_PROMPT, Format, Store, convolution
+from flashstate.integrations.transformers.store import KEPT_AFTER_PROMPT, Format, Store, check_stored, convolution
 from flashstate.state.ring import LARGEST_WINDOW, Plan
 
 LARGEST_SEED = 2**63 - 1
@@ -79,15 +79,17 @@ class StateCache(Cache):
         if seed is not None:
             check_int("seed", seed, 0, LARGEST_SEED)
         self.found = mixers_of(model)
+        self.format = Format(dtype, rounding, rounds, replay or 0, drafts)
         if replay is not None:
             check_replays(self.found, replay, drafts)
+        for device, found in by_device(self.found):
+            check_stored(found, self.format, device)
         longest = None if max_cache_len is None else max_cache_len + drafts  # candidates may go past the last token
         layers = cache_layers(model.config, self.found, longest)
         if drafts:
             check_croppable(layers)
         enable(model)
         super().__init__(layers=layers)
-        self.format = Format(dtype, rounding, rounds, replay or 0, drafts)
         self.seed, self.static = seed, max_cache_len is not None
         self.first, self.last = min(self.found), max(self.found)
         self.attention = [layer for layer in self.layers if isinstance(layer, CacheLayerMixin)]
@@ -136,8 +138,7 @@ class StateCache(Cache):
     def _begin(self, hidden: Tensor) -> None:
         """Decide how the tokens of a call go through all layers."""
         batch, tokens, _ = hidden.shape
-        if self.batch is not None and batch != self.batch:
-            raise ValueError(f"this cache has {self.batch} rows, got a batch of {batch}; reset() makes it empty")
+        self._check_rows(batch)
         self.settle()
         fresh = self.batch is None
         candidates = 0 if self.sure is None else tokens - self.sure
@@ -151,6 +152,10 @@ class StateCache(Cache):
                 store.fold(batch)
             call.plans[store.device] = store.plan(batch, steps) if steps else None
 
+    def _check_rows(self, batch: int) -> None:
+        if self.batch is not None and batch != self.batch:
+            raise ValueError(f"this cache has {self.batch} rows, got a batch of {batch}; reset() makes it empty")
+
     def _end(self, call: Call) -> None:
         """What follows when all layers have had the tokens of a call."""
         for store in self.stores.values():
@@ -161,9 +166,12 @@ class StateCache(Cache):
             store.seen.add_(call.prompt + call.stepped)
         if self.batch is None:
             self.batch = call.batch
-            for layer in self.found:
-                self.layers[layer].has_previous_state[0] = True
+            self._mark_states(True)
         self.called(call)
+
+    def _mark_states(self, there: bool) -> None:
+        for layer in self.found:
+            self.layers[layer].has_previous_state[0] = there
 
     def called(self, call: Call) -> None:
         """Note which call was the last, and what can be taken back of it."""
@@ -231,6 +239,7 @@ class StateCache(Cache):
     def reset(self) -> None:
         """Make the cache empty; its memory stays."""
         super().reset()
+        self._mark_states(False)
         self.batch = self.call = self.sure = self.unsettled = None
         self.croppable = 0
         for store in self.stores.values():
@@ -247,13 +256,32 @@ class StateCache(Cache):
         self._refuse_static("repeat rows of")
         if self.batch is not None:
             self._rearrange(torch.arange(self.batch).repeat_interleave(repeats))
-        super().batch_repeat_interleave(repeats)
+        for layer in self.attention:
+            layer.batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows of these numbers, in their order."""
         self._refuse_static("select rows of")
         self._rearrange(indices)
-        super().batch_select_indices(indices)
+        for layer in self.attention:
+            layer.batch_select_indices(indices)
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """What an attention layer has with these keys and values."""
+        self._fit(self.layers[layer_idx], len(key_states))
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        """What the indexer of an attention layer has with these keys."""
+        self._fit(self.layers[layer_idx], len(indexer_key_states))
+        return super().update_indexer(indexer_key_states, layer_idx)
+
+    def _fit(self, layer: Any, batch: int) -> None:
+        """Let a static layer that was made for another number of rows be made anew."""
+        if getattr(layer, "batch_size", batch) != batch:
+            self._check_rows(batch)
+            forget(layer)
+            self.graphs.clear()
 
     def _refuse_static(self, what: str) -> None:
         if self.static and self.attention:

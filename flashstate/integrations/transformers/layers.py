@@ -35,16 +35,11 @@ class StateLayer(LinearAttentionCacheLayerMixin):
 
     prefetch = offload
 
-    def reset(self) -> None:
-        self.has_previous_state[0] = False
+    def reset(self) -> None: ...
 
     def reorder_cache(self, beam_idx: Tensor) -> None: ...
 
     def crop(self, tokens_to_remove: int) -> None: ...
-
-    def batch_repeat_interleave(self, repeats: int) -> None: ...
-
-    def batch_select_indices(self, indices: Tensor) -> None: ...
 
 
 class CroppedStaticLayer(StaticLayer):
@@ -87,6 +82,12 @@ def with_state(attention: Any) -> Any:
             base.__init__(self, **(given if base is attention else {}))
 
     return type(f"StateAnd{attention.__name__}", (attention, StateLayer), {"__init__": initialise})
+
+
+def forget(layer: Any) -> None:
+    """Let an empty static layer give up its memory; the next keys and values decide on what it gets."""
+    layer.is_initialized = layer.is_indexer_initialized = False
+    del layer.batch_size
 
 
 def has_states(kept: Any) -> bool:

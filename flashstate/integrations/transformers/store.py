@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,8 @@ from flashstate.state.ring import Plan
 from flashstate.state.slots import Slots
 from flashstate.state.state import State
 
+Made = TypeVar("Made")
+SPREAD = 6364136223846793005  # of a linear congruential generator of 64 bits
 KEPT_AFTER_PROMPT = (0, 1)  # no token that windows could take back, and the first slot of a row
 
 
@@ -50,7 +52,7 @@ class Store:
 
     def __init__(self, found: Mapping[int, Found], format: Format, rows: int, seeds: Sequence[int]) -> None:
         sizes = sizes_of(found)
-        self.found, self.format, self.rows, self.seeds = found, format, rows, seeds
+        self.found, self.format, self.rows = found, format, rows
         self.numbers = {layer: i for i, layer in enumerate(found)}
         weight = next(convolution(each.mixer).weight for each in found.values())
         self.device, self.history = weight.device, sizes.width - 1
@@ -58,15 +60,18 @@ class Store:
         self.columns = 1 + format.drafts if sizes.state is not None and not format.replay else 1
         shape = len(found), rows, self.history + (format.drafts + 1 if rolls else 0), sizes.channels
         with torch.inference_mode(False):  # else only inference mode could write them again
+            self.seeds = torch.tensor(seeds, dtype=torch.int64, device=self.device)  # that rows begin with
             self.windows = torch.zeros(shape, dtype=weight.dtype, device=self.device)  # channels side by side
             self.window_pool = StatePool.wrap([State(window[:, None]) for window in self.windows])
             self.pool = None if sizes.state is None else self._pool(sizes, sizes.state, weight.dtype)
+            seed = None if self.pool is None else self.pool.layer(0).seed
+            self.seed = None if seed is None else seed.view(rows, self.columns)  # that rows have now
             self.table = torch.arange(rows * self.columns, dtype=torch.int32, device=self.device).view(rows, -1)
             self.row_numbers = torch.arange(rows, dtype=torch.int32, device=self.device)
             self.accepted = torch.zeros(2, rows, dtype=torch.int32, device=self.device)
             self.seen = torch.zeros((), dtype=torch.int64, device=self.device)
-        self._where: dict[tuple[int, int, int], Where] = {}
-        self._memory: dict[tuple[int, int, int, int], Memory] = {}
+        self._where: dict[tuple[int, ...], Where] = {}
+        self._memory: dict[tuple[int, ...], Memory] = {}
         self.reset()
 
     def _pool(self, sizes: Sizes, state: tuple[int, int, int], dtype: torch.dtype) -> StatePool:
@@ -76,7 +81,7 @@ class Store:
         pool = StatePool.mamba2(
             slots=self.rows * self.columns, layers=len(self.found), heads=heads, rows=rows, cols=cols,
             dtype=self.format.dtype, rounding=self.format.rounding, rounds=self.format.rounds, device=self.device,
-            seed=self.seeds[0], ring_dtype=dtype, **(rings if self.format.replay else {}),
+            ring_dtype=dtype, **(rings if self.format.replay else {}),
         )  # fmt: skip
         pool.acquire(pool.slots)
         return pool
@@ -91,7 +96,7 @@ class Store:
         """Make every row as it was at first: nothing before its next token, and the seeds it began with."""
         self.windows.zero_()
         if self.pool is not None:
-            self.pool.reset(range(self.pool.slots), [seed for seed in self.seeds for _ in range(self.columns)])
+            self.pool.reset(range(self.pool.slots), self.seeds.repeat_interleave(self.columns))
         self.keep(self.rows, KEPT_AFTER_PROMPT)
         self.seen.zero_()
 
@@ -103,30 +108,30 @@ class Store:
 
     def where(self, batch: int, tokens: int, first: int = 0) -> Where:
         """Where a call of so many rows and tokens finds things; states after its tokens go to slots from `first` on."""
-        key = batch, tokens, first
-        if key not in self._where:
-            rows = Slots(self.row_numbers[:batch])
-            windows = states = rows
-            if self.format.drafts:
-                windows = replace(rows, accepted=self.accepted[0, :batch])
-            if self.columns > 1:
-                table = self.table[:batch]
-                states = Slots(table, accepted=self.accepted[1, :batch], write=table[:, first : first + tokens])
-            kept = torch.tensor([[tokens], [first + tokens]], dtype=torch.int32, device=self.device)
-            self._where[key] = Where(windows, states, kept)
-        return self._where[key]
+        return once(self._where, self._where_of, batch, tokens, first)
+
+    def _where_of(self, batch: int, tokens: int, first: int) -> Where:
+        rows = Slots(self.row_numbers[:batch])
+        windows = states = rows
+        if self.format.drafts:
+            windows = replace(rows, accepted=self.accepted[0, :batch])
+        if self.columns > 1:
+            table = self.table[:batch]
+            states = Slots(table, accepted=self.accepted[1, :batch], write=table[:, first : first + tokens])
+        kept = torch.tensor([[tokens], [first + tokens]], dtype=torch.int32, device=self.device)
+        return Where(windows, states, kept)
 
     def memory(self, layer: int, batch: int, tokens: int, first: int, plan: Plan | None) -> Memory:
         """What the mixer of a layer gets in a call that steps the rows."""
-        key = layer, batch, tokens, first
-        if key not in self._memory:
-            i, where = self.numbers[layer], self.where(batch, tokens, first)
-            history = self.history if self.format.drafts else None
-            state = None if self.pool is None else self.pool.layer(i)
-            ring = None if not self.format.replay or self.pool is None else self.pool.ring(i)
-            self._memory[key] = Memory(self.windows[i].mT, where.windows, history, state, where.states, ring)
-        memory = self._memory[key]
+        memory = once(self._memory, self._memory_of, layer, batch, tokens, first)
         return memory if plan is None else replace(memory, plan=plan)
+
+    def _memory_of(self, layer: int, batch: int, tokens: int, first: int) -> Memory:
+        i, where = self.numbers[layer], self.where(batch, tokens, first)
+        history = self.history if self.format.drafts else None
+        state = None if self.pool is None else self.pool.layer(i)
+        ring = None if not self.format.replay or self.pool is None else self.pool.ring(i)
+        return Memory(self.windows[i].mT, where.windows, history, state, where.states, ring)
 
     def plan(self, batch: int, tokens: int) -> Plan | None:
         """What rings do in a step; None where there are none."""
@@ -180,11 +185,19 @@ class Store:
     def rearrange(self, rows: Tensor) -> None:
         """Make row i of the batch a copy of row rows[i], with a seed of its own."""
         rows = rows.to(self.device)
+        seeds = self._seeds_of_copies(rows)
         self.window_pool.copy(rows.int(), self.row_numbers[: len(rows)])
         if self.pool is not None:
-            self.pool.copy(self._slots(self.rows)[rows], self.table[: len(rows), 0].contiguous())
+            self.pool.copy(self._slots(self.rows)[rows], self.table[: len(rows), 0].contiguous(), keep_seed=True)
+        if self.seed is not None and seeds is not None:
+            self.seed[: len(rows)] = seeds
         self.accepted[0, : len(rows)] = self.accepted[0, rows]
         self.accepted[1, : len(rows)] = KEPT_AFTER_PROMPT[1]
+
+    def _seeds_of_copies(self, rows: Tensor) -> Tensor | None:
+        """Seeds for copies of rows, if there are any. They follow from the seeds of the rows and from where the copies
+        go, so that a cache draws the same again after a reset; copies of one row get different ones."""
+        return None if self.seed is None else self.seed[rows] * SPREAD + self.seeds[: len(rows), None]
 
     def grown(self, rows: int, seeds: Sequence[int]) -> Store:
         """A store for more rows, the first of them those of this one."""
@@ -201,6 +214,22 @@ class Store:
         if self.columns == 1:
             return self.table[:batch, 0].contiguous()
         return self.table[:batch].gather(1, self.accepted[1, :batch, None].long() - 1)[:, 0]
+
+
+def check_stored(found: Mapping[int, Found], format: Format, device: torch.device) -> None:
+    """Raise unless a store can keep what these layers need, in this format on their device."""
+    sizes_of(found)
+    one: dict[str, Any] = {"slots": 1, "layers": 1, "heads": 1, "rows": 1, "cols": 1}
+    StatePool.mamba2(**one, dtype=format.dtype, rounding=format.rounding, rounds=format.rounds, device=device)
+
+
+def once(made: dict[tuple[int, ...], Made], make: Callable[..., Made], *key: int) -> Made:
+    """make(*key), made once. While compiling it is made anew: a graph would depend on what was made before it."""
+    if torch.compiler.is_compiling():
+        return make(*key)
+    if key not in made:
+        made[key] = make(*key)
+    return made[key]
 
 
 def convolution(mixer: nn.Module) -> nn.Conv1d:
