@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.generation import GenerationMode
 
 from flashstate.integrations.transformers.candidates import at_most, check_source
 from flashstate.integrations.transformers.families import found_as, mixers_of
@@ -41,7 +42,7 @@ def enable(model: PreTrainedModel) -> PreTrainedModel:
         set_forward(norm, forward)
     cls: Any = type(model)
     set_forward(model, model_forward(cls))
-    model._is_stateful = False  # which would refuse drafts; `candidate_generator` refuses those of other caches
+    model._is_stateful = False  # which would refuse drafts; `prepared_cache` refuses those of other caches
     for name, method in METHODS.items():
         setattr(model, name, MethodType(method, model))
     return model
@@ -163,24 +164,31 @@ def prepared_inputs(model: Any, input_ids: Tensor, **kwargs: Any) -> dict[str, A
     return type(model).prepare_inputs_for_generation(model, input_ids, **kwargs)
 
 
-def prepared_cache(model: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **more: Any) -> Any:
+def prepared_cache(
+    model: Any, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, *args: Any
+) -> Any:
     """Let `generate` know a StateCache as the user's cache, under whatever name the model has for caches."""
     kept, name = model_kwargs.get("past_key_values"), own_cache_name(model)
+    if generation_mode == GenerationMode.ASSISTED_GENERATION and not drafts_of(kept):
+        words = "cannot take tokens back that its recurrent layers have had"
+        raise ValueError(f"assisted generation needs past_key_values=StateCache(model, drafts=...): this cache {words}")
     if has_states(kept):
         model_kwargs[name] = kept
-    result = type(model)._prepare_cache_for_generation(model, generation_config, model_kwargs, *args, **more)
+    result = type(model)._prepare_cache_for_generation(model, generation_config, model_kwargs, generation_mode, *args)
     if has_states(kept) and name != "past_key_values":
         del model_kwargs[name]
     return result
 
 
+def drafts_of(kept: Any) -> int:
+    """How many tokens of a call a cache can take back."""
+    return kept.format.drafts if has_states(kept) else 0
+
+
 def candidate_generator(model: Any, **given: Any) -> Any:
     """Where candidates of assisted generation come from, as many as the cache can take back."""
-    kept = given["model_kwargs"].get("past_key_values")
-    drafts = kept.format.drafts if has_states(kept) else 0
-    if not drafts:
-        words = "cannot take tokens back that its recurrent layers have had"
-        raise ValueError(f"assisted generation needs past_key_values=StateCache(model, drafts=...): this cache {words}")
+    kept = given["model_kwargs"]["past_key_values"]
+    drafts = drafts_of(kept)
     check_source(drafts, model, given["generation_config"], given.get("assistant_model"))
     kept.expect(given["input_ids"].shape[1])
     return at_most(drafts, type(model)._get_candidate_generator(model, **given))
