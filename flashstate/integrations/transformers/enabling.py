@@ -43,7 +43,7 @@ def enable(model: PreTrainedModel) -> PreTrainedModel:
     cls: Any = type(model)
     set_forward(model, model_forward(cls))
     model._is_stateful = False  # which would refuse drafts; `prepared_cache` refuses those of other caches
-    for name, method in METHODS.items():
+    for name, method in methods(cls).items():
         setattr(model, name, MethodType(method, model))
     return model
 
@@ -55,7 +55,7 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
             unset_forward(each.mixer)
         for module in (model, *(norm for norm, _ in norms_of(model))):
             unset_forward(module)
-        for name in ("_is_stateful", *METHODS):
+        for name in ("_is_stateful", *methods(type(model))):
             delattr(model, name)
     return model
 
@@ -73,7 +73,8 @@ def forward_name(module: nn.Module) -> str:
 def check_own(mixer: nn.Module) -> None:
     """Raise where something else has replaced the forward of a mixer, or keeps its weights elsewhere."""
     name = type(mixer).__name__
-    if "forward" in vars(mixer) and not hasattr(mixer, "_hf_hook"):
+    own: Any = vars(mixer).get(forward_name(mixer))
+    if own is not None and getattr(own, "__func__", None) is not type(mixer).forward:
         raise ValueError(f"the forward of this {name} has been replaced already, so flashstate cannot replace it")
     if any(weight.device.type == "meta" for weight in mixer.parameters()):
         raise ValueError(f"this {name} is offloaded: flashstate needs its weights on the device it runs on")
@@ -148,20 +149,26 @@ def model_forward(cls: Any) -> Callable[..., Any]:
         if name != "past_key_values" and isinstance(outputs, dict):
             outputs["past_key_values"] = kept
         return outputs
-
-    if name != "past_key_values":
-        *named, others = inspect.signature(stock).parameters.values()
-        kept = inspect.Parameter("past_key_values", inspect.Parameter.KEYWORD_ONLY, default=None)
-        forward.__dict__["__signature__"] = inspect.Signature([*named, kept, others])
     return forward
 
 
-def prepared_inputs(model: Any, input_ids: Tensor, **kwargs: Any) -> dict[str, Any]:
-    """The inputs of a call of `generate`, with a StateCache under the name that the model has for caches. That the
-    others are called kwargs tells `generate` to look at the forward for names of arguments."""
-    if has_states(kwargs.get("past_key_values")):
-        kwargs[own_cache_name(model)] = kwargs.pop("past_key_values")
-    return type(model).prepare_inputs_for_generation(model, input_ids, **kwargs)
+@cache
+def prepared_inputs(cls: Any) -> Callable[..., Any]:
+    """How an enabled model of this class prepares the inputs of a call of `generate`: with a StateCache under the name
+    that the model has for caches. `generate` looks at the arguments, so they are those of the class, and the cache."""
+    stock, name = cls.prepare_inputs_for_generation, cache_argument(cls)
+
+    @wraps(stock)
+    def prepare(self: Any, input_ids: Tensor, **given: Any) -> dict[str, Any]:
+        if has_states(given.get("past_key_values")):
+            given[name] = given.pop("past_key_values")
+        return stock(self, input_ids, **given)
+
+    *named, others = inspect.signature(stock).parameters.values()
+    if "past_key_values" not in inspect.signature(stock).parameters:
+        named.append(inspect.Parameter("past_key_values", inspect.Parameter.KEYWORD_ONLY, default=None))
+    prepare.__dict__["__signature__"] = inspect.Signature([*named, others])
+    return prepare
 
 
 def prepared_cache(
@@ -208,9 +215,11 @@ def compiled_call(model: Any, compile_config: Any) -> Callable[..., Any]:
     return call
 
 
-METHODS: dict[str, Callable[..., Any]] = {  # of an enabled model, in the place of its class's
-    "prepare_inputs_for_generation": prepared_inputs,
-    "_prepare_cache_for_generation": prepared_cache,
-    "_get_candidate_generator": candidate_generator,
-    "get_compiled_call": compiled_call,
-}
+def methods(cls: Any) -> dict[str, Callable[..., Any]]:
+    """The methods of an enabled model, in the place of its class's."""
+    return {
+        "prepare_inputs_for_generation": prepared_inputs(cls),
+        "_prepare_cache_for_generation": prepared_cache,
+        "_get_candidate_generator": candidate_generator,
+        "get_compiled_call": compiled_call,
+    }
