@@ -37,3 +37,11 @@ def test_what_a_model_does_not_take_it_does_not_take_enabled(family: str, given:
     for cache in (None, fs.StateCache(model)):
         with pytest.raises(ValueError, match=words):
             model.generate(past_key_values=cache, **given, **OPTIONS)
+
+
+@pytest.mark.parametrize("family", ["mamba2", "qwen3_next"])
+def test_continuous_batching_of_transformers_refuses_recurrent_layers(family: str) -> None:
+    """If this fails, Transformers has learned it, and docs/transformers.md says what flashstate would have to do."""
+    model: Any = fs.enable(tiny_model(family))
+    with pytest.raises(ValueError, match=r"Invalid layer type: linear_attention"):
+        model.generate_batch(inputs=[[1, 2, 3], [4, 5, 6, 7]], max_new_tokens=4)
