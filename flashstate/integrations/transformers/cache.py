@@ -32,7 +32,7 @@ class Call:
     batch: int
     prompt: int
     stepped: int
-    plans: dict[torch.device, Plan | None] = field(default_factory=dict)
+    plans: dict[Store, Plan | None] = field(default_factory=dict)
 
     @property
     def first(self) -> int:
@@ -128,7 +128,7 @@ class StateCache(Cache):
             outputs.append(self._prompt(layer, hidden[:, : call.prompt], of_prompt, more))
         if call.stepped:
             found, store = self.found[layer], self.store_of[layer]
-            memory = store.memory(layer, call.batch, call.stepped, call.first, call.plans[store.device])
+            memory = store.memory(layer, call.batch, call.stepped, call.first, call.plans[store])
             of_steps = None if mask is None else mask[:, call.prompt :]
             outputs.append(found.kind.forward(found.mixer, hidden[:, call.prompt :], memory, of_steps, prompt=False))
         if layer == self.last:
@@ -150,7 +150,7 @@ class StateCache(Cache):
         for store in self.stores.values():
             if call.prompt and not fresh:
                 store.fold(batch)
-            call.plans[store.device] = store.plan(batch, steps) if steps else None
+            call.plans[store] = store.plan(batch, steps) if steps else None
 
     def _check_rows(self, batch: int) -> None:
         if self.batch is not None and batch != self.batch:
@@ -162,7 +162,7 @@ class StateCache(Cache):
             if call.prompt:
                 store.keep(call.batch, KEPT_AFTER_PROMPT)
             if call.stepped:
-                store.finish(call.batch, call.stepped, call.first, call.plans[store.device])
+                store.finish(call.batch, call.stepped, call.first, call.plans[store])
             store.seen.add_(call.prompt + call.stepped)
         if self.batch is None:
             self.batch = call.batch
@@ -183,9 +183,9 @@ class StateCache(Cache):
     def settle(self) -> None:
         """Let rings keep what was not taken back of the last call."""
         if self.unsettled is not None:
-            for device, plan in self.unsettled.plans.items():
+            for store, plan in self.unsettled.plans.items():
                 if plan is not None:
-                    self.stores[device].settle(plan)
+                    store.settle(plan)
             self.unsettled, self.croppable = None, 0
 
     def _prompt(self, layer: int, hidden: Tensor, mask: Tensor | None, more: dict[str, Any]) -> Tensor:
@@ -205,14 +205,13 @@ class StateCache(Cache):
     def _make_stores(self, rows: int) -> None:
         """Make room for so many rows, on every device that has recurrent layers."""
         self.graphs.clear()
-        seeds = self._seeds(rows)
-        for device, found in by_device(self.found):
-            self.stores[device] = store = Store(found, self.format, rows, seeds)
+        for number, (device, found) in enumerate(by_device(self.found)):
+            self.stores[device] = store = Store(found, self.format, rows, self._seeds(rows, number))
             self.store_of |= dict.fromkeys(found, store)
 
-    def _seeds(self, rows: int) -> list[int]:
-        """A seed for every row."""
-        draw = random.Random(self.seed)
+    def _seeds(self, rows: int, number: int) -> list[int]:
+        """A seed for every row in the store of a number; the first rows have the same in a larger store."""
+        draw = random.Random(None if self.seed is None else self.seed + number)
         return [draw.randint(0, LARGEST_SEED) for _ in range(rows)]
 
     def expect(self, sure: int) -> None:
@@ -294,8 +293,8 @@ class StateCache(Cache):
         self.settle()
         if len(rows) > self._rows:
             self.graphs.clear()
-            for device, store in self.stores.items():
-                self.stores[device] = grown = store.grown(len(rows), self._seeds(len(rows)))
+            for number, (device, store) in enumerate(self.stores.items()):
+                self.stores[device] = grown = store.grown(len(rows), self._seeds(len(rows), number))
                 self.store_of |= dict.fromkeys(grown.numbers, grown)
         for store in self.stores.values():
             store.rearrange(rows)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.generation import GenerationMode
 
 from flashstate.integrations.transformers.candidates import at_most, check_source
 from flashstate.integrations.transformers.families import found_as, mixers_of
@@ -41,8 +42,8 @@ def enable(model: PreTrainedModel) -> PreTrainedModel:
         set_forward(norm, forward)
     cls: Any = type(model)
     set_forward(model, model_forward(cls))
-    model._is_stateful = False  # which would refuse drafts; `candidate_generator` refuses those of other caches
-    for name, method in METHODS.items():
+    model._is_stateful = False  # which would refuse drafts; `prepared_cache` refuses those of other caches
+    for name, method in methods(cls).items():
         setattr(model, name, MethodType(method, model))
     return model
 
@@ -54,7 +55,7 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
             unset_forward(each.mixer)
         for module in (model, *(norm for norm, _ in norms_of(model))):
             unset_forward(module)
-        for name in ("_is_stateful", *METHODS):
+        for name in ("_is_stateful", *methods(type(model))):
             delattr(model, name)
     return model
 
@@ -72,7 +73,8 @@ def forward_name(module: nn.Module) -> str:
 def check_own(mixer: nn.Module) -> None:
     """Raise where something else has replaced the forward of a mixer, or keeps its weights elsewhere."""
     name = type(mixer).__name__
-    if "forward" in vars(mixer) and not hasattr(mixer, "_hf_hook"):
+    own: Any = vars(mixer).get(forward_name(mixer))
+    if own is not None and getattr(own, "__func__", None) is not type(mixer).forward:
         raise ValueError(f"the forward of this {name} has been replaced already, so flashstate cannot replace it")
     if any(weight.device.type == "meta" for weight in mixer.parameters()):
         raise ValueError(f"this {name} is offloaded: flashstate needs its weights on the device it runs on")
@@ -147,40 +149,53 @@ def model_forward(cls: Any) -> Callable[..., Any]:
         if name != "past_key_values" and isinstance(outputs, dict):
             outputs["past_key_values"] = kept
         return outputs
-
-    if name != "past_key_values":
-        *named, others = inspect.signature(stock).parameters.values()
-        kept = inspect.Parameter("past_key_values", inspect.Parameter.KEYWORD_ONLY, default=None)
-        forward.__dict__["__signature__"] = inspect.Signature([*named, kept, others])
     return forward
 
 
-def prepared_inputs(model: Any, input_ids: Tensor, **kwargs: Any) -> dict[str, Any]:
-    """The inputs of a call of `generate`, with a StateCache under the name that the model has for caches. That the
-    others are called kwargs tells `generate` to look at the forward for names of arguments."""
-    if has_states(kwargs.get("past_key_values")):
-        kwargs[own_cache_name(model)] = kwargs.pop("past_key_values")
-    return type(model).prepare_inputs_for_generation(model, input_ids, **kwargs)
+@cache
+def prepared_inputs(cls: Any) -> Callable[..., Any]:
+    """How an enabled model of this class prepares the inputs of a call of `generate`: with a StateCache under the name
+    that the model has for caches. `generate` looks at the arguments, so they are those of the class, and the cache."""
+    stock, name = cls.prepare_inputs_for_generation, cache_argument(cls)
+
+    @wraps(stock)
+    def prepare(self: Any, input_ids: Tensor, **given: Any) -> dict[str, Any]:
+        if has_states(given.get("past_key_values")):
+            given[name] = given.pop("past_key_values")
+        return stock(self, input_ids, **given)
+
+    *named, others = inspect.signature(stock).parameters.values()
+    if "past_key_values" not in inspect.signature(stock).parameters:
+        named.append(inspect.Parameter("past_key_values", inspect.Parameter.KEYWORD_ONLY, default=None))
+    prepare.__dict__["__signature__"] = inspect.Signature([*named, others])
+    return prepare
 
 
-def prepared_cache(model: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **more: Any) -> Any:
+def prepared_cache(
+    model: Any, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, *args: Any
+) -> Any:
     """Let `generate` know a StateCache as the user's cache, under whatever name the model has for caches."""
     kept, name = model_kwargs.get("past_key_values"), own_cache_name(model)
+    if generation_mode == GenerationMode.ASSISTED_GENERATION and not drafts_of(kept):
+        words = "cannot take tokens back that its recurrent layers have had"
+        raise ValueError(f"assisted generation needs past_key_values=StateCache(model, drafts=...): this cache {words}")
     if has_states(kept):
         model_kwargs[name] = kept
-    result = type(model)._prepare_cache_for_generation(model, generation_config, model_kwargs, *args, **more)
+    result = type(model)._prepare_cache_for_generation(model, generation_config, model_kwargs, generation_mode, *args)
     if has_states(kept) and name != "past_key_values":
         del model_kwargs[name]
     return result
 
 
+def drafts_of(kept: Any) -> int:
+    """How many tokens of a call a cache can take back."""
+    return kept.format.drafts if has_states(kept) else 0
+
+
 def candidate_generator(model: Any, **given: Any) -> Any:
     """Where candidates of assisted generation come from, as many as the cache can take back."""
-    kept = given["model_kwargs"].get("past_key_values")
-    drafts = kept.format.drafts if has_states(kept) else 0
-    if not drafts:
-        words = "cannot take tokens back that its recurrent layers have had"
-        raise ValueError(f"assisted generation needs past_key_values=StateCache(model, drafts=...): this cache {words}")
+    kept = given["model_kwargs"]["past_key_values"]
+    drafts = drafts_of(kept)
     check_source(drafts, model, given["generation_config"], given.get("assistant_model"))
     kept.expect(given["input_ids"].shape[1])
     return at_most(drafts, type(model)._get_candidate_generator(model, **given))
@@ -200,9 +215,11 @@ def compiled_call(model: Any, compile_config: Any) -> Callable[..., Any]:
     return call
 
 
-METHODS: dict[str, Callable[..., Any]] = {  # of an enabled model, in the place of its class's
-    "prepare_inputs_for_generation": prepared_inputs,
-    "_prepare_cache_for_generation": prepared_cache,
-    "_get_candidate_generator": candidate_generator,
-    "get_compiled_call": compiled_call,
-}
+def methods(cls: Any) -> dict[str, Callable[..., Any]]:
+    """The methods of an enabled model, in the place of its class's."""
+    return {
+        "prepare_inputs_for_generation": prepared_inputs(cls),
+        "_prepare_cache_for_generation": prepared_cache,
+        "_get_candidate_generator": candidate_generator,
+        "get_compiled_call": compiled_call,
+    }

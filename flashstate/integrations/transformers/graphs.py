@@ -30,10 +30,12 @@ class Graphs:
         self.cache: Any = proxy(cache)  # so that nothing but its user holds a cache, and its memory goes with it
         self.graphs: dict[Hashable, Graph | None] = {}
         self.pool: Any = None  # of memory, which all graphs share
+        self.whole: bool | None = None  # whether the model is on one device; None: not looked up yet
 
     def clear(self) -> None:
         """Forget all graphs: what they were captured with has moved."""
         self.graphs.clear()
+        self.whole = None
 
     def can_run(self, model: Any, given: dict[str, Any]) -> bool:
         """Whether a call with these arguments is a step that a graph can be."""
@@ -45,7 +47,13 @@ class Graphs:
         steps = cache.batch is not None and tokens.shape[1] <= cache.format.drafts + 1
         plain = not any(given.get(name) for name in UNGRAPHED) and not any(cache.is_sliding)
         busy = torch.is_grad_enabled() or torch.cuda.is_current_stream_capturing()
-        return steps and plain and not busy and len(cache.stores) == 1
+        return steps and plain and not busy and self.on_one_device(model)
+
+    def on_one_device(self, model: Any) -> bool:
+        """Whether all of a model is on one device, and none of it offloaded: else hooks move things in every call."""
+        if self.whole is None:
+            self.whole = len({parameter.device for parameter in model.parameters()}) == 1
+        return self.whole
 
     def run(self, model: Any, forward: Callable[..., Any], name: str, given: dict[str, Any]) -> Any:
         """forward(model, **given), captured or replayed where this shape was there before; `name` is the argument, and

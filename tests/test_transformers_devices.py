@@ -1,0 +1,181 @@
+"""Models whose parts are moved by hooks, as accelerate does it, and caches with a store on each of several devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial, update_wrapper
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import flashstate.integrations.transformers as fs
+from flashstate.integrations.transformers import cache as caches
+from flashstate.integrations.transformers.families import Found, mixers_of
+from flashstate.integrations.transformers.tiny import tiny_model
+
+PROMPT = torch.arange(1, 25).view(2, 12) * 37 % 96
+OPTIONS: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+
+
+class Hook:
+    """What accelerate has in front of a module's forward: here it moves tensors to a device, and counts calls."""
+
+    def __init__(self, module: Any, device: str = "cpu") -> None:
+        self.module, self.device, self.calls = module, device, 0
+        module._hf_hook, module._old_forward = self, module.forward
+        module.forward = update_wrapper(partial(self, module), module.forward)
+
+    def __call__(self, module: Any, *args: Any, **given: Any) -> Any:
+        self.calls += 1
+        args, given = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(self.device), (args, given))
+        return module._old_forward(*args, **given)
+
+    def remove(self) -> None:
+        self.module.forward = self.module._old_forward
+        del self.module._hf_hook, self.module._old_forward
+
+
+def hooked(model: Any) -> list[Hook]:
+    """Put hooks on a model, on its layers and on their mixers."""
+    return [Hook(module) for module in (model, *model.get_decoder().layers, *mixers(model))]
+
+
+def mixers(model: Any) -> list[Any]:
+    return [found.mixer for found in mixers_of(model).values()]
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["hooks first", "enabled first"])
+@pytest.mark.parametrize("family", ["mamba2", "qwen3_next", "lfm2"])
+def test_hooks_and_flashstate_work_beside_each_other_and_leave_alone(family: str, first: bool) -> None:
+    model: Any = tiny_model(family)
+    stock = model.generate(PROMPT, **OPTIONS)
+    steps: tuple[Callable[[Any], Any], ...] = (hooked, fs.enable)
+    for step in steps if first else reversed(steps):
+        step(model)
+    for cache in (None, fs.StateCache(model)):
+        assert torch.equal(model.generate(PROMPT, past_key_values=cache, **OPTIONS), stock)
+    hooks = [module._hf_hook for module in model.modules() if hasattr(module, "_hf_hook")]
+    assert all(hook.calls == 2 * OPTIONS["max_new_tokens"] for hook in hooks)
+    fs.disable(model)
+    for hook in hooks:
+        hook.remove()
+    assert all(module.forward.__func__ is type(module).forward for module in (model, *mixers(model)))
+    assert torch.equal(model.generate(PROMPT, **OPTIONS), stock)
+
+
+def test_hooks_that_go_before_flashstate_does_leave_it_there() -> None:
+    model: Any = tiny_model("mamba2")
+    stock = model.generate(PROMPT, **OPTIONS)
+    hooks = hooked(model)
+    cache = fs.StateCache(model)
+    for hook in hooks:
+        hook.remove()
+    assert torch.equal(model.generate(PROMPT, past_key_values=cache, **OPTIONS), stock)
+    fs.disable(model)
+    assert not any("forward" in vars(module) for module in (model, *mixers(model)))
+
+
+@pytest.mark.parametrize("family", ["mamba2", "lfm2"])
+def test_offloaded_mixers_are_refused_by_name_and_nothing_changes(family: str) -> None:
+    """Accelerate leaves the weights of what it offloads on the device meta between calls."""
+    model: Any = tiny_model(family)
+    last = mixers(model)[-1].to("meta")
+    with pytest.raises(ValueError, match=rf"this {type(last).__name__} is offloaded: flashstate needs its weights on"):
+        fs.enable(model)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("behind", [False, True], ids=["plain", "behind a hook"])
+def test_a_mixer_that_something_else_replaced_is_refused(behind: bool) -> None:
+    model: Any = tiny_model("mamba2")
+    mixer = mixers(model)[1]
+    mixer.forward = MethodType(nn.Identity.forward, mixer)
+    if behind:
+        Hook(mixer)
+    with pytest.raises(ValueError, match=r"the forward of this Mamba2Mixer has been replaced already"):
+        fs.enable(model)
+
+
+def test_layers_are_grouped_by_the_device_of_their_mixers() -> None:
+    model: Any = tiny_model("mamba2", num_hidden_layers=4)
+    found = mixers_of(model)
+    for layer in (1, 2):
+        found[layer].mixer.to("meta")
+    groups = {device.type: list(layers) for device, layers in caches.by_device(found)}
+    assert groups == {"cpu": [0, 3], "meta": [1, 2]}
+
+
+def in_two(found: dict[int, Found]) -> Iterator[tuple[torch.device, dict[int, Found]]]:
+    """Layers in two groups, in turns, as if they were on two devices."""
+    for number, device in enumerate(("cpu", "meta")):
+        yield torch.device(device), {layer: found[layer] for layer in list(found)[number::2]}
+
+
+@pytest.mark.parametrize(
+    ("family", "of_cache", "of_generate"),
+    [
+        ("mamba2", {}, {}),
+        ("qwen3_next", {"dtype": torch.bfloat16}, {"num_beams": 3}),
+        ("jamba", {"drafts": 3}, {"prompt_lookup_num_tokens": 3}),
+        ("nemotron_h", {"drafts": 3, "replay": 5, "dtype": torch.int8}, {"prompt_lookup_num_tokens": 3}),
+        ("lfm2", {"max_cache_len": 32}, {}),
+    ],
+    ids=str,
+)
+def test_two_stores_give_what_one_gives(
+    family: str, of_cache: dict[str, Any], of_generate: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = tiny_model(family)
+    prompt = PROMPT[:1] if "drafts" in of_cache else PROMPT
+    one = fs.StateCache(model, **of_cache)
+    expected = model.generate(prompt, past_key_values=one, **OPTIONS, **of_generate)
+    monkeypatch.setattr(caches, "by_device", in_two)
+    two = fs.StateCache(model, **of_cache)
+    for _ in range(2):
+        assert torch.equal(model.generate(prompt, past_key_values=two, **OPTIONS, **of_generate), expected)
+        assert len(two.stores) == 2
+        assert two.get_seq_length() == one.get_seq_length()
+        two.reset()
+
+
+def test_stores_draw_other_random_bits_and_a_seed_repeats_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = tiny_model("mamba2")
+    monkeypatch.setattr(caches, "by_device", in_two)
+    options: dict[str, Any] = {"dtype": torch.float16, "rounding": "stochastic", "max_batch": 2}
+    first, again, other = (fs.StateCache(model, seed=seed, **options) for seed in (3, 3, 7))
+    seeds = [[store.seeds for store in cache.stores.values()] for cache in (first, again, other)]
+    assert seeds[0] == seeds[1] != seeds[2]
+    assert len({seed for rows in seeds[0] for seed in rows}) == 4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"drafts": 3}, {"max_cache_len": 64}], ids=str)
+@pytest.mark.parametrize(
+    ("family", "near", "far"),
+    [
+        ("mamba2", "cpu", "cuda"),
+        ("mamba2", "cuda", "cpu"),
+        ("qwen3_next", "cuda", "cpu"),
+        ("nemotron_h", "cpu", "cuda"),
+    ],
+)
+def test_a_model_on_a_cpu_and_a_gpu_gives_what_it_gives_on_one(
+    family: str, near: str, far: str, options: dict[str, Any]
+) -> None:
+    """Its last layers are far from all others, and hooks move what goes into them and what comes out."""
+    model: Any = tiny_model(family)
+    prompt, more = (PROMPT[:1], {"prompt_lookup_num_tokens": 3}) if "drafts" in options else (PROMPT, {})
+    stock = model.generate(prompt, **OPTIONS)
+    decoder = model.to(near).get_decoder()
+    for layer in decoder.layers[len(decoder.layers) // 2 :]:
+        Hook(layer.to(far), far)
+    Hook(next(module for name, module in decoder.named_children() if name.startswith("norm")), near)
+    cache = fs.StateCache(model, **options)
+    generated = model.generate(prompt.to(near), past_key_values=cache, **OPTIONS, **more)
+    assert torch.equal(generated.cpu(), stock)
+    assert {device.type for device in cache.stores} == {"cpu", "cuda"}
+    assert not cache.graphs.graphs
