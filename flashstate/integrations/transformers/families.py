@@ -8,6 +8,7 @@ import io
 import textwrap
 import tokenize
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -204,8 +205,14 @@ def fingerprint(cls: type[nn.Module]) -> str:
         forward = forward.__wrapped__
     names = forward.__code__.co_names if inspect.isfunction(forward) else ()
     for function in (forward, *filter(inspect.isfunction, map(vars(cls).get, names))):
-        lines.extend(statements(source_of(function)))
+        lines.extend(statements_of(function))
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
+
+
+@cache
+def statements_of(function: Callable[..., Any]) -> tuple[str, ...]:
+    """The statements of a function, which take milliseconds to read."""
+    return tuple(statements(source_of(function)))
 
 
 def source_of(function: Callable[..., Any]) -> str:
