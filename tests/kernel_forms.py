@@ -206,7 +206,8 @@ FORMS: dict[str, dict[str, Form]] = {  # of every op in every format; of the fir
         "snapshots": of(CONV, with_snapshots_alike, tokens=4),
         "a tree": of(CONV, with_a_tree, tokens=4),
         "a slot for every token": of(CONV, written_per_token, tokens=4),
-        "width 6, no bias": of(CONV, width=6, bias=False, activation=None),
+        "width 8, no bias": of(CONV, width=8, bias=False, activation=None),
+        "width 7, rolled back": of(CONV, rolled_back, tokens=4, extra=4, width=7),
         "width 3": of(CONV, tokens=4, width=3, parameters="float32"),
     },
     "replay": {

@@ -104,7 +104,7 @@ def transposed(tensor: Tensor) -> Tensor:
 
 def resized(tensor: Tensor, axis: int, by: int) -> Tensor:
     size = tensor.shape[axis] + by
-    return torch.cat([tensor, tensor], axis).narrow(axis, 0, size).clone()
+    return torch.cat([tensor, tensor, tensor], axis).narrow(axis, 0, size).clone()
 
 
 def expanded(tensor: Tensor, axis: int = 0) -> Tensor:

@@ -47,7 +47,7 @@ OTHERS: dict[str, dict[int | str, tuple[str, ...]]] = {
     "mamba3": {89: ("rank 1, turned",), 103: ("int8",), 120: ("rank 1",), "gfx942": ("plain",)},
     "convolution": {
         80: ("plain", "a tree", "width 3"), 89: ("packed",), 100: ("rolled back",), 103: ("a ring",),
-        120: ("snapshots",), "gfx942": ("several tokens", "float32 windows", "width 6, no bias"),
+        120: ("snapshots",), "gfx942": ("several tokens", "float32 windows", "width 8, no bias"),
         "gfx950": ("a slot for every token", "longer windows"),
     },
     "replay": {},

@@ -359,8 +359,8 @@ def conv_refusals(case: AnyCase) -> list[Refusal]:
         ("window short", only("window", lambda t: t[..., :2]), "^window must have 3 entries or more .*2"),
         ("window bfloat16", only("window", Tensor.bfloat16), "^window must be float16 or float32, so", TypeError),
         ("window of 6 channels", only("window", lambda t: resized(t, 1, 1)), "^x must have shape .*channels=6"),
-        ("width 1", only("weight", lambda t: resized(t, 1, -3)), "^weight must have a width from 2 to 6, got 1"),
-        ("width 7", only("weight", lambda t: resized(t, 1, 3)), "^weight must have a width from 2 to 6, got 7"),
+        ("width 1", only("weight", lambda t: resized(t, 1, -3)), "^weight must have a width from 2 to 8, got 1"),
+        ("width 9", only("weight", lambda t: resized(t, 1, 5)), "^weight must have a width from 2 to 8, got 9"),
         *[
             (f"activation {value!r}", given(activation=value), "^activation must be one of silu, None, got ")
             for value in ("gelu", "", True, 1)

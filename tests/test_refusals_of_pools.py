@@ -251,8 +251,8 @@ OF_MAMBA3: list[tuple[Any, ...]] = [
 ]
 OF_WINDOWS: list[tuple[Any, ...]] = [
     ({"conv_channels": -1}, "^conv_channels must be from 0 to"),
-    ({"conv_width": 1}, "^conv_width must be from 2 to 6, got 1"),
-    ({"conv_width": 7}, "^conv_width must be from 2 to 6, got 7"),
+    ({"conv_width": 1}, "^conv_width must be from 2 to 8, got 1"),
+    ({"conv_width": 9}, "^conv_width must be from 2 to 8, got 9"),
     ({"drafts": -1}, "^drafts must be from 0 to"),
     ({"drafts": 2, "conv_channels": 0}, "^drafts are for windows: conv_channels must be given too"),
     ({"conv_dtype": torch.int8}, f"^conv_dtype {KIND} int8", TypeError),

@@ -21,7 +21,7 @@ from flashstate.state.signature import ACCESS_BYTES
 from flashstate.state.slots import Slots
 
 ACTIVATIONS = ("silu", None)
-SMALLEST_WIDTH, LARGEST_WIDTH = 2, 6
+SMALLEST_WIDTH, LARGEST_WIDTH = 2, 8
 
 
 def conv1d_step(
@@ -53,7 +53,7 @@ def conv1d_step(
         transposed (slots, length, channels).
     x: (..., channels), any strides, and `out`, which the result is written to if it is given; it may be x itself,
         unless tokens form a tree. The output has the dtype of x unless `out` has another.
-    weight, bias: (channels, K) with K from 2 to 6, (channels,); contiguous.
+    weight, bias: (channels, K) with K from 2 to 8, (channels,); contiguous.
     activation: "silu" or None.
     slots: Slots, or (batch,) slot numbers; None: row b is slot b. With slots.accepted and read (batch,) a window rolls
         back: the call before left `history` inputs and its tokens in it, from entry 0 on; the row continues after

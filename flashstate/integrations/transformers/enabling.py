@@ -149,6 +149,7 @@ def model_forward(cls: Any) -> Callable[..., Any]:
         if name != "past_key_values" and isinstance(outputs, dict):
             outputs["past_key_values"] = kept
         return outputs
+
     return forward
 
 

@@ -74,7 +74,7 @@ FAMILIES: dict[str, Settings] = {
     "lfm2": {**CONV, "block_auto_adjust_ff_dim": False},
     "lfm2_moe": {**CONV, **EXPERTS, "num_dense_layers": 2},
     "lfm3": {
-        **CONV, "head_dim": 8, "num_hidden_layers": 4, "conv_L_cache": 4, "sliding_window": 16,
+        **CONV, "head_dim": 8, "num_hidden_layers": 4, "sliding_window": 16,
         "layer_types": ["conv", "full_attention", "sliding_attention", "conv"],
     },
 }  # fmt: skip

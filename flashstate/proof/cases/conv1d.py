@@ -129,13 +129,13 @@ _GROUPS = (
     ),
     (
         ConvCase(3, 33, 3, extra=2, x="float16", window="float32", layout="channels_first"),
-        ConvCase(2, 5, 6, tokens=3, x="float16", parameters="float16", layout="channels_first", bias=False),
+        ConvCase(2, 5, 7, tokens=3, x="float16", parameters="float16", layout="channels_first", bias=False),
         ConvCase(4, 70, 2, tokens=4, packed=True, layout="channels_first", activation=None, index="int64"),
     ),
     (
         ConvCase(2, 70, 6, extra=1, bias=False, slots=3),
         ConvCase(3, 1, 3, extra=3, tokens=8, x="float16"),
-        ConvCase(3, 5, 6, extra=1, tokens=9, packed=True, bias=False, slots=4),
+        ConvCase(3, 5, 8, extra=1, tokens=9, packed=True, bias=False, slots=4),
     ),
 )
 # Channels of real models, and a number of them that nothing divides, for compiled kernels.
@@ -148,5 +148,6 @@ _REAL = (
     ConvCase(4, 1283, 4, x="bfloat16", parameters="bfloat16", slots=9, tokens=4, bias=False),
     ConvCase(5, 1283, 4, extra=3, x="bfloat16", slots=9, tokens=6, packed=True, layout="channels_first"),
     ConvCase(5, 1280, 2, x="float16", window="float32", slots=9, tokens=6, packed=True, activation=None),
+    ConvCase(4, 2048, 7, extra=5, x="bfloat16", parameters="bfloat16", slots=9, tokens=4, activation=None, bias=False),
 )
 CASES["conv1d_step"] = Cases(_GROUPS, _REAL, turns=1)
