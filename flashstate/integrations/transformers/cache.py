@@ -116,8 +116,11 @@ class StateCache(Cache):
         kept = [part for layer in self.attention for part in vars(layer).values() if isinstance(part, Tensor)]
         return self.bytes_of_state + sum(part.numel() * part.element_size() for part in kept)
 
-    def mix(self, layer: int, hidden: Tensor, mask: Tensor | None, more: dict[str, Any]) -> Tensor:
-        """The outputs of a recurrent layer for tokens (batch, T, hidden size), which its state is moved on by."""
+    def mix(self, mixer: Any, hidden: Tensor, mask: Tensor | None, more: dict[str, Any]) -> Tensor:
+        """The outputs of a mixer for tokens (batch, T, hidden size), which the state of its layer is moved on by."""
+        layer = mixer.layer_idx
+        if layer not in self.found or self.found[layer].mixer is not mixer:
+            raise ValueError(f"this StateCache is for another model than that of this {type(mixer).__name__}")
         if layer == self.first:
             self._begin(hidden)
         call = self.call

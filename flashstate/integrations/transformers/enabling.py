@@ -106,7 +106,7 @@ def mixer_forward(mixer: Any, hidden_states: Tensor, *args: Any, **given: Any) -
     if any(given.get(name) is not None for name in PACKED):
         raise ValueError(f"{' and '.join(PACKED)} are not for a model that decodes on flashstate")
     if isinstance(layer, StateLayer):
-        return kept.mix(mixer.layer_idx, hidden_states, mask, given)
+        return kept.mix(mixer, hidden_states, mask, given)
     state = layer.recurrent_states[0]
     memory = Memory(layer.conv_states[0], state=None if state is None else State(found.kind.view(state)))
     return found.kind.forward(mixer, hidden_states, memory, mask, prompt=False)
