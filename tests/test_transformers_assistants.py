@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from drafting import Steps
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, LogitsProcessor
@@ -31,24 +32,6 @@ class Few(LogitsProcessor):
 
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "logits_processor": [Few()]}
-
-
-class Steps(list[tuple[int, int]]):
-    """The candidates of every call of a cache, and how many of them were taken back."""
-
-    def __init__(self, cache: Any) -> None:
-        super().__init__()
-        self.cache, self.crop = cache, cache.crop
-        cache.crop = self.note
-
-    def note(self, tokens_to_remove: int) -> None:
-        self.append((self.cache.croppable, -tokens_to_remove))
-        self.crop(tokens_to_remove)
-
-    def check(self, most: int) -> None:
-        """Assert that calls had up to `most` candidates, and that some of them were right and some wrong."""
-        assert max(candidates for candidates, _ in self) == most
-        assert 0 < sum(back for _, back in self) < sum(candidates for candidates, _ in self)
 
 
 def assistant(tokens: int, schedule: str = "constant") -> LlamaForCausalLM:
