@@ -17,7 +17,7 @@ from flashstate.errors import LARGEST_INT32, check_int
 from flashstate.integrations.transformers.enabling import enable
 from flashstate.integrations.transformers.families import Found, mixers_of
 from flashstate.integrations.transformers.graphs import Graphs
-from flashstate.integrations.transformers.layers import StateLayer, cache_layers, forget
+from flashstate.integrations.transformers.layers import StateLayer, cache_layers, forget, reorder_in_place
 from flashstate.integrations.transformers.prompts import goes_stock, stepped_prompt, stock_prompt
 from flashstate.integrations.transformers.store import KEPT_AFTER_PROMPT, Format, Store, check_stored, convolution
 from flashstate.state.ring import LARGEST_WINDOW, Plan
@@ -250,7 +250,8 @@ class StateCache(Cache):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let row i continue from row beam_idx[i]."""
         self._rearrange(beam_idx)
-        super().reorder_cache(beam_idx)
+        for layer in self.attention:
+            (reorder_in_place if self.static else type(layer).reorder_cache)(layer, beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Have every row so many times, one behind the other."""

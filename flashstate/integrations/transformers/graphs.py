@@ -18,6 +18,7 @@ from flashstate.integrations.transformers.mixers.rms import for_graph
 if TYPE_CHECKING:
     from flashstate.integrations.transformers.cache import StateCache
 
+DEVICES = ("cuda",)  # types of devices that have graphs
 WAITING = ("glm5_next", "glm5_next_text")  # types of models whose attention lets the host wait for the GPU
 UNGRAPHED = ("output_hidden_states", "output_attentions", "labels")  # arguments whose results outlive a step
 
@@ -42,7 +43,7 @@ class Graphs:
         cache, tokens = self.cache, given.get("input_ids")
         if model.config.model_type in WAITING:
             return False
-        if not isinstance(tokens, Tensor) or tokens.device.type != "cuda" or not cache.is_compileable:
+        if not isinstance(tokens, Tensor) or tokens.device.type not in DEVICES or not cache.is_compileable:
             return False
         steps = cache.batch is not None and tokens.shape[1] <= cache.format.drafts + 1
         plain = not any(given.get(name) for name in UNGRAPHED) and not any(cache.is_sliding)

@@ -90,6 +90,15 @@ def forget(layer: Any) -> None:
     del layer.batch_size
 
 
+def reorder_in_place(layer: Any, beam_idx: Tensor) -> None:
+    """Let row i of a layer continue from row beam_idx[i], in the memory that it has: graphs were captured with it."""
+    before = {name: value for name, value in vars(layer).items() if isinstance(value, Tensor)}
+    layer.reorder_cache(beam_idx)
+    for name, tensor in before.items():
+        if getattr(layer, name) is not tensor:
+            setattr(layer, name, tensor.copy_(getattr(layer, name)))
+
+
 def has_states(kept: Any) -> bool:
     """Whether a cache is a StateCache."""
     return isinstance(kept, Cache) and any(isinstance(layer, StateLayer) for layer in kept.layers)

@@ -1,0 +1,210 @@
+"""On a GPU models give what they give on a CPU: with prompts in one launch per layer, and with steps that are CUDA
+graphs where a cache is static."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from drafting import Steps
+from torch import Tensor
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+from transformers import CONFIG_MAPPING
+
+import flashstate.integrations.transformers as fs
+from flashstate.integrations.transformers.tiny import FAMILIES, tiny_model
+
+pytestmark = pytest.mark.gpu
+
+HERE = [family for family in FAMILIES if family in CONFIG_MAPPING]  # in the installed version
+UNGRAPHED = ("glm5_next", "lfm3")  # whose attention waits for the GPU, or has a window that slides
+PROMPT = torch.arange(1, 37).view(3, 12) * 37 % 96
+NEW = 12  # tokens that are generated
+STATIC: dict[str, Any] = {"max_cache_len": 48}
+MOST_KERNELS = 10  # of a layer of Mamba-2: two norms, two products of up to two kernels, two ops and a sum
+
+
+@pytest.fixture(autouse=True)
+def float32_is_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stock prompts have convolutions, for which cuDNN would round inputs."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
+def generated(model: Any, prompt: Tensor = PROMPT[:2], **options: Any) -> Tensor:
+    """What the model continues prompts with, wherever it is."""
+    plain = {"max_new_tokens": NEW, "do_sample": False}
+    return model.generate(prompt.to(model.device), **{**plain, **options}).cpu()
+
+
+def captured(cache: fs.StateCache) -> list[Any]:
+    """The graphs that a cache has."""
+    return [graph for graph in cache.graphs.graphs.values() if graph is not None]
+
+
+@pytest.mark.parametrize("family", HERE)
+def test_tokens_of_every_family_are_those_of_a_cpu(family: str) -> None:
+    model: Any = tiny_model(family)
+    want = generated(model)
+    fs.enable(model.cuda())
+    assert torch.equal(generated(model), want)
+    assert torch.equal(generated(model, past_key_values=fs.StateCache(model)), want)
+    cache = fs.StateCache(model, **STATIC)
+    for _ in range(2):
+        assert torch.equal(generated(model, past_key_values=cache), want)
+        cache.reset()
+    assert len(captured(cache)) == (family not in UNGRAPHED)
+
+
+@pytest.mark.parametrize("options", [{}, STATIC], ids=str)
+@pytest.mark.parametrize("family", ["mamba2", "qwen3_next"])
+def test_padding_before_prompts_changes_nothing(family: str, options: dict[str, Any]) -> None:
+    model: Any = tiny_model(family)
+    mask = (torch.arange(12) >= torch.tensor([[5], [0]])).long()
+    want = generated(model, attention_mask=mask)
+    cache = fs.StateCache(model.cuda(), **options)
+    assert torch.equal(generated(model, attention_mask=mask.cuda(), past_key_values=cache), want)
+
+
+@pytest.mark.parametrize("static", [{}, STATIC], ids=["dynamic", "static"])
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("mamba", {}),
+        ("mamba2", {}),
+        ("mamba2", {"replay": 6}),
+        ("nemotron_h", {"replay": 6}),
+        ("qwen3_next", {}),
+        ("kimi_linear", {}),
+        ("lfm2", {}),
+    ],
+    ids=str,
+)
+def test_drafts_change_no_token(family: str, options: dict[str, Any], static: dict[str, Any]) -> None:
+    """Prompt lookup gives candidates where tokens repeat, so there are only four of them to choose from."""
+    model: Any = tiny_model(family)
+    few: dict[str, Any] = {"suppress_tokens": list(range(4, 96)), "max_new_tokens": 32}
+    want = generated(model, PROMPT[:1], **few)
+    cache = fs.StateCache(model.cuda(), drafts=3, **options, **static)
+    steps = Steps(cache)
+    for _ in range(2):
+        got = generated(model, PROMPT[:1], past_key_values=cache, prompt_lookup_num_tokens=3, **few)
+        assert torch.equal(got, want)
+        cache.reset()
+    steps.check(3)
+    assert len(captured(cache)) in (range(1, 5) if static else (0,))  # one for every number of tokens
+
+
+@pytest.mark.parametrize("replay", [3, 16])
+def test_replay_changes_no_token(replay: int) -> None:
+    """Rings that are folded several times, and not at all."""
+    model: Any = tiny_model("mamba2")
+    want = generated(model)
+    model.cuda()
+    for static in ({}, STATIC):
+        cache = fs.StateCache(model, replay=replay, **static)
+        assert torch.equal(generated(model, past_key_values=cache), want)
+
+
+def forced_logits(model: Any, cache: fs.StateCache) -> Tensor:
+    """The logits before each of the tokens that the model is made to continue with."""
+    tokens = PROMPT.flip(1)[:2].tolist()
+    outputs = model.generate(
+        PROMPT[:2].to(model.device), past_key_values=cache, max_new_tokens=NEW, do_sample=False, output_logits=True,
+        return_dict_in_generate=True, prefix_allowed_tokens_fn=lambda row, ids: [tokens[row][len(ids) - 12]],
+    )  # fmt: skip
+    return torch.stack(outputs.logits, 1).double().cpu()
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("mamba2", {"dtype": torch.bfloat16}),
+        ("mamba2", {"dtype": torch.float16, "rounding": "stochastic"}),
+        ("mamba2", {"dtype": torch.int8, "replay": 6}),
+        ("qwen3_next", {"dtype": torch.int16}),
+        ("qwen3_next", {"dtype": torch.float8_e4m3fn, "rounding": "stochastic"}),
+        ("mamba", {"dtype": torch.int8, "rounding": "stochastic"}),
+    ],
+    ids=str,
+)
+def test_formats_cost_on_a_gpu_what_they_cost_on_a_cpu(family: str, options: dict[str, Any]) -> None:
+    """Roundings differ, since sums are in another order; their errors are of one size. A seed repeats a generation."""
+    model: Any = tiny_model(family)
+    exact = forced_logits(model, fs.StateCache(model))
+    cost = (forced_logits(model, fs.StateCache(model, seed=1, **options)) - exact).norm()
+    model.cuda()
+    for static in ({}, STATIC):
+        cache = fs.StateCache(model, seed=1, **options, **static)
+        logits = forced_logits(model, cache)
+        assert 0 < (logits - exact).norm() < 2 * cost
+        cache.reset()
+        if not static:  # whose first step of all is not the graph's
+            assert torch.equal(forced_logits(model, cache), logits)
+
+
+@pytest.mark.parametrize("family", ["mamba2", "nemotron_h"])
+def test_graphs_are_used_again_after_a_reset_and_for_other_numbers_of_rows(family: str) -> None:
+    model: Any = tiny_model(family)
+    prompts = [PROMPT[:2], PROMPT[:2], PROMPT[:1], PROMPT, PROMPT[1:]]
+    want = [generated(model, prompt) for prompt in prompts]
+    cache = fs.StateCache(model.cuda(), max_batch=3, **STATIC)
+    graphs: list[Any] = []
+    for prompt, tokens in zip(prompts, want, strict=True):
+        assert torch.equal(generated(model, prompt, past_key_values=cache), tokens)
+        graphs.append(captured(cache))
+        cache.reset()
+    assert graphs[0] == graphs[1]
+    assert all(graphs)
+
+
+@pytest.mark.parametrize("family", ["mamba2", "jamba", "falcon_h1"])
+def test_beams_of_a_static_cache_are_those_of_a_cpu(family: str) -> None:
+    model: Any = tiny_model(family)
+    beams = {"num_beams": 3, "num_return_sequences": 2}
+    want = generated(model, **beams)
+    cache = fs.StateCache(model.cuda(), **STATIC)
+    assert torch.equal(generated(model, past_key_values=cache, **beams), want)
+    assert len(captured(cache)) == 1
+
+
+@pytest.mark.parametrize("options", [{}, STATIC, {"drafts": 3, **STATIC}], ids=str)
+def test_the_memory_of_a_cache_goes_with_it(options: dict[str, Any]) -> None:
+    """At once, without the collection of garbage: before the next cache is made."""
+    model: Any = tiny_model("nemotron_h").cuda()
+    generated(model, past_key_values=fs.StateCache(model, **options))  # what a process allocates once
+    gc.collect()
+    gc.disable()
+    try:
+        before = torch.cuda.memory_allocated()
+        cache = fs.StateCache(model, max_batch=64, **options)
+        generated(model, past_key_values=cache)
+        assert torch.cuda.memory_allocated() >= before + cache.bytes > before
+        del cache
+        assert torch.cuda.memory_allocated() == before
+    finally:
+        gc.enable()
+
+
+def kernels_of_a_step(layers: int) -> int:
+    """How many kernels a step of Mamba-2 with so many layers has, in a graph."""
+    model: Any = tiny_model("mamba2", num_hidden_layers=layers).cuda()
+    cache = fs.StateCache(model, **STATIC)
+    tokens = PROMPT[:2].cuda()
+    with torch.no_grad():
+        for call in (tokens, *3 * [tokens[:, :1]]):
+            model(input_ids=call, past_key_values=cache)
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+            model(input_ids=tokens[:, 1:2], past_key_values=cache)
+            torch.cuda.synchronize()
+    assert captured(cache)
+    names = [event.name for event in seen.events() if event.device_type == DeviceType.CUDA]
+    return sum(not name.startswith(("Memcpy", "Memset")) for name in names)
+
+
+def test_a_layer_of_a_step_is_few_kernels() -> None:
+    few, more = kernels_of_a_step(2), kernels_of_a_step(6)
+    assert 0 < few < more <= few + 4 * MOST_KERNELS

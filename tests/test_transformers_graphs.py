@@ -1,0 +1,109 @@
+"""Steps that become CUDA graphs have few shapes, and find all that they read and write where it was.
+
+No graph is captured here: a stand-in runs the step that would be, and looks where things are."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flashstate.integrations.transformers as fs
+from flashstate.integrations.transformers import graphs
+from flashstate.integrations.transformers.tiny import tiny_model
+
+PROMPT = torch.arange(1, 25).view(2, 12) * 37 % 96
+OPTIONS: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+
+
+class Standin:
+    """What a step reads and writes when it is first met, and the step itself."""
+
+    def __init__(self, step: Any, kept: Any, leaves: list[Any], pool: Any) -> None:
+        self.step, self.kept, self.places = step, kept, places(kept)
+        self.graph = SimpleNamespace(pool=lambda: None)
+        self.replays = 0
+
+    def replay(self, leaves: list[Any]) -> Any:
+        assert places(self.kept) == self.places
+        outputs = self.step(self.kept, leaves)
+        self.call = self.kept.latest
+        self.replays += 1
+        assert places(self.kept) == self.places
+        return outputs
+
+
+def places(cache: Any) -> dict[str, int]:
+    """Where in memory a cache has its tensors."""
+    owners = {
+        **{f"layer {i}": layer for i, layer in enumerate(cache.layers)},
+        "store": next(iter(cache.stores.values())),
+    }
+    return {
+        f"{owner}: {name}": tensor.data_ptr()
+        for owner, thing in owners.items()
+        for name, tensor in vars(thing).items()
+        if isinstance(tensor, Tensor)
+    }
+
+
+@pytest.fixture(autouse=True)
+def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "DEVICES", ("cpu",))
+    monkeypatch.setattr(graphs, "Graph", Standin)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)  # which needs a torch with CUDA
+
+
+def replays(cache: Any) -> list[int]:
+    """How often every shape of a step was replayed; 0: it was met once."""
+    return [0 if graph is None else graph.replays for graph in cache.graphs.graphs.values()]
+
+
+@pytest.mark.parametrize("more", [{}, {"num_beams": 3}], ids=str)
+@pytest.mark.parametrize("family", ["mamba2", "jamba", "qwen3_next", "falcon_h1", "kimi_linear", "zamba2", "lfm2"])
+def test_all_steps_of_a_generation_are_one_graph(family: str, more: dict[str, Any]) -> None:
+    model: Any = tiny_model(family)
+    stock = model.generate(PROMPT, **OPTIONS, **more)
+    cache = fs.StateCache(model, max_cache_len=32)
+    for again in range(2):
+        assert torch.equal(model.generate(PROMPT, past_key_values=cache, **OPTIONS, **more), stock)
+        assert replays(cache) == [10 + 11 * again]  # tokens but the one behind the prompt, and the first step
+        cache.reset()
+
+
+@pytest.mark.parametrize("family", ["mamba2", "nemotron_h"])
+def test_steps_with_drafts_are_a_graph_for_every_number_of_tokens(family: str) -> None:
+    model: Any = tiny_model(family)
+    prompt, few = PROMPT[:1], {"suppress_tokens": list(range(4, 96))}  # so that tokens repeat
+    options = {**OPTIONS, "max_new_tokens": 24} | few
+    stock = model.generate(prompt, **options)
+    cache = fs.StateCache(model, max_cache_len=48, drafts=3)
+    generated = model.generate(prompt, past_key_values=cache, prompt_lookup_num_tokens=3, **options)
+    assert torch.equal(generated, stock)
+    assert 2 <= len(replays(cache)) <= 4
+    assert sum(replays(cache)) > 4
+
+
+@pytest.mark.parametrize("family", ["mamba2", "jamba"])
+def test_another_number_of_rows_has_another_graph(family: str) -> None:
+    model: Any = tiny_model(family)
+    cache = fs.StateCache(model, max_batch=3, max_cache_len=32)
+    for prompt in (PROMPT, PROMPT[:1], torch.cat([PROMPT, PROMPT[:1] + 1]), PROMPT):
+        stock = fs.disable(model).generate(prompt, **OPTIONS)
+        fs.enable(model)
+        assert torch.equal(model.generate(prompt, past_key_values=cache, **OPTIONS), stock)
+        assert max(replays(cache)) >= 10
+        cache.reset()
+
+
+def test_models_whose_attention_waits_and_outputs_that_stay_have_no_graph() -> None:
+    for family, more in (("glm5_next", {}), ("mamba2", {"output_hidden_states": True})):
+        model: Any = tiny_model(family)
+        stock = model.generate(PROMPT, **OPTIONS)
+        cache = fs.StateCache(model, max_cache_len=32)
+        given = {**OPTIONS, **more, "return_dict_in_generate": True}
+        assert torch.equal(model.generate(PROMPT, past_key_values=cache, **given).sequences, stock)
+        assert not replays(cache)
