@@ -1,12 +1,11 @@
 """Drafts change nothing of what is generated, whether they are accepted or taken back."""
 
-from collections.abc import Iterator
 from itertools import cycle
 from typing import Any
 
 import pytest
 import torch
-from decoding import KNOWN, NEW, ONE_OF_EACH, PROMPT, REPLAYED, STATIC, greedy
+from decoding import KNOWN, ONE_OF_EACH, PROMPT, REPLAYED, greedy
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator

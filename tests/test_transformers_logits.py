@@ -3,10 +3,8 @@
 from typing import Any
 
 import pytest
-import torch
-from decoding import KNOWN, ONE_OF_EACH, REPLAYED, STATIC, TOKENS, call, expected, states_of, stock_cache, store_of
+from decoding import KNOWN, REPLAYED, STATIC, expected, stock_cache
 from decoding import teacher_forced as forced
-from torch import Tensor
 
 import flashstate.integrations.transformers as fs
 from flashstate.integrations.transformers.tiny import tiny_model
