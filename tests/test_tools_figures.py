@@ -192,11 +192,12 @@ def test_the_command_writes_every_document_and_draws_every_picture(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     drawn: list[Path] = []
-    for draw in ("draw", "draw_errors", "draw_choice"):
+    for draw in ("draw", "draw_errors", "draw_choice", "draw_speed"):
         monkeypatch.setattr(tool, draw, lambda rows, beside, path: drawn.append(path))
     (tmp_path / "README.md").write_text(f"{mark('figures of mamba2')}{END}\n", encoding="utf-8")
     monkeypatch.setattr(tool, "ROOT", tmp_path)
     tool.main()
     assert "| float32 | " in (tmp_path / "README.md").read_text(encoding="utf-8")
-    assert drawn == [tmp_path / "docs" / f"{name}.png" for name in ("h200", "numerics", "choosing-a-format")]
+    pictures = ("h200", "numerics", "choosing-a-format", "transformers")
+    assert drawn == [tmp_path / "docs" / f"{name}.png" for name in pictures]
     assert "$(PYTHON) -m tools.figures\n" in (ROOT / "Makefile").read_text(encoding="utf-8")
