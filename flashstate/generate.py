@@ -191,7 +191,7 @@ def cache_options(task: Task, model: Any, prompt_tokens: int) -> dict[str, Any]:
         "drafts": task.drafts,
     }
     if task.static:
-        options |= {"max_batch": task.batch, "max_cache_len": prompt_tokens + task.tokens + task.drafts}
+        options |= {"max_batch": task.batch, "max_cache_len": prompt_tokens + task.tokens}
     fs = integration()
     fs.StateCache(model, **options | {"max_batch": None})  # which would allocate
     fs.disable(model)

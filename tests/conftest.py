@@ -3,6 +3,7 @@ for large ones, and memory that shows when nobody wrote it."""
 
 import gc
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
@@ -30,7 +31,7 @@ def lacks_transformers() -> str | None:
         version = metadata.version("transformers")
     except metadata.PackageNotFoundError:
         return "transformers is not installed"
-    old = tuple(map(int, version.split(".")[:2])) < (5, 21)
+    old = tuple(map(int, re.findall(r"\d+", version)[:2])) < (5, 21)
     return f"transformers {version} is older than 5.21" if old else None
 
 

@@ -107,3 +107,27 @@ def test_models_whose_attention_waits_and_outputs_that_stay_have_no_graph() -> N
         given = {**OPTIONS, **more, "return_dict_in_generate": True}
         assert torch.equal(model.generate(PROMPT, past_key_values=cache, **given).sequences, stock)
         assert not replays(cache)
+
+
+def test_weights_that_were_written_or_moved_have_other_graphs() -> None:
+    model: Any = tiny_model("mamba2")
+    cache = fs.StateCache(model, max_cache_len=32)
+
+    weight = model.backbone.layers[0].mixer.A_log
+
+    def moved() -> None:
+        weight.data = weight.data.clone()
+
+    def written() -> None:
+        with torch.no_grad():
+            weight.add_(1)
+
+    for change in (lambda: None, moved, written):
+        change()
+        fs.disable(model)
+        stock = model.generate(PROMPT, **OPTIONS)
+        fs.enable(model)
+        for again in range(2):
+            assert torch.equal(model.generate(PROMPT, past_key_values=cache, **OPTIONS), stock)
+            assert replays(cache) == [10 + 11 * again]
+            cache.reset()

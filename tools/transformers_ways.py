@@ -54,12 +54,12 @@ class Way:
         return 1 / replay if replay else 1.0
 
     def make_cache(self, model: PreTrainedModel, batch: int, tokens: int) -> Cache | None:
-        """An empty cache for rows of so many tokens, and drafts behind them; None where each generation has its own."""
+        """An empty cache for rows of so many tokens; None where each generation has its own."""
         if self.cache is None:
             return None
         import flashstate.integrations.transformers as fs
 
-        sizes: dict[str, Any] = {"max_batch": batch, "max_cache_len": tokens + self.drafts} if self.static else {}
+        sizes: dict[str, Any] = {"max_batch": batch, "max_cache_len": tokens} if self.static else {}
         return fs.StateCache(model, **self.cache, **sizes)
 
     @contextmanager

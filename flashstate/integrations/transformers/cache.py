@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from copy import copy, deepcopy
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -84,13 +85,15 @@ class StateCache(Cache):
             check_replays(self.found, replay, drafts)
         for device, found in by_device(self.found):
             check_stored(found, self.format, device)
-        longest = None if max_cache_len is None else max_cache_len + drafts  # candidates may go past the last token
-        layers = cache_layers(model.config, self.found, longest)
+        # Candidates may go past the last token.
+        self.longest = None if max_cache_len is None else max_cache_len + drafts
+        layers = cache_layers(model.config, self.found, self.longest)
         if drafts:
             check_croppable(layers)
         enable(model)
         super().__init__(layers=layers)
         self.seed, self.static = seed, max_cache_len is not None
+        self.length = 0  # tokens of every row, but of steps that torch.compile made
         self.first, self.last = min(self.found), max(self.found)
         self.attention = [layer for layer in self.layers if isinstance(layer, CacheLayerMixin)]
         self.stores: dict[torch.device, Store] = {}
@@ -117,8 +120,11 @@ class StateCache(Cache):
         return self.bytes_of_state + sum(part.numel() * part.element_size() for part in kept)
 
     def mix(self, mixer: Any, hidden: Tensor, mask: Tensor | None, more: dict[str, Any]) -> Tensor:
-        """The outputs of a mixer for tokens (batch, T, hidden size), which the state of its layer is moved on by."""
-        layer = mixer.layer_idx
+        """The outputs of a mixer for tokens (batch, T, hidden size), which the state of its layer is moved on by.
+
+        mask: (batch, T or more), of which the last are of these tokens; None: none is padding.
+        """
+        layer, mask = mixer.layer_idx, None if mask is None else mask[:, -hidden.shape[1] :]
         if layer not in self.found or self.found[layer].mixer is not mixer:
             raise ValueError(f"this StateCache is for another model than that of this {type(mixer).__name__}")
         if layer == self.first:
@@ -217,13 +223,11 @@ class StateCache(Cache):
         draw = random.Random(None if self.seed is None else self.seed + number)
         return [draw.randint(0, LARGEST_SEED) for _ in range(rows)]
 
-    def expect(self, sure: int) -> None:
-        """Announce that the next call, the first, has so many tokens of a prompt, and candidates behind them."""
-        if self.batch is not None:
-            raise ValueError(
-                "assisted generation begins with an empty cache, but this one has tokens; reset() it first"
-            )
-        self.sure = sure
+    def check_room(self, tokens: int) -> None:
+        """Raise where static attention layers have no room for so many tokens more."""
+        if self.longest is not None and self.attention and self.length + tokens > self.longest:
+            room = f"max_cache_len={self.longest - self.format.drafts} tokens, of which {self.length} are taken"
+            raise ValueError(f"this cache has room for {room}, got {tokens} more")
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last -tokens_to_remove tokens, all of them of the last call."""
@@ -235,6 +239,7 @@ class StateCache(Cache):
                 store.take_back(self.batch, -tokens_to_remove)
                 store.seen.add_(tokens_to_remove)
             self.croppable += tokens_to_remove
+            self.length += tokens_to_remove
         for layer in self.attention:
             layer.crop(tokens_to_remove)
 
@@ -243,7 +248,7 @@ class StateCache(Cache):
         super().reset()
         self._mark_states(False)
         self.batch = self.call = self.sure = self.unsettled = None
-        self.croppable = 0
+        self.croppable = self.length = 0
         for store in self.stores.values():
             store.reset()
 
@@ -271,7 +276,11 @@ class StateCache(Cache):
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """What an attention layer has with these keys and values."""
-        self._fit(self.layers[layer_idx], len(key_states))
+        layer = self.layers[layer_idx]
+        self._fit(layer, len(key_states))
+        if self.static and not layer.is_initialized:
+            with torch.inference_mode(False):  # else only inference mode could write them again
+                layer.lazy_initialization(key_states, value_states)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
@@ -285,6 +294,17 @@ class StateCache(Cache):
             self._check_rows(batch)
             forget(layer)
             self.graphs.clear()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StateCache:
+        """A cache for the same model that has the same tokens, as a prompt that several requests begin with."""
+        self.settle()
+        new = copy(self)
+        new.layers = deepcopy(self.layers, memo)
+        new.attention = [layer for layer in new.layers if isinstance(layer, CacheLayerMixin)]
+        new.stores = {device: store.grown(store.rows, store.seeds) for device, store in self.stores.items()}
+        new.store_of = {layer: store for store in new.stores.values() for layer in store.numbers}
+        new.graphs = Graphs(new)
+        return new
 
     def _refuse_static(self, what: str) -> None:
         if self.static and self.attention:

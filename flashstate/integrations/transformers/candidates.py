@@ -26,11 +26,14 @@ def check_source(drafts: int, model: Any, generation_config: Any, assistant_mode
             )
 
 
-def at_most(drafts: int, generator: Any) -> Any:
-    """A generator of candidates that gives no more than so many for a call."""
-    stock = generator.get_candidates
+def for_cache(kept: Any, generator: Any) -> Any:
+    """A generator of candidates that gives no more for a call than a StateCache can take back, and before the first
+    call lets it know how many tokens the prompt has."""
+    stock, drafts = generator.get_candidates, kept.format.drafts
 
     def get_candidates(input_ids: Tensor, **given: Any) -> tuple[Tensor, Tensor | None]:
+        if kept.batch is None:
+            kept.sure = input_ids.shape[1]
         ids, logits = stock(input_ids, **given)
         return ids[:, : input_ids.shape[1] + drafts], None if logits is None else logits[:, :drafts]
 

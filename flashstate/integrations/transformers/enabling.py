@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.generation import GenerationMode
 
-from flashstate.integrations.transformers.candidates import at_most, check_source
+from flashstate.integrations.transformers.candidates import check_source, for_cache
 from flashstate.integrations.transformers.families import found_as, mixers_of
 from flashstate.integrations.transformers.layers import StateLayer, has_states
 from flashstate.integrations.transformers.memory import Memory
+from flashstate.integrations.transformers.mixers.rms import lean
 from flashstate.integrations.transformers.norms import norms_of
 from flashstate.state.state import State
 
@@ -34,13 +35,16 @@ def enable(model: PreTrainedModel) -> PreTrainedModel:
     found = mixers_of(model)
     if is_enabled(model):
         return model
+    cls: Any = type(model)
+    if not hasattr(cls, "prepare_inputs_for_generation"):
+        raise ValueError(f"enable takes a model that generates, got {cls.__name__}: give it the model around this one")
     for each in found.values():
         check_own(each.mixer)
     for each in found.values():
         set_forward(each.mixer, mixer_forward)
     for norm, forward in norms_of(model):
-        set_forward(norm, forward)
-    cls: Any = type(model)
+        if own_forward(norm) is None:
+            set_forward(norm, forward)
     set_forward(model, model_forward(cls))
     model._is_stateful = False  # which would refuse drafts; `prepared_cache` refuses those of other caches
     for name, method in methods(cls).items():
@@ -53,8 +57,10 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
     if is_enabled(model):
         for each in mixers_of(model).values():
             unset_forward(each.mixer)
-        for module in (model, *(norm for norm, _ in norms_of(model))):
-            unset_forward(module)
+        for norm, forward in norms_of(model):
+            if own_forward(norm) is forward:
+                unset_forward(norm)
+        unset_forward(model)
         for name in ("_is_stateful", *methods(type(model))):
             delattr(model, name)
     return model
@@ -73,11 +79,17 @@ def forward_name(module: nn.Module) -> str:
 def check_own(mixer: nn.Module) -> None:
     """Raise where something else has replaced the forward of a mixer, or keeps its weights elsewhere."""
     name = type(mixer).__name__
-    own: Any = vars(mixer).get(forward_name(mixer))
-    if own is not None and getattr(own, "__func__", None) is not type(mixer).forward:
+    if own_forward(mixer) is not None:
         raise ValueError(f"the forward of this {name} has been replaced already, so flashstate cannot replace it")
     if any(weight.device.type == "meta" for weight in mixer.parameters()):
         raise ValueError(f"this {name} is offloaded: flashstate needs its weights on the device it runs on")
+
+
+def own_forward(module: Any) -> Any:
+    """The function that is the forward of one module, where that is not the one of its class."""
+    own = vars(module).get(forward_name(module))
+    function = getattr(own, "__func__", own)
+    return None if function is type(module).forward else function
 
 
 def set_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
@@ -140,17 +152,39 @@ def model_forward(cls: Any) -> Callable[..., Any]:
         if name != "past_key_values" and given.get("past_key_values") is not None:
             given[name] = given.pop("past_key_values")
         kept: Any = given.get(name)
-        if not has_states(kept):
-            return stock(self, *args, **given)
-        if not args and not torch.compiler.is_compiling() and kept.graphs.can_run(self, given):
-            outputs = kept.graphs.run(self, stock, name, given)
-        else:
+        if torch.compiler.is_compiling():
             outputs = stock(self, *args, **given)
-        if name != "past_key_values" and isinstance(outputs, dict):
+        elif not has_states(kept):
+            with lean(kept is not None and tokens_of(args, given) == 1):
+                return stock(self, *args, **given)
+        else:
+            outputs = on_states(self, stock, name, args, given)
+        if name != "past_key_values" and has_states(kept) and isinstance(outputs, dict):
             outputs["past_key_values"] = kept
         return outputs
 
     return forward
+
+
+def on_states(model: Any, stock: Callable[..., Any], name: str, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
+    """The outputs of a call of a model with a StateCache in the argument of this name, as a CUDA graph where it can be
+    one."""
+    kept, tokens = given[name], tokens_of(args, given)
+    kept.check_room(tokens)
+    if not args and kept.graphs.can_run(model, given):
+        outputs = kept.graphs.run(model, stock, name, given)
+    else:
+        kept.graphs.watch(model)
+        with lean():
+            outputs = stock(model, *args, **given)
+    kept.length += tokens
+    return outputs
+
+
+def tokens_of(args: tuple[Any, ...], given: dict[str, Any]) -> int:
+    """How many tokens a call of a model has for every row."""
+    inputs = (*args[:1], given.get("input_ids"), given.get("inputs_embeds"))
+    return next((value.shape[1] for value in inputs if isinstance(value, Tensor)), 0)
 
 
 @cache
@@ -176,12 +210,14 @@ def prepared_cache(
     model: Any, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, *args: Any
 ) -> Any:
     """Let `generate` know a StateCache as the user's cache, under whatever name the model has for caches."""
-    kept, name = model_kwargs.get("past_key_values"), own_cache_name(model)
+    kept: Any = model_kwargs.get("past_key_values")
+    name = own_cache_name(model)
     if generation_mode == GenerationMode.ASSISTED_GENERATION and not drafts_of(kept):
         words = "cannot take tokens back that its recurrent layers have had"
         raise ValueError(f"assisted generation needs past_key_values=StateCache(model, drafts=...): this cache {words}")
     if has_states(kept):
         model_kwargs[name] = kept
+        kept.sure = None  # of a generation that failed
     result = type(model)._prepare_cache_for_generation(model, generation_config, model_kwargs, generation_mode, *args)
     if has_states(kept) and name != "past_key_values":
         del model_kwargs[name]
@@ -196,10 +232,10 @@ def drafts_of(kept: Any) -> int:
 def candidate_generator(model: Any, **given: Any) -> Any:
     """Where candidates of assisted generation come from, as many as the cache can take back."""
     kept = given["model_kwargs"]["past_key_values"]
-    drafts = drafts_of(kept)
-    check_source(drafts, model, given["generation_config"], given.get("assistant_model"))
-    kept.expect(given["input_ids"].shape[1])
-    return at_most(drafts, type(model)._get_candidate_generator(model, **given))
+    if kept.batch is not None:
+        raise ValueError("assisted generation begins with an empty cache, but this one has tokens; reset() it first")
+    check_source(drafts_of(kept), model, given["generation_config"], given.get("assistant_model"))
+    return for_cache(kept, type(model)._get_candidate_generator(model, **given))
 
 
 def compiled_call(model: Any, compile_config: Any) -> Callable[..., Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import io
+import re
 import textwrap
 import tokenize
 from collections.abc import Callable, Iterator
@@ -127,7 +128,7 @@ def installed() -> str:
 def check_version() -> None:
     """Raise ImportError unless a supported version of Transformers is installed."""
     version = installed()
-    if not OLDEST <= tuple(map(int, version.split(".")[:2])) <= NEWEST:
+    if not OLDEST <= tuple(map(int, re.findall(r"\d+", version)[:2])) <= NEWEST:
         oldest, newest = (".".join(map(str, end)) for end in (OLDEST, NEWEST))
         raise ImportError(f"transformers must be {oldest} to {newest}, got {version}: {INSTALL}")
 

@@ -10,33 +10,43 @@ from typing import TYPE_CHECKING, Any
 from weakref import proxy
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from flashstate.integrations.transformers.mixers.rms import for_graph
+from flashstate.integrations.transformers.mixers.rms import lean
 
 if TYPE_CHECKING:
     from flashstate.integrations.transformers.cache import StateCache
 
 DEVICES = ("cuda",)  # types of devices that have graphs
 WAITING = ("glm5_next", "glm5_next_text")  # types of models whose attention lets the host wait for the GPU
+MOST_GRAPHS = 64  # that a cache keeps; the oldest goes
 UNGRAPHED = ("output_hidden_states", "output_attentions", "labels")  # arguments whose results outlive a step
 
 
 class Graphs:
     """The CUDA graphs of one cache. The first call of a shape runs as it is, which compiles what it needs; the second
-    is captured; from then on a call copies its inputs and replays the graph. Outputs stay until the next call."""
+    is captured; from then on a call copies its inputs, replays the graph, and copies its outputs."""
 
     def __init__(self, cache: StateCache) -> None:
         self.cache: Any = proxy(cache)  # so that nothing but its user holds a cache, and its memory goes with it
         self.graphs: dict[Hashable, Graph | None] = {}
         self.pool: Any = None  # of memory, which all graphs share
+        self.weights: list[tuple[int, int]] = []  # where they are, and how often they were written
         self.whole: bool | None = None  # whether the model is on one device; None: not looked up yet
 
     def clear(self) -> None:
         """Forget all graphs: what they were captured with has moved."""
         self.graphs.clear()
         self.whole = None
+
+    def watch(self, model: nn.Module) -> None:
+        """Forget all graphs if weights of the model have moved, or were written, since the last prompt."""
+        if self.cache.static:
+            weights = [(weight.data_ptr(), written(weight)) for weight in model.parameters()]
+            if weights != self.weights:
+                self.clear()
+            self.weights = weights
 
     def can_run(self, model: Any, given: dict[str, Any]) -> bool:
         """Whether a call with these arguments is a step that a graph can be."""
@@ -46,7 +56,8 @@ class Graphs:
         if not isinstance(tokens, Tensor) or tokens.device.type not in DEVICES or not cache.is_compileable:
             return False
         steps = cache.batch is not None and tokens.shape[1] <= cache.format.drafts + 1
-        plain = not any(given.get(name) for name in UNGRAPHED) and not any(cache.is_sliding)
+        asked = (given.get(name) or getattr(model.config, name, False) for name in UNGRAPHED)
+        plain = not any(asked) and not any(cache.is_sliding)
         busy = torch.is_grad_enabled() or torch.cuda.is_current_stream_capturing()
         return steps and plain and not busy and self.on_one_device(model)
 
@@ -61,8 +72,11 @@ class Graphs:
         the output, that is the cache."""
         kept = given.pop(name)
         leaves, tree = pytree.tree_flatten(given)
-        key = (tree, *(described(leaf) for leaf in leaves))
+        mode = model, model.training, torch.is_autocast_enabled("cuda")
+        key = (*mode, tree, *(described(leaf) for leaf in leaves))
         if key not in self.graphs:
+            if len(self.graphs) == MOST_GRAPHS:
+                del self.graphs[next(iter(self.graphs))]
             self.graphs[key] = None
             with as_captured(model):
                 return forward(model, **given, **{name: kept})
@@ -107,7 +121,7 @@ class Graph:
             if isinstance(mine, Tensor):
                 mine.copy_(leaf)
         self.graph.replay()
-        return type(self.outputs)(self.outputs)
+        return type(self.outputs)({name: pytree.tree_map(copied, value) for name, value in self.outputs.items()})
 
 
 @contextmanager
@@ -127,8 +141,18 @@ def no_collection() -> Iterator[None]:
 def as_captured(model: Any) -> Iterator[None]:
     """Run a step inside as a graph runs it: experts in a way that does not wait for their numbers, norms as one kernel
     each."""
-    with model._optimize_model_for_decode(), for_graph():
+    with model._optimize_model_for_decode(), lean(for_graph=True):
         yield
+
+
+def copied(output: Any) -> Any:
+    """An output of a graph, kept from its next replay."""
+    return output.clone() if isinstance(output, Tensor) else output
+
+
+def written(weight: Tensor) -> int:
+    """How often a weight was written, as far as torch counts it."""
+    return 0 if weight.is_inference() else weight._version
 
 
 def described(leaf: Any) -> Hashable:

@@ -10,18 +10,20 @@ from torch.nn.functional import rms_norm
 
 from flashstate.integrations.transformers.families import fingerprint
 from flashstate.integrations.transformers.mixers.parameters import derived
-from flashstate.integrations.transformers.mixers.rms import is_for_graph, rms
+from flashstate.integrations.transformers.mixers.rms import is_for_graph, is_lean, rms
 
 
 def weighted(norm: Any, hidden: Tensor) -> Tensor:
     """weight * hidden / rms(hidden), rounded once, where Transformers may round twice."""
-    if hidden.dtype != norm.weight.dtype:  # which torch has no kernel for
+    if not is_lean() or hidden.dtype != norm.weight.dtype:  # for two dtypes torch has no kernel
         return type(norm).forward(norm, hidden)
     return rms(hidden.unsqueeze(-2), norm.weight, norm.variance_epsilon).squeeze(-2)
 
 
 def weighted_from_one(norm: Any, hidden: Tensor) -> Tensor:
     """(1 + weight) * hidden / rms(hidden), in float32 and rounded once."""
+    if not is_lean():
+        return type(norm).forward(norm, hidden)
     weight = derived(norm, plus_one, norm.weight)
     if is_for_graph():
         return rms(hidden.unsqueeze(-2), weight, norm.eps).squeeze(-2)

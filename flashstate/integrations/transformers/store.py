@@ -50,7 +50,7 @@ class Store:
     row takes tokens back, so one slot is enough.
     """
 
-    def __init__(self, found: Mapping[int, Found], format: Format, rows: int, seeds: Sequence[int]) -> None:
+    def __init__(self, found: Mapping[int, Found], format: Format, rows: int, seeds: Sequence[int] | Tensor) -> None:
         sizes = sizes_of(found)
         self.found, self.format, self.rows = found, format, rows
         self.numbers = {layer: i for i, layer in enumerate(found)}
@@ -60,7 +60,7 @@ class Store:
         self.columns = 1 + format.drafts if sizes.state is not None and not format.replay else 1
         shape = len(found), rows, self.history + (format.drafts + 1 if rolls else 0), sizes.channels
         with torch.inference_mode(False):  # else only inference mode could write them again
-            self.seeds = torch.tensor(seeds, dtype=torch.int64, device=self.device)  # that rows begin with
+            self.seeds = torch.as_tensor(seeds, dtype=torch.int64, device=self.device)  # that rows begin with
             self.windows = torch.zeros(shape, dtype=weight.dtype, device=self.device)  # channels side by side
             self.window_pool = StatePool.wrap([State(window[:, None]) for window in self.windows])
             self.pool = None if sizes.state is None else self._pool(sizes, sizes.state, weight.dtype)
@@ -199,8 +199,8 @@ class Store:
         go, so that a cache draws the same again after a reset; copies of one row get different ones."""
         return None if self.seed is None else self.seed[rows] * SPREAD + self.seeds[: len(rows), None]
 
-    def grown(self, rows: int, seeds: Sequence[int]) -> Store:
-        """A store for more rows, the first of them those of this one."""
+    def grown(self, rows: int, seeds: Sequence[int] | Tensor) -> Store:
+        """A store for as many rows or more, the first of them those of this one."""
         new = Store(self.found, self.format, rows, seeds)
         new.window_pool.load(self.row_numbers, self.window_pool.export(self.row_numbers))
         if new.pool is not None and self.pool is not None:

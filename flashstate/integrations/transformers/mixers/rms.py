@@ -1,4 +1,4 @@
-"""Norms around mixers: torch's, and in a step that becomes a CUDA graph one launch of ours each."""
+"""Norms of models that decode: torch's, one kernel each, and in a step that becomes a CUDA graph one launch of ours."""
 
 from __future__ import annotations
 
@@ -12,22 +12,29 @@ from torch.nn.functional import rms_norm, silu
 
 from flashstate.ops import norms
 
-_for_graph: ContextVar[bool] = ContextVar("steps for a graph", default=False)
+STOCK, LEAN, FOR_GRAPH = range(3)  # as Transformers writes them out; one kernel; the kernel that costs a GPU least
+_norms: ContextVar[int] = ContextVar("norms", default=STOCK)
 
 
 @contextmanager
-def for_graph() -> Iterator[None]:
-    """Let norms inside be what costs the GPU least, whatever they cost the host."""
-    before = _for_graph.set(True)
+def lean(wanted: bool = True, for_graph: bool = False) -> Iterator[None]:
+    """Let norms of a model inside be one kernel each, if that is wanted and gradients are not; `for_graph`: the kernel
+    that costs the GPU least, whatever it costs the host."""
+    before = _norms.set((FOR_GRAPH if for_graph else LEAN) if wanted and not torch.is_grad_enabled() else STOCK)
     try:
         yield
     finally:
-        _for_graph.reset(before)
+        _norms.reset(before)
+
+
+def is_lean() -> bool:
+    """Whether norms of a model are one kernel each; what torch.compile traces has them as Transformers writes them."""
+    return not torch.compiler.is_compiling() and _norms.get() != STOCK
 
 
 def is_for_graph() -> bool:
-    """Whether the host's time does not count; while torch.compile traces, it cannot be asked."""
-    return not torch.compiler.is_compiling() and _for_graph.get()
+    """Whether norms may cost the host what they like."""
+    return not torch.compiler.is_compiling() and _norms.get() == FOR_GRAPH
 
 
 def rms(

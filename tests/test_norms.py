@@ -1,0 +1,59 @@
+"""ops/norms.py: the norm that CUDA graphs of decode steps launch, in the interpreter, and compiled for every GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from asking import spilled_bytes
+from compiling import ARCHITECTURES, collected, compile_launch
+from torch import Tensor
+
+from flashstate.ops.norms import rms_norm
+from flashstate.reference import norms as reference
+from flashstate.testing import interpreted
+
+SHAPES = [(3, 1, 20), (2, 4, 16), (5, 2, 33)]  # rows, heads, n
+
+
+def inputs(rows: int, heads: int, n: int, per_head: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """x and a gate, which are parts of one projection, and a weight."""
+    torch.manual_seed(0)
+    projected = torch.randn(rows, heads, 3 * n).to(dtype)
+    weight = torch.randn(heads, n) if per_head else torch.randn(n)
+    return projected[..., :n], projected[..., n : 2 * n], weight.to(dtype)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("silu", [True, False])
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("per_head", [True, False])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_kernel_gives_what_the_reference_gives(
+    shape: tuple[int, int, int], per_head: bool, gated: bool, silu: bool
+) -> None:
+    x, z, weight = inputs(*shape, per_head, torch.float32)
+    gate = z if gated else None
+    with interpreted():
+        y = rms_norm(x, weight, 1e-5, gate, silu=silu)
+    precise = [None if tensor is None else tensor.double() for tensor in (x, weight, gate)]
+    truth = in_float64(precise[0], precise[1], 1e-5, precise[2], silu)
+    ours, theirs = ((found - truth).abs().max() for found in (y, reference.rms_norm(x, weight, 1e-5, gate, silu=silu)))
+    assert ours <= 4 * theirs + torch.finfo(torch.float32).eps * truth.abs().max()
+
+
+def in_float64(x: Tensor, weight: Tensor, eps: float, gate: Tensor | None, silu: bool) -> Tensor:
+    y = x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
+    if gate is None:
+        return y
+    return y * torch.sigmoid(gate) * (gate if silu else 1)
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("shape", [(1, 1, 5120), (4, 32, 128)])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_kernel_compiles_without_spills(architecture: int | str, shape: tuple[int, int, int]) -> None:
+    x, gate, weight = inputs(*shape, False, torch.bfloat16)
+    with collected(architecture) as launches:
+        rms_norm(x, weight, 1e-5, gate)
+    (launch,) = launches
+    assert spilled_bytes(compile_launch(launch, architecture)) == 0
