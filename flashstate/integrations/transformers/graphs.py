@@ -61,7 +61,7 @@ class Graphs:
         the output, that is the cache."""
         kept = given.pop(name)
         leaves, tree = pytree.tree_flatten(given)
-        key = (tree, *(described(leaf) for leaf in leaves))
+        key = (id(model), tree, *(described(leaf) for leaf in leaves))
         if key not in self.graphs:
             self.graphs[key] = None
             with as_captured(model):
