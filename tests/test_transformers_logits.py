@@ -13,9 +13,9 @@ import flashstate.integrations.transformers as fs
 from flashstate.integrations.transformers.tiny import tiny_model
 from flashstate.proof import error_ratio
 
-ONE_BY_ONE = (5, 1, 1, 1, 1)
-IN_PIECES = (3, 2, 1, 3)
-WITH_DRAFTS = (5, 1, 3)
+ONE_BY_ONE = (5, 1, 1, 1)
+IN_PIECES = (3, 2, 1, 2)
+WITH_DRAFTS = (4, 1, 3)
 
 
 @pytest.mark.parametrize("family", KNOWN)
@@ -31,15 +31,15 @@ def test_logits_are_those_of_transformers(family: str) -> None:
         "pieces": forced(model, IN_PIECES, fs.StateCache(model)),
         "drafts": forced(model, WITH_DRAFTS, fs.StateCache(model, drafts=2)),
     }
-    if family in REPLAYED:
-        got["replay"] = forced(model, ONE_BY_ONE, fs.StateCache(model, replay=4))
+    if family in REPLAYED:  # with windows that are full before the tokens end
+        got["replay"] = forced(model, ONE_BY_ONE, fs.StateCache(model, replay=2))
         got["replayed pieces"] = forced(model, IN_PIECES, fs.StateCache(model, replay=2))
-        got["replayed drafts"] = forced(model, WITH_DRAFTS, fs.StateCache(model, replay=4, drafts=2))
+        got["replayed drafts"] = forced(model, WITH_DRAFTS, fs.StateCache(model, replay=3, drafts=2))
     errors = {name: error_ratio(logits, exact, plain) for name, logits in got.items()}
     assert max(errors.values()) <= 1, errors
 
 
-@pytest.mark.parametrize("family", ("mamba", "mamba2", "falcon_h1", "qwen3_5", "olmo_hybrid", "lfm2"))
+@pytest.mark.parametrize("family", ["mamba", "falcon_h1", "olmo_hybrid", "lfm2"])
 def test_logits_of_half_precision_are_no_further_off_than_those_of_transformers(family: str) -> None:
     model: Any = tiny_model(family, dtype=torch.bfloat16)
     exact, plain = expected(model, ONE_BY_ONE)
