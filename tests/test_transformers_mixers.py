@@ -72,7 +72,6 @@ CASES = {
 NORMS_SINCE = Version("5.23")  # before it Falcon-H1's norm drops an axis of single tokens
 HERE = [name for name, case in CASES.items() if case.family in transformers.CONFIG_MAPPING]
 CONTINUED = [name for name in HERE if CASES[name].kind is not MAMBA1]  # whose own forwards go on from a state
-COMPILED = ("mamba", "zamba", "mamba2", "lfm2")
 
 
 class Run:
@@ -215,17 +214,6 @@ def test_bfloat16_is_no_further_from_float32_than_stock_is(name: str) -> None:
 
 def distance(outputs: Tensor, wanted: Tensor) -> float:
     return (outputs.float() - wanted).square().mean().sqrt().item()
-
-
-@pytest.mark.parametrize("name", COMPILED)
-def test_mixers_are_compiled_whole(name: str) -> None:
-    eager, compiled = Run(name).continued(), Run(name).continued()
-    for number, mask in ((1, None), (SEVERAL, torch.tensor([[1, 1, 1], [0, 0, 1], [0, 1, 1]]))):
-        tokens = eager.tokens(number)
-        step = torch.compile(compiled.kind.forward, fullgraph=True, backend="aot_eager")
-        got = step(compiled.mixer, tokens, compiled.memory, mask, mask is not None)
-        check_near(got, eager.ours(tokens, mask, mask is not None))
-        check_near(compiled.memory.window, eager.memory.window)
 
 
 @pytest.mark.parametrize("name", ["mamba", "mamba2"])
