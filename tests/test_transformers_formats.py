@@ -143,6 +143,18 @@ def test_every_step_and_every_row_draws_bits_of_its_own(family: str, more: dict[
     assert not torch.equal(first, second)
 
 
+@pytest.mark.parametrize("more", [{}, {"drafts": 2}], ids=str)
+def test_copies_of_a_row_draw_bits_of_their_own(more: dict[str, int]) -> None:
+    model = model_of("mamba2")
+    kept = fs.StateCache(model, **RANDOM, seed=3, **more)
+    call(model, TOKENS[:1, :5], kept, 0)
+    kept.batch_repeat_interleave(3)
+    kept.reorder_cache(torch.tensor([1, 0, 1]))
+    call(model, TOKENS[[0, 0, 0], 5:6], kept, 5)
+    rows = [row.tolist() for row in states_of(kept)[0].view(3, -1)]
+    assert all(rows.count(row) == 1 for row in rows)
+
+
 def test_rounding_to_nearest_draws_nothing() -> None:
     cache = fs.StateCache(model_of("mamba2"), dtype=torch.int8, max_batch=2)
     assert store_of(cache).seed is None
