@@ -52,14 +52,10 @@ def assistant(tokens: int, schedule: str = "constant") -> LlamaForCausalLM:
 @pytest.mark.parametrize(
     ("family", "options"),
     [
-        ("mamba2", {}),
         ("mamba2", {"replay": 7}),
         ("jamba", {}),
         ("qwen3_next", {}),
-        ("kimi_linear", {}),
-        ("nemotron_h", {}),
         ("nemotron_h", {"max_cache_len": 52}),
-        ("lfm2", {}),
     ],
     ids=str,
 )

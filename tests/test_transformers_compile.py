@@ -14,14 +14,10 @@ import flashstate.integrations.transformers as fs
 from flashstate.integrations.transformers.tiny import tiny_model
 
 TWO = {"num_hidden_layers": 2}
-COMPILED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # settings of the model, and of the cache
-    "mamba": ({"num_hidden_layers": 1}, {}),
+RANDOM = {"dtype": torch.float16, "rounding": "stochastic", "seed": 3}
+COMPILED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # settings of a model of every op, and of its cache
     "mamba2": ({"num_hidden_layers": 1}, {"replay": 3, "dtype": torch.int8}),
-    "qwen3_5": ({**TWO, "layer_types": ["linear_attention", "full_attention"]}, {"drafts": 2}),
-    "kimi_linear": (
-        {**TWO, "layer_types": ["linear_attention", "full_attention"], "mlp_layer_types": ["dense"] * 2},
-        {"dtype": torch.float16, "rounding": "stochastic", "seed": 3},
-    ),
+    "qwen3_5": ({**TWO, "layer_types": ["linear_attention", "full_attention"]}, {"drafts": 2, **RANDOM}),
     "lfm2": ({**TWO, "layer_types": ["conv", "full_attention"]}, {}),
 }
 
