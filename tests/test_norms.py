@@ -6,6 +6,7 @@ import pytest
 import torch
 from asking import spilled_bytes
 from compiling import ARCHITECTURES, collected, compile_launch
+from tables import by_turns
 from torch import Tensor
 
 from flashstate.ops.norms import rms_norm
@@ -49,8 +50,7 @@ def in_float64(x: Tensor, weight: Tensor, eps: float, gate: Tensor | None, silu:
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("shape", [(1, 1, 5120), (4, 32, 128)])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(("architecture", "shape"), by_turns(ARCHITECTURES, [(1, 1, 5120), (4, 32, 128)]), ids=str)
 def test_the_kernel_compiles_without_spills(architecture: int | str, shape: tuple[int, int, int]) -> None:
     x, gate, weight = inputs(*shape, False, torch.bfloat16)
     with collected(architecture) as launches:
