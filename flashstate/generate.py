@@ -235,7 +235,7 @@ def run_alone(task: Task, model: Any, ids: Tensor) -> Run:
     """Generate as Transformers does, with its own cache."""
     for words in ("transformers alone, warming up", "transformers alone"):
         with bar(words, task.tokens) as show:
-            run = generate(task, model, ids, show, stock_bytes)
+            run = generate(task, model, ids, show)
     return run
 
 
@@ -248,15 +248,15 @@ def run_with_flashstate(task: Task, model: Any, ids: Tensor, options: dict[str, 
     if task.drafts:
         more["prompt_lookup_num_tokens"] = task.drafts
     with bar("with flashstate, warming up", task.tokens) as show:
-        generate(task, model, ids, show, our_bytes, **more)
+        generate(task, model, ids, show, **more)
     cache.reset()
     text = TextStreamer(tokenizer)
-    run = generate(task, model, ids, text.put, our_bytes, **more)
+    run = generate(task, model, ids, text.put, **more)
     text.end()
     return run
 
 
-def generate(task: Task, model: Any, ids: Tensor, show: Show, bytes_of: Callable[[Any], Bytes], **more: Any) -> Run:
+def generate(task: Task, model: Any, ids: Tensor, show: Show, **more: Any) -> Run:
     """One greedy generation, timed."""
     watch = Stopwatch(task.batch, show)
     result = model.generate(
@@ -264,16 +264,13 @@ def generate(task: Task, model: Any, ids: Tensor, show: Show, bytes_of: Callable
         return_dict_in_generate=True, **more,
     )  # fmt: skip
     tokens = result.sequences[:, ids.shape[1] :].cpu()
-    return Run(tokens, watch.steps, watch.seconds, bytes_of(result.past_key_values))
+    return Run(tokens, watch.steps, watch.seconds, bytes_in(result.past_key_values))
 
 
-def our_bytes(cache: Any) -> Bytes:
-    """Bytes of a StateCache."""
-    return Bytes(cache.bytes_of_state, cache.bytes)
-
-
-def stock_bytes(cache: Any) -> Bytes:
-    """Bytes of one of Transformers' own caches."""
+def bytes_in(cache: Any) -> Bytes:
+    """Bytes of a StateCache, or of one of Transformers' own caches."""
+    if hasattr(cache, "bytes_of_state"):
+        return Bytes(cache.bytes_of_state, cache.bytes)
     state = whole = 0
     for layer in cache.layers:
         for name, held in vars(layer).items():

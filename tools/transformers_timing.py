@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from tools.transformers_ways import Chosen, Clock, Prompt, Recorded, Way, cache_bytes, generate
+from flashstate.generate import bytes_in
+from tools.transformers_ways import Chosen, Clock, Prompt, Recorded, Way, generate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -125,7 +126,8 @@ def measure(model: PreTrainedModel, way: Way, prompt: Prompt, tokens: int) -> Me
         peak = peak_bytes(prompt.ids.device)
     times = clock.seconds_per_token(len(clock.times) if way.drafts else SEGMENT)
     median = statistics.median(times)
-    state, attention = (size // batch for size in cache_bytes(used))
+    held = bytes_in(used)
+    state, attention = (size // batch for size in (held.state, held.cache - held.state))
     return Measured(
         clock.prompt_seconds * 1e3, median * 1e3, (max(times) - min(times)) / median, clock.tokens_per_step, state,
         attention, peak,

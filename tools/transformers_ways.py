@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tools.transformers_models import bytes_of
-
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
 
@@ -186,16 +184,3 @@ def generate(
         logits_processor=[] if processor is None else [processor], **options,
     )  # fmt: skip
     return result.past_key_values if cache is None else cache
-
-
-def cache_bytes(cache: Any) -> tuple[int, int]:
-    """Bytes of the recurrent states and windows in a cache, and of its keys and values."""
-    if hasattr(cache, "bytes_of_state"):
-        return cache.bytes_of_state, cache.bytes - cache.bytes_of_state
-    state = attention = 0
-    for layer in cache.layers:
-        for held in ("conv_states", "recurrent_states"):
-            state += sum(bytes_of(tensor) for tensor in getattr(layer, held, {}).values() if tensor is not None)
-        for tensor in (getattr(layer, "keys", None), getattr(layer, "values", None)):
-            attention += 0 if tensor is None else bytes_of(tensor)
-    return state, attention
