@@ -174,7 +174,8 @@ def on_states(model: Any, stock: Callable[..., Any], name: str, args: tuple[Any,
     if not args and kept.graphs.can_run(model, given):
         outputs = kept.graphs.run(model, stock, name, given)
     else:
-        kept.graphs.watch(model)
+        if kept.graphs.graphs:
+            kept.graphs.watch(model)
         with lean():
             outputs = stock(model, *args, **given)
     kept.length += tokens

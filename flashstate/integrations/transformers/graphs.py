@@ -32,7 +32,7 @@ class Graphs:
         self.cache: Any = proxy(cache)  # so that nothing but its user holds a cache, and its memory goes with it
         self.graphs: dict[Hashable, Graph | None] = {}
         self.pool: Any = None  # of memory, which all graphs share
-        self.weights: list[tuple[int, int]] = []  # where they are, and how often they were written
+        self.weights: list[tuple[int, int]] = []  # where those of graphs are, and how often they were written
         self.whole: bool | None = None  # whether the model is on one device; None: not looked up yet
 
     def clear(self) -> None:
@@ -41,12 +41,11 @@ class Graphs:
         self.whole = None
 
     def watch(self, model: nn.Module) -> None:
-        """Forget all graphs if weights of the model have moved, or were written, since the last prompt."""
-        if self.cache.static:
-            weights = [(weight.data_ptr(), written(weight)) for weight in model.parameters()]
-            if weights != self.weights:
-                self.clear()
-            self.weights = weights
+        """Forget all graphs if weights of the model have moved, or were written, since they were captured."""
+        weights = [(weight.data_ptr(), written(weight)) for weight in model.parameters()]
+        if self.weights and weights != self.weights:
+            self.clear()
+        self.weights = weights
 
     def can_run(self, model: Any, given: dict[str, Any]) -> bool:
         """Whether a call with these arguments is a step that a graph can be."""
@@ -83,6 +82,7 @@ class Graphs:
         kept.settle()
         graph = self.graphs[key]
         if graph is None:
+            self.watch(model)
             step = Step(partial(forward, model), name, tree)
             with as_captured(model):
                 graph = self.graphs[key] = Graph(step, kept, leaves, self.pool)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -58,7 +59,13 @@ def goes_stock(found: Found, device: torch.device) -> bool:
     """Whether a prompt goes through the mixer's own forward: on a CPU, or where it has a kernel for it or needs none.
     Without one, Transformers' torch code takes many times the memory and time of stepping through the prompt."""
     package = PACKAGES.get(found.name)
-    return device.type == "cpu" or package is None or find_spec(package) is not None
+    return device.type == "cpu" or package is None or is_installed(package)
+
+
+@cache
+def is_installed(package: str) -> bool:
+    """Whether a package can be imported; looked up once, and not for every layer of every prompt."""
+    return find_spec(package) is not None
 
 
 def stock_prompt(found: Found, hidden: Tensor, mask: Tensor | None, width: int, more: dict[str, Any]) -> Left:
