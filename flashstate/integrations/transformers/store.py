@@ -56,14 +56,14 @@ class Store:
         self.numbers = {layer: i for i, layer in enumerate(found)}
         weight = next(convolution(each.mixer).weight for each in found.values())
         self.device, self.history = weight.device, sizes.width - 1
-        rolls = format.drafts > 0
         self.columns = 1 + format.drafts if sizes.state is not None and not format.replay else 1
-        shape = len(found), rows, self.history + (format.drafts + 1 if rolls else 0), sizes.channels
+        shape = len(found), rows, self.history + (format.drafts + 1 if format.drafts else 0), sizes.channels
         with torch.inference_mode(False):  # else only inference mode could write them again
             self.seeds = torch.as_tensor(seeds, dtype=torch.int64, device=self.device)  # that rows begin with
             self.windows = torch.zeros(shape, dtype=weight.dtype, device=self.device)  # channels side by side
             self.window_pool = StatePool.wrap([State(window[:, None]) for window in self.windows])
             self.pool = None if sizes.state is None else self._pool(sizes, sizes.state, weight.dtype)
+            self.replayed = self.pool if format.replay else None  # the pool, where it has rings
             seed = None if self.pool is None else self.pool.layer(0).seed
             self.seed = None if seed is None else seed.view(rows, self.columns)  # that rows have now
             self.table = torch.arange(rows * self.columns, dtype=torch.int32, device=self.device).view(rows, -1)
@@ -130,14 +130,12 @@ class Store:
         i, where = self.numbers[layer], self.where(batch, tokens, first)
         history = self.history if self.format.drafts else None
         state = None if self.pool is None else self.pool.layer(i)
-        ring = None if not self.format.replay or self.pool is None else self.pool.ring(i)
+        ring = None if self.replayed is None else self.replayed.ring(i)
         return Memory(self.windows[i].mT, where.windows, history, state, where.states, ring)
 
     def plan(self, batch: int, tokens: int) -> Plan | None:
         """What rings do in a step; None where there are none."""
-        if not self.format.replay or self.pool is None:
-            return None
-        return self.pool.plan(self.where(batch, tokens).states, tokens)
+        return None if self.replayed is None else self.replayed.plan(self.where(batch, tokens).states, tokens)
 
     def finish(self, batch: int, tokens: int, first: int, plan: Plan | None) -> None:
         """What follows a step of all layers; the plan of rings that can take tokens back is still to be settled."""
@@ -146,13 +144,13 @@ class Store:
             self.pool.advance(where.states)
         if self.format.drafts:
             self.keep(batch, where.kept)
-        elif plan is not None and self.pool is not None:
-            self.pool.commit(plan)
+        elif plan is not None and self.replayed is not None:
+            self.replayed.commit(plan)
 
     def settle(self, plan: Plan) -> None:
         """Keep in rings the tokens of a step that were not taken back."""
-        assert self.pool is not None
-        self.pool.commit(plan, self.accepted[0, : plan.batch])
+        assert self.replayed is not None
+        self.replayed.commit(plan, self.accepted[0, : plan.batch])
 
     def take_back(self, batch: int, tokens: int) -> None:
         """Let the first rows continue from where they were so many tokens before, all of the last call."""
@@ -160,13 +158,13 @@ class Store:
 
     def fold(self, batch: int) -> None:
         """Make the states of rows those after all of their tokens, with empty rings."""
-        if not self.format.replay or self.pool is None:
+        pool, rows = self.replayed, self.row_numbers[:batch]
+        if pool is None:
             return
-        rows = self.row_numbers[:batch]
         for layer, i in self.numbers.items():
             mixer = self.found[layer].mixer
-            mamba2_fold(self.pool.layer(i), self.pool.ring(i), derived(mixer, decay, mixer.A_log), slots=rows)
-        self.pool.folded(rows)
+            mamba2_fold(pool.layer(i), pool.ring(i), derived(mixer, decay, mixer.A_log), slots=rows)
+        pool.folded(rows)
 
     def before(self, layer: int, batch: int) -> tuple[Tensor, Tensor | None]:
         """The last inputs of a layer's convolution, (batch, channels, K - 1), and its states in float32."""
