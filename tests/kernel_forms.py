@@ -10,7 +10,7 @@ from compiling import CPU, Call, by_the_reference, plain
 
 import flashstate
 from flashstate.launch import Problem
-from flashstate.ops.mamba2_replay import parted
+from flashstate.ops.replaying import parted
 from flashstate.proof import AnyCase, Case, ConvCase, DeltaCase, Inputs, Mamba3Case, ReplayCase
 from flashstate.proof.laws.steps import make_snapshots
 from flashstate.proof.laws.tokens import TREE

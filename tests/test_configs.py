@@ -26,8 +26,9 @@ from flashstate.launch.environment import pretending
 from flashstate.launch.table import load_table, read_table_file, table_text
 from flashstate.ops.conv1d import ChannelProblem
 from flashstate.ops.gated_delta import AtOnceProblem, DeltaProblem, DeltaTokensProblem, delta_kind
-from flashstate.ops.mamba2_replay import ReplayProblem, ReplayTokenProblem, parted, replay_kind
+from flashstate.ops.mamba2_replay import ReplayProblem, ReplayTokenProblem, replay_kind
 from flashstate.ops.mamba3 import HeadProblem, RankProblem
+from flashstate.ops.replaying import parted
 from flashstate.proof import AnyCase, Case, ConvCase, DeltaCase, Inputs, Mamba3Case, Pool, ReplayCase, make_inputs
 from flashstate.proof.laws import require
 from flashstate.proof.laws.steps import close_to_float64, make_snapshots

@@ -28,8 +28,9 @@ from flashstate.launch.start import collecting
 from flashstate.ops.conv1d import CONV1D_STEP
 from flashstate.ops.gated_delta import GATED_DELTA_STEP
 from flashstate.ops.mamba2 import MAMBA2_STEP
-from flashstate.ops.mamba2_replay import MAMBA2_REPLAY, parted
+from flashstate.ops.mamba2_replay import MAMBA2_REPLAY
 from flashstate.ops.mamba3 import MAMBA3_STEP
+from flashstate.ops.replaying import parted
 from flashstate.proof import make_inputs
 
 __all__ = ["launcher"]  # a fixture

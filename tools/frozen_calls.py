@@ -22,7 +22,7 @@ from torch import Tensor
 from flashstate import Slots, State, StatePool, mamba2_fold
 from flashstate.launch import Config, Gpu, choose
 from flashstate.launch.table import load_table
-from flashstate.ops.mamba2_replay import parted
+from flashstate.ops.replaying import parted
 from flashstate.proof import (
     CASES,
     AnyCase,

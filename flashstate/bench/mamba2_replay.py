@@ -18,7 +18,7 @@ from flashstate.bench.measure import require_within_budgets, slots_of
 from flashstate.bench.peers import MeasurementError
 from flashstate.bench.timing import Timing
 from flashstate.launch import Problem
-from flashstate.ops.mamba2_replay import forms_of
+from flashstate.ops.replaying import forms_of
 from flashstate.proof import AnyCase, Inputs, ReplayCase, ReplayInputs, ReplayPool, dtype, error_ratio, slotted
 from flashstate.proof.inputs import Source
 from flashstate.proof.laws.replay import rings_after

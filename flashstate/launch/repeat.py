@@ -79,6 +79,10 @@ HOLDERS = {
         "ring_x, ring_B, ring_dt, start, count = ring.x, ring.B, ring.dt, ring.start, ring.count",
         "ring_x=ring_x ring_B=ring_B ring_dt=ring_dt start=start count=count", ("ring.signature",),
     ),
+    "DeltaRing": Holder(
+        "ring_k, ring_u, ring_decay, start, count = ring.k, ring.u, ring.decay, ring.start, ring.count",
+        "ring_k=ring_k ring_u=ring_u ring_decay=ring_decay start=start count=count", ("ring.signature",),
+    ),
     "Plan": Holder(
         """
         rows = parts = plan_like = None

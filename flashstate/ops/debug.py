@@ -13,7 +13,7 @@ from flashstate.launch.call import Given
 from flashstate.launch.environment import replaced, suspended
 from flashstate.reference.state_io import resolve, resolve_read
 from flashstate.state.faults import check_faults
-from flashstate.state.ring import Ring
+from flashstate.state.ring import AnyRing
 from flashstate.state.slots import Slots
 from flashstate.state.state import State
 
@@ -63,7 +63,7 @@ def check_debugged(given: Given, read: Callable[[Slots], Tensor] | None = None) 
     _check_unique("fill snapshot row", rows)
 
 
-def check_cursors(ring: Ring, slots: Slots | None, batch: int, tokens: int = 0) -> None:
+def check_cursors(ring: AnyRing, slots: Slots | None, batch: int, tokens: int = 0) -> None:
     """Raise where rows of a ring would be looked for outside of it, or more of them than it can have. `tokens`: of the
     longest row, which a ring without room beside its window must have room for."""
     found = resolve_read(slots, batch, len(ring.count), ring.count.device)

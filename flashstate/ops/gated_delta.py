@@ -89,14 +89,20 @@ def gated_delta_step(
 
 def check(given: Given) -> None:
     """Raise where gates do not go together, or tokens cannot go through tensor cores at once."""
-    per_channel = given.a.dim() > len(given.tokens.axes) + 1
+    per_channel = check_gates(given)
+    if goes_at_once(given):
+        check_at_once(given, per_channel)
+
+
+def check_gates(given: Given) -> bool:
+    """Whether there is an a per channel; raises where gates do not go together."""
+    per_channel: bool = given.a.dim() > len(given.tokens.axes) + 1
     if given.dt_bias is not None and given.A_log is None:
         raise ValueError("dt_bias must come with A_log: without it a is the logarithm of the decay itself")
     if given.dt_bias is not None and given.dt_bias.dim() == 2 and not per_channel:
         shape = tuple(given.dt_bias.shape)
         raise ValueError(f"dt_bias must have shape (HV={shape[0]}) where a has one value per head, got {shape}")
-    if goes_at_once(given):
-        check_at_once(given, per_channel)
+    return per_channel
 
 
 def check_at_once(given: Given, per_channel: bool) -> None:
@@ -178,15 +184,20 @@ def kernel(given: Given, problem: Problem) -> Any:
 
 
 def values(given: Given, problem: Problem, config: Config) -> dict[str, Any]:
-    """Which axes gates have, and how queries are scaled."""
-    state, tokens = given.state, given.tokens
+    """Which axes gates have, how queries are scaled, and for how many tokens at once there is room."""
     return {
-        **({"SNAPSHOT_VECTOR": problem.vector} if given.snapshots is None else {}),
-        "HEADS_PER_GROUP": state.data.shape[1] // given.q.shape[-2],
-        "q_scale": state.data.shape[-1] ** -0.5 if given.scale is None else float(given.scale),
-        "TOKENS": room_at_once(tokens.longest or 0),
+        **({"SNAPSHOT_VECTOR": problem.vector} if given.snapshots is None else {}), **gate_values(given),
+        "HEADS_PER_GROUP": given.state.data.shape[1] // given.q.shape[-2],
+        "TOKENS": room_at_once(given.tokens.longest or 0),
+    }  # fmt: skip
+
+
+def gate_values(given: Given) -> dict[str, Any]:
+    """Which axes gates have, and how queries are scaled."""
+    return {
+        "q_scale": given.state.data.shape[-1] ** -0.5 if given.scale is None else float(given.scale),
         "B_LOGIT": given.A_log is not None if given.b_logit is None else given.b_logit,
-        "PER_CHANNEL": given.a.dim() == len(tokens.axes) + 2,
+        "PER_CHANNEL": given.a.dim() == len(given.tokens.axes) + 2,
         "BIAS_PER_CHANNEL": given.dt_bias is not None and given.dt_bias.dim() == 2,
     }
 

@@ -3,34 +3,35 @@
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar
 
 from torch import Tensor
 
 from flashstate.errors import dtype_name
-from flashstate.launch.arguments import aligned, row_stride
+from flashstate.launch.arguments import aligned
 from flashstate.launch.call import Given, Op
-from flashstate.launch.config import NVIDIA_WARP, Problem, TensorCoreProblem, TiledProblem, next_power_of_2
-from flashstate.launch.environment import Gpu, replaced
+from flashstate.launch.config import NVIDIA_WARP, Problem, TensorCoreProblem, next_power_of_2
+from flashstate.launch.environment import Gpu
 from flashstate.launch.table import Config
-from flashstate.ops.debug import check_cursors, check_debugged, debugging
-from flashstate.state.ring import LARGEST_WINDOW, Plan, Ring, check_call_length, check_plan, check_ring, refuse_tables
-from flashstate.state.slots import Slots, as_slots
+from flashstate.ops.replaying import (
+    AnyReplay,
+    check_debugged_ring,
+    check_replay,
+    far_apart,
+    place_of,
+    plan_values,
+    ring_values,
+    rows_do,
+    slots_of,
+    walking,
+)
+from flashstate.state.ring import Plan, Ring, check_ring
+from flashstate.state.slots import Slots
 from flashstate.state.state import State
 
-SMALL = 2048  # batch x heads below which one kernel decides for every row; half of it for states of 8 bits
-MOST_PER_PROCESSOR = 16  # programs of a kernel that walks along a plan
 FEW_REPLAYED = 512  # batch x heads below which a program has one tile, and
 MANY_REPLAYED = 2048  # from which on there are programs enough with many
 LONGEST_ALONE = 16  # window up to which one token needs no tensor cores
-_parted = False
-
-
-def parted() -> AbstractContextManager[None]:
-    """Let calls with a plan inside, small ones too, use two kernels, of few programs that walk along it. For proofs."""
-    return replaced(globals(), "_parted", True)
 
 
 def mamba2_replay(
@@ -83,21 +84,9 @@ def mamba2_replay(
     )  # fmt: skip
 
 
-def slots_of(given: Given) -> Slots | None:
-    """The slots of a call: those of its plan, if it has one."""
-    plan, slots = given.plan, given.slots
-    if plan is None:
-        return as_slots(slots)
-    if not isinstance(plan, Plan):
-        raise TypeError(f"plan must be a Plan, got {type(plan).__name__}")
-    if slots is not None and slots is not plan.slots and getattr(plan.slots, "read", None) is not slots:
-        raise ValueError("slots must be left out with a plan, which has those that it was made for")
-    return plan.slots
-
-
 def check(given: Given) -> None:
     """Raise where the ring, the plan or the slots do not go with the rest."""
-    ring, plan, tokens = given.ring, given.plan, given.tokens
+    ring, tokens = given.ring, given.tokens
     check_ring(ring, given.state)
     for name, kept in (("x", ring.x), ("B", ring.B)):
         got, want = dtype_name(getattr(given, name).dtype), dtype_name(kept.dtype)
@@ -110,39 +99,7 @@ def check(given: Given) -> None:
         if parameter is not None and parameter.dim() != axes:
             got = f"got shape {tuple(parameter.shape)}: replay is not for Mamba-1"
             raise ValueError(f"{name} must have one value per head, as Mamba-2 has, or be expanded from such, {got}")
-    refuse_tables(given.slots, "replay")
-    longest = check_call_length(ring, tokens.longest)
-    if plan is not None:
-        check_plan(plan, ring)
-        if (plan.batch, plan.tokens) != (tokens.batch, longest):
-            made, got = f"{plan.batch} rows of up to {plan.tokens} tokens", f"{tokens.batch} of up to {longest}"
-            raise ValueError(f"plan is for {made}, but x has {got}")
-
-
-def check_debugged_ring(given: Given) -> None:
-    """Inside debug(), raise where numbers in slots or cursors of rings are out of range."""
-    check_debugged(given)
-    if debugging():
-        check_cursors(given.ring, given.slots, given.tokens.batch, given.tokens.longest or 0)
-
-
-@dataclass(frozen=True)
-class AnyReplay(TiledProblem):
-    """What a config of replay is chosen for. A program has so many tiles as the config says, of one head or of several
-    of a group: all share B and C. The op says what rows do: "keep" what they have, "fold", or "either"."""
-
-    heads_per_group: int = 1
-    most_programs: int = 0  # that walk along a plan; 0: as many as there are tiles for
-
-    def tiles(self, config: Config) -> int:
-        """Tiles of a program: as the config says, as far as the tiles of a group can be shared out so."""
-        return math.gcd(config.tiles, self.heads_per_group * -(-self.rows // config.block_rows))
-
-    def programs(self, config: Config) -> int:
-        """How many programs share the tiles of all heads."""
-        tiles = self.batch_heads * -(-self.rows // config.block_rows)
-        programs = tiles // self.tiles(config)
-        return min(programs, self.most_programs) if self.most_programs else programs
+    check_replay(given)
 
 
 class ReplayProblem(AnyReplay, TensorCoreProblem):
@@ -191,63 +148,30 @@ def replay_kind(longest: int, format: str, packed: bool, window: int) -> type[An
     return ReplayTokenProblem if alone else ReplayProblem
 
 
-def forms_of(problem: AnyReplay, planned: bool) -> tuple[AnyReplay, ...]:
-    """The kernels that a call starts, one after the other: one that decides for every row, or with a plan, and rows
-    enough, one for those that do not fold and one for those that do."""
-    small = 0 if _parted else SMALL // 2 if problem.itemsize == 1 else SMALL
-    forms = ("keep", "fold") if planned and problem.batch_heads >= small else ("either",)
-    return tuple(replace(problem, op=f"{problem.op} {form}") for form in forms)
-
-
 def problems(given: Given) -> tuple[Problem, ...]:
     """One kernel, or one for rows that do not fold and one for those that do."""
     state, tokens, longest = given.state, given.tokens, given.tokens.longest or 0
     kind = replay_kind(longest, state.format.name, tokens.packed, given.ring.window)
     group = state.data.shape[1] // given.B.shape[-2]
     problem = kind.of("mamba2_replay", state, tokens.batch, several_tokens=longest > 1, heads_per_group=group)
-    forms = forms_of(problem, given.plan is not None)
-    most = (1 if _parted else MOST_PER_PROCESSOR) * given.machine.processors if len(forms) > 1 else 0
-    return tuple(replace(form, most_programs=most) for form in forms)
+    return walking(problem, given)
 
 
 def values(given: Given, problem: AnyReplay, config: Config) -> dict[str, Any]:
     """What a kernel takes of rings and of a plan, and what it does with them. Of two kernels the second does not wait
     for the first, which has other rows."""
-    ring, plan, rows_do = given.ring, given.plan, problem.op.split()[1]
-    place = "alone"
-    if rows_do != "either" and given.machine.overlaps:
-        place = "first" if rows_do == "keep" else "second"
+    ring, place = given.ring, place_of(problem, given.machine)
     tiles, alone = problem.tiles(config), isinstance(problem, ReplayTokenProblem)
-    one_kernel = plan is not None and rows_do == "either" and not alone
+    one_kernel = given.plan is not None and rows_do(problem) == "either" and not alone
     wide = MAMBA2_REPLAY.aligned
     return {
-        **ring_values(ring),
-        "rows_ptr": None if plan is None else plan.rows, "parts_ptr": None if plan is None else plan.parts,
-        "HEADS_PER_GROUP": problem.heads_per_group, "WINDOW": ring.window,
+        **ring_values(ring), **plan_values(given.plan), "HEADS_PER_GROUP": problem.heads_per_group,
         "ALIGNED": all(aligned(tensor) for tensor in (ring.x, ring.B, *(getattr(given, name) for name in wide))),
         "WIDE": any(far_apart(getattr(given, name), len(given.tokens.axes)) for name in (*wide, "dt")),
         "D_PER_ROW": given.D is not None and given.D.dim() == 2,
         "TOKENS": 1 if alone else max(8, next_power_of_2(given.tokens.longest or 0)),
-        "ROWS_DO": rows_do, "TILES": tiles, "FOLD_TILES": 1 if one_kernel else tiles,
+        "ROWS_DO": rows_do(problem), "TILES": tiles, "FOLD_TILES": 1 if one_kernel else tiles,
         "PLACE": place, "EARLY": place == "second",
-    }  # fmt: skip
-
-
-def far_apart(tensor: Tensor | None, token_axes: int) -> bool:
-    """Whether offsets between the tokens of a window need 64 bits."""
-    return tensor is not None and tensor.stride(token_axes - 1) * LARGEST_WINDOW >= 1 << 31
-
-
-def ring_values(ring: Ring) -> dict[str, Any]:
-    """The tensors of a ring, strides between slots, and between heads that are apart, and how many rows it has, live or
-    not, and room for."""
-    kept = {"ring_x": ring.x, "ring_B": ring.B, "ring_dt": ring.dt}
-    return {
-        **{f"{name}_ptr": tensor for name, tensor in kept.items()},
-        **{f"{name}_stride": row_stride(tensor) for name, tensor in kept.items()},
-        **{f"RING_{name.upper()}_H": stride for name, stride in ring.head_strides.items()},
-        "start_ptr": ring.start, "count_ptr": ring.count, "L": ring.length,
-        "ROOM": max(16, next_power_of_2(ring.window)),
     }  # fmt: skip
 
 

@@ -32,12 +32,16 @@ def gates(
     """alpha (..., HV, K or 1) and beta (..., HV) of a (..., HV), or per channel (..., HV, K), and b (..., HV)."""
     a = a if a.dim() > b.dim() else a[..., None]  # (..., HV, K or 1)
     beta = sigmoid(b) if b_logit or (b_logit is None and A_log is not None) else b
+    return torch.exp(log_decay(a, A_log, dt_bias)), beta
+
+
+def log_decay(a: Tensor, A_log: Tensor | None, dt_bias: Tensor | None) -> Tensor:
+    """The logarithm of alpha, (..., HV, K or 1), of a with these axes."""
     if A_log is None:
-        return torch.exp(a), beta
+        return a
     if dt_bias is not None:
-        a = a + dt_bias.to(a.dtype).reshape(b.shape[-1], -1)
-    g = -torch.exp(A_log.to(a.dtype))[:, None] * softplus(a)  # (..., HV, K or 1)
-    return torch.exp(g), beta
+        a = a + dt_bias.to(a.dtype).reshape(a.shape[-2], -1)
+    return -torch.exp(A_log.to(a.dtype))[:, None] * softplus(a)
 
 
 def gated_delta_token(
@@ -53,6 +57,7 @@ def gated_delta_token(
     scale: float | None,
     qk_l2norm: bool,
     operand: Callable[[Tensor], Tensor] = lambda t: t,  # what products take of states, and of what is added to them
+    kept: Callable[[Tensor], Tensor] = lambda u: u,  # what is kept of u
 ) -> tuple[Tensor, Tensor]:
     """One token: the output (batch, HV, V) and the state after it (batch, HV, V, K), both unrounded."""
     heads_per_key = s.shape[1] // q.shape[1]
@@ -64,7 +69,7 @@ def gated_delta_token(
     q, k = (t.repeat_interleave(heads_per_key, dim=1)[:, :, None, :] for t in (q, k))  # (batch, HV, 1, K)
 
     s = s * alpha[:, :, None, :]  # (batch, HV, V, K)
-    u = beta[..., None] * (v - (operand(s) * k).sum(-1))  # (batch, HV, V)
+    u = kept(beta[..., None] * (v - (operand(s) * k).sum(-1)))  # (batch, HV, V)
     o = (operand(s) * q).sum(-1) + u * (k * q).sum(-1)  # the product of q with the state after the update
     s = s + operand(u)[..., None] * k
     return o, s

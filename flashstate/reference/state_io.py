@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flashstate.state.faults import KINDS, fault_flag
-from flashstate.state.formats import decode, encode
+from flashstate.state.formats import Encoded, decode, encode
 from flashstate.state.rounding import SEED_STEP, random_bits
 from flashstate.state.slots import MOST_TOKENS, Slots
 from flashstate.state.state import State
@@ -63,15 +63,20 @@ def store_state(state: State, values: Tensor, where: tuple[Tensor, ...], seed: T
     """
     goes = where[0] >= 0
     where, values = tuple(index[goes] for index in where), values[goes]
+    data, scale = encoded(state, values, None if seed is None else seed[goes], token[goes])
+    state.data[where] = data
+    if state.scale is not None and scale is not None:
+        state.scale[where] = scale
+
+
+def encoded(state: State, values: Tensor, seed: Tensor | None, token: Tensor) -> Encoded:
+    """The float32 states `values` as `state` stores them. `seed` and `token`: as store_state has them."""
     random = None
     if state.rounding == "stochastic":
         assert seed is not None
         heads, rows, cols = values.shape[1:]
-        random = random_bits(seed[goes], (heads, rows, cols), token[goes], state.stream, state.rounds)
-    data, scale = encode(values, state.data.dtype, random)
-    state.data[where] = data
-    if state.scale is not None and scale is not None:
-        state.scale[where] = scale
+        random = random_bits(seed, (heads, rows, cols), token, state.stream, state.rounds)
+    return encode(values, state.data.dtype, random)
 
 
 def store_output(out: Tensor, y: Tensor, at: Tensor, live: Tensor, slots: Slots | None) -> None:

@@ -1,7 +1,8 @@
-"""Ring: the inputs since a checkpoint, for replay; Plan: which rows of a batch fold theirs into it."""
+"""Ring and DeltaRing: what tokens brought since a checkpoint, for replay; Plan: which rows of a batch fold theirs."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
@@ -9,7 +10,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from flashstate.errors import check_contiguous, check_device, check_flag, check_int, check_list, check_tensor
+from flashstate.errors import (
+    ACTIVATION_DTYPES,
+    check_contiguous,
+    check_device,
+    check_flag,
+    check_int,
+    check_list,
+    check_tensor,
+)
 from flashstate.state import actions
 from flashstate.state.signature import Describes, describe, describe_aligned, signature_of, unless_known
 from flashstate.state.slots import Slots, as_slots
@@ -21,37 +30,21 @@ UNUSED = {  # tables of slots, and why
     "replay": (("write", "accepted", "parents", "snapshot_rows"), "keeps tokens in the slot it reads"),
     "folding": (("accepted", "parents", "snapshot_rows", "cu_seqlens"), "has no new tokens"),
 }
-X_AXES, B_AXES = ("slots", "heads", "length", "rows"), ("slots", "groups", "length", "cols")
 
 
-@dataclass(frozen=True, eq=False)
-class Ring(Describes):
-    """The inputs of one layer since its checkpoint, for all slots. `mamba2_replay` appends to x, B and dt in place,
-    `commit` moves start and count on; this object only describes them.
+class AnyRing(Describes):
+    """What rings of all ops share: tensors of tokens since a checkpoint, cursors into them, and a window. Its classes
+    are dataclasses, which name the tensors that ops append to in `written`."""
 
-    x: (slots, heads, length, rows) float32, bfloat16 or float16, the dtype of the x of calls.
-    B: (slots, groups, length, cols), the dtype of their B.
-    dt: (slots, heads, length) float32, after bias and softplus.
-    start, count: (slots,) int32 each: the oldest live row, and how many rows from there on, with a wrap at `length`,
-        are live. Shared by all layers; contiguous.
-    window: the most live rows, 1 to 64; a call has at most as many tokens, and `length` must have room for both.
-    folds_by_hand: True lets `length` be the window itself. Then the caller folds with `mamba2_fold` before live and new
-        rows are more than that: `debug()` finds where it did not, and nothing else does.
-
-    The slot, head and group axes of x, B and dt may have any stride; the rows of a head or group are contiguous, and a
-    slot reaches over fewer than 2^31 elements. Rows that are not live may hold anything. The tensors stay what they
-    are: their dtypes, shapes and strides must not change in place.
-    """
-
-    written: ClassVar = ("x", "B", "dt")  # by ops
-
-    x: Tensor
-    B: Tensor
-    dt: Tensor
     start: Tensor
     count: Tensor
     window: int
-    folds_by_hand: bool = False
+    folds_by_hand: bool
+
+    axes: ClassVar[Mapping[str, tuple[str, ...]]]  # of every tensor that is written
+    of_rows: ClassVar[str]  # the tensor with a value for every row of a state
+    of_cols: ClassVar[str]  # the tensor with one for every column, which heads share
+    words: ClassVar[Mapping[str, str]] = {}  # what errors call axes whose names are letters
 
     def __post_init__(self) -> None:
         check_int("window", self.window, 1, LARGEST_WINDOW)
@@ -60,57 +53,78 @@ class Ring(Describes):
         if self.start is self.count:
             raise ValueError("start and count must be two tensors, got one")
 
+    def axes_of(self, name: str) -> tuple[str, ...]:
+        """The axes of one of its tensors."""
+        return self.axes[name]
+
+    def dtypes_of(self, name: str) -> tuple[torch.dtype, ...]:
+        """The dtypes that one of its tensors may have."""
+        return ACTIVATION_DTYPES
+
     @unless_known
     def _check_tensors(self) -> None:
-        check_tensor("x", self.x, X_AXES, (None,) * 4)
-        slots, heads, length, _ = self.x.shape
-        check_tensor("B", self.B, B_AXES, (slots, None, length, None))
-        check_tensor("dt", self.dt, X_AXES[:3], (slots, heads, length), dtypes=(torch.float32,))
+        first, sizes = self.written[0], dict[str, int]()
+        for name in self.written:
+            axes, tensor = self.axes_of(name), getattr(self, name)
+            check_tensor(name, tensor, axes, tuple(sizes.get(axis) for axis in axes), dtypes=self.dtypes_of(name))
+            sizes = dict(zip(axes, tensor.shape, strict=True)) | sizes
         for name in ("start", "count"):
-            check_tensor(name, getattr(self, name), ("slots",), (slots,), dtypes=(torch.int32,))
+            check_tensor(name, getattr(self, name), ("slots",), (sizes["slots"],), dtypes=(torch.int32,))
             check_contiguous(name, getattr(self, name))
-        for name in ("B", "dt", "start", "count"):
-            check_device(name, getattr(self, name), self.x.device, "x")
-        for name in ("x", "B", "dt"):
-            tensor = getattr(self, name)
-            if tensor.numel() == 0:
-                raise ValueError(f"{name} must not be empty, got shape {tuple(tensor.shape)}")
-            reach = 1 + sum(
-                (size - 1) * stride for size, stride in zip(tensor.shape[1:], tensor.stride()[1:], strict=True)
-            )
-            if reach >= 1 << 31:
-                raise ValueError(f"{name} must have fewer than 2^31 elements per slot, got {reach}")
-            check_slots_of(name, tensor, tensor.shape[2:], "group" if name == "B" else "head")
-        groups = self.B.shape[1]
-        if heads % groups:
-            raise ValueError(f"B must have a number of groups that divides the {heads} heads, got {groups}")
-        if length < self.window + (not self.folds_by_hand):
+        for name in (*self.written[1:], "start", "count"):
+            check_device(name, getattr(self, name), getattr(self, first).device, first)
+        for name in self.written:
+            self._check_slots_of(name)
+        self._check_divides(sizes)
+        if self.length < self.window + (not self.folds_by_hand):
             least = f"the window, {self.window}, and the tokens of the longest call"
-            raise ValueError(f"x must have a length of {least}, got shape {tuple(self.x.shape)}")
+            got = tuple(getattr(self, first).shape)
+            raise ValueError(f"{first} must have a length of {least}, got shape {got}")
+
+    def _check_slots_of(self, name: str) -> None:
+        """Raise unless slots of a tensor, and heads in them, lie apart, and none reaches too far."""
+        tensor = getattr(self, name)
+        if tensor.numel() == 0:
+            raise ValueError(f"{name} must not be empty, got shape {tuple(tensor.shape)}")
+        reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape[1:], tensor.stride()[1:], strict=True))
+        if reach >= 1 << 31:
+            raise ValueError(f"{name} must have fewer than 2^31 elements per slot, got {reach}")
+        check_slots_of(name, tensor, tensor.shape[2:], "group" if self.axes_of(name)[1] == "groups" else "head")
+
+    def _check_divides(self, sizes: Mapping[str, int]) -> None:
+        """Raise unless what heads share has a number that divides theirs."""
+        few, many = self.axes[self.of_cols][1], self.axes[self.of_rows][1]
+        if sizes[many] % sizes[few]:
+            divisors, whole = (self.words.get(axis, axis) for axis in (few, many))
+            found = f"divides the {sizes[many]} {whole}, got {sizes[few]}"
+            raise ValueError(f"{self.of_cols} must have a number of {divisors} that {found}")
 
     @property
     def length(self) -> int:
         """Rows there are, live or not."""
-        return self.x.shape[2]
+        first: Tensor = getattr(self, self.written[0])
+        return first.shape[2]
 
     @cached_property
     def head_strides(self) -> dict[str, int]:
-        """From head to head, or group to group, of x, B and dt, each 0 where these lie side by side."""
-        found = {name: getattr(self, name) for name in ("x", "B", "dt")}
+        """From head to head, or group to group, of the tensors that are written, each 0 where these lie side by
+        side."""
+        found = {name: getattr(self, name) for name in self.written}
         dense = {name: t.shape[1] == 1 or t.stride(1) == t.shape[2:].numel() for name, t in found.items()}
         return {name: 0 if dense[name] else t.stride(1) for name, t in found.items()}
+
+    @cached_property
+    def signature(self) -> int:
+        """Stands for all that a launch depends on but the addresses."""
+        tensors = [getattr(self, name) for name in self.written]
+        wide = [describe_aligned(tensor) if tensor.dim() == 4 else describe(tensor) for tensor in tensors]
+        cursors = describe(self.start), describe(self.count)
+        return signature_of(type(self).__name__, *wide, *cursors, self.window, self.folds_by_hand)
 
     @property
     def longest_call(self) -> int:
         """The most tokens a row may have in a call: appended rows must not meet live ones."""
         return min(self.window, self.length - self.window) or self.window
-
-    @cached_property
-    def signature(self) -> int:
-        """Stands for all that a launch depends on but the addresses."""
-        wide = describe_aligned(self.x), describe_aligned(self.B)
-        tensors = describe(self.dt), describe(self.start), describe(self.count)
-        return signature_of("ring", *wide, *tensors, self.window, self.folds_by_hand)
 
     def plan(self, slots: Slots | Tensor | None = None, tokens: int | None = None) -> Plan:
         """Which rows of a batch fold, for one step of a model: shared by all layers whose rings share these cursors.
@@ -148,9 +162,10 @@ class Ring(Describes):
         actions.commit_plan(self.start, self.count, self.window, self.length, plan.rows, accepted)
 
     def folded(self, slots: Slots | Tensor | None = None, tokens: Tensor | int | None = None) -> None:
-        """Drop live rows that `mamba2_fold` has folded in place, in all layers: the first `tokens`, None: all.
+        """Drop live rows that were folded in place, by `mamba2_fold` or `gated_delta_fold`, in all layers: the first
+        `tokens`, None: all.
 
-        slots, tokens: as `mamba2_fold` had them. One small launch, which a CUDA graph captures.
+        slots, tokens: as the folds had them. One small launch, which a CUDA graph captures.
         """
         where = as_slots(slots)
         refuse_tables(where, "folding")
@@ -164,6 +179,93 @@ class Ring(Describes):
             return len(self.count)
         slots.check_device(self.count.device, "ring")
         return len(slots.read)
+
+
+@dataclass(frozen=True, eq=False)
+class Ring(AnyRing):
+    """The inputs of one layer since its checkpoint, for all slots. `mamba2_replay` appends to x, B and dt in place,
+    `commit` moves start and count on; this object only describes them.
+
+    x: (slots, heads, length, rows) float32, bfloat16 or float16, the dtype of the x of calls.
+    B: (slots, groups, length, cols), the dtype of their B.
+    dt: (slots, heads, length) float32, after bias and softplus.
+    start, count: (slots,) int32 each: the oldest live row, and how many rows from there on, with a wrap at `length`,
+        are live. Shared by all layers; contiguous.
+    window: the most live rows, 1 to 64; a call has at most as many tokens, and `length` must have room for both.
+    folds_by_hand: True lets `length` be the window itself. Then the caller folds with `mamba2_fold` before live and new
+        rows are more than that: `debug()` finds where it did not, and nothing else does.
+
+    The slot, head and group axes of x, B and dt may have any stride; the rows of a head or group are contiguous, and a
+    slot reaches over fewer than 2^31 elements. Rows that are not live may hold anything. The tensors stay what they
+    are: their dtypes, shapes and strides must not change in place.
+    """
+
+    written: ClassVar = ("x", "B", "dt")  # by ops
+    axes: ClassVar = {
+        "x": ("slots", "heads", "length", "rows"), "B": ("slots", "groups", "length", "cols"),
+        "dt": ("slots", "heads", "length"),
+    }  # fmt: skip
+    of_rows, of_cols = "x", "B"
+
+    x: Tensor
+    B: Tensor
+    dt: Tensor
+    start: Tensor
+    count: Tensor
+    window: int
+    folds_by_hand: bool = False
+
+    def dtypes_of(self, name: str) -> tuple[torch.dtype, ...]:
+        return (torch.float32,) if name == "dt" else ACTIVATION_DTYPES
+
+
+@dataclass(frozen=True, eq=False)
+class DeltaRing(AnyRing):
+    """What the delta rule has added to one layer since its checkpoint, for all slots. `gated_delta_replay` appends to
+    k, u and decay in place, `commit` moves start and count on; this object only describes them.
+
+    k: (slots, H, length, K) float32, bfloat16 or float16: keys as calls bring them, and in their dtype.
+    u: (slots, HV, length, V) float32, bfloat16 or float16: corrected values, rounded to its dtype before anything uses
+        them. float16 saturates at 65504, and has fewer bits below 6e-5.
+    decay: (slots, HV, length) float32: the logarithm of alpha. With a decay per channel, as KDA has it,
+        (slots, HV, length, K): a as calls bring it, and in its dtype.
+    start, count: (slots,) int32 each: the oldest live row, and how many rows from there on, with a wrap at `length`,
+        are live. Shared by all layers, also those with a Ring; contiguous.
+    window: the most live rows, 1 to 64; a call has at most as many tokens, and `length` must have room for both.
+    folds_by_hand: True lets `length` be the window itself. Then the caller folds with `gated_delta_fold` before live
+        and new rows are more than that: `debug()` finds where it did not, and nothing else does.
+
+    Strides are as in Ring. Rows that are not live may hold anything. The tensors stay what they are: their dtypes,
+    shapes and strides must not change in place.
+    """
+
+    written: ClassVar = ("k", "u", "decay")  # by ops
+    axes: ClassVar = {
+        "k": ("slots", "H", "length", "K"), "u": ("slots", "HV", "length", "V"), "decay": ("slots", "HV", "length"),
+    }  # fmt: skip
+    of_rows, of_cols = "u", "k"
+    words: ClassVar = {"H": "heads", "HV": "value heads"}
+
+    k: Tensor
+    u: Tensor
+    decay: Tensor
+    start: Tensor
+    count: Tensor
+    window: int
+    folds_by_hand: bool = False
+
+    @property
+    def per_channel(self) -> bool:
+        """Whether every column of a state has a decay of its own."""
+        return self.decay.dim() == 4
+
+    def axes_of(self, name: str) -> tuple[str, ...]:
+        channels = name == "decay" and isinstance(self.decay, Tensor) and self.per_channel
+        return (*self.axes[name], "K") if channels else self.axes[name]
+
+    def dtypes_of(self, name: str) -> tuple[torch.dtype, ...]:
+        scalar = name == "decay" and isinstance(self.decay, Tensor) and not self.per_channel
+        return (torch.float32,) if scalar else ACTIVATION_DTYPES
 
 
 @dataclass(frozen=True, eq=False)
@@ -212,17 +314,17 @@ class Plan(Describes):
         return signature_of("plan", of_slots, self.tokens, describe(self.rows))
 
 
-def check_ring(ring: Ring, state: State, name: str = "ring") -> None:
+def check_ring(ring: AnyRing, state: State, name: str = "ring", kind: type[AnyRing] = Ring) -> None:
     """Raise unless a ring is for the states of a layer."""
-    if not isinstance(ring, Ring):
-        raise TypeError(f"{name} must be a Ring, got {type(ring).__name__}")
+    if not isinstance(ring, kind):
+        raise TypeError(f"{name} must be a {kind.__name__}, got {type(ring).__name__}")
     slots, heads, rows, cols = state.data.shape
-    device = state.data.device
-    check_tensor(f"{name}.x", ring.x, X_AXES, (slots, heads, ring.length, rows), device=device)
-    check_tensor(f"{name}.B", ring.B, B_AXES, (slots, None, ring.length, cols), device=device)
+    of_rows, of_cols = (slots, heads, ring.length, rows), (slots, None, ring.length, cols)
+    for kept, sizes in ((ring.of_rows, of_rows), (ring.of_cols, of_cols)):
+        check_tensor(f"{name}.{kept}", getattr(ring, kept), ring.axes[kept], sizes, device=state.data.device)
 
 
-def check_call_length(ring: Ring, longest: int | None) -> int:
+def check_call_length(ring: AnyRing, longest: int | None) -> int:
     """The most tokens a row of a call has, if there is room for them."""
     if longest is None:
         raise ValueError("packed tokens need slots.max_len, the most tokens a row has")
@@ -242,7 +344,7 @@ def refuse_tables(slots: Slots | None, use: str) -> None:
             raise ValueError(f"slots.{name} is not for {use}, which {why}")
 
 
-def check_plan(plan: Plan, ring: Ring) -> None:
+def check_plan(plan: Plan, ring: AnyRing) -> None:
     """Raise unless a plan was made for this ring, or for one that shares its cursors."""
     if not isinstance(plan, Plan):
         raise TypeError(f"plan must be a Plan, got {type(plan).__name__}")
@@ -254,10 +356,10 @@ def check_plan(plan: Plan, ring: Ring) -> None:
         raise ValueError("plan was made for rings of other slots: their start and count are not those of this ring")
 
 
-def tokens_to_fold(tokens: Tensor | int | None, ring: Ring, batch: int) -> tuple[Tensor | None, int]:
+def tokens_to_fold(tokens: Tensor | int | None, ring: AnyRing, batch: int) -> tuple[Tensor | None, int]:
     """How many live rows to fold, if it can say that: of each row, or the same of all; -1: as many as there are."""
     if isinstance(tokens, Tensor):
-        check_list("tokens", tokens, batch, device=ring.x.device)
+        check_list("tokens", tokens, batch, device=ring.count.device)
         return tokens, -1
     if tokens is not None:
         check_int("tokens", tokens, 0, ring.window)

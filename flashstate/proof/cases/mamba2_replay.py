@@ -13,7 +13,8 @@ from torch import Tensor
 
 from flashstate.errors import dtype_name
 from flashstate.launch import Problem
-from flashstate.ops.mamba2_replay import MAMBA2_REPLAY, ReplayProblem, ReplayTokenProblem, parted, replay_kind
+from flashstate.ops.mamba2_replay import MAMBA2_REPLAY, ReplayProblem, ReplayTokenProblem, replay_kind
+from flashstate.ops.replaying import parted
 from flashstate.proof.case import CASES, Cases, by_turns, in_every_format
 from flashstate.proof.cases.mamba2 import MAMBA2, Case
 from flashstate.proof.inputs import BesideStates, Inputs, ProvenOp, Source, dtype

@@ -1,0 +1,160 @@
+"""gated_delta_replay: tokens through the gated delta rule from a checkpoint and a ring of what tokens added to it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from torch import Tensor
+
+from flashstate.errors import dtype_name
+from flashstate.launch.arguments import aligned
+from flashstate.launch.call import Given, Op
+from flashstate.launch.config import NVIDIA_WARP, Problem, TensorCoreProblem, next_power_of_2
+from flashstate.launch.environment import Gpu
+from flashstate.launch.table import Config
+from flashstate.ops.gated_delta import check_gates, gate_values
+from flashstate.ops.replaying import (
+    AnyReplay,
+    check_debugged_ring,
+    check_replay,
+    far_apart,
+    place_of,
+    plan_values,
+    ring_values,
+    rows_do,
+    slots_of,
+    walking,
+)
+from flashstate.state.ring import DeltaRing, Plan, check_ring
+from flashstate.state.slots import Slots
+from flashstate.state.state import State
+
+MANY = 2048  # batch x heads from which on there are programs enough with many tiles
+
+
+def gated_delta_replay(
+    state: State | Tensor,
+    ring: DeltaRing,
+    q: Annotated[Tensor, "tokens H | K"],
+    k: Annotated[Tensor, "tokens H | K"],
+    v: Annotated[Tensor, "tokens HV | V"],
+    a: Annotated[Tensor, "tokens HV | [K]"],
+    b: Annotated[Tensor, "tokens HV |"],
+    *,
+    A_log: Annotated[Tensor, "| HV"] | None = None,
+    dt_bias: Annotated[Tensor, "| HV [K]"] | None = None,
+    b_logit: bool | None = None,
+    scale: float | None = None,
+    qk_l2norm: bool = True,
+    plan: Plan | None = None,
+    slots: Slots | Tensor | None = None,
+    update: bool = True,
+    out: Tensor | None = None,
+    early: bool = False,
+) -> Tensor:
+    """Give the outputs of `gated_delta_step` for every row of the batch, while the state is a checkpoint that lags.
+
+    What a row continues from is its state after the live rows of its ring. The new tokens are appended to the ring;
+    only where live and new ones together are more than the window, the live ones are folded into the state first, which
+    is then rounded and stored, and the new tokens go on from what was stored. `commit` says afterwards which new tokens
+    stay: until then the next call overwrites them. Every u is rounded to the dtype of ring.u before anything uses it,
+    so that later tokens correct the state that the ring stands for. See docs/ops/gated_delta_replay.md.
+
+    Token axes, written (...): (batch,) for one token per row, (batch, T), or (tokens,) packed with slots.cu_seqlens and
+    slots.max_len. A row has at most as many tokens as the window.
+
+    state: State, or a tensor (slots, HV, V, K): the checkpoint.
+    ring: of the same slots.
+    q, k: (..., H, K), both of the dtype of ring.k, with its H.
+    v: (..., HV, V), and `out`, which the result is written to if it is given.
+    a: (..., HV), or per channel (..., HV, K), as ring.decay has it; then it has the dtype of that.
+    b: (..., HV).
+    A_log, dt_bias, b_logit, scale, qk_l2norm: as in `gated_delta_step`.
+    plan: of this step, from `StatePool.plan`, for all layers; it has the slots. None: every row decides for itself.
+    slots: Slots without write, accepted, parents and snapshot_rows, or (batch,) slot numbers; None: row b is slot b.
+    update: False leaves the state and the ring as they are.
+    early: True lets the kernel start before the kernel in front of it on the stream has ended; it waits for that one
+        before it reads q, k, v, a and b. What that one must not write: see `mamba2_step`; nor the ring and the plan.
+
+    Inputs are float32, bfloat16 or float16, each its own but q and k; the output has the dtype of v unless `out` has
+    another. Sums are float32; for k of 16 bits products are of operands with 16 bits or more, for float32 of float32.
+    Strides are as in `gated_delta_step`. `out` must not overlap other arguments. Nothing is differentiable.
+    """
+    return GATED_DELTA_REPLAY.call(
+        state, ring, q, k, v, a, b, A_log, dt_bias, b_logit, scale, qk_l2norm, plan, slots, update, out, early
+    )  # fmt: skip
+
+
+def check(given: Given) -> None:
+    """Raise where the gates, the ring, the plan or the slots do not go with the rest."""
+    ring = given.ring
+    per_channel = check_gates(given)
+    check_ring(ring, given.state, kind=DeltaRing)
+    if per_channel != ring.per_channel:
+        has, got = "(slots, HV, length, K)" if per_channel else "(slots, HV, length)", tuple(ring.decay.shape)
+        kind = "per channel" if per_channel else "per head"
+        raise ValueError(f"ring.decay must have shape {has} where a has one value {kind}, got {got}")
+    named = {"q": "k", "k": "k", **({"a": "decay"} if per_channel else {})}
+    for name, kept in named.items():
+        got_dtype, want = dtype_name(getattr(given, name).dtype), dtype_name(getattr(ring, kept).dtype)
+        if got_dtype != want:
+            raise TypeError(f"{name} must have the dtype of ring.{kept}, {want}, got {got_dtype}")
+    if given.sizes["H"] != ring.k.shape[1]:
+        raise ValueError(f"k must have the heads of ring.k, {ring.k.shape[1]}, got {given.sizes['H']}")
+    check_replay(given, "v")
+
+
+class DeltaReplayProblem(AnyReplay, TensorCoreProblem):
+    """What a config of replay of the delta rule is chosen for."""
+
+    def manageable(self, config: Config) -> bool:
+        return config.block_rows < 64
+
+    def heuristic(self, gpu: Gpu) -> Config:
+        """As many tiles as a head has where there are programs enough, and so few registers that an SM has 16 warps."""
+        lanes, many = self.lane_choices[0], self.batch_heads >= MANY
+        registers = 128 if self.warp == NVIDIA_WARP and rows_do(self) == "keep" else 0
+        return Config(16, 1, lanes, tiles=8 if many else 1, registers=registers)
+
+
+def problems(given: Given) -> tuple[Problem, ...]:
+    """One kernel, or one for rows that do not fold and one for those that do."""
+    state, tokens = given.state, given.tokens
+    several, group = (tokens.longest or 0) > 1, state.data.shape[1] // given.k.shape[-2]
+    of = DeltaReplayProblem.of("gated_delta_replay", state, tokens.batch, several_tokens=several, heads_per_group=group)
+    return walking(of, given)
+
+
+def values(given: Given, problem: DeltaReplayProblem, config: Config) -> dict[str, Any]:
+    """What a kernel takes of rings and of a plan, and what it does with them. Of two kernels the second does not wait
+    for the first, which has other rows."""
+    ring, place, wide = given.ring, place_of(problem, given.machine), GATED_DELTA_REPLAY.aligned
+    early, tiles = given.early and given.machine.overlaps, problem.tiles(config)
+    one_kernel = given.plan is not None and rows_do(problem) == "either"
+    rows = [ring.k, ring.u, *(getattr(given, name) for name in wide)]
+    rows += [ring.decay, given.a] if ring.per_channel else []
+    return {
+        **ring_values(ring), **plan_values(given.plan), **gate_values(given),
+        "HEADS_PER_GROUP": problem.heads_per_group, "ALIGNED": all(aligned(tensor) for tensor in rows),
+        "WIDE": any(far_apart(getattr(given, name), len(given.tokens.axes)) for name in (*wide, "a", "b")),
+        "TOKENS": max(4, next_power_of_2(given.tokens.longest or 0)), "ROWS_DO": rows_do(problem),
+        "TILES": tiles, "FOLD_TILES": 1 if one_kernel else tiles,
+        "PLACE": place, "EARLY": early or place == "second", "WAITS": early and place != "second",
+    }  # fmt: skip
+
+
+GATED_DELTA_REPLAY = Op(
+    gated_delta_replay,
+    main="v",
+    state_axes="slots HV V K",
+    divides={"H": "HV"},
+    words={"H": "heads", "HV": "value heads"},
+    problems=problems,
+    values=values,
+    reference={"longest": lambda given: given.tokens.longest or 0},
+    slots=slots_of,
+    check=check,
+    debug=check_debugged_ring,
+    aligned=("q", "k", "v", "out"),
+    aliases={"b": "beta"},
+)
