@@ -7,7 +7,7 @@ import pytest
 import torch
 from obeying import shape_of, silent_on
 
-from flashstate.ops import mamba2_replay as op
+from flashstate.ops import replaying as op
 from flashstate.proof import CASES, Recurrence, ReplayCase
 from flashstate.proof.cases.mamba2_replay import FORMS, parted
 from flashstate.proof.laws import require
