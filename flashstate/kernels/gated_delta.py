@@ -86,9 +86,13 @@ def load_alpha(tensor, b, t, h, exists, rate, dt_bias, PER_CHANNEL: tl.constexpr
 @triton.jit
 def decay_of(a, rate, dt_bias):
     """alpha of these a. rate: exp(A_log); None: a is the log-decay itself."""
-    if rate is not None:
-        a = -rate * softplus(a + dt_bias)
-    return tl.exp(a)
+    return tl.exp(log_decay(a, rate, dt_bias))
+
+
+@triton.jit
+def log_decay(a, rate, dt_bias):
+    """The logarithm of alpha of these a. rate: exp(A_log); None: a is that itself."""
+    return a if rate is None else -rate * softplus(a + dt_bias)
 
 
 @triton.jit

@@ -240,8 +240,6 @@ def mamba2_replay_kernel(
 ):  # fmt: skip
     GROUPS: tl.constexpr = H // HEADS_PER_GROUP
     TILES_OF_GROUP: tl.constexpr = HEADS_PER_GROUP * ((ROWS + BLOCK_ROWS - 1) // BLOCK_ROWS)
-    PARTS: tl.constexpr = TILES_OF_GROUP // TILES  # that programs have of a group
-    FOLD_PARTS: tl.constexpr = TILES_OF_GROUP // FOLD_TILES
     HINT: tl.constexpr = EVICT_FIRST if TOKENS == 1 else STREAMING
     FORM: tl.constexpr = form_of(
         ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, VECTOR, HINT, TARGET, False, ROUNDING, ROUNDS,
@@ -265,26 +263,19 @@ def mamba2_replay_kernel(
         folding = tl.load(parts_ptr)
     to_fold, to_keep = folding * 0, folding * 0  # parts of groups
     if ROWS_DO != "keep":
-        to_fold = folding * (GROUPS * FOLD_PARTS)
+        to_fold = folding * (GROUPS * (TILES_OF_GROUP // FOLD_TILES))
     if ROWS_DO != "fold":
-        to_keep = (batch - folding) * (GROUPS * PARTS)
+        to_keep = (batch - folding) * (GROUPS * (TILES_OF_GROUP // TILES))
+    batch_rows = (read_ptr, read_stride, 1, None), (start_ptr, count_ptr), (num_slots, null, fault_ptr)
     for number in tl.range(tl.program_id(0), to_fold + to_keep, tl.num_programs(0), num_stages=1):
         item = tl.program_id(0) * 0 + number  # a number of the kernel also where the interpreter has one of Python
-        folds, kept = item < to_fold, item - to_fold
-        i, g, first_tile = folding + kept // (GROUPS * PARTS), kept // PARTS % GROUPS, kept % PARTS * TILES
-        if ROWS_DO != "keep":
-            i = tl.where(folds, item // (GROUPS * FOLD_PARTS), i)
-            g = tl.where(folds, item // FOLD_PARTS % GROUPS, g)
-            first_tile = tl.where(folds, item % FOLD_PARTS * FOLD_TILES, first_tile)
-        if rows_ptr is None:
-            read = (read_ptr, read_stride, 1, None)
-            slots = (num_slots, null, fault_ptr)
-            row = replay_rows.row_of_batch(read, (start_ptr, count_ptr), cu_seqlens_ptr, i, tokens, longest, slots)
-        else:
-            row = replay_rows.planned_row(rows_ptr, i, cu_seqlens_ptr, tokens)
-        _, slot, _, live, _, count = row
-        if rows_ptr is None:
-            folds = live + count > WINDOW
+        i, g, first_tile, folds = replay_rows.item_at(
+            item, folding, to_fold, GROUPS, TILES_OF_GROUP, TILES, FOLD_TILES, ROWS_DO
+        )
+        row, folds = replay_rows.row_at(
+            i, (rows_ptr, parts_ptr), batch_rows, cu_seqlens_ptr, tokens, longest, folds, WINDOW
+        )
+        _, slot, _, _, _, count = row
         if TOKENS == 1 and ((count > 0) & ((slot >= 0) | (PADDING == "fresh"))):
             replay_token(pool, ring, activations, parameters, row, folds, g, first_tile, L, TILES, KIND)
         elif TOKENS > 1 and (ROWS_DO == "fold" or (ROWS_DO == "either" and folds)):

@@ -71,6 +71,35 @@ def row_of_batch(read, cursors, cu_seqlens_ptr, b, tokens, longest, slots):
 
 
 @triton.jit
+def item_at(
+    item, folding, to_fold, GROUPS: tl.constexpr, TILES_OF_GROUP: tl.constexpr, TILES: tl.constexpr,
+    FOLD_TILES: tl.constexpr, ROWS_DO: tl.constexpr,
+):  # fmt: skip
+    """What an item of a kernel's work is: the row of the plan, or of the batch, the group, its first tile, and whether
+    a plan says that the row folds. Those that do come first, `to_fold` items of `folding` rows."""
+    PARTS: tl.constexpr = TILES_OF_GROUP // TILES  # that programs have of a group
+    FOLD_PARTS: tl.constexpr = TILES_OF_GROUP // FOLD_TILES
+    folds, kept = item < to_fold, item - to_fold
+    i, g, first_tile = folding + kept // (GROUPS * PARTS), kept // PARTS % GROUPS, kept % PARTS * TILES
+    if ROWS_DO != "keep":
+        i = tl.where(folds, item // (GROUPS * FOLD_PARTS), i)
+        g = tl.where(folds, item // FOLD_PARTS % GROUPS, g)
+        first_tile = tl.where(folds, item % FOLD_PARTS * FOLD_TILES, first_tile)
+    return i, g, first_tile, folds
+
+
+@triton.jit
+def row_at(i, plan, batch_rows, cu_seqlens_ptr, tokens, longest, folds, WINDOW: tl.constexpr):
+    """Row i of a plan, or of the batch where there is none, and whether it folds."""
+    read, cursors, slots = batch_rows
+    if plan[0] is None:
+        row = row_of_batch(read, cursors, cu_seqlens_ptr, i, tokens, longest, slots)
+        return row, row[3] + row[5] > WINDOW
+    else:
+        return planned_row(plan[0], i, cu_seqlens_ptr, tokens), folds
+
+
+@triton.jit
 def place_of(g, tile, KIND: tl.constexpr):
     """The head, and the first row of it, that a tile of group g has."""
     BLOCK_ROWS: tl.constexpr = KIND.FORM.BLOCK_ROWS

@@ -164,9 +164,47 @@ def store_scale(pool, offset, live, tile, v, FORM: tl.constexpr):
 def store_chunk(ptr, offset, live, tile, k: tl.constexpr, v, e, stored, random, FORM: tl.constexpr):
     """Round chunk k of a tile, and store it. `e` and `stored`: from store_scale; None in formats without scales."""
     code = to_code(v, e, stored, random, ptr.dtype.element_ty, FORM.ROUNDING, FORM.TARGET)
+    store_code(ptr, offset, live, tile, k, code, FORM)
+
+
+@triton.jit
+def store_code(ptr, offset, live, tile, k: tl.constexpr, code, FORM: tl.constexpr):
+    """Store chunk k of a tile that was rounded."""
     ptrs, mask = chunk_at(tile_ptr(ptr, offset, tile, FORM), tile, k, FORM)
     ptrs, code = ptrs.to(tl.pointer_type(code.dtype), bitcast=True), as_accessed(code, ptrs.shape)
     store_hinted(ptrs, code, FORM, mask=tl.where(live, mask, False))
+
+
+@triton.jit
+def store_rounded(pool, slot, goes, tile, v, drawing, FORM: tl.constexpr):
+    """Round the float32 tile `v`, zero in columns that do not exist, and store it in a slot where it `goes`. What
+    load_codes gives of that, stored or not; random bits are drawn chunk by chunk."""
+    ptr, scale_ptr, slot_stride, scale_stride = pool
+    dtype: tl.constexpr = ptr.dtype.element_ty
+    factor, e, stored = 1.0, None, None
+    if scale_ptr is not None:
+        e, scale, stored = to_scaled(v, dtype, FORM.TARGET)
+        mask = tl.where(goes, tile.mask_rows, False)
+        store_hinted(scale_ptr + slot * scale_stride + tile.rows, scale, FORM, mask=mask)
+        factor, e, stored = scale[:, None], e[:, None], stored[:, None]
+    codes = ()
+    for k in tl.static_range(len(v)):
+        random = bits_of_chunk(drawing, tile, k, FORM)
+        code = to_code(v[k], e, stored, random, dtype, FORM.ROUNDING, FORM.TARGET)
+        store_code(ptr, slot * slot_stride, goes, tile, k, code, FORM)
+        codes = codes + (as_loaded(code, dtype),)
+    return factor, codes
+
+
+@triton.jit
+def as_loaded(code, dtype: tl.constexpr):
+    """A chunk that was rounded, as load_codes gives it."""
+    if dtype == tl.bfloat16:
+        return code.to(tl.uint16, bitcast=True)
+    elif dtype == tl.float16:
+        return code.to(tl.float16, bitcast=True)
+    else:
+        return code
 
 
 @triton.jit

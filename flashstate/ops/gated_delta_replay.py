@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from torch import Tensor
@@ -104,11 +106,20 @@ def check(given: Given) -> None:
     check_replay(given, "v")
 
 
+@dataclass(frozen=True)
 class DeltaReplayProblem(AnyReplay, TensorCoreProblem):
     """What a config of replay of the delta rule is chosen for."""
 
+    per_channel: bool = False  # every head has decays for all columns, so that heads share nothing
+
     def manageable(self, config: Config) -> bool:
         return config.block_rows < 64
+
+    def tiles(self, config: Config) -> int:
+        """Tiles of a program: of one head as many as can be shared out so, or all of several heads of a group."""
+        of_head = -(-self.rows // config.block_rows)
+        heads = 1 if self.per_channel else math.gcd(config.tiles // of_head, self.heads_per_group)
+        return of_head * heads if config.tiles >= of_head else math.gcd(config.tiles, of_head)
 
     def heuristic(self, gpu: Gpu) -> Config:
         """As many tiles as a head has where there are programs enough, and so few registers that an SM has 16 warps."""
@@ -121,8 +132,8 @@ def problems(given: Given) -> tuple[Problem, ...]:
     """One kernel, or one for rows that do not fold and one for those that do."""
     state, tokens = given.state, given.tokens
     several, group = (tokens.longest or 0) > 1, state.data.shape[1] // given.k.shape[-2]
-    of = DeltaReplayProblem.of("gated_delta_replay", state, tokens.batch, several_tokens=several, heads_per_group=group)
-    return walking(of, given)
+    more = {"several_tokens": several, "heads_per_group": group, "per_channel": given.ring.per_channel}
+    return walking(DeltaReplayProblem.of("gated_delta_replay", state, tokens.batch, **more), given)
 
 
 def values(given: Given, problem: DeltaReplayProblem, config: Config) -> dict[str, Any]:
@@ -137,7 +148,7 @@ def values(given: Given, problem: DeltaReplayProblem, config: Config) -> dict[st
         **ring_values(ring), **plan_values(given.plan), **gate_values(given),
         "HEADS_PER_GROUP": problem.heads_per_group, "ALIGNED": all(aligned(tensor) for tensor in rows),
         "WIDE": any(far_apart(getattr(given, name), len(given.tokens.axes)) for name in (*wide, "a", "b")),
-        "TOKENS": max(4, next_power_of_2(given.tokens.longest or 0)), "ROWS_DO": rows_do(problem),
+        "TOKENS": next_power_of_2(max(1, given.tokens.longest or 0)), "ROWS_DO": rows_do(problem),
         "TILES": tiles, "FOLD_TILES": 1 if one_kernel else tiles,
         "PLACE": place, "EARLY": early or place == "second", "WAITS": early and place != "second",
     }  # fmt: skip

@@ -1,0 +1,141 @@
+"""What kernels of the delta rule do with a replay ring: its keys and decays, and how it is folded into a state."""
+
+import triton
+import triton.language as tl
+
+from flashstate.kernels import replay_window, state_io
+from flashstate.kernels.functions import column_of, entry_of, row_of
+from flashstate.kernels.gated_delta import EPSILON, log_decay
+from flashstate.kernels.tensor_cores import as_in_memory, as_operand, dot_terms, terms_of
+from flashstate.kernels.tiles import widened
+
+
+@triton.jit
+def load_token_chunks(rows, exists, FORM: tl.constexpr):
+    """Values of every token, from the rows that these pointers start, in chunks as a tile has them: (tokens, CHUNK)
+    each, zero for what does not exist."""
+    BESIDE: tl.constexpr = replay_window.bytes_beside(rows.dtype.element_ty, FORM)
+    CHUNK: tl.constexpr = FORM.CHUNK
+    chunks = ()
+    for i in tl.static_range(FORM.BLOCK_COLS // CHUNK):
+        INSIDE: tl.constexpr = (i + 1) * CHUNK <= FORM.COLS
+        chunks = chunks + (replay_window.load_token_rows(rows, exists, i * CHUNK, FORM.COLS, CHUNK, INSIDE, BESIDE),)
+    return chunks
+
+
+@triton.jit
+def operands_of(chunks, TERMS: tl.constexpr, WIDTH: tl.constexpr, FORM: tl.constexpr):
+    """Chunks of tokens as operands of tensor cores, in the order of columns that a state has there."""
+    operands = ()
+    for i in tl.static_range(len(chunks)):
+        operands = operands + (terms_of(as_operand(chunks[i], FORM.VECTOR, WIDTH), TERMS, FORM.TARGET),)
+    return operands
+
+
+@triton.jit
+def length_factors(chunks, QK_L2NORM: tl.constexpr, FORM: tl.constexpr):
+    """What makes every token's vector one of length 1, (tokens,)."""
+    x = widened(chunks[0], FORM.WIDENING)
+    squares = x * x
+    for i in tl.static_range(1, len(chunks)):
+        x = widened(chunks[i], FORM.WIDENING)
+        squares = tl.fma(x, x, squares)
+    total = tl.sum(squares, 1)
+    return tl.rsqrt(total + EPSILON) if QK_L2NORM else total * 0.0 + 1.0
+
+
+@triton.jit
+def sums_of_rows(which, logs, TERMS: tl.constexpr, TARGET: tl.constexpr):
+    """Sums of the rows of logs that each row of `which` marks with 1: by products, so every sum is made on its own, and
+    in one order however threads share it."""
+    nothing = tl.zeros([which.shape[0], logs.shape[1]], tl.float32)
+    return dot_terms(terms_of(which, min(TERMS, 1), TARGET), terms_of(logs, TERMS, TARGET), nothing)
+
+
+@triton.jit
+def load_log_decays(rows, exists, rate, bias_ptr, h, BIAS_PER_CHANNEL: tl.constexpr, FORM: tl.constexpr):
+    """Logarithms of the decays of every token for every column, from the rows of a that these pointers start, in chunks
+    as a tile has them: zero for what does not exist."""
+    CHUNK: tl.constexpr = FORM.CHUNK
+    a = load_token_chunks(rows, exists, FORM)
+    logs = ()
+    for i in tl.static_range(len(a)):
+        cols = i * CHUNK + tl.arange(0, CHUNK)
+        bias = 0.0
+        if bias_ptr is not None and BIAS_PER_CHANNEL:
+            bias = tl.load(bias_ptr + h * FORM.COLS + cols, mask=cols < FORM.COLS, other=0.0).to(tl.float32)[None, :]
+        elif bias_ptr is not None:
+            bias = tl.load(bias_ptr + h).to(tl.float32)
+        g = log_decay(widened(a[i], FORM.WIDENING), rate, bias)
+        logs = logs + (tl.where(exists[:, None] & (cols < FORM.COLS)[None, :], g, 0.0),)
+    return logs
+
+
+@triton.jit
+def decays_of_ring(g, live, TERMS: tl.constexpr, TARGET: tl.constexpr):
+    """How much is left at the end of a ring of what each of its `live` rows added, and of the state before them; `g`:
+    logarithms of decays, one for each row."""
+    after, total = replay_window.sums_between(g, live - 1 + tl.zeros([8], tl.int32), TERMS, TARGET)
+    return tl.exp(column_of(after, 0)), tl.exp(entry_of(total, 0))
+
+
+@triton.jit
+def decays_of_channels(logs, TERMS: tl.constexpr, TARGET: tl.constexpr):
+    """How much is left at the end of a ring of what each of its rows added, (rows, CHUNK) for each chunk of columns,
+    and of the state before them, (1, CHUNK); `logs`: logarithms of decays, zero in rows that are not live."""
+    j = tl.arange(0, logs[0].shape[0])
+    later = tl.where(j[None, :] > j[:, None], 1.0, 0.0)
+    of_rows, of_state = (), ()
+    for i in tl.static_range(len(logs)):
+        after = sums_of_rows(later, logs[i], TERMS, TARGET)
+        of_rows = of_rows + (tl.exp(after),)
+        of_state = of_state + (tl.exp(row_of(after + logs[i], 0))[None, :],)
+    return of_rows, of_state
+
+
+@triton.jit
+def times(chunks, factors, FORM: tl.constexpr):
+    """Chunks, in float32, times those of others."""
+    scaled = ()
+    for i in tl.static_range(len(chunks)):
+        scaled = scaled + (widened(chunks[i], FORM.WIDENING) * factors[i],)
+    return scaled
+
+
+@triton.jit
+def for_operands(values, WIDTH: tl.constexpr, FORM: tl.constexpr):
+    """Values for the columns of every chunk, (1, CHUNK), in the order that operands have; or one for all."""
+    ordered = ()
+    for i in tl.static_range(len(values)):
+        ordered = ordered + (as_operand(values[i], FORM.VECTOR, WIDTH),)
+    return ordered
+
+
+@triton.jit
+def folded_tile(codes, factor, alpha, u, keys, dtype: tl.constexpr, TERMS: tl.constexpr, FORM: tl.constexpr):
+    """A tile after the rows of a ring, in float32 and as it is in memory: what is stored, as operands and times alpha,
+    one for each chunk, plus the products of u (rows, ring rows) with keys."""
+    s = ()
+    for i in tl.static_range(len(codes)):
+        chunk = replay_window.folded(codes[i], factor, alpha[i], u, keys[i], dtype, TERMS, FORM.TARGET)
+        s = s + (as_in_memory(chunk, FORM.VECTOR),)
+    return s
+
+
+@triton.jit
+def as_kept(u, dtype: tl.constexpr, TARGET: tl.constexpr):
+    """u in float32, as a ring keeps it: to nearest, and no finite value becomes infinite."""
+    if dtype == tl.float32:
+        return u
+    else:
+        largest: tl.constexpr = 65504.0 if dtype == tl.float16 else 3.3895313892515355e38
+        within = tl.minimum(tl.maximum(u, -largest), largest)
+        u = tl.where(tl.abs(u) < float("inf"), within, u)
+        return state_io.from_code(state_io.as_loaded(state_io.to_nearest(u, dtype, TARGET), dtype), dtype, TARGET)
+
+
+@triton.jit
+def store_kept(ptrs, u, goes, dtype: tl.constexpr, TARGET: tl.constexpr):
+    """Store values in a ring that are as it keeps them."""
+    code = state_io.to_nearest(u, dtype, TARGET)
+    tl.store(ptrs.to(tl.pointer_type(code.dtype), bitcast=True), code, mask=goes)
