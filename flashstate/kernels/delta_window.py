@@ -11,28 +11,6 @@ from flashstate.kernels.tiles import widened
 
 
 @triton.jit
-def load_token_chunks(rows, exists, FORM: tl.constexpr):
-    """Values of every token, from the rows that these pointers start, in chunks as a tile has them: (tokens, CHUNK)
-    each, zero for what does not exist."""
-    BESIDE: tl.constexpr = replay_window.bytes_beside(rows.dtype.element_ty, FORM)
-    CHUNK: tl.constexpr = FORM.CHUNK
-    chunks = ()
-    for i in tl.static_range(FORM.BLOCK_COLS // CHUNK):
-        INSIDE: tl.constexpr = (i + 1) * CHUNK <= FORM.COLS
-        chunks = chunks + (replay_window.load_token_rows(rows, exists, i * CHUNK, FORM.COLS, CHUNK, INSIDE, BESIDE),)
-    return chunks
-
-
-@triton.jit
-def operands_of(chunks, TERMS: tl.constexpr, WIDTH: tl.constexpr, FORM: tl.constexpr):
-    """Chunks of tokens as operands of tensor cores, in the order of columns that a state has there."""
-    operands = ()
-    for i in tl.static_range(len(chunks)):
-        operands = operands + (terms_of(as_operand(chunks[i], FORM.VECTOR, WIDTH), TERMS, FORM.TARGET),)
-    return operands
-
-
-@triton.jit
 def length_factors(chunks, QK_L2NORM: tl.constexpr, FORM: tl.constexpr):
     """What makes every token's vector one of length 1, (tokens,)."""
     x = widened(chunks[0], FORM.WIDENING)
@@ -57,7 +35,7 @@ def load_log_decays(rows, exists, rate, bias_ptr, h, BIAS_PER_CHANNEL: tl.conste
     """Logarithms of the decays of every token for every column, from the rows of a that these pointers start, in chunks
     as a tile has them: zero for what does not exist."""
     CHUNK: tl.constexpr = FORM.CHUNK
-    a = load_token_chunks(rows, exists, FORM)
+    a = replay_window.load_token_chunks(rows, exists, FORM)
     logs = ()
     for i in tl.static_range(len(a)):
         cols = i * CHUNK + tl.arange(0, CHUNK)

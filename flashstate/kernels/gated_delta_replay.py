@@ -69,7 +69,7 @@ def load_keys_and_queries(k_at, q_at, b, first, count, g, KIND: tl.constexpr):
     token, of_k, exists = columns_of(count, KIND)
     k_rows = replay_rows.entries(replay_rows.token_base(k_at, b, first, g), token, KIND)
     q_rows = replay_rows.entries(replay_rows.token_base(q_at, b, first, g), token, KIND)
-    return delta_window.load_token_chunks(tl.where(of_k, k_rows, q_rows), exists, KIND.FORM)
+    return replay_window.load_token_chunks(tl.where(of_k, k_rows, q_rows), exists, KIND.FORM)
 
 
 @triton.jit
@@ -122,7 +122,7 @@ def weights_of_tokens(values, logs, k_at, b, first, g, count, of_columns, SUM_TE
         i = count * 0 + n  # a number of the kernel also where the interpreter has one of Python
         between = (column < KIND.HALF)[None, :] & (token[None, :] <= token[:, None]) & (token[None, :] > i)
         rows = replay_rows.entries(replay_rows.token_base(k_at, b, first, g), i + tl.zeros([1], tl.int32), KIND)
-        k = delta_window.load_token_chunks(rows, i + tl.zeros([1], tl.int32) < count, KIND.FORM)
+        k = replay_window.load_token_chunks(rows, i + tl.zeros([1], tl.int32) < count, KIND.FORM)
         total = tl.zeros([2 * KIND.HALF, KIND.FORM.CHUNK], tl.float32)
         for c in tl.static_range(len(logs)):
             sums = delta_window.sums_of_rows(tl.where(between, 1.0, 0.0), logs[c], SUM_TERMS, KIND.FORM.TARGET)
@@ -243,23 +243,23 @@ def replay_delta(
     if KIND.UPDATE and first_tile == 0:
         append_rows(ring_k + to_row * COLS, replay_rows.entries(new_k, token, KIND), appends, FORM)
     if FOLDS:
-        old_k = delta_window.load_token_chunks(ring_k + ring_row * COLS, lives, FORM)
+        old_k = replay_window.load_token_chunks(ring_k + ring_row * COLS, lives, FORM)
         of_old = delta_window.length_factors(old_k, KIND.QK_L2NORM, FORM)
         seed = load_seed(seed_ptr, slot, known, FORM.ROUNDING != "nearest" and KIND.UPDATE, KIND.SHARED_SEED)
     if KIND.PER_CHANNEL:
         if not FOLDS:
-            window_k = delta_window.load_token_chunks(ring_k + ring_row * COLS, of_ring, FORM)
+            window_k = replay_window.load_token_chunks(ring_k + ring_row * COLS, of_ring, FORM)
             of_window = delta_window.length_factors(window_k, KIND.QK_L2NORM, FORM)
     else:
         window_rows = replay_rows.either_row(of_ring, ring_k, ring_row * COLS, new_k, token, KIND)
-        window_k = delta_window.load_token_chunks(window_rows, of_ring | new, FORM)
+        window_k = replay_window.load_token_chunks(window_rows, of_ring | new, FORM)
         of_window = delta_window.length_factors(window_k, KIND.QK_L2NORM, FORM)
         together = products(
-            delta_window.operands_of(window_k, TERMS, 2, FORM), delta_window.operands_of(values, TERMS, 2, FORM)
+            replay_window.token_operands(window_k, TERMS, 2, FORM), replay_window.token_operands(values, TERMS, 2, FORM)
         )
-        kq = delta_window.operands_of(values, TERMS, WIDTH, FORM)
+        kq = replay_window.token_operands(values, TERMS, WIDTH, FORM)
         if FOLDS:
-            old_keys = delta_window.operands_of(old_k, FOLD_TERMS, 2, FORM)
+            old_keys = replay_window.token_operands(old_k, FOLD_TERMS, 2, FORM)
 
     for n in tl.range((TILES + TILES_OF_HEAD - 1) // TILES_OF_HEAD, num_stages=1):
         h, head_row = replay_rows.place_of(g, first_tile + n * TILES_OF_HEAD, KIND)
@@ -282,13 +282,13 @@ def replay_delta(
             weights = weights_of_tokens(values, logs, k_at, b, first, g, count, of_columns, SUM_TERMS, KIND)
             first_weight, gamma = base * 0, of_columns
             if FOLDS:
-                kq = delta_window.operands_of(decayed, TERMS, WIDTH, FORM)
-                old_keys = delta_window.operands_of(delta_window.times(old_k, of_rows, FORM), FOLD_TERMS, 2, FORM)
+                kq = replay_window.token_operands(decayed, TERMS, WIDTH, FORM)
+                old_keys = replay_window.token_operands(delta_window.times(old_k, of_rows, FORM), FOLD_TERMS, 2, FORM)
                 old_weight, alpha = of_old, delta_window.for_operands(of_state, 2, FORM)
             else:
-                kq = delta_window.operands_of(delta_window.times(decayed, of_state, FORM), TERMS, WIDTH, FORM)
-                keys = delta_window.operands_of(delta_window.times(window_k, of_rows, FORM), TERMS, 2, FORM)
-                of_pairs = products(keys, delta_window.operands_of(decayed, TERMS, 2, FORM))
+                kq = replay_window.token_operands(delta_window.times(decayed, of_state, FORM), TERMS, WIDTH, FORM)
+                keys = replay_window.token_operands(delta_window.times(window_k, of_rows, FORM), TERMS, 2, FORM)
+                of_pairs = products(keys, replay_window.token_operands(decayed, TERMS, 2, FORM))
                 ring_weights = of_pairs * of_window[:, None] * of_columns[None, :]
         else:
             decay_rows = ring_decay_ptr + slot * ring_decay_stride

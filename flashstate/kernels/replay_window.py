@@ -68,16 +68,31 @@ def bytes_beside(dtype, FORM):
 
 
 @triton.jit
-def load_chunks(rows, exists, TERMS: tl.constexpr, WIDTH: tl.constexpr, FORM: tl.constexpr):
-    """Values of every token from the rows that these pointers start, as operands of tensor cores, in chunks as a tile
-    has them: terms of (tokens, CHUNK) each."""
+def load_token_chunks(rows, exists, FORM: tl.constexpr):
+    """Values of every token, from the rows that these pointers start, in chunks as a tile has them: (tokens, CHUNK)
+    each, zero for what does not exist."""
     BESIDE: tl.constexpr = bytes_beside(rows.dtype.element_ty, FORM)
     CHUNK: tl.constexpr = FORM.CHUNK
     chunks = ()
     for i in tl.static_range(FORM.BLOCK_COLS // CHUNK):
         values = load_token_rows(rows, exists, i * CHUNK, FORM.COLS, CHUNK, (i + 1) * CHUNK <= FORM.COLS, BESIDE)
-        chunks = chunks + (terms_of(as_operand(values, FORM.VECTOR, WIDTH), TERMS, FORM.TARGET),)
+        chunks = chunks + (values,)
     return chunks
+
+
+@triton.jit
+def token_operands(chunks, TERMS: tl.constexpr, WIDTH: tl.constexpr, FORM: tl.constexpr):
+    """Chunks of tokens as operands of tensor cores, with columns in the order that a state has there."""
+    operands = ()
+    for i in tl.static_range(len(chunks)):
+        operands = operands + (terms_of(as_operand(chunks[i], FORM.VECTOR, WIDTH), TERMS, FORM.TARGET),)
+    return operands
+
+
+@triton.jit
+def load_chunks(rows, exists, TERMS: tl.constexpr, WIDTH: tl.constexpr, FORM: tl.constexpr):
+    """What load_token_chunks gives, as operands of tensor cores."""
+    return token_operands(load_token_chunks(rows, exists, FORM), TERMS, WIDTH, FORM)
 
 
 @triton.jit
