@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from flashstate.kernels import replay_window, state_io
+from flashstate.kernels import ptx, replay_window, state_io
 from flashstate.kernels.functions import column_of, entry_of, row_of
 from flashstate.kernels.gated_delta import EPSILON, log_decay
 from flashstate.kernels.tensor_cores import as_in_memory, as_operand, dot_terms, terms_of
@@ -18,8 +18,13 @@ def length_factors(chunks, QK_L2NORM: tl.constexpr, FORM: tl.constexpr):
     for i in tl.static_range(1, len(chunks)):
         x = widened(chunks[i], FORM.WIDENING)
         squares = tl.fma(x, x, squares)
-    total = tl.sum(squares, 1)
-    return tl.rsqrt(total + EPSILON) if QK_L2NORM else total * 0.0 + 1.0
+    return factor_of(tl.sum(squares, 1), QK_L2NORM)
+
+
+@triton.jit
+def factor_of(squares, QK_L2NORM: tl.constexpr):
+    """What makes vectors with such a sum of squares of length 1; 1 where they stay as they are."""
+    return tl.rsqrt(squares + EPSILON) if QK_L2NORM else tl.full(squares.shape, 1.0, tl.float32)
 
 
 @triton.jit
@@ -31,22 +36,30 @@ def sums_of_rows(which, logs, TERMS: tl.constexpr, TARGET: tl.constexpr):
 
 
 @triton.jit
-def load_log_decays(rows, exists, rate, bias_ptr, h, BIAS_PER_CHANNEL: tl.constexpr, FORM: tl.constexpr):
-    """Logarithms of the decays of every token for every column, from the rows of a that these pointers start, in chunks
-    as a tile has them: zero for what does not exist."""
+def load_chunk(rows, exists, i: tl.constexpr, FORM: tl.constexpr):
+    """Values of every token in chunk i of columns, (tokens, CHUNK) in float32, from the rows that these pointers start;
+    zero for what does not exist."""
+    BESIDE: tl.constexpr = replay_window.bytes_beside(rows.dtype.element_ty, FORM)
     CHUNK: tl.constexpr = FORM.CHUNK
-    a = replay_window.load_token_chunks(rows, exists, FORM)
-    logs = ()
-    for i in tl.static_range(len(a)):
-        cols = i * CHUNK + tl.arange(0, CHUNK)
-        bias = 0.0
-        if bias_ptr is not None and BIAS_PER_CHANNEL:
-            bias = tl.load(bias_ptr + h * FORM.COLS + cols, mask=cols < FORM.COLS, other=0.0).to(tl.float32)[None, :]
-        elif bias_ptr is not None:
-            bias = tl.load(bias_ptr + h).to(tl.float32)
-        g = log_decay(widened(a[i], FORM.WIDENING), rate, bias)
-        logs = logs + (tl.where(exists[:, None] & (cols < FORM.COLS)[None, :], g, 0.0),)
-    return logs
+    INSIDE: tl.constexpr = (i + 1) * CHUNK <= FORM.COLS
+    values = replay_window.load_token_rows(rows, exists, i * CHUNK, FORM.COLS, CHUNK, INSIDE, BESIDE)
+    return widened(values, FORM.WIDENING)
+
+
+@triton.jit
+def load_log_decays(
+    rows, exists, i: tl.constexpr, rate, bias_ptr, h, BIAS_PER_CHANNEL: tl.constexpr, FORM: tl.constexpr
+):  # fmt: skip
+    """Logarithms of the decays of every token in chunk i of columns, from the rows of a that these pointers start; zero
+    for what does not exist."""
+    cols = i * FORM.CHUNK + tl.arange(0, FORM.CHUNK)
+    bias = 0.0
+    if bias_ptr is not None and BIAS_PER_CHANNEL:
+        bias = tl.load(bias_ptr + h * FORM.COLS + cols, mask=cols < FORM.COLS, other=0.0).to(tl.float32)[None, :]
+    elif bias_ptr is not None:
+        bias = tl.load(bias_ptr + h).to(tl.float32)
+    g = log_decay(load_chunk(rows, exists, i, FORM), rate, bias)
+    return tl.where(exists[:, None] & (cols < FORM.COLS)[None, :], g, 0.0)
 
 
 @triton.jit
@@ -59,34 +72,23 @@ def decays_of_ring(g, live, TERMS: tl.constexpr, TARGET: tl.constexpr):
 
 @triton.jit
 def decays_of_channels(logs, TERMS: tl.constexpr, TARGET: tl.constexpr):
-    """How much is left at the end of a ring of what each of its rows added, (rows, CHUNK) for each chunk of columns,
-    and of the state before them, (1, CHUNK); `logs`: logarithms of decays, zero in rows that are not live."""
-    j = tl.arange(0, logs[0].shape[0])
-    later = tl.where(j[None, :] > j[:, None], 1.0, 0.0)
-    of_rows, of_state = (), ()
-    for i in tl.static_range(len(logs)):
-        after = sums_of_rows(later, logs[i], TERMS, TARGET)
-        of_rows = of_rows + (tl.exp(after),)
-        of_state = of_state + (tl.exp(row_of(after + logs[i], 0))[None, :],)
-    return of_rows, of_state
+    """How much is left at the end of a ring of what each of its rows added, (rows, CHUNK), and of the state before it,
+    (1, CHUNK); `logs`: logarithms of decays, zero in rows that are not live."""
+    j = tl.arange(0, logs.shape[0])
+    after = sums_of_rows(tl.where(j[None, :] > j[:, None], 1.0, 0.0), logs, TERMS, TARGET)
+    return tl.exp(after), tl.exp(row_of(after + logs, 0))[None, :]
 
 
 @triton.jit
-def times(chunks, factors, FORM: tl.constexpr):
-    """Chunks, in float32, times those of others."""
-    scaled = ()
-    for i in tl.static_range(len(chunks)):
-        scaled = scaled + (widened(chunks[i], FORM.WIDENING) * factors[i],)
-    return scaled
+def operand_of(x, TERMS: tl.constexpr, WIDTH: tl.constexpr, FORM: tl.constexpr):
+    """A chunk of tokens as an operand of tensor cores, with columns in the order that a state has there."""
+    return terms_of(ordered(x, WIDTH, FORM), TERMS, FORM.TARGET)
 
 
 @triton.jit
-def for_operands(values, WIDTH: tl.constexpr, FORM: tl.constexpr):
-    """Values for the columns of every chunk, (1, CHUNK), in the order that operands have; or one for all."""
-    ordered = ()
-    for i in tl.static_range(len(values)):
-        ordered = ordered + (as_operand(values[i], FORM.VECTOR, WIDTH),)
-    return ordered
+def ordered(x, WIDTH: tl.constexpr, FORM: tl.constexpr):
+    """A chunk with columns in the order that operands have."""
+    return as_operand(x, FORM.VECTOR, WIDTH)
 
 
 @triton.jit
@@ -117,3 +119,13 @@ def store_kept(ptrs, u, goes, dtype: tl.constexpr, TARGET: tl.constexpr):
     """Store values in a ring that are as it keeps them."""
     code = state_io.to_nearest(u, dtype, TARGET)
     tl.store(ptrs.to(tl.pointer_type(code.dtype), bitcast=True), code, mask=goes)
+
+
+@triton.jit
+def prefetch_u(rows, lives, first, COUNT: tl.constexpr, FORM: tl.constexpr):
+    """Ask for COUNT values, from `first` on, of rows of a ring that these pointers start to come to the L2 cache; on
+    NVIDIA. A tile has few bytes of each, and would wait for them one by one."""
+    if ptx.has_ptx(FORM.TARGET):
+        per_line: tl.constexpr = ptx.LINE // state_io.state_bytes(rows.dtype.element_ty, 1)
+        lines = first + tl.arange(0, triton.next_power_of_2(triton.cdiv(COUNT, per_line))) * per_line
+        ptx.prefetch_ptx(rows[:, None] + lines[None, :], lives[:, None] & (lines < FORM.ROWS)[None, :])

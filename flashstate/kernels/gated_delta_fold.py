@@ -65,22 +65,27 @@ def gated_delta_fold_kernel(
     u_rows = ring_u_ptr + slot * ring_u_stride + replay_window.rows_in_head(h, row, L, ROWS, RING_U_H)
     u = replay_window.load_token_rows(u_rows, lives, first_row, ROWS, BLOCK_ROWS, ROWS % BLOCK_ROWS == 0, BESIDE)
     k_rows = ring_k_ptr + slot * ring_k_stride + replay_window.rows_in_head(g, row, L, COLS, RING_K_H)
-    k = replay_window.load_token_chunks(k_rows, lives, FORM)
-    weight = delta_window.length_factors(k, QK_L2NORM, FORM)
     if PER_CHANNEL:
         rate = None if A_log_ptr is None else load_rate(A_log_ptr, h)  # None: a is the logarithm of the decay itself
         decay_rows = ring_decay_ptr + slot * ring_decay_stride
         decay_rows += replay_window.rows_in_head(h, row, L, COLS, RING_DECAY_H)
-        logs = delta_window.load_log_decays(decay_rows, lives, rate, dt_bias_ptr, h, BIAS_PER_CHANNEL, FORM)
-        of_rows, of_state = delta_window.decays_of_channels(logs, SUM_TERMS, TARGET)
-        keys = replay_window.token_operands(delta_window.times(k, of_rows, FORM), TERMS, 2, FORM)
-        alpha = delta_window.for_operands(of_state, 2, FORM)
+        keys, alpha, squares = (), (), tl.zeros([ROOM], tl.float32)
+        for i in tl.static_range(BLOCK_COLS // CHUNK):
+            logs = delta_window.load_log_decays(decay_rows, lives, i, rate, dt_bias_ptr, h, BIAS_PER_CHANNEL, FORM)
+            left, of_state = delta_window.decays_of_channels(logs, SUM_TERMS, TARGET)
+            k = delta_window.load_chunk(k_rows, lives, i, FORM)
+            squares += tl.sum(k * k, 1)
+            keys = keys + (delta_window.operand_of(k * left, TERMS, 2, FORM),)
+            alpha = alpha + (delta_window.ordered(of_state, 2, FORM),)
+        weight = delta_window.factor_of(squares, QK_L2NORM)
     else:
         decay_row = ring_decay_ptr + slot * ring_decay_stride + replay_window.head_in_ring(h, L, 1, RING_DECAY_H)
         decay_ptrs = decay_row + (row[:, None] + tl.zeros([1, 2], tl.int32))
         logs = replay_window.once(tl.load(decay_ptrs, mask=lives[:, None], other=0.0))
         left, of_state = delta_window.decays_of_ring(logs, live, SUM_TERMS, TARGET)
-        keys, weight, alpha = replay_window.token_operands(k, TERMS, 2, FORM), left * weight, for_chunks(of_state, FORM)
+        k = replay_window.load_token_chunks(k_rows, lives, FORM)
+        keys, alpha = replay_window.token_operands(k, TERMS, 2, FORM), for_chunks(of_state, FORM)
+        weight = left * delta_window.length_factors(k, QK_L2NORM, FORM)
     u = terms_of(tl.trans(u.to(tl.float32) * weight[:, None]), TERMS, TARGET)  # (rows, tokens)
     s = delta_window.folded_tile(codes, factor, alpha, u, keys, dtype, TERMS, FORM)
 

@@ -9,6 +9,7 @@ what the tokens see. A program is one warp, as in mamba2_replay, whose ways of w
 """
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -19,8 +20,8 @@ from flashstate.kernels.functions import column_of, row_of, sigmoid
 from flashstate.kernels.gated_delta import for_chunks, load_rate, log_decay
 from flashstate.kernels.slots import load_seed
 from flashstate.kernels.state_io import BEFORE_THE_FIRST_TOKEN, STREAMING
-from flashstate.kernels.tensor_cores import dot_terms, products, terms_of, transposed
-from flashstate.kernels.tiles import Constants, Form, form_of, tile_at, widened
+from flashstate.kernels.tensor_cores import dot_terms, terms_of, transposed
+from flashstate.kernels.tiles import STAGES, Constants, Form, form_of, tile_at
 from flashstate.launch.kernel import kernel
 
 MOST_UNROLLED = tl.constexpr(8)  # tokens whose corrections are unrolled
@@ -28,10 +29,10 @@ MOST_UNROLLED = tl.constexpr(8)  # tokens whose corrections are unrolled
 
 @dataclass(frozen=True)
 class DeltaReplay(Constants):
-    """The constants that functions of gated_delta_replay share, as its kernel has them."""
+    """The constants that functions of gated_delta_replay share, as its kernel has them; and of how many bfloat16
+    operands of tensor cores are sums: 0 of float32, without tensor cores."""
 
     HEADS_PER_GROUP: int
-    ROWS_DO: str
     UPDATE: bool
     PADDING: str
     WIDE: bool
@@ -46,13 +47,46 @@ class DeltaReplay(Constants):
     RING_K_H: int
     RING_U_H: int
     RING_DECAY_H: int
+    DTYPE: Any  # of states
+    KEY_TERMS: int  # of keys and queries: those of bfloat16 are one, unless decays are multiplied in
+    STATE_TERMS: int
+    SUM_TERMS: int  # of logarithms of decays
+    RING_TERMS: int  # of u, and of what it counts
+    FOLD_TERMS: int  # of what is added to a state
     FORM: Form
 
 
 @triton.constexpr_function
-def delta_replay_of(*constants):
-    """Give the constants of a replay their names."""
-    return DeltaReplay(*constants)
+def delta_replay_of(*constants, dtype, k_dtype, u_dtype, FORM):
+    """Give the constants of a replay their names, for states, keys and u of these dtypes."""
+    exact = k_dtype == tl.float32
+    fold = 3 if exact or dtype == tl.float32 or dtype == tl.int16 else 2
+    others = (0, 0, 0, 0) if exact else (2, 3 if dtype == tl.float32 else 2, 3, 3 if u_dtype == tl.float32 else 2)
+    return DeltaReplay(*constants, dtype, *others, fold, FORM)
+
+
+class Window(NamedTuple):
+    """The tokens behind the state of a row: live rows of its ring, unless it folds them, and then new ones."""
+
+    base: Any  # how many are of the ring
+    of_ring: Any
+    new: Any
+    lives: Any  # rows of the ring, of which those that fold are not in the window
+    ring_row: Any
+    token: Any  # which new one
+    to_row: Any  # of the ring, where that is appended,
+    appends: Any  # if it is
+
+
+@triton.jit
+def window_of(row, L, FOLDS: tl.constexpr, KIND: tl.constexpr):
+    """The window of a row."""
+    _, slot, start, live, _, count = row
+    j = tl.arange(0, KIND.ROOM)
+    base = live * 0 if FOLDS else live
+    new, token = (j >= base) & (j < base + count), j - base
+    to_row, ring_row = replay_window.row_in_ring(start + live + token, L), replay_window.row_in_ring(start + j, L)
+    return Window(base, j < base, new, j < live, ring_row, token, to_row, tl.where(slot >= 0, new, False))
 
 
 @triton.jit
@@ -64,80 +98,179 @@ def columns_of(count, KIND: tl.constexpr):
 
 
 @triton.jit
-def load_keys_and_queries(k_at, q_at, b, first, count, g, KIND: tl.constexpr):
-    """k of every token above q of every token, as they are, in chunks as a tile has them: (2 * HALF, CHUNK) each."""
-    token, of_k, exists = columns_of(count, KIND)
-    k_rows = replay_rows.entries(replay_rows.token_base(k_at, b, first, g), token, KIND)
-    q_rows = replay_rows.entries(replay_rows.token_base(q_at, b, first, g), token, KIND)
-    return replay_window.load_token_chunks(tl.where(of_k, k_rows, q_rows), exists, KIND.FORM)
+def rows_of_tokens(tensor, row, h, token, KIND: tl.constexpr):
+    """Pointers to the values of these tokens of a row at head h."""
+    b, _, _, _, first, _ = row
+    return replay_rows.entries(replay_rows.token_base(tensor, b, first, h), token, KIND)
+
+
+@triton.jit
+def rows_of_columns(k_at, q_at, row, g, KIND: tl.constexpr):
+    """Pointers to k of every token, and then to q of every token."""
+    token, of_k, _ = columns_of(row[5], KIND)
+    return tl.where(of_k, rows_of_tokens(k_at, row, g, token, KIND), rows_of_tokens(q_at, row, g, token, KIND))
 
 
 @triton.jit
 def signed(weights, KIND: tl.constexpr):
-    """Weights (rows, 2 * HALF) of what is taken from v, in the columns of k, and of what is added to an output, in
-    those of q."""
-    column = tl.arange(0, 2 * KIND.HALF)
-    return tl.where((column < KIND.HALF)[None, :], -weights, weights)
+    """Weights (..., 2 * HALF), those of k negative: of what is taken from v, and of what is added to an output."""
+    return tl.where((tl.arange(0, 2 * KIND.HALF) < KIND.HALF)[None, :], -weights, weights)
 
 
 @triton.jit
-def weights_of_head(
-    together, lengths, window, decays, base, count, rate, bias, SUM_TERMS: tl.constexpr, KIND: tl.constexpr
+def append_rows(ring_rows, rows, appends, FORM: tl.constexpr):
+    """Copy rows with a value for every column, of every token, to a ring."""
+    cols = tl.arange(0, FORM.BLOCK_COLS)
+    INSIDE: tl.constexpr = FORM.COLS == FORM.BLOCK_COLS
+    kept = replay_window.load_token_rows(rows, appends, 0, FORM.COLS, FORM.BLOCK_COLS, INSIDE, FORM.ALIGNMENT)
+    to = tl.multiple_of(ring_rows[:, None] + cols[None, :], (1, FORM.ALIGNMENT))
+    tl.store(to, kept, mask=appends[:, None] & (cols < FORM.COLS)[None, :])
+
+
+@triton.jit
+def prepare_head(
+    ring, activations, parameters, row, window, g, h, first_row, L, FOLDS: tl.constexpr, KIND: tl.constexpr
 ):  # fmt: skip
-    """With a decay per head: its logarithm of every token of the window; how much each of them counts for every column,
-    (window, 2 * HALF); and how much the state, (2 * HALF,). `together`: products of the window's keys with k and q;
-    `lengths`: what makes both of length 1; `decays`: logarithms of the ring's rows, and a of new tokens."""
-    of_ring, new, _, _, _ = window
-    of_window, of_columns = lengths
-    ring_g, a = decays
+    """What the tiles of head h share, with one decay per head: k and q as operands, and what they are to be multiplied
+    with; how much every token of the window counts for each of them, and the row of the first new one; of a ring that
+    is folded its keys, their weights, and what is left of the state. Appends what the head brings to the ring."""
+    ring_k_ptr, ring_k_stride, _, _, ring_decay_ptr, ring_decay_stride = ring
+    q_at, k_at, _, a_at, _, _ = activations
+    A_log_ptr, dt_bias_ptr, q_scale = parameters
+    _, slot, _, live, _, count = row
+    FORM: tl.constexpr = KIND.FORM
+    WIDTH: tl.constexpr = state_io.operand_width(KIND.DTYPE, not FOLDS)
     token, of_k, exists = columns_of(count, KIND)
-    logs = tl.where(of_ring[:, None], ring_g, tl.where(new[:, None], log_decay(a, rate, bias), 0.0))
-    g, last, j = replay_window.once(logs), base + token, tl.arange(0, KIND.ROOM)
-    between, total = replay_window.sums_between(g, last, SUM_TERMS, KIND.FORM.TARGET)
+    j, last = tl.arange(0, KIND.ROOM), window.base + token
+
+    values = replay_window.load_token_chunks(rows_of_columns(k_at, q_at, row, g, KIND), exists, FORM)
+    ring_k = ring_k_ptr + slot * ring_k_stride + replay_window.head_in_ring(g, L, FORM.COLS, KIND.RING_K_H)
+    new_k = rows_of_tokens(k_at, row, g, window.token, KIND)
+    rows = tl.where(window.of_ring, ring_k + window.ring_row * FORM.COLS, new_k)
+    keys = replay_window.load_token_chunks(rows, window.of_ring | window.new, FORM)
+    decay_rows = ring_decay_ptr + slot * ring_decay_stride + replay_window.head_in_ring(h, L, 1, KIND.RING_DECAY_H)
+    twice = tl.zeros([1, 2], tl.int32)
+    ring_g = tl.load(decay_rows + (window.ring_row[:, None] + twice), mask=window.lives[:, None], other=0.0)
+    a_ptrs = rows_of_tokens(a_at, row, h, window.token[:, None] + twice, KIND)
+    a = tl.load(a_ptrs, mask=window.new[:, None], other=0.0).to(tl.float32)
+    rate = None if A_log_ptr is None else load_rate(A_log_ptr, h)  # None: a is the logarithm of the decay itself
+    bias = 0.0 if dt_bias_ptr is None else tl.load(dt_bias_ptr + h).to(tl.float32)
+
+    kq = replay_window.token_operands(values, KIND.KEY_TERMS, WIDTH, FORM)
+    together = tl.zeros([KIND.ROOM, 2 * KIND.HALF], tl.float32)
+    of_columns = kq if WIDTH == 2 else replay_window.token_operands(values, KIND.KEY_TERMS, 2, FORM)
+    of_keys = replay_window.token_operands(keys, KIND.KEY_TERMS, 2, FORM)
+    for i in tl.static_range(len(keys)):
+        together = dot_terms(of_keys[i], transposed(of_columns[i]), together)
+    scale = delta_window.length_factors(values, KIND.QK_L2NORM, FORM) * tl.where(of_k, 1.0, q_scale)
+    together *= delta_window.length_factors(keys, KIND.QK_L2NORM, FORM)[:, None] * scale[None, :]
+
+    logs = tl.where(window.of_ring[:, None], ring_g, tl.where(window.new[:, None], log_decay(a, rate, bias), 0.0))
+    logs = replay_window.once(logs)
+    between, total = replay_window.sums_between(logs, last, KIND.SUM_TERMS, FORM.TARGET)
     counts = (j[:, None] < last[None, :]) | ((j[:, None] == last[None, :]) & (of_k == 0)[None, :])
-    weights = together * of_window[:, None] * of_columns[None, :] * tl.exp(between)
-    return g, tl.where(counts & exists[None, :], weights, 0.0), tl.exp(total) * of_columns
+    weights = signed(tl.where(counts & exists[None, :], together * tl.exp(between), 0.0), KIND)
+    gamma = tl.exp(total) * tl.where(of_k, -scale, scale)
+    if KIND.UPDATE and first_row == 0:
+        tl.store(decay_rows + window.to_row, logs, mask=window.appends)
+        if h % KIND.HEADS_PER_GROUP == 0:
+            append_rows(ring_k + window.to_row * FORM.COLS, new_k, window.appends, FORM)
+    ring_weights = terms_of(tl.where(window.of_ring[:, None], weights, 0.0), KIND.RING_TERMS, FORM.TARGET)
+    if FOLDS:
+        old = replay_window.load_token_chunks(ring_k + window.ring_row * FORM.COLS, window.lives, FORM)
+        left, alpha = delta_window.decays_of_ring(replay_window.once(ring_g), live, KIND.SUM_TERMS, FORM.TARGET)
+        old_weight = left * delta_window.length_factors(old, KIND.QK_L2NORM, FORM)
+        old_keys = replay_window.token_operands(old, KIND.FOLD_TERMS, 2, FORM)
+        return kq, gamma, weights, window.base, ring_weights, (old_keys, old_weight, for_chunks(alpha, FORM))
+    else:
+        return kq, gamma, weights, window.base, ring_weights, ()
 
 
 @triton.jit
-def decayed_tokens(values, logs, count, SUM_TERMS: tl.constexpr, KIND: tl.constexpr):
-    """With a decay per channel: k and q of every token, each as much as is left of what was there before the first;
-    `logs`: logarithms of the decays of every token, twice."""
-    token, _, _ = columns_of(count, KIND)
-    column = tl.arange(0, 2 * KIND.HALF)
-    up_to = tl.where((column < KIND.HALF)[None, :] & (token[None, :] <= token[:, None]), 1.0, 0.0)
-    decays = ()
-    for i in tl.static_range(len(logs)):
-        decays = decays + (tl.exp(delta_window.sums_of_rows(up_to, logs[i], SUM_TERMS, KIND.FORM.TARGET)),)
-    return delta_window.times(values, decays, KIND.FORM)
-
-
-@triton.jit
-def weights_of_tokens(values, logs, k_at, b, first, g, count, of_columns, SUM_TERMS: tl.constexpr, KIND: tl.constexpr):
-    """With a decay per channel: how much each new token counts for every column, (HALF, 2 * HALF)."""
+def prepare_channels(
+    ring, activations, parameters, row, window, g, h, first_row, L, FOLDS: tl.constexpr, KIND: tl.constexpr
+):  # fmt: skip
+    """What prepare_head gives, with a decay per channel; the weights of new tokens, without those of the ring. Chunk by
+    chunk: a decay of pairs of a row of the ring and a new token is that up to the end of the ring, times the rest."""
+    ring_k_ptr, ring_k_stride, _, _, ring_decay_ptr, ring_decay_stride = ring
+    q_at, k_at, _, a_at, _, _ = activations
+    A_log_ptr, dt_bias_ptr, q_scale = parameters
+    _, slot, _, _, _, count = row
+    FORM: tl.constexpr = KIND.FORM
+    COLS: tl.constexpr = FORM.COLS
+    WIDTH: tl.constexpr = state_io.operand_width(KIND.DTYPE, not FOLDS)
     token, of_k, exists = columns_of(count, KIND)
-    column = tl.arange(0, 2 * KIND.HALF)
-    weights = tl.zeros([KIND.HALF, 2 * KIND.HALF], tl.float32)
-    for n in range(0, count):
-        i = count * 0 + n  # a number of the kernel also where the interpreter has one of Python
-        between = (column < KIND.HALF)[None, :] & (token[None, :] <= token[:, None]) & (token[None, :] > i)
-        rows = replay_rows.entries(replay_rows.token_base(k_at, b, first, g), i + tl.zeros([1], tl.int32), KIND)
-        k = replay_window.load_token_chunks(rows, i + tl.zeros([1], tl.int32) < count, KIND.FORM)
-        total = tl.zeros([2 * KIND.HALF, KIND.FORM.CHUNK], tl.float32)
-        for c in tl.static_range(len(logs)):
-            sums = delta_window.sums_of_rows(tl.where(between, 1.0, 0.0), logs[c], SUM_TERMS, KIND.FORM.TARGET)
-            key = widened(k[c], KIND.FORM.WIDENING)
-            total += widened(values[c], KIND.FORM.WIDENING) * key * tl.exp(sums)
-        counts = ((token > i) | ((token == i) & (of_k == 0))) & exists
-        of_token = tl.sum(tl.where(column == i, of_columns, 0.0), 0)  # what makes its k of length 1
-        row = tl.where(counts, tl.sum(total, 1) * of_columns * of_token, 0.0)
-        weights = tl.where((tl.arange(0, KIND.HALF) == i)[:, None], row[None, :], weights)
-    return weights
+    rate = None if A_log_ptr is None else load_rate(A_log_ptr, h)  # None: a is the logarithm of the decay itself
+
+    column_rows, a_rows = rows_of_columns(k_at, q_at, row, g, KIND), rows_of_tokens(a_at, row, h, token, KIND)
+    ring_k = ring_k_ptr + slot * ring_k_stride + replay_window.head_in_ring(g, L, COLS, KIND.RING_K_H)
+    ring_a = ring_decay_ptr + slot * ring_decay_stride + replay_window.head_in_ring(h, L, COLS, KIND.RING_DECAY_H)
+    squares, key_squares = tl.zeros([2 * KIND.HALF], tl.float32), tl.zeros([KIND.ROOM], tl.float32)
+    together = tl.zeros([KIND.ROOM, 2 * KIND.HALF], tl.float32)
+    among = tl.zeros([KIND.HALF, 2 * KIND.HALF], tl.float32)
+    kq, old_keys, alphas = (), (), ()
+    for i in tl.static_range(FORM.BLOCK_COLS // FORM.CHUNK):
+        values = delta_window.load_chunk(column_rows, exists, i, FORM)
+        logs = delta_window.load_log_decays(a_rows, exists, i, rate, dt_bias_ptr, h, KIND.BIAS_PER_CHANNEL, FORM)
+        keys = delta_window.load_chunk(ring_k + window.ring_row * COLS, window.lives, i, FORM)
+        ring_logs = delta_window.load_log_decays(
+            ring_a + window.ring_row * COLS, window.lives, i, rate, dt_bias_ptr, h, KIND.BIAS_PER_CHANNEL, FORM
+        )
+        left, alpha = delta_window.decays_of_channels(ring_logs, KIND.SUM_TERMS, FORM.TARGET)
+        among, decay = between_tokens(values, logs, among, count, KIND)
+        squares += tl.sum(values * values, 1)
+        key_squares += tl.sum(keys * keys, 1)
+        decayed, decayed_keys = values * decay, keys * left
+        if FOLDS:
+            kq = kq + (delta_window.operand_of(decayed, KIND.KEY_TERMS, WIDTH, FORM),)
+            old_keys = old_keys + (delta_window.operand_of(decayed_keys, KIND.FOLD_TERMS, 2, FORM),)
+            alphas = alphas + (delta_window.ordered(alpha, 2, FORM),)
+        else:
+            kq = kq + (delta_window.operand_of(decayed * alpha, KIND.KEY_TERMS, WIDTH, FORM),)
+            pairs = delta_window.operand_of(decayed_keys, KIND.KEY_TERMS, 2, FORM)
+            of_columns = delta_window.operand_of(decayed, KIND.KEY_TERMS, 2, FORM)
+            together = dot_terms(pairs, transposed(of_columns), together)
+    if KIND.UPDATE and first_row == 0:
+        new_a = rows_of_tokens(a_at, row, h, window.token, KIND)
+        append_rows(ring_a + window.to_row * COLS, new_a, window.appends, FORM)
+        if h % KIND.HEADS_PER_GROUP == 0:
+            new_k = rows_of_tokens(k_at, row, g, window.token, KIND)
+            append_rows(ring_k + window.to_row * COLS, new_k, window.appends, FORM)
+    scale = delta_window.factor_of(squares, KIND.QK_L2NORM) * tl.where(of_k, 1.0, q_scale)
+    of_keys = delta_window.factor_of(key_squares, KIND.QK_L2NORM)
+    # What makes k of a token of length 1, for the rows of `among`: the left half of the scale.
+    column, i = tl.arange(0, 2 * KIND.HALF), tl.arange(0, KIND.HALF)
+    of_tokens = tl.sum(tl.where(column[None, :] == i[:, None], scale[None, :], 0.0), 1)
+    weights = signed(among * of_tokens[:, None] * scale[None, :], KIND)
+    gamma = tl.where(of_k, -scale, scale)
+    ring_weights = terms_of(signed(together * of_keys[:, None] * scale[None, :], KIND), KIND.RING_TERMS, FORM.TARGET)
+    if FOLDS:
+        return kq, gamma, weights, window.base * 0, ring_weights, (old_keys, of_keys, alphas)
+    else:
+        return kq, gamma, weights, window.base * 0, ring_weights, ()
 
 
 @triton.jit
-def load_beta(beta_at, b, first, h, i, count, KIND: tl.constexpr):
-    """beta of token i; 0 where there is none."""
+def between_tokens(values, logs, among, count, KIND: tl.constexpr):
+    """With a decay per channel, of a chunk of columns: `among` and the products of every new k with every k and q that
+    sees it, (HALF, 2 * HALF); and what is left of what was there before the first token, (2 * HALF, CHUNK). From the
+    last token to the first, so that every logarithm is added to the sums that it belongs to, and none is taken back."""
+    token, of_k, exists = columns_of(count, KIND)
+    sums = tl.zeros(logs.shape, tl.float32)
+    for n in range(0, count):
+        i = count - 1 - n
+        sees = ((token > i) | ((token == i) & (of_k == 0))) & exists
+        products = tl.sum(values * row_of(values, i)[None, :] * tl.exp(sums), 1)
+        row = tl.where(sees, products, 0.0)
+        among += tl.where((tl.arange(0, KIND.HALF) == i)[:, None], row[None, :], 0.0)
+        sums += tl.where((token >= i)[:, None], row_of(logs, i)[None, :], 0.0)
+    return among, tl.exp(sums)
+
+
+@triton.jit
+def load_beta(beta_at, row, h, i, KIND: tl.constexpr):
+    """beta of token i of a row; 0 where there is none."""
+    b, _, _, _, first, count = row
     ptr, stride = replay_rows.token_base(beta_at, b, first, h)
     t = count * 0 + i
     beta = tl.load(ptr + t.to(tl.int64) * stride, mask=t < count, other=0.0).to(tl.float32)
@@ -157,42 +290,47 @@ def correct_token(y, i, beta, weights, count, u_dtype: tl.constexpr, KIND: tl.co
 
 
 @triton.jit
-def steps_of(weights, first_row, beta_at, b, first, h, count, KIND: tl.constexpr):
-    """beta and the row of weights of every token, for correct_token; where tokens are so many that corrections are not
-    unrolled, nothing."""
+def steps_of(weights, first_weight, beta_at, row, h, KIND: tl.constexpr):
+    """beta and the row of weights of every token, for correct_token; nothing where tokens are so many that corrections
+    are not unrolled."""
     steps = ()
     if KIND.TOKENS <= MOST_UNROLLED:
         for i in tl.static_range(KIND.TOKENS):
-            beta = load_beta(beta_at, b, first, h, i, count, KIND)
-            steps = steps + ((beta, row_of(weights, first_row + i)),)
+            steps = steps + ((load_beta(beta_at, row, h, i, KIND), row_of(weights, first_weight + i)),)
     return steps
 
 
 @triton.jit
-def corrected(
-    y, steps, weights, first_row, beta_at, b, first, h, count, u_dtype: tl.constexpr, KIND: tl.constexpr
-):  # fmt: skip
+def corrected(y, steps, weights, first_weight, beta_at, row, h, u_dtype: tl.constexpr, KIND: tl.constexpr):
     """All tokens of a tile, one after the other: u in the columns of k, outputs in those of q."""
+    count = row[5]
     if KIND.TOKENS <= MOST_UNROLLED:
         for i in tl.static_range(KIND.TOKENS):
-            beta, row = steps[i]
-            y = correct_token(y, i, beta, row, count, u_dtype, KIND)
+            beta, of_token = steps[i]
+            y = correct_token(y, i, beta, of_token, count, u_dtype, KIND)
     else:
         for n in range(0, count):
             i = count * 0 + n  # a number of the kernel also where the interpreter has one of Python
-            beta = load_beta(beta_at, b, first, h, i, count, KIND)
-            y = correct_token(y, i, beta, row_of(weights, first_row + i), count, u_dtype, KIND)
+            beta = load_beta(beta_at, row, h, i, KIND)
+            y = correct_token(y, i, beta, row_of(weights, first_weight + i), count, u_dtype, KIND)
     return y
 
 
 @triton.jit
-def append_rows(ring_rows, rows, appends, FORM: tl.constexpr):
-    """Copy rows with a value for every column, of every token, to a ring."""
-    cols = tl.arange(0, FORM.BLOCK_COLS)
-    INSIDE: tl.constexpr = FORM.COLS == FORM.BLOCK_COLS
-    kept = replay_window.load_token_rows(rows, appends, 0, FORM.COLS, FORM.BLOCK_COLS, INSIDE, FORM.ALIGNMENT)
-    to = tl.multiple_of(ring_rows[:, None] + cols[None, :], (1, FORM.ALIGNMENT))
-    tl.store(to, kept, mask=appends[:, None] & (cols < FORM.COLS)[None, :])
+def load_tile_tokens(u_rows, lives, v_rows, count, first_row, exists, KIND: tl.constexpr):
+    """u of the ring, (ROOM, rows), and v of new tokens, (rows, 2 * HALF), in the columns of k, for rows of a head from
+    `first_row` on, if they exist."""
+    FORM: tl.constexpr = KIND.FORM
+    ROWS: tl.constexpr = FORM.ROWS
+    BLOCK_ROWS: tl.constexpr = FORM.BLOCK_ROWS
+    BESIDE: tl.constexpr = replay_window.bytes_beside(u_rows.dtype.element_ty, FORM)
+    _, of_k, shown = columns_of(count, KIND)
+    u = replay_window.load_token_rows(
+        u_rows, tl.where(exists, lives, False), first_row, ROWS, BLOCK_ROWS, ROWS % BLOCK_ROWS == 0, BESIDE
+    )
+    rows = first_row + tl.arange(0, BLOCK_ROWS)
+    there = tl.where(exists, (rows < ROWS)[:, None] & (shown & of_k)[None, :], False)
+    return u, tl.load(v_rows[None, :] + rows[:, None], mask=there, other=0.0)
 
 
 @triton.jit
@@ -200,158 +338,68 @@ def replay_delta(
     pool, ring, activations, parameters, seed_ptr, stream, row, g, first_tile, L,
     FOLDS: tl.constexpr, TILES: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """The outputs of some tiles of value heads of key head g for all tokens of a row, which FOLDS its ring first or
-    does not. A program has tiles of one head, or all tiles of several."""
-    ring_k_ptr, ring_k_stride, ring_u_ptr, ring_u_stride, ring_decay_ptr, ring_decay_stride = ring
-    q_at, k_at, v_at, a_at, beta_at, out = activations
-    A_log_ptr, dt_bias_ptr, q_scale = parameters
-    b, slot, start, live, first, count = row
+    """The outputs of some tiles of a value head of key head g for all tokens of a row, which FOLDS its ring first or
+    does not."""
+    _, _, ring_u_ptr, ring_u_stride, _, _ = ring
+    _, _, v_at, _, beta_at, out = activations
+    _, slot, start, live, _, count = row
     known = slot >= 0
     dtype: tl.constexpr = pool[0].dtype.element_ty
-    k_dtype: tl.constexpr = k_at[0].dtype.element_ty
     u_dtype: tl.constexpr = ring_u_ptr.dtype.element_ty
-    EXACT: tl.constexpr = k_dtype == tl.float32  # products of float32, without tensor cores
-    TERMS: tl.constexpr = 0 if EXACT else 2  # of keys: those of bfloat16 are one, unless decays are multiplied in
-    STATE_TERMS: tl.constexpr = 0 if EXACT else 3 if dtype == tl.float32 else 2
-    SUM_TERMS: tl.constexpr = 0 if EXACT else 3
-    RING_TERMS: tl.constexpr = 0 if EXACT else 3 if u_dtype == tl.float32 else 2
-    FOLD_TERMS: tl.constexpr = state_io.update_terms(dtype, k_dtype)
-    WIDTH: tl.constexpr = state_io.operand_width(dtype, not FOLDS)
     FORM: tl.constexpr = KIND.FORM
-    TARGET: tl.constexpr = FORM.TARGET
     ROWS: tl.constexpr = FORM.ROWS
-    COLS: tl.constexpr = FORM.COLS
     BLOCK_ROWS: tl.constexpr = FORM.BLOCK_ROWS
-    INSIDE: tl.constexpr = ROWS % BLOCK_ROWS == 0
-    WHOLE: tl.constexpr = KIND.PADDING != "fresh" and INSIDE and COLS == FORM.BLOCK_COLS
-    TILES_OF_HEAD: tl.constexpr = (ROWS + BLOCK_ROWS - 1) // BLOCK_ROWS
-    BESIDE: tl.constexpr = replay_window.bytes_beside(u_dtype, FORM)
-
-    # The window: live rows, unless they are folded, and then new tokens.
-    j = tl.arange(0, KIND.ROOM)
-    ring_row, lives = replay_window.row_in_ring(start + j, L), j < live
-    base = live * 0 if FOLDS else live
-    of_ring, new, token = j < base, (j >= base) & (j < base + count), j - base
-    window = (of_ring, new, lives, ring_row, token)
-    appends, to_row = tl.where(known, new, False), replay_window.row_in_ring(start + live + token, L)
+    WIDTH: tl.constexpr = state_io.operand_width(dtype, not FOLDS)
+    WHOLE: tl.constexpr = KIND.PADDING != "fresh" and ROWS % BLOCK_ROWS == 0 and FORM.COLS == FORM.BLOCK_COLS
+    h, head_row = replay_rows.place_of(g, first_tile, KIND)
+    window = window_of(row, L, FOLDS, KIND)
     column_token, of_k, exists = columns_of(count, KIND)
-
-    values = load_keys_and_queries(k_at, q_at, b, first, count, g, KIND)
-    of_columns = delta_window.length_factors(values, KIND.QK_L2NORM, FORM) * tl.where(of_k, 1.0, q_scale)
-    ring_k = ring_k_ptr + slot * ring_k_stride + replay_window.head_in_ring(g, L, COLS, KIND.RING_K_H)
-    new_k = replay_rows.token_base(k_at, b, first, g)
-    if KIND.UPDATE and first_tile == 0:
-        append_rows(ring_k + to_row * COLS, replay_rows.entries(new_k, token, KIND), appends, FORM)
-    if FOLDS:
-        old_k = replay_window.load_token_chunks(ring_k + ring_row * COLS, lives, FORM)
-        of_old = delta_window.length_factors(old_k, KIND.QK_L2NORM, FORM)
-        seed = load_seed(seed_ptr, slot, known, FORM.ROUNDING != "nearest" and KIND.UPDATE, KIND.SHARED_SEED)
+    ring_u = ring_u_ptr + slot * ring_u_stride + replay_window.head_in_ring(h, L, ROWS, KIND.RING_U_H)
+    u_rows, seen = ring_u + window.ring_row * ROWS, window.lives if FOLDS else window.of_ring
+    v_rows = rows_of_tokens(v_at, row, h, column_token, KIND)
+    delta_window.prefetch_u(u_rows, seen, head_row, TILES * BLOCK_ROWS, FORM)
+    u, v = load_tile_tokens(u_rows, seen, v_rows, count, head_row, True, KIND)
+    seed = load_seed(seed_ptr, slot, known, FORM.ROUNDING != "nearest" and FOLDS, KIND.SHARED_SEED)
     if KIND.PER_CHANNEL:
-        if not FOLDS:
-            window_k = replay_window.load_token_chunks(ring_k + ring_row * COLS, of_ring, FORM)
-            of_window = delta_window.length_factors(window_k, KIND.QK_L2NORM, FORM)
-    else:
-        window_rows = replay_rows.either_row(of_ring, ring_k, ring_row * COLS, new_k, token, KIND)
-        window_k = replay_window.load_token_chunks(window_rows, of_ring | new, FORM)
-        of_window = delta_window.length_factors(window_k, KIND.QK_L2NORM, FORM)
-        together = products(
-            replay_window.token_operands(window_k, TERMS, 2, FORM), replay_window.token_operands(values, TERMS, 2, FORM)
+        kq, gamma, weights, first_weight, ring_weights, fold = prepare_channels(
+            ring, activations, parameters, row, window, g, h, head_row, L, FOLDS, KIND
         )
-        kq = replay_window.token_operands(values, TERMS, WIDTH, FORM)
+    else:
+        kq, gamma, weights, first_weight, ring_weights, fold = prepare_head(
+            ring, activations, parameters, row, window, g, h, head_row, L, FOLDS, KIND
+        )
+    steps = steps_of(weights, first_weight, beta_at, row, h, KIND)
+
+    for i in tl.range(TILES, num_stages=1 if FOLDS else STAGES):
+        first_row = head_row + i * BLOCK_ROWS
+        tile = tile_at(h, first_row, FORM)
+        factor, codes = state_io.load_codes(pool, slot, known, tile, FORM, WHOLE)
+        next_u, next_v = load_tile_tokens(u_rows, seen, v_rows, count, first_row + BLOCK_ROWS, i + 1 < TILES, KIND)
         if FOLDS:
-            old_keys = replay_window.token_operands(old_k, FOLD_TERMS, 2, FORM)
-
-    for n in tl.range((TILES + TILES_OF_HEAD - 1) // TILES_OF_HEAD, num_stages=1):
-        h, head_row = replay_rows.place_of(g, first_tile + n * TILES_OF_HEAD, KIND)
-        rate = None if A_log_ptr is None else load_rate(A_log_ptr, h)  # None: a is the logarithm of the decay itself
-        if KIND.PER_CHANNEL:
-            decay_rows = ring_decay_ptr + slot * ring_decay_stride
-            decay_rows += replay_window.head_in_ring(h, L, COLS, KIND.RING_DECAY_H)
-            new_a = replay_rows.token_base(a_at, b, first, h)
-            if KIND.UPDATE and head_row == 0:
-                append_rows(decay_rows + to_row * COLS, replay_rows.entries(new_a, token, KIND), appends, FORM)
-            logs = delta_window.load_log_decays(
-                replay_rows.entries(new_a, column_token, KIND), exists, rate, dt_bias_ptr, h,
-                KIND.BIAS_PER_CHANNEL, FORM,
-            )  # fmt: skip
-            ring_logs = delta_window.load_log_decays(
-                decay_rows + ring_row * COLS, lives, rate, dt_bias_ptr, h, KIND.BIAS_PER_CHANNEL, FORM
-            )
-            of_rows, of_state = delta_window.decays_of_channels(ring_logs, SUM_TERMS, TARGET)
-            decayed = decayed_tokens(values, logs, count, SUM_TERMS, KIND)
-            weights = weights_of_tokens(values, logs, k_at, b, first, g, count, of_columns, SUM_TERMS, KIND)
-            first_weight, gamma = base * 0, of_columns
-            if FOLDS:
-                kq = replay_window.token_operands(decayed, TERMS, WIDTH, FORM)
-                old_keys = replay_window.token_operands(delta_window.times(old_k, of_rows, FORM), FOLD_TERMS, 2, FORM)
-                old_weight, alpha = of_old, delta_window.for_operands(of_state, 2, FORM)
-            else:
-                kq = replay_window.token_operands(delta_window.times(decayed, of_state, FORM), TERMS, WIDTH, FORM)
-                keys = replay_window.token_operands(delta_window.times(window_k, of_rows, FORM), TERMS, 2, FORM)
-                of_pairs = products(keys, replay_window.token_operands(decayed, TERMS, 2, FORM))
-                ring_weights = of_pairs * of_window[:, None] * of_columns[None, :]
-        else:
-            decay_rows = ring_decay_ptr + slot * ring_decay_stride
-            decay_rows += replay_window.head_in_ring(h, L, 1, KIND.RING_DECAY_H)
-            twice = tl.zeros([1, 2], tl.int32)
-            ring_g = tl.load(decay_rows + (ring_row[:, None] + twice), mask=lives[:, None], other=0.0)
-            a_ptrs = replay_rows.entries(replay_rows.token_base(a_at, b, first, h), token[:, None] + twice, KIND)
-            a = tl.load(a_ptrs, mask=new[:, None], other=0.0).to(tl.float32)
-            bias = 0.0 if dt_bias_ptr is None else tl.load(dt_bias_ptr + h).to(tl.float32)
-            decays, lengths = (ring_g, a), (of_window, of_columns)
-            log, weights, gamma = weights_of_head(
-                together, lengths, window, decays, base, count, rate, bias, SUM_TERMS, KIND
-            )
-            first_weight = base
-            ring_weights = tl.where(of_ring[:, None], weights, 0.0)
-            if KIND.UPDATE and head_row == 0:
-                tl.store(decay_rows + to_row, log, mask=appends)
-            if FOLDS:
-                left, of_state = delta_window.decays_of_ring(replay_window.once(ring_g), live, SUM_TERMS, TARGET)
-                old_weight, alpha = left * of_old, for_chunks(of_state, FORM)
-        weights = signed(weights, KIND)
-        steps = steps_of(weights, first_weight, beta_at, b, first, h, count, KIND)
-        ring_u = ring_u_ptr + slot * ring_u_stride + replay_window.head_in_ring(h, L, ROWS, KIND.RING_U_H)
-        gamma = tl.where(of_k, -gamma, gamma)
+            old_keys, old_weight, alpha = fold
+            codes = replay_window.operands_of(codes, known, 2, KIND.PADDING, FORM)
+            old_u = terms_of(tl.trans(u.to(tl.float32) * old_weight[:, None]), KIND.FOLD_TERMS, FORM.TARGET)
+            s = delta_window.folded_tile(codes, factor, alpha, old_u, old_keys, dtype, KIND.FOLD_TERMS, FORM)
+            drawing = (seed, BEFORE_THE_FIRST_TOKEN, stream)
+            factor, codes = state_io.store_rounded(pool, slot, known & KIND.UPDATE, tile, s, drawing, FORM)
+        codes = replay_window.operands_of(codes, known, WIDTH, KIND.PADDING, FORM)
+        y = tl.zeros([BLOCK_ROWS, 2 * KIND.HALF], tl.float32)
+        for c in tl.static_range(len(codes)):
+            y = dot_terms(state_io.terms_of_code(codes[c], dtype, KIND.STATE_TERMS, FORM.TARGET), transposed(kq[c]), y)
+        y = tl.fma(y * factor, gamma[None, :], v.to(tl.float32))
         if not FOLDS:
-            ring_operand = terms_of(signed(ring_weights, KIND), RING_TERMS, TARGET)
+            y = dot_terms(transposed(terms_of(u, KIND.RING_TERMS, FORM.TARGET)), ring_weights, y)
+        y = corrected(y, steps, weights, first_weight, beta_at, row, h, u_dtype, KIND)
 
-        for i in tl.range(min(TILES, TILES_OF_HEAD), num_stages=1):
-            first_row = head_row + i * BLOCK_ROWS
-            tile = tile_at(h, first_row, FORM)
-            factor, codes = state_io.load_codes(pool, slot, known, tile, FORM, WHOLE)
-            u_rows = ring_u + ring_row * ROWS
-            u = replay_window.load_token_rows(
-                u_rows, lives if FOLDS else of_ring, first_row, ROWS, BLOCK_ROWS, INSIDE, BESIDE
-            )
-            offs_d = first_row + tl.arange(0, BLOCK_ROWS)
-            shown = (offs_d < ROWS)[:, None] & exists[None, :]
-            v_base = replay_rows.token_base(v_at, b, first, h)
-            v_ptrs = replay_rows.entries(v_base, column_token, KIND)[None, :] + offs_d[:, None]
-            v = tl.load(v_ptrs, mask=shown & of_k[None, :], other=0.0).to(tl.float32)
-            if FOLDS:
-                codes = replay_window.operands_of(codes, known, 2, KIND.PADDING, FORM)
-                old_u = terms_of(tl.trans(u.to(tl.float32) * old_weight[:, None]), FOLD_TERMS, TARGET)
-                s = delta_window.folded_tile(codes, factor, alpha, old_u, old_keys, dtype, FOLD_TERMS, FORM)
-                drawing, goes = (seed, BEFORE_THE_FIRST_TOKEN, stream), known & KIND.UPDATE
-                factor, codes = state_io.store_rounded(pool, slot, goes, tile, s, drawing, FORM)
-            codes = replay_window.operands_of(codes, known, WIDTH, KIND.PADDING, FORM)
-            y = tl.zeros([BLOCK_ROWS, 2 * KIND.HALF], tl.float32)
-            for c in tl.static_range(len(codes)):
-                of_state_terms = state_io.terms_of_code(codes[c], dtype, STATE_TERMS, TARGET)
-                y = dot_terms(of_state_terms, transposed(kq[c]), y)
-            y = tl.fma(y * factor, gamma[None, :], v)
-            if not FOLDS:
-                y = dot_terms(transposed(terms_of(u, RING_TERMS, TARGET)), ring_operand, y)
-            y = corrected(y, steps, weights, first_weight, beta_at, b, first, h, count, u_dtype, KIND)
-            out_base = replay_rows.token_base(out, b, first, h)
-            out_ptrs = replay_rows.entries(out_base, column_token, KIND)[None, :] + offs_d[:, None]
-            tl.store(out_ptrs, y.to(out[0].dtype.element_ty), mask=shown & (of_k == 0)[None, :])
-            if KIND.UPDATE:
-                new_row = replay_window.row_in_ring(start + live + column_token, L)
-                to = (ring_u + new_row * ROWS)[None, :] + offs_d[:, None]
-                appended = tl.where(known, shown & of_k[None, :], False)
-                delta_window.store_kept(to, y, appended, u_dtype, TARGET)
+        offs_d = first_row + tl.arange(0, BLOCK_ROWS)
+        shown = (offs_d < ROWS)[:, None] & exists[None, :]
+        out_ptrs = rows_of_tokens(out, row, h, column_token, KIND)[None, :] + offs_d[:, None]
+        tl.store(out_ptrs, y.to(out[0].dtype.element_ty), mask=shown & (of_k == 0)[None, :])
+        if KIND.UPDATE:
+            to_row = replay_window.row_in_ring(start + live + column_token, L)
+            to = (ring_u + to_row * ROWS)[None, :] + offs_d[:, None]
+            delta_window.store_kept(to, y, tl.where(known, shown & of_k[None, :], False), u_dtype, FORM.TARGET)
+        u, v = next_u, next_v
 
 
 @kernel
@@ -399,14 +447,15 @@ def gated_delta_replay_kernel(
 ):  # fmt: skip
     GROUPS: tl.constexpr = H // HEADS_PER_GROUP
     TILES_OF_GROUP: tl.constexpr = HEADS_PER_GROUP * ((ROWS + BLOCK_ROWS - 1) // BLOCK_ROWS)
-    HALF: tl.constexpr = max(8 if PER_CHANNEL else 4, TOKENS)
+    HALF: tl.constexpr = max(4, TOKENS)
     FORM: tl.constexpr = form_of(
         ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, VECTOR, STREAMING, TARGET, False, ROUNDING, ROUNDS,
         ALIGNED, THREADS, "portable", HEAD_STRIDE=HEAD_STRIDE,
     )  # fmt: skip
     KIND: tl.constexpr = delta_replay_of(
-        HEADS_PER_GROUP, ROWS_DO, UPDATE, PADDING, WIDE, PER_CHANNEL, BIAS_PER_CHANNEL, QK_L2NORM, B_LOGIT, TOKENS,
-        HALF, ROOM, SHARED_SEED, RING_K_H, RING_U_H, RING_DECAY_H, FORM,
+        HEADS_PER_GROUP, UPDATE, PADDING, WIDE, PER_CHANNEL, BIAS_PER_CHANNEL, QK_L2NORM, B_LOGIT, TOKENS, HALF, ROOM,
+        SHARED_SEED, RING_K_H, RING_U_H, RING_DECAY_H, dtype=data_ptr.dtype.element_ty,
+        k_dtype=k_ptr.dtype.element_ty, u_dtype=ring_u_ptr.dtype.element_ty, FORM=FORM,
     )  # fmt: skip
     q_at, k_at, v_at = (q_ptr, q_b, q_t, q_h), (k_ptr, k_b, k_t, k_h), (v_ptr, v_b, v_t, v_h)
     a_at, beta_at, out = (a_ptr, a_b, a_t, a_h), (beta_ptr, beta_b, beta_t, beta_h), (out_ptr, out_b, out_t, out_h)

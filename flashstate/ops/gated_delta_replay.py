@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 from torch import Tensor
@@ -106,20 +105,15 @@ def check(given: Given) -> None:
     check_replay(given, "v")
 
 
-@dataclass(frozen=True)
 class DeltaReplayProblem(AnyReplay, TensorCoreProblem):
     """What a config of replay of the delta rule is chosen for."""
-
-    per_channel: bool = False  # every head has decays for all columns, so that heads share nothing
 
     def manageable(self, config: Config) -> bool:
         return config.block_rows < 64
 
     def tiles(self, config: Config) -> int:
-        """Tiles of a program: of one head as many as can be shared out so, or all of several heads of a group."""
-        of_head = -(-self.rows // config.block_rows)
-        heads = 1 if self.per_channel else math.gcd(config.tiles // of_head, self.heads_per_group)
-        return of_head * heads if config.tiles >= of_head else math.gcd(config.tiles, of_head)
+        """Tiles of a program: of one head, as far as its tiles can be shared out so."""
+        return math.gcd(config.tiles, -(-self.rows // config.block_rows))
 
     def heuristic(self, gpu: Gpu) -> Config:
         """As many tiles as a head has where there are programs enough, and so few registers that an SM has 16 warps."""
@@ -132,8 +126,8 @@ def problems(given: Given) -> tuple[Problem, ...]:
     """One kernel, or one for rows that do not fold and one for those that do."""
     state, tokens = given.state, given.tokens
     several, group = (tokens.longest or 0) > 1, state.data.shape[1] // given.k.shape[-2]
-    more = {"several_tokens": several, "heads_per_group": group, "per_channel": given.ring.per_channel}
-    return walking(DeltaReplayProblem.of("gated_delta_replay", state, tokens.batch, **more), given)
+    of = DeltaReplayProblem.of("gated_delta_replay", state, tokens.batch, several_tokens=several, heads_per_group=group)
+    return walking(of, given)
 
 
 def values(given: Given, problem: DeltaReplayProblem, config: Config) -> dict[str, Any]:
