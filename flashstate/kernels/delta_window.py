@@ -6,19 +6,21 @@ import triton.language as tl
 from flashstate.kernels import ptx, replay_window, state_io
 from flashstate.kernels.functions import column_of, entry_of, row_of
 from flashstate.kernels.gated_delta import EPSILON, log_decay
-from flashstate.kernels.tensor_cores import as_in_memory, as_operand, dot_terms, terms_of
+from flashstate.kernels.tensor_cores import as_in_memory, as_operand, dot_terms, products, terms_of
 from flashstate.kernels.tiles import widened
 
 
 @triton.jit
-def length_factors(chunks, QK_L2NORM: tl.constexpr, FORM: tl.constexpr):
-    """What makes every token's vector one of length 1, (tokens,)."""
-    x = widened(chunks[0], FORM.WIDENING)
-    squares = x * x
-    for i in tl.static_range(1, len(chunks)):
-        x = widened(chunks[i], FORM.WIDENING)
-        squares = tl.fma(x, x, squares)
-    return factor_of(tl.sum(squares, 1), QK_L2NORM)
+def length_factors(operands, QK_L2NORM: tl.constexpr):
+    """What makes every token's vector one of length 1, (tokens,); of vectors as operands, chunk by chunk."""
+    return factor_of(diagonal(products(operands, operands)), QK_L2NORM)
+
+
+@triton.jit
+def diagonal(x):
+    """The diagonal of a matrix; exactly, in whatever order it is summed."""
+    i = tl.arange(0, x.shape[0])
+    return tl.sum(tl.where(i[:, None] == i[None, :], x, 0.0), 0)
 
 
 @triton.jit

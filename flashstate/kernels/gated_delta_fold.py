@@ -85,7 +85,8 @@ def gated_delta_fold_kernel(
         left, of_state = delta_window.decays_of_ring(logs, live, SUM_TERMS, TARGET)
         k = replay_window.load_token_chunks(k_rows, lives, FORM)
         keys, alpha = replay_window.token_operands(k, TERMS, 2, FORM), for_chunks(of_state, FORM)
-        weight = left * delta_window.length_factors(k, QK_L2NORM, FORM)
+        raw = replay_window.token_operands(k, 0 if k_dtype == tl.float32 else 2, 2, FORM)
+        weight = left * delta_window.length_factors(raw, QK_L2NORM)
     u = terms_of(tl.trans(u.to(tl.float32) * weight[:, None]), TERMS, TARGET)  # (rows, tokens)
     s = delta_window.folded_tile(codes, factor, alpha, u, keys, dtype, TERMS, FORM)
 

@@ -16,11 +16,11 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashstate.kernels import delta_window, replay_rows, replay_window, state_io
-from flashstate.kernels.functions import column_of, row_of, sigmoid
+from flashstate.kernels.functions import column_of, entry_of, row_of, sigmoid
 from flashstate.kernels.gated_delta import for_chunks, load_rate, log_decay
 from flashstate.kernels.slots import load_seed
 from flashstate.kernels.state_io import BEFORE_THE_FIRST_TOKEN, STREAMING
-from flashstate.kernels.tensor_cores import dot_terms, terms_of, transposed
+from flashstate.kernels.tensor_cores import dot_terms, products, terms_of, transposed
 from flashstate.kernels.tiles import STAGES, Constants, Form, form_of, tile_at
 from flashstate.launch.kernel import kernel
 
@@ -157,13 +157,11 @@ def prepare_head(
     bias = 0.0 if dt_bias_ptr is None else tl.load(dt_bias_ptr + h).to(tl.float32)
 
     kq = replay_window.token_operands(values, KIND.KEY_TERMS, WIDTH, FORM)
-    together = tl.zeros([KIND.ROOM, 2 * KIND.HALF], tl.float32)
     of_columns = kq if WIDTH == 2 else replay_window.token_operands(values, KIND.KEY_TERMS, 2, FORM)
     of_keys = replay_window.token_operands(keys, KIND.KEY_TERMS, 2, FORM)
-    for i in tl.static_range(len(keys)):
-        together = dot_terms(of_keys[i], transposed(of_columns[i]), together)
-    scale = delta_window.length_factors(values, KIND.QK_L2NORM, FORM) * tl.where(of_k, 1.0, q_scale)
-    together *= delta_window.length_factors(keys, KIND.QK_L2NORM, FORM)[:, None] * scale[None, :]
+    together = products(of_keys, of_columns)
+    scale = delta_window.length_factors(of_columns, KIND.QK_L2NORM) * tl.where(of_k, 1.0, q_scale)
+    together *= delta_window.length_factors(of_keys, KIND.QK_L2NORM)[:, None] * scale[None, :]
 
     logs = tl.where(window.of_ring[:, None], ring_g, tl.where(window.new[:, None], log_decay(a, rate, bias), 0.0))
     logs = replay_window.once(logs)
@@ -179,7 +177,8 @@ def prepare_head(
     if FOLDS:
         old = replay_window.load_token_chunks(ring_k + window.ring_row * FORM.COLS, window.lives, FORM)
         left, alpha = delta_window.decays_of_ring(replay_window.once(ring_g), live, KIND.SUM_TERMS, FORM.TARGET)
-        old_weight = left * delta_window.length_factors(old, KIND.QK_L2NORM, FORM)
+        raw = replay_window.token_operands(old, KIND.KEY_TERMS, 2, FORM)
+        old_weight = left * delta_window.length_factors(raw, KIND.QK_L2NORM)
         old_keys = replay_window.token_operands(old, KIND.FOLD_TERMS, 2, FORM)
         return kq, gamma, weights, window.base, ring_weights, (old_keys, old_weight, for_chunks(alpha, FORM))
     else:
@@ -317,20 +316,44 @@ def corrected(y, steps, weights, first_weight, beta_at, row, h, u_dtype: tl.cons
 
 
 @triton.jit
-def load_tile_tokens(u_rows, lives, v_rows, count, first_row, exists, KIND: tl.constexpr):
-    """u of the ring, (ROOM, rows), and v of new tokens, (rows, 2 * HALF), in the columns of k, for rows of a head from
-    `first_row` on, if they exist."""
-    FORM: tl.constexpr = KIND.FORM
-    ROWS: tl.constexpr = FORM.ROWS
-    BLOCK_ROWS: tl.constexpr = FORM.BLOCK_ROWS
-    BESIDE: tl.constexpr = replay_window.bytes_beside(u_rows.dtype.element_ty, FORM)
-    _, of_k, shown = columns_of(count, KIND)
-    u = replay_window.load_token_rows(
-        u_rows, tl.where(exists, lives, False), first_row, ROWS, BLOCK_ROWS, ROWS % BLOCK_ROWS == 0, BESIDE
-    )
-    rows = first_row + tl.arange(0, BLOCK_ROWS)
-    there = tl.where(exists, (rows < ROWS)[:, None] & (shown & of_k)[None, :], False)
-    return u, tl.load(v_rows[None, :] + rows[:, None], mask=there, other=0.0)
+def correct_one(
+    y, rows, mask, step, v_at, out, ring_u, to_row, row, h, u_dtype: tl.constexpr, KIND: tl.constexpr
+):  # fmt: skip
+    """Correct the one token of a row in a tile, and store its u and its output. `y`: less what is predicted, and what
+    is seen; `step`: beta, and how much u counts for the output."""
+    b, slot, _, _, first, _ = row
+    beta, kq = step
+    v_ptr, _ = replay_rows.token_base(v_at, b, first, h)
+    v = tl.load(v_ptr + rows, mask=mask, other=0.0).to(tl.float32)
+    u = delta_window.as_kept(beta * (v + column_of(y, 0)), u_dtype, KIND.FORM.TARGET)
+    o = tl.fma(u, kq, column_of(y, KIND.HALF))
+    out_ptr, _ = replay_rows.token_base(out, b, first, h)
+    tl.store(out_ptr + rows, o.to(out[0].dtype.element_ty), mask=mask)
+    if KIND.UPDATE:
+        to = ring_u + to_row * KIND.FORM.ROWS + rows
+        delta_window.store_kept(to, u, tl.where(slot >= 0, mask, False), u_dtype, KIND.FORM.TARGET)
+
+
+@triton.jit
+def correct_all(
+    y, rows, mask, beta_at, v_at, out, ring_u, start, L, row, h, steps, weights, first_weight,
+    u_dtype: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    """Correct all tokens of a row in a tile, and store their u and their outputs. `y`: less what is predicted, in the
+    columns of k, and what is seen, in those of q."""
+    _, slot, _, live, _, count = row
+    token, of_k, exists = columns_of(count, KIND)
+    shown = mask[:, None] & exists[None, :]
+    v_ptrs = rows_of_tokens(v_at, row, h, token, KIND)[None, :] + rows[:, None]
+    y += tl.load(v_ptrs, mask=shown & of_k[None, :], other=0.0).to(tl.float32)
+    y = corrected(y, steps, weights, first_weight, beta_at, row, h, u_dtype, KIND)
+    out_ptrs = rows_of_tokens(out, row, h, token, KIND)[None, :] + rows[:, None]
+    tl.store(out_ptrs, y.to(out[0].dtype.element_ty), mask=shown & (of_k == 0)[None, :])
+    if KIND.UPDATE:
+        to_row = replay_window.row_in_ring(start + live + token, L)
+        to = (ring_u + to_row * KIND.FORM.ROWS)[None, :] + rows[:, None]
+        goes = tl.where(slot >= 0, shown & of_k[None, :], False)
+        delta_window.store_kept(to, y, goes, u_dtype, KIND.FORM.TARGET)
 
 
 @triton.jit
@@ -342,7 +365,7 @@ def replay_delta(
     does not."""
     _, _, ring_u_ptr, ring_u_stride, _, _ = ring
     _, _, v_at, _, beta_at, out = activations
-    _, slot, start, live, _, count = row
+    _, slot, start, live, _, _ = row
     known = slot >= 0
     dtype: tl.constexpr = pool[0].dtype.element_ty
     u_dtype: tl.constexpr = ring_u_ptr.dtype.element_ty
@@ -351,14 +374,12 @@ def replay_delta(
     BLOCK_ROWS: tl.constexpr = FORM.BLOCK_ROWS
     WIDTH: tl.constexpr = state_io.operand_width(dtype, not FOLDS)
     WHOLE: tl.constexpr = KIND.PADDING != "fresh" and ROWS % BLOCK_ROWS == 0 and FORM.COLS == FORM.BLOCK_COLS
+    BESIDE: tl.constexpr = replay_window.bytes_beside(u_dtype, FORM)
     h, head_row = replay_rows.place_of(g, first_tile, KIND)
     window = window_of(row, L, FOLDS, KIND)
-    column_token, of_k, exists = columns_of(count, KIND)
     ring_u = ring_u_ptr + slot * ring_u_stride + replay_window.head_in_ring(h, L, ROWS, KIND.RING_U_H)
     u_rows, seen = ring_u + window.ring_row * ROWS, window.lives if FOLDS else window.of_ring
-    v_rows = rows_of_tokens(v_at, row, h, column_token, KIND)
     delta_window.prefetch_u(u_rows, seen, head_row, TILES * BLOCK_ROWS, FORM)
-    u, v = load_tile_tokens(u_rows, seen, v_rows, count, head_row, True, KIND)
     seed = load_seed(seed_ptr, slot, known, FORM.ROUNDING != "nearest" and FOLDS, KIND.SHARED_SEED)
     if KIND.PER_CHANNEL:
         kq, gamma, weights, first_weight, ring_weights, fold = prepare_channels(
@@ -368,13 +389,16 @@ def replay_delta(
         kq, gamma, weights, first_weight, ring_weights, fold = prepare_head(
             ring, activations, parameters, row, window, g, h, head_row, L, FOLDS, KIND
         )
-    steps = steps_of(weights, first_weight, beta_at, row, h, KIND)
+    if KIND.TOKENS == 1:
+        step = load_beta(beta_at, row, h, 0, KIND), entry_of(row_of(weights, first_weight), KIND.HALF)
+    else:
+        steps = steps_of(weights, first_weight, beta_at, row, h, KIND)
 
     for i in tl.range(TILES, num_stages=1 if FOLDS else STAGES):
         first_row = head_row + i * BLOCK_ROWS
         tile = tile_at(h, first_row, FORM)
         factor, codes = state_io.load_codes(pool, slot, known, tile, FORM, WHOLE)
-        next_u, next_v = load_tile_tokens(u_rows, seen, v_rows, count, first_row + BLOCK_ROWS, i + 1 < TILES, KIND)
+        u = replay_window.load_token_rows(u_rows, seen, first_row, ROWS, BLOCK_ROWS, ROWS % BLOCK_ROWS == 0, BESIDE)
         if FOLDS:
             old_keys, old_weight, alpha = fold
             codes = replay_window.operands_of(codes, known, 2, KIND.PADDING, FORM)
@@ -386,20 +410,18 @@ def replay_delta(
         y = tl.zeros([BLOCK_ROWS, 2 * KIND.HALF], tl.float32)
         for c in tl.static_range(len(codes)):
             y = dot_terms(state_io.terms_of_code(codes[c], dtype, KIND.STATE_TERMS, FORM.TARGET), transposed(kq[c]), y)
-        y = tl.fma(y * factor, gamma[None, :], v.to(tl.float32))
+        y = y * factor * gamma[None, :]
         if not FOLDS:
             y = dot_terms(transposed(terms_of(u, KIND.RING_TERMS, FORM.TARGET)), ring_weights, y)
-        y = corrected(y, steps, weights, first_weight, beta_at, row, h, u_dtype, KIND)
-
-        offs_d = first_row + tl.arange(0, BLOCK_ROWS)
-        shown = (offs_d < ROWS)[:, None] & exists[None, :]
-        out_ptrs = rows_of_tokens(out, row, h, column_token, KIND)[None, :] + offs_d[:, None]
-        tl.store(out_ptrs, y.to(out[0].dtype.element_ty), mask=shown & (of_k == 0)[None, :])
-        if KIND.UPDATE:
-            to_row = replay_window.row_in_ring(start + live + column_token, L)
-            to = (ring_u + to_row * ROWS)[None, :] + offs_d[:, None]
-            delta_window.store_kept(to, y, tl.where(known, shown & of_k[None, :], False), u_dtype, FORM.TARGET)
-        u, v = next_u, next_v
+        rows = first_row + tl.arange(0, BLOCK_ROWS)
+        if KIND.TOKENS == 1:
+            to_row = replay_window.row_in_ring(start + live, L)
+            correct_one(y, rows, rows < ROWS, step, v_at, out, ring_u, to_row, row, h, u_dtype, KIND)
+        else:
+            correct_all(
+                y, rows, rows < ROWS, beta_at, v_at, out, ring_u, start, L, row, h, steps, weights, first_weight,
+                u_dtype, KIND,
+            )  # fmt: skip
 
 
 @kernel
