@@ -20,7 +20,7 @@ from flashstate.kernels.functions import column_of, entry_of, row_of, sigmoid
 from flashstate.kernels.gated_delta import for_chunks, load_rate, log_decay
 from flashstate.kernels.slots import load_seed
 from flashstate.kernels.state_io import BEFORE_THE_FIRST_TOKEN, STREAMING
-from flashstate.kernels.tensor_cores import dot_terms, products, terms_of, transposed
+from flashstate.kernels.tensor_cores import MOST_HALVINGS, dot_terms, left_and_right, products, terms_of, transposed
 from flashstate.kernels.tiles import STAGES, Constants, Form, form_of, tile_at
 from flashstate.launch.kernel import kernel
 
@@ -279,64 +279,77 @@ def load_beta(beta_at, row, h, i, KIND: tl.constexpr):
 
 
 @triton.jit
-def correct_token(y, i, beta, weights, count, u_dtype: tl.constexpr, KIND: tl.constexpr):
-    """Correct token i of a tile: its column of y, which has v less what tokens before it predict, becomes u; and others
-    get their share of that, as a row of weights says."""
-    column = tl.arange(0, 2 * KIND.HALF)
-    u = delta_window.as_kept(beta * column_of(y, i), u_dtype, KIND.FORM.TARGET)
-    u = tl.where(i < count, u, 0.0)[:, None]
-    return tl.fma(u, weights[None, :], tl.where((column == i)[None, :], u, y))
-
-
-@triton.jit
 def steps_of(weights, first_weight, beta_at, row, h, KIND: tl.constexpr):
-    """beta and the row of weights of every token, for correct_token; nothing where tokens are so many that corrections
-    are not unrolled."""
+    """beta of every token, and how much its u counts for every column, number by number, for correct_few; nothing where
+    tokens are too many for that."""
     steps = ()
     if KIND.TOKENS <= MOST_UNROLLED:
         for i in tl.static_range(KIND.TOKENS):
-            steps = steps + ((load_beta(beta_at, row, h, i, KIND), row_of(weights, first_weight + i)),)
+            of_token, numbers = row_of(weights, first_weight + i), ()
+            for t in tl.static_range(2 * KIND.HALF):
+                numbers = numbers + (entry_of(of_token, t),)
+            steps = steps + ((load_beta(beta_at, row, h, i, KIND), numbers),)
     return steps
 
 
 @triton.jit
-def corrected(y, steps, weights, first_weight, beta_at, row, h, u_dtype: tl.constexpr, KIND: tl.constexpr):
-    """All tokens of a tile, one after the other: u in the columns of k, outputs in those of q."""
-    count = row[5]
-    if KIND.TOKENS <= MOST_UNROLLED:
-        for i in tl.static_range(KIND.TOKENS):
-            beta, of_token = steps[i]
-            y = correct_token(y, i, beta, of_token, count, u_dtype, KIND)
-    else:
-        for n in range(0, count):
-            i = count * 0 + n  # a number of the kernel also where the interpreter has one of Python
-            beta = load_beta(beta_at, row, h, i, KIND)
-            y = correct_token(y, i, beta, row_of(weights, first_weight + i), count, u_dtype, KIND)
-    return y
+def columns(y):
+    """Every column of a matrix, (rows,) each."""
+    rows: tl.constexpr = y.shape[0]
+    parts = (y,)
+    for _ in tl.static_range(MOST_HALVINGS):
+        if len(parts) < y.shape[1]:
+            halves = ()
+            for k in tl.static_range(len(parts)):
+                halves = halves + left_and_right(parts[k])
+            parts = halves
+    vectors = ()
+    for k in tl.static_range(len(parts)):
+        vectors = vectors + (tl.reshape(parts[k], (rows,)),)
+    return vectors
 
 
 @triton.jit
-def correct_one(
-    y, rows, mask, step, v_at, out, ring_u, to_row, row, h, u_dtype: tl.constexpr, KIND: tl.constexpr
+def correct_few(
+    y, rows, mask, v_at, out, ring_u, start, L, row, h, steps, u_dtype: tl.constexpr, KIND: tl.constexpr
 ):  # fmt: skip
-    """Correct the one token of a row in a tile, and store its u and its output. `y`: less what is predicted, and what
-    is seen; `step`: beta, and how much u counts for the output."""
-    b, slot, _, _, first, _ = row
-    beta, kq = step
-    v_ptr, _ = replay_rows.token_base(v_at, b, first, h)
-    v = tl.load(v_ptr + rows, mask=mask, other=0.0).to(tl.float32)
-    u = delta_window.as_kept(beta * (v + column_of(y, 0)), u_dtype, KIND.FORM.TARGET)
-    o = tl.fma(u, kq, column_of(y, KIND.HALF))
-    out_ptr, _ = replay_rows.token_base(out, b, first, h)
-    tl.store(out_ptr + rows, o.to(out[0].dtype.element_ty), mask=mask)
-    if KIND.UPDATE:
-        to = ring_u + to_row * KIND.FORM.ROWS + rows
-        delta_window.store_kept(to, u, tl.where(slot >= 0, mask, False), u_dtype, KIND.FORM.TARGET)
+    """Correct the few tokens of a row in a tile, and store their u and their outputs, in vectors of rows. `y`: less
+    what is predicted, in the columns of k, and what is seen, in those of q."""
+    _, slot, _, live, _, count = row
+    y = columns(y)
+    us = ()
+    for i in tl.static_range(KIND.TOKENS):
+        t = count * 0 + i
+        beta, _ = steps[i]
+        v_row = rows_of_tokens(v_at, row, h, t, KIND)
+        left = tl.load(v_row + rows, mask=mask & (t < count), other=0.0).to(tl.float32) + y[i]
+        seen = y[KIND.HALF + i]
+        for j in tl.static_range(i):
+            left = tl.fma(us[j], steps[j][1][i], left)
+            seen = tl.fma(us[j], steps[j][1][KIND.HALF + i], seen)
+        u = tl.where(t < count, delta_window.as_kept(beta * left, u_dtype, KIND.FORM.TARGET), 0.0)
+        us = us + (u,)
+        o = tl.fma(u, steps[i][1][KIND.HALF + i], seen)
+        out_row = rows_of_tokens(out, row, h, t, KIND)
+        tl.store(out_row + rows, o.to(out[0].dtype.element_ty), mask=mask & (t < count))
+        if KIND.UPDATE:
+            to = ring_u + replay_window.row_in_ring(start + live + t, L) * KIND.FORM.ROWS + rows
+            goes = tl.where((slot >= 0) & (t < count), mask, False)
+            delta_window.store_kept(to, u, goes, u_dtype, KIND.FORM.TARGET)
+
+
+@triton.jit
+def correct_token(y, i, beta, weights, u_dtype: tl.constexpr, KIND: tl.constexpr):
+    """Correct token i of a tile: its column of y, which has v less what tokens before it predict, becomes u; and others
+    get their share of that, as a row of weights says."""
+    column = tl.arange(0, 2 * KIND.HALF)
+    u = delta_window.as_kept(beta * column_of(y, i), u_dtype, KIND.FORM.TARGET)[:, None]
+    return tl.fma(u, weights[None, :], tl.where((column == i)[None, :], u, y))
 
 
 @triton.jit
 def correct_all(
-    y, rows, mask, beta_at, v_at, out, ring_u, start, L, row, h, steps, weights, first_weight,
+    y, rows, mask, beta_at, v_at, out, ring_u, start, L, row, h, weights, first_weight,
     u_dtype: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     """Correct all tokens of a row in a tile, and store their u and their outputs. `y`: less what is predicted, in the
@@ -346,7 +359,10 @@ def correct_all(
     shown = mask[:, None] & exists[None, :]
     v_ptrs = rows_of_tokens(v_at, row, h, token, KIND)[None, :] + rows[:, None]
     y += tl.load(v_ptrs, mask=shown & of_k[None, :], other=0.0).to(tl.float32)
-    y = corrected(y, steps, weights, first_weight, beta_at, row, h, u_dtype, KIND)
+    for n in range(0, count):
+        i = count * 0 + n  # a number of the kernel also where the interpreter has one of Python
+        beta = load_beta(beta_at, row, h, i, KIND)
+        y = correct_token(y, i, beta, row_of(weights, first_weight + i), u_dtype, KIND)
     out_ptrs = rows_of_tokens(out, row, h, token, KIND)[None, :] + rows[:, None]
     tl.store(out_ptrs, y.to(out[0].dtype.element_ty), mask=shown & (of_k == 0)[None, :])
     if KIND.UPDATE:
@@ -365,7 +381,7 @@ def replay_delta(
     does not."""
     _, _, ring_u_ptr, ring_u_stride, _, _ = ring
     _, _, v_at, _, beta_at, out = activations
-    _, slot, start, live, _, _ = row
+    _, slot, start, _, _, _ = row
     known = slot >= 0
     dtype: tl.constexpr = pool[0].dtype.element_ty
     u_dtype: tl.constexpr = ring_u_ptr.dtype.element_ty
@@ -389,10 +405,7 @@ def replay_delta(
         kq, gamma, weights, first_weight, ring_weights, fold = prepare_head(
             ring, activations, parameters, row, window, g, h, head_row, L, FOLDS, KIND
         )
-    if KIND.TOKENS == 1:
-        step = load_beta(beta_at, row, h, 0, KIND), entry_of(row_of(weights, first_weight), KIND.HALF)
-    else:
-        steps = steps_of(weights, first_weight, beta_at, row, h, KIND)
+    steps = steps_of(weights, first_weight, beta_at, row, h, KIND)
 
     for i in tl.range(TILES, num_stages=1 if FOLDS else STAGES):
         first_row = head_row + i * BLOCK_ROWS
@@ -414,13 +427,11 @@ def replay_delta(
         if not FOLDS:
             y = dot_terms(transposed(terms_of(u, KIND.RING_TERMS, FORM.TARGET)), ring_weights, y)
         rows = first_row + tl.arange(0, BLOCK_ROWS)
-        if KIND.TOKENS == 1:
-            to_row = replay_window.row_in_ring(start + live, L)
-            correct_one(y, rows, rows < ROWS, step, v_at, out, ring_u, to_row, row, h, u_dtype, KIND)
+        if KIND.TOKENS <= MOST_UNROLLED:
+            correct_few(y, rows, rows < ROWS, v_at, out, ring_u, start, L, row, h, steps, u_dtype, KIND)
         else:
             correct_all(
-                y, rows, rows < ROWS, beta_at, v_at, out, ring_u, start, L, row, h, steps, weights, first_weight,
-                u_dtype, KIND,
+                y, rows, rows < ROWS, beta_at, v_at, out, ring_u, start, L, row, h, weights, first_weight, u_dtype, KIND
             )  # fmt: skip
 
 
