@@ -310,32 +310,41 @@ def columns(y):
 
 
 @triton.jit
+def load_values(v_at, row, h, rows, mask, KIND: tl.constexpr):
+    """v of every token for rows of head h, (rows,) each, for correct_few; nothing where tokens are too many for that."""
+    count, values = row[5], ()
+    if KIND.TOKENS <= MOST_UNROLLED:
+        for i in tl.static_range(KIND.TOKENS):
+            t = count * 0 + i
+            ptrs = rows_of_tokens(v_at, row, h, t, KIND) + rows
+            values = values + (tl.load(ptrs, mask=tl.where(t < count, mask, False), other=0.0),)
+    return values
+
+
+@triton.jit
 def correct_few(
-    y, rows, mask, v_at, out, ring_u, start, L, row, h, steps, u_dtype: tl.constexpr, KIND: tl.constexpr
+    y, values, rows, mask, out, ring_u, start, L, row, h, steps, u_dtype: tl.constexpr, KIND: tl.constexpr
 ):  # fmt: skip
-    """Correct the few tokens of a row in a tile, and store their u and their outputs, in vectors of rows. `y`: less
+    """Correct the few tokens of a row in a tile, in vectors of rows, then store their u and their outputs. `y`: less
     what is predicted, in the columns of k, and what is seen, in those of q."""
     _, slot, _, live, _, count = row
     y = columns(y)
-    us = ()
+    us, outputs = (), ()
     for i in tl.static_range(KIND.TOKENS):
         t = count * 0 + i
-        beta, _ = steps[i]
-        v_row = rows_of_tokens(v_at, row, h, t, KIND)
-        left = tl.load(v_row + rows, mask=mask & (t < count), other=0.0).to(tl.float32) + y[i]
-        seen = y[KIND.HALF + i]
+        left, seen = values[i].to(tl.float32) + y[i], y[KIND.HALF + i]
         for j in tl.static_range(i):
             left = tl.fma(us[j], steps[j][1][i], left)
             seen = tl.fma(us[j], steps[j][1][KIND.HALF + i], seen)
-        u = tl.where(t < count, delta_window.as_kept(beta * left, u_dtype, KIND.FORM.TARGET), 0.0)
-        us = us + (u,)
-        o = tl.fma(u, steps[i][1][KIND.HALF + i], seen)
-        out_row = rows_of_tokens(out, row, h, t, KIND)
-        tl.store(out_row + rows, o.to(out[0].dtype.element_ty), mask=mask & (t < count))
+        u = tl.where(t < count, delta_window.as_kept(steps[i][0] * left, u_dtype, KIND.FORM.TARGET), 0.0)
+        us, outputs = us + (u,), outputs + (tl.fma(u, steps[i][1][KIND.HALF + i], seen),)
+    for i in tl.static_range(KIND.TOKENS):
+        t = count * 0 + i
+        shown = tl.where(t < count, mask, False)
+        tl.store(rows_of_tokens(out, row, h, t, KIND) + rows, outputs[i].to(out[0].dtype.element_ty), mask=shown)
         if KIND.UPDATE:
             to = ring_u + replay_window.row_in_ring(start + live + t, L) * KIND.FORM.ROWS + rows
-            goes = tl.where((slot >= 0) & (t < count), mask, False)
-            delta_window.store_kept(to, u, goes, u_dtype, KIND.FORM.TARGET)
+            delta_window.store_kept(to, us[i], tl.where(slot >= 0, shown, False), u_dtype, KIND.FORM.TARGET)
 
 
 @triton.jit
@@ -412,6 +421,8 @@ def replay_delta(
         tile = tile_at(h, first_row, FORM)
         factor, codes = state_io.load_codes(pool, slot, known, tile, FORM, WHOLE)
         u = replay_window.load_token_rows(u_rows, seen, first_row, ROWS, BLOCK_ROWS, ROWS % BLOCK_ROWS == 0, BESIDE)
+        rows = first_row + tl.arange(0, BLOCK_ROWS)
+        values = load_values(v_at, row, h, rows, rows < ROWS, KIND)
         if FOLDS:
             old_keys, old_weight, alpha = fold
             codes = replay_window.operands_of(codes, known, 2, KIND.PADDING, FORM)
@@ -426,9 +437,8 @@ def replay_delta(
         y = y * factor * gamma[None, :]
         if not FOLDS:
             y = dot_terms(transposed(terms_of(u, KIND.RING_TERMS, FORM.TARGET)), ring_weights, y)
-        rows = first_row + tl.arange(0, BLOCK_ROWS)
         if KIND.TOKENS <= MOST_UNROLLED:
-            correct_few(y, rows, rows < ROWS, v_at, out, ring_u, start, L, row, h, steps, u_dtype, KIND)
+            correct_few(y, values, rows, rows < ROWS, out, ring_u, start, L, row, h, steps, u_dtype, KIND)
         else:
             correct_all(
                 y, rows, rows < ROWS, beta_at, v_at, out, ring_u, start, L, row, h, weights, first_weight, u_dtype, KIND
