@@ -279,16 +279,24 @@ def load_beta(beta_at, row, h, i, KIND: tl.constexpr):
 
 
 @triton.jit
-def steps_of(weights, first_weight, beta_at, row, h, KIND: tl.constexpr):
-    """beta of every token, and how much its u counts for every column, number by number, for correct_few; nothing where
-    tokens are too many for that."""
-    steps = ()
+def load_betas(beta_at, row, h, KIND: tl.constexpr):
+    """beta of every token, for correct_few; nothing where tokens are too many for that."""
+    betas = ()
     if KIND.TOKENS <= MOST_UNROLLED:
         for i in tl.static_range(KIND.TOKENS):
-            of_token, numbers = row_of(weights, first_weight + i), ()
-            for t in tl.static_range(2 * KIND.HALF):
-                numbers = numbers + (entry_of(of_token, t),)
-            steps = steps + ((load_beta(beta_at, row, h, i, KIND), numbers),)
+            betas = betas + (load_beta(beta_at, row, h, i, KIND),)
+    return betas
+
+
+@triton.jit
+def steps_of(betas, weights, first_weight, KIND: tl.constexpr):
+    """beta of every token, and how much its u counts for every column, number by number."""
+    steps = ()
+    for i in tl.static_range(len(betas)):
+        of_token, numbers = row_of(weights, first_weight + i), ()
+        for t in tl.static_range(2 * KIND.HALF):
+            numbers = numbers + (entry_of(of_token, t),)
+        steps = steps + ((betas[i], numbers),)
     return steps
 
 
@@ -311,7 +319,7 @@ def columns(y):
 
 @triton.jit
 def load_values(v_at, row, h, rows, mask, KIND: tl.constexpr):
-    """v of every token for rows of head h, (rows,) each, for correct_few; nothing where tokens are too many for that."""
+    """v of every token for rows of head h, (rows,) each, for correct_few; nothing where tokens are too many."""
     count, values = row[5], ()
     if KIND.TOKENS <= MOST_UNROLLED:
         for i in tl.static_range(KIND.TOKENS):
@@ -400,11 +408,13 @@ def replay_delta(
     WIDTH: tl.constexpr = state_io.operand_width(dtype, not FOLDS)
     WHOLE: tl.constexpr = KIND.PADDING != "fresh" and ROWS % BLOCK_ROWS == 0 and FORM.COLS == FORM.BLOCK_COLS
     BESIDE: tl.constexpr = replay_window.bytes_beside(u_dtype, FORM)
+    AHEAD: tl.constexpr = 1 if FOLDS or dtype == tl.float32 else STAGES
     h, head_row = replay_rows.place_of(g, first_tile, KIND)
     window = window_of(row, L, FOLDS, KIND)
     ring_u = ring_u_ptr + slot * ring_u_stride + replay_window.head_in_ring(h, L, ROWS, KIND.RING_U_H)
     u_rows, seen = ring_u + window.ring_row * ROWS, window.lives if FOLDS else window.of_ring
     delta_window.prefetch_u(u_rows, seen, head_row, TILES * BLOCK_ROWS, FORM)
+    betas = load_betas(beta_at, row, h, KIND)
     seed = load_seed(seed_ptr, slot, known, FORM.ROUNDING != "nearest" and FOLDS, KIND.SHARED_SEED)
     if KIND.PER_CHANNEL:
         kq, gamma, weights, first_weight, ring_weights, fold = prepare_channels(
@@ -414,9 +424,9 @@ def replay_delta(
         kq, gamma, weights, first_weight, ring_weights, fold = prepare_head(
             ring, activations, parameters, row, window, g, h, head_row, L, FOLDS, KIND
         )
-    steps = steps_of(weights, first_weight, beta_at, row, h, KIND)
+    steps = steps_of(betas, weights, first_weight, KIND)
 
-    for i in tl.range(TILES, num_stages=1 if FOLDS else STAGES):
+    for i in tl.range(TILES, num_stages=AHEAD):
         first_row = head_row + i * BLOCK_ROWS
         tile = tile_at(h, first_row, FORM)
         factor, codes = state_io.load_codes(pool, slot, known, tile, FORM, WHOLE)
