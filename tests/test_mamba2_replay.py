@@ -9,8 +9,8 @@ from obeying import shape_of, silent_on
 
 from flashstate.ops import replaying as op
 from flashstate.proof import CASES, Recurrence, ReplayCase
-from flashstate.proof.cases.mamba2_replay import FORMS, parted
 from flashstate.proof.laws import require
+from flashstate.proof.replaying import FORMS, parted
 
 CPU = torch.device("cpu")
 ODD, REAL = CASES["mamba2_replay"].odd, CASES["mamba2_replay"].real
