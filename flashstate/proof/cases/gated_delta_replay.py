@@ -172,7 +172,7 @@ _ODD_REAL_SHAPES = (
         4, 8, 8, 64, 128, qk="bfloat16", per_channel=True, dt_bias=False, tokens=8, u="bfloat16", window=20
     ),
     DeltaReplayCase(4, 2, 1, 256, 256, per_channel=True, raw=False, tokens=5, u="float32", window=8),
-    DeltaReplayCase(9, 4, 1, 33, 20, x="float16", qk="bfloat16", per_channel=True, bias_per_head=True, spare=7),
+    DeltaReplayCase(6, 4, 1, 33, 20, x="float16", qk="bfloat16", per_channel=True, bias_per_head=True, spare=7),
     DeltaReplayCase(5, 4, 2, 64, 64, tokens=16, packed=True, u="float32", window=33),
     DeltaReplayCase(4, 6, 2, 48, 16, x="bfloat16", qk="float16", dt_bias=False, u="bfloat16", window=1),
 )
