@@ -117,7 +117,7 @@ def strengthen(decays: Tensor) -> None:
     decays.copy_(decays.sign() * (decays / decays.nanmean()).pow(6).clamp(max=20))
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 8])
+@pytest.mark.parametrize("tokens", [1, 8])
 @pytest.mark.parametrize("rule", STRONG)
 def test_strong_decays_keep_float32_to_a_hundred_thousandth(rule: str, tokens: int, device: torch.device) -> None:
     """A state that is gone after a token, beside tokens that hardly move it."""
