@@ -208,7 +208,8 @@ def test_what_a_server_makes_anew_for_every_call_repeats_it(launcher: Launcher) 
             anew = {name: replace(a) for name, a in arguments.items() if name in ("state", "slots", "rotary") and a}
             op.function(**{**arguments, **anew})
         assert launcher.counts == (n, n)
-    for n, case in enumerate((REPLAY, DELTA_REPLAY), n + 1):
+    for case in (REPLAY, DELTA_REPLAY):
+        n += 1
         op = case.op.declared
         arguments = Form(op, replace(case, tokens=3)).arguments
         for _ in range(2):
@@ -282,7 +283,8 @@ def test_only_calls_that_start_early_tell_the_driver_so(op: Op, early: bool, lau
     for _ in range(2):
         op.function(**arguments)
     (started,) = launcher.ordinary
-    assert started.constants["EARLY"] == started.options.get("launch_pdl", False) == early
+    told = started.constants["WAITS" if op is GATED_DELTA_REPLAY else "EARLY"]
+    assert told == started.options.get("launch_pdl", False) == early
     assert [[(a.id, a.value) for a in found] for found in launcher.attributes] == [[(6, 1)] if early else []]
 
 
