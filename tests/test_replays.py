@@ -8,8 +8,9 @@ from obeying import shape_of
 
 from flashstate.ops import replaying as op
 from flashstate.proof import CASES, AnyReplayCase, DeltaReplayCase, ReplayCase
-from flashstate.proof.laws import require
+from flashstate.proof.laws import LAWS, require
 from flashstate.proof.replaying import FORMS, parted
+from flashstate.state.formats import FORMATS
 
 CPU = torch.device("cpu")
 EVERY = [case for cases in CASES.values() for case in (*cases.odd, *cases.real) if isinstance(case, AnyReplayCase)]
@@ -95,3 +96,16 @@ def test_rows_without_tokens_do_nothing(form: str, small: AnyReplayCase, device:
     none = replace(inputs.changed(lambda t: t.flatten(0, 1)), lengths=[0, 0, 0])
     assert not none.step(slots=none.at(max_len=2)).any()
     require.equal_states("the pool", inputs.state, before.state)
+
+
+# Folds before a call
+
+
+@pytest.mark.parametrize("name", [fmt.name for fmt in FORMATS.values()])
+@pytest.mark.parametrize("per_channel", [False, True], ids=["GDN", "KDA"])
+def test_a_ring_folded_before_a_call_of_the_delta_rule_gives_all_bits_of_one_that_the_call_folds(
+    per_channel: bool, name: str, device: torch.device
+) -> None:
+    """Every bit of a sum shows in outputs and u of float32."""
+    case = DeltaReplayCase(3, 1, 1, 5, 40, tokens=2, u="float32", window=4, per_channel=per_channel, format=name)
+    LAWS["a ring that is folded before a call gives the bytes of one that the call folds"](case, device)
