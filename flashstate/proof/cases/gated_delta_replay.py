@@ -66,7 +66,7 @@ def _stepped(inputs: ReplayInputs, s: Tensor, token: dict[str, Any]) -> Token:
 
 DELTA_REPLAY = ProvenReplay.over(
     GATED_DELTA, declared=GATED_DELTA_REPLAY, fold=gated_delta_fold, parameters=("A_log", "dt_bias", "qk_l2norm"),
-    after=_after, stepped=_stepped, measured=("u", "decay"), from_stored=True,
+    after=_after, stepped=_stepped, measured=("u", "decay"), summed=("u",), from_stored=True,
 )  # fmt: skip
 
 
