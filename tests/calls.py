@@ -13,10 +13,22 @@ from flashstate import State
 from flashstate.launch.call import Op
 from flashstate.ops.conv1d import CONV1D_STEP
 from flashstate.ops.gated_delta import GATED_DELTA_STEP
+from flashstate.ops.gated_delta_replay import GATED_DELTA_REPLAY
 from flashstate.ops.mamba2 import MAMBA2_STEP
 from flashstate.ops.mamba2_replay import MAMBA2_REPLAY
 from flashstate.ops.mamba3 import MAMBA3_STEP
-from flashstate.proof import CASES, AnyCase, Case, ConvCase, DeltaCase, Inputs, Mamba3Case, ReplayCase, make_inputs
+from flashstate.proof import (
+    CASES,
+    AnyCase,
+    Case,
+    ConvCase,
+    DeltaCase,
+    DeltaReplayCase,
+    Inputs,
+    Mamba3Case,
+    ReplayCase,
+    make_inputs,
+)
 from flashstate.proof.case import StateCase
 
 CPU = torch.device("cpu")
@@ -29,6 +41,7 @@ DELTA = DeltaCase(2, 4, 2, 16, 32, x="float16", qk="float16", slots=12)
 CONV = ConvCase(2, 16, 4, slots=12)
 MAMBA3 = Mamba3Case(2, 4, 2, 16, 32, rank=4, angles=8, x="bfloat16", bc="bfloat16", slots=12)
 REPLAY = ReplayCase(2, 4, 2, 16, 32, x="bfloat16", window=8, slots=12)
+DELTA_REPLAY = DeltaReplayCase(2, 4, 2, 16, 32, x="bfloat16", qk="bfloat16", window=8, slots=12)
 
 
 def arguments_of(op: Op, inputs: Inputs, **given: Any) -> Arguments:
@@ -101,7 +114,8 @@ def per_head(a: Arguments) -> Arguments:
 
 def planned(a: Arguments) -> Arguments:
     """With a plan for its slots in the place of these."""
-    tokens = None if a["slots"].cu_seqlens is not None else 1 if a["x"].dim() == 3 else a["x"].shape[1]
+    main = a["v" if "v" in a else "x"]
+    tokens = None if a["slots"].cu_seqlens is not None else 1 if main.dim() == 3 else main.shape[1]
     return {**a, "slots": None, "plan": a["ring"].plan(a["slots"], tokens)}
 
 
@@ -125,6 +139,16 @@ def forms_of_states(op: Op, case: AnyCase) -> dict[str, Form]:
         "several tokens": on(op, case, tokens=3),
         "packed": on(op, case, tokens=3, packed=True),
         "no update": on(op, case, given(update=False)),
+    }
+
+
+def forms_of_rings(op: Op, case: AnyCase) -> dict[str, Form]:
+    """Forms that ops have which replay."""
+    return {
+        **forms_of_states(op, case),
+        "another window": on(op, case, window=7),
+        "a plan": on(op, case, planned, tokens=3),
+        "a plan of packed tokens": on(op, case, planned, tokens=3, packed=True),
     }
 
 
@@ -214,10 +238,17 @@ FORMS: dict[str, dict[str, Form]] = {  # of ops that are not named here, those t
         "early": on(CONV1D_STEP, CONV, given(early=True)),
     },
     "mamba2_replay": {
-        **forms_of_states(MAMBA2_REPLAY, REPLAY),
+        **forms_of_rings(MAMBA2_REPLAY, REPLAY),
         "without options": on(MAMBA2_REPLAY, REPLAY, z=False, D=None, dt_bias=False),
-        "another window": on(MAMBA2_REPLAY, REPLAY, window=7),
-        "a plan": on(MAMBA2_REPLAY, REPLAY, planned, tokens=3),
-        "a plan of packed tokens": on(MAMBA2_REPLAY, REPLAY, planned, tokens=3, packed=True),
+    },
+    "gated_delta_replay": {
+        **forms_of_rings(GATED_DELTA_REPLAY, DELTA_REPLAY),
+        "without A_log": on(GATED_DELTA_REPLAY, DELTA_REPLAY, raw=False),
+        "KDA": on(GATED_DELTA_REPLAY, DELTA_REPLAY, per_channel=True),
+        "KDA, a bias per head": on(GATED_DELTA_REPLAY, DELTA_REPLAY, per_channel=True, bias_per_head=True),
+        "a scale": on(GATED_DELTA_REPLAY, DELTA_REPLAY, scale=0.7),
+        "fewer key heads": on(GATED_DELTA_REPLAY, DELTA_REPLAY, key_heads=1),
+        "u of float32": on(GATED_DELTA_REPLAY, DELTA_REPLAY, u="float32"),
+        "early": on(GATED_DELTA_REPLAY, DELTA_REPLAY, given(early=True)),
     },
 }  # fmt: skip

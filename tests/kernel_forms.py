@@ -8,10 +8,19 @@ from typing import Any, NamedTuple
 import torch
 from compiling import CPU, Call, by_the_reference, plain
 
-import flashstate
 from flashstate.launch import Problem
 from flashstate.ops.replaying import parted
-from flashstate.proof import AnyCase, Case, ConvCase, DeltaCase, Inputs, Mamba3Case, ReplayCase
+from flashstate.proof import (
+    AnyCase,
+    AnyReplayCase,
+    Case,
+    ConvCase,
+    DeltaCase,
+    DeltaReplayCase,
+    Inputs,
+    Mamba3Case,
+    ReplayCase,
+)
 from flashstate.proof.laws.steps import make_snapshots
 from flashstate.proof.laws.tokens import TREE
 
@@ -23,6 +32,7 @@ MIMO = Mamba3Case(2, 48, 1, 64, 128, rank=4, angles=0, bc="bfloat16", kv="bfloat
 SISO = replace(MIMO, rank=1)
 CONV = ConvCase(2, 1280, 4, parameters="bfloat16", **BFLOAT16)
 REPLAY = ReplayCase(2, 16, 1, 64, 128, x="bfloat16", dt="bfloat16", slots=3)
+DELTA_REPLAY = DeltaReplayCase(2, 64, 16, 128, 128, qk="bfloat16", gates="bfloat16", **{**BFLOAT16, "slots": 3})
 
 
 def kept(case: AnyCase, inputs: Inputs) -> object:
@@ -94,27 +104,26 @@ def in_a_ring(case: ConvCase, inputs: Inputs) -> object:
     return inputs.step(positions=inputs.slots + 0)
 
 
-def planned(case: ReplayCase, inputs: Any) -> object:
+def planned(case: AnyReplayCase, inputs: Any) -> object:
     """Every row does what a plan says, in one kernel."""
     with by_the_reference():
         plan = inputs.plan()
     return inputs.step(plan=plan)
 
 
-def keep(case: ReplayCase, inputs: Any) -> object:
+def keep(case: AnyReplayCase, inputs: Any) -> object:
     """Rows of a plan in a kernel for those that do not fold, beside one for others."""
     with parted():
         return planned(case, inputs)
 
 
-def fold(case: ReplayCase, inputs: Any) -> object:
+def fold(case: AnyReplayCase, inputs: Any) -> object:
     """Rows of a plan in a kernel for those that fold, beside one for others."""
     return keep(case, inputs)
 
 
-def folded(case: ReplayCase, inputs: Any) -> object:
-    flashstate.mamba2_fold(inputs.state.state, inputs.state.ring, inputs.arguments["A"])
-    return None
+def folded(case: AnyReplayCase, inputs: Any) -> object:
+    return inputs.fold()
 
 
 STORES_NOTHING = (kept, with_a_tree, keep)
@@ -227,6 +236,23 @@ FORMS: dict[str, dict[str, Form]] = {  # of every op in every format; of the fir
         "fold, 16 tokens": of(REPLAY, fold, tokens=16, **HALF),
         "mamba2_fold": of(REPLAY, folded),
     },
+    "delta replay": {
+        "one token": of(DELTA_REPLAY),
+        "one token, planned": of(DELTA_REPLAY, planned, format="int8", **STOCHASTIC),
+        "one token, keep": of(DELTA_REPLAY, keep, format="bfloat16"),
+        "one token, fold": of(DELTA_REPLAY, fold, format="bfloat16"),
+        "one token, without update": of(DELTA_REPLAY, kept, 64, format="int16"),
+        "KDA, keep": of(DELTA_REPLAY, keep, 64, per_channel=True, format="float8_e4m3fn"),
+        "keep": of(DELTA_REPLAY, keep, **TWO, format="bfloat16"),
+        "two tokens, fresh padding": of(DELTA_REPLAY, with_fresh_padding, 64, **TWO, **HALF),
+        "gated_delta_fold": of(DELTA_REPLAY, folded, format="bfloat16"),
+    },
+    "delta replay elsewhere": {  # than on the GPU that has a table
+        "fold": of(DELTA_REPLAY, fold, format="int8", **STOCHASTIC),
+        "KDA, 8 tokens": of(DELTA_REPLAY, keep, tokens=8, per_channel=True, format="bfloat16"),
+        "either": of(DELTA_REPLAY, format="int16", qk="float32", u="float32"),
+        "gated_delta_fold of KDA": of(DELTA_REPLAY, folded, per_channel=True, format="float16"),
+    },
 }
 ODD: dict[str, Form] = {  # shapes whose rows are no multiple of an access, or wide
     "mamba2 48x16": of(MAMBA2, heads=6, groups=2, rows=48, cols=16, tokens=8, D=None, format="int8", **STOCHASTIC),
@@ -247,6 +273,7 @@ ODD: dict[str, Form] = {  # shapes whose rows are no multiple of an access, or w
     ),
 }  # fmt: skip
 ODD_REPLAY = ReplayCase(3, 4, 2, 33, 20, x="float16", D="row", spare=1)
+ODD_DELTA_REPLAY = DeltaReplayCase(3, 4, 2, 33, 20, x="float16", qk="float16", spare=1)
 ODD_MAMBA3 = Mamba3Case(3, 4, 2, 33, 20, rank=3, angles=7, tokens=3, x="float16", kv="float16")
 ODD_WITH_TENSOR_CORES = (
     Form(ODD_MAMBA3),
@@ -256,13 +283,18 @@ ODD_WITH_TENSOR_CORES = (
     of(ODD_REPLAY, keep, 64, window=9),
     of(ODD_REPLAY, fold, tokens=3, packed=True, window=64, format="float8_e4m3fn"),
     of(ODD_REPLAY, fold, 64, window=9),
+    of(ODD_DELTA_REPLAY, keep, window=9),
+    of(ODD_DELTA_REPLAY, fold, tokens=3, packed=True, per_channel=True, window=33, format="int8"),
 )
-BASES = {"mamba2_step": MAMBA2, "gated_delta": DELTA, "mamba3": MIMO, "conv1d": CONV, "mamba2_replay": REPLAY}
+BASES = {
+    "mamba2_step": MAMBA2, "gated_delta": DELTA, "mamba3": MIMO, "conv1d": CONV, "mamba2_replay": REPLAY,
+    "gated_delta_replay": DELTA_REPLAY,
+}  # fmt: skip
 
 
 def calls_of(mode: Problem) -> tuple[Call, ...]:
     """Calls that a table has such entries for. Of several tokens by replay there are none here: they take longest."""
-    if mode.op.startswith("mamba2_replay"):
+    if "_replay" in mode.op:
         forms = {"either": plain, "keep": keep, "fold": fold}
         return () if mode.several_tokens else (forms[mode.op.split()[1]],)
     return {"last": (plain,), "every": (written_per_token, with_snapshots_alike), "none": (kept,)}[mode.stored]

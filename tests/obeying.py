@@ -23,17 +23,26 @@ def laws(*needs: str) -> list[str]:
 
 def by_turns(spoken: Iterable[str], groups: Sequence[Sequence[AnyCase]], turns: int = 1) -> Pairs:
     """These laws with one case of one group in so many, by turns, of the groups they speak of; each with the places in
-    their groups that it met least."""
+    their groups that it met least, and with the groups of another turn where that lets it meet more of them."""
     chosen: Pairs = []
     for w, words in enumerate(spoken):
         spoken_of = [group for group in groups if any(speaks_of(words, case) for case in group)]
-        met: Counter[int] = Counter()
-        for k, group in enumerate(spoken_of[w % turns :: turns]):
-            there = [place for place, case in enumerate(group) if speaks_of(words, case)]
-            place = min(there, key=lambda place: (met[place], (place - w // turns - k) % len(group)))
-            met[place] += 1
-            chosen.append((words, group[place]))
+        shifted = [places_of(words, spoken_of[(w + shift) % turns :: turns], w // turns) for shift in range(turns)]
+        possible = len({place for group in spoken_of for place, case in enumerate(group) if speaks_of(words, case)})
+        varied = [met for met in shifted if len({place for place, _ in met}) == min(possible, len(met))]
+        chosen += [(words, case) for _, case in (varied or shifted)[0]]
     return chosen
+
+
+def places_of(words: str, groups: Sequence[Sequence[AnyCase]], turn: int) -> list[tuple[int, AnyCase]]:
+    """One case of each group, with its place there: of those that a law speaks of, the place that it met least."""
+    met: list[tuple[int, AnyCase]] = []
+    for k, group in enumerate(groups):
+        times = Counter(place for place, _ in met)
+        there = [place for place, case in enumerate(group) if speaks_of(words, case)]
+        place = min(there, key=lambda place: (times[place], (place - turn - k) % len(group)))
+        met.append((place, group[place]))
+    return met
 
 
 def on_the_reference(cases: Cases) -> Pairs:

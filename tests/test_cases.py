@@ -20,7 +20,7 @@ def moved(case: AnyCase, inputs: Inputs) -> tuple[int, int]:
     if not isinstance(inputs, ReplayInputs):
         return sum(states.values()), sum(size for name, size in states.items() if name not in inputs.op.left_alone)
     rows = int(pool.count[slots][inputs.tokens > 0].sum()) + sum(case.lengths)
-    of_row = sum(tensor[0].transpose(0, 1)[0].nbytes for tensor in (pool.x, pool.B, pool.dt))
+    of_row = sum(tensor[0].transpose(0, 1)[0].nbytes for tensor in pool.kept.values())
     state = states["data"] + states.get("scale", 0)
     read = state + rows * of_row + states["start"] + states["count"]
     return read, state // case.batch * int(inputs.folds.sum())

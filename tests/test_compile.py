@@ -17,7 +17,7 @@ from flashstate import Slots, State, StatePool
 from flashstate.launch import Config, Problem
 from flashstate.launch.start import Launch
 from flashstate.ops.rings import place_counts
-from flashstate.proof import AnyCase, Case, ConvCase, DeltaCase, Mamba3Case, ReplayCase, dtype
+from flashstate.proof import AnyCase, AnyReplayCase, Case, ConvCase, DeltaCase, Mamba3Case, dtype
 from flashstate.state.formats import FORMATS, PORTABLE_FORMATS
 
 pytestmark = pytest.mark.compiled
@@ -28,6 +28,7 @@ def test_forms_have_all_formats() -> None:
     found = {op: {(case.format, case.rounding) for case, *_ in forms.values()} for op, forms in FORMS.items()}
     assert found["mamba2"] == set(PORTABLE_FORMATS)
     found["replay"] |= found.pop("replay elsewhere") | {("float8_e4m3fn", "nearest")}
+    found["delta replay"] |= found.pop("delta replay elsewhere")
     for op in found.keys() - {"convolution"}:
         assert {name for name, _ in found[op]} == {fmt.name for fmt in FORMATS.values()}, op
 
@@ -54,13 +55,17 @@ OTHERS: dict[str, dict[int | str, tuple[str, ...]]] = {
     "replay elsewhere": {
         80: ("fold, 16 tokens",), 89: ("mamba2_fold",), 100: ("fold",), 103: ("keep",), "gfx950": ("either",),
     },
+    "delta replay": {},
+    "delta replay elsewhere": {
+        80: ("gated_delta_fold of KDA",), 100: ("KDA, 8 tokens",), 120: ("fold",), "gfx942": ("either",),
+    },
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("architecture", "op", "form"),
     [
-        *((90, op, form) for op in FORMS if op != "replay elsewhere" for form in FORMS[op]),
+        *((90, op, form) for op in FORMS if not op.endswith("elsewhere") for form in FORMS[op]),
         *((architecture, op, form) for op in FORMS for architecture, forms in OTHERS[op].items() for form in forms),
     ],
 )
@@ -77,7 +82,7 @@ def test_every_form_compiles_with_wide_accesses_of_the_state_and_without_spills(
         require_wide_states(kernel, case, call, architecture)
     if type(case) is Case and not case.mamba1 and architecture == 90:
         require_one_order(kernel, chosen(case, 90), case.problem.vector)
-    if architecture == 90 or op not in ("mamba3", "replay elsewhere"):
+    if architecture == 90 or not op.endswith(("mamba3", "elsewhere")):
         assert spilled_bytes(kernel) <= spills
 
 
@@ -86,10 +91,10 @@ def require_wide_states(kernel: Any, case: AnyCase, call: Call, architecture: in
     tells them from others."""
     (loads, stores), want = access_bytes(kernel), expected_accesses(architecture, case.format)
     nvidia = isinstance(architecture, int)
-    if isinstance(case, ReplayCase) and nvidia:
+    if isinstance(case, AnyReplayCase) and nvidia:
         loads = loads | state_loads(kernel, case.format)
     hidden = {16} if isinstance(case, DeltaCase) and case.tokens else want if isinstance(case, Mamba3Case) else set()
-    assert loads >= {16} if isinstance(case, ReplayCase) else loads >= want - (hidden if nvidia else set())
+    assert loads >= {16} if isinstance(case, AnyReplayCase) else loads >= want - (hidden if nvidia else set())
     if type(case) in (Case, DeltaCase) and nvidia:
         assert loads <= want
     if call in STORES_NOTHING:

@@ -13,12 +13,12 @@ from unittest import mock
 
 import pytest
 import torch
-from calls import BY_NAME, FORMS, MAMBA2, OPS, REPLAY, Arguments, Form, at, planned
+from calls import BY_NAME, DELTA_REPLAY, FORMS, MAMBA2, OPS, REPLAY, Arguments, Form, at, planned
 from compiling import by_the_reference
 from launchers import Launcher, launcher
 from torch import Tensor
 
-from flashstate import Slots, debug, gated_delta_step, mamba2_replay, mamba2_step
+from flashstate import Slots, debug, gated_delta_step, mamba2_step
 from flashstate.launch import Config, direct, driver, override
 from flashstate.launch.call import Op
 from flashstate.launch.environment import suspended
@@ -27,13 +27,14 @@ from flashstate.launch.repeat import repeat_function
 from flashstate.launch.start import collecting
 from flashstate.ops.conv1d import CONV1D_STEP
 from flashstate.ops.gated_delta import GATED_DELTA_STEP
+from flashstate.ops.gated_delta_replay import GATED_DELTA_REPLAY
 from flashstate.ops.mamba2 import MAMBA2_STEP
-from flashstate.ops.mamba2_replay import MAMBA2_REPLAY
 from flashstate.ops.mamba3 import MAMBA3_STEP
 from flashstate.ops.replaying import parted
-from flashstate.proof import make_inputs
+from flashstate.proof import AnyReplayCase, make_inputs
 
 __all__ = ["launcher"]  # a fixture
+EVERY_REPLAY = pytest.mark.parametrize("case", [REPLAY, DELTA_REPLAY], ids=lambda case: case.op.declared.name)
 every_form = pytest.mark.parametrize(("name", "form"), [(name, form) for name in FORMS for form in FORMS[name]])
 
 
@@ -152,6 +153,7 @@ CHANGED: dict[str, tuple[str, ...]] = {  # forms of which everything is changed;
     "mamba3_step": ("plain", "slots to choose from", "an output per rank"),
     "conv1d_step": ("plain", "snapshots", "rolled back", "a tree"),
     "mamba2_replay": ("a plan of packed tokens", "plain", "float16", "a plan"),
+    "gated_delta_replay": ("a plan of packed tokens", "KDA", "a scale"),
 }
 
 
@@ -206,38 +208,44 @@ def test_what_a_server_makes_anew_for_every_call_repeats_it(launcher: Launcher) 
             anew = {name: replace(a) for name, a in arguments.items() if name in ("state", "slots", "rotary") and a}
             op.function(**{**arguments, **anew})
         assert launcher.counts == (n, n)
-    arguments = Form(MAMBA2_REPLAY, replace(REPLAY, tokens=3)).arguments
-    for _ in range(2):
-        with by_the_reference():
-            anew = {name: replace(arguments[name]) for name in ("state", "ring", "slots")}
-            anew = planned({**arguments, **anew})
-        mamba2_replay(**anew)
-    assert launcher.counts == (n + 1, n + 1)
+    for case in (REPLAY, DELTA_REPLAY):
+        n += 1
+        op = case.op.declared
+        arguments = Form(op, replace(case, tokens=3)).arguments
+        for _ in range(2):
+            with by_the_reference():
+                anew = {name: replace(arguments[name]) for name in ("state", "ring", "slots")}
+                anew = planned({**arguments, **anew})
+            op.function(**anew)
+        assert launcher.counts == (n, n)
 
 
-def test_a_plan_is_for_its_own_rings_also_after_calls_that_were_right(launcher: Launcher) -> None:
-    made = Form(MAMBA2_REPLAY, replace(REPLAY, tokens=3))
+@EVERY_REPLAY
+def test_a_plan_is_for_its_own_rings_also_after_calls_that_were_right(case: AnyReplayCase, launcher: Launcher) -> None:
+    made = Form(case.op.declared, replace(case, tokens=3))
+    replay = case.op.step
     arguments, others = made.arguments, made.arguments
     with by_the_reference():
         right, wrong = planned(arguments), planned({**others, "ring": replace(others["ring"])})
         shorter = planned({**arguments, "ring": replace(arguments["ring"], window=7)})
-    mamba2_replay(**right)
-    mamba2_replay(**{**right, "slots": right["plan"].slots})  # which says nothing new
+    replay(**right)
+    replay(**{**right, "slots": right["plan"].slots})  # which says nothing new
     for plan, message in ((wrong, "rings of other slots"), (shorter, "rings with a window of 7")):
         with pytest.raises(ValueError, match=f"plan was made for {message}"):
-            mamba2_replay(**{**right, "plan": plan["plan"]})
+            replay(**{**right, "plan": plan["plan"]})
     with pytest.raises(ValueError, match="slots must be left out with a plan"):
-        mamba2_replay(**{**right, "slots": arguments["slots"].read.clone()})
+        replay(**{**right, "slots": arguments["slots"].read.clone()})
     assert launcher.counts == (1, 1)
 
 
 @pytest.mark.parametrize("form", ["plain", "float16", "int8", "float8"])
-def test_both_kernels_of_a_large_batch_are_started_again(form: str, launcher: Launcher) -> None:
-    arguments = FORMS["mamba2_replay"][form].arguments
+@EVERY_REPLAY
+def test_both_kernels_of_a_large_batch_are_started_again(case: AnyReplayCase, form: str, launcher: Launcher) -> None:
+    arguments = FORMS[case.op.declared.name][form].arguments
     with by_the_reference():
         arguments = planned(arguments)
     with parted():
-        got = [launcher.outcome(lambda: mamba2_replay(**arguments)) for _ in range(2)]
+        got = [launcher.outcome(lambda: case.op.step(**arguments)) for _ in range(2)]
     assert launcher.counts == (2, 2)
     assert got[0] == got[1]
     assert [len(attributes) for attributes in launcher.attributes] == [0, 1]  # the second does not wait for the first
@@ -268,14 +276,15 @@ def test_the_number_behind_the_pointers_is_the_stream_of_the_layer(op: Op, launc
 
 
 @pytest.mark.parametrize("early", [False, True])
-@pytest.mark.parametrize("op", [MAMBA2_STEP, GATED_DELTA_STEP, CONV1D_STEP], ids=lambda op: op.name)
+@pytest.mark.parametrize("op", [MAMBA2_STEP, GATED_DELTA_STEP, CONV1D_STEP, GATED_DELTA_REPLAY], ids=lambda op: op.name)
 def test_only_calls_that_start_early_tell_the_driver_so(op: Op, early: bool, launcher: Launcher) -> None:
     """Both ways: Triton is told by an option, the driver by an attribute of the launch."""
     arguments = {**FORMS[op.name]["plain"].arguments, "early": early}
     for _ in range(2):
         op.function(**arguments)
     (started,) = launcher.ordinary
-    assert started.constants["EARLY"] == started.options.get("launch_pdl", False) == early
+    told = started.constants["WAITS" if op is GATED_DELTA_REPLAY else "EARLY"]
+    assert told == started.options.get("launch_pdl", False) == early
     assert [[(a.id, a.value) for a in found] for found in launcher.attributes] == [[(6, 1)] if early else []]
 
 

@@ -10,7 +10,7 @@ import torch
 from obeying import laws
 from torch import Tensor
 
-from flashstate.proof import AnyCase, Case, ReplayCase, interpreted
+from flashstate.proof import AnyCase, Case, DeltaReplayCase, ReplayCase, interpreted
 from flashstate.proof.laws import LAWS, LawBroken, speaks_of
 
 CPU = torch.device("cpu")
@@ -18,8 +18,10 @@ ONE = Case(3, 2, 1, 4, 16)
 SEVERAL = Case(2, 2, 1, 4, 16, tokens=4, format="float16", rounding="stochastic")
 PACKED = replace(SEVERAL, batch=3, packed=True)
 RINGS = ReplayCase(4, 1, 1, 4, 16, tokens=2, window=4)
+DELTA_RINGS = DeltaReplayCase(4, 1, 1, 4, 16, tokens=2, window=4, format="float16")
 Function = Callable[..., Any]
 MAMBA2, STEPS, REPLAY = (f"flashstate.reference.{name}" for name in ("mamba2", "steps", "mamba2_replay"))
+DELTA_REPLAY = "flashstate.reference.gated_delta_replay"
 TOKEN, PARENT = f"{MAMBA2}.mamba2_token", "flashstate.reference.tree.column"
 
 
@@ -131,6 +133,10 @@ MISTAKES = (
             lambda f: lambda ring, slot, row, *rest: f(ring, slot, (row + 1) % ring.length, *rest)),
     Mistake("a row that is not live is replayed", "NaN in rows of a ring", RINGS, f"{REPLAY}.replayed",
             lambda f: lambda ring, s, slot, start, live, A: f(ring, s, slot, start, live + 1, A)),
+    Mistake("tokens go on from what was not stored", "a ring that is folded before", DELTA_RINGS,
+            f"{DELTA_REPLAY}.encoded", lambda f: lambda state, s, *rest: (s, None)),
+    Mistake("u is not kept as it was used", "replay writes no state", DELTA_RINGS, f"{DELTA_REPLAY}.append",
+            lambda f: lambda ring, slot, row, k, u, *rest: f(ring, slot, row, k, 0 * u, *rest)),
     Mistake("all tokens are accepted", "steps of a replay", RINGS, "flashstate.reference.rings.commit_plan",
             lambda f: lambda *given: f(*given[:-1], None)),
 )

@@ -15,7 +15,6 @@ from refusals import (
     MAMBA3,
     OTHER_RING,
     REPLAY,
-    RINGS,
     SHAPE,
     SLOTS,
     STANDS,
@@ -41,30 +40,38 @@ from refusals import (
     tensors_of,
     transposed,
     wrong,
+    wrong_rings,
 )  # fmt: skip
 from torch import Tensor
 
-from flashstate import Mamba3State, Slots, State
+from flashstate import DeltaRing, Mamba3State, Ring, Slots, State
 from flashstate.errors import INDEX_DTYPES
 from flashstate.launch.call import Op
 from flashstate.ops.conv1d import CONV1D_STEP
 from flashstate.ops.gated_delta import GATED_DELTA_STEP
+from flashstate.ops.gated_delta_replay import GATED_DELTA_REPLAY
 from flashstate.ops.mamba2 import MAMBA2_STEP
 from flashstate.ops.mamba2_replay import MAMBA2_REPLAY
 from flashstate.ops.mamba3 import MAMBA3_STEP
-from flashstate.proof import CASES, AnyCase, ConvCase
+from flashstate.proof import CASES, AnyCase, ConvCase, DeltaReplayCase
 from flashstate.state.formats import FORMATS
+from flashstate.state.ring import AnyRing
 from flashstate.state.state import POOL_AXES, SNAPSHOT_AXES
 
 CONV = ConvCase(3, 5, 4, x="float16")
+DELTA_REPLAY = DeltaReplayCase(
+    3, 4, 2, 6, 8, format="float16", rounding="stochastic", x="float16", qk="float16", window=4
+)  # fmt: skip
 WIDE = {  # calls whose parameters have the axes that they may have
     MAMBA2_STEP: replace(CASE, mamba1=True, D="row"),
     GATED_DELTA_STEP: replace(DELTA, per_channel=True),
     MAMBA2_REPLAY: replace(REPLAY, D="row"),
+    GATED_DELTA_REPLAY: replace(DELTA_REPLAY, per_channel=True),
 }
 NARROW: dict[Op, AnyCase] = {  # of ops that are not named here, the first small case in this shape
     **{cases.odd[0].op.declared: shaped(cases.odd[0], **SHAPE, cols=5) for cases in CASES.values()},
     MAMBA2_STEP: CASE, GATED_DELTA_STEP: DELTA, MAMBA3_STEP: MAMBA3, CONV1D_STEP: CONV, MAMBA2_REPLAY: REPLAY,
+    GATED_DELTA_REPLAY: DELTA_REPLAY,
 }  # fmt: skip
 CALLS: dict[str, tuple[Op, AnyCase]] = {
     **{f"{op.name}, {form}": (op, case) for op in NARROW for form, case in forms_of(NARROW[op]).items()},
@@ -266,13 +273,17 @@ def of_each(names: Iterable[str], change: Callable[[Any], Any]) -> Change:
     return lambda a: {name: change(a[name]) for name in names}
 
 
+def wrong_gates(cols: int) -> list[Refusal]:
+    one_value = rf"^dt_bias must have shape \(HV=4\) where a has one value per head, got \(4, {cols}\)"
+    return [
+        ("dt_bias without A_log", given(A_log=None), "^dt_bias must come with A_log"),
+        ("dt_bias alone per channel", only("dt_bias", lambda t: t[:, None].repeat(1, cols)), one_value),
+    ]
+
+
 def delta_refusals(case: AnyCase) -> list[Refusal]:
     """Gates that do not go together, and tokens that cannot go at once."""
-    one_value = r"^dt_bias must have shape \(HV=4\) where a has one value per head, got \(4, 5\)"
-    gates: list[Refusal] = [
-        ("dt_bias without A_log", given(A_log=None), "^dt_bias must come with A_log"),
-        ("dt_bias alone per channel", only("dt_bias", lambda t: t[:, None].repeat(1, 5)), one_value),
-    ]
+    gates = wrong_gates(5)
     if not case.tokens:
         return gates
     halves = "^exact=False needs q and k that are both bfloat16 or both float16, got "
@@ -387,37 +398,66 @@ def conv_refusals(case: AnyCase) -> list[Refusal]:
     ]
 
 
-# Rings and plans of mamba2_replay
+# Rings and plans
 
 LEFT_OUT, ROOM = "^slots must be left out with a plan", "^the ring has 7 rows, so beside its window of"
 MOST = "^a call may have as many tokens per row as the window, "
+OF_RING = "^{} must have the dtype of ring.{}, {}, got {}"
+
+
+def ring_refusals(op: Op, case: AnyCase, kind: type[AnyRing]) -> list[Refusal]:
+    """What no op that replays takes."""
+    tables = {"write": torch.clone, "accepted": torch.ones_like, "snapshot_rows": torch.clone}
+    tables["parents"] = columns(T if case.tokens else 1)
+    return [
+        *[(f"slots.{n}", at(**{n: t}), f"^slots.{n} is not for replay, which keeps") for n, t in tables.items()],
+        ("snapshots", given(snapshots=torch.zeros(3, 1, 4, 6, 8)), "unexpected keyword argument", TypeError),
+        *(packed_plans(op) if case.packed else long_calls(op) if case.tokens else [*plans(op), *wrong_rings(kind)]),
+    ]
 
 
 def replay_refusals(case: AnyCase) -> list[Refusal]:
     per_head = r"must have one value per head, as Mamba-2 has, or be expanded from such, got shape \(.*not for Mamba-1"
     per_row: dict[str, Any] = dict.fromkeys(("dt", "dt_bias"), lambda t: torch.stack([t] * 6, -1))
     per_row["A"] = lambda t: t[:, None, None].repeat(1, 6, 8)
-    tables = {"write": torch.clone, "accepted": torch.ones_like, "snapshot_rows": torch.clone}
-    tables["parents"] = columns(T if case.tokens else 1)
-    of_ring = "^{} must have the dtype of ring.{}, {}, got {}"
+    of_x = OF_RING.format("x", "x", "bfloat16", "float16")
     return [
         *[(f"{n} per row", only(n, change), f"^{n} {per_head}") for n, change in per_row.items()],
-        *[(f"slots.{n}", at(**{n: t}), f"^slots.{n} is not for replay, which keeps") for n, t in tables.items()],
-        ("x of float32", only("x", Tensor.float), of_ring.format("x", "x", "float16", "float32"), TypeError),
-        ("B of bfloat16", only("B", Tensor.bfloat16), of_ring.format("B", "B", "float16", "bfloat16"), TypeError),
-        (
-            "ring.x bfloat16",
-            other("ring", x=Tensor.bfloat16),
-            of_ring.format("x", "x", "bfloat16", "float16"),
-            TypeError,
-        ),
-        *[
-            (f"{n} groups", of_each("BC", change), f"^B must have the groups of ring.B, 2, got {n}")
-            for n in (1, 4)
-            for change in [lambda t, n=n: t[..., :1, :].repeat_interleave(n, -2)]
-        ],
-        ("snapshots", given(snapshots=torch.zeros(3, 1, 4, 6, 8)), "unexpected keyword argument", TypeError),
-        *(PACKED_PLANS if case.packed else LONG_CALLS if case.tokens else [*PLANS, *RINGS]),
+        ("x of float32", only("x", Tensor.float), OF_RING.format("x", "x", "float16", "float32"), TypeError),
+        ("B of bfloat16", only("B", Tensor.bfloat16), OF_RING.format("B", "B", "float16", "bfloat16"), TypeError),
+        ("ring.x bfloat16", other("ring", x=Tensor.bfloat16), of_x, TypeError),
+        *other_numbers("BC", "groups", "B"),
+        *ring_refusals(MAMBA2_REPLAY, case, Ring),
+    ]
+
+
+def delta_replay_refusals(case: AnyCase) -> list[Refusal]:
+    of_k, of_a = OF_RING.format("{}", "k", "float16", "{}"), OF_RING.format("a", "decay", "float16", "float32")
+    per_channel, per_head = (
+        rf"^ring.decay must have shape \(slots, HV, length{axis}\) where a has one value per {what}, got \(7, 4, "
+        for axis, what in ((", K", "channel"), ("", "head"))
+    )
+    wide = only("a", lambda t: torch.stack([t] * 8, -1))
+    with_channels = other("ring", decay=lambda t: torch.stack([t.half()] * 8, -1))
+    return [
+        *wrong_gates(8),
+        *[(f"{n} of float32", only(n, Tensor.float), of_k.format(n, "float32"), TypeError) for n in "qk"],
+        ("q of bfloat16", only("q", Tensor.bfloat16), of_k.format("q", "bfloat16"), TypeError),
+        ("ring.k bfloat16", other("ring", k=Tensor.bfloat16), "^q must have the dtype of ring.k, bfloat16", TypeError),
+        ("a per channel", wide, per_channel),
+        ("ring.decay per channel", with_channels, per_head),
+        ("a of another dtype", both(wide, with_channels), of_a, TypeError),
+        *other_numbers("qk", "heads", "k"),
+        *ring_refusals(GATED_DELTA_REPLAY, case, DeltaRing),
+    ]
+
+
+def other_numbers(names: str, word: str, kept: str) -> list[Refusal]:
+    """Heads or groups that a ring does not have."""
+    return [
+        (f"{n} {word}", of_each(names, change), f"^{kept} must have the {word} of ring.{kept}, 2, got {n}")
+        for n in (1, 4)
+        for change in [lambda t, n=n: t[..., :1, :].repeat_interleave(n, -2)]
     ]
 
 
@@ -426,48 +466,73 @@ def planned(tokens: int | None = 1, read: Callable[[Any], Any] = lambda s: s, be
     return lambda a: {"plan": a["ring"].plan(read(a["slots"]), tokens), "slots": beside(a["slots"])}
 
 
-PLANS: list[Refusal] = [  # of one token
-    ("plan a list", lambda a: {"plan": [a["ring"].plan(a["slots"], 1)]}, "^plan must be a Plan, got list", TypeError),
-    ("plan True", given(plan=True, slots=None), "^plan must be a Plan, got bool", TypeError),
-    ("plan of fewer rows", planned(read=lambda t: t[:2]), "^plan is for 2 rows of up to 1 tokens, but x has 3 of up"),
-    ("plan of all slots", planned(read=lambda t: None), "^plan is for 7 rows of up to 1 tokens, but x has 3 of up to"),
-    ("plan and other slots", planned(beside=torch.clone), LEFT_OUT),
-    ("plan and a Slots", planned(beside=Slots), LEFT_OUT),
-    ("plan of all and slots", planned(read=lambda t: None, beside=torch.clone), LEFT_OUT),
-    ("plan of another ring", both(planned(), other("ring", count=torch.clone)), OTHER_RING),
-]
+def plans(op: Op) -> list[Refusal]:
+    """Of one token."""
+    rows, a_list = f"rows of up to 1 tokens, but {op.main} has 3 of up to 1", "^plan must be a Plan, got list"
+    return [
+        ("plan a list", lambda a: {"plan": [a["ring"].plan(a["slots"], 1)]}, a_list, TypeError),
+        ("plan True", given(plan=True, slots=None), "^plan must be a Plan, got bool", TypeError),
+        ("plan of fewer rows", planned(read=lambda t: t[:2]), f"^plan is for 2 {rows}"),
+        ("plan of all slots", planned(read=lambda t: None), f"^plan is for 7 {rows}"),
+        ("plan and other slots", planned(beside=torch.clone), LEFT_OUT),
+        ("plan and a Slots", planned(beside=Slots), LEFT_OUT),
+        ("plan of all and slots", planned(read=lambda t: None, beside=torch.clone), LEFT_OUT),
+        ("plan of another ring", both(planned(), other("ring", count=torch.clone)), OTHER_RING),
+    ]
 
 
 def with_tokens(n: int) -> Change:
-    return of_each(("x", "dt", "B", "C", "z", "out"), lambda t: t[:, :1].repeat_interleave(n, 1))
+    """A call of so many tokens."""
+
+    def change(a: dict[str, Any]) -> dict[str, Any]:
+        named = [name for name in ("x", "dt", "B", "C", "z", "q", "k", "v", "a", "b", "out") if name in a]
+        return {name: a[name][:, :1].repeat_interleave(n, 1) for name in named}
+
+    return change
 
 
 def in_window(window: int, length: int) -> Change:
     """A ring with another window, and so many rows."""
-    return other("ring", window=window, **dict.fromkeys(("x", "B", "dt"), lambda t: t[:, :, torch.arange(length) % 7]))
+
+    def change(a: dict[str, Any]) -> dict[str, Any]:
+        rows = torch.arange(length) % 7
+        kept = {name: getattr(a["ring"], name)[:, :, rows] for name in a["ring"].written}
+        return {"ring": replace(a["ring"], window=window, **kept)}
+
+    return change
 
 
 BOUNDED = Slots(torch.tensor([5, 0, 3]), cu_seqlens=torch.tensor([0, 2, 2, 5]), max_len=3)
-LONG_CALLS: list[Refusal] = [
-    ("5 tokens", both(in_window(4, 10), with_tokens(5)), f"{MOST}4, got 5"),
-    ("65 tokens", both(in_window(64, 129), with_tokens(65)), f"{MOST}64, got 65"),
-    ("4 tokens", with_tokens(4), f"{ROOM} 4 a call may have 3 tokens per row, got 4"),
-    ("a window of 6", in_window(6, 7), f"{ROOM} 6 a call may have 1 tokens per row, got 3"),
-    ("plan of one token", planned(1), "^plan is for 3 rows of up to 1 tokens, but x has 3 of up to 3"),
-    ("plan of packed tokens", planned(None, lambda t: BOUNDED), r"^x must have shape \(tokens, heads=4, rows=6\), got"),
-]
-PACKED_PLANS: list[Refusal] = [
-    ("no max_len", at(max_len=None), "^packed tokens need slots.max_len, the most tokens a row has"),
-    ("max_len 4", at(max_len=4), f"{ROOM} 4 a call may have 3 tokens per row, got 4"),
-    ("max_len 5", at(max_len=5), f"{MOST}4, got 5"),
-    ("plan and slots", planned(None, beside=lambda s: replace(s, max_len=2)), LEFT_OUT),
-    ("plan of dense tokens", planned(2, lambda s: s.read), "^plan is for 3 rows of up to 2 tokens, but x"),
-]
+
+
+def long_calls(op: Op) -> list[Refusal]:
+    """Of several tokens, or of too many."""
+    return [
+        ("5 tokens", both(in_window(4, 10), with_tokens(5)), f"{MOST}4, got 5"),
+        ("65 tokens", both(in_window(64, 129), with_tokens(65)), f"{MOST}64, got 65"),
+        ("4 tokens", with_tokens(4), f"{ROOM} 4 a call may have 3 tokens per row, got 4"),
+        ("a window of 6", in_window(6, 7), f"{ROOM} 6 a call may have 1 tokens per row, got 3"),
+        ("plan of one token", planned(1), f"^plan is for 3 rows of up to 1 tokens, but {op.main} has 3 of up to 3"),
+        ("plan of packed tokens", planned(None, lambda t: BOUNDED), rf"^{op.main} must have shape \(tokens, "),
+    ]
+
+
+def packed_plans(op: Op) -> list[Refusal]:
+    return [
+        ("no max_len", at(max_len=None), "^packed tokens need slots.max_len, the most tokens a row has"),
+        ("max_len 4", at(max_len=4), f"{ROOM} 4 a call may have 3 tokens per row, got 4"),
+        ("max_len 5", at(max_len=5), f"{MOST}4, got 5"),
+        ("plan and slots", planned(None, beside=lambda s: replace(s, max_len=2)), LEFT_OUT),
+        ("plan of dense tokens", planned(2, lambda s: s.read), f"^plan is for 3 rows of up to 2 tokens, but {op.main}"),
+    ]
+
+
 OWN: dict[str, Callable[[AnyCase], list[Refusal]]] = {
     "gated_delta_step": delta_refusals,
     "mamba3_step": mamba3_refusals,
     "conv1d_step": conv_refusals,
     "mamba2_replay": replay_refusals,
+    "gated_delta_replay": delta_replay_refusals,
 }
 
 

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from calls import BY_NAME, DELTA, FORMS, MAMBA2, MAMBA3, REPLAY, arguments_of
+from calls import BY_NAME, DELTA, DELTA_REPLAY, FORMS, MAMBA2, MAMBA3, REPLAY, arguments_of
 from compiling import CPU
 from torch import Tensor
+from traffic import pool_of
 
 import flashstate
 from flashstate.launch.call import Given
-from flashstate.ops import mamba2_fold, rings, seeds
+from flashstate.ops import gated_delta_fold, mamba2_fold, rings, seeds
 from flashstate.ops.mamba3 import MAMBA3_STEP
 from flashstate.proof import AnyCase, Case, DeltaCase, Mamba3Case, make_inputs
 from flashstate.proof.laws.steps import make_snapshots
@@ -108,11 +109,17 @@ def test_a_whole_step_of_mamba3_is_one_graph(rank: int, device: torch.device, ba
         assert torch.equal(tensor[[0, 1, 3]], of_before[[0, 1, 3]])
 
 
+HALVES = {"batch": 4, "tokens": 3, "x": "float16", "slots": 7, "format": "float16", "rounding": "stochastic"}
+LAYERS = (  # of one pool
+    replace(REPLAY, **HALVES, bc="float16", dt="float16"),
+    replace(DELTA_REPLAY, **HALVES, qk="float16"),
+    replace(DELTA_REPLAY, **HALVES, qk="float16", per_channel=True),
+)
+
+
 def make_pool(device: torch.device) -> flashstate.StatePool:
-    """Two layers with rings."""
-    sizes = {"slots": 7, "layers": 2, "heads": 4, "rows": 16, "cols": 32, "groups": 2, "window": 8, "tokens": 3}
-    kind = {"dtype": torch.float16, "rounding": "stochastic", "ring_dtype": torch.float16, "seed": 5}
-    pool = flashstate.StatePool.mamba2(**sizes, **kind, device=device)
+    """Layers with rings of every kind."""
+    pool = pool_of(LAYERS, device)
     pool.acquire(4, seed=7)
     return pool
 
@@ -121,12 +128,12 @@ def make_pool(device: torch.device) -> flashstate.StatePool:
 def test_a_whole_speculative_step_by_replay_is_one_graph(device: torch.device, backend: str) -> None:
     """Five steps, so that rings fold."""
     slots = torch.tensor([3, 0, -1, 2], dtype=torch.int32, device=device)
-    case = replace(REPLAY, batch=4, tokens=3, x="float16", bc="float16", dt="float16", slots=7)
 
-    def step(pool: flashstate.StatePool, given: dict[str, Tensor], accepted: Tensor) -> Tensor:
+    def step(pool: flashstate.StatePool, given: list[dict[str, Any]], accepted: Tensor) -> Tensor:
         plan = pool.plan(slots, 3)
-        y = flashstate.mamba2_replay(pool.layer(0), pool.ring(0), **given, plan=plan)
-        y = flashstate.mamba2_replay(pool.layer(1), pool.ring(1), **{**given, "x": y}, plan=plan)
+        y = flashstate.mamba2_replay(pool.layer(0), pool.ring(0), **given[0], plan=plan)
+        for i in (1, 2):
+            y = flashstate.gated_delta_replay(pool.layer(i), pool.ring(i), **{**given[i], "v": y}, plan=plan)
         pool.commit(plan, accepted)
         pool.advance(slots)
         return y
@@ -134,14 +141,11 @@ def test_a_whole_speculative_step_by_replay_is_one_graph(device: torch.device, b
     def run(compile: Callable[..., Any]) -> list[Tensor]:
         pool, compiled, found = make_pool(device), compile(step), []
         for i in range(5):
-            given, accepted = case.make_inputs(device, i).arguments, torch.tensor([3, i % 4, 2, 2], device=device)
-            rings = [getattr(pool.ring(j), name) for j in (0, 1) for name in ("x", "B", "dt", "start", "count")]
-            found += [
-                compiled(pool, given, accepted),
-                pool.layer(0).seed,
-                *(pool.layer(j).data for j in (0, 1)),
-                *rings,
-            ]
+            given = [case.make_inputs(device, i).arguments for case in LAYERS]
+            found += [compiled(pool, given, torch.tensor([3, i % 4, 2, 2], device=device)), pool.layer(0).seed]
+            for j in range(len(LAYERS)):
+                ring = pool.ring(j)
+                found += [pool.layer(j).data, *(getattr(ring, name) for name in (*ring.written, "start", "count"))]
             found = [tensor.clone() for tensor in found]
         return found
 
@@ -210,6 +214,7 @@ def check_registered(name: str, pieces: Any, given: Given) -> None:
         *(("mamba3_step", form) for form in ("int8", "slots to choose from", "rank 1", "without weights")),
         *(("conv1d_step", form) for form in ("snapshots", "a ring", "rolled back")),
         *(("mamba2_replay", form) for form in ("int8", "a plan", "a plan of packed tokens")),
+        *(("gated_delta_replay", form) for form in ("int8", "KDA", "a plan of packed tokens")),
     ],
 )  # fmt: skip
 def test_registered_ops_declare_what_they_write(name: str, form: str) -> None:
@@ -218,11 +223,13 @@ def test_registered_ops_declare_what_they_write(name: str, form: str) -> None:
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
-def test_the_registered_op_that_folds_declares_what_it_writes(elsewhere: bool) -> None:
-    pool = make_pool(CPU)
+def test_the_registered_ops_that_fold_declare_what_they_write(elsewhere: bool) -> None:
+    pool, slots = make_pool(CPU), flashstate.Slots(torch.arange(4))
     into = flashstate.State(torch.zeros(7, 4, 16, 32)) if elsewhere else None
-    values = (pool.layer(0), pool.ring(0), -torch.rand(4), flashstate.Slots(torch.arange(4)), None, -1, into)
-    check_function("mamba2_fold", mamba2_fold.fold, *values)
+    check_function("mamba2_fold", mamba2_fold.fold, pool.layer(0), pool.ring(0), -torch.rand(4), slots, None, -1, into)
+    for i, gates in ((1, (None, None)), (2, (torch.rand(4), torch.rand(4, 32)))):
+        values = (pool.layer(i), pool.ring(i), *gates, True, slots, None, -1, into)
+        check_function("gated_delta_fold", gated_delta_fold.fold, *values)
 
 
 def check_function(name: str, function: Any, *values: Any) -> None:

@@ -21,11 +21,11 @@ from flashstate.launch import Problem
 from flashstate.ops.replaying import forms_of
 from flashstate.proof import AnyCase, Inputs, ReplayCase, ReplayInputs, ReplayPool, dtype, error_ratio, slotted
 from flashstate.proof.inputs import Source
-from flashstate.proof.laws.replay import rings_after
+from flashstate.proof.replaying import rings_after
 from flashstate.reference import rings as reference
 from flashstate.reference.state_io import advance_seeds
 from flashstate.state.formats import bits_of
-from flashstate.state.ring import FIELDS, Ring
+from flashstate.state.ring import FIELDS, AnyRing
 from flashstate.state.slots import Slots
 
 TOKENS = 6  # of a step that drafts
@@ -105,7 +105,7 @@ class RingCase(ReplayCase):
         """What a batch has on average: its slots are any of the pool."""
         return self.batch * self.folding, self.batch * (self.counts.double().mean().item() + (self.tokens or 1))
 
-    def _ring(self, source: Source, slots: Tensor) -> Ring:
+    def _ring(self, source: Source, slots: Tensor) -> AnyRing:
         """Rings whose slots have the live counts of this case in random order."""
         ring = super()._ring(source, slots)
         order = torch.randperm(self.slots, generator=source.generator)
@@ -207,13 +207,14 @@ def check(bind: Binding, inputs: Inputs, storing: Storing = IN_PLACE) -> None:
 
 
 def require_appended(inputs: ReplayInputs, got: ReplayPool) -> None:
-    """Raise MeasurementError unless rings have the new tokens, time steps within their budget, and the pool has all
-    else but folded states, bit for bit, as it was."""
+    """Raise MeasurementError unless rings have the new tokens, what is rounded of them within its budget, and the pool
+    has all else but folded states, bit for bit, as it was."""
     filled, exact = rings_after(inputs)
     want, rows, folded = filled.state, inputs.appended_rows, inputs.slots[inputs.folds].long()
-    new, *expected = (dt.transpose(1, 2)[rows] for dt in (got.dt, exact, want.dt))
-    require_within_budgets({"dt in the ring": error_ratio(new, *expected)})
-    want.dt.transpose(1, 2)[rows] = new
+    for name, finely in exact.items():
+        new, *expected = (kept.transpose(1, 2)[rows] for kept in (got.kept[name], finely, want.kept[name]))
+        require_within_budgets({f"{name} in the ring": error_ratio(new, *expected)})
+        want.kept[name].transpose(1, 2)[rows] = new
     for name, tensor in slotted(want).items():
         if name in ("data", "scale"):
             bits_of(tensor)[folded] = bits_of(slotted(got)[name])[folded]

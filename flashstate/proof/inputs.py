@@ -67,6 +67,7 @@ class ProvenOp:
     uniform: tuple[str, ...] = ()  # arguments drawn from 0 to 1; others are normally distributed
     copies: bool = False  # whether a state is made of copies, so that nothing in it is rounded
     sums: bool = False  # whether sums along rows, whose order alignment decides, reach the state
+    summed: tuple[str, ...] = ()  # tensors beside the state that they reach too
     carried: tuple[str, ...] = ()  # tensors of a pool, beside data and scale, that a token continues from
     left_alone: tuple[str, ...] = ()  # those of them that a call does not write
     angles: tuple[str, ...] = ()  # those of them that count up to whole turns

@@ -7,66 +7,67 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from flashstate.proof import Recurrence, ReplayCase, ReplayInputs
+from flashstate.proof import AnyReplayCase, Recurrence, ReplayInputs
 from flashstate.proof.laws import registry, require
 from flashstate.proof.laws.require import all_tokens
 from flashstate.proof.laws.seeds import graph_like_eager_steps
-from flashstate.reference.mamba2 import time_steps
+from flashstate.proof.replaying import CURSORS, rings_after
 
 law = partial(registry.law, includes=lambda case: case.op.rings)
-OF_RINGS = ("x", "B", "dt", "start", "count")
 
 
 @law("replay writes no state where it does not fold, and of a ring only rows that are not live, to append its tokens")
-def only_what_must_be_written(case: ReplayCase, device: torch.device, inputs: ReplayInputs) -> None:
-    kept, appended = inputs.slots[~inputs.folds].long(), inputs.appended_rows
+def only_what_must_be_written(case: AnyReplayCase, device: torch.device, inputs: ReplayInputs) -> None:
+    others, appended = inputs.slots[~inputs.folds].long(), inputs.appended_rows
     want, exact = rings_after(inputs)
     run = inputs.fresh()
     run.step()
-    require.equal_states("rows that do not fold", run.state, inputs.state, kept, besides=OF_RINGS)
-    require.equal_states("rings", run.state, want.state, besides=("data", "scale", "dt"))
-    after, before, plain = (pool.dt.transpose(1, 2) for pool in (run.state, inputs.state, want.state))
-    require.equal_bytes("other time steps", after[~appended], before[~appended])
-    require.within_budget("time steps", after[appended], exact.transpose(1, 2)[appended], plain[appended])
-
-
-def rings_after(inputs: ReplayInputs) -> tuple[ReplayInputs, Tensor]:
-    """Inputs with their tokens in their rings, and the time steps of these in float64."""
-    found = inputs.fresh()
-    pool, exact = found.state, found.state.dt.double()
-    for t in range(max(inputs.row_lengths)):
-        rows = (inputs.tokens > t).nonzero()[:, 0]
-        slot, token = inputs.slots[rows].long(), inputs.token(rows, t)
-        row = (pool.start + pool.count + t)[slot].long() % pool.ring.length
-        pool.x[slot, :, row], pool.B[slot, :, row] = token["x"], token["B"]
-        for sizes in (exact, pool.dt):
-            dt, bias = token["dt"].to(sizes.dtype), token["dt_bias"]
-            bias = None if bias is None else bias.to(sizes.dtype)
-            sizes[slot, :, row] = time_steps(dt, bias, token["dt_softplus"], token["dt_limit"])
-    return found, exact
+    of_rings = (*inputs.state.kept, *CURSORS)
+    require.equal_states("rows that do not fold", run.state, inputs.state, others, besides=of_rings)
+    require.equal_states("rings", run.state, want.state, besides=("data", "scale", *exact))
+    for name, finely in exact.items():
+        after, before, plain = (pool.kept[name].transpose(1, 2) for pool in (run.state, inputs.state, want.state))
+        require.equal_bytes(f"{name} of other tokens", after[~appended], before[~appended])
+        require.within_budget(
+            f"{name} of new tokens", after[appended], finely.transpose(1, 2)[appended], plain[appended]
+        )
 
 
 @law("NaN in rows of a ring that are not live changes nothing")
-def dead_rows(case: ReplayCase, device: torch.device, inputs: ReplayInputs) -> None:
+def dead_rows(case: AnyReplayCase, device: torch.device, inputs: ReplayInputs) -> None:
     there = (inputs.state.live_rows | inputs.appended_rows)[inputs.slots.long()]
     clean, dead = inputs.fresh(), inputs.fresh()
-    for tensor in (clean.state.x, clean.state.B, clean.state.dt):
+    for tensor in clean.state.kept.values():
         require.that(bool(tensor.isnan().any()), "no row is dead")
         tensor.nan_to_num_(0.0)
     y = dead.step()
     require.equal_bytes("output", y, clean.step())
     require.that(not bool(y.isnan().any()), "NaN came out of a ring")
-    require.equal_states("checkpoints", dead.state, clean.state, besides=OF_RINGS)
-    for name in ("x", "B", "dt"):
-        got, want = (getattr(run.state, name)[inputs.slots.long()].transpose(1, 2) for run in (dead, clean))
+    require.equal_states("checkpoints", dead.state, clean.state, besides=(*inputs.state.kept, *CURSORS))
+    for name in inputs.state.kept:
+        got, want = (run.state.kept[name][inputs.slots.long()].transpose(1, 2) for run in (dead, clean))
         require.equal_bytes(f"the ring of {name}", got[there], want[there])
+
+
+@law(
+    "a ring that is folded before a call gives the bytes of one that the call folds",
+    includes=lambda case: case.op.rings and case.op.from_stored,
+)
+def folded_before(case: AnyReplayCase, device: torch.device, inputs: ReplayInputs) -> None:
+    """Output, checkpoints and rings."""
+    ahead, slots = inputs.fresh(), inputs.slots[inputs.folds]
+    ahead.fold(slots=slots)
+    ahead.state.ring.folded(slots)
+    require.that(not bool(ahead.folds.any()), "a call folds what was folded before")
+    require.equal_bytes("output", ahead.step(), inputs.step())
+    require.equal_states("the pool", ahead.state, inputs.state, besides=CURSORS)
 
 
 STEPS = 6
 
 
 @law("steps of a replay, of which any tokens are accepted, give what the recurrence gives on those")
-def accepted_tokens(case: ReplayCase, device: torch.device, inputs: ReplayInputs) -> None:
+def accepted_tokens(case: AnyReplayCase, device: torch.device, inputs: ReplayInputs) -> None:
     model, generator = Recurrence.of(inputs), torch.Generator().manual_seed(3)
     for turn in range(STEPS):
         step = inputs.given(**case.make_inputs(device, seed=turn + 1).activations)
@@ -80,7 +81,7 @@ def accepted_tokens(case: ReplayCase, device: torch.device, inputs: ReplayInputs
 
 
 @law("a CUDA graph of a plan, a replay and its commit goes on with whatever is accepted", needs="cuda")
-def graphs(case: ReplayCase, device: torch.device, inputs: ReplayInputs) -> None:
+def graphs(case: AnyReplayCase, device: torch.device, inputs: ReplayInputs) -> None:
     accepted, slots = torch.zeros_like(inputs.tokens), inputs.at()
 
     def one_step(run: ReplayInputs, out: Tensor) -> None:

@@ -288,7 +288,8 @@ def paged_pool(case: AnyCase, device: torch.device, inputs: Inputs) -> None:
         require.close(pool, paged, paged.step(), want)
         narrower = access_width(paged.state.data) != access_width(dense.state.data)
         summed = inputs.op.sums and (narrower or inputs.op.rings)
-        require.equal_states(pool, paged.state, dense.state, besides=("data", "scale") if summed else ())
+        others = ("data", "scale", *inputs.op.summed) if summed else ()
+        require.equal_states(pool, paged.state, dense.state, besides=others)
         for name, (views, memory) in pages.items():
             bits_of(views).fill_(PAGE_FILL)
             require.that(bool((memory == PAGE_FILL).all()), f"memory between slots or heads of {name} was written")
