@@ -384,7 +384,7 @@ def test_wrong_sizes_are_refused_by_name(
 def test_an_axis_that_warmup_cannot_know_is_refused_by_name() -> None:
     op: Any = SimpleNamespace(name="x_step", tensors={"x": Axes.parse("tokens heads | lanes")})
     pool = StatePool.mamba2(slots=2, layers=1, heads=2, rows=4, cols=8)
-    serving = Serving(pool, torch.bfloat16, torch.float32, {}, {}, wide=(), options={}, conv_width=None)
+    serving = Serving(pool, torch.bfloat16, torch.float32, {}, {}, per_channel=False, options={}, conv_width=None)
     with pytest.raises(ValueError, match=r"^x of x_step has lanes, whose size warmup cannot know: give `also`$"):
         serving.tensors(op, {"heads": 2}, Slots(torch.arange(2)), 1, {})
 
