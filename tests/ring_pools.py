@@ -32,7 +32,7 @@ def make_pool(rule: str = "mamba2", **options: Any) -> StatePool:
     if rule == "mamba2":
         return StatePool.mamba2(**{"rows": ROWS, "cols": COLS, "groups": GROUPS, **given})
     delta = {"value_dim": ROWS, "key_dim": COLS, "key_heads": GROUPS, "per_channel": rule == "per channel"}
-    return StatePool.gated_delta(**{**delta, **given})
+    return StatePool.gated_delta(**{**delta, "u_dtype": torch.float32, **given})
 
 
 def pool_of_both(**options: Any) -> StatePool:
@@ -106,9 +106,9 @@ def fill(pool: StatePool, slots: list[int]) -> None:
 def rings_of(rule: str, layers: int = LAYERS) -> list[AnyRing]:
     """Rings for layers, each with memory of its own but for the cursors."""
     start, count = (torch.zeros(SLOTS, dtype=torch.int32) for _ in range(2))
-    kind, dtypes = Ring if rule == "mamba2" else DeltaRing, {"u": torch.float16}
+    kind = Ring if rule == "mamba2" else DeltaRing
     return [
-        kind(**{part: torch.zeros(SLOTS, *shape, dtype=dtypes.get(part)) for part, shape in SHAPES[rule].items()},
+        kind(**{part: torch.zeros(SLOTS, *shape) for part, shape in SHAPES[rule].items()},
              start=start, count=count, window=WINDOW)
         for _ in range(layers)
     ]  # fmt: skip

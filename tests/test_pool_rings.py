@@ -1,10 +1,13 @@
 """The rings of a StatePool: clean when they are handed out, copied and emptied with their request, counted, wrapped."""
 
+from random import Random
+
 import pytest
 import torch
 from pools import DEVICES, EVERY_FORMAT, dirty, is_clean, is_poison, kept_by, same
 from ring_pools import (
     COLS,
+    DELTA,
     GROUPS,
     HEADS,
     LAYERS,
@@ -15,6 +18,7 @@ from ring_pools import (
     SLOTS,
     TOKENS,
     WINDOW,
+    A,
     fill,
     fold,
     in_format,
@@ -26,6 +30,7 @@ from ring_pools import (
 )
 from torch import Tensor
 
+import flashstate
 from flashstate import DeltaRing, Ring, Slots, State, StatePool
 from flashstate.models import ModelShape
 from flashstate.plan import request_bytes
@@ -46,7 +51,7 @@ def equal(one: list[Tensor], other: list[Tensor]) -> bool:
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_layers_have_rings_of_the_documented_shapes_which_share_cursors(kind: torch.dtype, rule: str) -> None:
     pool = make_pool(rule, ring_dtype=kind, dtype=torch.int8)
-    dtypes = {"u": torch.float16, "dt": torch.float32, "decay": kind if rule == "per channel" else torch.float32}
+    dtypes = {"u": torch.float32, "dt": torch.float32, "decay": kind if rule == "per channel" else torch.float32}
     assert pool.has_rings
     for i in range(LAYERS):
         ring = pool.ring(i)
@@ -71,7 +76,6 @@ def test_a_ring_of_the_delta_rule_has_a_key_head_each_one_token_and_u_of_float16
     ring = StatePool.gated_delta(**sizes).ring(0)
     assert (ring.k.shape, ring.u.shape, ring.decay.shape) == ((2, 3, 17, 4), (2, 3, 17, 2), (2, 3, 17))
     assert (ring.k.dtype, ring.u.dtype, ring.longest_call) == (torch.bfloat16, torch.float16, 1)
-    assert StatePool.gated_delta(**sizes, u_dtype=torch.float32).ring(0).u.dtype is torch.float32
 
 
 @OF_ONE_RULE
@@ -98,6 +102,7 @@ def test_bytes_per_slot_are_what_plan_says(name: str, rounding: str, activations
         window=WINDOW, tokens=TOKENS, **of_delta,
     )  # fmt: skip
     kinds = {"ring_dtype": activations, "conv_dtype": activations, "conv_channels": shape.conv_channels}
+    kinds |= {} if rule == "mamba2" else {"u_dtype": torch.float16}
     pool = in_format(name, rounding, rule, **kinds)
     kept = {part: tensor[0].nbytes for part, tensor in kept_by(pool).items()}
     planned = request_bytes(shape, FORMATS[getattr(torch, name)])
@@ -228,6 +233,61 @@ def test_a_wrapped_pool_has_the_callers_rings_and_gives_what_an_allocated_one_do
 
 
 # With other things that a request has
+
+
+class Plain:
+    """The layers of a pool of both rules, with their convolutions, as steps of one token have them."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.states = torch.zeros(LAYERS, SLOTS, HEADS, ROWS, COLS)
+        self.windows = torch.zeros(LAYERS, SLOTS, *weight.shape)[..., 1:]
+        self.weight = weight
+
+    def clear(self, slot: int) -> None:
+        self.states[:, slot] = self.windows[:, slot] = 0
+
+    def step(self, slots: Tensor, tokens: dict[str, Tensor]) -> list[Tensor]:
+        """The outputs of all layers for a token of every row."""
+        t, first, second = tokens, *self.states
+        x, v = (
+            flashstate.conv1d_step(w, t["x"].flatten(1), self.weight, slots=slots).view_as(t["x"]) for w in self.windows
+        )
+        gates = {"a": t["a"][..., 0].contiguous(), "b": t["b"], **DELTA}
+        return [
+            flashstate.mamba2_step(first, x, t["dt"], A, t["B"], t["C"], slots=slots),
+            flashstate.gated_delta_step(second, t["q"], t["k"], v, **gates, slots=slots),
+        ]
+
+
+def test_one_plan_and_one_commit_serve_layers_of_both_rules_and_their_convolutions() -> None:
+    """Requests come and go, and drafts are rejected: what stays gives what steps of one token give."""
+    draw, weight = Random(0), torch.randn(HEADS * ROWS, 4, generator=torch.Generator().manual_seed(0))
+    pool, plain = make_pool("both", conv_channels=len(weight), conv_dtype=torch.float32, drafts=TOKENS), Plain(weight)
+    slots, before, folds = pool.acquire(4).tolist(), dict.fromkeys(range(SLOTS), 0), 0
+    for turn in range(40):
+        if turn % 5 == 4:  # a request ends, and another begins
+            pool.release(slots.pop())
+            slots += pool.acquire().tolist()
+            before[slots[-1]] = 0
+            plain.clear(slots[-1])
+        draw.shuffle(slots)
+        rows, tokens = torch.tensor(slots), tokens_for(len(slots), TOKENS, turn)
+        plan = pool.plan(rows, TOKENS)
+        windows = Slots(rows, accepted=torch.tensor([before[slot] for slot in slots]))
+        outputs = []
+        for i in range(LAYERS):
+            convolved = flashstate.conv1d_step(pool.window(i), tokens["x"].flatten(2), weight, slots=windows)
+            given = convolved.view_as(tokens["x"])
+            outputs.append(step(pool, i, {**tokens, "x": given, "v": given}, plan=plan))
+        accepted = [draw.randint(0, TOKENS) for _ in slots]
+        pool.commit(plan, torch.tensor(accepted))
+        before |= dict(zip(slots, accepted, strict=True))
+        folds += int(plan.parts[0])
+        for t in range(TOKENS):
+            stay = [b for b, kept in enumerate(accepted) if kept > t]
+            want = plain.step(rows[stay], {name: tensor[stay, t] for name, tensor in tokens.items()})
+            torch.testing.assert_close([y[stay, t] for y in outputs], want)
+    assert folds > 20
 
 
 @EVERY_RULE
