@@ -294,9 +294,10 @@ SHAPE = {
     "--rows": number("of a head; of the delta rule: the value dimension"),
     "--cols": number("of a head, the state dimension; of the delta rule: the key dimension"),
     "--groups": number("of B and C; of the delta rule: key heads"),
+    "--per-channel": flag(default=None, help="with a decay per channel, as KDA has it"),
     "--conv-width": option("0: no convolution (default: 4)", "N", type=int),
     "--dtype": option("of activations (default: bfloat16)", dest="activations", choices=ACTIVATIONS),
-    "--window": option(f"of the replay ring of mamba2, up to {LARGEST_WINDOW} (default: 0, no ring)", "N", type=int),
+    "--window": option(f"of the replay ring, up to {LARGEST_WINDOW} (default: 0, no ring)", "N", type=int),
     "--tokens": number("the longest call a ring takes (default: 1)"),
 }
 GENERATE = {

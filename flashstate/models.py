@@ -13,7 +13,7 @@ from flashstate.state.ring import LARGEST_WINDOW
 
 KINDS = ("mamba2", "gated_delta")
 NECESSARY = ("layers", "heads", "rows", "cols", "groups")  # what a shape cannot do without
-ARCHITECTURE = {"kind", "conv_width", *NECESSARY}  # what training fixed; the other fields are choices of a server
+ARCHITECTURE = {"kind", "conv_width", "per_channel", *NECESSARY}  # what training fixed; the others a server chooses
 RECURRENT_LAYERS = ("mamba", "linear_attention", "hybrid")  # names of layers with a state; hybrid: attention beside it
 
 
@@ -31,6 +31,7 @@ class ModelShape:
     activations: torch.dtype = torch.bfloat16  # of those inputs and of the replay ring
     window: int = 0  # of the replay ring; 0: there is none
     tokens: int = 1  # of the longest call that a ring takes
+    per_channel: bool = False  # whether every column of a head has a decay of its own, as in KDA
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -44,13 +45,13 @@ class ModelShape:
             raise ValueError(f"the number of groups must divide the {self.heads} heads, got {self.groups}")
         if self.conv_width < 0 or self.conv_width == 1:
             raise ValueError(f"conv_width must be 0, for no convolution, or at least 2, got {self.conv_width}")
+        if self.per_channel and self.kind != "gated_delta":
+            raise ValueError(f"per_channel is for gated_delta, got kind={self.kind!r}")
         self._check_ring()
 
     def _check_ring(self) -> None:
         if not 0 <= self.window <= LARGEST_WINDOW:
             raise ValueError(f"window must be from 0, for no ring, to {LARGEST_WINDOW}, got {self.window}")
-        if self.window and self.kind != "mamba2":
-            raise ValueError(f"window must be 0 for {self.kind}: only mamba2 states have a replay ring")
         if not self.window and self.tokens > 1:
             raise ValueError(f"tokens={self.tokens} needs a window: it sizes the replay ring and nothing else")
         if self.window and self.tokens > self.window:
@@ -109,7 +110,10 @@ def shape_from_config(path: Path) -> ModelShape:
     try:
         layers, of_head = _recurrent_layers(config), _rows(config, heads, rows)
         cols, groups, conv_width = (config.number(field) for field in others)
-        return ModelShape(kind, layers, config.number(heads), of_head, cols, groups, conv_width)
+        per_channel = config.model_type in PER_CHANNEL
+        return ModelShape(
+            kind, layers, config.number(heads), of_head, cols, groups, conv_width, per_channel=per_channel
+        )
     except ValueError as error:
         raise ValueError(f"{config.path} ({config.model_type}): {error}") from None
 
@@ -180,6 +184,7 @@ FAMILIES: dict[str, tuple[str, str, str | None, str, str, str]] = {
         f"{_KDA}.short_conv_kernel_size",
     ),
 }  # fmt: skip
+PER_CHANNEL = ("kimi_linear",)  # families that have a decay per channel
 
 
 def _rows(config: ConfigJson, heads: str, rows: str | None) -> int:

@@ -16,7 +16,8 @@ from flashstate.state.formats import FORMATS, Format
 
 SCALE_BYTES = 4  # float32, one per row of a block-scaled state
 SEED_BYTES = 8  # int64, one per request whose states are rounded stochastically
-DT_BYTES = 4  # float32 in a ring, whatever the activations are
+DECAY_BYTES = 4  # float32 in a ring, dt or the logarithm of a decay, whatever the activations are
+U_BYTES = 2  # float16 in a ring of the delta rule, whatever the activations are
 CURSOR_BYTES = 8  # of a ring: start and count, int32 each, shared by all layers
 BINARY, DECIMAL = ("B", "KiB", "MiB", "GiB", "TiB"), ("B", "KB", "MB", "GB", "TB")
 UNITS = {name: base**power for names, base in ((BINARY, 1024), (DECIMAL, 1000)) for power, name in enumerate(names)}
@@ -25,15 +26,22 @@ UNITS = {name: base**power for names, base in ((BINARY, 1024), (DECIMAL, 1000)) 
 def request_bytes(shape: ModelShape, format: Format) -> dict[str, int]:
     """Bytes that one request keeps over all layers, item by item; with a seed wherever the format can use one."""
     rows, activation = shape.heads * shape.rows, shape.activations.itemsize
-    ring_token = (rows + shape.groups * shape.cols) * activation + shape.heads * DT_BYTES  # x, B and dt
     kept = {
         "state": shape.layers * rows * shape.cols * format.dtype.itemsize,
         "scales": shape.layers * rows * SCALE_BYTES if format.scaled else 0,
         "conv": shape.layers * shape.conv_channels * max(0, shape.conv_width - 1) * activation,
-        "ring": shape.layers * (shape.window + shape.tokens) * ring_token + CURSOR_BYTES if shape.window else 0,
+        "ring": shape.layers * (shape.window + shape.tokens) * ring_token(shape) + CURSOR_BYTES if shape.window else 0,
         "seed": SEED_BYTES if "stochastic" in format.roundings else 0,
     }
     return {**kept, "total": sum(kept.values())}
+
+
+def ring_token(shape: ModelShape) -> int:
+    """Bytes of one token in the ring of a layer: of x, B and dt, or of u, k and a decay, which per channel is a."""
+    activation = shape.activations.itemsize
+    of_rows = activation if shape.kind == "mamba2" else U_BYTES
+    decay = shape.cols * activation if shape.per_channel else DECAY_BYTES
+    return shape.heads * (shape.rows * of_rows + decay) + shape.groups * shape.cols * activation
 
 
 def parse_memory(text: str) -> int:
@@ -66,9 +74,10 @@ def describe(shape: ModelShape) -> str:
     """A shape in one sentence."""
     conv = f"a convolution of width {shape.conv_width}" if shape.conv_width else "no convolution"
     heads = f"{counted(shape.heads, 'head')} x {shape.rows} x {shape.cols}"
+    decays = ", a decay per channel" if shape.per_channel else ""
     return (
         f"{shape.kind}, {counted(shape.layers, 'layer')} with a state of {heads}, "
-        f"{group_count(shape)}, {conv}, {dtype_name(shape.activations)} activations."
+        f"{group_count(shape)}{decays}, {conv}, {dtype_name(shape.activations)} activations."
     )
 
 

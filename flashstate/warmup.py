@@ -20,16 +20,24 @@ from flashstate.launch.environment import uses_kernels
 from flashstate.launch.start import Launch, collecting
 from flashstate.launch.variants import compile_variants, variants_of
 from flashstate.ops.conv1d import CONV1D_STEP, conv1d_step
+from flashstate.ops.gated_delta_fold import gated_delta_fold
+from flashstate.ops.gated_delta_replay import GATED_DELTA_REPLAY
 from flashstate.ops.mamba2_fold import mamba2_fold
-from flashstate.ops.mamba2_replay import MAMBA2_REPLAY, mamba2_replay
+from flashstate.ops.mamba2_replay import MAMBA2_REPLAY
 from flashstate.ops.mamba3 import MAMBA3_STEP
 from flashstate.ops.moving import copied_at_once
 from flashstate.pool.layers import ssm_of
 from flashstate.pool.pool import StatePool
 from flashstate.state.mamba3 import Mamba3State, Rotary
+from flashstate.state.ring import DeltaRing, Ring
 from flashstate.state.slots import MOST_TOKENS, Slots
 
 Call = Callable[[], object]
+PER_CHANNEL = ("a", "dt_bias")  # tensors of the delta rule that may have a value for each channel
+REPLAYS: dict[type, tuple[Op, Callable[..., None], tuple[str, ...]]] = {  # by rings; with what folds take of calls
+    Ring: (MAMBA2_REPLAY, mamba2_fold, ("A",)),
+    DeltaRing: (GATED_DELTA_REPLAY, gated_delta_fold, ("A_log", "dt_bias")),
+}
 
 
 def warmup(
@@ -65,11 +73,13 @@ def warmup(
     progress: bool = True,
 ) -> dict[str, int]:
     """Compile the kernels that serving a pool with `mamba2_step`, `gated_delta_step` or `mamba3_step` needs, and with
-    `conv1d_step` if it has windows: none of their calls compiles anything later. Of a pool with rings, those of
-    `mamba2_replay` with a plan, `commit`, `mamba2_fold` in place and `folded` instead of `mamba2_step`.
+    `conv1d_step` if it has windows: none of their calls compiles anything later. Of a pool with rings, instead of
+    steps, those of `mamba2_replay` or `gated_delta_replay` with a plan, as the ring of each layer is, of `commit`, of
+    `mamba2_fold` or `gated_delta_fold` in place, and of `folded`.
 
     batches, tokens: every size of a batch, and every number of tokens per row.
-    op: "mamba2", "gated_delta" or "mamba3"; it steps the layers that it is for.
+    op: "mamba2", "gated_delta" or "mamba3"; it steps the layers that it is for. Rings say it themselves, and groups,
+        key_heads and per_channel too.
     activations: the dtype of everything that tokens bring: x, z, B, C and dt, or q, k, v, a and b; of "mamba3" x, z, B,
         C, angles, and trap if that is a logit.
     parameters: the dtype of A, D, A_log and dt_bias, which have one value per head; of "mamba3" of A, dt, trap, D,
@@ -108,15 +118,13 @@ def warmup(
     if not uses_kernels(device):
         return {}
     declared = OPS[f"{op}_step"]
-    gated = "A_log" in declared.tensors
     given = {
-        "D": D, "z": z, "A_log": A_log, "dt_bias": dt_bias and (A_log or not gated), "Wx": Wx, "Wz": Wz if z else False,
-        "Wo": Wo, "rotary": rotary, "biases": biases, "bias": conv_bias,
+        "D": D, "z": z, "A_log": A_log, "dt_bias": dt_bias, "Wx": Wx, "Wz": Wz if z else False, "Wo": Wo,
+        "rotary": rotary, "biases": biases, "bias": conv_bias,
         **dict.fromkeys(("window", "positions", "snapshots"), False),
     }  # fmt: skip
     serving = Serving(
-        pool, activations, parameters, {"groups": groups, "G": groups, "H": key_heads}, given,
-        wide=("a", "dt_bias") if per_channel and gated else (),
+        pool, activations, parameters, {"groups": groups, "G": groups, "H": key_heads}, given, per_channel,
         options={
             "exact": exact, "early": early, "trap_logit": trap_logit, "update_kv": update_kv, "dt_limit": dt_limit,
             "b_logit": b_logit,
@@ -150,22 +158,28 @@ class Serving:
     parameters: torch.dtype
     free: Mapping[str, int]  # sizes of axes that a state does not say
     given: Mapping[str, bool | None]  # arguments that may be left out; None: the layer says whether they are
-    wide: Collection[str]  # tensors that have their optional axes
+    per_channel: bool  # of steps of the delta rule
     options: Mapping[str, Any]  # of all ops, by name
     conv_width: int | None
 
     def tensors(
-        self, op: Op, sizes: Mapping[str, int], slots: Slots, tokens: int, dtypes: Mapping[str, torch.dtype]
+        self,
+        op: Op,
+        sizes: Mapping[str, int],
+        slots: Slots,
+        tokens: int,
+        dtypes: Mapping[str, torch.dtype],
+        wide: Collection[str] = (),
     ) -> dict[str, Any]:
         """The tensors of a call, activations of every token in the memory of one. `dtypes`: of those that have another
-        than activations and parameters."""
+        than activations and parameters. `wide`: those that have their optional axes."""
         lead = (len(slots.read),) if tokens == 1 else (len(slots.read), tokens)
         found = {}
         for name, axes in op.tensors.items():
-            there = self.given.get(name, True)
+            there = self.takes(op, name)
             if sizes.get("R", 1) > 1 if there is None else there:
                 dtype = dtypes.get(name, self.activations if axes.tokens else self.parameters)
-                named = (*axes.names, *(axes.optional if name in self.wide else ()))
+                named = (*axes.names, *(axes.optional if name in wide else ()))
                 if unknown := [axis for axis in named if axis not in sizes]:
                     raise ValueError(
                         f"{name} of {op.name} has {unknown[0]}, whose size warmup cannot know: give `also`"
@@ -175,17 +189,26 @@ class Serving:
                 found[name] = tensor.expand(*lead, *shape) if axes.tokens else tensor
         return found
 
+    def takes(self, op: Op, name: str) -> bool | None:
+        """Whether calls of an op have a tensor; None: the layer says it. The delta rule has dt_bias only with A_log."""
+        there = self.given.get(name, True)
+        return there and self.given["A_log"] if name == "dt_bias" and "A_log" in op.tensors else there
+
+    def options_of(self, op: Op) -> dict[str, Any]:
+        """The options that calls of an op have."""
+        return {name: value for name, value in self.options.items() if name in op.options}
+
     def step(self, op: Op, i: int, slots: Slots, tokens: int) -> None:
         """A step of the batch in `slots`, of layer i."""
         state, more = self.pool.layer(i), {}
         sizes = {**self.free, **dict(zip(op.inner, ssm_of(state).data.shape[1:], strict=True)), **op.sizes(state)}
         per_head = ("A", "dt") if self.options["trap_logit"] else ("A", "dt", "trap")
         dtypes = dict.fromkeys(per_head if op is MAMBA3_STEP else (), self.parameters)
-        tensors = self.tensors(op, sizes, slots, tokens, dtypes)
+        wide = PER_CHANNEL if self.per_channel and "A_log" in op.tensors else ()
+        tensors = self.tensors(op, sizes, slots, tokens, dtypes, wide)
         if op is MAMBA3_STEP:
             more["rotary"] = self.rotary(state, tensors["x"])
-        options = {name: value for name, value in self.options.items() if name in op.options}
-        op.function(state, **tensors, **more, slots=slots, **options)
+        op.function(state, **tensors, **more, slots=slots, **self.options_of(op))
 
     def rotary(self, state: Mamba3State, x: Tensor) -> Rotary | None:
         """What turns B and C of a layer, if anything does; without angles the op refuses it."""
@@ -200,13 +223,16 @@ class Serving:
     def replay(self, i: int, slots: Slots, tokens: int) -> None:
         """A step of the batch in `slots` by replay, of layer i, and a fold."""
         pool, state, ring = self.pool, self.pool.layer(i), self.pool.ring(i)
-        sizes = {**self.free, **dict(zip(MAMBA2_REPLAY.inner, state.data.shape[1:], strict=True))}
-        tensors = self.tensors(MAMBA2_REPLAY, sizes, slots, tokens, {})
+        op, fold, taken = REPLAYS[type(ring)]
+        shared = dict(zip(ring.axes[ring.of_cols], getattr(ring, ring.of_cols).shape, strict=True))
+        sizes = {**shared, **dict(zip(op.inner, state.data.shape[1:], strict=True))}
+        wide = PER_CHANNEL if isinstance(ring, DeltaRing) and ring.per_channel else ()
+        tensors = self.tensors(op, sizes, slots, tokens, {}, wide)
         plan = pool.plan(slots, tokens)
-        mamba2_replay(state, ring, **tensors, plan=plan, dt_limit=self.options["dt_limit"])
+        op.function(state, ring, **tensors, plan=plan, **self.options_of(op))
         pool.commit(plan, torch.zeros_like(slots.read))
         pool.commit(plan)
-        mamba2_fold(state, ring, tensors["A"], slots=slots)
+        fold(state, ring, **{name: tensors[name] for name in taken if name in tensors}, slots=slots)
         pool.folded(slots)
 
     def convolve(self, i: int, slots: Slots, tokens: int) -> None:

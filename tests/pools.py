@@ -57,7 +57,7 @@ def kept_by(pool: StatePool[Any]) -> dict[str, Tensor]:
         if isinstance(layer, Mamba3State):
             kept |= {f"{part} {i}": getattr(layer, part) for part in ("k", "v", "angle")}
         if pool.has_rings:
-            kept |= {f"{part} {i}": getattr(pool.ring(i), part) for part in ("x", "B", "dt")}
+            kept |= {f"ring.{part} {i}": getattr(pool.ring(i), part) for part in pool.ring(i).written}
             kept |= {"start": pool.ring(i).start, "count": pool.ring(i).count}
         if pool.has_windows:
             kept[f"window {i}"] = pool.window(i)

@@ -10,9 +10,10 @@ import torch
 from pools import memory_of
 from torch import Tensor
 
-from flashstate import Mamba3State, Plan, Ring, Rotary, Slots, State
+from flashstate import DeltaRing, Mamba3State, Plan, Ring, Rotary, Slots, State
 from flashstate.errors import ACTIVATION_DTYPES, INDEX_DTYPES, dtype_name
 from flashstate.proof import AnyCase, Case, DeltaCase, Mamba3Case, ReplayCase, make_inputs
+from flashstate.state.ring import AnyRing
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 CASE = Case(batch=3, heads=4, groups=2, rows=6, cols=5, format="float16", rounding="stochastic", x="float16")
@@ -26,7 +27,7 @@ Arguments = dict[str, Any]
 Change = Callable[[Arguments], Arguments]  # all arguments of a call that is right: those to change to make it wrong
 Refusal = tuple[Any, ...]  # what is wrong, the change, the message, and the error, if it is no ValueError
 Form = TypeVar("Form", bound=AnyCase)
-HOLDERS = (State, Slots, Mamba3State, Rotary, Ring, Plan)  # of tensors
+HOLDERS = (State, Slots, Mamba3State, Rotary, Ring, DeltaRing, Plan)  # of tensors
 
 
 def forms_of(case: Form) -> dict[str, Form]:
@@ -203,19 +204,41 @@ TRANSPOSED = (
 )
 STANDS = "a State or a tensor"
 OTHER_RING = "^plan was made for rings of other slots: their start and count are not those of this ring"
-RINGS: list[Refusal] = [
-    ("ring missing", given(ring=None), "^ring must be a Ring, got NoneType", TypeError),
-    ("ring a tensor", only("ring", lambda r: r.x), "^ring must be a Ring, got Tensor", TypeError),
-    ("ring elsewhere", only("ring", on_meta), "^ring.x is on meta, but the state is on cpu"),
-    ("ring of fewer slots", only("ring", cut), r"^ring.x must have shape \(slots=7, "),
-    ("ring of other rows", other("ring", x=lambda t: resized(t, 3, 1)), r"^ring.x must have shape \(.* rows=6\), got"),
-    ("ring of other columns", other("ring", B=lambda t: resized(t, 3, 1)), r"^ring.B must have shape .* cols=8\), got"),
-    (
-        "ring of other heads",
-        other("ring", **dict.fromkeys(("x", "dt"), lambda t: t[:, :2].clone())),
-        r"^ring.x must have shape \(slots=7, heads=4, ",
-    ),
-]
+
+
+def of_another_rule(ring: AnyRing) -> AnyRing:
+    """A DeltaRing over the tensors of a Ring, or the other way round."""
+    one, other, decay = (getattr(ring, name) for name in ring.written)
+    kind = DeltaRing if isinstance(ring, Ring) else Ring
+    return kind(other, one, decay, ring.start, ring.count, ring.window)
+
+
+def wrong_rings(kind: type[AnyRing]) -> list[Refusal]:
+    """Rings that are not for states (7, 4, 6, 8)."""
+    must, longer = f"^ring must be a {kind.__name__}, got", lambda t: resized(t, 3, 1)
+    (_, heads, _, row), (*_, column) = kind.axes[kind.of_rows], kind.axes[kind.of_cols]
+    shape, per_head = rf"^ring.{kind.of_rows} must have shape \(", [n for n in kind.written if kind.axes[n][1] == heads]
+    return [
+        ("ring missing", given(ring=None), f"{must} NoneType", TypeError),
+        ("ring a tensor", only("ring", lambda r: r.start), f"{must} Tensor", TypeError),
+        ("ring of another rule", only("ring", of_another_rule), f"{must} (Delta)?Ring", TypeError),
+        ("ring elsewhere", only("ring", on_meta), f"^ring.{kind.of_rows} is on meta, but the state is on cpu"),
+        ("ring of fewer slots", only("ring", cut), f"{shape}slots=7, "),
+        ("ring of other rows", other("ring", **{kind.of_rows: longer}), rf"{shape}.* {row}=6\), got"),
+        (
+            "ring of other columns",
+            other("ring", **{kind.of_cols: longer}),
+            rf"^ring.{kind.of_cols} must .* {column}=8\), ",
+        ),
+        (
+            "ring of other heads",
+            other("ring", **dict.fromkeys(per_head, lambda t: t[:, :2].clone())),
+            f"{shape}slots=7, {heads}=4, ",
+        ),
+    ]
+
+
+RINGS = wrong_rings(Ring)
 
 
 # Who refuses it

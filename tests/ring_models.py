@@ -2,11 +2,13 @@
 
 from dataclasses import dataclass, field
 from random import Random
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flashstate import Plan, Ring, Slots
+from flashstate.state.ring import AnyRing
 
 CPU = torch.device("cpu")
 SLOTS = 9
@@ -64,22 +66,26 @@ class PlainRing:
                 self.start[slot] = (self.start[slot] + gone) % self.length
                 self.count[slot] = live - gone
 
-    def agrees(self, ring: Ring) -> bool:
+    def agrees(self, ring: AnyRing) -> bool:
         return (ring.start.tolist(), ring.count.tolist()) == (self.start, self.count)
 
 
-def make_ring(window: int, length: int, device: torch.device = CPU, slots: int = SLOTS) -> Ring:
+def make_ring(
+    window: int, length: int, device: torch.device = CPU, slots: int = SLOTS, kind: type[AnyRing] = Ring
+) -> Any:
     """An empty ring in memory full of NaN."""
-    x, B, dt = (torch.full((slots, 1, length, *size), torch.nan, device=device) for size in ((1,), (2,), ()))
+    kept = [torch.full((slots, 1, length, *size), torch.nan, device=device) for size in ((1,), (2,), ())]
     start, count = (torch.zeros(slots, dtype=torch.int32, device=device) for _ in range(2))
-    return Ring(x, B, dt, start, count, window)
+    return kind(*kept, start, count, window)
 
 
-def ring_and_model(window: int, length: int, device: torch.device, slots: int = SLOTS) -> tuple[Ring, PlainRing]:
-    return make_ring(window, length, device, slots), PlainRing(window, length, slots)
+def ring_and_model(
+    window: int, length: int, device: torch.device, slots: int = SLOTS, kind: type[AnyRing] = Ring
+) -> tuple[Any, PlainRing]:
+    return make_ring(window, length, device, slots, kind), PlainRing(window, length, slots)
 
 
-def set_cursors(ring: Ring, model: PlainRing, start: list[int], count: list[int]) -> None:
+def set_cursors(ring: AnyRing, model: PlainRing, start: list[int], count: list[int]) -> None:
     ring.start.copy_(torch.tensor(start))
     ring.count.copy_(torch.tensor(count))
     model.start, model.count = list(start), list(count)
@@ -109,7 +115,7 @@ class Step:
     lengths: list[int]
     null: int
 
-    def plan(self, ring: Ring, model: PlainRing) -> tuple[Plan, list[Row]]:
+    def plan(self, ring: AnyRing, model: PlainRing) -> tuple[Plan, list[Row]]:
         """Plans of both, which are equal."""
         plan = ring.plan(self.slots, self.tokens)
         rows, parts = model.plan(self.read, self.first, self.lengths, self.null)
@@ -118,7 +124,7 @@ class Step:
         return plan, rows
 
 
-def make_step(draw: Random, ring: Ring, device: torch.device, batch: int) -> Step:
+def make_step(draw: Random, ring: AnyRing, device: torch.device, batch: int) -> Step:
     """Rows of distinct slots in random order, some of them padding; dense or packed, with room for what a call has."""
     slots, most = len(ring.count), ring.longest_call
     if draw.random() < 0.15:
@@ -145,5 +151,5 @@ def accepted_of(draw: Random, step: Step) -> list[int] | None:
     return [draw.choice([0, n, draw.randint(0, n)]) for n in step.lengths]
 
 
-def commit(ring: Ring, plan: Plan, accepted: list[int] | None, device: torch.device, draw: Random) -> None:
+def commit(ring: AnyRing, plan: Plan, accepted: list[int] | None, device: torch.device, draw: Random) -> None:
     ring.commit(plan, None if accepted is None else index(accepted, device, draw))

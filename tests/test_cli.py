@@ -73,6 +73,7 @@ def test_info_shows_the_configs_of_every_op_as_it_is_measured(capsys: pytest.Cap
         "mamba2": "mamba2_step, 64 x 128, float32, nearest, one token",
         "mamba2_replay": "mamba2_replay either, 64 x 128, float32, nearest, one token",
         "gated_delta": "gated_delta_step, 128 x 128, float32, nearest, one token",
+        "gated_delta_replay": "gated_delta_replay either, 128 x 128, bfloat16, nearest, one token",
         "mamba3": "mamba3_step rank 4, 64 x 128, float32, nearest, one token",
         "conv1d": "conv1d_step, 1280 x 4, bfloat16, nearest, one token",
         "span": "mamba2_step, 64 x 128, float32, nearest, one token",

@@ -23,6 +23,11 @@ SHAPES = {
     "mamba2": ModelShape("mamba2", layers=3, heads=6, rows=5, cols=7, groups=2),
     "ring": ModelShape("mamba2", layers=3, heads=6, rows=5, cols=7, groups=3, conv_width=2, window=16, tokens=4),
     "float32 ring": ModelShape("mamba2", 2, 4, 8, 16, 1, activations=torch.float32, window=64, tokens=64),
+    "ring of the delta rule": ModelShape("gated_delta", 3, heads=6, rows=5, cols=7, groups=3, window=16, tokens=4),
+    "float32 ring of the delta rule": ModelShape(
+        "gated_delta", 2, 4, 8, 16, 1, activations=torch.float32, window=64, tokens=64
+    ),
+    "ring per channel": ModelShape("gated_delta", 3, 6, 5, 7, 6, window=8, per_channel=True),
     "gated_delta": ModelShape("gated_delta", layers=2, heads=8, rows=12, cols=10, groups=4, conv_width=6),
     "no convolution": ModelShape("gated_delta", layers=1, heads=1, rows=1, cols=1, groups=1, conv_width=0),
     **PRESETS,
@@ -137,7 +142,7 @@ CONFIGS = {
         "kimi_linear",
         {**numbers("num_heads head_dim short_conv_kernel_size", 4, 32, 4), "kda_layers": [1, 2, 3]},
         {"full_attn_layers": [4]},
-        ModelShape("gated_delta", layers=3, heads=4, rows=32, cols=32, groups=4),
+        ModelShape("gated_delta", layers=3, heads=4, rows=32, cols=32, groups=4, per_channel=True),
         inside="linear_attn_config",
     ),
 }
@@ -153,10 +158,14 @@ def counted(shape: ModelShape, dtype: torch.dtype) -> dict[str, int]:
     layers, heads, rows, cols, groups = shape.layers, shape.heads, shape.rows, shape.cols, shape.groups
     length, activations = shape.window + shape.tokens, shape.activations
     channels = sum(torch.empty(size, device="meta").numel() for size in ((heads, rows), (groups, cols), (groups, cols)))
+    of_rows = activations if shape.kind == "mamba2" else torch.float16
+    decay = (
+        ((layers, heads, length, cols), activations) if shape.per_channel else ((layers, heads, length), torch.float32)
+    )
     ring = (
-        ((layers, heads, length, rows), activations),
+        ((layers, heads, length, rows), of_rows),
         ((layers, groups, length, cols), activations),
-        ((layers, heads, length), torch.float32),
+        decay,
         ((2,), torch.int32),
     )
     return {
@@ -269,7 +278,7 @@ def test_what_is_no_config_is_refused(tmp_path: Path) -> None:
         ({"window": 65}, "window must be from 0, for no ring, to 64, got 65"),
         ({"window": 16, "tokens": 17}, "tokens must be at most the window, 16, got 17"),
         ({"tokens": 2}, "tokens=2 needs a window"),
-        ({"kind": "gated_delta", "window": 16}, "window must be 0 for gated_delta: only mamba2 states have"),
+        ({"per_channel": True}, "per_channel is for gated_delta, got kind='mamba2'"),
     ],
 )
 def test_a_wrong_shape_is_refused(change: dict[str, Any], complaint: str) -> None:
@@ -340,16 +349,19 @@ def test_plan_counts_the_requests_that_fit(model: str, capsys: pytest.CaptureFix
         assert re.search(rf"{format.name} .*{total / 2**20:,.2f} {80 * 10**9 // total:,} ", out)
 
 
-def test_plan_of_a_ring_from_a_config(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    write_config(tmp_path, CONFIGS["zamba2"].document())
+@pytest.mark.parametrize("name", ["zamba2", "qwen3-next-80b", "kimi_linear"])
+def test_plan_of_a_ring_from_a_config(name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    write_config(tmp_path, CONFIGS[name].document())
     argv = ["plan", "--config", str(tmp_path), "--window", "16", "--tokens", "5", "--layers", "2", "--conv-width", "0"]
-    assert main([*argv, "--memory", "1MB"]) == 0
+    assert main([*argv, "--memory", "100MB"]) == 0
     out = output_of(capsys)
-    size = counted(replace(CONFIGS["zamba2"].shape, window=16, tokens=5, layers=2, conv_width=0), torch.int8)
+    shape = replace(CONFIGS[name].shape, window=16, tokens=5, layers=2, conv_width=0)
+    size = counted(shape, torch.int8)
     total = sum(size.values())
-    cells = " ".join(f"{part / 1024:.2f}" for part in (size["state"], size["scales"], size["ring"], total))
-    assert f"int8 {cells} {10**6 // total} " in out
-    assert "with changes: mamba2, 2 layers" in out
+    cells = " ".join(f"{part / 1024:,.2f}" for part in (size["state"], size["scales"], size["ring"], total))
+    assert f"int8 {cells} {10**8 // total:,} " in out
+    assert f"with changes: {shape.kind}, 2 layers" in out
+    assert ("a decay per channel" in out) == (name == "kimi_linear")
     assert "no convolution" in out
     assert "The ring holds 16 + 5 tokens, the window and the longest call, in every layer." in out
 
@@ -370,7 +382,7 @@ def test_plan_of_a_small_shape_is_in_bytes(capsys: pytest.CaptureFixture[str]) -
         (["--tensor-parallel", "3"], "tensor parallel must divide the 128 heads, got 3"),
         (["--heads", "3", "--cols", "8"], "without a preset or a config.json a shape also needs layers, rows, groups"),
         (["--kind", "gated_delta"], "without a preset or a config.json a shape also needs layers, heads, rows, cols"),
-        (["--model", "qwen3.5-397b", "--window", "16"], "only mamba2 states have a replay ring"),
+        (["--model", "mamba2-2.7b", "--per-channel"], "per_channel is for gated_delta, got kind='mamba2'"),
         (["--tokens", "4"], "tokens=4 needs a window"),
         (["--model", "mamba2-2.7b", "--config", "."], "from a preset or from a config.json, got both"),
         (["--config", "no/such/folder"], "No such file"),

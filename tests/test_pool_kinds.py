@@ -1,6 +1,7 @@
 """Pools of every kind, with states alone, windows, rings or the states of Mamba-3: what a slot has stays together."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ from pools import (
 )
 from torch import Tensor
 
-from flashstate import Mamba3State, Ring, State, StatePool
+from flashstate import Mamba3State, State, StatePool
 
 SLOTS, LAYERS = 6, 2
 Slots = list[int]
@@ -67,8 +68,9 @@ KINDS = {
     "windows": Kind(partial(pools.make_pool, **WINDOWS), write_windows),
     "mamba3": Kind(mamba3_pools.in_format, write_kv),
     "mamba3 without angles": Kind(partial(mamba3_pools.in_format, angles=0)),
-    "rings": Kind(ring_pools.in_format, replay),
     "rings and windows": Kind(partial(ring_pools.in_format, **WINDOWS), replay),
+    **{f"rings of {rule}": Kind(partial(ring_pools.in_format, rule=rule), replay) for rule in ring_pools.RULES},
+    "rings of both and windows": Kind(partial(ring_pools.in_format, rule="both", **WINDOWS), replay),
 }
 EVERY_KIND = pytest.mark.parametrize("kind", KINDS)
 ALLOCATED = pytest.mark.parametrize("kind", [kind for kind in KINDS if "pages" not in kind])
@@ -200,8 +202,8 @@ def in_pages_of_bytes(like: StatePool[Any], pages: Tensor) -> StatePool[Any]:
         states.append(Mamba3State(state, tensors["k"], tensors["v"], tensors.get("angle")) if "k" in tensors else state)
         windows += [tensors["window"]] if "window" in tensors else []
         if like.has_rings:
-            parts = {part: tensors[part] for part in ("x", "B", "dt")}
-            rings.append(Ring(**parts, start=cursors["start"], count=cursors["count"], window=like.ring(i).window))
+            parts = {part: tensors[f"ring.{part}"] for part in like.ring(i).written}
+            rings.append(replace(like.ring(i), **parts, start=cursors["start"], count=cursors["count"]))
     drafts = like.drafts if windows else 0
     return StatePool.wrap(states, rings=rings or None, windows=windows or None, drafts=drafts)
 

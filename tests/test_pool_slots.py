@@ -35,11 +35,14 @@ def beside_other_memory(device: torch.device) -> StatePool:
 ONE: dict[str, Any] = {"layers": 1, "null": NULL}
 MAKERS: dict[str, Callable[[torch.device], StatePool[Any]]] = {
     "rings and windows": lambda device: ring_pools.in_format("int8", "stochastic", device=device, **ONE, **WINDOWS),
+    "rings per channel": lambda device: ring_pools.in_format(
+        "bfloat16", "nearest", "per channel", device=device, **ONE
+    ),
     "mamba3": lambda device: mamba3_pools.in_format("float16", "stochastic", device=device, **ONE),
     "nearest": lambda device: pools.make_pool("float8_e4m3fn", "nearest", device=device, null=NULL),
     "in pages": beside_other_memory,
 }
-INDEX = {"rings and windows": torch.int32, "mamba3": torch.int64, "nearest": torch.int64, "in pages": torch.int32}
+INDEX = {kind: torch.int64 if kind in ("mamba3", "nearest") else torch.int32 for kind in MAKERS}
 EVERY_POOL = pytest.mark.parametrize("kind", MAKERS)
 
 
@@ -166,7 +169,7 @@ def saved(exported: dict[str, Any]) -> dict[str, Any]:
     return torch.load(memory, weights_only=True)
 
 
-ALLOCATED = pytest.mark.parametrize("kind", ["rings and windows", "mamba3", "nearest"])
+ALLOCATED = pytest.mark.parametrize("kind", [kind for kind in MAKERS if kind != "in pages"])
 
 
 @ALLOCATED

@@ -1,4 +1,4 @@
-"""State, Slots, Mamba3State, Rotary, Ring, Plan and calls on them: wrong input is refused by name and harms nothing."""
+"""State, Slots, Mamba3State, Rotary, rings, Plan and calls on them: wrong input is refused by name, harms nothing."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,7 +12,6 @@ from refusals import (
     META,
     OTHER_RING,
     REPLAY,
-    RINGS,
     SLOTS,
     STANDS,
     TRANSPOSED,
@@ -42,10 +41,12 @@ from refusals import (
     tensors_of,
     transposed,
     wrong,
+    wrong_rings,
 )
 from torch import Tensor
 
 from flashstate import (
+    DeltaRing,
     Mamba3State,
     Plan,
     Ring,
@@ -53,14 +54,16 @@ from flashstate import (
     Slots,
     State,
     debug,
+    gated_delta_fold,
     gated_delta_step,
     mamba2_fold,
     mamba2_replay,
     mamba3_step,
 )
-from flashstate.errors import INDEX_DTYPES
+from flashstate.errors import ACTIVATION_DTYPES, INDEX_DTYPES
 from flashstate.proof import DeltaCase
 from flashstate.state.formats import FORMATS
+from flashstate.state.ring import AnyRing
 from flashstate.state.state import POOL_AXES, SNAPSHOT_AXES
 
 SCALED = (torch.int16, torch.int8, torch.float8_e4m3fn)
@@ -254,27 +257,50 @@ def test_a_pairing_that_there_is_not_is_refused(pairing: Any) -> None:
 
 # Ring and Plan
 
-HUGE = torch.zeros(7, 4, 7, 1 << 27, device=META)
-X, INT32 = "^{name} is on meta, but x is on cpu", (torch.int32,)
-RING_X = ("slots", "heads", "length", "rows")
-RING_REFUSALS: list[Refusal] = [
-    *wrong(Described("x", RING_X, RING_X, layout="slot", elsewhere="^B is on cpu, but x is on meta")),
-    *wrong(Described("B", ["slots", "groups", "length", "cols"], ("groups", "cols"), layout="slot", elsewhere=X)),
-    *wrong(Described("dt", ["slots", "heads", "length"], (), (torch.float32,), "slot", elsewhere=X)),
-    *[r for name in ("start", "count") for r in wrong(Described(name, ["slots"], (), INT32, "whole", elsewhere=X))],
-    *[
-        (f"{n} missing", given(**{n: None}), f"^{n} must be a tensor, got NoneType", TypeError)
-        for n in ("x", "B", "dt")
-    ],
-    ("3 groups", only("B", lambda t: resized(t, 1, 1)), "^B must .* that divides the 4 heads, got 3"),
-    ("one cursor twice", lambda a: {"start": a["count"]}, "^start and count must be two tensors, got one"),
-    ("huge", lambda a: {n: HUGE if n == "x" else on_meta(t) for n, t in a.items()}, r"fewer than 2\^31"),
-    ("no groups", only("B", lambda t: t[:, :0]), r"^B must not be empty, got shape \(7, 0, 7, 8\)"),
-    ("no columns", only("B", lambda t: t[..., :0]), "^B must not be empty"),
-    ("no rows", only("x", lambda t: t[..., :0]), "^x must not be empty"),
-    *wrong_ints("window", "1 to 64", 0, -1, 65),
-    ("window 8 of 7 rows", given(window=8), "^x must have a length of the window, 8, and the tokens of "),
-]
+HUGE, INT32 = torch.zeros(7, 4, 7, 1 << 27, device=META), (torch.int32,)
+
+
+def of_ring(kind: type[AnyRing], per_channel: bool = False) -> list[Refusal]:
+    """What rings (7, 2 or 4, 7, 6 or 8) of this class cannot be made of."""
+    (first, second, last), rows, cols = kind.written, kind.of_rows, kind.of_cols
+    axes = {**kind.axes, **({last: (*kind.axes[last], "K")} if per_channel else {})}
+    other_axes = [axis for axis in axes[second] if axis not in axes[first]]
+    dtypes = ACTIVATION_DTYPES if per_channel else (torch.float32,)
+    here = f"^{{name}} is on meta, but {first} is on cpu"
+    return [
+        *wrong(
+            Described(first, axes[first], axes[first], layout="slot", elsewhere=f"^{second} is on cpu, but {first}")
+        ),
+        *wrong(Described(second, axes[second], other_axes, layout="slot", elsewhere=here)),
+        *wrong(Described(last, axes[last], (), dtypes, "slot", elsewhere=here)),
+        *[
+            r
+            for name in ("start", "count")
+            for r in wrong(Described(name, ["slots"], (), INT32, "whole", elsewhere=here))
+        ],
+        *[
+            (f"{n} missing", given(**{n: None}), f"^{n} must be a tensor, got NoneType", TypeError)
+            for n in kind.written
+        ],
+        (
+            f"3 of {cols}",
+            only(cols, lambda t: resized(t, 1, 1)),
+            f"^{cols} must .* divides the 4 (value )?heads, got 3",
+        ),
+        ("one cursor twice", lambda a: {"start": a["count"]}, "^start and count must be two tensors, got one"),
+        ("huge", lambda a: {n: HUGE if n == rows else on_meta(t) for n, t in a.items()}, r"fewer than 2\^31"),
+        (
+            f"{cols} of no heads",
+            only(cols, lambda t: t[:, :0]),
+            rf"^{cols} must not be empty, got shape \(7, 0, 7, 8\)",
+        ),
+        *([] if per_channel else [("no columns", only(cols, lambda t: t[..., :0]), f"^{cols} must not be empty")]),
+        ("no rows", only(rows, lambda t: t[..., :0]), f"^{rows} must not be empty"),
+        *wrong_ints("window", "1 to 64", 0, -1, 65),
+        ("window 8 of 7 rows", given(window=8), f"^{first} must have a length of the window, 8, and the tokens of "),
+    ]
+
+
 PLANS: list[Refusal] = [
     *wrong(
         Described("rows", ("batch", "numbers"), (), INT32, "whole", elsewhere="^rows is on meta, but count is on cpu")
@@ -288,27 +314,38 @@ PLANS: list[Refusal] = [
 ]
 
 
-def ring_call() -> Arguments:
-    """A ring of 7 rows, and what its methods take."""
+def layer_call(kind: type[AnyRing] = Ring, per_channel: bool = False) -> Arguments:
+    """A layer with a ring of 7 rows, of this class, and slots of it."""
     call = step_arguments(replace(REPLAY, tokens=3))
+    ring = call["ring"]
+    if kind is DeltaRing:
+        decay = torch.full((7, 4, 7, 8), 0.5) if per_channel else torch.full((7, 4, 7), -0.5)
+        call["ring"] = DeltaRing(ring.B, ring.x, decay, ring.start, ring.count, ring.window)
+        call |= {"A_log": torch.zeros(4), "dt_bias": torch.zeros(4)}
+    taken = ("A",) if kind is Ring else ("A_log", "dt_bias")
+    return {name: call[name] for name in ("state", "ring", "slots", *taken)}
+
+
+def ring_call(kind: type[AnyRing] = Ring, per_channel: bool = False) -> Arguments:
+    """A ring of 7 rows, and what its methods take."""
+    call = layer_call(kind, per_channel)
     ring, read = call["ring"], call["slots"]
     numbers = {"accepted": torch.tensor([1, 0, 2]), "tokens": torch.tensor([1, 2, 0])}
     return {"ring": ring, "slots": read, "plan": ring.plan(read, 2), **numbers}
 
 
-def fold_call() -> Arguments:
-    """What mamba2_fold takes."""
-    call = step_arguments(replace(REPLAY, tokens=3))
+def fold_call(kind: type[AnyRing] = Ring, per_channel: bool = False) -> Arguments:
+    """What mamba2_fold or gated_delta_fold takes."""
+    call = layer_call(kind, per_channel)
     into = State(torch.zeros_like(call["state"].data, dtype=torch.float32))
-    of_layer = {name: call[name] for name in ("state", "ring", "A", "slots")}
-    return {**of_layer, "tokens": torch.tensor([1, 2, 0]), "into": into}
+    return {**call, "tokens": torch.tensor([1, 2, 0]), "into": into}
 
 
 def seeded(data: Tensor) -> State:
     return State(data.half(), rounding="stochastic", seed=torch.arange(len(data)))
 
 
-# plan, commit and folded of a ring, and mamba2_fold
+# plan, commit and folded of a ring, and folds
 
 BOUNDS = torch.tensor([0, 2, 2, 5])
 NOT_KEPT, NO_TOKENS = "is not for replay, which keeps tokens in", "is not for folding, which has no new tokens"
@@ -351,32 +388,48 @@ FOLDED: list[Refusal] = [
 ]  # fmt: skip
 
 
-ONE_EACH = "^slots.write is for mamba2_fold with into, whose slots it names, one per row"
+def of_fold(op: str, kind: type[AnyRing]) -> list[Refusal]:
+    """What the fold of rings of this class refuses."""
+    one_each = f"^slots.write is for {op} with into, whose slots it names, one per row"
+    here = f"^ring.{kind.of_rows} is on cpu, but the state is"
+    states = r"^into must have states \(4, 6, 8\), got"
+    return [
+        *wrong(SLOTS),
+        *TO_FOLD,
+        *wrong_rings(kind),
+        *wrong(Described("state", POOL_AXES, POOL_AXES, FORMATS, "slot", {}, STANDS, here)),
+        *wrong(Described("into", POOL_AXES, POOL_AXES, FORMATS, "slot", {}, STANDS)),
+        ("write in place", both(given(into=None), at(write=torch.clone)), one_each),
+        ("write per token", at(write=columns(2)), one_each),
+        ("slots.parents", at(parents=columns(1)), f"^slots.parents {NO_TOKENS}"),
+        ("slots.snapshot_rows", at(snapshot_rows=torch.clone), f"^slots.snapshot_rows {NO_TOKENS}"),
+        ("into of snapshots", of_tensor("into", lambda t: State(t[None])), r"^into must have data \(slots, "),
+        ("into int8, no scales", of_tensor("into", Tensor.char), "^into of dtype int8 needs a scale"),
+        ("into of other rows", of_tensor("into", lambda t: resized(t, 2, 1)), states),
+        ("into of fewer slots", only("into", cut), "^into must have 7 slots as the state has, or slots.write to say"),
+        (
+            "into without seeds",
+            both(only("state", lambda s: State(s.data)), of_tensor("into", seeded)),
+            "^into with rounding='stochastic' needs a state with a seed, got seed=None",
+        ),
+    ]
+
+
 FOLDS: list[Refusal] = [
-    *wrong(SLOTS),
-    *TO_FOLD,
-    *RINGS,
+    *of_fold("mamba2_fold", Ring),
     *wrong(Described("A", ["heads"], (), layout="whole", tied={"rows": 6, "cols": 8})),
-    *wrong(
-        Described("state", POOL_AXES, POOL_AXES, FORMATS, "slot", {}, STANDS, "^ring.x is on cpu, but the state is")
-    ),
-    *wrong(Described("into", POOL_AXES, POOL_AXES, FORMATS, "slot", {}, STANDS)),
     ("A missing", given(A=None), "^A must be a tensor, got NoneType", TypeError),
     ("A per element", only("A", lambda t: t[:, None, None].repeat(1, 6, 8)), "^A must have one value per head, "),
-    ("write in place", both(given(into=None), at(write=torch.clone)), ONE_EACH),
-    ("write per token", at(write=columns(2)), ONE_EACH),
-    ("slots.parents", at(parents=columns(1)), f"^slots.parents {NO_TOKENS}"),
-    ("slots.snapshot_rows", at(snapshot_rows=torch.clone), f"^slots.snapshot_rows {NO_TOKENS}"),
-    ("into of snapshots", of_tensor("into", lambda t: State(t[None])), r"^into must have data \(slots, "),
-    ("into int8, no scales", of_tensor("into", Tensor.char), "^into of dtype int8 needs a scale"),
-    ("into of other rows", of_tensor("into", lambda t: resized(t, 2, 1)), r"^into must have states \(4, 6, 8\), got"),
-    ("into of fewer slots", only("into", cut), "^into must have 7 slots as the state has, or slots.write to say where"),
-    (
-        "into without seeds",
-        both(only("state", lambda s: State(s.data)), of_tensor("into", seeded)),
-        "^into with rounding='stochastic' needs a state with a seed, got seed=None",
-    ),
 ]
+GATES: list[Refusal] = [
+    *wrong(Described("A_log", ["HV"], (), layout="whole")),
+    *wrong(Described("dt_bias", ["HV"], (), layout="whole", tied={"K": 8})),
+    ("dt_bias alone", given(A_log=None), "^dt_bias must come with A_log: without it a is the logarithm of the decay"),
+    *[(f"qk_l2norm {v!r}", given(qk_l2norm=v), "^qk_l2norm must be True or False, got", TypeError) for v in (1, None)],
+]
+RINGS: dict[str, tuple[type[AnyRing], bool]] = {
+    "Ring": (Ring, False), "DeltaRing": (DeltaRing, False), "DeltaRing per channel": (DeltaRing, True)
+}  # fmt: skip
 
 
 # All of it
@@ -386,13 +439,25 @@ CALLS: dict[str, Call] = {
     "State": (State, state_arguments, STATES),
     "Slots": (Slots, slots_arguments, SLOTS_REFUSALS),
     "Mamba3State": (Mamba3State, lambda: fields_of(step_arguments(MAMBA3)["state"]), MAMBA3_STATES),
-    "Ring": (Ring, lambda: fields_of(ring_call()["ring"]), RING_REFUSALS),
+    **{name: (of[0], lambda of=of: fields_of(ring_call(*of)["ring"]), of_ring(*of)) for name, of in RINGS.items()},
     "Plan": (Plan, lambda: fields_of(ring_call()["plan"]), PLANS),
     "advance": (lambda **a: a["state"].advance(a["slots"]), step_arguments, ADVANCED),
-    "plan": (lambda **a: a["ring"].plan(a["slots"], a["tokens"]), lambda: {**ring_call(), "tokens": 2}, PLANNED),
-    "commit": (lambda **a: a["ring"].commit(a["plan"], a["accepted"]), ring_call, COMMITTED),
-    "folded": (lambda **a: a["ring"].folded(a["slots"], a["tokens"]), ring_call, FOLDED),
+    **{
+        f"{method} of {kind.__name__}": (call, lambda kind=kind, more=more: {**ring_call(kind), **more}, refusals)
+        for kind in (Ring, DeltaRing)
+        for method, call, more, refusals in (
+            ("plan", lambda **a: a["ring"].plan(a["slots"], a["tokens"]), {"tokens": 2}, PLANNED),
+            ("commit", lambda **a: a["ring"].commit(a["plan"], a["accepted"]), {}, COMMITTED),
+            ("folded", lambda **a: a["ring"].folded(a["slots"], a["tokens"]), {}, FOLDED),
+        )
+    },
     "mamba2_fold": (mamba2_fold, fold_call, FOLDS),
+    "gated_delta_fold": (
+        gated_delta_fold,
+        lambda: fold_call(DeltaRing),
+        [*of_fold("gated_delta_fold", DeltaRing), *GATES],
+    ),
+    "gated_delta_fold per channel": (gated_delta_fold, lambda: fold_call(DeltaRing, True), GATES),
 }
 
 
@@ -431,7 +496,10 @@ FIRST_SLOTS = {"slots": torch.arange(3)}
 DEBUGGED: dict[str, Call] = {
     "mamba3_step": (mamba3_step, lambda: step_arguments(MAMBA3), [*MEET, *ELSEWHERE]),
     "mamba2_replay": (mamba2_replay, lambda: {**step_arguments(REPLAY), **FIRST_SLOTS}, [*MEET, *CURSORS]),
-    "mamba2_fold": (mamba2_fold, lambda: {**fold_call(), **FIRST_SLOTS, "into": None}, [*MEET, *CURSORS]),
+    **{
+        op.__name__: (op, lambda kind=kind: {**fold_call(kind), **FIRST_SLOTS, "into": None}, [*MEET, *CURSORS])
+        for op, kind in ((mamba2_fold, Ring), (gated_delta_fold, DeltaRing))
+    },
 }
 
 
@@ -465,9 +533,11 @@ def test_the_calls_that_refusals_start_from_are_right() -> None:
     replays = [step_arguments(case) for case in forms_of(REPLAY).values()]
     for call, arguments, writes in (
         *[(mamba2_replay, replay, {"state.0", "ring.0", "ring.1", "ring.2", "out.0"}) for replay in replays],
-        (mamba2_fold, fold_call(), {"into.0"}),
-        (mamba2_fold, {**fold_call(), "slots": elsewhere}, {"into.0"}),
-        (mamba2_fold, {**fold_call(), "into": None}, {"state.0"}),
+        *[
+            (mamba2_fold if of[0] is Ring else gated_delta_fold, {**fold_call(*of), **change}, writes)
+            for of in RINGS.values()
+            for change, writes in (({}, {"into.0"}), ({"slots": elsewhere}, {"into.0"}), ({"into": None}, {"state.0"}))
+        ],
     ):
         before = bytes_in(arguments)
         assert call(**arguments) is arguments.get("out")
@@ -476,8 +546,9 @@ def test_the_calls_that_refusals_start_from_are_right() -> None:
         assert changed == writes
 
 
-def test_calls_on_a_ring_that_refusals_start_from_are_right() -> None:
-    call = ring_call()
+@pytest.mark.parametrize("kind", [Ring, DeltaRing])
+def test_calls_on_a_ring_that_refusals_start_from_are_right(kind: type[AnyRing]) -> None:
+    call = ring_call(kind)
     ring, plan, before = call["ring"], call["plan"], call["ring"].count.clone()
     assert Plan(**fields_of(plan)).batch == 3
     ring.commit(plan, call["accepted"])

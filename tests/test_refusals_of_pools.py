@@ -3,6 +3,8 @@
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import mamba3_pools
@@ -26,7 +28,8 @@ from refusals import (
 )
 from torch import Tensor
 
-from flashstate import Mamba3State, Ring, State, StatePool
+from flashstate import DeltaRing, Mamba3State, Ring, State, StatePool
+from flashstate.state.ring import AnyRing
 
 NOT_HELD, WRONG_KIND = "must be held, but slot", "must be an int, a sequence of ints or an integer tensor, got"
 WRONG_SLOTS: list[tuple[Any, ...]] = [  # of a pool whose slots 0 to 3 are held and whose null is 5
@@ -264,11 +267,20 @@ OF_RINGS: list[tuple[Any, ...]] = [
     *[({"tokens": n}, f"^tokens must be from 1 to 4, got {n}") for n in (0, 5)],
     *[({"tokens": n}, "^tokens must be an int, got ", TypeError) for n in (True, None, 2.0)],
     ({"window": 0}, "^tokens are for rings: window must be given too, got tokens=3"),
-    *[({"groups": n}, f"^groups must be from 1 to 4, got {n}") for n in (0, 5)],
-    ({"groups": 3}, "^groups must divide the 4 heads, got 3"),
-    ({"groups": 2.0}, "^groups must be an int, got 2.0", TypeError),
     *[({"ring_dtype": kind}, f"^ring_dtype {KIND} ", TypeError) for kind in (torch.int8, torch.float64, "float16")],
     ({"device": "meta"}, "^state is on meta"),
+]
+OF_MAMBA2_RINGS, OF_DELTA_RINGS = (
+    [
+        *[({name: n}, f"^{name} must be from 1 to 4, got {n}") for n in (0, 5)],
+        ({name: 3}, f"^{name} must divide the 4 heads, got 3"),
+        ({name: 2.0}, f"^{name} must be an int, got 2.0", TypeError),
+    ]
+    for name in ("groups", "key_heads")
+)
+OF_DELTA_RINGS += [
+    *[({"u_dtype": kind}, f"^u_dtype {KIND} ", TypeError) for kind in (torch.int8, torch.float64, "float16")],
+    *[({"per_channel": value}, "^per_channel must be True or False, got", TypeError) for value in (1, None, "KDA")],
 ]
 MAKERS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
     "mamba2": (pools.make_pool, OF_ANY),
@@ -278,7 +290,8 @@ MAKERS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
         [({"slots": 1, "layers": 1, "heads": 1, "value_dim": 0, "key_dim": 1}, "^value_dim must")],
     ),
     "windows": (lambda **options: StatePool.mamba2(**{**WITH_WINDOWS, **options}), OF_WINDOWS),
-    "rings": (ring_pools.make_pool, OF_RINGS),
+    "rings of Mamba-2": (ring_pools.make_pool, [*OF_RINGS, *OF_MAMBA2_RINGS]),
+    "rings of the delta rule": (partial(ring_pools.make_pool, "gated_delta"), [*OF_RINGS, *OF_DELTA_RINGS]),
 }
 
 
@@ -393,46 +406,80 @@ def test_layers_may_take_turns_in_a_page_or_follow_one_another() -> None:
 # Rings that cannot be wrapped
 
 
-def ring_arguments() -> Arguments:
+def ring_arguments(rule: str = "mamba2") -> Arguments:
     """The states and the rings of two layers, as StatePool.wrap takes them."""
     seed, data = torch.arange(6), torch.zeros(2, 6, 4, 3, 5, dtype=torch.float16)
     states = [State(layer, rounding="stochastic", seed=seed) for layer in data]
-    return {"states": states, "rings": ring_pools.rings_of(ring_pools.SHAPES)}
+    return {"states": states, "rings": ring_pools.rings_of(rule)}
 
 
-def second(**changes: Callable[[Ring], Any]) -> Change:
+def second(**changes: Callable[[Any], Any]) -> Change:
     """The second ring with other fields, of the first."""
     return only("rings", lambda r: [r[0], replace(r[1], **{name: change(r[0]) for name, change in changes.items()})])
 
 
 MAMBA3 = [StatePool.mamba3(slots=6, layers=2, heads=4, rows=3, cols=5).layer(i) for i in range(2)]
-LONGER = {n: lambda r, n=n: resized(getattr(r, n), 2, 1) for n in ("x", "B", "dt")}
-PER_LAYER, ALIKE = (
-    "^rings must be a sequence with one Ring per layer, 2, got",
+PER_LAYER, ALIKE, KNOWN = (
+    "^rings must be a sequence with one ring per layer, 2, got",
     "^rings must have one window and one length",
+    "must be a Ring or a DeltaRing, got",
 )
-RINGS: list[Refusal] = [
-    ("one ring", only("rings", lambda r: r[:1]), f"{PER_LAYER} 1"),
-    ("no rings", given(rings=[]), f"{PER_LAYER} 0"),
-    ("a Ring", only("rings", lambda r: r[0]), f"{PER_LAYER} Ring"),
-    ("a tensor", only("rings", lambda r: [r[0], r[0].x]), r"^rings\[1\] must be a Ring, got Tensor", TypeError),
-    ("None", only("rings", lambda r: [None, r[1]]), r"^rings\[0\] must be a Ring, got NoneType", TypeError),
-    ("of Mamba-3", given(states=MAMBA3), "^rings are for states of Mamba-2, each a State, got Mamba3State", TypeError),
-    ("another start", second(start=lambda r: r.start.clone()), "^rings must share start and count"),
-    ("another count", second(count=lambda r: r.count.clone()), "^rings must share start and count"),
-    ("another window", second(window=lambda r: 3), rf"{ALIKE}, but rings\[1\] has 3 and 7, rings\[0\] has 4 and 7"),
-    ("another length", second(**LONGER), rf"{ALIKE}, but rings\[1\] has 4 and 8, rings\[0\] has 4 and 7"),
-    ("other rows", second(x=lambda r: resized(r.x, 3, 1)), r"^rings\[1\].x must have shape \(.*rows=3\)"),
-    ("other columns", second(B=lambda r: resized(r.B, 3, 1)), r"^rings\[1\].B must .*cols=5\), got"),
-    ("elsewhere", only("rings", lambda r: [r[0], on_meta(r[1])]), r"^rings\[1\].x is on meta, but the state"),
-    ("x of another layer", second(x=lambda r: r.x), r"^rings\[1\].x must not share the memory of another layer or of"),
-    ("dt of another layer", second(dt=lambda r: r.dt), r"^rings\[1\].dt must not share the memory of another layer or"),
-]
+ON_A_STATE = "^rings are for layers that are each a State, got Mamba3State"
 
 
-@table(RINGS)
-def test_rings_that_do_not_fit_are_not_wrapped(change: Change, message: str, error: type[Exception]) -> None:
-    refuses_change(StatePool.wrap, ring_arguments(), change, message, error)
+def of_rings(kind: type[AnyRing]) -> list[Refusal]:
+    """Rings of this class, for two layers, that cannot be wrapped."""
+    rows, cols, shares = kind.of_rows, kind.of_cols, "must not share the memory of another layer or of"
+    row, col = (kind.axes[name][-1] for name in (rows, cols))
+
+    def longer(name: str, axis: int = 3) -> dict[str, Callable[[Any], Tensor]]:
+        return {name: lambda ring: resized(getattr(ring, name), axis, 1)}
+
+    all_longer = {name: change for part in kind.written for name, change in longer(part, 2).items()}
+    return [
+        ("one ring", only("rings", lambda r: r[:1]), f"{PER_LAYER} 1"),
+        ("no rings", given(rings=[]), f"{PER_LAYER} 0"),
+        ("a ring", only("rings", lambda r: r[0]), f"{PER_LAYER} {kind.__name__}"),
+        ("a tensor", only("rings", lambda r: [r[0], r[0].start]), rf"^rings\[1\] {KNOWN} Tensor", TypeError),
+        ("None", only("rings", lambda r: [None, r[1]]), rf"^rings\[0\] {KNOWN} NoneType", TypeError),
+        ("of Mamba-3", given(states=MAMBA3), ON_A_STATE, TypeError),
+        ("another start", second(start=lambda r: r.start.clone()), "^rings must share start and count"),
+        ("another count", second(count=lambda r: r.count.clone()), "^rings must share start and count"),
+        ("another window", second(window=lambda r: 3), rf"{ALIKE}, but rings\[1\] has 3 and 7, rings\[0\] has 4 and"),
+        ("another length", second(**all_longer), rf"{ALIKE}, but rings\[1\] has 4 and 8, rings\[0\] has 4 and 7"),
+        ("other rows", second(**longer(rows)), rf"^rings\[1\].{rows} must have shape \(.*{row}=3\)"),
+        ("other columns", second(**longer(cols)), rf"^rings\[1\].{cols} must .*{col}=5\), got"),
+        ("elsewhere", only("rings", lambda r: [r[0], on_meta(r[1])]), rf"^rings\[1\].{rows} is on meta, but the state"),
+        *[
+            (f"{name} of another layer", second(**{name: attrgetter(name)}), rf"^rings\[1\].{name} {shares}")
+            for name in kind.written
+        ],
+    ]
+
+
+RULES: dict[str, type[AnyRing]] = {"mamba2": Ring, "gated_delta": DeltaRing}
+
+
+@table(
+    (f"{kind.__name__}: {name}", (rule, change), *rest)
+    for rule, kind in RULES.items()
+    for name, change, *rest in of_rings(kind)
+)
+def test_rings_that_do_not_fit_are_not_wrapped(
+    change: tuple[str, Change], message: str, error: type[Exception]
+) -> None:
+    rule, changed = change
+    refuses_change(StatePool.wrap, ring_arguments(rule), changed, message, error)
+
+
+def test_a_second_layer_of_another_rule_must_share_cursors_and_a_length() -> None:
+    one, other = ring_arguments(), ring_pools.rings_of("gated_delta")
+    with pytest.raises(ValueError, match=r"^rings must share start and count, but rings"):
+        StatePool.wrap(one["states"], rings=[one["rings"][0], other[0]])
+    shared = {name: getattr(one["rings"][0], name) for name in ("start", "count")}
+    with pytest.raises(ValueError, match=rf"{ALIKE}, but rings\[1\] has 3 and 7"):
+        StatePool.wrap(one["states"], rings=[one["rings"][0], replace(other[0], **shared, window=3)])
+    assert StatePool.wrap(one["states"], rings=[one["rings"][0], replace(other[0], **shared)]).has_rings
 
 
 def test_rings_take_turns_with_states_but_share_no_memory() -> None:

@@ -24,18 +24,25 @@ from ring_models import (
 from torch import Tensor
 
 import flashstate
-from flashstate import Ring, Slots
+from flashstate import DeltaRing, Ring, Slots
+from flashstate.state.ring import AnyRing
 
 CUDA = torch.device("cuda")
 SIZES = [(1, 2), (1, 5), (8, 9), (8, 11), (16, 17), (16, 23), (64, 77), (64, 128)]  # windows, and lengths of rings
 
 
+EVERY_KIND = pytest.mark.parametrize("kind", [Ring, DeltaRing])
+
+
 # Many steps
 
 
+@EVERY_KIND
 @pytest.mark.parametrize(("window", "length"), SIZES)
-def test_cursors_are_where_the_model_has_them_after_any_steps(window: int, length: int, device: torch.device) -> None:
-    ring, model = ring_and_model(window, length, device)
+def test_cursors_are_where_the_model_has_them_after_any_steps(
+    window: int, length: int, kind: type[AnyRing], device: torch.device
+) -> None:
+    ring, model = ring_and_model(window, length, device, kind=kind)
     draw = Random(length)
     count = [draw.randint(0, window) for _ in range(SLOTS)]
     set_cursors(ring, model, [draw.randrange(length) for _ in count], count)
@@ -54,7 +61,7 @@ def test_cursors_are_where_the_model_has_them_after_any_steps(window: int, lengt
             model.folded([slot], [some], -1)
             assert model.agrees(ring), turn
     assert min(model.folds, model.wraps) > 3
-    assert all(tensor.isnan().all() for tensor in (ring.x, ring.B, ring.dt))
+    assert all(getattr(ring, name).isnan().all() for name in ring.written)
     flashstate.check_faults()
 
 
@@ -271,11 +278,15 @@ def test_folding_what_a_ring_does_not_have_is_a_fault_and_takes_the_nearest(wron
 # Objects, graphs, compilers
 
 
-def test_rings_and_plans_are_told_apart_by_their_signatures_and_survive_copies() -> None:
-    ring = make_ring(8, 11)
+@EVERY_KIND
+def test_rings_and_plans_are_told_apart_by_their_signatures_and_survive_copies(kind: type[AnyRing]) -> None:
+    ring = make_ring(8, 11, kind=kind)
     plan = ring.plan(torch.arange(3), 2)
-    assert ring.signature == make_ring(8, 11).signature
-    assert len({ring.signature, make_ring(7, 11).signature, make_ring(8, 12).signature}) == 3
+    assert ring.signature == make_ring(8, 11, kind=kind).signature
+    differing = [make_ring(*sizes, kind=kind) for sizes in ((7, 11), (8, 12))] + [
+        make_ring(8, 11, kind=other) for other in (Ring, DeltaRing) if other is not kind
+    ]
+    assert len({ring.signature, *(other.signature for other in differing)}) == 4
     assert plan.signature == ring.plan(torch.arange(3), 2).signature
     others = (ring.plan(torch.arange(2), 2), ring.plan(torch.arange(3), 1), ring.plan(None, 2))
     assert len({plan.signature, *(other.signature for other in others)}) == 4
@@ -285,10 +296,11 @@ def test_rings_and_plans_are_told_apart_by_their_signatures_and_survive_copies()
         assert (twin.count.tolist()[:4], ring.count.any().item()) == ([2, 2, 2, 0], False)
 
 
-def test_plans_and_commits_are_registered_ops_that_a_compiled_step_has() -> None:
-    ring, twin = make_ring(8, 11), make_ring(8, 11)
+@EVERY_KIND
+def test_plans_and_commits_are_registered_ops_that_a_compiled_step_has(kind: type[AnyRing]) -> None:
+    ring, twin = make_ring(8, 11, kind=kind), make_ring(8, 11, kind=kind)
 
-    def step(ring: Ring, read: Tensor, accepted: Tensor) -> tuple[Tensor, Tensor]:
+    def step(ring: AnyRing, read: Tensor, accepted: Tensor) -> tuple[Tensor, Tensor]:
         plan = ring.plan(Slots(read, null=0), 3)
         ring.commit(plan, accepted)
         ring.folded(read[:1], 1)

@@ -29,6 +29,7 @@ from flashstate.launch.start import Launch
 from flashstate.launch.variants import variant_key, variants_of
 from flashstate.ops.conv1d import CONV1D_STEP
 from flashstate.ops.gated_delta import GATED_DELTA_STEP
+from flashstate.ops.gated_delta_replay import GATED_DELTA_REPLAY
 from flashstate.ops.mamba2 import MAMBA2_STEP
 from flashstate.ops.mamba2_replay import MAMBA2_REPLAY
 from flashstate.ops.mamba3 import MAMBA3_STEP
@@ -59,7 +60,7 @@ class Server:
     told: dict[str, Any] = field(default_factory=dict, hash=False)
 
     def make_pool(self, name: str, rounding: str, device: torch.device = CPU, **changes: Any) -> StatePool[Any]:
-        kind = "gated_delta" if self.op is GATED_DELTA_STEP else "mamba3" if self.op is MAMBA3_STEP else "mamba2"
+        kind = self.op.name.rpartition("_")[0]
         rows = {"value_dim" if kind == "gated_delta" else "rows": changes.pop("rows", ROWS)}
         shape = {**SHAPE, **rows, **self.pool, **changes}
         if kind == "gated_delta":
@@ -131,22 +132,34 @@ class Replayer(Server):
         self, pool: StatePool[Any], batch: int, tokens: int = 1, case: AnyCase | None = None, **given: Any
     ) -> None:
         inputs = inputs_of(replace(case or self.case, tokens=0 if tokens == 1 else tokens), batch, CPU)
-        arguments = arguments_of(self.op, inputs, slots=None)
-        plan = pool.plan(inputs.slots, tokens)
-        for i in range(pool.layers):
-            self.op.function(**{**arguments, "state": pool.layer(i), "ring": pool.ring(i), "plan": plan, **given})
+        arguments = arguments_of(self.case.op.declared, inputs, slots=None)
+        arguments = {name: arguments[name] for name in self.op.hints if name in arguments} | given
+        plan, layers = pool.plan(inputs.slots, tokens), [(pool.layer(i), pool.ring(i)) for i in range(pool.layers)]
+        own = [(state, ring) for state, ring in layers if isinstance(ring, self.op.hints["ring"])]
+        for state, ring in own:
+            self.op.function(**{**arguments, "state": state, "ring": ring, "plan": plan})
         pool.commit(plan, torch.zeros(batch, dtype=torch.int32))
         pool.commit(plan)
         pool.advance(inputs.slots)
-        for i in range(pool.layers):
-            flashstate.mamba2_fold(pool.layer(i), pool.ring(i), arguments["A"], slots=inputs.slots)
+        for state, ring in own:
+            self.fold(state, ring, **{name: arguments[name] for name in self.folds_with}, slots=inputs.slots)
         pool.folded(inputs.slots)
 
+    @property
+    def fold(self) -> Any:
+        return flashstate.mamba2_fold if self.op is MAMBA2_REPLAY else flashstate.gated_delta_fold
 
-REPLAY = Replayer(
-    MAMBA2_REPLAY, ReplayCase(*SIZES, dt="bfloat16", **BFLOAT16),
-    {"slots": 301, "window": 16, "tokens": 4, "groups": GROUPS}, MAMBA2.told,
-)  # fmt: skip
+    @property
+    def folds_with(self) -> tuple[str, ...]:
+        return ("A",) if self.op is MAMBA2_REPLAY else ("A_log", "dt_bias")
+
+
+ROOM = {"slots": 301, "window": 16, "tokens": 4}
+REPLAY = Replayer(MAMBA2_REPLAY, ReplayCase(*SIZES, dt="bfloat16", **BFLOAT16), {**ROOM, "groups": GROUPS})
+DELTA_REPLAY = Replayer(GATED_DELTA_REPLAY, DELTA.case, {**ROOM, "key_heads": GROUPS})
+KDA_REPLAY = Replayer(
+    GATED_DELTA_REPLAY, replace(DELTA.case, per_channel=True), {**DELTA_REPLAY.pool, "per_channel": True}
+)
 
 
 @pytest.fixture
@@ -187,6 +200,13 @@ SERVED = [
         )
     ),
     *(
+        (with_case(server, **fields), *of_state, (1, 4), told)
+        for server in (DELTA_REPLAY, KDA_REPLAY)
+        for of_state in (("float32", "nearest"), ("int8", "stochastic"))
+        for fields, told in (({}, {}), ({"raw": False}, {"A_log": False}), ({"dt_bias": False}, {"dt_bias": False}),
+                             ({}, {"early": True}))
+    ),
+    *(
         (with_case(server, dt_limit=(0.5, 2.0)), "float16", "nearest", (1, 4), {"dt_limit": (0.0, math.inf)})
         for server in (MAMBA2, REPLAY)
     ),
@@ -201,10 +221,13 @@ SERVED = [
 def test_every_variant_of_later_calls_was_compiled_and_none_in_vain(
     server: Server, name: str, rounding: str, tokens: Sequence[int], told: dict[str, bool], compiled: list[Launch]
 ) -> None:
-    pool, batches = server.make_pool(name, rounding), MANY if server.op is MAMBA2_REPLAY else BATCHES
+    pool, batches = server.make_pool(name, rounding), MANY if isinstance(server, Replayer) else BATCHES
     counts = server.warm_up(pool, batches, tokens=tokens, **told)
     assert sum(counts.values()) == len(compiled) == len(keys_of(compiled))
     assert {kernel for kernel in counts if kernel.startswith("mamba")} <= {server.op.name, "mamba2_fold"}
+    if isinstance(server, Replayer):
+        assert {server.op.name, server.fold.__name__} <= counts.keys()
+        assert not any(kernel.endswith("_step") for kernel in counts)
     assert counts.get("gated_delta_at_once", 0) >= (0 if told.get("exact", True) else 2)  # room for 8 tokens and for 16
     early = {"early": True} if "early" in told else {}
     with collected(90) as later:
@@ -300,6 +323,20 @@ def test_of_a_pool_with_both_an_op_compiles_for_its_own_layers(compiled: list[La
 
 
 @pytest.mark.compiled
+def test_of_a_pool_with_rings_of_both_rules_every_layer_is_compiled_as_its_ring_says(compiled: list[Launch]) -> None:
+    pools = [server.make_pool("bfloat16", "nearest", layers=1) for server in (REPLAY, KDA_REPLAY)]
+    shared = {name: getattr(pools[0].ring(0), name) for name in ("start", "count")}
+    rings = [pools[0].ring(0), replace(pools[1].ring(0), **shared)]
+    pool = StatePool.wrap([pool.layer(0) for pool in pools], rings=rings)
+    counts = flashstate.warmup(pool, MANY, tokens=(1, 4), progress=False)
+    assert {"mamba2_replay", "mamba2_fold", "gated_delta_replay", "gated_delta_fold"} <= counts.keys()
+    with collected(90) as later:
+        for server, batch, tokens in product((REPLAY, KDA_REPLAY), MANY, (1, 4)):
+            server.serve(pool, batch, tokens)
+    assert keys_of(later) <= keys_of(compiled)
+
+
+@pytest.mark.compiled
 @pytest.mark.parametrize(("bias", "drafts", "early"), [(True, 0, False), (False, 0, True), (True, 4, False)])
 def test_convolutions_of_pools_with_windows_are_compiled_too(
     bias: bool, drafts: int, early: bool, compiled: list[Launch]
@@ -384,7 +421,7 @@ def test_wrong_sizes_are_refused_by_name(
 def test_an_axis_that_warmup_cannot_know_is_refused_by_name() -> None:
     op: Any = SimpleNamespace(name="x_step", tensors={"x": Axes.parse("tokens heads | lanes")})
     pool = StatePool.mamba2(slots=2, layers=1, heads=2, rows=4, cols=8)
-    serving = Serving(pool, torch.bfloat16, torch.float32, {}, {}, wide=(), options={}, conv_width=None)
+    serving = Serving(pool, torch.bfloat16, torch.float32, {}, {}, per_channel=False, options={}, conv_width=None)
     with pytest.raises(ValueError, match=r"^x of x_step has lanes, whose size warmup cannot know: give `also`$"):
         serving.tensors(op, {"heads": 2}, Slots(torch.arange(2)), 1, {})
 

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from flashstate.errors import check_tensor
 from flashstate.state.parts import Parts
-from flashstate.state.ring import Ring
+from flashstate.state.ring import AnyRing
 
 VERSION = 1
 KEYS = ("version", "layout", "bytes")
 
 
-def layout_of(parts: Parts, drafts: int, rings: Sequence[Ring]) -> dict[str, Any]:
+def layout_of(parts: Parts, drafts: int, rings: Sequence[AnyRing]) -> dict[str, Any]:
     """What the bytes of a slot mean, in plain types: of every part its name, dtype, shape and the order of its axes in
     memory; and what else a request depends on, the drafts of windows and the window of rings, 0 without them."""
     window = rings[0].window if rings else 0

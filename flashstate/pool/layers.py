@@ -22,7 +22,7 @@ from flashstate.launch import uses_kernels
 from flashstate.state.formats import FORMATS
 from flashstate.state.mamba3 import Mamba3State
 from flashstate.state.parts import Part, Parts
-from flashstate.state.ring import Ring, check_ring
+from flashstate.state.ring import AnyRing, check_ring
 from flashstate.state.state import POOL_AXES, State, head_stride
 
 Layer = State | Mamba3State
@@ -44,8 +44,8 @@ def ssm_of(layer: Layer) -> State:
     return layer.ssm if isinstance(layer, Mamba3State) else layer
 
 
-def own_parts(holder: Layer | Ring) -> dict[str, Tensor]:
-    """What a State or a Ring keeps for every slot alone, by name; of a Mamba3State what it keeps beside its ssm."""
+def own_parts(holder: Layer | AnyRing) -> dict[str, Tensor]:
+    """What a State or a ring keeps for every slot alone, by name; of a Mamba3State what it keeps beside its ssm."""
     return {name: part for name in holder.written if (part := getattr(holder, name)) is not None}
 
 
@@ -54,7 +54,7 @@ def parts_of(layer: Layer) -> dict[str, Tensor]:
     return own_parts(ssm_of(layer)) | own_parts(layer)
 
 
-def all_parts(states: Sequence[Layer], windows: Sequence[Tensor], rings: Sequence[Ring]) -> Parts:
+def all_parts(states: Sequence[Layer], windows: Sequence[Tensor], rings: Sequence[AnyRing]) -> Parts:
     """What a pool of these layers keeps for every slot, layer by layer, then what all layers share; the seed last."""
     parts = []
     for i, layer in enumerate(states):
@@ -70,7 +70,7 @@ def all_parts(states: Sequence[Layer], windows: Sequence[Tensor], rings: Sequenc
 
 
 def check_layers(
-    states: Sequence[Layer], windows: Sequence[Tensor] | None, drafts: int, rings: Sequence[Ring] | None
+    states: Sequence[Layer], windows: Sequence[Tensor] | None, drafts: int, rings: Sequence[AnyRing] | None
 ) -> None:
     """Raise unless a caller's tensors can be the layers of one pool, and share no memory."""
     check_states(states)
@@ -121,14 +121,16 @@ def check_windows(windows: Sequence[Tensor], states: Sequence[Layer], drafts: in
     return named
 
 
-def check_rings(rings: Sequence[Ring], states: Sequence[Layer]) -> dict[str, Tensor]:
+def check_rings(rings: Sequence[AnyRing], states: Sequence[Layer]) -> dict[str, Tensor]:
     """What rings keep for every slot by name, the cursors that they share once; if layers can have these rings."""
-    _check_one_each("rings", "Ring", rings, len(states))
+    _check_one_each("rings", "ring", rings, len(states))
     named: dict[str, Tensor] = {}
     for i, (ring, state) in enumerate(zip(rings, states, strict=True)):
         if not isinstance(state, State):
-            raise TypeError(f"rings are for states of Mamba-2, each a State, got {type(state).__name__}")
-        check_ring(ring, state, f"rings[{i}]")
+            raise TypeError(f"rings are for layers that are each a State, got {type(state).__name__}")
+        if not isinstance(ring, AnyRing):
+            raise TypeError(f"rings[{i}] must be a Ring or a DeltaRing, got {type(ring).__name__}")
+        check_ring(ring, state, f"rings[{i}]", type(ring))
         first = rings[0]
         if ring.start.data_ptr() != first.start.data_ptr() or ring.count.data_ptr() != first.count.data_ptr():
             raise ValueError(f"rings must share start and count, but rings[{i}] has others than rings[0]")

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from flashstate.errors import LARGEST_INT32, check_dtype, check_int
+from flashstate.errors import LARGEST_INT32, check_dtype, check_flag, check_int
 from flashstate.launch import uses_kernels
 from flashstate.ops.conv1d import LARGEST_WIDTH, SMALLEST_WIDTH
 from flashstate.state.formats import FORMATS
 from flashstate.state.mamba3 import Mamba3State
-from flashstate.state.ring import LARGEST_WINDOW, Ring
+from flashstate.state.ring import LARGEST_WINDOW, AnyRing, DeltaRing, Ring
 from flashstate.state.state import State
+
+RingT = TypeVar("RingT", bound=AnyRing)
 
 
 @dataclass(frozen=True)
@@ -69,22 +72,61 @@ class Allocator:
         check_dtype("conv_dtype", dtype)
         return self(width - 1 + drafts, channels, dtype=dtype).transpose(2, 3).unbind() if channels else ()
 
-    @torch.inference_mode(False)  # else only inference mode could change them
     def rings(self, states: Sequence[State], window: int, tokens: int, groups: int, dtype: torch.dtype) -> list[Ring]:
-        """Empty rings for layers of these states, which share cursors; none without a window."""
-        check_int("window", window, 0, LARGEST_WINDOW)
-        if window == 0 and tokens != 1:
-            raise ValueError(f"tokens are for rings: window must be given too, got tokens={tokens}")
-        if window == 0:
-            return []
+        """Empty rings of Mamba-2 for layers of these states; none without a window."""
         _, heads, rows, cols = states[0].data.shape
-        check_int("tokens", tokens, 1, window)
-        check_int("groups", groups, 1, heads)
-        if heads % groups:
-            raise ValueError(f"groups must divide the {heads} heads, got {groups}")
+        length = ring_length(window, tokens)
+        if length == 0:
+            return []
+        check_shared("groups", groups, heads)
         check_dtype("ring_dtype", dtype)
-        length = window + tokens
         x, B = self(heads, length, rows, dtype=dtype), self(groups, length, cols, dtype=dtype)
-        dt = self(heads, length, dtype=torch.float32)
+        return self._with_cursors(Ring, window, x, B, self(heads, length, dtype=torch.float32))
+
+    def delta_rings(
+        self,
+        states: Sequence[State],
+        window: int,
+        tokens: int,
+        key_heads: int | None,
+        per_channel: bool,
+        dtype: torch.dtype,
+        u_dtype: torch.dtype,
+    ) -> list[DeltaRing]:
+        """Empty rings of the delta rule for layers of these states; none without a window."""
+        _, heads, rows, cols = states[0].data.shape
+        length = ring_length(window, tokens)
+        if length == 0:
+            return []
+        key_heads = heads if key_heads is None else key_heads
+        check_shared("key_heads", key_heads, heads)
+        check_flag("per_channel", per_channel)
+        check_dtype("ring_dtype", dtype)
+        check_dtype("u_dtype", u_dtype)
+        k, u = self(key_heads, length, cols, dtype=dtype), self(heads, length, rows, dtype=u_dtype)
+        decay = self(heads, length, cols, dtype=dtype) if per_channel else self(heads, length, dtype=torch.float32)
+        return self._with_cursors(DeltaRing, window, k, u, decay)
+
+    @torch.inference_mode(False)  # else only inference mode could change them
+    def _with_cursors(self, kind: Callable[..., RingT], window: int, *kept: Tensor) -> list[RingT]:
+        """Rings over these tensors, one per layer, which share cursors."""
         start, count = (self(dtype=torch.int32, layers=1)[0] for _ in range(2))
-        return [Ring(*of_layer, start, count, window) for of_layer in zip(x, B, dt, strict=True)]
+        return [kind(*of_layer, start, count, window) for of_layer in zip(*kept, strict=True)]
+
+
+def ring_length(window: int, tokens: int) -> int:
+    """Rows of a ring with room for its window and for so many tokens of a call; 0 without a window."""
+    check_int("window", window, 0, LARGEST_WINDOW)
+    if window == 0 and tokens != 1:
+        raise ValueError(f"tokens are for rings: window must be given too, got tokens={tokens}")
+    if window == 0:
+        return 0
+    check_int("tokens", tokens, 1, window)
+    return window + tokens
+
+
+def check_shared(name: str, number: int, heads: int) -> None:
+    """Raise unless heads can share so many of something evenly."""
+    check_int(name, number, 1, heads)
+    if heads % number:
+        raise ValueError(f"{name} must divide the {heads} heads, got {number}")

@@ -20,7 +20,7 @@ from flashstate.pool.memory import Allocator
 from flashstate.pool.resizing import resized_layers
 from flashstate.state.faults import fault_flag
 from flashstate.state.mamba3 import Mamba3State
-from flashstate.state.ring import Plan, Ring
+from flashstate.state.ring import AnyRing, Plan
 from flashstate.state.slots import SlotNumbers, Slots, as_slots
 from flashstate.state.state import State
 
@@ -57,7 +57,7 @@ class StatePool(Generic[LayerT]):
         states: Sequence[LayerT],
         windows: Sequence[Tensor] = (),
         drafts: int = 0,
-        rings: Sequence[Ring] = (),
+        rings: Sequence[AnyRing] = (),
         *,
         null: int,
         seed: int | None,
@@ -178,13 +178,26 @@ class StatePool(Generic[LayerT]):
         conv_width: int = 4,
         conv_dtype: torch.dtype = torch.bfloat16,
         drafts: int = 0,
+        window: int = 0,
+        tokens: int = 1,
+        key_heads: int | None = None,
+        per_channel: bool = False,
+        ring_dtype: torch.dtype = torch.bfloat16,
+        u_dtype: torch.dtype = torch.float16,
     ) -> StatePool[State]:
-        """A pool for the gated delta rule, whose states are (value heads, value_dim, key_dim); the rest as `mamba2`."""
+        """A pool for `gated_delta_step`, or with a window for `gated_delta_replay`; the rest as `mamba2`.
+
+        heads, value_dim, key_dim: the shape of a layer's state in a slot; these are value heads.
+        key_heads, per_channel: of a ring: heads of k, None: as many as value heads; and whether a has a value for each
+            channel, as in KDA.
+        ring_dtype, u_dtype: of a ring: the dtype of k, and of a per channel; and that of corrected values.
+        """
         sizes = {"heads": heads, "value_dim": value_dim, "key_dim": key_dim}
         allocate = Allocator(layers, slots, device)
         states = allocate.states(sizes, dtype, rounding, rounds, stream)
+        rings = allocate.delta_rings(states, window, tokens, key_heads, per_channel, ring_dtype, u_dtype)
         windows = allocate.windows(conv_channels, conv_width, drafts, conv_dtype)
-        return cls(states, windows, drafts, null=null, seed=seed)
+        return cls(states, windows, drafts, rings, null=null, seed=seed)
 
     @classmethod
     def wrap(
@@ -193,7 +206,7 @@ class StatePool(Generic[LayerT]):
         *,
         windows: Sequence[Tensor] | None = None,
         drafts: int = 0,
-        rings: Sequence[Ring] | None = None,
+        rings: Sequence[AnyRing] | None = None,
         null: int = -1,
         seed: int | None = None,
     ) -> StatePool[LayerT]:
@@ -204,7 +217,8 @@ class StatePool(Generic[LayerT]):
             share memory, but they may take turns in pages of one size.
         windows: of the convolutions, one per layer, as `conv1d_step` takes them; None: no windows.
         drafts: the last entries of each window that are for tokens which can be rolled back.
-        rings: for `mamba2_replay`, one per layer, which share start, count, window and length; None: no rings.
+        rings: one per layer, a Ring for `mamba2_replay` or a DeltaRing for `gated_delta_replay`, which share start,
+            count, window and length; None: no rings.
 
         The caller holds every slot at first, with whatever is in it; `release` hands slots to the pool.
         """
@@ -246,16 +260,17 @@ class StatePool(Generic[LayerT]):
             raise ValueError("this pool has no windows: it was made without conv_channels")
         return self._windows[i]
 
-    def ring(self, i: int) -> Ring:
-        """The ring of layer i, for `mamba2_replay`; the same object every time."""
+    def ring(self, i: int) -> Any:
+        """The ring of layer i: a Ring for `mamba2_replay`, a DeltaRing for `gated_delta_replay`; the same object every
+        time."""
         self.layer(i)
         if not self.has_rings:
             raise ValueError("this pool has no rings: it was made without a window")
         return self._rings[i]
 
     def plan(self, slots: Slots | Tensor | None = None, tokens: int | None = None) -> Plan:
-        """Which rows of a batch fold their rings in this step of the model: for `mamba2_replay` of all layers, and then
-        for `commit`. Slots and tokens are as Ring.plan has them."""
+        """Which rows of a batch fold their rings in this step of the model: for replay in all layers, and then for
+        `commit`. Slots and tokens are as Ring.plan has them."""
         return self.ring(0).plan(slots, tokens)
 
     def commit(self, plan: Plan, accepted: Tensor | None = None) -> None:
@@ -264,7 +279,8 @@ class StatePool(Generic[LayerT]):
         self.ring(0).commit(plan, accepted)
 
     def folded(self, slots: Slots | Tensor | None = None, tokens: Tensor | int | None = None) -> None:
-        """Drop the live tokens that `mamba2_fold` folded in place in all layers; slots and tokens as it had them."""
+        """Drop the live tokens that `mamba2_fold` or `gated_delta_fold` folded in place in all layers; slots and tokens
+        as these had them."""
         self.ring(0).folded(slots, tokens)
 
     def acquire(self, n: int = 1, seed: Seeds = None, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -338,8 +354,8 @@ class StatePool(Generic[LayerT]):
 
     def read(self, i: int, slots: SlotNumbers) -> Tensor:
         """The states that `write` stores in layer i: (slots, heads, rows, cols) float32, zero where a number on the
-        device names no slot. Slots may repeat. With rings these are the checkpoints; `mamba2_fold` gives states after
-        live tokens."""
+        device names no slot. Slots may repeat. With rings these are the checkpoints; `mamba2_fold` and
+        `gated_delta_fold` give states after live tokens."""
         return read_states(ssm_of(self.layer(i)), self._holding.on_device("slots", slots), self.null)
 
     def copy(self, src: SlotNumbers, dst: SlotNumbers, keep_seed: bool = False) -> None:

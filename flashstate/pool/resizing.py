@@ -13,15 +13,14 @@ from flashstate.pool.layers import Layer, ssm_of
 from flashstate.state.formats import bits_of
 from flashstate.state.mamba3 import Mamba3State
 from flashstate.state.parts import Part, Parts
-from flashstate.state.ring import Ring
 from flashstate.state.state import State
 
 
 @torch.no_grad()
 @torch.inference_mode(False)  # else only inference mode could change them
 def resized_layers(
-    parts: Parts, states: Sequence[Layer], windows: Sequence[Tensor], rings: Sequence[Ring], slots: int
-) -> tuple[list[Any], list[Tensor], list[Ring]]:
+    parts: Parts, states: Sequence[Layer], windows: Sequence[Tensor], rings: Sequence[Any], slots: int
+) -> tuple[list[Any], list[Tensor], list[Any]]:
     """States, windows and rings like these, whose parts they are, for so many slots."""
     made = {part.name: resized(part, slots) for part in parts.parts}
 
@@ -38,7 +37,7 @@ def resized_layers(
     return (
         [layer(i, one) for i, one in enumerate(states)],
         [made[f"windows[{i}]"] for i in range(len(windows))],
-        [replace(ring, **of(f"rings[{i}]", Ring.written), **cursors) for i, ring in enumerate(rings)],
+        [replace(ring, **of(f"rings[{i}]", ring.written), **cursors) for i, ring in enumerate(rings)],
     )
 
 
