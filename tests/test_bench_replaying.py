@@ -225,12 +225,14 @@ SPOILS: dict[str, tuple[Live, Spoil, str]] = {
     "a scale": ("all fold", lambda pool, slot, y: pool.scale[slot[0]].mul_(1.1), f"its state {BUDGET}"),
     "a count": ("uniform", lambda pool, slot, y: pool.count[slot[0]].add_(1), f"leaves count {KEPT}"),
 }
-OF_RINGS: list[tuple[str, AnyCase, str, bool]] = [  # what rings keep, and whether it is rounded
-    ("mamba2_replay", TINY["mamba2_replay"], "x", False), ("mamba2_replay", TINY["mamba2_replay"], "B", False),
-    ("mamba2_replay", TINY["mamba2_replay"], "dt", True), ("gated_delta_replay", TINY["gated_delta_replay"], "k", False),
-    ("gated_delta_replay", TINY["gated_delta_replay"], "u", True), ("gated_delta_replay", KDA, "decay", False),
-    ("gated_delta_replay", TINY["gated_delta_replay"], "decay", True),
-]  # fmt: skip
+OF_RINGS = [  # what rings keep, and whether it is rounded
+    *(("mamba2_replay", TINY["mamba2_replay"], *kept) for kept in (("x", False), ("B", False), ("dt", True))),
+    *(
+        ("gated_delta_replay", TINY["gated_delta_replay"], *kept)
+        for kept in (("k", False), ("u", True), ("decay", True))
+    ),
+    ("gated_delta_replay", KDA, "decay", False),
+]
 
 
 def require_refused(inputs: Inputs, spoil: Spoil, complaint: str) -> None:

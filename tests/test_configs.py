@@ -30,7 +30,18 @@ from flashstate.ops.gated_delta_replay import DeltaReplayProblem
 from flashstate.ops.mamba2_replay import ReplayProblem, ReplayTokenProblem, replay_kind
 from flashstate.ops.mamba3 import HeadProblem, RankProblem
 from flashstate.ops.replaying import AnyReplay, parted
-from flashstate.proof import AnyCase, Case, ConvCase, DeltaCase, Inputs, Mamba3Case, Pool, ReplayCase, make_inputs
+from flashstate.proof import (
+    AnyCase,
+    Case,
+    ConvCase,
+    DeltaCase,
+    DeltaReplayCase,
+    Inputs,
+    Mamba3Case,
+    Pool,
+    ReplayCase,
+    make_inputs,
+)
 from flashstate.proof.laws import require
 from flashstate.proof.laws.steps import close_to_float64, make_snapshots
 from flashstate.state.formats import FORMATS, PORTABLE_FORMATS

@@ -30,7 +30,7 @@ class DeltaRingCase(RingCase, DeltaReplayCase):
 def at_once(job: Job) -> Job:
     """The step in place with all tokens of a row at once; MeasurementError where there is no such call."""
     if isinstance(job, RingJob):
-        raise MeasurementError("only beside replay, which has no other way")
+        raise MeasurementError("only for steps in place: replay always does")
     return gated_delta.at_once(job)
 
 
@@ -46,7 +46,8 @@ def per_channel(job: Job) -> Job:
 GATED_DELTA_REPLAY = BenchedOp(
     "gated_delta_replay", GATED_DELTA.case, (PLAIN, DRAFTING, LONGER, KDA), tuned=None, bind=bind_flashstate,
     variants={
-        "at once": Way(partial(bind_op, exact=False), at_once), "per channel": Way(bind_flashstate, per_channel, fresh=True)
+        "at once": Way(partial(bind_op, exact=False), at_once),
+        "per channel": Way(bind_flashstate, per_channel, fresh=True),
     },
     job=partial(job_of, DeltaRingCase), check=check, shown=LIVE_BY_ONE[:1],
 )  # fmt: skip
