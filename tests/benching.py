@@ -38,6 +38,7 @@ TINY: dict[str, AnyCase] = {
     "mamba2": Case(batch=2, heads=2, groups=1, rows=4, cols=16, slots=5),
     "mamba2_replay": Case(batch=2, heads=1, groups=1, rows=16, cols=16, slots=5),
     "gated_delta": DeltaCase(2, 4, 2, 4, 16, slots=5, x="float16", qk="float16", gates="float16"),
+    "gated_delta_replay": DeltaCase(2, 2, 2, 4, 16, slots=5, x="float16", qk="float16", gates="float16"),
     "mamba3": Mamba3Case(2, 2, 1, 16, 16, rank=2, angles=0, slots=5),
     "conv1d": ConvCase(2, 8, 4, slots=5),
     "span": SpanCase(2, 2, 1, 4, 8, slots=4),

@@ -19,6 +19,7 @@ from flashstate.launch import (
 from flashstate.launch.config import mode_key, table_key
 from flashstate.ops.conv1d import ChannelProblem
 from flashstate.ops.gated_delta import AtOnceProblem, DeltaProblem, DeltaTokensProblem
+from flashstate.ops.gated_delta_replay import DeltaReplayProblem
 from flashstate.ops.mamba2_replay import ReplayProblem, ReplayTokenProblem
 from flashstate.ops.mamba3 import HeadProblem, RankProblem
 from flashstate.proof import AnyCase
@@ -32,6 +33,7 @@ MODE = re.compile(r"(?P<rounding>\w+), (?P<tokens>one token|several tokens)(?:, 
 KINDS = (  # what the keys of an op and of a mode begin with
     (r"mamba2_replay \w+ \d+x\d+ float32 .*one token", ReplayTokenProblem),
     (r"mamba2_replay", ReplayProblem),
+    (r"gated_delta_replay", DeltaReplayProblem),
     (r"mamba3_step rank 1\b", HeadProblem),
     (r"mamba3_step", RankProblem),
     (r"gated_delta_at_once", AtOnceProblem),
@@ -84,7 +86,7 @@ def modes_of(op: str) -> list[Any]:
 
 def case_of(mode: Problem, bases: Mapping[str, AnyCase], angles: int) -> AnyCase:
     """A case whose calls a table has this mode for, like one of these, which have the name of their op or its
-    beginning."""
+    beginning, the longest counting."""
     shape: dict[str, Any] = {"rows": mode.rows, "cols": mode.cols, "format": mode.format, "rounding": mode.rounding}
     shape["tokens"] = 0 if not mode.several_tokens else 9 if mode.op.endswith("_16") else 4
     if isinstance(mode, ChannelProblem):
@@ -95,8 +97,8 @@ def case_of(mode: Problem, bases: Mapping[str, AnyCase], angles: int) -> AnyCase
     if isinstance(mode, HeadProblem | RankProblem):
         rank = int(re.findall(r"rank (\d+)", mode.op)[0])
         shape |= {"rank": rank, "angles": angles if mode.op.endswith("turned") else 0}
-    (base,) = (base for op, base in bases.items() if mode.op.startswith(op))
-    return replace(base, **shape)
+    op = max((op for op in bases if mode.op.startswith(op)), key=len)
+    return replace(bases[op], **shape)
 
 
 def risky(mode: Problem, configs: Collection[Config]) -> list[Config]:

@@ -55,6 +55,14 @@ PLAIN_RUNS = {
         | each(LARGE, FOUR[1:2], (4, "every"), (8, "last"), (8, "none")),
         UP_TO_256,
     ),
+    "gated_delta_replay": (
+        each(LARGE, (*FOUR[:3], ("float16", "nearest")), *((0, stored) for stored in (*LIVE_BY_ONE, "last")))
+        | each(LARGE, FOUR[1:3], *((4, stored) for stored in ("none folds", "stationary", "last", "every")))
+        | each(LARGE, FOUR[1:2], *((8, stored) for stored in ("none folds", "stationary", "last")))
+        | each((32, 32, 128, 128), FOUR[1:3], *((0, stored) for stored in (*LIVE_BY_ONE, "last")))
+        | each((32, 32, 128, 128), FOUR[1:3], *((4, stored) for stored in ("none folds", "stationary", "last"))),
+        UP_TO_256,
+    ),
     "mamba3": (each((48, 1, 64, 128), FOUR, LAST), UP_TO_256),
     "conv1d": (
         each((1, 1, 1280, 4), FOUR[1:2], LAST) | each((1, 1, 10240, 4), FOUR[1:2], LAST), {*UP_TO_256, 1024}
@@ -62,11 +70,12 @@ PLAIN_RUNS = {
     "span": (each((16, 1, 64, 128), FOUR[:2], LAST), {*UP_TO_256, 1024}),
 }  # fmt: skip
 OF_MAMBA2 = {**dict.fromkeys(("x", "bc", "dt"), "bfloat16"), "parameters": "float32", "z": True}
+OF_DELTA = {
+    **dict.fromkeys(("x", "qk", "gates"), "bfloat16"), "parameters": "float32", "qk_l2norm": True, "exact": True
+}  # fmt: skip
 COMMON: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("mamba2", "mamba2_replay", "span"), OF_MAMBA2),
-    "gated_delta": {
-        **dict.fromkeys(("x", "qk", "gates"), "bfloat16"), "parameters": "float32", "qk_l2norm": True, "exact": True
-    },
+    **dict.fromkeys(("gated_delta", "gated_delta_replay"), OF_DELTA),
     "mamba3": {"x": "bfloat16", "rank": 4, "angles": 0, "Wo": True, "z": True, "update_kv": True},
     "conv1d": {"x": "bfloat16", "parameters": "bfloat16"},
 }  # fmt: skip
@@ -165,6 +174,8 @@ def test_a_row_counts_every_byte_of_its_arguments_and_roofs_those_of_states(job:
         (tiny_job("mamba2_replay", "uniform", tokens=3), "float32, 3 tokens, uniform", None),
         (tiny_job("gated_delta", "none", tokens=3), "4 heads, float32, 3 tokens, none stored", None),
         (tiny_job("gated_delta"), "4 heads, float32", "gated_delta, 2 key heads, 4 x 16"),
+        (tiny_job("gated_delta_replay"), "2 heads, float32, in place", "gated_delta_replay, 4 x 16"),
+        (tiny_job("gated_delta_replay", "stationary", tokens=3), "2 heads, float32, 3 tokens, stationary", None),
         (tiny_job("conv1d", tokens=6), "8 channels, float32, 6 tokens", "conv1d, width 4"),
     ],
 )

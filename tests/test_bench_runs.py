@@ -32,6 +32,7 @@ from flashstate.state.formats import bits_of
 
 GATED_DELTA, MAMBA3 = OPS["gated_delta"], OPS["mamba3"]
 MOVES = "plan and commit"
+REPLAYS = ("mamba2_replay", "gated_delta_replay")
 
 
 @pytest.fixture(autouse=True)
@@ -116,10 +117,14 @@ MEASURED: list[tuple[str, Job, str]] = [  # op, job, and beside what rows of fla
     ("mamba2_replay", tiny_job("mamba2_replay", "uniform", tokens=2), "roof touch read |"),
     ("mamba2_replay", tiny_job("mamba2_replay", MOVES, tokens=2, format="float16", rounding="stochastic"), "|"),
     ("mamba2_replay", tiny_job("mamba2_replay", "every", tokens=2), "touch read |"),
+    ("gated_delta_replay", tiny_job("gated_delta_replay", "uniform", tokens=2), "roof touch read | replayed"),
+    ("gated_delta_replay", tiny_job("gated_delta_replay", tokens=2), "touch read | once stepped"),
 ]
 WORDS = {
     "once": ["flashstate, at once"], "split": ["touch, split pool", "flashstate, split pool"], "turned": TURNED,
     "early": ["flashstate, early"],
+    "replayed": ["roof, per channel", "flashstate, per channel"],
+    "stepped": ["touch, per channel", "flashstate, per channel"],
 }  # fmt: skip
 
 
@@ -152,11 +157,11 @@ def test_all_ways_and_right_peers_are_measured_beside_the_roofs(
 @pytest.mark.parametrize("op", OPS)
 def test_kernels_are_called_in_all_ways(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     measure_in_the_interpreter(monkeypatch)
-    stored: Stored = "uniform" if op == "mamba2_replay" else "last"
+    stored: Stored = "uniform" if op in REPLAYS else "last"
     job, report = tiny_job(op, stored, batch=1, tokens=0 if op == "span" else 2), Report()
     with interpreted():
         measure_on_gpu(OPS[op], job, {}, CPU, report)
-    skipped = {"gated_delta": {"flashstate, split pool"}}.get(op, set())
+    skipped = {"gated_delta": {"flashstate, split pool"}, "gated_delta_replay": {"flashstate, at once"}}.get(op, set())
     assert report.skipped.keys() == skipped
     ours = [row.implementation for row in report.rows if row.implementation.startswith("flashstate, ")]
     assert ours == [f"flashstate, {how}" for how in OPS[op].ways if f"flashstate, {how}" not in skipped]
@@ -248,6 +253,18 @@ RUNS: dict[str, tuple[list[str], list[str]]] = {
             )
         ],
     ),
+    "gated_delta_replay": (
+        ["--heads", "2", "--groups", "2"],
+        [
+            f"2 heads, {name}{form}"
+            for name in TWO
+            for form in (
+                *(f", {stored}" for stored in (*LIVE_BY_ONE, "in place")),
+                *(f", {n} tokens, {stored}" for n in (4, 8) for stored in ("none folds", "stationary", "in place")),
+                ", 4 tokens, every stored",
+            )
+        ],
+    ),
 }  # fmt: skip
 
 
@@ -273,12 +290,12 @@ def test_bench_on_a_cpu_measures_the_reference_and_says_so(
     assert (tmp_path / "again.csv").read_bytes() == csv_file.read_bytes()
 
 
-@pytest.mark.parametrize("op", ["mamba2", "mamba2_replay"])
+@pytest.mark.parametrize("op", ["mamba2", *REPLAYS])
 def test_bench_times_nothing_when_flashstate_is_wrong(
     op: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(measure, "error_ratio", lambda *tensors: 7.0)
-    sizes = ["--heads", "2", "--rows", "4", "--cols", "16", "--batches", "1"]
+    sizes = ["--heads", "2", "--groups", "1", "--rows", "4", "--cols", "16", "--batches", "1"]
     assert main(["bench", op, "--device", "cpu", *sizes]) == 1
     error = " ".join(capsys.readouterr().err.split())
     assert "flashstate is wrong: its output is 7 times the error budget away from float64, for " in error
@@ -294,8 +311,9 @@ def test_bench_says_that_a_cpu_has_no_host_cost(capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize("op", OPS)
 def test_bench_on_a_gpu_measures_roofs_all_ways_and_the_cost_on_the_host(op: str, tmp_path: Path) -> None:
     sizes = ["--channels", "64"] if op == "conv1d" else ["--heads", "16", "--rows", "16"]
+    sizes += ["--groups", "16"] if op == "gated_delta_replay" else []
     options = ["--device", "cuda", "--peers", "none", "--batches", "1", "64", "--formats", "bfloat16"]
-    tokens = [] if op in ("span", "mamba2_replay") else ["--tokens", "1", "4"]
+    tokens = [] if op in ("span", *REPLAYS) else ["--tokens", "1", "4"]
     assert main(["bench", op, *sizes, *options, *tokens, "--csv", str(tmp_path / "gpu.csv")]) == 0
     provenance, rows = read_csv(tmp_path / "gpu.csv")
     assert provenance["host cost"].startswith("torch.add_ ")
@@ -308,7 +326,7 @@ def test_bench_on_a_gpu_measures_roofs_all_ways_and_the_cost_on_the_host(op: str
         assert found[: len(roofs) + 2] == [*roofs, "flashstate", f"flashstate, {SLOTS}"]
         assert row.microseconds > 0
         assert (row.percent_of_roof is None) == (row.stored == MOVES)
-        at_once = op == "gated_delta" and row.tokens > 1 and row.stored != "every"
+        at_once = op.startswith("gated_delta") and row.tokens > 1 and row.stored in ("last", "none")
         assert ("flashstate, at once" in found) == at_once
 
 

@@ -26,10 +26,22 @@ from flashstate.launch.environment import pretending
 from flashstate.launch.table import load_table, read_table_file, table_text
 from flashstate.ops.conv1d import ChannelProblem
 from flashstate.ops.gated_delta import AtOnceProblem, DeltaProblem, DeltaTokensProblem, delta_kind
+from flashstate.ops.gated_delta_replay import DeltaReplayProblem
 from flashstate.ops.mamba2_replay import ReplayProblem, ReplayTokenProblem, replay_kind
 from flashstate.ops.mamba3 import HeadProblem, RankProblem
-from flashstate.ops.replaying import parted
-from flashstate.proof import AnyCase, Case, ConvCase, DeltaCase, Inputs, Mamba3Case, Pool, ReplayCase, make_inputs
+from flashstate.ops.replaying import AnyReplay, parted
+from flashstate.proof import (
+    AnyCase,
+    Case,
+    ConvCase,
+    DeltaCase,
+    DeltaReplayCase,
+    Inputs,
+    Mamba3Case,
+    Pool,
+    ReplayCase,
+    make_inputs,
+)
 from flashstate.proof.laws import require
 from flashstate.proof.laws.steps import close_to_float64, make_snapshots
 from flashstate.state.formats import FORMATS, PORTABLE_FORMATS
@@ -138,7 +150,7 @@ def some_of_every_kind() -> list[tuple[Problem, set[Config]]]:
 def test_entries_of_a_table_change_no_byte(mode: Problem, configs: set[Config]) -> None:
     """Of every kind of mode some, all on a GPU. Of few rows, which take less time; of channels whole accesses."""
     small = {"rows": 40 if isinstance(mode, ChannelProblem) else 5}
-    if isinstance(mode, ReplayProblem | ReplayTokenProblem):
+    if isinstance(mode, AnyReplay):
         small = {"rows": 20, "cols": 32 if mode.cols % 32 == 0 else mode.cols}
     with interpreted():
         require_one_result(replace(mode, **small), configs, CPU)
@@ -182,11 +194,12 @@ def by_a_plan(inputs: Any, case: AnyCase) -> Stored:
 def require_one_result(mode: Problem, configs: set[Config], device: torch.device) -> None:
     """Calls with every config give the bytes of another one; of one with as many lanes in the interpreter, which sums
     over them in numpy's order."""
-    replays = isinstance(mode, ReplayProblem | ReplayTokenProblem)
+    replays = isinstance(mode, AnyReplay)
     x = "bfloat16" if device.type == "cuda" else "float32"
     bases: dict[str, AnyCase] = {
         "mamba2_step": Case(1, 1, 1), "gated_delta": DeltaCase(1, 1, 1, qk="float16"),
         "mamba3": Mamba3Case(1, 1, 1, kv="float16"), "mamba2_replay": ReplayCase(x=x),
+        "gated_delta_replay": DeltaReplayCase(qk=x if device.type == "cuda" else "float16"),
         "conv1d": ConvCase(1, parameters=mode.format),
     }  # fmt: skip
     case = case_of(mode, bases, 3)
@@ -429,6 +442,7 @@ KNOBS_OF: dict[str, tuple[Problem, str, set[int]]] = {  # what a program does se
     "rank 1": (HeadProblem("mamba3_step rank 1", *SHAPE), "ahead", {0, 64, 128, 256, 512}),
     "rank 4": (RankProblem("mamba3_step rank 4", *SHAPE), "ahead", {0, 64, 128, 256, 512}),
     "replay": (ReplayProblem("mamba2_replay keep", *SHAPE, True), "tiles", {1, 2, 4, 8, 16}),
+    "delta replay": (DeltaReplayProblem("gated_delta_replay keep", *SHAPE, True), "tiles", {1, 2, 4, 8, 16}),
     "replay of one token": (ReplayTokenProblem("mamba2_replay keep", *SHAPE), "tiles", {1, 2, 4, 8, 16}),
 }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -67,10 +69,10 @@ def test_a_table_of_some_labels_has_other_libraries_beside_flashstate() -> None:
     assert "host" not in "".join(lines)
 
 
-def replay_rows(**times: tuple[float, ...]) -> list[Row]:
+def replay_rows(implementation: str = "flashstate", op: str = "mamba2_replay", **times: Any) -> list[Row]:
     """Rows of six tokens at batches 1, 4 and 16; `last=(2, 3, 4)` has these times."""
     return [
-        row("flashstate", "float32", "nearest", batch, 6, stored, time, "mamba2_replay")
+        row(implementation, "float32", "nearest", batch, 6, stored, time, op)
         for stored, found in times.items()
         for batch, time in zip((1, 4, 16), found, strict=True)
     ]
@@ -91,6 +93,18 @@ def test_replay_pays_from_the_batch_size_on_at_which_it_is_always_faster(times: 
         "|---|---|---|",
         f"| float32, 6 tokens | {cells} |",
     ]
+
+
+def test_replay_is_compared_with_the_faster_step_in_place_and_per_channel_with_its_like() -> None:
+    of_delta = partial(replay_rows, op="gated_delta_replay")
+    rows = of_delta(stationary=(3, 4, 5), last=(4, 5, 6)) + of_delta("flashstate, at once", last=(2, 4, 6))
+    rows += of_delta("flashstate, per channel", stationary=(3, 4, 5), last=(4, 5, 6))
+    assert pays(rows)[2:] == [
+        "| 16 heads, float32, 6 tokens |  | 16 |",
+        "| 16 heads, float32, 6 tokens, per channel |  | 1 |",
+    ]
+    others = [replace(row, heads=32, microseconds=2 * row.microseconds) for row in rows if row.stored == "last"]
+    assert pays([*rows, *others]) == pays(rows)
 
 
 def test_tables_of_replay_have_every_form_what_has_no_roof_and_where_it_pays() -> None:
@@ -176,7 +190,7 @@ def test_documents_have_the_tables_of_the_results() -> None:
         ("docs/measuring.md", "figures of mamba2", " (9", " (8"),
         ("docs/measuring.md", "figures of mamba2", "float16 stoch", "float64 stoch"),
         ("docs/ops/mamba2_step.md", "formats of mamba2", "| 512 |", "| 256 |"),
-        ("docs/ops/mamba2_replay.md", "where replay pays", "| 4 |", "| 1 |"),
+        ("docs/ops/mamba2_replay.md", "where mamba2_replay pays", "| 4 |", "| 1 |"),
         ("docs/numerics.md", "errors of long heads", "e-0", "e-1"),
         ("docs/choosing-a-format.md", "costs of formats", "| 0.50 |", "| 0.25 |"),
     ],

@@ -8,7 +8,7 @@ A table of README.md or docs/ stands between two marks. The first one says what 
     <!-- sizes of states; make figures writes this -->                  the same
     <!-- formats of OP; make figures writes this -->                    bytes, errors and times of its formats
     <!-- costs of formats; make figures writes this -->                 what formats cost in every family of ops
-    <!-- where replay pays; make figures writes this -->                tools/replay_pays.py
+    <!-- where OP pays; make figures writes this -->                    tools/replay_pays.py, of an op that replays
     <!-- peers; make figures writes this -->                            a few calls beside other libraries
     <!-- speed of MODEL; make figures writes this -->                   tools/transformers_speed.py
     <!-- arguments of OP; make figures writes this -->                  its tensors, as it is declared
@@ -52,7 +52,8 @@ ORIGIN = ("torch", "triton", "commit", "date", "peers")  # of a provenance
 END = "<!-- end of figures -->"
 MARKED = re.compile(rf"(?P<mark><!-- (?P<table>[^;\n]+); make figures writes this -->\n).*?(?={END})", re.DOTALL)
 ARGUMENTS, FORMATS, SPEED = "arguments of ", "formats of ", "speed of "
-PEERS, PAYS, CHOICE = "peers", "where replay pays", "costs of formats"
+PEERS, CHOICE = "peers", "costs of formats"
+PAYS = re.compile(r"where (?P<op>\w+) pays")
 FIGURES = re.compile(r"figures of (?P<op>[^:]+)(: (?P<labels>.+))?")
 
 
@@ -95,8 +96,8 @@ def table(name: str) -> str:
         found = {op: measured(op) for op in dict.fromkeys(op for op, *_ in SHOWN)}
         origins = merged([provenance for provenance, _ in found.values()])
         return paragraphs(peers_table({op: rows for op, (_, rows) in found.items()}), _measured_on(origins))
-    if name == PAYS:
-        origin_of_replay, replayed = measured("mamba2_replay")
+    if where := PAYS.fullmatch(name):
+        origin_of_replay, replayed = measured(where["op"])
         return paragraphs(pays(replayed), _measured_on(origin_of_replay))
     if name == CHOICE:
         ops = [family.op for family in FAMILIES]

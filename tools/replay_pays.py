@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import product
 
 from flashstate.bench.results import Row
 
 REPLAYED = ("stationary", "a 16th folds")  # rows of batches as a server has them: of several tokens, and of one
 OTHERS = {"every": "than snapshots", "last": "than a step in place"}
+OURS = {"": ("flashstate", "flashstate, at once"), ", per channel": ("flashstate, per channel",)}  # the faster counts
 NEVER = "at none"
 Times = Mapping[int, float]  # microseconds, by batch size
 
@@ -15,16 +17,18 @@ Times = Mapping[int, float]  # microseconds, by batch size
 def pays(rows: Sequence[Row]) -> list[str]:
     """The lines of a table with the batch sizes from which on replay is faster than other ways.
 
-    Formats and tokens are down. There are no lines where nothing was replayed.
+    Heads, formats and tokens are down. There are no lines where nothing was replayed.
     """
     lines = []
-    for format, rounding, tokens in dict.fromkeys((row.format, row.rounding, row.tokens) for row in rows):
-        alike = [row for row in rows if (row.format, row.rounding, row.tokens) == (format, rounding, tokens)]
-        replayed = [row for row in alike if row.stored in REPLAYED]
+    for alike, (how, ours) in product(_alike(rows), OURS.items()):
+        times = {
+            stored: _times([row for row in alike if row.stored == stored], ours) for stored in (*REPLAYED, *OTHERS)
+        }
+        replayed = next((stored for stored in REPLAYED if times[stored]), None)
         if replayed:
-            name = replayed[0].label.removesuffix(f", {replayed[0].stored}")
-            cells = [first_faster(_times(replayed), _times([r for r in alike if r.stored == way])) for way in OTHERS]
-            lines.append(f"| {' | '.join([name, *cells])} |")
+            name = next(row.label for row in alike if row.stored == replayed).removesuffix(f", {replayed}")
+            cells = [first_faster(times[replayed], times[stored]) for stored in OTHERS]
+            lines.append(f"| {' | '.join([name + how, *cells])} |")
     head = " | ".join(["replay is faster from batch size", *OTHERS.values()])
     return [f"| {head} |", "|---" * (1 + len(OTHERS)) + "|", *lines] if lines else []
 
@@ -37,6 +41,18 @@ def first_faster(ours: Times, others: Times) -> str:
     return str(faster[0]) if faster else NEVER if batches else ""
 
 
-def _times(rows: Sequence[Row]) -> dict[int, float]:
-    """Microseconds of flashstate itself, by batch size."""
-    return {row.batch: row.microseconds for row in rows if row.implementation == "flashstate"}
+def _alike(rows: Sequence[Row]) -> list[list[Row]]:
+    """Rows by what they share but for what is stored: heads, format and tokens."""
+    found: dict[object, list[Row]] = {}
+    for row in rows:
+        found.setdefault((row.heads, row.format, row.rounding, row.tokens), []).append(row)
+    return list(found.values())
+
+
+def _times(rows: Sequence[Row], implementations: Sequence[str]) -> dict[int, float]:
+    """Microseconds of the faster of these, by batch size."""
+    times: dict[int, float] = {}
+    for row in rows:
+        if row.implementation in implementations:
+            times[row.batch] = min(row.microseconds, times.get(row.batch, row.microseconds))
+    return times

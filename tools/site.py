@@ -20,8 +20,9 @@ PAGES = {  # documents at the root, and what they are called on the site
     "LICENSE": "license.md",
 }
 FIRST = (  # on their pages, before what else is exported
-    "mamba2_step", "mamba2_replay", "mamba2_fold", "mamba3_step", "gated_delta_step", "conv1d_step",
-    "State", "Slots", "Ring", "Plan",
+    "mamba2_step", "mamba2_replay", "mamba2_fold", "mamba3_step", "gated_delta_step", "gated_delta_replay",
+    "gated_delta_fold", "conv1d_step",
+    "State", "Slots", "Ring", "DeltaRing", "Plan",
 )  # fmt: skip
 TITLES = {
     "ops": "Ops",

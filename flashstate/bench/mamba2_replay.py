@@ -1,116 +1,39 @@
-"""The benchmark of mamba2_replay: cases, of which as many rows are live as requests have that draft tokens; their jobs;
-what is checked; and what it takes the place of: steps of mamba2_step."""
+"""The benchmark of mamba2_replay: its jobs, steps of mamba2_step beside them, and what a model step has around its
+layers."""
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass, replace
-from functools import cache
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from flashstate.bench.binding import IN_PLACE, Binding, Step, Storing, TimedCall, arguments_of, bind_op
-from flashstate.bench.jobs import BFLOAT16, FLOAT32, SPARE_SLOTS, BenchedOp, Grid, Job, Live, Stored
+from flashstate.bench import replaying
+from flashstate.bench.binding import IN_PLACE, Binding, Step, Storing
+from flashstate.bench.jobs import BFLOAT16, FLOAT32, BenchedOp, Grid, Job, Live, Stored
 from flashstate.bench.mamba2 import MAMBA2
-from flashstate.bench.measure import check as check_step
-from flashstate.bench.measure import require_within_budgets, slots_of
-from flashstate.bench.peers import MeasurementError
-from flashstate.bench.timing import Timing
-from flashstate.launch import Problem
-from flashstate.ops.replaying import forms_of
-from flashstate.proof import AnyCase, Inputs, ReplayCase, ReplayInputs, ReplayPool, dtype, error_ratio, slotted
-from flashstate.proof.inputs import Source
-from flashstate.proof.replaying import rings_after
+from flashstate.bench.measure import slots_of
+from flashstate.bench.replaying import LIVE_BY_ONE, RingCase, RingJob, accepted_tokens, given_to_rings, require_equal
+from flashstate.proof import AnyCase, Inputs, ReplayCase, ReplayInputs, ReplayPool, dtype
 from flashstate.reference import rings as reference
 from flashstate.reference.state_io import advance_seeds
-from flashstate.state.formats import bits_of
-from flashstate.state.ring import FIELDS, AnyRing
+from flashstate.state.ring import FIELDS
 from flashstate.state.slots import Slots
 
 TOKENS = 6  # of a step that drafts
 LIVE: tuple[Live, ...] = ("none folds", "stationary", "uniform", "all fold")
-LIVE_BY_ONE: tuple[Live, ...] = ("none folds", "a 16th folds")
 FLOAT16, INT8, FLOAT8 = (("float16", "stochastic"), ("int8", "stochastic"), ("float8_e4m3fn", "stochastic"))
 DRAFTING = Grid(
     (FLOAT32, FLOAT16, BFLOAT16, INT8, FLOAT8), (TOKENS,), (*LIVE, "every", "last"), by_one=(*LIVE_BY_ONE, "last")
 )
 PLAIN = replace(DRAFTING, formats=(FLOAT32, BFLOAT16, FLOAT16, INT8), tokens=(1,))
 CURSORS = Grid((FLOAT16,), (1, TOKENS), ("plan and commit",), by_one=("plan and commit",))
-WINDOW = 16
-LEAST_SLOTS = 256  # of the pool that a larger one repeats: as many as it takes to have every count as often as it comes
-ACCEPTANCE = 0.7  # the probability that a draft token is right, if those before it are
-REQUESTS, STEPS = 1 << 14, 64  # that are simulated; after so many steps nothing is left of how they began
-LEAST_UNIFORM = 3  # live rows
-
-
-def accepted_tokens(requests: int, tokens: int, generator: torch.Generator) -> Tensor:
-    """How many tokens of a step each request keeps, (requests,): one, and drafts up to the first that is wrong."""
-    right = torch.rand(requests, tokens - 1, generator=generator) < ACCEPTANCE
-    return 1 + right.long().cumprod(1).sum(1)
-
-
-@cache
-def stationary_counts(tokens: int) -> Tensor:
-    """Live rows of many requests between two steps of so many tokens each, simulated; sorted."""
-    generator = torch.Generator().manual_seed(0)
-    count = torch.randint(1, WINDOW + 1, (REQUESTS,), generator=generator)
-    for _ in range(STEPS):
-        kept = torch.where(count + tokens > WINDOW, 0, count)  # what is not folded
-        count = kept + accepted_tokens(REQUESTS, tokens, generator)
-    return count.sort().values
-
-
-@cache
-def live_counts(live: Live, tokens: int) -> Tensor:
-    """Live rows of many requests as a measurement has them, sorted."""
-    if live == "uniform":
-        return torch.arange(LEAST_UNIFORM, WINDOW + 1)
-    counts = stationary_counts(tokens)
-    folds = counts + tokens > WINDOW
-    if live == "none folds":  # where all would, rings are empty
-        return counts[~folds] if not folds.all() else torch.zeros(1, dtype=torch.int64)
-    return counts[folds] if live == "all fold" else counts
-
-
-def spread_counts(live: Live, tokens: int, slots: int) -> Tensor:
-    """Live rows of so many slots, (slots,) int32, sorted: every count as often as among many requests, nearly."""
-    counts = live_counts(live, tokens)
-    return counts[(2 * torch.arange(slots) + 1) * len(counts) // (2 * slots)].int()
 
 
 @dataclass(frozen=True)
-class RingCase(ReplayCase):
+class Mamba2RingCase(RingCase, ReplayCase):
     """A case of mamba2_replay whose rings have as many live rows as a measurement wants."""
-
-    live_rows: Live = "stationary"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.tokens > WINDOW:
-            raise ValueError(f"replay is measured with a window of {WINDOW}, and calls of no more, got {self.tokens}")
-
-    @property
-    def counts(self) -> Tensor:
-        """Live rows of requests: every count as often as it comes."""
-        return live_counts(self.live_rows, self.tokens or 1)
-
-    @property
-    def folding(self) -> float:
-        """The share of rows that fold."""
-        return (self.counts + (self.tokens or 1) > WINDOW).double().mean().item()
-
-    @property
-    def moved(self) -> tuple[float, float]:
-        """What a batch has on average: its slots are any of the pool."""
-        return self.batch * self.folding, self.batch * (self.counts.double().mean().item() + (self.tokens or 1))
-
-    def _ring(self, source: Source, slots: Tensor) -> AnyRing:
-        """Rings whose slots have the live counts of this case in random order."""
-        ring = super()._ring(source, slots)
-        order = torch.randperm(self.slots, generator=source.generator)
-        ring.count.copy_(spread_counts(self.live_rows, self.tokens or 1, self.slots)[order])
-        return ring
 
 
 @dataclass
@@ -121,7 +44,7 @@ class CursorInputs(ReplayInputs):
 
 
 @dataclass(frozen=True)
-class CursorCase(RingCase):
+class CursorCase(Mamba2RingCase):
     """What a model step has around its layers: a plan, its commit, and new random bits where states need some."""
 
     def make_inputs(self, device: torch.device, seed: int = 0) -> CursorInputs:
@@ -135,50 +58,18 @@ class CursorCase(RingCase):
         return self.batch * of_row
 
 
-@dataclass(frozen=True)
-class RingJob(Job):
-    """A measurement of replay. States are read, and those of rows that fold are stored."""
-
-    case: RingCase
-
-    @property
-    def problems(self) -> tuple[Problem, ...]:
-        """What calls with a plan launch."""
-        return forms_of(cast(Any, replace(self.case.problem, op="mamba2_replay")), planned=True)
-
-    def roof_of_both(self, touch: Timing, read: Timing) -> Timing:
-        """What the counted bytes take, where states of rows that fold are as fast as `touch`, and others as `read`. All
-        else is as fast as these states are together."""
-        folding = self.case.folding
-        more = self.counted_bytes / ((1 + folding) * self.read_bytes)
-        both = zip(astuple(touch), astuple(read), strict=True)
-        return Timing(*(more * (folding * touched + (1 - folding) * only_read) for touched, only_read in both))
-
-
 def job_of(op: str, case: AnyCase, stored: Stored) -> Job:
-    """The job of replay where live rows say what is stored; else that of mamba2_step, whose case this is."""
-    if stored == "last" or stored == "every" or stored == "none":
-        return Job(op, case, stored)
-    given: dict[str, Any] = {**vars(case), "slots": max(case.slots, LEAST_SLOTS + SPARE_SLOTS)}
+    """The job of replay where live rows say what is stored, and that of cursors; else that of mamba2_step."""
     if stored == "plan and commit":
-        return RingJob(op, CursorCase(**given), stored)
-    return RingJob(op, RingCase(**given, live_rows=stored), stored)
+        return RingJob(op, CursorCase(**given_to_rings(case)), stored)
+    return replaying.job_of(Mamba2RingCase, op, case, stored)
 
 
 def bind_flashstate(inputs: Inputs, storing: Storing = IN_PLACE, *, bare: bool = False) -> Step:
-    """Make a step with a plan that was made before, as all layers of a model but the first have it; `bare`: with none.
-    On a pool without rings it is a step of mamba2_step."""
+    """Make a step of replay, of mamba2_step, or of what is around the layers of a model."""
     if isinstance(inputs, CursorInputs):
         return bind_cursors(inputs)
-    if bare or not isinstance(inputs, ReplayInputs):
-        return bind_op(inputs, storing, bare=bare)
-    replayed, op, given = inputs, inputs.op.step, arguments_of(inputs)
-
-    def step(slots: Slots) -> TimedCall:
-        plan = replayed.plan(slots)
-        return lambda: op(**given, plan=plan)
-
-    return step
+    return replaying.bind_flashstate(inputs, storing, bare=bare)
 
 
 def bind_cursors(inputs: CursorInputs) -> Step:
@@ -201,24 +92,7 @@ def check(bind: Binding, inputs: Inputs, storing: Storing = IN_PLACE) -> None:
         copy = inputs.fresh()
         require_moved(inputs, copy.state, bind(copy, storing)(slots_of(copy, storing))())
         return
-    after = check_step(bind, inputs, storing)
-    if isinstance(inputs, ReplayInputs):
-        require_appended(inputs, after.state)
-
-
-def require_appended(inputs: ReplayInputs, got: ReplayPool) -> None:
-    """Raise MeasurementError unless rings have the new tokens, what is rounded of them within its budget, and the pool
-    has all else but folded states, bit for bit, as it was."""
-    filled, exact = rings_after(inputs)
-    want, rows, folded = filled.state, inputs.appended_rows, inputs.slots[inputs.folds].long()
-    for name, finely in exact.items():
-        new, *expected = (kept.transpose(1, 2)[rows] for kept in (got.kept[name], finely, want.kept[name]))
-        require_within_budgets({f"{name} in the ring": error_ratio(new, *expected)})
-        want.kept[name].transpose(1, 2)[rows] = new
-    for name, tensor in slotted(want).items():
-        if name in ("data", "scale"):
-            bits_of(tensor)[folded] = bits_of(slotted(got)[name])[folded]
-    require_equal(slotted(want), slotted(got))
+    replaying.check(bind, inputs, storing)
 
 
 def require_moved(inputs: CursorInputs, got: ReplayPool, rows: Tensor) -> None:
@@ -233,13 +107,6 @@ def require_moved(inputs: CursorInputs, got: ReplayPool, rows: Tensor) -> None:
     found = {"rows of the plan": rows, "start": got.start, "count": got.count, "seed": cast(Tensor, got.seed)}
     want = dict(zip(found, (of_plan, start, count, seed), strict=True))
     require_equal(want, {name: tensor.cpu() for name, tensor in found.items()})
-
-
-def require_equal(want: dict[str, Tensor], got: dict[str, Tensor]) -> None:
-    """Raise MeasurementError where bytes differ."""
-    for name, tensor in want.items():
-        if not torch.equal(bits_of(tensor), bits_of(got[name])):
-            raise MeasurementError(f"wrong: it leaves {name} other than it must be")
 
 
 MAMBA2_REPLAY = BenchedOp(

@@ -102,12 +102,11 @@ def measure_on_gpu(op: BenchedOp, job: Job, peers: Mapping[str, Binding], device
             checked = inputs if as_called == job else inputs_of(as_called.case, device)
             check_of_op(way.bind, way.inputs(checked), small)
             laid = way.inputs(on_cold_slots(as_called, checked, device).inputs if way.fresh else cold.inputs)
-            # States that lie elsewhere in memory have a roof of their own.
-            own = roof if laid is cold.inputs else replace(cold, inputs=laid).time_touch(job)
-            timing = replace(cold, inputs=laid).time(way.bind)
-            if laid is not cold.inputs and own is not None:
-                where = name.removeprefix("flashstate, ")
-                report.rows.append(row_of(f"touch, {where}", job, own, job.touched_bytes, own))
+            there, own = replace(cold, inputs=laid), roof
+            timing = there.time(way.bind)
+            if laid is not cold.inputs:  # other memory has a roof of its own
+                ((kind, (own, moved)), *_) = time_roofs(as_called, there, {}).items()
+                report.rows.append(row_of(f"{kind}, {name.removeprefix('flashstate, ')}", job, own, moved, own))
             report.rows.append(row_of(name, job, timing, as_called.counted_bytes, own))
 
 

@@ -52,9 +52,10 @@ class Row:
     @property
     def label(self) -> str:
         """What tells rows of a run apart: sizes that they do not share, format, and what is not one token in place."""
-        apart = {"conv1d": f"{self.rows} channels", "gated_delta": counted(self.heads, "head")}
+        heads = counted(self.heads, "head")
+        apart = {"conv1d": f"{self.rows} channels", "gated_delta": heads, "gated_delta_replay": heads}
         tokens = f"{self.tokens} tokens" if self.tokens > 1 else ""
-        last = "in place" if self.op == "mamba2_replay" else ""  # elsewhere that goes without saying
+        last = "in place" if self.op.endswith("_replay") else ""  # elsewhere that goes without saying
         stored = {"last": last, "every": "every stored", "none": "none stored"}.get(self.stored, self.stored)
         parts = (apart.get(self.op, ""), label_of(self.format, self.rounding), tokens, stored)
         return ", ".join(filter(None, parts))
@@ -64,7 +65,10 @@ class Row:
         """The op and the shape, as far as all rows of a run share it."""
         size = f"{self.rows} x {self.cols}"
         usual = f"{counted(self.heads, 'head')}, {counted(self.groups, 'group')}, {size}"
-        special = {"conv1d": f"width {self.cols}", "gated_delta": f"{counted(self.groups, 'key head')}, {size}"}
+        special = {
+            "conv1d": f"width {self.cols}", "gated_delta": f"{counted(self.groups, 'key head')}, {size}",
+            "gated_delta_replay": size,
+        }  # fmt: skip
         return f"{self.op}, {special.get(self.op, usual)}"
 
 

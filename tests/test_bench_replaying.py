@@ -1,0 +1,269 @@
+"""What the benchmarks of replay share: the live rows of their jobs, bytes, roofs, plans, and what is checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from benching import CPU, spoiled
+from torch import Tensor
+
+from flashstate.bench.binding import Binding
+from flashstate.bench.gated_delta_replay import DeltaRingCase
+from flashstate.bench.jobs import Job, Live, Stored
+from flashstate.bench.mamba2_replay import LIVE, Mamba2RingCase
+from flashstate.bench.measure import inputs_of, storing_for
+from flashstate.bench.ops import OPS
+from flashstate.bench.peers import MeasurementError
+from flashstate.bench.replaying import (
+    ACCEPTANCE,
+    LEAST_SLOTS,
+    WINDOW,
+    RingCase,
+    accepted_tokens,
+    bind_flashstate,
+    check,
+    live_counts,
+    spread_counts,
+    stationary_counts,
+)
+from flashstate.bench.timing import Timing
+from flashstate.proof import AnyCase, Case, DeltaCase, Inputs, ReplayPool, make_inputs
+
+HALF = dict.fromkeys(("x", "qk", "gates"), "bfloat16")
+TINY: dict[str, AnyCase] = {
+    "mamba2_replay": Case(4, 2, 1, 4, 16, x="bfloat16", bc="bfloat16", dt="bfloat16"),
+    "gated_delta_replay": DeltaCase(4, 2, 1, 4, 16, **HALF),
+}
+KDA = DeltaCase(4, 2, 2, 4, 16, **HALF, per_channel=True)
+CASES = [*TINY.items(), ("gated_delta_replay", KDA)]
+FORMATS = [("float32", "nearest"), ("float16", "stochastic"), ("int8", "stochastic")]
+every_op = pytest.mark.parametrize("op", TINY)
+every_case = pytest.mark.parametrize(("op", "tiny"), CASES, ids=["Mamba-2", "Gated DeltaNet", "KDA"])
+
+
+def job_of(op: str, stored: Stored, tiny: AnyCase | None = None, **changes: Any) -> Job:
+    """A small job of an op."""
+    return OPS[op].job(op, replace(tiny or TINY[op], **changes), stored)
+
+
+# Live rows
+
+
+def exact_distribution(tokens: int) -> Tensor:
+    """Of live rows, by a power of the chain that requests are: (WINDOW + 1,)."""
+    accepted = [ACCEPTANCE ** (n - 1) * (1 - ACCEPTANCE if n < tokens else 1) for n in range(1, tokens + 1)]
+    chain = torch.zeros(WINDOW + 1, WINDOW + 1, dtype=torch.float64)
+    for count in range(WINDOW + 1):
+        for n, probability in enumerate(accepted, 1):
+            chain[count, n + (0 if count + tokens > WINDOW else count)] += probability
+    return torch.linalg.matrix_power(chain, 1 << 10)[WINDOW]
+
+
+def shares(counts: Tensor) -> Tensor:
+    return torch.bincount(counts, minlength=WINDOW + 1).double() / len(counts)
+
+
+@pytest.mark.parametrize("tokens", [2, 4, 6])
+def test_live_rows_are_those_of_the_chain_that_requests_are(tokens: int) -> None:
+    want = exact_distribution(tokens)
+    assert torch.allclose(want.sum(), torch.tensor(1.0, dtype=torch.float64))
+    assert (shares(stationary_counts(tokens)) - want).abs().sum() < 0.05
+
+
+def test_six_tokens_keep_three_nearly_and_a_quarter_of_the_rows_folds() -> None:
+    accepted = accepted_tokens(1 << 14, 6, torch.Generator().manual_seed(1)).double()
+    expected = sum(ACCEPTANCE**n for n in range(6))
+    assert abs(accepted.mean() - expected) < 0.05
+    assert abs(expected - 2.94) < 0.005
+    folding = exact_distribution(6)[WINDOW - 5 :].sum().item()
+    assert abs(Mamba2RingCase(tokens=6).folding - folding) < 0.01
+    assert 0.2 < folding < 0.3
+
+
+def test_one_token_makes_every_count_equally_likely_and_folds_a_16th() -> None:
+    counts = live_counts("a 16th folds", 1)
+    assert torch.allclose(shares(counts)[1:], torch.tensor(1 / 16, dtype=torch.float64), atol=0.01)
+    assert abs(DeltaRingCase(live_rows="a 16th folds").folding - 1 / 16) < 0.01
+    assert live_counts("none folds", 1).unique().tolist() == list(range(1, 16))
+
+
+def test_rows_fold_as_the_names_of_live_rows_say() -> None:
+    none, some, uniform, every = (live_counts(live, 6) for live in LIVE)
+    assert (none.min(), none.max()) == (1, 10)
+    assert (every.min(), every.max()) == (11, 16)
+    assert torch.equal(torch.cat([none, every]), some)
+    assert uniform.tolist() == list(range(3, 17))
+    assert live_counts("none folds", WINDOW).tolist() == [0]  # where all would
+
+
+@every_op
+@pytest.mark.parametrize("live", LIVE)
+def test_pools_of_any_size_have_every_count_as_often_as_it_comes(live: Live, op: str) -> None:
+    want = shares(live_counts(live, 6))
+    for slots in (LEAST_SLOTS, 1027):
+        counts = spread_counts(live, 6, slots)
+        assert counts.shape == (slots,)
+        assert (shares(counts) - want).abs().max() <= 1 / slots
+    inputs = inputs_of(job_of(op, live, batch=1, tokens=6).case, CPU)
+    assert len(inputs.state.count) >= LEAST_SLOTS
+    assert (shares(inputs.on_larger_pool(5000).state.count) - want).abs().sum() < 0.05
+
+
+# Jobs
+
+
+@every_case
+def test_bytes_are_those_of_all_arguments_live_rows_new_rows_and_folded_states(op: str, tiny: AnyCase) -> None:
+    job = job_of(op, "uniform", tiny, tokens=6, batch=14, format="int8", rounding="stochastic")
+    inputs = make_inputs(job.case, CPU)
+    pool, tensors = inputs.state, [t for t in inputs.arguments.values() if isinstance(t, Tensor)]
+    given = sum(t.nbytes for t in (*tensors, inputs.main, inputs.slots))
+    slot = pool.data[0].nbytes + pool.scale[0].nbytes
+    ring_row = sum(kept[0].nbytes for kept in pool.kept.values()) // (WINDOW + 6)
+    live, new, folding = sum(range(3, 17)), 14 * 6, 6  # of 14 rows with 3 to 16, those with 11 or more fold
+    assert job.counted_bytes == given + (14 + folding) * slot + (live + new) * ring_row + 14 * (2 * 4 + 8)
+
+
+@every_op
+@pytest.mark.parametrize(("stored", "folding"), [("none folds", 0.0), ("uniform", 6 / 14), ("all fold", 1.0)])
+def test_the_roof_has_states_that_fold_touched_and_others_read_and_all_else_in_proportion(
+    stored: Stored, folding: float, op: str
+) -> None:
+    job = job_of(op, stored, tokens=6)
+    states = job.case.batch * job.case.slot_bytes
+    assert (job.read_bytes, job.touched_bytes) == (states, 2 * states)
+    roof = job.roof_of_both(Timing(8.0, 7.0, 9.0), Timing(5.0, 4.0, 6.0))
+    assert roof is not None
+    want = [(5 + 3 * folding + more) * job.counted_bytes / ((1 + folding) * states) for more in (0, -1, 1)]
+    assert torch.allclose(torch.tensor([roof.median, roof.fastest, roof.slowest]), torch.tensor(want))
+
+
+@every_op
+def test_small_batches_have_one_kernel_and_larger_ones_one_for_each_part(op: str) -> None:
+    grid = replace(OPS[op].grids[0], formats=FORMATS[:1], tokens=(4,), stored=("stationary",), batches=(1, 1024))
+    jobs = OPS[op].jobs([grid])
+    ops = [{problem.op.removeprefix(f"{op} ") for problem in job.problems} for job in jobs]
+    assert ops == [{"either"}, {"fold", "keep"}]
+    assert all(problem.several_tokens for job in jobs for problem in job.problems)
+
+
+@every_op
+def test_calls_longer_than_the_window_are_refused(op: str) -> None:
+    with pytest.raises(ValueError, match=r"^replay is measured with a window of 16, and calls of no more, got 17$"):
+        job_of(op, "stationary", tokens=17)
+
+
+# What is checked
+
+
+Spoil = Callable[[ReplayPool, Tensor, Tensor], object]  # given a pool, the slots of the batch, and the output
+
+
+def wrong(spoil: Spoil) -> Binding:
+    """A binding whose pool or output is spoiled after the call."""
+    return spoiled(bind_flashstate, lambda inputs, storing, slots, y: spoil(inputs.state, slots.read.long(), y))
+
+
+@every_case
+@pytest.mark.parametrize("tokens", [0, 3])
+@pytest.mark.parametrize(("name", "rounding"), FORMATS)
+@pytest.mark.parametrize("live", LIVE)
+def test_what_is_right_passes_the_check(
+    live: Live, name: str, rounding: str, tokens: int, op: str, tiny: AnyCase
+) -> None:
+    job = job_of(op, live, tiny, format=name, rounding=rounding, tokens=tokens)
+    check(bind_flashstate, inputs_of(job.case, CPU))
+    if name == "float32":  # without a plan
+        check(lambda inputs, storing: bind_flashstate(inputs, storing, bare=True), inputs_of(job.case, CPU))
+
+
+def test_a_plan_is_made_before_anything_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = inputs_of(job_of("gated_delta_replay", "stationary", tokens=3).case, CPU)
+    step = bind_flashstate(inputs)(inputs.at())
+    monkeypatch.setattr(type(inputs.state.ring), "plan", None)
+    assert step().shape == inputs.main.shape
+
+
+def new_row(pool: ReplayPool, slot: Tensor) -> Tensor:
+    """The row of the ring that the first new token of each slot went to."""
+    return ((pool.start + pool.count)[slot] % pool.ring.length).long()
+
+
+def change(tensor: Tensor, *index: Tensor | int) -> None:
+    """Change the last bit of the last element of an entry."""
+    entry = tensor[tuple(int(i) for i in index)]
+    entry.view({2: torch.int16, 4: torch.int32}[entry.element_size()]).view(-1)[-1] ^= 1
+
+
+def change_new(name: str) -> Spoil:
+    """Change what a ring keeps of a new token."""
+    return lambda pool, slot, y: change(pool.kept[name], slot[1], 0, new_row(pool, slot)[1])
+
+
+def scale_new(name: str) -> Spoil:
+    """Make what a ring keeps of a new token larger."""
+    return lambda pool, slot, y: pool.kept[name][slot[1], 0, new_row(pool, slot)[1]].mul_(1.01)
+
+
+def change_live(name: str) -> Spoil:
+    """Change what a ring keeps of a live token."""
+    return lambda pool, slot, y: change(pool.kept[name], slot[0], 0, pool.start[slot[0]])
+
+
+BUDGET = r"is .* times the error budget away from float64$"
+KEPT = r"other than it must be$"
+SPOILS: dict[str, tuple[Live, Spoil, str]] = {
+    "an output": ("uniform", lambda pool, slot, y: y[-1].mul_(1.5), f"its output {BUDGET}"),
+    "outputs of others": ("uniform", lambda pool, slot, y: y.copy_(y.flip(0)), f"its output {BUDGET}"),
+    "a folded state": ("all fold", lambda pool, slot, y: pool.data[slot[-1], -1, -1].zero_(), f"its state {BUDGET}"),
+    "a state not folded": ("none folds", lambda pool, slot, y: change(pool.data, slot[0], 1, 3), f"leaves data {KEPT}"),
+    "a state of nobody": ("uniform", lambda pool, slot, y: change(pool.data, 0, 1, 3), f"leaves data {KEPT}"),
+    "a scale": ("all fold", lambda pool, slot, y: pool.scale[slot[0]].mul_(1.1), f"its state {BUDGET}"),
+    "a count": ("uniform", lambda pool, slot, y: pool.count[slot[0]].add_(1), f"leaves count {KEPT}"),
+}
+OF_RINGS = [  # what rings keep, and whether it is rounded
+    *(("mamba2_replay", TINY["mamba2_replay"], *kept) for kept in (("x", False), ("B", False), ("dt", True))),
+    *(
+        ("gated_delta_replay", TINY["gated_delta_replay"], *kept)
+        for kept in (("k", False), ("u", True), ("decay", True))
+    ),
+    ("gated_delta_replay", KDA, "decay", False),
+]
+
+
+def require_refused(inputs: Inputs, spoil: Spoil, complaint: str) -> None:
+    with pytest.raises(MeasurementError, match=rf"^wrong: .*{complaint}"):
+        check(wrong(spoil), inputs)
+
+
+@every_op
+@pytest.mark.parametrize("what", SPOILS)
+def test_what_is_wrong_fails_the_check(what: str, op: str) -> None:
+    live, spoil, complaint = SPOILS[what]
+    job = job_of(op, live, tokens=3, format="int8" if what == "a scale" else "float32")
+    require_refused(inputs_of(job.case, CPU), spoil, complaint)
+
+
+@pytest.mark.parametrize(("op", "tiny", "name", "rounded"), OF_RINGS)
+def test_what_is_wrong_in_a_ring_fails_the_check(op: str, tiny: AnyCase, name: str, rounded: bool) -> None:
+    inputs = inputs_of(job_of(op, "uniform", tiny, tokens=3).case, CPU)
+    require_refused(inputs, change_live(name), f"leaves {name} {KEPT}")
+    if rounded:
+        require_refused(inputs, scale_new(name), f"its {name} in the ring {BUDGET}")
+    else:
+        require_refused(inputs, change_new(name), f"leaves {name} {KEPT}")
+
+
+@every_op
+def test_steps_beside_replay_are_those_of_the_op_that_steps(op: str) -> None:
+    for stored in ("last", "every"):
+        job = job_of(op, stored, tokens=3)
+        inputs, storing = inputs_of(job.case, CPU), storing_for(job, job.case.batch, CPU)
+        assert not isinstance(job.case, RingCase)
+        check(bind_flashstate, inputs, storing)
+        with pytest.raises(MeasurementError, match=f"its output {BUDGET}"):
+            check(wrong(lambda pool, slot, y: y.neg_()), inputs, storing)
