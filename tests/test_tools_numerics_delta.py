@@ -1,5 +1,5 @@
-"""tools.numerics_delta: that it decodes as the library does, what it measures and leaves behind, and that the tree shows
-what documents say."""
+"""tools.numerics_delta: that it decodes as the library does, what it measures and leaves behind, and what the tree has
+for the documents."""
 
 from __future__ import annotations
 

@@ -17,14 +17,15 @@ FORMATS = [("float32", "nearest"), ("float16", "nearest"), ("int8", "stochastic"
 
 @pytest.mark.parametrize("op", MODELS)
 def test_errors_are_those_of_the_format(op: str) -> None:
-    fine, middle, coarse = measure_op(op, torch.device("cpu"), 20, FORMATS)
+    fine, middle, coarse = measure_op(op, torch.device("cpu"), 40, FORMATS)
     assert [(row.op, row.format, row.rounding, row.tokens) for row in (fine, coarse)] == [
-        (op, "float32", "nearest", 20),
-        (op, "int8", "stochastic", 20),
+        (op, "float32", "nearest", 40),
+        (op, "int8", "stochastic", 40),
     ]
     for found in ([row.state_error for row in (fine, middle, coarse)], [row.output_error for row in (fine, coarse)]):
         assert found == sorted(found)
-    assert fine.state_error < 2**-20 < 2**-13 < middle.state_error < 2**-9 < 2**-7 < coarse.state_error < 2**-3
+    assert fine.state_error < (2**-11 if op == "gated_delta_replay" else 2**-20)  # its ring is float16
+    assert 2**-13 < middle.state_error < 2**-9 < 2**-7 < coarse.state_error < 2**-3
 
 
 def test_the_command_writes_what_the_tables_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -154,10 +154,12 @@ OPTIONS: dict[str, Any] = {"b_logit": None, "scale": None, "qk_l2norm": True}  #
 class Simulation:
     """The states of many ways, as one batch that steps side by side: (ways, heads, rows, cols) float32."""
 
-    def __init__(self, ways: Sequence[Way], device: torch.device) -> None:
+    def __init__(
+        self, ways: Sequence[Way], device: torch.device, size: tuple[int, int, int] = (HEADS, ROWS, COLS)
+    ) -> None:
         self.ways = sorted(ways, key=self._dtype_of_u)
         self.dtypes = [(getattr(torch, name), len(list(same))) for name, same in groupby(self.ways, self._dtype_of_u)]
-        self.states = torch.zeros(len(ways), HEADS, ROWS, COLS, device=device)
+        self.states = torch.zeros(len(ways), *size, device=device)
         self.seed = torch.zeros(1, dtype=torch.int64, device=device)
         self.count = 0
 
@@ -182,7 +184,8 @@ class Simulation:
 
     def _round(self, folds: bool, token: int) -> None:
         """Round the states of ways that fold, or of those that do not, with the random bits of this token."""
-        random = random_bits(self.seed, (HEADS, ROWS, COLS), token, 0, ROUNDS)[0]
+        heads, rows, cols = self.states.shape[1:]
+        random = random_bits(self.seed, (heads, rows, cols), token, 0, ROUNDS)[0]
         for index, way in enumerate(self.ways):
             if way.folds == folds and way.format != "float32":
                 self.states[index] = stored(self.states[index], way, random)
