@@ -6,6 +6,7 @@ A table of README.md or docs/ stands between two marks. The first one says what 
     <!-- figures of OP: LABEL | LABEL; make figures writes this -->     all implementations under these labels
     <!-- errors of long heads; make figures writes this -->             tools/numerics.py, at the end of its run
     <!-- sizes of states; make figures writes this -->                  the same
+    <!-- errors of delta states; make figures writes this -->           tools/numerics_delta.py; and its other tables
     <!-- formats of OP; make figures writes this -->                    bytes, errors and times of its formats
     <!-- costs of formats; make figures writes this -->                 what formats cost in every family of ops
     <!-- where OP pays; make figures writes this -->                    tools/replay_pays.py, of an op that replays
@@ -28,6 +29,8 @@ from tools.arguments import arguments_table
 from tools.format_choice import FAMILIES, choice_table, draw_choice
 from tools.format_costs import SHOWN, costs_table, peers_table, shown_time
 from tools.numerics import at_the_end, error_table, read_errors
+from tools.numerics_delta import TABLES as DELTA_TABLES
+from tools.numerics_delta import delta_table, read_delta_errors
 from tools.numerics_ops import read_op_errors
 from tools.numerics_plot import draw_errors
 from tools.replay_pays import pays
@@ -45,6 +48,7 @@ RESULTS = {  # by the op that they are of
 }
 ERRORS = ROOT / "results" / "numerics.csv"
 ERRORS_OF_OPS = ROOT / "results" / "numerics-ops.csv"
+ERRORS_OF_DELTA = ROOT / "results" / "numerics-delta.csv"
 SPEEDS = ROOT / "results" / "transformers-speed.csv"
 WAYS = {"mamba2": "plain", "mamba2_replay": "replay"}  # in ERRORS; other ops are in ERRORS_OF_OPS
 OURS = "flashstate"
@@ -92,6 +96,9 @@ def table(name: str) -> str:
         return paragraphs(
             by_batch([row for row in generated if row.model == name.removeprefix(SPEED)]), _measured_on(of_models)
         )
+    if name in DELTA_TABLES:
+        origin_of_delta, of_delta = read_delta_errors(ERRORS_OF_DELTA)
+        return delta_table(name, of_delta, origin(origin_of_delta))
     if name == PEERS:
         found = {op: measured(op) for op in dict.fromkeys(op for op, *_ in SHOWN)}
         origins = merged([provenance for provenance, _ in found.values()])
