@@ -57,7 +57,7 @@ def memory_of(kind: Delta, window: Tensor, recurrent: Tensor) -> Memory:
 
 def zeros(case: Case, given: Stock) -> tuple[Tensor, Tensor]:
     """A window and a state, as Transformers has them, of a mixer that has seen nothing."""
-    channels, width, (heads, rows, columns), _ = case.kind.sizes(given.mixer)
+    channels, width, (heads, rows, columns) = case.kind.sizes(given.mixer)
     return torch.zeros(BATCH, channels, width), torch.zeros(BATCH, heads, columns, rows)
 
 
