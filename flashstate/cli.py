@@ -311,7 +311,7 @@ GENERATE = {
     "--state": option(f"{_listed(ROUNDINGS_OF)} {TOLD}", "FORMAT", choices=ROUNDINGS_OF, default="float32"),
     "--rounding": ROUNDING,
     "--replay": option(
-        f"window of replay, for Mamba-2; 0: none (default: {WINDOW} for int8 states, else 0)", "N", type=int
+        f"window of replay; 0: none (default: {WINDOW} for int8 states that can be replayed, else 0)", "N", type=int
     ),
     "--drafts": number("tokens per step that prompt lookup proposes (default: none)", default=0),
     "--seed": option(f"of stochastic rounding and of random weights {TOLD}", "N", type=int, default=0),

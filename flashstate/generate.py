@@ -47,7 +47,7 @@ class Task:
     dtype: torch.dtype | None = None  # of weights; None: that of the checkpoint, and float32 for random ones
     state: torch.dtype = torch.float32
     rounding: str = "nearest"
-    replay: int | None = None  # window; 0: every token is stepped; None: WINDOW for int8 states of Mamba-2, else 0
+    replay: int | None = None  # window; 0: every token is stepped; None: WINDOW for int8 states that replay, else 0
     drafts: int = 0
     seed: int = 0  # of rounding, and of random weights
     static: bool = False
@@ -181,7 +181,7 @@ def load(task: Task) -> tuple[Any, Any]:
 def cache_options(task: Task, model: Any, prompt_tokens: int) -> dict[str, Any]:
     """What StateCache is given besides the model. What it refuses, it refuses here, before the model has run."""
     replay = task.replay
-    if replay is None and task.state == torch.int8 and is_mamba2(model):
+    if replay is None and task.state == torch.int8 and replays(model):
         replay = max(WINDOW, task.drafts + 1)
     options: dict[str, Any] = {
         "dtype": task.state,
@@ -198,11 +198,11 @@ def cache_options(task: Task, model: Any, prompt_tokens: int) -> dict[str, Any]:
     return options
 
 
-def is_mamba2(model: Any) -> bool:
-    """Whether all recurrent layers of a model are of Mamba-2."""
+def replays(model: Any) -> bool:
+    """Whether rings can keep the tokens of all recurrent layers of a model."""
     from flashstate.integrations.transformers.families import mixers_of
 
-    return all(found.name == "mamba2" for found in mixers_of(model).values())
+    return all(found.replays is not None for found in mixers_of(model).values())
 
 
 def headline(task: Task, model: Any, prompt_tokens: int, options: dict[str, Any]) -> list[str]:

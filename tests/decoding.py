@@ -12,10 +12,12 @@ from torch import Tensor
 import flashstate.integrations.transformers as fs
 from flashstate.integrations.transformers.enabling import own_cache_name
 from flashstate.integrations.transformers.families import MIXERS
+from flashstate.integrations.transformers.mixers import KINDS
+from flashstate.integrations.transformers.mixers.kind import Replays
 from flashstate.integrations.transformers.store import Store
 
 KIND_OF = dict(MIXERS.values())  # of every family
-REPLAYED = [family for family in KNOWN if KIND_OF[family] == "mamba2"]
+REPLAYED = [family for family in KNOWN if isinstance(KINDS[KIND_OF[family]], Replays)]
 ONE_OF_EACH = ("mamba", "mamba2", "qwen3_5", "kimi_linear", "lfm2")  # kind
 NEW = 8  # tokens that are generated
 TOKENS = torch.randint(1, 96, (2, 11), generator=torch.Generator().manual_seed(1))

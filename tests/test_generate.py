@@ -64,10 +64,11 @@ def test_drafts_are_accepted_and_change_no_token(family: str, capsys: pytest.Cap
         ([], "State: int8; by replay with a window of 16, unless --replay 0."),
         (["--replay", "8"], "State: int8; by replay with a window of 8."),
         (["--replay", "0", "--rounding", "stochastic"], "State: int8 stochastic."),
-        (["--family", "qwen3_next"], "State: int8."),
+        (["--family", "qwen3_next"], "State: int8; by replay with a window of 16, unless --replay 0."),
+        (["--family", "mamba"], "State: int8."),
     ],
 )
-def test_int8_states_of_mamba2_are_kept_by_replay_unless_told_otherwise(
+def test_int8_states_that_can_be_replayed_are_unless_told_otherwise(
     options: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*SHORT, "--state", "int8", *options]) == 0
@@ -103,7 +104,10 @@ def test_a_model_of_a_folder_speaks_with_its_own_tokenizer(tmp_path: Path, capsy
         (["--family", "mamba2", "--model", "x"], "--family is of a random model, and --model names another, 'x'"),
         (["--drafts", "2", "--batch", "2"], "--drafts needs --batch 1, got 2"),
         (["--replay", "-1"], "--replay must be 0, for none, or a window of tokens, got -1"),
-        (["--family", "qwen3_next", "--replay", "4"], "replay is for mixers of Mamba-2, but this model has Qwen3Next"),
+        (
+            ["--family", "lfm2", "--replay", "4"],
+            "replay is for mixers of Mamba-2, Gated DeltaNet and KDA, but this model",
+        ),
         (["--rounding", "stochastic"], "float32 has no rounding 'stochastic', only nearest"),
         (["--prompt", ""], "--prompt must have at least one token, got none"),
         (["--model", "no/such/folder/at/all"], "no/such/folder/at/all"),

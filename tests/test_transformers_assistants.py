@@ -55,6 +55,7 @@ def assistant(tokens: int, schedule: str = "constant") -> LlamaForCausalLM:
         ("mamba2", {"replay": 7}),
         ("jamba", {}),
         ("qwen3_next", {}),
+        ("kimi_linear", {"replay": 7}),
         ("nemotron_h", {"max_cache_len": 52}),
     ],
     ids=str,

@@ -18,6 +18,10 @@ RANDOM = {"dtype": torch.float16, "rounding": "stochastic", "seed": 3}
 COMPILED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # settings of a model of every op, and of its cache
     "mamba2": ({"num_hidden_layers": 1}, {"replay": 3, "dtype": torch.int8}),
     "qwen3_5": ({**TWO, "layer_types": ["linear_attention", "full_attention"]}, {"drafts": 2, **RANDOM}),
+    "kimi_linear": (
+        {**TWO, "layer_types": ["linear_attention", "full_attention"], "mlp_layer_types": ["dense"] * 2},
+        {"replay": 3, "dtype": torch.int8},
+    ),
     "lfm2": ({**TWO, "layer_types": ["conv", "full_attention"]}, {}),
 }
 

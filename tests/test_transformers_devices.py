@@ -122,6 +122,7 @@ def in_two(found: dict[int, Found]) -> Iterator[tuple[torch.device, dict[int, Fo
         ("qwen3_next", {"dtype": torch.bfloat16}, {"num_beams": 3}),
         ("jamba", {"drafts": 3}, {"prompt_lookup_num_tokens": 3}),
         ("nemotron_h", {"drafts": 3, "replay": 5, "dtype": torch.int8}, {"prompt_lookup_num_tokens": 3}),
+        ("qwen3_next", {"drafts": 3, "replay": 5, "dtype": torch.int8}, {"prompt_lookup_num_tokens": 3}),
         ("lfm2", {"max_cache_len": 32}, {}),
     ],
     ids=str,

@@ -46,7 +46,13 @@ def test_a_static_cache_serves_other_prompts_after_a_reset(family: str) -> None:
 
 @pytest.mark.parametrize(
     ("family", "options"),
-    [("mamba", {"max_batch": 2}), ("kimi_linear", {}), ("falcon_h1", {"drafts": 2}), ("nemotron_h", {"replay": 3})],
+    [
+        ("mamba", {"max_batch": 2}),
+        ("kimi_linear", {}),
+        ("falcon_h1", {"drafts": 2}),
+        ("nemotron_h", {"replay": 3}),
+        ("qwen3_next", {"replay": 3}),
+    ],
     ids=str,
 )
 def test_a_cache_serves_other_prompts_after_a_reset(family: str, options: dict[str, Any]) -> None:
@@ -66,8 +72,8 @@ def test_prompts_in_pieces_and_a_second_generate_continue_the_cache(family: str)
     assert torch.equal(greedy(model, more, past_key_values=cache, max_new_tokens=2), want)
 
 
-@pytest.mark.parametrize("family", FEW)
-def test_beams_and_samples_are_those_of_transformers(family: str) -> None:
+@pytest.mark.parametrize(("family", "more"), [*((family, {}) for family in FEW), ("qwen3_5", {"replay": 3})], ids=str)
+def test_beams_and_samples_are_those_of_transformers(family: str, more: dict[str, int]) -> None:
     model: Any = tiny_model(family)
     beams = {"num_beams": 3, "num_return_sequences": 2, "max_new_tokens": 5}
     samples = {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": 5}
@@ -75,10 +81,11 @@ def test_beams_and_samples_are_those_of_transformers(family: str) -> None:
         torch.manual_seed(7)
         want = greedy(model, **options)
         torch.manual_seed(7)
-        assert torch.equal(greedy(model, past_key_values=fs.StateCache(model), **options), want), options
+        assert torch.equal(greedy(model, past_key_values=fs.StateCache(model, **more), **options), want), options
     assert len(want[:3].unique(dim=0)) > 1  # samples differ
 
 
+RINGS = ("mamba2", "qwen3_5", "kimi_linear")
 ROWS = torch.tensor([1, 0, 0, 1])  # of the tokens, as a cache has them after it was rearranged
 
 
@@ -98,7 +105,7 @@ def rearranged(model: Any, cache: fs.StateCache) -> Tensor:
     ("family", "options"),
     [
         *((family, options) for family in FEW for options in ({}, {"drafts": 2})),
-        *(("mamba2", {"replay": 3, **options}) for options in ({}, {"drafts": 2})),
+        *((family, {"replay": 3, **options}) for family in RINGS for options in ({}, {"drafts": 2})),
     ],
     ids=str,
 )

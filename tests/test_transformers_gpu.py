@@ -77,7 +77,9 @@ def test_padding_before_prompts_changes_nothing(family: str, options: dict[str, 
         ("mamba2", {"replay": 6}),
         ("nemotron_h", {"replay": 6}),
         ("qwen3_next", {}),
+        ("qwen3_next", {"replay": 6}),
         ("kimi_linear", {}),
+        ("kimi_linear", {"replay": 6}),
         ("lfm2", {}),
     ],
     ids=str,
@@ -98,9 +100,10 @@ def test_drafts_change_no_token(family: str, options: dict[str, Any], static: di
 
 
 @pytest.mark.parametrize("replay", [3, 16])
-def test_replay_changes_no_token(replay: int) -> None:
+@pytest.mark.parametrize("family", ["mamba2", "qwen3_next", "bailing_hybrid"])
+def test_replay_changes_no_token(family: str, replay: int) -> None:
     """Rings that are folded several times, and not at all."""
-    model: Any = tiny_model("mamba2")
+    model: Any = tiny_model(family)
     want = generated(model)
     model.cuda()
     for static in ({}, STATIC):
@@ -125,6 +128,7 @@ def forced_logits(model: Any, cache: fs.StateCache) -> Tensor:
         ("mamba2", {"dtype": torch.float16, "rounding": "stochastic"}),
         ("mamba2", {"dtype": torch.int8, "replay": 6}),
         ("qwen3_next", {"dtype": torch.int16}),
+        ("qwen3_next", {"dtype": torch.int8, "replay": 6}),
         ("qwen3_next", {"dtype": torch.float8_e4m3fn, "rounding": "stochastic"}),
         ("mamba", {"dtype": torch.int8, "rounding": "stochastic"}),
     ],

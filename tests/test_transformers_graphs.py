@@ -74,13 +74,17 @@ def test_all_steps_of_a_generation_are_one_graph(family: str, more: dict[str, An
         cache.reset()
 
 
-@pytest.mark.parametrize("family", ["mamba2", "nemotron_h"])
-def test_steps_with_drafts_are_a_graph_for_every_number_of_tokens(family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [("mamba2", {}), ("nemotron_h", {}), ("nemotron_h", {"replay": 5}), ("qwen3_next", {"replay": 5})],
+    ids=str,
+)
+def test_steps_with_drafts_are_a_graph_for_every_number_of_tokens(family: str, more: dict[str, int]) -> None:
     model: Any = tiny_model(family)
     prompt, few = PROMPT[:1], {"suppress_tokens": list(range(4, 96))}  # so that tokens repeat
     options = {**OPTIONS, "max_new_tokens": 24} | few
     stock = model.generate(prompt, **options)
-    cache = fs.StateCache(model, max_cache_len=48, drafts=3)
+    cache = fs.StateCache(model, max_cache_len=48, drafts=3, **more)
     generated = model.generate(prompt, past_key_values=cache, prompt_lookup_num_tokens=3, **options)
     assert torch.equal(generated, stock)
     assert 2 <= len(replays(cache)) <= 4

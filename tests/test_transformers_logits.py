@@ -39,13 +39,20 @@ def test_logits_are_those_of_transformers(family: str) -> None:
     assert max(errors.values()) <= 1, errors
 
 
-@pytest.mark.parametrize("family", ["mamba", "falcon_h1", "olmo_hybrid", "lfm2"])
+HALF: dict[str, dict[str, Any]] = {
+    "mamba": {}, "falcon_h1": {}, "olmo_hybrid": {}, "bailing_hybrid": {"mlp_layer_types": ["dense"] * 3}, "lfm2": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", HALF)
 def test_logits_of_half_precision_are_no_further_off_than_those_of_transformers(family: str) -> None:
-    model: Any = tiny_model(family, dtype=torch.bfloat16)
+    model: Any = tiny_model(family, dtype=torch.bfloat16, **HALF[family])
     exact, plain = expected(model, ONE_BY_ONE)
     fs.enable(model)
     assert error_ratio(forced(model, ONE_BY_ONE, stock_cache(model)), exact, plain) <= 1
-    assert error_ratio(forced(model, WITH_DRAFTS, fs.StateCache(model, drafts=2)), exact, plain) <= 1
+    for replay in (None, 3) if family in REPLAYED else (None,):
+        cache = fs.StateCache(model, drafts=2, replay=replay)
+        assert error_ratio(forced(model, WITH_DRAFTS, cache), exact, plain) <= 1, replay
 
 
 @pytest.mark.parametrize("family", KNOWN)

@@ -81,7 +81,7 @@ def test_a_model_that_cannot_generate_is_refused_and_stays_what_it_is() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"drafts": 2}, {"replay": 8, "drafts": 2}, STATIC], ids=str)
-@pytest.mark.parametrize("family", ["mamba2", "nemotron_h"])
+@pytest.mark.parametrize("family", ["mamba2", "nemotron_h", "qwen3_5"])
 def test_a_copy_of_a_cache_goes_on_alone(family: str, options: dict[str, Any]) -> None:
     model: Any = tiny_model(family)
     both = greedy(model, max_new_tokens=4)

@@ -112,7 +112,7 @@ class Run:
 
     def begun(self) -> "Run":
         """Both with nothing kept."""
-        channels, width, state, _ = self.kind.sizes(self.mixer)
+        channels, width, state = self.kind.sizes(self.mixer)
         window = torch.zeros(BATCH, channels, width, dtype=self.mixer.out_proj.weight.dtype)
         self.memory = Memory(window=window, state=None if state is None else State(torch.zeros(BATCH, *state)))
         return self

@@ -57,7 +57,7 @@ def memory_of(kind: Delta, window: Tensor, recurrent: Tensor) -> Memory:
 
 def zeros(case: Case, given: Stock) -> tuple[Tensor, Tensor]:
     """A window and a state, as Transformers has them, of a mixer that has seen nothing."""
-    channels, width, (heads, rows, columns), _ = case.kind.sizes(given.mixer)
+    channels, width, (heads, rows, columns) = case.kind.sizes(given.mixer)
     return torch.zeros(BATCH, channels, width), torch.zeros(BATCH, heads, columns, rows)
 
 
@@ -119,6 +119,27 @@ def test_kernels_take_all_views_of_projections(name: str) -> None:
     with interpreted():
         outputs = [case.kind.forward(given.mixer, hidden, memory, None, False) for hidden in calls]
     assert Result(outputs, window[..., 1:], recurrent).holds(*given.expected(calls))
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("name", INTERPRETED)
+@torch.no_grad()
+def test_kernels_of_replay_take_all_views_of_projections(name: str) -> None:
+    """One token, and three with which the ring is folded first; then the ring is folded by itself."""
+    case = CASES[name]
+    given, calls = case.stock(torch.bfloat16), tokens(1, 3, dtype=torch.bfloat16)
+    window, _ = zeros(case, given)
+    rings: dict[str, Any] = {"window": 3, "tokens": 3, "ring_dtype": torch.bfloat16}
+    pool = case.kind.pool(given.mixer, torch.float32, slots=BATCH, layers=1, device="cpu", **rings)
+    state, ring, slots, outputs = pool.layer(0), pool.ring(0), pool.acquire(BATCH), []
+    with interpreted():
+        for hidden in calls:
+            plan = pool.plan(slots, hidden.shape[1])
+            memory = Memory(window, state=state, ring=ring, plan=plan)
+            outputs.append(case.kind.forward(given.mixer, hidden, memory, None, False))
+            pool.commit(plan)
+        case.kind.fold(given.mixer, state, ring, slots)
+    assert Result(outputs, window[..., 1:], state.data.mT).holds(*given.expected(calls))
 
 
 def test_other_activations_are_refused() -> None:

@@ -40,12 +40,20 @@ def test_wrong_arguments_are_refused_and_leave_the_model_alone(options: dict[str
 
 
 @pytest.mark.parametrize("family", [family for family in KNOWN if family not in REPLAYED])
-def test_replay_is_refused_for_other_models_than_those_of_mamba2(family: str) -> None:
+def test_replay_is_refused_for_models_whose_tokens_no_ring_keeps(family: str) -> None:
     model = tiny_model(family)
     mixer = type(next(iter(mixers_of(model).values())).mixer).__name__
-    with pytest.raises(ValueError, match=f"replay is for mixers of Mamba-2, but this model has {mixer}"):
+    with pytest.raises(ValueError, match=f"replay is for mixers of .* and KDA, but this model has {mixer}"):
         fs.StateCache(model, replay=4)
     assert not is_enabled(model)
+
+
+def test_replay_is_refused_for_mixers_of_two_recurrences() -> None:
+    model, other = tiny_model("qwen3_5"), tiny_model("kimi_linear")
+    model.model.layers[0].linear_attn = mixers_of(other)[0].mixer
+    both = "KimiLinearDeltaAttention, Qwen3_5GatedDeltaNet"
+    with pytest.raises(ValueError, match=f"replay is for mixers of one recurrence, but this model has {both}"):
+        fs.StateCache(model, replay=4)
 
 
 @pytest.mark.parametrize("family", [family for family in STUCK if family in KNOWN])

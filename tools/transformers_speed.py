@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> None:
     for name in chosen(options.model, MODELS, "model"):
         timed = Timed.prepare(name, device, options)
         for batch in map(int, options.batches.split(",")):
-            for way in (way for way in ways if applies(way, name, batch)):
+            for way in (way for way in ways if applies(way, batch)):
                 timed.show_profile(way, batch) if options.profile else timed.add_row(way, batch)
         if timed.rows:
             say(speed_table(timed.rows))
@@ -92,10 +92,9 @@ def chosen(text: str, known: Mapping[str, object], what: str) -> list[str]:
     return found
 
 
-def applies(way: str, model: str, batch: int) -> bool:
-    """Whether there is such a way: drafts are for batch 1, and replay is for Mamba-2."""
-    replays = WAYS[way].written < 1
-    return (not WAYS[way].drafts or batch == 1) and (not replays or MODELS[model].package == "mamba_ssm")
+def applies(way: str, batch: int) -> bool:
+    """Whether there is such a way: drafts are for batch 1."""
+    return not WAYS[way].drafts or batch == 1
 
 
 @dataclass

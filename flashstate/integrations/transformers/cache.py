@@ -48,7 +48,7 @@ class StateCache(Cache):
     model: a model of a family that flashstate knows; it is enabled if it is not yet.
     dtype, rounding, rounds: of the recurrent states, as in State.
     seed: what stochastic rounding draws from; the same seed gives the same generation. None: entropy.
-    replay: window of `mamba2_replay`, for models of Mamba-2: states are written once in so many tokens.
+    replay: window of replay, for models of Mamba-2, Gated DeltaNet and KDA: states are written once in so many tokens.
     drafts: tokens that can be taken back of one call, for assisted generation.
     max_batch: rows to make room for; None: those of the first call.
     max_cache_len: tokens to make room for in attention layers, which are static then; on a GPU the decode step then
@@ -370,9 +370,13 @@ def check_croppable(layers: list[Any]) -> None:
 
 def check_replays(found: dict[int, Found], replay: int, drafts: int) -> None:
     """Raise unless layers can replay tokens with a window of this length."""
-    others = {type(each.mixer).__name__ for each in found.values() if each.name != "mamba2"}
+    others = {type(each.mixer).__name__ for each in found.values() if each.replays is None}
     if others:
-        raise ValueError(f"replay is for mixers of Mamba-2, but this model has {', '.join(sorted(others))}")
+        known = "Mamba-2, Gated DeltaNet and KDA"
+        raise ValueError(f"replay is for mixers of {known}, but this model has {', '.join(sorted(others))}")
+    every = {type(each.mixer).__name__ for each in found.values()}
+    if len({each.name for each in found.values()}) > 1:
+        raise ValueError(f"replay is for mixers of one recurrence, but this model has {', '.join(sorted(every))}")
     if replay < drafts + 1:
         raise ValueError(
             f"replay must be {drafts + 1} or more, the tokens of a call with drafts={drafts}, got {replay}"

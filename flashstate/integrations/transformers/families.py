@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from flashstate.integrations.transformers.mixers import KINDS
-from flashstate.integrations.transformers.mixers.kind import Kind
+from flashstate.integrations.transformers.mixers.kind import Kind, Replays
 
 OLDEST, NEWEST = (5, 21), (5, 23)  # versions of transformers
 INSTALL = "pip install 'flashstate[transformers]'"
@@ -104,6 +104,11 @@ class Found(NamedTuple):
     def kind(self) -> Kind:
         """How it is run."""
         return KINDS[self.name]
+
+    @property
+    def replays(self) -> Replays | None:
+        """How its tokens are kept in rings; None: they cannot be."""
+        return self.kind if isinstance(self.kind, Replays) else None
 
     @property
     def cache_name(self) -> str:

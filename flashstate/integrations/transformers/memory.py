@@ -9,9 +9,10 @@ from torch import Tensor
 
 from flashstate.ops.conv1d import conv1d_step
 from flashstate.ops.gated_delta import gated_delta_step
+from flashstate.ops.gated_delta_replay import gated_delta_replay
 from flashstate.ops.mamba2 import mamba2_step
 from flashstate.ops.mamba2_replay import mamba2_replay
-from flashstate.state.ring import Plan, Ring
+from flashstate.state.ring import AnyRing, DeltaRing, Plan, Ring
 from flashstate.state.slots import Slots
 from flashstate.state.state import State
 
@@ -22,7 +23,6 @@ class Sizes(NamedTuple):
     channels: int  # of its convolution
     width: int
     state: tuple[int, int, int] | None = None  # heads, rows and columns, as ops have them; None: only a convolution
-    groups: int = 1  # of B in a ring
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Memory:
     history: int | None = None
     state: State | None = None
     slots: Slots | None = None
-    ring: Ring | None = None
+    ring: AnyRing | None = None
     plan: Plan | None = None
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
@@ -53,11 +53,15 @@ class Memory:
     def select(self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, **more: Any) -> Tensor:
         """`mamba2_step` behind `convolve`, or `mamba2_replay` where there is a ring; tokens are (batch, T, ...)."""
         assert self.state is not None
-        if self.ring is not None:
+        if isinstance(self.ring, Ring):
             return mamba2_replay(self.state, self.ring, x, dt, A, B, C, plan=self.plan, **more)
         return mamba2_step(self.state, x, dt, A, B, C, slots=self.slots, early=True, **more)
 
     def correct(self, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, **more: Any) -> Tensor:
-        """`gated_delta_step` behind `convolve`; tokens are (batch, T, ...)."""
+        """`gated_delta_step` behind `convolve`, or `gated_delta_replay` where there is a ring; tokens are (batch, T,
+        ...). A ring keeps decays per channel in the dtype of keys, though some gates give them in float32."""
         assert self.state is not None
+        if isinstance(self.ring, DeltaRing):
+            a = a.to(self.ring.decay.dtype) if self.ring.per_channel else a
+            return gated_delta_replay(self.state, self.ring, q, k, v, a, b, plan=self.plan, early=True, **more)
         return gated_delta_step(self.state, q, k, v, a, b, slots=self.slots, early=True, **more)

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 
 from flashstate.integrations.transformers.families import Found
 from flashstate.integrations.transformers.memory import Memory, Sizes
-from flashstate.integrations.transformers.mixers.parameters import decay, derived
-from flashstate.ops.mamba2_fold import mamba2_fold
 from flashstate.pool.pool import StatePool
 from flashstate.state.ring import Plan
 from flashstate.state.slots import Slots
@@ -62,7 +60,7 @@ class Store:
             self.seeds = torch.as_tensor(seeds, dtype=torch.int64, device=self.device)  # that rows begin with
             self.windows = torch.zeros(shape, dtype=weight.dtype, device=self.device)  # channels side by side
             self.window_pool = StatePool.wrap([State(window[:, None]) for window in self.windows])
-            self.pool = None if sizes.state is None else self._pool(sizes, sizes.state, weight.dtype)
+            self.pool = None if sizes.state is None else self._pool(sizes.state, weight.dtype)
             self.replayed = self.pool if format.replay else None  # the pool, where it has rings
             seed = None if self.pool is None else self.pool.layer(0).seed
             self.seed = None if seed is None else seed.view(rows, self.columns)  # that rows have now
@@ -74,15 +72,19 @@ class Store:
         self._memory: dict[tuple[int, ...], Memory] = {}
         self.reset()
 
-    def _pool(self, sizes: Sizes, state: tuple[int, int, int], dtype: torch.dtype) -> StatePool:
+    def _pool(self, state: tuple[int, int, int], dtype: torch.dtype) -> StatePool:
         """A pool of the states of any recurrence, all of its slots held; with replay, rings for tokens of a call."""
-        heads, rows, cols = state
-        rings: dict[str, Any] = {"window": self.format.replay, "tokens": self.format.drafts + 1, "groups": sizes.groups}
-        pool = StatePool.mamba2(
-            slots=self.rows * self.columns, layers=len(self.found), heads=heads, rows=rows, cols=cols,
-            dtype=self.format.dtype, rounding=self.format.rounding, rounds=self.format.rounds, device=self.device,
-            ring_dtype=dtype, **(rings if self.format.replay else {}),
-        )  # fmt: skip
+        format, first = self.format, next(iter(self.found.values()))
+        given: dict[str, Any] = {
+            "slots": self.rows * self.columns, "layers": len(self.found), "dtype": format.dtype,
+            "rounding": format.rounding, "rounds": format.rounds, "device": self.device,
+        }  # fmt: skip
+        if format.replay and first.replays is not None:
+            given |= {"window": format.replay, "tokens": format.drafts + 1, "ring_dtype": dtype}
+            pool = first.replays.pool(first.mixer, **given)
+        else:
+            heads, rows, cols = state
+            pool = StatePool.mamba2(heads=heads, rows=rows, cols=cols, **given)
         pool.acquire(pool.slots)
         return pool
 
@@ -162,8 +164,9 @@ class Store:
         if pool is None:
             return
         for layer, i in self.numbers.items():
-            mixer = self.found[layer].mixer
-            mamba2_fold(pool.layer(i), pool.ring(i), derived(mixer, decay, mixer.A_log), slots=rows)
+            found = self.found[layer]
+            assert found.replays is not None
+            found.replays.fold(found.mixer, pool.layer(i), pool.ring(i), rows)
         pool.folded(rows)
 
     def before(self, layer: int, batch: int) -> tuple[Tensor, Tensor | None]:

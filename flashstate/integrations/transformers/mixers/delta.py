@@ -16,29 +16,39 @@ from flashstate.integrations.transformers.memory import Memory, Sizes
 from flashstate.integrations.transformers.mixers.parameters import derived
 from flashstate.integrations.transformers.mixers.rms import rms
 from flashstate.integrations.transformers.mixers.tokens import check_silu, masked
+from flashstate.ops.gated_delta_fold import gated_delta_fold
+from flashstate.pool.pool import StatePool
+from flashstate.state.ring import DeltaRing
+from flashstate.state.state import State
 
 
 class Projected(NamedTuple):
-    """What a mixer projects its tokens to, and how `gated_delta_step` makes gates of it."""
+    """What a mixer projects its tokens to."""
 
     qkv: Tensor  # (batch, T, channels), before the convolution
     z: Tensor  # (batch, T, ...), which gates the output
     a: Tensor  # (batch, T, HV), or per channel (batch, T, HV, K)
     b: Tensor  # (batch, T, HV)
-    gates: dict[str, Any]  # A_log, dt_bias, b_logit
+    b_logit: bool = True  # whether beta is the sigmoid of b, and not b itself
 
 
 class Delta(ABC):
     """What Gated DeltaNet and KDA share: everything but projections, gates and the shape of a state.
 
     activation: of z, which outputs are multiplied with behind their norm.
+    per_channel: whether every column of a state has a decay of its own.
     """
 
     activation: Callable[[Tensor], Tensor]
+    per_channel: bool
 
     @abstractmethod
     def heads(self, mixer: Any) -> tuple[int, int, int]:
         """HV, V and K of the mixer's states."""
+
+    @abstractmethod
+    def gates(self, mixer: Any) -> dict[str, Any]:
+        """A_log and dt_bias, from which decays are made; none where projections are decays already."""
 
     @abstractmethod
     def project(self, mixer: Any, hidden: Tensor) -> Projected:
@@ -53,57 +63,74 @@ class Delta(ABC):
 
     def forward(self, mixer: Any, hidden: Tensor, memory: Memory, mask: Tensor | None, prompt: bool) -> Tensor:
         heads, rows, columns = self.heads(mixer)
-        qkv, z, a, b, gates = self.project(mixer, masked(hidden, mask))
+        qkv, z, a, b, b_logit = self.project(mixer, masked(hidden, mask))
         keys = (mixer.conv_dim - heads * rows) // 2
         qkv = memory.convolve(qkv, mixer.conv1d.weight, mixer.conv1d.bias, "silu")
         q, k, v = qkv.split([keys, keys, heads * rows], dim=-1)
         q, k, v = q.unflatten(-1, (-1, columns)), k.unflatten(-1, (-1, columns)), v.unflatten(-1, (heads, rows))
-        o = memory.correct(q, k, v, a, b, **gates)
+        o = memory.correct(q, k, v, a, b, b_logit=b_logit, **self.gates(mixer))
         norm = one_of(mixer, "norm", "o_norm")
         z = z.unflatten(-1, (-1, rows))
         o = rms(o.view(z.shape), norm.weight, norm.variance_epsilon, z, self.activation)
         return one_of(mixer, "out_proj", "o_proj")(o.flatten(2))
 
+    def pool(self, mixer: Any, dtype: torch.dtype, **given: Any) -> StatePool:
+        heads, rows, columns = self.heads(mixer)
+        return StatePool.gated_delta(
+            heads=heads, value_dim=rows, key_dim=columns, key_heads=(mixer.conv_dim - heads * rows) // (2 * columns),
+            per_channel=self.per_channel, dtype=dtype,
+            u_dtype=torch.float32 if dtype == torch.float32 else torch.float16,  # no less than states have
+            **given,
+        )  # fmt: skip
+
+    def fold(self, mixer: Any, state: State, ring: DeltaRing, slots: Tensor) -> None:
+        gated_delta_fold(state, ring, slots=slots, **self.gates(mixer))
+
 
 class GatedDelta(Delta):
     """Kind of Gated DeltaNet, which has one decay per head."""
 
-    activation = staticmethod(silu)
+    activation, per_channel = staticmethod(silu), False
 
     def heads(self, mixer: Any) -> tuple[int, int, int]:
         return mixer.num_v_heads, mixer.head_v_dim, mixer.head_k_dim
 
+    def gates(self, mixer: Any) -> dict[str, Any]:
+        return {"A_log": mixer.A_log, "dt_bias": mixer.dt_bias}
+
     def project(self, mixer: Any, hidden: Tensor) -> Projected:
-        gates = {"A_log": mixer.A_log, "dt_bias": mixer.dt_bias, "b_logit": True}
         if hasattr(mixer, "in_proj_qkvz"):
-            return Projected(*interleaved(mixer, hidden), gates)
+            return Projected(*interleaved(mixer, hidden))
         if hasattr(mixer, "in_proj_qkv"):
             qkv, z = mixer.in_proj_qkv(hidden), mixer.in_proj_z(hidden)
-            return Projected(qkv, z, mixer.in_proj_a(hidden), mixer.in_proj_b(hidden), gates)
+            return Projected(qkv, z, mixer.in_proj_a(hidden), mixer.in_proj_b(hidden))
         qkv, z, a, b = joined(mixer, hidden), mixer.g_proj(hidden), mixer.a_proj(hidden), mixer.b_proj(hidden)
         if mixer.allow_neg_eigval:
-            return Projected(qkv, z, a, 2 * b.sigmoid(), {**gates, "b_logit": False})
-        return Projected(qkv, z, a, b, gates)
+            return Projected(qkv, z, a, 2 * b.sigmoid(), b_logit=False)
+        return Projected(qkv, z, a, b)
 
 
 class Kda(Delta):
     """Kind of KDA, which has one decay per head and column of the state."""
 
-    activation = staticmethod(torch.sigmoid)
+    activation, per_channel = staticmethod(torch.sigmoid), True
 
     def heads(self, mixer: Any) -> tuple[int, int, int]:
         return mixer.num_heads, mixer.head_dim, mixer.head_dim
 
+    def gates(self, mixer: Any) -> dict[str, Any]:
+        forget = mixer.forget_gate
+        if lower_bound(forget) is not None:
+            return {}
+        return {"A_log": forget.A_log.flatten(), "dt_bias": forget.dt_bias.view(mixer.num_heads, mixer.head_dim)}
+
     def project(self, mixer: Any, hidden: Tensor) -> Projected:
-        forget, by_head = mixer.forget_gate, (mixer.num_heads, mixer.head_dim)
+        forget = mixer.forget_gate
         z, b = low_rank(mixer, "g", hidden), mixer.b_proj(hidden)
-        a, bound = low_rank(forget, "f", hidden).unflatten(-1, by_head), lower_bound(forget)
-        gates: dict[str, Any] = {"b_logit": True}
-        if bound is None:
-            gates.update(A_log=forget.A_log.flatten(), dt_bias=forget.dt_bias.view(by_head))
-        else:
+        a, bound = low_rank(forget, "f", hidden).unflatten(-1, (mixer.num_heads, mixer.head_dim)), lower_bound(forget)
+        if bound is not None:
             a = bound * torch.sigmoid(scaled(forget, a))
-        return Projected(joined(mixer, hidden), z, a, b, gates)
+        return Projected(joined(mixer, hidden), z, a, b)
 
 
 def one_of(mixer: Any, *names: str) -> Any:

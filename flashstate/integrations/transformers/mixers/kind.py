@@ -1,12 +1,15 @@
-"""Kind: how mixers of one recurrence are run on flashstate's ops."""
+"""Kind: how mixers of one recurrence are run on flashstate's ops; Replays: a kind whose tokens rings can keep."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from flashstate.integrations.transformers.memory import Memory, Sizes
+from flashstate.pool.pool import StatePool
+from flashstate.state.state import State
 
 
 class Kind(Protocol):
@@ -25,3 +28,17 @@ class Kind(Protocol):
         mask: (batch, T), 0 where a token is padding; None: no token is.
         prompt: whether these are tokens of a prompt, where Transformers clamps time steps; it does not while decoding.
         """
+
+
+@runtime_checkable
+class Replays(Kind, Protocol):
+    """A kind that can keep what tokens bring in rings, and let states lag behind."""
+
+    def pool(self, mixer: Any, dtype: torch.dtype, **given: Any) -> StatePool:
+        """A pool of states like the mixer's, stored in this dtype, with rings.
+
+        given: what pools of all recurrences take, the window of rings and the dtype of what tokens bring among it.
+        """
+
+    def fold(self, mixer: Any, state: State, ring: Any, slots: Tensor) -> None:
+        """Make the states of these slots those after all tokens in their rings; `StatePool.folded` comes after it."""

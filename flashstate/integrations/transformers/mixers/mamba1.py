@@ -22,7 +22,7 @@ class Mamba1:
     def sizes(self, mixer: Any) -> Sizes:
         check_silu(mixer)
         heads, rows = heads_of(mixer)
-        return Sizes(mixer.intermediate_size, mixer.conv_kernel_size, (heads, rows, mixer.ssm_state_size), heads)
+        return Sizes(mixer.intermediate_size, mixer.conv_kernel_size, (heads, rows, mixer.ssm_state_size))
 
     def view(self, recurrent: Tensor) -> Tensor:
         return recurrent.unsqueeze(1) if recurrent.dim() == 3 else recurrent

@@ -5,12 +5,17 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from flashstate.integrations.transformers.memory import Memory, Sizes
 from flashstate.integrations.transformers.mixers.parameters import decay, derived
 from flashstate.integrations.transformers.mixers.rms import rms
 from flashstate.integrations.transformers.mixers.tokens import check_silu, masked
+from flashstate.ops.mamba2_fold import mamba2_fold
+from flashstate.pool.pool import StatePool
+from flashstate.state.ring import Ring
+from flashstate.state.state import State
 
 UNLIMITED = (0.0, math.inf)  # a limit of time steps that clamps nothing
 
@@ -20,8 +25,7 @@ class Mamba2:
 
     def sizes(self, mixer: Any) -> Sizes:
         check_silu(mixer)
-        state = mixer.num_heads, mixer.head_dim, mixer.ssm_state_size
-        return Sizes(mixer.conv_dim, mixer.conv_kernel_size, state, mixer.n_groups)
+        return Sizes(mixer.conv_dim, mixer.conv_kernel_size, (mixer.num_heads, mixer.head_dim, mixer.ssm_state_size))
 
     def view(self, recurrent: Tensor) -> Tensor:
         return recurrent
@@ -39,6 +43,15 @@ class Mamba2:
             dt_bias=mixer.dt_bias, dt_limit=limit(mixer) if prompt else None,
         )  # fmt: skip
         return mixer.out_proj(normalised(mixer, y.flatten(-2), z).to(hidden.dtype))
+
+    def pool(self, mixer: Any, dtype: torch.dtype, **given: Any) -> StatePool:
+        return StatePool.mamba2(
+            heads=mixer.num_heads, rows=mixer.head_dim, cols=mixer.ssm_state_size, groups=mixer.n_groups, dtype=dtype,
+            **given,
+        )  # fmt: skip
+
+    def fold(self, mixer: Any, state: State, ring: Ring, slots: Tensor) -> None:
+        mamba2_fold(state, ring, derived(mixer, decay, mixer.A_log), slots=slots)
 
 
 def project(mixer: Any, hidden: Tensor) -> Tensor:
