@@ -108,7 +108,7 @@ class RingJob(Job):
     def problems(self) -> tuple[Problem, ...]:
         """What calls with a plan launch."""
         problem = self.case.problem
-        return forms_of(cast(Any, replace(problem, op=problem.op.split()[0])), planned=True)
+        return forms_of(cast(Any, replace(problem, op=problem.op.removesuffix(" either"))), planned=True)
 
     def roof_of_both(self, touch: Timing, read: Timing) -> Timing:
         """What the counted bytes take, where states of rows that fold are as fast as `touch`, and others as `read`. All

@@ -139,7 +139,7 @@ def prepare_head(
     A_log_ptr, dt_bias_ptr, q_scale = parameters
     _, slot, _, live, _, count = row
     FORM: tl.constexpr = KIND.FORM
-    WIDTH: tl.constexpr = state_io.operand_width(KIND.DTYPE, not FOLDS)
+    WIDTH: tl.constexpr = state_io.operand_width(KIND.DTYPE, True)
     token, of_k, exists = columns_of(count, KIND)
     j, last = tl.arange(0, KIND.ROOM), window.base + token
 
@@ -197,7 +197,7 @@ def prepare_channels(
     _, slot, _, _, _, count = row
     FORM: tl.constexpr = KIND.FORM
     COLS: tl.constexpr = FORM.COLS
-    WIDTH: tl.constexpr = state_io.operand_width(KIND.DTYPE, not FOLDS)
+    WIDTH: tl.constexpr = state_io.operand_width(KIND.DTYPE, True)
     token, of_k, exists = columns_of(count, KIND)
     rate = None if A_log_ptr is None else load_rate(A_log_ptr, h)  # None: a is the logarithm of the decay itself
 
@@ -405,7 +405,7 @@ def replay_delta(
     FORM: tl.constexpr = KIND.FORM
     ROWS: tl.constexpr = FORM.ROWS
     BLOCK_ROWS: tl.constexpr = FORM.BLOCK_ROWS
-    WIDTH: tl.constexpr = state_io.operand_width(dtype, not FOLDS)
+    WIDTH: tl.constexpr = state_io.operand_width(dtype, True)
     WHOLE: tl.constexpr = KIND.PADDING != "fresh" and ROWS % BLOCK_ROWS == 0 and FORM.COLS == FORM.BLOCK_COLS
     BESIDE: tl.constexpr = replay_window.bytes_beside(u_dtype, FORM)
     AHEAD: tl.constexpr = 1 if FOLDS or dtype == tl.float32 else STAGES

@@ -30,7 +30,8 @@ from flashstate.state.ring import DeltaRing, Plan, check_ring
 from flashstate.state.slots import Slots
 from flashstate.state.state import State
 
-MANY = 2048  # batch x heads from which on there are programs enough with many tiles
+FEW = 512  # batch x heads below which a program has one tile, and
+MANY = 1024  # from which on there are programs enough with many
 
 
 def gated_delta_replay(
@@ -116,18 +117,29 @@ class DeltaReplayProblem(AnyReplay, TensorCoreProblem):
         return math.gcd(config.tiles, -(-self.rows // config.block_rows))
 
     def heuristic(self, gpu: Gpu) -> Config:
-        """As many tiles as a head has where there are programs enough, and so few registers that an SM has 16 warps."""
+        """More tiles for larger batches; where the state is only read, larger ones of less than 32 bits, and so few
+        registers that an SM has 12 warps, or 16. As measured on an H200, with 64 heads of 128 x 128."""
         lanes, many = self.lane_choices[0], self.batch_heads >= MANY
-        registers = 128 if self.warp == NVIDIA_WARP and rows_do(self) == "keep" else 0
-        return Config(16, 1, lanes, tiles=8 if many else 1, registers=registers)
+        if rows_do(self) != "keep" or "channel" in self.op:
+            return Config(16, 1, lanes, tiles=8 if many else 4 if self.batch_heads >= FEW else 1)
+        if self.itemsize == 4:
+            return Config(16, 1, lanes, tiles=4, registers=128 if self.warp == NVIDIA_WARP else 0)
+        registers = 128 if self.itemsize == 1 and not self.several_tokens else 168
+        return Config(32, 1, lanes, tiles=4, registers=registers if self.warp == NVIDIA_WARP else 0)
 
 
 def problems(given: Given) -> tuple[Problem, ...]:
     """One kernel, or one for rows that do not fold and one for those that do."""
     state, tokens = given.state, given.tokens
     several, group = (tokens.longest or 0) > 1, state.data.shape[1] // given.k.shape[-2]
-    of = DeltaReplayProblem.of("gated_delta_replay", state, tokens.batch, several_tokens=several, heads_per_group=group)
+    op = replay_name(given.ring.per_channel)
+    of = DeltaReplayProblem.of(op, state, tokens.batch, several_tokens=several, heads_per_group=group)
     return walking(of, given)
+
+
+def replay_name(per_channel: bool) -> str:
+    """What tables call the op: with a decay per channel its kernels need other configs."""
+    return "gated_delta_replay per channel" if per_channel else "gated_delta_replay"
 
 
 def values(given: Given, problem: DeltaReplayProblem, config: Config) -> dict[str, Any]:
@@ -136,12 +148,12 @@ def values(given: Given, problem: DeltaReplayProblem, config: Config) -> dict[st
     ring, place, wide = given.ring, place_of(problem, given.machine), GATED_DELTA_REPLAY.aligned
     early, tiles = given.early and given.machine.overlaps, problem.tiles(config)
     one_kernel = given.plan is not None and rows_do(problem) == "either"
-    rows = [ring.k, ring.u, *(getattr(given, name) for name in wide)]
+    rows = [ring.k, ring.u, given.q, given.k, given.v, given.out]
     rows += [ring.decay, given.a] if ring.per_channel else []
     return {
         **ring_values(ring), **plan_values(given.plan), **gate_values(given),
         "HEADS_PER_GROUP": problem.heads_per_group, "ALIGNED": all(aligned(tensor) for tensor in rows),
-        "WIDE": any(far_apart(getattr(given, name), len(given.tokens.axes)) for name in (*wide, "a", "b")),
+        "WIDE": any(far_apart(getattr(given, name), len(given.tokens.axes)) for name in (*wide, "b")),
         "TOKENS": next_power_of_2(max(1, given.tokens.longest or 0)), "ROWS_DO": rows_do(problem),
         "TILES": tiles, "FOLD_TILES": 1 if one_kernel else tiles,
         "PLACE": place, "EARLY": early or place == "second", "WAITS": early and place != "second",
@@ -160,6 +172,6 @@ GATED_DELTA_REPLAY = Op(
     slots=slots_of,
     check=check,
     debug=check_debugged_ring,
-    aligned=("q", "k", "v", "out"),
+    aligned=("q", "k", "v", "a", "out"),  # a where it has a value for every column
     aliases={"b": "beta"},
 )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flashstate.launch import Problem
 from flashstate.ops.gated_delta_fold import gated_delta_fold
-from flashstate.ops.gated_delta_replay import GATED_DELTA_REPLAY, DeltaReplayProblem
+from flashstate.ops.gated_delta_replay import GATED_DELTA_REPLAY, DeltaReplayProblem, replay_name
 from flashstate.proof.case import CASES, Cases, by_turns, in_every_format
 from flashstate.proof.cases.gated_delta import GATED_DELTA, DeltaCase
 from flashstate.proof.inputs import Source, dtype
@@ -82,7 +82,7 @@ class DeltaReplayCase(AnyReplayCase, DeltaCase):
 
     @property
     def kind(self) -> tuple[Callable[..., Problem], str]:
-        return DeltaReplayProblem, "gated_delta_replay either"
+        return DeltaReplayProblem, f"{replay_name(self.per_channel)} either"
 
     @property
     def op(self) -> ProvenReplay:
