@@ -30,7 +30,8 @@ from flashstate.state.ring import DeltaRing, Plan, check_ring
 from flashstate.state.slots import Slots
 from flashstate.state.state import State
 
-FEW = 512  # batch x heads below which a program has one tile, and
+FEW_TOKENS = 4  # whose corrections take few registers
+FEW = 256  # batch x heads below which a program has one tile, and
 MANY = 1024  # from which on there are programs enough with many
 
 
@@ -121,10 +122,10 @@ class DeltaReplayProblem(AnyReplay, TensorCoreProblem):
         registers that an SM has 12 warps, or 16. As measured on an H200, with 64 heads of 128 x 128."""
         lanes, many = self.lane_choices[0], self.batch_heads >= MANY
         if rows_do(self) != "keep" or "channel" in self.op:
-            return Config(16, 1, lanes, tiles=8 if many else 4 if self.batch_heads >= FEW else 1)
+            return Config(16, 1, lanes, tiles=8 if many else 2 if self.batch_heads >= FEW else 1)
         if self.itemsize == 4:
             return Config(16, 1, lanes, tiles=4, registers=128 if self.warp == NVIDIA_WARP else 0)
-        registers = 128 if self.itemsize == 1 and not self.several_tokens else 168
+        registers = 0 if "many" in self.op else 128 if self.itemsize == 1 and not self.several_tokens else 168
         return Config(32, 1, lanes, tiles=4, registers=registers if self.warp == NVIDIA_WARP else 0)
 
 
@@ -132,14 +133,16 @@ def problems(given: Given) -> tuple[Problem, ...]:
     """One kernel, or one for rows that do not fold and one for those that do."""
     state, tokens = given.state, given.tokens
     several, group = (tokens.longest or 0) > 1, state.data.shape[1] // given.k.shape[-2]
-    op = replay_name(given.ring.per_channel)
+    op = replay_name(given.ring.per_channel, tokens.longest or 0)
     of = DeltaReplayProblem.of(op, state, tokens.batch, several_tokens=several, heads_per_group=group)
     return walking(of, given)
 
 
-def replay_name(per_channel: bool) -> str:
-    """What tables call the op: with a decay per channel its kernels need other configs."""
-    return "gated_delta_replay per channel" if per_channel else "gated_delta_replay"
+def replay_name(per_channel: bool, longest: int) -> str:
+    """What tables call the op: with a decay per channel, and with room for more than a few tokens, its kernels need
+    other configs."""
+    name = "gated_delta_replay" if longest <= FEW_TOKENS else "gated_delta_replay_many"
+    return f"{name} per channel" if per_channel else name
 
 
 def values(given: Given, problem: DeltaReplayProblem, config: Config) -> dict[str, Any]:

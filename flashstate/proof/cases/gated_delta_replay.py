@@ -82,7 +82,7 @@ class DeltaReplayCase(AnyReplayCase, DeltaCase):
 
     @property
     def kind(self) -> tuple[Callable[..., Problem], str]:
-        return DeltaReplayProblem, f"{replay_name(self.per_channel)} either"
+        return DeltaReplayProblem, f"{replay_name(self.per_channel, self.tokens)} either"
 
     @property
     def op(self) -> ProvenReplay:
