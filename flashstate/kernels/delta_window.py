@@ -13,19 +13,15 @@ from flashstate.kernels.tiles import widened
 @triton.jit
 def length_factors(operands, QK_L2NORM: tl.constexpr):
     """What makes every token's vector one of length 1, (tokens,); of vectors as operands, chunk by chunk."""
-    return factor_of(diagonal(products(operands, operands)), QK_L2NORM)
+    return factor_of(products(operands, operands), QK_L2NORM)
 
 
 @triton.jit
-def diagonal(x):
-    """The diagonal of a matrix; exactly, in whatever order it is summed."""
-    i = tl.arange(0, x.shape[0])
-    return tl.sum(tl.where(i[:, None] == i[None, :], x, 0.0), 0)
-
-
-@triton.jit
-def factor_of(squares, QK_L2NORM: tl.constexpr):
-    """What makes vectors with such a sum of squares of length 1; 1 where they stay as they are."""
+def factor_of(with_each_other, QK_L2NORM: tl.constexpr):
+    """What makes vectors with these products of length 1, (vectors,); 1 where they stay as they are. By products, and
+    their diagonal, which is exact in whatever order it is summed: so in one order, however threads share a vector."""
+    i = tl.arange(0, with_each_other.shape[0])
+    squares = tl.sum(tl.where(i[:, None] == i[None, :], with_each_other, 0.0), 0)
     return tl.rsqrt(squares + EPSILON) if QK_L2NORM else tl.full(squares.shape, 1.0, tl.float32)
 
 

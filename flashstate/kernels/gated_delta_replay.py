@@ -204,7 +204,8 @@ def prepare_channels(
     column_rows, a_rows = rows_of_columns(k_at, q_at, row, g, KIND), rows_of_tokens(a_at, row, h, token, KIND)
     ring_k = ring_k_ptr + slot * ring_k_stride + replay_window.head_in_ring(g, L, COLS, KIND.RING_K_H)
     ring_a = ring_decay_ptr + slot * ring_decay_stride + replay_window.head_in_ring(h, L, COLS, KIND.RING_DECAY_H)
-    squares, key_squares = tl.zeros([2 * KIND.HALF], tl.float32), tl.zeros([KIND.ROOM], tl.float32)
+    squares = tl.zeros([2 * KIND.HALF, 2 * KIND.HALF], tl.float32)
+    key_squares = tl.zeros([KIND.ROOM, KIND.ROOM], tl.float32)
     together = tl.zeros([KIND.ROOM, 2 * KIND.HALF], tl.float32)
     among = tl.zeros([KIND.HALF, 2 * KIND.HALF], tl.float32)
     kq, old_keys, alphas = (), (), ()
@@ -216,9 +217,11 @@ def prepare_channels(
             ring_a + window.ring_row * COLS, window.lives, i, rate, dt_bias_ptr, h, KIND.BIAS_PER_CHANNEL, FORM
         )
         left, alpha = delta_window.decays_of_channels(ring_logs, KIND.SUM_TERMS, FORM.TARGET)
-        among, decay = between_tokens(values, logs, among, count, KIND)
-        squares += tl.sum(values * values, 1)
-        key_squares += tl.sum(keys * keys, 1)
+        of_values = delta_window.operand_of(values, KIND.KEY_TERMS, 2, FORM)
+        of_keys = delta_window.operand_of(keys, KIND.KEY_TERMS, 2, FORM)
+        squares = dot_terms(of_values, transposed(of_values), squares)
+        key_squares = dot_terms(of_keys, transposed(of_keys), key_squares)
+        among, decay = between_tokens(values, of_values, logs, among, count, KIND)
         decayed, decayed_keys = values * decay, keys * left
         if FOLDS:
             kq = kq + (delta_window.operand_of(decayed, KIND.KEY_TERMS, WIDTH, FORM),)
@@ -236,31 +239,33 @@ def prepare_channels(
             new_k = rows_of_tokens(k_at, row, g, window.token, KIND)
             append_rows(ring_k + window.to_row * COLS, new_k, window.appends, FORM)
     scale = delta_window.factor_of(squares, KIND.QK_L2NORM) * tl.where(of_k, 1.0, q_scale)
-    of_keys = delta_window.factor_of(key_squares, KIND.QK_L2NORM)
+    key_scale = delta_window.factor_of(key_squares, KIND.QK_L2NORM)
     # What makes k of a token of length 1, for the rows of `among`: the left half of the scale.
     column, i = tl.arange(0, 2 * KIND.HALF), tl.arange(0, KIND.HALF)
     of_tokens = tl.sum(tl.where(column[None, :] == i[:, None], scale[None, :], 0.0), 1)
     weights = signed(among * of_tokens[:, None] * scale[None, :], KIND)
     gamma = tl.where(of_k, -scale, scale)
-    ring_weights = terms_of(signed(together * of_keys[:, None] * scale[None, :], KIND), KIND.RING_TERMS, FORM.TARGET)
+    ring_weights = terms_of(signed(together * key_scale[:, None] * scale[None, :], KIND), KIND.RING_TERMS, FORM.TARGET)
     if FOLDS:
-        return kq, gamma, weights, window.base * 0, ring_weights, (old_keys, of_keys, alphas)
+        return kq, gamma, weights, window.base * 0, ring_weights, (old_keys, key_scale, alphas)
     else:
         return kq, gamma, weights, window.base * 0, ring_weights, ()
 
 
 @triton.jit
-def between_tokens(values, logs, among, count, KIND: tl.constexpr):
-    """With a decay per channel, of a chunk of columns: `among` and the products of every new k with every k and q that
-    sees it, (HALF, 2 * HALF); and what is left of what was there before the first token, (2 * HALF, CHUNK). From the
-    last token to the first, so that every logarithm is added to the sums that it belongs to, and none is taken back."""
+def between_tokens(values, of_values, logs, among, count, KIND: tl.constexpr):
+    """With a decay per channel, of a chunk of columns, also as operands: `among` and the products of every new k with
+    every k and q that sees it, (HALF, 2 * HALF); and what is left of what was there before the first token,
+    (2 * HALF, CHUNK). From the last token to the first, so that every logarithm is added to the sums that it belongs
+    to, and none is taken back."""
     token, of_k, exists = columns_of(count, KIND)
     sums = tl.zeros(logs.shape, tl.float32)
     for n in range(0, count):
         i = count - 1 - n
         sees = ((token > i) | ((token == i) & (of_k == 0))) & exists
-        products = tl.sum(values * row_of(values, i)[None, :] * tl.exp(sums), 1)
-        row = tl.where(sees, products, 0.0)
+        left = delta_window.operand_of(values * tl.exp(sums), KIND.KEY_TERMS, 2, KIND.FORM)
+        nothing = tl.zeros([2 * KIND.HALF, 2 * KIND.HALF], tl.float32)
+        row = tl.where(sees, column_of(dot_terms(left, transposed(of_values), nothing), i), 0.0)
         among += tl.where((tl.arange(0, KIND.HALF) == i)[:, None], row[None, :], 0.0)
         sums += tl.where((token >= i)[:, None], row_of(logs, i)[None, :], 0.0)
     return among, tl.exp(sums)
