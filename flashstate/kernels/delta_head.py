@@ -126,7 +126,7 @@ def prepare_head(
     A_log_ptr, dt_bias_ptr, q_scale = parameters
     _, slot, _, live, _, count = row
     FORM: tl.constexpr = KIND.FORM
-    WIDTH: tl.constexpr = state_io.operand_width(KIND.DTYPE, True)
+    WIDTH: tl.constexpr = state_io.operand_width(KIND.DTYPE, True, FORM.TARGET)
     token, of_k, exists = columns_of(count, KIND)
     j, last = tl.arange(0, KIND.ROOM), window.base + token
 
@@ -184,7 +184,7 @@ def prepare_channels(
     _, slot, _, _, _, count = row
     FORM: tl.constexpr = KIND.FORM
     COLS: tl.constexpr = FORM.COLS
-    WIDTH: tl.constexpr = state_io.operand_width(KIND.DTYPE, True)
+    WIDTH: tl.constexpr = state_io.operand_width(KIND.DTYPE, True, FORM.TARGET)
     token, of_k, exists = columns_of(count, KIND)
     rate = None if A_log_ptr is None else load_rate(A_log_ptr, h)  # None: a is the logarithm of the decay itself
 

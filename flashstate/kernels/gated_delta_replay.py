@@ -44,7 +44,7 @@ def replay_delta(
     FORM: tl.constexpr = KIND.FORM
     ROWS: tl.constexpr = FORM.ROWS
     BLOCK_ROWS: tl.constexpr = FORM.BLOCK_ROWS
-    WIDTH: tl.constexpr = state_io.operand_width(dtype, True)
+    WIDTH: tl.constexpr = state_io.operand_width(dtype, True, FORM.TARGET)
     WHOLE: tl.constexpr = KIND.PADDING != "fresh" and ROWS % BLOCK_ROWS == 0 and FORM.COLS == FORM.BLOCK_COLS
     BESIDE: tl.constexpr = replay_window.bytes_beside(u_dtype, FORM)
     AHEAD: tl.constexpr = 1 if FOLDS or dtype == tl.float32 else STAGES
@@ -82,7 +82,7 @@ def replay_delta(
         codes = replay_window.operands_of(codes, known, WIDTH, KIND.PADDING, FORM)
         y = tl.zeros([BLOCK_ROWS, 2 * KIND.HALF], tl.float32)
         for c in tl.static_range(len(codes)):
-            y = dot_terms(state_io.terms_of_code(codes[c], dtype, KIND.STATE_TERMS, FORM.TARGET), transposed(kq[c]), y)
+            y = dot_terms(state_io.opaque_terms(codes[c], dtype, KIND.STATE_TERMS, FORM.TARGET), transposed(kq[c]), y)
         y = y * factor * gamma[None, :]
         if not FOLDS:
             y = dot_terms(transposed(terms_of(u, KIND.RING_TERMS, FORM.TARGET)), ring_weights, y)

@@ -315,6 +315,27 @@ def silu_ptx(x):
     return tl.inline_asm_elementwise(SILU, "=&f,f", [x], tl.float32, is_pure=True, pack=1)
 
 
+def _int8_to_bfloat16() -> tl.constexpr:
+    """Four int8 in one register to bfloat16 in two. Beside 0x43 a byte without its sign is 128 and its value; with its
+    sign alone 128, or of negative ones 256: their difference is exact."""
+    lines = [".reg .b32 low, high, sign, minus;", "mov.b32 minus, 0xBF80BF80;"]  # -1, twice
+    lines += ["prmt.b32 low, $2, 0x43434343, 0x4140;", "prmt.b32 high, $2, 0x43434343, 0x4342;"]
+    for out, pair in (("$0", "low"), ("$1", "high")):
+        lines += [f"and.b32 sign, {pair}, 0xFF80FF80;", f"and.b32 {pair}, {pair}, 0xFF7FFF7F;"]
+        lines += [f"fma.rn.bf16x2 {out}, sign, minus, {pair};"]
+    return _block(*lines)
+
+
+INT8_TO_BFLOAT16 = _int8_to_bfloat16()
+
+
+@triton.jit
+def int8_to_bfloat16_ptx(code):
+    """int8 as bfloat16. The compiler is not to see that it comes of 8 bits: it would want operands of tensor cores in
+    another order than others have, and move those that they are multiplied with between threads, in every tile."""
+    return tl.inline_asm_elementwise(INT8_TO_BFLOAT16, "=r,=r,r", [code], tl.bfloat16, is_pure=False, pack=4)
+
+
 @triton.jit
 def prefetch_ptx(ptrs, exists):
     """Ask for the lines of these addresses, as far as they exist, to come to the L2 cache."""

@@ -43,9 +43,20 @@ def update_terms(dtype, x_dtype):
 
 
 @triton.constexpr_function
-def operand_width(dtype, AT_ONCE):
-    """The WIDTH of as_operand for what is stored. AT_ONCE: it is multiplied as it was loaded."""
-    return 4 if dtype.primitive_bitwidth == 8 and AT_ONCE else 2
+def operand_width(dtype, AT_ONCE, TARGET=""):
+    """The WIDTH of as_operand for what is stored. AT_ONCE: it is multiplied as it was loaded; with a TARGET, by way of
+    opaque_terms."""
+    opaque = dtype == tl.int8 and TARGET in ("sm_80", "sm_89")
+    return 4 if dtype.primitive_bitwidth == 8 and AT_ONCE and not opaque else 2
+
+
+@triton.jit
+def opaque_terms(code, dtype: tl.constexpr, TERMS: tl.constexpr, TARGET: tl.constexpr):
+    """What terms_of_code gives, but of int8 such that the compiler does not see of how many bits it comes."""
+    if dtype == tl.int8 and ptx.has_ptx(TARGET) and TERMS > 0:
+        return (ptx.int8_to_bfloat16_ptx(code),)
+    else:
+        return terms_of_code(code, dtype, TERMS, TARGET)
 
 
 @triton.jit
