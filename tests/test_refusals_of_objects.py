@@ -427,6 +427,10 @@ GATES: list[Refusal] = [
     ("dt_bias alone", given(A_log=None), "^dt_bias must come with A_log: without it a is the logarithm of the decay"),
     *[(f"qk_l2norm {v!r}", given(qk_l2norm=v), "^qk_l2norm must be True or False, got", TypeError) for v in (1, None)],
 ]
+PER_HEAD: Refusal = (
+    "dt_bias alone per channel", only("dt_bias", lambda t: t[:, None].repeat(1, 8)),
+    r"^dt_bias must have shape \(HV=4\) where a ring has one decay per head, got \(4, 8\)",
+)  # fmt: skip
 RINGS: dict[str, tuple[type[AnyRing], bool]] = {
     "Ring": (Ring, False), "DeltaRing": (DeltaRing, False), "DeltaRing per channel": (DeltaRing, True)
 }  # fmt: skip
@@ -455,7 +459,7 @@ CALLS: dict[str, Call] = {
     "gated_delta_fold": (
         gated_delta_fold,
         lambda: fold_call(DeltaRing),
-        [*of_fold("gated_delta_fold", DeltaRing), *GATES],
+        [*of_fold("gated_delta_fold", DeltaRing), *GATES, PER_HEAD],
     ),
     "gated_delta_fold per channel": (gated_delta_fold, lambda: fold_call(DeltaRing, True), GATES),
 }

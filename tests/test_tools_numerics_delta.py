@@ -201,6 +201,7 @@ def test_the_command_measures_prints_and_writes(capsys: pytest.CaptureFixture[st
     errors = (f"{error_of('state', rows, Way('int16', 'stochastic', u)):.1e}" for u in ("", *RING))
     assert line == f"| int16 stochastic | {' | '.join(errors)} |"
     assert "Averages of tokens 61 to 80. Measured on: Some CPU." in printed.replace(provenance["device"], "Some CPU")
+    assert "Averages of tokens 5 to 5 and of tokens 61 to 80. Measured" in printed
 
 
 # What the documents say

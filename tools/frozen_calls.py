@@ -13,19 +13,21 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, partial
+from itertools import product
 from typing import Any, NamedTuple, cast
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
-from flashstate import Slots, State, StatePool, mamba2_fold
+from flashstate import Slots, State, StatePool
 from flashstate.launch import Config, Gpu, choose
 from flashstate.launch.table import load_table
 from flashstate.ops.replaying import parted
 from flashstate.proof import (
     CASES,
     AnyCase,
+    AnyReplayCase,
     Case,
     ConvCase,
     DeltaCase,
@@ -170,6 +172,7 @@ def replayed(form: str, **of_slots: Any) -> Callable[[Any, Any], object]:
     return lambda case, inputs: replay(form, inputs, **of_slots)
 
 
+REPLAYING = ("mamba2_replay", "gated_delta_replay")
 REPLAYS = (
     Manner("decided", replayed("decided")),
     Manner("parted", replayed("parted")),
@@ -214,9 +217,9 @@ def some_formats(cases: Sequence[AnyCase], forms: int) -> Iterator[AnyCase]:
 
 def odd_calls() -> Iterator[Call]:
     """Every op in every form, format and rounding, on small and odd shapes; of rarer forms formats take turns."""
-    for op in ("mamba2_step", "gated_delta_step", "mamba3_step", "mamba2_replay"):
+    for op in ("mamba2_step", "gated_delta_step", "mamba3_step", *REPLAYING):
         some = some_formats(CASES[op].odd, len(CASES[op].groups[0]))
-        yield from by_turns(some, REPLAYS if op == "mamba2_replay" else STEPS)
+        yield from by_turns(some, REPLAYS if op in REPLAYING else STEPS)
     for i, manner in enumerate(CONVOLUTIONS):
         fitting = [case for case in CASES["conv1d_step"].odd if manner.fits(case)]
         yield from (called(fitting[(i + 5 * j) % len(fitting)], manner) for j in range(RARER))
@@ -226,12 +229,13 @@ def real_calls() -> Iterator[Call]:
     """Shapes of real models, and batches so large that replay starts two kernels."""
     for op in ("mamba2_step", "gated_delta_step", "mamba3_step"):
         yield from by_turns(CASES[op].real[::EVERY], STEPS)
-    replayed_cases = cast("Sequence[ReplayCase]", CASES["mamba2_replay"].real)
-    yield from by_turns(replayed_cases[::EVERY], REPLAYS)
     yield from by_turns(CASES["conv1d_step"].real, CONVOLUTIONS)
-    largest = max(case.batch * case.heads for case in replayed_cases)
-    large = (case for case in replayed_cases if case.batch * case.heads == largest)
-    yield from (called(case, Manner("planned, two kernels", replayed("planned"))) for case in large)
+    for op in REPLAYING:
+        cases = cast("Sequence[AnyReplayCase]", CASES[op].real)
+        yield from by_turns(cases[::EVERY], REPLAYS)
+        largest = max(case.problem.batch_heads for case in cases)
+        large = (case for case in cases if case.problem.batch_heads == largest)
+        yield from (called(case, Manner("planned, two kernels", replayed("planned"))) for case in large)
 
 
 def hardware_rounding_calls() -> Iterator[Call]:
@@ -248,7 +252,7 @@ def folded_into(inputs: Any, name: str, rounding: str) -> None:
     pool = inputs.state
     into = untouched_state(pool.data.shape, name, rounding, pool.seed)
     slots = Slots(inputs.slots, write=inputs.slots.flip(0))
-    mamba2_fold(pool.state, pool.ring, inputs.arguments["A"], slots=slots, into=into)
+    inputs.fold(slots=slots, into=into)
 
 
 def untouched_state(shape: Sequence[int], name: str, rounding: str, seed: Tensor | None = None) -> State:
@@ -260,11 +264,10 @@ def untouched_state(shape: Sequence[int], name: str, rounding: str, seed: Tensor
 
 def fold_calls() -> Iterator[Call]:
     """Folds of states in every format, in place and into every format."""
-    shapes = [case for case in cast("Sequence[ReplayCase]", CASES["mamba2_replay"].real) if case.batch < 8]
-    for i, (name, rounding) in enumerate(PORTABLE_FORMATS):
+    for op, (i, (name, rounding)) in product(REPLAYING, enumerate(PORTABLE_FORMATS)):
+        shapes = [case for case in cast("Sequence[AnyReplayCase]", CASES[op].real) if case.batch < 8]
         case = replace(shapes[(5 * i) % len(shapes)], format=name, rounding=rounding)
         inputs, (into, into_rounding) = inputs_of(case), PORTABLE_FORMATS[(4 * i + 3) % len(PORTABLE_FORMATS)]
-        pool, A = inputs.state, inputs.arguments["A"]
         rows: dict[str, dict[str, Any]] = {
             "everywhere": {},
             "of slots": {"slots": inputs.slots},
@@ -272,7 +275,7 @@ def fold_calls() -> Iterator[Call]:
             "of two tokens": {"tokens": 2},
         }
         which = list(rows)[i % len(rows)]
-        yield Call(f"{case}, fold {which}", partial(mamba2_fold, pool.state, pool.ring, A, **rows[which]))
+        yield Call(f"{case}, fold {which}", partial(inputs.fold, **rows[which]))
         yield Call(f"{case}, fold into {into} {into_rounding}", partial(folded_into, inputs, into, into_rounding))
 
 

@@ -80,9 +80,10 @@ def read_delta_errors(path: Path) -> tuple[dict[str, str], list[DeltaErrorRow]]:
 
 def delta_table(name: str, rows: Sequence[DeltaErrorRow], measured_on: str) -> str:
     """One of TABLES, with what it is an average of below it."""
-    end = max(row.tokens for row in rows)
-    below = f"Averages of tokens {end - end // SHARE + 1} to {end}. Measured on: {measured_on}."
-    return "\n".join(["", *TABLES[name](rows), "", below, "", ""])
+    ends = sorted({row.tokens for row in rows})
+    shown = ends if TABLES[name] is over_tokens else ends[-1:]
+    averaged = " and of ".join(f"tokens {end - end // SHARE + 1} to {end}" for end in shown)
+    return "\n".join(["", *TABLES[name](rows), "", f"Averages of {averaged}. Measured on: {measured_on}.", "", ""])
 
 
 def by_format(what: str, rows: Sequence[DeltaErrorRow]) -> list[str]:

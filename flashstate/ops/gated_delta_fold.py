@@ -56,6 +56,9 @@ def gated_delta_fold(
     if dt_bias is not None:
         dt_bias = tied("dt_bias", dt_bias, (("HV",), (heads,)), (("K",), (cols,)), state.data.device)
         check_contiguous("dt_bias", dt_bias, OR_EXPANDED)
+        if dt_bias.dim() == 2 and not ring.per_channel:
+            shape = tuple(dt_bias.shape)
+            raise ValueError(f"dt_bias must have shape (HV={heads}) where a ring has one decay per head, got {shape}")
     if not ring.per_channel:  # then it has logarithms of decays, and all calls are of one variant
         A_log = dt_bias = None
     fold(state, ring, A_log, dt_bias, qk_l2norm, *checked_fold("gated_delta_fold", state, ring, slots, tokens, into))
