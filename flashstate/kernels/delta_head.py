@@ -11,7 +11,7 @@ from flashstate.kernels import delta_window, replay_rows, replay_window, state_i
 from flashstate.kernels.functions import column_of, row_of
 from flashstate.kernels.gated_delta import for_chunks, load_rate, log_decay
 from flashstate.kernels.tensor_cores import dot_terms, products, terms_of, transposed
-from flashstate.kernels.tiles import Constants, Form
+from flashstate.kernels.tiles import Constants, Form, aligned_as
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ class DeltaReplay(Constants):
     UPDATE: bool
     PADDING: str
     WIDE: bool
+    A_ALIGNED: bool
     PER_CHANNEL: bool
     BIAS_PER_CHANNEL: bool
     QK_L2NORM: bool
@@ -44,12 +45,18 @@ class DeltaReplay(Constants):
 
 
 @triton.constexpr_function
-def delta_replay_of(*constants, dtype, k_dtype, u_dtype, FORM):
+def delta_replay_of(
+    HEADS_PER_GROUP, UPDATE, PADDING, WIDE, A_ALIGNED, PER_CHANNEL, BIAS_PER_CHANNEL, QK_L2NORM, B_LOGIT, TOKENS, HALF,
+    ROOM, SHARED_SEED, RING_K_H, RING_U_H, RING_DECAY_H, dtype, k_dtype, u_dtype, FORM,
+):  # fmt: skip
     """Give the constants of a replay their names, for states, keys and u of these dtypes."""
     exact = k_dtype == tl.float32
-    fold = 3 if exact or dtype == tl.float32 or dtype == tl.int16 else 2
-    others = (0, 0, 0, 0) if exact else (2, 3 if dtype == tl.float32 else 2, 3, 3 if u_dtype == tl.float32 else 2)
-    return DeltaReplay(*constants, dtype, *others, fold, FORM)
+    state, ring = 3 if dtype == tl.float32 else 2, 3 if u_dtype == tl.float32 else 2
+    return DeltaReplay(
+        HEADS_PER_GROUP, UPDATE, PADDING, WIDE, A_ALIGNED, PER_CHANNEL, BIAS_PER_CHANNEL, QK_L2NORM, B_LOGIT, TOKENS, HALF,
+        ROOM, SHARED_SEED, RING_K_H, RING_U_H, RING_DECAY_H, dtype, delta_window.key_terms(k_dtype), 0 if exact else state,
+        delta_window.sum_terms(k_dtype), 0 if exact else ring, state_io.update_terms(dtype, k_dtype), FORM,
+    )  # fmt: skip
 
 
 class Window(NamedTuple):
@@ -183,6 +190,7 @@ def prepare_channels(
     A_log_ptr, dt_bias_ptr, q_scale = parameters
     _, slot, _, _, _, count = row
     FORM: tl.constexpr = KIND.FORM
+    A_FORM: tl.constexpr = aligned_as(FORM, KIND.A_ALIGNED)
     COLS: tl.constexpr = FORM.COLS
     WIDTH: tl.constexpr = state_io.operand_width(KIND.DTYPE, True, FORM.TARGET)
     token, of_k, exists = columns_of(count, KIND)
@@ -198,30 +206,27 @@ def prepare_channels(
     kq, old_keys, alphas = (), (), ()
     for i in tl.static_range(FORM.BLOCK_COLS // FORM.CHUNK):
         values = delta_window.load_chunk(column_rows, exists, i, FORM)
-        logs = delta_window.load_log_decays(a_rows, exists, i, rate, dt_bias_ptr, h, KIND.BIAS_PER_CHANNEL, FORM)
-        keys = delta_window.load_chunk(ring_k + window.ring_row * COLS, window.lives, i, FORM)
-        ring_logs = delta_window.load_log_decays(
-            ring_a + window.ring_row * COLS, window.lives, i, rate, dt_bias_ptr, h, KIND.BIAS_PER_CHANNEL, FORM
-        )
-        left, alpha = delta_window.decays_of_channels(ring_logs, KIND.SUM_TERMS, FORM.TARGET)
+        logs = delta_window.load_log_decays(a_rows, exists, i, rate, dt_bias_ptr, h, KIND.BIAS_PER_CHANNEL, A_FORM)
+        keys, alpha, key_squares = delta_window.ring_chunk(
+            ring_k + window.ring_row * COLS, ring_a + window.ring_row * COLS, window.lives, i, rate, dt_bias_ptr, h,
+            key_squares, KIND.BIAS_PER_CHANNEL, FORM,
+        )  # fmt: skip
         of_values = delta_window.operand_of(values, KIND.KEY_TERMS, 2, FORM)
-        of_keys = delta_window.operand_of(keys, KIND.KEY_TERMS, 2, FORM)
         squares = dot_terms(of_values, transposed(of_values), squares)
-        key_squares = dot_terms(of_keys, transposed(of_keys), key_squares)
         among, decay = between_tokens(values, of_values, logs, among, count, KIND)
-        decayed, decayed_keys = values * decay, keys * left
+        decayed = values * decay
         if FOLDS:
             kq = kq + (delta_window.operand_of(decayed, KIND.KEY_TERMS, WIDTH, FORM),)
-            old_keys = old_keys + (delta_window.operand_of(decayed_keys, KIND.FOLD_TERMS, 2, FORM),)
+            old_keys = old_keys + (delta_window.operand_of(keys, KIND.FOLD_TERMS, 2, FORM),)
             alphas = alphas + (delta_window.ordered(alpha, 2, FORM),)
         else:
             kq = kq + (delta_window.operand_of(decayed * alpha, KIND.KEY_TERMS, WIDTH, FORM),)
-            pairs = delta_window.operand_of(decayed_keys, KIND.KEY_TERMS, 2, FORM)
+            pairs = delta_window.operand_of(keys, KIND.KEY_TERMS, 2, FORM)
             of_columns = delta_window.operand_of(decayed, KIND.KEY_TERMS, 2, FORM)
             together = dot_terms(pairs, transposed(of_columns), together)
     if KIND.UPDATE and first_row == 0:
         new_a = rows_of_tokens(a_at, row, h, window.token, KIND)
-        append_rows(ring_a + window.to_row * COLS, new_a, window.appends, FORM)
+        append_rows(ring_a + window.to_row * COLS, new_a, window.appends, A_FORM)
         if h % KIND.HEADS_PER_GROUP == 0:
             new_k = rows_of_tokens(k_at, row, g, window.token, KIND)
             append_rows(ring_k + window.to_row * COLS, new_k, window.appends, FORM)

@@ -6,8 +6,20 @@ import triton.language as tl
 from flashstate.kernels import ptx, replay_window, state_io
 from flashstate.kernels.functions import column_of, entry_of, row_of
 from flashstate.kernels.gated_delta import EPSILON, log_decay
-from flashstate.kernels.tensor_cores import as_in_memory, as_operand, dot_terms, products, terms_of
+from flashstate.kernels.tensor_cores import as_in_memory, as_operand, dot_terms, products, terms_of, transposed
 from flashstate.kernels.tiles import widened
+
+
+@triton.constexpr_function
+def key_terms(k_dtype):
+    """How many bfloat16 stand for a key where tensor cores multiply it: 0 of float32, without tensor cores."""
+    return 0 if k_dtype == tl.float32 else 2
+
+
+@triton.constexpr_function
+def sum_terms(k_dtype):
+    """How many bfloat16 stand for the logarithm of a decay where products with ones sum it up, beside such keys."""
+    return 0 if k_dtype == tl.float32 else 3
 
 
 @triton.jit
@@ -75,6 +87,21 @@ def decays_of_channels(logs, TERMS: tl.constexpr, TARGET: tl.constexpr):
     j = tl.arange(0, logs.shape[0])
     after = sums_of_rows(tl.where(j[None, :] > j[:, None], 1.0, 0.0), logs, TERMS, TARGET)
     return tl.exp(after), tl.exp(row_of(after + logs, 0))[None, :]
+
+
+@triton.jit
+def ring_chunk(
+    k_rows, a_rows, lives, i: tl.constexpr, rate, bias_ptr, h, squares, BIAS_PER_CHANNEL: tl.constexpr,
+    FORM: tl.constexpr,
+):  # fmt: skip
+    """Of a ring with a decay per channel, in chunk i of columns: its keys, each as much as is left of it at the end of
+    the ring; what is left of the state before; and `squares` and the products of its keys with each other."""
+    k_dtype: tl.constexpr = k_rows.dtype.element_ty
+    logs = load_log_decays(a_rows, lives, i, rate, bias_ptr, h, BIAS_PER_CHANNEL, FORM)
+    left, alpha = decays_of_channels(logs, sum_terms(k_dtype), FORM.TARGET)
+    keys = load_chunk(k_rows, lives, i, FORM)
+    operand = operand_of(keys, key_terms(k_dtype), 2, FORM)
+    return keys * left, alpha, dot_terms(operand, transposed(operand), squares)
 
 
 @triton.jit

@@ -9,7 +9,7 @@ from flashstate.kernels.gated_delta import for_chunks, load_rate
 from flashstate.kernels.rings import tokens_to_fold
 from flashstate.kernels.slots import read_slot, write_slot
 from flashstate.kernels.state_io import BEFORE_THE_FIRST_TOKEN, STREAMING
-from flashstate.kernels.tensor_cores import dot_terms, terms_of, transposed
+from flashstate.kernels.tensor_cores import terms_of
 from flashstate.kernels.tiles import form_of, stored_as, tile_at
 from flashstate.launch.kernel import kernel
 
@@ -42,8 +42,6 @@ def gated_delta_fold_kernel(
     k_dtype: tl.constexpr = ring_k_ptr.dtype.element_ty
     into_dtype: tl.constexpr = dtype if into_ptr is None else into_ptr.dtype.element_ty
     TERMS: tl.constexpr = state_io.update_terms(into_dtype, k_dtype)
-    KEY_TERMS: tl.constexpr = 0 if k_dtype == tl.float32 else 2
-    SUM_TERMS: tl.constexpr = 0 if k_dtype == tl.float32 else 3
     FORM: tl.constexpr = form_of(
         ROWS, COLS, BLOCK_ROWS, BLOCK_COLS, CHUNK, VECTOR, STREAMING, TARGET, False, ROUNDING, ROUNDS, ALIGNED,
         WIDENING="portable", HEAD_STRIDE=HEAD_STRIDE,
@@ -72,22 +70,20 @@ def gated_delta_fold_kernel(
         decay_rows += replay_window.rows_in_head(h, row, L, COLS, RING_DECAY_H)
         keys, alpha, squares = (), (), tl.zeros([ROOM, ROOM], tl.float32)
         for i in tl.static_range(BLOCK_COLS // CHUNK):
-            logs = delta_window.load_log_decays(decay_rows, lives, i, rate, dt_bias_ptr, h, BIAS_PER_CHANNEL, FORM)
-            left, of_state = delta_window.decays_of_channels(logs, SUM_TERMS, TARGET)
-            k = delta_window.load_chunk(k_rows, lives, i, FORM)
-            raw = delta_window.operand_of(k, KEY_TERMS, 2, FORM)
-            squares = dot_terms(raw, transposed(raw), squares)
-            keys = keys + (delta_window.operand_of(k * left, TERMS, 2, FORM),)
+            k, of_state, squares = delta_window.ring_chunk(
+                k_rows, decay_rows, lives, i, rate, dt_bias_ptr, h, squares, BIAS_PER_CHANNEL, FORM
+            )
+            keys = keys + (delta_window.operand_of(k, TERMS, 2, FORM),)
             alpha = alpha + (delta_window.ordered(of_state, 2, FORM),)
         weight = delta_window.factor_of(squares, QK_L2NORM)
     else:
         decay_row = ring_decay_ptr + slot * ring_decay_stride + replay_window.head_in_ring(h, L, 1, RING_DECAY_H)
         decay_ptrs = decay_row + (row[:, None] + tl.zeros([1, 2], tl.int32))
         logs = replay_window.once(tl.load(decay_ptrs, mask=lives[:, None], other=0.0))
-        left, of_state = delta_window.decays_of_ring(logs, live, SUM_TERMS, TARGET)
+        left, of_state = delta_window.decays_of_ring(logs, live, delta_window.sum_terms(k_dtype), TARGET)
         k = replay_window.load_token_chunks(k_rows, lives, FORM)
         keys, alpha = replay_window.token_operands(k, TERMS, 2, FORM), for_chunks(of_state, FORM)
-        raw = replay_window.token_operands(k, KEY_TERMS, 2, FORM)
+        raw = replay_window.token_operands(k, delta_window.key_terms(k_dtype), 2, FORM)
         weight = left * delta_window.length_factors(raw, QK_L2NORM)
     u = terms_of(tl.trans(u.to(tl.float32) * weight[:, None]), TERMS, TARGET)  # (rows, tokens)
     s = delta_window.folded_tile(codes, factor, alpha, u, keys, dtype, TERMS, FORM)

@@ -119,6 +119,7 @@ def gated_delta_replay_kernel(
     HEAD_STRIDE: tl.constexpr,  # from head to head of the state; None: they lie side by side
     VECTOR: tl.constexpr,  # elements per access of the state
     ALIGNED: tl.constexpr,  # every row of q, k, v, out and of the ring starts at a multiple of 16 bytes
+    A_ALIGNED: tl.constexpr,  # every row of a does
     WIDE: tl.constexpr,  # whether the tokens of a row are so far apart that their offsets need 64 bits
     PER_CHANNEL: tl.constexpr, BIAS_PER_CHANNEL: tl.constexpr,  # a and dt_bias have a value for each column
     QK_L2NORM: tl.constexpr,
@@ -145,8 +146,8 @@ def gated_delta_replay_kernel(
         ALIGNED, THREADS, "portable", HEAD_STRIDE=HEAD_STRIDE,
     )  # fmt: skip
     KIND: tl.constexpr = delta_head.delta_replay_of(
-        HEADS_PER_GROUP, UPDATE, PADDING, WIDE, PER_CHANNEL, BIAS_PER_CHANNEL, QK_L2NORM, B_LOGIT, TOKENS, HALF, ROOM,
-        SHARED_SEED, RING_K_H, RING_U_H, RING_DECAY_H, dtype=data_ptr.dtype.element_ty,
+        HEADS_PER_GROUP, UPDATE, PADDING, WIDE, A_ALIGNED, PER_CHANNEL, BIAS_PER_CHANNEL, QK_L2NORM, B_LOGIT, TOKENS, HALF,
+        ROOM, SHARED_SEED, RING_K_H, RING_U_H, RING_DECAY_H, dtype=data_ptr.dtype.element_ty,
         k_dtype=k_ptr.dtype.element_ty, u_dtype=ring_u_ptr.dtype.element_ty, FORM=FORM,
     )  # fmt: skip
     q_at, k_at, v_at = (q_ptr, q_b, q_t, q_h), (k_ptr, k_b, k_t, k_h), (v_ptr, v_b, v_t, v_h)

@@ -1,4 +1,4 @@
-"""Rows of a batch and tiles of heads for mamba2_replay: where they are, what is loaded of them, zeros for padding."""
+"""Rows of a batch and tiles of heads for replay: where they are, what is loaded of them, zeros for padding."""
 
 from dataclasses import dataclass
 

@@ -75,6 +75,12 @@ def form_of_rows(FORM, BLOCK_ROWS):
     return Form(**{**vars(FORM), "BLOCK_ROWS": BLOCK_ROWS})
 
 
+@triton.constexpr_function
+def aligned_as(FORM, ALIGNED):
+    """The form of the same tiles where rows of what tokens bring are aligned, or are not."""
+    return Form(**{**vars(FORM), "ALIGNMENT": 16 if ALIGNED and FORM.ALIGNMENT == 16 else 1})
+
+
 class Tile(NamedTuple):
     """Whole rows of a head, as a tuple of chunks, (BLOCK_ROWS, CHUNK) each: threads share a row only within a chunk,
     and every thread walks along its rows from chunk to chunk."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from torch import Tensor
@@ -30,7 +31,7 @@ from flashstate.state.ring import DeltaRing, Plan, check_ring
 from flashstate.state.slots import Slots
 from flashstate.state.state import State
 
-FEW_TOKENS = 4  # whose corrections take few registers
+FEW_TOKENS = 4  # whose corrections take few registers; up to eight are unrolled
 FEW = 256  # batch x heads below which a program has one tile, and
 MANY = 1024  # from which on there are programs enough with many
 
@@ -107,8 +108,12 @@ def check(given: Given) -> None:
     check_replay(given, "v")
 
 
+@dataclass(frozen=True)
 class DeltaReplayProblem(AnyReplay, TensorCoreProblem):
     """What a config of replay of the delta rule is chosen for."""
+
+    per_channel: bool = False  # decays, so that a program prepares much more for its tiles
+    many_tokens: bool = False  # more than FEW_TOKENS
 
     def manageable(self, config: Config) -> bool:
         return config.block_rows < 64
@@ -121,11 +126,11 @@ class DeltaReplayProblem(AnyReplay, TensorCoreProblem):
         """More tiles for larger batches; where the state is only read, larger ones of less than 32 bits, and so few
         registers that an SM has 12 warps, or 16. As measured on an H200, with 64 heads of 128 x 128."""
         lanes, many = self.lane_choices[0], self.batch_heads >= MANY
-        if rows_do(self) != "keep" or "channel" in self.op:
+        if rows_do(self) != "keep" or self.per_channel:
             return Config(16, 1, lanes, tiles=8 if many else 2 if self.batch_heads >= FEW else 1)
         if self.itemsize == 4:
             return Config(16, 1, lanes, tiles=4, registers=128 if self.warp == NVIDIA_WARP else 0)
-        registers = 0 if "many" in self.op else 128 if self.itemsize == 1 and not self.several_tokens else 168
+        registers = 0 if self.many_tokens else 128 if self.itemsize == 1 and not self.several_tokens else 168
         return Config(32, 1, lanes, tiles=4, registers=registers if self.warp == NVIDIA_WARP else 0)
 
 
@@ -133,16 +138,17 @@ def problems(given: Given) -> tuple[Problem, ...]:
     """One kernel, or one for rows that do not fold and one for those that do."""
     state, tokens = given.state, given.tokens
     several, group = (tokens.longest or 0) > 1, state.data.shape[1] // given.k.shape[-2]
-    op = replay_name(given.ring.per_channel, tokens.longest or 0)
-    of = DeltaReplayProblem.of(op, state, tokens.batch, several_tokens=several, heads_per_group=group)
-    return walking(of, given)
+    name, kind = replay_kind(given.ring.per_channel, tokens.longest or 0)
+    more = {"several_tokens": several, "heads_per_group": group, **kind}
+    return walking(DeltaReplayProblem.of(name, state, tokens.batch, **more), given)
 
 
-def replay_name(per_channel: bool, longest: int) -> str:
-    """What tables call the op: with a decay per channel, and with room for more than a few tokens, its kernels need
-    other configs."""
-    name = "gated_delta_replay" if longest <= FEW_TOKENS else "gated_delta_replay_many"
-    return f"{name} per channel" if per_channel else name
+def replay_kind(per_channel: bool, longest: int) -> tuple[str, dict[str, bool]]:
+    """What tables call the op, and what a problem says of its kernels, which need other configs with a decay per
+    channel, and where they have room for more than a few tokens."""
+    many = longest > FEW_TOKENS
+    name = f"gated_delta_replay{'_many' if many else ''}{' per channel' if per_channel else ''}"
+    return name, {"per_channel": per_channel, "many_tokens": many}
 
 
 def values(given: Given, problem: DeltaReplayProblem, config: Config) -> dict[str, Any]:
@@ -151,12 +157,12 @@ def values(given: Given, problem: DeltaReplayProblem, config: Config) -> dict[st
     ring, place, wide = given.ring, place_of(problem, given.machine), GATED_DELTA_REPLAY.aligned
     early, tiles = given.early and given.machine.overlaps, problem.tiles(config)
     one_kernel = given.plan is not None and rows_do(problem) == "either"
-    rows = [ring.k, ring.u, given.q, given.k, given.v, given.out]
-    rows += [ring.decay, given.a] if ring.per_channel else []
+    rows = [ring.k, ring.u, *(getattr(given, name) for name in wide), *([ring.decay] if ring.per_channel else [])]
     return {
         **ring_values(ring), **plan_values(given.plan), **gate_values(given),
         "HEADS_PER_GROUP": problem.heads_per_group, "ALIGNED": all(aligned(tensor) for tensor in rows),
-        "WIDE": any(far_apart(getattr(given, name), len(given.tokens.axes)) for name in (*wide, "b")),
+        "A_ALIGNED": aligned(given.a),
+        "WIDE": any(far_apart(getattr(given, name), len(given.tokens.axes)) for name in (*wide, "a", "b")),
         "TOKENS": next_power_of_2(max(1, given.tokens.longest or 0)), "ROWS_DO": rows_do(problem),
         "TILES": tiles, "FOLD_TILES": 1 if one_kernel else tiles,
         "PLACE": place, "EARLY": early or place == "second", "WAITS": early and place != "second",
@@ -175,6 +181,7 @@ GATED_DELTA_REPLAY = Op(
     slots=slots_of,
     check=check,
     debug=check_debugged_ring,
-    aligned=("q", "k", "v", "a", "out"),  # a where it has a value for every column
+    aligned=("q", "k", "v", "out"),
+    aligned_each=("a",),
     aliases={"b": "beta"},
 )

@@ -63,7 +63,8 @@ class AnyRing(Describes):
 
     @unless_known
     def _check_tensors(self) -> None:
-        first, sizes = self.written[0], dict[str, int]()
+        first = self.written[0]
+        sizes: dict[str, int] = {}
         for name in self.written:
             axes, tensor = self.axes_of(name), getattr(self, name)
             check_tensor(name, tensor, axes, tuple(sizes.get(axis) for axis in axes), dtypes=self.dtypes_of(name))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from flashstate.launch import Problem
 from flashstate.ops.gated_delta_fold import gated_delta_fold
-from flashstate.ops.gated_delta_replay import GATED_DELTA_REPLAY, DeltaReplayProblem, replay_name
+from flashstate.ops.gated_delta_replay import GATED_DELTA_REPLAY, DeltaReplayProblem, replay_kind
 from flashstate.proof.case import CASES, Cases, by_turns, in_every_format
 from flashstate.proof.cases.gated_delta import GATED_DELTA, DeltaCase
 from flashstate.proof.inputs import Source, dtype
@@ -82,7 +83,9 @@ class DeltaReplayCase(AnyReplayCase, DeltaCase):
 
     @property
     def kind(self) -> tuple[Callable[..., Problem], str]:
-        return DeltaReplayProblem, f"{replay_name(self.per_channel, self.tokens)} either"
+        name, kind = replay_kind(self.per_channel, self.tokens)
+        made: Callable[..., Problem] = DeltaReplayProblem
+        return partial(made, **kind), f"{name} either"
 
     @property
     def op(self) -> ProvenReplay:
