@@ -46,16 +46,17 @@ class DeltaReplay(Constants):
 
 @triton.constexpr_function
 def delta_replay_of(
-    HEADS_PER_GROUP, UPDATE, PADDING, WIDE, A_ALIGNED, PER_CHANNEL, BIAS_PER_CHANNEL, QK_L2NORM, B_LOGIT, TOKENS, HALF,
-    ROOM, SHARED_SEED, RING_K_H, RING_U_H, RING_DECAY_H, dtype, k_dtype, u_dtype, FORM,
+    HEADS_PER_GROUP, UPDATE, PADDING, WIDE, A_ALIGNED, PER_CHANNEL, BIAS_PER_CHANNEL, QK_L2NORM, B_LOGIT, TOKENS,
+    HALF, ROOM, SHARED_SEED, RING_K_H, RING_U_H, RING_DECAY_H, dtype, k_dtype, u_dtype, FORM,
 ):  # fmt: skip
     """Give the constants of a replay their names, for states, keys and u of these dtypes."""
     exact = k_dtype == tl.float32
     state, ring = 3 if dtype == tl.float32 else 2, 3 if u_dtype == tl.float32 else 2
     return DeltaReplay(
-        HEADS_PER_GROUP, UPDATE, PADDING, WIDE, A_ALIGNED, PER_CHANNEL, BIAS_PER_CHANNEL, QK_L2NORM, B_LOGIT, TOKENS, HALF,
-        ROOM, SHARED_SEED, RING_K_H, RING_U_H, RING_DECAY_H, dtype, delta_window.key_terms(k_dtype), 0 if exact else state,
-        delta_window.sum_terms(k_dtype), 0 if exact else ring, state_io.update_terms(dtype, k_dtype), FORM,
+        HEADS_PER_GROUP, UPDATE, PADDING, WIDE, A_ALIGNED, PER_CHANNEL, BIAS_PER_CHANNEL, QK_L2NORM, B_LOGIT, TOKENS,
+        HALF, ROOM, SHARED_SEED, RING_K_H, RING_U_H, RING_DECAY_H, dtype, delta_window.key_terms(k_dtype),
+        0 if exact else state, delta_window.sum_terms(k_dtype), 0 if exact else ring,
+        state_io.update_terms(dtype, k_dtype), FORM,
     )  # fmt: skip
 
 

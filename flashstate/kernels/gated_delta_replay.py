@@ -146,8 +146,8 @@ def gated_delta_replay_kernel(
         ALIGNED, THREADS, "portable", HEAD_STRIDE=HEAD_STRIDE,
     )  # fmt: skip
     KIND: tl.constexpr = delta_head.delta_replay_of(
-        HEADS_PER_GROUP, UPDATE, PADDING, WIDE, A_ALIGNED, PER_CHANNEL, BIAS_PER_CHANNEL, QK_L2NORM, B_LOGIT, TOKENS, HALF,
-        ROOM, SHARED_SEED, RING_K_H, RING_U_H, RING_DECAY_H, dtype=data_ptr.dtype.element_ty,
+        HEADS_PER_GROUP, UPDATE, PADDING, WIDE, A_ALIGNED, PER_CHANNEL, BIAS_PER_CHANNEL, QK_L2NORM, B_LOGIT, TOKENS,
+        HALF, ROOM, SHARED_SEED, RING_K_H, RING_U_H, RING_DECAY_H, dtype=data_ptr.dtype.element_ty,
         k_dtype=k_ptr.dtype.element_ty, u_dtype=ring_u_ptr.dtype.element_ty, FORM=FORM,
     )  # fmt: skip
     q_at, k_at, v_at = (q_ptr, q_b, q_t, q_h), (k_ptr, k_b, k_t, k_h), (v_ptr, v_b, v_t, v_h)
