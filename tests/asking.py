@@ -47,7 +47,8 @@ def state_loads(kernel: Any, name: str) -> set[int]:
     ttgir, size = kernel.asm["ttgir"], dtype(name).itemsize
     element = {4: "f32", 2: "f16" if name == "float16" else "i16", 1: "i8"}[size]
     neighbours = dict(re.findall(r"^(#blocked\d*) = #ttg\.blocked<{sizePerThread = \[1, (\d+)\]", ttgir, re.MULTILINE))
-    found = re.findall(rf"tt\.load .*tensor<\d+x{64 // size}x!tt\.ptr<{element}>, (#blocked\d*)>", ttgir)
+    by = r"(?:tt\.load|ttg\.async_copy_global_to_local)"  # the second to shared memory
+    found = re.findall(rf"{by} .*tensor<\d+x{64 // size}x!tt\.ptr<{element}>, (#blocked\d*)>", ttgir)
     return {int(neighbours[layout]) * size for layout in found}
 
 

@@ -238,11 +238,11 @@ FORMS: dict[str, dict[str, Form]] = {  # of every op in every format; of the fir
     },
     "delta replay": {
         "one token": of(DELTA_REPLAY),
-        "one token, planned": of(DELTA_REPLAY, planned, format="int8", **STOCHASTIC),
+        "one token, planned": of(DELTA_REPLAY, planned, 64, format="int8", **STOCHASTIC),
         "one token, keep": of(DELTA_REPLAY, keep, format="bfloat16"),
         "one token, fold": of(DELTA_REPLAY, fold, format="bfloat16"),
         "one token, without update": of(DELTA_REPLAY, kept, 64, format="int16"),
-        "KDA, keep": of(DELTA_REPLAY, keep, 64, per_channel=True, format="float8_e4m3fn"),
+        "KDA, keep": of(DELTA_REPLAY, keep, 128, per_channel=True, format="float8_e4m3fn"),
         "keep": of(DELTA_REPLAY, keep, **TWO, format="bfloat16"),
         "two tokens, fresh padding": of(DELTA_REPLAY, with_fresh_padding, 64, **TWO, **HALF),
         "gated_delta_fold": of(DELTA_REPLAY, folded, format="bfloat16"),
