@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from flashstate.kernels import delta_window, replay_rows, replay_window, state_io
-from flashstate.kernels.functions import column_of, row_of
+from flashstate.kernels.functions import column_of, exp_in_short, row_of
 from flashstate.kernels.gated_delta import for_chunks, load_rate, log_decay
 from flashstate.kernels.tensor_cores import dot_terms, products, terms_of, transposed
 from flashstate.kernels.tiles import Constants, Form, aligned_as
@@ -256,9 +256,9 @@ def between_tokens(values, of_values, logs, among, count, KIND: tl.constexpr):
     for n in range(0, count):
         i = count - 1 - n
         sees = ((token > i) | ((token == i) & (of_k == 0))) & exists
-        left = delta_window.operand_of(values * tl.exp(sums), KIND.KEY_TERMS, 2, KIND.FORM)
+        left = delta_window.operand_of(values * exp_in_short(sums, KIND.FORM.TARGET), KIND.KEY_TERMS, 2, KIND.FORM)
         nothing = tl.zeros([2 * KIND.HALF, 2 * KIND.HALF], tl.float32)
         row = tl.where(sees, column_of(dot_terms(left, transposed(of_values), nothing), i), 0.0)
         among += tl.where((tl.arange(0, KIND.HALF) == i)[:, None], row[None, :], 0.0)
         sums += tl.where((token >= i)[:, None], row_of(logs, i)[None, :], 0.0)
-    return among, tl.exp(sums)
+    return among, exp_in_short(sums, KIND.FORM.TARGET)

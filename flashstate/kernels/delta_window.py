@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from flashstate.kernels import ptx, replay_window, state_io
-from flashstate.kernels.functions import column_of, entry_of, row_of
+from flashstate.kernels.functions import column_of, entry_of, exp_in_short, row_of, softplus_in_short
 from flashstate.kernels.gated_delta import EPSILON, log_decay
 from flashstate.kernels.tensor_cores import as_in_memory, as_operand, dot_terms, products, terms_of, transposed
 from flashstate.kernels.tiles import widened
@@ -68,7 +68,13 @@ def load_log_decays(
         bias = tl.load(bias_ptr + h * FORM.COLS + cols, mask=cols < FORM.COLS, other=0.0).to(tl.float32)[None, :]
     elif bias_ptr is not None:
         bias = tl.load(bias_ptr + h).to(tl.float32)
-    g = log_decay(load_chunk(rows, exists, i, FORM), rate, bias)
+    a = load_chunk(rows, exists, i, FORM)
+    if rate is None:
+        g = a
+    elif rows.dtype.element_ty == tl.float32:
+        g = log_decay(a, rate, bias)
+    else:
+        g = -rate * softplus_in_short(a + bias, FORM.TARGET)
     return tl.where(exists[:, None] & (cols < FORM.COLS)[None, :], g, 0.0)
 
 
@@ -86,7 +92,7 @@ def decays_of_channels(logs, TERMS: tl.constexpr, TARGET: tl.constexpr):
     (1, CHUNK); `logs`: logarithms of decays, zero in rows that are not live."""
     j = tl.arange(0, logs.shape[0])
     after = sums_of_rows(tl.where(j[None, :] > j[:, None], 1.0, 0.0), logs, TERMS, TARGET)
-    return tl.exp(after), tl.exp(row_of(after + logs, 0))[None, :]
+    return exp_in_short(after, TARGET), exp_in_short(row_of(after + logs, 0), TARGET)[None, :]
 
 
 @triton.jit

@@ -221,6 +221,8 @@ DIVIDE = _block(
     "fma.rn.f32 $0, e, q, $1;",
     "fma.rn.f32 $0, $0, r, q;",
 )
+EXP = _block(".reg .f32 e;", "mul.ftz.f32 e, $1, 0f3FB8AA3B;", "ex2.approx.ftz.f32 $0, e;")  # log2(e)
+
 SILU = _block(
     ".reg .f32 e;",
     "mul.ftz.f32 e, $1, 0fBFB8AA3B;",  # -log2(e)
@@ -306,6 +308,18 @@ def per_thread_ptx(x):
         return tl.inline_asm_elementwise(HIDE_SHARED_WIDE, "=l,l", [x], tl.int64, is_pure=True, pack=1)
     else:
         return tl.inline_asm_elementwise(HIDE_SHARED, "=r,r", [x], tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def exp_ptx(x):
+    """exp as the GPU has it, zero where it is below 2^-126: Triton's spends three more instructions on that."""
+    return tl.inline_asm_elementwise(EXP, "=&f,f", [x], tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def log2_ptx(x):
+    """The logarithm to base 2 as the GPU has it: of numbers from 1 on within 2^-22, which Triton's mends."""
+    return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
