@@ -5,12 +5,11 @@ import triton.language as tl
 
 from flashstate.kernels import delta_window, replay_window, state_io
 from flashstate.kernels.addressing import this_program
+from flashstate.kernels.folding import slot_to_fold, store_fold, tile_to_fold
 from flashstate.kernels.gated_delta import for_chunks, load_rate
-from flashstate.kernels.rings import tokens_to_fold
-from flashstate.kernels.slots import read_slot, write_slot
-from flashstate.kernels.state_io import BEFORE_THE_FIRST_TOKEN, STREAMING
+from flashstate.kernels.state_io import STREAMING
 from flashstate.kernels.tensor_cores import terms_of
-from flashstate.kernels.tiles import form_of, stored_as, tile_at
+from flashstate.kernels.tiles import form_of, stored_as
 from flashstate.launch.kernel import kernel
 
 
@@ -49,13 +48,9 @@ def gated_delta_fold_kernel(
     INTO_FORM: tl.constexpr = stored_as(FORM, INTO_VECTOR, False, ROUNDING, INTO_HEAD_STRIDE)
 
     pool, read = (data_ptr, scale_ptr, slot_stride, scale_stride), (read_ptr, read_stride, 1, None)
-    slot, known, seed = read_slot(read, b, (num_slots, null, fault_ptr), seed_ptr, ROUNDING != "nearest", SHARED_SEED)
-    start = tl.load(start_ptr + slot, mask=known, other=0)
-    count = tl.load(count_ptr + slot, mask=known, other=0)
-    live = tokens_to_fold(tokens_ptr, most, b, known, count, fault_ptr)
-    tile = tile_at(h, first_row, FORM)
-    factor, codes = state_io.load_codes(pool, slot, known, tile, FORM)
-    codes = replay_window.operands_of(codes, known, 2, "zero", FORM)
+    slots, cursors, counts = (num_slots, null, fault_ptr), (start_ptr, count_ptr), (tokens_ptr, most)
+    slot, known, seed, start, live = slot_to_fold(read, b, slots, seed_ptr, cursors, counts, SHARED_SEED, FORM)
+    tile, factor, codes = tile_to_fold(pool, slot, known, h, first_row, FORM)
 
     j = tl.arange(0, ROOM)
     row, lives = replay_window.row_in_ring(start + j, L), j < live
@@ -88,10 +83,8 @@ def gated_delta_fold_kernel(
     u = terms_of(tl.trans(u.to(tl.float32) * weight[:, None]), TERMS, TARGET)  # (rows, tokens)
     s = delta_window.folded_tile(codes, factor, alpha, u, keys, dtype, TERMS, FORM)
 
-    random = state_io.random_bits((seed, BEFORE_THE_FIRST_TOKEN, stream), tile, FORM)
-    if into_ptr is None:  # what stays as it is need not be rounded again
-        state_io.store_state(pool, (slot * slot_stride, slot * scale_stride), known & (live > 0), tile, s, random, FORM)
-    else:
-        to = write_slot((write_ptr, write_stride), b, slot, known, (num_targets, null, fault_ptr))
-        into = (into_ptr, into_scale_ptr, into_stride, into_scale_stride)
-        state_io.store_slot(into, to, tile_at(h, first_row, INTO_FORM), s, random, INTO_FORM)
+    into, write = (into_ptr, into_scale_ptr, into_stride, into_scale_stride), (write_ptr, write_stride)
+    targets = (num_targets, null, fault_ptr)
+    store_fold(
+        pool, into, write, b, slot, known, live, h, first_row, tile, s, seed, stream, targets, FORM, INTO_FORM
+    )  # fmt: skip

@@ -71,6 +71,25 @@ def row_of_batch(read, cursors, cu_seqlens_ptr, b, tokens, longest, slots):
 
 
 @triton.jit
+def work_of(
+    plan, batch, GROUPS: tl.constexpr, TILES_OF_GROUP: tl.constexpr, TILES: tl.constexpr, FOLD_TILES: tl.constexpr,
+    ROWS_DO: tl.constexpr,
+):  # fmt: skip
+    """The work of a kernel, in parts of groups: how many rows fold, as far as a plan says it, which come first in it;
+    how many items these are, and how many all are."""
+    rows_ptr, parts_ptr = plan
+    folding = tl.program_id(0) * 0
+    if rows_ptr is not None:
+        folding = tl.load(parts_ptr)
+    to_fold, to_keep = folding * 0, folding * 0
+    if ROWS_DO != "keep":
+        to_fold = folding * (GROUPS * (TILES_OF_GROUP // FOLD_TILES))
+    if ROWS_DO != "fold":
+        to_keep = (batch - folding) * (GROUPS * (TILES_OF_GROUP // TILES))
+    return folding, to_fold, to_fold + to_keep
+
+
+@triton.jit
 def item_at(
     item, folding, to_fold, GROUPS: tl.constexpr, TILES_OF_GROUP: tl.constexpr, TILES: tl.constexpr,
     FOLD_TILES: tl.constexpr, ROWS_DO: tl.constexpr,
@@ -89,14 +108,14 @@ def item_at(
 
 
 @triton.jit
-def row_at(i, plan, batch_rows, cu_seqlens_ptr, tokens, longest, folds, WINDOW: tl.constexpr):
+def row_at(i, rows_ptr, batch_rows, cu_seqlens_ptr, tokens, longest, folds, WINDOW: tl.constexpr):
     """Row i of a plan, or of the batch where there is none, and whether it folds."""
     read, cursors, slots = batch_rows
-    if plan[0] is None:
+    if rows_ptr is None:
         row = row_of_batch(read, cursors, cu_seqlens_ptr, i, tokens, longest, slots)
         return row, row[3] + row[5] > WINDOW
     else:
-        return planned_row(plan[0], i, cu_seqlens_ptr, tokens), folds
+        return planned_row(rows_ptr, i, cu_seqlens_ptr, tokens), folds
 
 
 @triton.jit

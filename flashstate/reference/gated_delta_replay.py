@@ -8,7 +8,8 @@ from torch import Tensor
 
 from flashstate.reference.gated_delta import gated_delta_token, log_decay, normalised
 from flashstate.reference.mamba2_replay import BEFORE_THE_FIRST_TOKEN, store_folded
-from flashstate.reference.state_io import encoded, store_output, store_state
+from flashstate.reference.rings import ring_rows
+from flashstate.reference.state_io import encoded, put, store_output
 from flashstate.reference.steps import rows_of, states_of
 from flashstate.state.formats import decode
 from flashstate.state.ring import DeltaRing
@@ -69,16 +70,14 @@ def gated_delta_replay(
     tokens = [tensor.flatten(0, lead - 1) for tensor in (q, k, v, a, b)]
     at, y, slot, known, gives = rows_of(slots, len(ring.count), out, lead)
     at = at[:, :longest]  # (batch, T)
-    length = (at >= 0).sum(1)
-    live = torch.where(known, ring.count[slot.clamp(min=0)], 0).long()
-    start = torch.where(known, ring.start[slot.clamp(min=0)], 0).long()
-    fold = known & (length > 0) & (live + length > ring.window)
+    start, live, fold = ring_rows(ring, slot, (at >= 0).sum(1))
 
     s = replayed(ring, states_of(state, slot), slot, start, live, A_log, dt_bias, qk_l2norm)  # (batch, HV, V, K)
-    index, seed = torch.full_like(slot, BEFORE_THE_FIRST_TOKEN), state.seeds_of(slot)
+    folds = slot[fold]
+    stored = encoded(state, s[fold], state.seeds_of(folds), torch.full_like(folds, BEFORE_THE_FIRST_TOKEN))
     if update:
-        store_state(state, s, (torch.where(fold, slot, -1),), seed, index)
-    s = torch.where(fold[:, None, None, None], decode(*encoded(state, s, seed, index)), s)  # tokens go on from that
+        put(state, stored, (folds,))
+    s[fold] = decode(*stored)  # new tokens go on from that
     for t in range(at.shape[1]):
         runs = gives & (at[:, t] >= 0)
         token = [tensor[at[runs, t]] for tensor in tokens]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flashstate.reference.mamba2 import mamba2_token, state_after, time_steps
-from flashstate.reference.rings import live_tokens
+from flashstate.reference.rings import live_tokens, ring_rows
 from flashstate.reference.state_io import resolve, resolve_read, store_output, store_state
 from flashstate.reference.steps import rows_of, states_of
 from flashstate.state.ring import AnyRing, Ring
@@ -55,10 +55,7 @@ def mamba2_replay(
     z = None if z is None else z.flatten(0, lead - 1)
     at, y, slot, known, gives = rows_of(slots, len(ring.count), out, lead)
     at = at[:, :longest]  # (batch, T)
-    length = (at >= 0).sum(1)
-    live = torch.where(known, ring.count[slot.clamp(min=0)], 0).long()
-    start = torch.where(known, ring.start[slot.clamp(min=0)], 0).long()
-    fold = known & (length > 0) & (live + length > ring.window)
+    start, live, fold = ring_rows(ring, slot, (at >= 0).sum(1))
 
     s = replayed(ring, states_of(state, slot), slot, start, live, A)  # (batch, H, D, N)
     if update:

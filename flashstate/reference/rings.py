@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from flashstate.reference.state_io import note_fault, resolve_read
+from flashstate.state.ring import AnyRing
 from flashstate.state.slots import MOST_TOKENS, Slots
 
 
@@ -40,6 +43,21 @@ def commit_plan(start: Tensor, count: Tensor, window: int, length: int, rows: Te
     fold = live + tokens > window
     start[slot] = torch.where(fold, (oldest + live) % length, oldest).int()
     count[slot] = (torch.where(fold, 0, live) + kept).int()
+
+
+class RingRows(NamedTuple):
+    """What the rings of a batch are to the tokens of a call, (batch,) each."""
+
+    start: Tensor  # the oldest live row
+    live: Tensor  # how many there are
+    fold: Tensor  # whether live and new ones are more than the window
+
+
+def ring_rows(ring: AnyRing, slot: Tensor, length: Tensor) -> RingRows:
+    """The rings of these slots, -1 for none, for so many new tokens of each."""
+    known = slot >= 0
+    start, live = (torch.where(known, cursor[slot.clamp(min=0)], 0).long() for cursor in (ring.start, ring.count))
+    return RingRows(start, live, known & (length > 0) & (live + length > ring.window))
 
 
 def live_tokens(count: Tensor, slot: Tensor, tokens: Tensor | int | None) -> Tensor:

@@ -62,11 +62,15 @@ def store_state(state: State, values: Tensor, where: tuple[Tensor, ...], seed: T
     `seed` and `token` (one each per state) decide the random bits of stochastic rounding.
     """
     goes = where[0] >= 0
-    where, values = tuple(index[goes] for index in where), values[goes]
-    data, scale = encoded(state, values, None if seed is None else seed[goes], token[goes])
-    state.data[where] = data
-    if state.scale is not None and scale is not None:
-        state.scale[where] = scale
+    stored = encoded(state, values[goes], None if seed is None else seed[goes], token[goes])
+    put(state, stored, tuple(index[goes] for index in where))
+
+
+def put(state: State, stored: Encoded, where: tuple[Tensor, ...]) -> None:
+    """Put states as they are stored to these entries."""
+    state.data[where] = stored.data
+    if state.scale is not None and stored.scale is not None:
+        state.scale[where] = stored.scale
 
 
 def encoded(state: State, values: Tensor, seed: Tensor | None, token: Tensor) -> Encoded:
