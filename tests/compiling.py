@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
@@ -9,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from flashstate.launch import Config, Gpu, Machine, collecting, environment, override
@@ -95,7 +97,39 @@ def _compile(launch: Launch, architecture: int | str) -> Any:
         else:
             signature[parameter.name] = type_of(value)
     source = ASTSource(launch.kernel, signature, constants)
-    return triton.compile(source, target=target, options=launch.options)
+    with calls_told_apart():
+        return triton.compile(source, target=target, options=launch.options)
+
+
+@contextmanager
+def calls_told_apart() -> Iterator[None]:
+    """A kernel that is compiled inside, and not found in Triton's cache, must not call a function twice so that Triton
+    3.6 takes one call for the other: all that is in their arguments has the same types, but tuples end elsewhere."""
+    from triton.compiler.code_generator import CodeGenerator
+
+    call, seen = CodeGenerator.call_JitFunction, dict[Hashable, Hashable]()
+
+    def watched(self: Any, fn: Any, args: Any, kwargs: Any, *context: Any, **named: Any) -> Any:
+        given = inspect.getcallargs(fn.fn, *args, **kwargs)
+        nested = tuple(shape_of(given[name]) for name in fn.arg_names)
+        if seen.setdefault((fn, flat(nested)), nested) != nested:
+            raise AssertionError(f"Triton 3.6 cannot tell two calls of {fn.__name__} apart: tuples end elsewhere")
+        return call(self, fn, args, kwargs, *context, **named)
+
+    with mock.patch.object(CodeGenerator, "call_JitFunction", watched):
+        yield
+
+
+def shape_of(argument: Any) -> Hashable:
+    """The type of an argument of a function that a kernel calls, or those in it; a constant itself."""
+    if isinstance(argument, tl.tuple | tuple):
+        return tuple(shape_of(one) for one in argument)
+    return repr(argument) if isinstance(argument, tl.constexpr) else str(getattr(argument, "type", argument))
+
+
+def flat(nested: Hashable) -> tuple[Hashable, ...]:
+    """What is in tuples, wherever they end."""
+    return tuple(one for part in nested for one in flat(part)) if isinstance(nested, tuple) else (nested,)
 
 
 def type_of(value: Any) -> str:

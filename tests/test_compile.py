@@ -4,14 +4,32 @@ states, and that nothing spills."""
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from asking import access_bytes, expected_accesses, require_one_order, spilled_bytes, state_loads
-from compiling import ARCHITECTURES, Call, chosen, collected, compile_launch, compiled
-from kernel_forms import BASES, CONV, FORMS, MAMBA2, ODD, ODD_WITH_TENSOR_CORES, STORES_NOTHING, Form, calls_of
+from compiling import ARCHITECTURES, Call, calls_told_apart, chosen, collected, compile_launch, compiled
+from kernel_forms import (
+    BASES,
+    CONV,
+    DELTA_REPLAY,
+    FORMS,
+    MAMBA2,
+    ODD,
+    ODD_WITH_TENSOR_CORES,
+    STORES_NOTHING,
+    Form,
+    calls_of,
+    fold,
+    keep,
+)
 from tables import by_turns, case_of, risky_by_turns
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, CompilationError
 
 from flashstate import Slots, State, StatePool
 from flashstate.launch import Config, Problem
@@ -108,6 +126,43 @@ def require_wide_windows(kernel: Any, case: ConvCase, architecture: int | str) -
     if isinstance(architecture, int):
         loads, stores = access_bytes(kernel)
         assert loads | stores == {16 if case.window == "float32" else 8}
+
+
+def test_tensor_cores_sum_what_was_just_rounded_in_the_order_of_what_is_loaded() -> None:
+    """So that a call that folds gives the bytes of a call after a fold. Random bits would make it another order, and so
+    would loads of 8 bits."""
+    for name, call in (("float16", fold), ("float8_e4m3fn", keep)):
+        kernel = compiled(replace(DELTA_REPLAY, format=name, rounding="stochastic"), 90, call)
+        assert {*re.findall(r"kWidth = (\d)", kernel.asm["ttgir"])} == {"2"}
+
+
+@triton.jit
+def lengths(x, y):
+    return len(x) * 10 + len(y)
+
+
+@triton.jit
+def two_calls(ptr, THE_SAME: tl.constexpr):
+    number = tl.load(ptr)
+    first = lengths((number,), (number, number, number))
+    second = lengths((number,), (number, number, number)) if THE_SAME else lengths((number, number), (number, number))
+    tl.store(ptr, first + second)
+
+
+def test_calls_that_triton_would_take_for_each_other_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    target, signature = GPUTarget("cuda", 90, 32), {"ptr": "*i32", "THE_SAME": "constexpr"}
+    same, others = (ASTSource(two_calls, signature, {(1,): the_same}) for the_same in (True, False))
+    with calls_told_apart():
+        triton.compile(same, target=target)
+        with pytest.raises(CompilationError, match="cannot tell two calls of lengths apart"):
+            triton.compile(others, target=target)
+
+
+def test_eight_tokens_in_tiles_of_sixteen_rows_compile() -> None:
+    """Keys, weights and tiles have one shape then: nothing but where tuples end tells some calls apart."""
+    case = replace(DELTA_REPLAY, tokens=8, format="bfloat16")
+    assert spilled_bytes(compiled(case, 90, keep, Config(16, 1, 4))) == 0
 
 
 @pytest.mark.parametrize("shape", ODD)

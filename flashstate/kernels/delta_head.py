@@ -213,7 +213,7 @@ def prepare_channels(
             key_squares, KIND.BIAS_PER_CHANNEL, FORM,
         )  # fmt: skip
         of_values = delta_window.operand_of(values, KIND.KEY_TERMS, 2, FORM)
-        squares = dot_terms(of_values, transposed(of_values), squares)
+        squares = dot_terms(of_values, squares, transposed(of_values))
         among, decay = between_tokens(values, of_values, logs, among, count, KIND)
         decayed = values * decay
         if FOLDS:
@@ -224,7 +224,7 @@ def prepare_channels(
             kq = kq + (delta_window.operand_of(decayed * alpha, KIND.KEY_TERMS, WIDTH, FORM),)
             pairs = delta_window.operand_of(keys, KIND.KEY_TERMS, 2, FORM)
             of_columns = delta_window.operand_of(decayed, KIND.KEY_TERMS, 2, FORM)
-            together = dot_terms(pairs, transposed(of_columns), together)
+            together = dot_terms(pairs, together, transposed(of_columns))
     if KIND.UPDATE and first_row == 0:
         new_a = rows_of_tokens(a_at, row, h, window.token, KIND)
         append_rows(ring_a + window.to_row * COLS, new_a, window.appends, A_FORM)
@@ -258,7 +258,7 @@ def between_tokens(values, of_values, logs, among, count, KIND: tl.constexpr):
         sees = ((token > i) | ((token == i) & (of_k == 0))) & exists
         left = delta_window.operand_of(values * exp_in_short(sums, KIND.FORM.TARGET), KIND.KEY_TERMS, 2, KIND.FORM)
         nothing = tl.zeros([2 * KIND.HALF, 2 * KIND.HALF], tl.float32)
-        row = tl.where(sees, column_of(dot_terms(left, transposed(of_values), nothing), i), 0.0)
+        row = tl.where(sees, column_of(dot_terms(left, nothing, transposed(of_values)), i), 0.0)
         among += tl.where((tl.arange(0, KIND.HALF) == i)[:, None], row[None, :], 0.0)
         sums += tl.where((token >= i)[:, None], row_of(logs, i)[None, :], 0.0)
     return among, exp_in_short(sums, KIND.FORM.TARGET)

@@ -42,7 +42,7 @@ def sums_of_rows(which, logs, TERMS: tl.constexpr, TARGET: tl.constexpr):
     """Sums of the rows of logs that each row of `which` marks with 1: by products, so every sum is made on its own, and
     in one order however threads share it."""
     nothing = tl.zeros([which.shape[0], logs.shape[1]], tl.float32)
-    return dot_terms(terms_of(which, min(TERMS, 1), TARGET), terms_of(logs, TERMS, TARGET), nothing)
+    return dot_terms(terms_of(which, min(TERMS, 1), TARGET), nothing, terms_of(logs, TERMS, TARGET))
 
 
 @triton.jit
@@ -107,7 +107,7 @@ def ring_chunk(
     left, alpha = decays_of_channels(logs, sum_terms(k_dtype), FORM.TARGET)
     keys = load_chunk(k_rows, lives, i, FORM)
     operand = operand_of(keys, key_terms(k_dtype), 2, FORM)
-    return keys * left, alpha, dot_terms(operand, transposed(operand), squares)
+    return keys * left, alpha, dot_terms(operand, squares, transposed(operand))
 
 
 @triton.jit

@@ -125,7 +125,7 @@ def multiply_tile(stored, live, kq, dtype: tl.constexpr, PADDING: tl.constexpr, 
         code = tensor_cores.as_operand(code, FORM.PER_COLUMNS)
         operands = operands + (code,)
         terms = state_io.terms_of_code(code, dtype, 2, FORM.TARGET)
-        with_state = tensor_cores.dot_terms(terms, tensor_cores.transposed(kq[i]), with_state)
+        with_state = tensor_cores.dot_terms(terms, with_state, tensor_cores.transposed(kq[i]))
     if PADDING == "fresh":
         factor = tl.where(live, factor, 1.0)
     return operands, factor, random, with_state * factor
@@ -143,7 +143,7 @@ def step_all_tokens(
     nothing = tl.zeros([v.shape[0], 2 * v.shape[1]], tl.float32)
     given = tensor_cores.terms_of(v.to(tl.float32) - sk, TERMS, FORM.TARGET)
     matrix = tensor_cores.terms_of(matrix, TERMS, FORM.TARGET)
-    w, o = tensor_cores.left_and_right(tensor_cores.add_products(nothing, given, matrix))
+    w, o = tensor_cores.left_and_right(tensor_cores.add_products(given, nothing, matrix))
     o += sq
     if PADDING != "fresh":
         o = tl.where(live, o, 0.0)
@@ -156,7 +156,7 @@ def step_all_tokens(
         after = ()
         for i in tl.static_range(len(operands)):
             decayed = state_io.from_code(operands[i], pool[0].dtype.element_ty, FORM.TARGET) * (total * factor)
-            chunk = tensor_cores.add_products(decayed, weights, k[i])
+            chunk = tensor_cores.add_products(weights, decayed, k[i])
             after = after + (tensor_cores.as_in_memory(chunk, FORM.PER_COLUMNS),)
         state_io.store_slot(pool, to, tile, after, random, FORM)
 

@@ -82,10 +82,10 @@ def replay_delta(
         codes = replay_window.operands_of(codes, known, WIDTH, KIND.PADDING, FORM)
         y = tl.zeros([BLOCK_ROWS, 2 * KIND.HALF], tl.float32)
         for c in tl.static_range(len(codes)):
-            y = dot_terms(state_io.opaque_terms(codes[c], dtype, KIND.STATE_TERMS, FORM.TARGET), transposed(kq[c]), y)
+            y = dot_terms(state_io.opaque_terms(codes[c], dtype, KIND.STATE_TERMS, FORM.TARGET), y, transposed(kq[c]))
         y = y * factor * gamma[None, :]
         if not FOLDS:
-            y = dot_terms(transposed(terms_of(u, KIND.RING_TERMS, FORM.TARGET)), ring_weights, y)
+            y = dot_terms(transposed(terms_of(u, KIND.RING_TERMS, FORM.TARGET)), y, ring_weights)
         if KIND.TOKENS <= MOST_UNROLLED:
             correct_few(y, values, rows, rows < ROWS, out, ring_u, start, L, row, h, steps, u_dtype, KIND)
         else:

@@ -70,7 +70,7 @@ def fold_tile(
     y, s = tl.zeros([codes[0].shape[0], C[0][0].shape[0]], tl.float32), ()
     for k in tl.static_range(len(codes)):
         chunk = replay_window.folded(codes[k], factor, alpha, u, B[k], dtype, FOLD_TERMS, FORM.TARGET)
-        y = dot_terms(terms_of(chunk, TERMS, FORM.TARGET), transposed(C[k]), y)
+        y = dot_terms(terms_of(chunk, TERMS, FORM.TARGET), y, transposed(C[k]))
         s = s + (as_in_memory(chunk, FORM.VECTOR, WIDTH),)
         if KIND.UPDATE and scale_ptr is None:
             store_folded(pool, slot, tile, k, s[k], None, None, drawing, FORM)
@@ -142,7 +142,7 @@ def replay_tiles(
         old_weight, alpha = tl.zeros([KIND.ROOM], tl.float32), 0.0
     with_C = tl.zeros([KIND.ROOM, KIND.TOKENS], tl.float32)
     for i in tl.static_range(len(B)):
-        with_C = dot_terms(B[i], transposed(C_for_B[i]), with_C)
+        with_C = dot_terms(B[i], with_C, transposed(C_for_B[i]))
     last = base + t
     weights, decay = with_C, tl.zeros([KIND.TOKENS], tl.float32)
     if KIND.UPDATE and first_tile == 0:
@@ -180,7 +180,7 @@ def replay_tiles(
         else:
             y = products(terms_of_codes(codes, dtype, TERMS, TARGET), C) * factor
         y *= decay[None, :]
-        y = dot_terms(transposed(terms_of(x, TERMS, TARGET)), terms_of(weights, TERMS, TARGET), y)
+        y = dot_terms(transposed(terms_of(x, TERMS, TARGET)), y, terms_of(weights, TERMS, TARGET))
         offs_d = first_row + tl.arange(0, FORM.BLOCK_ROWS)
         shown = (offs_d < ROWS)[:, None] & (t < count)[None, :]
         if D_ptr is not None and KIND.D_PER_ROW:

@@ -90,7 +90,7 @@ def scaled_plus_products(s, alpha, u, vectors, KIND: tl.constexpr):
     """s alpha + u vectors. Tensor cores round sums towards zero: a state of more than 16 bits would lose by every
     token. So their sum is added to it, once a product with zeros has brought it where they have theirs."""
     if KIND.TERMS < 3:
-        return tensor_cores.add_products(s * alpha, u, vectors)
+        return tensor_cores.add_products(u, s * alpha, vectors)
     else:
         if KIND.PAIRING == "none":  # vectors come as they are, early: other loads do not wait for the state's then
             operand = vectors[0] if vectors[0].shape[0] >= 16 else tensor_cores.above(vectors[0], vectors[0])
@@ -98,7 +98,7 @@ def scaled_plus_products(s, alpha, u, vectors, KIND: tl.constexpr):
             operand = tl.zeros([16, s.shape[2]], vectors[0].dtype)
         nothing = tl.zeros([s.shape[0] * s.shape[1], operand.shape[0]], operand.dtype)
         s = tensor_cores.multiply(nothing, operand, s)
-        return tl.fma(s, alpha, tensor_cores.add_products(tl.zeros(s.shape, tl.float32), u, vectors))
+        return tl.fma(s, alpha, tensor_cores.add_products(u, tl.zeros(s.shape, tl.float32), vectors))
 
 
 @triton.jit
@@ -116,7 +116,7 @@ def step_operand(s, v, x, z, factors, vectors, weights, D, KIND: tl.constexpr):
     for i in tl.static_range(len(s)):
         after = after + (scaled_plus_products(s[i], alpha, u, both[i], KIND),)
         terms = tensor_cores.terms_of(after[i], KIND.OUT_TERMS, KIND.TARGET)
-        y, rest = tensor_cores.dot_terms_apart(terms, across[i], y, rest)
+        y, rest = tensor_cores.dot_terms_apart(terms, y, rest, across[i])
     y += rest
     gate = Wo * silu(z[:, None] * Wz) if KIND.GATED else Wo
     return after, tl.fma(tensor_cores.in_rows(y), gate, tl.where(now, Wx, 0.0) * gate * (D * x)[:, None])

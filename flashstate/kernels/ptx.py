@@ -351,6 +351,14 @@ def int8_to_bfloat16_ptx(code):
 
 
 @triton.jit
+def hidden_ptx(code):
+    """Values of 8 or 16 bits, where the compiler does not see what they were made of. By that it chooses the order in
+    which tensor cores sum products: it is to be one, whether values were just rounded or are loaded."""
+    PACK: tl.constexpr = 32 // code.dtype.primitive_bitwidth
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [code], code.dtype, is_pure=False, pack=PACK)
+
+
+@triton.jit
 def prefetch_ptx(ptrs, exists):
     """Ask for the lines of these addresses, as far as they exist, to come to the L2 cache."""
     tl.inline_asm_elementwise(PREFETCH, "=r,l,r", [ptrs, exists.to(tl.int32)], tl.int32, is_pure=False, pack=1)

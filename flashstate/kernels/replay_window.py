@@ -111,7 +111,7 @@ def sums_between(dt, last, TERMS: tl.constexpr, TARGET: tl.constexpr):
     counted = tl.where(token[:, None] <= last[None, :], dt[:, None], 0.0)
     after = tl.where(token[None, :] > token[:, None], 1.0, 0.0)
     nothing = tl.zeros([dt.shape[0], last.shape[0]], tl.float32)
-    sums = dot_terms(terms_of(after, min(TERMS, 1), TARGET), terms_of(counted, TERMS, TARGET), nothing)
+    sums = dot_terms(terms_of(after, min(TERMS, 1), TARGET), nothing, terms_of(counted, TERMS, TARGET))
     return sums, tl.sum(tl.where((token == 0)[:, None], sums + counted, 0.0), 0)
 
 
@@ -129,9 +129,9 @@ def folded(code, factor, alpha, u, B, dtype: tl.constexpr, TERMS: tl.constexpr, 
     Tensor cores round sums towards zero: a state of more than 16 bits is added to theirs."""
     s = from_code(code, dtype, TARGET)
     if TERMS == 3:
-        return tl.fma(s, alpha * factor, add_products(tl.zeros(code.shape, tl.float32), u, B))
+        return tl.fma(s, alpha * factor, add_products(u, tl.zeros(code.shape, tl.float32), B))
     else:
-        return add_products(s * (alpha * factor), u, B)
+        return add_products(u, s * (alpha * factor), B)
 
 
 @triton.jit

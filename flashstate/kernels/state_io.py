@@ -46,15 +46,17 @@ def update_terms(dtype, x_dtype):
 def operand_width(dtype, AT_ONCE, TARGET=""):
     """The WIDTH of as_operand for what is stored. AT_ONCE: it is multiplied as it was loaded; with a TARGET, by way of
     opaque_terms."""
-    opaque = dtype == tl.int8 and TARGET in ("sm_80", "sm_89")
+    opaque = TARGET in ("sm_80", "sm_89")
     return 4 if dtype.primitive_bitwidth == 8 and AT_ONCE and not opaque else 2
 
 
 @triton.jit
 def opaque_terms(code, dtype: tl.constexpr, TERMS: tl.constexpr, TARGET: tl.constexpr):
-    """What terms_of_code gives, but of int8 such that the compiler does not see of how many bits it comes."""
+    """What terms_of_code gives, but of 8 bits such that the compiler does not see of how many it comes."""
     if dtype == tl.int8 and ptx.has_ptx(TARGET) and TERMS > 0:
         return (ptx.int8_to_bfloat16_ptx(code),)
+    elif dtype == tl.uint8 and ptx.has_ptx(TARGET):
+        return terms_of_code(ptx.hidden_ptx(code), dtype, TERMS, TARGET)
     else:
         return terms_of_code(code, dtype, TERMS, TARGET)
 
@@ -203,6 +205,8 @@ def store_rounded(pool, slot, goes, tile, v, drawing, FORM: tl.constexpr):
         random = bits_of_chunk(drawing, tile, k, FORM)
         code = to_code(v[k], e, stored, random, dtype, FORM.ROUNDING, FORM.TARGET)
         store_code(ptr, slot * slot_stride, goes, tile, k, code, FORM)
+        if FORM.ROUNDING != "nearest" and ptx.has_ptx(FORM.TARGET):  # random bits would change the order of sums
+            code = ptx.hidden_ptx(code)
         codes = codes + (as_loaded(code, dtype),)
     return factor, codes
 

@@ -1,4 +1,9 @@
-"""Tensor cores: float32 as sums of their operands, products of such sums, and columns in the order they are held in."""
+"""Tensor cores: float32 as sums of their operands, products of such sums, and columns in the order they are held in.
+
+What products are added to stands between the tuples that are multiplied. Triton 3.6 tells calls of a function apart by
+the types of all that is in its arguments, not by where tuples end: of tuples side by side, one and three terms would be
+taken for two and two. tests/compiling.py watches over it.
+"""
 
 import triton
 import triton.language as tl
@@ -59,7 +64,7 @@ def multiply(x, y, total):
 
 
 @triton.jit
-def dot_terms(x, y, total):
+def dot_terms(x, total, y):
     """total + x y in float32, of matrices that are sums of terms; without the products that are too small to count
     beside the last terms."""
     for i in tl.static_range(len(x)):
@@ -74,12 +79,12 @@ def products(x, y):
     """x times y transposed, of matrices that are chunks side by side, each a sum of terms: (rows of x, rows of y)."""
     total = tl.zeros([x[0][0].shape[0], y[0][0].shape[0]], tl.float32)
     for i in tl.static_range(len(x)):
-        total = dot_terms(x[i], transposed(y[i]), total)
+        total = dot_terms(x[i], total, transposed(y[i]))
     return total
 
 
 @triton.jit
-def dot_terms_apart(x, y, total, rest):
+def dot_terms_apart(x, total, rest, y):
     """x y in float32, of matrices that are sums of terms, as two sums that do not wait for each other: total + the
     product of the first terms, and rest + all others that dot_terms has."""
     total = multiply(x[0], y[0], total)
@@ -205,7 +210,7 @@ def beside(x, y):
 
 
 @triton.jit
-def add_products(total, w, k):
+def add_products(w, total, k):
     """total + w k, of matrices (rows, tokens) and (tokens, columns) that are sums of terms, k of no more than w. Of
     three terms each, six of the nine products; the others are too small to count. Tensor cores sum over 16 tokens at
     least: of eight, two products go side by side."""
