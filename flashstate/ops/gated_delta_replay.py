@@ -16,6 +16,7 @@ from flashstate.launch.environment import Gpu
 from flashstate.launch.table import Config
 from flashstate.ops.gated_delta import check_gates, gate_values
 from flashstate.ops.replaying import (
+    MOST_PER_PROCESSOR,
     AnyReplay,
     check_debugged_ring,
     check_replay,
@@ -34,6 +35,7 @@ from flashstate.state.state import State
 FEW_TOKENS = 4  # whose corrections take few registers; up to eight are unrolled
 FEW = 256  # batch x heads below which a program has one tile, and
 MANY = 1024  # from which on there are programs enough with many
+REGISTERS = 65536  # of an SM
 
 
 def gated_delta_replay(
@@ -122,11 +124,23 @@ class DeltaReplayProblem(AnyReplay, TensorCoreProblem):
         """Tiles of a program: of one head, as far as its tiles can be shared out so."""
         return math.gcd(config.tiles, -(-self.rows // config.block_rows))
 
+    def programs(self, config: Config) -> int:
+        """Where registers are limited, no more programs walk along a plan than an SM has room for at a time: others
+        would wait for these to end, and then not fill it."""
+        programs = super().programs(config)
+        if not (self.most_programs and config.registers):
+            return programs
+        at_a_time = REGISTERS // (NVIDIA_WARP * config.num_warps * config.registers)
+        return min(programs, max(1, self.most_programs * at_a_time // MOST_PER_PROCESSOR))
+
     def heuristic(self, gpu: Gpu) -> Config:
         """More tiles for larger batches; where the state is only read, larger ones of less than 32 bits, and so few
-        registers that an SM has 12 warps, or 16. As measured on an H200, with 64 heads of 128 x 128."""
-        lanes, many = self.lane_choices[0], self.batch_heads >= MANY
-        if rows_do(self) != "keep" or self.per_channel:
+        registers that an SM has 12 warps, or 16. As measured on an H200, with 64 heads of 128 x 128, and with 32 for
+        decays per channel."""
+        lanes, many, keeps = self.lane_choices[0], self.batch_heads >= MANY, rows_do(self) == "keep"
+        if self.per_channel and keeps and many and self.itemsize < 4:
+            return Config(32, 1, lanes, tiles=4)
+        if not keeps or self.per_channel:
             return Config(16, 1, lanes, tiles=8 if many else 2 if self.batch_heads >= FEW else 1)
         if self.itemsize == 4:
             return Config(16, 1, lanes, tiles=4, registers=128 if self.warp == NVIDIA_WARP else 0)
