@@ -16,7 +16,6 @@ from flashstate.launch.environment import Gpu
 from flashstate.launch.table import Config
 from flashstate.ops.gated_delta import check_gates, gate_values
 from flashstate.ops.replaying import (
-    MOST_PER_PROCESSOR,
     AnyReplay,
     check_debugged_ring,
     check_replay,
@@ -35,7 +34,6 @@ from flashstate.state.state import State
 FEW_TOKENS = 4  # whose corrections take few registers; up to eight are unrolled
 FEW = 256  # batch x heads below which a program has one tile, and
 MANY = 1024  # from which on there are programs enough with many
-REGISTERS = 65536  # of an SM
 
 
 def gated_delta_replay(
@@ -124,28 +122,32 @@ class DeltaReplayProblem(AnyReplay, TensorCoreProblem):
         """Tiles of a program: of one head, as far as its tiles can be shared out so."""
         return math.gcd(config.tiles, -(-self.rows // config.block_rows))
 
-    def programs(self, config: Config) -> int:
-        """Where registers are limited, no more programs walk along a plan than an SM has room for at a time: others
-        would wait for these to end, and then not fill it."""
-        programs = super().programs(config)
-        if not (self.most_programs and config.registers):
-            return programs
-        at_a_time = REGISTERS // (NVIDIA_WARP * config.num_warps * config.registers)
-        return min(programs, max(1, self.most_programs * at_a_time // MOST_PER_PROCESSOR))
-
     def heuristic(self, gpu: Gpu) -> Config:
-        """More tiles for larger batches; where the state is only read, larger ones of less than 32 bits, and so few
-        registers that an SM has 12 warps, or 16. As measured on an H200, with 64 heads of 128 x 128, and with 32 for
-        decays per channel."""
-        lanes, many, keeps = self.lane_choices[0], self.batch_heads >= MANY, rows_do(self) == "keep"
-        if self.per_channel and keeps and many and self.itemsize < 4:
-            return Config(32, 1, lanes, tiles=4)
-        if not keeps or self.per_channel:
-            return Config(16, 1, lanes, tiles=8 if many else 2 if self.batch_heads >= FEW else 1)
+        """As measured on an H200, with 64 heads of 128 x 128, and with 32 for decays per channel: where one kernel
+        decides for every row, more tiles for larger batches."""
+        lanes, does = self.lane_choices[0], rows_do(self)
+        if does == "either":
+            return Config(16, 1, lanes, tiles=8 if self.batch_heads >= MANY else 2 if self.batch_heads >= FEW else 1)
+        rows, tiles, registers = self.tiles_that_keep if does == "keep" else self.tiles_that_fold
+        return Config(rows, 1, lanes, tiles=tiles, registers=registers if self.warp == NVIDIA_WARP else 0)
+
+    @property
+    def tiles_that_keep(self) -> tuple[int, int, int]:
+        """Rows of a tile, tiles of a program and its registers, where states are only read: so few registers that an SM
+        has 12 warps, or 16, unless that is too few."""
         if self.itemsize == 4:
-            return Config(16, 1, lanes, tiles=4, registers=128 if self.warp == NVIDIA_WARP else 0)
-        registers = 0 if self.many_tokens else 128 if self.itemsize == 1 and not self.several_tokens else 168
-        return Config(32, 1, lanes, tiles=4, registers=registers if self.warp == NVIDIA_WARP else 0)
+            return (16, 8, 0) if self.per_channel else (16, 4, 128)
+        if self.per_channel or self.many_tokens:
+            return 32, 4, 0
+        return 32, 4, 128 if self.itemsize == 1 and not self.several_tokens else 168
+
+    @property
+    def tiles_that_fold(self) -> tuple[int, int, int]:
+        """The same where states are stored too. Random bits, scales of 16 bits, decays per channel and many tokens take
+        registers that larger tiles need."""
+        if self.rounding != "nearest" or self.format == "int16" or self.per_channel or self.many_tokens:
+            return 16, 8, 0
+        return {1: (16, 8, 168), 2: (32, 4, 0), 4: (16, 4, 168)}[self.itemsize]
 
 
 def problems(given: Given) -> tuple[Problem, ...]:
