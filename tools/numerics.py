@@ -5,19 +5,13 @@ That takes minutes on a CPU. `make figures` then draws the picture and writes th
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import track
-
-from flashstate.bench.results import provenance_of, read_rows, write_csv
-from flashstate.bench.run import Files
-from flashstate.cli import find_device
+from flashstate.bench.results import read_rows
 from flashstate.state.formats import label_of
 from tools.numerics_experiment import MEMORIES, TOKENS, ErrorRow, measure_errors, setup_of
+from tools.numerics_run import progress, run_of
 
 WAYS = ("plain", "replay")
 HEAD = ("format", *(f"{part}: {what}" for part in (*WAYS, "plain / replay") for what in ("state", "output")))
@@ -26,17 +20,9 @@ TABLES = {**{f"errors of {memory} heads": memory for memory in MEMORIES}, "sizes
 
 def main(argv: list[str] | None = None, tokens: int = TOKENS) -> None:
     """Decode so many tokens with a progress bar, then print every table and write the rows."""
-    parser = argparse.ArgumentParser(prog="python -m tools.numerics", description="Measure errors over many tokens.")
-    parser.add_argument("--csv", type=Path, metavar="FILE", required=True, help="write the errors there")
-    parser.add_argument("--device", metavar="DEVICE", help="cpu, cuda or cuda:N (default: cuda if there is one)")
-    parser.add_argument("--commit", metavar="TEXT", help="what the CSV says of the sources where git cannot tell")
-    options = parser.parse_args(argv)
-    Files(options.csv).check()
-    device = find_device(options.device)
-    bar = partial(track, description="decoding", console=Console(stderr=True), transient=True)
-    rows = measure_errors(device, tokens, tracked=bar)
-    provenance = {**provenance_of(device, options.commit), **setup_of(device, tokens)}
-    write_csv(options.csv, rows, provenance)
+    run = run_of("tools.numerics", "Measure errors over many tokens.", argv)
+    rows = measure_errors(run.device, tokens, tracked=progress("decoding"))
+    provenance = run.write(rows, setup_of(run.device, tokens))
     for name in TABLES:
         print(f"{name}:\n{error_table(name, rows, provenance['device'])}")
 

@@ -6,7 +6,6 @@ That takes minutes on a CPU. `make figures` then writes the tables of docs/numer
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -14,12 +13,8 @@ from itertools import product
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.progress import track
 
-from flashstate.bench.results import provenance_of, read_rows, write_csv
-from flashstate.bench.run import Files
-from flashstate.cli import find_device
+from flashstate.bench.results import read_rows
 from flashstate.state.formats import FORMATS, PORTABLE_FORMATS, label_of
 from tools.format_costs import table_of
 from tools.numerics_delta_experiment import (
@@ -37,6 +32,7 @@ from tools.numerics_delta_experiment import (
     Way,
     measure_delta,
 )
+from tools.numerics_run import progress, run_of
 
 LENGTH = WINDOW + 4  # rows of a ring that bytes are counted for: calls have up to four tokens
 BITS = {"int8, residual of 2 bits": 2, "int8, residual of 4 bits": 4}
@@ -56,19 +52,11 @@ TRIED = (
 
 def main(argv: list[str] | None = None, tokens: int = TOKENS) -> None:
     """Decode so many tokens with a progress bar, then print every table and write the rows."""
-    parser = argparse.ArgumentParser(prog="python -m tools.numerics_delta", description="Measure the delta rule.")
-    parser.add_argument("--csv", type=Path, metavar="FILE", required=True, help="write the errors there")
-    parser.add_argument("--device", metavar="DEVICE", help="cpu, cuda or cuda:N (default: cuda if there is one)")
-    parser.add_argument("--commit", metavar="TEXT", help="what the CSV says of the sources where git cannot tell")
-    options = parser.parse_args(argv)
-    Files(options.csv).check()
-    device = find_device(options.device)
-    bar = partial(track, description="decoding", console=Console(stderr=True), transient=True)
-    rows = measure_delta(device, tokens, tracked=bar)
+    run = run_of("tools.numerics_delta", "Measure the delta rule.", argv)
+    rows = measure_delta(run.device, tokens, tracked=progress("decoding"))
     decoded = f"{tokens} tokens of {REQUESTS} requests, one per call; replay with a window of {WINDOW}"
     heads = f"{len({group_of(row) for row in rows})} of {ROWS} x {COLS}, one for each kind of token"
-    provenance = {**provenance_of(device, options.commit), "decoded": decoded, "heads": heads}
-    write_csv(options.csv, rows, provenance)
+    provenance = run.write(rows, {"decoded": decoded, "heads": heads})
     for name in TABLES:
         print(f"{name}:\n{delta_table(name, rows, provenance['device'])}")
 

@@ -7,7 +7,6 @@ those of tools/numerics_experiment.py do, and tokens are drawn alike.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,13 +14,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
-from rich.progress import track
 from torch import Tensor
 
-from flashstate.bench.results import provenance_of, read_rows, write_csv
-from flashstate.bench.run import Files
-from flashstate.cli import find_device
+from flashstate.bench.results import read_rows
 from flashstate.demo import one_thread
 from flashstate.ops.gated_delta import gated_delta_step
 from flashstate.ops.mamba3 import mamba3_step
@@ -32,6 +27,7 @@ from flashstate.reference.mamba3 import FourStates, Parameters, mamba3_token
 from flashstate.state.formats import PORTABLE_FORMATS
 from tools.numerics_delta_experiment import Simulation, Way
 from tools.numerics_experiment import BATCH, COLS, DT_SPREAD, HEADS, ROWS, STATE_EVERY, TOKENS, NewMamba2, Sums
+from tools.numerics_run import progress, run_of
 
 Formats = Sequence[tuple[str, str]]  # and roundings
 SHARE = 4  # errors are those of the last quarter of a run
@@ -180,19 +176,11 @@ def read_op_errors(path: Path) -> tuple[dict[str, str], list[OpErrorRow]]:
 
 def main(argv: list[str] | None = None, tokens: int = TOKENS) -> None:
     """Decode so many tokens of every op with a progress bar, and write the rows."""
-    parser = argparse.ArgumentParser(prog="python -m tools.numerics_ops", description="Measure errors of ops.")
-    parser.add_argument("--csv", type=Path, metavar="FILE", required=True, help="write the errors there")
-    parser.add_argument("--device", metavar="DEVICE", help="cpu, cuda or cuda:N (default: cuda if there is one)")
-    parser.add_argument("--commit", metavar="TEXT", help="what the CSV says of the sources where git cannot tell")
-    options = parser.parse_args(argv)
-    Files(options.csv).check()
-    device = find_device(options.device)
-    rows = []
+    run, rows = run_of("tools.numerics_ops", "Measure errors of ops.", argv), []
     for op in MODELS:
-        bar = partial(track, description=op, console=Console(stderr=True), transient=True)
-        rows += measure_op(op, device, tokens, tracked=bar)
+        rows += measure_op(op, run.device, tokens, tracked=progress(op))
     decoded = f"{tokens} tokens of {BATCH} requests, one per call; {HEADS} heads of {ROWS} x {COLS}"
-    write_csv(options.csv, rows, {**provenance_of(device, options.commit), "decoded": decoded})
+    run.write(rows, {"decoded": decoded})
 
 
 if __name__ == "__main__":
