@@ -238,19 +238,19 @@ FORMS: dict[str, dict[str, Form]] = {  # of every op in every format; of the fir
     },
     "delta replay": {
         "one token": of(DELTA_REPLAY, keep),
-        "one token, planned": of(DELTA_REPLAY, planned, 64, format="int8", **STOCHASTIC),
+        "one token, planned": of(DELTA_REPLAY, planned, 64, cols=64, format="int8", **STOCHASTIC),
         "one token, keep": of(DELTA_REPLAY, keep, format="bfloat16"),
-        "one token, fold": of(DELTA_REPLAY, fold, format="bfloat16"),
-        "KDA, keep": of(DELTA_REPLAY, keep, 128, per_channel=True, format="float8_e4m3fn"),
+        "one token, fold": of(DELTA_REPLAY, fold, 64, format="bfloat16"),  # faster than smaller tiles, without
+        "KDA, keep": of(DELTA_REPLAY, keep, 128, cols=64, per_channel=True, format="float8_e4m3fn"),
         "keep": of(DELTA_REPLAY, keep, **TWO, format="bfloat16"),
-        "two tokens, fresh padding": of(DELTA_REPLAY, with_fresh_padding, 64, **TWO, **HALF),
+        "two tokens, fresh padding": of(DELTA_REPLAY, with_fresh_padding, 64, cols=64, **TWO, **HALF),
         "gated_delta_fold": of(DELTA_REPLAY, folded, format="bfloat16"),
     },
     "delta replay elsewhere": {  # than on the GPU that has a table
         "fold": of(DELTA_REPLAY, fold, format="int8", **STOCHASTIC),
-        "KDA, two tokens": of(DELTA_REPLAY, keep, **TWO, per_channel=True, format="bfloat16"),
-        "either": of(DELTA_REPLAY, format="int16", qk="float32", u="float32"),
-        "gated_delta_fold of KDA": of(DELTA_REPLAY, folded, per_channel=True, format="float16"),
+        "KDA, two tokens": of(DELTA_REPLAY, keep, cols=64, **TWO, per_channel=True, format="bfloat16"),
+        "either": of(DELTA_REPLAY, cols=64, format="int16", qk="float32", u="float32"),
+        "gated_delta_fold of KDA": of(DELTA_REPLAY, folded, cols=64, per_channel=True, format="float16"),
     },
 }
 ODD: dict[str, Form] = {  # shapes whose rows are no multiple of an access, or wide

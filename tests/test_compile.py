@@ -132,7 +132,7 @@ def test_tensor_cores_sum_what_was_just_rounded_in_the_order_of_what_is_loaded()
     """So that a call that folds gives the bytes of a call after a fold. Random bits would make it another order, and so
     would loads of 8 bits."""
     for name, call in (("float16", fold), ("float8_e4m3fn", keep)):
-        kernel = compiled(replace(DELTA_REPLAY, format=name, rounding="stochastic"), 90, call)
+        kernel = compiled(replace(DELTA_REPLAY, cols=64, format=name, rounding="stochastic"), 90, call)
         assert {*re.findall(r"kWidth = (\d)", kernel.asm["ttgir"])} == {"2"}
 
 
@@ -161,7 +161,7 @@ def test_calls_that_triton_would_take_for_each_other_are_found(monkeypatch: pyte
 
 def test_eight_tokens_in_tiles_of_sixteen_rows_compile() -> None:
     """Keys, weights and tiles have one shape then: nothing but where tuples end tells some calls apart."""
-    case = replace(DELTA_REPLAY, tokens=8, format="bfloat16")
+    case = replace(DELTA_REPLAY, cols=32, tokens=8, format="bfloat16")
     assert spilled_bytes(compiled(case, 90, keep, Config(16, 1, 4))) == 0
 
 

@@ -134,7 +134,7 @@ MISTAKES = (
     Mistake("a row that is not live is replayed", "NaN in rows of a ring", RINGS, f"{REPLAY}.replayed",
             lambda f: lambda ring, s, slot, start, live, A: f(ring, s, slot, start, live + 1, A)),
     Mistake("tokens go on from what was not stored", "a ring that is folded before", DELTA_RINGS,
-            f"{DELTA_REPLAY}.encoded", lambda f: lambda state, s, *rest: (s, None)),
+            f"{DELTA_REPLAY}.decode", lambda f: lambda *stored: 2 * f(*stored)),
     Mistake("u is not kept as it was used", "replay writes no state", DELTA_RINGS, f"{DELTA_REPLAY}.append",
             lambda f: lambda ring, slot, row, k, u, *rest: f(ring, slot, row, k, 0 * u, *rest)),
     Mistake("all tokens are accepted", "steps of a replay", RINGS, "flashstate.reference.rings.commit_plan",
