@@ -227,13 +227,13 @@ FORMS: dict[str, dict[str, Form]] = {  # of every op in every format; of the fir
         "one token, without update": of(REPLAY, kept, 64),
         "keep": of(REPLAY, keep, 128, **TWO),
         "keep, float16": of(REPLAY, keep, 128, format="float16", **TWO),
-        "two tokens, fresh padding": of(REPLAY, with_fresh_padding, 128, **TWO),
+        "two tokens, fresh padding": of(REPLAY, with_fresh_padding, 128, cols=64, **TWO),
     },
     "replay elsewhere": {  # than on the GPU that has a table
-        "fold": of(REPLAY, fold, format="int8", **STOCHASTIC),
+        "fold": of(REPLAY, fold, cols=64, format="int8", **STOCHASTIC),
         "keep": of(REPLAY, keep, format="bfloat16", tokens=6),
-        "either": of(REPLAY, format="int16", x="float32"),
-        "fold, 16 tokens": of(REPLAY, fold, tokens=16, **HALF),
+        "either": of(REPLAY, cols=64, format="int16", x="float32"),
+        "fold, 16 tokens": of(REPLAY, fold, cols=64, tokens=16, **HALF),
         "mamba2_fold": of(REPLAY, folded),
     },
     "delta replay": {
@@ -283,7 +283,7 @@ ODD_WITH_TENSOR_CORES = (
     of(ODD_REPLAY, fold, tokens=3, packed=True, window=64, format="float8_e4m3fn"),
     of(ODD_REPLAY, fold, 64, window=9),
     of(ODD_DELTA_REPLAY, keep, window=9),
-    of(ODD_DELTA_REPLAY, fold, tokens=3, packed=True, per_channel=True, window=33, format="int8"),
+    of(ODD_DELTA_REPLAY, fold, tokens=3, packed=True, per_channel=True, window=17, format="int8"),
 )
 BASES = {
     "mamba2_step": MAMBA2, "gated_delta": DELTA, "mamba3": MIMO, "conv1d": CONV, "mamba2_replay": REPLAY,

@@ -69,7 +69,6 @@ SERVED = {
         for name, rounding in PORTABLE_FORMATS[::4]
     },
     "reference, several formats": ("reference", in_formats(MIXED, *PORTABLE_FORMATS[1::3]), ()),
-    "interpreter, float32": ("interpreter", [replace(case, heads=1) for case in (MIXED[0], MIXED[3])], "interpreted"),
     "interpreter, all": ("interpreter", [replace(case, heads=1, **SHORT) for case in MIXED[:3]], "interpreted"),
     **{
         f"gpu, {rule}, {name} {rounding}": ("gpu", in_formats(cases, (name, rounding)), "gpu")
