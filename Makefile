@@ -24,7 +24,7 @@ quick: lint
 
 # Triton's interpreter replaces every kernel when triton is imported, so compile-only tests are a process of their own.
 # Files that have none of them would take 15 s to collect in every worker.
-COMPILED := $(shell grep -l "mark.compiled" tests/test_*.py)
+COMPILED = $(shell grep -l "mark.compiled" tests/test_*.py)
 test-kernels: $(ENVIRONMENT)
 	TRITON_INTERPRET=1 $(PYTEST) -m "not gpu and not compiled"
 	env -u TRITON_INTERPRET $(PYTEST) -m compiled $(COMPILED)

@@ -69,9 +69,7 @@ def load_log_decays(
     elif bias_ptr is not None:
         bias = tl.load(bias_ptr + h).to(tl.float32)
     a = load_chunk(rows, exists, i, FORM)
-    if rate is None:
-        g = a
-    elif rows.dtype.element_ty == tl.float32:
+    if rate is None or rows.dtype.element_ty == tl.float32:
         g = log_decay(a, rate, bias)
     else:
         g = -rate * softplus_in_short(a + bias, FORM.TARGET)
