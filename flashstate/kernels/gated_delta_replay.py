@@ -27,11 +27,13 @@ from flashstate.kernels.tensor_cores import dot_terms, terms_of, transposed
 from flashstate.kernels.tiles import STAGES, form_of, tile_at
 from flashstate.launch.kernel import kernel
 
+FEWEST_TILES = tl.constexpr(2)  # of rows that fold: what a program prepares takes as long as one
+
 
 @triton.jit
 def replay_delta(
-    pool, ring, activations, parameters, seed_ptr, stream, row, g, first_tile, L,
-    FOLDS: tl.constexpr, TILES: tl.constexpr, KIND: tl.constexpr,
+    pool, ring, activations, parameters, seed_ptr, stream, row, g, first_tile, tiles, L,
+    FOLDS: tl.constexpr, MOST_TILES: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     """The outputs of some tiles of a value head of key head g for all tokens of a row, which FOLDS its ring first or
     does not."""
@@ -52,7 +54,7 @@ def replay_delta(
     window = delta_head.window_of(row, L, FOLDS, KIND)
     ring_u = ring_u_ptr + slot * ring_u_stride + replay_window.head_in_ring(h, L, ROWS, KIND.RING_U_H)
     u_rows, seen = ring_u + window.ring_row * ROWS, window.lives if FOLDS else window.of_ring
-    delta_window.prefetch_u(u_rows, seen, head_row, TILES * BLOCK_ROWS, FORM)
+    delta_window.prefetch_u(u_rows, seen, head_row, MOST_TILES * BLOCK_ROWS, FORM)
     betas = load_betas(beta_at, row, h, KIND)
     seed = load_seed(seed_ptr, slot, known, FORM.ROUNDING != "nearest" and FOLDS, KIND.SHARED_SEED)
     if KIND.PER_CHANNEL:
@@ -65,7 +67,7 @@ def replay_delta(
         )
     steps = steps_of(betas, weights, first_weight, KIND)
 
-    for i in tl.range(TILES, num_stages=AHEAD):
+    for i in tl.range(tiles, num_stages=AHEAD):
         first_row = head_row + i * BLOCK_ROWS
         tile = tile_at(h, first_row, FORM)
         factor, codes = state_io.load_codes(pool, slot, known, tile, FORM, WHOLE)
@@ -132,7 +134,7 @@ def gated_delta_replay_kernel(
     ROOM: tl.constexpr,  # tokens that there is room for in a window
     RING_K_H: tl.constexpr, RING_U_H: tl.constexpr, RING_DECAY_H: tl.constexpr,  # of heads of a ring that lie apart
     TILES: tl.constexpr,  # that a program takes at a time
-    FOLD_TILES: tl.constexpr,  # that it takes at a time where a plan says that it folds, which takes longer
+    FOLD_TILES: tl.constexpr,  # that it takes at most where a plan says that it folds, which takes longer
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr,  # of a tile
     THREADS: tl.constexpr,  # of a program
     PLACE: tl.constexpr,  # "first" and "second" of two kernels that run side by side, or "alone"
@@ -160,24 +162,25 @@ def gated_delta_replay_kernel(
         gdc_wait()
     if PLACE == "first":  # the rows of the second are others
         gdc_launch_dependents()
-    folding, to_fold, items = replay_rows.work_of(
-        (rows_ptr, parts_ptr), batch, GROUPS, TILES_OF_GROUP, TILES, FOLD_TILES, ROWS_DO
+    folding, fold_tiles, to_fold, items = replay_rows.work_of(
+        (rows_ptr, parts_ptr), batch, GROUPS, TILES_OF_GROUP, TILES, FOLD_TILES, min(FOLD_TILES, FEWEST_TILES), ROWS_DO
     )
     batch_rows = (read_ptr, read_stride, 1, None), (start_ptr, count_ptr), (num_slots, null, fault_ptr)
     for number in tl.range(tl.program_id(0), items, tl.num_programs(0), num_stages=1):
         item = tl.program_id(0) * 0 + number  # a number of the kernel also where the interpreter has one of Python
         i, g, first_tile, folds = replay_rows.item_at(
-            item, folding, to_fold, GROUPS, TILES_OF_GROUP, TILES, FOLD_TILES, ROWS_DO
+            item, folding, fold_tiles, to_fold, GROUPS, TILES_OF_GROUP, TILES, ROWS_DO
         )
         row, folds = replay_rows.row_at(i, rows_ptr, batch_rows, cu_seqlens_ptr, tokens, longest, folds, WINDOW)
         _, slot, _, _, _, count = row
         if ROWS_DO == "fold" or (ROWS_DO == "either" and folds):
             replay_delta(
-                pool, ring, activations, parameters, seed_ptr, stream, row, g, first_tile, L, True, FOLD_TILES, KIND
-            )
+                pool, ring, activations, parameters, seed_ptr, stream, row, g, first_tile, fold_tiles, L, True,
+                FOLD_TILES, KIND,
+            )  # fmt: skip
         elif (count > 0) & ((slot >= 0) | (PADDING == "fresh")):
             replay_delta(
-                pool, ring, activations, parameters, seed_ptr, stream, row, g, first_tile, L, False, TILES, KIND
+                pool, ring, activations, parameters, seed_ptr, stream, row, g, first_tile, TILES, L, False, TILES, KIND
             )
         elif PADDING == "zero":
             replay_rows.zero_tiles(out, row, g, first_tile, TILES, KIND)

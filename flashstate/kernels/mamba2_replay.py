@@ -258,14 +258,14 @@ def mamba2_replay_kernel(
 
     if PLACE == "first":  # the rows of the second are others
         gdc_launch_dependents()
-    folding, to_fold, items = replay_rows.work_of(
-        (rows_ptr, parts_ptr), batch, GROUPS, TILES_OF_GROUP, TILES, FOLD_TILES, ROWS_DO
+    folding, fold_tiles, to_fold, items = replay_rows.work_of(
+        (rows_ptr, parts_ptr), batch, GROUPS, TILES_OF_GROUP, TILES, FOLD_TILES, FOLD_TILES, ROWS_DO
     )
     batch_rows = (read_ptr, read_stride, 1, None), (start_ptr, count_ptr), (num_slots, null, fault_ptr)
     for number in tl.range(tl.program_id(0), items, tl.num_programs(0), num_stages=1):
         item = tl.program_id(0) * 0 + number  # a number of the kernel also where the interpreter has one of Python
         i, g, first_tile, folds = replay_rows.item_at(
-            item, folding, to_fold, GROUPS, TILES_OF_GROUP, TILES, FOLD_TILES, ROWS_DO
+            item, folding, fold_tiles, to_fold, GROUPS, TILES_OF_GROUP, TILES, ROWS_DO
         )
         row, folds = replay_rows.row_at(i, rows_ptr, batch_rows, cu_seqlens_ptr, tokens, longest, folds, WINDOW)
         _, slot, _, _, _, count = row

@@ -73,37 +73,47 @@ def row_of_batch(read, cursors, cu_seqlens_ptr, b, tokens, longest, slots):
 @triton.jit
 def work_of(
     plan, batch, GROUPS: tl.constexpr, TILES_OF_GROUP: tl.constexpr, TILES: tl.constexpr, FOLD_TILES: tl.constexpr,
-    ROWS_DO: tl.constexpr,
+    FEWEST_TILES: tl.constexpr, ROWS_DO: tl.constexpr,
 ):  # fmt: skip
     """The work of a kernel, in parts of groups: how many rows fold, as far as a plan says it, which come first in it;
-    how many items these are, and how many all are."""
+    how many tiles a program takes of these at a time, as few as FEWEST_TILES while there are programs without any; how
+    many items these are, and how many all are."""
     rows_ptr, parts_ptr = plan
     folding = tl.program_id(0) * 0
     if rows_ptr is not None:
         folding = tl.load(parts_ptr)
-    to_fold, to_keep = folding * 0, folding * 0
+    to_fold, to_keep, fold_tiles = folding * 0, folding * 0, folding * 0 + FOLD_TILES
     if ROWS_DO != "keep":
-        to_fold = folding * (GROUPS * (TILES_OF_GROUP // FOLD_TILES))
+        for _ in tl.static_range(halvings(FOLD_TILES, FEWEST_TILES)):
+            parts = folding * GROUPS * (TILES_OF_GROUP // fold_tiles)
+            fold_tiles = tl.where(parts < tl.num_programs(0), tl.maximum(fold_tiles // 2, FEWEST_TILES), fold_tiles)
+        to_fold = folding * (GROUPS * (TILES_OF_GROUP // fold_tiles))
     if ROWS_DO != "fold":
         to_keep = (batch - folding) * (GROUPS * (TILES_OF_GROUP // TILES))
-    return folding, to_fold, to_fold + to_keep
+    return folding, fold_tiles, to_fold, to_fold + to_keep
+
+
+@triton.constexpr_function
+def halvings(TILES, FEWEST):
+    """How often so many tiles, a power of two, can be halved until the fewest are left."""
+    return max(0, TILES.bit_length() - FEWEST.bit_length())
 
 
 @triton.jit
 def item_at(
-    item, folding, to_fold, GROUPS: tl.constexpr, TILES_OF_GROUP: tl.constexpr, TILES: tl.constexpr,
-    FOLD_TILES: tl.constexpr, ROWS_DO: tl.constexpr,
+    item, folding, fold_tiles, to_fold, GROUPS: tl.constexpr, TILES_OF_GROUP: tl.constexpr, TILES: tl.constexpr,
+    ROWS_DO: tl.constexpr,
 ):  # fmt: skip
     """What an item of a kernel's work is: the row of the plan, or of the batch, the group, its first tile, and whether
     a plan says that the row folds. Those that do come first, `to_fold` items of `folding` rows."""
     PARTS: tl.constexpr = TILES_OF_GROUP // TILES  # that programs have of a group
-    FOLD_PARTS: tl.constexpr = TILES_OF_GROUP // FOLD_TILES
     folds, kept = item < to_fold, item - to_fold
     i, g, first_tile = folding + kept // (GROUPS * PARTS), kept // PARTS % GROUPS, kept % PARTS * TILES
     if ROWS_DO != "keep":
-        i = tl.where(folds, item // (GROUPS * FOLD_PARTS), i)
-        g = tl.where(folds, item // FOLD_PARTS % GROUPS, g)
-        first_tile = tl.where(folds, item % FOLD_PARTS * FOLD_TILES, first_tile)
+        fold_parts = TILES_OF_GROUP // fold_tiles
+        i = tl.where(folds, item // (GROUPS * fold_parts), i)
+        g = tl.where(folds, item // fold_parts % GROUPS, g)
+        first_tile = tl.where(folds, item % fold_parts * fold_tiles, first_tile)
     return i, g, first_tile, folds
 
 

@@ -16,6 +16,7 @@ from flashstate.launch.environment import Gpu
 from flashstate.launch.table import Config
 from flashstate.ops.gated_delta import check_gates, gate_values
 from flashstate.ops.replaying import (
+    MOST_PER_PROCESSOR,
     AnyReplay,
     check_debugged_ring,
     check_replay,
@@ -34,6 +35,7 @@ from flashstate.state.state import State
 FEW_TOKENS = 4  # whose corrections take few registers; up to eight are unrolled
 FEW = 256  # batch x heads below which a program has one tile, and
 MANY = 1024  # from which on there are programs enough with many
+REGISTERS = 65536  # of an SM
 
 
 def gated_delta_replay(
@@ -122,6 +124,15 @@ class DeltaReplayProblem(AnyReplay, TensorCoreProblem):
         """Tiles of a program: of one head, as far as its tiles can be shared out so."""
         return math.gcd(config.tiles, -(-self.rows // config.block_rows))
 
+    def programs(self, config: Config) -> int:
+        """Where registers are limited, no more programs walk along a plan than an SM has room for at a time: others
+        would start when these have ended, with as much to do."""
+        programs = super().programs(config)
+        if not (self.most_programs and config.registers):
+            return programs
+        at_a_time = REGISTERS // (NVIDIA_WARP * config.num_warps * config.registers)
+        return min(programs, max(1, self.most_programs * at_a_time // MOST_PER_PROCESSOR))
+
     def heuristic(self, gpu: Gpu) -> Config:
         """As measured on an H200, with 64 heads of 128 x 128, and with 32 for decays per channel: where one kernel
         decides for every row, more tiles for larger batches."""
@@ -143,11 +154,12 @@ class DeltaReplayProblem(AnyReplay, TensorCoreProblem):
 
     @property
     def tiles_that_fold(self) -> tuple[int, int, int]:
-        """The same where states are stored too. Random bits, scales of 16 bits, decays per channel and many tokens take
-        registers that larger tiles need."""
-        if self.rounding != "nearest" or self.format == "int16" or self.per_channel or self.many_tokens:
+        """The same where states are stored too, at most: fewer tiles where few rows fold. Random bits, scales of 16 bits,
+        decays per channel and many tokens take registers that a limit, or larger tiles, would not leave."""
+        takes_many = self.rounding != "nearest" or self.format == "int16" or self.per_channel or self.many_tokens
+        if takes_many or self.itemsize == 4:
             return 16, 8, 0
-        return {1: (16, 8, 168), 2: (32, 4, 0), 4: (16, 4, 168)}[self.itemsize]
+        return (32, 4, 0) if self.itemsize == 2 and self.several_tokens else (16, 8, 168)
 
 
 def problems(given: Given) -> tuple[Problem, ...]:
