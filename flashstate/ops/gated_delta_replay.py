@@ -154,7 +154,7 @@ class DeltaReplayProblem(AnyReplay, TensorCoreProblem):
 
     @property
     def tiles_that_fold(self) -> tuple[int, int, int]:
-        """The same where states are stored too, at most: fewer tiles where few rows fold. Random bits, scales of 16 bits,
+        """The same where states are stored too, with fewer tiles where few rows fold. Random bits, scales of 16 bits,
         decays per channel and many tokens take registers that a limit, or larger tiles, would not leave."""
         takes_many = self.rounding != "nearest" or self.format == "int16" or self.per_channel or self.many_tokens
         if takes_many or self.itemsize == 4:
