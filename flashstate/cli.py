@@ -93,7 +93,7 @@ def _info(options: argparse.Namespace) -> None:
             jobs = [op.variants["at once"].job(job) for job in jobs]
         except MeasurementError as reason:
             raise ValueError(f"--at-once: {reason}") from reason
-    show_info(jobs, None if options.gpu is None else Gpu(options.gpu, options.capability))
+    show_info(jobs, None if options.gpu is None else Gpu(options.gpu, options.capability), op.pays)
 
 
 def _bench(options: argparse.Namespace) -> None:

@@ -22,10 +22,14 @@ COLUMNS_OF_CONFIGS = (
     "Rows are those of a tile, and lanes those of a row. An entry is the batch x heads that a config of a table was "
     "measured at. Besides: what is not as in a plain config."
 )
+PAYS = (
+    "Replay reads rings beside states and computes more, so it pays from some batch size on. As measured on an H200 in "
+    "the shapes of `flashstate bench`, beside a step in place:"
+)
 
 
-def show_info(jobs: Sequence[Job], gpu: Gpu | None) -> None:
-    """Print versions, devices, formats, and the launch configs of these jobs."""
+def show_info(jobs: Sequence[Job], gpu: Gpu | None, pays: Mapping[str, int]) -> None:
+    """Print versions, devices, formats, the launch configs of these jobs, and from which batch size on they pay."""
     console = Console(highlight=False)
 
     def say(text: str) -> None:
@@ -49,6 +53,9 @@ def show_info(jobs: Sequence[Job], gpu: Gpu | None) -> None:
         said = why
         console.print(config_table(problems, on))
     say(COLUMNS_OF_CONFIGS)
+    if pays:
+        say(PAYS)
+        console.print(pays_table(pays))
 
 
 def versions() -> dict[str, str]:
@@ -108,6 +115,14 @@ def config_table(problems: Mapping[Problem, int], gpu: Gpu) -> Table:
         entry = "-" if measured_at is None else measured_at
         shown = (batch, problem.batch_heads, config.block_rows, config.num_warps, config.lanes, entry)
         table.add_row(*map(str, shown), ", ".join(f"{name} {value}" for name, value in config.unusual.items()))
+    return table
+
+
+def pays_table(pays: Mapping[str, int]) -> Table:
+    """From which batch size on replay is faster, by what was measured; 0: at none."""
+    table = Table("measured", Column("faster from batch", justify="right"), box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for what, batch in pays.items():
+        table.add_row(what, str(batch) if batch else "none")
     return table
 
 

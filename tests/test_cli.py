@@ -83,6 +83,13 @@ def test_info_shows_the_configs_of_every_op_as_it_is_measured(capsys: pytest.Cap
         assert f"Launch configs of {shown.get(op, op)}" in output_of(capsys)
 
 
+def test_info_shows_from_which_batch_size_on_replay_pays(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", "mamba2_replay", "--gpu", "none"]) == 0
+    assert " bfloat16, 6 tokens 4 " in output_of(capsys)
+    assert main(["info", "mamba2", "--gpu", "none"]) == 0
+    assert "Replay" not in output_of(capsys)
+
+
 def test_info_shows_the_configs_of_tokens_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--gpu", "none", "--format", "bfloat16", "--tokens", "4", "--batch", "1", "64"]
     assert main(["info", "gated_delta", "--at-once", *options]) == 0

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
-from flashstate.bench.results import Row, write_csv
+from flashstate.bench.ops import OPS as BENCHED
+from flashstate.bench.results import Row, read_csv, write_csv
 from flashstate.launch.call import OPS
 from flashstate.state.formats import PORTABLE_FORMATS
 from tools import figures as tool
 from tools.figures import END, MARKED, RESULTS, ROOT, documents, figures, merged, with_tables
 from tools.format_costs import costs_table
-from tools.replay_pays import NEVER, pays
+from tools.replay_pays import NEVER, faster_from, pays
 
 MOVES = "plan and commit"
 
@@ -105,6 +106,13 @@ def test_replay_is_compared_with_the_faster_step_in_place_and_per_channel_with_i
     ]
     others = [replace(row, heads=32, microseconds=2 * row.microseconds) for row in rows if row.stored == "last"]
     assert pays([*rows, *others]) == pays(rows)
+
+
+@pytest.mark.parametrize("op", [name for name, op in BENCHED.items() if op.pays])
+def test_info_says_from_which_batch_size_on_replay_pays_as_results_do(op: str) -> None:
+    _, rows = read_csv(RESULTS[op])
+    want = {name: 0 if cells["last"] == NEVER else int(cells["last"]) for name, cells in faster_from(rows).items()}
+    assert BENCHED[op].pays == want
 
 
 def test_tables_of_replay_have_every_form_what_has_no_roof_and_where_it_pays() -> None:

@@ -19,7 +19,14 @@ def pays(rows: Sequence[Row]) -> list[str]:
 
     Heads, formats and tokens are down. There are no lines where nothing was replayed.
     """
-    lines = []
+    lines = [f"| {' | '.join([name, *cells.values()])} |" for name, cells in faster_from(rows).items()]
+    head = " | ".join(["replay is faster from batch size", *OTHERS.values()])
+    return [f"| {head} |", "|---" * (1 + len(OTHERS)) + "|", *lines] if lines else []
+
+
+def faster_from(rows: Sequence[Row]) -> dict[str, dict[str, str]]:
+    """The batch sizes from which on replay is faster, by what was replayed, and by what others store."""
+    found = {}
     for alike, (how, ours) in product(_alike(rows), OURS.items()):
         times = {
             stored: _times([row for row in alike if row.stored == stored], ours) for stored in (*REPLAYED, *OTHERS)
@@ -27,10 +34,8 @@ def pays(rows: Sequence[Row]) -> list[str]:
         replayed = next((stored for stored in REPLAYED if times[stored]), None)
         if replayed:
             name = next(row.label for row in alike if row.stored == replayed).removesuffix(f", {replayed}")
-            cells = [first_faster(times[replayed], times[stored]) for stored in OTHERS]
-            lines.append(f"| {' | '.join([name + how, *cells])} |")
-    head = " | ".join(["replay is faster from batch size", *OTHERS.values()])
-    return [f"| {head} |", "|---" * (1 + len(OTHERS)) + "|", *lines] if lines else []
+            found[name + how] = {stored: first_faster(times[replayed], times[stored]) for stored in OTHERS}
+    return found
 
 
 def first_faster(ours: Times, others: Times) -> str:

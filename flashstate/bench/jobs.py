@@ -135,6 +135,9 @@ class BenchedOp:
     job: Callable[[str, AnyCase, Stored], Job] = Job
     check: Callable[[Binding, Inputs, Storing], object] | None = None  # of results; None: that of bench/measure.py
     shown: tuple[Stored, ...] = ()  # what `flashstate info` shows configs of; none: what its options say
+    # Of replay: the batch size from which on it was faster than a step in place, on an H200, by what was measured; 0:
+    # at none. `flashstate info` shows it.
+    pays: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def ways(self) -> dict[str, Way]:

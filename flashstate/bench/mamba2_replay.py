@@ -28,6 +28,11 @@ DRAFTING = Grid(
     (FLOAT32, FLOAT16, BFLOAT16, INT8, FLOAT8), (TOKENS,), (*LIVE, "every", "last"), by_one=(*LIVE_BY_ONE, "last")
 )
 PLAIN = replace(DRAFTING, formats=(FLOAT32, BFLOAT16, FLOAT16, INT8), tokens=(1,))
+PAYS = {
+    "float32, 6 tokens": 16, "float16 stochastic, 6 tokens": 16, "bfloat16, 6 tokens": 4,
+    "int8 stochastic, 6 tokens": 16, "float8_e4m3fn stochastic, 6 tokens": 16,
+    "float32": 64, "bfloat16": 256, "float16 stochastic": 256, "int8 stochastic": 256,
+}  # fmt: skip
 CURSORS = Grid((FLOAT16,), (1, TOKENS), ("plan and commit",), by_one=("plan and commit",))
 
 
@@ -111,5 +116,5 @@ def require_moved(inputs: CursorInputs, got: ReplayPool, rows: Tensor) -> None:
 
 MAMBA2_REPLAY = BenchedOp(
     "mamba2_replay", MAMBA2.case, (DRAFTING, PLAIN, CURSORS), tuned=None, bind=bind_flashstate, job=job_of, check=check,
-    shown=LIVE[:1],
+    shown=LIVE[:1], pays=PAYS,
 )  # fmt: skip
