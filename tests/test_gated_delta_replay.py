@@ -190,3 +190,51 @@ def test_u_is_rounded_and_saturates_before_anything_uses_it(
         first = int(pool.start[slot] + pool.count[slot])
         kept += [pool.u[slot, :, (first + t) % pool.ring.length] for t in range(tokens)]
     require_relative("u in the ring", torch.stack(kept).cpu(), u)
+
+
+# Tokens that are no numbers, and decays that leave nothing
+
+PLAIN = DeltaReplayCase(3, 2, 1, 5, 16, window=16, raw=False, b_logit=False, u="float32")
+GATES = {"GDN": PLAIN, "KDA": replace(PLAIN, key_heads=2, per_channel=True)}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("tokens", [4, 9])
+@pytest.mark.parametrize("gates", GATES)
+def test_a_token_that_is_no_number_changes_nothing_of_those_before_it(
+    gates: str, tokens: int, value: float, device: torch.device
+) -> None:
+    """So that it leaves no trace where it is rejected."""
+    case = replace(GATES[gates], tokens=tokens)
+    clean, wrong = case.make_inputs(device), case.make_inputs(device)
+    for tensor in wrong.activations.values():
+        tensor[:, -1] = value
+    y = clean.step()
+    assert torch.equal(wrong.step()[:, :-1], y[:, :-1])
+    for run in (clean, wrong):
+        plan = run.plan()
+        run.state.ring.commit(plan, torch.full((case.batch,), tokens - 1, device=device))
+        run.fold()
+    slots = clean.slots.long()
+    assert bool(clean.state.data[slots].isfinite().all())
+    assert torch.equal(wrong.state.data[slots], clean.state.data[slots])
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 9])
+@pytest.mark.parametrize("gates", GATES)
+def test_a_decay_of_zero_forgets_all_that_was_before(gates: str, tokens: int, device: torch.device) -> None:
+    """In this call, in the next one, which has it in the ring, and in a fold."""
+    case = replace(GATES[gates], tokens=tokens)
+    inputs = case.make_inputs(device)
+    inputs.activations["a"].view(case.batch, tokens, case.heads, -1)[:, tokens // 2, :, ::2] = -math.inf
+    model, accepted = Recurrence.of(inputs), torch.full((case.batch,), tokens, device=device)
+    for turn in range(3):
+        step = inputs if turn == 0 else inputs.given(**case.make_inputs(device, seed=turn).activations)
+        plan = step.plan()
+        want, _ = model.step(step, accepted)
+        require_relative(f"output of step {turn}", all_tokens(step, step.step()), want)
+        step.state.ring.commit(plan, accepted)
+    into = torch.zeros_like(inputs.state.data)
+    inputs.fold(into=into)
+    used = inputs.slots.long()
+    require_relative("states", into[used], model.exact[used])

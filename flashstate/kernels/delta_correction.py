@@ -104,11 +104,13 @@ def correct_few(
 
 @triton.jit
 def correct_token(y, i, beta, weights, u_dtype: tl.constexpr, KIND: tl.constexpr):
-    """Correct token i of a tile: its column of y, which has v less what tokens before it predict, becomes u; and others
-    get their share of that, as a row of weights says."""
+    """Correct token i of a tile: its column of y, which has v less what tokens before it predict, becomes u; and those
+    that see it get their share of that, as a row of weights says. Nothing of others: a NaN would destroy them."""
     column = tl.arange(0, 2 * KIND.HALF)
+    token, of_k = column % KIND.HALF, column < KIND.HALF
     u = delta_window.as_kept(beta * column_of(y, i), u_dtype, KIND.FORM.TARGET)[:, None]
-    return tl.fma(u, weights[None, :], tl.where((column == i)[None, :], u, y))
+    sees = (token > i) | ((token == i) & (of_k == 0))
+    return tl.where((column == i)[None, :], u, tl.where(sees[None, :], tl.fma(u, weights[None, :], y), y))
 
 
 @triton.jit

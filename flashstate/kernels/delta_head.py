@@ -160,7 +160,7 @@ def prepare_head(
 
     logs = tl.where(window.of_ring[:, None], ring_g, tl.where(window.new[:, None], log_decay(a, rate, bias), 0.0))
     logs = replay_window.once(logs)
-    between, total = replay_window.sums_between(logs, last, KIND.SUM_TERMS, FORM.TARGET)
+    between, total = replay_window.sums_between(delta_window.summable(logs), last, KIND.SUM_TERMS, FORM.TARGET)
     counts = (j[:, None] < last[None, :]) | ((j[:, None] == last[None, :]) & (of_k == 0)[None, :])
     weights = signed(tl.where(counts & exists[None, :], together * tl.exp(between), 0.0), KIND)
     gamma = tl.exp(total) * tl.where(of_k, -scale, scale)

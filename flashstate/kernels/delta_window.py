@@ -4,10 +4,19 @@ import triton
 import triton.language as tl
 
 from flashstate.kernels import ptx, replay_window, state_io
-from flashstate.kernels.functions import column_of, entry_of, exp_in_short, row_of, softplus_in_short
+from flashstate.kernels.functions import (
+    column_of,
+    entry_of,
+    exp_in_short,
+    maximum_or_nan,
+    row_of,
+    softplus_in_short,
+)
 from flashstate.kernels.gated_delta import EPSILON, log_decay
 from flashstate.kernels.tensor_cores import as_in_memory, as_operand, dot_terms, products, terms_of, transposed
 from flashstate.kernels.tiles import widened
+
+LEAST_LOGARITHM = tl.constexpr(-1e30)  # of decays: exp of it is 0, and any number of them can be summed up
 
 
 @triton.constexpr_function
@@ -38,6 +47,13 @@ def factor_of(with_each_other, QK_L2NORM: tl.constexpr):
 
 
 @triton.jit
+def summable(logs):
+    """Logarithms of decays that products with ones can sum up: of a decay 0 one that is finite, so that it is still 0,
+    and no product with a zero is NaN."""
+    return maximum_or_nan(logs, LEAST_LOGARITHM)
+
+
+@triton.jit
 def sums_of_rows(which, logs, TERMS: tl.constexpr, TARGET: tl.constexpr):
     """Sums of the rows of logs that each row of `which` marks with 1: by products, so every sum is made on its own, and
     in one order however threads share it."""
@@ -60,8 +76,8 @@ def load_chunk(rows, exists, i: tl.constexpr, FORM: tl.constexpr):
 def load_log_decays(
     rows, exists, i: tl.constexpr, rate, bias_ptr, h, BIAS_PER_CHANNEL: tl.constexpr, FORM: tl.constexpr
 ):  # fmt: skip
-    """Logarithms of the decays of every token in chunk i of columns, from the rows of a that these pointers start; zero
-    for what does not exist."""
+    """Logarithms of the decays of every token in chunk i of columns, to be summed up, from the rows of a that these
+    pointers start; zero for what does not exist."""
     cols = i * FORM.CHUNK + tl.arange(0, FORM.CHUNK)
     bias = 0.0
     if bias_ptr is not None and BIAS_PER_CHANNEL:
@@ -73,14 +89,14 @@ def load_log_decays(
         g = log_decay(a, rate, bias)
     else:
         g = -rate * softplus_in_short(a + bias, FORM.TARGET)
-    return tl.where(exists[:, None] & (cols < FORM.COLS)[None, :], g, 0.0)
+    return tl.where(exists[:, None] & (cols < FORM.COLS)[None, :], summable(g), 0.0)
 
 
 @triton.jit
 def decays_of_ring(g, live, TERMS: tl.constexpr, TARGET: tl.constexpr):
     """How much is left at the end of a ring of what each of its `live` rows added, and of the state before them; `g`:
     logarithms of decays, one for each row."""
-    after, total = replay_window.sums_between(g, live - 1 + tl.zeros([8], tl.int32), TERMS, TARGET)
+    after, total = replay_window.sums_between(summable(g), live - 1 + tl.zeros([8], tl.int32), TERMS, TARGET)
     return tl.exp(column_of(after, 0)), tl.exp(entry_of(total, 0))
 
 
