@@ -247,7 +247,7 @@ FORMS: dict[str, dict[str, Form]] = {  # of every op in every format; of the fir
         "gated_delta_fold": of(DELTA_REPLAY, folded, format="bfloat16"),
     },
     "delta replay elsewhere": {  # than on the GPU that has a table
-        "fold": of(DELTA_REPLAY, fold, format="int8", **STOCHASTIC),
+        "fold, nine tokens": of(DELTA_REPLAY, fold, cols=64, tokens=9, format="int8", **STOCHASTIC),
         "KDA, two tokens": of(DELTA_REPLAY, keep, cols=64, **TWO, per_channel=True, format="bfloat16"),
         "either": of(DELTA_REPLAY, cols=64, format="int16", qk="float32", u="float32"),
         "gated_delta_fold of KDA": of(DELTA_REPLAY, folded, cols=64, per_channel=True, format="float16"),
@@ -295,5 +295,5 @@ def calls_of(mode: Problem) -> tuple[Call, ...]:
     """Calls that a table has such entries for. Of several tokens by replay there are none here: they take longest."""
     if "_replay" in mode.op:
         forms = {"either": plain, "keep": keep, "fold": fold}
-        return () if mode.several_tokens else (forms[mode.op.split()[1]],)
+        return () if mode.several_tokens else (forms[mode.op.split()[-1]],)
     return {"last": (plain,), "every": (written_per_token, with_snapshots_alike), "none": (kept,)}[mode.stored]

@@ -75,7 +75,7 @@ OTHERS: dict[str, dict[int | str, tuple[str, ...]]] = {
     },
     "delta replay": {},
     "delta replay elsewhere": {
-        80: ("gated_delta_fold of KDA",), 100: ("KDA, two tokens",), 120: ("fold",), "gfx942": ("either",),
+        80: ("gated_delta_fold of KDA",), 100: ("KDA, two tokens",), 120: ("fold, nine tokens",), "gfx942": ("either",),
     },
 }  # fmt: skip
 

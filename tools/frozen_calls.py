@@ -372,7 +372,7 @@ def case_of(key: str, mode: str, size: int) -> AnyCase:
     if op == "mamba3_step":
         rank, turned = int(more.split()[1]), more.endswith("turned")
         return Mamba3Case(*heads_of(size, 48, 48), **shape, rank=rank, angles=32 if turned else 0, bc=HALF, kv=HALF)
-    if op.startswith("gated_delta"):
+    if op in ("gated_delta_step", "gated_delta_at_once"):
         exact, transposed = op == "gated_delta_step", about["layout"] is not None
         return DeltaCase(*heads_of(size, 32, 2), **shape, exact=exact, transposed=transposed, qk=HALF, gates=HALF)
     raise ValueError(f"no case is known for {op}, of which the table has {key!r}")

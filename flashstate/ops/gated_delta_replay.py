@@ -189,7 +189,7 @@ def values(given: Given, problem: DeltaReplayProblem, config: Config) -> dict[st
     return {
         **ring_values(ring), **plan_values(given.plan), **gate_values(given),
         "HEADS_PER_GROUP": problem.heads_per_group, "ALIGNED": all(aligned(tensor) for tensor in rows),
-        "A_ALIGNED": aligned(given.a),
+        "A_ALIGNED": ring.per_channel and aligned(given.a),
         "WIDE": any(far_apart(getattr(given, name), len(given.tokens.axes)) for name in (*wide, "a", "b")),
         "TOKENS": next_power_of_2(max(1, given.tokens.longest or 0)), "ROWS_DO": rows_do(problem),
         "TILES": tiles, "FOLD_TILES": 1 if one_kernel else tiles,

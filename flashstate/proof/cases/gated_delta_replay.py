@@ -132,6 +132,7 @@ _SHAPES = {
         DeltaReplayCase(4, 2, 1, 16, 16, tokens=4, qk="float16", window=8),
         DeltaReplayCase(4, 1, 1, 4, 33, tokens=5, x="float16", u="float32", b_logit=False, index="int64", window=20),
         DeltaReplayCase(3, 2, 2, 5, 8, tokens=8, qk="float16", qk_l2norm=False, scale=0.3, window=8, spare=1),
+        DeltaReplayCase(2, 1, 1, 5, 16, tokens=9, x="float16", qk="float16", slots=3),
     ),
     "packed tokens": (
         DeltaReplayCase(4, 1, 1, 3, 96, tokens=2, packed=True, x="float16", qk="float16", parameters="float16"),
@@ -145,6 +146,7 @@ _SHAPES = {
     "KDA, several tokens": (
         DeltaReplayCase(4, 1, 1, 16, 16, per_channel=True, bias_per_head=True, tokens=4, qk="float16", window=8),
         DeltaReplayCase(4, 2, 2, 5, 24, per_channel=True, raw=False, tokens=3, packed=True, u="float32", window=6),
+        DeltaReplayCase(2, 1, 1, 3, 16, per_channel=True, tokens=9, qk="float16", slots=3),
     ),
     "a long window": (
         DeltaReplayCase(3, 1, 1, 16, 16, x="float16", qk="float16", window=64),
