@@ -283,7 +283,7 @@ ODD_WITH_TENSOR_CORES = (
     of(ODD_REPLAY, fold, tokens=3, packed=True, window=17, format="float8_e4m3fn"),
     of(ODD_REPLAY, fold, 64, window=9),
     of(ODD_DELTA_REPLAY, keep, window=9),
-    of(ODD_DELTA_REPLAY, fold, tokens=3, packed=True, per_channel=True, window=17, format="int8"),
+    of(ODD_DELTA_REPLAY, fold, tokens=3, packed=True, window=17, format="int8"),
 )
 BASES = {
     "mamba2_step": MAMBA2, "gated_delta": DELTA, "mamba3": MIMO, "conv1d": CONV, "mamba2_replay": REPLAY,

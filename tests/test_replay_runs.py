@@ -128,11 +128,11 @@ def test_strong_decays_keep_float32_to_a_hundred_thousandth(rule: str, tokens: i
         inputs.arguments["A"].copy_(torch.tensor([-16.0, -1.0]))
     strengthen(kept)
     model, draw = Recurrence.of(inputs), Random(tokens)
-    for turn in range(6):
+    for turn, form in enumerate(FORMS):
         step = inputs.given(**case.make_inputs(device, seed=turn + 1).activations)
         strengthen(step.arguments[brought])
         accepted = torch.tensor([draw.randint(0, tokens) for _ in range(case.batch)], device=device)
-        plan, form = step.plan(), FORMS[turn % len(FORMS)]
+        plan = step.plan()
         want, _ = model.step(step, accepted)
         y = all_tokens(step, replace(step, form=form).step())
         require_relative(f"output of step {turn}", compared(y), compared(want))

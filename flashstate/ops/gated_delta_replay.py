@@ -33,6 +33,7 @@ from flashstate.state.slots import Slots
 from flashstate.state.state import State
 
 FEW_TOKENS = 4  # whose corrections take few registers; up to eight are unrolled
+SHORT_WINDOW = 16  # there is always room for so many tokens
 FEW = 256  # batch x heads below which a program has one tile, and
 MANY = 1024  # from which on there are programs enough with many
 REGISTERS = 65536  # of an SM
@@ -116,6 +117,7 @@ class DeltaReplayProblem(AnyReplay, TensorCoreProblem):
 
     per_channel: bool = False  # decays, so that a program prepares much more for its tiles
     many_tokens: bool = False  # more than FEW_TOKENS
+    long_window: bool = False  # longer than SHORT_WINDOW
 
     def manageable(self, config: Config) -> bool:
         return config.block_rows < 64
@@ -143,21 +145,25 @@ class DeltaReplayProblem(AnyReplay, TensorCoreProblem):
         return Config(rows, 1, lanes, tiles=tiles, registers=registers if self.warp == NVIDIA_WARP else 0)
 
     @property
+    def crowded(self) -> bool:
+        """Whether what tiles share takes so many registers that a limit would not leave enough for a tile."""
+        return self.per_channel or self.many_tokens or self.long_window or self.cols > 128
+
+    @property
     def tiles_that_keep(self) -> tuple[int, int, int]:
         """Rows of a tile, tiles of a program and its registers, where states are only read: so few registers that an SM
         has 12 warps, or 16, unless that is too few."""
         if self.itemsize == 4:
-            return (16, 8, 0) if self.per_channel else (16, 4, 128)
-        if self.per_channel or self.many_tokens:
+            return (16, 8, 0) if self.crowded else (16, 4, 128)
+        if self.crowded:
             return 32, 4, 0
         return 32, 4, 128 if self.itemsize == 1 and not self.several_tokens else 168
 
     @property
     def tiles_that_fold(self) -> tuple[int, int, int]:
-        """The same where states are stored too, with fewer tiles where few rows fold. Random bits, scales of 16 bits,
-        decays per channel and many tokens take registers that a limit, or larger tiles, would not leave."""
-        takes_many = self.rounding != "nearest" or self.format == "int16" or self.per_channel or self.many_tokens
-        if takes_many or self.itemsize == 4:
+        """Rows of a tile, tiles of a program where many rows fold, and its registers, where states are stored too.
+        Random bits and scales of 16 bits take registers as well."""
+        if self.crowded or self.rounding != "nearest" or self.format == "int16" or self.itemsize == 4:
             return 16, 8, 0
         return (32, 4, 0) if self.itemsize == 2 and self.several_tokens else (16, 8, 168)
 
@@ -166,17 +172,17 @@ def problems(given: Given) -> tuple[Problem, ...]:
     """One kernel, or one for rows that do not fold and one for those that do."""
     state, tokens = given.state, given.tokens
     several, group = (tokens.longest or 0) > 1, state.data.shape[1] // given.k.shape[-2]
-    name, kind = replay_kind(given.ring.per_channel, tokens.longest or 0)
+    name, kind = replay_kind(given.ring.per_channel, tokens.longest or 0, given.ring.window)
     more = {"several_tokens": several, "heads_per_group": group, **kind}
     return walking(DeltaReplayProblem.of(name, state, tokens.batch, **more), given)
 
 
-def replay_kind(per_channel: bool, longest: int) -> tuple[str, dict[str, bool]]:
+def replay_kind(per_channel: bool, longest: int, window: int) -> tuple[str, dict[str, bool]]:
     """What tables call the op, and what a problem says of its kernels, which need other configs with a decay per
-    channel, and where they have room for more than a few tokens."""
+    channel, and where they have room for more than a few tokens, or for long windows."""
     many = longest > FEW_TOKENS
     name = f"gated_delta_replay{'_many' if many else ''}{' per channel' if per_channel else ''}"
-    return name, {"per_channel": per_channel, "many_tokens": many}
+    return name, {"per_channel": per_channel, "many_tokens": many, "long_window": window > SHORT_WINDOW}
 
 
 def values(given: Given, problem: DeltaReplayProblem, config: Config) -> dict[str, Any]:

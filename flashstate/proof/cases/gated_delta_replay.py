@@ -83,7 +83,7 @@ class DeltaReplayCase(AnyReplayCase, DeltaCase):
 
     @property
     def kind(self) -> tuple[Callable[..., Problem], str]:
-        name, kind = replay_kind(self.per_channel, self.tokens)
+        name, kind = replay_kind(self.per_channel, self.tokens, self.window)
         made: Callable[..., Problem] = DeltaReplayProblem
         return partial(made, **kind), f"{name} either"
 
