@@ -184,8 +184,11 @@ def prepare_head(
 def prepare_channels(
     ring, activations, parameters, row, window, g, h, first_row, L, FOLDS: tl.constexpr, KIND: tl.constexpr
 ):  # fmt: skip
-    """What prepare_head gives, with a decay per channel; the weights of new tokens, without those of the ring. Chunk by
-    chunk: a decay of pairs of a row of the ring and a new token is that up to the end of the ring, times the rest."""
+    """What the tiles of head h share, with a decay per channel: k and q as operands, decayed since the state, and what
+    their products with it are to be multiplied with; how much every new token counts for each of them, and the row of
+    the first one; how much every row of the ring does; of a ring that is folded its keys, their weights, and what is
+    left of the state. Appends what the head brings to the ring. Chunk by chunk: a decay of pairs of a row of the ring
+    and a new token is that up to the end of the ring, times the rest."""
     ring_k_ptr, ring_k_stride, _, _, ring_decay_ptr, ring_decay_stride = ring
     q_at, k_at, _, a_at, _, _ = activations
     A_log_ptr, dt_bias_ptr, q_scale = parameters

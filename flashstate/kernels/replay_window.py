@@ -91,7 +91,8 @@ def token_operands(chunks, TERMS: tl.constexpr, WIDTH: tl.constexpr, FORM: tl.co
 
 @triton.jit
 def load_chunks(rows, exists, TERMS: tl.constexpr, WIDTH: tl.constexpr, FORM: tl.constexpr):
-    """What load_token_chunks gives, as operands of tensor cores."""
+    """Values of every token, from the rows that these pointers start, as operands of tensor cores: a chunk of columns
+    each, in the order that a state has there, zero for what does not exist."""
     return token_operands(load_token_chunks(rows, exists, FORM), TERMS, WIDTH, FORM)
 
 

@@ -270,12 +270,16 @@ class StatePool(Generic[LayerT]):
 
     def plan(self, slots: Slots | Tensor | None = None, tokens: int | None = None) -> Plan:
         """Which rows of a batch fold their rings in this step of the model: for replay in all layers, and then for
-        `commit`. Slots and tokens are as Ring.plan has them."""
+        `commit`.
+
+        slots: where the rows live; None: row b is slot b. With cu_seqlens, and then max_len, tokens are packed.
+        tokens: per row and call; of packed tokens left out.
+        """
         return self.ring(0).plan(slots, tokens)
 
     def commit(self, plan: Plan, accepted: Tensor | None = None) -> None:
         """Keep the first `accepted` tokens, (batch,), of every row of the step that was planned, in all layers; None:
-        all. Exactly once per step, after all layers, as Ring.commit says."""
+        all. Exactly once per step, after all layers. A row that folded drops what it folded."""
         self.ring(0).commit(plan, accepted)
 
     def folded(self, slots: Slots | Tensor | None = None, tokens: Tensor | int | None = None) -> None:

@@ -236,8 +236,9 @@ class DeltaRing(AnyRing):
     folds_by_hand: True lets `length` be the window itself. Then the caller folds with `gated_delta_fold` before live
         and new rows are more than that: `debug()` finds where it did not, and nothing else does.
 
-    Strides are as in Ring. Rows that are not live may hold anything. The tensors stay what they are: their dtypes,
-    shapes and strides must not change in place.
+    The slot and head axes of k, u and decay may have any stride; the rows of a head are contiguous, and a slot reaches
+    over fewer than 2^31 elements. Rows that are not live may hold anything. The tensors stay what they are: their
+    dtypes, shapes and strides must not change in place.
     """
 
     written: ClassVar = ("k", "u", "decay")  # by ops
@@ -271,7 +272,8 @@ class DeltaRing(AnyRing):
 
 @dataclass(frozen=True, eq=False)
 class Plan(Describes):
-    """What one step of a model does with every row of its batch; made by `StatePool.plan` or `Ring.plan`.
+    """What one step of a model does with every row of its batch; made by `StatePool.plan`, or by `plan`
+    of a Ring or a DeltaRing.
 
     slots: where the rows live, and which tokens they have; None: row b is slot b.
     tokens: the most that a row has.

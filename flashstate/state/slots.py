@@ -43,7 +43,8 @@ class Slots(Describes):
     at_least_one: True takes counts below 1, of a table read (batch, n), as 1: such rows read their first slot.
     snapshot_rows: (batch,), the row of `snapshots` that a batch row fills; None: its own. Negative: none.
     cu_seqlens: (batch + 1,), for packed tokens: row b has the tokens from cu_seqlens[b] up to cu_seqlens[b + 1].
-    max_len: the largest number of tokens a packed row has; needed for snapshots of packed tokens.
+    max_len: the largest number of tokens a packed row has; needed for snapshots of packed tokens, and
+        for their replay.
     parents: (batch, T), a draft tree: token t continues from the state after token parents[b, t] < t, or with -1 from
         the slot that was read. A token whose parent is anything else gives zero, and so do those that follow from it.
     null: the slot number that means "no request"; negatives always do.
