@@ -4,10 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from implementations import KERNELS
 from obeying import shape_of
 
+from flashstate.launch import Config, override
 from flashstate.ops import replaying as op
-from flashstate.proof import CASES, AnyReplayCase, DeltaReplayCase, ReplayCase
+from flashstate.proof import CASES, AnyReplayCase, DeltaReplayCase, ReplayCase, slotted
 from flashstate.proof.laws import LAWS, require
 from flashstate.proof.replaying import FORMS, parted
 from flashstate.state.formats import FORMATS
@@ -50,6 +52,30 @@ def test_parted_calls_are_those_of_two_kernels_and_only_inside(small: AnyReplayC
         assert len(op.forms_of(small.problem, False)) == 1
     assert before == (op.SMALL, op.MOST_PER_PROCESSOR)
     assert len(op.forms_of(small.problem, True)) == 1
+
+
+# Programs of several tiles
+
+
+@EVERY_FORM
+@EVERY_RULE
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
+def test_programs_of_several_tiles_give_what_those_of_one_give(
+    small: AnyReplayCase, form: str, device: torch.device
+) -> None:
+    """Of rows that fold and of others."""
+    case = replace(small, rows=64, tokens=2, window=4, form=form)
+
+    def results(tiles: int) -> list[torch.Tensor]:
+        inputs = case.make_inputs(device)
+        with override(Config(16, 1, 4, tiles=tiles)):
+            y = inputs.step()
+        return [y, *slotted(inputs.state).values()]
+
+    want = results(1)
+    for tiles in (2, 4):
+        for got, alone in zip(results(tiles), want, strict=True):
+            require.equal_bytes(f"with {tiles} tiles", got, alone)
 
 
 # Shapes of calls

@@ -27,7 +27,7 @@ from flashstate.kernels.tensor_cores import dot_terms, terms_of, transposed
 from flashstate.kernels.tiles import STAGES, form_of, tile_at
 from flashstate.launch.kernel import kernel
 
-FEWEST_TILES = tl.constexpr(2)  # of rows that fold: what a program prepares takes as long as one
+ENOUGH_TILES = tl.constexpr(2)  # of rows that fold: what a program prepares takes as long as one
 
 
 @triton.jit
@@ -140,6 +140,7 @@ def gated_delta_replay_kernel(
     PLACE: tl.constexpr,  # "first" and "second" of two kernels that run side by side, or "alone"
     WAITS: tl.constexpr,  # started before the kernel in front of it has ended, which brings the tokens
 ):  # fmt: skip
+    FEWEST_TILES: tl.constexpr = min(FOLD_TILES, ENOUGH_TILES)
     GROUPS: tl.constexpr = H // HEADS_PER_GROUP
     TILES_OF_GROUP: tl.constexpr = HEADS_PER_GROUP * ((ROWS + BLOCK_ROWS - 1) // BLOCK_ROWS)
     HALF: tl.constexpr = max(4, TOKENS)
@@ -163,13 +164,13 @@ def gated_delta_replay_kernel(
     if PLACE == "first":  # the rows of the second are others
         gdc_launch_dependents()
     folding, fold_tiles, to_fold, items = replay_rows.work_of(
-        (rows_ptr, parts_ptr), batch, GROUPS, TILES_OF_GROUP, TILES, FOLD_TILES, min(FOLD_TILES, FEWEST_TILES), ROWS_DO
+        (rows_ptr, parts_ptr), batch, GROUPS, TILES_OF_GROUP, TILES, FOLD_TILES, FEWEST_TILES, ROWS_DO
     )
     batch_rows = (read_ptr, read_stride, 1, None), (start_ptr, count_ptr), (num_slots, null, fault_ptr)
     for number in tl.range(tl.program_id(0), items, tl.num_programs(0), num_stages=1):
         item = tl.program_id(0) * 0 + number  # a number of the kernel also where the interpreter has one of Python
         i, g, first_tile, folds = replay_rows.item_at(
-            item, folding, fold_tiles, to_fold, GROUPS, TILES_OF_GROUP, TILES, ROWS_DO
+            item, folding, fold_tiles, to_fold, GROUPS, TILES_OF_GROUP, TILES, FOLD_TILES, FEWEST_TILES, ROWS_DO
         )
         row, folds = replay_rows.row_at(i, rows_ptr, batch_rows, cu_seqlens_ptr, tokens, longest, folds, WINDOW)
         _, slot, _, _, _, count = row

@@ -265,7 +265,7 @@ def mamba2_replay_kernel(
     for number in tl.range(tl.program_id(0), items, tl.num_programs(0), num_stages=1):
         item = tl.program_id(0) * 0 + number  # a number of the kernel also where the interpreter has one of Python
         i, g, first_tile, folds = replay_rows.item_at(
-            item, folding, fold_tiles, to_fold, GROUPS, TILES_OF_GROUP, TILES, ROWS_DO
+            item, folding, fold_tiles, to_fold, GROUPS, TILES_OF_GROUP, TILES, FOLD_TILES, FOLD_TILES, ROWS_DO
         )
         row, folds = replay_rows.row_at(i, rows_ptr, batch_rows, cu_seqlens_ptr, tokens, longest, folds, WINDOW)
         _, slot, _, _, _, count = row

@@ -76,21 +76,30 @@ def work_of(
     FEWEST_TILES: tl.constexpr, ROWS_DO: tl.constexpr,
 ):  # fmt: skip
     """The work of a kernel, in parts of groups: how many rows fold, as far as a plan says it, which come first in it;
-    how many tiles a program takes of these at a time, as few as FEWEST_TILES while there are programs without any; how
-    many items these are, and how many all are."""
+    how many tiles a program takes at a time of rows that fold, of a plan as few as FEWEST_TILES while there are programs
+    without any; how many items these are, and how many all are."""
     rows_ptr, parts_ptr = plan
     folding = tl.program_id(0) * 0
     if rows_ptr is not None:
         folding = tl.load(parts_ptr)
     to_fold, to_keep, fold_tiles = folding * 0, folding * 0, folding * 0 + FOLD_TILES
     if ROWS_DO != "keep":
-        for _ in tl.static_range(halvings(FOLD_TILES, FEWEST_TILES)):
+        for _ in tl.static_range(halvings(FOLD_TILES, FEWEST_TILES) if rows_ptr is not None else 0):
             parts = folding * GROUPS * (TILES_OF_GROUP // fold_tiles)
             fold_tiles = tl.where(parts < tl.num_programs(0), tl.maximum(fold_tiles // 2, FEWEST_TILES), fold_tiles)
         to_fold = folding * (GROUPS * (TILES_OF_GROUP // fold_tiles))
     if ROWS_DO != "fold":
         to_keep = (batch - folding) * (GROUPS * (TILES_OF_GROUP // TILES))
-    return folding, fold_tiles, to_fold, to_fold + to_keep
+    items = to_fold + to_keep
+    if shared_alike(TILES, FOLD_TILES, FEWEST_TILES, ROWS_DO):
+        items = batch * (GROUPS * (TILES_OF_GROUP // TILES))
+    return folding, fold_tiles, to_fold, items
+
+
+@triton.constexpr_function
+def shared_alike(TILES, FOLD_TILES, FEWEST_TILES, ROWS_DO):
+    """Whether rows that fold and others are shared out alike: which an item has is then known before a plan is."""
+    return ROWS_DO == "either" and TILES == FOLD_TILES == FEWEST_TILES
 
 
 @triton.constexpr_function
@@ -102,19 +111,22 @@ def halvings(TILES, FEWEST):
 @triton.jit
 def item_at(
     item, folding, fold_tiles, to_fold, GROUPS: tl.constexpr, TILES_OF_GROUP: tl.constexpr, TILES: tl.constexpr,
-    ROWS_DO: tl.constexpr,
+    FOLD_TILES: tl.constexpr, FEWEST_TILES: tl.constexpr, ROWS_DO: tl.constexpr,
 ):  # fmt: skip
     """What an item of a kernel's work is: the row of the plan, or of the batch, the group, its first tile, and whether
     a plan says that the row folds. Those that do come first, `to_fold` items of `folding` rows."""
     PARTS: tl.constexpr = TILES_OF_GROUP // TILES  # that programs have of a group
     folds, kept = item < to_fold, item - to_fold
-    i, g, first_tile = folding + kept // (GROUPS * PARTS), kept // PARTS % GROUPS, kept % PARTS * TILES
-    if ROWS_DO != "keep":
-        fold_parts = TILES_OF_GROUP // fold_tiles
-        i = tl.where(folds, item // (GROUPS * fold_parts), i)
-        g = tl.where(folds, item // fold_parts % GROUPS, g)
-        first_tile = tl.where(folds, item % fold_parts * fold_tiles, first_tile)
-    return i, g, first_tile, folds
+    if shared_alike(TILES, FOLD_TILES, FEWEST_TILES, ROWS_DO):
+        return item // (GROUPS * PARTS), item // PARTS % GROUPS, item % PARTS * TILES, folds
+    else:
+        i, g, first_tile = folding + kept // (GROUPS * PARTS), kept // PARTS % GROUPS, kept % PARTS * TILES
+        if ROWS_DO != "keep":
+            fold_parts = TILES_OF_GROUP // fold_tiles
+            i = tl.where(folds, item // (GROUPS * fold_parts), i)
+            g = tl.where(folds, item // fold_parts % GROUPS, g)
+            first_tile = tl.where(folds, item % fold_parts * fold_tiles, first_tile)
+        return i, g, first_tile, folds
 
 
 @triton.jit

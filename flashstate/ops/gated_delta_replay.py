@@ -36,6 +36,7 @@ FEW_TOKENS = 4  # whose corrections take few registers; up to eight are unrolled
 SHORT_WINDOW = 16  # there is always room for so many tokens
 FEW = 256  # batch x heads below which a program has one tile, and
 MANY = 1024  # from which on there are programs enough with many
+FEW_TILES = 2  # that rows which fold are shared out in like others: programs then need not wait for a plan's parts
 REGISTERS = 65536  # of an SM
 
 
@@ -198,7 +199,7 @@ def values(given: Given, problem: DeltaReplayProblem, config: Config) -> dict[st
         "A_ALIGNED": ring.per_channel and aligned(given.a),
         "WIDE": any(far_apart(getattr(given, name), len(given.tokens.axes)) for name in (*wide, "a", "b")),
         "TOKENS": next_power_of_2(max(1, given.tokens.longest or 0)), "ROWS_DO": rows_do(problem),
-        "TILES": tiles, "FOLD_TILES": 1 if one_kernel else tiles,
+        "TILES": tiles, "FOLD_TILES": 1 if one_kernel and tiles > FEW_TILES else tiles,
         "PLACE": place, "EARLY": early or place == "second", "WAITS": early and place != "second",
     }  # fmt: skip
 
