@@ -66,7 +66,9 @@ CASES = [
     replace(KDA, heads=4, cols=7, window=5, qk_l2norm=False, u="float32"),
     replace(KDA, heads=1, key_heads=1, rows=3, window=64, raw=False, qk="float16"),
 ]
+ONE_CHANNEL = replace(KDA, cols=1, qk_l2norm=False)
 IN_TURN = [(CASES[i % len(CASES)], known) for i, known in enumerate(PORTABLE_FORMATS * 2)]
+IN_TURN += [(ONE_CHANNEL, known) for known in (("float32", "nearest"), ("int8", "stochastic"))]
 
 
 @pytest.mark.parametrize("case", [case.in_format(*known) for case, known in IN_TURN], ids=str)

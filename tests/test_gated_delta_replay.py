@@ -160,6 +160,8 @@ MODELLED = [
     DeltaReplayCase(4, 2, 2, 3, 4, per_channel=True, window=16, x="float16", qk_l2norm=False, scale=0.7),
     DeltaReplayCase(4, 2, 1, 3, 4, per_channel=True, bias_per_head=True, b_logit=False, tokens=4, window=8),
     DeltaReplayCase(4, 2, 2, 2, 5, per_channel=True, raw=False, tokens=3, window=8),
+    DeltaReplayCase(4, 2, 1, 3, 1, per_channel=True, window=8),
+    DeltaReplayCase(4, 2, 2, 3, 1, per_channel=True, raw=False, tokens=3, window=8, qk_l2norm=False),
 ]
 EVERY_MODEL = pytest.mark.parametrize("case", MODELLED, ids=str)
 

@@ -433,10 +433,9 @@ def replay_refusals(case: AnyCase) -> list[Refusal]:
 
 def delta_replay_refusals(case: AnyCase) -> list[Refusal]:
     of_k, of_a = OF_RING.format("{}", "k", "float16", "{}"), OF_RING.format("a", "decay", "float16", "float32")
-    per_channel, per_head = (
-        rf"^ring.decay must have shape \(slots, HV, length{axis}\) where a has one value per {what}, got \(7, 4, "
-        for axis, what in ((", K", "channel"), ("", "head"))
-    )
+    per_channel = r"^ring.decay must have shape \(slots, HV, length, K\) where a has one value per channel, got \(7"
+    own = "^a must have a value of its own for every channel, as ring.decay has, got one per head, or one that is expan"
+    tied = only("a", lambda t: t.half()[..., None].expand(*t.shape, 8))
     wide = only("a", lambda t: torch.stack([t] * 8, -1))
     with_channels = other("ring", decay=lambda t: torch.stack([t.half()] * 8, -1))
     return [
@@ -445,7 +444,13 @@ def delta_replay_refusals(case: AnyCase) -> list[Refusal]:
         ("q of bfloat16", only("q", Tensor.bfloat16), of_k.format("q", "bfloat16"), TypeError),
         ("ring.k bfloat16", other("ring", k=Tensor.bfloat16), "^q must have the dtype of ring.k, bfloat16", TypeError),
         ("a per channel", wide, per_channel),
-        ("ring.decay per channel", with_channels, per_head),
+        ("ring.decay per channel", with_channels, own),
+        ("a expanded over channels", both(tied, with_channels), own),
+        (
+            "a expanded, with dt_bias per channel",
+            both(both(tied, with_channels), only("dt_bias", lambda t: t[:, None].repeat(1, 8))),
+            own,
+        ),
         ("a of another dtype", both(wide, with_channels), of_a, TypeError),
         *other_numbers("qk", "heads", "k"),
         *ring_refusals(GATED_DELTA_REPLAY, case, DeltaRing),

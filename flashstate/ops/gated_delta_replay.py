@@ -75,7 +75,7 @@ def gated_delta_replay(
     ring: of the same slots.
     q, k: (..., H, K), both of the dtype of ring.k, with its H.
     v: (..., HV, V), and `out`, which the result is written to if it is given.
-    a: (..., HV), or per channel (..., HV, K), as ring.decay has it; then it has the dtype of that.
+    a: (..., HV), or per channel (..., HV, K), as ring.decay has it; then it has the dtype of that, and is not expanded.
     b: (..., HV).
     A_log, dt_bias, b_logit, scale, qk_l2norm: as in `gated_delta_step`.
     plan: of this step, from `StatePool.plan`, for all layers; it has the slots. None: every row decides for itself.
@@ -96,12 +96,13 @@ def gated_delta_replay(
 def check(given: Given) -> None:
     """Raise where the gates, the ring, the plan or the slots do not go with the rest."""
     ring = given.ring
-    per_channel = check_gates(given)
     check_ring(ring, given.state, kind=DeltaRing)
-    if per_channel != ring.per_channel:
-        has, got = "(slots, HV, length, K)" if per_channel else "(slots, HV, length)", tuple(ring.decay.shape)
-        kind = "per channel" if per_channel else "per head"
-        raise ValueError(f"ring.decay must have shape {has} where a has one value {kind}, got {got}")
+    if ring.per_channel:
+        given.a = with_channels(given)
+    per_channel = check_gates(given)
+    if per_channel and not ring.per_channel:
+        has, got = "(slots, HV, length, K)", tuple(ring.decay.shape)
+        raise ValueError(f"ring.decay must have shape {has} where a has one value per channel, got {got}")
     named = {"q": "k", "k": "k", **({"a": "decay"} if per_channel else {})}
     for name, kept in named.items():
         got_dtype, want = dtype_name(getattr(given, name).dtype), dtype_name(getattr(ring, kept).dtype)
@@ -110,6 +111,17 @@ def check(given: Given) -> None:
     if given.sizes["H"] != ring.k.shape[1]:
         raise ValueError(f"k must have the heads of ring.k, {ring.k.shape[1]}, got {given.sizes['H']}")
     check_replay(given, "v")
+
+
+def with_channels(given: Given) -> Tensor:
+    """a with the axis of channels, which is dropped where it is expanded, and where there is one channel."""
+    a: Tensor = given.a
+    if a.dim() > len(given.tokens.axes) + 1:
+        return a
+    if given.sizes["K"] > 1:
+        got = "got one per head, or one that is expanded over K"
+        raise ValueError(f"a must have a value of its own for every channel, as ring.decay has, {got}")
+    return a[..., None]
 
 
 @dataclass(frozen=True)
