@@ -252,6 +252,18 @@ def test_page_strided_and_unaligned_pools_rings_and_targets_are_folded(
         assert (where[:offset] == PAGE_FILL).all()
 
 
+@EVERY_RULE
+def test_checkpoints_and_what_they_are_folded_into_may_take_turns_in_pages(
+    small: AnyReplayCase, device: torch.device
+) -> None:
+    inputs = at_every_count(replace(small, window=4), device)
+    data = inputs.state.data
+    pages = torch.stack([data, torch.full_like(data, torch.nan)], 1)
+    replace(inputs, state=replace(inputs.state, data=pages[:, 0])).fold(into=pages[:, 1])
+    require.within_budget("states", pages[:, 1], *states_after(inputs, inputs.state.count))
+    require.equal_bytes("checkpoints", pages[:, 0], data)
+
+
 @pytest.mark.parametrize("form", ["in place", "into"])
 @EVERY_RULE
 def test_five_folds_of_equal_rings_give_equal_bytes_and_rows_do_not_depend_on_each_other(

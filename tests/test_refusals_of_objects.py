@@ -388,6 +388,14 @@ FOLDED: list[Refusal] = [
 ]  # fmt: skip
 
 
+SHARED: dict[str, Callable[[State], State | Tensor]] = {
+    "the state": lambda s: s,
+    "its tensor": lambda s: s.data,
+    "some of its slots": lambda s: s.data[3:],
+    "in another format": lambda s: s.data.view(torch.bfloat16),
+}
+
+
 def of_fold(op: str, kind: type[AnyRing]) -> list[Refusal]:
     """What the fold of rings of this class refuses."""
     one_each = f"^slots.write is for {op} with into, whose slots it names, one per row"
@@ -407,6 +415,14 @@ def of_fold(op: str, kind: type[AnyRing]) -> list[Refusal]:
         ("into int8, no scales", of_tensor("into", Tensor.char), "^into of dtype int8 needs a scale"),
         ("into of other rows", of_tensor("into", lambda t: resized(t, 2, 1)), states),
         ("into of fewer slots", only("into", cut), "^into must have 7 slots as the state has, or slots.write to say"),
+        *[
+            (
+                f"into {what}",
+                lambda a, view=view: {"into": view(a["state"])},
+                "^into must not share memory with the state",
+            )
+            for what, view in SHARED.items()
+        ],
         (
             "into without seeds",
             both(only("state", lambda s: State(s.data)), of_tensor("into", seeded)),

@@ -8,8 +8,8 @@ from torch import Tensor
 from flashstate.compat import shapes
 from flashstate.errors import LARGEST_INT32, check_flag, check_int, check_tensor
 from flashstate.ops.mamba3 import MAMBA3_STEP
-from flashstate.pool.layers import Place
 from flashstate.state.mamba3 import Mamba3State
+from flashstate.state.places import Place
 from flashstate.state.state import as_state, check_slots_of
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from flashstate.errors import check_device
@@ -16,6 +18,7 @@ from flashstate.launch.start import Launch, check_programs, kernel_in, start
 from flashstate.ops.debug import check_cursors, check_debugged, debugging
 from flashstate.ops.replaying import AnyReplay, ring_values
 from flashstate.state.faults import fault_flag
+from flashstate.state.places import Place
 from flashstate.state.ring import AnyRing, refuse_tables, tokens_to_fold
 from flashstate.state.slots import Slots, as_slots
 from flashstate.state.state import State, as_state, refuse_transposed
@@ -67,7 +70,18 @@ def _check_into(into: State, state: State) -> State:
     check_device("into", into.data, state.data.device)
     if into.rounding != "nearest" and state.seed is None:
         raise ValueError(f"into with rounding={into.rounding!r} needs a state with a seed, got seed=None")
+    _refuse_shared(into, state)
     return replace(into, rounds=state.rounds, stream=state.stream)
+
+
+def _refuse_shared(into: State, state: State) -> None:
+    """Raise where the slots of two States have memory in common: a row could write what another one still reads."""
+    if torch.compiler.is_compiling():  # then tensors have no addresses
+        return
+    here, there = ([Place.of(part) for part in (s.data, s.scale) if part is not None] for s in (state, into))
+    if any(one.overlaps(other) for one, other in product(here, there)):
+        instead = "within a pool, copy the slot and fold the copy in place"
+        raise ValueError(f"into must not share memory with the state, of which rows are still read; {instead}")
 
 
 def start_fold(kernel: str, state: State, ring: AnyRing, fold: Fold, problem: AnyReplay, more: dict[str, Any]) -> None:

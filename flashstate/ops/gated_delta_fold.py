@@ -42,6 +42,7 @@ def gated_delta_fold(
     tokens: how many of the live tokens, oldest first: (batch,) int32 or int64, or one number for all; None: all. What a
         ring does not have sets the flag that `flashstate.check_faults()` reports, and the nearest it has is taken.
     into: State, or a tensor (slots, HV, V, K), in any format; stochastic rounding draws from the seeds of `state`.
+        It shares no memory with that: within a pool, `StatePool.copy` the slot, and fold the copy in place.
     """
     state = as_state(state)
     refuse_transposed("state", state)

@@ -39,7 +39,7 @@ def mamba2_fold(
     tokens: how many of the live tokens, oldest first: (batch,) int32 or int64, or one number for all; None: all. What a
         ring does not have sets the flag that `flashstate.check_faults()` reports, and the nearest it has is taken.
     into: State, or a tensor (slots, heads, rows, cols), in any format; stochastic rounding draws from the seeds of
-        `state`.
+        `state`. It shares no memory with that: within a pool, `StatePool.copy` the slot, and fold the copy in place.
     """
     state = as_state(state)
     refuse_transposed("state", state)
