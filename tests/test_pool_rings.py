@@ -80,7 +80,8 @@ def test_a_ring_of_the_delta_rule_has_a_key_head_each_one_token_and_u_of_float16
 
 @OF_ONE_RULE
 def test_a_pool_without_a_window_has_no_rings(rule: str) -> None:
-    pool = make_pool(rule, window=0, tokens=1)
+    of_rings = ["groups"] if rule == "mamba2" else ["key_heads", "per_channel", "u_dtype"]
+    pool = make_pool(rule, window=0, tokens=1, **dict.fromkeys([*of_rings, "ring_dtype"]))
     assert not pool.has_rings
     pool.acquire(2)
     for call in (lambda: pool.ring(0), pool.plan, lambda: pool.commit(None), pool.folded):  # type: ignore[arg-type]

@@ -280,14 +280,23 @@ OF_MAMBA2_RINGS, OF_DELTA_RINGS = (
 )
 OF_DELTA_RINGS += [
     *[({"u_dtype": kind}, f"^u_dtype {KIND} ", TypeError) for kind in (torch.int8, torch.float64, "float16")],
-    *[({"per_channel": value}, "^per_channel must be True or False, got", TypeError) for value in (1, None, "KDA")],
+    *[({"per_channel": value}, "^per_channel must be True or False, got", TypeError) for value in (1, 0, "KDA")],
 ]
+WITHOUT_WINDOW: list[tuple[Any, ...]] = [
+    ({name: value}, f"^{name} is for rings: window must be given too, got {name}={value}$")
+    for name, value in {"groups": 1, "key_heads": 2, "per_channel": False, "u_dtype": torch.float16}.items()
+]
+RING_DTYPE = (
+    {"ring_dtype": torch.bfloat16},
+    "^ring_dtype is for rings: window must be given too, got ring_dtype=torch.b",
+)
+DELTA_SIZES = {"slots": 1, "layers": 1, "heads": 2, "value_dim": 4, "key_dim": 8}
 MAKERS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
-    "mamba2": (pools.make_pool, OF_ANY),
+    "mamba2": (pools.make_pool, [*OF_ANY, *WITHOUT_WINDOW[:1], RING_DTYPE]),
     "mamba3": (mamba3_pools.make_pool, [*OF_ANY, *OF_MAMBA3]),
     "gated_delta": (
-        StatePool.gated_delta,
-        [({"slots": 1, "layers": 1, "heads": 1, "value_dim": 0, "key_dim": 1}, "^value_dim must")],
+        lambda **options: StatePool.gated_delta(**{**DELTA_SIZES, **options}),
+        [({"value_dim": 0}, "^value_dim must"), *WITHOUT_WINDOW[1:], RING_DTYPE],
     ),
     "windows": (lambda **options: StatePool.mamba2(**{**WITH_WINDOWS, **options}), OF_WINDOWS),
     "rings of Mamba-2": (ring_pools.make_pool, [*OF_RINGS, *OF_MAMBA2_RINGS]),

@@ -88,7 +88,7 @@ class PlainRun:
         self.pool = StatePool.mamba2(
             slots=BATCH, layers=1, heads=HEADS, rows=ROWS, cols=COLS,
             dtype=getattr(torch, format), rounding=rounding, seed=0, device=device,
-            window=self.window, ring_dtype=torch.float32,
+            window=self.window, ring_dtype=torch.float32 if self.window else None,
         )  # fmt: skip
         self.slots = self.pool.acquire(BATCH)
         self.outputs, self.states = Sums(device), Sums(device)

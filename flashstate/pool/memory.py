@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -72,12 +72,16 @@ class Allocator:
         check_dtype("conv_dtype", dtype)
         return self(width - 1 + drafts, channels, dtype=dtype).transpose(2, 3).unbind() if channels else ()
 
-    def rings(self, states: Sequence[State], window: int, tokens: int, groups: int, dtype: torch.dtype) -> list[Ring]:
+    def rings(
+        self, states: Sequence[State], window: int, tokens: int, groups: int | None, dtype: torch.dtype | None
+    ) -> list[Ring]:
         """Empty rings of Mamba-2 for layers of these states; none without a window."""
         _, heads, rows, cols = states[0].data.shape
-        length = ring_length(window, tokens)
+        length = ring_length(window, tokens, groups=groups, ring_dtype=dtype)
         if length == 0:
             return []
+        groups = 1 if groups is None else groups
+        dtype = torch.bfloat16 if dtype is None else dtype
         check_shared("groups", groups, heads)
         check_dtype("ring_dtype", dtype)
         x, B = self(heads, length, rows, dtype=dtype), self(groups, length, cols, dtype=dtype)
@@ -89,16 +93,20 @@ class Allocator:
         window: int,
         tokens: int,
         key_heads: int | None,
-        per_channel: bool,
-        dtype: torch.dtype,
-        u_dtype: torch.dtype,
+        per_channel: bool | None,
+        dtype: torch.dtype | None,
+        u_dtype: torch.dtype | None,
     ) -> list[DeltaRing]:
         """Empty rings of the delta rule for layers of these states; none without a window."""
         _, heads, rows, cols = states[0].data.shape
-        length = ring_length(window, tokens)
+        of_rings = {"key_heads": key_heads, "per_channel": per_channel, "ring_dtype": dtype, "u_dtype": u_dtype}
+        length = ring_length(window, tokens, **of_rings)
         if length == 0:
             return []
         key_heads = heads if key_heads is None else key_heads
+        per_channel = False if per_channel is None else per_channel
+        dtype = torch.bfloat16 if dtype is None else dtype
+        u_dtype = torch.float16 if u_dtype is None else u_dtype
         check_shared("key_heads", key_heads, heads)
         check_flag("per_channel", per_channel)
         check_dtype("ring_dtype", dtype)
@@ -114,12 +122,16 @@ class Allocator:
         return [kind(*of_layer, start, count, window) for of_layer in zip(*kept, strict=True)]
 
 
-def ring_length(window: int, tokens: int) -> int:
-    """Rows of a ring with room for its window and for so many tokens of a call; 0 without a window."""
+def ring_length(window: int, tokens: int, **given: Any) -> int:
+    """Rows of a ring with room for its window and for so many tokens of a call; 0 without a window. Raises where other
+    arguments that only rings have a use for were given without one."""
     check_int("window", window, 0, LARGEST_WINDOW)
     if window == 0 and tokens != 1:
         raise ValueError(f"tokens are for rings: window must be given too, got tokens={tokens}")
     if window == 0:
+        for name, value in given.items():
+            if value is not None:
+                raise ValueError(f"{name} is for rings: window must be given too, got {name}={value}")
         return 0
     check_int("tokens", tokens, 1, window)
     return window + tokens

@@ -105,8 +105,8 @@ class StatePool(Generic[LayerT]):
         drafts: int = 0,
         window: int = 0,
         tokens: int = 1,
-        groups: int = 1,
-        ring_dtype: torch.dtype = torch.bfloat16,
+        groups: int | None = None,
+        ring_dtype: torch.dtype | None = None,
     ) -> StatePool[State]:
         """A pool for `mamba2_step`, or with a window for `mamba2_replay`; every slot is free.
 
@@ -120,7 +120,7 @@ class StatePool(Generic[LayerT]):
         drafts: tokens of a call that its windows can roll back, with slots.accepted of `conv1d_step`.
         window: of the rings for replay, 1 to 64; 0: none.
         tokens: the most per row and call that a ring takes, at most the window.
-        groups, ring_dtype: of B, and the dtype of x and B, in a ring.
+        groups, ring_dtype: of B, and the dtype of x and B, in a ring; None: 1 and bfloat16. Only with a window.
         """
         allocate = Allocator(layers, slots, device)
         states = allocate.states({"heads": heads, "rows": rows, "cols": cols}, dtype, rounding, rounds, stream)
@@ -181,16 +181,17 @@ class StatePool(Generic[LayerT]):
         window: int = 0,
         tokens: int = 1,
         key_heads: int | None = None,
-        per_channel: bool = False,
-        ring_dtype: torch.dtype = torch.bfloat16,
-        u_dtype: torch.dtype = torch.float16,
+        per_channel: bool | None = None,
+        ring_dtype: torch.dtype | None = None,
+        u_dtype: torch.dtype | None = None,
     ) -> StatePool[State]:
         """A pool for `gated_delta_step`, or with a window for `gated_delta_replay`; the rest as `mamba2`.
 
         heads, value_dim, key_dim: the shape of a layer's state in a slot; these are value heads.
         key_heads, per_channel: of a ring: heads of k, None: as many as value heads; and whether a has a value for each
-            channel, as in KDA.
-        ring_dtype, u_dtype: of a ring: the dtype of k, and of a per channel; and that of corrected values.
+            channel, as in KDA, None: it has not. Only with a window.
+        ring_dtype, u_dtype: of a ring: the dtype of k, and of a per channel, None: bfloat16; and that of corrected
+            values, None: float16. Only with a window.
         """
         sizes = {"heads": heads, "value_dim": value_dim, "key_dim": key_dim}
         allocate = Allocator(layers, slots, device)
