@@ -180,7 +180,11 @@ def test_bytes_are_those_of_all_that_is_kept(more: dict[str, int]) -> None:
     assert cache.bytes - cache.bytes_of_state == 2 * 4 * PROMPT.numel() * heads * size  # keys and values
 
 
-@pytest.mark.parametrize(("dtype", "kept"), [(torch.float32, torch.float32), (torch.int8, torch.float16)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "kept"),
+    [(torch.float32, torch.float32), (torch.int16, torch.float32), (torch.float16, torch.float16),
+     (torch.int8, torch.float16)], ids=str,
+)  # fmt: skip
 @pytest.mark.parametrize("family", ["qwen3_5", "kimi_linear"])
 def test_rings_of_the_delta_rule_keep_no_less_than_states_do(
     family: str, dtype: torch.dtype, kept: torch.dtype

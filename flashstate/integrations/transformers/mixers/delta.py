@@ -76,10 +76,11 @@ class Delta(ABC):
 
     def pool(self, mixer: Any, dtype: torch.dtype, **given: Any) -> StatePool:
         heads, rows, columns = self.heads(mixer)
+        finely = dtype in (torch.float32, torch.int16)
         return StatePool.gated_delta(
             heads=heads, value_dim=rows, key_dim=columns, key_heads=(mixer.conv_dim - heads * rows) // (2 * columns),
             per_channel=self.per_channel, dtype=dtype,
-            u_dtype=torch.float32 if dtype == torch.float32 else torch.float16,  # no less than states have
+            u_dtype=torch.float32 if finely else torch.float16,  # no less than states have
             **given,
         )  # fmt: skip
 
