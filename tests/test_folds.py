@@ -12,7 +12,7 @@ from flashstate.proof import AnyReplayCase, DeltaReplayCase, ReplayCase, ReplayI
 from flashstate.proof.laws import require
 from flashstate.proof.laws.require import poison
 from flashstate.proof.laws.steps import PAGE_FILL, in_pages
-from flashstate.reference.mamba2_replay import BEFORE_THE_FIRST_TOKEN
+from flashstate.reference.rings import BEFORE_THE_FIRST_TOKEN
 from flashstate.state.formats import FORMATS, PORTABLE_FORMATS, bits_of, decode, encode
 
 SMALL = {

@@ -23,7 +23,7 @@ from flashstate.proof.inputs import Source
 from flashstate.reference.gated_delta import gated_delta_token
 from flashstate.reference.gated_delta_replay import as_kept
 from flashstate.reference.mamba2 import silu
-from flashstate.reference.mamba2_replay import BEFORE_THE_FIRST_TOKEN
+from flashstate.reference.rings import BEFORE_THE_FIRST_TOKEN
 from flashstate.state.formats import PORTABLE_FORMATS, decode, encode
 from flashstate.state.rounding import SEED_STEP, random_bits
 

@@ -16,7 +16,7 @@ from flashstate.ops.replaying import parted
 from flashstate.proof.case import StateCase
 from flashstate.proof.inputs import BesideStates, Inputs, ProvenOp, Source
 from flashstate.proof.oracle import Expected, encoded
-from flashstate.reference.mamba2_replay import BEFORE_THE_FIRST_TOKEN
+from flashstate.reference.rings import BEFORE_THE_FIRST_TOKEN
 from flashstate.state.formats import decode
 from flashstate.state.ring import AnyRing, Plan
 from flashstate.state.slots import Slots

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from flashstate.reference.gated_delta import gated_delta_token, log_decay, normalised
-from flashstate.reference.mamba2_replay import BEFORE_THE_FIRST_TOKEN, store_folded
-from flashstate.reference.rings import ring_rows
+from flashstate.reference.rings import BEFORE_THE_FIRST_TOKEN, ring_rows, store_folded
 from flashstate.reference.state_io import encoded, put, store_output
 from flashstate.reference.steps import rows_of, states_of
 from flashstate.state.formats import decode

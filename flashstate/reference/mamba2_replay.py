@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from flashstate.reference.mamba2 import mamba2_token, state_after, time_steps
-from flashstate.reference.rings import live_tokens, ring_rows
-from flashstate.reference.state_io import resolve, resolve_read, store_output, store_state
+from flashstate.reference.rings import BEFORE_THE_FIRST_TOKEN, ring_rows, store_folded
+from flashstate.reference.state_io import store_output, store_state
 from flashstate.reference.steps import rows_of, states_of
-from flashstate.state.ring import AnyRing, Ring
+from flashstate.state.ring import Ring
 from flashstate.state.slots import Slots
 from flashstate.state.state import State
-
-BEFORE_THE_FIRST_TOKEN = -1  # what random bits of a folded state are drawn for
 
 
 def replayed(ring: Ring, s: Tensor, slot: Tensor, start: Tensor, live: Tensor, A: Tensor) -> Tensor:
@@ -88,24 +84,3 @@ def mamba2_fold(
 ) -> None:
     """Store the states after so many live tokens, (batch,) or one number: in place, or in slots of another State."""
     store_folded(state, ring, lambda s, slot, start, live: replayed(ring, s, slot, start, live, A), slots, tokens, into)
-
-
-def store_folded(
-    state: State,
-    ring: AnyRing,
-    after: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
-    slots: Slots | None,
-    tokens: Tensor | int | None,
-    into: State | None,
-) -> None:
-    """Store what `after` gives of states, slots, starts and live rows: the states after so many tokens of each ring."""
-    batch = len(ring.count) if slots is None else len(slots.read)
-    slot = resolve_read(slots, batch, len(ring.count), ring.count.device)
-    folded = live_tokens(ring.count, slot, tokens)
-    start = torch.where(slot >= 0, ring.start[slot.clamp(min=0)], 0).long()
-    s = after(states_of(state, slot), slot, start, folded)
-    to, target = torch.where(folded > 0, slot, -1), state  # what stays as it is need not be rounded again
-    if into is not None:
-        write, null = (slot, -1) if slots is None or slots.write is None else (slots.write, slots.null)
-        to, target = resolve("write", write, slot >= 0, len(into.data), null), into
-    store_state(target, s, (to,), state.seeds_of(slot), torch.full_like(slot, BEFORE_THE_FIRST_TOKEN))

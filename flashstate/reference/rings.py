@@ -1,15 +1,21 @@
-"""Plans and cursors of replay rings in plain torch; kernels/rings.py does the same on a GPU."""
+"""Plans, cursors and folds of replay rings in plain torch; kernels/rings.py and kernels/folding.py do the same on a
+GPU."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from flashstate.reference.state_io import note_fault, resolve_read
+from flashstate.reference.state_io import note_fault, resolve, resolve_read, store_state
+from flashstate.reference.steps import states_of
 from flashstate.state.ring import AnyRing
 from flashstate.state.slots import MOST_TOKENS, Slots
+from flashstate.state.state import State
+
+BEFORE_THE_FIRST_TOKEN = -1  # what random bits of a folded state are drawn for
 
 
 def make_plan(
@@ -68,6 +74,27 @@ def live_tokens(count: Tensor, slot: Tensor, tokens: Tensor | int | None) -> Ten
     wanted = torch.where(slot >= 0, torch.as_tensor(tokens, device=slot.device).long(), 0)
     note_fault("tokens to fold", wanted[(wanted < 0) | (wanted > live)])
     return wanted.clamp(min=0).minimum(live)
+
+
+def store_folded(
+    state: State,
+    ring: AnyRing,
+    after: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
+    slots: Slots | None,
+    tokens: Tensor | int | None,
+    into: State | None,
+) -> None:
+    """Store what `after` gives of states, slots, starts and live rows: the states after so many tokens of each ring."""
+    batch = len(ring.count) if slots is None else len(slots.read)
+    slot = resolve_read(slots, batch, len(ring.count), ring.count.device)
+    folded = live_tokens(ring.count, slot, tokens)
+    start = torch.where(slot >= 0, ring.start[slot.clamp(min=0)], 0).long()
+    s = after(states_of(state, slot), slot, start, folded)
+    to, target = torch.where(folded > 0, slot, -1), state  # what stays as it is need not be rounded again
+    if into is not None:
+        write, null = (slot, -1) if slots is None or slots.write is None else (slots.write, slots.null)
+        to, target = resolve("write", write, slot >= 0, len(into.data), null), into
+    store_state(target, s, (to,), state.seeds_of(slot), torch.full_like(slot, BEFORE_THE_FIRST_TOKEN))
 
 
 def drop_folded(start: Tensor, count: Tensor, length: int, slots: Slots | None, tokens: Tensor | int | None) -> None:
