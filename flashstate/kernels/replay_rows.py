@@ -76,8 +76,8 @@ def work_of(
     FEWEST_TILES: tl.constexpr, ROWS_DO: tl.constexpr,
 ):  # fmt: skip
     """The work of a kernel, in parts of groups: how many rows fold, as far as a plan says it, which come first in it;
-    how many tiles a program takes at a time of rows that fold, of a plan as few as FEWEST_TILES while there are programs
-    without any; how many items these are, and how many all are."""
+    how many tiles a program takes at a time of rows that fold, of a plan as few as FEWEST_TILES while some programs
+    have none; how many items these are, and how many all are."""
     rows_ptr, parts_ptr = plan
     folding = tl.program_id(0) * 0
     if rows_ptr is not None:
