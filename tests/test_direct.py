@@ -197,7 +197,8 @@ def test_unaligned_tensors_meet_a_kernel_for_aligned_ones_only_where_it_is_not_t
         with suspended():
             op.function(**changed)
         (*_, constants) = told = [started.constants for started in launcher.ordinary]
-        assert len(told) == 2 + (constants != told[0]), what
+        alone = what.split(":")[0] in op.aligned_each  # looked at where a kernel may be told of it, or not
+        assert len(told) == 2 + (constants != told[0] or alone), what
         launcher.ordinary.clear()
 
 
