@@ -34,6 +34,7 @@ class AnyCase(ABC):
     tokens: int = 0  # per row, on an axis of their own; 0: one, without that axis
     packed: bool = False  # rows of different lengths, up to `tokens`, one after the other
     sizes: ClassVar[Mapping[str, str]]  # of a state, as options name them, and the fields that have them
+    different: ClassVar[int] = 64  # states of a pool, at most
 
     def __str__(self) -> str:
         """The call that makes it, without what is as usual; the shape first."""

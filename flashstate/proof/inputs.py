@@ -228,9 +228,6 @@ class Inputs:
         return decode(self.state.data[slots], None if scale is None else scale[slots])
 
 
-MOST_DIFFERENT = 64  # states of a pool
-
-
 class Source:
     """Random numbers, the same on every device."""
 
@@ -251,12 +248,16 @@ class Source:
 
     def states_of(self, case: AnyCase) -> Tensor:
         """Normally distributed states for every slot; of a large pool, the first of them again and again."""
-        states = self.normal(min(case.slots, MOST_DIFFERENT), *case.state_axes)
-        return states[torch.arange(case.slots, device=self.device) % len(states)]
+        return repeated(self.normal(min(case.slots, case.different), *case.state_axes), case.slots)
 
     def slots_of(self, case: AnyCase) -> Tensor:
         """Distinct slots for the batch, in random order."""
         return torch.randperm(case.slots, generator=self.generator)[: case.batch].to(dtype(case.index)).to(self.device)
+
+
+def repeated(values: Tensor, slots: int) -> Tensor:
+    """These values for so many slots, again and again."""
+    return values[torch.arange(slots, device=values.device) % len(values)]
 
 
 def in_projection(tensor: Tensor) -> Tensor:

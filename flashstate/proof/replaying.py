@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flashstate.ops.replaying import parted
 from flashstate.proof.case import StateCase
-from flashstate.proof.inputs import BesideStates, Inputs, ProvenOp, Source
+from flashstate.proof.inputs import BesideStates, Inputs, ProvenOp, Source, repeated
 from flashstate.proof.oracle import Expected, encoded
 from flashstate.reference.rings import BEFORE_THE_FIRST_TOKEN
 from flashstate.state.formats import decode
@@ -341,7 +341,8 @@ class AnyReplayCase(StateCase):
 
     def _ring(self, source: Source, slots: Tensor) -> AnyRing:
         length = self.window + max(1, self.tokens) + self.spare
-        kept = self.kept_tokens(source, length)
+        few = replace(self, slots=min(self.slots, self.different)).kept_tokens(source, length)
+        kept = {name: repeated(tensor, self.slots) for name, tensor in few.items()}
         start = (length * source.uniform(self.slots)).int()
         count = ((self.window + 1) * source.uniform(self.slots)).int()
         start[slots[:1]] = length - 1
