@@ -240,7 +240,7 @@ FORMS: dict[str, dict[str, Form]] = {  # of every op in every format; of the fir
         "one token": of(DELTA_REPLAY, keep),
         "one token, planned": of(DELTA_REPLAY, planned, 64, cols=64, format="int8", **STOCHASTIC),
         "one token, keep": of(DELTA_REPLAY, keep, format="bfloat16"),
-        "one token, fold": of(DELTA_REPLAY, fold, 64, format="bfloat16"),  # faster than smaller tiles, without
+        "one token, fold": of(DELTA_REPLAY, fold, 64, format="bfloat16"),  # a few, so that more programs run at once
         "KDA, keep": of(DELTA_REPLAY, keep, 128, cols=64, per_channel=True, format="float8_e4m3fn"),
         "keep": of(DELTA_REPLAY, keep, **TWO, format="bfloat16"),
         "two tokens, fresh padding": of(DELTA_REPLAY, with_fresh_padding, 64, cols=64, **TWO, **HALF),

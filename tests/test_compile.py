@@ -309,10 +309,10 @@ MAMBA3_OPS = [f"mamba3_step rank {rank}{turned}" for rank in (1, 4) for turned i
 @pytest.mark.parametrize(
     ("mode", "config", "call"),
     [
-        *risky_by_turns(["mamba2_step"], calls_of, every=16)[::2],
-        *risky_by_turns(["gated_delta_step"], calls_of, every=12)[::2],
-        *risky_by_turns(["gated_delta_at_once"], calls_of, every=12)[::2],
-        *risky_by_turns(MAMBA3_OPS, calls_of, every=24)[::2],
+        *risky_by_turns(["mamba2_step"], calls_of, every=16),
+        *risky_by_turns(["gated_delta_step"], calls_of, every=12),
+        *risky_by_turns(["gated_delta_at_once"], calls_of, every=12),
+        *risky_by_turns(MAMBA3_OPS, calls_of, every=24),
         *risky_by_turns([f"mamba2_replay {form}" for form in ("either", "keep", "fold")], calls_of, every=6),
         *risky_by_turns(["conv1d_step"], calls_of, every=1),
     ],

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from flashstate.kernels import delta_window, replay_rows, replay_window
-from flashstate.kernels.delta_head import columns_of, rows_of_tokens
+from flashstate.kernels.delta_head import columns_of, columns_that_see, rows_of_tokens
 from flashstate.kernels.functions import column_of, entry_of, row_of, sigmoid
 from flashstate.kernels.tensor_cores import MOST_HALVINGS, left_and_right
 
@@ -107,10 +107,9 @@ def correct_token(y, i, beta, weights, u_dtype: tl.constexpr, KIND: tl.constexpr
     """Correct token i of a tile: its column of y, which has v less what tokens before it predict, becomes u; and those
     that see it get their share of that, as a row of weights says. Nothing of others: a NaN would destroy them."""
     column = tl.arange(0, 2 * KIND.HALF)
-    token, of_k = column % KIND.HALF, column < KIND.HALF
     u = delta_window.as_kept(beta * column_of(y, i), u_dtype, KIND.FORM.TARGET)[:, None]
-    sees = (token > i) | ((token == i) & (of_k == 0))
-    return tl.where((column == i)[None, :], u, tl.where(sees[None, :], tl.fma(u, weights[None, :], y), y))
+    sees = columns_that_see(i, KIND)[None, :]
+    return tl.where((column == i)[None, :], u, tl.where(sees, tl.fma(u, weights[None, :], y), y))
 
 
 @triton.jit

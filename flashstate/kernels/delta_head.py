@@ -93,6 +93,13 @@ def columns_of(count, KIND: tl.constexpr):
 
 
 @triton.jit
+def columns_that_see(i, KIND: tl.constexpr):
+    """Which columns of the operand of k and q see what token i writes: k of later tokens, and q of it and of these."""
+    token, of_k, _ = columns_of(i, KIND)
+    return (token > i) | ((token == i) & (of_k == 0))
+
+
+@triton.jit
 def rows_of_tokens(tensor, row, h, token, KIND: tl.constexpr):
     """Pointers to the values of these tokens of a row at head h."""
     b, _, _, _, first, _ = row
@@ -254,11 +261,11 @@ def between_tokens(values, of_values, logs, among, count, KIND: tl.constexpr):
     every k and q that sees it, (HALF, 2 * HALF); and what is left of what was there before the first token,
     (2 * HALF, CHUNK). From the last token to the first, so that every logarithm is added to the sums that it belongs
     to, and none is taken back."""
-    token, of_k, exists = columns_of(count, KIND)
+    token, _, exists = columns_of(count, KIND)
     sums = tl.zeros(logs.shape, tl.float32)
     for n in range(0, count):
         i = count - 1 - n
-        sees = ((token > i) | ((token == i) & (of_k == 0))) & exists
+        sees = columns_that_see(i, KIND) & exists
         left = delta_window.operand_of(values * exp_in_short(sums, KIND.FORM.TARGET), KIND.KEY_TERMS, 2, KIND.FORM)
         nothing = tl.zeros([2 * KIND.HALF, 2 * KIND.HALF], tl.float32)
         row = tl.where(sees, column_of(dot_terms(left, nothing, transposed(of_values)), i), 0.0)

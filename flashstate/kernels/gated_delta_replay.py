@@ -27,8 +27,6 @@ from flashstate.kernels.tensor_cores import dot_terms, terms_of, transposed
 from flashstate.kernels.tiles import STAGES, form_of, tile_at
 from flashstate.launch.kernel import kernel
 
-ENOUGH_TILES = tl.constexpr(2)  # of rows that fold: what a program prepares takes as long as one
-
 
 @triton.jit
 def replay_delta(
@@ -135,12 +133,12 @@ def gated_delta_replay_kernel(
     RING_K_H: tl.constexpr, RING_U_H: tl.constexpr, RING_DECAY_H: tl.constexpr,  # of heads of a ring that lie apart
     TILES: tl.constexpr,  # that a program takes at a time
     FOLD_TILES: tl.constexpr,  # that it takes at most where a plan says that it folds, which takes longer
+    FEWEST_TILES: tl.constexpr,  # that it then takes at least
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr,  # of a tile
     THREADS: tl.constexpr,  # of a program
     PLACE: tl.constexpr,  # "first" and "second" of two kernels that run side by side, or "alone"
     WAITS: tl.constexpr,  # started before the kernel in front of it has ended, which brings the tokens
 ):  # fmt: skip
-    FEWEST_TILES: tl.constexpr = min(FOLD_TILES, ENOUGH_TILES)
     GROUPS: tl.constexpr = H // HEADS_PER_GROUP
     TILES_OF_GROUP: tl.constexpr = HEADS_PER_GROUP * ((ROWS + BLOCK_ROWS - 1) // BLOCK_ROWS)
     HALF: tl.constexpr = max(4, TOKENS)

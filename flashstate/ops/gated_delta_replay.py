@@ -36,7 +36,9 @@ FEW_TOKENS = 4  # whose corrections take few registers; up to eight are unrolled
 SHORT_WINDOW = 16  # there is always room for so many tokens
 FEW = 256  # batch x heads below which a program has one tile, and
 MANY = 1024  # from which on there are programs enough with many
-FEW_TILES = 2  # that rows which fold are shared out in like others: programs then need not wait for a plan's parts
+# Tiles of rows that fold, at least: fewer would share too little. Where other rows have no more, all are shared out
+# alike, and programs need not wait for what a plan counts.
+FEW_TILES = 2
 REGISTERS = 65536  # of an SM
 
 
@@ -204,6 +206,7 @@ def values(given: Given, problem: DeltaReplayProblem, config: Config) -> dict[st
     ring, place, wide = given.ring, place_of(problem, given.machine), GATED_DELTA_REPLAY.aligned
     early, tiles = given.early and given.machine.overlaps, problem.tiles(config)
     one_kernel = given.plan is not None and rows_do(problem) == "either"
+    fold_tiles = 1 if one_kernel and tiles > FEW_TILES else tiles
     rows = [ring.k, ring.u, *(getattr(given, name) for name in wide), *([ring.decay] if ring.per_channel else [])]
     return {
         **ring_values(ring), **plan_values(given.plan), **gate_values(given),
@@ -211,7 +214,7 @@ def values(given: Given, problem: DeltaReplayProblem, config: Config) -> dict[st
         "A_ALIGNED": ring.per_channel and aligned(given.a),
         "WIDE": any(far_apart(getattr(given, name), len(given.tokens.axes)) for name in (*wide, "a", "b")),
         "TOKENS": next_power_of_2(max(1, given.tokens.longest or 0)), "ROWS_DO": rows_do(problem),
-        "TILES": tiles, "FOLD_TILES": 1 if one_kernel and tiles > FEW_TILES else tiles,
+        "TILES": tiles, "FOLD_TILES": fold_tiles, "FEWEST_TILES": min(fold_tiles, FEW_TILES),
         "PLACE": place, "EARLY": early or place == "second", "WAITS": early and place != "second",
     }  # fmt: skip
 
