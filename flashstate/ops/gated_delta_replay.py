@@ -34,8 +34,8 @@ from flashstate.state.state import State
 
 FEW_TOKENS = 4  # whose corrections take few registers; up to eight are unrolled
 SHORT_WINDOW = 16  # there is always room for so many tokens
-FEW = 256  # batch x heads below which a program has one tile, and
-MANY = 1024  # from which on there are programs enough with many
+FEW = 256  # batch x heads below which a program has one small tile, and
+MANY = 1024  # from which on there are programs enough with several
 # Tiles of rows that fold, at least: fewer would share too little. Where other rows have no more, all are shared out
 # alike, and programs need not wait for what a plan counts.
 FEW_TILES = 2
@@ -152,10 +152,11 @@ class DeltaReplayProblem(AnyReplay, TensorCoreProblem):
 
     def heuristic(self, gpu: Gpu) -> Config:
         """As measured on an H200, with 64 heads of 128 x 128, and with 32 for decays per channel: where one kernel
-        decides for every row, more tiles for larger batches."""
+        decides for every row, programs of more rows for larger batches."""
         lanes, does = self.lane_choices[0], rows_do(self)
         if does == "either":
-            return Config(16, 1, lanes, tiles=8 if self.batch_heads >= MANY else 2 if self.batch_heads >= FEW else 1)
+            rows = 16 if self.batch_heads < FEW else 32
+            return Config(rows, 1, lanes, tiles=4 if self.batch_heads >= MANY else 1)
         rows, tiles, registers = self.tiles_that_keep if does == "keep" else self.tiles_that_fold
         return Config(rows, 1, lanes, tiles=tiles, registers=registers if self.warp == NVIDIA_WARP else 0)
 

@@ -64,9 +64,9 @@ class ReplayPool(BesideStates):
             tensor.transpose(1, 2)[~self.live_rows] = torch.nan
 
     def fill_dead_rows(self) -> None:
-        """Put numbers where rings hold NaN, so that any row may be live."""
-        for tensor in self.kept.values():
-            tensor.nan_to_num_(0.5)
+        """Put numbers where rings hold NaN, so that any row may be live, and states do not grow without end."""
+        for name, tensor in self.kept.items():
+            tensor.nan_to_num_(-0.5 if name == "decay" else 0.5)
 
 
 class Token(NamedTuple):
