@@ -38,6 +38,7 @@ def test_a_table_has_formats_down_and_batches_across() -> None:
     names, batches = ("touch", "flashstate"), (1, 16, 256)
     rows = [row(name, *fmt, batch) for name, fmt, batch in product(names, PORTABLE_FORMATS[:3], batches)]
     rows += [row("flashstate", "float32", "nearest", 1, tokens=4), row("flashstate, early", "float32", "nearest", 16)]
+    rows.append(row("flashstate, int64 slots", "float32", "nearest", 16))
     provenance = {"commit": "abc", "device": "Some GPU", "host cost": "torch.add_ 8.0 µs"}
     assert figures(rows, provenance).split("\n") == [
         "",

@@ -45,6 +45,7 @@ RESULTS = {  # by the op that they are of
     "gated_delta": ROOT / "results" / "h200-gated-delta.csv",
     "mamba3": ROOT / "results" / "h200-mamba3.csv",
     "mamba2_replay": ROOT / "results" / "h200-replay.csv",
+    "gated_delta_replay": ROOT / "results" / "h200-gated-delta-replay.csv",
 }
 ERRORS = ROOT / "results" / "numerics.csv"
 ERRORS_OF_OPS = ROOT / "results" / "numerics-ops.csv"
@@ -52,6 +53,7 @@ ERRORS_OF_DELTA = ROOT / "results" / "numerics-delta.csv"
 SPEEDS = ROOT / "results" / "transformers-speed.csv"
 WAYS = {"mamba2": "plain", "mamba2_replay": "replay"}  # in ERRORS; other ops are in ERRORS_OF_OPS
 OURS = "flashstate"
+WIDE_SLOTS = "flashstate, int64 slots"  # stands in results alone
 ORIGIN = ("torch", "triton", "commit", "date", "peers")  # of a provenance
 END = "<!-- end of figures -->"
 MARKED = re.compile(rf"(?P<mark><!-- (?P<table>[^;\n]+); make figures writes this -->\n).*?(?={END})", re.DOTALL)
@@ -156,7 +158,7 @@ def figures(rows: Sequence[Row], provenance: Mapping[str, str], labels: Sequence
 
     Down are the formats and ways to call flashstate; with `labels` only these, and other libraries beside it.
     """
-    shown = [row for row in rows if not is_roof(row.implementation)]
+    shown = [row for row in rows if not is_roof(row.implementation) and row.implementation != WIDE_SLOTS]
     shown = [row for row in shown if (row.label in labels if labels else _is_ours(row))]
     found = {(_name(row, labels), row.batch): row for row in shown if row.percent_of_roof is not None or _is_ours(row)}
     if not any(_is_ours(row) for row in found.values()):

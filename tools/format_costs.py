@@ -10,8 +10,9 @@ from flashstate.bench.results import Row
 from flashstate.state.formats import FORMATS, label_of
 
 BATCHES = (1, 16, 256)
-STORED = {"mamba2_replay": "stationary"}  # what the calls shown store, if not the last state in place
-HEADS = {"gated_delta": 64}  # of the rows shown, where several numbers were measured
+# Tokens of the calls shown, and what these store, if not the last state in place of one.
+CALLS = {"mamba2_replay": (6, "stationary"), "gated_delta_replay": (1, "a 16th folds")}
+HEADS = {"gated_delta": 64, "gated_delta_replay": 64}  # of the rows shown, where several numbers were measured
 BESIDE = (1, 16, 256)  # batch sizes of the table beside other libraries
 PEERS = ("vllm", "mamba_ssm", "fla")
 SHOWN = (  # (op, label of its rows, implementation of ours, what the line is called)
@@ -75,11 +76,8 @@ def table_of(head: Sequence[str], lines: Iterable[Sequence[str]]) -> list[str]:
 
 
 def _is_shown(op: str, row: Row) -> bool:
-    several = row.tokens > 1 if op in STORED else row.tokens == 1
-    heads = HEADS.get(op, row.heads)
-    return (
-        row.implementation == "flashstate" and several and row.stored == STORED.get(op, "last") and row.heads == heads
-    )
+    heads, call = HEADS.get(op, row.heads), CALLS.get(op, (1, "last"))
+    return row.implementation == "flashstate" and row.heads == heads and (row.tokens, row.stored) == call
 
 
 def _at_batches(rows: Sequence[Row], implementation: str) -> str:
