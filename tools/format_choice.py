@@ -31,6 +31,7 @@ FAMILIES = (
     Family("Mamba-2 by replay", "mamba2_replay", "#5c9fd6", stored="a 16th folds"),
     Family("Mamba-3", "mamba3", "#2b8a3e"),
     Family("delta rule", "gated_delta", "#a07000"),
+    Family("delta rule by replay", "gated_delta_replay", "#d9b04c", stored="a 16th folds"),
 )
 BAR = 0.8 / len(FAMILIES)  # of the distance of two formats
 
