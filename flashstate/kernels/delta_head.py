@@ -11,7 +11,7 @@ from flashstate.kernels import delta_window, replay_rows, replay_window, state_i
 from flashstate.kernels.functions import column_of, exp_in_short, row_of
 from flashstate.kernels.gated_delta import for_chunks, load_rate, log_decay
 from flashstate.kernels.tensor_cores import dot_terms, products, terms_of, transposed
-from flashstate.kernels.tiles import Constants, Form, aligned_as
+from flashstate.kernels.tiles import Constants, Form, aligned_as, widened
 
 
 @dataclass(frozen=True)
@@ -210,6 +210,9 @@ def prepare_channels(
     column_rows, a_rows = rows_of_columns(k_at, q_at, row, g, KIND), rows_of_tokens(a_at, row, h, token, KIND)
     ring_k = ring_k_ptr + slot * ring_k_stride + replay_window.head_in_ring(g, L, COLS, KIND.RING_K_H)
     ring_a = ring_decay_ptr + slot * ring_decay_stride + replay_window.head_in_ring(h, L, COLS, KIND.RING_DECAY_H)
+    ring_k_rows, ring_a_rows = ring_k + window.ring_row * COLS, ring_a + window.ring_row * COLS
+    delta_window.prefetch_rows(ring_a_rows, window.lives, 0, COLS, COLS, FORM.TARGET)
+    delta_window.prefetch_rows(ring_k_rows, window.lives, 0, COLS, COLS, FORM.TARGET)
     squares = tl.zeros([2 * KIND.HALF, 2 * KIND.HALF], tl.float32)
     key_squares = tl.zeros([KIND.ROOM, KIND.ROOM], tl.float32)
     together = tl.zeros([KIND.ROOM, 2 * KIND.HALF], tl.float32)
@@ -219,12 +222,15 @@ def prepare_channels(
         values = delta_window.load_chunk(column_rows, exists, i, FORM)
         logs = delta_window.load_log_decays(a_rows, exists, i, rate, dt_bias_ptr, h, KIND.BIAS_PER_CHANNEL, A_FORM)
         keys, alpha, key_squares = delta_window.ring_chunk(
-            ring_k + window.ring_row * COLS, ring_a + window.ring_row * COLS, window.lives, i, rate, dt_bias_ptr, h,
-            key_squares, KIND.BIAS_PER_CHANNEL, FORM,
-        )  # fmt: skip
+            ring_k_rows, ring_a_rows, window.lives, i, rate, dt_bias_ptr, h, key_squares, KIND.BIAS_PER_CHANNEL, FORM
+        )
         of_values = delta_window.operand_of(values, KIND.KEY_TERMS, 2, FORM)
         squares = dot_terms(of_values, squares, transposed(of_values))
-        among, decay = between_tokens(values, of_values, logs, among, count, KIND)
+        values = widened(values, FORM.WIDENING)
+        if KIND.TOKENS == 1:
+            decay = exp_in_short(logs, FORM.TARGET)
+        else:
+            among, decay = between_tokens(values, of_values, logs, among, count, KIND)
         decayed = values * decay
         if FOLDS:
             kq = kq + (delta_window.operand_of(decayed, KIND.KEY_TERMS, WIDTH, FORM),)
@@ -241,6 +247,8 @@ def prepare_channels(
         if h % KIND.HEADS_PER_GROUP == 0:
             new_k = rows_of_tokens(k_at, row, g, window.token, KIND)
             append_rows(ring_k + window.to_row * COLS, new_k, window.appends, FORM)
+    if KIND.TOKENS == 1:  # which sees nothing but itself
+        among = tl.where((columns_that_see(0, KIND) & exists)[None, :], row_of(squares, 0)[None, :], among)
     scale = delta_window.factor_of(squares, KIND.QK_L2NORM) * tl.where(of_k, 1.0, q_scale)
     key_scale = delta_window.factor_of(key_squares, KIND.QK_L2NORM)
     # What makes k of a token of length 1, for the rows of `among`: the left half of the scale.

@@ -63,13 +63,12 @@ def sums_of_rows(which, logs, TERMS: tl.constexpr, TARGET: tl.constexpr):
 
 @triton.jit
 def load_chunk(rows, exists, i: tl.constexpr, FORM: tl.constexpr):
-    """Values of every token in chunk i of columns, (tokens, CHUNK) in float32, from the rows that these pointers start;
-    zero for what does not exist."""
+    """Values of every token in chunk i of columns, (tokens, CHUNK), from the rows that these pointers start; zero for
+    what does not exist."""
     BESIDE: tl.constexpr = replay_window.bytes_beside(rows.dtype.element_ty, FORM)
     CHUNK: tl.constexpr = FORM.CHUNK
     INSIDE: tl.constexpr = (i + 1) * CHUNK <= FORM.COLS
-    values = replay_window.load_token_rows(rows, exists, i * CHUNK, FORM.COLS, CHUNK, INSIDE, BESIDE)
-    return widened(values, FORM.WIDENING)
+    return replay_window.load_token_rows(rows, exists, i * CHUNK, FORM.COLS, CHUNK, INSIDE, BESIDE)
 
 
 @triton.jit
@@ -84,7 +83,7 @@ def load_log_decays(
         bias = tl.load(bias_ptr + h * FORM.COLS + cols, mask=cols < FORM.COLS, other=0.0).to(tl.float32)[None, :]
     elif bias_ptr is not None:
         bias = tl.load(bias_ptr + h).to(tl.float32)
-    a = load_chunk(rows, exists, i, FORM)
+    a = widened(load_chunk(rows, exists, i, FORM), FORM.WIDENING)
     if rate is None or rows.dtype.element_ty == tl.float32:
         g = log_decay(a, rate, bias)
     else:
@@ -121,7 +120,7 @@ def ring_chunk(
     left, alpha = decays_of_channels(logs, sum_terms(k_dtype), FORM.TARGET)
     keys = load_chunk(k_rows, lives, i, FORM)
     operand = operand_of(keys, key_terms(k_dtype), 2, FORM)
-    return keys * left, alpha, dot_terms(operand, squares, transposed(operand))
+    return widened(keys, FORM.WIDENING) * left, alpha, dot_terms(operand, squares, transposed(operand))
 
 
 @triton.jit
@@ -167,10 +166,10 @@ def store_kept(ptrs, u, goes, dtype: tl.constexpr, TARGET: tl.constexpr):
 
 
 @triton.jit
-def prefetch_u(rows, lives, first, COUNT: tl.constexpr, FORM: tl.constexpr):
-    """Ask for COUNT values, from `first` on, of rows of a ring that these pointers start to come to the L2 cache; on
-    NVIDIA. A tile has few bytes of each, and would wait for them one by one."""
-    if ptx.has_ptx(FORM.TARGET):
+def prefetch_rows(rows, lives, first, COUNT: tl.constexpr, SIZE: tl.constexpr, TARGET: tl.constexpr):
+    """Ask for COUNT values, from `first` on, of rows of a ring that these pointers start, SIZE long, to come to the L2
+    cache; on NVIDIA. A tile, or a chunk, has few bytes of each, and would wait for them one by one."""
+    if ptx.has_ptx(TARGET):
         per_line: tl.constexpr = ptx.LINE // state_io.state_bytes(rows.dtype.element_ty, 1)
         lines = first + tl.arange(0, triton.next_power_of_2(triton.cdiv(COUNT, per_line))) * per_line
-        ptx.prefetch_ptx(rows[:, None] + lines[None, :], lives[:, None] & (lines < FORM.ROWS)[None, :])
+        ptx.prefetch_ptx(rows[:, None] + lines[None, :], lives[:, None] & (lines < SIZE)[None, :])

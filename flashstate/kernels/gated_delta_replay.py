@@ -52,7 +52,7 @@ def replay_delta(
     window = delta_head.window_of(row, L, FOLDS, KIND)
     ring_u = ring_u_ptr + slot * ring_u_stride + replay_window.head_in_ring(h, L, ROWS, KIND.RING_U_H)
     u_rows, seen = ring_u + window.ring_row * ROWS, window.lives if FOLDS else window.of_ring
-    delta_window.prefetch_u(u_rows, seen, head_row, MOST_TILES * BLOCK_ROWS, FORM)
+    delta_window.prefetch_rows(u_rows, seen, head_row, MOST_TILES * BLOCK_ROWS, ROWS, FORM.TARGET)
     betas = load_betas(beta_at, row, h, KIND)
     seed = load_seed(seed_ptr, slot, known, FORM.ROUNDING != "nearest" and FOLDS, KIND.SHARED_SEED)
     if KIND.PER_CHANNEL:

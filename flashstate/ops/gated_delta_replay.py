@@ -36,9 +36,9 @@ FEW_TOKENS = 4  # whose corrections take few registers; up to eight are unrolled
 SHORT_WINDOW = 16  # there is always room for so many tokens
 FEW = 256  # batch x heads below which a program has one small tile, and
 MANY = 1024  # from which on there are programs enough with several
-# Tiles of rows that fold, at least: fewer would share too little. Where other rows have no more, all are shared out
-# alike, and programs need not wait for what a plan counts.
-FEW_TILES = 2
+# Tiles of rows that fold, at least: fewer would share too little, with decays per channel above all. Where other rows
+# have no more, all are shared out alike, and programs need not wait for what a plan counts.
+FEW_TILES, FEW_TILES_PER_CHANNEL = 2, 4
 REGISTERS = 65536  # of an SM
 
 
@@ -163,23 +163,26 @@ class DeltaReplayProblem(AnyReplay, TensorCoreProblem):
     @property
     def crowded(self) -> bool:
         """Whether what tiles share takes so many registers that a limit would not leave enough for a tile."""
-        return self.per_channel or self.many_tokens or self.long_window or self.cols > 128
+        return self.many_tokens or self.long_window or self.cols > 128
 
     @property
     def tiles_that_keep(self) -> tuple[int, int, int]:
         """Rows of a tile, tiles of a program and its registers, where states are only read: so few registers that an SM
         has 12 warps, or 16, unless that is too few."""
         if self.itemsize == 4:
-            return (16, 8, 0) if self.crowded else (16, 4, 128)
-        if self.crowded:
+            return (16, 8, 0) if self.crowded or self.per_channel else (16, 4, 128)
+        if self.crowded or (self.per_channel and self.itemsize == 1):
             return 32, 4, 0
+        if self.per_channel:
+            return 16, 8, 128
         return 32, 4, 128 if self.itemsize == 1 and not self.several_tokens else 168
 
     @property
     def tiles_that_fold(self) -> tuple[int, int, int]:
         """Rows of a tile, tiles of a program where many rows fold, and its registers, where states are stored too.
         Random bits and scales of 16 bits take registers as well."""
-        if self.crowded or self.rounding != "nearest" or self.format == "int16" or self.itemsize == 4:
+        many = self.crowded or self.per_channel or self.rounding != "nearest" or self.format == "int16"
+        if many or self.itemsize == 4:
             return 16, 8, 0
         return (32, 4, 0) if self.itemsize == 2 and self.several_tokens else (16, 8, 168)
 
@@ -207,7 +210,8 @@ def values(given: Given, problem: DeltaReplayProblem, config: Config) -> dict[st
     ring, place, wide = given.ring, place_of(problem, given.machine), GATED_DELTA_REPLAY.aligned
     early, tiles = given.early and given.machine.overlaps, problem.tiles(config)
     one_kernel = given.plan is not None and rows_do(problem) == "either"
-    fold_tiles = 1 if one_kernel and tiles > FEW_TILES else tiles
+    few = FEW_TILES_PER_CHANNEL if problem.per_channel else FEW_TILES
+    fold_tiles = 1 if one_kernel and tiles > few else tiles
     rows = [ring.k, ring.u, *(getattr(given, name) for name in wide), *([ring.decay] if ring.per_channel else [])]
     return {
         **ring_values(ring), **plan_values(given.plan), **gate_values(given),
@@ -215,7 +219,7 @@ def values(given: Given, problem: DeltaReplayProblem, config: Config) -> dict[st
         "A_ALIGNED": ring.per_channel and aligned(given.a),
         "WIDE": any(far_apart(getattr(given, name), len(given.tokens.axes)) for name in (*wide, "a", "b")),
         "TOKENS": next_power_of_2(max(1, given.tokens.longest or 0)), "ROWS_DO": rows_do(problem),
-        "TILES": tiles, "FOLD_TILES": fold_tiles, "FEWEST_TILES": min(fold_tiles, FEW_TILES),
+        "TILES": tiles, "FOLD_TILES": fold_tiles, "FEWEST_TILES": min(fold_tiles, few),
         "PLACE": place, "EARLY": early or place == "second", "WAITS": early and place != "second",
     }  # fmt: skip
 
