@@ -86,6 +86,8 @@ def test_info_shows_the_configs_of_every_op_as_it_is_measured(capsys: pytest.Cap
 def test_info_shows_from_which_batch_size_on_replay_pays(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["info", "mamba2_replay", "--gpu", "none"]) == 0
     assert " bfloat16, 6 tokens 4 " in output_of(capsys)
+    assert main(["info", "gated_delta_replay", "--gpu", "none"]) == 0
+    assert " 32 heads, int8, per channel none " in output_of(capsys)
     assert main(["info", "mamba2", "--gpu", "none"]) == 0
     assert "Replay" not in output_of(capsys)
 

@@ -20,6 +20,13 @@ PLAIN = Grid((BFLOAT16, INT8, FLOAT32, FLOAT16), batches=BATCHES, by_one=(*LIVE_
 DRAFTING = replace(PLAIN, formats=(BFLOAT16, INT8), tokens=(4,), stored=("none folds", "stationary", "last", "every"))
 LONGER = replace(DRAFTING, formats=(BFLOAT16,), tokens=(8,), stored=("none folds", "stationary", "last"))
 KDA = replace(LONGER, formats=(BFLOAT16, INT8), tokens=(1, 4), sizes={"heads": (32,), "groups": (32,)})
+PAYS = {
+    "64 heads, bfloat16": 16, "64 heads, int8": 64, "64 heads, float32": 16, "64 heads, float16": 16,
+    "64 heads, bfloat16, 4 tokens": 64, "64 heads, int8, 4 tokens": 16, "64 heads, bfloat16, 8 tokens": 256,
+    "32 heads, bfloat16": 64, "32 heads, bfloat16, per channel": 256, "32 heads, bfloat16, 4 tokens": 16,
+    "32 heads, bfloat16, 4 tokens, per channel": 16, "32 heads, int8": 256, "32 heads, int8, per channel": 0,
+    "32 heads, int8, 4 tokens": 64, "32 heads, int8, 4 tokens, per channel": 16,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -49,5 +56,5 @@ GATED_DELTA_REPLAY = BenchedOp(
         "at once": Way(partial(bind_op, exact=False), at_once),
         "per channel": Way(bind_flashstate, per_channel, fresh=True),
     },
-    job=partial(job_of, DeltaRingCase), check=check, shown=LIVE_BY_ONE[:1],
+    job=partial(job_of, DeltaRingCase), check=check, shown=LIVE_BY_ONE[:1], pays=PAYS,
 )  # fmt: skip
