@@ -14,10 +14,20 @@ from triton.runtime import interpreter
 Function = Callable[..., Any]
 
 
-def unless_a_tensor(unwrap: Function) -> Function:
-    """Of all that an operation is given it asks whether it is a list, a tuple or a constant; most are tensors."""
-    tensor = core.tensor
-    return lambda given: given if type(given) is tensor else unwrap(given)
+AS_THEY_ARE = {core.tensor, core.dtype, core.block_type, core.pointer_type, bool, int, float, str, type(None)}
+
+
+def by_type(unwrap: Function) -> Function:
+    """Of all that an operation is given it asks whether it is a list, a tuple or a constant; most are none."""
+    constant = core.constexpr
+
+    def unwrapped(given: Any) -> Any:
+        kind = type(given)
+        if kind in AS_THEY_ARE:
+            return given
+        return given.value if kind is constant else unwrap(given)
+
+    return unwrapped
 
 
 def with_its_semantic(patch: Function) -> Function:
@@ -83,29 +93,78 @@ def once_per_shape(init: Function) -> Function:
         key = element_ty.name, *(n.value if type(n) is core.constexpr else n for n in shape)
         if key not in known:
             init(self, element_ty, shape)
-            known[key] = dict(self.__dict__)
+            sizes = key[1:]
+            known[key] = {**self.__dict__, "sizes": sizes, "wrapped": wrapped(sizes)}
         self.__dict__.update(known[key], element_ty=element_ty)
 
     return of_type
 
 
+@cache
+def wrapped(sizes: tuple[int, ...]) -> tuple[Any, Any]:
+    """The shape of a tensor and the number of its elements. Equal ones are one object, so that `is` compares them."""
+    return core.tuple([core.constexpr(n) for n in sizes]), core.constexpr(math.prod(sizes))
+
+
 def with_known_shape(init: Function) -> Function:
-    """It wraps the shape of every tensor anew. Equal ones are one object, so that `is` compares them."""
+    """It wraps the shape of every tensor anew."""
+    block, of_scalar = core.block_type, wrapped(())
 
-    @cache
-    def wrapped(shape: tuple[int, ...]) -> tuple[Any, Any]:
-        return core.tuple([core.constexpr(n) for n in shape]), core.constexpr(math.prod(shape))
-
-    def of_tensor(self: Any, handle: Any, type: Any) -> None:
-        self.handle, self.type, self.dtype = handle, type, type.scalar
-        self.shape, self.numel = wrapped(tuple(type.shape) if type.is_block() else ())
+    def of_tensor(self: Any, handle: Any, of: Any) -> None:
+        self.handle, self.type, self.dtype = handle, of, of.scalar
+        self.shape, self.numel = of.wrapped if type(of) is block else of_scalar
 
     return of_tensor
 
 
-def unless_alike(broadcast: Function) -> Function:
+@cache
+def block_of(element: Any, sizes: tuple[int, ...]) -> Any:
+    return core.block_type(element, list(sizes))
+
+
+def once_per_element(make: Function) -> Function:
+    """It makes the type of blocks of other elements anew in every operation."""
+    plain = core.dtype
+    return lambda self, of: block_of(of, self.sizes) if type(of) is plain else make(self, of)
+
+
+def as_it_is(make: Function) -> Function:
+    """It makes the type that the interpreter has for a type of blocks: another one that is equal."""
+    return lambda self, builder: self
+
+
+@cache
+def common_sizes(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Those of a result, unless axes have to be added or sizes do not fit."""
+    fit = len(left) == len(right) and all(a == b or 1 in (a, b) for a, b in zip(left, right, strict=True))
+    return tuple(b if a == 1 else a for a, b in zip(left, right, strict=True)) if fit else None
+
+
+def with_known_sizes(broadcast: Function) -> Function:
     """It compares shapes size by size, equal ones too."""
-    return lambda self, lhs, rhs: (lhs, rhs) if lhs.shape is rhs.shape else broadcast(self, lhs, rhs)
+    tensor, handle_of, scalar = core.tensor, interpreter.TensorHandle, wrapped(())[0]
+
+    def filled(value: Any, like: Any) -> Any:
+        data = np.full(like.sizes, value.handle.data, dtype=interpreter._get_np_dtype(value.dtype))
+        return tensor(handle_of(data, value.dtype), like.with_element_ty(value.dtype))
+
+    def stretched(value: Any, sizes: tuple[int, ...]) -> Any:
+        if value.type.sizes == sizes:
+            return value
+        data = np.broadcast_to(value.handle.data, sizes)
+        return tensor(handle_of(data, value.dtype), core.block_type(value.dtype, list(sizes)))
+
+    def of_one_shape(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
+        if lhs.shape is rhs.shape:
+            return lhs, rhs
+        if rhs.shape is scalar:
+            return lhs, filled(rhs, lhs.type)
+        if lhs.shape is scalar:
+            return filled(lhs, rhs.type), rhs
+        sizes = common_sizes(lhs.type.sizes, rhs.type.sizes)
+        return broadcast(self, lhs, rhs) if sizes is None else (stretched(lhs, sizes), stretched(rhs, sizes))
+
+    return of_one_shape
 
 
 LIMITS = {  # of numbers that Triton takes for one of such a type
@@ -119,11 +178,19 @@ def unless_of_one_type(check: Function) -> Function:
     """It looks for the type of both operands and casts them to it, though most have it, and offsets of pointers need
     none; a number beside a tensor takes its type, if it is of no higher kind."""
     tensor, pointer = core.tensor, core.pointer_type
+    known: dict[Any, Any] = {}  # by integers, of which there are few
 
     def taken(self: Any, number: Any, of: Any) -> Any:
-        least, most = LIMITS.get(of.name, (0, -1))
-        fits = type(number) in (int, float) if of.name == "fp32" else type(number) is int and least <= number <= most
-        return self.scalar_constant(number, of) if fits else None
+        if type(number) is not int:
+            return self.scalar_constant(number, of) if type(number) is float and of.name == "fp32" else None
+        key = number, of.name
+        if key not in known:
+            least, most = LIMITS.get(of.name, (0, -1))
+            fits = of.name == "fp32" or least <= number <= most
+            known[key] = self.scalar_constant(number, of) if fits else None
+            if fits:
+                known[key].handle.data.flags.writeable = False
+        return known[key]
 
     def checked(self: Any, lhs: Any, rhs: Any, *flags: Any, **named: Any) -> tuple[Any, Any]:
         left = lhs if type(lhs) is tensor else taken(self, lhs, rhs.dtype) if type(rhs) is tensor else None
@@ -138,11 +205,22 @@ def unless_of_one_type(check: Function) -> Function:
     return checked
 
 
-def unless_of_that_type(cast: Function) -> Function:
-    """It compares types field by field, equal ones too."""
+NUMBERS = {"fp32", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))}  # that numpy has
+
+
+def unless_of_numbers(cast: Function) -> Function:
+    """It compares types field by field, equal ones too, and asks for all that they may be."""
+    tensor, handle_of = core.tensor, interpreter.TensorHandle
 
     def of_operand(self: Any, input: Any, dst_ty: Any, *rounding: Any) -> Any:
-        return input if input.dtype is dst_ty else cast(self, input, dst_ty, *rounding)
+        source, wanted = input.dtype, dst_ty.scalar
+        if source is wanted:
+            return input
+        if wanted.name not in NUMBERS or (source.name not in NUMBERS and source.name != "int1") or any(rounding):
+            return cast(self, input, dst_ty, *rounding)
+        data = input.handle.data.astype(interpreter._get_np_dtype(wanted))
+        of = input.type.with_element_ty(wanted) if input.type.is_block() else wanted
+        return tensor(handle_of(data, wanted), of)
 
     return of_operand
 
@@ -170,17 +248,19 @@ def in_whole_slices(reduce: Function) -> Function:
 
 
 SPARED: list[tuple[Any, str, Function]] = [
-    (core, "_unwrap_if_constexpr", unless_a_tensor),
+    (core, "_unwrap_if_constexpr", by_type),
     (interpreter, "_patch_attr", with_its_semantic),
     (interpreter.TensorHandle, "__post_init__", unchecked),
     (interpreter.interpreter_builder, "options", without_overflows),
     (interpreter, "_patch_lang", what_is_left),
     (interpreter, "_get_np_dtype", once_per_name),
     (core.block_type, "__init__", once_per_shape),
+    (core.block_type, "with_element_ty", once_per_element),
+    (core.block_type, "to_ir", as_it_is),
     (core.tensor, "__init__", with_known_shape),
     (TritonSemantic, "binary_op_type_checking_impl", unless_of_one_type),
-    (TritonSemantic, "cast", unless_of_that_type),
-    (TritonSemantic, "broadcast_impl_value", unless_alike),
+    (TritonSemantic, "cast", unless_of_numbers),
+    (TritonSemantic, "broadcast_impl_value", with_known_sizes),
     (interpreter.ReduceOps, "generic_reduce", in_whole_slices),
 ]
 ORIGINALS = [(owner, name, getattr(owner, name)) for owner, name, _ in SPARED]
