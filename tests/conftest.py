@@ -49,6 +49,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
+def pytest_collection_finish() -> None:
+    """Tests and what they import stay to the end: looking through them for garbage took a tenth of many small tests."""
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # bindings tell of what is not given back at the end
+
+
 if INTERPRETING:
     from interpreting import spare_the_interpreter
 
@@ -85,7 +94,7 @@ def no_faults_of_another_test() -> None:
 @pytest.fixture(autouse=True)
 def fresh_memory_holds_nan() -> Iterator[None]:
     """torch.empty gives NaN (or the largest integer), so that a result nobody wrote does not look like one."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.set_deterministic_debug_mode("warn")  # use_deterministic_algorithms would import all of torch.compile
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
-    torch.use_deterministic_algorithms(False)
+    torch.set_deterministic_debug_mode("default")
