@@ -46,9 +46,13 @@ def with_its_semantic(patch: Function) -> Function:
     return patched
 
 
-def unchecked(check: Function) -> Function:
+def unchecked(init: Function) -> Function:
     """It compares the size of every result with that of its type, though nothing gives another one."""
-    return lambda self: None
+
+    def of_handle(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+
+    return of_handle
 
 
 def without_overflows(options: Any) -> Any:
@@ -59,15 +63,17 @@ def without_overflows(options: Any) -> Any:
 def what_is_left(patch: Function) -> Function:
     """At every call of a device function it looks for what is left of its language to replace, though it did so when
     the kernel started."""
-    language = interpreter.tl
+    language, is_builtin, nothing = interpreter.tl, interpreter.tl.core.is_builtin, interpreter._LangPatchScope()
 
     @cache
     def modules_of(fn: Function) -> list[Any]:
         return [module for module in (language, language.core) if any(module is x for x in fn.__globals__.values())]
 
     def patched(fn: Function) -> Any:
-        left = any(language.core.is_builtin(module.load) for module in modules_of(fn))
-        return patch(fn) if left else interpreter._LangPatchScope()
+        for module in modules_of(fn):
+            if is_builtin(module.load):
+                return patch(fn)
+        return nothing
 
     return patched
 
@@ -250,7 +256,7 @@ def in_whole_slices(reduce: Function) -> Function:
 SPARED: list[tuple[Any, str, Function]] = [
     (core, "_unwrap_if_constexpr", by_type),
     (interpreter, "_patch_attr", with_its_semantic),
-    (interpreter.TensorHandle, "__post_init__", unchecked),
+    (interpreter.TensorHandle, "__init__", unchecked),
     (interpreter.interpreter_builder, "options", without_overflows),
     (interpreter, "_patch_lang", what_is_left),
     (interpreter, "_get_np_dtype", once_per_name),

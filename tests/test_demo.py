@@ -199,7 +199,9 @@ def test_padding_is_nan_and_gives_zero_and_spreads_nowhere(monkeypatch: pytest.M
 
 
 @pytest.mark.usefixtures("short_prompts")
-def test_requests_wait_for_slots_which_all_come_back() -> None:
+def test_requests_wait_for_slots_which_all_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In pools of plain and of scaled states."""
+    monkeypatch.setattr("flashstate.demo.PORTABLE_FORMATS", (("float32", "nearest"), ("int8", "stochastic")))
     demo = Demo(CPU, steps=6, tokens=2, seed=0)
     waited = False
     for _ in range(30):
