@@ -204,6 +204,12 @@ FORMS: dict[str, dict[str, Form]] = {  # of every op in every format; of the fir
         "int8": of(MIMO, spills=64, format="int8", **STOCHASTIC),
         "float8": of(SISO, angles=32, spills=64, format="float8_e4m3fn", **STOCHASTIC),
     },
+    "mamba3 elsewhere": {  # than on the GPU that has a table
+        "plain": of(MIMO, cols=64),
+        "rank 1": of(SISO, cols=64, **HALF),
+        "rank 1, turned": of(SISO, angles=32, format="int16", **STOCHASTIC),
+        "int8": of(MIMO, cols=64, format="int8", **STOCHASTIC),
+    },
     "convolution": {
         "plain": of(CONV),
         "several tokens": of(CONV, tokens=4),
@@ -227,14 +233,14 @@ FORMS: dict[str, dict[str, Form]] = {  # of every op in every format; of the fir
         "one token, without update": of(REPLAY, kept, 64),
         "keep": of(REPLAY, keep, 128, **TWO),
         "keep, float16": of(REPLAY, keep, 128, format="float16", **TWO),
-        "two tokens, fresh padding": of(REPLAY, with_fresh_padding, 128, cols=64, **TWO),
+        "two tokens, fresh padding": of(REPLAY, with_fresh_padding, 128, cols=32, **TWO),
     },
     "replay elsewhere": {  # than on the GPU that has a table
         "fold": of(REPLAY, fold, cols=64, format="int8", **STOCHASTIC),
-        "keep": of(REPLAY, keep, format="bfloat16", tokens=6),
-        "either": of(REPLAY, cols=64, format="int16", x="float32"),
-        "fold, 16 tokens": of(REPLAY, fold, cols=64, tokens=16, **HALF),
-        "mamba2_fold": of(REPLAY, folded),
+        "keep": of(REPLAY, keep, cols=64, format="bfloat16", tokens=6),
+        "either": of(REPLAY, cols=32, format="int16", x="float32"),
+        "fold, 16 tokens": of(REPLAY, fold, cols=32, tokens=16, **HALF),
+        "mamba2_fold": of(REPLAY, folded, cols=64),
     },
     "delta replay": {
         "one token": of(DELTA_REPLAY, keep),
@@ -243,13 +249,13 @@ FORMS: dict[str, dict[str, Form]] = {  # of every op in every format; of the fir
         "one token, fold": of(DELTA_REPLAY, fold, 64, format="bfloat16"),  # a few, so that more programs run at once
         "KDA, keep": of(DELTA_REPLAY, keep, 128, cols=64, per_channel=True, format="float8_e4m3fn"),
         "keep": of(DELTA_REPLAY, keep, **TWO, format="bfloat16"),
-        "two tokens, fresh padding": of(DELTA_REPLAY, with_fresh_padding, 64, cols=64, **TWO, **HALF),
+        "two tokens, fresh padding": of(DELTA_REPLAY, with_fresh_padding, 64, cols=32, **TWO, **HALF),
         "gated_delta_fold": of(DELTA_REPLAY, folded, format="bfloat16"),
     },
     "delta replay elsewhere": {  # than on the GPU that has a table
         "fold, nine tokens": of(DELTA_REPLAY, fold, cols=64, tokens=9, format="int8", **STOCHASTIC),
-        "KDA, two tokens": of(DELTA_REPLAY, keep, cols=64, **TWO, per_channel=True, format="bfloat16"),
-        "either": of(DELTA_REPLAY, cols=64, format="int16", qk="float32", u="float32"),
+        "KDA, two tokens": of(DELTA_REPLAY, keep, cols=32, **TWO, per_channel=True, format="bfloat16"),
+        "either": of(DELTA_REPLAY, cols=32, format="int16", qk="float32", u="float32"),
         "gated_delta_fold of KDA": of(DELTA_REPLAY, folded, cols=64, per_channel=True, format="float16"),
     },
 }
