@@ -233,7 +233,7 @@ FORMS: dict[str, dict[str, Form]] = {  # of every op in every format; of the fir
         "one token, without update": of(REPLAY, kept, 64),
         "keep": of(REPLAY, keep, 128, **TWO),
         "keep, float16": of(REPLAY, keep, 128, format="float16", **TWO),
-        "two tokens, fresh padding": of(REPLAY, with_fresh_padding, 128, cols=32, **TWO),
+        "two tokens, fresh padding": of(REPLAY, with_fresh_padding, 128, cols=64, **TWO),
     },
     "replay elsewhere": {  # than on the GPU that has a table
         "fold": of(REPLAY, fold, cols=64, format="int8", **STOCHASTIC),
@@ -249,7 +249,7 @@ FORMS: dict[str, dict[str, Form]] = {  # of every op in every format; of the fir
         "one token, fold": of(DELTA_REPLAY, fold, 64, format="bfloat16"),  # a few, so that more programs run at once
         "KDA, keep": of(DELTA_REPLAY, keep, 128, cols=64, per_channel=True, format="float8_e4m3fn"),
         "keep": of(DELTA_REPLAY, keep, **TWO, format="bfloat16"),
-        "two tokens, fresh padding": of(DELTA_REPLAY, with_fresh_padding, 64, cols=32, **TWO, **HALF),
+        "two tokens, fresh padding": of(DELTA_REPLAY, with_fresh_padding, 64, cols=64, **TWO, **HALF),
         "gated_delta_fold": of(DELTA_REPLAY, folded, format="bfloat16"),
     },
     "delta replay elsewhere": {  # than on the GPU that has a table
