@@ -326,6 +326,8 @@ def helps(problem: Problem, config: Config) -> bool:
         return wide and (problem.itemsize == 1 or problem.rounding == "stochastic") and problem.rows > config.block_rows
     if isinstance(problem, AtOnceProblem):
         return problem.batch_heads >= 1024 and problem.rows > 16 and problem.cols <= 128
+    if isinstance(problem, DeltaReplayProblem):
+        return problem.batch_heads >= 1024 or not problem.op.endswith("either")
     return problem.op.endswith("keep") and problem.batch_heads > 1
 
 
@@ -340,6 +342,9 @@ TILED: list[tuple[Callable[[], Iterator[Problem]], tuple[int, ...]]] = [
       for name in ("float32", "bfloat16", "int8")),
     *((partial(problems, ReplayTokenProblem, f"mamba2_replay {form}", "float32", shapes=FEW), (1, 1 << 20))
       for form in ("either", "keep", "fold")),
+    *((partial(problems, DeltaReplayProblem, f"gated_delta_replay {form}", name, shapes=NARROW, per_channel=channels),
+       (255, 256, 1023, 1024))
+      for form, name, channels in product(("either", "keep", "fold"), ("float32", "bfloat16", "int8"), (False, True))),
 ]  # fmt: skip
 
 

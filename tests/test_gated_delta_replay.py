@@ -201,7 +201,7 @@ GATES = {"GDN": PLAIN, "KDA": replace(PLAIN, key_heads=2, per_channel=True)}
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("tokens", [4, 9])
+@pytest.mark.parametrize("tokens", [1, 4, 9])
 @pytest.mark.parametrize("gates", GATES)
 def test_a_token_that_is_no_number_changes_nothing_of_those_before_it(
     gates: str, tokens: int, value: float, device: torch.device

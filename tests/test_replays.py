@@ -64,7 +64,7 @@ def test_programs_of_several_tiles_give_what_those_of_one_give(
     small: AnyReplayCase, form: str, device: torch.device
 ) -> None:
     """Of rows that fold and of others."""
-    case = replace(small, rows=64, tokens=2, window=4, form=form)
+    case = replace(small, rows=128, tokens=2, window=4, form=form)
 
     def results(tiles: int) -> list[torch.Tensor]:
         inputs = case.make_inputs(device)
@@ -73,7 +73,7 @@ def test_programs_of_several_tiles_give_what_those_of_one_give(
         return [y, *slotted(inputs.state).values()]
 
     want = results(1)
-    for tiles in (2, 4):
+    for tiles in (2, 8):
         for got, alone in zip(results(tiles), want, strict=True):
             require.equal_bytes(f"with {tiles} tiles", got, alone)
 

@@ -247,7 +247,7 @@ def prepare_channels(
         if h % KIND.HEADS_PER_GROUP == 0:
             new_k = rows_of_tokens(k_at, row, g, window.token, KIND)
             append_rows(ring_k + window.to_row * COLS, new_k, window.appends, FORM)
-    if KIND.TOKENS == 1:  # which sees nothing but itself
+    if KIND.TOKENS == 1:  # whose q sees its k and nothing else
         among = tl.where((columns_that_see(0, KIND) & exists)[None, :], row_of(squares, 0)[None, :], among)
     scale = delta_window.factor_of(squares, KIND.QK_L2NORM) * tl.where(of_k, 1.0, q_scale)
     key_scale = delta_window.factor_of(key_squares, KIND.QK_L2NORM)

@@ -36,8 +36,9 @@ FEW_TOKENS = 4  # whose corrections take few registers; up to eight are unrolled
 SHORT_WINDOW = 16  # there is always room for so many tokens
 FEW = 256  # batch x heads below which a program has one small tile, and
 MANY = 1024  # from which on there are programs enough with several
-# Tiles of rows that fold, at least: fewer would share too little, with decays per channel above all. Where other rows
-# have no more, all are shared out alike, and programs need not wait for what a plan counts.
+# Tiles of rows that fold, at least, in a kernel of their own: fewer would share too little, above all with decays per
+# channel. In a kernel for all rows they are single ones, unless other rows have no more than these: then all are shared
+# out alike, and programs need not wait for what a plan counts.
 FEW_TILES, FEW_TILES_PER_CHANNEL = 2, 4
 REGISTERS = 65536  # of an SM
 

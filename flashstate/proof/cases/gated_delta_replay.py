@@ -92,6 +92,10 @@ class DeltaReplayCase(AnyReplayCase, DeltaCase):
         """A ring keeps a per channel as it comes."""
         return replace(DELTA_REPLAY, measured=("u",)) if self.per_channel else DELTA_REPLAY
 
+    def same_when_packed(self, tokens: int) -> bool:
+        """With a decay per channel, a call of one token sums the product of its k and q in an order of its own."""
+        return super().same_when_packed(tokens) and not (self.per_channel and tokens == 1)
+
     def is_whole(self, name: str) -> bool:
         return super().is_whole(name) and not (name == "dt_bias" and self.bias_per_head)
 
