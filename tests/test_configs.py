@@ -333,6 +333,7 @@ def helps(problem: Problem, config: Config) -> bool:
 
 NARROW = [shape for shape in SHAPES if max(shape) <= 256]
 FEW = list(product((1, 5, 16, 33, 64, 200), (1, 16, 20, 128, 500, 512)))
+SMALL = [shape for shape in FEW if max(shape) <= 256]
 TILED: list[tuple[Callable[[], Iterator[Problem]], tuple[int, ...]]] = [
     *((partial(problems, Problem, "pool_write", name, several=(False, True), transposed=True), SIZES)
       for name in ("float32", "bfloat16")),
@@ -342,7 +343,7 @@ TILED: list[tuple[Callable[[], Iterator[Problem]], tuple[int, ...]]] = [
       for name in ("float32", "bfloat16", "int8")),
     *((partial(problems, ReplayTokenProblem, f"mamba2_replay {form}", "float32", shapes=FEW), (1, 1 << 20))
       for form in ("either", "keep", "fold")),
-    *((partial(problems, DeltaReplayProblem, f"gated_delta_replay {form}", name, shapes=NARROW, per_channel=channels),
+    *((partial(problems, DeltaReplayProblem, f"gated_delta_replay {form}", name, shapes=SMALL, per_channel=channels),
        (255, 256, 1023, 1024))
       for form, name, channels in product(("either", "keep", "fold"), ("float32", "bfloat16", "int8"), (False, True))),
 ]  # fmt: skip

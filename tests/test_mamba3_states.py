@@ -39,7 +39,7 @@ def test_without_rotary_angles_are_left_alone_and_change_nothing(device: torch.d
 
 # Angles
 
-STEPS = 16384
+STEPS, DRAWN = 16384, 256  # tokens, and of how many at a time numbers are drawn
 MOST_WRONG = 1e-4  # radians, after all of them
 
 
@@ -51,16 +51,16 @@ def turning(move: Move, theta: Tensor, tokens: int) -> float:
     so turn often. Returns how far they are from a sum in float64, at most."""
     batch, heads, angles = theta.shape
     generator = torch.Generator(theta.device).manual_seed(5)
-    total, (low, high) = theta.double(), torch.zeros(2, device=theta.device)
-    for _ in range(STEPS // tokens):
-        angle = torch.randn(batch, tokens, angles, generator=generator, device=theta.device)
+    total = theta.double()
+    for _ in range(STEPS // DRAWN):
+        angle = torch.randn(batch, DRAWN, angles, generator=generator, device=theta.device)
         angle[batch // 2 :].abs_()
-        dt = 0.1 * torch.rand(batch, tokens, heads, generator=generator, device=theta.device)
+        dt = 0.1 * torch.rand(batch, DRAWN, heads, generator=generator, device=theta.device)
         total += (torch.tanh(angle.double())[:, :, None] * dt.double()[..., None] * math.pi).sum(1)
-        theta = move(angle, dt)
-        low, high = torch.minimum(low, theta.min()), torch.maximum(high, theta.max())
-    assert float(low) >= 0
-    assert float(high) < math.tau
+        thetas = [move(*now).clone() for now in zip(angle.split(tokens, 1), dt.split(tokens, 1), strict=True)]
+        theta = thetas[-1]
+        assert float(min(map(torch.min, thetas))) >= 0
+        assert float(max(map(torch.max, thetas))) < math.tau
     assert total[batch // 2 :].min() > 200 * math.tau
     return float((up_to_turns(theta.double(), total) - total).abs().max())
 
