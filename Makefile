@@ -1,13 +1,13 @@
 # `make demo` and `make test` need nothing but Python >= 3.10: each makes the environment it uses.
 VENV   ?= .venv
 PYTHON ?= $(VENV)/bin/python
-JOBS   ?= 2
+JOBS   ?= 3
 
 # With PYTHON=python3, an environment that is already there, nothing is installed.
 ENVIRONMENT := $(if $(filter $(VENV)/bin/python,$(PYTHON)),$(VENV)/ready)
 # Packages are installed without bytecode, since little of them is used; what is imported leaves its own behind.
 export PYTHONDONTWRITEBYTECODE :=
-# As many processes as the cores that tests are timed on: with a third one both parts took longer (docs/log.md).
+# Three processes for two cores: of two, one is often idle.
 PYTEST      := OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(JOBS) --dist worksteal
 
 .PHONY: demo test quick lint test-kernels test-oldest test-gpu figures docs dist clean
