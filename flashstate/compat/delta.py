@@ -75,7 +75,9 @@ def of_heads(name: str, parameter: Any, *sizes: int) -> Tensor:
 
 
 def state_of(name: str, state: Any) -> Tensor:
-    """A pool (slots, HV, V, K), whose sizes say what other tensors must have."""
+    """The data (slots, HV, V, K) of a pool, whose sizes say what other tensors must have."""
+    if isinstance(state, State):
+        return state.data
     return shapes.with_these_axes(name, state, *STATE_AXES)
 
 
@@ -88,8 +90,8 @@ def snapshots_of(buffer: Any) -> State | None:
 
 
 def delta_step(
-    pool: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, *, packed: bool, A_log: Tensor | None = None,
-    dt_bias: Tensor | None = None, out: Tensor | None = None, **more: Any,
+    pool: Tensor | State, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, *, packed: bool,
+    A_log: Tensor | None = None, dt_bias: Tensor | None = None, out: Tensor | None = None, **more: Any,
 ) -> Tensor:  # fmt: skip
     """Call gated_delta_step with tokens (B, T, …), or packed (1, tokens, …); return `out`, or an output like v."""
     tensors = shapes.fitted(GATED_DELTA_STEP, q=q, k=k, v=v, a=a, b=b)
@@ -107,14 +109,15 @@ def packed_decode(
     l2norm: bool, per_channel: bool, null: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Step every row of a projection (B, 2 * H * K + HV * V) by its token; return `out` and the pool."""
-    HV, V, K = state_of("initial_state", state).shape[1:]
-    check_tensor("mixed_qkv", mixed_qkv, ("B", "qkv_dim"), (None, None), device=state.device)
+    pool = state_of("initial_state", state)
+    HV, V, K = pool.shape[1:]
+    check_tensor("mixed_qkv", mixed_qkv, ("B", "qkv_dim"), (None, None), device=pool.device)
     mixed = shapes.rows_contiguous(mixed_qkv)
     batch, heads = len(mixed), (mixed.shape[1] - HV * V) // (2 * K)
     if heads < 1 or mixed.shape[1] != 2 * heads * K + HV * V:
         wanted = f"2 * H * {K} + {HV} * {V} columns, for the q, k and v of such states"
         raise ValueError(f"mixed_qkv must have {wanted}, got shape {tuple(mixed.shape)}")
-    shapes.check_indices("ssm_state_indices", indices, device=state.device, B=batch)
+    shapes.check_indices("ssm_state_indices", indices, device=pool.device, B=batch)
     check_number("scale", scale)
     q, k, v = mixed.split([heads * K, heads * K, HV * V], 1)
     values = v.unflatten(1, (HV, V))[:, None]  # (B, 1, HV, V)

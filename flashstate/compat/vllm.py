@@ -20,6 +20,7 @@ from flashstate.compat.vllm_replay import (
 from flashstate.errors import INT64, check_int, check_tensor
 from flashstate.ops.conv1d import CONV1D_STEP, conv1d_step
 from flashstate.state.slots import MOST_TOKENS, Slots
+from flashstate.state.state import State
 
 __all__ = [
     "causal_conv1d_update",
@@ -33,7 +34,7 @@ __all__ = [
 
 
 def selective_state_update(
-    state: Tensor,
+    state: Tensor | State,
     x: Tensor,
     dt: Tensor,
     A: Tensor,
@@ -55,18 +56,20 @@ def selective_state_update(
 ) -> Tensor:
     """Step every row by its tokens; update the state in place, and fill and return `out`.
 
-    state is (slots, heads, dim, dstate), x (batch, heads, dim), or with `cu_seqlens` (tokens, heads, dim). A row in the
-    null block gives zero. With num_accepted_tokens the state after token t goes to column t of the destinations; else
-    the last one goes to the first. docs/compat.md has the other arguments, and says what differs from vLLM.
+    state is (slots, heads, dim, dstate), or a State of such data; x is (batch, heads, dim), or with `cu_seqlens`
+    (tokens, heads, dim). A row in the null block gives zero. With num_accepted_tokens the state after token t goes to
+    column t of the destinations; else the last one goes to the first. docs/compat.md has the other arguments, and says
+    what differs from vLLM.
     """
     check_int("null_block_id", null_block_id, *INT64)
-    state = shapes.with_axes("state", state, 3, 4)
+    pool = state.data if isinstance(state, State) else shapes.with_axes("state", state, 3, 4)
     tensors = shapes.step_tensors(x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias)
     read, write, accepted = state_batch_indices, dst_state_batch_indices, num_accepted_tokens
     batch, bounds = shapes.rows_of(x, cu_seqlens)
     shapes.check_needs("state_batch_indices", read, dst_state_batch_indices=write, num_accepted_tokens=accepted)
-    slots = _slots(state, batch, read, write, accepted, bounds, null_block_id)
-    stored = state_of(state, enable_stochastic_rounding, cache_philox_rounds=cache_philox_rounds)
+    slots = _slots(pool, batch, read, write, accepted, bounds, null_block_id)
+    stored = state if isinstance(state, State) else pool
+    stored = state_of(stored, enable_stochastic_rounding, cache_philox_rounds=cache_philox_rounds)
     return shapes.selective_step(stored, x, tensors, out, dt_softplus=dt_softplus, slots=slots)
 
 

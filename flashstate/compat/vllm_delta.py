@@ -22,7 +22,7 @@ def fused_recurrent_gated_delta_rule_packed_decode(
     A_log: Tensor,
     dt_bias: Tensor,
     scale: float,
-    initial_state: Tensor,
+    initial_state: Tensor | State,
     out: Tensor,
     ssm_state_indices: Tensor,
     use_qk_l2norm_in_kernel: bool = False,
@@ -49,7 +49,7 @@ def fused_sigmoid_gating_delta_rule_update(
     beta: float = 1.0,
     threshold: float = 20.0,
     scale: float | None = None,
-    initial_state: Tensor | None = None,
+    initial_state: Tensor | State | None = None,
     inplace_final_state: bool = True,
     cu_seqlens: Tensor | None = None,
     ssm_state_indices: Tensor | None = None,
@@ -65,8 +65,9 @@ def fused_sigmoid_gating_delta_rule_update(
     """
     delta.check_softplus(beta=beta, threshold=threshold)
     check_flag("is_kda", is_kda)
-    HV, K = delta.state_of("initial_state", initial_state).shape[1::2]
-    rows = delta.rows_of(q, k, v, cu_seqlens, initial_state)
+    pool = delta.state_of("initial_state", initial_state)
+    HV, K = pool.shape[1::2]
+    rows = delta.rows_of(q, k, v, cu_seqlens, pool)
     channels = (K,) if is_kda else ()
     return _step(
         initial_state, q, k, v, delta.gate_of("a", a, v, HV, *channels), delta.gate_of("b", b, v, HV),
@@ -83,7 +84,7 @@ def fused_recurrent_kda(
     g: Tensor,
     beta: Tensor | None = None,
     scale: float | None = None,
-    initial_state: Tensor | None = None,
+    initial_state: Tensor | State | None = None,
     inplace_final_state: bool = True,
     use_qk_l2norm_in_kernel: bool = True,
     cu_seqlens: Tensor | None = None,
@@ -97,8 +98,9 @@ def fused_recurrent_kda(
     """
     counts = kwargs.get("num_accepted_tokens")
     delta.check_absent("fused_sigmoid_gating_delta_rule_update takes it", num_accepted_tokens=counts)
-    HV, K = delta.state_of("initial_state", initial_state).shape[1::2]
-    rows = delta.rows_of(q, k, v, cu_seqlens, initial_state)
+    pool = delta.state_of("initial_state", initial_state)
+    HV, K = pool.shape[1::2]
+    rows = delta.rows_of(q, k, v, cu_seqlens, pool)
     return _step(
         initial_state, q, k, v, delta.gate_of("g", g, v, HV, K), delta.gate_of("beta", beta, v, HV),
         inplace_final_state, rows, ssm_state_indices, None, scale=scale, qk_l2norm=use_qk_l2norm_in_kernel,
@@ -112,13 +114,16 @@ def _step(
     """The outputs, and the pool, or with in_place=False a state for every token."""
     check_flag("inplace_final_state", in_place)
     batch, bounds = rows
-    steps, packed, states, snapshots = v.shape[1], bounds is not None, pool, None
+    steps, packed, snapshots = v.shape[1], bounds is not None, None
+    states = delta.state_of("initial_state", pool)
     if not in_place:
         if packed:
             raise ValueError("inplace_final_state=False is for rows of equal length: cu_seqlens must be None")
+        if isinstance(pool, State):
+            raise ValueError("inplace_final_state=False is for a tensor of states, got a State")
         states = torch.empty(batch * steps, *pool.shape[1:], dtype=pool.dtype, device=pool.device)
         snapshots = State(states.unflatten(0, (batch, steps)))
-    slots = _slots(batch, None if packed else steps, bounds, indices, accepted, in_place, pool.device)
+    slots = _slots(batch, None if packed else steps, bounds, indices, accepted, in_place, v.device)
     y = delta.delta_step(pool, q, k, v, a, b, packed=packed, slots=slots, snapshots=snapshots, update=in_place, **more)
     return y, states
 

@@ -140,6 +140,8 @@ def state_of(state: Any, stochastic: bool, **rounds: int) -> State | Tensor:
     check_int(name, number, 0, MOST_ROUNDS)
     if not stochastic:
         return state
+    if isinstance(state, State):
+        raise ValueError("enable_stochastic_rounding is for a tensor: a State says itself how it is rounded")
     return shapes.with_new_seed(state, number)
 
 

@@ -1,0 +1,72 @@
+"""States in the pages of vLLM, with their scales where the format has some.
+
+vLLM gives a layer one page per block: so many bytes for each tensor of its state, one behind the other. A layer whose
+states are int8, int16 or float8 asks for wider rows, of which only the bytes count: in each page all data come first,
+as (heads, rows, cols), then all scales, as (heads, rows) float32. So vLLM copies, pads and frees both as one tensor.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashstate.errors import dtype_name
+from flashstate.ops.states import read_states, write_states
+from flashstate.state.formats import FORMATS
+from flashstate.state.state import State
+
+NULL_BLOCK = 0  # vLLM's block for rows that are padding
+
+
+def columns_of_scale(dtype: torch.dtype) -> int:
+    """How many columns a row has to be wider for its scale to fit; 0 for formats without scales."""
+    return torch.float32.itemsize // dtype.itemsize if FORMATS[dtype].scaled else 0
+
+
+def widened(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, ...]:
+    """The shape that vLLM is asked for, of a state of this shape and format."""
+    return (*shape[:-1], shape[-1] + columns_of_scale(dtype))
+
+
+def data_and_scale(pages: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The data (blocks, heads, rows, cols) and the scales (blocks, heads, rows) in pages (blocks, heads, rows, …) of
+    the shape that vLLM was asked for; other formats have no scales."""
+    wider = columns_of_scale(pages.dtype)
+    if not wider:
+        return pages, None
+    if pages.stride(0) * pages.itemsize % torch.float32.itemsize or pages.data_ptr() % torch.float32.itemsize:
+        raise ValueError(f"a page must be a multiple of 4 bytes for states of {dtype_name(pages.dtype)} with scales")
+    _, heads, rows, cols = pages.shape
+    flat, cols = pages.flatten(1), cols - wider
+    data, scale = flat.split([heads * rows * cols, heads * rows * wider], 1)
+    return data.unflatten(1, (heads, rows, cols)), scale.view(torch.float32).unflatten(1, (heads, rows))
+
+
+class PagedState:
+    """What a layer of vLLM finds in place of a tensor of scaled states: prefill reads and stores float32 by blocks.
+
+    Decode takes `state`.
+    """
+
+    dtype = torch.float32
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.state.data.shape
+
+    @property
+    def device(self) -> torch.device:
+        return self.state.data.device
+
+    def __getitem__(self, blocks: Tensor) -> Tensor:
+        """The states in these blocks: (n, heads, rows, cols) float32; zeros of the null block."""
+        return read_states(self.state, blocks.contiguous(), NULL_BLOCK)
+
+    def __setitem__(self, blocks: Tensor, states: Any) -> None:
+        """Round states (n, heads, rows, cols) and store them in these blocks, but for the null block."""
+        write_states(self.state, blocks.contiguous(), states, NULL_BLOCK)

@@ -1,0 +1,238 @@
+"""Everything of vLLM that is not its public interface: names, versions, and where the plugin reaches in.
+
+No other file of flashstate imports vLLM.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+import importlib
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from flashstate.compat import vllm as compat
+from flashstate.errors import dtype_name
+from flashstate.integrations.vllm.layers import Kind, Served, subclass, with_dtype, with_room_for_scales
+from flashstate.integrations.vllm.options import Options, parse
+from flashstate.integrations.vllm.serving import answered, current
+
+VERSIONS = ("0.26.0", "0.32.0")
+BACKEND = "flashstate"
+MAMBA = "vllm.model_executor.layers.mamba"
+
+logger = logging.getLogger("vllm.flashstate")  # below vLLM's own logger, which has a handler
+
+# Classes of layers, by module.
+KINDS = {
+    (f"{MAMBA}.mamba_mixer2", "MambaMixer2"): Kind(("conv_ssm_forward",), scaled=True),
+    (f"{MAMBA}.mamba_mixer", "MambaMixer"): Kind(("forward_impl",)),
+    (f"{MAMBA}.gdn.qwen_gdn_linear_attn", "QwenGatedDeltaNetAttention"): Kind(
+        ("_forward_core", "_forward_core_fused_norm_packed"),
+        scaled=True,
+        settings=(("gdn_decode_kernel", "triton"), ("enable_fused_gdn_spec_decode", False)),
+    ),
+}
+
+# What a module calls, and which argument has the states.
+CALLS: dict[str, dict[str, str | None]] = {
+    f"{MAMBA}.mamba_mixer2": {"causal_conv1d_update": None},
+    f"{MAMBA}.mamba_mixer": {"causal_conv1d_update": None},
+    f"{MAMBA}.gdn.qwen_gdn_linear_attn": {
+        "causal_conv1d_update": None,
+        "fused_recurrent_gated_delta_rule_packed_decode": "initial_state",
+        "fused_sigmoid_gating_delta_rule_update": "initial_state",
+    },
+}
+
+
+def install() -> None:
+    """Add flashstate to what vLLM can choose. Calling it again changes nothing."""
+    found = version()
+    if found not in VERSIONS:
+        logger.warning("flashstate is not active: it knows vLLM %s, and this is %s", " and ".join(VERSIONS), found)
+        return
+    add_backend()
+    serve_layers()
+
+
+def version() -> str:
+    """The version of vLLM; its builds for CPUs are a package of their own."""
+    import vllm
+
+    return str(vllm.__version__).partition("+")[0]
+
+
+def add_backend() -> Any:
+    """The member FLASHSTATE of MambaBackendEnum, which is added if it is not there."""
+    from vllm.config.mamba import MambaBackendEnum
+
+    name = BACKEND.upper()
+    if name not in MambaBackendEnum.__members__:
+        member = object.__new__(MambaBackendEnum)
+        member._name_, member._value_, member.__objclass__ = name, BACKEND, MambaBackendEnum
+        member._sort_order_ = len(MambaBackendEnum.__members__)
+        type.__setattr__(MambaBackendEnum, name, member)
+        MambaBackendEnum._member_names_.append(name)
+        MambaBackendEnum._member_map_[name] = member
+        MambaBackendEnum._value2member_map_[BACKEND] = member
+        copyreg.pickle(MambaBackendEnum, _reduce)
+    return MambaBackendEnum[name]
+
+
+def _reduce(member: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """How a member is pickled: a process that unpickles ours may not have loaded plugins yet."""
+    return (add_backend, ()) if member.value == BACKEND else (type(member), (member.value,))
+
+
+def options_of(vllm_config: Any) -> Options | None:
+    """The options of a model that runs on flashstate; None if it runs on something else."""
+    mamba = vllm_config.mamba_config
+    if mamba.backend is not add_backend():
+        return None
+    extra = vllm_config.additional_config
+    given = extra.get(BACKEND, {}) if isinstance(extra, dict) else {}
+    return parse(given, mamba.enable_stochastic_rounding, mamba.stochastic_rounding_philox_rounds)
+
+
+def serve_layers() -> None:
+    """Let vLLM make layers of ours, and pages of their size, where flashstate is selected."""
+    from vllm.model_executor.custom_op import PluggableLayer
+    from vllm.platforms.interface import Platform
+
+    if not _is_ours(PluggableLayer.__new__):
+        PluggableLayer.__new__ = staticmethod(_ours(_make(PluggableLayer.__new__)))
+        stock = Platform.__dict__["_align_hybrid_block_size"].__func__
+        Platform._align_hybrid_block_size = classmethod(_ours(_align(stock)))
+
+
+def _ours(function: Any) -> Any:
+    function.of_flashstate = True
+    return function
+
+
+def _is_ours(function: Any) -> bool:
+    return getattr(function, "of_flashstate", False)
+
+
+def _make(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """PluggableLayer.__new__. vLLM's way to replace a class, `register_oot`, would import all classes at start-up, and
+    replace them for models that run on something else too."""
+
+    def make(cls: type, *args: Any, **more: Any) -> Any:
+        from vllm.config import get_current_vllm_config_or_none
+
+        config = get_current_vllm_config_or_none()
+        if config is None or issubclass(cls, Served) or options_of(config) is None:
+            return stock(cls, *args, **more)
+        kind = KINDS.get((cls.__module__, cls.__name__))
+        if kind is not None:
+            return object.__new__(_class_of(cls, kind))
+        if hasattr(cls, "get_state_shape"):
+            logger.warning("flashstate does not serve layers of %s: vLLM's kernels do", cls.__name__)
+        return stock(cls, *args, **more)
+
+    return make
+
+
+_classes: dict[type, type] = {}
+
+
+def _class_of(base: type, kind: Kind) -> type:
+    """The class of layers that run on flashstate in place of `base`, whose module asks for it the first time."""
+    if base not in _classes:
+        add_ssu_backend()
+        answer_calls(base.__module__)
+        _classes[base] = subclass(base, kind, _begin)
+    return _classes[base]
+
+
+def _begin(layer: Served) -> None:
+    from vllm.config import get_current_vllm_config
+    from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+
+    config = get_current_vllm_config()
+    layers = config.compilation_config.static_forward_context.values()
+    others = [other for other in layers if isinstance(other, Served) and other is not layer]
+    options = options_of(config) or Options()
+    layer.serve(options, get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size(), others)
+    if not others:
+        dtype = with_dtype(layer.get_state_dtype(), options)[-1]
+        logger.info("flashstate is active: states are %s, rounded %s", dtype_name(dtype), options.rounding)
+
+
+def answer_calls(module: str) -> None:
+    """Let flashstate answer what a module of layers calls, while a layer of ours runs."""
+    found = importlib.import_module(module)
+    for name, state in CALLS[module].items():
+        stock = getattr(found, name)
+        if not _is_ours(stock):
+            setattr(found, name, _ours(answered(name, stock, getattr(compat, name), state)))
+
+
+def add_ssu_backend() -> None:
+    """Add what answers selective_state_update to the backends that vLLM starts by their names."""
+    from vllm.model_executor.layers.mamba.ops import ssu_dispatch
+
+    class FlashstateSSUBackend(ssu_dispatch.MambaSSUBackend):
+        """Answers vLLM's selective_state_update; layers that are not of flashstate have states without options."""
+
+        @property
+        def name(self) -> str:
+            return BACKEND
+
+        def __call__(self, state: Any, *args: Any, **more: Any) -> None:
+            layer = current()
+            if layer is None:
+                compat.selective_state_update(state, *args, **more)
+            else:
+                name = "selective_state_update"
+                layer.call(name, compat.selective_state_update, layer.state_in(state), *args, **more)
+
+    ssu_dispatch._BACKEND_REGISTRY.setdefault(add_backend(), FlashstateSSUBackend)
+
+
+def _align(stock: Callable[..., None]) -> Callable[..., None]:
+    """Platform._align_hybrid_block_size, which sizes pages by what the class of a model says of its states."""
+
+    def align(cls: Any, vllm_config: Any, backend_cls: Any) -> None:
+        from vllm.model_executor.models import ModelRegistry
+
+        options = options_of(vllm_config)
+        if options is None or options.dtype is None:
+            stock(cls, vllm_config, backend_cls)
+            return
+        config = vllm_config.model_config
+        model, _ = ModelRegistry.resolve_model_cls(config.architecture, model_config=config)
+        if hasattr(model, "get_mamba_specs_from_config"):
+            raise ValueError(f"flashstate cannot size the pages of {model.__name__}: leave out state")
+        with sized(model, options):
+            stock(cls, vllm_config, backend_cls)
+
+    return align
+
+
+@contextmanager
+def sized(model: Any, options: Options) -> Iterator[None]:
+    """Let a class of models say what layers on flashstate keep."""
+    changes: dict[str, Callable[[Any, Options], Any]] = {
+        "get_mamba_state_shape_from_config": with_room_for_scales,
+        "get_mamba_state_dtype_from_config": with_dtype,
+    }
+    own = {name: model.__dict__.get(name) for name in changes}
+    try:
+        for name, change in changes.items():
+            setattr(model, name, functools.partial(_changed, change, getattr(model, name), options))
+        yield
+    finally:
+        for name, stock in own.items():
+            if stock is None:
+                delattr(model, name)
+            else:
+                setattr(model, name, stock)
+
+
+def _changed(change: Callable[[Any, Options], Any], stock: Callable[[Any], Any], options: Options, config: Any) -> Any:
+    return change(stock(config), options)
