@@ -36,6 +36,7 @@ def fused_recurrent_kda(
     arguments, and says what differs from vLLM.
     """
     pool = delta.state_of("initial_state", initial_state)
+    shapes.check_indices("cu_seqlens", cu_seqlens, "batch + 1")
     rows = delta.rows_of(q, k, v, cu_seqlens, pool)
     gates = _gates(pool, v, raw_g, raw_beta, A_log, dt_bias, lower_bound)
     return step_blocks(
@@ -48,7 +49,7 @@ def fused_recurrent_kda_packed_decode(
     raw_g: Tensor,
     raw_beta: Tensor,
     A_log: Tensor,
-    dt_bias: Tensor,
+    dt_bias: Tensor | None,
     lower_bound: float | None,
     initial_state: Tensor | State,
     state_indices: Tensor,
