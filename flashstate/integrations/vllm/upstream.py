@@ -46,12 +46,14 @@ KINDS = {
 }
 
 
-def update_of_drafts(a: Any, b: Any, q: Any, **more: Any) -> Any:
-    """fused_sigmoid_gating_delta_rule_update where a and b may have tokens that q has not: vLLM 0.26.0 gives it the
-    gates of a whole batch where only some rows have drafts, and its kernel takes those of other tokens."""
+def update_own_tokens(a: Any, b: Any, q: Any, num_accepted_tokens: Any = None, **more: Any) -> Any:
+    """fused_sigmoid_gating_delta_rule_update where a and b may have more tokens than q. vLLM gives it those of a whole
+    batch where only some rows have drafts; its own kernel then takes the first, whichever they are."""
     if len(a) != q.shape[1]:
-        tokens = metadata_of(current()).spec_token_indx
+        metadata = metadata_of(current())
+        tokens = metadata.non_spec_token_indx if num_accepted_tokens is None else metadata.spec_token_indx
         a, b = a.index_select(0, tokens), b.index_select(0, tokens)
+    more |= {"num_accepted_tokens": num_accepted_tokens}
     return compat.fused_sigmoid_gating_delta_rule_update(a=a, b=b, q=q, **more)
 
 
@@ -78,7 +80,7 @@ CALLS = {
     f"{GDN}.qwen_gdn_linear_attn": (
         CONV,
         Call("fused_recurrent_gated_delta_rule_packed_decode", "initial_state"),
-        Call("fused_sigmoid_gating_delta_rule_update", "initial_state", ours=update_of_drafts),
+        Call("fused_sigmoid_gating_delta_rule_update", "initial_state", ours=update_own_tokens),
     ),
     f"{GDN}.olmo_gdn_linear_attn": (CONV, Call("fused_recurrent_gated_delta_rule", "initial_state")),
     f"{GDN}.kimi_gdn_linear_attn": (
