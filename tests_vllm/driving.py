@@ -273,6 +273,12 @@ class Driven:
         """Those of its states, as views of pages."""
         return self.layer.kv_cache  # type: ignore[no-any-return]
 
+    def scaled(self) -> tuple[Tensor, Tensor]:
+        """The data (blocks, heads, rows, cols) and the scales (blocks, heads, rows) of states with scales."""
+        heads, rows, cols = self.family.stock.get_state_shape(self.layer)[-1]  # type: ignore[attr-defined]
+        data, scale = self.tensors[-1].flatten(1).split([heads * rows * cols, heads * rows * 4], 1)
+        return data.unflatten(1, (heads, rows, cols)), scale.view(torch.float32).unflatten(1, (heads, rows))
+
     def run(self, batch: Batch, hidden: Tensor) -> Tensor:
         """The output of the layer."""
         metadata = {PREFIX: self.family.metadata(batch)}
@@ -346,7 +352,10 @@ def fill_states(driven: Driven) -> None:
     random = torch.Generator().manual_seed(2)
     for tensor in driven.tensors:
         values = torch.randn(tensor.shape, generator=random)
-        tensor.copy_(values if tensor.is_floating_point() else (values * 30).clamp(-127, 127))
+        tensor.copy_(values if tensor.is_floating_point() else values * 30)
+    if not driven.tensors[-1].is_floating_point():
+        scale = driven.scaled()[1]
+        scale.copy_(torch.rand(scale.shape, generator=random) / 50)
 
 
 def tokens_of(batch: Batch) -> Tensor:
