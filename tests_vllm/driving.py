@@ -1,7 +1,5 @@
 """Layers of vLLM without its engine: small ones, on pages of bytes, that run batches which are written out."""
 
-import triton_on_cpu  # noqa: F401, before vLLM
-
 import contextlib
 import dataclasses
 import functools
@@ -16,15 +14,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import triton_on_cpu  # noqa: F401, before vLLM
 from torch import Tensor
 from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.forward_context import get_forward_context, set_forward_context
 from vllm.model_executor.layers.mamba.ops import ssu_dispatch
+from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 from vllm.v1.attention.backends.mamba1_attn import Mamba1AttentionMetadata
 from vllm.v1.attention.backends.short_conv_attn import ShortConvAttentionMetadata
-from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.backends.utils import compute_causal_conv1d_metadata
 
 from flashstate.integrations.vllm import register, upstream
@@ -184,7 +183,7 @@ class Family:
 
     @property
     def stock(self) -> type:
-        return getattr(__import__(self.module, fromlist=["_"]), self.name)  # type: ignore[no-any-return]
+        return getattr(__import__(self.module, fromlist=["_"]), self.name)
 
 
 def delta_config(**more: Any) -> SimpleNamespace:
@@ -271,12 +270,13 @@ class Driven:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """Those of its states, as views of pages."""
-        return self.layer.kv_cache  # type: ignore[no-any-return]
+        return self.layer.kv_cache
 
     def scaled(self) -> tuple[Tensor, Tensor]:
         """The data (blocks, heads, rows, cols) and the scales (blocks, heads, rows) of states with scales."""
-        heads, rows, cols = self.family.stock.get_state_shape(self.layer)[-1]  # type: ignore[attr-defined]
-        data, scale = self.tensors[-1].flatten(1).split([heads * rows * cols, heads * rows * 4], 1)
+        heads, rows, cols = self.family.stock.get_state_shape(self.layer)[-1]
+        flat = self.tensors[-1].flatten(1)
+        data, scale = flat[:, : heads * rows * cols], flat[:, heads * rows * cols :]
         return data.unflatten(1, (heads, rows, cols)), scale.view(torch.float32).unflatten(1, (heads, rows))
 
     def run(self, batch: Batch, hidden: Tensor) -> Tensor:
@@ -288,7 +288,7 @@ class Driven:
         wanted = {name: given[name] for name in inspect.signature(method).parameters}
         with set_current_vllm_config(self.config), set_forward_context(metadata, self.config), torch.inference_mode():
             y = method(**wanted)
-        return given["output"] if y is None else y  # type: ignore[return-value]
+        return given["output"] if y is None else y
 
 
 def drive(
@@ -353,7 +353,7 @@ def fill_states(driven: Driven) -> None:
     for tensor in driven.tensors:
         values = torch.randn(tensor.shape, generator=random)
         tensor.copy_(values if tensor.is_floating_point() else values * 30)
-    if not driven.tensors[-1].is_floating_point():
+    if driven.tensors[-1].shape[1:] != driven.family.stock.get_state_shape(driven.layer)[-1]:
         scale = driven.scaled()[1]
         scale.copy_(torch.rand(scale.shape, generator=random) / 50)
 

@@ -17,8 +17,8 @@ if not torch.cuda.is_available():
 import triton
 from triton.backends import backends
 from triton.language.core import is_builtin
-from triton.runtime.autotuner import Autotuner
 from triton.runtime import interpreter
+from triton.runtime.autotuner import Autotuner
 from triton.runtime.interpreter import GridExecutor, InterpretedFunction
 
 stock_memory = interpreter._interpreter
@@ -62,7 +62,7 @@ def interpret() -> None:
     import vllm.triton_utils
 
     del backends["cpu"]
-    assert vllm.triton_utils.HAS_TRITON and vllm.triton_utils.triton is triton
+    assert vllm.triton_utils.triton is triton
     initialise, launch = Autotuner.__init__, GridExecutor.__call__
 
     def with_one_config(self: Any, fn: Any, arg_names: Any, configs: Any, *args: Any, **more: Any) -> None:
@@ -79,11 +79,12 @@ def interpret() -> None:
     Autotuner.__init__ = with_one_config
     interpreter._interpreter = Memory()
     GridExecutor.__call__ = with_grid_first
-    from vllm.model_executor.layers.mamba.ops import causal_conv1d
+    from vllm.model_executor.layers.mamba.ops import causal_conv1d, mamba_ssm
     from vllm.platforms import current_platform
 
-    with mock.patch.object(type(current_platform), "is_cpu", lambda self: False):
-        importlib.reload(causal_conv1d)  # where vLLM 0.32.0 takes other kernels on a CPU
+    with mock.patch.object(type(current_platform), "is_cpu", return_value=False):
+        for module in (causal_conv1d, mamba_ssm):  # where vLLM 0.32.0 takes other kernels on a CPU
+            importlib.reload(module)
 
 
 if not torch.cuda.is_available():
