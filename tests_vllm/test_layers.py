@@ -18,6 +18,7 @@ from models_of_peers import decoded, rounded
 from peer_calls import equal_bytes
 from torch import Tensor
 
+from flashstate.compat import delta, shapes
 from flashstate.compat import vllm as compat
 from flashstate.integrations.vllm import upstream
 from flashstate.proof import error_ratio
@@ -223,13 +224,16 @@ def test_an_error_names_layer_and_call_and_that_call_writes_nothing(
     parameters(["qwen, drafts", "olmo, padding", "kimi, padding", "mamba", "short convolution, padding"]),
 )
 def test_a_layer_that_did_not_select_flashstate_is_stock(family: Family, batch: Batch) -> None:
-    driving.drive(family, batch, {})  # so that calls are answered where it is selected
-    driven = driving.drive(family, batch)
-    assert type(driven.layer) is family.stock
+    """No op of flashstate is reached, though the same calls are answered for a layer that selected it."""
+    ours, tokens = driving.drive(family, batch, {}), driving.tokens_of(batch)
     with contextlib.ExitStack() as stack:
-        for name in compat.__all__:
-            stack.enter_context(mock.patch.object(compat, name, side_effect=AssertionError(name)))
-        driven.run(batch, driving.tokens_of(batch))
+        for module, op in ((delta, "gated_delta_step"), (compat, "conv1d_step"), (shapes, "mamba2_step")):
+            stack.enter_context(mock.patch.object(module, op, side_effect=AssertionError("reached")))
+        with pytest.raises(RuntimeError, match="reached"):
+            ours.run(batch, tokens)
+        stock = driving.drive(family, batch)
+        assert type(stock.layer) is family.stock
+        stock.run(batch, tokens)
 
 
 def test_drafts_do_not_go_through_kernels_that_would_pass_flashstate_by() -> None:
