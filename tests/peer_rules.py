@@ -200,6 +200,7 @@ RAW_KDA: Calls = {
         for name, call in VLLM_COUNTED.items()
     },
 }
+RAW_KDA_MAY = {"A_log": "one more axis", "dt_bias": "missing, one more axis", "out": "overlapping"}  # in one row
 BOUNDS: Calls = {"": {}, "a lower bound": {"lower_bound": -5.0}}
 VLLM_RAW_KDA = Door(
     vllm_kda.fused_recurrent_kda,
@@ -209,10 +210,10 @@ VLLM_RAW_KDA = Door(
     calls=crossed(RAW_KDA, BOUNDS, GIVEN), **SHARED,
     right={
         "accepted": (
-            RAW_KDA["accepted"],
+            {**RAW_KDA["accepted"], "given": True},
             {
                 "initial_state": POOL_MAY, "ssm_state_indices": "longer 0, longer 1", "num_accepted_tokens": "longer 0",
-                "cu_seqlens": "shorter 0", "A_log": "one more axis", "dt_bias": "missing, one more axis",
+                "cu_seqlens": "shorter 0", **RAW_KDA_MAY,
             },
         ),
     },
@@ -282,8 +283,8 @@ VLLM_RAW_DECODE = Door(
     ),
     right={
         "three rows": (
-            {"state_indices": [5, 9, 8]},
-            {"initial_state": POOL_MAY, "A_log": "one more axis", "dt_bias": "missing, one more axis"},
+            {"state_indices": [5, 9, 8], "out": torch.full((1, 3, HEADS, DIM), 5.0)},
+            {"initial_state": POOL_MAY, **RAW_KDA_MAY},
         ),
     },
 )  # fmt: skip

@@ -38,6 +38,8 @@ def fused_recurrent_kda(
     pool = delta.state_of("initial_state", initial_state)
     shapes.check_indices("cu_seqlens", cu_seqlens, "batch + 1")
     rows = delta.rows_of(q, k, v, cu_seqlens, pool)
+    if out is not None:
+        check_tensor("out", out, ("one", "tokens", "H", "V"), tuple(v.shape))
     gates = _gates(pool, v, raw_g, raw_beta, A_log, dt_bias, lower_bound)
     return step_blocks(
         initial_state, q, k, v, *gates[0], True, rows, ssm_state_indices, num_accepted_tokens, out=out, **gates[1]
