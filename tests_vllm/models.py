@@ -22,7 +22,6 @@ MAMBA2: dict[str, Any] = {
 # What a family's configuration has besides COMMON.
 FAMILIES: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 16, "chunk_size": 8},
-    "bamba": {**MAMBA2, "attn_layer_indices": [1]},
     "granitemoehybrid": {
         **MAMBA2, "layer_types": ["mamba", "attention", "mamba"], "num_local_experts": 0, "num_experts_per_tok": 0,
         "shared_intermediate_size": 24,
@@ -39,6 +38,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+# Families by another name: with states as large as those of a real model.
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "wide": ("granitemoehybrid", {"mamba_n_heads": 16, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_expand": 16}),
+}
+
+
 def checkpoint(family: str, folder: Path) -> Path:
     """Where a small model of this family is stored, in `folder`; it is made if it is not there."""
     path = folder / family
@@ -47,7 +52,8 @@ def checkpoint(family: str, folder: Path) -> Path:
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**{**COMMON, **FAMILIES[family]}))
+    kind, changes = VARIANTS.get(family, (family, {}))
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**{**COMMON, **FAMILIES[kind], **changes}))
     for name, parameter in model.named_parameters():
         fill(name, parameter.data)
     model.save_pretrained(path)
