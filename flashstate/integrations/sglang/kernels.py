@@ -83,10 +83,10 @@ class DeltaRule:
         check_absent("there is no ring to write", **rings)
         batch = len(mixed_qkv)
         out = mixed_qkv.new_empty(batch, 1, num_v_heads, head_v_dim)
+        a, b = (gate if gate.dim() == 2 else gate.reshape(batch, -1) for gate in (a, b))
         self.packed_rule(
-            mixed_qkv, a.reshape(batch, -1), b.reshape(batch, -1), A_log, dt_bias, scale, ssm_states, out,
-            cache_indices, use_qk_l2norm_in_kernel=True,
-        )  # fmt: skip
+            mixed_qkv, a, b, A_log, dt_bias, scale, ssm_states, out, cache_indices, use_qk_l2norm_in_kernel=True
+        )
         return out.transpose(0, 1)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, **more: Any) -> Tensor:

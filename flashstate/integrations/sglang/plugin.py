@@ -28,9 +28,9 @@ def register() -> None:
 
 def offer() -> None:
     """Add our name to flags, our classes to registries, and our checks to the resolution of arguments."""
+    upstream.add_state_update(kernels.StateUpdate)
     for flag in FLAGS:
         upstream.add_choice(flag)
-    upstream.add_state_update(kernels.StateUpdate)
     upstream.wrap_step("handle_mamba_backend", check_mamba)
     upstream.wrap_step("handle_linear_attn_backend", check_linear)
     upstream.wrap_step("handle_page_major_kv_layout", allow_page_major)

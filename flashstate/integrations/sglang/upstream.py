@@ -109,7 +109,7 @@ def fill(dispatcher: Any, kernel: Any, modes: tuple[str, ...]) -> None:
     if "decode" in modes:
         dispatcher.decode_kernel, dispatcher.supports_packed_decode = kernel, True
     if "verify" in modes:
-        dispatcher.verify_kernel = dispatcher.tree_verify_kernel = kernel
+        dispatcher.verify_kernel = dispatcher.tree_verify_kernel = kernel  # GDN layers have one for trees
 
 
 def triton_kda_kernel() -> type:
