@@ -186,7 +186,8 @@ def delta(layers: str, batch: Batch, memory: Pool) -> tuple[Arguments, Arguments
         "ssm_state_indices": indices(*batch.slots),
         "use_qk_l2norm_in_kernel": True,
     }  # fmt: skip
-    parts = (part.view(1, tokens, -1, size) for part, size in zip(mixed.split(sizes, -1), (K, K, V), strict=True))
+    shapes = (keys, K), (keys, K), (heads, V)
+    parts = (part.view(1, tokens, *shape) for part, shape in zip(mixed.split(sizes, -1), shapes, strict=True))
     step = {
         **dict(zip("qkv", parts, strict=True)), **gates, "softplus_beta": 1.0, "softplus_threshold": 20.0,
         "initial_state_source": memory.temporal, "initial_state_indices": indices(*batch.slots),

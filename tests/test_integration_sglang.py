@@ -291,27 +291,32 @@ def test_a_batch_of_padding_touches_nothing(engine: Engine, kind: str) -> None:
         assert all(equal_bytes(one, other) for one, other in zip(now, before, strict=True))
 
 
+@DELTA_LAYERS
+def test_a_rank_without_requests_gets_an_output_without_rows(engine: Engine, kind: str) -> None:
+    engine.serve(**OURS)
+    _, packed, _ = layers.delta(kind, batch := Batch(slots=()), memory(kind, batch))
+    y, _ = packing(engine.dispatcher(kind), kind)(**packed)
+    assert y.shape == (0, 1, *STATES[kind][:2])
+
+
 def test_rows_that_share_the_slot_of_eager_padding_harm_no_other(engine: Engine) -> None:
     engine.serve(mamba_backend="flashstate")
-    (_, update), (_, alone) = (layers.mamba2(b, memory("Mamba", b)) for b in (Batch(slots=(7, 0, 0)), Batch()))
-    updating(engine)(**update)
-    updating(engine)(**alone)
-    assert equal_bytes(update["out"][0], alone["out"][0])
-    assert equal_bytes(
-        update["state"][1:8],
-        torch.cat([alone["state"][1:2], memory("Mamba", Batch()).temporal[2:7], alone["state"][7:8]]),
-    )
+    _, padded = layers.mamba2(batch := Batch(slots=(7, 0, 0)), memory("Mamba", batch))
+    _, alone = layers.mamba2(batch := Batch(slots=(7, -1, -1)), memory("Mamba", batch))
+    for update in (padded, alone):
+        updating(engine)(**update)
+    assert equal_bytes(padded["out"][0], alone["out"][0])
+    assert equal_bytes(padded["state"][1:], alone["state"][1:])
 
 
 def test_a_rank_with_half_of_the_heads_gives_the_bytes_of_these_heads(engine: Engine) -> None:
     engine.serve(mamba_backend="flashstate")
     _, whole = layers.mamba2(Batch(), memory("Mamba", Batch()))
+    updating(engine)(**whole)
     for rank in range(2):
         _, given = layers.mamba2(Batch(), memory("Mamba", Batch()))
-        part = {name: of_rank(t, axis, rank) for name, axis in HEAD_AXES.items() for t in [given[name]]}
-        updating(engine)(**given | part)
-        if rank == 0:
-            updating(engine)(**whole)
+        part = {**given, **{name: of_rank(given[name], axis, rank) for name, axis in HEAD_AXES.items()}}
+        updating(engine)(**part)
         for name in ("state", "out"):
             assert equal_bytes(part[name], of_rank(whole[name], 1, rank))
 

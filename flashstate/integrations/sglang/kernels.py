@@ -81,9 +81,8 @@ class DeltaRule:
     ) -> Tensor:  # fmt: skip
         """Step every row of a projection by its token; return outputs (1, batch, HV, V)."""
         check_absent("there is no ring to write", **rings)
-        batch = len(mixed_qkv)
-        out = mixed_qkv.new_empty(batch, 1, num_v_heads, head_v_dim)
-        a, b = (gate if gate.dim() == 2 else gate.reshape(batch, -1) for gate in (a, b))
+        out = mixed_qkv.new_empty(len(mixed_qkv), 1, num_v_heads, head_v_dim)
+        b = b if b.dim() == 2 else b.reshape(len(mixed_qkv), num_v_heads)  # of KDA (1, batch, HV)
         self.packed_rule(
             mixed_qkv, a, b, A_log, dt_bias, scale, ssm_states, out, cache_indices, use_qk_l2norm_in_kernel=True
         )
