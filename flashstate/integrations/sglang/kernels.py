@@ -32,8 +32,8 @@ def named(call: str, function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
         except Exception as error:
             number = upstream.layer_of(sys._getframe(1))
-            layer = "a layer that has no number" if number is None else f"layer {number}"
-            raise RuntimeError(f"flashstate failed in {call} of {layer}: {error}") from error
+            layer = "a layer without a number" if number is None else f"layer {number}"
+            raise RuntimeError(f"flashstate failed in {layer}, in {call}: {error}") from error
 
     return run
 
@@ -53,8 +53,8 @@ class StateUpdate:
         )  # fmt: skip
         self._update = named("selective_state_update", update)
         upstream.bind(causal_conv1d_update, upstream.CONV_OF_MAMBA)
-        rounding = "stochastic" if enable_stochastic_rounding else "nearest"
-        say(f"flashstate steps Mamba layers: convolutions, and states rounded to {rounding}")
+        rounded = "stochastically" if enable_stochastic_rounding else "to nearest"
+        say(f"flashstate serves Mamba layers: convolutions, and states rounded {rounded}")
 
     def __call__(self, *tensors: Tensor, **options: Any) -> None:
         """Step the states of a layer; the arguments are those of flashstate.compat.sglang.selective_state_update."""
@@ -73,7 +73,7 @@ class DeltaRule:
         """modes: which of decode and verify this kernel is for."""
         for call in ("packed_decode", "decode", "target_verify"):
             setattr(self, call, named(f"{call} of {self.layers}", getattr(self, call)))
-        say(f"flashstate steps {self.layers} layers: convolutions, {' and '.join(modes)}")
+        say(f"flashstate serves {self.layers} layers: convolutions, {' and '.join(modes)}")
 
     def packed_decode(
         self, mixed_qkv: Tensor, a: Tensor, b: Tensor, *, A_log: Tensor, dt_bias: Tensor, scale: float,
