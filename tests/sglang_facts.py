@@ -42,6 +42,9 @@ SIGNATURES = {
         "cls, target, hook, hook_type=HookType.AFTER, *, source=None"
     ),
     ("srt/server_args.py", "ServerArgs.resolve_once"): "self",
+    ("srt/runtime_context.py", "get_exec"): "",
+    ("srt/utils/common.py", "is_cuda"): "",
+    ("srt/utils/common.py", "is_hip"): "",
 }
 
 CONV_DECODE = ("conv_state_indices",)
@@ -94,6 +97,13 @@ STATEMENTS: dict[tuple[str, int], tuple[str, str]] = {
     (FIELDS, 483): ("mamba_backend choices triton flashinfer", "a list in the field's annotation"),
     (FIELDS, 549): ("linear_attn_decode_backend LINEAR_ATTN_KERNEL_BACKEND_CHOICES", "a list that plugins may extend"),
     (FIELDS, 563): ("linear_attn_verify_backend nv_cutedsl", "a list of its own"),
+    (FIELDS, 572): ("enable_linear_replayssm bool", "a ring for decodes"),
+    (FIELDS, 592): ("enable_linear_replayssm_spec bool", "a ring for drafts"),
+    ("srt/arg_groups/overrides.py", 134): ("_resolved_overrides stash", "declarations are a list, newest last"),
+    (GDN, 678): ("layer forward_batch mixed_qkv", "the layer is a local of who calls us"),
+    (KDA, 770): ("layer forward_batch mixed_qkv", "the same"),
+    (KDA, 1217): ("layer forward_batch mixed_qkv", "the same"),
+    (HYBRID, 1123): ("layer_id mixer hidden_states", "its number is"),
     (GDN, 352): ("verify_kernel verify_kernel_is_flashinfer triton_kernel", "a kernel for drafts"),
     (GDN, 261): ("tree_verify_kernel triton_kernel", "and one for trees"),
     (GDN, 364): ("supports_packed_decode decode_kernel", "decodes are packed if the kernel says so"),

@@ -377,9 +377,7 @@ def test_errors_name_the_call_and_the_layer_and_nothing_is_written(engine: Engin
         forward_decode(Layer(), stepping(made, "GDN"), wrong(step, "dt_bias"))
     with pytest.raises(RuntimeError, match="failed in layer 11, in causal_conv1d_update: conv_state_indices must have"):
         forward_decode(Layer(), kernels.causal_conv1d_update, wrong(conv, "conv_state_indices"))
-    with pytest.raises(
-        RuntimeError, match="failed in layer 3, in selective_state_update: B must have shape"
-    ):
+    with pytest.raises(RuntimeError, match="failed in layer 3, in selective_state_update: B must have shape"):
         forward(3, updating(engine), wrong(update, "B"))
     with pytest.raises(
         RuntimeError, match="in a layer without a number, in packed_decode of GDN: replayssm_d"

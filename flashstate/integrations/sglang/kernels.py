@@ -77,10 +77,10 @@ class DeltaRule:
 
     def packed_decode(
         self, mixed_qkv: Tensor, a: Tensor, b: Tensor, *, A_log: Tensor, dt_bias: Tensor, scale: float,
-        ssm_states: Tensor, cache_indices: Tensor, num_v_heads: int, head_v_dim: int, **rings: Any,
+        ssm_states: Tensor, cache_indices: Tensor, num_v_heads: int, head_v_dim: int, **others: Any,
     ) -> Tensor:  # fmt: skip
-        """Step every row of a projection by its token; return outputs (1, batch, HV, V)."""
-        check_absent("there is no ring to write", **rings)
+        """Step every row of a projection by its token; return outputs (1, batch, HV, V). others: None, all of them."""
+        check_absent("there are neither rings nor bounds of gates", **others)
         out = mixed_qkv.new_empty(len(mixed_qkv), 1, num_v_heads, head_v_dim)
         b = b if b.dim() == 2 else b.reshape(len(mixed_qkv), num_v_heads)  # of KDA (1, batch, HV)
         self.packed_rule(
@@ -106,7 +106,7 @@ class DeltaRule:
         self, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, *, A_log: Tensor, dt_bias: Tensor,
         ssm_states: Tensor, cache_indices: Tensor, query_start_loc: Tensor, **more: Any,
     ) -> Tensor:  # fmt: skip
-        """cache_indices may have more entries than there are rows: batches of graphs are padded."""
+        """Step rows between bounds, in as many of these slots as there are rows; padded batches have more."""
         return compat.fused_sigmoid_gating_delta_rule_update(
             A_log, a, dt_bias, 1.0, 20.0, q, k, v, b, ssm_states, cache_indices[: len(query_start_loc) - 1],
             use_qk_l2norm_in_kernel=True, cu_seqlens=query_start_loc, is_kda=self.per_channel, **more,
