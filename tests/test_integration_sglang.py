@@ -151,7 +151,7 @@ def test_mamba_backend_binds_state_updates_and_convolutions_and_says_so_once(eng
     for module, name in product(("mamba", "mamba1"), ("causal_conv1d_update", "causal_conv1d_update_triton")):
         assert getattr(engine[f"{MAMBA}.{module}"], name) is kernels.causal_conv1d_update
     assert engine[f"{LINEAR}.gdn_backend"].causal_conv1d_update is own_conv
-    assert said == ["flashstate serves Mamba layers: convolutions, and states rounded to nearest"]
+    assert said == ["flashstate is active: Mamba states, rounded to nearest, and convolutions"]
 
 
 @DELTA_LAYERS
@@ -168,7 +168,7 @@ def test_linear_backends_bind_what_was_chosen_and_no_more(
         assert not isinstance(made.extend_kernel, kernels.DeltaRule)
     assert engine[f"{LINEAR}.{kind.lower()}_backend"].causal_conv1d_update is kernels.causal_conv1d_update
     assert engine[f"{MAMBA}.mamba"].causal_conv1d_update is own_conv
-    assert said == [f"flashstate serves {kind} layers: convolutions, {' and '.join(modes)}"]
+    assert said == [f"flashstate is active: {kind} {' and '.join(modes)}, and convolutions"]
 
 
 @pytest.mark.parametrize("version", ["0.5.22", "0.5.24", "0.5.23.post1", "0.6.0"])
@@ -176,7 +176,7 @@ def test_linear_backends_bind_what_was_chosen_and_no_more(
 def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch, said: list[str], version: str, flag: str) -> None:
     engine = in_process(monkeypatch, version=version)
     engine.load(register)
-    message = f"flashstate cannot be chosen: it supports SGLang 0.5.23, and this is {version}"
+    message = f"flashstate is not active: it knows SGLang 0.5.23, and this is {version}"
     assert said == [message]
     assert "flashstate" not in engine["sglang.srt.server_args"].ServerArgs.__annotations__[flag].__metadata__[0].choices
     assert "flashstate" not in engine[DISPATCH]._BACKEND_REGISTRY
@@ -240,7 +240,7 @@ def test_float16_states_are_rounded_stochastically(engine: Engine, said: list[st
     torch.manual_seed(0)
     compat.selective_state_update(**direct, enable_stochastic_rounding=True, cache_philox_rounds=5)
     assert equal_bytes(update["state"][7], direct["state"][7])
-    assert said == ["flashstate serves Mamba layers: convolutions, and states rounded stochastically"]
+    assert said == ["flashstate is active: Mamba states, rounded stochastically, and convolutions"]
 
 
 def test_layers_of_mamba1_are_stepped(engine: Engine) -> None:
@@ -347,7 +347,7 @@ def test_gates_with_a_lower_bound_are_left_to_sglang(engine: Engine, said: list[
         assert made.verify_kernel.target_verify(lower_bound=-5.0) == "verified by SGLang"
     assert made.decode_kernel.extend() == "prefilled by SGLang"
     why = "gated_delta_step has no gate with a lower bound"
-    assert said[1:] == [f"flashstate leaves {call} of KDA to SGLang: {why}" for call in ("decode", "target_verify")]
+    assert said[1:] == [f"flashstate leaves KDA {call} to SGLang: {why}" for call in ("decode", "target_verify")]
 
 
 def wrong(arguments: Arguments, name: str) -> Arguments:
@@ -371,17 +371,15 @@ def test_errors_name_the_call_and_the_layer_and_nothing_is_written(engine: Engin
     class Layer:
         layer_id = 11
 
-    with pytest.raises(RuntimeError, match="flashstate failed in layer 11, in packed_decode of GDN: a must have shape"):
+    with pytest.raises(RuntimeError, match="flashstate failed in GDN packed_decode of layer 11: a must have shape"):
         forward_decode(Layer(), packing(made, "GDN"), wrong(packed, "a"))
-    with pytest.raises(RuntimeError, match="flashstate failed in layer 11, in decode of GDN: dt_bias must have shape"):
+    with pytest.raises(RuntimeError, match="flashstate failed in GDN decode of layer 11: dt_bias must have shape"):
         forward_decode(Layer(), stepping(made, "GDN"), wrong(step, "dt_bias"))
-    with pytest.raises(RuntimeError, match="failed in layer 11, in causal_conv1d_update: conv_state_indices must have"):
+    with pytest.raises(RuntimeError, match="failed in causal_conv1d_update of layer 11: conv_state_indices must have"):
         forward_decode(Layer(), kernels.causal_conv1d_update, wrong(conv, "conv_state_indices"))
-    with pytest.raises(RuntimeError, match="failed in layer 3, in selective_state_update: B must have shape"):
+    with pytest.raises(RuntimeError, match="failed in selective_state_update of layer 3: B must have shape"):
         forward(3, updating(engine), wrong(update, "B"))
-    with pytest.raises(
-        RuntimeError, match="in a layer without a number, in packed_decode of GDN: replayssm_d"
-    ) as raised:
+    with pytest.raises(RuntimeError, match="in GDN packed_decode of a layer without a number: replayssm_d") as raised:
         made.packed_decode(*[torch.ones(1, 1)] * 3, **dict.fromkeys(facts.PACKED[3:]), replayssm_d=torch.ones(1))
     assert isinstance(raised.value.__cause__, ValueError)
     now = (pool.conv, pool.temporal, mamba.temporal)

@@ -33,7 +33,7 @@ def named(call: str, function: Callable[..., Any]) -> Callable[..., Any]:
         except Exception as error:
             number = upstream.layer_of(sys._getframe(1))
             layer = "a layer without a number" if number is None else f"layer {number}"
-            raise RuntimeError(f"flashstate failed in {layer}, in {call}: {error}") from error
+            raise RuntimeError(f"flashstate failed in {call} of {layer}: {error}") from error
 
     return run
 
@@ -54,7 +54,7 @@ class StateUpdate:
         self._update = named("selective_state_update", update)
         upstream.bind(causal_conv1d_update, upstream.CONV_OF_MAMBA)
         rounded = "stochastically" if enable_stochastic_rounding else "to nearest"
-        say(f"flashstate serves Mamba layers: convolutions, and states rounded {rounded}")
+        say(f"flashstate is active: Mamba states, rounded {rounded}, and convolutions")
 
     def __call__(self, *tensors: Tensor, **options: Any) -> None:
         """Step the states of a layer; the arguments are those of flashstate.compat.sglang.selective_state_update."""
@@ -72,8 +72,8 @@ class DeltaRule:
     def __init__(self, modes: tuple[str, ...]) -> None:
         """modes: which of decode and verify this kernel is for."""
         for call in ("packed_decode", "decode", "target_verify"):
-            setattr(self, call, named(f"{call} of {self.layers}", getattr(self, call)))
-        say(f"flashstate serves {self.layers} layers: convolutions, {' and '.join(modes)}")
+            setattr(self, call, named(f"{self.layers} {call}", getattr(self, call)))
+        say(f"flashstate is active: {self.layers} {' and '.join(modes)}, and convolutions")
 
     def packed_decode(
         self, mixed_qkv: Tensor, a: Tensor, b: Tensor, *, A_log: Tensor, dt_bias: Tensor, scale: float,
@@ -131,7 +131,7 @@ def left_if_bounded(call: str, ours: Callable[..., Tensor], stock: Callable[...,
     def chosen(*args: Any, lower_bound: float | None = None, **kwargs: Any) -> Tensor:
         if lower_bound is None:
             return ours(*args, **kwargs)
-        say(f"flashstate leaves {call} of KDA to SGLang: gated_delta_step has no gate with a lower bound")
+        say(f"flashstate leaves KDA {call} to SGLang: gated_delta_step has no gate with a lower bound")
         return stock(*args, lower_bound=lower_bound, **kwargs)
 
     return chosen

@@ -38,7 +38,7 @@ def offer() -> None:
 
 
 def refusal(version: str) -> str:
-    return f"flashstate cannot be chosen: it supports SGLang {' or '.join(upstream.SUPPORTED)}, and this is {version}"
+    return f"flashstate is not active: it knows SGLang {' and '.join(upstream.SUPPORTED)}, and this is {version}"
 
 
 def refuse_all(server_args: Any) -> None:
