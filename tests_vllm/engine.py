@@ -18,7 +18,7 @@ os.environ.update(
     VLLM_LOGGING_LEVEL="INFO",
 )  # fmt: skip
 
-import torch  # noqa: E402
+import torch
 
 RESULTS = "results: "  # what the line begins with
 COMMON = {
@@ -56,10 +56,10 @@ def prompts(count: int, longest: int, seed: int = 1) -> list[list[int]]:
     return [(tokens[:3] * len(tokens))[: len(tokens)] if i % 2 else tokens for i, tokens in enumerate(drawn)]
 
 
-def parameters(tokens: int) -> Any:
+def parameters(tokens: int, **more: Any) -> Any:
     from vllm import SamplingParams
 
-    return SamplingParams(temperature=0, max_tokens=tokens, logprobs=1, ignore_eos=True, detokenize=False)
+    return SamplingParams(temperature=0, max_tokens=tokens, logprobs=1, ignore_eos=True, detokenize=False, **more)
 
 
 def outcome(output: Any) -> dict[str, Any]:
@@ -77,6 +77,17 @@ def together(llm: Any) -> list[dict[str, Any]]:
 def alone(llm: Any) -> list[dict[str, Any]]:
     given = [{"prompt_token_ids": tokens} for tokens in prompts(6, 40)]
     return [outcome(llm.generate(one, parameters(32), use_tqdm=False)[0]) for one in given]
+
+
+def in_prompts(llm: Any) -> list[dict[str, Any]]:
+    """The same as `alone`, with probabilities of these tokens as parts of prompts: the engine's other way to them."""
+    results = alone(llm)
+    for tokens, result in zip(prompts(6, 40), results, strict=True):
+        whole = {"prompt_token_ids": tokens + result["tokens"]}
+        output = llm.generate(whole, parameters(1, prompt_logprobs=1), use_tqdm=False)[0]
+        of_prompt = output.prompt_logprobs[len(tokens) :]
+        result["logprobs"] = [of[token].logprob for token, of in zip(result["tokens"], of_prompt, strict=True)]
+    return results
 
 
 def prefixes(llm: Any) -> list[dict[str, Any]]:
@@ -110,7 +121,7 @@ def arriving(llm: Any) -> dict[str, Any]:
     return {"among_others": done, "alone": own, "aborted": sorted(aborted)}
 
 
-WORK = {"together": together, "alone": alone, "prefixes": prefixes, "arriving": arriving}
+WORK = {"together": together, "alone": alone, "in_prompts": in_prompts, "prefixes": prefixes, "arriving": arriving}
 
 if __name__ == "__main__":
     main(json.loads(sys.argv[1]))
