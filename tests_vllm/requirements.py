@@ -1,5 +1,5 @@
-"""Print what the installed build of vLLM for CPUs requires, but for torch, whose version is ours to choose, and for what
-the models of these tests do not need: images, sound and video."""
+"""Print what the installed build of vLLM for CPUs requires, but for torch, whose version is ours to choose, and for
+what the models of these tests do not need: images, sound and video."""
 
 from __future__ import annotations
 
