@@ -44,10 +44,20 @@ def gates_of(arguments: Arguments, sizes: tuple[int, int], dtype: torch.dtype) -
     g, beta = g.to(dtype).reshape(*sizes, -1), beta.to(dtype).reshape(sizes)
     if raw:
         bias = 0 if arguments.get("dt_bias") is None else arguments["dt_bias"].to(dtype).reshape(sizes[1], -1)
-        g = -torch.exp(arguments["A_log"].to(dtype).reshape(-1, 1)) * softplus(g + bias)
+        g, A, lower = g + bias, torch.exp(arguments["A_log"].to(dtype).reshape(-1, 1)), arguments.get("lower_bound")
+        g = -A * softplus(g) if lower is None else lower / (1 + torch.exp(-A * g))
     if arguments.get("use_beta_sigmoid_in_kernel", raw):
         beta = 1 / (1 + torch.exp(-beta))
     return {"decay": torch.exp(g), "beta": beta}
+
+
+def raw_kda(contract: Contract, arguments: Arguments, dtype: torch.dtype) -> Outcome:
+    """What the delta rules of vLLM's Kimi layers give, which have their own names for gates and blocks."""
+    names = {"raw_g": "a", "raw_beta": "b", "state_indices": "ssm_state_indices"}
+    arguments = {names.get(name, name): value for name, value in arguments.items()}
+    if arguments.get("out") is None:
+        arguments["out"] = arguments["a"].new_empty(*arguments["b"].shape, arguments["initial_state"].shape[2])
+    return rule(contract, "initial_state", {**arguments, "use_qk_l2norm_in_kernel": True}, dtype)
 
 
 def one_token(s: Tensor, values: Arguments) -> tuple[Tensor, Tensor]:

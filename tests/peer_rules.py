@@ -6,9 +6,9 @@ from typing import Any
 import models_of_rules as models
 import torch
 from models_of_peers import Arguments
-from peer_calls import BUFFER, DIM, DSTATE, HEADS, SLOTS, Calls, Door, Random, crossed, some
+from peer_calls import BUFFER, DIM, DSTATE, GIVEN, HEADS, SLOTS, Calls, Door, Random, crossed, some
 
-from flashstate.compat import sglang_delta, vllm_delta
+from flashstate.compat import sglang_delta, vllm_delta, vllm_kda
 
 FLOAT, HALF, BRAIN = torch.float32, torch.float16, torch.bfloat16
 RAW, LOG = ("a", "b"), ("g", "beta")  # what gates are called, with and without A_log
@@ -66,6 +66,19 @@ def decode_arguments(
         "out": torch.full((3, 1, HEADS, DIM), 5.0, dtype=x_dtype, device=device),
         "use_qk_l2norm_in_kernel": True,
     }
+
+
+def raw_kda_arguments(
+    device: torch.device, shape: tuple[int, int] = (1, 3), packed: bool = False, state_dtype: torch.dtype = FLOAT,
+    x_dtype: torch.dtype = FLOAT,
+) -> Arguments:  # fmt: skip
+    """What the delta rules of Kimi layers have, for tokens (1, tokens). packed: q, k and v side by side."""
+    made = rule_arguments("initial_state", RAW, device, shape, HEADS, True, False, state_dtype, x_dtype)
+    del made["use_qk_l2norm_in_kernel"]
+    made |= {"raw_g": made.pop("a"), "raw_beta": made.pop("b"), "dt_bias": made["dt_bias"].flatten()}
+    if packed:
+        made["mixed_qkv"] = torch.cat([made.pop(name)[0].flatten(1) for name in "qkv"], 1)
+    return {**made, "lower_bound": None}
 
 
 TABLE = [[5, 1, 2], [9, 3, 4], [8, 6, 7]]
@@ -162,6 +175,48 @@ VLLM_KDA = Door(
         ),
     },
 )  # fmt: skip
+VLLM_DECAYS = Door(
+    vllm_delta.fused_recurrent_gated_delta_rule,
+    "q, k, v, g, beta=None, scale=None, initial_state=None, inplace_final_state=True, cu_seqlens=None, "
+    "ssm_state_indices=None, num_accepted_tokens=None, use_qk_l2norm_in_kernel=False",
+    make=partial(rule_arguments, "initial_state", LOG), model=partial(models.rule, models.vllm, "initial_state"),
+    pools={"initial_state": ""}, **SHARED,
+    calls={**VLLM_MODES, **VLLM_COUNTED, "no beta": {**VLLM_MODES["several tokens"], "beta": None}},
+    right={
+        "accepted": (
+            {**VLLM_COUNTED["accepted"], "flat": False},
+            {
+                "initial_state": POOL_MAY, "ssm_state_indices": "longer 0, longer 1", "num_accepted_tokens": "longer 0",
+                "cu_seqlens": "shorter 0",
+            },
+        ),
+    },
+)  # fmt: skip
+RAW_KDA: Calls = {
+    "a token each": {"cu_seqlens": [0, 1, 2, 3], "ssm_state_indices": [5, 0, 8]},
+    "no bias": {"cu_seqlens": [0, 1, 2, 3], "ssm_state_indices": [5, 9, 8], "dt_bias": None},
+    **{
+        name: {option: value for option, value in call.items() if option != "flat"}
+        for name, call in VLLM_COUNTED.items()
+    },
+}
+BOUNDS: Calls = {"": {}, "a lower bound": {"lower_bound": -5.0}}
+VLLM_RAW_KDA = Door(
+    vllm_kda.fused_recurrent_kda,
+    "q, k, v, raw_g, raw_beta, A_log, dt_bias, lower_bound, initial_state, cu_seqlens, ssm_state_indices, "
+    "num_accepted_tokens=None, out=None, fuse_gate=None",
+    make=raw_kda_arguments, model=partial(models.raw_kda, models.vllm), pools={"initial_state": ""},
+    calls=crossed(RAW_KDA, BOUNDS, GIVEN), **SHARED,
+    right={
+        "accepted": (
+            RAW_KDA["accepted"],
+            {
+                "initial_state": POOL_MAY, "ssm_state_indices": "longer 0, longer 1", "num_accepted_tokens": "longer 0",
+                "cu_seqlens": "shorter 0", "A_log": "one more axis", "dt_bias": "missing, one more axis",
+            },
+        ),
+    },
+)  # fmt: skip
 SGLANG_RULE = Door(
     sglang_delta.fused_sigmoid_gating_delta_rule_update,
     "A_log, a, dt_bias, softplus_beta, softplus_threshold, q, k, v, b, initial_state_source, initial_state_indices, "
@@ -212,6 +267,26 @@ VLLM_DECODE = Door(
     vllm_delta.fused_recurrent_gated_delta_rule_packed_decode, PACKED_DECODE, make=decode_arguments,
     model=partial(models.rule, partial(models.packed_decode, 0), "initial_state"), calls=DECODES, **DECODE,
 )  # fmt: skip
+VLLM_RAW_DECODE = Door(
+    vllm_kda.fused_recurrent_kda_packed_decode,
+    "mixed_qkv, raw_g, raw_beta, A_log, dt_bias, lower_bound, initial_state, state_indices, scale=None, out=None",
+    make=partial(raw_kda_arguments, packed=True), model=partial(models.raw_kda, partial(models.packed_decode, 0)),
+    pools={"initial_state": ""}, tokens=("raw_g", "raw_beta"), indices=(),
+    calls=crossed(
+        {
+            "": {"state_indices": [5, 9, 8], "scale": 0.3},
+            "rows skipped": {"state_indices": [0, -1, 8], "indices": torch.int64},
+            "bfloat16": {"state_indices": [5, 9, 8], "x_dtype": BRAIN, "state_dtype": BRAIN},
+        },
+        BOUNDS,
+    ),
+    right={
+        "three rows": (
+            {"state_indices": [5, 9, 8]},
+            {"initial_state": POOL_MAY, "A_log": "one more axis", "dt_bias": "missing, one more axis"},
+        ),
+    },
+)  # fmt: skip
 SGLANG_DECODE = Door(
     sglang_delta.fused_recurrent_gated_delta_rule_packed_decode, PACKED_DECODE, make=decode_arguments,
     model=partial(models.rule, partial(models.packed_decode, -1), "initial_state"), calls=DECODES, **DECODE,
@@ -221,4 +296,5 @@ SGLANG_KDA = Door(
     make=partial(decode_arguments, per_channel=True),
     model=partial(models.rule, partial(models.packed_decode, -1), "initial_state"), calls=DECODES, **DECODE,
 )  # fmt: skip
-RULES = (VLLM_RULE, VLLM_KDA, VLLM_DECODE, SGLANG_RULE, SGLANG_UPDATE, SGLANG_DECODE, SGLANG_KDA)
+OF_VLLM = (VLLM_RULE, VLLM_DECAYS, VLLM_KDA, VLLM_DECODE, VLLM_RAW_KDA, VLLM_RAW_DECODE)
+RULES = (*OF_VLLM, SGLANG_RULE, SGLANG_UPDATE, SGLANG_DECODE, SGLANG_KDA)

@@ -18,8 +18,11 @@ from peer_rules import (
     SGLANG_KDA,
     SGLANG_RULE,
     SGLANG_UPDATE,
+    VLLM_DECAYS,
     VLLM_DECODE,
     VLLM_KDA,
+    VLLM_RAW_DECODE,
+    VLLM_RAW_KDA,
     VLLM_RULE,
 )
 from peer_selective import FLASHINFER, SSM, VLLM
@@ -34,7 +37,7 @@ WORDS = {  # that messages have for an argument besides its name
     "dst_state_batch_indices": "write", "output_state_indices": "write", "ssm_state_indices": "write",
     "num_accepted_tokens": "accepted", "query_start_loc": "cu_seqlens", "cache_seqlens": "positions",
     "initial_state_source": "state|data", "mixed_qkv": "q|k|v|slots", "num_accept_tokens": "accepted",
-    WINDOWS: "snapshots",
+    WINDOWS: "snapshots", "raw_g": "a", "raw_beta": "b",
 }  # fmt: skip
 ERRORS = (TypeError, ValueError, RuntimeError)
 
@@ -278,6 +281,15 @@ SPECIAL: dict[Door, list[Wrong]] = {
         (TypeError, "beta must be a tensor, got NoneType", {"beta": None}),
         (ValueError, "num_accepted_tokens must be left out", {"num_accepted_tokens": [1, 1, 1]}),
     ],
+    VLLM_DECAYS: OF_RULES,
+    VLLM_RAW_KDA: [
+        (TypeError, "lower_bound must be a number, got '1'", {"lower_bound": "1"}),
+        (TypeError, "ssm_state_indices must be a tensor, got NoneType", {"ssm_state_indices": None}),
+    ],
+    VLLM_RAW_DECODE: [
+        (ValueError, "mixed_qkv must have shape (B, qkv_dim=160), got (3, 159)", {"mixed_qkv": torch.ones(3, 159)}),
+        (TypeError, "scale must be a number, got '1'", {"scale": "1"}),
+    ],
     SGLANG_RULE: [
         *OF_RULES, *OF_VERIFYING,
         (ValueError, "softplus_beta must be 1.0, got 0.5", {"softplus_beta": 0.5}),
@@ -303,7 +315,7 @@ SPECIAL: dict[Door, list[Wrong]] = {
         (ValueError, "enable_stochastic_rounding is for a state of float16", {"enable_stochastic_rounding": True}),
     ],
 }  # fmt: skip
-LIKE_OTHERS = {FLA_KDA, VLLM_KDA, SGLANG_UPDATE, SGLANG_KDA}  # whose tensors go the way of another door's
+LIKE_OTHERS = {FLA_KDA, VLLM_DECAYS, VLLM_KDA, SGLANG_UPDATE, SGLANG_KDA}  # whose tensors go the way of another door's
 TENSORS = [
     (door, call, name)
     for door in SPECIAL

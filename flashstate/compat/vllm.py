@@ -8,6 +8,7 @@ from torch import Tensor
 
 from flashstate.compat import shapes
 from flashstate.compat.vllm_delta import (
+    fused_recurrent_gated_delta_rule,
     fused_recurrent_gated_delta_rule_packed_decode,
     fused_recurrent_kda,
     fused_sigmoid_gating_delta_rule_update,
@@ -24,6 +25,7 @@ from flashstate.state.state import State
 
 __all__ = [
     "causal_conv1d_update",
+    "fused_recurrent_gated_delta_rule",
     "fused_recurrent_gated_delta_rule_packed_decode",
     "fused_recurrent_kda",
     "fused_sigmoid_gating_delta_rule_update",

@@ -69,11 +69,40 @@ def fused_sigmoid_gating_delta_rule_update(
     HV, K = pool.shape[1::2]
     rows = delta.rows_of(q, k, v, cu_seqlens, pool)
     channels = (K,) if is_kda else ()
-    return _step(
+    return step_blocks(
         initial_state, q, k, v, delta.gate_of("a", a, v, HV, *channels), delta.gate_of("b", b, v, HV),
         inplace_final_state, rows, ssm_state_indices, num_accepted_tokens, scale=scale,
         qk_l2norm=use_qk_l2norm_in_kernel, A_log=delta.of_heads("A_log", A_log, HV),
         dt_bias=delta.of_heads("dt_bias", dt_bias, HV, *channels),
+    )  # fmt: skip
+
+
+def fused_recurrent_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | State | None = None,
+    inplace_final_state: bool = True,
+    cu_seqlens: Tensor | None = None,
+    ssm_state_indices: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Step every row by its tokens, with given decays; return the outputs and the tensor that holds the states.
+
+    q, k are (B, T, H, K), v (B, T, HV, V), g (B, T, HV) the logarithm of the decay, beta (B, T, HV), and initial_state
+    is (slots, HV, V, K). With a table of blocks the state after token t goes to column t. docs/compat.md has the other
+    arguments, and says what differs from vLLM.
+    """
+    pool = delta.state_of("initial_state", initial_state)
+    rows = delta.rows_of(q, k, v, cu_seqlens, pool)
+    beta = delta.one_gate(v, 1.0) if beta is None else delta.gate_of("beta", beta, v, pool.shape[1])
+    return step_blocks(
+        initial_state, q, k, v, delta.gate_of("g", g, v, pool.shape[1]), beta, inplace_final_state, rows,
+        ssm_state_indices, num_accepted_tokens, scale=scale, qk_l2norm=use_qk_l2norm_in_kernel,
     )  # fmt: skip
 
 
@@ -101,13 +130,13 @@ def fused_recurrent_kda(
     pool = delta.state_of("initial_state", initial_state)
     HV, K = pool.shape[1::2]
     rows = delta.rows_of(q, k, v, cu_seqlens, pool)
-    return _step(
+    return step_blocks(
         initial_state, q, k, v, delta.gate_of("g", g, v, HV, K), delta.gate_of("beta", beta, v, HV),
         inplace_final_state, rows, ssm_state_indices, None, scale=scale, qk_l2norm=use_qk_l2norm_in_kernel,
     )  # fmt: skip
 
 
-def _step(
+def step_blocks(
     pool: Any, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, in_place: bool, rows: delta.Rows,
     indices: Tensor | None, accepted: Tensor | None, **more: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip

@@ -23,11 +23,13 @@ class Kind:
 
     methods: those that step states.
     scaled: whether prefill of such layers takes states that are no tensor, so that int8, int16 and float8 work.
+    cuda: whether vLLM runs other methods on anything but GPUs of NVIDIA.
     settings: attributes that choose between ways to decode, and what they must be.
     """
 
     methods: tuple[str, ...]
     scaled: bool = False
+    cuda: bool = False
     settings: tuple[tuple[str, Any], ...] = ()
 
 
@@ -95,15 +97,15 @@ class Served:
 
 
 def with_room_for_scales(shapes: Sequence[tuple[int, ...]], options: Options) -> tuple[tuple[int, ...], ...]:
-    """The shapes of a layer's tensors, of which the last is its state."""
-    if options.dtype is None:
+    """The shapes of a layer's tensors, of which the last is its state; the first is of its convolution."""
+    if options.dtype is None or len(shapes) < 2:
         return tuple(shapes)
     return (*shapes[:-1], widened(shapes[-1], options.dtype))
 
 
 def with_dtype(dtypes: Sequence[torch.dtype], options: Options) -> tuple[torch.dtype, ...]:
-    """The dtypes of a layer's tensors, of which the last is its state."""
-    return tuple(dtypes) if options.dtype is None else (*dtypes[:-1], options.dtype)
+    """The dtypes of a layer's tensors, of which the last is its state; the first is of its convolution."""
+    return tuple(dtypes) if options.dtype is None or len(dtypes) < 2 else (*dtypes[:-1], options.dtype)
 
 
 def subclass(base: type, kind: Kind, begin: Callable[[Any], None]) -> type:

@@ -6,6 +6,7 @@ No other file of flashstate imports vLLM.
 from __future__ import annotations
 
 import copyreg
+import dataclasses
 import functools
 import importlib
 import logging
@@ -14,10 +15,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from flashstate.compat import vllm as compat
+from flashstate.compat import vllm_kda
 from flashstate.errors import dtype_name
 from flashstate.integrations.vllm.layers import Kind, Served, subclass, with_dtype, with_room_for_scales
 from flashstate.integrations.vllm.options import Options, parse
-from flashstate.integrations.vllm.serving import answered, current
+from flashstate.integrations.vllm.serving import Serving, answered, current
 
 VERSIONS = ("0.26.0", "0.32.0")
 BACKEND = "flashstate"
@@ -25,26 +27,70 @@ MAMBA = "vllm.model_executor.layers.mamba"
 
 logger = logging.getLogger("vllm.flashstate")  # below vLLM's own logger, which has a handler
 
+GDN = f"{MAMBA}.gdn"
+KDA = tuple(f"vllm.models.kimi_k3.{vendor}.ops.third_party.kda" for vendor in ("nvidia", "amd"))
+
 # Classes of layers, by module.
 KINDS = {
     (f"{MAMBA}.mamba_mixer2", "MambaMixer2"): Kind(("conv_ssm_forward",), scaled=True),
     (f"{MAMBA}.mamba_mixer", "MambaMixer"): Kind(("forward_impl",)),
-    (f"{MAMBA}.gdn.qwen_gdn_linear_attn", "QwenGatedDeltaNetAttention"): Kind(
+    (f"{MAMBA}.short_conv", "ShortConv"): Kind(("forward_cuda",), scaled=True, cuda=True),
+    (f"{GDN}.qwen_gdn_linear_attn", "QwenGatedDeltaNetAttention"): Kind(
         ("_forward_core", "_forward_core_fused_norm_packed"),
         scaled=True,
+        cuda=True,
         settings=(("gdn_decode_kernel", "triton"), ("enable_fused_gdn_spec_decode", False)),
     ),
+    (f"{GDN}.olmo_gdn_linear_attn", "OlmoHybridGatedDeltaNetAttention"): Kind(("_forward_core",), scaled=True),
+    (f"{GDN}.kimi_gdn_linear_attn", "KimiGatedDeltaNetAttention"): Kind(("_forward",)),
 }
 
-# What a module calls, and which argument has the states.
-CALLS: dict[str, dict[str, str | None]] = {
-    f"{MAMBA}.mamba_mixer2": {"causal_conv1d_update": None},
-    f"{MAMBA}.mamba_mixer": {"causal_conv1d_update": None},
-    f"{MAMBA}.gdn.qwen_gdn_linear_attn": {
-        "causal_conv1d_update": None,
-        "fused_recurrent_gated_delta_rule_packed_decode": "initial_state",
-        "fused_sigmoid_gating_delta_rule_update": "initial_state",
-    },
+
+def update_own_tokens(a: Any, b: Any, q: Any, num_accepted_tokens: Any = None, **more: Any) -> Any:
+    """fused_sigmoid_gating_delta_rule_update where a and b may have more tokens than q. vLLM gives it those of a whole
+    batch where only some rows have drafts; its own kernel then takes the first, whichever they are."""
+    if len(a) != q.shape[1]:
+        metadata = metadata_of(current())
+        tokens = metadata.non_spec_token_indx if num_accepted_tokens is None else metadata.spec_token_indx
+        a, b = a.index_select(0, tokens), b.index_select(0, tokens)
+    more |= {"num_accepted_tokens": num_accepted_tokens}
+    return compat.fused_sigmoid_gating_delta_rule_update(a=a, b=b, q=q, **more)
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A function that layers of a module call.
+
+    state: its argument that has the states. modules: where they find it, if not in their own module. ours: what answers
+    it, if not what flashstate.compat.vllm has under its name. versions: those of vLLM in which it is called.
+    """
+
+    name: str
+    state: str | None = None
+    modules: tuple[str, ...] = ()
+    ours: Callable[..., Any] | None = None
+    versions: tuple[str, ...] = VERSIONS
+
+
+CONV = Call("causal_conv1d_update")
+CALLS = {
+    f"{MAMBA}.mamba_mixer2": (CONV,),
+    f"{MAMBA}.mamba_mixer": (CONV,),
+    f"{MAMBA}.short_conv": (CONV,),
+    f"{GDN}.qwen_gdn_linear_attn": (
+        CONV,
+        Call("fused_recurrent_gated_delta_rule_packed_decode", "initial_state"),
+        Call("fused_sigmoid_gating_delta_rule_update", "initial_state", ours=update_own_tokens),
+    ),
+    f"{GDN}.olmo_gdn_linear_attn": (CONV, Call("fused_recurrent_gated_delta_rule", "initial_state")),
+    f"{GDN}.kimi_gdn_linear_attn": (
+        CONV,
+        Call("fused_recurrent_kda", "initial_state", versions=("0.26.0",)),
+        *(
+            Call(name, "initial_state", KDA, getattr(vllm_kda, name), ("0.32.0",))
+            for name in ("fused_recurrent_kda", "fused_recurrent_kda_packed_decode")
+        ),
+    ),
 }
 
 
@@ -99,11 +145,12 @@ def options_of(vllm_config: Any) -> Options | None:
 
 def serve_layers() -> None:
     """Let vLLM make layers of ours, and pages of their size, where flashstate is selected."""
-    from vllm.model_executor.custom_op import PluggableLayer
+    from vllm.model_executor.custom_op import CustomOp, PluggableLayer
     from vllm.platforms.interface import Platform
 
     if not _is_ours(PluggableLayer.__new__):
-        PluggableLayer.__new__ = staticmethod(_ours(_make(PluggableLayer.__new__)))
+        for base in (PluggableLayer, CustomOp):  # which in vLLM 0.26.0 is the base of ShortConv
+            base.__new__ = staticmethod(_ours(_make(base.__new__)))
         stock = Platform.__dict__["_align_hybrid_block_size"].__func__
         Platform._align_hybrid_block_size = classmethod(_ours(_align(stock)))
 
@@ -118,7 +165,7 @@ def _is_ours(function: Any) -> bool:
 
 
 def _make(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """PluggableLayer.__new__. vLLM's way to replace a class, `register_oot`, would import all classes at start-up, and
+    """__new__ of layers. vLLM's way to replace a class, `register_oot`, would import all classes at start-up, and
     replace them for models that run on something else too."""
 
     def make(cls: type, *args: Any, **more: Any) -> Any:
@@ -128,13 +175,20 @@ def _make(stock: Callable[..., Any]) -> Callable[..., Any]:
         if config is None or issubclass(cls, Served) or options_of(config) is None:
             return stock(cls, *args, **more)
         kind = KINDS.get((cls.__module__, cls.__name__))
-        if kind is not None:
+        if kind is not None and (on_cuda() or not kind.cuda):
             return object.__new__(_class_of(cls, kind))
         if hasattr(cls, "get_state_shape"):
             logger.warning("flashstate does not serve layers of %s: vLLM's kernels do", cls.__name__)
         return stock(cls, *args, **more)
 
     return make
+
+
+def on_cuda() -> bool:
+    """Whether vLLM runs on GPUs of NVIDIA."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cuda())
 
 
 _classes: dict[type, type] = {}
@@ -173,11 +227,20 @@ def _begin(layer: Served) -> None:
 
 def answer_calls(module: str) -> None:
     """Let flashstate answer what a module of layers calls, while a layer of ours runs."""
-    found = importlib.import_module(module)
-    for name, state in CALLS[module].items():
-        stock = getattr(found, name)
-        if not _is_ours(stock):
-            setattr(found, name, _ours(answered(name, stock, getattr(compat, name), state)))
+    for call in CALLS[module]:
+        if version() in call.versions:
+            for place in map(importlib.import_module, call.modules or (module,)):
+                stock = getattr(place, call.name)
+                if not _is_ours(stock):
+                    ours = call.ours or getattr(compat, call.name)
+                    setattr(place, call.name, _ours(answered(call.name, stock, ours, call.state)))
+
+
+def metadata_of(layer: Serving | None) -> Any:
+    """What vLLM says of the batch that a layer runs on."""
+    from vllm.forward_context import get_forward_context
+
+    return get_forward_context().attn_metadata[layer.name]  # type: ignore[union-attr]
 
 
 def add_ssu_backend() -> None:

@@ -1,0 +1,251 @@
+"""Layers of vLLM on flashstate, driven without its engine, beside the same layers on vLLM's kernels and on models.
+
+The models are those of tests/: loops over rows and tokens in float64, which say what a call of vLLM gives. Kernels for
+prompts are vLLM's in all runs. Without a GPU, vLLM's kernels run in Triton's interpreter.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import driving  # first: it prepares vLLM
+import pytest
+import torch
+from driving import BOUNDED_KIMI, DEVICE, KIMI, MAMBA1, OLMO, QWEN, SHORT_CONV, VERSION, Batch, Driven, Family
+from models_of_peers import decoded, rounded
+from peer_calls import equal_bytes
+from torch import Tensor
+
+from flashstate.compat import vllm as compat
+from flashstate.integrations.vllm import upstream
+from flashstate.proof import error_ratio
+
+FLOAT, BRAIN, HALF = torch.float32, torch.bfloat16, torch.float16
+ON_GPU = DEVICE.type == "cuda"
+FAR = 64  # budgets: what vLLM's kernels may be off for another order of sums, and what is no such thing is not
+
+DECODES, PADDED = Batch(decodes=[3, 5, 1]), Batch(decodes=[3, 5, 1], padding=2)
+PROMPTS = Batch(decodes=[3, 5], prefills=[(7, 9, True), (8, 70, False)])
+DRAFTS = Batch(drafts=[((3, 4, 5), 3, 2), ((6, 7, 8), 2, 1), ((9, 10, 11), 3, 3)])
+PADDED_DRAFTS = dataclasses.replace(DRAFTS, padding=1)
+DRAFTS_AND_PROMPTS = Batch(drafts=DRAFTS.drafts[:2], prefills=[(1, 9, True), (2, 5, False)])
+DECODES_AND_DRAFTS = Batch(decodes=[1, 2], drafts=DRAFTS.drafts[:2], drafts_last=True)
+DRAFTS_AND_DECODES = dataclasses.replace(DECODES_AND_DRAFTS, drafts_last=False)
+
+newest = pytest.mark.skipif(VERSION == "0.26.0", reason="these layers of vLLM 0.26.0 take no drafts")
+gpu = pytest.mark.skipif(not ON_GPU, reason="vLLM's kernel for these prompts needs a GPU")
+gather = pytest.mark.skipif(VERSION != "0.26.0" and not ON_GPU, reason="vLLM gathers these states on a GPU alone")
+GATES_OF_OTHERS = [(DECODES_AND_DRAFTS, "0.26.0"), (DRAFTS_AND_DECODES, "0.26.0"), (DRAFTS_AND_DECODES, "0.32.0")]
+CASES = {
+    "qwen, decodes": (QWEN, DECODES),
+    "qwen, padding": (QWEN, PADDED),
+    "qwen, prompts": (QWEN, PROMPTS),
+    "qwen, drafts": (QWEN, DRAFTS),
+    "qwen, drafts and padding": (QWEN, PADDED_DRAFTS),
+    "qwen, drafts and prompts": (QWEN, DRAFTS_AND_PROMPTS),
+    "qwen, decodes before drafts": (QWEN, DECODES_AND_DRAFTS),
+    "qwen, drafts before decodes": (QWEN, DRAFTS_AND_DECODES),
+    "olmo, padding": (OLMO, PADDED),
+    "olmo, prompts": (OLMO, PROMPTS),
+    "olmo, drafts and padding": (OLMO, PADDED_DRAFTS),
+    "olmo, drafts and prompts": (OLMO, DRAFTS_AND_PROMPTS),
+    "olmo, decodes before drafts": (OLMO, DECODES_AND_DRAFTS),
+    "kimi, padding": (KIMI, PADDED),
+    "kimi, prompts": (KIMI, PROMPTS, gather),
+    "kimi, drafts and padding": (KIMI, PADDED_DRAFTS, newest),
+    "kimi, decodes before drafts": (KIMI, DECODES_AND_DRAFTS, newest),
+    "kimi with a lower bound": (BOUNDED_KIMI, DECODES, newest),
+    "kimi with a lower bound, drafts": (BOUNDED_KIMI, DRAFTS, newest),
+    "mamba": (MAMBA1, PADDED),
+    "mamba, prompts": (MAMBA1, PROMPTS, gpu),
+    "short convolution, padding": (SHORT_CONV, PADDED),
+    "short convolution, prompts": (SHORT_CONV, PROMPTS),
+    "short convolution, drafts and padding": (SHORT_CONV, PADDED_DRAFTS, newest),
+}  # fmt: skip
+OF_FORMATS = ("qwen, padding", "qwen, drafts", "qwen, prompts", "olmo, drafts and prompts", "kimi, padding", "mamba")
+
+
+def parameters(names: Any) -> Any:
+    """Parameters of a test: a family and a batch of each of these cases."""
+    cases = {name: CASES[name] for name in names}
+    return [pytest.param(*case[:2], id=name, marks=case[2:]) for name, case in cases.items()]
+
+
+@pytest.fixture(autouse=True)
+def as_on_gpus() -> Iterator[None]:
+    """Layers are served as they are on GPUs, where vLLM has other methods for CPUs."""
+    with mock.patch.object(upstream, "on_cuda", return_value=True):
+        yield
+
+
+@dataclasses.dataclass
+class Run:
+    """A layer that has run a batch: its output, and its pages before and after."""
+
+    y: Tensor
+    before: Tensor
+    driven: Driven
+
+    @property
+    def blocks(self) -> list[int]:
+        """Those that changed."""
+        return (self.driven.pages != self.before).any(1).nonzero().flatten().tolist()
+
+
+def run(driven: Driven, batch: Batch, models: torch.dtype | None = None) -> Run:
+    """Run a batch on a layer, with models in this dtype in place of its calls, if there is one."""
+    before = driven.pages.clone()
+    with contextlib.nullcontext() if models is None else driving.on_models(driven.family, models):
+        y = driven.run(batch, driving.tokens_of(batch))
+    return Run(y, before, driven)
+
+
+def runs_of(family: Family, batch: Batch, state: torch.dtype) -> dict[str, Run]:
+    """The batch on flashstate, on vLLM's kernels, and on models, exact and plain."""
+    runs = {"ours": run(driving.drive(family, batch, {"state": str(state).removeprefix("torch.")}), batch)}
+    for name, models in (("exact", torch.float64), ("plain", FLOAT), ("stock", None)):
+        runs[name] = run(driving.drive(family, batch, state=state), batch, models)
+    return runs
+
+
+def budgets(got: Tensor, exact: Tensor, plain: Tensor, activations: torch.dtype) -> float:
+    """The error of `got`, in budgets of the coarser of two dtypes, the one that it has and that of activations."""
+    coarser = max(plain.dtype, activations, key=lambda dtype: torch.finfo(dtype).eps)
+    return error_ratio(got, exact.double(), plain.to(coarser))
+
+
+def comparable(family: Family, batch: Batch) -> bool:
+    """Whether vLLM's kernels give what they should: those of its Qwen layers take gates of other tokens where rows with
+    and without drafts are not in the order that they expect."""
+    return family is not QWEN or (batch, VERSION) not in GATES_OF_OTHERS
+
+
+def require_peer(runs: dict[str, Run], batch: Batch) -> None:
+    """Outputs and states on flashstate are within their budgets, or nearer than those on vLLM's kernels."""
+    ours, exact = runs["ours"], runs["exact"]
+    values = {"y": {name: one.y[: batch.tokens] for name, one in runs.items()}}
+    for i in range(1, len(ours.driven.tensors)):
+        values[f"state {i}"] = {name: one.driven.tensors[i][exact.blocks] for name, one in runs.items()}
+    for what, of in values.items():
+        error, stock = (
+            budgets(of[name], of["exact"], of["plain"], runs["exact"].y.dtype) for name in ("ours", "stock")
+        )
+        if comparable(ours.driven.family, batch):
+            assert stock <= FAR, what
+            assert error <= max(1, stock), what
+        assert error <= FAR, what
+
+
+def require_untouched(ours: Run, exact: Run, batch: Batch) -> None:
+    """Only the blocks of requests change, and padding gives zero."""
+    assert ours.blocks == exact.blocks
+    assert 0 not in ours.blocks
+    assert torch.equal(ours.driven.pages[:, -driving.PADDING :], ours.before[:, -driving.PADDING :])
+    assert not ours.y[batch.tokens :].any()
+    assert equal_bytes(ours.driven.tensors[0], exact.driven.tensors[0])  # inputs of convolutions are kept as they are
+
+
+@pytest.mark.parametrize(("family", "batch"), parameters(CASES))
+def test_a_layer_gives_what_vllm_gives(family: Family, batch: Batch) -> None:
+    runs = runs_of(family, batch, FLOAT)
+    assert type(runs["ours"].driven.layer).__name__ == f"Flashstate{family.name}"
+    require_peer(runs, batch)
+    require_untouched(runs["ours"], runs["exact"], batch)
+
+
+@pytest.mark.parametrize("state", [BRAIN, HALF], ids=str)
+@pytest.mark.parametrize(("family", "batch"), parameters(OF_FORMATS))
+def test_states_may_be_of_16_bits(family: Family, batch: Batch, state: torch.dtype) -> None:
+    runs = runs_of(family, batch, state)
+    assert all(one.driven.tensors[-1].dtype == state for one in runs.values())
+    require_peer(runs, batch)
+    require_untouched(runs["ours"], runs["exact"], batch)
+
+
+@pytest.mark.parametrize("state", ["int8", "int16", "float8_e4m3fn"])
+@pytest.mark.parametrize(
+    ("family", "batch"), parameters(["qwen, padding", "qwen, prompts", "qwen, drafts", "olmo, drafts and prompts"])
+)
+def test_states_with_scales_are_as_near_as_their_format_allows(family: Family, batch: Batch, state: str) -> None:
+    """vLLM has no kernels for them: the models start from what their data and scales say, in float32."""
+    dtype = getattr(torch, state)
+    ours = driving.drive(family, batch, {"state": state})
+    starts = decoded(*ours.scaled())
+    runs = {"ours": run(ours, batch)}
+    for name, models in (("exact", torch.float64), ("plain", FLOAT)):
+        driven = driving.drive(family, batch)
+        driven.tensors[-1].copy_(starts)
+        runs[name] = run(driven, batch, models)
+    exact = runs["exact"]
+    require_untouched(runs["ours"], exact, batch)
+    y, want, plain = (runs[name].y[: batch.tokens] for name in ("ours", "exact", "plain"))
+    assert budgets(y, want, plain, y.dtype) <= 1
+    want = exact.driven.tensors[-1][exact.blocks].double()
+    plain = rounded(runs["plain"].driven.tensors[-1][exact.blocks], dtype)
+    assert error_ratio(decoded(*ours.scaled())[exact.blocks], want, plain) <= 1
+
+
+@pytest.mark.parametrize("family", [KIMI, MAMBA1], ids=lambda family: family.name)
+def test_states_with_scales_are_refused_where_vllm_reads_them_by_kernels(family: Family) -> None:
+    with pytest.raises(ValueError, match="cannot have scales in vLLM: leave out state='int8'"):
+        driving.drive(family, DECODES, {"state": "int8"})
+
+
+@pytest.mark.parametrize(
+    ("family", "batch", "parameter", "call"),
+    [
+        (QWEN, DECODES, "conv1d.weight", "causal_conv1d_update"),
+        (QWEN, DECODES, "A_log", "fused_recurrent_gated_delta_rule_packed_decode"),
+        (QWEN, DRAFTS, "A_log", "fused_sigmoid_gating_delta_rule_update"),
+        (MAMBA1, DECODES, "A", "selective_state_update"),
+    ],
+)
+def test_an_error_names_layer_and_call_and_that_call_writes_nothing(
+    family: Family, batch: Batch, parameter: str, call: str
+) -> None:
+    driven = driving.drive(family, batch, {})
+    tensor = driven.layer.get_parameter(parameter)
+    tensor.data = tensor.data.double()
+    before = driven.pages.clone()
+    with pytest.raises(RuntimeError, match=f"flashstate failed in {call} of layer '{driving.PREFIX}': .* must be"):
+        driven.run(batch, driving.tokens_of(batch))
+    states = driven.tensors[-1].clone()
+    if call == "causal_conv1d_update":
+        assert torch.equal(driven.pages, before)
+    driven.pages.copy_(before)
+    assert equal_bytes(driven.tensors[-1], states)
+
+
+@pytest.mark.parametrize(
+    ("family", "batch"),
+    parameters(["qwen, drafts", "olmo, padding", "kimi, padding", "mamba", "short convolution, padding"]),
+)
+def test_a_layer_that_did_not_select_flashstate_is_stock(family: Family, batch: Batch) -> None:
+    driving.drive(family, batch, {})  # so that calls are answered where it is selected
+    driven = driving.drive(family, batch)
+    assert type(driven.layer) is family.stock
+    with contextlib.ExitStack() as stack:
+        for name in compat.__all__:
+            stack.enter_context(mock.patch.object(compat, name, side_effect=AssertionError(name)))
+        driven.run(batch, driving.tokens_of(batch))
+
+
+def test_drafts_do_not_go_through_kernels_that_would_pass_flashstate_by() -> None:
+    layer = driving.drive(QWEN, DRAFTS, {}).layer
+    assert getattr(layer, "gdn_decode_kernel", "triton") == "triton"
+    assert not getattr(layer, "enable_fused_gdn_spec_decode", False)
+
+
+@pytest.mark.parametrize("family", [QWEN, SHORT_CONV], ids=lambda family: family.name)
+def test_layers_that_run_otherwise_on_cpus_stay_on_the_kernels_of_vllm_there(family: Family) -> None:
+    upstream.on_cuda.return_value = False
+    with mock.patch.object(upstream.logger, "warning") as warned:
+        assert type(driving.drive(family, DECODES, {}).layer) is family.stock
+    assert warned.call_args.args[-1] == family.name
+
+
+def test_convolutions_keep_their_format() -> None:
+    driven = driving.drive(SHORT_CONV, DECODES, {"state": "int8"})
+    assert [tensor.dtype for tensor in driven.tensors] == [FLOAT]
