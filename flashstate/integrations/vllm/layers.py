@@ -40,14 +40,20 @@ class Served:
     prefix: str  # the layer's name, which vLLM sets
     kv_cache: tuple[Any, ...]  # its pages, which vLLM sets
     served: Serving | None = None  # until it is initialised
+    checkpoints = True
 
-    def serve(self, options: Options, rank: int, ranks: int, others: list[Served]) -> None:
-        """Begin to run on flashstate, as one of `ranks` that share heads, beside other layers of the model."""
+    def serve(self, options: Options, rank: int, ranks: int, others: list[Served], checkpoints: bool) -> None:
+        """Begin to run on flashstate, as one of `ranks` that share heads, beside other layers of the model.
+
+        checkpoints: whether prefill can store a second state on its way, at a boundary of the prefix cache. vLLM does
+        that by a kernel that takes tensors alone; where it cannot, it ends prefills at such boundaries.
+        """
         if options.scaled and not self.kind.scaled:
             kept = f"the states of layer {self.prefix!r}, a {type(self).__name__}, cannot have scales in vLLM"
             raise ValueError(f"{kept}: leave out state={dtype_name(options.dtype)!r}")  # type: ignore[arg-type]
         seeds = others[0].served.seeds if others and others[0].served else Seeds(self.prefix)
         self.served = Serving(self.prefix, options, len(others) * ranks + rank, seeds)
+        self.checkpoints = checkpoints and not options.scaled
         for setting, value in self.kind.settings:
             if hasattr(self, setting):
                 setattr(self, setting, value)
@@ -64,12 +70,11 @@ class Served:
         return with_dtype(dtypes, self.options)
 
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:
-        """What vLLM keeps for this layer. A state with scales has no checkpoint within a prefill: vLLM stores it by a
-        kernel that takes tensors alone, and without it ends prefills where it wants one."""
+        """What vLLM keeps for this layer."""
         spec = super().get_kv_cache_spec(vllm_config)  # type: ignore[misc]
-        if self.options.scaled and getattr(spec, "num_prefill_checkpoint_blocks", None):
-            return dataclasses.replace(spec, num_prefill_checkpoint_blocks=0, prefill_checkpoint_alignment=None)
-        return spec
+        if self.checkpoints or not getattr(spec, "num_prefill_checkpoint_blocks", None):
+            return spec
+        return dataclasses.replace(spec, num_prefill_checkpoint_blocks=0, prefill_checkpoint_alignment=None)
 
     @property
     def options(self) -> Options:

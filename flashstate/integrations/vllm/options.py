@@ -52,4 +52,8 @@ def parse(given: Any, stochastic: bool = False, rounds: int = 0) -> Options:
     check_choice("rounding", rounding, ROUNDINGS)
     rounds = given.get("rounds", rounds or State.rounds)
     check_int("rounds", rounds, 1, MOST_ROUNDS)
-    return Options(None if state is None else NAMES[state], rounding, rounds)
+    options = Options(None if state is None else NAMES[state], rounding, rounds)
+    if options.format is not None and rounding not in options.format.roundings:
+        known = ", ".join(options.format.roundings)
+        raise ValueError(f"rounding={rounding!r} is not for {options.format.name}, which has {known}")
+    return options

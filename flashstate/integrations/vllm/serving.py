@@ -43,23 +43,16 @@ class Serving:
 
     def __init__(self, name: str, options: Options, stream: int, seeds: Seeds) -> None:
         self.name, self.options, self.stream, self.seeds = name, options, stream, seeds
-        self._pages: Tensor | None = None
-        self._state: State | None = None
 
     def state_in(self, pages: Tensor | PagedState) -> State:
-        """The state in the pages of this layer, rounded as its options say."""
+        """The state in the pages of this layer, rounded as its options say. It is not kept: vLLM gives a layer other
+        pages while it measures memory, and wants them back."""
         if isinstance(pages, PagedState):
             return pages.state
-        rounding, seed = self.options.rounding, None
-        if rounding != "nearest":
-            seed = self.seeds.of(self.name)
-        if self._state is None or self._pages is not pages:
-            data, scale = data_and_scale(pages if pages.dim() == 4 else pages[:, None])
-            self._state = State(
-                data, scale, rounding=rounding, rounds=self.options.rounds, seed=seed, stream=self.stream
-            )
-            self._pages = pages
-        return self._state
+        rounding = self.options.rounding
+        seed = None if rounding == "nearest" else self.seeds.of(self.name)
+        data, scale = data_and_scale(pages if pages.dim() == 4 else pages[:, None])
+        return State(data, scale, rounding=rounding, rounds=self.options.rounds, seed=seed, stream=self.stream)
 
     def call(self, name: str, function: Function, *args: Any, **more: Any) -> Any:
         """Call a function of flashstate; an error says for which layer and in place of which call of vLLM."""

@@ -204,16 +204,24 @@ def _class_of(base: type, kind: Kind) -> type:
 
 
 def _begin(layer: Served) -> None:
+    """Let a layer that vLLM has just initialised run on flashstate."""
     from vllm.config import get_current_vllm_config
     from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+    from vllm.platforms import current_platform
 
     config = get_current_vllm_config()
+    if config.speculative_config is not None and not config.model_config.is_hybrid:
+        # Its runner counts accepted drafts for hybrid models alone, and would leave every other at one.
+        raise ValueError("vLLM cannot roll back the states of a model without attention: leave out speculative_config")
     layers = config.compilation_config.static_forward_context.values()
     others = [other for other in layers if isinstance(other, Served) and other is not layer]
     options = options_of(config) or Options()
-    layer.serve(options, get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size(), others)
+    layer.serve(
+        options, get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size(), others,
+        checkpoints=not current_platform.is_cpu(),  # where vLLM's scan returns the last state alone
+    )  # fmt: skip
     if not others:
-        dtype = with_dtype(layer.get_state_dtype(), options)[-1]
+        dtype = layer.get_state_dtype()[-1]
         logger.info("flashstate is active: states are %s, rounded %s", dtype_name(dtype), options.rounding)
 
 

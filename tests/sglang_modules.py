@@ -1,0 +1,341 @@
+"""SGLang's modules as far as flashstate touches them, put into sys.modules: made here, or a few read from its sources.
+
+What is private in them, and so recorded, is in sglang_facts.py.
+"""
+
+import ast
+import os
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial, wraps
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Annotated, Any, NamedTuple, Optional
+
+import pytest
+import torch
+
+LINEAR, MAMBA = "sglang.srt.layers.attention.linear", "sglang.srt.layers.attention.mamba"
+HOOKS, STEPS = "sglang.srt.plugins.hook_registry", "sglang.srt.arg_groups.resolution_hooks"
+DISPATCH = "sglang.kernels.ops.mamba.triton_ops.ssu_dispatch"
+READ = (HOOKS, STEPS, DISPATCH)  # need nothing but torch
+SOURCES = os.environ.get("FLASHSTATE_SGLANG_SOURCES")
+needs_sources = pytest.mark.skipif(
+    SOURCES is None, reason="needs FLASHSTATE_SGLANG_SOURCES: the folder with SGLang's package `sglang`"
+)
+
+
+def source(path: str) -> str:
+    """The text of a file of SGLang's package."""
+    return (Path(SOURCES or "") / "sglang" / path).read_text(encoding="utf-8")
+
+
+@dataclass
+class Arg:
+    choices: list[str] | None = None
+
+
+def server_args_class() -> type:
+    """ServerArgs with the fields that plugins and checks read, and the notes that a command line is made from."""
+    linear = ["triton", "flashinfer"]  # one list for three flags
+
+    class ServerArgs:
+        mamba_backend: Annotated[str, Arg(["triton", "flashinfer"])] = "triton"
+        linear_attn_backend: Annotated[str, Arg(linear)] = "triton"
+        linear_attn_decode_backend: Annotated[str | None, Arg(linear)] = None
+        linear_attn_prefill_backend: Annotated[str | None, Arg(linear)] = None
+        linear_attn_verify_backend: Annotated[str | None, Arg([*linear, "nv_cutedsl"])] = None
+        enable_linear_replayssm: bool = False
+        enable_linear_replayssm_spec: bool = False
+        enable_mamba_cache_stochastic_rounding: bool = False
+        mamba_cache_philox_rounds: int = 0
+
+        def __init__(self, **fields: Any) -> None:
+            vars(self).update(fields)
+
+        def resolve_once(self) -> None:
+            """Run the steps of resolution that plugins wrap."""
+            for step in (handle_mamba_backend, handle_linear_attn_backend, handle_page_major_kv_layout):
+                sys.modules[STEPS].run_hook(step, self)
+
+    return ServerArgs
+
+
+def handle_mamba_backend(server_args: Any) -> None:
+    """SGLang's rules for rounding ask for triton alone, so that nothing is left to check."""
+
+
+def handle_linear_attn_backend(server_args: Any) -> None:
+    """SGLang's rules name backends of its own."""
+
+
+def handle_page_major_kv_layout(server_args: Any) -> None:
+    """SGLang knows which kernels take states that are apart, by their names."""
+    cfg = resolving_view(server_args)
+    assert cfg.mamba_backend in (None, "triton"), cfg.mamba_backend
+    assert (cfg.linear_attn_decode_backend or cfg.linear_attn_backend) in ("triton", "flashinfer")
+
+
+class View:
+    """Arguments as far as they are resolved: what was declared last, else what was given."""
+
+    def __init__(self, server_args: Any) -> None:
+        self.server_args = server_args
+
+    def __getattr__(self, name: str) -> Any:
+        for _, fields in reversed(getattr(self.server_args, "_resolved_overrides", [])):
+            if name in fields:
+                return fields[name]
+        return getattr(self.server_args, name)
+
+
+resolving_view = View
+
+
+def declare_resolution(server_args: Any, source: str, **fields: Any) -> None:
+    vars(server_args).setdefault("_resolved_overrides", []).append((source, fields))
+
+
+class HookSource(NamedTuple):
+    plugin_name: str
+    dist_name: str
+
+
+class HookType(Enum):
+    BEFORE, AFTER, AROUND = "before", "after", "around"
+
+
+class HookRegistry:
+    """Hooks by their targets; each target is wrapped once, when hooks are applied."""
+
+    hooks: dict[str, list[tuple[Callable[..., Any], HookType]]]
+    patched: set[str]
+
+    @classmethod
+    def reset(cls) -> None:
+        cls.hooks, cls.patched = defaultdict(list), set()
+
+    @classmethod
+    def register(cls, target: str, hook: Callable[..., Any], hook_type: HookType, *, source: Any = None) -> None:
+        cls.hooks[target].append((hook, hook_type))
+
+    @classmethod
+    def apply_hooks(cls) -> None:
+        for target in cls.hooks.keys() - cls.patched:
+            path, _, name = target.rpartition(".")
+            module, _, owner = path.rpartition(".")
+            holder = sys.modules[path] if path in sys.modules else getattr(sys.modules[module], owner)
+            for hook, kind in cls.hooks[target]:
+                setattr(holder, name, wrapped(getattr(holder, name), hook, kind))
+            cls.patched.add(target)
+
+
+def wrapped(function: Callable[..., Any], hook: Callable[..., Any], kind: HookType) -> Callable[..., Any]:
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if kind is HookType.AROUND:
+            return hook(function, *args, **kwargs)
+        if kind is HookType.BEFORE:
+            hook(*args, **kwargs)
+        result = function(*args, **kwargs)
+        changed = hook(result, *args, **kwargs) if kind is HookType.AFTER else None
+        return result if changed is None else changed
+
+    return run
+
+
+class LinearAttnKernelBackend(Enum):
+    TRITON, CUSTOM = "triton", "custom"
+
+    @classmethod
+    def _missing_(cls, value: object) -> "LinearAttnKernelBackend":
+        return cls.CUSTOM
+
+
+class Stock:
+    """A kernel of SGLang, which says only that it ran."""
+
+    def __init__(self, **options: Any) -> None:
+        pass
+
+    def decode(self, *args: Any, **kwargs: Any) -> str:
+        return "decoded by SGLang"
+
+    def extend(self, *args: Any, **kwargs: Any) -> str:
+        return "prefilled by SGLang"
+
+    def target_verify(self, *args: Any, **kwargs: Any) -> str:
+        return "verified by SGLang"
+
+
+class TritonKDAKernel(Stock):
+    pass
+
+
+def dispatcher(kernel: type[Stock]) -> type:
+    """A class that has a kernel for each mode, and knows no backend but triton."""
+
+    class KernelDispatcher:
+        def __init__(self, decode_backend: Any, prefill_backend: Any, verify_backend: Any = None) -> None:
+            for backend in (decode_backend, prefill_backend, verify_backend):
+                assert backend is LinearAttnKernelBackend.TRITON, f"Unsupported backend: {backend}"
+            self.decode_kernel = self.extend_kernel = self.verify_kernel = self.tree_verify_kernel = kernel()
+            self.supports_packed_decode = False
+
+        def packed_decode(self, mixed_qkv: Any, a: Any, b: Any, **more: Any) -> Any:
+            return self.decode_kernel.packed_decode(mixed_qkv, a, b, **more)
+
+        def decode(self, q: Any, k: Any, v: Any, a: Any, b: Any, **more: Any) -> Any:
+            return self.decode_kernel.decode(q, k, v, a, b, **more)
+
+        def target_verify(self, *, retrieve_parent_token: Any, **more: Any) -> Any:
+            chain = retrieve_parent_token is None
+            chosen = self.verify_kernel if chain else self.tree_verify_kernel
+            return chosen.target_verify(**more, retrieve_parent_token=retrieve_parent_token)
+
+    return KernelDispatcher
+
+
+def read_class(path: str, name: str, **names: Any) -> type:
+    """A class of a file of SGLang's, with what else it needs of this file."""
+    tree = ast.parse(source(path))
+    tree.body = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
+    space = {"torch": torch, "Optional": Optional, "Enum": Enum, "rank0_log": lambda message: None, **names}
+    exec(compile(tree, path, "exec"), space)
+    return space[name]
+
+
+def read_dispatchers() -> dict[str, dict[str, Any]]:
+    """The dispatchers of SGLang's sources, over kernels that only say that they ran."""
+    folder = LINEAR.partition(".")[2].replace(".", "/")
+    backend = read_class(f"{folder}/utils.py", "LinearAttnKernelBackend")
+    names = {"LinearAttnKernelBackend": backend, "TritonGDNKernel": Stock, "TritonKDAKernel": TritonKDAKernel}
+    return {
+        f"{LINEAR}.utils": {"LinearAttnKernelBackend": backend},
+        **{
+            f"{LINEAR}.{kind.lower()}_backend": {
+                made: read_class(f"{folder}/{kind.lower()}_backend.py", made, **names)
+            }
+            for kind in ("GDN", "KDA") for made in [f"{kind}KernelDispatcher"]
+        },
+    }  # fmt: skip
+
+
+def own_conv(*args: Any, **kwargs: Any) -> str:
+    return "convolved by SGLang"
+
+
+def resolve_linear_attn_backends(prefill_default: str | None = None) -> Any:
+    """The backends of a runner, each by the flag of its mode."""
+    mamba, backend = sys.modules["sglang.srt.runtime_context"].get_exec().mamba, sys.modules[f"{LINEAR}.utils"]
+    decode = mamba.linear_attn_decode_backend or mamba.linear_attn_backend
+    prefill, verify = mamba.linear_attn_prefill_backend or mamba.linear_attn_backend, mamba.linear_attn_verify_backend
+    modes = {"decode": decode, "prefill": prefill, "verify": verify or "triton"}
+    return SimpleNamespace(**{mode: backend.LinearAttnKernelBackend(name) for mode, name in modes.items()})
+
+
+class StateUpdates:
+    """Where SGLang looks for a state update: by name, with one made for the server."""
+
+    def __init__(self) -> None:
+        self.registry: dict[str, type] = {"triton": Stock, "flashinfer": Stock}
+        self.made: Any = None
+
+    def initialize(self, server_args: Any) -> None:
+        self.made = self.registry[server_args.mamba_backend](
+            enable_stochastic_rounding=server_args.enable_mamba_cache_stochastic_rounding,
+            cache_philox_rounds=server_args.mamba_cache_philox_rounds,
+        )
+
+    def update(self, *tensors: Any, D: Any = None, **options: Any) -> None:
+        """Up to D by position, and on from there by name."""
+        self.made(*tensors[:6], D=tensors[6] if len(tensors) > 6 else D, **options)
+
+
+def modules(version: str, platform: str) -> dict[str, dict[str, Any]]:
+    """What is in every module."""
+    HookRegistry.reset()
+    updates, convolutions = StateUpdates(), {"causal_conv1d_update": own_conv, "causal_conv1d_update_triton": own_conv}
+    steps: dict[str, list[Any]] = defaultdict(list)
+
+    def run_hook(builtin: Callable[[Any], None], server_args: Any) -> None:
+        step = builtin
+        for wrapper in steps[builtin.__name__]:
+            step = partial(wrapper, previous=step)
+        step(server_args)
+
+    return {
+        "sglang.version": {"__version__": version},
+        "sglang.srt.server_args": {"ServerArgs": server_args_class()},
+        "sglang.srt.utils": {"is_cuda": lambda: platform == "cuda", "is_hip": lambda: platform == "rocm"},
+        "sglang.srt.runtime_context": {},
+        "sglang.srt.arg_groups.overrides": {
+            "resolving_view": resolving_view, "declare_resolution": declare_resolution,
+        },
+        HOOKS: {"HookRegistry": HookRegistry, "HookType": HookType, "HookSource": HookSource},
+        STEPS: {
+            "register_resolution_hook": lambda name: lambda wrapper: steps[name].append(wrapper), "run_hook": run_hook,
+        },
+        DISPATCH: {
+            "_BACKEND_REGISTRY": updates.registry, "selective_state_update": updates.update,
+            "initialize_mamba_selective_state_update_backend": updates.initialize,
+        },
+        DISPATCH.replace("ssu_dispatch", "mamba_ssm"): {"selective_state_update": own_conv},
+        f"{MAMBA}.mamba": dict(convolutions),
+        f"{MAMBA}.mamba1": dict(convolutions),
+        f"{LINEAR}.utils": {
+            "LinearAttnKernelBackend": LinearAttnKernelBackend,
+            "resolve_linear_attn_backends": resolve_linear_attn_backends,
+        },
+        f"{LINEAR}.kernels.kda_triton": {"TritonKDAKernel": TritonKDAKernel},
+        f"{LINEAR}.gdn_backend": {"causal_conv1d_update": own_conv, "GDNKernelDispatcher": dispatcher(Stock)},
+        f"{LINEAR}.kda_backend": {"causal_conv1d_update": own_conv, "KDAKernelDispatcher": dispatcher(TritonKDAKernel)},
+    }  # fmt: skip
+
+
+class Engine:
+    """A process of SGLang: its modules, which plugins and servers it has, and models that it sets up."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, version: str, platform: str, read: bool) -> None:
+        for path, names in modules(version, platform).items():
+            for package in parents(path):
+                monkeypatch.setitem(sys.modules, package, ModuleType(package))
+            monkeypatch.setitem(sys.modules, path, module := ModuleType(path))
+            vars(module).update(names)
+            if read and path in READ:
+                exec(compile(source(path.partition(".")[2].replace(".", "/") + ".py"), path, "exec"), vars(module))
+        if read:
+            sys.modules[HOOKS].HookRegistry.reset()
+            for path, names in read_dispatchers().items():
+                vars(sys.modules[path]).update(names)
+
+    def __getitem__(self, path: str) -> Any:
+        return sys.modules[path]
+
+    def load(self, register: Callable[[], None]) -> None:
+        """As load_plugins does it."""
+        register()
+        self[HOOKS].HookRegistry.apply_hooks()
+
+    def serve(self, **flags: Any) -> Any:
+        """A server with these flags, whose arguments are resolved; its scheduler makes the state update."""
+        server_args = self["sglang.srt.server_args"].ServerArgs(**flags)
+        server_args.resolve_once()
+        self["sglang.srt.runtime_context"].get_exec = lambda: SimpleNamespace(mamba=server_args)
+        self[DISPATCH].initialize_mamba_selective_state_update_backend(server_args)
+        return server_args
+
+    def dispatcher(self, layers: str) -> Any:
+        """What a model with GDN or KDA layers sets up."""
+        backends = self[f"{LINEAR}.utils"].resolve_linear_attn_backends()
+        made = getattr(self[f"{LINEAR}.{layers.lower()}_backend"], f"{layers}KernelDispatcher")
+        return made(backends.decode, backends.prefill, backends.verify)
+
+
+def parents(path: str) -> list[str]:
+    """The packages of a module that are not there yet."""
+    parts = path.split(".")
+    return [package for n in range(1, len(parts)) if (package := ".".join(parts[:n])) not in sys.modules]

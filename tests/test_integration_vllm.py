@@ -1,0 +1,132 @@
+"""The plugin of vLLM without vLLM: options, pages, seeds, errors and versions. tests_vllm/ has the rest."""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+
+from flashstate import State
+from flashstate.integrations.vllm import options, pages, register, serving, upstream
+from flashstate.state.formats import FORMATS
+
+HEADS, ROWS, COLS, BLOCKS = 2, 3, 16, 4
+SCALED = [dtype for dtype, form in FORMATS.items() if form.scaled]
+
+
+def paged(dtype: torch.dtype, padding: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bytes of pages with other things before and behind a state, and the tensor of the state that vLLM makes of it."""
+    shape = pages.widened((HEADS, ROWS, COLS), dtype)
+    size = torch.Size(shape).numel() * dtype.itemsize
+    memory = torch.randint(0, 255, (BLOCKS, 16 + size + padding), dtype=torch.uint8)
+    return memory, memory[:, 16 : 16 + size].view(dtype).view(BLOCKS, *shape)
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_data_and_scales_fill_the_bytes_that_vllm_was_asked_for(dtype: torch.dtype) -> None:
+    memory, states = paged(dtype)
+    data, scale = pages.data_and_scale(states)
+    assert data.shape == (BLOCKS, HEADS, ROWS, COLS)
+    assert data.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
+    kept = data[0].numel() * dtype.itemsize + (0 if scale is None else scale[0].numel() * scale.itemsize)
+    assert kept == states[0].numel() * states.itemsize
+
+
+@pytest.mark.parametrize("dtype", SCALED)
+def test_prefill_reads_and_stores_by_blocks_and_leaves_other_bytes(dtype: torch.dtype) -> None:
+    memory, states = paged(dtype)
+    before = memory.clone()
+    state = State(*pages.data_and_scale(states))
+    found = pages.PagedState(state)
+    blocks, values = torch.tensor([3, 0, 1], dtype=torch.int32), torch.randn(3, HEADS, ROWS, COLS)
+    found[blocks] = values
+    plain = State(torch.zeros(BLOCKS, HEADS, ROWS, COLS, dtype=dtype), torch.zeros(BLOCKS, HEADS, ROWS))
+    plain.write([3, 1], values[[0, 2]])
+    assert torch.equal(found[blocks[[0, 2]]], plain.read([3, 1]))
+    assert found[blocks[1:2]].count_nonzero() == 0  # of the null block
+    kept = [0, 2]
+    assert torch.equal(memory[kept], before[kept])
+    assert torch.equal(memory[:, :16], before[:, :16])
+    assert torch.equal(memory[:, -12:], before[:, -12:])
+
+
+def test_pages_that_scales_do_not_fit_in_are_refused() -> None:
+    _, states = paged(torch.int8, padding=13)
+    with pytest.raises(ValueError, match="a page must be a multiple of 4 bytes for states of int8 with scales"):
+        pages.data_and_scale(states)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([], "must be a mapping"),
+        ({"dtype": "int8"}, "may have state, rounding, rounds, got 'dtype'"),
+        ({"state": "int4"}, "state must be one of"),
+        ({"rounding": "up"}, "rounding must be one of"),
+        ({"rounds": 0}, "rounds must be from 1 to 16"),
+        ({"state": "float32", "rounding": "stochastic"}, "rounding='stochastic' is not for float32"),
+    ],
+)
+def test_wrong_options_are_refused(given: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        options.parse(given)
+
+
+def test_options_override_the_flags_of_vllm() -> None:
+    assert options.parse({}, stochastic=True, rounds=6) == options.Options(None, "stochastic", 6)
+    assert options.parse({"rounding": "nearest"}, stochastic=True).rounding == "nearest"
+    assert options.parse({"state": "int8"}).scaled
+    assert not options.parse({"state": "bfloat16"}).scaled
+
+
+def test_layers_of_a_step_share_a_seed_that_the_first_draws() -> None:
+    seeds = serving.Seeds("first")
+    chosen = options.parse({"state": "float16", "rounding": "stochastic"})
+    layers = [serving.Serving(name, chosen, i, seeds) for i, name in enumerate(("first", "second"))]
+    _, states = paged(torch.float16)
+    drawn = []
+    for _ in range(2):
+        first, second = (layer.state_in(states) for layer in layers)
+        assert first.seed is not None
+        assert first.seed is second.seed
+        drawn.append(int(first.seed))
+        assert (first.stream, second.stream) == (0, 1)
+    assert drawn[0] != drawn[1]
+
+
+def test_calls_are_answered_while_a_layer_runs_and_errors_name_it() -> None:
+    layer = serving.Serving("model.layers.3.mixer", options.Options(), 0, serving.Seeds("model.layers.3.mixer"))
+
+    def stock(x: int, state: Any = None) -> tuple[str, Any]:
+        return "stock", state
+
+    def ours(x: int, state: Any = None) -> tuple[str, Any]:
+        if x < 0:
+            raise ValueError("x must be from 0 to 9, got -1")
+        return "ours", state
+
+    answer = serving.answered("step", stock, ours, "state")
+    _, states = paged(torch.float32)
+    assert answer(1, state=states) == ("stock", states)
+    with serving.running(layer):
+        name, state = answer(1, state=states)
+        assert (name, type(state)) == ("ours", State)
+        with pytest.raises(
+            RuntimeError, match=r"flashstate failed in step of layer 'model\.layers\.3\.mixer': x must be"
+        ):
+            answer(-1, state=states)
+    assert answer(1, state=states) == ("stock", states)
+
+
+@pytest.mark.parametrize("version", ["0.25.1", "0.31.0", "0.33.0", "dev"])
+def test_other_versions_are_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    vllm = types.ModuleType("vllm")
+    vllm.__version__ = version  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    monkeypatch.setattr(upstream.logger, "warning", lambda message, *args: said.append(message % args))
+    register()
+    assert said == [f"flashstate is not active: it knows vLLM 0.26.0 and 0.32.0, and this is {version}"]
