@@ -251,7 +251,7 @@ def config_of(options: dict[str, Any] | None, drafts: int, dtype: torch.dtype) -
     """A model that runs on flashstate with these options, or on vLLM's kernels, with so many draft tokens a step."""
     register()
     config = VllmConfig(device_config=DeviceConfig(DEVICE.type))
-    config.model_config = SimpleNamespace(dtype=dtype, hf_text_config=delta_config())
+    config.model_config = SimpleNamespace(dtype=dtype, hf_text_config=delta_config(), is_hybrid=True)
     config.additional_config = {"gdn_prefill_backend": "triton", "flashstate": options or {}}
     if drafts:
         config.speculative_config = SimpleNamespace(num_speculative_tokens=drafts)
