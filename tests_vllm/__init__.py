@@ -1,1 +1,0 @@
-"""The plugin of vLLM inside vLLM (make test-vllm)."""
