@@ -85,7 +85,7 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	.venv-vllm/bin/python -m pip install --quiet --upgrade pip
 	.venv-vllm/bin/python -m pip install --quiet --no-compile --no-deps '$(VLLM)' \
 		|| (echo "$(VLLM) cannot be installed here, so nothing of vLLM can be tested"; exit 1)
-	.venv-vllm/bin/python tests_vllm/requirements.py > .venv-vllm/requirements.txt
+	.venv-vllm/bin/python -m tests_vllm.requirements > .venv-vllm/requirements.txt
 	.venv-vllm/bin/python -m pip install --quiet --no-compile --constraint constraints.txt \
 		pytest --requirement .venv-vllm/requirements.txt --editable .
 	touch $@

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from engine import RESULTS
-from models import checkpoint
+from tests_vllm.engine import RESULTS
+from tests_vllm.models import checkpoint
 
 Engine = dict[str, Any]  # of which family, with which settings, for which work
 
@@ -41,7 +41,7 @@ def serve(models: Callable[[str], Path]) -> Callable[..., tuple[list[dict[str, A
 
 
 def _served(order: str, environment: dict[str, str]) -> tuple[list[dict[str, Any]], str]:
-    command = [sys.executable, str(Path(__file__).with_name("engine.py")), order]
+    command = [sys.executable, "-m", "tests_vllm.engine", order]
     ran = subprocess.run(
         command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=900, check=False
     )

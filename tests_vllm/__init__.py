@@ -1,0 +1,1 @@
+"""The plugin of vLLM inside vLLM (make test-vllm)."""
