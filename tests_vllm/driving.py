@@ -1,5 +1,8 @@
 """Layers of vLLM without its engine: small ones, on pages of bytes, that run batches which are written out."""
 
+from tests_vllm import triton_on_cpu  # noqa: F401, it prepares vLLM
+
+# isort: split
 import contextlib
 import dataclasses
 import functools
@@ -14,7 +17,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import triton_on_cpu  # noqa: F401, before vLLM
 from torch import Tensor
 from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state

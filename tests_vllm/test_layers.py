@@ -4,16 +4,18 @@ The models are those of tests/: loops over rows and tokens in float64, which say
 prompts are vLLM's in all runs. Without a GPU, vLLM's kernels run in Triton's interpreter.
 """
 
+from tests_vllm import driving  # it prepares vLLM, and finds what tests/ has
+from tests_vllm.driving import BOUNDED_KIMI, KIMI, MAMBA1, OLMO, QWEN, SHORT_CONV, VERSION, Batch, Driven, Family
+
+# isort: split
 import contextlib
 import dataclasses
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-import driving  # first: it prepares vLLM
 import pytest
 import torch
-from driving import BOUNDED_KIMI, DEVICE, KIMI, MAMBA1, OLMO, QWEN, SHORT_CONV, VERSION, Batch, Driven, Family
 from models_of_peers import decoded, rounded
 from peer_calls import equal_bytes
 from torch import Tensor
@@ -24,7 +26,7 @@ from flashstate.integrations.vllm import upstream
 from flashstate.proof import error_ratio
 
 FLOAT, BRAIN, HALF = torch.float32, torch.bfloat16, torch.float16
-ON_GPU = DEVICE.type == "cuda"
+ON_GPU = driving.DEVICE.type == "cuda"
 FAR = 64  # budgets: what vLLM's kernels may be off for another order of sums, and what is no such thing is not
 
 DECODES, PADDED = Batch(decodes=[3, 5, 1]), Batch(decodes=[3, 5, 1], padding=2)
