@@ -39,7 +39,8 @@ from peer_selective import VLLM
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 VERSION = upstream.version()
 PREFIX, BLOCKS, PADDING = "model.layers.0.mixer", 14, 20  # PADDING: bytes behind the states of a page
-HIDDEN, HEADS, KEYS, VALUES, WIDTH = 32, 4, 32, 16, 4
+HIDDEN, HEADS, KEYS, WIDTH = 32, 4, 32, 4
+VALUES = KEYS if torch.cuda.is_available() else 16  # vLLM's kernel for prompts compiles for heads of equal sizes alone
 
 
 # Batches
@@ -251,7 +252,7 @@ def config_of(options: dict[str, Any] | None, drafts: int, dtype: torch.dtype) -
     """A model that runs on flashstate with these options, or on vLLM's kernels, with so many draft tokens a step."""
     register()
     config = VllmConfig(device_config=DeviceConfig(DEVICE.type))
-    config.model_config = SimpleNamespace(dtype=dtype, hf_text_config=delta_config())
+    config.model_config = SimpleNamespace(dtype=dtype, hf_text_config=delta_config(), is_hybrid=True)
     config.additional_config = {"gdn_prefill_backend": "triton", "flashstate": options or {}}
     if drafts:
         config.speculative_config = SimpleNamespace(num_speculative_tokens=drafts)
