@@ -39,7 +39,8 @@ from peer_selective import VLLM
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 VERSION = upstream.version()
 PREFIX, BLOCKS, PADDING = "model.layers.0.mixer", 14, 20  # PADDING: bytes behind the states of a page
-HIDDEN, HEADS, KEYS, VALUES, WIDTH = 32, 4, 32, 16, 4
+HIDDEN, HEADS, KEYS, WIDTH = 32, 4, 32, 4
+VALUES = KEYS if torch.cuda.is_available() else 16  # vLLM's kernel for prompts compiles for heads of equal sizes alone
 
 
 # Batches
