@@ -253,6 +253,7 @@ def config_of(options: dict[str, Any] | None, drafts: int, dtype: torch.dtype) -
     register()
     config = VllmConfig(device_config=DeviceConfig(DEVICE.type))
     config.model_config = SimpleNamespace(dtype=dtype, hf_text_config=delta_config(), is_hybrid=True)
+    config.cache_config.mamba_block_size = 64
     config.additional_config = {"gdn_prefill_backend": "triton", "flashstate": options or {}}
     if drafts:
         config.speculative_config = SimpleNamespace(num_speculative_tokens=drafts)
