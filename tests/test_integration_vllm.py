@@ -40,7 +40,7 @@ def test_prefill_reads_and_stores_by_blocks_and_leaves_other_bytes(dtype: torch.
     memory, states = paged(dtype)
     before = memory.clone()
     state = State(*pages.data_and_scale(states))
-    found = pages.PagedState(state)
+    found = pages.PagedState(state, lambda function, *args: function(*args))
     blocks, values = torch.tensor([3, 0, 1], dtype=torch.int32), torch.randn(3, HEADS, ROWS, COLS)
     found[blocks] = values
     plain = State(torch.zeros(BLOCKS, HEADS, ROWS, COLS, dtype=dtype), torch.zeros(BLOCKS, HEADS, ROWS))
@@ -55,7 +55,7 @@ def test_prefill_reads_and_stores_by_blocks_and_leaves_other_bytes(dtype: torch.
 
 def test_pages_that_scales_do_not_fit_in_are_refused() -> None:
     _, states = paged(torch.int8, padding=13)
-    with pytest.raises(ValueError, match="a page must be a multiple of 4 bytes for states of int8 with scales"):
+    with pytest.raises(ValueError, match="states of int8 with scales must begin at a multiple of 4 bytes"):
         pages.data_and_scale(states)
 
 

@@ -33,9 +33,10 @@ def serve(models: Callable[[str], Path]) -> Callable[..., tuple[list[dict[str, A
     def serve(*engines: Engine, **environment: str) -> tuple[list[dict[str, Any]], str]:
         given = [{**engine, "model": str(models(engine["model"]))} for engine in engines]
         order = json.dumps(given)
-        if order not in known:
-            known[order] = _served(order, environment)
-        return known[order]
+        key = order + json.dumps(environment)
+        if key not in known:
+            known[key] = _served(order, environment)
+        return known[key]
 
     return serve
 

@@ -1,6 +1,6 @@
 """A process that starts engines of vLLM, serves requests with each, and prints what came out as one line of JSON.
 
-    python tests_vllm/engine.py '[{"model": …, "settings": {…}, "work": ["together", "alone"]}, …]'
+    python -m tests_vllm.engine '[{"model": …, "settings": {…}, "work": ["together", "alone"]}, …]'
 
 A process of its own, since an engine leaves things behind: numba, which n-gram drafts need, breaks the next one.
 """

@@ -140,7 +140,7 @@ def step_blocks(
     pool: Any, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, in_place: bool, rows: delta.Rows,
     indices: Tensor | None, accepted: Tensor | None, **more: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The outputs, and the pool, or with in_place=False a state for every token."""
+    """Step rows from block to block; return the outputs, and the pool, or with in_place=False a state per token."""
     check_flag("inplace_final_state", in_place)
     batch, bounds = rows
     steps, packed, snapshots = v.shape[1], bounds is not None, None

@@ -40,9 +40,9 @@ def fused_recurrent_kda(
     rows = delta.rows_of(q, k, v, cu_seqlens, pool)
     if out is not None:
         check_tensor("out", out, ("one", "tokens", "H", "V"), tuple(v.shape))
-    gates = _gates(pool, v, raw_g, raw_beta, A_log, dt_bias, lower_bound)
+    (a, b), more = _gates(pool, v, raw_g, raw_beta, A_log, dt_bias, lower_bound)
     return step_blocks(
-        initial_state, q, k, v, *gates[0], True, rows, ssm_state_indices, num_accepted_tokens, out=out, **gates[1]
+        initial_state, q, k, v, a, b, True, rows, ssm_state_indices, num_accepted_tokens, out=out, **more
     )
 
 
@@ -73,11 +73,11 @@ def fused_recurrent_kda_packed_decode(
     if out is None:
         out = torch.empty_like(v, memory_format=torch.contiguous_format).transpose(0, 1)
     check_tensor("out", out, ("one", "B", "H", "V"), (1, len(v), H, V))
-    gates = _gates(pool, v.transpose(0, 1), raw_g, raw_beta, A_log, dt_bias, lower_bound)
-    a, b = (gate.transpose(0, 1) for gate in gates[0])
+    gates, more = _gates(pool, v.transpose(0, 1), raw_g, raw_beta, A_log, dt_bias, lower_bound)
+    a, b = (gate.transpose(0, 1) for gate in gates)
     step_blocks(
         initial_state, q, k, v, a, b, True, (len(v), None), state_indices, None, out=out.transpose(0, 1), scale=scale,
-        **gates[1],
+        **more,
     )  # fmt: skip
     return out, pool
 

@@ -14,7 +14,10 @@ from torch import Tensor
 from flashstate.errors import dtype_name
 from flashstate.integrations.vllm.options import Options
 from flashstate.integrations.vllm.pages import PagedState, widened
-from flashstate.integrations.vllm.serving import Seeds, Serving, current, running
+from flashstate.integrations.vllm.serving import Function, Seeds, Serving, current, running
+from flashstate.state.formats import FORMATS
+
+PREFILL = "prefill"  # what errors call what prefill does to states with scales
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,13 +26,13 @@ class Kind:
 
     methods: those that step states.
     scaled: whether prefill of such layers takes states that are no tensor, so that int8, int16 and float8 work.
-    cuda: whether vLLM runs other methods on anything but GPUs of NVIDIA.
+    only_on_cuda: whether vLLM runs these methods on GPUs of NVIDIA alone.
     settings: attributes that choose between ways to decode, and what they must be.
     """
 
     methods: tuple[str, ...]
     scaled: bool = False
-    cuda: bool = False
+    only_on_cuda: bool = False
     settings: tuple[tuple[str, Any], ...] = ()
 
 
@@ -42,8 +45,8 @@ class Served:
     served: Serving | None = None  # until it is initialised
     checkpoints = True
 
-    def serve(self, options: Options, rank: int, ranks: int, others: list[Served], checkpoints: bool) -> None:
-        """Begin to run on flashstate, as one of `ranks` that share heads, beside other layers of the model.
+    def serve(self, options: Options, stream: int, seeds: Seeds, checkpoints: bool) -> None:
+        """Begin to run on flashstate, with these options. stream, seeds: as Serving has them.
 
         checkpoints: whether prefill can store a second state on its way, at a boundary of the prefix cache. vLLM does
         that by a kernel that takes tensors alone; where it cannot, it ends prefills at such boundaries.
@@ -51,12 +54,19 @@ class Served:
         if options.scaled and not self.kind.scaled:
             kept = f"the states of layer {self.prefix!r}, a {type(self).__name__}, cannot have scales in vLLM"
             raise ValueError(f"{kept}: leave out state={dtype_name(options.dtype)!r}")  # type: ignore[arg-type]
-        seeds = others[0].served.seeds if others and others[0].served else Seeds(self.prefix)
-        self.served = Serving(self.prefix, options, len(others) * ranks + rank, seeds)
+        self.served = Serving(self.prefix, options, stream, seeds)
+        self._check_rounding()
         self.checkpoints = checkpoints and not options.scaled
         for setting, value in self.kind.settings:
             if hasattr(self, setting):
                 setattr(self, setting, value)
+
+    def _check_rounding(self) -> None:
+        """Raise unless the format of the layer's states, if it has some, knows the rounding of the options."""
+        dtypes, rounding = self.get_state_dtype(), self.options.rounding
+        if len(dtypes) > 1 and rounding not in FORMATS[dtypes[-1]].roundings:
+            state = f"states of layer {self.prefix!r} are {dtype_name(dtypes[-1])}"
+            raise ValueError(f"rounding={rounding!r} is not for them: {state}; choose another state")
 
     def get_state_shape(self) -> Any:
         """The shapes of the layer's states, with room for scales."""
@@ -78,6 +88,7 @@ class Served:
 
     @property
     def options(self) -> Options:
+        """How its states are stored; as vLLM does it until it is initialised."""
         return Options() if self.served is None else self.served.options
 
     @contextmanager
@@ -89,7 +100,8 @@ class Served:
         with running(self.served):
             bound = isinstance(pages[-1], Tensor) and pages[-1].dim() == 4
             if self.options.scaled and bound:
-                self.kv_cache = (*pages[:-1], PagedState(self.served.state_in(pages[-1])))
+                state = self.served.call(PREFILL, self.served.state_in, pages[-1])
+                self.kv_cache = (*pages[:-1], PagedState(state, functools.partial(self.served.call, PREFILL)))
             try:
                 yield
             finally:
@@ -108,18 +120,26 @@ def with_dtype(dtypes: Sequence[torch.dtype], options: Options) -> tuple[torch.d
     return tuple(dtypes) if options.dtype is None or len(dtypes) < 2 else (*dtypes[:-1], options.dtype)
 
 
-def subclass(base: type, kind: Kind, begin: Callable[[Any], None]) -> type:
-    """A class of layers that run on flashstate. begin: called with a layer that vLLM has initialised."""
+def subclass(base: type, kind: Kind, begin: Callable[[Any], None], eager: Function) -> type:
+    """A class of layers that run on flashstate.
+
+    begin: called with a layer that vLLM has initialised.
+    eager: vLLM's decorator of what runs between CUDA graphs. It must be outermost: a replay calls what it decorates.
+    """
 
     def initialise(self: Any, *args: Any, **more: Any) -> None:
         base.__init__(self, *args, **more)  # type: ignore[misc]
         begin(self)
 
-    methods = {name: _on_flashstate(getattr(base, name)) for name in kind.methods if hasattr(base, name)}
+    methods = {name: _on_flashstate(getattr(base, name), eager) for name in kind.methods if hasattr(base, name)}
     return type(f"Flashstate{base.__name__}", (Served, base), {"kind": kind, "__init__": initialise, **methods})
 
 
-def _on_flashstate(stock: Callable[..., Any]) -> Callable[..., Any]:
+def _on_flashstate(stock: Function, eager: Function) -> Function:
+    """A method that lets flashstate answer what `stock` calls."""
+    if hasattr(stock, "__wrapped__"):
+        return eager(_on_flashstate(stock.__wrapped__, eager))
+
     @functools.wraps(stock)
     def method(self: Served, *args: Any, **more: Any) -> Any:
         with self.on_flashstate():

@@ -7,6 +7,7 @@ as (heads, rows, cols), then all scales, as (heads, rows) float32. So vLLM copie
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,9 +38,10 @@ def data_and_scale(pages: Tensor) -> tuple[Tensor, Tensor | None]:
     if not wider:
         return pages, None
     if pages.stride(0) * pages.itemsize % torch.float32.itemsize or pages.data_ptr() % torch.float32.itemsize:
-        raise ValueError(f"a page must be a multiple of 4 bytes for states of {dtype_name(pages.dtype)} with scales")
+        wanted = "begin at a multiple of 4 bytes, in pages of a multiple of 4 bytes"
+        raise ValueError(f"states of {dtype_name(pages.dtype)} with scales must {wanted}")
     _, heads, rows, cols = pages.shape
-    flat, cols = pages.flatten(1), cols - wider
+    flat, cols = pages.view(len(pages), -1), cols - wider  # never a copy
     data, scale = flat.split([heads * rows * cols, heads * rows * wider], 1)
     return data.unflatten(1, (heads, rows, cols)), scale.view(torch.float32).unflatten(1, (heads, rows))
 
@@ -47,13 +49,13 @@ def data_and_scale(pages: Tensor) -> tuple[Tensor, Tensor | None]:
 class PagedState:
     """What a layer of vLLM finds in place of a tensor of scaled states: prefill reads and stores float32 by blocks.
 
-    Decode takes `state`.
+    Decode takes `state`. call: calls what it is given, with what follows; it may say more of an error.
     """
 
     dtype = torch.float32
 
-    def __init__(self, state: State) -> None:
-        self.state = state
+    def __init__(self, state: State, call: Callable[..., Any]) -> None:
+        self.state, self._call = state, call
 
     @property
     def shape(self) -> torch.Size:
@@ -65,8 +67,8 @@ class PagedState:
 
     def __getitem__(self, blocks: Tensor) -> Tensor:
         """The states in these blocks: (n, heads, rows, cols) float32; zeros of the null block."""
-        return read_states(self.state, blocks.contiguous(), NULL_BLOCK)
+        return self._call(read_states, self.state, blocks.contiguous(), NULL_BLOCK)
 
     def __setitem__(self, blocks: Tensor, states: Any) -> None:
         """Round states (n, heads, rows, cols) and store them in these blocks, but for the null block."""
-        write_states(self.state, blocks.contiguous(), states, NULL_BLOCK)
+        self._call(write_states, self.state, blocks.contiguous(), states, NULL_BLOCK)

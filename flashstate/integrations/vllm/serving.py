@@ -54,6 +54,12 @@ class Serving:
         data, scale = data_and_scale(pages if pages.dim() == 4 else pages[:, None])
         return State(data, scale, rounding=rounding, rounds=self.options.rounds, seed=seed, stream=self.stream)
 
+    def with_state(self, function: Function, argument: str | None) -> Function:
+        """A function that gets the state in place of the pages in this argument, if it has such an argument."""
+        if argument is None:
+            return function
+        return lambda *args, **more: function(*args, **{**more, argument: self.state_in(more[argument])})
+
     def call(self, name: str, function: Function, *args: Any, **more: Any) -> Any:
         """Call a function of flashstate; an error says for which layer and in place of which call of vLLM."""
         try:
@@ -91,8 +97,6 @@ def answered(name: str, stock: Function, ours: Function, state: str | None = Non
         layer = current()
         if layer is None:
             return stock(*args, **more)
-        if state is not None:
-            more[state] = layer.state_in(more[state])
-        return layer.call(name, ours, *args, **more)
+        return layer.call(name, layer.with_state(ours, state), *args, **more)
 
     return answer

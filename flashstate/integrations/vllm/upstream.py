@@ -19,10 +19,11 @@ from flashstate.compat import vllm_kda
 from flashstate.errors import dtype_name
 from flashstate.integrations.vllm.layers import Kind, Served, subclass, with_dtype, with_room_for_scales
 from flashstate.integrations.vllm.options import Options, parse
-from flashstate.integrations.vllm.serving import Serving, answered, current
+from flashstate.integrations.vllm.serving import Seeds, Serving, answered, current
 
 VERSIONS = ("0.26.0", "0.32.0")
 BACKEND = "flashstate"
+MOST_LAYERS = 1 << 12  # of a stage of a pipeline, for streams
 MAMBA = "vllm.model_executor.layers.mamba"
 
 logger = logging.getLogger("vllm.flashstate")  # below vLLM's own logger, which has a handler
@@ -34,11 +35,11 @@ KDA = tuple(f"vllm.models.kimi_k3.{vendor}.ops.third_party.kda" for vendor in ("
 KINDS = {
     (f"{MAMBA}.mamba_mixer2", "MambaMixer2"): Kind(("conv_ssm_forward",), scaled=True),
     (f"{MAMBA}.mamba_mixer", "MambaMixer"): Kind(("forward_impl",)),
-    (f"{MAMBA}.short_conv", "ShortConv"): Kind(("forward_cuda",), scaled=True, cuda=True),
+    (f"{MAMBA}.short_conv", "ShortConv"): Kind(("forward_cuda",), scaled=True, only_on_cuda=True),
     (f"{GDN}.qwen_gdn_linear_attn", "QwenGatedDeltaNetAttention"): Kind(
         ("_forward_core", "_forward_core_fused_norm_packed"),
         scaled=True,
-        cuda=True,
+        only_on_cuda=True,
         settings=(("gdn_decode_kernel", "triton"), ("enable_fused_gdn_spec_decode", False)),
     ),
     (f"{GDN}.olmo_gdn_linear_attn", "OlmoHybridGatedDeltaNetAttention"): Kind(("_forward_core",), scaled=True),
@@ -172,16 +173,30 @@ def _make(stock: Callable[..., Any]) -> Callable[..., Any]:
         from vllm.config import get_current_vllm_config_or_none
 
         config = get_current_vllm_config_or_none()
-        if config is None or issubclass(cls, Served) or options_of(config) is None:
+        options = None if config is None else options_of(config)
+        if options is None or issubclass(cls, Served):
             return stock(cls, *args, **more)
         kind = KINDS.get((cls.__module__, cls.__name__))
-        if kind is not None and (on_cuda() or not kind.cuda):
+        if kind is not None and (on_cuda() or not kind.only_on_cuda):
             return object.__new__(_class_of(cls, kind))
         if hasattr(cls, "get_state_shape"):
-            logger.warning("flashstate does not serve layers of %s: vLLM's kernels do", cls.__name__)
+            _leave(cls.__name__, options)
         return stock(cls, *args, **more)
 
     return make
+
+
+_left: set[str] = set()
+
+
+def _leave(name: str, options: Options) -> None:
+    """Leave layers of this class to vLLM, and say so once; raise where options would then be lost."""
+    if options.dtype is not None or options.rounding != "nearest":
+        raise ValueError(f"flashstate does not serve layers of {name}: leave out state and stochastic rounding")
+    add_ssu_backend()
+    if name not in _left:
+        logger.warning("flashstate does not serve layers of %s: vLLM runs them", name)
+    _left.add(name)
 
 
 def on_cuda() -> bool:
@@ -199,30 +214,39 @@ def _class_of(base: type, kind: Kind) -> type:
     if base not in _classes:
         add_ssu_backend()
         answer_calls(base.__module__)
-        _classes[base] = subclass(base, kind, _begin)
+        from vllm.compilation.breakable_cudagraph import eager_break_during_capture
+
+        _classes[base] = subclass(base, kind, _begin, eager_break_during_capture)
     return _classes[base]
 
 
 def _begin(layer: Served) -> None:
     """Let a layer that vLLM has just initialised run on flashstate."""
     from vllm.config import get_current_vllm_config
-    from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
     from vllm.platforms import current_platform
 
     config = get_current_vllm_config()
-    if config.speculative_config is not None and not config.model_config.is_hybrid:
-        # Its runner counts accepted drafts for hybrid models alone, and would leave every other at one.
+    runner_counts = config.model_config.is_hybrid or getattr(config, "use_v2_model_runner", False)
+    if config.speculative_config is not None and not runner_counts:
+        # Model runner V1 counts accepted drafts for hybrid models alone, and would leave every other at one.
         raise ValueError("vLLM cannot roll back the states of a model without attention: leave out speculative_config")
     layers = config.compilation_config.static_forward_context.values()
     others = [other for other in layers if isinstance(other, Served) and other is not layer]
     options = options_of(config) or Options()
-    layer.serve(
-        options, get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size(), others,
-        checkpoints=not current_platform.is_cpu(),  # where vLLM's scan returns the last state alone
-    )  # fmt: skip
+    seeds = others[0].served.seeds if others and others[0].served else Seeds(layer.prefix)
+    checkpoints = not current_platform.is_cpu()  # where vLLM's scan returns the last state alone
+    layer.serve(options, stream_of(len(others)), seeds, checkpoints)
     if not others:
         dtype = layer.get_state_dtype()[-1]
         logger.info("flashstate is active: states are %s, rounded %s", dtype_name(dtype), options.rounding)
+
+
+def stream_of(index: int) -> int:
+    """The stream of random bits of the layer with this index in its process, unlike those of all layers and ranks."""
+    from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+
+    stage = get_pp_group().rank_in_group * MOST_LAYERS
+    return (stage + index) * get_tensor_model_parallel_world_size() + get_tensor_model_parallel_rank()
 
 
 def answer_calls(module: str) -> None:
@@ -243,6 +267,11 @@ def metadata_of(layer: Serving | None) -> Any:
     return get_forward_context().attn_metadata[layer.name]  # type: ignore[union-attr]
 
 
+def _update(layer: Serving, pages: Any, *args: Any, **more: Any) -> None:
+    """selective_state_update of the state in these pages of a layer."""
+    compat.selective_state_update(layer.state_in(pages), *args, **more)
+
+
 def add_ssu_backend() -> None:
     """Add what answers selective_state_update to the backends that vLLM starts by their names."""
     from vllm.model_executor.layers.mamba.ops import ssu_dispatch
@@ -259,8 +288,7 @@ def add_ssu_backend() -> None:
             if layer is None:
                 compat.selective_state_update(state, *args, **more)
             else:
-                name = "selective_state_update"
-                layer.call(name, compat.selective_state_update, layer.state_in(state), *args, **more)
+                layer.call("selective_state_update", _update, layer, state, *args, **more)
 
     ssu_dispatch._BACKEND_REGISTRY.setdefault(add_backend(), FlashstateSSUBackend)
 
