@@ -173,6 +173,16 @@ def test_the_oracle_equals_the_recurrence_written_with_loops(case: DeltaReplayCa
     torch.testing.assert_close(y, by_loops(case, inputs, half=False)[0], rtol=1e-9, atol=1e-11)
 
 
+NEAR_TIES = 0.05  # the share of numbers that float32 may round to the other side
+
+
+def require_rounded(what: str, got: torch.Tensor, exact: torch.Tensor) -> None:
+    """Numbers of float16 are those expected, but for a few that are neighbours: the exact ones were nearly ties."""
+    steps = (got.view(torch.int16).int() - exact.half().view(torch.int16).int()).abs()
+    assert steps.max() <= 1, f"{what}: {steps.max()} steps of float16"
+    assert (steps > 0).double().mean() <= NEAR_TIES, f"{what}: {(steps > 0).sum()} of {steps.numel()} are others"
+
+
 @pytest.mark.parametrize("size", [1.0, 1e6], ids=["ordinary", "too large for float16"])
 @EVERY_MODEL
 def test_u_is_rounded_and_saturates_before_anything_uses_it(
@@ -191,7 +201,7 @@ def test_u_is_rounded_and_saturates_before_anything_uses_it(
     for slot, tokens in zip(slots, inputs.row_lengths, strict=True):
         first = int(pool.start[slot] + pool.count[slot])
         kept += [pool.u[slot, :, (first + t) % pool.ring.length] for t in range(tokens)]
-    require_relative("u in the ring", torch.stack(kept).cpu(), u)
+    require_rounded("u in the ring", torch.stack(kept).cpu(), u)
 
 
 # Tokens that are no numbers, and decays that leave nothing
