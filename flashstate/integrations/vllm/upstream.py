@@ -170,20 +170,24 @@ def _make(stock: Callable[..., Any]) -> Callable[..., Any]:
     replace them for models that run on something else too."""
 
     def make(cls: type, *args: Any, **more: Any) -> Any:
-        from vllm.config import get_current_vllm_config_or_none
-
-        config = get_current_vllm_config_or_none()
-        options = None if config is None else options_of(config)
-        if options is None or issubclass(cls, Served):
-            return stock(cls, *args, **more)
-        kind = KINDS.get((cls.__module__, cls.__name__))
-        if kind is not None and (on_cuda() or not kind.only_on_cuda):
-            return object.__new__(_class_of(cls, kind))
-        if hasattr(cls, "get_state_shape"):
-            _leave(cls.__name__, options)
+        if hasattr(cls, "get_state_shape") and not issubclass(cls, Served):
+            options = _current_options()
+            kind = KINDS.get((cls.__module__, cls.__name__))
+            if options is not None and kind is not None and (on_cuda() or not kind.only_on_cuda):
+                return object.__new__(_class_of(cls, kind))
+            if options is not None:
+                _leave(cls.__name__, options)
         return stock(cls, *args, **more)
 
     return make
+
+
+def _current_options() -> Options | None:
+    """The options of the model that vLLM is making; None if it runs on something else, or if there is none."""
+    from vllm.config import get_current_vllm_config_or_none
+
+    config = get_current_vllm_config_or_none()
+    return None if config is None else options_of(config)
 
 
 _left: set[str] = set()
