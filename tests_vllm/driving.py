@@ -1,6 +1,6 @@
 """Layers of vLLM without its engine: small ones, on pages of bytes, that run batches which are written out."""
 
-from tests_vllm import triton_on_cpu  # noqa: F401, it prepares vLLM
+from tests_vllm import oldest, triton_on_cpu  # noqa: F401, they prepare vLLM
 
 # isort: split
 import contextlib
@@ -25,6 +25,7 @@ from vllm.model_executor.layers.mamba.ops import ssu_dispatch
 from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 from vllm.v1.attention.backends.mamba1_attn import Mamba1AttentionMetadata
+from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadata
 from vllm.v1.attention.backends.short_conv_attn import ShortConvAttentionMetadata
 from vllm.v1.attention.backends.utils import compute_causal_conv1d_metadata
 
@@ -52,7 +53,8 @@ class Batch:
 
     decodes: their blocks. drafts: of each request its blocks, how many tokens it has, and how many were accepted of the
     step before. prefills: of each its block, how many tokens it has, and whether it continues. padding: requests that
-    a graph has besides, in the null block. drafts_last: whether decodes come before drafts.
+    a graph has besides, in the null block. drafts_last: whether decodes come before drafts. moves: in mode `all` of the
+    prefix cache, the block that each request goes on to behind its own, or None where it stays.
     """
 
     decodes: Sequence[int] = ()
@@ -60,6 +62,7 @@ class Batch:
     prefills: Sequence[tuple[int, int, bool]] = ()
     padding: int = 0
     drafts_last: bool = False
+    moves: Sequence[int | None] = ()
 
     @property
     def tokens(self) -> int:
@@ -167,7 +170,22 @@ def mamba_metadata(kind: type, batch: Batch) -> Any:
     if lengths:
         continues = torch.tensor([c for _, _, c in batch.prefills], device=DEVICE)
         fields |= {"has_initial_states_p": continues, "query_start_loc_p": bounds(lengths), **conv_metadata(lengths)}
+    if batch.moves:
+        fields |= moving_metadata(batch, fields["state_indices_tensor_d"])
     return of_class(kind, **fields)
+
+
+def moving_metadata(batch: Batch, blocks: Tensor) -> dict[str, Tensor]:
+    """What is said in mode `all`: all blocks of requests, in which the state is, and to which it goes."""
+    moves = [*batch.moves, *([None] * batch.padding)]
+    behind = ints(*(block or 0 for block in moves))
+    first = torch.zeros(len(moves), dtype=torch.int32, device=DEVICE)
+    return {
+        "state_indices_tensor_d": torch.cat([blocks.reshape(len(moves), -1), behind[:, None]], 1),
+        "block_idx_last_computed_token": first,
+        "block_idx_last_scheduled_token": ints(*(block is not None for block in moves)),
+        "block_idx_last_scheduled_token_prev_step": first,
+    }
 
 
 # Layers
@@ -214,6 +232,14 @@ def make_mamba(kind: type, config: VllmConfig) -> Any:
     )  # fmt: skip
 
 
+def make_mamba2(kind: type, config: VllmConfig) -> Any:
+    return kind(
+        hidden_size=HIDDEN, ssm_state_size=16, conv_kernel_size=WIDTH, intermediate_size=64, n_groups=2,
+        num_heads=HEADS, head_dim=16, use_conv_bias=True, use_bias=False, model_config=config.model_config,
+        cache_config=config.cache_config, prefix=PREFIX,
+    )  # fmt: skip
+
+
 def make_short_conv(kind: type, config: VllmConfig) -> Any:
     sizes = SimpleNamespace(conv_L_cache=WIDTH, conv_bias=False)
     return kind(sizes, HIDDEN, 0, config.model_config, config.cache_config, prefix=PREFIX)
@@ -233,6 +259,10 @@ MAMBA1 = Family(
     f"{MAMBA}.mamba_mixer", "MambaMixer", make_mamba, functools.partial(mamba_metadata, Mamba1AttentionMetadata),
     ssu=True,
 )  # fmt: skip
+MAMBA2 = Family(
+    f"{MAMBA}.mamba_mixer2", "MambaMixer2", make_mamba2, functools.partial(mamba_metadata, Mamba2AttentionMetadata),
+    ssu=True,
+)  # fmt: skip
 SHORT_CONV = Family(
     f"{MAMBA}.short_conv", "ShortConv", make_short_conv, functools.partial(mamba_metadata, ShortConvAttentionMetadata),
     method="forward_cuda",
@@ -248,13 +278,15 @@ def start_alone() -> None:
             parallel_state.initialize_model_parallel(1, 1, backend="gloo")
 
 
-def config_of(options: dict[str, Any] | None, drafts: int, dtype: torch.dtype) -> VllmConfig:
-    """A model that runs on flashstate with these options, or on vLLM's kernels, with so many draft tokens a step."""
+def config_of(options: dict[str, Any] | None, batch: Batch, dtype: torch.dtype) -> VllmConfig:
+    """A model that runs on flashstate with these options, or on vLLM's kernels, and can have such a batch."""
     register()
     config = VllmConfig(device_config=DeviceConfig(DEVICE.type))
     config.model_config = SimpleNamespace(dtype=dtype, hf_text_config=delta_config(), is_hybrid=True)
     config.cache_config.mamba_block_size = 64
     config.additional_config = {"gdn_prefill_backend": "triton", "flashstate": options or {}}
+    config.cache_config.mamba_cache_mode = "all" if batch.moves else "none"
+    drafts = max([len(blocks) - 1 for blocks, _, _ in batch.drafts], default=0)
     if drafts:
         config.speculative_config = SimpleNamespace(num_speculative_tokens=drafts)
     if options is not None:
@@ -288,7 +320,7 @@ class Driven:
         metadata = {PREFIX: self.family.metadata(batch)}
         method = getattr(self.layer, self.family.method)
         hidden = hidden.to(self.config.model_config.dtype, copy=True)
-        given = {"hidden_states": hidden, "output": torch.zeros_like(hidden), "positions": None}
+        given = {"hidden_states": hidden, "output": torch.zeros_like(hidden), "positions": None, "mup_vector": None}
         wanted = {name: given[name] for name in inspect.signature(method).parameters}
         with set_current_vllm_config(self.config), set_forward_context(metadata, self.config), torch.inference_mode():
             y = method(**wanted)
@@ -304,7 +336,7 @@ def drive(
     """
     start_alone()
     dtype = torch.float16 if batch.prefills else torch.float32  # which vLLM's kernels of prompts do not take
-    config = config_of(options, max([len(blocks) - 1 for blocks, _, _ in batch.drafts], default=0), dtype)
+    config = config_of(options, batch, dtype)
     with set_current_vllm_config(config), torch.device(DEVICE), set_default_torch_dtype(dtype):
         layer = family.make(family.stock, config)
         if family.ssu:

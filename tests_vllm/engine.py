@@ -20,6 +20,8 @@ os.environ.update(
 
 import torch
 
+from tests_vllm import oldest  # noqa: F401, it prepares vLLM
+
 RESULTS = "results: "  # what the line begins with
 COMMON = {
     "skip_tokenizer_init": True, "dtype": "float32", "enforce_eager": True, "max_model_len": 256, "max_num_seqs": 8,
@@ -41,7 +43,7 @@ def run(model: str, settings: dict[str, Any], work: list[str]) -> dict[str, Any]
     cache = llm.llm_engine.vllm_config.cache_config
     found: dict[str, Any] = {piece: WORK[piece](llm) for piece in work}
     found["layers"] = sorted({type(layer).__name__ for layer in layers})
-    found["pages"] = {"block": cache.block_size, "padded": cache.mamba_page_size_padded}
+    found["cache"] = {"block": cache.block_size, "mode": cache.mamba_cache_mode}
     found["counts"] = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
     del llm
     gc.collect()

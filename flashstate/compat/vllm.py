@@ -142,16 +142,19 @@ def causal_conv1d_update(
     # What belongs to rows may be longer than there are rows.
     query_start_loc = shapes.list_of("query_start_loc", query_start_loc, len(read) + 1)
     num_accepted_tokens = shapes.list_of("num_accepted_tokens", num_accepted_tokens, len(read))
+    rolls_back, history = num_accepted_tokens is not None, width - 2
+    if rolls_back and block_idx_last_scheduled_token is not None:
+        # vLLM gives the columns of a table of all blocks; rows have no more tokens than a window has room for.
+        max_query_len = min(max_query_len, max(window.shape[2] - history, 1))
     slots = Slots(
         read, write=write, accepted=num_accepted_tokens, cu_seqlens=query_start_loc,
         max_len=None if query_start_loc is None or max_query_len < 0 else max_query_len,
         null=-1 if conv_state_indices is None else null_block_id,
     )  # fmt: skip
-    rolls_back = num_accepted_tokens is not None
     conv1d_step(
         window if rolls_back else window[..., : width - 1], tokens,
         **shapes.fitted(CONV1D_STEP, weight=weight, bias=bias), activation=shapes.activation_of(activation),
-        history=width - 2 if rolls_back else None, slots=slots, out=room,
+        history=history if rolls_back else None, slots=slots, out=room,
     )  # fmt: skip
     return out
 
