@@ -47,6 +47,9 @@ def test_prefill_reads_and_stores_by_blocks_and_leaves_other_bytes(dtype: torch.
     plain.write([3, 1], values[[0, 2]])
     assert torch.equal(found[blocks[[0, 2]]], plain.read([3, 1]))
     assert found[blocks[1:2]].count_nonzero() == 0  # of the null block
+    found[blocks[:2]] = 0
+    assert found[blocks[:1]].count_nonzero() == 0
+    assert torch.equal(found[blocks[2:]], plain.read([1]))
     kept = [0, 2]
     assert torch.equal(memory[kept], before[kept])
     assert torch.equal(memory[:, :16], before[:, :16])
@@ -119,6 +122,59 @@ def test_calls_are_answered_while_a_layer_runs_and_errors_name_it() -> None:
         ):
             answer(-1, state=states)
     assert answer(1, state=states) == ("stock", states)
+
+
+def test_a_full_memory_stays_an_error_of_its_kind() -> None:
+    def ours() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    layer = serving.Serving("model.layers.3.mixer", options.Options(), 0, serving.Seeds("model.layers.3.mixer"))
+    with pytest.raises(torch.OutOfMemoryError, match=r"flashstate failed in step of layer .*: CUDA out of memory"):
+        layer.call("step", ours)
+
+
+def engine_of(**changes: Any) -> types.SimpleNamespace:
+    """The configuration of an engine: a hybrid model without drafts, as far as it is looked at."""
+    model = types.SimpleNamespace(is_hybrid=changes.pop("is_hybrid", True))
+    given = {"speculative_config": None, "kv_transfer_config": None, "use_v2_model_runner": False, **changes}
+    return types.SimpleNamespace(model_config=model, **given)
+
+
+@pytest.mark.parametrize(
+    ("version", "changes", "counts"),
+    [
+        ("0.26.0", {}, True),
+        ("0.26.0", {"is_hybrid": False}, False),
+        ("0.26.0", {"is_hybrid": False, "use_v2_model_runner": True}, False),
+        ("0.32.0", {"is_hybrid": False}, False),
+        ("0.32.0", {"is_hybrid": False, "use_v2_model_runner": True}, True),
+    ],
+)
+def test_drafts_are_refused_where_vllm_does_not_count_those_accepted(
+    version: str, changes: dict[str, Any], counts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upstream, "version", lambda: version)
+    upstream.check_engine(engine_of(**changes), options.Options(), {})
+    config = engine_of(speculative_config="ngram", **changes)
+    if counts:
+        upstream.check_engine(config, options.Options(), {})
+    else:
+        with pytest.raises(ValueError, match="vLLM cannot roll back the states of a model without attention"):
+            upstream.check_engine(config, options.Options(), {})
+
+
+def test_states_that_another_engine_would_misread_are_refused() -> None:
+    config = engine_of(kv_transfer_config="nixl")
+    upstream.check_engine(config, options.Options(), {})
+    with pytest.raises(ValueError, match="vLLM cannot tell other engines how states are stored: leave out state"):
+        upstream.check_engine(config, options.parse({"state": "int8"}), {})
+
+
+def test_a_kernel_of_vllm_that_was_asked_for_is_not_replaced_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_GDN_DECODE_KERNEL", "cuda")
+    upstream.check_engine(engine_of(), options.Options(), {})
+    with pytest.raises(ValueError, match="VLLM_GDN_DECODE_KERNEL=cuda asks for a kernel of vLLM: leave it out"):
+        upstream.check_engine(engine_of(), options.Options(), {"gdn_decode_kernel": "triton"})
 
 
 @pytest.mark.parametrize("version", ["0.25.1", "0.31.0", "0.33.0", "dev"])

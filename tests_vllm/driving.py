@@ -32,6 +32,7 @@ from vllm.v1.attention.backends.utils import compute_causal_conv1d_metadata
 from flashstate.integrations.vllm import register, upstream
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from models_of_peers import decoded
 from peer_calls import Door
 from peer_conv1d import VLLM_CONV
 from peer_rules import VLLM_DECAYS, VLLM_DECODE, VLLM_KDA, VLLM_RAW_DECODE, VLLM_RAW_KDA, VLLM_RULE
@@ -53,7 +54,7 @@ class Batch:
 
     decodes: their blocks. drafts: of each request its blocks, how many tokens it has, and how many were accepted of the
     step before. prefills: of each its block, how many tokens it has, and whether it continues. padding: requests that
-    a graph has besides, in the null block. drafts_last: whether decodes come before drafts. moves: in mode `all` of the
+    a graph has besides, in the null block. drafts_last: whether prompts come before drafts. moves: in mode `all` of the
     prefix cache, the block that each request goes on to behind its own, or None where it stays.
     """
 
@@ -137,9 +138,9 @@ def draft_metadata(batch: Batch) -> dict[str, Any]:
     """What is said of requests with drafts; those of padding have the null block, no tokens and a count of one."""
     lengths, rows = [n for _, n, _ in batch.drafts], [ints(*blocks) for blocks, _, _ in batch.drafts]
     rows += [torch.zeros_like(rows[0])] * batch.padding
-    drafts, others = torch.arange(sum(lengths)), torch.arange(sum(lengths), batch.tokens)
+    drafts, others = torch.arange(batch.tokens).split([sum(lengths), batch.tokens - sum(lengths)])
     if batch.drafts_last:
-        others, drafts = torch.arange(len(batch.decodes)), torch.arange(sum(lengths)) + len(batch.decodes)
+        others, drafts = torch.arange(batch.tokens).split([len(others), len(drafts)])
     return {
         "spec_query_start_loc": bounds([*lengths, *([0] * batch.padding)]),
         "spec_state_indices_tensor": torch.stack(rows),
@@ -193,7 +194,10 @@ def moving_metadata(batch: Batch, blocks: Tensor) -> dict[str, Tensor]:
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """A class of layers: its module and name, what makes one, what says the batch, and the method that runs it."""
+    """A class of layers: its module and name, what makes one, what says the batch, and the method that runs it.
+
+    ssu: whether it calls selective_state_update. own_dtype: whether states have the dtype of the model.
+    """
 
     module: str
     name: str
@@ -201,6 +205,7 @@ class Family:
     metadata: Callable[[Batch], Any]
     method: str = "forward"
     ssu: bool = False
+    own_dtype: bool = False
 
     @property
     def stock(self) -> type:
@@ -257,7 +262,7 @@ KIMI = Family(f"{GDN}.kimi_gdn_linear_attn", "KimiGatedDeltaNetAttention", make_
 BOUNDED_KIMI = dataclasses.replace(KIMI, make=functools.partial(make_kimi, gate_lower_bound=-5.0))
 MAMBA1 = Family(
     f"{MAMBA}.mamba_mixer", "MambaMixer", make_mamba, functools.partial(mamba_metadata, Mamba1AttentionMetadata),
-    ssu=True,
+    ssu=True, own_dtype=True,
 )  # fmt: skip
 MAMBA2 = Family(
     f"{MAMBA}.mamba_mixer2", "MambaMixer2", make_mamba2, functools.partial(mamba_metadata, Mamba2AttentionMetadata),
@@ -336,6 +341,8 @@ def drive(
     """
     start_alone()
     dtype = torch.float16 if batch.prefills else torch.float32  # which vLLM's kernels of prompts do not take
+    if family.own_dtype and state.is_floating_point:
+        dtype = state
     config = config_of(options, batch, dtype)
     with set_current_vllm_config(config), torch.device(DEVICE), set_default_torch_dtype(dtype):
         layer = family.make(family.stock, config)
@@ -383,15 +390,24 @@ def bind(layer: Any, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dty
     return pages
 
 
+def is_scaled(driven: Driven) -> bool:
+    return driven.tensors[-1].shape[1:] != driven.family.stock.get_state_shape(driven.layer)[-1]
+
+
 def fill_states(driven: Driven) -> None:
     """Random states. The null block too has some, which must stay."""
     random = torch.Generator().manual_seed(2)
     for tensor in driven.tensors:
         values = torch.randn(tensor.shape, generator=random)
         tensor.copy_(values if tensor.is_floating_point() else values * 30)
-    if driven.tensors[-1].shape[1:] != driven.family.stock.get_state_shape(driven.layer)[-1]:
+    if is_scaled(driven):
         scale = driven.scaled()[1]
         scale.copy_(torch.rand(scale.shape, generator=random) / 50)
+
+
+def starts_of(driven: Driven) -> Tensor:
+    """Its states (blocks, heads, rows, cols), in float32."""
+    return decoded(*driven.scaled()) if is_scaled(driven) else driven.tensors[-1].float()
 
 
 def tokens_of(batch: Batch) -> Tensor:
@@ -435,12 +451,11 @@ def modelled(door: Door, dtype: torch.dtype) -> Callable[..., Any]:
     return call
 
 
-def with_own_gates(a: Tensor, b: Tensor, q: Tensor, num_accepted_tokens: Any = None, **_: Any) -> dict[str, Tensor]:
+def with_own_gates(a: Tensor, b: Tensor, q: Tensor, **_: Any) -> dict[str, Tensor]:
     """The gates of the tokens of q, where vLLM gives those of all tokens of a batch."""
     if len(a) == q.shape[1]:
         return {}
-    metadata = get_forward_context().attn_metadata[PREFIX]
-    tokens = metadata.non_spec_token_indx if num_accepted_tokens is None else metadata.spec_token_indx
+    tokens = get_forward_context().attn_metadata[PREFIX].spec_token_indx
     return {"a": a[tokens], "b": b[tokens]}
 
 
@@ -450,7 +465,7 @@ def on_models(family: Family, dtype: torch.dtype) -> Iterator[None]:
     ssu = ssu_dispatch._mamba_ssu_backend
     with contextlib.ExitStack() as stack:
         for call in upstream.CALLS[family.module]:
-            if VERSION in call.versions:
+            if VERSION in call.versions and call.name in DOORS:  # else it steps nothing
                 for module in call.modules or (family.module,):
                     stack.enter_context(changed(module, call.name, modelled(DOORS[call.name], dtype)))
         ssu_dispatch._mamba_ssu_backend = modelled(VLLM, dtype)

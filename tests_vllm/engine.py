@@ -41,7 +41,10 @@ def run(model: str, settings: dict[str, Any], work: list[str]) -> dict[str, Any]
     llm = LLM(model, **{**COMMON, **settings})
     layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
     cache = llm.llm_engine.vllm_config.cache_config
-    found: dict[str, Any] = {piece: WORK[piece](llm) for piece in work}
+    found: dict[str, Any] = {"seeds": []}
+    for piece in work:
+        found[piece] = WORK[piece](llm)
+        found["seeds"] += [int(layer.served.seeds.seed) for layer in layers if getattr(layer, "served", None)][:1]
     found["layers"] = sorted({type(layer).__name__ for layer in layers})
     found["cache"] = {"block": cache.block_size, "mode": cache.mamba_cache_mode}
     found["counts"] = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
@@ -106,13 +109,15 @@ def arriving(llm: Any) -> dict[str, Any]:
     wanted = torch.randint(1, 13, (200,), generator=random).tolist()
     arrives = torch.randint(0, 300, (200,), generator=random).tolist()
     aborted = {i: arrives[i] + 2 for i in range(0, 200, 10)}
-    engine, step, done = llm.llm_engine, 0, {}
+    engine, step, done, stops = llm.llm_engine, 0, {}, 0
     waiting = sorted(range(200), key=lambda i: arrives[i])
     while waiting or engine.has_unfinished_requests():
         while waiting and arrives[waiting[0]] <= step:
             i = waiting.pop(0)
             engine.add_request(str(i), {"prompt_token_ids": given[i]}, parameters(wanted[i]))
-        engine.abort_request([str(i) for i, when in aborted.items() if when == step])
+        stopped = [str(i) for i, when in aborted.items() if when == step and str(i) not in done]
+        engine.abort_request(stopped)
+        stops += len(stopped)
         done.update({output.request_id: outcome(output) for output in engine.step() if output.finished})
         step += 1
     left = [i for i in range(200) if str(i) in done and i not in aborted]
@@ -120,7 +125,7 @@ def arriving(llm: Any) -> dict[str, Any]:
         str(i): outcome(llm.generate({"prompt_token_ids": given[i]}, parameters(wanted[i]), use_tqdm=False)[0])
         for i in left
     }
-    return {"among_others": done, "alone": own, "aborted": sorted(aborted)}
+    return {"among_others": done, "alone": own, "aborted": sorted(aborted), "stops": stops}
 
 
 WORK = {"together": together, "alone": alone, "in_prompts": in_prompts, "prefixes": prefixes, "arriving": arriving}

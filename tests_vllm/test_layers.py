@@ -28,7 +28,7 @@ from unittest import mock
 
 import pytest
 import torch
-from models_of_peers import decoded, rounded
+from models_of_peers import rounded
 from peer_calls import equal_bytes
 from torch import Tensor
 
@@ -43,19 +43,19 @@ FAR = 64  # budgets: what vLLM's kernels may be off for another order of sums, a
 
 DECODES, PADDED = Batch(decodes=[3, 5, 1]), Batch(decodes=[3, 5, 1], padding=2)
 PROMPTS = Batch(decodes=[3, 5], prefills=[(7, 9, True), (8, 70, False)])
+FEW_TOKENS = Batch(decodes=[3], prefills=[(7, 9, True), (8, 3, False)])  # of KDA, which is interpreted slowly
 DRAFTS = Batch(drafts=[((3, 4, 5), 3, 2), ((6, 7, 8), 2, 1), ((9, 10, 11), 3, 3)])
 PADDED_DRAFTS = dataclasses.replace(DRAFTS, padding=1)
 DRAFTS_AND_PROMPTS = Batch(drafts=DRAFTS.drafts[:2], prefills=[(1, 9, True), (2, 5, False)])
-DECODES_AND_DRAFTS = Batch(decodes=[1, 2], drafts=DRAFTS.drafts[:2], drafts_last=True)
-DRAFTS_AND_DECODES = dataclasses.replace(DECODES_AND_DRAFTS, drafts_last=False)
+# Where some have drafts, vLLM takes every other request for a prompt, of one token if it decodes.
+TOKENS_AND_DRAFTS = Batch(drafts=DRAFTS.drafts[:2], prefills=[(1, 1, True), (2, 1, True)], drafts_last=True)
+DRAFTS_AND_TOKENS = dataclasses.replace(TOKENS_AND_DRAFTS, drafts_last=False)
 MOVED = Batch(decodes=[3, 5, 1], moves=[9, None, 7], padding=1)
 MOVED_DRAFTS = Batch(drafts=DRAFTS.drafts[:2], moves=[9, None], padding=1)
 
 newest = pytest.mark.skipif(VERSION == "0.26.0", reason="these layers of vLLM 0.26.0 take no drafts")
 gpu = pytest.mark.skipif(not ON_GPU, reason="vLLM's kernel for these prompts needs a GPU")
 mode_all = pytest.mark.skipif(VERSION != "0.26.0", reason="vLLM 0.32.0 has no mode `all` of prefix caches")
-gather = pytest.mark.skipif(VERSION != "0.26.0" and not ON_GPU, reason="vLLM gathers these states on a GPU alone")
-GATES_OF_OTHERS = [(DECODES_AND_DRAFTS, "0.26.0"), (DRAFTS_AND_DECODES, "0.26.0"), (DRAFTS_AND_DECODES, "0.32.0")]
 CASES = {
     "qwen, decodes": (QWEN, DECODES),
     "qwen, padding": (QWEN, PADDED),
@@ -63,17 +63,17 @@ CASES = {
     "qwen, drafts": (QWEN, DRAFTS),
     "qwen, drafts and padding": (QWEN, PADDED_DRAFTS),
     "qwen, drafts and prompts": (QWEN, DRAFTS_AND_PROMPTS),
-    "qwen, decodes before drafts": (QWEN, DECODES_AND_DRAFTS),
-    "qwen, drafts before decodes": (QWEN, DRAFTS_AND_DECODES),
+    "qwen, tokens before drafts": (QWEN, TOKENS_AND_DRAFTS),
+    "qwen, drafts before tokens": (QWEN, DRAFTS_AND_TOKENS),
     "olmo, padding": (OLMO, PADDED),
     "olmo, prompts": (OLMO, PROMPTS),
     "olmo, drafts and padding": (OLMO, PADDED_DRAFTS),
     "olmo, drafts and prompts": (OLMO, DRAFTS_AND_PROMPTS),
-    "olmo, decodes before drafts": (OLMO, DECODES_AND_DRAFTS),
+    "olmo, tokens before drafts": (OLMO, TOKENS_AND_DRAFTS),
     "kimi, padding": (KIMI, PADDED),
-    "kimi, prompts": (KIMI, PROMPTS, gather),
+    "kimi, prompts": (KIMI, FEW_TOKENS),
     "kimi, drafts and padding": (KIMI, PADDED_DRAFTS, newest),
-    "kimi, decodes before drafts": (KIMI, DECODES_AND_DRAFTS, newest),
+    "kimi, tokens before drafts": (KIMI, TOKENS_AND_DRAFTS, newest),
     "kimi with a lower bound": (BOUNDED_KIMI, DECODES, newest),
     "kimi with a lower bound, drafts": (BOUNDED_KIMI, DRAFTS, newest),
     "mamba-2, padding": (MAMBA2, PADDED),
@@ -130,7 +130,8 @@ def run(driven: Driven, batch: Batch, models: torch.dtype | None = None) -> Run:
 
 def runs_of(family: Family, batch: Batch, state: torch.dtype) -> dict[str, Run]:
     """The batch on flashstate, on vLLM's kernels, and on models, exact and plain."""
-    runs = {"ours": run(driving.drive(family, batch, {"state": str(state).removeprefix("torch.")}), batch)}
+    options = {} if family is SHORT_CONV else {"state": str(state).removeprefix("torch.")}
+    runs = {"ours": run(driving.drive(family, batch, options, state), batch)}
     for name, models in (("exact", torch.float64), ("plain", FLOAT), ("stock", None)):
         runs[name] = run(driving.drive(family, batch, state=state), batch, models)
     return runs
@@ -143,9 +144,9 @@ def budgets(got: Tensor, exact: Tensor, plain: Tensor, activations: torch.dtype)
 
 
 def comparable(family: Family, batch: Batch) -> bool:
-    """Whether vLLM's kernels give what they should: those of its Qwen layers take gates of other tokens where rows with
-    and without drafts are not in the order that they expect."""
-    return family is not QWEN or (batch, VERSION) not in GATES_OF_OTHERS
+    """Whether vLLM's kernels give what they should: Qwen layers of 0.26.0 give them gates of the first tokens of a
+    batch, which have no drafts here."""
+    return not (family is QWEN and batch is TOKENS_AND_DRAFTS and VERSION == "0.26.0")
 
 
 def require_peer(runs: dict[str, Run], batch: Batch) -> None:
@@ -184,6 +185,8 @@ def test_a_layer_gives_what_vllm_gives(family: Family, batch: Batch) -> None:
 @pytest.mark.parametrize("state", [BRAIN, HALF], ids=str)
 @pytest.mark.parametrize(("family", "batch"), parameters(OF_FORMATS))
 def test_states_may_be_of_16_bits(family: Family, batch: Batch, state: torch.dtype) -> None:
+    if family.own_dtype and state is BRAIN and not ON_GPU:
+        pytest.skip("weights of bfloat16 are packed for other kernels of vLLM on a CPU")
     runs = runs_of(family, batch, state)
     assert all(one.driven.tensors[-1].dtype == state for one in runs.values())
     require_peer(runs, batch)
@@ -192,13 +195,22 @@ def test_states_may_be_of_16_bits(family: Family, batch: Batch, state: torch.dty
 
 @pytest.mark.parametrize("state", ["int8", "int16", "float8_e4m3fn"])
 @pytest.mark.parametrize(
-    ("family", "batch"), parameters(name for name in OF_FORMATS if name not in ("kimi, padding", "mamba"))
+    ("family", "batch"), parameters(name for name in (*OF_FORMATS, "kimi, prompts") if name != "mamba")
 )
 def test_states_with_scales_are_as_near_as_their_format_allows(family: Family, batch: Batch, state: str) -> None:
-    """vLLM has no kernels for them: the models start from what their data and scales say, in float32."""
-    dtype = getattr(torch, state)
+    require_format(family, batch, state)
+
+
+@pytest.mark.parametrize("state", ["bfloat16", "float16"])
+def test_prompts_may_have_states_of_16_bits_where_vllm_stores_float32(state: str) -> None:
+    require_format(KIMI, FEW_TOKENS, state)
+
+
+def require_format(family: Family, batch: Batch, state: str) -> None:
+    """Outputs and states are as near as their format allows, where vLLM has no kernels for it: the models start from
+    what is stored, in float32."""
     ours = driving.drive(family, batch, {"state": state})
-    starts = decoded(*ours.scaled())
+    starts = driving.starts_of(ours)
     runs = {"ours": run(ours, batch)}
     for name, models in (("exact", torch.float64), ("plain", FLOAT)):
         driven = driving.drive(family, batch)
@@ -209,14 +221,25 @@ def test_states_with_scales_are_as_near_as_their_format_allows(family: Family, b
     y, want, plain = (runs[name].y[: batch.tokens] for name in ("ours", "exact", "plain"))
     assert budgets(y, want, plain, y.dtype) <= 1
     want = exact.driven.tensors[-1][exact.blocks].double()
-    plain = rounded(runs["plain"].driven.tensors[-1][exact.blocks], dtype)
-    assert error_ratio(decoded(*ours.scaled())[exact.blocks], want, plain) <= 1
+    plain = rounded(runs["plain"].driven.tensors[-1][exact.blocks], getattr(torch, state))
+    assert error_ratio(driving.starts_of(ours)[exact.blocks], want, plain) <= 1
 
 
-@pytest.mark.parametrize("family", [KIMI, MAMBA1], ids=lambda family: family.name)
-def test_states_with_scales_are_refused_where_vllm_reads_them_by_kernels(family: Family) -> None:
-    with pytest.raises(ValueError, match="cannot have scales in vLLM: leave out state='int8'"):
-        driving.drive(family, DECODES, {"state": "int8"})
+@pytest.mark.parametrize(
+    ("family", "options", "message"),
+    [
+        (MAMBA1, {"state": "int8"}, "cannot prefill layer '.*' with states of int8: they must be float32"),
+        (MAMBA1, {"state": "float16"}, "cannot prefill layer '.*' with states of float16: they must be float32"),
+        (SHORT_CONV, {"state": "int8"}, "has no state but that of its convolution: leave out state"),
+        (SHORT_CONV, {"rounding": "stochastic"}, "has no state but that of its convolution: leave out state"),
+        (QWEN, {"state": "float32", "rounding": "stochastic"}, "rounding='stochastic' is not for float32"),
+    ],
+)
+def test_options_that_would_be_lost_or_fail_later_are_refused(
+    family: Family, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        driving.drive(family, DECODES, options)
 
 
 @pytest.mark.parametrize(
@@ -264,10 +287,9 @@ def test_a_layer_that_did_not_select_flashstate_is_stock(family: Family, batch: 
 def test_drafts_do_not_go_through_kernels_that_would_pass_flashstate_by() -> None:
     layer = driving.drive(QWEN, DRAFTS, {}).layer
     assert getattr(layer, "gdn_decode_kernel", "triton") == "triton"
-    assert not getattr(layer, "enable_fused_gdn_spec_decode", False)
 
 
-@pytest.mark.parametrize("family", [QWEN, SHORT_CONV], ids=lambda family: family.name)
+@pytest.mark.parametrize("family", [QWEN, OLMO, KIMI, MAMBA1, SHORT_CONV], ids=lambda family: family.name)
 def test_layers_that_run_otherwise_on_cpus_stay_on_the_kernels_of_vllm_there(family: Family) -> None:
     upstream.on_cuda.return_value = False
     with mock.patch.object(upstream.logger, "warning") as warned:
@@ -275,6 +297,8 @@ def test_layers_that_run_otherwise_on_cpus_stay_on_the_kernels_of_vllm_there(fam
     assert warned.call_args.args[-1] == family.name
 
 
-def test_convolutions_keep_their_format() -> None:
-    driven = driving.drive(SHORT_CONV, DECODES, {"state": "int8"})
-    assert [tensor.dtype for tensor in driven.tensors] == [FLOAT]
+def test_layers_that_are_not_of_flashstate_keep_the_kernel_of_vllm() -> None:
+    backend = driving.ssu_backend(served=True)(driving.config_of({}, DECODES, FLOAT).mamba_config)
+    with mock.patch.object(backend, "_kernel") as stock:
+        backend(*[torch.ones(1)] * 8)
+    assert stock.call_count == 1

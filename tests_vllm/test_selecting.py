@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 PICKLES = """
 import pickle, sys
 from vllm.plugins import load_general_plugins
@@ -25,8 +27,8 @@ import sys
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
-given = EngineArgs.from_cli_args(parser.parse_args(sys.argv[1:]))
-print(given.mamba_backend, given.additional_config)
+config = EngineArgs.from_cli_args(parser.parse_args(sys.argv[1:])).create_engine_config()
+print(config.mamba_config.backend.name, config.additional_config)
 """
 
 
@@ -45,5 +47,8 @@ def test_a_configuration_travels_to_a_process_without_plugins() -> None:
 def test_the_command_line_selects_it(models: Callable[[str], Path]) -> None:
     options = '{"flashstate": {"state": "int8"}}'
     model = str(models("mamba2"))
-    printed = ran(PARSES, "--model", model, "--mamba-backend", "flashstate", "--additional-config", options)
-    assert printed == "flashstate {'flashstate': {'state': 'int8'}}"
+    chosen = ("--model", model, "--skip-tokenizer-init", "--additional-config", options)
+    printed = ran(PARSES, *chosen, "--mamba-backend", "flashstate")
+    assert printed == "FLASHSTATE {'flashstate': {'state': 'int8'}}"
+    with pytest.raises(AssertionError, match="Unknown Mamba SSU backend"):
+        ran(PARSES, *chosen, "--mamba-backend", "flashlight")

@@ -1,5 +1,6 @@
 """vLLM's Triton kernels in Triton's interpreter, where there is no GPU. To be imported before vLLM is."""
 
+import contextlib
 import functools
 import importlib
 import os
@@ -42,6 +43,11 @@ def called(name: str, *args: Any, **more: Any) -> Any:
 def counted(*bounds: Any) -> Iterator[Any]:
     """range, whose numbers are tensors, as they are in compiled kernels."""
     return map(interpreter._implicit_cvt, range(*map(int, bounds)))
+
+
+def gathered(states: torch.Tensor, blocks: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
+    """What vLLM 0.32.0 has a kernel for that wants a GPU: the states in these blocks, or zeros."""
+    return torch.where(known[:, None, None, None], states[blocks], 0)
 
 
 class Memory:
@@ -92,6 +98,10 @@ def interpret() -> None:
     with mock.patch.object(type(current_platform), "is_cpu", return_value=False):
         for module in (causal_conv1d, mamba_ssm):  # where vLLM 0.32.0 takes other kernels on a CPU
             importlib.reload(module)
+    with contextlib.suppress(ImportError):
+        from vllm.model_executor.layers.mamba.ops import gather_initial_states
+
+        gather_initial_states.gather_initial_states = gathered
 
 
 if not torch.cuda.is_available():

@@ -129,4 +129,4 @@ def packed_decode(
         A_log=of_heads("A_log", A_log, HV), dt_bias=of_heads("dt_bias", dt_bias, HV, *channels), scale=scale,
         qk_l2norm=l2norm, slots=Slots(indices, null=null), out=out,
     )  # fmt: skip
-    return out, state
+    return out, pool

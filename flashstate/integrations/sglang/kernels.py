@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flashstate.compat import sglang as compat
 from flashstate.compat.delta import check_absent
+from flashstate.integrations.reports import failure
 from flashstate.integrations.sglang import upstream
 
 logger = logging.getLogger("flashstate.sglang")
@@ -33,7 +34,7 @@ def named(call: str, function: Callable[..., Any]) -> Callable[..., Any]:
         except Exception as error:
             number = upstream.layer_of(sys._getframe(1))
             layer = "a layer without a number" if number is None else f"layer {number}"
-            raise RuntimeError(f"flashstate failed in {call} of {layer}: {error}") from error
+            raise failure(call, layer, error) from error
 
     return run
 

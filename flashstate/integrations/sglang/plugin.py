@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from flashstate.integrations.reports import unknown_version
 from flashstate.integrations.sglang import kernels, upstream
 from flashstate.integrations.sglang.upstream import NAME
 
@@ -38,7 +39,7 @@ def offer() -> None:
 
 
 def refusal(version: str) -> str:
-    return f"flashstate is not active: it knows SGLang {' and '.join(upstream.SUPPORTED)}, and this is {version}"
+    return unknown_version("SGLang", upstream.SUPPORTED, version)
 
 
 def refuse_all(server_args: Any) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from flashstate.errors import dtype_name
 from flashstate.integrations.vllm.options import Options
 from flashstate.integrations.vllm.pages import PagedState, widened
-from flashstate.integrations.vllm.serving import Function, Seeds, Serving, current, running
+from flashstate.integrations.vllm.serving import Function, Serving, current, running
 from flashstate.state.formats import FORMATS
 
 PREFILL = "prefill"  # what errors call what prefill does to states with scales
@@ -24,15 +24,18 @@ PREFILL = "prefill"  # what errors call what prefill does to states with scales
 class Kind:
     """What the plugin has to know of a class of layers.
 
-    methods: those that step states.
-    scaled: whether prefill of such layers takes states that are no tensor, so that int8, int16 and float8 work.
-    only_on_cuda: whether vLLM runs these methods on GPUs of NVIDIA alone.
+    methods: those that step states; a version of vLLM may lack some.
+    every_format: whether prefill of such layers takes states of every format; else those of float32 and of the model's
+        dtype alone.
+    decoded: whether prefill gives and takes states of float32, whatever their format.
+    everywhere: whether such layers are served on all devices of vLLM; else on GPUs of NVIDIA alone.
     settings: attributes that choose between ways to decode, and what they must be.
     """
 
     methods: tuple[str, ...]
-    scaled: bool = False
-    only_on_cuda: bool = False
+    every_format: bool = True
+    decoded: bool = False
+    everywhere: bool = False
     settings: tuple[tuple[str, Any], ...] = ()
 
 
@@ -45,28 +48,33 @@ class Served:
     served: Serving | None = None  # until it is initialised
     checkpoints = True
 
-    def serve(self, options: Options, stream: int, seeds: Seeds, checkpoints: bool) -> None:
-        """Begin to run on flashstate, with these options. stream, seeds: as Serving has them.
+    def serve(self, serving: Serving, model_dtype: torch.dtype, checkpoints: bool) -> None:
+        """Begin to run on flashstate.
 
         checkpoints: whether prefill can store a second state on its way, at a boundary of the prefix cache. vLLM does
         that by a kernel that takes tensors alone; where it cannot, it ends prefills at such boundaries.
         """
-        if options.scaled and not self.kind.scaled:
-            kept = f"the states of layer {self.prefix!r}, a {type(self).__name__}, cannot have scales in vLLM"
-            raise ValueError(f"{kept}: leave out state={dtype_name(options.dtype)!r}")  # type: ignore[arg-type]
-        self.served = Serving(self.prefix, options, stream, seeds)
-        self._check_rounding()
-        self.checkpoints = checkpoints and not options.scaled
+        self.served = serving
+        self._check_format(model_dtype)
+        self.checkpoints = checkpoints and not self.decodes
         for setting, value in self.kind.settings:
             if hasattr(self, setting):
                 setattr(self, setting, value)
 
-    def _check_rounding(self) -> None:
-        """Raise unless the format of the layer's states, if it has some, knows the rounding of the options."""
-        dtypes, rounding = self.get_state_dtype(), self.options.rounding
-        if len(dtypes) > 1 and rounding not in FORMATS[dtypes[-1]].roundings:
-            state = f"states of layer {self.prefix!r} are {dtype_name(dtypes[-1])}"
-            raise ValueError(f"rounding={rounding!r} is not for them: {state}; choose another state")
+    def _check_format(self, model_dtype: torch.dtype) -> None:
+        """Raise where options would be lost, and where prefill or the format cannot do what they ask for."""
+        dtypes, options = self.get_state_dtype(), self.options
+        if len(dtypes) == 1:
+            if options.dtype is not None or options.rounding != "nearest":
+                kept = f"layer {self.prefix!r} has no state but that of its convolution"
+                raise ValueError(f"{kept}: leave out state and stochastic rounding")
+            return
+        name = dtype_name(dtypes[-1])
+        if not self.kind.every_format and dtypes[-1] not in (torch.float32, model_dtype):
+            known = " or ".join(dict.fromkeys(("float32", dtype_name(model_dtype))))
+            raise ValueError(f"vLLM cannot prefill layer {self.prefix!r} with states of {name}: they must be {known}")
+        if options.rounding not in FORMATS[dtypes[-1]].roundings:
+            raise ValueError(f"rounding={options.rounding!r} is not for {name}, the states of layer {self.prefix!r}")
 
     def get_state_shape(self) -> Any:
         """The shapes of the layer's states, with room for scales."""
@@ -74,10 +82,8 @@ class Served:
 
     def get_state_dtype(self) -> Any:
         """The dtypes of the layer's states; while it runs, those that prefill works with."""
-        dtypes = super().get_state_dtype()  # type: ignore[misc]
-        if current() is not None and self.options.scaled:
-            return (*dtypes[:-1], PagedState.dtype)
-        return with_dtype(dtypes, self.options)
+        dtypes = with_dtype(super().get_state_dtype(), self.options)  # type: ignore[misc]
+        return (*dtypes[:-1], PagedState.dtype) if current() is not None and self.decodes else dtypes
 
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:
         """What vLLM keeps for this layer."""
@@ -91,15 +97,20 @@ class Served:
         """How its states are stored; as vLLM does it until it is initialised."""
         return Options() if self.served is None else self.served.options
 
+    @property
+    def decodes(self) -> bool:
+        """Whether prefill finds float32 states in place of those in its pages."""
+        stored = with_dtype(super().get_state_dtype(), self.options)[-1]  # type: ignore[misc]
+        return self.options.scaled or (self.kind.decoded and stored != PagedState.dtype)
+
     @contextmanager
     def on_flashstate(self) -> Iterator[None]:
-        """Let flashstate answer the calls of this layer, and show scaled states as what prefill can index."""
+        """Let flashstate answer the calls of this layer, and show states as what prefill can index."""
         if self.served is None:
             raise RuntimeError(f"{type(self).__name__} runs before it is initialised")
         pages = self.kv_cache
         with running(self.served):
-            bound = isinstance(pages[-1], Tensor) and pages[-1].dim() == 4
-            if self.options.scaled and bound:
+            if self.decodes and pages and isinstance(pages[-1], Tensor) and pages[-1].dim() == 4:  # else none are bound
                 state = self.served.call(PREFILL, self.served.state_in, pages[-1])
                 self.kv_cache = (*pages[:-1], PagedState(state, functools.partial(self.served.call, PREFILL)))
             try:
@@ -132,17 +143,20 @@ def subclass(base: type, kind: Kind, begin: Callable[[Any], None], eager: Functi
         begin(self)
 
     methods = {name: _on_flashstate(getattr(base, name), eager) for name in kind.methods if hasattr(base, name)}
+    if not methods:
+        raise AttributeError(f"{base.__name__} has no {' or '.join(kind.methods)}")
     return type(f"Flashstate{base.__name__}", (Served, base), {"kind": kind, "__init__": initialise, **methods})
 
 
 def _on_flashstate(stock: Function, eager: Function) -> Function:
     """A method that lets flashstate answer what `stock` calls."""
-    if hasattr(stock, "__wrapped__"):
-        return eager(_on_flashstate(stock.__wrapped__, eager))
 
     @functools.wraps(stock)
     def method(self: Served, *args: Any, **more: Any) -> Any:
         with self.on_flashstate():
-            return stock(self, *args, **more)
+            return inner(self, *args, **more)
 
-    return method
+    decorated = eager(method)
+    breaks = decorated is not method and decorated.__code__ is stock.__code__  # stock is decorated too
+    inner = stock.__wrapped__ if breaks else stock  # type: ignore[attr-defined]
+    return decorated if breaks else method

@@ -47,7 +47,7 @@ def data_and_scale(pages: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 class PagedState:
-    """What a layer of vLLM finds in place of a tensor of scaled states: prefill reads and stores float32 by blocks.
+    """What a layer of vLLM finds in place of a tensor of states: prefill reads and stores float32 by blocks.
 
     Decode takes `state`. call: calls what it is given, with what follows; it may say more of an error.
     """
@@ -70,5 +70,9 @@ class PagedState:
         return self._call(read_states, self.state, blocks.contiguous(), NULL_BLOCK)
 
     def __setitem__(self, blocks: Tensor, states: Any) -> None:
-        """Round states (n, heads, rows, cols) and store them in these blocks, but for the null block."""
+        """Round states (n, heads, rows, cols), or a number for all of them, and store them in these blocks, but for the
+        null block."""
+        if not isinstance(states, Tensor):
+            one = torch.full((1, 1, 1, 1), states, dtype=self.dtype, device=self.device)
+            states = one.expand(len(blocks), *self.shape[1:])
         self._call(write_states, self.state, blocks.contiguous(), states, NULL_BLOCK)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashstate.integrations.reports import failure
 from flashstate.integrations.vllm.options import Options
 from flashstate.integrations.vllm.pages import PagedState, data_and_scale
 from flashstate.state.state import State
@@ -28,8 +29,10 @@ class Seeds:
         self.first = first
         self.seed = torch.zeros((), dtype=torch.int64)  # where vLLM makes the parameters of the layer
 
-    def of(self, layer: str) -> Tensor:
-        """The seed for a call of this layer, () int64."""
+    def of(self, layer: str, device: torch.device) -> Tensor:
+        """The seed for a call of this layer on this device, () int64."""
+        if self.seed.device != device:  # of a model that was made elsewhere
+            self.seed = torch.zeros((), dtype=torch.int64, device=device)
         return self.seed.random_() if layer == self.first else self.seed
 
 
@@ -50,7 +53,7 @@ class Serving:
         if isinstance(pages, PagedState):
             return pages.state
         rounding = self.options.rounding
-        seed = None if rounding == "nearest" else self.seeds.of(self.name)
+        seed = None if rounding == "nearest" else self.seeds.of(self.name, pages.device)
         data, scale = data_and_scale(pages if pages.dim() == 4 else pages[:, None])
         return State(data, scale, rounding=rounding, rounds=self.options.rounds, seed=seed, stream=self.stream)
 
@@ -65,7 +68,7 @@ class Serving:
         try:
             return function(*args, **more)
         except Exception as error:
-            raise RuntimeError(f"flashstate failed in {name} of layer {self.name!r}: {error}") from error
+            raise failure(name, f"layer {self.name!r}", error) from error
 
 
 _current: ContextVar[Serving | None] = ContextVar("flashstate_serving", default=None)

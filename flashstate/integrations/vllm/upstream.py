@@ -10,13 +10,18 @@ import dataclasses
 import functools
 import importlib
 import logging
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from flashstate.compat import vllm as compat
 from flashstate.compat import vllm_kda
 from flashstate.errors import dtype_name
+from flashstate.integrations.reports import unknown_version
 from flashstate.integrations.vllm.layers import Kind, Served, subclass, with_dtype, with_room_for_scales
 from flashstate.integrations.vllm.options import Options, parse
 from flashstate.integrations.vllm.serving import Seeds, Serving, answered, current
@@ -33,29 +38,29 @@ KDA = tuple(f"vllm.models.kimi_k3.{vendor}.ops.third_party.kda" for vendor in ("
 
 # Classes of layers, by module.
 KINDS = {
-    (f"{MAMBA}.mamba_mixer2", "MambaMixer2"): Kind(("conv_ssm_forward",), scaled=True),
-    (f"{MAMBA}.mamba_mixer", "MambaMixer"): Kind(("forward_impl",)),
-    (f"{MAMBA}.short_conv", "ShortConv"): Kind(("forward_cuda",), scaled=True, only_on_cuda=True),
+    (f"{MAMBA}.mamba_mixer2", "MambaMixer2"): Kind(("conv_ssm_forward",), everywhere=True),
+    (f"{MAMBA}.mamba_mixer", "MambaMixer"): Kind(("forward_impl",), every_format=False),
+    (f"{MAMBA}.short_conv", "ShortConv"): Kind(("forward_cuda",)),
     (f"{GDN}.qwen_gdn_linear_attn", "QwenGatedDeltaNetAttention"): Kind(
-        ("_forward_core", "_forward_core_fused_norm_packed"),
-        scaled=True,
-        only_on_cuda=True,
-        settings=(("gdn_decode_kernel", "triton"), ("enable_fused_gdn_spec_decode", False)),
+        ("_forward_core", "_forward_core_fused_norm_packed"), settings=(("gdn_decode_kernel", "triton"),)
     ),
-    (f"{GDN}.olmo_gdn_linear_attn", "OlmoHybridGatedDeltaNetAttention"): Kind(("_forward_core",), scaled=True),
-    (f"{GDN}.kimi_gdn_linear_attn", "KimiGatedDeltaNetAttention"): Kind(("_forward",)),
+    (f"{GDN}.olmo_gdn_linear_attn", "OlmoHybridGatedDeltaNetAttention"): Kind(("_forward_core",)),
+    (f"{GDN}.kimi_gdn_linear_attn", "KimiGatedDeltaNetAttention"): Kind(("_forward",), decoded=True),
 }
 
 
-def update_own_tokens(a: Any, b: Any, q: Any, num_accepted_tokens: Any = None, **more: Any) -> Any:
-    """fused_sigmoid_gating_delta_rule_update where a and b may have more tokens than q. vLLM gives it those of a whole
-    batch where only some rows have drafts; its own kernel then takes the first, whichever they are."""
+def update_own_tokens(a: Any, b: Any, q: Any, **more: Any) -> Any:
+    """fused_sigmoid_gating_delta_rule_update where a and b may have more tokens than q. vLLM 0.26.0 gives it those of a
+    whole batch where only some rows have drafts; its own kernel then takes the first, whichever they are."""
     if len(a) != q.shape[1]:
-        metadata = metadata_of(current())
-        tokens = metadata.non_spec_token_indx if num_accepted_tokens is None else metadata.spec_token_indx
+        tokens = metadata_of(current()).spec_token_indx
         a, b = a.index_select(0, tokens), b.index_select(0, tokens)
-    more |= {"num_accepted_tokens": num_accepted_tokens}
     return compat.fused_sigmoid_gating_delta_rule_update(a=a, b=b, q=q, **more)
+
+
+def initial_states(states: Any, blocks: Tensor, known: Tensor) -> Tensor:
+    """The states (n, heads, rows, cols) in these blocks, and zeros where a request has none yet."""
+    return torch.where(known[:, None, None, None], states[blocks], 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +91,7 @@ CALLS = {
     f"{GDN}.olmo_gdn_linear_attn": (CONV, Call("fused_recurrent_gated_delta_rule", "initial_state")),
     f"{GDN}.kimi_gdn_linear_attn": (
         CONV,
+        Call("gather_initial_states", ours=initial_states, versions=("0.32.0",)),
         Call("fused_recurrent_kda", "initial_state", versions=("0.26.0",)),
         *(
             Call(name, "initial_state", KDA, getattr(vllm_kda, name), ("0.32.0",))
@@ -99,7 +105,7 @@ def install() -> None:
     """Add flashstate to what vLLM can choose. Calling it again changes nothing."""
     found = version()
     if found not in VERSIONS:
-        logger.warning("flashstate is not active: it knows vLLM %s, and this is %s", " and ".join(VERSIONS), found)
+        logger.warning(unknown_version("vLLM", VERSIONS, found))
         return
     add_backend()
     serve_layers()
@@ -173,7 +179,7 @@ def _make(stock: Callable[..., Any]) -> Callable[..., Any]:
         if hasattr(cls, "get_state_shape") and not issubclass(cls, Served):
             options = _current_options()
             kind = KINDS.get((cls.__module__, cls.__name__))
-            if options is not None and kind is not None and (on_cuda() or not kind.only_on_cuda):
+            if options is not None and kind is not None and (kind.everywhere or on_cuda()):
                 return object.__new__(_class_of(cls, kind))
             if options is not None:
                 _leave(cls.__name__, options)
@@ -230,19 +236,29 @@ def _begin(layer: Served) -> None:
     from vllm.platforms import current_platform
 
     config = get_current_vllm_config()
-    runner_counts = config.model_config.is_hybrid or getattr(config, "use_v2_model_runner", False)
-    if config.speculative_config is not None and not runner_counts:
-        # Model runner V1 counts accepted drafts for hybrid models alone, and would leave every other at one.
-        raise ValueError("vLLM cannot roll back the states of a model without attention: leave out speculative_config")
+    options = options_of(config) or Options()
+    check_engine(config, options, dict(layer.kind.settings))
     layers = config.compilation_config.static_forward_context.values()
     others = [other for other in layers if isinstance(other, Served) and other is not layer]
-    options = options_of(config) or Options()
     seeds = others[0].served.seeds if others and others[0].served else Seeds(layer.prefix)
+    serving = Serving(layer.prefix, options, stream_of(len(others)), seeds)
     checkpoints = not current_platform.is_cpu()  # where vLLM's scan returns the last state alone
-    layer.serve(options, stream_of(len(others)), seeds, checkpoints)
+    layer.serve(serving, config.model_config.dtype, checkpoints)
     if not others:
         dtype = layer.get_state_dtype()[-1]
         logger.info("flashstate is active: states are %s, rounded %s", dtype_name(dtype), options.rounding)
+
+
+def check_engine(config: Any, options: Options, settings: Mapping[str, Any]) -> None:
+    """Raise where an engine would lose states, or what its user has chosen. settings: those of a kind of layers."""
+    # Model runner V1, and V2 of vLLM 0.26.0, count accepted drafts for hybrid models alone; others stay at one.
+    counts = config.model_config.is_hybrid or (config.use_v2_model_runner and version() != "0.26.0")
+    if config.speculative_config is not None and not counts:
+        raise ValueError("vLLM cannot roll back the states of a model without attention: leave out speculative_config")
+    if config.kv_transfer_config is not None and options.dtype is not None:
+        raise ValueError("vLLM cannot tell other engines how states are stored: leave out state or kv_transfer_config")
+    if "gdn_decode_kernel" in settings and os.environ.get("VLLM_GDN_DECODE_KERNEL", "").strip().lower() == "cuda":
+        raise ValueError("VLLM_GDN_DECODE_KERNEL=cuda asks for a kernel of vLLM: leave it out, or mamba_backend")
 
 
 def stream_of(index: int) -> int:
@@ -280,8 +296,8 @@ def add_ssu_backend() -> None:
     """Add what answers selective_state_update to the backends that vLLM starts by their names."""
     from vllm.model_executor.layers.mamba.ops import ssu_dispatch
 
-    class FlashstateSSUBackend(ssu_dispatch.MambaSSUBackend):
-        """Answers vLLM's selective_state_update; layers that are not of flashstate have states without options."""
+    class FlashstateSSUBackend(ssu_dispatch.TritonSSUBackend):
+        """Answers vLLM's selective_state_update for layers that run on flashstate, and leaves others to vLLM."""
 
         @property
         def name(self) -> str:
@@ -290,7 +306,7 @@ def add_ssu_backend() -> None:
         def __call__(self, state: Any, *args: Any, **more: Any) -> None:
             layer = current()
             if layer is None:
-                compat.selective_state_update(state, *args, **more)
+                super().__call__(state, *args, **more)
             else:
                 layer.call("selective_state_update", _update, layer, state, *args, **more)
 
