@@ -10,7 +10,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Three processes for two cores: of two, one is often idle.
 PYTEST      := OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: demo test quick lint test-kernels test-oldest test-gpu test-vllm figures docs dist clean
+.PHONY: demo test quick lint test-kernels test-oldest test-gpu test-vllm test-sglang figures docs dist clean
 
 demo: $(ENVIRONMENT)
 	$(PYTHON) -m flashstate demo
@@ -53,6 +53,12 @@ VLLM_VENV := .venv-vllm-$(VLLM)
 test-vllm: $(VLLM_VENV)/ready
 	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -v tests_vllm
 
+# The plugin of SGLang over sources of SGLang, of which nothing is installed.
+SGLANG         := 0.5.23
+SGLANG_SOURCES := .sglang-$(SGLANG)
+test-sglang: $(ENVIRONMENT) $(SGLANG_SOURCES)/ready
+	FLASHSTATE_SGLANG_SOURCES=$(SGLANG_SOURCES) TRITON_INTERPRET=1 $(PYTEST) tests/test_integration_sglang*.py
+
 figures: $(ENVIRONMENT)
 	$(PYTHON) -m tools.figures
 
@@ -92,5 +98,11 @@ $(VLLM_VENV)/ready: pyproject.toml constraints.txt
 		pytest --requirement $(VLLM_VENV)/requirements.txt --editable .
 	touch $@
 
+$(SGLANG_SOURCES)/ready:
+	$(PYTHON) -m pip download --quiet --no-deps --dest $(SGLANG_SOURCES) 'sglang==$(SGLANG)' \
+		|| (echo "sources of sglang $(SGLANG) cannot be had here, so nothing is compared with them"; exit 1)
+	cd $(SGLANG_SOURCES) && python3 -m zipfile -e sglang-*.whl .
+	touch $@
+
 clean:
-	rm -rf .venv .venv-oldest .venv-vllm-* build dist site *.egg-info
+	rm -rf .venv .venv-oldest .venv-vllm-* .sglang-* build dist site *.egg-info

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm import _custom_ops
 from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.forward_context import get_forward_context, set_forward_context
@@ -38,6 +39,7 @@ from peer_conv1d import VLLM_CONV
 from peer_rules import VLLM_DECAYS, VLLM_DECODE, VLLM_KDA, VLLM_RAW_DECODE, VLLM_RAW_KDA, VLLM_RULE
 from peer_selective import VLLM
 
+vars(_custom_ops).pop("causal_conv1d_weight_pack", None)  # packs bfloat16 weights, on CPUs that have kernels for that
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 VERSION = upstream.version()
 PREFIX, BLOCKS, PADDING = "model.layers.0.mixer", 14, 20  # PADDING: bytes behind the states of a page
@@ -224,6 +226,13 @@ def make_delta(kind: type, config: VllmConfig, **more: Any) -> Any:
     return kind(delta_config(**more), config, prefix=PREFIX)
 
 
+def make_fused(kind: type, config: VllmConfig) -> Any:
+    """Layers whose graph has norm and projections of gates in one op, as on GPUs with drafts in bfloat16."""
+    layer = make_delta(kind, config)
+    layer.enable_fused_gdn_spec_decode = True
+    return layer
+
+
 def make_kimi(kind: type, config: VllmConfig, **more: Any) -> Any:
     sizes = {"head_dim": KEYS, "num_heads": HEADS, "short_conv_kernel_size": WIDTH}
     return kind(delta_config(linear_attn_config={**sizes, **more}), config, prefix=PREFIX)
@@ -254,6 +263,8 @@ GDN, MAMBA = upstream.GDN, upstream.MAMBA
 QWEN = Family(
     f"{GDN}.qwen_gdn_linear_attn", "QwenGatedDeltaNetAttention", make_delta, gdn_metadata, method="forward_cuda"
 )
+BRAIN_QWEN = dataclasses.replace(QWEN, own_dtype=True)
+FUSED_QWEN = dataclasses.replace(BRAIN_QWEN, make=make_fused)
 OLMO = Family(
     f"{GDN}.olmo_gdn_linear_attn", "OlmoHybridGatedDeltaNetAttention",
     functools.partial(make_delta, linear_allow_neg_eigval=True), gdn_metadata,

@@ -7,6 +7,8 @@ prompts are vLLM's in all runs. Without a GPU, vLLM's kernels run in Triton's in
 from tests_vllm import driving  # it prepares vLLM, and finds what tests/ has
 from tests_vllm.driving import (
     BOUNDED_KIMI,
+    BRAIN_QWEN,
+    FUSED_QWEN,
     KIMI,
     MAMBA1,
     MAMBA2,
@@ -88,7 +90,7 @@ CASES = {
     "short convolution, drafts and padding": (SHORT_CONV, PADDED_DRAFTS, newest),
 }  # fmt: skip
 OF_FORMATS = (
-    "qwen, padding", "qwen, drafts", "qwen, prompts", "olmo, drafts and prompts", "kimi, padding", "mamba",
+    "qwen, padding", "qwen, drafts", "qwen, prompts", "olmo, drafts and prompts", "kimi, padding",
     "mamba-2, drafts and padding",
 )  # fmt: skip
 
@@ -185,18 +187,34 @@ def test_a_layer_gives_what_vllm_gives(family: Family, batch: Batch) -> None:
 @pytest.mark.parametrize("state", [BRAIN, HALF], ids=str)
 @pytest.mark.parametrize(("family", "batch"), parameters(OF_FORMATS))
 def test_states_may_be_of_16_bits(family: Family, batch: Batch, state: torch.dtype) -> None:
-    if family.own_dtype and state is BRAIN and not ON_GPU:
-        pytest.skip("weights of bfloat16 are packed for other kernels of vLLM on a CPU")
     runs = runs_of(family, batch, state)
     assert all(one.driven.tensors[-1].dtype == state for one in runs.values())
     require_peer(runs, batch)
     require_untouched(runs["ours"], runs["exact"], batch)
 
 
+def test_states_of_mamba_may_have_the_dtype_of_the_model() -> None:
+    runs = runs_of(MAMBA1, PADDED, HALF)
+    assert all(one.driven.tensors[-1].dtype == one.y.dtype == HALF for one in runs.values())
+    require_peer(runs, PADDED)
+    require_untouched(runs["ours"], runs["exact"], PADDED)
+
+
+@newest
+@pytest.mark.parametrize("batch", [DRAFTS, DRAFTS_AND_PROMPTS], ids=["drafts", "drafts and prompts"])
+def test_a_graph_with_a_fused_norm_steps_the_same_states(batch: Batch) -> None:
+    fused, apart = (run(driving.drive(family, batch, {}, BRAIN), batch) for family in (FUSED_QWEN, BRAIN_QWEN))
+    assert fused.blocks
+    assert torch.equal(fused.driven.pages, apart.driven.pages)
+    assert (fused.y - apart.y).float().norm() <= torch.finfo(BRAIN).eps * apart.y.float().norm()
+    with mock.patch.object(delta, "gated_delta_step", side_effect=AssertionError("reached")):
+        driven = driving.drive(FUSED_QWEN, batch, {}, BRAIN)
+        with pytest.raises(RuntimeError, match="reached"):
+            run(driven, batch)
+
+
 @pytest.mark.parametrize("state", ["int8", "int16", "float8_e4m3fn"])
-@pytest.mark.parametrize(
-    ("family", "batch"), parameters(name for name in (*OF_FORMATS, "kimi, prompts") if name != "mamba")
-)
+@pytest.mark.parametrize(("family", "batch"), parameters([*OF_FORMATS, "kimi, prompts"]))
 def test_states_with_scales_are_as_near_as_their_format_allows(family: Family, batch: Batch, state: str) -> None:
     require_format(family, batch, state)
 

@@ -3,7 +3,9 @@
     python -m tools.vllm_speed --backend triton --state float32
     python -m tools.vllm_speed --backend flashstate --state int8
 
-Needs vLLM. All requests start together; weights are drawn in place after the engine has started.
+Needs vLLM. All requests start together; weights are drawn in place after the engine has started. A speed is printed
+only if a prefill of the text that was generated finds most of its tokens the likeliest too. `as_prefill` is the share
+of such tokens: below one where bfloat16 rounds the sums of a prefill otherwise than those of a step.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from torch import Tensor
 
 PROMPT, OUTPUT, RUNS = 64, 128, 3
 HEAD, COLUMNS, VOCABULARY = 64, 128, 50288
-COLUMNS_OF_CSV = "backend,states,rounding,mode,requests,tokens_per_second,fewest,most,ms_per_decode_step"
+CHECKED, MOST = 4, 0.5  # requests, and the share of tokens that a prefill must find too: by chance it finds none
+COLUMNS_OF_CSV = "backend,states,rounding,mode,requests,tokens_per_second,fewest,most,ms_per_decode_step,as_prefill"
 
 
 def main() -> None:
@@ -38,8 +41,14 @@ def main() -> None:
     llm = started(given, rounding)
     print(COLUMNS_OF_CSV)
     for requests in given.requests:
+        share = found_by_prefill(llm, requests)
+        if share < MOST:
+            raise SystemExit(
+                f"a prefill finds {share:.0%} of the tokens of {requests} requests: their speed is not measured"
+            )
         speeds, step = measured(llm, requests)
         cells = [f"{statistics.median(speeds):.1f}", f"{min(speeds):.1f}", f"{max(speeds):.1f}", f"{step:.4f}"]
+        cells.append(f"{share:.3f}")
         print(",".join([given.backend, given.state, rounding, mode, str(requests), *cells]), flush=True)
 
 
@@ -107,15 +116,36 @@ def measured(llm: Any, requests: int) -> tuple[list[float], float]:
     return [requests * OUTPUT / taken for taken in every], step
 
 
+def found_by_prefill(llm: Any, requests: int) -> float:
+    """The share of the tokens of some of so many requests which are the likeliest to a prefill of the same text too."""
+    first = min(requests, CHECKED)
+    outputs = generated(llm, requests, OUTPUT)[:first]
+    texts = [[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs]
+    found = [
+        output.prompt_logprobs[i][text[i]].rank == 1
+        for text, output in zip(texts, asked(llm, texts, 1, prompt_logprobs=0), strict=True)
+        for i in range(PROMPT, PROMPT + OUTPUT)
+    ]
+    return statistics.mean(found)
+
+
 def seconds(llm: Any, requests: int, tokens: int) -> float:
+    begun = time.perf_counter()
+    generated(llm, requests, tokens)
+    return time.perf_counter() - begun
+
+
+def generated(llm: Any, requests: int, tokens: int) -> list[Any]:
+    """What so many requests give: so many tokens each."""
+    random = torch.Generator().manual_seed(1)
+    return asked(llm, torch.randint(1, VOCABULARY, (requests, PROMPT), generator=random).tolist(), tokens)
+
+
+def asked(llm: Any, prompts: list[list[int]], tokens: int, **more: Any) -> list[Any]:
     from vllm import SamplingParams
 
-    random = torch.Generator().manual_seed(1)
-    prompts = torch.randint(1, VOCABULARY, (requests, PROMPT), generator=random).tolist()
-    wanted = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-    begun = time.perf_counter()
-    llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], wanted, use_tqdm=False)
-    return time.perf_counter() - begun
+    wanted = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, **more)
+    return list(llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], wanted, use_tqdm=False))
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ class StateUpdate:
         )  # fmt: skip
         self._update = named("selective_state_update", update)
         upstream.bind(causal_conv1d_update, upstream.CONV_OF_MAMBA)
-        rounded = "stochastically" if enable_stochastic_rounding else "to nearest"
+        rounded = "stochastically but for those of drafts" if enable_stochastic_rounding else "to nearest"
         say(f"flashstate is active: Mamba states, rounded {rounded}, and convolutions")
 
     def __call__(self, *tensors: Tensor, **options: Any) -> None:
