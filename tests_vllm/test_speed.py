@@ -1,4 +1,4 @@
-"""The tool that measures the speed of an engine: its lines have what results/ has, and tokens that a prefill finds too."""
+"""The tool that measures the speed of an engine prints what results/ has, and the share of tokens that a prefill finds."""
 
 from __future__ import annotations
 
