@@ -1,4 +1,4 @@
-"""The tool that measures the speed of an engine prints what results/ has, and the share of tokens that a prefill finds."""
+"""The tool that measures the speed of an engine prints what results/ has, and how many tokens a prefill finds too."""
 
 from __future__ import annotations
 
