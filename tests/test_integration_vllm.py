@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import types
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from flashstate import State
-from flashstate.integrations.vllm import options, pages, register, serving, upstream
+from flashstate.integrations.vllm import layers, options, pages, register, serving, upstream
 from flashstate.state.formats import FORMATS
 
 HEADS, ROWS, COLS, BLOCKS = 2, 3, 16, 4
@@ -154,27 +155,76 @@ def test_drafts_are_refused_where_vllm_does_not_count_those_accepted(
     version: str, changes: dict[str, Any], counts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(upstream, "version", lambda: version)
-    upstream.check_engine(engine_of(**changes), options.Options(), {})
+    upstream.check_engine(engine_of(**changes), options.Options(), False)
     config = engine_of(speculative_config="ngram", **changes)
     if counts:
-        upstream.check_engine(config, options.Options(), {})
+        upstream.check_engine(config, options.Options(), False)
     else:
         with pytest.raises(ValueError, match="vLLM cannot roll back the states of a model without attention"):
-            upstream.check_engine(config, options.Options(), {})
+            upstream.check_engine(config, options.Options(), False)
 
 
 def test_states_that_another_engine_would_misread_are_refused() -> None:
     config = engine_of(kv_transfer_config="nixl")
-    upstream.check_engine(config, options.Options(), {})
-    with pytest.raises(ValueError, match="vLLM cannot tell other engines how states are stored: leave out state"):
-        upstream.check_engine(config, options.parse({"state": "int8"}), {})
+    upstream.check_engine(config, options.Options(), False)
+    with pytest.raises(
+        ValueError, match="vLLM cannot tell what takes pages over how states are stored: leave out state"
+    ):
+        upstream.check_engine(config, options.parse({"state": "int8"}), False)
 
 
 def test_a_kernel_of_vllm_that_was_asked_for_is_not_replaced_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_GDN_DECODE_KERNEL", "cuda")
-    upstream.check_engine(engine_of(), options.Options(), {})
+    upstream.check_engine(engine_of(), options.Options(), False)
     with pytest.raises(ValueError, match="VLLM_GDN_DECODE_KERNEL=cuda asks for a kernel of vLLM: leave it out"):
-        upstream.check_engine(engine_of(), options.Options(), {"gdn_decode_kernel": "triton"})
+        upstream.check_engine(engine_of(), options.Options(), True)
+
+
+class Stock:
+    """A class of layers as vLLM has them."""
+
+    prefix = "layer"
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def plain(self) -> None:
+        self.seen.append(serving.current())
+
+    def broken(self) -> None:
+        self.seen.append(serving.current())
+
+    def get_state_dtype(self) -> tuple[torch.dtype, ...]:
+        return torch.float32, torch.float32
+
+
+def test_breaks_of_graphs_stay_outermost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay calls what the decorator of breaks is around, which must make the layer run on flashstate itself."""
+    captured: list[Any] = []
+
+    def eager(function: Any) -> Any:
+        @functools.wraps(function)
+        def wrapper(*args: Any) -> None:
+            captured.append(lambda: function(*args))
+
+        return wrapper
+
+    monkeypatch.setattr(Stock, "broken", eager(Stock.broken))
+    layer_serving = serving.Serving("layer", options.Options(), 0, serving.Seeds("layer"))
+    made = layers.subclass(
+        Stock, layers.Kind(("plain", "broken", "missing")),
+        lambda layer: layer.serve(layer_serving, torch.float32, checkpoints=False), eager,
+    )  # fmt: skip
+    layer = made()
+    layer.kv_cache = ()
+    layer.plain()
+    layer.broken()
+    assert layer.seen == [layer_serving]
+    for replay in captured:
+        replay()
+    assert layer.seen == [layer_serving, layer_serving]
+    with pytest.raises(AttributeError, match="Stock has no missing"):
+        layers.subclass(Stock, layers.Kind(("missing",)), lambda layer: None, eager)
 
 
 @pytest.mark.parametrize("version", ["0.25.1", "0.31.0", "0.33.0", "dev"])

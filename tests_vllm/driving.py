@@ -198,7 +198,7 @@ def moving_metadata(batch: Batch, blocks: Tensor) -> dict[str, Tensor]:
 class Family:
     """A class of layers: its module and name, what makes one, what says the batch, and the method that runs it.
 
-    ssu: whether it calls selective_state_update. own_dtype: whether states have the dtype of the model.
+    ssu: whether it calls selective_state_update. own_dtype: whether the model has the dtype of its states.
     """
 
     module: str

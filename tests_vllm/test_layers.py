@@ -200,9 +200,9 @@ def test_states_of_mamba_may_have_the_dtype_of_the_model() -> None:
     require_untouched(runs["ours"], runs["exact"], PADDED)
 
 
-@newest
+@pytest.mark.skipif(VERSION == "0.26.0", reason="vLLM 0.26.0 has no op with a fused norm")
 @pytest.mark.parametrize("batch", [DRAFTS, DRAFTS_AND_PROMPTS], ids=["drafts", "drafts and prompts"])
-def test_a_graph_with_a_fused_norm_steps_the_same_states(batch: Batch) -> None:
+def test_an_op_with_a_fused_norm_steps_the_same_states(batch: Batch) -> None:
     fused, apart = (run(driving.drive(family, batch, {}, BRAIN), batch) for family in (FUSED_QWEN, BRAIN_QWEN))
     assert fused.blocks
     assert torch.equal(fused.driven.pages, apart.driven.pages)
@@ -250,7 +250,7 @@ def require_format(family: Family, batch: Batch, state: str) -> None:
         (MAMBA1, {"state": "float16"}, "cannot prefill layer '.*' with states of float16: they must be float32"),
         (SHORT_CONV, {"state": "int8"}, "has no state but that of its convolution: leave out state"),
         (SHORT_CONV, {"rounding": "stochastic"}, "has no state but that of its convolution: leave out state"),
-        (QWEN, {"state": "float32", "rounding": "stochastic"}, "rounding='stochastic' is not for float32"),
+        (QWEN, {"rounding": "stochastic"}, "rounding='stochastic' is not for float32, the states of layer"),
     ],
 )
 def test_options_that_would_be_lost_or_fail_later_are_refused(
@@ -302,9 +302,10 @@ def test_a_layer_that_did_not_select_flashstate_is_stock(family: Family, batch: 
         stock.run(batch, tokens)
 
 
-def test_drafts_do_not_go_through_kernels_that_would_pass_flashstate_by() -> None:
-    layer = driving.drive(QWEN, DRAFTS, {}).layer
-    assert getattr(layer, "gdn_decode_kernel", "triton") == "triton"
+@pytest.mark.skipif(VERSION == "0.26.0", reason="vLLM 0.26.0 has no such kernel")
+def test_drafts_do_not_go_through_a_kernel_that_would_pass_flashstate_by() -> None:
+    assert driving.drive(QWEN, DRAFTS).layer.gdn_decode_kernel != "triton"
+    assert driving.drive(QWEN, DRAFTS, {}).layer.gdn_decode_kernel == "triton"
 
 
 @pytest.mark.parametrize("family", [QWEN, OLMO, KIMI, MAMBA1, SHORT_CONV], ids=lambda family: family.name)
@@ -316,7 +317,9 @@ def test_layers_that_run_otherwise_on_cpus_stay_on_the_kernels_of_vllm_there(fam
 
 
 def test_layers_that_are_not_of_flashstate_keep_the_kernel_of_vllm() -> None:
+    driving.drive(MAMBA1, DECODES, {})  # adds the backend
     backend = driving.ssu_backend(served=True)(driving.config_of({}, DECODES, FLOAT).mamba_config)
-    with mock.patch.object(backend, "_kernel") as stock:
+    assert not isinstance(backend, driving.ssu_backend(served=False))  # else vLLM would keep it for other models
+    with mock.patch.object(backend.stock, "_kernel") as stock:
         backend(*[torch.ones(1)] * 8)
     assert stock.call_count == 1

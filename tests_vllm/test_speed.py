@@ -1,4 +1,4 @@
-"""The tool that measures the speed of an engine prints what results/ has, and how many tokens a prefill finds too."""
+"""The tool that measures the speed of an engine checks them, and prints a line for each number of requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokens per second of vLLM with a random Mamba-2, on its own kernels or on flashstate: rows of results/vllm-speed.csv.
+"""Tokens per second of vLLM with a random Mamba-2, on its own kernels or on flashstate: the rows of results/.
 
     python -m tools.vllm_speed --backend triton --state float32
     python -m tools.vllm_speed --backend flashstate --state int8

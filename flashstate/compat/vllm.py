@@ -143,8 +143,8 @@ def causal_conv1d_update(
     query_start_loc = shapes.list_of("query_start_loc", query_start_loc, len(read) + 1)
     num_accepted_tokens = shapes.list_of("num_accepted_tokens", num_accepted_tokens, len(read))
     rolls_back, history = num_accepted_tokens is not None, width - 2
-    if rolls_back and block_idx_last_scheduled_token is not None:
-        # vLLM gives the columns of a table of all blocks; rows have no more tokens than a window has room for.
+    if rolls_back and block_idx_last_scheduled_token is not None and max_query_len == table.shape[1]:
+        # vLLM then gives the columns of its table of blocks; rows have no more tokens than a window has room for.
         max_query_len = min(max_query_len, max(window.shape[2] - history, 1))
     slots = Slots(
         read, write=write, accepted=num_accepted_tokens, cu_seqlens=query_start_loc,

@@ -8,8 +8,10 @@ import torch
 
 
 def failure(call: str, layer: str, error: Exception) -> RuntimeError:
-    """An error that says in which call of an engine flashstate failed, and for which layer; engines that wait for one
-    of a full memory still find it."""
+    """An error that says in which call of an engine flashstate failed, and for which layer.
+
+    An OutOfMemoryError stays one, since engines catch it.
+    """
     kind = torch.OutOfMemoryError if isinstance(error, torch.OutOfMemoryError) else RuntimeError
     return kind(f"flashstate failed in {call} of {layer}: {error}")
 

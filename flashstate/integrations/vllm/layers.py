@@ -17,7 +17,7 @@ from flashstate.integrations.vllm.pages import PagedState, widened
 from flashstate.integrations.vllm.serving import Function, Serving, current, running
 from flashstate.state.formats import FORMATS
 
-PREFILL = "prefill"  # what errors call what prefill does to states with scales
+PREFILL = "prefill"  # what errors call what prefill does to states that it finds in float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +46,7 @@ class Served:
     prefix: str  # the layer's name, which vLLM sets
     kv_cache: tuple[Any, ...]  # its pages, which vLLM sets
     served: Serving | None = None  # until it is initialised
+    decodes = False  # whether prefill finds float32 states in place of those in its pages
     checkpoints = True
 
     def serve(self, serving: Serving, model_dtype: torch.dtype, checkpoints: bool) -> None:
@@ -56,6 +57,7 @@ class Served:
         """
         self.served = serving
         self._check_format(model_dtype)
+        self.decodes = serving.options.scaled or (self.kind.decoded and self.get_state_dtype()[-1] != PagedState.dtype)
         self.checkpoints = checkpoints and not self.decodes
         for setting, value in self.kind.settings:
             if hasattr(self, setting):
@@ -96,12 +98,6 @@ class Served:
     def options(self) -> Options:
         """How its states are stored; as vLLM does it until it is initialised."""
         return Options() if self.served is None else self.served.options
-
-    @property
-    def decodes(self) -> bool:
-        """Whether prefill finds float32 states in place of those in its pages."""
-        stored = with_dtype(super().get_state_dtype(), self.options)[-1]  # type: ignore[misc]
-        return self.options.scaled or (self.kind.decoded and stored != PagedState.dtype)
 
     @contextmanager
     def on_flashstate(self) -> Iterator[None]:

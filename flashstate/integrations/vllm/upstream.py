@@ -11,7 +11,7 @@ import functools
 import importlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,6 +34,7 @@ MAMBA = "vllm.model_executor.layers.mamba"
 logger = logging.getLogger("vllm.flashstate")  # below vLLM's own logger, which has a handler
 
 GDN = f"{MAMBA}.gdn"
+GATHER = f"{MAMBA}.ops.gather_initial_states"
 KDA = tuple(f"vllm.models.kimi_k3.{vendor}.ops.third_party.kda" for vendor in ("nvidia", "amd"))
 
 # Classes of layers, by module.
@@ -60,6 +61,9 @@ def update_own_tokens(a: Any, b: Any, q: Any, **more: Any) -> Any:
 
 def initial_states(states: Any, blocks: Tensor, known: Tensor) -> Tensor:
     """The states (n, heads, rows, cols) in these blocks, and zeros where a request has none yet."""
+    if isinstance(states, Tensor):
+        stock: Tensor = importlib.import_module(GATHER).gather_initial_states(states, blocks, known)
+        return stock
     return torch.where(known[:, None, None, None], states[blocks], 0)
 
 
@@ -237,7 +241,7 @@ def _begin(layer: Served) -> None:
 
     config = get_current_vllm_config()
     options = options_of(config) or Options()
-    check_engine(config, options, dict(layer.kind.settings))
+    check_engine(config, options, hasattr(layer, "gdn_decode_kernel"))
     layers = config.compilation_config.static_forward_context.values()
     others = [other for other in layers if isinstance(other, Served) and other is not layer]
     seeds = others[0].served.seeds if others and others[0].served else Seeds(layer.prefix)
@@ -249,15 +253,19 @@ def _begin(layer: Served) -> None:
         logger.info("flashstate is active: states are %s, rounded %s", dtype_name(dtype), options.rounding)
 
 
-def check_engine(config: Any, options: Options, settings: Mapping[str, Any]) -> None:
-    """Raise where an engine would lose states, or what its user has chosen. settings: those of a kind of layers."""
+def check_engine(config: Any, options: Options, chooses_kernel: bool) -> None:
+    """Raise where an engine would lose states, or what its user has chosen.
+
+    chooses_kernel: whether its layers look at VLLM_GDN_DECODE_KERNEL.
+    """
     # Model runner V1, and V2 of vLLM 0.26.0, count accepted drafts for hybrid models alone; others stay at one.
     counts = config.model_config.is_hybrid or (config.use_v2_model_runner and version() != "0.26.0")
     if config.speculative_config is not None and not counts:
         raise ValueError("vLLM cannot roll back the states of a model without attention: leave out speculative_config")
     if config.kv_transfer_config is not None and options.dtype is not None:
-        raise ValueError("vLLM cannot tell other engines how states are stored: leave out state or kv_transfer_config")
-    if "gdn_decode_kernel" in settings and os.environ.get("VLLM_GDN_DECODE_KERNEL", "").strip().lower() == "cuda":
+        kept = "vLLM cannot tell what takes pages over how states are stored"
+        raise ValueError(f"{kept}: leave out state, or kv_transfer_config and kv_offloading_size")
+    if chooses_kernel and os.environ.get("VLLM_GDN_DECODE_KERNEL", "").strip().lower() == "cuda":
         raise ValueError("VLLM_GDN_DECODE_KERNEL=cuda asks for a kernel of vLLM: leave it out, or mamba_backend")
 
 
@@ -296,8 +304,15 @@ def add_ssu_backend() -> None:
     """Add what answers selective_state_update to the backends that vLLM starts by their names."""
     from vllm.model_executor.layers.mamba.ops import ssu_dispatch
 
-    class FlashstateSSUBackend(ssu_dispatch.TritonSSUBackend):
-        """Answers vLLM's selective_state_update for layers that run on flashstate, and leaves others to vLLM."""
+    class FlashstateSSUBackend(ssu_dispatch.MambaSSUBackend):
+        """Answers vLLM's selective_state_update for layers that run on flashstate, and leaves others to vLLM.
+
+        It is no TritonSSUBackend: vLLM would keep it for a model that asks for that one.
+        """
+
+        def __init__(self, mamba_config: Any) -> None:
+            super().__init__(mamba_config)
+            self.stock = ssu_dispatch.TritonSSUBackend(mamba_config)
 
         @property
         def name(self) -> str:
@@ -306,7 +321,7 @@ def add_ssu_backend() -> None:
         def __call__(self, state: Any, *args: Any, **more: Any) -> None:
             layer = current()
             if layer is None:
-                super().__call__(state, *args, **more)
+                self.stock(state, *args, **more)
             else:
                 layer.call("selective_state_update", _update, layer, state, *args, **more)
 
