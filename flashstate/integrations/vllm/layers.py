@@ -27,14 +27,14 @@ class Kind:
     methods: those that step states; a version of vLLM may lack some.
     every_format: whether prefill of such layers takes states of every format; else those of float32 and of the model's
         dtype alone.
-    decoded: whether prefill gives and takes states of float32, whatever their format.
+    float32_prefill: whether prefill gives and takes states of float32, whatever their format.
     everywhere: whether such layers are served on all devices of vLLM; else on GPUs of NVIDIA alone.
     settings: attributes that choose between ways to decode, and what they must be.
     """
 
     methods: tuple[str, ...]
     every_format: bool = True
-    decoded: bool = False
+    float32_prefill: bool = False
     everywhere: bool = False
     settings: tuple[tuple[str, Any], ...] = ()
 
@@ -46,7 +46,7 @@ class Served:
     prefix: str  # the layer's name, which vLLM sets
     kv_cache: tuple[Any, ...]  # its pages, which vLLM sets
     served: Serving | None = None  # until it is initialised
-    decodes = False  # whether prefill finds float32 states in place of those in its pages
+    shows_float32 = False  # whether prefill finds float32 states in place of those in its pages
     checkpoints = True
 
     def serve(self, serving: Serving, model_dtype: torch.dtype, checkpoints: bool) -> None:
@@ -57,8 +57,9 @@ class Served:
         """
         self.served = serving
         self._check_format(model_dtype)
-        self.decodes = serving.options.scaled or (self.kind.decoded and self.get_state_dtype()[-1] != PagedState.dtype)
-        self.checkpoints = checkpoints and not self.decodes
+        stores_float32 = self.get_state_dtype()[-1] == PagedState.dtype
+        self.shows_float32 = serving.options.scaled or (self.kind.float32_prefill and not stores_float32)
+        self.checkpoints = checkpoints and not self.shows_float32
         for setting, value in self.kind.settings:
             if hasattr(self, setting):
                 setattr(self, setting, value)
@@ -85,7 +86,7 @@ class Served:
     def get_state_dtype(self) -> Any:
         """The dtypes of the layer's states; while it runs, those that prefill works with."""
         dtypes = with_dtype(super().get_state_dtype(), self.options)  # type: ignore[misc]
-        return (*dtypes[:-1], PagedState.dtype) if current() is not None and self.decodes else dtypes
+        return (*dtypes[:-1], PagedState.dtype) if current() is not None and self.shows_float32 else dtypes
 
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:
         """What vLLM keeps for this layer."""
@@ -106,7 +107,8 @@ class Served:
             raise RuntimeError(f"{type(self).__name__} runs before it is initialised")
         pages = self.kv_cache
         with running(self.served):
-            if self.decodes and pages and isinstance(pages[-1], Tensor) and pages[-1].dim() == 4:  # else none are bound
+            bound = bool(pages) and isinstance(pages[-1], Tensor) and pages[-1].dim() == 4
+            if self.shows_float32 and bound:
                 state = self.served.call(PREFILL, self.served.state_in, pages[-1])
                 self.kv_cache = (*pages[:-1], PagedState(state, functools.partial(self.served.call, PREFILL)))
             try:

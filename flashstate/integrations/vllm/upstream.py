@@ -46,7 +46,7 @@ KINDS = {
         ("_forward_core", "_forward_core_fused_norm_packed"), settings=(("gdn_decode_kernel", "triton"),)
     ),
     (f"{GDN}.olmo_gdn_linear_attn", "OlmoHybridGatedDeltaNetAttention"): Kind(("_forward_core",)),
-    (f"{GDN}.kimi_gdn_linear_attn", "KimiGatedDeltaNetAttention"): Kind(("_forward",), decoded=True),
+    (f"{GDN}.kimi_gdn_linear_attn", "KimiGatedDeltaNetAttention"): Kind(("_forward",), float32_prefill=True),
 }
 
 
