@@ -46,11 +46,11 @@ def test_rows_of_a_case_fold_and_do_not_and_its_rings_wrap(case: AnyReplayCase) 
 
 @EVERY_RULE
 def test_parted_calls_are_those_of_two_kernels_and_only_inside(small: AnyReplayCase) -> None:
-    before = op.SMALL, op.MOST_PER_PROCESSOR
+    before = op.FEWEST_PARTED, op.MOST_PER_PROCESSOR
     with parted():
         assert len(op.forms_of(small.problem, True)) == 2
         assert len(op.forms_of(small.problem, False)) == 1
-    assert before == (op.SMALL, op.MOST_PER_PROCESSOR)
+    assert before == (op.FEWEST_PARTED, op.MOST_PER_PROCESSOR)
     assert len(op.forms_of(small.problem, True)) == 1
 
 

@@ -14,6 +14,7 @@ from flashstate.launch.config import NVIDIA_WARP, Problem, TensorCoreProblem, ne
 from flashstate.launch.environment import Gpu
 from flashstate.launch.table import Config
 from flashstate.ops.replaying import (
+    FEWEST_PARTED,
     AnyReplay,
     check_debugged_ring,
     check_replay,
@@ -105,21 +106,30 @@ def check(given: Given) -> None:
 class ReplayProblem(AnyReplay, TensorCoreProblem):
     """What a config of replay is chosen for where tensor cores multiply."""
 
+    @property
+    def fewest_parted(self) -> int:
+        """Half as many where few rows fold, those of one token, unless states of 32 bits take longest anyway."""
+        return FEWEST_PARTED // 2 if self.itemsize < 4 and not self.several_tokens else super().fewest_parted
+
     def manageable(self, config: Config) -> bool:
         return config.block_rows < 64
 
     def heuristic(self, gpu: Gpu) -> Config:
         """More tiles for larger batches; where the state is only read, larger ones of 32 bits, and of less bits so few
-        registers that an SM has 16 warps. As measured on an H200, with 16 heads of 64 x 128."""
+        registers that an SM has 16 warps. Of one token few rows fold, and these are spread over many programs, which
+        others leave room for. As measured on an H200, with 16 heads of 64 x 128."""
         lanes, many = self.lane_choices[0], self.batch_heads >= MANY_REPLAYED
         most = self.batch_heads >= 4 * MANY_REPLAYED
+        if self.op == "mamba2_replay fold" and not self.several_tokens:
+            return Config(16, 1, lanes, tiles=2 if most else 1)
         if self.op != "mamba2_replay keep":
             few = 1 if self.op != "mamba2_replay either" or self.batch_heads < FEW_REPLAYED else 4
             return Config(16, 1, lanes, tiles=8 if most else 4 if many else few)
         if self.itemsize == 4:
             return Config(32, 1, lanes, tiles=8 if many else 2)
         registers = 128 if self.warp == NVIDIA_WARP else 0
-        return Config(16, 1, lanes, tiles=16 if most else 8 if many else 2, registers=registers)
+        few = 2 if self.several_tokens else 4
+        return Config(16, 1, lanes, tiles=16 if most else 8 if many else few, registers=registers)
 
 
 class ReplayTokenProblem(AnyReplay):

@@ -18,7 +18,7 @@ from flashstate.ops.debug import check_cursors, check_debugged, debugging
 from flashstate.state.ring import LARGEST_WINDOW, AnyRing, Plan, check_call_length, check_plan, refuse_tables
 from flashstate.state.slots import Slots, as_slots
 
-SMALL = 2048  # batch x heads below which one kernel decides for every row; half of it for states of 8 bits
+FEWEST_PARTED = 2048  # batch x heads from which on rows that fold have a kernel of their own
 MOST_PER_PROCESSOR = 16  # programs of a kernel that walks along a plan
 _parted = False
 
@@ -68,6 +68,11 @@ class AnyReplay(TiledProblem):
     heads_per_group: int = 1
     most_programs: int = 0  # that walk along a plan; 0: as many as there are tiles for
 
+    @property
+    def fewest_parted(self) -> int:
+        """Batch x heads from which on rows that fold have a kernel of their own where a plan tells them apart."""
+        return FEWEST_PARTED // 2 if self.itemsize == 1 else FEWEST_PARTED
+
     def tiles(self, config: Config) -> int:
         """Tiles of a program: as the config says, as far as the tiles of a group can be shared out so."""
         return math.gcd(config.tiles, self.heads_per_group * -(-self.rows // config.block_rows))
@@ -85,8 +90,8 @@ P = TypeVar("P", bound=AnyReplay)
 def forms_of(problem: P, planned: bool) -> tuple[P, ...]:
     """The kernels that a call starts, one after the other: one that decides for every row, or with a plan, and rows
     enough, one for those that do not fold and one for those that do."""
-    small = 0 if _parted else SMALL // 2 if problem.itemsize == 1 else SMALL
-    forms = ("keep", "fold") if planned and problem.batch_heads >= small else ("either",)
+    enough = _parted or problem.batch_heads >= problem.fewest_parted
+    forms = ("keep", "fold") if planned and enough else ("either",)
     return tuple(replace(problem, op=f"{problem.op} {form}") for form in forms)
 
 
