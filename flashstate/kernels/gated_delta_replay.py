@@ -167,10 +167,10 @@ def gated_delta_replay_kernel(
     batch_rows = (read_ptr, read_stride, 1, None), (start_ptr, count_ptr), (num_slots, null, fault_ptr)
     for number in tl.range(tl.program_id(0), items, tl.num_programs(0), num_stages=1):
         item = tl.program_id(0) * 0 + number  # a number of the kernel also where the interpreter has one of Python
-        i, g, first_tile, folds = replay_rows.item_at(
+        i, g, first_tile = replay_rows.item_at(
             item, folding, fold_tiles, to_fold, GROUPS, TILES_OF_GROUP, TILES, FOLD_TILES, FEWEST_TILES, ROWS_DO
         )
-        row, folds = replay_rows.row_at(i, rows_ptr, batch_rows, cu_seqlens_ptr, tokens, longest, folds, WINDOW)
+        row, folds = replay_rows.row_at(i, rows_ptr, batch_rows, cu_seqlens_ptr, tokens, longest, WINDOW)
         _, slot, _, _, _, count = row
         if ROWS_DO == "fold" or (ROWS_DO == "either" and folds):
             replay_delta(

@@ -264,10 +264,10 @@ def mamba2_replay_kernel(
     batch_rows = (read_ptr, read_stride, 1, None), (start_ptr, count_ptr), (num_slots, null, fault_ptr)
     for number in tl.range(tl.program_id(0), items, tl.num_programs(0), num_stages=1):
         item = tl.program_id(0) * 0 + number  # a number of the kernel also where the interpreter has one of Python
-        i, g, first_tile, folds = replay_rows.item_at(
+        i, g, first_tile = replay_rows.item_at(
             item, folding, fold_tiles, to_fold, GROUPS, TILES_OF_GROUP, TILES, FOLD_TILES, FOLD_TILES, ROWS_DO
         )
-        row, folds = replay_rows.row_at(i, rows_ptr, batch_rows, cu_seqlens_ptr, tokens, longest, folds, WINDOW)
+        row, folds = replay_rows.row_at(i, rows_ptr, batch_rows, cu_seqlens_ptr, tokens, longest, WINDOW)
         _, slot, _, _, _, count = row
         if TOKENS == 1 and ((count > 0) & ((slot >= 0) | (PADDING == "fresh"))):
             replay_token(pool, ring, activations, parameters, row, folds, g, first_tile, L, TILES, KIND)

@@ -46,16 +46,17 @@ def replay_of(
 
 
 @triton.jit
-def planned_row(rows_ptr, i, cu_seqlens_ptr, tokens):
+def planned_row(rows_ptr, i, cu_seqlens_ptr, tokens, WINDOW: tl.constexpr):
     """What a plan says of its row i: place in the batch, slot, start, live count, first token, and how many; of packed
-    tokens, whose axis a plan does not know, no more than there are."""
+    tokens, whose axis a plan does not know, no more than there are. And whether it folds."""
     entry = rows_ptr + i * FIELDS
     b, slot, start, live = tl.load(entry), tl.load(entry + 1).to(tl.int64), tl.load(entry + 2), tl.load(entry + 3)
     first, count = tl.load(entry + 4), tl.load(entry + 5)
+    folds = live + count > WINDOW
     if cu_seqlens_ptr is not None:
         first = tl.minimum(first, tokens)
         count = tl.minimum(count, tokens - first)
-    return b, slot, start, live, first, count
+    return (b, slot, start, live, first, count), folds
 
 
 @triton.jit
@@ -113,12 +114,12 @@ def item_at(
     item, folding, fold_tiles, to_fold, GROUPS: tl.constexpr, TILES_OF_GROUP: tl.constexpr, TILES: tl.constexpr,
     FOLD_TILES: tl.constexpr, FEWEST_TILES: tl.constexpr, ROWS_DO: tl.constexpr,
 ):  # fmt: skip
-    """What an item of a kernel's work is: the row of the plan, or of the batch, the group, its first tile, and whether
-    a plan says that the row folds. Those that do come first, `to_fold` items of `folding` rows."""
+    """What an item of a kernel's work is: the row of the plan, or of the batch, the group, and its first tile. Rows of a
+    plan that fold come first, `to_fold` items of `folding` rows."""
     PARTS: tl.constexpr = TILES_OF_GROUP // TILES  # that programs have of a group
     folds, kept = item < to_fold, item - to_fold
     if shared_alike(TILES, FOLD_TILES, FEWEST_TILES, ROWS_DO):
-        return item // (GROUPS * PARTS), item // PARTS % GROUPS, item % PARTS * TILES, folds
+        return item // (GROUPS * PARTS), item // PARTS % GROUPS, item % PARTS * TILES
     else:
         i, g, first_tile = folding + kept // (GROUPS * PARTS), kept // PARTS % GROUPS, kept % PARTS * TILES
         if ROWS_DO != "keep":
@@ -126,18 +127,18 @@ def item_at(
             i = tl.where(folds, item // (GROUPS * fold_parts), i)
             g = tl.where(folds, item // fold_parts % GROUPS, g)
             first_tile = tl.where(folds, item % fold_parts * fold_tiles, first_tile)
-        return i, g, first_tile, folds
+        return i, g, first_tile
 
 
 @triton.jit
-def row_at(i, rows_ptr, batch_rows, cu_seqlens_ptr, tokens, longest, folds, WINDOW: tl.constexpr):
+def row_at(i, rows_ptr, batch_rows, cu_seqlens_ptr, tokens, longest, WINDOW: tl.constexpr):
     """Row i of a plan, or of the batch where there is none, and whether it folds."""
     read, cursors, slots = batch_rows
     if rows_ptr is None:
         row = row_of_batch(read, cursors, cu_seqlens_ptr, i, tokens, longest, slots)
         return row, row[3] + row[5] > WINDOW
     else:
-        return planned_row(rows_ptr, i, cu_seqlens_ptr, tokens), folds
+        return planned_row(rows_ptr, i, cu_seqlens_ptr, tokens, WINDOW)
 
 
 @triton.jit

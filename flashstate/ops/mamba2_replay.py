@@ -173,6 +173,7 @@ def values(given: Given, problem: AnyReplay, config: Config) -> dict[str, Any]:
     ring, place = given.ring, place_of(problem, given.machine)
     tiles, alone = problem.tiles(config), isinstance(problem, ReplayTokenProblem)
     one_kernel = given.plan is not None and rows_do(problem) == "either" and not alone
+    fold_tiles = 1 if one_kernel and problem.itemsize < 4 else tiles
     wide = MAMBA2_REPLAY.aligned
     return {
         **ring_values(ring), **plan_values(given.plan), "HEADS_PER_GROUP": problem.heads_per_group,
@@ -180,7 +181,7 @@ def values(given: Given, problem: AnyReplay, config: Config) -> dict[str, Any]:
         "WIDE": any(far_apart(getattr(given, name), len(given.tokens.axes)) for name in (*wide, "dt")),
         "D_PER_ROW": given.D is not None and given.D.dim() == 2,
         "TOKENS": 1 if alone else max(8, next_power_of_2(given.tokens.longest or 0)),
-        "ROWS_DO": rows_do(problem), "TILES": tiles, "FOLD_TILES": 1 if one_kernel else tiles,
+        "ROWS_DO": rows_do(problem), "TILES": tiles, "FOLD_TILES": fold_tiles,
         "PLACE": place, "EARLY": place == "second",
     }  # fmt: skip
 
