@@ -114,7 +114,7 @@ def item_at(
     item, folding, fold_tiles, to_fold, GROUPS: tl.constexpr, TILES_OF_GROUP: tl.constexpr, TILES: tl.constexpr,
     FOLD_TILES: tl.constexpr, FEWEST_TILES: tl.constexpr, ROWS_DO: tl.constexpr,
 ):  # fmt: skip
-    """What an item of a kernel's work is: the row of the plan, or of the batch, the group, and its first tile. Rows of a
+    """What an item of a kernel's work is: the row of the plan, or of the batch, the group, its first tile. Rows of a
     plan that fold come first, `to_fold` items of `folding` rows."""
     PARTS: tl.constexpr = TILES_OF_GROUP // TILES  # that programs have of a group
     folds, kept = item < to_fold, item - to_fold
