@@ -17,6 +17,7 @@ from flashstate.bench.jobs import Grid, Stored
 from flashstate.bench.ops import OPS
 from flashstate.bench.peers import MeasurementError, choose_peers
 from flashstate.bench.run import Files, redraw, run_bench, run_host
+from flashstate.bench.ways import WAYS, run_ways, show_file
 from flashstate.check import run_check
 from flashstate.demo import show_demo
 from flashstate.errors import ACTIVATION_DTYPES, dtype_name
@@ -100,14 +101,19 @@ def _bench(options: argparse.Namespace) -> None:
     files = Files(options.csv, options.plot)
     if options.host and (files != Files() or options.from_csv is not None):
         raise ValueError("--host measures only what a call costs the host: it reads, writes and draws no file")
+    if options.ways is not None and (options.host or options.plot):
+        raise ValueError("--ways measures calls on a GPU in a table of its own: it draws nothing, and no --host")
     if options.from_csv is not None:
-        return redraw(options.from_csv, files)
+        return redraw(options.from_csv, files) if options.ways is None else show_file(options.from_csv)
     op, device = OPS[options.op], find_device(options.device)
     peers = choose_peers(op.peers, options.peers)
     if options.host:
         return run_host(op, peers, device)
     if device.type == "cpu":
         options.batches = options.batches or CPU_BATCHES
+    if options.ways is not None:
+        jobs = op.jobs(_changed(options, op.grids))
+        return run_ways(op, jobs, options.ways, peers, device, options.csv, options.commit)
     return run_bench(op, op.jobs(_changed(options, op.grids)), peers, device, files, options.commit)
 
 
@@ -268,6 +274,7 @@ DEMO = {
 BENCH = {
     **MEASURED,
     "--tokens": numbers("per row and call; several are timed for every kind of store the op is measured with"),
+    "--ways": option(f"measure also calls as users make them: {_listed(WAYS)} (default: all)", "WAY", nargs="*"),
     "--peers": option("libraries to compare with, or none (default: all that can be imported)", "NAME", nargs="+"),
     "--csv": file("write the measurements there"),
     "--plot": file("draw them there, as a PNG"),

@@ -42,7 +42,8 @@ def bind_vllm(update: Callable[..., object], inputs: Inputs, storing: Storing) -
     out = torch.empty_like(inputs.main)
     arguments = {**expanded(inputs), "out": out}
     if inputs.has_token_axis:
-        packed = {name: arguments[name].flatten(0, 1) for name in ("x", "dt", "B", "C", "z", "out")}
+        tokens = [name for name in ("x", "dt", "B", "C", "z", "out") if arguments[name] is not None]
+        packed = {name: arguments[name].flatten(0, 1) for name in tokens}
         arguments.update(packed, cu_seqlens=packed_bounds(out))
     if "null_block_id" in inspect.signature(update).parameters:
         arguments["null_block_id"] = -1
@@ -82,10 +83,9 @@ def bind_fla(attend: Callable[..., tuple[Tensor, Tensor]], inputs: Inputs, stori
         raise MeasurementError("this release has no state_v_first, which gives states our layout")
     pool, heads = inputs.state.data, inputs.state.data.shape[1]
     A, D, dt_bias = inputs.arguments["A"], inputs.arguments["D"], inputs.arguments["dt_bias"]
-    tokens = inputs.activations
-    x, z, dt, B, C = (
-        tokens[name] if inputs.has_token_axis else tokens[name][:, None] for name in ("x", "z", "dt", "B", "C")
-    )
+    tokens = inputs.changed(lambda t: t if inputs.has_token_axis else t[:, None]).activations
+    x, dt, B, C = (tokens[name] for name in ("x", "dt", "B", "C"))
+    z = tokens.get("z")
 
     def per_head(t: Tensor) -> Tensor:
         return t.repeat_interleave(heads // t.shape[2], dim=2)  # (batch, T, G, N) -> (batch, T, H, N)
@@ -98,7 +98,8 @@ def bind_fla(attend: Callable[..., tuple[Tensor, Tensor]], inputs: Inputs, stori
             initial_state=pool[rows], output_final_state=True, state_v_first=True,
         )  # fmt: skip
         pool.index_copy_(0, rows, after.to(pool.dtype))
-        return ((y + D[:, None] * x) * functional.silu(z.float())).to(x.dtype)
+        y = y + D[:, None] * x
+        return (y if z is None else y * functional.silu(z.float())).to(x.dtype)
 
     return lambda slots: partial(call, slots)
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 HOST_COST = "host cost"  # the entry of the provenance that has it
+PLAIN_SLOTS = "int32 slots in random order"  # that everything is measured on where nothing else is said
 ROOFS = ("roof", "touch", "read")  # implementations that are none; `roof` is made of the two others
 
 

@@ -17,8 +17,9 @@ from flashstate.bench.jobs import BenchedOp, Job, check_words
 from flashstate.bench.measure import Report, bench
 from flashstate.bench.peers import Peer, load_peers
 from flashstate.bench.plot import draw, require_matplotlib
-from flashstate.bench.results import HOST_COST, Row, provenance_of, read_csv, require_folder, write_csv
+from flashstate.bench.results import HOST_COST, PLAIN_SLOTS, Row, provenance_of, read_csv, require_folder, write_csv
 
+SLOTS = "slots"  # the entry of the provenance that says what slots calls have
 NO_HOST_COST = "Host cost is what starting a kernel on a GPU costs the host. Without a GPU there is nothing to measure."
 
 
@@ -49,7 +50,7 @@ def run_bench(
     check_words(jobs)
     files.check()
     bindings, skipped = load_peers(peers, device)
-    provenance = provenance_of(device, commit)
+    provenance = {**provenance_of(device, commit), SLOTS: PLAIN_SLOTS}
     tracked = track(jobs, "measuring", console=Console(stderr=True), transient=True)
     report = bench(op, tracked, bindings, device, lambda report: files.keep(report.rows, provenance))
     report.skipped.update(skipped)
@@ -83,8 +84,9 @@ def show(report: Report, provenance: Mapping[str, str], files: Files) -> None:
     """Print what was measured, write it and draw it."""
     console = Console()
     console.print(results_table(report.rows, provenance.get("device", "an unknown device")))
-    if HOST_COST in provenance:
-        console.print(f"{HOST_COST}: {provenance[HOST_COST]}", markup=False, highlight=False)
+    for name in (SLOTS, HOST_COST):
+        if name in provenance:
+            console.print(f"{name}: {provenance[name]}", markup=False, highlight=False)
     show_skipped(console, report)
     files.keep(report.rows, provenance)
     if files.plot is not None:

@@ -35,11 +35,14 @@ class Timing:
         return (self.slowest - self.fastest) / self.median
 
 
-def cold_slots(batch: int, slot_bytes: int, device: torch.device, most: int = MAX_LAUNCHES) -> tuple[int, list[Tensor]]:
-    """The size a pool needs, and slots for each launch of a graph: cold ones, and never 0, which may mean padding."""
+def cold_slots(
+    batch: int, slot_bytes: int, device: torch.device, most: int = MAX_LAUNCHES, ascending: bool = False
+) -> tuple[int, list[Tensor]]:
+    """The size a pool needs, and slots for each launch of a graph: cold ones, in random order or as they lie in memory,
+    and never 0, which may mean padding."""
     launches = min(most, max(MIN_LAUNCHES, -(-COLD_BYTES // (batch * slot_bytes))))
     pool = max(2 * batch, -(-COLD_BYTES // slot_bytes))
-    order = 1 + torch.randperm(pool, generator=torch.Generator().manual_seed(0))
+    order = 1 + (torch.arange(pool) if ascending else torch.randperm(pool, generator=torch.Generator().manual_seed(0)))
     flat = order.repeat(-(-batch * launches // pool))[: batch * launches]
     return 1 + pool, list(flat.to(torch.int32).to(device).split(batch))
 
@@ -51,6 +54,19 @@ def cold_rows(batch: int, rows: int, launches: int, device: torch.device) -> lis
 
 def time_launches(launches: Sequence[Callable[[], object]], replays: int = 15, flush: bool = False) -> Timing:
     """Capture the launches into one graph and time its replays; `flush`: sweep the cache before each."""
+    return time_by_turns([captured(launches)], replays, flush)[0]
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A CUDA graph of launches, which are kept: it has the addresses of what they hold."""
+
+    graph: torch.cuda.CUDAGraph
+    launches: Sequence[Callable[[], object]]
+
+
+def captured(launches: Sequence[Callable[[], object]]) -> Captured:
+    """Capture the launches into one graph."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -61,10 +77,18 @@ def time_launches(launches: Sequence[Callable[[], object]], replays: int = 15, f
     with torch.cuda.graph(graph):
         for launch in launches:
             launch()
+    return Captured(graph, launches)
+
+
+def time_by_turns(graphs: Sequence[Captured], replays: int = 15, flush: bool = False) -> list[Timing]:
+    """Time replays of these graphs, one after the other, again and again, so that a clock that changes changes all of
+    them; `flush`: sweep the cache before each."""
     for _ in range(3):
-        graph.replay()
+        for known in graphs:
+            known.graph.replay()
     swept = torch.empty(COLD_BYTES if flush else 0, dtype=torch.int8, device="cuda")
-    return Timing.of([_replay_time(graph, swept) / len(launches) for _ in range(replays)])
+    turns = [[_replay_time(g.graph, swept) / len(g.launches) for g in graphs] for _ in range(replays)]
+    return [Timing.of(times) for times in zip(*turns, strict=True)]
 
 
 def _replay_time(graph: torch.cuda.CUDAGraph, swept: Tensor) -> float:
