@@ -102,7 +102,7 @@ def _bench(options: argparse.Namespace) -> None:
     if options.host and (files != Files() or options.from_csv is not None):
         raise ValueError("--host measures only what a call costs the host: it reads, writes and draws no file")
     if options.ways is not None and (options.host or options.plot):
-        raise ValueError("--ways measures calls on a GPU in a table of its own: it draws nothing, and no --host")
+        raise ValueError("--ways has a table of its own: it draws nothing, and takes no --host")
     if options.from_csv is not None:
         return redraw(options.from_csv, files) if options.ways is None else show_file(options.from_csv)
     op, device = OPS[options.op], find_device(options.device)

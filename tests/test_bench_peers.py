@@ -276,7 +276,8 @@ def test_a_run_on_a_gpu_keeps_the_cost_on_the_host_and_the_versions_of_peers(
         pretend(monkeypatch, peer, STAND_INS["mamba2"][name] if name == "fla" else None)
     run.run_bench(MAMBA2, [], MAMBA2.peers, CUDA, run.Files(csv=tmp_path / "gpu.csv"), None)
     provenance, rows = read_csv(tmp_path / "gpu.csv")
-    assert provenance == {"device": "Some GPU", "peers": "fla 1.2", "host cost": host.host_line(COSTS)}
+    of_run = {"slots": "int32 slots in random order", "peers": "fla 1.2", "host cost": host.host_line(COSTS)}
+    assert provenance == {"device": "Some GPU", **of_run}
     assert [kept.implementation for kept in rows] == ["flashstate"]
     run.run_host(MAMBA2, MAMBA2.peers, CUDA)
     shown = output_of(capsys)

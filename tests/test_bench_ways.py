@@ -1,0 +1,209 @@
+"""`flashstate bench --ways`: what is other in a way, that it is timed so, and what explains its time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from benching import (
+    CPU,
+    NEEDS_INTERPRETER,
+    TINY,
+    TWO_MICROSECONDS,
+    measure_in_the_interpreter,
+    pretend_all,
+    run_twice,
+    spoiled,
+    tiny_job,
+)  # fmt: skip
+from printed import output_of
+from torch import Tensor
+
+from flashstate.bench import ways
+from flashstate.bench.binding import Step, Storing, TimedCall
+from flashstate.bench.jobs import BenchedOp
+from flashstate.bench.measure import Report, check, inputs_of
+from flashstate.bench.ops import OPS
+from flashstate.bench.peers import MeasurementError, load_peers
+from flashstate.bench.results import write_csv
+from flashstate.bench.timing import Captured, Timing, cold_slots
+from flashstate.bench.ways import PLAIN, WAYS, WayRow, choose_ways, measure_ways, plain_way, read_ways, rows_of
+from flashstate.cli import main
+from flashstate.proof import Inputs, interpreted
+from flashstate.state.slots import Slots
+
+MAMBA2 = OPS["mamba2"]
+OF_ALL = [PLAIN, "again", "int64", "ascending"]
+OF_OPS = {
+    "mamba2": [*OF_ALL, "no-gate", "float32-dt"], "mamba2_replay": [*OF_ALL, "no-gate", "float32-dt"],
+    "gated_delta": [*OF_ALL, "float32-dt"], "gated_delta_replay": [*OF_ALL, "float32-dt"],
+    "mamba3": [*OF_ALL, "no-gate"], "conv1d": OF_ALL, "span": [*OF_ALL, "no-gate", "float32-dt"],
+}  # fmt: skip
+
+
+def measured(
+    monkeypatch: pytest.MonkeyPatch, op: BenchedOp, case: Any, names: Sequence[str], **peers: Any
+) -> list[WayRow]:
+    """A small job in these ways, where launches run twice, and take two microseconds."""
+    measure_in_the_interpreter(monkeypatch)
+    monkeypatch.setattr(ways, "captured", lambda launches: (run_twice(launches), Captured(None, launches))[1])
+    monkeypatch.setattr(ways, "time_by_turns", lambda graphs, flush: [TWO_MICROSECONDS] * len(graphs))
+    job = op.job(op.name, case, "uniform" if op.name.endswith("_replay") else "last")
+    with interpreted():
+        return measure_ways(op, job, names, peers, CPU, Report())
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_an_op_has_the_ways_that_its_cases_know_and_the_plain_one_comes_first(op: str) -> None:
+    assert choose_ways(OPS[op], []) == OF_OPS[op]
+    assert choose_ways(OPS[op], ["ascending"]) == [PLAIN, "ascending"]
+    with pytest.raises(ValueError, match=f"^{OPS[op].name.replace('+', '.')} has no way 'fast', only plain, again, "):
+        choose_ways(OPS[op], ["fast"])
+
+
+@pytest.mark.parametrize("op", ["mamba2", "gated_delta"])
+def test_a_way_differs_from_the_plain_one_in_one_thing(op: str) -> None:
+    case = OPS[op].case
+    changed = {
+        name: {f.name for f in fields(case) if getattr(case, f.name) != getattr(way.of(case), f.name)}
+        for name, way in WAYS.items()
+    }
+    dt = "gates" if op == "gated_delta" else "dt"
+    usual = {PLAIN: set(), "again": set(), "int64": {"index"}, "ascending": set(), "float32-dt": {dt}}
+    assert changed == {**usual, "no-gate": {"z"} if op == "mamba2" else set()}
+    assert plain_way(MAMBA2) == "int32 slots in random order, a gate, dt in bfloat16"
+
+
+@pytest.mark.parametrize("batch", [1, 5])
+def test_slots_that_ascend_are_as_cold_as_others(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flashstate.bench.timing.COLD_BYTES", 1000)
+    (pool, numbers), (as_large, others) = (cold_slots(batch, 40, CPU, ascending=up) for up in (True, False))
+    assert (pool, len(numbers)) == (as_large, len(others))
+    first = torch.cat(numbers[: (pool - 1) // batch])
+    assert torch.equal(first, torch.arange(1, 1 + len(first)))
+    assert not torch.equal(torch.cat(others[: (pool - 1) // batch]), first)
+    assert all(slots.unique().numel() == batch and slots.dtype == torch.int32 for slots in (*numbers, *others))
+
+
+@NEEDS_INTERPRETER
+@pytest.mark.interpreted
+def test_what_is_timed_is_what_a_way_says_on_the_memory_of_the_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[tuple[Any, ...]] = []
+    pools: set[int] = set()
+
+    def noting(inputs: Inputs, storing: Storing) -> Step:
+        step = MAMBA2.bind(inputs, storing)
+
+        def call(slots: Slots) -> TimedCall:
+            ascending, gate = bool((slots.read.diff() == 1).all()), inputs.arguments["z"] is not None
+            given.append((slots.read.dtype, ascending, gate, inputs.arguments["dt"].dtype))
+            pools.add(inputs.state.data.data_ptr())
+            return step(slots)
+
+        return call
+
+    monkeypatch.setattr(ways, "check", lambda bind, inputs, storing: None)
+    case, names = replace(TINY["mamba2"], batch=4, slots=9, x="float16", dt="float16"), OF_OPS["mamba2"]
+    measured(monkeypatch, replace(MAMBA2, bind=noting), case, names)
+    int32, int64, half, wide = torch.int32, torch.int64, torch.float16, torch.float32
+    assert list(dict.fromkeys(given)) == [
+        (int32, False, True, half), (int64, False, True, half), (int32, True, True, half), (int32, False, False, half),
+        (int32, False, True, wide),
+    ]  # fmt: skip
+    assert len(pools) == 1
+
+
+@NEEDS_INTERPRETER
+@pytest.mark.interpreted
+@pytest.mark.parametrize("op", ["mamba2", "gated_delta", "conv1d", "mamba2_replay"])
+def test_kernels_are_right_in_every_way(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = measured(monkeypatch, OPS[op], TINY[op], OF_OPS[op])
+    assert [(row.implementation, row.way) for row in rows] == [("flashstate", name) for name in OF_OPS[op]]
+    assert all(row.bytes > 0 and row.roof_microseconds and row.percent_of_roof for row in rows)
+
+
+@NEEDS_INTERPRETER
+@pytest.mark.interpreted
+def test_a_way_that_is_wrong_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def double(inputs: Inputs, storing: Storing, slots: Slots, y: Tensor) -> None:
+        if inputs.arguments["z"] is None:
+            y.mul_(2)
+
+    wrong = replace(MAMBA2, bind=spoiled(MAMBA2.bind, double))
+    assert len(measured(monkeypatch, wrong, TINY["mamba2"], [PLAIN, "int64"])) == 2
+    with pytest.raises(MeasurementError, match=r"^wrong: its output .* for Case\(.*z=False"):
+        measured(monkeypatch, wrong, TINY["mamba2"], [PLAIN, "no-gate"])
+
+
+@pytest.mark.parametrize("tokens", [0, 3])
+def test_peers_can_be_called_in_every_way(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_all(monkeypatch, "mamba2")
+    bindings, _ = load_peers(MAMBA2.peers, torch.device("cuda"))
+    for name in OF_OPS["mamba2"]:
+        inputs = inputs_of(WAYS[name].of(replace(TINY["mamba2"], tokens=tokens)), CPU)
+        for peer, bind in bindings.items():
+            if not (peer == "mamba_ssm" and tokens):
+                check(bind, inputs)
+
+
+def a_row(way: str, difference: float, explained: float) -> WayRow:
+    shape = ("bfloat16", "nearest", 64, 16, 1, 64, 128, 1, "last")
+    measured = (12.5, 0.01, 2700.0, 95.0)
+    return WayRow("mamba2", "flashstate", *shape, *measured, way, 33_000_000, 11.875, difference, explained)
+
+
+def test_a_difference_is_explained_by_bytes_and_by_the_roof_of_the_same_slots() -> None:
+    names = [PLAIN, "ascending", "no-gate"]
+    job = tiny_job("mamba2", batch=1)
+    called = {name: replace(job, case=WAYS[name].of(job.case)) for name in names}
+    times = dict(zip(names, (10.0, 9.6, 9.4), strict=True))
+    timings = {("flashstate", name): Timing(time, time, time) for name, time in times.items()}
+    rows = rows_of(called, timings, {False: Timing(8.0, 8.0, 8.0), True: Timing(7.6, 7.6, 7.6)})
+    fewer = 1 - called["no-gate"].counted_bytes / called[PLAIN].counted_bytes
+    assert [row.difference for row in rows] == pytest.approx([0, -4, -6])
+    assert [row.explained for row in rows] == pytest.approx([0, -5, -100 * fewer])
+    assert [row.percent_of_roof for row in rows] == pytest.approx([80, 100 * 7.6 / 9.6, 100 * 8 / 9.4])
+    assert [row.bytes for row in rows] == [called[name].counted_bytes for name in names]
+    other = {("vllm", "ascending"): Timing(9.0, 9.0, 9.0)}  # it cannot be called plainly
+    assert len(rows_of(called, timings | other, {False: None, True: None})) == len(rows)
+
+
+def test_differences_that_nothing_explains_are_flagged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [a_row(PLAIN, 0, 0), a_row("int64", 1.9, 0), a_row("ascending", -4.2, -4.0), a_row("no-gate", -2.9, -0.5)]
+    assert [row.held for row in rows] == [True, True, True, False]
+    assert ways.unexplained(rows[:3]) == ["Every difference is within 2 % of what bytes and roofs explain."]
+    path, provenance = tmp_path / "ways.csv", {"device": "Some GPU", PLAIN: plain_way(MAMBA2)}
+    write_csv(path, rows, provenance)
+    assert read_ways(path) == (provenance, rows)
+    assert main(["bench", "--ways", "--from-csv", str(path)]) == 0
+    shown = " ".join(output_of(capsys).split())
+    assert "! bfloat16, batch 64, flashstate, no-gate: -2.9 %, of which -0.5 % is explained" in shown
+    assert shown.count("!") == 2
+    assert f"plain: {plain_way(MAMBA2)}" in shown
+    assert main(["bench", "--from-csv", str(path)]) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (["--device", "cpu"], "--ways compares times of kernels: it needs a GPU"),
+        (["--host"], "--ways has a table of its own: it draws nothing, and takes no --host"),
+        (["--plot", "a.png"], "--ways has a table of its own: it draws nothing, and takes no --host"),
+    ],
+)
+def test_what_ways_cannot_do_is_refused(options: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *options, "--ways"]) == 2
+    assert complaint in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.gpu
+def test_ways_are_measured_on_a_gpu(tmp_path: Path) -> None:
+    options = ["--formats", "bfloat16", "--batches", "4", "--peers", "none", "--csv", str(tmp_path / "ways.csv")]
+    assert main(["bench", "mamba2", "--ways", *options]) == 0
+    _, rows = read_ways(tmp_path / "ways.csv")
+    assert [row.way for row in rows] == OF_OPS["mamba2"]
+    assert all(row.microseconds > 0 for row in rows)
