@@ -81,25 +81,28 @@ def captured(launches: Sequence[Callable[[], object]]) -> Captured:
 
 
 def time_by_turns(graphs: Sequence[Captured], replays: int = 15, flush: bool = False) -> list[Timing]:
-    """Time replays of these graphs, one after the other, again and again, so that a clock that changes changes all of
-    them; `flush`: sweep the cache before each."""
-    for _ in range(3):
-        for known in graphs:
+    """Time replays of these graphs by turns, so that a clock that changes changes all of them; `flush`: sweep the cache
+    before each. One of several is replayed before it is timed, so that it finds in the cache what it leaves there."""
+    for known in graphs:
+        for _ in range(3):
             known.graph.replay()
     swept = torch.empty(COLD_BYTES if flush else 0, dtype=torch.int8, device="cuda")
-    turns = [[_replay_time(g.graph, swept) / len(g.launches) for g in graphs] for _ in range(replays)]
+    turns = [[_replay_time(known, swept, again=len(graphs) > 1) for known in graphs] for _ in range(replays)]
     return [Timing.of(times) for times in zip(*turns, strict=True)]
 
 
-def _replay_time(graph: torch.cuda.CUDAGraph, swept: Tensor) -> float:
-    """Microseconds of a replay, after this memory went through the cache."""
+def _replay_time(captured: Captured, swept: Tensor, again: bool) -> float:
+    """Microseconds per launch of a replay, after this memory went through the cache; `again`: of a second one."""
+    if again:
+        captured.graph.replay()
+        torch.cuda.synchronize()
     swept.zero_()
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
-    graph.replay()
+    captured.graph.replay()
     end.record()
     end.synchronize()
-    return start.elapsed_time(end) * 1e3
+    return start.elapsed_time(end) * 1e3 / len(captured.launches)
 
 
 def time_on_cpu(call: Callable[[], object]) -> Timing:
