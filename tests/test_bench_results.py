@@ -12,7 +12,6 @@ from printed import output_of
 
 from flashstate.bench import run
 from flashstate.bench.results import Row, read_csv, write_csv
-from flashstate.bench.ways import read_ways
 from flashstate.cli import main
 from flashstate.state.formats import PORTABLE_FORMATS, label_of
 
@@ -51,7 +50,7 @@ def test_a_file_with_other_columns_is_refused(capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("h200*.csv")), ids=lambda p: p.name)
 def test_the_results_in_the_tree_can_be_read_and_written_byte_for_byte(path: Path, tmp_path: Path) -> None:
-    provenance, rows = (read_ways if path.stem.endswith("ways") else read_csv)(path)
+    provenance, rows = read_csv(path)
     assert provenance["device"]
     assert not {row.stored for row in rows} & {"snapshots", "nothing", "each"}
     write_csv(tmp_path / "again.csv", rows, provenance)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from benching import (
 from printed import output_of
 from torch import Tensor
 
-from flashstate.bench import ways
+from flashstate.bench import timing, ways
 from flashstate.bench.binding import Step, Storing, TimedCall
 from flashstate.bench.jobs import BenchedOp
 from flashstate.bench.measure import Report, check, inputs_of
@@ -87,6 +88,40 @@ def test_slots_that_ascend_are_as_cold_as_others(batch: int, monkeypatch: pytest
     assert torch.equal(first, torch.arange(1, 1 + len(first)))
     assert not torch.equal(torch.cat(others[: (pool - 1) // batch]), first)
     assert all(slots.unique().numel() == batch and slots.dtype == torch.int32 for slots in (*numbers, *others))
+
+
+class Clock:
+    """Stands in for a GPU: graphs and sweeps take milliseconds, which events tell."""
+
+    def __init__(self) -> None:
+        self.now, self.done = 0.0, ""
+
+    def graph(self, name: str, milliseconds: float) -> Any:
+        return SimpleNamespace(replay=lambda: self.spend(name, milliseconds))
+
+    def event(self, enable_timing: bool) -> Any:
+        found = SimpleNamespace(synchronize=lambda: None, elapsed_time=lambda end: end.at - found.at)
+        found.record = lambda: setattr(found, "at", self.now)
+        return found
+
+    def spend(self, name: str, milliseconds: float) -> None:
+        self.now, self.done = self.now + milliseconds, self.done + name
+
+
+@pytest.mark.parametrize("flush", [False, True])
+def test_graphs_are_timed_by_turns_each_as_it_leaves_the_cache(flush: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    swept = SimpleNamespace(zero_=lambda: clock.spend("-", 7) if flush else None)
+    monkeypatch.setattr(timing.torch, "empty", lambda *size, dtype, device: swept)
+    monkeypatch.setattr(torch.cuda, "Event", clock.event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    graphs = [Captured(clock.graph("a", 2), [len] * 4), Captured(clock.graph("b", 3), [len] * 2)]
+    sweep = "-" if flush else ""
+    assert [time.median for time in timing.time_by_turns(graphs, 2, flush)] == [500, 1500]
+    assert clock.done == "aaabbb" + f"a{sweep}ab{sweep}b" * 2
+    clock.done = ""
+    assert timing.time_by_turns(graphs[:1], 2, flush)[0].median == 500
+    assert clock.done == "aaa" + f"{sweep}a" * 2
 
 
 @NEEDS_INTERPRETER

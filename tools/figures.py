@@ -9,7 +9,6 @@ A table of README.md or docs/ stands between two marks. The first one says what 
     <!-- errors of delta states; make figures writes this -->           tools/numerics_delta.py; and its other tables
     <!-- formats of OP; make figures writes this -->                    bytes, errors and times of its formats
     <!-- costs of formats; make figures writes this -->                 what formats cost in every family of ops
-    <!-- ways of OP; make figures writes this -->                       flashstate as users call it: bench --ways
     <!-- where OP pays; make figures writes this -->                    tools/replay_pays.py, of an op that replays
     <!-- peers; make figures writes this -->                            a few calls beside other libraries
     <!-- speed of MODEL; make figures writes this -->                   tools/transformers_speed.py
@@ -26,7 +25,6 @@ from pathlib import Path
 
 from flashstate.bench.plot import draw
 from flashstate.bench.results import HOST_COST, Row, is_roof, read_csv
-from flashstate.bench.ways import PLAIN, WayRow, read_ways
 from tools.arguments import arguments_table
 from tools.format_choice import FAMILIES, choice_table, draw_choice
 from tools.format_costs import SHOWN, costs_table, peers_table, shown_time
@@ -49,10 +47,6 @@ RESULTS = {  # by the op that they are of
     "mamba2_replay": ROOT / "results" / "h200-replay.csv",
     "gated_delta_replay": ROOT / "results" / "h200-gated-delta-replay.csv",
 }
-RESULTS_OF_WAYS = {
-    "mamba2": ROOT / "results" / "h200-ways.csv",
-    "gated_delta": ROOT / "results" / "h200-gated-delta-ways.csv",
-}
 ERRORS = ROOT / "results" / "numerics.csv"
 ERRORS_OF_OPS = ROOT / "results" / "numerics-ops.csv"
 ERRORS_OF_DELTA = ROOT / "results" / "numerics-delta.csv"
@@ -63,7 +57,7 @@ WIDE_SLOTS = "flashstate, int64 slots"  # stands in results alone
 ORIGIN = ("torch", "triton", "commit", "date", "peers")  # of a provenance
 END = "<!-- end of figures -->"
 MARKED = re.compile(rf"(?P<mark><!-- (?P<table>[^;\n]+); make figures writes this -->\n).*?(?={END})", re.DOTALL)
-ARGUMENTS, FORMATS, SPEED, USERS_WAYS = "arguments of ", "formats of ", "speed of ", "ways of "
+ARGUMENTS, FORMATS, SPEED = "arguments of ", "formats of ", "speed of "
 PEERS, CHOICE = "peers", "costs of formats"
 PAYS = re.compile(r"where (?P<op>\w+) pays")
 FIGURES = re.compile(r"figures of (?P<op>[^:]+)(: (?P<labels>.+))?")
@@ -99,9 +93,6 @@ def table(name: str) -> str:
         return arguments_table(name.removeprefix(ARGUMENTS))
     if name.startswith(FORMATS):
         return formats(name.removeprefix(FORMATS))
-    if name.startswith(USERS_WAYS):
-        origin_of_ways, of_ways = read_ways(RESULTS_OF_WAYS[name.removeprefix(USERS_WAYS)])
-        return paragraphs(ways(of_ways), f"Plain: {origin_of_ways[PLAIN]}. {_measured_on(origin_of_ways)}")
     if name.startswith(SPEED):
         of_models, generated = read_speed(SPEEDS)
         return paragraphs(
@@ -185,19 +176,6 @@ def figures(rows: Sequence[Row], provenance: Mapping[str, str], labels: Sequence
     return paragraphs(lines, _measured_on(provenance))
 
 
-def ways(rows: Sequence[WayRow]) -> list[str]:
-    """Microseconds of flashstate in every way, batch sizes across, with what it differs by and what explains it."""
-    shown = [row for row in rows if row.implementation == OURS]
-    batches = list(dict.fromkeys(row.batch for row in shown))
-    found = {(row.label, row.way, row.batch): row for row in shown}
-    head = ["µs (difference / by bytes / by roof, percent), by batch size", *map(str, batches)]
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    for label, way in dict.fromkeys((row.label, row.way) for row in shown):
-        cells = [_way_cell(found.get((label, way, batch))) for batch in batches]
-        lines.append(f"| {' | '.join([f'{label}, {way}', *cells])} |")
-    return lines
-
-
 def paragraphs(lines: Sequence[str], below: str) -> str:
     """Lines of a table, and what stands below it, apart from what is around them."""
     return "\n".join(["", *lines, "", below, "", ""])
@@ -234,13 +212,6 @@ def _cell(row: Row | None) -> str:
         return ""
     percent = "" if row.percent_of_roof is None else f" ({row.percent_of_roof:.0f})"
     return f"{shown_time(row)}{percent}"
-
-
-def _way_cell(row: WayRow | None) -> str:
-    if row is None or row.way == PLAIN:
-        return "" if row is None else shown_time(row)
-    percents = " / ".join(f"{percent:+.1f}" for percent in (row.difference, row.by_bytes, row.by_roof))
-    return f"{shown_time(row)} ({percents}{'' if row.held else ' !'})"
 
 
 if __name__ == "__main__":
