@@ -10,7 +10,8 @@ import pytest
 import torch
 from calls import OPS
 
-from flashstate.launch import call, direct, driver
+from flashstate.launch import direct, doors, driver
+from flashstate.launch import start as starting
 from flashstate.launch.driver import LaunchAttribute, LaunchConfig, parameters_of
 from flashstate.launch.environment import Gpu, Machine, pretending
 from flashstate.launch.start import Launch
@@ -73,6 +74,7 @@ class Launcher:
         except (TypeError, ValueError) as error:
             return type(error), str(error)
         found = [(one, one.grid, parameters(one.arguments)) for one in self.ordinary[ordinary:]]
+        result = result[0] if isinstance(result, tuple) else result
         for config, given in zip(self.configs[directly:], self.directly[directly:], strict=True):
             assert config[1:8] == (1, 1, 64, 1, 1, 64, 5)
             found.append((self.ordinary[config[-1]], config[:1], given))
@@ -89,9 +91,9 @@ class Launcher:
 def launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launcher]:
     pytest.importorskip("triton")
     stand_in = Launcher()
-    for op in OPS:
-        op.launches.clear()
-    monkeypatch.setattr(call, "start", stand_in.start)
+    for remembered in (*(op.launches for op in OPS), *doors.KINDS.values()):
+        remembered.clear()
+    monkeypatch.setattr(starting, "run", stand_in.start)
     monkeypatch.setattr(direct, "available", True)
     monkeypatch.setattr(driver, "_launch_function", lambda: stand_in.launch)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from flashstate.compat import shapes
+from flashstate.launch.doors import remembering
 from flashstate.ops.conv1d import CONV1D_STEP, conv1d_step
 
 
+@remembering(main="x")
 def causal_conv1d_update(
     x: Tensor,
     conv_state: Tensor,

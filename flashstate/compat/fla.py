@@ -9,12 +9,14 @@ from torch import Tensor
 
 from flashstate.compat import delta, shapes
 from flashstate.errors import check_flag, check_tensor
+from flashstate.launch.doors import remembering
 from flashstate.state.slots import Slots
 from flashstate.state.state import State
 
 NO_EQUATION = "gated_delta_step has no such gate"
 
 
+@remembering(main="v")
 def fused_recurrent_gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -60,6 +62,7 @@ def fused_recurrent_gated_delta_rule(
     )  # fmt: skip
 
 
+@remembering(main="v")
 def fused_recurrent_kda(
     q: Tensor,
     k: Tensor,

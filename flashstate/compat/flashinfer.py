@@ -16,6 +16,7 @@ from flashstate.compat.flashinfer_delta import (
 )
 from flashstate.compat.flashinfer_replay import checkpointing_ssu
 from flashstate.errors import INT64, check_choice, check_flag, check_int, dtype_name
+from flashstate.launch.doors import remembering
 from flashstate.state.slots import MOST_TOKENS, Slots
 from flashstate.state.state import MOST_ROUNDS, State
 
@@ -30,6 +31,7 @@ ALGORITHMS = ("auto", "simple", "vertical", "horizontal", "async_horizontal")
 BACKENDS = ("auto", "flashinfer", "cake")
 
 
+@remembering(main="x")
 def selective_state_update(
     state: Tensor,
     x: Tensor,

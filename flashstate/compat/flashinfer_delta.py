@@ -8,6 +8,7 @@ from torch import Tensor
 
 from flashstate.compat import delta, shapes
 from flashstate.errors import check_choice
+from flashstate.launch.doors import remembering
 from flashstate.ops.gated_delta import GATED_DELTA_STEP, gated_delta_step
 from flashstate.state.slots import Slots
 
@@ -15,6 +16,7 @@ BACKENDS = ("auto", "flashinfer", "cake_gdn")
 BACKENDS_OF_ROWS = (*BACKENDS, "rubin")
 
 
+@remembering(main="v")
 def gated_delta_rule_decode_pretranspose(
     q: Tensor,
     k: Tensor,
@@ -63,6 +65,7 @@ def gated_delta_rule_decode_pretranspose(
     )  # fmt: skip
 
 
+@remembering(main="v")
 def gated_delta_rule_decode(
     q: Tensor,
     k: Tensor,
@@ -92,6 +95,7 @@ def gated_delta_rule_decode(
     return y, state
 
 
+@remembering(main="v")
 def gated_delta_rule_mtp(
     q: Tensor,
     k: Tensor,

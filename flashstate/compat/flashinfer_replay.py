@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flashstate.compat import shapes
 from flashstate.errors import INT64, LARGEST_INT32, check_choice, check_flag, check_int, check_tensor
+from flashstate.launch.doors import remembering
 from flashstate.ops.mamba2_replay import MAMBA2_REPLAY, mamba2_replay
 from flashstate.state.ring import LARGEST_WINDOW, Plan, Ring
 from flashstate.state.slots import Slots
@@ -21,6 +22,7 @@ NAMES = {  # that the fields of a ring have here
 }  # fmt: skip
 
 
+@remembering(main="x")
 def checkpointing_ssu(
     state: Tensor,
     x_cache: Tensor,

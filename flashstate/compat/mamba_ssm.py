@@ -7,12 +7,14 @@ from torch import Tensor
 
 from flashstate.compat import shapes
 from flashstate.errors import LARGEST_INT32, check_flag, check_int, check_tensor
+from flashstate.launch.doors import remembering
 from flashstate.ops.mamba3 import MAMBA3_STEP
 from flashstate.state.mamba3 import Mamba3State
 from flashstate.state.places import Place
 from flashstate.state.state import as_state, check_slots_of
 
 
+@remembering(main="x")
 def selective_state_update(
     state: Tensor,
     x: Tensor,
@@ -38,6 +40,7 @@ def selective_state_update(
     return shapes.selective_step(state, x, tensors, dt_softplus=dt_softplus, slots=state_batch_indices)
 
 
+@remembering(main="x")
 def mamba3_step_fn(
     state: Tensor,
     Bstate: Tensor,

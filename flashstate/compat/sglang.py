@@ -16,6 +16,7 @@ from flashstate.compat.sglang_delta import (
     verify_slots,
 )
 from flashstate.errors import INT64, check_device, check_flag, check_int, check_tensor, dtype_name
+from flashstate.launch.doors import remembering
 from flashstate.ops.conv1d import CONV1D_STEP, conv1d_step
 from flashstate.state.slots import MOST_TOKENS, Slots
 from flashstate.state.state import MOST_ROUNDS, State
@@ -30,6 +31,7 @@ __all__ = [
 ]
 
 
+@remembering(main="x")
 def causal_conv1d_update(
     x: Tensor,
     conv_state: Tensor,
@@ -95,6 +97,7 @@ def _parents(x: Tensor, steps: int, child: Any, sibling: Any, parent: Any) -> Te
     return trees.parents_from(tables["retrieve_next_token"], tables["retrieve_next_sibling"])
 
 
+@remembering(main="x")
 def selective_state_update(
     state: Tensor,
     x: Tensor,

@@ -8,11 +8,13 @@ from torch import Tensor
 
 from flashstate.compat import delta, shapes, trees
 from flashstate.errors import check_flag, check_int
+from flashstate.launch.doors import remembering
 from flashstate.state.slots import MOST_TOKENS, Slots
 
 NO_SLOT = -1
 
 
+@remembering(main="v")
 def fused_sigmoid_gating_delta_rule_update(
     A_log: Tensor,
     a: Tensor,
@@ -68,6 +70,7 @@ def fused_sigmoid_gating_delta_rule_update(
     )  # fmt: skip
 
 
+@remembering(main="v")
 def fused_recurrent_gated_delta_rule_update(
     q: Tensor,
     k: Tensor,
@@ -103,6 +106,7 @@ def fused_recurrent_gated_delta_rule_update(
     )  # fmt: skip
 
 
+@remembering(main="mixed_qkv")
 def fused_recurrent_gated_delta_rule_packed_decode(
     mixed_qkv: Tensor,
     a: Tensor,
@@ -126,6 +130,7 @@ def fused_recurrent_gated_delta_rule_packed_decode(
     )  # fmt: skip
 
 
+@remembering(main="mixed_qkv")
 def fused_recurrent_kda_packed_decode(
     mixed_qkv: Tensor,
     a: Tensor,

@@ -19,6 +19,7 @@ from flashstate.compat.vllm_replay import (
     state_of,
 )
 from flashstate.errors import INT64, check_int, check_tensor
+from flashstate.launch.doors import remembering
 from flashstate.ops.conv1d import CONV1D_STEP, conv1d_step
 from flashstate.state.slots import MOST_TOKENS, Slots
 from flashstate.state.state import State
@@ -35,6 +36,7 @@ __all__ = [
 ]
 
 
+@remembering(main="x")
 def selective_state_update(
     state: Tensor | State,
     x: Tensor,
@@ -99,6 +101,7 @@ def _slots(
     )  # fmt: skip
 
 
+@remembering(main="x")
 def causal_conv1d_update(
     x: Tensor,
     conv_state: Tensor,

@@ -9,12 +9,14 @@ from torch import Tensor
 
 from flashstate.compat import delta, shapes
 from flashstate.errors import check_flag
+from flashstate.launch.doors import remembering
 from flashstate.state.slots import Slots
 from flashstate.state.state import State
 
 NULL_BLOCK = 0
 
 
+@remembering(main="mixed_qkv")
 def fused_recurrent_gated_delta_rule_packed_decode(
     mixed_qkv: Tensor,
     a: Tensor,
@@ -38,6 +40,7 @@ def fused_recurrent_gated_delta_rule_packed_decode(
     )  # fmt: skip
 
 
+@remembering(main="v")
 def fused_sigmoid_gating_delta_rule_update(
     A_log: Tensor,
     a: Tensor,
@@ -77,6 +80,7 @@ def fused_sigmoid_gating_delta_rule_update(
     )  # fmt: skip
 
 
+@remembering(main="v")
 def fused_recurrent_gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -106,6 +110,7 @@ def fused_recurrent_gated_delta_rule(
     )  # fmt: skip
 
 
+@remembering(main="v")
 def fused_recurrent_kda(
     q: Tensor,
     k: Tensor,

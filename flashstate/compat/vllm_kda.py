@@ -10,9 +10,11 @@ from torch import Tensor
 from flashstate.compat import delta, shapes
 from flashstate.compat.vllm_delta import step_blocks
 from flashstate.errors import check_number, check_tensor
+from flashstate.launch.doors import remembering
 from flashstate.state.state import State
 
 
+@remembering(main="v")
 def fused_recurrent_kda(
     q: Tensor,
     k: Tensor,
@@ -46,6 +48,7 @@ def fused_recurrent_kda(
     )
 
 
+@remembering(main="mixed_qkv")
 def fused_recurrent_kda_packed_decode(
     mixed_qkv: Tensor,
     raw_g: Tensor,

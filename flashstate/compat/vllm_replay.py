@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flashstate.compat import flashinfer_replay, shapes
 from flashstate.errors import INT64, check_flag, check_int, check_tensor
+from flashstate.launch.doors import remembering
 from flashstate.ops.mamba2_fold import mamba2_fold
 from flashstate.ops.rings import place_counts
 from flashstate.state.ring import LARGEST_WINDOW
@@ -17,6 +18,7 @@ from flashstate.state.slots import Slots
 from flashstate.state.state import MOST_ROUNDS, State
 
 
+@remembering(main="x")
 def selective_state_update_replayssm_output_only(
     state: Tensor,
     x: Tensor,
@@ -70,6 +72,7 @@ def selective_state_update_replayssm_output_only(
     return y.reshape(x.shape) if out is None else out
 
 
+@remembering(main="x")
 def selective_state_update_replayssm_flashinfer(
     state: Tensor,
     x: Tensor,

@@ -8,7 +8,8 @@ needs none of that, and none of an op's checks.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ class DirectLaunch(NamedTuple):
     same_tensors: Callable[..., bool]  # whether tensors have the dtypes, shapes, strides and devices of that call's
     device_index: int
     hooks: tuple[list[Any], list[Any]]  # what Triton is to call before and after every launch
-    start: Callable[[Sequence[int], int], None]  # with the pointers that are there, and the number that follows them
+    start: Callable[..., Any]  # with the pointers that are there, and the number that follows them
 
     def usable(self) -> bool:
         """False where another device is current, and where somebody, such as a profiler, wants to see launches."""
@@ -43,9 +44,7 @@ Likeness = tuple[Launches, Hashable, list[Any]]  # launches to look in, and what
 
 
 def remember(launches: Launches, key: Hashable, tensors: Sequence[Tensor], started: Sequence[Launch]) -> None:
-    """Keep a launch, or several with the same arguments, of which pointers and a number behind them change. Where
-    Triton or torch are not as expected, that is said once, and calls take the ordinary way."""
-    global available
+    """Keep a launch, or several with the same arguments, of which pointers and a number behind them change."""
     if not available:
         return
     if len(launches) >= MOST_KEYS:
@@ -53,13 +52,22 @@ def remember(launches: Launches, key: Hashable, tensors: Sequence[Tensor], start
     alike = launches.setdefault(key, [])
     if len(alike) >= MOST_ALIKE or len({id(tensor) for tensor in tensors}) < len(tensors):  # which a guard refuses
         return
-    try:
+    with as_expected():
         starts = [DriverLaunch(one) for one in started]
         start = starts[0] if len(starts) == 1 else partial(_start_all, starts)
         alike.append(DirectLaunch(guard(tensors), started[0].device.index, hooks(), start))
+
+
+@contextmanager
+def as_expected() -> Iterator[None]:
+    """Where Triton or torch turn out not to be as expected inside, that is said once, and from then on calls take the
+    ordinary way."""
+    global available
+    try:
+        yield
     except (AttributeError, ImportError, KeyError, OSError, TypeError) as reason:
         available = False
-        warnings.warn(f"flashstate starts kernels the ordinary way, which costs the host more: {reason}", stacklevel=3)
+        warnings.warn(f"flashstate starts kernels the ordinary way, which costs the host more: {reason}", stacklevel=5)
 
 
 def _start_all(starts: Sequence[DriverLaunch], pointers: Sequence[int], number: int) -> None:

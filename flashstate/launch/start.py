@@ -53,6 +53,7 @@ def kernel_in(module: str, name: str | None = None) -> Any:
 
 
 _collected: ContextVar[list[Launch] | None] = ContextVar("collected launches", default=None)
+_recorded: ContextVar[list[Launch] | None] = ContextVar("recorded launches", default=None)
 
 
 def start(launch: Launch) -> Launch | None:
@@ -61,6 +62,14 @@ def start(launch: Launch) -> Launch | None:
     if collected is not None:
         collected.append(launch)
         return None
+    started, recorded = run(launch), _recorded.get()
+    if started is not None and recorded is not None:
+        recorded.append(started)
+    return started
+
+
+def run(launch: Launch) -> Launch | None:
+    """Launch a kernel as Triton does; None where it did not compile it, but interpreted."""
     with torch.cuda.device(launch.device) if launch.device.type == "cuda" else nullcontext():
         compiled = launch.kernel[launch.grid](*launch.arguments, **launch.constants, **launch.options)
     return None if compiled is None else launch._replace(compiled=compiled)
@@ -82,3 +91,14 @@ def collecting() -> Iterator[list[Launch]]:
             yield launches
     finally:
         _collected.reset(before)
+
+
+@contextmanager
+def recording() -> Iterator[list[Launch]]:
+    """Note what calls of this thread launch inside the ordinary way, all of it in their order."""
+    launches: list[Launch] = []
+    before = _recorded.set(launches)
+    try:
+        yield launches
+    finally:
+        _recorded.reset(before)
