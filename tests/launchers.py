@@ -71,7 +71,7 @@ class Launcher:
         ordinary, directly = self.counts
         try:
             result = make()
-        except (TypeError, ValueError) as error:
+        except (RuntimeError, TypeError, ValueError) as error:
             return type(error), str(error)
         found = [(one, one.grid, parameters(one.arguments)) for one in self.ordinary[ordinary:]]
         result = result[0] if isinstance(result, tuple) else result

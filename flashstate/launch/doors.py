@@ -1,8 +1,8 @@
 """Functions over ops that remember what their calls started: a call like an earlier one starts that again.
 
 What a function with another library's signature does beside its op, checks and views and Slots, costs the host several
-times what the op does. Such a function is watched in its second call of a kind: which views it takes of which argument,
-what memory it makes, which kernels it starts. If it did nothing else, all that a call like it needs is addresses.
+times what the op does. The first call of a kind is watched: which views it takes of which argument, what memory it
+makes, which kernels it starts. If it did nothing else, all that a call like it needs is addresses.
 
     @remembering(main="x")
     def selective_state_update(state: Tensor, x: Tensor, D: Tensor | None = None, dt_softplus: bool = False): ...
@@ -31,10 +31,12 @@ from flashstate.launch.direct import MOST_ALIKE, MOST_KEYS, DirectLaunch
 from flashstate.launch.driver import DriverLaunch
 from flashstate.launch.environment import suspended
 from flashstate.launch.start import Launch, recording
+from flashstate.state.faults import fault_flag
 from flashstate.state.signature import ACCESS_BYTES
 from flashstate.state.state import State
 
 F = TypeVar("F", bound=Callable[..., Any])
+MOST_WATCHED = 2  # calls of a kind: the first one may make what flashstate keeps
 PLAIN = (NoneType, bool, int, float, str)  # types of what a key may have beside tensors
 ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 
@@ -61,10 +63,10 @@ def {name}({parameters}):
 
 @dataclass
 class Kind:
-    """Calls alike but for addresses: how one is known, and what starts it again, once one of them was watched."""
+    """Calls alike but for addresses: how one is known, how many were watched, and what starts one again."""
 
     same_tensors: Callable[..., bool]
-    watched: bool = False
+    watched: int = 0
     again: DirectLaunch | None = None
 
 
@@ -82,8 +84,7 @@ def remembering(main: str) -> Callable[[F], F]:
             **{f"default_{p.name}": p.default for p in inspect.signature(door).parameters.values()},
         }  # fmt: skip
         exec(compile(source_of(door, main), f"<repeated calls of {door.__name__}>", "exec"), names)
-        remembers: F = names[door.__name__]  # type: ignore[assignment]
-        return functools.update_wrapper(remembers, door)
+        return functools.update_wrapper(names[door.__name__], door)  # type: ignore[return-value]
 
     return decorate
 
@@ -107,8 +108,7 @@ def body_of(door: Callable[..., Any], main: str, more: Sequence[str]) -> list[st
     given = [name for name in hints if Tensor in kinds[name]]
     always = [name for name in given if not kinds[name] & {NoneType, State}]
     options = [name for name in hints if name not in given]
-    lines = [f"if {name}: raise TypeError" for name in more]
-    lines += [f"{name}_at = {name}.data_ptr()" if name in always else f"{name}_at = 0" for name in given]
+    lines = [f"{name}_at = {name}.data_ptr()" if name in always else f"{name}_at = 0" for name in given]
     lines += [f"tensors = [{', '.join(always)}]", f"addresses = [{', '.join(f'{name}_at' for name in always)}]"]
     lines += ["present = 0", *(f"{name}_like = None" for name in given if State in kinds[name])]
     for bit, name in enumerate(name for name in given if name not in always):
@@ -127,8 +127,9 @@ def body_of(door: Callable[..., Any], main: str, more: Sequence[str]) -> list[st
         lines += [f"{'elif' if State in kinds[name] else 'if'} {name} is not None:", *present]
     lines += ["if len({*addresses}) < len(addresses): raise TypeError  # one memory twice: who reads what is not known"]
     odd = f"({' | '.join(f'{name}_at' for name in given)}) % {ACCESS_BYTES}"
+    others = [f"len({name}) and (*{name}.items(), *map(type, {name}.values()))" for name in more]
     key = [
-        f"{main}.shape", "present", *(f"{name}_like" for name in given if State in kinds[name]), *options,
+        f"{main}.shape", "present", *others, *(f"{name}_like" for name in given if State in kinds[name]), *options,
         *(f"{name}.__class__" for name in options), f"{odd} and (*[at % {ACCESS_BYTES} for at in addresses],)",
     ]  # fmt: skip
     return [*lines, f"key = {', '.join(key)}"]
@@ -137,27 +138,22 @@ def body_of(door: Callable[..., Any], main: str, more: Sequence[str]) -> list[st
 def seldom(
     kinds: Kinds, key: tuple[Any, ...], kind: Kind | None, tensors: list[Tensor], call: Callable[[], Any]
 ) -> Any:
-    """Make a call that does not start as one before it did; the first of a kind is met, and the second one watched."""
-    if kind is None:
-        result = call()
-        meet(kinds, key, tensors)
-        return result
-    if kind.watched:
+    """Make a call that does not start as one before it did, and watch it if that may be worth while."""
+    known = kinds.get(key, ())
+    if not is_plain(key) or (len(known) >= MOST_ALIKE if kind is None else kind.watched >= MOST_WATCHED):
         return call()
-    kind.watched = True
+    fault_flag(tensors[0].device)  # made at its first use
     with suspended(), recording() as started, Watch(tensors) as watch:
         result = call()
-    kind.again = repetition(kind, result, watch, started)
+    with direct.as_expected():
+        if kind is None:
+            kind = Kind(direct.guard(tensors))
+            if len(kinds) >= MOST_KEYS:
+                kinds.clear()
+            kinds.setdefault(key, []).append(kind)
+        kind.watched += 1
+        kind.again = repetition(kind, result, watch, started)
     return result
-
-
-def meet(kinds: Kinds, key: tuple[Any, ...], tensors: Sequence[Tensor]) -> None:
-    """Note a kind of calls, if a key can stand for it without keeping anything of a user alive."""
-    if len(kinds) >= MOST_KEYS:
-        kinds.clear()
-    if is_plain(key) and len(kinds.get(key, ())) < MOST_ALIKE:
-        with direct.as_expected():
-            kinds.setdefault(key, []).append(Kind(direct.guard(tensors)))
 
 
 def is_plain(value: Any) -> bool:
@@ -254,11 +250,9 @@ def repetition(kind: Kind, result: Any, watch: Watch, started: Sequence[Launch])
     except UnrepeatableError:
         return None
     constants = [tensor.data_ptr() for tensor in kept]
-    with direct.as_expected():
-        launches = list(zip(map(DriverLaunch, started), picks, numbers, strict=True))
-        again = Repetition(makes, kept, constants, launches, give)
-        return DirectLaunch(kind.same_tensors, started[0].device.index, direct.hooks(), again.start)
-    return None
+    launches = list(zip(map(DriverLaunch, started), picks, numbers, strict=True))
+    again = Repetition(makes, kept, constants, launches, give)
+    return DirectLaunch(kind.same_tensors, started[0].device.index, direct.hooks(), again.start)
 
 
 def pointers_of(launch: Launch) -> list[Tensor]:
