@@ -186,7 +186,7 @@ def test_a_state_that_is_an_object_is_known_by_its_form(launcher: Launcher) -> N
 
 
 @pytest.mark.parametrize(
-    "context", [debug, collecting, suspended, lambda: override(Config(8, 1, 2)), profiled, on_another_device]
+    "context", [debug, collecting, suspended, lambda: override(Config(16, 1, 2)), profiled, on_another_device]
 )
 def test_calls_in_a_context_that_looks_at_them_take_the_ordinary_way(context: Any, launcher: Launcher) -> None:
     arguments = SSM.arguments(next(iter(SSM.calls)))

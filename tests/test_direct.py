@@ -370,9 +370,10 @@ def test_calls_in_a_context_that_looks_at_them_take_the_ordinary_way(
     mamba2_step(**arguments)
     with context():
         mamba2_step(**arguments)
-    assert launcher.counts == (2, 0)
+    ordinary = 1 if context is collecting else 2  # which starts nothing
+    assert launcher.counts == (ordinary, 0)
     mamba2_step(**arguments)
-    assert launcher.counts == (2, 1)
+    assert launcher.counts == (ordinary, 1)
 
 
 @pytest.mark.parametrize("change", [{"launch_pdl": True}, {"global_scratch_size": 8}, {}], ids=str)

@@ -13,10 +13,10 @@ equal numbers, flags and words. Anything else, an argument of another type too, 
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial, update_wrapper
 from operator import itemgetter
 from textwrap import indent
 from types import NoneType
@@ -80,11 +80,11 @@ def remembering(main: str) -> Callable[[F], F]:
     def decorate(door: F) -> F:
         names = {
             "door": door, "kinds": KINDS.setdefault(door, {}), "seldom": seldom, "direct": direct, "State": State,
-            "environment": environment, "is_compiling": torch.compiler.is_compiling, "partial": functools.partial,
+            "environment": environment, "is_compiling": torch.compiler.is_compiling, "partial": partial,
             **{f"default_{p.name}": p.default for p in inspect.signature(door).parameters.values()},
         }  # fmt: skip
         exec(compile(source_of(door, main), f"<repeated calls of {door.__name__}>", "exec"), names)
-        return functools.update_wrapper(names[door.__name__], door)  # type: ignore[return-value]
+        return update_wrapper(names[door.__name__], door)  # type: ignore[return-value]
 
     return decorate
 
@@ -219,7 +219,7 @@ class UnrepeatableError(Exception):
 class Repetition(NamedTuple):
     """What a call does, told as what is to be done with the addresses of one like it."""
 
-    makes: list[tuple[Any, ...]]  # shape, strides, dtype and device of memory to make
+    makes: list[Callable[[list[Tensor]], Tensor]]  # functions of all tensors before that make memory
     kept: list[Tensor]  # flashstate's own, such as numbers of slots
     constants: list[int]  # addresses of these
     launches: list[tuple[DriverLaunch, Callable[[list[int]], Sequence[int]], int]]  # which addresses, and a number
@@ -227,8 +227,8 @@ class Repetition(NamedTuple):
 
     def start(self, tensors: list[Tensor], addresses: list[int]) -> Any:
         """Make what is to be made, start the kernels, and return the result."""
-        for shape, strides, dtype, device in self.makes:
-            made = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        for make in self.makes:
+            made = make(tensors)
             tensors.append(made)
             addresses.append(made.data_ptr())
         addresses += self.constants
@@ -243,12 +243,13 @@ def repetition(kind: Kind, result: Any, watch: Watch, started: Sequence[Launch])
     try:
         if not watch.harmless or not started:
             raise UnrepeatableError
-        makes = [(t.shape, t.stride(), t.dtype, t.device) for t in watch.tensors[watch.given :]]
-        give = giving(result, watch, makes)
+        made = watch.tensors[watch.given :]
+        give = giving(result, watch, made)
         picks = [picking([place_of(pointer, watch, kept) for pointer in pointers_of(one)]) for one in started]
         numbers = [number_of(one, watch) for one in started]
     except UnrepeatableError:
         return None
+    makes = [making(one, watch.tensors[: watch.given]) for one in made]
     constants = [tensor.data_ptr() for tensor in kept]
     launches = list(zip(map(DriverLaunch, started), picks, numbers, strict=True))
     again = Repetition(makes, kept, constants, launches, give)
@@ -282,6 +283,16 @@ def place_of(tensor: Tensor, watch: Watch, kept: list[Tensor]) -> tuple[int, int
     return len(watch.tensors) + len(kept) - 1, 0
 
 
+def making(made: Tensor, given: Sequence[Tensor]) -> Callable[[list[Tensor]], Tensor]:
+    """A function that makes memory like this; if a tensor like it was given, in half the time."""
+    like = partial(torch.empty_like, memory_format=torch.contiguous_format)
+    shape, strides, dtype, device = made.shape, made.stride(), made.dtype, made.device
+    for i, tensor in enumerate(given):
+        if made.is_contiguous() and (tensor.shape, tensor.dtype, tensor.device) == (shape, dtype, device):
+            return lambda tensors: like(tensors[i])
+    return lambda tensors: torch.empty_strided(shape, strides, dtype=dtype, device=device)
+
+
 def picking(places: Sequence[tuple[int, int]]) -> Callable[[list[int]], Sequence[int]]:
     """A function that finds pointers among addresses."""
     if len(places) < 2 or any(offset for _, offset in places):
@@ -289,18 +300,18 @@ def picking(places: Sequence[tuple[int, int]]) -> Callable[[list[int]], Sequence
     return itemgetter(*(i for i, _ in places))
 
 
-def giving(result: Any, watch: Watch, makes: list[tuple[Any, ...]]) -> Callable[[list[Tensor]], Any]:
+def giving(result: Any, watch: Watch, made: list[Tensor]) -> Callable[[list[Tensor]], Any]:
     """A function that finds the result among tensors. Memory that is returned is made with the axes of the result."""
     if not isinstance(result, tuple):
-        place = place_of_result(result, watch, makes)
+        place = place_of_result(result, watch, made)
         return (lambda tensors: None) if place is None else itemgetter(place)
-    places = [place_of_result(one, watch, makes) for one in result]
+    places = [place_of_result(one, watch, made) for one in result]
     if len(places) > 1 and None not in places:
         return itemgetter(*places)
     return lambda tensors: tuple([None if place is None else tensors[place] for place in places])
 
 
-def place_of_result(result: Any, watch: Watch, makes: list[tuple[Any, ...]]) -> int | None:
+def place_of_result(result: Any, watch: Watch, made: list[Tensor]) -> int | None:
     if result is None:
         return None
     for i, tensor in enumerate(watch.tensors[: watch.given]):
@@ -314,5 +325,5 @@ def place_of_result(result: Any, watch: Watch, makes: list[tuple[Any, ...]]) -> 
         raise UnrepeatableError
     if (result.data_ptr(), result.numel(), result.dtype) != (whole.data_ptr(), whole.numel(), whole.dtype):
         raise UnrepeatableError
-    makes[sources[0] - watch.given] = (result.shape, result.stride(), result.dtype, result.device)
+    made[sources[0] - watch.given] = result
     return sources[0]
