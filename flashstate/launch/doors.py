@@ -151,7 +151,7 @@ def seldom(
             if len(kinds) >= MOST_KEYS:
                 kinds.clear()
             kinds.setdefault(key, []).append(kind)
-        kind.watched += 1
+        kind.watched += MOST_WATCHED if watch.computes else 1
         kind.again = repetition(kind, result, watch, started)
     return result
 
@@ -168,7 +168,8 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self.tensors = [*given]  # and those that were made
         self.given = len(given)
-        self.harmless = True  # nothing was computed, written or read by the host
+        self.harmless = True  # nothing but views and memory was made
+        self.computes = False  # from tensors, as it will every time; without any it may make what flashstate keeps
         self._sources: dict[Hashable, set[int]] = {}
         for i, tensor in enumerate(given):
             self._note(tensor, {i})
@@ -182,6 +183,7 @@ class Watch(TorchDispatchMode):
             self._note(result, {len(self.tensors) - 1})
         elif func._schema.is_mutable or not all(is_view(output, inputs) for output in outputs):
             self.harmless = False
+            self.computes |= bool(inputs)
         else:
             for output in outputs:
                 self._note(output, set().union(*(self.sources(tensor) for tensor in inputs)))
