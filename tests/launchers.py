@@ -12,7 +12,7 @@ from calls import OPS
 
 from flashstate.launch import direct, doors, driver
 from flashstate.launch import start as starting
-from flashstate.launch.driver import LaunchAttribute, parameters_of
+from flashstate.launch.driver import LaunchAttribute, LaunchConfig, parameters_of
 from flashstate.launch.environment import Gpu, Machine, pretending
 from flashstate.launch.start import Launch
 
@@ -50,13 +50,13 @@ class Launcher:
             asm={"ptx": f".entry step( {declared} ) {{}}"},
         )
 
-    def launch(self, config_at: Any, handle: ctypes.c_void_p, addresses: Any, extra: None) -> int:
+    def launch(self, config_at: int, function: int, addresses_at: int, extra: None) -> int:
         """The driver: CUDA_SUCCESS."""
-        config, function = config_at._obj, handle.value or 0
+        config = LaunchConfig.from_address(config_at)
         self.configs.append((*config.grid, *config.block, config.shared_memory, config.stream, function))
         self.attributes.append([LaunchAttribute.from_address(config.attributes)] if config.num_attributes else [])
         count = len(parameters(self.ordinary[function].arguments))
-        assert len(addresses) == count
+        addresses = (ctypes.c_uint64 * count).from_address(addresses_at)
         self.directly.append([ctypes.c_int64.from_address(address).value for address in addresses])
         return 0
 

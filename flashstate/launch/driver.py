@@ -47,8 +47,11 @@ START_EARLY = LaunchAttribute(6, 0, 1)  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREA
 
 @functools.cache
 def _launch_function() -> Any:
-    """cuLaunchKernelEx, without types of arguments: objects of ctypes that are made once need no conversion."""
-    return ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
+    """cuLaunchKernelEx, with addresses as plain numbers."""
+    function = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
+    function.argtypes = (ctypes.c_void_p,) * 4
+    function.restype = ctypes.c_int
+    return function
 
 
 class DriverLaunch:
@@ -68,11 +71,10 @@ class DriverLaunch:
         block = (32 * compiled.metadata.num_warps, 1, 1)
         attributes = (ctypes.addressof(START_EARLY), 1) if started.early else (None, 0)
         self._config = LaunchConfig((started.grid[0], 1, 1), block, compiled.metadata.shared, None, *attributes)
-        self._stream = 0  # the default one, which the driver calls None
         self._device_index = started.device.index
         self._pack = struct.Struct(f"<{present}Qq").pack_into
         self._launch = _launch_function()
-        self._launched = ctypes.byref(self._config), ctypes.c_void_p(compiled.function), self._addresses, None
+        self._launched = ctypes.addressof(self._config), compiled.function, ctypes.addressof(self._addresses), None
         self._kept = compiled, [argument for argument in arguments[pointers:] if isinstance(argument, Tensor)]
         self._lock = threading.Lock()  # the driver reads the memory while other threads may run
 
@@ -80,9 +82,7 @@ class DriverLaunch:
         """Launch with these pointers, those that the kernel has, and the number behind them, on the current stream."""
         with self._lock:
             self._pack(self._memory, 0, *pointers, number)
-            stream = torch._C._cuda_getCurrentRawStream(self._device_index)
-            if stream != self._stream:
-                self._config.stream = self._stream = stream
+            self._config.stream = torch._C._cuda_getCurrentRawStream(self._device_index)
             error = self._launch(*self._launched)
             if error == NO_CONTEXT:  # in a thread that has not used CUDA yet
                 torch.cuda.set_device(self._device_index)
