@@ -17,6 +17,7 @@ from test_direct import on_another_device, profiled, unaligned
 from torch import Tensor
 
 from flashstate import State, debug
+from flashstate.compat import causal_conv1d, fla, flashinfer, mamba_ssm, sglang, vllm, vllm_kda
 from flashstate.launch import Config, direct, doors, override
 from flashstate.launch.doors import KINDS, remembering
 from flashstate.launch.environment import suspended
@@ -130,6 +131,14 @@ def test_a_repeated_call_starts_what_an_ordinary_one_starts_unless_torch_compute
         with suspended():
             assert got == outcome(door, again, launcher), call
         KINDS[door.function.__wrapped__].clear()
+
+
+def test_every_door_remembers() -> None:
+    modules = (causal_conv1d, fla, flashinfer, mamba_ssm, sglang, vllm, vllm_kda)
+    functions = [f for module in modules for f in vars(module).values() if inspect.isfunction(f)]
+    there = [f for f in functions if "flashstate.compat" in f.__module__ and "docs/compat.md" in (f.__doc__ or "")]
+    assert len(there) > 20
+    assert all(getattr(door, "__wrapped__", None) in KINDS for door in there)
 
 
 def changes(value: Any) -> Iterator[tuple[str, Any]]:
