@@ -23,24 +23,52 @@ def resolve_read(
     read, b, slots, PER_THREAD: tl.constexpr = False, NARROW: tl.constexpr = True, AT_LEAST_ONE: tl.constexpr = False
 ):  # fmt: skip
     """The slot row `b` reads, int64; -1 for a padding row. `read`: table, its row stride and width, accepted counts.
-    PER_THREAD: in registers of every thread, not of the warp, if it is a slot of a list. NARROW: see _in_pool.
+    PER_THREAD: in registers of every thread, not of the warp, if it is a slot of a list. NARROW: see `narrowed`.
     AT_LEAST_ONE: accepted counts below 1 are taken as 1."""
+    number = ask_slot(read, b, slots, PER_THREAD, AT_LEAST_ONE)
+    return number if read[0] is None else _in_pool(number, slots, READ_FAULT, NARROW)
+
+
+@triton.jit
+def ask_slot(read, b, slots, PER_THREAD: tl.constexpr = False, AT_LEAST_ONE: tl.constexpr = False):
+    """The number that the table has for row `b`, not checked yet; what there is to load meanwhile need not wait for it.
+    Arguments are those of resolve_read."""
     table_ptr, stride, width, accepted_ptr = read
     if table_ptr is None:
         return b.to(tl.int64)
     elif accepted_ptr is None:
-        slot = tl.load(table_entry(table_ptr, b, stride, 0))
-        if PER_THREAD:
-            slot = per_thread_ptx(slot)
-        return _in_pool(slot, slots, READ_FAULT, NARROW)
+        number = tl.load(table_entry(table_ptr, b, stride, 0))
+        return per_thread_ptx(number) if PER_THREAD else number
     else:
         accepted = tl.load(accepted_ptr + b)
         if AT_LEAST_ONE:
             accepted = tl.maximum(accepted, 1)
         tl.store(slots[2] + ACCEPTED_FAULT, accepted.to(tl.int64), mask=accepted > width)
         inside = (accepted >= 1) & (accepted <= width)
-        slot = tl.load(table_entry(table_ptr, b, stride, accepted - 1), mask=inside, other=-1)
-        return _in_pool(slot, slots, READ_FAULT, NARROW)
+        return tl.load(table_entry(table_ptr, b, stride, accepted - 1), mask=inside, other=-1)
+
+
+@triton.jit
+def slot_and_life(number, slots):
+    """The slot of that number, int64, and whether the pool has it and it is not null. What else the number may be is
+    left in it, so that addresses do not wait for the checks: only masks do."""
+    num_slots, null, _ = slots
+    return narrowed(number), (number >= 0) & (number < num_slots) & (number != null)
+
+
+@triton.jit
+def note_past(number, slots, FAULT: tl.constexpr):
+    """Note a slot past the pool in the fault flag."""
+    num_slots, null, fault_ptr = slots
+    tl.store(fault_ptr + FAULT, number.to(tl.int64), mask=(number >= num_slots) & (number != null))
+
+
+@triton.jit
+def narrowed(number):
+    """A number by way of 32 bits, which every slot fits, so that strides are multiplied with 32 bits of it; int64.
+    With lists of int64 `mamba2_step` of one token is 3 to 8 % faster so on an H200, `gated_delta_step` of four 5 %
+    (docs/log.md)."""
+    return number.to(tl.int32).to(tl.int64)
 
 
 @triton.jit
@@ -173,12 +201,8 @@ def table_entry(ptr, b, stride, column):
 @triton.jit
 def _in_pool(slot, slots, FAULT: tl.constexpr, NARROW: tl.constexpr = True):
     """`slot` if the pool has it and it is not null, else -1, int64; a slot past the pool is noted in the fault flag.
-    NARROW: by way of 32 bits, which every slot fits, so that strides are multiplied with 32 bits of it. With lists of
-    int64 `mamba2_step` of one token is 3 to 8 % faster so on an H200, `gated_delta_step` of four 5 % (docs/log.md)."""
-    num_slots, null, fault_ptr = slots
-    flag_ptr, past = fault_ptr + FAULT, slot >= num_slots
-    tl.store(flag_ptr, slot.to(tl.int64), mask=past & (slot != null))
-    slot = tl.where((slot == null) | past | (slot < 0), -1, slot)
-    if NARROW:
-        slot = slot.to(tl.int32)
-    return slot.to(tl.int64)
+    NARROW: as `narrowed` has it."""
+    num_slots, null, _ = slots
+    note_past(slot, slots, FAULT)
+    slot = tl.where((slot == null) | (slot >= num_slots) | (slot < 0), -1, slot)
+    return narrowed(slot) if NARROW else slot.to(tl.int64)
