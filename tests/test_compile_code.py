@@ -237,6 +237,26 @@ def test_states_are_on_their_way_before_a_kernel_that_starts_early_waits(case: C
 
 
 @pytest.mark.parametrize(
+    ("name", "rounding", "ahead"),
+    [
+        ("float32", "nearest", True),
+        ("bfloat16", "nearest", True),
+        ("int8", "nearest", False),
+        ("float16", "stochastic", False),
+    ],
+)
+def test_what_one_token_brings_is_asked_for_before_the_state_of_a_float_format(
+    name: str, rounding: str, ahead: bool
+) -> None:
+    """That waits for its slot. What has random bits or a scale has no registers for tokens meanwhile."""
+    case = replace(MAMBA2, cols=NARROW, format=name, rounding=rounding)
+    before, _, behind = compiled(case, 90).asm["ptx"].partition("ld.global.L1::evict_first")
+    assert behind
+    assert bool(TOKENS.search(before)) == ahead
+    assert bool(TOKENS.search(behind)) != ahead
+
+
+@pytest.mark.parametrize(
     "case",
     [
         DELTA,

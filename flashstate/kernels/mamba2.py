@@ -173,7 +173,7 @@ def mamba2_step_kernel(
     EACH: tl.constexpr = (A_PER_ELEMENT, D_PER_ROW, BIAS_PER_ROW)
 
     # Of float states rounded to nearest, what one token brings is on its way before the slot is known, and time steps
-    # are made meanwhile: 2 to 4 % faster up to batch 64. With more arithmetic 4 to 7 % slower at 256 (docs/log.md).
+    # are made meanwhile: small batches take up to 4 % less. Others would take 4 to 7 % more at 256 (docs/log.md).
     AHEAD: tl.constexpr = ONE_TOKEN and not EARLY and ROUNDING == "nearest" and scale_ptr is None
     SEEDED: tl.constexpr = ROUNDING != "nearest" or SNAPSHOT_ROUNDING != "nearest"
     # No branches: a padding row is masked. So loads do not wait until the row is known to be live.
