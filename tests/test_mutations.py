@@ -143,7 +143,9 @@ MISTAKES = (
 KERNEL = "flashstate.kernels.mamba2"
 DOT_ROWS = "flashstate.kernels.tiles.dot_rows"
 IN_KERNELS = (
-    Mistake("the null slot is a slot", "a padding row gives zero", ONE, f"{KERNEL}.read_slot",
+    Mistake("the null slot is a slot", "a padding row gives zero", ONE, f"{KERNEL}.slot_and_life",
+            lambda f: lambda number, slots: f(number, (slots[0], -1, slots[2]))),
+    Mistake("the null slot of several tokens is a slot", "a padding row gives zero", SEVERAL, f"{KERNEL}.read_slot",
             lambda f: lambda read, b, slots, *rest: f(read, b, (slots[0], -1, slots[2]), *rest)),
     Mistake("bits of the first token are drawn for the last", "T tokens at once", SEVERAL, f"{KERNEL}.random_bits",
             lambda f: lambda drawing, *rest: f((drawing[0], drawing[1] * 0, drawing[2]), *rest)),
