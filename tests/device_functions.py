@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from flashstate.kernels.functions import philox
-from flashstate.kernels.ptx import divide_ptx, per_thread_ptx
+from flashstate.kernels.ptx import divide_ptx, has_ptx, per_thread_ptx
 from flashstate.kernels.state_io import (
     EVICT_FIRST,
     largest_stored,
@@ -61,9 +61,15 @@ def encode_kernel(
     for k in tl.static_range(len(tile.masks)):
         v = v + (tl.load(value_ptr + offs + k * CHUNK, mask=tile.masks[k], other=0.0),)  # noqa: RUF005
         bits = tl.load(random_ptr + offs + k * CHUNK, mask=tile.masks[k], other=0).to(tl.uint32)
-        random = random + (bits,)  # noqa: RUF005
+        random = random + (arranged(bits, stored_ptr.dtype.element_ty, TARGET),)  # noqa: RUF005
     to = tl.where(slot < tl.num_programs(1) - 1, slot, -1)
     store_slot((stored_ptr, scale_ptr, ROWS * COLS, ROWS), to, tile, v, random, FORM)
+
+
+@triton.jit
+def arranged(random, dtype: tl.constexpr, TARGET: tl.constexpr):
+    """Sixteen random bits as random_bits gives them for this format and this target."""
+    return random << 8 if dtype.primitive_bitwidth == 8 and has_ptx(TARGET) else random
 
 
 @triton.jit
@@ -106,7 +112,7 @@ def count_differences_kernel(
     else:
         v = tl.where(tl.abs(v) <= largest_stored(dtype), v, 0.0)
         e, stored = tl.full([BLOCK], E, tl.float32), v == v
-        hardware = to_code(v, e, stored, random, dtype, ROUNDING, TARGET)
+        hardware = to_code(v, e, stored, arranged(random, dtype, TARGET), dtype, ROUNDING, TARGET)
         integer = to_code(v, e, stored, random, dtype, ROUNDING, "portable")
     different = tl.sum((hardware != integer).to(tl.int32), axis=0)
     tl.atomic_add(count_ptr, different, mask=different > 0)

@@ -118,7 +118,7 @@ def test_the_mean_over_seeds_is_the_value(dtype: torch.dtype) -> None:
     n = 1 << 14
     values = torch.tensor([0.1, -3.7, 1e-3, 2.0**-14 * 0.77, 2.0**-24 * 0.3, 1234.5])
     seeds = torch.arange(n) * 0x5851F42D4C957F2D
-    random = random_bits(seeds, (1, 1, 6), 0, 0, 10)[:, 0, 0]
+    random = random_bits(seeds, (1, 1, 6), 0, 0, 10, dtype)[:, 0, 0]
     stored = STOCHASTIC[dtype](values.expand(n, 6).contiguous(), random).double()
     toward, away = neighbours(values, dtype)
     step = (away - toward).abs()
@@ -127,30 +127,45 @@ def test_the_mean_over_seeds_is_the_value(dtype: torch.dtype) -> None:
     assert ((stored.mean(0) - values.double()).abs() <= bound).all()
 
 
-def test_other_tokens_streams_seeds_and_columns_draw_other_bits() -> None:
+WIDTHS = pytest.mark.parametrize("dtype", [torch.float16, torch.int8], ids=str)
+
+
+@WIDTHS
+def test_other_tokens_streams_seeds_and_columns_draw_other_bits(dtype: torch.dtype) -> None:
     seed, shape = torch.tensor([5]), (2, 3, 20)
-    base = random_bits(seed, shape, 0, 0, 10)
+    base = random_bits(seed, shape, 0, 0, 10, dtype)
     assert base.shape == (1, 2, 3, 20)
     assert ((base >= 0) & (base < 65536)).all()
     for other in (
-        random_bits(seed + 1, shape, 0, 0, 10),
-        random_bits(seed, shape, 1, 0, 10),
-        random_bits(seed, shape, 0, 1, 10),
-        random_bits(seed, shape, 0, 0, 7),
+        random_bits(seed + 1, shape, 0, 0, 10, dtype),
+        random_bits(seed, shape, 1, 0, 10, dtype),
+        random_bits(seed, shape, 0, 1, 10, dtype),
+        random_bits(seed, shape, 0, 0, 7, dtype),
     ):
         assert (other != base).float().mean() > 0.99
     assert base.unique().numel() > 115
-    assert torch.equal(random_bits(seed, shape, 0, 0, 10), base)
+    assert torch.equal(random_bits(seed, shape, 0, 0, 10, dtype), base)
 
 
 def test_a_column_finds_its_half_of_its_word() -> None:
     heads, rows, cols = 2, 3, 20
     seed = torch.tensor([-123456789012345])
-    bits = random_bits(seed, (heads, rows, cols), 4, 9, 10)
+    bits = random_bits(seed, (heads, rows, cols), 4, 9, 10, torch.float16)
     for head, row, col in ((0, 0, 0), (0, 2, 7), (1, 1, 8), (1, 2, 19)):
         counter = torch.tensor([(head * rows + row) * 3 + col // 8])  # three calls serve twenty columns
         word = philox(seed, counter, 4, 9, 0, 10)[col % 8 // 2].item()
         assert bits[0, head, row, col].item() == (word >> 16 if col % 2 else word & 0xFFFF)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_a_column_in_8_bits_finds_its_two_bytes_of_its_word(dtype: torch.dtype) -> None:
+    heads, rows, cols = 2, 3, 40
+    seed = torch.tensor([-123456789012345])
+    bits = random_bits(seed, (heads, rows, cols), 4, 9, 10, dtype)
+    for head, row, col in ((0, 0, 0), (0, 2, 7), (1, 1, 17), (1, 2, 38)):
+        counter = torch.tensor([(head * rows + row) * 3 + col // 16])  # three calls serve forty columns
+        word = int(philox(seed, counter, 4, 9, 0, 10)[col % 16 // 4]).to_bytes(4, "little")
+        assert bits[0, head, row, col].item() == word[col % 4] + 256 * word[(col + 1) % 4]
 
 
 def test_philox_gives_the_published_words() -> None:
@@ -318,7 +333,7 @@ def test_a_step_stores_the_bytes_that_the_seed_decides(
     arguments = [t.to(device) for t in (x, dt, torch.zeros(2), bc, bc)]
     with interpreted() if device.type == "cpu" else nullcontext():
         flashstate.mamba2_step(state, *arguments, dt_softplus=False, slots=slots.to(device))
-    random = None if rounding == "nearest" else random_bits(seed[slots], (2, rows, cols), 0, 5, 10)
+    random = None if rounding == "nearest" else random_bits(seed[slots], (2, rows, cols), 0, 5, 10, dtype)
     stored = before[0][slots].float().double()
     scaled = stored if before[1] is None else stored * before[1][slots, ..., None]
     after = encode((scaled + dt[0, 0] * bc[0, 0]).float(), dtype, random)

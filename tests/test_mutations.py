@@ -113,7 +113,7 @@ MISTAKES = (
             lambda f: lambda seed, slots: f(seed, None)),
     Mistake("streams draw the same bits", "stochastic rounding draws", SEVERAL,
             "flashstate.reference.state_io.random_bits",
-            lambda f: lambda seed, shape, token, stream, rounds: f(seed, shape, token, 0, rounds)),
+            lambda f: lambda seed, shape, token, stream, *rest: f(seed, shape, token, 0, *rest)),
     Mistake("bits of the first token are drawn for the last", "T tokens at once", SEVERAL, f"{STEPS}.store_last",
             lambda f: lambda *given: f(*given[:-1], given[-1].clamp(max=1))),
     Mistake("the last token of the longest row is lost", "packed rows", PACKED, f"{STEPS}.token_positions",

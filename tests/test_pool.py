@@ -62,7 +62,9 @@ def test_write_encodes_with_the_bits_of_token_minus_one_and_read_decodes(
     pool = StatePool.wrap(in_pages([(name, rounding)] * 2, 6, (2, 3, 20), CPU))
     state, values, slots = pool.layer(1), odd_values(3, (2, 3, 20), dtype), [4, 0, 2]
     pool.write(1, slots, values)
-    random = random_bits(seed_of(pool)[slots], (2, 3, 20), 0xFFFFFFFF, 41, 10) if rounding != "nearest" else None
+    random = None
+    if rounding != "nearest":
+        random = random_bits(seed_of(pool)[slots], (2, 3, 20), 0xFFFFFFFF, 41, 10, state.data.dtype)
     data, scale = encode(values.float(), state.data.dtype, random)
     assert same(state.data[slots], data)
     assert scale is None or (state.scale is not None and same(state.scale[slots], scale))

@@ -144,7 +144,7 @@ class Requests(RuleBasedStateMachine):
             request, state = self.requests[slot], self.requests[slot].states[i]
             random = None
             if state.rounding == "stochastic":
-                random = random_bits(request.seed, (2, 3, 5), -1, state.stream, state.rounds)
+                random = random_bits(request.seed, (2, 3, 5), -1, state.stream, state.rounds, state.data.dtype)
             request.take(i, *encode(value.float(), state.data.dtype, random))
 
     @precondition(lambda self: self.requests)

@@ -156,7 +156,9 @@ def stored(values: Tensor, target: State, keyed: State, slots: list[int], token:
     random = None
     if target.rounding == "stochastic":
         assert keyed.seed is not None
-        random = random_bits(keyed.seed[slots], tuple(values.shape[1:]), token, keyed.stream, keyed.rounds)
+        random = random_bits(
+            keyed.seed[slots], tuple(values.shape[1:]), token, keyed.stream, keyed.rounds, target.data.dtype
+        )
     return encode(values, target.data.dtype, random)
 
 

@@ -2,11 +2,12 @@
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable
+from contextlib import nullcontext
 from fractions import Fraction
 
 import pytest
 import torch
+from instructions import float32, run
 from test_formats import (
     ALL_RANDOM,
     EVERYWHERE,
@@ -21,9 +22,10 @@ from test_formats import (
 )
 from torch import Tensor
 
-from flashstate.launch import machine_of
+import flashstate
+from flashstate.launch import Config, interpreted, machine_of, override
 from flashstate.state.formats import FORMATS, decode, encode
-from flashstate.state.rounding import random_bits
+from flashstate.state.rounding import random_bits, to_int8_stochastic
 
 INT16, INT8, FLOAT8 = torch.int16, torch.int8, torch.float8_e4m3fn
 LARGEST = {INT16: 32767, INT8: 127, FLOAT8: 448}
@@ -249,7 +251,8 @@ def test_rounding_up_is_as_likely_as_the_discarded_fraction(dtype: torch.dtype, 
     if dtype is FLOAT8:
         assert torch.equal(ups, (fraction * 65536).floor() / 65536)
     else:
-        assert torch.equal(ups, (fraction * 32768 + 0.5).floor() / 32768)
+        nearest = (fraction * 32768).round() if dtype is INT8 else (fraction * 32768 + 0.5).floor()
+        assert torch.equal(ups, nearest / 32768)
         whole = (w - w.round()).abs() < 2.0**-16
         assert whole.sum() > 20
         assert (stored == w.round())[:, whole].all()
@@ -261,7 +264,7 @@ def test_the_mean_over_seeds_is_the_value(dtype: torch.dtype, amax: float) -> No
     n = 1 << 14
     row = torch.tensor([1.0, -0.9999, 0.77, -0.5003, 0.1, -0.013, 1e-3, -1e-4, 3.3e-5, 1e-6, -1e-9]) * amax
     seeds = torch.arange(n) * 0x5851F42D4C957F2D
-    random = random_bits(seeds, (1, 1, len(row)), 0, 0, 10)[:, 0, 0]
+    random = random_bits(seeds, (1, 1, len(row)), 0, 0, 10, dtype)[:, 0, 0]
     data, scale = encode(row.expand(n, -1), dtype, random)
     unit, v = scale[0].double(), row.double()
     size = step(v / unit, dtype) * unit
@@ -270,25 +273,33 @@ def test_the_mean_over_seeds_is_the_value(dtype: torch.dtype, amax: float) -> No
     assert ((data.double().mean(0) * unit - v).abs() <= bound).all()
 
 
+def test_neighbours_in_8_bits_share_a_byte_and_the_variance_of_their_sum_is_at_most_a_128th_more() -> None:
+    """Over all values of the byte that they share, and of the other one of each: both have their law, and both together
+    go up a little more often than independent ones would."""
+    shared, other = torch.arange(256), torch.arange(256)[:, None]
+    fractions = torch.tensor([2**-16 + 2**-20, 0.001, 0.004, 0.3, 1 / 3, 0.5, 0.7, 0.9, 0.999], dtype=torch.float64)
+    w = fractions[:, None, None]
+    first = to_int8_stochastic(w, other + 256 * shared).double().mean(1)  # by the byte that they share
+    second = to_int8_stochastic(w, shared + 256 * other).double().mean(1)
+    p = (fractions * 2**15).round() / 2**15
+    assert torch.equal(first.mean(1), p)
+    assert torch.equal(second.mean(1), p)
+    together = (first[:, None] * second[None, :]).mean(-1)
+    covariance = together - p[:, None] * p[None, :]
+    assert (covariance > -(2.0**-50)).all()
+    assert (covariance <= (p * (1 - p))[:, None] / 256 + 2.0**-50).all()
+    assert covariance.max() > 2.0**-12
+
+
 @DTYPES
 def test_equal_seeds_store_equal_bytes_and_other_seeds_others(dtype: torch.dtype) -> None:
     values = torch.randn(2, 3, 40, generator=generator()) * torch.tensor([1e-9, 1.0, 1e9])[:, None]
     first, again, other = (
-        encode(values, dtype, random_bits(torch.tensor([seed]), (2, 3, 40), 0, 0, 10)[0]) for seed in (7, 7, 8)
+        encode(values, dtype, random_bits(torch.tensor([seed]), (2, 3, 40), 0, 0, 10, dtype)[0]) for seed in (7, 7, 8)
     )
     assert same_bytes(first, again)
     assert torch.equal(first.scale, other.scale)
     assert (codes(first.data) != codes(other.data)).float().mean() > 0.1
-
-
-def float32(exact: Fraction, rounding: Callable[[Fraction], int] = round) -> Fraction:
-    """`exact` as a float32: `round` goes to nearest even, `math.floor` down. Infinity is out of reach here."""
-    if exact == 0:
-        return exact
-    exponent = abs(exact.numerator).bit_length() - exact.denominator.bit_length()
-    exponent -= abs(exact) < Fraction(2) ** exponent
-    unit = Fraction(2) ** max(exponent - 23, -149)
-    return rounding(exact / unit) * unit
 
 
 def slow_encode(row: list[float], dtype: torch.dtype, random: list[int | None]) -> tuple[list[int], float]:
@@ -301,13 +312,18 @@ def slow_encode(row: list[float], dtype: torch.dtype, random: list[int | None]) 
     e = float32(LARGEST[dtype] / amax, math.floor)
     assert amax * e <= LARGEST[dtype]
     scale = min(float32(1 / e), float32(LARGEST_FLOAT32 / LARGEST[dtype], math.floor))
-    to_code = float8_code if dtype is FLOAT8 else whole_number
+    to_code = {INT16: whole_number, INT8: small_number, FLOAT8: float8_code}[dtype]
     return [to_code(v, e, r) for v, r in zip(row, random, strict=True)], float(scale)
 
 
 def whole_number(v: float, e: Fraction, random: int | None) -> int:
     product = Fraction(v) * e
     return round(product) if random is None else math.floor(product + Fraction(random | 1, 65536))
+
+
+def small_number(v: float, e: Fraction, random: int | None) -> int:
+    product = Fraction(v) * e
+    return round(product) if random is None else (2 * round(product * 32768) + random) // 65536
 
 
 def float8_code(v: float, e: Fraction, random: int | None) -> int:
@@ -334,6 +350,62 @@ def test_encode_agrees_with_exact_fractions(dtype: torch.dtype, rounding: str) -
         want, want_scale = slow_encode(row, dtype, [None] * COLS if random is None else random[i].tolist())
         assert codes(data[i]).tolist() == want
         assert scale[i] == want_scale or (scale[i].isnan() and math.isnan(want_scale))
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("dtype", [INT8, FLOAT8], ids=str)
+@pytest.mark.parametrize(("cols", "lanes"), [(40, 1), (20, 2), (33, 8)])
+def test_chunks_of_half_a_philox_call_are_rounded_with_its_bits(
+    device: torch.device, dtype: torch.dtype, cols: int, lanes: int
+) -> None:
+    """A thread, or the threads of a row, have eight columns at once, where a call serves sixteen. With A = 0 and scales
+    that are powers of two, both ways know exactly what they round."""
+    values = torch.randn(3, 2, 6, cols, generator=generator()).clamp(-3.4, 3.4)
+    values[..., 0] = LARGEST[dtype] * 2.0 ** (2 - LARGEST[dtype].bit_length())
+    data, scale = encode(values, dtype)
+    bc, slots = torch.full((2, 1, cols), 0.3), torch.tensor([2, 1])
+    stored = []
+    for place, config in ((torch.device("cpu"), None), (device, Config(32 // lanes, 1, lanes))):
+        kept = [t.clone().to(place) for t in (data, scale, torch.tensor([11, -22, 33]))]
+        state = flashstate.State(*kept[:2], rounding="stochastic", seed=kept[2], stream=5)
+        x, dt = torch.ones(2, 2, 6), torch.full((2, 2), 2.0**-10)
+        given = [t.to(place) for t in (x, dt, torch.zeros(2), bc, bc)]
+        in_kernel = interpreted() if config and place.type == "cpu" else nullcontext()
+        with in_kernel, override(config) if config else nullcontext():
+            flashstate.mamba2_step(state, *given, dt_softplus=False, slots=slots.to(place))
+        stored.append(codes(state.data.cpu()))
+    assert torch.equal(*stored)
+    assert not torch.equal(stored[0], codes(data))
+
+
+@pytest.mark.parametrize("dtype", [INT8, FLOAT8], ids=str)
+def test_the_instructions_for_8_bits_give_what_exact_fractions_do(dtype: torch.dtype) -> None:
+    """Four values at a time, as PTX takes them; of a row that is not stored zeros."""
+    from flashstate.kernels import ptx
+
+    block = (ptx.TO_INT8_STOCHASTIC if dtype is INT8 else ptx.TO_FLOAT8_STOCHASTIC).value
+    to_code = small_number if dtype is INT8 else float8_code
+    rows = finite_rows(dtype)[::16]
+    rows = rows[rows.abs().amax(-1) >= 2.0**-100]
+    for row, random in zip(rows.view(-1, COLS), random_for(rows, dtype).view(-1, COLS), strict=True):
+        e = factor(row.abs().max(), dtype)
+        for v, bits in zip(row.view(-1, 4), random.view(-1, 4), strict=True):
+            inputs = [*words_of(v), *words_of(e.float().expand(4))], [one << 8 for one in bits.tolist()]
+            want = [to_code(x, Fraction(float(e)), r) & 0xFF for x, r in zip(v.tolist(), bits.tolist(), strict=True)]
+            assert list(run(block, [*inputs[0], 0xFFFFFFFF, *inputs[1]]).to_bytes(4, "little")) == want
+            assert run(block, [*inputs[0], 0, *inputs[1]]) == 0
+
+
+def words_of(values: Tensor) -> list[int]:
+    """The bits of float32 values."""
+    return [bits & 0xFFFFFFFF for bits in values.contiguous().view(torch.int32).tolist()]
+
+
+def test_the_instruction_for_two_bytes_of_a_word_gives_them_shifted_left_by_eight() -> None:
+    from flashstate.kernels import ptx
+
+    for first, block in enumerate(ptx.TWO_BYTES.value):
+        assert run(getattr(block, "value", block), [0xD4C3B2A1]) == (0xA1D4C3B2A1 >> 8 * first & 0xFFFF) << 8
 
 
 @DTYPES

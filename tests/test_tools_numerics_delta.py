@@ -138,8 +138,8 @@ def test_tokens_are_what_the_names_of_groups_say() -> None:
 def test_trials_keep_what_their_names_say() -> None:
     values = torch.randn(50, COLS)
     values[:, 0] = 20.0  # one column that all others share a scale with, but for those of other blocks
-    off = {name: (stored(values, Way(name, "nearest"), values) - values).square() for name, _ in FORMATS[-3:]}
-    plain = (stored(values, Way("int8", "nearest"), values) - values).square()
+    off = {name: (stored(values, Way(name, "nearest"), {}) - values).square() for name, _ in FORMATS[-3:]}
+    plain = (stored(values, Way("int8", "nearest"), {}) - values).square()
     blocks, two, four = (plain.mean() / wrong.mean() for wrong in off.values())
     assert two == pytest.approx(4**2, rel=0.1)
     assert four == pytest.approx(16**2, rel=0.1)

@@ -96,12 +96,13 @@ FORMATS = (*PORTABLE_FORMATS, *((name, "nearest") for name in TRIALS))
 WAYS = tuple(Way(*fmt, u) for fmt in FORMATS for u in ("", *RING))
 
 
-def stored(values: Tensor, way: Way, random: Tensor) -> Tensor:
-    """float32 values as a way gives them back after it stored them. `random`: bits for stochastic rounding."""
+def stored(values: Tensor, way: Way, random: Mapping[int, Tensor]) -> Tensor:
+    """float32 values as a way gives them back after it stored them. `random`: bits for stochastic rounding, by the
+    bytes of an element."""
     if way.format in TRIALS:
         return TRIALS[way.format](values)
-    bits = random if way.rounding == "stochastic" else None
-    return decode(*encode(values, getattr(torch, way.format), bits))
+    dtype = getattr(torch, way.format)
+    return decode(*encode(values, dtype, random[dtype.itemsize] if way.rounding == "stochastic" else None))
 
 
 class Tokens:
@@ -185,7 +186,10 @@ class Simulation:
     def _round(self, folds: bool, token: int) -> None:
         """Round the states of ways that fold, or of those that do not, with the random bits of this token."""
         heads, rows, cols = self.states.shape[1:]
-        random = random_bits(self.seed, (heads, rows, cols), token, 0, ROUNDS)[0]
+        widths = (torch.int8, torch.float16)  # a format draws what others of its width do
+        random = {
+            dtype.itemsize: random_bits(self.seed, (heads, rows, cols), token, 0, ROUNDS, dtype)[0] for dtype in widths
+        }
         for index, way in enumerate(self.ways):
             if way.folds == folds and way.format != "float32":
                 self.states[index] = stored(self.states[index], way, random)

@@ -38,7 +38,8 @@ def store_fold(
     """Store a folded tile in its slot, unless nothing was folded: what stays as it is need not be rounded again; or in
     one of another State, if `into` has one. `targets`: that one's slots."""
     _, _, slot_stride, scale_stride = pool
-    random = state_io.random_bits((seed, BEFORE_THE_FIRST_TOKEN, stream), tile, FORM)
+    ptr = pool[0] if into[0] is None else into[0]
+    random = state_io.random_bits((seed, BEFORE_THE_FIRST_TOKEN, stream), tile, ptr.dtype.element_ty, FORM)
     if into[0] is None:
         state_io.store_state(pool, (slot * slot_stride, slot * scale_stride), known & (live > 0), tile, s, random, FORM)
     else:

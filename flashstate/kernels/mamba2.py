@@ -197,7 +197,7 @@ def mamba2_step_kernel(
     if dt_bias_ptr is None:
         dt_bias = None
     if STORES == "last":  # drawn while the state is on its way
-        random = random_bits((seed, count - 1, stream), tile, FORM)
+        random = random_bits((seed, count - 1, stream), tile, data_ptr.dtype.element_ty, FORM)
 
     if EARLY:  # what tokens bring may come from the kernel in front; the state is on its way
         gdc_wait()

@@ -86,7 +86,8 @@ def store_folded(pool, slot, tile, k: tl.constexpr, s, e, stored, drawing, FORM:
     """Round and store chunk k of a folded tile. Its random bits are drawn here: no registers keep those of others."""
     ptr, _, slot_stride, _ = pool
     offset, live = slot * slot_stride, slot >= 0
-    state_io.store_chunk(ptr, offset, live, tile, k, s, e, stored, state_io.bits_of_chunk(drawing, tile, k, FORM), FORM)
+    random = state_io.bits_of_chunk(drawing, tile, k, ptr.dtype.element_ty, FORM)
+    state_io.store_chunk(ptr, offset, live, tile, k, s, e, stored, random, FORM)
 
 
 @triton.jit

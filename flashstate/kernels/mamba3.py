@@ -175,7 +175,7 @@ def step_tokens(
         before = now
         if STORES == "every":
             to = resolve_write(write, b, t, slot, live & (t < longest), slots)
-            bits = random_bits((seed, t, stream), tile, KIND.FORM)
+            bits = random_bits((seed, t, stream), tile, pool[0].dtype.element_ty, KIND.FORM)
             store_tile(pool, to, tile, s, bits, KIND)
             ends = (to >= 0) & last_tile  # other tiles begin with what was there before
             tl.debug_barrier()

@@ -39,31 +39,46 @@ def _pack_bytes(out: str, values: list[str], byte: int) -> list[str]:
     ]
 
 
-def _to_integer(stochastic: bool, values: int) -> tl.constexpr:
-    """`values` products of float32 to int8 (four of them) or int16 (two), in one register.
+def _to_integer(values: int) -> tl.constexpr:
+    """`values` products of float32 to int8 (four of them) or int16 (two), to nearest, in one register.
 
-    Operands: the register to write; values, factors; a mask of all bits or none; words of random bits, two each.
-    Adding 1.5 * 2^23 leaves the rounded number in the low bits: in [2^23, 2^24) neighbours are 1 apart. Stochastic: the
-    random number is the fraction of a float32 in [128, 129), and both sums round down, which is what floor does.
+    Operands: the register to write; values, factors; a mask of all bits or none. Adding 1.5 * 2^23 leaves the rounded
+    number in the low bits: in [2^23, 2^24) neighbours are 1 apart.
     """
-    v, e = [f"${1 + i}" for i in range(values)], [f"${1 + values + i}" for i in range(values)]
-    keep, random = f"${1 + 2 * values}", [f"${2 + 2 * values + i}" for i in range(values // 2)]
     x = [f"x{i}" for i in range(values)]
-    lines = [f".reg .b32 x<{values}>, word, low, high;"]
-    for i in range(values):
-        if stochastic and i % 2 == 0:
-            lines += [f"or.b32 word, {random[i // 2]}, 0x00010001;"]
-        if stochastic:
-            half = "0x7632" if i % 2 else "0x7610"
-            lines += [
-                f"prmt.b32 {x[i]}, word, 0x43000000, {half};",  # 128 + (random | 1) / 65536
-                f"fma.rm.f32 {x[i]}, {v[i]}, {e[i]}, {x[i]};",
-                f"add.rm.f32 {x[i]}, {x[i]}, 0f4B3FFF80;",  # 1.5 * 2^23 - 128
-            ]
-        else:
-            lines += [f"fma.rn.f32 {x[i]}, {v[i]}, {e[i]}, 0f4B400000;"]  # 1.5 * 2^23
+    lines = [f".reg .b32 x<{values}>, low, high;"]
+    lines += [f"fma.rn.f32 {x[i]}, ${1 + i}, ${1 + values + i}, 0f4B400000;" for i in range(values)]  # 1.5 * 2^23
     lines += _pack_bytes("low", x, 0) if values == 4 else ["prmt.b32 low, x0, x1, 0x5410;"]
-    return _block(*lines, f"and.b32 $0, low, {keep};")
+    return _block(*lines, f"and.b32 $0, low, ${1 + 2 * values};")
+
+
+def _to_int16_stochastic() -> tl.constexpr:
+    """Two products of float32, each plus a random number and rounded down, to int16 in one register.
+
+    The random number is the fraction of a float32 in [128, 129), and both sums round down, which is what floor does.
+    """
+    lines = [".reg .b32 x<2>, word;", "or.b32 word, $6, 0x00010001;"]
+    for i, half in enumerate(("0x7610", "0x7632")):
+        lines += [
+            f"prmt.b32 x{i}, word, 0x43000000, {half};",  # 128 + (random | 1) / 65536
+            f"fma.rm.f32 x{i}, ${1 + i}, ${3 + i}, x{i};",
+            f"add.rm.f32 x{i}, x{i}, 0f4B3FFF80;",  # 1.5 * 2^23 - 128
+        ]
+    return _block(*lines, "prmt.b32 word, x0, x1, 0x5410;", "and.b32 $0, word, $5;")
+
+
+def _to_int8_stochastic() -> tl.constexpr:
+    """Four products of float32, each rounded to a multiple of 2^-15, plus a random number and rounded down, to int8 in
+    one register.
+
+    In [256, 512) neighbours are 2^-15 apart, so in the sum with 384 the whole number plus 128 is the highest eight bits
+    of the mantissa. Shifted left by nine it is the highest byte, and the random bits are the fraction.
+    """
+    lines = [".reg .b32 x<4>, low, high;"]
+    for i in range(4):
+        lines += [f"fma.rn.f32 x{i}, ${1 + i}, ${5 + i}, 0f43C00000;", f"mad.lo.u32 x{i}, x{i}, 512, ${10 + i};"]
+    lines += _pack_bytes("low", [f"x{i}" for i in range(4)], 3)
+    return _block(*lines, "lop3.b32 $0, low, 0x80808080, $9, 0x28;")  # 0x28: (first ^ second) & third
 
 
 def _to_float8() -> tl.constexpr:
@@ -86,14 +101,12 @@ def _to_float8_stochastic() -> tl.constexpr:
     Times 2^-120 the exponent is that of float8, and float8 subnormals become float32 subnormals, so that one sum serves
     both. Shifted left by four the code is the highest byte, without its sign.
     """
-    lines = [".reg .b32 w<4>, random, sign, low, high;"]
+    lines = [".reg .b32 w<4>, sign, low, high;"]
     for i in range(4):
-        half = "0x4324" if i % 2 else "0x4104"
         lines += [
             f"mul.rn.f32 w{i}, ${1 + i}, ${5 + i};",
             f"mul.rz.f32 w{i}, w{i}, 0f03800000;",  # 2^-120
-            f"prmt.b32 random, ${10 + i // 2}, 0, {half};",  # sixteen bits, eight to the left
-            f"mad.lo.u32 w{i}, w{i}, 16, random;",
+            f"mad.lo.u32 w{i}, w{i}, 16, ${10 + i};",
         ]
     lines += [*_pack_bytes("sign", ["$1", "$2", "$3", "$4"], 3), *_pack_bytes("low", ["w0", "w1", "w2", "w3"], 3)]
     return _block(*lines, "lop3.b32 low, low, sign, 0x80808080, 0xD8;", "and.b32 $0, low, $9;")  # 0xD8: third chooses
@@ -187,17 +200,18 @@ def _to_bfloat16_stochastic() -> tl.constexpr:
     return _block(*lines, *keep, "done:")
 
 
-TO_INT8 = _to_integer(stochastic=False, values=4)
-TO_INT16 = _to_integer(stochastic=False, values=2)
-TO_INT8_STOCHASTIC = _to_integer(stochastic=True, values=4)
-TO_INT16_STOCHASTIC = _to_integer(stochastic=True, values=2)
+TO_INT8 = _to_integer(values=4)
+TO_INT16 = _to_integer(values=2)
+TO_INT8_STOCHASTIC = _to_int8_stochastic()
+TO_INT16_STOCHASTIC = _to_int16_stochastic()
 TO_FLOAT8 = _to_float8()
 TO_FLOAT8_STOCHASTIC = _to_float8_stochastic()
 TO_FLOAT16_STOCHASTIC = _to_float16_stochastic()
 TO_BFLOAT16_STOCHASTIC = _to_bfloat16_stochastic()
-FOUR_PRODUCTS, FOUR_PRODUCTS_RANDOM = _registers(1, 9), _registers(1, 11)
+FOUR_PRODUCTS, FOUR_PRODUCTS_RANDOM = _registers(1, 9), _registers(1, 13)
 TWO_PRODUCTS, TWO_PRODUCTS_RANDOM = _registers(1, 5), _registers(1, 6)
 PAIRS_RANDOM = _registers(PAIRS, 3 * PAIRS)
+EIGHT_INPUTS = _registers(1, 8)
 
 
 SPLIT = _block(
@@ -208,6 +222,7 @@ SPLIT = _block(
     "sub.rn.f32 $1, $3, low;",
     "sub.rn.f32 $2, $4, high;",
 )
+TWO_BYTES = tl.constexpr(tuple(f"prmt.b32 $0, $1, 0, 0x4{(i + 1) % 4}{i}4;" for i in range(4)))
 FROM_BFLOAT16 = tl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;")
 DIVIDE = _block(
     ".reg .f32 r, e, q;",
@@ -233,7 +248,11 @@ SILU = _block(
 )
 
 TO_FLOAT16_HW = tl.constexpr("cvt.rs.f16x2.f32 $0, $2, $1, $3;")
-TO_FLOAT8_HW = tl.constexpr("cvt.rs.satfinite.e4m3x4.f32 $0, {$4, $3, $2, $1}, $5;")
+TO_FLOAT8_HW = _block(
+    ".reg .b32 word;",
+    "prmt.b32 word, $5, $7, 0x6521;",  # of the first and the third
+    "cvt.rs.satfinite.e4m3x4.f32 $0, {$4, $3, $2, $1}, word;",
+)
 PREFETCH = _block(".reg .pred p;", "setp.ne.b32 p, $2, 0;", "@p prefetch.global.L2 [$1];", "mov.b32 $0, 0;")
 NO_BIT = ".reg .b32 none; mov.u32 none, %lanemask_lt; shr.u32 none, none, 31;"  # 0: lane 31 is below no other
 HIDE_SHARED = _block(NO_BIT, "or.b32 $0, $1, none;")
@@ -253,6 +272,13 @@ def split_ptx(x):
 
 
 @triton.jit
+def two_bytes_ptx(word, FIRST: tl.constexpr):
+    """Sixteen bits of a word from byte FIRST on, after the last of which comes the first; shifted left by eight."""
+    block: tl.constexpr = TWO_BYTES[FIRST]
+    return tl.inline_asm_elementwise(block, "=r,r", [word], tl.uint32, is_pure=True, pack=1)
+
+
+@triton.jit
 def divide_ptx(a, b):
     """a / b, rounded to nearest, where b, its reciprocal and the quotient are normal: nine instructions, and no branch
     for those that are not. A test compares it with div_rn over all mantissas."""
@@ -261,11 +287,12 @@ def divide_ptx(a, b):
 
 @triton.jit
 def to_scaled_ptx(v, e, stored, random, dtype: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """v * e to int8, int16 or float8_e4m3fn, which is uint8, to nearest or stochastically; zero unless stored."""
+    """v * e to int8, int16 or float8_e4m3fn, which is uint8, to nearest or stochastically; zero unless stored.
+    Random bits of 8-bit formats are two_bytes_ptx's."""
     keep = tl.where(stored, -1, 0).to(tl.int16 if dtype == tl.int16 else tl.int8)
     operands = [v, e, keep]
     if STOCHASTIC:
-        operands = [v, e, keep, random.to(tl.uint16)]
+        operands = [v, e, keep, random.to(tl.uint16) if dtype == tl.int16 else random]
     two: tl.constexpr = TWO_PRODUCTS_RANDOM if STOCHASTIC else TWO_PRODUCTS
     four: tl.constexpr = FOUR_PRODUCTS_RANDOM if STOCHASTIC else FOUR_PRODUCTS
     if dtype == tl.int16:
@@ -293,11 +320,10 @@ def to_float_stochastic_ptx(v, random, dtype: tl.constexpr):
 def to_stochastic_hw(v, random, dtype: tl.constexpr):
     """float32 to float16 or float8_e4m3fn, which is uint8, stochastically, by the conversion instruction of sm_100 and
     sm_103: 13 random bits for each value, or one word of them for four."""
-    operands = [v, random.to(tl.uint16)]
     if dtype == tl.float16:
-        return tl.inline_asm_elementwise(TO_FLOAT16_HW, "=r,r,r,r", operands, tl.float16, True, 2)
+        return tl.inline_asm_elementwise(TO_FLOAT16_HW, "=r,r,r,r", [v, random.to(tl.uint16)], tl.float16, True, 2)
     else:
-        return tl.inline_asm_elementwise(TO_FLOAT8_HW, "=r,r,r,r,r,r,r", operands, tl.uint8, True, 4)
+        return tl.inline_asm_elementwise(TO_FLOAT8_HW, EIGHT_INPUTS, [v, random], tl.uint8, True, 4)
 
 
 @triton.jit

@@ -124,7 +124,7 @@ def load_state(pool, slot, live, tile, FORM: tl.constexpr):
 def load_tile(pool, slot, live, tile, drawing, FORM: tl.constexpr):
     """What load_codes gives of a tile, and the random bits it is rounded with later, drawn while it is on its way."""
     factor, codes = load_codes(pool, slot, live, tile, FORM)
-    return factor, codes, random_bits(drawing, tile, FORM)
+    return factor, codes, random_bits(drawing, tile, pool[0].dtype.element_ty, FORM)
 
 
 @triton.jit
@@ -202,7 +202,7 @@ def store_rounded(pool, slot, goes, tile, v, drawing, FORM: tl.constexpr):
         factor, e, stored = scale[:, None], e[:, None], stored[:, None]
     codes = ()
     for k in tl.static_range(len(v)):
-        random = bits_of_chunk(drawing, tile, k, FORM)
+        random = bits_of_chunk(drawing, tile, k, dtype, FORM)
         code = to_code(v[k], e, stored, random, dtype, FORM.ROUNDING, FORM.TARGET)
         store_code(ptr, slot * slot_stride, goes, tile, k, code, FORM)
         if FORM.ROUNDING != "nearest" and ptx.has_ptx(FORM.TARGET):  # random bits would change the order of sums
@@ -242,37 +242,57 @@ def to_code(v, e, stored, random, dtype: tl.constexpr, ROUNDING: tl.constexpr, T
 
 
 @triton.jit
-def random_bits(drawing, tile, FORM: tl.constexpr):
-    """Sixteen random bits for every element of a tile, as uint32; 0 if none are needed."""
+def random_bits(drawing, tile, dtype: tl.constexpr, FORM: tl.constexpr):
+    """Sixteen random bits for every element of a tile that is stored in `dtype`, as bits_of_words has them; 0 if none
+    are needed."""
     bits = ()
     for k in tl.static_range(len(tile.masks)):
-        bits = bits + (bits_of_chunk(drawing, tile, k, FORM),)
+        bits = bits + (bits_of_chunk(drawing, tile, k, dtype, FORM),)
     return bits
 
 
 @triton.jit
-def bits_of_chunk(drawing, tile, k: tl.constexpr, FORM: tl.constexpr):
-    """Sixteen random bits for every element of chunk k of a tile, as uint32; 0 if none are needed.
+def bits_of_chunk(drawing, tile, k: tl.constexpr, dtype: tl.constexpr, FORM: tl.constexpr):
+    """Sixteen random bits for every element of chunk k of a tile that is stored in `dtype`, as bits_of_words has them;
+    0 if none are needed.
 
-    Rows count within the slot: head * ROWS + row. One Philox call serves eight consecutive columns; word i of it holds
-    columns 2i (low half) and 2i + 1. A thread makes the calls for as many neighbouring columns as it accesses at once.
+    Rows count within the slot: head * ROWS + row. One Philox call serves eight consecutive columns, or sixteen in
+    formats of 8 bits. A thread makes the calls for as many neighbouring columns as it accesses at once.
     """
     seed, token, stream = drawing
-    calls: tl.constexpr = (FORM.COLS + 7) // 8  # per row
-    per_thread: tl.constexpr = 2 if FORM.PER_COLUMNS == 16 else 1
-    per_chunk: tl.constexpr = FORM.CHUNK // 8
+    per_call: tl.constexpr = 16 if dtype.primitive_bitwidth == 8 else 8
+    calls: tl.constexpr = (FORM.COLS + per_call - 1) // per_call  # per row
+    per_thread: tl.constexpr = max(1, FORM.PER_COLUMNS // per_call)
+    per_chunk: tl.constexpr = max(1, FORM.CHUNK // per_call)
     if FORM.ROUNDING == "nearest":
         return 0
     else:
-        call = k * per_chunk + tl.arange(0, per_chunk // per_thread) * per_thread
+        call = k * FORM.CHUNK // per_call + tl.arange(0, per_chunk // per_thread) * per_thread
         c0 = (tile.rows[:, None] * calls + call[None, :]).to(tl.uint32)
         r0, r1, r2, r3 = philox(seed, c0, token, stream, 0, FORM.ROUNDS)
         if per_thread == 2:
             n0, n1, n2, n3 = philox(seed, c0 + 1, token, stream, 0, FORM.ROUNDS)
             r0, r1, r2, r3 = tl.join(r0, n0), tl.join(r1, n1), tl.join(r2, n2), tl.join(r3, n3)
-        words = tl.join(tl.join(r0, r2), tl.join(r1, r3))  # (rows, calls, ..., 2, 2): r0 r1 r2 r3
-        halves = tl.join(words & 0xFFFF, words >> 16)  # (rows, calls, ..., 2, 2, 2)
-        return tl.reshape(halves, tile.offsets.shape)
+        if FORM.CHUNK < per_call:  # half a call
+            words = tl.join(r2, r3) if k % 2 == 1 else tl.join(r0, r1)
+        else:
+            words = tl.join(tl.join(r0, r2), tl.join(r1, r3))  # (rows, calls, ..., 2, 2): r0 r1 r2 r3
+        return tl.reshape(bits_of_words(words, dtype, FORM.TARGET), tile.offsets.shape)
+
+
+@triton.jit
+def bits_of_words(words, dtype: tl.constexpr, TARGET: tl.constexpr):
+    """Sixteen random bits, as uint32, for each column that a word serves: (..., 2), of its halves; in formats of 8 bits
+    (..., 2, 2), from each of its bytes on, after the last of which comes the first. Where instructions round to 8 bits
+    they are shifted left by eight, as those take them."""
+    if dtype.primitive_bitwidth != 8:
+        return tl.join(words & 0xFFFF, words >> 16)
+    elif ptx.has_ptx(TARGET):
+        first, second = ptx.two_bytes_ptx(words, 0), ptx.two_bytes_ptx(words, 1)
+        third, fourth = ptx.two_bytes_ptx(words, 2), ptx.two_bytes_ptx(words, 3)
+        return tl.join(tl.join(first, third), tl.join(second, fourth))
+    else:
+        return tl.join(tl.join(words, words >> 16), tl.join(words >> 8, words >> 24 | words << 8)) & 0xFFFF
 
 
 @triton.jit
@@ -361,16 +381,24 @@ def to_scaled(v, dtype: tl.constexpr, TARGET: tl.constexpr):
 
 @triton.jit
 def to_integer(v, e, stored, random, dtype: tl.constexpr, ROUNDING: tl.constexpr, TARGET: tl.constexpr):
-    """v * e to a whole number, from the exact product: to nearest even, or floor(v * e + (random | 1) / 65536)."""
+    """v * e to a whole number, from the exact product: to nearest even, or floor(v * e + (random | 1) / 65536), or in
+    int8 floor(v * e + random / 65536) where v * e was rounded to a multiple of 2^-15."""
     if ptx.has_ptx(TARGET):
         return ptx.to_scaled_ptx(v, e, stored, random, dtype, ROUNDING != "nearest")
     else:
         product = tl.where(stored, v.to(tl.float64) * e, 0.0)
         if ROUNDING == "nearest":
-            # In [2^52, 2^53) neighbours are 1 apart: adding 1.5 * 2^52 rounds to nearest even.
-            return ((product + 6755399441055744.0) - 6755399441055744.0).to(dtype)
+            return to_nearest_even(product).to(dtype)
+        elif dtype == tl.int8:
+            return ((to_nearest_even(product * 32768.0).to(tl.int64) * 2 + random) >> 16).to(dtype)
         else:
             return ((tl.floor(product * 65536.0).to(tl.int64) + (random | 1)) >> 16).to(dtype)
+
+
+@triton.jit
+def to_nearest_even(x):
+    """float64 below 2^51 to a whole number: in [2^52, 2^53) neighbours are 1 apart, so adding 1.5 * 2^52 rounds."""
+    return (x + 6755399441055744.0) - 6755399441055744.0
 
 
 @triton.jit

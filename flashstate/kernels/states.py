@@ -57,7 +57,7 @@ def write_states_kernel(
         ptrs = plain_chunk(row_ptrs, stride_col, k, CHUNK, ALIGNED, STRIDED)
         v = v + (tl.load(ptrs, mask=tile.masks[k], other=0.0).to(tl.float32),)
 
-    random = random_bits((seed, BEFORE_THE_FIRST_TOKEN, stream), tile, FORM)
+    random = random_bits((seed, BEFORE_THE_FIRST_TOKEN, stream), tile, data_ptr.dtype.element_ty, FORM)
     pool, offsets = (data_ptr, scale_ptr, slot_stride, scale_stride), (slot * slot_stride, slot * scale_stride)
     store_state(pool, offsets, live, tile, v, random, FORM)
     if count_ptr is not None:

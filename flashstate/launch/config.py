@@ -23,7 +23,7 @@ from flashstate.launch.table import Config, Configs, load_table
 from flashstate.state.signature import ACCESS_BYTES
 from flashstate.state.state import State, head_stride, is_transposed
 
-CALL_COLUMNS = 8  # that one Philox call serves: a thread needs the bits of all of them side by side
+CALL_COLUMNS = 8  # that one Philox call serves, or half of one in 8 bits: threads need their bits side by side
 KNOBS = {"tokens_together": 1, "tiles": 1, "ahead": 0}  # fields of a config of which a problem has one; plain values
 POWERS = (1, 2, 4, 8, 16)  # tokens whose inputs are loaded together, or tiles of a program
 MOST_UNROLLED = 128  # elements of state in a thread, times tokens loaded together

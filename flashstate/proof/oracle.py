@@ -77,7 +77,9 @@ def encoded(values: Tensor, into: Pool, keyed: Pool, read: Tensor, token: Tensor
     random = None
     if into.rounding == "stochastic" and keyed.seed is not None:
         _, heads, rows, cols = values.shape
-        random = random_bits(keyed.seeds_of(read), (heads, rows, cols), token, keyed.stream, keyed.rounds)
+        random = random_bits(
+            keyed.seeds_of(read), (heads, rows, cols), token, keyed.stream, keyed.rounds, into.data.dtype
+        )
     return encode(values, into.data.dtype, random)
 
 

@@ -79,7 +79,7 @@ def encoded(state: State, values: Tensor, seed: Tensor | None, token: Tensor) ->
     if state.rounding == "stochastic":
         assert seed is not None
         heads, rows, cols = values.shape[1:]
-        random = random_bits(seed, (heads, rows, cols), token, state.stream, state.rounds)
+        random = random_bits(seed, (heads, rows, cols), token, state.stream, state.rounds, state.data.dtype)
     return encode(values, state.data.dtype, random)
 
 

@@ -51,7 +51,7 @@ FORMATS = {
         Format("bfloat16", torch.bfloat16, ("nearest", "stochastic"), rounding.to_bfloat16_stochastic),
         Format("float16", torch.float16, ROUNDINGS, rounding.to_float16_stochastic),
         Format("int16", torch.int16, ("nearest", "stochastic"), rounding.to_integer_stochastic, 32767),
-        Format("int8", torch.int8, ("nearest", "stochastic"), rounding.to_integer_stochastic, 127),
+        Format("int8", torch.int8, ("nearest", "stochastic"), rounding.to_int8_stochastic, 127),
         Format("float8_e4m3fn", torch.float8_e4m3fn, ROUNDINGS, rounding.to_float8_stochastic, 448),
     )
 }

@@ -30,19 +30,26 @@ def philox(
     return w0, w1, w2, w3
 
 
-def random_bits(seed: Tensor, shape: tuple[int, int, int], token: Tensor | int, stream: int, rounds: int) -> Tensor:
-    """Sixteen random bits for every element of (heads, rows, cols), one set per seed: (batch, heads, rows, cols) int64.
+def random_bits(
+    seed: Tensor, shape: tuple[int, int, int], token: Tensor | int, stream: int, rounds: int, dtype: torch.dtype
+) -> Tensor:
+    """Sixteen random bits for every element of (heads, rows, cols) that is stored in `dtype`, one set per seed: (batch,
+    heads, rows, cols) int64.
 
-    `token` is the index of the token in its call: one for all, or (batch,). One Philox call serves eight consecutive
-    columns of a row; word i of it holds columns 2i (low half) and 2i + 1.
+    `token` is the index of the token in its call: one for all, or (batch,). The bits of the next column begin sixteen
+    bits on in the words of a Philox call, in formats of 8 bits eight bits on, where the last column of a word ends with
+    its first byte. So a call serves eight consecutive columns of a row, or sixteen.
     """
     heads, rows, cols = shape
-    calls = -(-cols // 8)  # per row
+    apart = 8 if dtype.itemsize == 1 else 16  # bits, from column to column
+    per_call = 128 // apart
+    calls = -(-cols // per_call)  # per row
     c0 = torch.arange(heads * rows * calls, device=seed.device)
     c1 = torch.as_tensor(token, device=seed.device).reshape(-1, 1)
     words = torch.stack(philox(seed[:, None], c0[None, :], c1, stream, 0, rounds), dim=-1)  # (batch, calls, 4)
-    halves = torch.stack((words & 0xFFFF, words >> 16), dim=-1)  # (batch, calls, 4, 2)
-    return halves.reshape(-1, heads, rows, calls * 8)[..., :cols]
+    twice = words << 32 | words
+    bits = torch.stack([twice >> first & 0xFFFF for first in range(0, 32, apart)], dim=-1)  # (batch, calls, 4, 2 or 4)
+    return bits.reshape(-1, heads, rows, calls * per_call)[..., :cols]
 
 
 def to_float16_stochastic(v: Tensor, random: Tensor) -> Tensor:
@@ -71,6 +78,12 @@ def to_integer_stochastic(w: Tensor, random: Tensor) -> Tensor:
     """float64 to a whole number, upward with the probability of the discarded fraction: floor(w + u), where u =
     (random | 1) / 65536 is the middle of one of 2^15 intervals: what is less than 2^-16 from a whole one becomes it."""
     return (w * 65536.0).floor().long() + (random | 1) >> 16
+
+
+def to_int8_stochastic(w: Tensor, random: Tensor) -> Tensor:
+    """float64 to a whole number, upward with the probability of the discarded fraction, which is rounded to a multiple
+    of 2^-15, ties to even: what is less than 2^-16 from a whole number becomes it."""
+    return 2 * (w * 32768.0).round().long() + random >> 16
 
 
 def to_float8_stochastic(w: Tensor, random: Tensor) -> Tensor:
