@@ -53,6 +53,16 @@ def token_entry(tensor, b, t, h, ALIGNMENT: tl.constexpr):
 
 
 @triton.jit
+def zero_past(out, b, first, count, length, h, offsets, mask, live, PADDING: tl.constexpr):
+    """Zero the output of the tokens of a packed row of `length` past the `count` that there is room for, at these
+    offsets from head h; of padding rows not, where PADDING is "keep"."""
+    for i in range(count, length):
+        zero = tl.zeros(offsets.shape, out[0].dtype.element_ty)
+        goes = tl.where(live, mask, False) if PADDING == "keep" else mask
+        tl.store(token_entry(out, b, first + i, h, 1) + offsets, zero, mask=goes)
+
+
+@triton.jit
 def zero_unused(out, cu_seqlens_ptr, b, h, offsets, mask, tokens, batch):
     """Zero the output of the tokens that no row has, at these offsets from head h; the rows share the work."""
     zero = tl.zeros(offsets.shape, out[0].dtype.element_ty)

@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from flashstate.kernels import state_io, tensor_cores
-from flashstate.kernels.addressing import batch_size, this_program, token_entry, zero_unused
+from flashstate.kernels.addressing import batch_size, this_program, token_entry, zero_past, zero_unused
 from flashstate.kernels.functions import column_of, entry_of, row_of, sigmoid
 from flashstate.kernels.gated_delta import EPSILON, decay_of, load_rate
 from flashstate.kernels.slots import read_slot, token_range, write_slot
@@ -242,8 +242,5 @@ def gated_delta_at_once_kernel(
     if cu_seqlens_ptr is not None:
         offs_d = first_row + tl.arange(0, TILES * BLOCK_ROWS)
         mask_d = offs_d < ROWS
-        for i in range(count, length):
-            zero = tl.zeros([TILES * BLOCK_ROWS], out_ptr.dtype.element_ty)
-            past = token_entry(out, b, first + i, h, 1) + offs_d
-            tl.store(past, zero, mask=tl.where(live, mask_d, False) if PADDING == "keep" else mask_d)
+        zero_past(out, b, first, count, length, h, offs_d, mask_d, live, PADDING)
         zero_unused(out, cu_seqlens_ptr, b, h, offs_d, mask_d, tokens, batch_size(H, ROWS, TILES * BLOCK_ROWS))

@@ -104,16 +104,18 @@ def once(x):
 
 
 @triton.jit
-def sums_between(dt, last, TERMS: tl.constexpr, TARGET: tl.constexpr):
+def sums_between(dt, last, TERMS: tl.constexpr, TARGET: tl.constexpr, COPIES: tl.constexpr = 1):
     """Sums of the time steps dt of tokens in a row, up to each of some tokens `last`: of all steps after a token,
     (tokens, last), and of all from the first on, (last,). By products with ones, so in one order however threads share
-    them; every sum on its own, because a difference of long ones would lose what is short."""
-    token = tl.arange(0, dt.shape[0])
-    counted = tl.where(token[:, None] <= last[None, :], dt[:, None], 0.0)
-    after = tl.where(token[None, :] > token[:, None], 1.0, 0.0)
+    them; every sum on its own, because a difference of long ones would lose what is short. COPIES: how often all tokens
+    are there, one after the other, so that sums after them are; the first copy is counted."""
+    place = tl.arange(0, dt.shape[0])
+    counted = tl.where(place[:, None] <= last[None, :], dt[:, None], 0.0)
+    token = place % (dt.shape[0] // COPIES)
+    after = tl.where(place[None, :] > token[:, None], 1.0, 0.0)
     nothing = tl.zeros([dt.shape[0], last.shape[0]], tl.float32)
     sums = dot_terms(terms_of(after, min(TERMS, 1), TARGET), nothing, terms_of(counted, TERMS, TARGET))
-    return sums, tl.sum(tl.where((token == 0)[:, None], sums + counted, 0.0), 0)
+    return sums, tl.sum(tl.where((place == 0)[:, None], sums + counted, 0.0), 0)
 
 
 @triton.jit

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar
 
-import torch
 from torch import Tensor
 
-from flashstate.errors import dtype_name
 from flashstate.launch.call import Given, Op, one_kernel
-from flashstate.launch.config import Problem, TensorCoreProblem, TiledProblem
+from flashstate.launch.config import Problem, TiledProblem
 from flashstate.launch.environment import Gpu
 from flashstate.launch.start import kernel_in
 from flashstate.launch.table import Config
+from flashstate.ops.at_once import AtOnceProblem, check_at_once, goes_at_once, room_at_once, tabled_at_once
 from flashstate.ops.debug import check_debugged
 from flashstate.state.signature import ACCESS_BYTES
 from flashstate.state.slots import Slots
 from flashstate.state.state import State
-
-HALVES = (torch.bfloat16, torch.float16)  # dtypes of q and k that tensor cores take
-FEW_AT_ONCE, MOST_AT_ONCE = 8, 16  # tokens that kernels of tokens at once have room for
-WIDEST_IN_TILES = 128  # columns: of wider rows several tiles at once spill registers
 
 
 def gated_delta_step(
@@ -91,7 +86,10 @@ def check(given: Given) -> None:
     """Raise where gates do not go together, or tokens cannot go through tensor cores at once."""
     per_channel = check_gates(given)
     if goes_at_once(given):
-        check_at_once(given, per_channel)
+        if per_channel:
+            shape = tuple(given.a.shape)
+            raise ValueError(f"exact=False needs one a per head, not one per channel, got shape {shape}")
+        check_at_once(given, "q", "k")
 
 
 def check_gates(given: Given) -> bool:
@@ -103,30 +101,6 @@ def check_gates(given: Given) -> bool:
         shape = tuple(given.dt_bias.shape)
         raise ValueError(f"dt_bias must have shape (HV={shape[0]}) where a has one value per head, got {shape}")
     return per_channel
-
-
-def check_at_once(given: Given, per_channel: bool) -> None:
-    """Raise unless tokens can go through tensor cores at once."""
-    q, k, slots, longest = given.q, given.k, given.slots, given.tokens.longest
-    if q.dtype != k.dtype or q.dtype not in HALVES:
-        got = f"{dtype_name(q.dtype)} and {dtype_name(k.dtype)}"
-        raise ValueError(f"exact=False needs q and k that are both bfloat16 or both float16, got {got}")
-    if per_channel:
-        raise ValueError(f"exact=False needs one a per head, not one per channel, got shape {tuple(given.a.shape)}")
-    if longest is None:
-        raise ValueError("exact=False with packed tokens needs slots.max_len, the most tokens a row has")
-    if longest > MOST_AT_ONCE:
-        raise ValueError(f"exact=False is for up to {MOST_AT_ONCE} tokens per row, got {longest}")
-    if given.snapshots is not None:
-        raise ValueError("exact=False has no states between tokens, so there are no snapshots")
-    if slots is not None and (slots.per_token or slots.parents is not None):
-        name = "write (batch, T)" if slots.per_token else "parents"
-        raise ValueError(f"exact=False has no states between tokens, so slots must not have {name}")
-
-
-def goes_at_once(given: Given) -> bool:
-    """Whether tokens go through tensor cores at once: where dense rows have several, and packed ones may."""
-    return not given.exact and given.tokens.longest != 1
 
 
 class DeltaProblem(TiledProblem):
@@ -147,27 +121,11 @@ class DeltaTokensProblem(Problem):
     limits_always: ClassVar[bool] = True
 
 
-class AtOnceProblem(TensorCoreProblem):
-    """What a config is chosen for where all tokens of a row go through tensor cores at once."""
-
-    def heuristic(self, gpu: Gpu) -> Config:
-        """Several tiles where there are programs enough: what the tokens are to each other is found once for all."""
-        config = Config(16, 1, self.lane_choices[0])
-        return config if self.block_cols > WIDEST_IN_TILES else self.in_many_tiles(config)
-
-
 def delta_kind(several: bool, at_once: bool, longest: int) -> tuple[type[Problem], str]:
-    """What a problem of the gated delta rule is, and the op that tables have it under: where a kernel has room for 16
-    tokens at once it needs other configs than for 8."""
-    if not at_once:
-        return DeltaTokensProblem if several else DeltaProblem, "gated_delta_step"
-    few = room_at_once(longest) == FEW_AT_ONCE
-    return AtOnceProblem, "gated_delta_at_once" if few else f"gated_delta_at_once_{MOST_AT_ONCE}"
-
-
-def room_at_once(longest: int) -> int:
-    """How many tokens a kernel of tokens at once has room for."""
-    return FEW_AT_ONCE if longest <= FEW_AT_ONCE else MOST_AT_ONCE
+    """What a problem of the gated delta rule is, and the op that tables have it under."""
+    if at_once:
+        return AtOnceProblem, tabled_at_once("gated_delta", longest)
+    return DeltaTokensProblem if several else DeltaProblem, "gated_delta_step"
 
 
 def problems(given: Given) -> tuple[Problem]:

@@ -8,7 +8,9 @@ from torch import Tensor
 
 from flashstate.launch.call import Given, Op, one_kernel
 from flashstate.launch.config import Problem
+from flashstate.launch.start import kernel_in
 from flashstate.launch.table import Config
+from flashstate.ops.at_once import AtOnceProblem, check_at_once, goes_at_once, room_at_once, tabled_at_once
 from flashstate.ops.debug import check_debugged
 from flashstate.state.slots import Slots
 from flashstate.state.state import State
@@ -27,6 +29,7 @@ def mamba2_step(
     dt_bias: Annotated[Tensor, "| heads [rows]"] | None = None,
     dt_softplus: bool = True,
     dt_limit: tuple[float, float] | None = None,
+    exact: bool = True,
     slots: Slots | Tensor | None = None,
     snapshots: State | Tensor | None = None,
     update: bool = True,
@@ -52,6 +55,9 @@ def mamba2_step(
     B, C: (..., groups, cols), where groups divides heads.
     D, dt_bias: (heads,) or (heads, rows).
     dt_limit: (lo, hi), either of which may be infinite, for models with a time_step_limit; a dt that is NaN stays NaN.
+    exact: False lets several tokens go through tensor cores at once: the same result but for rounding, for calls that
+        store no state but the last. It needs B and C of bfloat16 or of float16, one A, dt and dt_bias per head, and 16
+        tokens per row at most. One token per row is not affected.
     slots: Slots, or (batch,) slot numbers; None: row b is slot b.
     snapshots: State, or a tensor (batch or more, T or more, heads, rows, cols): receives the state after every token.
     update: False leaves the pool as it is.
@@ -66,18 +72,45 @@ def mamba2_step(
     differentiable.
     """
     return MAMBA2_STEP.call(
-        state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, dt_limit, slots, snapshots, update, out, early
+        state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, dt_limit, exact, slots, snapshots, update, out, early
     )  # fmt: skip
 
 
+def check(given: Given) -> None:
+    """Raise where tokens cannot go through tensor cores at once."""
+    if not goes_at_once(given):
+        return
+    for name, axes in (("dt", len(given.tokens.axes)), ("A", 0), ("dt_bias", 0)):
+        tensor = getattr(given, name)
+        if tensor is not None and tensor.dim() > axes + 1:
+            raise ValueError(f"exact=False needs {name} with one value per head, got shape {tuple(tensor.shape)}")
+    check_at_once(given, "B", "C")
+
+
+def mamba2_kind(at_once: bool, longest: int) -> tuple[type[Problem], str]:
+    """What a problem of Mamba-2 is, and the op that tables have it under."""
+    return (AtOnceProblem, tabled_at_once("mamba2", longest)) if at_once else (Problem, "mamba2_step")
+
+
+def problems(given: Given) -> tuple[Problem]:
+    """One kernel steps all tokens."""
+    return one_kernel(given, *mamba2_kind(goes_at_once(given), given.tokens.longest or 0))
+
+
+def kernel(given: Given, problem: Problem) -> Any:
+    """Tokens at once have a kernel of their own."""
+    return kernel_in("mamba2_at_once") if isinstance(problem, AtOnceProblem) else MAMBA2_STEP.own_kernel
+
+
 def values(given: Given, problem: Problem, config: Config) -> dict[str, Any]:
-    """Which axes inputs have."""
+    """Which axes inputs have, and for how many tokens at once there is room."""
     return {
         "HEADS_PER_GROUP": given.state.data.shape[1] // given.B.shape[-2],
         "A_PER_ELEMENT": given.A.dim() == 3,
         "DT_PER_ROW": given.dt.dim() == len(given.tokens.axes) + 2,
         "BIAS_PER_ROW": given.dt_bias is not None and given.dt_bias.dim() == 2,
         "D_PER_ROW": given.D is not None and given.D.dim() == 2,
+        "TOKENS": room_at_once(given.tokens.longest or 0),
     }
 
 
@@ -86,8 +119,11 @@ MAMBA2_STEP = Op(
     main="x",
     state_axes="slots heads rows cols",
     divides={"groups": "heads"},
-    problems=lambda given: one_kernel(given, Problem, "mamba2_step"),
+    problems=problems,
+    kernel=kernel,
     values=values,
+    reference={"at_once": goes_at_once},
+    check=check,
     debug=check_debugged,
     aligned=("x", "B", "C", "z", "out"),
 )

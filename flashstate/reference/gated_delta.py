@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from flashstate.reference.mamba2 import softplus
-from flashstate.reference.state_io import store_output
-from flashstate.reference.steps import flat_tokens, rows_of, states_of, step_tokens, store_last
+from flashstate.reference.steps import step_at_once, step_tokens
 from flashstate.state.slots import Slots
 from flashstate.state.state import State
 
@@ -143,19 +142,11 @@ def gated_delta_step(
     def token(s: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         return gated_delta_token(s, q, k, v, a, b, A_log, dt_bias, b_logit, scale, qk_l2norm)
 
-    if not at_once:
+    def tokens_at_once(s: Tensor, **rows: Tensor) -> tuple[Tensor, Tensor]:
+        parameters = {"A_log": A_log, "dt_bias": dt_bias, "b_logit": b_logit, "scale": scale, "qk_l2norm": qk_l2norm}
+        return gated_delta_at_once(s, **rows, **parameters)
+
+    if at_once:
+        step_at_once(state, activations, tokens_at_once, slots, update, out)
+    else:
         step_tokens(state, activations, token, slots, snapshots, update, out)
-        return
-    flat = flat_tokens(activations, out.dim() - 2)
-    at, y, read, live, gives = rows_of(slots, state.data.shape[0], out, out.dim() - 2)
-    within = at if slots is None else at[:, : slots.longest]  # packed rows are cut at max_len
-    exists = (within >= 0) & gives[:, None]
-    rows = {name: t[within.clamp(min=0)] for name, t in flat.items() if t is not None}  # (batch, T, ...)
-    o, s = gated_delta_at_once(
-        states_of(state, read), **rows, exists=exists, A_log=A_log, dt_bias=dt_bias, b_logit=b_logit, scale=scale,
-        qk_l2norm=qk_l2norm,
-    )  # fmt: skip
-    y[within[exists]] = o[exists]
-    store_output(out, y, at, live, slots)
-    if update:
-        store_last(state, s, slots, read, state.seeds_of(read), (within >= 0).sum(1))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from flashstate.reference.steps import step_tokens
+from flashstate.reference.steps import step_at_once, step_tokens
 from flashstate.state.slots import Slots
 from flashstate.state.state import State
 
@@ -35,6 +37,7 @@ def mamba2_token(
     dt_bias: Tensor | None,  # (H,) or (H, D)
     dt_softplus: bool,
     dt_limit: tuple[float, float] | None = None,
+    operand: Callable[[Tensor], Tensor] = lambda t: t,  # what products take of states
 ) -> tuple[Tensor, Tensor]:
     """One token: the output (batch, H, D) and the state after it (batch, H, D, N), both unrounded."""
     H = s.shape[1]
@@ -42,9 +45,51 @@ def mamba2_token(
     bias = None if dt_bias is None else dt_bias.to(s.dtype).reshape(H, -1)
     dt = time_steps(dt, bias, dt_softplus, dt_limit)  # (batch, H, D or 1)
     s = state_after(s, x, dt, A, B)  # (batch, H, D, N)
-    y = (s * per_head(C, s)[..., None, :]).sum(-1)  # (batch, H, D)
+    y = (operand(s) * per_head(C, s)[..., None, :]).sum(-1)  # (batch, H, D)
     if D is not None:
         y = y + D.to(s.dtype).reshape(H, -1) * x
+    if z is not None:
+        y = y * silu(z.to(s.dtype))
+    return y, s
+
+
+def mamba2_at_once(
+    s: Tensor,  # (batch, H, D, N)
+    x: Tensor,  # (batch, T, H, D)
+    dt: Tensor,  # (batch, T, H)
+    B: Tensor,  # (batch, T, G, N)
+    C: Tensor,  # (batch, T, G, N)
+    z: Tensor | None,  # (batch, T, H, D)
+    exists: Tensor,  # (batch, T), bool: whether there is such a token; what does not exist may hold anything
+    A: Tensor,  # (H,)
+    D: Tensor | None,  # (H,) or (H, D)
+    dt_bias: Tensor | None,  # (H,)
+    dt_softplus: bool,
+    dt_limit: tuple[float, float] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """All tokens of rows: outputs (batch, T, H, D) and the states after them. Every sum of time steps is made on its
+    own: a difference of long ones would lose what is short."""
+    T, heads_per_group = x.shape[1], s.shape[1] // B.shape[2]
+    x, dt, B, C = (
+        torch.where(exists.reshape(*exists.shape, *(1,) * (t.dim() - 2)), t.to(s.dtype), 0.0) for t in (x, dt, B, C)
+    )
+    dt = time_steps(dt, None if dt_bias is None else dt_bias.to(s.dtype), dt_softplus, dt_limit)
+    dt = torch.where(exists[..., None], dt, 0.0).transpose(1, 2)  # (batch, H, T)
+    B, C = (t.repeat_interleave(heads_per_group, dim=2).transpose(1, 2) for t in (B, C))  # (batch, H, T, N)
+    after = torch.ones(T, T, dtype=torch.bool, device=s.device).triu(1)  # [i, j]: token j comes after token i
+    counted = torch.where(after.T[None, None], 0.0, dt[..., None])  # (batch, H, i, t): steps of tokens up to t
+    between = after.to(s.dtype) @ counted  # (batch, H, i, t): steps of tokens after i, up to t
+    total = counted.sum(-2)  # (batch, H, t): steps of all tokens up to t
+    rate = A.to(s.dtype)[:, None]  # (H, 1)
+
+    x = x.transpose(1, 2)  # (batch, H, T, D)
+    lasting = torch.exp(rate[..., None] * between) * dt[..., None]  # (batch, H, i, t): how much of token i is left
+    weights = torch.where(after.T, 0.0, B @ C.mT * lasting)  # (batch, H, i, t)
+    y = torch.exp(rate * total)[..., None] * (C @ s.mT) + weights.mT @ x  # (batch, H, T, D)
+    s = torch.exp(rate * total)[..., -1, None, None] * s + (x * lasting[..., -1:]).mT @ B  # (batch, H, D, N)
+    y, x = y.transpose(1, 2), x.transpose(1, 2)
+    if D is not None:
+        y = y + D.to(s.dtype).reshape(s.shape[1], -1) * x
     if z is not None:
         y = y * silu(z.to(s.dtype))
     return y, s
@@ -82,6 +127,7 @@ def mamba2_step(
     dt_bias: Tensor | None,
     dt_softplus: bool,
     dt_limit: tuple[float, float] | None,
+    at_once: bool,
     slots: Slots | None,
     snapshots: State | None,
     update: bool,
@@ -92,4 +138,12 @@ def mamba2_step(
     def token(s: Tensor, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, z: Tensor | None) -> tuple[Tensor, Tensor]:
         return mamba2_token(s, x, dt, A, B, C, D, z, dt_bias, dt_softplus, dt_limit)
 
-    step_tokens(state, {"x": x, "dt": dt, "B": B, "C": C, "z": z}, token, slots, snapshots, update, out)
+    def tokens_at_once(s: Tensor, **rows: Tensor) -> tuple[Tensor, Tensor]:
+        parameters = {"A": A, "D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
+        return mamba2_at_once(s, **{"z": None, **rows}, **parameters)
+
+    activations = {"x": x, "dt": dt, "B": B, "C": C, "z": z}
+    if at_once:
+        step_at_once(state, activations, tokens_at_once, slots, update, out)
+    else:
+        step_tokens(state, activations, token, slots, snapshots, update, out)

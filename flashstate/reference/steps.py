@@ -85,6 +85,27 @@ def step_tokens(
         store_last(state, s, slots, read, seed, (at >= 0).sum(1))
 
 
+def step_at_once(
+    state: State,
+    activations: Mapping[str, Tensor | None],  # by the names that `tokens` has for them
+    tokens: TokenFunction,  # of the states of rows, all their tokens, (batch, T, ...), and which of these exist
+    slots: Slots | None,
+    update: bool,
+    out: Tensor,
+) -> None:
+    """All tokens of every row of the batch at once, on the pool: fills `out` and, with `update`, the pool."""
+    flat = flat_tokens(activations, out.dim() - 2)
+    at, y, read, live, gives = rows_of(slots, state.data.shape[0], out, out.dim() - 2)
+    within = at if slots is None else at[:, : slots.longest]  # packed rows are cut at max_len
+    exists = (within >= 0) & gives[:, None]
+    rows = {name: t[within.clamp(min=0)] for name, t in flat.items() if t is not None}  # (batch, T, ...)
+    outputs, s = tokens(states_of(state, read), **rows, exists=exists)
+    y[within[exists]] = outputs[exists]
+    store_output(out, y, at, live, slots)
+    if update:
+        store_last(state, s, slots, read, state.seeds_of(read), (within >= 0).sum(1))
+
+
 def states_of(state: State, read: Tensor) -> Tensor:
     """The states in these slots, (batch, heads, rows, cols) float32; zeros where there is none."""
     s = torch.zeros(len(read), *state.data.shape[1:], dtype=torch.float32, device=read.device)

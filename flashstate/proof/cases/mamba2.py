@@ -6,14 +6,30 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from flashstate.launch import Problem
-from flashstate.ops.mamba2 import MAMBA2_STEP
+from flashstate.ops.mamba2 import MAMBA2_STEP, mamba2_kind
 from flashstate.proof.case import CASES, Cases, StateCase, by_turns, in_every_format
 from flashstate.proof.inputs import ProvenOp, dtype
+from flashstate.proof.oracle import two_terms
 from flashstate.reference.mamba2 import mamba2_token
 from flashstate.state.formats import FORMATS, PORTABLE_FORMATS
 
-MAMBA2 = ProvenOp(MAMBA2_STEP, mamba2_token, remembered=("x", "dt", "B"), sizes={"groups": "groups"})
+
+def _token(s: Tensor, exact: bool, **arguments: Any) -> tuple[Tensor, Tensor]:
+    """mamba2_token, which is always exact."""
+    return mamba2_token(s, **arguments)
+
+
+def _token_of_terms(s: Tensor, exact: bool, **arguments: Any) -> tuple[Tensor, Tensor]:
+    """mamba2_token in float64, and in float32 as operands of tensor cores allow it."""
+    terms: dict[str, Any] = {} if s.dtype == torch.float64 else {"operand": two_terms}
+    return mamba2_token(s, **arguments, **terms)
+
+
+MAMBA2 = ProvenOp(MAMBA2_STEP, _token, remembered=("x", "dt", "B"), sizes={"groups": "groups"})
 
 
 @dataclass(frozen=True)
@@ -32,17 +48,24 @@ class Case(StateCase):
     dt_softplus: bool = True
     dt_limit: tuple[float, float] | None = None
     mamba1: bool = False  # dt and dt_bias have a value for each row, A for each element
+    exact: bool = True  # else several tokens go through tensor cores at once
 
     @property
     def kind(self) -> tuple[Callable[..., Problem], str]:
-        return Problem, "mamba2_step"
+        return mamba2_kind(self.several and not self.exact, self.tokens)
+
+    def same_when_packed(self, tokens: int) -> bool:
+        return self.exact  # else a short row takes part in what the longest one needs
 
     @property
     def op(self) -> ProvenOp:
         """A scale is multiplied with the decay, so that the last bits of several tokens differ; formats but float32 add
-        up a row in another order."""
-        scaled = FORMATS[dtype(self.format)].scaled
-        return replace(MAMBA2, exact_at_once=self.format == "float32", stored_at_once=not scaled)
+        up a row in another order. With tensor cores, an output that is to be finer than 16 bits is measured against
+        operands of two terms."""
+        exact, scaled = self.exact, FORMATS[dtype(self.format)].scaled
+        token = _token_of_terms if self.several and not exact and self.x == "float32" else _token
+        op = replace(MAMBA2, token=token, one_order=exact, between_tokens=exact, every_token=exact)
+        return replace(op, exact_at_once=exact and self.format == "float32", stored_at_once=exact and not scaled)
 
     @property
     def dtypes(self) -> dict[str, Any]:
@@ -79,6 +102,15 @@ _SHAPES = {
     ),
     "Mamba-1": (Case(3, 2, 2, 20, 16, mamba1=True, D="row", dt="float16", dt_bias=False, slots=5),),
     "Mamba-1, several tokens": (Case(2, 1, 1, 9, 7, mamba1=True, tokens=3, D=None),),
+    "at once": (
+        Case(2, 2, 1, 16, 16, exact=False, tokens=4, x="float16", bc="float16", D="row"),
+        Case(2, 1, 1, 33, 40, exact=False, tokens=9, x="float16", bc="float16", dt_limit=(0.3, 0.9), index="int64"),
+        Case(2, 2, 2, 20, 12, exact=False, tokens=2, x="float16", bc="float16", z=False, dt_softplus=False),
+    ),
+    "at once, packed": (
+        Case(3, 2, 1, 5, 20, exact=False, tokens=2, packed=True, x="float16", bc="float16", D=None),
+        Case(3, 1, 1, 4, 33, exact=False, tokens=16, packed=True, x="float16", bc="float16", dt="float16"),
+    ),
 }
 # Shapes of real models and of none, mixed dtypes.
 _HALF = Case(4, 16, 1, 64, 128, x="bfloat16", bc="bfloat16", dt="bfloat16", slots=16)
@@ -86,6 +118,9 @@ _REAL = (
     _HALF,
     replace(_HALF, batch=64, slots=200, tokens=4),
     replace(_HALF, batch=5, heads=128, groups=8, slots=9, index="int64", tokens=3, packed=True),
+    replace(_HALF, batch=6, exact=False, tokens=6),
+    replace(_HALF, batch=5, heads=8, exact=False, tokens=16, packed=True, dt_bias=False),
+    Case(3, 6, 2, 33, 20, x="float16", bc="float16", exact=False, tokens=9, D="row", slots=9),
     Case(5, 80, 1, 64, 128, x="float16", bc="float16", dt="float16", slots=12, D="row"),
     Case(3, 6, 2, 48, 16, x="bfloat16", bc="float16", dt="float32", D=None, slots=9, tokens=8),
     Case(7, 8, 4, 80, 20, x="float16", dt="bfloat16", parameters="bfloat16", slots=8, tokens=5, packed=True),
