@@ -188,6 +188,10 @@ FORMS: dict[str, dict[str, Form]] = {  # of ops that are not named here, those t
         "D of rows": on(MAMBA2_STEP, MAMBA2, D="row"),
         "Mamba-1": on(MAMBA2_STEP, MAMBA2, heads=1, groups=1, mamba1=True, D="row"),
         "limited time steps": on(MAMBA2_STEP, MAMBA2, dt_limit=(0.25, 2.0)),
+        "at once": on(MAMBA2_STEP, MAMBA2, **AT_ONCE, bc="float16"),
+        "at once, packed": on(MAMBA2_STEP, MAMBA2, **AT_ONCE, bc="float16", packed=True),
+        "at once, packed, longer": on(MAMBA2_STEP, MAMBA2, at(max_len=9), **AT_ONCE, bc="float16", packed=True),
+        "at once, no update": on(MAMBA2_STEP, MAMBA2, given(update=False), **AT_ONCE, bc="float16"),
     },
     "gated_delta_step": {
         **forms_of_trees(GATED_DELTA_STEP, DELTA),

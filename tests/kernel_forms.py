@@ -26,6 +26,7 @@ from flashstate.proof.laws.tokens import TREE
 
 BFLOAT16 = {"x": "bfloat16", "slots": 4}
 MAMBA2 = Case(2, 16, 1, 64, 128, bc="bfloat16", dt="bfloat16", **BFLOAT16)
+MAMBA2_AT_ONCE = replace(MAMBA2, tokens=6, exact=False)
 DELTA = DeltaCase(2, 64, 16, 128, 128, qk="bfloat16", gates="bfloat16", **BFLOAT16)
 AT_ONCE = replace(DELTA, tokens=4, exact=False)
 MIMO = Mamba3Case(2, 48, 1, 64, 128, rank=4, angles=0, bc="bfloat16", kv="bfloat16", **BFLOAT16)
@@ -165,6 +166,15 @@ FORMS: dict[str, dict[str, Form]] = {  # of every op in every format; of the fir
         "fresh padding": of(MAMBA2, with_fresh_padding, tokens=4, format="int16"),
         "Mamba-1": of(MAMBA2, heads=1, rows=256, cols=16, mamba1=True, D="row", format="int8"),
     },
+    "mamba2 at once": {
+        "plain": of(MAMBA2_AT_ONCE),
+        "bfloat16": of(MAMBA2_AT_ONCE, format="bfloat16"),
+        "float8": of(MAMBA2_AT_ONCE, format="float8_e4m3fn", **STOCHASTIC),
+        "16 tokens, a D for every row": of(MAMBA2_AT_ONCE, tokens=16, D="row", **HALF),
+        "without update": of(MAMBA2_AT_ONCE, kept, format="bfloat16"),
+        "packed": of(MAMBA2_AT_ONCE, with_kept_padding, tokens=16, packed=True, format="int16"),
+        "fresh padding": of(MAMBA2_AT_ONCE, with_fresh_padding, format="int8", **STOCHASTIC, z=False),
+    },
     "gated delta": {
         "plain": of(DELTA),
         "bfloat16": of(DELTA, format="bfloat16"),
@@ -267,6 +277,7 @@ ODD: dict[str, Form] = {  # shapes whose rows are no multiple of an access, or w
     "mamba2 33x7": of(MAMBA2, heads=3, rows=33, cols=7, tokens=2, dt_bias=False, **HALF),
     "Mamba-1 1536x16": of(MAMBA2, heads=1, rows=1536, cols=16, mamba1=True, D="row", format="float8_e4m3fn"),
     "mamba2 64x512": of(MAMBA2, heads=2, cols=512, tokens=4),
+    "mamba2 at once 33x20": of(MAMBA2_AT_ONCE, heads=6, groups=2, rows=33, cols=20, tokens=9, format="int8"),
     "gated delta 96x64": of(DELTA, heads=12, key_heads=4, rows=96, cols=64, tokens=3, qk_l2norm=False, scale=0.125),
     "gated delta 256x256": of(DELTA, heads=4, key_heads=2, rows=256, cols=256, format="bfloat16", **STOCHASTIC),
     "gated delta at once 33x20": of(AT_ONCE, heads=6, key_heads=2, rows=33, cols=20, tokens=9, format="int8"),

@@ -17,8 +17,9 @@ from flashstate.launch import (
     Problem,
 )
 from flashstate.launch.config import mode_key, table_key
+from flashstate.ops.at_once import AtOnceProblem
 from flashstate.ops.conv1d import ChannelProblem
-from flashstate.ops.gated_delta import AtOnceProblem, DeltaProblem, DeltaTokensProblem
+from flashstate.ops.gated_delta import DeltaProblem, DeltaTokensProblem
 from flashstate.ops.gated_delta_replay import DeltaReplayProblem
 from flashstate.ops.mamba2_replay import ReplayProblem, ReplayTokenProblem
 from flashstate.ops.mamba3 import HeadProblem, RankProblem
@@ -36,7 +37,7 @@ KINDS = (  # what the keys of an op and of a mode begin with
     (r"gated_delta_replay", DeltaReplayProblem),
     (r"mamba3_step rank 1\b", HeadProblem),
     (r"mamba3_step", RankProblem),
-    (r"gated_delta_at_once", AtOnceProblem),
+    (r"(mamba2|gated_delta)_at_once", AtOnceProblem),
     (r"gated_delta_step .*several tokens", DeltaTokensProblem),
     (r"gated_delta_step", DeltaProblem),
     (r"conv1d_step", ChannelProblem),

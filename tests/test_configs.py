@@ -24,9 +24,11 @@ from flashstate.launch import config as launch_config
 from flashstate.launch.config import KNOBS, mode_key, table_key, valid_configs
 from flashstate.launch.environment import pretending
 from flashstate.launch.table import load_table, read_table_file, table_text
+from flashstate.ops.at_once import AtOnceProblem
 from flashstate.ops.conv1d import ChannelProblem
-from flashstate.ops.gated_delta import AtOnceProblem, DeltaProblem, DeltaTokensProblem, delta_kind
+from flashstate.ops.gated_delta import DeltaProblem, DeltaTokensProblem, delta_kind
 from flashstate.ops.gated_delta_replay import DeltaReplayProblem
+from flashstate.ops.mamba2 import mamba2_kind
 from flashstate.ops.mamba2_replay import ReplayProblem, ReplayTokenProblem, replay_kind
 from flashstate.ops.mamba3 import HeadProblem, RankProblem
 from flashstate.ops.replaying import AnyReplay, parted
@@ -559,6 +561,9 @@ def test_rank_one_of_mamba3_has_no_chunks_with_a_column_for_every_thread_but_the
 
 
 def test_more_than_eight_tokens_at_once_have_configs_of_their_own() -> None:
+    assert mamba2_kind(True, 8) == (AtOnceProblem, "mamba2_at_once")
+    assert mamba2_kind(True, 9) == (AtOnceProblem, "mamba2_at_once_16")
+    assert mamba2_kind(False, 9) == (Problem, "mamba2_step")
     assert delta_kind(True, True, 8) == (AtOnceProblem, "gated_delta_at_once")
     assert delta_kind(True, True, 9) == (AtOnceProblem, "gated_delta_at_once_16")
     assert delta_kind(True, False, 9) == (DeltaTokensProblem, "gated_delta_step")

@@ -2,6 +2,7 @@
 
 import math
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -10,11 +11,11 @@ from obeying import silent_on
 from torch import Tensor
 
 import flashstate
-from flashstate.proof import CASES, Case, interpreted, make_inputs
+from flashstate.proof import CASES, Case, error_ratio, interpreted, make_inputs, oracle
 from flashstate.proof.laws import replay
-from flashstate.reference.mamba2 import mamba2_token
+from flashstate.reference.mamba2 import mamba2_at_once, mamba2_token
 
-CUDA = torch.device("cuda")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 REAL = CASES["mamba2_step"].real[0]
 
 
@@ -139,3 +140,60 @@ def test_interpreted_needs_the_environment_to_be_set(monkeypatch: pytest.MonkeyP
     monkeypatch.delitem(os.environ, "TRITON_INTERPRET", raising=False)
     with pytest.raises(RuntimeError, match="TRITON_INTERPRET"), interpreted():
         pass
+
+
+AT_ONCE = [
+    Case(3, 4, 2, 7, 12, tokens=16, D="row", dt_limit=(0.1, 2.0)),
+    Case(2, 2, 2, 5, 3, tokens=5, z=False, D=None, dt_bias=False),
+    Case(2, 8, 1, 4, 9, tokens=1, dt_softplus=False),
+]
+
+
+def in_float64(case: Case) -> tuple[Tensor, dict[str, Tensor], dict[str, Any]]:
+    """States of a batch, activations (batch, T, ...) and the other arguments of the reference, in float64."""
+    inputs = make_inputs(case, CPU)
+    options = {name: inputs.arguments[name] for name in ("A", "D", "dt_bias", "dt_softplus", "dt_limit")}
+    return inputs.states.double(), {name: t.double() for name, t in inputs.activations.items()}, options
+
+
+def require_close(got: Tensor, want: Tensor) -> None:
+    assert (got - want).abs().max() <= 1e-12 * want.abs().max()
+
+
+def all_at_once(s: Tensor, t: dict[str, Tensor], options: dict[str, Any], exists: Tensor) -> tuple[Tensor, Tensor]:
+    return mamba2_at_once(s, **{"z": None, **t}, exists=exists, **options)
+
+
+@pytest.mark.parametrize("case", AT_ONCE, ids=str)
+def test_tokens_at_once_are_the_recurrence(case: Case) -> None:
+    before, t, options = in_float64(case)
+    y, after = all_at_once(before, t, options, torch.ones(case.batch, case.tokens, dtype=torch.bool))
+    s = before
+    for i in range(case.tokens):
+        want, s = mamba2_token(s, **{"z": None, **{name: x[:, i] for name, x in t.items()}}, **options)
+        require_close(y[:, i], want)
+    require_close(after, s)
+
+
+def test_tokens_that_do_not_exist_are_not_looked_at_by_the_at_once_form() -> None:
+    before, t, options = in_float64(Case(2, 2, 1, 4, 6, tokens=5))
+    exists = torch.tensor([[True] * 5, [True, True, False, False, False]])
+    few = {name: x[1:, :2] for name, x in t.items()}
+    want, after = all_at_once(before[1:], few, options, exists[1:, :2])
+    for x in t.values():
+        x[1, 2:] = torch.nan
+    y, s = all_at_once(before, t, options, exists)
+    require_close(y[1, :2], want[0])
+    require_close(s[1], after[0])
+    assert y[0].isfinite().all()
+
+
+def test_tokens_at_once_keep_what_is_short_behind_a_time_step_that_forgets_all(device: torch.device) -> None:
+    """Sums of time steps are not differences of long ones, which would lose short steps behind."""
+    inputs = make_inputs(Case(2, 2, 1, 16, 32, tokens=6, bc="float16", exact=False), device)
+    inputs.arguments["dt"][:, 2], inputs.arguments["x"][:, 2] = 1e6, 0.0
+    want = oracle(inputs)
+    y = inputs.step()
+    exact, plain = (t.reshape(y.shape)[:, 3:] for t in (want.y, want.y_plain))
+    assert error_ratio(y[:, 3:], exact, plain) <= 1
+    assert error_ratio(inputs.states, want.state, want.state_plain) <= 1

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from refusals import (
+    CASE,
     DELTA,
     MAMBA3,
     META,
@@ -61,7 +62,7 @@ from flashstate import (
     mamba3_step,
 )
 from flashstate.errors import ACTIVATION_DTYPES, INDEX_DTYPES
-from flashstate.proof import DeltaCase
+from flashstate.proof import Case, DeltaCase
 from flashstate.state.formats import FORMATS
 from flashstate.state.ring import AnyRing
 from flashstate.state.state import POOL_AXES, SNAPSHOT_AXES
@@ -576,10 +577,16 @@ def test_calls_on_a_ring_that_refusals_start_from_are_right(kind: type[AnyRing])
     ring.folded(call["slots"], torch.tensor([1, 0, 1]))
 
 
-@pytest.mark.parametrize("case", [DELTA, replace(DELTA, tokens=1), replace(DELTA, per_channel=True)], ids=str)
-def test_one_token_does_not_care_whether_tokens_may_go_at_once(case: DeltaCase) -> None:
-    exact, at_once = (step_arguments(replace(case, qk="float32", exact=exact)) for exact in (True, False))
+KDA, MAMBA1 = replace(DELTA, per_channel=True), replace(CASE, mamba1=True, D="row")
+
+
+@pytest.mark.parametrize("case", [DELTA, replace(DELTA, tokens=1), KDA, CASE, replace(CASE, tokens=1), MAMBA1], ids=str)
+def test_one_token_does_not_care_whether_tokens_may_go_at_once(case: Case | DeltaCase) -> None:
+    wide = (
+        replace(case, qk="float32") if isinstance(case, DeltaCase) else case
+    )  # dtypes that several tokens must not have
+    exact, at_once = (step_arguments(replace(wide, exact=exact)) for exact in (True, False))
     for arguments in (exact, at_once):
-        gated_delta_step(**arguments)
+        case.op.step(**arguments)
     for name in ("out", "snapshots", "state"):
         assert all(map(torch.equal, tensors_of(exact[name]), tensors_of(at_once[name])))

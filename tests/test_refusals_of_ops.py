@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -281,23 +281,25 @@ def wrong_gates(cols: int) -> list[Refusal]:
     ]
 
 
-def delta_refusals(case: AnyCase) -> list[Refusal]:
-    """Gates that do not go together, and tokens that cannot go at once."""
-    gates = wrong_gates(5)
+def at_once_refusals(case: AnyCase, halves: str, activations: str, wider: Mapping[str, Change]) -> list[Refusal]:
+    """Tokens that cannot go at once. `halves`: what states are multiplied with; `activations`: these and others;
+    `wider`: what must have one value per head, and what gives it more."""
     if not case.tokens:
-        return gates
-    halves = "^exact=False needs q and k that are both bfloat16 or both float16, got "
-    no_states, most = (
-        "^exact=False has no states between tokens, so ",
-        "^exact=False is for up to 16 tokens per row, got 17",
-    )
-    many = of_each(("q", "k", "v", "a", "b", "out"), lambda t: t[:, :1].repeat_interleave(17, 1))
+        return []
+    first, second = halves
+    wrong_halves = f"^exact=False needs {first} and {second} that are both bfloat16 or both float16, got "
+    no_states = "^exact=False has no states between tokens, so "
+    most = "^exact=False is for up to 16 tokens per row, got 17"
+    many = of_each((*activations.split(), "out"), lambda t: t[:, :1].repeat_interleave(17, 1))
     unknown = "^exact=False with packed tokens needs slots.max_len, the most"
-    at_once: list[Refusal] = [
-        ("float32", of_each("qk", Tensor.float), f"{halves}float32 and float32"),
-        ("float32 k", only("k", Tensor.float), f"{halves}float16 and float32"),
-        ("mixed", only("q", Tensor.bfloat16), f"{halves}bfloat16 and float16"),
-        ("per channel", only("a", lambda t: torch.stack([t] * 5, -1)), "^exact=False needs one a per head"),
+    refusals: list[Refusal] = [
+        ("float32", of_each(halves, Tensor.float), f"{wrong_halves}float32 and float32"),
+        ("one float32", only(second, Tensor.float), f"{wrong_halves}float16 and float32"),
+        ("mixed", only(first, Tensor.bfloat16), f"{wrong_halves}bfloat16 and float16"),
+        *(
+            (f"{name} not per head", change, rf"^exact=False needs .*\b{name}\b.*per head")
+            for name, change in wider.items()
+        ),
         ("snapshots", lambda a: {"snapshots": a["snapshots"]}, f"{no_states}there are no snapshots"),
         ("a slot per token", at(write=columns(T)), f"{no_states}slots must not have write"),
         ("a tree", both(given(update=False), at(parents=columns(T))), f"{no_states}slots must not have parents"),
@@ -305,7 +307,24 @@ def delta_refusals(case: AnyCase) -> list[Refusal]:
         *([("no max_len", at(max_len=None), unknown)] if case.packed else []),
     ]
     last = given(exact=False, snapshots=None)
-    return gates + [(f"at once: {what}", both(last, change), message) for what, change, message in at_once]
+    return [(f"at once: {what}", both(last, change), message) for what, change, message in refusals]
+
+
+def mamba2_refusals(case: AnyCase) -> list[Refusal]:
+    """Tokens that cannot go at once, from a call with B and C of 16 bits."""
+    wider = {
+        "dt": only("dt", lambda t: torch.stack([t] * 6, -1)),
+        "A": only("A", lambda t: t[:, None, None].repeat(1, 6, 5)),
+        "dt_bias": only("dt_bias", lambda t: t[:, None].repeat(1, 6)),
+    }
+    refusals = at_once_refusals(case, "BC", "x dt B C z", wider)
+    return [(what, both(of_each("BC", Tensor.half), change), message) for what, change, message in refusals]
+
+
+def delta_refusals(case: AnyCase) -> list[Refusal]:
+    """Gates that do not go together, and tokens that cannot go at once."""
+    wider = {"a": only("a", lambda t: torch.stack([t] * 5, -1))}
+    return wrong_gates(5) + at_once_refusals(case, "qk", "q k v a b", wider)
 
 
 def mamba3_refusals(case: AnyCase) -> list[Refusal]:
@@ -533,6 +552,7 @@ def packed_plans(op: Op) -> list[Refusal]:
 
 
 OWN: dict[str, Callable[[AnyCase], list[Refusal]]] = {
+    "mamba2_step": mamba2_refusals,
     "gated_delta_step": delta_refusals,
     "mamba3_step": mamba3_refusals,
     "conv1d_step": conv_refusals,

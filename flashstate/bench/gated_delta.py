@@ -11,11 +11,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from flashstate.bench.at_once import AT_ONCE
 from flashstate.bench.binding import IN_PLACE, Step, Storing, TimedCall, bind_op
 from flashstate.bench.jobs import BFLOAT16, FLOAT32, Grid, Job, Way, benched
 from flashstate.bench.peers import MeasurementError, Peer, require_plain
-from flashstate.ops.gated_delta import MOST_AT_ONCE
-from flashstate.proof import DeltaCase, Inputs, Pool
+from flashstate.proof import Inputs, Pool
 from flashstate.state.formats import PORTABLE_FORMATS, bits_of
 from flashstate.state.slots import Slots
 
@@ -30,15 +30,6 @@ GRIDS = (
 )
 TUNED = Grid(PORTABLE_FORMATS, (1, 4), ("last", "every", "none"), BATCHES)
 LAYERS = 20  # that share every page of a split pool: at large batches offsets go past 2^31 elements
-
-
-def at_once(job: Job) -> Job:
-    """The job with all tokens of a row at once; MeasurementError where there is no such call."""
-    if not 1 < job.case.tokens <= MOST_AT_ONCE:
-        raise MeasurementError(f"only for calls of 2 to {MOST_AT_ONCE} tokens")
-    if job.stored == "every":
-        raise MeasurementError("only where no state between tokens is stored")
-    return replace(job, case=replace(cast(DeltaCase, job.case), exact=False))
 
 
 def one_token(job: Job) -> Job:
@@ -152,7 +143,7 @@ PEERS = {
     "fla": Peer("fla.ops.gated_delta_rule", ("fused_recurrent_gated_delta_rule",), bind_fla),
 }
 VARIANTS = {
-    "at once": Way(partial(bind_op, exact=False), at_once),
+    "at once": AT_ONCE,
     "split pool": Way(bind_op, one_token, in_split_pool),
 }
 GATED_DELTA = benched("gated_delta_step", grids=GRIDS, peers=PEERS, variants=VARIANTS, tuned=(TUNED,))

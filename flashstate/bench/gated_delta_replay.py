@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
 
-from flashstate.bench import gated_delta
-from flashstate.bench.binding import bind_op
+from flashstate.bench.at_once import AT_ONCE
 from flashstate.bench.gated_delta import BATCHES, GATED_DELTA
 from flashstate.bench.jobs import BFLOAT16, FLOAT32, BenchedOp, Grid, Job, Way
 from flashstate.bench.peers import MeasurementError
@@ -38,7 +37,7 @@ def at_once(job: Job) -> Job:
     """The step in place with all tokens of a row at once; MeasurementError where there is no such call."""
     if isinstance(job, RingJob):
         raise MeasurementError("only for steps in place: replay always does")
-    return gated_delta.at_once(job)
+    return AT_ONCE.job(job)
 
 
 def per_channel(job: Job) -> Job:
@@ -53,7 +52,7 @@ def per_channel(job: Job) -> Job:
 GATED_DELTA_REPLAY = BenchedOp(
     "gated_delta_replay", GATED_DELTA.case, (PLAIN, DRAFTING, LONGER, KDA), tuned=None, bind=bind_flashstate,
     variants={
-        "at once": Way(partial(bind_op, exact=False), at_once),
+        "at once": replace(AT_ONCE, job=at_once),
         "per channel": Way(bind_flashstate, per_channel, fresh=True),
     },
     job=partial(job_of, DeltaRingCase), check=check, shown=LIVE_BY_ONE[:1], pays=PAYS,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from flashstate.bench.at_once import AT_ONCE
 from flashstate.bench.binding import Step, Storing
 from flashstate.bench.jobs import benched
 from flashstate.bench.peers import MeasurementError, Peer, packed_bounds, require_plain
@@ -125,4 +126,4 @@ PEERS = {
     "mamba_ssm": Peer("mamba_ssm.ops.triton.selective_state_update", (UPDATE,), bind_mamba_ssm),
     "fla": Peer("fla.ops.simple_gla", ("fused_recurrent_simple_gla",), bind_fla),
 }
-MAMBA2 = benched("mamba2_step", peers=PEERS)
+MAMBA2 = benched("mamba2_step", peers=PEERS, variants={"at once": AT_ONCE})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -142,11 +144,9 @@ def gated_delta_step(
     def token(s: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         return gated_delta_token(s, q, k, v, a, b, A_log, dt_bias, b_logit, scale, qk_l2norm)
 
-    def tokens_at_once(s: Tensor, **rows: Tensor) -> tuple[Tensor, Tensor]:
-        parameters = {"A_log": A_log, "dt_bias": dt_bias, "b_logit": b_logit, "scale": scale, "qk_l2norm": qk_l2norm}
-        return gated_delta_at_once(s, **rows, **parameters)
-
     if at_once:
-        step_at_once(state, activations, tokens_at_once, slots, update, out)
+        gates_of: dict[str, Any] = {"A_log": A_log, "dt_bias": dt_bias, "b_logit": b_logit}
+        tokens = partial(gated_delta_at_once, **gates_of, scale=scale, qk_l2norm=qk_l2norm)
+        step_at_once(state, activations, tokens, slots, update, out)
     else:
         step_tokens(state, activations, token, slots, snapshots, update, out)

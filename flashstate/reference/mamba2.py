@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -138,12 +140,10 @@ def mamba2_step(
     def token(s: Tensor, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, z: Tensor | None) -> tuple[Tensor, Tensor]:
         return mamba2_token(s, x, dt, A, B, C, D, z, dt_bias, dt_softplus, dt_limit)
 
-    def tokens_at_once(s: Tensor, **rows: Tensor) -> tuple[Tensor, Tensor]:
-        parameters = {"A": A, "D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
-        return mamba2_at_once(s, **{"z": None, **rows}, **parameters)
-
     activations = {"x": x, "dt": dt, "B": B, "C": C, "z": z}
     if at_once:
-        step_at_once(state, activations, tokens_at_once, slots, update, out)
+        parameters: dict[str, Any] = {"A": A, "D": D, "dt_bias": dt_bias, "z": None}  # z of every row, if it is given
+        tokens = partial(mamba2_at_once, **parameters, dt_softplus=dt_softplus, dt_limit=dt_limit)
+        step_at_once(state, activations, tokens, slots, update, out)
     else:
         step_tokens(state, activations, token, slots, snapshots, update, out)
