@@ -258,7 +258,7 @@ INFO = {
     "--batch": numbers("default: those that bench measures", dest="batches"),
     "--tokens": number("per row and call (default: 1)", nargs=1, default=[1]),
     "--snapshots": flag(help="with the state after each of several tokens stored"),
-    "--at-once": flag(help="with several tokens of gated_delta and exact=False"),
+    "--at-once": flag(help="with several tokens of mamba2 or gated_delta and exact=False"),
     "--gpu": option("show the configs of this GPU instead of yours", "NAME"),
     "--capability": option(
         f"of that GPU, for the heuristic where there is no table {TOLD}", "X.Y", type=capability, default="9.0"

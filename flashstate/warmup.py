@@ -85,8 +85,9 @@ def warmup(
     parameters: the dtype of A, D, A_log and dt_bias, which have one value per head; of "mamba3" of A, dt, trap, D,
         weights and biases.
     groups, D, z: of "mamba2" and "mamba3": groups of B and C, and whether D and z are given.
-    key_heads, A_log, per_channel, exact: of "gated_delta": heads of q and k, whether A_log is given, whether a and
-        dt_bias have a value for each channel, and `exact` as in the op, for several tokens.
+    key_heads, A_log, per_channel: of "gated_delta": heads of q and k, whether A_log is given, and whether a and dt_bias
+        have a value for each channel.
+    exact: of "mamba2" and "gated_delta", as in the op, for several tokens.
     b_logit: of "gated_delta", as in the op.
     rotary, biases: of "mamba3": whether there is a Rotary (None: where layers have angles), and whether it has biases.
     Wx, Wz, Wo: of "mamba3": whether they are given, Wz only with z; None: where the rank is above 1.

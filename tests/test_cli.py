@@ -94,6 +94,8 @@ def test_info_shows_from_which_batch_size_on_replay_pays(capsys: pytest.CaptureF
 
 def test_info_shows_the_configs_of_tokens_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--gpu", "none", "--format", "bfloat16", "--tokens", "4", "--batch", "1", "64"]
+    assert main(["info", "mamba2", "--at-once", *options]) == 0
+    assert "mamba2_at_once, 64 x 128, bfloat16, nearest, several tokens, on none" in output_of(capsys)
     assert main(["info", "gated_delta", "--at-once", *options]) == 0
     out = output_of(capsys)
     assert "gated_delta_at_once, 128 x 128, bfloat16, nearest, several tokens, on none" in out

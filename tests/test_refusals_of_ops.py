@@ -317,8 +317,11 @@ def mamba2_refusals(case: AnyCase) -> list[Refusal]:
         "A": only("A", lambda t: t[:, None, None].repeat(1, 6, 5)),
         "dt_bias": only("dt_bias", lambda t: t[:, None].repeat(1, 6)),
     }
-    refusals = at_once_refusals(case, "BC", "x dt B C z", wider)
-    return [(what, both(of_each("BC", Tensor.half), change), message) for what, change, message in refusals]
+    halves = of_each("BC", Tensor.half)
+    return [
+        (what, lambda a, change=change: {**halves(a), **change({**a, **halves(a)})}, message)
+        for what, change, message in at_once_refusals(case, "BC", "x dt B C z", wider)
+    ]
 
 
 def delta_refusals(case: AnyCase) -> list[Refusal]:
