@@ -167,11 +167,10 @@ FORMS: dict[str, dict[str, Form]] = {  # of every op in every format; of the fir
         "Mamba-1": of(MAMBA2, heads=1, rows=256, cols=16, mamba1=True, D="row", format="int8"),
     },
     "mamba2 at once": {
-        "plain": of(MAMBA2_AT_ONCE),
         "bfloat16": of(MAMBA2_AT_ONCE, format="bfloat16"),
         "float8": of(MAMBA2_AT_ONCE, format="float8_e4m3fn", **STOCHASTIC),
         "16 tokens, a D for every row": of(MAMBA2_AT_ONCE, tokens=16, D="row", **HALF),
-        "without update": of(MAMBA2_AT_ONCE, kept, format="bfloat16"),
+        "without update": of(MAMBA2_AT_ONCE, kept),
         "packed": of(MAMBA2_AT_ONCE, with_kept_padding, tokens=16, packed=True, format="int16"),
         "fresh padding": of(MAMBA2_AT_ONCE, with_fresh_padding, format="int8", **STOCHASTIC, z=False),
     },

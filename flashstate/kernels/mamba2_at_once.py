@@ -18,12 +18,10 @@ from flashstate.kernels.addressing import batch_size, this_program, token_entry,
 from flashstate.kernels.functions import column_of, entry_of, gate, softplus, within_limits
 from flashstate.kernels.slots import read_slot, token_range, write_slot
 from flashstate.kernels.state_io import STREAMING
-from flashstate.kernels.tiles import form_of, tile_at
+from flashstate.kernels.tiles import STAGES, form_of, tile_at
 from flashstate.launch.kernel import kernel
 
 ROOM = tl.constexpr(16)  # tokens, or copies of them, that one product of tensor cores sums over
-MOST_PREFETCHED = tl.constexpr(32768)  # bytes of a program's states
-STAGES_HERE = tl.constexpr(3)
 SUM_TERMS = tl.constexpr(3)  # of sums of time steps
 
 
@@ -101,24 +99,12 @@ def add_skip(y, x_at, D_ptr, b, first, count, h, first_row, TOKENS: tl.constexpr
 
 @triton.jit
 def multiply_tile(codes, factor, C, dtype: tl.constexpr, FORM: tl.constexpr):
-    """The products of a tile with C of every token, (rows, TOKENS), and the tile as it is to be decoded behind them:
-    what is stored in 8 bits as the bits of bfloat16, which the operands are, so that it is converted once."""
+    """The products of a tile with C of every token, (rows, TOKENS)."""
     y = tl.zeros([codes[0].shape[0], C[0][0].shape[0]], tl.float32)
-    kept = ()
     for k in tl.static_range(len(codes)):
         terms = state_io.opaque_terms(codes[k], dtype, 2, FORM.TARGET)
         y = tensor_cores.dot_terms(terms, y, tensor_cores.transposed(C[k]))
-        if kept_as(dtype, FORM.TARGET) == dtype:
-            kept = kept + (codes[k],)
-        else:
-            kept = kept + (terms[0].to(tl.uint16, bitcast=True),)
-    return y * factor, kept
-
-
-@triton.constexpr_function
-def kept_as(dtype, TARGET):
-    """The dtype that a tile has once it was multiplied."""
-    return tl.bfloat16 if dtype.primitive_bitwidth == 8 and TARGET != "interpreter" else dtype
+    return y * factor
 
 
 @kernel
@@ -152,7 +138,6 @@ def mamba2_at_once_kernel(
     dtype: tl.constexpr = data_ptr.dtype.element_ty
     x_dtype: tl.constexpr = x_ptr.dtype.element_ty
     OUTPUT_TERMS: tl.constexpr = 3 if x_dtype == tl.float32 else 2
-    KEPT_AS: tl.constexpr = kept_as(dtype, TARGET)
     UPDATE_TERMS: tl.constexpr = state_io.update_terms(dtype, x_dtype)
 
     read, slots = (read_ptr, read_stride, read_width, accepted_ptr), (num_slots, null, fault_ptr)
@@ -163,8 +148,6 @@ def mamba2_at_once_kernel(
     if TILES == 1:  # the state takes longest
         tile = tile_at(h, first_row, FORM)
         factor, codes = state_io.load_codes(pool, slot, live, tile, FORM)
-    elif state_io.state_bytes(dtype, TILES * BLOCK_ROWS * COLS) <= MOST_PREFETCHED:
-        state_io.prefetch_rows(data_ptr, slot * slot_stride, live, h, first_row, TILES * BLOCK_ROWS, FORM)
     A = tl.load(A_ptr + h).to(tl.float32)
 
     if EARLY:  # what tokens bring may come from the kernel in front; a single tile is on its way
@@ -186,17 +169,16 @@ def mamba2_at_once_kernel(
     weights = in_copies(weights, 0, TOKENS, OUTPUT_TERMS, TARGET)
 
     to = write_slot((write_ptr, write_stride), b, slot, live & (count > 0), slots) if STORES == "last" else slot
-    for i in tl.range(TILES, num_stages=STAGES_HERE):
+    for i in tl.range(TILES, num_stages=STAGES):
         tile_row = first_row + i * BLOCK_ROWS
         if TILES > 1:
             tile = tile_at(h, tile_row, FORM)
             factor, codes = state_io.load_codes(pool, slot, live, tile, FORM)
             x, z = load_values(x_at, z_at, b, first, count, h, tile_row, TOKENS, FORM)
-        operands = replay_window.operands_of(codes, live, 2, PADDING, FORM)
+        codes = replay_window.operands_of(codes, live, 2, PADDING, FORM)
         if PADDING == "fresh":
             factor = tl.where(live, factor, 1.0)
-        y, kept = multiply_tile(operands, factor, C, dtype, FORM)
-        y *= decay[None, :]
+        y = multiply_tile(codes, factor, C, dtype, FORM) * decay[None, :]
         x_terms = tensor_cores.transposed(tensor_cores.terms_of(x, OUTPUT_TERMS, TARGET))
         y = tensor_cores.dot_terms(x_terms, y, weights)
         if D_ptr is not None and D_PER_ROW:
@@ -212,8 +194,8 @@ def mamba2_at_once_kernel(
         if STORES == "last":
             u = in_copies(tl.trans(x.to(tl.float32) * left[:, None]), 1, TOKENS, UPDATE_TERMS, TARGET)
             after = ()
-            for k in tl.static_range(len(kept)):
-                chunk = replay_window.folded(kept[k], factor, total, u, B[k], KEPT_AS, UPDATE_TERMS, TARGET)
+            for k in tl.static_range(len(codes)):
+                chunk = replay_window.folded(codes[k], factor, total, u, B[k], dtype, UPDATE_TERMS, TARGET)
                 after = after + (tensor_cores.as_in_memory(chunk, VECTOR),)
             state_io.store_rounded(pool, to, to >= 0, tile, after, (seed, count - 1, stream), FORM)
     if cu_seqlens_ptr is not None:

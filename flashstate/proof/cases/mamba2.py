@@ -104,12 +104,10 @@ _SHAPES = {
     "Mamba-1, several tokens": (Case(2, 1, 1, 9, 7, mamba1=True, tokens=3, D=None),),
     "at once": (
         Case(2, 2, 1, 16, 16, exact=False, tokens=4, x="float16", bc="float16", D="row"),
-        Case(2, 1, 1, 33, 40, exact=False, tokens=9, x="float16", bc="float16", dt_limit=(0.3, 0.9), index="int64"),
-        Case(2, 2, 2, 20, 12, exact=False, tokens=2, x="float16", bc="float16", z=False, dt_softplus=False),
-    ),
-    "at once, packed": (
         Case(3, 2, 1, 5, 20, exact=False, tokens=2, packed=True, x="float16", bc="float16", D=None),
+        Case(2, 1, 1, 33, 40, exact=False, tokens=9, x="float16", bc="float16", dt_limit=(0.3, 0.9), index="int64"),
         Case(3, 1, 1, 4, 33, exact=False, tokens=16, packed=True, x="float16", bc="float16", dt="float16"),
+        Case(2, 2, 2, 20, 12, exact=False, tokens=2, x="float16", bc="float16", z=False, dt_softplus=False),
     ),
 }
 # Shapes of real models and of none, mixed dtypes.
