@@ -94,7 +94,8 @@ def case_of(mode: Problem, bases: Mapping[str, AnyCase], angles: int) -> AnyCase
         names = {"rows": "channels", "cols": "width", "format": "x", "tokens": "tokens"}
         shape = {new: shape[old] for old, new in names.items()}
     if isinstance(mode, DeltaProblem | DeltaTokensProblem | AtOnceProblem):
-        shape |= {"transposed": mode.transposed, "exact": not isinstance(mode, AtOnceProblem)}
+        shape |= {"transposed": mode.transposed} if mode.op.startswith("gated_delta") else {}
+        shape |= {"exact": not isinstance(mode, AtOnceProblem)}
     if isinstance(mode, HeadProblem | RankProblem):
         rank = int(re.findall(r"rank (\d+)", mode.op)[0])
         shape |= {"rank": rank, "angles": angles if mode.op.endswith("turned") else 0}

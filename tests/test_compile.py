@@ -19,6 +19,7 @@ from kernel_forms import (
     DELTA_REPLAY,
     FORMS,
     MAMBA2,
+    MAMBA2_AT_ONCE,
     ODD,
     ODD_WITH_TENSOR_CORES,
     STORES_NOTHING,
@@ -138,6 +139,16 @@ def test_tensor_cores_sum_what_was_just_rounded_in_the_order_of_what_is_loaded()
     for name, call in (("float16", fold), ("float8_e4m3fn", keep)):
         kernel = compiled(replace(DELTA_REPLAY, cols=32, format=name, rounding="stochastic"), 90, call)
         assert {*re.findall(r"kWidth = (\d)", kernel.asm["ttgir"])} == {"2"}
+
+
+@pytest.mark.parametrize("name", ["float32", "int8"])
+def test_tokens_of_mamba2_at_once_are_summed_in_one_order_with_every_config(name: str) -> None:
+    """Operands of tensor cores are as many, and laid out alike, however many tiles of how many rows a program has."""
+    case, configs = replace(MAMBA2_AT_ONCE, cols=32, format=name), ((16, 1), (16, 4), (32, 1))
+    kernels = [compiled(case, 90, config=Config(rows, 1, 4, tiles=tiles)) for rows, tiles in configs]
+    widths = [re.findall(r"kWidth = (\d)", kernel.asm["ttgir"]) for kernel in kernels]
+    assert {*widths[0]} == {"2"}
+    assert widths == [widths[0]] * len(configs)
 
 
 @triton.jit
@@ -316,6 +327,7 @@ MAMBA3_OPS = [f"mamba3_step rank {rank}{turned}" for rank in (1, 4) for turned i
         *risky_by_turns(["mamba2_step"], calls_of, every=16),
         *risky_by_turns(["gated_delta_step"], calls_of, every=12),
         *risky_by_turns(["gated_delta_at_once"], calls_of, every=12),
+        *risky_by_turns(["mamba2_at_once"], calls_of, every=2),
         *risky_by_turns(MAMBA3_OPS, calls_of, every=24),
         *risky_by_turns([f"mamba2_replay {form}" for form in ("either", "keep", "fold")], calls_of, every=6),
         *risky_by_turns(["conv1d_step"], calls_of, every=1),

@@ -365,8 +365,8 @@ def case_of(key: str, mode: str, size: int) -> AnyCase:
     shape: dict[str, Any] = {
         "rows": rows, "cols": cols, "format": about["format"], "rounding": how["rounding"], "x": HALF, "tokens": tokens
     }  # fmt: skip
-    if op == "mamba2_step":
-        return Case(*heads_of(size, 16, 16), **shape, bc=HALF, dt=HALF)
+    if op in ("mamba2_step", "mamba2_at_once"):
+        return Case(*heads_of(size, 16, 16), **shape, exact=op == "mamba2_step", bc=HALF, dt=HALF)
     if op == "mamba2_replay":
         return ReplayCase(*heads_of(size, 16, 16), **shape, dt=HALF)
     if op == "mamba3_step":
