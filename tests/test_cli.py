@@ -214,7 +214,7 @@ def test_what_cannot_be_parsed_exits_with_2(argv: list[str]) -> None:
             ["info", "conv1d", "--format", "int8"],
             "windows are float32, bfloat16, float16, rounded to nearest, got int8",
         ),
-        (["info", "--at-once", "--tokens", "4"], "mamba2 has no --at-once"),
+        (["info", "mamba3", "--at-once"], "mamba3 has no --at-once"),
         (["info", "gated_delta", "--at-once"], "--at-once: only for calls of 2 to 16 tokens"),
         (["info", "--channels", "8"], "mamba2 has no --channels, only --heads, --groups, --rows, --cols"),
         (["bench", "conv1d", "--device", "cpu", "--rows", "8"], "conv1d has no --rows, only --channels, --width"),

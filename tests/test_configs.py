@@ -199,7 +199,8 @@ def require_one_result(mode: Problem, configs: set[Config], device: torch.device
     replays = isinstance(mode, AnyReplay)
     x = "bfloat16" if device.type == "cuda" else "float32"
     bases: dict[str, AnyCase] = {
-        "mamba2_step": Case(1, 1, 1), "mamba2_at_once": Case(1, 1, 1, bc="float16"), "gated_delta": DeltaCase(1, 1, 1, qk="float16"),
+        "mamba2_step": Case(1, 1, 1), "mamba2_at_once": Case(1, 1, 1, bc="float16"),
+        "gated_delta": DeltaCase(1, 1, 1, qk="float16"),
         "mamba3": Mamba3Case(1, 1, 1, kv="float16"), "mamba2_replay": ReplayCase(x=x),
         "gated_delta_replay": DeltaReplayCase(qk=x if device.type == "cuda" else "float16"),
         "conv1d": ConvCase(1, parameters=mode.format),
