@@ -302,8 +302,8 @@ ODD_WITH_TENSOR_CORES = (
     of(ODD_DELTA_REPLAY, fold, tokens=3, packed=True, window=17, format="int8"),
 )
 BASES = {
-    "mamba2_step": MAMBA2, "mamba2_at_once": MAMBA2, "gated_delta": DELTA, "mamba3": MIMO, "conv1d": CONV, "mamba2_replay": REPLAY,
-    "gated_delta_replay": DELTA_REPLAY,
+    "mamba2_step": MAMBA2, "mamba2_at_once": MAMBA2, "gated_delta": DELTA, "mamba3": MIMO, "conv1d": CONV,
+    "mamba2_replay": REPLAY, "gated_delta_replay": DELTA_REPLAY,
 }  # fmt: skip
 
 

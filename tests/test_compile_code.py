@@ -18,7 +18,21 @@ from asking import (
     state_loads,
 )
 from compiling import CPU, Call, chosen, collected, compile_launch, compiled, machine_with, plain
-from kernel_forms import AT_ONCE, CONV, DELTA, MAMBA2, MIMO, REPLAY, Form, early, fold, keep, kept, with_a_tree
+from kernel_forms import (
+    AT_ONCE,
+    CONV,
+    DELTA,
+    MAMBA2,
+    MAMBA2_AT_ONCE,
+    MIMO,
+    REPLAY,
+    Form,
+    early,
+    fold,
+    keep,
+    kept,
+    with_a_tree,
+)
 
 from flashstate.launch import Config, override, valid_configs
 from flashstate.launch.environment import pretending
@@ -263,10 +277,13 @@ def test_what_one_token_brings_is_asked_for_before_the_state_of_a_float_format(
         replace(DELTA, cols=NARROW, format="bfloat16", tokens=2),
         AT_ONCE,
         replace(AT_ONCE, cols=NARROW, format="bfloat16", transposed=True),
+        replace(MAMBA2_AT_ONCE, format="bfloat16"),
     ],
     ids=str,
 )
-def test_states_of_the_delta_rule_are_on_their_way_before_a_kernel_that_starts_early_waits(case: DeltaCase) -> None:
+def test_tiles_of_tensor_cores_and_of_the_delta_rule_are_on_their_way_before_a_kernel_waits(
+    case: Case | DeltaCase,
+) -> None:
     """Before it waits a kernel loads its tile of states, 16 bytes at a time, and nothing that tokens bring; it stores
     nothing before."""
     ptx, rows = compiled(case, 90, early).asm["ptx"], chosen(case, 90).block_rows
@@ -369,11 +386,16 @@ def moved_bytes(ptx: str) -> int:
     return 32 * (per_thread + 4 * len(re.findall(r"\bshfl\.sync\.", ptx)))
 
 
-@pytest.mark.parametrize(("name", "update"), [("float32", True), ("bfloat16", False)])
-def test_nothing_of_a_state_moves_between_threads_on_its_way_through_tensor_cores(name: str, update: bool) -> None:
+@pytest.mark.parametrize(
+    ("base", "name", "update"),
+    [(AT_ONCE, "float32", True), (AT_ONCE, "bfloat16", False), (MAMBA2_AT_ONCE, "float32", True)],
+)
+def test_nothing_of_a_state_moves_between_threads_on_its_way_through_tensor_cores(
+    base: Case | DeltaCase, name: str, update: bool
+) -> None:
     """Sixteen rows more cost less than these rows have bytes, so they stay where they were loaded, and are stored from
     there."""
-    case, call = replace(AT_ONCE, format=name), plain if update else kept
+    case, call = replace(base, format=name), plain if update else kept
     few, more = (moved_bytes(compiled(case, 90, call, Config(rows, 1, 4)).asm["ptx"]) for rows in (16, 32))
     assert 0 <= more - few < 16 * case.cols * dtype(name).itemsize // 2
 
