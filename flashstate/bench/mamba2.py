@@ -106,12 +106,12 @@ def bind_fla(attend: Callable[..., tuple[Tensor, Tensor]], inputs: Inputs, stori
 
 
 def expanded(inputs: Inputs, dt: Tensor | None = None) -> dict[str, Any]:
-    """All arguments but the slots and the limits of dt, with what is one per head expanded along it, as
+    """All arguments but the slots, the limits of dt and `exact`, with what is one per head expanded along it, as
     selective_state_update wants it."""
     _, heads, rows, cols = inputs.state.data.shape
     dt = inputs.arguments["dt"] if dt is None else dt
     return {
-        **{name: value for name, value in inputs.arguments.items() if name != "dt_limit"},
+        **{name: value for name, value in inputs.arguments.items() if name not in ("dt_limit", "exact")},
         "state": inputs.state.data,
         **{name: inputs.arguments[name][:, None].expand(heads, rows) for name in ("D", "dt_bias")},
         "dt": dt[..., None].expand(*dt.shape, rows),
