@@ -446,7 +446,7 @@ KNOBS_OF: dict[str, tuple[Problem, str, set[int]]] = {  # what a program does se
     "several": (Problem("mamba2_step", *SHAPE, True), "tokens_together", {1, 2, 4}),
     "channels": (ChannelProblem("conv1d_step", *SHAPE, True), "tokens_together", {1, 2, 4, 8}),
     "delta": (DeltaProblem("gated_delta_step", *SHAPE), "tiles", {1, 2, 4, 8, 16}),
-    "delta, several": (DeltaTokensProblem("gated_delta_step", *SHAPE, True), "tokens_together", {1, 2, 4}),
+    "delta, several": (DeltaTokensProblem("gated_delta_step", *SHAPE, True), "tokens_together", {1, 2}),
     "at once": (AtOnceProblem("gated_delta_at_once", *SHAPE, True), "tiles", {1, 2, 4, 8}),
     "rank 1": (HeadProblem("mamba3_step rank 1", *SHAPE), "ahead", {0, 64, 128, 256, 512}),
     "rank 4": (RankProblem("mamba3_step rank 4", *SHAPE), "ahead", {0, 64, 128, 256, 512}),

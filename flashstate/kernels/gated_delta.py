@@ -55,9 +55,22 @@ def load_bias(ptr, h, PER_CHANNEL: tl.constexpr, FORM: tl.constexpr):
     """dt_bias of the head, for each chunk of a tile; zeros if there is none."""
     if PER_CHANNEL and ptr is not None:
         zero = h * 0
-        return tiles.load_columns((ptr, zero, zero, zero + FORM.COLS), zero, zero, h, True, 1, FORM)
+        return load_channels((ptr, zero, zero, zero + FORM.COLS), zero, zero, h, True, FORM)
     else:
         return for_chunks(0.0 if ptr is None else tl.load(ptr + h).to(tl.float32), FORM)
+
+
+@triton.jit
+def load_channels(tensor, b, t, h, exists, FORM: tl.constexpr):
+    """What token t of head h has for each column, in chunks as a tile has them, (CHUNK,) each: a thread has other
+    columns than of a tile, and none that another one has too; so they are for what takes many instructions."""
+    entry = token_entry(tensor, b, t, h, 1)
+    values = ()
+    for i in tl.static_range(FORM.BLOCK_COLS // FORM.CHUNK):
+        cols = i * FORM.CHUNK + tl.arange(0, FORM.CHUNK)
+        x = tl.load(entry + cols, mask=tl.where(exists, cols < FORM.COLS, False), other=0.0)
+        values = values + (tiles.widened_here(x, FORM.TARGET),)
+    return values
 
 
 @triton.jit
@@ -73,10 +86,10 @@ def for_chunks(value, FORM: tl.constexpr):
 def load_alpha(tensor, b, t, h, exists, rate, dt_bias, PER_CHANNEL: tl.constexpr, FORM: tl.constexpr):
     """alpha of token t for each chunk of a tile: of its columns, or that of the head. Without a rate: see decay_of."""
     if PER_CHANNEL:
-        a = tiles.load_columns(tensor, b, t, h, exists, 1, FORM)
+        a = load_channels(tensor, b, t, h, exists, FORM)
         alpha = ()
         for i in tl.static_range(len(a)):
-            alpha = alpha + (decay_of(a[i], rate, dt_bias[i]),)
+            alpha = alpha + (decay_of(a[i], rate, dt_bias[i])[None, :],)
         return alpha
     else:
         a = tiles.load_or_zero(token_entry(tensor, b, t, h, 1), mask=exists)

@@ -266,6 +266,12 @@ def from_bfloat16_ptx(code):
 
 
 @triton.jit
+def from_float16_ptx(x):
+    """The float32 values of float16."""
+    return tl.inline_asm_elementwise("cvt.f32.f16 $0, $1;", "=f,h", [x], tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
 def split_ptx(x):
     """float32 to bfloat16, to nearest, and what is left of it."""
     return tl.inline_asm_elementwise(SPLIT, "=&r,=&f,=&f,f,f", [x], (tl.bfloat16, tl.float32), True, 2)

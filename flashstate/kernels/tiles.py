@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from flashstate.kernels.addressing import token_entry
-from flashstate.kernels.ptx import from_bfloat16_ptx, has_ptx
+from flashstate.kernels.ptx import from_bfloat16_ptx, from_float16_ptx, has_ptx
 
 STAGES = tl.constexpr(3)  # of several tiles: while one is stepped the next two are on their way to shared memory
 MOST_FOLDS = tl.constexpr(16)  # of the chunks of a row onto each other; a single one stays as it is
@@ -179,6 +179,16 @@ def widened(x, TARGET: tl.constexpr):
         return from_bfloat16_ptx(x.to(tl.uint16, bitcast=True))
     else:
         return x.to(tl.float32)
+
+
+@triton.jit
+def widened_here(x, TARGET: tl.constexpr):
+    """Values in float32, in the threads that have them: by a conversion that the compiler knows it would move 16 bits
+    to where they are needed, and have all that follows done there."""
+    if x.dtype == tl.float16 and has_ptx(TARGET):
+        return from_float16_ptx(x)
+    else:
+        return widened(x, TARGET)
 
 
 @triton.jit

@@ -61,11 +61,19 @@ def values_of(op: Op, given: Given, problem: Problem, config: Config) -> dict[st
 
 def loaded_together(given: Given, config: Config) -> int:
     """How many tokens a kernel loads together: no more than there are in a dense call, whose number is fixed while a
-    server runs; as many as the config says of packed rows, however long the longest is. Trees load token by token."""
+    server runs; as many as the config says of packed rows, however long the longest is. Trees load token by token. Half
+    as many where random bits are drawn for every token: that many times unrolled they take long to compile."""
     tokens, slots = given.tokens, given.slots
     if slots is not None and slots.parents is not None:
         return 1
-    return config.tokens_together if tokens.packed else min(config.tokens_together, next_power_of_2(tokens.num_tokens))
+    together = max(1, config.tokens_together // 2) if draws_every_token(given) else config.tokens_together
+    return together if tokens.packed else min(together, next_power_of_2(tokens.num_tokens))
+
+
+def draws_every_token(given: Given) -> bool:
+    """Whether the state after every token is rounded stochastically, to slots of its own or to snapshots."""
+    stored = getattr(given, "snapshots", None), getattr(given, "state", None) if given.stores == "every" else None
+    return any(isinstance(one, State) and one.rounding != "nearest" for one in stored)
 
 
 def tile_values(machine: Machine, problem: Problem, config: Config) -> dict[str, Any]:

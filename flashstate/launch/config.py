@@ -30,6 +30,7 @@ MOST_UNROLLED = 128  # elements of state in a thread, times tokens loaded togeth
 MOST_STAGED = 16 << 10  # bytes of a tile of which two or three are in shared memory
 MOST_OF_A_ROW = 64  # elements in a thread, and
 MOST_CHUNKS = 32  # of a row, unless it is so wide that a whole warp has more: unrolled code that takes long to compile
+MOST_CHUNKS_TOGETHER = 16  # of a row, times tokens loaded together: time to compile grows with the cube of both
 FEW = 64  # batch x heads below which a GPU is mostly idle
 LARGE = 512  # batch x heads from which on there are programs enough, however many rows each has
 TILES = 8  # of a program where arithmetic, or what tokens bring, is the bottleneck, and
@@ -135,9 +136,15 @@ class Problem:
         return config.block_rows * self.block_cols // (config.num_warps * self.warp)
 
     def manageable(self, config: Config) -> bool:
-        """Whether a thread has at most 128 elements of state times what is loaded together, or one row of one tile."""
+        """Whether a thread has at most 128 elements of state times what is loaded together, or one row of one tile; and
+        whether no more tokens are loaded together than compile soon."""
         smallest = config.tokens_together == 1 and config.block_rows == self.fewest_rows(config)
-        return smallest or self.per_thread(config) * config.tokens_together <= MOST_UNROLLED
+        fits = smallest or self.per_thread(config) * config.tokens_together <= MOST_UNROLLED
+        return fits and config.tokens_together <= self.most_together(config)
+
+    def most_together(self, config: Config) -> int:
+        """How many tokens may be loaded together, by the chunks that a row has."""
+        return max(1, MOST_CHUNKS_TOGETHER * self.chunk(config.lanes) // self.block_cols)
 
     def programs(self, config: Config) -> int:
         """How many programs a launch has: each takes tiles of rows of a head."""
@@ -151,7 +158,7 @@ class Problem:
         least = 1 if self.transposed else min(next_power_of_2(self.rows), per_thread * self.warp // self.block_cols)
         config = Config(max(least, self.fewest_rows(Config(1, 1, lanes))), 1, lanes)
         if self.several_tokens and self.batch_heads < LARGE:
-            most = MOST_UNROLLED // 2 // self.per_thread(config)
+            most = min(self.knob_values[-1], self.most_together(config), MOST_UNROLLED // 2 // self.per_thread(config))
             config = replace(config, tokens_together=max(1, min(4 if self.batch_heads < FEW else 2, most)))
         return config
 
