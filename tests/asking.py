@@ -52,6 +52,13 @@ def state_loads(kernel: Any, name: str) -> set[int]:
     return {int(neighbours[layout]) * size for layout in found}
 
 
+def accesses_and_operations(kernel: Any) -> tuple[int, int]:
+    """How many accesses of tensors, and how many operations, the compiler finds where it chooses layouts."""
+    lines = [line for line in kernel.asm["ttir"].splitlines() if not line.startswith("#")]
+    accesses = sum(bool(re.search(r"\btt\.(load|store)\b.*\btensor<", line)) for line in lines)
+    return accesses, sum(" = " in line or "tt.store" in line for line in lines)
+
+
 def narrows_slots(kernel: Any) -> bool:
     """Whether 32 bits of the only int64 that a kernel loads, the slot of a row, are all that addresses are made of, on
     NVIDIA: then its products with strides need half the instructions."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 from asking import (
     access_bytes,
+    accesses_and_operations,
     butterflies,
     narrows_slots,
     require_one_order,
@@ -32,7 +33,10 @@ from kernel_forms import (
     keep,
     kept,
     with_a_tree,
-)
+    with_snapshots,
+    with_snapshots_alike,
+    written_per_token,
+)  # fmt: skip
 
 from flashstate.launch import Config, override, valid_configs
 from flashstate.launch.environment import pretending
@@ -157,6 +161,43 @@ def test_a_thread_that_walks_along_a_row_sums_it_alone_on_blackwell() -> None:
     assert shuffles(kernel) == shuffles(compiled(replace(case, cols=2 * NARROW), 100, plain, config))
     most = Config(config.block_rows, 1, max(case.problem.lane_choices))
     assert 2 * len(butterflies(kernel)) < len(butterflies(compiled(case, 100, plain, most)))
+
+
+KDA = replace(DELTA, heads=32, key_heads=32, per_channel=True, tokens=8, batch=1)
+MINUTES = {  # forms that took one or more to compile
+    "KDA, snapshots": Form(replace(KDA, format="int16", rounding="stochastic"), with_snapshots_alike),
+    "Mamba-2, snapshots": Form(replace(MAMBA2, tokens=8, batch=1), with_snapshots),
+}
+
+
+@pytest.mark.parametrize("name", MINUTES)
+def test_no_form_takes_a_minute_to_compile(name: str) -> None:
+    """A pass of the compiler looks, for every access, at all that it hangs together with, and from each of that again
+    at all: accesses times the square of operations. At 40 million it takes two to four seconds."""
+    form = MINUTES[name]
+    accesses, operations = accesses_and_operations(compiled(form.case, 90, form.call))
+    assert accesses * operations**2 < 200e6, (accesses, operations)
+
+
+def test_half_as_many_tokens_are_loaded_together_where_random_bits_are_drawn_for_each() -> None:
+    case = replace(MAMBA2, tokens=8, format="int8", rounding="stochastic")
+    for call, together in ((plain, 4), (kept, 4), (with_snapshots_alike, 2), (written_per_token, 2)):
+        with collected(90) as launches, override(Config(4, 1, 8, tokens_together=4)):
+            call(case, make_inputs(case, CPU))
+        assert [launch.constants["TOGETHER"] for launch in launches] == [together], call
+
+
+def test_decays_of_channels_are_found_once_in_a_warp() -> None:
+    """And not in every thread that has a row. softplus and exp take two exponentials; one more is of exp(A_log), and
+    one of the sigmoid."""
+    for gates in ("float32", "bfloat16", "float16"):
+        for case in (
+            replace(KDA, cols=NARROW, tokens=2, gates=gates),
+            replace(KDA, cols=NARROW, tokens=0, gates=gates),
+        ):
+            config = chosen(case, 90)
+            kernel = compiled(case, 90, plain, replace(config, tokens_together=1))
+            assert kernel.asm["ptx"].count("ex2.approx") == 2 * NARROW // 32 + 2, case
 
 
 @pytest.mark.parametrize(("tokens", "together"), [(0, 1), (2, 2), (3, 4), (8, 4)])

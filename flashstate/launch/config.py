@@ -31,6 +31,7 @@ MOST_STAGED = 16 << 10  # bytes of a tile of which two or three are in shared me
 MOST_OF_A_ROW = 64  # elements in a thread, and
 MOST_CHUNKS = 32  # of a row, unless it is so wide that a whole warp has more: unrolled code that takes long to compile
 MOST_CHUNKS_TOGETHER = 16  # of a row, times tokens loaded together: time to compile grows with the cube of both
+NARROW = 4  # elements per access, below which a row has many chunks
 FEW = 64  # batch x heads below which a GPU is mostly idle
 LARGE = 512  # batch x heads from which on there are programs enough, however many rows each has
 TILES = 8  # of a program where arithmetic, or what tokens bring, is the bottleneck, and
@@ -163,10 +164,13 @@ class Problem:
         return config
 
     def heuristic_lanes(self, gpu: Gpu) -> int:
-        """Lanes that read 128 columns at once; fewer where sums over them take longest: newer GPUs, several tokens."""
+        """Lanes that read 128 columns at once; fewer where sums over them take longest: newer GPUs, several tokens; but
+        where accesses are narrow so many that several tokens compile soon."""
         wanted = 8 if self.several_tokens else 128 // self.vector
         if gpu.capability >= WALKING_CAPABILITY:
             wanted = min(wanted, 4)
+        if self.several_tokens and self.vector < NARROW:
+            wanted = max(wanted, 2 * self.block_cols // (MOST_CHUNKS_TOGETHER * self.chunk(1)))
         return min(self.lane_choices, key=lambda lanes: abs(math.log2(lanes / wanted)))
 
 

@@ -124,7 +124,7 @@ class DeltaTokensProblem(Problem):
     knob_values: ClassVar[tuple[int, ...]] = POWERS[:2]
 
     def most_together(self, config: Config) -> int:
-        return max(1, super().most_together(config) // 2)
+        return max(1, super().most_together(config) // 4)
 
 
 def delta_kind(several: bool, at_once: bool, longest: int) -> tuple[type[Problem], str]:
