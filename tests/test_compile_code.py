@@ -179,12 +179,22 @@ def test_no_form_takes_a_minute_to_compile(name: str) -> None:
     assert accesses * operations**2 < 200e6, (accesses, operations)
 
 
-def test_half_as_many_tokens_are_loaded_together_where_random_bits_are_drawn_for_each() -> None:
-    case = replace(MAMBA2, tokens=8, format="int8", rounding="stochastic")
-    for call, together in ((plain, 4), (kept, 4), (with_snapshots_alike, 2), (written_per_token, 2)):
-        with collected(90) as launches, override(Config(4, 1, 8, tokens_together=4)):
-            call(case, make_inputs(case, CPU))
-        assert [launch.constants["TOGETHER"] for launch in launches] == [together], call
+def test_fewer_tokens_are_loaded_together_where_random_bits_are_drawn_for_each() -> None:
+    """At most half as many as a config may say: of Mamba-2 two, and of the delta rule one."""
+    of_mamba2 = replace(MAMBA2, tokens=8, format="int8", rounding="stochastic")
+    for call, together in ((plain, [1, 2, 4]), (kept, [1, 2, 4]), (with_snapshots_alike, [1, 2, 2])):
+        assert [loaded_together(of_mamba2, call, n) for n in (1, 2, 4)] == together, call
+    of_delta = replace(DELTA, tokens=8, format="int8", rounding="stochastic")
+    for call, together in ((plain, [1, 2]), (written_per_token, [1, 1])):
+        assert [loaded_together(of_delta, call, n) for n in (1, 2)] == together, call
+
+
+def loaded_together(case: AnyCase, call: Call, together: int) -> int:
+    """How many tokens a call loads together where its config says so many."""
+    with collected(90) as launches, override(Config(4, 1, 8, tokens_together=together)):
+        call(case, make_inputs(case, CPU))
+    (launch,) = launches
+    return int(launch.constants["TOGETHER"])
 
 
 def test_decays_of_channels_are_found_once_in_a_warp() -> None:
@@ -202,10 +212,7 @@ def test_decays_of_channels_are_found_once_in_a_warp() -> None:
 
 @pytest.mark.parametrize(("tokens", "together"), [(0, 1), (2, 2), (3, 4), (8, 4)])
 def test_no_more_tokens_are_loaded_together_than_a_dense_call_has(tokens: int, together: int) -> None:
-    case = replace(MAMBA2, tokens=tokens)
-    with collected(90) as launches, override(Config(4, 1, 8, tokens_together=4)):
-        plain(case, make_inputs(case, CPU))
-    assert [launch.constants["TOGETHER"] for launch in launches] == [together]
+    assert loaded_together(replace(MAMBA2, tokens=tokens), plain, 4) == together
 
 
 def test_trees_load_token_by_token_and_packed_rows_as_many_tokens_however_long_they_are() -> None:

@@ -41,7 +41,7 @@ def values_of(op: Op, given: Given, problem: Problem, config: Config) -> dict[st
         **{name.upper(): getattr(given, name) for name in op.options},
         "fault_ptr": fault_flag(getattr(given, op.main).device), "batch": tokens.batch, "tokens": tokens.num_tokens,
         "longest": tokens.longest or 0, "ONE_TOKEN": tokens.one_token, "STORES": given.stores,
-        "EARLY": getattr(given, "early", False) and given.machine.overlaps, "TOGETHER": loaded_together(given, config),
+        "EARLY": getattr(given, "early", False) and given.machine.overlaps, "TOGETHER": loaded_together(given, problem, config),
         **slots_values(given.slots), **tile_values(given.machine, problem, config),
     }  # fmt: skip
     for name in op.ranges:
@@ -59,14 +59,17 @@ def values_of(op: Op, given: Given, problem: Problem, config: Config) -> dict[st
     return values | op.values(given, problem, config)
 
 
-def loaded_together(given: Given, config: Config) -> int:
+def loaded_together(given: Given, problem: Problem, config: Config) -> int:
     """How many tokens a kernel loads together: no more than there are in a dense call, whose number is fixed while a
-    server runs; as many as the config says of packed rows, however long the longest is. Trees load token by token. Half
-    as many where random bits are drawn for every token: that many times unrolled they take long to compile."""
+    server runs; as many as the config says of packed rows, however long the longest is. Trees load token by token.
+    Where random bits are drawn for every token at most half as many as a config may say: what draws them is unrolled,
+    and takes long to compile."""
     tokens, slots = given.tokens, given.slots
     if slots is not None and slots.parents is not None:
         return 1
-    together = max(1, config.tokens_together // 2) if draws_every_token(given) else config.tokens_together
+    together = config.tokens_together
+    if draws_every_token(given):
+        together = min(together, max(1, problem.knob_values[-1] // 2))
     return together if tokens.packed else min(together, next_power_of_2(tokens.num_tokens))
 
 

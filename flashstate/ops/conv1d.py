@@ -174,7 +174,7 @@ def values(given: Given, problem: Problem, config: Config) -> dict[str, Any]:
     """What the kernel takes of windows and of snapshots, and how it convolves."""
     window, weight, tokens, slots, snapshots = given.window, given.weight, given.tokens, given.slots, given.snapshots
     num_slots, channels, length = window.shape
-    width, together = weight.shape[1], loaded_together(given, config)
+    width, together = weight.shape[1], loaded_together(given, problem, config)
     rolls_back = slots is not None and slots.rolls_back
     strides = (0,) * 4 if snapshots is None else snapshots.stride()
     return {
