@@ -41,7 +41,8 @@ def values_of(op: Op, given: Given, problem: Problem, config: Config) -> dict[st
         **{name.upper(): getattr(given, name) for name in op.options},
         "fault_ptr": fault_flag(getattr(given, op.main).device), "batch": tokens.batch, "tokens": tokens.num_tokens,
         "longest": tokens.longest or 0, "ONE_TOKEN": tokens.one_token, "STORES": given.stores,
-        "EARLY": getattr(given, "early", False) and given.machine.overlaps, "TOGETHER": loaded_together(given, problem, config),
+        "EARLY": getattr(given, "early", False) and given.machine.overlaps,
+        "TOGETHER": loaded_together(given, problem, config),
         **slots_values(given.slots), **tile_values(given.machine, problem, config),
     }  # fmt: skip
     for name in op.ranges:
