@@ -16,6 +16,7 @@ from rich.console import Console
 from flashstate.bench.jobs import Grid, Stored
 from flashstate.bench.ops import OPS
 from flashstate.bench.peers import MeasurementError, choose_peers
+from flashstate.bench.quick import SECONDS, run_quick, show_file
 from flashstate.bench.run import Files, redraw, run_bench, run_host
 from flashstate.bench.ways import WAYS, run_ways, show_file
 from flashstate.check import run_check
@@ -80,6 +81,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _info(options: argparse.Namespace) -> None:
+    options.op = options.op or DEFAULT_OP
     op = OPS[options.op]
     formats = [check_format(options.format or op.grids[0].formats[0][0], options.rounding)]
     if op.shown and options.snapshots:
@@ -97,8 +99,16 @@ def _info(options: argparse.Namespace) -> None:
     show_info(jobs, None if options.gpu is None else Gpu(options.gpu, options.capability), op.pays)
 
 
-def _bench(options: argparse.Namespace) -> None:
+def _bench(options: argparse.Namespace) -> int | None:
     files = Files(options.csv, options.plot)
+    if options.from_json is not None:
+        return show_file(options.from_json, options.plot)
+    if options.quick:
+        require_only(options, "quick", ("op", "device", "seconds", "json", "commit"))
+        device = find_device(options.device)
+        return run_quick(options.op, device, options.seconds or SECONDS, options.json, options.commit)
+    require_quick(options, ("seconds", "json"))
+    options.op = options.op or DEFAULT_OP
     if options.host and (files != Files() or options.from_csv is not None):
         raise ValueError("--host measures only what a call costs the host: it reads, writes and draws no file")
     if options.ways is not None and (options.host or options.plot):
@@ -117,7 +127,23 @@ def _bench(options: argparse.Namespace) -> None:
     return run_bench(op, op.jobs(_changed(options, op.grids)), peers, device, files, options.commit)
 
 
+def require_only(options: argparse.Namespace, flag: str, allowed: Sequence[str]) -> None:
+    """Raise ValueError where somebody gave options that go without one that has a list of its own."""
+    others = [name for name in vars(options) if name not in ("run", flag, *allowed)]
+    given = [name for name in others if getattr(options, name) not in (None, False)]
+    if given:
+        raise ValueError(f"--{flag} goes without --{given[0].replace('_', '-')}: what it measures is a list of its own")
+
+
+def require_quick(options: argparse.Namespace, names: Sequence[str]) -> None:
+    """Raise ValueError where somebody gave options that only go with --quick."""
+    given = _given(options, names)
+    if given:
+        raise ValueError(f"--{min(given)} goes with --quick only")
+
+
 def _tune(options: argparse.Namespace) -> int:
+    options.op = options.op or DEFAULT_OP
     op, device = OPS[options.op], find_device(options.device)
     return run_tune(op, op.jobs(_changed(options, op.tuned_grids)), device, options.output, options.resume)
 
@@ -227,9 +253,10 @@ numbers = partial(number, nargs="+")
 file = partial(option, metavar="FILE", type=Path)
 flag: Callable[..., Option] = partial(dict, action="store_true")
 TOLD = "(default: %(default)s)"
+DEFAULT_OP = "mamba2"
 OP = option(
-    f"{_listed(OPS)}, which is conv1d_step and mamba2_step behind it {TOLD}",
-    "OP", nargs="?", choices=OPS, default="mamba2",
+    f"{_listed(OPS)}, which is conv1d_step and mamba2_step behind it (default: {DEFAULT_OP})",
+    "OP", nargs="?", choices=OPS,
 )  # fmt: skip
 SIZES = {
     "heads": "of a state; of gated_delta: value heads",
@@ -281,6 +308,10 @@ BENCH = {
     "--commit": option("what the CSV says of the sources where git cannot tell", "TEXT"),
     "--from-csv": file("measure nothing: show and draw this file"),
     "--host": flag(help="measure only what a call costs the host"),
+    "--quick": flag(help="measure a few cells of all ops, or of OP, and write one file to send back"),
+    "--seconds": number(f"with --quick: that measuring may take (default: {SECONDS})"),
+    "--json": file("with --quick: the file (default: named after the GPU, here)"),
+    "--from-json": file("measure nothing: show and draw the file of a quick run"),
 }
 TUNE = {
     **MEASURED,
