@@ -99,16 +99,23 @@ def _info(options: argparse.Namespace) -> None:
     show_info(jobs, None if options.gpu is None else Gpu(options.gpu, options.capability), op.pays)
 
 
-def _bench(options: argparse.Namespace) -> int | None:
-    files = Files(options.csv, options.plot)
+def _bench(options: argparse.Namespace) -> int:
     if options.from_json is not None:
-        return show_file(options.from_json, options.plot)
+        require_only(options, "from_json", ("plot",))
+        show_file(options.from_json, options.plot)
+        return 0
     if options.quick:
         require_only(options, "quick", ("op", "device", "seconds", "json", "commit"))
         device = find_device(options.device)
         return run_quick(options.op, device, options.seconds or SECONDS, options.json, options.commit)
     require_quick(options, ("seconds", "json"))
     options.op = options.op or DEFAULT_OP
+    _bench_op(options)
+    return 0
+
+
+def _bench_op(options: argparse.Namespace) -> None:
+    files = Files(options.csv, options.plot)
     if options.host and (files != Files() or options.from_csv is not None):
         raise ValueError("--host measures only what a call costs the host: it reads, writes and draws no file")
     if options.ways is not None and (options.host or options.plot):
@@ -128,11 +135,12 @@ def _bench(options: argparse.Namespace) -> int | None:
 
 
 def require_only(options: argparse.Namespace, flag: str, allowed: Sequence[str]) -> None:
-    """Raise ValueError where somebody gave options that go without one that has a list of its own."""
+    """Raise ValueError where somebody gave options that one of them, which says all else, goes without."""
     others = [name for name in vars(options) if name not in ("run", flag, *allowed)]
     given = [name for name in others if getattr(options, name) not in (None, False)]
     if given:
-        raise ValueError(f"--{flag} goes without --{given[0].replace('_', '-')}: what it measures is a list of its own")
+        one, other = (name.replace("_", "-") for name in (flag, given[0]))
+        raise ValueError(f"--{one} goes without {other if other == 'op' else '--' + other}")
 
 
 def require_quick(options: argparse.Namespace, names: Sequence[str]) -> None:

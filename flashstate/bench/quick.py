@@ -1,4 +1,4 @@
-"""`flashstate bench --quick`: a few minutes on any GPU, over cells of all ops that tell most, and one file to send back.
+"""`flashstate bench --quick`: a few minutes on any GPU, with the cells of all ops that tell most, and one file of them.
 
 Every cell is checked before it is timed, as every measurement is. A cell that is wrong or fails is in the file with the
 reason and without a time, and the others are measured all the same: on a GPU that nobody has tried, that is worth most.
@@ -122,11 +122,9 @@ def run_quick(op: str | None, device: torch.device, seconds: float, path: Path |
     path = path or Path(f"flashstate-{table_name(where['device'] if device.type == 'cuda' else 'cpu')}")
     require_folder(path)
     kept, cells = QuickFile(where, seconds), quick_cells(device, op)
-    entries = track(
-        measured(cells, device, limit), "measuring", len(cells), console=Console(stderr=True), transient=True
-    )
+    console, entries = Console(stderr=True), measured(cells, device, limit)
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        for entry in entries:
+        for entry in track(entries, "measuring", len(cells), console=console, transient=True):
             kept.cells.append(entry)
             kept.used = limit.used
             kept.write(path)
