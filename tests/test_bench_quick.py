@@ -1,0 +1,205 @@
+"""flashstate bench --quick: what is in its file, that it stops in time, and that nothing unchecked has a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from benching import CPU, NEEDS_INTERPRETER, TINY, measure_in_the_interpreter, tiny_job
+from printed import output_of
+
+from flashstate.bench import measure, quick, timing
+from flashstate.bench.binding import IN_PLACE
+from flashstate.bench.jobs import Way
+from flashstate.bench.limit import TimeLimit
+from flashstate.bench.ops import OPS
+from flashstate.bench.quick import NO_TIME, Cell, measured, prepared, quick_cells
+from flashstate.bench.quick_file import CORRECT, TIMES, QuickFile, read_quick
+from flashstate.bench.results import is_roof
+from flashstate.cli import main
+from flashstate.launch import Gpu, Machine, collecting, interpreted
+from flashstate.launch.environment import pretending
+
+
+@pytest.fixture(autouse=True)
+def short_timing_on_a_wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "CPU_SECONDS", 0.001)
+    monkeypatch.setattr(timing, "CPU_CALLS", 1)
+    monkeypatch.setenv("COLUMNS", "160")
+
+
+def tiny_cells(*ops: str) -> list[Cell]:
+    """A small cell of each of these ops."""
+    return [Cell(OPS[op], tiny_job(op), Way(OPS[op].bind), "flashstate") for op in ops]
+
+
+class Clock:
+    """Seconds that pass by one with every look at them."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1
+        return self.now
+
+
+def endless() -> TimeLimit:
+    return TimeLimit(1e9)
+
+
+def test_the_cells_are_of_every_op_and_each_comes_once_the_most_telling_first() -> None:
+    with pretending(Machine(Gpu("a GPU nobody measured", (9, 0)), "sm_89")):
+        cells = quick_cells(CPU)
+        of_one = quick_cells(CPU, "conv1d")
+    assert {cell.op.name for cell in cells} == OPS.keys() - {"span"}
+    assert len({(cell.name, cell.job) for cell in cells}) == len(cells)
+    assert {cell.op.name for cell in of_one} == {"conv1d"}
+    assert [str(cell.job) for cell in cells if cell.op.name == "conv1d"] == [str(cell.job) for cell in of_one]
+    assert {"flashstate", "flashstate, at once", "flashstate, early", "flashstate, rank 1"} == {c.name for c in cells}
+    first = cells[: len(cells) // 3]
+    assert {cell.op.name for cell in first} == OPS.keys() - {"span"}, "a slow machine measures some of every op"
+
+
+@NEEDS_INTERPRETER
+@pytest.mark.interpreted
+def test_a_cell_has_its_roofs_its_verdict_and_the_configs_of_its_launches(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    measure_in_the_interpreter(monkeypatch)
+    cells = tiny_cells("mamba2", "gated_delta", "conv1d")
+    with interpreted():
+        kept = QuickFile({"device": "a CPU"}, 300, 1.5, list(measured(cells, CPU, endless())))
+        for cell, entry in zip(cells, kept.cells, strict=True):
+            inputs = cell.job.case.make_inputs(CPU)
+            with collecting() as launches:
+                cell.way.bind(inputs, IN_PLACE)(measure.slots_of(inputs, IN_PLACE))()
+            (config,) = entry["configs"]
+            (launch,) = launches
+            assert (launch.num_warps, launch.registers) == (config["num_warps"], config["registers"])
+            assert config["block_rows"] in launch.constants.values()
+            assert config["from"].startswith("heuristic: no table")
+    assert [entry["verdict"] for entry in kept.cells] == [CORRECT] * 3
+    assert [row.implementation for row in kept.rows] == ["touch", "read", "flashstate"] * 3
+    assert kept.roofs.keys() == {"touch", "read"}
+    path = tmp_path / "quick.json"
+    kept.write(path)
+    again = read_quick(path)
+    assert again == kept
+    again.write(path.with_name("again.json"))
+    assert path.with_name("again.json").read_bytes() == path.read_bytes()
+    assert json.loads(path.read_text())["complete"] is True
+
+
+def test_cells_are_not_begun_once_the_time_is_used_up() -> None:
+    limit = TimeLimit(3, Clock())  # asked twice before the first cell, and once before every other
+    kept = QuickFile({}, 3, cells=list(measured(tiny_cells("mamba2", "conv1d", "mamba3"), CPU, limit)))
+    assert [entry["verdict"] for entry in kept.cells] == [CORRECT, CORRECT, NO_TIME]
+    assert not kept.complete
+    assert not kept.cells[-1].keys() & {*TIMES, "roofs"}
+    assert {row.op for row in kept.rows} == {"mamba2", "conv1d"}
+
+
+def breaking(cell: Cell, error: Exception) -> Cell:
+    def bind(*args: Any) -> Any:
+        raise error
+
+    return replace(cell, way=Way(bind))
+
+
+def test_what_is_wrong_or_fails_has_a_reason_and_no_time_and_others_are_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cells = tiny_cells("mamba2", "conv1d")
+    failing = [breaking(cells[0], RuntimeError("no such instruction")), breaking(cells[0], torch.OutOfMemoryError())]
+    found = list(measured([*failing, cells[1]], CPU, endless()))
+    verdicts = ["failed: RuntimeError: no such instruction", quick.NO_MEMORY, CORRECT]
+    assert [entry["verdict"] for entry in found] == verdicts
+    monkeypatch.setattr(measure, "error_ratio", lambda *tensors: 7.0)
+    (wrong,) = measured(cells[:1], CPU, endless())
+    assert wrong["verdict"].startswith("wrong: its output is 7 times the error budget away")
+    for entry in (*found[:2], wrong):
+        assert not entry.keys() & {*TIMES, "roofs"}
+
+
+@NEEDS_INTERPRETER
+@pytest.mark.interpreted
+def test_what_cannot_be_prepared_is_left_to_its_cell() -> None:
+    cells = tiny_cells("mamba2", "conv1d")
+    with interpreted():
+        assert prepared([breaking(cells[0], RuntimeError()), cells[1]], CPU).keys() == {1}
+
+
+@pytest.fixture
+def tiny_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ops, small, in the place of all cells."""
+    for op in ("mamba2", "conv1d"):
+        monkeypatch.setitem(OPS, op, replace(OPS[op], case=TINY[op]))
+    parts = [replace(part, grid=replace(part.grid, sizes={})) for part in quick.PARTS[:3] if part.op != "gated_delta"]
+    monkeypatch.setattr(quick.quick_cells, "__defaults__", (None, parts))
+
+
+def run(*options: str) -> int:
+    return main(["bench", "--quick", "--device", "cpu", *options])
+
+
+@pytest.mark.usefixtures("tiny_parts")
+def test_the_command_writes_one_file_that_can_be_shown_and_drawn_elsewhere(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run("--commit", "abc") == 0
+    shown = output_of(capsys)
+    path = tmp_path / "flashstate-cpu.json"
+    found = read_quick(path)
+    assert (found.complete, found.limit, found.where["commit"]) == (True, quick.SECONDS, "abc")
+    assert {"flashstate", "torch", "triton", "device", "date"} <= found.where.keys()
+    assert [row.implementation for row in found.rows] == ["reference, CPU"] * 3
+    assert "wrote flashstate-cpu.json" in shown
+    assert main(["bench", "--from-json", str(path), "--plot", str(tmp_path / "a.png")]) == 0
+    again = output_of(capsys)
+    assert again == shown.replace(" wrote flashstate-cpu.json: this one file has everything", "")
+    assert all(text in again for text in ("conv1d, width 4", "mamba2, 2 heads", "reference, CPU", "of 300 seconds"))
+    for op in ("mamba2", "conv1d"):
+        assert (tmp_path / f"a-{op}.png").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setattr(measure, "error_ratio", lambda *tensors: 7.0)
+    assert run("conv1d") == 1
+    assert {entry["op"] for entry in read_quick(path).cells} == {"conv1d"}
+    assert "batch 1: wrong: its output is 7 times" in output_of(capsys)
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (["--quick", "--batches", "1"], "--quick goes without --batches"),
+        (["--quick", "--json", "no/such/folder/a.json"], "to write a.json to"),
+        (["--seconds", "3"], "--seconds goes with --quick only"),
+        (["--from-json", "a.json", "mamba2"], "--from-json goes without op"),
+        (["--from-json", __file__], "is not a file that flashstate bench --quick wrote"),
+    ],
+)
+def test_a_bad_option_is_refused_before_measuring(
+    options: Sequence[str], complaint: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quick, "measured", None)
+    assert main(["bench", *options]) == 2
+    assert complaint in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.gpu
+def test_a_quick_run_on_a_gpu_keeps_its_time_and_says_what_it_ran_on(tmp_path: Path) -> None:
+    path = tmp_path / "gpu.json"
+    assert main(["bench", "--quick", "--seconds", "20", "--json", str(path)]) == 0
+    found = read_quick(path)
+    assert {"capability", "processors", "driver", "CUDA"} <= found.where.keys()
+    assert found.used < 60
+    assert {"touch", "read"} <= found.roofs.keys()
+    assert all(entry["configs"] for entry in found.cells)
+    ours = [row for row in found.rows if not is_roof(row.implementation)]
+    assert ours
+    assert all(row.percent_of_roof is not None for row in ours)
