@@ -29,7 +29,7 @@ from flashstate.models import DEFAULT_PRESET, KINDS, PRESETS, ModelShape, choose
 from flashstate.plan import show_plan
 from flashstate.state.formats import FORMATS, ROUNDINGS
 from flashstate.state.ring import LARGEST_WINDOW
-from flashstate.tune import run_tune
+from flashstate.tune import QUICK_SECONDS, run_tune, run_tune_quick
 
 ROUNDINGS_OF = {format.name: format.roundings for format in FORMATS.values()}
 ACTIVATIONS = tuple(map(dtype_name, ACTIVATION_DTYPES))
@@ -151,6 +151,10 @@ def require_quick(options: argparse.Namespace, names: Sequence[str]) -> None:
 
 
 def _tune(options: argparse.Namespace) -> int:
+    if options.quick:
+        require_only(options, "quick", ("op", "device", "seconds", "output"))
+        return run_tune_quick(options.op, find_device(options.device), options.seconds or QUICK_SECONDS, options.output)
+    require_quick(options, ("seconds",))
     options.op = options.op or DEFAULT_OP
     op, device = OPS[options.op], find_device(options.device)
     return run_tune(op, op.jobs(_changed(options, op.tuned_grids)), device, options.output, options.resume)
@@ -326,6 +330,11 @@ TUNE = {
     "--tokens": numbers("per row and call: 1, and one number that stands for several (default: 1 4)"),
     "--output": file("the table (default: named after the GPU, here)"),
     "--resume": flag(help="keep the entries that the table has, and find the others"),
+    "--quick": flag(
+        help="find configs of what bench --quick measures, of all ops, or of OP, and keep entries that the table has; "
+        "the table is written where flashstate reads it"
+    ),
+    "--seconds": number(f"with --quick: that it may take (default: {QUICK_SECONDS})"),
 }
 PLAN = {
     "--model": option(f"one of {_listed(PRESETS)} (default: {DEFAULT_PRESET})", "NAME", choices=tuple(PRESETS)),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime, timezone
-from itertools import product
+from functools import partial
+from itertools import groupby, product
 from pathlib import Path
 
 import torch
@@ -16,20 +18,32 @@ from torch import Tensor
 
 from flashstate.bench.binding import TimedCall
 from flashstate.bench.jobs import BenchedOp, Job, with_int64
+from flashstate.bench.limit import TimeLimit
 from flashstate.bench.measure import on_cold_slots, slots_of, storing_for
 from flashstate.bench.peers import MeasurementError
+from flashstate.bench.quick import Cell, quick_cells
 from flashstate.bench.results import require_folder
 from flashstate.bench.timing import time_launches
 from flashstate.info import versions
 from flashstate.launch import Config, Gpu, Problem, collecting, machine_of, override
 from flashstate.launch.config import measured_sizes, mode_key, table_key
 from flashstate.launch.search import Point, Stopwatch, search
-from flashstate.launch.table import COLUMNS, Configs, TableFile, read_table_file, table_name, write_table_file
+from flashstate.launch.table import (
+    COLUMNS,
+    NOT_MEASURED,
+    TABLES,
+    Configs,
+    TableFile,
+    read_table_file,
+    table_name,
+    write_table_file,
+)
 from flashstate.launch.variants import compile_variants, variants_of
 from flashstate.proof import Pool, make_inputs
 from flashstate.proof.laws import LawBroken, require
 from flashstate.state.slots import Slots
 
+QUICK_SECONDS = 600  # that `--quick` may take
 REPLAYS = 5
 MAX_LAUNCHES = 1024  # in a graph: of 8-bit states still more than twice what the cache holds
 CHECKED_ROWS = 16  # of the batch on which configs must give equal bytes
@@ -49,8 +63,56 @@ def run_tune(op: BenchedOp, jobs: Sequence[Job], device: torch.device, output: P
     except LawBroken as reason:
         console.print(f"configs that must not change a byte do: {reason}", style="red", highlight=False)
         return 1
-    Console().print(f"wrote {path}; flashstate reads tables in {Path(__file__).parent / 'launch' / 'tables'}")
+    Console().print(f"wrote {path}; flashstate reads tables in {TABLES}")
     return 0
+
+
+def run_tune_quick(op: str | None, device: torch.device, seconds: float, output: Path | None) -> int:
+    """Find configs of what `bench --quick` measures, in its order, of all ops or of one, in so much time; where the
+    library reads tables, unless told otherwise. Exit status 1 where configs disagree."""
+    if device.type != "cuda":
+        raise ValueError("tune measures kernels on a GPU, and there is none")
+    gpu, groups = machine_of(device).gpu, quick_groups(quick_cells(device, op))
+    path = output or TABLES / table_name(gpu.name)
+    require_folder(path)
+    if not os.access(path.parent, os.W_OK):
+        raise ValueError(f"{path.parent} cannot be written to: --output FILE writes the table elsewhere")
+    try:
+        with torch.cuda.device(device):
+            words = tune_quick(groups, partial(GpuStopwatch, device=device), gpu, path, TimeLimit(seconds))
+    except LawBroken as reason:
+        Console(stderr=True).print(f"configs that must not change a byte do: {reason}", style="red", highlight=False)
+        return 1
+    Console().print(f"wrote {path}: {words}", highlight=False)
+    return 0
+
+
+Group = tuple[BenchedOp, dict[Problem, Job]]  # jobs of an op, by what their configs are looked up by
+
+
+def quick_groups(cells: Iterable[Cell]) -> list[Group]:
+    """The jobs of cells whose ops can be tuned, op by op, in their order."""
+    tunable = [cell for cell in cells if cell.op.tuned is not None]
+    by_op = groupby(tunable, lambda cell: cell.op.name)
+    groups = [list(of_op) for _, of_op in by_op]
+    return [(group[0].op, jobs_by_problem([cell.job for cell in group])) for group in groups]
+
+
+def tune_quick(
+    groups: Sequence[Group], stopwatch: Callable[..., Stopwatch], gpu: Gpu, path: Path, limit: TimeLimit
+) -> str:
+    """Find configs group by group until the time is used up, keep what a table has, and note in the file how far this
+    came; the words of it."""
+    console = Console(stderr=True)
+    for op, by_problem in groups:
+        if not limit.over:
+            tune(list(by_problem), stopwatch(op, by_problem), gpu, path, True, console, limit)
+    table, problems = read_table_file(path), list(dict.fromkeys(p for _, by_problem in groups for p in by_problem))
+    there = sum(p.batch_heads in measured_sizes(table.configs, p) for p in problems)
+    words = f"{there} of {len(problems)} entries of --quick are there, after {limit.used:.0f} seconds"
+    table.header["measured"] = f"{today()}, {words}"
+    write_table_file(path, table)
+    return words
 
 
 def with_variants(op: BenchedOp, jobs: Sequence[Job]) -> list[Job]:
@@ -72,9 +134,11 @@ def jobs_by_problem(jobs: Sequence[Job]) -> dict[Problem, Job]:
 
 
 def tune(
-    problems: Sequence[Problem], stopwatch: Stopwatch, gpu: Gpu, path: Path, resume: bool, console: Console
-) -> None:
-    """Find the configs of these problems and write them to a file after every one, with a progress bar."""
+    problems: Sequence[Problem], stopwatch: Stopwatch, gpu: Gpu, path: Path, resume: bool, console: Console,
+    limit: TimeLimit | None = None,
+) -> None:  # fmt: skip
+    """Find the configs of these problems and write them to a file after every one, with a progress bar; none is begun
+    once the time is used up."""
     table = open_table(path, gpu, () if resume else problems)
     missing = [p for p in problems if p.batch_heads not in measured_sizes(table.configs, p)]
     found = search(problems, stopwatch, gpu, table.configs)
@@ -82,22 +146,28 @@ def tune(
         modes = table.configs.setdefault(table_key(problem), {})
         modes.setdefault(mode_key(problem), {})[problem.batch_heads] = config
         write_table_file(path, table)
+        if limit is not None and limit.over:
+            return
 
 
 def open_table(path: Path, gpu: Gpu, again: Collection[Problem]) -> TableFile:
-    """The table to fill: a new one, or the one in the file with all it has but the entries to measure again."""
+    """The table to fill: a new one, or the one in the file with all it has but the entries to measure again. Nothing
+    stays of a table that is not measured."""
     made_with = {name: versions()[name] for name in ("torch", "triton")}
-    today = datetime.now(timezone.utc).date().isoformat()
-    header = {"gpu": gpu.name, **made_with, "measured": today, "columns": COLUMNS}
+    header = {"gpu": gpu.name, **made_with, "measured": today(), "columns": COLUMNS}
     require_folder(path)
-    if not path.exists():
+    old = read_table_file(path) if path.exists() else TableFile(header, {})
+    if old.header["measured"].startswith(NOT_MEASURED):
         return TableFile(header, {})
-    old = read_table_file(path)
     kept = entries_without(old.configs, {(table_key(p), mode_key(p), p.batch_heads) for p in again})
     for name in ("gpu", "triton"):
         if kept and old.header[name] != header[name]:
             raise ValueError(f"{path} was measured with {name} {old.header[name]}, and here is {header[name]}")
     return TableFile(header, kept)
+
+
+def today() -> str:
+    return datetime.now(timezone.utc).date().isoformat()
 
 
 def entries_without(configs: Configs, dropped: Collection[tuple[str, str, int]]) -> Configs:

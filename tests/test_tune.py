@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, replace
 from pathlib import Path
 
@@ -14,18 +15,21 @@ from rich.console import Console
 
 from flashstate import Slots
 from flashstate.bench.binding import IN_PLACE, Step, Storing
-from flashstate.bench.jobs import Grid, Job, Stored
+from flashstate.bench.jobs import BenchedOp, Grid, Job, Stored
+from flashstate.bench.limit import TimeLimit
 from flashstate.bench.ops import OPS
+from flashstate.bench.quick import quick_cells
 from flashstate.bench.timing import MIN_LAUNCHES, Timing
 from flashstate.cli import main
-from flashstate.launch import Config, Gpu, Problem, choose, interpreted, valid_configs
+from flashstate.launch import Config, Gpu, Machine, Problem, choose, interpreted, valid_configs
 from flashstate.launch.config import TensorCoreProblem, mode_key, table_key
+from flashstate.launch.environment import pretending
 from flashstate.launch.search import Point, neighbours
-from flashstate.launch.table import read_table_file
+from flashstate.launch.table import NOT_MEASURED, read_table_file
 from flashstate.proof import Case, DeltaCase, Inputs
 from flashstate.proof.laws import LawBroken
 from flashstate.state.formats import PORTABLE_FORMATS
-from flashstate.tune import GpuStopwatch, jobs_by_problem, tune, with_variants
+from flashstate.tune import GpuStopwatch, jobs_by_problem, quick_groups, tune, tune_quick, with_variants
 
 GPU = Gpu("a GPU nobody measured", (9, 0))
 BATCHES = (1, 16, 256)
@@ -196,6 +200,52 @@ def test_a_table_measured_elsewhere_is_not_added_to(name: str, value: str, tmp_p
         tuned(path, FakeStopwatch(), resume=True)
     tuned(path, FakeStopwatch())  # replaces all it has
     assert read_table_file(path).header[name] == content[name]
+
+
+class Clock:
+    """Seconds that pass by one with every look at them."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1
+        return self.now
+
+
+def test_a_quick_run_keeps_its_time_says_how_far_it_came_and_goes_on_there(tmp_path: Path) -> None:
+    path, asked = tmp_path / "table.json", list[Problem]()
+
+    def stopwatch(op: BenchedOp, jobs: Mapping[Problem, Job]) -> FakeStopwatch:
+        return FakeStopwatch(lambda problem, config: (asked.append(problem), float(config.lanes))[1])
+
+    def run(seconds: float) -> str:
+        return tune_quick(groups, stopwatch, GPU, path, TimeLimit(seconds, Clock()))
+
+    with pretending(Machine(GPU, "sm_89")):
+        of_ops = quick_groups(quick_cells(torch.device("cpu")))
+    assert {op.name for op, _ in of_ops} == {"mamba2", "gated_delta", "conv1d", "mamba3"}, "those that can be tuned"
+    groups = [of_ops[0], *(group for group in of_ops if group[0].name == "conv1d")]
+    entries = len({place_of(problem) for _, by_problem in groups for problem in by_problem})
+    assert run(2.5).startswith(f"2 of {entries} entries of --quick are there, after ")
+    assert re.fullmatch(rf"\d{{4}}-\d\d-\d\d, 2 of {entries} entries.*", read_table_file(path).header["measured"])
+    assert configs_in(path).keys() == {*map(place_of, list(groups[0][1])[:2])} == {*map(place_of, asked)}
+    before = asked.copy()
+    asked.clear()
+    assert run(1e6).startswith(f"{entries} of {entries} entries")
+    assert not {*map(place_of, before)} & {*map(place_of, asked)}
+    assert len(configs_in(path)) == entries
+
+
+def test_nothing_stays_of_a_table_that_is_not_measured(tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    tuned(path, FakeStopwatch(), PROBLEMS[:2])
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps({**content, "measured": f"{NOT_MEASURED}: reasoned", "triton": "1.0"}))
+    stopwatch = FakeStopwatch()
+    tuned(path, stopwatch, PROBLEMS[:1], resume=True)
+    assert configs_in(path).keys() == {place_of(PROBLEMS[0])}
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", read_table_file(path).header["measured"])
 
 
 def test_neighbours_are_valid_and_reach_every_config_from_every_other() -> None:

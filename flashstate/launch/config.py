@@ -19,7 +19,7 @@ import torch
 
 from flashstate.errors import dtype_name
 from flashstate.launch.environment import WALKING_CAPABILITY, Gpu, replaced, suspended, warp_size
-from flashstate.launch.table import Config, Configs, load_table
+from flashstate.launch.table import NOT_MEASURED, Config, Configs, is_measured, load_table
 from flashstate.state.signature import ACCESS_BYTES
 from flashstate.state.state import State, head_stride, is_transposed
 
@@ -276,7 +276,8 @@ def _look_up(problem: Problem, gpu: Gpu) -> Choice:
         sizes = {size: config for size, config in measured.items() if problem.valid(config)}  # kinds may share a key
         if sizes:
             nearest = min(sizes, key=lambda size: abs(math.log(size / problem.batch_heads)))
-            return Choice(sizes[nearest], f"table of {gpu.name}{what}", nearest)
+            marked = "" if is_measured(gpu.name) else f", which is {NOT_MEASURED}"
+            return Choice(sizes[nearest], f"table of {gpu.name}{marked}{what}", nearest)
     return Choice(problem.heuristic(gpu), "heuristic: no table for this GPU, op, shape, format and mode")
 
 

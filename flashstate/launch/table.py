@@ -20,8 +20,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
+TABLES = Path(str(resources.files("flashstate.launch") / "tables"))
 COLUMNS = "batch x heads: [rows per tile, warps, lanes per row, other fields of the config that are not plain]"
 HEADER = ("gpu", "torch", "triton", "measured", "columns")
+NOT_MEASURED = "not measured"  # what "measured" begins with, where others have a date: such a table was reasoned
 
 
 @dataclass(frozen=True)
@@ -53,10 +55,20 @@ class TableFile(NamedTuple):
 
 
 @functools.cache
+def _file_of(gpu: str) -> TableFile:
+    """The table of a GPU; one of nothing, if there is none."""
+    file = TABLES / table_name(gpu)
+    return parse_table(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else TableFile({}, {})
+
+
 def load_table(gpu: str) -> Configs:
-    """The measured configs of a GPU; empty if there are none."""
-    file = resources.files("flashstate.launch") / "tables" / table_name(gpu)
-    return parse_table(json.loads(file.read_text())).configs if file.is_file() else {}
+    """The configs of a GPU, measured or not; empty if there are none."""
+    return _file_of(gpu).configs
+
+
+def is_measured(gpu: str) -> bool:
+    """Whether the configs of a GPU were measured on it, and not only reasoned from compiled code."""
+    return not _file_of(gpu).header.get("measured", "").startswith(NOT_MEASURED)
 
 
 def table_name(gpu: str) -> str:
