@@ -25,7 +25,7 @@ from flashstate.launch import Config, Gpu, Machine, Problem, choose, interpreted
 from flashstate.launch.config import TensorCoreProblem, mode_key, table_key
 from flashstate.launch.environment import pretending
 from flashstate.launch.search import Point, neighbours
-from flashstate.launch.table import NOT_MEASURED, read_table_file
+from flashstate.launch.table import NOT_MEASURED, read_table_file, table_name
 from flashstate.proof import Case, DeltaCase, Inputs
 from flashstate.proof.laws import LawBroken
 from flashstate.state.formats import PORTABLE_FORMATS
@@ -237,6 +237,48 @@ def test_a_quick_run_keeps_its_time_says_how_far_it_came_and_goes_on_there(tmp_p
     assert len(configs_in(path)) == entries
 
 
+@pytest.fixture
+def a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A machine that has a GPU, as far as the command is concerned; where it reads tables."""
+    machine = Machine(GPU, "sm_89")
+    monkeypatch.setattr("flashstate.cli.find_device", lambda name: torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: pretending(machine))
+    monkeypatch.setattr("flashstate.tune.machine_of", lambda device: machine)
+    monkeypatch.setattr("flashstate.bench.quick.uses_kernels", lambda device: True)
+    monkeypatch.setattr("flashstate.tune.TABLES", tmp_path)
+    monkeypatch.setattr("flashstate.tune.GpuStopwatch", lambda op, jobs, device: FakeStopwatch(lambda *point: 1.0))
+    return tmp_path
+
+
+def test_a_quick_run_writes_the_table_where_the_library_reads_it(
+    a_gpu: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["tune", "conv1d", "--quick"]) == 0
+    found = read_table_file(a_gpu / table_name(GPU.name))
+    assert found.header["gpu"] == GPU.name
+    assert {key.split()[0] for key in found.configs} == {"conv1d_step"}
+    out = " ".join(capsys.readouterr().out.split())
+    assert "6 of 6 entries of --quick are there" in out
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    assert main(["tune", "conv1d", "--quick"]) == 2
+    assert "cannot be written to: --output FILE writes the table elsewhere" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (["--quick", "--resume"], "--quick goes without --resume"),
+        (["--seconds", "3"], "--seconds goes with --quick only"),
+        (["--quick", "--device", "cpu"], "tune measures kernels on a GPU, and there is none"),
+    ],
+)
+def test_a_bad_option_of_a_quick_run_is_refused(
+    options: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["tune", *options]) == 2
+    assert complaint in " ".join(capsys.readouterr().err.split())
+
+
 def test_nothing_stays_of_a_table_that_is_not_measured(tmp_path: Path) -> None:
     path = tmp_path / "table.json"
     tuned(path, FakeStopwatch(), PROBLEMS[:2])
@@ -378,6 +420,14 @@ def test_a_gpu_is_tuned(tmp_path: Path) -> None:
     assert len(found) == 2 * 3 * 2
     assert main(["tune", *options, "--resume"]) == 0
     assert configs_in(path) == found
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_tuned_quickly(tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    assert main(["tune", "mamba2", "--quick", "--seconds", "10", "--output", str(path)]) == 0
+    assert configs_in(path)
+    assert re.search(r", \d+ of \d+ entries of --quick are there", read_table_file(path).header["measured"])
 
 
 def test_two_numbers_of_several_tokens_are_refused() -> None:
