@@ -19,8 +19,8 @@ from flashstate.state.formats import FORMATS
 
 EXAMPLE_GPU = Gpu("NVIDIA H200", (9, 0))  # whose configs are shown on a machine without a GPU
 COLUMNS_OF_CONFIGS = (
-    "Rows are those of a tile, and lanes those of a row. An entry is the batch x heads that a config of a table was "
-    "measured at. Besides: what is not as in a plain config."
+    "Rows are those of a tile, and lanes those of a row. An entry is the batch x heads that a config of a table is "
+    "for. Besides: what is not as in a plain config."
 )
 PAYS = (
     "Replay reads rings beside states and computes more, so it pays from some batch size on. As measured on an H200 in "

@@ -18,12 +18,13 @@ from tables import H200_TABLE, TABLES, case_of, configs_by_mode, entries_of
 from torch import Tensor
 
 import flashstate
+from flashstate.cli import main
 from flashstate.errors import dtype_name
 from flashstate.launch import Config, Gpu, Problem, choose, choose_with_reason, interpreted, override
 from flashstate.launch import config as launch_config
 from flashstate.launch.config import KNOBS, mode_key, table_key, valid_configs
 from flashstate.launch.environment import pretending
-from flashstate.launch.table import load_table, read_table_file, table_text
+from flashstate.launch.table import NOT_MEASURED, load_table, read_table_file, table_text
 from flashstate.ops.at_once import AtOnceProblem
 from flashstate.ops.conv1d import ChannelProblem
 from flashstate.ops.gated_delta import DeltaProblem, DeltaTokensProblem, delta_kind
@@ -96,15 +97,25 @@ def test_every_entry_of_a_table_is_what_its_problem_gets(path: Path) -> None:
 
 
 @every_table
-def test_a_table_says_where_and_when_it_was_measured_and_is_written_a_mode_per_line(path: Path) -> None:
+def test_a_table_says_where_and_when_it_was_measured_if_it_was_and_is_written_a_mode_per_line(
+    path: Path,
+) -> None:
     table = read_table_file(path)
     assert path.stem == table.header["gpu"].lower().replace(" ", "-")
-    assert re.fullmatch(r"\d{4}-\d\d-\d\d", table.header["measured"])
+    assert re.fullmatch(rf"\d{{4}}-\d\d-\d\d(, .+)?|{NOT_MEASURED}: .+", table.header["measured"])
     assert all(re.match(r"\d+\.\d+", table.header[name]) for name in ("torch", "triton"))
     text = path.read_text()
     assert text == table_text(table)
     lines = text.splitlines()
     assert sum(bool(re.search("(one|several) token", line)) for line in lines) == sum(map(len, table.configs.values()))
+
+
+def test_a_config_of_a_table_that_is_not_measured_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    b200 = Gpu("NVIDIA B200", (10, 0))
+    words = {gpu: choose_with_reason(PROBLEM, gpu).reason for gpu in (b200, H200)}
+    assert words == {b200: "table of NVIDIA B200, which is not measured", H200: "table of NVIDIA H200"}
+    assert main(["info", "--gpu", b200.name, "--capability", "10.0"]) == 0
+    assert "Why: table of NVIDIA B200, which is not measured." in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_example_in_the_document_is_part_of_a_table() -> None:

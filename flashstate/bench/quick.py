@@ -140,7 +140,8 @@ def facts_of(device: torch.device) -> dict[str, Any]:
     known = torch.cuda.get_device_properties(device)
     found = {
         "capability": f"{known.major}.{known.minor}", "processors": known.multi_processor_count,
-        "memory": known.total_memory, "L2 cache": known.L2_cache_size, "threads of a warp": known.warp_size,
+        "memory": known.total_memory, "L2 cache": getattr(known, "L2_cache_size", "unknown"),
+        "threads of a warp": machine_of(device).warp,
     }  # fmt: skip
     if torch.version.hip is None:
         return found

@@ -253,7 +253,7 @@ def choose(problem: Problem, gpu: Gpu) -> Config:
 
 
 class Choice(NamedTuple):
-    """A config, a few words on where it comes from, and of a table's the batch x heads that it was measured at."""
+    """A config, a few words on where it comes from, and of a table's the batch x heads that its entry is for."""
 
     config: Config
     reason: str
