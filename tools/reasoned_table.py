@@ -285,9 +285,7 @@ def compare(chip: Chip, only: str, jobs: int) -> None:
             ratios.append(times[entry] / min(times.values()))
             told = f"{times[best]:7.2f} µs {short(best)}, measured best {short(entry)} {times[entry]:7.2f} µs"
             print(f"{table_key(problem)}, {mode_key(problem)}, {problem.batch_heads}: {told}, place {place + 1}")
-    print(
-        f"{len(ratios)} entries: measured bests are reckoned {statistics.median(ratios):.3f} times the shortest (median)"
-    )
+    print(f"{len(ratios)} entries: the best as measured is reckoned {statistics.median(ratios):.3f} times the shortest")
 
 
 def short(config: Config) -> str:
