@@ -16,7 +16,7 @@ from rich.console import Console
 from flashstate.bench.jobs import Grid, Stored
 from flashstate.bench.ops import OPS
 from flashstate.bench.peers import MeasurementError, choose_peers
-from flashstate.bench.quick import SECONDS, run_quick, show_file
+from flashstate.bench.quick import SECONDS, run_quick, show_quick_file
 from flashstate.bench.run import Files, redraw, run_bench, run_host
 from flashstate.bench.ways import WAYS, run_ways, show_file
 from flashstate.check import run_check
@@ -102,7 +102,7 @@ def _info(options: argparse.Namespace) -> None:
 def _bench(options: argparse.Namespace) -> int:
     if options.from_json is not None:
         require_only(options, "from_json", ("plot",))
-        show_file(options.from_json, options.plot)
+        show_quick_file(options.from_json, options.plot)
         return 0
     if options.quick:
         require_only(options, "quick", ("op", "device", "seconds", "json", "commit"))

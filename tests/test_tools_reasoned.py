@@ -47,6 +47,9 @@ def test_a_time_grows_with_what_a_launch_has_to_do_and_falls_with_what_there_is_
     assert times[-1] > 1e6 * moved / B200.memory_rate
     large = replace(PROBLEM, batch_heads=16384)
     assert reckoned(large, CONFIG, code, H200) > times[-1]
+    tiled = replace(CONFIG, tiles=8)
+    few = replace(PROBLEM, batch_heads=16)
+    assert reckoned(few, tiled, code, B200) > reckoned(few, CONFIG, code, B200), "one program waits for eight tiles"
     for worse in ({"issue": 20000.0}, {"registers": 255, "alone": 60000.0}, {"alone": 60000.0}):
         assert reckoned(large, CONFIG, replace(code, **worse), B200) > times[-1], worse
 

@@ -60,6 +60,7 @@ MOST_WARPS, MOST_PROGRAMS, SCHEDULERS = 64, 32, 4
 ALIKE = 1.02  # times the shortest reckoned time: what is no longer is taken to be as fast
 MEMORY_SHARE = 0.92  # of its nominal rate that memory reaches
 SLOT_NS, STATE_NS = 450.0, 750.0  # from asking for a slot number, and then for a state, until it is there
+TILES_ON_THEIR_WAY = 2  # of a program that has several
 LINK_BYTES = 64  # per cycle, between a multiprocessor and the L2 cache
 # Cycles for which an instruction of a warp holds a pipe of its scheduler.
 PIPES = (
@@ -159,7 +160,8 @@ def reckoned(problem: Problem, config: Config, code: Code, chip: Chip) -> float:
     there = code.programs_at_once(config.num_warps)
     moved = 2 * problem.batch_heads * problem.rows * problem.cols * problem.itemsize
     of_one = -(-programs // chip.processors)  # programs of the multiprocessor that has most
-    alone = (SLOT_NS + STATE_NS) * 1e-9 + code.alone / chip.clock
+    waits = SLOT_NS + STATE_NS * max(1, config.tiles / TILES_ON_THEIR_WAY)
+    alone = waits * 1e-9 + code.alone / chip.clock
     by_memory = moved / (MEMORY_SHARE * chip.memory_rate)
     by_link = of_one * moved / programs / 2 / (LINK_BYTES * chip.clock)
     by_issue = of_one * config.num_warps * code.issue / SCHEDULERS / chip.clock

@@ -24,8 +24,8 @@ from flashstate.bench.ops import OPS
 from flashstate.bench.peers import MeasurementError
 from flashstate.bench.plot import draw, require_matplotlib
 from flashstate.bench.quick_file import CORRECT, Entry, QuickFile, entry_of, identity_of, read_quick
-from flashstate.bench.results import Row, provenance_of, require_folder
-from flashstate.bench.run import results_table
+from flashstate.bench.results import PLAIN_SLOTS, Row, provenance_of, require_folder
+from flashstate.bench.run import SLOTS, results_table
 from flashstate.bench.timing import Timing, time_on_cpu
 from flashstate.launch import choose_with_reason, collecting, machine_of, uses_kernels
 from flashstate.launch.config import mode_key, table_key
@@ -118,7 +118,7 @@ def run_quick(op: str | None, device: torch.device, seconds: float, path: Path |
     """Measure with a progress bar, write the file after every cell, and print it. Exit status 1 where a cell is wrong
     or fails."""
     limit = TimeLimit(seconds)
-    where = {**provenance_of(device, commit), **facts_of(device)}
+    where = {**provenance_of(device, commit), **facts_of(device), SLOTS: PLAIN_SLOTS}
     path = path or Path(f"flashstate-{table_name(where['device'] if device.type == 'cuda' else 'cpu')}")
     require_folder(path)
     kept, cells = QuickFile(where, seconds), quick_cells(device, op)
@@ -126,7 +126,7 @@ def run_quick(op: str | None, device: torch.device, seconds: float, path: Path |
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         for entry in track(entries, "measuring", len(cells), console=console, transient=True):
             kept.cells.append(entry)
-            kept.used = limit.used
+            kept.used = round(limit.used, 1)
             kept.write(path)
     show_quick(kept)
     Console().print(f"wrote {path}: this one file has everything", highlight=False)
@@ -216,7 +216,7 @@ def checked_rows(cell: Cell, inputs: Inputs, device: torch.device, known: Roofs)
     return [*rows, row_of(cell.name, job, cold.time(bind), job.counted_bytes, roof)]
 
 
-def show_file(path: Path, plot: Path | None) -> None:
+def show_quick_file(path: Path, plot: Path | None) -> None:
     """Print a file that an earlier run wrote, maybe elsewhere, and draw a picture per op."""
     found = read_quick(path)
     if plot is not None:

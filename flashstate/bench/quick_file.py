@@ -58,7 +58,7 @@ class QuickFile:
 
     def write(self, path: Path) -> None:
         """Write the file so that whoever reads it meets either the old one or the new one."""
-        seconds = {"limit": self.limit, "used": round(self.used, 1)}
+        seconds = {"limit": self.limit, "used": self.used}
         content = {
             "what": WHAT, "version": VERSION, "where": self.where, "seconds": seconds, "complete": self.complete,
             "roofs": self.roofs,
