@@ -64,15 +64,6 @@ def test_what_spills_or_has_narrow_accesses_is_not_chosen_where_there_is_somethi
     assert list(fit(PROBLEM, codes)) == [Config(8, 1, 8)]
 
 
-def test_of_configs_that_are_as_fast_one_warp_with_the_fewest_instructions_is_chosen() -> None:
-    from tools.reasoned_table import B200, Code, by_preference
-
-    code = Code(registers=40, spilled=0, shared=0, access=16, issue=200, alone=600)
-    lazy, busy, slow = Config(8, 1, 16), Config(8, 1, 8), Config(4, 1, 8)
-    codes = {Config(8, 2, 16): code, busy: replace(code, issue=250), lazy: code, slow: replace(code, issue=9000.0)}
-    assert list(by_preference(replace(PROBLEM, batch_heads=16384), codes, B200)) == [lazy, busy, Config(8, 2, 16), slow]
-
-
 def test_a_table_is_written_from_code_and_says_that_it_is_not_measured(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -53,11 +53,10 @@ from tools.frozen_launches import source_of, variant_of
 
 # One token of the two ops that most models have: what has no loop over tokens is one piece of code.
 FORMATS = (FLOAT32, BFLOAT16, ("float16", "stochastic"), ("int8", "nearest"), ("float8_e4m3fn", "nearest"))
-GRIDS = {"mamba2": Grid(FORMATS), "gated_delta": Grid(FORMATS, batches=(1, 4, 16, 64, 256))}
+GRIDS = {"mamba2": Grid(FORMATS), "gated_delta": Grid((FLOAT32, BFLOAT16), batches=(1, 4, 16, 64, 256))}
 PER_THREAD, MOST_WARPS_OF_ONE = (8, 64), 2  # elements of state in a thread, and warps of a program, that are tried
 REGISTERS, SHARED, THREADS_OF_WARP = 65536, 227 << 10, 32  # of a multiprocessor
 MOST_WARPS, MOST_PROGRAMS, SCHEDULERS = 64, 32, 4
-ALIKE = 1.02  # times the shortest reckoned time: what is no longer is taken to be as fast
 MEMORY_SHARE = 0.92  # of its nominal rate that memory reaches
 SLOT_NS, STATE_NS = 450.0, 750.0  # from asking for a slot number, and then for a state, until it is there
 TILES_ON_THEIR_WAY = 2  # of a program that has several
@@ -243,27 +242,15 @@ def fit(problem: Problem, codes: dict[Config, Code]) -> dict[Config, Code]:
 
 
 def ranked(chip: Chip, only: str, jobs: int) -> Iterator[tuple[Problem, dict[Config, float]]]:
-    """The reckoned times of every problem's candidates, the chosen one first."""
+    """The reckoned times of every problem's candidates, the shortest first."""
     modes = jobs_by_mode(only)
     compiled = compile_all(chip, modes, jobs)
     for mode, of_mode in modes.items():
         for job in of_mode:
             with pretending(chip.machine):
                 problem = job.problem
-            yield problem, by_preference(problem, fit(problem, compiled[mode]), chip)
-
-
-def by_preference(problem: Problem, codes: Mapping[Config, Code], chip: Chip) -> dict[Config, float]:
-    """The reckoned times of configs. Of those nearly as fast as the fastest the one comes first that has the fewest
-    warps, as no barrier is reckoned, and then the one that keeps schedulers busy least; then others, by their times."""
-    times = {config: reckoned(problem, config, code, chip) for config, code in codes.items()}
-    enough = ALIKE * min(times.values())
-
-    def place(config: Config) -> tuple[float, ...]:
-        busy = problem.programs(config) * config.num_warps * codes[config].issue
-        return (0, config.num_warps, busy) if times[config] <= enough else (1, times[config])
-
-    return {config: times[config] for config in sorted(times, key=place)}
+            times = {c: reckoned(problem, c, code, chip) for c, code in fit(problem, compiled[mode]).items()}
+            yield problem, dict(sorted(times.items(), key=lambda item: item[1]))
 
 
 def write(chip: Chip, only: str, jobs: int, path: Path) -> None:
@@ -284,7 +271,7 @@ def compare(chip: Chip, only: str, jobs: int) -> None:
         entry = measured_sizes(load_table(chip.gpu.name), problem).get(problem.batch_heads)
         if entry in times:
             best, place = next(iter(times)), list(times).index(entry)
-            ratios.append(times[entry] / min(times.values()))
+            ratios.append(times[entry] / times[best])
             told = f"{times[best]:7.2f} µs {short(best)}, measured best {short(entry)} {times[entry]:7.2f} µs"
             print(f"{table_key(problem)}, {mode_key(problem)}, {problem.batch_heads}: {told}, place {place + 1}")
     print(f"{len(ratios)} entries: the best as measured is reckoned {statistics.median(ratios):.3f} times the shortest")
