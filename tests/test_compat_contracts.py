@@ -363,13 +363,15 @@ def test_a_repeated_call_starts_its_kernel_directly(
     seed = torch.tensor(3)  # at one address in all calls
     monkeypatch.setattr(torch, "randint", lambda *drawn, **options: seed)
     takes_room = door.out in inspect.signature(door.function).parameters
-    first, again = (door.arguments(door.calls[call] | {"given": takes_room}) for _ in range(2))
+    first, second, again = (door.arguments(door.calls[call] | {"given": takes_room}) for _ in range(3))
     door.results(first)
+    door.results(second)  # where torch computes, only this one is remembered, by the op
+    ordinary = len(launcher.ordinary)
     door.results(again)
-    assert (len(launcher.ordinary), len(launcher.directly)) == (1, 1)
+    assert len(launcher.ordinary) == ordinary <= 2
     with suspended():
         door.results(again)
-    got, want = launcher.directly[0], parameters(launcher.ordinary[-1].arguments)
+    got, want = launcher.directly[-1], parameters(launcher.ordinary[-1].arguments)
     new = 0 if again.get(door.out) is not None else 1  # where an output is not given, each call makes one
     assert sum(one != other for one, other in zip(got, want, strict=True)) <= new
 

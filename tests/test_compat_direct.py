@@ -40,7 +40,7 @@ COMPUTED = {  # calls of doors in which torch computes, and which therefore take
     "sglang_delta.fused_recurrent_gated_delta_rule_update": ("a tree", "no beta"),
     "mamba_ssm.mamba3_step_fn": ("elsewhere", "no rows"),
     "vllm.causal_conv1d_update": ("blocks to",),
-    "sglang.causal_conv1d_update": ("a tree", "windows", "accepted counts"),
+    "sglang.causal_conv1d_update": ("a tree",),
     "fla.fused_recurrent_gated_delta_rule": ("several tokens", "packed", "no states given", "no gates"),
     "fla.fused_recurrent_kda": ("several tokens", "packed"),
 }

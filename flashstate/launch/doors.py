@@ -210,6 +210,11 @@ def is_view(output: Any, inputs: Iterable[Tensor]) -> bool:
     return isinstance(output, Tensor) and any(memory_of(output) == memory_of(tensor) for tensor in inputs)
 
 
+def is_dense(tensor: Tensor) -> bool:
+    """Whether this is all of its memory."""
+    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
 def memory_of(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
@@ -323,7 +328,7 @@ def place_of_result(result: Any, watch: Watch, made: list[Tensor]) -> int | None
     if len(sources) != 1 or sources[0] < watch.given:
         raise UnrepeatableError
     whole = watch.tensors[sources[0]]
-    if result.shape != whole.shape and not (result.is_contiguous() and whole.is_contiguous()):
+    if result.shape != whole.shape and not (result.is_contiguous() and is_dense(whole)):
         raise UnrepeatableError
     if (result.data_ptr(), result.numel(), result.dtype) != (whole.data_ptr(), whole.numel(), whole.dtype):
         raise UnrepeatableError
