@@ -35,7 +35,7 @@ TWO_MICROSECONDS = Timing(2.0, 1.9, 2.2)
 # The interpreter's bfloat16 is wrong. Of ops that are not named here it is the first small case.
 TINY: dict[str, AnyCase] = {
     **{op.removesuffix("_step"): replace(cases.quick[0], index="int32") for op, cases in CASES.items()},
-    "mamba2": Case(batch=2, heads=2, groups=1, rows=4, cols=16, slots=5),
+    "mamba2": Case(batch=2, heads=2, groups=1, rows=4, cols=16, slots=5, x="float16", bc="float16"),
     "mamba2_replay": Case(batch=2, heads=1, groups=1, rows=16, cols=16, slots=5),
     "gated_delta": DeltaCase(2, 4, 2, 4, 16, slots=5, x="float16", qk="float16", gates="float16"),
     "gated_delta_replay": DeltaCase(2, 2, 2, 4, 16, slots=5, x="float16", qk="float16", gates="float16"),

@@ -137,17 +137,18 @@ def outcomes(
     """Outputs (slots, H, D) and states (slots, H, D, N) after every token that runs, each row on its own, computed in
     `dtype`: from the slot that it reads, or from all of these; padding from zero."""
     state, found = call.state, {}
+    arguments = {name: value for name, value in call.arguments.items() if name != "exact"}
     for (row, t), parent in call.situation.running.items():
         at, live = call.situation.at(row, t), call.situation.live(row)
         starts = slots or [call.situation.slot(row) if live else 0]
         s = decode(state.data[starts], None if state.scale is None else state.scale[starts]).to(dtype)
         s = found[row, parent][1] if parent >= 0 else s if live else torch.zeros_like(s)
-        token = {name: call.arguments[name] for name in PER_TOKEN}
+        token = {name: arguments[name] for name in PER_TOKEN}
         token = {
             name: None if tensor is None else tensor[at].expand(len(s), *tensor.shape[1:])
             for name, tensor in token.items()
         }
-        found[row, t] = mamba2_token(s, **{**call.arguments, **token})
+        found[row, t] = mamba2_token(s, **{**arguments, **token})
     return found
 
 
