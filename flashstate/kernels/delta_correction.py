@@ -10,7 +10,14 @@ from flashstate.kernels.delta_head import columns_of, columns_that_see, rows_of_
 from flashstate.kernels.functions import column_of, entry_of, row_of, sigmoid
 from flashstate.kernels.tensor_cores import MOST_HALVINGS, left_and_right
 
-MOST_UNROLLED = tl.constexpr(8)  # tokens that are corrected in vectors
+MOST_UNROLLED = 8  # tokens that are corrected in vectors, and beside keys of float32, where that takes long to compile:
+MOST_OF_FLOAT32 = 4
+
+
+@triton.constexpr_function
+def in_vectors(KIND):
+    """Whether the tokens of a row are few enough to be corrected in vectors."""
+    return KIND.TOKENS <= (MOST_UNROLLED if KIND.KEY_TERMS else MOST_OF_FLOAT32)
 
 
 @triton.jit
@@ -29,7 +36,7 @@ def load_beta(beta_at, row, h, i, KIND: tl.constexpr):
 def load_betas(beta_at, row, h, KIND: tl.constexpr):
     """beta of every token, for correct_few; nothing where tokens are too many for that."""
     betas = ()
-    if KIND.TOKENS <= MOST_UNROLLED:
+    if in_vectors(KIND):
         for i in tl.static_range(KIND.TOKENS):
             betas = betas + (load_beta(beta_at, row, h, i, KIND),)
     return betas
@@ -68,7 +75,7 @@ def columns(y):
 def load_values(v_at, row, h, rows, mask, KIND: tl.constexpr):
     """v of every token for rows of head h, (rows,) each, for correct_few; nothing where tokens are too many."""
     count, values = row[5], ()
-    if KIND.TOKENS <= MOST_UNROLLED:
+    if in_vectors(KIND):
         for i in tl.static_range(KIND.TOKENS):
             t = count * 0 + i
             ptrs = rows_of_tokens(v_at, row, h, t, KIND) + rows

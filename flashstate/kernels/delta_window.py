@@ -47,6 +47,15 @@ def factor_of(with_each_other, QK_L2NORM: tl.constexpr):
 
 
 @triton.jit
+def factors_in_loop(rows, exists, QK_L2NORM: tl.constexpr, FORM: tl.constexpr):
+    """What length_factors gives of rows of float32 that these pointers start, in a loop, as products_in_loop is."""
+    if QK_L2NORM:
+        return factor_of(replay_window.products_in_loop(rows, exists, rows, exists, FORM), QK_L2NORM)
+    else:
+        return tl.full(rows.shape, 1.0, tl.float32)
+
+
+@triton.jit
 def summable(logs):
     """Logarithms of decays that products with ones can sum up: of a decay 0 one that is finite, so that it is still 0,
     and no product with a zero is NaN."""
@@ -62,18 +71,21 @@ def sums_of_rows(which, logs, TERMS: tl.constexpr, TARGET: tl.constexpr):
 
 
 @triton.jit
-def load_chunk(rows, exists, i: tl.constexpr, FORM: tl.constexpr):
+def load_chunk(rows, exists, i, FORM: tl.constexpr):
     """Values of every token in chunk i of columns, (tokens, CHUNK), from the rows that these pointers start; zero for
     what does not exist."""
-    BESIDE: tl.constexpr = replay_window.bytes_beside(rows.dtype.element_ty, FORM)
-    CHUNK: tl.constexpr = FORM.CHUNK
-    INSIDE: tl.constexpr = (i + 1) * CHUNK <= FORM.COLS
-    return replay_window.load_token_rows(rows, exists, i * CHUNK, FORM.COLS, CHUNK, INSIDE, BESIDE)
+    if isinstance(i, int):
+        BESIDE: tl.constexpr = replay_window.bytes_beside(rows.dtype.element_ty, FORM)
+        CHUNK: tl.constexpr = FORM.CHUNK
+        INSIDE: tl.constexpr = (i + 1) * CHUNK <= FORM.COLS
+        return replay_window.load_token_rows(rows, exists, i * CHUNK, FORM.COLS, CHUNK, INSIDE, BESIDE)
+    else:
+        return replay_window.load_token_chunk(rows, exists, i, FORM)
 
 
 @triton.jit
 def load_log_decays(
-    rows, exists, i: tl.constexpr, rate, bias_ptr, h, BIAS_PER_CHANNEL: tl.constexpr, FORM: tl.constexpr
+    rows, exists, i, rate, bias_ptr, h, BIAS_PER_CHANNEL: tl.constexpr, FORM: tl.constexpr
 ):  # fmt: skip
     """Logarithms of the decays of every token in chunk i of columns, to be summed up, from the rows of a that these
     pointers start; zero for what does not exist."""
@@ -110,8 +122,7 @@ def decays_of_channels(logs, TERMS: tl.constexpr, TARGET: tl.constexpr):
 
 @triton.jit
 def ring_chunk(
-    k_rows, a_rows, lives, i: tl.constexpr, rate, bias_ptr, h, squares, BIAS_PER_CHANNEL: tl.constexpr,
-    FORM: tl.constexpr,
+    k_rows, a_rows, lives, i, rate, bias_ptr, h, squares, BIAS_PER_CHANNEL: tl.constexpr, FORM: tl.constexpr
 ):  # fmt: skip
     """Of a ring with a decay per channel, in chunk i of columns: its keys, each as much as is left of it at the end of
     the ring; what is left of the state before; and `squares` and the products of its keys with each other."""

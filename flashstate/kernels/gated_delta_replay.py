@@ -14,9 +14,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashstate.kernels import delta_head, delta_window, replay_rows, replay_window, state_io
 from flashstate.kernels.delta_correction import (
-    MOST_UNROLLED,
     correct_all,
     correct_few,
+    in_vectors,
     load_betas,
     load_values,
     steps_of,
@@ -86,7 +86,7 @@ def replay_delta(
         y = y * factor * gamma[None, :]
         if not FOLDS:
             y = dot_terms(transposed(terms_of(u, KIND.RING_TERMS, FORM.TARGET)), y, ring_weights)
-        if KIND.TOKENS <= MOST_UNROLLED:
+        if in_vectors(KIND):
             correct_few(y, values, rows, rows < ROWS, out, ring_u, start, L, row, h, steps, u_dtype, KIND)
         else:
             correct_all(

@@ -133,17 +133,21 @@ def replay_tiles(
     )
     C_rows = replay_rows.entries(replay_rows.token_base(C_at, b, first, g), t, KIND)
     C = replay_window.load_chunks(C_rows, t < count, TERMS, WIDTH, FORM)
-    C_for_B = C
-    if WIDTH != 2:  # B has its columns in another order than the state, which would be moved between threads
-        C_for_B = replay_window.load_chunks(C_rows, t < count, TERMS, 2, FORM)
-    B = replay_window.load_chunks(B_rows, of_ring | new, TERMS, 2, FORM)
+    if TERMS > 0:
+        C_for_B = C
+        if WIDTH != 2:  # B has its columns in another order than the state, which would be moved between threads
+            C_for_B = replay_window.load_chunks(C_rows, t < count, TERMS, 2, FORM)
+        B = replay_window.load_chunks(B_rows, of_ring | new, TERMS, 2, FORM)
     if FOLDS:
         old_B = replay_window.load_chunks(ring_B + ring_row * COLS, lives, FOLD_TERMS, WIDTH, FORM)
         seed = load_seed(seed_ptr, slot, known, FORM.ROUNDING != "nearest" and KIND.UPDATE, KIND.SHARED_SEED)
         old_weight, alpha = tl.zeros([KIND.ROOM], tl.float32), 0.0
-    with_C = tl.zeros([KIND.ROOM, KIND.TOKENS], tl.float32)
-    for i in tl.static_range(len(B)):
-        with_C = dot_terms(B[i], with_C, transposed(C_for_B[i]))
+    if TERMS > 0:
+        with_C = tl.zeros([KIND.ROOM, KIND.TOKENS], tl.float32)
+        for i in tl.static_range(len(B)):
+            with_C = dot_terms(B[i], with_C, transposed(C_for_B[i]))
+    else:
+        with_C = replay_window.products_in_loop(B_rows, of_ring | new, C_rows, t < count, FORM)
     last = base + t
     weights, decay = with_C, tl.zeros([KIND.TOKENS], tl.float32)
     if KIND.UPDATE and first_tile == 0:

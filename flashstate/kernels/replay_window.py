@@ -5,7 +5,7 @@ import triton.language as tl
 
 from flashstate.kernels.functions import column_of, entry_of
 from flashstate.kernels.state_io import from_code
-from flashstate.kernels.tensor_cores import add_products, as_operand, dot_terms, terms_of
+from flashstate.kernels.tensor_cores import add_products, as_operand, dot_terms, terms_of, transposed
 
 
 @triton.jit
@@ -81,11 +81,46 @@ def load_token_chunks(rows, exists, FORM: tl.constexpr):
 
 
 @triton.jit
+def load_token_chunk(rows, exists, i, FORM: tl.constexpr):
+    """What load_token_chunks gives of chunk i, which may be a number of a loop."""
+    BESIDE: tl.constexpr = bytes_beside(rows.dtype.element_ty, FORM)
+    INSIDE: tl.constexpr = FORM.COLS == FORM.BLOCK_COLS
+    return load_token_rows(rows, exists, i * FORM.CHUNK, FORM.COLS, FORM.CHUNK, INSIDE, BESIDE)
+
+
+@triton.jit
+def float32_chunk(rows, exists, i, FORM: tl.constexpr):
+    """Chunk i of every token, which may be a number of a loop, as an operand of float32, without tensor cores."""
+    return terms_of(as_operand(load_token_chunk(rows, exists, i, FORM), FORM.VECTOR), 0, FORM.TARGET)
+
+
+@triton.jit
+def products_in_loop(rows, exists, others, others_exist, FORM: tl.constexpr):
+    """The products in float32 of all rows that these pointers start with all others, (rows, others), summed as
+    `products` does. Without tensor cores they are many instructions, so they are in a loop: else they take long to
+    compile."""
+    total = tl.zeros([rows.shape[0], others.shape[0]], tl.float32)
+    for i in tl.range(FORM.BLOCK_COLS // FORM.CHUNK, num_stages=1):
+        x, y = float32_chunk(rows, exists, i, FORM), float32_chunk(others, others_exist, i, FORM)
+        total = dot_terms(x, total, transposed(y))
+    return total
+
+
+@triton.jit
 def token_operands(chunks, TERMS: tl.constexpr, WIDTH: tl.constexpr, FORM: tl.constexpr):
     """Chunks of tokens as operands of tensor cores, with columns in the order that a state has there."""
     operands = ()
     for i in tl.static_range(len(chunks)):
         operands = operands + (terms_of(as_operand(chunks[i], FORM.VECTOR, WIDTH), TERMS, FORM.TARGET),)
+    return operands
+
+
+@triton.jit
+def all_terms_of(chunks, TERMS: tl.constexpr, TARGET: tl.constexpr):
+    """Every chunk as operands of tensor cores."""
+    operands = ()
+    for i in tl.static_range(len(chunks)):
+        operands = operands + (terms_of(chunks[i], TERMS, TARGET),)
     return operands
 
 

@@ -176,6 +176,31 @@ def halved(x, COLUMNS: tl.constexpr):
 
 
 @triton.jit
+def with_chunk(stack, chunk, i):
+    """Chunks that lie on each other, (rows, columns, chunks), with this one at place i."""
+    return tl.where((tl.arange(0, stack.shape[2]) == i)[None, None, :], chunk[:, :, None], stack)
+
+
+@triton.jit
+def chunks_of_stack(stack):
+    """Every chunk of those that lie on each other, (rows, columns) each."""
+    rows: tl.constexpr = stack.shape[0]
+    cols: tl.constexpr = stack.shape[1]
+    parts = (tl.reshape(stack, (rows, cols * stack.shape[2])),)
+    for _ in tl.static_range(MOST_HALVINGS):
+        if parts[0].shape[1] > cols:
+            halves = ()
+            for i in tl.static_range(len(parts)):
+                x = tl.reshape(parts[i], (rows, cols, 2, parts[i].shape[1] // cols // 2))
+                x = tl.permute(x, (0, 1, 3, 2))
+                left, right = tl.split(x)
+                halves = halves + (tl.reshape(left, (rows, parts[i].shape[1] // 2)),)
+                halves = halves + (tl.reshape(right, (rows, parts[i].shape[1] // 2)),)
+            parts = halves
+    return parts
+
+
+@triton.jit
 def upper_and_lower(x):
     """The halves of a matrix, (rows / 2, columns) each."""
     return tl.split(tl.permute(tl.reshape(x, (2, x.shape[0] // 2, x.shape[1])), (1, 2, 0)))
