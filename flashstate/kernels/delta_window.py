@@ -49,10 +49,11 @@ def factor_of(with_each_other, QK_L2NORM: tl.constexpr):
 @triton.jit
 def factors_in_loop(rows, exists, QK_L2NORM: tl.constexpr, FORM: tl.constexpr):
     """What length_factors gives of rows of float32 that these pointers start, in a loop, as products_in_loop is."""
-    if QK_L2NORM:
-        return factor_of(replay_window.products_in_loop(rows, exists, rows, exists, FORM), QK_L2NORM)
-    else:
-        return tl.full(rows.shape, 1.0, tl.float32)
+    total = tl.zeros([rows.shape[0], rows.shape[0]], tl.float32)
+    for i in tl.range(FORM.BLOCK_COLS // FORM.CHUNK if QK_L2NORM else 0, num_stages=1):
+        x = replay_window.float32_chunk(rows, exists, i, FORM)
+        total = dot_terms(x, total, transposed(x))
+    return factor_of(total, QK_L2NORM)
 
 
 @triton.jit
