@@ -214,6 +214,7 @@ def prepare_channels(
     FORM: tl.constexpr = KIND.FORM
     A_FORM: tl.constexpr = aligned_as(FORM, KIND.A_ALIGNED)
     COLS: tl.constexpr = FORM.COLS
+    WIDTH: tl.constexpr = state_io.operand_width(KIND.DTYPE, True, FORM.TARGET)
     token, of_k, exists = columns_of(count, KIND)
     rate = None if A_log_ptr is None else load_rate(A_log_ptr, h)  # None: a is the logarithm of the decay itself
 
@@ -223,14 +224,39 @@ def prepare_channels(
     ring_k_rows, ring_a_rows = ring_k + window.ring_row * COLS, ring_a + window.ring_row * COLS
     delta_window.prefetch_rows(ring_a_rows, window.lives, 0, COLS, COLS, FORM.TARGET)
     delta_window.prefetch_rows(ring_k_rows, window.lives, 0, COLS, COLS, FORM.TARGET)
-    new, of_ring, gates = (column_rows, a_rows, exists), (ring_k_rows, ring_a_rows, window.lives), (rate, dt_bias_ptr)
     if KIND.KEY_TERMS > 0:
-        kq, old_keys, alphas, squares, key_squares, together, among = channels_unrolled(
-            new, of_ring, gates, h, count, FOLDS, KIND, A_FORM
-        )
+        squares = tl.zeros([2 * KIND.HALF, 2 * KIND.HALF], tl.float32)
+        key_squares = tl.zeros([KIND.ROOM, KIND.ROOM], tl.float32)
+        together = tl.zeros([KIND.ROOM, 2 * KIND.HALF], tl.float32)
+        among = tl.zeros([KIND.HALF, 2 * KIND.HALF], tl.float32)
+        kq, old_keys, alphas = (), (), ()
+        for i in tl.static_range(FORM.BLOCK_COLS // FORM.CHUNK):
+            values = delta_window.load_chunk(column_rows, exists, i, FORM)
+            logs = delta_window.load_log_decays(a_rows, exists, i, rate, dt_bias_ptr, h, KIND.BIAS_PER_CHANNEL, A_FORM)
+            keys, alpha, key_squares = delta_window.ring_chunk(
+                ring_k_rows, ring_a_rows, window.lives, i, rate, dt_bias_ptr, h, key_squares, KIND.BIAS_PER_CHANNEL, FORM
+            )
+            of_values = delta_window.operand_of(values, KIND.KEY_TERMS, 2, FORM)
+            squares = dot_terms(of_values, squares, transposed(of_values))
+            values = widened(values, FORM.WIDENING)
+            if KIND.TOKENS == 1:
+                decay = exp_in_short(logs, FORM.TARGET)
+            else:
+                among, decay = between_tokens(values, of_values, logs, among, count, KIND)
+            decayed = values * decay
+            if FOLDS:
+                kq = kq + (delta_window.operand_of(decayed, KIND.KEY_TERMS, WIDTH, FORM),)
+                old_keys = old_keys + (delta_window.operand_of(keys, KIND.FOLD_TERMS, 2, FORM),)
+                alphas = alphas + (delta_window.ordered(alpha, 2, FORM),)
+            else:
+                kq = kq + (delta_window.operand_of(decayed * alpha, KIND.KEY_TERMS, WIDTH, FORM),)
+                pairs = delta_window.operand_of(keys, KIND.KEY_TERMS, 2, FORM)
+                of_columns = delta_window.operand_of(decayed, KIND.KEY_TERMS, 2, FORM)
+                together = dot_terms(pairs, together, transposed(of_columns))
     else:
+        new, of_ring = (column_rows, a_rows, exists), (ring_k_rows, ring_a_rows, window.lives)
         kq, old_keys, alphas, squares, key_squares, together, among = channels_in_loop(
-            new, of_ring, gates, h, count, FOLDS, KIND, A_FORM
+            new, of_ring, rate, dt_bias_ptr, h, count, FOLDS, KIND, A_FORM
         )
     if KIND.UPDATE and first_row == 0:
         new_a = rows_of_tokens(a_at, row, h, window.token, KIND)
@@ -255,100 +281,49 @@ def prepare_channels(
 
 
 @triton.jit
-def channels_unrolled(new, of_ring, gates, h, count, FOLDS: tl.constexpr, KIND: tl.constexpr, A_FORM: tl.constexpr):
-    """What prepare_channels finds chunk by chunk: k and q as operands, of a ring that is folded its keys, and what is
-    left of the state; and sums of products over all chunks, of k and q, of keys of the ring, of these with k and q, and
-    of k and q of tokens with decays between them."""
-    FORM: tl.constexpr = KIND.FORM
-    WIDTH: tl.constexpr = state_io.operand_width(KIND.DTYPE, True, FORM.TARGET)
-    squares, key_squares, together, among = no_products(KIND)
-    kq, old_keys, alphas = (), (), ()
-    for i in tl.static_range(FORM.BLOCK_COLS // FORM.CHUNK):
-        decayed, keys, alpha, squares, key_squares, among = chunk_of_channels(
-            new, of_ring, gates, i, h, count, squares, key_squares, among, KIND, A_FORM
-        )
-        if FOLDS:
-            kq = kq + (delta_window.operand_of(decayed, KIND.KEY_TERMS, WIDTH, FORM),)
-            old_keys = old_keys + (delta_window.operand_of(keys, KIND.FOLD_TERMS, 2, FORM),)
-            alphas = alphas + (delta_window.ordered(alpha, 2, FORM),)
-        else:
-            kq = kq + (delta_window.operand_of(decayed * alpha, KIND.KEY_TERMS, WIDTH, FORM),)
-            together = with_keys(keys, decayed, together, KIND)
-    return kq, old_keys, alphas, squares, key_squares, together, among
-
-
-@triton.jit
-def channels_in_loop(new, of_ring, gates, h, count, FOLDS: tl.constexpr, KIND: tl.constexpr, A_FORM: tl.constexpr):
-    """What channels_unrolled gives, for keys of float32, whose products without tensor cores are so many instructions
-    that they take long to compile."""
+def channels_in_loop(
+    new, of_ring, rate, bias_ptr, h, count, FOLDS: tl.constexpr, KIND: tl.constexpr, A_FORM: tl.constexpr
+):  # fmt: skip
+    """What prepare_channels finds chunk by chunk, for keys of float32: without tensor cores their products are so many
+    instructions that, unrolled, they took a minute to compile. What tiles need of every chunk is put on a stack."""
+    column_rows, a_rows, exists = new
+    ring_k_rows, ring_a_rows, lives = of_ring
     FORM: tl.constexpr = KIND.FORM
     CHUNKS: tl.constexpr = FORM.BLOCK_COLS // FORM.CHUNK
     WIDTH: tl.constexpr = state_io.operand_width(KIND.DTYPE, True, FORM.TARGET)
-    squares, key_squares, together, among = no_products(KIND)
+    squares = tl.zeros([2 * KIND.HALF, 2 * KIND.HALF], tl.float32)
+    key_squares = tl.zeros([KIND.ROOM, KIND.ROOM], tl.float32)
+    together = tl.zeros([KIND.ROOM, 2 * KIND.HALF], tl.float32)
+    among = tl.zeros([KIND.HALF, 2 * KIND.HALF], tl.float32)
     kq_stack = tl.zeros([2 * KIND.HALF, FORM.CHUNK, CHUNKS], tl.float32)
     key_stack = tl.zeros([KIND.ROOM, FORM.CHUNK, CHUNKS], tl.float32)
     alpha_stack = tl.zeros([1, FORM.CHUNK, CHUNKS], tl.float32)
     for i in tl.range(CHUNKS, num_stages=1):
-        decayed, keys, alpha, squares, key_squares, among = chunk_of_channels(
-            new, of_ring, gates, i, h, count, squares, key_squares, among, KIND, A_FORM
+        values = delta_window.load_chunk(column_rows, exists, i, FORM)
+        logs = delta_window.load_log_decays(a_rows, exists, i, rate, bias_ptr, h, KIND.BIAS_PER_CHANNEL, A_FORM)
+        keys, alpha, key_squares = delta_window.ring_chunk(
+            ring_k_rows, ring_a_rows, lives, i, rate, bias_ptr, h, key_squares, KIND.BIAS_PER_CHANNEL, FORM
         )
+        operand = (delta_window.ordered(values, 2, FORM),)
+        squares = dot_terms(operand, squares, transposed(operand))
+        if KIND.TOKENS == 1:
+            decay = exp_in_short(logs, FORM.TARGET)
+        else:
+            among, decay = between_tokens(values, operand, logs, among, count, KIND)
+        decayed, keys = values * decay, delta_window.ordered(keys, 2, FORM)
         if FOLDS:
             kq_stack = with_chunk(kq_stack, delta_window.ordered(decayed, WIDTH, FORM), i)
-            key_stack = with_chunk(key_stack, delta_window.ordered(keys, 2, FORM), i)
+            key_stack = with_chunk(key_stack, keys, i)
             alpha_stack = with_chunk(alpha_stack, delta_window.ordered(alpha, 2, FORM), i)
         else:
             kq_stack = with_chunk(kq_stack, delta_window.ordered(decayed * alpha, WIDTH, FORM), i)
-            together = with_keys(keys, decayed, together, KIND)
+            together = dot_terms((keys,), together, transposed((delta_window.ordered(decayed, 2, FORM),)))
     kq = replay_window.all_terms_of(chunks_of_stack(kq_stack), KIND.KEY_TERMS, FORM.TARGET)
     if FOLDS:
         old_keys = replay_window.all_terms_of(chunks_of_stack(key_stack), KIND.FOLD_TERMS, FORM.TARGET)
         return kq, old_keys, chunks_of_stack(alpha_stack), squares, key_squares, together, among
     else:
         return kq, (), (), squares, key_squares, together, among
-
-
-@triton.jit
-def no_products(KIND: tl.constexpr):
-    """Sums of products of no chunk: see channels_unrolled."""
-    squares = tl.zeros([2 * KIND.HALF, 2 * KIND.HALF], tl.float32)
-    key_squares = tl.zeros([KIND.ROOM, KIND.ROOM], tl.float32)
-    together = tl.zeros([KIND.ROOM, 2 * KIND.HALF], tl.float32)
-    among = tl.zeros([KIND.HALF, 2 * KIND.HALF], tl.float32)
-    return squares, key_squares, together, among
-
-
-@triton.jit
-def chunk_of_channels(
-    new, of_ring, gates, i, h, count, squares, key_squares, among, KIND: tl.constexpr, A_FORM: tl.constexpr
-):  # fmt: skip
-    """Of chunk i of columns: k and q of new tokens, each as much as is left of what was there before the first of them;
-    keys of a ring, as much as is left of them at its end, and what is left of the state before; and sums of products
-    with those of this chunk."""
-    column_rows, a_rows, exists = new
-    ring_k_rows, ring_a_rows, lives = of_ring
-    rate, bias_ptr = gates
-    FORM: tl.constexpr = KIND.FORM
-    values = delta_window.load_chunk(column_rows, exists, i, FORM)
-    logs = delta_window.load_log_decays(a_rows, exists, i, rate, bias_ptr, h, KIND.BIAS_PER_CHANNEL, A_FORM)
-    keys, alpha, key_squares = delta_window.ring_chunk(
-        ring_k_rows, ring_a_rows, lives, i, rate, bias_ptr, h, key_squares, KIND.BIAS_PER_CHANNEL, FORM
-    )
-    of_values = delta_window.operand_of(values, KIND.KEY_TERMS, 2, FORM)
-    squares = dot_terms(of_values, squares, transposed(of_values))
-    values = widened(values, FORM.WIDENING)
-    if KIND.TOKENS == 1:
-        decay = exp_in_short(logs, FORM.TARGET)
-    else:
-        among, decay = between_tokens(values, of_values, logs, among, count, KIND)
-    return values * decay, keys, alpha, squares, key_squares, among
-
-
-@triton.jit
-def with_keys(keys, decayed, together, KIND: tl.constexpr):
-    """`together` and, of a chunk of columns, the products of keys of a ring with k and q of new tokens."""
-    pairs = delta_window.operand_of(keys, KIND.KEY_TERMS, 2, KIND.FORM)
-    of_columns = delta_window.operand_of(decayed, KIND.KEY_TERMS, 2, KIND.FORM)
-    return dot_terms(pairs, together, transposed(of_columns))
 
 
 @triton.jit

@@ -175,20 +175,22 @@ def column_of(matrix, i):
 
 
 @triton.jit
-def philox(seed, c0, c1, c2, c3, ROUNDS: tl.constexpr):
+def philox(seed, c0, c1, c2, c3, ROUNDS: tl.constexpr, IN_LOOP: tl.constexpr = False):
     """Philox-4x32: four words per counter c0. The same words as tl.philox, with one wide multiply for each product
-    where that has two: a float16 stochastic step is bound by instructions, and this saves one in eight."""
+    where that has two: a float16 stochastic step is bound by instructions, and this saves one in eight. IN_LOOP: rounds
+    are not unrolled before layouts are chosen, which takes long where a kernel has many calls."""
     k0 = seed.to(tl.uint32)
     k1 = (seed >> 32).to(tl.uint32)
     zero = tl.zeros(c0.shape, tl.uint32)
     w0, w1, w2, w3 = c0, (zero + c1).to(tl.uint32), (zero + c2).to(tl.uint32), (zero + c3).to(tl.uint32)
-    for _ in tl.static_range(ROUNDS):
-        p = w0.to(tl.uint64) * 0xD2511F53
-        q = w2.to(tl.uint64) * 0xCD9E8D57
-        w0 = (q >> 32).to(tl.uint32) ^ w1 ^ k0
-        w2 = (p >> 32).to(tl.uint32) ^ w3 ^ k1
-        w1 = q.to(tl.uint32)
-        w3 = p.to(tl.uint32)
-        k0 += 0x9E3779B9
-        k1 += 0xBB67AE85
+    for _ in tl.range(ROUNDS if IN_LOOP else 1, num_stages=1):
+        for _ in tl.static_range(1 if IN_LOOP else ROUNDS):
+            p = w0.to(tl.uint64) * 0xD2511F53
+            q = w2.to(tl.uint64) * 0xCD9E8D57
+            w0 = (q >> 32).to(tl.uint32) ^ w1 ^ k0
+            w2 = (p >> 32).to(tl.uint32) ^ w3 ^ k1
+            w1 = q.to(tl.uint32)
+            w3 = p.to(tl.uint32)
+            k0 += 0x9E3779B9
+            k1 += 0xBB67AE85
     return w0, w1, w2, w3

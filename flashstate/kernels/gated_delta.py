@@ -247,7 +247,8 @@ def gated_delta_step_kernel(
     rate = None if A_log_ptr is None else load_rate(A_log_ptr, h)  # None: a is the log-decay itself
     dt_bias = load_bias(dt_bias_ptr, h, BIAS_PER_CHANNEL, FORM)
     if STORES == "last":  # drawn while the state is on its way
-        random = random_bits((seed, count - 1, stream), tile, data_ptr.dtype.element_ty, FORM)
+        DRAWS_TWICE: tl.constexpr = TRANSPOSED and copy_ptr is not None
+        random = random_bits((seed, count - 1, stream), tile, data_ptr.dtype.element_ty, FORM, DRAWS_TWICE)
 
     if EARLY:  # what tokens bring may come from the kernel in front; the state is on its way
         gdc_wait()

@@ -242,17 +242,19 @@ def to_code(v, e, stored, random, dtype: tl.constexpr, ROUNDING: tl.constexpr, T
 
 
 @triton.jit
-def random_bits(drawing, tile, dtype: tl.constexpr, FORM: tl.constexpr):
+def random_bits(drawing, tile, dtype: tl.constexpr, FORM: tl.constexpr, IN_LOOP: tl.constexpr = False):
     """Sixteen random bits for every element of a tile that is stored in `dtype`, as bits_of_words has them; 0 if none
-    are needed."""
+    are needed. IN_LOOP: see philox."""
     bits = ()
     for k in tl.static_range(len(tile.masks)):
-        bits = bits + (bits_of_chunk(drawing, tile, k, dtype, FORM),)
+        bits = bits + (bits_of_chunk(drawing, tile, k, dtype, FORM, IN_LOOP),)
     return bits
 
 
 @triton.jit
-def bits_of_chunk(drawing, tile, k: tl.constexpr, dtype: tl.constexpr, FORM: tl.constexpr):
+def bits_of_chunk(
+    drawing, tile, k: tl.constexpr, dtype: tl.constexpr, FORM: tl.constexpr, IN_LOOP: tl.constexpr = False
+):  # fmt: skip
     """Sixteen random bits for every element of chunk k of a tile that is stored in `dtype`, as bits_of_words has them;
     0 if none are needed.
 
@@ -269,9 +271,9 @@ def bits_of_chunk(drawing, tile, k: tl.constexpr, dtype: tl.constexpr, FORM: tl.
     else:
         call = k * FORM.CHUNK // per_call + tl.arange(0, per_chunk // per_thread) * per_thread
         c0 = (tile.rows[:, None] * calls + call[None, :]).to(tl.uint32)
-        r0, r1, r2, r3 = philox(seed, c0, token, stream, 0, FORM.ROUNDS)
+        r0, r1, r2, r3 = philox(seed, c0, token, stream, 0, FORM.ROUNDS, IN_LOOP)
         if per_thread == 2:
-            n0, n1, n2, n3 = philox(seed, c0 + 1, token, stream, 0, FORM.ROUNDS)
+            n0, n1, n2, n3 = philox(seed, c0 + 1, token, stream, 0, FORM.ROUNDS, IN_LOOP)
             r0, r1, r2, r3 = tl.join(r0, n0), tl.join(r1, n1), tl.join(r2, n2), tl.join(r3, n3)
         if FORM.CHUNK < per_call:  # half a call
             words = tl.join(r2, r3) if k % 2 == 1 else tl.join(r0, r1)

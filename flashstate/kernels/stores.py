@@ -46,7 +46,7 @@ def store_snapshot(copies, row, goes, t, drawing, tile, copy_tile, s, FORM: tl.c
     """Store the state after token t in that row of the snapshots, if `goes`, unless it is -1."""
     copy_ptr, copy_scale_ptr, copy_b, copy_scale_b, copy_t, copy_scale_t = copies
     DRAWN: tl.constexpr = rounded_as(FORM, COPY_FORM.ROUNDING)  # as threads have the tile
-    bits = random_bits(drawing, tile, copy_ptr.dtype.element_ty, DRAWN)
+    bits = random_bits(drawing, tile, copy_ptr.dtype.element_ty, DRAWN, FORM.TRANSPOSED)
     to = tl.where(goes, row, -1)
     offsets = to * copy_b + t.to(tl.int64) * copy_t, to * copy_scale_b + t.to(tl.int64) * copy_scale_t
     store_state((copy_ptr, copy_scale_ptr, 0, 0), offsets, to >= 0, copy_tile, s, bits, COPY_FORM)
