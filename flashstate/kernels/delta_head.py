@@ -145,7 +145,8 @@ def prepare_head(
     token, of_k, exists = columns_of(count, KIND)
     j, last = tl.arange(0, KIND.ROOM), window.base + token
 
-    values = replay_window.load_token_chunks(rows_of_columns(k_at, q_at, row, g, KIND), exists, FORM)
+    if KIND.KEY_TERMS > 0:
+        values = replay_window.load_token_chunks(rows_of_columns(k_at, q_at, row, g, KIND), exists, FORM)
     ring_k = ring_k_ptr + slot * ring_k_stride + replay_window.head_in_ring(g, L, FORM.COLS, KIND.RING_K_H)
     new_k = rows_of_tokens(k_at, row, g, window.token, KIND)
     rows = tl.where(window.of_ring, ring_k + window.ring_row * FORM.COLS, new_k)
@@ -159,8 +160,8 @@ def prepare_head(
     rate = None if A_log_ptr is None else load_rate(A_log_ptr, h)  # None: a is the logarithm of the decay itself
     bias = 0.0 if dt_bias_ptr is None else tl.load(dt_bias_ptr + h).to(tl.float32)
 
-    kq = replay_window.token_operands(values, KIND.KEY_TERMS, WIDTH, FORM)
     if KIND.KEY_TERMS > 0:
+        kq = replay_window.token_operands(values, KIND.KEY_TERMS, WIDTH, FORM)
         of_columns = kq if WIDTH == 2 else replay_window.token_operands(values, KIND.KEY_TERMS, 2, FORM)
         of_keys = replay_window.token_operands(keys, KIND.KEY_TERMS, 2, FORM)
         together = products(of_keys, of_columns)
@@ -168,8 +169,9 @@ def prepare_head(
         together *= delta_window.length_factors(of_keys, KIND.QK_L2NORM)[:, None] * scale[None, :]
     else:
         columns, are_keys = rows_of_columns(k_at, q_at, row, g, KIND), window.of_ring | window.new
+        kq, squares = delta_window.operands_in_loop(columns, exists, KIND.KEY_TERMS, WIDTH, FORM)
         together = replay_window.products_in_loop(rows, are_keys, columns, exists, FORM)
-        scale = delta_window.factors_in_loop(columns, exists, KIND.QK_L2NORM, FORM) * tl.where(of_k, 1.0, q_scale)
+        scale = delta_window.factor_of(squares, KIND.QK_L2NORM) * tl.where(of_k, 1.0, q_scale)
         together *= delta_window.factors_in_loop(rows, are_keys, KIND.QK_L2NORM, FORM)[:, None] * scale[None, :]
 
     logs = tl.where(window.of_ring[:, None], ring_g, tl.where(window.new[:, None], log_decay(a, rate, bias), 0.0))
@@ -184,15 +186,17 @@ def prepare_head(
             append_rows(ring_k + window.to_row * FORM.COLS, new_k, window.appends, FORM)
     ring_weights = terms_of(tl.where(window.of_ring[:, None], weights, 0.0), KIND.RING_TERMS, FORM.TARGET)
     if FOLDS:
-        old = replay_window.load_token_chunks(ring_k + window.ring_row * FORM.COLS, window.lives, FORM)
+        old_rows = ring_k + window.ring_row * FORM.COLS
+        if KIND.KEY_TERMS > 0:
+            old = replay_window.load_token_chunks(old_rows, window.lives, FORM)
         left, alpha = delta_window.decays_of_ring(replay_window.once(ring_g), live, KIND.SUM_TERMS, FORM.TARGET)
         if KIND.KEY_TERMS > 0:
             raw = replay_window.token_operands(old, KIND.KEY_TERMS, 2, FORM)
             old_weight = left * delta_window.length_factors(raw, KIND.QK_L2NORM)
+            old_keys = replay_window.token_operands(old, KIND.FOLD_TERMS, 2, FORM)
         else:
-            old_rows = ring_k + window.ring_row * FORM.COLS
-            old_weight = left * delta_window.factors_in_loop(old_rows, window.lives, KIND.QK_L2NORM, FORM)
-        old_keys = replay_window.token_operands(old, KIND.FOLD_TERMS, 2, FORM)
+            old_keys, squares = delta_window.operands_in_loop(old_rows, window.lives, KIND.FOLD_TERMS, 2, FORM)
+            old_weight = left * delta_window.factor_of(squares, KIND.QK_L2NORM)
         return kq, gamma, weights, window.base, ring_weights, (old_keys, old_weight, for_chunks(alpha, FORM))
     else:
         return kq, gamma, weights, window.base, ring_weights, ()

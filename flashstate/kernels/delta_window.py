@@ -13,7 +13,16 @@ from flashstate.kernels.functions import (
     softplus_in_short,
 )
 from flashstate.kernels.gated_delta import EPSILON, log_decay
-from flashstate.kernels.tensor_cores import as_in_memory, as_operand, dot_terms, products, terms_of, transposed
+from flashstate.kernels.tensor_cores import (
+    as_in_memory,
+    as_operand,
+    chunks_of_stack,
+    dot_terms,
+    products,
+    terms_of,
+    transposed,
+    with_chunk,
+)
 from flashstate.kernels.tiles import widened
 
 LEAST_LOGARITHM = tl.constexpr(-1e30)  # of decays: exp of it is 0, and any number of them can be summed up
@@ -54,6 +63,21 @@ def factors_in_loop(rows, exists, QK_L2NORM: tl.constexpr, FORM: tl.constexpr):
         x = replay_window.float32_chunk(rows, exists, i, FORM)
         total = dot_terms(x, total, transposed(x))
     return factor_of(total, QK_L2NORM)
+
+
+@triton.jit
+def operands_in_loop(rows, exists, TERMS: tl.constexpr, WIDTH: tl.constexpr, FORM: tl.constexpr):
+    """Rows of float32 that these pointers start, as token_operands gives them, and their products with each other; in a
+    loop, as products_in_loop is, which puts chunks on a stack."""
+    CHUNKS: tl.constexpr = FORM.BLOCK_COLS // FORM.CHUNK
+    squares = tl.zeros([rows.shape[0], rows.shape[0]], tl.float32)
+    stack = tl.zeros([rows.shape[0], FORM.CHUNK, CHUNKS], tl.float32)
+    for i in tl.range(CHUNKS, num_stages=1):
+        x = replay_window.load_token_chunk(rows, exists, i, FORM)
+        operand = (ordered(x, 2, FORM),)
+        squares = dot_terms(operand, squares, transposed(operand))
+        stack = with_chunk(stack, ordered(x, WIDTH, FORM), i)
+    return replay_window.all_terms_of(chunks_of_stack(stack), TERMS, FORM.TARGET), squares
 
 
 @triton.jit
