@@ -10,8 +10,8 @@ from flashstate.kernels.delta_head import columns_of, columns_that_see, rows_of_
 from flashstate.kernels.functions import column_of, entry_of, row_of, sigmoid
 from flashstate.kernels.tensor_cores import MOST_HALVINGS, left_and_right
 
-MOST_UNROLLED = 8  # tokens that are corrected in vectors, and beside keys of float32, where that takes long to compile:
-MOST_OF_FLOAT32 = 4
+MOST_UNROLLED = 8  # tokens that are corrected in vectors, and
+MOST_OF_FLOAT32 = 4  # beside keys of float32, where eight took 55 seconds to compile
 
 
 @triton.constexpr_function

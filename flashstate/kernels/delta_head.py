@@ -238,17 +238,9 @@ def prepare_channels(
             values = delta_window.load_chunk(column_rows, exists, i, FORM)
             logs = delta_window.load_log_decays(a_rows, exists, i, rate, dt_bias_ptr, h, KIND.BIAS_PER_CHANNEL, A_FORM)
             keys, alpha, key_squares = delta_window.ring_chunk(
-                ring_k_rows,
-                ring_a_rows,
-                window.lives,
-                i,
-                rate,
-                dt_bias_ptr,
-                h,
-                key_squares,
-                KIND.BIAS_PER_CHANNEL,
+                ring_k_rows, ring_a_rows, window.lives, i, rate, dt_bias_ptr, h, key_squares, KIND.BIAS_PER_CHANNEL,
                 FORM,
-            )
+            )  # fmt: skip
             of_values = delta_window.operand_of(values, KIND.KEY_TERMS, 2, FORM)
             squares = dot_terms(of_values, squares, transposed(of_values))
             values = widened(values, FORM.WIDENING)
