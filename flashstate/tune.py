@@ -73,6 +73,8 @@ def run_tune_quick(op: str | None, device: torch.device, seconds: float, output:
     if device.type != "cuda":
         raise ValueError("tune measures kernels on a GPU, and there is none")
     gpu, groups = machine_of(device).gpu, quick_groups(quick_cells(device, op))
+    if not groups:
+        raise ValueError(f"{op} has no configs to tune")
     path = output or TABLES / table_name(gpu.name)
     require_folder(path)
     if not os.access(path.parent, os.W_OK):
@@ -83,7 +85,7 @@ def run_tune_quick(op: str | None, device: torch.device, seconds: float, output:
     except LawBroken as reason:
         Console(stderr=True).print(f"configs that must not change a byte do: {reason}", style="red", highlight=False)
         return 1
-    Console().print(f"wrote {path}: {words}", highlight=False)
+    Console().print(f"{path}: {words}", highlight=False)
     return 0
 
 
@@ -101,17 +103,18 @@ def quick_groups(cells: Iterable[Cell]) -> list[Group]:
 def tune_quick(
     groups: Sequence[Group], stopwatch: Callable[..., Stopwatch], gpu: Gpu, path: Path, limit: TimeLimit
 ) -> str:
-    """Find configs group by group until the time is used up, keep what a table has, and note in the file how far this
-    came; the words of it."""
-    console = Console(stderr=True)
+    """Find configs group by group until the time is used up, keep what a table has, and say how far this came: in the
+    file too, unless nothing was found."""
+    console, before = Console(stderr=True), open_table(path, gpu, ()).configs
     for op, by_problem in groups:
         if not limit.over:
             tune(list(by_problem), stopwatch(op, by_problem), gpu, path, True, console, limit)
-    table, problems = read_table_file(path), list(dict.fromkeys(p for _, by_problem in groups for p in by_problem))
+    table, problems = open_table(path, gpu, ()), list(dict.fromkeys(p for _, by_problem in groups for p in by_problem))
     there = sum(p.batch_heads in measured_sizes(table.configs, p) for p in problems)
     words = f"{there} of {len(problems)} entries of --quick are there, after {limit.used:.0f} seconds"
-    table.header["measured"] = f"{today()}, {words}"
-    write_table_file(path, table)
+    if table.configs != before:
+        table.header["measured"] = f"{today()}, {words}"
+        write_table_file(path, table)
     return words
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from benching import CPU, NEEDS_INTERPRETER, TINY, measure_in_the_interpreter, tiny_job
+from benching import CPU, NEEDS_INTERPRETER, TINY, TWO_MICROSECONDS, measure_in_the_interpreter, tiny_job
 from printed import output_of
 
 from flashstate.bench import measure, quick, timing
@@ -18,12 +19,13 @@ from flashstate.bench.binding import IN_PLACE
 from flashstate.bench.jobs import Way
 from flashstate.bench.limit import TimeLimit
 from flashstate.bench.ops import OPS
-from flashstate.bench.quick import NO_TIME, Cell, measured, prepared, quick_cells
-from flashstate.bench.quick_file import CORRECT, TIMES, QuickFile, read_quick
-from flashstate.bench.results import is_roof
+from flashstate.bench.quick import NO_MEMORY, Cell, measured, prepared, quick_cells
+from flashstate.bench.quick_file import CORRECT, NO_TIME, TIMES, QuickFile, read_quick
+from flashstate.bench.results import Row, is_roof
 from flashstate.cli import main
 from flashstate.launch import Gpu, Machine, collecting, interpreted
 from flashstate.launch.environment import pretending
+from flashstate.proof import Inputs
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +76,7 @@ def test_a_cell_has_its_roofs_its_verdict_and_the_configs_of_its_launches(
     measure_in_the_interpreter(monkeypatch)
     cells = tiny_cells("mamba2", "gated_delta", "conv1d")
     with interpreted():
-        kept = QuickFile({"device": "a CPU"}, 300, 1.5, list(measured(cells, CPU, endless())))
+        kept = QuickFile({"device": "a CPU"}, 300, 3, 1.5, list(measured(cells, CPU, endless())))
         for cell, entry in zip(cells, kept.cells, strict=True):
             inputs = cell.job.case.make_inputs(CPU)
             with collecting() as launches:
@@ -98,11 +100,22 @@ def test_a_cell_has_its_roofs_its_verdict_and_the_configs_of_its_launches(
 
 def test_cells_are_not_begun_once_the_time_is_used_up() -> None:
     limit = TimeLimit(3, Clock())  # asked twice before the first cell, and once before every other
-    kept = QuickFile({}, 3, cells=list(measured(tiny_cells("mamba2", "conv1d", "mamba3"), CPU, limit)))
+    kept = QuickFile({}, 3, 3, cells=list(measured(tiny_cells("mamba2", "conv1d", "mamba3"), CPU, limit)))
     assert [entry["verdict"] for entry in kept.cells] == [CORRECT, CORRECT, NO_TIME]
     assert not kept.complete
     assert not kept.cells[-1].keys() & {*TIMES, "roofs"}
     assert {row.op for row in kept.rows} == {"mamba2", "conv1d"}
+
+
+def test_a_run_is_complete_once_every_cell_was_reached(tmp_path: Path) -> None:
+    path = tmp_path / "quick.json"
+    small, large = tiny_cells("mamba2", "conv1d")
+    cells = list(measured([small, breaking(large, torch.OutOfMemoryError())], CPU, endless()))
+    assert [entry["verdict"] for entry in cells] == [CORRECT, NO_MEMORY]
+    for there in range(3):
+        QuickFile({}, 300, 2, cells=cells[:there]).write(path)
+        assert read_quick(path).complete == json.loads(path.read_text())["complete"] == (there == 2)
+    assert not QuickFile({}, 300, 2, cells=[cells[0], {**cells[1], "verdict": NO_TIME}]).complete
 
 
 def breaking(cell: Cell, error: Exception) -> Cell:
@@ -118,7 +131,7 @@ def test_what_is_wrong_or_fails_has_a_reason_and_no_time_and_others_are_measured
     cells = tiny_cells("mamba2", "conv1d")
     failing = [breaking(cells[0], RuntimeError("no such instruction")), breaking(cells[0], torch.OutOfMemoryError())]
     found = list(measured([*failing, cells[1]], CPU, endless()))
-    verdicts = ["failed: RuntimeError: no such instruction", quick.NO_MEMORY, CORRECT]
+    verdicts = ["failed: RuntimeError: no such instruction", NO_MEMORY, CORRECT]
     assert [entry["verdict"] for entry in found] == verdicts
     monkeypatch.setattr(measure, "error_ratio", lambda *tensors: 7.0)
     (wrong,) = measured(cells[:1], CPU, endless())
@@ -133,6 +146,32 @@ def test_what_cannot_be_prepared_is_left_to_its_cell() -> None:
     cells = tiny_cells("mamba2", "conv1d")
     with interpreted():
         assert prepared([breaking(cells[0], RuntimeError()), cells[1]], CPU).keys() == {1}
+
+
+@NEEDS_INTERPRETER
+@pytest.mark.interpreted
+def test_where_memory_is_short_what_is_prepared_for_other_cells_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting: list[weakref.ref[Inputs]] = []
+    tries: list[str] = []
+
+    def noting(cells: Sequence[Cell], device: torch.device) -> dict[int, Inputs]:
+        ready = prepared(cells, device)
+        waiting.extend(weakref.ref(inputs) for i, inputs in ready.items() if i > 0)
+        return ready
+
+    def in_little_memory(cell: Cell, inputs: Inputs, *others: Any) -> list[Row]:
+        tries.append(cell.op.name)
+        if any(prepared_inputs() is not None for prepared_inputs in waiting) or cell.op.name == "mamba3":
+            raise torch.OutOfMemoryError
+        return [measure.row_of(cell.name, cell.job, TWO_MICROSECONDS, 8, None)]
+
+    monkeypatch.setattr(quick, "prepared", noting)
+    monkeypatch.setattr(quick, "checked_rows", in_little_memory)
+    with interpreted():
+        found = list(measured(tiny_cells("mamba2", "conv1d", "mamba3"), CPU, endless()))
+    assert len(waiting) == 2
+    assert tries == ["mamba2", "mamba2", "conv1d", "mamba3"], "once more where others had room"
+    assert [entry["verdict"] for entry in found] == [CORRECT, CORRECT, NO_MEMORY]
 
 
 @pytest.fixture

@@ -70,7 +70,7 @@ def test_a_table_is_written_from_code_and_says_that_it_is_not_measured(
     from tools import reasoned_table
 
     few = [Config(4, 1, 8), Config(8, 1, 16)]
-    monkeypatch.setattr(reasoned_table, "candidates", lambda problem: few)
+    monkeypatch.setattr(reasoned_table, "candidates", lambda problem, gpu: few)
 
     def here(chip: object, modes: dict[tuple[str, str], list[object]], jobs: int) -> object:
         """In this process."""

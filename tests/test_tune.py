@@ -29,7 +29,7 @@ from flashstate.launch.table import NOT_MEASURED, read_table_file, table_name
 from flashstate.proof import Case, DeltaCase, Inputs
 from flashstate.proof.laws import LawBroken
 from flashstate.state.formats import PORTABLE_FORMATS
-from flashstate.tune import GpuStopwatch, jobs_by_problem, quick_groups, tune, tune_quick, with_variants
+from flashstate.tune import GpuStopwatch, jobs_by_problem, quick_groups, today, tune, tune_quick, with_variants
 
 GPU = Gpu("a GPU nobody measured", (9, 0))
 BATCHES = (1, 16, 256)
@@ -235,6 +235,23 @@ def test_a_quick_run_keeps_its_time_says_how_far_it_came_and_goes_on_there(tmp_p
     assert run(1e6).startswith(f"{entries} of {entries} entries")
     assert not {*map(place_of, before)} & {*map(place_of, asked)}
     assert len(configs_in(path)) == entries
+    content = path.read_text().replace(today(), "2001-02-03")
+    path.write_text(content)
+    assert run(1e6).startswith(f"{entries} of {entries} entries")
+    assert path.read_text() == content, "nothing was found, so nothing was measured today"
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_quick_run_without_time_leaves_a_table_as_it_is(there: bool, tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    if there:
+        tuned(path, FakeStopwatch(), PROBLEMS[:2])
+        path.write_text(path.read_text().replace(today(), f"{NOT_MEASURED}: reasoned"))
+    content = path.read_text() if there else None
+    groups = [(OPS["mamba2"], jobs_by_problem(OPS["mamba2"].jobs([GRID])))]
+    words = tune_quick(groups, lambda *given: FakeStopwatch(), GPU, path, TimeLimit(0))
+    assert words.startswith(f"0 of {len(PROBLEMS)} entries of --quick are there, after ")
+    assert (path.read_text() if path.exists() else None) == content
 
 
 @pytest.fixture
@@ -259,6 +276,10 @@ def test_a_quick_run_writes_the_table_where_the_library_reads_it(
     assert {key.split()[0] for key in found.configs} == {"conv1d_step"}
     out = " ".join(capsys.readouterr().out.split())
     assert "6 of 6 entries of --quick are there" in out
+    for op in ("mamba2_replay", "gated_delta_replay", "span"):
+        assert main(["tune", op, "--quick"]) == 2
+        assert f"{op} has no configs to tune" in " ".join(capsys.readouterr().err.split())
+    assert read_table_file(a_gpu / table_name(GPU.name)) == found
     monkeypatch.setattr("os.access", lambda path, mode: False)
     assert main(["tune", "conv1d", "--quick"]) == 2
     assert "cannot be written to: --output FILE writes the table elsewhere" in " ".join(capsys.readouterr().err.split())

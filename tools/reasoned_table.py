@@ -168,16 +168,16 @@ def reckoned(problem: Problem, config: Config, code: Code, chip: Chip) -> float:
     return 1e6 * (alone + max(by_memory, by_link, by_issue, by_waiting))
 
 
-def candidates(problem: Problem) -> list[Config]:
-    """Configs worth compiling: of one tile, or of as many as the heuristic gives at any size."""
-    tiles = {1, *(replace(problem, batch_heads=size).heuristic(B200.gpu).tiles for size in (1, MANY))}
+def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
+    """Configs worth compiling for a GPU: of one tile, or of as many as its heuristic gives at any size."""
+    tiles = {1, *(replace(problem, batch_heads=size).heuristic(gpu).tiles for size in (1, MANY))}
     few, many = PER_THREAD
     found = [
         config for config in valid_configs(problem)
         if config.tiles in tiles and few <= problem.per_thread(config) <= many
         and config.num_warps <= MOST_WARPS_OF_ONE and config.registers == 0
     ]  # fmt: skip
-    return found or [problem.heuristic(B200.gpu)]
+    return found or [problem.heuristic(gpu)]
 
 
 Mode = tuple[str, str]  # a table key and a mode key
@@ -232,7 +232,7 @@ def tried(chip: Chip, job: Job) -> list[Config]:
     """Candidates of a job, and what a table of the chip has for it."""
     with pretending(chip.machine):
         known = measured_sizes(load_table(chip.gpu.name), job.problem) if is_measured(chip.gpu.name) else {}
-        return list(dict.fromkeys([*candidates(job.problem), *known.values()]))
+        return list(dict.fromkeys([*candidates(job.problem, chip.gpu), *known.values()]))
 
 
 def fit(problem: Problem, codes: dict[Config, Code]) -> dict[Config, Code]:

@@ -23,7 +23,7 @@ from flashstate.bench.measure import check, inputs_of, on_cold_slots, row_of, sl
 from flashstate.bench.ops import OPS
 from flashstate.bench.peers import MeasurementError
 from flashstate.bench.plot import draw, require_matplotlib
-from flashstate.bench.quick_file import CORRECT, Entry, QuickFile, entry_of, identity_of, read_quick
+from flashstate.bench.quick_file import CORRECT, NO_TIME, Entry, QuickFile, entry_of, identity_of, read_quick
 from flashstate.bench.results import PLAIN_SLOTS, Row, provenance_of, require_folder
 from flashstate.bench.run import SLOTS, results_table
 from flashstate.bench.timing import Timing, time_on_cpu
@@ -37,7 +37,6 @@ from flashstate.proof import Inputs
 SECONDS = 300  # that measuring may take
 TOGETHER = 8  # cells whose kernels are compiled side by side, before the first of them is timed
 CPU_BATCH = 1  # the largest on a CPU, which has no kernels to measure
-NO_TIME = "not measured: the time was used up"
 NO_MEMORY = "not measured: this GPU has not enough memory"
 Roofs = dict[Hashable, tuple[Timing, Timing]]
 
@@ -121,7 +120,8 @@ def run_quick(op: str | None, device: torch.device, seconds: float, path: Path |
     where = {**provenance_of(device, commit), **facts_of(device), SLOTS: PLAIN_SLOTS}
     path = path or Path(f"flashstate-{table_name(where['device'] if device.type == 'cuda' else 'cpu')}")
     require_folder(path)
-    kept, cells = QuickFile(where, seconds), quick_cells(device, op)
+    cells = quick_cells(device, op)
+    kept = QuickFile(where, seconds, len(cells))
     console, entries = Console(stderr=True), measured(cells, device, limit)
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         for entry in track(entries, "measuring", len(cells), console=console, transient=True):
@@ -151,7 +151,8 @@ def facts_of(device: torch.device) -> dict[str, Any]:
 
 
 def measured(cells: Sequence[Cell], device: torch.device, limit: TimeLimit) -> Iterator[Entry]:
-    """Every cell as the file has it. Once the time is used up, no cell is begun."""
+    """Every cell as the file has it. Once the time is used up, no cell is begun. Where memory is short, a cell is tried
+    once more without what is prepared for others."""
     roofs: Roofs = {}
     for first in range(0, len(cells), TOGETHER):
         group = cells[first : first + TOGETHER]
@@ -160,7 +161,11 @@ def measured(cells: Sequence[Cell], device: torch.device, limit: TimeLimit) -> I
             if limit.over:
                 yield entry_of(cell.identity, NO_TIME, cell.configs(device))
             else:
-                yield measure_cell(cell, ready.pop(i, None), device, roofs)
+                entry = measure_cell(cell, ready.pop(i, None), device, roofs)
+                if entry["verdict"] == NO_MEMORY and ready:
+                    ready.clear()  # so that there is room for this one
+                    entry = measure_cell(cell, None, device, roofs)
+                yield entry
 
 
 def prepared(cells: Sequence[Cell], device: torch.device) -> dict[int, Inputs]:

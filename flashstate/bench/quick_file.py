@@ -2,7 +2,7 @@
 
     {"what": "flashstate bench --quick", "version": 1,
      "where": {"flashstate": …, "torch": …, "device": …, "capability": …, "processors": …, …},
-     "seconds": {"limit": 300, "used": 241.3}, "complete": true,
+     "seconds": {"limit": 300, "used": 241.3}, "wanted": 90, "complete": true,
      "roofs": {"touch": 4120.0, "read": 4390.0},
      "cells": [{"op": "mamba2", …, "verdict": "correct", "microseconds": 2.36, …, "roofs": [{…}, {…}],
                 "configs": [{"of": "mamba2_step 64x128 float32 vector 4", …, "from": "table of …"}]}, …]}
@@ -23,6 +23,7 @@ from flashstate.bench.results import Row, is_roof
 WHAT = "flashstate bench --quick"
 VERSION = 1  # of the format of the file
 CORRECT = "correct"
+NO_TIME = "not measured: the time was used up"
 TIMES = ("microseconds", "spread", "gigabytes_per_second", "percent_of_roof")  # fields of a Row that are measured
 Entry = dict[str, Any]  # a cell, as the file has it
 
@@ -33,13 +34,14 @@ class QuickFile:
 
     where: dict[str, Any]  # everything numbers depend on and cells do not say
     limit: float  # seconds
+    wanted: int  # cells of a whole run
     used: float = 0.0
     cells: list[Entry] = field(default_factory=list)
 
     @property
     def complete(self) -> bool:
-        """Whether no cell was left out for want of time."""
-        return all(not entry["verdict"].startswith("not measured") for entry in self.cells)
+        """Whether every cell was reached: the run was not cut off, and had time for all."""
+        return len(self.cells) == self.wanted and all(entry["verdict"] != NO_TIME for entry in self.cells)
 
     @property
     def rows(self) -> list[Row]:
@@ -60,8 +62,8 @@ class QuickFile:
         """Write the file so that whoever reads it meets either the old one or the new one."""
         seconds = {"limit": self.limit, "used": self.used}
         content = {
-            "what": WHAT, "version": VERSION, "where": self.where, "seconds": seconds, "complete": self.complete,
-            "roofs": self.roofs,
+            "what": WHAT, "version": VERSION, "where": self.where, "seconds": seconds, "wanted": self.wanted,
+            "complete": self.complete, "roofs": self.roofs,
         }  # fmt: skip
         head = "".join(f"  {json.dumps(name)}: {json.dumps(value)},\n" for name, value in content.items())
         cells = ",\n".join(f"    {json.dumps(entry)}" for entry in self.cells)
@@ -104,7 +106,7 @@ def read_quick(path: Path) -> QuickFile:
         if (content["what"], content["version"]) != (WHAT, VERSION):
             raise ValueError
         seconds = content["seconds"]
-        found = QuickFile(content["where"], seconds["limit"], seconds["used"], content["cells"])
+        found = QuickFile(content["where"], seconds["limit"], content["wanted"], seconds["used"], content["cells"])
         assert found.rows is not None  # every cell can be read
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not a file that {WHAT} wrote") from error
