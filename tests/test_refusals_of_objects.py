@@ -582,9 +582,8 @@ KDA, MAMBA1 = replace(DELTA, per_channel=True), replace(CASE, mamba1=True, D="ro
 
 @pytest.mark.parametrize("case", [DELTA, replace(DELTA, tokens=1), KDA, CASE, replace(CASE, tokens=1), MAMBA1], ids=str)
 def test_one_token_does_not_care_whether_tokens_may_go_at_once(case: Case | DeltaCase) -> None:
-    wide = (
-        replace(case, qk="float32") if isinstance(case, DeltaCase) else case
-    )  # dtypes that several tokens must not have
+    # dtypes that several tokens at once must not have
+    wide = replace(case, qk="float32") if isinstance(case, DeltaCase) else case
     exact, at_once = (step_arguments(replace(wide, exact=exact)) for exact in (True, False))
     for arguments in (exact, at_once):
         case.op.step(**arguments)
