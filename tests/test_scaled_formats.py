@@ -1,6 +1,7 @@
 """Formats with a scale per row (int16, int8, float8): bounds, special rows, probabilities, equal bytes everywhere."""
 
 import math
+import re
 from bisect import bisect_right
 from contextlib import nullcontext
 from fractions import Fraction
@@ -277,7 +278,8 @@ def test_neighbours_in_8_bits_share_a_byte_and_the_variance_of_their_sum_is_at_m
     """Over all values of the byte that they share, and of the other one of each: both have their law, and both together
     go up a little more often than independent ones would."""
     shared, other = torch.arange(256), torch.arange(256)[:, None]
-    fractions = torch.tensor([2**-16 + 2**-20, 0.001, 0.004, 0.3, 1 / 3, 0.5, 0.7, 0.9, 0.999], dtype=torch.float64)
+    several = [2**-16 + 2**-20, 0.001, 0.004, 1408 / 65536, 0.3, 1 / 3, 0.5, 0.7, 0.9, 0.999]
+    fractions = torch.tensor(several, dtype=torch.float64)
     w = fractions[:, None, None]
     first = to_int8_stochastic(w, other + 256 * shared).double().mean(1)  # by the byte that they share
     second = to_int8_stochastic(w, shared + 256 * other).double().mean(1)
@@ -289,6 +291,10 @@ def test_neighbours_in_8_bits_share_a_byte_and_the_variance_of_their_sum_is_at_m
     assert (covariance > -(2.0**-50)).all()
     assert (covariance <= (p * (1 - p))[:, None] / 256 + 2.0**-50).all()
     assert covariance.max() > 2.0**-12
+    deviation, middling = (p * (1 - p)).sqrt(), (p >= 0.02) & (p <= 0.98)
+    correlation = covariance / (deviation[:, None] * deviation)
+    assert correlation.max() <= 1 / 16
+    assert 0.013 < correlation[middling][:, middling].max() <= 0.014  # of 0.5 and 1408 / 65536
 
 
 @DTYPES
@@ -406,6 +412,14 @@ def test_the_instruction_for_two_bytes_of_a_word_gives_them_shifted_left_by_eigh
 
     for first, block in enumerate(ptx.TWO_BYTES.value):
         assert run(getattr(block, "value", block), [0xD4C3B2A1]) == (0xA1D4C3B2A1 >> 8 * first & 0xFFFF) << 8
+
+
+def test_the_conversion_to_float8_takes_the_word_that_its_columns_have_two_bytes_of() -> None:
+    from flashstate.kernels import ptx
+
+    (line,) = re.findall(r"prmt\.b32 word,[^;]*;", ptx.TO_FLOAT8_HW.value)
+    columns = [run(getattr(block, "value", block), [0xD4C3B2A1]) for block in ptx.TWO_BYTES.value]
+    assert run(line.replace("word", "$0"), [0, 0, 0, 0, *columns]) == 0xD4C3B2A1
 
 
 @DTYPES
