@@ -45,6 +45,7 @@ from flashstate.proof import (
     ReplayCase,
     make_inputs,
 )
+from flashstate.proof.inputs import in_projection
 from flashstate.proof.laws import require
 from flashstate.proof.laws.steps import close_to_float64, make_snapshots
 from flashstate.state.formats import FORMATS, PORTABLE_FORMATS
@@ -510,6 +511,52 @@ def test_a_refused_override_leaves_the_state_and_out_as_they_are() -> None:
         inputs.step(out=out)
     assert torch.equal(inputs.state.data, before)
     assert (out == 7.0).all()
+
+
+def places_of(tensor: Tensor) -> tuple[range, Tensor]:
+    """The memory that a tensor is a view of, and where in it its elements are."""
+    storage, size = tensor.untyped_storage(), tensor.element_size()
+    elements = torch.arange(storage.nbytes() // size).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+    return range(storage.data_ptr(), storage.data_ptr() + storage.nbytes()), storage.data_ptr() + elements * size
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(2, 2, 1, 48, 20, x="float16", bc="float16", exact=False, tokens=3),
+        DeltaCase(2, 2, 1, 48, 20, x="float16", qk="float16", exact=False, tokens=3),
+    ],
+    ids=str,
+)
+def test_tiles_past_the_last_row_of_a_head_touch_nothing_of_what_tokens_bring(
+    case: Case | DeltaCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    inputs = make_inputs(case, CPU).changed(in_projection)
+    out = in_projection(torch.zeros_like(inputs.main))
+    touched: list[Tensor] = []
+
+    def watch(name: str, mask_at: int) -> None:
+        access = getattr(InterpreterBuilder, name)
+
+        def watched(self: Any, ptrs: Any, *rest: Any) -> Any:
+            touched.append(torch.from_numpy(ptrs.data[rest[mask_at].data].astype("int64")))
+            return access(self, ptrs, *rest)
+
+        monkeypatch.setattr(InterpreterBuilder, name, watched)
+
+    watch("create_masked_load", 0)
+    watch("create_masked_store", 1)
+    tiles = next(c for c in valid_configs(case.problem) if c.tiles * c.block_rows == 64 and c.tiles == 4)
+    with interpreted(), override(tiles):
+        inputs.step(out=out)
+    addresses = torch.cat(touched).unique()
+    for tensor in (out, *inputs.activations.values()):
+        memory, elements = places_of(tensor)
+        there = addresses[(addresses >= memory.start) & (addresses < memory.stop)]
+        assert torch.equal(there, elements.flatten().sort().values)
 
 
 @pytest.mark.interpreted

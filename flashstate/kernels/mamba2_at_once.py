@@ -74,9 +74,12 @@ def row_entries(tensor, b, first, count, h, first_row, TOKENS: tl.constexpr, FOR
 
 
 @triton.jit
-def load_values(x_at, z_at, b, first, count, h, first_row, TOKENS: tl.constexpr, FORM: tl.constexpr):
-    """What tokens bring for the rows of a tile: x, (ROOM, rows), and z, (rows, TOKENS), or in its place x."""
-    INSIDE: tl.constexpr = FORM.ROWS % FORM.BLOCK_ROWS == 0
+def load_values(
+    x_at, z_at, b, first, count, h, first_row, TOKENS: tl.constexpr, TILES: tl.constexpr, FORM: tl.constexpr
+):  # fmt: skip
+    """What tokens bring for the rows of one of a program's TILES: x, (ROOM, rows), and z, (rows, TOKENS), or in its
+    place x."""
+    INSIDE: tl.constexpr = FORM.ROWS % (TILES * FORM.BLOCK_ROWS) == 0  # no program has tiles past the head
     BESIDE: tl.constexpr = replay_window.bytes_beside(x_at[0].dtype.element_ty, FORM)
     token = tl.arange(0, ROOM) % TOKENS
     x_rows = token_entry(x_at, b, first + token, h, 1)
@@ -154,7 +157,7 @@ def mamba2_at_once_kernel(
         gdc_wait()
     x_at, z_at, out = (x_ptr, x_b, x_t, x_h), (z_ptr, z_b, z_t, z_h), (out_ptr, out_b, out_t, out_h)
     if TILES == 1:
-        x, z = load_values(x_at, z_at, b, first, count, h, first_row, TOKENS, FORM)
+        x, z = load_values(x_at, z_at, b, first, count, h, first_row, TOKENS, TILES, FORM)
     token, t = tl.arange(0, ROOM) % TOKENS, tl.arange(0, TOKENS)
     dt_ptrs = token_entry((dt_ptr, dt_b, dt_t, dt_h), b, first + token, h, 1)[:, None] + tl.zeros([1, 2], tl.int32)
     dt = tl.load(dt_ptrs, mask=(token < count)[:, None], other=0.0).to(tl.float32)
@@ -174,7 +177,7 @@ def mamba2_at_once_kernel(
         if TILES > 1:
             tile = tile_at(h, tile_row, FORM)
             factor, codes = state_io.load_codes(pool, slot, live, tile, FORM)
-            x, z = load_values(x_at, z_at, b, first, count, h, tile_row, TOKENS, FORM)
+            x, z = load_values(x_at, z_at, b, first, count, h, tile_row, TOKENS, TILES, FORM)
         codes = replay_window.operands_of(codes, live, 2, PADDING, FORM)
         if PADDING == "fresh":
             factor = tl.where(live, factor, 1.0)
