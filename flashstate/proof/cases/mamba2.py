@@ -104,10 +104,11 @@ _SHAPES = {
     "Mamba-1, several tokens": (Case(2, 1, 1, 9, 7, mamba1=True, tokens=3, D=None),),
     "at once": (
         Case(2, 2, 1, 16, 16, exact=False, tokens=4, x="float16", bc="float16", D="row"),
+        Case(2, 2, 1, 5, 20, exact=False, tokens=9, bc="float16"),
         Case(3, 2, 1, 5, 20, exact=False, tokens=2, packed=True, x="float16", bc="float16", D=None),
         Case(2, 1, 1, 33, 40, exact=False, tokens=9, x="float16", bc="float16", dt_limit=(0.3, 0.9), index="int64"),
         Case(3, 1, 1, 4, 33, exact=False, tokens=16, packed=True, x="float16", bc="float16", dt="float16"),
-        Case(2, 2, 2, 20, 12, exact=False, tokens=2, x="float16", bc="float16", z=False, dt_softplus=False),
+        Case(2, 2, 2, 20, 12, exact=False, tokens=2, bc="float16", z=False, dt_softplus=False),
     ),
 }
 # Shapes of real models and of none, mixed dtypes.
@@ -119,6 +120,7 @@ _REAL = (
     replace(_HALF, batch=6, exact=False, tokens=6),
     replace(_HALF, batch=5, heads=8, exact=False, tokens=16, packed=True, dt_bias=False),
     Case(3, 6, 2, 33, 20, x="float16", bc="float16", exact=False, tokens=9, D="row", slots=9),
+    Case(3, 6, 2, 48, 20, bc="float16", exact=False, tokens=6, slots=9),
     Case(5, 80, 1, 64, 128, x="float16", bc="float16", dt="float16", slots=12, D="row"),
     Case(3, 6, 2, 48, 16, x="bfloat16", bc="float16", dt="float32", D=None, slots=9, tokens=8),
     Case(7, 8, 4, 80, 20, x="float16", dt="bfloat16", parameters="bfloat16", slots=8, tokens=5, packed=True),
