@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from flashstate.kernels.functions import philox
+from flashstate.kernels.mamba2_at_once import in_copies
 from flashstate.kernels.ptx import divide_ptx, has_ptx, per_thread_ptx
 from flashstate.kernels.state_io import (
     EVICT_FIRST,
@@ -126,3 +127,13 @@ def count_other_quotients_kernel(count_ptr, a, exponent, BLOCK: tl.constexpr):
     a = tl.zeros([BLOCK], tl.float32) + a
     different = tl.sum((divide_ptx(a, b) != tl.div_rn(a, b)).to(tl.int32), axis=0)
     tl.atomic_add(count_ptr, different, mask=different > 0)
+
+
+@triton.jit
+def copies_kernel(packed_ptr, x_ptr, TERMS: tl.constexpr):
+    """What stands for two copies of eight tokens, (16, 16), in so many terms."""
+    place = tl.arange(0, 16)
+    x = tl.load(x_ptr + (place % 8)[:, None] * 16 + place[None, :])
+    packed = in_copies(x, 0, 8, TERMS, "portable")
+    for i in tl.static_range(len(packed)):
+        tl.store(packed_ptr + i * 256 + place[:, None] * 16 + place[None, :], packed[i].to(tl.float32))

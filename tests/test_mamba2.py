@@ -8,6 +8,7 @@ import pytest
 import torch
 from implementations import NO_INTERPRETER
 from obeying import silent_on
+from test_formats import EVERYWHERE
 from torch import Tensor
 
 import flashstate
@@ -186,6 +187,22 @@ def test_tokens_that_do_not_exist_are_not_looked_at_by_the_at_once_form() -> Non
     require_close(y[1, :2], want[0])
     require_close(s[1], after[0])
     assert y[0].isfinite().all()
+
+
+@EVERYWHERE
+@pytest.mark.parametrize(("terms", "products"), [(1, 1), (2, 1), (3, 2)])
+def test_terms_side_by_side_in_two_copies_of_eight_tokens_sum_up_to_all_that_terms_hold(
+    device: torch.device, terms: int, products: int
+) -> None:
+    from device_functions import copies_kernel
+
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
+    packed = torch.full((2, 2, 8, 16), torch.nan, device=device)
+    copies_kernel[(1,)](packed, x.to(device), terms)
+    assert packed[products:].isnan().all()
+    lost = (packed[:products].double().sum((0, 1)).cpu() - x).abs() / x.abs()
+    assert lost.max() <= (0 if terms == 3 else 2.0 ** (1 - 8 * terms))
+    assert (lost > 0).any() == (terms < 3)
 
 
 def test_tokens_at_once_keep_what_is_short_behind_a_time_step_that_forgets_all(device: torch.device) -> None:
