@@ -68,6 +68,13 @@ def test_the_cells_are_of_every_op_and_each_comes_once_the_most_telling_first() 
     assert {cell.op.name for cell in first} == OPS.keys() - {"span"}, "a slow machine measures some of every op"
 
 
+def test_an_op_of_which_nothing_is_measured_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "quick.json"
+    assert main(["bench", "span", "--quick", "--json", str(path)]) == 2
+    assert "--quick measures nothing of span" in capsys.readouterr().err
+    assert not path.exists()
+
+
 @NEEDS_INTERPRETER
 @pytest.mark.interpreted
 def test_a_cell_has_its_roofs_its_verdict_and_the_configs_of_its_launches(

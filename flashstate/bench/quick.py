@@ -121,6 +121,8 @@ def run_quick(op: str | None, device: torch.device, seconds: float, path: Path |
     path = path or Path(f"flashstate-{table_name(where['device'] if device.type == 'cuda' else 'cpu')}")
     require_folder(path)
     cells = quick_cells(device, op)
+    if not cells:
+        raise ValueError(f"--quick measures nothing of {op}")
     kept = QuickFile(where, seconds, len(cells))
     console, entries = Console(stderr=True), measured(cells, device, limit)
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
