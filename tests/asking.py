@@ -1,14 +1,12 @@
 """What tests ask of compiled kernels: what they spill, how wide they access states, in which order they sum."""
 
-import os
 import re
-import subprocess
-import tempfile
 from typing import Any, NamedTuple
 
 from flashstate.launch import Config
 from flashstate.proof import dtype
 from flashstate.state.formats import FORMATS
+from tools.cubin import resource_usage
 
 
 def spilled_bytes(kernel: Any) -> int:
@@ -16,14 +14,7 @@ def spilled_bytes(kernel: Any) -> int:
     (scalar ones go to vector registers, not to memory)."""
     if "amdgcn" in kernel.asm:
         return sum(int(n) for n in re.findall(r"\.vgpr_spill_count:\s+(\d+)", kernel.asm["amdgcn"]))
-    import triton
-
-    cuobjdump = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as binary:
-        binary.write(kernel.asm["cubin"])
-        binary.flush()
-        command = [cuobjdump, "--dump-resource-usage", binary.name]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    usage = resource_usage(kernel)
     found = re.findall(r"STACK:(\d+).*?LOCAL:(\d+)", usage)
     assert found, usage
     return sum(int(stack) + int(local) for stack, local in found)

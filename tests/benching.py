@@ -57,6 +57,17 @@ def run_twice(launches: Sequence[Callable[[], object]], replays: int = 0, flush:
     return TWO_MICROSECONDS
 
 
+class Clock:
+    """Seconds that pass by one with every look at them."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1
+        return self.now
+
+
 def measure_in_the_interpreter(monkeypatch: pytest.MonkeyPatch, cold_bytes: int = 1 << 10) -> None:
     """Let few slots be cold, and run twice what a GPU would replay."""
     from flashstate.bench import roofs

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from benching import CPU, NEEDS_INTERPRETER, TINY, TWO_MICROSECONDS, measure_in_the_interpreter, tiny_job
+from benching import CPU, NEEDS_INTERPRETER, TINY, TWO_MICROSECONDS, Clock, measure_in_the_interpreter, tiny_job
 from printed import output_of
 
 from flashstate.bench import measure, quick, timing
@@ -38,17 +38,6 @@ def short_timing_on_a_wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 def tiny_cells(*ops: str) -> list[Cell]:
     """A small cell of each of these ops."""
     return [Cell(OPS[op], tiny_job(op), Way(OPS[op].bind), "flashstate") for op in ops]
-
-
-class Clock:
-    """Seconds that pass by one with every look at them."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        self.now += 1
-        return self.now
 
 
 def endless() -> TimeLimit:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from benching import Clock
 from rich.console import Console
 
 from flashstate import Slots
@@ -200,17 +201,6 @@ def test_a_table_measured_elsewhere_is_not_added_to(name: str, value: str, tmp_p
         tuned(path, FakeStopwatch(), resume=True)
     tuned(path, FakeStopwatch())  # replaces all it has
     assert read_table_file(path).header[name] == content[name]
-
-
-class Clock:
-    """Seconds that pass by one with every look at them."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        self.now += 1
-        return self.now
 
 
 def test_a_quick_run_keeps_its_time_says_how_far_it_came_and_goes_on_there(tmp_path: Path) -> None:

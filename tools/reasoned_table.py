@@ -16,9 +16,7 @@ import multiprocessing
 import os
 import re
 import statistics
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -49,6 +47,7 @@ from flashstate.launch.table import (
     write_table_file,
 )
 from flashstate.proof import make_inputs
+from tools.cubin import resource_usage
 from tools.frozen_launches import source_of, variant_of
 
 # One token of the two ops that most models have: what has no loop over tokens is one piece of code.
@@ -111,12 +110,7 @@ class Code:
 
 def machine_code(kernel: Any, warps: int, tiles: int) -> Code:
     """What is to be known of a compiled kernel, whose loop is over tiles if it has one."""
-    cuobjdump = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as binary:
-        binary.write(kernel.asm["cubin"])
-        binary.flush()
-        command = [cuobjdump, "--dump-resource-usage", binary.name]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    usage = resource_usage(kernel)
     ((registers, stack, local),) = re.findall(r"REG:(\d+) STACK:(\d+).*?LOCAL:(\d+)", usage)
     issue, alone = cycles_of(kernel.asm["sass"], tiles)
     shared = kernel.metadata.shared
