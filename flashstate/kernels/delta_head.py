@@ -235,7 +235,7 @@ def prepare_channels(
         among = tl.zeros([KIND.HALF, 2 * KIND.HALF], tl.float32)
         kq, old_keys, alphas = (), (), ()
         for i in tl.static_range(FORM.BLOCK_COLS // FORM.CHUNK):
-            values = delta_window.load_chunk(column_rows, exists, i, FORM)
+            values = replay_window.load_token_chunk(column_rows, exists, i, FORM)
             logs = delta_window.load_log_decays(a_rows, exists, i, rate, dt_bias_ptr, h, KIND.BIAS_PER_CHANNEL, A_FORM)
             keys, alpha, key_squares = delta_window.ring_chunk(
                 ring_k_rows, ring_a_rows, window.lives, i, rate, dt_bias_ptr, h, key_squares, KIND.BIAS_PER_CHANNEL,
@@ -304,7 +304,7 @@ def channels_in_loop(
     key_stack = tl.zeros([KIND.ROOM, FORM.CHUNK, CHUNKS], tl.float32)
     alpha_stack = tl.zeros([1, FORM.CHUNK, CHUNKS], tl.float32)
     for i in tl.range(CHUNKS, num_stages=1):
-        values = delta_window.load_chunk(column_rows, exists, i, FORM)
+        values = replay_window.load_token_chunk(column_rows, exists, i, FORM)
         logs = delta_window.load_log_decays(a_rows, exists, i, rate, bias_ptr, h, KIND.BIAS_PER_CHANNEL, A_FORM)
         keys, alpha, key_squares = delta_window.ring_chunk(
             ring_k_rows, ring_a_rows, lives, i, rate, bias_ptr, h, key_squares, KIND.BIAS_PER_CHANNEL, FORM

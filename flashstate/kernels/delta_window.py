@@ -96,19 +96,6 @@ def sums_of_rows(which, logs, TERMS: tl.constexpr, TARGET: tl.constexpr):
 
 
 @triton.jit
-def load_chunk(rows, exists, i, FORM: tl.constexpr):
-    """Values of every token in chunk i of columns, (tokens, CHUNK), from the rows that these pointers start; zero for
-    what does not exist."""
-    if isinstance(i, int):
-        BESIDE: tl.constexpr = replay_window.bytes_beside(rows.dtype.element_ty, FORM)
-        CHUNK: tl.constexpr = FORM.CHUNK
-        INSIDE: tl.constexpr = (i + 1) * CHUNK <= FORM.COLS
-        return replay_window.load_token_rows(rows, exists, i * CHUNK, FORM.COLS, CHUNK, INSIDE, BESIDE)
-    else:
-        return replay_window.load_token_chunk(rows, exists, i, FORM)
-
-
-@triton.jit
 def load_log_decays(
     rows, exists, i, rate, bias_ptr, h, BIAS_PER_CHANNEL: tl.constexpr, FORM: tl.constexpr
 ):  # fmt: skip
@@ -120,7 +107,7 @@ def load_log_decays(
         bias = tl.load(bias_ptr + h * FORM.COLS + cols, mask=cols < FORM.COLS, other=0.0).to(tl.float32)[None, :]
     elif bias_ptr is not None:
         bias = tl.load(bias_ptr + h).to(tl.float32)
-    a = widened(load_chunk(rows, exists, i, FORM), FORM.WIDENING)
+    a = widened(replay_window.load_token_chunk(rows, exists, i, FORM), FORM.WIDENING)
     if rate is None or rows.dtype.element_ty == tl.float32:
         g = log_decay(a, rate, bias)
     else:
@@ -154,7 +141,7 @@ def ring_chunk(
     k_dtype: tl.constexpr = k_rows.dtype.element_ty
     logs = load_log_decays(a_rows, lives, i, rate, bias_ptr, h, BIAS_PER_CHANNEL, FORM)
     left, alpha = decays_of_channels(logs, sum_terms(k_dtype), FORM.TARGET)
-    keys = load_chunk(k_rows, lives, i, FORM)
+    keys = replay_window.load_token_chunk(k_rows, lives, i, FORM)
     operand = operand_of(keys, key_terms(k_dtype), 2, FORM)
     return widened(keys, FORM.WIDENING) * left, alpha, dot_terms(operand, squares, transposed(operand))
 

@@ -71,21 +71,22 @@ def bytes_beside(dtype, FORM):
 def load_token_chunks(rows, exists, FORM: tl.constexpr):
     """Values of every token, from the rows that these pointers start, in chunks as a tile has them: (tokens, CHUNK)
     each, zero for what does not exist."""
-    BESIDE: tl.constexpr = bytes_beside(rows.dtype.element_ty, FORM)
-    CHUNK: tl.constexpr = FORM.CHUNK
     chunks = ()
-    for i in tl.static_range(FORM.BLOCK_COLS // CHUNK):
-        values = load_token_rows(rows, exists, i * CHUNK, FORM.COLS, CHUNK, (i + 1) * CHUNK <= FORM.COLS, BESIDE)
-        chunks = chunks + (values,)
+    for i in tl.static_range(FORM.BLOCK_COLS // FORM.CHUNK):
+        chunks = chunks + (load_token_chunk(rows, exists, i, FORM),)
     return chunks
 
 
 @triton.jit
 def load_token_chunk(rows, exists, i, FORM: tl.constexpr):
-    """What load_token_chunks gives of chunk i, which may be a number of a loop."""
+    """Chunk i of these. Of a number of a loop the compiler does not know which chunks are inside."""
     BESIDE: tl.constexpr = bytes_beside(rows.dtype.element_ty, FORM)
-    INSIDE: tl.constexpr = FORM.COLS == FORM.BLOCK_COLS
-    return load_token_rows(rows, exists, i * FORM.CHUNK, FORM.COLS, FORM.CHUNK, INSIDE, BESIDE)
+    CHUNK: tl.constexpr = FORM.CHUNK
+    if isinstance(i, int):
+        INSIDE: tl.constexpr = (i + 1) * CHUNK <= FORM.COLS
+        return load_token_rows(rows, exists, i * CHUNK, FORM.COLS, CHUNK, INSIDE, BESIDE)
+    else:
+        return load_token_rows(rows, exists, i * CHUNK, FORM.COLS, CHUNK, FORM.COLS == FORM.BLOCK_COLS, BESIDE)
 
 
 @triton.jit
