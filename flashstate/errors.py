@@ -14,11 +14,23 @@ INDEX_DTYPES = (torch.int32, torch.int64)
 INT64 = (-(1 << 63), (1 << 63) - 1)  # the least and the most
 Shape = tuple[tuple[str, ...], tuple[int | None, ...]]  # names of axes, and their sizes; None: any
 LARGEST_INT32 = (1 << 31) - 1
+BINARY_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 LARGEST_FLOAT32 = torch.finfo(torch.float32).max
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def counted(number: int, word: str) -> str:
+    return f"{number} {word}{'' if number == 1 else 's'}"
+
+
+def bytes_text(size: int) -> str:
+    """Return bytes in the largest fitting binary unit, to three digits, as in "33 KiB"."""
+    power = min(max(0, (size.bit_length() - 1) // 10), len(BINARY_UNITS) - 1)
+    number = size / 1024**power
+    return f"{number:,.0f} {BINARY_UNITS[power]}" if number >= 100 else f"{number:.3g} {BINARY_UNITS[power]}"
 
 
 def describe_shape(axes: tuple[str, ...], sizes: tuple[int | None, ...]) -> str:

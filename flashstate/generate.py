@@ -20,9 +20,8 @@ from rich.progress import Progress
 from rich.table import Column, Table
 from torch import Tensor
 
-from flashstate.bench.results import counted
 from flashstate.check import implementation
-from flashstate.errors import dtype_name
+from flashstate.errors import counted, dtype_name
 from flashstate.state.formats import FORMATS, label_of
 
 FAMILY = "mamba2"  # of the random model, unless another is named

@@ -9,8 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Column, Table
 
-from flashstate.bench.results import counted
-from flashstate.errors import dtype_name
+from flashstate.errors import BINARY_UNITS, counted, dtype_name
 from flashstate.models import ModelShape
 from flashstate.state.formats import FORMATS, Format
 
@@ -19,8 +18,12 @@ SEED_BYTES = 8  # int64, one per request whose states are rounded stochastically
 DECAY_BYTES = 4  # float32 in a ring, dt or the logarithm of a decay, whatever the activations are
 U_BYTES = 2  # float16 in a ring of the delta rule, whatever the activations are
 CURSOR_BYTES = 8  # of a ring: start and count, int32 each, shared by all layers
-BINARY, DECIMAL = ("B", "KiB", "MiB", "GiB", "TiB"), ("B", "KB", "MB", "GB", "TB")
-UNITS = {name: base**power for names, base in ((BINARY, 1024), (DECIMAL, 1000)) for power, name in enumerate(names)}
+DECIMAL_UNITS = ("B", "KB", "MB", "GB", "TB")
+UNITS = {
+    name: base**power
+    for names, base in ((BINARY_UNITS, 1024), (DECIMAL_UNITS, 1000))
+    for power, name in enumerate(names)
+}
 
 
 def request_bytes(shape: ModelShape, format: Format) -> dict[str, int]:
@@ -89,7 +92,7 @@ def plan_table(shape: ModelShape, memory: int, budget: str) -> Table:
     """A row per format: its bytes, itemised, the requests that fit in memory, and its bytes relative to float32."""
     sizes = {format.name: request_bytes(shape, format) for format in FORMATS.values()}
     baseline = sizes["float32"]["total"]
-    unit = next(name for name in reversed(BINARY) if name == "B" or baseline >= 10 * UNITS[name])
+    unit = next(name for name in reversed(BINARY_UNITS) if name == "B" or baseline >= 10 * UNITS[name])
     items = ("state", "scales", "conv", "ring", "total")
     parts = [item for item in items if any(size[item] for size in sizes.values())]
     names = (*parts, f"requests\nin {budget}", "of\nfloat32")

@@ -52,6 +52,26 @@ def test_state_and_slots_keep_what_they_are_given_and_are_frozen(
             setattr(value, field.name, getattr(value, field.name))
 
 
+def test_states_and_pools_describe_themselves_without_reading_memory() -> None:
+    sizes = {"slots": 8, "layers": 1, "heads": 4, "rows": 64, "cols": 128}
+    pool = StatePool.mamba2(**sizes, dtype=torch.int8, rounding="stochastic", window=16, conv_channels=8)
+    pool.acquire(2)
+    shape = "of 4 x 64 x 128, int8 stochastic"
+    assert repr(pool) == (
+        f"StatePool(mamba2, 8 slots, 6 free, 1 layer {shape}, windows, rings, 46.1 KiB per slot, cpu)"
+    )
+    assert repr(pool.layer(0)) == f"State(8 slots {shape}, 33 KiB per slot, cpu)"
+    assert "mamba2, 9 slots, 7 free" in repr(pool.resized(9))
+    empty = torch.empty(2, 3, 4, 8, 16, device=META)  # memory of which nothing can be read
+    assert repr(State(empty)) == "State(2 rows of 3 snapshots of 4 x 8 x 16, float32, 6 KiB per row, meta)"
+    three = StatePool.mamba3(slots=2, layers=1, heads=4, rows=8, cols=16, angles=8).layer(0)
+    said = "Mamba3State(2 slots of 4 x 8 x 16, float32, rank 1, 8 angles, 2.31 KiB per slot, cpu)"
+    assert repr(three) == said
+    one, other = State(empty[0]), State(torch.empty(3, 2, 16, 8, device=META).mT)
+    assert repr(one) == "State(3 slots of 4 x 8 x 16, float32, 2 KiB per slot, meta)"
+    assert "2 x 8 x 16, float32, transposed" in repr(other)
+
+
 def test_slots_of_read_alone_have_nothing_else() -> None:
     slots = Slots(torch.tensor([1]))
     assert (slots.null, slots.padding, slots.longest, slots.per_token) == (-1, "zero", None, False)

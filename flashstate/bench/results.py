@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from flashstate.errors import counted
 from flashstate.info import versions
 from flashstate.state.formats import label_of
 
@@ -71,10 +72,6 @@ class Row:
             "gated_delta_replay": size,
         }  # fmt: skip
         return f"{self.op}, {special.get(self.op, usual)}"
-
-
-def counted(number: int, word: str) -> str:
-    return f"{number} {word}{'' if number == 1 else 's'}"
 
 
 AnyRow = TypeVar("AnyRow", bound="DataclassInstance")  # its fields are the columns of a CSV

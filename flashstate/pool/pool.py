@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Generic
 
 import torch
 from torch import Tensor
 
-from flashstate.errors import INDEX_DTYPES, LARGEST_INT32, check_dtype, check_flag, check_int
+from flashstate.errors import INDEX_DTYPES, LARGEST_INT32, bytes_text, check_dtype, check_flag, check_int, counted
 from flashstate.ops import moving
 from flashstate.ops.numbers import uploaded
 from flashstate.ops.seeds import advance_seeds
@@ -61,11 +62,12 @@ class StatePool(Generic[LayerT]):
         *,
         null: int,
         seed: int | None,
-        wrapped: bool = False,
+        kind: str,
         holding: Holding | None = None,
     ) -> None:
-        """`windows`: one per layer, or none, with room for `drafts`; `rings`: the same. `wrapped`: all of it is the
-        caller's, who holds every slot. `holding`: of a pool of the same requests."""
+        """`windows`: one per layer, or none, with room for `drafts`; `rings`: the same. `kind`: the class method that
+        made it, or "wrapped": all of it is the caller's, who holds every slot. `holding`: of a pool of the same
+        requests."""
         ssm = [ssm_of(state) for state in states]
         self.slots = ssm[0].data.shape[0]
         self.layers = len(states)
@@ -73,10 +75,11 @@ class StatePool(Generic[LayerT]):
         self._windows = tuple(windows)
         self._rings = tuple(rings)
         self.drafts = drafts
-        self._wrapped = wrapped
+        self._kind = kind
+        self._wrapped = kind == "wrapped"
         self._seed = next((state.seed for state in ssm if state.seed is not None), None)
         self._device = ssm[0].data.device
-        self._holding = holding or Holding(self.slots, null, self._device, seed, held=wrapped)
+        self._holding = holding or Holding(self.slots, null, self._device, seed, held=self._wrapped)
         self.null = null
         self._parts = all_parts(states, windows, rings)
         if self._device.type == "cuda":  # what cannot be made while a CUDA graph is captured
@@ -126,7 +129,7 @@ class StatePool(Generic[LayerT]):
         states = allocate.states({"heads": heads, "rows": rows, "cols": cols}, dtype, rounding, rounds, stream)
         rings = allocate.rings(states, window, tokens, groups, ring_dtype)
         windows = allocate.windows(conv_channels, conv_width, drafts, conv_dtype)
-        return cls(states, windows, drafts, rings, null=null, seed=seed)
+        return cls(states, windows, drafts, rings, null=null, seed=seed, kind="mamba2")
 
     @classmethod
     def mamba3(
@@ -156,7 +159,7 @@ class StatePool(Generic[LayerT]):
         """
         allocate = Allocator(layers, slots, device)
         states = allocate.states({"heads": heads, "rows": rows, "cols": cols}, dtype, rounding, rounds, stream)
-        return cls(allocate.mamba3(states, rank, angles, kv_dtype), null=null, seed=seed)
+        return cls(allocate.mamba3(states, rank, angles, kv_dtype), null=null, seed=seed, kind="mamba3")
 
     @classmethod
     def gated_delta(
@@ -198,7 +201,7 @@ class StatePool(Generic[LayerT]):
         states = allocate.states(sizes, dtype, rounding, rounds, stream)
         rings = allocate.delta_rings(states, window, tokens, key_heads, per_channel, ring_dtype, u_dtype)
         windows = allocate.windows(conv_channels, conv_width, drafts, conv_dtype)
-        return cls(states, windows, drafts, rings, null=null, seed=seed)
+        return cls(states, windows, drafts, rings, null=null, seed=seed, kind="gated_delta")
 
     @classmethod
     def wrap(
@@ -224,7 +227,14 @@ class StatePool(Generic[LayerT]):
         The caller holds every slot at first, with whatever is in it; `release` hands slots to the pool.
         """
         check_layers(states, windows, drafts, rings)
-        return cls(states, windows or (), drafts, rings or (), null=null, seed=seed, wrapped=True)
+        return cls(states, windows or (), drafts, rings or (), null=null, seed=seed, kind="wrapped")
+
+    def __repr__(self) -> str:
+        layers = Counter(state.layout for state in self._states)
+        parts = [self._kind, counted(self.slots, "slot"), f"{self.free} free"]
+        parts += [f"{counted(n, 'layer')} of {layout}" for layout, n in layers.items()]
+        parts += ["windows"] * self.has_windows + ["rings"] * self.has_rings
+        return f"StatePool({', '.join(parts)}, {bytes_text(self.bytes_per_slot)} per slot, {self._device})"
 
     @property
     def free(self) -> int:
@@ -408,7 +418,9 @@ class StatePool(Generic[LayerT]):
             raise ValueError("resized is not for a wrapped pool: its memory is the caller's, who wraps another")
         holding = self._holding.resized(slots)
         states, windows, rings = resized_layers(self._parts, self._states, self._windows, self._rings, slots)
-        return type(self)(states, windows, self.drafts, rings, null=self.null, seed=None, holding=holding)
+        return type(self)(
+            states, windows, self.drafts, rings, null=self.null, seed=None, kind=self._kind, holding=holding
+        )
 
     def advance(self, slots: Slots | Tensor | None = None) -> None:
         """Move the seeds of the read slots on (None: of all slots), so that the next step draws new random bits.

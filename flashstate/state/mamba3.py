@@ -9,10 +9,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from flashstate.errors import check_choice, check_tensor
+from flashstate.errors import check_choice, check_tensor, counted
 from flashstate.state.signature import Describes, describe_aligned, signature_of, unless_known
 from flashstate.state.slots import Slots
-from flashstate.state.state import State, as_state, check_slots_of, refuse_transposed
+from flashstate.state.state import State, as_state, check_slots_of, refuse_transposed, represented
 
 PAIRINGS = ("interleaved", "halved")
 
@@ -67,6 +67,15 @@ class Mamba3State(Describes):
         """Stands for all that a launch depends on but the addresses and the stream."""
         angle = None if self.angle is None else describe_aligned(self.angle)
         return signature_of("mamba3", self.ssm.signature, describe_aligned(self.k), describe_aligned(self.v), angle)
+
+    def __repr__(self) -> str:
+        return represented(self, self.ssm.data)
+
+    @property
+    def layout(self) -> str:
+        """Sizes of a slot and the format of its recurrent state, in words."""
+        angles = "" if self.angle is None else f", {counted(self.angle.shape[2], 'angle')}"
+        return f"{self.ssm.layout}, rank {self.rank}{angles}"
 
     @property
     def rank(self) -> int:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from flashstate.errors import check_choice, check_int, check_tensor, dtype_name, too_short
+from flashstate.errors import bytes_text, check_choice, check_int, check_tensor, counted, dtype_name, too_short
 from flashstate.state import actions
-from flashstate.state.formats import FORMATS, ROUNDINGS, Format
+from flashstate.state.formats import FORMATS, ROUNDINGS, Format, label_of
 from flashstate.state.rounding import SEED_OF_A_SLOT, SEED_STEP
 from flashstate.state.signature import Describes, describe, describe_aligned, signature_of, unless_known
 from flashstate.state.slots import SlotNumbers, Slots, as_slots
@@ -67,6 +67,17 @@ class State(Describes):
         _check_scale(self.scale, self.data, axes)
         _check_rounding(self.data, self.rounding)
         _check_seed(self.data, self.rounding, self.seed)
+
+    def __repr__(self) -> str:
+        if self.data.dim() == len(POOL_AXES):
+            return represented(self, self.data)
+        return represented(self, self.data, "row", f"{counted(self.data.shape[1], 'snapshot')} of ")
+
+    @property
+    def layout(self) -> str:
+        """Heads, rows and columns of a slot, and the format, in words."""
+        shape = " x ".join(map(str, self.data.shape[-3:]))
+        return f"{shape}, {label_of(self.format.name, self.rounding)}{', transposed' if self.transposed else ''}"
 
     @cached_property
     def signature(self) -> int:
@@ -139,6 +150,13 @@ class State(Describes):
             self.seed.add_(SEED_STEP)
         else:
             actions.advance_seeds(self.seed, where)
+
+
+def represented(layer: Any, data: Tensor, one: str = "slot", each: str = "") -> str:
+    """Describe a State or Mamba3State in one line, without reading its tensors. `one`: an entry of their first axis;
+    `each`: the things each such entry has."""
+    entries, size = counted(len(data), one), bytes_text(layer.bytes_per_slot)
+    return f"{type(layer).__name__}({entries} of {each}{layer.layout}, {size} per {one}, {data.device})"
 
 
 def as_state(state: State | Tensor, name: str = "state") -> State:
