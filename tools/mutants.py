@@ -1,0 +1,252 @@
+"""python -m tools.mutants: whether the tests find every mistake of tests/mutants/, and which test finds which.
+
+A mutant is made in a copy of the repository, and tried in a process forked from this one, which has imported all that
+is slow to import and no part of flashstate."""
+
+import argparse
+import os
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+COPIED = ("flashstate", "tests", "tools", "docs", "results", "*.md", "*.toml", "*.yml", "*.txt", "*.in", "LICENSE")
+SLOW = ("torch", "pytest", "hypothesis", "numpy")  # to import
+SLOW_AND_INTERPRETED = ("triton.experimental.gluon.language", "triton.language.extra.libdevice", "interpreting")
+LIMIT = 300  # seconds that one test may take
+PASSED, FAILED, ENDED = 0, 1, 2  # exit codes: ENDED without a verdict
+LAW = re.compile(r"(reference|kernels)(?:: (?P<words>[^|]*)(?: \| (?P<case>.*))?)?")
+
+
+class Try(NamedTuple):
+    """One test of one mutant, or of the library as it is."""
+
+    killed_by: str
+    mutant: Any = None  # a Mutant; None: nothing is wrong
+
+
+class Verdict(NamedTuple):
+    """What a test said: its exit code, what failed, or what it printed when it ended otherwise; seconds."""
+
+    code: int
+    what: str
+    seconds: float
+
+
+class Names(dict[str, Any]):
+    """Names that stand for themselves if nothing else has them, so that cases can be written as they are printed."""
+
+    def __missing__(self, name: str) -> str:
+        return name
+
+
+def laws_and_cases(killed_by: str) -> list[tuple[str, Any]]:
+    """The laws that kill a mutant, each with a case: one, or without a case those of all ops, or of its class."""
+    from flashstate import proof
+    from flashstate.proof.laws import LAWS, SCOPES, pairs
+
+    found = LAW.fullmatch(killed_by)
+    assert found
+    needs = ("", "kernels") if found[1] == "kernels" else ("",)
+    laws = [words for words in LAWS if words.startswith(found["words"] or "") and SCOPES[words].needs in needs]
+    case = eval(found["case"], {}, Names(vars(proof))) if found["case"] else proof.AnyCase
+    if not isinstance(case, type):
+        return [(words, case) for words in laws]
+    small = [case for cases in proof.CASES.values() for case in (cases.odd if found["words"] else cases.quick)]
+    return pairs(laws, (small_one for small_one in small if isinstance(small_one, case)))
+
+
+def failure_of(killed_by: str, on: str) -> str | None:
+    """What fails of a test, with the library in this directory; None: nothing does."""
+    if LAW.fullmatch(killed_by):
+        return broken_law(killed_by, on)
+    return failed_test(killed_by.removeprefix("compiled: "))
+
+
+def broken_law(killed_by: str, on: str) -> str | None:
+    """The first law that is broken, and how."""
+    import torch
+
+    from flashstate.launch import interpreted
+    from flashstate.proof.laws import LAWS, LawBroken
+
+    by_kernels = killed_by.startswith("kernels")
+    with interpreted() if by_kernels and on == "cpu" else nullcontext():
+        for words, case in laws_and_cases(killed_by):
+            try:
+                LAWS[words](case, torch.device(on if by_kernels else "cpu"))
+            except LawBroken as broken:
+                return f"{words} | {case}: {broken}"
+    return None
+
+
+def failed_test(target: str) -> str | None:
+    """The first test that fails of a file or an id below tests/, and of words behind -k."""
+    import pytest
+
+    class Heard:
+        passed, failed = 0, ""
+
+        def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+            self.passed += report.passed and report.when == "call"
+            self.failed = self.failed or (report.nodeid.removeprefix("tests/") if report.failed else "")
+
+    heard = Heard()
+    target, _, words = target.partition(" -k ")
+    chosen = ["-k", words] if words else []
+    code = pytest.main(["-xq", "-p", "no:cacheprovider", f"tests/{target}", *chosen], plugins=[heard])
+    if not heard.failed and (code or not heard.passed):
+        raise RuntimeError(f"pytest ran none of {target} {words}, and ended with {code!r}")
+    return heard.failed or None
+
+
+def copy_repository(root: Path) -> Path:
+    for pattern in COPIED:
+        for path in ROOT.glob(pattern):
+            if path.is_dir():
+                shutil.copytree(path, root / path.name, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy2(path, root)
+    return root
+
+
+def mutate(mutant: Any, root: Path, number: int) -> None:
+    """Edit the copy. Its time is one that no other version of the file has, or Python would take what it compiled."""
+    path = root / "flashstate" / mutant.where
+    text = path.read_text()
+    if text.count(mutant.old) != 1:
+        raise ValueError(f"{mutant.where} has {text.count(mutant.old)} times what this replaces: {mutant.what}")
+    path.write_text(text.replace(mutant.old, mutant.new))
+    os.utime(path, (number, number))
+
+
+def start(task: Try, root: Path, number: int, on: str) -> int:
+    """The number of a new process that tries a mutant in this copy, and leaves what it found in `found` there."""
+    sys.stdout.flush()
+    if child := os.fork():
+        return child
+    code, found = ENDED, root / "found"
+    try:
+        signal.alarm(LIMIT)
+        log = os.open(root / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        for stream in (1, 2):
+            os.dup2(log, stream)
+        os.chdir(root)
+        os.environ |= {"PYTHONPATH": str(root)}
+        sys.path[:1] = [str(root / "tests"), str(root)]
+        if task.mutant:
+            mutate(task.mutant, root, number)
+        failure = failure_of(task.killed_by, on)
+        code = FAILED if failure else PASSED
+        found.write_text((failure or "").split("\n")[0])
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def tried(tasks: Iterable[Try], idle: list[Path], on: str) -> Iterator[tuple[Try, Verdict]]:
+    """Every one with its verdict, as they come; as many at a time as there are copies."""
+    waiting, running = list(enumerate(tasks, 1))[::-1], dict[int, tuple[Try, Path, float]]()
+    while waiting or running:
+        while waiting and idle:
+            number, task = waiting.pop()
+            root = idle.pop()
+            running[start(task, root, number, on)] = task, root, time.monotonic()
+        child, status = os.wait()
+        task, root, since = running.pop(child)
+        code = os.waitstatus_to_exitcode(status)
+        if code == -signal.SIGALRM:
+            code, what = FAILED, f"no end within {LIMIT} s"
+        else:
+            what = (root / ("log" if code not in (PASSED, FAILED) else "found")).read_text()
+        if task.mutant:
+            shutil.copy2(ROOT / "flashstate" / task.mutant.where, root / "flashstate" / task.mutant.where)
+        idle.append(root)
+        yield task, Verdict(code, what, time.monotonic() - since)
+
+
+def report(mutant: Any, verdict: Verdict) -> None:
+    says = {PASSED: "SURVIVED", FAILED: "killed  "}.get(verdict.code, "NO TEST ")
+    print(f"{says} {verdict.seconds:5.1f} s  {mutant.where}: {mutant.what}")
+    if verdict.code == FAILED:
+        print(f"{'':18}by {verdict.what}")
+    else:
+        print("\n".join(f"{'':18}{line}" for line in [mutant.killed_by, *verdict.what.splitlines()[-12:]]))
+    sys.stdout.flush()
+
+
+def every_mutant() -> list[Any]:
+    """All of tests/mutants/."""
+    lists = sorted((ROOT / "tests" / "mutants").glob("[a-z]*.py"))
+    return [mutant for path in lists for mutant in import_module(f"mutants.{path.stem}").MUTANTS]
+
+
+def in_two_turns(tasks: list[Try], copies: list[Path], gpu: bool) -> Iterator[tuple[Try, Verdict]]:
+    """Tests of compiled kernels, and then all others, with Triton's interpreter: triton looks once which it is."""
+    compiled = [task for task in tasks if gpu or task.killed_by.startswith("compiled: ")]
+    yield from tried(compiled, copies, "cuda" if gpu else "cpu")
+    if rest := [task for task in tasks if task not in compiled]:
+        os.environ["TRITON_INTERPRET"] = "1"
+        for name in SLOW_AND_INTERPRETED:
+            import_module(name)
+        import_module("interpreting").spare_the_interpreter()
+        yield from tried(rest, copies, "cpu")
+
+
+def print_table(verdicts: dict[Any, Verdict]) -> None:
+    """How many of each room were killed."""
+    rooms = {mutant.where.split("/")[0]: Counter[str]() for mutant in verdicts}
+    for mutant, verdict in verdicts.items():
+        rooms[mutant.where.split("/")[0]]["killed" if verdict.code == FAILED else "survived"] += 1
+    print(f"\n{'room':<14}{'mutants':>9}{'killed':>9}{'survived':>10}")
+    for room, counts in [*rooms.items(), ("all", sum(rooms.values(), Counter[str]()))]:
+        print(f"{room:<14}{counts.total():>9}{counts['killed']:>9}{counts['survived']:>10}")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tools.mutants", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--only", default="", metavar="REGEX", help="mutants in whose file or words this is found")
+    parser.add_argument("--gpu", action="store_true", help="those that only a GPU finds, on one")
+    parser.add_argument(
+        "--find", metavar="TEST", help="what else kills them: a test, or 'kernels' or 'reference': laws"
+    )
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes at a time (default: %(default)s)")
+    chosen, began = parser.parse_args(arguments), time.monotonic()
+    for name in SLOW:
+        import_module(name)
+    mutants = [mutant for mutant in every_mutant() if mutant.gpu == chosen.gpu]
+    mutants = [mutant for mutant in mutants if re.search(chosen.only, f"{mutant.where}: {mutant.what}")]
+    tasks = [Try(chosen.find or mutant.killed_by, mutant) for mutant in mutants]
+    before = [Try(killed_by) for killed_by in dict.fromkeys(task.killed_by for task in tasks)]
+    verdicts: dict[Any, Verdict] = {}
+    wrong = 0
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        copies = [copy_repository(Path(folder, str(job))) for job in range(chosen.jobs)]
+        for task, verdict in in_two_turns([*before, *tasks], copies, chosen.gpu):
+            if task.mutant:
+                verdicts[task.mutant] = verdict
+                report(task.mutant, verdict)
+            elif verdict.code != PASSED:
+                wrong += 1
+                print(f"FAILS WITHOUT A MUTANT: {task.killed_by}\n{verdict.what}", flush=True)
+    print_table(verdicts)
+    print(f"{time.monotonic() - began:.0f} s" + (f"; {wrong} tests fail without a mutant" if wrong else ""))
+    return int(wrong > 0 or any(verdict.code != FAILED for verdict in verdicts.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
