@@ -6,7 +6,9 @@ import pytest
 import torch
 from obeying import silent_on
 
-from flashstate.proof import Recurrence, ReplayCase
+from flashstate.launch import choose, machine_of, override, valid_configs
+from flashstate.proof import Recurrence, ReplayCase, make_inputs
+from flashstate.proof.laws import require
 
 CPU = torch.device("cpu")
 
@@ -77,3 +79,20 @@ def test_reference_equals_the_recurrence_written_with_loops(case: ReplayCase) ->
                         want *= z / (1 + math.exp(-z))
                     assert math.isclose(float(out[h, d]), want, rel_tol=1e-9, abs_tol=1e-11)
     assert next(y, None) is None
+
+
+# The order of sums
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cols", [64, 128])
+def test_a_program_with_more_threads_than_a_row_has_columns_sums_the_window_in_the_same_order(cols: int) -> None:
+    case, cuda = ReplayCase(4, 4, 1, 64, cols, bc="bfloat16"), torch.device("cuda")
+    problem, first = case.problem, make_inputs(case, cuda)
+    whole_rows = (config for config in valid_configs(problem) if problem.chunk(config.lanes) == cols)
+    wide = next(config for config in whole_rows if config.num_warps * problem.warp > cols)
+    again = first.fresh()
+    with override(choose(problem, machine_of(cuda).gpu)):
+        y_first = first.step()
+    with override(wide):
+        require.alike(f" with {wide}", again, again.step(), first, y_first)

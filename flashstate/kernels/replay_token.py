@@ -19,7 +19,7 @@ from flashstate.kernels.replay_window import (
     weights_of_ring,
 )
 from flashstate.kernels.state_io import load_state, store_chunk
-from flashstate.kernels.tiles import dot_rows, form_of_rows, load_columns, load_head, tile_at, zero_unless
+from flashstate.kernels.tiles import dot_rows, form_of_rows, load_columns, load_head, tile_at, widened_here, zero_unless
 
 STEPS = tl.constexpr(4)  # tokens of a ring whose inputs are loaded at once
 
@@ -32,7 +32,11 @@ def products_with(C, rows, exists, FORM: tl.constexpr):
     B = ()
     for k in tl.static_range(FORM.BLOCK_COLS // CHUNK):
         values = load_token_rows(rows, exists, k * CHUNK, FORM.COLS, CHUNK, (k + 1) * CHUNK <= FORM.COLS, BESIDE)
-        B = B + (values.to(tl.float32),)
+        if CHUNK == FORM.BLOCK_COLS and FORM.THREADS > CHUNK:
+            # Triton 3.6 would move 16 bits before it widens them, and sum a row in 8 threads, not in all that share it.
+            B = B + (widened_here(values, FORM.TARGET),)
+        else:
+            B = B + (values.to(tl.float32),)
     return dot_rows(B, C, FORM.VECTOR)
 
 
