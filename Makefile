@@ -18,9 +18,9 @@ demo: $(ENVIRONMENT)
 test: lint test-kernels
 
 # For changes under way: what is marked so in these files, of which few are collected faster than all.
-QUICK := tests/test_laws.py tests/test_mutations.py tests/test_refusals_of_ops.py
+QUICK_FILES := tests/test_laws.py tests/test_mutations.py tests/test_refusals_of_ops.py
 quick: lint
-	TRITON_INTERPRET=1 $(PYTEST) -m "quick and not gpu" $(QUICK)
+	TRITON_INTERPRET=1 $(PYTEST) -m "quick and not gpu" $(QUICK_FILES)
 
 # Triton's interpreter replaces every kernel when triton is imported, so compile-only tests are a process of their own.
 # Files that have none of them would take 15 s to collect in every worker.
@@ -40,11 +40,15 @@ lint: $(ENVIRONMENT)
 test-oldest:
 	$(MAKE) test-kernels VENV=.venv-oldest OLDER="'triton==3.6.0' 'numpy<2.4' 'transformers==5.21.0'"
 
-# JOBS processes compile beside each other and share the GPU. With TURNS=1 every law meets every case, which takes twice
-# as long; with more, the formats of a shape take turns. Tests print their names, so that a run cut off says what it did.
-TURNS ?= 3
+# Everything that needs a GPU, in eight minutes on 16 cores: nearly all of the time goes into compiling. QUICK=1 tries
+# every law once per op. Another SEED lets laws meet other cases.
+SEED     ?= 0
+QUICK    ?=
+GPU_JOBS ?= $(shell expr $$(nproc) + $$(nproc) / 4)
+ON_A_GPU  = $(if $(QUICK),tests/test_laws.py,$(shell grep -lE "mark.gpu|device: torch.device|KERNELS|EVERYWHERE" tests/test_*.py))
 test-gpu: $(ENVIRONMENT)
-	FLASHSTATE_TURNS=$(TURNS) env -u TRITON_INTERPRET $(PYTEST) -v -m gpu
+	env -u TRITON_INTERPRET OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -n $(GPU_JOBS) --dist worksteal --seed $(SEED) \
+		--minutes $(if $(QUICK),2,9) -m "gpu and not large$(if $(QUICK), and quick)" $(ON_A_GPU)
 
 # The plugin of vLLM in vLLM itself, in an environment of its own with a build for CPUs; about 20 minutes on 2 cores.
 # VLLM=0.26.0 is the oldest that is supported.

@@ -39,6 +39,16 @@ def lacks_transformers() -> str | None:
 collect_ignore_glob = ["test_transformers_*.py", "test_tools_transformers.py"] if lacks_transformers() else []
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--seed", type=int, default=0, help="which cases laws meet: another seed shows others")
+    parser.addoption("--minutes", type=float, default=0, help="hand out no test after so many minutes (0: no limit)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if torch.cuda.is_available() and not INTERPRETING:
+        config.pluginmanager.import_plugin("accounting")
+
+
 def pytest_report_header() -> list[str]:
     return [f"no tests with Transformers: {reason}" for reason in (lacks_transformers(),) if reason]
 

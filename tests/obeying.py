@@ -1,123 +1,163 @@
-"""Which laws are tried with which cases: one choice for every op."""
+"""Which laws meet which cases: few meetings, in which all pairs of what may matter are met."""
 
 import math
-import os
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+import random
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from itertools import product
+from typing import NamedTuple
 
 import pytest
 
+from flashstate.launch import Gpu, Problem
+from flashstate.launch import config as launch_config
+from flashstate.launch.config import Choice, valid_configs
+from flashstate.launch.environment import replaced
 from flashstate.proof import CASES, AnyCase, Cases
 from flashstate.proof.case import StateCase
-from flashstate.proof.laws import LAWS, SCOPES, in_turn, speaks_of
+from flashstate.proof.laws import LAWS, SCOPES, speaks_of
 
-Pairs = list[tuple[str, AnyCase]]
-TURNS = int(os.environ.get("FLASHSTATE_TURNS", "3"))  # in which the formats of a shape meet a law on a GPU
 ACCURACY = "output and state are as close to float64 as float32 and the format allow"
-MEASURING = (ACCURACY, "page-strided", "packed rows", "steps of a replay")  # laws that may ask for budgets
+# Laws whose verdict depends on the shape: budgets of few numbers are a matter of luck, and small states have few
+# configs. On a GPU these laws meet shapes of real models; the others meet small ones too, which compile faster.
+OF_SHAPES = (ACCURACY, "the launch config", "page-strided", "packed rows", "T tokens at once", "steps of a replay")
+CONFIGS = ("as chosen", "smallest", "largest")  # of the valid configs
+SAMPLE = 24  # candidates that are compared for every meeting
+
+
+class Meeting(NamedTuple):
+    """A law, a case, and the config that all kernels of the case get."""
+
+    law: str
+    case: AnyCase
+    config: str = CONFIGS[0]
+
+    def __str__(self) -> str:
+        return f"{self.law}-{self.case}" + (f"-{self.config} config" if self.config != CONFIGS[0] else "")
+
+
+class Place(NamedTuple):
+    """Where laws are tried: which of them, on which cases and configs, and which values must meet."""
+
+    needs: Sequence[str]
+    cases_for: Callable[[str, Cases], Iterable[AnyCase]]  # of a law and an op
+    with_laws: Sequence[str]  # every law meets every value of these dimensions
+    together: list[tuple[str, ...]]  # accuracy meets all values that these have together
+    configs: Sequence[str] = CONFIGS[:1]  # what config a meeting gets is drawn from these
+
+
+def small_cases(words: str, cases: Cases) -> Iterable[AnyCase]:
+    return (*cases.odd, *cases.besides)
+
+
+def cases_on_a_gpu(words: str, cases: Cases) -> Iterable[AnyCase]:
+    return (*cases.real, *cases.quick) if words.startswith(OF_SHAPES) else (*small_cases(words, cases), *cases.real)
+
+
+PLACES = {
+    "reference": Place(
+        ("",), small_cases, ("kernel", "tokens", "format", "way"), [("kernel", "format"), ("kernel", "tokens")]
+    ),
+    "interpreter": Place(
+        ("", "kernels"), small_cases, ("op", "format"), [("kernel", "tokens", "way"), ("op", "format")]
+    ),
+    "gpu": Place(
+        ("", "kernels", "cuda"), cases_on_a_gpu, ("kernel", "tokens", "format", "way", "config"),
+        [("kernel", "tokens", "way"), *product(("kernel", "way", "config"), ("format",)), ("kernel", "config"),
+         ("shape",)], (*CONFIGS[:1] * 6, *CONFIGS[1:]),
+    ),
+}  # fmt: skip
+OPS = {type(cases.odd[0]): op for op, cases in CASES.items()}
+
+
+@cache
+def values_of(case: AnyCase) -> Mapping[str, Hashable]:
+    """The value of a case in every dimension but the law and the config; most values belong to one op."""
+    op, tokens = OPS[type(case)], "packed" if case.packed else "several" if case.several else "one"
+    special = tuple(name for name in ("per_channel", "transposed", "mamba1") if getattr(case, name, False))
+    return {
+        "op": op, "kernel": (op, type(case.problem).__name__, case.problem.op.split(" rank")[0], *special),
+        "tokens": (op, tokens), "format": (case.format, case.rounding), "way": (op, getattr(case, "form", "")),
+        "shape": case.forms[0].in_format("float32", "nearest") if isinstance(case, StateCase) else case,
+    }  # fmt: skip
 
 
 def laws(*needs: str) -> list[str]:
     return [words for words in LAWS if SCOPES[words].needs in needs]
 
 
-def by_turns(spoken: Iterable[str], groups: Sequence[Sequence[AnyCase]], turns: int = 1) -> Pairs:
-    """These laws with one case of one group in so many, by turns, of the groups they speak of; each with the places in
-    their groups that it met least, and with the groups of another turn where that lets it meet more of them."""
-    chosen: Pairs = []
-    for w, words in enumerate(spoken):
-        spoken_of = [group for group in groups if any(speaks_of(words, case) for case in group)]
-        shifted = [places_of(words, spoken_of[(w + shift) % turns :: turns], w // turns) for shift in range(turns)]
-        possible = len({place for group in spoken_of for place, case in enumerate(group) if speaks_of(words, case)})
-        varied = [met for met in shifted if len({place for place, _ in met}) == min(possible, len(met))]
-        chosen += [(words, case) for _, case in (varied or shifted)[0]]
-    return chosen
+@cache
+def meetings(place: str, seed: int = 0) -> tuple[Meeting, ...]:
+    """Meetings in which every law meets every value of some dimensions, and accuracy pairs of values too. Each is the
+    one of a sample that brings most that is new, and of equals the cheapest."""
+    where, draw = PLACES[place], random.Random(seed)
+    spoken_of = {
+        words: [form for cases in CASES.values() for case in where.cases_for(words, cases)
+                for form in case.forms if speaks_of(words, form)]
+        for words in laws(*where.needs)
+    }  # fmt: skip
+    chosen, met = dict[Meeting, None](), set[object]()
+
+    def brings(meeting: Meeting) -> set[object]:
+        values = {**values_of(meeting.case), "config": meeting.config}
+        met_by_law = [(name,) for name in where.with_laws] + (where.together if meeting.law == ACCURACY else [])
+        return {(meeting.law, *(values[name] for name in names)) for names in met_by_law}
+
+    def meet(words: str, wanted: Mapping[str, Hashable]) -> None:
+        configs = [wanted["config"]] if "config" in wanted else where.configs
+        of_case = {name: wanted[name] for name in wanted if name != "config"}.items()
+        possible = [case for case in spoken_of[words] if of_case <= values_of(case).items()]
+        some = draw.sample(possible, min(SAMPLE, len(possible)))
+        candidates = [Meeting(words, case, str(draw.choice(configs))) for case in some]
+        best = max(candidates, key=lambda meeting: (len(brings(meeting) - met), -work_of(meeting.case)))
+        chosen[best] = None
+        met.update(brings(best))
+
+    def values(words: str, *dimensions: str) -> Iterable[tuple[Hashable, ...]]:
+        there = [{**values_of(case), "config": config} for case in spoken_of[words] for config in set(where.configs)]
+        return sorted({tuple(of_case[name] for name in dimensions) for of_case in there}, key=str)
+
+    wanted = [(words, (name,)) for words, name in product(spoken_of, where.with_laws)]
+    for words, names in [*((ACCURACY, names) for names in where.together), *wanted]:
+        for found in values(words, *names):
+            if (words, *found) not in met:
+                meet(words, dict(zip(names, found, strict=True)))
+    return tuple(chosen)
 
 
-def places_of(words: str, groups: Sequence[Sequence[AnyCase]], turn: int) -> list[tuple[int, AnyCase]]:
-    """One case of each group, with its place there: of those that a law speaks of, the place that it met least."""
-    met: list[tuple[int, AnyCase]] = []
-    for k, group in enumerate(groups):
-        times = Counter(place for place, _ in met)
-        there = [place for place, case in enumerate(group) if speaks_of(words, case)]
-        place = min(there, key=lambda place: (times[place], (place - turn - k) % len(group)))
-        met.append((place, group[place]))
-    return met
+def work_of(case: AnyCase) -> int:
+    """About how much there is to compute: elements of state times tokens."""
+    return math.prod(case.state_axes) * (sum(case.lengths) + case.batch)
 
 
-def on_the_reference(cases: Cases) -> Pairs:
-    """Accuracy for all cases, every other law with one of each group."""
-    others = [words for words in laws("") if words != ACCURACY]
-    return in_turn([(ACCURACY, case) for case in cases.odd] + by_turns(others, cases.groups))
+def parameters(place: str, seed: int) -> Iterator[object]:
+    """Meetings as parameters of a test: of every law with every op the cheapest one is marked as quick."""
+    cheapest: dict[tuple[str, Hashable], Meeting] = {}
+    for meeting in meetings(place, seed):
+        key = meeting.law, OPS[type(meeting.case)]
+        cheapest[key] = min(cheapest.get(key, meeting), meeting, key=lambda each: work_of(each.case))
+    quick = set(cheapest.values())
+    # Neighbours share kernels, so that a process which gets some of them compiles few.
+    for meeting in sorted(meetings(place, seed), key=lambda each: str((*values_of(each.case).values(), each.config))):
+        yield pytest.param(meeting, marks=[pytest.mark.quick] if meeting in quick else [])
 
 
-def in_the_interpreter(cases: Cases) -> Pairs:
-    """As on the reference, with fewer groups of those that there are; laws of kernels alone with more of them."""
-    met = [words for words in laws("") if words != ACCURACY]
-    chosen = [(ACCURACY, case) for case in cases.odd] + by_turns(met, cases.groups, cases.turns)
-    chosen += by_turns(laws("kernels"), cases.groups, (cases.turns + 1) // 2)
-    others = by_turns([*met, *laws("kernels")], [cases.besides] if cases.besides else [])
-    return in_turn(chosen + [pair for pair in others if pair not in chosen])
+@contextmanager
+def every_config(which: str, case: AnyCase) -> Iterator[None]:
+    """Give every launch inside the smallest or the largest of its valid configs, or the one that is chosen for it."""
+
+    def extreme(problem: Problem, gpu: Gpu) -> Choice:
+        return Choice(_valid(problem)[0 if which == "smallest" else -1], which)
+
+    if which == CONFIGS[0]:
+        yield
+    else:
+        remembered = case.op.declared.launches
+        remembered.clear()
+        with replaced(vars(launch_config), "_look_up", extreme):
+            yield
+        remembered.clear()
 
 
-def on_a_gpu(cases: Cases) -> Pairs:
-    """Accuracy for all cases; every other law with one in TURNS of each shape, by turns, and with one of every format
-    that it did not meet so. Nearly all of the time goes into compiling. Of an op that has cases besides, these are the
-    small ones, for laws that compare bytes: budgets of few numbers are a matter of luck."""
-    every = [*cases.real, *(() if cases.besides else cases.quick)]
-    groups: dict[AnyCase, list[AnyCase]] = {}
-    for case in every:
-        groups.setdefault(shape_of(case), []).append(case)
-    chosen: Pairs = [(ACCURACY, case) for case in every]
-    rest = [words for words in laws("", "kernels", "cuda") if words != ACCURACY]
-    for w, words in enumerate(rest):
-        met: list[AnyCase] = []
-        for k, group in enumerate(groups.values()):
-            spoken_of = [case for case in group if speaks_of(words, case)]
-            met += spoken_of[(w + k) % min(TURNS, len(spoken_of)) :: TURNS] if spoken_of else []
-        formats = set(map(format_of, met))
-        others = {format_of(case): case for case in every if speaks_of(words, case) and format_of(case) not in formats}
-        chosen += [(words, case) for case in (*met, *others.values())]
-    of_bytes = [words for words in rest if not words.startswith(MEASURING)]
-    return in_turn(chosen + by_turns(of_bytes, [cases.besides] if cases.besides else []))
-
-
-def smallest_first(chosen: Pairs) -> Iterable[object]:
-    """Parameters of a test: of every law the smallest case is marked as quick."""
-    smallest: dict[str, AnyCase] = {}
-    for words, case in chosen:
-        smallest[words] = min(smallest.get(words, case), case, key=work_of)
-    for words, case in chosen:
-        yield pytest.param(words, case, marks=[pytest.mark.quick] if smallest[words] is case else [])
-
-
-def work_of(case: AnyCase) -> tuple[int, int]:
-    """About how long it takes in the interpreter: programs times tokens, and then elements."""
-    return (sum(case.lengths) + case.batch) * case.state_axes[0], math.prod(case.state_axes)
-
-
-def require_all_met(
-    spoken: Iterable[str], chosen: Pairs, cases: Sequence[AnyCase], kind_of: Callable[[AnyCase], object],
-    at_turns: bool = False,
-) -> None:  # fmt: skip
-    """These laws meet every kind of the cases that they speak of; `at_turns`: as many kinds as they meet cases."""
-    for words in spoken:
-        possible = {kind_of(case) for case in cases if speaks_of(words, case)}
-        met = [kind_of(case) for law, case in chosen if law == words]
-        assert met or not possible, words
-        assert len(possible & set(met)) >= (min(len(possible), len(met)) if at_turns else len(possible)), words
-
-
-def silent_on(op: str) -> list[str]:
-    """The laws that speak of no case of an op."""
-    cases = (*CASES[op].odd, *CASES[op].real)
-    return [words for words in LAWS if not any(speaks_of(words, case) for case in cases)]
-
-
-def format_of(case: AnyCase) -> tuple[str, str]:
-    return case.format, case.rounding
-
-
-def shape_of(case: AnyCase) -> AnyCase:
-    """The case in another format: of an op that has formats, the same for all cases of a shape."""
-    return case.in_format("float32", "nearest") if isinstance(case, StateCase) else case
+_valid = cache(valid_configs)

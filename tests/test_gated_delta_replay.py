@@ -9,26 +9,12 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from obeying import silent_on
 from traffic import require_relative
 
 from flashstate.proof import DeltaReplayCase, Recurrence, ReplayInputs
 from flashstate.proof.laws.require import all_tokens
 
 CPU = torch.device("cpu")
-
-
-def test_laws_of_other_slots_and_of_states_between_tokens_do_not_speak_of_it() -> None:
-    assert [words.split()[:3] for words in silent_on("gated_delta_replay")] == [
-        ["a", "separate", "write"],
-        ["a", "write", "slot"],
-        ["T", "tokens", "at"],
-        ["a", "state", "written"],
-        ["snapshots", "hold", "the"],
-        ["a", "row", "with"],
-        ["a", "token", "of"],
-        ["a", "token", "whose"],
-    ]
 
 
 # The recurrence with loops, in Python's floats

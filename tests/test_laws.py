@@ -1,53 +1,58 @@
 """Every op that is registered obeys the laws: on the reference, in Triton's interpreter, compiled on a GPU."""
 
-from collections import Counter
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
-from obeying import (
-    ACCURACY,
-    Pairs,
-    format_of,
-    in_the_interpreter,
-    laws,
-    on_a_gpu,
-    on_the_reference,
-    require_all_met,
-    smallest_first,
-)
+from obeying import OPS, PLACES, Meeting, every_config, laws, meetings, parameters, values_of
 
-from flashstate.proof import CASES, AnyCase, Cases, interpreted, make_inputs
-from flashstate.proof.laws import LAWS, require, speaks_of
+from flashstate.proof import CASES, AnyCase, interpreted, make_inputs
+from flashstate.proof.laws import LAWS, replay, require, speaks_of
 
 CPU = torch.device("cpu")
-OPS = pytest.mark.parametrize("op", CASES)
 
 
-def of_every_op(choose: Callable[[Cases], Pairs]) -> list[object]:
-    return [parameters for cases in CASES.values() for parameters in smallest_first(choose(cases))]
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "meeting" in metafunc.fixturenames:
+        place = metafunc.function.place
+        there = place != "gpu" or torch.cuda.is_available()
+        seed = metafunc.config.getoption("seed")
+        metafunc.parametrize("meeting", list(parameters(place, seed)) if there else [], ids=str)
 
 
-@pytest.mark.parametrize(("words", "case"), of_every_op(on_the_reference), ids=str)
-def test_reference_obeys(words: str, case: AnyCase) -> None:
-    LAWS[words](case, CPU)
+def at(place: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Try a test with the meetings of a place."""
+
+    def placed(test: Callable[..., None]) -> Callable[..., None]:
+        test.place = place  # type: ignore[attr-defined]
+        return test
+
+    return placed
+
+
+@at("reference")
+def test_reference_obeys(meeting: Meeting) -> None:
+    LAWS[meeting.law](meeting.case, CPU)
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize(("words", "case"), of_every_op(in_the_interpreter), ids=str)
-def test_interpreted_kernel_obeys(words: str, case: AnyCase) -> None:
+@at("interpreter")
+def test_interpreted_kernel_obeys(meeting: Meeting) -> None:
     with interpreted():
-        LAWS[words](case, CPU)
+        LAWS[meeting.law](meeting.case, CPU)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("words", "case"), of_every_op(on_a_gpu) if torch.cuda.is_available() else [], ids=str)
-def test_compiled_kernel_obeys(words: str, case: AnyCase) -> None:
-    LAWS[words](case, torch.device("cuda"))
+@at("gpu")
+def test_compiled_kernel_obeys(meeting: Meeting, record_property: Callable[[str, object], None]) -> None:
+    record_property("meeting", str(meeting))
+    with every_config(meeting.config, meeting.case):
+        LAWS[meeting.law](meeting.case, torch.device("cuda"))
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("case", [case for cases in CASES.values() for case in cases.groups[0][:2]], ids=str)
+@pytest.mark.parametrize("case", [cases.groups[0][0] for cases in CASES.values()], ids=str)
 def test_an_empty_batch_does_nothing(case: AnyCase, device: torch.device) -> None:
     for form in case.forms:
         inputs = make_inputs(form, device)
@@ -57,47 +62,46 @@ def test_an_empty_batch_does_nothing(case: AnyCase, device: torch.device) -> Non
         require.equal_states("the pool", inputs.state, before.state)
 
 
-# Which laws meet which cases
+def test_laws_are_silent_on_the_ops_that_they_cannot_speak_of() -> None:
+    silent: dict[str, list[str]] = {}
+    for words, (op, cases) in product(LAWS, CASES.items()):
+        if not any(speaks_of(words, case) for case in (*cases.odd, *cases.real)):
+            silent.setdefault(op, []).append(" ".join(words.split()[:4]))
+    between_tokens = ["snapshots hold the state", "a token of a", "a token whose parent"]
+    replays = [
+        "a separate write slot", "a write slot that", "T tokens at once", "a state written after",
+        between_tokens[0], "a row with n", *between_tokens[1:],
+    ]  # fmt: skip
+    of_rings = [" ".join(words.split()[:4]) for words in replay.WORDS]
+    assert silent == {
+        "mamba2_step": of_rings, "gated_delta_step": of_rings, "mamba3_step": of_rings + between_tokens,
+        "conv1d_step": ["stochastic rounding draws other", *of_rings],
+        "gated_delta_replay": replays, "mamba2_replay": ["a ring that is", *replays],
+    }  # fmt: skip
 
 
-def form_in(cases: Cases) -> Callable[[AnyCase], int]:
-    """Which form of a call a case has: its place in its group."""
-    places = {case: place for group in cases.groups for place, case in enumerate(group)}
-    return lambda case: places[case.forms[0]]
+@pytest.mark.parametrize("place", PLACES)
+def test_every_law_meets_every_op_and_every_format_at_every_seed(place: str) -> None:
+    """And every op meets every form of its calls."""
+    for seed in (0, 1):
+        there = meetings(place, seed)
+        spoken = [
+            Meeting(words, case) for words in laws(*PLACES[place].needs) for cases in CASES.values()
+            for case in PLACES[place].cases_for(words, cases) if speaks_of(words, case)
+        ]  # fmt: skip
+        for known in (law_and_op, law_and_format, form_of_call):
+            assert set(map(known, there)) == set(map(known, spoken))
+        assert len(there) == len(set(map(str, there)))
 
 
-@OPS
-def test_every_law_meets_every_format_and_every_form_on_the_reference(op: str) -> None:
-    cases = CASES[op]
-    require_all_met(laws(""), on_the_reference(cases), cases.odd, format_of)
-    require_all_met(laws(""), on_the_reference(cases), cases.odd, form_in(cases), at_turns=True)
+def law_and_op(meeting: Meeting) -> object:
+    return meeting.law, OPS[type(meeting.case)]
 
 
-@OPS
-def test_every_law_is_tried_in_the_interpreter_with_as_many_formats_and_forms_as_it_has_turns(op: str) -> None:
-    cases, there = CASES[op], {*CASES[op].odd} - {*CASES[op].besides}
-    chosen = [(words, case) for words, case in in_the_interpreter(cases) if case.forms[0] in there]
-    spoken = [words for words in laws("", "kernels") if any(speaks_of(words, case) for case in cases.odd)]
-    assert {words for words, _ in chosen} == set(spoken)
-    for kind_of in (format_of, form_in(cases)):
-        require_all_met(spoken, chosen, cases.odd, kind_of, at_turns=True)
-        met = Counter(kind_of(case) for words, case in chosen if words != ACCURACY)
-        assert met.keys() == set(map(kind_of, cases.odd))
-        assert min(met.values()) >= 2
+def law_and_format(meeting: Meeting) -> object:
+    return meeting.law, meeting.case.format, meeting.case.rounding
 
 
-@OPS
-def test_every_law_meets_every_format_on_a_gpu(op: str) -> None:
-    chosen = on_a_gpu(CASES[op])
-    require_all_met(laws("", "kernels", "cuda"), chosen, CASES[op].real, format_of)
-    assert len(chosen) == len(set(chosen))
-
-
-@OPS
-@pytest.mark.parametrize("choose", [on_the_reference, in_the_interpreter, on_a_gpu])
-def test_every_law_meets_every_form_that_calls_have(op: str, choose: Callable[[Cases], Pairs]) -> None:
-    met: dict[str, list[str]] = {}
-    for words, case in choose(CASES[op]):
-        met.setdefault(words, []).append(getattr(case, "form", ""))
-    forms = len(CASES[op].odd[0].forms)
-    assert all(len(set(found)) == min(forms, len(found)) for found in met.values()), met
+def form_of_call(meeting: Meeting) -> object:
+    values = values_of(meeting.case)
+    return values["kernel"], values["tokens"]

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from implementations import KERNELS
-from obeying import shape_of
+from obeying import values_of
 
 from flashstate.launch import Config, override
 from flashstate.ops import replaying as op
@@ -28,7 +28,7 @@ EVERY_RULE = pytest.mark.parametrize("small", SMALL.values(), ids=SMALL)
 # What cases are made of
 
 
-@pytest.mark.parametrize("case", dict.fromkeys(map(shape_of, EVERY)), ids=str)
+@pytest.mark.parametrize("case", dict.fromkeys(values_of(case)["shape"] for case in EVERY), ids=str)
 def test_rows_of_a_case_fold_and_do_not_and_its_rings_wrap(case: AnyReplayCase) -> None:
     _, groups, _, _ = case.measured_axes
     inputs = replace(case, batch=min(case.batch, 8), heads=groups, rows=1).make_inputs(CPU)

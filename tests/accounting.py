@@ -1,0 +1,130 @@
+"""The account of a run on a GPU: failures as they happen; at its end, also when cut off, what was met and what not."""
+
+import signal
+import time
+from collections import Counter
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import pytest
+from compiling_once import compiled, share_compilations
+from obeying import OPS, Meeting, meetings
+
+SHOWN = 12  # lines of a long list
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    share_compilations()
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Account(config))
+
+
+class Account:
+    """What the process that hands out tests learns of them."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config, self.began = config, time.monotonic()
+        self.planned: Collection[str] = ()
+        self.outcomes: dict[str, str] = {}
+        self.met: set[str] = set()  # meetings of laws whose test passed
+        self.kernels: list[tuple[str, float]] = []
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a run cut off ends with its account
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self.planned = self.planned or [item.nodeid for item in session.items]
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, ids: Collection[str]) -> None:
+        self.planned = ids
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        properties = dict(report.user_properties)
+        if report.when == "call" or report.outcome != "passed":
+            self.outcomes[report.nodeid] = "failed" if report.failed else report.outcome
+        if report.when == "call" and report.passed and "meeting" in properties:
+            self.met.add(properties["meeting"])
+        if report.when == "teardown":
+            self.kernels += properties.get("compiled", ())
+        if report.failed:
+            self.tell(f"\n{self.clock()} FAILED {report.nodeid}")
+            crash = getattr(report.longrepr, "reprcrash", None)
+            self.tell(f"  {str(crash.message if crash else report.longrepr).strip().splitlines()[0]}")
+            self.tell(f"  again: {self.again(report.nodeid)}")
+        self.stop_in_time()
+
+    def stop_in_time(self) -> None:
+        minutes = self.config.getoption("minutes")
+        if minutes and time.monotonic() - self.began > 60 * minutes:
+            hands_out = self.config.pluginmanager.getplugin("dsession") or self.config.pluginmanager.getplugin(
+                "session"
+            )
+            hands_out.shouldstop = f"{minutes} minutes are over"
+
+    def pytest_terminal_summary(self) -> None:
+        count = Counter(self.outcomes.values())
+        left = [test for test in self.planned if test not in self.outcomes]
+        self.tell(f"\naccount, after {self.clock()}, seed {self.config.getoption('seed')}")
+        self.tell(
+            f"  {len(self.planned)} tests: {count['passed']} passed, {count['failed']} failed, "
+            f"{count['skipped']} skipped, {len(left)} not reached"
+        )
+        self.tell_kernels()
+        if self.met:
+            self.tell_meetings()
+        self.tell_some("not reached", left)
+        self.tell_some("failed", [self.again(test) for test, outcome in self.outcomes.items() if outcome == "failed"])
+
+    def tell_kernels(self) -> None:
+        by_name = Counter[str]()
+        for name, seconds in self.kernels:
+            by_name[name] += seconds
+        most = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in by_name.most_common(4))
+        self.tell(f"  {len(self.kernels)} kernels compiled in {by_name.total():.0f} s of processor time: {most}")
+
+    def tell_meetings(self) -> None:
+        """Laws with ops, formats and configs: how many of the pairs that were wanted were met."""
+        wanted = {str(meeting): meeting for meeting in meetings("gpu", self.config.getoption("seed"))}
+        there = [wanted[meeting] for meeting in self.met if meeting in wanted]
+        for what, pairs in PAIRS.items():
+            all_pairs, met = pairs(wanted.values()), pairs(there)
+            self.tell(f"  {what}: {len(met)} of {len(all_pairs)} met")
+            self.tell_some("  without", sorted(map(str, all_pairs - met)))
+
+    def tell_some(self, what: str, tests: Collection[str]) -> None:
+        if tests:
+            self.tell(f"  {what}:")
+            for test in list(tests)[:SHOWN]:
+                self.tell(f"    {test}")
+            if len(tests) > SHOWN:
+                self.tell(f"    and {len(tests) - SHOWN} more")
+
+    def tell(self, line: str) -> None:
+        self.config.get_terminal_writer().line(line)
+
+    def clock(self) -> str:
+        return "{:.0f}:{:02.0f}".format(*divmod(time.monotonic() - self.began, 60))
+
+    def again(self, test: str) -> str:
+        return f"python -m pytest --seed {self.config.getoption('seed')} '{test}'"
+
+
+def _pairs(name: str) -> Any:
+    def found(met: Iterable[Meeting]) -> set[tuple[object, ...]]:
+        values = {
+            "ops": lambda m: OPS[type(m.case)], "formats": lambda m: (m.case.format, m.case.rounding),
+            "configs": lambda m: m.config,
+        }  # fmt: skip
+        return {(meeting.law, values[name](meeting)) for meeting in met}
+
+    return found
+
+
+PAIRS = {f"laws x {name}": _pairs(name) for name in ("ops", "formats", "configs")}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
+    """Tell the account what a test compiled."""
+    if call.when == "teardown" and compiled:
+        item.user_properties.append(("compiled", compiled.copy()))
+        compiled.clear()
