@@ -1,40 +1,25 @@
-"""Step the recurrent state of state-space and linear-attention language models while they generate."""
+"""Step the recurrent state of state-space and linear-attention language models while they generate.
 
-from flashstate.ops.conv1d import conv1d_step
-from flashstate.ops.debug import debug
-from flashstate.ops.gated_delta import gated_delta_step
-from flashstate.ops.gated_delta_fold import gated_delta_fold
-from flashstate.ops.gated_delta_replay import gated_delta_replay
-from flashstate.ops.mamba2 import mamba2_step
-from flashstate.ops.mamba2_fold import mamba2_fold
-from flashstate.ops.mamba2_replay import mamba2_replay
-from flashstate.ops.mamba3 import mamba3_step
-from flashstate.pool.pool import StatePool
-from flashstate.state.faults import check_faults
-from flashstate.state.mamba3 import Mamba3State, Rotary
-from flashstate.state.ring import DeltaRing, Plan, Ring
-from flashstate.state.slots import Slots
-from flashstate.state.state import State
-from flashstate.warmup import warmup
+Importing the package does not import torch: all public names are loaded when the first of them is asked for, so that
+the command line answers `--version`, `--help` and typos at once.
+"""
 
-__all__ = [
-    "DeltaRing",
-    "Mamba3State",
-    "Plan",
-    "Ring",
-    "Rotary",
-    "Slots",
-    "State",
-    "StatePool",
-    "check_faults",
-    "conv1d_step",
-    "debug",
-    "gated_delta_fold",
-    "gated_delta_replay",
-    "gated_delta_step",
-    "mamba2_fold",
-    "mamba2_replay",
-    "mamba2_step",
-    "mamba3_step",
-    "warmup",
-]
+import importlib
+import typing
+
+if typing.TYPE_CHECKING:
+    from flashstate.public import *  # noqa: F403
+    from flashstate.public import __all__ as __all__
+else:
+
+    def __getattr__(name: str) -> typing.Any:
+        """Load all public names."""
+        if not name.startswith("__") or name == "__all__":  # tools ask every module for names with underscores
+            public = importlib.import_module("flashstate.public")
+            globals().update({known: getattr(public, known) for known in ("__all__", *public.__all__)})
+        if name not in globals():
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return globals()[name]
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__getattr__("__all__")})

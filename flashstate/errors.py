@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ACTIVATION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+from flashstate.basics import ACTIVATIONS, BINARY_UNITS
+
+ACTIVATION_DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in ACTIVATIONS)
 INDEX_DTYPES = (torch.int32, torch.int64)
 INT64 = (-(1 << 63), (1 << 63) - 1)  # the least and the most
 Shape = tuple[tuple[str, ...], tuple[int | None, ...]]  # names of axes, and their sizes; None: any
 LARGEST_INT32 = (1 << 31) - 1
-BINARY_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 LARGEST_FLOAT32 = torch.finfo(torch.float32).max
 
 

@@ -20,13 +20,12 @@ from rich.progress import Progress
 from rich.table import Column, Table
 from torch import Tensor
 
+from flashstate.basics import FAMILY, WINDOW
 from flashstate.check import implementation
 from flashstate.errors import counted, dtype_name
 from flashstate.state.formats import FORMATS, label_of
 
-FAMILY = "mamba2"  # of the random model, unless another is named
 VOCABULARY = 8  # of the random model: it repeats itself, so that some drafts are right
-WINDOW = 16  # of replay, where nobody says: what docs/choosing-a-format.md measures
 TINY = "Of a model this small neither speed nor bytes say anything: its rings and windows may outweigh its states."
 ON_CPU = "On a CPU flashstate runs its reference, which is plain torch and says nothing about speed on a GPU."
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import platform
-import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 
 import torch
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Column, Table
 
+from flashstate.basics import flashstate_version, wrapped
 from flashstate.bench.jobs import Job
 from flashstate.launch import Gpu, Problem, choose_with_reason, machine_of
 from flashstate.launch.config import mode_key
@@ -66,14 +65,6 @@ def versions() -> dict[str, str]:
         triton = None
     found = {"flashstate": flashstate_version(), "Python": platform.python_version(), "torch": torch.__version__}
     return {**found, "triton": "not installed" if triton is None else triton.__version__}
-
-
-def flashstate_version() -> str:
-    """The version that is installed."""
-    try:
-        return version("flashstate")
-    except PackageNotFoundError:
-        return "not installed: run from its sources"
 
 
 def device_lines() -> list[str]:
@@ -137,12 +128,3 @@ def config_title(problems: Mapping[Problem, int], gpu: Gpu) -> str:
 def reasons(problems: Iterable[Problem], gpu: Gpu) -> list[str]:
     """Where the configs of these problems come from, each place once."""
     return list(dict.fromkeys(choose_with_reason(problem, gpu).reason for problem in problems))
-
-
-def wrapped(text: str, width: int) -> list[str]:
-    """Lines of at most so many characters, the last of more than one word if that can be."""
-    for narrower in range(width, width // 2, -1):
-        lines = textwrap.wrap(text, narrower, break_long_words=False, break_on_hyphens=False)
-        if len(lines) < 2 or " " in lines[-1]:
-            return lines
-    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)

@@ -7,9 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from flashstate.state.ring import LARGEST_WINDOW
+from flashstate.basics import LARGEST_WINDOW
 
 KINDS = ("mamba2", "gated_delta")
 NECESSARY = ("layers", "heads", "rows", "cols", "groups")  # what a shape cannot do without
@@ -28,7 +26,7 @@ class ModelShape:
     cols: int  # of a head; of the delta rule: that of the keys, K
     groups: int  # of B and C; of the delta rule: key heads
     conv_width: int = 4  # of the convolution before it, which keeps its last conv_width - 1 inputs; 0: there is none
-    activations: torch.dtype = torch.bfloat16  # of those inputs and of the replay ring
+    activations: str = "bfloat16"  # the dtype of those inputs and of the replay ring
     window: int = 0  # of the replay ring; 0: there is none
     tokens: int = 1  # of the longest call that a ring takes
     per_channel: bool = False  # whether every column of a head has a decay of its own, as in KDA

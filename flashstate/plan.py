@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
-from decimal import Decimal
-
+import torch
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Column, Table
 
-from flashstate.errors import BINARY_UNITS, counted, dtype_name
+from flashstate.basics import BINARY_UNITS, UNITS, parse_memory
+from flashstate.errors import counted
 from flashstate.models import ModelShape
 from flashstate.state.formats import FORMATS, Format
 
@@ -18,17 +17,11 @@ SEED_BYTES = 8  # int64, one per request whose states are rounded stochastically
 DECAY_BYTES = 4  # float32 in a ring, dt or the logarithm of a decay, whatever the activations are
 U_BYTES = 2  # float16 in a ring of the delta rule, whatever the activations are
 CURSOR_BYTES = 8  # of a ring: start and count, int32 each, shared by all layers
-DECIMAL_UNITS = ("B", "KB", "MB", "GB", "TB")
-UNITS = {
-    name: base**power
-    for names, base in ((BINARY_UNITS, 1024), (DECIMAL_UNITS, 1000))
-    for power, name in enumerate(names)
-}
 
 
 def request_bytes(shape: ModelShape, format: Format) -> dict[str, int]:
     """Bytes that one request keeps over all layers, item by item; with a seed wherever the format can use one."""
-    rows, activation = shape.heads * shape.rows, shape.activations.itemsize
+    rows, activation = shape.heads * shape.rows, activation_bytes(shape)
     kept = {
         "state": shape.layers * rows * shape.cols * format.dtype.itemsize,
         "scales": shape.layers * rows * SCALE_BYTES if format.scaled else 0,
@@ -39,21 +32,17 @@ def request_bytes(shape: ModelShape, format: Format) -> dict[str, int]:
     return {**kept, "total": sum(kept.values())}
 
 
+def activation_bytes(shape: ModelShape) -> int:
+    """Bytes of one activation."""
+    return getattr(torch, shape.activations).itemsize
+
+
 def ring_token(shape: ModelShape) -> int:
     """Bytes of one token in the ring of a layer: of x, B and dt, or of u, k and a decay, which per channel is a."""
-    activation = shape.activations.itemsize
+    activation = activation_bytes(shape)
     of_rows = activation if shape.kind == "mamba2" else U_BYTES
     decay = shape.cols * activation if shape.per_channel else DECAY_BYTES
     return shape.heads * (shape.rows * of_rows + decay) + shape.groups * shape.cols * activation
-
-
-def parse_memory(text: str) -> int:
-    """Bytes of "40GiB", "40GB" or "1.5 TiB"."""
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]+)", text)
-    size = int(Decimal(match[1]) * UNITS[match[2]]) if match and match[2] in UNITS else 0
-    if size < 1:
-        raise ValueError(f"memory must be a number above 0 and a unit of {', '.join(UNITS)}, as in 40GiB, got {text!r}")
-    return size
 
 
 def show_plan(name: str, shape: ModelShape, memory: str, ranks: int = 1) -> None:
@@ -80,7 +69,7 @@ def describe(shape: ModelShape) -> str:
     decays = ", a decay per channel" if shape.per_channel else ""
     return (
         f"{shape.kind}, {counted(shape.layers, 'layer')} with a state of {heads}, "
-        f"{group_count(shape)}{decays}, {conv}, {dtype_name(shape.activations)} activations."
+        f"{group_count(shape)}{decays}, {conv}, {shape.activations} activations."
     )
 
 

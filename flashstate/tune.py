@@ -43,7 +43,6 @@ from flashstate.proof import Pool, make_inputs
 from flashstate.proof.laws import LawBroken, require
 from flashstate.state.slots import Slots
 
-QUICK_SECONDS = 600  # that `--quick` may take
 REPLAYS = 5
 MAX_LAUNCHES = 1024  # in a graph: of 8-bit states still more than twice what the cache holds
 CHECKED_ROWS = 16  # of the batch on which configs must give equal bytes

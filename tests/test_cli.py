@@ -13,13 +13,15 @@ import pytest
 import torch
 from printed import output_of
 
-from flashstate import check
+from flashstate import basics, check
+from flashstate.basics import wrapped
 from flashstate.bench.jobs import Job
 from flashstate.bench.ops import OPS
+from flashstate.bench.ways import WAYS
 from flashstate.check import SHOWN_FAILURES, cases_on
 from flashstate.cli import COMMANDS, main
 from flashstate.demo import one_thread
-from flashstate.info import versions, wrapped
+from flashstate.info import versions
 from flashstate.launch import Gpu, choose
 from flashstate.launch.config import mode_key
 from flashstate.proof import CASES, Case
@@ -173,43 +175,68 @@ def test_the_program_runs_without_triton_as_a_module() -> None:
     assert "triton      not installed" in result.stdout
 
 
-def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit:
-        main(["--version"])
-    assert exit.value.code == 0
-    assert capsys.readouterr().out == f"flashstate {versions()['flashstate']}\n"
+BEFORE_TORCH = [  # what is said, and the exit status, with torch that cannot be imported
+    ("--version", 0, f"flashstate {versions()['flashstate']}"),
+    ("--help", 0, "Step the recurrent state"),
+    ("bench --help", 0, "--batches"),
+    ("", 2, "info | check"),
+    ("bensh", 2, "there is no command 'bensh'; did you mean bench?"),
+    ("nonsense", 2, "there is no command 'nonsense', only info, check"),
+    ("bench --tokns 4", 2, "there is no option --tokns; did you mean --tokens?"),
+    ("bench --numerics", 2, "there is no option --numerics"),
+    ("bench --markdown=README.md", 2, "there is no option --markdown"),
+    ("bench mamba4", 2, "argument OP: must be one of mamba2, gated_delta, mamba3"),
+    ("bench gated", 2, "got 'gated'; did you mean gated_delta or gated_delta_replay?"),
+    ("bench --tokens 0", 2, "--tokens: must be at least 1, got 0"),
+    ("demo --steps many", 2, "--steps: must be a whole number, got 'many'"),
+    ("demo --seed 99999999999999999999", 2, f"--seed: must be from {-(1 << 63)} to {(1 << 63) - 1}, got 9999"),
+    ("check --quick yes", 2, "unrecognized arguments: yes"),
+    ("check --device tpu", 2, "--device: must be cpu, cuda or cuda:N, got 'tpu'"),
+    ("info --capability ten", 2, "--capability: must be two numbers, as in 10.0, got 'ten'"),
+    ("info --format flaot16", 2, "got 'flaot16'; did you mean float16?"),
+    ("tune --formats float7", 2, "must be one of float32, bfloat16, float16, int16, int8, float8_e4m3fn, got 'float7'"),
+    ("bench --formats int16:up", 2, "int16 has no rounding 'up', only nearest, stochastic"),
+    ("plan --model qwen3", 2, "did you mean qwen3-next-80b or qwen3.5-397b?"),
+    ("plan --memory 40Gib", 2, "memory must be a number above 0 and a unit of B, KiB"),
+]
 
 
-@pytest.mark.parametrize(
-    "argv",
-    [
-        [],
-        ["nonsense"],
-        ["info", "--batch", "0"],
-        ["info", "--format", "float7"],
-        ["info", "--capability", "ten"],
-        ["demo", "--steps", "many"],
-        ["bench", "--tokens", "0"],
-        ["bench", "mamba4"],
-        ["bench", "--numerics"],
-        ["bench", "--markdown", "README.md"],
-        ["check", "--quick", "yes"],
-    ],
-)
-def test_what_cannot_be_parsed_exits_with_2(argv: list[str]) -> None:
-    with pytest.raises(SystemExit) as exit:
-        main(argv)
-    assert exit.value.code == 2
+def test_version_help_and_typos_need_no_torch() -> None:
+    code = f"""
+import contextlib, io, sys
+sys.modules["torch"] = None  # importing it fails
+from flashstate.cli import main
+for words, status, said in {BEFORE_TORCH!r}:
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
+        try:
+            got = main(words.split())
+        except SystemExit as exit:
+            got = exit.code
+    assert (got, said in " ".join(out.getvalue().split())) == (status, True), (words, got, out.getvalue())
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def test_commands_are_silent_about_numpy_that_is_not_there() -> None:
+    code = (
+        "import sys; sys.modules['numpy'] = None; from flashstate.cli import main; main(['plan', '--model', 'mamba2'])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.startswith("mamba2-2.7b: ")
+
+
+def test_the_command_line_knows_the_ops_and_ways_there_are() -> None:
+    assert sorted(basics.BENCHED) == sorted(OPS)
+    assert list(basics.WAYS) == list(WAYS)
+    assert list(basics.ROUNDINGS_OF) == [format.name for format in FORMATS.values()]
 
 
 @pytest.mark.parametrize(
     ("argv", "complaint"),
     [
-        (["info", "--rounding", "stochastic"], "float32 has no rounding 'stochastic', only nearest"),
-        (
-            ["info", "--format", "int8", "--rounding", "stochastic_hw"],
-            "int8 has no rounding 'stochastic_hw', only nearest, stochastic",
-        ),
+        (["info", "--rounding", "stochastic_hw"], "float32 has no rounding 'stochastic_hw', only nearest"),
         (
             ["info", "conv1d", "--format", "int8"],
             "windows are float32, bfloat16, float16, rounded to nearest, got int8",
@@ -220,14 +247,10 @@ def test_what_cannot_be_parsed_exits_with_2(argv: list[str]) -> None:
         (["bench", "conv1d", "--device", "cpu", "--rows", "8"], "conv1d has no --rows, only --channels, --width"),
         (["tune", "span", "--width", "3"], "span has no --width, only --heads"),
         (["tune", "mamba2_replay"], "tune finds no configs of mamba2_replay yet"),
-        (["tune", "--formats", "float7"], "there is no format 'float7'"),
         (["tune", "--device", "cpu"], "tune measures kernels on a GPU, and there is none"),
         (["info", "mamba2_replay", "--snapshots"], "mamba2_replay has no --snapshots"),
         (["bench", "mamba2_replay", "--device", "cpu", "--tokens", "17"], "replay is measured with a window of 16"),
-        (["check", "--device", "tpu"], "--device must be cpu, cuda or cuda:N, got 'tpu'"),
         (["check", "--device", "cuda:99"], "--device cuda:99: this machine has"),
-        (["bench", *TINY, "--formats", "float7"], "there is no format 'float7'"),
-        (["bench", *TINY, "--formats", "int16:up"], "int16 has no rounding 'up', only nearest, stochastic"),
         (["bench", *TINY, "--groups", "3"], "the number of groups must divide the 2 heads, got 3"),
         (["bench", *TINY, "--formats", "int8", "--cols", "3", "--heads", "1", "--rows", "1"], "not whole 32-bit words"),
         (["bench", *TINY, "--csv", "no/such/folder/a.csv"], "to write a.csv to"),
@@ -235,6 +258,7 @@ def test_what_cannot_be_parsed_exits_with_2(argv: list[str]) -> None:
         (["bench", "--host", "--csv", "a.csv"], "--host measures only what a call costs the host"),
         (["bench", "--from-csv", "missing.csv"], "No such file"),
         (["bench", "--from-csv", __file__], "is not a file that flashstate bench wrote"),
+        (["bench", "--from-csv", sys.executable], f"{sys.executable} is not a file that flashstate bench wrote"),
     ],
 )
 def test_a_bad_option_is_one_line_and_exits_with_2(

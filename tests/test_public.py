@@ -45,6 +45,9 @@ def test_public_names_are_exactly_all() -> None:
         if not name.startswith("_") and not isinstance(value, ModuleType)
     }
     assert public == set(flashstate.__all__)
+    assert public.isdisjoint(path.stem for path in (ROOT / "flashstate").iterdir()), "an import would hide the name"
+    with pytest.raises(AttributeError, match="module 'flashstate' has no attribute 'nothing'"):
+        getattr(flashstate, "nothing")  # noqa: B009
 
 
 @pytest.mark.parametrize("name", flashstate.__all__)
@@ -62,7 +65,7 @@ def test_the_import_and_a_cpu_step_do_not_import_triton() -> None:
     code = f"""
 import sys, torch
 by_torch = set(sys.modules)
-import flashstate
+import flashstate.public
 {STEP}
 added = {{name for name in set(sys.modules) - by_torch if name.split(".")[0] == "triton"}}
 kernels = {{name for name in sys.modules if name.startswith("flashstate.kernels")}}
@@ -90,7 +93,7 @@ assert not any(name.startswith("flashstate.kernels") for name in sys.modules)
 def test_the_import_and_the_command_line_do_not_import_transformers() -> None:
     run_python("""
 import sys
-import flashstate, flashstate.cli
+import flashstate.public, flashstate.commands
 added = [name for name in sys.modules if name.split(".")[0] == "transformers" or "integrations" in name.split(".")]
 assert not added, added
 """)

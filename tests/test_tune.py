@@ -248,7 +248,7 @@ def test_a_quick_run_without_time_leaves_a_table_as_it_is(there: bool, tmp_path:
 def a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A machine that has a GPU, as far as the command is concerned; where it reads tables."""
     machine = Machine(GPU, "sm_89")
-    monkeypatch.setattr("flashstate.cli.find_device", lambda name: torch.device("cuda", 0))
+    monkeypatch.setattr("flashstate.commands.find_device", lambda name: torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "device", lambda device: pretending(machine))
     monkeypatch.setattr("flashstate.tune.machine_of", lambda device: machine)
     monkeypatch.setattr("flashstate.bench.quick.uses_kernels", lambda device: True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import math
 import re
 from collections.abc import Hashable, Iterator, Sequence
@@ -20,7 +19,7 @@ from calls import arguments_of
 from compiling import collected, machine_with
 
 import flashstate
-from flashstate import Slots, State, StatePool
+from flashstate import Slots, State, StatePool, warming
 from flashstate.launch import Gpu
 from flashstate.launch.axes import Axes
 from flashstate.launch.call import Op
@@ -36,7 +35,7 @@ from flashstate.ops.mamba3 import MAMBA3_STEP
 from flashstate.pool.layers import ssm_of
 from flashstate.proof import AnyCase, Case, ConvCase, DeltaCase, Inputs, Mamba3Case, ReplayCase, dtype, make_inputs
 from flashstate.state.formats import PORTABLE_FORMATS
-from flashstate.warmup import Serving
+from flashstate.warming import Serving
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 DOCUMENT = Path(__file__).parent.parent / "docs" / "launching.md"
@@ -166,8 +165,7 @@ KDA_REPLAY = Replayer(
 def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
     """The variants that warmup would have compiled: here there is nothing to compile them for."""
     variants: list[Launch] = []
-    module = importlib.import_module("flashstate.warmup")  # whose name in the package is that of its function
-    monkeypatch.setattr(module, "compile_variants", lambda found, progress: variants.extend(found))
+    monkeypatch.setattr(warming, "compile_variants", lambda found, progress: variants.extend(found))
     with collected(90) as launched:
         yield variants
         assert not launched, "warmup launched something"

@@ -14,7 +14,7 @@ from rich.progress import track
 
 from flashstate.bench.results import provenance_of, write_csv
 from flashstate.bench.run import Files
-from flashstate.cli import find_device
+from flashstate.commands import find_device
 
 
 class Run(NamedTuple):

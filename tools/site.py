@@ -28,7 +28,7 @@ TITLES = {
     "ops": "Ops",
     "pool": "Pools",
     "state": "States, slots, rings",
-    "warmup": "Warmup",
+    "warming": "Warmup",
     "compat": "Other libraries' signatures",
 }
 
@@ -66,7 +66,7 @@ def api_pages() -> dict[str, str]:
 
 def exports() -> dict[str, list[str]]:
     """The public names of the package by the room that they come from, in the order of their imports."""
-    tree = ast.parse((ROOT / "flashstate" / "__init__.py").read_text(encoding="utf-8"))
+    tree = ast.parse((ROOT / "flashstate" / "public.py").read_text(encoding="utf-8"))
     found: dict[str, list[str]] = {}
     for node in tree.body:
         if isinstance(node, ast.ImportFrom) and node.module:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from flashstate.bench.results import provenance_of, require_folder
-from flashstate.cli import find_device
+from flashstate.commands import find_device
 from tools.transformers_models import MODELS, kernels_of, make_model, weight_bytes, weights_read
 from tools.transformers_plot import draw_speed
 from tools.transformers_rows import (

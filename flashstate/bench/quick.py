@@ -34,7 +34,6 @@ from flashstate.launch.table import table_name
 from flashstate.launch.variants import compile_variants, variants_of
 from flashstate.proof import Inputs
 
-SECONDS = 300  # that measuring may take
 TOGETHER = 8  # cells whose kernels are compiled side by side, before the first of them is timed
 CPU_BATCH = 1  # the largest on a CPU, which has no kernels to measure
 NO_MEMORY = "not measured: this GPU has not enough memory"

@@ -102,13 +102,17 @@ def write_csv(path: Path, rows: Sequence[AnyRow], provenance: Mapping[str, str])
 
 def read_rows(path: Path, kind: type[AnyRow], command: str) -> tuple[dict[str, str], list[AnyRow]]:
     """The provenance and the rows, of this kind, of a file that this command wrote."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    comments = [line[2:].partition(": ") for line in lines if line.startswith("# ")]
-    records = list(csv.DictReader(line for line in lines if not line.startswith("#")))
     columns = {field.name: PARSERS[str(field.type)] for field in fields(kind)}
-    if not records or list(records[0]) != list(columns):
-        raise ValueError(f"{path} is not a file that {command} wrote: it wants the columns {', '.join(columns)}")
-    rows = [kind(**{name: parse(record[name]) for name, parse in columns.items()}) for record in records]
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        comments = [line[2:].partition(": ") for line in lines if line.startswith("# ")]
+        records = list(csv.DictReader(line for line in lines if not line.startswith("#")))
+        if not records or list(records[0]) != list(columns):
+            raise ValueError
+        rows = [kind(**{name: parse(record[name]) for name, parse in columns.items()}) for record in records]
+    except (ValueError, TypeError) as error:  # bytes that are no text, or a cell that is no number
+        wanted = f"it wants the columns {', '.join(columns)}"
+        raise ValueError(f"{path} is not a file that {command} wrote: {wanted}") from error
     return {name: value for name, _, value in comments}, rows
 
 

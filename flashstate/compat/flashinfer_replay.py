@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashstate.basics import LARGEST_WINDOW
 from flashstate.compat import shapes
 from flashstate.errors import INT64, LARGEST_INT32, check_choice, check_flag, check_int, check_tensor
 from flashstate.launch.doors import remembering
 from flashstate.ops.mamba2_replay import MAMBA2_REPLAY, mamba2_replay
-from flashstate.state.ring import LARGEST_WINDOW, Plan, Ring
+from flashstate.state.ring import Plan, Ring
 from flashstate.state.slots import Slots
 from flashstate.state.state import MOST_ROUNDS, State
 

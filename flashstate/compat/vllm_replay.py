@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashstate.basics import LARGEST_WINDOW
 from flashstate.compat import flashinfer_replay, shapes
 from flashstate.errors import INT64, check_flag, check_int, check_tensor
 from flashstate.launch.doors import remembering
 from flashstate.ops.mamba2_fold import mamba2_fold
 from flashstate.ops.rings import place_counts
-from flashstate.state.ring import LARGEST_WINDOW
 from flashstate.state.slots import Slots
 from flashstate.state.state import MOST_ROUNDS, State
 

@@ -9,13 +9,14 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from flashstate.basics import LARGEST_WINDOW
 from flashstate.launch.arguments import row_stride
 from flashstate.launch.call import Given
 from flashstate.launch.config import TiledProblem, next_power_of_2
 from flashstate.launch.environment import Machine, replaced
 from flashstate.launch.table import Config
 from flashstate.ops.debug import check_cursors, check_debugged, debugging
-from flashstate.state.ring import LARGEST_WINDOW, AnyRing, Plan, check_call_length, check_plan, refuse_tables
+from flashstate.state.ring import AnyRing, Plan, check_call_length, check_plan, refuse_tables
 from flashstate.state.slots import Slots, as_slots
 
 FEWEST_PARTED = 2048  # batch x heads from which on rows that fold have a kernel of their own

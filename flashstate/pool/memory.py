@@ -9,12 +9,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from flashstate.basics import LARGEST_WINDOW
 from flashstate.errors import LARGEST_INT32, check_dtype, check_flag, check_int
 from flashstate.launch import uses_kernels
 from flashstate.ops.conv1d import LARGEST_WIDTH, SMALLEST_WIDTH
 from flashstate.state.formats import FORMATS
 from flashstate.state.mamba3 import Mamba3State
-from flashstate.state.ring import LARGEST_WINDOW, AnyRing, DeltaRing, Ring
+from flashstate.state.ring import AnyRing, DeltaRing, Ring
 from flashstate.state.state import State
 
 RingT = TypeVar("RingT", bound=AnyRing)

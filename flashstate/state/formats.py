@@ -9,21 +9,25 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flashstate.basics import ROUNDINGS_OF
 from flashstate.state import rounding
 
-ROUNDINGS = ("nearest", "stochastic", "stochastic_hw")
 SMALLEST_AMAX = 2.0**-100  # a row whose largest magnitude is below is stored as zeros
 
 
 @dataclass(frozen=True)
 class Format:
-    """How one dtype stores a state, and which roundings it knows."""
+    """How one dtype stores a state."""
 
     name: str
     dtype: torch.dtype
-    roundings: tuple[str, ...]
     to_stochastic: Callable[[Tensor, Tensor], Tensor] | None = None
     largest: int | None = None  # of block-scaled formats: the stored value that a row's largest magnitude becomes
+
+    @property
+    def roundings(self) -> tuple[str, ...]:
+        """The roundings that it knows."""
+        return ROUNDINGS_OF[self.name]
 
     @property
     def scaled(self) -> bool:
@@ -47,12 +51,12 @@ class Format:
 FORMATS = {
     f.dtype: f
     for f in (
-        Format("float32", torch.float32, ("nearest",)),
-        Format("bfloat16", torch.bfloat16, ("nearest", "stochastic"), rounding.to_bfloat16_stochastic),
-        Format("float16", torch.float16, ROUNDINGS, rounding.to_float16_stochastic),
-        Format("int16", torch.int16, ("nearest", "stochastic"), rounding.to_integer_stochastic, 32767),
-        Format("int8", torch.int8, ("nearest", "stochastic"), rounding.to_int8_stochastic, 127),
-        Format("float8_e4m3fn", torch.float8_e4m3fn, ROUNDINGS, rounding.to_float8_stochastic, 448),
+        Format("float32", torch.float32),
+        Format("bfloat16", torch.bfloat16, rounding.to_bfloat16_stochastic),
+        Format("float16", torch.float16, rounding.to_float16_stochastic),
+        Format("int16", torch.int16, rounding.to_integer_stochastic, 32767),
+        Format("int8", torch.int8, rounding.to_int8_stochastic, 127),
+        Format("float8_e4m3fn", torch.float8_e4m3fn, rounding.to_float8_stochastic, 448),
     )
 }
 

@@ -10,6 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from flashstate.basics import LARGEST_WINDOW
 from flashstate.errors import (
     ACTIVATION_DTYPES,
     check_contiguous,
@@ -24,7 +25,6 @@ from flashstate.state.signature import Describes, describe, describe_aligned, si
 from flashstate.state.slots import Slots, as_slots
 from flashstate.state.state import State, check_slots_of
 
-LARGEST_WINDOW = 64
 FIELDS = 8  # numbers that a plan has of a row
 UNUSED = {  # tables of slots, and why
     "replay": (("write", "accepted", "parents", "snapshot_rows"), "keeps tokens in the slot it reads"),

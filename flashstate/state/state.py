@@ -9,9 +9,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from flashstate.basics import ROUNDINGS
 from flashstate.errors import bytes_text, check_choice, check_int, check_tensor, counted, dtype_name, too_short
 from flashstate.state import actions
-from flashstate.state.formats import FORMATS, ROUNDINGS, Format, label_of
+from flashstate.state.formats import FORMATS, Format, label_of
 from flashstate.state.rounding import SEED_OF_A_SLOT, SEED_STEP
 from flashstate.state.signature import Describes, describe, describe_aligned, signature_of, unless_known
 from flashstate.state.slots import SlotNumbers, Slots, as_slots

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from flashstate.basics import LARGEST_WINDOW
 from flashstate.errors import LARGEST_INT32, check_int
 from flashstate.integrations.transformers.enabling import enable
 from flashstate.integrations.transformers.families import Found, mixers_of
@@ -21,7 +22,7 @@ from flashstate.integrations.transformers.graphs import Graphs
 from flashstate.integrations.transformers.layers import StateLayer, cache_layers, forget, reorder_in_place
 from flashstate.integrations.transformers.prompts import goes_stock, stepped_prompt, stock_prompt
 from flashstate.integrations.transformers.store import KEPT_AFTER_PROMPT, Format, Store, check_stored, convolution
-from flashstate.state.ring import LARGEST_WINDOW, Plan
+from flashstate.state.ring import Plan
 
 LARGEST_SEED = 2**63 - 1
 

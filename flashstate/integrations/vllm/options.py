@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from flashstate.basics import ROUNDINGS
 from flashstate.errors import check_choice, check_int
-from flashstate.state.formats import FORMATS, ROUNDINGS, Format
+from flashstate.state.formats import FORMATS, Format
 from flashstate.state.state import MOST_ROUNDS, State
 
 NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in FORMATS}

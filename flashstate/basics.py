@@ -1,0 +1,99 @@
+"""Facts that the command line needs before torch is imported: names, defaults, and how text fits a terminal."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import textwrap
+from collections.abc import Collection, Iterable
+from decimal import Decimal
+from importlib.metadata import PackageNotFoundError, version
+
+ROUNDINGS = ("nearest", "stochastic", "stochastic_hw")
+ROUNDINGS_OF = {  # by the name of a format
+    "float32": ("nearest",),
+    "bfloat16": ("nearest", "stochastic"),
+    "float16": ROUNDINGS,
+    "int16": ("nearest", "stochastic"),
+    "int8": ("nearest", "stochastic"),
+    "float8_e4m3fn": ROUNDINGS,
+}
+ACTIVATIONS = ("float32", "bfloat16", "float16")  # dtypes of what tokens bring
+BENCHED = ("mamba2", "gated_delta", "mamba3", "conv1d", "mamba2_replay", "gated_delta_replay", "span")  # by `bench`
+WAYS = ("plain", "again", "int64", "ascending", "no-gate", "float32-dt")  # in which `bench --ways` calls ops
+BENCH_SECONDS = 300  # that `bench --quick` may take
+TUNE_SECONDS = 600  # that `tune --quick` may take
+LARGEST_WINDOW = 64  # of a replay ring
+FAMILY = "mamba2"  # of the random model of `generate`
+WINDOW = 16  # of replay in `generate`: the window that docs/choosing-a-format.md measures
+BINARY_UNITS, DECIMAL_UNITS = ("B", "KiB", "MiB", "GiB", "TiB"), ("B", "KB", "MB", "GB", "TB")
+UNITS = {
+    name: base**power
+    for names, base in ((BINARY_UNITS, 1024), (DECIMAL_UNITS, 1000))
+    for power, name in enumerate(names)
+}
+
+
+def flashstate_version() -> str:
+    """Return the version that is installed."""
+    try:
+        return version("flashstate")
+    except PackageNotFoundError:
+        return "not installed: run from its sources"
+
+
+def wrapped(text: str, width: int) -> list[str]:
+    """Break text into lines of at most `width` characters, the last with more than one word where possible."""
+    for narrower in range(width, width // 2, -1):
+        lines = textwrap.wrap(text, narrower, break_long_words=False, break_on_hyphens=False)
+        if len(lines) < 2 or " " in lines[-1]:
+            return lines
+    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
+
+
+def listed(items: Iterable[object]) -> str:
+    """Return items as they stand in a sentence."""
+    return ", ".join(map(str, items))
+
+
+def did_you_mean(word: str, known: Collection[str]) -> str:
+    """Return the end of an error about an unknown word: the known words that begin with it, or the most similar."""
+    meant = [name for name in known if name.startswith(word)] or difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {' or '.join(meant)}?" if meant and word else ""
+
+
+def name_among(text: str, names: Collection[str]) -> str:
+    """Return the one of these names that `text` is, or is the only one to begin with; ValueError where none is."""
+    meant = [text] if text in names else [name for name in names if name.startswith(text)]
+    if len(meant) == 1:
+        return meant[0]
+    raise ValueError(f"must be one of {listed(names)}, got {text!r}{did_you_mean(text, names)}")
+
+
+def check_format(name: str, rounding: str) -> tuple[str, str]:
+    """Return the format and the rounding; ValueError where the format has no such rounding."""
+    if rounding not in ROUNDINGS_OF[name]:
+        raise ValueError(f"{name} has no rounding {rounding!r}, only {listed(ROUNDINGS_OF[name])}")
+    return name, rounding
+
+
+def parse_format(text: str) -> tuple[str, str]:
+    """Return the format and the rounding of "float16:stochastic"; without a rounding it is to nearest."""
+    name, _, rounding = text.partition(":")
+    return check_format(name_among(name, ROUNDINGS_OF), rounding or "nearest")
+
+
+def parse_memory(text: str) -> int:
+    """Return the bytes of "40GiB", "40GB" or "1.5 TiB"."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]+)", text)
+    size = int(Decimal(match[1]) * UNITS[match[2]]) if match and match[2] in UNITS else 0
+    if size < 1:
+        raise ValueError(f"memory must be a number above 0 and a unit of {listed(UNITS)}, as in 40GiB, got {text!r}")
+    return size
+
+
+def check_device_name(text: str) -> str:
+    """Return the name of a device that ops run on; ValueError where it is none. The device may not exist."""
+    if not re.fullmatch(r"cpu|cuda(:[0-9]+)?", text):
+        raise ValueError(f"must be cpu, cuda or cuda:N, got {text!r}")
+    return text
