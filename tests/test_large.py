@@ -15,7 +15,7 @@ EVERY_FORM = [form for cases in CASES.values() for case in cases.quick for form 
 DENSE = [case for case in EVERY_FORM if not case.packed and case.batch > 1]
 LONG = [replace(case, tokens=max(case.tokens, 3)) for case in DENSE if case.tokens > 1]
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("room_on_the_gpu")]
+pytestmark = [pytest.mark.gpu, pytest.mark.large, pytest.mark.usefixtures("room_on_the_gpu")]
 
 
 def far_apart(tensor: Tensor, stride: int) -> Tensor:
