@@ -220,6 +220,16 @@ def test_no_tensor_of_a_user_is_kept_alive(launcher: Launcher) -> None:
     assert [reference() for reference in watched] == [None] * len(watched)
 
 
+def test_a_tensor_in_the_place_of_another_argument_is_another_call(launcher: Launcher) -> None:
+    one = {**SSM.arguments(next(iter(SSM.calls))), "dt_bias": None}
+    other = {**one, "D": None, "dt_bias": one["D"]}
+    for _ in range(3):
+        SSM.function(**one)
+    with suspended():
+        want = outcome(SSM, other, launcher)
+    assert outcome(SSM, other, launcher) == want
+
+
 def test_memory_given_twice_takes_the_ordinary_way(launcher: Launcher) -> None:
     arguments = SSM.arguments(next(iter(SSM.calls)))
     for _ in range(2):

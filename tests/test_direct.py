@@ -56,8 +56,13 @@ def test_a_repeated_call_starts_the_kernel_directly_with_the_arguments_of_an_ord
 
 
 def as_tensor(op: Op, arguments: Arguments) -> Arguments:
-    """A call whose states are a tensor, if the op takes one: launches of all calls on tensors lie together."""
-    return {**arguments, "state": arguments["state"].data} if op.takes_state else arguments
+    """A call whose states and snapshots are tensors, if the op takes them so: launches of all calls on tensors lie
+    together."""
+    if not op.takes_state:
+        return arguments
+    snapshots = arguments.get("snapshots")
+    bare = {} if snapshots is None or snapshots.scale is not None else {"snapshots": snapshots.data}
+    return {**arguments, "state": arguments["state"].data, **bare}
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -139,7 +144,8 @@ def changed_calls(op: Op, arguments: Arguments) -> Iterator[tuple[str, Arguments
             with suppress(AttributeError, RuntimeError, TypeError, ValueError):  # there is no such State
                 made = with_piece(arguments[first], rest, changed)
                 yield f"{'.'.join(piece.path)}: {what}", {**arguments, first: made}
-    yield "out: what it is made of", {**arguments, "out": arguments[op.main]}  # which is refused of trees
+    for what, out in (("what it is made of", arguments[op.main]), ("the memory of that", arguments[op.main][:])):
+        yield f"out: {what}", {**arguments, "out": out}  # which is refused of trees
     for name, holder in arguments.items():
         if hasattr(holder, "written"):
             bare = {"tensor": getattr(holder, "data", getattr(holder, "read", None))}
@@ -301,6 +307,12 @@ def test_a_tensor_may_be_given_twice(alias: tuple[str, str], launcher: Launcher)
     assert len(launcher.directly) == (2 if alias == ("out", "x") else 1)  # others are rare, and take the ordinary way
     with suspended():
         assert got == launcher.outcome(lambda: mamba2_step(**twice))
+
+
+def test_a_new_output_is_zero_where_padding_keeps_it(launcher: Launcher) -> None:
+    arguments = at(padding="keep")({**FORMS["mamba2_step"]["plain"].arguments, "out": None})
+    assert not any(mamba2_step(**arguments).any() for _ in range(2))
+    assert launcher.counts == (1, 1)
 
 
 def test_packed_calls_of_many_lengths_all_become_direct(launcher: Launcher) -> None:

@@ -17,11 +17,11 @@ SHAPES = [(3, 1, 20), (2, 4, 16), (5, 2, 33)]  # rows, heads, n
 
 
 def inputs(rows: int, heads: int, n: int, per_head: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """x and a gate, which are parts of one projection, and a weight."""
+    """x and a gate, which are parts of projections, and a weight."""
     torch.manual_seed(0)
-    projected = torch.randn(rows, heads, 3 * n).to(dtype)
+    projected, gates = torch.randn(rows, heads, 3 * n).to(dtype), torch.randn(rows, heads, 2 * n).to(dtype)
     weight = torch.randn(heads, n) if per_head else torch.randn(n)
-    return projected[..., :n], projected[..., n : 2 * n], weight.to(dtype)
+    return projected[..., :n], gates[..., n:], weight.to(dtype)
 
 
 @pytest.mark.interpreted

@@ -298,7 +298,7 @@ def of_ring(kind: type[AnyRing], per_channel: bool = False) -> list[Refusal]:
         *([] if per_channel else [("no columns", only(cols, lambda t: t[..., :0]), f"^{cols} must not be empty")]),
         ("no rows", only(rows, lambda t: t[..., :0]), f"^{rows} must not be empty"),
         *wrong_ints("window", "1 to 64", 0, -1, 65),
-        ("window 8 of 7 rows", given(window=8), f"^{first} must have a length of the window, 8, and the tokens of "),
+        ("window 7 of 7 rows", given(window=7), f"^{first} must have a length of the window, 7, and the tokens of "),
     ]
 
 
