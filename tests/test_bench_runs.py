@@ -326,7 +326,7 @@ def test_bench_on_a_gpu_measures_roofs_all_ways_and_the_cost_on_the_host(op: str
         assert found[: len(roofs) + 2] == [*roofs, "flashstate", f"flashstate, {SLOTS}"]
         assert row.microseconds > 0
         assert (row.percent_of_roof is None) == (row.stored == MOVES)
-        at_once = op.startswith("gated_delta") and row.tokens > 1 and row.stored in ("last", "none")
+        at_once = "at once" in OPS[op].variants and row.tokens > 1 and row.stored in ("last", "none")
         assert ("flashstate, at once" in found) == at_once
 
 
