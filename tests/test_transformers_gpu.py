@@ -24,7 +24,7 @@ UNGRAPHED = ("glm5_next", "lfm3")  # whose attention waits for the GPU, or has a
 PROMPT = torch.arange(1, 37).view(3, 12) * 37 % 96
 NEW = 12  # tokens that are generated
 STATIC: dict[str, Any] = {"max_cache_len": 48}
-MOST_KERNELS = 10  # of a layer of Mamba-2: two norms, two products of up to two kernels, two ops and a sum
+MOST_KERNELS = 9  # of a layer of Mamba-2: two norms, two products of up to two kernels, two ops and a sum
 
 
 @pytest.fixture(autouse=True)
@@ -209,6 +209,7 @@ def kernels_of_a_step(layers: int) -> int:
     return sum(not name.startswith(("Memcpy", "Memset")) for name in names)
 
 
-def test_a_layer_of_a_step_is_few_kernels() -> None:
+def test_a_layer_of_a_step_is_few_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # which is a kernel per output
     few, more = kernels_of_a_step(2), kernels_of_a_step(6)
     assert 0 < few < more <= few + 4 * MOST_KERNELS
