@@ -130,14 +130,36 @@ def test_the_example_in_the_document_is_part_of_a_table() -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["", "[]", "{}", '{"configs": []}', '{"configs": {"a": {"lanes": 2}}}', '{"configs": {"a": {"b": {"1": [4, 1]}}}}'],
+    ("old", "new", "why"),
+    [
+        (r".*", "", "Expecting value"),
+        (r".*", "[]", "list indices must be"),
+        (r".{40}$", "", "Invalid control character"),  # truncated
+        (r'"configs"', '"others"', "it has no 'configs'"),
+        (r'"measured": "[^"]*"', '"measured": 5', "measured must be text, got 5"),
+        (r'"16": \[4,', '"0": [4,', "batch x heads must be from 1 to 2147483647, got 0"),
+        (r'"16": \[4,', '"many": [4,', "invalid literal for int"),
+        (r"\[4, 1, 8\]", "[4, 1]", "entries are batch x heads: [rows per tile, "),
+        (r"\[4, 1, 8\]", "[4.0, 1, 8]", "block_rows must be an int, got 4.0"),
+        (r"\[4, 1, 8\]", '["4", 1, 8]', "block_rows must be an int, got '4'"),
+        (r"\[4, 1, 8\]", "[1048576, 1, 8]", "block_rows must be from 1 to 4096, got 1048576"),
+        (r"\[4, 1, 8\]", "[4, 1024, 8]", "num_warps must be from 1 to 32, got 1024"),
+    ],
 )
-def test_a_file_that_is_no_table_is_refused_by_name(text: str, tmp_path: Path) -> None:
-    path = tmp_path / "some.json"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=r"some\.json is not a table of launch configs"):
-        read_table_file(path)
+def test_every_lookup_in_a_broken_table_names_the_file(
+    old: str, new: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "broken-gpu.json"
+    path.write_text(re.sub(old, new, H200_TABLE.read_text(), count=1, flags=re.DOTALL))
+    monkeypatch.setattr("flashstate.launch.table.TABLES", tmp_path)
+    with pytest.raises(ValueError, match=rf"broken-gpu\.json is not a table of launch configs \({re.escape(why)}"):
+        choose_with_reason(PROBLEM, Gpu("Broken GPU", (9, 0)))
+
+
+@pytest.mark.parametrize("changes", [{"block_rows": 1 << 20}, {"block_rows": 4096, "num_warps": 64}])
+def test_a_config_past_all_limits_is_not_valid(changes: dict[str, int]) -> None:
+    assert PROBLEM.valid(replace(PROBLEM.heuristic(H200), block_rows=4096))
+    assert not PROBLEM.valid(replace(PROBLEM.heuristic(H200), **changes))
 
 
 MODES = [(mode, configs) for path in TABLES for mode, configs in configs_by_mode(path).items()]

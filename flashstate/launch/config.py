@@ -130,7 +130,7 @@ class Problem:
         powers_of_two = all(n == next_power_of_2(n) for n in (config.block_rows, config.num_warps))
         fewest = self.fewest_rows(config)
         fits = (config.block_rows, config.num_warps) == (fewest, 1) if self.transposed else config.block_rows >= fewest
-        return powers_of_two and self.knows(config) and fits
+        return config.within_limits and powers_of_two and self.knows(config) and fits
 
     def per_thread(self, config: Config) -> int:
         """Elements of state that a thread has."""

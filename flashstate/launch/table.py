@@ -17,12 +17,24 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from importlib import resources
+from itertools import starmap
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from flashstate.errors import LARGEST_INT32, check_int
 
 TABLES = Path(str(resources.files("flashstate.launch") / "tables"))
 COLUMNS = "batch x heads: [rows per tile, warps, lanes per row, other fields of the config that are not plain]"
 HEADER = ("gpu", "torch", "triton", "measured", "columns")
+LIMITS = {  # the least and the most that a field of a config may be
+    "block_rows": (1, 4096),
+    "num_warps": (1, 32),  # programs have at most 1024 threads
+    "lanes": (1, 64),
+    "tokens_together": (1, 64),
+    "tiles": (1, 64),
+    "ahead": (0, LARGEST_INT32),
+    "registers": (0, 255),
+}
 NOT_MEASURED = "not measured"  # what "measured" begins with, where others have a date: such a table was reasoned
 
 
@@ -37,6 +49,11 @@ class Config:
     tiles: int = 1  # that a program steps one after the other, of one head, or in replay of several heads of a group
     ahead: int = 0  # how many programs behind this one the one is whose states it asks for to the cache; 0: none
     registers: int = 0  # the most that a thread may have, so that more threads run at once; 0: the compiler's choice
+
+    @property
+    def within_limits(self) -> bool:
+        """Whether every field has a value that some kernel could be launched with."""
+        return all(least <= getattr(self, name) <= most for name, (least, most) in LIMITS.items())
 
     @property
     def unusual(self) -> dict[str, int]:
@@ -58,7 +75,7 @@ class TableFile(NamedTuple):
 def _file_of(gpu: str) -> TableFile:
     """The table of a GPU; one of nothing, if there is none."""
     file = TABLES / table_name(gpu)
-    return parse_table(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else TableFile({}, {})
+    return read_table_file(file) if file.is_file() else TableFile({}, {})
 
 
 def load_table(gpu: str) -> Configs:
@@ -76,24 +93,37 @@ def table_name(gpu: str) -> str:
 
 
 def parse_table(content: Mapping[str, Any]) -> TableFile:
-    """What a file holds, parsed as JSON."""
+    """Return the table that a JSON file holds; KeyError, TypeError, ValueError or AttributeError where it is wrong."""
+    header = {name: content[name] for name in HEADER}
+    for name, value in header.items():
+        if not isinstance(value, str):
+            raise TypeError(f"{name} must be text, got {value!r}")
     configs = {
-        key: {mode: {int(size): _config_of(entry) for size, entry in sizes.items()} for mode, sizes in modes.items()}
+        key: {mode: dict(starmap(_entry, sizes.items())) for mode, sizes in modes.items()}
         for key, modes in content["configs"].items()
     }
-    return TableFile({name: content[name] for name in HEADER}, configs)
+    return TableFile(header, configs)
 
 
-def _config_of(entry: Sequence[Any]) -> Config:
-    return Config(*entry[:3], **dict(*entry[3:]))
+def _entry(size: str, columns: Sequence[Any]) -> tuple[int, Config]:
+    """Return the batch x heads and the config of an entry."""
+    check_int("batch x heads", int(size), 1, LARGEST_INT32)
+    if len(columns) not in (3, 4):
+        raise ValueError(f"entries are {COLUMNS}, got {columns}")
+    config = Config(*columns[:3], **dict(*columns[3:]))
+    for name, (least, most) in LIMITS.items():
+        check_int(name, getattr(config, name), least, most)
+    return int(size), config
 
 
 def read_table_file(path: Path) -> TableFile:
-    """A file that `flashstate tune` wrote; ValueError if it is something else."""
+    """Return the table in a file; ValueError that names the file if it holds something else."""
     try:
         return parse_table(json.loads(path.read_text(encoding="utf-8")))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is not a table of launch configs") from error
+        why = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+        mend = "write it anew with flashstate tune, or delete it"
+        raise ValueError(f"{path} is not a table of launch configs ({why}): {mend}") from error
 
 
 def write_table_file(path: Path, table: TableFile) -> None:
