@@ -183,8 +183,8 @@ def flashinfer_decode(arguments: Arguments) -> list[Row]:
 def flashinfer_mtp(arguments: Arguments) -> list[Row]:
     """Rows with a negative slot do nothing; the buffer receives every state of its row.
 
-    In the pool, a table of slots for every token stands for all other writes; else the last state is written if updates
-    are not disabled.
+    A table of slots for every token is for the pool, and so is the last state, if its output index says where, or
+    without a table if updates are not disabled.
     """
     length = arguments["v"].shape[1]
     read = numbers(arguments["initial_state_indices"])
@@ -199,8 +199,8 @@ def flashinfer_mtp(arguments: Arguments) -> list[Row]:
                 row.store(t, "intermediate_states_buffer", b, t)
             if every is not None and every[b][t] >= 0:
                 row.store(t, "initial_state", every[b][t])
-        target = slot if write is None else write[b][0]
-        if every is None and arguments.get("disable_state_update") is False and target >= 0:
+        target = -1 if every is not None and write is None else slot if write is None else write[b][0]
+        if (every is not None or arguments.get("disable_state_update") is False) and target >= 0:
             row.store(length - 1, "initial_state", target)
     return rows
 

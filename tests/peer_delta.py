@@ -92,8 +92,8 @@ MTP: Calls = {
     "every token, a row skipped": {"initial_state_indices": SKIPPED, "every": EVERY, **UPDATE},
     "every token, unless disabled by default": {"initial_state_indices": HERE, "every": EVERY},
     "every token, unless disabled": {"initial_state_indices": HERE, "every": EVERY, "disable_state_update": True},
-    "every token, and nothing elsewhere": {
-        "initial_state_indices": HERE, "every": EVERY, "output_state_indices": [11, 6, 12], **UPDATE,
+    "every token, the last also elsewhere": {
+        "initial_state_indices": HERE, "every": EVERY, "output_state_indices": [12, -1, 9], **UPDATE,
     },
 }  # fmt: skip
 TOKENS: Calls = {
@@ -129,7 +129,7 @@ OF_MTP: Calls = crossed(MTP, TOKENS, GIVEN) | crossed(
     DELTA_FORMS | SMALL,
     GIVEN,
 ) | crossed(some(MTP, "a row skipped"), some(TOKENS, "3 tokens"), OTHER_OUTPUTS) | crossed(
-    some(MTP, "output alone", "a large buffer", "every token, and nothing elsewhere"),
+    some(MTP, "output alone", "a large buffer", "every token, the last also elsewhere"),
     some(TOKENS, "2 tokens"), some(DELTA_FORMS, "not normalised"),
 )  # fmt: skip
 

@@ -60,7 +60,7 @@ INTERPRETED = [
     *[(door, call.format(f"small{given}")) for door, call in DELTA_CALLS for given in ("", ", float16, output given")],
     *[
         (SEVERAL, f"{mode}, 2 tokens, not normalised")
-        for mode in ("output alone", "a large buffer", "every token, and nothing elsewhere")
+        for mode in ("output alone", "a large buffer", "every token, the last also elsewhere")
     ],
     (MAMBA3, "2 groups, padded, rank 4, summed, elsewhere, k and v too"),
     (MAMBA3, "2 groups, padded, rank 4, per rank, here, k and v too"),

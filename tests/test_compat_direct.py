@@ -38,6 +38,7 @@ COMPUTED = {  # calls of doors in which torch computes, and which therefore take
     "vllm_kda.fused_recurrent_kda_packed_decode": ("a lower bound",),
     "sglang_delta.fused_sigmoid_gating_delta_rule_update": ("a tree",),
     "sglang_delta.fused_recurrent_gated_delta_rule_update": ("a tree", "no beta"),
+    "flashinfer_delta.gated_delta_rule_mtp": ("also elsewhere",),
     "mamba_ssm.mamba3_step_fn": ("elsewhere", "no rows"),
     "vllm.causal_conv1d_update": ("blocks to",),
     "sglang.causal_conv1d_update": ("a tree",),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from flashstate.compat import delta, shapes
@@ -143,6 +144,10 @@ def gated_delta_rule_mtp(
 
 
 def _disabled(flag: Any) -> bool:
+    if every is not None and write is not None and write is not read and batch > 0:
+        live = (read >= 0) & (read < len(initial_state))
+        shapes.copy_slots(initial_state, write, initial_state, torch.where(live, every[:, -1], -1))
+    return given
     """A flag that may also be 0 or 1."""
     if not isinstance(flag, int) or flag not in (0, 1):
         raise TypeError(f"disable_state_update must be True or False, 1 or 0, got {flag!r}")

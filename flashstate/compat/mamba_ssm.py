@@ -110,9 +110,6 @@ def _elsewhere(pool: Mamba3State, state_out: Tensor, indices: Tensor | None, bat
                 raise ValueError(f"state_out must not share memory with {name}")
     if indices is None:
         state_out[:batch].copy_(state[:batch])
-    elif batch > 0:  # without waiting; padding copies what another row copies, or slot 0 of state_out to itself
-        live = (indices >= 0) & (indices < len(state))
-        another = torch.where(live, indices, -1).amax()
-        slots = torch.where(live, indices, another.clamp(min=0)).long()
-        state_out.index_copy_(0, slots, torch.where(another >= 0, state[slots], state_out[slots]))
+    elif batch > 0:
+        shapes.copy_slots(state_out, indices, state, indices)
     return Mamba3State(state_out, pool.k, pool.v)

@@ -213,3 +213,16 @@ def tokens_before_channels(name: str, tensor: Any) -> Tensor:
     if tensor.dim() > 3:
         raise ValueError(f"{name} must have shape (batch, dim) or (batch, dim, seqlen), got {tuple(tensor.shape)}")
     return tensor.transpose(1, 2) if tensor.dim() == 3 else tensor
+def copy_slots(into: Tensor, targets: Tensor, source: Tensor, sources: Tensor) -> None:
+    """Copy slots of one tensor into slots of another, row by row; a row that names no slot of either copies nothing.
+
+    Nothing waits for the device: a row that copies nothing does what one that copies does.
+    """
+    live = (sources >= 0) & (sources < len(source)) & (targets >= 0) & (targets < len(into))
+    another = live.int().argmax(0, keepdim=True)
+    rows = torch.where(live, first_numbers(len(live), live.device), another)
+    there, here = (numbers[rows].long().clamp(0, len(of) - 1) for numbers, of in ((sources, source), (targets, into)))
+    any_live = live[another].reshape(-1, *(1,) * (into.dim() - 1))
+    into.index_copy_(0, here, torch.where(any_live, source[there], into[here]))
+
+

@@ -97,7 +97,7 @@ def _slots(
     chosen = accepted is not None
     return Slots(
         read if chosen else read[:, 0], write=write, accepted=accepted, cu_seqlens=cu_seqlens, null=null,
-        at_least_one=chosen,
+        max_len=None if every else longest, at_least_one=chosen,
     )  # fmt: skip
 
 
