@@ -137,6 +137,7 @@ OF_VLLM_RULE = crossed(VLLM_MODES | VLLM_COUNTED, FORMATS) | crossed(
 OF_SGLANG_RULE = crossed(SGLANG_MODES, FORMATS) | crossed(
     some(SGLANG_MODES, "a token each", "a tree"), {"kda": {"per_channel": True, "is_kda": True}}
 )
+OF_SGLANG_RULE["packed on two axes"] = {"shape": (2, 3), "cu_seqlens": [0, 4, 6], "initial_state_indices": [5, 8]}
 POOL_MAY = "longer 0, shorter 0"
 SOFTPLUS = {"softplus_beta": 1.0, "softplus_threshold": 20.0}
 SHARED: dict[str, Any] = {"tokens": ("v", "q", "k"), "indices": ()}

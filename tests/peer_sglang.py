@@ -22,8 +22,8 @@ TREE = {  # the tables of one draw of PARENTS: first children, and next siblings
 WINDOW_CALLS: Calls = crossed(
     {
         "one token": {"conv_state_indices": [7, -1, 2]},
-        "no slots": {"length": 5, "bias": None, "activation": False},
-        "another padding": {"conv_state_indices": [7, 0, 2], "pad_slot_id": 0, "copies": (3, 2)},
+        "no slots": {"bias": None, "activation": False},
+        "another padding": {"length": 5, "conv_state_indices": [7, 0, 2], "pad_slot_id": 0, "copies": (3, 2)},
         "windows": {
             "shape": (3, 6, 4), "conv_state_indices": [7, -1, 2], "copies": (5, 4),
             "intermediate_state_indices": [4, 0, 1],

@@ -77,6 +77,7 @@ SEED, INT64 = torch.tensor([1]), torch.tensor([4, 0, 2])
 NO_POOL = {"initial_state": None, "initial_state_indices": None, "output_state_indices": None}
 NO_INDICES = {"state_batch_indices": None, "dst_state_batch_indices": None, "num_accepted_tokens": None}
 Wrong = tuple[type[Exception], str, Call]  # an error, how its message begins, and what makes a right call raise it
+ONE_TOKEN = dict.fromkeys((WINDOWS, "retrieve_next_token", "retrieve_next_sibling", "retrieve_parent_token"))
 
 OF_SELECTIVE: list[Wrong] = [
     (ValueError, "x must have 2 axes or more, got shape (8,)", {"x": torch.ones(8)}),
@@ -291,7 +292,7 @@ SPECIAL: dict[Door, list[Wrong]] = {
         (TypeError, "scale must be a number, got '1'", {"scale": "1"}),
     ],
     SGLANG_RULE: [
-        *OF_RULES, *OF_VERIFYING,
+        *OF_RULES[1:], *OF_VERIFYING,
         (ValueError, "softplus_beta must be 1.0, got 0.5", {"softplus_beta": 0.5}),
         (ValueError, "lower_bound must be left out", {"lower_bound": -5.0}),
         (ValueError, "cache_ring must be left out", {"cache_ring": True}),
@@ -310,6 +311,7 @@ SPECIAL: dict[Door, list[Wrong]] = {
         (ValueError, "snapshots must not overlap itself", {"sliding": True}),
     ],
     SGLANG_STATE: [
+        (ValueError, "conv_state must have shape (slots, dim, 3), got (9, 6, 4); SGLang's", {**ONE_TOKEN, "length": 4}),
         *OF_SELECTIVE[1:], *OF_VERIFYING,
         (TypeError, "pad_slot_id must be an int, got None", {"pad_slot_id": None}),
         (ValueError, "enable_stochastic_rounding is for a state of float16", {"enable_stochastic_rounding": True}),

@@ -37,18 +37,29 @@ def check_absent(why: str, **given: Any) -> None:
 
 
 def rows_of(q: Any, k: Any, v: Any, cu_seqlens: Tensor | None, state: Tensor | None = None) -> Rows:
-    """The rows of q, k (B, T, H, K) and v (B, T, HV, V), where the state is; packed with cu_seqlens, (1, tokens, …)."""
-    where = (v, "v") if state is None else (state, "the state")
-    for name, tensor, axes in (("v", v, V_AXES), ("k", k, QK_AXES), ("q", q, QK_AXES)):
-        tokens = (None, None) if name == "v" else tuple(v.shape[:2])
-        check_tensor(name, tensor, axes, (*tokens, None, None))
-        check_device(name, tensor, where[0].device, where[1])
+    """Return the rows of q, k (B, T, H, K) and v (B, T, HV, V), or with cu_seqlens of (1, tokens, ...)."""
+    check_tokens(q, k, v, state)
+    return rows_of_tokens(v, cu_seqlens)
+
+
+def rows_of_tokens(v: Tensor, cu_seqlens: Tensor | None) -> Rows:
+    """Return the rows of v (B, T, HV, V), or with cu_seqlens of v (1, tokens, HV, V)."""
     if cu_seqlens is not None and v.shape[0] != 1:
         raise ValueError(f"v must have a batch axis of 1 with cu_seqlens, got shape {tuple(v.shape)}")
     batch, bounds = shapes.rows_of(v, cu_seqlens)
     if bounds is not None:
         check_device("cu_seqlens", bounds, v.device, "v")
     return batch, bounds
+
+
+def check_tokens(q: Any, k: Any, v: Any, state: Tensor | None = None) -> None:
+    """Check that q, k (B, T, H, K) and v (B, T, HV, V) go together, and with a state (slots, HV, V, K)."""
+    HV, V, K = (None,) * 3 if state is None else state.shape[1:]
+    check_tensor("v", v, V_AXES, (None, None, HV, V))
+    check_tensor("k", k, QK_AXES, (*v.shape[:2], None, K))
+    check_tensor("q", q, QK_AXES, tuple(k.shape))
+    for name, tensor in (("v", v), ("k", k), ("q", q)):
+        check_device(name, tensor, (v if state is None else state).device, "v" if state is None else "the state")
 
 
 def gate_of(name: str, gate: Any, v: Tensor, *inner: int) -> Tensor:

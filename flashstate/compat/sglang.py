@@ -54,7 +54,9 @@ def causal_conv1d_update(
 
     x is (batch, dim) or (batch, dim, seqlen), conv_state (slots, dim, state_len). The intermediate windows receive the
     last inputs after every token. With retrieve_next_token tokens form a tree, whose parents are written to
-    retrieve_parent_token. docs/compat.md has the other arguments, and says what differs from SGLang.
+    retrieve_parent_token. This is SGLang's function in Triton: it reads the first width - 1 entries of a longer state,
+    where the compiled one reads the last, so a longer state that could be meant for either is refused. docs/compat.md
+    has the other arguments, and says what differs from SGLang.
     """
     check_int("pad_slot_id", pad_slot_id, *INT64)
     check_tensor("weight", weight, ("dim", "width"), (None, None))
@@ -67,6 +69,13 @@ def causal_conv1d_update(
         shapes.check_indices("conv_state_indices", conv_state_indices, device=window.device, batch=batch)
         read = conv_state_indices.contiguous()
     parents = _parents(x, steps, retrieve_next_token, retrieve_next_sibling, retrieve_parent_token)
+    rolls_back, ring = num_accept_tokens is not None, cache_seqlens is not None
+    of_triton = rolls_back or intermediate_conv_window is not None or retrieve_next_token is not None
+    if window.shape[2] > width - 1 and not ring and not of_triton:
+        others = "SGLang's Triton convolution reads the first entries of a longer one, its compiled one the last"
+        remedy = f"give conv_state[..., :{width - 1}] or conv_state[..., -{width - 1}:]"
+        got = f"got {tuple(window.shape)}; {others}: {remedy}"
+        raise ValueError(f"conv_state must have shape (slots, dim, {width - 1}), {got}")
     slots = Slots(
         read, accepted=shapes.list_of("num_accept_tokens", num_accept_tokens, batch),
         snapshot_rows=shapes.list_of("intermediate_state_indices", intermediate_state_indices, batch),

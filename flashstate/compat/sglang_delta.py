@@ -58,16 +58,30 @@ def fused_sigmoid_gating_delta_rule_update(
         replayssm_rawk=replayssm_rawk, replayssm_g=replayssm_g, replayssm_beta=replayssm_beta,
     )  # fmt: skip
     check_flag("is_kda", is_kda)
-    HV, K = delta.state_of("initial_state_source", initial_state_source).shape[1::2]
-    rows = delta.rows_of(q, k, v, cu_seqlens, initial_state_source)
-    channels = (K,) if is_kda else ()
-    return _step(
-        initial_state_source, initial_state_indices, q, k, v, delta.gate_of("a", a, v, HV, *channels),
-        delta.gate_of("b", b, v, HV), rows, disable_state_update, intermediate_states_buffer,
-        intermediate_state_indices, cache_steps, retrieve_parent_token, scale=scale,
+    pool = _in_order(shapes.with_these_axes("initial_state_source", initial_state_source, *delta.STATE_AXES), k, v)
+    HV, K = pool.shape[1::2]
+    delta.check_tokens(q, k, v, pool)
+    channels, shape = (K,) if is_kda else (), v.shape
+    a, b = delta.gate_of("a", a, v, HV, *channels), delta.gate_of("b", b, v, HV)
+    if cu_seqlens is not None:  # (B, T, ...) are B * T tokens in a row
+        q, k, v, a, b = (tensor.reshape(1, -1, *tensor.shape[2:]) for tensor in (q, k, v, a, b))
+    y = _step(
+        pool, initial_state_indices, q, k, v, a, b, delta.rows_of_tokens(v, cu_seqlens), disable_state_update,
+        intermediate_states_buffer, intermediate_state_indices, cache_steps, retrieve_parent_token, scale=scale,
         qk_l2norm=use_qk_l2norm_in_kernel, A_log=delta.of_heads("A_log", A_log, HV),
         dt_bias=delta.of_heads("dt_bias", dt_bias, HV, *channels),
     )  # fmt: skip
+    return y.reshape(shape)
+
+
+def _in_order(pool: Tensor, k: Any, v: Any) -> Tensor:
+    """Return the pool with axes V and K behind its heads, also where they are declared as K and V.
+
+    SGLang reads memory in the order (V, K) whatever the axes of the pool are called.
+    """
+    sizes = [t.shape[-1] for t in (k, v) if isinstance(t, Tensor) and t.dim() > 0]
+    swapped = [*pool.shape[2:]] == sizes != sizes[::-1] and pool.stride()[2:] == (sizes[1], 1)
+    return pool.flatten(2).unflatten(2, sizes[::-1]) if swapped else pool
 
 
 @remembering(main="v")
