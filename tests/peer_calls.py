@@ -24,6 +24,7 @@ CURSORS = ("ring_start", "prev_num_accepted_tokens")
 WRITTEN_ALONE = ("state_out", BUFFER, "intermediate_conv_window", *CURSORS)  # of all that holds states
 Call = dict[str, Any]  # options of Door.make, arguments besides, lists of indices
 Calls = dict[str, Call]
+AT_ONCE = ", exact=True"  # behind the signature of a peer: ours alone
 GIVEN: Calls = {"": {}, "output given": {"given": True}}
 
 

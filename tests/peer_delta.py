@@ -6,7 +6,7 @@ from typing import Any
 import models_of_peers as models
 import torch
 from models_of_peers import Arguments
-from peer_calls import BUFFER, DIM, DSTATE, GIVEN, HEADS, SLOTS, Calls, Door, Random, crossed, some
+from peer_calls import AT_ONCE, BUFFER, DIM, DSTATE, GIVEN, HEADS, SLOTS, Calls, Door, Random, crossed, some
 
 from flashstate.compat import flashinfer
 
@@ -137,7 +137,7 @@ DECODING = Door(
     flashinfer.gated_delta_rule_decode_pretranspose,
     "q, k, v, state, A_log, a, dt_bias, b, scale=None, output=None, use_qk_l2norm=True, initial_state=None, "
     "initial_state_indices=None, output_state_indices=None, intermediate_states_buffer=None, "
-    "disable_state_update=False, backend='auto'",
+    "disable_state_update=False, backend='auto'" + AT_ONCE,
     model=partial(models.gated_delta, models.flashinfer_decode), calls=OF_DECODE, **DELTA,
     right={
         "a pool": ({**DECODE["elsewhere"], "given": True}, {"initial_state": "longer 0, shorter 0"}),
@@ -153,7 +153,7 @@ SEVERAL = Door(
     "q, k, v, initial_state, initial_state_indices, A_log, a, dt_bias, b, scale=None, output=None, "
     "intermediate_states_buffer=None, ssm_state_indices=None, disable_state_update=None, use_qk_l2norm=True, "
     "output_state_indices=None, cache_replayssm=False, replayssm_rawv=None, replayssm_rawk=None, replayssm_g=None, "
-    "replayssm_beta=None",
+    "replayssm_beta=None" + AT_ONCE,
     model=partial(models.gated_delta, models.flashinfer_mtp), calls=OF_MTP, **DELTA,
     right={
         "a buffer": (

@@ -6,7 +6,7 @@ from typing import Any
 import models_of_rules as models
 import torch
 from models_of_peers import Arguments
-from peer_calls import BUFFER, DIM, DSTATE, GIVEN, HEADS, SLOTS, Calls, Door, Random, crossed, some
+from peer_calls import AT_ONCE, BUFFER, DIM, DSTATE, GIVEN, HEADS, SLOTS, Calls, Door, Random, crossed, some
 
 from flashstate.compat import sglang_delta, vllm_delta, vllm_kda
 
@@ -147,7 +147,7 @@ VLLM_RULE = Door(
     vllm_delta.fused_sigmoid_gating_delta_rule_update,
     "A_log, a, b, dt_bias, q, k, v, beta=1.0, threshold=20.0, scale=None, initial_state=None, "
     "inplace_final_state=True, cu_seqlens=None, ssm_state_indices=None, num_accepted_tokens=None, "
-    "use_qk_l2norm_in_kernel=False, is_kda=False",
+    "use_qk_l2norm_in_kernel=False, is_kda=False" + AT_ONCE,
     make=partial(rule_arguments, "initial_state", RAW), model=partial(models.rule, models.vllm, "initial_state"),
     pools={"initial_state": ""}, calls=OF_VLLM_RULE, **SHARED,
     right={
@@ -179,7 +179,7 @@ VLLM_KDA = Door(
 VLLM_DECAYS = Door(
     vllm_delta.fused_recurrent_gated_delta_rule,
     "q, k, v, g, beta=None, scale=None, initial_state=None, inplace_final_state=True, cu_seqlens=None, "
-    "ssm_state_indices=None, num_accepted_tokens=None, use_qk_l2norm_in_kernel=False",
+    "ssm_state_indices=None, num_accepted_tokens=None, use_qk_l2norm_in_kernel=False" + AT_ONCE,
     make=partial(rule_arguments, "initial_state", LOG), model=partial(models.rule, models.vllm, "initial_state"),
     pools={"initial_state": ""}, **SHARED,
     calls={**VLLM_MODES, **VLLM_COUNTED, "no beta": {**VLLM_MODES["several tokens"], "beta": None}},

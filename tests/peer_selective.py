@@ -6,7 +6,7 @@ from typing import Any
 import models_of_peers as models
 import torch
 from models_of_peers import Arguments
-from peer_calls import BUFFER, DIM, DSTATE, HEADS, SLOTS, Calls, Door, Random, crossed, some
+from peer_calls import AT_ONCE, BUFFER, DIM, DSTATE, HEADS, SLOTS, Calls, Door, Random, crossed, some
 from torch import Tensor
 
 from flashstate.compat import flashinfer, mamba_ssm, vllm
@@ -220,7 +220,7 @@ VLLM = Door(
     vllm.selective_state_update,
     "state, x, dt, A, B, C, D, dt_bias, z=None, dt_softplus=False, state_batch_indices=None, "
     "dst_state_batch_indices=None, null_block_id=0, out=None, num_accepted_tokens=None, cu_seqlens=None, "
-    "is_blackwell=False, enable_stochastic_rounding=False, cache_philox_rounds=0",
+    "is_blackwell=False, enable_stochastic_rounding=False, cache_philox_rounds=0" + AT_ONCE,
     model=partial(models.selective, models.vllm), calls=OF_VLLM, **SELECTIVE,
     right={
         "accepted tokens": (
@@ -239,7 +239,7 @@ FLASHINFER = Door(
     "state_scale=None, out=None, disable_state_update=False, intermediate_states_buffer=None, "
     "intermediate_state_indices=None, intermediate_state_scales=None, rand_seed=None, philox_rounds=10, "
     "cache_steps=0, algorithm='auto', dst_state_batch_indices=None, cu_seqlens=None, num_accepted_tokens=None, "
-    "backend='auto'",
+    "backend='auto'" + AT_ONCE,
     model=partial(models.selective, models.flashinfer), calls=OF_FLASHINFER, **SELECTIVE,
     right={
         "a buffer": (

@@ -59,6 +59,8 @@ def selective_state_update(
     cu_seqlens: Tensor | None = None,
     num_accepted_tokens: Tensor | None = None,
     backend: str = "auto",
+    *,
+    exact: bool = True,
 ) -> Tensor:
     """Step every row by its tokens; update the state in place, and return `out`, or an output of the shape of x.
 
@@ -88,7 +90,7 @@ def selective_state_update(
     )  # fmt: skip
     stored = _state(state, state_scale, rand_seed, philox_rounds)
     return shapes.selective_step(
-        stored, x, tensors, out, dt_softplus=dt_softplus, slots=slots, snapshots=snapshots, update=update
+        stored, x, tensors, out, dt_softplus=dt_softplus, exact=exact, slots=slots, snapshots=snapshots, update=update
     )
 
 

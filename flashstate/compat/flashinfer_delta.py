@@ -36,6 +36,8 @@ def gated_delta_rule_decode_pretranspose(
     intermediate_states_buffer: Tensor | None = None,
     disable_state_update: bool = False,
     backend: str = "auto",
+    *,
+    exact: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Step every row by its tokens; update the state in place, and return the output and the tensor with the states.
 
@@ -61,7 +63,7 @@ def gated_delta_rule_decode_pretranspose(
     if pool is None:
         raise ValueError("state or initial_state must be given, got None for both")
     return _delta_step(
-        pool, q, k, v, a, b, A_log, dt_bias, scale, use_qk_l2norm, output, slots, update=update,
+        pool, q, k, v, a, b, A_log, dt_bias, scale, use_qk_l2norm, output, slots, update=update, exact=exact,
         snapshots=delta.snapshots_of(buffer),
     )  # fmt: skip
 
@@ -119,6 +121,8 @@ def gated_delta_rule_mtp(
     replayssm_rawk: Any = None,
     replayssm_g: Any = None,
     replayssm_beta: Any = None,
+    *,
+    exact: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Step every row by its T tokens, one after the other; return the outputs and the pool.
 
@@ -133,12 +137,10 @@ def gated_delta_rule_mtp(
     update = not (disable_state_update is None or _disabled(disable_state_update)) or ssm_state_indices is not None
     shapes.check_not_both(intermediate_states_buffer=intermediate_states_buffer, ssm_state_indices=ssm_state_indices)
     batch, steps = shapes.with_these_axes("v", v, "B", "T", "HV", "V").shape[:2]
-    slots = _delta_slots(
-        batch, initial_state_indices, output_state_indices, ssm_state_indices, steps, update,
-        padding=_padding_of(output, steps),
-    )  # fmt: skip
-    return _delta_step(
-        initial_state, q, k, v, a, b, A_log, dt_bias, scale, use_qk_l2norm, output, slots, update=update,
+    read, write, every = initial_state_indices, output_state_indices, ssm_state_indices
+    slots = _delta_slots(batch, read, write, every, steps, update, padding=_padding_of(output, steps))
+    given = _delta_step(
+        initial_state, q, k, v, a, b, A_log, dt_bias, scale, use_qk_l2norm, output, slots, update=update, exact=exact,
         snapshots=delta.snapshots_of(intermediate_states_buffer),
     )  # fmt: skip
 
@@ -186,4 +188,7 @@ def _delta_slots(
     if every is not None:
         shapes.check_indices("ssm_state_indices", every, B=batch, T=steps)
         write = shapes.rows_contiguous(every)
+        if write is not None and write is not read:  # goes there at once where the last token has no other place
+            last = torch.where(every[:, -1:] < 0, write[:, None], every[:, -1:])
+            every = torch.cat([every[:, :-1], last], 1)
     return Slots(read, write=write if update else None, padding=padding)

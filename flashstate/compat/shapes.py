@@ -10,6 +10,7 @@ from torch import Tensor
 from flashstate.errors import INDEX_DTYPES, check_device, check_tensor, dtype_name
 from flashstate.launch.axes import Axes
 from flashstate.launch.call import Op
+from flashstate.ops.at_once import MOST_AT_ONCE
 from flashstate.ops.mamba2 import MAMBA2_STEP, mamba2_step
 from flashstate.state.formats import FORMATS
 from flashstate.state.state import State
@@ -160,6 +161,11 @@ _numbers: dict[tuple[bool, torch.device], Tensor] = {}  # the longest of each ki
 def first_numbers(count: int, device: torch.device) -> Tensor:
     """0, 1, 2, … up to a count, int64."""
     return _kept(count, device, zeros=False)
+
+def most_at_once(cu_seqlens: Tensor | None, exact: bool) -> int | None:
+    """The most tokens of a packed row with exact=False, where a caller has no argument that says fewer."""
+    return None if exact or cu_seqlens is None else MOST_AT_ONCE
+
 
 
 def slot_zeros(state: Tensor) -> Tensor:

@@ -57,6 +57,8 @@ def selective_state_update(
     is_blackwell: bool = False,
     enable_stochastic_rounding: bool = False,
     cache_philox_rounds: int = 0,
+    *,
+    exact: bool = True,
 ) -> Tensor:
     """Step every row by its tokens; update the state in place, and fill and return `out`.
 
@@ -71,16 +73,17 @@ def selective_state_update(
     read, write, accepted = state_batch_indices, dst_state_batch_indices, num_accepted_tokens
     batch, bounds = shapes.rows_of(x, cu_seqlens)
     shapes.check_needs("state_batch_indices", read, dst_state_batch_indices=write, num_accepted_tokens=accepted)
-    slots = _slots(pool, batch, read, write, accepted, bounds, null_block_id)
+    slots = _slots(pool, batch, read, write, accepted, bounds, null_block_id, exact)
     stored = state if isinstance(state, State) else pool
     stored = state_of(stored, enable_stochastic_rounding, cache_philox_rounds=cache_philox_rounds)
-    return shapes.selective_step(stored, x, tensors, out, dt_softplus=dt_softplus, slots=slots)
+    return shapes.selective_step(stored, x, tensors, out, dt_softplus=dt_softplus, exact=exact, slots=slots)
 
 
 def _slots(
     state: Tensor, batch: int, read: Tensor | None, write: Tensor | None, accepted: Tensor | None,
-    cu_seqlens: Tensor | None, null: int,
+    cu_seqlens: Tensor | None, null: int, exact: bool,
 ) -> Slots | None:  # fmt: skip
+    longest = shapes.most_at_once(cu_seqlens, exact)
     if read is None and cu_seqlens is None:
         return None
     if read is None:

@@ -59,6 +59,8 @@ def fused_sigmoid_gating_delta_rule_update(
     num_accepted_tokens: Tensor | None = None,
     use_qk_l2norm_in_kernel: bool = False,
     is_kda: bool = False,
+    *,
+    exact: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Step every row by its tokens, with raw gates; return the outputs and the tensor that holds the states.
 
@@ -74,7 +76,7 @@ def fused_sigmoid_gating_delta_rule_update(
     channels = (K,) if is_kda else ()
     return step_blocks(
         initial_state, q, k, v, delta.gate_of("a", a, v, HV, *channels), delta.gate_of("b", b, v, HV),
-        inplace_final_state, rows, ssm_state_indices, num_accepted_tokens, scale=scale,
+        inplace_final_state, rows, ssm_state_indices, num_accepted_tokens, scale=scale, exact=exact,
         qk_l2norm=use_qk_l2norm_in_kernel, A_log=delta.of_heads("A_log", A_log, HV),
         dt_bias=delta.of_heads("dt_bias", dt_bias, HV, *channels),
     )  # fmt: skip
@@ -94,6 +96,8 @@ def fused_recurrent_gated_delta_rule(
     ssm_state_indices: Tensor | None = None,
     num_accepted_tokens: Tensor | None = None,
     use_qk_l2norm_in_kernel: bool = False,
+    *,
+    exact: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Step every row by its tokens, with given decays; return the outputs and the tensor that holds the states.
 
@@ -106,7 +110,7 @@ def fused_recurrent_gated_delta_rule(
     beta = delta.one_gate(v, 1.0) if beta is None else delta.gate_of("beta", beta, v, pool.shape[1])
     return step_blocks(
         initial_state, q, k, v, delta.gate_of("g", g, v, pool.shape[1]), beta, inplace_final_state, rows,
-        ssm_state_indices, num_accepted_tokens, scale=scale, qk_l2norm=use_qk_l2norm_in_kernel,
+        ssm_state_indices, num_accepted_tokens, scale=scale, qk_l2norm=use_qk_l2norm_in_kernel, exact=exact,
     )  # fmt: skip
 
 
@@ -143,7 +147,7 @@ def fused_recurrent_kda(
 
 def step_blocks(
     pool: Any, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, in_place: bool, rows: delta.Rows,
-    indices: Tensor | None, accepted: Tensor | None, **more: Any,
+    indices: Tensor | None, accepted: Tensor | None, exact: bool = True, **more: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Step rows from block to block; return the outputs, and the pool, or with in_place=False a state per token."""
     check_flag("inplace_final_state", in_place)
@@ -157,14 +161,16 @@ def step_blocks(
             raise ValueError("inplace_final_state=False is for a tensor of states, got a State")
         states = torch.empty(batch * steps, *pool.shape[1:], dtype=pool.dtype, device=pool.device)
         snapshots = State(states.unflatten(0, (batch, steps)))
-    slots = _slots(batch, None if packed else steps, bounds, indices, accepted, in_place, v.device)
-    y = delta.delta_step(pool, q, k, v, a, b, packed=packed, slots=slots, snapshots=snapshots, update=in_place, **more)
+    slots = _slots(batch, None if packed else steps, bounds, indices, accepted, in_place, v.device, exact)
+    y = delta.delta_step(
+        pool, q, k, v, a, b, packed=packed, slots=slots, snapshots=snapshots, update=in_place, exact=exact, **more
+    )
     return y, states
 
 
 def _slots(
     batch: int, steps: int | None, cu_seqlens: Tensor | None, indices: Tensor | None, accepted: Tensor | None,
-    update: bool, device: torch.device,
+    update: bool, device: torch.device, exact: bool,
 ) -> Slots:  # fmt: skip
     """A list has the blocks of rows, a table one for every token, of which the accepted one is read, or the first."""
     read = shapes.table_of("ssm_state_indices", indices, batch, device=device)
@@ -174,5 +180,6 @@ def _slots(
         write = shapes.table_of("ssm_state_indices", indices, batch, columns)[:, :columns]
     accepted = shapes.list_of("num_accepted_tokens", accepted, batch)
     return Slots(
-        read[:, 0] if accepted is None else read, write=write, accepted=accepted, cu_seqlens=cu_seqlens, null=NULL_BLOCK
-    )
+        read[:, 0] if accepted is None else read, write=write, accepted=accepted, cu_seqlens=cu_seqlens,
+        null=NULL_BLOCK, max_len=shapes.most_at_once(cu_seqlens, exact) if write is None else None,
+    )  # fmt: skip

@@ -96,6 +96,11 @@ def source_of(door: Callable[..., Any], main: str) -> str:
     passed, more = [p.name for p in given], [p.name for p in given if p.kind is p.VAR_KEYWORD]
     if more:
         parameters[-1] = passed[-1] = f"**{passed[-1]}"
+    by_name = [p.name for p in given if p.kind is p.KEYWORD_ONLY]
+    if by_name:
+        first = len(passed) - len(by_name)
+        parameters.insert(first, "*")
+        passed[first:] = [f"{name}={name}" for name in by_name]
     body = indent("\n".join(body_of(door, main, more)), " " * 8)
     every, name = ", ".join(parameters), door.__name__
     return FRAME.format(name=name, parameters=every, passed=", ".join(passed), main=main, body=body)
@@ -130,7 +135,8 @@ def body_of(door: Callable[..., Any], main: str, more: Sequence[str]) -> list[st
     others = [f"len({name}) and (*{name}.items(), *map(type, {name}.values()))" for name in more]
     key = [
         f"{main}.shape", "present", *others, *(f"{name}_like" for name in given if State in kinds[name]), *options,
-        *(f"{name}.__class__" for name in options), f"{odd} and (*[at % {ACCESS_BYTES} for at in addresses],)",
+        *(f"{name}.__class__" for name in options if hints[name] is not str),  # 1 and True are equal
+        f"{odd} and (*[at % {ACCESS_BYTES} for at in addresses],)",
     ]  # fmt: skip
     return [*lines, f"key = {', '.join(key)}"]
 
