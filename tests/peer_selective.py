@@ -214,7 +214,13 @@ SSM = Door(
     mamba_ssm.selective_state_update,
     "state, x, dt, A, B, C, D=None, z=None, dt_bias=None, dt_softplus=False, state_batch_indices=None",
     model=partial(models.selective, models.mamba_ssm), calls=OF_MAMBA_SSM, **SELECTIVE,
-    right={"one token": ({"state_batch_indices": [5, 0, 9]}, {"state": "longer 0, shorter 0"})},
+    right={
+        "one token": ({"state_batch_indices": [5, 0, 9]}, {"state": "longer 0, shorter 0"}),
+        "headless": (
+            {"state_batch_indices": [5, 0, 9], "heads": None},
+            {"state": "longer 0, shorter 0", **dict.fromkeys(("A", "D", "dt_bias"), "one more axis")},
+        ),
+    },
 )  # fmt: skip
 VLLM = Door(
     vllm.selective_state_update,

@@ -43,7 +43,10 @@ WRONG: dict[Door, list[tuple[str, Any]]] = {
         ("philox_rounds must be from 1 to 16, got 0", {"rand_seed": torch.tensor([3]), "philox_rounds": 0}),
         ("state_batch_indices must have shape (batch=3)", {"state_batch_indices": [1, 2]}),
         ("pad_slot_id must be an int, got None", {"pad_slot_id": None}),
-        ("x must have shape (1, tokens, ...) with cu_seqlens", {"cu_seqlens": torch.tensor([0, 1]), "max_seqlen": 3}),
+        (
+            "x must have shape (one=1, tokens, heads=4, dim=8), got (3, 3, 4, 8)",
+            {"cu_seqlens": torch.tensor([0, 1]), "max_seqlen": 3},
+        ),
     ],
     TRACKED: [
         *OF_RINGS,

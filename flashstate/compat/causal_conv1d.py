@@ -24,9 +24,10 @@ def causal_conv1d_update(
     x is (batch, dim) or (batch, dim, seqlen), conv_state (slots, dim, state_len), newest inputs last, or with
     cache_seqlens a ring. docs/compat.md has the other arguments, and says what differs from causal_conv1d.
     """
-    tokens, room = shapes.tokens_before_channels("x", x), shapes.room_for_output(x)
+    window = shapes.with_axes("conv_state", conv_state, 3, 3)
+    tokens, room = shapes.tokens_before_channels("x", x, window.shape[1]), shapes.room_for_output(x)
     y = conv1d_step(
-        conv_state, tokens, **shapes.fitted(CONV1D_STEP, weight=weight, bias=bias, positions=cache_seqlens),
+        window, tokens, **shapes.fitted(CONV1D_STEP, weight=weight, bias=bias, positions=cache_seqlens),
         activation=shapes.activation_of(activation), slots=conv_state_indices,
         out=None if room is None else shapes.tokens_before_channels("out", room),
     )  # fmt: skip

@@ -78,7 +78,8 @@ def selective_state_update(
     shapes.check_not_both(intermediate_states_buffer=buffer, dst_state_batch_indices=write)
     state = shapes.with_axes("state", state, 3, 4)
     rank = 4 if cache_steps and cu_seqlens is None else 3
-    tensors = shapes.step_tensors(rank, x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias)
+    given: dict[str, Any] = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias}
+    tensors = shapes.step_tensors(state, cu_seqlens is not None, rank, **given)
     _check_dtypes_of("dt", dt, D=D, dt_bias=dt_bias)
     _check_dtypes_of("state_batch_indices", read, dst_state_batch_indices=write, intermediate_state_indices=rows)
     shapes.check_needs("intermediate_states_buffer", buffer, intermediate_state_scales=scales)

@@ -128,6 +128,7 @@ def gated_delta_rule_mtp(
 
     q, k are (B, T, H, K), v (B, T, HV, V), a, b (B, T, HV), initial_state (pool, HV, V, K). The pool is updated only
     with disable_state_update=False or ssm_state_indices; the buffer receives the state after every token in any case.
+    With ssm_state_indices the last state also goes to output_state_indices, if these are not initial_state_indices.
     docs/compat.md has the other arguments, and says what differs from FlashInfer.
     """
     delta.check_absent(
@@ -143,13 +144,13 @@ def gated_delta_rule_mtp(
         initial_state, q, k, v, a, b, A_log, dt_bias, scale, use_qk_l2norm, output, slots, update=update, exact=exact,
         snapshots=delta.snapshots_of(intermediate_states_buffer),
     )  # fmt: skip
-
-
-def _disabled(flag: Any) -> bool:
     if every is not None and write is not None and write is not read and batch > 0:
         live = (read >= 0) & (read < len(initial_state))
         shapes.copy_slots(initial_state, write, initial_state, torch.where(live, every[:, -1], -1))
     return given
+
+
+def _disabled(flag: Any) -> bool:
     """A flag that may also be 0 or 1."""
     if not isinstance(flag, int) or flag not in (0, 1):
         raise TypeError(f"disable_state_update must be True or False, 1 or 0, got {flag!r}")
@@ -187,8 +188,8 @@ def _delta_slots(
         shapes.check_indices("output_state_indices", write, B=batch)
     if every is not None:
         shapes.check_indices("ssm_state_indices", every, B=batch, T=steps)
-        write = shapes.rows_contiguous(every)
         if write is not None and write is not read:  # goes there at once where the last token has no other place
             last = torch.where(every[:, -1:] < 0, write[:, None], every[:, -1:])
             every = torch.cat([every[:, :-1], last], 1)
+        write = shapes.rows_contiguous(every)
     return Slots(read, write=write if update else None, padding=padding)

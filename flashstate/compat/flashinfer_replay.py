@@ -71,8 +71,8 @@ def checkpointing_ssu(
     scratch = {"cb_scaled": cb_scaled, "cumAdt_vec": cumAdt_vec, "cb_old": cb_old}
     check_scratch(scratch, algorithm)
     tokens = {"x": x, "dt": dt, "B": B, "C": C, "out": out, **({} if z is None else {"z": z})}
-    packed, longest = tokens_of(tokens, cu_seqlens, max_seqlen)
     stored = state_of(state, state_scale, rand_seed, philox_rounds)
+    packed, longest = tokens_of(state, tokens, tokens, cu_seqlens, max_seqlen)
     ring = ring_of(state, x_cache, B_cache, dt_cache, ring_start, prev_num_accepted_tokens, longest)
     slots = slots_of(state, packed["x"], state_batch_indices, pad_slot_id, cu_seqlens, longest)
     replay(stored, ring, packed, slots, A=A, D=D, dt_bias=dt_bias, dt_softplus=dt_softplus)
@@ -92,23 +92,22 @@ def check_scratch(scratch: dict[str, Any], algorithm: str) -> None:
 
 
 def tokens_of(
-    tokens: dict[str, Any], cu_seqlens: Tensor | None, max_seqlen: int | None
+    state: Tensor, given: dict[str, Any], tokens: dict[str, Any], cu_seqlens: Tensor | None, max_seqlen: int | None
 ) -> tuple[dict[str, Tensor], int]:
-    """Tensors (batch, T, ...), or packed (1, tokens, ...) without their first axis, and the most tokens a row has."""
-    for name, tensor in tokens.items():
-        if not isinstance(tensor, Tensor) or tensor.dim() != 4:
-            axes = ("1" if cu_seqlens is not None else "batch", "T", "heads" if name not in "BC" else "groups", "width")
-            check_tensor(name, tensor, axes, (None,) * 4)
+    """Return tensors (batch, T, ...), or (1, tokens, ...) without their first axis, and the most tokens of a row.
+
+    given: the tensors as the caller has them, which may lack one of these axes.
+    """
+    tokens = {name: shapes.with_axes(name, tensor, 1, 1) for name, tensor in tokens.items()}
+    if cu_seqlens is None and max_seqlen is not None:
+        raise ValueError(f"max_seqlen is for packed tokens: give it with cu_seqlens, got {max_seqlen}")
     if cu_seqlens is None:
-        if max_seqlen is not None:
-            raise ValueError(f"max_seqlen is for packed tokens: give it with cu_seqlens, got {max_seqlen}")
+        shapes.check_step_tensors(given, tokens, ("batch", "T"), state)
         return tokens, tokens["x"].shape[1]
     if max_seqlen is None:
         raise ValueError("max_seqlen must be given with cu_seqlens: the most tokens a row has, got None")
     check_int("max_seqlen", max_seqlen, 1, LARGEST_WINDOW)
-    for name, tensor in tokens.items():
-        if tensor.shape[0] != 1:
-            raise ValueError(f"{name} must have shape (1, tokens, ...) with cu_seqlens, got {tuple(tensor.shape)}")
+    shapes.check_step_tensors(given, tokens, ("one", "tokens"), state, one=1)
     return {name: tensor[0] for name, tensor in tokens.items()}, max_seqlen
 
 

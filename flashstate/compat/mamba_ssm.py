@@ -34,7 +34,7 @@ def selective_state_update(
     stays. docs/compat.md has the other arguments, and says what differs from mamba_ssm.
     """
     state = shapes.with_axes("state", state, 3, 4)
-    tensors = shapes.step_tensors(x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias)
+    tensors = shapes.step_tensors(state, x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias)
     if state_batch_indices is not None:
         shapes.check_indices("state_batch_indices", state_batch_indices, batch=x.shape[0])
     return shapes.selective_step(state, x, tensors, dt_softplus=dt_softplus, slots=state_batch_indices)

@@ -60,7 +60,8 @@ def causal_conv1d_update(
     """
     check_int("pad_slot_id", pad_slot_id, *INT64)
     check_tensor("weight", weight, ("dim", "width"), (None, None))
-    window, tokens = shapes.with_axes("conv_state", conv_state, 3, 3), shapes.tokens_before_channels("x", x)
+    window = shapes.with_axes("conv_state", conv_state, 3, 3)
+    tokens = shapes.tokens_before_channels("x", x, window.shape[1])
     check_device("x", x, window.device)
     batch, steps, width = len(x), tokens.shape[1] if x.dim() == 3 else 1, weight.shape[1]
     if conv_state_indices is None:
@@ -68,7 +69,6 @@ def causal_conv1d_update(
     else:
         shapes.check_indices("conv_state_indices", conv_state_indices, device=window.device, batch=batch)
         read = conv_state_indices.contiguous()
-    parents = _parents(x, steps, retrieve_next_token, retrieve_next_sibling, retrieve_parent_token)
     rolls_back, ring = num_accept_tokens is not None, cache_seqlens is not None
     of_triton = rolls_back or intermediate_conv_window is not None or retrieve_next_token is not None
     if window.shape[2] > width - 1 and not ring and not of_triton:
@@ -76,13 +76,13 @@ def causal_conv1d_update(
         remedy = f"give conv_state[..., :{width - 1}] or conv_state[..., -{width - 1}:]"
         got = f"got {tuple(window.shape)}; {others}: {remedy}"
         raise ValueError(f"conv_state must have shape (slots, dim, {width - 1}), {got}")
+    parents = _parents(x, steps, retrieve_next_token, retrieve_next_sibling, retrieve_parent_token)
     slots = Slots(
         read, accepted=shapes.list_of("num_accept_tokens", num_accept_tokens, batch),
         snapshot_rows=shapes.list_of("intermediate_state_indices", intermediate_state_indices, batch),
         parents=trees.parents_of("retrieve_parent_token", parents, batch, steps, read.device),
         null=-1 if conv_state_indices is None else pad_slot_id,
     )  # fmt: skip
-    rolls_back, ring = num_accept_tokens is not None, cache_seqlens is not None
     y = conv1d_step(
         window if rolls_back or ring else window[..., : width - 1], tokens,
         **shapes.fitted(CONV1D_STEP, weight=weight, bias=bias, positions=cache_seqlens),
@@ -143,7 +143,8 @@ def selective_state_update(
         check_int("cache_steps", cache_steps, 0, MOST_TOKENS)
     state = shapes.with_axes("state", state, 3, 4)
     several = isinstance(x, Tensor) and x.dim() == 4
-    tensors = shapes.step_tensors(4 if several else 3, x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias)
+    given: dict[str, Any] = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias}
+    tensors = shapes.step_tensors(state, rank=4 if several else 3, **given)
     read, rows, buffer = state_batch_indices, intermediate_state_indices, intermediate_states_buffer
     if read is None:
         read, pad_slot_id = shapes.own_slots("state_batch_indices", state, len(x)), -1

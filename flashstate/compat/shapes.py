@@ -16,6 +16,7 @@ from flashstate.state.formats import FORMATS
 from flashstate.state.state import State
 
 PARAMETERS = {"A": (2, 3, 0), "D": (1, 2, 0), "dt_bias": (1, 2, 0)}  # with_axes of those that no token brings
+STATE_WORDS = {"rows": "dim", "cols": "dstate"}  # what other libraries call these axes of mamba2_step
 
 
 def with_axes(name: str, tensor: Any, fewest: int, rank: int, axis: int = 1) -> Tensor:
@@ -36,20 +37,46 @@ def with_these_axes(name: str, tensor: Any, *axes: str) -> Tensor:
     return tensor
 
 
-def step_tensors(rank: int = 3, **tensors: Any) -> dict[str, Any]:
-    """The tensors of mamba2_step that are there, with a head axis, in strides that it takes; others are copied.
+def step_tensors(state: Tensor, packed: bool = False, rank: int = 3, **tensors: Any) -> dict[str, Any]:
+    """Return the given tensors of mamba2_step, x first, with a head axis and in strides that it takes.
 
-    rank: how many axes activations have.
+    state: (slots, heads, dim, dstate). packed: one token axis holds all rows. rank: axes that activations get.
     """
     given = {name: t for name, t in tensors.items() if t is not None or name not in MAMBA2_STEP.optional}
-    return fitted(
-        MAMBA2_STEP, **{name: with_axes(name, t, *PARAMETERS.get(name, (2, rank, 1))) for name, t in given.items()}
-    )
+    wide = {name: with_axes(name, t, *PARAMETERS.get(name, (2, rank, 1))) for name, t in given.items()}
+    check_step_tensors(given, wide, ("tokens",) if packed else ("batch", "T")[: wide["x"].dim() - 2], state)
+    return fitted(MAMBA2_STEP, **wide)
+
+
+def check_step_tensors(
+    given: dict[str, Any], wide: dict[str, Tensor], lead: tuple[str, ...], state: Tensor, **sizes: int
+) -> None:
+    """Check the shapes of tensors of mamba2_step, x first; errors name the shapes that the caller gave.
+
+    wide: the same with axes of one put in. lead: their token axes. sizes: of token axes that x does not say.
+    """
+    with_these_axes("state", state, "slots", "heads", "dim", "dstate")
+    sizes |= dict(zip(("heads", "rows", "cols"), state.shape[1:], strict=True))
+    for name, tensor in wide.items():
+        axes = MAMBA2_STEP.tensors["x" if name == "out" else name]
+        names = (lead if axes.tokens else ()) + axes.names + axes.optional
+        put_in = PARAMETERS.get(name, (2, 3, int(lead[0] != "one")))[2]
+        added = range(put_in, put_in + tensor.dim() - given[name].dim())
+        wanted = [sizes.get(axis, 1 if i in added else None) for i, axis in enumerate(names)]
+        if tensor.dim() != len(names) or any(map(_differs, tensor.shape, wanted)):
+            kept = [i for i, size in enumerate(wanted) if i not in added or size != 1]
+            named = tuple(STATE_WORDS.get(names[i], names[i]) for i in kept)
+            check_tensor(name, given[name], named, tuple(wanted[i] for i in kept))
+        sizes |= zip(lead, wide["x"].shape, strict=False)  # the other tensors have the tokens of x
+
+
+def _differs(size: int, wanted: int | None) -> bool:
+    return wanted is not None and size != wanted
 
 
 def selective_step(state: Any, like: Tensor, tensors: dict[str, Any], out: Tensor | None = None, **more: Any) -> Tensor:
     """Call mamba2_step; return `out`, or an output of the shape of `like`, which may lack axes."""
-    y = mamba2_step(state, **tensors, **more, out=room_for_output(tensors["x"], out))
+    y = mamba2_step(state, **tensors, **more, out=room_for_output(tensors["x"], out, like))
     return y.reshape(like.shape) if out is None else out
 
 
@@ -78,14 +105,23 @@ def rows_contiguous(tensor: Any) -> Any:
     return tensor.contiguous() if far else tensor
 
 
-def room_for_output(x: Tensor, out: Tensor | None = None) -> Tensor | None:
-    """Where outputs go that are like x: `out`, or new memory; None under torch.compile, which cannot check it.
+def room_for_output(x: Tensor, out: Tensor | None = None, given: Tensor | None = None) -> Tensor | None:
+    """Return memory for an output like x: `out`, or new memory; None under torch.compile, which cannot check it.
 
-    A call that brings its own memory can start as one before it did.
+    A call that brings its own memory can start as one before it did. given: x as the caller gave it, if it lacks axes.
     """
     if out is not None:
-        return with_axes("out", out, 2, x.dim())
+        wide = with_axes("out", out, 2, x.dim())
+        if wide.shape != x.shape:
+            check_like_x(out, x if given is None else given)
+        return wide
     return None if torch.compiler.is_compiling() else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def check_like_x(out: Tensor, x: Tensor) -> None:
+    """Raise unless an output has the shape of x."""
+    if out.shape != x.shape:
+        raise ValueError(f"out must have the shape of x, {tuple(x.shape)}, got {tuple(out.shape)}")
 
 
 def check_not_both(**given: Any) -> None:
@@ -126,6 +162,11 @@ def rows_of(x: Tensor, cu_seqlens: Tensor | None) -> tuple[int, Tensor | None]:
     return len(cu_seqlens) - 1, cu_seqlens.contiguous()
 
 
+def most_at_once(cu_seqlens: Tensor | None, exact: bool) -> int | None:
+    """The most tokens of a packed row with exact=False, where a caller has no argument that says fewer."""
+    return None if exact or cu_seqlens is None else MOST_AT_ONCE
+
+
 def list_of(name: str, numbers: Any, batch: int, device: torch.device | None = None) -> Tensor | None:
     """The first numbers of a list that has one or more for every row of the batch, if there is one."""
     if numbers is None:
@@ -145,13 +186,14 @@ def table_of(
     name: str, numbers: Any, batch: int | None, columns: int = 1, device: torch.device | None = None
 ) -> Tensor:
     """The first rows of a table (batch or more, columns or more); a list is a table of one column."""
+    given = numbers
     if isinstance(numbers, Tensor) and numbers.dim() == 1:
         numbers = numbers[:, None]
     also = (("batch",), (None,))
     check_tensor(name, numbers, ("batch", "n"), (None, None), dtypes=INDEX_DTYPES, device=device, also=also)
     if numbers.shape[0] < (batch or 0) or numbers.shape[1] < columns:
         least = f"{batch} rows and {columns} columns"
-        raise ValueError(f"{name} must have {least} or more, got shape {tuple(numbers.shape)}")
+        raise ValueError(f"{name} must have {least} or more, got shape {tuple(given.shape)}")
     return rows_contiguous(numbers[:batch])
 
 
@@ -161,11 +203,6 @@ _numbers: dict[tuple[bool, torch.device], Tensor] = {}  # the longest of each ki
 def first_numbers(count: int, device: torch.device) -> Tensor:
     """0, 1, 2, … up to a count, int64."""
     return _kept(count, device, zeros=False)
-
-def most_at_once(cu_seqlens: Tensor | None, exact: bool) -> int | None:
-    """The most tokens of a packed row with exact=False, where a caller has no argument that says fewer."""
-    return None if exact or cu_seqlens is None else MOST_AT_ONCE
-
 
 
 def slot_zeros(state: Tensor) -> Tensor:
@@ -183,6 +220,19 @@ def _kept(count: int, device: torch.device, zeros: bool) -> Tensor:
         if not capturing and not torch.compiler.is_compiling():
             _numbers[key] = numbers
     return numbers[:count]
+
+
+def copy_slots(into: Tensor, targets: Tensor, source: Tensor, sources: Tensor) -> None:
+    """Copy slots of one tensor into slots of another, row by row; a row that names no slot of either copies nothing.
+
+    Nothing waits for the device: a row that copies nothing does what one that copies does.
+    """
+    live = (sources >= 0) & (sources < len(source)) & (targets >= 0) & (targets < len(into))
+    another = live.int().argmax(0, keepdim=True)
+    rows = torch.where(live, first_numbers(len(live), live.device), another)
+    there, here = (numbers[rows].long().clamp(0, len(of) - 1) for numbers, of in ((sources, source), (targets, into)))
+    any_live = live[another].reshape(-1, *(1,) * (into.dim() - 1))
+    into.index_copy_(0, here, torch.where(any_live, source[there], into[here]))
 
 
 def own_slots(name: str, state: Tensor, batch: int) -> Tensor:
@@ -213,22 +263,12 @@ def activation_of(activation: Any) -> str | None:
     raise ValueError(f"activation must be silu, swish, True, False or None, got {activation!r}")
 
 
-def tokens_before_channels(name: str, tensor: Any) -> Tensor:
-    """Channels (batch, channels, tokens) as (batch, tokens, channels), and the other way round; one token as it is."""
-    tensor = with_axes(name, tensor, 2, 2)
-    if tensor.dim() > 3:
-        raise ValueError(f"{name} must have shape (batch, dim) or (batch, dim, seqlen), got {tuple(tensor.shape)}")
-    return tensor.transpose(1, 2) if tensor.dim() == 3 else tensor
-def copy_slots(into: Tensor, targets: Tensor, source: Tensor, sources: Tensor) -> None:
-    """Copy slots of one tensor into slots of another, row by row; a row that names no slot of either copies nothing.
+def tokens_before_channels(name: str, tensor: Any, dim: int | None = None) -> Tensor:
+    """Return channels (batch, channels, tokens) as (batch, tokens, channels), and the other way round.
 
-    Nothing waits for the device: a row that copies nothing does what one that copies does.
+    One token, (batch, channels), stays as it is. dim: how many channels there must be.
     """
-    live = (sources >= 0) & (sources < len(source)) & (targets >= 0) & (targets < len(into))
-    another = live.int().argmax(0, keepdim=True)
-    rows = torch.where(live, first_numbers(len(live), live.device), another)
-    there, here = (numbers[rows].long().clamp(0, len(of) - 1) for numbers, of in ((sources, source), (targets, into)))
-    any_live = live[another].reshape(-1, *(1,) * (into.dim() - 1))
-    into.index_copy_(0, here, torch.where(any_live, source[there], into[here]))
-
-
+    tensor = with_axes(name, tensor, 2, 2)
+    if tensor.dim() > 3 or (dim is not None and tensor.shape[1] != dim):
+        check_tensor(name, tensor, ("batch", "dim"), (None, dim), also=(("batch", "dim", "seqlen"), (None, dim, None)))
+    return tensor.transpose(1, 2) if tensor.dim() == 3 else tensor

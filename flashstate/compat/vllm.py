@@ -69,7 +69,7 @@ def selective_state_update(
     """
     check_int("null_block_id", null_block_id, *INT64)
     pool = state.data if isinstance(state, State) else shapes.with_axes("state", state, 3, 4)
-    tensors = shapes.step_tensors(x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias)
+    tensors = shapes.step_tensors(pool, cu_seqlens is not None, x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias)
     read, write, accepted = state_batch_indices, dst_state_batch_indices, num_accepted_tokens
     batch, bounds = shapes.rows_of(x, cu_seqlens)
     shapes.check_needs("state_batch_indices", read, dst_state_batch_indices=write, num_accepted_tokens=accepted)
@@ -87,7 +87,7 @@ def _slots(
     if read is None and cu_seqlens is None:
         return None
     if read is None:
-        return Slots(shapes.own_slots("state_batch_indices", state, batch), cu_seqlens=cu_seqlens)
+        return Slots(shapes.own_slots("state_batch_indices", state, batch), cu_seqlens=cu_seqlens, max_len=longest)
     read = shapes.table_of("state_batch_indices", read, batch)
     every = accepted is not None and cu_seqlens is not None  # every token has a place
     if write is not None:
@@ -135,7 +135,10 @@ def causal_conv1d_update(
     packed = query_start_loc is not None
     if packed and conv_state_indices is None:
         raise ValueError("conv_state_indices must be given with query_start_loc: they say how many rows there are")
-    tokens, room = (x, out) if packed else map(shapes.tokens_before_channels, ("x", "out"), (x, out))
+    tokens, room = x, out
+    if not packed:
+        tokens, room = shapes.tokens_before_channels("x", x, window.shape[1]), shapes.tokens_before_channels("out", out)
+        shapes.check_like_x(out, x)
     if conv_state_indices is None:
         read, write = shapes.own_slots("conv_state_indices", window, len(x)), None
     else:

@@ -53,8 +53,8 @@ def selective_state_update_replayssm_output_only(
     check_int("max_cache_len", max_cache_len, 1, LARGEST_WINDOW)
     state = shapes.with_axes("state", state, 3, 4)
     stored = state_of(state, enable_stochastic_rounding, cache_philox_rounds=cache_philox_rounds)
-    tensors = shapes.step_tensors(x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias)
-    tensors["out"] = None if out is None else shapes.with_axes("out", out, 2, 3)  # a new one has zeros for padding
+    tensors = shapes.step_tensors(state, x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias)
+    tensors["out"] = None if out is None else shapes.room_for_output(tensors["x"], out, x)  # else zeros for padding
     batch, axes = len(tensors["x"]), ("slots", "heads", "max_cache_len", "dim")
     check_tensor("x_cache", x_cache, axes, (None, None, max_cache_len, None))
     flags = _of_rows("is_flush", is_flush, batch, (torch.bool, torch.int8), state.device).view(torch.int8)
@@ -109,12 +109,11 @@ def selective_state_update_replayssm_flashinfer(
     """
     check_flag("update_trackers", update_trackers)
     check_flag("enable_pdl", enable_pdl)
-    tokens: dict[str, Any] = {"x": x, "dt": dt, "B": B, "C": C, "out": out}
-    if isinstance(x, Tensor) and x.dim() == 3:
-        axis = 1 if cu_seqlens is None else 0
-        tokens = {name: shapes.with_axes(name, tensor, 3, 4, axis) for name, tensor in tokens.items()}
-    given, longest = flashinfer_replay.tokens_of(tokens, cu_seqlens, max_seqlen)
     state = shapes.with_these_axes("state", state, "slots", "heads", "dim", "dstate")
+    tokens: dict[str, Any] = {"x": x, "dt": dt, "B": B, "C": C, "out": out}
+    rank, axis = 4 if isinstance(x, Tensor) and x.dim() == 3 else 0, 1 if cu_seqlens is None else 0
+    wide = {name: shapes.with_axes(name, tensor, 3, rank, axis) for name, tensor in tokens.items()}
+    given, longest = flashinfer_replay.tokens_of(state, tokens, wide, cu_seqlens, max_seqlen)
     stored = state_of(
         state, enable_stochastic_rounding, stochastic_rounding_philox_rounds=stochastic_rounding_philox_rounds
     )
