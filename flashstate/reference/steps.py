@@ -97,6 +97,9 @@ def step_at_once(
     flat = flat_tokens(activations, out.dim() - 2)
     at, y, read, live, gives = rows_of(slots, state.data.shape[0], out, out.dim() - 2)
     within = at if slots is None else at[:, : slots.longest]  # packed rows are cut at max_len
+    if within.shape[1] == 0:  # no row has a token
+        store_output(out, y, at, live, slots)
+        return
     exists = (within >= 0) & gives[:, None]
     rows = {name: t[within.clamp(min=0)] for name, t in flat.items() if t is not None}  # (batch, T, ...)
     outputs, s = tokens(states_of(state, read), **rows, exists=exists)
