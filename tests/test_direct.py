@@ -403,6 +403,16 @@ def test_where_triton_is_not_as_expected_launches_are_ordinary_and_it_is_said_on
     assert launcher.counts == (3, 0)
 
 
+@pytest.mark.parametrize("broken", ["parameters_of", "code_of"])
+def test_an_error_of_our_own_is_raised_and_the_direct_way_stays(
+    broken: str, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, broken, mock.Mock(side_effect=KeyError("ours")))
+    with pytest.raises(KeyError, match="ours"):
+        mamba2_step(**FORMS["mamba2_step"]["plain"].arguments)
+    assert direct.available
+
+
 def test_a_driver_that_fails_is_reported_and_a_thread_without_a_context_gets_one(
     launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:

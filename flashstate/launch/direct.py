@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashstate.launch.driver import DriverLaunch
+from flashstate.launch.driver import DriverLaunch, UnfamiliarError, familiar
 from flashstate.launch.start import Launch
 
 MOST_KEYS = 4096  # remembered at once; then all are forgotten, and the next ones remembered anew
@@ -60,12 +60,12 @@ def remember(launches: Launches, key: Hashable, tensors: Sequence[Tensor], start
 
 @contextmanager
 def as_expected() -> Iterator[None]:
-    """Where Triton or torch turn out not to be as expected inside, that is said once, and from then on calls take the
-    ordinary way."""
+    """Where Triton or torch turn out not to be as expected inside, warn once, and let all later calls take the ordinary
+    way. Any other error is one of flashstate, and is raised."""
     global available
     try:
         yield
-    except (AttributeError, ImportError, KeyError, OSError, TypeError) as reason:
+    except UnfamiliarError as reason:
         available = False
         warnings.warn(f"flashstate starts kernels the ordinary way, which costs the host more: {reason}", stacklevel=5)
 
@@ -78,21 +78,24 @@ def _start_all(starts: Sequence[DriverLaunch], pointers: Sequence[int], number: 
 def guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     """A function that says whether other tensors have the dtypes, shapes, strides and devices of these: torch.compile
     has one in C++, and asking every tensor in Python takes three times as long."""
-    from torch._C._dynamo.guards import TensorGuards
-
     sizes: Any = [list(t.shape) for t in tensors]
     strides: Any = [list(t.stride()) for t in tensors]
-    check: Callable[..., bool] = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
-    if not check(*tensors):
-        raise AttributeError("torch's TensorGuards does not know its own tensors")
+    with familiar():
+        from torch._C._dynamo.guards import TensorGuards
+
+        guards: Any = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+        check: Callable[..., bool] = guards.check
+        if not check(*tensors):
+            raise UnfamiliarError("torch's TensorGuards does not know its own tensors")
     return check
 
 
 def hooks() -> tuple[list[Any], list[Any]]:
     """The lists of what Triton is to call before and after every launch."""
-    from triton import knobs
+    with familiar():
+        from triton import knobs
 
-    before, after = knobs.runtime.launch_enter_hook.calls, knobs.runtime.launch_exit_hook.calls
+        before, after = knobs.runtime.launch_enter_hook.calls, knobs.runtime.launch_exit_hook.calls
     if not isinstance(before, list) or not isinstance(after, list):
-        raise AttributeError("Triton's launch hooks are not in lists")
+        raise UnfamiliarError("Triton's launch hooks are not in lists")
     return before, after

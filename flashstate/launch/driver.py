@@ -11,8 +11,9 @@ import functools
 import re
 import struct
 import threading
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +23,20 @@ from flashstate.launch.start import Launch
 NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 SLOT = 8  # bytes of memory for each parameter, whatever its size
 WORD = (1 << 64) - 1  # all bits of one
+
+
+class UnfamiliarError(Exception):
+    """Triton or torch is not, inside, as this version of flashstate knows it."""
+
+
+@contextmanager
+def familiar() -> Iterator[None]:
+    """Raise UnfamiliarError where something inside, which reads internals of Triton, torch or the CUDA driver and does
+    nothing else, does not find them."""
+    try:
+        yield
+    except (AttributeError, ImportError, KeyError, OSError, TypeError) as reason:
+        raise UnfamiliarError(str(reason)) from reason
 
 
 class LaunchConfig(ctypes.Structure):
@@ -48,7 +63,8 @@ START_EARLY = LaunchAttribute(6, 0, 1)  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREA
 @functools.cache
 def _launch_function() -> Any:
     """cuLaunchKernelEx, with addresses as plain numbers."""
-    function = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
+    with familiar():
+        function = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
     function.argtypes = (ctypes.c_void_p,) * 4
     function.restype = ctypes.c_int
     return function
@@ -62,19 +78,18 @@ class DriverLaunch:
         compiled, arguments = started.compiled, started.arguments
         pointers = len(started.kernel.pointers)
         parameters = [*parameters_of(arguments), 0, 0]  # the last two: scratch memory, which is not used
-        _require(compiled, len(parameters), started.early)
+        code = code_of(compiled, len(parameters), started.early)
         present = sum(argument is not None for argument in arguments[:pointers])
         self._memory = bytearray(SLOT * len(parameters))
         struct.pack_into(f"<{len(parameters)}Q", self._memory, 0, *(parameter & WORD for parameter in parameters))
         start = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self._addresses = (ctypes.c_void_p * len(parameters))(*(start + SLOT * i for i in range(len(parameters))))
-        block = (32 * compiled.metadata.num_warps, 1, 1)
         attributes = (ctypes.addressof(START_EARLY), 1) if started.early else (None, 0)
-        self._config = LaunchConfig((started.grid[0], 1, 1), block, compiled.metadata.shared, None, *attributes)
+        self._config = LaunchConfig((started.grid[0], 1, 1), (code.threads, 1, 1), code.shared, None, *attributes)
         self._device_index = started.device.index
         self._pack = struct.Struct(f"<{present}Qq").pack_into
         self._launch = _launch_function()
-        self._launched = ctypes.addressof(self._config), compiled.function, ctypes.addressof(self._addresses), None
+        self._launched = ctypes.addressof(self._config), code.function, ctypes.addressof(self._addresses), None
         self._kept = compiled, [argument for argument in arguments[pointers:] if isinstance(argument, Tensor)]
         self._lock = threading.Lock()  # the driver reads the memory while other threads may run
 
@@ -102,20 +117,32 @@ def _bits_of(argument: Tensor | float) -> int:
     return argument if isinstance(argument, int) else int.from_bytes(struct.pack("<f", argument), "little")
 
 
-def _require(compiled: Any, parameters: int, early: bool) -> None:
-    """AttributeError unless a kernel is for CUDA, has so many parameters, and nothing that needs more care."""
-    metadata, launcher = compiled.metadata, compiled.run
-    if "ptx" not in compiled.asm:
-        raise AttributeError("this is not CUDA")
-    plain = (
-        metadata.num_ctas == 1
-        and not launcher.launch_cooperative_grid
-        and bool(launcher.launch_pdl) == early
-        and launcher.global_scratch_size == launcher.profile_scratch_size == 0
-    )
+class Code(NamedTuple):
+    """A compiled kernel, as the driver starts it."""
+
+    function: int
+    threads: int  # of a program
+    shared: int  # bytes of shared memory
+
+
+def code_of(compiled: Any, parameters: int, early: bool) -> Code:
+    """Return the machine code that Triton compiled; UnfamiliarError unless it is for CUDA, has so many parameters, and
+    needs nothing that takes more care."""
+    with familiar():
+        metadata, launcher = compiled.metadata, compiled.run
+        ptx, code = compiled.asm.get("ptx"), Code(compiled.function, 32 * metadata.num_warps, metadata.shared)
+        plain = (
+            metadata.num_ctas == 1
+            and not launcher.launch_cooperative_grid
+            and bool(launcher.launch_pdl) == early
+            and launcher.global_scratch_size == launcher.profile_scratch_size == 0
+        )
+    if ptx is None:
+        raise UnfamiliarError("this is not CUDA")
     if not plain:
-        raise AttributeError("a kernel needs scratch memory, clusters or another kind of launch")
-    entry = re.search(r"\.entry [^(]*\((.*?)\)", compiled.asm["ptx"], re.S)
+        raise UnfamiliarError("a kernel needs scratch memory, clusters or another kind of launch")
+    entry = re.search(r"\.entry [^(]*\((.*?)\)", ptx, re.S)
     found = 0 if entry is None else entry[1].count(".param")
     if found != parameters:
-        raise AttributeError(f"a kernel has {found} parameters where {parameters} were expected")
+        raise UnfamiliarError(f"a kernel has {found} parameters where {parameters} were expected")
+    return code
