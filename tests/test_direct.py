@@ -403,6 +403,15 @@ def test_where_triton_is_not_as_expected_launches_are_ordinary_and_it_is_said_on
     assert launcher.counts == (3, 0)
 
 
+def test_a_repeated_call_whose_activation_requires_grad_is_refused(launcher: Launcher) -> None:
+    arguments = FORMS["mamba2_step"]["plain"].arguments
+    for _ in range(2):
+        mamba2_step(**arguments)
+    with pytest.raises(ValueError, match="must not require grad"):
+        mamba2_step(**{**arguments, "x": arguments["x"].clone().requires_grad_()})
+    assert launcher.counts == (1, 1)
+
+
 @pytest.mark.parametrize("broken", ["parameters_of", "code_of"])
 def test_an_error_of_our_own_is_raised_and_the_direct_way_stays(
     broken: str, launcher: Launcher, monkeypatch: pytest.MonkeyPatch

@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from calls import DELTA, MAMBA3, REPLAY, SMALL, shaped
+from calls import DELTA, FORMS, MAMBA3, REPLAY, SMALL, shaped
 from torch import Tensor
 
 from flashstate.launch import uses_kernels
+from flashstate.launch.call import tensors_in
 from flashstate.proof import AnyCase, make_inputs
 
 TINY = {"batch": 1, "heads": 2, "groups": 1, "rows": 3, "cols": 8, "channels": 5, "slots": 2}
@@ -38,3 +39,31 @@ def test_an_output_of_any_dtype_is_that_of_float32_rounded_once(case: AnyCase, d
         assert y.dtype == (inputs.main.dtype if out is None else out.dtype)
         assert torch.equal(y, rounded(exact, y.dtype))
         assert torch.equal(run.state.data, states.state.data)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_an_output_in_the_memory_of_what_holds_states_is_refused_before_anything_is_written(name: str) -> None:
+    form = FORMS[name]["a plan" if "replay" in name else "plain"]
+    op, arguments = form.op, form.arguments
+    out = arguments.pop("out")
+    held = {one: value for one, value in arguments.items() if one in op.writes or one not in op.tensors}
+    for part, tensor in tensors_in(held):
+        memory = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,)).view(
+            torch.uint8
+        )
+        before, needed = memory.clone(), out.numel() * out.element_size()
+        if len(memory) >= needed and memory.data_ptr() % out.element_size() == 0:
+            with pytest.raises(ValueError, match=f"^out must not share memory with {part}"):
+                op.function(**arguments, out=memory[len(memory) - needed :].view(out.dtype).reshape(out.shape))
+            assert torch.equal(memory, before)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_an_activation_that_requires_grad_is_refused_with_grad_mode_on(name: str) -> None:
+    form = FORMS[name]["plain"]
+    op, arguments = form.op, form.arguments
+    arguments = {**arguments, op.main: arguments[op.main].clone().requires_grad_()}
+    with pytest.raises(ValueError, match=rf"^{op.main} must not require grad, .* inside torch.no_grad\(\)"):
+        op.function(**arguments)
+    with torch.no_grad():
+        op.function(**arguments)

@@ -15,8 +15,8 @@ whose flat arguments launch/registered.py makes of the same signature. What kern
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
@@ -41,6 +41,8 @@ from flashstate.launch.direct import Launches, Likeness, remember
 from flashstate.launch.environment import Machine, machine_of, uses_kernels
 from flashstate.launch.repeat import new_out, repeat_function
 from flashstate.launch.start import Launch, check_programs, start
+from flashstate.state.places import Place
+from flashstate.state.signature import Describes
 from flashstate.state.slots import Slots, as_slots
 from flashstate.state.state import State, as_snapshots, as_state, refuse_transposed
 
@@ -118,6 +120,7 @@ class Op:
         self.flags = tuple(name for name in kinds if bool in kinds[name])  # arguments that are True or False; or None
         self.numbers = tuple(name for name in kinds if float in kinds[name])  # arguments that are a number, or None
         self.ranges = tuple(name for name in kinds if tuple[float, float] in kinds[name])  # arguments that are two
+        self.inputs = {name: axes for name, axes in self.tensors.items() if name not in self.writes}  # that are read
         self.options = tuple(name for name in kinds if kinds[name] & {bool, int, float, str, tuple[float, float]})
         self.inner = tuple(self.state_axes.split()[1:])  # names of the axes of a state within a slot
         self.pieces = registered.register(self.name, self.hints, self._run_registered, self.writes)  # flat arguments
@@ -179,12 +182,16 @@ class Op:
         check_main(self.main, main, self.tensors[self.main], sizes, device, packed)
         given.sizes = sizes
         given.tokens = tokens = tokens_of(main, self.tensors[self.main], given.slots)
+        given.inputs = self.inputs
         sizes["batch"] = tokens.batch
         for name, axes in self.tensors.items():
             tensor = getattr(given, name)
             if tensor is None and name in self.optional:
                 continue
             tensor = axes.check(name, tensor, tokens, sizes, device)
+            if axes.tokens and tensor.requires_grad and torch.is_grad_enabled():
+                remedy = f"call {self.name} inside torch.no_grad() or torch.inference_mode(), or give {name}.detach()"
+                raise ValueError(f"{name} must not require grad, as nothing here is differentiable: {remedy}")
             setattr(given, name, tensor)
             for axis, size in zip(axes.names, tensor.shape[len(tokens.axes) if axes.tokens else 0 :], strict=False):
                 if axis not in sizes:  # as no state says it, and no tensor did before
@@ -254,6 +261,15 @@ class Op:
         if axes.dense:
             check_row_contiguous("out", given.out)
         check_no_overlap("out", given.out)
+        if not torch.compiler.is_compiling():  # then tensors have no addresses
+            self._check_apart(given)
+
+    def _check_apart(self, given: Given) -> None:
+        """Raise where `out` shares memory with a state, a ring, slots, or anything else that is no input of tokens."""
+        held = {name: getattr(given, name) for name in self.hints if name in self.writes or name not in self.tensors}
+        for name, tensor in tensors_in(held):
+            if name != "out" and tensor.numel() and Place.of(given.out).overlaps(Place.of(tensor)):
+                raise ValueError(f"out must not share memory with {name}")
 
     def _run_registered(self, arguments: Mapping[str, Any]) -> None:
         """What torch.compile calls: with arguments that were checked."""
@@ -291,6 +307,15 @@ def one_kernel(given: Given, kind: type[Problem], op: str) -> tuple[Problem]:
     """What a config is chosen for where one kernel steps all tokens."""
     state, several = getattr(given.state, "ssm", given.state), not given.tokens.one_token
     return (kind.of(op, state, given.tokens.batch, several_tokens=several, stored=given.stored),)
+
+
+def tensors_in(values: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors among these values and in the dataclasses among them, each with its name."""
+    for name, value in values.items():
+        if isinstance(value, Tensor):
+            yield name, value
+        elif isinstance(value, Describes):
+            yield from tensors_in({f"{name}.{one.name}": getattr(value, one.name) for one in fields(value)})  # type: ignore[arg-type]
 
 
 def axes_in(hint: Any) -> Axes | None:

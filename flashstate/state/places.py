@@ -21,7 +21,7 @@ class Place(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> Place:
-        width = tensor.element_size()
+        width, tensor = tensor.element_size(), tensor if tensor.dim() else tensor[None]
         first, page, size = tensor.data_ptr(), tensor.stride(0) * width, reach_of(tensor, 1) * width
         apart = tensor.dim() == len(POOL_AXES) and head_stride(tensor) is not None
         step, head = (tensor.stride(1) * width, reach_of(tensor, 2) * width) if apart else (0, size)
