@@ -2,12 +2,13 @@
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from calls import FORMS
 from pools import memory_of
 from refusals import CPU, SMALL_FORMS, Arguments, refuses, step_arguments, tensors_of
 from torch import Tensor
@@ -259,3 +260,35 @@ def test_debug_refuses_a_cuda_graph_capture_and_changes_nothing() -> None:
     ):
         flashstate.mamba2_step(**arguments)
     assert all(map(torch.equal, everything(arguments), before))
+
+
+CAUGHT: dict[str, tuple[str, Callable[[Arguments], None], str]] = {
+    "NaN": ("mamba2_step", lambda a: a["x"][1, 2].fill_(torch.nan), r"x must be finite, got nan in token 2 of row 1"),
+    "infinity in a parameter": ("conv1d_step", lambda a: a["weight"][3].fill_(torch.inf), "weight must be finite, got"),
+    "A_log for A": ("mamba2_step", lambda a: a["A"].neg_(), "A must not be above 0, as A = .*; A_log itself may"),
+    "A_log for A, by replay": ("mamba2_replay", lambda a: a["A"].neg_(), "A must not be above 0"),
+    "A_log for A of a token": ("mamba3_step", lambda a: a["A"].neg_(), r"A must not be above 0.* in token 0 of row 0"),
+    "a decay above 1": ("gated_delta_step", lambda a: a["a"][1].fill_(0.5), "a must not be above 0 without A_log"),
+    "a decay above 1, by replay": ("gated_delta_replay", lambda a: a["a"].fill_(1), "a must not be above 0 without"),
+    "time steps": ("mamba2_step", lambda a: a["dt"][1, 0].fill_(-9), "dt must not be below 0 .*in token 0 of row 1"),
+    "time steps of Mamba-3": ("mamba3_step", lambda a: a["dt"].neg_(), "dt must not be below 0"),
+}
+
+
+@pytest.mark.parametrize(("name", "spoil", "message"), CAUGHT.values(), ids=CAUGHT)
+def test_debug_finds_wrong_inputs_of_rows_that_have_a_slot(
+    name: str, spoil: Callable[[Arguments], None], message: str
+) -> None:
+    form = FORMS[name]["without A_log" if name.startswith("gated_delta") else "several tokens"]
+    arguments, op = form.arguments, getattr(flashstate, name)
+    arguments |= {"dt_softplus": False, "dt_limit": None, "dt_bias": None} if name == "mamba2_step" else {}
+    for tensor in (arguments.get("dt"), arguments.get("a")):
+        if tensor is not None:
+            tensor.copy_(tensor.abs() if tensor is arguments.get("dt") else -tensor.abs())
+    nobody = {**arguments, "slots": replace(arguments["slots"], read=torch.full_like(arguments["slots"].read, -1))}
+    with flashstate.debug():
+        op(**arguments)
+        spoil(arguments)
+        refuses(lambda: op(**arguments), ValueError, f"^{message}", arguments)
+        if "in token" in message:
+            op(**nobody)

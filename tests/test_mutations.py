@@ -138,7 +138,7 @@ MISTAKES = (
     Mistake("u is not kept as it was used", "replay writes no state", DELTA_RINGS, f"{DELTA_REPLAY}.append",
             lambda f: lambda ring, slot, row, k, u, *rest: f(ring, slot, row, k, 0 * u, *rest)),
     Mistake("all tokens are accepted", "steps of a replay", RINGS, "flashstate.reference.rings.commit_plan",
-            lambda f: lambda *given: f(*given[:-1], None)),
+            lambda f: lambda *given: f(*given[:5], None, *given[6:])),
 )
 KERNEL = "flashstate.kernels.mamba2"
 DOT_ROWS = "flashstate.kernels.tiles.dot_rows"

@@ -246,9 +246,10 @@ def test_the_registered_op_that_moves_seeds_on_declares_what_it_writes() -> None
 def test_the_registered_ops_of_rings_declare_what_they_write() -> None:
     ring, slots = make_pool(CPU).ring(0), flashstate.Slots(torch.arange(3))
     plan, cursors = ring.plan(slots, 1), (ring.start, ring.count)
-    check_function("make_plan", rings.make_plan, plan.rows, plan.parts, *cursors, ring.window, slots, 1)
+    check_function("make_plan", rings.make_plan, plan.rows, plan.parts, *cursors, ring.window, slots, 1, None)
     accepted = torch.tensor([1, 0, 1])
-    check_function("commit_plan", rings.commit_plan, *cursors, ring.window, ring.length, plan.rows, accepted)
+    of_rings = *cursors, ring.window, ring.length
+    check_function("commit_plan", rings.commit_plan, *of_rings, plan.rows, accepted, torch.zeros_like(ring.count))
     check_function("drop_folded", rings.drop_folded, *cursors, ring.length, slots, None, 0)
 
 

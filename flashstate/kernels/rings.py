@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from flashstate.kernels.slots import ACCEPTED_FAULT, FOLD_FAULT, bound, slots_of_rows
+from flashstate.kernels.slots import ACCEPTED_FAULT, FOLD_FAULT, WRITE_FAULT, bound, slots_of_rows
 from flashstate.launch.kernel import kernel
 
 FIELDS = tl.constexpr(8)  # numbers that a plan has of a row
@@ -30,7 +30,7 @@ def planned(b, batch, read, cursors, cu_seqlens_ptr, tokens, slots, WINDOW: tl.c
 
 @kernel
 def make_plan_kernel(
-    rows_ptr, parts_ptr, start_ptr, count_ptr, read_ptr, cu_seqlens_ptr, fault_ptr, read_stride,
+    rows_ptr, parts_ptr, start_ptr, count_ptr, generation_ptr, read_ptr, cu_seqlens_ptr, fault_ptr, read_stride,
     batch, tokens, num_slots, null,
     WINDOW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -57,7 +57,10 @@ def make_plan_kernel(
         place += tl.where(keeps, to_keep + tl.cumsum(keeps.to(tl.int32), 0), 0)
         place += tl.where(idles, to_idle + tl.cumsum(idles.to(tl.int32), 0), 0)
         entry = rows_ptr + (place - 1) * FIELDS
-        fields = b, slot, start, live, first, length, b * 0, b * 0
+        generation = b * 0
+        if generation_ptr is not None:
+            generation = tl.load(generation_ptr + slot, mask=goes, other=0)
+        fields = b, slot, start, live, first, length, generation, b * 0
         for i in tl.static_range(FIELDS):
             tl.store(entry + i, fields[i], mask=exists)
         to_fold += tl.sum(folds.to(tl.int32), 0)
@@ -67,13 +70,18 @@ def make_plan_kernel(
 
 @kernel
 def commit_plan_kernel(
-    start_ptr, count_ptr, rows_ptr, accepted_ptr, fault_ptr, batch, length, WINDOW: tl.constexpr, BLOCK: tl.constexpr
+    start_ptr, count_ptr, rows_ptr, accepted_ptr, generation_ptr, fault_ptr, batch, length,
+    WINDOW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Keep so many tokens of every row; where it folded, what it folded is dropped."""
+    """Keep so many tokens of every row whose slot has the generation of the plan; where it folded, drop the tokens that
+    it folded."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     entry, exists = rows_ptr + i * FIELDS, i < batch
     slot = tl.load(entry + 1, mask=exists, other=-1).to(tl.int64)
     goes = slot >= 0
+    if generation_ptr is not None:
+        planned_in = tl.load(entry + 6, mask=goes, other=0)
+        goes &= tl.load(generation_ptr + slot, mask=goes, other=0) == planned_in
     start = tl.load(entry + 2, mask=goes, other=0)
     live = tl.load(entry + 3, mask=goes, other=0)
     tokens = tl.load(entry + 5, mask=goes, other=0)
@@ -86,6 +94,19 @@ def commit_plan_kernel(
     folds = live + tokens > WINDOW
     tl.store(start_ptr + slot, tl.where(folds, (start + live) % length, start), mask=goes)
     tl.store(count_ptr + slot, tl.where(folds, 0, live) + kept, mask=goes)
+
+
+@kernel
+def renew_kernel(
+    generation_ptr, slots_ptr, sources_ptr, fault_ptr, count, num_slots, null, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Count on the generations of these slots, or of those that have a source, from which they were copied."""
+    n, slots = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), (num_slots, null, fault_ptr)
+    slot = slots_of_rows((slots_ptr, 1), n, n < count, slots, WRITE_FAULT)
+    goes = slot >= 0
+    if sources_ptr is not None:
+        goes &= slots_of_rows((sources_ptr, 1), n, n < count, slots) >= 0
+    tl.store(generation_ptr + slot, tl.load(generation_ptr + slot, mask=goes, other=0) + 1, mask=goes)
 
 
 @triton.jit

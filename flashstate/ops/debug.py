@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
 
 from flashstate.launch.call import Given
 from flashstate.launch.environment import replaced, suspended
-from flashstate.reference.state_io import resolve, resolve_read
+from flashstate.reference.state_io import resolve, resolve_read, token_positions
 from flashstate.state.faults import check_faults
-from flashstate.state.ring import AnyRing
+from flashstate.state.ring import AnyRing, Plan
 from flashstate.state.slots import Slots
 from flashstate.state.state import State
 
 _debugging = False
+_rings: WeakKeyDictionary[State, ReferenceType[AnyRing]] = WeakKeyDictionary()  # of layers of pools
+# Cursors of slots, as they were when a ring replayed a step there that was not committed yet.
+_open_steps: WeakKeyDictionary[AnyRing, dict[int, tuple[int, int]]] = WeakKeyDictionary()
 
 
 @contextmanager
@@ -26,9 +30,13 @@ def debug() -> Iterator[None]:
 
     Found are two rows, or two tokens of a row, that write one slot; two rows that fill one row of the snapshots; a row
     that writes what another row reads; boundaries of packed tokens that are not in order; rows longer than max_len;
-    invalid parents; cursors of rings out of range; and all that `check_faults` reports, from calls before it too. Not
-    inside torch.compile; a CUDA graph cannot be captured inside.
+    invalid parents; inputs of live rows that are not finite, an A above 0, time steps below 0, and a decay above 1;
+    cursors of rings out of range; plans of an earlier step; replay of a slot whose step before was not committed; steps
+    without replay on slots of a pool whose rings have live rows; and all that `check_faults` reports, from calls before
+    it too. Not inside torch.compile; a CUDA graph cannot be captured inside.
     """
+    if not _debugging:
+        _open_steps.clear()
     with replaced(globals(), "_debugging", True), suspended():
         yield
 
@@ -37,30 +45,146 @@ def debugging() -> bool:
     return _debugging and not torch.compiler.is_compiling()
 
 
+def note_rings(states: Sequence[State], rings: Sequence[AnyRing]) -> None:
+    """Remember which states of a pool have which rings, for `debug()`."""
+    _rings.update({state: ref(ring) for state, ring in zip(states, rings, strict=True)})
+
+
 def check_debugged(given: Given, read: Callable[[Slots], Tensor] | None = None) -> None:
-    """Inside debug(), raise where the numbers in slots would make an op lose or mix up a state. `read`: finds the slot
-    of each row, where not the slots alone decide it."""
+    """Inside debug(), raise where the numbers in slots would make an op lose or mix up a state, and where inputs are
+    not finite. `read`: finds the slot of each row, where not the slots alone decide it."""
     num_slots, tokens, slots = len(given.pool), given.tokens, given.slots
-    if slots is None or not debugging():
+    if not debugging():
         return
-    if slots.read.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("flashstate.debug() reads tensors on the host, which a CUDA graph cannot capture")
-    if slots.cu_seqlens is not None:
-        _check_boundaries(slots.cu_seqlens, tokens.sizes[0], slots.longest)
-        length = slots.cu_seqlens.long().diff()
+    refuse_capture(given.pool)
+    if slots is None:
+        reads = write = torch.arange(tokens.batch, device=given.pool.device)
+        check_faults()
     else:
-        length = torch.full((tokens.batch,), tokens.longest or 0, device=slots.read.device)
-    found = resolve_read(slots, tokens.batch, num_slots, slots.read.device) if read is None else read(slots)
-    reads = torch.where(length > 0, found, -1)  # a row without tokens does nothing
-    write = _writes(slots, reads, length, num_slots)
-    rows = _snapshot_rows(slots, reads, getattr(given, "snapshots", None))
-    check_faults()  # of earlier calls too
-    if slots.parents is not None:
-        _check_parents(slots.parents, torch.where(reads >= 0, length, 0))
-    if given.update:
-        _check_unique("write slot", write)
-        _check_others_reads(reads, write)
-    _check_unique("fill snapshot row", rows)
+        if slots.cu_seqlens is not None:
+            _check_boundaries(slots.cu_seqlens, tokens.sizes[0], slots.longest)
+            length = slots.cu_seqlens.long().diff()
+        else:
+            length = torch.full((tokens.batch,), tokens.longest or 0, device=slots.read.device)
+        found = resolve_read(slots, tokens.batch, num_slots, slots.read.device) if read is None else read(slots)
+        reads = torch.where(length > 0, found, -1)  # a row without tokens does nothing
+        write = _writes(slots, reads, length, num_slots)
+        rows = _snapshot_rows(slots, reads, getattr(given, "snapshots", None))
+        check_faults()  # of earlier calls too
+        if slots.parents is not None:
+            _check_parents(slots.parents, torch.where(reads >= 0, length, 0))
+        if given.update:
+            _check_unique("write slot", write)
+            _check_others_reads(reads, write)
+        _check_unique("fill snapshot row", rows)
+    if getattr(given, "ring", None) is None:
+        _check_no_live_rows(given.pool, torch.cat([reads, write.flatten()]))
+    given.reads = reads
+    for name, axes in getattr(given, "inputs", {}).items():
+        check_each(name, getattr(given, name), given, axes.tokens, torch.isfinite, "be finite")
+
+
+def refuse_capture(tensor: Tensor) -> None:
+    """Raise while a CUDA graph is captured on the device of a tensor that is to be read on the host."""
+    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("flashstate.debug() reads tensors on the host, which a CUDA graph cannot capture")
+
+
+def _check_no_live_rows(pool: Tensor, slots: Tensor) -> None:
+    """Raise where states are stepped that lag behind the ring which a pool has for them."""
+    for state, known in _rings.items():
+        ring = known()
+        if ring is not None and state.data.data_ptr() == pool.data_ptr():
+            used = slots[slots >= 0].unique()
+            live = used[ring.count[used] > 0].tolist()
+            if live:
+                remedy = "fold them and call `folded`, or go on by replay"
+                raise ValueError(f"state lags behind its ring, which has live rows in {named(live)}: {remedy}")
+
+
+def named(slots: Sequence[int]) -> str:
+    """Return these slots in words."""
+    return f"slot{'s' if len(slots) > 1 else ''} {', '.join(map(str, slots))}"
+
+
+def check_each(
+    name: str, tensor: Tensor | None, given: Given, has_tokens: bool, right: Callable[[Tensor], Tensor], must: str
+) -> None:
+    """Raise unless all numbers in a tensor are right; of activations, those of tokens whose row has a slot.
+    must: what numbers must do or be, and why."""
+    if tensor is None or not tensor.is_floating_point():
+        return
+    index, where = None, ""
+    if has_tokens:
+        slots, token_axes = given.slots, len(given.tokens.axes)
+        tensor = tensor.flatten(0, token_axes - 1)
+        at = token_positions(slots, given.tokens.batch, len(tensor), tensor.device)
+        index = (at >= 0) & (given.reads >= 0)[:, None]
+        tensor, index = tensor[at[index]], index.nonzero()
+    wrong = (~right(tensor.float())).nonzero()
+    if len(wrong):
+        first = wrong[0].tolist()
+        if index is not None:
+            row, token = index[first[0]].tolist()
+            where = f" in token {token} of row {row}"
+        raise ValueError(f"{name} must {must}, got {float(tensor[tuple(first)]):.6g}{where}")
+
+
+def check_plan_of_now(ring: AnyRing, plan: Plan, committed: bool = False) -> None:
+    """Raise unless slots are what they were when a plan was made. committed: it may have been committed before."""
+    refuse_capture(plan.rows)
+    rows = plan.rows[plan.rows[:, 1] >= 0].long()
+    slot, was_start, was_live, tokens, was = (rows[:, i] for i in (1, 2, 3, 5, 6))
+    if plan.generation is not None:
+        others = slot[plan.generation[slot] != was].tolist()
+        if others:
+            what = "which were reset, copied to, loaded or written since"
+            raise ValueError(f"plan is of requests that are no longer in {named(others)}, {what}")
+    start, count = ring.start[slot].long(), ring.count[slot].long()
+    same = (start == was_start) & (count == was_live)
+    if committed:
+        folds = was_live + tokens > plan.window
+        kept = torch.where(folds, count, count - was_live)
+        then = torch.where(folds, (was_start + was_live) % ring.length, was_start)
+        same |= (start == then) & (kept >= 0) & (kept <= tokens)
+    wrong = (~same).nonzero()[:, 0].tolist()
+    if wrong:
+        i = wrong[0]
+        before, now = (f"{int(at[i])} and {int(live[i])}" for at, live in ((was_start, was_live), (start, count)))
+        words = f"start and count of slot {int(slot[i])} were {before}, and are {now}"
+        raise ValueError(f"plan is of an earlier step: {words}; a plan is made anew for every step")
+
+
+def check_commit(ring: AnyRing, plan: Plan) -> None:
+    """Inside debug(), raise where a plan is not of this step, and note that the step ends."""
+    if debugging():
+        check_plan_of_now(ring, plan, committed=True)
+        settle(ring.count, plan.rows[:, 1])
+
+
+def settle(count: Tensor, slots: Tensor) -> None:
+    """Forget steps of rings with these counts that were not committed in these slots."""
+    if debugging():
+        for ring, steps in _open_steps.items():
+            for slot in slots.tolist() if ring.count.data_ptr() == count.data_ptr() else []:
+                steps.pop(slot, None)
+
+
+def check_committed(given: Given) -> None:
+    """Raise where a row is replayed again before its last step was committed; note the steps of this call."""
+    ring, slots, plan = given.ring, given.slots, given.plan
+    if plan is not None:
+        check_plan_of_now(ring, plan)
+    if not given.update:
+        return
+    read = resolve_read(slots, given.tokens.batch, len(ring.count), ring.count.device)
+    steps = _open_steps.setdefault(ring, {})
+    used = {slot: (int(ring.start[slot]), int(ring.count[slot])) for slot in read.tolist() if slot >= 0}
+    again = [slot for slot, cursors in used.items() if steps.get(slot) == cursors]
+    if again:
+        remedy = "commit the plan of a step once, after all layers"
+        raise ValueError(f"the step before was not committed, and this layer has it in {named(again)}: {remedy}")
+    steps.update(used)
 
 
 def check_cursors(ring: AnyRing, slots: Slots | None, batch: int, tokens: int = 0) -> None:

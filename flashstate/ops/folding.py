@@ -57,7 +57,7 @@ def checked_fold(
     if debugging():
         if into is None:  # which may have other slots
             names, tokens_of_rows = ("pool", "tokens", "slots", "update"), Tokens(("batch",), (batch,), batch, 1)
-            check_debugged(Given(names, (state.data, tokens_of_rows, where, True)))
+            check_debugged(Given((*names, "ring"), (state.data, tokens_of_rows, where, True, ring)))
         check_cursors(ring, where, batch)
     return Fold(where, each, most, target)
 

@@ -12,7 +12,7 @@ from flashstate.launch.environment import Gpu
 from flashstate.launch.start import kernel_in
 from flashstate.launch.table import Config
 from flashstate.ops.at_once import AtOnceProblem, check_at_once, goes_at_once, room_at_once, tabled_at_once
-from flashstate.ops.debug import check_debugged
+from flashstate.ops.debug import check_debugged, check_each, debugging
 from flashstate.state.signature import ACCESS_BYTES
 from flashstate.state.slots import Slots
 from flashstate.state.state import State
@@ -103,6 +103,19 @@ def check_gates(given: Given) -> bool:
     return per_channel
 
 
+def check_decays(given: Given) -> None:
+    """Inside debug(), raise where states would grow: a above 0 where it is the logarithm of the decay."""
+    if debugging() and given.A_log is None:
+        must = "not be above 0 without A_log, as the logarithm of a decay"
+        check_each("a", given.a, given, True, lambda a: a <= 0, must)
+
+
+def check_debugged_step(given: Given) -> None:
+    """Inside debug(), raise where the numbers in slots, or decays, are wrong."""
+    check_debugged(given)
+    check_decays(given)
+
+
 class DeltaProblem(TiledProblem):
     """What a config of the gated delta rule is chosen for where every row has one token."""
 
@@ -177,7 +190,7 @@ GATED_DELTA_STEP = Op(
     values=values,
     reference={"at_once": goes_at_once},
     check=check,
-    debug=check_debugged,
+    debug=check_debugged_step,
     aligned=("q", "k", "v", "out"),
     aliases={"b": "beta"},
     transposed=True,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any
 
 from torch import Tensor
@@ -14,7 +15,7 @@ from flashstate.launch.call import Given, Op
 from flashstate.launch.config import NVIDIA_WARP, Problem, TensorCoreProblem, next_power_of_2
 from flashstate.launch.environment import Gpu
 from flashstate.launch.table import Config
-from flashstate.ops.gated_delta import check_gates, gate_values
+from flashstate.ops.gated_delta import check_decays, check_gates, gate_values
 from flashstate.ops.replaying import (
     MOST_PER_PROCESSOR,
     AnyReplay,
@@ -236,7 +237,7 @@ GATED_DELTA_REPLAY = Op(
     reference={"longest": lambda given: given.tokens.longest or 0},
     slots=slots_of,
     check=check,
-    debug=check_debugged_ring,
+    debug=partial(check_debugged_ring, check_inputs=check_decays),
     aligned=("q", "k", "v", "out"),
     aligned_each=("a",),
     aliases={"b": "beta"},

@@ -11,9 +11,12 @@ from flashstate.launch.config import Problem
 from flashstate.launch.start import kernel_in
 from flashstate.launch.table import Config
 from flashstate.ops.at_once import AtOnceProblem, check_at_once, goes_at_once, room_at_once, tabled_at_once
-from flashstate.ops.debug import check_debugged
+from flashstate.ops.debug import check_debugged, check_each, debugging
+from flashstate.reference.mamba2 import time_steps
 from flashstate.state.slots import Slots
 from flashstate.state.state import State
+
+NOT_POSITIVE = "not be above 0, as A = -exp(A_log); A_log itself may have been given"
 
 
 def mamba2_step(
@@ -87,6 +90,24 @@ def check(given: Given) -> None:
     check_at_once(given, "B", "C")
 
 
+def check_signs(given: Given) -> None:
+    """Inside debug(), raise where states would grow: A above 0, or time steps below."""
+    if debugging():
+        check_each("A", given.A, given, False, lambda A: A <= 0, NOT_POSITIVE)
+        dt = given.dt.reshape(*given.tokens.sizes, given.dt.shape[len(given.tokens.axes)], -1).float()
+        bias = None if given.dt_bias is None else given.dt_bias.float().reshape(len(given.dt_bias), -1)
+        steps = time_steps(dt, bias, given.dt_softplus, given.dt_limit)
+        check_each(
+            "dt", steps, given, True, lambda dt: dt >= 0, "not be below 0 where it counts, as exp(dt * A) decays"
+        )
+
+
+def check_debugged_step(given: Given) -> None:
+    """Inside debug(), raise where the numbers in slots, or the signs of A and dt, are wrong."""
+    check_debugged(given)
+    check_signs(given)
+
+
 def mamba2_kind(at_once: bool, longest: int) -> tuple[type[Problem], str]:
     """What a problem of Mamba-2 is, and the op that tables have it under."""
     return (AtOnceProblem, tabled_at_once("mamba2", longest)) if at_once else (Problem, "mamba2_step")
@@ -124,6 +145,6 @@ MAMBA2_STEP = Op(
     values=values,
     reference={"at_once": goes_at_once},
     check=check,
-    debug=check_debugged,
+    debug=check_debugged_step,
     aligned=("x", "B", "C", "z", "out"),
 )

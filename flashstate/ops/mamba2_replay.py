@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Annotated, Any, ClassVar
 
 from torch import Tensor
@@ -13,6 +14,7 @@ from flashstate.launch.call import Given, Op
 from flashstate.launch.config import NVIDIA_WARP, Problem, TensorCoreProblem, next_power_of_2
 from flashstate.launch.environment import Gpu
 from flashstate.launch.table import Config
+from flashstate.ops.mamba2 import check_signs
 from flashstate.ops.replaying import (
     FEWEST_PARTED,
     AnyReplay,
@@ -196,6 +198,6 @@ MAMBA2_REPLAY = Op(
     reference={"longest": lambda given: given.tokens.longest or 0},
     slots=slots_of,
     check=check,
-    debug=check_debugged_ring,
+    debug=partial(check_debugged_ring, check_inputs=check_signs),
     aligned=("x", "B", "C", "z", "out"),
 )

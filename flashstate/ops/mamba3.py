@@ -12,7 +12,8 @@ from flashstate.launch.call import Given, Op, one_kernel
 from flashstate.launch.config import MOST_UNROLLED, Problem, TensorCoreProblem, next_power_of_2
 from flashstate.launch.environment import Gpu
 from flashstate.launch.table import Config
-from flashstate.ops.debug import check_debugged
+from flashstate.ops.debug import check_debugged, check_each, debugging
+from flashstate.ops.mamba2 import NOT_POSITIVE
 from flashstate.reference import mamba3 as reference
 from flashstate.state.mamba3 import Mamba3State, Rotary
 from flashstate.state.slots import Slots
@@ -115,6 +116,14 @@ def check_rotary(given: Given) -> None:
             check_contiguous(name, bias)
 
 
+def check_debugged_step(given: Given) -> None:
+    """Inside debug(), raise where the numbers in slots, or the signs of A and dt, are wrong."""
+    check_debugged(given)
+    if debugging():
+        check_each("A", given.A, given, True, lambda A: A <= 0, NOT_POSITIVE)
+        check_each("dt", given.dt, given, True, lambda dt: dt >= 0, "not be below 0, as exp(A * dt) decays")
+
+
 class AnyHead(Problem):
     """What a config of Mamba-3 is chosen for. A program has all rows of a head, which share what it overwrites."""
 
@@ -215,7 +224,7 @@ MAMBA3_STEP = Op(
     values=values,
     reference={"angle": lambda given: getattr(given.rotary, "angle", None), "parameters": parameters_of},
     check=check,
-    debug=check_debugged,
+    debug=check_debugged_step,
     ignored=("snapshot_rows",),
     like_main="Wo is not None or state.rank == 1",
 )

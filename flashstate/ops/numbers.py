@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flashstate.errors import INDEX_DTYPES, check_int, check_tensor
-from flashstate.ops.debug import debugging
+from flashstate.ops.debug import debugging, refuse_capture
 from flashstate.state.slots import SlotNumbers
 
 Check = Callable[[str, list[int]], None]  # of numbers of the host, by the name of their argument
@@ -24,8 +24,7 @@ def slots_on(device: torch.device, name: str, slots: SlotNumbers, check: Check, 
     slots = slots.reshape(1) if slots.dim() == 0 else slots
     check_tensor(name, slots, ("slots",), (None,), dtypes=INDEX_DTYPES)
     if debugging():
-        if slots.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("flashstate.debug() reads tensors on the host, which a CUDA graph cannot capture")
+        refuse_capture(slots)
         check(name, [slot for slot in slots.tolist() if slot >= 0 and slot != null])
     return slots.contiguous()
 

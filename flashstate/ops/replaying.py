@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -15,7 +16,7 @@ from flashstate.launch.call import Given
 from flashstate.launch.config import TiledProblem, next_power_of_2
 from flashstate.launch.environment import Machine, replaced
 from flashstate.launch.table import Config
-from flashstate.ops.debug import check_cursors, check_debugged, debugging
+from flashstate.ops.debug import check_committed, check_cursors, check_debugged, debugging
 from flashstate.state.ring import AnyRing, Plan, check_call_length, check_plan, refuse_tables
 from flashstate.state.slots import Slots, as_slots
 
@@ -53,11 +54,14 @@ def check_replay(given: Given, main: str = "x") -> None:
             raise ValueError(f"plan is for {made}, but {main} has {got}")
 
 
-def check_debugged_ring(given: Given) -> None:
-    """Inside debug(), raise where numbers in slots or cursors of rings are out of range."""
+def check_debugged_ring(given: Given, check_inputs: Callable[[Given], None]) -> None:
+    """Inside debug(), raise where numbers in slots or cursors of rings are out of range, where inputs are wrong, and
+    where a step before was not committed."""
     check_debugged(given)
     if debugging():
+        check_inputs(given)
         check_cursors(given.ring, given.slots, given.tokens.batch, given.tokens.longest or 0)
+        check_committed(given)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
-"""make_plan, commit_plan and drop_folded: the launches behind Ring.plan, Ring.commit and Ring.folded."""
+"""make_plan, commit_plan, drop_folded and renew: the launches behind plan, commit and folded of rings and pools."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from flashstate.launch import uses_kernels
@@ -9,9 +10,11 @@ from flashstate.launch.arguments import slots_values
 from flashstate.launch.config import next_power_of_2
 from flashstate.launch.registered import registered
 from flashstate.launch.start import Launch, kernel_in, start
+from flashstate.ops.debug import check_commit
 from flashstate.reference import rings as reference
 from flashstate.state.actions import provide
 from flashstate.state.faults import fault_flag
+from flashstate.state.ring import AnyRing, Plan
 from flashstate.state.slots import Slots
 
 MOST_ROWS = 1024  # of a batch that a program looks at together
@@ -21,31 +24,53 @@ BLOCK = 128  # rows that a program moves the cursors of
 @provide
 @registered("rows", "parts")
 def make_plan(
-    rows: Tensor, parts: Tensor, oldest: Tensor, count: Tensor, window: int, slots: Slots | None, tokens: int
+    rows: Tensor,
+    parts: Tensor,
+    oldest: Tensor,
+    count: Tensor,
+    window: int,
+    slots: Slots | None,
+    tokens: int,
+    generation: Tensor | None,
 ) -> None:
-    """Fill a plan for rings with these cursors."""
+    """Fill a plan for rings with these cursors, in slots of these generations."""
     if not uses_kernels(rows.device):
-        reference.make_plan(oldest, count, window, slots, tokens, rows, parts)
+        reference.make_plan(oldest, count, window, slots, tokens, rows, parts, generation)
         return
     block = min(MOST_ROWS, next_power_of_2(max(len(rows), 1)))
     values = {
         **slots_values(slots), "rows_ptr": rows, "parts_ptr": parts, "start_ptr": oldest, "count_ptr": count,
-        "fault_ptr": fault_flag(rows.device), "batch": len(rows), "tokens": tokens, "num_slots": len(count),
-        "WINDOW": window, "BLOCK": block,
+        "generation_ptr": generation, "fault_ptr": fault_flag(rows.device), "batch": len(rows), "tokens": tokens,
+        "num_slots": len(count), "WINDOW": window, "BLOCK": block,
     }  # fmt: skip
     start(Launch(kernel_in("rings", "make_plan"), (1,), rows.device, values, num_warps=max(1, min(8, block // 128))))
 
 
 @provide
+def commit(ring: AnyRing, plan: Plan, accepted: Tensor | None) -> None:
+    """Keep the accepted tokens of a step that was planned for this ring."""
+    check_commit(ring, plan)
+    commit_plan(ring.start, ring.count, ring.window, ring.length, plan.rows, accepted, plan.generation)
+
+
 @registered("oldest", "count")
-def commit_plan(oldest: Tensor, count: Tensor, window: int, length: int, rows: Tensor, accepted: Tensor | None) -> None:
-    """Move cursors on as the rows of a plan say."""
+def commit_plan(
+    oldest: Tensor,
+    count: Tensor,
+    window: int,
+    length: int,
+    rows: Tensor,
+    accepted: Tensor | None,
+    generation: Tensor | None,
+) -> None:
+    """Move cursors on as the rows of a plan say, in slots that still have the generation of the plan."""
     if not uses_kernels(rows.device):
-        reference.commit_plan(oldest, count, window, length, rows, accepted)
+        reference.commit_plan(oldest, count, window, length, rows, accepted, generation)
     elif len(rows):
         values = {
-            "start_ptr": oldest, "count_ptr": count, "rows_ptr": rows, "accepted_ptr": accepted, "batch": len(rows),
-            "fault_ptr": fault_flag(rows.device), "length": length, "WINDOW": window, "BLOCK": BLOCK,
+            "start_ptr": oldest, "count_ptr": count, "rows_ptr": rows, "accepted_ptr": accepted,
+            "generation_ptr": generation, "fault_ptr": fault_flag(rows.device), "batch": len(rows), "length": length,
+            "WINDOW": window, "BLOCK": BLOCK,
         }  # fmt: skip
         start(Launch(kernel_in("rings", "commit_plan"), (-(-len(rows) // BLOCK),), rows.device, values, num_warps=1))
 
@@ -69,6 +94,21 @@ def drop_folded(
         "BLOCK": BLOCK,
     }  # fmt: skip
     start(Launch(kernel_in("rings", "drop_folded"), (-(-batch // BLOCK),), count.device, values, num_warps=1))
+
+
+@torch.no_grad()
+def renew(generation: Tensor, slots: Tensor, null: int, sources: Tensor | None = None) -> None:
+    """Note that slots, (n,) on the device, have another request from now on; with `sources` those whose source is a
+    slot too, from which they were copied."""
+    if not uses_kernels(generation.device):
+        reference.renew(generation, slots, null, sources)
+    elif len(slots):
+        values = {
+            "generation_ptr": generation, "slots_ptr": slots, "sources_ptr": sources,
+            "fault_ptr": fault_flag(generation.device), "count": len(slots), "num_slots": len(generation),
+            "null": null, "BLOCK": BLOCK,
+        }  # fmt: skip
+        start(Launch(kernel_in("rings", "renew"), (-(-len(slots) // BLOCK),), slots.device, values, num_warps=1))
 
 
 @registered("before", "after", "rows", "folding")

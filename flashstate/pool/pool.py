@@ -11,7 +11,9 @@ from torch import Tensor
 
 from flashstate.errors import INDEX_DTYPES, LARGEST_INT32, bytes_text, check_dtype, check_flag, check_int, counted
 from flashstate.ops import moving
+from flashstate.ops.debug import note_rings, settle
 from flashstate.ops.numbers import uploaded
+from flashstate.ops.rings import renew
 from flashstate.ops.seeds import advance_seeds
 from flashstate.ops.states import read_states, write_states
 from flashstate.pool.exporting import VERSION, bytes_for, layout_of
@@ -21,7 +23,7 @@ from flashstate.pool.memory import Allocator
 from flashstate.pool.resizing import resized_layers
 from flashstate.state.faults import fault_flag
 from flashstate.state.mamba3 import Mamba3State
-from flashstate.state.ring import AnyRing, Plan
+from flashstate.state.ring import AnyRing, Plan, plan_of
 from flashstate.state.slots import SlotNumbers, Slots, as_slots
 from flashstate.state.state import State
 
@@ -45,9 +47,9 @@ class StatePool(Generic[LayerT]):
     past the pool, slots that are not held and slots that are written twice raise. `acquire` and `release` are for the
     host alone: `release` waits for a tensor on a GPU.
 
-    What is done on a device is queued on the current stream, in one launch for all slots and layers of a call. With
-    slots on the device a CUDA graph captures all of it but `acquire`, `release`, `resized` and seeds that come from the
-    host.
+    What is done on a device is queued on the current stream, in one launch for all slots and layers of a call; a pool
+    with rings needs a second one where slots get other contents. With slots on the device a CUDA graph captures all of
+    it but `acquire`, `release`, `resized` and seeds that come from the host.
 
     A pool that rounds to nearest allocates no seeds, and code that serves it need not know: `advance` does nothing
     then, and seeds that are given are checked and not used.
@@ -81,6 +83,11 @@ class StatePool(Generic[LayerT]):
         self._device = ssm[0].data.device
         self._holding = holding or Holding(self.slots, null, self._device, seed, held=self._wrapped)
         self.null = null
+        self._generation: Tensor | None = None  # how often slots got other contents, for plans
+        if rings:
+            note_rings(ssm, rings)
+            with torch.inference_mode(False):  # else only inference mode could count on
+                self._generation = torch.zeros(self.slots, dtype=torch.int32, device=self._device)
         self._parts = all_parts(states, windows, rings)
         if self._device.type == "cuda":  # what cannot be made while a CUDA graph is captured
             self._parts.prepare()
@@ -286,11 +293,12 @@ class StatePool(Generic[LayerT]):
         slots: where the rows live; None: row b is slot b. With cu_seqlens, and then max_len, tokens are packed.
         tokens: per row and call; of packed tokens left out.
         """
-        return self.ring(0).plan(slots, tokens)
+        return plan_of(self.ring(0), slots, tokens, self._generation)
 
     def commit(self, plan: Plan, accepted: Tensor | None = None) -> None:
         """Keep the first `accepted` tokens, (batch,), of every row of the step that was planned, in all layers; None:
-        all. Exactly once per step, after all layers. A row that folded drops what it folded."""
+        all. Exactly once per step, after all layers. A row that folded drops what it folded. Slots that `acquire`,
+        `reset`, `copy`, `load` or `write` gave other contents since the plan are left alone."""
         self.ring(0).commit(plan, accepted)
 
     def folded(self, slots: Slots | Tensor | None = None, tokens: Tensor | int | None = None) -> None:
@@ -341,6 +349,7 @@ class StatePool(Generic[LayerT]):
         state, index = ssm_of(self.layer(i)), self._holding.on_device("slots", slots, unique=True)
         count = self._rings[i].count if self.has_rings else None  # the state is now that after all tokens there were
         write_states(state, index, states, self.null, count)
+        self._renew(index)
 
     @torch.no_grad()
     def write_window(self, i: int, slots: SlotNumbers, windows: Tensor) -> None:
@@ -389,6 +398,7 @@ class StatePool(Generic[LayerT]):
         else:
             seeds = self._holding.seeds(None, len(targets), self._holding.on_host(dst))
             moving.copy(self._parts, sources, targets, self.null, self._seed, seeds)
+        self._renew(targets, sources)
 
     def export(self, slots: SlotNumbers) -> dict[str, Any]:
         """The exact bytes of requests, in all layers: for host offload, preemption, or another process that decodes.
@@ -408,6 +418,7 @@ class StatePool(Generic[LayerT]):
         layout = layout_of(self._parts, self.drafts, self._rings)
         packed = bytes_for(self._parts, layout, exported, len(index))
         moving.scatter(self._parts, index, packed, self.null)
+        self._renew(index)
 
     def resized(self, slots: int) -> StatePool[LayerT]:
         """A new pool of so many slots, more or fewer, with every request that is held under its number: all that it
@@ -433,8 +444,15 @@ class StatePool(Generic[LayerT]):
         if self._seed is not None:
             advance_seeds(self._seed, where)
 
+    def _renew(self, index: Tensor, sources: Tensor | None = None) -> None:
+        """Let plans made before leave these slots alone; with sources those that were copied to."""
+        if self._generation is not None:
+            settle(self._rings[0].count, index)
+            renew(self._generation, index, self.null, sources)
+
     def _clear(self, index: Tensor, seed: Seeds, on_host: bool) -> None:
         """Clear slots and give them seeds, if the pool has some."""
+        self._renew(index)
         if self._seed is not None:
             seeds = self._holding.seeds(seed, len(index), on_host)
             moving.clear(self._parts, index, self.null, self._seed, seeds)

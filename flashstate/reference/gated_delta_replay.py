@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from flashstate.reference.gated_delta import gated_delta_token, log_decay, normalised
-from flashstate.reference.rings import BEFORE_THE_FIRST_TOKEN, ring_rows, store_folded
+from flashstate.reference.rings import BEFORE_THE_FIRST_TOKEN, rows_and_rings, store_folded
 from flashstate.reference.state_io import encoded, put, store_output
-from flashstate.reference.steps import rows_of, states_of
+from flashstate.reference.steps import states_of
 from flashstate.state.formats import decode
-from flashstate.state.ring import DeltaRing
+from flashstate.state.ring import DeltaRing, Plan
 from flashstate.state.slots import Slots
 from flashstate.state.state import State
 
@@ -58,6 +58,7 @@ def gated_delta_replay(
     b_logit: bool | None,
     scale: float | None,
     qk_l2norm: bool,
+    plan: Plan | None,
     slots: Slots | None,
     longest: int,
     update: bool,
@@ -67,9 +68,7 @@ def gated_delta_replay(
     folds rings that would overflow, and appends the tokens."""
     lead = out.dim() - 2  # token axes
     tokens = [tensor.flatten(0, lead - 1) for tensor in (q, k, v, a, b)]
-    at, y, slot, known, gives = rows_of(slots, len(ring.count), out, lead)
-    at = at[:, :longest]  # (batch, T)
-    start, live, fold = ring_rows(ring, slot, (at >= 0).sum(1))
+    (at, y, slot, known, gives), (start, live, fold) = rows_and_rings(ring, plan, slots, out, lead, longest)
 
     s = replayed(ring, states_of(state, slot), slot, start, live, A_log, dt_bias, qk_l2norm)  # (batch, HV, V, K)
     folds = slot[fold]

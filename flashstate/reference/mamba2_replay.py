@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from flashstate.reference.mamba2 import mamba2_token, state_after, time_steps
-from flashstate.reference.rings import BEFORE_THE_FIRST_TOKEN, ring_rows, store_folded
+from flashstate.reference.rings import BEFORE_THE_FIRST_TOKEN, rows_and_rings, store_folded
 from flashstate.reference.state_io import store_output, store_state
-from flashstate.reference.steps import rows_of, states_of
-from flashstate.state.ring import Ring
+from flashstate.reference.steps import states_of
+from flashstate.state.ring import Plan, Ring
 from flashstate.state.slots import Slots
 from flashstate.state.state import State
 
@@ -39,6 +39,7 @@ def mamba2_replay(
     dt_bias: Tensor | None,
     dt_softplus: bool,
     dt_limit: tuple[float, float] | None,
+    plan: Plan | None,
     slots: Slots | None,
     longest: int,
     update: bool,
@@ -49,9 +50,7 @@ def mamba2_replay(
     lead = out.dim() - 2  # token axes
     x, dt, B, C = (tensor.flatten(0, lead - 1) for tensor in (x, dt, B, C))
     z = None if z is None else z.flatten(0, lead - 1)
-    at, y, slot, known, gives = rows_of(slots, len(ring.count), out, lead)
-    at = at[:, :longest]  # (batch, T)
-    start, live, fold = ring_rows(ring, slot, (at >= 0).sum(1))
+    (at, y, slot, known, gives), (start, live, fold) = rows_and_rings(ring, plan, slots, out, lead, longest)
 
     s = replayed(ring, states_of(state, slot), slot, start, live, A)  # (batch, H, D, N)
     if update:

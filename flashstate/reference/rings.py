@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from flashstate.reference.state_io import note_fault, resolve, resolve_read, store_state
-from flashstate.reference.steps import states_of
-from flashstate.state.ring import AnyRing
+from flashstate.reference.steps import Rows, rows_of, states_of
+from flashstate.state.ring import AnyRing, Plan
 from flashstate.state.slots import MOST_TOKENS, Slots
 from flashstate.state.state import State
 
@@ -19,7 +19,14 @@ BEFORE_THE_FIRST_TOKEN = -1  # what random bits of a folded state are drawn for
 
 
 def make_plan(
-    start: Tensor, count: Tensor, window: int, slots: Slots | None, tokens: int, rows: Tensor, parts: Tensor
+    start: Tensor,
+    count: Tensor,
+    window: int,
+    slots: Slots | None,
+    tokens: int,
+    rows: Tensor,
+    parts: Tensor,
+    generation: Tensor | None = None,
 ) -> None:
     """Fill the rows and the parts of a Plan, for rings with these cursors."""
     batch = len(rows)
@@ -34,14 +41,26 @@ def make_plan(
     part = torch.where(fold, 0, torch.where(goes, 1, 2))
     order = torch.sort(part, stable=True).indices
     place, zero = torch.arange(batch, device=rows.device), torch.zeros_like(slot)
-    of_row = torch.stack([place, torch.where(goes, slot, -1), oldest, live, first, length, zero, zero], 1)
+    born = zero if generation is None else torch.where(goes, generation[slot.clamp(min=0)], 0)
+    of_row = torch.stack([place, torch.where(goes, slot, -1), oldest, live, first, length, born, zero], 1)
     rows.copy_(of_row[order])
     parts.copy_(torch.stack([fold.sum(), goes.sum()]))
 
 
-def commit_plan(start: Tensor, count: Tensor, window: int, length: int, rows: Tensor, accepted: Tensor | None) -> None:
-    """Move the cursors of the rows of a plan on, by so many tokens each. length: of the rings."""
+def commit_plan(
+    start: Tensor,
+    count: Tensor,
+    window: int,
+    length: int,
+    rows: Tensor,
+    accepted: Tensor | None,
+    generation: Tensor | None = None,
+) -> None:
+    """Move the cursors of the rows of a plan on, by so many tokens each, where slots have the generation that they had
+    then. length: of the rings."""
     rows = rows[rows[:, 1] >= 0].long()
+    if generation is not None:
+        rows = rows[generation[rows[:, 1]] == rows[:, 6]]
     place, slot, oldest, live, _, tokens = rows.unbind(1)[:6]
     kept = tokens if accepted is None else accepted[place].long()
     note_fault("accepted", kept[(kept < 0) | (kept > tokens)])
@@ -49,6 +68,15 @@ def commit_plan(start: Tensor, count: Tensor, window: int, length: int, rows: Te
     fold = live + tokens > window
     start[slot] = torch.where(fold, (oldest + live) % length, oldest).int()
     count[slot] = (torch.where(fold, 0, live) + kept).int()
+
+
+def renew(generation: Tensor, slots: Tensor, null: int, sources: Tensor | None) -> None:
+    """Count on the generations of these slots, or with `sources` of those that have one."""
+    goes = torch.ones_like(slots, dtype=torch.bool)
+    if sources is not None:
+        goes = resolve("read", sources, goes, len(generation), null) >= 0
+    slot = resolve("write", slots, goes, len(generation), null)
+    generation[slot[slot >= 0]] += 1
 
 
 class RingRows(NamedTuple):
@@ -64,6 +92,27 @@ def ring_rows(ring: AnyRing, slot: Tensor, length: Tensor) -> RingRows:
     known = slot >= 0
     start, live = (torch.where(known, cursor[slot.clamp(min=0)], 0).long() for cursor in (ring.start, ring.count))
     return RingRows(start, live, known & (length > 0) & (live + length > ring.window))
+
+
+def rows_and_rings(
+    ring: AnyRing, plan: Plan | None, slots: Slots | None, out: Tensor, lead: int, longest: int
+) -> tuple[Rows, RingRows]:
+    """The rows of a call, whose `out` has so many token axes, and their rings: as its plan says, which nothing changes
+    but another plan, or as they are now."""
+    rows = rows_of(slots, len(ring.count), out, lead)
+    at = rows.at[:, :longest]  # (batch, T)
+    if plan is None:
+        return rows._replace(at=at), ring_rows(ring, rows.read, (at >= 0).sum(1))
+    slot, start, live, first, length = plan.rows[plan.rows[:, 0].argsort()].long().unbind(1)[1:6]
+    if slots is None or slots.cu_seqlens is None:
+        first = torch.arange(len(slot), device=slot.device) * (len(rows.y) // max(len(slot), 1))
+    first = first.clamp(max=len(rows.y))
+    length = length.minimum(len(rows.y) - first)  # a plan does not know how many tokens there are
+    index = torch.arange(longest, device=slot.device)
+    at = torch.where(index < length[:, None], first[:, None] + index, -1)
+    known = slot >= 0
+    gives = rows.gives if slots is not None and slots.padding == "fresh" else known
+    return Rows(at, rows.y, slot, known, gives), RingRows(start, live, known & (live + length > ring.window))
 
 
 def live_tokens(count: Tensor, slot: Tensor, tokens: Tensor | int | None) -> Tensor:

@@ -15,7 +15,7 @@ read_slots: Callable[..., Tensor]
 write_slots: Callable[..., None]
 advance_seeds: Callable[..., None]
 make_plan: Callable[..., None]
-commit_plan: Callable[..., None]
+commit: Callable[..., None]
 drop_folded: Callable[..., None]
 nvidia_capability: Callable[[torch.device], tuple[int, int] | None]
 

@@ -135,32 +135,20 @@ class AnyRing(Describes):
 
         One small launch, which a CUDA graph captures; the host does not wait.
         """
-        where = as_slots(slots)
-        batch, longest = self._check_slots(where), tokens
-        if where is not None and where.cu_seqlens is not None:
-            if tokens is not None:
-                raise ValueError(f"tokens is not for packed tokens, whose number slots.cu_seqlens says, got {tokens}")
-            longest = where.max_len
-        else:
-            check_int("tokens", tokens, 1, self.window)
-        longest = check_call_length(self, longest)
-        with torch.inference_mode(False):  # else only inference mode could fill them again
-            rows = torch.empty(batch, FIELDS, dtype=torch.int32, device=self.count.device)
-            parts = torch.empty(2, dtype=torch.int32, device=self.count.device)
-        actions.make_plan(rows, parts, self.start, self.count, self.window, where, longest)
-        return Plan(where, longest, rows, parts, self.count, self.window)
+        return plan_of(self, slots, tokens)
 
     def commit(self, plan: Plan, accepted: Tensor | None = None) -> None:
         """Keep the first `accepted` tokens of every row of the step that was planned; call it once, after all layers.
 
         accepted: (batch,) int32 or int64, from 0 to the tokens of a row; None: all. A row that folded drops what it
-        folded. Numbers out of range keep none, or all, and set the flag that `flashstate.check_faults()` reports.
+        folded. Numbers out of range keep none, or all, and set the flag that `flashstate.check_faults()` reports. Of a
+        plan of a pool, slots that the pool has cleared, copied to or written since are left alone.
 
         One small launch, which a CUDA graph captures; the host does not wait.
         """
         check_plan(plan, self)
         check_list("accepted", accepted, plan.batch, device=self.count.device)
-        actions.commit_plan(self.start, self.count, self.window, self.length, plan.rows, accepted)
+        actions.commit(self, plan, accepted)
 
     def folded(self, slots: Slots | Tensor | None = None, tokens: Tensor | int | None = None) -> None:
         """Drop live rows that were folded in place, by `mamba2_fold` or `gated_delta_fold`, in all layers: the first
@@ -170,10 +158,10 @@ class AnyRing(Describes):
         """
         where = as_slots(slots)
         refuse_tables(where, "folding")
-        each, most = tokens_to_fold(tokens, self, self._check_slots(where))
+        each, most = tokens_to_fold(tokens, self, self.check_slots(where))
         actions.drop_folded(self.start, self.count, self.length, where, each, most)
 
-    def _check_slots(self, slots: Slots | None) -> int:
+    def check_slots(self, slots: Slots | None) -> int:
         """How many rows these slots have; raises where they are not for a ring."""
         refuse_tables(slots, "replay")
         if slots is None:
@@ -279,9 +267,10 @@ class Plan(Describes):
     tokens: the most that a row has.
     rows: (batch, 8) int32, rows that fold first, then those that do not, then those that are padding or have no tokens.
         Of each its place in the batch, its slot (-1: none), the start and count of its ring, its first token on the
-        token axis, how many it has, and two zeros.
+        token axis, how many it has, the generation of its slot, and a zero.
     parts: (2,) int32: how many rows fold, and how many have tokens and a slot.
     count, window: of the rings that it was made for, and that it is for alone.
+    generation: (slots,) int32, of the pool that made it: how often slots got another request. None: of a ring alone.
 
     The tensors are on the device, and filled when the plan is made: a CUDA graph that captured it fills them anew.
     """
@@ -292,6 +281,7 @@ class Plan(Describes):
     parts: Tensor
     count: Tensor
     window: int
+    generation: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.slots is not None and not isinstance(self.slots, Slots):
@@ -315,6 +305,24 @@ class Plan(Describes):
         """Stands for all that a launch depends on but the addresses."""
         of_slots = None if self.slots is None else self.slots.signature
         return signature_of("plan", of_slots, self.tokens, describe(self.rows))
+
+
+def plan_of(ring: AnyRing, slots: Slots | Tensor | None, tokens: int | None, generation: Tensor | None = None) -> Plan:
+    """Plan a step of these slots, as `plan` of a ring has it. generation: of the slots of a pool, for `commit`."""
+    where = as_slots(slots)
+    batch, longest = ring.check_slots(where), tokens
+    if where is not None and where.cu_seqlens is not None:
+        if tokens is not None:
+            raise ValueError(f"tokens is not for packed tokens, whose number slots.cu_seqlens says, got {tokens}")
+        longest = where.max_len
+    else:
+        check_int("tokens", tokens, 1, ring.window)
+    longest = check_call_length(ring, longest)
+    with torch.inference_mode(False):  # else only inference mode could fill them again
+        rows = torch.empty(batch, FIELDS, dtype=torch.int32, device=ring.count.device)
+        parts = torch.empty(2, dtype=torch.int32, device=ring.count.device)
+    actions.make_plan(rows, parts, ring.start, ring.count, ring.window, where, longest, generation)
+    return Plan(where, longest, rows, parts, ring.count, ring.window, generation)
 
 
 def check_ring(ring: AnyRing, state: State, name: str = "ring", kind: type[AnyRing] = Ring) -> None:
