@@ -10,7 +10,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Three processes for two cores: of two, one is often idle.
 PYTEST      := OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: demo test quick lint test-kernels test-oldest test-gpu test-vllm test-sglang figures docs dist clean
+.PHONY: demo test quick lint test-kernels test-oldest test-gpu test-gpu-large test-vllm test-sglang figures docs dist clean
 
 demo: $(ENVIRONMENT)
 	$(PYTHON) -m flashstate demo
@@ -49,6 +49,12 @@ ON_A_GPU  = $(if $(QUICK),tests/test_laws.py,$(shell grep -lE "mark.gpu|device: 
 test-gpu: $(ENVIRONMENT)
 	env -u TRITON_INTERPRET OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -n $(GPU_JOBS) --dist worksteal --seed $(SEED) \
 		--minutes $(if $(QUICK),2,9) -m "gpu and not large$(if $(QUICK), and quick)" $(ON_A_GPU)
+
+# Pools, activations, snapshots and folds past 2^31 elements: each process takes 9 GB of the GPU, or says what is free.
+LARGE_JOBS ?= 10
+test-gpu-large: $(ENVIRONMENT)
+	env -u TRITON_INTERPRET OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -n $(LARGE_JOBS) --dist worksteal -m large \
+		tests/test_large.py
 
 # The plugin of vLLM in vLLM itself, in an environment of its own with a build for CPUs; about 20 minutes on 2 cores.
 # VLLM=0.26.0 is the oldest that is supported.

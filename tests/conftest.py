@@ -1,14 +1,12 @@
-"""Which tests can run in this process, an interpreter that does not repeat itself, a test on every implementation, room
-for large ones, and memory that shows when nobody wrote it."""
+"""Which tests can run in this process, an interpreter that does not repeat itself, a test on every implementation, and
+memory that shows when nobody wrote it."""
 
 import gc
 import os
 import re
-import tempfile
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from importlib import metadata
-from pathlib import Path
 
 import implementations
 import pytest
@@ -81,19 +79,6 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     """Where a call runs on each implementation."""
     with interpreted() if request.param == "interpreter" else nullcontext():
         yield torch.device("cuda" if request.param == "gpu" else "cpu")
-
-
-@pytest.fixture
-def room_on_the_gpu() -> Iterator[None]:
-    """Tests that ask for it run one after the other, however many processes there are: each takes up to 60 GB of a GPU,
-    and gives them back."""
-    import fcntl
-
-    with open(Path(tempfile.gettempdir()) / f"flashstate-tests-{os.getuid()}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-        gc.collect()
-        torch.cuda.empty_cache()
 
 
 @pytest.fixture(autouse=True)
