@@ -6,10 +6,12 @@ is decoding: from the first token to the last, without the time that showing the
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -26,6 +28,7 @@ from flashstate.errors import counted, dtype_name
 from flashstate.state.formats import FORMATS, label_of
 
 VOCABULARY = 8  # of the random model: it repeats itself, so that some drafts are right
+ON_HUB = r"[\w.-]+(/[\w.-]+)?"  # what a name there looks like
 TINY = "Of a model this small neither speed nor bytes say anything: its rings and windows may outweigh its states."
 ON_CPU = "On a CPU flashstate runs its reference, which is plain torch and says nothing about speed on a GPU."
 
@@ -53,6 +56,9 @@ class Task:
     def __post_init__(self) -> None:
         if self.model is not None and self.family is not None:
             raise ValueError(f"--family is of a random model, and --model names another, {self.model!r}: give only one")
+        if self.model is not None and not Path(self.model).is_dir() and not re.fullmatch(ON_HUB, self.model):
+            words = "a folder, or a name on the hub such as owner/name"
+            raise ValueError(f"--model must be {words}, got {self.model!r}, which is neither")
         if self.drafts and self.batch > 1:
             raise ValueError(f"--drafts needs --batch 1, got {self.batch}: Transformers takes drafts for one row only")
         if self.replay is not None and self.replay < 0:

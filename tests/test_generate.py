@@ -110,7 +110,7 @@ def test_a_model_of_a_folder_speaks_with_its_own_tokenizer(tmp_path: Path, capsy
         ),
         (["--rounding", "stochastic"], "float32 has no rounding 'stochastic', only nearest"),
         (["--prompt", ""], "--prompt must have at least one token, got none"),
-        (["--model", "no/such/folder/at/all"], "no/such/folder/at/all"),
+        (["--model", "/none"], "--model must be a folder, or a name on the hub such as owner/name, got '/none'"),
     ],
 )
 def test_a_bad_option_exits_with_2_and_says_why(
