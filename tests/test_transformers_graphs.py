@@ -103,6 +103,16 @@ def test_another_number_of_rows_has_another_graph(family: str) -> None:
         cache.reset()
 
 
+def test_after_a_replay_that_failed_a_cache_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = tiny_model("mamba2")
+    cache = fs.StateCache(model, max_cache_len=32)
+    monkeypatch.setattr(Standin, "replay", lambda graph, leaves: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model.generate(PROMPT, past_key_values=cache, **OPTIONS)
+    with pytest.raises(RuntimeError, match="failed half way"):
+        model.generate(PROMPT, past_key_values=cache, **OPTIONS)
+
+
 def test_models_whose_attention_waits_and_outputs_that_stay_have_no_graph() -> None:
     for family, more in (("glm5_next", {}), ("mamba2", {"output_hidden_states": True})):
         model: Any = tiny_model(family)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from decoding import KNOWN, ONE_OF_EACH, PROMPT, REPLAYED, STATIC, TOKENS, call, states_of, stock_cache
+from decoding import KNOWN, ONE_OF_EACH, PROMPT, REPLAYED, STATIC, TOKENS, call, greedy, states_of, stock_cache
 
 import flashstate.integrations.transformers as fs
 from flashstate.integrations.transformers.enabling import is_enabled
@@ -13,7 +13,7 @@ from flashstate.integrations.transformers.tiny import tiny_model
 
 ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"dtype": torch.float64}, r"dtype must be float32 or .*, got float64"),
-    ({"dtype": "int8"}, r"dtype must be float32 or .*, got 'int8'"),
+    ({"dtype": "int4"}, r"dtype must be float32 or .*, got 'int4'"),
     ({"rounding": "up"}, r"rounding must be one of nearest, stochastic, stochastic_hw, got 'up'"),
     ({"rounding": "stochastic"}, r"rounding='stochastic' is not for float32, which has nearest"),
     ({"dtype": torch.int8, "rounding": "stochastic_hw"}, r"rounding='stochastic_hw' is not for int8"),
@@ -105,6 +105,46 @@ def test_another_number_of_rows_is_refused(family: str, options: dict[str, int])
     assert all(torch.equal(state, old) for state, old in zip(states_of(cache), before, strict=True))
 
 
+def test_more_rows_than_max_batch_are_refused() -> None:
+    model: Any = tiny_model("mamba2")
+    cache = fs.StateCache(model, max_batch=1)
+    for rows in (lambda: call(model, PROMPT, cache, 0), lambda: cache.batch_repeat_interleave(2)):
+        with pytest.raises(ValueError, match=r"this cache has room for max_batch=1 rows, got 2"):
+            rows()
+        call(model, PROMPT[:1], cache, 0)
+
+
+@pytest.mark.parametrize("family", ["mamba2", "qwen3_5"])
+def test_a_model_in_another_dtype_is_refused_by_name(family: str) -> None:
+    model: Any = tiny_model(family)
+    cache = fs.StateCache(model)
+    with pytest.raises(TypeError, match=r"was made for a model in float32, but the model is in float16 now: make"):
+        greedy(model.half(), past_key_values=cache)
+    model.double()
+    for use in (greedy, fs.StateCache, lambda model: fs.enable(fs.disable(model))):
+        with pytest.raises(TypeError, match=r"model must be float32 or bfloat16 or float16, got float64"):
+            use(model)
+
+
+def test_what_is_no_model_of_transformers_is_refused() -> None:
+    other: Any
+    for other in (tiny_model("mamba2").config, "mamba2", None, torch.nn.Linear(2, 2)):
+        message = f"model must be a model of Transformers, as from_pretrained returns it, got {type(other).__name__}"
+        for use in (fs.enable, fs.disable, fs.StateCache):
+            with pytest.raises(TypeError, match=message):
+                use(other)
+
+
+def test_a_cache_says_what_it_is() -> None:
+    model: Any = tiny_model("qwen3_5")
+    cache = fs.StateCache(model, dtype="int8", rounding="stochastic", drafts=2, **STATIC)
+    layers = "2 recurrent layers of 4 x 8 x 16, int8 stochastic, drafts 2, static"
+    assert repr(cache) == f"StateCache(Qwen3_5ForCausalLM, empty, {layers}, 16.6 KiB, cpu)"
+    call(model, PROMPT, cache, 0)
+    assert repr(cache).startswith(f"StateCache(Qwen3_5ForCausalLM, 2 rows of 6 tokens, {layers}, ")
+    assert repr(fs.StateCache(tiny_model("lfm2"))).endswith("empty, 2 recurrent layers, float32, 0 B, cpu)")
+
+
 @pytest.mark.parametrize("family", ONE_OF_EACH)
 def test_a_cache_is_refused_by_other_models_and_by_its_own_when_that_is_disabled(family: str) -> None:
     model, other = tiny_model(family), fs.enable(tiny_model(family))
@@ -112,8 +152,11 @@ def test_a_cache_is_refused_by_other_models_and_by_its_own_when_that_is_disabled
     with pytest.raises(ValueError, match=r"this StateCache is for another model than that of this \w+"):
         call(other, PROMPT, cache, 0)
     fs.disable(model)
-    with pytest.raises(RuntimeError, match=r"a StateCache is for a model that runs on flashstate, but this model was"):
-        call(model, PROMPT, cache, 0)
+    for use in (lambda: call(model, PROMPT, cache, 0), lambda: greedy(model, past_key_values=cache)):
+        with pytest.raises(RuntimeError, match=r"a StateCache is for a model that runs on flashstate, but this model"):
+            use()
+    cache.reset()
+    assert greedy(fs.enable(model), past_key_values=cache).shape == (2, 14)
 
 
 @pytest.mark.parametrize("name", ["seq_idx", "cu_seq_lens_q"])

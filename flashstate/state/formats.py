@@ -60,6 +60,8 @@ FORMATS = {
     )
 }
 
+DTYPES = {format.name: dtype for dtype, format in FORMATS.items()}
+
 # Every format with every rounding that runs on any device.
 PORTABLE_FORMATS = tuple((f.name, r) for f in FORMATS.values() for r in f.roundings if r != "stochastic_hw")
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from copy import copy, deepcopy
+from copy import deepcopy
 from dataclasses import dataclass, field
-from itertools import groupby
-from typing import Any
+from pickle import PicklingError
+from typing import Any, NoReturn
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -15,13 +15,23 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from flashstate.basics import LARGEST_WINDOW
-from flashstate.errors import LARGEST_INT32, check_int
-from flashstate.integrations.transformers.enabling import enable
-from flashstate.integrations.transformers.families import Found, mixers_of
+from flashstate.errors import LARGEST_INT32, bytes_text, check_int, counted, dtype_name
+from flashstate.integrations.transformers.enabling import CACHES, enable
+from flashstate.integrations.transformers.families import mixers_of
 from flashstate.integrations.transformers.graphs import Graphs
 from flashstate.integrations.transformers.layers import StateLayer, cache_layers, forget, reorder_in_place
 from flashstate.integrations.transformers.prompts import goes_stock, stepped_prompt, stock_prompt
-from flashstate.integrations.transformers.store import KEPT_AFTER_PROMPT, Format, Store, check_stored, convolution
+from flashstate.integrations.transformers.store import (
+    KEPT_AFTER_PROMPT,
+    Format,
+    Store,
+    by_device,
+    check_stored,
+    convolution,
+    sizes_of,
+)
+from flashstate.integrations.transformers.use import Use
+from flashstate.state.formats import DTYPES, FORMATS, label_of
 from flashstate.state.ring import Plan
 
 LARGEST_SEED = 2**63 - 1
@@ -47,11 +57,11 @@ class StateCache(Cache):
     Transformers has them. `model.generate(ids, past_key_values=cache)` takes it.
 
     model: a model of a family that flashstate knows; it is enabled if it is not yet.
-    dtype, rounding, rounds: of the recurrent states, as in State.
+    dtype, rounding, rounds: of the recurrent states, as in State; the dtype may also be given by its name.
     seed: what stochastic rounding draws from; the same seed gives the same generation. None: entropy.
     replay: window of replay, for models of Mamba-2, Gated DeltaNet and KDA: states are written once in so many tokens.
     drafts: tokens that can be taken back of one call, for assisted generation.
-    max_batch: rows to make room for; None: those of the first call.
+    max_batch: the most rows, for which room is made at once; None: room for those of the first call, and later more.
     max_cache_len: tokens to make room for in attention layers, which are static then; on a GPU the decode step then
         runs as a CUDA graph. None: they grow. Models without attention need only some number.
 
@@ -63,7 +73,7 @@ class StateCache(Cache):
         self,
         model: PreTrainedModel,
         *,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | str = torch.float32,
         rounding: str = "nearest",
         rounds: int = 10,
         seed: int | None = None,
@@ -81,19 +91,17 @@ class StateCache(Cache):
         if seed is not None:
             check_int("seed", seed, 0, LARGEST_SEED)
         self.found = mixers_of(model)
-        self.format = Format(dtype, rounding, rounds, replay or 0, drafts)
-        if replay is not None:
-            check_replays(self.found, replay, drafts)
-        for device, found in by_device(self.found):
-            check_stored(found, self.format, device)
+        stored: Any = DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
+        self.format = Format(stored, rounding, rounds, replay or 0, drafts)
+        check_stored(self.found, self.format)
         # Candidates may go past the last token.
         self.longest = None if max_cache_len is None else max_cache_len + drafts
-        layers = cache_layers(model.config, self.found, self.longest)
-        if drafts:
-            check_croppable(layers)
-        enable(model)
+        layers = cache_layers(model.config, self.found, self.longest, croppable=drafts > 0)
+        CACHES.setdefault(enable(model), WeakSet()).add(self)
         super().__init__(layers=layers)
-        self.seed, self.static = seed, max_cache_len is not None
+        self.model_name, self.convolution = type(model).__name__, convolution(self.found[min(self.found)].mixer)
+        self.dtype = self.convolution.weight.dtype
+        self.seed, self.static, self.max_batch = seed, max_cache_len is not None, max_batch
         self.length = 0  # tokens of every row, but of steps that torch.compile made
         self.first, self.last = min(self.found), max(self.found)
         self.attention = [layer for layer in self.layers if isinstance(layer, CacheLayerMixin)]
@@ -106,6 +114,7 @@ class StateCache(Cache):
         self.croppable = 0  # tokens of the last call that can still be taken back
         self.unsettled: Call | None = None  # whose tokens rings do not have yet
         self.graphs = Graphs(self)
+        self.use = Use()
         if max_batch is not None:
             self._make_stores(max_batch)
 
@@ -149,6 +158,7 @@ class StateCache(Cache):
         """Decide how the tokens of a call go through all layers."""
         batch, tokens, _ = hidden.shape
         self._check_rows(batch)
+        self.use.begun = True
         self.settle()
         fresh = self.batch is None
         candidates = 0 if self.sure is None else tokens - self.sure
@@ -165,6 +175,11 @@ class StateCache(Cache):
     def _check_rows(self, batch: int) -> None:
         if self.batch is not None and batch != self.batch:
             raise ValueError(f"this cache has {self.batch} rows, got a batch of {batch}; reset() makes it empty")
+        self._check_most(batch)
+
+    def _check_most(self, rows: int) -> None:
+        if self.max_batch is not None and rows > self.max_batch:
+            raise ValueError(f"this cache has room for max_batch={self.max_batch} rows, got {rows}")
 
     def _end(self, call: Call) -> None:
         """What follows when all layers have had the tokens of a call."""
@@ -224,11 +239,24 @@ class StateCache(Cache):
         draw = random.Random(None if self.seed is None else self.seed + number)
         return [draw.randint(0, LARGEST_SEED) for _ in range(rows)]
 
-    def check_room(self, tokens: int) -> None:
-        """Raise where static attention layers have no room for so many tokens more."""
+    def check_call(self, tokens: int) -> None:
+        """Raise where a call of the model cannot have so many tokens more: its weights have another dtype than what is
+        kept, or static attention layers have no room."""
+        dtype = self.convolution.weight.dtype
+        if dtype != self.dtype:
+            words = f"was made for a model in {dtype_name(self.dtype)}, but the model is in {dtype_name(dtype)} now"
+            raise TypeError(f"this StateCache {words}: make another")
         if self.longest is not None and self.attention and self.length + tokens > self.longest:
             room = f"max_cache_len={self.longest - self.format.drafts} tokens, of which {self.length} are taken"
             raise ValueError(f"this cache has room for {room}, got {tokens} more")
+
+    def check_prompt(self, tokens: int | None) -> None:
+        """Raise where `generate` cannot go on behind what there is with a prompt of so many tokens; None: unknown."""
+        self.use.check()
+        held = 0 if self.batch is None else self.get_seq_length()
+        if tokens is not None and tokens <= held:
+            words = "give all tokens so far, or reset()"
+            raise ValueError(f"this cache holds {counted(held, 'token')} and the prompt has {tokens}: {words}")
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last -tokens_to_remove tokens, all of them of the last call."""
@@ -246,12 +274,14 @@ class StateCache(Cache):
 
     def reset(self) -> None:
         """Make the cache empty; its memory stays."""
-        super().reset()
-        self._mark_states(False)
-        self.batch = self.call = self.sure = self.unsettled = None
-        self.croppable = self.length = 0
-        for store in self.stores.values():
-            store.reset()
+        with self.use.alone():
+            super().reset()
+            self._mark_states(False)
+            self.batch = self.call = self.sure = self.unsettled = None
+            self.croppable = self.length = 0
+            for store in self.stores.values():
+                store.reset()
+            self.use.torn = False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let row i continue from row beam_idx[i]."""
@@ -291,21 +321,38 @@ class StateCache(Cache):
 
     def _fit(self, layer: Any, batch: int) -> None:
         """Let a static layer that was made for another number of rows be made anew."""
+        self._check_rows(batch)
         if getattr(layer, "batch_size", batch) != batch:
-            self._check_rows(batch)
             forget(layer)
             self.graphs.clear()
+        self.use.begun = True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StateCache:
         """A cache for the same model that has the same tokens, as a prompt that several requests begin with."""
         self.settle()
-        new = copy(self)
+        new = object.__new__(type(self))
+        new.__dict__.update(vars(self))
         new.layers = deepcopy(self.layers, memo)
         new.attention = [layer for layer in new.layers if isinstance(layer, CacheLayerMixin)]
         new.stores = {device: store.grown(store.rows, store.seeds) for device, store in self.stores.items()}
         new.store_of = {layer: store for store in new.stores.values() for layer in store.numbers}
-        new.graphs = Graphs(new)
+        new.graphs, new.use = Graphs(new), Use()
+        new.use.torn = self.use.torn
         return new
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise PicklingError("a StateCache belongs to its model and cannot be pickled; copy.deepcopy copies it")
+
+    def __repr__(self) -> str:
+        state, format = sizes_of(self.found).state, self.format
+        held = "empty" if self.batch is None else f"{counted(self.batch, 'row')} of {self.get_seq_length()} tokens"
+        layers = "" if state is None else f" of {' x '.join(map(str, state))}"
+        parts = [self.model_name, held, counted(len(self.found), "recurrent layer") + layers]
+        parts.append(label_of(FORMATS[format.dtype].name, format.rounding))
+        parts += [f"{name} {n}" for name, n in (("replay", format.replay), ("drafts", format.drafts)) if n]
+        parts += ["static"] * self.static
+        devices = " and ".join(str(device) for device, _ in by_device(self.found))
+        return f"StateCache({', '.join(parts)}, {bytes_text(self.bytes)}, {devices})"
 
     def _refuse_static(self, what: str) -> None:
         if self.static and self.attention:
@@ -317,6 +364,7 @@ class StateCache(Cache):
             return
         self.settle()
         if len(rows) > self._rows:
+            self._check_most(len(rows))
             self.graphs.clear()
             for number, (device, store) in enumerate(self.stores.items()):
                 self.stores[device] = grown = store.grown(len(rows), self._seeds(len(rows), number))
@@ -348,37 +396,3 @@ class StateCache(Cache):
     def is_linear(self) -> list[bool]:
         """Which layers have a recurrence and no attention."""
         return [isinstance(layer, StateLayer) and not isinstance(layer, CacheLayerMixin) for layer in self.layers]
-
-
-def by_device(found: dict[int, Found]) -> Iterator[tuple[torch.device, dict[int, Found]]]:
-    """Layers in groups of one device each."""
-
-    def device_of(layer: int) -> str:
-        return str(convolution(found[layer].mixer).weight.device)
-
-    for device, layers in groupby(sorted(found, key=lambda layer: (device_of(layer), layer)), device_of):
-        yield torch.device(device), {layer: found[layer] for layer in layers}
-
-
-def check_croppable(layers: list[Any]) -> None:
-    """Raise where a layer cannot take tokens back."""
-    attention = (layer for layer in layers if isinstance(layer, CacheLayerMixin))
-    stuck = {type(layer).__name__ for layer in attention if not hasattr(layer, "crop")}
-    if stuck:
-        words = "leave max_cache_len out, so that attention layers grow"
-        raise ValueError(f"drafts need layers that take tokens back, which {', '.join(sorted(stuck))} cannot: {words}")
-
-
-def check_replays(found: dict[int, Found], replay: int, drafts: int) -> None:
-    """Raise unless layers can replay tokens with a window of this length."""
-    others = {type(each.mixer).__name__ for each in found.values() if each.replays is None}
-    if others:
-        known = "Mamba-2, Gated DeltaNet and KDA"
-        raise ValueError(f"replay is for mixers of {known}, but this model has {', '.join(sorted(others))}")
-    every = {type(each.mixer).__name__ for each in found.values()}
-    if len({each.name for each in found.values()}) > 1:
-        raise ValueError(f"replay is for mixers of one recurrence, but this model has {', '.join(sorted(every))}")
-    if replay < drafts + 1:
-        raise ValueError(
-            f"replay must be {drafts + 1} or more, the tokens of a call with drafts={drafts}, got {replay}"
-        )

@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
+from copy import deepcopy
 from functools import cache, wraps
 from types import MethodType
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.generation import GenerationMode
 
+from flashstate.errors import check_dtype
 from flashstate.integrations.transformers.candidates import check_source, for_cache
-from flashstate.integrations.transformers.families import found_as, mixers_of
-from flashstate.integrations.transformers.layers import StateLayer, has_states
+from flashstate.integrations.transformers.families import check_model, found_as, mixers_of
+from flashstate.integrations.transformers.layers import DISABLED, StateLayer, has_states
 from flashstate.integrations.transformers.memory import Memory
 from flashstate.integrations.transformers.mixers.rms import lean
 from flashstate.integrations.transformers.norms import norms_of
+from flashstate.integrations.transformers.store import convolution
+from flashstate.integrations.transformers.use import refuse_pickle
 from flashstate.state.state import State
 
+CACHES: WeakKeyDictionary[nn.Module, WeakSet[Any]] = WeakKeyDictionary()  # StateCaches of every model
 PACKED = ("seq_idx", "cu_seq_lens_q")  # arguments of mixers for several sequences in one row
 
 
@@ -35,6 +42,7 @@ def enable(model: PreTrainedModel) -> PreTrainedModel:
     found = mixers_of(model)
     if is_enabled(model):
         return model
+    vars(model).pop(refuse_states.__name__, None)
     cls: Any = type(model)
     if not hasattr(cls, "prepare_inputs_for_generation"):
         raise ValueError(f"enable takes a model that generates, got {cls.__name__}: give it the model around this one")
@@ -54,6 +62,7 @@ def enable(model: PreTrainedModel) -> PreTrainedModel:
 
 def disable(model: PreTrainedModel) -> PreTrainedModel:
     """Make a model again what it was before `enable`; returns it."""
+    check_model(model)
     if is_enabled(model):
         for each in mixers_of(model).values():
             unset_forward(each.mixer)
@@ -63,7 +72,20 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
         unset_forward(model)
         for name in ("_is_stateful", *methods(type(model))):
             delattr(model, name)
+        if CACHES.get(model):
+            setattr(model, refuse_states.__name__, MethodType(refuse_states, model))
     return model
+
+
+def refuse_states(model: Any, model_kwargs: dict[str, Any]) -> None:
+    """Stand in for `_validate_model_kwargs` of a disabled model whose StateCaches are still there: models of Mamba
+    alone would call `past_key_values` a typo."""
+    if has_states(model_kwargs.get("past_key_values")):
+        raise RuntimeError(DISABLED)
+    type(model)._validate_model_kwargs(model, model_kwargs)
+
+
+refuse_states.__name__ = "_validate_model_kwargs"  # by which pickle finds a method again: that of the class
 
 
 def is_enabled(model: PreTrainedModel) -> bool:
@@ -81,6 +103,7 @@ def check_own(mixer: nn.Module) -> None:
     name = type(mixer).__name__
     if own_forward(mixer) is not None:
         raise ValueError(f"the forward of this {name} has been replaced already, so flashstate cannot replace it")
+    check_dtype("model", convolution(mixer).weight.dtype)
     if any(weight.device.type == "meta" for weight in mixer.parameters()):
         raise ValueError(f"this {name} is offloaded: flashstate needs its weights on the device it runs on")
 
@@ -92,17 +115,27 @@ def own_forward(module: Any) -> Any:
     return None if function is type(module).forward else function
 
 
-def set_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
+def set_forward(module: Any, forward: Callable[..., Any]) -> None:
     """Make a function the forward of one module. As a method it follows the module when that is copied."""
     setattr(module, forward_name(module), MethodType(forward, module))
+    module.__reduce_ex__ = MethodType(refuse_pickle, module)
+    module.__deepcopy__ = MethodType(copied, module)
 
 
 def unset_forward(module: Any) -> None:
     """Give a module the forward of its class again."""
+    del module.__reduce_ex__, module.__deepcopy__
     if forward_name(module) == "forward":
         del module.forward
     else:
         module._old_forward = MethodType(type(module).forward, module)
+
+
+def copied(module: Any, memo: dict[int, Any]) -> Any:
+    """Copy a module with all that it has of its own, as copy.deepcopy does where `__reduce_ex__` is not in the way."""
+    memo[id(module)] = new = object.__new__(type(module))
+    vars(new).update(deepcopy(vars(module), memo))
+    return new
 
 
 def mixer_forward(mixer: Any, hidden_states: Tensor, *args: Any, **given: Any) -> Tensor:
@@ -119,6 +152,7 @@ def mixer_forward(mixer: Any, hidden_states: Tensor, *args: Any, **given: Any) -
         raise ValueError(f"{' and '.join(PACKED)} are not for a model that decodes on flashstate")
     if isinstance(layer, StateLayer):
         return kept.mix(mixer, hidden_states, mask, given)
+    check_dtype("model", hidden_states.dtype)
     state = layer.recurrent_states[0]
     memory = Memory(layer.conv_states[0], state=None if state is None else State(found.kind.view(state)))
     return found.kind.forward(mixer, hidden_states, memory, mask, prompt=False)
@@ -170,15 +204,16 @@ def on_states(model: Any, stock: Callable[..., Any], name: str, args: tuple[Any,
     """The outputs of a call of a model with a StateCache in the argument of this name, as a CUDA graph where it can be
     one."""
     kept, tokens = given[name], tokens_of(args, given)
-    kept.check_room(tokens)
-    if not args and kept.graphs.can_run(model, given):
-        outputs = kept.graphs.run(model, stock, name, given)
-    else:
-        if kept.graphs.graphs:
-            kept.graphs.watch(model)
-        with lean():
-            outputs = stock(model, *args, **given)
-    kept.length += tokens
+    kept.check_call(tokens)
+    with kept.use:
+        if not args and kept.graphs.can_run(model, given):
+            outputs = kept.graphs.run(model, stock, name, given)
+        else:
+            if kept.graphs.graphs:
+                kept.graphs.watch(model)
+            with lean():
+                outputs = stock(model, *args, **given)
+        kept.length += tokens
     return outputs
 
 
@@ -217,6 +252,8 @@ def prepared_cache(
         words = "cannot take tokens back that its recurrent layers have had"
         raise ValueError(f"assisted generation needs past_key_values=StateCache(model, drafts=...): this cache {words}")
     if has_states(kept):
+        mask = model_kwargs.get("attention_mask")  # of all tokens so far; None: all are 1
+        kept.check_prompt(getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[1])
         model_kwargs[name] = kept
         kept.sure = None  # of a generation that failed
     result = type(model)._prepare_cache_for_generation(model, generation_config, model_kwargs, generation_mode, *args)
@@ -253,6 +290,20 @@ def compiled_call(model: Any, compile_config: Any) -> Callable[..., Any]:
     return call
 
 
+@cache
+def generation(cls: Any) -> Callable[..., Any]:
+    """The `generate` of an enabled model of this class: a StateCache that it is given is nobody else's meanwhile."""
+    stock = cls.generate
+
+    @wraps(stock)
+    def generate(self: Any, *args: Any, **given: Any) -> Any:
+        kept: Any = given.get("past_key_values", given.get("cache_params"))
+        with kept.use.alone() if has_states(kept) else nullcontext():
+            return stock(self, *args, **given)
+
+    return generate
+
+
 def methods(cls: Any) -> dict[str, Callable[..., Any]]:
     """The methods of an enabled model, in the place of its class's."""
     return {
@@ -260,4 +311,5 @@ def methods(cls: Any) -> dict[str, Callable[..., Any]]:
         "_prepare_cache_for_generation": prepared_cache,
         "_get_candidate_generator": candidate_generator,
         "get_compiled_call": compiled_call,
+        "generate": generation(cls),
     }

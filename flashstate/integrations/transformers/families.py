@@ -19,6 +19,7 @@ from flashstate.integrations.transformers.mixers.kind import Kind, Replays
 
 OLDEST, NEWEST = (5, 21), (5, 23)  # versions of transformers
 INSTALL = "pip install 'flashstate[transformers]'"
+LISTED = "docs/transformers.md lists the models that it knows"
 
 # Every class of a mixer: the model that it is in, and its kind.
 MIXERS: dict[str, tuple[str, str]] = {
@@ -144,6 +145,7 @@ def mixers_of(model: nn.Module) -> dict[int, Found]:
     ValueError if it has none, if some of its recurrent layers are unknown, or if a forward is.
     """
     check_version()
+    check_model(model)
     found: dict[int, Found] = {}
     for mixer in filter(is_mixer, model.modules()):
         layer: Any = mixer.layer_idx
@@ -151,14 +153,20 @@ def mixers_of(model: nn.Module) -> dict[int, Found]:
             raise ValueError(f"{type(model).__name__} has two mixers of layer {layer}; a cache has one state for each")
         check_forward(mixer)
         found[layer] = found_as(mixer)
-    unknown = recurrent_layers(model) - set(found)
-    if unknown or not found:
-        layers = f"layers {', '.join(map(str, sorted(unknown)))} of" if unknown else "any recurrent layer in"
-        raise ValueError(
-            f"flashstate does not know {layers} {type(model).__name__}: it has {', '.join(classes_in(model))}; "
-            f"known are {', '.join(MIXERS)}"
-        )
+    name, unknown = type(model).__name__, recurrent_layers(model) - set(found)
+    if unknown:
+        layers = f"layers {', '.join(map(str, sorted(unknown)))} of {name}, which has {', '.join(classes_in(model))}"
+        raise ValueError(f"flashstate does not know {layers}; {LISTED}")
+    if not found:
+        raise ValueError(f"{name} has no recurrent layer that flashstate knows; {LISTED}")
     return dict(sorted(found.items()))
+
+
+def check_model(model: Any) -> None:
+    """Raise unless it is a model of Transformers."""
+    if not isinstance(model, nn.Module) or not hasattr(getattr(model, "config", None), "get_text_config"):
+        words = "a model of Transformers, as from_pretrained returns it"
+        raise TypeError(f"model must be {words}, got {type(model).__name__}")
 
 
 def is_mixer(module: nn.Module) -> bool:
@@ -170,9 +178,7 @@ def is_mixer(module: nn.Module) -> bool:
 
 def recurrent_layers(model: nn.Module) -> set[int]:
     """The layers of a model for which a cache keeps a recurrent state or a window, as its configuration has them."""
-    config: Any = getattr(model, "config", None)
-    if not hasattr(config, "get_text_config"):
-        raise TypeError(f"model must be a model of Transformers, got {type(model).__name__}")
+    config: Any = model.config
     types = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
     return {layer for layer, name in enumerate(types) if name in RECURRENT}
 

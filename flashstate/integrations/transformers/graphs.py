@@ -87,6 +87,7 @@ class Graphs:
             with as_captured(model):
                 graph = self.graphs[key] = Graph(step, kept, leaves, self.pool)
             self.pool = graph.graph.pool()
+        kept.use.begun = True
         outputs = graph.replay(leaves)
         kept.called(graph.call)
         outputs[name] = kept

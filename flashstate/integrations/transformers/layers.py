@@ -12,12 +12,15 @@ from transformers.cache_utils import (
     DYNAMIC_LAYER_TYPE_MAPPING,
     STATIC_LAYER_TYPE_MAPPING,
     Cache,
+    CacheLayerMixin,
     LinearAttentionCacheLayerMixin,
     StaticLayer,
     get_layer_types_and_kwargs,
 )
 
 ATTENTION_OF = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}  # of layers that have a state too
+
+DISABLED = "a StateCache is for a model that runs on flashstate, but this model was disabled: enable(model)"
 
 
 class StateLayer(LinearAttentionCacheLayerMixin):
@@ -26,7 +29,7 @@ class StateLayer(LinearAttentionCacheLayerMixin):
     is_croppable = True
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise RuntimeError("a StateCache is for a model that runs on flashstate, but this model was disabled")
+        raise RuntimeError(DISABLED)
 
     update_conv_state = update_recurrent_state = lazy_initialization
 
@@ -51,8 +54,11 @@ class CroppedStaticLayer(StaticLayer):
         self.cumulative_length.sub_(abs(tokens_to_remove))
 
 
-def cache_layers(config: PreTrainedConfig, recurrent: Container[int], max_cache_len: int | None) -> list[Any]:
-    """One layer of a cache for every layer of a model; static ones for attention where there is a longest length."""
+def cache_layers(
+    config: PreTrainedConfig, recurrent: Container[int], max_cache_len: int | None, croppable: bool
+) -> list[Any]:
+    """One layer of a cache for every layer of a model; static ones for attention where there is a longest length.
+    ValueError if one of them must take tokens back and cannot."""
     types, options = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
     layers = []
     for i, (kind, given) in enumerate(zip(types, options, strict=True)):
@@ -64,6 +70,8 @@ def cache_layers(config: PreTrainedConfig, recurrent: Container[int], max_cache_
             given["max_cache_len"] = max_cache_len
         attention = attention_class(ATTENTION_OF.get(kind, kind), max_cache_len is not None)
         layers.append((with_state(attention) if i in recurrent else attention)(**given))
+    if croppable:
+        check_croppable(layers)
     return layers
 
 
@@ -97,6 +105,15 @@ def reorder_in_place(layer: Any, beam_idx: Tensor) -> None:
     for name, tensor in before.items():
         if getattr(layer, name) is not tensor:
             setattr(layer, name, tensor.copy_(getattr(layer, name)))
+
+
+def check_croppable(layers: list[Any]) -> None:
+    """Raise where a layer cannot take tokens back."""
+    attention = (layer for layer in layers if isinstance(layer, CacheLayerMixin))
+    stuck = {type(layer).__name__ for layer in attention if not hasattr(layer, "crop")}
+    if stuck:
+        words = "leave max_cache_len out, so that attention layers grow"
+        raise ValueError(f"drafts need layers that take tokens back, which {', '.join(sorted(stuck))} cannot: {words}")
 
 
 def has_states(kept: Any) -> bool:

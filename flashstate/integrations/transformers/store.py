@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from flashstate.errors import check_dtype
 from flashstate.integrations.transformers.families import Found
 from flashstate.integrations.transformers.memory import Memory, Sizes
 from flashstate.pool.pool import StatePool
@@ -217,11 +219,31 @@ class Store:
         return self.table[:batch].gather(1, self.accepted[1, :batch, None].long() - 1)[:, 0]
 
 
-def check_stored(found: Mapping[int, Found], format: Format, device: torch.device) -> None:
-    """Raise unless a store can keep what these layers need, in this format on their device."""
-    sizes_of(found)
+def check_stored(found: Mapping[int, Found], format: Format) -> None:
+    """Raise unless stores can keep what these layers need, in this format on their devices."""
+    if format.replay:
+        check_replays(found, format.replay, format.drafts)
     one: dict[str, Any] = {"slots": 1, "layers": 1, "heads": 1, "rows": 1, "cols": 1}
-    StatePool.mamba2(**one, dtype=format.dtype, rounding=format.rounding, rounds=format.rounds, device=device)
+    for device, here in by_device(found):
+        sizes_of(here)
+        for each in here.values():
+            check_dtype("model", convolution(each.mixer).weight.dtype)
+        StatePool.mamba2(**one, dtype=format.dtype, rounding=format.rounding, rounds=format.rounds, device=device)
+
+
+def check_replays(found: Mapping[int, Found], replay: int, drafts: int) -> None:
+    """Raise unless layers can replay tokens with a window of this length."""
+    others = {type(each.mixer).__name__ for each in found.values() if each.replays is None}
+    if others:
+        known = "Mamba-2, Gated DeltaNet and KDA"
+        raise ValueError(f"replay is for mixers of {known}, but this model has {', '.join(sorted(others))}")
+    every = {type(each.mixer).__name__ for each in found.values()}
+    if len({each.name for each in found.values()}) > 1:
+        raise ValueError(f"replay is for mixers of one recurrence, but this model has {', '.join(sorted(every))}")
+    if replay < drafts + 1:
+        raise ValueError(
+            f"replay must be {drafts + 1} or more, the tokens of a call with drafts={drafts}, got {replay}"
+        )
 
 
 def once(made: dict[tuple[int, ...], Made], make: Callable[..., Made], *key: int) -> Made:
@@ -236,6 +258,16 @@ def once(made: dict[tuple[int, ...], Made], make: Callable[..., Made], *key: int
 def convolution(mixer: nn.Module) -> nn.Conv1d:
     """The one convolution that every mixer has."""
     return next(module for module in mixer.modules() if isinstance(module, nn.Conv1d))
+
+
+def by_device(found: Mapping[int, Found]) -> Iterator[tuple[torch.device, dict[int, Found]]]:
+    """Layers in groups of one device each."""
+
+    def device_of(layer: int) -> str:
+        return str(convolution(found[layer].mixer).weight.device)
+
+    for device, layers in groupby(sorted(found, key=lambda layer: (device_of(layer), layer)), device_of):
+        yield torch.device(device), {layer: found[layer] for layer in layers}
 
 
 def sizes_of(found: Mapping[int, Found]) -> Sizes:

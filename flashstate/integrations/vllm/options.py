@@ -10,10 +10,9 @@ import torch
 
 from flashstate.basics import ROUNDINGS
 from flashstate.errors import check_choice, check_int
-from flashstate.state.formats import FORMATS, Format
+from flashstate.state.formats import DTYPES, FORMATS, Format
 from flashstate.state.state import MOST_ROUNDS, State
 
-NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in FORMATS}
 KEYS = ("state", "rounding", "rounds")
 
 
@@ -48,12 +47,12 @@ def parse(given: Any, stochastic: bool = False, rounds: int = 0) -> Options:
         if key not in KEYS:
             raise ValueError(f'additional_config["flashstate"] may have {", ".join(KEYS)}, got {key!r}')
     state = given.get("state")
-    check_choice("state", state, (None, *NAMES))
+    check_choice("state", state, (None, *DTYPES))
     rounding = given.get("rounding", "stochastic" if stochastic else "nearest")
     check_choice("rounding", rounding, ROUNDINGS)
     rounds = given.get("rounds", rounds or State.rounds)
     check_int("rounds", rounds, 1, MOST_ROUNDS)
-    options = Options(None if state is None else NAMES[state], rounding, rounds)
+    options = Options(None if state is None else DTYPES[state], rounding, rounds)
     if options.format is not None and rounding not in options.format.roundings:
         known = ", ".join(options.format.roundings)
         raise ValueError(f"rounding={rounding!r} is not for {options.format.name}, which has {known}")

@@ -1,0 +1,53 @@
+"""Guards of a StateCache and of an enabled model: one call at a time, none after a failed one, and no pickling."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pickle import PicklingError
+from threading import RLock
+from typing import Any, NoReturn
+
+
+class Use:
+    """Who uses a StateCache: one thread at a time, and no call after one that failed half way. A call of the model is
+    run inside of it, as a context."""
+
+    def __init__(self) -> None:
+        self.lock = RLock()
+        self.begun = False  # whether a layer has had the tokens of the latest call
+        self.torn = False  # whether some layers have had tokens that others have not
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Keep other threads out; RuntimeError if one is in."""
+        self.enter()
+        try:
+            yield
+        finally:
+            self.lock.release()
+
+    def enter(self) -> None:
+        """Take the lock; RuntimeError if another thread has it."""
+        if not self.lock.acquire(blocking=False):
+            raise RuntimeError("this StateCache is in use by another call")
+
+    def __enter__(self) -> None:
+        self.check()
+        self.enter()
+        self.begun = False
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        self.torn = kind is not None and self.begun
+        self.lock.release()
+
+    def check(self) -> None:
+        """Raise if a call failed half way."""
+        if self.torn:
+            words = "some layers have had tokens that others have not"
+            raise RuntimeError(f"a call with this StateCache failed half way, so {words}: reset() it")
+
+
+def refuse_pickle(model: Any, protocol: Any) -> NoReturn:
+    """Stand in for `__reduce_ex__` of a module with a forward of flashstate, which could be dumped but not loaded."""
+    raise PicklingError(f"this {type(model).__name__} decodes on flashstate: disable(model) before it is pickled")
