@@ -93,7 +93,7 @@ MTP: Calls = {
     "every token, unless disabled by default": {"initial_state_indices": HERE, "every": EVERY},
     "every token, unless disabled": {"initial_state_indices": HERE, "every": EVERY, "disable_state_update": True},
     "every token, the last also elsewhere": {
-        "initial_state_indices": HERE, "every": EVERY, "output_state_indices": [12, -1, 9], **UPDATE,
+        "initial_state_indices": SKIPPED, "every": EVERY, "output_state_indices": [-1, 12, 9], **UPDATE,
     },
 }  # fmt: skip
 TOKENS: Calls = {

@@ -86,6 +86,22 @@ MUTANTS = (
            "not _disabled(disable_state_update or False)",
            "test_compat_contracts.py::test_every_call_gives_what_the_contract_says"
            "[flashinfer_delta.gated_delta_rule_mtp-output alone, 1 tokens-reference]"),
+    Mutant("the last of FlashInfer's states for every token stays where it is", "compat/flashinfer_delta.py",
+           "if every is not None and write is not None and write is not read and batch > 0:", "if False:",
+           "test_compat_contracts.py::test_every_call_gives_what_the_contract_says"
+           "[flashinfer_delta.gated_delta_rule_mtp-every token, the last also elsewhere, 2 tokens-reference]"),
+    Mutant("a last state without a place of its own has none elsewhere", "compat/flashinfer_delta.py",
+           "if write is not None and write is not read:", "if False:",
+           "test_compat_contracts.py::test_every_call_gives_what_the_contract_says"
+           "[flashinfer_delta.gated_delta_rule_mtp-every token, the last also elsewhere, 3 tokens-reference]"),
+    Mutant("the last state of a skipped row is written", "compat/flashinfer_delta.py",
+           "torch.where(live, every[:, -1], -1)", "every[:, -1]",
+           "test_compat_contracts.py::test_every_call_gives_what_the_contract_says"
+           "[flashinfer_delta.gated_delta_rule_mtp-every token, the last also elsewhere, 2 tokens-reference]"),
+    Mutant("the last state goes where it was read", "compat/flashinfer_delta.py",
+           "write is not None and write is not read and batch > 0", "write is not None and batch > 0",
+           "test_compat_rules.py::"
+           "test_flashinfer_keeps_states_of_every_token_alone_where_the_last_would_go_where_it_was_read"),
     Mutant("skipped rows of several tokens give zero in a given output", "compat/flashinfer_delta.py",
            'return "zero" if output is None or steps == 1 else "keep"', 'return "zero"',
            "test_compat_contracts.py::test_every_call_gives_what_the_contract_says"
@@ -105,7 +121,7 @@ MUTANTS = (
            "test_compat_contracts.py::test_every_call_gives_what_the_contract_says[mamba_ssm.mamba3_step_fn-in "
            "order, int32, here, rank 2-reference]"),
     Mutant("what goes to state_out is stepped from what was there", "compat/mamba_ssm.py",
-           "        state_out.index_copy_(0, slots, torch.where(another >= 0, state[slots], state_out[slots]))\n", "",
+           "        shapes.copy_slots(state_out, indices, state, indices)\n", "        pass\n",
            "test_compat_contracts.py::test_every_call_gives_what_the_contract_says[mamba_ssm.mamba3_step_fn-indexed, "
            "int32, elsewhere, rank 2-reference]"),
     Mutant("SGLang's convolution rolls back with one input more", "compat/sglang.py",
@@ -119,6 +135,25 @@ MUTANTS = (
            "rows = read if rows is None and buffer is not None else rows", "rows = rows",
            "test_compat_contracts.py::test_every_call_gives_what_the_contract_says"
            "[sglang.selective_state_update-verify, an output given-reference]"),
+    Mutant("SGLang's tokens on two axes come back on one", "compat/sglang_delta.py",
+           "return y.reshape(shape)", "return y",
+           "test_compat_contracts.py::test_every_call_gives_what_the_contract_says"
+           "[sglang_delta.fused_sigmoid_gating_delta_rule_update-packed on two axes-reference]"),
+    Mutant("states whose axes are called (K, V) are refused for SGLang", "compat/sglang_delta.py",
+           "sizes[::-1]) if swapped else pool", "sizes[::-1]) if False else pool",
+           "test_compat_rules.py::test_sglang_reads_states_in_the_order_v_k_whatever_their_axes_are_called[reference]"),
+    Mutant("a long state is taken for that of SGLang's function in Triton", "compat/sglang.py",
+           "if window.shape[2] > width - 1 and not ring and not of_triton:", "if False:",
+           "test_compat_refusals.py::test_what_does_not_fit_is_refused -k SGLang"),
+    Mutant("vLLM's packed tokens have no bound for going at once", "compat/vllm_delta.py",
+           "max_len=shapes.most_at_once(cu_seqlens, exact) if write is None else None", "max_len=None",
+           "test_compat_rules.py::test_several_tokens_go_through_tensor_cores_at_once_for_callers_who_ask_for_it"),
+    Mutant("FlashInfer's tokens do not go at once", "compat/flashinfer.py",
+           "dt_softplus=dt_softplus, exact=exact, slots=slots", "dt_softplus=dt_softplus, slots=slots",
+           "test_compat_rules.py::test_several_tokens_go_through_tensor_cores_at_once_for_callers_who_ask_for_it"),
+    Mutant("an error names a shape with an axis that was put in", "compat/shapes.py",
+           "check_tensor(name, given[name], named", "check_tensor(name, tensor, named",
+           "test_compat_refusals.py::test_what_is_no_such_tensor_is_refused -k headless"),
     Mutant("SGLang's verified drafts move the pool on", "compat/sglang_delta.py",
            "slots=slots, update=not frozen,", "slots=slots, update=tree is None,",
            "test_compat_contracts.py::test_every_call_gives_what_the_contract_says"
@@ -129,7 +164,7 @@ MUTANTS = (
            "test_compat_contracts.py::test_every_call_gives_what_the_contract_says[vllm.selective_state_update-null "
            "block 0, in place-reference]"),
     Mutant("counts of 0 are padding for vLLM", "compat/vllm.py",
-           "        at_least_one=chosen,\n", "",
+           "at_least_one=chosen,\n", "\n",
            "test_compat_contracts.py::test_every_call_gives_what_the_contract_says"
            "[vllm.selective_state_update-accepted counts out of range-reference]"),
     Mutant("vLLM's last scheduled block is that which was read", "compat/vllm.py",
