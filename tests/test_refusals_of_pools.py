@@ -1,7 +1,7 @@
 """StatePool: wrong calls are refused by name and change nothing, and pools that cannot be are not made."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -21,9 +21,8 @@ from refusals import (
     on_meta,
     only,
     refuses,
-    refuses_change,
+    refuses_all,
     resized,
-    table,
     wrong,
 )
 from torch import Tensor
@@ -34,26 +33,21 @@ from flashstate.state.ring import AnyRing
 NOT_HELD, WRONG_KIND = "must be held, but slot", "must be an int, a sequence of ints or an integer tensor, got"
 WRONG_SLOTS: list[tuple[Any, ...]] = [  # of a pool whose slots 0 to 3 are held and whose null is 5
     (4, f"{NOT_HELD} 4 is free"),
-    ([0, 4], f"{NOT_HELD} 4 is free"),
     (5, f"{NOT_HELD} 5 is the null slot"),
     (6, "must be from 0 to 5, got 6"),
     ([1, -1], "must be from 0 to 5, got -1"),
-    ([1 << 40], "must be from 0 to 5, got 1099511627776"),
-    (True, "must be an int, got True", TypeError),
     ([1, 2.0], "must be an int, got 2.0", TypeError),
     (1.0, f"{WRONG_KIND} float", TypeError),
-    (None, f"{WRONG_KIND} NoneType", TypeError),
-    ("1", f"{WRONG_KIND} str", TypeError),
     (torch.tensor([1.0]), "must be int32 or int64, got float32", TypeError),
-    (torch.tensor(True), "must be int32 or int64, got bool", TypeError),
     (torch.tensor([[1]]), r"must have shape \(slots\), got \(1, 1\)"),
 ]
 Call = Callable[[Any], Any]
 Calls = list[tuple[Any, ...]]  # the call, the message, and the error, if it is no ValueError
 
 
-def of_slots(name: str, call: Callable[[Any, Any], Any]) -> Iterator[tuple[Any, ...]]:
-    for slots, message, *error in WRONG_SLOTS:
+def of_slots(name: str, call: Callable[[Any, Any], Any], wrong: Sequence[Any] = WRONG_SLOTS[:1]) -> Iterator[Any]:
+    """Slots that a call does not take: of one call of each name all that no call takes."""
+    for slots, message, *error in wrong:
         yield lambda pool, slots=slots: call(pool, slots), f"^{name} {message}", *error
 
 
@@ -80,16 +74,14 @@ OTHER_BYTES: list[tuple[Any, ...]] = [
 ONE, TWO = torch.ones(1, 2, 3, 5), torch.ones(2, 2, 3, 5)
 TWICE, NO_FLOATS = "must be distinct, got slot 1 more than once", "^states must be float32 or bfloat16 or float16"
 CALLS: Calls = [
-    *of_slots("slots", lambda pool, slots: pool.release(slots)),
+    *of_slots("slots", lambda pool, slots: pool.release(slots), WRONG_SLOTS),
     *of_slots("slots", lambda pool, slots: pool.reset(slots)),
     *of_slots("slots", lambda pool, slots: pool.write(0, slots, ONE)),
-    *of_slots("slots", lambda pool, slots: pool.read(0, slots)),
+    *of_slots("slots", lambda pool, slots: pool.read(0, slots), WRONG_SLOTS),
     *of_slots("slots", lambda pool, slots: pool.export(slots)),
     *of_slots("slots", lambda pool, slots: pool.load(slots, pool.export(0))),
     *of_slots("src", lambda pool, slots: pool.copy(slots, 1)),
     *of_slots("dst", lambda pool, slots: pool.copy(1, slots)),
-    (lambda pool: pool.release(torch.tensor([1 << 40])), "^slots must be from 0 to 5, got 1099511627776"),
-    (lambda pool: pool.release(torch.tensor([4])), f"^slots {NOT_HELD} 4 is free"),
     (lambda pool: pool.release([1, 2, 1]), f"^slots {TWICE}"),
     (lambda pool: pool.reset([1, 1]), f"^slots {TWICE}"),
     (lambda pool: pool.write(0, [1, 1], TWO), f"^slots {TWICE}"),
@@ -99,13 +91,10 @@ CALLS: Calls = [
     (lambda pool: pool.acquire(2), "^acquire needs 2 free slots, but only 1 of 6 are free", RuntimeError),
     (lambda pool: pool.acquire(2), r"are free; resized\(slots\) gives a pool with more", RuntimeError),
     (lambda pool: pool.acquire(1, dtype=torch.int16), "^dtype must be int32 or int64, got int16", TypeError),
-    (lambda pool: pool.acquire(1, dtype=int), "^dtype must be int32 or int64, got <class 'int'>", TypeError),
     (lambda pool: pool.acquire(-1), "^n must be from 0"),
     (lambda pool: pool.acquire(1.0), "^n must be an int, got 1.0", TypeError),
-    (lambda pool: pool.acquire(True), "^n must be an int, got True", TypeError),
     (lambda pool: pool.acquire(1, seed=[1, 2]), "^seed must be one int, or one for each of 1 slots, got 2"),
     (lambda pool: pool.acquire(1, seed=1.5), "^seed must be an int, a sequence", TypeError),
-    (lambda pool: pool.acquire(1, seed=True), "^seed must be an int, got True", TypeError),
     (lambda pool: pool.acquire(1, seed=1 << 63), "^seed must be from -9223372036854775808 to"),
     (lambda pool: pool.reset([0, 1], seed=[1, "2"]), "^seed must be an int, got '2'", TypeError),
     (lambda pool: pool.reset([0, 1], seed=torch.ones(2)), "^seed must be int32 or int64", TypeError),
@@ -115,8 +104,6 @@ CALLS: Calls = [
     (lambda pool: pool.read(-1, 0), "^layer must be from 0 to 1, got -1", IndexError),
     (lambda pool: pool.write(0, 0, ONE.double()), NO_FLOATS, TypeError),
     (lambda pool: pool.write(0, 0, ONE[0]), r"^states must have shape \(slots=1, heads=2, rows=3, cols=5\)"),
-    (lambda pool: pool.write(0, [0, 1], ONE), r"^states must have shape \(slots=2, "),
-    (lambda pool: pool.write(0, 0, ONE.tolist()), "^states must be a tensor, got list", TypeError),
     (lambda pool: pool.write(0, 0, ONE.to("meta")), "^states is on meta, but the state is on cpu"),
     (lambda pool: pool.resized(3), "^slots must be more than 3, the largest slot that is held, got 3"),
     (lambda pool: pool.resized(0), "^slots must be from 1 to"),
@@ -131,8 +118,8 @@ CALLS: Calls = [
         (lambda pool, change=change: pool.load(1, {**pool.export(0), **change(pool.export(0))}), *rest)
         for change, *rest in OTHER_BYTES
     ),
+    (lambda pool: pool.write(0, 0, ONE.tolist()), "^states must be a tensor, got list", TypeError),
     (lambda pool: pool.advance(2), "^slots must be a Slots, an index tensor or None, got int", TypeError),
-    (lambda pool: pool.advance(torch.tensor([0.5])), "^slots must be int32 or int64", TypeError),
 ]
 LEFT, TWO_LEFT = mamba3_pools.left_by_a_prefill(1), mamba3_pools.left_by_a_prefill(2)
 LEFT_BEHIND = [  # k, v and angle of one slot, of any strides
@@ -154,10 +141,6 @@ MAMBA3_CALLS: Calls = [
     (lambda pool: pool.write_kv(2, 0, **LEFT), "^layer must be from 0 to 1, got 2", IndexError),
     (lambda pool: pool.write_kv(True, 0, **LEFT), "^layer must be an int, got True", TypeError),
     (lambda pool: pool.write_kv(0, 0, LEFT["k"]), "v", TypeError),
-    (lambda pool: pool.write(0, 0, torch.ones(1, 2, 3, 7)), r"^states must have shape \(slots=1, "),
-    (lambda pool: pool.copy(0, 4), f"^dst {NOT_HELD} 4 is free"),
-    (lambda pool: pool.reset([1, 4]), f"^slots {NOT_HELD} 4 is free"),
-    (lambda pool: pool.acquire(2), "^acquire needs 2 free slots, but only 1 of 6 are free", RuntimeError),
     (lambda pool: pool.window(0), "^this pool has no windows"),
 ]
 CHANNELS = torch.ones(2, 5, 3, dtype=torch.bfloat16)
@@ -166,7 +149,6 @@ WINDOW_CALLS: Calls = [
     *of_slots("slots", lambda pool, slots: pool.write_window(1, slots, CHANNELS[:1])),
     (lambda pool: pool.write_window(1, [0, 1], CHANNELS.half()), "^windows must be bfloat16, got float16", TypeError),
     (lambda pool: pool.write_window(1, [0, 1], CHANNELS[:1]), SHAPED),
-    (lambda pool: pool.write_window(1, [0, 1], CHANNELS[:, :2]), SHAPED),
     (lambda pool: pool.write_window(1, [0, 1], CHANNELS.repeat(1, 1, 3)), "^windows must have 3 entries or fewer"),
     (lambda pool: pool.write_window(2, [0, 1], CHANNELS), "^layer must be from 0 to 1, got 2", IndexError),
 ]
@@ -228,10 +210,8 @@ def test_what_a_pool_has_no_place_for_is_refused(pool: StatePool[Any], message: 
 KIND = "must be float32 or bfloat16 or float16, got"
 OF_ANY: list[tuple[Arguments, ...]] = [
     ({"slots": 0}, "^slots must be from 1 to"),
-    ({"layers": 2.0}, "^layers must be an int, got 2.0", TypeError),
     ({"rows": -1}, "^rows must be from 1 to"),
     ({"dtype": torch.float64}, "^dtype must be float32 or .* got float64", TypeError),
-    ({"dtype": "float16"}, "^dtype must be float32 or .* got 'float16'", TypeError),
     ({"dtype": torch.float32, "rounding": "stochastic"}, "^rounding='stochastic' is not for float32"),
     ({"rounding": "up"}, "^rounding must be one of"),
     ({"dtype": torch.float16, "rounding": "stochastic_hw"}, "^rounding='stochastic_hw' needs an NVIDIA GPU"),
@@ -243,31 +223,24 @@ OF_ANY: list[tuple[Arguments, ...]] = [
 ]
 OF_MAMBA3: list[tuple[Any, ...]] = [
     ({"rank": 0}, "^rank must be from 1 to"),
-    ({"rank": 1.0}, "^rank must be an int, got 1.0", TypeError),
     ({"angles": 5}, "^angles must be from 0 to 4, got 5"),
-    ({"angles": -1}, "^angles must be from 0 to 4, got -1"),
-    ({"angles": None}, "^angles must be an int, got None", TypeError),
     ({"cols": 7, "angles": 4}, "^angles must be from 0 to 3, got 4"),
     ({"kv_dtype": torch.int8}, f"^kv_dtype {KIND} int8", TypeError),
-    ({"kv_dtype": torch.float64}, f"^kv_dtype {KIND} float64", TypeError),
-    ({"kv_dtype": "float16"}, f"^kv_dtype {KIND} 'float16'", TypeError),
 ]
 OF_WINDOWS: list[tuple[Any, ...]] = [
     ({"conv_channels": -1}, "^conv_channels must be from 0 to"),
-    ({"conv_width": 1}, "^conv_width must be from 2 to 8, got 1"),
     ({"conv_width": 9}, "^conv_width must be from 2 to 8, got 9"),
     ({"drafts": -1}, "^drafts must be from 0 to"),
     ({"drafts": 2, "conv_channels": 0}, "^drafts are for windows: conv_channels must be given too"),
     ({"conv_dtype": torch.int8}, f"^conv_dtype {KIND} int8", TypeError),
-    ({"conv_dtype": "float16"}, f"^conv_dtype {KIND} 'float16'", TypeError),
 ]
 OF_RINGS: list[tuple[Any, ...]] = [
     *[({"window": w}, f"^window must be from 0 to 64, got {w}$") for w in (-1, 65)],
-    *[({"window": w}, "^window must be an int, got ", TypeError) for w in (True, False, None, 1.5, 0.0, "4")],
+    *[({"window": w}, "^window must be an int, got ", TypeError) for w in (True, None, 0.0)],
     *[({"tokens": n}, f"^tokens must be from 1 to 4, got {n}") for n in (0, 5)],
-    *[({"tokens": n}, "^tokens must be an int, got ", TypeError) for n in (True, None, 2.0)],
+    *[({"tokens": n}, "^tokens must be an int, got ", TypeError) for n in (None, 2.0)],
     ({"window": 0}, "^tokens are for rings: window must be given too, got tokens=3"),
-    *[({"ring_dtype": kind}, f"^ring_dtype {KIND} ", TypeError) for kind in (torch.int8, torch.float64, "float16")],
+    *[({"ring_dtype": kind}, f"^ring_dtype {KIND} ", TypeError) for kind in (torch.int8, "float16")],
     ({"device": "meta"}, "^state is on meta"),
 ]
 OF_MAMBA2_RINGS, OF_DELTA_RINGS = (
@@ -279,8 +252,8 @@ OF_MAMBA2_RINGS, OF_DELTA_RINGS = (
     for name in ("groups", "key_heads")
 )
 OF_DELTA_RINGS += [
-    *[({"u_dtype": kind}, f"^u_dtype {KIND} ", TypeError) for kind in (torch.int8, torch.float64, "float16")],
-    *[({"per_channel": value}, "^per_channel must be True or False, got", TypeError) for value in (1, 0, "KDA")],
+    *[({"u_dtype": kind}, f"^u_dtype {KIND} ", TypeError) for kind in (torch.int8, "float16")],
+    *[({"per_channel": value}, "^per_channel must be True or False, got", TypeError) for value in (0, "KDA")],
 ]
 WITHOUT_WINDOW: list[tuple[Any, ...]] = [
     ({name: value}, f"^{name} is for rings: window must be given too, got {name}={value}$")
@@ -304,26 +277,12 @@ MAKERS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("make", "options", "message", "error"),
-    [
-        pytest.param(make, options, message, *(error or [ValueError]), id=f"{kind}: {options}")
-        for kind, (make, refusals) in MAKERS.items()
-        for options, message, *error in refusals
-    ],
-)
-def test_pools_that_cannot_be_are_not_allocated(
-    make: Callable[..., Any], options: Arguments, message: str, error: type[Exception]
-) -> None:
-    with pytest.raises(error, match=message):
-        make(**options)
-
-
-def test_a_pool_without_windows_says_so() -> None:
-    pool = pools.make_pool()
-    assert not pool.has_windows
-    with pytest.raises(ValueError, match=r"^this pool has no windows"):
-        pool.window(0)
+@pytest.mark.parametrize("kind", MAKERS)
+def test_pools_that_cannot_be_are_not_allocated(kind: str) -> None:
+    make, refusals = MAKERS[kind]
+    for options, message, *error in refusals:
+        with pytest.raises(error[0] if error else ValueError, match=message):
+            make(**options)
 
 
 # Layers that cannot be wrapped
@@ -332,7 +291,6 @@ PAGES, SEED = torch.zeros(4, 70), torch.zeros(16, dtype=torch.int64)
 HALF, WHOLE = torch.zeros(4, 2, 3, 5, dtype=torch.float16), torch.zeros(4, 2, 3, 5)
 BYTES, SCALES = torch.zeros(2, 4, 2, 3, 5, dtype=torch.int8), torch.ones(4, 2, 3)
 KEYS, TURNS = torch.zeros(4, 1, 2, 8), torch.zeros(4, 2, 3)
-META_LAYER = Mamba3State(*(torch.zeros(1, *shape, device="meta") for shape in ((2, 3, 8), (1, 2, 8), (2, 3))))
 
 
 def page(start: int, *shape: int) -> Tensor:
@@ -360,33 +318,27 @@ APART, WITHIN = (
 WRAPPED: Calls = [
     (wrap(), "^states must have one State per layer, got none"),
     (lambda: StatePool.wrap(State(WHOLE)), "^states must be a sequence of States, got State", TypeError),
-    (lambda: StatePool.wrap(alone()), "^states must be a sequence of States, got Mamba3State", TypeError),
     (wrap(State(WHOLE), HALF), r"^states\[1\] must be a State, got Tensor", TypeError),
     (wrap(alone(), KEYS), r"^states\[1\] must be a State, got Tensor; .* has a Mamba3State", TypeError),
     (wrap(State(WHOLE), State(HALF[:3])), r"^states\[1\].data must have shape \(slots=4, "),
-    (wrap(State(WHOLE), State(HALF[None])), r"^states\[1\].data must have shape \(slots=4, "),
     (wrap(alone(), SLOTS_3), r"^states\[1\].data must have shape \(slots=4, "),
-    (wrap(SLOTS_3, alone()), r"^states\[1\].data must have shape \(slots=3, "),
     (wrap(State(WHOLE), State(WHOLE)), APART.format(1)),
     (wrap(State(BYTES[0], SCALES), State(BYTES[1], SCALES)), APART.format(1)),
     (wrap(State(page(0, 2, 3, 5)), State(page(29, 2, 3, 5))), APART.format(1)),
     (wrap(State(page(30, 2, 3, 5)), State(page(1, 2, 3, 5))), APART.format(1)),
     (wrap(alone(k=KEYS), alone(k=KEYS)), APART.format(1)),
-    (wrap(alone(v=TURNS), State(torch.ones(4, 1, 1, 1)), alone(v=TURNS)), APART.format(2)),
     (wrap(alone(angle=TURNS), alone(v=TURNS)), APART.format(1)),
     (wrap(alone(k=page(0, 1, 2, 8)), State(page(15, 1, 7, 7))), APART.format(1)),
     (wrap(alone(v=TURNS, angle=TURNS)), rf"^states\[0\] {WITHIN} v and angle overlap"),
     (wrap(alone(), alone(ssm=page(0, 2, 3, 8), k=page(47, 1, 2, 8))), rf"^states\[1\] {WITHIN} data and k overlap"),
     (wrap(alone(**BESIDE_SEED)), "^states must not share the memory of their seed"),
     (wrap(State(WHOLE.to("meta"))), "^state is on meta"),
-    (wrap(META_LAYER), "^state is on meta"),
     (wrap(*(State(data, seed=SEED[:4].clone()) for data in (HALF, WHOLE))), "^states must share one seed tensor"),
     (wrap(State(WHOLE), null=0.5), "^null must be an int", TypeError),
     (wrap(State(WHOLE), seed=1 << 64), "^seed must be from"),
     (wrap(STATE, drafts=1), "^drafts are for windows, which must be given too, got drafts=1"),
     (wrap(STATE, windows=[WINDOW], drafts=3), r"^windows\[0\] must have more than 3 entries, which drafts take, got 3"),
     (wrap(STATE, windows=[WINDOW, WINDOW]), f"{ONE_EACH}, 1, got 2"),
-    (wrap(STATE, windows=WINDOW), ONE_EACH),
     (wrap(STATE, windows=[WINDOW[:2]]), r"^windows\[0\] must have shape \(slots=4, channels, length\)"),
     (wrap(STATE, windows=[WINDOW.int()]), rf"^windows\[0\] {KIND} int32", TypeError),
     (wrap(STATE, windows=[WINDOW.to("meta")]), r"^windows\[0\] is on meta"),
@@ -398,10 +350,10 @@ WRAPPED: Calls = [
 ]
 
 
-@pytest.mark.parametrize(("call", "message", "error"), [c if len(c) == 3 else (*c, ValueError) for c in WRAPPED])
-def test_layers_that_do_not_go_together_are_not_wrapped(call: Call, message: str, error: type[Exception]) -> None:
-    with pytest.raises(error, match=message):
-        call()
+def test_layers_that_do_not_go_together_are_not_wrapped() -> None:
+    for call, message, *error in WRAPPED:
+        with pytest.raises(error[0] if error else ValueError, match=message):
+            call()
 
 
 def test_layers_may_take_turns_in_a_page_or_follow_one_another() -> None:
@@ -447,10 +399,8 @@ def of_rings(kind: type[AnyRing]) -> list[Refusal]:
     all_longer = {name: change for part in kind.written for name, change in longer(part, 2).items()}
     return [
         ("one ring", only("rings", lambda r: r[:1]), f"{PER_LAYER} 1"),
-        ("no rings", given(rings=[]), f"{PER_LAYER} 0"),
         ("a ring", only("rings", lambda r: r[0]), f"{PER_LAYER} {kind.__name__}"),
         ("a tensor", only("rings", lambda r: [r[0], r[0].start]), rf"^rings\[1\] {KNOWN} Tensor", TypeError),
-        ("None", only("rings", lambda r: [None, r[1]]), rf"^rings\[0\] {KNOWN} NoneType", TypeError),
         ("of Mamba-3", given(states=MAMBA3), ON_A_STATE, TypeError),
         ("another start", second(start=lambda r: r.start.clone()), "^rings must share start and count"),
         ("another count", second(count=lambda r: r.count.clone()), "^rings must share start and count"),
@@ -469,16 +419,9 @@ def of_rings(kind: type[AnyRing]) -> list[Refusal]:
 RULES: dict[str, type[AnyRing]] = {"mamba2": Ring, "gated_delta": DeltaRing}
 
 
-@table(
-    (f"{kind.__name__}: {name}", (rule, change), *rest)
-    for rule, kind in RULES.items()
-    for name, change, *rest in of_rings(kind)
-)
-def test_rings_that_do_not_fit_are_not_wrapped(
-    change: tuple[str, Change], message: str, error: type[Exception]
-) -> None:
-    rule, changed = change
-    refuses_change(StatePool.wrap, ring_arguments(rule), changed, message, error)
+@pytest.mark.parametrize("rule", RULES)
+def test_rings_that_do_not_fit_are_not_wrapped(rule: str) -> None:
+    refuses_all(StatePool.wrap, ring_arguments(rule), of_rings(RULES[rule]))
 
 
 def test_a_second_layer_of_another_rule_must_share_cursors_and_a_length() -> None:
