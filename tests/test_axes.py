@@ -120,6 +120,12 @@ def test_a_tensor_that_has_not_the_axes_that_are_declared_is_refused(words: str,
             assert torch.equal(check(few[(..., *(None for _ in more))].expand_as(right)), few)
 
 
+def test_values_that_are_expanded_along_one_axis_alone_are_refused() -> None:
+    values = torch.randn(5, 4).T[:, None].expand(4, 6, 5)  # heads are side by side, as where one value is for each
+    with pytest.raises(ValueError, match=r"^A must be contiguous, or expanded from contiguous values per head, got"):
+        Axes.parse("| heads [rows cols]").check("A", values, TOKENS["one token"], SIZES, CPU)
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_argument_whose_tokens_others_have_is_refused_in_every_form(packed: bool) -> None:
     one, several, flat = (rf"\({lead}, heads=4, rows=6\)" for lead in ("batch", "batch, T", "tokens"))
