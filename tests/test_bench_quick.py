@@ -208,22 +208,19 @@ def test_the_command_writes_one_file_that_can_be_shown_and_drawn_elsewhere(
     assert "batch 1: wrong: its output is 7 times" in output_of(capsys)
 
 
-@pytest.mark.parametrize(
-    ("options", "complaint"),
-    [
+def test_a_bad_option_is_refused_before_measuring(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quick, "measured", None)
+    for options, complaint in (
         (["--quick", "--batches", "1"], "--quick goes without --batches"),
         (["--quick", "--json", "no/such/folder/a.json"], "to write a.json to"),
         (["--seconds", "3"], "--seconds goes with --quick only"),
         (["--from-json", "a.json", "mamba2"], "--from-json goes without op"),
         (["--from-json", __file__], "is not a file that flashstate bench --quick wrote"),
-    ],
-)
-def test_a_bad_option_is_refused_before_measuring(
-    options: Sequence[str], complaint: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(quick, "measured", None)
-    assert main(["bench", *options]) == 2
-    assert complaint in " ".join(capsys.readouterr().err.split())
+    ):
+        assert main(["bench", *options]) == 2
+        assert complaint in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.gpu
