@@ -258,7 +258,8 @@ def refuses(call: Callable[[], Any], error: type[Exception], message: str, touch
 
 def refuses_all(step: Callable[..., Any], arguments: Arguments, refusals: Iterable[Refusal]) -> None:
     """A call with changed arguments raises what each refusal says, and no tensor of it or of the right one changes.
-    Unchanged, it goes through."""
+    Unchanged it goes through first, which must not let through what is like it."""
+    step(**arguments)
     for what, change, message, *errors in refusals:
         wrong = {**arguments, **change(arguments)}
         touched = {**arguments, **{f"wrong {name}": value for name, value in wrong.items()}}
@@ -266,7 +267,6 @@ def refuses_all(step: Callable[..., Any], arguments: Arguments, refusals: Iterab
             refuses(lambda wrong=wrong: step(**wrong), (errors or [ValueError])[0], message, touched)
         except (Exception, pytest.fail.Exception) as failure:
             raise AssertionError(f"{what}: {failure}") from failure
-    step(**arguments)
 
 
 # What is right

@@ -14,6 +14,7 @@ import torch
 from benching import CPU, NEEDS_INTERPRETER, TINY, TWO_MICROSECONDS, Clock, measure_in_the_interpreter, tiny_job
 from printed import output_of
 
+from flashstate.basics import BENCH_SECONDS
 from flashstate.bench import measure, quick, timing
 from flashstate.bench.binding import IN_PLACE
 from flashstate.bench.jobs import Way
@@ -192,7 +193,7 @@ def test_the_command_writes_one_file_that_can_be_shown_and_drawn_elsewhere(
     shown = output_of(capsys)
     path = tmp_path / "flashstate-cpu.json"
     found = read_quick(path)
-    assert (found.complete, found.limit, found.where["commit"]) == (True, quick.SECONDS, "abc")
+    assert (found.complete, found.limit, found.where["commit"]) == (True, BENCH_SECONDS, "abc")
     assert {"flashstate", "torch", "triton", "device", "date"} <= found.where.keys()
     assert [row.implementation for row in found.rows] == ["reference, CPU"] * 3
     assert "wrote flashstate-cpu.json" in shown
