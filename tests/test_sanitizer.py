@@ -1,24 +1,17 @@
-"""compute-sanitizer finds nothing in kernels whose programs share what they overwrite."""
-
-import os
-import shutil
-import subprocess
-import sys
-from pathlib import Path
+"""Calls that compute-sanitizer watches start every kernel."""
 
 import pytest
+import torch
+from compiling import machine_with
 
-SANITIZER = shutil.which("compute-sanitizer", path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/cuda/bin"]))
-TESTS = Path(__file__).parent
+from flashstate.launch.environment import pretending
+from tools.sanitize import every_kernel, launches_of, watched
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(SANITIZER is None, reason="needs compute-sanitizer, which comes with CUDA")
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
-def test_mamba3_step_is_clean(tool: str) -> None:
-    assert SANITIZER is not None
-    command = [SANITIZER, "--tool", tool, "--error-exitcode", "9", sys.executable, str(TESTS / "sanitized_mamba3.py")]
-    path = os.pathsep.join([str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    assert "0 errors" in done.stdout or "0 hazards" in done.stdout, done.stdout[-4000:]
+@pytest.mark.compiled
+def test_watched_calls_start_every_kernel_and_those_that_sum_over_warps_with_several() -> None:
+    with pretending(machine_with(90)):
+        launches = launches_of(watched(), torch.device("cpu"))
+    assert {launch.kernel.__name__ for launch in launches} == every_kernel()
+    shared = {launch.kernel.__name__ for launch in launches if launch.num_warps > 1}
+    assert shared >= {f"{name}_kernel" for name in ("mamba2_replay", "mamba2_step", "mamba3_step", "rms_norm")}
