@@ -13,6 +13,7 @@ from rich.console import Console
 
 from flashstate.basics import BENCH_SECONDS, TUNE_SECONDS, check_device_name, check_format, listed
 from flashstate.bench.jobs import Grid, Stored
+from flashstate.bench.limit import TimeLimit
 from flashstate.bench.ops import OPS
 from flashstate.bench.peers import MeasurementError, choose_peers
 from flashstate.bench.quick import run_quick, show_quick_file
@@ -28,7 +29,7 @@ from flashstate.plan import show_plan
 from flashstate.tune import run_tune, run_tune_quick
 
 DEFAULT_OP = "mamba2"
-CPU_BATCHES = (1, 4, 16)
+CPU_BATCHES, CPU_SECONDS = (1, 4), 30  # of `bench` where nobody says which batches: it ends within a minute
 
 
 def run(options: argparse.Namespace) -> int:
@@ -90,12 +91,13 @@ def _bench_op(options: argparse.Namespace) -> None:
     peers = choose_peers(op.peers, options.peers)
     if options.host:
         return run_host(op, peers, device)
-    if device.type == "cpu":
-        options.batches = options.batches or CPU_BATCHES
+    limit = None
+    if device.type == "cpu" and options.batches is None:
+        options.batches, limit = CPU_BATCHES, TimeLimit(CPU_SECONDS)
     if options.ways is not None:
         jobs = op.jobs(_changed(options, op.grids))
         return run_ways(op, jobs, options.ways, peers, device, options.csv, options.commit)
-    return run_bench(op, op.jobs(_changed(options, op.grids)), peers, device, files, options.commit)
+    return run_bench(op, op.jobs(_changed(options, op.grids)), peers, device, files, options.commit, limit)
 
 
 def require_only(options: argparse.Namespace, flag: str, allowed: Sequence[str]) -> None:

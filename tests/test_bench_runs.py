@@ -11,11 +11,12 @@ import torch
 from benching import CPU, NEEDS_INTERPRETER, STAND_INS, TINY, measure_in_the_interpreter, pretend_all, tiny_job
 from printed import output_of
 
-from flashstate import Slots
+from flashstate import Slots, commands
 from flashstate.bench import measure, run, timing
 from flashstate.bench.binding import IN_PLACE, Step, Storing
 from flashstate.bench.gated_delta import LAYERS, in_split_pool
 from flashstate.bench.jobs import Job, Stored, benched
+from flashstate.bench.limit import TimeLimit
 from flashstate.bench.mamba2_replay import LIVE, LIVE_BY_ONE
 from flashstate.bench.measure import Report, measure_on_gpu
 from flashstate.bench.ops import OPS
@@ -199,6 +200,23 @@ def test_bench_on_a_cpu_measures_the_reference_and_says_so(
     assert image.read_bytes().startswith(b"\x89PNG")
     write_csv(tmp_path / "again.csv", rows, provenance)
     assert (tmp_path / "again.csv").read_bytes() == csv_file.read_bytes()
+
+
+def test_bench_on_a_cpu_says_rows_as_they_come_and_ends_when_its_time_is_over(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ticks = iter((0.0, 1.0, 2.0, 3.0, *[31.0] * 3))
+    monkeypatch.setattr(commands, "TimeLimit", partial(TimeLimit, clock=lambda: next(ticks)))
+    monkeypatch.setattr(commands, "CPU_BATCHES", (2, 1))
+    asked = ["bench", "--device", "cpu", "--formats", "float32", "int8", "--csv", str(tmp_path / "cpu.csv")]
+    assert main([*asked, "--heads", "2", "--rows", "4", "--cols", "16"]) == 0
+    out, said = capsys.readouterr()
+    at = [said.index(f"{name}, reference, CPU: ") for name in ("float32, batch 1", "int8, batch 1", "float32, batch 2")]
+    assert at == sorted(at)
+    assert "int8, batch 2" not in said
+    assert "on a CPU: 3 of 4 measurements in 31 s; --batches measures all of its own" in " ".join(out.split())
+    _, rows = read_csv(tmp_path / "cpu.csv")
+    assert [(row.format, row.batch) for row in rows] == [("float32", 1), ("float32", 2), ("int8", 1)]
 
 
 def test_bench_times_nothing_when_flashstate_is_wrong(

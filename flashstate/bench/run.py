@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 import torch
@@ -14,12 +15,14 @@ from rich.table import Column, Table
 
 from flashstate.bench.host import host_costs, host_line, host_table
 from flashstate.bench.jobs import BenchedOp, Job, check_words
+from flashstate.bench.limit import TimeLimit
 from flashstate.bench.measure import Report, bench
 from flashstate.bench.peers import Peer, load_peers
 from flashstate.bench.plot import draw, require_matplotlib
 from flashstate.bench.results import HOST_COST, PLAIN_SLOTS, Row, provenance_of, read_csv, require_folder, write_csv
 
 SLOTS = "slots"  # the entry of the provenance that says what slots calls have
+LIMIT = "on a CPU"  # the entry that says how much was measured in the time there was
 NO_HOST_COST = "Host cost is what starting a kernel on a GPU costs the host. Without a GPU there is nothing to measure."
 
 
@@ -44,15 +47,40 @@ class Files:
 
 
 def run_bench(
-    op: BenchedOp, jobs: list[Job], peers: Mapping[str, Peer], device: torch.device, files: Files, commit: str | None
+    op: BenchedOp,
+    jobs: list[Job],
+    peers: Mapping[str, Peer],
+    device: torch.device,
+    files: Files,
+    commit: str | None,
+    limit: TimeLimit | None = None,
 ) -> None:
-    """Measure with a progress bar, then print, write and draw. MeasurementError where flashstate is wrong."""
+    """Measure and say on stderr what each job gave, then print, write and draw. MeasurementError where flashstate is
+    wrong. With a limit small batches come first, and jobs that it leaves out are counted."""
     check_words(jobs)
     files.check()
     bindings, skipped = load_peers(peers, device)
     provenance = {**provenance_of(device, commit), SLOTS: PLAIN_SLOTS}
-    tracked = track(jobs, "measuring", console=Console(stderr=True), transient=True)
-    report = bench(op, tracked, bindings, device, lambda report: files.keep(report.rows, provenance))
+    console = Console(stderr=True)
+    told: list[Row] = []
+
+    def keep(report: Report) -> None:
+        for row in report.rows[len(told) :]:
+            console.print(row_line(row), markup=False, highlight=False, soft_wrap=True)
+            told.append(row)
+        files.keep(report.rows, provenance)
+
+    todo = iter(jobs)
+    if limit is not None:
+        todo = takewhile(lambda job: not limit.over, sorted(jobs, key=lambda job: job.case.batch))
+    tracked = track(todo, "measuring", total=len(jobs), console=console, transient=True)
+    report = bench(op, tracked, bindings, device, keep)
+    labels = list(dict.fromkeys(row.label for row in report.rows))
+    report.rows.sort(key=lambda row: labels.index(row.label))
+    if limit is not None:
+        provenance[LIMIT] = (
+            f"{len(report.rows)} of {len(jobs)} measurements in {limit.used:.0f} s; --batches measures all of its own"
+        )
     report.skipped.update(skipped)
     if bindings:
         provenance["peers"] = ", ".join(f"{name} {peers[name].version}" for name in bindings)
@@ -84,7 +112,7 @@ def show(report: Report, provenance: Mapping[str, str], files: Files) -> None:
     """Print what was measured, write it and draw it."""
     console = Console()
     console.print(results_table(report.rows, provenance.get("device", "an unknown device")))
-    for name in (SLOTS, HOST_COST):
+    for name in (SLOTS, HOST_COST, LIMIT):
         if name in provenance:
             console.print(f"{name}: {provenance[name]}", markup=False, highlight=False)
     show_skipped(console, report)
@@ -98,6 +126,11 @@ def show_skipped(console: Console, report: Report) -> None:
     for name, reasons in report.skipped.items():
         for reason in sorted(reasons):
             console.print(f"skipped {name}: {reason}", markup=False, highlight=False)
+
+
+def row_line(row: Row) -> str:
+    """Return a measurement as a line of text."""
+    return f"{row.label}, batch {row.batch}, {row.implementation}: {row.microseconds:,.2f} µs"
 
 
 def results_table(rows: Sequence[Row], device: str) -> Table:
