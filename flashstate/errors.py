@@ -39,6 +39,12 @@ def describe_shape(axes: tuple[str, ...], sizes: tuple[int | None, ...]) -> str:
     return f"({', '.join(named)})"
 
 
+def no_tensor(value: Any) -> str:
+    """Name the type of something that is no tensor, and how to make one of it."""
+    convertible = isinstance(value, (list, tuple)) or hasattr(value, "__array__")
+    return type(value).__name__ + (": torch.tensor(...) makes a tensor of it" if convertible else "")
+
+
 def check_dtype(name: str, dtype: Any, allowed: Sequence[torch.dtype] = ACTIVATION_DTYPES) -> None:
     if dtype not in allowed:
         got = dtype_name(dtype) if isinstance(dtype, torch.dtype) else repr(dtype)
@@ -58,7 +64,7 @@ def check_tensor(
     """Raise unless `tensor` has these axes (a size of None is free), one of these dtypes, and lives on `device`.
     `also`: axes and sizes that the caller allows besides; the message has both."""
     if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+        raise TypeError(f"{name} must be a tensor, got {no_tensor(tensor)}")
     if tensor.layout is not torch.strided:
         raise TypeError(f"{name} must be a dense tensor, got {tensor.layout}")
     check_dtype(name, tensor.dtype, dtypes)

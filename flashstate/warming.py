@@ -26,6 +26,7 @@ from flashstate.ops.mamba2_fold import mamba2_fold
 from flashstate.ops.mamba2_replay import MAMBA2_REPLAY
 from flashstate.ops.mamba3 import MAMBA3_STEP
 from flashstate.ops.moving import copied_at_once
+from flashstate.ops.numbers import as_numbers
 from flashstate.pool.layers import ssm_of
 from flashstate.pool.pool import StatePool
 from flashstate.state.mamba3 import Mamba3State, Rotary
@@ -42,10 +43,10 @@ REPLAYS: dict[type, tuple[Op, Callable[..., None], tuple[str, ...]]] = {  # by r
 
 def warmup(
     pool: StatePool[Any],
-    batches: Sequence[int],
+    batches: int | Sequence[int],
     *,
     op: str = "mamba2",
-    tokens: Sequence[int] = (1,),
+    tokens: int | Sequence[int] = 1,
     groups: int = 1,
     activations: torch.dtype = torch.bfloat16,
     parameters: torch.dtype = torch.float32,
@@ -77,7 +78,7 @@ def warmup(
     steps, those of `mamba2_replay` or `gated_delta_replay` with a plan, as the ring of each layer is, of `commit`, of
     `mamba2_fold` or `gated_delta_fold` in place, and of `folded`.
 
-    batches, tokens: every size of a batch, and every number of tokens per row.
+    batches, tokens: every size of a batch, and every number of tokens per row; one number or several.
     op: "mamba2", "gated_delta" or "mamba3"; it steps the layers that it is for. Rings say it themselves, and groups,
         key_heads and per_channel too.
     activations: the dtype of everything that tokens bring: x, z, B, C and dt, or q, k, v, a and b; of "mamba3" x, z, B,
@@ -108,6 +109,7 @@ def warmup(
     """
     stepping = [one for one in OPS.values() if (one.takes_state or one is MAMBA3_STEP) and "ring" not in one.hints]
     check_choice("op", op, [one.name.removesuffix("_step") for one in stepping])
+    batches, tokens = as_numbers("batches", batches), as_numbers("tokens", tokens)
     for name, numbers in (("batches", batches), ("tokens", tokens)):
         for number in numbers:
             check_int(name, number, 1, MOST_TOKENS)

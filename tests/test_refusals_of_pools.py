@@ -8,6 +8,7 @@ from operator import attrgetter
 from typing import Any
 
 import mamba3_pools
+import numpy as np
 import pools
 import pytest
 import ring_pools
@@ -118,8 +119,20 @@ CALLS: Calls = [
         (lambda pool, change=change: pool.load(1, {**pool.export(0), **change(pool.export(0))}), *rest)
         for change, *rest in OTHER_BYTES
     ),
-    (lambda pool: pool.write(0, 0, ONE.tolist()), "^states must be a tensor, got list", TypeError),
-    (lambda pool: pool.advance(2), "^slots must be a Slots, an index tensor or None, got int", TypeError),
+    (lambda pool: pool.write(0, 0, ONE.tolist()), "^states must be a tensor, got list: torch.tensor", TypeError),
+    (
+        lambda pool: StatePool.mamba2(slots=1, layers=1, heads=1, rows=1, cols=1, device="mps"),
+        "^state is on mps; .* runs on cuda and cpu",
+    ),
+    (lambda pool: pool.advance(4), "^slots must be held, but slot 4 is free"),
+    (lambda pool: pool.advance([1, 1]), f"^slots {TWICE}"),
+    (
+        lambda pool: pool.advance("0"),
+        "^slots must be an int, a sequence of ints or an integer tensor, got str",
+        TypeError,
+    ),
+    (lambda pool: pool.read(0, np.arange(2)), r"got ndarray: torch.tensor\(...\) makes a tensor of it", TypeError),
+    (lambda pool: pool.layer(0).advance([1]), r"None, got list: torch.tensor\(...\) makes a tensor of it", TypeError),
 ]
 LEFT, TWO_LEFT = mamba3_pools.left_by_a_prefill(1), mamba3_pools.left_by_a_prefill(2)
 LEFT_BEHIND = [  # k, v and angle of one slot, of any strides

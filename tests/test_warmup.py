@@ -406,7 +406,8 @@ def test_a_cpu_has_no_kernels_to_compile() -> None:
     [
         ((0,), {}, ValueError, "batches must be from 1"),
         ((1.5,), {}, TypeError, "batches must be an int"),
-        ((1,), {"tokens": (0,)}, ValueError, "tokens must be from 1"),
+        ({4}, {}, TypeError, "batches must be an int, a sequence of ints or an integer tensor, got set"),
+        (1, {"tokens": 0}, ValueError, "tokens must be from 1"),
         ((1,), {"op": "mamba4"}, ValueError, "op must be one of gated_delta, mamba2, mamba3, got 'mamba4'"),
         ((1,), {"op": "mamba3"}, ValueError, "op='mamba3' is not for any layer of this pool"),
     ],

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from flashstate.errors import INDEX_DTYPES, check_int, check_tensor
+from flashstate.errors import INDEX_DTYPES, check_int, check_tensor, no_tensor
 from flashstate.ops.debug import debugging, refuse_capture
 from flashstate.state.slots import SlotNumbers
 
@@ -39,7 +39,7 @@ def as_numbers(name: str, numbers: SlotNumbers) -> list[int]:
         return list(numbers)
     if isinstance(numbers, int):
         return [numbers]
-    raise TypeError(f"{name} must be an int, a sequence of ints or an integer tensor, got {type(numbers).__name__}")
+    raise TypeError(f"{name} must be an int, a sequence of ints or an integer tensor, got {no_tensor(numbers)}")
 
 
 def uploaded(numbers: list[int] | Tensor, device: torch.device, dtype: torch.dtype = torch.int32) -> Tensor:

@@ -43,8 +43,8 @@ class Allocator:
         check_int("stream", stream, 0, (1 << 32) - self.layers)
         check_dtype("dtype", dtype, tuple(FORMATS))
         heads, rows, cols = sizes.values()
+        uses_kernels(torch.get_default_device() if self.device is None else torch.device(self.device))  # or refuses it
         data = self(heads, rows, cols, dtype=dtype)
-        uses_kernels(data.device)  # refuses devices that no op runs on
         scale = self(heads, rows, dtype=torch.float32, clean=1) if FORMATS[dtype].scaled else [None] * self.layers
         seed = None if rounding == "nearest" else torch.zeros(self.slots, dtype=torch.int64, device=self.device)
         return [

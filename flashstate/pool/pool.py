@@ -286,14 +286,14 @@ class StatePool(Generic[LayerT]):
             raise ValueError("this pool has no rings: it was made without a window")
         return self._rings[i]
 
-    def plan(self, slots: Slots | Tensor | None = None, tokens: int | None = None) -> Plan:
+    def plan(self, slots: Slots | SlotNumbers | None = None, tokens: int | None = None) -> Plan:
         """Which rows of a batch fold their rings in this step of the model: for replay in all layers, and then for
         `commit`.
 
         slots: where the rows live; None: row b is slot b. With cu_seqlens, and then max_len, tokens are packed.
         tokens: per row and call; of packed tokens left out.
         """
-        return plan_of(self.ring(0), slots, tokens, self._generation)
+        return plan_of(self.ring(0), self._where(slots), tokens, self._generation)
 
     def commit(self, plan: Plan, accepted: Tensor | None = None) -> None:
         """Keep the first `accepted` tokens, (batch,), of every row of the step that was planned, in all layers; None:
@@ -301,10 +301,10 @@ class StatePool(Generic[LayerT]):
         `reset`, `copy`, `load` or `write` gave other contents since the plan are left alone."""
         self.ring(0).commit(plan, accepted)
 
-    def folded(self, slots: Slots | Tensor | None = None, tokens: Tensor | int | None = None) -> None:
+    def folded(self, slots: Slots | SlotNumbers | None = None, tokens: Tensor | int | None = None) -> None:
         """Drop the live tokens that `mamba2_fold` or `gated_delta_fold` folded in place in all layers; slots and tokens
         as these had them."""
-        self.ring(0).folded(slots, tokens)
+        self.ring(0).folded(self._where(slots), tokens)
 
     def acquire(self, n: int = 1, seed: Seeds = None, dtype: torch.dtype = torch.int32) -> Tensor:
         """n free slots, which are held from now on: (n,) on the pool's device, their states zero.
@@ -433,14 +433,14 @@ class StatePool(Generic[LayerT]):
             states, windows, self.drafts, rings, null=self.null, seed=None, kind=self._kind, holding=holding
         )
 
-    def advance(self, slots: Slots | Tensor | None = None) -> None:
+    def advance(self, slots: Slots | SlotNumbers | None = None) -> None:
         """Move the seeds of the read slots on (None: of all slots), so that the next step draws new random bits.
 
         Call it once per model step, after all layers: it is one small launch, and a CUDA graph captures it. `slots` is
         what the ops got: of a row with n slots to read all n move on, so that a request whose slots got equal seeds is
         reproducible from that seed. Without seeds it does nothing.
         """
-        where = as_slots(slots)
+        where = as_slots(self._where(slots))
         if self._seed is not None:
             advance_seeds(self._seed, where)
 
@@ -449,6 +449,12 @@ class StatePool(Generic[LayerT]):
         if self._generation is not None:
             settle(self._rings[0].count, index)
             renew(self._generation, index, self.null, sources)
+
+    def _where(self, slots: Slots | SlotNumbers | None) -> Slots | Tensor | None:
+        """Slots as ops take them; numbers of the host must be held, each once."""
+        if slots is None or isinstance(slots, (Slots, Tensor)):
+            return slots
+        return self._holding.on_device("slots", slots, unique=True)
 
     def _clear(self, index: Tensor, seed: Seeds, on_host: bool) -> None:
         """Clear slots and give them seeds, if the pool has some."""

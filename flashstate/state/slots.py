@@ -19,6 +19,7 @@ from flashstate.errors import (
     check_list,
     check_row_contiguous,
     check_tensor,
+    no_tensor,
 )
 from flashstate.state.signature import Describes, describe, signature_of, unless_known
 
@@ -165,4 +166,4 @@ def as_slots(slots: Slots | Tensor | None) -> Slots | None:
     if isinstance(slots, Tensor):
         check_tensor("slots", slots, ("batch",), (None,), dtypes=INDEX_DTYPES)
         return Slots(slots)
-    raise TypeError(f"slots must be a Slots, an index tensor or None, got {type(slots).__name__}")
+    raise TypeError(f"slots must be a Slots, an index tensor or None, got {no_tensor(slots)}")

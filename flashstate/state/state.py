@@ -10,7 +10,16 @@ import torch
 from torch import Tensor
 
 from flashstate.basics import ROUNDINGS
-from flashstate.errors import bytes_text, check_choice, check_int, check_tensor, counted, dtype_name, too_short
+from flashstate.errors import (
+    bytes_text,
+    check_choice,
+    check_int,
+    check_tensor,
+    counted,
+    dtype_name,
+    no_tensor,
+    too_short,
+)
 from flashstate.state import actions
 from flashstate.state.formats import FORMATS, Format, label_of
 from flashstate.state.rounding import SEED_OF_A_SLOT, SEED_STEP
@@ -169,7 +178,7 @@ def as_state(state: State | Tensor, name: str = "state") -> State:
     if isinstance(state, Tensor):
         _check_bare(name, state, POOL_AXES)
         return State(state)
-    raise TypeError(f"{name} must be a State or a tensor, got {type(state).__name__}")
+    raise TypeError(f"{name} must be a State or a tensor, got {no_tensor(state)}")
 
 
 def as_snapshots(snapshots: State | Tensor, state: State) -> State:
