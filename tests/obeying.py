@@ -52,7 +52,7 @@ def small_cases(words: str, cases: Cases) -> Iterable[AnyCase]:
 
 
 def cases_on_a_gpu(words: str, cases: Cases) -> Iterable[AnyCase]:
-    return (*cases.real, *cases.quick) if words.startswith(OF_SHAPES) else (*small_cases(words, cases), *cases.real)
+    return cases.real if words.startswith(OF_SHAPES) else (*small_cases(words, cases), *cases.real)
 
 
 PLACES = {
@@ -63,7 +63,7 @@ PLACES = {
         ("", "kernels"), small_cases, ("op", "format"), [("kernel", "tokens", "way"), ("op", "format")]
     ),
     "gpu": Place(
-        ("", "kernels", "cuda"), cases_on_a_gpu, ("kernel", "tokens", "format", "way", "config"),
+        ("", "kernels", "cuda"), cases_on_a_gpu, ("tokens", "format", "way", "config"),
         [("kernel", "tokens", "way"), *product(("kernel", "way", "config"), ("format",)), ("kernel", "config"),
          ("shape",)], (*CONFIGS[:1] * 6, *CONFIGS[1:]),
     ),

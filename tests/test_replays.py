@@ -21,8 +21,8 @@ SMALL = {
     "GDN": DeltaReplayCase(3, 1, 1, 5, 16),
     "KDA": DeltaReplayCase(3, 1, 1, 5, 16, per_channel=True),
 }
-EVERY_FORM = pytest.mark.parametrize("form", FORMS)
 EVERY_RULE = pytest.mark.parametrize("small", SMALL.values(), ids=SMALL)
+EVERY_FORM = pytest.mark.parametrize(("small", "form"), zip(SMALL.values(), FORMS, strict=True), ids=SMALL)
 
 
 # What cases are made of
@@ -58,7 +58,6 @@ def test_parted_calls_are_those_of_two_kernels_and_only_inside(small: AnyReplayC
 
 
 @EVERY_FORM
-@EVERY_RULE
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_programs_of_several_tiles_give_what_those_of_one_give(
     small: AnyReplayCase, form: str, device: torch.device
@@ -82,7 +81,6 @@ def test_programs_of_several_tiles_give_what_those_of_one_give(
 
 
 @EVERY_FORM
-@EVERY_RULE
 def test_one_token_with_an_axis_of_its_own_is_one_without(
     form: str, small: AnyReplayCase, device: torch.device
 ) -> None:
@@ -95,7 +93,6 @@ def test_one_token_with_an_axis_of_its_own_is_one_without(
 
 
 @EVERY_FORM
-@EVERY_RULE
 def test_tokens_past_the_most_that_a_row_may_have_give_zero_and_are_not_replayed(
     form: str, small: AnyReplayCase, device: torch.device
 ) -> None:
@@ -115,7 +112,6 @@ def test_tokens_past_the_most_that_a_row_may_have_give_zero_and_are_not_replayed
 
 
 @EVERY_FORM
-@EVERY_RULE
 def test_rows_without_tokens_do_nothing(form: str, small: AnyReplayCase, device: torch.device) -> None:
     inputs = replace(small, batch=3, tokens=2, window=4, form=form).make_inputs(device)
     before = inputs.fresh()
@@ -127,8 +123,7 @@ def test_rows_without_tokens_do_nothing(form: str, small: AnyReplayCase, device:
 # Folds before a call
 
 
-@pytest.mark.parametrize("name", [fmt.name for fmt in FORMATS.values()])
-@pytest.mark.parametrize("per_channel", [False, True], ids=["GDN", "KDA"])
+@pytest.mark.parametrize(("name", "per_channel"), [(fmt.name, i % 2 == 0) for i, fmt in enumerate(FORMATS.values())])
 def test_a_ring_folded_before_a_call_of_the_delta_rule_gives_all_bits_of_one_that_the_call_folds(
     per_channel: bool, name: str, device: torch.device
 ) -> None:
