@@ -36,8 +36,8 @@ def run_check(device: torch.device, quick: bool) -> int:
 
 
 def cases_on(device: torch.device, quick: bool) -> list[AnyCase]:
-    """The cases of all ops for a device: small and odd ones, if `quick` one per format. On a GPU, where every case is a
-    compilation, the quick ones, and real ones, one per format; `make test-gpu TURNS=1` has them all."""
+    """List the cases of all ops for a device: small and odd ones, if `quick` one per format. On a GPU, where every case
+    is a compilation, list the quick ones, and real ones, one per format."""
     on_gpu, found = device.type == "cuda", list[AnyCase]()
     for cases in CASES.values():
         found += cases.real[: len(PORTABLE_FORMATS)] if on_gpu and not quick else ()
