@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from calls import FORMS
-from implementations import KERNELS, NO_INTERPRETER
+from implementations import NO_INTERPRETER
 from torch import Tensor
 
 import flashstate
@@ -16,7 +15,7 @@ from flashstate.proof import error_ratio
 from flashstate.state.formats import bits_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-CHANNELS = 5
+CHANNELS, STEPS = 5, 12
 
 
 def convolved(inputs: list[Tensor], weight: Tensor, bias: Tensor, dtype: torch.dtype) -> Tensor:
@@ -56,11 +55,7 @@ def make_rows(width: int, batch: int, dtype: torch.dtype, generator: torch.Gener
     return Rows(weight, bias, [list(row.unbind()) for row in before])
 
 
-def in_the_interpreter(device: torch.device) -> bool:
-    return uses_kernels(device) and device.type == "cpu"
-
-
-@pytest.mark.parametrize(("packed", "less"), [(False, 0), (False, 1), (True, 0), (True, 1)])
+@pytest.mark.parametrize(("packed", "less"), [(False, 0), (True, 1)])
 def test_rolling_back_continues_from_the_accepted_history(packed: bool, less: int, device: torch.device) -> None:
     """Every step drafts tokens; a random number of them is kept, from none (with K - 2 entries of history: one) to all.
     The window must hold the kept history and the drafts, bit for bit, and outputs must be of the whole history."""
@@ -75,7 +70,7 @@ def test_rolling_back_continues_from_the_accepted_history(packed: bool, less: in
     window = window.to(device)
     accepted = [less] * batch  # the window starts where the prefill left it
     drafted: list[Tensor] = [torch.empty(0, CHANNELS, dtype=dtype)] * batch
-    for _ in range(8 if in_the_interpreter(device) else 40):
+    for _ in range(STEPS):
         for row in range(batch):
             rows.seen[row] += drafted[row][: accepted[row]].unbind()
         lengths = [chance.randint(1, drafts) for _ in range(batch)] if packed else [drafts] * batch
@@ -99,7 +94,7 @@ def test_rolling_back_continues_from_the_accepted_history(packed: bool, less: in
     rows.check()
 
 
-@pytest.mark.parametrize("length", [2, 3, 7])
+@pytest.mark.parametrize("length", [2, 7])
 def test_a_ring_keeps_token_p_at_entry_p_modulo_its_length(length: int, device: torch.device) -> None:
     """Positions grow by the tokens of each call; token p of a row is at entry p mod length, others stay."""
     generator, chance = torch.Generator().manual_seed(length), random.Random(length)
@@ -109,7 +104,7 @@ def test_a_ring_keeps_token_p_at_entry_p_modulo_its_length(length: int, device: 
     for row in range(batch):
         window[row, :, : width - 1] = torch.stack(rows.seen[row], 1)
     expected, window = window.clone(), window.to(device)
-    for _ in range(8 if in_the_interpreter(device) else 40):
+    for _ in range(STEPS):
         count = chance.randint(1, length + 2)  # sometimes more than the ring holds
         x = torch.randn(batch, count, CHANNELS, generator=generator)
         positions = torch.tensor(position, device=device)
@@ -126,35 +121,6 @@ def test_a_ring_keeps_token_p_at_entry_p_modulo_its_length(length: int, device: 
     rows.check()
 
 
-def every_second(x: Tensor) -> Tensor:
-    """The same values, as every second channel of a projection."""
-    return x.repeat_interleave(2, -1)[..., ::2]
-
-
-def channels_outside(x: Tensor) -> Tensor:
-    """The same values, of memory in which tokens, or rows, of a channel are neighbours."""
-    return x.transpose(-1, -2).contiguous().transpose(-1, -2)
-
-
-MODES = ("plain", "packed", "in place", "longer windows", "rolled back", "a ring", "snapshots", "a tree")
-
-
-@pytest.mark.parametrize("device", ["reference", KERNELS[0]], indirect=True)
-@pytest.mark.parametrize(("i", "form"), list(enumerate(MODES)))
-def test_channels_of_inputs_and_outputs_may_be_apart_in_every_mode(i: int, form: str, device: torch.device) -> None:
-    view = (every_second, channels_outside)[i % 2]
-    together, apart = FORMS["conv1d_step"][form].arguments, FORMS["conv1d_step"][form].arguments
-    for name in ("window", "snapshots"):
-        apart[name] = None if together[name] is None else together[name].clone()
-    x = view(apart["x"])
-    out = x if apart["out"] is apart["x"] else view(apart["out"])
-    assert x.stride(-1) > 1
-    assert flashstate.conv1d_step(**{**apart, "x": x, "out": out}) is out
-    assert torch.equal(out, flashstate.conv1d_step(**together))
-    for name in ("window", "snapshots"):
-        assert together[name] is None or torch.equal(apart[name], together[name])
-
-
 def odd_values(dtype: torch.dtype) -> Tensor:
     """Values that arithmetic would change: NaNs with payloads, quiet and not, both zeros, subnormals, infinities."""
     patterns = {
@@ -168,7 +134,7 @@ def odd_values(dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_windows_keep_every_bit(dtype: torch.dtype, device: torch.device) -> None:
     """Through a shift, a rollback, a ring, snapshots and slots of every token."""
-    if in_the_interpreter(device) and dtype == torch.bfloat16:
+    if uses_kernels(device) and device.type == "cpu" and dtype == torch.bfloat16:
         pytest.skip("the interpreter's bfloat16 is wrong")
     values = odd_values(dtype)
     x = torch.stack([values.roll(i) for i in range(2)])[None].to(device)  # (1, 2, channels)
@@ -195,12 +161,12 @@ def test_windows_keep_every_bit(dtype: torch.dtype, device: torch.device) -> Non
 
 
 def test_an_offset_that_no_window_has_makes_a_row_padding(device: torch.device) -> None:
-    """Rows whose offset no window has are padding; only those past it are faults."""
+    """Only an offset past the window is a fault; the offset of a row without a request is nobody's."""
     window = torch.randn(2, CHANNELS, 5, device=device)
     before, x = window.clone(), torch.randn(2, CHANNELS, device=device)
     weight = torch.randn(CHANNELS, 4, device=device)
-    for wrong, faulty in ((3, True), (-1, False)):
-        at = Slots(torch.arange(2, device=device), accepted=torch.tensor([2, wrong], device=device))
+    for rows, offsets, faulty in (((0, 1), (2, 3), True), ((0, 1), (2, -1), False), ((0, -1), (0, 99), False)):
+        at = Slots(torch.tensor(rows, device=device), accepted=torch.tensor(offsets, device=device))
         y = flashstate.conv1d_step(window, x, weight, slots=at)
         assert y[0].any()
         assert not y[1].any()
@@ -210,33 +176,26 @@ def test_an_offset_that_no_window_has_makes_a_row_padding(device: torch.device) 
             with pytest.raises(IndexError, match="accepted 3"):
                 flashstate.check_faults()
         flashstate.check_faults()
-    stale = Slots(torch.tensor([0, -1], device=device), accepted=torch.tensor([0, 99], device=device))
-    flashstate.conv1d_step(window, x, weight, slots=stale)
-    flashstate.check_faults()  # counts of rows without a request are nobody's
 
 
 @pytest.mark.parametrize("device", NO_INTERPRETER, indirect=True)
 def test_debug_finds_an_offset_that_no_window_has_before_anything_is_written(device: torch.device) -> None:
     window, x = torch.randn(3, CHANNELS, 5, device=device), torch.randn(2, CHANNELS, device=device)
     before, weight = window.clone(), torch.randn(CHANNELS, 4, device=device)
-    at = Slots(torch.tensor([2, 1], device=device), accepted=torch.tensor([99, 0], device=device))
-    with flashstate.debug(), pytest.raises(IndexError, match="accepted 99"):
-        flashstate.conv1d_step(window, x, weight, slots=at)
-    assert torch.equal(window, before)
-    twice = Slots(torch.tensor([1, 1], device=device), accepted=torch.tensor([0, 1], device=device))
-    with flashstate.debug(), pytest.raises(ValueError, match="write slot 1 more than once"):
-        flashstate.conv1d_step(window, x, weight, slots=twice)
-    assert torch.equal(window, before)
+    for read, offsets, wrong in (([2, 1], [99, 0], "accepted 99"), ([1, 1], [0, 1], "write slot 1 more than once")):
+        at = Slots(torch.tensor(read, device=device), accepted=torch.tensor(offsets, device=device))
+        with flashstate.debug(), pytest.raises((IndexError, ValueError), match=wrong):
+            flashstate.conv1d_step(window, x, weight, slots=at)
+        assert torch.equal(window, before)
 
 
 @pytest.mark.parametrize("device", NO_INTERPRETER, indirect=True)
 def test_torch_compile_takes_convolutions_in_one_graph(device: torch.device) -> None:
     """A call of each kind inside torch.compile gives what it gives outside."""
     backend = "inductor" if device.type == "cuda" else "aot_eager"
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2, 3, CHANNELS, generator=generator).to(device)
-    weight, bias = (torch.randn(*size, generator=generator).to(device) for size in ((CHANNELS, 4), (CHANNELS,)))
-    memory = torch.randn(4, CHANNELS, 7, generator=generator).to(device)
+    x, weight, bias, memory = (
+        torch.randn(*size, device=device) for size in ((2, 3, CHANNELS), (CHANNELS, 4), (CHANNELS,), (4, CHANNELS, 7))
+    )
     numbers = torch.tensor([2, 0], device=device)
 
     def calls(window: Tensor, snapshots: Tensor) -> Tensor:
@@ -248,15 +207,4 @@ def test_torch_compile_takes_convolutions_in_one_graph(device: torch.device) -> 
     for run in (calls, torch.compile(calls, fullgraph=True, backend=backend)):
         window, snapshots = memory.clone(), torch.zeros(2, 3, CHANNELS, 3, device=device)
         results.append((run(window, snapshots), window, snapshots))
-    for eager, compiled in zip(*results, strict=True):
-        assert torch.equal(eager, compiled)
-
-
-def test_the_registered_op_declares_what_it_writes() -> None:
-    window, x, weight = torch.randn(3, CHANNELS, 3), torch.randn(2, 2, CHANNELS), torch.randn(CHANNELS, 4)
-    snapshots, out = torch.zeros(2, 2, CHANNELS, 3), torch.empty(2, 2, CHANNELS)
-    no_slots = (None, None, None, None, None, None, None, -1, "zero", False)
-    torch.library.opcheck(
-        torch.ops.flashstate.conv1d_step.default,
-        (window, x, weight, None, "silu", 3, None, *no_slots, snapshots, True, out, False),
-    )
+    assert all(map(torch.equal, *results))

@@ -1,6 +1,7 @@
 """Stored bytes: Philox, encoders and their bounds, and equal bytes from torch and Triton."""
 
 from contextlib import nullcontext
+from itertools import cycle, product
 from typing import Any, NamedTuple
 
 import pytest
@@ -8,17 +9,16 @@ import torch
 from torch import Tensor
 
 import flashstate
-from flashstate.launch import interpreted, machine_of
+from flashstate.launch import Config, interpreted, machine_of, override
 from flashstate.launch.arguments import as_bytes
-from flashstate.state.formats import FORMATS, PORTABLE_FORMATS, Encoded, decode, encode
+from flashstate.state.formats import DTYPES, FORMATS, PORTABLE_FORMATS, Encoded, decode, encode
 from flashstate.state.rounding import philox, random_bits, to_bfloat16_stochastic, to_float16_stochastic
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
 ALL_RANDOM = torch.arange(65536)
 STOCHASTIC = {torch.float16: to_float16_stochastic, torch.bfloat16: to_bfloat16_stochastic}
-DTYPES = pytest.mark.parametrize("dtype", list(STOCHASTIC), ids=str)
-UNSCALED = [dtype for dtype, fmt in FORMATS.items() if not fmt.scaled]
+UNSCALED = [(name, rounding) for name, rounding in PORTABLE_FORMATS if not FORMATS[DTYPES[name]].scaled]
 EVERYWHERE = pytest.mark.parametrize(
     "device", [pytest.param(CPU, marks=pytest.mark.interpreted), pytest.param(CUDA, marks=pytest.mark.gpu)], ids=str
 )
@@ -67,105 +67,36 @@ def neighbours(v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return toward, away
 
 
-@DTYPES
-def test_rounding_up_is_as_likely_as_the_discarded_fraction(dtype: torch.dtype) -> None:
-    """Not by sampling: over all 65536 random values, at every exponent the format has."""
-    values = values_of_all_exponents(4)
-    finite = values[values.abs() <= torch.finfo(dtype).max]
-    toward, away = neighbours(finite, dtype)
-    for v, low, high in zip(finite, toward, away, strict=True):
-        stored = STOCHASTIC[dtype](v.expand(65536).contiguous(), ALL_RANDOM).double()
-        ups = (stored != low).sum().item() if low != high else 0
-        assert ((stored == low) | (stored == high)).all(), f"{v} became neither {low} nor {high}"
-        fraction = ((v.double() - low) / (high - low)).item() if low != high else 0.0
-        assert abs(ups / 65536 - fraction) <= 2.0**-16, (
-            f"{v} is rounded up {ups} times in 65536, not {fraction * 65536}"
-        )
-
-
-@DTYPES
-def test_overflow_infinity_and_nan_are_never_made_by_rounding(dtype: torch.dtype) -> None:
-    largest = torch.finfo(dtype).max
-    limit = 2.0**16 if dtype is torch.float16 else torch.inf
-    for v in values_of_all_exponents(2):
+@pytest.mark.parametrize("dtype", STOCHASTIC, ids=str)
+def test_rounding_up_is_as_likely_as_the_discarded_fraction_and_makes_neither_inf_nor_nan(dtype: torch.dtype) -> None:
+    """Not by sampling: over all 65536 random values, at every exponent that float32 has."""
+    largest, limit = torch.finfo(dtype).max, 2.0**16 if dtype is torch.float16 else torch.inf
+    values = values_of_all_exponents(3)
+    finite = torch.where(values.abs() <= largest, values, 0.0)
+    for v, low, high in zip(values, *neighbours(finite, dtype), strict=True):
         stored = STOCHASTIC[dtype](v.expand(65536).contiguous(), ALL_RANDOM).float()
         if v.isnan():
             assert stored.isnan().all()
-        elif v.abs() >= limit:
-            assert (stored == v.sign() * torch.inf).all()
-        elif v.abs() >= largest:
-            assert (stored == v.sign() * largest).all()
+        elif v.abs() > largest:
+            assert (stored == v.sign() * (largest if v.abs() < limit else torch.inf)).all(), v
         else:
-            assert stored.isfinite().all()
+            fraction = (v.double() - low) / (high - low) if low != high else torch.zeros(())
+            ups = (stored == high).double().mean() if low != high else 0.0
+            assert ((stored == low) | (stored == high)).all(), f"{v} became neither {low} nor {high}"
+            assert abs(ups - fraction) <= 2.0**-16, f"{v} is rounded up in {ups} of all cases, not {fraction}"
 
 
-@pytest.mark.parametrize("dtype", UNSCALED, ids=str)
-def test_nearest_is_within_half_a_step_and_ties_go_to_even(dtype: torch.dtype) -> None:
-    values = values_of_all_exponents()
-    inside = values[values.abs() < torch.finfo(dtype).max]
-    stored = decode(*encode(inside, dtype)).double()
-    if dtype is torch.float32:
-        assert torch.equal(stored, inside.double())
-        return
-    toward, away = neighbours(inside, dtype)
-    assert ((stored - inside).abs() * 2 <= (away - toward).abs()).all()
-    ties = (inside - toward) * 2 == away - toward
-    assert (codes(encode(inside[ties & (toward != away)], dtype).data) & 1 == 0).all()
-
-
-@DTYPES
-def test_the_mean_over_seeds_is_the_value(dtype: torch.dtype) -> None:
-    n = 1 << 14
-    values = torch.tensor([0.1, -3.7, 1e-3, 2.0**-14 * 0.77, 2.0**-24 * 0.3, 1234.5])
-    seeds = torch.arange(n) * 0x5851F42D4C957F2D
-    random = random_bits(seeds, (1, 1, 6), 0, 0, 10, dtype)[:, 0, 0]
-    stored = STOCHASTIC[dtype](values.expand(n, 6).contiguous(), random).double()
-    toward, away = neighbours(values, dtype)
-    step = (away - toward).abs()
-    f = (values.double() - toward).abs() / step
-    bound = 4 * step * (f * (1 - f) / n).sqrt() + step * 2.0**-16
-    assert ((stored.mean(0) - values.double()).abs() <= bound).all()
-
-
-WIDTHS = pytest.mark.parametrize("dtype", [torch.float16, torch.int8], ids=str)
-
-
-@WIDTHS
-def test_other_tokens_streams_seeds_and_columns_draw_other_bits(dtype: torch.dtype) -> None:
-    seed, shape = torch.tensor([5]), (2, 3, 20)
-    base = random_bits(seed, shape, 0, 0, 10, dtype)
-    assert base.shape == (1, 2, 3, 20)
-    assert ((base >= 0) & (base < 65536)).all()
-    for other in (
-        random_bits(seed + 1, shape, 0, 0, 10, dtype),
-        random_bits(seed, shape, 1, 0, 10, dtype),
-        random_bits(seed, shape, 0, 1, 10, dtype),
-        random_bits(seed, shape, 0, 0, 7, dtype),
-    ):
-        assert (other != base).float().mean() > 0.99
-    assert base.unique().numel() > 115
-    assert torch.equal(random_bits(seed, shape, 0, 0, 10, dtype), base)
-
-
-def test_a_column_finds_its_half_of_its_word() -> None:
-    heads, rows, cols = 2, 3, 20
-    seed = torch.tensor([-123456789012345])
-    bits = random_bits(seed, (heads, rows, cols), 4, 9, 10, torch.float16)
-    for head, row, col in ((0, 0, 0), (0, 2, 7), (1, 1, 8), (1, 2, 19)):
-        counter = torch.tensor([(head * rows + row) * 3 + col // 8])  # three calls serve twenty columns
-        word = philox(seed, counter, 4, 9, 0, 10)[col % 8 // 2].item()
-        assert bits[0, head, row, col].item() == (word >> 16 if col % 2 else word & 0xFFFF)
-
-
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
-def test_a_column_in_8_bits_finds_its_two_bytes_of_its_word(dtype: torch.dtype) -> None:
-    heads, rows, cols = 2, 3, 40
-    seed = torch.tensor([-123456789012345])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.int8, torch.float8_e4m3fn], ids=str)
+def test_a_column_finds_its_two_bytes_of_its_word(dtype: torch.dtype) -> None:
+    """From byte to byte where a column is stored in 8 bits, else from one pair to the next."""
+    heads, rows, cols, apart = 2, 3, 20, dtype.itemsize
+    seed, per_call = torch.tensor([-123456789012345]), 16 // apart
     bits = random_bits(seed, (heads, rows, cols), 4, 9, 10, dtype)
-    for head, row, col in ((0, 0, 0), (0, 2, 7), (1, 1, 17), (1, 2, 38)):
-        counter = torch.tensor([(head * rows + row) * 3 + col // 16])  # three calls serve forty columns
-        word = int(philox(seed, counter, 4, 9, 0, 10)[col % 16 // 4]).to_bytes(4, "little")
-        assert bits[0, head, row, col].item() == word[col % 4] + 256 * word[(col + 1) % 4]
+    for head, row, col in ((0, 0, 0), (0, 2, 7), (1, 1, 17), (1, 2, 19)):
+        counter = torch.tensor([(head * rows + row) * -(-cols // per_call) + col // per_call])
+        first = col % per_call * apart  # byte of a call
+        word = int(philox(seed, counter, 4, 9, 0, 10)[first // 4]).to_bytes(4, "little")
+        assert bits[0, head, row, col] == word[first % 4] + 256 * word[(first + 1) % 4]
 
 
 def test_philox_gives_the_published_words() -> None:
@@ -177,17 +108,17 @@ def test_philox_gives_the_published_words() -> None:
 
 
 @EVERYWHERE
-@pytest.mark.parametrize("rounds", [1, 7, 10])
-def test_philox_words_are_tritons_own(device: torch.device, rounds: int) -> None:
+def test_philox_words_are_tritons_own(device: torch.device) -> None:
     from device_functions import philox_kernel
 
     counters = torch.randint(0, 1 << 32, (64,), generator=torch.Generator().manual_seed(0))
     seed, c1, c2 = torch.tensor([-0x123456789ABCDEF]), 3, 0xFFFFFFFF
-    want = torch.stack(philox(seed, counters, c1, c2, 0, rounds))
-    ours, tritons = (torch.empty(4, 64, dtype=torch.int64, device=device) for _ in range(2))
-    philox_kernel[(1,)](ours, tritons, counters.to(device), seed.to(device), c1, c2, rounds)
-    assert torch.equal(ours.cpu(), want)
-    assert torch.equal(tritons.cpu(), want)
+    for rounds in (7, 10):
+        want = torch.stack(philox(seed, counters, c1, c2, 0, rounds))
+        ours, tritons = (torch.empty(4, 64, dtype=torch.int64, device=device) for _ in range(2))
+        philox_kernel[(1,)](ours, tritons, counters.to(device), seed.to(device), c1, c2, rounds)
+        assert torch.equal(ours.cpu(), want)
+        assert torch.equal(tritons.cpu(), want)
 
 
 class Form(NamedTuple):
@@ -264,22 +195,42 @@ def repeated_values() -> tuple[Tensor, Tensor]:
 
 
 @EVERYWHERE
-@pytest.mark.parametrize("dtype", UNSCALED, ids=str)
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize(("name", "rounding"), UNSCALED)
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
-def test_triton_and_torch_round_to_equal_bytes(device: torch.device, dtype: torch.dtype, rounding: str) -> None:
-    if rounding not in FORMATS[dtype].roundings:
-        return
+def test_triton_and_torch_round_to_equal_bytes(device: torch.device, name: str, rounding: str) -> None:
     values, random = repeated_values()
     if rounding == "nearest":
         values, random = values_of_all_exponents(64).view(1, -1, 64), None
+    require_equal_bytes(values, random, DTYPES[name], device, forms(device))
+
+
+def require_equal_bytes(
+    values: Tensor, random: Tensor | None, dtype: torch.dtype, device: torch.device, ways: list[Form]
+) -> None:
     want = encode(values, dtype, random)
-    for form in forms(device):
+    for form in ways:
         assert same_bytes(encoded_by_triton(values, random, dtype, device, form), want), form
 
 
-def count_differences(dtype: torch.dtype, rounding: str = "nearest", factor: float = 1.0) -> int:
-    """How many float32 values this GPU's instructions round to other bytes than portable arithmetic does."""
+EVERY_VALUE = [
+    (torch.bfloat16, "nearest", 1.0),
+    (torch.bfloat16, "stochastic", 1.0),
+    (torch.float16, "stochastic", 1.0),
+]
+EVERY_VALUE += [
+    (dtype, rounding, factor)
+    for dtype in (torch.int16, torch.int8, torch.float8_e4m3fn)
+    for rounding, factor in product(("nearest", "stochastic"), (1.0, 0.7))
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "rounding", "factor"), EVERY_VALUE)
+def test_portable_arithmetic_and_instructions_round_every_float32_to_equal_bytes(
+    dtype: torch.dtype, rounding: str, factor: float
+) -> None:
+    """Of formats with a scale every product with a factor: with 1 all ties are among them, then products that are
+    rounded."""
     import triton.language as tl
     from device_functions import count_differences_kernel
 
@@ -289,37 +240,46 @@ def count_differences(dtype: torch.dtype, rounding: str = "nearest", factor: flo
     element = tl.uint8 if dtype is torch.float8_e4m3fn else getattr(tl, FORMATS[dtype].name)
     count = torch.zeros(1, dtype=torch.int32, device=CUDA)
     count_differences_kernel[(1 << 20,)](count, factor, element, rounding, target, BLOCK=1 << 12)
-    return int(count.item())
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("dtype", "rounding"),
-    [(torch.bfloat16, "nearest"), (torch.bfloat16, "stochastic"), (torch.float16, "stochastic")],
-)
-def test_portable_arithmetic_and_hardware_round_every_float32_to_equal_bytes(dtype: torch.dtype, rounding: str) -> None:
-    assert count_differences(dtype, rounding) == 0
+    assert count.item() == 0
 
 
 @EVERYWHERE
-@pytest.mark.parametrize("dtype", UNSCALED, ids=str)
-def test_triton_and_torch_decode_to_equal_values(device: torch.device, dtype: torch.dtype) -> None:
-    every = torch.arange(65536).to(torch.uint16).view(torch.int16)
-    stored = (values_of_all_exponents() if dtype is torch.float32 else every.view(dtype)).view(1, -1, 64)
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+@pytest.mark.filterwarnings("ignore:.*encountered in multiply:RuntimeWarning")
+def test_triton_and_torch_decode_every_code_to_equal_values(device: torch.device, dtype: torch.dtype) -> None:
+    """With scales that encode never gives, too: zero, subnormal, negative, too large, inf, NaN."""
+    every = torch.arange(256).to(torch.uint8) if dtype.itemsize == 1 else torch.arange(65536).to(torch.uint16)
+    data = (values_of_all_exponents() if dtype is torch.float32 else every.view(dtype)).view(1, -1, 64)
+    scale = None
+    if FORMATS[dtype].scaled:
+        scales = [1.0, 0.3, 2.0**-115, 1e-38, 1e-40, 1e-45, 0.0, -0.0, -2.5, 1e30, 3e38, torch.inf, torch.nan]
+        data = data.repeat(len(scales), 1, 1)
+        scale = torch.tensor(scales)[:, None].expand(data.shape[:2]).contiguous()
     for form in forms(device):
-        assert torch.equal(codes(decoded_by_triton(stored, None, device, form)), codes(decode(stored))), form
+        assert torch.equal(codes(decoded_by_triton(data, scale, device, form)), codes(decode(data, scale))), form
+
+
+SHAPES = [(3, 20, None), (4, 33, None), (5, 7, None), (2, 64, None)]  # rows, cols, lanes
+OF_CHUNKS = [(6, 40, 1), (6, 20, 2), (6, 33, 8)]  # threads, or those of a row, have half of a Philox call at once
 
 
 @EVERYWHERE
-@pytest.mark.parametrize(("name", "rounding"), PORTABLE_FORMATS)
-@pytest.mark.parametrize(("rows", "cols"), [(3, 20), (4, 33), (5, 7), (2, 64)])
+@pytest.mark.parametrize(
+    ("of_state", "shape"),
+    [
+        *zip(PORTABLE_FORMATS, cycle(SHAPES), strict=False),
+        *product([("int8", "stochastic"), ("float8_e4m3fn", "stochastic")], OF_CHUNKS),
+    ],
+    ids=str,
+)
 def test_a_step_stores_the_bytes_that_the_seed_decides(
-    device: torch.device, name: str, rounding: str, rows: int, cols: int
+    device: torch.device, of_state: tuple[str, str], shape: tuple[int, int, int | None]
 ) -> None:
     """With A = 0 and x = 1 the state grows by dt * B, exactly known; so are the bits that round it. Odd shapes too, and
     a row that holds an inf. Slots that are not named keep their bytes. Scales are powers of two, so that it does not
     matter whether scaling rounds: Triton 3.6 interprets a fused multiply-add as two operations."""
-    dtype, seed, slots = getattr(torch, name), torch.tensor([11, -22, 33, -44]), torch.tensor([3, 1])
+    (name, rounding), (rows, cols, lanes) = of_state, shape
+    dtype, seed, slots = DTYPES[name], torch.tensor([11, -22, 33, -44]), torch.tensor([3, 1])
     values = torch.randn(4, 2, rows, cols, generator=torch.Generator().manual_seed(2))
     largest = FORMATS[dtype].largest
     if largest is not None:
@@ -331,7 +291,8 @@ def test_a_step_stores_the_bytes_that_the_seed_decides(
     state = flashstate.State(data, scale, rounding=rounding, seed=seed.to(device), stream=5)
     x, dt, bc = torch.ones(2, 2, rows), torch.full((2, 2), 2.0**-10), torch.full((2, 1, cols), 0.3)
     arguments = [t.to(device) for t in (x, dt, torch.zeros(2), bc, bc)]
-    with interpreted() if device.type == "cpu" else nullcontext():
+    config = override(Config(32 // lanes, 1, lanes)) if lanes else nullcontext()
+    with interpreted() if device.type == "cpu" else nullcontext(), config:
         flashstate.mamba2_step(state, *arguments, dt_softplus=False, slots=slots.to(device))
     random = None if rounding == "nearest" else random_bits(seed[slots], (2, rows, cols), 0, 5, 10, dtype)
     stored = before[0][slots].float().double()

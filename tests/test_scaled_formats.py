@@ -3,7 +3,6 @@
 import math
 import re
 from bisect import bisect_right
-from contextlib import nullcontext
 from fractions import Fraction
 
 import pytest
@@ -15,18 +14,14 @@ from test_formats import (
     Form,
     bits_to_float,
     codes,
-    count_differences,
-    decoded_by_triton,
-    encoded_by_triton,
     forms,
-    same_bytes,
+    require_equal_bytes,
 )
 from torch import Tensor
 
-import flashstate
-from flashstate.launch import Config, interpreted, machine_of, override
-from flashstate.state.formats import FORMATS, decode, encode
-from flashstate.state.rounding import random_bits, to_int8_stochastic
+from flashstate.launch import machine_of
+from flashstate.state.formats import decode, encode
+from flashstate.state.rounding import to_int8_stochastic
 
 INT16, INT8, FLOAT8 = torch.int16, torch.int8, torch.float8_e4m3fn
 LARGEST = {INT16: 32767, INT8: 127, FLOAT8: 448}
@@ -129,114 +124,30 @@ def random_if(rounding: str, values: Tensor, dtype: torch.dtype) -> Tensor | Non
 
 @DTYPES
 @ROUNDINGS
-def test_a_stored_value_is_within_half_a_step_or_one_of_the_value(dtype: torch.dtype, rounding: str) -> None:
-    """Float32 arithmetic may add up to 2^-9 of a step in int16, 2^-17 in int8, 2^-19 in float8."""
-    values = finite_rows(dtype)
-    values = values[values.abs().amax(-1) >= 2.0**-100]
-    data, scale = encode(values, dtype, random_if(rounding, values, dtype))
-    unit = scale[:, None].double()
-    error = (data.double() * unit - values.double()).abs()
-    allowed = (0.5 if rounding == "nearest" else 1.0) * step(values.double() / unit, dtype) * unit
-    capped = values.abs().amax(-1, keepdim=True) >= bits_to_float(0x7F7FFFFE)  # the scale would decode to inf
-    assert (error <= allowed + values.double().abs() * torch.where(capped, 2.0**-22, ARITHMETIC[dtype])).all()
-
-
-@DTYPES
-@ROUNDINGS
-def test_the_largest_magnitude_becomes_the_largest_code_and_none_is_beyond(dtype: torch.dtype, rounding: str) -> None:
-    values = all_rows(dtype)
-    stored = encode(values, dtype, random_if(rounding, values, dtype)).data.float()
-    assert (stored.abs() <= LARGEST[dtype]).all()  # neither -32768 nor -128, and no NaN of float8
-    amax = values.abs().amax(-1, keepdim=True)
-    full = (values.abs() == amax) & (amax >= 2.0**-100) & amax.isfinite()
-    if rounding == "nearest" or dtype is INT8:  # whose product is within 127 * 2^-23 of 127: less than 2^-16
-        assert (stored[full] == LARGEST[dtype] * values[full].sign()).all()
-    assert stored[full].abs().amin() >= LARGEST[dtype] - step(torch.tensor(LARGEST[dtype] - 1.0), dtype)
-
-
-@DTYPES
-@ROUNDINGS
-def test_a_finite_row_decodes_to_finite_values(dtype: torch.dtype, rounding: str) -> None:
-    """Up to the largest float32, whose row has the largest scale."""
+def test_a_stored_value_is_finite_and_within_half_a_step_or_one_of_the_value(dtype: torch.dtype, rounding: str) -> None:
+    """Up to the largest float32. Float32 arithmetic may add up to 2^-9 of a step in int16, 2^-17 in int8, 2^-19 in
+    float8."""
     top = float32_of(0x7F7FFFFF - torch.arange(1000))[:, None] * torch.tensor([1.0, -1.0, 0.5])
     for values in (finite_rows(dtype), top):
-        encoded = encode(values, dtype, random_if(rounding, values, dtype))
-        assert encoded.scale.isfinite().all()
-        assert decode(*encoded).isfinite().all()
+        values = values[values.abs().amax(-1) >= 2.0**-100]
+        data, scale = encode(values, dtype, random_if(rounding, values, dtype))
+        assert decode(data, scale).isfinite().all()
+        assert data.float().abs().max() == LARGEST[dtype]  # neither -32768 nor -128
+        unit = scale[:, None].double()
+        error = (data.double() * unit - values.double()).abs()
+        allowed = (0.5 if rounding == "nearest" else 1.0) * step(values.double() / unit, dtype) * unit
+        capped = values.abs().amax(-1, keepdim=True) >= bits_to_float(0x7F7FFFFE)  # the scale would decode to inf
+        assert (error <= allowed + values.double().abs() * torch.where(capped, 2.0**-22, ARITHMETIC[dtype])).all()
 
 
 @DTYPES
-def test_the_largest_scale_is_the_last_that_decodes_to_finite_values(dtype: torch.dtype) -> None:
-    scale = torch.tensor(FORMATS[dtype].largest_scale)
-    largest = torch.tensor([LARGEST[dtype]]).to(dtype)
-    assert decode(largest, scale).isfinite()
-    assert decode(largest, scale.nextafter(torch.tensor(torch.inf))).isinf()
-    assert encode(torch.tensor([torch.finfo(torch.float32).max]), dtype).scale == scale
-
-
-@pytest.mark.parametrize("dtype", [INT16, INT8], ids=str)
-def test_whole_numbers_are_rounded_once_from_the_exact_product(dtype: torch.dtype) -> None:
-    values = finite_rows(dtype)
-    values = values[values.abs().amax(-1) >= 2.0**-100]
-    product = values.double() * factor(values.abs().amax(-1, keepdim=True), dtype)
-    once, twice = product.round(), product.float().round()
-    assert torch.equal(encode(values, dtype).data, once.to(dtype))
-    assert (once != twice).sum() > 100
-
-
-@DTYPES
-def test_ties_go_to_even_codes(dtype: torch.dtype) -> None:
-    grid = torch.tensor([float(m) for m in MAGNITUDES[dtype]])
-    ties = (grid[1:] + grid[:-1]) / 2
-    for unit in (2.0**-90, 1.0, 2.0**90):
-        row = torch.cat([grid[-1:], ties, -ties]) * unit
-        data, scale = encode(row, dtype)
-        assert scale == unit
-        assert (codes(data)[1:] % 2 == 0).all()
-        assert torch.equal((data.float().abs()[1:] - ties.repeat(2)).abs() * 2, (grid[1:] - grid[:-1]).repeat(2))
-
-
-@DTYPES
-@ROUNDINGS
-def test_rows_below_2_to_the_minus_100_are_zeros_with_scale_1(dtype: torch.dtype, rounding: str) -> None:
-    edge = torch.tensor(2.0**-100)
-    below = edge.nextafter(torch.tensor(0.0))
-    for amax in (torch.tensor(0.0), torch.tensor(-0.0), bits_to_float(1)[0], torch.tensor(2.0**-126), below):
-        row = torch.stack([amax, -amax, amax / 2, torch.tensor(0.0)])
-        data, scale = encode(row, dtype, random_if(rounding, row, dtype))
-        assert (codes(data) == 0).all()
-        assert scale == 1.0
-    data, scale = encode(torch.stack([edge, -edge]), dtype, random_if(rounding, edge.expand(2), dtype))
-    assert data.float().tolist() == [LARGEST[dtype], -LARGEST[dtype]]
-    assert abs(scale.double() * LARGEST[dtype] / 2.0**-100 - 1) < 2.0**-22
-
-
-@DTYPES
-@ROUNDINGS
-def test_a_row_with_nan_or_inf_decodes_to_nan_and_harms_no_other(dtype: torch.dtype, rounding: str) -> None:
-    values = all_rows(dtype)
-    random = random_if(rounding, values, dtype)
-    data, scale = encode(values, dtype, random)
-    poisoned = ~values.isfinite().all(-1)
-    assert poisoned.sum() == 24
-    assert (codes(data)[poisoned] == 0).all()
-    assert scale[poisoned].isnan().all()
-    assert decode(data, scale)[poisoned].isnan().all()
-    for slot, row in zip(*torch.where(~poisoned), strict=True):
-        alone = encode(values[slot, row], dtype, None if random is None else random[slot, row])
-        assert torch.equal(codes(data[slot, row]), codes(alone.data))
-        assert scale[slot, row] == alone.scale
-
-
-@DTYPES
-@pytest.mark.parametrize("unit", [0.029, 1e-20])
-def test_rounding_up_is_as_likely_as_the_discarded_fraction(dtype: torch.dtype, unit: float) -> None:
+def test_rounding_up_is_as_likely_as_the_discarded_fraction(dtype: torch.dtype) -> None:
     """Not by sampling: over all 65536 random values, near zero, at full scale, and for float8 in every binade."""
     grid = torch.tensor([float(m) for m in MAGNITUDES[dtype]]).double()
-    index = torch.arange(0, 126, 7) if dtype is FLOAT8 else torch.tensor([0, 1, 2, 77, len(grid) // 2, len(grid) - 2])
+    index = torch.arange(0, 126, 14) if dtype is FLOAT8 else torch.tensor([0, 1, 77, len(grid) - 2])
     w = (grid[index, None] + (grid[index + 1] - grid[index])[:, None] * F).flatten()
     w = torch.cat([grid[-1:], w, torch.tensor([1e-30, 2.0**-11, 2.0**-26])])
-    row = (torch.cat([w, -w]) * unit).float()
+    row = (torch.cat([w, -w]) * 0.029).float()
     w = row.double() * factor(row[:1], dtype)
     w = w.float().double().abs() if dtype is FLOAT8 else w  # float8: rounded once, and away from zero
     stored = torch.cat([
@@ -247,65 +158,23 @@ def test_rounding_up_is_as_likely_as_the_discarded_fraction(dtype: torch.dtype, 
     below = (w / step(w, dtype)).floor() * step(w, dtype)
     above = below + step(w, dtype)
     assert ((stored == below) | (stored == above)).all()
-    ups, fraction = (stored == above).double().mean(0), (w - below) / step(w, dtype)
-    assert ((ups - fraction).abs() <= 2.0**-16).all()
-    if dtype is FLOAT8:
-        assert torch.equal(ups, (fraction * 65536).floor() / 65536)
-    else:
-        nearest = (fraction * 32768).round() if dtype is INT8 else (fraction * 32768 + 0.5).floor()
-        assert torch.equal(ups, nearest / 32768)
-        whole = (w - w.round()).abs() < 2.0**-16
-        assert whole.sum() > 20
-        assert (stored == w.round())[:, whole].all()
+    ups = (stored == above).double().mean(0)
+    assert ((ups - (w - below) / step(w, dtype)).abs() <= 2.0**-16).all()
 
 
-@DTYPES
-@pytest.mark.parametrize("amax", [1.0, 3.7, 1e-20, 1e30])
-def test_the_mean_over_seeds_is_the_value(dtype: torch.dtype, amax: float) -> None:
-    n = 1 << 14
-    row = torch.tensor([1.0, -0.9999, 0.77, -0.5003, 0.1, -0.013, 1e-3, -1e-4, 3.3e-5, 1e-6, -1e-9]) * amax
-    seeds = torch.arange(n) * 0x5851F42D4C957F2D
-    random = random_bits(seeds, (1, 1, len(row)), 0, 0, 10, dtype)[:, 0, 0]
-    data, scale = encode(row.expand(n, -1), dtype, random)
-    unit, v = scale[0].double(), row.double()
-    size = step(v / unit, dtype) * unit
-    f = v.abs() / size % 1
-    bound = 4 * size * (f * (1 - f) / n).sqrt() + size * 2.0**-16 + v.abs() * ARITHMETIC[dtype]
-    assert ((data.double().mean(0) * unit - v).abs() <= bound).all()
-
-
-def test_neighbours_in_8_bits_share_a_byte_and_the_variance_of_their_sum_is_at_most_a_128th_more() -> None:
-    """Over all values of the byte that they share, and of the other one of each: both have their law, and both together
-    go up a little more often than independent ones would."""
+def test_the_variance_of_the_sum_of_neighbours_that_share_a_byte_is_at_most_a_128th_more() -> None:
+    """Over all values of the byte that they share, and of the other one of each."""
     shared, other = torch.arange(256), torch.arange(256)[:, None]
     several = [2**-16 + 2**-20, 0.001, 0.004, 1408 / 65536, 0.3, 1 / 3, 0.5, 0.7, 0.9, 0.999]
-    fractions = torch.tensor(several, dtype=torch.float64)
-    w = fractions[:, None, None]
-    first = to_int8_stochastic(w, other + 256 * shared).double().mean(1)  # by the byte that they share
-    second = to_int8_stochastic(w, shared + 256 * other).double().mean(1)
-    p = (fractions * 2**15).round() / 2**15
+    w = torch.tensor(several, dtype=torch.float64)
+    p = (w * 2**15).round() / 2**15
+    first = to_int8_stochastic(w[:, None, None], other + 256 * shared).double().mean(1)  # by the byte that they share
+    second = to_int8_stochastic(w[:, None, None], shared + 256 * other).double().mean(1)
     assert torch.equal(first.mean(1), p)
     assert torch.equal(second.mean(1), p)
-    together = (first[:, None] * second[None, :]).mean(-1)
-    covariance = together - p[:, None] * p[None, :]
-    assert (covariance > -(2.0**-50)).all()
+    covariance = (first[:, None] * second[None, :]).mean(-1) - p[:, None] * p[None, :]
     assert (covariance <= (p * (1 - p))[:, None] / 256 + 2.0**-50).all()
-    assert covariance.max() > 2.0**-12
-    deviation, middling = (p * (1 - p)).sqrt(), (p >= 0.02) & (p <= 0.98)
-    correlation = covariance / (deviation[:, None] * deviation)
-    assert correlation.max() <= 1 / 16
-    assert 0.013 < correlation[middling][:, middling].max() <= 0.014  # of 0.5 and 1408 / 65536
-
-
-@DTYPES
-def test_equal_seeds_store_equal_bytes_and_other_seeds_others(dtype: torch.dtype) -> None:
-    values = torch.randn(2, 3, 40, generator=generator()) * torch.tensor([1e-9, 1.0, 1e9])[:, None]
-    first, again, other = (
-        encode(values, dtype, random_bits(torch.tensor([seed]), (2, 3, 40), 0, 0, 10, dtype)[0]) for seed in (7, 7, 8)
-    )
-    assert same_bytes(first, again)
-    assert torch.equal(first.scale, other.scale)
-    assert (codes(first.data) != codes(other.data)).float().mean() > 0.1
+    assert (covariance > -(2.0**-50)).all()
 
 
 def slow_encode(row: list[float], dtype: torch.dtype, random: list[int | None]) -> tuple[list[int], float]:
@@ -358,32 +227,6 @@ def test_encode_agrees_with_exact_fractions(dtype: torch.dtype, rounding: str) -
         assert scale[i] == want_scale or (scale[i].isnan() and math.isnan(want_scale))
 
 
-@EVERYWHERE
-@pytest.mark.parametrize("dtype", [INT8, FLOAT8], ids=str)
-@pytest.mark.parametrize(("cols", "lanes"), [(40, 1), (20, 2), (33, 8)])
-def test_chunks_of_half_a_philox_call_are_rounded_with_its_bits(
-    device: torch.device, dtype: torch.dtype, cols: int, lanes: int
-) -> None:
-    """A thread, or the threads of a row, have eight columns at once, where a call serves sixteen. With A = 0 and scales
-    that are powers of two, both ways know exactly what they round."""
-    values = torch.randn(3, 2, 6, cols, generator=generator()).clamp(-3.4, 3.4)
-    values[..., 0] = LARGEST[dtype] * 2.0 ** (2 - LARGEST[dtype].bit_length())
-    data, scale = encode(values, dtype)
-    bc, slots = torch.full((2, 1, cols), 0.3), torch.tensor([2, 1])
-    stored = []
-    for place, config in ((torch.device("cpu"), None), (device, Config(32 // lanes, 1, lanes))):
-        kept = [t.clone().to(place) for t in (data, scale, torch.tensor([11, -22, 33]))]
-        state = flashstate.State(*kept[:2], rounding="stochastic", seed=kept[2], stream=5)
-        x, dt = torch.ones(2, 2, 6), torch.full((2, 2), 2.0**-10)
-        given = [t.to(place) for t in (x, dt, torch.zeros(2), bc, bc)]
-        in_kernel = interpreted() if config and place.type == "cpu" else nullcontext()
-        with in_kernel, override(config) if config else nullcontext():
-            flashstate.mamba2_step(state, *given, dt_softplus=False, slots=slots.to(place))
-        stored.append(codes(state.data.cpu()))
-    assert torch.equal(*stored)
-    assert not torch.equal(stored[0], codes(data))
-
-
 @pytest.mark.parametrize("dtype", [INT8, FLOAT8], ids=str)
 def test_the_instructions_for_8_bits_give_what_exact_fractions_do(dtype: torch.dtype) -> None:
     """Four values at a time, as PTX takes them; of a row that is not stored zeros."""
@@ -422,79 +265,19 @@ def test_the_conversion_to_float8_takes_the_word_that_its_columns_have_two_bytes
     assert run(line.replace("word", "$0"), [0, 0, 0, 0, *columns]) == 0xD4C3B2A1
 
 
-@DTYPES
-def test_the_random_bits_of_these_tests_are_next_to_those_that_round_otherwise(dtype: torch.dtype) -> None:
-    values = all_rows(dtype)
-    random = random_for(values, dtype)
-    less, same, more = (codes(encode(values, dtype, (random + i).clamp(0, 65535)).data) for i in (-2, 0, 2))
-    assert (less != same).float().mean() > 0.1
-    assert (more != same).float().mean() > 0.1
-
-
-def test_float8_codes_are_what_their_definition_says() -> None:
-    every = torch.arange(256).to(torch.uint8).view(FLOAT8).double()
-    assert every[[0x7F, 0xFF]].isnan().all()
-    assert every[:0x7F].tolist() == [float(m) for m in FLOAT8_MAGNITUDES]
-    assert torch.equal(every[0x80:0xFF], -every[:0x7F])
-    assert codes(every[0x80].to(FLOAT8)) == 0x80
-
-
 @EVERYWHERE
 @DTYPES
 @ROUNDINGS
 def test_triton_and_torch_store_equal_bytes(device: torch.device, dtype: torch.dtype, rounding: str) -> None:
-    """Every target of the device; contraction of a product with what follows it must not change a byte."""
+    """Every target of the device; contraction of a product with what follows it must not change a byte. Slots of six
+    rows in tiles of four: what is beyond the last row or column takes no part."""
     values = all_rows(dtype)
-    random = random_if(rounding, values, dtype)
-    want = encode(values, dtype, random)
-    for form in forms(device):
-        assert same_bytes(encoded_by_triton(values, random, dtype, device, form), want), form
-
-
-@pytest.mark.gpu
-@DTYPES
-@ROUNDINGS
-@pytest.mark.parametrize("e", [1.0, 0.7])
-def test_portable_arithmetic_and_instructions_round_every_product_to_equal_bytes(
-    dtype: torch.dtype, rounding: str, e: float
-) -> None:
-    """Of every float32 up to the format's largest with e: all ties are among them, then products that are rounded."""
-    assert count_differences(dtype, rounding, e) == 0
-
-
-@EVERYWHERE
-@DTYPES
-@ROUNDINGS
-@pytest.mark.parametrize("cols", [7, 20, 33])
-def test_odd_rows_and_columns_do_not_change_a_byte(
-    device: torch.device, dtype: torch.dtype, rounding: str, cols: int
-) -> None:
-    """Slots of six rows in tiles of four: what is beyond the last row or column takes no part."""
-    values = all_rows(dtype).view(-1, COLS)[:30, :cols].reshape(5, 6, cols)
-    random = random_if(rounding, values, dtype)
-    want = encode(values, dtype, random)
-    for form in (Form(machine_of(device).target, True, 8), Form(machine_of(device).target, True, None)):
-        got = encoded_by_triton(values, random, dtype, device, form)
-        assert same_bytes(got, want), form
-        assert torch.equal(codes(decoded_by_triton(*got, device, form)), codes(decode(*got))), form
-
-
-@EVERYWHERE
-@DTYPES
-@pytest.mark.filterwarnings("ignore:.*encountered in multiply:RuntimeWarning")
-def test_triton_and_torch_decode_every_code_to_equal_values(device: torch.device, dtype: torch.dtype) -> None:
-    """With scales that encode never gives, too: zero, subnormal, negative, too large, inf, NaN."""
-    every = torch.arange(65536).to(torch.uint16) if dtype is INT16 else torch.arange(256).to(torch.uint8)
-    scales = [1.0, 0.3, 2.0**-115, 1e-38, 1e-40, 1e-45, 0.0, -0.0, -2.5, 1e30, 3e38, torch.inf, torch.nan]
-    data = every.view(dtype).view(1, -1, COLS).repeat(len(scales), 1, 1)
-    scale = torch.tensor(scales)[:, None].expand(data.shape[:2]).contiguous()
-    want = codes(decode(data, scale))
-    for form in forms(device):
-        assert torch.equal(codes(decoded_by_triton(data, scale, device, form)), want), form
-
-
-def test_the_formats_here_are_those_with_a_scale() -> None:
-    assert {dtype: f.largest for dtype, f in FORMATS.items() if f.scaled} == LARGEST
+    require_equal_bytes(values, random_if(rounding, values, dtype), dtype, device, forms(device))
+    target = machine_of(device).target
+    for cols in (7, 20, 33):
+        odd = values.view(-1, COLS)[:30, :cols].reshape(5, 6, cols)
+        both = [Form(target, True, 8), Form(target, True, None)]
+        require_equal_bytes(odd, random_if(rounding, odd, dtype), dtype, device, both)
 
 
 AMAX_EXPONENTS = (127 - 100, 64, 127, 128, 127 + 63)  # of what a row's largest value is divided as: below 2^64
@@ -502,17 +285,12 @@ FACTOR_EXPONENTS = (127 - 121, 64, 127, 128, 127 + 108)  # of the quotients, whi
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("dividend", "exponent"),
-    [
-        *((largest, exponent) for largest in (127.0, 32767.0, 448.0) for exponent in AMAX_EXPONENTS),
-        *((1.0, exponent) for exponent in FACTOR_EXPONENTS),
-    ],
-)
-def test_scales_are_divided_as_correctly_without_branches(dividend: float, exponent: int) -> None:
+def test_scales_are_divided_as_correctly_without_branches() -> None:
     """Over all mantissas of the divisor."""
     from device_functions import count_other_quotients_kernel
 
     count = torch.zeros(1, dtype=torch.int32, device="cuda")
-    count_other_quotients_kernel[(1 << 13,)](count, dividend, exponent, 1024)
-    assert count.item() == 0
+    for dividend, exponents in (*((n, AMAX_EXPONENTS) for n in (127.0, 32767.0, 448.0)), (1.0, FACTOR_EXPONENTS)):
+        for exponent in exponents:
+            count_other_quotients_kernel[(1 << 13,)](count, dividend, exponent, 1024)
+            assert count.item() == 0, (dividend, exponent)
