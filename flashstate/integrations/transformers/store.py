@@ -138,8 +138,9 @@ class Store:
         return Memory(self.windows[i].mT, where.windows, history, state, where.states, ring)
 
     def plan(self, batch: int, tokens: int) -> Plan | None:
-        """What rings do in a step; None where there are none."""
-        return None if self.replayed is None else self.replayed.plan(self.where(batch, tokens).states, tokens)
+        """Return the plan of rings for a step; None where there are none. It is a plan of the ring, since the pool voids
+        its own plans when slots are written: in a call with a prompt and candidates the prompt is written later."""
+        return None if self.replayed is None else self.replayed.ring(0).plan(self.where(batch, tokens).states, tokens)
 
     def finish(self, batch: int, tokens: int, first: int, plan: Plan | None) -> None:
         """What follows a step of all layers; the plan of rings that can take tokens back is still to be settled."""
