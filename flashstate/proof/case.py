@@ -283,14 +283,12 @@ class Cases:
     groups: small and odd cases, for the interpreter, whose bfloat16 activations are wrong: float32 and float16 stand in
         for them. Every group has each form of a call once; those of an op that has formats have one each.
     real: shapes of real models and of none, for compiled kernels.
-    besides: small cases that no turn of forms and formats brings; every law meets one.
-    turns: every law of the reference meets one in so many groups in the interpreter, which is slow.
+    besides: small cases of forms that no group has.
     """
 
     groups: Sequence[Sequence[AnyCase]]
     real: Sequence[AnyCase]
     besides: Sequence[AnyCase] = ()
-    turns: int = 4
 
     @cached_property
     def odd(self) -> tuple[AnyCase, ...]:

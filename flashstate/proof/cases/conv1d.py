@@ -150,4 +150,4 @@ _REAL = (
     ConvCase(5, 1280, 2, x="float16", window="float32", slots=9, tokens=6, packed=True, activation=None),
     ConvCase(4, 2048, 7, extra=5, x="bfloat16", parameters="bfloat16", slots=9, tokens=4, activation=None, bias=False),
 )
-CASES["conv1d_step"] = Cases(_GROUPS, _REAL, turns=1)
+CASES["conv1d_step"] = Cases(_GROUPS, _REAL)

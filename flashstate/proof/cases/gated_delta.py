@@ -158,7 +158,9 @@ _ODD_REAL_SHAPES = (
 )
 _TRANSPOSED_SHAPES = (
     replace(_HALF, batch=4, heads=8, transposed=True, tokens=4),
+    replace(_HALF, batch=3, heads=8, transposed=True),
     DeltaCase(3, 4, 2, 96, 64, transposed=True, x="float16", qk="bfloat16", per_channel=True),
+    DeltaCase(3, 4, 2, 96, 64, transposed=True, x="bfloat16", qk="bfloat16", per_channel=True, tokens=2),
     DeltaCase(4, 8, 2, 128, 128, transposed=True, x="bfloat16", qk="bfloat16", exact=False, tokens=8),
     DeltaCase(4, 4, 1, 33, 20, transposed=True, x="bfloat16", tokens=3, packed=True),
 )

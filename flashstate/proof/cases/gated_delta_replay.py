@@ -190,4 +190,4 @@ _REAL = (
     *by_turns(_REAL_SHAPES, PORTABLE_FORMATS, 3),
     *by_turns(_ODD_REAL_SHAPES, PORTABLE_FORMATS, 2),
 )
-CASES["gated_delta_replay"] = Cases(in_every_format(_SHAPES), _REAL, turns=5)
+CASES["gated_delta_replay"] = Cases(in_every_format(_SHAPES), _REAL)

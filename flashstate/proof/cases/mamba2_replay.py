@@ -158,4 +158,4 @@ _REAL = (
     *by_turns(_REAL_SHAPES, PORTABLE_FORMATS, 3),
     *by_turns(_ODD_REAL_SHAPES, PORTABLE_FORMATS, 2),
 )
-CASES["mamba2_replay"] = Cases(in_every_format(_SHAPES), _REAL, besides=_ONE_TOKEN, turns=6)
+CASES["mamba2_replay"] = Cases(in_every_format(_SHAPES), _REAL, besides=_ONE_TOKEN)

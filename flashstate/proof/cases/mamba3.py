@@ -235,4 +235,4 @@ _REAL = (
     *by_turns(_REAL_SHAPES, PORTABLE_FORMATS, 4),
     *by_turns(_ODD_REAL_SHAPES, PORTABLE_FORMATS, 2),
 )
-CASES["mamba3_step"] = Cases(in_every_format(_SHAPES), _REAL, turns=8)
+CASES["mamba3_step"] = Cases(in_every_format(_SHAPES), _REAL)
