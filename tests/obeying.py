@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextlib import contextmanager
 from functools import cache
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -93,8 +93,8 @@ def meetings(place: str, seed: int = 0) -> tuple[Meeting, ...]:
     one of a sample that brings most that is new, and of equals the cheapest."""
     where, draw = PLACES[place], random.Random(seed)
     spoken_of = {
-        words: [form for cases in CASES.values() for case in where.cases_for(words, cases)
-                for form in case.forms if speaks_of(words, form)]
+        words: [of_form for op in CASES for of_form in _forms(place, op, words.startswith(OF_SHAPES))
+                if speaks_of(words, of_form["case"])]
         for words in laws(*where.needs)
     }  # fmt: skip
     chosen, met = dict[Meeting, None](), set[object]()
@@ -104,26 +104,37 @@ def meetings(place: str, seed: int = 0) -> tuple[Meeting, ...]:
         met_by_law = [(name,) for name in where.with_laws] + (where.together if meeting.law == ACCURACY else [])
         return {(meeting.law, *(values[name] for name in names)) for names in met_by_law}
 
-    def meet(words: str, wanted: Mapping[str, Hashable]) -> None:
-        configs = [wanted["config"]] if "config" in wanted else where.configs
-        of_case = {name: wanted[name] for name in wanted if name != "config"}.items()
-        possible = [case for case in spoken_of[words] if of_case <= values_of(case).items()]
+    def meet(words: str, names: Sequence[str], wanted: Sequence[Hashable]) -> None:
+        of_case = [(name, value) for name, value in zip(names, wanted, strict=True) if name != "config"]
+        configs = [wanted[names.index("config")]] if "config" in names else where.configs
+        possible = [form["case"] for form in spoken_of[words] if all(form[name] == value for name, value in of_case)]
         some = draw.sample(possible, min(SAMPLE, len(possible)))
         candidates = [Meeting(words, case, str(draw.choice(configs))) for case in some]
         best = max(candidates, key=lambda meeting: (len(brings(meeting) - met), -work_of(meeting.case)))
         chosen[best] = None
         met.update(brings(best))
 
-    def values(words: str, *dimensions: str) -> Iterable[tuple[Hashable, ...]]:
-        there = [{**values_of(case), "config": config} for case in spoken_of[words] for config in set(where.configs)]
-        return sorted({tuple(of_case[name] for name in dimensions) for of_case in there}, key=str)
+    def values(words: str, *names: str) -> Iterable[tuple[Hashable, ...]]:
+        """All that a law can meet in these dimensions."""
+        of_cases = {tuple(form.get(name, name) for name in names): None for form in spoken_of[words]}
+        each = [[set(where.configs) if name == "config" else {value} for name, value in zip(names, found, strict=True)]
+                for found in of_cases]  # fmt: skip
+        return sorted((whole for choices in each for whole in product(*choices)), key=str)
 
     wanted = [(words, (name,)) for words, name in product(spoken_of, where.with_laws)]
     for words, names in [*((ACCURACY, names) for names in where.together), *wanted]:
         for found in values(words, *names):
             if (words, *found) not in met:
-                meet(words, dict(zip(names, found, strict=True)))
+                meet(words, names, found)
     return tuple(chosen)
+
+
+@cache
+def _forms(place: str, op: str, of_shapes: bool) -> Sequence[Mapping[str, Any]]:
+    """The forms of all cases of an op, with their values, for laws that depend on shapes or do not."""
+    words = OF_SHAPES[0] if of_shapes else ""
+    forms = (form for case in PLACES[place].cases_for(words, CASES[op]) for form in case.forms)
+    return [{**values_of(form), "case": form} for form in forms]
 
 
 def work_of(case: AnyCase) -> int:
