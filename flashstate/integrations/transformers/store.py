@@ -138,8 +138,8 @@ class Store:
         return Memory(self.windows[i].mT, where.windows, history, state, where.states, ring)
 
     def plan(self, batch: int, tokens: int) -> Plan | None:
-        """Return the plan of rings for a step; None where there are none. It is a plan of the ring, since the pool voids
-        its own plans when slots are written: in a call with a prompt and candidates the prompt is written later."""
+        """Return the plan of rings for a step; None where there are none. The ring makes it, since a pool voids its own
+        plans when slots are written: in a call with a prompt and candidates the prompt is written later."""
         return None if self.replayed is None else self.replayed.ring(0).plan(self.where(batch, tokens).states, tokens)
 
     def finish(self, batch: int, tokens: int, first: int, plan: Plan | None) -> None:
