@@ -16,9 +16,6 @@ from flashstate.proof.laws.require import all_tokens
 from flashstate.proof.laws.steps import make_snapshots
 from flashstate.state.formats import bits_of
 
-CPU = torch.device("cpu")
-CUDA = torch.device("cuda")
-
 
 def same_bytes(a: Tensor, b: Tensor) -> bool:
     return torch.equal(bits_of(a), bits_of(b))
@@ -26,11 +23,10 @@ def same_bytes(a: Tensor, b: Tensor) -> bool:
 
 ONE = DeltaCase(2, 2, 1, 8, 16, x="float16", qk="float16")
 SEVERAL = replace(ONE, tokens=3)
-PACKED = replace(SEVERAL, batch=3, packed=True)
 AT_ONCE = replace(SEVERAL, exact=False)
 
 
-@pytest.mark.parametrize("case", [ONE, SEVERAL, PACKED, AT_ONCE, replace(SEVERAL, per_channel=True)], ids=str)
+@pytest.mark.parametrize("case", [ONE, SEVERAL, AT_ONCE], ids=str)
 def test_out_may_be_v(case: DeltaCase, device: torch.device) -> None:
     inputs = make_inputs(case, device)
     over = inputs.fresh()
@@ -40,8 +36,7 @@ def test_out_may_be_v(case: DeltaCase, device: torch.device) -> None:
     require.equal_states("the pool", over.state, inputs.state)
 
 
-@pytest.mark.parametrize("name", ["float32", "float16"])
-@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("transposed", "name"), [(False, "float32"), (True, "float16")])
 def test_snapshots_of_either_layout_hold_the_same_states(transposed: bool, name: str, device: torch.device) -> None:
     case = replace(SEVERAL, format="bfloat16", rounding="stochastic", transposed=transposed)
     inputs = make_inputs(case, device)
@@ -54,27 +49,12 @@ def test_snapshots_of_either_layout_hold_the_same_states(transposed: bool, name:
     require.equal_states("snapshots", other, want)
 
 
-@pytest.mark.parametrize("exact", [True, False])
-@pytest.mark.parametrize("heads_per_key", [1, 2, 4, 8])
-def test_value_heads_share_the_key_head_of_their_group(heads_per_key: int, exact: bool, device: torch.device) -> None:
-    case = replace(SEVERAL, heads=8, rows=2, key_heads=8 // heads_per_key, exact=exact, batch=1)
-    inputs = make_inputs(case, device)
-    alone = inputs.fresh()
-    repeated = {name: inputs.arguments[name].repeat_interleave(heads_per_key, dim=-2) for name in ("q", "k")}
-    assert same_bytes(inputs.step(), alone.step(**repeated))
-    require.equal_states("the pool", inputs.state, alone.state)
-
-
 SIX = replace(SEVERAL, tokens=6)
 EXTREME = [
-    SIX,
-    replace(SIX, format="float16"),
-    replace(SIX, per_channel=True),
-    replace(SIX, raw=False),
-    replace(SIX, raw=False, per_channel=True, format="int8"),
-    replace(SIX, exact=False),
-    replace(SIX, exact=False, format="float16"),
-    replace(SIX, exact=False, raw=False, qk_l2norm=False, format="float8_e4m3fn"),
+    (SIX, 0),
+    (replace(SIX, raw=False, per_channel=True, format="int8"), 5),
+    (replace(SIX, exact=False, format="float16"), 0),
+    (replace(SIX, exact=False, raw=False, qk_l2norm=False), 5),
 ]
 EXTREME_A = [1e4, 0.0, -1e4, 1.0, 30.0, -30.0]  # a first token that leaves nothing of the state, and normal ones
 EXTREME_B = [1e4, -1e4, 0.0, -1e4, 1e4, 2.0]
@@ -82,8 +62,7 @@ LOG_DECAYS = [-1e4, 0.0, -1e-3, -100.0, -1.0, -88.0]
 BETAS = [1.0, 0.0, 0.5, 0.0, 1.0, 0.9]
 
 
-@pytest.mark.parametrize("shift", [0, 5])
-@pytest.mark.parametrize("case", EXTREME, ids=str)
+@pytest.mark.parametrize(("case", "shift"), EXTREME, ids=str)
 def test_extreme_gates_and_zero_keys_and_queries_keep_everything_finite_and_accurate(
     case: DeltaCase, shift: int, device: torch.device
 ) -> None:
@@ -105,17 +84,7 @@ def test_extreme_gates_and_zero_keys_and_queries_keep_everything_finite_and_accu
     require.within_budget("the state", inputs.states, want.state, want.state_plain)
 
 
-@pytest.mark.parametrize("exact", [True, False])
-def test_a_token_that_forgets_all_leaves_what_a_zero_state_gives(exact: bool, device: torch.device) -> None:
-    inputs = make_inputs(replace(SEVERAL, exact=exact, raw=False), device)
-    inputs.arguments["a"][:, 0] = -1e4
-    zeroed = inputs.fresh()
-    zeroed.state.data.zero_()
-    assert torch.equal(inputs.step(), zeroed.step())
-    assert torch.equal(inputs.states, zeroed.states)
-
-
-@pytest.mark.parametrize(("padding", "tiles"), [("zero", 1), ("keep", 1), ("keep", 4), ("fresh", 4)])
+@pytest.mark.parametrize(("padding", "tiles"), [("zero", 1), ("keep", 4)])
 def test_a_packed_row_longer_than_max_len_is_cut_where_tokens_go_at_once(
     padding: str, tiles: int, device: torch.device
 ) -> None:
@@ -137,13 +106,8 @@ def test_a_packed_row_longer_than_max_len_is_cut_where_tokens_go_at_once(
 
 TILED = (  # 13 rows in tiles of four, or 52 in tiles of 16: the fourth has few rows
     DeltaCase(2, 2, 1, 13, 64, format="float16", rounding="stochastic", qk="float16"),
-    DeltaCase(2, 2, 1, 13, 128, format="int8", qk="float16", per_channel=True),
     DeltaCase(2, 2, 1, 13, 16, format="float16", qk="float16", transposed=True),
-    DeltaCase(2, 2, 1, 13, 64, format="bfloat16", x="bfloat16"),
-    DeltaCase(2, 2, 1, 13, 128, format="float8_e4m3fn"),
-    DeltaCase(2, 2, 1, 52, 64, format="bfloat16", x="float16", qk="float16", exact=False, tokens=4),
     DeltaCase(2, 2, 1, 52, 32, format="int8", rounding="stochastic", x="float16", qk="float16", exact=False, tokens=9),
-    DeltaCase(2, 2, 1, 52, 32, qk="float16", exact=False, tokens=2, packed=True),
 )
 
 
@@ -167,33 +131,27 @@ def test_programs_of_several_tiles_give_what_those_of_one_give(case: DeltaCase, 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
-def test_what_every_thread_is_handed_is_what_they_share(index: torch.dtype) -> None:
+def test_what_every_thread_is_handed_is_what_they_share() -> None:
     from device_functions import per_thread_kernel
 
-    given = torch.tensor([0, 7, -1, torch.iinfo(index).max, torch.iinfo(index).min], dtype=index, device=CUDA)
-    found = torch.empty(len(given), 64, dtype=index, device=CUDA)
-    per_thread_kernel[(len(given),)](given, found, num_warps=2)
-    assert torch.equal(found, given[:, None].expand_as(found))
+    for index in (torch.int32, torch.int64):
+        given = torch.tensor([0, 7, -1, torch.iinfo(index).max, torch.iinfo(index).min], dtype=index, device="cuda")
+        found = torch.empty(len(given), 64, dtype=index, device="cuda")
+        per_thread_kernel[(len(given),)](given, found, num_warps=2)
+        assert torch.equal(found, given[:, None].expand_as(found))
 
 
-@pytest.mark.parametrize("tokens", [0, 3], ids=["one token", "several tokens"])
-def test_only_tokens_with_a_way_to_the_root_run_and_their_states_are_stored(tokens: int, device: torch.device) -> None:
-    """Row 0 is a chain. No token of row 1 has a parent that there is: it has zeros, stores nothing, and may name
-    whatever row of snapshots."""
-    case = replace(ONE, tokens=tokens)
-    plain, inputs = make_inputs(case, device), make_inputs(case, device).fresh(extra=6)
-    count = tokens or 1
-    write = torch.arange(len(inputs.state.data) - 2 * count, len(inputs.state.data), device=device).view(2, count)
-    parents = torch.stack([torch.arange(count) - 1, torch.full((count,), 9)]).to(device)
-    taken, chain = (torch.full((2, count, *case.state_axes), 7.0, device=device) for _ in range(2))
-    want, before = plain.step(snapshots=chain), inputs.state.data.clone()
-
-    rows = torch.tensor([0, 99], device=device)
+def test_one_token_whose_parent_is_not_there_has_zeros_and_stores_nothing(device: torch.device) -> None:
+    """It may name whatever row of snapshots; the root beside it stores its state in its slot and its snapshot."""
+    plain, inputs = make_inputs(ONE, device), make_inputs(ONE, device).fresh(extra=2)
+    write = torch.arange(len(inputs.state.data) - 2, len(inputs.state.data), device=device).view(2, 1)
+    parents, rows = torch.tensor([[-1], [9]], device=device), torch.tensor([0, 99], device=device)
+    taken, root = (torch.full((2, 1, *ONE.state_axes), 7.0, device=device) for _ in range(2))
+    want, before = plain.step(snapshots=root), inputs.state.data.clone()
     y = inputs.step(slots=inputs.at(write=write, parents=parents, snapshot_rows=rows), snapshots=taken)
     assert same_bytes(y[0], want[0])
-    assert same_bytes(taken[0], chain[0])
-    assert same_bytes(inputs.state.data[write[0]], chain[0])
+    assert same_bytes(taken[0], root[0])
+    assert same_bytes(inputs.state.data[write[0]], root[0])
     assert not y[1].any()
     assert (taken[1] == 7.0).all()
     assert same_bytes(inputs.state.data[write[1]], before[write[1]])

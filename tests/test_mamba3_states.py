@@ -2,18 +2,15 @@
 
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
-from racing import IDLE_AND_BUSY, Around, require_equal_launches
+from racing import busy, require_equal_launches
 from torch import Tensor
 
 from flashstate.launch import Config, override, valid_configs
-from flashstate.launch.config import mode_key, table_key
-from flashstate.launch.table import load_table
 from flashstate.proof import Mamba3Case, error_ratio, make_inputs, slotted, up_to_turns
 from flashstate.proof.laws import require
 from flashstate.proof.laws.require import rest_of
@@ -39,8 +36,8 @@ def test_without_rotary_angles_are_left_alone_and_change_nothing(device: torch.d
 
 # Angles
 
-STEPS, DRAWN = 16384, 256  # tokens, and of how many at a time numbers are drawn
-MOST_WRONG = 1e-4  # radians, after all of them
+STEPS, DRAWN = 4096, 256  # tokens, and of how many at a time numbers are drawn
+MOST_WRONG = 4e-5  # radians, after all of them
 
 
 Move = Callable[[Tensor, Tensor], Tensor]  # by angles and time steps of (batch, tokens); returns where angles are then
@@ -61,7 +58,7 @@ def turning(move: Move, theta: Tensor, tokens: int) -> float:
         theta = thetas[-1]
         assert float(min(map(torch.min, thetas))) >= 0
         assert float(max(map(torch.max, thetas))) < math.tau
-    assert total[batch // 2 :].min() > 200 * math.tau
+    assert total[batch // 2 :].min() > 40 * math.tau
     return float((up_to_turns(theta.double(), total) - total).abs().max())
 
 
@@ -97,8 +94,7 @@ def test_angles_stay_right_over_many_tokens() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [1, 256])
-@pytest.mark.parametrize("rank", [1, 4])
+@pytest.mark.parametrize(("rank", "tokens"), [(1, 256), (4, 1)])
 def test_compiled_kernel_keeps_angles_right_over_many_tokens(rank: int, tokens: int) -> None:
     case = replace(TURNING, heads=48, rows=16, cols=128, angles=64, rank=rank, Wo=rank > 1)
     assert turning(*step_of(case, tokens, CUDA), tokens) <= MOST_WRONG
@@ -131,74 +127,34 @@ def test_angles_stay_in_a_turn_at_its_edges(rank: int, device: torch.device) -> 
 # Races: every row of a head reads what is overwritten in the same launch
 
 
-def measured() -> dict[str, tuple[Mamba3Case, Config]]:
-    """A case for every config that the table of the H200 has for Mamba-3, by where it has it; of a table that has none,
-    for every config of a shape."""
-    found = {}
-    for key, modes in load_table("NVIDIA H200").items():
-        if key.startswith("mamba3_step"):
-            for mode, sizes in modes.items():
-                for size, config in sizes.items():
-                    found.setdefault(f"{key}, {mode}, {config}", (case_of(key, mode, size), config))
-    if not found:
-        case = replace(REAL, batch=16)
-        found = {str(config): (case, config) for config in valid_configs(case.problem)}
-    return found
-
-
-def case_of(key: str, mode: str, size: int) -> Mamba3Case:
-    """A case that a table has under that key and mode, of about that size."""
-    shape, name = key.split(" vector ")[0].rsplit(" ", 2)[1:]
-    rows, cols = map(int, shape.split("x"))
-    rank, rounding = int(key.split()[2]), mode.split(",")[0]
-    batch = max(1, min(size // REAL.heads, 64))
-    case = replace(REAL, batch=batch, rows=rows, cols=cols, rank=rank, format=name, rounding=rounding, slots=2 * batch)
-    case = replace(case, angles=cols // 4 if " turned " in key else 0, tokens=3 if "several" in mode else 0)
-    assert table_key(case.problem) == key
-    assert mode.startswith(mode_key(case.problem))
-    return case
-
-
 def in_tiles() -> dict[str, tuple[Mamba3Case, Config]]:
     """Cases that programs step tile by tile: the last one overwrites what all of them read."""
     found = {}
     for rank, angles, tokens in product((4, 1), (0, 32), (0, 3)):
         case = replace(REAL, batch=16, rank=rank, angles=angles, tokens=tokens, slots=64)
-        form = f"rank {rank}{' turned' if angles else ''}, {tokens or 1} tokens"
         halves = (config for config in valid_configs(case.problem) if 2 * config.block_rows == case.rows)
         shared = [config for config in halves if config.num_warps > 1]
-        found[f"two tiles, {form}"] = case, max(shared, key=lambda config: config.lanes)  # compiled soonest
+        name = f"rank {rank}{' turned' if angles else ''}, {tokens or 1} tokens"
+        found[name] = case, max(shared, key=lambda config: config.lanes)  # compiled soonest
     return found
 
 
-RACES = {**measured(), **in_tiles()}
+RACES = in_tiles()
 
 
-def require_equal(where: str, around: Around, every_token: bool = False) -> None:
-    """Launches of a race, which may store the state after every token: of the first in the slot that was read."""
+@pytest.mark.gpu
+@pytest.mark.parametrize(("where", "every_token"), [*((name, False) for name in RACES), ("rank 4, 3 tokens", True)])
+def test_launches_on_equal_inputs_give_equal_bytes_on_a_busy_gpu(where: str, every_token: bool) -> None:
+    """Also where they store the state after every token: of the first in the slot that was read."""
     case, config = RACES[where]
     inputs = make_inputs(case, CUDA)
     slots = inputs.at()
     if every_token:
         others = rest_of(inputs)[: case.batch * (case.tokens - 1)]
-        write = torch.cat([inputs.slots[:, None], others.view(case.batch, -1).to(inputs.slots)], 1)
-        slots = inputs.at(write=write)
+        slots = inputs.at(write=torch.cat([inputs.slots[:, None], others.view(case.batch, -1).to(inputs.slots)], 1))
     with override(config):
         out = torch.empty_like(inputs.fresh().step())
-        require_equal_launches(inputs, lambda run: [run.step(slots=slots, out=out.fill_(torch.nan))], around)
-
-
-@pytest.mark.gpu
-@IDLE_AND_BUSY
-@pytest.mark.parametrize("where", RACES)
-def test_launches_on_equal_inputs_give_equal_bytes(where: str, around: Around) -> None:
-    require_equal(where, around)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("where", [name for name, (case, _) in RACES.items() if case.tokens])
-def test_launches_that_store_every_token_give_equal_bytes(where: str) -> None:
-    require_equal(where, nullcontext, every_token=True)
+        require_equal_launches(inputs, lambda run: [run.step(slots=slots, out=out.fill_(torch.nan))], busy)
 
 
 # Tokens and their slots

@@ -1,19 +1,16 @@
-"""ops/norms.py: the norm that CUDA graphs of decode steps launch, in the interpreter, and compiled for every GPU."""
+"""ops/norms.py: the norm that CUDA graphs of decode steps launch, in the interpreter, and compiled."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from asking import spilled_bytes
-from compiling import ARCHITECTURES, collected, compile_launch
-from tables import by_turns
+from compiling import collected, compile_launch
 from torch import Tensor
 
 from flashstate.ops.norms import rms_norm
 from flashstate.reference import norms as reference
 from flashstate.testing import interpreted
-
-SHAPES = [(3, 1, 20), (2, 4, 16), (5, 2, 33)]  # rows, heads, n
 
 
 def inputs(rows: int, heads: int, n: int, per_head: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -25,10 +22,10 @@ def inputs(rows: int, heads: int, n: int, per_head: bool, dtype: torch.dtype) ->
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("silu", [True, False])
-@pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("per_head", [True, False])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "per_head", "gated", "silu"),  # the shape: rows, heads, n
+    [((3, 1, 20), False, True, True), ((2, 4, 16), True, True, False), ((5, 2, 33), True, False, True)],
+)
 def test_the_kernel_gives_what_the_reference_gives(
     shape: tuple[int, int, int], per_head: bool, gated: bool, silu: bool
 ) -> None:
@@ -50,7 +47,7 @@ def in_float64(x: Tensor, weight: Tensor, eps: float, gate: Tensor | None, silu:
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize(("architecture", "shape"), by_turns(ARCHITECTURES, [(1, 1, 5120), (4, 32, 128)]), ids=str)
+@pytest.mark.parametrize(("architecture", "shape"), [(90, (1, 1, 5120)), ("gfx942", (4, 32, 128))])
 def test_the_kernel_compiles_without_spills(architecture: int | str, shape: tuple[int, int, int]) -> None:
     x, gate, weight = inputs(*shape, False, torch.bfloat16)
     with collected(architecture) as launches:
