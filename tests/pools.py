@@ -1,18 +1,15 @@
 """Pools for tests: small ones, and ones in pages full of poison that shows what was written."""
 
+from dataclasses import replace
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 from flashstate import Mamba3State, State, StatePool
-from flashstate.state.formats import FORMATS, PORTABLE_FORMATS
+from flashstate.state.formats import FORMATS, bits_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-DEVICES = pytest.mark.parametrize("device", [CPU, pytest.param(CUDA, marks=pytest.mark.gpu)], ids=str)
-EVERY_FORMAT = pytest.mark.parametrize(("name", "rounding"), PORTABLE_FORMATS)
-WITHOUT_SCALES = [(name, rounding) for name, rounding in PORTABLE_FORMATS if not FORMATS[getattr(torch, name)].scaled]
 SHAPE = {"heads": 2, "rows": 3, "cols": 5}
 GAP = 3  # elements between the slots of a pool in pages
 POISON = 0xFF
@@ -74,10 +71,14 @@ def memory_of(tensor: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
-def gaps_are_poison(pool: StatePool) -> bool:
-    """Whether the memory between the slots of a pool in pages is as it was."""
-    pages = [t for t in tensors_of(pool) if t.stride(0) == t[0].numel() + GAP]
-    return all(bool((memory_of(t).view(len(t), -1)[:, t[0].nbytes :] == POISON).all()) for t in pages)
+def gaps_are_poison(pool: StatePool[Any]) -> bool:
+    """Whether all memory that is no slot of a pool is as `dirty` left it."""
+    memory = {t.untyped_storage().data_ptr(): memory_of(t).clone() for t in tensors_of(pool)}
+    for t in tensors_of(pool):
+        storage = memory[t.untyped_storage().data_ptr()].untyped_storage()
+        view = torch.empty(0, dtype=t.dtype, device=t.device).set_(storage, t.storage_offset(), t.shape, t.stride())
+        bits_of(view).fill_(-1)
+    return all(bool((bytes == POISON).all()) for bytes in memory.values())
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
@@ -104,14 +105,26 @@ def dirty(pool: StatePool[Any]) -> None:
         memory_of(tensor).fill_(POISON)
 
 
+def poison(pool: StatePool[Any], slots: list[int]) -> None:
+    """Poison what a pool has of these slots."""
+    for tensor in tensors_of(pool):
+        for slot in slots:
+            bits_of(tensor)[slot].fill_(-1)
+
+
+def beside_other_memory(name: str, rounding: str, device: torch.device = CPU) -> StatePool:
+    """A pool in pages, one of its layers transposed, with windows whose entries are neighbours of nothing."""
+    states = in_pages([(name, rounding)], 6, (2, 3, 5), device)
+    turned = in_pages([("bfloat16", "nearest")], 6, (2, 3, 5), device, transposed=True)[0]
+    states.append(replace(turned, seed=states[0].seed))
+    windows = [poisoned(6, (4, 2, 9), torch.bfloat16, device)[:, 1, :, 1:7:2] for _ in range(2)]
+    return StatePool.wrap(states, windows=windows, null=5, seed=0)
+
+
 def is_clean(pool: StatePool[Any], slots: list[int]) -> bool:
     """Whether slots hold zeros, with scales of one and any seeds."""
     kept = [(part, tensor[slots]) for part, tensor in kept_by(pool).items() if part != "seed"]
     return all((t == 1).all() if "scale" in part else not bytes_of(t).any() for part, t in kept)
-
-
-def is_poison(pool: StatePool[Any], slots: list[int]) -> bool:
-    return all(bool((bytes_of(tensor[slots]) == POISON).all()) for tensor in tensors_of(pool))
 
 
 def fill(pool: StatePool[Any]) -> None:

@@ -19,12 +19,12 @@ SHAPES = {  # of a slot, by what rings are for
     "gated_delta": {"k": B, "u": X, "decay": HEADWISE},
     "per channel": {"k": B, "u": X, "decay": (*HEADWISE, COLS)},
 }
-RULES = (*SHAPES, "both")  # what pools with rings are for; "both": Mamba-2 in one layer, the delta rule in the next
 A = -torch.linspace(0.5, 2.0, HEADS)
 DELTA = {"A_log": torch.linspace(-1.0, 0.5, HEADS), "dt_bias": torch.linspace(-0.5, 0.5, HEADS)}
 
 
 def make_pool(rule: str = "mamba2", **options: Any) -> StatePool:
+    """A pool for a rule, or of "both": Mamba-2 in one layer, the delta rule in the next."""
     if rule == "both":
         return pool_of_both(**options)
     kinds = {"window": WINDOW, "tokens": TOKENS, "ring_dtype": torch.float32, "stream": 7, "seed": 1}
@@ -95,12 +95,6 @@ def replay(pool: StatePool, slots: Any, tokens: dict[str, Tensor], accepted: lis
     outputs = [step(pool, i, turned if i else tokens, plan=plan) for i in range(pool.layers)]
     pool.commit(plan, None if accepted is None else torch.tensor(accepted, device=device))
     return outputs
-
-
-def fill(pool: StatePool, slots: list[int]) -> None:
-    """Give these slots states, and rings that have wrapped."""
-    for turn in range(5):
-        replay(pool, slots, tokens_for(len(slots), TOKENS, turn), [turn % 3 + 1] * len(slots))
 
 
 def rings_of(rule: str, layers: int = LAYERS) -> list[AnyRing]:

@@ -1,42 +1,137 @@
-"""StatePool: slots that come clean and stay apart, states that go in and out, and a host that does not wait."""
+"""StatePool: what is allocated, how states go in and out, seeds, and a host that does not wait."""
 
-import contextlib
+import math
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
+import mamba3_pools
+import pools
 import pytest
+import ring_pools
 import torch
 from pools import (
-    CPU,
     CUDA,
-    DEVICES,
-    EVERY_FORMAT,
     POISON,
-    WITHOUT_SCALES,
     bytes_of,
-    dirty,
+    fill,
     gaps_are_poison,
     in_pages,
     is_clean,
+    kept_by,
     make_pool,
     same,
     seed_of,
     tensors_of,
 )
+from test_pool_requests import KINDS
 from torch import Tensor
 
+import flashstate
 from flashstate import Slots, State, StatePool
 from flashstate.launch import Problem, interpreted, override, valid_configs
-from flashstate.state.formats import decode, encode
+from flashstate.models import ModelShape
+from flashstate.plan import request_bytes
+from flashstate.pool.layers import ssm_of
+from flashstate.reference import moving
+from flashstate.state.formats import FORMATS, PORTABLE_FORMATS, decode, encode
 from flashstate.state.rounding import SEED_STEP, random_bits
 
-KERNELS = [
-    pytest.param(CPU, interpreted, marks=pytest.mark.interpreted, id="interpreter"),
-    pytest.param(CUDA, contextlib.nullcontext, marks=pytest.mark.gpu, id="gpu"),
-]
+# What is allocated
+
+FLOAT, HALF, SHORT = torch.float32, torch.float16, torch.bfloat16
+MAMBA2 = {"slots": 2, "layers": 2, "heads": 4, "rows": 2, "cols": 6, "stream": 7, "rounds": 8}
+DELTA = {"slots": 2, "layers": 2, "heads": 4, "value_dim": 2, "key_dim": 6}
+SCALED = {"dtype": torch.int8, "rounding": "stochastic"}
+CURSORS = {"start": ((), torch.int32), "count": ((), torch.int32)}
+STATE, KV = {"data": ((4, 2, 6), FLOAT)}, {"k": ((1, 4, 6), SHORT), "v": ((4, 2), SHORT)}
+ALLOCATED: list[tuple[Callable[..., StatePool[Any]], dict[str, Any], dict[str, Any]]] = [
+    (StatePool.mamba2, MAMBA2, STATE),
+    (StatePool.mamba2, MAMBA2 | SCALED, {"data": ((4, 2, 6), torch.int8), "scale": ((4, 2), FLOAT)}),
+    (StatePool.mamba2, MAMBA2 | {"conv_channels": 5}, STATE | {"window": ((5, 3), SHORT)}),
+    (
+        StatePool.mamba2, MAMBA2 | {"conv_channels": 5, "conv_width": 2, "drafts": 3, "conv_dtype": FLOAT},
+        STATE | {"window": ((5, 4), FLOAT)},
+    ),
+    (
+        StatePool.mamba2, MAMBA2 | {"window": 16},
+        STATE | {"ring.x": ((4, 17, 2), SHORT), "ring.B": ((1, 17, 6), SHORT), "ring.dt": ((4, 17), FLOAT)},
+    ),
+    (
+        StatePool.mamba2, MAMBA2 | {"window": 4, "tokens": 3, "groups": 2, "ring_dtype": HALF},
+        STATE | {"ring.x": ((4, 7, 2), HALF), "ring.B": ((2, 7, 6), HALF), "ring.dt": ((4, 7), FLOAT)},
+    ),
+    (
+        StatePool.gated_delta, DELTA | {"window": 16},
+        STATE | {"ring.k": ((4, 17, 6), SHORT), "ring.u": ((4, 17, 2), HALF), "ring.decay": ((4, 17), FLOAT)},
+    ),
+    (
+        StatePool.gated_delta,
+        DELTA | {"window": 4, "tokens": 3, "key_heads": 2, "per_channel": True, "ring_dtype": FLOAT, "u_dtype": SHORT},
+        STATE | {"ring.k": ((2, 7, 6), FLOAT), "ring.u": ((4, 7, 2), SHORT), "ring.decay": ((4, 7, 6), FLOAT)},
+    ),
+    (StatePool.mamba3, MAMBA2, STATE | KV),
+    (
+        StatePool.mamba3, MAMBA2 | {"rank": 3, "angles": 2, "kv_dtype": HALF},
+        STATE | {"k": ((3, 4, 6), HALF), "v": ((4, 2), HALF), "angle": ((4, 2), FLOAT)},
+    ),
+]  # fmt: skip
 
 
-# What write stores and read gives
+@pytest.mark.parametrize(("make", "options", "wanted"), ALLOCATED)
+def test_layers_have_memory_of_their_own_in_the_documented_shapes_and_dtypes(
+    make: Callable[..., StatePool[Any]], options: dict[str, Any], wanted: dict[str, Any]
+) -> None:
+    pool = make(**options)
+    kept = kept_by(pool)
+    want = {f"{part} {i}": form for i in range(2) for part, form in wanted.items()}
+    want |= CURSORS if pool.has_rings else {}
+    want |= {"seed": ((), torch.int64)} if "rounding" in options else {}
+    assert {part: (tuple(t.shape[1:]), t.dtype) for part, t in kept.items()} == want
+    assert is_clean(pool, [0, 1])
+    memory = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept.values()}
+    assert 2 * pool.bytes_per_slot == sum(tensor.nbytes for tensor in kept.values()) == sum(memory.values())
+    assert len({tensor.data_ptr() for tensor in kept.values()}) == len(kept)
+    assert (pool.has_windows, pool.has_rings, pool.free) == ("conv_channels" in options, "window" in options, 2)
+    for i in range(2):
+        state = ssm_of(pool.layer(i))
+        assert (state.stream, state.rounds) == ((7 + i, 8) if "stream" in options else (i, 10))
+        assert pool.layer(i) is pool.layer(i)
+        assert not pool.has_windows or pool.window(i).stride(1) == 1  # channels are neighbours
+        if pool.has_rings:
+            ring = pool.ring(i)
+            assert (ring.window, ring.longest_call) == (options["window"], options.get("tokens", 1))
+            assert ring is pool.ring(i)
+            assert (ring.start.data_ptr(), ring.count.data_ptr()) == (
+                kept["start"].data_ptr(),
+                kept["count"].data_ptr(),
+            )
+    for call in () if pool.has_rings else (lambda: pool.ring(0), pool.plan, pool.folded):
+        with pytest.raises(ValueError, match=r"^this pool has no rings: it was made without a window"):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("rule", "activations", "format"),
+    [("mamba2", "float32", "int8"), ("gated_delta", "bfloat16", "float32"), ("per channel", "bfloat16", "int16")],
+)
+def test_bytes_per_slot_are_what_plan_says(rule: str, activations: str, format: str) -> None:
+    kind, kinds = getattr(torch, activations), {} if rule == "mamba2" else {"u_dtype": torch.float16}
+    shape = ModelShape(
+        "mamba2" if rule == "mamba2" else "gated_delta", ring_pools.LAYERS, ring_pools.HEADS, ring_pools.ROWS,
+        ring_pools.COLS, ring_pools.GROUPS, activations=activations, window=ring_pools.WINDOW,
+        tokens=ring_pools.TOKENS, per_channel=rule == "per channel",
+    )  # fmt: skip
+    pool = ring_pools.in_format(
+        format, "nearest", rule, ring_dtype=kind, conv_dtype=kind, conv_channels=shape.conv_channels, **kinds
+    )
+    planned = request_bytes(shape, FORMATS[getattr(torch, format)])
+    assert pool.bytes_per_slot == planned["total"] - planned["seed"]
+    of_rings = [tensor[0].nbytes for part, tensor in kept_by(pool).items() if "ring" in part or part in CURSORS]
+    assert planned["ring"] == sum(of_rings)
+
+
+# States that go in and out
 
 
 def odd_values(n: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -54,49 +149,38 @@ def odd_values(n: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return values.to(dtype).transpose(0, 1)[..., :cols]
 
 
-@EVERY_FORMAT
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_write_encodes_with_the_bits_of_token_minus_one_and_read_decodes(
-    name: str, rounding: str, dtype: torch.dtype
-) -> None:
-    pool = StatePool.wrap(in_pages([(name, rounding)] * 2, 6, (2, 3, 20), CPU))
-    state, values, slots = pool.layer(1), odd_values(3, (2, 3, 20), dtype), [4, 0, 2]
-    pool.write(1, slots, values)
-    random = None
-    if rounding != "nearest":
-        random = random_bits(seed_of(pool)[slots], (2, 3, 20), 0xFFFFFFFF, 41, 10, state.data.dtype)
-    data, scale = encode(values.float(), state.data.dtype, random)
-    assert same(state.data[slots], data)
-    assert scale is None or (state.scale is not None and same(state.scale[slots], scale))
-    assert same(pool.read(1, [2, 4, 2]), decode(data, scale)[[2, 0, 2]])
-    for tensor, untouched in ((state.data, [1, 3, 5]), (pool.layer(0).data, range(6))):
-        assert (bytes_of(tensor[list(untouched)]) == POISON).all()
+SMALL, REAL = [(1, 1, 1), (2, 5, 20), (1, 3, 33), (1, 2, 130)], [(4, 64, 128), (3, 128, 256), (80, 64, 16)]
 
 
-@EVERY_FORMAT
-@pytest.mark.parametrize(("device", "implementation"), KERNELS)
-def test_kernels_and_reference_write_and_read_equal_bytes(
-    name: str, rounding: str, device: torch.device, implementation: Callable[[], Any]
+@pytest.mark.parametrize("number", range(len(PORTABLE_FORMATS)), ids=map("-".join, PORTABLE_FORMATS))
+def test_write_encodes_any_values_with_the_bits_of_token_minus_one_and_read_decodes(
+    number: int, device: torch.device
 ) -> None:
-    shapes = [(1, 1, 1), (2, 5, 20), (1, 3, 33), (1, 2, 130)]
-    dtypes = [torch.float32, torch.float16, torch.bfloat16]
-    for i, shape in enumerate(shapes if device.type == "cpu" else [*shapes, (4, 64, 128), (3, 128, 256), (80, 64, 16)]):
-        values, slots = odd_values(2, shape, dtypes[i % 3]), [5, 2]
-        want, got = (StatePool.wrap(in_pages([(name, rounding)], 6, shape, where)) for where in (CPU, device))
-        want.write(0, slots, values)
-        with implementation():
-            got.write(0, slots, values.to(device))
-            read = got.read(0, [2, 5])
-        for one, other in zip(tensors_of(got), tensors_of(want), strict=True):
-            assert same(one, other), shape
-        assert gaps_are_poison(got)
-        assert same(read, want.read(0, [2, 5]))
+    """Transposed layers hold the same where they can be: without scales."""
+    (name, rounding), slots = PORTABLE_FORMATS[number], [5, 2]
+    shapes = [SMALL[number % 4], (REAL if device.type == "cuda" else SMALL[1:])[number % 3]]
+    for shape, flipped in product(shapes, [False] if FORMATS[getattr(torch, name)].scaled else [False, True]):
+        pool = StatePool.wrap(in_pages([(name, rounding)], 6, shape, device, flipped))
+        values = odd_values(2, shape, [torch.float32, torch.float16, torch.bfloat16][(number + flipped) % 3])
+        state, seeds, random = pool.layer(0), seed_of(pool)[slots].cpu(), None
+        if rounding != "nearest":
+            random = random_bits(seeds, shape, 0xFFFFFFFF, 40, 10, state.data.dtype)
+        data, scale = encode(values.float(), state.data.dtype, random)
+        pool.write(0, slots, values.to(device))
+        pool.copy([5], [3], keep_seed=True)
+        for slot, at in ((5, 0), (2, 1), (3, 0)):
+            assert same(state.data[slot], data[at]), shape
+            assert scale is None or same(state.scale[slot], scale[at])
+        assert same(pool.read(0, [2, 5, 2]), decode(data, scale)[[1, 0, 1]])
+        others = [tensor[[0, 1, 4]] for tensor in (state.data, state.scale) if tensor is not None]
+        assert all((bytes_of(tensor) == POISON).all() for tensor in others)
+        assert gaps_are_poison(pool)
 
 
 @pytest.mark.interpreted
 def test_every_config_gives_the_same_bytes() -> None:
     values, memory = torch.randn(2, 2, 9, 20, generator=torch.Generator().manual_seed(0)), []
-    for config in valid_configs(Problem("pool_write", 9, 20, "int8", "stochastic", 4, 4))[::5]:
+    for config in valid_configs(Problem("pool_write", 9, 20, "int8", "stochastic", 4, 4))[::9]:
         pool = make_pool("int8", rows=9, cols=20)
         pool.acquire(2, seed=[3, 4])
         with interpreted(), override(config):
@@ -106,213 +190,196 @@ def test_every_config_gives_the_same_bytes() -> None:
     assert all(same(one, other) for row in memory for one, other in zip(row, memory[0], strict=True))
 
 
-# Transposed layers
+@pytest.mark.parametrize("prompt", [1, 3])
+def test_a_request_continues_from_a_prompt_of_any_length(prompt: int) -> None:
+    """The last inputs of a prefill, and steps by the others: as all tokens in one call on a new slot."""
+    generator = torch.Generator().manual_seed(0)
+    weight, tokens = (torch.randn(size, generator=generator) for size in ((7, 4), (1, 6, 7)))
+    want = flashstate.conv1d_step(torch.zeros(1, 7, 3), tokens, weight)
+    pool = make_pool(conv_channels=7, conv_dtype=torch.float32, drafts=3)
+    slots, accepted = pool.acquire(), torch.zeros(1, dtype=torch.int32)
+    pool.write_window(0, slots, tokens[:, :prompt].mT)
+    for t in range(prompt, 6):
+        at = Slots(slots, accepted=accepted)
+        assert torch.equal(
+            flashstate.conv1d_step(pool.window(0), tokens[:, t : t + 1], weight, slots=at)[:, 0], want[:, t]
+        )
+        accepted = torch.ones_like(slots)
 
 
-@pytest.mark.parametrize(("name", "rounding"), WITHOUT_SCALES)
-def test_a_transposed_layer_holds_and_gives_what_a_contiguous_one_does(
-    name: str, rounding: str, device: torch.device
-) -> None:
-    shapes = [(2, 5, 20), (3, 8, 3), (2, 1, 7)]
-    for shape in shapes if device.type == "cpu" else [*shapes, (4, 64, 128), (3, 128, 256), (8, 16, 512)]:
-        values, slots = odd_values(2, shape, torch.float32).to(device), [5, 2]
-        pools = [StatePool.wrap(in_pages([(name, rounding)], 6, shape, device, flipped)) for flipped in (False, True)]
-        assert [pool.layer(0).transposed for pool in pools] == [False, min(shape[1:]) > 1]
-        for pool in pools:
-            pool.write(0, slots, values)
-            pool.copy([5], [3], keep_seed=True)
-            pool.reset([2])
-        one, other = (pool.layer(0).data for pool in pools)
-        assert same(one, other), shape
-        assert gaps_are_poison(pools[1]), shape
-        assert same(pools[1].read(0, [3, 2, 5, 3]), pools[0].read(0, [3, 2, 5, 3])), shape
+def test_angles_are_stored_from_zero_to_less_than_a_turn() -> None:
+    turn = torch.tensor(2 * math.pi)  # more than 2π
+    below = torch.nextafter(turn, torch.tensor(0.0)).item()
+    given = [0.0, 1.5, -1.5, turn.item(), -turn.item(), below, -1e-9, -1e-30, 1e4, -1e4, 100 * math.pi, math.nan]
+    pool = StatePool.mamba3(slots=len(given), layers=1, heads=1, rows=1, cols=2, angles=1)
+    k, v, angle = torch.zeros(len(given), 1, 1, 2), torch.zeros(len(given), 1, 1), torch.tensor(given)[:, None, None]
+    pool.write_kv(0, pool.acquire(len(given)), k, v, angle)
+    *got, nan = kept_by(pool)["angle 0"].flatten().tolist()
+    assert math.isnan(nan)
+    assert all(0.0 <= a < 2 * math.pi for a in got)
+    assert (got[5], got[6:8]) == (below, [0.0, 0.0])
+    for one, other in zip(got, angle.flatten().tolist(), strict=False):
+        apart = abs(one - math.fmod(math.fmod(other, 2 * math.pi) + 2 * math.pi, 2 * math.pi))
+        assert min(apart, 2 * math.pi - apart) <= 2.0**-22
 
 
-def test_layers_of_a_pool_may_be_transposed_or_not() -> None:
-    """In pages of one size, after each other; slots come clean, and layers stay apart."""
-    flat, flipped = torch.zeros(5, 2, 2 * 3 * 5).unbind(1)
-    states = [State(flat.unflatten(1, (2, 3, 5))), State(flipped.unflatten(1, (2, 5, 3)).mT)]
-    pool = StatePool.wrap(states)
-    dirty(pool)
-    pool.release(range(5))
-    slots = pool.acquire(2)
-    assert is_clean(pool, slots.tolist())
-    pool.write(1, slots, torch.ones(2, 2, 3, 5))
-    assert not pool.read(0, slots).any()
-    assert (pool.read(1, slots) == 1).all()
-    assert pool.bytes_per_slot == 2 * 30 * 4
-    with pytest.raises(ValueError, match=r"^states\[1\] must not share the memory of another layer"):
-        StatePool.wrap([states[1], State(states[1].data.mT)])
+def test_bytes_of_axes_in_another_order_are_turned(device: torch.device) -> None:
+    """Of windows with neighbouring channels or entries, and of states that are transposed or not."""
+    one = make_pool("bfloat16", "nearest", conv_channels=7, device=device, layers=1)
+    one.acquire(3)
+    fill(one)
+    state = State(torch.zeros(4, 2, 5, 3, dtype=torch.bfloat16, device=device).mT)
+    other = StatePool.wrap([state], windows=[torch.zeros(4, 7, 3, dtype=torch.bfloat16, device=device)])
+    other.load([3, 1], one.export([0, 2]))
+    for part, tensor in kept_by(other).items():
+        assert same(tensor[[3, 1]], kept_by(one)[part][[0, 2]]), part
+        assert not tensor[[0, 2]].any()
+    one.reset([0, 2])
+    one.load([2, 0], other.export([1, 3]))
+    assert same(one.window(0)[[2, 0]], other.window(0)[[1, 3]])
 
 
-# Slots
+def test_many_slots_are_copied_in_a_ring_as_one_by_one(device: torch.device) -> None:
+    pool = pools.beside_other_memory("int8", "stochastic", device)
+    fill(pool)
+    before = {part: tensor.clone() for part, tensor in kept_by(pool).items()}
+    slots = torch.tensor([0, 1, 2, 3, 4, *[-1] * 12], device=device)
+    pool.copy(slots, torch.tensor([1, 2, 3, 4, 0, *[-1] * 12], device=device), keep_seed=True)
+    for part, tensor in kept_by(pool).items():
+        assert same(tensor, before[part][[4, 0, 1, 2, 3, 5]]), part
 
 
-def test_slots_released_last_come_first_and_are_counted() -> None:
-    pool = make_pool()
-    assert pool.acquire(4).tolist() == [0, 1, 2, 3]
-    pool.release(2)
-    pool.release([3, 0])
-    assert pool.free == 5
-    with pytest.raises(ValueError, match=r"^slots must be held, but slot 0 is free"):
-        pool.release([1, 0])
-    assert pool.free == 5
-    assert pool.acquire(4).tolist() == [3, 0, 2, 4]
-    assert pool.acquire(0).tolist() == []
-    assert (pool.free, pool.slots, pool.layers) == (1, 6, 2)
+def test_gradients_leave_no_trace() -> None:
+    pool, left = mamba3_pools.make_pool(), mamba3_pools.left_by_a_prefill(1)
+    slot = pool.acquire()
+    pool.write(0, slot, torch.ones(1, *pool.layer(0).ssm.data.shape[1:], requires_grad=True))
+    pool.write_kv(0, slot, **{name: tensor.clone().requires_grad_() for name, tensor in left.items()})
+    pool.layer(0).v[0].add_(1.0)
+    assert not any(tensor.requires_grad for tensor in (*tensors_of(pool), pool.read(0, slot)))
 
 
-def test_all_or_nothing_is_acquired() -> None:
-    pool = make_pool()
-    pool.acquire(4)
-    with pytest.raises(RuntimeError, match=r"^acquire needs 3 free slots, but only 2 of 6 are free"):
-        pool.acquire(3)
-    assert pool.acquire(2).tolist() == [4, 5]
+# Seeds
 
 
-@pytest.mark.parametrize("null", [0, 3, 5])
-def test_the_null_slot_is_never_handed_out(null: int) -> None:
-    pool = make_pool(null=null)
-    assert pool.free == 5
-    assert null not in pool.acquire(5).tolist()
-    for call in (pool.release, pool.reset):
-        with pytest.raises(ValueError, match=rf"^slots must be held, but slot {null} is the null slot"):
-            call(null)
-    wrapped = StatePool.wrap([pool.layer(0)], null=null)
-    with pytest.raises(ValueError, match=rf"^slots must be held, but slot {null} is the null slot"):
-        wrapped.release(null)
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [int, lambda s: [s], lambda s: (s,), lambda s: range(s, s + 1), torch.tensor, lambda s: torch.tensor([s]).int()],
-    ids=["int", "list", "tuple", "range", "scalar tensor", "int32 tensor"],
-)
-def test_slots_are_an_int_a_sequence_or_a_tensor(kind: Callable[[int], Any]) -> None:
-    pool = make_pool()
-    pool.acquire(6)
-    pool.write(0, kind(4), torch.ones(1, 2, 3, 5))
-    assert pool.read(0, kind(4)).sum() == 30
-    pool.copy(kind(4), kind(5))
-    assert pool.read(0, [5]).sum() == 30
-    pool.reset(kind(4))
-    pool.release(kind(4))
-    assert pool.acquire().tolist() == [4]
-
-
-def test_seeds_are_given_or_drawn_from_the_pools_seed() -> None:
-    pool, twin, other, two = make_pool(), make_pool(), make_pool(seed=2), [make_pool(seed=None) for _ in range(2)]
-    drawn = [p.layer(0).seed[p.acquire(3)].tolist() for p in (pool, twin, other, *two)]  # type: ignore[index]
+def test_seeds_are_drawn_from_the_pools_seed() -> None:
+    drawn = [seed_of(pool := make_pool(seed=seed))[pool.acquire(3)].tolist() for seed in (1, 1, 2, None, None)]
     assert drawn[0] == drawn[1]
     assert len({seed for seeds in drawn[1:] for seed in seeds}) == 12
-    largest = (1 << 63) - 1
-    for given, want in (
-        (5, [5, 5]),
-        ([-largest - 1, largest], [-largest - 1, largest]),
-        (torch.tensor([8, 9]), [8, 9]),
-    ):
-        pool.reset([2, 0], seed=given)
-        assert seed_of(pool)[[2, 0]].tolist() == want
-    assert seed_of(pool)[pool.acquire(1, seed=range(4, 5))].tolist() == [4]
-    pool.reset(1)
-    assert seed_of(pool)[1].item() not in drawn[0]
 
 
-def test_a_pool_without_stochastic_rounding_has_no_seeds_and_needs_no_other_code() -> None:
-    pool = make_pool("bfloat16", "nearest")
-    assert pool.layer(0).seed is None
-    assert pool.acquire(2, seed=[3, 4]).tolist() == [0, 1]
-    pool.reset(0, seed=1)
-    pool.copy(0, 1, keep_seed=True)
-    pool.copy(1, 0)
-    pool.advance(torch.tensor([0, 1]))
-    pool.advance()
-    with pytest.raises(TypeError, match=r"^slots must be a Slots"):
-        pool.advance([0, 1])  # type: ignore[arg-type]
+def test_seeds_that_the_device_draws_follow_from_the_seed_of_the_pool(device: torch.device) -> None:
+    found: dict[int, list[int]] = {1: [], -2: []}
+    for seed in found:
+        pool, slots = make_pool(seed=seed, device=device), torch.tensor([1, 9, 0], device=device)
+        pool.acquire(3, seed=5)
+        for call, given in ((pool.reset, [slots]), (pool.reset, [slots]), (pool.copy, [slots, slots.flip(0)])):
+            call(*given)
+            found[seed] += seed_of(pool)[:2].tolist()
+        assert seed_of(pool)[2] == 5
+    want = moving.draw_seeds(torch.tensor([1, 0]), 9).tolist()
+    assert found[1] == [want[i] for i in (2, 0, 5, 3, 6, 8)]
+    assert len({*found[1], *found[-2]}) == 12
 
 
-# Layers
-
-
-def test_layers_have_the_shape_asked_for_and_are_as_many() -> None:
-    pool = make_pool("int8")
-    assert [tuple(pool.layer(i).data.shape) for i in range(2)] == [(6, 2, 3, 5)] * 2
-    for i in (-1, 2):
-        with pytest.raises(IndexError, match=rf"^layer must be from 0 to 1, got {i}"):
-            pool.layer(i)
-    for wrong in (True, 0.0, "0", None):
-        with pytest.raises(TypeError, match=r"^layer must be an int"):
-            pool.layer(wrong)  # type: ignore[arg-type]
-
-
-def test_a_pool_for_the_gated_delta_rule_has_rows_of_keys() -> None:
-    pool = StatePool.gated_delta(slots=4, layers=3, heads=2, value_dim=5, key_dim=7, dtype=torch.int8)
-    scale = pool.layer(2).scale
-    assert tuple(pool.layer(2).data.shape) == (4, 2, 5, 7)
-    assert scale is not None
-    assert tuple(scale.shape) == (4, 2, 5)
-
-
-def test_a_wrapped_pool_holds_every_slot_until_it_is_released() -> None:
-    pool = StatePool.wrap(in_pages([("int8", "stochastic"), ("float32", "nearest")], 5, (2, 3, 5), CPU), null=0)
-    assert (pool.free, pool.slots, pool.layers) == (0, 5, 2)
-    assert [pool.layer(i).stream for i in range(2)] == [40, 41]
-    with pytest.raises(RuntimeError, match=r"^acquire needs 1 free slots, but only 0 of 5 are free"):
-        pool.acquire()
-    pool.write(1, [4], torch.ones(1, 2, 3, 5))
-    pool.release([3, 4])
-    assert pool.acquire(2).tolist() == [3, 4]
-    assert is_clean(pool, [3, 4])
-    assert (bytes_of(pool.layer(0).data[[1, 2]]) == POISON).all()
-
-
-@DEVICES
 def test_advance_moves_the_seeds_of_the_slots_that_are_read(device: torch.device) -> None:
+    def there(numbers: Any) -> Tensor:
+        return torch.tensor(numbers, device=device)
+
+    of_requests = there([[1, 2, 9], [3, 4, 0], [5, 5, 5]])
     for slots, moved in (
         (None, range(6)),
-        ([0, 3, -1, 5], [0, 3, 5]),  # a bare tensor has no null but negatives
-        (Slots(torch.tensor([0, 3], device=device), null=0), [3]),
-        (
-            Slots(
-                torch.tensor([[1, 2, 9], [3, 4, 0], [5, 5, 5]], device=device),
-                accepted=torch.tensor([2, 1, 0], device=device),
-                null=0,
-            ),
-            [1, 2, 3, 4],  # all slots of a request, not those of padding
-        ),
-        (Slots(torch.tensor([2, 3], device=device), cu_seqlens=torch.tensor([0, 0, 4], device=device)), [3]),
+        (there([0, 3, -1, 5]), [0, 3, 5]),  # a bare tensor has no null but negatives
+        (Slots(there([0, 3]), null=0), [3]),
+        (Slots(of_requests, accepted=there([2, 1, 0]), null=0), [1, 2, 3, 4]),  # not those of padding
+        (Slots(there([2, 3]), cu_seqlens=there([0, 0, 4])), [3]),
     ):
         pool = make_pool(null=0, device=device)
         pool.acquire(5)
         before = seed_of(pool).clone()
-        pool.advance(torch.tensor(slots, device=device) if isinstance(slots, list) else slots)
-        steps = (seed_of(pool) - before).tolist()
-        assert steps == [SEED_STEP if slot in moved else 0 for slot in range(6)]
+        pool.advance(slots)
+        assert (seed_of(pool) - before).tolist() == [SEED_STEP if slot in moved else 0 for slot in range(6)]
 
 
-def test_states_that_require_gradients_leave_no_trace() -> None:
-    pool = make_pool("float32", "nearest")
-    pool.acquire(2)
-    pool.write(0, [0, 1], torch.ones(2, 2, 3, 5, requires_grad=True))
-    assert not pool.layer(0).data.requires_grad
-    assert not pool.read(0, 0).requires_grad
+# Numbers that nobody checks, and what a CUDA graph captures
 
 
-# GPUs
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ([1, 6], "must be from 0 to 5, got 6"),
+        ([1, 4, -1], "must be held, but slot 4 is free"),
+        ([1, 5, 1], "must be distinct, got slot 1 more than once"),
+    ],
+)
+def test_inside_debug_wrong_numbers_on_the_device_raise_and_change_nothing(numbers: list[int], message: str) -> None:
+    pool, slots = make_pool("float8_e4m3fn", "nearest", null=5), torch.tensor(numbers)
+    pool.acquire(4)
+    fill(pool)
+    before, states = [tensor.clone() for tensor in tensors_of(pool)], torch.ones(len(slots), 2, 3, 5)
+    calls: list[tuple[str, Callable[[], object]]] = [
+        ("slots", lambda: pool.write(0, slots, states)),
+        ("slots", lambda: pool.reset(slots)),
+        ("slots", lambda: pool.load(slots, pool.export(torch.zeros_like(slots)))),
+        ("dst", lambda: pool.copy(torch.zeros_like(slots), slots)),
+    ]
+    if "distinct" not in message:
+        calls += [
+            ("slots", lambda: pool.read(0, slots)), ("src", lambda: pool.copy(slots, [0, 2, 3][: len(slots)])),
+        ]  # fmt: skip
+    for name, call in calls:
+        with flashstate.debug(), pytest.raises(ValueError, match=f"^{name} {message}"):
+            call()
+    assert all(map(torch.equal, before, tensors_of(pool)))
+    with flashstate.debug():
+        pool.reset(torch.tensor([-1, 5, 2]))  # padding is no mistake
+    assert is_clean(pool, [2])
 
 
 @pytest.mark.gpu
-def test_a_graph_captures_advance_and_no_numbers_of_the_host() -> None:
-    pool = make_pool(device=CUDA)
-    slots = pool.acquire(2)
-    pool.advance(slots)
-    before = seed_of(pool).clone()
+@pytest.mark.parametrize("kind", ["states, windows in pages", "mamba3", "rings of both, windows"])
+def test_nothing_waits_for_the_device_and_a_graph_captures_all_but_numbers_of_the_host(kind: str) -> None:
+    pool = KINDS[kind]("float16", "stochastic", device=CUDA)
+    pool.acquire(pool.free - 1 if pool.free else 0, seed=3)
+    fill(pool)
+    slots, others = torch.tensor([[3, 1], [0, 2]], device=CUDA)
+    values, left = torch.ones(2, *ssm_of(pool.layer(0)).data.shape[1:], device=CUDA), {}
+    if kind == "mamba3":
+        left = mamba3_pools.left_by_a_prefill(2, device=CUDA)
+
+    def calls(slots: Any = slots, others: Any = others) -> Tensor:
+        pool.write(0, slots, values)
+        if left:
+            pool.write_kv(0, slots, **left)
+        if pool.has_rings:
+            pool.commit(pool.plan(slots, ring_pools.TOKENS))
+            pool.folded(slots)
+        pool.copy(slots, others)
+        pool.copy(slots, others, keep_seed=True)
+        pool.load(others, pool.export(slots))
+        pool.reset(slots)
+        pool.advance(others)
+        return pool.read(0, others)
+
+    for mode in ("default", "error"):  # kernels compile in the first pass
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            calls()
+            calls([3, 1], [0, 2])
+            pool.release(3)
+            pool.acquire(1, seed=4)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        pool.advance(slots)
+        read = calls()
         for call in (pool.acquire, lambda: pool.reset(0), lambda: pool.read(0, 0), lambda: pool.copy(0, 1)):
             with pytest.raises(RuntimeError, match="a CUDA graph cannot capture"):
                 call()
-    graph.replay()
-    graph.replay()
-    assert (seed_of(pool) - before).tolist() == (2 * torch.tensor([SEED_STEP] * 2 + [0] * 4)).tolist()
+    seeds = []
+    for _ in range(2):
+        slots.copy_(slots.flip(0))
+        graph.replay()
+        assert torch.equal(read, pool.read(0, others))
+        assert is_clean(pool, slots.tolist())
+        seeds += seed_of(pool)[slots].tolist()
+    assert len(set(seeds)) == len(seeds)

@@ -1,259 +1,395 @@
-"""StatePool: requests that come and go in any order have the states that they would have on their own."""
+"""StatePool: requests that come and go in any order have what they would have on their own, whatever a pool keeps."""
 
-import contextlib
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+import io
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from random import Random
+from typing import Any, NamedTuple
 
+import mamba3_pools
+import pools
 import pytest
+import ring_pools
 import torch
-from hypothesis import HealthCheck, Phase, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
-from pools import CPU, POISON, bytes_of, dirty, gaps_are_poison, in_pages, make_pool, same, seed_of, tensors_of
+from pools import bytes_of, dirty, gaps_are_poison, kept_by, poison, seed_of
 from torch import Tensor
 
 import flashstate
-from flashstate import Slots, State, StatePool
-from flashstate.launch import interpreted
-from flashstate.state.formats import PORTABLE_FORMATS, decode, encode
+from flashstate import Mamba3State, Slots, StatePool
+from flashstate.pool.layers import ssm_of
+from flashstate.state.formats import PORTABLE_FORMATS, bits_of, decode, encode
 from flashstate.state.rounding import SEED_STEP, random_bits
+
+NULL, FLOATS = 5, (torch.float32, torch.float16, torch.bfloat16)
+WINDOWS = {"conv_channels": 7, "drafts": 2, "conv_dtype": torch.float32}
+KINDS: dict[str, Callable[..., StatePool[Any]]] = {
+    "states": pools.make_pool,
+    "states, windows": partial(pools.make_pool, null=NULL, **WINDOWS),
+    "states, windows in pages": pools.beside_other_memory,
+    "mamba3": mamba3_pools.in_format,
+    "mamba3 beside others": mamba3_pools.beside_others,
+    "rings, windows": partial(ring_pools.in_format, null=0, **WINDOWS),
+    "rings of the delta rule": partial(ring_pools.in_format, rule="gated_delta", null=NULL),
+    "rings of the delta rule per channel": partial(ring_pools.in_format, rule="per channel"),
+    "rings of both, windows": partial(ring_pools.in_format, rule="both", null=NULL, **WINDOWS),
+}
+
+
+class Named(NamedTuple):
+    """Slots as a caller names them, how many entries that has, and which of these are the slots."""
+
+    given: Any
+    count: int
+    at: list[int]
 
 
 @dataclass
-class Request:
-    """A request as it would be on its own: single-slot states that no pool has seen, and its seed."""
+class Requests:
+    """A pool, and a model of it: tensors of every request on its own, one slot each, by the names of kept_by."""
 
-    states: list[State]
-    seed: Tensor | None  # (1,)
+    pool: StatePool[Any]
+    draw: Random
+    steps: bool  # whether ops step requests
+    held: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    seeds: set[int] = field(default_factory=set)  # that requests had
+    fault: bool = False  # whether a number past the pool is in the next call
 
-    @classmethod
-    def new(cls, pool: StatePool, slot: int) -> "Request":
-        """A clean request with the seed that the pool gave this slot."""
-        layers = [pool.layer(i) for i in range(pool.layers)]
-        seed = None if layers[0].seed is None else layers[0].seed[slot : slot + 1].clone()
-        states = [
-            replace(
-                layer,
-                data=torch.zeros_like(layer.data[:1].contiguous()),
-                scale=None if layer.scale is None else torch.ones_like(layer.scale[:1].contiguous()),
-                seed=None if layer.seed is None else seed,
-            )
-            for layer in layers
-        ]
-        return cls(states, seed)
-
-    def take(self, i: int, data: Tensor, scale: Tensor | None) -> None:
-        """Make these the state of layer i."""
-        bytes_of(self.states[i].data).copy_(bytes_of(data))
-        if scale is not None:
-            self.states[i].scale.copy_(scale)
-
-
-def copy_of(state: State) -> State:
-    return replace(state, data=state.data.clone(), scale=None if state.scale is None else state.scale.clone())
-
-
-class Requests(RuleBasedStateMachine):
-    """A pool under requests in any order, beside the same requests each on its own: they never differ by a bit."""
-
-    implementation: ClassVar[Callable[[], Any]] = contextlib.nullcontext
-
-    @initialize(
-        formats=st.tuples(*[st.sampled_from(PORTABLE_FORMATS)] * 2),
-        kind=st.sampled_from(["own", "null inside", "pages"]),
-    )
-    def make(self, formats: tuple[tuple[str, str], tuple[str, str]], kind: str) -> None:
-        null = 2 if kind == "null inside" else -1
-        if kind == "pages":
-            self.pool = StatePool.wrap(in_pages(list(formats), 6, (2, 3, 5), CPU), seed=0)
-            self.pool.release(range(6))
-        else:
-            self.pool = make_pool(*formats[0], null=null)
+    def __post_init__(self) -> None:
+        self.free = [slot for slot in range(self.pool.slots) if slot != self.pool.null][::-1]
+        self.layers = [self.pool.layer(i) for i in range(self.pool.layers)]
+        self.device = kept_by(self.pool)["data 0"].device
+        self.wrapped = "wrapped" in repr(self.pool)
+        if self.pool.free == 0:
+            self.pool.release(self.free[::-1])
         dirty(self.pool)
-        self.requests: dict[int, Request] = {}
-        self.acquire(3, None)
 
-    def some(self, data: st.DataObject, repeat: bool = False, size: int | None = None) -> list[int]:
+    @property
+    def actions(self) -> list[Callable[[], None]]:
+        found = [self.acquire, self.release, self.reset, self.copy, self.move, self.write, self.read, self.advance]
+        found += [self.write_window] * self.pool.has_windows + [self.resize] * (not self.wrapped)
+        found += [self.replay, self.replay, self.fold] if self.pool.has_rings else []
+        if isinstance(self.layers[0], Mamba3State):
+            return [*found, self.write_kv]
+        found += [self.convolve] * (self.steps and self.pool.has_windows)
+        return found + [self.step] * (self.steps and not self.pool.has_rings)
+
+    def some(self, repeat: bool = False, size: int | None = None) -> list[int]:
         """Slots that are held."""
-        slots = st.sampled_from(sorted(self.requests))
-        return data.draw(st.lists(slots, unique=not repeat, min_size=size or 1, max_size=size or 3), label="slots")
+        held, size = sorted(self.held), self.draw.randint(0, 3) if size is None else size
+        return (
+            self.draw.choices(held, k=size if held else 0) if repeat else self.draw.sample(held, min(size, len(held)))
+        )
 
-    @rule(n=st.integers(1, 3), seed=st.none() | st.integers(-(1 << 63), (1 << 63) - 1))
-    def acquire(self, n: int, seed: int | None) -> None:
-        if n > self.pool.free:
-            with pytest.raises(RuntimeError, match=r"^acquire needs"):
+    def outside(self) -> int:
+        """A number that names no slot."""
+        number = self.draw.choice([-1, -7, self.pool.null, self.pool.slots, 1 << 20])
+        self.fault |= number >= self.pool.slots and number != self.pool.null
+        return number
+
+    def on_device(self, numbers: Sequence[int]) -> Tensor:
+        """On its own, or as a column of a table."""
+        table = torch.tensor([[0, n] for n in numbers], dtype=self.draw.choice([torch.int32, torch.int64]))
+        column = table.view(-1, 2).to(self.device)[:, 1]
+        return column if self.draw.random() < 0.5 else column.contiguous()
+
+    def named(self, slots: list[int]) -> Named:
+        """Slots named in any way; of numbers on the device some name no slot."""
+        if self.draw.random() < 0.5:
+            forms: list[Callable[[list[int]], Any]] = [list, tuple, torch.IntTensor, torch.LongTensor]
+            forms += [lambda one: one[0], lambda one: torch.tensor(one[0])] * (len(slots) == 1)
+            return Named(self.draw.choice(forms)(slots), len(slots), [*range(len(slots))])
+        numbers = list(slots)
+        for _ in range(self.draw.randint(0, 3)):
+            numbers.insert(self.draw.randint(0, len(numbers)), self.outside())
+        return Named(self.on_device(numbers), len(numbers), [i for i, slot in enumerate(numbers) if slot in self.held])
+
+    def where(self, named: Named) -> Any:
+        """Slots as `plan`, `folded` and `advance` take them: of numbers on the device with the null of the pool."""
+        on_device = isinstance(named.given, Tensor) and named.given.device.type == self.device.type
+        return Slots(named.given.reshape(-1), null=self.pool.null) if on_device else named.given
+
+    def do(self, call: Callable[..., Any], *given: Any, **options: Any) -> Any:
+        """Call inside or outside of inference mode; numbers past the pool are faults."""
+        with self.draw.choice([nullcontext, torch.inference_mode])():
+            found = call(*given, **options)
+        with pytest.raises(IndexError, match=r"^out of range: ") if self.fault else nullcontext():
+            flashstate.check_faults()
+        self.fault = False
+        return found
+
+    def values(self, named: Named, *shape: int, kind: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+        """Random numbers for slots; and as they are given, with NaN for no slot, of any strides."""
+        generator = torch.Generator().manual_seed(self.draw.randrange(1 << 30))
+        rows = torch.rand(len(named.at), *shape, generator=generator).to(kind)
+        filled = torch.full((named.count, *shape), torch.nan, dtype=kind)
+        filled[named.at] = rows
+        axes = self.draw.sample(range(filled.dim()), filled.dim())
+        turned = filled.permute(axes).contiguous().permute([axes.index(axis) for axis in range(len(axes))])
+        return rows.to(self.device), turned.to(self.device)
+
+    def poison_rest(self) -> None:
+        poison(self.pool, [slot for slot in range(self.pool.slots) if slot not in self.held])
+
+    # Requests come and go
+
+    def begin(self, slot: int, seed: int | None) -> None:
+        """The request in a slot is new."""
+        parts = kept_by(self.pool).items()
+        new = {part: torch.zeros(1, *t.shape[1:], dtype=t.dtype, device=self.device) for part, t in parts}
+        self.held[slot] = {part: t + 1 if "scale" in part else t for part, t in new.items()}
+        self.give_seed(slot, seed)
+
+    def give_seed(self, slot: int, wanted: int | None) -> None:
+        """A request has the seed that it should have, or one that no request had before."""
+        if "seed" in self.held[slot]:
+            seed = self.held[slot]["seed"] = seed_of(self.pool)[slot : slot + 1].clone()
+            assert int(seed) not in self.seeds if wanted is None else int(seed) == wanted
+            self.seeds.add(int(seed))
+
+    def some_seeds(self, count: int) -> tuple[Any, list[int | None]]:
+        """As they are given, and as they are."""
+        one, each = self.draw.choice([-(1 << 63), 5, (1 << 63) - 1]), [self.draw.randrange(99) for _ in range(count)]
+        given = [(None, [None] * count), (one, [one] * count), (each, each), (torch.LongTensor(each), each)]
+        return self.draw.choice(given)
+
+    def acquire(self) -> None:
+        n, kind = self.draw.randint(0, 3), self.draw.choice([torch.int32, torch.int64])
+        seed, each = self.some_seeds(n)
+        if n > len(self.free):
+            with pytest.raises(RuntimeError, match=rf"^acquire needs {n} free slots, but only {len(self.free)} of"):
                 self.pool.acquire(n, seed)
             return
-        others = [None if request.seed is None else request.seed.item() for request in self.requests.values()]
-        for slot in self.pool.acquire(n, seed).tolist():
-            assert slot not in (*self.requests, self.pool.null)
-            self.requests[slot] = request = Request.new(self.pool, slot)
-            if request.seed is not None:
-                assert request.seed == seed if seed is not None else request.seed not in others
+        slots, want = self.do(self.pool.acquire, n, seed, kind), [self.free.pop() for _ in range(n)]
+        assert (slots.tolist(), slots.dtype, slots.device.type) == (want, kind, self.device.type)
+        for slot, own in zip(want, each, strict=True):
+            self.begin(slot, own)
 
-    @precondition(lambda self: self.requests)
-    @rule(data=st.data())
-    def release(self, data: st.DataObject) -> None:
-        slots = self.some(data)
+    def release(self) -> None:
+        slots = self.some(size=self.draw.choice([1, 1, 2]))
         self.pool.release(slots)
+        self.free += slots[::-1]
         for slot in slots:
-            del self.requests[slot]
-            for tensor in tensors_of(self.pool):
-                tensor[slot : slot + 1].view(torch.uint8).fill_(POISON)
+            del self.held[slot]
             with pytest.raises(ValueError, match=f"^slots must be held, but slot {slot} is free"):
                 self.pool.release(slot)
+        self.poison_rest()
 
-    @precondition(lambda self: self.requests)
-    @rule(data=st.data())
-    def reset(self, data: st.DataObject) -> None:
-        slots = self.some(data)
-        self.pool.reset(slots)
-        self.requests.update({slot: Request.new(self.pool, slot) for slot in slots})
+    def reset(self) -> None:
+        named = self.named(slots := self.some())
+        seed, each = self.some_seeds(named.count)
+        self.do(self.pool.reset, named.given, seed)
+        for slot, at in zip(slots, named.at, strict=True):
+            self.begin(slot, each[at])
 
-    @precondition(lambda self: self.requests)
-    @rule(data=st.data(), keep_seed=st.booleans())
-    def copy(self, data: st.DataObject, keep_seed: bool) -> None:
-        targets = self.some(data)
-        sources = self.some(data, repeat=True, size=len(targets))
-        self.pool.copy(sources, targets, keep_seed)
-        clones = [[(s.data, s.scale) for s in self.requests[source].states] for source in sources]
-        seeds = [self.requests[source].seed for source in sources]
-        for target, clone, seed in zip(targets, clones, seeds, strict=True):
-            self.requests[target] = request = Request.new(self.pool, target)
-            assert not keep_seed or seed is None or torch.equal(seed, request.seed)
-            for i, (state, scale) in enumerate(clone):
-                request.take(i, state, scale)
+    def copy(self) -> None:
+        targets, keep_seed, on_device = self.some(), self.draw.random() < 0.5, self.draw.random() < 0.5
+        pairs = [*zip(self.some(repeat=True, size=len(targets)), targets, strict=True)]
+        clones = [{part: t.clone() for part, t in self.held[source].items()} for source, _ in pairs]
+        if on_device:
+            pairs += [(self.outside(), slot) for slot in [slot for slot in self.held if slot not in targets][:1]]
+            pairs += [(slot, self.outside()) for slot in self.some()]
+        given = [[pair[side] for pair in pairs[::-1]] for side in (0, 1)]
+        self.do(self.pool.copy, *(map(self.on_device, given) if on_device else given), keep_seed=keep_seed)
+        for target, clone in zip(targets, clones, strict=True):
+            self.held[target] = clone
+            if not keep_seed:
+                self.give_seed(target, None)
 
-    @precondition(lambda self: self.requests)
-    @rule(data=st.data(), i=st.integers(0, 1), number=st.integers(0, 99), half=st.booleans())
-    def write(self, data: st.DataObject, i: int, number: int, half: bool) -> None:
-        slots = self.some(data)
-        values = torch.randn(len(slots), 2, 3, 5, generator=torch.Generator().manual_seed(number))
-        values = values.half() if half else values
-        with self.implementation():
-            self.pool.write(i, slots, values)
-        for slot, value in zip(slots, values.split(1), strict=True):
-            request, state = self.requests[slot], self.requests[slot].states[i]
-            random = None
-            if state.rounding == "stochastic":
-                random = random_bits(request.seed, (2, 3, 5), -1, state.stream, state.rounds, state.data.dtype)
-            request.take(i, *encode(value.float(), state.data.dtype, random))
+    def move(self) -> None:
+        """Requests leave as bytes, which come back in other slots as another process would bring them."""
+        targets, memory = self.some(), io.BytesIO()
+        named = self.named(sources := self.some(repeat=True, size=len(targets)))
+        named = named if len(named.at) == len(sources) else Named(sources, len(sources), [*range(len(sources))])
+        torch.save(self.do(self.pool.export, named.given), memory)
+        memory.seek(0)
+        exported = torch.load(memory, weights_only=True, map_location="cpu")
+        packed = exported["bytes"]
+        assert not packed[[at for at in range(named.count) if at not in named.at]].any()
+        back = self.named(targets)
+        exported["bytes"] = torch.full((back.count, self.pool.bytes_per_slot), 7, dtype=torch.uint8)
+        exported["bytes"][back.at] = packed[named.at]
+        self.do(self.pool.load, back.given, exported)
+        clones = [{part: t.clone() for part, t in self.held[source].items()} for source in sources]
+        self.held |= dict(zip(targets, clones, strict=True))
 
-    @precondition(lambda self: self.requests)
-    @rule(data=st.data(), i=st.integers(0, 1), number=st.integers(0, 99), elsewhere=st.booleans())
-    def step(self, data: st.DataObject, i: int, number: int, elsewhere: bool) -> None:
-        """Rows in some slots and one padding row; the new states go back, or to other slots that are held."""
-        slots = self.some(data)
-        others = [slot for slot in sorted(self.requests) if slot not in slots]
-        targets = others[: len(slots)] if elsewhere and len(others) >= len(slots) else slots
-        arguments = step_arguments(len(slots) + 1, number)
-        padding = self.pool.null
-        where = Slots(
-            torch.tensor([*slots, padding]),
-            write=None if targets is slots else torch.tensor([*targets, padding]),
-            null=self.pool.null,
-        )
-        with self.implementation():
-            y = flashstate.mamba2_step(self.pool.layer(i), **arguments, slots=where)
+    def resize(self) -> None:
+        """A new pool takes over; nothing of it is in the old one."""
+        old, kept, slots = self.pool, kept_by(self.pool), self.draw.randint(max(self.held, default=0) + 1, 8)
+        self.pool = self.do(old.resized, slots)
+        assert (self.pool.slots, self.pool.bytes_per_slot) == (slots, old.bytes_per_slot)
+        assert all(t.stride()[1:] == kept[part].stride()[1:] for part, t in kept_by(self.pool).items())
+        dirty(old)
+        released = [slot for slot in self.free if slot < slots]
+        new = {*range(slots)} - {*released, *self.held, self.pool.null}
+        self.free = sorted(new, reverse=True) + released
+        self.poison_rest()
+
+    # What is stored
+
+    def write(self) -> None:
+        i, named = self.draw.randrange(self.pool.layers), self.named(slots := self.some())
+        state = ssm_of(self.layers[i])
+        rows, values = self.values(named, *state.data.shape[1:], kind=self.draw.choice(FLOATS))
+        self.do(self.pool.write, i, named.given, values)
+        for slot, value in zip(slots, rows.cpu().float()[:, None], strict=True):
+            kept, random = {part: t.clone() for part, t in self.held[slot].items()}, None
+            if state.rounding == "stochastic":  # with the bits of the token before the first
+                kinds = state.stream, state.rounds, state.data.dtype
+                random = random_bits(kept["seed"].cpu(), value.shape[1:], -1, *kinds)
+            for part, stored in zip(("data", "scale"), encode(value, state.data.dtype, random), strict=True):
+                kept |= {} if stored is None else {f"{part} {i}": stored.to(self.device)}
+            if "count" in kept:
+                kept["count"].zero_()
+            self.held[slot] = kept
+
+    def write_window(self) -> None:
+        i, named = self.draw.randrange(self.pool.layers), self.named(slots := self.some())
+        _, channels, length = self.pool.window(i).shape
+        end, n = length - self.pool.drafts, self.draw.randint(1, length - self.pool.drafts)
+        rows, values = self.values(named, channels, n, kind=self.pool.window(i).dtype)
+        self.do(self.pool.write_window, i, named.given, values)
+        for slot, row in zip(slots, rows, strict=True):
+            self.held[slot][f"window {i}"].zero_()[0, :, end - n : end] = row
+
+    def write_kv(self) -> None:
+        i, named = self.draw.randrange(2 - self.wrapped), self.named(slots := self.some())
+        kept = {part: t for part in ("k", "v", "angle") if (t := getattr(self.layers[i], part)) is not None}
+        kinds = {part: self.draw.choice(FLOATS[: 1 if part == "angle" else 3]) for part in kept}
+        left = {part: self.values(named, *t.shape[1:], kind=kinds[part]) for part, t in kept.items()}
+        self.do(self.pool.write_kv, i, named.given, **{part: given for part, (_, given) in left.items()})
+        for part, (rows, _) in left.items():
+            for slot, row in zip(slots, rows, strict=True):
+                self.held[slot][f"{part} {i}"][0] = row.to(kept[part].dtype)
+
+    def read(self) -> None:
+        i, named = self.draw.randrange(self.pool.layers), self.named(slots := self.some(repeat=True))
+        found = self.do(self.pool.read, i, named.given)
+        want = torch.zeros_like(found)
+        for slot, at in zip(slots, named.at, strict=True):
+            want[at] = decode(self.held[slot][f"data {i}"], self.held[slot].get(f"scale {i}"))[0]
+        assert torch.equal(found, want)
+
+    def advance(self) -> None:
+        everyone, slots = self.draw.random() < 0.2, self.some()
+        if everyone:
+            slots = sorted(self.held)
+            self.do(self.pool.advance)
+            self.poison_rest()
+        else:
+            self.do(self.pool.advance, self.where(self.named(slots)) if "seed" in kept_by(self.pool) else slots)
+        for slot in slots:
+            self.held[slot].get("seed", torch.zeros(1)).add_(SEED_STEP)
+
+    # What ops do
+
+    def alone(self, slot: int) -> StatePool[Any]:
+        """A pool over what the model has of a request."""
+        kept, states, rings = self.held[slot], [], []
+        for i, layer in enumerate(self.layers):
+            states.append(replace(layer, data=kept[f"data {i}"], scale=kept.get(f"scale {i}"), seed=kept.get("seed")))
+            for ring in [self.pool.ring(i)] if self.pool.has_rings else []:
+                own = {part: kept[f"ring.{part} {i}"] for part in ring.written}
+                rings.append(replace(ring, **own, start=kept["start"], count=kept["count"]))
+        return StatePool.wrap(states, rings=rings or None)
+
+    def step(self) -> None:
+        """A token of some requests; new states go back, or to other slots that are held."""
+        i, slots = self.draw.choice([i for i, layer in enumerate(self.layers) if not layer.transposed]), self.some()
+        others = [slot for slot in self.held if slot not in slots][: len(slots)]
+        targets = others if len(others) == len(slots) and self.draw.random() < 0.5 else slots
+        tokens = ring_pools.tokens_for(len(slots) + 1, 1, self.draw.randrange(1 << 30))
+        given = {"x": tokens["x"][:, 0, :2], "dt": tokens["dt"][:, 0, :2], "A": ring_pools.A[:2]}
+        given |= {"B": tokens["B"][:, 0, :1], "C": tokens["C"][:, 0, :1]}
+        read, write = (torch.tensor([*numbers, self.pool.null]) for numbers in (slots, targets))
+        where = Slots(read, write=None if targets is slots else write, null=self.pool.null)
+        y = self.do(flashstate.mamba2_step, self.pool.layer(i), **given, slots=where)
         assert not y[-1].any()
         for row, (slot, target) in enumerate(zip(slots, targets, strict=True)):
-            alone = self.requests[slot].states[i]
-            alone = alone if target == slot else copy_of(alone)
-            own = {name: t if name == "A" else t[row : row + 1] for name, t in arguments.items()}
-            with self.implementation():
-                assert same(flashstate.mamba2_step(alone, **own), y[row : row + 1])
-            self.requests[target].take(i, alone.data, alone.scale)
+            before, own = self.held[slot], {name: t if name == "A" else t[row : row + 1] for name, t in given.items()}
+            after = self.held[slot] = {part: t.clone() for part, t in before.items()}
+            assert torch.equal(flashstate.mamba2_step(self.alone(slot).layer(i), **own), y[row : row + 1])
+            self.held[slot] = before
+            self.held[target] |= {part: after[part] for part in (f"data {i}", f"scale {i}") if part in after}
 
-    @precondition(lambda self: len(self.requests) >= 3)
-    @rule(data=st.data(), i=st.integers(0, 1), number=st.integers(0, 99), accepted=st.integers(0, 3))
-    def speculate(self, data: st.DataObject, i: int, number: int, accepted: int) -> None:
-        """Three tokens from the slot of three that was accepted, if any; the state after each goes to one of them."""
-        slots = self.some(data, size=3)
-        arguments = {name: t if name == "A" else t[None] for name, t in step_arguments(3, number).items()}
-        table = torch.tensor([slots])
-        where = Slots(table, accepted=torch.tensor([accepted]), write=table)
-        with self.implementation():
-            y = flashstate.mamba2_step(self.pool.layer(i), **arguments, slots=where)
-        if not accepted:
-            assert not y.any()
-            return
-        source, after = self.requests[slots[accepted - 1]].states[i], []
-        for t in range(3):
-            alone = copy_of(source)
-            tokens = {name: value if name == "A" else value[:, : t + 1] for name, value in arguments.items()}
-            with self.implementation():
-                assert same(flashstate.mamba2_step(alone, **tokens), y[:, : t + 1])
-            after.append(alone)
-        for target, alone in zip(slots, after, strict=True):
-            self.requests[target].take(i, alone.data, alone.scale)
+    def convolve(self) -> None:
+        """Two tokens after those of a call before, of which any may have been accepted."""
+        i, slots = self.draw.randrange(self.pool.layers), self.some()
+        window, generator = self.pool.window(i), torch.Generator().manual_seed(self.draw.randrange(1 << 30))
+        sizes = ((len(slots), 2, window.shape[1]), (window.shape[1], 4))
+        x, weight = (torch.randn(size, generator=generator).to(window.dtype) for size in sizes)
+        accepted = torch.LongTensor([self.draw.randint(0, 2) for _ in slots]) if self.pool.drafts else None
+        y = self.do(flashstate.conv1d_step, window, x, weight, slots=Slots(torch.LongTensor(slots), accepted=accepted))
+        for row, slot in enumerate(slots):
+            where = Slots(torch.zeros(1).long(), accepted=None if accepted is None else accepted[row : row + 1])
+            alone = flashstate.conv1d_step(self.held[slot][f"window {i}"], x[row : row + 1], weight, slots=where)
+            assert torch.equal(y[row : row + 1], alone)
 
-    @precondition(lambda self: self.requests)
-    @rule(data=st.data(), everyone=st.booleans())
-    def advance(self, data: st.DataObject, everyone: bool) -> None:
-        slots = sorted(self.requests) if everyone else self.some(data)
-        with self.implementation():
-            self.pool.advance(None if everyone else torch.tensor([*slots, self.pool.null]))
-        for slot in slots:
-            seed = self.requests[slot].seed
-            if seed is not None:
-                seed += SEED_STEP
+    def replay(self) -> None:
+        """A step of all layers, of which any tokens are accepted; slots may have other requests by then."""
+        n, named = self.draw.randint(1, ring_pools.TOKENS), self.named(slots := self.some())
+        tokens = ring_pools.tokens_for(named.count, n, self.draw.randrange(1 << 30))
+        tokens = {name: t.to(self.device) for name, t in tokens.items()}
+        plan = self.do(self.pool.plan, self.where(named), n)
+        layers = range(self.pool.layers) if self.steps else ()
+        outputs = [ring_pools.step(self.pool, i, tokens, plan=plan) for i in layers]
+        assert not any(y[[at for at in range(named.count) if at not in named.at]].any() for y in outputs)
+        with suppress(IndexError):  # of which every layer tells again
+            flashstate.check_faults()
+        planned = []
+        for slot, at in zip(slots, named.at, strict=True):
+            alone = self.alone(slot)
+            planned.append((self.held[slot], alone, alone.plan(None, n), at))
+            for i, y in enumerate(outputs):
+                own = {name: t[at : at + 1] for name, t in tokens.items()}
+                assert torch.equal(ring_pools.step(alone, i, own, plan=planned[-1][2]), y[at : at + 1])
+        self.draw.choice([self.reset, self.copy, self.write, self.move, self.acquire, *[lambda: None] * 5])()
+        accepted = torch.LongTensor([self.draw.randint(0, n) for _ in range(named.count)]).to(self.device)
+        accepted = accepted if self.draw.random() < 0.8 else None
+        self.do(self.pool.commit, plan, accepted)
+        for slot, (request, alone, own_plan, at) in zip(slots, planned, strict=True):
+            if self.held[slot] is request:
+                alone.commit(own_plan, None if accepted is None else accepted[at : at + 1])
 
-    @precondition(lambda self: self.requests)
-    @rule(data=st.data(), i=st.integers(0, 1))
-    def read(self, data: st.DataObject, i: int) -> None:
-        slots = self.some(data, repeat=True)
-        with self.implementation():
-            values = self.pool.read(i, slots)
-        states = [self.requests[slot].states[i] for slot in slots]
-        assert values.isfinite().all()
-        assert same(values, torch.cat([decode(state.data, state.scale) for state in states]))
+    def fold(self) -> None:
+        """All live tokens of some requests."""
+        slots, layers = self.some(), range(self.pool.layers) if self.steps else ()
+        index = self.on_device(slots)
+        for pool, of_slots in [(self.pool, {"slots": index}), *((self.alone(slot), {}) for slot in slots)]:
+            for i in layers:
+                ring_pools.fold(pool, i, **of_slots)
+            pool.folded(self.draw.choice([slots, index]) if of_slots else None)
 
-    @invariant()
-    def every_request_is_as_on_its_own_and_the_rest_is_poison(self) -> None:
-        for i in range(self.pool.layers):
-            layer = self.pool.layer(i)
-            for name in ("data", "scale"):
-                tensor = getattr(layer, name)
-                if tensor is not None:
-                    want = bytes_of(torch.empty_like(tensor, memory_format=torch.contiguous_format)).fill_(POISON)
-                    for slot, request in self.requests.items():
-                        want[slot] = bytes_of(getattr(request.states[i], name))[0]
-                    assert torch.equal(bytes_of(tensor), want)
-        for slot, request in self.requests.items():
-            assert request.seed is None or seed_of(self.pool)[slot] == request.seed
-        assert self.pool.free == 6 - (self.pool.null >= 0) - len(self.requests)
+    def require_all(self) -> None:
+        """Requests are as on their own, and the rest is poison."""
+        for part, tensor in kept_by(self.pool).items():
+            want = torch.zeros(tensor.shape, dtype=tensor.dtype)
+            bits_of(want).fill_(-1)
+            for slot, kept in self.held.items():
+                bits_of(want)[slot] = bits_of(kept[part].cpu())[0]
+            assert torch.equal(bytes_of(tensor.cpu()), bytes_of(want)), part
+        assert self.pool.free == len(self.free)
         assert gaps_are_poison(self.pool)
 
 
-def step_arguments(batch: int, number: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(number)
-    shapes = {"x": (batch, 2, 3), "dt": (batch, 2), "A": (2,), "B": (batch, 1, 5), "C": (batch, 1, 5)}
-    arguments = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-    return {**arguments, "A": -arguments["A"].abs()}
+PLACES = [
+    *(pytest.param("reference", kind, 6, id=kind) for kind in KINDS),
+    *(pytest.param("interpreter", kind, 1, id=f"{kind}, kernels", marks=pytest.mark.interpreted) for kind in KINDS),
+    *(pytest.param("gpu", kind, 6, id=f"{kind}, gpu", marks=pytest.mark.gpu) for kind in KINDS),
+]
 
 
-class InterpretedRequests(Requests):
-    implementation = staticmethod(interpreted)
-
-
-@pytest.mark.parametrize(
-    ("machine", "examples", "steps"),
-    [(Requests, 60, 30), pytest.param(InterpretedRequests, 4, 12, marks=pytest.mark.interpreted)],
-)
-def test_requests_live_in_a_pool_as_on_their_own(machine: type[Requests], examples: int, steps: int) -> None:
-    run_state_machine_as_test(
-        machine,
-        settings=settings(
-            deadline=None, derandomize=True, print_blob=True, max_examples=examples, stateful_step_count=steps,
-            phases=(Phase.generate, Phase.shrink),
-            suppress_health_check=(HealthCheck.too_slow, HealthCheck.data_too_large),
-        ),
-    )  # fmt: skip
+@pytest.mark.parametrize(("device", "kind", "rounds"), PLACES, indirect=["device"])
+def test_requests_live_in_a_pool_as_on_their_own(kind: str, rounds: int, device: torch.device) -> None:
+    number = [*KINDS].index(kind)
+    known = PORTABLE_FORMATS[number : None if rounds > 1 and device == torch.device("cpu") else number + 1 : 4]
+    for turn, (name, rounding) in enumerate(known):
+        with torch.inference_mode(number % 2 > 0):
+            pool = KINDS[kind](name, rounding, device=device)
+        requests = Requests(pool, Random(10 * number + turn), steps=rounds > 1 and device.type == "cpu")
+        requests.acquire()
+        for _ in range(rounds):
+            for action in requests.draw.sample(requests.actions, len(requests.actions)):
+                action()
+                requests.require_all()

@@ -65,7 +65,7 @@ class Part(Describes):
     def pack(self, values: Tensor) -> Tensor:
         """Values for so many slots, (n, ...) in its dtype, as the bytes that they have in memory: (n, bytes) uint8."""
         ordered = bits_of(values).permute(0, *(1 + axis for axis in self.order))
-        return ordered.reshape(len(values), self.tensor.shape[1:].numel()).view(torch.uint8)
+        return ordered.reshape(len(values), self.tensor.shape[1:].numel()).contiguous().view(torch.uint8)
 
     def unpack(self, packed: Tensor, order: tuple[int, ...] | None = None) -> Tensor:
         """What `pack` was given, as whole numbers; of bytes that lie in another order of axes, if one is named."""
