@@ -19,25 +19,41 @@ from flashstate.kernels.replay_window import (
     weights_of_ring,
 )
 from flashstate.kernels.state_io import load_state, store_chunk
-from flashstate.kernels.tiles import dot_rows, form_of_rows, load_columns, load_head, tile_at, widened_here, zero_unless
+from flashstate.kernels.tensor_cores import sum_columns
+from flashstate.kernels.tiles import (
+    dot_rows,
+    form_of_rows,
+    load_columns,
+    load_head,
+    sums_by_thread,
+    tile_at,
+    zero_unless,
+)
 
 STEPS = tl.constexpr(4)  # tokens of a ring whose inputs are loaded at once
+BESIDE_EACH_OTHER = tl.constexpr(8)  # threads of a row of products, and
+ONE_WARP = tl.constexpr(64)  # threads at most, of any GPU
 
 
 @triton.jit
 def products_with(C, rows, exists, FORM: tl.constexpr):
-    """The products of C with rows of B that these pointers start, (rows,), summed as those of rows of a state are."""
+    """The products of C with rows of B that these pointers start, (rows,), summed as those of rows of a state are.
+
+    The layout here is not that of a state: the compiler takes the one of the product that weights are used in, where
+    several warps have a column in each of 8 threads, and one warp has two side by side in each of 4. So sums of more
+    columns, and of one warp, are made of pairs, which no layout orders otherwise. They are slower, and no table has
+    such configs."""
     BESIDE: tl.constexpr = bytes_beside(rows.dtype.element_ty, FORM)
     CHUNK: tl.constexpr = FORM.CHUNK
     B = ()
     for k in tl.static_range(FORM.BLOCK_COLS // CHUNK):
         values = load_token_rows(rows, exists, k * CHUNK, FORM.COLS, CHUNK, (k + 1) * CHUNK <= FORM.COLS, BESIDE)
-        if CHUNK == FORM.BLOCK_COLS and FORM.THREADS > CHUNK:
-            # Triton 3.6 would move 16 bits before it widens them, and sum a row in 8 threads, not in all that share it.
-            B = B + (widened_here(values, FORM.TARGET),)
-        else:
-            B = B + (values.to(tl.float32),)
-    return dot_rows(B, C, FORM.VECTOR)
+        B = B + (values.to(tl.float32),)
+    sums = sums_by_thread(B, C, FORM.VECTOR)
+    if sums.shape[1] > BESIDE_EACH_OTHER or FORM.THREADS <= ONE_WARP:
+        return sum_columns(sums)
+    else:
+        return tl.sum(sums, axis=1)
 
 
 @triton.jit

@@ -214,6 +214,12 @@ def dot_rows(s, C, VECTOR: tl.constexpr):
     """The product of every row with the values C of its columns, summed in an order that does not depend on how many
     threads share a row: VECTOR neighbouring columns first, which one thread holds, then halves of the row onto each
     other, in a thread as far as it holds both."""
+    return tl.sum(sums_by_thread(s, C, VECTOR), axis=1)
+
+
+@triton.jit
+def sums_by_thread(s, C, VECTOR: tl.constexpr):
+    """The part of these sums that a thread makes on its own: (rows, threads of a row)."""
     sums = ()
     for k in tl.static_range(len(s)):
         sums = sums + (sum_vectors(s[k], C[k], VECTOR),)
@@ -224,7 +230,7 @@ def dot_rows(s, C, VECTOR: tl.constexpr):
                 folded = folded + (sums[k] + sums[len(sums) // 2 + k],)
             sums = folded
     tl.static_assert(len(sums) == 1)
-    return tl.sum(sums[0], axis=1)
+    return sums[0]
 
 
 @triton.jit
