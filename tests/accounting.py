@@ -3,7 +3,7 @@
 import signal
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -11,19 +11,50 @@ from compiling_once import compiled, share_compilations
 from obeying import OPS, Meeting, meetings
 
 SHOWN = 12  # lines of a long list
+GRACE = 3  # seconds that a test may go on for after the end of a run
 
 
 def pytest_configure(config: pytest.Config) -> None:
     share_compilations()
-    if not hasattr(config, "workerinput"):
-        config.pluginmanager.register(Account(config))
+    minutes, given = config.getoption("minutes"), getattr(config, "workerinput", {})
+    ends = given["ends"] if given else time.monotonic() + 60 * minutes if minutes else None
+    if not given:
+        config.pluginmanager.register(Account(config, ends))
+    if ends is not None:
+        config.pluginmanager.register(Limit(ends))
+
+
+class Limit:
+    """The end of a run, for the processes that run its tests: no test starts after it, and the one that runs is cut
+    off. Neither counts as run."""
+
+    def __init__(self, ends: float) -> None:
+        self.ends = ends
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self) -> bool | None:
+        return True if time.monotonic() > self.ends else None
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
+        def cut_off(*_: object) -> None:
+            item.user_properties.append(("cut off", True))
+            pytest.skip("the time is over")
+
+        before = signal.signal(signal.SIGALRM, cut_off)
+        signal.setitimer(signal.ITIMER_REAL, max(0.01, self.ends + GRACE - time.monotonic()))
+        try:
+            return (yield)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
 
 
 class Account:
     """What the process that hands out tests learns of them."""
 
-    def __init__(self, config: pytest.Config) -> None:
-        self.config, self.began = config, time.monotonic()
+    def __init__(self, config: pytest.Config, ends: float | None) -> None:
+        self.config, self.began, self.ends = config, time.monotonic(), ends
         self.planned: Collection[str] = ()
         self.outcomes: dict[str, str] = {}
         self.met: set[str] = set()  # meetings of laws whose test passed
@@ -39,6 +70,9 @@ class Account:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         properties = dict(report.user_properties)
+        if "cut off" in properties:
+            self.outcomes.pop(report.nodeid, None)
+            return
         if report.when == "call" or report.outcome != "passed":
             self.outcomes[report.nodeid] = "failed" if report.failed else report.outcome
         if report.when == "call" and report.passed and "meeting" in properties:
@@ -50,19 +84,22 @@ class Account:
             crash = getattr(report.longrepr, "reprcrash", None)
             self.tell(f"  {str(crash.message if crash else report.longrepr).strip().splitlines()[0]}")
             self.tell(f"  again: {self.again(report.nodeid)}")
-        self.stop_in_time()
 
-    def stop_in_time(self) -> None:
-        minutes = self.config.getoption("minutes")
-        if minutes and time.monotonic() - self.began > 60 * minutes:
-            hands_out = self.config.pluginmanager.getplugin("dsession") or self.config.pluginmanager.getplugin(
-                "session"
-            )
-            hands_out.shouldstop = f"{minutes} minutes are over"
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: Any) -> None:
+        node.workerinput["ends"] = self.ends
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Let no run count as one that passed where tests were not reached."""
+        if self.not_reached() and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.INTERRUPTED
+
+    def not_reached(self) -> list[str]:
+        return [test for test in self.planned if test not in self.outcomes]
 
     def pytest_terminal_summary(self) -> None:
         count = Counter(self.outcomes.values())
-        left = [test for test in self.planned if test not in self.outcomes]
+        left = self.not_reached()
         self.tell(f"\naccount, after {self.clock()}, seed {self.config.getoption('seed')}")
         self.tell(
             f"  {len(self.planned)} tests: {count['passed']} passed, {count['failed']} failed, "
