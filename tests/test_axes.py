@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from refusals import CPU, META, Described, expanded, given, only, refuses, refuses_all, wrong
+from refusals import CPU, META, expanded, given, only, refuses, refuses_all, strided, wrong
 from torch import Tensor
 
 from flashstate.errors import (
@@ -38,16 +38,16 @@ OF_MAMBA2 = (
 )
 DECLARED = {
     "mamba2_step": f"{OF_MAMBA2}exact: flag; update: flag; early: flag",
-    "gated_delta_step": f"{OF_DELTA}exact: flag; update: flag; early: flag",
+    "gated_delta_step": f"transposed; {OF_DELTA}exact: flag; update: flag; early: flag",
     "mamba3_step": (
         "slots H D N; G divides H; x: tokens H | D; A: tokens H |; dt: tokens H |; trap: tokens H |; "
         "B: tokens R G | N; C: tokens R G | N; Wx?: | R H D; Wz?: | R H D; Wo?: | R H D; D?: | H; z?: tokens H | D; "
         "trap_logit: flag; update_kv: flag; update: flag"
     ),
     "conv1d_step": (
-        "slots channels length; window: slots channels length |; x: tokens channels |; weight: | channels width; "
-        "bias?: | channels; positions?: | batch of int32 or int64; snapshots?: rows steps channels entries |; "
-        "update: flag; early: flag"
+        "rolls_back; slots channels length; window: slots channels length |; x: tokens channels |; "
+        "weight: | channels width; bias?: | channels; positions?: | batch of int32 or int64; "
+        "snapshots?: rows steps channels entries |; update: flag; early: flag"
     ),
     "mamba2_replay": f"{OF_MAMBA2}update: flag",
     "gated_delta_replay": f"{OF_DELTA}update: flag; early: flag",
@@ -55,14 +55,14 @@ DECLARED = {
 
 
 def declared(op: Op) -> str:
-    """What an op declares: the axes of its state, which of them divide others, its tensors and its options."""
+    """What an op declares: of its states, which axes divide others, its tensors and its options."""
     kinds = {"flag": op.flags, "number": op.numbers, "range": op.ranges}
     options = {name: kind for kind, names in kinds.items() for name in names}
-    told = [f"{axis} divides {whole}" for axis, whole in op.divides.items()]
+    told = [op.state_axes, *(f"{axis} divides {whole}" for axis, whole in op.divides.items())]
     for name in op.hints:
         words = told_of(op.tensors[name]) if name in op.tensors else options.get(name)
         told += [f"{name}{'?' * (name in op.optional)}: {words}"] if words else []
-    return "; ".join([op.state_axes, *told])
+    return "; ".join([*(word for word in ("transposed", "rolls_back") if getattr(op, word)), *told])
 
 
 def told_of(axes: Axes) -> str:
@@ -84,16 +84,16 @@ TOKENS = {
     "several tokens": Tokens(("batch", "T"), (3, 2), 3, 2),
     "packed": Tokens(("tokens",), (8,), 3, None),
 }
-LAYOUTS = {  # of every kind of axes, as `Described` has them
+LAYOUTS = {  # of every kind of axes, as `wrong` has them
     "tokens heads | rows": "rows",
     "tokens groups | cols": "rows",
-    "tokens heads |": "any",
+    "tokens heads |": "",
     "tokens heads | [rows]": "rows",
     "| heads": "whole",
     "| heads rows cols": "whole",
     "| heads [rows]": "whole",
     "| heads [rows cols]": "whole",
-    "slots heads rows |": "any",
+    "slots heads rows |": "",
 }
 KINDS = [(words, form) for words in LAYOUTS for form in TOKENS if words.startswith("tokens") or form == "one token"]
 
@@ -113,17 +113,18 @@ def test_a_tensor_that_has_not_the_axes_that_are_declared_is_refused(words: str,
         assert check(right) is right
         if axes.strided or lead:  # of any stride
             assert check(expanded(right)).shape == right.shape
-        layout = LAYOUTS[words] if whole or not (more and lead) else "any"
-        refuses_all(check, {"t": right}, wrong(Described("t", named, {"groups"}, layout=layout, tied=more)))
+        layout = LAYOUTS[words] if whole or not (more and lead) else ""
+        refuses_all(check, {"t": right}, wrong("t", " ".join(named), "groups", layout=layout))
         if whole:
             few = right[(..., *(0 for _ in more))].clone()
             assert torch.equal(check(few[(..., *(None for _ in more))].expand_as(right)), few)
 
 
-def test_values_that_are_expanded_along_one_axis_alone_are_refused() -> None:
-    values = torch.randn(5, 4).T[:, None].expand(4, 6, 5)  # heads are side by side, as where one value is for each
-    with pytest.raises(ValueError, match=r"^A must be contiguous, or expanded from contiguous values per head, got"):
-        Axes.parse("| heads [rows cols]").check("A", values, TOKENS["one token"], SIZES, CPU)
+def test_values_that_are_expanded_along_one_axis_alone_or_from_others_that_lie_apart_are_refused() -> None:
+    heads = torch.randn(5, 4).T[:, None].expand(4, 6, 5)  # are side by side, as where one value is for each
+    for values in (heads, strided(torch.randn(4))[:, None, None].expand(4, 6, 5), expanded(torch.randn(4, 6, 5), 2)):
+        with pytest.raises(ValueError, match=r"^A must be contiguous, or expanded from contiguous values per head"):
+            Axes.parse("| heads [rows cols]").check("A", values, TOKENS["one token"], SIZES, CPU)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -144,17 +145,15 @@ def test_a_tensor_is_refused_for_its_kind_its_dtype_its_shape_and_its_device() -
         check_tensor("t", t, ("a", "b"), (3, None), device=CPU, also=(("a",), (3,)))
 
     dtypes = (torch.float64, torch.float8_e4m3fn, torch.int64, torch.bool)
-    shape = r"^t must have shape \(a=3, b\) or \(a=3\), got \("
-    check(torch.ones(3, 4))
+    shape, kinds = r"^t must have shape \(a=3, b\) or \(a=3\), got \(", "^t must be float32 or bfloat16 or float16"
     refuses_all(check, {"t": torch.ones(3, 4)}, [
-        ("a list", only("t", Tensor.tolist), "^t must be a tensor, got list", TypeError),
-        ("a float", given(t=1.0), "^t must be a tensor, got float", TypeError),
-        ("None", given(t=None), "^t must be a tensor, got NoneType", TypeError),
-        ("sparse", only("t", Tensor.to_sparse), "^t must be a dense tensor, got torch.sparse_coo", TypeError),
-        ("elsewhere", only("t", lambda t: t.to(META)), "^t is on meta, but the state is on cpu"),
-        *[(f"{kind}", only("t", lambda t, kind=kind: t.to(kind)),
-           f"^t must be float32 or bfloat16 or float16, got {dtype_name(kind)}", TypeError) for kind in dtypes],
-        *[(f"of shape {sizes}", given(t=torch.ones(sizes)), shape) for sizes in ((), (1, 3, 4), (1, 1, 3, 4), (2, 4))],
+        (only("t", Tensor.tolist), "^t must be a tensor, got list: torch.tensor", TypeError),
+        (given(t=1.0), "^t must be a tensor, got float", TypeError),
+        (given(t=None), "^t must be a tensor, got NoneType", TypeError),
+        (only("t", Tensor.to_sparse), "^t must be a dense tensor, got torch.sparse_coo", TypeError),
+        (only("t", lambda t: t.to(META)), "^t is on meta, but the state is on cpu"),
+        *[(given(t=torch.ones(3).to(kind)), f"{kinds}, got {dtype_name(kind)}", TypeError) for kind in dtypes],
+        *[(given(t=torch.ones(sizes)), shape) for sizes in ((), (1, 3, 4), (1, 1, 3, 4), (2, 4))],
     ])  # fmt: skip
 
 
