@@ -35,24 +35,6 @@ from flashstate.proof import AnyReplayCase, make_inputs
 
 __all__ = ["launcher"]  # a fixture
 EVERY_REPLAY = pytest.mark.parametrize("case", [REPLAY, DELTA_REPLAY], ids=lambda case: case.op.declared.name)
-every_form = pytest.mark.parametrize(("name", "form"), [(name, form) for name in FORMS for form in FORMS[name]])
-
-
-@every_form
-def test_a_repeated_call_starts_the_kernel_directly_with_the_arguments_of_an_ordinary_launch(
-    name: str, form: str, launcher: Launcher
-) -> None:
-    op, made = BY_NAME[name], FORMS[name][form]
-    first, again = made.arguments, made.arguments
-    again |= {name: first[name] for name in ("state",) if name in first}
-    op.function(**first)
-    got = launcher.outcome(lambda: op.function(**again))
-    assert launcher.counts == (1, 1)
-    with suspended():
-        want = launcher.outcome(lambda: op.function(**again))
-    assert launcher.counts == (2, 1)
-    assert got == want
-    assert op.function(**again) is again["out"]
 
 
 def as_tensor(op: Op, arguments: Arguments) -> Arguments:
@@ -66,19 +48,26 @@ def as_tensor(op: Op, arguments: Arguments) -> Arguments:
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_calls_of_all_forms_are_told_apart(name: str, launcher: Launcher) -> None:
-    """However many were started before, and twice, each starts what it would start alone."""
-    op = BY_NAME[name]
-    calls = {form: as_tensor(op, made.arguments) for form, made in FORMS[name].items() if made.bare}
-    shared = None if op.takes_state or "state" not in op.hints else calls["plain"]["state"]
-    if shared is not None:  # states of other tensors are told apart by being others
-        calls = {form: {**call, "state": shared} for form, call in calls.items() if call["state"].rank == shared.rank}
-    for n in range(2):
-        for form, arguments in calls.items():
+def test_calls_of_all_forms_are_told_apart_and_repeated_directly_as_ordinary_launches_are_made(
+    name: str, launcher: Launcher
+) -> None:
+    """However many were started before, each starts what it would start alone, the second time on other tensors."""
+    op, forms = BY_NAME[name], FORMS[name]
+    calls, again = ({form: made.arguments for form, made in forms.items()} for _ in range(2))
+    first = calls["plain"].get("state")
+    for form, made in forms.items():
+        if op.takes_state and made.bare:
+            calls[form], again[form] = as_tensor(op, calls[form]), as_tensor(op, again[form])
+        elif first is not None:  # states are told apart by being others, but those of one rank have to be by more
+            of_one = not op.takes_state and made.bare and calls[form]["state"].rank == first.rank
+            calls[form]["state"] = again[form]["state"] = first if of_one else calls[form]["state"]
+    for n, each in enumerate((calls, again)):
+        for started, (form, arguments) in enumerate(each.items(), 1):
             got = launcher.outcome(lambda a=arguments: op.function(**a))
-            assert launcher.counts[1] == n * (1 + list(calls).index(form)), form
+            assert launcher.counts[1] == n * started, form
             with suspended():
                 assert got == launcher.outcome(lambda a=arguments: op.function(**a)), form
+    assert op.function(**arguments) is arguments["out"]
 
 
 WORDS = {"rounding": ("stochastic",), "padding": ("fresh", "keep"), "pairing": ("interleaved", "halved")}

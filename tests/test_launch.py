@@ -1,7 +1,6 @@
 """What a kernel is given: how wide a pool is accessed, tensors with their strides, and on what machine it runs."""
 
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import pytest
@@ -11,27 +10,20 @@ from torch import Tensor
 
 from flashstate import State
 from flashstate.launch import access_width, environment, interpreted, machine_of, uses_kernels
-from flashstate.launch.arguments import aligned, as_bytes, row_stride, slots_values, snapshots_values, token_strides
+from flashstate.launch.arguments import aligned, row_stride, slots_values, snapshots_values, token_strides
 from flashstate.launch.environment import INTERPRETER, Gpu, Machine, pretending, warp_size
 from flashstate.launch.registered import registered
 from flashstate.proof import AnyCase, Case, ConvCase, DeltaCase, Mamba3Case, ReplayCase, make_inputs
-from flashstate.state.formats import FORMATS
 from flashstate.state.signature import ACCESS_BYTES
-from flashstate.state.slots import Slots
 
 META, CUDA = torch.device("meta"), torch.device("cuda")
 ASKED: tuple[AnyCase, ...] = (
     Case(2, 2, 1, 5, 20, format="int8", rounding="stochastic"),
     Case(2, 1, 1, 4, 33, format="float16", tokens=3),
-    Case(3, 1, 1, 16, 16, tokens=2, packed=True),
-    DeltaCase(2, 2, 1, 5, 20, format="bfloat16"),
     DeltaCase(2, 1, 1, 16, 16, tokens=3, transposed=True),
     *(DeltaCase(2, 1, 1, 5, 20, tokens=tokens, exact=False, qk="float16") for tokens in (8, 9)),
-    Mamba3Case(2, 2, 1, 5, 12, rank=1, angles=3),
     Mamba3Case(2, 1, 1, 16, 36, rank=3, angles=0, tokens=2, format="int16"),
-    ConvCase(3, 40, 4),
     ConvCase(3, 5, 3, tokens=2),
-    ReplayCase(4, 2, 1, 5, 20),
     ReplayCase(4, 2, 1, 5, 20, tokens=3, format="int8", rounding="stochastic"),
 )
 
@@ -69,121 +61,58 @@ def test_a_call_says_what_it_stores_of_several_tokens(
     assert asked == [replace(case.problem, stored=stored)]
 
 
-def pool(dtype: torch.dtype, cols: int, offset: int = 0, gap: int = 0) -> Tensor:
-    """Three slots of 2 x 4 x cols, `offset` elements after a 16-byte boundary, `gap` elements apart."""
-    stride = 8 * cols + gap
-    memory = torch.empty(offset + 3 * stride, dtype=dtype)
-    assert memory.data_ptr() % ACCESS_BYTES == 0
-    return memory.as_strided((3, 2, 4, cols), (stride, 4 * cols, cols, 1), offset)
+F32, F16, I8 = torch.float32, torch.float16, torch.int8
+WIDTHS: list[tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int, int]] = [  # sizes, strides, offset, elements
+    (F32, (3, 2, 4, 128), (1024, 512, 128, 1), 0, 4),
+    (F16, (3, 2, 4, 128), (1024, 512, 128, 1), 0, 8),
+    (torch.float8_e4m3fn, (3, 2, 4, 128), (1024, 512, 128, 1), 0, 16),
+    (F16, (3, 2, 4, 20), (160, 80, 20, 1), 0, 4),
+    (I8, (3, 2, 4, 24), (192, 96, 24, 1), 0, 8),
+    (F16, (3, 2, 4, 33), (264, 132, 33, 1), 0, 1),
+    (F16, (3, 2, 4, 128), (1024, 512, 128, 1), 4, 1),  # beside a boundary of 16 bytes
+    (F16, (3, 2, 4, 128), (1024, 512, 128, 1), 8, 8),
+    (F16, (3, 2, 4, 128), (1028, 512, 128, 1), 0, 4),  # pages between slots
+    (I8, (3, 2, 4, 128), (1027, 512, 128, 1), 0, 1),
+    (I8, (2, 4, 2, 4, 32), (1040, 260, 128, 32, 1), 0, 4),  # snapshots
+    (F16, (4, 2, 2, 4, 32), (258, 1032, 128, 32, 1), 0, 2),
+    (torch.bfloat16, (3, 2, 64, 3), (192, 192, 1, 64), 0, 8),  # transposed: every column
+    (F16, (3, 2, 6, 128), (1536, 768, 1, 6), 0, 2),
+    (F16, (3, 2, 64, 128), (16388, 8192, 1, 64), 0, 4),
+    (F16, (3, 2, 64, 1), (128, 64, 1, 1), 0, 1),  # one column: as it is contiguous
+]
 
 
-def snapshots(dtype: torch.dtype, gap: int) -> Tensor:
-    """Two rows of four tokens of 2 x 4 x 32, `gap` elements between tokens."""
-    stride = 8 * 32 + gap
-    return torch.empty(8 * stride, dtype=dtype).as_strided((2, 4, 2, 4, 32), (4 * stride, stride, 128, 32, 1))
-
-
-def is_aligned(data: Tensor, width: int) -> bool:
-    """Whether every row of every slot starts at a multiple of `width` elements."""
-    return all(row.data_ptr() % (width * data.element_size()) == 0 for slot in data for row in slot.flatten(0, -2))
-
-
-F32, F16, BF16, I16, I8, F8 = torch.float32, torch.float16, torch.bfloat16, torch.int16, torch.int8, torch.float8_e4m3fn
-
-
-@pytest.mark.parametrize(
-    ("dtype", "cols", "offset", "gap", "width"),  # elements
-    [
-        (F32, 128, 0, 0, 4), (F16, 128, 0, 0, 8), (BF16, 128, 0, 0, 8), (I16, 128, 0, 0, 8),  # dense: 16 bytes
-        (I8, 128, 0, 0, 16), (F8, 128, 0, 0, 16),
-        (F32, 20, 0, 0, 4), (F16, 20, 0, 0, 4), (F16, 6, 0, 0, 2), (F16, 33, 0, 0, 1), (F32, 1, 0, 0, 1),  # narrow rows
-        (I8, 24, 0, 0, 8), (F8, 20, 0, 0, 4),
-        (F32, 128, 1, 0, 1), (F16, 128, 4, 0, 1), (F16, 128, 8, 0, 8), (I8, 128, 8, 0, 1),  # at offsets
-        (F16, 128, 0, 16, 8), (F16, 128, 0, 4, 4), (F32, 128, 0, 2, 2), (F16, 128, 0, 5, 1),  # pages between slots
-        (I8, 128, 0, 8, 8), (F8, 128, 0, 3, 1),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("dtype", "sizes", "strides", "offset", "width"), WIDTHS)
 def test_an_access_is_as_wide_as_every_row_of_every_slot_is_aligned(
-    dtype: torch.dtype, cols: int, offset: int, gap: int, width: int
+    dtype: torch.dtype, sizes: tuple[int, ...], strides: tuple[int, ...], offset: int, width: int
 ) -> None:
-    data = pool(dtype, cols, offset, gap)
+    memory = torch.empty(1 << 16, dtype=dtype)
+    assert memory.data_ptr() % ACCESS_BYTES == 0
+    data = memory.as_strided(sizes, strides, offset)
     assert access_width(data) == width
-    assert is_aligned(data, width)
-
-
-@pytest.mark.parametrize(("dtype", "gap", "width"), [(F32, 0, 4), (I8, 16, 16), (I8, 4, 4), (F32, 1, 1), (F16, 2, 2)])
-def test_an_access_to_snapshots_is_as_wide_as_every_token_is_aligned(dtype: torch.dtype, gap: int, width: int) -> None:
-    for data in (snapshots(dtype, gap), snapshots(dtype, gap).transpose(0, 1)):
-        assert access_width(data) == width
-        assert is_aligned(data, width)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "rows", "cols", "offset", "gap", "width"),
-    [
-        (BF16, 64, 3, 0, 0, 8), (F32, 64, 3, 0, 0, 4), (F16, 6, 128, 0, 0, 2), (F16, 5, 128, 0, 0, 1),
-        (F16, 64, 128, 0, 4, 4), (F16, 64, 128, 1, 0, 1),
-        (F16, 1, 128, 0, 0, 8), (F16, 64, 1, 0, 0, 1),  # one row, or one column: as it is contiguous
-    ],
-)  # fmt: skip
-def test_an_access_to_a_transposed_state_is_as_wide_as_every_column_is_aligned(
-    dtype: torch.dtype, rows: int, cols: int, offset: int, gap: int, width: int
-) -> None:
-    stride = 2 * rows * cols + gap
-    memory = torch.empty(offset + 3 * stride, dtype=dtype)
-    data = memory.as_strided((3, 2, cols, rows), (stride, rows * cols, rows, 1), offset)
-    assert access_width(data.mT) == width
-    assert rows == 1 or is_aligned(data, width)
-
-
-@pytest.mark.parametrize("form", ["one token", "several tokens", "packed"])
-@pytest.mark.parametrize("strided", [False, True])
-def test_token_strides_lead_to_every_token_and_head(form: str, strided: bool) -> None:
-    batch, tokens, heads, width = 3, 4, 2, 5
-    axes = {"one token": (batch,), "several tokens": (batch, tokens), "packed": (tokens,)}[form]
-    memory = torch.arange(2 * torch.Size(axes).numel() * heads * (width + 1)).reshape(*axes, 2 * heads, width + 1)
-    tensor = memory[..., heads:, 1:] if strided else memory[..., heads:, 1:].contiguous()
-    stride_b, stride_t, stride_h = token_strides(tensor, len(axes), form == "packed")
-    for b, t, h in product(range(batch), range(tokens), range(heads)):
-        offset = tensor.storage_offset() + b * stride_b + t * stride_t + h * stride_h
-        index = {"one token": (b, h), "several tokens": (b, t, h), "packed": (t, h)}[form]
-        assert torch.equal(tensor.as_strided((width,), (1,), offset), tensor[index])
+    rows = (data.mT if sizes[-1] > 1 and strides[-1] > 1 else data).flatten(0, -4)
+    assert all(row.data_ptr() % (width * data.element_size()) == 0 for slot in rows for h in slot for row in h)
 
 
 def test_what_is_absent_has_no_strides() -> None:
-    assert token_strides(None, 2, False) == (0, 0, 0)
-    assert row_stride(None) == 0
-    copies = snapshots_values(None, State(pool(torch.float32, 16)), 4)
+    assert (token_strides(None, 2, False), row_stride(None)) == ((0, 0, 0), 0)
+    copies = snapshots_values(None, State(torch.zeros(1, 2, 4, 16)), 4)
     assert (copies.pop("copy_ptr"), copies.pop("copy_scale_ptr")) == (None, None)
     assert {value for name, value in copies.items() if name.islower()} == {0}
     slots = slots_values(None)
     assert (slots["read_stride"], slots["read_width"], slots["null"]) == (0, 1, -1)
 
 
-def test_float8_is_passed_as_the_bytes_it_is() -> None:
-    for dtype in FORMATS:
-        data = pool(dtype, 16, gap=48)
-        entries = as_bytes(data)
-        assert entries.dtype == (torch.uint8 if dtype is torch.float8_e4m3fn else dtype)
-        assert (entries.data_ptr(), entries.shape, entries.stride()) == (data.data_ptr(), data.shape, data.stride())
-
-
 def test_snapshots_have_strides_of_rows_and_of_tokens_in_the_data_and_in_the_scales() -> None:
-    data, scale = snapshots(torch.float8_e4m3fn, 3), torch.ones(4, 2, 2, 4).transpose(0, 1)
-    state = State(pool(torch.float32, 16))
-    found = snapshots_values(State(data, scale), state, 4)
-    assert [found[name] for name in ("copy_b", "copy_t", "copy_scale_b", "copy_scale_t")] == [4 * 259, 259, 8, 16]
-    assert found["num_copies"] == 2
-    found = snapshots_values(State(snapshots(torch.float16, 3)), state, 4)
-    assert [found[name] for name in ("copy_b", "copy_t", "copy_scale_b", "copy_scale_t")] == [4 * 259, 259, 0, 0]
-
-
-def test_tables_have_a_row_stride_and_a_width() -> None:
-    wide, accepted = torch.arange(30).reshape(3, 10), torch.ones(3, dtype=torch.int64)
-    for table, stride, width in ((wide[:, 2], 10, 1), (wide[:, 2:5], 10, 3), (wide[:, 2].clone(), 1, 1)):
-        found = slots_values(Slots(table, accepted=accepted))
-        assert row_stride(table) == stride
-        assert (found["read_stride"], found["read_width"]) == (stride, width)
+    data = torch.empty(2072, dtype=torch.float8_e4m3fn).as_strided((2, 4, 2, 4, 32), (1036, 259, 128, 32, 1))
+    state, scale = State(torch.zeros(1, 2, 4, 32)), torch.ones(4, 2, 2, 4).transpose(0, 1)
+    for snapshots, of_scale in ((State(data, scale), [8, 16]), (State(data.half()), [0, 0])):
+        found, strides = snapshots_values(snapshots, state, 4), snapshots.data.stride()
+        assert [found[name] for name in ("copy_b", "copy_t", "copy_scale_b", "copy_scale_t")] == [
+            *strides[:2],
+            *of_scale,
+        ]
+        assert found["num_copies"] == 2
 
 
 def test_a_tensor_is_aligned_if_every_row_of_it_starts_at_a_multiple_of_16_bytes() -> None:

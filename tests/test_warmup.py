@@ -34,7 +34,6 @@ from flashstate.ops.mamba2_replay import MAMBA2_REPLAY
 from flashstate.ops.mamba3 import MAMBA3_STEP
 from flashstate.pool.layers import ssm_of
 from flashstate.proof import AnyCase, Case, ConvCase, DeltaCase, Inputs, Mamba3Case, ReplayCase, dtype, make_inputs
-from flashstate.state.formats import PORTABLE_FORMATS
 from flashstate.warming import Serving
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -91,15 +90,15 @@ def inputs_of(case: AnyCase, batch: int, device: torch.device) -> Inputs:
     return replace(inputs, slots=torch.arange(batch, dtype=dtype(case.index), device=device))
 
 
-def admit(pool: StatePool[Any], requests: int, kind: torch.dtype = torch.float32) -> None:
+def admit(pool: StatePool[Any], requests: int, kind: torch.dtype, index: torch.dtype = torch.int32) -> None:
     """What a server does with states that a prefill left, when it looks at them, clones and moves them."""
-    slots = pool.acquire(requests)
+    slots = pool.acquire(requests, dtype=index)
     heads, rows, cols = ssm_of(pool.layer(1)).data.shape[1:]
     pool.write(1, slots, torch.empty(requests, heads, rows, cols, device=slots.device, dtype=kind))
     pool.write(1, slots, torch.empty(requests, heads, cols, rows, device=slots.device, dtype=kind).mT)
     pool.read(0, slots)
-    pool.copy(slots, slots.flip(0))
-    pool.copy(slots, slots.flip(0), keep_seed=True)
+    for keep_seed in (False, True):
+        pool.copy(slots, slots.flip(0), keep_seed=keep_seed)
     pool.load(slots, pool.export(slots))
     pool.reset(slots)
     pool.release(slots)
@@ -179,118 +178,61 @@ def with_case(server: Server, **fields: Any) -> Server:
     return replace(server, case=replace(server.case, **fields))
 
 
-SERVED = [
-    *((MAMBA2, *of_state, (1, 4), {}) for of_state in PORTABLE_FORMATS),
-    (with_case(MAMBA2, exact=False), "int8", "stochastic", (1, 4, 12), {"exact": False}),
-    *(
-        (with_case(DELTA, **fields), *of_state, (1, 4, 12), told)
-        for of_state in PORTABLE_FORMATS[::4]
-        for fields, told in (
-            ({}, {}), ({"exact": False}, {"exact": False}), ({"per_channel": True}, {"per_channel": True}),
-            ({}, {"early": True}),
-        )
+HALF = {"x": "float16", "bc": "float16", "dt": "float16", "index": "int64"}
+LOGIT, NO_BIAS = {"trap_logit": True, "update_kv": False}, {"D": False, "dt_bias": False}
+FLOAT16 = {"activations": torch.float16, "index": torch.int64}
+AT_ONCE, PER_CHANNEL = {"exact": False}, {"per_channel": True}
+SERVED: dict[str, tuple[Any, ...]] = {  # a server, a format, what it tells, fields of its case, and other arguments
+    "mamba2": (MAMBA2, "float32", {}, {}),
+    "mamba2 of float16": (MAMBA2, "int8", {**FLOAT16, "z": False}, {**HALF, "z": False}),
+    "mamba2 without D, dt_bias": (MAMBA2, "bfloat16", NO_BIAS, {"D": None, "dt_bias": False}),
+    "mamba2 at once": (MAMBA2, "int8", AT_ONCE, AT_ONCE),
+    "mamba2 with limits": (MAMBA2, "float16", {"dt_limit": (0.0, math.inf)}, {"dt_limit": (0.5, 2.0)}),
+    "gated delta": (DELTA, "float32", {}, {}),
+    "gated delta, early": (DELTA, "int8", {"early": True}, {}, {"early": True}),
+    "gated delta at once": (DELTA, "int8", AT_ONCE, AT_ONCE),
+    "gated delta per channel": (DELTA, "float32", PER_CHANNEL, PER_CHANNEL),
+    "gated delta without dt_bias": (DELTA, "bfloat16", {"dt_bias": False}, {"dt_bias": False}),
+    "gated delta without A_log": (DELTA, "float8_e4m3fn", {"A_log": False, "dt_bias": False}, {"raw": False}),
+    "mamba3 of rank 1": (ranked(1), "float32", LOGIT, LOGIT, {"trap": torch.zeros(HEADS).bfloat16()}),
+    "mamba3 of rank 1 without angles": (ranked(1, 0), "int8", {}, {}),
+    "mamba3 without z": (MAMBA3, "int8", {"z": False, "Wz": False}, {"z": False}),
+    "mamba3 without D, Wx": (MAMBA3, "float32", {"D": False, "Wx": False}, {"D": False, "Wx": False}),
+    "mamba3 without biases, Wo": (MAMBA3, "float16", {"biases": False, "Wo": False}, {"bias": False, "Wo": False}),
+    "mamba3 without rotary, Wz": (MAMBA3, "float16", {"rotary": False, "Wz": False}, {"Wz": False}, {"rotary": None}),
+    "replay": (REPLAY, "float32", {}, {}),
+    "replay without z": (REPLAY, "int8", {"z": False, "dt_limit": (0.0, 1.0)}, {"z": False, "dt_limit": (0.5, 2.0)}),
+    "replay without D, dt_bias": (REPLAY, "int8", NO_BIAS, {"D": None, "dt_bias": False}),
+    "delta replay": (DELTA_REPLAY, "float32", {}, {}),
+    "delta replay without A_log": (DELTA_REPLAY, "int8", {"A_log": False}, {"raw": False}),
+    "KDA by replay": (KDA_REPLAY, "int8", {}, {}),
+    "KDA by replay, early, without dt_bias": (
+        KDA_REPLAY, "float32", {"early": True, "dt_bias": False}, {"dt_bias": False}, {"early": True},
     ),
-    *((ranked(rank), *of_state, (1, 4), {}) for of_state in PORTABLE_FORMATS[::4] for rank in (1, 4)),
-    *(
-        (with_case(REPLAY, **fields), *of_state, (1, 4), told)
-        for of_state in (("float32", "nearest"), ("int8", "stochastic"))
-        for fields, told in (
-            ({}, {}), ({"z": False}, {"z": False}), ({"D": None, "dt_bias": False}, {"D": False, "dt_bias": False})
-        )
-    ),
-    *(
-        (with_case(server, **fields), *of_state, (1, 4), told)
-        for server in (DELTA_REPLAY, KDA_REPLAY)
-        for of_state in (("float32", "nearest"), ("int8", "stochastic"))
-        for fields, told in (({}, {}), ({"raw": False}, {"A_log": False}), ({"dt_bias": False}, {"dt_bias": False}),
-                             ({}, {"early": True}))
-    ),
-    *(
-        (with_case(server, dt_limit=(0.5, 2.0)), "float16", "nearest", (1, 4), {"dt_limit": (0.0, math.inf)})
-        for server in (MAMBA2, REPLAY)
-    ),
-]  # fmt: skip
+}  # fmt: skip
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize(
-    ("server", "name", "rounding", "tokens", "told"),
-    [pytest.param(*one, id=f"{one[0].op.name}-{i}-{one[1]}-{one[2]}-{one[4]}") for i, one in enumerate(SERVED)],
-)
-def test_every_variant_of_later_calls_was_compiled_and_none_in_vain(
-    server: Server, name: str, rounding: str, tokens: Sequence[int], told: dict[str, bool], compiled: list[Launch]
-) -> None:
-    pool, batches = server.make_pool(name, rounding), MANY if isinstance(server, Replayer) else BATCHES
+@pytest.mark.parametrize("what", SERVED)
+def test_every_variant_of_later_calls_was_compiled_and_none_in_vain(what: str, compiled: list[Launch]) -> None:
+    server, name, told, fields, given = (*SERVED[what], {})[:5]
+    server, pool = with_case(server, **fields), server.make_pool(name, "nearest" if name == "float32" else "stochastic")
+    replays, kinds = isinstance(server, Replayer), {torch.float32, told.get("activations", torch.bfloat16)}
+    batches, tokens = MANY if replays else BATCHES, (1, 4, 12) if "at once" in what else (1, 4)
     counts = server.warm_up(pool, batches, tokens=tokens, **told)
     assert sum(counts.values()) == len(compiled) == len(keys_of(compiled))
-    recurrence = server.op.name.removesuffix("_step")
-    at_once = set() if told.get("exact", True) else {f"{recurrence}_at_once"}
-    assert {kernel for kernel in counts if kernel.startswith("mamba")} <= {server.op.name, "mamba2_fold", *at_once}
-    if isinstance(server, Replayer):
+    if replays:
         assert {server.op.name, server.fold.__name__} <= counts.keys()
         assert not any(kernel.endswith("_step") for kernel in counts)
-    assert all(counts[kernel] >= 2 for kernel in at_once)  # room for 8 tokens and for 16
-    early = {"early": True} if "early" in told else {}
+    assert "at once" not in what or counts[f"{server.op.name.removesuffix('_step')}_at_once"] >= 2  # for 8 and for 16
     with collected(90) as later:
         for batch, count in product(batches, tokens):
-            server.serve(pool, batch, count, **early)
-        for batch, kind in product(batches, (torch.float32, torch.bfloat16)):
-            admit(pool, batch, kind)
+            lead = (batch,) if count == 1 else (batch, count)
+            more = {name: value.expand(*lead, -1) if name == "trap" else value for name, value in given.items()}
+            server.serve(pool, batch, count, **more)
+        for batch, kind, index in product(batches, kinds, {torch.int32, told.get("index", torch.int32)}):
+            admit(pool, batch, kind, index)
     assert keys_of(later) == keys_of(compiled)
-
-
-HALF = {"x": "float16", "bc": "float16", "dt": "float16"}
-LOGIT = {"trap_logit": True, "update_kv": False}
-TOLD: dict[str, tuple[Any, ...]] = {  # a server, what it tells, fields of its case, and other arguments
-    **{
-        f"mamba2 with {index}, without {without}": (
-            MAMBA2, {**told, "activations": torch.float16, "index": dtype(index)}, {**HALF, "index": index, **fields}
-        )
-        for index in ("int32", "int64")
-        for without, told, fields in (
-            ("nothing", {}, {}), ("z", {"z": False}, {"z": False}),
-            ("D, dt_bias", {"D": False, "dt_bias": False}, {"D": None, "dt_bias": False}),
-        )
-    },
-    "gated delta": (DELTA, {}, {}, {}),
-    "gated delta without dt_bias": (DELTA, {"dt_bias": False}, {"dt_bias": False}),
-    "gated delta without A_log": (DELTA, {"A_log": False, "dt_bias": False}, {"raw": False}),
-    "mamba3": (MAMBA3, {}, {}, {}),
-    "mamba3 without z": (MAMBA3, {"z": False, "Wz": False}, {"z": False}),
-    "mamba3 without D, Wx": (MAMBA3, {"D": False, "Wx": False}, {"D": False, "Wx": False}),
-    "mamba3 without biases, Wo": (MAMBA3, {"biases": False, "Wo": False}, {"bias": False, "Wo": False}),
-    "mamba3 without rotary, Wz": (MAMBA3, {"rotary": False, "Wz": False}, {"Wz": False}, {"rotary": None}),
-    **{
-        f"mamba3 of rank {rank}, {angles} angles": (
-            ranked(rank, angles), LOGIT, LOGIT, {"trap": torch.zeros(8, HEADS, dtype=torch.bfloat16)}
-        )
-        for rank, angles in ((1, 0), (1, 32), (3, 0))
-    },
-}  # fmt: skip
-OTHERWISE: dict[str, tuple[tuple[dict[str, Any], dict[str, Any]], ...]] = {  # fields and arguments that nobody told of
-    "mamba2_step": (({"x": "bfloat16"}, {}), ({"dt_softplus": False}, {}), ({}, {"update": False})),
-    "gated_delta_step": (({"exact": False}, {}), ({"qk_l2norm": False}, {}), ({"per_channel": True}, {})),
-    "mamba3_step": (({}, {"update": False}), ({"update_kv": False}, {"trap_logit": False})),
-}
-
-
-@pytest.mark.compiled
-@pytest.mark.parametrize("what", TOLD)
-def test_what_calls_leave_out_and_their_dtypes_are_compiled_as_told(what: str, compiled: list[Launch]) -> None:
-    server, told, fields, given = (*TOLD[what], {})[:4]
-    case, pool = replace(server.case, **fields), server.make_pool("float16", "stochastic")
-    tokens = 1 if server.op is not GATED_DELTA_STEP else 4
-    server.warm_up(pool, (8,), tokens=(tokens,), **told)
-    with collected(90) as as_told:
-        server.serve(pool, 8, tokens, case, **given)
-        if server.op is GATED_DELTA_STEP:
-            server.serve(pool, 8, tokens, case, scale=0.3)  # which is read when a kernel runs
-    assert keys_of(as_told) < keys_of(compiled)
-    other_index = {"index": "int32" if case.index == "int64" else "int64"}
-    for others, arguments in (*OTHERWISE[server.op.name], (other_index, {})):
-        with collected(90) as otherwise:
-            server.serve(pool, 8, tokens, replace(case, **others), **{**given, **arguments})
-        assert not keys_of(otherwise) <= keys_of(compiled), (others, arguments)
 
 
 @pytest.mark.compiled
@@ -310,15 +252,17 @@ def test_other_calls_are_compiled_as_also_makes_them(compiled: list[Launch]) -> 
 
 
 @pytest.mark.compiled
-def test_of_a_pool_with_both_an_op_compiles_for_its_own_layers(compiled: list[Launch]) -> None:
-    plain, turned = MAMBA2.make_pool("float32", "nearest", layers=1), MAMBA3.make_pool("float32", "nearest")
-    pool: StatePool[Any] = StatePool.wrap([plain.layer(0), turned.layer(0)])
-    for op, other in (("mamba2", "mamba3"), ("mamba3", "mamba2")):
-        counts = flashstate.warmup(pool, (8,), op=op, groups=GROUPS, progress=False)
-        assert f"{op}_step" in counts
+def test_an_op_compiles_for_its_own_layers_in_all_their_formats(compiled: list[Launch]) -> None:
+    plain = [MAMBA2.make_pool(name, "nearest", layers=1) for name in ("float32", "int8", "float32")]
+    turned = MAMBA3.make_pool("float32", "nearest")
+    pool: StatePool[Any] = StatePool.wrap([*(one.layer(0) for one in plain), turned.layer(0)])
+    for op, other, variants in (("mamba2", "mamba3", 2), ("mamba3", "mamba2", 1)):
+        counts = flashstate.warmup(pool, 8, op=op, groups=GROUPS, progress=False)
+        assert counts[f"{op}_step"] == variants
         assert f"{other}_step" not in counts
     with collected(90) as later:
-        MAMBA2.serve(plain, 8)
+        for one in plain:
+            MAMBA2.serve(one, 8)
         MAMBA3.serve(turned, 8)
     assert keys_of(later) <= keys_of(compiled)
 
@@ -338,7 +282,7 @@ def test_of_a_pool_with_rings_of_both_rules_every_layer_is_compiled_as_its_ring_
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize(("bias", "drafts", "early"), [(True, 0, False), (False, 0, True), (True, 4, False)])
+@pytest.mark.parametrize(("bias", "drafts", "early"), [(False, 0, True), (True, 4, False)])
 def test_convolutions_of_pools_with_windows_are_compiled_too(
     bias: bool, drafts: int, early: bool, compiled: list[Launch]
 ) -> None:
@@ -355,16 +299,6 @@ def test_convolutions_of_pools_with_windows_are_compiled_too(
             MAMBA2.serve(pool, batch, tokens, early=early)
     of_steps = [launch for launch in compiled if launch.kernel.__name__.endswith("_step_kernel")]
     assert keys_of(launch for launch in later if launch.kernel.__name__.endswith("_step_kernel")) == keys_of(of_steps)
-
-
-@pytest.mark.compiled
-def test_layers_of_different_formats_are_all_compiled(compiled: list[Launch]) -> None:
-    pools = [MAMBA2.make_pool(name, "nearest", layers=1) for name in ("float32", "int8", "float32")]
-    pool = StatePool.wrap([pool.layer(0) for pool in pools])
-    assert MAMBA2.warm_up(pool, (8,))["mamba2_step"] == 2
-    with collected(90) as later:
-        MAMBA2.serve(pool, 8)
-    assert keys_of(later) <= keys_of(compiled)
 
 
 @pytest.mark.compiled
@@ -470,10 +404,8 @@ def compilations() -> Iterator[list[str]]:
     ("server", "name", "rows", "told"),  # rows of no other test: nothing of them was compiled before
     [
         pytest.param(MAMBA2, "float16", 48, {}, id="mamba2"),
-        pytest.param(DELTA, "bfloat16", 112, {}, id="gated delta"),
         pytest.param(with_case(DELTA, exact=False), "bfloat16", 80, {"exact": False}, id="gated delta at once"),
         pytest.param(ranked(1), "bfloat16", 45, {}, id="mamba3 of rank 1"),
-        pytest.param(ranked(4), "bfloat16", 48, {}, id="mamba3 of rank 4"),
     ],
 )
 def test_nothing_is_compiled_after_warmup(

@@ -7,7 +7,9 @@ MUTANTS = (
     # launch/: calls that repeat an earlier one
     Mutant("a repeated call forgets its options", "launch/repeat.py",
            "*held, *op.options, *together, *each]", "*held, *together, *each]",
-           "test_direct.py::test_calls_of_all_forms_are_told_apart[mamba2_step]"),
+           "test_direct.py::"
+           "test_calls_of_all_forms_are_told_apart_and_repeated_directly_as_ordinary_launches_are_made"
+           "[mamba2_step]"),
     Mutant("a repeated call forgets the alignment of tensors that are looked at one by one", "launch/repeat.py",
            "*op.options, *together, *each]", "*op.options, *together]",
            "test_direct.py::test_unaligned_tensors_meet_a_kernel_for_aligned_ones_only_where_it_is_not_told_of_that"
@@ -182,10 +184,12 @@ MUTANTS = (
            "test_configs.py::test_configs_of_a_problem_have_one_knob_and_no_other"),
     Mutant("an access is as wide as a row, wherever slots begin", "launch/config.py",
            "math.gcd(neighbours, *data.stride()[:-3], head_stride", "math.gcd(neighbours, head_stride",
-           "test_launch.py::test_an_access_is_as_wide_as_every_row_of_every_slot_is_aligned[dtype18-128-0-4-4]"),
+           "test_launch.py::test_an_access_is_as_wide_as_every_row_of_every_slot_is_aligned"
+           "[dtype8-sizes8-strides8-0-4]"),
     Mutant("packed tokens have a stride of batch and none of tokens", "launch/arguments.py",
            "(0, strides[0]) if packed else (strides[0], 0)", "(strides[0], 0)",
-           "test_launch.py::test_token_strides_lead_to_every_token_and_head[False-packed]"),
+           "kernels: output and state are as close to float64 | "
+           "Case(batch=3, heads=1, groups=1, rows=4, cols=5, tokens=3, packed=True)"),
     Mutant("a tensor is aligned as its first row is", "launch/arguments.py",
            "or any(step % ACCESS_BYTES for step in outer))", ")",
            "test_launch.py::test_a_tensor_is_aligned_if_every_row_of_it_starts_at_a_multiple_of_16_bytes"),
