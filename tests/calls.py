@@ -7,7 +7,6 @@ from unittest import mock
 
 import torch
 from compiling import by_the_reference
-from torch import Tensor
 
 from flashstate import State
 from flashstate.launch.call import Op
@@ -133,12 +132,8 @@ def forms_of_states(op: Op, case: AnyCase) -> dict[str, Form]:
         "int8": on(op, case, bare=False, format="int8", rounding="stochastic"),
         "float8": on(op, case, bare=False, format="float8_e4m3fn"),
         "a tensor of slots": on(op, case, lambda a: {**a, "slots": a["slots"].read}),
-        "no slots": on(op, case, given(slots=None)),
-        "64-bit slots": on(op, case, at(read=Tensor.long)),
-        "fresh padding": on(op, case, at(padding="fresh")),
         "several tokens": on(op, case, tokens=3),
         "packed": on(op, case, tokens=3, packed=True),
-        "no update": on(op, case, given(update=False)),
     }
 
 
@@ -146,7 +141,6 @@ def forms_of_rings(op: Op, case: AnyCase) -> dict[str, Form]:
     """Forms that ops have which replay."""
     return {
         **forms_of_states(op, case),
-        "another window": on(op, case, window=7),
         "a plan": on(op, case, planned, tokens=3),
         "a plan of packed tokens": on(op, case, planned, tokens=3, packed=True),
     }
@@ -169,9 +163,7 @@ def forms_of_trees(op: Op, case: AnyCase) -> dict[str, Form]:
         **forms_of_steps(op, case),
         "snapshots": on(op, case, STORED, tokens=3),
         "stochastic snapshots": on(op, case, with_snapshots("float16", "stochastic"), bare=False, tokens=3),
-        "snapshots alike": on(op, case, with_snapshots("float32", "nearest"), tokens=3),
         "a tree": on(op, case, TREE, tokens=3),
-        "early": on(op, case, given(early=True)),
     }
 
 
@@ -184,14 +176,11 @@ FORMS: dict[str, dict[str, Form]] = {  # of ops that are not named here, those t
     **{name: forms_of_states(case.op.declared, case) for name, case in SMALL.items() if isinstance(case, StateCase)},
     "mamba2_step": {
         **forms_of_trees(MAMBA2_STEP, MAMBA2),
-        "without options": on(MAMBA2_STEP, MAMBA2, z=False, D=None, dt_bias=False),
-        "D of rows": on(MAMBA2_STEP, MAMBA2, D="row"),
         "Mamba-1": on(MAMBA2_STEP, MAMBA2, heads=1, groups=1, mamba1=True, D="row"),
         "limited time steps": on(MAMBA2_STEP, MAMBA2, dt_limit=(0.25, 2.0)),
         "at once": on(MAMBA2_STEP, MAMBA2, **AT_ONCE, bc="float16"),
         "at once, packed": on(MAMBA2_STEP, MAMBA2, **AT_ONCE, bc="float16", packed=True),
         "at once, packed, longer": on(MAMBA2_STEP, MAMBA2, at(max_len=9), **AT_ONCE, bc="float16", packed=True),
-        "at once, no update": on(MAMBA2_STEP, MAMBA2, given(update=False), **AT_ONCE, bc="float16"),
     },
     "gated_delta_step": {
         **forms_of_trees(GATED_DELTA_STEP, DELTA),
@@ -202,57 +191,37 @@ FORMS: dict[str, dict[str, Form]] = {  # of ops that are not named here, those t
         "transposed snapshots": on(
             GATED_DELTA_STEP, DELTA, given(snapshots=State(torch.zeros(4, 4, 4, 32, 16).mT)), tokens=3
         ),
-        "fewer key heads": on(GATED_DELTA_STEP, DELTA, key_heads=1),
         "at once": on(GATED_DELTA_STEP, DELTA, **AT_ONCE),
         "at once, packed": on(GATED_DELTA_STEP, DELTA, **AT_ONCE, packed=True),
         "at once, packed, longer": on(GATED_DELTA_STEP, DELTA, at(max_len=9), **AT_ONCE, packed=True),
-        "at once, no update": on(GATED_DELTA_STEP, DELTA, given(update=False), **AT_ONCE),
     },
     "mamba3_step": {
         **forms_of_steps(MAMBA3_STEP, MAMBA3),
         "rank 1": on(MAMBA3_STEP, MAMBA3, rank=1),
-        "without rotary": on(MAMBA3_STEP, MAMBA3, given(rotary=None)),
-        "without biases": on(MAMBA3_STEP, MAMBA3, bias=False),
         "an angle for every head": on(MAMBA3_STEP, MAMBA3, per_head),
         "without weights": on(MAMBA3_STEP, MAMBA3, rank=1, Wx=False, Wz=False, Wo=False, D=False, z=False),
         "an output per rank": on(
             MAMBA3_STEP, MAMBA3, given(Wo=None, out=torch.empty(2, 4, 4, 16, dtype=torch.bfloat16))
         ),
-        "fewer groups": on(MAMBA3_STEP, MAMBA3, groups=1),
-        "a logit": on(MAMBA3_STEP, MAMBA3, trap_logit=True),
-        "k and v stay": on(MAMBA3_STEP, MAMBA3, update_kv=False),
     },
     "conv1d_step": {
         "plain": on(CONV1D_STEP, CONV),
-        "without bias": on(CONV1D_STEP, CONV, bias=False),
         "a tensor of slots": on(CONV1D_STEP, CONV, lambda a: {**a, "slots": a["slots"].read}),
-        "no slots": on(CONV1D_STEP, CONV, given(slots=None)),
-        "kept padding": on(CONV1D_STEP, CONV, at(padding="keep")),
         "in place": on(CONV1D_STEP, CONV, in_place),
         "several tokens": on(CONV1D_STEP, CONV, tokens=3),
         "packed": on(CONV1D_STEP, CONV, tokens=3, packed=True),
-        "longer windows": on(CONV1D_STEP, CONV, extra=2),
-        "another layout": on(CONV1D_STEP, CONV, layout="channels_first"),
         "rolled back": on(CONV1D_STEP, CONV, at(accepted=torch.tensor([1, 2])), tokens=3, extra=3),
         "a ring": on(CONV1D_STEP, CONV, given(positions=torch.tensor([4, 5])), tokens=3),
         "snapshots": on(
             CONV1D_STEP, CONV, given(snapshots=torch.zeros(2, 3, 16, 3), update=False), tokens=3
         ),
         "a tree": on(CONV1D_STEP, CONV, TREE, tokens=3),
-        "early": on(CONV1D_STEP, CONV, given(early=True)),
     },
-    "mamba2_replay": {
-        **forms_of_rings(MAMBA2_REPLAY, REPLAY),
-        "without options": on(MAMBA2_REPLAY, REPLAY, z=False, D=None, dt_bias=False),
-    },
+    "mamba2_replay": forms_of_rings(MAMBA2_REPLAY, REPLAY),
     "gated_delta_replay": {
         **forms_of_rings(GATED_DELTA_REPLAY, DELTA_REPLAY),
         "without A_log": on(GATED_DELTA_REPLAY, DELTA_REPLAY, raw=False),
         "KDA": on(GATED_DELTA_REPLAY, DELTA_REPLAY, per_channel=True),
-        "KDA, a bias per head": on(GATED_DELTA_REPLAY, DELTA_REPLAY, per_channel=True, bias_per_head=True),
         "a scale": on(GATED_DELTA_REPLAY, DELTA_REPLAY, scale=0.7),
-        "fewer key heads": on(GATED_DELTA_REPLAY, DELTA_REPLAY, key_heads=1),
-        "u of float32": on(GATED_DELTA_REPLAY, DELTA_REPLAY, u="float32"),
-        "early": on(GATED_DELTA_REPLAY, DELTA_REPLAY, given(early=True)),
     },
 }  # fmt: skip

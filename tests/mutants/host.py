@@ -7,9 +7,8 @@ MUTANTS = (
     # launch/: calls that repeat an earlier one
     Mutant("a repeated call forgets its options", "launch/repeat.py",
            "*held, *op.options, *together, *each]", "*held, *together, *each]",
-           "test_direct.py::"
-           "test_calls_of_all_forms_are_told_apart_and_repeated_directly_as_ordinary_launches_are_made"
-           "[mamba2_step]"),
+           "test_direct.py::test_whatever_a_call_has_in_place_of_what_was_right_before_it_does_what_it_would_do_alone"
+           "[mamba2_step-plain-False]"),
     Mutant("a repeated call forgets the alignment of tensors that are looked at one by one", "launch/repeat.py",
            "*op.options, *together, *each]", "*op.options, *together]",
            "test_direct.py::test_unaligned_tensors_meet_a_kernel_for_aligned_ones_only_where_it_is_not_told_of_that"
@@ -370,11 +369,13 @@ MUTANTS = (
     Mutant("bare snapshots are rounded to nearest", "state/state.py",
            'wanted = (state.rounding, "nearest" if state.rounding == "nearest" else "stochastic", "nearest")',
            'wanted = ("nearest",)',
-           "test_state.py::test_bare_snapshots_are_rounded_as_the_pool_if_they_can_be[torch.bfloat16]"),
+           "test_state.py::"
+           "test_snapshots_are_rounded_as_they_say_or_as_the_pool_if_they_can_be_and_take_its_rounds_and_stream"),
     Mutant("snapshots keep a stream of their own", "state/state.py",
            "return replace(snapshots, rounds=state.rounds, stream=state.stream)",
            "return replace(snapshots, rounds=state.rounds)",
-           "test_state.py::test_a_state_of_snapshots_keeps_its_rounding_and_takes_rounds_and_stream_of_the_pool"),
+           "test_state.py::"
+           "test_snapshots_are_rounded_as_they_say_or_as_the_pool_if_they_can_be_and_take_its_rounds_and_stream"),
     Mutant("slots may overlap", "state/state.py",
            "    if short is not None:\n        stride, least", "    if False:\n        stride, least",
            "test_refusals_of_objects.py::test_wrong_input_is_refused_by_name_and_changes_nothing[State]"),
