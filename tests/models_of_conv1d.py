@@ -1,10 +1,12 @@
-"""What convolutions of other libraries give, by their contracts: windows, tokens and trees of them, row by row."""
+"""The results of other libraries' convolutions, by their contracts: windows, tokens and trees of them, row by row."""
 
 from collections.abc import Callable, Iterator
 
 import torch
-from models_of_peers import Arguments, Outcome, Place, numbers, silu, tokens_of_rows
+from models_of_peers import Arguments, Outcome, Place, numbers, tokens_of_rows
 from torch import Tensor
+
+from flashstate.reference.conv1d import conv1d_token
 
 WINDOWS = "intermediate_conv_window"
 # Tokens, the slot read, inputs (dim, ...), or those of each token (dim, width), and windows stored.
@@ -12,8 +14,9 @@ ConvRow = tuple[list[int], int, Tensor | list[Tensor], dict[Place, Tensor]]
 
 
 def conv1d(contract: Callable[[Arguments], Iterator[ConvRow]], arguments: Arguments, dtype: torch.dtype) -> Outcome:
-    """What a causal_conv1d_update of this contract gives: outputs, and windows to the byte."""
-    x, weight, bias = arguments["x"], arguments["weight"].to(dtype), arguments.get("bias")
+    """The outcome of a causal_conv1d_update of this contract: outputs, and windows to the byte."""
+    x, weight, bias = arguments["x"], arguments["weight"], arguments.get("bias")
+    activation = "silu" if arguments.get("activation") else None
     y = torch.zeros_like(conv_tokens(arguments)[0], dtype=dtype)
     outcome = Outcome(y, torch.zeros_like(y, dtype=torch.bool))
     for tokens, slot, inputs, stored in contract(arguments):
@@ -21,9 +24,7 @@ def conv1d(contract: Callable[[Arguments], Iterator[ConvRow]], arguments: Argume
         outcome.stored |= stored
         for t, token in enumerate(tokens):
             taps = inputs[t] if isinstance(inputs, list) else inputs[:, t : t + weight.shape[1]]
-            y = (weight * taps.to(dtype)).sum(1)
-            y = y if bias is None else y + bias.to(dtype)
-            outcome.y[token] = silu(y) if arguments.get("activation") else y
+            outcome.y[token] = conv1d_token(taps[None].to(dtype), weight, bias, activation)[0]
             outcome.ran[token] = True
     if x.dim() == 3:
         outcome.y, outcome.ran = (t.reshape(x.mT.shape).mT for t in (outcome.y, outcome.ran))
@@ -85,7 +86,11 @@ def width_of(arguments: Arguments) -> int:
 
 
 def sglang_conv1d(arguments: Arguments) -> Iterator[ConvRow]:
-    """As vLLM's, without blocks. The windows after every token are kept, and in a tree no window moves on."""
+    """As vLLM's, without blocks. The windows after every token are kept, and in a tree no window moves on. A ring is
+    causal_conv1d's."""
+    if arguments.get("cache_seqlens") is not None:
+        yield from causal_conv1d(arguments)
+        return
     (x, rows), slots = conv_tokens(arguments), numbers(arguments.get("conv_state_indices"))
     counts, before, places = arguments.get("num_accept_tokens"), width_of(arguments) - 1, arguments.get(WINDOWS)
     window_rows, tree = numbers(arguments.get("intermediate_state_indices")), arguments.get("retrieve_next_token")

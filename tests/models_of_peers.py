@@ -1,7 +1,7 @@
-"""What functions of other libraries give, by their contracts: loops over rows and tokens.
+"""The results of other libraries' functions, by their contracts: loops over rows and tokens.
 
-The contract of a function says for every row of the batch where it starts and where its states go; a recurrence says
-what they are, in float64 or float32. Nothing here uses flashstate.
+The contract of a function says for every row of the batch where it starts and where its states go; one token of the
+reference, in float64 or float32, says what they are.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,8 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashstate.reference.gated_delta import gated_delta_token
+from flashstate.reference.mamba2 import mamba2_token
+from flashstate.reference.mamba3 import FourStates, Parameters, mamba3_token
+
 Arguments = dict[str, Any]
 Place = tuple[str, tuple[int, ...]]  # an entry of an argument that holds states, by its name
+BUFFER = "intermediate_states_buffer"
 
 
 @dataclass
@@ -38,7 +43,7 @@ Contract = Callable[[Arguments], list[Row]]
 
 @dataclass
 class Outcome:
-    """What a call gives.
+    """The result of a call.
 
     y: the output. ran: which entries of it rows have computed. stored: states, in the dtype of a pool where they are
     kept to the byte. read: slots.
@@ -76,10 +81,13 @@ def numbers(indices: Tensor | None) -> list[list[int]] | None:
 
 
 def tokens_of_rows(rows: int, length: int, bounds: Tensor | None) -> list[list[int]]:
-    """Where the tokens of every row are, on the flat token axis: so many each, or as their bounds say."""
+    """Where the tokens of every row are on the flat token axis: `length` each, or between their bounds."""
     if bounds is None:
         return [list(range(b * length, b * length + length)) for b in range(rows)]
     return [list(range(first, last)) for first, last in pairwise(bounds.tolist())]
+
+
+# selective_state_update
 
 
 def rows_read(arguments: Arguments) -> Iterator[tuple[int, list[int], list[int], int]]:
@@ -135,8 +143,8 @@ def flashinfer(arguments: Arguments) -> list[Row]:
             continue
         rows.append(row := Row(tokens, slot))
         for t in range(len(tokens)):
-            if arguments.get("intermediate_states_buffer") is not None:
-                row.store(t, "intermediate_states_buffer", buffer_rows[b][0] if buffer_rows else slot, t)
+            if arguments.get(BUFFER) is not None:
+                row.store(t, BUFFER, buffer_rows[b][0] if buffer_rows else slot, t)
             elif not arguments.get("disable_state_update"):
                 per_token = write is not None and arguments["dst_state_batch_indices"].dim() == 2
                 target = slot if write is None else write[b][t] if per_token else write[b][0]
@@ -154,11 +162,45 @@ def sglang(arguments: Arguments) -> list[Row]:
         live = slot >= 0 and slot != arguments.get("pad_slot_id", -1)
         rows.append(row := Row(tokens, slot if live else None))
         row.parents = None if tree is None else [-1, *tree[b, 1 : len(tokens)].tolist()]
-        for t in range(len(tokens)) if live and arguments.get("intermediate_states_buffer") is not None else ():
-            row.store(t, "intermediate_states_buffer", buffer_rows[b][0] if buffer_rows else slot, t)
+        for t in range(len(tokens)) if live and arguments.get(BUFFER) is not None else ():
+            row.store(t, BUFFER, buffer_rows[b][0] if buffer_rows else slot, t)
         if live and not arguments.get("disable_state_update"):
             row.store(len(tokens) - 1, "state", slot)
     return rows
+
+
+def selective(contract: Contract, arguments: Arguments, dtype: torch.dtype) -> Outcome:
+    """The outcome of a selective_state_update of this contract, on arguments that are on the CPU."""
+    state = decoded(arguments["state"], arguments.get("state_scale")).to(dtype)
+    heads, dim, dstate = state.shape[-3] if state.dim() == 4 else 1, *state.shape[-2:]
+    given = with_every_axis(arguments, heads, dim, dstate)
+    zero = torch.zeros(heads, dim, dstate, dtype=dtype)
+
+    def step(s: Tensor, token: int, _: int | None) -> tuple[Tensor, Tensor]:
+        return selective_token(s, token, given, arguments["dt_softplus"])
+
+    y = torch.zeros(given["x"].shape, dtype=dtype)
+    outcome = run(contract(arguments), y, lambda slot: zero if slot is None else state[slot].reshape(zero.shape), step)
+    return shaped(outcome, arguments["x"].shape)
+
+
+def selective_token(s: Tensor, token: int, given: Arguments, softplus: bool, **more: Any) -> tuple[Tensor, Tensor]:
+    """The output (heads, dim) of a token, and the state (heads, dim, dstate) after it."""
+    x, dt, B, C, z = (None if given[name] is None else given[name][token, None] for name in ("x", "dt", "B", "C", "z"))
+    y, s = mamba2_token(s[None], x, dt, given["A"], B, C, given["D"], z, given["dt_bias"], softplus, **more)
+    return y[0], s[0]
+
+
+def with_every_axis(arguments: Arguments, heads: int, dim: int, dstate: int) -> Arguments:
+    """The tensors of a selective step, with all tokens on one axis, and axes for heads, dim and dstate."""
+    tokens = arguments["x"].numel() // (heads * dim)
+    wide = {**dict.fromkeys(("x", "dt", "z"), (tokens, heads, dim)), **dict.fromkeys("BC", (tokens, -1, dstate))}
+    wide |= {"A": (heads, dim, dstate), "D": (heads, dim), "dt_bias": (heads, dim)}
+    values = {name: arguments.get(name) for name in wide}
+    return {name: None if t is None else t.reshape(wide[name]) for name, t in values.items()}
+
+
+# Gated delta rules
 
 
 def flashinfer_decode(arguments: Arguments) -> list[Row]:
@@ -173,8 +215,8 @@ def flashinfer_decode(arguments: Arguments) -> list[Row]:
     for b, ((slot,), (target,)) in enumerate(zip(read, write, strict=True)):
         if slot >= 0:
             rows.append(row := Row(list(range(b * length, b * length + length)), slot))
-            for t in range(length) if arguments.get("intermediate_states_buffer") is not None else ():
-                row.store(t, "intermediate_states_buffer", b, t)
+            for t in range(length) if arguments.get(BUFFER) is not None else ():
+                row.store(t, BUFFER, b, t)
             if target >= 0 and not arguments.get("disable_state_update"):
                 row.store(length - 1, pool, target)
     return rows
@@ -186,8 +228,7 @@ def flashinfer_mtp(arguments: Arguments) -> list[Row]:
     A table of slots for every token is for the pool, and so is the last state, if its output index says where, or
     without a table if updates are not disabled.
     """
-    length = arguments["v"].shape[1]
-    read = numbers(arguments["initial_state_indices"])
+    length, read = arguments["v"].shape[1], numbers(arguments["initial_state_indices"])
     write, every = (numbers(arguments.get(name)) for name in ("output_state_indices", "ssm_state_indices"))
     rows = []
     for b, (slot,) in enumerate(read):
@@ -195,8 +236,8 @@ def flashinfer_mtp(arguments: Arguments) -> list[Row]:
             continue
         rows.append(row := Row(list(range(b * length, b * length + length)), slot))
         for t in range(length):
-            if arguments.get("intermediate_states_buffer") is not None:
-                row.store(t, "intermediate_states_buffer", b, t)
+            if arguments.get(BUFFER) is not None:
+                row.store(t, BUFFER, b, t)
             if every is not None and every[b][t] >= 0:
                 row.store(t, "initial_state", every[b][t])
         target = -1 if every is not None and write is None else slot if write is None else write[b][0]
@@ -205,136 +246,150 @@ def flashinfer_mtp(arguments: Arguments) -> list[Row]:
     return rows
 
 
-def selective(contract: Contract, arguments: Arguments, dtype: torch.dtype) -> Outcome:
-    """What a selective_state_update of this contract gives, on arguments that are on the CPU."""
-    state = decoded(arguments["state"], arguments.get("state_scale"))
-    heads, dim, dstate = state.shape[-3] if state.dim() == 4 else 1, *state.shape[-2:]
-    values = with_every_axis(arguments, dtype, heads, dim, dstate)
-    zero = torch.zeros(heads, dim, dstate, dtype=dtype)
-    outcome = run(
-        contract(arguments),
-        torch.zeros_like(values["x"]),
-        lambda slot: zero if slot is None else state[slot].to(dtype).reshape(zero.shape),
-        lambda s, token, _: one_token(s, token, values, arguments["dt_softplus"]),
-    )
-    return shaped(outcome, arguments["x"].shape)
+def packed_decode(null: int, arguments: Arguments) -> list[Row]:
+    """One token per row. Rows whose slot is negative or `null` do nothing."""
+    rows = [Row([b], slot) for b, (slot,) in enumerate(numbers(arguments["ssm_state_indices"])) if slot > null]
+    for row in rows:
+        row.store(0, "initial_state", row.start)
+    return rows
 
 
-def with_every_axis(arguments: Arguments, dtype: torch.dtype, heads: int, dim: int, dstate: int) -> Arguments:
-    """What a selective step is given, with all tokens on one axis, and axes for heads, dim and dstate."""
-    tokens = arguments["x"].numel() // (heads * dim)
-    wide = {**dict.fromkeys(("x", "dt", "z"), (tokens, heads, dim)), **dict.fromkeys("BC", (tokens, -1, dstate))}
-    wide |= {"A": (heads, dim, dstate), "D": (heads, dim), "dt_bias": (heads, dim)}
-    values = {name: arguments.get(name) for name in wide}
-    return {name: None if t is None else t.to(dtype).reshape(wide[name]) for name, t in values.items()}
+def vllm_rule(arguments: Arguments) -> list[Row]:
+    """Rows in block 0, or in none, do nothing. A table has a block for every token, a list one for the last state."""
+    v, accepted, indices = arguments["v"], arguments.get("num_accepted_tokens"), arguments["ssm_state_indices"]
+    rows = []
+    for b, tokens in enumerate(tokens_of_rows(len(v), v.shape[1], arguments.get("cu_seqlens"))):
+        blocks = numbers(indices)[b]
+        start = blocks[0 if accepted is None else int(accepted[b]) - 1]
+        if start <= 0:
+            continue
+        rows.append(row := Row(tokens, start))
+        for t in range(len(tokens)) if indices.dim() == 2 else [len(tokens) - 1] if tokens else []:
+            target = blocks[t] if indices.dim() == 2 else start
+            if target > 0:
+                row.store(t, "initial_state", target)
+    return rows
 
 
-def one_token(s: Tensor, token: int, values: Arguments, dt_softplus: bool) -> tuple[Tensor, Tensor]:
-    """The output (heads, dim) of a token, and the state (heads, dim, dstate) after it."""
-    x, dt = values["x"][token], values["dt"][token]  # (heads, dim)
-    B, C = (per_head(values[name][token], len(s))[:, None] for name in "BC")  # (heads, 1, dstate)
-    if values["dt_bias"] is not None:
-        dt = dt + values["dt_bias"]
-    dt = softplus(dt) if dt_softplus else dt
-    s = s * torch.exp(dt[..., None] * values["A"]) + (dt * x)[..., None] * B
-    y = (s * C).sum(-1)
-    if values["D"] is not None:
-        y = y + values["D"] * x
-    if values["z"] is not None:
-        y = y * silu(values["z"][token])
-    return y, s
+def sglang_rule(arguments: Arguments) -> list[Row]:
+    """Rows with a negative slot start from zero and store nothing. The buffer receives every state of its row."""
+    v, tree, buffer_rows = (arguments.get(n) for n in ("v", "retrieve_parent_token", "intermediate_state_indices"))
+    rows = []
+    for b, tokens in enumerate(tokens_of_rows(len(v), v.shape[1], arguments.get("cu_seqlens"))):
+        slot = int(arguments["initial_state_indices"][b])
+        rows.append(row := Row(tokens, slot if slot >= 0 else None))
+        row.parents = None if tree is None else [-1, *tree[b, 1 : len(tokens)].tolist()]
+        if slot < 0:
+            continue
+        place = b if buffer_rows is None else int(buffer_rows[b])
+        for t in range(len(tokens)) if arguments.get(BUFFER) is not None and place >= 0 else ():
+            row.store(t, BUFFER, place, t)
+        if tokens and not arguments.get("disable_state_update"):
+            row.store(len(tokens) - 1, "initial_state_source", slot)
+    return rows
 
 
-def per_head(groups: Tensor, heads: int) -> Tensor:
-    """A row for every head from one for every group."""
-    return groups.repeat_interleave(heads // len(groups), 0)
+def rule(contract: Contract, pool: str, arguments: Arguments, dtype: torch.dtype) -> Outcome:
+    """The outcome of a gated delta rule of this contract: outputs (B, T, HV, V), states (HV, V, K). pool: an argument.
 
-
-def softplus(x: Tensor) -> Tensor:
-    return torch.where(x > 20, x, torch.log1p(torch.exp(x)))
-
-
-def silu(x: Tensor) -> Tensor:
-    return x / (1 + torch.exp(-x))
-
-
-def gated_delta(contract: Contract, arguments: Arguments, dtype: torch.dtype) -> Outcome:
-    """What a gated delta rule of this contract gives: outputs (B, T, HV, V), states (HV, V, K).
-
-    Rows of several tokens that do nothing leave what is in the output.
+    Rows of several tokens that do nothing leave `output`, which FlashInfer has, as it is.
     """
-    pool = arguments["state"] if arguments.get("initial_state") is None else arguments["initial_state"]
-    per_token = {name: arguments[name].to(dtype).flatten(0, 1) for name in ("q", "k", "v", "a", "b")}
-    per_head = {name: arguments[name].to(dtype) for name in ("A_log", "dt_bias")}
-    scale, normalise = arguments.get("scale"), arguments.get("use_qk_l2norm", True)
-    scale = per_token["q"].shape[-1] ** -0.5 if scale is None else scale
-    left = torch.zeros_like(per_token["v"])
-    if arguments.get("output") is not None and arguments["v"].shape[1] > 1:
-        left = arguments["output"].to(dtype).flatten(0, 1)
-
-    def step(s: Tensor, token: int, _: int | None) -> tuple[Tensor, Tensor]:
-        here = {name: values[token] for name, values in per_token.items()}
-        return one_delta_token(s, {**here, **per_head}, scale, normalise)
-
-    outcome = run(contract(arguments), left, lambda slot: pool[slot].to(dtype), step)
-    return shaped(outcome, arguments["v"].shape)
+    states = arguments[pool if arguments.get(pool) is not None else "state"].to(dtype)
+    shape, zero = arguments["v" if "v" in arguments else "out"].shape, torch.zeros(states.shape[1:], dtype=dtype)
+    left = arguments.get("output") if shape[1] > 1 else None
+    left = torch.zeros(shape, dtype=dtype) if left is None else left.to(dtype)
+    step = delta_step(arguments, states.shape[1:], dtype)
+    rows, start = contract(arguments), lambda slot: zero if slot is None else states[slot]
+    return shaped(run(rows, left.reshape(-1, *shape[2:]).clone(), start, step), shape)
 
 
-def one_delta_token(s: Tensor, values: Arguments, scale: float, normalise: bool) -> tuple[Tensor, Tensor]:
-    """The output (HV, V) of a token, and the state (HV, V, K) after it."""
-    q, k = (per_head(values[name], len(s)) for name in "qk")  # (HV, K)
-    if normalise:
-        q, k = (vectors / torch.sqrt((vectors * vectors).sum(-1, keepdim=True) + 1e-6) for vectors in (q, k))
-    decay = torch.exp(-torch.exp(values["A_log"]) * softplus(values["a"] + values["dt_bias"]))  # (HV,)
-    s = s * decay[:, None, None]
-    new = (values["v"] - (s * k[:, None]).sum(-1)) / (1 + torch.exp(-values["b"]))[:, None]  # (HV, V)
-    s = s + new[..., None] * k[:, None]
-    return (s * (q * scale)[:, None]).sum(-1), s
+def delta_step(arguments: Arguments, sizes: torch.Size, dtype: torch.dtype) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The output and the state after a token of a rule with states (HV, V, K).
+
+    Gates are raw with A_log, or as fla says; else they are the logarithm of the decay, and beta itself.
+    """
+    HV, V, K = sizes
+    parts = [arguments.get(name) for name in "qkv"]
+    if "mixed_qkv" in arguments:
+        keys = (arguments["mixed_qkv"].shape[1] - HV * V) // 2
+        parts = arguments["mixed_qkv"].split([keys, keys, HV * V], 1)
+    tokens, A_log, bias = parts[2].numel() // (HV * V), arguments.get("A_log"), arguments.get("dt_bias")
+    q, k, v = (part.reshape(tokens, -1, size) for part, size in zip(parts, (K, K, V), strict=True))
+    a, b = (arguments.get(name) for name in (("a", "b") if "b" in arguments else ("g", "beta")))
+    a = torch.zeros(tokens, HV) if a is None else a.reshape(tokens, HV, -1)
+    b = torch.ones(tokens, HV) if b is None else b.reshape(tokens, HV)
+    logit = arguments.get("use_beta_sigmoid_in_kernel", A_log is not None)
+    A_log, bias = A_log if A_log is None else A_log.reshape(HV), bias if bias is None else bias.reshape(HV, -1)
+    if arguments.get("lower_bound") is not None:
+        a = a.to(dtype) if bias is None else a.to(dtype) + bias
+        a = arguments["lower_bound"] * torch.sigmoid(torch.exp(A_log.to(dtype))[:, None] * a)
+        A_log = bias = None
+    normal = arguments.get("use_qk_l2norm_in_kernel", arguments.get("use_qk_l2norm", True))
+
+    def step(s: Tensor, token: int, _: int | None = None) -> tuple[Tensor, Tensor]:
+        here = (t[token, None] for t in (q, k, v, a, b))
+        y, s = gated_delta_token(s[None], *here, A_log, bias, logit, arguments.get("scale"), normal)
+        return y[0], s[0]
+
+    return step
+
+
+def raw_kda(contract: Contract, arguments: Arguments, dtype: torch.dtype) -> Outcome:
+    """The outcome of the delta rules of vLLM's Kimi layers, which have their own names for gates and blocks."""
+    names = {"raw_g": "a", "raw_beta": "b", "state_indices": "ssm_state_indices"}
+    arguments = {names.get(name, name): value for name, value in arguments.items()}
+    if arguments.get("out") is None:
+        arguments["out"] = arguments["a"].new_empty(*arguments["b"].shape, arguments["initial_state"].shape[2])
+    return rule(contract, "initial_state", {**arguments, "use_qk_l2norm_in_kernel": True}, dtype)
+
+
+def fla(arguments: Arguments, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Outputs (B, T, HV, V) and states (N, HV, V, K) after the last tokens."""
+    q, v, state = (arguments.get(name) for name in ("q", "v", "initial_state"))
+    if arguments.get("gk") is not None:
+        arguments = {**arguments, "g": arguments["gk"]}
+    tokens = tokens_of_rows(len(v), v.shape[1], arguments.get("cu_seqlens"))
+    if state is None:
+        state = torch.zeros(len(tokens), *v.shape[2:], q.shape[3])
+    elif not (arguments.get("state_v_first") or arguments.get("transpose_state_layout")):
+        state = state.mT
+    step, states = delta_step(arguments, state.shape[1:], dtype), list(state.to(dtype))
+    y = torch.zeros(v.shape, dtype=dtype).flatten(0, 1)
+    for b, row in enumerate(tokens):
+        for token in row:
+            y[token], states[b] = step(states[b], token)
+    return y.reshape(v.shape), torch.stack(states)
+
+
+# Mamba-3
 
 
 def mamba3(arguments: Arguments, dtype: torch.dtype) -> Outcome:
-    """What mamba3_step_fn gives: outputs (batch, H, D), or without outproj (batch, R, H, D).
+    """The outcome of mamba3_step_fn: outputs (batch, H, D), or without outproj (batch, R, H, D).
 
     With update_kv_state also what replaces Bstate and Xstate, to the byte.
     """
     state, Bstate, Xstate, x, B = (arguments[name] for name in ("state", "Bstate", "Xstate", "x", "B"))
-    B_kept = B.repeat_interleave(state.shape[1] // B.shape[2], 2).to(Bstate.dtype)  # (batch, R, H, N)
-    shared = {name: arguments.get(name) for name in ("D", "xproj", "zproj", "outproj")}
+    projections = [arguments.get(name) for name in ("xproj", "zproj", "outproj", "D")]
+    shared = Parameters(*projections, None, None, "halved", False)
+    shape = x.shape if projections[2] is not None else (len(x), *Bstate.shape[1:3], x.shape[-1])
 
     def step(s: Tensor, b: int, slot: int) -> tuple[Tensor, Tensor]:
-        values = {"s": s, "k": Bstate[slot], "v": Xstate[slot], "B": B_kept[b], **shared}
-        for name in ("x", "A", "dt", "trap", "C", "z"):
-            values[name] = None if arguments.get(name) is None else arguments[name][b]
-        return one_mamba3_token({name: t if t is None else t.to(dtype) for name, t in values.items()})
+        memory = FourStates(s[None], Bstate[slot, None], Xstate[slot, None], None)
+        tokens = (arguments.get(name) for name in ("x", "A", "dt", "trap", "B", "C", "z"))
+        y, after = mamba3_token(memory, *(t if t is None else t[b, None] for t in tokens), None, shared)
+        return y.reshape(shape[1:]), after.s[0]
 
     rows = mamba_ssm(arguments)
-    y = torch.zeros(len(x), *Bstate.shape[1:3], x.shape[-1], dtype=dtype)
-    outcome = run(rows, y, lambda slot: state[slot], step)
+    outcome = run(rows, torch.zeros(shape, dtype=dtype), lambda slot: state[slot].to(dtype), step)
     for row in rows if arguments.get("update_kv_state") else []:
         b, slot = row.tokens[0], row.start
-        outcome.stored |= {("Bstate", (slot,)): B_kept[b], ("Xstate", (slot,)): x[b].to(Xstate.dtype)}
-    if arguments.get("outproj") is not None:
-        outcome.y, outcome.ran = outcome.y.sum(1), outcome.ran[:, 0]
+        kept = B[b].repeat_interleave(state.shape[1] // B.shape[2], 1).to(Bstate.dtype)  # (R, H, N)
+        outcome.stored |= {("Bstate", (slot,)): kept, ("Xstate", (slot,)): x[b].to(Xstate.dtype)}
     return outcome
 
 
-def one_mamba3_token(values: Arguments) -> tuple[Tensor, Tensor]:
-    """The output (R, H, D) of a token, times outproj if there is one, and the state (H, D, N), rank by rank."""
-    s, dt, trap, x = values["s"], values["dt"][:, None], values["trap"][:, None], values["x"]
-    ranks = range(len(values["B"]))
-    in_, gate, out = (torch.ones_like(x) if values[w] is None else values[w] for w in ("xproj", "zproj", "outproj"))
-    in_, gate, out = (w.expand(len(ranks), *x.shape) for w in (in_, gate, out))  # (R, H, D)
-    decay = torch.exp(values["A"][:, None] * dt)  # (H, 1)
-    s = decay[..., None] * s
-    for r in ranks:
-        s = s + (trap * dt * x * in_[r])[..., None] * values["B"][r][:, None]
-        s = s + ((1 - trap) * dt * decay * values["v"] * in_[r])[..., None] * values["k"][r][:, None]
-    y = torch.stack([(s * per_head(values["C"][r], len(s))[:, None]).sum(-1) for r in ranks])
-    if values["D"] is not None:
-        y = y + values["D"][:, None] * x * in_
-    if values["z"] is not None:
-        y = y * silu(values["z"] * gate)
-    return y * out, s
+# Stored states
 
 
 def decoded(data: Tensor, scale: Tensor | None) -> Tensor:

@@ -1,12 +1,21 @@
-"""What other libraries' replays of Mamba-2 give, by their contracts. Nothing here uses flashstate."""
+"""The results of other libraries' replays of Mamba-2, by their contracts."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from models_of_peers import Arguments, Outcome, decoded, numbers, per_head, shaped, silu, softplus, tokens_of_rows
-from models_of_peers import with_every_axis as wide
-from torch import Tensor
+from models_of_peers import (
+    Arguments,
+    Outcome,
+    decoded,
+    numbers,
+    selective_token,
+    shaped,
+    tokens_of_rows,
+    with_every_axis,
+)
+
+from flashstate.reference.mamba2 import state_after, time_steps
 
 
 @dataclass
@@ -65,42 +74,34 @@ def vllm_buffers(arguments: Arguments) -> list[RingRow]:
 
 
 def replay(contract: Callable[[Arguments], list[RingRow]], arguments: Arguments, dtype: torch.dtype) -> Outcome:
-    """What a replay of this contract gives: outputs, states, and what is appended to rings, whose dt is as it counts.
+    """The outcome of a replay of this contract: outputs, states, and rows appended to rings, with the dt that counts.
 
     Where tokens have 16 bits, a plain output is made of a state and C of as many. `out` stays where no row runs.
     """
-    state = decoded(arguments["state"], arguments.get("state_scale"))
-    values, length = wide(arguments, dtype, *state.shape[1:]), arguments["x_cache"].shape[2]
+    state = decoded(arguments["state"], arguments.get("state_scale")).to(dtype)
+    given, length = with_every_axis(arguments, *state.shape[1:]), arguments["x_cache"].shape[2]
     short = arguments["x"].dtype == torch.bfloat16 and dtype == torch.float32
-    kept = {name: arguments[name].reshape(values[name].shape) for name in "xB"}
-    left = arguments["out"].to(dtype).reshape(values["x"].shape)
+    softplus = bool(arguments.get("dt_softplus"))
+    dt, bias = (None if given[name] is None else given[name].to(dtype) for name in ("dt", "dt_bias"))
+    sizes = time_steps(dt, bias, softplus, None)[..., 0]  # (tokens, heads)
+    left = arguments["out"].to(dtype).reshape(given["x"].shape)
     outcome = Outcome(left, torch.zeros_like(left, dtype=torch.bool))
-
-    def stepped(s: Tensor, x: Tensor, dt: Tensor, B: Tensor) -> Tensor:
-        return s * torch.exp(dt[..., None] * values["A"]) + (dt * x)[..., None] * per_head(B, len(s))[:, None]
-
-    def output(s: Tensor, token: int) -> Tensor:
-        C = per_head(values["C"][token], len(s))[:, None]  # (heads, 1, dstate)
-        s, C = (s.bfloat16().float(), C.bfloat16().float()) if short else (s, C)
-        y = (s * C).sum(-1) + (0 if values["D"] is None else values["D"] * values["x"][token])
-        return y if values["z"] is None else y * silu(values["z"][token])
-
     for row in contract(arguments):
-        s, here = state[row.slot].to(dtype), (row.slot,)
+        s, here = state[row.slot], (row.slot,)
         outcome.read.add(row.slot)
         for j in range(row.live + len(row.tokens)):
             entry = (row.start + j) % length
             if j < row.live:
-                x, B, dt = (arguments[f"{name}_cache"][row.slot, :, entry].to(dtype) for name in ("x", "B", "dt"))
-                s = stepped(s, x, dt[:, None], B)
+                x, B, dt = (arguments[f"{name}_cache"][row.slot, :, entry].to(dtype)[None] for name in ("x", "B", "dt"))
+                s = state_after(s[None], x, dt[..., None], given["A"], B)[0]
             else:
                 token = row.tokens[j - row.live]
-                dt = values["dt"][token] + (0 if values["dt_bias"] is None else values["dt_bias"])  # (heads, dim)
-                dt = softplus(dt) if arguments.get("dt_softplus") else dt
-                s = stepped(s, values["x"][token], dt, values["B"][token])
-                outcome.y[token], outcome.ran[token] = output(s, token), True
-                for name, appended in (("x", kept["x"][token]), ("B", kept["B"][token]), ("dt", dt[:, 0])):
-                    outcome.stored |= {(f"{name}_cache", (row.slot, i, entry)): one for i, one in enumerate(appended)}
+                operand = (lambda t: t.bfloat16().float()) if short else (lambda t: t)
+                outcome.y[token], s = selective_token(s, token, given, softplus, operand=operand)
+                outcome.ran[token] = True
+                for name, appended in (("x", given["x"]), ("B", given["B"]), ("dt", sizes)):
+                    places = [(f"{name}_cache", (row.slot, i, entry)) for i in range(appended.shape[1])]
+                    outcome.stored |= zip(places, appended[token], strict=True)
             outcome.stored |= {("state", here): s} if j + 1 == row.folds else {}
         for name, cursor in row.moved.items():
             outcome.stored |= {(name, here): torch.tensor(cursor, dtype=torch.int32)}

@@ -1,10 +1,9 @@
-"""Doors of flashstate/compat: how calls of them are made, and how what they do is compared with a model."""
+"""Adapters of flashstate/compat: how they are called, and how their results are compared with those of a model."""
 
 import contextlib
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import product
+from dataclasses import dataclass, field
 from typing import Any
 
 import implementations
@@ -19,26 +18,23 @@ from flashstate.proof import error_ratio
 CPU = torch.device("cpu")
 REFERENCE_AND_GPU = pytest.mark.parametrize("device", ["reference", implementations.KERNELS[1]], indirect=True)
 HEADS, DIM, DSTATE, SLOTS = 4, 8, 16, 14
-BUFFER = "intermediate_states_buffer"
 CURSORS = ("ring_start", "prev_num_accepted_tokens")
-WRITTEN_ALONE = ("state_out", BUFFER, "intermediate_conv_window", *CURSORS)  # of all that holds states
-Call = dict[str, Any]  # options of Door.make, arguments besides, lists of indices
+WRITTEN_ALONE = ("state_out", "intermediate_states_buffer", "intermediate_conv_window", *CURSORS)  # pools never read
+FLOAT, HALF, BRAIN, SHORT, BYTE = torch.float32, torch.float16, torch.bfloat16, torch.int16, torch.int8
+Call = dict[str, Any]  # options of Adapter.make, arguments besides, lists of indices
 Calls = dict[str, Call]
 AT_ONCE = ", exact=True"  # behind the signature of a peer: ours alone
-GIVEN: Calls = {"": {}, "output given": {"given": True}}
 
 
-def crossed(*tables: Calls) -> Calls:
-    """Every combination of a call from each table."""
-    combinations = [list(zip(*items, strict=True)) for items in product(*(table.items() for table in tables))]
+def in_turn(modes: Calls, *tables: Calls) -> Calls:
+    """Every mode, with the next call of every table; the modes go round until each call has had its turn."""
+    longest = max(map(len, (modes, *tables)))
+    turns = [[list(table.items())[i % len(table)] for table in (modes, *tables)] for i in range(longest)]
+    combinations = [list(zip(*turn, strict=True)) for turn in turns]
     return {
         ", ".join(filter(None, names)): {name: value for call in calls for name, value in call.items()}
         for names, calls in combinations
     }
-
-
-def some(calls: Calls, *names: str) -> Calls:
-    return {name: calls[name] for name in names}
 
 
 class Random:
@@ -55,24 +51,23 @@ class Random:
 
 
 @dataclass(frozen=True, eq=False)
-class Door:
+class Adapter:
     """A function of flashstate/compat, its contract, and calls that are right.
 
     make: random arguments for a device, by options. pools: arguments that hold states, with the names of their scales.
-    tokens: arguments that have the rows of the output on their first axis. indices: others that have an entry for every
-    row. calls: in every mode and form. right: calls that together have every tensor, each with changes of tensors that
-    are no mistakes. out: the argument that is filled and returned, or with `in_place` x. fills: others that are filled.
+    tokens: arguments that have the rows of the output on their first axis. calls: in every mode and form. edges: calls
+    that show nothing more of a kernel. out: the argument that is filled and returned, or with `in_place` x. fills:
+    others that are filled.
     """
 
     function: Callable[..., Any]
     signature: str
     make: Callable[..., Arguments]
-    model: Callable[[Arguments, torch.dtype], Outcome]
+    model: Callable[[Arguments, torch.dtype], Any]
     pools: dict[str, str]
     tokens: tuple[str, ...]
-    indices: tuple[str, ...]
     calls: Calls
-    right: dict[str, tuple[Call, dict[str, str]]]
+    edges: Calls = field(default_factory=dict)
     out: str = "out"
     in_place: bool = False
     fills: tuple[str, ...] = ()
@@ -87,7 +82,7 @@ class Door:
         Lists become tensors of the type that `indices` says, or int32; counts have the other type. With `given` there
         is memory for the output, of that dtype if it is one.
         """
-        call = dict(self.calls[call] if isinstance(call, str) else call)
+        call = dict((self.calls | self.edges)[call] if isinstance(call, str) else call)
         kind, given, _ = call.pop("indices", torch.int32), call.pop("given", False), call.pop("fault", None)
         options = {name: call.pop(name) for name in inspect.signature(self.make).parameters if name in call}
         arguments = {**self.make(device, **options), **call}
@@ -111,6 +106,8 @@ class Door:
         y = self.function(**arguments)
         if isinstance(y, tuple):
             y, pool = y
+            if not self.pools:  # then states are new
+                return {"y": y} if pool is None else {"y": y, "final": pool}
             assert any(pool is arguments.get(name) for name in self.pools)
         if self.in_place or arguments.get(self.out) is not None:
             assert y is arguments.get(self.out, arguments.get("x"))
@@ -124,45 +121,45 @@ def copied(arguments: Arguments, device: torch.device | None = None) -> Argument
     return {name: t.to(device) if isinstance(t, Tensor) and device else t for name, t in copies.items()}
 
 
-def require_contract(door: Door, arguments: Arguments, fault: str | None = None) -> None:
-    """Call the door, and require that its model is right about output, states and all that stays.
+def require_contract(adapter: Adapter, arguments: Arguments, fault: str | None = None) -> None:
+    """Call the adapter, and require that its model is right about output, states and all that stays.
 
-    What no row reads is NaN. fault: what check_faults() finds, and nothing else.
+    Slots that no row reads are NaN. fault: what check_faults() finds, and nothing else.
     """
-    exact, plain = (door.model(copied(arguments, CPU), dtype) for dtype in (torch.float64, torch.float32))
-    poison(door, arguments, exact)
+    exact, plain = (adapter.model(copied(arguments, CPU), dtype) for dtype in (torch.float64, torch.float32))
+    poison(adapter, arguments, exact)
     before = copied(arguments, CPU)
-    torch.manual_seed(0)  # doors without a seed draw theirs from torch, and few of them leave a budget
-    y = door.results(arguments)["y"].cpu()
+    torch.manual_seed(0)  # adapters without a seed draw theirs from torch, and few of them leave a budget
+    y = adapter.results(arguments)["y"].cpu()
     after, ran = copied(arguments, CPU), exact.ran
-    like = before[door.tokens[0] if before.get(door.out) is None else door.out]
+    like = before[adapter.tokens[0] if before.get(adapter.out) is None else adapter.out]
     assert (y.shape, y.dtype) == (exact.y.shape, like.dtype)
     assert not ran.any() or error_ratio(y[ran], exact.y[ran], plain.y[ran].to(y.dtype)) <= 1
     assert torch.equal(y[~ran], exact.y[~ran].to(y.dtype))
-    for name, scale in door.pools.items():
+    for name, scale in adapter.pools.items():
         if before.get(name) is not None:
             require_stored(name, scale, before, after, exact, plain)
-    changed = {*door.pools, *door.pools.values(), door.out, *door.fills, *(["x"] if door.in_place else [])}
+    changed = {*adapter.pools, *adapter.pools.values(), adapter.out, *adapter.fills, *"x" * adapter.in_place}
     for name, tensor in before.items():
         assert name in changed or not isinstance(tensor, Tensor) or equal_bytes(after[name], tensor), name
     with contextlib.nullcontext() if fault is None else pytest.raises(IndexError, match=fault):
         flashstate.check_faults()
 
 
-def poison(door: Door, arguments: Arguments, outcome: Outcome) -> None:
-    """Make NaN of slots that no row reads, or of their scales, and of what rows bring that do nothing."""
-    for name, scale in door.pools.items():
+def poison(adapter: Adapter, arguments: Arguments, outcome: Outcome) -> None:
+    """Make NaN of slots that no row reads, or of their scales, and of the tokens of rows that do nothing."""
+    for name, scale in adapter.pools.items():
         if arguments.get(name) is not None and name not in WRITTEN_ALONE:
             state = arguments[name if arguments.get(scale) is None else scale]
             state[[slot for slot in range(len(state)) if slot not in outcome.read]] = torch.nan
     idle = ~outcome.ran.flatten(1).any(1)
-    for name in door.tokens:
+    for name in adapter.tokens:
         if arguments.get(name) is not None and 0 not in arguments[name].stride():
             arguments[name][idle] = torch.nan
 
 
 def require_stored(name: str, scale: str, before: Arguments, after: Arguments, exact: Outcome, plain: Outcome) -> None:
-    """What was to be stored is, within budget or to the byte, and all else stayed."""
+    """States that were to be stored are, within budget or to the byte, and all else stayed."""
     places = [place for place in exact.stored if place[0] == name]
     for tensor in (tensor for tensor in (name, scale) if before.get(tensor) is not None):
         for place in places:
@@ -194,13 +191,6 @@ def in_pages(tensor: Tensor) -> Tensor:
 
 
 def require_untouched_between(tensor: Tensor) -> None:
-    """What lies between entries that are in pages is as it was."""
+    """The memory between entries that are in pages is as it was."""
     if tensor._base is not None and tensor._base.dim() == tensor.dim() + 1:
         assert (tensor._base[:, -1] == 5).all()
-
-
-def doors_and(names: str, entries: list[tuple[Any, ...]]) -> pytest.MarkDecorator:
-    """Parameters of a test: a door, and what is tried with it."""
-    ids = ["-".join([door.name, *(what for what in rest if isinstance(what, str))]) for door, *rest in entries]
-    assert len(set(ids)) == len(ids)
-    return pytest.mark.parametrize(("door", *names.split()), entries, ids=ids)

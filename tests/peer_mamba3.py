@@ -3,11 +3,9 @@
 import models_of_peers as models
 import torch
 from models_of_peers import Arguments
-from peer_calls import DIM, DSTATE, HEADS, SLOTS, Calls, Door, Random, crossed
+from peer_calls import BRAIN, DIM, DSTATE, FLOAT, HALF, HEADS, SLOTS, Adapter, Random, in_turn
 
 from flashstate.compat import mamba_ssm
-
-FLOAT, HALF, BRAIN = torch.float32, torch.float16, torch.bfloat16
 
 
 def mamba3_arguments(
@@ -21,7 +19,7 @@ def mamba3_arguments(
     weights_dtype: torch.dtype = FLOAT,
     elsewhere: bool = False,
 ) -> Arguments:
-    """What mamba3_step_fn has, but for outputs and slots.
+    """The arguments of mamba3_step_fn, but for outputs and slots.
 
     x_dtype: of x, z, B and C. kv_dtype: of Bstate and Xstate. weights_dtype: of A, dt, trap, D and the projections.
     elsewhere: states go to a state_out that has something in it.
@@ -44,70 +42,39 @@ def mamba3_arguments(
     return {**arguments, "state_out": torch.full_like(arguments["state"], 7.0)} if elsewhere else arguments
 
 
-READS: Calls = {
-    "in order": {},
-    "indexed": {"state_batch_indices": [12, 0, 9]},
-    "a row of padding": {"state_batch_indices": [12, -1, 9]},
-    "rows of padding": {"state_batch_indices": [-7, 3, -1]},
-    "padding alone": {"state_batch_indices": [-1, -2, -1]},
-    "a slot past the pool": {"state_batch_indices": [12, SLOTS, 0], "fault": f"read slot {SLOTS}"},
-}
-PLACES: Calls = {"here": {}, "elsewhere": {"elsewhere": True}}
-UPDATES: Calls = {"": {}, "k and v too": {"update_kv_state": True}}
-RANKS: Calls = {f"rank {rank}": {"rank": rank} for rank in (1, 4)}
-SUMS: Calls = {"summed": {}, "per rank": {"outproj": None}}
-OF_MAMBA3: Calls = {
-    **crossed(READS, {"int32": {}, "int64": {"indices": torch.int64}}, PLACES, UPDATES, {"rank 2": {"rank": 2}}),
-    **crossed(READS, RANKS, UPDATES),
-    **crossed(
+PADDED = {"state_batch_indices": [12, -1, 9], "update_kv_state": True}
+MAMBA3 = Adapter(
+    mamba_ssm.mamba3_step_fn,
+    "state, Bstate, Xstate, A, B, C, D, x, dt, trap, xproj, outproj=None, state_out=None, out=None, z=None, "
+    "zproj=None, tile_D=64, num_warps=2, state_batch_indices=None, update_kv_state=False",
+    model=models.mamba3, make=mamba3_arguments, pools=dict.fromkeys(("state", "Bstate", "Xstate", "state_out"), ""),
+    tokens=("x", "A", "B", "C", "dt", "trap", "z"),
+    calls=in_turn(
         {
-            "all": {},
-            "no zproj": {"zproj": None},
-            "no gate": {"z": None, "zproj": None},
-            "no outproj": {"outproj": None},
-            "no outproj, no zproj": {"outproj": None, "zproj": None},
-            "no outproj, no gate": {"outproj": None, "z": None, "zproj": None},
-            "no xproj, no D": {"xproj": None, "D": None},
-            "no projections": {"xproj": None, "zproj": None, "outproj": None},
+            "in order": {},
+            "padded, elsewhere": {**PADDED, "elsewhere": True},
+            "in order, per rank": {"outproj": None},
+            "padded, per rank": {**PADDED, "outproj": None, "given": True},
+            "no gate": {"z": None, "zproj": None, "given": True},
+            "no xproj, no D, elsewhere": {
+                **PADDED, "xproj": None, "D": None, "elsewhere": True, "indices": torch.int64,
+            },
         },
-        {"in order": {}, "padded": {**READS["a row of padding"], "update_kv_state": True}},
-        RANKS,
-    ),
-    **crossed(
-        {f"{groups} groups": {"groups": groups, **READS["indexed"]} for groups in (1, 2, 4)},
-        RANKS,
-        {"": {"update_kv_state": True}},
-    ),
-    **crossed({"2 groups, padded": {"groups": 2, **READS["a row of padding"]}}, RANKS, SUMS, PLACES, UPDATES),
-    **crossed(
+        {"rank 4": {}, "rank 1": {"rank": 1}, "2 groups": {"rank": 2, "groups": 2}, "1 group": {"groups": 1}},
         {
+            "": {},
             "a bfloat16 model": {"x_dtype": BRAIN, "kv_dtype": BRAIN},
-            "bfloat16 weights too": {"x_dtype": BRAIN, "kv_dtype": BRAIN, "weights_dtype": BRAIN},
-            "a bfloat16 state": {"state_dtype": BRAIN, "x_dtype": BRAIN, "kv_dtype": BRAIN},
             "a float16 state": {"state_dtype": HALF, "x_dtype": BRAIN, "weights_dtype": HALF},
             "k and v wider than tokens": {"x_dtype": HALF},
             "k and v narrower than tokens": {"kv_dtype": BRAIN},
         },
-        SUMS,
-        PLACES,
-        {"": {**READS["a row of padding"], "rank": 2, "update_kv_state": True}},
     ),
-    **crossed({"out given": {**READS["a row of padding"], "given": True}}, SUMS, RANKS),
-    **crossed({"no rows": {"batch": 0}}, {"": {}, "indexed": {"state_batch_indices": []}}, PLACES, UPDATES),
-}
-
-MAMBA3 = Door(
-    mamba_ssm.mamba3_step_fn,
-    "state, Bstate, Xstate, A, B, C, D, x, dt, trap, xproj, outproj=None, state_out=None, out=None, z=None, "
-    "zproj=None, tile_D=64, num_warps=2, state_batch_indices=None, update_kv_state=False",
-    model=models.mamba3, calls=OF_MAMBA3, make=mamba3_arguments,
-    pools=dict.fromkeys(("state", "Bstate", "Xstate", "state_out"), ""),
-    tokens=("x", "A", "B", "C", "dt", "trap", "z"), indices=("state_batch_indices",),
-    right={
-        place: (
-            {**READS["indexed"], **PLACES[place], "given": True, "update_kv_state": True},
-            {"D": "missing", "xproj": "missing"},
-        )
-        for place in PLACES
+    edges={
+        "no zproj": {"zproj": None},
+        "no projections": {"xproj": None, "zproj": None, "outproj": None},
+        "padding alone, elsewhere": {"state_batch_indices": [-1, -2, -1], "elsewhere": True},
+        "a slot past the pool": {"state_batch_indices": [12, SLOTS, 0], "fault": f"read slot {SLOTS}"},
+        "no rows": {"batch": 0, "elsewhere": True, "update_kv_state": True},
+        "no rows, indexed": {"batch": 0, "state_batch_indices": [], "elsewhere": True},
     },
 )  # fmt: skip

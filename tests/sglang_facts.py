@@ -3,8 +3,9 @@
 A tree of its sources is compared with them where there is one (FLASHSTATE_SGLANG_SOURCES).
 """
 
+from peer_conv1d import SGLANG_CONV
 from peer_rules import PACKED_DECODE, SGLANG_RULE
-from peer_sglang import SGLANG_CONV, SGLANG_STATE
+from peer_selective import SGLANG_STATE
 
 VERSION = "0.5.23"
 LINEAR, MAMBA = "srt/layers/attention/linear", "srt/layers/attention/mamba"

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from models_of_peers import Arguments
 from peer_calls import CPU, Random
-from peer_rules import PARENTS
-from peer_sglang import TREE
+from peer_conv1d import TREE
+from peer_selective import PARENTS
 from torch import Tensor
 
 BRAIN, FLOAT, HALF = torch.bfloat16, torch.float32, torch.float16

@@ -1,4 +1,4 @@
-"""Doors remember what their calls started: a stand-in for Triton shows that they start the same again, and when not."""
+"""Adapters remember what their calls started: a stand-in for Triton shows when they start the same again."""
 
 import inspect
 import weakref
@@ -9,10 +9,9 @@ import pytest
 import torch
 from launchers import Launcher, launcher
 from models_of_peers import Arguments
-from peer_calls import Door, equal_bytes
-from peer_fla import FLA_KDA, FLA_RULE
+from peer_calls import Adapter
 from peer_selective import FLASHINFER, SSM, VLLM
-from test_compat_contracts import DOORS
+from test_compat_contracts import EACH_ADAPTER
 from test_direct import on_another_device, profiled, unaligned
 from torch import Tensor
 
@@ -24,10 +23,7 @@ from flashstate.launch.environment import suspended
 from flashstate.launch.start import collecting
 
 __all__ = ["launcher"]  # a fixture
-EVERY_DOOR = (*DOORS, FLA_RULE, FLA_KDA)
-EACH_DOOR = pytest.mark.parametrize("door", EVERY_DOOR, ids=lambda door: door.name)
-MOST_CALLS = 8  # of a door
-COMPUTED = {  # calls of doors in which torch computes, and which therefore take the ordinary way
+COMPUTED = {  # calls of adapters in which torch computes, and which therefore take the ordinary way
     "vllm.selective_state_update": ("stochastic",),
     "flashinfer.selective_state_update": ("accepted, a buffer",),
     "sglang.selective_state_update": ("stochastic", "a tree"),
@@ -47,12 +43,6 @@ COMPUTED = {  # calls of doors in which torch computes, and which therefore take
 }
 
 
-def some_calls(door: Door) -> list[str]:
-    """Calls of a door from all parts of its table."""
-    calls = list(door.calls)
-    return calls[:: -(-len(calls) // MOST_CALLS)]
-
-
 def elsewhere(arguments: Arguments) -> Arguments:
     """Arguments of the same strides in other memory."""
     return {name: moved(value) if isinstance(value, Tensor) else value for name, value in arguments.items()}
@@ -65,13 +55,13 @@ def moved(tensor: Tensor) -> Tensor:
     return made.as_strided(tensor.shape, tensor.stride(), made.storage_offset() + tensor.storage_offset())
 
 
-def outcome(door: Door, arguments: Arguments, launcher: Launcher) -> Any:
+def outcome(adapter: Adapter, arguments: Arguments, launcher: Launcher) -> Any:
     """What a call does: which kernels it starts, what each is given, told as which argument and how far behind its
     start, and what comes back; or the error that it raises."""
     results: list[Any] = []
 
     def call() -> Any:
-        results.append(door.function(**arguments))
+        results.append(adapter.function(**arguments))
         return results[0]
 
     found = launcher.outcome(call)
@@ -109,29 +99,29 @@ def place(number: Any, given: dict[str, Tensor]) -> Any:
     return "made"
 
 
-def remembered(door: Door) -> bool:
+def remembered(adapter: Adapter) -> bool:
     """Whether its calls, all of one kind, start again what one of them started."""
-    (kinds,) = KINDS[door.function.__wrapped__].values()
+    (kinds,) = KINDS[adapter.function.__wrapped__].values()
     return kinds[0].again is not None
 
 
-@EACH_DOOR
+@EACH_ADAPTER
 def test_a_repeated_call_starts_what_an_ordinary_one_starts_unless_torch_computes_in_it(
-    door: Door, launcher: Launcher
+    adapter: Adapter, launcher: Launcher
 ) -> None:
-    for call in some_calls(door):
-        first = door.arguments(call)
+    for call in [*adapter.calls, *adapter.edges]:
+        first = adapter.arguments(call)
         again = elsewhere(first)
         for _ in range(2):
-            door.function(**first)
+            adapter.function(**first)
         ordinary, _ = launcher.counts
-        got = outcome(door, again, launcher)
-        computes = any(words in call for words in COMPUTED.get(door.name, ()))
-        assert not KINDS[door.function.__wrapped__] or remembered(door) != computes, call
+        got = outcome(adapter, again, launcher)
+        computes = any(words in call for words in COMPUTED.get(adapter.name, ()))
+        assert not KINDS[adapter.function.__wrapped__] or remembered(adapter) != computes, call
         assert computes or launcher.counts[0] == ordinary, call
         with suspended():
-            assert got == outcome(door, again, launcher), call
-        KINDS[door.function.__wrapped__].clear()
+            assert got == outcome(adapter, again, launcher), call
+        KINDS[adapter.function.__wrapped__].clear()
 
 
 def test_every_door_remembers() -> None:
@@ -139,7 +129,7 @@ def test_every_door_remembers() -> None:
     functions = [f for module in modules for f in vars(module).values() if inspect.isfunction(f)]
     there = [f for f in functions if "flashstate.compat" in f.__module__ and "docs/compat.md" in (f.__doc__ or "")]
     assert len(there) > 20
-    assert all(getattr(door, "__wrapped__", None) in KINDS for door in there)
+    assert all(getattr(adapter, "__wrapped__", None) in KINDS for adapter in there)
 
 
 def changes(value: Any) -> Iterator[tuple[str, Any]]:
@@ -161,23 +151,23 @@ def changes(value: Any) -> Iterator[tuple[str, Any]]:
         yield "nothing", None
 
 
-@EACH_DOOR
+@EACH_ADAPTER
 def test_whatever_comes_in_the_place_of_what_was_right_before_does_what_it_would_do_alone(
-    door: Door, launcher: Launcher
+    adapter: Adapter, launcher: Launcher
 ) -> None:
-    defaults = {p.name: p.default for p in inspect.signature(door.function).parameters.values()}
+    defaults = {p.name: p.default for p in inspect.signature(adapter.function).parameters.values()}
     options = {name: value for name, value in defaults.items() if isinstance(value, (bool, int, str))}
-    arguments = {**options, **door.arguments(next(iter(door.calls)))}
+    arguments = {**options, **adapter.arguments(next(iter(adapter.calls)))}
     refused, repeated = 0, 0
     for name, value in arguments.items():
         for what, other in changes(value):
             for _ in range(2):
-                door.function(**arguments)
+                adapter.function(**arguments)
             changed, (ordinary, _) = {**arguments, name: other}, launcher.counts
-            got = [outcome(door, changed, launcher) for _ in range(3)]
+            got = [outcome(adapter, changed, launcher) for _ in range(3)]
             repeated += launcher.counts[0] < ordinary + 3
             with suspended():
-                want = outcome(door, changed, launcher)
+                want = outcome(adapter, changed, launcher)
             assert got == [want] * 3, f"{name}: {what}"
             refused += isinstance(want[0], type)
     assert min(refused, repeated) > 5
@@ -256,18 +246,18 @@ def test_kinds_are_forgotten_where_there_are_too_many(launcher: Launcher, monkey
 
 
 def add(x: Tensor, y: Tensor | None = None, often: int = 1, **more: Any) -> Tensor:
-    """A door whose calls start no kernel."""
+    """An adapter whose calls start no kernel."""
     return x if y is None else x + y
 
 
 def test_a_function_that_starts_no_kernel_is_called_every_time(launcher: Launcher) -> None:
-    door, x = remembering(main="x")(add), torch.ones(3)
+    adapter, x = remembering(main="x")(add), torch.ones(3)
     for n in range(4):
-        assert torch.equal(door(x, torch.full((3,), n), often=n), x + n)
-        assert door(x, often=2, word=["a list"]) is x
-        assert door(x) is x
-    assert inspect.signature(door) == inspect.signature(add)
-    assert door.__name__ == "add"
+        assert torch.equal(adapter(x, torch.full((3,), n), often=n), x + n)
+        assert adapter(x, often=2, word=["a list"]) is x
+        assert adapter(x) is x
+    assert inspect.signature(adapter) == inspect.signature(add)
+    assert adapter.__name__ == "add"
 
 
 def test_where_triton_is_not_as_expected_it_is_said_once(launcher: Launcher) -> None:
@@ -278,25 +268,3 @@ def test_where_triton_is_not_as_expected_it_is_said_once(launcher: Launcher) -> 
     assert not direct.available
     SSM.function(**arguments)
     assert launcher.counts == (2, 0)
-
-
-@pytest.mark.gpu
-@EACH_DOOR
-def test_calls_that_are_repeated_give_the_bytes_of_the_first(door: Door) -> None:
-    for call in some_calls(door):
-        if "stochastic" in call and door.name.startswith(("vllm", "sglang")):
-            continue  # a new seed for each
-        results = []
-        for _ in range(3):
-            arguments = door.arguments(call, torch.device("cuda", 0))
-            results.append((door.function(**arguments), arguments))
-        (first, _), *_, (last, _) = results
-        for one, other in zip(tensors_in(first), tensors_in(last), strict=True):
-            assert equal_bytes(one, other), call
-        for name, value in results[0][1].items():
-            assert not isinstance(value, Tensor) or equal_bytes(value, results[-1][1][name]), (call, name)
-
-
-def tensors_in(result: Any) -> list[Tensor]:
-    found = result if isinstance(result, tuple) else (result,)
-    return [one for one in found if one is not None]

@@ -12,9 +12,10 @@ import sglang_facts as facts
 import sglang_layers as layers
 import torch
 from models_of_peers import Arguments
-from peer_calls import CPU, Door, copied, equal_bytes, require_contract
+from peer_calls import CPU, Adapter, copied, equal_bytes, require_contract
+from peer_conv1d import SGLANG_CONV
 from peer_rules import SGLANG_DECODE, SGLANG_KDA, SGLANG_RULE
-from peer_sglang import SGLANG_CONV, SGLANG_STATE
+from peer_selective import SGLANG_STATE
 from sglang_layers import BRAIN, DIM, DSTATE, FLOAT, HALF, HEADS, Batch, Pool
 from sglang_modules import DISPATCH, LINEAR, MAMBA, Engine, needs_sources, own_conv
 from torch import Tensor
@@ -75,10 +76,10 @@ def memory(kind: str, batch: Batch, form: Form = (True, FLOAT), device: torch.de
     return layers.pool(CHANNELS[kind], STATES[kind], dtype, page_major, kind == "KDA", sliding, device)
 
 
-def require_served(door: Door, function: Callable[..., Any], arguments: Arguments, pool: Pool) -> None:
-    """The function gives what the contract of the door says, and leaves the memory of other layers alone."""
+def require_served(adapter: Adapter, function: Callable[..., Any], arguments: Arguments, pool: Pool) -> None:
+    """The function gives what the contract of the adapter says, and leaves the memory of other layers alone."""
     before = [t.clone() for t in pool.others]
-    require_contract(replace(door, function=function), arguments)
+    require_contract(replace(adapter, function=function), arguments)
     assert all(equal_bytes(now, then) for now, then in zip(pool.others, before, strict=True))
 
 

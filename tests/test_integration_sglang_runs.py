@@ -13,9 +13,10 @@ import pytest
 import sglang_facts as facts
 import sglang_layers as layers
 import torch
-from peer_calls import Door, Random, require_contract
+from peer_calls import Adapter, Random, require_contract
+from peer_conv1d import SGLANG_CONV
 from peer_rules import SGLANG_DECODE, SGLANG_KDA, SGLANG_RULE
-from peer_sglang import SGLANG_CONV, SGLANG_STATE
+from peer_selective import SGLANG_STATE
 from sglang_layers import BRAIN, DIM, DRAFT, DSTATE, HEADS, WIDTH, Batch, Pool
 from sglang_modules import DISPATCH, Engine, needs_sources, source
 from test_integration_sglang import BATCHES, EVERY_BATCH, OURS, STATES, in_process, memory
@@ -40,21 +41,21 @@ def read(path: str, place: str, **names: Any) -> Callable[..., Any]:
     return space[name]
 
 
-def requiring(door: Door, calls: list[str]) -> Callable[..., Any]:
-    """The function of a door, which requires the contract of every call, and keeps its name."""
-    signature = inspect.signature(door.function)
+def requiring(adapter: Adapter, calls: list[str]) -> Callable[..., Any]:
+    """The function of a adapter, which requires the contract of every call, and keeps its name."""
+    signature = inspect.signature(adapter.function)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         outputs: list[Any] = []
         given = signature.bind(*args, **kwargs)
         given.apply_defaults()
-        calls.append(door.function.__name__)
+        calls.append(adapter.function.__name__)
 
         def run(**arguments: Any) -> Any:
-            outputs.append(door.function(**arguments))
+            outputs.append(adapter.function(**arguments))
             return outputs[0]
 
-        require_contract(replace(door, function=run), dict(given.arguments))
+        require_contract(replace(adapter, function=run), dict(given.arguments))
         return outputs[0]
 
     return call
@@ -64,10 +65,10 @@ def requiring(door: Door, calls: list[str]) -> Callable[..., Any]:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Which doors are called, each of which keeps its contract."""
     made: list[str] = []
-    for door in (SGLANG_CONV, SGLANG_STATE, SGLANG_RULE):
-        monkeypatch.setattr(compat, door.function.__name__, requiring(door, made))
-    for rule, door in ((kernels.DeltaRule, SGLANG_DECODE), (kernels.KimiDeltaRule, SGLANG_KDA)):
-        monkeypatch.setattr(rule, "packed_rule", staticmethod(requiring(door, made)))
+    for adapter in (SGLANG_CONV, SGLANG_STATE, SGLANG_RULE):
+        monkeypatch.setattr(compat, adapter.function.__name__, requiring(adapter, made))
+    for rule, adapter in ((kernels.DeltaRule, SGLANG_DECODE), (kernels.KimiDeltaRule, SGLANG_KDA)):
+        monkeypatch.setattr(rule, "packed_rule", staticmethod(requiring(adapter, made)))
     monkeypatch.setattr(kernels, "causal_conv1d_update", requiring(SGLANG_CONV, made))
     return made
 

@@ -162,7 +162,8 @@ def replay(
     dt_softplus: bool, **more: Any,
 ) -> Tensor:  # fmt: skip
     """Call mamba2_replay; what has strides that it does not take is copied. `tokens`: tensors with token axes."""
-    given = {**tokens, **{name: value for name, value in more.items() if value is not None}}
+    present = {name: value for name, value in more.items() if value is not None or name not in MAMBA2_REPLAY.optional}
+    given = {**tokens, **present}
     out = given.pop("out")
     return mamba2_replay(
         state, ring, **shapes.fitted(MAMBA2_REPLAY, **given), dt_softplus=dt_softplus, plan=plan,

@@ -67,7 +67,10 @@ def check_step_tensors(
             kept = [i for i, size in enumerate(wanted) if i not in added or size != 1]
             named = tuple(STATE_WORDS.get(names[i], names[i]) for i in kept)
             check_tensor(name, given[name], named, tuple(wanted[i] for i in kept))
-        sizes |= zip(lead, wide["x"].shape, strict=False)  # the other tensors have the tokens of x
+        sizes = {
+            **dict(zip(names, tensor.shape, strict=True)),
+            **sizes,
+        }  # others have the tokens of x, and C groups of B
 
 
 def _differs(size: int, wanted: int | None) -> bool:

@@ -24,8 +24,7 @@ MUTANTS = (
     Mutant("a new seed is drawn once for all calls", "compat/shapes.py",
            "seed = torch.randint(-(1 << 62), 1 << 62, (), device=state.device)",
            "seed = torch.full((), 7, dtype=torch.int64, device=state.device)",
-           "test_compat_contracts.py::test_random_bits_follow_from_the_seed_and_differ_from_slot_to_slot"
-           "[vllm.selective_state_update-stochastic, in place-reference]"),
+           "test_compat_contracts.py::test_random_bits_follow_from_the_seed_and_differ_from_slot_to_slot[vllm]"),
     Mutant("the root of a tree has what its table says", "compat/trees.py",
            "return torch.where(shapes.first_numbers(tokens, device) > 0, table, -1)", "return table",
            "test_compat_contracts.py::test_every_call_gives_what_the_contract_says[sglang.selective_state_update-a "
@@ -36,31 +35,31 @@ MUTANTS = (
     Mutant("a ring of causal_conv1d is a window", "compat/causal_conv1d.py",
            "bias=bias, positions=cache_seqlens)", "bias=bias)",
            "test_compat_contracts.py::test_every_call_gives_what_the_contract_says"
-           "[causal_conv1d.causal_conv1d_update-a ring, channels first-reference]"),
+           "[causal_conv1d.causal_conv1d_update-a ring, channels last-reference]"),
     Mutant("q and k of a packed projection are exchanged", "compat/delta.py",
            "q, k, v = mixed.split(", "k, q, v = mixed.split(",
            "test_compat_contracts.py::test_every_call_gives_what_the_contract_says"
-           "[vllm_delta.fused_recurrent_gated_delta_rule_packed_decode--reference]"),
+           "[vllm_delta.fused_recurrent_gated_delta_rule_packed_decode-bfloat16-reference]"),
     Mutant("a missing beta is 0", "compat/fla.py",
            "b = delta.one_gate(v, 1.0) if beta", "b = delta.one_gate(v, 0.0) if beta",
-           "test_compat_fla.py::test_every_call_gives_outputs_and_states_and_changes_nothing"
+           "test_compat_contracts.py::test_every_call_gives_what_the_contract_says"
            "[fla.fused_recurrent_gated_delta_rule-no gates-reference]"),
     Mutant("final states of fla have values first", "compat/fla.py",
            "State((final if v_first else final.mT)[:, None])", "State(final.mT[:, None])",
-           "test_compat_fla.py::test_every_call_gives_outputs_and_states_and_changes_nothing"
+           "test_compat_contracts.py::test_every_call_gives_what_the_contract_says"
            "[fla.fused_recurrent_gated_delta_rule-one token, states transposed-reference]"),
     Mutant("the initial state of fla is changed", "compat/fla.py",
            "state = final = initial.to(torch.float32, copy=True, memory_format=torch.contiguous_format)",
            "state = final = initial.to(torch.float32, memory_format=torch.contiguous_format)",
-           "test_compat_fla.py::test_every_call_gives_outputs_and_states_and_changes_nothing"
+           "test_compat_contracts.py::test_every_call_gives_what_the_contract_says"
            "[fla.fused_recurrent_gated_delta_rule-several tokens-reference]"),
     Mutant("the logit of beta is never asked for in fla's KDA", "compat/fla.py",
            'qk_l2norm=use_qk_l2norm_in_kernel, b_logit=logit, A_log=delta.of_heads("A_log", A_log, HV) if raw else '
            'None,\n        dt_bias=delta.of_heads("dt_bias", dt_bias, HV, K)',
            'qk_l2norm=use_qk_l2norm_in_kernel, A_log=delta.of_heads("A_log", A_log, HV) if raw else None,\n'
            '        dt_bias=delta.of_heads("dt_bias", dt_bias, HV, K)',
-           "test_compat_fla.py::test_every_call_gives_outputs_and_states_and_changes_nothing"
-           "[fla.fused_recurrent_kda-one token, a raw decay-reference]"),
+           "test_compat_contracts.py::test_every_call_gives_what_the_contract_says"
+           "[fla.fused_recurrent_kda-one token, a raw beta-reference]"),
     Mutant("FlashInfer's padding gives zero", "compat/flashinfer.py",
            'null=null, padding="fresh",', "null=null,",
            "test_compat_contracts.py::test_every_call_gives_what_the_contract_says"
@@ -69,23 +68,23 @@ MUTANTS = (
            "max_len=None if bounds is None else steps, null=null",
            "max_len=None if bounds is None else steps, null=-1",
            "test_compat_contracts.py::test_every_call_gives_what_the_contract_says"
-           "[flashinfer.selective_state_update-padding, elsewhere, one token-reference]"),
+           "[flashinfer.selective_state_update-padding, elsewhere-reference]"),
     Mutant("FlashInfer's buffer lets the state move on", "compat/flashinfer.py",
            "update = snapshots is None and not disable_state_update", "update = not disable_state_update",
            "test_compat_contracts.py::test_every_call_gives_what_the_contract_says"
-           "[flashinfer.selective_state_update-padding, a buffer, one token-reference]"),
+           "[flashinfer.selective_state_update-padding, a buffer-reference]"),
     Mutant("rows of FlashInfer's buffer are those of the batch", "compat/flashinfer.py",
            "    if snapshot_rows is None and keeps:", "    if False:",
            "test_compat_contracts.py::test_every_call_gives_what_the_contract_says"
-           "[flashinfer.selective_state_update-padding, a buffer, one token-reference]"),
+           "[flashinfer.selective_state_update-a buffer, no softplus, packed-reference]"),
     Mutant("FlashInfer's states of (K, V) are taken as (V, K)", "compat/flashinfer_delta.py",
            "y, _ = _delta_step(state.mT, q", "y, _ = _delta_step(state, q",
-           "test_compat_rules.py::test_flashinfer_decodes_states_of_either_layout[reference]"),
+           "test_compat_rules.py::test_flashinfer_decodes_states_of_either_layout"),
     Mutant("several tokens of FlashInfer move the pool on unless told not to", "compat/flashinfer_delta.py",
            "not (disable_state_update is None or _disabled(disable_state_update))",
            "not _disabled(disable_state_update or False)",
            "test_compat_contracts.py::test_every_call_gives_what_the_contract_says"
-           "[flashinfer_delta.gated_delta_rule_mtp-output alone, 1 tokens-reference]"),
+           "[flashinfer_delta.gated_delta_rule_mtp-output alone, 1 token-reference]"),
     Mutant("the last of FlashInfer's states for every token stays where it is", "compat/flashinfer_delta.py",
            "if every is not None and write is not None and write is not read and batch > 0:", "if False:",
            "test_compat_contracts.py::test_every_call_gives_what_the_contract_says"
@@ -93,7 +92,7 @@ MUTANTS = (
     Mutant("a last state without a place of its own has none elsewhere", "compat/flashinfer_delta.py",
            "if write is not None and write is not read:", "if False:",
            "test_compat_contracts.py::test_every_call_gives_what_the_contract_says"
-           "[flashinfer_delta.gated_delta_rule_mtp-every token, the last also elsewhere, 3 tokens-reference]"),
+           "[flashinfer_delta.gated_delta_rule_mtp-every token, the last also elsewhere, a bfloat16 model-reference]"),
     Mutant("the last state of a skipped row is written", "compat/flashinfer_delta.py",
            "torch.where(live, every[:, -1], -1)", "every[:, -1]",
            "test_compat_contracts.py::test_every_call_gives_what_the_contract_says"
@@ -115,22 +114,23 @@ MUTANTS = (
            "**shapes.fitted(MAMBA2_REPLAY, **given), dt_softplus=dt_softplus, plan=plan",
            "**shapes.fitted(MAMBA2_REPLAY, **given), plan=plan",
            "test_compat_contracts.py::test_every_call_gives_what_the_contract_says"
-           "[flashinfer_replay.checkpointing_ssu-one token, no softplus-reference]"),
+           "[flashinfer_replay.checkpointing_ssu-packed, no softplus-reference]"),
     Mutant("mamba_ssm's B and x are stored whatever is asked", "compat/mamba_ssm.py",
            '"update_kv": update_kv_state', '"update_kv": True',
-           "test_compat_contracts.py::test_every_call_gives_what_the_contract_says[mamba_ssm.mamba3_step_fn-in "
-           "order, int32, here, rank 2-reference]"),
+           "test_compat_contracts.py::test_every_call_gives_what_the_contract_says"
+           "[mamba_ssm.mamba3_step_fn-in order, rank 4-reference]"),
     Mutant("what goes to state_out is stepped from what was there", "compat/mamba_ssm.py",
            "        shapes.copy_slots(state_out, indices, state, indices)\n", "        pass\n",
-           "test_compat_contracts.py::test_every_call_gives_what_the_contract_says[mamba_ssm.mamba3_step_fn-indexed, "
-           "int32, elsewhere, rank 2-reference]"),
+           "test_compat_contracts.py::test_every_call_gives_what_the_contract_says"
+           "[mamba_ssm.mamba3_step_fn-padded, elsewhere, rank 1, a bfloat16 model-reference]"),
     Mutant("SGLang's convolution rolls back with one input more", "compat/sglang.py",
            "history=width - 2 if rolls_back else None", "history=width - 1 if rolls_back else None",
            "test_compat_contracts.py::test_every_call_gives_what_the_contract_says"
            "[sglang.causal_conv1d_update-accepted counts, channels first-reference]"),
     Mutant("SGLang's tree is not written", "compat/sglang.py",
            "        retrieve_parent_token[:batch, :steps].copy_(parents)\n", "        pass\n",
-           "test_compat_rules.py::test_a_convolution_writes_the_parents_of_its_tree[reference]"),
+           "test_compat_rules.py::test_a_convolution_writes_the_parents_of_its_tree_and_its_output_lies_in_memory_as_"
+           "x_does"),
     Mutant("SGLang's buffer has rows of the batch", "compat/sglang.py",
            "rows = read if rows is None and buffer is not None else rows", "rows = rows",
            "test_compat_contracts.py::test_every_call_gives_what_the_contract_says"
@@ -141,10 +141,10 @@ MUTANTS = (
            "[sglang_delta.fused_sigmoid_gating_delta_rule_update-packed on two axes-reference]"),
     Mutant("states whose axes are called (K, V) are refused for SGLang", "compat/sglang_delta.py",
            "sizes[::-1]) if swapped else pool", "sizes[::-1]) if False else pool",
-           "test_compat_rules.py::test_sglang_reads_states_in_the_order_v_k_whatever_their_axes_are_called[reference]"),
+           "test_compat_rules.py::test_sglang_reads_states_in_the_order_v_k_whatever_their_axes_are_called"),
     Mutant("a long state is taken for that of SGLang's function in Triton", "compat/sglang.py",
            "if window.shape[2] > width - 1 and not ring and not of_triton:", "if False:",
-           "test_compat_refusals.py::test_what_does_not_fit_is_refused -k SGLang"),
+           "test_compat_refusals.py::test_what_does_not_fit_is_refused[sglang.causal_conv1d_update]"),
     Mutant("vLLM's packed tokens have no bound for going at once", "compat/vllm_delta.py",
            "max_len=shapes.most_at_once(cu_seqlens, exact) if write is None else None", "max_len=None",
            "test_compat_rules.py::test_several_tokens_go_through_tensor_cores_at_once_for_callers_who_ask_for_it"),
@@ -153,16 +153,16 @@ MUTANTS = (
            "test_compat_rules.py::test_several_tokens_go_through_tensor_cores_at_once_for_callers_who_ask_for_it"),
     Mutant("an error names a shape with an axis that was put in", "compat/shapes.py",
            "check_tensor(name, given[name], named", "check_tensor(name, tensor, named",
-           "test_compat_refusals.py::test_what_is_no_such_tensor_is_refused -k headless"),
+           "test_compat_refusals.py::test_what_does_not_fit_is_refused[mamba_ssm.selective_state_update]"),
     Mutant("SGLang's verified drafts move the pool on", "compat/sglang_delta.py",
            "slots=slots, update=not frozen,", "slots=slots, update=tree is None,",
            "test_compat_contracts.py::test_every_call_gives_what_the_contract_says"
-           "[sglang_delta.fused_sigmoid_gating_delta_rule_update-verify-reference]"),
+           "[sglang_delta.fused_sigmoid_gating_delta_rule_update-verify, kda-reference]"),
     Mutant("vLLM's null block is read", "compat/vllm.py",
            "read if chosen else read[:, 0], write=write, accepted=accepted, cu_seqlens=cu_seqlens, null=null,",
            "read if chosen else read[:, 0], write=write, accepted=accepted, cu_seqlens=cu_seqlens,",
-           "test_compat_contracts.py::test_every_call_gives_what_the_contract_says[vllm.selective_state_update-null "
-           "block 0, in place-reference]"),
+           "test_compat_contracts.py::test_every_call_gives_what_the_contract_says"
+           "[vllm.selective_state_update-null block 0, stochastic-reference]"),
     Mutant("counts of 0 are padding for vLLM", "compat/vllm.py",
            "at_least_one=chosen,\n", "\n",
            "test_compat_contracts.py::test_every_call_gives_what_the_contract_says"
@@ -170,8 +170,8 @@ MUTANTS = (
     Mutant("vLLM's last scheduled block is that which was read", "compat/vllm.py",
            'write = _column_of(table, "block_idx_last_scheduled_token", block_idx_last_scheduled_token)',
            'write = _column_of(table, "initial_state_idx", initial_state_idx)',
-           "test_compat_contracts.py::test_every_call_gives_what_the_contract_says[vllm.causal_conv1d_update-blocks "
-           "to read and to write, channels first-reference]"),
+           "test_compat_contracts.py::test_every_call_gives_what_the_contract_says"
+           "[vllm.causal_conv1d_update-blocks to read and to write, channels last-reference]"),
     Mutant("vLLM's convolution leaves x as it is", "compat/vllm.py",
            "width, out = weight.shape[1], x if out is None else out",
            "width, out = weight.shape[1], x.clone() if out is None else out",
@@ -180,7 +180,7 @@ MUTANTS = (
     Mutant("vLLM's table of blocks is not written", "compat/vllm_delta.py",
            "if update and isinstance(indices, Tensor) and indices.dim() == 2:", "if False:",
            "test_compat_contracts.py::test_every_call_gives_what_the_contract_says"
-           "[vllm_delta.fused_sigmoid_gating_delta_rule_update-blocks-reference]"),
+           "[vllm_delta.fused_sigmoid_gating_delta_rule_update-blocks, bfloat16-reference]"),
     Mutant("vLLM's KDA is not normalised unless asked", "compat/vllm_delta.py",
            "use_qk_l2norm_in_kernel: bool = True,", "use_qk_l2norm_in_kernel: bool = False,",
            "test_compat_contracts.py::test_signatures_are_those_of_peers[vllm_delta.fused_recurrent_kda]"),
@@ -195,11 +195,11 @@ MUTANTS = (
     Mutant("a flushed buffer is folded one token short", "compat/vllm_replay.py",
            'mamba2_fold(stored, longer, tensors["A"], slots=folding)',
            'mamba2_fold(stored, ring, tensors["A"], slots=folding)',
-           "test_compat_replay.py::test_a_buffer_is_filled_and_flushed_as_vllm_counts"),
+           "test_compat_rules.py::test_a_buffer_is_filled_and_flushed_as_vllm_counts"),
     Mutant("vLLM's trackers stay where they are", "compat/vllm_replay.py",
            "    if plan is not None:\n        ring.commit(plan)\n", "",
            "test_compat_contracts.py::test_every_call_gives_what_the_contract_says"
-           "[vllm_replay.selective_state_update_replayssm_flashinfer-one token-reference]"),
+           "[vllm_replay.selective_state_update_replayssm_flashinfer-one token, bfloat16-reference]"),
     # integrations/transformers
     Mutant("a prompt's state stays in what a call reads second", "integrations/transformers/cache.py",
            "return int(self.prompt > 0)", "return 0",

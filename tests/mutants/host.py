@@ -194,7 +194,7 @@ MUTANTS = (
            "test_launch.py::test_a_tensor_is_aligned_if_every_row_of_it_starts_at_a_multiple_of_16_bytes"),
     Mutant("a table has the row stride of another", "launch/arguments.py",
            '"parents_stride": row_stride(slots.parents)', '"parents_stride": row_stride(slots.write)',
-           "test_compat_contracts.py::test_kernels_in_the_interpreter_do_so_too"
+           "test_compat_contracts.py::test_every_call_gives_what_the_contract_says"
            "[sglang_delta.fused_sigmoid_gating_delta_rule_update-a tree-interpreter]"),
     Mutant("scales of snapshots have the strides of their data", "launch/arguments.py",
            "0 if scale is None else scale.stride(axis)", "0 if data is None else data.stride(axis)",
