@@ -14,7 +14,6 @@ import torch
 from printed import output_of
 
 from flashstate import basics, check
-from flashstate.basics import wrapped
 from flashstate.bench.jobs import Job
 from flashstate.bench.ops import OPS
 from flashstate.bench.ways import WAYS
@@ -50,27 +49,22 @@ def test_info_shows_versions_formats_and_the_configs_of_a_case(capsys: pytest.Ca
     assert out.count("heuristic: no table") == 1
 
 
-@pytest.mark.parametrize(("name", "rounding"), PORTABLE_FORMATS)
-def test_info_shows_configs_for_every_format(name: str, rounding: str, capsys: pytest.CaptureFixture[str]) -> None:
-    case = Case(heads=16, rows=80, cols=20, format=name, rounding=rounding)
-    options = ["--format", name, "--rounding", rounding, "--rows", "80", "--cols", "20", "--batch", "1", "256"]
+def test_info_shows_the_configs_that_are_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+    case = Case(heads=16, rows=80, cols=20, format="int8", rounding="stochastic")
+    options = ["--format", "int8", "--rounding", "stochastic", "--rows", "80", "--cols", "20", "--batch", "1", "256"]
     assert main(["info", "--gpu", "none", *options]) == 0
     out = output_of(capsys)
-    assert f"80 x 20, {name}, {rounding}, one token, on none, compute capability 9.0" in out
+    assert "80 x 20, int8, stochastic, one token, on none, compute capability 9.0" in out
     for batch in (1, 256):
         config = choose(replace(case, batch=batch).problem, Gpu("none", (9, 0)))
         assert f" {batch} {16 * batch} {config.block_rows} {config.num_warps} {config.lanes} -" in out
+    assert main(["info", "--gpu", "none", "--tokens", "4", "--snapshots"]) == 0
+    assert f"{mode_key(Job('mamba2', Case(tokens=4), 'every').problem)}, on none" in output_of(capsys)
 
 
-@pytest.mark.parametrize("tokens", [1, 4])
-def test_info_shows_the_configs_of_calls_with_snapshots(tokens: int, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["info", "--gpu", "none", "--tokens", str(tokens), "--snapshots"]) == 0
-    mode = mode_key(Job("mamba2", Case(tokens=tokens), "every").problem)
-    assert ("stored" in mode) == (tokens > 1)
-    assert f"{mode}, on none" in output_of(capsys)
-
-
-def test_info_shows_the_configs_of_every_op_as_it_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+def test_info_shows_configs_of_every_op_as_measured_and_where_replay_pays(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     shown = {
         "mamba2": "mamba2_step, 64 x 128, float32, nearest, one token",
         "mamba2_replay": "mamba2_replay either, 64 x 128, float32, nearest, one token",
@@ -82,16 +76,11 @@ def test_info_shows_the_configs_of_every_op_as_it_is_measured(capsys: pytest.Cap
     }
     for op in OPS:
         assert main(["info", op, "--gpu", "none"]) == 0
-        assert f"Launch configs of {shown.get(op, op)}" in output_of(capsys)
-
-
-def test_info_shows_from_which_batch_size_on_replay_pays(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["info", "mamba2_replay", "--gpu", "none"]) == 0
-    assert " bfloat16, 6 tokens 4 " in output_of(capsys)
-    assert main(["info", "gated_delta_replay", "--gpu", "none"]) == 0
-    assert " 32 heads, int8, per channel none " in output_of(capsys)
-    assert main(["info", "mamba2", "--gpu", "none"]) == 0
-    assert "Replay" not in output_of(capsys)
+        out = output_of(capsys)
+        assert f"Launch configs of {shown.get(op, op)}" in out
+        pays = {"mamba2_replay": " bfloat16, 6 tokens 4 ", "gated_delta_replay": " int8, per channel none "}
+        assert pays.get(op, "") in out
+        assert ("Replay reads rings" in out) == (op in pays)
 
 
 def test_info_shows_the_configs_of_tokens_at_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,43 +124,27 @@ def lines_of(argv: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: p
     return capsys.readouterr().out.splitlines()
 
 
-@pytest.mark.parametrize("command", ["", *COMMANDS])
-def test_help_fits_80_columns_and_leaves_no_word_alone(
-    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_help_and_info_fit_80_columns_and_leave_no_word_alone(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines = lines_of([*command.split(), "--help"], capsys, monkeypatch)
-    assert len(lines) > 3
-    assert max(map(len, lines)) <= 80
-    assert all(" " in line.strip() for line in lines if line.startswith(" "))  # headings stand at the margin
+    words = [f"{command} --help".split() for command in ("", *COMMANDS)]
+    words += [["info", op, "--gpu", gpu] for op in OPS for gpu in ("NVIDIA H200", "a GPU without a table")]
+    words += [["info", op, "--format", "float16", "--rounding", "stochastic"] for op in ("mamba2", "gated_delta")]
+    for argv in words:
+        lines = lines_of(argv, capsys, monkeypatch)
+        assert len(lines) > 3
+        assert max(map(len, lines)) <= 80
+        indented = (line for line in lines if line.startswith(" "))  # headings stand at the margin
+        assert all(" " in line.strip(" ─") for line in indented if line.strip(" ─")), argv
 
 
-@pytest.mark.parametrize("gpu", ["NVIDIA H200", "a GPU without a table"])
-@pytest.mark.parametrize("tokens", ["1", "4"])
-@pytest.mark.parametrize(
-    "op", [["conv1d"], *([op, "--format", "float16"] for op in OPS if op not in ("conv1d", "span"))]
-)
-def test_info_fits_80_columns_and_leaves_no_word_alone(
-    op: list[str], tokens: str, gpu: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stochastic = ["--rounding", "stochastic"] if len(op) > 1 else []
-    lines = lines_of(["info", *op, *stochastic, "--tokens", tokens, "--gpu", gpu], capsys, monkeypatch)
-    assert max(map(len, lines)) <= 80
-    assert all(" " in line.strip(" ─") for line in lines if line.strip(" ─"))
-
-
-def test_a_last_word_is_not_left_alone_where_it_can_have_company() -> None:
-    assert wrapped("one two three four", 14) == ["one two", "three four"]
-    assert wrapped("one two three", 80) == ["one two three"]
-    assert wrapped("incomprehensibilities indeed", 12) == ["incomprehensibilities", "indeed"]
-
-
-def test_the_program_runs_without_triton_as_a_module() -> None:
+def test_the_program_runs_as_a_module_without_triton_and_silently_without_numpy() -> None:
     code = (
-        "import sys; sys.modules['triton'] = None; sys.argv = ['flashstate', 'info', '--gpu', 'none']; import runpy; "
+        "import sys; sys.modules['triton'] = sys.modules['numpy'] = None; import runpy; "
+        "sys.argv = ['flashstate', 'info', '--gpu', 'none']; runpy.run_module('flashstate', run_name='__main__')"
     )
-    code += "runpy.run_module('flashstate', run_name='__main__')"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    assert (result.returncode, result.stderr) == (0, "")
     assert "triton      not installed" in result.stdout
 
 
@@ -216,15 +189,6 @@ for words, status, said in {BEFORE_TORCH!r}:
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-
-
-def test_commands_are_silent_about_numpy_that_is_not_there() -> None:
-    code = (
-        "import sys; sys.modules['numpy'] = None; from flashstate.cli import main; main(['plan', '--model', 'mamba2'])"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (result.returncode, result.stderr) == (0, "")
-    assert result.stdout.startswith("mamba2-2.7b: ")
 
 
 def test_the_command_line_knows_the_ops_and_ways_there_are() -> None:
@@ -284,24 +248,16 @@ def test_check_proves_the_reference(capsys: pytest.CaptureFixture[str], monkeypa
 
 
 @pytest.mark.parametrize("device", [CPU, CUDA], ids=str)
-def test_a_quick_check_takes_one_case_per_format(device: torch.device) -> None:
+def test_a_check_tries_every_law_on_cases_of_every_op_and_a_quick_one_on_one_case_per_format(
+    device: torch.device,
+) -> None:
     every, quick = (cases_on(device, quick=quick) for quick in (False, True))
     formats = [(case.format, case.rounding) for case in quick if type(case) is Case]
     assert sorted(formats) == sorted(PORTABLE_FORMATS)
     assert set(quick) < set(every)
-
-
-@pytest.mark.parametrize("quick", [False, True])
-@pytest.mark.parametrize("device", [CPU, CUDA], ids=str)
-def test_a_check_takes_cases_of_every_op(device: torch.device, quick: bool) -> None:
-    assert {type(case) for case in cases_on(device, quick)} == {type(cases.real[0]) for cases in CASES.values()}
-
-
-@pytest.mark.parametrize("quick", [False, True])
-@pytest.mark.parametrize("device", [CPU, CUDA], ids=str)
-def test_a_check_tries_every_law_on_some_case(device: torch.device, quick: bool) -> None:
-    laws = laws_for(device)
-    assert {words for words, _ in pairs(laws, cases_on(device, quick))} == laws.keys()
+    for cases in (every, quick):
+        assert {type(case) for case in cases} == {type(of_op.real[0]) for of_op in CASES.values()}
+        assert {words for words, _ in pairs(laws_for(device), cases)} == laws_for(device).keys()
 
 
 def test_check_reports_broken_laws_and_crashes(
