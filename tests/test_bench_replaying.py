@@ -14,19 +14,18 @@ from torch import Tensor
 from flashstate.bench.binding import Binding
 from flashstate.bench.jobs import Job, Live, Stored
 from flashstate.bench.mamba2_replay import LIVE, Mamba2RingCase
-from flashstate.bench.measure import inputs_of, storing_for
+from flashstate.bench.mamba2_replay import bind_flashstate as bind_cursors
+from flashstate.bench.mamba2_replay import check as check_cursors
+from flashstate.bench.measure import inputs_of
 from flashstate.bench.ops import OPS
 from flashstate.bench.peers import MeasurementError
 from flashstate.bench.replaying import (
     ACCEPTANCE,
-    LEAST_SLOTS,
     WINDOW,
-    RingCase,
     accepted_tokens,
     bind_flashstate,
     check,
     live_counts,
-    spread_counts,
     stationary_counts,
 )
 from flashstate.bench.timing import Timing
@@ -87,18 +86,6 @@ def test_rows_fold_as_the_names_of_live_rows_say() -> None:
     assert live_counts("none folds", WINDOW).tolist() == [0]  # where all would
 
 
-def test_pools_of_any_size_have_every_count_as_often_as_it_comes() -> None:
-    for live in LIVE:
-        want = shares(live_counts(live, 6))
-        for slots in (LEAST_SLOTS, 1027):
-            counts = spread_counts(live, 6, slots)
-            assert counts.shape == (slots,)
-            assert (shares(counts) - want).abs().max() <= 1 / slots
-    inputs = inputs_of(job_of("mamba2_replay", live, batch=1, tokens=6).case, CPU)
-    assert len(inputs.state.count) >= LEAST_SLOTS
-    assert (shares(inputs.on_larger_pool(5000).state.count) - want).abs().sum() < 0.05
-
-
 # Jobs
 
 
@@ -125,21 +112,6 @@ def test_the_roof_has_states_that_fold_touched_and_others_read_and_all_else_in_p
         assert [roof.median, roof.fastest, roof.slowest] == pytest.approx(want)
 
 
-@every_op
-def test_small_batches_have_one_kernel_and_larger_ones_one_for_each_part(op: str) -> None:
-    grid = replace(OPS[op].grids[0], formats=FORMATS[:1], tokens=(4,), stored=("stationary",), batches=(1, 1024))
-    jobs = OPS[op].jobs([grid])
-    ops = [{problem.op.removeprefix(f"{op} ") for problem in job.problems} for job in jobs]
-    assert ops == [{"either"}, {"fold", "keep"}]
-    assert all(problem.several_tokens for job in jobs for problem in job.problems)
-
-
-@every_op
-def test_calls_longer_than_the_window_are_refused(op: str) -> None:
-    with pytest.raises(ValueError, match=r"^replay is measured with a window of 16, and calls of no more, got 17$"):
-        job_of(op, "stationary", tokens=17)
-
-
 # What is checked
 
 
@@ -157,13 +129,6 @@ def test_what_is_right_passes_the_check(op: str, tiny: AnyCase) -> None:
         job = job_of(op, live, tiny, format=name, rounding=rounding, tokens=tokens)
         check(bind_flashstate, inputs_of(job.case, CPU))
     check(lambda inputs, storing: bind_flashstate(inputs, storing, bare=True), inputs_of(job.case, CPU))  # no plan
-
-
-def test_a_plan_is_made_before_anything_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs = inputs_of(job_of("gated_delta_replay", "stationary", tokens=3).case, CPU)
-    step = bind_flashstate(inputs)(inputs.at())
-    monkeypatch.setattr(type(inputs.state.ring), "plan", None)
-    assert step().shape == inputs.main.shape
 
 
 def new_row(pool: ReplayPool, slot: Tensor) -> Tensor:
@@ -232,12 +197,28 @@ def test_what_is_wrong_in_a_ring_fails_the_check() -> None:
             require_refused(inputs, change_new(name), f"leaves {name} {KEPT}")
 
 
-@every_op
-def test_steps_beside_replay_are_those_of_the_op_that_steps(op: str) -> None:
-    for stored in ("last", "every"):
-        job = job_of(op, stored, tokens=3)
-        inputs, storing = inputs_of(job.case, CPU), storing_for(job, job.case.batch, CPU)
-        assert not isinstance(job.case, RingCase)
-        check(bind_flashstate, inputs, storing)
-        with pytest.raises(MeasurementError, match=f"its output {BUDGET}"):
-            check(wrong(lambda pool, slot, y: y.neg_()), inputs, storing)
+def test_plans_cursors_and_seeds_are_checked_bit_for_bit() -> None:
+    spoils: dict[str, Spoil] = {
+        "rows of the plan": lambda pool, slot, rows: rows[0].add_(1),
+        "start": lambda pool, slot, rows: pool.start[slot[0]].add_(1),
+        "count": lambda pool, slot, rows: pool.count[0].add_(1),
+        "seed": lambda pool, slot, rows: pool.seed[slot[1]].add_(1),
+    }
+    job = job_of("mamba2_replay", "plan and commit", tokens=6, format="float16", rounding="stochastic")
+    inputs = inputs_of(job.case, CPU)
+    check_cursors(bind_cursors, inputs)
+    for name, spoil in spoils.items():
+        bind = spoiled(bind_cursors, lambda run, storing, at, y, by=spoil: by(run.state, at.read.long(), y))
+        with pytest.raises(MeasurementError, match=f"^wrong: it leaves {name} {KEPT}"):
+            check_cursors(bind, inputs)
+
+
+def test_other_ways_are_the_same_job_where_there_is_such_a_call() -> None:
+    at_once, per_channel = (OPS["gated_delta_replay"].variants[how].job for how in ("at once", "per channel"))
+    job = job_of("gated_delta_replay", "none folds", KDA, per_channel=False, tokens=3)
+    assert per_channel(job) == replace(job, case=replace(job.case, per_channel=True))
+    with pytest.raises(MeasurementError, match=r"^only compared where every head has keys of its own$"):
+        per_channel(job_of("gated_delta_replay", "none folds"))
+    assert not at_once(job_of("gated_delta_replay", "last", tokens=3)).case.exact
+    with pytest.raises(MeasurementError, match=r"^only for steps in place: replay always does$"):
+        at_once(job)

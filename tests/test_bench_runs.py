@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,23 +14,24 @@ from benching import CPU, NEEDS_INTERPRETER, STAND_INS, TINY, measure_in_the_int
 from printed import output_of
 
 from flashstate import Slots, commands
-from flashstate.bench import measure, run, timing
+from flashstate.bench import measure, plot, run, timing
 from flashstate.bench.binding import IN_PLACE, Step, Storing
 from flashstate.bench.gated_delta import LAYERS, in_split_pool
-from flashstate.bench.jobs import Job, Stored, benched
+from flashstate.bench.jobs import Job
 from flashstate.bench.limit import TimeLimit
-from flashstate.bench.mamba2_replay import LIVE, LIVE_BY_ONE
 from flashstate.bench.measure import Report, measure_on_gpu
 from flashstate.bench.ops import OPS
 from flashstate.bench.peers import MeasurementError, load_peers
 from flashstate.bench.results import read_csv, write_csv
 from flashstate.cli import main
-from flashstate.proof import CASES, Inputs, interpreted, make_inputs
+from flashstate.proof import Inputs, make_inputs
 from flashstate.state.formats import bits_of
 
 GATED_DELTA, MAMBA3 = OPS["gated_delta"], OPS["mamba3"]
 MOVES = "plan and commit"
 REPLAYS = ("mamba2_replay", "gated_delta_replay")
+RESULTS = Path(__file__).parent.parent / "results"
+FORMS = ("", ", 3 tokens", ", 3 tokens, every stored")
 
 
 @pytest.fixture(autouse=True)
@@ -75,30 +78,17 @@ def test_a_split_pool_has_the_same_states_far_apart_and_a_step_changes_nothing_a
     assert torch.equal(around, before)
 
 
-def test_other_ways_of_mamba3_are_its_job_with_turned_columns_or_one_rank() -> None:
-    job = tiny_job("mamba3")
-    cases = {how: way.job(job).case for how, way in MAMBA3.variants.items()}
-    want = {"turned": {"angles": 4}, "rank 1": {"rank": 1}, "rank 1, turned": {"rank": 1, "angles": 4}}
-    assert cases == {how: replace(job.case, **change) for how, change in want.items()}
-
-
 SLOTS = "int64 slots"
 TURNED = [f"{part}, {how}" for how in ("turned", "rank 1", "rank 1, turned") for part in ("touch", "flashstate")]
 MEASURED: list[tuple[str, Job, str]] = [  # op, job, and beside what rows of flashstate it is
-    ("mamba2", tiny_job("mamba2"), "touch read | vllm flashinfer mamba_ssm fla"),
     ("mamba2", tiny_job("mamba2", tokens=3), "touch read | once vllm flashinfer fla"),
     ("mamba2", tiny_job("mamba2", "every", tokens=3), "touch read | flashinfer"),
-    ("mamba2", tiny_job("mamba2", "none", tokens=3), "read | once flashinfer"),
     ("gated_delta", tiny_job("gated_delta"), "touch read | split vllm flashinfer fla"),
-    ("gated_delta", tiny_job("gated_delta", tokens=3), "touch read | once vllm flashinfer fla"),
-    ("gated_delta", tiny_job("gated_delta", "every", tokens=3), "touch read | flashinfer"),
     ("gated_delta", tiny_job("gated_delta", "none", tokens=3), "read | once flashinfer fla"),
     ("mamba3", tiny_job("mamba3"), "touch read | turned mamba_ssm"),
     ("conv1d", tiny_job("conv1d", tokens=3), "touch read | early vllm"),
     ("span", tiny_job("span"), "touch read | early"),
-    ("mamba2_replay", tiny_job("mamba2_replay", "uniform", tokens=2), "roof touch read |"),
     ("mamba2_replay", tiny_job("mamba2_replay", MOVES, tokens=2, format="float16", rounding="stochastic"), "|"),
-    ("mamba2_replay", tiny_job("mamba2_replay", "every", tokens=2), "touch read |"),
     ("gated_delta_replay", tiny_job("gated_delta_replay", "uniform", tokens=2), "roof touch read | replayed"),
     ("gated_delta_replay", tiny_job("gated_delta_replay", tokens=2), "touch read | once stepped"),
 ]
@@ -134,72 +124,7 @@ def test_all_ways_and_right_peers_are_measured_beside_the_roofs(
     assert (False in exact) == ("once" in beside)  # checked with a budget of its own
 
 
-@NEEDS_INTERPRETER
-@pytest.mark.interpreted
-@pytest.mark.parametrize("op", OPS)
-def test_kernels_are_called_in_all_ways(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    measure_in_the_interpreter(monkeypatch)
-    stored: Stored = "uniform" if op in REPLAYS else "last"
-    job, report = tiny_job(op, stored, batch=1, tokens=0 if op == "span" else 2), Report()
-    with interpreted():
-        measure_on_gpu(OPS[op], job, {}, CPU, report)
-    skipped = {"gated_delta": {"flashstate, split pool"}, "gated_delta_replay": {"flashstate, at once"}}.get(op, set())
-    assert report.skipped.keys() == skipped
-    ours = [row.implementation for row in report.rows if row.implementation.startswith("flashstate, ")]
-    assert ours == [f"flashstate, {how}" for how in OPS[op].ways if f"flashstate, {how}" not in skipped]
-
-
-@pytest.mark.parametrize("op", CASES)
-def test_what_follows_from_the_cases_of_an_op_alone_passes_the_check(op: str) -> None:
-    usual, small = benched(op), next(case for case in CASES[op].quick if not case.packed and case.tokens <= 1)
-    assert usual.name in OPS
-    assert OPS[usual.name].case.sizes == usual.case.sizes
-    jobs = replace(usual, case=small).jobs([replace(usual.grids[0], formats=[(small.format, small.rounding)])])
-    for bind in (usual.bind, partial(usual.bind, bare=True)):
-        measure.check(bind, measure.inputs_of(jobs[1].case, CPU))
-
-
 # Whole runs
-
-TWO = ("float32", "int8 stochastic")
-THREE = ("", ", 3 tokens", ", 3 tokens, every stored")
-RUNS: dict[str, tuple[list[str], list[str]]] = {
-    "mamba2": (["--heads", "2", "--tokens", "1", "3"], [name + form for name in TWO for form in THREE]),
-    "gated_delta_replay": (
-        ["--heads", "2", "--groups", "2"],
-        [
-            f"2 heads, {name}{form}"
-            for name in TWO
-            for form in (
-                *(f", {stored}" for stored in (*LIVE_BY_ONE, "in place")),
-                *(f", {n} tokens, {stored}" for n in (4, 8) for stored in ("none folds", "stationary", "in place")),
-                ", 4 tokens, every stored",
-            )
-        ],
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("op", RUNS)
-def test_bench_on_a_cpu_measures_the_reference_and_says_so(
-    op: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    csv_file, image = tmp_path / "cpu.csv", tmp_path / "cpu.png"
-    sizes, labels = RUNS[op]
-    sizes = [*sizes, "--rows", "4", "--cols", "16", "--batches", "1", "2", "--formats", "float32", "int8:stochastic"]
-    files = ["--csv", str(csv_file), "--plot", str(image), "--commit", "abc"]
-    assert main(["bench", op, "--device", "cpu", *sizes, *files]) == 0
-    shown = output_of(capsys)
-    provenance, rows = read_csv(csv_file)
-    assert all(text in shown for text in ("reference, CPU", *labels))
-    assert all(f"skipped {peer}: only compared on a GPU" in shown for peer in OPS[op].peers)
-    assert {"flashstate", "commit", "device", "torch", "triton", "date"} <= provenance.keys()
-    assert provenance["commit"] == "abc"
-    assert sorted((row.label, row.batch) for row in rows) == sorted((label, n) for label in labels for n in (1, 2))
-    assert {(row.op, row.implementation, row.percent_of_roof) for row in rows} == {(op, "reference, CPU", None)}
-    assert image.read_bytes().startswith(b"\x89PNG")
-    write_csv(tmp_path / "again.csv", rows, provenance)
-    assert (tmp_path / "again.csv").read_bytes() == csv_file.read_bytes()
 
 
 def test_bench_on_a_cpu_says_rows_as_they_come_and_ends_when_its_time_is_over(
@@ -230,36 +155,82 @@ def test_bench_times_nothing_when_flashstate_is_wrong(
     assert "rows=4" in error
 
 
-def test_bench_says_that_a_cpu_has_no_host_cost(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_on_a_cpu_measures_the_reference_writes_draws_and_is_shown_again(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    csv_file, image = tmp_path / "cpu.csv", tmp_path / "cpu.png"
+    sizes = "--heads 2 --rows 4 --cols 16 --batches 1 2 --tokens 1 3 --formats float32 int8:stochastic"
+    files = ["--csv", str(csv_file), "--plot", str(image), "--commit", "abc"]
+    assert main(["bench", "mamba2", "--device", "cpu", *sizes.split(), *files]) == 0
+    shown, (provenance, rows) = output_of(capsys), read_csv(csv_file)
+    labels = [f"{name}{form}" for name in ("float32", "int8 stochastic") for form in FORMS]
+    assert all(text in shown for text in ("mamba2, 2 heads, 1 group, 4 x 16, on CPU", "reference, CPU", *labels))
+    assert all(f"skipped {peer}: only compared on a GPU" in shown for peer in OPS["mamba2"].peers)
+    assert {"flashstate", "commit", "device", "torch", "triton", "date"} <= provenance.keys()
+    assert provenance["commit"] == "abc"
+    assert [(row.label, row.batch) for row in rows] == [(label, n) for label in labels for n in (1, 2)]
+    assert {(row.op, row.implementation, row.percent_of_roof) for row in rows} == {("mamba2", "reference, CPU", None)}
+    assert image.read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setattr(run, "bench", None)  # nothing is measured
+    assert main(["bench", "--from-csv", str(csv_file)]) == 0
+    again = output_of(capsys)
+    assert all(f" {row.microseconds:.2f} {row.spread:.1%} {row.gigabytes_per_second:,.1f} " in again for row in rows)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["bench", "--device", "cpu", "--plot", str(tmp_path / "a.png")]) == 2
+    assert "pip install 'flashstate[plot]'" in capsys.readouterr().err
     assert main(["bench", "--host", "--device", "cpu"]) == 0
     assert run.NO_HOST_COST in output_of(capsys)
 
 
+def test_the_results_in_the_tree_can_be_read_and_written_byte_for_byte(tmp_path: Path) -> None:
+    for path in sorted(RESULTS.glob("h200*.csv")):
+        provenance, rows = read_csv(path)
+        assert provenance["device"]
+        write_csv(tmp_path / "again.csv", rows, provenance)
+        assert (tmp_path / "again.csv").read_bytes() == path.read_bytes()
+
+
+def test_a_picture_has_a_panel_per_label_and_a_line_per_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib.figure import Figure
+
+    figures: list[Any] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **kwargs: figures.append(figure))
+    rows = [row for row in read_csv(RESULTS / "h200.csv")[1] if row.tokens == 1]
+    plot.draw(rows, {}, Path("not written"))
+    panels = [panel for panel in figures[0].axes if panel.get_visible()]
+    labels = list(dict.fromkeys(row.label for row in rows))
+    assert [panel.get_title() for panel in panels] == 2 * labels  # percents of the roof, and times
+    for panel in panels[len(labels) :]:
+        for line in panel.get_lines():
+            where = (panel.get_title(), line.get_label())
+            here = {row.batch: row.microseconds for row in rows if (row.label, row.implementation) == where}
+            assert dict(zip(line.get_xdata(), line.get_ydata(), strict=True)) == here
+
+
+ON_A_GPU = [  # an op for each way to call flashstate, and for each roof
+    ("mamba2", "--tokens 4", "touch read | int64 slots, at once"),
+    ("conv1d", "--channels 64", "touch read | int64 slots, early"),
+    ("mamba3", "", "touch read | int64 slots, turned, rank 1, rank 1, turned"),
+    ("mamba2_replay", "--tokens 6", "roof touch read | int64 slots"),
+]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("op", OPS)
-def test_bench_on_a_gpu_measures_roofs_all_ways_and_the_cost_on_the_host(op: str, tmp_path: Path) -> None:
-    sizes = ["--channels", "64"] if op == "conv1d" else ["--heads", "16", "--rows", "16"]
-    sizes += ["--groups", "16"] if op == "gated_delta_replay" else []
-    options = ["--device", "cuda", "--peers", "none", "--batches", "1", "64", "--formats", "bfloat16"]
-    tokens = [] if op in ("span", *REPLAYS) else ["--tokens", "1", "4"]
-    assert main(["bench", op, *sizes, *options, *tokens, "--csv", str(tmp_path / "gpu.csv")]) == 0
+@pytest.mark.parametrize(("op", "sizes", "rows_of_a_call"), ON_A_GPU, ids=[op for op, *_ in ON_A_GPU])
+def test_bench_on_a_gpu_measures_roofs_all_ways_and_the_cost_on_the_host(
+    op: str, sizes: str, rows_of_a_call: str, tmp_path: Path
+) -> None:
+    sizes = sizes if op == "conv1d" else f"--heads 16 --rows 16 {sizes}"
+    options = f"--device cuda --peers none --batches 4 --formats bfloat16 {sizes} --csv {tmp_path / 'gpu.csv'}"
+    assert main(["bench", op, *options.split()]) == 0
     provenance, rows = read_csv(tmp_path / "gpu.csv")
     assert provenance["host cost"].startswith("torch.add_ ")
     assert "; flashstate " in provenance["host cost"]
-    live = (*LIVE, *LIVE_BY_ONE)
-    for row in rows:
-        found = [r.implementation for r in rows if (r.label, r.batch) == (row.label, row.batch)]
-        states = {MOVES: [], "none": ["read"], **{how: ["roof", "touch", "read"] for how in live}}
-        roofs = states.get(row.stored, ["touch", "read"])
-        assert found[: len(roofs) + 2] == [*roofs, "flashstate", f"flashstate, {SLOTS}"]
-        assert row.microseconds > 0
-        assert (row.percent_of_roof is None) == (row.stored == MOVES)
-        at_once = "at once" in OPS[op].variants and row.tokens > 1 and row.stored in ("last", "none")
-        assert ("flashstate, at once" in found) == at_once
-
-
-@pytest.mark.gpu
-def test_the_cost_on_the_host_is_measured_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--host", "--device", "cuda", "--peers", "none"]) == 0
-    shown = output_of(capsys)
-    assert all(name in shown for name in ("torch.add_", "flashstate", "flashstate, plain tensors"))
+    roofs, _, ways = rows_of_a_call.partition(" | ")
+    stored = {"mamba2_replay": "stationary"}.get(op, "last")
+    found = [row for row in rows if row.stored == stored]
+    names = [row.implementation for row in found if not row.implementation.startswith("touch, ")]
+    assert names[: len(roofs.split()) + 1] == [*roofs.split(), "flashstate"]
+    assert ", ".join(name.removeprefix("flashstate, ") for name in names[len(roofs.split()) + 1 :]) == ways
+    assert all(row.microseconds > 0 for row in rows)
+    assert all((row.percent_of_roof is None) == (row.stored == MOVES) for row in rows)

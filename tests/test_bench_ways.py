@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,6 @@ from benching import (
     TINY,
     TWO_MICROSECONDS,
     measure_in_the_interpreter,
-    pretend_all,
     run_twice,
     spoiled,
     tiny_job,
@@ -27,11 +26,11 @@ from torch import Tensor
 from flashstate.bench import timing, ways
 from flashstate.bench.binding import Step, Storing, TimedCall
 from flashstate.bench.jobs import BenchedOp
-from flashstate.bench.measure import Report, check, inputs_of
+from flashstate.bench.measure import Report
 from flashstate.bench.ops import OPS
-from flashstate.bench.peers import MeasurementError, load_peers
+from flashstate.bench.peers import MeasurementError
 from flashstate.bench.results import write_csv
-from flashstate.bench.timing import Captured, Timing, cold_slots
+from flashstate.bench.timing import Captured, Timing
 from flashstate.bench.ways import PLAIN, WAYS, WayRow, choose_ways, measure_ways, plain_way, read_ways, rows_of
 from flashstate.cli import main
 from flashstate.proof import Inputs, interpreted
@@ -65,30 +64,6 @@ def test_an_op_has_the_ways_that_its_cases_know_and_the_plain_one_comes_first() 
         choose_ways(MAMBA2, ["fast"])
 
 
-@pytest.mark.parametrize("op", ["mamba2", "gated_delta"])
-def test_a_way_differs_from_the_plain_one_in_one_thing(op: str) -> None:
-    case = OPS[op].case
-    changed = {
-        name: {f.name for f in fields(case) if getattr(case, f.name) != getattr(way.of(case), f.name)}
-        for name, way in WAYS.items()
-    }
-    dt = "gates" if op == "gated_delta" else "dt"
-    usual = {PLAIN: set(), "again": set(), "int64": {"index"}, "ascending": set(), "float32-dt": {dt}}
-    assert changed == {**usual, "no-gate": {"z"} if op == "mamba2" else set()}
-    assert plain_way(MAMBA2) == "int32 slots in random order, a gate, dt in bfloat16"
-
-
-def test_slots_that_ascend_are_as_cold_as_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flashstate.bench.timing.COLD_BYTES", 1000)
-    for batch in (1, 5):
-        (pool, numbers), (as_large, others) = (cold_slots(batch, 40, CPU, ascending=up) for up in (True, False))
-        assert (pool, len(numbers)) == (as_large, len(others))
-        first = torch.cat(numbers[: (pool - 1) // batch])
-        assert torch.equal(first, torch.arange(1, 1 + len(first)))
-        assert not torch.equal(torch.cat(others[: (pool - 1) // batch]), first)
-        assert all(slots.unique().numel() == batch and slots.dtype == torch.int32 for slots in (*numbers, *others))
-
-
 class Clock:
     """Stands in for a GPU: graphs and sweeps take milliseconds, which events tell."""
 
@@ -107,20 +82,18 @@ class Clock:
         self.now, self.done = self.now + milliseconds, self.done + name
 
 
-@pytest.mark.parametrize("flush", [False, True])
-def test_graphs_are_timed_by_turns_each_as_it_leaves_the_cache(flush: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_are_timed_by_turns_each_as_it_leaves_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    swept = SimpleNamespace(zero_=lambda: clock.spend("-", 7) if flush else None)
+    swept = SimpleNamespace(zero_=lambda: clock.spend("-", 7))
     monkeypatch.setattr(timing.torch, "empty", lambda *size, dtype, device: swept)
     monkeypatch.setattr(torch.cuda, "Event", clock.event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     graphs = [Captured(clock.graph("a", 2), [len] * 4), Captured(clock.graph("b", 3), [len] * 2)]
-    sweep = "-" if flush else ""
-    assert [time.median for time in timing.time_by_turns(graphs, 2, flush)] == [500, 1500]
-    assert clock.done == "aaabbb" + f"a{sweep}ab{sweep}b" * 2
+    assert [time.median for time in timing.time_by_turns(graphs, 2, flush=True)] == [500, 1500]
+    assert clock.done == "aaabbb" + "a-ab-b" * 2
     clock.done = ""
-    assert timing.time_by_turns(graphs[:1], 2, flush)[0].median == 500
-    assert clock.done == "aaa" + f"{sweep}a" * 2
+    assert timing.time_by_turns(graphs[:1], 2, flush=True)[0].median == 500
+    assert clock.done == "aaa" + "-a" * 2
 
 
 @NEEDS_INTERPRETER
@@ -153,15 +126,6 @@ def test_what_is_timed_is_what_a_way_says_on_the_memory_of_the_plain_one(monkeyp
 
 @NEEDS_INTERPRETER
 @pytest.mark.interpreted
-@pytest.mark.parametrize("op", ["mamba2", "mamba2_replay"])
-def test_kernels_are_right_in_every_way(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = measured(monkeypatch, OPS[op], TINY[op], OF_OPS[op])
-    assert [(row.implementation, row.way) for row in rows] == [("flashstate", name) for name in OF_OPS[op]]
-    assert all(row.bytes > 0 and row.roof_microseconds and row.percent_of_roof for row in rows)
-
-
-@NEEDS_INTERPRETER
-@pytest.mark.interpreted
 def test_a_way_that_is_wrong_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def double(inputs: Inputs, storing: Storing, slots: Slots, y: Tensor) -> None:
         if inputs.arguments["z"] is None:
@@ -171,15 +135,6 @@ def test_a_way_that_is_wrong_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(measured(monkeypatch, wrong, TINY["mamba2"], [PLAIN, "int64"])) == 2
     with pytest.raises(MeasurementError, match=r"^wrong: its output .* for Case\(.*z=False"):
         measured(monkeypatch, wrong, TINY["mamba2"], [PLAIN, "no-gate"])
-
-
-def test_peers_can_be_called_in_every_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend_all(monkeypatch, "mamba2")
-    bindings, _ = load_peers(MAMBA2.peers, torch.device("cuda"))
-    for name in OF_OPS["mamba2"]:
-        inputs = inputs_of(WAYS[name].of(TINY["mamba2"]), CPU)
-        for bind in bindings.values():
-            check(bind, inputs)
 
 
 def a_row(way: str, difference: float, by_bytes: float, by_roof: float = 0.0) -> WayRow:
@@ -219,16 +174,6 @@ def test_differences_that_nothing_explains_are_flagged(tmp_path: Path, capsys: p
     assert shown.count("!") == 6
     assert f"plain: {plain_way(MAMBA2)}" in shown
     assert main(["bench", "--from-csv", str(path)]) == 2
-
-
-def test_what_ways_cannot_do_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    for options, complaint in (
-        (["--device", "cpu"], "--ways compares times of kernels: it needs a GPU"),
-        (["--host"], "--ways has a table of its own: it draws nothing, and takes no --host"),
-        (["--plot", "a.png"], "--ways has a table of its own: it draws nothing, and takes no --host"),
-    ):
-        assert main(["bench", *options, "--ways"]) == 2
-        assert complaint in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.gpu

@@ -1,8 +1,5 @@
 """Cases of every op that is registered: what they count, and how they are told."""
 
-import re
-from dataclasses import fields
-
 import pytest
 import torch
 from torch import Tensor
@@ -39,13 +36,3 @@ def test_counted_bytes_are_those_of_all_tensors_of_a_call(op: str) -> None:
         others += 8 * case.batch if case.rounding == "stochastic" else 0  # seeds
         for stores in (0, 1, 3):
             assert case.counted_bytes(stores) == read + stores * stored + others, case
-
-
-@EVERY_OP
-def test_a_case_is_told_by_the_call_that_makes_it(op: str) -> None:
-    for case in CASES[op].odd:
-        name, given = str(case).removesuffix(")").split("(", 1)
-        told = dict(re.findall(r"(\w+)=(\([^)]*\)|[^,]*)", given))
-        usual = {field.name: str(field.default) for field in fields(case)}
-        assert name == type(case).__name__
-        assert usual | told == {field.name: str(getattr(case, field.name)) for field in fields(case)}

@@ -14,7 +14,6 @@ import torch
 from printed import output_of
 
 from flashstate import basics, check
-from flashstate.bench.jobs import Job
 from flashstate.bench.ops import OPS
 from flashstate.bench.ways import WAYS
 from flashstate.check import SHOWN_FAILURES, cases_on
@@ -22,7 +21,6 @@ from flashstate.cli import COMMANDS, main
 from flashstate.demo import one_thread
 from flashstate.info import versions
 from flashstate.launch import Gpu, choose
-from flashstate.launch.config import mode_key
 from flashstate.proof import CASES, Case
 from flashstate.proof.laws import LawBroken, laws_for, pairs, speaks_of
 from flashstate.state.formats import FORMATS, PORTABLE_FORMATS
@@ -38,28 +36,19 @@ def one_cpu_thread() -> Iterator[None]:
         yield
 
 
-def test_info_shows_versions_formats_and_the_configs_of_a_case(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["info", "--gpu", "Some GPU", "--format", "float16", "--rounding", "stochastic", "--batch", "3"]) == 0
+def test_info_shows_versions_formats_and_the_configs_that_are_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+    case = Case(heads=16, rows=80, cols=20, format="int8", rounding="stochastic")
+    options = "--gpu none --format int8 --rounding stochastic --rows 80 --cols 20 --batch 1 256"
+    assert main(["info", *options.split()]) == 0
     out = output_of(capsys)
     assert all(f"{name} {version}" in out for name, version in versions().items())
     for fmt in FORMATS.values():
         assert f"{fmt.name} {fmt.dtype.itemsize} {', '.join(fmt.roundings)}" in out
-    assert "64 x 128, float16, stochastic, one token, on Some GPU" in out
-    assert "3 48" in out
-    assert out.count("heuristic: no table") == 1
-
-
-def test_info_shows_the_configs_that_are_chosen(capsys: pytest.CaptureFixture[str]) -> None:
-    case = Case(heads=16, rows=80, cols=20, format="int8", rounding="stochastic")
-    options = ["--format", "int8", "--rounding", "stochastic", "--rows", "80", "--cols", "20", "--batch", "1", "256"]
-    assert main(["info", "--gpu", "none", *options]) == 0
-    out = output_of(capsys)
     assert "80 x 20, int8, stochastic, one token, on none, compute capability 9.0" in out
+    assert out.count("heuristic: no table") == 1
     for batch in (1, 256):
         config = choose(replace(case, batch=batch).problem, Gpu("none", (9, 0)))
         assert f" {batch} {16 * batch} {config.block_rows} {config.num_warps} {config.lanes} -" in out
-    assert main(["info", "--gpu", "none", "--tokens", "4", "--snapshots"]) == 0
-    assert f"{mode_key(Job('mamba2', Case(tokens=4), 'every').problem)}, on none" in output_of(capsys)
 
 
 def test_info_shows_configs_of_every_op_as_measured_and_where_replay_pays(
@@ -83,26 +72,18 @@ def test_info_shows_configs_of_every_op_as_measured_and_where_replay_pays(
         assert ("Replay reads rings" in out) == (op in pays)
 
 
-def test_info_shows_the_configs_of_tokens_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--gpu", "none", "--format", "bfloat16", "--tokens", "4", "--batch", "1", "64"]
-    assert main(["info", "mamba2", "--at-once", *options]) == 0
-    assert "mamba2_at_once, 64 x 128, bfloat16, nearest, several tokens, on none" in output_of(capsys)
-    assert main(["info", "gated_delta", "--at-once", *options]) == 0
-    out = output_of(capsys)
-    assert "gated_delta_at_once, 128 x 128, bfloat16, nearest, several tokens, on none" in out
-    assert " 1 64 16 1 4 - " in out
-    assert " 64 4096 16 1 4 - tiles 8" in out
-
-
-def test_info_shows_what_another_compute_capability_changes(capsys: pytest.CaptureFixture[str]) -> None:
-    lanes = []
-    for capability in ("9.0", "10.0"):
-        options = ["--gpu", "none", "--capability", capability, "--tokens", "4", "--batch", "64"]
-        assert main(["info", *options]) == 0
-        out = output_of(capsys)
-        assert f"several tokens, on none, compute capability {capability}" in out
-        lanes.append(out.split(" - ")[0].split()[-1])
-    assert lanes == ["8", "4"]
+def test_info_shows_the_configs_of_other_calls_and_of_another_compute_capability(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for words, shown in (
+        ("mamba2 --tokens 4 --snapshots", "mamba2_step, 64 x 128, float32, nearest, several tokens, every stored, on"),
+        ("mamba2 --tokens 4 --at-once", "mamba2_at_once, 64 x 128, float32, nearest, several tokens, on none"),
+        ("gated_delta --tokens 4 --batch 64 --format bfloat16 --at-once", " 64 4096 16 1 4 - tiles 8"),
+        ("mamba2 --tokens 4 --batch 64 --capability 9.0", " 64 1024 8 1 8 - "),
+        ("mamba2 --tokens 4 --batch 64 --capability 10.0", " 64 1024 8 1 4 - "),
+    ):
+        assert main(["info", "--gpu", "none", *words.split()]) == 0
+        assert shown in output_of(capsys)
 
 
 def test_info_without_a_gpu_shows_the_table_of_another(
@@ -197,41 +178,58 @@ def test_the_command_line_knows_the_ops_and_ways_there_are() -> None:
     assert list(basics.ROUNDINGS_OF) == [format.name for format in FORMATS.values()]
 
 
-@pytest.mark.parametrize(
-    ("argv", "complaint"),
-    [
-        (["info", "--rounding", "stochastic_hw"], "float32 has no rounding 'stochastic_hw', only nearest"),
-        (
-            ["info", "conv1d", "--format", "int8"],
-            "windows are float32, bfloat16, float16, rounded to nearest, got int8",
-        ),
-        (["info", "mamba3", "--at-once"], "mamba3 has no --at-once"),
-        (["info", "gated_delta", "--at-once"], "--at-once: only for calls of 2 to 16 tokens"),
-        (["info", "--channels", "8"], "mamba2 has no --channels, only --heads, --groups, --rows, --cols"),
-        (["bench", "conv1d", "--device", "cpu", "--rows", "8"], "conv1d has no --rows, only --channels, --width"),
-        (["tune", "span", "--width", "3"], "span has no --width, only --heads"),
-        (["tune", "mamba2_replay"], "tune finds no configs of mamba2_replay yet"),
-        (["tune", "--device", "cpu"], "tune measures kernels on a GPU, and there is none"),
-        (["info", "mamba2_replay", "--snapshots"], "mamba2_replay has no --snapshots"),
-        (["bench", "mamba2_replay", "--device", "cpu", "--tokens", "17"], "replay is measured with a window of 16"),
-        (["check", "--device", "cuda:99"], "--device cuda:99: this machine has"),
-        (["bench", *TINY, "--groups", "3"], "the number of groups must divide the 2 heads, got 3"),
-        (["bench", *TINY, "--formats", "int8", "--cols", "3", "--heads", "1", "--rows", "1"], "not whole 32-bit words"),
-        (["bench", *TINY, "--csv", "no/such/folder/a.csv"], "to write a.csv to"),
-        (["bench", *TINY, "--peers", "numpy"], "there is no peer 'numpy', only vllm, flashinfer, mamba_ssm, fla"),
-        (["bench", "--host", "--csv", "a.csv"], "--host measures only what a call costs the host"),
-        (["bench", "--from-csv", "missing.csv"], "No such file"),
-        (["bench", "--from-csv", __file__], "is not a file that flashstate bench wrote"),
-        (["bench", "--from-csv", sys.executable], f"{sys.executable} is not a file that flashstate bench wrote"),
-    ],
-)
-def test_a_bad_option_is_one_line_and_exits_with_2(
-    argv: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(argv) == 2
-    error = capsys.readouterr().err
-    assert complaint in error
-    assert error.count("\n") == 1
+BAD_OPTIONS = [
+    (["info", "--rounding", "stochastic_hw"], "float32 has no rounding 'stochastic_hw', only nearest"),
+    (
+        ["info", "conv1d", "--format", "int8"],
+        "windows are float32, bfloat16, float16, rounded to nearest, got int8",
+    ),
+    (["info", "mamba3", "--at-once"], "mamba3 has no --at-once"),
+    (["info", "gated_delta", "--at-once"], "--at-once: only for calls of 2 to 16 tokens"),
+    (["info", "--channels", "8"], "mamba2 has no --channels, only --heads, --groups, --rows, --cols"),
+    (["bench", "conv1d", "--device", "cpu", "--rows", "8"], "conv1d has no --rows, only --channels, --width"),
+    (["tune", "span", "--width", "3"], "span has no --width, only --heads"),
+    (["tune", "mamba2_replay"], "tune finds no configs of mamba2_replay yet"),
+    (["tune", "--device", "cpu"], "tune measures kernels on a GPU, and there is none"),
+    (["tune", "--quick", "--device", "cpu"], "tune measures kernels on a GPU, and there is none"),
+    (["tune", "--quick", "--resume"], "--quick goes without --resume"),
+    (["tune", "--seconds", "3"], "--seconds goes with --quick only"),
+    (["plan", "--tensor-parallel", "3"], "tensor parallel must divide the 128 heads, got 3"),
+    (
+        ["plan", "--heads", "3", "--cols", "8"],
+        "without a preset or a config.json a shape also needs layers, rows, groups",
+    ),
+    (["plan", "--tokens", "4"], "tokens=4 needs a window"),
+    (["plan", "--model", "mamba2-2.7b", "--config", "."], "from a preset or from a config.json, got both"),
+    (["plan", "--config", "no/such/folder"], "No such file"),
+    (["plan", "--config", __file__], "is not a JSON file"),
+    (["bench", "--ways", "--device", "cpu"], "--ways compares times of kernels: it needs a GPU"),
+    (["bench", "--ways", "--plot", "a.png"], "--ways has a table of its own: it draws nothing, and takes no --host"),
+    (["bench", "--quick", "--batches", "1"], "--quick goes without --batches"),
+    (["bench", "--quick", "--json", "no/such/folder/a.json"], "to write a.json to"),
+    (["bench", "span", "--quick"], "--quick measures nothing of span"),
+    (["bench", "--from-json", "a.json", "mamba2"], "--from-json goes without op"),
+    (["bench", "--from-json", __file__], "is not a file that flashstate bench --quick wrote"),
+    (["info", "mamba2_replay", "--snapshots"], "mamba2_replay has no --snapshots"),
+    (["bench", "mamba2_replay", "--device", "cpu", "--tokens", "17"], "replay is measured with a window of 16"),
+    (["check", "--device", "cuda:99"], "--device cuda:99: this machine has"),
+    (["bench", *TINY, "--groups", "3"], "the number of groups must divide the 2 heads, got 3"),
+    (["bench", *TINY, "--formats", "int8", "--cols", "3", "--heads", "1", "--rows", "1"], "not whole 32-bit words"),
+    (["bench", *TINY, "--csv", "no/such/folder/a.csv"], "to write a.csv to"),
+    (["bench", *TINY, "--peers", "numpy"], "there is no peer 'numpy', only vllm, flashinfer, mamba_ssm, fla"),
+    (["bench", "--host", "--csv", "a.csv"], "--host measures only what a call costs the host"),
+    (["bench", "--from-csv", "missing.csv"], "No such file"),
+    (["bench", "--from-csv", __file__], "is not a file that flashstate bench wrote"),
+    (["bench", "--from-csv", sys.executable], f"{sys.executable} is not a file that flashstate bench wrote"),
+]
+
+
+def test_a_bad_option_is_one_line_and_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv, complaint in BAD_OPTIONS:
+        assert main(argv) == 2
+        error = capsys.readouterr().err
+        assert complaint in error
+        assert error.count("\n") == 1
 
 
 def test_check_proves_the_reference(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

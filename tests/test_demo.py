@@ -26,7 +26,6 @@ from flashstate.demo import (
     Contender,
     Demo,
     DemoRow,
-    Request,
     Traffic,
     one_thread,
     parameters,
@@ -186,21 +185,6 @@ def test_requests_wait_for_slots_which_all_come_back(monkeypatch: pytest.MonkeyP
     assert demo.requests > REQUESTS
     assert all(contender.pool.free == contender.pool.slots for contender in demo.contenders)
     assert not any(demo.traffic.rows)
-
-
-def test_accepted_tokens_are_the_requests_own_and_end_with_it() -> None:
-    traffic = Traffic(steps=50, draft_tokens=3, seed=1)
-    request = Request(torch.arange(7.0)[:, None, None].expand(7, LAYERS, sum(WIDTHS)), done=2)
-    traffic.rows[4] = request
-    taken: list[float] = []
-    while request.left:
-        proposed, accepted = traffic.propose()
-        assert 1 <= accepted[4] <= 3
-        assert accepted.sum() == accepted[4]
-        taken += proposed[4, : accepted[4], 0, 0].tolist()
-    assert taken == [2.0, 3.0, 4.0, 5.0, 6.0]
-    assert traffic.leave(everybody=False) == [4]
-    assert not any(traffic.rows)
 
 
 @pytest.mark.parametrize(

@@ -29,15 +29,6 @@ def test_every_page_is_in_the_navigation_once() -> None:
     assert sorted(named) == sorted(pages())
 
 
-def test_links_of_documents_at_the_root_lead_to_pages_and_pictures_of_the_site() -> None:
-    pictures = {path.name for path in (ROOT / "docs").glob("*.png")}
-    for page, text in site.root_pages().items():
-        prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
-        targets = {target.partition("#")[0] for target in re.findall(r"\]\(([^)\s]+)\)", prose)}
-        relative = {target for target in targets if target and not re.match(r"[a-z]+:", target)}
-        assert relative <= pages() | pictures, page
-
-
 def test_links_are_turned_and_nothing_else() -> None:
     text = "[a](docs/ops/x.md#y) [b](LICENSE) `README.md` [c](https://x.org/README.md) [d](README.md#e)"
     assert site.turned(text) == (

@@ -1,8 +1,7 @@
-"""tools.figures: the tables of results/ in documents, and that the documents in the tree have them."""
+"""tools.figures: the tables of results/ in documents, that documents have them, and what these say of formats."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -15,7 +14,8 @@ from flashstate.bench.results import Row, read_csv, write_csv
 from flashstate.launch.call import OPS
 from flashstate.state.formats import PORTABLE_FORMATS
 from tools import figures as tool
-from tools.figures import END, MARKED, RESULTS, ROOT, documents, figures, merged, with_tables
+from tools.figures import END, MARKED, RESULTS, ROOT, documents, figures, merged, of_families, with_tables
+from tools.format_choice import BATCH, FAMILIES, Family, shares_of_bytes, shares_of_time
 from tools.format_costs import costs_table
 from tools.replay_pays import NEVER, faster_from, pays
 
@@ -60,17 +60,6 @@ def test_a_table_has_formats_down_and_batches_across() -> None:
         figures(rows[:1], {})
 
 
-def test_a_table_of_some_labels_has_other_libraries_beside_flashstate() -> None:
-    names = ("touch", "read", "flashstate", "flashstate, at once", "vllm")
-    forms, labels = ((1, "last"), (4, "last"), (4, "none")), ["bfloat16", "bfloat16, 4 tokens, none stored"]
-    rows = [row(name, "bfloat16", "nearest", batch, *form) for name, form, batch in product(names, forms, (1, 16))]
-    lines = figures(rows, {"host cost": "not shown"}, labels).split("\n")
-    found = [line.split(" | ")[0] for line in lines if line.startswith("| bf")]
-    assert found == [f"| {label}: {name}" for name in names[2:] for label in labels]
-    assert lines[-3:] == ["Measured on: an unknown device.", "", ""]
-    assert "host" not in "".join(lines)
-
-
 def replay_rows(implementation: str = "flashstate", op: str = "mamba2_replay", **times: Any) -> list[Row]:
     """Rows of six tokens at batches 1, 4 and 16; `last=(2, 3, 4)` has these times."""
     return [
@@ -80,60 +69,27 @@ def replay_rows(implementation: str = "flashstate", op: str = "mamba2_replay", *
     ]
 
 
-@pytest.mark.parametrize(
-    ("times", "cells"),
-    [
+def test_replay_pays_from_the_batch_size_on_at_which_it_is_always_faster() -> None:
+    for times, cells in (
         ({"stationary": (3, 4, 5), "every": (4, 5, 6), "last": (2, 4, 6)}, "1 | 16"),
         ({"stationary": (3, 4, 5), "every": (4, 3, 6), "last": (4, 5, 5)}, f"16 | {NEVER}"),
         ({"stationary": (3, 4, 5), "last": (4, 5, 6), "uniform": (9, 9, 9)}, " | 1"),
-    ],
-)
-def test_replay_pays_from_the_batch_size_on_at_which_it_is_always_faster(times: Any, cells: str) -> None:
-    rows = [*replay_rows(**times), row("touch", "float32", "nearest", 1, 6, "last", 0.1, "mamba2_replay")]
-    assert pays(rows) == [
-        "| replay is faster from batch size | than snapshots | than a step in place |",
-        "|---|---|---|",
-        f"| float32, 6 tokens | {cells} |",
-    ]
-
-
-def test_replay_is_compared_with_the_faster_step_in_place_and_per_channel_with_its_like() -> None:
+    ):
+        rows = [*replay_rows(**times), row("touch", "float32", "nearest", 1, 6, "last", 0.1, "mamba2_replay")]
+        assert pays(rows)[2:] == [f"| float32, 6 tokens | {cells} |"]
     of_delta = partial(replay_rows, op="gated_delta_replay")
     rows = of_delta(stationary=(3, 4, 5), last=(4, 5, 6)) + of_delta("flashstate, at once", last=(2, 4, 6))
     rows += of_delta("flashstate, per channel", stationary=(3, 4, 5), last=(4, 5, 6))
-    assert pays(rows)[2:] == [
+    assert pays(rows)[2:] == [  # beside the faster step in place, and per channel beside its like
         "| 16 heads, float32, 6 tokens |  | 16 |",
         "| 16 heads, float32, 6 tokens, per channel |  | 1 |",
     ]
-    others = [replace(row, heads=32, microseconds=2 * row.microseconds) for row in rows if row.stored == "last"]
-    assert pays([*rows, *others]) == pays(rows)
 
 
-@pytest.mark.parametrize("op", [name for name, op in BENCHED.items() if op.pays])
-def test_info_says_from_which_batch_size_on_replay_pays_as_results_do(op: str) -> None:
-    _, rows = read_csv(RESULTS[op])
-    want = {name: 0 if cells["last"] == NEVER else int(cells["last"]) for name, cells in faster_from(rows).items()}
-    assert BENCHED[op].pays == want
-
-
-def test_tables_of_replay_have_every_form_what_has_no_roof_and_where_it_pays() -> None:
-    rows = replay_rows(stationary=(3, 4, 5), every=(4, 5, 6))
-    others = (("a 16th folds", 1, 2.5), ("last", 1, 2.6), (MOVES, 6, 1.5))
-    rows += [row("flashstate", "float32", "nearest", 1, n, how, time, "mamba2_replay") for how, n, time in others]
-    rows.append(row("roof", "float32", "nearest", 1, 6, "stationary", 1.0, "mamba2_replay"))
-    lines = figures(rows, {"host cost": "little"}).split("\n")
-    assert lines[3:-6] == [
-        "| float32, 6 tokens, stationary | 3.00 (91) | 4.00 (91) | 5.00 (91) |",
-        "| float32, 6 tokens, every stored | 4.00 (91) | 5.00 (91) | 6.00 (91) |",
-        "| float32, a 16th folds | 2.50 (91) |  |  |",
-        "| float32, in place | 2.60 (91) |  |  |",
-        "| float32, 6 tokens, plan and commit | 1.50 |  |  |",
-        "",
-        *pays(rows)[:2],
-        "| float32, 6 tokens | 1 |  |",
-        "| float32 |  | 1 |",
-    ]
-    assert "replay is faster" not in figures(rows, {}, ["float32, 6 tokens, stationary"])
+def test_info_says_from_which_batch_size_on_replay_pays_as_results_do() -> None:
+    for name in (name for name, op in BENCHED.items() if op.pays):
+        last = {of: cells["last"] for of, cells in faster_from(read_csv(RESULTS[name])[1]).items()}
+        assert BENCHED[name].pays == {of: 0 if cell == NEVER else int(cell) for of, cell in last.items()}
 
 
 def test_tables_go_between_their_marks_and_nothing_else_changes(
@@ -167,48 +123,17 @@ def test_a_table_of_costs_has_formats_down_and_the_bytes_of_a_state() -> None:
     ]
 
 
-def test_what_several_provenances_do_not_share_stands_side_by_side() -> None:
+def test_documents_have_the_tables_of_the_results() -> None:
     provenances = [{"device": "a GPU", "commit": "abc"}, {"device": "a GPU", "commit": "def", "peers": "vllm 1"}]
     assert merged(provenances) == {"device": "a GPU", "commit": "abc / def", "peers": "vllm 1"}
-
-
-def test_documents_have_the_tables_of_the_results() -> None:
     found = {path.relative_to(ROOT).as_posix() for path in documents()}
-    pages = {f"docs/ops/{op}.md" for op in OPS}
-    shared = {
-        "docs/launching.md",
-        "docs/measuring.md",
-        "docs/numerics.md",
-        "docs/serving.md",
-        "docs/choosing-a-format.md",
-    }
-    assert found >= {"README.md", *shared, *pages}
+    assert found >= {"README.md", *(f"docs/ops/{op}.md" for op in OPS)}
     texts = [document.read_text(encoding="utf-8") for document in documents()]
     for text in texts:
         assert text == with_tables(text), "run make figures"
     shown = {match["table"].split(":")[0] for text in texts for match in MARKED.finditer(text)}
     assert shown >= {f"figures of {op}" for op in RESULTS}
     assert {op: {row.op for row in tool.measured(op)[1]} for op in RESULTS} == {op: {op} for op in RESULTS}
-
-
-@pytest.mark.parametrize(
-    ("document", "table", "old", "new"),
-    [
-        ("README.md", "peers", " / ", " + "),
-        ("docs/measuring.md", "figures of mamba2", "| 4 |", "| 5 |"),
-        ("docs/measuring.md", "figures of mamba2", " (9", " (8"),
-        ("docs/measuring.md", "figures of mamba2", "float16 stoch", "float64 stoch"),
-        ("docs/ops/mamba2_step.md", "formats of mamba2", "| 512 |", "| 256 |"),
-        ("docs/ops/mamba2_replay.md", "where mamba2_replay pays", "| 4 |", "| 1 |"),
-        ("docs/numerics.md", "errors of long heads", "e-0", "e-1"),
-        ("docs/choosing-a-format.md", "costs of formats", "| 0.50 |", "| 0.25 |"),
-    ],
-)
-def test_a_figure_that_differs_is_seen(document: str, table: str, old: str, new: str) -> None:
-    text = (ROOT / document).read_text(encoding="utf-8")
-    start = text.index(mark(table))
-    changed = text[:start] + text[start:].replace(old, new, 1)
-    assert with_tables(changed) == text != changed
 
 
 def test_the_command_writes_every_document_and_draws_every_picture(
@@ -224,3 +149,41 @@ def test_the_command_writes_every_document_and_draws_every_picture(
     pictures = ("h200", "numerics", "choosing-a-format", "transformers")
     assert drawn == [tmp_path / "docs" / f"{name}.png" for name in pictures]
     assert "$(PYTHON) -m tools.figures\n" in (ROOT / "Makefile").read_text(encoding="utf-8")
+
+
+# What docs/choosing-a-format.md says
+
+FLOAT32, INT8 = ("float32", "nearest"), ("int8", "nearest")
+
+
+def of_batch(name: str, microseconds: float, stored: str = "last") -> Row:
+    return row("flashstate", name, "nearest", BATCH, stored=stored, microseconds=microseconds)
+
+
+def test_times_are_shares_of_a_float32_step_in_place_at_one_batch_size() -> None:
+    rows = [of_batch("float32", 8.0), of_batch("int8", 2.0), row("flashstate", "int8", "nearest", 1)]
+    rows += [row("vllm", "int8", "nearest", BATCH), of_batch("float32", 4.0, stored="a 16th folds")]
+    assert shares_of_time(Family("any", "mamba2", "red"), rows) == {FLOAT32: 1.0, INT8: 0.25}
+    assert shares_of_time(Family("any", "mamba2", "red", stored="a 16th folds"), rows) == {FLOAT32: 0.5}
+    assert shares_of_bytes(rows) == {FLOAT32: 1.0, INT8: (128 + 4) / 512}
+
+
+def test_the_results_show_what_the_document_says() -> None:
+    measured, errors = of_families()
+    times = {family.op: shares_of_time(family, measured[family.op]) for family in FAMILIES}
+
+    def error(op: str, label: str) -> float:
+        name, _, rounding = label.partition(" ")
+        return errors[op][name, rounding or "nearest"][1]
+
+    assert 0.45 < times["mamba2"]["float16", "nearest"] < times["mamba2"]["int16", "nearest"] < 0.6
+    assert times["mamba2_replay"][FLOAT32] < 0.65
+    for op in ("mamba2", "mamba3", "gated_delta"):
+        assert 8 * error(op, "float16") < 1.001 * min(error(op, "bfloat16"), error(op, "bfloat16 stochastic"))
+        assert 1 / 11 < error(op, "int16") / error(op, "float16") < 1 / 7.5
+        assert 0.01 < min(error(op, "int8"), error(op, "int8 stochastic")) < 0.03
+        assert min(error(op, "float8_e4m3fn"), error(op, "float8_e4m3fn stochastic")) > 0.04
+    for form in PORTABLE_FORMATS[1:]:
+        assert errors["mamba2"][form][1] / errors["mamba2_replay"][form][1] > 3
+    assert error("mamba2_replay", "int8") < error("mamba2", "bfloat16 stochastic") < 0.5 * error("mamba2", "bfloat16")
+    assert times["mamba2"][INT8] < 0.7 * times["mamba2"]["int8", "stochastic"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import Protocol
 
 from flashstate.launch.config import Problem, choose, measured_sizes, mode_key, table_key, valid_configs
@@ -74,8 +74,7 @@ def with_any_knob(problem: Problem, config: Config) -> list[Config]:
     """The config, then the valid ones that differ in the problem's knob alone: what more tiles gain, neighbours may
     hide, as two of them can be slower than one and eight faster."""
     others = [problem.turned(config, n) for n in problem.knob_choices if n != getattr(config, problem.knob)]
-    valid = set(valid_configs(problem))
-    return [config, *(other for other in others if other in valid)]
+    return [config, *(other for other in others if other in valid_set(problem))]
 
 
 def neighbours(problem: Problem, config: Config) -> list[Config]:
@@ -95,5 +94,10 @@ def neighbours(problem: Problem, config: Config) -> list[Config]:
         *(problem.turned(config, n) for n in (*knobs[place + 1 : place + 2], *knobs[:place][-1:])),
         *(replace(config, registers=most) for most in problem.register_choices if most != config.registers),
     ]
-    valid = set(valid_configs(problem))
-    return [step for step in steps if step in valid]
+    return [step for step in steps if step in valid_set(problem)]
+
+
+@lru_cache(maxsize=64)
+def valid_set(problem: Problem) -> frozenset[Config]:
+    """Return the valid configs of a problem. They are kept: making them took three quarters of a search."""
+    return frozenset(valid_configs(problem))

@@ -67,7 +67,7 @@ MUTANTS = (
            "test_tune.py::test_the_stopwatch_times_both_index_types_and_refuses_configs_that_change_bytes"),
     Mutant("a table that was reasoned is added to", "tune.py",
            'if old.header["measured"].startswith(NOT_MEASURED):', "if False:",
-           "test_tune.py::test_nothing_stays_of_a_table_that_is_not_measured"),
+           "test_tune.py -k nothing_stays_of_one_that_is_not_measured"),
     Mutant("a quick run goes on when its time is over", "tune.py",
            "        if limit is not None and limit.over:\n            return\n", "",
            "test_tune.py::test_a_quick_run_keeps_its_time_says_how_far_it_came_and_goes_on_there"),
@@ -108,6 +108,6 @@ MUTANTS = (
     Mutant("info shows configs of this machine alone", "info.py",
            "config, _, measured_at = choose_with_reason(problem, gpu)",
            "config, _, measured_at = choose_with_reason(problem, EXAMPLE_GPU)",
-           "test_cli.py -k test_info_shows_the_configs_that_are_chosen"),
+           "test_cli.py -k test_info_shows_versions_formats_and_the_configs_that_are_chosen"),
 )
 # fmt: on
