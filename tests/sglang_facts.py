@@ -9,14 +9,9 @@ from peer_selective import SGLANG_STATE
 
 VERSION = "0.5.23"
 LINEAR, MAMBA = "srt/layers/attention/linear", "srt/layers/attention/mamba"
-GDN, KDA, MIXER, MIXER1 = (
-    f"{LINEAR}/gdn_backend.py",
-    f"{LINEAR}/kda_backend.py",
-    f"{MAMBA}/mamba.py",
-    f"{MAMBA}/mamba1.py",
-)
-HYBRID, POOL = "srt/layers/attention/hybrid_linear_attn_backend.py", "srt/mem_cache/memory_pool.py"
-DISPATCH, FIELDS = "kernels/ops/mamba/triton_ops/ssu_dispatch.py", "srt/arg_groups/fields/exec_.py"
+GDN, KDA = f"{LINEAR}/gdn_backend.py", f"{LINEAR}/kda_backend.py"
+MIXER, MIXER1 = f"{MAMBA}/mamba.py", f"{MAMBA}/mamba1.py"
+DISPATCH = "kernels/ops/mamba/triton_ops/ssu_dispatch.py"
 
 # Functions that doors of flashstate.compat.sglang stand in for, as tests of doors have them.
 SIGNATURES = {
@@ -90,37 +85,3 @@ CALLS: dict[tuple[str, int, str], tuple[int, tuple[str, ...]]] = {
     (GDN, 538, "GDNKernelDispatcher"): (3, ()),
     (KDA, 513, "KDAKernelDispatcher"): (3, ()),
 }  # fmt: skip
-
-# (file, line) of a statement: words that it has, and what they show.
-STATEMENTS: dict[tuple[str, int], tuple[str, str]] = {
-    (DISPATCH, 185): ("_BACKEND_REGISTRY TritonSSUBackend", "state updates are found by name"),
-    (DISPATCH, 208): ("backend_cls requested", "the name is that of --mamba-backend"),
-    (FIELDS, 483): ("mamba_backend choices triton flashinfer", "a list in the field's annotation"),
-    (FIELDS, 549): ("linear_attn_decode_backend LINEAR_ATTN_KERNEL_BACKEND_CHOICES", "a list that plugins may extend"),
-    (FIELDS, 563): ("linear_attn_verify_backend nv_cutedsl", "a list of its own"),
-    (FIELDS, 572): ("enable_linear_replayssm bool", "a ring for decodes"),
-    (FIELDS, 592): ("enable_linear_replayssm_spec bool", "a ring for drafts"),
-    ("srt/arg_groups/overrides.py", 134): ("_resolved_overrides stash", "declarations are a list, newest last"),
-    (GDN, 678): ("layer forward_batch mixed_qkv", "the layer is a local of who calls us"),
-    (KDA, 770): ("layer forward_batch mixed_qkv", "the same"),
-    (KDA, 1217): ("layer forward_batch mixed_qkv", "the same"),
-    (HYBRID, 1123): ("layer_id mixer hidden_states", "its number is"),
-    (GDN, 352): ("verify_kernel verify_kernel_is_flashinfer triton_kernel", "a kernel for drafts"),
-    (GDN, 261): ("tree_verify_kernel triton_kernel", "and one for trees"),
-    (GDN, 364): ("supports_packed_decode decode_kernel", "decodes are packed if the kernel says so"),
-    (KDA, 333): ("lower_bound TritonKDAKernel NotImplementedError", "the class that lower bounds need"),
-    (KDA, 529): ("is_triton _fused_chain_verify_fn", "Triton's verify may be fused with the convolution"),
-    (HYBRID, 626): ("pad_slot_id int32 full", "slots of a graph are int32, padding is -1"),
-    (HYBRID, 642): ("draft_token_num int32 retrieve_next_token_list", "trees of a graph are int32"),
-    (HYBRID, 215): ("arange int32 query_start_loc", "bounds of decodes are int32"),
-    (POOL, 1520): ("int32 req_index_to_mamba_index_mapping", "slots of requests are int32"),
-    (POOL, 611): ("num_mamba_layers spec_state_size physical_conv_shape", "windows of drafts share their inputs"),
-    (POOL, 749): ("num_mamba_layers temporal_state_shape ssm_dtype", "states: (layers, slots + 1, heads, dim, dstate)"),
-    (POOL, 883): ("spec_state_size speculative_num_draft_tokens", "of drafts: (layers, rows, steps, ...)"),
-    ("srt/mem_cache/layout/token_major.py", 221): ("conv_slot_stride_elems", "page-major: slots are an entry apart"),
-    ("srt/configs/mamba_utils.py", 230): ("num_heads head_dim state_size tp_world_size", "a rank has some heads"),
-    ("srt/configs/mamba_utils.py", 351): ("conv_state_k_shape", "windows of KDA lie with channels last"),
-    ("srt/models/kimi_linear.py", 385): ("dt_bias projection_size float32", "one bias per channel"),
-    ("srt/models/kimi_linear.py", 410): ("A_log local_num_heads float32", "with axes of one around the heads"),
-}  # fmt: skip
-STEPS = ("handle_mamba_backend", "handle_linear_attn_backend", "handle_page_major_kv_layout")

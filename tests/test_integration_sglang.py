@@ -1,4 +1,4 @@
-"""flashstate inside SGLang: the plugin, and calls with the tensors and metadata that SGLang's sources make."""
+"""flashstate inside SGLang: the plugin, what it binds, and calls as SGLang's layers make them."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 import sglang_facts as facts
-import sglang_layers as layers
 import torch
 from models_of_peers import Arguments
-from peer_calls import CPU, Adapter, copied, equal_bytes, require_contract
+from peer_calls import copied, equal_bytes, require_contract
 from peer_conv1d import SGLANG_CONV
-from peer_rules import SGLANG_DECODE, SGLANG_KDA, SGLANG_RULE
-from peer_selective import SGLANG_STATE
-from sglang_layers import BRAIN, DIM, DSTATE, FLOAT, HALF, HEADS, Batch, Pool
+from peer_rules import SGLANG_DECODE, SGLANG_KDA, SGLANG_RULE, VERIFY
+from peer_selective import PARENTS, SGLANG_STATE
 from sglang_modules import DISPATCH, LINEAR, MAMBA, Engine, needs_sources, own_conv
 from torch import Tensor
 
@@ -24,25 +22,7 @@ from flashstate.compat import sglang as compat
 from flashstate.integrations.sglang import kernels, plugin, register, upstream
 
 OURS = {f"linear_attn_{mode}_backend": "flashstate" for mode in ("decode", "verify")}
-BATCHES = {
-    "decode": Batch(), "verify": Batch(verify=True), "verify trees": Batch(verify=True, trees=True),
-}  # fmt: skip
-EVERY_BATCH = pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES.keys())
-Form = tuple[bool, torch.dtype]  # of a pool: whether it is page-major, and of which states
-FORMS: dict[str, Form] = {
-    "float32": (False, FLOAT), "page-major float32": (True, FLOAT), "page-major bfloat16": (True, BRAIN),
-    "float16": (False, HALF),
-}  # fmt: skip
-RUNS = {f"{name}-{where}": (form, where) for name, form in FORMS.items() for where in ("reference", "gpu")}
-RUNS["page-major bfloat16-interpreter"] = (FORMS["page-major bfloat16"], "interpreter")
-MARKS = {"reference": (), "gpu": pytest.mark.gpu, "interpreter": pytest.mark.interpreted}
-EVERY_FORM = pytest.mark.parametrize(
-    ("form", "device"),
-    [pytest.param(*run, marks=MARKS[run[1]], id=name) for name, run in RUNS.items()], indirect=["device"],
-)  # fmt: skip
 DELTA_LAYERS = pytest.mark.parametrize("kind", ["GDN", "KDA"])
-CHANNELS = {"Mamba": HEADS * DIM + 2 * layers.GROUPS * DSTATE, "GDN": HEADS * (DSTATE + DIM), "KDA": 3 * HEADS * DSTATE}
-STATES = {"Mamba": (HEADS, DIM, DSTATE), "GDN": (HEADS, DIM, DSTATE), "KDA": (HEADS, DSTATE, DSTATE)}
 
 
 def in_process(monkeypatch: pytest.MonkeyPatch, read: bool = False, **options: str) -> Engine:
@@ -52,7 +32,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch, read: bool = False, **options: s
 
 @pytest.fixture(params=["made", pytest.param("read", marks=needs_sources)])
 def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Engine:
-    """A process of SGLang that has loaded the plugin; `read`: with what can be run of its sources."""
+    """A process of SGLang that has loaded the plugin; `read`: with the modules of its sources that can run alone."""
     made = in_process(monkeypatch, request.param == "read")
     made.load(register)
     return made
@@ -60,7 +40,7 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> E
 
 @pytest.fixture
 def said() -> Iterator[list[str]]:
-    """What is logged meanwhile."""
+    """Messages that are logged meanwhile."""
     handler, messages, level = logging.Handler(), [], kernels.logger.level
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     kernels.logger.addHandler(handler)
@@ -70,23 +50,11 @@ def said() -> Iterator[list[str]]:
     kernels.logger.setLevel(level)
 
 
-def memory(kind: str, batch: Batch, form: Form = (True, FLOAT), device: torch.device = CPU) -> Pool:
-    """The pool of a layer of this kind; windows of drafts share inputs where SGLang lets them."""
-    (page_major, dtype), sliding = form, kind != "KDA" and not batch.trees
-    return layers.pool(CHANNELS[kind], STATES[kind], dtype, page_major, kind == "KDA", sliding, device)
-
-
-def require_served(adapter: Adapter, function: Callable[..., Any], arguments: Arguments, pool: Pool) -> None:
-    """The function gives what the contract of the adapter says, and leaves the memory of other layers alone."""
-    before = [t.clone() for t in pool.others]
-    require_contract(replace(adapter, function=function), arguments)
-    assert all(equal_bytes(now, then) for now, then in zip(pool.others, before, strict=True))
-
-
 def updating(engine: Engine) -> Callable[..., Tensor]:
-    """selective_state_update as mixers call it: up to D by position, and nothing is returned."""
+    """selective_state_update as mixers call it: up to D by position, into an output, and nothing is returned."""
 
     def call(state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, **more: Any) -> Tensor:
+        more = {"out": torch.empty_like(x), **more}
         assert engine[DISPATCH].selective_state_update(state, x, dt, A, B, C, D, **more) is None
         return more["out"]
 
@@ -124,19 +92,19 @@ def stepping(kernel: Any, kind: str) -> Callable[..., Tensor]:
     return call
 
 
+# The plugin
+
+
 def test_the_plugin_is_an_entry_point_of_sglang() -> None:
     text = (Path(__file__).parent.parent / "pyproject.toml").read_text(encoding="utf-8")
     assert '[project.entry-points."sglang.srt.plugins"]\nflashstate = "flashstate.integrations.sglang:register"' in text
 
 
-def test_every_flag_offers_it(engine: Engine) -> None:
+def test_every_flag_offers_it_and_nothing_changes_until_one_chooses_it(engine: Engine, said: list[str]) -> None:
     notes = engine["sglang.srt.server_args"].ServerArgs.__annotations__
     for flag in plugin.FLAGS:
         assert notes[flag].__metadata__[0].choices[-1] == "flashstate"
         assert notes[flag].__metadata__[0].choices.count("flashstate") == 1
-
-
-def test_nothing_changes_until_a_flag_chooses_it(engine: Engine, said: list[str]) -> None:
     engine.serve(linear_attn_decode_backend="triton")
     for kind in ("GDN", "KDA"):
         made = engine.dispatcher(kind)
@@ -172,7 +140,7 @@ def test_linear_backends_bind_what_was_chosen_and_no_more(
     assert said == [f"flashstate is active: {kind} {' and '.join(modes)}, and convolutions"]
 
 
-@pytest.mark.parametrize("version", ["0.5.22", "0.5.24", "0.5.23.post1", "0.6.0"])
+@pytest.mark.parametrize("version", ["0.5.22", "0.5.23.post1"])
 @pytest.mark.parametrize("flag", [*plugin.FLAGS, *plugin.PREFILL])
 def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch, said: list[str], version: str, flag: str) -> None:
     engine = in_process(monkeypatch, version=version)
@@ -221,124 +189,54 @@ def test_page_major_pools_are_allowed_and_flags_stay_as_they_were(engine: Engine
     assert upstream.resolved(server_args).mamba_backend == "flashstate"
 
 
-@EVERY_BATCH
-@EVERY_FORM
-def test_mamba_layers_are_stepped(engine: Engine, batch: Batch, form: Form, device: torch.device) -> None:
+# Calls
+
+
+def test_calls_of_mamba_layers_are_served(engine: Engine) -> None:
     engine.serve(mamba_backend="flashstate")
-    conv, update = layers.mamba2(batch, pool := memory("Mamba", batch, form, device))
-    require_served(SGLANG_CONV, engine[f"{MAMBA}.mamba"].causal_conv1d_update_triton, conv, pool)
-    require_served(SGLANG_STATE, updating(engine), update, pool)
+    conv = replace(SGLANG_CONV, function=engine[f"{MAMBA}.mamba"].causal_conv1d_update_triton)
+    state = replace(SGLANG_STATE, function=updating(engine))
+    for adapter in (conv, state):
+        for call in adapter.calls:
+            if call != "stochastic":  # which the server asks for, not the call
+                require_contract(adapter, adapter.arguments(call))
+
+
+@DELTA_LAYERS
+def test_calls_of_layers_with_delta_rules_are_served(engine: Engine, kind: str) -> None:
+    """Also drafts of different lengths, with four tokens of no row."""
+    engine.serve(**OURS)
+    made, is_kda = engine.dispatcher(kind), kind == "KDA"
+    step = replace(SGLANG_RULE, function=stepping(made, kind))
+    gates = {"per_channel": is_kda, "is_kda": is_kda, "softplus_beta": 1.0, "softplus_threshold": 20.0}
+    verify = {**VERIFY, **gates, "retrieve_parent_token": None}
+    for call in (
+        {**gates, "shape": (1, 3), "cu_seqlens": [0, 1, 2, 3], "initial_state_indices": [5, 0, 8]},
+        verify, {**verify, "retrieve_parent_token": PARENTS}, {**verify, "cu_seqlens": [0, 4, 5, 8]},
+    ):  # fmt: skip
+        require_contract(step, step.arguments(call))
+    packed = SGLANG_KDA if is_kda else SGLANG_DECODE
+    for call in packed.calls:
+        require_contract(replace(packed, function=packing(made, kind)), packed.arguments(call))
+    none = {name: t[:0] for name, t in packed.arguments("bfloat16").items() if name in (*packed.tokens, "out")}
+    none["ssm_state_indices"] = torch.zeros(0, dtype=torch.int32)
+    y, _ = packing(made, kind)(**{**packed.arguments("bfloat16"), **none})  # of a rank without requests
+    assert len(y) == 0
 
 
 def test_float16_states_are_rounded_stochastically(engine: Engine, said: list[str]) -> None:
     engine.serve(mamba_backend="flashstate", enable_mamba_cache_stochastic_rounding=True, mamba_cache_philox_rounds=5)
-    pool = memory("Mamba", batch := Batch(), FORMS["float16"])
-    _, update = layers.mamba2(batch, pool)
+    update = SGLANG_STATE.arguments({"state_batch_indices": [5, -1, 8], "state_dtype": torch.float16})
     again, direct = copied(update), copied(update)
-    require_served(SGLANG_STATE, updating(engine), update, pool)  # with this seed
+    require_contract(replace(SGLANG_STATE, function=updating(engine)), update)  # with this seed
     updating(engine)(**again)
-    assert not equal_bytes(update["state"][7], again["state"][7])
+    assert not equal_bytes(update["state"][5], again["state"][5])
     torch.manual_seed(0)
     compat.selective_state_update(**direct, enable_stochastic_rounding=True, cache_philox_rounds=5)
-    assert equal_bytes(update["state"][7], direct["state"][7])
+    assert equal_bytes(update["state"][5], direct["state"][5])
     assert said == [
         "flashstate is active: Mamba states, rounded stochastically but for those of drafts, and convolutions"
     ]
-
-
-def test_layers_of_mamba1_are_stepped(engine: Engine) -> None:
-    engine.serve(mamba_backend="flashstate")
-    pool = layers.pool(HEADS * DIM, (HEADS * DIM, 1, DSTATE), FLOAT, page_major=True, last=False, sliding=False)
-    require_served(SGLANG_STATE, updating(engine), layers.mamba1(Batch(), pool), pool)
-
-
-@DELTA_LAYERS
-@EVERY_BATCH
-@EVERY_FORM
-def test_layers_of_delta_rules_are_stepped(
-    engine: Engine, kind: str, batch: Batch, form: Form, device: torch.device
-) -> None:
-    engine.serve(**OURS)
-    made = engine.dispatcher(kind)
-    conv, packed, step = layers.delta(kind, batch, pool := memory(kind, batch, form, device))
-    require_served(SGLANG_CONV, engine[f"{LINEAR}.{kind.lower()}_backend"].causal_conv1d_update, conv, pool)
-    require_served(SGLANG_RULE, stepping(made, kind), step, pool)
-    if not batch.verify:
-        _, packed, _ = layers.delta(kind, batch, pool := memory(kind, batch, form, device))
-        require_served(SGLANG_KDA if kind == "KDA" else SGLANG_DECODE, packing(made, kind), packed, pool)
-
-
-def test_drafts_of_different_lengths_are_verified(engine: Engine) -> None:
-    engine.serve(**OURS)
-    batch = BATCHES["verify"]
-    _, _, step = layers.delta("KDA", batch, pool := memory("KDA", batch))
-    step["cu_seqlens"] = layers.indices(0, 4, 5, 8)  # and four tokens of no row
-    require_served(SGLANG_RULE, stepping(engine.dispatcher("KDA"), "KDA"), step, pool)
-
-
-@DELTA_LAYERS
-def test_a_tree_is_verified_by_the_parents_that_its_convolution_found(engine: Engine, kind: str) -> None:
-    engine.serve(**OURS)
-    engine.dispatcher(kind)
-    batch = BATCHES["verify trees"]
-    conv, _, _ = layers.delta(kind, batch, memory(kind, batch))
-    y = engine[f"{LINEAR}.{kind.lower()}_backend"].causal_conv1d_update(**conv)
-    assert torch.equal(conv["retrieve_parent_token"][:, 1:], layers.parents()[:, 1:])
-    assert y.transpose(1, 2).view(batch.tokens, -1).shape == (batch.tokens, CHANNELS[kind])  # as layers go on with it
-
-
-@DELTA_LAYERS
-def test_a_batch_of_padding_touches_nothing(engine: Engine, kind: str) -> None:
-    engine.serve(mamba_backend="flashstate", **OURS)
-    made = engine.dispatcher(kind)
-    for batch in (Batch(slots=(-1, -1, -1)), Batch(verify=True, slots=(-1, -1, -1))):
-        pool = memory(kind, batch)
-        conv, packed, step = layers.delta(kind, batch, pool)
-        before = [t.clone() for t in (pool.conv, pool.temporal, pool.windows, pool.drafts)]
-        engine[f"{LINEAR}.{kind.lower()}_backend"].causal_conv1d_update(**conv)
-        stepping(made, kind)(**step)
-        if not batch.verify:
-            packing(made, kind)(**packed)
-        now = (pool.conv, pool.temporal, pool.windows, pool.drafts)
-        assert all(equal_bytes(one, other) for one, other in zip(now, before, strict=True))
-
-
-@DELTA_LAYERS
-def test_a_rank_without_requests_gets_an_output_without_rows(engine: Engine, kind: str) -> None:
-    engine.serve(**OURS)
-    _, packed, _ = layers.delta(kind, batch := Batch(slots=()), memory(kind, batch))
-    y, _ = packing(engine.dispatcher(kind), kind)(**packed)
-    assert y.shape == (0, 1, *STATES[kind][:2])
-
-
-def test_rows_that_share_the_slot_of_eager_padding_harm_no_other(engine: Engine) -> None:
-    engine.serve(mamba_backend="flashstate")
-    _, padded = layers.mamba2(batch := Batch(slots=(7, 0, 0)), memory("Mamba", batch))
-    _, alone = layers.mamba2(batch := Batch(slots=(7, -1, -1)), memory("Mamba", batch))
-    for update in (padded, alone):
-        updating(engine)(**update)
-    assert equal_bytes(padded["out"][0], alone["out"][0])
-    assert equal_bytes(padded["state"][1:], alone["state"][1:])
-
-
-def test_a_rank_with_half_of_the_heads_gives_the_bytes_of_these_heads(engine: Engine) -> None:
-    engine.serve(mamba_backend="flashstate")
-    _, whole = layers.mamba2(Batch(), memory("Mamba", Batch()))
-    updating(engine)(**whole)
-    for rank in range(2):
-        _, given = layers.mamba2(Batch(), memory("Mamba", Batch()))
-        part = {**given, **{name: of_rank(given[name], axis, rank) for name, axis in HEAD_AXES.items()}}
-        updating(engine)(**part)
-        for name in ("state", "out"):
-            assert equal_bytes(part[name], of_rank(whole[name], 1, rank))
-
-
-HEAD_AXES = {"state": 1, "x": 1, "dt": 1, "A": 0, "B": 1, "C": 1, "D": 0, "dt_bias": 0, "out": 1}
-
-
-def of_rank(tensor: Tensor, axis: int, rank: int) -> Tensor:
-    """The heads, or groups, of one of two ranks: a view."""
-    return tensor.chunk(2, axis)[rank]
 
 
 def test_gates_with_a_lower_bound_are_left_to_sglang(engine: Engine, said: list[str]) -> None:
@@ -353,17 +251,11 @@ def test_gates_with_a_lower_bound_are_left_to_sglang(engine: Engine, said: list[
     assert said[1:] == [f"flashstate leaves KDA {call} to SGLang: {why}" for call in ("decode", "target_verify")]
 
 
-def wrong(arguments: Arguments, name: str) -> Arguments:
-    """The arguments, of which one has lost its last entry."""
-    return {**arguments, name: arguments[name][..., :-1]}
-
-
 def test_errors_name_the_call_and_the_layer_and_nothing_is_written(engine: Engine) -> None:
     engine.serve(mamba_backend="flashstate", **OURS)
-    made, batch = engine.dispatcher("GDN"), Batch()
-    conv, packed, step = layers.delta("GDN", batch, pool := memory("GDN", batch))
-    _, update = layers.mamba2(batch, mamba := memory("Mamba", batch))
-    before = [t.clone() for t in (pool.conv, pool.temporal, mamba.temporal)]
+    made = engine.dispatcher("GDN")
+    packed, update = SGLANG_DECODE.arguments("bfloat16"), SGLANG_STATE.arguments("padding")
+    step, conv = SGLANG_RULE.arguments("a token each"), SGLANG_CONV.arguments("one token, channels first")
 
     def forward_decode(layer: Any, function: Callable[..., Any], arguments: Arguments) -> None:
         function(**arguments)
@@ -374,16 +266,16 @@ def test_errors_name_the_call_and_the_layer_and_nothing_is_written(engine: Engin
     class Layer:
         layer_id = 11
 
-    with pytest.raises(RuntimeError, match="flashstate failed in GDN packed_decode of layer 11: a must have shape"):
-        forward_decode(Layer(), packing(made, "GDN"), wrong(packed, "a"))
-    with pytest.raises(RuntimeError, match="flashstate failed in GDN decode of layer 11: dt_bias must have shape"):
-        forward_decode(Layer(), stepping(made, "GDN"), wrong(step, "dt_bias"))
-    with pytest.raises(RuntimeError, match="failed in causal_conv1d_update of layer 11: conv_state_indices must have"):
-        forward_decode(Layer(), kernels.causal_conv1d_update, wrong(conv, "conv_state_indices"))
-    with pytest.raises(RuntimeError, match="failed in selective_state_update of layer 3: B must have shape"):
-        forward(3, updating(engine), wrong(update, "B"))
-    with pytest.raises(RuntimeError, match="in GDN packed_decode of a layer without a number: replayssm_d") as raised:
+    for call, function, arguments, name, where in (
+        (forward_decode, packing(made, "GDN"), packed, "a", "GDN packed_decode of layer 11"),
+        (forward_decode, stepping(made, "GDN"), step, "dt_bias", "GDN decode of layer 11"),
+        (forward_decode, kernels.causal_conv1d_update, conv, "conv_state_indices", "causal_conv1d_update of layer 11"),
+        (forward, updating(engine), update, "B", "selective_state_update of layer 3"),
+    ):
+        before = copied(arguments)
+        with pytest.raises(RuntimeError, match=f"flashstate failed in {where}: {name} must have") as raised:
+            call(Layer() if call is forward_decode else 3, function, {**arguments, name: arguments[name][..., :-1]})
+        assert isinstance(raised.value.__cause__, ValueError)
+        assert all(equal_bytes(t, before[name]) for name, t in arguments.items() if isinstance(t, Tensor))
+    with pytest.raises(RuntimeError, match="in GDN packed_decode of a layer without a number: replayssm_d"):
         made.packed_decode(*[torch.ones(1, 1)] * 3, **dict.fromkeys(facts.PACKED[3:]), replayssm_d=torch.ones(1))
-    assert isinstance(raised.value.__cause__, ValueError)
-    now = (pool.conv, pool.temporal, mamba.temporal)
-    assert all(equal_bytes(one, other) for one, other in zip(now, before, strict=True))

@@ -5,28 +5,92 @@ import __future__
 import ast
 import inspect
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import sglang_facts as facts
-import sglang_layers as layers
 import torch
-from peer_calls import Adapter, Random, require_contract
-from peer_conv1d import SGLANG_CONV
+from peer_calls import BRAIN, CPU, DIM, DSTATE, FLOAT, HEADS, Adapter, Random, equal_bytes, require_contract
+from peer_conv1d import SGLANG_CONV, TREE
 from peer_rules import SGLANG_DECODE, SGLANG_KDA, SGLANG_RULE
-from peer_selective import SGLANG_STATE
-from sglang_layers import BRAIN, DIM, DRAFT, DSTATE, HEADS, WIDTH, Batch, Pool
-from sglang_modules import DISPATCH, Engine, needs_sources, source
-from test_integration_sglang import BATCHES, EVERY_BATCH, OURS, STATES, in_process, memory
+from peer_selective import GROUPS, SGLANG_STATE
+from sglang_modules import DISPATCH, LINEAR, MAMBA, Engine, needs_sources, source
+from test_integration_sglang import OURS, in_process
 from torch import Tensor
 
 from flashstate.compat import sglang as compat
 from flashstate.integrations.sglang import kernels, register
 
 pytestmark = needs_sources
-CPU = torch.device("cpu")
+LAYERS, WIDTH, DRAFT = 3, 4, 4  # as many drafts as the trees of other tests have
+SLOTS, ROWS = [7, -1, 2], [0, 1, 2]  # of a batch of three in a graph, of which one is padding; of buffers
+CHANNELS = {"Mamba": HEADS * DIM + 2 * GROUPS * DSTATE, "GDN": HEADS * (DSTATE + DIM), "KDA": 3 * HEADS * DSTATE}
+STATES = {"Mamba": (HEADS, DIM, DSTATE), "GDN": (HEADS, DIM, DSTATE), "KDA": (HEADS, DSTATE, DSTATE)}
+
+
+def indices(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A batch that decodes, a token each, or whose drafts are verified."""
+
+    verify: bool = False
+    trees: bool = False
+
+    @property
+    def tokens(self) -> int:
+        return len(SLOTS) * (DRAFT if self.verify else 1)
+
+    @property
+    def metadata(self) -> SimpleNamespace:
+        """The data that attention backends keep of a batch."""
+        names = ("retrieve_next_token", "retrieve_next_sibling", "retrieve_parent_token")
+        tree = {name: torch.tensor(TREE.get(name, [[0] * DRAFT] * 3)).int() if self.trees else None for name in names}
+        bounds = torch.arange(0, self.tokens + 1, DRAFT if self.verify else 1, dtype=torch.int32)
+        return SimpleNamespace(
+            query_start_loc=bounds, mamba_cache_indices=indices(*SLOTS), num_prefills=0, num_prefill_tokens=0,
+            num_decodes=len(SLOTS), is_target_verify=self.verify, draft_token_num=DRAFT, replayssm_write_pos=None,
+            replayssm_force_flush=None, **tree,
+        )  # fmt: skip
+
+
+BATCHES = {"decode": Batch(), "verify": Batch(verify=True), "verify trees": Batch(verify=True, trees=True)}
+EVERY_BATCH = pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES.keys())
+
+
+class SpeculativeState(SimpleNamespace):
+    """The memory of a layer in the pool, with room for drafts."""
+
+
+def cache_of(kind: str, batch: Batch) -> tuple[SpeculativeState, Callable[[], bool]]:
+    """The memory of a layer between two others under SGLang's names, and whether that of the others is as it was.
+
+    All that belongs to a slot lies together. Windows of drafts share their inputs, where drafts are no trees.
+    """
+    random, kimi, channels = Random(CPU, 6), kind == "KDA", CHANNELS[kind]
+    window = (WIDTH - 1, channels) if kimi else (channels, WIDTH - 1)
+    states = random.normal(LAYERS, 9, *window, dtype=BRAIN), random.normal(LAYERS, 9, *STATES[kind])
+    parts = [t.transpose(0, 1).reshape(9, -1).view(torch.uint8) for t in states]
+    memory = torch.cat(parts, 1)
+    entries = zip(memory.split([part.shape[1] for part in parts], 1), states, strict=True)
+    conv, temporal = (e.view(t.dtype).unflatten(1, (LAYERS, *t.shape[2:])).transpose(0, 1) for e, t in entries)
+    windows = torch.zeros(4, DRAFT, *window, dtype=BRAIN)
+    if not kimi and not batch.trees:
+        inputs = torch.zeros(4, channels, DRAFT + WIDTH - 2, dtype=BRAIN)
+        shape, strides = (4, DRAFT, channels, WIDTH - 1), inputs.stride()
+        windows = inputs.as_strided(shape, (strides[0], strides[2], *strides[1:]))
+    others = [t[n] for t in (conv, temporal) for n in (0, 2)]
+    before = [t.clone() for t in others]
+    rings = dict.fromkeys(f"replayssm_{name}" for name in ("d", "k", "g", "rawv", "rawk", "beta"))
+    drafts = torch.zeros(4, DRAFT, *STATES[kind])
+    cache = SpeculativeState(
+        conv=[conv[1]], temporal=temporal[1], intermediate_conv_window=[windows], intermediate_ssm=drafts, **rings
+    )
+    return cache, lambda: all(map(equal_bytes, others, before))
 
 
 def read(path: str, place: str, **names: Any) -> Callable[..., Any]:
@@ -42,7 +106,7 @@ def read(path: str, place: str, **names: Any) -> Callable[..., Any]:
 
 
 def requiring(adapter: Adapter, calls: list[str]) -> Callable[..., Any]:
-    """The function of a adapter, which requires the contract of every call, and keeps its name."""
+    """The function of an adapter, which requires the contract of every call, and keeps its name."""
     signature = inspect.signature(adapter.function)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -63,7 +127,7 @@ def requiring(adapter: Adapter, calls: list[str]) -> Callable[..., Any]:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Which doors are called, each of which keeps its contract."""
+    """The names of the adapters that are called, each of which keeps its contract."""
     made: list[str] = []
     for adapter in (SGLANG_CONV, SGLANG_STATE, SGLANG_RULE):
         monkeypatch.setattr(compat, adapter.function.__name__, requiring(adapter, made))
@@ -80,53 +144,14 @@ def engine(monkeypatch: pytest.MonkeyPatch, calls: list[str]) -> Engine:
     return made
 
 
-class SpeculativeState(SimpleNamespace):
-    """What a layer has in the pool, with room for drafts."""
-
-
-def cache_of(pool: Pool, kind: str) -> SpeculativeState:
-    """The pool of a layer under SGLang's names; windows of KDA as they lie in memory."""
-    turned = [t.mT if kind == "KDA" else t for t in (pool.conv, pool.windows)]
-    rings = dict.fromkeys(f"replayssm_{name}" for name in ("d", "k", "g", "rawv", "rawk", "beta"))
-    return SpeculativeState(
-        conv=[turned[0]], temporal=pool.temporal, intermediate_conv_window=[turned[1]], intermediate_ssm=pool.drafts,
-        **rings,
-    )  # fmt: skip
-
-
-def metadata_of(batch: Batch) -> SimpleNamespace:
-    """What attention backends know of a batch."""
-    return SimpleNamespace(
-        query_start_loc=batch.query_start_loc, mamba_cache_indices=layers.indices(*batch.slots), num_prefills=0,
-        num_prefill_tokens=0, num_decodes=len(batch.slots), is_target_verify=batch.verify, draft_token_num=DRAFT,
-        replayssm_write_pos=None, replayssm_force_flush=None, **(layers.tree() if batch.trees else layers.no_tree()),
-    )  # fmt: skip
-
-
-def backend_of(engine: Engine, kind: str, batch: Batch, pool: Pool) -> SimpleNamespace:
-    """An attention backend with the dispatcher of SGLang's sources."""
-    cache = cache_of(pool, kind)
-    pools = SimpleNamespace(
-        mamba2_layer_cache=lambda layer_id: cache, mamba_pool=SimpleNamespace(), size=len(layers.ROWS)
-    )
-    return SimpleNamespace(
-        req_to_token_pool=pools, forward_metadata=metadata_of(batch), kernel_dispatcher=engine.dispatcher(kind),
-        verify_intermediate_state_indices=layers.indices(*layers.ROWS), mis_metadata=None, accept_lens_pool=None,
-        requires_contiguous_prefill_state=True, _use_strided_target_verify_qkv=True, _fused_chain_verify_fn=None,
-        _track_mamba_state_decode=lambda *args: None, _can_run_dspark_cutedsl_mtp=lambda **kwargs: False,
-        _can_run_fused_chain_verify=lambda **kwargs: False,
-    )  # fmt: skip
-
-
 def layer_of(kind: str) -> SimpleNamespace:
     """A layer with its weights, as its model makes it."""
     random, kimi, (heads, V, K) = Random(CPU, 6), kind == "KDA", STATES[kind]
     keys = heads if kimi else heads // 2
-    channels = 2 * keys * K + heads * V
     return SimpleNamespace(
         layer_id=3, num_q_heads=keys, num_k_heads=keys, num_v_heads=heads, head_q_dim=K, head_k_dim=K, head_v_dim=V,
         q_dim=keys * K, k_dim=keys * K, v_dim=heads * V, bias=None, activation="silu", lower_bound=None,
-        conv_weights=random.normal(channels, 1, WIDTH, dtype=torch.float32 if kimi else BRAIN).squeeze(1),
+        conv_weights=random.normal(CHANNELS[kind], 1, WIDTH, dtype=FLOAT if kimi else BRAIN).squeeze(1),
         A_log=random.normal(1, 1, heads, 1) if kimi else random.normal(heads),
         dt_bias=random.normal(heads * K) if kimi else random.normal(heads, dtype=BRAIN),
     )  # fmt: skip
@@ -134,23 +159,23 @@ def layer_of(kind: str) -> SimpleNamespace:
 
 def activations(kind: str, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     """mixed_qkv, a and b, as models of these layers hand them over."""
-    random, (heads, _, K), layer = Random(CPU, 7), STATES[kind], layer_of(kind)
-    mixed = random.normal(tokens, layer.q_dim + layer.k_dim + layer.v_dim, dtype=BRAIN)
+    random, (heads, _, K) = Random(CPU, 7), STATES[kind]
+    mixed = random.normal(tokens, CHANNELS[kind], dtype=BRAIN)
     if kind == "KDA":
         return mixed, random.normal(tokens, heads * K, dtype=BRAIN), random.normal(tokens, heads, dtype=BRAIN)[None]
     b, a = random.normal(tokens, 2 * heads, dtype=BRAIN).chunk(2, -1)
     return mixed, a, b
 
 
-def chosen_rows(default: Tensor, *_: Any) -> Tensor:
-    return default
+def never(*_: Any, **__: Any) -> bool:
+    return False
 
 
 NAMES: dict[str, Any] = {
-    "_is_hip": False, "MambaPool": SimpleNamespace(SpeculativeState=SpeculativeState), "is_cpu": lambda: False,
-    "is_cuda": lambda: False, "is_hip": lambda: False, "is_xpu": lambda: False, "is_gfx95_supported": lambda: False,
-    "select_verify_intermediate_state_indices": chosen_rows, "pp_spec_stable_rows_enabled": lambda: False,
-    "MAX_FUSED_QKV_SPLIT_DIM": 0,
+    "_is_hip": False, "MambaPool": SimpleNamespace(SpeculativeState=SpeculativeState), "MAX_FUSED_QKV_SPLIT_DIM": 0,
+    "select_verify_intermediate_state_indices": lambda default, *_: default,
+    **dict.fromkeys(("is_cpu", "is_cuda", "is_hip", "is_xpu", "is_gfx95_supported"), never),
+    "pp_spec_stable_rows_enabled": never,
 }  # fmt: skip
 METHODS = {
     ("GDN", False): (facts.GDN, "GDNAttnBackend.forward_decode"),
@@ -160,64 +185,71 @@ METHODS = {
 }
 
 
-def batch_of(batch: Batch, ragged: bool = False) -> SimpleNamespace:
-    """A batch as layers get it."""
-    return SimpleNamespace(
-        forward_mode=SimpleNamespace(is_target_verify=lambda: batch.verify), batch_size=len(batch.slots),
-        spec_info=SimpleNamespace(draft_token_num=DRAFT, ragged_verify_layout=ragged or None), req_pool_indices=None,
+def run_layer(engine: Engine, kind: str, batch: Batch, *bounds: int) -> Tensor:
+    """The output of a layer on an attention backend with the dispatcher of SGLang's sources. bounds: of drafts of
+    different lengths."""
+    engine.serve(**OURS)
+    cache, others_stay = cache_of(kind, batch)
+    backend = SimpleNamespace(
+        req_to_token_pool=SimpleNamespace(
+            mamba2_layer_cache=lambda layer_id: cache, mamba_pool=SimpleNamespace(), size=len(ROWS)
+        ),
+        forward_metadata=batch.metadata, kernel_dispatcher=engine.dispatcher(kind),
+        verify_intermediate_state_indices=indices(*ROWS), mis_metadata=None, accept_lens_pool=None,
+        requires_contiguous_prefill_state=True, _use_strided_target_verify_qkv=True, _fused_chain_verify_fn=None,
+        _track_mamba_state_decode=never, _can_run_dspark_cutedsl_mtp=never, _can_run_fused_chain_verify=never,
     )  # fmt: skip
+    if bounds:
+        backend.forward_metadata.query_start_loc = indices(*bounds)
+    names = {"causal_conv1d_update": engine[f"{LINEAR}.{kind.lower()}_backend"].causal_conv1d_update}
+    if kind == "KDA":
+        names["ragged_verify_dense_scatter_indices"] = read(facts.KDA, "ragged_verify_dense_scatter_indices")
+    given = SimpleNamespace(
+        forward_mode=SimpleNamespace(is_target_verify=lambda: batch.verify), batch_size=len(SLOTS),
+        spec_info=SimpleNamespace(draft_token_num=DRAFT, ragged_verify_layout=bool(bounds) or None),
+        req_pool_indices=None,
+    )  # fmt: skip
+    forward, tokens = read(*METHODS[kind, batch.verify], **NAMES, **names), 9 if bounds else batch.tokens
+    y = forward(backend, layer_of(kind), given, *activations(kind, tokens))
+    assert y.shape == (1, tokens, *STATES[kind][:2])
+    assert others_stay()
+    return y
 
 
 @pytest.mark.parametrize("kind", ["GDN", "KDA"])
 @EVERY_BATCH
 def test_layers_of_delta_rules_run(engine: Engine, calls: list[str], kind: str, batch: Batch) -> None:
-    engine.serve(**OURS)
-    backend = backend_of(engine, kind, batch, memory(kind, batch))
-    conv = engine[f"sglang.srt.layers.attention.linear.{kind.lower()}_backend"].causal_conv1d_update
-    forward = read(*METHODS[kind, batch.verify], **NAMES, causal_conv1d_update=conv)
-    y = forward(backend, layer_of(kind), batch_of(batch), *activations(kind, batch.tokens))
-    assert y.shape == (1, batch.tokens, *STATES[kind][:2])
+    run_layer(engine, kind, batch)
     decode = (SGLANG_KDA if kind == "KDA" else SGLANG_DECODE).function.__name__
     assert calls == ["causal_conv1d_update", SGLANG_RULE.function.__name__ if batch.verify else decode]
+
+
+def test_drafts_of_different_lengths_run(engine: Engine, calls: list[str]) -> None:
+    assert not run_layer(engine, "KDA", BATCHES["verify"], 0, 4, 5, 8)[:, 8:].any()  # of no row
+    assert calls == ["causal_conv1d_update", SGLANG_RULE.function.__name__]
 
 
 @EVERY_BATCH
 def test_layers_of_mamba2_run(engine: Engine, calls: list[str], batch: Batch) -> None:
     engine.serve(mamba_backend="flashstate")
-    module = engine["sglang.srt.layers.attention.mamba.mamba"]
+    module, (cache, others_stay) = engine[f"{MAMBA}.mamba"], cache_of("Mamba", batch)
     names = {name: getattr(module, name) for name in ("causal_conv1d_update", "causal_conv1d_update_triton")}
     update = engine[DISPATCH].selective_state_update
     forward = read(facts.MIXER, "MambaMixer2.forward", **NAMES, **names, selective_state_update=update)
-    random, inner, groups = Random(CPU, 8), HEADS * DIM, layers.GROUPS * DSTATE
-    channels = inner + 2 * groups
+    random, inner, groups, channels = Random(CPU, 8), HEADS * DIM, GROUPS * DSTATE, CHANNELS["Mamba"]
     projected = random.normal(batch.tokens, inner + channels + HEADS, dtype=BRAIN)
     weight, bias = random.normal(channels, 1, WIDTH, dtype=BRAIN), random.normal(channels, dtype=BRAIN)
     mixer = SimpleNamespace(
         in_proj=lambda hidden: (projected, None), out_proj=lambda hidden: (hidden, None), norm=lambda y, gate: y,
-        intermediate_size=inner, conv_dim=channels, num_heads=HEADS, tp_size=1, n_groups=layers.GROUPS,
+        intermediate_size=inner, conv_dim=channels, num_heads=HEADS, tp_size=1, n_groups=GROUPS,
         groups_ssm_state_size=groups, head_dim=DIM, ssm_state_size=DSTATE, activation="silu",
         conv1d=SimpleNamespace(weight=weight, bias=bias), A=-random.normal(HEADS).abs(),
         D=random.normal(HEADS, dtype=BRAIN), dt_bias=random.normal(HEADS, dtype=BRAIN),
     )  # fmt: skip
     y, _, _ = forward(
-        mixer, hidden_states=projected[:, :inner], layer_cache=cache_of(memory("Mamba", batch), "Mamba"),
-        metadata=metadata_of(batch), use_triton_causal_conv=batch.verify,
+        mixer, hidden_states=projected[:, :inner], layer_cache=cache, metadata=batch.metadata,
+        use_triton_causal_conv=batch.verify,
     )  # fmt: skip
     assert y.shape == (batch.tokens, inner)
+    assert others_stay()
     assert calls == ["causal_conv1d_update", "selective_state_update"]
-
-
-def test_drafts_of_different_lengths_run(engine: Engine, calls: list[str]) -> None:
-    engine.serve(**OURS)
-    batch = BATCHES["verify"]
-    backend = backend_of(engine, "KDA", batch, memory("KDA", batch))
-    backend.forward_metadata.query_start_loc = layers.indices(0, 4, 5, 8)
-    names = {
-        "causal_conv1d_update": engine["sglang.srt.layers.attention.linear.kda_backend"].causal_conv1d_update,
-        "ragged_verify_dense_scatter_indices": read(facts.KDA, "ragged_verify_dense_scatter_indices"),
-    }
-    forward = read(*METHODS["KDA", True], **NAMES, **names)
-    y = forward(backend, layer_of("KDA"), batch_of(batch, ragged=True), *activations("KDA", 9))
-    assert y.shape == (1, 9, *STATES["KDA"][:2])
-    assert not y[:, 8:].any()  # of no row
-    assert calls == ["causal_conv1d_update", SGLANG_RULE.function.__name__]
