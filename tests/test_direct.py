@@ -1,7 +1,5 @@
 """Calls that repeat earlier ones reach their kernels directly; a stand-in for Triton shows with which arguments."""
 
-import copy
-import pickle
 import struct
 import threading
 import warnings
@@ -326,15 +324,6 @@ def test_launches_are_forgotten_where_there_are_too_many(launcher: Launcher, mon
     for _ in range(2):
         mamba2_step(**arguments)
     assert launcher.counts == (6, 1)
-
-
-def test_states_and_slots_that_were_used_can_be_copied(launcher: Launcher) -> None:
-    arguments = FORMS["mamba2_step"]["plain"].arguments
-    for _ in range(2):
-        mamba2_step(**arguments)
-    state, slots = copy.deepcopy(arguments["state"]), pickle.loads(pickle.dumps(arguments["slots"]))
-    assert torch.equal(state.data, arguments["state"].data)
-    assert torch.equal(slots.read, arguments["slots"].read)
 
 
 def test_calls_with_tables_that_a_kernel_does_not_take_never_start_directly(launcher: Launcher) -> None:

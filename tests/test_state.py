@@ -141,78 +141,29 @@ def test_snapshots_are_rounded_as_they_say_or_as_the_pool_if_they_can_be_and_tak
             assert snapshots.scale is getattr(one, "scale", None)
 
 
+# Seeds, tables and faults; tests/test_properties.py has them in random situations
+
 SEEDS = (0, -1, 1 << 62, -(1 << 63), (1 << 63) - 1, 12345)
 
 
-def advanced(times: dict[int, int]) -> list[int]:
-    """SEEDS after so many steps of each slot, in arithmetic modulo 2^64."""
-    words = [(seed + times.get(slot, 0) * SEED_STEP) % (1 << 64) for slot, seed in enumerate(SEEDS)]
-    return [word - (1 << 64) if word >> 63 else word for word in words]
-
-
-def seeds_of(state: State) -> list[int]:
-    assert state.seed is not None
-    return state.seed.tolist()
-
-
-def state_with_seeds(device: torch.device) -> State:
-    data = torch.full((len(SEEDS), 1, 1, 8), 1.5, dtype=torch.float16, device=device)
-    return State(data, rounding="stochastic", seed=torch.tensor(SEEDS, device=device))
-
-
-ADVANCED: list[tuple[list[int], int, dict[int, int]]] = [  # slots that are read, null, how often each seed moves on
-    ([4, 1], -1, {4: 1, 1: 1}),
-    ([2, 0, 5, 3, 1, 4], -1, dict.fromkeys(range(6), 1)),
-    ([2, 3, 2, 2], -1, {2: 3, 3: 1}),
-    ([0, 3, 0], 0, {3: 1}),
-    ([-1, -7, 5], 2, {5: 1}),
-    ([1000, 5], 1000, {5: 1}),
-    ([], -1, {}),
-]
-
-
-def test_advance_moves_the_seeds_of_the_slots_that_are_read(device: torch.device) -> None:
-    table = torch.tensor([[3, 0], [1, 0]], device=device)
-    calls: list[tuple[Any, dict[int, int]]] = [
-        (Slots(torch.tensor(read, dtype=index, device=device), null=null), times)
-        for (read, null, times), index in zip(ADVANCED, cycle([torch.int32, torch.int64]), strict=False)
-    ]
-    calls += [(table[0, :1], {3: 1}), (table[:, 0], {3: 1, 1: 1}), (None, dict.fromkeys(range(6), 1))]
-    read, accepted = torch.tensor([[0, 1], [2, 3], [4, 5]], device=device), torch.tensor([2, 0, 1], device=device)
-    calls += [(Slots(read, accepted=accepted), {0: 1, 1: 1, 4: 1, 5: 1})]  # all slots of a row
-    for slots, times in calls:
-        state = state_with_seeds(device)
-        state.advance(slots)
-        assert seeds_of(state) == advanced(times), slots
-        assert (state.data == 1.5).all()
-    flashstate.check_faults()
-
-
-def test_advance_skips_and_reports_a_slot_past_the_pool(device: torch.device) -> None:
-    for past in (len(SEEDS), 1 << 30):
-        state = state_with_seeds(device)
-        state.advance(torch.tensor([2, past, 3], device=device))
-        assert seeds_of(state) == advanced({2: 1, 3: 1})
-        with pytest.raises(IndexError, match=rf"read slot {past} on {device.type}"):
-            flashstate.check_faults()
-        flashstate.check_faults()
-
-
-def wide(numbers: Tensor) -> Tensor:
-    """The numbers in the second column of a table that is a view of a wider one."""
-    return torch.stack([numbers + 90, numbers + 90, numbers, numbers + 90], 1)[:, 1:3]
+def test_advance_moves_every_seed_on_by_the_same_word(device: torch.device) -> None:
+    data, seed = torch.zeros(6, 1, 1, 8, device=device), torch.tensor(SEEDS, device=device)
+    state = State(data, seed=seed)
+    state.advance()
+    state.advance(torch.tensor([[9, 2], [9, 4], [9, 2]], device=device)[:, 1])  # a slot once for every row
+    for slot, (before, after) in enumerate(zip(SEEDS, seed.tolist(), strict=True)):
+        assert after % (1 << 64) == (before + {2: 3, 4: 2}.get(slot, 1) * SEED_STEP) % (1 << 64)
 
 
 def everything_at(*kinds: torch.dtype) -> Change:
-    """Every table there is, of these types."""
+    """Every table there is, of these types; slots to read in a view of a wider one."""
 
     def change(arguments: Arguments) -> Arguments:
         read = arguments["slots"].read
-        first_only = torch.stack([read, -1 - read, -1 - read], 1)
         tables = {
-            "read": wide(read),
+            "read": torch.stack([read + 90, read + 90, read, read + 90], 1)[:, 1:3],
             "accepted": torch.full_like(read, 2),
-            "write": first_only,
+            "write": torch.stack([read, -1 - read, -1 - read], 1),
             "snapshot_rows": torch.arange(3).flip(0).to(read),
             "parents": torch.tensor([-1, 0, 0]).to(read).repeat(3, 1),
             "cu_seqlens": arguments["slots"].cu_seqlens,
@@ -223,61 +174,28 @@ def everything_at(*kinds: torch.dtype) -> Change:
     return change
 
 
-def same_rows(numbers: Tensor) -> Tensor:
-    return torch.arange(3).to(numbers)
-
-
-def chain(numbers: Tensor) -> Tensor:
-    return torch.tensor([-1, 0, 1]).to(numbers).repeat(3, 1)
-
-
 INT32, INT64, AS_IT_IS = torch.int32, torch.int64, given()
-EQUAL: dict[str, list[tuple[Change, Change]]] = {
-    "one token": [(at(write=columns(1)), AS_IT_IS)],
-    "several tokens": [
-        (at(read=wide, accepted=lambda t: t * 0 + 2), AS_IT_IS),
-        (at(read=strided, write=strided), AS_IT_IS),
-        (at(snapshot_rows=same_rows), AS_IT_IS),
-        (at(null=(1 << 63) - 1), AS_IT_IS),
-        (at(null=-(1 << 63)), AS_IT_IS),
-    ],
-    "packed": [
-        (everything_at(INT32, INT64), everything_at(INT64)),
-        (everything_at(INT64, INT32), everything_at(INT64)),
-        (both(given(update=False), at(parents=chain)), given(update=False)),
-        (at(max_len=6), AS_IT_IS),
-        (only("snapshots", lambda t: State(t, rounding="stochastic")), AS_IT_IS),
-    ],
-}
+CHAIN = at(parents=lambda t: torch.tensor([-1, 0, 1]).to(t).repeat(3, 1))
+EQUAL: list[tuple[str, Change, Change]] = [
+    ("several tokens", at(read=strided, write=strided), AS_IT_IS),
+    ("packed", everything_at(INT32, INT64), everything_at(INT64)),
+    ("packed", everything_at(INT64, INT32), everything_at(INT64)),
+    ("packed", both(given(update=False), CHAIN), given(update=False)),
+    ("packed", at(max_len=6), AS_IT_IS),
+    ("packed", only("snapshots", lambda t: State(t, rounding="stochastic")), AS_IT_IS),
+]
 
 
-@pytest.mark.parametrize("form", EQUAL)
-def test_a_call_equals_a_plainer_one(device: torch.device, form: str) -> None:
-    def run(change: Change) -> list[Tensor]:
+def test_a_call_equals_a_plainer_one(device: torch.device) -> None:
+    def run(form: str, change: Change) -> list[Tensor]:
         arguments = step_arguments(SMALL_FORMS[form], device)
         flashstate.mamba2_step(**{**arguments, **change(arguments)})
         assert not (arguments["snapshots"] == 7.0).all()
         return [arguments["out"], arguments["state"].data, arguments["snapshots"]]
 
-    as_it_is = run(AS_IT_IS)
-    for n, (change, same) in enumerate(EQUAL[form]):
-        assert all(map(torch.equal, run(change), as_it_is if same is AS_IT_IS else run(same))), n
+    for n, (form, change, same) in enumerate(EQUAL):
+        assert all(map(torch.equal, run(form, change), run(form, same))), n
     flashstate.check_faults()
-
-
-@pytest.mark.parametrize("form", SMALL_FORMS)
-def test_snapshots_may_have_room_for_more(device: torch.device, form: str) -> None:
-    case = SMALL_FORMS[form]
-    runs = []
-    for rows, tokens in ((3, case.tokens or 1), (5, 6)):
-        arguments = step_arguments(case, device)
-        snapshots = torch.full((rows, tokens, 1, 2, 3), 7.0, device=device)
-        flashstate.mamba2_step(**{**arguments, "snapshots": snapshots})
-        runs.append(snapshots)
-    exact, larger = runs
-    assert torch.equal(larger[: exact.shape[0], : exact.shape[1]], exact)
-    larger[: exact.shape[0], : exact.shape[1]] = 7.0
-    assert (larger == 7.0).all()
 
 
 def tokens_cut(arguments: Arguments) -> Arguments:
@@ -309,60 +227,17 @@ def test_nothing_is_written_for_an_empty_batch_or_no_tokens_also_inside_debug(de
     flashstate.check_faults()
 
 
-def step(device: torch.device, slots: Slots, tokens: int, **options: Any) -> None:
-    """Three rows of so many tokens on a pool of six slots."""
-    lead = (3, tokens) if slots.cu_seqlens is None else (3 * tokens,)
-    x, B = (torch.ones(*lead, 1, size, device=device) for size in (1, 8))
-    flashstate.mamba2_step(state_with_seeds(device), x, x[..., 0], -x.flatten()[:1], B, B, slots=slots, **options)
-
-
-FIRST, PAIRS = [0, 1, 2], [[0, 1], [2, 3], [4, 5]]
-FAULTS: list[tuple[dict[str, Any], list[str]]] = [
-    ({"read": [0, -1, 5], "write": [3, 77, -8]}, []),
-    ({"read": [0, 77, 1]}, ["read slot 77"]),
-    ({"read": FIRST, "write": [5, 3, 88]}, ["write slot 88"]),
-    ({"read": [0, 77, 1], "write": [2, 3, 88]}, ["read slot 77", "write slot 88"]),
-    ({"read": [-1, 77, -1], "write": [2, 99, 3]}, ["read slot 77"]),  # nor the write slot of padding
-    ({"read": [0, 77, 1], "write": [77, 3, 88], "null": 77}, ["write slot 88"]),
-    ({"read": [77, 77, 1], "write": [3, 3, 77], "null": 77}, []),
-    ({"read": FIRST, "write": [[3, 4], [-1, 88], [-1, 5]]}, ["write slot 88"]),
-    ({"read": [0, -1, 2], "write": [[3, 4], [88, 88], [-1, 5]]}, []),
-    ({"read": PAIRS, "accepted": [2, 3, 1]}, ["accepted 3"]),
-    ({"read": PAIRS, "accepted": [2, 0, -4]}, []),
-    ({"read": [[0, 1], [2, 77], [4, 5]], "accepted": [2, 2, 1]}, ["read slot 77"]),
-    ({"read": [[0, 1], [2, 77], [77, 5]], "accepted": [2, 1, 2]}, []),  # nor slots that are not chosen
-    ({"read": [[0, 1], [77, 77], [4, 5]], "accepted": [2, 0, 1]}, []),
-    ({"read": FIRST, "snapshot_rows": [1, 9, -1]}, ["snapshot row 9"]),
-    ({"read": [0, -1, 2], "snapshot_rows": [1, 9, 0]}, []),
-    (
-        {"read": [[0, 77], [2, 3], [4, 5]], "accepted": [2, 7, 1], "write": [1, 2, 88], "snapshot_rows": [0, 0, 9]},
-        ["read slot 77", "write slot 88", "accepted 7", "snapshot row 9"],
-    ),
-]
-
-
-def test_check_faults_raises_once_and_names(device: torch.device) -> None:
-    for tables, found in FAULTS:
-        given = {name: torch.tensor(t, device=device) if name != "null" else t for name, t in tables.items()}
-        slots = Slots(**given)
-        step(device, slots, 2, snapshots=torch.zeros(3, 2, 1, 1, 8, device=device))
-        if found:
-            with pytest.raises(IndexError) as error:
-                flashstate.check_faults()
-            listed = ", ".join(f"{what} on {slots.read.device}" for what in found)
-            assert str(error.value) == f"out of range: {listed} (one example of each kind)"
+def test_check_faults_raises_once_and_names_one_of_each_kind(device: torch.device) -> None:
+    tables = {"read": [[0, 77], [2, 3], [4, 5]], "accepted": [2, 7, 1], "write": [1, 2, 88], "snapshot_rows": [0, 0, 9]}
+    slots = Slots(**{name: torch.tensor(table, device=device) for name, table in tables.items()})
+    x, B = torch.ones(3, 1, 1, device=device), torch.ones(3, 1, 8, device=device)
+    state, snapshots = (torch.zeros(*sizes, 1, 1, 8, device=device) for sizes in ((6,), (3, 2)))
+    flashstate.mamba2_step(state, x, x[..., 0], -x[0, 0], B, B, slots=slots, snapshots=snapshots)
+    with pytest.raises(IndexError) as error:
         flashstate.check_faults()
-
-
-def test_entries_for_tokens_that_a_row_does_not_have_are_no_faults(device: torch.device) -> None:
-    bounds = torch.tensor([0, 1, 1, 3], device=device)
-    for name, table in (
-        ("write", [[3, 88], [88, 88], [4, 5]]), ("write", [3, 88, 4]), ("snapshot_rows", [0, 9, 1]),
-    ):  # fmt: skip
-        tables = {name: torch.tensor(table, device=device)}
-        slots = Slots(torch.tensor(FIRST, device=device), cu_seqlens=bounds, max_len=2, **tables)
-        step(device, slots, 1, snapshots=torch.zeros(3, 2, 1, 1, 8, device=device))
-        flashstate.check_faults()
+    found = [f"{what} on {x.device}" for what in ("read slot 77", "write slot 88", "accepted 7", "snapshot row 9")]
+    assert str(error.value) == f"out of range: {', '.join(found)} (one example of each kind)"
+    flashstate.check_faults()
 
 
 # States that go in and out without a pool

@@ -69,17 +69,35 @@ class Server:
     def warm_up(self, pool: StatePool[Any], batches: Sequence[int] = BATCHES, **told: Any) -> dict[str, int]:
         return flashstate.warmup(pool, batches, **{**self.told, "progress": False, **told})
 
-    def serve(
-        self, pool: StatePool[Any], batch: int, tokens: int = 1, case: AnyCase | None = None, **given: Any
-    ) -> None:
-        """Steps of all layers, then the seeds move on."""
+    @property
+    def fold(self) -> Any:
+        return flashstate.mamba2_fold if self.op is MAMBA2_REPLAY else flashstate.gated_delta_fold
+
+    @property
+    def replays(self) -> bool:
+        return "ring" in self.op.hints
+
+    def serve(self, pool: StatePool[Any], batch: int, tokens: int = 1, **given: Any) -> None:
+        """Steps of all layers, or by replay of those with a ring for it, which are folded; then the seeds move on."""
         data = ssm_of(pool.layer(0)).data
-        shape = {"rows": data.shape[2], "tokens": 0 if tokens == 1 else tokens}
-        inputs = inputs_of(replace(case or self.case, **shape), batch, data.device)
-        arguments = arguments_of(self.op, inputs, **{"slots": inputs.slots, **given})
-        for i in range(pool.layers):
-            self.op.function(**{**arguments, "state": pool.layer(i)})
+        case = replace(self.case, rows=data.shape[2], tokens=0 if tokens == 1 else tokens)
+        inputs = inputs_of(case, batch, data.device)
+        arguments = arguments_of(case.op.declared, inputs, **{"slots": inputs.slots, **given})
         pool.advance(inputs.slots)
+        if not self.replays:
+            for i in range(pool.layers):
+                self.op.function(**{**arguments, "state": pool.layer(i)})
+            return
+        plan, layers = pool.plan(inputs.slots, tokens), [(pool.layer(i), pool.ring(i)) for i in range(pool.layers)]
+        taken = {name: arguments[name] for name in self.op.hints if name in arguments}
+        folds_with = {name: arguments[name] for name in ("A", "A_log", "dt_bias") if name in self.fold.__annotations__}
+        for state, ring in layers:
+            if isinstance(ring, self.op.hints["ring"]):
+                self.op.function(**{**taken, "state": state, "ring": ring, "slots": None, "plan": plan, **given})
+                self.fold(state, ring, **folds_with, slots=inputs.slots)
+        pool.commit(plan, torch.zeros(batch, dtype=torch.int32))
+        pool.commit(plan)
+        pool.folded(inputs.slots)
 
 
 @cache
@@ -90,7 +108,9 @@ def inputs_of(case: AnyCase, batch: int, device: torch.device) -> Inputs:
     return replace(inputs, slots=torch.arange(batch, dtype=dtype(case.index), device=device))
 
 
-def admit(pool: StatePool[Any], requests: int, kind: torch.dtype, index: torch.dtype = torch.int32) -> None:
+def admit(
+    pool: StatePool[Any], requests: int, kind: torch.dtype = torch.float32, index: torch.dtype = torch.int32
+) -> None:
     """What a server does with states that a prefill left, when it looks at them, clones and moves them."""
     slots = pool.acquire(requests, dtype=index)
     heads, rows, cols = ssm_of(pool.layer(1)).data.shape[1:]
@@ -115,47 +135,18 @@ MAMBA3 = Server(
 )  # fmt: skip
 
 
-def ranked(rank: int, angles: int = 32, **fields: Any) -> Server:
+def ranked(rank: int, angles: int = 32) -> Server:
     """A server of Mamba-3 of another rank."""
-    weights = {} if rank > 1 else dict.fromkeys(("Wx", "Wz", "Wo"), False)
-    case = replace(MAMBA3.case, rank=rank, angles=angles, **weights, **fields)
+    case = replace(
+        MAMBA3.case, rank=rank, angles=angles, **{} if rank > 1 else dict.fromkeys(("Wx", "Wz", "Wo"), False)
+    )
     return replace(MAMBA3, case=case, pool={"rank": rank, "angles": angles})
 
 
-@dataclass(frozen=True)
-class Replayer(Server):
-    """A server of steps by replay, which also folds when requests end."""
-
-    def serve(
-        self, pool: StatePool[Any], batch: int, tokens: int = 1, case: AnyCase | None = None, **given: Any
-    ) -> None:
-        inputs = inputs_of(replace(case or self.case, tokens=0 if tokens == 1 else tokens), batch, CPU)
-        arguments = arguments_of(self.case.op.declared, inputs, slots=None)
-        arguments = {name: arguments[name] for name in self.op.hints if name in arguments} | given
-        plan, layers = pool.plan(inputs.slots, tokens), [(pool.layer(i), pool.ring(i)) for i in range(pool.layers)]
-        own = [(state, ring) for state, ring in layers if isinstance(ring, self.op.hints["ring"])]
-        for state, ring in own:
-            self.op.function(**{**arguments, "state": state, "ring": ring, "plan": plan})
-        pool.commit(plan, torch.zeros(batch, dtype=torch.int32))
-        pool.commit(plan)
-        pool.advance(inputs.slots)
-        for state, ring in own:
-            self.fold(state, ring, **{name: arguments[name] for name in self.folds_with}, slots=inputs.slots)
-        pool.folded(inputs.slots)
-
-    @property
-    def fold(self) -> Any:
-        return flashstate.mamba2_fold if self.op is MAMBA2_REPLAY else flashstate.gated_delta_fold
-
-    @property
-    def folds_with(self) -> tuple[str, ...]:
-        return ("A",) if self.op is MAMBA2_REPLAY else ("A_log", "dt_bias")
-
-
 ROOM = {"slots": 301, "window": 16, "tokens": 4}
-REPLAY = Replayer(MAMBA2_REPLAY, ReplayCase(*SIZES, dt="bfloat16", **BFLOAT16), {**ROOM, "groups": GROUPS})
-DELTA_REPLAY = Replayer(GATED_DELTA_REPLAY, DELTA.case, {**ROOM, "key_heads": GROUPS})
-KDA_REPLAY = Replayer(
+REPLAY = Server(MAMBA2_REPLAY, ReplayCase(*SIZES, dt="bfloat16", **BFLOAT16), {**ROOM, "groups": GROUPS})
+DELTA_REPLAY = Server(GATED_DELTA_REPLAY, DELTA.case, {**ROOM, "key_heads": GROUPS})
+KDA_REPLAY = Server(
     GATED_DELTA_REPLAY, replace(DELTA.case, per_channel=True), {**DELTA_REPLAY.pool, "per_channel": True}
 )
 
@@ -217,7 +208,7 @@ SERVED: dict[str, tuple[Any, ...]] = {  # a server, a format, what it tells, fie
 def test_every_variant_of_later_calls_was_compiled_and_none_in_vain(what: str, compiled: list[Launch]) -> None:
     server, name, told, fields, given = (*SERVED[what], {})[:5]
     server, pool = with_case(server, **fields), server.make_pool(name, "nearest" if name == "float32" else "stochastic")
-    replays, kinds = isinstance(server, Replayer), {torch.float32, told.get("activations", torch.bfloat16)}
+    replays, kinds = server.replays, {torch.float32, told.get("activations", torch.bfloat16)}
     batches, tokens = MANY if replays else BATCHES, (1, 4, 12) if "at once" in what else (1, 4)
     counts = server.warm_up(pool, batches, tokens=tokens, **told)
     assert sum(counts.values()) == len(compiled) == len(keys_of(compiled))
@@ -316,18 +307,6 @@ def test_many_sizes_share_few_variants_as_the_document_says(gpu: Gpu, capsys: py
     assert names["variants"] == ast.literal_eval(promised[1])
     error = capsys.readouterr().err
     assert all(f"{count} of {name}" in error for name, count in names["variants"].items())
-
-
-@pytest.mark.compiled
-@pytest.mark.usefixtures("compiled")
-def test_the_pool_stays_as_it_is() -> None:
-    pool = MAMBA2.make_pool("int8", "stochastic")
-    before = [(state.data.clone(), state.scale.clone(), state.seed.clone()) for state in map(pool.layer, (0, 1))]
-    free = pool.free
-    MAMBA2.warm_up(pool, also=lambda: MAMBA2.serve(pool, 4))
-    for old, state in zip(before, map(pool.layer, (0, 1)), strict=True):
-        assert all(map(torch.equal, old, (state.data, state.scale, state.seed)))
-    assert pool.free == free
 
 
 def test_a_cpu_has_no_kernels_to_compile() -> None:

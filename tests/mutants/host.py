@@ -388,7 +388,7 @@ MUTANTS = (
            "test_state.py::test_bytes_per_slot_counts_state_scales_and_seed_but_not_gaps[torch.int16]"),
     Mutant("faults are told again and again", "state/faults.py",
            "        flag.zero_()\n", "",
-           "test_state.py::test_check_faults_raises_once_and_names[reference]"),
+           "test_state.py::test_check_faults_raises_once_and_names_one_of_each_kind[reference]"),
     Mutant("what was right once is never checked again", "state/signature.py",
            "if number is None or number not in _right:", "if number is None or not _right:",
            "test_refusals_of_objects.py::test_wrong_input_is_refused_by_name_and_changes_nothing[State]"),
