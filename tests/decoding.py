@@ -1,12 +1,14 @@
-"""Tiny models of Transformers that decode: what they are asked, and the logits they give token by token."""
+"""Tiny models of Transformers that decode: prompts, calls with known tokens, and the logits of Transformers alone."""
+
+from __future__ import annotations
 
 import copy
 import inspect
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
-from stock_mixers import KNOWN, transformers
 from torch import Tensor
 
 import flashstate.integrations.transformers as fs
@@ -15,14 +17,18 @@ from flashstate.integrations.transformers.families import MIXERS
 from flashstate.integrations.transformers.mixers import KINDS
 from flashstate.integrations.transformers.mixers.kind import Replays
 from flashstate.integrations.transformers.store import Store
+from flashstate.integrations.transformers.tiny import FAMILIES
 
+transformers = pytest.importorskip("transformers")
+
+KNOWN = [family for family in FAMILIES if family in transformers.CONFIG_MAPPING]  # to the installed version
 KIND_OF = dict(MIXERS.values())  # of every family
 REPLAYED = [family for family in KNOWN if isinstance(KINDS[KIND_OF[family]], Replays)]
-ONE_OF_EACH = ("mamba", "mamba2", "qwen3_5", "kimi_linear", "lfm2")  # kind
 NEW = 8  # tokens that are generated
 TOKENS = torch.randint(1, 96, (2, 11), generator=torch.Generator().manual_seed(1))
 PROMPT = TOKENS[:, :6]
 STATIC = {"max_batch": 2, "max_cache_len": PROMPT.shape[1] + NEW}
+Call = int | tuple[int, int]  # tokens, and candidates behind them that are wrong and taken back
 
 
 def greedy(model: Any, prompt: Tensor = PROMPT, **options: Any) -> Tensor:
@@ -36,25 +42,37 @@ def stock_cache(model: Any) -> Any:
 
 
 @torch.no_grad()
-def call(model: Any, tokens: Tensor, cache: Any, first: int, **more: Any) -> Tensor:
-    """The logits of tokens, (batch, T, vocabulary), which are at these places from the first on."""
+def call(model: Any, tokens: Tensor, cache: Any, first: int, mask: Tensor | None = None, **more: Any) -> Tensor:
+    """The logits of tokens, (batch, T, vocabulary), which are at these places from the first on. mask: of all tokens;
+    models without attention read it of a prompt only."""
+    name = own_cache_name(model)
     if "position_ids" in inspect.signature(type(model).forward).parameters:  # which some models count from 0
         more["position_ids"] = torch.arange(first, first + tokens.shape[1]).expand(len(tokens), -1)
-    return model(input_ids=tokens, use_cache=True, **{own_cache_name(model): cache}, **more).logits
+    if mask is not None and (first == 0 or name == "past_key_values"):
+        more["attention_mask"] = mask[:, : first + tokens.shape[1]]
+    return model(input_ids=tokens, use_cache=True, **{name: cache}, **more).logits
 
 
-def teacher_forced(model: Any, lengths: Sequence[int], cache: Any) -> Tensor:
-    """The logits of TOKENS in calls of so many."""
-    ends = [sum(lengths[: i + 1]) for i in range(len(lengths))]
-    calls = [call(model, TOKENS[:, end - n : end], cache, end - n) for n, end in zip(lengths, ends, strict=True)]
-    return torch.cat(calls, 1)
+def teacher_forced(model: Any, calls: Sequence[Call], cache: Any, mask: Tensor | None = None) -> Tensor:
+    """The logits of TOKENS in these calls."""
+    logits, first = [], 0
+    for each in calls:
+        right, wrong = each if isinstance(each, tuple) else (each, 0)
+        tokens = TOKENS[:, first : first + right + wrong].clone()
+        tokens[:, right:] += 1
+        logits.append(call(model, tokens, cache, first, mask)[:, :right])
+        if wrong:
+            cache.crop(-wrong)
+        first += right
+    return torch.cat(logits, 1)
 
 
-def expected(model: Any, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """What a model as Transformers has it gives for these calls in float64, and in the precision it has."""
+def expected(model: Any, calls: Sequence[int], mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The logits that Transformers gives for these calls in float64, and in the precision of the model."""
     precise = copy.deepcopy(model).double()
     precise.set_experts_implementation("eager")  # others are not for float64
-    return teacher_forced(precise, lengths, stock_cache(model)), teacher_forced(model, lengths, stock_cache(model))
+    exact, plain = (teacher_forced(each, calls, stock_cache(each), mask) for each in (precise, model))
+    return exact, plain
 
 
 def store_of(cache: fs.StateCache) -> Store:
@@ -67,3 +85,21 @@ def states_of(cache: fs.StateCache) -> list[Tensor]:
     """The stored states of all layers."""
     pool = store_of(cache).pool
     return [] if pool is None else [pool.layer(i).data for i in range(pool.layers)]
+
+
+class Steps(list[tuple[int, int]]):
+    """The candidates of every call of a cache, and how many of them were taken back."""
+
+    def __init__(self, cache: Any) -> None:
+        super().__init__()
+        self.cache, self.crop = cache, cache.crop
+        cache.crop = self.note
+
+    def note(self, tokens_to_remove: int) -> None:
+        self.append((self.cache.croppable, -tokens_to_remove))
+        self.crop(tokens_to_remove)
+
+    def check(self, most: int) -> None:
+        """Assert that calls had up to `most` candidates, and that some of them were right and some wrong."""
+        assert max(candidates for candidates, _ in self) == most
+        assert 0 < sum(back for _, back in self) < sum(candidates for candidates, _ in self)

@@ -22,7 +22,6 @@ COMPILED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # settings of a 
         {**TWO, "layer_types": ["linear_attention", "full_attention"], "mlp_layer_types": ["dense"] * 2},
         {"replay": 3, "dtype": torch.int8},
     ),
-    "lfm2": ({**TWO, "layer_types": ["conv", "full_attention"]}, {}),
 }
 
 

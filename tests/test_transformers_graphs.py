@@ -23,12 +23,12 @@ class Standin:
     """What a step reads and writes when it is first met, and the step itself."""
 
     def __init__(self, step: Any, kept: Any, leaves: list[Any], pool: Any) -> None:
-        self.step, self.kept, self.places = step, kept, places(kept)
+        self.step, self.kept, self.places, self.shapes = step, kept, places(kept), shapes(leaves)
         self.graph = SimpleNamespace(pool=lambda: None)
         self.replays = 0
 
     def replay(self, leaves: list[Any]) -> Any:
-        assert places(self.kept) == self.places
+        assert (places(self.kept), shapes(leaves)) == (self.places, self.shapes)
         outputs = self.step(self.kept, leaves)
         self.call = self.kept.latest
         self.replays += 1
@@ -36,18 +36,14 @@ class Standin:
         return outputs
 
 
-def places(cache: Any) -> dict[str, int]:
+def shapes(leaves: list[Any]) -> list[torch.Size]:
+    return [leaf.shape for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def places(cache: Any) -> list[int]:
     """Where in memory a cache has its tensors."""
-    owners = {
-        **{f"layer {i}": layer for i, layer in enumerate(cache.layers)},
-        "store": next(iter(cache.stores.values())),
-    }
-    return {
-        f"{owner}: {name}": tensor.data_ptr()
-        for owner, thing in owners.items()
-        for name, tensor in vars(thing).items()
-        if isinstance(tensor, Tensor)
-    }
+    owners = [*cache.layers, *cache.stores.values()]
+    return [it.data_ptr() for owner in owners for it in vars(owner).values() if isinstance(it, Tensor)]
 
 
 @pytest.fixture(autouse=True)
@@ -62,23 +58,19 @@ def replays(cache: Any) -> list[int]:
     return [0 if graph is None else graph.replays for graph in cache.graphs.graphs.values()]
 
 
-@pytest.mark.parametrize("more", [{}, {"num_beams": 3}], ids=str)
-@pytest.mark.parametrize("family", ["mamba2", "jamba", "qwen3_next", "falcon_h1"])
-def test_all_steps_of_a_generation_are_one_graph(family: str, more: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("family", "more"), [("jamba", {}), ("falcon_h1", {"num_beams": 3})], ids=str)
+def test_all_steps_of_one_number_of_rows_are_one_graph(family: str, more: dict[str, Any]) -> None:
     model: Any = tiny_model(family)
-    stock = model.generate(PROMPT, **OPTIONS, **more)
     cache = fs.StateCache(model, max_cache_len=32)
-    for again in range(2):
-        assert torch.equal(model.generate(PROMPT, past_key_values=cache, **OPTIONS, **more), stock)
-        assert replays(cache) == [10 + 11 * again]  # tokens but the one behind the prompt, and the first step
+    for prompt, counts in ((PROMPT, [10]), (PROMPT, [21]), (PROMPT[:1], [10]), (PROMPT, [10])):
+        stock = fs.disable(model).generate(prompt, **OPTIONS, **more)
+        fs.enable(model)
+        assert torch.equal(model.generate(prompt, past_key_values=cache, **OPTIONS, **more), stock)
+        assert replays(cache)[-1:] == counts  # tokens but the one behind the prompt, and the first step
         cache.reset()
 
 
-@pytest.mark.parametrize(
-    ("family", "more"),
-    [("mamba2", {}), ("nemotron_h", {}), ("nemotron_h", {"replay": 5}), ("qwen3_next", {"replay": 5})],
-    ids=str,
-)
+@pytest.mark.parametrize(("family", "more"), [("nemotron_h", {}), ("qwen3_next", {"replay": 5})], ids=str)
 def test_steps_with_drafts_are_a_graph_for_every_number_of_tokens(family: str, more: dict[str, int]) -> None:
     model: Any = tiny_model(family)
     prompt, few = PROMPT[:1], {"suppress_tokens": list(range(4, 96))}  # so that tokens repeat
@@ -89,18 +81,6 @@ def test_steps_with_drafts_are_a_graph_for_every_number_of_tokens(family: str, m
     assert torch.equal(generated, stock)
     assert 2 <= len(replays(cache)) <= 4
     assert sum(replays(cache)) > 4
-
-
-@pytest.mark.parametrize("family", ["mamba2", "jamba"])
-def test_another_number_of_rows_has_another_graph(family: str) -> None:
-    model: Any = tiny_model(family)
-    cache = fs.StateCache(model, max_batch=3, max_cache_len=32)
-    for prompt in (PROMPT, PROMPT[:1], torch.cat([PROMPT, PROMPT[:1] + 1]), PROMPT):
-        stock = fs.disable(model).generate(prompt, **OPTIONS)
-        fs.enable(model)
-        assert torch.equal(model.generate(prompt, past_key_values=cache, **OPTIONS), stock)
-        assert max(replays(cache)) >= 10
-        cache.reset()
 
 
 def test_after_a_replay_that_failed_a_cache_refuses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,50 +1,46 @@
-"""What a StateCache and an enabled model cannot do, they refuse by name, before anything changes."""
+"""What a StateCache and an enabled model cannot do, they refuse by name; what is odd, but right, leaves no trace."""
 
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-from decoding import KNOWN, ONE_OF_EACH, PROMPT, REPLAYED, STATIC, TOKENS, call, greedy, states_of, stock_cache
+from decoding import PROMPT, STATIC, TOKENS, call, greedy, states_of
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.generation import BaseStreamer
 
 import flashstate.integrations.transformers as fs
 from flashstate.integrations.transformers.enabling import is_enabled
 from flashstate.integrations.transformers.families import mixers_of
 from flashstate.integrations.transformers.tiny import tiny_model
 
-ARGUMENTS: list[tuple[dict[str, Any], str]] = [
-    ({"dtype": torch.float64}, r"dtype must be float32 or .*, got float64"),
-    ({"dtype": "int4"}, r"dtype must be float32 or .*, got 'int4'"),
-    ({"rounding": "up"}, r"rounding must be one of nearest, stochastic, stochastic_hw, got 'up'"),
-    ({"rounding": "stochastic"}, r"rounding='stochastic' is not for float32, which has nearest"),
-    ({"dtype": torch.int8, "rounding": "stochastic_hw"}, r"rounding='stochastic_hw' is not for int8"),
-    ({"dtype": torch.float16, "rounding": "stochastic_hw"}, r"rounding='stochastic_hw' needs an NVIDIA GPU"),
-    ({"rounds": 0}, r"rounds must be from 1 to 16, got 0"),
-    ({"seed": -1}, r"seed must be from 0 to \d+, got -1"),
-    ({"replay": 65}, r"replay must be from 1 to 64, got 65"),
-    ({"replay": 2, "drafts": 2}, r"replay must be 3 or more, the tokens of a call with drafts=2, got 2"),
-    ({"drafts": 64}, r"drafts must be from 0 to 63, got 64"),
-    ({"drafts": True}, r"drafts must be an int, got True"),
-    ({"max_batch": 0}, r"max_batch must be from 1 to \d+, got 0"),
-    ({"max_cache_len": 2.5}, r"max_cache_len must be an int, got 2.5"),
+ARGUMENTS: list[tuple[str, dict[str, Any], str]] = [
+    ("mamba2", {"dtype": "int4"}, r"dtype must be float32 or .*, got 'int4'"),
+    ("mamba2", {"rounding": "stochastic"}, r"rounding='stochastic' is not for float32, which has nearest"),
+    ("mamba2", {"seed": -1}, r"seed must be from 0 to \d+, got -1"),
+    ("mamba2", {"replay": 65}, r"replay must be from 1 to 64, got 65"),
+    ("mamba2", {"replay": 2, "drafts": 2}, r"replay must be 3 or more, the tokens of a call with drafts=2, got 2"),
+    ("mamba2", {"drafts": True}, r"drafts must be an int, got True"),
+    ("mamba2", {"max_batch": 0}, r"max_batch must be from 1 to \d+, got 0"),
+    ("mamba2", {"max_cache_len": 2.5}, r"max_cache_len must be an int, got 2.5"),
+    ("mamba", {"replay": 4}, "replay is for mixers of .* and KDA, but this model has MambaMixer"),
+    ("glm5_next", {"drafts": 2, **STATIC}, "StaticIndexedLayer cannot: leave max_cache_len out"),
 ]
 
-STUCK = {"glm5_next": "StaticIndexedLayer", "lfm3": "StaticSlidingWindowLayer"}
 
-
-@pytest.mark.parametrize(("options", "message"), ARGUMENTS, ids=[str(options) for options, _ in ARGUMENTS])
-def test_wrong_arguments_are_refused_and_leave_the_model_alone(options: dict[str, Any], message: str) -> None:
-    model = tiny_model("mamba2")
+@pytest.mark.parametrize(("family", "options", "message"), ARGUMENTS, ids=str)
+def test_wrong_arguments_are_refused_and_leave_the_model_alone(
+    family: str, options: dict[str, Any], message: str
+) -> None:
+    model = tiny_model(family)
     with pytest.raises((ValueError, TypeError), match=message):
         fs.StateCache(model, **options)
-    assert not is_enabled(model)
-
-
-@pytest.mark.parametrize("family", [family for family in KNOWN if family not in REPLAYED])
-def test_replay_is_refused_for_models_whose_tokens_no_ring_keeps(family: str) -> None:
-    model = tiny_model(family)
-    mixer = type(next(iter(mixers_of(model).values())).mixer).__name__
-    with pytest.raises(ValueError, match=f"replay is for mixers of .* and KDA, but this model has {mixer}"):
-        fs.StateCache(model, replay=4)
     assert not is_enabled(model)
 
 
@@ -56,17 +52,182 @@ def test_replay_is_refused_for_mixers_of_two_recurrences() -> None:
         fs.StateCache(model, replay=4)
 
 
-@pytest.mark.parametrize("family", [family for family in STUCK if family in KNOWN])
-def test_drafts_are_refused_over_static_layers_that_take_nothing_back(family: str) -> None:
-    message = f"drafts need layers that take tokens back, which {STUCK[family]} cannot: leave max_cache_len out"
-    with pytest.raises(ValueError, match=message):
-        fs.StateCache(tiny_model(family), drafts=2, **STATIC)
+def test_what_is_no_model_of_transformers_is_refused() -> None:
+    other: Any
+    for other in (tiny_model("mamba2").config, "mamba2", None, torch.nn.Linear(2, 2)):
+        message = f"model must be a model of Transformers, as from_pretrained returns it, got {type(other).__name__}"
+        for use in (fs.enable, fs.disable, fs.StateCache):
+            with pytest.raises(TypeError, match=message):
+                use(other)
 
 
-@pytest.mark.parametrize("options", [{}, {"replay": 3}], ids=str)
-def test_only_drafts_of_the_last_call_are_taken_back(options: dict[str, int]) -> None:
+def test_models_without_a_known_recurrence_or_that_do_not_generate_are_refused_and_stay_as_they_are() -> None:
+    small = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48, "num_hidden_layers": 1}
+    model, llama = tiny_model("mamba2"), LlamaForCausalLM(LlamaConfig(vocab_size=96, **small))
+    one_line = "^LlamaForCausalLM has no recurrent layer that flashstate knows; docs/transformers.md [^,]*$"
+    for other, message in ((llama, one_line), (model.backbone, "a model that generates, got Mamba2Model")):
+        with pytest.raises(ValueError, match=message):
+            fs.enable(other)
+        assert not any("forward" in vars(module) for module in other.modules())
+
+
+def test_a_prompt_that_is_not_longer_than_what_a_cache_holds_is_refused() -> None:
+    model: Any = tiny_model("qwen3_5")
+    first = greedy(model, max_new_tokens=2)
+    stock = greedy(model, first)[:, 7:]
+    cache = fs.StateCache(model)
+    greedy(model, past_key_values=cache, max_new_tokens=2)
+    for tokens in (5, 7):
+        message = rf"this cache holds 7 tokens and the prompt has {tokens}: give all tokens so far, or reset\(\)"
+        with pytest.raises(ValueError, match=message):
+            greedy(model, TOKENS[:, :tokens], past_key_values=cache, prefill_chunk_size=4)
+    behind = torch.ones(2, 8, dtype=torch.int64)  # says that one token has seven before it
+    assert torch.equal(greedy(model, first[:, 7:], attention_mask=behind, past_key_values=cache), stock)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "options"),
+    [
+        ("mamba2", {}, {"drafts": 2, "replay": 3}),
+        ("lfm2", {"layer_types": ["full_attention", "full_attention", "conv"]}, STATIC),  # failing before states move
+    ],
+    ids=str,
+)
+def test_after_a_call_that_failed_half_way_a_cache_refuses_until_it_is_reset(
+    family: str, changes: dict[str, Any], options: dict[str, int]
+) -> None:
+    model: Any = tiny_model(family, **changes)
+    stock = greedy(model)
+    cache = fs.StateCache(model, **options)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    call(model, PROMPT, cache, 0)
+    with pytest.raises(ValueError, match="got a batch of 1"):
+        call(model, PROMPT[:1], cache, 6)  # which fails before anything moved
+    with model.get_decoder().layers[1].register_forward_pre_hook(interrupt), pytest.raises(KeyboardInterrupt):
+        call(model, TOKENS[:, 6:7], cache, 6)
+    for again in (lambda: call(model, TOKENS[:, 6:7], cache, 6), lambda: greedy(model, past_key_values=cache)):
+        with pytest.raises(RuntimeError, match=r"this StateCache failed half way, so some layers .*: reset\(\) it"):
+            again()
+    cache.reset()
+    assert torch.equal(greedy(model, past_key_values=cache), stock)
+
+
+def test_a_cache_is_in_use_by_one_thread_at_a_time() -> None:
     model: Any = tiny_model("mamba2")
-    cache = fs.StateCache(model, drafts=2, **options)
+    stock = greedy(model, PROMPT[:1])
+    cache = fs.StateCache(model)
+    refused: list[str] = []
+
+    class Intruder(BaseStreamer):
+        def put(self, value: Tensor) -> None:
+            with ThreadPoolExecutor(1) as other:
+                for use in (cache.reset, lambda: call(model, PROMPT, cache, 0), lambda: greedy(model, **given)):
+                    refused.append(str(other.submit(use).exception()))
+
+        def end(self) -> None: ...
+
+    given = {"past_key_values": cache}
+    assert torch.equal(greedy(model, PROMPT[:1], streamer=Intruder(), **given), stock)
+    assert set(refused) == {"this StateCache is in use by another call"}
+
+
+def test_an_enabled_model_and_a_used_cache_are_not_pickled_and_a_disabled_model_is() -> None:
+    model: Any = tiny_model("mamba2")
+    stock = greedy(model)
+    cache = fs.StateCache(model)
+    call(model, PROMPT, cache, 0)
+    for dump in (pickle.dumps, lambda each: torch.save(each, io.BytesIO())):
+        for each in (model, model.backbone):
+            with pytest.raises(pickle.PicklingError, match=r"decodes on flashstate: disable\(model\) before it"):
+                dump(each)
+        with pytest.raises(pickle.PicklingError, match=r"belongs to its model and cannot .*; copy.deepcopy copies it"):
+            dump(cache)
+    assert torch.equal(greedy(pickle.loads(pickle.dumps(fs.disable(model)))), stock)
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [("mamba2", {"replay": 8, "drafts": 2}), ("nemotron_h", STATIC), ("qwen3_5", {"drafts": 2})],
+    ids=str,
+)
+def test_a_copy_of_a_cache_goes_on_alone(family: str, options: dict[str, Any]) -> None:
+    model: Any = tiny_model(family)
+    both = greedy(model, max_new_tokens=4)
+    stock = greedy(model, both, max_new_tokens=4)
+    cache = fs.StateCache(model, **options)
+    greedy(model, past_key_values=cache, max_new_tokens=4)
+    for kept in (copy.deepcopy(cache), cache):
+        assert torch.equal(greedy(model, both, past_key_values=kept, max_new_tokens=4), stock)
+
+
+def test_a_cache_of_inference_mode_serves_outside_of_it() -> None:
+    model: Any = tiny_model("qwen3_5")
+    stock = greedy(model)
+    cache = fs.StateCache(model, **STATIC)
+    with torch.inference_mode():
+        assert torch.equal(greedy(model, past_key_values=cache), stock)
+    cache.reset()
+    assert torch.equal(greedy(model, past_key_values=cache), stock)
+
+
+def test_a_model_in_another_dtype_is_refused_by_name() -> None:
+    model: Any = tiny_model("qwen3_5")
+    cache = fs.StateCache(model)
+    with pytest.raises(TypeError, match=r"was made for a model in float32, but the model is in float16 now: make"):
+        greedy(model.half(), past_key_values=cache)
+    model.double()
+    for use in (greedy, fs.StateCache, lambda model: fs.enable(fs.disable(model))):
+        with pytest.raises(TypeError, match=r"model must be float32 or bfloat16 or float16, got float64"):
+            use(model)
+
+
+def test_a_cache_is_refused_by_other_models_and_by_its_own_when_that_is_disabled() -> None:
+    model, other = tiny_model("mamba2"), fs.enable(tiny_model("mamba2"))
+    cache = fs.StateCache(model)
+    with pytest.raises(ValueError, match=r"this StateCache is for another model than that of this Mamba2Mixer"):
+        call(other, PROMPT, cache, 0)
+    fs.disable(model)
+    for use in (lambda: call(model, PROMPT, cache, 0), lambda: greedy(model, past_key_values=cache)):
+        with pytest.raises(RuntimeError, match=r"a StateCache is for a model that runs on flashstate, but this model"):
+            use()
+    cache.reset()
+    assert greedy(fs.enable(model), past_key_values=cache).shape == (2, 14)
+
+
+def test_other_rows_and_more_rows_than_max_batch_are_refused_before_anything_moves() -> None:
+    model: Any = tiny_model("qwen3_5")
+    cache, small = fs.StateCache(model, **STATIC), fs.StateCache(model, max_batch=1)
+    call(model, PROMPT, cache, 0)
+    before = [state.clone() for state in states_of(cache)]
+    for rows in (1, 3):
+        with pytest.raises(ValueError, match=rf"has 2 rows, got a batch of {rows}; reset\(\) makes it empty"):
+            call(model, TOKENS[:1, 6:7].expand(rows, -1), cache, 6)
+    assert all(torch.equal(state, old) for state, old in zip(states_of(cache), before, strict=True))
+    for more in (lambda: call(model, PROMPT, small, 0), lambda: small.batch_repeat_interleave(2)):
+        with pytest.raises(ValueError, match=r"this cache has room for max_batch=1 rows, got 2"):
+            more()
+        call(model, PROMPT[:1], small, 0)
+
+
+def test_more_tokens_than_a_static_cache_has_room_for_are_refused_before_anything_moves() -> None:
+    model: Any = tiny_model("jamba")
+    stock = greedy(model)
+    cache = fs.StateCache(model, drafts=3, **STATIC)
+    with pytest.raises(ValueError, match="room for max_cache_len=14 tokens, of which 0 are taken, got 18 more"):
+        greedy(model, PROMPT.repeat(1, 3), past_key_values=cache)
+    assert torch.equal(greedy(model, past_key_values=cache), stock)
+    with torch.no_grad(), pytest.raises(ValueError, match="of which 13 are taken, got 5 more"):
+        model(PROMPT[:, :5], past_key_values=cache)
+    model = tiny_model("mamba2")  # without attention there is no longest length
+    assert greedy(model, past_key_values=fs.StateCache(model, max_cache_len=1)).shape == (2, 14)
+
+
+def test_only_drafts_of_the_last_call_are_taken_back() -> None:
+    model: Any = tiny_model("mamba2")
+    cache = fs.StateCache(model, drafts=2, replay=3)
 
     def require_refused(tokens: int, most: int) -> None:
         message = rf"crop must be given 0 or less, and {most} tokens of the last call .* drafts=2, got {tokens}"
@@ -80,59 +241,25 @@ def test_only_drafts_of_the_last_call_are_taken_back(options: dict[str, int]) ->
     require_refused(1, 2)
     cache.crop(-1)
     require_refused(-2, 1)
-    cache.crop(-1)
-    require_refused(-1, 0)
-    cache.crop(0)
-    assert cache.get_seq_length() == 7
-    call(model, TOKENS[:, 7:9], cache, 7)
+    assert cache.get_seq_length() == 8
     cache.reorder_cache(torch.tensor([1, 0]))
     require_refused(-1, 0)
     assert not fs.StateCache(model).is_croppable
 
 
-@pytest.mark.parametrize("options", [{}, STATIC], ids=["dynamic", "static"])
-@pytest.mark.parametrize("family", ["mamba", "falcon_h1", "qwen3_5"])
-def test_another_number_of_rows_is_refused(family: str, options: dict[str, int]) -> None:
-    model: Any = tiny_model(family)
-    cache = fs.StateCache(model, **options)
+def test_rows_of_static_attention_layers_are_neither_repeated_nor_selected_nor_layers_offloaded() -> None:
+    model: Any = tiny_model("qwen3_5")
+    cache = fs.StateCache(model, **STATIC)
     call(model, PROMPT, cache, 0)
-    before = [state.clone() for state in states_of(cache)]
-    for rows in (1, 3):
-        with pytest.raises(
-            ValueError, match=rf"this cache has 2 rows, got a batch of {rows}; reset\(\) makes it empty"
-        ):
-            call(model, TOKENS[:1, 6:7].expand(rows, -1), cache, 6)
-    assert all(torch.equal(state, old) for state, old in zip(states_of(cache), before, strict=True))
-
-
-def test_more_rows_than_max_batch_are_refused() -> None:
-    model: Any = tiny_model("mamba2")
-    cache = fs.StateCache(model, max_batch=1)
-    for rows in (lambda: call(model, PROMPT, cache, 0), lambda: cache.batch_repeat_interleave(2)):
-        with pytest.raises(ValueError, match=r"this cache has room for max_batch=1 rows, got 2"):
-            rows()
-        call(model, PROMPT[:1], cache, 0)
-
-
-@pytest.mark.parametrize("family", ["mamba2", "qwen3_5"])
-def test_a_model_in_another_dtype_is_refused_by_name(family: str) -> None:
-    model: Any = tiny_model(family)
-    cache = fs.StateCache(model)
-    with pytest.raises(TypeError, match=r"was made for a model in float32, but the model is in float16 now: make"):
-        greedy(model.half(), past_key_values=cache)
-    model.double()
-    for use in (greedy, fs.StateCache, lambda model: fs.enable(fs.disable(model))):
-        with pytest.raises(TypeError, match=r"model must be float32 or bfloat16 or float16, got float64"):
-            use(model)
-
-
-def test_what_is_no_model_of_transformers_is_refused() -> None:
-    other: Any
-    for other in (tiny_model("mamba2").config, "mamba2", None, torch.nn.Linear(2, 2)):
-        message = f"model must be a model of Transformers, as from_pretrained returns it, got {type(other).__name__}"
-        for use in (fs.enable, fs.disable, fs.StateCache):
-            with pytest.raises(TypeError, match=message):
-                use(other)
+    with pytest.raises(ValueError, match=r"cannot repeat rows of static attention layers: leave max_cache_len out"):
+        cache.batch_repeat_interleave(2)
+    with pytest.raises(ValueError, match=r"cannot select rows of static attention layers: leave max_cache_len out"):
+        cache.batch_select_indices(torch.tensor([0]))
+    with pytest.raises(ValueError, match=r"repeats must be from 1 to \d+, got 0"):
+        cache.batch_repeat_interleave(0)
+    for move in (cache.layers[0].offload, cache.layers[0].prefetch):
+        with pytest.raises(NotImplementedError, match=r"a StateCache is not offloaded"):
+            move()
 
 
 def test_a_cache_says_what_it_is() -> None:
@@ -143,50 +270,3 @@ def test_a_cache_says_what_it_is() -> None:
     call(model, PROMPT, cache, 0)
     assert repr(cache).startswith(f"StateCache(Qwen3_5ForCausalLM, 2 rows of 6 tokens, {layers}, ")
     assert repr(fs.StateCache(tiny_model("lfm2"))).endswith("empty, 2 recurrent layers, float32, 0 B, cpu)")
-
-
-@pytest.mark.parametrize("family", ONE_OF_EACH)
-def test_a_cache_is_refused_by_other_models_and_by_its_own_when_that_is_disabled(family: str) -> None:
-    model, other = tiny_model(family), fs.enable(tiny_model(family))
-    cache = fs.StateCache(model)
-    with pytest.raises(ValueError, match=r"this StateCache is for another model than that of this \w+"):
-        call(other, PROMPT, cache, 0)
-    fs.disable(model)
-    for use in (lambda: call(model, PROMPT, cache, 0), lambda: greedy(model, past_key_values=cache)):
-        with pytest.raises(RuntimeError, match=r"a StateCache is for a model that runs on flashstate, but this model"):
-            use()
-    cache.reset()
-    assert greedy(fs.enable(model), past_key_values=cache).shape == (2, 14)
-
-
-@pytest.mark.parametrize("name", ["seq_idx", "cu_seq_lens_q"])
-def test_packed_sequences_are_refused(name: str) -> None:
-    """With a StateCache, and in a step over a stock cache."""
-    model: Any = fs.enable(tiny_model("bamba"))
-    packed = {name: torch.zeros(2, 1, dtype=torch.int32)}
-    stock = stock_cache(model)
-    call(model, PROMPT, stock, 0)
-    for cache in (fs.StateCache(model), stock):
-        with pytest.raises(
-            ValueError, match=r"seq_idx and cu_seq_lens_q are not for a model that decodes on flashstate"
-        ):
-            call(model, TOKENS[:, 6:7], cache, 6, **packed)
-
-
-def test_rows_of_static_attention_layers_are_neither_repeated_nor_selected() -> None:
-    model: Any = tiny_model("qwen3_5")
-    cache = fs.StateCache(model, **STATIC)
-    call(model, PROMPT, cache, 0)
-    with pytest.raises(ValueError, match=r"cannot repeat rows of static attention layers: leave max_cache_len out"):
-        cache.batch_repeat_interleave(2)
-    with pytest.raises(ValueError, match=r"cannot select rows of static attention layers: leave max_cache_len out"):
-        cache.batch_select_indices(torch.tensor([0]))
-    with pytest.raises(ValueError, match=r"repeats must be from 1 to \d+, got 0"):
-        cache.batch_repeat_interleave(0)
-
-
-def test_a_cache_is_not_offloaded() -> None:
-    cache = fs.StateCache(tiny_model("mamba"))
-    for move in (cache.layers[0].offload, cache.layers[0].prefetch):
-        with pytest.raises(NotImplementedError, match=r"a StateCache is not offloaded"):
-            move()
