@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -134,7 +135,7 @@ def test_a_cache_is_in_use_by_one_thread_at_a_time() -> None:
     assert set(refused) == {"this StateCache is in use by another call"}
 
 
-def test_an_enabled_model_and_a_used_cache_are_not_pickled_and_a_disabled_model_is() -> None:
+def test_an_enabled_model_and_a_used_cache_are_not_pickled_and_a_disabled_model_is(tmp_path: Path) -> None:
     model: Any = tiny_model("mamba2")
     stock = greedy(model)
     cache = fs.StateCache(model)
@@ -145,6 +146,8 @@ def test_an_enabled_model_and_a_used_cache_are_not_pickled_and_a_disabled_model_
                 dump(each)
         with pytest.raises(pickle.PicklingError, match=r"belongs to its model and cannot .*; copy.deepcopy copies it"):
             dump(cache)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(greedy(type(model).from_pretrained(tmp_path)), stock)
     assert torch.equal(greedy(pickle.loads(pickle.dumps(fs.disable(model)))), stock)
 
 
