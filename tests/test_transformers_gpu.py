@@ -22,7 +22,7 @@ UNGRAPHED = ("glm5_next", "lfm3")  # whose attention waits for the GPU, or has a
 PROMPT = torch.arange(1, 37).view(3, 12) * 37 % 96
 NEW = 12  # tokens that are generated
 STATIC: dict[str, Any] = {"max_cache_len": 48}
-MOST_KERNELS = 9  # of a layer of Mamba-2: two norms, two products of up to two kernels, two ops and a sum
+MOST_KERNELS = 7  # of a layer of Mamba-2 on an H200: two norms, two products, two ops and a sum
 
 
 @pytest.fixture(autouse=True)

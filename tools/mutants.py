@@ -58,7 +58,7 @@ def laws_and_cases(killed_by: str) -> list[tuple[str, Any]]:
 
     found = LAW.fullmatch(killed_by)
     assert found
-    needs = ("", "kernels") if found[1] == "kernels" else ("",)
+    needs = ("", "kernels", "cuda") if found[1] == "kernels" and found["words"] else ("", found[1])
     laws = [words for words in LAWS if words.startswith(found["words"] or "") and SCOPES[words].needs in needs]
     case = eval(found["case"], {}, Names(vars(proof))) if found["case"] else proof.AnyCase
     if not isinstance(case, type):
@@ -79,15 +79,15 @@ def broken_law(killed_by: str, on: str) -> str | None:
     import torch
 
     from flashstate.launch import interpreted
-    from flashstate.proof.laws import LAWS, LawBroken
+    from flashstate.proof.laws import LAWS
 
     by_kernels = killed_by.startswith("kernels")
     with interpreted() if by_kernels and on == "cpu" else nullcontext():
         for words, case in laws_and_cases(killed_by):
             try:
                 LAWS[words](case, torch.device(on if by_kernels else "cpu"))
-            except LawBroken as broken:
-                return f"{words} | {case}: {broken}"
+            except Exception as broken:  # LawBroken, or what CUDA says
+                return f"{words} | {case}: {broken or type(broken).__name__}"
     return None
 
 
