@@ -2,6 +2,7 @@
 
 from mutants import Mutant
 
+RINGS = "test_rings.py::test_cursors_are_where_the_model_has_them_after_any_steps[%s-8-11-9-DeltaRing]"
 # fmt: off
 MUTANTS = (
     # launch/: calls that repeat an earlier one
@@ -395,6 +396,32 @@ MUTANTS = (
     Mutant("columns of rank 1 are paired in halves", "state/mamba3.py",
            "return self.pairing or PAIRINGS[rank > 1]", "return self.pairing or PAIRINGS[rank > 0]",
            "test_mamba3.py::test_columns_are_interleaved_for_rank_1_and_halved_for_others_unless_said_otherwise"),
+    # Plans and cursors of rings, and folds
+    Mutant("a full ring is folded", "reference/rings.py",
+           "fold = goes & (live + length > window)", "fold = goes & (live + length >= window)", RINGS % "reference"),
+    Mutant("a row without tokens goes", "reference/rings.py",
+           "goes = (slot >= 0) & (length > 0)\n    oldest", "goes = slot >= 0\n    oldest", RINGS % "reference"),
+    Mutant("a commit forgets what a fold drops", "reference/rings.py",
+           "start[slot] = torch.where(fold, (oldest + live) % length, oldest).int()", "start[slot] = oldest.int()",
+           RINGS % "reference"),
+    Mutant("a commit keeps tokens that are not there", "kernels/rings.py",
+           "kept = tl.minimum(tl.maximum(given, 0), tokens).to(tl.int32)", "kept = tl.maximum(given, 0).to(tl.int32)",
+           RINGS % "interpreter"),
+    Mutant("a commit moves slots that have another request", "kernels/rings.py",
+           "goes &= tl.load(generation_ptr + slot, mask=goes, other=0) == planned_in", "goes &= planned_in >= 0",
+           "test_pool_rings.py::test_a_commit_leaves_slots_alone_that_have_another_request_since_the_plan[interpreter]"),
+    Mutant("rows of a second block go where those of the first are", "kernels/rings.py",
+           "        to_keep += tl.sum(keeps.to(tl.int32), 0)\n", "",
+           "test_rings.py::test_cursors_are_where_the_model_has_them_after_any_steps[interpreter-8-12-1503-Ring]"),
+    Mutant("folded rows are dropped past the end of a ring", "kernels/rings.py",
+           "tl.store(start_ptr + slot, (start + folded) % length, mask=goes)",
+           "tl.store(start_ptr + slot, start + folded, mask=goes)", RINGS % "interpreter"),
+    Mutant("a fold stores rows without live tokens too", "reference/rings.py",
+           "torch.where(folded > 0, slot, -1), state", "slot, state",
+           "test_folds.py -k test_a_fold_is_the_recurrence_at_every_live_count_and_changes_nothing_else"),
+    Mutant("a fold goes to the slot that is read", "reference/rings.py",
+           "if slots is None or slots.write is None else (slots.write, slots.null)", "if True else (slots.write, -1)",
+           "test_folds.py::test_rows_fold_into_the_slots_they_name_and_nothing_else_is_touched[reference-Mamba-2]"),
     # ops/
     Mutant("an output may lie in the memory of a state", "launch/call.py",
            "            self._check_apart(given)\n", "            pass\n",
@@ -458,5 +485,5 @@ MUTANTS = (
     Mutant("a fold draws the bits of the State that it goes into", "ops/folding.py",
            "return replace(into, rounds=state.rounds, stream=state.stream)", "return into",
            "test_folds.py::test_into_any_format_goes_the_encoding_of_the_state_with_the_bits_of_its_slot"
-           "[reference-Mamba-2-bfloat16-stochastic]"),
+           "[bfloat16-stochastic-reference]"),
 )
