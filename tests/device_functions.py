@@ -3,7 +3,6 @@
 import triton
 import triton.language as tl
 
-from flashstate.kernels.functions import philox
 from flashstate.kernels.mamba2_at_once import in_copies
 from flashstate.kernels.ptx import divide_ptx, has_ptx, per_thread_ptx
 from flashstate.kernels.state_io import (
@@ -16,26 +15,6 @@ from flashstate.kernels.state_io import (
     to_nearest,
 )
 from flashstate.kernels.tiles import form_of, tile_at
-
-
-@triton.jit
-def philox_kernel(ours_ptr, tritons_ptr, counter_ptr, seed_ptr, c1, c2, ROUNDS: tl.constexpr):
-    offs = tl.arange(0, 64)
-    seed = tl.load(seed_ptr)
-    c0 = tl.load(counter_ptr + offs).to(tl.uint32)
-    o0, o1, o2, o3 = philox(seed, c0, c1, c2, 0, ROUNDS)
-    zero = tl.zeros([64], tl.uint32)
-    t0, t1, t2, t3 = tl.philox(seed, c0, (zero + c1).to(tl.uint32), (zero + c2).to(tl.uint32), zero, ROUNDS)
-    _store_words(ours_ptr, offs, o0, o1, o2, o3)
-    _store_words(tritons_ptr, offs, t0, t1, t2, t3)
-
-
-@triton.jit
-def _store_words(ptr, offs, w0, w1, w2, w3):
-    tl.store(ptr + offs, w0.to(tl.int64))
-    tl.store(ptr + 64 + offs, w1.to(tl.int64))
-    tl.store(ptr + 128 + offs, w2.to(tl.int64))
-    tl.store(ptr + 192 + offs, w3.to(tl.int64))
 
 
 @triton.jit

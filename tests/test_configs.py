@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from compiling import machine_with
 from tables import H200_TABLE, TABLES, case_of, configs_by_mode, entries_of
 from torch import Tensor
 
@@ -23,7 +22,6 @@ from flashstate.errors import dtype_name
 from flashstate.launch import Config, Gpu, Problem, choose, choose_with_reason, interpreted, override
 from flashstate.launch import config as launch_config
 from flashstate.launch.config import KNOBS, mode_key, table_key, valid_configs
-from flashstate.launch.environment import pretending
 from flashstate.launch.table import NOT_MEASURED, read_table_file, table_text
 from flashstate.ops.at_once import AtOnceProblem
 from flashstate.ops.conv1d import ChannelProblem
@@ -45,7 +43,6 @@ from flashstate.proof import (
     ReplayCase,
     make_inputs,
 )
-from flashstate.proof.inputs import in_projection
 from flashstate.proof.laws import require
 from flashstate.proof.laws.steps import close_to_float64, make_snapshots
 from flashstate.state.formats import FORMATS, PORTABLE_FORMATS
@@ -336,22 +333,6 @@ def test_the_heuristic_takes_several_tiles_where_there_are_programs_enough() -> 
         assert tiles[0] == 1 < tiles[1], kind
 
 
-@pytest.mark.parametrize("warp", [32, 64])
-def test_threads_take_rows_of_a_transposed_state_and_one_column_of_a_chunk(warp: int) -> None:
-    for rows, cols, vector in product((2, 8, 64, 72), (1, 7, 16, 128, 512, 4096), (1, 2, 4, 8)):
-        with pretending(replace(machine_with(90), warp=warp)):
-            problem = Problem("pool_write", rows, cols, "bfloat16", "nearest", vector, 1024, transposed=True)
-        assert problem.lane_choices
-        for lanes in problem.lane_choices:
-            assert 8 <= lanes <= min(32, problem.block_cols)  # whole Philox calls
-            assert problem.chunk(lanes) == lanes
-            assert lanes == 32 or problem.block_cols * vector <= 128 * lanes  # elements of a thread
-        configs = valid_configs(problem)
-        assert {config.lanes for config in configs} == set(problem.lane_choices)
-        assert all((config.block_rows, config.num_warps) == (warp // config.lanes * vector, 1) for config in configs)
-        assert problem.valid(problem.heuristic(UNKNOWN))
-
-
 def test_the_heuristic_loads_more_tokens_together_the_fewer_programs_there_are() -> None:
     problem = replace(PROBLEM, several_tokens=True)
     sizes = (1, 63, 64, 511, 512, 1 << 20)
@@ -373,7 +354,6 @@ def test_the_heuristic_has_fewer_lanes_where_sums_over_them_are_expensive() -> N
     [
         pytest.param({}, Config(2, 4, 32), id="fewer rows than warps"),
         pytest.param({}, Config(12, 4, 32), id="rows not a power of two"),
-        pytest.param({}, Config(16, 3, 32), id="warps not a power of two"),
         pytest.param({}, Config(16, 1, 12), id="lanes not a power of two"),
         pytest.param({}, Config(16, 1, 64), id="more lanes than a warp has"),
         pytest.param({}, Config(16, 2, 2), id="warps with fewer rows than they cover"),
@@ -382,9 +362,7 @@ def test_the_heuristic_has_fewer_lanes_where_sums_over_them_are_expensive() -> N
         pytest.param({}, Config(4096, 64, 32), id="more warps than any program"),
         pytest.param({"cols": 16}, Config(8, 1, 8), id="more lanes than a row has accesses"),
         pytest.param({"vector": 16}, Config(2, 1, 8), id="a warp with fewer rows of bytes than it covers"),
-        pytest.param({"cols": 16, "vector": 16}, Config(32, 2, 1), id="warps with fewer rows of bytes"),
         pytest.param({"transposed": True}, Config(8, 1, 8), id="a warp with fewer rows than it accesses"),
-        pytest.param({"transposed": True}, Config(32, 2, 8), id="warps that would share rows"),
         pytest.param({"transposed": True}, Config(32, 1, 8), id="a warp with more rows than it accesses"),
         pytest.param({"transposed": True}, Config(64, 1, 4), id="fewer columns than a Philox call needs"),
     ],
@@ -423,17 +401,6 @@ def test_configs_of_a_problem_have_one_knob_and_no_other() -> None:
             assert not any(problem.valid(replace(config, **{other: 4})) for config in configs), (what, other)
 
 
-def test_a_row_of_any_width_can_be_walked_along_by_any_number_of_lanes_that_it_offers() -> None:
-    for cols, vector in product((1, 128, 512, 4096), (1, 2, 4, 8, 16)):
-        problem = replace(PROBLEM, cols=cols, vector=vector)
-        assert problem.lane_choices
-        few = [lanes for lanes in problem.lane_choices if lanes < 32]
-        assert all(problem.block_cols <= 32 * problem.chunk(lanes) for lanes in few)
-        assert all(problem.block_cols <= 64 * lanes for lanes in few)
-        assert all(problem.valid(Config(64, 1, lanes)) for lanes in problem.lane_choices)
-        assert {config.lanes for config in valid_configs(problem)} == set(problem.lane_choices)
-
-
 def test_overrides_nest_and_are_undone_by_an_exception() -> None:
     before = choose(PROBLEM, UNKNOWN)
     with override(Config(4, 4, 32)):
@@ -444,52 +411,6 @@ def test_overrides_nest_and_are_undone_by_an_exception() -> None:
             raise KeyError
         assert choose(PROBLEM, UNKNOWN) == Config(4, 4, 32)
     assert choose(PROBLEM, UNKNOWN) == before
-
-
-def places_of(tensor: Tensor) -> tuple[range, Tensor]:
-    """The memory that a tensor is a view of, and where in it its elements are."""
-    storage, size = tensor.untyped_storage(), tensor.element_size()
-    elements = torch.arange(storage.nbytes() // size).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-    return range(storage.data_ptr(), storage.data_ptr() + storage.nbytes()), storage.data_ptr() + elements * size
-
-
-@pytest.mark.interpreted
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(2, 2, 1, 48, 20, x="float16", bc="float16", exact=False, tokens=3),
-        DeltaCase(2, 2, 1, 48, 20, x="float16", qk="float16", exact=False, tokens=3),
-    ],
-    ids=str,
-)
-def test_tiles_past_the_last_row_of_a_head_touch_nothing_of_what_tokens_bring(
-    case: Case | DeltaCase, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from triton.runtime.interpreter import InterpreterBuilder
-
-    inputs = make_inputs(case, CPU).changed(in_projection)
-    out = in_projection(torch.zeros_like(inputs.main))
-    touched: list[Tensor] = []
-
-    def watch(name: str, mask_at: int) -> None:
-        access = getattr(InterpreterBuilder, name)
-
-        def watched(self: Any, ptrs: Any, *rest: Any) -> Any:
-            touched.append(torch.from_numpy(ptrs.data[rest[mask_at].data].astype("int64")))
-            return access(self, ptrs, *rest)
-
-        monkeypatch.setattr(InterpreterBuilder, name, watched)
-
-    watch("create_masked_load", 0)
-    watch("create_masked_store", 1)
-    tiles = next(c for c in valid_configs(case.problem) if c.tiles * c.block_rows == 64 and c.tiles == 4)
-    with interpreted(), override(tiles):
-        inputs.step(out=out)
-    addresses = torch.cat(touched).unique()
-    for tensor in (out, *inputs.activations.values()):
-        memory, elements = places_of(tensor)
-        there = addresses[(addresses >= memory.start) & (addresses < memory.stop)]
-        assert torch.equal(there, elements.flatten().sort().values)
 
 
 @pytest.mark.interpreted

@@ -1,23 +1,14 @@
-"""gated_delta_step: an independent model, and several tokens at once. The laws: test_laws.py."""
+"""gated_delta_step: an independent model. The laws: test_laws.py."""
 
 import math
 
 import pytest
 import torch
-from torch import Tensor
 
 from flashstate.proof import DeltaCase, make_inputs
-from flashstate.reference.gated_delta import EPSILON, gated_delta_at_once, gated_delta_token
+from flashstate.reference.gated_delta import EPSILON, gated_delta_token
 
 CPU = torch.device("cpu")
-
-
-def in_float64(case: DeltaCase) -> tuple[Tensor, dict[str, Tensor], dict[str, object]]:
-    """States of a batch, activations (batch, T, ...) and the other arguments of the reference, in float64."""
-    inputs = make_inputs(case, CPU)
-    options = {name: inputs.arguments[name] for name in ("A_log", "dt_bias", "b_logit", "scale", "qk_l2norm")}
-    activations = {name: t.double() for name, t in inputs.activations.items()}
-    return inputs.states.double(), activations, options
 
 
 Row = list[float]
@@ -48,7 +39,9 @@ def decay(a: float, A_log: float, dt_bias: float) -> float:
 @pytest.mark.parametrize("per_channel", [False, True])
 def test_reference_equals_the_recurrence_written_with_loops(per_channel: bool) -> None:
     case = DeltaCase(2, 4, 2, 3, 5, per_channel=per_channel)
-    s, t, options = in_float64(case)
+    inputs = make_inputs(case, CPU)
+    options = {name: inputs.arguments[name] for name in ("A_log", "dt_bias", "b_logit", "scale", "qk_l2norm")}
+    s, t = inputs.states.double(), {name: tensor.double() for name, tensor in inputs.activations.items()}
     t["a"].view(-1)[:3] = torch.tensor([30.0, -40.0, 20.5])
     o, after = gated_delta_token(s, **t, **options)
     A_log, bias = options["A_log"].double(), options["dt_bias"].double().reshape(4, -1)
@@ -62,40 +55,6 @@ def test_reference_equals_the_recurrence_written_with_loops(per_channel: bool) -
                 out, row = one_row(s[b, h, d].tolist(), q, k, float(t["v"][b, h, d]), alpha, beta, 5**-0.5)
                 assert torch.allclose(after[b, h, d], torch.tensor(row, dtype=torch.float64), rtol=1e-12, atol=1e-14)
                 assert math.isclose(float(o[b, h, d]), out, rel_tol=1e-12, abs_tol=1e-14)
-
-
-AT_ONCE = [
-    DeltaCase(3, 4, 2, 7, 12, tokens=16),
-    DeltaCase(2, 2, 2, 5, 3, tokens=5, raw=False, qk_l2norm=False, scale=0.7),
-]
-
-
-def require_close(got: Tensor, want: Tensor) -> None:
-    assert (got - want).abs().max() <= 1e-12 * want.abs().max()
-
-
-@pytest.mark.parametrize("case", AT_ONCE, ids=str)
-def test_tokens_at_once_are_the_recurrence(case: DeltaCase) -> None:
-    before, t, options = in_float64(case)
-    o, after = gated_delta_at_once(before, **t, exists=torch.ones(case.batch, case.tokens, dtype=torch.bool), **options)
-    s = before
-    for i in range(case.tokens):
-        want, s = gated_delta_token(s, **{name: x[:, i] for name, x in t.items()}, **options)
-        require_close(o[:, i], want)
-    require_close(after, s)
-
-
-def test_tokens_that_do_not_exist_are_not_looked_at_by_the_at_once_form() -> None:
-    before, t, options = in_float64(DeltaCase(2, 2, 1, 4, 6, tokens=5))
-    exists = torch.tensor([[True] * 5, [True, True, False, False, False]])
-    few = {name: x[1:, :2] for name, x in t.items()}
-    want, after = gated_delta_at_once(before[1:], **few, exists=exists[1:, :2], **options)
-    for x in t.values():
-        x[1, 2:] = torch.nan
-    o, s = gated_delta_at_once(before, **t, exists=exists, **options)
-    require_close(o[1, :2], want[0])
-    require_close(s[1], after[0])
-    assert o[0].isfinite().all()
 
 
 def test_a_bias_per_head_is_added_to_every_channel_and_the_default_scale_is_one_over_the_root_of_k() -> None:

@@ -141,7 +141,7 @@ def test_what_every_thread_is_handed_is_what_they_share() -> None:
         assert torch.equal(found, given[:, None].expand_as(found))
 
 
-def test_one_token_whose_parent_is_not_there_has_zeros_and_stores_nothing(device: torch.device) -> None:
+def test_only_tokens_with_a_way_to_the_root_run_and_store(device: torch.device) -> None:
     """It may name whatever row of snapshots; the root beside it stores its state in its slot and its snapshot."""
     plain, inputs = make_inputs(ONE, device), make_inputs(ONE, device).fresh(extra=2)
     write = torch.arange(len(inputs.state.data) - 2, len(inputs.state.data), device=device).view(2, 1)

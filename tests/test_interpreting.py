@@ -1,35 +1,15 @@
 """What the tests spare Triton's interpreter changes nothing."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
 
-from flashstate.proof import (
-    AnyCase,
-    Case,
-    ConvCase,
-    DeltaCase,
-    Mamba3Case,
-    ReplayCase,
-    interpreted,
-    make_inputs,
-    slotted,
-)
+from flashstate.proof import CASES as PROVEN
+from flashstate.proof import AnyCase, interpreted, make_inputs, slotted
 from flashstate.state.formats import bits_of
 
 CPU = torch.device("cpu")
-SEVERAL = Case(2, 2, 1, 5, 20, format="int8", rounding="stochastic", tokens=2)
-CASES: list[AnyCase] = [
-    SEVERAL,
-    replace(SEVERAL, format="float8_e4m3fn", mamba1=True, tokens=0),
-    DeltaCase(2, 1, 1, 5, 20, format="float16", rounding="stochastic", transposed=True, tokens=2),
-    DeltaCase(2, 1, 1, 5, 20, format="int16", exact=False, tokens=2, x="float16", qk="float16"),
-    Mamba3Case(2, 1, 1, 5, 12, 2, 3, format="bfloat16", kv="float16"),
-    ConvCase(2, 5, 3, tokens=2),
-    ReplayCase(2, 1, 1, 5, 20, window=4, tokens=2, format="float16", rounding="stochastic"),
-]
+CASES = [cases.groups[0][1] for cases in PROVEN.values()]  # of several tokens
 
 
 def bytes_of(case: AnyCase) -> list[Tensor]:

@@ -2,56 +2,41 @@
 
 import math
 import os
-from typing import Any
+from itertools import product
 
 import pytest
 import torch
 from implementations import NO_INTERPRETER
 from test_formats import EVERYWHERE
-from torch import Tensor
 
 import flashstate
 from flashstate.proof import CASES, Case, error_ratio, interpreted, make_inputs, oracle
-from flashstate.reference.mamba2 import mamba2_at_once, mamba2_token
+from flashstate.reference.mamba2 import mamba2_token
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 REAL = CASES["mamba2_step"].real[0]
 
 
-def one_element(s: float, x: float, dt: float, A: float, B: float) -> float:
-    """The recurrence for one element of the state, in Python's floats."""
-    dt = dt if dt > 20.0 else math.log1p(math.exp(dt))
-    return s * math.exp(dt * A) + dt * x * B
-
-
 def test_reference_equals_the_recurrence_written_with_loops() -> None:
+    """In Python's floats, element by element."""
     batch, heads, groups, rows, cols = 2, 4, 2, 3, 5
     generator = torch.Generator().manual_seed(0)
-
-    def normal(*size: int) -> Tensor:
-        return torch.randn(*size, generator=generator, dtype=torch.float64)
-
-    s, x, dt, A = (
-        normal(batch, heads, rows, cols),
-        normal(batch, heads, rows),
-        normal(batch, heads),
-        -normal(heads).abs(),
-    )
-    B, C, D, z = normal(batch, groups, cols), normal(batch, groups, cols), normal(heads), normal(batch, heads, rows)
+    s, x, dt, A, B, C, D, z = (
+        torch.randn(*size, generator=generator, dtype=torch.float64)
+        for size in ((batch, heads, rows, cols), (batch, heads, rows), (batch, heads), (heads,),
+                     (batch, groups, cols), (batch, groups, cols), (heads,), (batch, heads, rows))
+    )  # fmt: skip
     dt[0, 0], dt[0, 1], dt[1, 0] = 30.0, -40.0, 20.5
-    y, after = mamba2_token(s, x, dt, A, B, C, D, z, None, True)
-    for b in range(batch):
-        for h in range(heads):
-            g = h // (heads // groups)
-            for d in range(rows):
-                row = [
-                    one_element(*map(float, (s[b, h, d, n], x[b, h, d], dt[b, h], A[h], B[b, g, n])))
-                    for n in range(cols)
-                ]
-                out = sum(value * float(C[b, g, n]) for n, value in enumerate(row)) + float(D[h] * x[b, h, d])
-                out *= float(z[b, h, d]) / (1 + math.exp(-float(z[b, h, d])))
-                assert torch.allclose(after[b, h, d], torch.tensor(row, dtype=torch.float64), rtol=1e-13, atol=1e-15)
-                assert math.isclose(float(y[b, h, d]), out, rel_tol=1e-12, abs_tol=1e-14)
+    y, after = mamba2_token(s, x, dt, -A.abs(), B, C, D, z, None, True)
+    for b, h, d in product(range(batch), range(heads), range(rows)):
+        g, value, gate = h * groups // heads, float(x[b, h, d]), float(z[b, h, d])
+        time = float(dt[b, h]) if dt[b, h] > 20.0 else math.log1p(math.exp(dt[b, h]))
+        out = float(D[h]) * value
+        for n in range(cols):
+            new = float(s[b, h, d, n]) * math.exp(-abs(float(A[h])) * time) + time * value * float(B[b, g, n])
+            assert math.isclose(float(after[b, h, d, n]), new, rel_tol=1e-13, abs_tol=1e-15)
+            out += new * float(C[b, g, n])
+        assert math.isclose(float(y[b, h, d]), out * gate / (1 + math.exp(-gate)), rel_tol=1e-12, abs_tol=1e-14)
 
 
 EXTREME_DT = [-80.0, -60.0, -17.0, -1e-3, 0.0, 1.0, 19.999, 20.0, 20.001, 100.0, 1e4]
@@ -135,51 +120,6 @@ def test_interpreted_needs_the_environment_to_be_set(monkeypatch: pytest.MonkeyP
     monkeypatch.delitem(os.environ, "TRITON_INTERPRET", raising=False)
     with pytest.raises(RuntimeError, match="TRITON_INTERPRET"), interpreted():
         pass
-
-
-AT_ONCE = [
-    Case(3, 4, 2, 7, 12, tokens=16, D="row", dt_limit=(0.1, 2.0)),
-    Case(2, 2, 2, 5, 3, tokens=5, z=False, D=None, dt_bias=False),
-]
-
-
-def in_float64(case: Case) -> tuple[Tensor, dict[str, Tensor], dict[str, Any]]:
-    """States of a batch, activations (batch, T, ...) and the other arguments of the reference, in float64."""
-    inputs = make_inputs(case, CPU)
-    options = {name: inputs.arguments[name] for name in ("A", "D", "dt_bias", "dt_softplus", "dt_limit")}
-    return inputs.states.double(), {name: t.double() for name, t in inputs.activations.items()}, options
-
-
-def require_close(got: Tensor, want: Tensor) -> None:
-    assert (got - want).abs().max() <= 1e-12 * want.abs().max()
-
-
-def all_at_once(s: Tensor, t: dict[str, Tensor], options: dict[str, Any], exists: Tensor) -> tuple[Tensor, Tensor]:
-    return mamba2_at_once(s, **{"z": None, **t}, exists=exists, **options)
-
-
-@pytest.mark.parametrize("case", AT_ONCE, ids=str)
-def test_tokens_at_once_are_the_recurrence(case: Case) -> None:
-    before, t, options = in_float64(case)
-    y, after = all_at_once(before, t, options, torch.ones(case.batch, case.tokens, dtype=torch.bool))
-    s = before
-    for i in range(case.tokens):
-        want, s = mamba2_token(s, **{"z": None, **{name: x[:, i] for name, x in t.items()}}, **options)
-        require_close(y[:, i], want)
-    require_close(after, s)
-
-
-def test_tokens_that_do_not_exist_are_not_looked_at_by_the_at_once_form() -> None:
-    before, t, options = in_float64(Case(2, 2, 1, 4, 6, tokens=5))
-    exists = torch.tensor([[True] * 5, [True, True, False, False, False]])
-    few = {name: x[1:, :2] for name, x in t.items()}
-    want, after = all_at_once(before[1:], few, options, exists[1:, :2])
-    for x in t.values():
-        x[1, 2:] = torch.nan
-    y, s = all_at_once(before, t, options, exists)
-    require_close(y[1, :2], want[0])
-    require_close(s[1], after[0])
-    assert y[0].isfinite().all()
 
 
 @EVERYWHERE

@@ -1,6 +1,4 @@
-"""mamba2_replay: an independent model. The laws: test_laws.py; what all replays have: test_replays.py."""
-
-import math
+"""mamba2_replay: a model token by token. The laws: test_laws.py; what all replays have: test_replays.py."""
 
 import pytest
 import torch
@@ -8,19 +6,7 @@ import torch
 from flashstate.launch import choose, machine_of, override, valid_configs
 from flashstate.proof import Recurrence, ReplayCase, make_inputs
 from flashstate.proof.laws import require
-
-CPU = torch.device("cpu")
-
-
-# The recurrence with loops
-
-
-def one_row(s: list[float], tokens: list[tuple[float, float, list[float]]], A: float) -> list[float]:
-    """A row of a state after tokens, each with its x, its time step and its B, in Python's floats."""
-    for x, dt, B in tokens:
-        s = [value * math.exp(dt * A) + dt * x * b for value, b in zip(s, B, strict=True)]
-    return s
-
+from flashstate.reference.mamba2 import mamba2_token
 
 MODELLED = [
     ReplayCase(4, 4, 2, 3, 5, tokens=3, window=8),
@@ -31,42 +17,20 @@ MODELLED = [
 
 @pytest.mark.parametrize("case", MODELLED, ids=str)
 def test_reference_equals_the_recurrence_written_with_loops(case: ReplayCase) -> None:
-    inputs = case.make_inputs(CPU)
-    model, pool, given = Recurrence.of(inputs), inputs.state, inputs.arguments
-    y = iter(model.step(inputs, torch.zeros_like(inputs.tokens))[0])
+    """A ring holds time steps as they count; its rows are tokens without an output."""
+    inputs = case.make_inputs(torch.device("cpu"))
+    pool, A, outputs = inputs.state, inputs.arguments["A"], []
     for b, slot in enumerate(inputs.slots.tolist()):
-        rows = [(int(pool.start[slot]) + j) % pool.ring.length for j in range(int(pool.count[slot]))]
-        tokens = [inputs.token(torch.tensor([b]), t) for t in range(inputs.row_lengths[b])]
-        for token in tokens:
-            out = next(y)
-            for h in range(case.heads):
-                g, A = h // (case.heads // case.groups), float(given["A"][h])
-                bias = float(given["dt_bias"][h]) if case.dt_bias else 0.0
-                sizes = [float(each["dt"][0, h]) + bias for each in tokens]
-                sizes = [math.log1p(math.exp(dt)) for dt in sizes] if case.dt_softplus else sizes
-                until = next(i for i, each in enumerate(tokens) if each is token) + 1
-                for d in range(case.rows):
-                    brought = [
-                        (float(pool.x[slot, h, r, d]), float(pool.dt[slot, h, r]), pool.B[slot, g, r].tolist())
-                        for r in rows
-                    ]
-                    brought += [
-                        (float(each["x"][0, h, d]), dt, each["B"][0, g].tolist())
-                        for each, dt in zip(tokens[:until], sizes[:until], strict=True)
-                    ]
-                    s = one_row(pool.data[slot, h, d].tolist(), brought, A)
-                    want = math.fsum(value * c for value, c in zip(s, token["C"][0, g].tolist(), strict=True))
-                    if case.D is not None:
-                        skip = given["D"].reshape(case.heads, -1).expand(-1, case.rows)
-                        want += float(skip[h, d]) * float(token["x"][0, h, d])
-                    if case.z:
-                        z = float(token["z"][0, h, d])
-                        want *= z / (1 + math.exp(-z))
-                    assert math.isclose(float(out[h, d]), want, rel_tol=1e-9, abs_tol=1e-11)
-    assert next(y, None) is None
-
-
-# The order of sums
+        s = pool.data[[slot]].double()
+        for j in range(int(pool.count[slot])):
+            row = (int(pool.start[slot]) + j) % pool.ring.length
+            x, dt, B = (tensor[[slot], :, row] for tensor in (pool.x, pool.dt, pool.B))
+            _, s = mamba2_token(s, x, dt, A, B, B, None, None, None, False)
+        for t in range(inputs.row_lengths[b]):
+            y, s = mamba2_token(s, **inputs.token(torch.tensor([b]), t))
+            outputs.append(y)
+    y, _ = Recurrence.of(inputs).step(inputs, torch.zeros_like(inputs.tokens))
+    torch.testing.assert_close(y, torch.cat(outputs), rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.gpu

@@ -160,20 +160,6 @@ def test_launches_on_equal_inputs_give_equal_bytes_on_a_busy_gpu(where: str, eve
 # Tokens and their slots
 
 
-def test_one_token_on_an_axis_of_its_own_is_stored_where_its_table_says(device: torch.device) -> None:
-    inputs = make_inputs(replace(TINY, batch=3, tokens=1), device)
-    write = torch.tensor([[30], [-1], [32]], device=device)
-    rest = torch.tensor([31, 33], device=device)
-    inputs.slots.copy_(torch.tensor([1, 2, 3]))
-    moved, in_place = inputs.fresh(), inputs.fresh()
-    y, want = moved.step(slots=moved.at(write=write)), in_place.step()
-    require.equal_bytes("output", y, want)
-    read = inputs.slots.long()
-    require.equal_states("written slots", moved.state, in_place.state, write[[0, 2], 0], read[[0, 2]])
-    require.equal_states("read slots", moved.state, inputs.state, read)
-    require.equal_states("other slots", moved.state, inputs.state, rest)
-
-
 def test_tokens_past_the_table_of_a_packed_row_are_not_stored(device: torch.device) -> None:
     """A row of three tokens where there is room for two; the entry behind is that of the next row, which has none."""
     inputs = make_inputs(replace(TINY, batch=3, tokens=0), device)

@@ -31,7 +31,6 @@ STOCHASTIC = {"batch": 4, "slots": 9, "format": "float16", "rounding": "stochast
 CASES: dict[str, AnyCase] = {
     "mamba2": replace(MAMBA2, **STOCHASTIC, dt_limit=(0.25, math.inf)),
     "gated_delta": replace(DELTA, **STOCHASTIC),
-    "gated_delta at once": replace(DELTA, **STOCHASTIC, tokens=4, exact=False),
 }
 SEVERAL: dict[str, AnyCase] = {
     op: replace(CASES[op], tokens=4, format="int8", cols=16) for op in ("mamba2", "gated_delta")
