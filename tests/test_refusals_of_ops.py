@@ -32,7 +32,6 @@ from refusals import (
     resized,
     step_arguments,
     strided,
-    tensors_of,
     transposed,
     wrong,
     wrong_ints,
@@ -43,7 +42,7 @@ from flashstate import DeltaRing, Mamba3State, Ring, Slots, State, mamba2_fold
 from flashstate import gated_delta_fold as delta_fold
 from flashstate.errors import INDEX_DTYPES
 from flashstate.launch.call import OPS
-from flashstate.proof import Case, ConvCase, DeltaCase, DeltaReplayCase
+from flashstate.proof import ConvCase, DeltaReplayCase
 from flashstate.state.formats import FORMATS
 
 CONV = ConvCase(3, 5, 4, x="float16")
@@ -365,6 +364,11 @@ CALLS: dict[str, Called] = {
     "gated_delta_step, at once": (
         "gated_delta_step", replace(DELTA, **SEVERAL, exact=False), [*at_once("q", "k"), PER_CHANNEL],
     ),
+    **{  # one token does not care whether tokens may go at once, nor what of it could not
+        f"{case.op.declared.name}, at once, {what}": (case.op.declared.name, replace(case, exact=False), [])
+        for what, case in (("T = 1", replace(DELTA, tokens=1, qk="float32")), ("KDA", replace(DELTA, per_channel=True)),
+                           ("one token", replace(CASE, tokens=1)), ("Mamba-1", replace(CASE, mamba1=True, D="row")))
+    },
     "mamba3_step": ("mamba3_step", MAMBA3, OF_MAMBA3),
     "mamba3_step, odd columns": ("mamba3_step", {**step_arguments(replace(MAMBA3, cols=7)), "rotary": None}, ODD),
     "conv1d_step": ("conv1d_step", CONV, OF_WINDOW),
@@ -383,20 +387,6 @@ CALLS: dict[str, Called] = {
 def test_wrong_calls_are_refused_by_name_and_change_nothing(call: str) -> None:
     op, right, refusals = CALLS[call]
     arguments = right if isinstance(right, dict) else step_arguments(right)
-    if call.startswith(("mamba2_step, at once", "gated_delta_step, at once")):
+    if refusals and "at once" in call:
         arguments["snapshots"] = None
     refuses_all(OPS[op].function if isinstance(op, str) else op, arguments, refusals)
-
-
-KDA, MAMBA1 = replace(DELTA, per_channel=True), replace(CASE, mamba1=True, D="row")
-
-
-@pytest.mark.parametrize("case", [replace(DELTA, tokens=1), KDA, replace(CASE, tokens=1), MAMBA1], ids=str)
-def test_one_token_does_not_care_whether_tokens_may_go_at_once(case: Case | DeltaCase) -> None:
-    # dtypes that several tokens at once must not have
-    wide = replace(case, qk="float32") if isinstance(case, DeltaCase) else case
-    exact, at_once = (step_arguments(replace(wide, exact=exact)) for exact in (True, False))
-    for arguments in (exact, at_once):
-        case.op.step(**arguments)
-    for name in ("out", "snapshots", "state"):
-        assert all(map(torch.equal, tensors_of(exact[name]), tensors_of(at_once[name])))
