@@ -189,6 +189,14 @@ def with_cursor(name: str, value: int) -> Change:
     return other("ring", **{name: lambda t: t.index_fill(0, torch.tensor([0]), value)})
 
 
+def of_an_earlier_step(arguments: Arguments) -> Arguments:
+    """A plan whose rows have gone on since."""
+    ring = replace(arguments["ring"], count=torch.ones_like(arguments["ring"].count))
+    plan = ring.plan(arguments["slots"], 1)
+    ring.count.zero_()
+    return {"ring": ring, "plan": plan, "slots": None}
+
+
 def fold_call() -> Arguments:
     call = step_arguments(replace(REPLAY, tokens=3))
     return {name: call[name] for name in ("state", "ring", "A")} | FIRST_SLOTS
@@ -215,7 +223,8 @@ OTHERS: dict[str, tuple[Any, Callable[[], Arguments], list[Refusal]]] = {
         [(at(max_len=2), "^slots.cu_seqlens has a row of 3 tokens")],
     ),
     "mamba2_replay": (
-        flashstate.mamba2_replay, lambda: {**step_arguments(REPLAY), **FIRST_SLOTS}, [*MEET, *CURSORS],
+        flashstate.mamba2_replay, lambda: {**step_arguments(REPLAY), **FIRST_SLOTS},
+        [*MEET, *CURSORS, (of_an_earlier_step, "^plan is of an earlier step: start and count of slot 0 were")],
     ),
     "mamba2_fold": (flashstate.mamba2_fold, fold_call, [*MEET, *CURSORS]),
 }  # fmt: skip
