@@ -4,7 +4,8 @@
 
 memcheck looks for accesses outside of memory, racecheck for races in shared memory. It does not see global memory, so
 every call is also made many times, and must leave the same bytes. Kernels are compiled before anything is watched, and
-with the most warps too that a config has. Needs a GPU, and compute-sanitizer, which comes with CUDA.
+with the most warps too that a config has. Calls are shared out to processes. Needs a GPU, and compute-sanitizer, which
+comes with CUDA.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import pkgutil
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -172,10 +174,10 @@ def launches_of(calls: Iterable[Watched], device: torch.device) -> list[Launch]:
     return launches
 
 
-def compile_and_repeat() -> None:
-    """Compile all that the calls launch, then make every call many times; raise where one leaves other bytes."""
+def compile_and_repeat(share: slice) -> None:
+    """Compile all that these calls launch, then make each many times; raise where one leaves other bytes."""
     device = torch.device("cuda")
-    calls = list(watched())
+    calls = list(watched())[share]
     compile_variants(variants_of(launches_of(calls, device)))
     for name, call in calls:
         want, different = call(device), torch.zeros((), dtype=torch.int64, device=device)
@@ -186,21 +188,21 @@ def compile_and_repeat() -> None:
             raise SystemExit(f"{LAUNCHES} launches on equal inputs differ in {int(different)} elements: {name}")
 
 
-def make_every_call() -> None:
-    """Make every call once."""
-    for _, call in watched():
+def make_calls(share: slice) -> None:
+    """Make each of these calls once."""
+    for _, call in list(watched())[share]:
         call(torch.device("cuda"))
     torch.cuda.synchronize()
 
 
-def read_out_of_bounds() -> None:
+def read_out_of_bounds(share: slice) -> None:
     """Give a norm fewer weights than it reads: the mistake that memcheck must find."""
     x, weight = torch.ones(2, 1, 4096, device="cuda"), torch.ones(1024, device="cuda")
     rms_norm(x, weight, 1e-6)
     torch.cuda.synchronize()
 
 
-def race_in_shared_memory() -> None:
+def race_in_shared_memory(share: slice) -> None:
     """Run a norm without the barriers between its warps: the mistake that racecheck must find."""
     from triton.backends.nvidia.compiler import CUDABackend
 
@@ -214,66 +216,85 @@ def race_in_shared_memory() -> None:
     torch.cuda.synchronize()
 
 
-PARTS = {
-    "repeat": compile_and_repeat, "calls": make_every_call, "bounds": read_out_of_bounds, "race": race_in_shared_memory
-}  # fmt: skip
+PARTS = {"repeat": compile_and_repeat, "calls": make_calls, "bounds": read_out_of_bounds, "race": race_in_shared_memory}
 
 
-def started(part: str, cache: Path, *sanitizer: str) -> subprocess.Popen[str]:
-    """Start a process that runs a part, perhaps watched, with kernels of this cache."""
+class Part(NamedTuple):
+    """A process that runs a part for its share of the calls, in a session of its own with all that it starts."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def end(self, since: float) -> tuple[int, str]:
+        """Wait for the process; its exit status and its output."""
+        try:
+            status, more = self.process.wait(max(1.0, since + SECONDS - time.monotonic())), ""
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            status, more = -1, f"\nended {SECONDS} s after the start of all"
+        return status, self.log.read_text(errors="replace") + more
+
+
+def started(part: str, folder: Path, of: int, *sanitizer: str) -> list[Part]:
+    """Start processes that run a part, each for one of so many shares of the calls, perhaps watched; all with the
+    kernels in `folder`, but planted mistakes with their own."""
+    cache = folder / (part if part in TOOLS.values() else "kernels")
     # Every tensor is an allocation of its own, so that memcheck knows where it ends.
     given = {**os.environ, "TRITON_CACHE_DIR": str(cache), "PYTORCH_NO_CUDA_MEMORY_CACHING": str(int(bool(sanitizer)))}
-    command = [*sanitizer, sys.executable, "-m", "tools.sanitize", part]
-    return subprocess.Popen(command, env=given, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    parts = []
+    for i in range(of):
+        command = [*sanitizer, sys.executable, "-m", "tools.sanitize", part, str(i), str(of)]
+        log = folder / f"{part} {i} {' '.join(sanitizer[1:3])}"
+        with log.open("wb") as output:
+            process = subprocess.Popen(command, env=given, stdout=output, stderr=output, start_new_session=True)
+        parts.append(Part(process, log))
+    return parts
 
 
-def ended(process: subprocess.Popen[str], since: float) -> tuple[int, str]:
-    """Wait for a process; its exit status and its output."""
-    try:
-        output, _ = process.communicate(timeout=max(1.0, since + SECONDS - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        process.kill()
-        output, _ = process.communicate()
-        return -1, f"{output}\nended after {SECONDS} s"
-    return process.returncode, output
-
-
-def told(what: str, right: bool, output: str, since: float) -> bool:
-    """Print a line about a part, and the end of its output where it is not as it must be; whether it is."""
-    print(f"{'ok' if right else 'WRONG':6} {what}, {time.monotonic() - since:.0f} s", flush=True)
-    if not right:
+def told(what: str, parts: list[Part], is_right: Callable[[int, str], bool], since: float) -> bool:
+    """Wait for the processes of a part and print a line about it, and the end of their output where it is not as it
+    must be; whether it is."""
+    ended = [part.end(since) for part in parts]
+    wrong = [output for status, output in ended if not is_right(status, output)]
+    print(f"{'WRONG' if wrong else 'ok':6} {what}, {time.monotonic() - since:.0f} s", flush=True)
+    for output in wrong:
         print(output[-6000:])
-    return right
+    return not wrong
+
+
+def found_nothing(status: int, output: str) -> bool:
+    return status == 0 and NOTHING_FOUND.search(output) is not None
 
 
 def main() -> int:
     """Run all parts; 1 where something is found, or a planted mistake is not, and 2 where nothing can be watched."""
     path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/cuda/bin"])
     sanitizer = shutil.which("compute-sanitizer", path=path)
-    if sanitizer is None or not torch.cuda.is_available():
-        print("needs a GPU, and compute-sanitizer, which comes with CUDA", file=sys.stderr)
+    if sanitizer is None:
+        print(
+            "needs compute-sanitizer, which comes with CUDA: it is not in PATH or /usr/local/cuda/bin", file=sys.stderr
+        )
         return 2
-    since = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        cache = Path(folder) / "kernels"
-        status, output = ended(started("repeat", cache), since)
-        if not told(f"{LAUNCHES} launches of every call leave the same bytes", status == 0, output, since):
+    if not torch.cuda.is_available():
+        print("needs a GPU", file=sys.stderr)
+        return 2
+    since, shares = time.monotonic(), max(1, (os.cpu_count() or 1) // 3)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        repeated = started("repeat", folder, 2 * shares)
+        if not told(f"{LAUNCHES} launches of every call leave the same bytes", repeated, lambda s, _: s == 0, since):
             return 1
-        watching = {
-            (tool, part): started(part, cache if part == "calls" else Path(folder) / part, sanitizer, "--tool", tool,
-                                  "--error-exitcode", str(FOUND))
-            for tool, planted in TOOLS.items() for part in ("calls", planted)
-        }  # fmt: skip
-        right = []
-        for (tool, part), process in watching.items():
-            status, output = ended(process, since)
-            if part == "calls":
-                clean = status == 0 and NOTHING_FOUND.search(output) is not None
-                right.append(told(f"{tool} finds nothing", clean, output, since))
-            else:
-                right.append(told(f"{tool} finds a planted mistake", status == FOUND, output, since))
+        right, watching = [], {}
+        for tool, planted in TOOLS.items():
+            watched_by = sanitizer, "--tool", tool, "--error-exitcode", str(FOUND)
+            watching[tool] = started("calls", folder, shares, *watched_by), started(planted, folder, 1, *watched_by)
+        for tool, (calls, mistake) in watching.items():
+            right.append(told(f"{tool} finds nothing", calls, found_nothing, since))
+            right.append(told(f"{tool} finds a planted mistake", mistake, lambda status, _: status == FOUND, since))
     return int(not all(right))
 
 
 if __name__ == "__main__":
-    sys.exit(PARTS[sys.argv[1]]() if sys.argv[1:] else main())
+    if not sys.argv[1:]:
+        sys.exit(main())
+    PARTS[sys.argv[1]](slice(int(sys.argv[2]), None, int(sys.argv[3])))
