@@ -13,7 +13,7 @@ from enum import Enum
 from functools import partial, wraps
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Annotated, Any, NamedTuple, Optional
+from typing import Annotated, Any, Optional
 
 import pytest
 import torch
@@ -57,24 +57,21 @@ def server_args_class() -> type:
             vars(self).update(fields)
 
         def resolve_once(self) -> None:
-            """Run the steps of resolution that plugins wrap."""
+            """Run the steps of resolution that plugins wrap; the last knows kernels by their names."""
             for step in (handle_mamba_backend, handle_linear_attn_backend, handle_page_major_kv_layout):
                 sys.modules[STEPS].run_hook(step, self)
 
     return ServerArgs
 
 
-def handle_mamba_backend(server_args: Any) -> None:
-    """SGLang's rules for rounding ask for triton alone, so that nothing is left to check."""
+def handle_mamba_backend(server_args: Any) -> None: ...
 
 
-def handle_linear_attn_backend(server_args: Any) -> None:
-    """SGLang's rules name backends of its own."""
+def handle_linear_attn_backend(server_args: Any) -> None: ...
 
 
 def handle_page_major_kv_layout(server_args: Any) -> None:
-    """SGLang knows which kernels take states that are apart, by their names."""
-    cfg = resolving_view(server_args)
+    cfg = View(server_args)
     assert cfg.mamba_backend in (None, "triton"), cfg.mamba_backend
     assert (cfg.linear_attn_decode_backend or cfg.linear_attn_backend) in ("triton", "flashinfer")
 
@@ -92,16 +89,8 @@ class View:
         return getattr(self.server_args, name)
 
 
-resolving_view = View
-
-
 def declare_resolution(server_args: Any, source: str, **fields: Any) -> None:
     vars(server_args).setdefault("_resolved_overrides", []).append((source, fields))
-
-
-class HookSource(NamedTuple):
-    plugin_name: str
-    dist_name: str
 
 
 class HookType(Enum):
@@ -185,15 +174,14 @@ def dispatcher(kernel: type[Stock]) -> type:
             self.decode_kernel = self.extend_kernel = self.verify_kernel = self.tree_verify_kernel = kernel()
             self.supports_packed_decode = False
 
-        def packed_decode(self, mixed_qkv: Any, a: Any, b: Any, **more: Any) -> Any:
-            return self.decode_kernel.packed_decode(mixed_qkv, a, b, **more)
+        def packed_decode(self, *args: Any, **more: Any) -> Any:
+            return self.decode_kernel.packed_decode(*args, **more)
 
-        def decode(self, q: Any, k: Any, v: Any, a: Any, b: Any, **more: Any) -> Any:
-            return self.decode_kernel.decode(q, k, v, a, b, **more)
+        def decode(self, *args: Any, **more: Any) -> Any:
+            return self.decode_kernel.decode(*args, **more)
 
         def target_verify(self, *, retrieve_parent_token: Any, **more: Any) -> Any:
-            chain = retrieve_parent_token is None
-            chosen = self.verify_kernel if chain else self.tree_verify_kernel
+            chosen = self.verify_kernel if retrieve_parent_token is None else self.tree_verify_kernel
             return chosen.target_verify(**more, retrieve_parent_token=retrieve_parent_token)
 
     return KernelDispatcher
@@ -211,17 +199,13 @@ def read_class(path: str, name: str, **names: Any) -> type:
 def read_dispatchers() -> dict[str, dict[str, Any]]:
     """The dispatchers of SGLang's sources, over kernels that only say that they ran."""
     folder = LINEAR.partition(".")[2].replace(".", "/")
-    backend = read_class(f"{folder}/utils.py", "LinearAttnKernelBackend")
-    names = {"LinearAttnKernelBackend": backend, "TritonGDNKernel": Stock, "TritonKDAKernel": TritonKDAKernel}
-    return {
-        f"{LINEAR}.utils": {"LinearAttnKernelBackend": backend},
-        **{
-            f"{LINEAR}.{kind.lower()}_backend": {
-                made: read_class(f"{folder}/{kind.lower()}_backend.py", made, **names)
-            }
-            for kind in ("GDN", "KDA") for made in [f"{kind}KernelDispatcher"]
-        },
-    }  # fmt: skip
+    names = {"LinearAttnKernelBackend": read_class(f"{folder}/utils.py", "LinearAttnKernelBackend")}
+    stock = {"TritonGDNKernel": Stock, "TritonKDAKernel": TritonKDAKernel}
+    made = {f"{LINEAR}.utils": dict(names)}
+    for kind in ("GDN", "KDA"):
+        backend, name = f"{kind.lower()}_backend", f"{kind}KernelDispatcher"
+        made[f"{LINEAR}.{backend}"] = {name: read_class(f"{folder}/{backend}.py", name, **names, **stock)}
+    return made
 
 
 def own_conv(*args: Any, **kwargs: Any) -> str:
@@ -231,9 +215,8 @@ def own_conv(*args: Any, **kwargs: Any) -> str:
 def resolve_linear_attn_backends(prefill_default: str | None = None) -> Any:
     """The backends of a runner, each by the flag of its mode."""
     mamba, backend = sys.modules["sglang.srt.runtime_context"].get_exec().mamba, sys.modules[f"{LINEAR}.utils"]
-    decode = mamba.linear_attn_decode_backend or mamba.linear_attn_backend
-    prefill, verify = mamba.linear_attn_prefill_backend or mamba.linear_attn_backend, mamba.linear_attn_verify_backend
-    modes = {"decode": decode, "prefill": prefill, "verify": verify or "triton"}
+    default = {"decode": mamba.linear_attn_backend, "prefill": mamba.linear_attn_backend, "verify": "triton"}
+    modes = {mode: getattr(mamba, f"linear_attn_{mode}_backend") or name for mode, name in default.items()}
     return SimpleNamespace(**{mode: backend.LinearAttnKernelBackend(name) for mode, name in modes.items()})
 
 
@@ -273,9 +256,9 @@ def modules(version: str, platform: str) -> dict[str, dict[str, Any]]:
         "sglang.srt.utils": {"is_cuda": lambda: platform == "cuda", "is_hip": lambda: platform == "rocm"},
         "sglang.srt.runtime_context": {},
         "sglang.srt.arg_groups.overrides": {
-            "resolving_view": resolving_view, "declare_resolution": declare_resolution,
+            "resolving_view": View, "declare_resolution": declare_resolution,
         },
-        HOOKS: {"HookRegistry": HookRegistry, "HookType": HookType, "HookSource": HookSource},
+        HOOKS: {"HookRegistry": HookRegistry, "HookType": HookType, "HookSource": lambda *names: names},
         STEPS: {
             "register_resolution_hook": lambda name: lambda wrapper: steps[name].append(wrapper), "run_hook": run_hook,
         },

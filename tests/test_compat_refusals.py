@@ -15,16 +15,12 @@ from peer_mamba3 import MAMBA3
 from peer_replay import BUFFERED, CHECKPOINTING, TRACKED
 from peer_rules import (
     DECODING,
-    FLA_KDA,
     FLA_RULE,
     SEVERAL,
-    SGLANG_KDA,
     SGLANG_RULE,
     SGLANG_UPDATE,
     VLLM_DECODE,
     VLLM_KDA,
-    VLLM_RAW_DECODE,
-    VLLM_RAW_KDA,
     VLLM_RULE,
 )
 from peer_selective import FLASHINFER, SGLANG_STATE, SSM, VLLM
@@ -102,21 +98,31 @@ def test_what_is_no_such_tensor_is_refused(adapter: Adapter) -> None:
     assert takes - {*tried, *NOT_READ} == set()
 
 
+UNCHECKED = ("is_blackwell", "validate_data", "fuse_gate", "output_final_state", "philox_rounds")  # without a seed
+NO_SUCH = {"bool": 2, "int": "4", "float": "1", "str": "word"}  # of parameters with such annotations
+
+
+@EACH_ADAPTER
+def test_what_is_no_such_flag_number_or_word_is_refused(adapter: Adapter) -> None:
+    call = next(iter(adapter.calls))
+    for name, parameter in inspect.signature(adapter.function).parameters.items():
+        kind = str(parameter.annotation).partition(" ")[0]
+        if kind in NO_SUCH and name not in UNCHECKED:
+            word = name.removeprefix("use_").removesuffix("_in_kernel")
+            refuses(adapter, {**adapter.arguments(call), name: NO_SUCH[kind]}, rf"^({name}|{word}) (must|is for) ")
+
+
 STATES, PAGES = torch.ones(3 * SLOTS, HEADS, DIM, DSTATE), torch.ones(SLOTS, 2, HEADS, DIM, DSTATE)
 REACHING = PAGES.flatten(1)[:, 7 : 7 + STATES[0].numel()].view(SLOTS, *STATES.shape[1:])
-SEED, SHORT = torch.tensor([1]), {"initial_state": STATES[:SLOTS].short()}
+SEED, HALF = torch.tensor([1]), {"state_dtype": torch.float16}
 NO_SLOTS = {"state_batch_indices": None, "dst_state_batch_indices": None, "num_accepted_tokens": None}
 NO_TREE = dict.fromkeys((WINDOWS, "retrieve_next_token", "retrieve_next_sibling", "retrieve_parent_token"))
-PACKED = {"lengths": [3, 2, 1], "state_batch_indices": [[5, 1, 2], [9, 3, 4], [8, 6, 7]]}
 ON_STATE = {"initial_state": None, "state": STATES[:3]}
 WRONG: dict[Adapter, tuple[str, list[tuple[str, Call]]]] = {  # a call, and what makes it raise an error that begins so
     SSM: ("indexed, per channel", [
         ("x must have 2 axes or more, got shape (8,)", {"x": torch.ones(8)}),
-        ("D must have shape (heads=4", {"D": torch.ones(HEADS)}),
         ("dt must have shape (batch=3, heads=4, dim=8), got (3, 2)", {"dt": torch.ones(3, 2)}),
-        ("dt_softplus must be True or False, got 1", {"dt_softplus": 1}),
         ("state_batch_indices must have shape (batch", {"state_batch_indices": [[5], [0], [9]]}),
-        ("state of dtype int16 needs a scale", {"state": STATES[:SLOTS].short()}),
     ]),
     VLLM: ("accepted tokens elsewhere, nothing optional", [
         ("num_accepted_tokens needs state_batch_indices, got", {**NO_SLOTS, "num_accepted_tokens": [1]}),
@@ -126,23 +132,18 @@ WRONG: dict[Adapter, tuple[str, list[tuple[str, Call]]]] = {  # a call, and what
         ("num_accepted_tokens must have 3 entries or more", {"num_accepted_tokens": [1, 2]}),
         ("cu_seqlens must have shape (batch + 1), got (0,)", {"cu_seqlens": []}),
         ("state_batch_indices must be given for a batch of 15 on 14 slots", {"cu_seqlens": [0] * 16, **NO_SLOTS}),
-        ("null_block_id must be an int, got None", {"null_block_id": None}),
         ("cache_philox_rounds must be from 0 to 16, got 17", {"cache_philox_rounds": 17}),
-        ("enable_stochastic_rounding must be True or False, got 1", {"enable_stochastic_rounding": 1}),
         ("rounding='stochastic' is not for float32",
          {"state_dtype": torch.float32, "enable_stochastic_rounding": True}),
     ]),
     FLASHINFER: ("padding, a buffer", [
-        ("algorithm must be one of auto, ", {"algorithm": "fast"}),
-        ("backend must be one of auto, ", {"backend": "triton"}),
         ("intermediate_states_buffer and dst_state_batch_indices must not both be given",
          {"dst_state_batch_indices": [10, 3, 8]}),
         ("intermediate_state_scales needs intermediate_states_buffer, got None", {BUFFER: None}),
         ("rand_seed and state_scale must not both be given", {"rand_seed": SEED}),
         ("rand_seed is for a state of float16, got float32", {"rand_seed": SEED, "state_dtype": torch.float32}),
-        ("rand_seed must be one int64 number", {"rand_seed": torch.ones(2), "state_dtype": torch.float16}),
-        ("philox_rounds must be from 1 to 16, got 0",
-         {"rand_seed": SEED, "state_dtype": torch.float16, "philox_rounds": 0}),
+        ("rand_seed must be one int64 number", {"rand_seed": torch.ones(2), **HALF}),
+        ("philox_rounds must be from 1 to 16, got 0", {"rand_seed": SEED, **HALF, "philox_rounds": 0}),
         ("dt_bias must be float32, as dt is, got float16", {"dt_bias": torch.ones(HEADS, DIM).half()}),
         ("intermediate_state_indices must be int32, as state_batch_indices is, got",
          {"intermediate_state_indices": torch.tensor([4, 0, 2])}),
@@ -151,18 +152,12 @@ WRONG: dict[Adapter, tuple[str, list[tuple[str, Call]]]] = {  # a call, and what
          {"intermediate_state_scales": None}),
         ("state_batch_indices must have shape (batch, n), got (3,)", {"num_accepted_tokens": [1, 1, 1]}),
         ("cache_steps must be from 1 to ", {"cache_steps": 0}),
-        ("pad_slot_id must be an int, got None", {"pad_slot_id": None}),
-        ("disable_state_update must be True or False, got 0", {"disable_state_update": 0}),
     ]),
     SGLANG_STATE: ("a tree", [
         ("retrieve_parent_token needs disable_state_update=True", {"disable_state_update": False}),
-        ("cache_steps must be an int, got '4'", {"cache_steps": "4"}),
-        ("pad_slot_id must be an int, got None", {"pad_slot_id": None}),
         ("enable_stochastic_rounding is for a state of float16", {"enable_stochastic_rounding": True}),
     ]),
     DECODING: ("elsewhere, a bfloat16 model", [
-        ("backend must be one of auto, ", {"backend": "triton"}),
-        ("disable_state_update must be True or False, 1 or 0, got None", {"disable_state_update": None}),
         ("intermediate_states_buffer is for several tokens per row, got (3, 1, 4, 8)", {"buffer": (3, 0)}),
         ("disable_state_update is for several tokens per row, got (3, 1, 4, 8)", {"disable_state_update": True}),
         ("state and initial_state must not both be given", {"state": STATES[:3]}),
@@ -177,15 +172,7 @@ WRONG: dict[Adapter, tuple[str, list[tuple[str, Call]]]] = {  # a call, and what
     SEVERAL: ("a buffer, elsewhere, output given", [
         ("intermediate_states_buffer and ssm_state_indices must not both be given",
          {"ssm_state_indices": [[1, 2, 3, 4]] * 3}),
-        ("disable_state_update must be True or False, 1 or 0, got 2", {"disable_state_update": 2}),
-        ("cache_replayssm must be left out: there is no ring to write", {"cache_replayssm": True}),
         ("output_state_indices must have shape (B=3), got (2,)", {"output_state_indices": [12, 7]}),
-        ("scale must be a number, got '1'", {"scale": "1"}),
-        ("qk_l2norm must be True or False, got 1", {"use_qk_l2norm": 1}),
-        ("state of dtype int16 needs a scale", SHORT),
-        ("intermediate_states_buffer must be float32 or bfloat16 or float16, got int16",
-         {BUFFER: torch.ones(3, 4, HEADS, DIM, DSTATE).short()}),
-        ("snapshots must have room for 4 tokens", {BUFFER: torch.ones(3, 2, HEADS, DIM, DSTATE)}),
     ]),
     MAMBA3: ("padded, elsewhere, rank 1, a bfloat16 model", [
         ("zproj needs z, got None", {"z": None}),
@@ -193,9 +180,6 @@ WRONG: dict[Adapter, tuple[str, list[tuple[str, Call]]]] = {  # a call, and what
         ("out must have shape (batch=3, H=4, D=8)", {"out": torch.ones(3, 4, HEADS, DIM)}),
         ("state_batch_indices must be given for a batch of 15 on 14 slots",
          {"batch": SLOTS + 1, "state_batch_indices": None, "out": None}),
-        ("tile_D must be an int, got 64.0", {"tile_D": 64.0}),
-        ("num_warps must be from 1 to 2147483647, got 0", {"num_warps": 0}),
-        ("update_kv_state must be True or False, got 1", {"update_kv_state": 1}),
         ("state_out must not share memory with Bstate",
          {"state_out": PAGES[:, 1], "Bstate": PAGES[:, 1, :1].flatten(2)[..., : HEADS * DSTATE].unflatten(2, (4, 16))}),
         *[("state_out must not share memory with state", {"state": state, "state_out": state_out})
@@ -204,26 +188,18 @@ WRONG: dict[Adapter, tuple[str, list[tuple[str, Call]]]] = {  # a call, and what
               (STATES[1::2][:SLOTS], STATES[::3]),  # pages of another size
               (PAGES[:, 0], REACHING), (REACHING, PAGES[:, 0]))],
     ]),
-    CONV: ("slots, one of them negative, channels last", [
-        ("activation must be silu, swish, True, False or None, got 'gelu'", {"activation": "gelu"}),
-        ("window must be float32, so that inputs stay what they are", {"conv_state": torch.ones(9, 6, 5).half()}),
-        ("window must have 3 entries or more", {"length": 2}),
-    ]),
+    CONV: ("slots, one of them negative, channels last", [("window must have 3 entries or more", {"length": 2})]),
     VLLM_CONV: ("accepted counts, packed, channels first", [
-        ("max_query_len must be an int, got None", {"max_query_len": None}),
         ("conv_state_indices must be given with query_start_loc", {"conv_state_indices": None}),
-        ("null_block_id must be an int, got None", {"null_block_id": None}),
         ("window must have 4 entries or more to roll back 3 tokens, got", {"length": 2}),
         ("query_start_loc must have 4 entries or more", {"query_start_loc": [0, 3]}),
     ]),
     SGLANG_CONV: ("a tree, channels last", [
-        ("pad_slot_id must be an int, got None", {"pad_slot_id": None}),
         ("retrieve_next_sibling must be a tensor, got NoneType", {"retrieve_next_sibling": None}),
         ("conv_state must have shape (slots, dim, 3), got (9, 6, 4); SGLang's", {**NO_TREE, "length": 4}),
         ("snapshots must not overlap itself", {"sliding": True}),
     ]),
     FLA_RULE: ("several tokens", [
-        ("allow_neg_eigval must be left out: gated_delta_step has no such gate", {"allow_neg_eigval": True}),
         ("head_first must be False, got True", {"head_first": True}),
         ("state_v_first and transpose_state_layout must not both", {"v_first": True, "transpose_state_layout": True}),
         ("v must have a batch axis of 1 with cu_seqlens, got shape (3,", {"cu_seqlens": [0, 2, 3]}),
@@ -232,7 +208,6 @@ WRONG: dict[Adapter, tuple[str, list[tuple[str, Call]]]] = {  # a call, and what
         ("gk must be left out: gates in the kernel are of g", {"gk": torch.ones(3), "g": None, "raw": True}),
         ("A_log must be a tensor, got NoneType", {"use_gate_in_kernel": True}),
     ]),
-    FLA_KDA: ("one token, a raw beta", [("lower_bound must be left out", {"lower_bound": -5.0, "raw": True})]),
     VLLM_RULE: ("packed, not normalised", [
         ("beta must be 1.0, got 2.0", {"beta": 2.0}),
         ("threshold must be 20.0, got 10", {"threshold": 10}),
@@ -243,32 +218,15 @@ WRONG: dict[Adapter, tuple[str, list[tuple[str, Call]]]] = {  # a call, and what
         ("beta must be a tensor, got NoneType", {"beta": None}),
         ("num_accepted_tokens must be left out", {"num_accepted_tokens": [1, 1, 1]}),
     ]),
-    VLLM_RAW_KDA: ("accepted", [("lower_bound must be a number, got '1'", {"lower_bound": "1"})]),
-    VLLM_RAW_DECODE: ("", [("mixed_qkv must have shape (B, qkv_dim=160), got", {"mixed_qkv": torch.ones(3, 159)})]),
-    SGLANG_RULE: ("a tree", [
-        ("softplus_beta must be 1.0, got 0.5", {"softplus_beta": 0.5}),
-        ("lower_bound must be left out", {"lower_bound": -5.0}),
-        ("cache_ring must be left out", {"cache_ring": True}),
-        ("match_cutedsl_decode must be left out", {"match_cutedsl_decode": True}),
-        ("disable_state_update must be True or False, got 1", {"disable_state_update": 1}),
-    ]),
+    SGLANG_RULE: ("a tree", [("softplus_beta must be 1.0, got 0.5", {"softplus_beta": 0.5})]),
     SGLANG_UPDATE: ("a tree", [("retrieve_parent_token needs disable_state_update", {"disable_state_update": False})]),
-    VLLM_DECODE: ("bfloat16", [
-        ("mixed_qkv must have 2 * H * 16 + 4 * 8 columns", {"mixed_qkv": torch.ones(3, 95)}),
-        ("scale must be a number, got None", {"scale": None}),
-    ]),
-    SGLANG_KDA: ("bfloat16", [("lower_bound must be left out", {"lower_bound": -5.0})]),
+    VLLM_DECODE: ("bfloat16", [("mixed_qkv must have 2 * H * 16 + 4 * 8 columns", {"mixed_qkv": torch.ones(3, 95)})]),
     CHECKPOINTING: ("3 tokens, bfloat16", [
-        ("x_cache must have shape (slots=14, heads=4, length, dim=8), got", {"x_cache": torch.ones(14, 2, 7, 8)}),
-        ("B_cache must have shape (slots=14, groups, length=7, dstate=16)", {"B_cache": torch.ones(14, 2, 6, 16)}),
-        ("dt_cache must be float32, got bfloat16", {"dt_cache": torch.ones(14, 4, 7).bfloat16()}),
         ("dt must have one value per head", {"dt": torch.rand(3, 3, 4, 8)}),
         ("A must have one value per head", {"A": torch.rand(4, 8, 16)}),
-        ("ring_start must be int32, got int64", {"ring_start": torch.zeros(SLOTS).long()}),
         ("max_seqlen is for packed tokens", {"max_seqlen": 3}),
         ("max_seqlen must be given with cu_seqlens", {"cu_seqlens": torch.tensor([0, 1])}),
         ("x_cache must have 8 to 68 rows, for a window beside 4 tokens", {"tokens": (3, 4)}),
-        ("algorithm must be one of auto, monolith, two-kernel, got 'fast'", {"algorithm": "fast"}),
         ("algorithm 'two-kernel' needs cb_scaled, cumAdt_vec, cb_old, got None", {"algorithm": "two-kernel"}),
         ("cb_scaled, cumAdt_vec, cb_old must be given together, got cb_old alone", {"cb_old": torch.ones(1)}),
         ("cb_old must be a tensor, got int", {"cb_scaled": SEED, "cumAdt_vec": SEED, "cb_old": 1}),
@@ -278,7 +236,6 @@ WRONG: dict[Adapter, tuple[str, list[tuple[str, Call]]]] = {  # a call, and what
     TRACKED: ("one token, bfloat16", [
         ("logical_window must be 6, the 7 rows of x_cache without 1 of new tokens, got 5", {"logical_window": 5}),
         ("update_trackers is for one token per row, got 3", {"tokens": (3, 3)}),
-        ("update_trackers must be True or False, got 1", {"update_trackers": 1}),
     ]),
     BUFFERED: ("in place", [
         ("x_cache must have shape (slots, heads, max_cache_len=9, dim)", {"max_cache_len": 9}),

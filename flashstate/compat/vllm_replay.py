@@ -109,6 +109,7 @@ def selective_state_update_replayssm_flashinfer(
     """
     check_flag("update_trackers", update_trackers)
     check_flag("enable_pdl", enable_pdl)
+    check_int("null_block_id", null_block_id, *INT64)
     state = shapes.with_these_axes("state", state, "slots", "heads", "dim", "dstate")
     tokens: dict[str, Any] = {"x": x, "dt": dt, "B": B, "C": C, "out": out}
     rank, axis = 4 if isinstance(x, Tensor) and x.dim() == 3 else 0, 1 if cu_seqlens is None else 0
