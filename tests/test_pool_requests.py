@@ -107,8 +107,9 @@ class Requests:
 
     def where(self, named: Named) -> Any:
         """Slots as `plan`, `folded` and `advance` take them: of numbers on the device with the null of the pool."""
-        on_device = isinstance(named.given, Tensor) and named.given.device.type == self.device.type
-        return Slots(named.given.reshape(-1), null=self.pool.null) if on_device else named.given
+        if isinstance(named.given, Tensor) and named.given.device.type == self.device.type:
+            return Slots(named.given.reshape(-1), null=self.pool.null)
+        return named.given.tolist() if isinstance(named.given, Tensor) else named.given
 
     def do(self, call: Callable[..., Any], *given: Any, **options: Any) -> Any:
         """Call inside or outside of inference mode; numbers past the pool are faults."""

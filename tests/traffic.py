@@ -107,13 +107,25 @@ class Traffic:
             inputs = replace(inputs.changed(lambda t: t.unflatten(0, (len(read), lengths[0]))), lengths=None)
         return inputs
 
+    def serve(self) -> None:
+        """Requests come and go, and some are folded, as a server does before it hands a state to someone else."""
+        if self.draw.random() < 0.2:
+            self.go(1)
+        if not self.held or self.draw.random() < 0.3:
+            self.come(min(self.pool.free, 1 + self.slots // 8))
+        if self.draw.random() < 0.1:
+            self.fold_in_place()
+
+    def accepted(self, lengths: list[int]) -> list[int]:
+        return [self.draw.choice([0, n, self.draw.randint(0, n)]) for n in lengths]
+
     def step(self, turn: int) -> None:
         """One step of the model for some of the requests, of any length, of which any tokens are accepted."""
         draw, most = self.draw, self.tokens
         read = draw.sample(self.held, draw.randint(1, len(self.held)))
         dense = turn % 4 == 3
         lengths = [draw.randint(1, most)] * len(read) if dense else [draw.randint(0, most) for _ in read]
-        kept = [draw.choice([0, n, draw.randint(0, n)]) for n in lengths]
+        kept = self.accepted(lengths)
         accepted = torch.tensor(kept, dtype=torch.int64, device=self.device)
         calls = [self.inputs(i, read, lengths, dense, 100 * turn + i) for i in range(len(self.cases))]
         plan = calls[0].plan(calls[0].at(**{} if dense else {"max_len": most}))
@@ -152,11 +164,15 @@ class Traffic:
         self.found.setdefault(f"{what} of layer {i}", []).append((got, exact, plain.clone()))
 
     def require_all(self) -> None:
+        """All outputs, the states of all requests, and how many tokens they have since the last fold."""
+        self.require_states(self.held)
+        for layer, model in zip(self.layers, self.models, strict=True):
+            assert layer.count[self.held].tolist() == model.live[self.held].tolist()
+        flashstate.check_faults()
         for what, found in self.found.items():
             require.within_budget(what, *(torch.cat(parts) for parts in zip(*found, strict=True)))
 
     def fold_in_place(self) -> None:
-        """What a server does before it hands a state to someone else."""
         slot = torch.tensor([self.draw.choice(self.held)], device=self.device)
         for i, (layer, model) in enumerate(zip(self.layers, self.models, strict=True)):
             call = replace(self.parameters[i], state=layer, slots=slot)

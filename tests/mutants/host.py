@@ -521,7 +521,7 @@ MUTANTS = (
            "test_mamba3.py::test_without_arguments_that_are_ones_a_call_gives_what_it_gives_with_them"),
     Mutant("a small batch with a plan has two kernels", "ops/replaying.py",
            "enough = _parted or problem.batch_heads >= problem.fewest_parted", "enough = True",
-           "test_replays.py::test_parted_calls_are_those_of_two_kernels_and_only_inside[Mamba-2]"),
+           "test_replays.py::test_parted_calls_are_those_of_two_kernels_and_only_inside"),
     Mutant("a fold draws the bits of the State that it goes into", "ops/folding.py",
            "return replace(into, rounds=state.rounds, stream=state.stream)", "return into",
            "test_folds.py::test_into_any_format_goes_the_encoding_of_the_state_with_the_bits_of_its_slot"
