@@ -40,12 +40,9 @@ def test_shapes_and_formats_that_an_op_has_not_are_refused_by_name() -> None:
     for op, which in ((MAMBA2, ""), (GATED_DELTA, ", which are key heads,")):
         with pytest.raises(ValueError, match=f"^the number of groups{which} must divide the 48 heads, got 5$"):
             op.jobs([Grid([("float32", "nearest")], sizes={"heads": (48,), "groups": (5,)})])
-    for width, length in ((4, 3), (3, 2)):  # of three entries, which are not whole words, and of two
-        sizes = {"channels": (1283,), "width": (width,)}
-        (job,) = CONV1D.jobs([Grid([("bfloat16", "nearest")], batches=(2,), sizes=sizes)])
-        with pytest.raises(ValueError, match=f"^a state of 1283 x {length} in bfloat16, .* not whole 32-bit words$"):
-            check_words([job])
-    check_words(CONV1D.jobs([Grid([("float32", "nearest")], batches=(2,), sizes={"channels": (1283,)})]))
+    check_words([tiny_job("conv1d", channels=1283)])
+    with pytest.raises(ValueError, match=r"^a state of 1283 x 3 in bfloat16, .* not whole 32-bit words$"):
+        check_words([tiny_job("conv1d", channels=1283, x="bfloat16")])
 
 
 COUNTED = [
@@ -73,61 +70,38 @@ def test_a_row_counts_every_byte_of_its_arguments_and_roofs_those_of_states(job:
     assert row_of("reference, CPU", job, TWO_MICROSECONDS, moved, None).percent_of_roof is None
 
 
-LABELS = [
-    (tiny_job("mamba2", "every", tokens=3), "float32, 3 tokens, every stored", "mamba2, 2 heads, 1 group, 4 x 16"),
-    (tiny_job("mamba2_replay"), "float32, in place", "mamba2_replay, 1 head, 1 group, 16 x 16"),
-    (tiny_job("gated_delta", "none"), "4 heads, float32, none stored", "gated_delta, 2 key heads, 4 x 16"),
-    (tiny_job("gated_delta_replay", "uniform"), "2 heads, float32, uniform", "gated_delta_replay, 4 x 16"),
-    (tiny_job("conv1d", tokens=6), "8 channels, float32, 6 tokens", "conv1d, width 4"),
-]
-
-
-def test_a_row_says_what_tells_it_from_others() -> None:
-    for job, label, shape in LABELS:
-        row = row_of("flashstate", job, TWO_MICROSECONDS, 1, None)
-        assert (row.label, row.shape) == (label, shape)
-
-
 # What is checked
 
 
-SPOILS: dict[str, Callable[[State], object]] = {
-    "not stored": lambda s: s.data.zero_(),
-    "the state before": lambda s: s.data[:, -1].copy_(s.data[:, -2]),
-    "rows of others": lambda s: s.data.copy_(s.data.flip(0)),
-    "the last row of a state not stored": lambda s: s.data[-1, -1, -1, -1].zero_(),
-    "wrong scales": lambda s: s.scale.mul_(1.01),
-}
+def check_spoiled(spoil: Callable[[State, State], object], name: str = "float32", rounding: str = "nearest") -> None:
+    """Check a step that stores snapshots; states and snapshots are spoiled after it."""
+    job = tiny_job("mamba2", "every", format=name, rounding=rounding, tokens=3)
+    bind = spoiled(MAMBA2.bind, lambda inputs, storing, slots, y: spoil(inputs.state, storing.snapshots))
+    measure.check(bind, make_inputs(job.case, CPU), storing_for(job, job.case.batch, CPU))
 
 
 def test_snapshots_that_are_right_pass_the_check_and_wrong_ones_fail_it() -> None:
-    def check_snapshots(name: str, rounding: str, spoil: Callable[[State], object]) -> None:
-        job = tiny_job("mamba2", "every", format=name, rounding=rounding, tokens=3)
-        bind = spoiled(MAMBA2.bind, lambda inputs, storing, slots, y: spoil(storing.snapshots))
-        measure.check(bind, make_inputs(job.case, CPU), storing_for(job, job.case.batch, CPU))
-
     for name, rounding in (("float32", "nearest"), ("int8", "stochastic")):
-        check_snapshots(name, rounding, lambda snapshots: None)
-    for what, spoil in SPOILS.items():
+        check_spoiled(lambda states, snapshots: None, name, rounding)
+    for name, spoil in (
+        ("float32", lambda s: s.data[:, -1].copy_(s.data[:, -2])),
+        ("float32", lambda s: s.data[-1, -1, -1, -1].zero_()),
+        ("int16", lambda s: s.scale.mul_(1.01)),
+    ):
         with pytest.raises(MeasurementError, match=r"^wrong: its snapshot of token \d is .* times the error budget"):
-            check_snapshots("int16" if what == "wrong scales" else "float32", "nearest", spoil)
+            check_spoiled(lambda states, snapshots, spoil=spoil: spoil(snapshots), name)
 
 
 def test_a_step_that_stores_where_it_should_only_read_fails_the_check() -> None:
-    job = tiny_job("mamba2", "every", tokens=3)
-    inputs, storing = make_inputs(job.case, CPU), storing_for(job, job.case.batch, CPU)
-    measure.check(MAMBA2.bind, inputs, storing)
     with pytest.raises(MeasurementError, match=r"^wrong: it changes states that are only to be read$"):
-        measure.check(spoiled(MAMBA2.bind, lambda inputs, *others: inputs.state.data[-1].neg_()), inputs, storing)
+        check_spoiled(lambda states, snapshots: states.data[-1].neg_())
 
 
 def test_results_are_checked_on_slots_that_no_library_takes_for_padding() -> None:
     for spare in (1, 5):
-        inputs = inputs_of(replace(TINY["mamba2"], batch=4, slots=4 + spare), CPU)
-        slots = inputs.slots.tolist()
-        assert 0 not in slots
-        assert len(set(slots)) == 4
-        assert inputs.slots.dtype == torch.int32
+        slots = inputs_of(replace(TINY["mamba2"], batch=4, slots=4 + spare), CPU).slots
+        assert len({0, *slots.tolist()}) == 5
+        assert slots.dtype == torch.int32
 
 
 def test_a_span_gives_what_its_two_steps_give_and_fails_where_the_convolution_went_wrong() -> None:
@@ -156,18 +130,16 @@ def test_launches_meet_cold_slots_and_cold_rows(monkeypatch: pytest.MonkeyPatch)
     assert torch.equal(torch.cat(cold_slots(5, 40, CPU, ascending=True)[1][:5]), torch.arange(1, 26))
 
 
-def random_bytes(*shape: int, dtype: torch.dtype) -> Tensor:
-    size = (*shape[:-1], shape[-1] * dtype.itemsize)
-    return torch.randint(256, size, dtype=torch.uint8, generator=torch.Generator().manual_seed(0)).view(dtype)
+def random_bytes(*shape: int) -> Tensor:
+    return torch.randint(256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 
 
 @NEEDS_INTERPRETER
 @pytest.mark.interpreted
-@pytest.mark.parametrize(("dtype", "layers"), [(torch.float32, 3), (torch.int8, 1)], ids=str)
-def test_roofs_move_every_word_of_the_slots_they_are_given_and_no_other(dtype: torch.dtype, layers: int) -> None:
+def test_roofs_move_every_word_of_the_slots_they_are_given_and_no_other() -> None:
     from flashstate.bench.roofs import read, touch
 
-    pages, copies = random_bytes(6, layers, 2, 5, 28, dtype=dtype), random_bytes(4, 3, 2, 5, 28, dtype=dtype)
+    pages, copies = random_bytes(6, 3, 2, 5, 28), random_bytes(4, 3, 2, 5, 28)
     data, slots = pages[:, -1], Slots(torch.tensor([4, 1]), snapshot_rows=torch.tensor([3, 0]))
     before, copied = pages.view(torch.int32).clone(), copies.view(torch.int32).clone()
     words = before[:, -1]

@@ -4,24 +4,15 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import wraps
+from functools import update_wrapper
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
-from benching import (
-    CPU,
-    CUDA,
-    STAND_INS,
-    TINY,
-    TWO_MICROSECONDS,
-    pretend,
-    pretend_all,
-    tiny_job,
-)
+from benching import CPU, CUDA, STAND_INS, TINY, TWO_MICROSECONDS, pretend, pretend_all, tiny_job
 from printed import output_of
-from torch import Tensor
 
 from flashstate.bench import host, measure, run
 from flashstate.bench.binding import IN_PLACE
@@ -34,7 +25,6 @@ from flashstate.bench.timing import Timing
 from flashstate.proof import make_inputs
 
 MAMBA2 = OPS["mamba2"]
-COSTS = {"torch.add_": Timing(8.0, 7.0, 9.0), "flashstate": Timing(10.0, 9.5, 11.0)}
 
 
 def check_peer(op: str, name: str, stored: Stored = "last", **changes: Any) -> None:
@@ -91,33 +81,26 @@ def test_peers_that_are_right_pass_the_check(op: str, monkeypatch: pytest.Monkey
 
 def test_a_peer_that_is_wrong_or_fails_is_skipped_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     (right,) = STAND_INS["mamba2"]["vllm"]
-
-    def wrong_state(state: Tensor, *tensors: Tensor, **arguments: Any) -> Any:
-        return right(state.clone(), *tensors, **arguments)
-
-    def wrong_output(*tensors: Tensor, **arguments: Any) -> None:
-        right(*tensors, **arguments)
-        arguments["out"].mul_(2)
-
-    def fails(*tensors: Tensor, **arguments: Any) -> None:
-        raise AssertionError("only for batches of 8")
-
-    for function, reason in (
-        (wrong_state, "wrong: its state is .* times the error budget"),
-        (wrong_output, "wrong: its output is .* times the error budget"),
-        (fails, "failed: AssertionError: only for batches of 8"),
-    ):
-        pretend(monkeypatch, MAMBA2.peers["vllm"], [wraps(right)(function)])
+    wrong: dict[str, Any] = {  # stand-ins, by the reason why they are skipped
+        "wrong: its state is .* times the error budget": lambda state, *rest, **given: right(
+            state.clone(), *rest, **given
+        ),
+        "wrong: its output is .* times the error budget": lambda *rest, **given: (
+            right(*rest, **given), given["out"].mul_(2),
+        ),
+        "failed: AssertionError: only for batches of 8": Mock(side_effect=AssertionError("only for batches of 8")),
+    }  # fmt: skip
+    for reason, function in wrong.items():
+        pretend(monkeypatch, MAMBA2.peers["vllm"], [update_wrapper(function, right)])
         with pytest.raises(MeasurementError, match=reason):
             check_peer("mamba2", "vllm")
 
 
-STOCHASTIC = {"format": "bfloat16", "rounding": "stochastic"}
 SCALES, NEAREST = "only compared where states have no scales", "only .* rounded to nearest, not stochastic"
 PLACE, ONE = "only compared where the last state is stored in place", "only compared with one token per call"
 SKIPPED: list[tuple[str, str, Stored, dict[str, Any], str]] = [
     ("mamba2", "vllm", "last", {"format": "int8"}, SCALES),
-    ("gated_delta", "vllm", "last", STOCHASTIC, NEAREST),
+    ("gated_delta", "vllm", "last", {"format": "bfloat16", "rounding": "stochastic"}, NEAREST),
     ("mamba2", "vllm", "every", {"tokens": 3}, PLACE),
     ("mamba2", "fla", "last", {"format": "float8_e4m3fn", "rounding": "stochastic"}, SCALES),
     ("mamba2", "mamba_ssm", "last", {"tokens": 3}, ONE),
@@ -177,21 +160,22 @@ def test_the_small_call_of_every_op_takes_plain_tensors(op: str) -> None:
 def test_a_run_on_a_gpu_keeps_the_cost_on_the_host_and_the_versions_of_peers(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    assert host.host_line(COSTS) == "torch.add_ 8.0 µs; flashstate 10.0 µs (1.25x)"
+    costs = {"torch.add_": Timing(8.0, 7.0, 9.0), "flashstate": Timing(10.0, 9.5, 11.0)}
+    assert host.host_line(costs) == "torch.add_ 8.0 µs; flashstate 10.0 µs (1.25x)"
     row = measure.row_of("flashstate", tiny_job("mamba2"), TWO_MICROSECONDS, 100, TWO_MICROSECONDS)
     monkeypatch.setattr(run, "bench", lambda *arguments: Report([row]))
-    monkeypatch.setattr(run, "host_costs", lambda *arguments: COSTS)
+    monkeypatch.setattr(run, "host_costs", lambda *arguments: costs)
     monkeypatch.setattr(run, "provenance_of", lambda device, commit: {"device": "Some GPU"})
     monkeypatch.setenv("COLUMNS", "160")
     for name, peer in MAMBA2.peers.items():
         pretend(monkeypatch, peer, STAND_INS["mamba2"][name] if name == "fla" else None)
     run.run_bench(MAMBA2, [], MAMBA2.peers, CUDA, run.Files(csv=tmp_path / "gpu.csv"), None)
     provenance, rows = read_csv(tmp_path / "gpu.csv")
-    of_run = {"slots": "int32 slots in random order", "peers": "fla 1.2", "host cost": host.host_line(COSTS)}
+    of_run = {"slots": "int32 slots in random order", "peers": "fla 1.2", "host cost": host.host_line(costs)}
     assert provenance == {"device": "Some GPU", **of_run}
     assert [kept.implementation for kept in rows] == ["flashstate"]
     run.run_host(MAMBA2, MAMBA2.peers, CUDA)
     shown = output_of(capsys)
-    assert f"host cost: {host.host_line(COSTS)}" in shown
+    assert f"host cost: {host.host_line(costs)}" in shown
     assert "flashstate 10.00 15.0% 1.25x" in shown
     assert shown.count("skipped vllm: cannot be imported: ") == 2

@@ -6,27 +6,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
-from benching import (
-    CPU,
-    NEEDS_INTERPRETER,
-    TINY,
-    TWO_MICROSECONDS,
-    measure_in_the_interpreter,
-    run_twice,
-    spoiled,
-    tiny_job,
-)  # fmt: skip
+from benching import CPU, NEEDS_INTERPRETER, TINY, TWO_MICROSECONDS, measure_in_the_interpreter, spoiled, tiny_job
 from printed import output_of
 from torch import Tensor
 
 from flashstate.bench import timing, ways
 from flashstate.bench.binding import Step, Storing, TimedCall
 from flashstate.bench.jobs import BenchedOp
-from flashstate.bench.measure import Report
+from flashstate.bench.measure import Report, row_of
 from flashstate.bench.ops import OPS
 from flashstate.bench.peers import MeasurementError
 from flashstate.bench.results import write_csv
@@ -45,16 +36,13 @@ OF_OPS = {
 }  # fmt: skip
 
 
-def measured(
-    monkeypatch: pytest.MonkeyPatch, op: BenchedOp, case: Any, names: Sequence[str], **peers: Any
-) -> list[WayRow]:
+def measured(monkeypatch: pytest.MonkeyPatch, op: BenchedOp, case: Any, names: Sequence[str]) -> list[WayRow]:
     """A small job in these ways, where launches run twice, and take two microseconds."""
     measure_in_the_interpreter(monkeypatch)
-    monkeypatch.setattr(ways, "captured", lambda launches: (run_twice(launches), Captured(None, launches))[1])
+    monkeypatch.setattr(ways, "captured", lambda launches: ([launch() for launch in launches[:2]], launches)[1])
     monkeypatch.setattr(ways, "time_by_turns", lambda graphs, flush: [TWO_MICROSECONDS] * len(graphs))
-    job = op.job(op.name, case, "uniform" if op.name.endswith("_replay") else "last")
     with interpreted():
-        return measure_ways(op, job, names, peers, CPU, Report())
+        return measure_ways(op, op.job(op.name, case, "last"), names, {}, CPU, Report())
 
 
 def test_an_op_has_the_ways_that_its_cases_know_and_the_plain_one_comes_first() -> None:
@@ -64,36 +52,23 @@ def test_an_op_has_the_ways_that_its_cases_know_and_the_plain_one_comes_first() 
         choose_ways(MAMBA2, ["fast"])
 
 
-class Clock:
-    """Stands in for a GPU: graphs and sweeps take milliseconds, which events tell."""
+def test_graphs_are_timed_by_turns_each_as_it_leaves_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Events tell how many graphs were replayed between them; - is a sweep."""
+    done: list[str] = []
 
-    def __init__(self) -> None:
-        self.now, self.done = 0.0, ""
-
-    def graph(self, name: str, milliseconds: float) -> Any:
-        return SimpleNamespace(replay=lambda: self.spend(name, milliseconds))
-
-    def event(self, enable_timing: bool) -> Any:
+    def event(enable_timing: bool) -> Any:
         found = SimpleNamespace(synchronize=lambda: None, elapsed_time=lambda end: end.at - found.at)
-        found.record = lambda: setattr(found, "at", self.now)
+        found.record = lambda: setattr(found, "at", len(done))
         return found
 
-    def spend(self, name: str, milliseconds: float) -> None:
-        self.now, self.done = self.now + milliseconds, self.done + name
-
-
-def test_graphs_are_timed_by_turns_each_as_it_leaves_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
-    swept = SimpleNamespace(zero_=lambda: clock.spend("-", 7))
-    monkeypatch.setattr(timing.torch, "empty", lambda *size, dtype, device: swept)
-    monkeypatch.setattr(torch.cuda, "Event", clock.event)
+    monkeypatch.setattr(timing.torch, "empty", lambda *size, **of: SimpleNamespace(zero_=lambda: done.append("-")))
+    monkeypatch.setattr(torch.cuda, "Event", event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    graphs = [Captured(clock.graph("a", 2), [len] * 4), Captured(clock.graph("b", 3), [len] * 2)]
-    assert [time.median for time in timing.time_by_turns(graphs, 2, flush=True)] == [500, 1500]
-    assert clock.done == "aaabbb" + "a-ab-b" * 2
-    clock.done = ""
-    assert timing.time_by_turns(graphs[:1], 2, flush=True)[0].median == 500
-    assert clock.done == "aaa" + "-a" * 2
+    replays = [SimpleNamespace(replay=lambda name=name: done.append(name)) for name in "ab"]
+    graphs = [Captured(cast("Any", graph), [len] * 4) for graph in replays]
+    assert [time.median for time in timing.time_by_turns(graphs, 2, flush=True)] == [250, 250]
+    timing.time_by_turns(graphs[:1], 2, flush=True)
+    assert "".join(done) == "aaabbb" + "a-ab-b" * 2 + "aaa" + "-a" * 2
 
 
 @NEEDS_INTERPRETER
@@ -132,15 +107,15 @@ def test_a_way_that_is_wrong_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> No
             y.mul_(2)
 
     wrong = replace(MAMBA2, bind=spoiled(MAMBA2.bind, double))
-    assert len(measured(monkeypatch, wrong, TINY["mamba2"], [PLAIN, "int64"])) == 2
     with pytest.raises(MeasurementError, match=r"^wrong: its output .* for Case\(.*z=False"):
         measured(monkeypatch, wrong, TINY["mamba2"], [PLAIN, "no-gate"])
 
 
 def a_row(way: str, difference: float, by_bytes: float, by_roof: float = 0.0) -> WayRow:
-    shape = ("bfloat16", "nearest", 64, 16, 1, 64, 128, 1, "last")
-    measured = (12.5, 0.01, 2700.0, 95.0)
-    return WayRow("mamba2", "flashstate", *shape, *measured, way, 33_000_000, 11.875, difference, by_bytes, by_roof)
+    row = row_of("flashstate", tiny_job("mamba2", format="bfloat16"), Timing(2.0, 2.0, 2.0), 8000, None)
+    return WayRow(
+        **vars(row), way=way, bytes=8, roof_microseconds=2.0, difference=difference, by_bytes=by_bytes, by_roof=by_roof
+    )
 
 
 def test_a_difference_is_explained_by_bytes_and_by_the_roof_of_the_same_slots() -> None:
@@ -161,16 +136,16 @@ def test_a_difference_is_explained_by_bytes_and_by_the_roof_of_the_same_slots() 
 
 
 def test_differences_that_nothing_explains_are_flagged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [a_row(PLAIN, 0, 0), a_row("int64", 1.9, 0), *(a_row("ascending", d, 0, -5) for d in (-6.9, 1.9))]
-    rows += [a_row("ascending", -7.1, 0, -5), a_row("ascending", 2.1, 0, -5), a_row("no-gate", -2.9, -0.5)]
+    rows = [a_row(PLAIN, 0, 0), a_row("int64", 1.9, 0), *(a_row("ascending", d, 0, -5) for d in (-6.9, 1.9, -7.1, 2.1))]
+    rows += [a_row("no-gate", -2.9, -0.5)]
     assert [row.held for row in rows] == [True] * 4 + [False] * 3
     assert ways.unexplained(rows[:4]) == ["Every difference is within 2 % of what bytes and roofs explain."]
     path, provenance = tmp_path / "ways.csv", {"device": "Some GPU", PLAIN: plain_way(MAMBA2)}
     write_csv(path, rows, provenance)
     assert read_ways(path) == (provenance, rows)
     assert main(["bench", "--ways", "--from-csv", str(path)]) == 0
-    shown = " ".join(output_of(capsys).split())
-    assert "! bfloat16, batch 64, flashstate, no-gate: -2.9 %, but bytes explain -0.5 % and the roof +0.0 %" in shown
+    shown = output_of(capsys)
+    assert "! bfloat16, batch 2, flashstate, no-gate: -2.9 %, but bytes explain -0.5 % and the roof +0.0 %" in shown
     assert shown.count("!") == 6
     assert f"plain: {plain_way(MAMBA2)}" in shown
     assert main(["bench", "--from-csv", str(path)]) == 2
