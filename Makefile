@@ -10,7 +10,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Three processes for two cores: of two, one is often idle.
 PYTEST      := OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: demo test quick lint test-kernels test-oldest test-gpu test-gpu-large test-sanitizer test-vllm test-sglang figures docs dist clean
+.PHONY: demo test quick lint test-kernels test-oldest test-gpu test-gpu-large test-sanitizer test-vllm test-sglang mutants mutants-gpu figures docs dist clean
 
 demo: $(ENVIRONMENT)
 	$(PYTHON) -m flashstate demo
@@ -59,6 +59,14 @@ test-gpu-large: $(ENVIRONMENT)
 # compute-sanitizer's memcheck and racecheck over calls that start every kernel, and launches that must give equal bytes.
 test-sanitizer: $(ENVIRONMENT)
 	env -u TRITON_INTERPRET OMP_NUM_THREADS=1 $(PYTHON) -m tools.sanitize
+
+# Every mistake of tests/mutants/, one at a time, and the test that must fail with it.
+mutants: $(ENVIRONMENT)
+	env -u TRITON_INTERPRET OMP_NUM_THREADS=1 $(PYTHON) -m tools.mutants
+
+# The mistakes that only a GPU shows, on one.
+mutants-gpu: $(ENVIRONMENT)
+	env -u TRITON_INTERPRET OMP_NUM_THREADS=1 $(PYTHON) -m tools.mutants --gpu --jobs $$(nproc)
 
 # The plugin of vLLM in vLLM itself, in an environment of its own with a build for CPUs; about 20 minutes on 2 cores.
 # VLLM=0.26.0 is the oldest that is supported.

@@ -1,9 +1,8 @@
 """What tests of races share: a GPU that has something else to do meanwhile, and launches that must all be alike."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -25,9 +24,6 @@ def busy() -> Iterator[None]:
             matrix = (matrix @ matrix).clamp(-1, 1)
     yield
     torch.cuda.synchronize()
-
-
-IDLE_AND_BUSY = pytest.mark.parametrize("around", [nullcontext, busy], ids=["idle", "busy"])
 
 
 def require_equal_launches(inputs: Inputs, launch: Callable[[Inputs], list[Tensor]], around: Around) -> None:

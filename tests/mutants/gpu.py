@@ -4,7 +4,7 @@ from mutants import Mutant
 
 LAWS_OF_ORDER = "test_laws.py -k compiled_kernel and byte-ReplayCase and not tokens and not format"  # of one token
 LARGE = "test_large.py::test_pools_and_activations_past_2_31_elements_work"
-RACE = "test_mamba3_states.py::test_launches_on_equal_inputs_give_equal_bytes"
+RACE = "test_mamba3_states.py::test_launches_on_equal_inputs_give_equal_bytes_on_a_busy_gpu"
 REAL = "Case(groups=1, rows=64, cols=128, bc=bfloat16, x=bfloat16, slots=9)"
 REAL_REPLAY = "ReplayCase(rows=64, cols=128, bc=bfloat16, x=bfloat16, slots=9)"
 DIRECT, ACCURATE = "kernels: a call that repeats another", "kernels: output and state are as close"
@@ -21,11 +21,11 @@ MUTANTS = (
            f"{LARGE}[Case(heads=2, groups=1, rows=5, cols=20, x=float16, index=int64, slots=3)-0]", gpu=True),
     # kernels side by side
     Mutant("mamba2_step does not wait for the kernel in front of it", "kernels/mamba2.py",
-           "        gdc_wait()\n", "        pass\n", "test_early.py -k gpu-Case", gpu=True),
+           "        gdc_wait()\n", "        pass\n", "test_early.py -k early_changes_no_byte[Case", gpu=True),
     Mutant("a convolution does not wait for the kernel in front of it", "kernels/conv1d.py",
-           "        gdc_wait()\n", "        pass\n", "test_early.py -k gpu-Case", gpu=True),
+           "        gdc_wait()\n", "        pass\n", "test_early.py -k early_changes_no_byte[Case", gpu=True),
     Mutant("the delta rule does not wait for the kernel in front of it", "kernels/gated_delta_one_token.py",
-           "        gdc_wait()\n", "        pass\n", "test_early.py -k gpu-DeltaCase", gpu=True),
+           "        gdc_wait()\n", "        pass\n", "test_early.py -k early_changes_no_byte[DeltaCase", gpu=True),
     Mutant("repeated calls start on the stream of a thread that has no other", "launch/driver.py",
            "torch._C._cuda_getCurrentRawStream(self._device_index)", "0",
            f"kernels: a CUDA graph draws fresh random bits | {REAL[:-1]}, rounding=stochastic, format=float16)",
@@ -33,10 +33,10 @@ MUTANTS = (
     # warps side by side
     Mutant("a warp stores v of its token before others have read that of the token before", "kernels/mamba3.py",
            "                tl.debug_barrier()  # all warps have v of the token before", "                pass",
-           f"{RACE}[two tiles, rank 1 turned, 1 tokens-idle]", gpu=True),
+           f"{RACE}[rank 1 turned, 1 tokens-False]", gpu=True),
     Mutant("a warp stores what a token carries before others have read it", "kernels/mamba3.py",
            "                tl.debug_barrier()\n                mamba3_token.store_carried(",
-           "                mamba3_token.store_carried(", f"{RACE}[two tiles, rank 4, 3 tokens-idle]", gpu=True),
+           "                mamba3_token.store_carried(", f"{RACE}[rank 4, 3 tokens-False]", gpu=True),
     Mutant("a program is one warp in calls that repeat another", "launch/driver.py",
            "32 * metadata.num_warps", "32", f"{DIRECT} | {REAL_REPLAY}", gpu=True),
     Mutant("a program has no shared memory in calls that repeat another", "launch/driver.py",
@@ -61,7 +61,7 @@ MUTANTS = (
     # the host
     Mutant("the host waits for numbers of slots", "ops/numbers.py",
            "host.pin_memory().to(device, non_blocking=True)", "host.to(device)",
-           "test_pool_kinds.py -k nothing_waits_for_the_device_when_slots_are_ints and float32", gpu=True),
+           "test_pool.py -k nothing_waits_for_the_device and mamba3", gpu=True),
     Mutant("a repeated call waits for its kernel", "launch/driver.py",
            "            error = self._launch(*self._launched)\n            if error == NO_CONTEXT",
            "            error = self._launch(*self._launched)\n            torch.cuda.current_stream().synchronize()\n"
