@@ -26,7 +26,7 @@ SLOW = ("torch", "pytest", "hypothesis", "numpy")  # to import
 SLOW_AND_INTERPRETED = ("triton.experimental.gluon.language", "triton.language.extra.libdevice", "interpreting")
 LIMIT = 300  # seconds that one test may take
 PASSED, FAILED, ENDED = 0, 1, 2  # exit codes: ENDED without a verdict
-LAW = re.compile(r"(reference|kernels)(?:: (?P<words>[^|]*)(?: \| (?P<case>.*))?)?")
+LAW = re.compile(r"(reference|kernels)(?::([^|]*)(?:\|(.*))?)?")
 
 
 class Try(NamedTuple):
@@ -44,27 +44,17 @@ class Verdict(NamedTuple):
     seconds: float
 
 
-class Names(dict[str, Any]):
-    """Names that stand for themselves if nothing else has them, so that cases can be written as they are printed."""
-
-    def __missing__(self, name: str) -> str:
-        return name
-
-
-def laws_and_cases(killed_by: str) -> list[tuple[str, Any]]:
-    """The laws that kill a mutant, each with a case: one, or without a case those of all ops, or of its class."""
+def met(killed_by: str, on: str) -> list[Any]:
+    """The meetings that kill a mutant: those that the suite has of a law, of an op, or of both; or a law and a case."""
     from flashstate import proof
-    from flashstate.proof.laws import LAWS, SCOPES, pairs
+    from flashstate.proof.laws import LAWS
 
-    found = LAW.fullmatch(killed_by)
-    assert found
-    needs = ("", "kernels", "cuda") if found[1] == "kernels" and found["words"] else ("", found[1])
-    laws = [words for words in LAWS if words.startswith(found["words"] or "") and SCOPES[words].needs in needs]
-    case = eval(found["case"], {}, Names(vars(proof))) if found["case"] else proof.AnyCase
-    if not isinstance(case, type):
-        return [(words, case) for words in laws]
-    small = [case for cases in proof.CASES.values() for case in (cases.odd if found["words"] else cases.quick)]
-    return pairs(laws, (small_one for small_one in small if isinstance(small_one, case)))
+    obeying = import_module("obeying")
+    room, words, of = (part.strip() for part in LAW.findall(killed_by)[0])
+    if of.endswith(")"):
+        return [obeying.Meeting(law, eval(of, {}, vars(proof))) for law in LAWS if law.startswith(words)]
+    there = obeying.meetings("reference" if room == "reference" else "interpreter" if on == "cpu" else "gpu")
+    return [each for each in there if each.law.startswith(words) and of in ("", obeying.OPS[type(each.case)])]
 
 
 def failure_of(killed_by: str, on: str) -> str | None:
@@ -75,19 +65,24 @@ def failure_of(killed_by: str, on: str) -> str | None:
 
 
 def broken_law(killed_by: str, on: str) -> str | None:
-    """The first law that is broken, and how."""
+    """The first meeting whose law is broken, and how; in memory that is NaN until it is written."""
     import torch
 
     from flashstate.launch import interpreted
     from flashstate.proof.laws import LAWS
 
-    by_kernels = killed_by.startswith("kernels")
+    torch.set_deterministic_debug_mode("warn")
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+    by_kernels, there = killed_by.startswith("kernels"), met(killed_by, on)
+    if not there:
+        raise RuntimeError(f"the suite has no meeting of {killed_by}")
     with interpreted() if by_kernels and on == "cpu" else nullcontext():
-        for words, case in laws_and_cases(killed_by):
+        for meeting in there:
             try:
-                LAWS[words](case, torch.device(on if by_kernels else "cpu"))
+                with import_module("obeying").every_config(meeting.config, meeting.case):
+                    LAWS[meeting.law](meeting.case, torch.device(on if by_kernels else "cpu"))
             except Exception as broken:  # LawBroken, or what CUDA says
-                return f"{words} | {case}: {broken or type(broken).__name__}"
+                return f"{meeting}: {broken or type(broken).__name__}"
     return None
 
 

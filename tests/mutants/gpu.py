@@ -5,8 +5,8 @@ from mutants import Mutant
 LAWS_OF_ORDER = "test_laws.py -k compiled_kernel and byte-ReplayCase and not tokens and not format"  # of one token
 LARGE = "test_large.py::test_pools_and_activations_past_2_31_elements_work"
 RACE = "test_mamba3_states.py::test_launches_on_equal_inputs_give_equal_bytes_on_a_busy_gpu"
-REAL = "Case(groups=1, rows=64, cols=128, bc=bfloat16, x=bfloat16, slots=9)"
-REAL_REPLAY = "ReplayCase(rows=64, cols=128, bc=bfloat16, x=bfloat16, slots=9)"
+REAL = "Case(groups=1, rows=64, cols=128, bc='bfloat16', x='bfloat16', slots=9)"
+REAL_REPLAY = "ReplayCase(rows=64, cols=128, bc='bfloat16', x='bfloat16', slots=9)"
 DIRECT, ACCURATE = "kernels: a call that repeats another", "kernels: output and state are as close"
 
 # fmt: off
@@ -28,7 +28,7 @@ MUTANTS = (
            "        gdc_wait()\n", "        pass\n", "test_early.py -k early_changes_no_byte[DeltaCase", gpu=True),
     Mutant("repeated calls start on the stream of a thread that has no other", "launch/driver.py",
            "torch._C._cuda_getCurrentRawStream(self._device_index)", "0",
-           f"kernels: a CUDA graph draws fresh random bits | {REAL[:-1]}, rounding=stochastic, format=float16)",
+           f"kernels: a CUDA graph draws fresh random bits | {REAL[:-1]}, rounding='stochastic', format='float16')",
            gpu=True),
     # warps side by side
     Mutant("a warp stores v of its token before others have read that of the token before", "kernels/mamba3.py",
@@ -49,7 +49,7 @@ MUTANTS = (
     # PTX and tensor cores, which the interpreter does not have
     Mutant("neighbours of bfloat16 change places", "kernels/ptx.py",
            '"shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;"', '"shl.b32 $1, $2, 16; and.b32 $0, $2, 0xFFFF0000;"',
-           f"{ACCURATE} | {REAL[:-1]}, format=bfloat16)", gpu=True),
+           f"{ACCURATE} | {REAL[:-1]}, format='bfloat16')", gpu=True),
     Mutant("exponentials are powers of two", "kernels/ptx.py",
            '"mul.ftz.f32 e, $1, 0f3FB8AA3B;"', '"mov.f32 e, $1;"', f"{ACCURATE} | {REAL}", gpu=True),
     Mutant("quotients are not corrected", "kernels/ptx.py",
