@@ -1,6 +1,7 @@
 """A stand-in for Triton and the CUDA driver: it shows which launches were made, in which way, and with what."""
 
 import ctypes
+import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -9,17 +10,20 @@ from typing import Any
 import pytest
 import torch
 from calls import OPS
+from torch import Tensor
 
 from flashstate.launch import direct, doors, driver
 from flashstate.launch import start as starting
-from flashstate.launch.driver import LaunchAttribute, LaunchConfig, parameters_of
+from flashstate.launch.driver import LaunchAttribute, LaunchConfig
 from flashstate.launch.environment import Gpu, Machine, pretending
 from flashstate.launch.start import Launch
 
 
 def parameters(arguments: Any) -> list[int]:
-    """What a kernel gets, with the scratch memory that it does not use."""
-    return [*parameters_of(arguments), 0, 0]
+    """What a kernel gets: addresses, numbers, the bits of float32, and the scratch memory that it does not use."""
+    words = [argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in arguments]
+    bits = [struct.unpack("<q", struct.pack("<f4x", word))[0] if isinstance(word, float) else word for word in words]
+    return [*(word for word in bits if word is not None), 0, 0]
 
 
 @dataclass

@@ -1,12 +1,10 @@
-"""Pools with rings, of Mamba-2, of the delta rule or of both, and steps of a model on them."""
+"""Pools with rings, of Mamba-2, of the delta rule, or of both."""
 
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
-import flashstate
 from flashstate import DeltaRing, Ring, StatePool
 from flashstate.state.ring import AnyRing
 
@@ -19,8 +17,6 @@ SHAPES = {  # of a slot, by what rings are for
     "gated_delta": {"k": B, "u": X, "decay": HEADWISE},
     "per channel": {"k": B, "u": X, "decay": (*HEADWISE, COLS)},
 }
-A = -torch.linspace(0.5, 2.0, HEADS)
-DELTA = {"A_log": torch.linspace(-1.0, 0.5, HEADS), "dt_bias": torch.linspace(-0.5, 0.5, HEADS)}
 
 
 def make_pool(rule: str = "mamba2", **options: Any) -> StatePool:
@@ -50,51 +46,6 @@ def pool_of_both(**options: Any) -> StatePool:
 
 def in_format(name: str, rounding: str, rule: str = "mamba2", **options: Any) -> StatePool:
     return make_pool(rule, dtype=getattr(torch, name), rounding=rounding, **options)
-
-
-def tokens_for(rows: int, tokens: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Activations of so many tokens for so many rows, of all ops; a per channel."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*sizes: int) -> Tensor:
-        return torch.randn(rows, tokens, *sizes, generator=generator).to(dtype)
-
-    of_head, of_group = (HEADS, ROWS), (GROUPS, COLS)
-    mamba2 = {"x": normal(*of_head), "dt": normal(HEADS), "B": normal(*of_group), "C": normal(*of_group)}
-    delta = {"q": normal(*of_group), "k": normal(*of_group), "v": normal(*of_head), "a": normal(HEADS, COLS)}
-    return {**mamba2, **delta, "b": normal(HEADS)}
-
-
-def step(pool: StatePool, i: int, tokens: dict[str, Tensor], **options: Any) -> Tensor:
-    """The outputs of layer i for tokens, by the op that its ring is for."""
-    state, ring = pool.layer(i), pool.ring(i)
-    if isinstance(ring, DeltaRing):
-        given = {name: tokens[name] for name in ("q", "k", "v", "b")}
-        given["a"] = tokens["a"] if ring.per_channel else tokens["a"][..., 0].contiguous()
-        given |= {name: parameter.to(ring.k.device) for name, parameter in DELTA.items()}
-        return flashstate.gated_delta_replay(state, ring, **given, **options)
-    given = {name: tokens[name] for name in ("x", "dt", "B", "C")}
-    return flashstate.mamba2_replay(state, ring, **given, A=A.to(ring.x.device), **options)
-
-
-def fold(pool: StatePool, i: int, **options: Any) -> None:
-    """Fold the ring of layer i, by the op that it is for."""
-    state, ring = pool.layer(i), pool.ring(i)
-    if isinstance(ring, DeltaRing):
-        flashstate.gated_delta_fold(state, ring, **DELTA, **options)
-    else:
-        flashstate.mamba2_fold(state, ring, A, **options)
-
-
-def replay(pool: StatePool, slots: Any, tokens: dict[str, Tensor], accepted: list[int] | None = None) -> list[Tensor]:
-    """One step of a model: the outputs of its layers, whose inputs are those of the first, turned around."""
-    device = pool.ring(0).start.device
-    tokens = {name: tensor.to(device) for name, tensor in tokens.items()}
-    plan = pool.plan(torch.as_tensor(slots, device=device), tokens["x"].shape[1])
-    turned = {**tokens, **{name: tokens[name].flip(-1) for name in ("x", "v")}}
-    outputs = [step(pool, i, turned if i else tokens, plan=plan) for i in range(pool.layers)]
-    pool.commit(plan, None if accepted is None else torch.tensor(accepted, device=device))
-    return outputs
 
 
 def rings_of(rule: str, layers: int = LAYERS) -> list[AnyRing]:

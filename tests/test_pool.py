@@ -2,40 +2,21 @@
 
 import math
 from collections.abc import Callable
-from itertools import product
 from typing import Any
 
 import mamba3_pools
-import pools
 import pytest
 import ring_pools
 import torch
-from pools import (
-    CUDA,
-    POISON,
-    bytes_of,
-    fill,
-    gaps_are_poison,
-    in_pages,
-    is_clean,
-    kept_by,
-    make_pool,
-    same,
-    seed_of,
-    tensors_of,
-)
+from pools import CUDA, fill, is_clean, kept_by, make_pool, same, seed_of, tensors_of
 from test_pool_requests import KINDS
 from torch import Tensor
 
 import flashstate
 from flashstate import Slots, State, StatePool
 from flashstate.launch import Problem, interpreted, override, valid_configs
-from flashstate.models import ModelShape
-from flashstate.plan import request_bytes
 from flashstate.pool.layers import ssm_of
 from flashstate.reference import moving
-from flashstate.state.formats import FORMATS, PORTABLE_FORMATS, decode, encode
-from flashstate.state.rounding import SEED_STEP, random_bits
 
 # What is allocated
 
@@ -102,79 +83,10 @@ def test_layers_have_memory_of_their_own_in_the_documented_shapes_and_dtypes(
             ring = pool.ring(i)
             assert (ring.window, ring.longest_call) == (options["window"], options.get("tokens", 1))
             assert ring is pool.ring(i)
-            assert (ring.start.data_ptr(), ring.count.data_ptr()) == (
-                kept["start"].data_ptr(),
-                kept["count"].data_ptr(),
-            )
-    for call in () if pool.has_rings else (lambda: pool.ring(0), pool.plan, pool.folded):
-        with pytest.raises(ValueError, match=r"^this pool has no rings: it was made without a window"):
-            call()
-
-
-@pytest.mark.parametrize(
-    ("rule", "activations", "format"),
-    [("mamba2", "float32", "int8"), ("gated_delta", "bfloat16", "float32"), ("per channel", "bfloat16", "int16")],
-)
-def test_bytes_per_slot_are_what_plan_says(rule: str, activations: str, format: str) -> None:
-    kind, kinds = getattr(torch, activations), {} if rule == "mamba2" else {"u_dtype": torch.float16}
-    shape = ModelShape(
-        "mamba2" if rule == "mamba2" else "gated_delta", ring_pools.LAYERS, ring_pools.HEADS, ring_pools.ROWS,
-        ring_pools.COLS, ring_pools.GROUPS, activations=activations, window=ring_pools.WINDOW,
-        tokens=ring_pools.TOKENS, per_channel=rule == "per channel",
-    )  # fmt: skip
-    pool = ring_pools.in_format(
-        format, "nearest", rule, ring_dtype=kind, conv_dtype=kind, conv_channels=shape.conv_channels, **kinds
-    )
-    planned = request_bytes(shape, FORMATS[getattr(torch, format)])
-    assert pool.bytes_per_slot == planned["total"] - planned["seed"]
-    of_rings = [tensor[0].nbytes for part, tensor in kept_by(pool).items() if "ring" in part or part in CURSORS]
-    assert planned["ring"] == sum(of_rings)
+            assert all(getattr(ring, part).data_ptr() == kept[part].data_ptr() for part in CURSORS)
 
 
 # States that go in and out
-
-
-def odd_values(n: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Rows of every magnitude, zeros, and one row each with an inf and a NaN.
-
-    A view with strides on every axis but the last. No subnormal bfloat16, which the interpreter reads wrongly.
-    """
-    generator = torch.Generator().manual_seed(n)
-    heads, rows, cols = shape
-    values = torch.randn(heads, n, rows, cols + 2, generator=generator)
-    values *= 2.0 ** torch.randint(-12, 12, (heads, n, rows, 1), generator=generator)
-    values.view(-1, cols + 2)[:: n + 2, ::2] = 0.0
-    values.view(-1, cols + 2)[-1, 0] = torch.inf
-    values.view(-1, cols + 2)[-2, 0] = torch.nan
-    return values.to(dtype).transpose(0, 1)[..., :cols]
-
-
-SMALL, REAL = [(1, 1, 1), (2, 5, 20), (1, 3, 33), (1, 2, 130)], [(4, 64, 128), (3, 128, 256), (80, 64, 16)]
-
-
-@pytest.mark.parametrize("number", range(len(PORTABLE_FORMATS)), ids=map("-".join, PORTABLE_FORMATS))
-def test_write_encodes_any_values_with_the_bits_of_token_minus_one_and_read_decodes(
-    number: int, device: torch.device
-) -> None:
-    """Transposed layers hold the same where they can be: without scales."""
-    (name, rounding), slots = PORTABLE_FORMATS[number], [5, 2]
-    shapes = [SMALL[number % 4], (REAL if device.type == "cuda" else SMALL[1:])[number % 3]]
-    for shape, flipped in product(shapes, [False] if FORMATS[getattr(torch, name)].scaled else [False, True]):
-        pool = StatePool.wrap(in_pages([(name, rounding)], 6, shape, device, flipped))
-        values = odd_values(2, shape, [torch.float32, torch.float16, torch.bfloat16][(number + flipped) % 3])
-        state, seeds, random = pool.layer(0), seed_of(pool)[slots].cpu(), None
-        if rounding != "nearest":
-            random = random_bits(seeds, shape, 0xFFFFFFFF, 40, 10, state.data.dtype)
-        data, scale = encode(values.float(), state.data.dtype, random)
-        pool.write(0, slots, values.to(device))
-        pool.copy([5], [3], keep_seed=True)
-        for slot, at in ((5, 0), (2, 1), (3, 0)):
-            assert same(state.data[slot], data[at]), shape
-            assert scale is None or same(state.scale[slot], scale[at])
-        assert same(pool.read(0, [2, 5, 2]), decode(data, scale)[[1, 0, 1]])
-        others = [tensor[[0, 1, 4]] for tensor in (state.data, state.scale) if tensor is not None]
-        assert all((bytes_of(tensor) == POISON).all() for tensor in others)
-        assert gaps_are_poison(pool)
 
 
 @pytest.mark.interpreted
@@ -239,16 +151,6 @@ def test_bytes_of_axes_in_another_order_are_turned(device: torch.device) -> None
     assert same(one.window(0)[[2, 0]], other.window(0)[[1, 3]])
 
 
-def test_many_slots_are_copied_in_a_ring_as_one_by_one(device: torch.device) -> None:
-    pool = pools.beside_other_memory("int8", "stochastic", device)
-    fill(pool)
-    before = {part: tensor.clone() for part, tensor in kept_by(pool).items()}
-    slots = torch.tensor([0, 1, 2, 3, 4, *[-1] * 12], device=device)
-    pool.copy(slots, torch.tensor([1, 2, 3, 4, 0, *[-1] * 12], device=device), keep_seed=True)
-    for part, tensor in kept_by(pool).items():
-        assert same(tensor, before[part][[4, 0, 1, 2, 3, 5]]), part
-
-
 def test_gradients_leave_no_trace() -> None:
     pool, left = mamba3_pools.make_pool(), mamba3_pools.left_by_a_prefill(1)
     slot = pool.acquire()
@@ -281,58 +183,7 @@ def test_seeds_that_the_device_draws_follow_from_the_seed_of_the_pool(device: to
     assert len({*found[1], *found[-2]}) == 12
 
 
-def test_advance_moves_the_seeds_of_the_slots_that_are_read(device: torch.device) -> None:
-    def there(numbers: Any) -> Tensor:
-        return torch.tensor(numbers, device=device)
-
-    of_requests = there([[1, 2, 9], [3, 4, 0], [5, 5, 5]])
-    for slots, moved in (
-        (None, range(6)),
-        (there([0, 3, -1, 5]), [0, 3, 5]),  # a bare tensor has no null but negatives
-        (Slots(there([0, 3]), null=0), [3]),
-        (Slots(of_requests, accepted=there([2, 1, 0]), null=0), [1, 2, 3, 4]),  # not those of padding
-        (Slots(there([2, 3]), cu_seqlens=there([0, 0, 4])), [3]),
-    ):
-        pool = make_pool(null=0, device=device)
-        pool.acquire(5)
-        before = seed_of(pool).clone()
-        pool.advance(slots)
-        assert (seed_of(pool) - before).tolist() == [SEED_STEP if slot in moved else 0 for slot in range(6)]
-
-
-# Numbers that nobody checks, and what a CUDA graph captures
-
-
-@pytest.mark.parametrize(
-    ("numbers", "message"),
-    [
-        ([1, 6], "must be from 0 to 5, got 6"),
-        ([1, 4, -1], "must be held, but slot 4 is free"),
-        ([1, 5, 1], "must be distinct, got slot 1 more than once"),
-    ],
-)
-def test_inside_debug_wrong_numbers_on_the_device_raise_and_change_nothing(numbers: list[int], message: str) -> None:
-    pool, slots = make_pool("float8_e4m3fn", "nearest", null=5), torch.tensor(numbers)
-    pool.acquire(4)
-    fill(pool)
-    before, states = [tensor.clone() for tensor in tensors_of(pool)], torch.ones(len(slots), 2, 3, 5)
-    calls: list[tuple[str, Callable[[], object]]] = [
-        ("slots", lambda: pool.write(0, slots, states)),
-        ("slots", lambda: pool.reset(slots)),
-        ("slots", lambda: pool.load(slots, pool.export(torch.zeros_like(slots)))),
-        ("dst", lambda: pool.copy(torch.zeros_like(slots), slots)),
-    ]
-    if "distinct" not in message:
-        calls += [
-            ("slots", lambda: pool.read(0, slots)), ("src", lambda: pool.copy(slots, [0, 2, 3][: len(slots)])),
-        ]  # fmt: skip
-    for name, call in calls:
-        with flashstate.debug(), pytest.raises(ValueError, match=f"^{name} {message}"):
-            call()
-    assert all(map(torch.equal, before, tensors_of(pool)))
-    with flashstate.debug():
-        pool.reset(torch.tensor([-1, 5, 2]))  # padding is no mistake
-    assert is_clean(pool, [2])
+# What a CUDA graph captures
 
 
 @pytest.mark.gpu

@@ -2,7 +2,7 @@
 
 import io
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from random import Random
@@ -13,7 +13,7 @@ import pools
 import pytest
 import ring_pools
 import torch
-from pools import bytes_of, dirty, gaps_are_poison, kept_by, poison, seed_of
+from pools import bytes_of, dirty, gaps_are_poison, kept_by, poison, same, seed_of
 from torch import Tensor
 
 import flashstate
@@ -25,7 +25,7 @@ from flashstate.state.rounding import SEED_STEP, random_bits
 NULL, FLOATS = 5, (torch.float32, torch.float16, torch.bfloat16)
 WINDOWS = {"conv_channels": 7, "drafts": 2, "conv_dtype": torch.float32}
 KINDS: dict[str, Callable[..., StatePool[Any]]] = {
-    "states": pools.make_pool,
+    "states": partial(pools.make_pool, cols=130),
     "states, windows": partial(pools.make_pool, null=NULL, **WINDOWS),
     "states, windows in pages": pools.beside_other_memory,
     "mamba3": mamba3_pools.in_format,
@@ -51,7 +51,6 @@ class Requests:
 
     pool: StatePool[Any]
     draw: Random
-    steps: bool  # whether ops step requests
     held: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     seeds: set[int] = field(default_factory=set)  # that requests had
     fault: bool = False  # whether a number past the pool is in the next call
@@ -68,12 +67,9 @@ class Requests:
     @property
     def actions(self) -> list[Callable[[], None]]:
         found = [self.acquire, self.release, self.reset, self.copy, self.move, self.write, self.read, self.advance]
-        found += [self.write_window] * self.pool.has_windows + [self.resize] * (not self.wrapped)
+        found += [self.serve] + [self.write_window] * self.pool.has_windows + [self.resize] * (not self.wrapped)
         found += [self.replay, self.replay, self.fold] if self.pool.has_rings else []
-        if isinstance(self.layers[0], Mamba3State):
-            return [*found, self.write_kv]
-        found += [self.convolve] * (self.steps and self.pool.has_windows)
-        return found + [self.step] * (self.steps and not self.pool.has_rings)
+        return found + [self.write_kv] * isinstance(self.layers[0], Mamba3State)
 
     def some(self, repeat: bool = False, size: int | None = None) -> list[int]:
         """Slots that are held."""
@@ -112,8 +108,8 @@ class Requests:
         return named.given.tolist() if isinstance(named.given, Tensor) else named.given
 
     def do(self, call: Callable[..., Any], *given: Any, **options: Any) -> Any:
-        """Call inside or outside of inference mode; numbers past the pool are faults."""
-        with self.draw.choice([nullcontext, torch.inference_mode])():
+        """Call inside or outside of inference mode and of debug(); numbers past the pool are faults."""
+        with self.draw.choice([nullcontext, torch.inference_mode, *[flashstate.debug] * (not self.fault)])():
             found = call(*given, **options)
         with pytest.raises(IndexError, match=r"^out of range: ") if self.fault else nullcontext():
             flashstate.check_faults()
@@ -123,7 +119,11 @@ class Requests:
     def values(self, named: Named, *shape: int, kind: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
         """Random numbers for slots; and as they are given, with NaN for no slot, of any strides."""
         generator = torch.Generator().manual_seed(self.draw.randrange(1 << 30))
-        rows = torch.rand(len(named.at), *shape, generator=generator).to(kind)
+        rows = torch.rand(len(named.at), *shape, generator=generator)
+        if len(shape) == 3:  # states: of every magnitude
+            factors = torch.tensor([0, 2**-12, 1, 2**12, torch.inf])
+            rows *= factors[torch.randint(5, (*rows.shape[:3], 1), generator=generator)]
+        rows = rows.nan_to_num(0, torch.inf).to(kind)
         filled = torch.full((named.count, *shape), torch.nan, dtype=kind)
         filled[named.at] = rows
         axes = self.draw.sample(range(filled.dim()), filled.dim())
@@ -190,7 +190,7 @@ class Requests:
         clones = [{part: t.clone() for part, t in self.held[source].items()} for source, _ in pairs]
         if on_device:
             pairs += [(self.outside(), slot) for slot in [slot for slot in self.held if slot not in targets][:1]]
-            pairs += [(slot, self.outside()) for slot in self.some()]
+            pairs += [(slot, self.outside()) for slot in self.some()] + [(-1, -1)] * self.draw.choice([0, 0, 16])
         given = [[pair[side] for pair in pairs[::-1]] for side in (0, 1)]
         self.do(self.pool.copy, *(map(self.on_device, given) if on_device else given), keep_seed=keep_seed)
         for target, clone in zip(targets, clones, strict=True):
@@ -270,7 +270,7 @@ class Requests:
         want = torch.zeros_like(found)
         for slot, at in zip(slots, named.at, strict=True):
             want[at] = decode(self.held[slot][f"data {i}"], self.held[slot].get(f"scale {i}"))[0]
-        assert torch.equal(found, want)
+        assert same(found, want)
 
     def advance(self) -> None:
         everyone, slots = self.draw.random() < 0.2, self.some()
@@ -285,82 +285,40 @@ class Requests:
 
     # What ops do
 
-    def alone(self, slot: int) -> StatePool[Any]:
-        """A pool over what the model has of a request."""
-        kept, states, rings = self.held[slot], [], []
-        for i, layer in enumerate(self.layers):
-            states.append(replace(layer, data=kept[f"data {i}"], scale=kept.get(f"scale {i}"), seed=kept.get("seed")))
-            for ring in [self.pool.ring(i)] if self.pool.has_rings else []:
-                own = {part: kept[f"ring.{part} {i}"] for part in ring.written}
-                rings.append(replace(ring, **own, start=kept["start"], count=kept["count"]))
-        return StatePool.wrap(states, rings=rings or None)
+    def serve(self) -> None:
+        """They leave anything in some slots."""
+        with torch.inference_mode():
+            for slot in self.some():
+                for part, kept in self.held[slot].items():
+                    if part not in ("seed", "start", "count"):
+                        kept.fill_(self.draw.randrange(100))
+                        kept.flatten()[:: self.draw.randint(1, 9)] = 1
+                        bits_of(kept_by(self.pool)[part])[slot] = bits_of(kept)[0]
 
-    def step(self) -> None:
-        """A token of some requests; new states go back, or to other slots that are held."""
-        i, slots = self.draw.choice([i for i, layer in enumerate(self.layers) if not layer.transposed]), self.some()
-        others = [slot for slot in self.held if slot not in slots][: len(slots)]
-        targets = others if len(others) == len(slots) and self.draw.random() < 0.5 else slots
-        tokens = ring_pools.tokens_for(len(slots) + 1, 1, self.draw.randrange(1 << 30))
-        given = {"x": tokens["x"][:, 0, :2], "dt": tokens["dt"][:, 0, :2], "A": ring_pools.A[:2]}
-        given |= {"B": tokens["B"][:, 0, :1], "C": tokens["C"][:, 0, :1]}
-        read, write = (torch.tensor([*numbers, self.pool.null]) for numbers in (slots, targets))
-        where = Slots(read, write=None if targets is slots else write, null=self.pool.null)
-        y = self.do(flashstate.mamba2_step, self.pool.layer(i), **given, slots=where)
-        assert not y[-1].any()
-        for row, (slot, target) in enumerate(zip(slots, targets, strict=True)):
-            before, own = self.held[slot], {name: t if name == "A" else t[row : row + 1] for name, t in given.items()}
-            after = self.held[slot] = {part: t.clone() for part, t in before.items()}
-            assert torch.equal(flashstate.mamba2_step(self.alone(slot).layer(i), **own), y[row : row + 1])
-            self.held[slot] = before
-            self.held[target] |= {part: after[part] for part in (f"data {i}", f"scale {i}") if part in after}
-
-    def convolve(self) -> None:
-        """Two tokens after those of a call before, of which any may have been accepted."""
-        i, slots = self.draw.randrange(self.pool.layers), self.some()
-        window, generator = self.pool.window(i), torch.Generator().manual_seed(self.draw.randrange(1 << 30))
-        sizes = ((len(slots), 2, window.shape[1]), (window.shape[1], 4))
-        x, weight = (torch.randn(size, generator=generator).to(window.dtype) for size in sizes)
-        accepted = torch.LongTensor([self.draw.randint(0, 2) for _ in slots]) if self.pool.drafts else None
-        y = self.do(flashstate.conv1d_step, window, x, weight, slots=Slots(torch.LongTensor(slots), accepted=accepted))
-        for row, slot in enumerate(slots):
-            where = Slots(torch.zeros(1).long(), accepted=None if accepted is None else accepted[row : row + 1])
-            alone = flashstate.conv1d_step(self.held[slot][f"window {i}"], x[row : row + 1], weight, slots=where)
-            assert torch.equal(y[row : row + 1], alone)
+    def ring_of(self, request: dict[str, Tensor]) -> Any:
+        """What the model has of a request's first ring."""
+        ring = self.pool.ring(0)
+        kept = {part: request[f"ring.{part} 0"] for part in ring.written}
+        return replace(ring, **kept, start=request["start"], count=request["count"])
 
     def replay(self) -> None:
-        """A step of all layers, of which any tokens are accepted; slots may have other requests by then."""
+        """A step of which any tokens are accepted; slots may have other requests by then."""
         n, named = self.draw.randint(1, ring_pools.TOKENS), self.named(slots := self.some())
-        tokens = ring_pools.tokens_for(named.count, n, self.draw.randrange(1 << 30))
-        tokens = {name: t.to(self.device) for name, t in tokens.items()}
-        plan = self.do(self.pool.plan, self.where(named), n)
-        layers = range(self.pool.layers) if self.steps else ()
-        outputs = [ring_pools.step(self.pool, i, tokens, plan=plan) for i in layers]
-        assert not any(y[[at for at in range(named.count) if at not in named.at]].any() for y in outputs)
-        with suppress(IndexError):  # of which every layer tells again
-            flashstate.check_faults()
-        planned = []
-        for slot, at in zip(slots, named.at, strict=True):
-            alone = self.alone(slot)
-            planned.append((self.held[slot], alone, alone.plan(None, n), at))
-            for i, y in enumerate(outputs):
-                own = {name: t[at : at + 1] for name, t in tokens.items()}
-                assert torch.equal(ring_pools.step(alone, i, own, plan=planned[-1][2]), y[at : at + 1])
+        plan, planned = self.do(self.pool.plan, self.where(named), n), [self.held[slot] for slot in slots]
         self.draw.choice([self.reset, self.copy, self.write, self.move, self.acquire, *[lambda: None] * 5])()
         accepted = torch.LongTensor([self.draw.randint(0, n) for _ in range(named.count)]).to(self.device)
         accepted = accepted if self.draw.random() < 0.8 else None
-        self.do(self.pool.commit, plan, accepted)
-        for slot, (request, alone, own_plan, at) in zip(slots, planned, strict=True):
+        self.pool.commit(plan, accepted)
+        for slot, request, at in zip(slots, planned, named.at, strict=True):
             if self.held[slot] is request:
-                alone.commit(own_plan, None if accepted is None else accepted[at : at + 1])
+                ring = self.ring_of(request)
+                ring.commit(ring.plan(None, n), None if accepted is None else accepted[at : at + 1])
 
     def fold(self) -> None:
         """All live tokens of some requests."""
-        slots, layers = self.some(), range(self.pool.layers) if self.steps else ()
-        index = self.on_device(slots)
-        for pool, of_slots in [(self.pool, {"slots": index}), *((self.alone(slot), {}) for slot in slots)]:
-            for i in layers:
-                ring_pools.fold(pool, i, **of_slots)
-            pool.folded(self.draw.choice([slots, index]) if of_slots else None)
+        self.do(self.pool.folded, self.where(self.named(slots := self.some())))
+        for slot in slots:
+            self.ring_of(self.held[slot]).folded()
 
     def require_all(self) -> None:
         """Requests are as on their own, and the rest is poison."""
@@ -384,11 +342,12 @@ PLACES = [
 @pytest.mark.parametrize(("device", "kind", "rounds"), PLACES, indirect=["device"])
 def test_requests_live_in_a_pool_as_on_their_own(kind: str, rounds: int, device: torch.device) -> None:
     number = [*KINDS].index(kind)
-    known = PORTABLE_FORMATS[number : None if rounds > 1 and device == torch.device("cpu") else number + 1 : 4]
+    known = PORTABLE_FORMATS[number :: 4 if rounds > 1 and device.type == "cpu" else 9]
     for turn, (name, rounding) in enumerate(known):
+        sizes = {"rows": 64, "cols": 128} if device.type == "cuda" and kind == "states" else {}
         with torch.inference_mode(number % 2 > 0):
-            pool = KINDS[kind](name, rounding, device=device)
-        requests = Requests(pool, Random(10 * number + turn), steps=rounds > 1 and device.type == "cpu")
+            pool = KINDS[kind](name, rounding, device=device, **sizes)
+        requests = Requests(pool, Random(10 * number + turn))
         requests.acquire()
         for _ in range(rounds):
             for action in requests.draw.sample(requests.actions, len(requests.actions)):

@@ -1,15 +1,18 @@
-"""Steps of a StatePool with rings that are not as they should be: what plans hold on to, and what debug() finds."""
+"""Steps of rings that are not as they should be: what plans hold on to, and what debug() finds."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from ring_pools import HEADS, LAYERS, A, fold, make_pool, replay, step, tokens_for
+from ring_pools import HEADS, make_pool
 from torch import Tensor
 
 import flashstate
-from flashstate import Slots, StatePool
+from flashstate import StatePool
+from flashstate.proof import AnyReplayCase, DeltaReplayCase, ReplayCase
+from flashstate.proof.laws import require
 
 ANOTHER_REQUEST: dict[str, Callable[[StatePool, Tensor], Any]] = {
     "acquired": lambda pool, slot: (pool.release(slot), pool.acquire()),
@@ -18,6 +21,8 @@ ANOTHER_REQUEST: dict[str, Callable[[StatePool, Tensor], Any]] = {
     "loaded": lambda pool, slot: pool.load(slot, pool.export(0)),
     "written": lambda pool, slot: pool.write(1, slot, torch.zeros(1, HEADS, 3, 5, device=slot.device)),
 }
+CASES = ReplayCase(3, 2, 1, 3, 5, window=4), DeltaReplayCase(3, 2, 1, 3, 5, raw=False, window=4)
+EITHER = pytest.mark.parametrize("case", CASES, ids=["mamba2", "gated_delta"])
 
 
 def test_a_commit_leaves_slots_alone_that_have_another_request_since_the_plan(device: torch.device) -> None:
@@ -35,46 +40,41 @@ def test_a_commit_leaves_slots_alone_that_have_another_request_since_the_plan(de
         assert pool.ring(0).count.tolist() == [2, before[1], 2, *before[3:]]
 
 
-@pytest.mark.parametrize(("rule", "packed"), [("mamba2", True), ("gated_delta", False)])
+@EITHER
 def test_replay_goes_by_its_plan_and_debug_finds_one_of_an_earlier_step(
-    rule: str, packed: bool, device: torch.device
+    case: AnyReplayCase, device: torch.device
 ) -> None:
-    pool, twin = (make_pool(rule, device=device) for _ in range(2))
-    tokens = {name: t.to(device) for name, t in tokens_for(*((5, 1) if packed else (3, 2))).items()}
-    tokens = {name: t[:, 0] for name, t in tokens.items()} if packed else tokens
-    outputs = []
-    for one in (pool, twin):
-        slots, bounds = one.acquire(3).clone(), torch.tensor([0, 2, 3, 5], device=device)
-        plan = one.plan(Slots(slots, cu_seqlens=bounds, max_len=2)) if packed else one.plan(slots, 2)
-        if one is twin:  # what the plan was made of changes
-            for cursor in (one.ring(0).start, one.ring(0).count):
-                cursor.add_(1)
-            slots.sub_(9)
-        outputs.append(step(one, 0, tokens, plan=plan))
-    assert torch.equal(*outputs)
-    assert all(torch.equal(getattr(pool.ring(0), part), getattr(twin.ring(0), part)) for part in pool.ring(0).written)
-    with flashstate.debug(), pytest.raises(ValueError, match=r"^plan is of an earlier step: start and count of slot 0"):
-        twin.commit(plan)
+    case = replace(case, tokens=2, packed=isinstance(case, ReplayCase))
+    (inputs, plan), (twin, other) = ((made, made.plan()) for made in (case.make_inputs(device) for _ in range(2)))
+    for numbers in (twin.state.start, twin.state.count, twin.slots):  # what the plan was made of
+        numbers.add_(1)
+    require.equal_bytes("output", twin.step(plan=other), inputs.step(plan=plan))
+    for name, kept in {**inputs.state.kept, "data": inputs.state.data}.items():
+        require.equal_bytes(name, getattr(twin.state, name), kept)
+    with flashstate.debug(), pytest.raises(ValueError, match=r"^plan is of an earlier step: start and count of slot "):
+        twin.state.ring.commit(other)
 
 
-@pytest.mark.parametrize("rule", ["mamba2", "gated_delta"])
-def test_debug_finds_steps_that_were_not_committed_and_states_that_lag(rule: str) -> None:
-    pool, x = make_pool(rule), tokens_for(2, 1)
-    slots = pool.acquire(2)
+@EITHER
+def test_debug_finds_steps_that_were_not_committed_and_states_that_lag(case: AnyReplayCase) -> None:
+    first, last = (case.make_inputs(torch.device("cpu")) for _ in range(2))
+    last.state = replace(last.state, **{name: getattr(first.state, name) for name in ("start", "count", "seed")})
+    StatePool.wrap([layer.state.state for layer in (first, last)], rings=[layer.state.ring for layer in (first, last)])
+    ring, plain = first.state.ring, getattr(flashstate, case.op.declared.name.replace("replay", "step"))
+
+    def step_without_ring() -> None:
+        plain(last.state.state, **last.arguments, slots=last.slots)
+
     with flashstate.debug():
-        replay(pool, slots, x)
-        plan = pool.plan(slots, 1)
-        for i in range(LAYERS):
-            step(pool, i, x, plan=plan)
-        with pytest.raises(ValueError, match=r"^the step before was not committed, .* slots 0, 1: commit the plan"):
-            step(pool, 0, x, plan=plan)
-        pool.commit(plan, torch.zeros(2, dtype=torch.int32))
-        replay(pool, slots, x)
-        given = {name: x[name][:, 0] for name in (("x", "dt", "B", "C") if rule == "mamba2" else ("q", "k", "v", "b"))}
-        plain = flashstate.mamba2_step if rule == "mamba2" else flashstate.gated_delta_step
-        given |= {"A": A} if rule == "mamba2" else {"a": -x["a"][:, 0, :, 0].abs()}
-        with pytest.raises(ValueError, match=r"^state lags behind its ring, which has live rows in slots 0, 1: fold"):
-            plain(pool.layer(1), **given, slots=slots)
-        fold(pool, 1, slots=slots)
-        pool.folded(slots)
-        plain(pool.layer(1), **given, slots=slots)
+        for accepted in (None, torch.zeros(3, dtype=torch.int32)):
+            plan = first.plan()
+            for layer in (first, last):
+                layer.step(plan=plan)
+            with pytest.raises(ValueError, match=r"^the step before was not committed, .* slots .*: commit the plan"):
+                first.step(plan=plan)
+            ring.commit(plan, accepted)
+        with pytest.raises(ValueError, match=r"^state lags behind its ring, which has live rows in slots? .*: fold"):
+            step_without_ring()
+        last.fold(slots=last.slots)
+        ring.folded(last.slots)
+        step_without_ring()

@@ -1,7 +1,7 @@
 """StatePool: wrong calls are refused by name and change nothing, and pools that cannot be are not made."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,9 +12,10 @@ import pools
 import pytest
 import ring_pools
 import torch
-from refusals import Arguments, Change, Refusal, given, on_meta, only, refuses, refuses_all, resized, wrong
+from refusals import wrong
 from torch import Tensor
 
+import flashstate
 from flashstate import Mamba3State, Ring, State, StatePool
 
 Refused = tuple[Any, ...]  # a call or options, the message, and the error, if it is no ValueError
@@ -99,8 +100,21 @@ STATES: list[Refused] = [
       for change, *rest in BYTES_REFUSED],
     (lambda pool: pool.layer(0).advance([1]), f"None, got list{MAKE_ONE}", TypeError),
     (lambda pool: pool.window(0), "^this pool has no windows"),
-    (lambda pool: pool.ring(0), "^this pool has no rings"),
+    *[(call, "^this pool has no rings: it was made without a window")
+      for call in (lambda pool: pool.ring(0), StatePool.plan, StatePool.folded)],
     (lambda pool: pool.write_kv(0, 1, **LEFT), "^write_kv is for layers of Mamba-3, which"),
+]  # fmt: skip
+THERE = [(torch.tensor([1, 6]), "from 0 to 5, got 6"), (torch.tensor([1, 4, -1]), "held, but slot 4 is free")]
+EACH_ONCE = [*THERE, (torch.tensor([1, 5, 1]), "distinct, got slot 1 more than once")]
+IN_DEBUG: list[Refused] = [
+    (lambda pool, call=call, at=numbers: flashstate.debug()(call)(pool, at), f"^{name} must be {end}")
+    for name, wrong, call in (
+        ("slots", EACH_ONCE, lambda pool, at: pool.write(0, at, ONE.expand(len(at), -1, -1, -1))),
+        ("slots", EACH_ONCE, lambda pool, at: pool.reset(at)), ("slots", THERE, lambda pool, at: pool.read(0, at)),
+        ("slots", EACH_ONCE, lambda pool, at: pool.load(at, pool.export(at * 0))),
+        ("dst", EACH_ONCE, lambda pool, at: pool.copy(at * 0, at)),
+        ("src", THERE, lambda pool, at: pool.copy(at, [0, 2, 3][: len(at)])))
+    for numbers, end in wrong
 ]  # fmt: skip
 KV: list[Refused] = [
     (lambda pool: pool.write_kv(0, 4, **LEFT), f"^slots {NOT_HELD} 4 is free"),
@@ -121,7 +135,7 @@ WINDOWS: list[Refused] = [
 ]
 WITH_WINDOWS = {"slots": 6, "layers": 2, "heads": 1, "rows": 2, "cols": 3, "conv_channels": 5}
 POOLS: dict[str, tuple[Callable[[], Any], list[Refused]]] = {
-    "states": (lambda: pools.make_pool("float16", null=5), STATES),
+    "states": (lambda: pools.make_pool("float16", null=5), [*STATES, *IN_DEBUG]),
     "Mamba-3": (lambda: mamba3_pools.in_format("int8", "stochastic", null=5), KV),
     "Mamba-3 without angles": (
         lambda: mamba3_pools.make_pool(angles=0),
@@ -158,8 +172,6 @@ OF_ANY: list[Refused] = [
     ({"slots": 0}, "^slots must be from 1 to"),
     ({"rows": -1}, "^rows must be from 1 to"),
     ({"dtype": torch.float64}, "^dtype must be float32 or .* got float64", TypeError),
-    ({"dtype": torch.float32, "rounding": "stochastic"}, "^rounding='stochastic' is not for float32"),
-    ({"rounds": 0}, "^rounds must be from 1 to 16"),
     ({"stream": (1 << 32) - 1}, "^stream must be from 0 to 4294967294"),
     ({"seed": "a"}, "^seed must be an int", TypeError),
     ({"null": None}, "^null must be an int", TypeError),
@@ -219,7 +231,7 @@ def test_pools_that_cannot_be_are_not_allocated(kind: str) -> None:
 
 # Layers that cannot be wrapped
 
-PAGES, SEED = torch.zeros(4, 70), torch.zeros(16, dtype=torch.int64)
+PAGES, SEED = torch.zeros(4, 250), torch.zeros(16, dtype=torch.int64)
 HALF, WHOLE = torch.zeros(4, 2, 3, 5, dtype=torch.float16), torch.zeros(4, 2, 3, 5)
 BYTES, SCALES = torch.zeros(2, 4, 2, 3, 5, dtype=torch.int8), torch.ones(4, 2, 3)
 KEYS, TURNS = torch.zeros(4, 1, 2, 8), torch.zeros(4, 2, 3)
@@ -245,6 +257,27 @@ BESIDE_SEED = {"ssm": State(torch.zeros(4, 2, 3, 8), seed=SEED[8:12]), "v": SEED
 SHARED_SEED = State(HALF, rounding="stochastic", seed=torch.tensor([3]))
 APART = r"^states\[1\] must not share the memory of another layer"
 WITHIN = r"^states\[{}\] must not share memory between its tensors, but {} overlap"
+ONE_RING, OTHER_RING = ring_pools.rings_of("mamba2")
+CURSORS = torch.zeros(8, dtype=torch.int32)
+FIT = [State(data) for data in torch.zeros(2, 6, 4, 3, 5)]
+
+
+def rings(**changes: Any) -> Callable[[], Any]:
+    """Two layers whose second ring has other fields."""
+    return wrap(*FIT, rings=[ONE_RING, replace(OTHER_RING, **changes)])
+
+
+def in_pages(state: State | None = None, windows: Any = None, **tensors: Tensor) -> Callable[[], Any]:
+    """A ring that takes turns with its state, whose seed and cursors lie together too, but for these tensors."""
+    own = {"x": page(60, 4, 7, 3), "B": page(144, 2, 7, 5), "dt": page(214, 4, 7), "start": CURSORS[:4]}
+    ring = Ring(**{**own, "count": CURSORS[4:], **tensors}, window=4)
+    return wrap(state or State(page(0, 4, 3, 5), seed=SEED[:4]), windows=windows, rings=[ring])
+
+
+LONGER = {name: torch.zeros(6, n, 8, *size) for name, n, *size in (("x", 4, 3), ("B", 2, 5), ("dt", 4))}
+MAMBA3 = [StatePool.mamba3(slots=6, layers=2, heads=4, rows=3, cols=5).layer(i) for i in range(2)]
+SCALED = State(torch.zeros(4, 4, 3, 5, dtype=torch.int8), page(0, 4, 3))
+ALIKE, SHARES = r"^rings must have one window and one length, but rings\[1\] has", "must not share the memory of"
 WRAPPED: list[Refused] = [
     (wrap(), "^states must have one State per layer, got none"),
     (lambda: StatePool.wrap(State(WHOLE)), "^states must be a sequence of States, got State", TypeError),
@@ -272,6 +305,21 @@ WRAPPED: list[Refused] = [
     (wrap(STATE, windows=[page(7, 5, 3)]), r"^windows\[0\] must not share the memory"),
     (wrap(STATE, windows=[WINDOW[:1].expand(4, -1, -1)]), r"^windows\[0\] must not overlap"),
     (wrap(alone(), alone(), windows=[TURNS, TURNS]), r"^windows\[1\] must not share the memory"),
+    (wrap(*FIT, rings=[ONE_RING]), "^rings must be a sequence with one ring per layer, 2, got 1"),
+    (wrap(*FIT, rings=ONE_RING), "^rings must be a sequence with one ring per layer, 2, got Ring"),
+    (wrap(*FIT, rings=[ONE_RING, CURSORS]), r"^rings\[1\] must be a Ring or a DeltaRing, got Tensor", TypeError),
+    (wrap(*MAMBA3, rings=[ONE_RING, OTHER_RING]), "^rings are for layers that are each a State, got Mam", TypeError),
+    (rings(start=OTHER_RING.start.clone()), "^rings must share start and count"),
+    (rings(count=OTHER_RING.count.clone()), "^rings must share start and count"),
+    (rings(window=3), f"{ALIKE} 3 and 7, rings.0. has 4 and 7"),
+    (rings(**LONGER), f"{ALIKE} 4 and 8, rings.0. has 4 and 7"),
+    (rings(x=torch.zeros(6, 4, 7, 4)), r"^rings\[1\].x must have shape \(.*rows=3\)"),
+    (rings(B=ONE_RING.B), rf"^rings\[1\].B {SHARES}"),
+    (in_pages(x=page(59, 4, 7, 3)), rf"^rings\[0\].x {SHARES}"),
+    (in_pages(SCALED, dt=page(11, 4, 7)), rf"^rings\[0\].dt {SHARES}"),
+    (in_pages(windows=[page(60, 2, 3)]), rf"^rings\[0\].x {SHARES}"),
+    (in_pages(start=SEED.view(torch.int32)[4:8]), f"^rings.start {SHARES}"),
+    (in_pages(count=CURSORS[3:7]), f"^rings.count {SHARES}"),
 ]
 
 
@@ -287,88 +335,13 @@ def test_layers_may_take_turns_in_a_page_or_head_by_head_or_follow_one_another()
     layer = Mamba3State(page(16, 1, 1, 12), page(28, 1, 1, 12), page(0, 1, 1), page(1, 1, 6))
     assert StatePool.wrap([layer, alone()], windows=[page(40, 2, 3), torch.zeros(4, 2, 3)]).layers == 2
     assert StatePool.wrap([STATE], windows=[WINDOW]).has_windows
+    assert in_pages()().has_rings
+    assert in_pages(SCALED)().has_rings
+    (delta, _), cursors = ring_pools.rings_of("gated_delta"), {"start": ONE_RING.start, "count": ONE_RING.count}
+    assert wrap(*FIT, rings=[ONE_RING, replace(delta, **cursors)])().has_rings
     wide = torch.zeros(4, 5, 3, 8)  # five heads, so that the next slot begins with another layer's turn
     assert StatePool.wrap([State(wide[:, ::2]), State(wide[:, 1::2])]).layers == 2
     assert StatePool.wrap([State(wide[:, ::3]), State(wide[:, 1:2]), State(wide[:, 2:3])]).layers == 3
     for one, other in ((wide[:, ::2], wide[:, ::3]), (wide[:, ::2], wide[:, 1:3]), (wide[:, 1::2], wide[:, 3:4])):
         with pytest.raises(ValueError, match=APART):
             StatePool.wrap([State(one), State(other)])
-
-
-# Rings that cannot be wrapped
-
-
-def ring_arguments() -> Arguments:
-    """The states and the rings of two layers, as StatePool.wrap takes them."""
-    seed, data = torch.arange(6), torch.zeros(2, 6, 4, 3, 5, dtype=torch.float16)
-    states = [State(layer, rounding="stochastic", seed=seed) for layer in data]
-    return {"states": states, "rings": ring_pools.rings_of("mamba2")}
-
-
-def second(**changes: Callable[[Any], Any]) -> Change:
-    """The second ring with other fields, of the first."""
-    return only("rings", lambda r: [r[0], replace(r[1], **{name: change(r[0]) for name, change in changes.items()})])
-
-
-def longer(names: Iterable[str], axis: int = 3) -> Change:
-    """The second ring with tensors that are longer along an axis."""
-    return second(**{name: lambda ring, name=name: resized(getattr(ring, name), axis, 1) for name in names})
-
-
-def other_rule(**changes: Any) -> Change:
-    """A second ring of the delta rule."""
-    return only("rings", lambda r: [r[0], replace(ring_pools.rings_of("gated_delta")[0], **changes)])
-
-
-MAMBA3 = [StatePool.mamba3(slots=6, layers=2, heads=4, rows=3, cols=5).layer(i) for i in range(2)]
-PER_LAYER, ALIKE = "^rings must be a sequence with one ring per layer, 2, got", "^rings must have one window and one l"
-CURSORS, SHARES = "^rings must share start and count", "must not share the memory of another layer or of"
-RINGS: list[Refusal] = [
-    (only("rings", lambda r: r[:1]), f"{PER_LAYER} 1"),
-    (only("rings", lambda r: r[0]), f"{PER_LAYER} Ring"),
-    (only("rings", lambda r: [r[0], r[0].start]), r"^rings\[1\] must be a Ring or a DeltaRing, got Tensor", TypeError),
-    (given(states=MAMBA3), "^rings are for layers that are each a State, got Mamba3State", TypeError),
-    (second(start=lambda r: r.start.clone()), CURSORS),
-    (second(count=lambda r: r.count.clone()), CURSORS),
-    (other_rule(), CURSORS),
-    (second(window=lambda r: 3), rf"{ALIKE}ength, but rings\[1\] has 3 and 7, rings\[0\] has 4 and"),
-    (longer(("x", "B", "dt"), 2), rf"{ALIKE}ength, but rings\[1\] has 4 and 8, rings\[0\] has 4 and 7"),
-    (longer("x"), r"^rings\[1\].x must have shape \(.*rows=3\)"),
-    (longer("B"), r"^rings\[1\].B must .*cols=5\), got"),
-    (only("rings", lambda r: [r[0], on_meta(r[1])]), r"^rings\[1\].x is on meta, but the state"),
-    (second(B=lambda r: r.B), rf"^rings\[1\].B {SHARES}"),
-]
-
-
-def test_rings_that_do_not_fit_are_not_wrapped() -> None:
-    refuses_all(StatePool.wrap, ring_arguments(), RINGS)
-
-
-def test_rings_of_both_rules_share_cursors() -> None:
-    made = ring_arguments()
-    shared = {name: getattr(made["rings"][0], name) for name in ("start", "count")}
-    assert StatePool.wrap(**{**made, **other_rule(**shared)(made)}).has_rings
-
-
-def test_rings_take_turns_with_states_but_share_no_memory() -> None:
-    """With states, scales, seeds, windows and each other."""
-    pages, seed, cursors = torch.zeros(6, 400), torch.zeros(6, dtype=torch.int64), torch.zeros(12, dtype=torch.int32)
-
-    def page(start: int, *shape: int) -> Tensor:
-        return pages[:, start : start + math.prod(shape)].unflatten(1, shape)
-
-    def made(state: State | None = None, windows: Any = None, **tensors: Tensor) -> Callable[[], StatePool]:
-        own = {"x": page(60, 4, 7, 3), "B": page(144, 2, 7, 5), "dt": page(214, 4, 7)}
-        ring = Ring(**{**own, "start": cursors[:6], "count": cursors[6:], **tensors}, window=4)
-        return wrap(state or State(page(0, 4, 3, 5), seed=seed), windows=windows, rings=[ring])
-
-    scaled = State(torch.zeros(6, 4, 3, 5, dtype=torch.int8), page(0, 4, 3))
-    assert made()().has_rings
-    assert made(scaled)().has_rings
-    for name, call in (
-        ("x", made(x=page(59, 4, 7, 3))), ("dt", made(scaled, dt=page(11, 4, 7))),
-        ("x", made(windows=[page(60, 2, 3)])), ("start", made(start=seed.view(torch.int32)[6:])),
-        ("count", made(count=cursors[5:11])),
-    ):  # fmt: skip
-        message = rf"^rings(\[0\])?\.{name} must not share the memory of another layer"
-        refuses(call, ValueError, message, {"pages": pages, "seed": seed, "cursors": cursors})

@@ -12,12 +12,12 @@ MUTANTS = (
            "[mamba2_step-plain-False]"),
     Mutant("a repeated call forgets the alignment of tensors that are looked at one by one", "launch/repeat.py",
            "*op.options, *together, *each]", "*op.options, *together]",
-           "test_direct.py::test_unaligned_tensors_meet_a_kernel_for_aligned_ones_only_where_it_is_not_told_of_that"
-           "[conv1d_step]"),
+           "test_direct.py::test_whatever_a_call_has_in_place_of_what_was_right_before_it_does_what_it_would_do_alone"
+           "[conv1d_step-plain-False]"),
     Mutant("a repeated call forgets the alignment of tensors that are read widely together", "launch/repeat.py",
            "*op.options, *together, *each]", "*op.options, *each]",
-           "test_direct.py::test_unaligned_tensors_meet_a_kernel_for_aligned_ones_only_where_it_is_not_told_of_that"
-           "[mamba2_step]"),
+           "test_direct.py::test_whatever_a_call_has_in_place_of_what_was_right_before_it_does_what_it_would_do_alone"
+           "[mamba2_step-plain-False]"),
     Mutant("a repeated call forgets the alignment of a bare state", "launch/repeat.py",
            '("state_like", f"state_data_at % {ACCESS_BYTES}")', '("state_like",)',
            "test_direct.py::test_whatever_a_call_has_in_place_of_what_was_right_before_it_does_what_it_would_do_alone"
@@ -56,7 +56,8 @@ MUTANTS = (
            "test_direct.py::test_launches_are_forgotten_where_there_are_too_many"),
     Mutant("the number behind the pointers is that of the first call", "launch/driver.py",
            "self._pack(self._memory, 0, *pointers, number)", "self._pack(self._memory, 0, *pointers, 0)",
-           "test_direct.py::test_the_number_behind_the_pointers_is_the_stream_of_the_layer[gated_delta_step]"),
+           "test_direct.py::test_calls_of_all_forms_are_told_apart_and_repeated_directly_as_ordinary_launches_are_made"
+           "[gated_delta_step]"),
     Mutant("a thread without a context of CUDA fails", "launch/driver.py",
            "if error == NO_CONTEXT:", "if False:",
            "test_direct.py::test_a_driver_that_fails_is_reported_and_a_thread_without_a_context_gets_one"),
@@ -467,15 +468,13 @@ MUTANTS = (
            "test_debug.py::test_debug_finds_and_nothing_changes[reference-packed]"),
     Mutant("written states draw the bits of token 0", "ops/states.py",
            "TOKEN = -1 ", "TOKEN = 0 ",
-           "test_pool.py::test_write_encodes_any_values_with_the_bits_of_token_minus_one_and_read_decodes[reference-b"
-           "float16-stochastic]"),
+           "test_pool_requests.py::test_requests_live_in_a_pool_as_on_their_own[states]"),
     Mutant("slots of a state that are written need not be distinct", "ops/states.py",
            "        check_distinct(name, numbers)\n", "",
            "test_refusals_of_objects.py::test_wrong_input_is_refused_by_name_and_changes_nothing[read and write]"),
     Mutant("slots on the device are not looked at inside debug", "ops/numbers.py",
            "    if debugging():\n", "    if False:\n",
-           "test_pool.py::test_inside_debug_wrong_numbers_on_the_device_raise_and_change_nothing[numbers0-must be fro"
-           "m 0 to 5, got 6]"),
+           "test_refusals_of_pools.py::test_wrong_calls_are_refused_by_name_and_change_nothing[states]"),
     Mutant("a ring of windows may be written elsewhere", "ops/conv1d.py",
            "if slots is not None and given.positions is not None and slots.write is not None:", "if False:",
            "test_refusals_of_ops.py::test_wrong_calls_are_refused_by_name_and_change_nothing[conv1d_step]"),
