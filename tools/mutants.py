@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 COPIED = ("flashstate", "tests", "tools", "docs", "results", "*.md", "*.toml", "*.yml", "*.txt", "*.in", "LICENSE")
-SLOW = ("torch", "pytest", "hypothesis", "numpy")  # to import
+SLOW = ("torch", "pytest", "numpy")  # to import
 SLOW_AND_INTERPRETED = ("triton.experimental.gluon.language", "triton.language.extra.libdevice", "interpreting")
 LIMIT = 300  # seconds that one test may take
 PASSED, FAILED, ENDED = 0, 1, 2  # exit codes: ENDED without a verdict
