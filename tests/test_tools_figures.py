@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
-from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,76 +11,15 @@ from flashstate.bench.results import Row, read_csv, write_csv
 from flashstate.launch.call import OPS
 from flashstate.state.formats import PORTABLE_FORMATS
 from tools import figures as tool
-from tools.figures import END, MARKED, RESULTS, ROOT, documents, figures, merged, of_families, with_tables
-from tools.format_choice import BATCH, FAMILIES, Family, shares_of_bytes, shares_of_time
-from tools.format_costs import costs_table
-from tools.replay_pays import NEVER, faster_from, pays
+from tools.figures import END, MARKED, RESULTS, ROOT, documents, merged, of_families, with_tables
+from tools.format_choice import FAMILIES, shares_of_time
+from tools.replay_pays import NEVER, faster_from
 
-MOVES = "plan and commit"
-
-
-def row(
-    implementation: str, name: str, rounding: str, batch: int, tokens: int = 1, stored: str = "last",
-    microseconds: float | None = None, op: str = "mamba2",
-) -> Row:  # fmt: skip
-    time, percent = microseconds or 3.2 * batch, None if stored == MOVES else 91.4
-    return Row(op, implementation, name, rounding, batch, 16, 1, 64, 128, tokens, stored, time, 0.01, 1310.0, percent)
+FLOAT32, INT8 = ("float32", "nearest"), ("int8", "nearest")
 
 
 def mark(table: str) -> str:
     return f"<!-- {table}; make figures writes this -->\n"
-
-
-def test_a_table_has_formats_down_and_batches_across() -> None:
-    names, batches = ("touch", "flashstate"), (1, 16, 256)
-    rows = [row(name, *fmt, batch) for name, fmt, batch in product(names, PORTABLE_FORMATS[:3], batches)]
-    rows += [row("flashstate", "float32", "nearest", 1, tokens=4), row("flashstate, early", "float32", "nearest", 16)]
-    rows.append(row("flashstate, int64 slots", "float32", "nearest", 16))
-    provenance = {"commit": "abc", "device": "Some GPU", "host cost": "torch.add_ 8.0 µs"}
-    assert figures(rows, provenance).split("\n") == [
-        "",
-        "| µs (percent of the roof), by batch size | 1 | 16 | 256 |",
-        "|---|---|---|---|",
-        "| float32 | 3.20 (91) | 51.2 (91) | 819 (91) |",
-        "| bfloat16 | 3.20 (91) | 51.2 (91) | 819 (91) |",
-        "| bfloat16 stochastic | 3.20 (91) | 51.2 (91) | 819 (91) |",
-        "| float32, 4 tokens | 3.20 (91) |  |  |",
-        "| float32, early |  | 51.2 (91) |  |",
-        "",
-        "Host cost of an eager call: torch.add_ 8.0 µs.",
-        "",
-        "Measured on: Some GPU, commit abc.",
-        "",
-        "",
-    ]
-    with pytest.raises(ValueError, match="no figures of flashstate on a GPU"):
-        figures(rows[:1], {})
-
-
-def replay_rows(implementation: str = "flashstate", op: str = "mamba2_replay", **times: Any) -> list[Row]:
-    """Rows of six tokens at batches 1, 4 and 16; `last=(2, 3, 4)` has these times."""
-    return [
-        row(implementation, "float32", "nearest", batch, 6, stored, time, op)
-        for stored, found in times.items()
-        for batch, time in zip((1, 4, 16), found, strict=True)
-    ]
-
-
-def test_replay_pays_from_the_batch_size_on_at_which_it_is_always_faster() -> None:
-    for times, cells in (
-        ({"stationary": (3, 4, 5), "every": (4, 5, 6), "last": (2, 4, 6)}, "1 | 16"),
-        ({"stationary": (3, 4, 5), "every": (4, 3, 6), "last": (4, 5, 5)}, f"16 | {NEVER}"),
-        ({"stationary": (3, 4, 5), "last": (4, 5, 6), "uniform": (9, 9, 9)}, " | 1"),
-    ):
-        rows = [*replay_rows(**times), row("touch", "float32", "nearest", 1, 6, "last", 0.1, "mamba2_replay")]
-        assert pays(rows)[2:] == [f"| float32, 6 tokens | {cells} |"]
-    of_delta = partial(replay_rows, op="gated_delta_replay")
-    rows = of_delta(stationary=(3, 4, 5), last=(4, 5, 6)) + of_delta("flashstate, at once", last=(2, 4, 6))
-    rows += of_delta("flashstate, per channel", stationary=(3, 4, 5), last=(4, 5, 6))
-    assert pays(rows)[2:] == [  # beside the faster step in place, and per channel beside its like
-        "| 16 heads, float32, 6 tokens |  | 16 |",
-        "| 16 heads, float32, 6 tokens, per channel |  | 1 |",
-    ]
 
 
 def test_info_says_from_which_batch_size_on_replay_pays_as_results_do() -> None:
@@ -95,7 +31,9 @@ def test_info_says_from_which_batch_size_on_replay_pays_as_results_do() -> None:
 def test_tables_go_between_their_marks_and_nothing_else_changes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    write_csv(tmp_path / "gpu.csv", [row("flashstate", "int8", "nearest", 4)], {"device": "Some GPU"})
+    shape = "int8", "nearest", 4, 16, 1, 64, 128, 1, "last"
+    row = Row("mamba2", "flashstate", *shape, 12.8, 0.01, 1310.0, 91.4)
+    write_csv(tmp_path / "gpu.csv", [row], {"device": "Some GPU"})
     monkeypatch.setitem(RESULTS, "a new op", tmp_path / "gpu.csv")
     whole, some = mark("figures of a new op"), mark("figures of a new op: int8")
     text = f"before\n{whole}old\n{END}\nbetween\n{some}{END}\nafter\n"
@@ -109,18 +47,6 @@ def test_tables_go_between_their_marks_and_nothing_else_changes(
     ):
         with pytest.raises(ValueError, match=complaint):
             with_tables(f"{mark(unknown)}{END}")
-
-
-def test_a_table_of_costs_has_formats_down_and_the_bytes_of_a_state() -> None:
-    rows = [row("flashstate", "float32", "nearest", batch) for batch in (1, 16, 256)]
-    rows += [row("vllm", "float32", "nearest", 1), row("flashstate", "float32", "nearest", 1, tokens=4)]
-    errors = {("float32", "nearest"): (1e-7, 2e-7), ("int8", "stochastic"): (1e-3, 2e-3)}
-    assert costs_table("mamba2", rows, errors) == [
-        "| format | KiB of a state | error of states | error of outputs | µs, batch 1 | µs, batch 16 | µs, batch 256 |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-        "| float32 | 512 | 1.0e-07 | 2.0e-07 | 3.20 | 51.2 | 819 |",
-        "| int8 stochastic | 132 | 1.0e-03 | 2.0e-03 |  |  |  |",
-    ]
 
 
 def test_documents_have_the_tables_of_the_results() -> None:
@@ -151,21 +77,7 @@ def test_the_command_writes_every_document_and_draws_every_picture(
     assert "$(PYTHON) -m tools.figures\n" in (ROOT / "Makefile").read_text(encoding="utf-8")
 
 
-# What docs/choosing-a-format.md says
-
 FLOAT32, INT8 = ("float32", "nearest"), ("int8", "nearest")
-
-
-def of_batch(name: str, microseconds: float, stored: str = "last") -> Row:
-    return row("flashstate", name, "nearest", BATCH, stored=stored, microseconds=microseconds)
-
-
-def test_times_are_shares_of_a_float32_step_in_place_at_one_batch_size() -> None:
-    rows = [of_batch("float32", 8.0), of_batch("int8", 2.0), row("flashstate", "int8", "nearest", 1)]
-    rows += [row("vllm", "int8", "nearest", BATCH), of_batch("float32", 4.0, stored="a 16th folds")]
-    assert shares_of_time(Family("any", "mamba2", "red"), rows) == {FLOAT32: 1.0, INT8: 0.25}
-    assert shares_of_time(Family("any", "mamba2", "red", stored="a 16th folds"), rows) == {FLOAT32: 0.5}
-    assert shares_of_bytes(rows) == {FLOAT32: 1.0, INT8: (128 + 4) / 512}
 
 
 def test_the_results_show_what_the_document_says() -> None:
