@@ -1,4 +1,4 @@
-"""Pools for tests: small ones, and ones in pages full of poison that shows what was written."""
+"""Pools for tests: small ones of every kind, and ones in pages full of poison that shows what was written."""
 
 from dataclasses import replace
 from typing import Any
@@ -10,30 +10,54 @@ from flashstate import Mamba3State, State, StatePool
 from flashstate.state.formats import FORMATS, bits_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-SHAPE = {"heads": 2, "rows": 3, "cols": 5}
 GAP = 3  # elements between the slots of a pool in pages
 POISON = 0xFF
+RINGS = {"heads": 4, "window": 4, "tokens": 3, "ring_dtype": torch.float32}
+OF_DELTA_RINGS = {**RINGS, "value_dim": 3, "key_dim": 5, "key_heads": 2, "u_dtype": torch.float32}
+KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "states": (StatePool.mamba2, {"heads": 2, "rows": 3, "cols": 5}),
+    "mamba3": (StatePool.mamba3, {"heads": 2, "rows": 3, "cols": 8, "rank": 2, "angles": 3}),
+    "rings": (StatePool.mamba2, {**RINGS, "rows": 3, "cols": 5, "groups": 2}),
+    "rings of the delta rule": (StatePool.gated_delta, OF_DELTA_RINGS),
+}
 
 
-def make_pool(name: str = "float16", rounding: str = "stochastic", **options: Any) -> StatePool:
-    sizes = {"slots": 6, "layers": 2, **SHAPE, "stream": 7, "seed": 1}
-    return StatePool.mamba2(**{**sizes, "dtype": getattr(torch, name), "rounding": rounding, **options})
+def make_pool(
+    name: str = "float16", rounding: str = "stochastic", kind: str = "states", **options: Any
+) -> StatePool[Any]:
+    make, sizes = KINDS[kind]
+    common = {"slots": 6, "layers": 2, "stream": 7, "seed": 1, "dtype": getattr(torch, name), "rounding": rounding}
+    return make(**{**common, **sizes, **options})
 
 
-def in_pages(
-    formats: list[tuple[str, str]], slots: int, shape: tuple[int, ...], device: torch.device, transposed: bool = False
-) -> list[State]:
-    """States of these formats that share a seed, with gaps between their slots; every byte is poison."""
-    seed = torch.arange(slots, device=device) * 0x5851F42D4C957F2D
-    states = []
-    for i, (name, rounding) in enumerate(formats):
-        dtype = getattr(torch, name)
-        scale = poisoned(slots, shape[:-1], torch.float32, device) if FORMATS[dtype].scaled else None
-        heads, rows, cols = shape
-        data = poisoned(slots, (heads, cols, rows) if transposed else shape, dtype, device)
-        data = data.mT if transposed else data
-        states.append(State(data, scale, rounding=rounding, seed=seed, stream=40 + i))
-    return states
+def mamba3_beside_others(name: str, rounding: str, device: torch.device = CPU) -> StatePool[Any]:
+    """A pool of a layer of Mamba-3 without angles, and of one that has a State alone; all slots are free."""
+    options = {"layers": 1, "angles": 0, "kv_dtype": torch.float16, "device": device}
+    other = State(torch.zeros(6, 4, 2, 2, device=device), stream=3)
+    pool = StatePool.wrap([make_pool(name, rounding, "mamba3", **options).layer(0), other], null=0)
+    pool.release(range(1, 6))
+    return pool
+
+
+def rings_of_both(name: str, rounding: str, **options: Any) -> StatePool[Any]:
+    """A pool over memory of two others, of Mamba-2 and of the delta rule; all slots are free."""
+    one, other = (make_pool(name, rounding, kind, **{**options, "layers": 1}) for kind in [*KINDS][2:])
+    rings = [one.ring(0), replace(other.ring(0), start=one.ring(0).start, count=one.ring(0).count)]
+    states = [one.layer(0), replace(other.layer(0), seed=one.layer(0).seed, stream=8)]
+    windows = [pool.window(0) for pool in (one, other)]
+    pool = StatePool.wrap(states, rings=rings, windows=windows, drafts=one.drafts, null=one.null, seed=1)
+    pool.release([slot for slot in range(6) if slot != one.null])
+    return pool
+
+
+def left_by_a_prefill(n: int, device: torch.device = CPU) -> dict[str, Tensor]:
+    """k, v and angle for n slots of Mamba-3, as views with strides on every axis."""
+    generator = torch.Generator().manual_seed(n)
+    left = {}
+    for name, shape in {"k": (2, 2, 8), "v": (2, 3), "angle": (2, 3)}.items():
+        values = torch.rand(*shape[::-1], 2 * n, generator=generator).to(device)[..., ::2]
+        left[name] = values.permute(*range(values.dim())[::-1])
+    return left
 
 
 def poisoned(slots: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -112,11 +136,12 @@ def poison(pool: StatePool[Any], slots: list[int]) -> None:
             bits_of(tensor)[slot].fill_(-1)
 
 
-def beside_other_memory(name: str, rounding: str, device: torch.device = CPU) -> StatePool:
-    """A pool in pages, one of its layers transposed, with windows whose entries are neighbours of nothing."""
-    states = in_pages([(name, rounding)], 6, (2, 3, 5), device)
-    turned = in_pages([("bfloat16", "nearest")], 6, (2, 3, 5), device, transposed=True)[0]
-    states.append(replace(turned, seed=states[0].seed))
+def beside_other_memory(name: str, rounding: str, device: torch.device = CPU) -> StatePool[Any]:
+    """A pool in pages, whose second layer is transposed, with windows whose entries are neighbours of nothing."""
+    dtype, seed = getattr(torch, name), torch.arange(6, device=device) * 0x5851F42D4C957F2D
+    scale = poisoned(6, (2, 3), torch.float32, device) if FORMATS[dtype].scaled else None
+    states = [State(poisoned(6, (2, 3, 5), dtype, device), scale, rounding=rounding, seed=seed, stream=40)]
+    states.append(State(poisoned(6, (2, 5, 3), torch.bfloat16, device).mT, seed=seed, stream=40))
     windows = [poisoned(6, (4, 2, 9), torch.bfloat16, device)[:, 1, :, 1:7:2] for _ in range(2)]
     return StatePool.wrap(states, windows=windows, null=5, seed=0)
 

@@ -4,11 +4,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import mamba3_pools
 import pytest
-import ring_pools
 import torch
-from pools import CUDA, fill, is_clean, kept_by, make_pool, same, seed_of, tensors_of
+from pools import CUDA, fill, is_clean, kept_by, left_by_a_prefill, make_pool, same, seed_of, tensors_of
 from test_pool_requests import KINDS
 from torch import Tensor
 
@@ -152,7 +150,7 @@ def test_bytes_of_axes_in_another_order_are_turned(device: torch.device) -> None
 
 
 def test_gradients_leave_no_trace() -> None:
-    pool, left = mamba3_pools.make_pool(), mamba3_pools.left_by_a_prefill(1)
+    pool, left = make_pool(kind="mamba3"), left_by_a_prefill(1)
     slot = pool.acquire()
     pool.write(0, slot, torch.ones(1, *pool.layer(0).ssm.data.shape[1:], requires_grad=True))
     pool.write_kv(0, slot, **{name: tensor.clone().requires_grad_() for name, tensor in left.items()})
@@ -183,6 +181,32 @@ def test_seeds_that_the_device_draws_follow_from_the_seed_of_the_pool(device: to
     assert len({*found[1], *found[-2]}) == 12
 
 
+# Plans of requests that are gone
+
+ANOTHER_REQUEST: dict[str, Callable[[StatePool, Tensor], Any]] = {
+    "acquired": lambda pool, slot: (pool.release(slot), pool.acquire()),
+    "reset": lambda pool, slot: pool.reset(slot),
+    "copied to": lambda pool, slot: pool.copy(0, slot),
+    "loaded": lambda pool, slot: pool.load(slot, pool.export(0)),
+    "written": lambda pool, slot: pool.write(1, slot, torch.zeros(1, 4, 3, 5, device=slot.device)),
+}
+
+
+def test_a_commit_leaves_slots_alone_that_have_another_request_since_the_plan(device: torch.device) -> None:
+    for change in ANOTHER_REQUEST.values():
+        pool = make_pool(kind="rings", device=device)
+        slots = pool.acquire(3)
+        plan = pool.plan(slots, 2)
+        pool.copy(torch.tensor([-1], device=device), slots[2:])  # from no slot
+        change(pool, slots[1:2])
+        before = pool.ring(0).count.tolist()
+        with flashstate.debug(), pytest.raises(ValueError, match=r"^plan is of requests that are no longer in slot 1,"):
+            pool.commit(plan)
+        assert pool.ring(0).count.tolist() == before
+        pool.commit(plan)
+        assert pool.ring(0).count.tolist() == [2, before[1], 2, *before[3:]]
+
+
 # What a CUDA graph captures
 
 
@@ -195,14 +219,14 @@ def test_nothing_waits_for_the_device_and_a_graph_captures_all_but_numbers_of_th
     slots, others = torch.tensor([[3, 1], [0, 2]], device=CUDA)
     values, left = torch.ones(2, *ssm_of(pool.layer(0)).data.shape[1:], device=CUDA), {}
     if kind == "mamba3":
-        left = mamba3_pools.left_by_a_prefill(2, device=CUDA)
+        left = left_by_a_prefill(2, device=CUDA)
 
     def calls(slots: Any = slots, others: Any = others) -> Tensor:
         pool.write(0, slots, values)
         if left:
             pool.write_kv(0, slots, **left)
         if pool.has_rings:
-            pool.commit(pool.plan(slots, ring_pools.TOKENS))
+            pool.commit(pool.plan(slots, 2))
             pool.folded(slots)
         pool.copy(slots, others)
         pool.copy(slots, others, keep_seed=True)

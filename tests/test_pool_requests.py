@@ -8,10 +8,8 @@ from functools import partial
 from random import Random
 from typing import Any, NamedTuple
 
-import mamba3_pools
 import pools
 import pytest
-import ring_pools
 import torch
 from pools import bytes_of, dirty, gaps_are_poison, kept_by, poison, same, seed_of
 from torch import Tensor
@@ -28,12 +26,12 @@ KINDS: dict[str, Callable[..., StatePool[Any]]] = {
     "states": partial(pools.make_pool, cols=130),
     "states, windows": partial(pools.make_pool, null=NULL, **WINDOWS),
     "states, windows in pages": pools.beside_other_memory,
-    "mamba3": mamba3_pools.in_format,
-    "mamba3 beside others": mamba3_pools.beside_others,
-    "rings, windows": partial(ring_pools.in_format, null=0, **WINDOWS),
-    "rings of the delta rule": partial(ring_pools.in_format, rule="gated_delta", null=NULL),
-    "rings of the delta rule per channel": partial(ring_pools.in_format, rule="per channel"),
-    "rings of both, windows": partial(ring_pools.in_format, rule="both", null=NULL, **WINDOWS),
+    "mamba3": partial(pools.make_pool, kind="mamba3"),
+    "mamba3 beside others": pools.mamba3_beside_others,
+    "rings, windows": partial(pools.make_pool, kind="rings", null=0, **WINDOWS),
+    "rings of the delta rule": partial(pools.make_pool, kind="rings of the delta rule", null=NULL),
+    "rings of the delta rule per channel": partial(pools.make_pool, kind="rings of the delta rule", per_channel=True),
+    "rings of both, windows": partial(pools.rings_of_both, null=NULL, **WINDOWS),
 }
 
 
@@ -303,7 +301,7 @@ class Requests:
 
     def replay(self) -> None:
         """A step of which any tokens are accepted; slots may have other requests by then."""
-        n, named = self.draw.randint(1, ring_pools.TOKENS), self.named(slots := self.some())
+        n, named = self.draw.randint(1, pools.RINGS["tokens"]), self.named(slots := self.some())
         plan, planned = self.do(self.pool.plan, self.where(named), n), [self.held[slot] for slot in slots]
         self.draw.choice([self.reset, self.copy, self.write, self.move, self.acquire, *[lambda: None] * 5])()
         accepted = torch.LongTensor([self.draw.randint(0, n) for _ in range(named.count)]).to(self.device)

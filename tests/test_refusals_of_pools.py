@@ -6,11 +6,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import mamba3_pools
 import numpy as np
 import pools
 import pytest
-import ring_pools
 import torch
 from refusals import wrong
 from torch import Tensor
@@ -34,7 +32,7 @@ WRONG_SLOTS: list[Refused] = [  # of a pool whose slots 0 to 3 are held and whos
     (torch.tensor([[1]]), r"must have shape \(slots\), got \(1, 1\)"),
 ]
 ONE, TWO = torch.ones(1, 2, 3, 5), torch.ones(2, 2, 3, 5)
-LEFT, TWO_LEFT = mamba3_pools.left_by_a_prefill(1), mamba3_pools.left_by_a_prefill(2)
+LEFT, TWO_LEFT = pools.left_by_a_prefill(1), pools.left_by_a_prefill(2)
 CHANNELS = torch.ones(2, 5, 3, dtype=torch.bfloat16)
 
 
@@ -136,9 +134,9 @@ WINDOWS: list[Refused] = [
 WITH_WINDOWS = {"slots": 6, "layers": 2, "heads": 1, "rows": 2, "cols": 3, "conv_channels": 5}
 POOLS: dict[str, tuple[Callable[[], Any], list[Refused]]] = {
     "states": (lambda: pools.make_pool("float16", null=5), [*STATES, *IN_DEBUG]),
-    "Mamba-3": (lambda: mamba3_pools.in_format("int8", "stochastic", null=5), KV),
+    "Mamba-3": (lambda: pools.make_pool("int8", kind="mamba3", null=5), KV),
     "Mamba-3 without angles": (
-        lambda: mamba3_pools.make_pool(angles=0),
+        lambda: pools.make_pool(kind="mamba3", angles=0),
         [(lambda pool: pool.write_kv(0, 1, **LEFT), "^angle is not for a layer without angles")],
     ),
     "windows": (lambda: StatePool.mamba2(**WITH_WINDOWS, null=5), WINDOWS),
@@ -213,11 +211,11 @@ OF_DELTA: list[Refused] = [({"value_dim": 0}, "^value_dim must")] + [
 ]
 MAKERS: dict[str, tuple[Callable[..., Any], list[Refused]]] = {
     "mamba2": (pools.make_pool, OF_ANY),
-    "mamba3": (mamba3_pools.make_pool, OF_MAMBA3),
+    "mamba3": (partial(pools.make_pool, kind="mamba3"), OF_MAMBA3),
     "gated_delta": (lambda **options: StatePool.gated_delta(**{**DELTA_SIZES, **options}), OF_DELTA),
     "windows": (lambda **options: StatePool.mamba2(**{**WITH_WINDOWS, **options}), OF_WINDOWS),
-    "rings of Mamba-2": (ring_pools.make_pool, OF_RINGS),
-    "rings of the delta rule": (partial(ring_pools.make_pool, "gated_delta"), OF_DELTA_RINGS),
+    "rings of Mamba-2": (partial(pools.make_pool, kind="rings"), OF_RINGS),
+    "rings of the delta rule": (partial(pools.make_pool, kind="rings of the delta rule"), OF_DELTA_RINGS),
 }
 
 
@@ -257,7 +255,7 @@ BESIDE_SEED = {"ssm": State(torch.zeros(4, 2, 3, 8), seed=SEED[8:12]), "v": SEED
 SHARED_SEED = State(HALF, rounding="stochastic", seed=torch.tensor([3]))
 APART = r"^states\[1\] must not share the memory of another layer"
 WITHIN = r"^states\[{}\] must not share memory between its tensors, but {} overlap"
-ONE_RING, OTHER_RING = ring_pools.rings_of("mamba2")
+ONE_RING, OTHER_RING = map(pools.make_pool(kind="rings").ring, range(2))
 CURSORS = torch.zeros(8, dtype=torch.int32)
 FIT = [State(data) for data in torch.zeros(2, 6, 4, 3, 5)]
 
@@ -337,8 +335,6 @@ def test_layers_may_take_turns_in_a_page_or_head_by_head_or_follow_one_another()
     assert StatePool.wrap([STATE], windows=[WINDOW]).has_windows
     assert in_pages()().has_rings
     assert in_pages(SCALED)().has_rings
-    (delta, _), cursors = ring_pools.rings_of("gated_delta"), {"start": ONE_RING.start, "count": ONE_RING.count}
-    assert wrap(*FIT, rings=[ONE_RING, replace(delta, **cursors)])().has_rings
     wide = torch.zeros(4, 5, 3, 8)  # five heads, so that the next slot begins with another layer's turn
     assert StatePool.wrap([State(wide[:, ::2]), State(wide[:, 1::2])]).layers == 2
     assert StatePool.wrap([State(wide[:, ::3]), State(wide[:, 1:2]), State(wide[:, 2:3])]).layers == 3

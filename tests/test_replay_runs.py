@@ -1,18 +1,17 @@
-"""Replay over many steps: requests that come and go, strong decays, CUDA graphs, races."""
+"""Replay over many steps: requests that come and go, also with strong decays, CUDA graphs, races."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import cycle
-from random import Random
 
 import pytest
 import torch
 from racing import busy, require_equal_launches
 from torch import Tensor
-from traffic import Traffic, require_relative
+from traffic import Traffic
 
 from flashstate import Slots
-from flashstate.proof import AnyReplayCase, DeltaReplayCase, Recurrence, ReplayCase, ReplayInputs
+from flashstate.proof import AnyReplayCase, DeltaReplayCase, ReplayCase, ReplayInputs
 from flashstate.proof.laws.require import all_tokens
 from flashstate.proof.replaying import FORMS
 from flashstate.state.formats import PORTABLE_FORMATS
@@ -35,30 +34,28 @@ TINY = ReplayCase(0, 2, 1, 5, 16, **COMMON)
 TINY_GDN = DeltaReplayCase(0, 2, 1, 5, 16, **COMMON)
 TINY_KDA = DeltaReplayCase(0, 1, 1, 3, 20, per_channel=True, **COMMON)
 MIXED = TINY, TINY_GDN, TINY_KDA, replace(TINY_GDN, raw=False, **EXACT)
+STRONG = replace(TINY, dt_softplus=False, dt_bias=False), *(replace(case, raw=False, **EXACT) for case in MIXED[1:3])
+SMALL = [replace(case, heads=1, window=4, tokens=4, **SHORT) for case in MIXED[:3]]
+MARKS = {"reference": (), "interpreter": pytest.mark.interpreted, "gpu": pytest.mark.gpu}
 SERVED = {
-    "float32": ("reference", 40, MIXED, ()),
-    "several formats": ("reference", 40, in_formats(MIXED, *PORTABLE_FORMATS[1::3]), ()),
-    "interpreter": (
-        "interpreter",
-        20,
-        [replace(case, heads=1, window=4, tokens=4, **SHORT) for case in MIXED[:3]],
-        "interpreted",
-    ),
+    "float32": ("reference", 40, MIXED),
+    "several formats": ("reference", 40, in_formats(MIXED, *PORTABLE_FORMATS[1::3])),
+    "strong decays": ("reference", 40, STRONG),
+    "interpreter": ("interpreter", 20, SMALL),
+    "strong decays, interpreter": ("interpreter", 8, STRONG),
+    "strong decays, gpu": ("gpu", 40, STRONG),
 }
 
 
 @pytest.mark.parametrize(
-    ("device", "steps", "cases"),
-    [
-        pytest.param(device, steps, cases, id=what, marks=getattr(pytest.mark, mark) if mark else ())
-        for what, (device, steps, cases, mark) in SERVED.items()
-    ],
+    ("device", "steps", "cases", "strong"),
+    [pytest.param(*row, "strong" in what, id=what, marks=MARKS[row[0]]) for what, row in SERVED.items()],
     indirect=["device"],
 )
 def test_steps_of_any_acceptance_are_the_recurrence_while_requests_come_and_go(
-    device: torch.device, steps: int, cases: Sequence[AnyReplayCase]
+    device: torch.device, steps: int, cases: Sequence[AnyReplayCase], strong: bool
 ) -> None:
-    traffic = Traffic(cases, device)
+    traffic = Traffic(cases, device, strong=strong)
     traffic.come(2)
     for turn in range(steps):
         traffic.serve()
@@ -138,52 +135,6 @@ def test_a_graph_of_a_whole_step_is_the_recurrence_on_whatever_is_accepted(
             layer.spoil_dead_rows()
     assert folds > REPLAYS
     traffic.require_all()
-
-
-# Strong decays
-
-STRONG = {
-    "Mamba-2": ReplayCase(4, 2, 1, 5, 16, window=8, tokens=4, dt_softplus=False, dt_bias=False),
-    "GDN": DeltaReplayCase(4, 2, 1, 5, 16, window=8, tokens=4, raw=False, **EXACT),
-    "KDA": DeltaReplayCase(4, 2, 2, 5, 16, window=8, tokens=4, raw=False, per_channel=True, **EXACT),
-}
-
-
-def together(values: Tensor) -> Tensor:
-    """All of a step as one row: what the delta rule writes makes some outputs much smaller than what they are sums
-    of."""
-    return values[None]
-
-
-def strengthen(decays: Tensor) -> None:
-    """Make them from nearly 0 to 20 times as large as they are on average."""
-    decays.copy_(decays.sign() * (decays / decays.nanmean()).pow(6).clamp(max=20))
-
-
-@pytest.mark.parametrize("rule", STRONG)
-def test_strong_decays_keep_float32_to_a_hundred_thousandth(rule: str, device: torch.device) -> None:
-    """A state that is gone after a token, beside tokens that hardly move it."""
-    case = STRONG[rule]
-    inputs = case.make_inputs(device)
-    compared = torch.clone if rule == "Mamba-2" else together
-    brought, kept = ("dt", inputs.state.kept["dt"]) if rule == "Mamba-2" else ("a", inputs.state.kept["decay"])
-    if rule == "Mamba-2":
-        inputs.arguments["A"].copy_(torch.tensor([-16.0, -1.0]))
-    strengthen(kept)
-    model, draw = Recurrence.of(inputs), Random(case.tokens)
-    for turn, form in enumerate(FORMS):
-        step = inputs.given(**case.make_inputs(device, seed=turn + 1).activations)
-        strengthen(step.arguments[brought])
-        accepted = torch.tensor([draw.randint(0, case.tokens) for _ in range(case.batch)], device=device)
-        plan = step.plan()
-        want, _ = model.step(step, accepted)
-        y = all_tokens(step, replace(step, form=form).step())
-        require_relative(f"output of step {turn}", compared(y), compared(want))
-        step.state.ring.commit(plan, accepted)
-        into = torch.zeros_like(step.state.data)
-        step.fold(into=into)
-        used = inputs.slots.long()
-        require_relative(f"states after step {turn}", compared(into[used]), compared(model.exact[used]))
 
 
 # Races: what a program appends or folds, another one of the same launch must not have needed

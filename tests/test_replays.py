@@ -6,6 +6,8 @@ import implementations
 import pytest
 import torch
 
+import flashstate
+from flashstate import StatePool
 from flashstate.launch import Config, override
 from flashstate.ops import replaying as op
 from flashstate.proof import AnyReplayCase, DeltaReplayCase, ReplayCase, slotted
@@ -87,3 +89,49 @@ def test_a_ring_folded_before_a_call_of_the_delta_rule_gives_all_bits_of_one_tha
     """Every bit of a sum shows in outputs and u of float32."""
     case = DeltaReplayCase(3, 1, 1, 5, 40, tokens=2, u="float32", window=4, per_channel=per_channel, format=name)
     LAWS["a ring that is folded before a call gives the bytes of one that the call folds"](case, device)
+
+
+# Plans that are not of this step
+
+CASES = ReplayCase(3, 2, 1, 3, 5, window=4), DeltaReplayCase(3, 2, 1, 3, 5, raw=False, window=4)
+EITHER = pytest.mark.parametrize("case", CASES, ids=["mamba2", "gated_delta"])
+
+
+@EITHER
+def test_replay_goes_by_its_plan_and_debug_finds_one_of_an_earlier_step(
+    case: AnyReplayCase, device: torch.device
+) -> None:
+    case = replace(case, tokens=2, packed=isinstance(case, ReplayCase))
+    (inputs, plan), (twin, other) = ((made, made.plan()) for made in (case.make_inputs(device) for _ in range(2)))
+    for numbers in (twin.state.start, twin.state.count, twin.slots):  # what the plan was made of
+        numbers.add_(1)
+    require.equal_bytes("output", twin.step(plan=other), inputs.step(plan=plan))
+    for name, kept in {**inputs.state.kept, "data": inputs.state.data}.items():
+        require.equal_bytes(name, getattr(twin.state, name), kept)
+    with flashstate.debug(), pytest.raises(ValueError, match=r"^plan is of an earlier step: start and count of slot "):
+        twin.state.ring.commit(other)
+
+
+@EITHER
+def test_debug_finds_steps_that_were_not_committed_and_states_that_lag(case: AnyReplayCase) -> None:
+    first, last = (case.make_inputs(torch.device("cpu")) for _ in range(2))
+    last.state = replace(last.state, **{name: getattr(first.state, name) for name in ("start", "count", "seed")})
+    StatePool.wrap([layer.state.state for layer in (first, last)], rings=[layer.state.ring for layer in (first, last)])
+    ring, plain = first.state.ring, getattr(flashstate, case.op.declared.name.replace("replay", "step"))
+
+    def step_without_ring() -> None:
+        plain(last.state.state, **last.arguments, slots=last.slots)
+
+    with flashstate.debug():
+        for accepted in (None, torch.zeros(3, dtype=torch.int32)):
+            plan = first.plan()
+            for layer in (first, last):
+                layer.step(plan=plan)
+            with pytest.raises(ValueError, match=r"^the step before was not committed, .* slots .*: commit the plan"):
+                first.step(plan=plan)
+            ring.commit(plan, accepted)
+        with pytest.raises(ValueError, match=r"^state lags behind its ring, which has live rows in slots? .*: fold"):
+            step_without_ring()
+        last.fold(slots=last.slots)
+        ring.folded(last.slots)
+        step_without_ring()
