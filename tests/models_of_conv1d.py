@@ -9,8 +9,7 @@ from torch import Tensor
 from flashstate.reference.conv1d import conv1d_token
 
 WINDOWS = "intermediate_conv_window"
-# Tokens, the slot read, inputs (dim, ...), or those of each token (dim, width), and windows stored.
-ConvRow = tuple[list[int], int, Tensor | list[Tensor], dict[Place, Tensor]]
+ConvRow = tuple[list[int], int, list[Tensor], dict[Place, Tensor]]  # tokens, slot, taps (dim, width), windows stored
 
 
 def conv1d(contract: Callable[[Arguments], Iterator[ConvRow]], arguments: Arguments, dtype: torch.dtype) -> Outcome:
@@ -19,12 +18,11 @@ def conv1d(contract: Callable[[Arguments], Iterator[ConvRow]], arguments: Argume
     activation = "silu" if arguments.get("activation") else None
     y = torch.zeros_like(conv_tokens(arguments)[0], dtype=dtype)
     outcome = Outcome(y, torch.zeros_like(y, dtype=torch.bool))
-    for tokens, slot, inputs, stored in contract(arguments):
+    for tokens, slot, taps, stored in contract(arguments):
         outcome.read.add(slot)
         outcome.stored |= stored
-        for t, token in enumerate(tokens):
-            taps = inputs[t] if isinstance(inputs, list) else inputs[:, t : t + weight.shape[1]]
-            outcome.y[token] = conv1d_token(taps[None].to(dtype), weight, bias, activation)[0]
+        for token, inputs in zip(tokens, taps, strict=True):
+            outcome.y[token] = conv1d_token(inputs[None].to(dtype), weight, bias, activation)[0]
             outcome.ran[token] = True
     if x.dim() == 3:
         outcome.y, outcome.ran = (t.reshape(x.mT.shape).mT for t in (outcome.y, outcome.ran))
@@ -41,85 +39,59 @@ def conv_tokens(arguments: Arguments) -> tuple[Tensor, list[list[int]]]:
 def causal_conv1d(arguments: Arguments) -> Iterator[ConvRow]:
     """The window holds the last inputs, newest last; with cache_seqlens token p is at p modulo its length."""
     (x, rows), slots = conv_tokens(arguments), numbers(arguments.get("conv_state_indices"))
-    lengths, size, before = arguments.get("cache_seqlens"), *arguments["conv_state"].shape[2:], width_of(arguments) - 1
+    lengths, size, width = arguments.get("cache_seqlens"), *arguments["conv_state"].shape[2:], width_of(arguments)
     for b, tokens in enumerate(rows):
         slot = slots[b][0] if slots else b
         if slot < 0:
             continue
         window = arguments["conv_state"][slot].clone()  # (dim, size)
-        first = (size if lengths is None else int(lengths[b])) - before
-        places = [(first + i) % size for i in range(before + len(tokens))]
-        inputs = torch.cat([window[:, places[:before]].float(), x[tokens].T], 1)
+        first = (size if lengths is None else int(lengths[b])) - width + 1
+        places = [(first + i) % size for i in range(width - 1 + len(tokens))]
+        inputs = torch.cat([window[:, places[: width - 1]].float(), x[tokens].T], 1)
         if lengths is None:
             window = torch.cat([window.float(), x[tokens].T], 1)[:, -size:].to(window.dtype)
-        for i in range(before, len(places)) if lengths is not None else ():
+        for i in range(width - 1, len(places)) if lengths is not None else ():
             window[:, places[i]] = inputs[:, i]
-        yield tokens, slot, inputs, {("conv_state", (slot,)): window}
-
-
-def vllm_conv1d(arguments: Arguments) -> Iterator[ConvRow]:
-    """The window starts at entry 0; its first width - 1 entries are the last inputs.
-
-    With counts the call before left width - 2 inputs and its tokens there, and this one does so again.
-    """
-    (x, rows), table = conv_tokens(arguments), numbers(arguments.get("conv_state_indices"))
-    counts, before = arguments.get("num_accepted_tokens"), width_of(arguments) - 1
-    columns = [arguments.get(name) for name in ("initial_state_idx", "block_idx_last_scheduled_token")]
-    null = arguments.get("null_block_id", 0) if table else -1
-    for b, tokens in enumerate(rows):
-        slots, chosen = table[b] if table else [b], (0 if column is None else int(column[b]) for column in columns)
-        read, write = (slots[i] if 0 <= i < len(slots) else -1 for i in chosen)
-        if read < 0 or read == null:
-            continue
-        first = 0 if counts is None else int(counts[b]) - 1
-        window = arguments["conv_state"][read][:, first : first + before]
-        inputs, stored = torch.cat([window.float(), x[tokens].T], 1), {}
-        if tokens and write >= 0 and write != null:
-            stored["conv_state", (write,)] = arguments["conv_state"][write].clone()
-            kept = inputs[:, -before:] if counts is None else inputs[:, 1:]
-            stored["conv_state", (write,)][:, : kept.shape[1]] = kept
-        yield tokens, read, inputs, stored
+        yield tokens, slot, [inputs[:, t : t + width] for t in range(len(tokens))], {("conv_state", (slot,)): window}
 
 
 def width_of(arguments: Arguments) -> int:
     return arguments["weight"].shape[1]
 
 
-def sglang_conv1d(arguments: Arguments) -> Iterator[ConvRow]:
-    """As vLLM's, without blocks. The windows after every token are kept, and in a tree no window moves on. A ring is
-    causal_conv1d's."""
+def serving_conv1d(null: int, arguments: Arguments) -> Iterator[ConvRow]:
+    """The contract of vLLM and SGLang. null: the slot of padding, unless the call names another.
+
+    The window starts at entry 0; its first width - 1 entries are the last inputs. With counts the call before left
+    width - 2 inputs and its tokens there, and this one does so again. SGLang's windows after every token are kept, and
+    in a tree no window moves on; its ring is causal_conv1d's.
+    """
     if arguments.get("cache_seqlens") is not None:
         yield from causal_conv1d(arguments)
         return
-    (x, rows), slots = conv_tokens(arguments), numbers(arguments.get("conv_state_indices"))
-    counts, before, places = arguments.get("num_accept_tokens"), width_of(arguments) - 1, arguments.get(WINDOWS)
-    window_rows, tree = numbers(arguments.get("intermediate_state_indices")), arguments.get("retrieve_next_token")
+    (x, rows), table = conv_tokens(arguments), numbers(arguments.get("conv_state_indices"))
+    counts, before = arguments.get("num_accepted_tokens", arguments.get("num_accept_tokens")), width_of(arguments) - 1
+    columns = [arguments.get(name) for name in ("initial_state_idx", "block_idx_last_scheduled_token")]
+    null = arguments.get("null_block_id", arguments.get("pad_slot_id", null)) if table else -1
+    copies, tree = numbers(arguments.get("intermediate_state_indices")), arguments.get("retrieve_next_token")
     for b, tokens in enumerate(rows):
-        slot = slots[b][0] if slots else b
-        if slot < 0 or slot == arguments.get("pad_slot_id", -1):
+        slots, chosen = table[b] if table else [b], (0 if column is None else int(column[b]) for column in columns)
+        read, write = (slots[i] if 0 <= i < len(slots) else -1 for i in chosen)
+        if read < 0 or read == null:
             continue
         first = 0 if counts is None else int(counts[b]) - 1
-        window = arguments["conv_state"][slot].clone()
-        history = window[:, first : first + before].float()
-        parents = range(-1, len(tokens) - 1) if tree is None else parents_of(arguments, b)
-        streams = streams_of(history, x[tokens].T, list(parents))
-        kept, stored = torch.cat([history, x[tokens].T], 1), {}
-        if tree is None:
-            kept = kept[:, -before:] if counts is None else kept[:, 1:]
-            window[:, : kept.shape[1]] = kept
-            stored["conv_state", (slot,)] = window
-        for t, stream in enumerate(streams if places is not None else []):
-            row = window_rows[b][0] if window_rows else b
-            stored[WINDOWS, (row, t)] = stream[:, -before:].to(places.dtype)
-        yield tokens, slot, [stream[:, -before - 1 :] for stream in streams], stored
-
-
-def streams_of(history: Tensor, x: Tensor, parents: list[int]) -> list[Tensor]:
-    """The inputs (dim, ...) up to each token, along its branch."""
-    streams: list[Tensor] = []
-    for t, parent in enumerate(parents):
-        streams.append(torch.cat([history if parent < 0 else streams[parent], x[:, t : t + 1]], 1))
-    return streams
+        history = arguments["conv_state"][read][:, first : first + before].float()
+        streams: list[Tensor] = []  # the inputs (dim, ...) up to each token, along its branch
+        for t, parent in enumerate(range(-1, len(tokens) - 1) if tree is None else parents_of(arguments, b)):
+            streams.append(torch.cat([history if parent < 0 else streams[parent], x[tokens[t], :, None]], 1))
+        stored = {}
+        if streams and tree is None and write >= 0 and write != null:
+            stored["conv_state", (write,)] = arguments["conv_state"][write].clone()
+            kept = streams[-1][:, -before:] if counts is None else streams[-1][:, 1:]
+            stored["conv_state", (write,)][:, : kept.shape[1]] = kept
+        for t, stream in enumerate(streams if arguments.get(WINDOWS) is not None else []):
+            stored[WINDOWS, (copies[b][0] if copies else b, t)] = stream[:, -before:].to(arguments[WINDOWS].dtype)
+        yield tokens, read, [stream[:, -before - 1 :] for stream in streams], stored
 
 
 def parents_of(arguments: Arguments, b: int) -> list[int]:

@@ -4,7 +4,7 @@ The contract of a function says for every row of the batch where it starts and w
 reference, in float64 or float32, says what they are.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -25,17 +25,14 @@ BUFFER = "intermediate_states_buffer"
 class Row:
     """A row of the batch that runs.
 
-    tokens: on the flat token axis. start: a slot; None: from zero. goes: where the state after each token goes.
+    tokens: on the flat token axis. start: a slot; None: from zero. goes: the places of the state after each token.
     parents: of a tree, the token before each, -1: the start; None: they follow each other.
     """
 
     tokens: list[int]
     start: int | None
-    goes: dict[int, list[Place]] = field(default_factory=dict)
-    parents: list[int] | None = None
-
-    def store(self, token: int, name: str, *entry: int) -> None:
-        self.goes.setdefault(token, []).append((name, entry))
+    goes: list[list[Place]]
+    parents: list[int] | None
 
 
 Contract = Callable[[Arguments], list[Row]]
@@ -66,7 +63,7 @@ def run(rows: list[Row], y: Tensor, start: Callable[[int | None], Any], step: Ca
             outcome.y[token], s = step(before, token, row.start)
             states.append(s)
             outcome.ran[token] = True
-            outcome.stored |= dict.fromkeys(row.goes.get(t, []), s)
+            outcome.stored |= dict.fromkeys(row.goes[t], s)
     return outcome
 
 
@@ -87,86 +84,124 @@ def tokens_of_rows(rows: int, length: int, bounds: Tensor | None) -> list[list[i
     return [list(range(first, last)) for first, last in pairwise(bounds.tolist())]
 
 
-# selective_state_update
+# Contracts
 
 
-def rows_read(arguments: Arguments) -> Iterator[tuple[int, list[int], list[int], int]]:
-    """Every row: its number, its tokens, its slots, and the slot that it reads, or -1.
+def rows_of(
+    arguments: Arguments,
+    goes: Callable[[int, int, bool, list[int], int], list[Place]],
+    pool: str = "state",
+    read: str = "state_batch_indices",
+    null: int = -1,
+    fresh: bool = False,
+) -> list[Row]:
+    """Rows that start at their first slot, or at the one that the count of accepted tokens chooses.
 
-    That is its first, or the one that the count of accepted tokens chooses; a count below 1 chooses the first too.
+    goes: the places of the state after a token, told the row, the token, whether it is the last, the slots of the row
+    and the one that it reads; negative places and null are none. A row whose slot is null, negative or past the pool
+    does nothing, or if `fresh` starts from zero and stores nothing.
     """
-    x, read, accepted = arguments["x"], arguments.get("state_batch_indices"), arguments.get("num_accepted_tokens")
-    tokens = tokens_of_rows(len(x), x.shape[1] if x.dim() == 4 else 1, arguments.get("cu_seqlens"))
-    for b in range(len(tokens)):
-        slots = numbers(read)[b] if read is not None else [b]
-        column = 0 if accepted is None else max(int(accepted[b]) - 1, 0)
-        yield b, tokens[b], slots, slots[column] if 0 <= column < len(slots) else -1
+    main = next(arguments[name] for name in ("x", "v", "mixed_qkv") if name in arguments)
+    table, tree = numbers(arguments.get(read)), arguments.get("retrieve_parent_token")
+    accepted, rows = arguments.get("num_accepted_tokens"), []
+    steps = main.shape[1] if main.dim() == 4 else 1
+    for b, tokens in enumerate(tokens_of_rows(len(main), steps, arguments.get("cu_seqlens"))):
+        slots, column = table[b] if table else [b], 0 if accepted is None else max(int(accepted[b]) - 1, 0)
+        slot = slots[column] if column < len(slots) else -1
+        live = slot != null and 0 <= slot < len(arguments[pool])
+        if live or fresh:
+            found = [goes(b, t, t + 1 == len(tokens), slots, slot) if live else [] for t in range(len(tokens))]
+            kept = [[place for place in places if min(place[1]) >= 0 and place[1] != (null,)] for places in found]
+            parents = None if tree is None else [-1, *tree[b, 1 : len(tokens)].tolist()]
+            rows.append(Row(tokens, slot if live else None, kept, parents))
+    return rows
+
+
+def in_buffer(arguments: Arguments, b: int, token: int, row: int) -> list[Place]:
+    """The place of a state in the buffer, if there is one: in this row, unless rows have indices into it."""
+    rows = numbers(arguments.get("intermediate_state_indices"))
+    return [] if arguments.get(BUFFER) is None else [(BUFFER, (rows[b][0] if rows else row, token))]
 
 
 def mamba_ssm(arguments: Arguments) -> list[Row]:
-    """Rows with a slot that the pool does not have do nothing, and their output is zero."""
-    slots = numbers(arguments.get("state_batch_indices")) or [[b] for b in range(len(arguments["x"]))]
+    """The state of a row goes where it was read, or to the same slot of `state_out`."""
     goes = "state" if arguments.get("state_out") is None else "state_out"
-    rows = [Row([b], slot) for b, (slot,) in enumerate(slots) if 0 <= slot < len(arguments["state"])]
-    for row in rows:
-        row.store(0, goes, row.start)
-    return rows
+    return rows_of(arguments, lambda b, t, last, slots, slot: [(goes, (slot,))])
 
 
 def vllm(arguments: Arguments) -> list[Row]:
-    """Rows in the null block do nothing. With accepted counts every token has a place, else the last has the first."""
-    rows, write = [], numbers(arguments.get("dst_state_batch_indices"))
-    every, named = arguments.get("num_accepted_tokens") is not None, arguments.get("state_batch_indices") is not None
-    null = arguments.get("null_block_id", 0) if named else -1
-    for b, tokens, slots, slot in rows_read(arguments):
-        if slot < 0 or slot == null:
-            continue
-        rows.append(row := Row(tokens, slot))
-        for t in range(len(tokens)) if every else [len(tokens) - 1] if tokens else []:
-            target = (write[b] if write else slots)[t if every else 0]
-            if target >= 0 and target != null:
-                row.store(t, "state", target)
-    return rows
+    """With accepted counts every state has a place, else the last has the first. Only rows with slots can be null."""
+    write, every = numbers(arguments.get("dst_state_batch_indices")), arguments.get("num_accepted_tokens") is not None
+    null = -1 if arguments.get("state_batch_indices") is None else arguments.get("null_block_id", 0)
+
+    def goes(b: int, t: int, last: bool, slots: list[int], slot: int) -> list[Place]:
+        return [("state", ((write[b] if write else slots)[t if every else 0],))] * (every or last)
+
+    return rows_of(arguments, goes, null=null)
 
 
 def flashinfer(arguments: Arguments) -> list[Row]:
-    """Padding rows start from zero and store nothing.
+    """States go to the buffer if there is one, else to `dst`, after every token where it is a table, else where they
+    were read."""
+    dst, disabled = arguments.get("dst_state_batch_indices"), arguments.get("disable_state_update")
+    write, every = numbers(dst), dst is not None and dst.dim() == 2
 
-    States go to the buffer if there is one, else to `dst`, after every token where it is a table, else where they were
-    read.
-    """
-    rows, write = [], numbers(arguments.get("dst_state_batch_indices"))
-    pad, buffer_rows = arguments.get("pad_slot_id", -1), numbers(arguments.get("intermediate_state_indices"))
-    for b, tokens, _, slot in rows_read(arguments):
-        if slot < 0 or slot == pad:
-            rows.append(Row(tokens, None))
-            continue
-        rows.append(row := Row(tokens, slot))
-        for t in range(len(tokens)):
-            if arguments.get(BUFFER) is not None:
-                row.store(t, BUFFER, buffer_rows[b][0] if buffer_rows else slot, t)
-            elif not arguments.get("disable_state_update"):
-                per_token = write is not None and arguments["dst_state_batch_indices"].dim() == 2
-                target = slot if write is None else write[b][t] if per_token else write[b][0]
-                if (per_token or t == len(tokens) - 1) and target >= 0 and target != pad:
-                    row.store(t, "state", target)
-    return rows
+    def goes(b: int, t: int, last: bool, slots: list[int], slot: int) -> list[Place]:
+        target = write[b][t if every else 0] if write else slot
+        return in_buffer(arguments, b, t, slot) or [("state", (target,))] * (not disabled and (every or last))
+
+    return rows_of(arguments, goes, null=arguments.get("pad_slot_id", -1), fresh=True)
 
 
-def sglang(arguments: Arguments) -> list[Row]:
-    """Padding rows start from zero and store nothing. The buffer receives every state, at the row of its slot or of its
-    own; the last one goes where it was read, unless updates are disabled."""
-    rows, tree = [], arguments.get("retrieve_parent_token")
-    buffer_rows = numbers(arguments.get("intermediate_state_indices"))
-    for b, tokens, _, slot in rows_read(arguments):
-        live = slot >= 0 and slot != arguments.get("pad_slot_id", -1)
-        rows.append(row := Row(tokens, slot if live else None))
-        row.parents = None if tree is None else [-1, *tree[b, 1 : len(tokens)].tolist()]
-        for t in range(len(tokens)) if live and arguments.get(BUFFER) is not None else ():
-            row.store(t, BUFFER, buffer_rows[b][0] if buffer_rows else slot, t)
-        if live and not arguments.get("disable_state_update"):
-            row.store(len(tokens) - 1, "state", slot)
-    return rows
+def sglang(arguments: Arguments, pool: str = "state", read: str = "state_batch_indices") -> list[Row]:
+    """The buffer receives every state, of selective_state_update at the row of its slot, unless it has one of its own.
+    The last state goes where it was read, unless updates are disabled."""
+
+    def goes(b: int, t: int, last: bool, slots: list[int], slot: int) -> list[Place]:
+        stays = not last or arguments.get("disable_state_update")
+        return in_buffer(arguments, b, t, slot if pool == "state" else b) + [(pool, (slot,))] * (not stays)
+
+    return rows_of(arguments, goes, pool, read, arguments.get("pad_slot_id", -1), fresh=True)
+
+
+def flashinfer_decode(arguments: Arguments) -> list[Row]:
+    """The buffer receives every state; the last one goes where the output index says, or where it was read."""
+    pool, write = "initial_state", numbers(arguments.get("output_state_indices"))
+    pool = "state" if arguments.get(pool) is None else pool
+
+    def goes(b: int, t: int, last: bool, slots: list[int], slot: int) -> list[Place]:
+        stays = not last or arguments.get("disable_state_update")
+        return in_buffer(arguments, b, t, b) + [(pool, (write[b][0] if write else slot,))] * (not stays)
+
+    return rows_of(arguments, goes, pool, "initial_state_indices")
+
+
+def flashinfer_mtp(arguments: Arguments) -> list[Row]:
+    """The buffer receives every state of its row, and so does the pool, with a table of slots for them. The last state
+    goes where its output index says, and without a table, if updates are not disabled, else where it was read."""
+    write, every = (numbers(arguments.get(name)) for name in ("output_state_indices", "ssm_state_indices"))
+    moves = every or arguments.get("disable_state_update") is False
+
+    def goes(b: int, t: int, last: bool, slots: list[int], slot: int) -> list[Place]:
+        targets = [every[b][t]] if every else []
+        if last and moves and (write or not every):
+            targets.append(write[b][0] if write else slot)
+        return in_buffer(arguments, b, t, b) + [("initial_state", (target,)) for target in targets]
+
+    return rows_of(arguments, goes, "initial_state", "initial_state_indices")
+
+
+def blocks(arguments: Arguments, null: int = 0) -> list[Row]:
+    """A table has a block for every state, a list one for the last."""
+    every = arguments["ssm_state_indices"].dim() == 2
+
+    def goes(b: int, t: int, last: bool, slots: list[int], slot: int) -> list[Place]:
+        return [("initial_state", (slots[t] if every else slot,))] * (every or last)
+
+    return rows_of(arguments, goes, "initial_state", "ssm_state_indices", null)
+
+
+# Mamba-2
 
 
 def selective(contract: Contract, arguments: Arguments, dtype: torch.dtype) -> Outcome:
@@ -201,92 +236,6 @@ def with_every_axis(arguments: Arguments, heads: int, dim: int, dstate: int) -> 
 
 
 # Gated delta rules
-
-
-def flashinfer_decode(arguments: Arguments) -> list[Row]:
-    """Rows with a negative slot do nothing.
-
-    The last state of a row goes where its output index says, or where it was read; no state goes to a negative index.
-    """
-    pool, length = "state" if arguments.get("initial_state") is None else "initial_state", arguments["v"].shape[1]
-    read = numbers(arguments.get("initial_state_indices")) or [[b] for b in range(len(arguments["v"]))]
-    write = numbers(arguments.get("output_state_indices")) or read
-    rows = []
-    for b, ((slot,), (target,)) in enumerate(zip(read, write, strict=True)):
-        if slot >= 0:
-            rows.append(row := Row(list(range(b * length, b * length + length)), slot))
-            for t in range(length) if arguments.get(BUFFER) is not None else ():
-                row.store(t, BUFFER, b, t)
-            if target >= 0 and not arguments.get("disable_state_update"):
-                row.store(length - 1, pool, target)
-    return rows
-
-
-def flashinfer_mtp(arguments: Arguments) -> list[Row]:
-    """Rows with a negative slot do nothing; the buffer receives every state of its row.
-
-    A table of slots for every token is for the pool, and so is the last state, if its output index says where, or
-    without a table if updates are not disabled.
-    """
-    length, read = arguments["v"].shape[1], numbers(arguments["initial_state_indices"])
-    write, every = (numbers(arguments.get(name)) for name in ("output_state_indices", "ssm_state_indices"))
-    rows = []
-    for b, (slot,) in enumerate(read):
-        if slot < 0:
-            continue
-        rows.append(row := Row(list(range(b * length, b * length + length)), slot))
-        for t in range(length):
-            if arguments.get(BUFFER) is not None:
-                row.store(t, BUFFER, b, t)
-            if every is not None and every[b][t] >= 0:
-                row.store(t, "initial_state", every[b][t])
-        target = -1 if every is not None and write is None else slot if write is None else write[b][0]
-        if (every is not None or arguments.get("disable_state_update") is False) and target >= 0:
-            row.store(length - 1, "initial_state", target)
-    return rows
-
-
-def packed_decode(null: int, arguments: Arguments) -> list[Row]:
-    """One token per row. Rows whose slot is negative or `null` do nothing."""
-    rows = [Row([b], slot) for b, (slot,) in enumerate(numbers(arguments["ssm_state_indices"])) if slot > null]
-    for row in rows:
-        row.store(0, "initial_state", row.start)
-    return rows
-
-
-def vllm_rule(arguments: Arguments) -> list[Row]:
-    """Rows in block 0, or in none, do nothing. A table has a block for every token, a list one for the last state."""
-    v, accepted, indices = arguments["v"], arguments.get("num_accepted_tokens"), arguments["ssm_state_indices"]
-    rows = []
-    for b, tokens in enumerate(tokens_of_rows(len(v), v.shape[1], arguments.get("cu_seqlens"))):
-        blocks = numbers(indices)[b]
-        start = blocks[0 if accepted is None else int(accepted[b]) - 1]
-        if start <= 0:
-            continue
-        rows.append(row := Row(tokens, start))
-        for t in range(len(tokens)) if indices.dim() == 2 else [len(tokens) - 1] if tokens else []:
-            target = blocks[t] if indices.dim() == 2 else start
-            if target > 0:
-                row.store(t, "initial_state", target)
-    return rows
-
-
-def sglang_rule(arguments: Arguments) -> list[Row]:
-    """Rows with a negative slot start from zero and store nothing. The buffer receives every state of its row."""
-    v, tree, buffer_rows = (arguments.get(n) for n in ("v", "retrieve_parent_token", "intermediate_state_indices"))
-    rows = []
-    for b, tokens in enumerate(tokens_of_rows(len(v), v.shape[1], arguments.get("cu_seqlens"))):
-        slot = int(arguments["initial_state_indices"][b])
-        rows.append(row := Row(tokens, slot if slot >= 0 else None))
-        row.parents = None if tree is None else [-1, *tree[b, 1 : len(tokens)].tolist()]
-        if slot < 0:
-            continue
-        place = b if buffer_rows is None else int(buffer_rows[b])
-        for t in range(len(tokens)) if arguments.get(BUFFER) is not None and place >= 0 else ():
-            row.store(t, BUFFER, place, t)
-        if tokens and not arguments.get("disable_state_update"):
-            row.store(len(tokens) - 1, "initial_state_source", slot)
-    return rows
 
 
 def rule(contract: Contract, pool: str, arguments: Arguments, dtype: torch.dtype) -> Outcome:

@@ -65,7 +65,7 @@ VLLM_CONV = Adapter(
     "x, conv_state, weight, bias=None, activation=None, conv_state_indices=None, num_accepted_tokens=None, "
     "query_start_loc=None, max_query_len=-1, null_block_id=0, block_idx_last_scheduled_token=None, "
     "initial_state_idx=None, validate_data=False, out=None",
-    model=partial(models.conv1d, models.vllm_conv1d), in_place=True, **CONV1D,
+    model=partial(models.conv1d, partial(models.serving_conv1d, 0)), in_place=True, **CONV1D,
     calls=in_turn(
         {
             "one token": {"conv_state_indices": [7, 0, 2]},
@@ -114,7 +114,7 @@ SGLANG_CONV = Adapter(
     "x, conv_state, weight, bias=None, activation=None, cache_seqlens=None, conv_state_indices=None, "
     "num_accept_tokens=None, intermediate_conv_window=None, intermediate_state_indices=None, retrieve_next_token=None, "
     "retrieve_next_sibling=None, retrieve_parent_token=None, pad_slot_id=-1, metadata=None, validate_data=False",
-    model=partial(models.conv1d, models.sglang_conv1d), fills=("retrieve_parent_token",), **CONV1D,
+    model=partial(models.conv1d, partial(models.serving_conv1d, -1)), fills=("retrieve_parent_token",), **CONV1D,
     calls=in_turn(
         {
             "one token": {"conv_state_indices": [7, -1, 2]},

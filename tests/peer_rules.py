@@ -198,7 +198,7 @@ VLLM_RULE = Adapter(
     "A_log, a, b, dt_bias, q, k, v, beta=1.0, threshold=20.0, scale=None, initial_state=None, "
     "inplace_final_state=True, cu_seqlens=None, ssm_state_indices=None, num_accepted_tokens=None, "
     "use_qk_l2norm_in_kernel=False, is_kda=False" + AT_ONCE,
-    make=normalised, model=partial(models.rule, models.vllm_rule, "initial_state"), **SHARED,
+    make=normalised, model=partial(models.rule, models.blocks, "initial_state"), **SHARED,
     calls={**in_turn(MODES, FORMATS), "accepted, kda": {**ACCEPTED, **KDA["kda"]}},
     edges={"accepted, a row skipped": {**LENGTHS, **SKIPS}, "more rows": MORE_ROWS},
 )  # fmt: skip
@@ -221,7 +221,7 @@ VLLM_RAW_KDA = Adapter(
     vllm_kda.fused_recurrent_kda,
     "q, k, v, raw_g, raw_beta, A_log, dt_bias, lower_bound, initial_state, cu_seqlens, ssm_state_indices, "
     "num_accepted_tokens=None, out=None, fuse_gate=None",
-    make=raw_kda_arguments, model=partial(models.raw_kda, models.vllm_rule), **SHARED,
+    make=raw_kda_arguments, model=partial(models.raw_kda, models.blocks), **SHARED,
     calls=in_turn(
         {"accepted": ACCEPTED, "a token each": {"cu_seqlens": [0, 1, 2, 3], "ssm_state_indices": [5, 0, 8]}}, BOUNDS
     ),
@@ -243,14 +243,14 @@ DECODE: dict[str, Any] = {"calls": DECODES, "tokens": ("mixed_qkv", "a", "b"), "
 VLLM_DECODE, SGLANG_DECODE = (
     Adapter(
         package.fused_recurrent_gated_delta_rule_packed_decode, PACKED_DECODE, make=packed_arguments,
-        model=partial(models.rule, partial(models.packed_decode, null), "initial_state"), **DECODE,
+        model=partial(models.rule, partial(models.blocks, null=null), "initial_state"), **DECODE,
     )
     for package, null in ((vllm_delta, 0), (sglang_delta, -1))
 )  # fmt: skip
 VLLM_RAW_DECODE = Adapter(
     vllm_kda.fused_recurrent_kda_packed_decode,
     "mixed_qkv, raw_g, raw_beta, A_log, dt_bias, lower_bound, initial_state, state_indices, scale=None, out=None",
-    make=raw_packed_arguments, model=partial(models.raw_kda, partial(models.packed_decode, 0)),
+    make=raw_packed_arguments, model=partial(models.raw_kda, models.blocks),
     tokens=("raw_g", "raw_beta"), pools={"initial_state": ""},
     calls={
         "": {"state_indices": [5, 9, 8], "scale": 0.3, "out": torch.full((1, 3, HEADS, DIM), 5.0)},
@@ -275,7 +275,8 @@ SGLANG_MODES: Calls = {
 }  # fmt: skip
 SOFTPLUS = {"softplus_beta": 1.0, "softplus_threshold": 20.0}
 SGLANG: dict[str, Any] = {
-    "model": partial(models.rule, models.sglang_rule, "initial_state_source"), "tokens": ("v", "q", "k"),
+    "model": partial(models.rule, partial(models.sglang, pool="initial_state_source", read="initial_state_indices"),
+                     "initial_state_source"), "tokens": ("v", "q", "k"),
     "pools": {"initial_state_source": "", BUFFER: ""},
 }  # fmt: skip
 SGLANG_RULE = Adapter(

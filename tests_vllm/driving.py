@@ -34,7 +34,7 @@ from flashstate.integrations.vllm import register, upstream
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from models_of_peers import decoded
-from peer_calls import Door
+from peer_calls import Adapter
 from peer_conv1d import VLLM_CONV
 from peer_rules import VLLM_DECAYS, VLLM_DECODE, VLLM_KDA, VLLM_RAW_DECODE, VLLM_RAW_KDA, VLLM_RULE
 from peer_selective import VLLM
@@ -429,7 +429,7 @@ def tokens_of(batch: Batch) -> Tensor:
 # Models of calls
 
 
-DOORS = {
+ADAPTERS = {
     "causal_conv1d_update": VLLM_CONV,
     "fused_recurrent_gated_delta_rule_packed_decode": VLLM_DECODE,
     "fused_sigmoid_gating_delta_rule_update": VLLM_RULE,
@@ -439,25 +439,25 @@ DOORS = {
 }
 
 
-def modelled(door: Door, dtype: torch.dtype) -> Callable[..., Any]:
+def modelled(adapter: Adapter, dtype: torch.dtype) -> Callable[..., Any]:
     """A function that gives what the contract of a call says, computed in this dtype."""
 
     def call(*args: Any, **more: Any) -> Any:
-        arguments = inspect.signature(door.function).bind(*args, **more).arguments
-        if door is VLLM_RULE:
+        arguments = inspect.signature(adapter.function).bind(*args, **more).arguments
+        if adapter is VLLM_RULE:
             arguments |= with_own_gates(**arguments)
-        if door is VLLM_CONV and arguments.get("query_start_loc") is not None:
+        if adapter is VLLM_CONV and arguments.get("query_start_loc") is not None:
             arguments["query_start_loc"] = arguments["query_start_loc"][: len(arguments["conv_state_indices"]) + 1]
         copies = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in arguments.items()}
-        outcome = door.model(copies, dtype)
+        outcome = adapter.model(copies, dtype)
         for (name, entry), state in outcome.stored.items():
             arguments[name][entry] = state.to(DEVICE, arguments[name].dtype)
         out = arguments.get("out")
         if out is None:
-            like = arguments["x"] if door.in_place else arguments.get("v", arguments.get("mixed_qkv"))
-            out = like if door.in_place else torch.empty(outcome.y.shape, dtype=like.dtype, device=DEVICE)
+            like = arguments["x"] if adapter.in_place else arguments.get("v", arguments.get("mixed_qkv"))
+            out = like if adapter.in_place else torch.empty(outcome.y.shape, dtype=like.dtype, device=DEVICE)
         out.copy_(outcome.y)
-        return out if door in (VLLM_CONV, VLLM) else (out, arguments["initial_state"])
+        return out if adapter in (VLLM_CONV, VLLM) else (out, arguments["initial_state"])
 
     return call
 
@@ -476,9 +476,9 @@ def on_models(family: Family, dtype: torch.dtype) -> Iterator[None]:
     ssu = ssu_dispatch._mamba_ssu_backend
     with contextlib.ExitStack() as stack:
         for call in upstream.CALLS[family.module]:
-            if VERSION in call.versions and call.name in DOORS:  # else it steps nothing
+            if VERSION in call.versions and call.name in ADAPTERS:  # else it steps nothing
                 for module in call.modules or (family.module,):
-                    stack.enter_context(changed(module, call.name, modelled(DOORS[call.name], dtype)))
+                    stack.enter_context(changed(module, call.name, modelled(ADAPTERS[call.name], dtype)))
         ssu_dispatch._mamba_ssu_backend = modelled(VLLM, dtype)
         stack.callback(setattr, ssu_dispatch, "_mamba_ssu_backend", ssu)
         yield
