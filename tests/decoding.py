@@ -17,7 +17,7 @@ from flashstate.integrations.transformers.families import MIXERS
 from flashstate.integrations.transformers.mixers import KINDS
 from flashstate.integrations.transformers.mixers.kind import Replays
 from flashstate.integrations.transformers.store import Store
-from flashstate.integrations.transformers.tiny import FAMILIES
+from flashstate.integrations.transformers.tiny import FAMILIES, tiny_model
 
 transformers = pytest.importorskip("transformers")
 
@@ -27,6 +27,8 @@ REPLAYED = [family for family in KNOWN if isinstance(KINDS[KIND_OF[family]], Rep
 NEW = 8  # tokens that are generated
 TOKENS = torch.randint(1, 96, (2, 11), generator=torch.Generator().manual_seed(1))
 PROMPT = TOKENS[:, :6]
+LONG = torch.arange(1, 25).view(2, 12) * 37 % 96
+OPTIONS: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}  # of a generation behind it
 STATIC = {"max_batch": 2, "max_cache_len": PROMPT.shape[1] + NEW}
 Call = int | tuple[int, int]  # tokens, and candidates behind them that are wrong and taken back
 
@@ -35,6 +37,12 @@ def greedy(model: Any, prompt: Tensor = PROMPT, **options: Any) -> Tensor:
     """The prompt and what the model continues it with."""
     plain = {"max_new_tokens": NEW, "do_sample": False, "attention_mask": torch.ones_like(prompt)}
     return model.generate(prompt, **{**plain, **options})
+
+
+def started(family: str, prompt: Tensor = PROMPT, **options: Any) -> tuple[Any, Tensor, fs.StateCache]:
+    """A tiny model, what it continues a prompt with by itself, and a cache for it."""
+    model = tiny_model(family)
+    return model, greedy(model, prompt), fs.StateCache(model, **options)
 
 
 def stock_cache(model: Any) -> Any:
@@ -53,7 +61,7 @@ def call(model: Any, tokens: Tensor, cache: Any, first: int, mask: Tensor | None
     return model(input_ids=tokens, use_cache=True, **{name: cache}, **more).logits
 
 
-def teacher_forced(model: Any, calls: Sequence[Call], cache: Any, mask: Tensor | None = None) -> Tensor:
+def forced(model: Any, calls: Sequence[Call], cache: Any, mask: Tensor | None = None) -> Tensor:
     """The logits of TOKENS in these calls."""
     logits, first = [], 0
     for each in calls:
@@ -71,7 +79,7 @@ def expected(model: Any, calls: Sequence[int], mask: Tensor | None = None) -> tu
     """The logits that Transformers gives for these calls in float64, and in the precision of the model."""
     precise = copy.deepcopy(model).double()
     precise.set_experts_implementation("eager")  # others are not for float64
-    exact, plain = (teacher_forced(each, calls, stock_cache(each), mask) for each in (precise, model))
+    exact, plain = (forced(each, calls, stock_cache(each), mask) for each in (precise, model))
     return exact, plain
 
 

@@ -295,19 +295,19 @@ def raw_kda(contract: Contract, arguments: Arguments, dtype: torch.dtype) -> Out
 def fla(arguments: Arguments, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Outputs (B, T, HV, V) and states (N, HV, V, K) after the last tokens."""
     q, v, state = (arguments.get(name) for name in ("q", "v", "initial_state"))
-    if arguments.get("gk") is not None:
-        arguments = {**arguments, "g": arguments["gk"]}
-    tokens = tokens_of_rows(len(v), v.shape[1], arguments.get("cu_seqlens"))
     if state is None:
-        state = torch.zeros(len(tokens), *v.shape[2:], q.shape[3])
+        rows = tokens_of_rows(len(v), v.shape[1], arguments.get("cu_seqlens"))
+        state = torch.zeros(len(rows), *v.shape[2:], q.shape[3])
     elif not (arguments.get("state_v_first") or arguments.get("transpose_state_layout")):
         state = state.mT
-    step, states = delta_step(arguments, state.shape[1:], dtype), list(state.to(dtype))
-    y = torch.zeros(v.shape, dtype=dtype).flatten(0, 1)
-    for b, row in enumerate(tokens):
-        for token in row:
-            y[token], states[b] = step(states[b], token)
-    return y.reshape(v.shape), torch.stack(states)
+    decay = arguments["g"] if arguments.get("gk") is None else arguments["gk"]
+
+    def contract(given: Arguments) -> list[Row]:
+        return rows_of(given, lambda b, *_: [("final", (b,))], "initial_state")
+
+    outcome = rule(contract, "initial_state", {**arguments, "initial_state": state, "g": decay}, dtype)
+    finals = [outcome.stored.get(("final", (b,)), before) for b, before in enumerate(state.to(dtype))]
+    return outcome.y, torch.stack(finals)
 
 
 # Mamba-3

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import implementations
 import pytest
 import torch
 from models_of_peers import Arguments, Outcome, decoded, rounded
@@ -16,14 +15,12 @@ import flashstate
 from flashstate.proof import error_ratio
 
 CPU = torch.device("cpu")
-REFERENCE_AND_GPU = pytest.mark.parametrize("device", ["reference", implementations.KERNELS[1]], indirect=True)
 HEADS, DIM, DSTATE, SLOTS = 4, 8, 16, 14
 CURSORS = ("ring_start", "prev_num_accepted_tokens")
 WRITTEN_ALONE = ("state_out", "intermediate_states_buffer", "intermediate_conv_window", *CURSORS)  # pools never read
 FLOAT, HALF, BRAIN, SHORT, BYTE = torch.float32, torch.float16, torch.bfloat16, torch.int16, torch.int8
 Call = dict[str, Any]  # options of Adapter.make, arguments besides, lists of indices
 Calls = dict[str, Call]
-AT_ONCE = ", exact=True"  # behind the signature of a peer: ours alone
 
 
 def in_turn(modes: Calls, *tables: Calls) -> Calls:
@@ -61,7 +58,6 @@ class Adapter:
     """
 
     function: Callable[..., Any]
-    signature: str
     make: Callable[..., Arguments]
     model: Callable[[Arguments, torch.dtype], Any]
     pools: dict[str, str]
@@ -113,6 +109,12 @@ class Adapter:
             assert y is arguments.get(self.out, arguments.get("x"))
         states = [name for pair in self.pools.items() for name in pair if arguments.get(name) is not None]
         return {"y": y, **{name: arguments[name] for name in states}}
+
+
+def signature_of(function: Callable[..., Any]) -> str:
+    """The parameters of a function as they are written, without annotations."""
+    parameters = inspect.signature(function).parameters.values()
+    return ", ".join(str(parameter.replace(annotation=inspect.Parameter.empty)) for parameter in parameters)
 
 
 def copied(arguments: Arguments, device: torch.device | None = None) -> Arguments:
@@ -188,9 +190,3 @@ def require_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 def in_pages(tensor: Tensor) -> Tensor:
     """The entries of the first axis, with fives between them."""
     return torch.stack([tensor, torch.full_like(tensor, 5)], 1)[:, 0]
-
-
-def require_untouched_between(tensor: Tensor) -> None:
-    """The memory between entries that are in pages is as it was."""
-    if tensor._base is not None and tensor._base.dim() == tensor.dim() + 1:
-        assert (tensor._base[:, -1] == 5).all()

@@ -6,7 +6,7 @@ from typing import Any
 import models_of_peers as models
 import torch
 from models_of_peers import BUFFER, Arguments
-from peer_calls import AT_ONCE, BRAIN, DIM, DSTATE, FLOAT, HALF, HEADS, SLOTS, Adapter, Calls, Random, in_turn
+from peer_calls import BRAIN, DIM, DSTATE, FLOAT, HALF, HEADS, SLOTS, Adapter, Calls, Random, in_turn
 from peer_selective import PARENTS
 
 from flashstate.compat import fla, flashinfer, sglang_delta, vllm_delta, vllm_kda
@@ -108,9 +108,6 @@ FLASHINFER_FORMS: Calls = {
 ROWS = {"initial_state_indices": HERE, "state": None}
 DECODING = Adapter(
     flashinfer.gated_delta_rule_decode_pretranspose,
-    "q, k, v, state, A_log, a, dt_bias, b, scale=None, output=None, use_qk_l2norm=True, initial_state=None, "
-    "initial_state_indices=None, output_state_indices=None, intermediate_states_buffer=None, "
-    "disable_state_update=False, backend='auto'" + AT_ONCE,
     make=rule_arguments, model=partial(models.rule, models.flashinfer_decode, "initial_state"), out="output",
     tokens=("v", "q", "k", "a", "b"), pools={"state": "", "initial_state": "", BUFFER: ""},
     calls=in_turn(
@@ -142,10 +139,6 @@ def for_tokens(T: int, skipped: bool = False) -> dict[str, Any]:
 
 SEVERAL = Adapter(
     flashinfer.gated_delta_rule_mtp,
-    "q, k, v, initial_state, initial_state_indices, A_log, a, dt_bias, b, scale=None, output=None, "
-    "intermediate_states_buffer=None, ssm_state_indices=None, disable_state_update=None, use_qk_l2norm=True, "
-    "output_state_indices=None, cache_replayssm=False, replayssm_rawv=None, replayssm_rawk=None, replayssm_g=None, "
-    "replayssm_beta=None" + AT_ONCE,
     make=rule_arguments, model=partial(models.rule, models.flashinfer_mtp, "initial_state"), out="output",
     tokens=("v", "q", "k", "a", "b"), pools={"initial_state": "", BUFFER: ""},
     calls=in_turn(
@@ -195,32 +188,23 @@ SKIPS = {"ssm_state_indices": [[5, 1, 2], [0, 0, 0], [8, 6, 7]], "num_accepted_t
 MORE_ROWS = {**ACCEPTED, "shape": (1, 4), "cu_seqlens": [0, 1, 4]}  # in the table than in the batch
 VLLM_RULE = Adapter(
     vllm_delta.fused_sigmoid_gating_delta_rule_update,
-    "A_log, a, b, dt_bias, q, k, v, beta=1.0, threshold=20.0, scale=None, initial_state=None, "
-    "inplace_final_state=True, cu_seqlens=None, ssm_state_indices=None, num_accepted_tokens=None, "
-    "use_qk_l2norm_in_kernel=False, is_kda=False" + AT_ONCE,
     make=normalised, model=partial(models.rule, models.blocks, "initial_state"), **SHARED,
     calls={**in_turn(MODES, FORMATS), "accepted, kda": {**ACCEPTED, **KDA["kda"]}},
     edges={"accepted, a row skipped": {**LENGTHS, **SKIPS}, "more rows": MORE_ROWS},
 )  # fmt: skip
 VLLM_DECAYS = Adapter(
     vllm_delta.fused_recurrent_gated_delta_rule,
-    "q, k, v, g, beta=None, scale=None, initial_state=None, inplace_final_state=True, cu_seqlens=None, "
-    "ssm_state_indices=None, num_accepted_tokens=None, use_qk_l2norm_in_kernel=False" + AT_ONCE,
     make=partial(normalised, gates=("g", "beta")), model=VLLM_RULE.model, **SHARED,
     calls=MODES, edges={"no beta": {**MODES["several tokens"], "beta": None}},
 )  # fmt: skip
 VLLM_KDA = Adapter(
     vllm_delta.fused_recurrent_kda,
-    "q, k, v, g, beta=None, scale=None, initial_state=None, inplace_final_state=True, use_qk_l2norm_in_kernel=True, "
-    "cu_seqlens=None, ssm_state_indices=None, **kwargs",
     make=partial(normalised, gates=("g", "beta"), per_channel=True), model=VLLM_RULE.model, **SHARED,
     calls={name: MODES[name] for name in ("packed", "blocks")},
 )  # fmt: skip
 BOUNDS: Calls = {"": {}, "a lower bound": {"lower_bound": -5.0}, "output given": {"given": True}}
 VLLM_RAW_KDA = Adapter(
     vllm_kda.fused_recurrent_kda,
-    "q, k, v, raw_g, raw_beta, A_log, dt_bias, lower_bound, initial_state, cu_seqlens, ssm_state_indices, "
-    "num_accepted_tokens=None, out=None, fuse_gate=None",
     make=raw_kda_arguments, model=partial(models.raw_kda, models.blocks), **SHARED,
     calls=in_turn(
         {"accepted": ACCEPTED, "a token each": {"cu_seqlens": [0, 1, 2, 3], "ssm_state_indices": [5, 0, 8]}}, BOUNDS
@@ -232,9 +216,6 @@ VLLM_RAW_KDA = Adapter(
         "more rows": MORE_ROWS,
     },
 )  # fmt: skip
-PACKED_DECODE = (
-    "mixed_qkv, a, b, A_log, dt_bias, scale, initial_state, out, ssm_state_indices, use_qk_l2norm_in_kernel=False"
-)
 DECODES: Calls = {
     "bfloat16": {"ssm_state_indices": [5, 9, 8], "x_dtype": BRAIN, "state_dtype": BRAIN},
     "rows skipped": {"ssm_state_indices": [0, -1, 8], "indices": torch.int64},
@@ -242,14 +223,13 @@ DECODES: Calls = {
 DECODE: dict[str, Any] = {"calls": DECODES, "tokens": ("mixed_qkv", "a", "b"), "pools": {"initial_state": ""}}
 VLLM_DECODE, SGLANG_DECODE = (
     Adapter(
-        package.fused_recurrent_gated_delta_rule_packed_decode, PACKED_DECODE, make=packed_arguments,
+        package.fused_recurrent_gated_delta_rule_packed_decode, make=packed_arguments,
         model=partial(models.rule, partial(models.blocks, null=null), "initial_state"), **DECODE,
     )
     for package, null in ((vllm_delta, 0), (sglang_delta, -1))
 )  # fmt: skip
 VLLM_RAW_DECODE = Adapter(
     vllm_kda.fused_recurrent_kda_packed_decode,
-    "mixed_qkv, raw_g, raw_beta, A_log, dt_bias, lower_bound, initial_state, state_indices, scale=None, out=None",
     make=raw_packed_arguments, model=partial(models.raw_kda, models.blocks),
     tokens=("raw_g", "raw_beta"), pools={"initial_state": ""},
     calls={
@@ -281,11 +261,6 @@ SGLANG: dict[str, Any] = {
 }  # fmt: skip
 SGLANG_RULE = Adapter(
     sglang_delta.fused_sigmoid_gating_delta_rule_update,
-    "A_log, a, dt_bias, softplus_beta, softplus_threshold, q, k, v, b, initial_state_source, initial_state_indices, "
-    "scale=None, use_qk_l2norm_in_kernel=False, cu_seqlens=None, is_kda=False, lower_bound=None, "
-    "disable_state_update=False, intermediate_states_buffer=None, intermediate_state_indices=None, cache_steps=None, "
-    "retrieve_parent_token=None, cache_ring=False, replayssm_rawv=None, replayssm_rawk=None, replayssm_g=None, "
-    "replayssm_beta=None, match_cutedsl_decode=False",
     make=partial(normalised, pool="initial_state_source"), **SGLANG,
     calls=in_turn(SGLANG_MODES, FORMATS, {"": SOFTPLUS}),
     edges=in_turn(
@@ -302,9 +277,6 @@ SGLANG_RULE = Adapter(
 )  # fmt: skip
 SGLANG_UPDATE = Adapter(
     sglang_delta.fused_recurrent_gated_delta_rule_update,
-    "q, k, v, g, beta=None, scale=None, initial_state_source=None, initial_state_indices=None, cu_seqlens=None, "
-    "use_qk_l2norm_in_kernel=False, disable_state_update=False, disable_output_calculation=False, "
-    "intermediate_states_buffer=None, intermediate_state_indices=None, cache_steps=None, retrieve_parent_token=None",
     make=partial(normalised, pool="initial_state_source", gates=("g", "beta")), **SGLANG,
     calls=SGLANG_MODES,
     edges={
@@ -313,7 +285,7 @@ SGLANG_UPDATE = Adapter(
     },
 )  # fmt: skip
 SGLANG_KDA = Adapter(
-    sglang_delta.fused_recurrent_kda_packed_decode, PACKED_DECODE + ", lower_bound=None",
+    sglang_delta.fused_recurrent_kda_packed_decode,
     make=partial(packed_arguments, per_channel=True), model=SGLANG_DECODE.model, **DECODE,
 )  # fmt: skip
 
@@ -345,9 +317,6 @@ FLA_MODES: Calls = {
 }
 FLA_RULE = Adapter(
     fla.fused_recurrent_gated_delta_rule,
-    "q, k, v, g=None, gk=None, gv=None, beta=None, scale=None, initial_state=None, output_final_state=False, "
-    "use_qk_l2norm_in_kernel=False, use_gate_in_kernel=False, A_log=None, dt_bias=None, "
-    "use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, state_v_first=False, cu_seqlens=None, **kwargs",
     make=fla_arguments, **FLA,
     calls=in_turn(
         FLA_MODES,
@@ -371,9 +340,6 @@ FLA_RULE = Adapter(
 )  # fmt: skip
 FLA_KDA = Adapter(
     fla.fused_recurrent_kda,
-    "q, k, v, g, beta, A_log=None, dt_bias=None, scale=None, initial_state=None, output_final_state=False, "
-    "use_qk_l2norm_in_kernel=False, use_gate_in_kernel=False, use_beta_sigmoid_in_kernel=False, "
-    "allow_neg_eigval=False, lower_bound=None, state_v_first=False, cu_seqlens=None, **kwargs",
     make=partial(fla_arguments, per_channel=True), **FLA,
     calls=in_turn(FLA_MODES, {"raw gates": {"raw": True}, "a raw beta": {"use_beta_sigmoid_in_kernel": True}, "": {}}),
 )  # fmt: skip

@@ -1,4 +1,5 @@
-"""The selective_state_update of mamba_ssm, vLLM, FlashInfer and SGLang: calls in every mode and form that they have."""
+"""The selective_state_update of mamba_ssm, vLLM, FlashInfer and SGLang, and mamba_ssm's mamba3_step_fn: calls in every
+mode and form that they have."""
 
 from functools import partial
 from typing import Any
@@ -7,7 +8,6 @@ import models_of_peers as models
 import torch
 from models_of_peers import BUFFER, Arguments
 from peer_calls import (
-    AT_ONCE,
     BRAIN,
     DIM,
     DSTATE,
@@ -108,7 +108,6 @@ TABLES = {"state_batch_indices": READ, "dst_state_batch_indices": WRITE}
 
 SSM = Adapter(
     mamba_ssm.selective_state_update,
-    "state, x, dt, A, B, C, D=None, z=None, dt_bias=None, dt_softplus=False, state_batch_indices=None",
     model=partial(models.selective, models.mamba_ssm), **SELECTIVE,
     calls={
         **in_turn(
@@ -127,9 +126,6 @@ SSM = Adapter(
 PADDED_READ, PADDED_WRITE = [READ[0], [9] * 3, READ[2]], [[9] * 3, *WRITE[1:]]
 VLLM = Adapter(
     vllm.selective_state_update,
-    "state, x, dt, A, B, C, D, dt_bias, z=None, dt_softplus=False, state_batch_indices=None, "
-    "dst_state_batch_indices=None, null_block_id=0, out=None, num_accepted_tokens=None, cu_seqlens=None, "
-    "is_blackwell=False, enable_stochastic_rounding=False, cache_philox_rounds=0" + AT_ONCE,
     model=partial(models.selective, models.vllm), **SELECTIVE,
     calls={
         **in_turn(
@@ -174,11 +170,6 @@ SHAPES: Calls = {
 ACCEPTED_EVERY = {**SHAPES["packed"], "state_batch_indices": READ, "dst_state_batch_indices": READ}
 FLASHINFER = Adapter(
     flashinfer.selective_state_update,
-    "state, x, dt, A, B, C, D, z=None, dt_bias=None, dt_softplus=False, state_batch_indices=None, pad_slot_id=-1, "
-    "state_scale=None, out=None, disable_state_update=False, intermediate_states_buffer=None, "
-    "intermediate_state_indices=None, intermediate_state_scales=None, rand_seed=None, philox_rounds=10, "
-    "cache_steps=0, algorithm='auto', dst_state_batch_indices=None, cu_seqlens=None, num_accepted_tokens=None, "
-    "backend='auto'" + AT_ONCE,
     model=partial(models.selective, models.flashinfer), **SELECTIVE,
     calls={
         **in_turn(
@@ -229,17 +220,13 @@ FROZEN = {"disable_state_update": True, "buffer": True, "cache_steps": 4}
 VERIFY = {**SEVERAL, **FROZEN, "intermediate_state_indices": [2, 0, 1]}
 SGLANG_STATE = Adapter(
     sglang.selective_state_update,
-    "state, x, dt, A, B, C, D=None, z=None, dt_bias=None, dt_softplus=False, state_batch_indices=None, pad_slot_id=-1, "
-    "out=None, disable_state_update=False, intermediate_states_buffer=None, cache_steps=None, "
-    "retrieve_parent_token=None, intermediate_state_indices=None, enable_stochastic_rounding=False, "
-    "cache_philox_rounds=0",
     model=partial(models.selective, models.sglang), **SELECTIVE,
     calls={
         "padding": {"state_batch_indices": [5, -1, 8]},
         "verify, an output given": {**SEVERAL, **FROZEN, "given": True},
-        "verify, rows of the slots, and update": {"tokens": (3, 2), "state_batch_indices": [5, -1, 8], "buffer": True},
         "a tree": {**VERIFY, "retrieve_parent_token": PARENTS},
         "stochastic": {**SEVERAL, **STOCHASTIC},
+        "verify, rows of the slots, and update": {"tokens": (3, 2), "state_batch_indices": [5, -1, 8], "buffer": True},
     },
     edges={
         "in order": {},
@@ -249,5 +236,75 @@ SGLANG_STATE = Adapter(
         "a tree without a buffer": {
             **SEVERAL, "disable_state_update": True, "state_dtype": BRAIN, "retrieve_parent_token": PARENTS,
         },
+    },
+)  # fmt: skip
+
+
+def mamba3_arguments(
+    device: torch.device,
+    batch: int = 3,
+    rank: int = 4,
+    groups: int = HEADS,
+    state_dtype: torch.dtype = FLOAT,
+    x_dtype: torch.dtype = FLOAT,
+    kv_dtype: torch.dtype = FLOAT,
+    weights_dtype: torch.dtype = FLOAT,
+    elsewhere: bool = False,
+) -> Arguments:
+    """The arguments of mamba3_step_fn, but for outputs and slots.
+
+    x_dtype: of x, z, B and C. kv_dtype: of Bstate and Xstate. weights_dtype: of A, dt, trap, D and the projections.
+    elsewhere: states go to a state_out that has something in it.
+    """
+    random = Random(device, batch + rank)
+    arguments = {
+        "state": random.normal(SLOTS, HEADS, DIM, DSTATE, dtype=state_dtype),
+        "Bstate": random.normal(SLOTS, rank, HEADS, DSTATE, dtype=kv_dtype),
+        "Xstate": random.normal(SLOTS, HEADS, DIM, dtype=kv_dtype),
+        "A": -random.uniform(batch, HEADS, dtype=weights_dtype),
+        "B": random.normal(batch, rank, groups, DSTATE, dtype=x_dtype),
+        "C": random.normal(batch, rank, groups, DSTATE, dtype=x_dtype),
+        "D": random.normal(HEADS, dtype=weights_dtype),
+        "x": random.normal(batch, HEADS, DIM, dtype=x_dtype),
+        "dt": random.uniform(batch, HEADS, dtype=weights_dtype),
+        "trap": random.uniform(batch, HEADS, dtype=weights_dtype),
+        "z": random.normal(batch, HEADS, DIM, dtype=x_dtype),
+        **{name: random.normal(rank, HEADS, DIM, dtype=weights_dtype) for name in ("xproj", "zproj", "outproj")},
+    }
+    return {**arguments, "state_out": torch.full_like(arguments["state"], 7.0)} if elsewhere else arguments
+
+
+KV_PADDED = {"state_batch_indices": [12, -1, 9], "update_kv_state": True}
+MAMBA3 = Adapter(
+    mamba_ssm.mamba3_step_fn,
+    model=models.mamba3, make=mamba3_arguments, pools=dict.fromkeys(("state", "Bstate", "Xstate", "state_out"), ""),
+    tokens=("x", "A", "B", "C", "dt", "trap", "z"),
+    calls=in_turn(
+        {
+            "in order": {},
+            "padded, elsewhere": {**KV_PADDED, "elsewhere": True},
+            "in order, per rank": {"outproj": None},
+            "padded, per rank": {**KV_PADDED, "outproj": None, "given": True},
+            "no gate": {"z": None, "zproj": None, "given": True},
+            "no xproj, no D, elsewhere": {
+                **KV_PADDED, "xproj": None, "D": None, "elsewhere": True, "indices": torch.int64,
+            },
+        },
+        {"rank 4": {}, "rank 1": {"rank": 1}, "2 groups": {"rank": 2, "groups": 2}, "1 group": {"groups": 1}},
+        {
+            "": {},
+            "a bfloat16 model": {"x_dtype": BRAIN, "kv_dtype": BRAIN},
+            "a float16 state": {"state_dtype": HALF, "x_dtype": BRAIN, "weights_dtype": HALF},
+            "k and v wider than tokens": {"x_dtype": HALF},
+            "k and v narrower than tokens": {"kv_dtype": BRAIN},
+        },
+    ),
+    edges={
+        "no zproj": {"zproj": None},
+        "no projections": {"xproj": None, "zproj": None, "outproj": None},
+        "padding alone, elsewhere": {"state_batch_indices": [-1, -2, -1], "elsewhere": True},
+        "a slot past the pool": {"state_batch_indices": [12, SLOTS, 0], "fault": f"read slot {SLOTS}"},
+        "no rows": {"batch": 0, "elsewhere": True, "update_kv_state": True},
+        "no rows, indexed": {"batch": 0, "state_batch_indices": [], "elsewhere": True},
     },
 )  # fmt: skip

@@ -1,6 +1,6 @@
 """SGLang's modules as far as flashstate touches them, put into sys.modules: made here, or a few read from its sources.
 
-What is private in them, and so recorded, is in sglang_facts.py.
+What is private in them, and so recorded, is in test_integration_sglang_facts.py.
 """
 
 import ast
@@ -8,9 +8,8 @@ import os
 import sys
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import Enum
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Annotated, Any, Optional
@@ -33,21 +32,20 @@ def source(path: str) -> str:
     return (Path(SOURCES or "") / "sglang" / path).read_text(encoding="utf-8")
 
 
-@dataclass
-class Arg:
-    choices: list[str] | None = None
+def choice(*names: str) -> SimpleNamespace:
+    return SimpleNamespace(choices=list(names))
 
 
 def server_args_class() -> type:
     """ServerArgs with the fields that plugins and checks read, and the notes that a command line is made from."""
-    linear = ["triton", "flashinfer"]  # one list for three flags
+    linear = choice("triton", "flashinfer")  # one list for three flags
 
     class ServerArgs:
-        mamba_backend: Annotated[str, Arg(["triton", "flashinfer"])] = "triton"
-        linear_attn_backend: Annotated[str, Arg(linear)] = "triton"
-        linear_attn_decode_backend: Annotated[str | None, Arg(linear)] = None
-        linear_attn_prefill_backend: Annotated[str | None, Arg(linear)] = None
-        linear_attn_verify_backend: Annotated[str | None, Arg([*linear, "nv_cutedsl"])] = None
+        mamba_backend: Annotated[str, choice("triton", "flashinfer")] = "triton"
+        linear_attn_backend: Annotated[str, linear] = "triton"
+        linear_attn_decode_backend: Annotated[str | None, linear] = None
+        linear_attn_prefill_backend: Annotated[str | None, linear] = None
+        linear_attn_verify_backend: Annotated[str | None, choice("triton", "nv_cutedsl")] = None
         enable_linear_replayssm: bool = False
         enable_linear_replayssm_spec: bool = False
         enable_mamba_cache_stochastic_rounding: bool = False
@@ -71,22 +69,17 @@ def handle_linear_attn_backend(server_args: Any) -> None: ...
 
 
 def handle_page_major_kv_layout(server_args: Any) -> None:
-    cfg = View(server_args)
+    cfg = resolving_view(server_args)
     assert cfg.mamba_backend in (None, "triton"), cfg.mamba_backend
     assert (cfg.linear_attn_decode_backend or cfg.linear_attn_backend) in ("triton", "flashinfer")
 
 
-class View:
+def resolving_view(server_args: Any) -> SimpleNamespace:
     """Arguments as far as they are resolved: what was declared last, else what was given."""
-
-    def __init__(self, server_args: Any) -> None:
-        self.server_args = server_args
-
-    def __getattr__(self, name: str) -> Any:
-        for _, fields in reversed(getattr(self.server_args, "_resolved_overrides", [])):
-            if name in fields:
-                return fields[name]
-        return getattr(self.server_args, name)
+    view = SimpleNamespace(**{name: getattr(server_args, name) for name in type(server_args).__annotations__})
+    for _, fields in getattr(server_args, "_resolved_overrides", []):
+        vars(view).update(fields)
+    return view
 
 
 def declare_resolution(server_args: Any, source: str, **fields: Any) -> None:
@@ -123,15 +116,13 @@ class HookRegistry:
 
 
 def wrapped(function: Callable[..., Any], hook: Callable[..., Any], kind: HookType) -> Callable[..., Any]:
-    @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         if kind is HookType.AROUND:
             return hook(function, *args, **kwargs)
         if kind is HookType.BEFORE:
             hook(*args, **kwargs)
         result = function(*args, **kwargs)
-        changed = hook(result, *args, **kwargs) if kind is HookType.AFTER else None
-        return result if changed is None else changed
+        return (kind is HookType.AFTER and hook(result, *args, **kwargs)) or result
 
     return run
 
@@ -144,20 +135,17 @@ class LinearAttnKernelBackend(Enum):
         return cls.CUSTOM
 
 
+def says(word: str) -> Callable[..., str]:
+    return lambda self, *args, **kwargs: f"{word} by SGLang"
+
+
 class Stock:
     """A kernel of SGLang, which says only that it ran."""
 
+    decode, extend, target_verify = map(says, ("decoded", "prefilled", "verified"))
+
     def __init__(self, **options: Any) -> None:
         pass
-
-    def decode(self, *args: Any, **kwargs: Any) -> str:
-        return "decoded by SGLang"
-
-    def extend(self, *args: Any, **kwargs: Any) -> str:
-        return "prefilled by SGLang"
-
-    def target_verify(self, *args: Any, **kwargs: Any) -> str:
-        return "verified by SGLang"
 
 
 class TritonKDAKernel(Stock):
@@ -173,16 +161,6 @@ def dispatcher(kernel: type[Stock]) -> type:
                 assert backend is LinearAttnKernelBackend.TRITON, f"Unsupported backend: {backend}"
             self.decode_kernel = self.extend_kernel = self.verify_kernel = self.tree_verify_kernel = kernel()
             self.supports_packed_decode = False
-
-        def packed_decode(self, *args: Any, **more: Any) -> Any:
-            return self.decode_kernel.packed_decode(*args, **more)
-
-        def decode(self, *args: Any, **more: Any) -> Any:
-            return self.decode_kernel.decode(*args, **more)
-
-        def target_verify(self, *, retrieve_parent_token: Any, **more: Any) -> Any:
-            chosen = self.verify_kernel if retrieve_parent_token is None else self.tree_verify_kernel
-            return chosen.target_verify(**more, retrieve_parent_token=retrieve_parent_token)
 
     return KernelDispatcher
 
@@ -220,28 +198,30 @@ def resolve_linear_attn_backends(prefill_default: str | None = None) -> Any:
     return SimpleNamespace(**{mode: backend.LinearAttnKernelBackend(name) for mode, name in modes.items()})
 
 
-class StateUpdates:
+def state_updates() -> dict[str, Any]:
     """Where SGLang looks for a state update: by name, with one made for the server."""
+    made: list[Any] = []
+    registry: dict[str, type] = {"triton": Stock, "flashinfer": Stock}
 
-    def __init__(self) -> None:
-        self.registry: dict[str, type] = {"triton": Stock, "flashinfer": Stock}
-        self.made: Any = None
+    def initialize(server_args: Any) -> None:
+        stochastic, rounds = server_args.enable_mamba_cache_stochastic_rounding, server_args.mamba_cache_philox_rounds
+        backend = registry[server_args.mamba_backend]
+        made[:] = [backend(enable_stochastic_rounding=stochastic, cache_philox_rounds=rounds)]
 
-    def initialize(self, server_args: Any) -> None:
-        self.made = self.registry[server_args.mamba_backend](
-            enable_stochastic_rounding=server_args.enable_mamba_cache_stochastic_rounding,
-            cache_philox_rounds=server_args.mamba_cache_philox_rounds,
-        )
+    def update(*tensors: Any, **options: Any) -> None:
+        """Up to D by position."""
+        made[0](*tensors[:6], D=tensors[6], **options)
 
-    def update(self, *tensors: Any, D: Any = None, **options: Any) -> None:
-        """Up to D by position, and on from there by name."""
-        self.made(*tensors[:6], D=tensors[6] if len(tensors) > 6 else D, **options)
+    return {
+        "_BACKEND_REGISTRY": registry, "selective_state_update": update,
+        "initialize_mamba_selective_state_update_backend": initialize,
+    }  # fmt: skip
 
 
 def modules(version: str, platform: str) -> dict[str, dict[str, Any]]:
     """What is in every module."""
     HookRegistry.reset()
-    updates, convolutions = StateUpdates(), {"causal_conv1d_update": own_conv, "causal_conv1d_update_triton": own_conv}
+    convolutions = dict.fromkeys(("causal_conv1d_update", "causal_conv1d_update_triton"), own_conv)
     steps: dict[str, list[Any]] = defaultdict(list)
 
     def run_hook(builtin: Callable[[Any], None], server_args: Any) -> None:
@@ -255,17 +235,12 @@ def modules(version: str, platform: str) -> dict[str, dict[str, Any]]:
         "sglang.srt.server_args": {"ServerArgs": server_args_class()},
         "sglang.srt.utils": {"is_cuda": lambda: platform == "cuda", "is_hip": lambda: platform == "rocm"},
         "sglang.srt.runtime_context": {},
-        "sglang.srt.arg_groups.overrides": {
-            "resolving_view": View, "declare_resolution": declare_resolution,
-        },
+        "sglang.srt.arg_groups.overrides": {f.__name__: f for f in (resolving_view, declare_resolution)},
         HOOKS: {"HookRegistry": HookRegistry, "HookType": HookType, "HookSource": lambda *names: names},
         STEPS: {
             "register_resolution_hook": lambda name: lambda wrapper: steps[name].append(wrapper), "run_hook": run_hook,
         },
-        DISPATCH: {
-            "_BACKEND_REGISTRY": updates.registry, "selective_state_update": updates.update,
-            "initialize_mamba_selective_state_update_backend": updates.initialize,
-        },
+        DISPATCH: state_updates(),
         DISPATCH.replace("ssu_dispatch", "mamba_ssm"): {"selective_state_update": own_conv},
         f"{MAMBA}.mamba": dict(convolutions),
         f"{MAMBA}.mamba1": dict(convolutions),

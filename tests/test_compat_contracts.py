@@ -2,12 +2,15 @@
 
 import inspect
 from collections.abc import Callable, Iterator
+from functools import partial
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import implementations
 import pytest
 import torch
-from models_of_conv1d import WINDOWS
+from launchers import Launcher, launcher
 from models_of_peers import Arguments
 from peer_calls import (
     CPU,
@@ -19,34 +22,40 @@ from peer_calls import (
     in_pages,
     require_contract,
     require_equal,
-    require_untouched_between,
+    signature_of,
 )
-from peer_conv1d import CONV, SGLANG_CONV, VLLM_CONV
-from peer_mamba3 import MAMBA3
-from peer_replay import BUFFERED, CHECKPOINTING, TRACKED
-from peer_rules import DECODING, FLA_KDA, FLA_RULE, RULES, SEVERAL, SGLANG_RULE, VLLM_RULE
-from peer_selective import FLASHINFER, SGLANG_STATE, SSM, VLLM
+from peer_conv1d import CONV, SGLANG_CONV, TREE, VLLM_CONV, WINDOWS, parents_of
+from peer_replay import BUFFERED, CHECKPOINTING, LENGTH, TRACKED, replay_arguments
+from peer_rules import DECODING, FLA_KDA, FLA_RULE, RULES, SEVERAL, SGLANG_RULE, VLLM_DECAYS, VLLM_RULE
+from peer_selective import FLASHINFER, MAMBA3, SGLANG_STATE, SSM, VLLM
 from torch import Tensor
 
-from flashstate.compat import flashinfer
+import flashstate
+from flashstate import Ring
+from flashstate.compat import flashinfer, vllm
+from flashstate.compat.flashinfer import gated_delta_rule_decode
+from flashstate.compat.trees import parents_from
 from flashstate.proof import error_ratio
 
-IN_PLACE = (
+ADAPTERS = (
     SSM, VLLM, FLASHINFER, SGLANG_STATE, CHECKPOINTING, TRACKED, BUFFERED, *RULES, MAMBA3, CONV, VLLM_CONV, SGLANG_CONV,
+    FLA_RULE, FLA_KDA,
 )  # fmt: skip
-ADAPTERS = (*IN_PLACE, FLA_RULE, FLA_KDA)
 EACH_ADAPTER = pytest.mark.parametrize("adapter", ADAPTERS, ids=lambda adapter: adapter.name)
+__all__ = ["launcher"]  # a fixture
 Change = Callable[[Arguments], Arguments]  # arguments of a call, in memory of their own: those to change
+ON_A_GPU = 4  # calls of each adapter, which show what it makes itself: laws show what kernels do
 
 
 def met() -> Iterator[Any]:
     """Calls, and where they run: edges in the reference alone, one of each adapter in the interpreter."""
+    interpreter, gpu = implementations.KERNELS
     for adapter in ADAPTERS:
-        for call in [*adapter.calls, *adapter.edges]:
-            places = ["reference", *[implementations.KERNELS[1]] * (call in adapter.calls)]
-            for place in [*places, *[implementations.KERNELS[0]] * (call == next(iter(adapter.calls)))]:
-                where, marks = (place, ()) if isinstance(place, str) else (place.values[0], place.marks)
-                yield pytest.param(adapter, call, where, marks=marks, id=f"{adapter.name}-{call}-{where}")
+        for n, call in enumerate([*adapter.calls, *adapter.edges]):
+            on_gpu = n < min(ON_A_GPU, len(adapter.calls))
+            for where in (pytest.param("reference"), *[gpu] * on_gpu, *[interpreter] * (n == 0)):
+                (place,) = where.values
+                yield pytest.param(adapter, call, place, marks=where.marks, id=f"{adapter.name}-{call}-{place}")
 
 
 @pytest.mark.parametrize(("adapter", "call", "device"), list(met()), indirect=["device"])
@@ -58,15 +67,9 @@ def test_every_call_gives_what_the_contract_says(adapter: Adapter, call: str, de
         require_functional(adapter, arguments)
     else:
         require_contract(adapter, arguments, (adapter.calls | adapter.edges)[call].get("fault"))
-    torch.manual_seed(0)
-    results = [[*tensors_in(adapter.function(**one)), *tensors_in(one.values())] for one in again]
-    for one, *others in zip(*results, strict=True):
-        assert "stochastic" in call or all(equal_bytes(one, other) for other in others)
-
-
-def tensors_in(result: Any) -> list[Tensor]:
-    found = [result] if isinstance(result, Tensor) else result
-    return [one for one in found if isinstance(one, Tensor)]
+    results = [adapter.results(one) for one in again]
+    for other in results[1:] if "stochastic" not in call else ():
+        require_equal(results[0], other)
 
 
 def require_functional(adapter: Adapter, arguments: Arguments) -> None:
@@ -84,14 +87,15 @@ def require_functional(adapter: Adapter, arguments: Arguments) -> None:
     assert all(equal_bytes(t, before[name]) for name, t in arguments.items() if isinstance(t, Tensor))
 
 
-@EACH_ADAPTER
-def test_signatures_are_those_of_peers(adapter: Adapter) -> None:
-    assert adapter.signature == signature_of(adapter.function)
+FILE = Path(__file__).parent / "signatures_of_peers.txt"
+SIGNATURES = dict(line.split("(", 1) for line in FILE.read_text("utf-8").splitlines() if not line.startswith("#"))
 
 
-def signature_of(function: Callable[..., Any]) -> str:
-    given = inspect.signature(function).parameters.values()
-    return ", ".join(str(p.replace(annotation=inspect.Parameter.empty)) for p in given)
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signatures_are_those_of_peers(name: str) -> None:
+    module, _, function = name.partition(".")
+    assert f"{signature_of(getattr(import_module(f'flashstate.compat.{module}'), function))})" == SIGNATURES[name]
+    assert {adapter.name for adapter in ADAPTERS} <= SIGNATURES.keys()
 
 
 # Changes of a call that change no byte
@@ -125,8 +129,9 @@ def test_strides_pages_and_a_given_output_change_no_byte(adapter: Adapter, layou
 def require_same(adapter: Adapter, arguments: Arguments, again: Arguments) -> None:
     one, other = (torch.manual_seed(3) and adapter.results(a) for a in (arguments, again))
     require_equal(one, other)
-    for name in adapter.pools.keys() & other.keys():
-        require_untouched_between(other[name])
+    for pool in (other[name] for name in adapter.pools.keys() & other.keys()):
+        paged = pool._base is not None and pool._base.dim() == pool.dim() + 1
+        assert not paged or (pool._base[:, -1] == 5).all()  # between entries
 
 
 def other(**values: Any) -> Change:
@@ -261,3 +266,137 @@ def test_random_bits_follow_from_the_seed_and_differ_from_slot_to_slot(adapter: 
         torch.manual_seed(1)
         one, two = (adapter.results({**copied(arguments), **seeds})["state"] for _ in range(2))
         assert not equal_bytes(one, two)
+
+
+def test_parents_are_found_of_first_children_and_next_siblings() -> None:
+    """In rows of siblings of every length, and with 0 for the root and for what nothing names."""
+    random = torch.Generator().manual_seed(1)
+    for tokens in (1, 2, 5, 9, 17):
+        parents = [[int(torch.randint(t, (), generator=random)) for t in range(1, tokens)] for _ in range(4)]
+        tables = torch.full((2, 4, tokens), -1)
+        for b, row in enumerate(parents):
+            last: dict[int, int] = {}  # of each parent, the child before
+            for t, parent in enumerate(row, 1):
+                tables[1 if parent in last else 0, b, last.get(parent, parent)] = t
+                last[parent] = t
+        assert parents_from(*tables).tolist() == [[0, *row] for row in parents]
+
+
+def test_a_convolution_writes_the_parents_of_its_tree_and_its_output_lies_in_memory_as_x_does() -> None:
+    arguments = SGLANG_CONV.arguments("a tree, channels last")
+    arguments["x"] = arguments["x"].mT.contiguous().mT
+    assert SGLANG_CONV.function(**arguments).stride() == arguments["x"].stride()
+    written = arguments["retrieve_parent_token"]
+    tables = {name: torch.tensor(table) for name, table in TREE.items()}
+    assert written.tolist() == [[0, *parents_of(tables, b)[1:]] for b in range(len(written))]
+
+
+def test_states_of_every_token_are_new_where_they_do_not_stay_in_place() -> None:
+    arguments = VLLM_RULE.arguments("several tokens")
+    before, in_place = copied(arguments), copied(arguments)
+    y, states = VLLM_RULE.function(**arguments, inplace_final_state=False)
+    assert equal_bytes(arguments["initial_state"], before["initial_state"])
+    assert equal_bytes(y, VLLM_RULE.function(**in_place)[0])
+    slots = arguments["ssm_state_indices"].long()
+    assert equal_bytes(states.unflatten(0, y.shape[:2])[:, -1], in_place["initial_state"][slots])
+
+
+def test_flashinfer_keeps_states_of_every_token_alone_where_the_last_would_go_where_it_was_read() -> None:
+    """As its bfloat16 kernel does, which asks whether both lists are one tensor."""
+    arguments = SEVERAL.arguments("every token")
+    wanted = SEVERAL.results(copied(arguments))
+    got = SEVERAL.results({**arguments, "output_state_indices": arguments["initial_state_indices"]})
+    assert all(equal_bytes(got[name], tensor) for name, tensor in wanted.items())
+
+
+def test_sglang_reads_states_in_the_order_v_k_whatever_their_axes_are_called() -> None:
+    arguments = SGLANG_RULE.arguments("several tokens, bfloat16")
+    pool = arguments["initial_state_source"]
+    named = {**arguments, "initial_state_source": pool.clone().reshape(*pool.shape[:2], *pool.shape[:1:-1])}
+    assert equal_bytes(SGLANG_RULE.function(**arguments), SGLANG_RULE.function(**named))
+    assert equal_bytes(pool.flatten(), named["initial_state_source"].flatten())
+
+
+READ = {"initial_state_indices": [12, 7, 9]}
+
+
+@pytest.mark.parametrize(
+    ("adapter", "call"),
+    [
+        (FLASHINFER, {"tokens": (3, 3), "state_batch_indices": [5, 9, 8]}),
+        (FLASHINFER, {"lengths": [3, 1, 2], "cache_steps": 3, "state_batch_indices": [5, 9, 8]}),
+        (VLLM, {"lengths": [3, 1, 2], "state_batch_indices": [5, 9, 8]}),
+        (DECODING, {**READ, "shape": (3, 2), "disable_state_update": 1, "state": None}),
+        (SEVERAL, {**READ, "shape": (3, 3), "disable_state_update": False}),
+        *[(adapter, VLLM_DECAYS.calls[call]) for adapter in (VLLM_RULE, VLLM_DECAYS)
+          for call in ("packed", "several tokens")],
+    ],
+)  # fmt: skip
+def test_several_tokens_go_through_tensor_cores_at_once_for_callers_who_ask_for_it(
+    adapter: Adapter, call: Any, launcher: Launcher
+) -> None:
+    """A partial function can be put in the place of a peer's."""
+    call = {**call, "x_dtype": torch.float16, "state_dtype": torch.float16}
+    for exact, function in ((True, adapter.function), (False, partial(adapter.function, exact=False))):
+        for _ in range(2):
+            function(**adapter.arguments(call))
+        assert launcher.ordinary[-1].kernel.__name__.endswith("at_once_kernel") != exact
+    assert launcher.counts == (2, 2)
+    with pytest.raises(TypeError, match=r"^exact must be True or False, got 0$"):
+        adapter.function(**adapter.arguments(call), exact=0)
+
+
+def test_flashinfer_decodes_states_of_either_layout() -> None:
+    """The order of sums is another, and so are the last bits."""
+    rows = DECODING.arguments("in order")
+    columns = copied(rows) | {"state": rows["state"].mT.contiguous()}
+    y, state = gated_delta_rule_decode(**columns)
+    wanted, _ = DECODING.function(**rows)
+    assert state is columns["state"]
+    torch.testing.assert_close(y, wanted)
+    torch.testing.assert_close(state.mT, rows["state"])
+    for wrong, words in (
+        ({"v": rows["v"].expand(-1, 2, -1, -1)}, "^v must have one token per row, got shape"),
+        ({"state": columns["state"][:2]}, "^state must have 3 slots, as the batch has rows, got shape"),
+        ({"backend": "rubin"}, "^backend must be"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            gated_delta_rule_decode(**columns | wrong)
+
+
+def test_a_buffer_is_filled_and_flushed_as_vllm_counts() -> None:
+    """Fifteen tokens of three rows, one after the other: outputs have the bytes of selective_state_update, and so has
+    the state wherever a buffer is flushed, because nothing is rounded in between."""
+    stepped, buffered = BUFFERED.arguments("in place"), BUFFERED.arguments("in place")
+    drawn = {name: buffered[name] for name in ("x", "B")}
+    for name in ("x_cache", "B_cache", "dt_cache", "max_cache_len", "bc_pre", "write_pos", "is_flush"):
+        del stepped[name]
+    for t in range(2 * LENGTH + 1):
+        token = {name: tensor.roll(t, 0) for name, tensor in drawn.items()}
+        at = torch.full((3,), t % LENGTH, dtype=torch.int32)
+        buffered |= {**token, "write_pos": at, "is_flush": (at == LENGTH - 1).to(torch.int8)}
+        y = vllm.selective_state_update_replayssm_output_only(**buffered)
+        assert torch.equal(y, vllm.selective_state_update(**{**stepped, **token}))
+        if t % LENGTH == LENGTH - 1:
+            assert torch.equal(buffered["state"], stepped["state"])
+
+
+def test_padding_rows_of_an_output_that_was_not_given_are_zero() -> None:
+    given = BUFFERED.arguments("a table, the null block, bfloat16")
+    y = BUFFERED.function(**{**given, "out": None})
+    assert y.shape == given["x"].shape
+    assert y.flatten(1).any(1).tolist() == [True, False, True]
+
+
+def test_debug_finds_a_ring_as_long_as_its_window_that_was_not_folded_in_time() -> None:
+    given = replay_arguments(CPU, tokens=(2,), gate=False)
+    start, count = torch.zeros(2, SLOTS, dtype=torch.int32)
+    ring = Ring(given["x_cache"], given["B_cache"], given["dt_cache"], start, count, LENGTH, folds_by_hand=True)
+    tokens = {name: given[name] for name in ("x", "dt", "B", "C", "D", "A")}
+    assert ring.longest_call == LENGTH
+    with flashstate.debug():
+        count[:2] = LENGTH - 1
+        flashstate.mamba2_replay(given["state"], ring, **tokens)
+        count[1] = LENGTH
+        with pytest.raises(ValueError, match=r"ring.count at most 6, as .* in slot 1 they are 0 and 7"):
+            flashstate.mamba2_replay(given["state"], ring, **tokens)

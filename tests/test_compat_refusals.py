@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from models_of_conv1d import WINDOWS
 from models_of_peers import BUFFER, Arguments
 from peer_calls import DIM, DSTATE, HEADS, SLOTS, Adapter, Call, copied, equal_bytes
-from peer_conv1d import CONV, SGLANG_CONV, VLLM_CONV
-from peer_mamba3 import MAMBA3
+from peer_conv1d import SGLANG_CONV, VLLM_CONV, WINDOWS
 from peer_replay import BUFFERED, CHECKPOINTING, TRACKED
 from peer_rules import (
     DECODING,
@@ -23,7 +21,7 @@ from peer_rules import (
     VLLM_KDA,
     VLLM_RULE,
 )
-from peer_selective import FLASHINFER, SGLANG_STATE, SSM, VLLM
+from peer_selective import FLASHINFER, MAMBA3, SGLANG_STATE, SSM, VLLM
 from test_compat_contracts import EACH_ADAPTER
 from torch import Tensor
 
@@ -99,7 +97,7 @@ def test_what_is_no_such_tensor_is_refused(adapter: Adapter) -> None:
 
 
 UNCHECKED = ("is_blackwell", "validate_data", "fuse_gate", "output_final_state", "philox_rounds")  # without a seed
-NO_SUCH = {"bool": 2, "int": "4", "float": "1", "str": "word"}  # of parameters with such annotations
+NO_SUCH = {"bool": [2], "int": ["4", 1 << 70], "float": ["1"], "str": ["word"]}  # of parameters with such annotations
 
 
 @EACH_ADAPTER
@@ -109,11 +107,11 @@ def test_what_is_no_such_flag_number_or_word_is_refused(adapter: Adapter) -> Non
         kind = str(parameter.annotation).partition(" ")[0]
         if kind in NO_SUCH and name not in UNCHECKED:
             word = name.removeprefix("use_").removesuffix("_in_kernel")
-            refuses(adapter, {**adapter.arguments(call), name: NO_SUCH[kind]}, rf"^({name}|{word}) (must|is for) ")
+            for value in NO_SUCH[kind]:
+                refuses(adapter, {**adapter.arguments(call), name: value}, rf"^({name}|{word}) (must|is for) ")
 
 
 STATES, PAGES = torch.ones(3 * SLOTS, HEADS, DIM, DSTATE), torch.ones(SLOTS, 2, HEADS, DIM, DSTATE)
-REACHING = PAGES.flatten(1)[:, 7 : 7 + STATES[0].numel()].view(SLOTS, *STATES.shape[1:])
 SEED, HALF = torch.tensor([1]), {"state_dtype": torch.float16}
 NO_SLOTS = {"state_batch_indices": None, "dst_state_batch_indices": None, "num_accepted_tokens": None}
 NO_TREE = dict.fromkeys((WINDOWS, "retrieve_next_token", "retrieve_next_sibling", "retrieve_parent_token"))
@@ -125,16 +123,12 @@ WRONG: dict[Adapter, tuple[str, list[tuple[str, Call]]]] = {  # a call, and what
         ("state_batch_indices must have shape (batch", {"state_batch_indices": [[5], [0], [9]]}),
     ]),
     VLLM: ("accepted tokens elsewhere, nothing optional", [
-        ("num_accepted_tokens needs state_batch_indices, got", {**NO_SLOTS, "num_accepted_tokens": [1]}),
         ("dst_state_batch_indices needs state_batch_indices, got None", {"state_batch_indices": None}),
         ("dst_state_batch_indices must have 3 rows and 3 columns or more, got shape (3,)",
          {"dst_state_batch_indices": [10, 3, 8]}),
         ("num_accepted_tokens must have 3 entries or more", {"num_accepted_tokens": [1, 2]}),
         ("cu_seqlens must have shape (batch + 1), got (0,)", {"cu_seqlens": []}),
         ("state_batch_indices must be given for a batch of 15 on 14 slots", {"cu_seqlens": [0] * 16, **NO_SLOTS}),
-        ("cache_philox_rounds must be from 0 to 16, got 17", {"cache_philox_rounds": 17}),
-        ("rounding='stochastic' is not for float32",
-         {"state_dtype": torch.float32, "enable_stochastic_rounding": True}),
     ]),
     FLASHINFER: ("padding, a buffer", [
         ("intermediate_states_buffer and dst_state_batch_indices must not both be given",
@@ -143,7 +137,6 @@ WRONG: dict[Adapter, tuple[str, list[tuple[str, Call]]]] = {  # a call, and what
         ("rand_seed and state_scale must not both be given", {"rand_seed": SEED}),
         ("rand_seed is for a state of float16, got float32", {"rand_seed": SEED, "state_dtype": torch.float32}),
         ("rand_seed must be one int64 number", {"rand_seed": torch.ones(2), **HALF}),
-        ("philox_rounds must be from 1 to 16, got 0", {"rand_seed": SEED, **HALF, "philox_rounds": 0}),
         ("dt_bias must be float32, as dt is, got float16", {"dt_bias": torch.ones(HEADS, DIM).half()}),
         ("intermediate_state_indices must be int32, as state_batch_indices is, got",
          {"intermediate_state_indices": torch.tensor([4, 0, 2])}),
@@ -151,7 +144,6 @@ WRONG: dict[Adapter, tuple[str, list[tuple[str, Call]]]] = {  # a call, and what
         ("intermediate_state_scales must be given where intermediate_states_buffer is int16, got None",
          {"intermediate_state_scales": None}),
         ("state_batch_indices must have shape (batch, n), got (3,)", {"num_accepted_tokens": [1, 1, 1]}),
-        ("cache_steps must be from 1 to ", {"cache_steps": 0}),
     ]),
     SGLANG_STATE: ("a tree", [
         ("retrieve_parent_token needs disable_state_update=True", {"disable_state_update": False}),
@@ -177,27 +169,18 @@ WRONG: dict[Adapter, tuple[str, list[tuple[str, Call]]]] = {  # a call, and what
     MAMBA3: ("padded, elsewhere, rank 1, a bfloat16 model", [
         ("zproj needs z, got None", {"z": None}),
         ("out must have shape (batch=3, R=1, H=4, D=8)", {"out": torch.ones(3, HEADS, DIM), "outproj": None}),
-        ("out must have shape (batch=3, H=4, D=8)", {"out": torch.ones(3, 4, HEADS, DIM)}),
-        ("state_batch_indices must be given for a batch of 15 on 14 slots",
-         {"batch": SLOTS + 1, "state_batch_indices": None, "out": None}),
         ("state_out must not share memory with Bstate",
          {"state_out": PAGES[:, 1], "Bstate": PAGES[:, 1, :1].flatten(2)[..., : HEADS * DSTATE].unflatten(2, (4, 16))}),
-        *[("state_out must not share memory with state", {"state": state, "state_out": state_out})
-          for state, state_out in (
-              (STATES[:SLOTS], STATES[1 : SLOTS + 1]),  # one slot further
-              (STATES[1::2][:SLOTS], STATES[::3]),  # pages of another size
-              (PAGES[:, 0], REACHING), (REACHING, PAGES[:, 0]))],
+        ("state_out must not share memory with state",  # one slot further
+         {"state": STATES[:SLOTS], "state_out": STATES[1 : SLOTS + 1]}),
     ]),
-    CONV: ("slots, one of them negative, channels last", [("window must have 3 entries or more", {"length": 2})]),
     VLLM_CONV: ("accepted counts, packed, channels first", [
         ("conv_state_indices must be given with query_start_loc", {"conv_state_indices": None}),
-        ("window must have 4 entries or more to roll back 3 tokens, got", {"length": 2}),
         ("query_start_loc must have 4 entries or more", {"query_start_loc": [0, 3]}),
     ]),
     SGLANG_CONV: ("a tree, channels last", [
         ("retrieve_next_sibling must be a tensor, got NoneType", {"retrieve_next_sibling": None}),
         ("conv_state must have shape (slots, dim, 3), got (9, 6, 4); SGLang's", {**NO_TREE, "length": 4}),
-        ("snapshots must not overlap itself", {"sliding": True}),
     ]),
     FLA_RULE: ("several tokens", [
         ("head_first must be False, got True", {"head_first": True}),
@@ -206,7 +189,6 @@ WRONG: dict[Adapter, tuple[str, list[tuple[str, Call]]]] = {  # a call, and what
         ("gv must be left out: gated_delta_step has no such gate", {"gv": torch.ones(3)}),
         ("g and gk must not both be given", {"gk": torch.ones(3)}),
         ("gk must be left out: gates in the kernel are of g", {"gk": torch.ones(3), "g": None, "raw": True}),
-        ("A_log must be a tensor, got NoneType", {"use_gate_in_kernel": True}),
     ]),
     VLLM_RULE: ("packed, not normalised", [
         ("beta must be 1.0, got 2.0", {"beta": 2.0}),
@@ -230,8 +212,6 @@ WRONG: dict[Adapter, tuple[str, list[tuple[str, Call]]]] = {  # a call, and what
         ("algorithm 'two-kernel' needs cb_scaled, cumAdt_vec, cb_old, got None", {"algorithm": "two-kernel"}),
         ("cb_scaled, cumAdt_vec, cb_old must be given together, got cb_old alone", {"cb_old": torch.ones(1)}),
         ("cb_old must be a tensor, got int", {"cb_scaled": SEED, "cumAdt_vec": SEED, "cb_old": 1}),
-        ("x must have shape (one=1, tokens, heads=4, dim=8), got (3, 3, 4, 8)",
-         {"cu_seqlens": torch.tensor([0, 1]), "max_seqlen": 3}),
     ]),
     TRACKED: ("one token, bfloat16", [
         ("logical_window must be 6, the 7 rows of x_cache without 1 of new tokens, got 5", {"logical_window": 5}),
@@ -240,7 +220,6 @@ WRONG: dict[Adapter, tuple[str, list[tuple[str, Call]]]] = {  # a call, and what
     BUFFERED: ("in place", [
         ("x_cache must have shape (slots, heads, max_cache_len=9, dim)", {"max_cache_len": 9}),
         ("write_pos must have 3 entries or more", {"write_pos": [6, 2]}),
-        ("max_cache_len must be from 1 to 64, got 65", {"max_cache_len": 65}),
     ]),
 }  # fmt: skip
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import sglang_facts as facts
+import test_integration_sglang_facts as facts
 import torch
 from models_of_peers import Arguments
 from peer_calls import copied, equal_bytes, require_contract
@@ -33,7 +33,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch, read: bool = False, **options: s
 @pytest.fixture(params=["made", pytest.param("read", marks=needs_sources)])
 def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Engine:
     """A process of SGLang that has loaded the plugin; `read`: with the modules of its sources that can run alone."""
-    made = in_process(monkeypatch, request.param == "read")
+    made = in_process(monkeypatch, request.param == "read", version=f"{facts.VERSION}+cu130")  # as a build calls it
     made.load(register)
     return made
 
@@ -67,7 +67,7 @@ def packing(kernel: Any, kind: str) -> Callable[..., Any]:
     def call(initial_state: Tensor, ssm_state_indices: Tensor, out: Tensor, b: Tensor, **more: Any) -> Any:
         del more["use_qk_l2norm_in_kernel"]
         also = {"b": b[None], "lower_bound": None} if kind == "KDA" else {"b": b}
-        y = kernel.packed_decode(
+        y = kernel.decode_kernel.packed_decode(
             **more, **also, ssm_states=initial_state, cache_indices=ssm_state_indices, num_v_heads=out.shape[2],
             head_v_dim=out.shape[3], **dict.fromkeys(facts.RINGS),
         )  # fmt: skip
@@ -85,7 +85,7 @@ def stepping(kernel: Any, kind: str) -> Callable[..., Tensor]:
         verify = bool(more.get("disable_state_update"))
         also = {"lower_bound": None} if kind == "KDA" else {"stable_rows": False} if verify else {}
         slots = torch.cat([initial_state_indices, initial_state_indices.new_tensor([-1])])
-        return (kernel.target_verify if verify else kernel.decode)(
+        return (kernel.verify_kernel.target_verify if verify else kernel.decode_kernel.decode)(
             **given, **also, ssm_states=initial_state_source, cache_indices=slots, query_start_loc=cu_seqlens
         )
 
@@ -152,12 +152,6 @@ def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch, said: list[
     engine.serve()
     with pytest.raises(RuntimeError, match=message):
         engine.serve(**{flag: "flashstate"})
-
-
-def test_a_build_of_a_supported_version_is_supported(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = in_process(monkeypatch, version="0.5.23+cu130")
-    engine.load(register)
-    engine.serve(mamba_backend="flashstate")
 
 
 @pytest.mark.parametrize(
@@ -278,4 +272,6 @@ def test_errors_name_the_call_and_the_layer_and_nothing_is_written(engine: Engin
         assert isinstance(raised.value.__cause__, ValueError)
         assert all(equal_bytes(t, before[name]) for name, t in arguments.items() if isinstance(t, Tensor))
     with pytest.raises(RuntimeError, match="in GDN packed_decode of a layer without a number: replayssm_d"):
-        made.packed_decode(*[torch.ones(1, 1)] * 3, **dict.fromkeys(facts.PACKED[3:]), replayssm_d=torch.ones(1))
+        made.decode_kernel.packed_decode(
+            *[torch.ones(1, 1)] * 3, **dict.fromkeys(facts.PACKED[3:]), replayssm_d=torch.ones(1)
+        )

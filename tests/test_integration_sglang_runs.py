@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import sglang_facts as facts
+import test_integration_sglang_facts as facts
 import torch
 from peer_calls import BRAIN, CPU, DIM, DSTATE, FLOAT, HEADS, Adapter, Random, equal_bytes, require_contract
 from peer_conv1d import SGLANG_CONV, TREE

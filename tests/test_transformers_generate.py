@@ -1,13 +1,20 @@
-"""What `generate` makes of prompts on flashstate is what it makes of them in Transformers."""
+"""What `generate` makes of prompts on flashstate is what it makes of them in Transformers, also with drafts, wherever
+they come from; sources of drafts that cannot work are refused."""
 
 from __future__ import annotations
 
+from itertools import cycle
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from decoding import KNOWN, NEW, PROMPT, STATIC, TOKENS, call, expected, greedy
+from decoding import KNOWN, LONG, NEW, PROMPT, STATIC, TOKENS, Steps, call, expected, greedy, started
+from safetensors.torch import save_file
 from torch import Tensor, nn
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, LogitsProcessor
+from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
+from transformers.modeling_layers import MtpModel
 
 import flashstate.integrations.transformers as fs
 from flashstate.integrations.transformers.tiny import tiny_model
@@ -148,3 +155,162 @@ def test_continuous_batching_of_transformers_refuses_recurrent_layers() -> None:
     model: Any = fs.enable(tiny_model("mamba2"))
     with pytest.raises(ValueError, match=r"Invalid layer type: linear_attention"):
         model.generate_batch(inputs=[[1, 2, 3], [4, 5, 6, 7]], max_new_tokens=4)
+
+
+FIRST = PROMPT[:1]
+DRAFTS = 3
+RIGHT = (2, 0, 3, 1)  # drafts that are right, call by call
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "padding"),
+    [
+        ("mamba", {}, 2),
+        ("mamba2", {"replay": DRAFTS + 2}, 2),
+        ("kimi_linear", {"replay": DRAFTS + 2}, 0),
+        ("glm5_next", {}, 0),
+        ("lfm2", {"max_batch": 1, "max_cache_len": 18}, 2),
+        ("falcon_h1", {"max_batch": 1, "max_cache_len": 18}, 0),
+    ],
+    ids=str,
+)
+def test_drafts_do_not_change_tokens(
+    family: str, options: dict[str, Any], padding: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompt lookup proposes known tokens, of which RIGHT are right, and one more than the cache can take back."""
+    model: Any = tiny_model(family)
+    given = {"max_new_tokens": 12, "attention_mask": (torch.arange(FIRST.shape[1]) >= padding).long()[None]}
+    want, turns = greedy(model, FIRST, **given), cycle(RIGHT)
+
+    def get_candidates(self: Any, input_ids: Tensor, **given: Any) -> tuple[Tensor, None]:
+        length, right = input_ids.shape[1], next(turns)
+        drafts = want[:, length : length + DRAFTS + 1].clone()
+        drafts[:, right : right + 1] += 1
+        return torch.cat([input_ids, drafts % 96], 1), None
+
+    monkeypatch.setattr(PromptLookupCandidateGenerator, "get_candidates", get_candidates)
+    cache = fs.StateCache(model, drafts=DRAFTS, **options)
+    steps = Steps(cache)
+    assert torch.equal(greedy(model, FIRST, past_key_values=cache, prompt_lookup_num_tokens=2, **given), want)
+    assert {(DRAFTS, back) for back in range(DRAFTS + 1)} <= set(steps)
+    assert cache.get_seq_length() == want.shape[1] - 1
+
+
+class Few(LogitsProcessor):
+    """Leaves a model one token or two to choose, two times each: so that models with other weights often agree."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        length = input_ids.shape[1]
+        left = (11 * length + 29 * torch.arange(2 if length % 4 < 2 else 1)) % 96
+        return torch.full_like(scores, -torch.inf).index_copy(1, left, scores[:, left])
+
+
+GIVEN: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False, "logits_processor": [Few()]}
+
+
+def assistant(tokens: int) -> LlamaForCausalLM:
+    """A model of attention that gives so many candidates for a call."""
+    config = LlamaConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+        pad_token_id=0, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model = LlamaForCausalLM(config).eval()
+    model.generation_config.update(
+        num_assistant_tokens=tokens, num_assistant_tokens_schedule="heuristic", assistant_confidence_threshold=0.0
+    )
+    return model
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "candidates"),
+    [("jamba", {"drafts": 4}, 4), ("qwen3_next", {"drafts": 4, "replay": 7}, 4), ("mamba2", {"drafts": 2}, 6)],
+    ids=str,
+)
+def test_with_an_assistant_model_tokens_are_those_of_plain_decoding(
+    family: str, options: dict[str, Any], candidates: int
+) -> None:
+    model: Any = tiny_model(family)
+    plain = model.generate(LONG[:1], **GIVEN)
+    cache = fs.StateCache(model, **options)
+    steps = Steps(cache)
+    given = {"past_key_values": cache, "assistant_model": assistant(candidates)}
+    assert torch.equal(model.generate(LONG[:1], **given, **GIVEN), plain)
+    steps.check(options["drafts"])
+
+
+def test_samples_are_those_of_the_model_and_a_seed_repeats_them() -> None:
+    """With one token to sample from, samples are known; with more, they are those of a seed."""
+    model: Any = tiny_model("qwen3_next")
+    cache, short = fs.StateCache(model, drafts=3), GIVEN | {"max_new_tokens": 16}
+
+    def sampled(**options: Any) -> Tensor:
+        cache.reset()
+        given = short | {"do_sample": True, "assistant_model": assistant(5)}  # anew, since its schedule learns
+        with torch.random.fork_rng():
+            torch.manual_seed(5)
+            return model.generate(LONG[:1], past_key_values=cache, **given, **options)
+
+    plain = model.generate(LONG[:1], **short)
+    assert torch.equal(sampled(top_k=1), plain)
+    first = sampled(temperature=2.0)
+    assert not torch.equal(first, plain)
+    assert torch.equal(sampled(temperature=2.0), first)
+
+
+def with_own_drafts(family: str, layers: int, path: Path) -> Any:
+    """A tiny model that has a checkpoint with so many layers for candidates. Those of Transformers are made after its
+    last layer, which has to be of attention for that."""
+    model: Any = tiny_model(
+        family, layer_types=["linear_attention", "linear_attention", "full_attention"], num_mtp_layers=layers,
+        mtp_layer_types=["full_attention"] * layers, mtp_mlp_layer_types=["dense"] * layers,
+    )  # fmt: skip
+    model.config.dtype, model.config.name_or_path = torch.float32, str(path)
+    model._keys_to_ignore_on_load_unexpected = [r"^mtp.*"]  # by which Transformers finds them
+    with torch.random.fork_rng():
+        torch.manual_seed(2)
+        own = MtpModel(model, layers).state_dict()
+    own = {f"mtp.{name}": weight.contiguous() for name, weight in own.items() if name.startswith("layers.")}
+    save_file(own, path / "model.safetensors", {"format": "pt"})
+    return model
+
+
+@pytest.mark.parametrize(("family", "layers"), [("bailing_hybrid", 1), ("qwen3_next", 2)])
+def test_layers_for_candidates_give_the_tokens_of_plain_decoding(family: str, layers: int, tmp_path: Path) -> None:
+    model = with_own_drafts(family, layers, tmp_path)
+    plain = model.generate(LONG[:1], **GIVEN)
+    cache = fs.StateCache(model, drafts=layers)
+    steps = Steps(cache)
+    assert torch.equal(model.generate(LONG[:1], past_key_values=cache, use_mtp=True, **GIVEN), plain)
+    assert steps[0] == (0, 0)  # candidates need what the model makes of the prompt
+    steps.check(layers)
+    if layers > 1:
+        with pytest.raises(ValueError, match=r"use_mtp has a candidate from each of 2 layers: .* as many, got 1"):
+            model.generate(LONG[:1], past_key_values=fs.StateCache(model, drafts=1), use_mtp=True, **GIVEN)
+
+
+def test_sources_and_caches_that_cannot_take_tokens_back_are_refused() -> None:
+    model: Any = tiny_model("mamba2")
+    fresh, used, other = (fs.StateCache(model, drafts=2) for _ in range(3))
+    tokens = model.generate(LONG[:1], past_key_values=used, max_new_tokens=2)
+    without = r"assisted generation needs past_key_values=StateCache\(model, drafts="
+    refused: list[tuple[Any, dict[str, Any], str]] = [
+        (fresh, {"assistant_model": tiny_model("jamba")}, "assistant_model has recurrent layers, .*: JambaFor"),
+        (other, {"assistant_early_exit": 1}, "assistant_early_exit takes tokens of several calls back"),
+        (used, {"assistant_model": assistant(2)}, r"begins with an empty cache, but this one has tokens; reset\(\) it"),
+        (None, {"assistant_model": assistant(2)}, without),
+        (DynamicCache(config=model.config), {"assistant_model": assistant(2)}, without),
+        (fs.StateCache(model), {"assistant_model": assistant(2)}, without),
+    ]
+    for cache, source, message in refused:
+        with pytest.raises(ValueError, match=message):
+            model.generate(tokens, past_key_values=cache, **source, **GIVEN)
+
+
+def test_a_failed_generation_with_drafts_does_not_change_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, stock, cache = started("mamba2", FIRST[:, :4], drafts=3)
+    monkeypatch.setattr(PromptLookupCandidateGenerator, "get_candidates", lambda *_, **given: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        greedy(model, FIRST, past_key_values=cache, prompt_lookup_num_tokens=3)
+    assert torch.equal(greedy(model, FIRST[:, :4], past_key_values=cache), stock)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from decoding import KNOWN, Steps
+from decoding import KNOWN, LONG, OPTIONS, Steps
 from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
@@ -19,8 +19,6 @@ from flashstate.integrations.transformers.tiny import tiny_model
 pytestmark = pytest.mark.gpu
 
 UNGRAPHED = ("glm5_next", "lfm3")  # whose attention waits for the GPU, or has a window that slides
-PROMPT = torch.arange(1, 37).view(3, 12) * 37 % 96
-NEW = 12  # tokens that are generated
 STATIC: dict[str, Any] = {"max_cache_len": 48}
 MOST_KERNELS = 7  # of a layer of Mamba-2 on an H200: two norms, two products, two ops and a sum
 
@@ -31,10 +29,9 @@ def float32_is_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
 
 
-def generated(model: Any, prompt: Tensor = PROMPT[:2], **options: Any) -> Tensor:
+def generated(model: Any, prompt: Tensor = LONG, **options: Any) -> Tensor:
     """What the model continues prompts with, wherever it is."""
-    plain = {"max_new_tokens": NEW, "do_sample": False}
-    return model.generate(prompt.to(model.device), **{**plain, **options}).cpu()
+    return model.generate(prompt.to(model.device), **{**OPTIONS, **options}).cpu()
 
 
 def captured(cache: fs.StateCache) -> list[Any]:
@@ -72,11 +69,11 @@ def test_drafts_change_no_token(family: str, options: dict[str, Any], static: di
     """Prompt lookup gives candidates where tokens repeat, so there are only four of them to choose from."""
     model: Any = tiny_model(family)
     few: dict[str, Any] = {"suppress_tokens": list(range(4, 96)), "max_new_tokens": 32}
-    want = generated(model, PROMPT[:1], **few)
+    want = generated(model, LONG[:1], **few)
     cache = fs.StateCache(model.cuda(), drafts=3, **options, **static)
     steps = Steps(cache)
     for _ in range(2):
-        got = generated(model, PROMPT[:1], past_key_values=cache, prompt_lookup_num_tokens=3, **few)
+        got = generated(model, LONG[:1], past_key_values=cache, prompt_lookup_num_tokens=3, **few)
         assert torch.equal(got, want)
         cache.reset()
     steps.check(3)
@@ -121,7 +118,7 @@ def kernels_of_a_step(layers: int) -> int:
     """How many kernels a step of Mamba-2 with so many layers has, in a graph."""
     model: Any = tiny_model("mamba2", num_hidden_layers=layers).cuda()
     cache = fs.StateCache(model, **STATIC)
-    tokens = PROMPT[:2].cuda()
+    tokens = LONG.cuda()
     with torch.no_grad():
         for call in (tokens, *3 * [tokens[:, :1]]):
             model(input_ids=call, past_key_values=cache)

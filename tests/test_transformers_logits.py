@@ -1,23 +1,28 @@
-"""Logits of models on flashstate are those of Transformers, call by call, with a prompt that is padded on the left."""
+"""Logits of models on flashstate are those of Transformers, call by call, with a prompt that is padded on the left;
+what formats of a StateCache get wrong, what they draw, and what they take."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import cycle
 from typing import Any
 
 import pytest
 import torch
-from decoding import KNOWN, REPLAYED, STATIC, TOKENS, Call, call, expected, states_of, stock_cache, store_of
-from decoding import teacher_forced as forced
+from decoding import KNOWN, REPLAYED, STATIC, TOKENS, call, expected, forced, greedy, states_of, stock_cache, store_of
+from torch import Tensor
 
+import flashstate
 import flashstate.integrations.transformers as fs
+from flashstate.integrations.transformers.families import mixers_of
 from flashstate.integrations.transformers.tiny import tiny_model
 from flashstate.proof import error_ratio, interpreted
+from flashstate.state.formats import FORMATS
 
 MASK = (torch.arange(TOKENS.shape[1] + 1) >= torch.tensor([[2], [0]])).long()
 BY_ONE = (3, *6 * (1,))
 WITH_DRAFTS = (3, (1, 2), (2, 1), 3)
-WAYS: dict[str, tuple[Sequence[Call], dict[str, Any]]] = {  # calls, and options of a StateCache
+WAYS: dict[str, tuple[Sequence[Any], dict[str, Any]]] = {  # calls, and options of a StateCache
     "static": (BY_ONE, STATIC),
     "stepped": (BY_ONE, {}),  # the prompt too, as where nobody has a kernel for it
     "drafts": (WITH_DRAFTS, {"drafts": 2}),
@@ -87,3 +92,111 @@ def test_states_and_windows_matter(family: str) -> None:
         logits.append(call(model, TOKENS[:, 5:6], cache, 5))
     whole, *others = logits
     assert all((other - whole).abs().max() > whole.std() / 2 for other in others[: 2 if states_of(cache) else 1])
+
+
+ONE_BY_ONE = (5, 1, 1, 1, 1)
+MODELS: dict[str, dict[str, Any]] = {  # without experts, which are chosen anew where a state differs a little
+    "mamba2": {}, "qwen3_5": {}, "mamba": {}, "kimi_linear": {"mlp_layer_types": ["dense"] * 3},
+}  # fmt: skip
+STORED = [
+    (dtype, rounding)
+    for dtype, known in FORMATS.items()
+    for rounding in known.roundings
+    if dtype != torch.float32 and rounding != "stochastic_hw"
+]
+FORMAT_CASES = [(family, *stored) for family, stored in zip(cycle(MODELS), STORED, strict=False)]
+RANDOM: dict[str, Any] = {"dtype": torch.int8, "rounding": "stochastic"}
+
+
+def rounded(model: Any, dtype: torch.dtype, rounding: str) -> Tensor:
+    """Logits of Transformers where states are rounded to a format after every call."""
+    kept, found, logits = stock_cache(model), mixers_of(model), []
+    pool: Any = None
+    for first, n in zip((0, *range(5, 9)), ONE_BY_ONE, strict=True):
+        logits.append(call(model, TOKENS[:, first : first + n], kept, first))
+        states = [each.kind.view(kept.layers[layer].recurrent_states[0]) for layer, each in found.items()]
+        if pool is None:
+            heads, rows, cols = states[0].shape[1:]
+            sizes: Any = {"slots": len(TOKENS), "layers": len(states), "heads": heads, "rows": rows, "cols": cols}
+            pool = flashstate.StatePool.mamba2(**sizes, dtype=dtype, rounding=rounding, seed=0)
+            slots = pool.acquire(len(TOKENS))
+        for i, state in enumerate(states):
+            pool.write(i, slots, state)
+            state.copy_(pool.read(i, slots))
+        pool.advance()
+    return torch.cat(logits, 1)
+
+
+@pytest.mark.parametrize(("family", "dtype", "rounding"), FORMAT_CASES, ids=str)
+def test_a_format_gets_no_more_wrong_than_rounding_every_state_does(
+    family: str, dtype: torch.dtype, rounding: str
+) -> None:
+    """No further from float64 than Transformers is with states of this format, and not as near as in float32."""
+    model: Any = tiny_model(family, **MODELS[family])
+    exact, plain = expected(model, ONE_BY_ONE)
+    budget = rounded(model, dtype, rounding)
+    ways: list[tuple[Sequence[int], dict[str, int]]] = [(ONE_BY_ONE, {}), ((5, 1, 3), {"drafts": 2})]
+    for calls, more in [*ways, ((5, 1, 3), {"replay": 3, "drafts": 2})][: 2 + (family != "mamba")]:
+        got = forced(model, calls, fs.StateCache(model, dtype=dtype, rounding=rounding, seed=1, **more))
+        assert error_ratio(got, exact, budget) <= 1 < error_ratio(got, exact, plain), more
+
+
+def generated(cache: fs.StateCache, model: Any, **options: Any) -> list[Tensor]:
+    """The logits of a generation, and what it leaves stored."""
+    scores = {"output_logits": True, "return_dict_in_generate": True, "max_new_tokens": 4}
+    logits = greedy(model, past_key_values=cache, **scores, **options).logits
+    return [result.clone() for result in (*logits, *states_of(cache))]
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("family", "more", "options"),
+    [("mamba2", {"replay": 3}, {}), ("qwen3_5", {"drafts": 2}, {"num_beams": 3})],
+    ids=str,
+)
+def test_a_seed_reproduces_a_generation(family: str, more: dict[str, int], options: dict[str, int]) -> None:
+    """In another cache, and in the same cache after a reset; other seeds, and none, draw other bits."""
+    model: Any = tiny_model(family)
+    kept, *others = (fs.StateCache(model, **RANDOM, seed=seed, **more) for seed in (3, 3, 4, None, None))
+    want = generated(kept, model, **options)
+    alike, other, first, second = (generated(cache, model, **options) for cache in others)
+    assert same(alike, want)
+    assert not any(same(*pair) for pair in ((other, want), (first, want), (first, second)))
+    kept.reset()
+    assert same(generated(kept, model, **options), want)
+    assert store_of(fs.StateCache(model, dtype="int8", max_batch=2)).seed is None  # which rounding to nearest needs not
+
+
+def test_every_step_every_row_and_every_copy_of_a_row_draws_bits_of_its_own() -> None:
+    model = tiny_model("mamba2")
+    kept = fs.StateCache(model, **RANDOM, seed=3, drafts=2)
+    call(model, TOKENS[[0, 0], :5], kept, 0)
+    seed = store_of(kept).seed
+    assert seed is not None
+    before = seed.clone()
+    call(model, TOKENS[[0, 0], 5:6], kept, 5)
+    assert not torch.any(seed == before)
+    kept.batch_repeat_interleave(2)
+    kept.reorder_cache(torch.tensor([1, 0, 1, 2]))
+    call(model, TOKENS[4 * [0], 6:7], kept, 6)
+    rows = [row.tolist() for row in states_of(kept)[0].view(4, -1)]
+    assert all(rows.count(row) == 1 for row in rows)
+
+
+def test_bytes_are_those_of_all_that_is_kept() -> None:
+    model, bytes_of = tiny_model("qwen3_5"), {}
+    for dtype in FORMATS:
+        cache = fs.StateCache(model, dtype=dtype, max_batch=3, drafts=2)
+        states, windows = states_of(cache), store_of(cache).windows
+        scales = 4 * states[0].shape[:-1].numel() * len(states) if FORMATS[dtype].scaled else 0
+        bytes_of[dtype] = cache.bytes_of_state
+        assert states[0].shape[0] == 3 * (1 + 2)
+        assert cache.bytes_of_state == sum(part.nbytes for part in (*states, windows)) + scales
+        assert cache.bytes == cache.bytes_of_state  # attention layers are empty
+    assert bytes_of[torch.float32] > bytes_of[torch.float16] > bytes_of[torch.int8]
+    call(model, TOKENS, cache, 0)
+    heads, size = model.config.num_key_value_heads, model.config.head_dim
+    assert cache.bytes - cache.bytes_of_state == 2 * 4 * TOKENS.numel() * heads * size  # keys and values

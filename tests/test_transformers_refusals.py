@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from decoding import PROMPT, STATIC, TOKENS, call, greedy, states_of
+from decoding import PROMPT, STATIC, TOKENS, call, greedy, started, states_of
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.generation import BaseStreamer
@@ -45,31 +45,28 @@ def test_wrong_arguments_are_refused_and_leave_the_model_alone(
     assert not is_enabled(model)
 
 
-def test_replay_is_refused_for_mixers_of_two_recurrences() -> None:
-    model, other = tiny_model("qwen3_5"), tiny_model("kimi_linear")
-    model.model.layers[0].linear_attn = mixers_of(other)[0].mixer
-    both = "KimiLinearDeltaAttention, Qwen3_5GatedDeltaNet"
-    with pytest.raises(ValueError, match=f"replay is for mixers of one recurrence, but this model has {both}"):
-        fs.StateCache(model, replay=4)
-
-
-def test_what_is_no_model_of_transformers_is_refused() -> None:
-    other: Any
-    for other in (tiny_model("mamba2").config, "mamba2", None, torch.nn.Linear(2, 2)):
-        message = f"model must be a model of Transformers, as from_pretrained returns it, got {type(other).__name__}"
-        for use in (fs.enable, fs.disable, fs.StateCache):
-            with pytest.raises(TypeError, match=message):
-                use(other)
-
-
-def test_models_without_a_known_recurrence_or_that_do_not_generate_are_refused_and_stay_as_they_are() -> None:
+def test_models_that_it_cannot_serve_are_refused_and_stay_as_they_are() -> None:
+    """Those of two recurrences, of none, and without a head; and what is no model."""
     small = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48, "num_hidden_layers": 1}
-    model, llama = tiny_model("mamba2"), LlamaForCausalLM(LlamaConfig(vocab_size=96, **small))
+    mamba2, two = tiny_model("mamba2"), tiny_model("qwen3_5")
+    two.model.layers[0].linear_attn = mixers_of(tiny_model("kimi_linear"))[0].mixer
+    both = "mixers of one recurrence, but this model has KimiLinearDeltaAttention, Qwen3_5GatedDeltaNet"
     one_line = "^LlamaForCausalLM has no recurrent layer that flashstate knows; docs/transformers.md [^,]*$"
-    for other, message in ((llama, one_line), (model.backbone, "a model that generates, got Mamba2Model")):
+    refused: tuple[tuple[Any, str], ...] = (
+        (lambda: fs.StateCache(two, replay=4), both),
+        (lambda: fs.enable(LlamaForCausalLM(LlamaConfig(vocab_size=96, **small))), one_line),
+        (lambda: fs.enable(mamba2.backbone), "a model that generates, got Mamba2Model"),
+    )
+    for use, message in refused:
         with pytest.raises(ValueError, match=message):
-            fs.enable(other)
-        assert not any("forward" in vars(module) for module in other.modules())
+            use()
+    assert not any(is_enabled(model) for model in (two, mamba2))
+    other: Any
+    for other in (mamba2.config, "mamba2", torch.nn.Linear(2, 2)):
+        message = f"model must be a model of Transformers, as from_pretrained returns it, got {type(other).__name__}"
+        for offer in (fs.enable, fs.disable, fs.StateCache):
+            with pytest.raises(TypeError, match=message):
+                offer(other)
 
 
 def test_a_prompt_that_is_not_longer_than_what_a_cache_holds_is_refused() -> None:
@@ -117,9 +114,7 @@ def test_after_a_call_that_failed_half_way_a_cache_refuses_until_it_is_reset(
 
 
 def test_a_cache_is_in_use_by_one_thread_at_a_time() -> None:
-    model: Any = tiny_model("mamba2")
-    stock = greedy(model, PROMPT[:1])
-    cache = fs.StateCache(model)
+    model, stock, cache = started("mamba2", PROMPT[:1])
     refused: list[str] = []
 
     class Intruder(BaseStreamer):
@@ -136,9 +131,7 @@ def test_a_cache_is_in_use_by_one_thread_at_a_time() -> None:
 
 
 def test_an_enabled_model_and_a_used_cache_are_not_pickled_and_a_disabled_model_is(tmp_path: Path) -> None:
-    model: Any = tiny_model("mamba2")
-    stock = greedy(model)
-    cache = fs.StateCache(model)
+    model, stock, cache = started("mamba2")
     call(model, PROMPT, cache, 0)
     for dump in (pickle.dumps, lambda each: torch.save(each, io.BytesIO())):
         for each in (model, model.backbone):
@@ -152,9 +145,7 @@ def test_an_enabled_model_and_a_used_cache_are_not_pickled_and_a_disabled_model_
 
 
 @pytest.mark.parametrize(
-    ("family", "options"),
-    [("mamba2", {"replay": 8, "drafts": 2}), ("nemotron_h", STATIC), ("qwen3_5", {"drafts": 2})],
-    ids=str,
+    ("family", "options"), [("mamba2", {"replay": 8, "drafts": 2}), ("qwen3_5", {"drafts": 2})], ids=str
 )
 def test_a_copy_of_a_cache_goes_on_alone(family: str, options: dict[str, Any]) -> None:
     model: Any = tiny_model(family)
@@ -167,9 +158,7 @@ def test_a_copy_of_a_cache_goes_on_alone(family: str, options: dict[str, Any]) -
 
 
 def test_a_cache_of_inference_mode_serves_outside_of_it() -> None:
-    model: Any = tiny_model("qwen3_5")
-    stock = greedy(model)
-    cache = fs.StateCache(model, **STATIC)
+    model, stock, cache = started("qwen3_5", **STATIC)
     with torch.inference_mode():
         assert torch.equal(greedy(model, past_key_values=cache), stock)
     cache.reset()
@@ -216,9 +205,7 @@ def test_other_rows_and_more_rows_than_max_batch_are_refused_before_anything_mov
 
 
 def test_more_tokens_than_a_static_cache_has_room_for_are_refused_before_anything_moves() -> None:
-    model: Any = tiny_model("jamba")
-    stock = greedy(model)
-    cache = fs.StateCache(model, drafts=3, **STATIC)
+    model, stock, cache = started("jamba", drafts=3, **STATIC)
     with pytest.raises(ValueError, match="room for max_cache_len=14 tokens, of which 0 are taken, got 18 more"):
         greedy(model, PROMPT.repeat(1, 3), past_key_values=cache)
     assert torch.equal(greedy(model, past_key_values=cache), stock)

@@ -31,7 +31,7 @@ MUTANTS = (
            "tree-reference]"),
     Mutant("siblings far from the first have no parent", "compat/trees.py",
            "for _ in range(max(tokens - 1, 1).bit_length()):", "for _ in range(1):",
-           "test_compat_rules.py::test_parents_are_found_of_first_children_and_next_siblings"),
+           "test_compat_contracts.py::test_parents_are_found_of_first_children_and_next_siblings"),
     Mutant("a ring of causal_conv1d is a window", "compat/causal_conv1d.py",
            "bias=bias, positions=cache_seqlens)", "bias=bias)",
            "test_compat_contracts.py::test_every_call_gives_what_the_contract_says"
@@ -79,7 +79,7 @@ MUTANTS = (
            "[flashinfer.selective_state_update-a buffer, no softplus, packed-reference]"),
     Mutant("FlashInfer's states of (K, V) are taken as (V, K)", "compat/flashinfer_delta.py",
            "y, _ = _delta_step(state.mT, q", "y, _ = _delta_step(state, q",
-           "test_compat_rules.py::test_flashinfer_decodes_states_of_either_layout"),
+           "test_compat_contracts.py::test_flashinfer_decodes_states_of_either_layout"),
     Mutant("several tokens of FlashInfer move the pool on unless told not to", "compat/flashinfer_delta.py",
            "not (disable_state_update is None or _disabled(disable_state_update))",
            "not _disabled(disable_state_update or False)",
@@ -99,7 +99,7 @@ MUTANTS = (
            "[flashinfer_delta.gated_delta_rule_mtp-every token, the last also elsewhere, 2 tokens-reference]"),
     Mutant("the last state goes where it was read", "compat/flashinfer_delta.py",
            "write is not None and write is not read and batch > 0", "write is not None and batch > 0",
-           "test_compat_rules.py::"
+           "test_compat_contracts.py::"
            "test_flashinfer_keeps_states_of_every_token_alone_where_the_last_would_go_where_it_was_read"),
     Mutant("skipped rows of several tokens give zero in a given output", "compat/flashinfer_delta.py",
            'return "zero" if output is None or steps == 1 else "keep"', 'return "zero"',
@@ -129,7 +129,7 @@ MUTANTS = (
            "[sglang.causal_conv1d_update-accepted counts, channels first-reference]"),
     Mutant("SGLang's tree is not written", "compat/sglang.py",
            "        retrieve_parent_token[:batch, :steps].copy_(parents)\n", "        pass\n",
-           "test_compat_rules.py::test_a_convolution_writes_the_parents_of_its_tree_and_its_output_lies_in_memory_as_"
+           "test_compat_contracts.py::test_a_convolution_writes_the_parents_of_its_tree_and_its_output_lies_in_memory_as_"
            "x_does"),
     Mutant("SGLang's buffer has rows of the batch", "compat/sglang.py",
            "rows = read if rows is None and buffer is not None else rows", "rows = rows",
@@ -141,16 +141,16 @@ MUTANTS = (
            "[sglang_delta.fused_sigmoid_gating_delta_rule_update-packed on two axes-reference]"),
     Mutant("states whose axes are called (K, V) are refused for SGLang", "compat/sglang_delta.py",
            "sizes[::-1]) if swapped else pool", "sizes[::-1]) if False else pool",
-           "test_compat_rules.py::test_sglang_reads_states_in_the_order_v_k_whatever_their_axes_are_called"),
+           "test_compat_contracts.py::test_sglang_reads_states_in_the_order_v_k_whatever_their_axes_are_called"),
     Mutant("a long state is taken for that of SGLang's function in Triton", "compat/sglang.py",
            "if window.shape[2] > width - 1 and not ring and not of_triton:", "if False:",
            "test_compat_refusals.py::test_what_does_not_fit_is_refused[sglang.causal_conv1d_update]"),
     Mutant("vLLM's packed tokens have no bound for going at once", "compat/vllm_delta.py",
            "max_len=shapes.most_at_once(cu_seqlens, exact) if write is None else None", "max_len=None",
-           "test_compat_rules.py::test_several_tokens_go_through_tensor_cores_at_once_for_callers_who_ask_for_it"),
+           "test_compat_contracts.py::test_several_tokens_go_through_tensor_cores_at_once_for_callers_who_ask_for_it"),
     Mutant("FlashInfer's tokens do not go at once", "compat/flashinfer.py",
            "dt_softplus=dt_softplus, exact=exact, slots=slots", "dt_softplus=dt_softplus, slots=slots",
-           "test_compat_rules.py::test_several_tokens_go_through_tensor_cores_at_once_for_callers_who_ask_for_it"),
+           "test_compat_contracts.py::test_several_tokens_go_through_tensor_cores_at_once_for_callers_who_ask_for_it"),
     Mutant("an error names a shape with an axis that was put in", "compat/shapes.py",
            "check_tensor(name, given[name], named", "check_tensor(name, tensor, named",
            "test_compat_refusals.py::test_what_does_not_fit_is_refused[mamba_ssm.selective_state_update]"),
@@ -195,7 +195,7 @@ MUTANTS = (
     Mutant("a flushed buffer is folded one token short", "compat/vllm_replay.py",
            'mamba2_fold(stored, longer, tensors["A"], slots=folding)',
            'mamba2_fold(stored, ring, tensors["A"], slots=folding)',
-           "test_compat_rules.py::test_a_buffer_is_filled_and_flushed_as_vllm_counts"),
+           "test_compat_contracts.py::test_a_buffer_is_filled_and_flushed_as_vllm_counts"),
     Mutant("vLLM's trackers stay where they are", "compat/vllm_replay.py",
            "    if plan is not None:\n        ring.commit(plan)\n", "",
            "test_compat_contracts.py::test_every_call_gives_what_the_contract_says"
@@ -203,10 +203,10 @@ MUTANTS = (
     # integrations/transformers
     Mutant("a prompt's state stays in what a call reads second", "integrations/transformers/cache.py",
            "return int(self.prompt > 0)", "return 0",
-           "test_transformers_drafts.py::test_drafts_do_not_change_tokens[mamba-{}-2]"),
+           "test_transformers_generate.py::test_drafts_do_not_change_tokens[mamba-{}-2]"),
     Mutant("seeds do not move on from step to step", "integrations/transformers/store.py",
            "            self.pool.advance(where.states)\n", "            pass\n",
-           "test_transformers_formats.py::"
+           "test_transformers_logits.py::"
            "test_every_step_every_row_and_every_copy_of_a_row_draws_bits_of_its_own"),
     Mutant("a reset forgets to empty the cache's own counts", "integrations/transformers/cache.py",
            "self.croppable = self.length = 0\n", "self.croppable = 0\n",
@@ -222,11 +222,11 @@ MUTANTS = (
            "test_more_tokens_than_a_static_cache_has_room_for_are_refused_before_anything_moves"),
     Mutant("rows that are repeated share their seed", "integrations/transformers/store.py",
            "self.seed[rows] * SPREAD + self.seeds[: len(rows), None]", "self.seed[rows]",
-           "test_transformers_formats.py::"
+           "test_transformers_logits.py::"
            "test_every_step_every_row_and_every_copy_of_a_row_draws_bits_of_its_own"),
     Mutant("stores of two devices draw equal seeds", "integrations/transformers/cache.py",
            "self.seed + number)", "self.seed)",
-           "test_transformers_devices.py::test_stores_draw_other_random_bits_and_a_seed_repeats_them"),
+           "test_transformers_enabling.py::test_stores_draw_other_random_bits_and_a_seed_repeats_them"),
     Mutant("reordered rows keep their attention", "integrations/transformers/cache.py",
            "            (reorder_in_place if self.static else type(layer).reorder_cache)(layer, beam_idx)\n",
            "            pass\n",
@@ -285,10 +285,10 @@ MUTANTS = (
     Mutant("what was derived from a parameter outlives a write", "integrations/transformers/mixers/parameters.py",
            "if known is None or known.versions != versions or not same_memory(known.sources, sources):",
            "if known is None or not same_memory(known.sources, sources):",
-           "test_transformers_mixers.py::test_a_tensor_is_derived_once_and_anew_when_its_parameter_has_changed"),
+           "test_transformers_families.py::test_a_tensor_is_derived_once_and_anew_when_its_parameter_has_changed"),
     Mutant("what was derived from a parameter outlives its memory", "integrations/transformers/mixers/parameters.py",
            "return all(a.data_ptr() == b.data_ptr() and a.dtype == b.dtype", "return all(a.dtype == b.dtype",
-           "test_transformers_mixers.py::test_a_tensor_is_derived_once_and_anew_when_its_parameter_has_changed"),
+           "test_transformers_families.py::test_a_tensor_is_derived_once_and_anew_when_its_parameter_has_changed"),
     Mutant("padding before a short convolution counts", "integrations/transformers/mixers/short_conv.py",
            "mixer.in_proj(masked(hidden, mask))", "mixer.in_proj(hidden)",
            "test_transformers_logits.py::test_logits_are_those_of_transformers[lfm2]"),
@@ -312,7 +312,7 @@ MUTANTS = (
            "test_transformers_logits.py::test_logits_are_those_of_transformers[mamba2]"),
     Mutant("plans of rings are void once a prompt is written", "integrations/transformers/store.py",
            "self.replayed.ring(0).plan(", "self.replayed.plan(",
-           "test_transformers_drafts.py::test_with_an_assistant_model_tokens_are_those_of_plain_decoding"
+           "test_transformers_generate.py::test_with_an_assistant_model_tokens_are_those_of_plain_decoding"
            "[qwen3_next-{'drafts': 4, 'replay': 7}-4]"),
     Mutant("windows keep tokens that were taken back", "integrations/transformers/store.py",
            "self.accepted[:, :batch] -= tokens", "self.accepted[1:, :batch] -= tokens",
@@ -328,14 +328,14 @@ MUTANTS = (
            "test_transformers_refusals.py::test_a_copy_of_a_cache_goes_on_alone[mamba2-{'replay': 8, 'drafts': 2}]"),
     Mutant("a static layer takes nothing back", "integrations/transformers/layers.py",
            "self.cumulative_length.sub_(abs(tokens_to_remove))", "pass",
-           "test_transformers_drafts.py::test_drafts_do_not_change_tokens"
+           "test_transformers_generate.py::test_drafts_do_not_change_tokens"
            "[falcon_h1-{'max_batch': 1, 'max_cache_len': 18}-0]"),
     Mutant("a candidate more than drafts is let through", "integrations/transformers/candidates.py",
            "return ids[:, : input_ids.shape[1] + drafts]", "return ids[:, : input_ids.shape[1] + drafts + 1]",
-           "test_transformers_drafts.py::test_drafts_do_not_change_tokens[kimi_linear-{'replay': 5}-0]"),
+           "test_transformers_generate.py::test_drafts_do_not_change_tokens[kimi_linear-{'replay': 5}-0]"),
     Mutant("the first candidates are part of a prompt", "integrations/transformers/candidates.py",
            "            kept.sure = input_ids.shape[1]\n", "            pass\n",
-           "test_transformers_drafts.py::test_drafts_do_not_change_tokens[kimi_linear-{'replay': 5}-0]"),
+           "test_transformers_generate.py::test_drafts_do_not_change_tokens[kimi_linear-{'replay': 5}-0]"),
     # integrations/transformers: misuse
     Mutant("a call that failed half way is forgotten", "integrations/transformers/use.py",
            "self.torn = kind is not None and self.begun", "self.torn = False",
@@ -368,7 +368,7 @@ MUTANTS = (
            "test_copies_of_an_enabled_model_and_others_of_its_class_run_by_themselves"),
     Mutant("a generation that failed leaves its candidates", "integrations/transformers/enabling.py",
            "        kept.sure = None  # of a generation that failed\n", "",
-           "test_transformers_drafts.py::test_a_failed_generation_with_drafts_does_not_change_the_next"),
+           "test_transformers_generate.py::test_a_failed_generation_with_drafts_does_not_change_the_next"),
     Mutant("mixers are told by their names alone", "integrations/transformers/families.py",
            'return cls.__module__ == f"transformers.models.{name}.modeling_{name}"', "return bool(name)",
            "test_transformers_families.py::test_a_subclass_of_a_mixer_is_not_taken_for_it"),
