@@ -1,12 +1,12 @@
 """Calls of all ops, by their forms: what they are given, stored and told."""
 
-from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any, NamedTuple, TypeVar
 from unittest import mock
 
 import torch
 from compiling import by_the_reference
+from refusals import Arguments, Change, at, both, given, of_tensor, only
 
 from flashstate import State
 from flashstate.launch.call import Op
@@ -31,8 +31,6 @@ from flashstate.proof import (
 from flashstate.proof.case import StateCase
 
 CPU = torch.device("cpu")
-Arguments = dict[str, Any]
-Change = Callable[[Arguments], Arguments]
 C = TypeVar("C", bound=AnyCase)
 
 MAMBA2 = Case(2, 4, 2, 16, 32, slots=12)
@@ -54,7 +52,7 @@ class Form(NamedTuple):
 
     op: Op
     case: AnyCase
-    change: Change = lambda a: a
+    change: Change = lambda a: {}
     bare: bool = True
 
     @property
@@ -62,10 +60,11 @@ class Form(NamedTuple):
         """All arguments of the call, by their names: with `out`, and on tensors of its own."""
         inputs = make_inputs(self.case, CPU)
         with by_the_reference():
-            return self.change(arguments_of(self.op, inputs, slots=inputs.at(), out=torch.empty_like(inputs.main)))
+            found = arguments_of(self.op, inputs, slots=inputs.at(), out=torch.empty_like(inputs.main))
+            return {**found, **self.change(found)}
 
 
-def on(op: Op, case: AnyCase, change: Change = lambda a: a, bare: bool = True, **fields: Any) -> Form:
+def on(op: Op, case: AnyCase, change: Change = lambda a: {}, bare: bool = True, **fields: Any) -> Form:
     """A call of an op, with inputs of a case with these fields."""
     return Form(op, replace(case, **fields), change, bare)
 
@@ -75,52 +74,28 @@ def shaped(case: C, **sizes: Any) -> C:
     return replace(case, **{field.name: sizes[field.name] for field in fields(case) if field.name in sizes})
 
 
-def given(**values: Any) -> Change:
-    return lambda a: {**a, **values}
-
-
-def at(**tables: Any) -> Change:
-    """With more fields of Slots: values, or what becomes of slot numbers."""
-
-    def change(a: Arguments) -> Arguments:
-        changed = {name: value(a["slots"].read) if callable(value) else value for name, value in tables.items()}
-        return {**a, "slots": replace(a["slots"], **changed)}
-
-    return change
-
-
-def both(first: Change, second: Change) -> Change:
-    return lambda a: second(first(a))
-
-
 def in_place(a: Arguments) -> Arguments:
-    return {**a, "out": a["v" if "v" in a else "x"]}
+    return {"out": a["v" if "v" in a else "x"]}
 
 
 def with_snapshots(name: str, rounding: str) -> Change:
     def change(a: Arguments) -> Arguments:
         data = torch.zeros(4, 4, *a["state"].data.shape[1:], dtype=getattr(torch, name))
-        scale = torch.ones(data.shape[:-1]) if name == "int8" else None
-        return {**a, "snapshots": State(data, scale, rounding=rounding)}
+        return {"snapshots": State(data, torch.ones(data.shape[:-1]) if name == "int8" else None, rounding=rounding)}
 
     return change
 
 
-def per_head(a: Arguments) -> Arguments:
-    angle = a["rotary"].angle
-    return {**a, "rotary": replace(a["rotary"], angle=angle[:, None].repeat(1, 4, 1))}
-
-
 def planned(a: Arguments) -> Arguments:
-    """With a plan for its slots in the place of these."""
+    """A plan for its slots in the place of these."""
     main = a["v" if "v" in a else "x"]
     tokens = None if a["slots"].cu_seqlens is not None else 1 if main.dim() == 3 else main.shape[1]
-    return {**a, "slots": None, "plan": a["ring"].plan(a["slots"], tokens)}
+    return {"slots": None, "plan": a["ring"].plan(a["slots"], tokens)}
 
 
 PER_TOKEN = torch.arange(6).reshape(2, 3)
 TREE = both(at(parents=torch.tensor([[-1, 0, 0]] * 2)), given(update=False))
-CHOSEN = at(read=PER_TOKEN, accepted=torch.tensor([1, 3]), write=lambda read: read.clone())
+CHOSEN = at(read=PER_TOKEN, accepted=torch.tensor([1, 3]), write=torch.clone)
 STORED = both(at(snapshot_rows=torch.tensor([1, 0])), with_snapshots("int8", "nearest"))
 
 
@@ -131,7 +106,7 @@ def forms_of_states(op: Op, case: AnyCase) -> dict[str, Form]:
         "float16": on(op, case, bare=False, format="float16", rounding="stochastic"),
         "int8": on(op, case, bare=False, format="int8", rounding="stochastic"),
         "float8": on(op, case, bare=False, format="float8_e4m3fn"),
-        "a tensor of slots": on(op, case, lambda a: {**a, "slots": a["slots"].read}),
+        "a tensor of slots": on(op, case, only("slots", lambda slots: slots.read)),
         "several tokens": on(op, case, tokens=3),
         "packed": on(op, case, tokens=3, packed=True),
     }
@@ -198,7 +173,9 @@ FORMS: dict[str, dict[str, Form]] = {  # of ops that are not named here, those t
     "mamba3_step": {
         **forms_of_steps(MAMBA3_STEP, MAMBA3),
         "rank 1": on(MAMBA3_STEP, MAMBA3, rank=1),
-        "an angle for every head": on(MAMBA3_STEP, MAMBA3, per_head),
+        "an angle for every head": on(
+            MAMBA3_STEP, MAMBA3, of_tensor("rotary.angle", lambda angle: angle[:, None].repeat(1, 4, 1))
+        ),
         "without weights": on(MAMBA3_STEP, MAMBA3, rank=1, Wx=False, Wz=False, Wo=False, D=False, z=False),
         "an output per rank": on(
             MAMBA3_STEP, MAMBA3, given(Wo=None, out=torch.empty(2, 4, 4, 16, dtype=torch.bfloat16))
@@ -206,7 +183,7 @@ FORMS: dict[str, dict[str, Form]] = {  # of ops that are not named here, those t
     },
     "conv1d_step": {
         "plain": on(CONV1D_STEP, CONV),
-        "a tensor of slots": on(CONV1D_STEP, CONV, lambda a: {**a, "slots": a["slots"].read}),
+        "a tensor of slots": on(CONV1D_STEP, CONV, only("slots", lambda slots: slots.read)),
         "in place": on(CONV1D_STEP, CONV, in_place),
         "several tokens": on(CONV1D_STEP, CONV, tokens=3),
         "packed": on(CONV1D_STEP, CONV, tokens=3, packed=True),

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import inspect
-import json
 import re
 import subprocess
 import sys
-from importlib import metadata, resources
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,7 +14,6 @@ from typing import Any
 import pytest
 
 import flashstate
-from flashstate.launch.table import load_table
 
 ROOT = Path(__file__).parent.parent
 
@@ -68,13 +66,6 @@ def test_every_public_name_has_a_docstring_of_its_own() -> None:
 def test_the_import_and_steps_on_a_cpu_work_without_triton_and_import_nothing_that_was_not_asked_for() -> None:
     result = subprocess.run([sys.executable, "-c", STEPS], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-
-
-def test_every_launch_table_is_found_in_the_package_under_the_name_of_its_gpu() -> None:
-    tables = list((resources.files("flashstate.launch") / "tables").iterdir())
-    assert tables
-    for file in tables:
-        assert json.loads(file.read_text())["configs"].keys() == load_table(file.name.removesuffix(".json")).keys()
 
 
 def test_every_file_of_the_package_is_built_into_it() -> None:

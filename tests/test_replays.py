@@ -49,18 +49,6 @@ def test_programs_of_several_tiles_give_what_those_of_one_give(
 
 @WITHOUT_A_GPU
 @EVERY_FORM
-def test_one_token_with_an_axis_of_its_own_is_one_without(
-    form: str, small: AnyReplayCase, device: torch.device
-) -> None:
-    inputs = replace(small, tokens=1, window=8, x="float16", format="float16", form=form).make_inputs(device)
-    without = inputs.fresh().of_tokens(0)
-    assert without.main.dim() == 3
-    require.equal_bytes("output", without.step(), inputs.step()[:, 0])
-    require.equal_states("the pool", without.state, inputs.state)
-
-
-@WITHOUT_A_GPU
-@EVERY_FORM
 def test_tokens_past_the_most_that_a_row_may_have_give_zero_and_are_not_replayed(
     form: str, small: AnyReplayCase, device: torch.device
 ) -> None:
