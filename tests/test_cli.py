@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -18,22 +17,13 @@ from flashstate.bench.ops import OPS
 from flashstate.bench.ways import WAYS
 from flashstate.check import SHOWN_FAILURES, cases_on
 from flashstate.cli import COMMANDS, main
-from flashstate.demo import one_thread
 from flashstate.info import versions
 from flashstate.launch import Gpu, choose
 from flashstate.proof import CASES, Case
-from flashstate.proof.laws import LawBroken, laws_for, pairs, speaks_of
+from flashstate.proof.laws import LawBroken, laws_for, pairs
 from flashstate.state.formats import FORMATS, PORTABLE_FORMATS
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-TINY = ["--device", "cpu", "--batches", "1", "2", "--heads", "2", "--rows", "4", "--cols", "16"]
-
-
-@pytest.fixture(autouse=True)
-def one_cpu_thread() -> Iterator[None]:
-    """Several threads on tensors this small are slow, and very slow where tests run side by side."""
-    with one_thread():
-        yield
 
 
 def test_info_shows_versions_formats_and_the_configs_that_are_chosen(capsys: pytest.CaptureFixture[str]) -> None:
@@ -51,68 +41,51 @@ def test_info_shows_versions_formats_and_the_configs_that_are_chosen(capsys: pyt
         assert f" {batch} {16 * batch} {config.block_rows} {config.num_warps} {config.lanes} -" in out
 
 
-def test_info_shows_configs_of_every_op_as_measured_and_where_replay_pays(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    shown = {
-        "mamba2": "mamba2_step, 64 x 128, float32, nearest, one token",
-        "mamba2_replay": "mamba2_replay either, 64 x 128, float32, nearest, one token",
-        "gated_delta": "gated_delta_step, 128 x 128, float32, nearest, one token",
-        "gated_delta_replay": "gated_delta_replay either, 128 x 128, bfloat16, nearest, one token",
-        "mamba3": "mamba3_step rank 4, 64 x 128, float32, nearest, one token",
-        "conv1d": "conv1d_step, 1280 x 4, bfloat16, nearest, one token",
-        "span": "mamba2_step, 64 x 128, float32, nearest, one token",
-    }
-    for op in OPS:
-        assert main(["info", op, "--gpu", "none"]) == 0
-        out = output_of(capsys)
-        assert f"Launch configs of {shown.get(op, op)}" in out
-        pays = {"mamba2_replay": " bfloat16, 6 tokens 4 ", "gated_delta_replay": " int8, per channel none "}
-        assert pays.get(op, "") in out
-        assert ("Replay reads rings" in out) == (op in pays)
+SHOWN = {  # what `flashstate info --gpu none` shows with other words behind it
+    "mamba2": "Launch configs of mamba2_step, 64 x 128, float32, nearest, one token",
+    "mamba2_replay": "Launch configs of mamba2_replay either, 64 x 128, float32, nearest, one token",
+    "gated_delta": "Launch configs of gated_delta_step, 128 x 128, float32, nearest, one token",
+    "gated_delta_replay": "Launch configs of gated_delta_replay either, 128 x 128, bfloat16, nearest, one token",
+    "mamba3": "Launch configs of mamba3_step rank 4, 64 x 128, float32, nearest, one token",
+    "conv1d": "Launch configs of conv1d_step, 1280 x 4, bfloat16, nearest, one token",
+    "span": "Launch configs of mamba2_step, 64 x 128, float32, nearest, one token",
+    "mamba2_replay --batch 1": "Replay reads rings",
+    "gated_delta_replay --batch 1": " int8, per channel none ",
+    "mamba2 --tokens 4 --snapshots": "mamba2_step, 64 x 128, float32, nearest, several tokens, every stored, on",
+    "mamba2 --tokens 4 --at-once": "mamba2_at_once, 64 x 128, float32, nearest, several tokens, on none",
+    "gated_delta --tokens 4 --batch 64 --format bfloat16 --at-once": " 64 4096 16 1 4 - tiles 8",
+    "mamba2 --tokens 4 --batch 64 --capability 9.0": " 64 1024 8 1 8 - ",
+    "mamba2 --tokens 4 --batch 64 --capability 10.0": " 64 1024 8 1 4 - ",
+    "--gpu a_GPU_of_mine": "on a_GPU_of_mine, compute capability 9.0",
+}
 
 
-def test_info_shows_the_configs_of_other_calls_and_of_another_compute_capability(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    for words, shown in (
-        ("mamba2 --tokens 4 --snapshots", "mamba2_step, 64 x 128, float32, nearest, several tokens, every stored, on"),
-        ("mamba2 --tokens 4 --at-once", "mamba2_at_once, 64 x 128, float32, nearest, several tokens, on none"),
-        ("gated_delta --tokens 4 --batch 64 --format bfloat16 --at-once", " 64 4096 16 1 4 - tiles 8"),
-        ("mamba2 --tokens 4 --batch 64 --capability 9.0", " 64 1024 8 1 8 - "),
-        ("mamba2 --tokens 4 --batch 64 --capability 10.0", " 64 1024 8 1 4 - "),
-    ):
-        assert main(["info", "--gpu", "none", *words.split()]) == 0
-        assert shown in output_of(capsys)
-
-
-def test_info_without_a_gpu_shows_the_table_of_another(
+def test_info_shows_configs_as_they_are_measured_or_asked_for_and_where_replay_pays(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for words, shown in SHOWN.items():
+        assert main(["info", "--gpu", "none", *words.split()]) == 0
+        out = output_of(capsys)
+        assert shown in out
+        assert ("Replay reads rings" in out) == ("replay" in words)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["info"]) == 0
     out = output_of(capsys)
     assert "no GPU: ops run the reference on the CPU" in out
-    assert "on NVIDIA H200" in out
-    assert out.count("table of NVIDIA H200") == 1
-
-
-def lines_of(argv: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What a command prints on a terminal of 80 columns."""
-    monkeypatch.setenv("COLUMNS", "80")
-    with contextlib.suppress(SystemExit):
-        main(argv)
-    return capsys.readouterr().out.splitlines()
+    assert out.count("table of NVIDIA H200") == out.count("on NVIDIA H200") == 1
 
 
 def test_help_and_info_fit_80_columns_and_leave_no_word_alone(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     words = [f"{command} --help".split() for command in ("", *COMMANDS)]
     words += [["info", op, "--gpu", gpu] for op in OPS for gpu in ("NVIDIA H200", "a GPU without a table")]
     words += [["info", op, "--format", "float16", "--rounding", "stochastic"] for op in ("mamba2", "gated_delta")]
     for argv in words:
-        lines = lines_of(argv, capsys, monkeypatch)
+        with contextlib.suppress(SystemExit):
+            main(argv)
+        lines = capsys.readouterr().out.splitlines()
         assert len(lines) > 3
         assert max(map(len, lines)) <= 80
         indented = (line for line in lines if line.startswith(" "))  # headings stand at the margin
@@ -137,7 +110,6 @@ BEFORE_TORCH = [  # what is said, and the exit status, with torch that cannot be
     ("bensh", 2, "there is no command 'bensh'; did you mean bench?"),
     ("nonsense", 2, "there is no command 'nonsense', only info, check"),
     ("bench --tokns 4", 2, "there is no option --tokns; did you mean --tokens?"),
-    ("bench --numerics", 2, "there is no option --numerics"),
     ("bench --markdown=README.md", 2, "there is no option --markdown"),
     ("bench mamba4", 2, "argument OP: must be one of mamba2, gated_delta, mamba3"),
     ("bench gated", 2, "got 'gated'; did you mean gated_delta or gated_delta_replay?"),
@@ -180,10 +152,7 @@ def test_the_command_line_knows_the_ops_and_ways_there_are() -> None:
 
 BAD_OPTIONS = [
     (["info", "--rounding", "stochastic_hw"], "float32 has no rounding 'stochastic_hw', only nearest"),
-    (
-        ["info", "conv1d", "--format", "int8"],
-        "windows are float32, bfloat16, float16, rounded to nearest, got int8",
-    ),
+    (["info", "conv1d", "--format", "int8"], "windows are float32, bfloat16, float16, rounded to nearest, got int8"),
     (["info", "mamba3", "--at-once"], "mamba3 has no --at-once"),
     (["info", "gated_delta", "--at-once"], "--at-once: only for calls of 2 to 16 tokens"),
     (["info", "--channels", "8"], "mamba2 has no --channels, only --heads, --groups, --rows, --cols"),
@@ -194,15 +163,9 @@ BAD_OPTIONS = [
     (["tune", "--quick", "--device", "cpu"], "tune measures kernels on a GPU, and there is none"),
     (["tune", "--quick", "--resume"], "--quick goes without --resume"),
     (["tune", "--seconds", "3"], "--seconds goes with --quick only"),
-    (["plan", "--tensor-parallel", "3"], "tensor parallel must divide the 128 heads, got 3"),
-    (
-        ["plan", "--heads", "3", "--cols", "8"],
-        "without a preset or a config.json a shape also needs layers, rows, groups",
-    ),
-    (["plan", "--tokens", "4"], "tokens=4 needs a window"),
+    (["plan", "--heads", "3", "--cols", "8"], "without a preset or a config.json a shape also needs layers, rows, gro"),
     (["plan", "--model", "mamba2-2.7b", "--config", "."], "from a preset or from a config.json, got both"),
     (["plan", "--config", "no/such/folder"], "No such file"),
-    (["plan", "--config", __file__], "is not a JSON file"),
     (["bench", "--ways", "--device", "cpu"], "--ways compares times of kernels: it needs a GPU"),
     (["bench", "--ways", "--plot", "a.png"], "--ways has a table of its own: it draws nothing, and takes no --host"),
     (["bench", "--quick", "--batches", "1"], "--quick goes without --batches"),
@@ -213,10 +176,9 @@ BAD_OPTIONS = [
     (["info", "mamba2_replay", "--snapshots"], "mamba2_replay has no --snapshots"),
     (["bench", "mamba2_replay", "--device", "cpu", "--tokens", "17"], "replay is measured with a window of 16"),
     (["check", "--device", "cuda:99"], "--device cuda:99: this machine has"),
-    (["bench", *TINY, "--groups", "3"], "the number of groups must divide the 2 heads, got 3"),
-    (["bench", *TINY, "--formats", "int8", "--cols", "3", "--heads", "1", "--rows", "1"], "not whole 32-bit words"),
-    (["bench", *TINY, "--csv", "no/such/folder/a.csv"], "to write a.csv to"),
-    (["bench", *TINY, "--peers", "numpy"], "there is no peer 'numpy', only vllm, flashinfer, mamba_ssm, fla"),
+    (["bench", "conv1d", "--device", "cpu", "--channels", "1283"], "not whole 32-bit words"),
+    (["bench", "--device", "cpu", "--csv", "no/such/folder/a.csv"], "to write a.csv to"),
+    (["bench", "--device", "cpu", "--peers", "numpy"], "there is no peer 'numpy', only vllm, flashinfer, mamba_ssm"),
     (["bench", "--host", "--csv", "a.csv"], "--host measures only what a call costs the host"),
     (["bench", "--from-csv", "missing.csv"], "No such file"),
     (["bench", "--from-csv", __file__], "is not a file that flashstate bench wrote"),
@@ -233,16 +195,12 @@ def test_a_bad_option_is_one_line_and_exits_with_2(capsys: pytest.CaptureFixture
 
 
 def test_check_proves_the_reference(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a case of every op and one for every law; test_laws.py tries more."""
-    every = cases_on(CPU, quick=True)
-    firsts = [next(case for case in every if speaks_of(words, case)) for words in laws_for(CPU)]
-    few = list(dict.fromkeys([*(cases.quick[0] for cases in CASES.values()), *firsts]))
+    """With a case of every op; test_laws.py tries more."""
+    few = [cases.quick[0] for cases in CASES.values()]
     monkeypatch.setattr(check, "cases_on", lambda device, quick: few)
     assert main(["check", "--quick", "--device", "cpu"]) == 0
-    out = output_of(capsys)
-    assert f"All {len(laws_for(CPU))} laws hold for the reference on the CPU." in out
-    assert "broken" not in out
-    assert "not tried" not in out
+    tried = len({words for words, _ in pairs(laws_for(CPU), few)})
+    assert f"All {tried} laws hold for the reference on the CPU." in output_of(capsys)
 
 
 @pytest.mark.parametrize("device", [CPU, CUDA], ids=str)
