@@ -52,7 +52,8 @@ def test_programs_of_several_tiles_give_what_those_of_one_give(
 def test_tokens_past_the_most_that_a_row_may_have_give_zero_and_are_not_replayed(
     form: str, small: AnyReplayCase, device: torch.device
 ) -> None:
-    """Of a packed row of four tokens where there is room for two, the first two count; of a row without, none."""
+    """Of a packed row of four tokens where there is room for two, the first two count; of a row without, none; and of a
+    row that ends past all tokens those that are there."""
     case = replace(small, batch=2, tokens=4, packed=True, window=4, slots=2, form=form)  # of four and three tokens
     inputs = case.make_inputs(device)
     inputs.state.count.copy_(torch.tensor([2, 3]))
@@ -67,6 +68,12 @@ def test_tokens_past_the_most_that_a_row_may_have_give_zero_and_are_not_replayed
         require.equal_states(f"row {row}", cut.state, alone.state, inputs.slots[row : row + 1].long())
     assert not none.step(slots=none.at(max_len=2)).any()
     require.equal_states("the pool", none.state, inputs.state)
+    past, right = inputs.fresh(), inputs.fresh()
+    ends = [past.at(cu_seqlens=past.slots.new_tensor([0, 8, end]), max_len=4) for end in (1 << 30, 9)]
+    y, want = (run.step(slots=end, plan=run.plan(end)) for run, end in zip((past, right), ends, strict=True))
+    require.equal_bytes("output of the token that is there", y, want)
+    folded = (past.state.data != inputs.state.data).flatten(1).any(1)
+    assert folded[inputs.slots.long()].tolist() == [True, True]  # as its plan says, and so its commit
 
 
 @WITHOUT_A_GPU

@@ -106,13 +106,14 @@ def rows_and_rings(
     slot, start, live, first, length = plan.rows[plan.rows[:, 0].argsort()].long().unbind(1)[1:6]
     if slots is None or slots.cu_seqlens is None:
         first = torch.arange(len(slot), device=slot.device) * (len(rows.y) // max(len(slot), 1))
+    known = slot >= 0
+    fold = known & (live + length > ring.window)  # as commit_plan has it
     first = first.clamp(max=len(rows.y))
     length = length.minimum(len(rows.y) - first)  # a plan does not know how many tokens there are
     index = torch.arange(longest, device=slot.device)
     at = torch.where(index < length[:, None], first[:, None] + index, -1)
-    known = slot >= 0
     gives = rows.gives if slots is not None and slots.padding == "fresh" else known
-    return Rows(at, rows.y, slot, known, gives), RingRows(start, live, known & (live + length > ring.window))
+    return Rows(at, rows.y, slot, known, gives), RingRows(start, live, fold)
 
 
 def live_tokens(count: Tensor, slot: Tensor, tokens: Tensor | int | None) -> Tensor:
