@@ -36,8 +36,8 @@ from flashstate.proof import (
     dtype,
     slotted,
 )
-from flashstate.proof.laws.steps import make_snapshots
-from flashstate.proof.laws.tokens import TREE, several
+from flashstate.proof.laws.steps import make_snapshots, several
+from flashstate.proof.laws.tokens import TREE
 from flashstate.state.formats import FORMATS, PORTABLE_FORMATS
 
 CPU = torch.device("cpu")

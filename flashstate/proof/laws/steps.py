@@ -150,6 +150,16 @@ def writes_elsewhere(case: AnyCase) -> bool:
     return not case.op.rings
 
 
+def several(case: AnyCase) -> bool:
+    """Whether rows have several tokens each, all the same number."""
+    return case.tokens > 1 and not case.packed
+
+
+def stores_every_token(case: AnyCase) -> bool:
+    """Whether rows of the case have several tokens, and the state after each of them may have a slot of its own."""
+    return several(case) and case.op.every_token
+
+
 def _with_hole(
     case: AnyCase, clean: Inputs, padding: str
 ) -> Iterator[tuple[Inputs, dict[str, Any], dict[str, Pool], str]]:
@@ -160,6 +170,8 @@ def _with_hole(
         poison(inputs.state, inputs.slots[:1].long())
         fields: dict[str, Any] = {"read": inputs.slots.index_fill(0, first, hole), "null": null, "padding": padding}
         fields |= {"write": inputs.slots} if writes_elsewhere(case) else {}
+        if stores_every_token(case) and null == -1:  # the last of them in a table
+            fields["write"] = torch.nn.functional.pad(inputs.slots[:, None], (case.tokens - 1, 0), value=-1)
         some = (make_snapshots(case, *case.snapshot_formats[0], first.device) for _ in range(2))
         taken, before = ({"snapshots": pool} if case.op.between_tokens else {} for pool in some)
         yield inputs, fields, taken, f"a padding row (slot {hole}, null {null})"

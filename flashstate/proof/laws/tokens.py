@@ -9,13 +9,8 @@ import torch
 from flashstate.proof import AnyCase, Inputs, oracle
 from flashstate.proof.laws import require
 from flashstate.proof.laws.registry import law
-from flashstate.proof.laws.steps import make_snapshots, writes_elsewhere
+from flashstate.proof.laws.steps import make_snapshots, several, stores_every_token, writes_elsewhere
 from flashstate.state.formats import decode
-
-
-def several(case: AnyCase) -> bool:
-    """Whether rows have several tokens each, all the same number."""
-    return case.tokens > 1 and not case.packed
 
 
 @law(
@@ -59,10 +54,6 @@ def packed_equals_dense(case: AnyCase, device: torch.device, inputs: Inputs) -> 
             want = oracle(alone)
             require.within_budget(f"output of row {row}", got, want.y, want.y_plain)
             require.within_budget(f"row {row}", packed.states[row : row + 1], want.state, want.state_plain)
-
-
-def stores_every_token(case: AnyCase) -> bool:
-    return several(case) and case.op.every_token
 
 
 @law(
@@ -129,6 +120,7 @@ def accepted_slots(case: AnyCase, device: torch.device, inputs: Inputs) -> None:
     chosen, plain = inputs.fresh(), inputs.fresh()
     y = chosen.step(slots=chosen.at(read=read, accepted=accepted))
     require.alike("", chosen, y, plain, plain.step())
+    read[0] = inputs.slots[0]
     for count in (0, -1, n + 1):
         accepted[0] = count
         run = inputs.fresh()
