@@ -10,6 +10,7 @@ from torch import Tensor
 import flashstate
 from flashstate import Slots
 from flashstate.launch import uses_kernels
+from flashstate.reference.conv1d import conv1d_token
 from flashstate.state.formats import bits_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -26,6 +27,15 @@ def require_convolved(seen: list[Tensor], x: Tensor, y: Tensor, weight: Tensor) 
     """The outputs of one row's tokens are those of a plain window that holds the last inputs of its history."""
     window = torch.stack(seen[1 - weight.shape[1] :], 1)[None].to(x.device)
     assert torch.equal(flashstate.conv1d_step(window, x[None].contiguous(), weight)[0], y)
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_a_token_is_torchs_convolution_of_the_last_inputs(activation: str | None) -> None:
+    generator = torch.Generator().manual_seed(0)
+    u, weight, bias = (torch.randn(*size, generator=generator).double() for size in ((3, 5, 4), (5, 4), (5,)))
+    want = torch.nn.functional.conv1d(u, weight[:, None], bias, groups=5)[..., 0]
+    want = torch.nn.functional.silu(want) if activation else want
+    assert torch.allclose(conv1d_token(u, weight, bias, activation), want, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize(("packed", "less"), [(False, 0), (True, 1)])

@@ -65,3 +65,11 @@ def test_a_bias_per_head_is_added_to_every_channel_and_the_default_scale_is_one_
     assert torch.equal(per_head.step(dt_bias=bias, scale=0.25), y)
     assert torch.equal(per_head.state.data, want.state.data)
     assert torch.equal(inputs.fresh().step(dt_bias=bias, scale=1), 4 * y)
+
+
+def test_b_is_a_logit_by_default_where_a_log_is_given() -> None:
+    for raw in (True, False):
+        inputs = make_inputs(DeltaCase(2, 4, 2, 5, 16, raw=raw), CPU)
+        y, other = (inputs.fresh().step(b_logit=logit) for logit in (raw, not raw))
+        assert torch.equal(inputs.fresh().step(b_logit=None), y)
+        assert not torch.equal(y, other)

@@ -17,23 +17,27 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 REAL = CASES["mamba2_step"].real[0]
 
 
-def test_reference_equals_the_recurrence_written_with_loops() -> None:
+@pytest.mark.parametrize("mamba1", [False, True])
+def test_reference_equals_the_recurrence_written_with_loops(mamba1: bool) -> None:
     """In Python's floats, element by element."""
     batch, heads, groups, rows, cols = 2, 4, 2, 3, 5
-    generator = torch.Generator().manual_seed(0)
-    s, x, dt, A, B, C, D, z = (
+    generator, own = torch.Generator().manual_seed(0), (rows,) if mamba1 else ()
+    s, x, dt, A, B, C, D, z, bias = (
         torch.randn(*size, generator=generator, dtype=torch.float64)
-        for size in ((batch, heads, rows, cols), (batch, heads, rows), (batch, heads), (heads,),
-                     (batch, groups, cols), (batch, groups, cols), (heads,), (batch, heads, rows))
+        for size in ((batch, heads, rows, cols), (batch, heads, rows), (batch, heads, *own),
+                     (heads, rows, cols) if mamba1 else (heads,), (batch, groups, cols), (batch, groups, cols),
+                     (heads, *own), (batch, heads, rows), (heads, *own))
     )  # fmt: skip
-    dt[0, 0], dt[0, 1], dt[1, 0] = 30.0, -40.0, 20.5
-    y, after = mamba2_token(s, x, dt, -A.abs(), B, C, D, z, None, True)
+    dt[0, 0], dt[0, 1], dt[1, 0], dt[1, 1], bias[:2] = 30.0, -40.0, 20.5, 19.5, 0.25
+    y, after = mamba2_token(s, x, dt, -A.abs(), B, C, D, z, bias, True)
+    dt, D = (t if mamba1 else t[..., None].expand(*t.shape, rows) for t in (dt + bias, D))
+    A = A if mamba1 else A[:, None, None].expand(heads, rows, cols)
     for b, h, d in product(range(batch), range(heads), range(rows)):
         g, value, gate = h * groups // heads, float(x[b, h, d]), float(z[b, h, d])
-        time = float(dt[b, h]) if dt[b, h] > 20.0 else math.log1p(math.exp(dt[b, h]))
-        out = float(D[h]) * value
+        time = float(dt[b, h, d]) if dt[b, h, d] > 20.0 else math.log1p(math.exp(dt[b, h, d]))
+        out = float(D[h, d]) * value
         for n in range(cols):
-            new = float(s[b, h, d, n]) * math.exp(-abs(float(A[h])) * time) + time * value * float(B[b, g, n])
+            new = float(s[b, h, d, n]) * math.exp(-abs(float(A[h, d, n])) * time) + time * value * float(B[b, g, n])
             assert math.isclose(float(after[b, h, d, n]), new, rel_tol=1e-13, abs_tol=1e-15)
             out += new * float(C[b, g, n])
         assert math.isclose(float(y[b, h, d]), out * gate / (1 + math.exp(-gate)), rel_tol=1e-12, abs_tol=1e-14)
