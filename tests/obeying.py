@@ -154,8 +154,8 @@ def _forms(place: str, op: str, words: str) -> Sequence[Mapping[str, Any]]:
 
 
 def work_of(case: AnyCase) -> int:
-    """About how much there is to compute: elements of state times tokens."""
-    return math.prod(case.state_axes) * (sum(case.lengths) + case.batch)
+    """About how much there is to compute and to compile: elements of state times tokens, and times a ring's window."""
+    return math.prod(case.state_axes) * (sum(case.lengths) + case.batch) * (case.window if case.op.rings else 1)
 
 
 def parameters(place: str, seed: int) -> Iterator[object]:
