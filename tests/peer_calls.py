@@ -87,6 +87,8 @@ class Adapter:
                 other = torch.int32 if kind == torch.int64 else torch.int64
                 dtype = other if "accepted" in name else kind
                 arguments[name] = torch.tensor(entry, dtype=dtype, device=device)
+            elif isinstance(entry, Tensor) and entry.device != device:
+                arguments[name] = entry.to(device)
         dtype = given if isinstance(given, torch.dtype) else None
         return self.with_room(arguments, dtype) if given and arguments.get(self.out) is None else arguments
 
@@ -136,7 +138,7 @@ def require_contract(adapter: Adapter, arguments: Arguments, fault: str | None =
     after, ran = copied(arguments, CPU), exact.ran
     like = before[adapter.tokens[0] if before.get(adapter.out) is None else adapter.out]
     assert (y.shape, y.dtype) == (exact.y.shape, like.dtype)
-    assert not ran.any() or error_ratio(y[ran], exact.y[ran], plain.y[ran].to(y.dtype)) <= 1
+    assert not ran.any() or error_ratio(y[ran], exact.y[ran], plain.y[ran].to(y.dtype)) <= OF_LAWS
     assert torch.equal(y[~ran], exact.y[~ran].to(y.dtype))
     for name, scale in adapter.pools.items():
         if before.get(name) is not None:
@@ -173,7 +175,7 @@ def require_stored(name: str, scale: str, before: Arguments, after: Arguments, e
         scales = after.get(scale)
         got = [decoded(after[name][entry], None if scales is None else scales[entry]) for _, entry in places]
         got = torch.stack(got).reshape(want.shape)
-        assert error_ratio(got, want.double(), rounded(plainly, after[name].dtype)) <= 1, name
+        assert error_ratio(got, want.double(), rounded(plainly, after[name].dtype)) <= OF_LAWS, name
 
 
 def equal_bytes(one: Tensor, other: Tensor) -> bool:

@@ -244,6 +244,7 @@ def test_nothing_waits_for_the_device_and_a_graph_captures_all_but_numbers_of_th
             pool.acquire(1, seed=4)
         finally:
             torch.cuda.set_sync_debug_mode("default")
+    pool.release(0)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         read = calls()
