@@ -19,6 +19,7 @@ HEADS, DIM, DSTATE, SLOTS = 4, 8, 16, 14
 CURSORS = ("ring_start", "prev_num_accepted_tokens")
 WRITTEN_ALONE = ("state_out", "intermediate_states_buffer", "intermediate_conv_window", *CURSORS)  # pools never read
 FLOAT, HALF, BRAIN, SHORT, BYTE = torch.float32, torch.float16, torch.bfloat16, torch.int16, torch.int8
+OF_LAWS = 4.0  # times what laws allow, of larger shapes: budgets of so few numbers are a matter of luck on a GPU
 Call = dict[str, Any]  # options of Adapter.make, arguments besides, lists of indices
 Calls = dict[str, Call]
 
