@@ -1,16 +1,17 @@
 """Stored bytes: Philox, encoders and their bounds, and equal bytes from torch and Triton."""
 
-from contextlib import nullcontext
-from itertools import cycle, product
+from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from implementations import KERNELS
 from torch import Tensor
 
-import flashstate
-from flashstate.launch import Config, interpreted, machine_of, override
+from flashstate.launch import Config, machine_of, override
 from flashstate.launch.arguments import as_bytes
+from flashstate.proof import Case
+from flashstate.proof.laws import LAWS
 from flashstate.state.formats import DTYPES, FORMATS, PORTABLE_FORMATS, Encoded, decode, encode
 from flashstate.state.rounding import philox, random_bits, to_bfloat16_stochastic, to_float16_stochastic
 
@@ -245,48 +246,15 @@ def test_triton_and_torch_decode_every_code_to_equal_values(device: torch.device
         assert torch.equal(codes(decoded_by_triton(data, scale, device, form)), codes(decode(data, scale))), form
 
 
-SHAPES = [(3, 20, None), (4, 33, None), (5, 7, None), (2, 64, None)]  # rows, cols, lanes
-OF_CHUNKS = [(6, 40, 1), (6, 20, 2), (6, 33, 8)]  # threads, or those of a row, have half of a Philox call at once
-
-
-@EVERYWHERE
-@pytest.mark.parametrize(
-    ("of_state", "shape"),
-    [
-        *zip(PORTABLE_FORMATS, cycle(SHAPES), strict=False),
-        *product([("int8", "stochastic"), ("float8_e4m3fn", "stochastic")], OF_CHUNKS),
-    ],
-    ids=str,
-)
-def test_a_step_stores_the_bytes_that_the_seed_decides(
-    device: torch.device, of_state: tuple[str, str], shape: tuple[int, int, int | None]
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
+@pytest.mark.parametrize("name", ["int8", "float8_e4m3fn", "float16"])
+@pytest.mark.parametrize(("cols", "lanes"), [(40, 1), (20, 2), (33, 8)])
+def test_a_step_draws_the_bits_that_the_seed_decides_whoever_has_a_column(
+    device: torch.device, name: str, cols: int, lanes: int
 ) -> None:
-    """With A = 0 and x = 1 the state grows by dt * B, exactly known; so are the bits that round it. Odd shapes too, and
-    a row that holds an inf. Slots that are not named keep their bytes. Scales are powers of two, so that it does not
-    matter whether scaling rounds: Triton 3.6 interprets a fused multiply-add as two operations."""
-    (name, rounding), (rows, cols, lanes) = of_state, shape
-    dtype, seed, slots = DTYPES[name], torch.tensor([11, -22, 33, -44]), torch.tensor([3, 1])
-    values = torch.randn(4, 2, rows, cols, generator=torch.Generator().manual_seed(2))
-    largest = FORMATS[dtype].largest
-    if largest is not None:
-        values = values.clamp(-3.4, 3.4)
-        values[..., 0] = largest * 2.0 ** (2 - largest.bit_length())
-    values[1, 0, 1, cols - 1] = torch.inf
-    before = encode(values, dtype)
-    data, scale = (None if t is None else t.clone().to(device) for t in before)
-    rounds = 7 if lanes else 10
-    state = flashstate.State(data, scale, rounding=rounding, rounds=rounds, seed=seed.to(device), stream=5)
-    x, dt, bc = torch.ones(2, 2, rows), torch.full((2, 2), 2.0**-10), torch.full((2, 1, cols), 0.3)
-    arguments = [t.to(device) for t in (x, dt, torch.zeros(2), bc, bc)]
-    config = override(Config(32 // lanes, 1, lanes)) if lanes else nullcontext()
-    with interpreted() if device.type == "cpu" else nullcontext(), config:
-        flashstate.mamba2_step(state, *arguments, dt_softplus=False, slots=slots.to(device))
-    random = None if rounding == "nearest" else random_bits(seed[slots], (2, rows, cols), 0, 5, rounds, dtype)
-    stored = before[0][slots].float().double()
-    scaled = stored if before[1] is None else stored * before[1][slots, ..., None]
-    after = encode((scaled + dt[0, 0] * bc[0, 0]).float(), dtype, random)
-    for got, old, new in zip((state.data, state.scale), before, after, strict=True):
-        want = codes(old)
-        if new is not None:
-            want[slots] = codes(new)
-        assert torch.equal(codes(None if got is None else got.cpu()), want)
+    """Threads, or those of a row, have half of a Philox call at once."""
+    case = Case(2, 2, 1, 6, cols, format=name, rounding="stochastic")
+    with override(Config(32 // lanes, 1, lanes)):
+        LAWS["snapshots hold the state after every token, in any format, at their rows, and change nothing else"](
+            case, device
+        )

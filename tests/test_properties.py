@@ -101,10 +101,14 @@ class Situation:
             found |= {kind for n in numbers if n is not None and n >= self.slots and n != self.null}
         return found | {"snapshot row" for _, row in names if row is not None and row >= self.taken[0]}
 
-    def tables(self, index: torch.dtype) -> Slots:
+    def tables(self, draw: Draw) -> Slots:
+        """Each of either type of numbers, and those with columns in a view of a wider one."""
+
         def tensor(numbers: Any, columns: bool = True) -> Any:
-            made = None if numbers is None else torch.tensor(numbers, dtype=index)
-            return made if made is None or columns else made[:, 0]
+            made = None if numbers is None else torch.tensor(numbers, dtype=draw.choice([torch.int32, torch.int64]))
+            if made is None or made.dim() == 1:
+                return made
+            return torch.cat([made, made], 1)[:, : made.shape[1]] if columns else made[:, 0].contiguous()
 
         bounds = [self.at(row, 0) for row in range(len(self.lengths) + 1)] if self.form == "packed" else None
         return Slots(
@@ -167,6 +171,7 @@ def test_a_call_equals_calls_of_one_token_of_one_row_bit_by_bit(device: torch.de
 
 def require_equal(now: Situation, case: Case, draw: Draw) -> None:
     inputs, running, known = make_inputs(case, CPU), now.running(), draw.choice(PORTABLE_FORMATS)
+    inputs.state = replace(inputs.state, rounds=draw.choice([7, 10]))
     idle = sorted({*range(case.batch)} - {now.at(*token) for token in running})
     for tensor in inputs.activations.values():
         tensor[idle] = torch.nan
@@ -191,7 +196,7 @@ def require_equal(now: Situation, case: Case, draw: Draw) -> None:
     shape = (len(now.lengths), now.longest) if now.form == "several tokens" else (case.batch,)
     given = {name: tensor.unflatten(0, shape) for name, tensor in run.activations.items()}
     out = {"new": None, "given": torch.full_like(given["x"], torch.nan), "x": given["x"]}[kind]
-    slots = now.tables(draw.choice([torch.int32, torch.int64]))
+    slots = now.tables(draw)
     run.arguments.update(given)
     y = run.step(slots=slots, snapshots=taken, update=now.stores != "none", out=out)
     assert out is None or y is out
