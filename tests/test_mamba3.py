@@ -1,96 +1,64 @@
 """mamba3_step: an independent model. The laws: test_laws.py."""
 
 import math
-import struct
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from flashstate.proof import Inputs, Mamba3Case, make_inputs, oracle, up_to_turns
+from flashstate.proof import Inputs, Mamba3Case, dtype, make_inputs, oracle, up_to_turns
 
 CPU = torch.device("cpu")
-
-
-# The recurrence with loops
-
-Row = list[float]
-PACKED = {"float16": "e", "float32": "f"}
 
 
 @dataclass
 class Head:
     """What one head of one row keeps: its state, and of the token before k of every rank, v, and the angles."""
 
-    s: list[Row]
-    k: list[Row]
-    v: Row
-    theta: Row
+    s: Tensor  # (D, N)
+    k: Tensor  # (R, N)
+    v: Tensor  # (D,)
+    theta: Tensor
 
 
-def turned(u: Row, bias: Row, theta: Row, pairs: str) -> Row:
-    u = [a + b for a, b in zip(u, bias, strict=True)]
-    for i, angle in enumerate(theta):
-        first, second = (2 * i, 2 * i + 1) if pairs == "interleaved" else (i, i + len(u) // 2)
-        a, b = u[first], u[second]
-        u[first] = a * math.cos(angle) - b * math.sin(angle)
-        u[second] = a * math.sin(angle) + b * math.cos(angle)
+def turned(u: Tensor, theta: Tensor, case: Mamba3Case) -> Tensor:
+    """Pairs of columns (R, N), each turned by its angle."""
+    pair, pairs = torch.arange(len(theta)), case.pairing or ("interleaved" if case.rank == 1 else "halved")
+    first, second = (2 * pair, 2 * pair + 1) if pairs == "interleaved" else (pair, pair + case.cols // 2)
+    a, b, u = u[:, first], u[:, second], u.clone()
+    u[:, first], u[:, second] = a * theta.cos() - b * theta.sin(), a * theta.sin() + b * theta.cos()
     return u
 
 
-def rounded(value: float, dtype: str) -> float:
-    return struct.unpack(PACKED[dtype], struct.pack(PACKED[dtype], value))[0]
-
-
-def one_token(head: Head, token: SimpleNamespace, case: Mamba3Case) -> list[Row]:
-    """The recurrence for one head, in Python's floats: updates what it keeps, and returns the outputs of all ranks, or
-    their sum."""
-    trap = 1 / (1 + math.exp(-token.trap)) if case.trap_logit else token.trap
-    head.theta = [
-        (old + math.tanh(a) * token.dt * math.pi) % math.tau for old, a in zip(head.theta, token.angle, strict=True)
-    ]
-    pairs = case.pairing or ("interleaved" if case.rank == 1 else "halved")
-    B, C = (
-        [turned(u, bias, head.theta, pairs) for u, bias in zip(us, biases, strict=True)]
-        for us, biases in ((token.B, token.bias_B), (token.C, token.bias_C))
-    )
-    B = [[rounded(value, case.kv) for value in row] for row in B]
-    alpha = math.exp(token.A * token.dt)
+def one_token(head: Head, token: SimpleNamespace, case: Mamba3Case) -> Tensor:
+    """The recurrence for one head, in float64: updates what it keeps, and returns the outputs of all ranks, or their
+    sum."""
+    trap = torch.sigmoid(token.trap) if case.trap_logit else token.trap
+    head.theta = (head.theta + torch.tanh(token.angle) * token.dt * math.pi) % math.tau
+    B, C = (turned(u, head.theta, case) for u in (token.B + token.bias_B, token.C + token.bias_C))
+    B = B.to(dtype(case.kv)).double()
+    alpha = torch.exp(token.A * token.dt)
     beta, gamma = (1 - trap) * token.dt * alpha, trap * token.dt
-    outputs = [[0.0] * case.rows for _ in range(case.rank)]
-    for d in range(case.rows):
-        for n in range(case.cols):
-            head.s[d][n] = alpha * head.s[d][n] + math.fsum(
-                Wx[d] * (gamma * token.x[d] * now[n] + beta * head.v[d] * before[n])
-                for Wx, now, before in zip(token.Wx, B, head.k, strict=True)
-            )
-        for r in range(case.rank):
-            y = math.fsum(s * c for s, c in zip(head.s[d], C[r], strict=True)) + token.D * token.x[d] * token.Wx[r][d]
-            if token.z is not None:
-                gate = token.z[d] * token.Wz[r][d]
-                y *= gate / (1 + math.exp(-gate))
-            outputs[r][d] = y if token.Wo is None else y * token.Wo[r][d]
-    head.k, head.v = B, [rounded(value, case.kv) for value in token.x]
-    return outputs if token.Wo is None else [[math.fsum(ys) for ys in zip(*outputs, strict=True)]]
+    head.s = alpha * head.s + (token.Wx * gamma * token.x).T @ B + (token.Wx * beta * head.v).T @ head.k
+    head.k, head.v = B, token.x.to(dtype(case.kv)).double()
+    y = C @ head.s.T + token.D * token.x * token.Wx
+    y = y if token.z is None else y * torch.nn.functional.silu(token.z * token.Wz)
+    return y if token.Wo is None else (y * token.Wo).sum(0, keepdim=True)
 
 
 def token_of(case: Mamba3Case, inputs: Inputs, b: int, t: int, h: int) -> SimpleNamespace:
     """What token t of row b brings to head h, and what all tokens share: of every rank, ones and zeros where absent."""
-    given = inputs.arguments
-    g = h // (case.heads // case.groups)
-    ones, zeros = torch.ones(case.rank, case.rows), torch.zeros(case.rank, case.cols)
-    found = {name: given[name][b, t, h].tolist() for name in ("x", "A", "dt", "trap")}
-    found |= {name: given[name][b, t, :, g].tolist() for name in ("B", "C")}
-    found["z"] = given["z"][b, t, h].tolist() if case.z else None
-    angle = given["angle"][b, t] if case.angles else torch.zeros(0)
-    found["angle"] = (angle[h] if angle.dim() == 2 else angle).tolist()
-    found |= {name: (ones if given[name] is None else given[name][:, h]).tolist() for name in ("Wx", "Wz")}
-    found["Wo"] = given["Wo"][:, h].tolist() if case.Wo else None
-    found["D"] = float(given["D"][h]) if case.D else 0.0
-    found |= {name: (zeros if given[name] is None else given[name][:, h]).tolist() for name in ("bias_B", "bias_C")}
+    ones, zeros = torch.ones(case.rank, case.rows).double(), torch.zeros(case.rank, case.cols)
+    absent = {"z": None, "angle": torch.zeros(0), "Wx": ones, "Wz": ones, "Wo": None, "D": torch.zeros(())}
+    ranks, found = slice(None), dict[str, Tensor | None]({**absent, "bias_B": zeros, "bias_C": zeros})
+    for name, tensor in inputs.arguments.items():
+        if isinstance(tensor, Tensor):
+            at: tuple[int | slice, ...] = (b, t, h) if tensor.shape[2:3] == (case.heads,) else (b, t)
+            at = (b, t, ranks, h * case.groups // case.heads) if name in "BC" else at
+            at = (h,) if name == "D" else (ranks, h) if name[0] in "Wb" else at
+            found[name] = tensor[at].double()
     return SimpleNamespace(**found)
 
 
@@ -110,22 +78,21 @@ def test_reference_equals_the_recurrence_written_with_loops(case: Mamba3Case) ->
     want, states, pool = oracle(inputs), inputs.states, inputs.state
     y = want.y.unflatten(0, (case.batch, case.tokens))
 
-    def require_close(got: Tensor, wanted: Any) -> None:
-        assert torch.allclose(got, torch.tensor(wanted, dtype=torch.float64), rtol=1e-12, atol=1e-13)
+    def require_close(got: Tensor, wanted: Tensor) -> None:
+        torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-13)
 
     for b, slot in enumerate(inputs.slots.tolist()):
         for h in range(case.heads):
-            theta = [] if pool.angle is None else pool.angle[slot, h].tolist()
-            head = Head(states[b, h].tolist(), pool.k[slot, :, h].tolist(), pool.v[slot, h].tolist(), theta)
+            theta = torch.zeros(0) if pool.angle is None else pool.angle[slot, h]
+            head = Head(*(kept.double() for kept in (states[b, h], pool.k[slot, :, h], pool.v[slot, h], theta)))
             for t in range(case.tokens):
                 outputs = one_token(head, token_of(case, inputs, b, t, h), case)
                 require_close(y[b, t, ..., h, :].reshape(-1, case.rows), outputs)
             require_close(want.state[b, h], head.s)
-            assert want.carried["k"].exact[b, :, h].tolist() == head.k
-            assert want.carried["v"].exact[b, h].tolist() == head.v
+            assert torch.equal(want.carried["k"].exact[b, :, h], head.k)
+            assert torch.equal(want.carried["v"].exact[b, h], head.v)
             if case.angles:
-                exact = want.carried["angle"].exact[b, h]
-                require_close(up_to_turns(exact, torch.tensor(head.theta, dtype=torch.float64)), head.theta)
+                require_close(up_to_turns(want.carried["angle"].exact[b, h], head.theta), head.theta)
 
 
 def test_without_arguments_that_are_ones_a_call_gives_what_it_gives_with_them() -> None:
