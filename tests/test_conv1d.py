@@ -1,32 +1,24 @@
-"""conv1d_step: where inputs are in a window, held against histories kept in Python lists. The laws: test_laws.py."""
+"""conv1d_step: what windows hold, bit by bit, and offsets that none has. The laws: test_laws.py."""
 
 import random
+from contextlib import nullcontext
+from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
 from implementations import NO_INTERPRETER
+from test_formats import EVERYWHERE
 from torch import Tensor
 
 import flashstate
 from flashstate import Slots
-from flashstate.launch import uses_kernels
+from flashstate.launch import interpreted, uses_kernels
 from flashstate.reference.conv1d import conv1d_token
 from flashstate.state.formats import bits_of
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-CHANNELS, STEPS = 5, 12
-
-
-def make_rows(width: int, batch: int, dtype: torch.dtype, generator: torch.Generator) -> list[list[Tensor]]:
-    """The inputs that a prefill left: K - 1 of each row."""
-    before = torch.randn(batch, width - 1, CHANNELS, generator=generator).to(dtype)
-    return [list(row.unbind()) for row in before]
-
-
-def require_convolved(seen: list[Tensor], x: Tensor, y: Tensor, weight: Tensor) -> None:
-    """The outputs of one row's tokens are those of a plain window that holds the last inputs of its history."""
-    window = torch.stack(seen[1 - weight.shape[1] :], 1)[None].to(x.device)
-    assert torch.equal(flashstate.conv1d_step(window, x[None].contiguous(), weight)[0], y)
+CPU = torch.device("cpu")
+CHANNELS = 5
 
 
 @pytest.mark.parametrize("activation", [None, "silu"])
@@ -38,70 +30,33 @@ def test_a_token_is_torchs_convolution_of_the_last_inputs(activation: str | None
     assert torch.allclose(conv1d_token(u, weight, bias, activation), want, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize(("packed", "less"), [(False, 0), (True, 1)])
-def test_rolling_back_continues_from_the_accepted_history(packed: bool, less: int, device: torch.device) -> None:
-    """Every step drafts tokens; a random number of them is kept, from none (with K - 2 entries of history: one) to all.
-    The window must hold the kept history and the drafts, bit for bit, and outputs must be of the whole history."""
-    generator, chance = torch.Generator().manual_seed(less), random.Random(packed)
-    width, batch, drafts, dtype = 4, 3, 4, torch.float16
-    history = width - 1 - less
-    rows, weight = (
-        make_rows(width, batch, dtype, generator),
-        torch.randn(CHANNELS, width, generator=generator).to(device),
-    )
-    slots = [6, 1, 3]
-    window = torch.full((8, CHANNELS, history + drafts), torch.nan, dtype=dtype)
-    for slot, seen in zip(slots, rows, strict=True):
-        window[slot, :, : width - 1] = torch.stack(seen, 1)
-    window = window.to(device)
-    accepted = [less] * batch  # the window starts where the prefill left it
-    drafted: list[Tensor] = [torch.empty(0, CHANNELS, dtype=dtype)] * batch
-    for _ in range(STEPS):
-        for row in range(batch):
-            rows[row] += drafted[row][: accepted[row]].unbind()
-        lengths = [chance.randint(1, drafts) for _ in range(batch)] if packed else [drafts] * batch
-        drafted = [torch.randn(n, CHANNELS, generator=generator).to(dtype) for n in lengths]
-        x = torch.cat(drafted) if packed else torch.stack(drafted)
-        bounds = torch.tensor([0, *lengths]).cumsum(0) if packed else None
-        at = Slots(
-            torch.tensor(slots, device=device), accepted=torch.tensor(accepted, device=device),
-            cu_seqlens=None if bounds is None else bounds.to(device), max_len=drafts if packed else None,
-        )  # fmt: skip
-        y = flashstate.conv1d_step(window, x.to(device), weight, history=history, slots=at)
-        outputs = y.split(lengths) if packed else y.unbind()
-        for row, (slot, tokens) in enumerate(zip(slots, drafted, strict=True)):
-            require_convolved(rows[row], tokens.to(device), outputs[row], weight)
-            kept = torch.stack([*rows[row][len(rows[row]) - history :], *tokens.unbind()], 1)
-            assert torch.equal(bits_of(window[slot, :, : kept.shape[1]].cpu()), bits_of(kept.contiguous()))
-        accepted = [chance.randint(less, n) for n in lengths]
-    assert window[[0, 2, 4, 5, 7]].isnan().all()
-
-
-@pytest.mark.parametrize("length", [2, 7])
-def test_a_ring_keeps_token_p_at_entry_p_modulo_its_length(length: int, device: torch.device) -> None:
-    """Positions grow by the tokens of each call; token p of a row is at entry p mod length, others stay."""
-    generator, chance = torch.Generator().manual_seed(length), random.Random(length)
-    width, batch, dtype = 3, 2, torch.float32
-    rows, weight = (
-        make_rows(width, batch, dtype, generator),
-        torch.randn(CHANNELS, width, generator=generator).to(device),
-    )
-    window, position = torch.zeros(batch, CHANNELS, length), [width - 1, width - 1]
-    for row in range(batch):
-        window[row, :, : width - 1] = torch.stack(rows[row], 1)
-    expected, window = window.clone(), window.to(device)
-    for _ in range(STEPS):
-        count = chance.randint(1, length + 2)  # sometimes more than the ring holds
-        x = torch.randn(batch, count, CHANNELS, generator=generator)
-        positions = torch.tensor(position, device=device)
-        y = flashstate.conv1d_step(window, x.to(device), weight, positions=positions)
-        for row in range(batch):
-            require_convolved(rows[row], x[row].to(device), y[row], weight)
-            rows[row] += x[row].unbind()
-            for t in range(count):
-                expected[row, :, (position[row] + t) % length] = x[row, t]
-            position[row] += count
-        assert torch.equal(window.cpu(), expected)
+@EVERYWHERE
+@pytest.mark.parametrize(("history", "packed"), [(3, False), (2, True), (None, False)])
+def test_kernels_roll_back_and_go_round_rings_as_the_reference_does(
+    device: torch.device, history: int | None, packed: bool
+) -> None:
+    """After any number of accepted tokens, and with more tokens than a ring holds. The contracts of peers say what the
+    reference does."""
+    generator, chance = torch.Generator().manual_seed(0), random.Random(0)
+    weight, least = torch.randn(CHANNELS, 4, generator=generator), 9 if history is None else 3 - history
+    for tokens in (1, 2, 4, 4, 7):
+        lengths = [chance.randint(1, tokens) if packed else tokens for _ in range(3)]
+        window = torch.randn(8, CHANNELS, 5 if history is None else history + tokens, generator=generator)
+        x = torch.randn(sum(lengths), CHANNELS, generator=generator)
+        accepted = torch.tensor([chance.randint(least, least + tokens - 1) for _ in lengths])
+        bounds, found = torch.tensor([0, *accumulate(lengths)]), []
+        for place, kernels in ((CPU, nullcontext()), (device, interpreted() if device == CPU else nullcontext())):
+            fields: dict[str, Any] = {"cu_seqlens": bounds.to(place), "max_len": tokens} if packed else {}
+            fields |= {} if history is None else {"accepted": accepted.to(place)}
+            options = {"positions": accepted.to(place)} if history is None else {"history": history}
+            given = x.to(place) if packed else x.to(place).unflatten(0, (3, tokens))
+            mine, slots = window.to(place, copy=True), Slots(torch.tensor([6, 1, 3], device=place), **fields)
+            with kernels:
+                y = flashstate.conv1d_step(mine, given, weight.to(place), slots=slots, **options)
+            found.append((mine.cpu(), y.cpu()))
+        (want, y_want), (got, y_got) = found
+        assert torch.equal(got, want)
+        torch.testing.assert_close(y_got, y_want)
 
 
 def odd_values(dtype: torch.dtype) -> Tensor:
