@@ -200,7 +200,11 @@ WRONG: dict[Adapter, tuple[str, list[tuple[str, Call]]]] = {  # a call, and what
         ("beta must be a tensor, got NoneType", {"beta": None}),
         ("num_accepted_tokens must be left out", {"num_accepted_tokens": [1, 1, 1]}),
     ]),
-    SGLANG_RULE: ("a tree", [("softplus_beta must be 1.0, got 0.5", {"softplus_beta": 0.5})]),
+    SGLANG_RULE: ("a tree", [
+        ("softplus_beta must be 1.0, got 0.5", {"softplus_beta": 0.5}),
+        ("dt_bias must have shape (HV=4, K=16), got (4,)",  # past whose end SGLang's own kernel reads
+         {"per_channel": True, "is_kda": True, "dt_bias": torch.zeros(HEADS)}),
+    ]),
     SGLANG_UPDATE: ("a tree", [("retrieve_parent_token needs disable_state_update", {"disable_state_update": False})]),
     VLLM_DECODE: ("bfloat16", [("mixed_qkv must have 2 * H * 16 + 4 * 8 columns", {"mixed_qkv": torch.ones(3, 95)})]),
     CHECKPOINTING: ("3 tokens, bfloat16", [
