@@ -109,16 +109,6 @@ def bytes_of(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
-def same(one: Tensor, other: Tensor) -> bool:
-    """Equal bytes; a NaN is equal to any NaN."""
-    one, other = one.detach().cpu(), other.detach().cpu()
-    if one.dtype in (torch.float32, torch.bfloat16, torch.float16):
-        if not torch.equal(one.isnan(), other.isnan()):
-            return False
-        one, other = (torch.where(t.isnan(), torch.zeros_like(t), t) for t in (one, other))
-    return torch.equal(*(bytes_of(t.clone(memory_format=torch.contiguous_format)) for t in (one, other)))
-
-
 def seed_of(pool: StatePool[Any]) -> Tensor:
     return kept_by(pool)["seed"]
 

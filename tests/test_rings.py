@@ -4,7 +4,7 @@ import pickle
 from copy import deepcopy
 from dataclasses import dataclass
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -87,15 +87,8 @@ class Model:
         return found
 
 
-class Step(NamedTuple):
-    """A batch as plan takes it, and as the model does."""
-
-    slots: Slots | Tensor | None
-    tokens: int | None
-    read: list[int]
-    first: list[int]
-    lengths: list[int]
-    null: int
+# A batch as plan takes it, its slots and tokens, and as the model does: read, first, lengths, null
+Step = tuple[Slots | Tensor | None, int | None, list[int], list[int], list[int], int]
 
 
 @dataclass
@@ -108,10 +101,8 @@ class Draws:
     most: int  # tokens of a row
 
     def index(self, numbers: list[int]) -> Tensor:
-        """As a list, or as a column of a table."""
         kind = INDICES[1] if any(abs(n) >> 31 for n in numbers) else self.draw.choice(INDICES)
-        table = torch.tensor([[PAST, number] for number in numbers], dtype=kind, device=self.device)
-        return table.view(-1, 2)[:, 1].contiguous()
+        return torch.tensor(numbers, dtype=kind, device=self.device)
 
     def read(self, batch: int, null: int) -> list[int]:
         """Distinct slots, and numbers that name none."""
@@ -123,15 +114,14 @@ class Draws:
         draw, most = self.draw, self.most
         if draw.random() < 0.1:
             tokens = draw.randint(1, most)
-            return Step(None, tokens, [*range(self.slots)], [0] * self.slots, [tokens] * self.slots, -1)
+            return None, tokens, [*range(self.slots)], [0] * self.slots, [tokens] * self.slots, -1
         null = draw.choice([-1, 0, 3, PAST + 1])
         read = self.read(batch, null)
         table = self.index(read)
         table = torch.stack([table + 1, table], 1)[:, 1] if draw.random() < 0.3 else table
         if draw.random() < 0.5:
             tokens, bare = draw.randint(1, most), null == -1 and draw.random() < 0.5
-            slots = table if bare else Slots(table, null=null)
-            return Step(slots, tokens, read, [0] * batch, [tokens] * batch, null)
+            return table if bare else Slots(table, null=null), tokens, read, [0] * batch, [tokens] * batch, null
         lengths = [draw.choice([0, 1, most, draw.randint(0, most)]) for _ in read]
         given = [sum(lengths[:b]) for b in range(batch + 1)]
         if draw.random() < 0.2:  # what cannot be is brought into range
@@ -139,7 +129,7 @@ class Draws:
         slots = Slots(table, cu_seqlens=self.index(given), max_len=most, null=null)
         bounds = [min(max(n, 0), MOST_TOKENS) for n in given]
         lengths = [min(max(bounds[b + 1] - bounds[b], 0), most) for b in range(batch)]
-        return Step(slots, None, read, bounds[:-1], lengths, null)
+        return slots, None, read, bounds[:-1], lengths, null
 
     def counts(self, most: list[int]) -> list[int] | None:
         """For every row, or for none; few are out of range."""
@@ -169,14 +159,14 @@ def test_cursors_are_where_the_model_has_them_after_any_steps(
 
     turns = 40 if slots < 10 else 2
     for _ in range(turns):
-        step = draws.step(draw.randint(0, slots) if turns > 2 else slots - 3)
-        plan = ring.plan(step.slots, step.tokens)
-        rows, parts = model.plan(*step[2:])
+        where, tokens, *of_rows = draws.step(draw.randint(0, slots) if turns > 2 else slots - 3)
+        plan = ring.plan(where, tokens)
+        rows, parts = model.plan(*of_rows)
         assert ([*map(tuple, plan.rows.tolist())], plan.parts.tolist()) == (rows, parts)
         assert (plan.batch, plan.rows.dtype, plan.parts.dtype) == (len(rows), torch.int32, torch.int32)
-        require(model.fault(step.read, step.null))  # planning moves nothing
+        require(model.fault(of_rows[0], of_rows[-1]))  # planning moves nothing
         for _ in range(draw.choice([1, 1, 2])):  # the last commit counts
-            accepted = draws.counts(step.lengths)
+            accepted = draws.counts(of_rows[2])
             ring.commit(plan, None if accepted is None else draws.index(accepted))
             require(model.commit(rows, accepted))
         if draw.random() < 0.2 or turns == 2:
