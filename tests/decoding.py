@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -37,6 +37,16 @@ def greedy(model: Any, prompt: Tensor = PROMPT, **options: Any) -> Tensor:
     """The prompt and what the model continues it with."""
     plain = {"max_new_tokens": NEW, "do_sample": False, "attention_mask": torch.ones_like(prompt)}
     return model.generate(prompt, **{**plain, **options})
+
+
+def of_families(**options: dict[str, Any]) -> pytest.MarkDecorator:
+    """A test of these families, each with options of its cache."""
+    return pytest.mark.parametrize(("family", "options"), options.items(), ids=str)
+
+
+def refused(message: str, use: Callable[..., Any], *args: Any, error: Any = ValueError, **options: Any) -> None:
+    with pytest.raises(error, match=message):
+        use(*args, **options)
 
 
 def started(family: str, prompt: Tensor = PROMPT, **options: Any) -> tuple[Any, Tensor, fs.StateCache]:

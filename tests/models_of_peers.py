@@ -153,27 +153,20 @@ def flashinfer(arguments: Arguments) -> list[Row]:
     return rows_of(arguments, goes, null=arguments.get("pad_slot_id", -1), fresh=True)
 
 
-def sglang(arguments: Arguments, pool: str = "state", read: str = "state_batch_indices") -> list[Row]:
-    """The buffer receives every state, of selective_state_update at the row of its slot, unless it has one of its own.
-    The last state goes where it was read, unless updates are disabled."""
-
-    def goes(b: int, t: int, last: bool, slots: list[int], slot: int) -> list[Place]:
-        stays = not last or arguments.get("disable_state_update")
-        return in_buffer(arguments, b, t, slot if pool == "state" else b) + [(pool, (slot,))] * (not stays)
-
-    return rows_of(arguments, goes, pool, read, arguments.get("pad_slot_id", -1), fresh=True)
-
-
-def flashinfer_decode(arguments: Arguments) -> list[Row]:
-    """The buffer receives every state; the last one goes where the output index says, or where it was read."""
-    pool, write = "initial_state", numbers(arguments.get("output_state_indices"))
+def each_kept(
+    arguments: Arguments, pool: str = "state", read: str = "state_batch_indices", fresh: bool = True
+) -> list[Row]:
+    """The buffer receives every state, in SGLang's selective_state_update at the row of its slot. The last one goes
+    where an output index says, or where it was read, unless updates are disabled."""
+    write = numbers(arguments.get("output_state_indices"))
     pool = "state" if arguments.get(pool) is None else pool
 
     def goes(b: int, t: int, last: bool, slots: list[int], slot: int) -> list[Place]:
-        stays = not last or arguments.get("disable_state_update")
-        return in_buffer(arguments, b, t, b) + [(pool, (write[b][0] if write else slot,))] * (not stays)
+        moves = last and not arguments.get("disable_state_update")
+        row = slot if read == "state_batch_indices" else b
+        return in_buffer(arguments, b, t, row) + [(pool, (write[b][0] if write else slot,))] * moves
 
-    return rows_of(arguments, goes, pool, "initial_state_indices")
+    return rows_of(arguments, goes, pool, read, arguments.get("pad_slot_id", -1), fresh)
 
 
 def flashinfer_mtp(arguments: Arguments) -> list[Row]:

@@ -35,19 +35,6 @@ def in_turn(modes: Calls, *tables: Calls) -> Calls:
     }
 
 
-class Random:
-    """Random tensors on a device, the same values on every one."""
-
-    def __init__(self, device: torch.device, seed: int) -> None:
-        self.device, self.generator = device, torch.Generator().manual_seed(seed)
-
-    def normal(self, *sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.randn(sizes, generator=self.generator).to(dtype).to(self.device)
-
-    def uniform(self, *sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.rand(sizes, generator=self.generator).to(dtype).to(self.device)
-
-
 @dataclass(frozen=True, eq=False)
 class Adapter:
     """A function of flashstate/compat, its contract, and calls that are right.

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from models_of_peers import Arguments, Outcome, Place, numbers, tokens_of_rows
-from peer_calls import FLOAT, HALF, Adapter, Calls, Random, in_turn
+from peer_calls import FLOAT, HALF, Adapter, Calls, in_turn
 from torch import Tensor
 
 from flashstate.compat import causal_conv1d, sglang, vllm
+from flashstate.proof.inputs import Source
 from flashstate.reference.conv1d import conv1d_token
 
 WINDOWS = "intermediate_conv_window"
@@ -126,10 +127,10 @@ def conv1d_arguments(
 
     copies: rows and steps of windows after every token. sliding: those of a row share their inputs in memory.
     """
-    random, dim = Random(device, width + length), shape[1]
-    window = random.normal(9, dim, length, dtype=dtype)
-    arguments = {"x": random.normal(*shape, dtype=dtype), "weight": random.normal(dim, width, dtype=dtype)}
-    arguments |= {"bias": random.normal(dim, dtype=dtype), "activation": "silu"}
+    random, dim = Source(device, width + length), shape[1]
+    window = random.normal(9, dim, length).to(dtype)
+    arguments = {"x": random.normal(*shape).to(dtype), "weight": random.normal(dim, width).to(dtype)}
+    arguments |= {"bias": random.normal(dim).to(dtype), "activation": "silu"}
     if copies is not None:
         rows, steps, entries = *copies, width - 1
         stream = window.new_full((rows, dim, steps + entries - 1), 7.0)

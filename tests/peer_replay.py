@@ -3,25 +3,18 @@ mode and form that they have."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
+import models_of_peers as models
 import torch
-from models_of_peers import (
-    Arguments,
-    Outcome,
-    decoded,
-    numbers,
-    selective_token,
-    shaped,
-    tokens_of_rows,
-    with_every_axis,
-)
-from peer_calls import BRAIN, BYTE, CPU, CURSORS, DIM, DSTATE, FLOAT, HALF, HEADS, SLOTS, Adapter, Call, Random, in_turn
+from models_of_peers import Arguments, Outcome
+from peer_calls import BRAIN, BYTE, CPU, CURSORS, DIM, DSTATE, FLOAT, HALF, HEADS, SLOTS, Adapter, Call, in_turn
 from peer_selective import GROUPS, selective_arguments
 from torch import Tensor
 
 from flashstate.compat import flashinfer, vllm
+from flashstate.proof.inputs import Source
 from flashstate.reference.mamba2 import state_after, time_steps
 
 
@@ -41,22 +34,20 @@ class RingRow:
     moved: dict[str, int] = field(default_factory=dict)
 
 
+def rows_with(arguments: Arguments, null: int) -> list[models.Row]:
+    """Rows that are not padding, which only those with slots can be."""
+    named = arguments.get("state_batch_indices") is not None
+    return models.rows_of(arguments, lambda *_: [], null=null if named else -1)
+
+
 def flashinfer_rings(arguments: Arguments) -> list[RingRow]:
-    """A row in the padding slot does nothing. One whose live entries and tokens are more than what fits beside the
-    tokens of the longest folds its live entries."""
-    x, rows = arguments["x"], []
-    longest = arguments.get("max_seqlen") or (x.shape[1] if x.dim() == 4 else 1)
-    window = arguments["x_cache"].shape[2] - longest
-    tokens = tokens_of_rows(len(x), longest, arguments.get("cu_seqlens"))
-    slots = numbers(arguments.get("state_batch_indices")) or [[b] for b in range(len(tokens))]
-    pad = arguments.get("pad_slot_id", arguments.get("null_block_id", -1))
-    for (slot, *_), here in zip(slots, tokens, strict=True):
-        named = arguments.get("state_batch_indices") is not None
-        if (named and (slot < 0 or slot == pad)) or not here:
-            continue
-        start, live = int(arguments["ring_start"][slot]), int(arguments["prev_num_accepted_tokens"][slot])
-        rows.append(RingRow(here, slot, start, live, live if live + len(here) > window else 0))
-    return rows
+    """A row whose live entries and tokens are more than what fits beside the tokens of the longest folds the former."""
+    x, rings, names = arguments["x"], [], ("ring_start", "prev_num_accepted_tokens")
+    window = arguments["x_cache"].shape[2] - (arguments.get("max_seqlen") or (x.shape[1] if x.dim() == 4 else 1))
+    for row in rows_with(arguments, arguments.get("pad_slot_id", arguments.get("null_block_id", -1))):
+        start, live = (int(arguments[name][row.start]) for name in names)
+        rings.append(RingRow(row.tokens, row.start, start, live, live if live + len(row.tokens) > window else 0))
+    return [row for row in rings if row.tokens]
 
 
 def vllm_trackers(arguments: Arguments) -> list[RingRow]:
@@ -71,13 +62,11 @@ def vllm_trackers(arguments: Arguments) -> list[RingRow]:
 
 def vllm_buffers(arguments: Arguments) -> list[RingRow]:
     """Entries from 0 on; a row that flushes stores the state after its token."""
-    rows, null = [], arguments.get("null_block_id", 0)
-    slots = numbers(arguments.get("state_batch_indices"))
-    for b in range(len(arguments["x"])):
-        slot, live = slots[b][0] if slots else b, int(arguments["write_pos"][b])
-        if (slots is None or slot not in (-1, null)) and 0 <= live < arguments["x_cache"].shape[2]:
-            rows.append(RingRow([b], slot, 0, live, live + 1 if arguments["is_flush"][b] else 0))
-    return rows
+    rings = []
+    for row in rows_with(arguments, arguments.get("null_block_id", 0)):
+        live, flushes = (int(arguments[name][row.tokens[0]]) for name in ("write_pos", "is_flush"))
+        rings.append(RingRow(row.tokens, row.start, 0, live, live + 1 if flushes else 0))
+    return [row for row in rings if row.live < arguments["x_cache"].shape[2]]
 
 
 def replay(contract: Callable[[Arguments], list[RingRow]], arguments: Arguments, dtype: torch.dtype) -> Outcome:
@@ -85,8 +74,8 @@ def replay(contract: Callable[[Arguments], list[RingRow]], arguments: Arguments,
 
     Where tokens have 16 bits, a plain output is made of a state and C of as many. `out` stays where no row runs.
     """
-    state = decoded(arguments["state"], arguments.get("state_scale")).to(dtype)
-    given, length = with_every_axis(arguments, *state.shape[1:]), arguments["x_cache"].shape[2]
+    state = models.decoded(arguments["state"], arguments.get("state_scale")).to(dtype)
+    given, length = models.with_every_axis(arguments, *state.shape[1:]), arguments["x_cache"].shape[2]
     short = arguments["x"].dtype == torch.bfloat16 and dtype == torch.float32
     softplus = bool(arguments.get("dt_softplus"))
     dt, bias = (None if given[name] is None else given[name].to(dtype) for name in ("dt", "dt_bias"))
@@ -104,7 +93,7 @@ def replay(contract: Callable[[Arguments], list[RingRow]], arguments: Arguments,
             else:
                 token = row.tokens[j - row.live]
                 operand = (lambda t: t.bfloat16().float()) if short else (lambda t: t)
-                outcome.y[token], s = selective_token(s, token, given, softplus, operand=operand)
+                outcome.y[token], s = models.selective_token(s, token, given, softplus, operand=operand)
                 outcome.ran[token] = True
                 for name, appended in (("x", given["x"]), ("B", given["B"]), ("dt", sizes)):
                     places = [(f"{name}_cache", (row.slot, i, entry)) for i in range(appended.shape[1])]
@@ -112,7 +101,7 @@ def replay(contract: Callable[[Arguments], list[RingRow]], arguments: Arguments,
             outcome.stored |= {("state", here): s} if j + 1 == row.folds else {}
         for name, cursor in row.moved.items():
             outcome.stored |= {(name, here): torch.tensor(cursor, dtype=torch.int32)}
-    return shaped(outcome, arguments["x"].shape)
+    return models.shaped(outcome, arguments["x"].shape)
 
 
 # Calls
@@ -133,8 +122,9 @@ def replay_arguments(
     dt_softplus: bool = True,
     apart: bool = False,
     entries: int = LENGTH,
+    finish: Callable[[Arguments], Arguments] = dict,
 ) -> Arguments:
-    """The arguments of every replay: a checkpoint, a ring of so many entries, and tokens.
+    """The arguments of every replay, as `finish` changes them: a checkpoint, a ring of so many entries, and tokens.
 
     lengths: of packed rows. optional: D and dt_bias are there. gate: z is. apart: the heads of rings do not lie side by
     side.
@@ -144,43 +134,35 @@ def replay_arguments(
     )
     if lengths is not None:
         made |= {name: made[name][None] for name in ("x", "dt", "B", "C", "z") if made[name] is not None}
-    random = Random(device, sum(tokens))
+    random = Source(device, sum(tokens))
 
     def ring(heads: int, *sizes: int, dtype: torch.dtype = x_dtype) -> Tensor:
-        return random.normal(SLOTS, heads, entries + apart, *sizes, dtype=dtype)[:, :, :entries]
+        return random.normal(SLOTS, heads, entries + apart, *sizes).to(dtype)[:, :, :entries]
 
     made |= {"x_cache": ring(HEADS, DIM), "B_cache": ring(GROUPS, DSTATE), "dt_cache": ring(HEADS, dtype=FLOAT).abs_()}
     if not gate:
         del made["z"]
-    return {**made, "out": torch.full_like(made["x"], 5.0)}
+    return finish({**made, "out": torch.full_like(made["x"], 5.0)})
 
 
-passes_on = wraps(replay_arguments, assigned=(), updated=())  # its options
-
-
-@passes_on
-def ring_arguments(device: torch.device, **options: Any) -> Arguments:
+def with_rings(made: Arguments) -> Arguments:
     """The arguments of checkpointing_ssu, but for slots."""
-    start, live = (torch.zeros(SLOTS, dtype=torch.int32, device=device) for _ in range(2))
-    start[READ], live[READ] = (torch.tensor(given, dtype=torch.int32, device=device) for given in (START, LIVE))
-    return {**replay_arguments(device, **options), "ring_start": start, "prev_num_accepted_tokens": live}
+    start, live = (torch.zeros(SLOTS, dtype=torch.int32, device=made["x"].device) for _ in range(2))
+    start[READ], live[READ] = (torch.tensor(given, dtype=torch.int32, device=start.device) for given in (START, LIVE))
+    return {**made, "ring_start": start, "prev_num_accepted_tokens": live}
 
 
-@passes_on
-def tracked_arguments(device: torch.device, tokens: tuple[int, ...] = (3,), **options: Any) -> Arguments:
+def with_trackers(made: Arguments) -> Arguments:
     """The arguments of selective_state_update_replayssm_flashinfer, but for slots."""
-    arguments = ring_arguments(device, tokens=tokens, gate=False, **options)
-    taken = max(options["lengths"]) if "lengths" in options else 1 if len(tokens) == 1 else tokens[1]
-    window = arguments["x_cache"].shape[2] - taken
-    return {**arguments, "prev_query_len": torch.zeros_like(arguments["ring_start"]), "logical_window": window}
+    x, made = made["x"], with_rings(made)
+    taken = made["cu_seqlens"].diff().max() if "cu_seqlens" in made else x.shape[1] if x.dim() == 4 else 1
+    return {**made, "prev_query_len": torch.zeros_like(made["ring_start"]), "logical_window": LENGTH - int(taken)}
 
 
-@passes_on
-def buffer_arguments(device: torch.device, **options: Any) -> Arguments:
+def with_buffer(made: Arguments) -> Arguments:
     """The arguments of selective_state_update_replayssm_output_only, but for slots and cursors."""
-    arguments = replay_arguments(device, tokens=(3,), **options)
-    entries = arguments["x_cache"].shape[2]
-    return {**arguments, "max_cache_len": entries, "bc_pre": torch.zeros(3, GROUPS, entries, device=device)}
+    entries = made["x_cache"].shape[2]
+    return {**made, "max_cache_len": entries, "bc_pre": made["x"].new_zeros(3, GROUPS, entries, dtype=FLOAT)}
 
 
 class BufferAdapter(Adapter):
@@ -199,11 +181,11 @@ FORMS = {
 PACKED = {"lengths": [3, 2, 0], "max_seqlen": 3}  # two rows fold, and one has no tokens
 CURSOR = {"write_pos": [6, 2, 0], "is_flush": [1, 1, 0]}
 TABLE = {"state_batch_indices": [[5, 1], [0, 1], [8, 1]]}
-COMMON: dict[str, Any] = {"tokens": ("x", "dt", "B", "C", "z")}
 POOLS = {"state": "state_scale", "x_cache": "", "B_cache": "", "dt_cache": ""}
+COMMON: dict[str, Any] = {"tokens": ("x", "dt", "B", "C", "z"), "pools": POOLS}
 CHECKPOINTING = Adapter(
     flashinfer.checkpointing_ssu,
-    make=ring_arguments, model=partial(replay, flashinfer_rings), pools=POOLS, **COMMON,
+    make=partial(replay_arguments, finish=with_rings), model=partial(replay, flashinfer_rings), **COMMON,
     calls={
         **in_turn({"3 tokens": IN_PLACE, "packed": {**IN_PLACE, **PACKED}}, FORMS),
         "one token": {**IN_PLACE, "tokens": (3, 1), "state_dtype": HALF, "rand_seed": [7], "indices": torch.int64},
@@ -219,8 +201,8 @@ CHECKPOINTING = Adapter(
 )  # fmt: skip
 TRACKED = Adapter(
     vllm.selective_state_update_replayssm_flashinfer,
-    make=tracked_arguments, model=partial(replay, vllm_trackers),
-    pools={**POOLS, **dict.fromkeys(CURSORS, "")}, **COMMON,
+    make=partial(replay_arguments, tokens=(3,), gate=False, finish=with_trackers), model=partial(replay, vllm_trackers),
+    **{**COMMON, "pools": {**POOLS, **dict.fromkeys(CURSORS, "")}},
     calls={
         **in_turn({"one token": IN_PLACE, "a table": TABLE}, FORMS),
         "3 tokens": {**IN_PLACE, "tokens": (3, 3), "update_trackers": False},
@@ -230,7 +212,7 @@ TRACKED = Adapter(
 )  # fmt: skip
 BUFFERED = BufferAdapter(
     vllm.selective_state_update_replayssm_output_only,
-    make=buffer_arguments, model=partial(replay, vllm_buffers), pools=POOLS, **COMMON,
+    make=partial(replay_arguments, tokens=(3,), finish=with_buffer), model=partial(replay, vllm_buffers), **COMMON,
     calls={
         "in place": {**CURSOR, **IN_PLACE},
         **in_turn({"a table, the null block": {**CURSOR, **TABLE}, "in order": {**CURSOR, "gate": False}}, FORMS),

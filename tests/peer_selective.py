@@ -7,23 +7,11 @@ from typing import Any
 import models_of_peers as models
 import torch
 from models_of_peers import BUFFER, Arguments
-from peer_calls import (
-    BRAIN,
-    DIM,
-    DSTATE,
-    FLOAT,
-    HALF,
-    HEADS,
-    SHORT,
-    SLOTS,
-    Adapter,
-    Calls,
-    Random,
-    in_turn,
-)
+from peer_calls import BRAIN, DIM, DSTATE, FLOAT, HALF, HEADS, SHORT, SLOTS, Adapter, Calls, in_turn
 from torch import Tensor
 
 from flashstate.compat import flashinfer, mamba_ssm, sglang, vllm
+from flashstate.proof.inputs import Source
 
 GROUPS = 2
 READ, WRITE = [[5, 1, 2], [9, 3, 4], [8, 6, 7]], [[10, 11, 12], [3, 9, 13], [8, 1, 6]]  # slots of rows
@@ -53,12 +41,12 @@ def selective_arguments(
     value per head. optional: D, z and dt_bias are there. buffer: for states of every token.
     """
     tokens = tokens if lengths is None else (sum(lengths) + unused,)
-    random = Random(device, sum(tokens))
+    random = Source(device, sum(tokens))
     of_heads, of_groups = ((), ()) if heads is None else ((heads,), (GROUPS,))
 
     def per_head(*sizes: int, of: int, dtype: torch.dtype, sign: int = 0) -> Tensor:
         """Expanded along the last `of` axes if parameters are tied; of one sign, or of both."""
-        values = random.normal(*sizes[:-of], *((1,) * of if tied else sizes[-of:]), dtype=dtype)
+        values = random.normal(*sizes[:-of], *((1,) * of if tied else sizes[-of:])).to(dtype)
         return (sign * values.abs() if sign else values).expand(sizes)
 
     positive = 0 if dt_softplus else 1
@@ -66,16 +54,16 @@ def selective_arguments(
     scale = None if state_dtype.is_floating_point else state.abs().amax(-1) / torch.iinfo(state_dtype).max
     arguments = {
         "state": state.to(state_dtype) if scale is None else (state / scale[..., None]).round().to(state_dtype),
-        "x": random.normal(*tokens, *of_heads, DIM, dtype=x_dtype),
+        "x": random.normal(*tokens, *of_heads, DIM).to(x_dtype),
         "dt": per_head(*tokens, *of_heads, DIM, of=1, dtype=weights_dtype, sign=positive),
         "A": per_head(*of_heads, DIM, DSTATE, of=2, dtype=FLOAT, sign=-1),
-        "B": random.normal(*tokens, *of_groups, DSTATE, dtype=x_dtype),
-        "C": random.normal(*tokens, *of_groups, DSTATE, dtype=x_dtype),
+        "B": random.normal(*tokens, *of_groups, DSTATE).to(x_dtype),
+        "C": random.normal(*tokens, *of_groups, DSTATE).to(x_dtype),
         "dt_softplus": dt_softplus,
     }
     others = {
         "D": per_head(*of_heads, DIM, of=1, dtype=weights_dtype),
-        "z": random.normal(*tokens, *of_heads, DIM, dtype=x_dtype),
+        "z": random.normal(*tokens, *of_heads, DIM).to(x_dtype),
         "dt_bias": per_head(*of_heads, DIM, of=1, dtype=weights_dtype, sign=positive),
     }
     arguments |= others if optional else dict.fromkeys(others)
@@ -220,7 +208,7 @@ FROZEN = {"disable_state_update": True, "buffer": True, "cache_steps": 4}
 VERIFY = {**SEVERAL, **FROZEN, "intermediate_state_indices": [2, 0, 1]}
 SGLANG_STATE = Adapter(
     sglang.selective_state_update,
-    model=partial(models.selective, models.sglang), **SELECTIVE,
+    model=partial(models.selective, models.each_kept), **SELECTIVE,
     calls={
         "padding": {"state_batch_indices": [5, -1, 8]},
         "verify, an output given": {**SEVERAL, **FROZEN, "given": True},
@@ -256,21 +244,16 @@ def mamba3_arguments(
     x_dtype: of x, z, B and C. kv_dtype: of Bstate and Xstate. weights_dtype: of A, dt, trap, D and the projections.
     elsewhere: states go to a state_out that has something in it.
     """
-    random = Random(device, batch + rank)
-    arguments = {
-        "state": random.normal(SLOTS, HEADS, DIM, DSTATE, dtype=state_dtype),
-        "Bstate": random.normal(SLOTS, rank, HEADS, DSTATE, dtype=kv_dtype),
-        "Xstate": random.normal(SLOTS, HEADS, DIM, dtype=kv_dtype),
-        "A": -random.uniform(batch, HEADS, dtype=weights_dtype),
-        "B": random.normal(batch, rank, groups, DSTATE, dtype=x_dtype),
-        "C": random.normal(batch, rank, groups, DSTATE, dtype=x_dtype),
-        "D": random.normal(HEADS, dtype=weights_dtype),
-        "x": random.normal(batch, HEADS, DIM, dtype=x_dtype),
-        "dt": random.uniform(batch, HEADS, dtype=weights_dtype),
-        "trap": random.uniform(batch, HEADS, dtype=weights_dtype),
-        "z": random.normal(batch, HEADS, DIM, dtype=x_dtype),
-        **{name: random.normal(rank, HEADS, DIM, dtype=weights_dtype) for name in ("xproj", "zproj", "outproj")},
-    }
+    random, of_row, of_rank = Source(device, batch + rank), (batch, HEADS), (rank, HEADS, DIM)
+    sizes = (
+        (state_dtype, {"state": (SLOTS, HEADS, DIM, DSTATE)}),
+        (kv_dtype, {"Bstate": (SLOTS, rank, HEADS, DSTATE), "Xstate": (SLOTS, HEADS, DIM)}),
+        (x_dtype, {"x": (*of_row, DIM), "z": (*of_row, DIM), **dict.fromkeys("BC", (batch, rank, groups, DSTATE))}),
+        (weights_dtype, {"D": (HEADS,), **dict.fromkeys(("xproj", "zproj", "outproj"), of_rank)}),
+    )
+    arguments = {name: random.normal(*size).to(dtype) for dtype, named in sizes for name, size in named.items()}
+    arguments |= {name: random.uniform(*of_row).to(weights_dtype) for name in ("A", "dt", "trap")}
+    arguments["A"].neg_()
     return {**arguments, "state_out": torch.full_like(arguments["state"], 7.0)} if elsewhere else arguments
 
 

@@ -3,6 +3,8 @@
 What is private in them, and so recorded, is in test_integration_sglang_facts.py.
 """
 
+import __future__
+
 import ast
 import os
 import sys
@@ -165,24 +167,27 @@ def dispatcher(kernel: type[Stock]) -> type:
     return KernelDispatcher
 
 
-def read_class(path: str, name: str, **names: Any) -> type:
-    """A class of a file of SGLang's, with what else it needs of this file."""
-    tree = ast.parse(source(path))
-    tree.body = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
+def read(path: str, place: str, **names: Any) -> Any:
+    """A class or a function of SGLang's sources, or a method as a function, that knows these names."""
+    *owners, name = place.split(".")
+    body = ast.parse(source(path)).body
+    for owner in owners:
+        body = next(n.body for n in body if isinstance(n, ast.ClassDef) and n.name == owner)
+    tree = ast.Module([n for n in body if getattr(n, "name", None) == name], [])
     space = {"torch": torch, "Optional": Optional, "Enum": Enum, "rank0_log": lambda message: None, **names}
-    exec(compile(tree, path, "exec"), space)
+    exec(compile(tree, path, "exec", __future__.annotations.compiler_flag), space)
     return space[name]
 
 
 def read_dispatchers() -> dict[str, dict[str, Any]]:
     """The dispatchers of SGLang's sources, over kernels that only say that they ran."""
     folder = LINEAR.partition(".")[2].replace(".", "/")
-    names = {"LinearAttnKernelBackend": read_class(f"{folder}/utils.py", "LinearAttnKernelBackend")}
+    names = {"LinearAttnKernelBackend": read(f"{folder}/utils.py", "LinearAttnKernelBackend")}
     stock = {"TritonGDNKernel": Stock, "TritonKDAKernel": TritonKDAKernel}
     made = {f"{LINEAR}.utils": dict(names)}
     for kind in ("GDN", "KDA"):
         backend, name = f"{kind.lower()}_backend", f"{kind}KernelDispatcher"
-        made[f"{LINEAR}.{backend}"] = {name: read_class(f"{folder}/{backend}.py", name, **names, **stock)}
+        made[f"{LINEAR}.{backend}"] = {name: read(f"{folder}/{backend}.py", name, **names, **stock)}
     return made
 
 

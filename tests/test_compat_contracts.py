@@ -12,20 +12,9 @@ import pytest
 import torch
 from launchers import Launcher, launcher
 from models_of_peers import Arguments
-from peer_calls import (
-    CPU,
-    CURSORS,
-    SLOTS,
-    Adapter,
-    copied,
-    equal_bytes,
-    in_pages,
-    require_contract,
-    require_equal,
-    signature_of,
-)
+from peer_calls import CPU, SLOTS, Adapter, copied, equal_bytes, in_pages, require_contract, require_equal, signature_of
 from peer_conv1d import CONV, SGLANG_CONV, TREE, VLLM_CONV, WINDOWS, parents_of
-from peer_replay import BUFFERED, CHECKPOINTING, LENGTH, TRACKED, replay_arguments
+from peer_replay import BUFFERED, CHECKPOINTING, CURSORS, LENGTH, TRACKED, replay_arguments
 from peer_rules import DECODING, FLA_KDA, FLA_RULE, RULES, SEVERAL, SGLANG_RULE, VLLM_DECAYS, VLLM_RULE
 from peer_selective import FLASHINFER, MAMBA3, SGLANG_STATE, SSM, VLLM
 from torch import Tensor
@@ -315,6 +304,16 @@ def test_sglang_reads_states_in_the_order_v_k_whatever_their_axes_are_called() -
     named = {**arguments, "initial_state_source": pool.clone().reshape(*pool.shape[:2], *pool.shape[:1:-1])}
     assert equal_bytes(SGLANG_RULE.function(**arguments), SGLANG_RULE.function(**named))
     assert equal_bytes(pool.flatten(), named["initial_state_source"].flatten())
+
+
+def test_views_of_a_longer_state_say_which_of_sglangs_two_convolutions_is_meant() -> None:
+    """The function in Triton reads the first entries, as vLLM has it, and the compiled one the last ones."""
+    for part, peer in ((slice(3), VLLM_CONV), (slice(2, 5), CONV)):
+        ours, theirs = (made.arguments({"conv_state_indices": [7, 1, 2], "length": 5}) for made in (SGLANG_CONV, peer))
+        state = ours["conv_state"]
+        y = SGLANG_CONV.function(**{**ours, "conv_state": state[..., part]})
+        assert equal_bytes(y, peer.function(**theirs))
+        assert equal_bytes(state[..., part], theirs["conv_state"][..., part])
 
 
 READ = {"initial_state_indices": [12, 7, 9]}

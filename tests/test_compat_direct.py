@@ -71,10 +71,9 @@ def outcome(adapter: Adapter, arguments: Arguments, launcher: Launcher) -> Any:
 
     launches = sorted((name, grid, f"{constants} {more}", [*map(known, n)]) for name, grid, constants, more, n in found)
     result = results[0] if isinstance(results[0], tuple) else results
-    return launches, [
-        next((name for name, value in given.items() if value is one), one if one is None else (one.shape, one.stride()))
-        for one in result
-    ]
+    names = {id(value): name for name, value in given.items()}
+    looks = [one is not None and (one.shape, one.stride(), one.dtype) for one in result]
+    return launches, [names.get(id(one), look) for one, look in zip(result, looks, strict=True)]
 
 
 def remembered(adapter: Adapter) -> bool:

@@ -14,9 +14,11 @@ from peer_replay import BUFFERED, CHECKPOINTING, TRACKED
 from peer_rules import (
     DECODING,
     FLA_RULE,
+    RAW_GATES,
     SEVERAL,
     SGLANG_RULE,
     SGLANG_UPDATE,
+    V_FIRST,
     VLLM_DECODE,
     VLLM_KDA,
     VLLM_RULE,
@@ -184,11 +186,11 @@ WRONG: dict[Adapter, tuple[str, list[tuple[str, Call]]]] = {  # a call, and what
     ]),
     FLA_RULE: ("several tokens", [
         ("head_first must be False, got True", {"head_first": True}),
-        ("state_v_first and transpose_state_layout must not both", {"v_first": True, "transpose_state_layout": True}),
+        ("state_v_first and transpose_state_layout must not both", {**V_FIRST, "transpose_state_layout": True}),
         ("v must have a batch axis of 1 with cu_seqlens, got shape (3,", {"cu_seqlens": [0, 2, 3]}),
         ("gv must be left out: gated_delta_step has no such gate", {"gv": torch.ones(3)}),
         ("g and gk must not both be given", {"gk": torch.ones(3)}),
-        ("gk must be left out: gates in the kernel are of g", {"gk": torch.ones(3), "g": None, "raw": True}),
+        ("gk must be left out: gates in the kernel are of g", {"gk": torch.ones(3), "g": None, **RAW_GATES}),
     ]),
     VLLM_RULE: ("packed, not normalised", [
         ("beta must be 1.0, got 2.0", {"beta": 2.0}),

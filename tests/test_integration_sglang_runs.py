@@ -1,8 +1,5 @@
 """Layers of SGLang, run from its sources over flashstate, on pools as it makes them: every call keeps its contract."""
 
-import __future__
-
-import ast
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -12,16 +9,17 @@ from typing import Any
 import pytest
 import test_integration_sglang_facts as facts
 import torch
-from peer_calls import BRAIN, CPU, DIM, DSTATE, FLOAT, HEADS, Adapter, Random, equal_bytes, require_contract
+from peer_calls import BRAIN, CPU, DIM, DSTATE, FLOAT, HEADS, Adapter, equal_bytes, require_contract
 from peer_conv1d import SGLANG_CONV, TREE
 from peer_rules import SGLANG_DECODE, SGLANG_KDA, SGLANG_RULE
 from peer_selective import GROUPS, SGLANG_STATE
-from sglang_modules import DISPATCH, LINEAR, MAMBA, Engine, needs_sources, source
+from sglang_modules import DISPATCH, LINEAR, MAMBA, Engine, needs_sources, read
 from test_integration_sglang import OURS, in_process
 from torch import Tensor
 
 from flashstate.compat import sglang as compat
 from flashstate.integrations.sglang import kernels, register
+from flashstate.proof.inputs import Source
 
 pytestmark = needs_sources
 LAYERS, WIDTH, DRAFT = 3, 4, 4  # as many drafts as the trees of other tests have
@@ -62,18 +60,14 @@ BATCHES = {"decode": Batch(), "verify": Batch(verify=True), "verify trees": Batc
 EVERY_BATCH = pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES.keys())
 
 
-class SpeculativeState(SimpleNamespace):
-    """The memory of a layer in the pool, with room for drafts."""
-
-
-def cache_of(kind: str, batch: Batch) -> tuple[SpeculativeState, Callable[[], bool]]:
+def cache_of(kind: str, batch: Batch) -> tuple[SimpleNamespace, Callable[[], bool]]:
     """The memory of a layer between two others under SGLang's names, and whether that of the others is as it was.
 
     All that belongs to a slot lies together. Windows of drafts share their inputs, where drafts are no trees.
     """
-    random, kimi, channels = Random(CPU, 6), kind == "KDA", CHANNELS[kind]
+    random, kimi, channels = Source(CPU, 6), kind == "KDA", CHANNELS[kind]
     window = (WIDTH - 1, channels) if kimi else (channels, WIDTH - 1)
-    states = random.normal(LAYERS, 9, *window, dtype=BRAIN), random.normal(LAYERS, 9, *STATES[kind])
+    states = random.normal(LAYERS, 9, *window).to(BRAIN), random.normal(LAYERS, 9, *STATES[kind])
     parts = [t.transpose(0, 1).reshape(9, -1).view(torch.uint8) for t in states]
     memory = torch.cat(parts, 1)
     entries = zip(memory.split([part.shape[1] for part in parts], 1), states, strict=True)
@@ -87,22 +81,10 @@ def cache_of(kind: str, batch: Batch) -> tuple[SpeculativeState, Callable[[], bo
     before = [t.clone() for t in others]
     rings = dict.fromkeys(f"replayssm_{name}" for name in ("d", "k", "g", "rawv", "rawk", "beta"))
     drafts = torch.zeros(4, DRAFT, *STATES[kind])
-    cache = SpeculativeState(
+    cache = SimpleNamespace(
         conv=[conv[1]], temporal=temporal[1], intermediate_conv_window=[windows], intermediate_ssm=drafts, **rings
     )
     return cache, lambda: all(map(equal_bytes, others, before))
-
-
-def read(path: str, place: str, **names: Any) -> Callable[..., Any]:
-    """A function of SGLang's sources, or a method as a function, that knows these names."""
-    *owners, name = place.split(".")
-    body = ast.parse(source(path)).body
-    for owner in owners:
-        body = next(n.body for n in body if isinstance(n, ast.ClassDef) and n.name == owner)
-    tree = ast.Module([n for n in body if isinstance(n, ast.FunctionDef) and n.name == name], [])
-    space = {"torch": torch, **names}
-    exec(compile(tree, path, "exec", __future__.annotations.compiler_flag), space)
-    return space[name]
 
 
 def requiring(adapter: Adapter, calls: list[str]) -> Callable[..., Any]:
@@ -114,12 +96,8 @@ def requiring(adapter: Adapter, calls: list[str]) -> Callable[..., Any]:
         given = signature.bind(*args, **kwargs)
         given.apply_defaults()
         calls.append(adapter.function.__name__)
-
-        def run(**arguments: Any) -> Any:
-            outputs.append(adapter.function(**arguments))
-            return outputs[0]
-
-        require_contract(replace(adapter, function=run), dict(given.arguments))
+        kept = replace(adapter, function=lambda **a: outputs.append(adapter.function(**a)) or outputs[0])
+        require_contract(kept, dict(given.arguments))
         return outputs[0]
 
     return call
@@ -146,24 +124,24 @@ def engine(monkeypatch: pytest.MonkeyPatch, calls: list[str]) -> Engine:
 
 def layer_of(kind: str) -> SimpleNamespace:
     """A layer with its weights, as its model makes it."""
-    random, kimi, (heads, V, K) = Random(CPU, 6), kind == "KDA", STATES[kind]
+    random, kimi, (heads, V, K) = Source(CPU, 6), kind == "KDA", STATES[kind]
     keys = heads if kimi else heads // 2
     return SimpleNamespace(
         layer_id=3, num_q_heads=keys, num_k_heads=keys, num_v_heads=heads, head_q_dim=K, head_k_dim=K, head_v_dim=V,
         q_dim=keys * K, k_dim=keys * K, v_dim=heads * V, bias=None, activation="silu", lower_bound=None,
-        conv_weights=random.normal(CHANNELS[kind], 1, WIDTH, dtype=FLOAT if kimi else BRAIN).squeeze(1),
+        conv_weights=random.normal(CHANNELS[kind], 1, WIDTH).to(FLOAT if kimi else BRAIN).squeeze(1),
         A_log=random.normal(1, 1, heads, 1) if kimi else random.normal(heads),
-        dt_bias=random.normal(heads * K) if kimi else random.normal(heads, dtype=BRAIN),
+        dt_bias=random.normal(heads * K) if kimi else random.normal(heads).to(BRAIN),
     )  # fmt: skip
 
 
 def activations(kind: str, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     """mixed_qkv, a and b, as models of these layers hand them over."""
-    random, (heads, _, K) = Random(CPU, 7), STATES[kind]
-    mixed = random.normal(tokens, CHANNELS[kind], dtype=BRAIN)
+    random, (heads, _, K) = Source(CPU, 7), STATES[kind]
+    mixed = random.normal(tokens, CHANNELS[kind]).to(BRAIN)
     if kind == "KDA":
-        return mixed, random.normal(tokens, heads * K, dtype=BRAIN), random.normal(tokens, heads, dtype=BRAIN)[None]
-    b, a = random.normal(tokens, 2 * heads, dtype=BRAIN).chunk(2, -1)
+        return mixed, random.normal(tokens, heads * K).to(BRAIN), random.normal(tokens, heads).to(BRAIN)[None]
+    b, a = random.normal(tokens, 2 * heads).to(BRAIN).chunk(2, -1)
     return mixed, a, b
 
 
@@ -172,7 +150,7 @@ def never(*_: Any, **__: Any) -> bool:
 
 
 NAMES: dict[str, Any] = {
-    "_is_hip": False, "MambaPool": SimpleNamespace(SpeculativeState=SpeculativeState), "MAX_FUSED_QKV_SPLIT_DIM": 0,
+    "_is_hip": False, "MambaPool": SimpleNamespace(SpeculativeState=SimpleNamespace), "MAX_FUSED_QKV_SPLIT_DIM": 0,
     "select_verify_intermediate_state_indices": lambda default, *_: default,
     **dict.fromkeys(("is_cpu", "is_cuda", "is_hip", "is_xpu", "is_gfx95_supported"), never),
     "pp_spec_stable_rows_enabled": never,
@@ -236,17 +214,17 @@ def test_layers_of_mamba2_run(engine: Engine, calls: list[str], batch: Batch) ->
     names = {name: getattr(module, name) for name in ("causal_conv1d_update", "causal_conv1d_update_triton")}
     update = engine[DISPATCH].selective_state_update
     forward = read(facts.MIXER, "MambaMixer2.forward", **NAMES, **names, selective_state_update=update)
-    random, inner, groups, channels = Random(CPU, 8), HEADS * DIM, GROUPS * DSTATE, CHANNELS["Mamba"]
-    projected = random.normal(batch.tokens, inner + channels + HEADS, dtype=BRAIN)
-    weight, bias = random.normal(channels, 1, WIDTH, dtype=BRAIN), random.normal(channels, dtype=BRAIN)
+    random, inner, groups, channels = Source(CPU, 8), HEADS * DIM, GROUPS * DSTATE, CHANNELS["Mamba"]
+    projected = random.normal(batch.tokens, inner + channels + HEADS).to(BRAIN)
+    weight, bias = random.normal(channels, 1, WIDTH).to(BRAIN), random.normal(channels).to(BRAIN)
     mixer = SimpleNamespace(
         in_proj=lambda hidden: (projected, None), out_proj=lambda hidden: (hidden, None), norm=lambda y, gate: y,
         intermediate_size=inner, conv_dim=channels, num_heads=HEADS, tp_size=1, n_groups=GROUPS,
         groups_ssm_state_size=groups, head_dim=DIM, ssm_state_size=DSTATE, activation="silu",
         conv1d=SimpleNamespace(weight=weight, bias=bias), A=-random.normal(HEADS).abs(),
-        D=random.normal(HEADS, dtype=BRAIN), dt_bias=random.normal(HEADS, dtype=BRAIN),
+        D=random.normal(HEADS).to(BRAIN), dt_bias=random.normal(HEADS).to(BRAIN),
     )  # fmt: skip
-    y, _, _ = forward(
+    y, *_ = forward(
         mixer, hidden_states=projected[:, :inner], layer_cache=cache, metadata=batch.metadata,
         use_triton_causal_conv=batch.verify,
     )  # fmt: skip

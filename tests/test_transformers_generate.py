@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from decoding import KNOWN, LONG, NEW, PROMPT, STATIC, TOKENS, Steps, call, expected, greedy, started
+from decoding import KNOWN, LONG, NEW, PROMPT, STATIC, TOKENS, Steps, call, expected, greedy, of_families, started
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, LogitsProcessor
@@ -48,18 +48,7 @@ def test_greedy_tokens_are_those_of_transformers_and_a_disabled_model_is_as_befo
     assert torch.equal(greedy(model, PROMPT[:, :2], past_key_values=fs.StateCache(model)), want)
 
 
-@pytest.mark.parametrize(
-    ("family", "options"),
-    [
-        ("mamba", {"max_batch": 3}),
-        ("qwen3_5", {"max_cache_len": STATIC["max_cache_len"]}),
-        ("falcon_h1", {"max_cache_len": STATIC["max_cache_len"]}),
-        ("kimi_linear", {"drafts": 2}),
-        ("nemotron_h", {"replay": 3}),
-        ("lfm2", {}),
-    ],
-    ids=str,
-)
+@of_families(mamba={"max_batch": 3}, qwen3_5={"max_cache_len": 14}, kimi_linear={"replay": 3, "drafts": 2}, lfm2={})
 def test_a_cache_serves_other_prompts_after_a_reset(family: str, options: dict[str, Any]) -> None:
     """First more rows, whose prompts are padded on the left, and then fewer."""
     model: Any = tiny_model(family)
@@ -116,17 +105,7 @@ def rearranged(model: Any, cache: fs.StateCache) -> Tensor:
     return torch.cat([*(logits[ROWS] for logits in before), between[[3, 0, 1, 4]], *after], 1)
 
 
-@pytest.mark.parametrize(
-    ("family", "options"),
-    [
-        ("mamba2", {"max_cache_len": 14}),
-        ("qwen3_5", {"drafts": 2}),
-        ("kimi_linear", {"replay": 3, "drafts": 2}),
-        ("falcon_h1", {"replay": 3}),
-        ("lfm2", {"drafts": 2}),
-    ],
-    ids=str,
-)
+@of_families(mamba2={"max_cache_len": 14}, qwen3_5={"drafts": 2}, kimi_linear={"replay": 3, "drafts": 2}, lfm2={})
 def test_rows_are_repeated_selected_and_reordered(family: str, options: dict[str, int]) -> None:
     """Beyond the rows that there was room for at first, and with tokens in rings."""
     model: Any = tiny_model(family)

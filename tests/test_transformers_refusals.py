@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from decoding import PROMPT, STATIC, TOKENS, call, greedy, started, states_of
+from decoding import PROMPT, STATIC, TOKENS, call, greedy, of_families, refused, started, states_of
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.generation import BaseStreamer
@@ -40,8 +40,7 @@ def test_wrong_arguments_are_refused_and_leave_the_model_alone(
     family: str, options: dict[str, Any], message: str
 ) -> None:
     model = tiny_model(family)
-    with pytest.raises((ValueError, TypeError), match=message):
-        fs.StateCache(model, **options)
+    refused(message, fs.StateCache, model, **options, error=(ValueError, TypeError))
     assert not is_enabled(model)
 
 
@@ -52,21 +51,15 @@ def test_models_that_it_cannot_serve_are_refused_and_stay_as_they_are() -> None:
     two.model.layers[0].linear_attn = mixers_of(tiny_model("kimi_linear"))[0].mixer
     both = "mixers of one recurrence, but this model has KimiLinearDeltaAttention, Qwen3_5GatedDeltaNet"
     one_line = "^LlamaForCausalLM has no recurrent layer that flashstate knows; docs/transformers.md [^,]*$"
-    refused: tuple[tuple[Any, str], ...] = (
-        (lambda: fs.StateCache(two, replay=4), both),
-        (lambda: fs.enable(LlamaForCausalLM(LlamaConfig(vocab_size=96, **small))), one_line),
-        (lambda: fs.enable(mamba2.backbone), "a model that generates, got Mamba2Model"),
-    )
-    for use, message in refused:
-        with pytest.raises(ValueError, match=message):
-            use()
+    refused(both, fs.StateCache, two, replay=4)
+    refused(one_line, fs.enable, LlamaForCausalLM(LlamaConfig(vocab_size=96, **small)))
+    refused("a model that generates, got Mamba2Model", fs.enable, mamba2.backbone)
     assert not any(is_enabled(model) for model in (two, mamba2))
     other: Any
     for other in (mamba2.config, "mamba2", torch.nn.Linear(2, 2)):
         message = f"model must be a model of Transformers, as from_pretrained returns it, got {type(other).__name__}"
         for offer in (fs.enable, fs.disable, fs.StateCache):
-            with pytest.raises(TypeError, match=message):
-                offer(other)
+            refused(message, offer, other, error=TypeError)
 
 
 def test_a_prompt_that_is_not_longer_than_what_a_cache_holds_is_refused() -> None:
@@ -77,8 +70,7 @@ def test_a_prompt_that_is_not_longer_than_what_a_cache_holds_is_refused() -> Non
     greedy(model, past_key_values=cache, max_new_tokens=2)
     for tokens in (5, 7):
         message = rf"this cache holds 7 tokens and the prompt has {tokens}: give all tokens so far, or reset\(\)"
-        with pytest.raises(ValueError, match=message):
-            greedy(model, TOKENS[:, :tokens], past_key_values=cache, prefill_chunk_size=4)
+        refused(message, greedy, model, TOKENS[:, :tokens], past_key_values=cache, prefill_chunk_size=4)
     behind = torch.ones(2, 8, dtype=torch.int64)  # says that one token has seven before it
     assert torch.equal(greedy(model, first[:, 7:], attention_mask=behind, past_key_values=cache), stock)
 
@@ -102,32 +94,30 @@ def test_after_a_call_that_failed_half_way_a_cache_refuses_until_it_is_reset(
         raise KeyboardInterrupt
 
     call(model, PROMPT, cache, 0)
-    with pytest.raises(ValueError, match="got a batch of 1"):
-        call(model, PROMPT[:1], cache, 6)  # which fails before anything moved
+    refused("got a batch of 1", call, model, PROMPT[:1], cache, 6)  # before anything moved
     with model.get_decoder().layers[1].register_forward_pre_hook(interrupt), pytest.raises(KeyboardInterrupt):
         call(model, TOKENS[:, 6:7], cache, 6)
     for again in (lambda: call(model, TOKENS[:, 6:7], cache, 6), lambda: greedy(model, past_key_values=cache)):
-        with pytest.raises(RuntimeError, match=r"this StateCache failed half way, so some layers .*: reset\(\) it"):
-            again()
+        refused(r"this StateCache failed half way, so some layers .*: reset\(\) it", again, error=RuntimeError)
     cache.reset()
     assert torch.equal(greedy(model, past_key_values=cache), stock)
 
 
 def test_a_cache_is_in_use_by_one_thread_at_a_time() -> None:
     model, stock, cache = started("mamba2", PROMPT[:1])
-    refused: list[str] = []
+    errors: list[str] = []
 
     class Intruder(BaseStreamer):
         def put(self, value: Tensor) -> None:
             with ThreadPoolExecutor(1) as other:
                 for use in (cache.reset, lambda: call(model, PROMPT, cache, 0), lambda: greedy(model, **given)):
-                    refused.append(str(other.submit(use).exception()))
+                    errors.append(str(other.submit(use).exception()))
 
         def end(self) -> None: ...
 
     given = {"past_key_values": cache}
     assert torch.equal(greedy(model, PROMPT[:1], streamer=Intruder(), **given), stock)
-    assert set(refused) == {"this StateCache is in use by another call"}
+    assert set(errors) == {"this StateCache is in use by another call"}
 
 
 def test_an_enabled_model_and_a_used_cache_are_not_pickled_and_a_disabled_model_is(tmp_path: Path) -> None:
@@ -135,18 +125,14 @@ def test_an_enabled_model_and_a_used_cache_are_not_pickled_and_a_disabled_model_
     call(model, PROMPT, cache, 0)
     for dump in (pickle.dumps, lambda each: torch.save(each, io.BytesIO())):
         for each in (model, model.backbone):
-            with pytest.raises(pickle.PicklingError, match=r"decodes on flashstate: disable\(model\) before it"):
-                dump(each)
-        with pytest.raises(pickle.PicklingError, match=r"belongs to its model and cannot .*; copy.deepcopy copies it"):
-            dump(cache)
+            refused(r"decodes on flashstate: disable\(model\) before it", dump, each, error=pickle.PicklingError)
+        refused("belongs to its model and cannot .*; copy.deepcopy copies it", dump, cache, error=pickle.PicklingError)
     model.save_pretrained(tmp_path)
     assert torch.equal(greedy(type(model).from_pretrained(tmp_path)), stock)
     assert torch.equal(greedy(pickle.loads(pickle.dumps(fs.disable(model)))), stock)
 
 
-@pytest.mark.parametrize(
-    ("family", "options"), [("mamba2", {"replay": 8, "drafts": 2}), ("qwen3_5", {"drafts": 2})], ids=str
-)
+@of_families(mamba2={"replay": 8, "drafts": 2}, qwen3_5={"drafts": 2})
 def test_a_copy_of_a_cache_goes_on_alone(family: str, options: dict[str, Any]) -> None:
     model: Any = tiny_model(family)
     both = greedy(model, max_new_tokens=4)
@@ -168,23 +154,20 @@ def test_a_cache_of_inference_mode_serves_outside_of_it() -> None:
 def test_a_model_in_another_dtype_is_refused_by_name() -> None:
     model: Any = tiny_model("qwen3_5")
     cache = fs.StateCache(model)
-    with pytest.raises(TypeError, match=r"was made for a model in float32, but the model is in float16 now: make"):
-        greedy(model.half(), past_key_values=cache)
+    made = "was made for a model in float32, but the model is in float16 now: make"
+    refused(made, greedy, model.half(), past_key_values=cache, error=TypeError)
     model.double()
     for use in (greedy, fs.StateCache, lambda model: fs.enable(fs.disable(model))):
-        with pytest.raises(TypeError, match=r"model must be float32 or bfloat16 or float16, got float64"):
-            use(model)
+        refused(r"model must be float32 or bfloat16 or float16, got float64", use, model, error=TypeError)
 
 
 def test_a_cache_is_refused_by_other_models_and_by_its_own_when_that_is_disabled() -> None:
     model, other = tiny_model("mamba2"), fs.enable(tiny_model("mamba2"))
     cache = fs.StateCache(model)
-    with pytest.raises(ValueError, match=r"this StateCache is for another model than that of this Mamba2Mixer"):
-        call(other, PROMPT, cache, 0)
+    refused("this StateCache is for another model than that of this Mamba2Mixer", call, other, PROMPT, cache, 0)
     fs.disable(model)
     for use in (lambda: call(model, PROMPT, cache, 0), lambda: greedy(model, past_key_values=cache)):
-        with pytest.raises(RuntimeError, match=r"a StateCache is for a model that runs on flashstate, but this model"):
-            use()
+        refused(r"a StateCache is for a model that runs on flashstate, but this model", use, error=RuntimeError)
     cache.reset()
     assert greedy(fs.enable(model), past_key_values=cache).shape == (2, 14)
 
@@ -195,19 +178,18 @@ def test_other_rows_and_more_rows_than_max_batch_are_refused_before_anything_mov
     call(model, PROMPT, cache, 0)
     before = [state.clone() for state in states_of(cache)]
     for rows in (1, 3):
-        with pytest.raises(ValueError, match=rf"has 2 rows, got a batch of {rows}; reset\(\) makes it empty"):
-            call(model, TOKENS[:1, 6:7].expand(rows, -1), cache, 6)
+        message = rf"has 2 rows, got a batch of {rows}; reset\(\) makes it empty"
+        refused(message, call, model, TOKENS[:1, 6:7].expand(rows, -1), cache, 6)
     assert all(torch.equal(state, old) for state, old in zip(states_of(cache), before, strict=True))
     for more in (lambda: call(model, PROMPT, small, 0), lambda: small.batch_repeat_interleave(2)):
-        with pytest.raises(ValueError, match=r"this cache has room for max_batch=1 rows, got 2"):
-            more()
+        refused(r"this cache has room for max_batch=1 rows, got 2", more)
         call(model, PROMPT[:1], small, 0)
 
 
 def test_more_tokens_than_a_static_cache_has_room_for_are_refused_before_anything_moves() -> None:
     model, stock, cache = started("jamba", drafts=3, **STATIC)
-    with pytest.raises(ValueError, match="room for max_cache_len=14 tokens, of which 0 are taken, got 18 more"):
-        greedy(model, PROMPT.repeat(1, 3), past_key_values=cache)
+    message = "room for max_cache_len=14 tokens, of which 0 are taken, got 18 more"
+    refused(message, greedy, model, PROMPT.repeat(1, 3), past_key_values=cache)
     assert torch.equal(greedy(model, past_key_values=cache), stock)
     with torch.no_grad(), pytest.raises(ValueError, match="of which 13 are taken, got 5 more"):
         model(PROMPT[:, :5], past_key_values=cache)
@@ -220,9 +202,8 @@ def test_only_drafts_of_the_last_call_are_taken_back() -> None:
     cache = fs.StateCache(model, drafts=2, replay=3)
 
     def require_refused(tokens: int, most: int) -> None:
-        message = rf"crop must be given 0 or less, and {most} tokens of the last call .* drafts=2, got {tokens}"
-        with pytest.raises(ValueError, match=message):
-            cache.crop(tokens)
+        words = rf"crop must be given 0 or less, and {most} tokens of the last call .* drafts=2, got {tokens}"
+        refused(words, cache.crop, tokens)
 
     call(model, PROMPT, cache, 0)
     require_refused(-1, 0)
@@ -241,15 +222,12 @@ def test_rows_of_static_attention_layers_are_neither_repeated_nor_selected_nor_l
     model: Any = tiny_model("qwen3_5")
     cache = fs.StateCache(model, **STATIC)
     call(model, PROMPT, cache, 0)
-    with pytest.raises(ValueError, match=r"cannot repeat rows of static attention layers: leave max_cache_len out"):
-        cache.batch_repeat_interleave(2)
-    with pytest.raises(ValueError, match=r"cannot select rows of static attention layers: leave max_cache_len out"):
-        cache.batch_select_indices(torch.tensor([0]))
-    with pytest.raises(ValueError, match=r"repeats must be from 1 to \d+, got 0"):
-        cache.batch_repeat_interleave(0)
+    static = "rows of static attention layers: leave max_cache_len out"
+    refused(f"cannot repeat {static}", cache.batch_repeat_interleave, 2)
+    refused(f"cannot select {static}", cache.batch_select_indices, torch.tensor([0]))
+    refused(r"repeats must be from 1 to \d+, got 0", cache.batch_repeat_interleave, 0)
     for move in (cache.layers[0].offload, cache.layers[0].prefetch):
-        with pytest.raises(NotImplementedError, match=r"a StateCache is not offloaded"):
-            move()
+        refused(r"a StateCache is not offloaded", move, error=NotImplementedError)
 
 
 def test_a_cache_says_what_it_is() -> None:
