@@ -16,9 +16,10 @@ from flashstate.launch import config as launch_config
 from flashstate.launch.config import Choice, valid_configs
 from flashstate.launch.environment import replaced
 from flashstate.ops.mamba2_replay import ReplayTokenProblem
-from flashstate.proof import CASES, AnyCase, Cases
+from flashstate.proof import CASES, AnyCase, Cases, dtype
 from flashstate.proof.case import StateCase
 from flashstate.proof.laws import LAWS, SCOPES, speaks_of
+from flashstate.state.formats import FORMATS
 
 ACCURACY = "output and state are as close to float64 as float32 and the format allow"
 OF_CONFIGS = "the launch config does not change a byte"
@@ -71,7 +72,7 @@ PLACES = {
         ("",), small_cases, ("kernel", "tokens", "format", "way"), [("kernel", "format"), ("kernel", "tokens")]
     ),
     "interpreter": Place(
-        ("", "kernels"), small_cases, ("op", "format"), [("kernel", "tokens", "way"), ("op", "format")]
+        ("", "kernels"), small_cases, ("code", "scales", "format"), [("kernel", "tokens", "way"), ("op", "format")]
     ),
     "gpu": Place(
         ("", "kernels", "cuda"), cases_on_a_gpu, ("tokens", "format", "way", "config"),
@@ -89,7 +90,8 @@ def values_of(case: AnyCase) -> Mapping[str, Hashable]:
     tokens = "alone" if is_alone(case) else tokens
     special = tuple(name for name in ("per_channel", "transposed", "mamba1") if getattr(case, name, False))
     return {
-        "op": op, "kernel": (op, type(case.problem).__name__, case.problem.op.split(" rank")[0], *special),
+        "op": op, "code": (op, type(case.problem)), "scales": (op, FORMATS[dtype(case.format)].scaled),
+        "kernel": (op, type(case.problem).__name__, case.problem.op.split(" rank")[0], *special),
         "tokens": (op, tokens), "format": (case.format, case.rounding), "way": (op, getattr(case, "form", "")),
         "shape": case.forms[0].in_format("float32", "nearest") if isinstance(case, StateCase) else case,
     }  # fmt: skip

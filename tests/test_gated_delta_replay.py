@@ -48,7 +48,7 @@ def token_by_token(case: DeltaReplayCase, inputs: ReplayInputs, half: bool) -> t
 
 
 MODELLED = [
-    DeltaReplayCase(4, 4, 2, 3, 5, tokens=3, window=8),
+    DeltaReplayCase(4, 4, 2, 3, 5, tokens=5, window=8),
     DeltaReplayCase(5, 2, 1, 2, 4, tokens=2, packed=True, raw=False, b_logit=True, window=5, spare=2),
     DeltaReplayCase(4, 2, 2, 3, 4, per_channel=True, window=16, x="float16", qk_l2norm=False, scale=0.7),
     DeltaReplayCase(4, 2, 1, 3, 4, per_channel=True, bias_per_head=True, b_logit=False, tokens=4, window=8),

@@ -104,7 +104,7 @@ def test_compiled_kernel_keeps_angles_right_over_many_tokens(rank: int, tokens: 
 
 
 EDGES = [0.0, 1e-30, 1e-7, math.pi, 6.2831845, 6.283185]  # the last of float32 below a turn
-TURNS = [0.0, 1e-30, -1e-30, 1e-9, -1e-9, 1e-7, -1e-7, 1e-3, -1e-3, 1.0, -1.0, 30.0, -30.0]
+TURNS = [0.0, 1e-30, -1e-30, 1e-9, -1e-9, 1e-7, -1e-7, 1e-3, -1e-3, 1.0, -1.0, 30.0, -30.0, 1e30]
 
 
 @pytest.mark.parametrize("rank", [1, 2])

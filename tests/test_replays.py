@@ -12,7 +12,7 @@ from flashstate.launch import Config, override
 from flashstate.ops import replaying as op
 from flashstate.proof import AnyReplayCase, DeltaReplayCase, ReplayCase, slotted
 from flashstate.proof.laws import LAWS, require
-from flashstate.proof.replaying import FORMS, parted
+from flashstate.proof.replaying import CURSORS, FORMS, parted
 
 SMALL = {
     "Mamba-2": ReplayCase(3, 1, 1, 5, 16),
@@ -84,6 +84,16 @@ def test_a_ring_folded_before_a_call_of_the_delta_rule_gives_all_bits_of_one_tha
     """Every bit of a sum shows in outputs and u of float32."""
     case = DeltaReplayCase(3, 1, 1, 5, 40, tokens=2, u="float32", window=4, per_channel=per_channel, format=name)
     LAWS["a ring that is folded before a call gives the bytes of one that the call folds"](case, device)
+
+
+@WITHOUT_A_GPU
+def test_a_call_folds_with_the_bits_of_a_fold(device: torch.device) -> None:
+    case = ReplayCase(3, 1, 1, 5, 16, tokens=2, window=4, x="float16", format="float16", rounding="stochastic")
+    inputs = case.make_inputs(device)
+    ahead, slots = inputs.fresh(), inputs.slots[inputs.folds]
+    ahead.fold(slots=slots)
+    inputs.step()
+    require.equal_states("the pool", inputs.state, ahead.state, slots.long(), besides=(*inputs.state.kept, *CURSORS))
 
 
 # Plans that are not of this step

@@ -134,7 +134,7 @@ _GROUPS = (
     ),
     (
         ConvCase(2, 70, 6, extra=1, bias=False, slots=3),
-        ConvCase(3, 1, 3, extra=3, tokens=8, x="float16"),
+        ConvCase(3, 1, 3, extra=3, tokens=4, x="float16"),
         ConvCase(3, 5, 8, extra=1, tokens=9, packed=True, bias=False, slots=4),
     ),
 )

@@ -42,7 +42,7 @@ def packed_equals_dense(case: AnyCase, device: torch.device, inputs: Inputs) -> 
     y = packed.step()
     require.that(bool((y[sum(case.lengths) :] == 0).all()), "the output of a token that no row has is not zero")
     none = inputs.fresh()
-    y_of_none = none.step(slots=none.at(cu_seqlens=none.slots.new_zeros(case.batch + 1)))
+    y_of_none = none.step(slots=none.at(cu_seqlens=none.slots.new_ones(case.batch + 1)))
     require.that(not bool(y_of_none.any()), "the output of packed rows, none of which has a token, is not zero")
     require.equal_states("rows without tokens", none.state, inputs.state)
     for row, got in enumerate(packed.per_row(y)):
