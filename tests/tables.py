@@ -1,22 +1,19 @@
-"""The files of launch tables, and what is in them, read without the library's own parser."""
+"""The files of launch tables, and the problems that their entries are for, read without the library's keys."""
 
-import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import astuple, replace
-from importlib import resources
-from itertools import count, cycle, islice
+from itertools import count, cycle, islice, product
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 
-from flashstate.launch import (
-    Config,
-    Problem,
-)
+from flashstate.launch import Config, Problem
 from flashstate.launch.config import mode_key, table_key
+from flashstate.launch.table import TABLES as FOLDER
+from flashstate.launch.table import read_table_file
 from flashstate.ops.at_once import AtOnceProblem
 from flashstate.ops.conv1d import ChannelProblem
 from flashstate.ops.gated_delta import DeltaProblem, DeltaTokensProblem
@@ -43,17 +40,16 @@ KINDS = (  # what the keys of an op and of a mode begin with
     (r"conv1d_step", ChannelProblem),
     (r"", Problem),
 )
-FOLDER = Path(str(resources.files("flashstate.launch") / "tables"))
 H200_TABLE = FOLDER / "nvidia-h200.json"
 TABLES = [H200_TABLE, *sorted({*FOLDER.glob("*.json")} - {H200_TABLE})]  # tests that try kinds of entries begin there
 
 
 def entries_of(path: Path) -> Iterator[tuple[Problem, Config]]:
     """Every entry of a file as its keys describe it, and its config."""
-    for key, modes in json.loads(path.read_text())["configs"].items():
+    for key, modes in read_table_file(path).configs.items():
         found = KEY.fullmatch(key)
         assert found, f"{key!r} is not a key"
-        assert modes, f"{key!r} has no entries"
+
         rows, cols, vector = (int(found[name]) for name in ("rows", "cols", "vector"))
         for mode, sizes in modes.items():
             how = MODE.fullmatch(mode)
@@ -64,10 +60,7 @@ def entries_of(path: Path) -> Iterator[tuple[Problem, Config]]:
                 found["op"], rows, cols, found["format"], how["rounding"], vector, 1, several, stored,
                 transposed=found["layout"] is not None,
             )  # fmt: skip
-            for size, (*numbers, last) in sizes.items():
-                plain = [*numbers, last] if isinstance(last, int) else numbers
-                unusual = {} if isinstance(last, int) else last
-                yield replace(of_mode, batch_heads=int(size)), Config(*plain, **unusual)
+            yield from ((replace(of_mode, batch_heads=size), config) for size, config in sizes.items())
 
 
 def configs_by_mode(path: Path) -> dict[Problem, set[Config]]:
@@ -76,13 +69,6 @@ def configs_by_mode(path: Path) -> dict[Problem, set[Config]]:
     for problem, config in entries_of(path):
         modes.setdefault(replace(problem, batch_heads=1), set()).add(config)
     return modes
-
-
-def modes_of(op: str) -> list[Any]:
-    """The modes of an op in the table of the H200 with their configs, to parametrize a test."""
-    found = {mode: configs for mode, configs in configs_by_mode(H200_TABLE).items() if mode.op == op}
-    assert found
-    return [pytest.param(m, configs, id=f"{table_key(m)}, {mode_key(m)}") for m, configs in found.items()]
 
 
 def case_of(mode: Problem, bases: Mapping[str, AnyCase], angles: int) -> AnyCase:
@@ -112,10 +98,10 @@ def risky(mode: Problem, configs: Collection[Config]) -> list[Config]:
 def risky_by_turns(ops: Sequence[str], calls: Callable[[Problem], tuple[T, ...]], every: int) -> list[Any]:
     """Of every so many modes of these ops a config that may spill, with one of its calls, to parametrize a test.
     Formats and what is stored, roundings, and such pairs take turns: all of them take long to compile."""
-    alike: dict[Problem, list[tuple[Problem, Collection[Config], str]]] = {}
-    for mode, configs, name in ((*mode.values, mode.id) for op in ops for mode in modes_of(op)):
-        if calls(mode):
-            alike.setdefault(replace(mode, rounding="nearest"), []).append((mode, configs, name))
+    alike: dict[Problem, list[tuple[Problem, Collection[Config]]]] = {}
+    for op, (mode, configs) in product(ops, configs_by_mode(H200_TABLE).items()):
+        if mode.op == op and calls(mode):
+            alike.setdefault(replace(mode, rounding="nearest"), []).append((mode, configs))
     formats, kinds = (list(dict.fromkeys(map(part, alike))) for part in (_format, _kind))
     chosen = [like for like in alike if (formats.index(_format(like)) + kinds.index(_kind(like))) % every == 0]
     for part in (_format, _kind):
@@ -123,10 +109,11 @@ def risky_by_turns(ops: Sequence[str], calls: Callable[[Problem], tuple[T, ...]]
     turns: defaultdict[object, Iterator[int]] = defaultdict(count)  # of choices that are alike
     found = []
     for like in chosen:
-        mode, configs, name = alike[like][next(turns[len(alike[like])]) % len(alike[like])]
+        mode, configs = alike[like][next(turns[len(alike[like])]) % len(alike[like])]
         pairs = by_turns(risky(mode, configs), calls(mode))
-        found.append((mode, *pairs[next(turns[calls(mode)]) % len(pairs)], name))
-    return [pytest.param(*mode, id=name) for *mode, name in found]
+        config, call = pairs[next(turns[calls(mode)]) % len(pairs)]
+        found.append(pytest.param(mode, config, call, id=f"{table_key(mode)}, {mode_key(mode)}"))
+    return found
 
 
 def _format(mode: Problem) -> object:
