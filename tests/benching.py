@@ -5,7 +5,8 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from types import ModuleType
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -65,12 +66,12 @@ class Clock:
         return self.now
 
 
-def measure_in_the_interpreter(monkeypatch: pytest.MonkeyPatch, cold_bytes: int = 1 << 10) -> None:
+def measure_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let few slots be cold, and run twice what a GPU would replay."""
     from flashstate.bench import roofs
 
     for module in (measure, timing):
-        monkeypatch.setattr(module, "COLD_BYTES", cold_bytes)
+        monkeypatch.setattr(module, "COLD_BYTES", 1 << 10)
     for module in (measure, roofs):
         monkeypatch.setattr(module, "time_launches", run_twice)
 
@@ -79,14 +80,12 @@ def spoiled(bind: Binding, spoil: Callable[[Inputs, Storing, Slots, Tensor], obj
     """A binding whose pool, snapshots or output are spoiled after the call."""
 
     def bind_and_spoil(inputs: Inputs, storing: Storing) -> Step:
-        step = bind(inputs, storing)
-
         def call(slots: Slots) -> Tensor:
-            y = step(slots)()
+            y = bind(inputs, storing)(slots)()
             spoil(inputs, storing, slots, y)
             return y
 
-        return lambda slots: lambda: call(slots)
+        return lambda slots: partial(call, slots)
 
     return bind_and_spoil
 
@@ -108,21 +107,14 @@ def simple_gla(
     return torch.stack(outputs, 1).to(q.dtype), s
 
 
-GATED_DELTA = OPS["gated_delta"].peers
+ADAPTERS = {"vllm": vllm, "flashinfer": flashinfer, "mamba_ssm": mamba_ssm, "fla": fla}
 STAND_INS: dict[str, dict[str, list[Callable[..., Any]]]] = {
-    "mamba2": {
-        "vllm": [vllm.selective_state_update],
-        "flashinfer": [flashinfer.selective_state_update],
-        "mamba_ssm": [mamba_ssm.selective_state_update],
-        "fla": [simple_gla],
-    },
-    "gated_delta": {
-        "vllm": [getattr(vllm, name) for name in GATED_DELTA["vllm"].functions],
-        "flashinfer": [getattr(flashinfer, name) for name in GATED_DELTA["flashinfer"].functions],
-        "fla": [fla.fused_recurrent_gated_delta_rule],
-    },
-    "mamba3": {"mamba_ssm": [mamba_ssm.mamba3_step_fn]},
-    "conv1d": {"vllm": [vllm.causal_conv1d_update]},
+    name: {
+        peer: [getattr(ADAPTERS[peer], function, simple_gla) for function in op.peers[peer].functions]
+        for peer in op.peers
+    }
+    for name, op in OPS.items()
+    if op.peers
 }
 
 
@@ -131,12 +123,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch, peer: Peer, functions: Sequence[Cal
     if functions is None:
         monkeypatch.setitem(sys.modules, peer.module, None)
         return
-    package = peer.module.split(".")[0]
-    module, parent = ModuleType(peer.module), ModuleType(package)
-    for name, function in zip(peer.functions, functions, strict=True):
-        setattr(module, name, function)
-    parent.__version__ = "1.2"  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, package, parent)
+    module = SimpleNamespace(**dict(zip(peer.functions, functions, strict=True)))
+    monkeypatch.setitem(sys.modules, peer.module.split(".")[0], SimpleNamespace(__version__="1.2"))
     monkeypatch.setitem(sys.modules, peer.module, module)
 
 

