@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import pytest
-from compiling_once import compiled, share_compilations
+from compiling_once import share_compilations
 from obeying import OPS, Meeting, meetings
 
 SHOWN = 12  # lines of a long list
@@ -58,7 +58,6 @@ class Account:
         self.planned: Collection[str] = ()
         self.outcomes: dict[str, str] = {}
         self.met: set[str] = set()  # meetings of laws whose test passed
-        self.kernels: list[tuple[str, float]] = []
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a run cut off ends with its account
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
@@ -77,8 +76,6 @@ class Account:
             self.outcomes[report.nodeid] = "failed" if report.failed else report.outcome
         if report.when == "call" and report.passed and "meeting" in properties:
             self.met.add(properties["meeting"])
-        if report.when == "teardown":
-            self.kernels += properties.get("compiled", ())
         if report.failed:
             self.tell(f"\n{self.clock()} FAILED {report.nodeid}")
             crash = getattr(report.longrepr, "reprcrash", None)
@@ -105,18 +102,10 @@ class Account:
             f"  {len(self.planned)} tests: {count['passed']} passed, {count['failed']} failed, "
             f"{count['skipped']} skipped, {len(left)} not reached"
         )
-        self.tell_kernels()
         if self.met:
             self.tell_meetings()
         self.tell_some("not reached", left)
         self.tell_some("failed", [self.again(test) for test, outcome in self.outcomes.items() if outcome == "failed"])
-
-    def tell_kernels(self) -> None:
-        by_name = Counter[str]()
-        for name, seconds in self.kernels:
-            by_name[name] += seconds
-        most = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in by_name.most_common(4))
-        self.tell(f"  {len(self.kernels)} kernels compiled in {by_name.total():.0f} s of processor time: {most}")
 
     def tell_meetings(self) -> None:
         """Laws with ops, formats and configs: how many of the pairs that were wanted were met."""
@@ -157,11 +146,3 @@ def _pairs(name: str) -> Any:
 
 
 PAIRS = {f"laws x {name}": _pairs(name) for name in ("ops", "formats", "configs")}
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
-    """Tell the account what a test compiled."""
-    if call.when == "teardown" and compiled:
-        item.user_properties.append(("compiled", compiled.copy()))
-        compiled.clear()

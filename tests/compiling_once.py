@@ -1,4 +1,4 @@
-"""One compilation of every kernel variant, however many processes want it, and a list of what this process compiled."""
+"""One compilation of every kernel variant, however many processes want it."""
 
 import fcntl
 import hashlib
@@ -8,13 +8,10 @@ from typing import Any
 
 from triton import compiler, knobs
 
-compiled: list[tuple[str, float]] = []  # kernels that this process compiled, each with its seconds
-
 
 def share_compilations() -> None:
     """Let one process at a time compile a kernel variant, so that others find it in Triton's cache."""
     compiler.compile = _one_at_a_time(compiler.compile)
-    knobs.compilation.listener = _note
 
 
 def _one_at_a_time(compile_variant: Callable[..., Any]) -> Callable[..., Any]:
@@ -27,8 +24,3 @@ def _one_at_a_time(compile_variant: Callable[..., Any]) -> Callable[..., Any]:
             return compile_variant(src, target=target, options=options, **more)
 
     return waiting
-
-
-def _note(*, src: Any, times: Any, cache_hit: bool, **_: Any) -> None:
-    if not cache_hit:
-        compiled.append((src.name, times.total / 1e6))
