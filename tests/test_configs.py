@@ -159,8 +159,15 @@ def test_entries_of_a_table_change_no_byte_on_a_gpu(mode: Problem, configs: set[
 Stored = tuple[Tensor, Pool]  # the output, and where states were stored
 
 
-def in_place(inputs: Inputs, case: AnyCase) -> Stored:
-    return inputs.step(), inputs.state
+def in_place(inputs: Any, case: AnyCase) -> Stored:
+    """A step; of replay by a plan, of four rows, of which some fold and some do not."""
+    if isinstance(case.problem, AnyReplay):
+        assert set(inputs.folds.tolist()) == {False, True}
+    return inputs.step(**{"plan": inputs.plan()} if isinstance(case.problem, AnyReplay) else {}), inputs.state
+
+
+def without_update(inputs: Inputs, case: AnyCase) -> Stored:
+    return inputs.step(update=False), inputs.state
 
 
 def to_slots(inputs: Inputs, case: AnyCase) -> Stored:
@@ -175,20 +182,12 @@ def to_snapshots(inputs: Inputs, case: AnyCase) -> Stored:
     return inputs.step(slots=inputs.at(snapshot_rows=first_row), snapshots=snapshots), snapshots
 
 
-def without_update(inputs: Inputs, case: AnyCase) -> Stored:
-    return inputs.step(update=False), inputs.state
-
-
-def by_a_plan(inputs: Any, case: AnyCase) -> Stored:
-    """Four rows, of which some fold and some do not."""
-    assert set(inputs.folds.tolist()) == {False, True}
-    return inputs.step(plan=inputs.plan()), inputs.state
+CALLS = {"last": (in_place,), "every": (to_slots, to_snapshots), "none": (without_update,)}
 
 
 def require_one_result(mode: Problem, configs: set[Config], device: torch.device) -> None:
     """Calls with every config give the bytes of another one; of one with as many lanes in the interpreter, which sums
     over them in numpy's order."""
-    replays = isinstance(mode, AnyReplay)
     x = "bfloat16" if device.type == "cuda" else "float32"
     bases: dict[str, AnyCase] = {
         "mamba2_step": Case(1, 1, 1), "mamba2_at_once": Case(1, 1, 1, bc="float16"),
@@ -199,17 +198,14 @@ def require_one_result(mode: Problem, configs: set[Config], device: torch.device
     }  # fmt: skip
     case = case_of(mode, bases, 3)
     assert replace(case.problem, stored=mode.stored, op=mode.op, batch_heads=1) == mode
-    inputs, calls = make_inputs(case, device), {
-        "last": (in_place,), "every": (to_slots, to_snapshots), "none": (without_update,)
-    }[mode.stored]  # fmt: skip
-    others = [config for config in valid_configs(mode) if config not in configs]
+    inputs, others = make_inputs(case, device), [config for config in valid_configs(mode) if config not in configs]
 
     @cache
     def result(call: Callable[[Any, AnyCase], Stored], config: Config) -> Stored:
         with override(config), parted() if mode.op.endswith(("keep", "fold")) else nullcontext():
             return call(inputs.fresh(), case)
 
-    for config, call in product(configs, (by_a_plan,) if replays else calls):
+    for config, call in product(configs, CALLS[mode.stored]):
         other = next(other for other in others if device.type == "cuda" or other.lanes == config.lanes)
         (y, stored), (other_y, other_stored) = result(call, config), result(call, other)
         require.equal_bytes(f"output with {config}, {call.__name__}", y, other_y)
