@@ -6,6 +6,7 @@ ONE_HEAD = "test_reference_equals_the_recurrence_written_for_one_head"
 MAMBA2, DELTA = f"test_mamba2.py::{ONE_HEAD}", f"test_gated_delta.py::{ONE_HEAD}"
 MAMBA3 = "test_mamba3.py::test_reference_equals_the_recurrence_written_with_loops"
 CONVOLUTION = "test_conv1d.py::test_a_token_is_torchs_convolution_of_the_last_inputs"
+AGAIN = "test_conv1d.py::test_kernels_roll_back_and_go_round_rings_as_the_reference_does"
 TURNS = "test_mamba3_states.py::test_angles_stay_right_over_many_tokens"
 RINGS = "test_rings.py::test_cursors_are_where_the_model_has_them_after_any_steps[reference-8-11-9-DeltaRing]"
 PROPERTIES = "test_properties.py::test_a_call_equals_calls_of_one_token_of_one_row_bit_by_bit[packed-False-reference]"
@@ -267,16 +268,16 @@ MUTANTS = (
            "y = u.new_zeros(u.shape[:2])", CONVOLUTION),
     Mutant("a ring is read from an entry too early", "reference/conv1d.py",
            "positions.long() - (width - 1)", "positions.long() - width",
-           "test_conv1d.py::test_a_ring_keeps_token_p_at_entry_p_modulo_its_length[reference-7]"),
+           f"{AGAIN}[None-False-cpu]"),
     Mutant("an entry of a ring has the first token that falls on it", "reference/conv1d.py",
            "t = count - 1 - (positions.long()[:, None] + count - 1 - entry) % length\n"
            "        return torch.where(t >= 0, length + t, -1)",
            "t = (entry - positions.long()[:, None]) % length\n"
            "        return torch.where(t < count, length + t, -1)",
-           "test_conv1d.py::test_a_ring_keeps_token_p_at_entry_p_modulo_its_length[reference-2]"),
+           f"{AGAIN}[None-False-cpu]"),
     Mutant("the history of a window stays where it was", "reference/conv1d.py",
            "kept = first[:, None] + (width - 1 - history) + entry", "kept = entry.expand(len(first), -1)",
-           "test_conv1d.py -k test_rolling_back_continues_from_the_accepted_history and reference"),
+           f"{AGAIN}[3-False-cpu]"),
     Mutant("a window has offsets before its first entry", "reference/conv1d.py",
            "outside = past | (first < 0)", "outside = past",
            "test_conv1d.py::test_an_offset_that_no_window_has_makes_a_row_padding[reference]"),
