@@ -29,7 +29,7 @@ from flashstate.plan import show_plan
 from flashstate.tune import run_tune, run_tune_quick
 
 DEFAULT_OP = "mamba2"
-CPU_BATCHES, CPU_SECONDS = (1, 4), 30  # of `bench` where nobody says which batches: it ends within a minute
+CPU_BATCHES, CPU_SECONDS = (1, 4), 20  # of `bench` where nobody says which batches: it ends within a minute
 
 
 def run(options: argparse.Namespace) -> int:

@@ -155,6 +155,7 @@ def wrong_ints(name: str, allowed: str, *values: int) -> list[Refusal]:
 
 SLOTS = wrong("slots", "batch", "batch", INDEX_DTYPES, what="a Slots, an index tensor or None",
               elsewhere="^slots are on meta, but the (state|ring) is on cpu")  # fmt: skip
+SLOTS.append((only("slots", Tensor.tolist), "got list: torch.tensor", TypeError))
 TRANSPOSED = (
     r"^\w+ must be contiguous within a head: strides \((any, )+\d+, 1\), got \([\d, ]+\); only gated_delta_step takes"
 )

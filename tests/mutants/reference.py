@@ -134,6 +134,8 @@ MUTANTS = (
            "within = at if slots is None else at[:, : slots.longest]", "within = at",
            "test_gated_delta_states.py::test_a_packed_row_longer_than_max_len_is_cut_where_tokens_go_at_once"
            "[reference-zero-1]"),
+    Mutant("packed rows without tokens fail at once", "reference/steps.py",
+           "if within.shape[1] == 0:", "if False:", "reference: packed rows | mamba2_step"),
     Mutant("all tokens have the slot of the first", "reference/tree.py",
            "return table[:, t] if", "return table[:, 0] if",
            "reference: a state written after every token | mamba2_step"),
