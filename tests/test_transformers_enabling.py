@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from decoding import LONG, OPTIONS, PROMPT, TOKENS, call, greedy, stock_cache
+from decoding import LONG, OPTIONS, PROMPT, TOKENS, call, greedy, own_cache_name, stock_cache
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -53,6 +53,11 @@ def test_an_enabled_model_trains_and_runs_without_a_cache_as_before(family: str)
     for weight, gradient in zip(model.parameters(), gradients, strict=True):
         assert (weight.grad is None) == (gradient is None)
         assert gradient is None or torch.equal(weight.grad, gradient)
+    cache = fs.StateCache(model)
+    call(model, PROMPT, cache, 0)
+    with pytest.raises(ValueError, match=r"^a StateCache has no gradients .* inside torch.no_grad\(\)"):
+        model(TOKENS[:, 6:7], **{own_cache_name(model): cache})
+    call(model, TOKENS[:, 6:7], cache, 6)
 
 
 def test_a_norm_that_somebody_has_replaced_keeps_its_forward() -> None:

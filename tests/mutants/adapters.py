@@ -368,6 +368,9 @@ MUTANTS = (
     Mutant("a dtype has no name", "integrations/transformers/cache.py",
            "DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype", "dtype",
            "test_transformers_refusals.py::test_a_cache_says_what_it_is"),
+    Mutant("a step with gradients leaves a torn cache", "integrations/transformers/cache.py",
+           "if not fresh and hidden.requires_grad and torch.is_grad_enabled():", "if False:",
+           "test_transformers_enabling.py -k test_an_enabled_model_trains_and_runs_without_a_cache_as_before"),
     Mutant("max_batch is no bound", "integrations/transformers/cache.py",
            "if self.max_batch is not None and rows > self.max_batch:", "if False:",
            "test_transformers_refusals.py::"

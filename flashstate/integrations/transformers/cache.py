@@ -158,9 +158,11 @@ class StateCache(Cache):
         """Decide how the tokens of a call go through all layers."""
         batch, tokens, _ = hidden.shape
         self._check_rows(batch)
+        fresh = self.batch is None
+        if not fresh and hidden.requires_grad and torch.is_grad_enabled():
+            raise ValueError("a StateCache has no gradients behind its prompt: call the model inside torch.no_grad()")
         self.use.begun = True
         self.settle()
-        fresh = self.batch is None
         candidates = 0 if self.sure is None else tokens - self.sure
         self.sure = None
         steps = tokens if not fresh and tokens <= self.format.drafts + 1 else candidates
