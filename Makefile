@@ -18,7 +18,7 @@ demo: $(ENVIRONMENT)
 test: lint test-kernels
 
 # For changes under way: what is marked so in these files, of which few are collected faster than all.
-QUICK_FILES := tests/test_laws.py tests/test_mutations.py tests/test_refusals_of_ops.py
+QUICK_FILES := tests/test_laws.py tests/test_mutants.py tests/test_refusals_of_ops.py
 quick: lint
 	TRITON_INTERPRET=1 $(PYTEST) -m "quick and not gpu" $(QUICK_FILES)
 

@@ -58,6 +58,7 @@ def test_there_are_mutants_of_every_law_and_every_room_and_each_has_a_name_of_it
     assert [law for law in laws("") if not any(law.startswith(words) for words in named)] == []
     rooms = Counter(mutant.where.split("/")[0] for mutant in mutants)
     assert rooms["reference"] >= 35
+    assert rooms["kernels"] >= 40
     assert rooms.total() >= 120
     names = Counter((mutant.where, mutant.what) for mutant in mutants)
     assert [name for name, times in names.items() if times > 1] == []
