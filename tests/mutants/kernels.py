@@ -8,7 +8,6 @@ PACKED = "kernels: packed rows"
 TREE, INVALID = "kernels: a token of a draft tree", "kernels: a token whose parent is invalid"
 SNAPSHOTS, APPENDED = "kernels: snapshots hold", "kernels: replay writes no state"
 ROLLED_BACK = "test_conv1d.py::test_kernels_roll_back_and_go_round_rings_as_the_reference_does[3-False-cpu]"
-
 RECURRENCE = "test_folds.py -k test_a_fold_is_the_recurrence_at_every_live_count and interpreter"
 EXTREME = "test_gated_delta_replay.py -k test_u_is_rounded_and_saturates and interpreter"
 REQUESTS = "test_pool_requests.py -k test_requests_live_in_a_pool_as_on_their_own and kernels"
@@ -17,6 +16,9 @@ NORMS = "test_norms.py -k test_the_kernel_gives_what_the_reference_gives"
 ROUNDED = "test_formats.py -k test_triton_and_torch_round_to_equal_bytes and cpu"
 SCALED = "test_scaled_formats.py -k test_triton_and_torch_store_equal_bytes and cpu"
 DRAWN = "test_formats.py -k test_a_step_draws_the_bits_that_the_seed_decides and interpreter"
+PROPERTIES = "test_properties.py::test_a_call_equals_calls_of_one_token_of_one_row_bit_by_bit[packed-False-interpreter]"
+COMPILED = "test_compile_code.py"
+
 # fmt: off
 MUTANTS = (
     # programs, tokens and slots
@@ -71,6 +73,9 @@ MUTANTS = (
            "return tl.load(channels_at(row, channels, 1, ROWS), mask=",
            "test_compat_contracts.py -k every_call_gives_what_the_contract_says and conv and interpreter"),
     # mamba2
+    Mutant("bits of the first token are drawn for the last", "kernels/mamba2.py",
+           "random = random_bits((seed, count - 1, stream)", "random = random_bits((seed, count * 0, stream)",
+           "kernels: a state written after every token | mamba2_step"),
     Mutant("a packed row without tokens rounds its state again", "kernels/mamba2.py",
            "goes = live if ONE_TOKEN else live & (count > 0)", "goes = live", f"{PACKED} | mamba2_step"),
     Mutant("ancestors are stepped from the youngest on", "kernels/mamba2.py",
@@ -88,6 +93,9 @@ MUTANTS = (
     Mutant("a fold of mamba2 takes a ring from its first row on", "kernels/mamba2_fold.py",
            "row, lives = replay_window.row_in_ring(start + j, L), j < live",
            "row, lives = replay_window.row_in_ring(start * 0 + j, L), j < live", f"{RECURRENCE} and Replay"),
+    Mutant("a fold takes x of heads that lie apart from where they would lie side by side", "kernels/mamba2_fold.py",
+           "replay_window.rows_in_head(h, row, L, ROWS, RING_X_H)", "replay_window.rows_in_head(h, row, L, ROWS, 0)",
+           "test_folds.py -k test_a_ring_whose_heads_lie_apart and interpreter and Mamba"),
     Mutant("a ring keeps time steps as they are given", "kernels/mamba2_replay.py",
            "tl.store(dt_rows + to_row, sizes, mask=appends)",
            "tl.store(dt_rows + to_row, replay_window.once(dt.to(tl.float32)), mask=appends)",
@@ -97,6 +105,9 @@ MUTANTS = (
     Mutant("a call folds with the bits of token 0", "kernels/mamba2_replay.py",
            "drawing = (seed, BEFORE_THE_FIRST_TOKEN, stream)", "drawing = (seed, live * 0, stream)",
            "test_replays.py -k test_a_call_folds_with_the_bits_of_a_fold and interpreter"),
+    Mutant("a fold is stored with scales though nothing is to be", "kernels/mamba2_replay.py",
+           "    if KIND.UPDATE and scale_ptr is not None:", "    if scale_ptr is not None:",
+           "kernels: update=False | mamba2_replay"),
     # gated delta and KDA
     Mutant("a branch of a tree is stepped by its own token twice", "kernels/gated_delta.py",
            "i = ancestor(parents, place.b, t, steps - done)", "i = ancestor(parents, place.b, t, steps - 1 - done)",
@@ -129,6 +140,10 @@ MUTANTS = (
     Mutant("tiles of a program have the values of the first", "kernels/gated_delta_one_token.py",
            "        v = v_next\n", "        pass\n",
            "test_gated_delta_states.py -k test_programs_of_several_tiles_give and interpreter"),
+    Mutant("a tree of one token is stepped whatever its parent is", "kernels/gated_delta_one_token.py",
+           "stepped = parent_of((parents_ptr, parents_stride, longest), b, t) == -1",
+           "stepped = parent_of((parents_ptr, parents_stride, longest), b, t) < 1",
+           "test_gated_delta_states.py -k test_only_tokens_with_a_way_to_the_root and interpreter"),
     Mutant("a ring folds where nothing is to be updated", "kernels/gated_delta_replay.py",
            "factor, codes = state_io.store_rounded(pool, slot, known & KIND.UPDATE,",
            "factor, codes = state_io.store_rounded(pool, slot, known,", "kernels: update=False | gated_delta_replay"),
@@ -137,6 +152,9 @@ MUTANTS = (
     Mutant("q of a token does not see its own u", "kernels/delta_correction.py",
            "outputs + (tl.fma(u, steps[i][1][KIND.HALF + i], seen),)", "outputs + (seen,)",
            f"{ACCURATE} | gated_delta_replay"),
+    Mutant("u of many tokens is appended a row too late", "kernels/delta_correction.py",
+           "replay_window.row_in_ring(start + live + token, L)",
+           "replay_window.row_in_ring(start + live + token + 1, L)", EXTREME),
     Mutant("NaN of a token reaches those before it", "kernels/delta_correction.py",
            "tl.where(sees, tl.fma(u, weights[None, :], y), y)", "tl.fma(u, weights[None, :], y)",
            "test_gated_delta_replay.py -k test_a_token_that_is_no_number_changes_nothing and interpreter"),
@@ -232,6 +250,12 @@ MUTANTS = (
            "x = tl.permute(tl.reshape(x, (rows, PER_COLUMNS // 4, 2, QUAD, 2)), (0, 3, 1, 2, 4))",
            "x = tl.permute(tl.reshape(x, (rows, PER_COLUMNS // 4, 2, QUAD, 2)), (0, 3, 2, 1, 4))",
            f"{ACCURATE} | gated_delta_step"),
+    Mutant("a slot that single tiles wait for goes through registers of the warp", "kernels/ptx.py",
+           'return tl.inline_asm_elementwise(HIDE_SHARED, "=r,r", [x], tl.int32, is_pure=True, pack=1)', "return x",
+           f"compiled: {COMPILED}::test_only_single_tiles_of_16_bit_floats_have_the_slot_in_every_thread[bfloat16-1]"),
+    Mutant("states of a later program come to the L1 cache", "kernels/ptx.py",
+           "@p prefetch.global.L2 [$1];", "@p prefetch.global.L1 [$1];",
+           f"compiled: {COMPILED}::test_states_of_a_later_program_are_asked_for"),
     # what is stored
     Mutant("bits for float16 are one too few", "kernels/state_io.py",
            "(bits + (random & 0x1FFF)) >> 13", "(bits + (random & 0xFFF)) >> 13", ROUNDED),
@@ -251,6 +275,14 @@ MUTANTS = (
     Mutant("padding is not kept", "kernels/stores.py",
            'shown = tl.where(exists, live, False) if PADDING == "keep" else exists', "shown = exists",
            f"{KEPT} | mamba3_step"),
+    Mutant("snapshots draw the bits of the pool's rounding", "kernels/stores.py",
+           "rounded_as(FORM, COPY_FORM.ROUNDING)", "rounded_as(FORM, FORM.ROUNDING)",
+           f"{SNAPSHOTS} | gated_delta_step"),
+    Mutant("seeds move on where a packed row has no tokens", "kernels/seeds.py",
+           "if (slot >= 0) & (count > 0):", "if slot >= 0:", PROPERTIES),
+    Mutant("heads of plain states are all the first", "kernels/states.py",
+           "h.to(tl.int64) * stride_h + rows[:, None] * stride_row", "h.to(tl.int64) * 0 + rows[:, None] * stride_row",
+           "test_head_strides.py -k test_a_pool_of_heads_that_are_apart and interpreter"),
     Mutant("a clean slot has scales of zero", "kernels/moving.py",
            "tl.store(ptrs, piece.clean, mask=goes)", "tl.store(ptrs, piece.clean * 0, mask=goes)", REQUESTS),
     Mutant("a copy of no slot writes", "kernels/moving.py",
