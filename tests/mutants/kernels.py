@@ -92,7 +92,7 @@ MUTANTS = (
            "entry_of(decay, TOKENS - 1)", "entry_of(decay, TOKENS - 2)", f"{ACCURATE} | mamba2_step"),
     Mutant("a fold of mamba2 takes a ring from its first row on", "kernels/mamba2_fold.py",
            "row, lives = replay_window.row_in_ring(start + j, L), j < live",
-           "row, lives = replay_window.row_in_ring(start * 0 + j, L), j < live", f"{RECURRENCE} and Replay"),
+           "row, lives = replay_window.row_in_ring(start * 0 + j, L), j < live", f"{RECURRENCE} and not Delta"),
     Mutant("a fold takes x of heads that lie apart from where they would lie side by side", "kernels/mamba2_fold.py",
            "replay_window.rows_in_head(h, row, L, ROWS, RING_X_H)", "replay_window.rows_in_head(h, row, L, ROWS, 0)",
            "test_folds.py -k test_a_ring_whose_heads_lie_apart and interpreter and Mamba"),
@@ -181,7 +181,7 @@ MUTANTS = (
            "test_gated_delta_replay.py -k test_a_decay_of_zero_forgets_all and interpreter"),
     # replay and folds
     Mutant("a fold of no tokens rounds the state again", "kernels/folding.py",
-           "known & (live > 0), tile, s, random, FORM", "known, tile, s, random, FORM", f"{RECURRENCE} and Replay"),
+           "known & (live > 0), tile, s, random, FORM", "known, tile, s, random, FORM", f"{RECURRENCE} and int16"),
     Mutant("a fold goes to the slot it reads, whatever it is told", "kernels/folding.py",
            "to = write_slot(write, b, slot, known, targets)", "to = slot",
            "test_folds.py -k test_rows_fold_into_the_slots_they_name and interpreter"),
