@@ -6,6 +6,7 @@ ACCURATE = "kernels: output and state"
 PADDING, KEPT = "kernels: a padding row gives zero", 'kernels: with padding="keep"'
 PACKED = "kernels: packed rows"
 TREE, INVALID = "kernels: a token of a draft tree", "kernels: a token whose parent is invalid"
+EVERY_TOKEN = "kernels: a state written after every token"
 SNAPSHOTS, APPENDED = "kernels: snapshots hold", "kernels: replay writes no state"
 ROLLED_BACK = "test_conv1d.py::test_kernels_roll_back_and_go_round_rings_as_the_reference_does[3-False-cpu]"
 RECURRENCE = "test_folds.py -k test_a_fold_is_the_recurrence_at_every_live_count and interpreter"
@@ -34,6 +35,9 @@ MUTANTS = (
     Mutant("the null slot is a slot", "kernels/slots.py",
            "(slot == null) | (slot >= num_slots) | (slot < 0)", "(slot >= num_slots) | (slot < 0)",
            f"{PADDING} | gated_delta_step"),
+    Mutant("the null slot is a slot where one token looks ahead", "kernels/slots.py",
+           "(number >= 0) & (number < num_slots) & (number != null)", "(number >= 0) & (number < num_slots)",
+           f"{PADDING} | mamba2_step"),
     Mutant("a slot past the pool is not noted", "kernels/slots.py",
            "mask=(number >= num_slots) & (number != null))", "mask=number != number)",
            "kernels: a write slot that is null | mamba3_step"),
@@ -44,7 +48,7 @@ MUTANTS = (
     Mutant("all tokens write the first slot of their row", "kernels/slots.py",
            "tl.load(table_entry(table_ptr, b, stride, column), mask=goes, other=-1)",
            "tl.load(table_entry(table_ptr, b, stride, column * 0), mask=goes, other=-1)",
-           "kernels: a state written after every token | mamba2_step"),
+           f"{EVERY_TOKEN} | mamba2_step"),
     Mutant("a list of rows of snapshots is not looked at", "kernels/slots.py",
            "row = b.to(tl.int64) if rows_ptr is None else tl.load(rows_ptr + b).to(tl.int64)",
            "row = b.to(tl.int64)", f"{SNAPSHOTS} | mamba2_step"),
@@ -75,7 +79,7 @@ MUTANTS = (
     # mamba2
     Mutant("bits of the first token are drawn for the last", "kernels/mamba2.py",
            "random = random_bits((seed, count - 1, stream)", "random = random_bits((seed, count * 0, stream)",
-           "kernels: a state written after every token | mamba2_step"),
+           f"{EVERY_TOKEN} | mamba2_step"),
     Mutant("a packed row without tokens rounds its state again", "kernels/mamba2.py",
            "goes = live if ONE_TOKEN else live & (count > 0)", "goes = live", f"{PACKED} | mamba2_step"),
     Mutant("ancestors are stepped from the youngest on", "kernels/mamba2.py",
@@ -108,7 +112,13 @@ MUTANTS = (
     Mutant("a fold is stored with scales though nothing is to be", "kernels/mamba2_replay.py",
            "    if KIND.UPDATE and scale_ptr is not None:", "    if scale_ptr is not None:",
            "kernels: update=False | mamba2_replay"),
+    Mutant("tiles of Mamba-1 have the rates of the first rows", "kernels/mamba2.py",
+           "ptr + (h * FORM.ROWS + tile.first_row) * FORM.COLS", "ptr + h * FORM.ROWS * FORM.COLS",
+           f"{ACCURATE} | mamba2_step"),
     # gated delta and KDA
+    Mutant("bits of the first token are drawn for the last", "kernels/gated_delta.py",
+           "random = random_bits((seed, count - 1, stream)", "random = random_bits((seed, count * 0, stream)",
+           f"{EVERY_TOKEN} | gated_delta_step"),
     Mutant("a branch of a tree is stepped by its own token twice", "kernels/gated_delta.py",
            "i = ancestor(parents, place.b, t, steps - done)", "i = ancestor(parents, place.b, t, steps - 1 - done)",
            f"{TREE} | gated_delta_step"),
@@ -211,6 +221,12 @@ MUTANTS = (
     Mutant("tokens past the longest row are planned", "kernels/rings.py",
            "length = tl.minimum(tl.maximum(last - first, 0), tokens)", "length = tl.maximum(last - first, 0)", CURSORS),
     # mamba3
+    Mutant("bits of the first token are drawn for the last", "kernels/mamba3.py",
+           "drawing = (seed, count - 1, stream)", "drawing = (seed, count * 0, stream)",
+           f"{EVERY_TOKEN} | mamba3_step"),
+    Mutant("bits of the first token are drawn for those between", "kernels/mamba3.py",
+           "bits = random_bits((seed, t, stream)", "bits = random_bits((seed, t * 0, stream)",
+           f"{EVERY_TOKEN} | mamba3_step"),
     Mutant("every token has k of the one before the call", "kernels/mamba3.py",
            "        before = now\n", "        pass\n", f"{ACCURATE} | mamba3_step"),
     Mutant("weights of ranks lie head by head", "kernels/mamba3.py",
@@ -246,6 +262,9 @@ MUTANTS = (
     Mutant("heads of a pool that lie apart are taken for neighbours", "kernels/tiles.py",
            "return h * FORM.HEAD_STRIDE + first_row *", "return h * FORM.ROWS * FORM.COLS + first_row *",
            "test_head_strides.py -k test_a_pool_of_heads_that_are_apart and interpreter"),
+    Mutant("tiles of a transposed state begin with its first row", "kernels/tiles.py",
+           "return h * (FORM.ROWS * FORM.COLS) + first_row\n", "return h * (FORM.ROWS * FORM.COLS)\n",
+           f"{ACCURATE} | gated_delta_step"),
     Mutant("columns of an operand come back in another order", "kernels/tensor_cores.py",
            "x = tl.permute(tl.reshape(x, (rows, PER_COLUMNS // 4, 2, QUAD, 2)), (0, 3, 1, 2, 4))",
            "x = tl.permute(tl.reshape(x, (rows, PER_COLUMNS // 4, 2, QUAD, 2)), (0, 3, 2, 1, 4))",
