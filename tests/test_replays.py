@@ -68,6 +68,11 @@ def test_tokens_past_the_most_that_a_row_may_have_give_zero_and_are_not_replayed
         require.equal_states(f"row {row}", cut.state, alone.state, inputs.slots[row : row + 1].long())
     assert not none.step(slots=none.at(max_len=2)).any()
     require.equal_states("the pool", none.state, inputs.state)
+    kept, out = inputs.fresh(), torch.full_like(inputs.main, 7.0)
+    read = torch.where(torch.arange(2, device=device) == 1, -1, inputs.slots)
+    y = kept.per_row(kept.step(slots=kept.at(read=read, max_len=2, padding="keep"), out=out))
+    assert not y[0][2:].any()
+    assert (y[1] == 7).all()
     past, right = inputs.fresh(), inputs.fresh()
     ends = [past.at(cu_seqlens=past.slots.new_tensor([0, 8, end]), max_len=4) for end in (1 << 30, 9)]
     y, want = (run.step(slots=end, plan=run.plan(end)) for run, end in zip((past, right), ends, strict=True))

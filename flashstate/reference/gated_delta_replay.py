@@ -76,7 +76,7 @@ def gated_delta_replay(
     if update:
         put(state, stored, (folds,))
     s[fold] = decode(*stored)  # new tokens go on from that
-    for t in range(at.shape[1]):
+    for t in range(min(longest, at.shape[1])):
         runs = gives & (at[:, t] >= 0)
         token = [tensor[at[runs, t]] for tensor in tokens]
         made: list[Tensor] = []  # u, as the ring keeps it

@@ -56,7 +56,7 @@ def mamba2_replay(
     if update:
         to, index = torch.where(fold, slot, -1), torch.full_like(slot, BEFORE_THE_FIRST_TOKEN)
         store_state(state, s, (to,), state.seeds_of(slot), index)
-    for t in range(at.shape[1]):
+    for t in range(min(longest, at.shape[1])):
         runs = gives & (at[:, t] >= 0)
         here = at[runs, t]
         gate = None if z is None else z[here]

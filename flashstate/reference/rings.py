@@ -98,11 +98,10 @@ def rows_and_rings(
     ring: AnyRing, plan: Plan | None, slots: Slots | None, out: Tensor, lead: int, longest: int
 ) -> tuple[Rows, RingRows]:
     """The rows of a call, whose `out` has so many token axes, and their rings: as its plan says, which nothing changes
-    but another plan, or as they are now."""
+    but another plan, or as they are now. Tokens past the `longest` that a row may have come behind them in `at`."""
     rows = rows_of(slots, len(ring.count), out, lead)
-    at = rows.at[:, :longest]  # (batch, T)
     if plan is None:
-        return rows._replace(at=at), ring_rows(ring, rows.read, (at >= 0).sum(1))
+        return rows, ring_rows(ring, rows.read, (rows.at[:, :longest] >= 0).sum(1))
     slot, start, live, first, length = plan.rows[plan.rows[:, 0].argsort()].long().unbind(1)[1:6]
     if slots is None or slots.cu_seqlens is None:
         first = torch.arange(len(slot), device=slot.device) * (len(rows.y) // max(len(slot), 1))
@@ -112,6 +111,7 @@ def rows_and_rings(
     length = length.minimum(len(rows.y) - first)  # a plan does not know how many tokens there are
     index = torch.arange(longest, device=slot.device)
     at = torch.where(index < length[:, None], first[:, None] + index, -1)
+    at = torch.cat([at, rows.at[:, longest:]], 1)
     gives = rows.gives if slots is not None and slots.padding == "fresh" else known
     return Rows(at, rows.y, slot, known, gives), RingRows(start, live, fold)
 
