@@ -16,7 +16,7 @@ from flashstate.launch import config as launch_config
 from flashstate.launch.config import Choice, valid_configs
 from flashstate.launch.environment import replaced
 from flashstate.ops.mamba2_replay import ReplayTokenProblem
-from flashstate.proof import CASES, AnyCase, Case, Cases, DeltaCase, Mamba3Case, dtype
+from flashstate.proof import CASES, AnyCase, Case, Cases, ConvCase, DeltaCase, Mamba3Case, ReplayCase, dtype
 from flashstate.proof.case import StateCase
 from flashstate.proof.laws import LAWS, SCOPES, speaks_of
 from flashstate.state.formats import FORMATS
@@ -38,6 +38,13 @@ BESIDES: Sequence[tuple[str, AnyCase]] = (
     # rows past the first tile: rates of Mamba-1, and columns of transposed states
     (ACCURACY, Case(batch=2, heads=1, groups=1, rows=40, cols=7, mamba1=True)),
     (ACCURACY, DeltaCase(2, 1, 1, 40, 5, transposed=True)),
+    # rows of a state that several warps share
+    (ACCURACY, Mamba3Case(2, 1, 1, 64, 16)),
+    # windows: a row without tokens stores none, and channels of x may lie apart
+    ("a separate write slot", ConvCase(3, 5, 4, tokens=2, packed=True)),
+    ("strided activations", ConvCase(2, 5, 4, tokens=2)),
+    # a fold without scales, by a call that stores nothing
+    ("update=False", ReplayCase(3, 1, 1, 5, 16, tokens=2, window=4, x="float16", format="float16")),
 )
 
 

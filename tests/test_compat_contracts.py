@@ -33,16 +33,18 @@ ADAPTERS = (
 EACH_ADAPTER = pytest.mark.parametrize("adapter", ADAPTERS, ids=lambda adapter: adapter.name)
 __all__ = ["launcher"]  # a fixture
 Change = Callable[[Arguments], Arguments]  # arguments of a call, in memory of their own: those to change
+FULL = "a buffer that is full"
 ON_A_GPU = 4  # calls of each adapter, which show what it makes itself: laws show what kernels do
 
 
 def met() -> Iterator[Any]:
-    """Calls, and where they run: edges in the reference alone, one of each adapter in the interpreter."""
+    """Calls, and where they run: edges in the reference alone, one of each adapter in the interpreter,
+    and there a full buffer, which a kernel finds."""
     interpreter, gpu = implementations.KERNELS
     for adapter in ADAPTERS:
         for n, call in enumerate([*adapter.calls, *adapter.edges]):
             on_gpu = n < min(ON_A_GPU, len(adapter.calls))
-            for where in (pytest.param("reference"), *[gpu] * on_gpu, *[interpreter] * (n == 0)):
+            for where in (pytest.param("reference"), *[gpu] * on_gpu, *[interpreter] * (n == 0 or call == FULL)):
                 (place,) = where.values
                 yield pytest.param(adapter, call, place, marks=where.marks, id=f"{adapter.name}-{call}-{place}")
 

@@ -1,5 +1,6 @@
 """Stored bytes: Philox, encoders and their bounds, and equal bytes from torch and Triton."""
 
+from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -10,8 +11,8 @@ from torch import Tensor
 
 from flashstate.launch import Config, machine_of, override
 from flashstate.launch.arguments import as_bytes
-from flashstate.proof import Case
-from flashstate.proof.laws import LAWS
+from flashstate.proof import Case, DeltaCase, StateCase, make_inputs
+from flashstate.proof.laws import LAWS, require
 from flashstate.state.formats import DTYPES, FORMATS, PORTABLE_FORMATS, Encoded, decode, encode
 from flashstate.state.rounding import philox, random_bits, to_bfloat16_stochastic, to_float16_stochastic
 
@@ -258,3 +259,22 @@ def test_a_step_draws_the_bits_that_the_seed_decides_whoever_has_a_column(
         LAWS["snapshots hold the state after every token, in any format, at their rows, and change nothing else"](
             case, device
         )
+
+
+@pytest.mark.interpreted  # where products for float32 are those for float16
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(2, 2, 1, 5, 16, tokens=3, bc="float16", exact=False),
+        DeltaCase(2, 2, 1, 5, 16, tokens=3, qk="float16", exact=False),
+    ],
+    ids=["mamba2", "gated_delta"],
+)
+@pytest.mark.parametrize("device", ["interpreter"], indirect=True)
+def test_tokens_at_once_draw_the_bits_of_the_last(case: StateCase, device: torch.device) -> None:
+    inputs = make_inputs(case.in_format("float16", "stochastic"), device)
+    wide, slots = inputs.fresh(), inputs.slots.long()
+    wide.state = replace(wide.state, data=wide.state.data.float(), rounding="nearest")
+    for run in (wide, inputs):
+        run.step()
+    require.stored("the pool", inputs.state, slots, wide.state.data[slots], inputs.state, slots, 2)

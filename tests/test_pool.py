@@ -188,18 +188,20 @@ ANOTHER_REQUEST: dict[str, Callable[[StatePool, Tensor], Any]] = {
 
 
 def test_a_commit_leaves_slots_alone_that_have_another_request_since_the_plan(device: torch.device) -> None:
-    for change in ANOTHER_REQUEST.values():
+    for name, change in ANOTHER_REQUEST.items():
         pool = make_pool(kind="rings", device=device)
         slots = pool.acquire(3)
+        pool.commit(pool.plan(slots, 1))
         plan = pool.plan(slots, 2)
         pool.copy(torch.tensor([-1], device=device), slots[2:])  # from no slot
         change(pool, slots[1:2])
         before = pool.ring(0).count.tolist()
+        assert before[1] == (name in ("copied to", "loaded"))
         with flashstate.debug(), pytest.raises(ValueError, match=r"^plan is of requests that are no longer in slot 1,"):
             pool.commit(plan)
         assert pool.ring(0).count.tolist() == before
         pool.commit(plan)
-        assert pool.ring(0).count.tolist() == [2, before[1], 2, *before[3:]]
+        assert pool.ring(0).count.tolist() == [3, before[1], 3, *before[3:]]
 
 
 # What a CUDA graph captures

@@ -148,8 +148,10 @@ def test_advance_moves_every_seed_on_by_the_same_word(device: torch.device) -> N
     state = State(data, seed=seed)
     state.advance()
     state.advance(torch.tensor([[9, 2], [9, 4], [9, 2]], device=device)[:, 1])  # a slot once for every row
+    table, accepted = torch.tensor([[1, 3], [0, 2]], device=device), torch.tensor([2, 1], device=device)
+    state.advance(Slots(table, accepted=accepted))  # all slots of a row
     for slot, (before, after) in enumerate(zip(SEEDS, seed.tolist(), strict=True)):
-        assert after % (1 << 64) == (before + {2: 3, 4: 2}.get(slot, 1) * SEED_STEP) % (1 << 64)
+        assert after % (1 << 64) == (before + {2: 4, 5: 1}.get(slot, 2) * SEED_STEP) % (1 << 64)
 
 
 def tokens_cut(arguments: Arguments) -> Arguments:
@@ -206,7 +208,9 @@ def test_a_state_reads_and_writes_slots_as_a_pool_does(name: str, rounding: str,
     alone = copy.deepcopy(state)
     values = torch.randn(2, 2, 3, 5, generator=torch.Generator().manual_seed(0)).to(device)
     pool.write(0, [3, 1], values)
-    alone.write([3, 1], values)
+    for same in (values, values.mT.contiguous().mT):
+        alone.data.zero_()
+        alone.write([3, 1], same)
     for part in ("data", "scale"):
         assert getattr(state, part) is None or torch.equal(getattr(state, part), getattr(alone, part))
     assert torch.equal(alone.read((1, 3, 1)), pool.read(0, [1, 3, 1]))

@@ -237,6 +237,7 @@ def separate_write(case: AnyCase, device: torch.device, inputs: Inputs) -> None:
     require.equal_bytes("output", y_moved, y)
     read, stored, kept = inputs.slots.long(), inputs.stores, inputs.op.left_alone
     require.equal_states("written slots", moved.state, in_place.state, free[stored], read[stored], besides=kept)
+    require.equal_states("write slots of rows without tokens", moved.state, in_place.state, free[~stored])
     require.equal_states("read slots", moved.state, inputs.state, read)
 
 
