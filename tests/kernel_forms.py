@@ -25,15 +25,15 @@ from flashstate.proof.laws.steps import make_snapshots
 from flashstate.proof.laws.tokens import TREE
 
 BFLOAT16 = {"x": "bfloat16", "slots": 4}
-MAMBA2 = Case(2, 16, 1, 64, 128, bc="bfloat16", dt="bfloat16", **BFLOAT16)
+MAMBA2 = Case(2, 16, 1, 64, 64, bc="bfloat16", dt="bfloat16", **BFLOAT16)
 MAMBA2_AT_ONCE = replace(MAMBA2, tokens=6, exact=False)
-DELTA = DeltaCase(2, 64, 16, 128, 128, qk="bfloat16", gates="bfloat16", **BFLOAT16)
+DELTA = DeltaCase(2, 64, 16, 128, 64, qk="bfloat16", gates="bfloat16", **BFLOAT16)
 AT_ONCE = replace(DELTA, tokens=4, exact=False)
-MIMO = Mamba3Case(2, 48, 1, 64, 128, rank=4, angles=0, bc="bfloat16", kv="bfloat16", **BFLOAT16)
+MIMO = Mamba3Case(2, 48, 1, 64, 64, rank=4, angles=0, bc="bfloat16", kv="bfloat16", **BFLOAT16)
 SISO = replace(MIMO, rank=1)
 CONV = ConvCase(2, 1280, 4, parameters="bfloat16", **BFLOAT16)
-REPLAY = ReplayCase(2, 16, 1, 64, 128, x="bfloat16", dt="bfloat16", slots=3)
-DELTA_REPLAY = DeltaReplayCase(2, 64, 16, 128, 128, qk="bfloat16", gates="bfloat16", **{**BFLOAT16, "slots": 3})
+REPLAY = ReplayCase(2, 16, 1, 64, 64, x="bfloat16", dt="bfloat16", slots=3)
+DELTA_REPLAY = DeltaReplayCase(2, 64, 16, 128, 64, qk="bfloat16", gates="bfloat16", **{**BFLOAT16, "slots": 3})
 
 
 def kept(case: AnyCase, inputs: Inputs) -> object:
@@ -149,16 +149,17 @@ def of(case: AnyCase, call: Call = plain, spills: int = 0, **fields: Any) -> For
 STOCHASTIC = {"rounding": "stochastic"}
 HALF = {"format": "float16", **STOCHASTIC}
 TWO = {"tokens": 2}  # of more the slowest forms take several times as long to compile
+WIDE = {"cols": 128}  # as models have; with 64 columns a kernel takes half as long to compile
 FORMS: dict[str, dict[str, Form]] = {  # of every op in every format; of the first, formats with all their roundings
     "mamba2": {
-        "plain": of(MAMBA2),
+        "plain": of(MAMBA2, **WIDE),
         "bfloat16": of(MAMBA2, format="bfloat16"),
         "int16": of(MAMBA2, format="int16", **STOCHASTIC),
         "int8": of(MAMBA2, format="int8", **STOCHASTIC),
         "float8": of(MAMBA2, format="float8_e4m3fn", **STOCHASTIC),
         "paged": of(MAMBA2, paged, format="float16"),
         "without update": of(MAMBA2, kept, D="row", **HALF),
-        "several tokens": of(MAMBA2, tokens=4, D="row", **HALF),
+        "several tokens": of(MAMBA2, tokens=4, D="row", **HALF, **WIDE),
         "packed tokens": of(MAMBA2, with_kept_padding, tokens=4, packed=True, format="bfloat16", **STOCHASTIC),
         "a slot for every token": of(MAMBA2, written_per_token, **TWO, format="int8", **STOCHASTIC),
         "snapshots": of(MAMBA2, with_snapshots, **TWO),
@@ -167,7 +168,7 @@ FORMS: dict[str, dict[str, Form]] = {  # of every op in every format; of the fir
         "Mamba-1": of(MAMBA2, heads=1, rows=256, cols=16, mamba1=True, D="row", format="int8"),
     },
     "mamba2 at once": {
-        "bfloat16": of(MAMBA2_AT_ONCE, format="bfloat16"),
+        "bfloat16": of(MAMBA2_AT_ONCE, format="bfloat16", **WIDE),
         "float8": of(MAMBA2_AT_ONCE, format="float8_e4m3fn", **STOCHASTIC),
         "16 tokens, a D for every row": of(MAMBA2_AT_ONCE, tokens=16, D="row", **HALF),
         "without update": of(MAMBA2_AT_ONCE, kept),
@@ -175,7 +176,7 @@ FORMS: dict[str, dict[str, Form]] = {  # of every op in every format; of the fir
         "fresh padding": of(MAMBA2_AT_ONCE, with_fresh_padding, format="int8", **STOCHASTIC, z=False),
     },
     "gated delta": {
-        "plain": of(DELTA),
+        "plain": of(DELTA, **WIDE),
         "bfloat16": of(DELTA, format="bfloat16"),
         "paged": of(DELTA, paged, format="float16"),
         "KDA": of(DELTA, per_channel=True, format="float8_e4m3fn", **STOCHASTIC),
@@ -184,18 +185,18 @@ FORMS: dict[str, dict[str, Form]] = {  # of every op in every format; of the fir
         "one token, kept padding": of(DELTA, with_kept_padding, format="int8", **STOCHASTIC),
         "one token, fresh padding": of(DELTA, with_fresh_padding, format="int16", **STOCHASTIC),
         "one token, transposed": of(DELTA, transposed=True),
-        "several tokens": of(DELTA, tokens=4, **HALF),
+        "several tokens": of(DELTA, tokens=4, **HALF, **WIDE),
         "several tokens, without update": of(DELTA, kept, tokens=4, format="bfloat16"),
         "several tokens, packed": of(DELTA, with_kept_padding, tokens=4, packed=True, format="bfloat16"),
         "several tokens, KDA": of(DELTA, tokens=4, per_channel=True, raw=False, format="int8"),
         "a slot for every token": of(DELTA, written_per_token, **TWO, format="int8", **STOCHASTIC),
-        "snapshots": of(DELTA, with_snapshots, cols=64, **TWO),
+        "snapshots": of(DELTA, with_snapshots, **TWO),
         "a tree": of(DELTA, with_a_tree, tokens=4, format="int8"),
         "transposed": of(DELTA, **TWO, format="bfloat16", **STOCHASTIC, transposed=True),
         "transposed snapshots": of(DELTA, with_other_snapshots, **TWO),
     },
     "gated delta at once": {
-        "plain": of(AT_ONCE),
+        "plain": of(AT_ONCE, **WIDE),
         "bfloat16": of(AT_ONCE, format="bfloat16"),
         "float8": of(AT_ONCE, format="float8_e4m3fn", **STOCHASTIC),
         "16 tokens": of(AT_ONCE, tokens=16),
@@ -206,18 +207,18 @@ FORMS: dict[str, dict[str, Form]] = {  # of every op in every format; of the fir
         "float16, transposed": of(AT_ONCE, **HALF, transposed=True),
     },
     "mamba3": {
-        "plain": of(MIMO, spills=64),
+        "plain": of(MIMO, spills=64, **WIDE),
         "turned": of(MIMO, angles=32, spills=64, format="bfloat16", **STOCHASTIC),
-        "rank 1": of(SISO, spills=64, **HALF),
+        "rank 1": of(SISO, spills=64, **HALF, **WIDE),
         "rank 1, turned": of(SISO, angles=32, spills=64, format="int16", **STOCHASTIC),
         "int8": of(MIMO, spills=64, format="int8", **STOCHASTIC),
         "float8": of(SISO, angles=32, spills=64, format="float8_e4m3fn", **STOCHASTIC),
     },
     "mamba3 elsewhere": {  # than on the GPU that has a table
-        "plain": of(MIMO, cols=64),
-        "rank 1": of(SISO, cols=64, **HALF),
+        "plain": of(MIMO),
+        "rank 1": of(SISO, **HALF),
         "rank 1, turned": of(SISO, angles=32, format="int16", **STOCHASTIC),
-        "int8": of(MIMO, cols=64, format="int8", **STOCHASTIC),
+        "int8": of(MIMO, format="int8", **STOCHASTIC),
     },
     "convolution": {
         "plain": of(CONV),
@@ -235,37 +236,37 @@ FORMS: dict[str, dict[str, Form]] = {  # of every op in every format; of the fir
         "width 3": of(CONV, tokens=4, width=3, parameters="float32"),
     },
     "replay": {
-        "one token": of(REPLAY, spills=64),
+        "one token": of(REPLAY, spills=64, **WIDE),
         "one token, planned": of(REPLAY, planned, 64),
         "one token, keep": of(REPLAY, keep, 64),
         "one token, fold": of(REPLAY, fold, 64),
         "one token, without update": of(REPLAY, kept, 64),
-        "keep": of(REPLAY, keep, 128, **TWO),
+        "keep": of(REPLAY, keep, 128, **TWO, **WIDE),
         "keep, float16": of(REPLAY, keep, 128, format="float16", **TWO),
-        "two tokens, fresh padding": of(REPLAY, with_fresh_padding, 128, cols=64, **TWO),
+        "two tokens, fresh padding": of(REPLAY, with_fresh_padding, 128, cols=32, **TWO),
     },
     "replay elsewhere": {  # than on the GPU that has a table
-        "fold": of(REPLAY, fold, cols=64, format="int8", **STOCHASTIC),
-        "keep": of(REPLAY, keep, cols=64, format="bfloat16", tokens=6),
+        "fold": of(REPLAY, fold, format="int8", **STOCHASTIC),
+        "keep": of(REPLAY, keep, format="bfloat16", tokens=6),
         "either": of(REPLAY, cols=32, format="int16", x="float32"),
         "fold, 16 tokens": of(REPLAY, fold, cols=32, tokens=16, **HALF),
-        "mamba2_fold": of(REPLAY, folded, cols=64),
+        "mamba2_fold": of(REPLAY, folded),
     },
     "delta replay": {
         "one token": of(DELTA_REPLAY, keep),
-        "one token, planned": of(DELTA_REPLAY, planned, 64, cols=64, format="int8", **STOCHASTIC),
+        "one token, planned": of(DELTA_REPLAY, planned, 64, format="int8", **STOCHASTIC),
         "one token, keep": of(DELTA_REPLAY, keep, format="bfloat16"),
         "one token, fold": of(DELTA_REPLAY, fold, 64, format="bfloat16"),  # a few, so that more programs run at once
-        "KDA, keep": of(DELTA_REPLAY, keep, 128, cols=64, per_channel=True, format="float8_e4m3fn"),
-        "keep": of(DELTA_REPLAY, keep, **TWO, format="bfloat16"),
-        "two tokens, fresh padding": of(DELTA_REPLAY, with_fresh_padding, 64, cols=64, **TWO, **HALF),
+        "KDA, keep": of(DELTA_REPLAY, keep, 128, per_channel=True, format="float8_e4m3fn"),
+        "keep": of(DELTA_REPLAY, keep, **TWO, **WIDE, format="bfloat16"),
+        "two tokens, fresh padding": of(DELTA_REPLAY, with_fresh_padding, 64, cols=32, **TWO, **HALF),
         "gated_delta_fold": of(DELTA_REPLAY, folded, format="bfloat16"),
     },
     "delta replay elsewhere": {  # than on the GPU that has a table
-        "fold, nine tokens": of(DELTA_REPLAY, fold, cols=64, tokens=9, format="int8", **STOCHASTIC),
+        "fold, nine tokens": of(DELTA_REPLAY, fold, cols=32, tokens=9, format="int8", **STOCHASTIC),
         "KDA, two tokens": of(DELTA_REPLAY, keep, cols=32, **TWO, per_channel=True, format="bfloat16"),
         "either": of(DELTA_REPLAY, cols=32, format="int16", qk="float32", u="float32"),
-        "gated_delta_fold of KDA": of(DELTA_REPLAY, folded, cols=64, per_channel=True, format="float16"),
+        "gated_delta_fold of KDA": of(DELTA_REPLAY, folded, per_channel=True, format="float16"),
     },
 }
 ODD: dict[str, Form] = {  # shapes whose rows are no multiple of an access, or wide
@@ -275,7 +276,7 @@ ODD: dict[str, Form] = {  # shapes whose rows are no multiple of an access, or w
     "mamba2 128x256": of(MAMBA2, heads=4, rows=128, cols=256, dt_softplus=False, format="int8"),
     "mamba2 33x7": of(MAMBA2, heads=3, rows=33, cols=7, tokens=2, dt_bias=False, **HALF),
     "Mamba-1 1536x16": of(MAMBA2, heads=1, rows=1536, cols=16, mamba1=True, D="row", format="float8_e4m3fn"),
-    "mamba2 64x512": of(MAMBA2, heads=2, cols=512, tokens=4),
+    "mamba2 64x512": of(MAMBA2, heads=2, cols=512),
     "mamba2 at once 33x20": of(MAMBA2_AT_ONCE, heads=6, groups=2, rows=33, cols=20, tokens=9, format="int8"),
     "gated delta 96x64": of(DELTA, heads=12, key_heads=4, rows=96, cols=64, tokens=3, qk_l2norm=False, scale=0.125),
     "gated delta 256x256": of(DELTA, heads=4, key_heads=2, rows=256, cols=256, format="bfloat16", **STOCHASTIC),

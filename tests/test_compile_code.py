@@ -28,6 +28,7 @@ from kernel_forms import (
     MAMBA2_AT_ONCE,
     MIMO,
     REPLAY,
+    WIDE,
     Form,
     early,
     fold,
@@ -44,10 +45,10 @@ from flashstate.launch.environment import pretending
 from flashstate.proof import AnyCase, Case, ConvCase, DeltaCase, Inputs, Mamba3Case, dtype, make_inputs
 
 pytestmark = pytest.mark.compiled
-NARROW = 64  # columns where wider rows have the same instructions: with 128 those tests took a third longer
+COLUMNS = MAMBA2.cols
 WAIT, LET = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
-WIDE = re.compile(r"\bld\.global[\w:.]*\.v4\.b32\b")  # 16 bytes
-TURNED, SISO = replace(MIMO, angles=32, cols=NARROW), replace(MIMO, rank=1)
+WIDE_LOAD = re.compile(r"\bld\.global[\w:.]*\.v4\.b32\b")  # 16 bytes
+TURNED, SISO = replace(MIMO, angles=32), replace(MIMO, rank=1)
 
 
 @pytest.mark.parametrize(
@@ -57,17 +58,17 @@ TURNED, SISO = replace(MIMO, angles=32, cols=NARROW), replace(MIMO, rank=1)
 def test_hardware_rounding_is_one_instruction_where_there_is_one(
     architecture: int, name: str, instruction: str, values: int
 ) -> None:
-    case = replace(MAMBA2, format=name, rounding="stochastic_hw", cols=NARROW)
+    case = replace(MAMBA2, format=name, rounding="stochastic_hw")
     config = chosen(case, architecture)
     with pretending(machine_with(architecture)):
         kernel = compiled(case, architecture, plain, config)
-    assert kernel.asm["ptx"].count(f"cvt.rs.{instruction}.f32") == config.block_rows * NARROW // 32 // values
+    assert kernel.asm["ptx"].count(f"cvt.rs.{instruction}.f32") == config.block_rows * COLUMNS // 32 // values
     assert 16 in access_bytes(kernel)[1]
 
 
 @pytest.mark.parametrize("case", [MAMBA2, replace(MAMBA2, tokens=2), DELTA, replace(DELTA, tokens=2)], ids=str)
 def test_strides_are_multiplied_with_32_bits_of_int64_slots(case: AnyCase) -> None:
-    assert narrows_slots(compiled(replace(case, index="int64", cols=NARROW), 90))
+    assert narrows_slots(compiled(replace(case, index="int64"), 90))
 
 
 def narrowed(vector: int) -> Call:
@@ -154,12 +155,12 @@ def shuffles(kernel: Any) -> int:
 def test_a_thread_that_walks_along_a_row_sums_it_alone_on_blackwell() -> None:
     """The butterflies of a sum are those that end it, and a row twice as long has no more shuffles of any kind: so none
     is inside the walk along the columns."""
-    case = replace(MAMBA2, cols=NARROW, format="bfloat16")
+    case = replace(MAMBA2, format="bfloat16")
     config = chosen(case, 100)
     kernel = compiled(case, 100)
     assert config.lanes <= 4
     assert len(butterflies(kernel)) == rows_per_thread(config) * int(math.log2(config.lanes))
-    assert shuffles(kernel) == shuffles(compiled(replace(case, cols=2 * NARROW), 100, plain, config))
+    assert shuffles(kernel) == shuffles(compiled(replace(case, cols=2 * COLUMNS), 100, plain, config))
     most = Config(config.block_rows, 1, max(case.problem.lane_choices))
     assert 2 * len(butterflies(kernel)) < len(butterflies(compiled(case, 100, plain, most)))
 
@@ -189,17 +190,17 @@ def test_no_form_takes_a_minute_to_compile(name: str) -> None:
 def test_products_of_float32_keys_are_not_unrolled() -> None:
     """Without tensor cores they were most of the code of replay with a decay per channel: 15 600 lines of PTX here,
     56 000 where rows may fold too and have 128 columns, which took a minute to compile."""
-    case = replace(DELTA_REPLAY, heads=32, key_heads=32, cols=NARROW, tokens=16, per_channel=True, qk="float32")
+    case = replace(DELTA_REPLAY, heads=32, key_heads=32, tokens=16, per_channel=True, qk="float32")
     ptx = compiled(replace(case, u="float32"), 90, keep).asm["ptx"]
     assert len(re.findall(r"^\t[^.]", ptx, re.MULTILINE)) < 9000
 
 
 def test_fewer_tokens_are_loaded_together_where_random_bits_are_drawn_for_each() -> None:
     """At most half as many as a config may say: of Mamba-2 two, and of the delta rule one."""
-    of_mamba2 = replace(MAMBA2, tokens=8, format="int8", rounding="stochastic")
+    of_mamba2 = replace(MAMBA2, tokens=8, format="int8", rounding="stochastic", **WIDE)
     for call, together in ((plain, [1, 2, 4]), (kept, [1, 2, 4]), (with_snapshots_alike, [1, 2, 2])):
         assert [loaded_together(of_mamba2, call, n) for n in (1, 2, 4)] == together, call
-    of_delta = replace(DELTA, tokens=8, format="int8", rounding="stochastic")
+    of_delta = replace(DELTA, tokens=8, format="int8", rounding="stochastic", **WIDE)
     for call, together in ((plain, [1, 2]), (written_per_token, [1, 1])):
         assert [loaded_together(of_delta, call, n) for n in (1, 2)] == together, call
 
@@ -217,12 +218,12 @@ def test_decays_of_channels_are_found_once_in_a_warp() -> None:
     one of the sigmoid."""
     for gates in ("float32", "bfloat16", "float16"):
         for case in (
-            replace(KDA, cols=NARROW, tokens=2, gates=gates),
-            replace(KDA, cols=NARROW, tokens=0, gates=gates),
+            replace(KDA, tokens=2, gates=gates),
+            replace(KDA, tokens=0, gates=gates),
         ):
             config = chosen(case, 90)
             kernel = compiled(case, 90, plain, replace(config, tokens_together=1))
-            assert kernel.asm["ptx"].count("ex2.approx") == 2 * NARROW // 32 + 2, case
+            assert kernel.asm["ptx"].count("ex2.approx") == 2 * COLUMNS // 32 + 2, case
 
 
 @pytest.mark.parametrize(("tokens", "together"), [(0, 1), (2, 2), (3, 4), (8, 4)])
@@ -244,7 +245,7 @@ def test_a_place_without_a_token_adds_minus_zero() -> None:
     """Triton 3.6 makes 0.0 of a -0.0, which would change states of -0.0. The first place of a group has a token."""
     minus_zero = re.compile(r"selp\.\w+\s+[^;]*(-2147483648|0f80000000)")
     for together in (1, 4):
-        case = replace(MAMBA2, cols=NARROW, tokens=4)
+        case = replace(MAMBA2, tokens=4)
         kernel = compiled(case, 90, plain, Config(4, 1, 8, tokens_together=together))
         assert len(minus_zero.findall(kernel.asm["ptx"])) == together - 1
 
@@ -252,7 +253,7 @@ def test_a_place_without_a_token_adds_minus_zero() -> None:
 @pytest.mark.parametrize("config", [Config(4, 1, 8), Config(16, 4, 8), Config(16, 2, 16)], ids=str)
 def test_loads_do_not_wait_for_shared_memory(config: Config) -> None:
     """What there is of it, a program uses to put its outputs in order, behind all loads; with several tokens too."""
-    case = replace(MAMBA2, format="bfloat16")
+    case = replace(MAMBA2, format="bfloat16", **WIDE)
     one, several = (compiled(replace(case, tokens=t), 90, plain, config).asm["ptx"] for t in (0, 2))
     stores, stores_of_several = (
         [at.start() for at in re.finditer(r"\b(st\.shared|stmatrix)", ptx)] for ptx in (one, several)
@@ -262,7 +263,7 @@ def test_loads_do_not_wait_for_shared_memory(config: Config) -> None:
 
 
 def test_a_limit_of_registers_reaches_the_compiler() -> None:
-    free, limited = (compiled(MAMBA2, 90, plain, Config(4, 1, 32, registers=most)) for most in (0, 128))
+    free, limited = (compiled(MAMBA2, 90, plain, Config(4, 1, 16, registers=most)) for most in (0, 128))
     assert ".maxnreg 128" in limited.asm["ptx"]
     assert ".maxnreg" not in free.asm["ptx"]
 
@@ -295,7 +296,7 @@ STORES = re.compile(r"\bst\.global(?!\.b64)")  # all but those of the fault flag
         replace(CONV, tokens=4, parameters="float32"),
         MAMBA2,
         replace(MAMBA2, format="int8"),
-        replace(MAMBA2, cols=NARROW, tokens=4),
+        replace(MAMBA2, tokens=4),
     ],
     ids=str,
 )
@@ -326,7 +327,7 @@ def test_what_one_token_brings_is_asked_for_before_the_state_of_a_float_format(
     name: str, rounding: str, ahead: bool
 ) -> None:
     """That waits for its slot. What has random bits or a scale has no registers for tokens meanwhile."""
-    case = replace(MAMBA2, cols=NARROW, format=name, rounding=rounding)
+    case = replace(MAMBA2, format=name, rounding=rounding)
     before, _, behind = compiled(case, 90).asm["ptx"].partition("ld.global.L1::evict_first")
     assert behind
     assert bool(TOKENS.search(before)) == ahead
@@ -337,9 +338,9 @@ def test_what_one_token_brings_is_asked_for_before_the_state_of_a_float_format(
     "case",
     [
         DELTA,
-        replace(DELTA, cols=NARROW, format="bfloat16", tokens=2),
+        replace(DELTA, format="bfloat16", tokens=2),
         AT_ONCE,
-        replace(AT_ONCE, cols=NARROW, format="bfloat16", transposed=True),
+        replace(AT_ONCE, format="bfloat16", transposed=True),
         replace(MAMBA2_AT_ONCE, format="bfloat16"),
     ],
     ids=str,
@@ -351,9 +352,9 @@ def test_tiles_of_tensor_cores_and_of_the_delta_rule_are_on_their_way_before_a_k
     nothing before."""
     ptx, rows = compiled(case, 90, early).asm["ptx"], chosen(case, 90).block_rows
     before, behind = ptx.split(WAIT)
-    tokens = re.compile(r"\bld\.global(?:\.v\d)?\.b16\b|" + WIDE.pattern)  # one by one or eight at once
-    assert len(WIDE.findall(before)) == rows * case.cols * dtype(case.format).itemsize // (16 * 32)
-    assert len(tokens.findall(before)) == len(WIDE.findall(before))
+    tokens = re.compile(r"\bld\.global(?:\.v\d)?\.b16\b|" + WIDE_LOAD.pattern)  # one by one or eight at once
+    assert len(WIDE_LOAD.findall(before)) == rows * case.cols * dtype(case.format).itemsize // (16 * 32)
+    assert len(tokens.findall(before)) == len(WIDE_LOAD.findall(before))
     assert tokens.findall(behind)
     assert not STORES.search(before)
 
@@ -376,7 +377,7 @@ def require_staged(kernel: Any, tile_bytes: int, call: Call) -> None:
     [("float32", 16, plain), ("bfloat16", 2, plain), ("bfloat16", 16, early), ("int8", 2, early), ("int8", 16, plain)],
 )
 def test_tiles_wait_in_shared_memory_while_others_are_stepped(name: str, tiles: int, call: Call) -> None:
-    case, config = replace(DELTA, format=name), Config(8, 1, 16 if name == "float32" else 8, tiles=tiles)
+    case, config = replace(DELTA, format=name, **WIDE), Config(8, 1, 16 if name == "float32" else 8, tiles=tiles)
     kernel, tile_bytes = compiled(case, 90, call, config), config.block_rows * case.cols * dtype(name).itemsize
     require_staged(kernel, tile_bytes, call)
     assert not re.search(r"\bld\.global\.L1::evict_first[\w:.]*\.v4", kernel.asm["ptx"])
@@ -390,7 +391,7 @@ def test_tiles_wait_in_shared_memory_while_others_are_stepped(name: str, tiles: 
 def test_tiles_of_tokens_at_once_wait_in_shared_memory_while_others_are_stepped(
     name: str, tiles: int, call: Call
 ) -> None:
-    case, config = replace(AT_ONCE, cols=NARROW, format=name), Config(16, 1, 4, tiles=tiles)
+    case, config = replace(AT_ONCE, format=name), Config(16, 1, 4, tiles=tiles)
     kernel, tile_bytes = compiled(case, 90, call, config), config.block_rows * case.cols * dtype(name).itemsize
     require_staged(kernel, tile_bytes, call)
     ptx, of_tokens = kernel.asm["ptx"], 2 * 8 * case.cols * 2  # bytes of k and q, with room for 8 tokens
@@ -398,14 +399,14 @@ def test_tiles_of_tokens_at_once_wait_in_shared_memory_while_others_are_stepped(
     assert asked_for == (tiles * tile_bytes if call is not kept and tiles * tile_bytes <= 16 << 10 else 0)
     first, *_ = re.split(r"\bprefetch\.global|\bcp\.async", ptx)
     if name != "float32":  # of which accesses have four columns, so that those of k and q have 8 bytes
-        assert len(WIDE.findall(first)) == of_tokens // (16 * 32)  # they wait for no state
+        assert len(WIDE_LOAD.findall(first)) == of_tokens // (16 * 32)  # they wait for no state
 
 
 @pytest.mark.parametrize(
     ("name", "tiles"), [("float32", 1), ("bfloat16", 1), ("bfloat16", 2), ("float16", 1), ("int16", 1), ("int8", 1)]
 )
 def test_only_single_tiles_of_16_bit_floats_have_the_slot_in_every_thread(name: str, tiles: int) -> None:
-    ptx = compiled(replace(DELTA, cols=NARROW, format=name), 90, plain, Config(8, 1, 4, tiles=tiles)).asm["ptx"]
+    ptx = compiled(replace(DELTA, format=name), 90, plain, Config(8, 1, 4, tiles=tiles)).asm["ptx"]
     assert ("%lanemask_lt" in ptx) == (name in ("bfloat16", "float16") and tiles == 1)
 
 
@@ -451,7 +452,7 @@ def moved_bytes(ptx: str) -> int:
 
 @pytest.mark.parametrize(
     ("base", "name", "update"),
-    [(AT_ONCE, "float32", True), (AT_ONCE, "bfloat16", False), (MAMBA2_AT_ONCE, "float32", True)],
+    [(AT_ONCE, "float32", True), (AT_ONCE, "bfloat16", False), (replace(MAMBA2_AT_ONCE, **WIDE), "float32", True)],
 )
 def test_nothing_of_a_state_moves_between_threads_on_its_way_through_tensor_cores(
     base: Case | DeltaCase, name: str, update: bool
@@ -504,20 +505,20 @@ def test_the_read_out_is_two_sums_that_do_not_wait_for_each_other(case: Mamba3Ca
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "int8"])
 def test_threads_of_rank_one_step_the_rows_that_they_load_without_tensor_cores(name: str) -> None:
     """Else tiles go through shared memory, with 28 barriers or more; the vectors of a token do, with ten."""
-    ptx = compiled(replace(SISO, format=name), 90).asm["ptx"]
+    ptx = compiled(replace(SISO, format=name, **WIDE), 90).asm["ptx"]
     assert len(re.findall(r"\bbar\.sync\b", ptx)) <= 12
     assert "mma.sync" not in ptx
 
 
 def test_states_of_a_later_program_are_asked_for() -> None:
-    case, config = replace(MIMO, cols=NARROW), Config(64, 4, 4, ahead=256)
+    case, config = MIMO, Config(64, 4, 4, ahead=256)
     assert "prefetch.global.L2" in compiled(case, 90, plain, config).asm["ptx"]
     assert "prefetch.global.L2" not in compiled(case, 90, plain, replace(config, ahead=0)).asm["ptx"]
 
 
 def test_the_state_is_asked_for_before_anything_waits_for_weights() -> None:
     """A barrier behind its loads keeps what is stored to shared memory, which waits, from going in front of them."""
-    ptx = compiled(MIMO, 90).asm["ptx"]
+    ptx = compiled(replace(MIMO, **WIDE), 90).asm["ptx"]
     first_barrier = re.search(r"\bbar\.sync\b", ptx)
     assert first_barrier is not None
     before = ptx[: first_barrier.start()]
