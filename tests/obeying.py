@@ -38,8 +38,9 @@ BESIDES: Sequence[tuple[str, AnyCase]] = (
     # rows past the first tile: rates of Mamba-1, and columns of transposed states
     (ACCURACY, Case(batch=2, heads=1, groups=1, rows=40, cols=7, mamba1=True)),
     (ACCURACY, DeltaCase(2, 1, 1, 40, 5, transposed=True)),
-    # rows of a state that several warps share
-    (ACCURACY, Mamba3Case(2, 1, 1, 64, 16)),
+    # rows of a state that several warps share, in several heads; and outputs of every rank
+    (ACCURACY, Mamba3Case(2, 2, 1, 64, 16)),
+    ("packed rows", Mamba3Case(3, 1, 1, 3, 8, rank=2, tokens=2, packed=True, Wo=False)),
     # windows: a row without tokens stores none, and channels of x may lie apart
     ("a separate write slot", ConvCase(3, 5, 4, tokens=2, packed=True)),
     ("strided activations", ConvCase(2, 5, 4, tokens=2)),
