@@ -21,7 +21,10 @@ ROOT = Path(__file__).parent.parent
 STEPS = """
 import sys
 sys.modules["triton"] = None  # importing it fails
-import torch, flashstate.public, flashstate.commands
+import torch
+from flashstate.state.state import State  # alone, as pickle imports it
+assert State(torch.ones(2, 1, 4, 8)).read(1).sum() == 32
+import flashstate.public, flashstate.commands
 state, x, dt, A = torch.zeros(2, 1, 4, 8), torch.ones(2, 1, 4), torch.ones(2, 1), -torch.ones(1)
 B = torch.ones(2, 1, 8)
 y = flashstate.mamba2_step(state, x, dt, A, B, B)

@@ -1,10 +1,8 @@
-"""What a State and a Ring ask of rooms above theirs: what ops do for them, and on what they are.
-
-Those put their functions here when they are imported, as importing flashstate does.
-"""
+"""Functions of higher rooms that a State and a Ring call: the ops put them here when they are imported."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -24,3 +22,12 @@ def provide(action: Callable[..., Any]) -> Callable[..., Any]:
     """Put a function here, under its name. Decorates it."""
     globals()[action.__name__] = action
     return action
+
+
+def __getattr__(name: str) -> Any:
+    """Import the ops: a process that has unpickled a State, and nothing else, is without them."""
+    if not name.startswith("__"):
+        importlib.import_module("flashstate.public")
+    if name not in globals():
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return globals()[name]

@@ -333,6 +333,9 @@ MUTANTS = (
            "moving.scatter(self._parts, index, packed, self.null)\n",
            "test_pool_requests.py::test_requests_live_in_a_pool_as_on_their_own[rings, windows]"),
     # state/
+    Mutant("a State that was unpickled is without its ops", "state/actions.py",
+           'importlib.import_module("flashstate.public")', "pass",
+           "test_public.py::test_the_import_and_steps_on_a_cpu_work_without_triton_and_import_nothing_that_was_not_asked_for"),
     Mutant("values are packed as they lie", "state/parts.py",
            ".numel()).contiguous().view(torch.uint8)", ".numel()).view(torch.uint8)",
            "test_pool_requests.py::test_requests_live_in_a_pool_as_on_their_own[mamba3]"),
