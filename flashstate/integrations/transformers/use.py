@@ -33,8 +33,12 @@ class Use:
             raise RuntimeError("this StateCache is in use by another call")
 
     def __enter__(self) -> None:
-        self.check()
         self.enter()
+        try:
+            self.check()
+        except RuntimeError:
+            self.lock.release()
+            raise
         self.begun = False
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
