@@ -47,8 +47,9 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.import_plugin("accounting")
 
 
-def pytest_report_header() -> list[str]:
-    return [f"no tests with Transformers: {reason}" for reason in (lacks_transformers(),) if reason]
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if reason := lacks_transformers():
+        terminalreporter.line(f"no tests with Transformers: {reason}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
