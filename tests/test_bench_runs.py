@@ -28,9 +28,7 @@ from flashstate.bench.results import Row, read_csv, write_csv
 from flashstate.cli import main
 from flashstate.proof import Inputs, make_inputs
 
-GATED_DELTA, MAMBA3 = OPS["gated_delta"], OPS["mamba3"]
 MOVES = "plan and commit"
-REPLAYS = ("mamba2_replay", "gated_delta_replay")
 RESULTS = Path(__file__).parent.parent / "results"
 FORMS = ("", ", 3 tokens", ", 3 tokens, every stored")
 

@@ -59,7 +59,7 @@ def test_a_call_says_what_it_stores_of_several_tokens() -> None:
             assert found == [replace(case.problem, stored=wanted)]
 
 
-F32, F16, I8 = torch.float32, torch.float16, torch.int8
+F16, I8 = torch.float16, torch.int8
 WIDTHS: list[tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int, int]] = [  # sizes, strides, offset, elements
     (F16, (3, 2, 4, 128), (1024, 512, 128, 1), 0, 8),
     (torch.float8_e4m3fn, (3, 2, 4, 128), (1024, 512, 128, 1), 0, 16),

@@ -36,7 +36,7 @@ from flashstate.proof import (
     dtype,
     slotted,
 )
-from flashstate.proof.laws.steps import make_snapshots, several
+from flashstate.proof.laws.steps import make_snapshots, several, stores_every_token
 from flashstate.proof.laws.tokens import TREE
 from flashstate.state.formats import FORMATS, PORTABLE_FORMATS
 
@@ -75,11 +75,6 @@ class Manner(NamedTuple):
 def inputs_of(case: AnyCase) -> Any:
     """The inputs of a case on a pool that is no larger than its batch needs."""
     return replace(case, slots=case.batch + 1).make_inputs(CPU)
-
-
-def writes_every_token(case: AnyCase) -> bool:
-    """Whether every token of a row can have a slot of its own."""
-    return several(case) and case.op.every_token
 
 
 def can_be_a_tree(case: AnyCase) -> bool:
@@ -127,7 +122,7 @@ def has_early(case: AnyCase) -> bool:
 
 STEPS = (
     Manner("in place", lambda case, inputs: inputs.step()),
-    Manner("a slot for every token", lambda c, i: i.step(slots=i.at(write=token_slots(c))), writes_every_token),
+    Manner("a slot for every token", lambda c, i: i.step(slots=i.at(write=token_slots(c))), stores_every_token),
     Manner("snapshots in another format", partial(with_snapshots, which=-2), lambda c: c.op.between_tokens),
     Manner("a tree", lambda c, i: i.step(slots=i.at(parents=parents_of(c)), update=False), can_be_a_tree),
     Manner("update=False", lambda case, inputs: inputs.step(update=False)),
