@@ -132,7 +132,7 @@ Option = dict[str, Any]  # what add_argument is given beside the name
 
 
 class Command(NamedTuple):
-    """What a command says of itself, its options, and those that make up the shape of a model."""
+    """A command: its line of help, its options, and its options for the shape of a model."""
 
     help: str
     options: Mapping[str, Option]

@@ -29,7 +29,7 @@ from flashstate.plan import show_plan
 from flashstate.tune import run_tune, run_tune_quick
 
 DEFAULT_OP = "mamba2"
-CPU_BATCHES, CPU_SECONDS = (1, 4), 20  # of `bench` where nobody says which batches: it ends within a minute
+CPU_BATCHES, CPU_SECONDS = (1, 4), 20  # of `bench` without --batches: all jobs end within a minute
 
 
 def run(options: argparse.Namespace) -> int:
@@ -101,7 +101,7 @@ def _bench_op(options: argparse.Namespace) -> None:
 
 
 def require_only(options: argparse.Namespace, flag: str, allowed: Sequence[str]) -> None:
-    """Raise ValueError where somebody gave options that one of them, which says all else, goes without."""
+    """Raise ValueError where options other than the allowed ones were given beside this flag."""
     others = [name for name in vars(options) if name not in ("command", flag, *allowed)]
     given = [name for name in others if getattr(options, name) not in (None, False)]
     if given:
@@ -127,7 +127,7 @@ def _tune(options: argparse.Namespace) -> int:
 
 
 def _changed(options: argparse.Namespace, grids: Sequence[Grid]) -> list[Grid]:
-    """Grids of an op with what options say in the place of its defaults."""
+    """Return grids of an op with the options in place of its defaults."""
     every = dict.fromkeys(size for op in OPS.values() for size in op.case.sizes)
     given, known = _given(options, every), OPS[options.op].case.sizes
     unknown = [name for name in given if name not in known]
@@ -152,7 +152,7 @@ def _generate(options: argparse.Namespace) -> None:
 
 
 def _given(options: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
-    """The options of these names that the command has and that somebody gave."""
+    """Return the options of these names that were given."""
     return {name: getattr(options, name) for name in names if getattr(options, name, None) is not None}
 
 

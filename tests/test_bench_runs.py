@@ -135,7 +135,7 @@ def test_bench_on_a_cpu_says_rows_as_they_come_and_ends_when_its_time_is_over(
     out, said = capsys.readouterr()
     said_of = re.findall(r"(\w+, batch \d), reference, CPU: ", said)
     assert said_of == ["float32, batch 1", "int8, batch 1", "float32, batch 2"]
-    assert "on a CPU: 3 of 4 measurements in 31 s; --batches measures all of its own" in " ".join(out.split())
+    assert "on a CPU: 3 of 4 measurements in 31 s; --batches measures every job" in " ".join(out.split())
     _, rows = read_csv(tmp_path / "cpu.csv")
     assert [(row.format, row.batch) for row in rows] == [("float32", 1), ("float32", 2), ("int8", 1)]
 

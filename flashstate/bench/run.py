@@ -22,7 +22,7 @@ from flashstate.bench.plot import draw, require_matplotlib
 from flashstate.bench.results import HOST_COST, PLAIN_SLOTS, Row, provenance_of, read_csv, require_folder, write_csv
 
 SLOTS = "slots"  # the entry of the provenance that says what slots calls have
-LIMIT = "on a CPU"  # the entry that says how much was measured in the time there was
+LIMIT = "on a CPU"  # the entry of the provenance that says how many jobs were measured before the time was over
 NO_HOST_COST = "Host cost is what starting a kernel on a GPU costs the host. Without a GPU there is nothing to measure."
 
 
@@ -55,8 +55,8 @@ def run_bench(
     commit: str | None,
     limit: TimeLimit | None = None,
 ) -> None:
-    """Measure and say on stderr what each job gave, then print, write and draw. MeasurementError where flashstate is
-    wrong. With a limit small batches come first, and jobs that it leaves out are counted."""
+    """Measure, with a line on stderr for each job, then print, write and draw. MeasurementError where flashstate is
+    wrong. With a limit, small batches come first, and jobs that had no time are counted."""
     check_words(jobs)
     files.check()
     bindings, skipped = load_peers(peers, device)
@@ -79,7 +79,7 @@ def run_bench(
     report.rows.sort(key=lambda row: labels.index(row.label))
     if limit is not None:
         provenance[LIMIT] = (
-            f"{len(report.rows)} of {len(jobs)} measurements in {limit.used:.0f} s; --batches measures all of its own"
+            f"{len(report.rows)} of {len(jobs)} measurements in {limit.used:.0f} s; --batches measures every job"
         )
     report.skipped.update(skipped)
     if bindings:

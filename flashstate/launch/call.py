@@ -265,7 +265,7 @@ class Op:
             self._check_apart(given)
 
     def _check_apart(self, given: Given) -> None:
-        """Raise where `out` shares memory with a state, a ring, slots, or anything else that is no input of tokens."""
+        """Raise where `out` shares memory with a state, a ring, snapshots, slots or a plan."""
         held = {name: getattr(given, name) for name in self.hints if name in self.writes or name not in self.tensors}
         for name, tensor in tensors_in(held):
             if name != "out" and tensor.numel() and Place.of(given.out).overlaps(Place.of(tensor)):

@@ -60,8 +60,8 @@ def remember(launches: Launches, key: Hashable, tensors: Sequence[Tensor], start
 
 @contextmanager
 def as_expected() -> Iterator[None]:
-    """Where Triton or torch turn out not to be as expected inside, warn once, and let all later calls take the ordinary
-    way. Any other error is one of flashstate, and is raised."""
+    """Warn once at an UnfamiliarError inside, and let all later calls take the ordinary way. Other errors are mistakes
+    of flashstate, and are raised."""
     global available
     try:
         yield

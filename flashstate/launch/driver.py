@@ -26,13 +26,12 @@ WORD = (1 << 64) - 1  # all bits of one
 
 
 class UnfamiliarError(Exception):
-    """Triton or torch is not, inside, as this version of flashstate knows it."""
+    """The internals of Triton or torch are not those that this version of flashstate knows."""
 
 
 @contextmanager
 def familiar() -> Iterator[None]:
-    """Raise UnfamiliarError where something inside, which reads internals of Triton, torch or the CUDA driver and does
-    nothing else, does not find them."""
+    """Turn errors inside into UnfamiliarError. Only reads of internals of Triton, torch or the driver belong inside."""
     try:
         yield
     except (AttributeError, ImportError, KeyError, OSError, TypeError) as reason:
@@ -126,8 +125,8 @@ class Code(NamedTuple):
 
 
 def code_of(compiled: Any, parameters: int, early: bool) -> Code:
-    """Return the machine code that Triton compiled; UnfamiliarError unless it is for CUDA, has so many parameters, and
-    needs nothing that takes more care."""
+    """Return the machine code that Triton compiled; UnfamiliarError unless it is for CUDA, has this number of
+    parameters, and needs no scratch memory, clusters or cooperative launch."""
     with familiar():
         metadata, launcher = compiled.metadata, compiled.run
         ptx, code = compiled.asm.get("ptx"), Code(compiled.function, 32 * metadata.num_warps, metadata.shared)

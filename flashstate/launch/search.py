@@ -99,5 +99,5 @@ def neighbours(problem: Problem, config: Config) -> list[Config]:
 
 @lru_cache(maxsize=64)
 def valid_set(problem: Problem) -> frozenset[Config]:
-    """Return the valid configs of a problem. They are kept: making them took three quarters of a search."""
+    """Return the valid configs of a problem. Cached, since making them took three quarters of a search."""
     return frozenset(valid_configs(problem))

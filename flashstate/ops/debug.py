@@ -46,13 +46,13 @@ def debugging() -> bool:
 
 
 def note_rings(states: Sequence[State], rings: Sequence[AnyRing]) -> None:
-    """Remember which states of a pool have which rings, for `debug()`."""
+    """Remember the ring of every state of a pool, for `debug()`."""
     _rings.update({state: ref(ring) for state, ring in zip(states, rings, strict=True)})
 
 
 def check_debugged(given: Given, read: Callable[[Slots], Tensor] | None = None) -> None:
     """Inside debug(), raise where the numbers in slots would make an op lose or mix up a state, and where inputs are
-    not finite. `read`: finds the slot of each row, where not the slots alone decide it."""
+    not finite. `read` finds the slot of each row, for ops whose slots alone do not decide it."""
     num_slots, tokens, slots = len(given.pool), given.tokens, given.slots
     if not debugging():
         return
@@ -91,7 +91,7 @@ def refuse_capture(tensor: Tensor) -> None:
 
 
 def _check_no_live_rows(pool: Tensor, slots: Tensor) -> None:
-    """Raise where states are stepped that lag behind the ring which a pool has for them."""
+    """Raise where an op without replay steps states whose ring has live rows."""
     for state, known in _rings.items():
         ring = known()
         if ring is not None and state.data.data_ptr() == pool.data_ptr():
@@ -110,8 +110,8 @@ def named(slots: Sequence[int]) -> str:
 def check_each(
     name: str, tensor: Tensor | None, given: Given, has_tokens: bool, right: Callable[[Tensor], Tensor], must: str
 ) -> None:
-    """Raise unless all numbers in a tensor are right; of activations, those of tokens whose row has a slot.
-    must: what numbers must do or be, and why."""
+    """Raise unless all numbers in a tensor are right; in activations only tokens whose row has a slot count.
+    must: the end of the message, such as "be finite"."""
     if tensor is None or not tensor.is_floating_point():
         return
     index, where = None, ""
@@ -131,7 +131,8 @@ def check_each(
 
 
 def check_plan_of_now(ring: AnyRing, plan: Plan, committed: bool = False) -> None:
-    """Raise unless slots are what they were when a plan was made. committed: it may have been committed before."""
+    """Raise unless the requests and cursors of all slots are those in the plan. committed: the cursors may also be
+    those after an earlier commit of this plan."""
     refuse_capture(plan.rows)
     rows = plan.rows[plan.rows[:, 1] >= 0].long()
     slot, was_start, was_live, tokens, was = (rows[:, i] for i in (1, 2, 3, 5, 6))
@@ -163,7 +164,7 @@ def check_commit(ring: AnyRing, plan: Plan) -> None:
 
 
 def settle(count: Tensor, slots: Tensor) -> None:
-    """Forget steps of rings with these counts that were not committed in these slots."""
+    """Forget the uncommitted steps in these slots, of all rings that share these counts."""
     if debugging():
         for ring, steps in _open_steps.items():
             for slot in slots.tolist() if ring.count.data_ptr() == count.data_ptr() else []:
@@ -171,7 +172,7 @@ def settle(count: Tensor, slots: Tensor) -> None:
 
 
 def check_committed(given: Given) -> None:
-    """Raise where a row is replayed again before its last step was committed; note the steps of this call."""
+    """Raise where a slot is replayed again before its last step was committed; remember the steps of this call."""
     ring, slots, plan = given.ring, given.slots, given.plan
     if plan is not None:
         check_plan_of_now(ring, plan)

@@ -63,7 +63,7 @@ def commit_plan(
     accepted: Tensor | None,
     generation: Tensor | None,
 ) -> None:
-    """Move cursors on as the rows of a plan say, in slots that still have the generation of the plan."""
+    """Move the cursors of every row of a plan whose slot still has its generation in the plan."""
     if not uses_kernels(rows.device):
         reference.commit_plan(oldest, count, window, length, rows, accepted, generation)
     elif len(rows):
@@ -98,8 +98,10 @@ def drop_folded(
 
 @torch.no_grad()
 def renew(generation: Tensor, slots: Tensor, null: int, sources: Tensor | None = None) -> None:
-    """Note that slots, (n,) on the device, have another request from now on; with `sources` those whose source is a
-    slot too, from which they were copied."""
+    """Add 1 to the generation of slots, (n,) on the device, so that `commit` of earlier plans leaves them alone.
+
+    sources: (n,) slots that they were copied from; a slot whose source is no slot keeps its generation.
+    """
     if not uses_kernels(generation.device):
         reference.renew(generation, slots, null, sources)
     elif len(slots):

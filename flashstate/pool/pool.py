@@ -445,13 +445,13 @@ class StatePool(Generic[LayerT]):
             advance_seeds(self._seed, where)
 
     def _renew(self, index: Tensor, sources: Tensor | None = None) -> None:
-        """Let plans made before leave these slots alone; with sources those that were copied to."""
+        """Let `commit` of earlier plans leave these slots alone; with `sources`, only slots whose source is a slot."""
         if self._generation is not None:
             settle(self._rings[0].count, index)
             renew(self._generation, index, self.null, sources)
 
     def _where(self, slots: Slots | SlotNumbers | None) -> Slots | Tensor | None:
-        """Slots as ops take them; numbers of the host must be held, each once."""
+        """Return slots as ops take them; slots given as numbers of the host must be held and distinct."""
         if slots is None or isinstance(slots, (Slots, Tensor)):
             return slots
         return self._holding.on_device("slots", slots, unique=True)

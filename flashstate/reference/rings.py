@@ -56,8 +56,8 @@ def commit_plan(
     accepted: Tensor | None,
     generation: Tensor | None = None,
 ) -> None:
-    """Move the cursors of the rows of a plan on, by so many tokens each, where slots have the generation that they had
-    then. length: of the rings."""
+    """Keep the accepted tokens of every row of a plan whose slot still has its generation in the plan, and drop the
+    tokens that the row folded. length: of the rings."""
     rows = rows[rows[:, 1] >= 0].long()
     if generation is not None:
         rows = rows[generation[rows[:, 1]] == rows[:, 6]]
@@ -71,7 +71,7 @@ def commit_plan(
 
 
 def renew(generation: Tensor, slots: Tensor, null: int, sources: Tensor | None) -> None:
-    """Count on the generations of these slots, or with `sources` of those that have one."""
+    """Add 1 to the generation of every slot; with `sources`, of every slot whose source is a slot too."""
     goes = torch.ones_like(slots, dtype=torch.bool)
     if sources is not None:
         goes = resolve("read", sources, goes, len(generation), null) >= 0
@@ -97,8 +97,10 @@ def ring_rows(ring: AnyRing, slot: Tensor, length: Tensor) -> RingRows:
 def rows_and_rings(
     ring: AnyRing, plan: Plan | None, slots: Slots | None, out: Tensor, lead: int, longest: int
 ) -> tuple[Rows, RingRows]:
-    """The rows of a call, whose `out` has so many token axes, and their rings: as its plan says, which nothing changes
-    but another plan, or as they are now. Tokens past the `longest` that a row may have come behind them in `at`."""
+    """Return the rows of a call and their rings: as the plan says, or without one as the rings are now.
+
+    lead: number of token axes of `out`. longest: the most tokens of a row that are stepped; `at` has the others too.
+    """
     rows = rows_of(slots, len(ring.count), out, lead)
     if plan is None:
         return rows, ring_rows(ring, rows.read, (rows.at[:, :longest] >= 0).sum(1))

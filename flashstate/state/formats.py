@@ -26,7 +26,7 @@ class Format:
 
     @property
     def roundings(self) -> tuple[str, ...]:
-        """The roundings that it knows."""
+        """The roundings that this format knows."""
         return ROUNDINGS_OF[self.name]
 
     @property

@@ -308,7 +308,7 @@ class Plan(Describes):
 
 
 def plan_of(ring: AnyRing, slots: Slots | Tensor | None, tokens: int | None, generation: Tensor | None = None) -> Plan:
-    """Plan a step of these slots, as `plan` of a ring has it. generation: of the slots of a pool, for `commit`."""
+    """Plan a step of these slots. `Ring.plan` has the arguments; generation: (slots,) int32, of a pool."""
     where = as_slots(slots)
     batch, longest = ring.check_slots(where), tokens
     if where is not None and where.cu_seqlens is not None:

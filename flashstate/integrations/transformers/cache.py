@@ -242,8 +242,8 @@ class StateCache(Cache):
         return [draw.randint(0, LARGEST_SEED) for _ in range(rows)]
 
     def check_call(self, tokens: int) -> None:
-        """Raise where a call of the model cannot have so many tokens more: its weights have another dtype than what is
-        kept, or static attention layers have no room."""
+        """Raise where this cache cannot take a call of the model: the model has another dtype than when the cache was
+        made, or static attention layers have no room for the tokens of the call."""
         dtype = self.convolution.weight.dtype
         if dtype != self.dtype:
             words = f"was made for a model in {dtype_name(self.dtype)}, but the model is in {dtype_name(dtype)} now"
@@ -253,7 +253,8 @@ class StateCache(Cache):
             raise ValueError(f"this cache has room for {room}, got {tokens} more")
 
     def check_prompt(self, tokens: int | None) -> None:
-        """Raise where `generate` cannot go on behind what there is with a prompt of so many tokens; None: unknown."""
+        """Raise where a prompt for `generate` is not longer than the tokens in the cache. tokens: of the prompt; None:
+        unknown."""
         self.use.check()
         held = 0 if self.batch is None else self.get_seq_length()
         if tokens is not None and tokens <= held:

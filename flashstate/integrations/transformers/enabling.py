@@ -132,7 +132,7 @@ def unset_forward(module: Any) -> None:
 
 
 def copied(module: Any, memo: dict[int, Any]) -> Any:
-    """Copy a module with all that it has of its own, as copy.deepcopy does where `__reduce_ex__` is not in the way."""
+    """Copy a module and its attributes as copy.deepcopy does, which would ask the `__reduce_ex__` that refuses."""
     memo[id(module)] = new = object.__new__(type(module))
     vars(new).update(deepcopy(vars(module), memo))
     return new
@@ -292,7 +292,7 @@ def compiled_call(model: Any, compile_config: Any) -> Callable[..., Any]:
 
 @cache
 def generation(cls: Any) -> Callable[..., Any]:
-    """The `generate` of an enabled model of this class: a StateCache that it is given is nobody else's meanwhile."""
+    """Return the `generate` of enabled models of this class, which keeps other threads out of its StateCache."""
     stock = cls.generate
 
     @wraps(stock)

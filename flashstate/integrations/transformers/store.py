@@ -262,7 +262,7 @@ def convolution(mixer: nn.Module) -> nn.Conv1d:
 
 
 def by_device(found: Mapping[int, Found]) -> Iterator[tuple[torch.device, dict[int, Found]]]:
-    """Layers in groups of one device each."""
+    """Yield every device of these layers, with its layers."""
 
     def device_of(layer: int) -> str:
         return str(convolution(found[layer].mixer).weight.device)

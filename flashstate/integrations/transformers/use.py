@@ -10,8 +10,8 @@ from typing import Any, NoReturn
 
 
 class Use:
-    """Who uses a StateCache: one thread at a time, and no call after one that failed half way. A call of the model is
-    run inside of it, as a context."""
+    """Guard of a StateCache: one thread at a time, and no call after one that failed half way. As a context, it guards
+    a call of the model."""
 
     def __init__(self) -> None:
         self.lock = RLock()

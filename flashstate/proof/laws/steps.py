@@ -79,8 +79,8 @@ def configs_agree(case: AnyCase, device: torch.device, inputs: Inputs) -> None:
 
 
 def _some_configs(problem: Problem, lanes: Sequence[int]) -> Iterator[Config]:
-    """Of each number of lanes the first valid config and the last, with one token or tile at a time; of the last value
-    of the problem's knob one more."""
+    """Yield the first and the last valid config of each number of lanes, with the first value of the problem's knob,
+    and one config with the last value of the knob."""
     configs = [config for config in valid_configs(problem) if config.lanes in lanes]
     for count in lanes:
         plain = [config for config in configs if getattr(config, problem.knob) == problem.knob_choices[0]]
