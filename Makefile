@@ -17,7 +17,7 @@ demo: $(ENVIRONMENT)
 
 test: lint test-kernels
 
-# For changes under way: what is marked so in these files, of which few are collected faster than all.
+# For changes under way: tests that are marked quick. No other file has some, and few files are collected faster than all.
 QUICK_FILES := tests/test_laws.py tests/test_mutants.py tests/test_refusals_of_ops.py
 quick: lint
 	TRITON_INTERPRET=1 $(PYTEST) -m "quick and not gpu" $(QUICK_FILES)

@@ -1,4 +1,4 @@
-"""The account of a run on a GPU: failures as they happen; at its end, also when cut off, what was met and what not."""
+"""Account of a run on a GPU: failures as they happen; at its end, also when cut off, what passed and what did not."""
 
 import signal
 import time
@@ -25,8 +25,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class Limit:
-    """The end of a run, for the processes that run its tests: no test starts after it, and the one that runs is cut
-    off. Neither counts as run."""
+    """Time limit of a run, in every process that runs tests: after it no test starts, and a running test is cut off.
+    Neither counts as run."""
 
     def __init__(self, ends: float) -> None:
         self.ends = ends
@@ -51,7 +51,7 @@ class Limit:
 
 
 class Account:
-    """What the process that hands out tests learns of them."""
+    """Results of all tests, in the process that hands them out."""
 
     def __init__(self, config: pytest.Config, ends: float | None) -> None:
         self.config, self.began, self.ends = config, time.monotonic(), ends
@@ -87,7 +87,7 @@ class Account:
         node.workerinput["ends"] = self.ends
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Let no run count as one that passed where tests were not reached."""
+        """Fail a run that did not reach all of its tests."""
         if self.not_reached() and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.INTERRUPTED
 
@@ -108,7 +108,7 @@ class Account:
         self.tell_some("failed", [self.again(test) for test, outcome in self.outcomes.items() if outcome == "failed"])
 
     def tell_meetings(self) -> None:
-        """Laws with ops, formats and configs: how many of the pairs that were wanted were met."""
+        """Tell how many of the planned pairs of laws with ops, formats and configs passed."""
         wanted = {str(meeting): meeting for meeting in meetings("gpu", self.config.getoption("seed"))}
         there = [wanted[meeting] for meeting in self.met if meeting in wanted]
         for what, pairs in PAIRS.items():

@@ -30,14 +30,14 @@ LAW = re.compile(r"(reference|kernels)(?::([^|]*)(?:\|(.*))?)?")
 
 
 class Try(NamedTuple):
-    """One test of one mutant, or of the library as it is."""
+    """One test to run, on a mutant or on the library as it is."""
 
     killed_by: str
     mutant: Any = None  # a Mutant; None: nothing is wrong
 
 
 class Verdict(NamedTuple):
-    """What a test said: its exit code, what failed, or what it printed when it ended otherwise; seconds."""
+    """The result of a test: its exit code, the failure or the log of a test without verdict, and its seconds."""
 
     code: int
     what: str
@@ -45,7 +45,7 @@ class Verdict(NamedTuple):
 
 
 def met(killed_by: str, on: str) -> list[Any]:
-    """The meetings that kill a mutant: those that the suite has of a law, of an op, or of both; or a law and a case."""
+    """Return the meetings that may kill a mutant: all of the suite with a law, an op or both, or a law with a case."""
     from flashstate import proof
     from flashstate.proof.laws import LAWS
 
@@ -58,14 +58,14 @@ def met(killed_by: str, on: str) -> list[Any]:
 
 
 def failure_of(killed_by: str, on: str) -> str | None:
-    """What fails of a test, with the library in this directory; None: nothing does."""
+    """Run a test or laws with the library in this directory; return the first failure, or None."""
     if LAW.fullmatch(killed_by):
         return broken_law(killed_by, on)
     return failed_test(killed_by.removeprefix("compiled: "))
 
 
 def broken_law(killed_by: str, on: str) -> str | None:
-    """The first meeting whose law is broken, and how; in memory that is NaN until it is written."""
+    """Return the first meeting whose law is broken, and how. Memory is NaN until it is written."""
     import torch
 
     from flashstate.launch import interpreted
@@ -87,7 +87,7 @@ def broken_law(killed_by: str, on: str) -> str | None:
 
 
 def failed_test(target: str) -> str | None:
-    """The first test that fails of a file or an id below tests/, and of words behind -k."""
+    """Run a file or an id below tests/, with words behind -k; return the first test that fails."""
     import pytest
 
     class Heard:
@@ -117,7 +117,7 @@ def copy_repository(root: Path) -> Path:
 
 
 def mutate(mutant: Any, root: Path, number: int) -> None:
-    """Edit the copy. Its time is one that no other version of the file has, or Python would take what it compiled."""
+    """Edit the copy. Each edit gets a file time of its own, or Python would load bytecode of another version."""
     path = root / "flashstate" / mutant.where
     text = path.read_text()
     if text.count(mutant.old) != 1:
@@ -127,7 +127,7 @@ def mutate(mutant: Any, root: Path, number: int) -> None:
 
 
 def start(task: Try, root: Path, number: int, on: str) -> int:
-    """The number of a new process that tries a mutant in this copy, and leaves what it found in `found` there."""
+    """Fork a process that tries a mutant in this copy and writes the failure to `found` there; return its number."""
     sys.stdout.flush()
     if child := os.fork():
         return child
@@ -154,7 +154,7 @@ def start(task: Try, root: Path, number: int, on: str) -> int:
 
 
 def tried(tasks: Iterable[Try], idle: list[Path], on: str) -> Iterator[tuple[Try, Verdict]]:
-    """Every one with its verdict, as they come; as many at a time as there are copies."""
+    """Run tasks side by side, one in each copy; yield each with its verdict as it ends."""
     waiting, running = list(enumerate(tasks, 1))[::-1], dict[int, tuple[Try, Path, float]]()
     while waiting or running:
         while waiting and idle:
@@ -185,13 +185,13 @@ def report(mutant: Any, verdict: Verdict) -> None:
 
 
 def every_mutant() -> list[Any]:
-    """All of tests/mutants/."""
+    """Return all mutants of tests/mutants/."""
     lists = sorted((ROOT / "tests" / "mutants").glob("[a-z]*.py"))
     return [mutant for path in lists for mutant in import_module(f"mutants.{path.stem}").MUTANTS]
 
 
 def in_two_turns(tasks: list[Try], copies: list[Path], gpu: bool) -> Iterator[tuple[Try, Verdict]]:
-    """Tests of compiled kernels, and then all others, with Triton's interpreter: triton looks once which it is."""
+    """Run tests of compiled kernels, then all others with Triton's interpreter, as triton decides at its import."""
     compiled = [task for task in tasks if gpu or task.killed_by.startswith("compiled: ")]
     yield from tried(compiled, copies, "cuda" if gpu else "cpu")
     if rest := [task for task in tasks if task not in compiled]:
@@ -203,7 +203,7 @@ def in_two_turns(tasks: list[Try], copies: list[Path], gpu: bool) -> Iterator[tu
 
 
 def print_table(verdicts: dict[Any, Verdict]) -> None:
-    """How many of each room were killed."""
+    """Print how many mutants of each room were killed."""
     rooms = {mutant.where.split("/")[0]: Counter[str]() for mutant in verdicts}
     for mutant, verdict in verdicts.items():
         rooms[mutant.where.split("/")[0]]["killed" if verdict.code == FAILED else "survived"] += 1
