@@ -183,6 +183,7 @@ ANOTHER_REQUEST: dict[str, Callable[[StatePool, Tensor], Any]] = {
     "reset": lambda pool, slot: pool.reset(slot),
     "copied to": lambda pool, slot: pool.copy(0, slot),
     "loaded": lambda pool, slot: pool.load(slot, pool.export(0)),
+    "reset by another pool": lambda pool, slot: StatePool.wrap([pool.layer(0)], rings=[pool.ring(0)]).reset(slot),
     "written": lambda pool, slot: pool.write(1, slot, torch.zeros(1, 4, 3, 5, device=slot.device)),
 }
 

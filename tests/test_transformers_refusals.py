@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -105,19 +106,22 @@ def test_after_a_call_that_failed_half_way_a_cache_refuses_until_it_is_reset(
 
 def test_a_cache_is_in_use_by_one_thread_at_a_time() -> None:
     model, stock, cache = started("mamba2", PROMPT[:1])
-    errors: list[str] = []
 
     class Intruder(BaseStreamer):
         def put(self, value: Tensor) -> None:
             with ThreadPoolExecutor(1) as other:
-                for use in (cache.reset, lambda: call(model, PROMPT, cache, 0), lambda: greedy(model, **given)):
-                    errors.append(str(other.submit(use).exception()))
+                for use in uses:
+                    refused("this StateCache is in use by another call", other.submit(use).result, error=RuntimeError)
 
         def end(self) -> None: ...
 
-    given = {"past_key_values": cache}
+    given, first = {"past_key_values": cache}, torch.zeros(1, dtype=torch.int64)
+    rows = (cache.reorder_cache, cache.batch_select_indices)
+    uses = [
+        cache.reset, lambda: cache.crop(0), lambda: copy.deepcopy(cache), lambda: cache.batch_repeat_interleave(1),
+        *(partial(use, first) for use in rows), lambda: call(model, PROMPT, cache, 0), lambda: greedy(model, **given),
+    ]  # fmt: skip
     assert torch.equal(greedy(model, PROMPT[:1], streamer=Intruder(), **given), stock)
-    assert set(errors) == {"this StateCache is in use by another call"}
 
 
 def test_an_enabled_model_and_a_used_cache_are_not_pickled_and_a_disabled_model_is(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
@@ -24,15 +24,16 @@ sys.path.insert(0, str(ROOT / "tests"))
 COPIED = ("flashstate", "tests", "tools", "docs", "results", "*.md", "*.toml", "*.yml", "*.txt", "*.in", "LICENSE")
 SLOW = ("torch", "pytest", "numpy")  # to import
 SLOW_AND_INTERPRETED = ("triton.experimental.gluon.language", "triton.language.extra.libdevice", "interpreting")
-LIMIT = 300  # seconds that one test may take
+LIMIT = 300  # seconds that a process may take
+TOGETHER = 12  # tests that a process runs of the library as it is
 PASSED, FAILED, ENDED = 0, 1, 2  # exit codes: ENDED without a verdict
 LAW = re.compile(r"(reference|kernels)(?::([^|]*)(?:\|(.*))?)?")
 
 
 class Try(NamedTuple):
-    """One test to run, on a mutant or on the library as it is."""
+    """The test of a mutant, or several tests of the library as it is: laws, or tests of one file."""
 
-    killed_by: str
+    killers: tuple[str, ...]
     mutant: Any = None  # a Mutant; None: nothing is wrong
 
 
@@ -57,11 +58,11 @@ def met(killed_by: str, on: str) -> list[Any]:
     return [each for each in there if each.law.startswith(words) and of in ("", obeying.OPS[type(each.case)])]
 
 
-def failure_of(killed_by: str, on: str) -> str | None:
-    """Run a test or laws with the library in this directory; return the first failure, or None."""
-    if LAW.fullmatch(killed_by):
-        return broken_law(killed_by, on)
-    return failed_test(killed_by.removeprefix("compiled: "))
+def failure_of(killers: Sequence[str], on: str) -> str | None:
+    """Run laws, or tests of one file, with the library in this directory; return the first failure, or None."""
+    if LAW.fullmatch(killers[0]):
+        return next(filter(None, (broken_law(killed_by, on) for killed_by in killers)), None)
+    return failed_test([killed_by.removeprefix("compiled: ") for killed_by in killers])
 
 
 def broken_law(killed_by: str, on: str) -> str | None:
@@ -86,8 +87,8 @@ def broken_law(killed_by: str, on: str) -> str | None:
     return None
 
 
-def failed_test(target: str) -> str | None:
-    """Run a file or an id below tests/, with words behind -k; return the first test that fails."""
+def failed_test(targets: Sequence[str]) -> str | None:
+    """Run ids below tests/, or a file with words behind -k; return the first test that fails."""
     import pytest
 
     class Heard:
@@ -98,11 +99,10 @@ def failed_test(target: str) -> str | None:
             self.failed = self.failed or (report.nodeid.removeprefix("tests/") if report.failed else "")
 
     heard = Heard()
-    target, _, words = target.partition(" -k ")
-    chosen = ["-k", words] if words else []
-    code = pytest.main(["-xq", "-p", "no:cacheprovider", f"tests/{target}", *chosen], plugins=[heard])
+    chosen = [word for target in targets for word in f"tests/{target}".replace(" -k ", "\n-k\n").split("\n")]
+    code = pytest.main(["-xq", "-p", "no:cacheprovider", *chosen], plugins=[heard])
     if not heard.failed and (code or not heard.passed):
-        raise RuntimeError(f"pytest ran none of {target} {words}, and ended with {code!r}")
+        raise RuntimeError(f"pytest did not run all of {chosen}, and ended with {code!r}")
     return heard.failed or None
 
 
@@ -142,7 +142,7 @@ def start(task: Try, root: Path, number: int, on: str) -> int:
         sys.path[:1] = [str(root / "tests"), str(root)]
         if task.mutant:
             mutate(task.mutant, root, number)
-        failure = failure_of(task.killed_by, on)
+        failure = failure_of(task.killers, on)
         code = FAILED if failure else PASSED
         found.write_text((failure or "").split("\n")[0])
     except BaseException:
@@ -192,7 +192,7 @@ def every_mutant() -> list[Any]:
 
 def in_two_turns(tasks: list[Try], copies: list[Path], gpu: bool) -> Iterator[tuple[Try, Verdict]]:
     """Run tests of compiled kernels, then all others with Triton's interpreter, as triton decides at its import."""
-    compiled = [task for task in tasks if gpu or task.killed_by.startswith("compiled: ")]
+    compiled = [task for task in tasks if gpu or task.killers[0].startswith("compiled: ")]
     yield from tried(compiled, copies, "cuda" if gpu else "cpu")
     if rest := [task for task in tasks if task not in compiled]:
         os.environ["TRITON_INTERPRET"] = "1"
@@ -200,6 +200,19 @@ def in_two_turns(tasks: list[Try], copies: list[Path], gpu: bool) -> Iterator[tu
             import_module(name)
         import_module("interpreting").spare_the_interpreter()
         yield from tried(rest, copies, "cpu")
+
+
+def without_mutants(killers: Iterable[str]) -> list[Try]:
+    """Return tries of the library as it is: a few laws, or ids of one file, in a process that imports once for all."""
+    groups: defaultdict[str, list[str]] = defaultdict(list)
+    for killed_by in killers:
+        law, (path, _, words) = LAW.fullmatch(killed_by), killed_by.partition(" -k ")
+        groups[law[1] if law else killed_by if words else path.partition("::")[0]].append(killed_by)
+    return [
+        Try(tuple(group[start : start + TOGETHER]))
+        for group in groups.values()
+        for start in range(0, len(group), TOGETHER)
+    ]
 
 
 def print_table(verdicts: dict[Any, Verdict]) -> None:
@@ -225,8 +238,8 @@ def main(arguments: list[str] | None = None) -> int:
         import_module(name)
     mutants = [mutant for mutant in every_mutant() if mutant.gpu == chosen.gpu]
     mutants = [mutant for mutant in mutants if re.search(chosen.only, f"{mutant.where}: {mutant.what}")]
-    tasks = [Try(chosen.find or mutant.killed_by, mutant) for mutant in mutants]
-    before = [Try(killed_by) for killed_by in dict.fromkeys(task.killed_by for task in tasks)]
+    tasks = [Try((chosen.find or mutant.killed_by,), mutant) for mutant in mutants]
+    before = without_mutants(dict.fromkeys(killed_by for task in tasks for killed_by in task.killers))
     verdicts: dict[Any, Verdict] = {}
     wrong = 0
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
@@ -237,7 +250,7 @@ def main(arguments: list[str] | None = None) -> int:
                 report(task.mutant, verdict)
             elif verdict.code != PASSED:
                 wrong += 1
-                print(f"FAILS WITHOUT A MUTANT: {task.killed_by}\n{verdict.what}", flush=True)
+                print(f"FAILS WITHOUT A MUTANT: {', '.join(task.killers)}\n{verdict.what}", flush=True)
     print_table(verdicts)
     print(f"{time.monotonic() - began:.0f} s" + (f"; {wrong} tests fail without a mutant" if wrong else ""))
     return int(wrong > 0 or any(verdict.code != FAILED for verdict in verdicts.values()))

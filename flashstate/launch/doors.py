@@ -98,9 +98,9 @@ def source_of(door: Callable[..., Any], main: str) -> str:
         parameters[-1] = passed[-1] = f"**{passed[-1]}"
     by_name = [p.name for p in given if p.kind is p.KEYWORD_ONLY]
     if by_name:
-        first = len(passed) - len(by_name)
+        first = passed.index(by_name[0])
         parameters.insert(first, "*")
-        passed[first:] = [f"{name}={name}" for name in by_name]
+        passed[first : first + len(by_name)] = [f"{name}={name}" for name in by_name]
     body = indent("\n".join(body_of(door, main, more)), " " * 8)
     every, name = ", ".join(parameters), door.__name__
     return FRAME.format(name=name, parameters=every, passed=", ".join(passed), main=main, body=body)

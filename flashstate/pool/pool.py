@@ -23,7 +23,7 @@ from flashstate.pool.memory import Allocator
 from flashstate.pool.resizing import resized_layers
 from flashstate.state.faults import fault_flag
 from flashstate.state.mamba3 import Mamba3State
-from flashstate.state.ring import AnyRing, Plan, plan_of
+from flashstate.state.ring import AnyRing, Plan, generation_of, plan_of
 from flashstate.state.slots import SlotNumbers, Slots, as_slots
 from flashstate.state.state import State
 
@@ -86,8 +86,7 @@ class StatePool(Generic[LayerT]):
         self._generation: Tensor | None = None  # how often slots got other contents, for plans
         if rings:
             note_rings(ssm, rings)
-            with torch.inference_mode(False):  # else only inference mode could count on
-                self._generation = torch.zeros(self.slots, dtype=torch.int32, device=self._device)
+            self._generation = generation_of(rings[0])
         self._parts = all_parts(states, windows, rings)
         if self._device.type == "cuda":  # what cannot be made while a CUDA graph is captured
             self._parts.prepare()

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from flashstate.basics import LARGEST_WINDOW
 from flashstate.errors import (
@@ -26,6 +27,7 @@ from flashstate.state.slots import Slots, as_slots
 from flashstate.state.state import State, check_slots_of
 
 FIELDS = 8  # numbers that a plan has of a row
+_generations = WeakTensorKeyDictionary()  # by the counts of a ring, which all its layers share
 UNUSED = {  # tables of slots, and why
     "replay": (("write", "accepted", "parents", "snapshot_rows"), "keeps tokens in the slot it reads"),
     "folding": (("accepted", "parents", "snapshot_rows", "cu_seqlens"), "has no new tokens"),
@@ -305,6 +307,14 @@ class Plan(Describes):
         """Stands for all that a launch depends on but the addresses."""
         of_slots = None if self.slots is None else self.slots.signature
         return signature_of("plan", of_slots, self.tokens, describe(self.rows))
+
+
+def generation_of(ring: AnyRing) -> Tensor:
+    """Return the tensor, (slots,) int32, that counts for all pools of a ring how often slots were given away."""
+    if ring.count not in _generations:
+        with torch.inference_mode(False):  # else only inference mode could count on
+            _generations[ring.count] = torch.zeros_like(ring.count)
+    return _generations[ring.count]
 
 
 def plan_of(ring: AnyRing, slots: Slots | Tensor | None, tokens: int | None, generation: Tensor | None = None) -> Plan:

@@ -30,7 +30,7 @@ from flashstate.integrations.transformers.store import (
     convolution,
     sizes_of,
 )
-from flashstate.integrations.transformers.use import Use
+from flashstate.integrations.transformers.use import Use, alone
 from flashstate.state.formats import DTYPES, FORMATS, label_of
 from flashstate.state.ring import Plan
 
@@ -261,6 +261,7 @@ class StateCache(Cache):
             words = "give all tokens so far, or reset()"
             raise ValueError(f"this cache holds {counted(held, 'token')} and the prompt has {tokens}: {words}")
 
+    @alone
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last -tokens_to_remove tokens, all of them of the last call."""
         if not -self.croppable <= tokens_to_remove <= 0:
@@ -275,23 +276,25 @@ class StateCache(Cache):
         for layer in self.attention:
             layer.crop(tokens_to_remove)
 
+    @alone
     def reset(self) -> None:
         """Make the cache empty; its memory stays."""
-        with self.use.alone():
-            super().reset()
-            self._mark_states(False)
-            self.batch = self.call = self.sure = self.unsettled = None
-            self.croppable = self.length = 0
-            for store in self.stores.values():
-                store.reset()
-            self.use.torn = False
+        super().reset()
+        self._mark_states(False)
+        self.batch = self.call = self.sure = self.unsettled = None
+        self.croppable = self.length = 0
+        for store in self.stores.values():
+            store.reset()
+        self.use.torn = False
 
+    @alone
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let row i continue from row beam_idx[i]."""
         self._rearrange(beam_idx)
         for layer in self.attention:
             (reorder_in_place if self.static else type(layer).reorder_cache)(layer, beam_idx)
 
+    @alone
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Have every row so many times, one behind the other."""
         check_int("repeats", repeats, 1, LARGEST_INT32)
@@ -301,6 +304,7 @@ class StateCache(Cache):
         for layer in self.attention:
             layer.batch_repeat_interleave(repeats)
 
+    @alone
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows of these numbers, in their order."""
         self._refuse_static("select rows of")
@@ -330,6 +334,7 @@ class StateCache(Cache):
             self.graphs.clear()
         self.use.begun = True
 
+    @alone
     def __deepcopy__(self, memo: dict[int, Any]) -> StateCache:
         """A cache for the same model that has the same tokens, as a prompt that several requests begin with."""
         self.settle()

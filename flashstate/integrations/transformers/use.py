@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from pickle import PicklingError
 from threading import RLock
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
+
+T = TypeVar("T")
 
 
 class Use:
@@ -50,6 +53,17 @@ class Use:
         if self.torn:
             words = "some layers have had tokens that others have not"
             raise RuntimeError(f"a call with this StateCache failed half way, so {words}: reset() it")
+
+
+def alone(method: Callable[..., T]) -> Callable[..., T]:
+    """Keep other threads out of a StateCache while one of its methods runs."""
+
+    @wraps(method)
+    def guarded(cache: Any, *args: Any, **kwargs: Any) -> T:
+        with cache.use.alone():
+            return method(cache, *args, **kwargs)
+
+    return guarded
 
 
 def refuse_pickle(model: Any, protocol: Any) -> NoReturn:
