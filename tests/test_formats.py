@@ -73,7 +73,7 @@ def neighbours(v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def test_rounding_up_is_as_likely_as_the_discarded_fraction_and_makes_neither_inf_nor_nan(dtype: torch.dtype) -> None:
     """Not by sampling: over all 65536 random values, at every exponent that float32 has."""
     largest, limit = torch.finfo(dtype).max, 2.0**16 if dtype is torch.float16 else torch.inf
-    values = values_of_all_exponents(3)
+    values = torch.cat([values_of_all_exponents(3), bits_to_float(0x7F800001)])  # and a NaN of one bit
     finite = torch.where(values.abs() <= largest, values, 0.0)
     for v, low, high in zip(values, *neighbours(finite, dtype), strict=True):
         stored = STOCHASTIC[dtype](v.expand(65536).contiguous(), ALL_RANDOM).float()

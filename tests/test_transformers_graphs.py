@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from decoding import LONG, OPTIONS, PROMPT, STATIC, TOKENS, greedy
+from decoding import LONG, OPTIONS, PROMPT, STATIC, TOKENS, call, greedy
 from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers import CompileConfig
@@ -83,6 +83,10 @@ def test_steps_with_drafts_are_a_graph_for_every_number_of_tokens(family: str, m
     assert torch.equal(generated, stock)
     assert 2 <= len(replays(cache)) <= 4
     assert sum(replays(cache)) > 4
+    cache.reset()
+    with torch.no_grad():  # also where no number beside the tokens says how many there are
+        for first, last in ((0, 4), (4, 5), (5, 6), (6, 8), (8, 10)):
+            assert call(model, prompt[:, first:last], cache, first).shape[1] == last - first
 
 
 def test_after_a_replay_that_failed_a_cache_refuses(monkeypatch: pytest.MonkeyPatch) -> None:

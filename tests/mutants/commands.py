@@ -123,6 +123,6 @@ MUTANTS = (
     Mutant("info shows configs of this machine alone", "info.py",
            "config, _, measured_at = choose_with_reason(problem, gpu)",
            "config, _, measured_at = choose_with_reason(problem, EXAMPLE_GPU)",
-           "test_cli.py -k test_info_shows_versions_formats_and_the_configs_that_are_chosen"),
+           "test_cli.py -k test_info_shows_configs_as_they_are_measured_or_asked_for"),
 )
 # fmt: on
