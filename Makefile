@@ -1,13 +1,12 @@
 # `make demo` and `make test` need nothing but Python >= 3.10: each makes the environment it uses.
 VENV   ?= .venv
 PYTHON ?= $(VENV)/bin/python
-JOBS   ?= 3
+JOBS   ?= 2
 
 # With PYTHON=python3, an environment that is already there, nothing is installed.
 ENVIRONMENT := $(if $(filter $(VENV)/bin/python,$(PYTHON)),$(VENV)/ready)
 # Packages are installed without bytecode, since little of them is used; what is imported leaves its own behind.
 export PYTHONDONTWRITEBYTECODE :=
-# Three processes for two cores: of two, one is often idle.
 PYTEST      := OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(JOBS) --dist worksteal
 
 .PHONY: demo test quick lint test-kernels test-oldest test-gpu test-gpu-large test-sanitizer test-vllm test-sglang mutants mutants-gpu figures docs dist clean

@@ -210,8 +210,6 @@ FORMS: dict[str, dict[str, Form]] = {  # of every op in every format; of the fir
         "plain": of(MIMO, spills=64, **WIDE),
         "turned": of(MIMO, angles=32, spills=64, format="bfloat16", **STOCHASTIC),
         "rank 1": of(SISO, spills=64, **HALF, **WIDE),
-        "rank 1, turned": of(SISO, angles=32, spills=64, format="int16", **STOCHASTIC),
-        "int8": of(MIMO, spills=64, format="int8", **STOCHASTIC),
         "float8": of(SISO, angles=32, spills=64, format="float8_e4m3fn", **STOCHASTIC),
     },
     "mamba3 elsewhere": {  # than on the GPU that has a table
@@ -270,9 +268,9 @@ FORMS: dict[str, dict[str, Form]] = {  # of every op in every format; of the fir
     },
 }
 ODD: dict[str, Form] = {  # shapes whose rows are no multiple of an access, or wide
-    "mamba2 48x16": of(MAMBA2, heads=6, groups=2, rows=48, cols=16, tokens=8, D=None, format="int8", **STOCHASTIC),
-    "mamba2 80x20": of(MAMBA2, heads=8, groups=4, rows=80, cols=20, tokens=5, packed=True, format="int16"),
-    "mamba2 96x96": of(MAMBA2, heads=12, groups=12, rows=96, cols=96, tokens=3, format="bfloat16", **STOCHASTIC),
+    "mamba2 48x16": of(MAMBA2, heads=6, groups=2, rows=48, cols=16, tokens=2, D=None, format="int8", **STOCHASTIC),
+    "mamba2 80x20": of(MAMBA2, heads=8, groups=4, rows=80, cols=20, tokens=2, packed=True, format="int16"),
+    "mamba2 96x96": of(MAMBA2, heads=12, groups=12, rows=96, cols=96, tokens=2, format="bfloat16", **STOCHASTIC),
     "mamba2 128x256": of(MAMBA2, heads=4, rows=128, cols=256, dt_softplus=False, format="int8"),
     "mamba2 33x7": of(MAMBA2, heads=3, rows=33, cols=7, tokens=2, dt_bias=False, **HALF),
     "Mamba-1 1536x16": of(MAMBA2, heads=1, rows=1536, cols=16, mamba1=True, D="row", format="float8_e4m3fn"),
@@ -290,17 +288,17 @@ ODD: dict[str, Form] = {  # shapes whose rows are no multiple of an access, or w
 }  # fmt: skip
 ODD_REPLAY = ReplayCase(3, 4, 2, 33, 20, x="float16", D="row", spare=1)
 ODD_DELTA_REPLAY = DeltaReplayCase(3, 4, 2, 33, 20, x="float16", qk="float16", spare=1)
-ODD_MAMBA3 = Mamba3Case(3, 4, 2, 33, 20, rank=3, angles=7, tokens=3, x="float16", kv="float16")
+ODD_MAMBA3 = Mamba3Case(3, 4, 2, 33, 20, rank=3, angles=7, tokens=2, x="float16", kv="float16")
 ODD_WITH_TENSOR_CORES = (
     Form(ODD_MAMBA3),
     of(ODD_REPLAY, plain, 64, window=9),
-    of(ODD_REPLAY, tokens=3, packed=True, window=9, **HALF),
+    of(ODD_REPLAY, tokens=2, packed=True, window=9, **HALF),
     of(ODD_MAMBA3, rows=40, cols=36, rank=1, angles=18, packed=True, trap_logit=True, x="float32"),
     of(ODD_REPLAY, keep, 64, window=9),
-    of(ODD_REPLAY, fold, tokens=3, packed=True, window=17, format="float8_e4m3fn"),
+    of(ODD_REPLAY, fold, tokens=2, packed=True, window=17, format="float8_e4m3fn"),
     of(ODD_REPLAY, fold, 64, window=9),
     of(ODD_DELTA_REPLAY, keep, window=9),
-    of(ODD_DELTA_REPLAY, fold, tokens=3, packed=True, window=17, format="int8"),
+    of(ODD_DELTA_REPLAY, fold, tokens=2, packed=True, window=17, format="int8"),
 )
 BASES = {
     "mamba2_step": MAMBA2, "mamba2_at_once": MAMBA2, "gated_delta": DELTA, "mamba3": MIMO, "conv1d": CONV,
