@@ -104,8 +104,7 @@ def risky_by_turns(ops: Sequence[str], calls: Callable[[Problem], tuple[T, ...]]
             alike.setdefault(replace(mode, rounding="nearest"), []).append((mode, configs))
     formats, kinds = (list(dict.fromkeys(map(part, alike))) for part in (_format, _kind))
     chosen = [like for like in alike if (formats.index(_format(like)) + kinds.index(_kind(like))) % every == 0]
-    for part in (_format, _kind):
-        chosen += {part(like): like for like in alike if part(like) not in map(part, chosen)}.values()
+    chosen += {_kind(like): like for like in alike if _kind(like) not in map(_kind, chosen)}.values()
     turns: defaultdict[object, Iterator[int]] = defaultdict(count)  # of choices that are alike
     found = []
     for like in chosen:
