@@ -56,6 +56,7 @@ class Account:
     def __init__(self, config: pytest.Config, ends: float | None) -> None:
         self.config, self.began, self.ends = config, time.monotonic(), ends
         self.planned: Collection[str] = ()
+        self.told = False
         self.outcomes: dict[str, str] = {}
         self.met: set[str] = set()  # meetings of laws whose test passed
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a run cut off ends with its account
@@ -94,7 +95,16 @@ class Account:
     def not_reached(self) -> list[str]:
         return [test for test in self.planned if test not in self.outcomes]
 
+    def pytest_keyboard_interrupt(self) -> None:
+        """Give the account before processes are waited for, which may take longer than a run that is ended is given."""
+        self.tell_all()
+
     def pytest_terminal_summary(self) -> None:
+        if not self.told:
+            self.tell_all()
+
+    def tell_all(self) -> None:
+        self.told = True
         count = Counter(self.outcomes.values())
         left = self.not_reached()
         self.tell(f"\naccount, after {self.clock()}, seed {self.config.getoption('seed')}")

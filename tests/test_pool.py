@@ -242,7 +242,7 @@ def test_nothing_waits_for_the_device_and_a_graph_captures_all_but_numbers_of_th
             pool.acquire(1, seed=4)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    pool.release(0)
+    pool.release(2)  # so that there is one to acquire
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         read = calls()
