@@ -19,7 +19,6 @@ HEADS, DIM, DSTATE, SLOTS = 4, 8, 16, 14
 CURSORS = ("ring_start", "prev_num_accepted_tokens")
 WRITTEN_ALONE = ("state_out", "intermediate_states_buffer", "intermediate_conv_window", *CURSORS)  # pools never read
 FLOAT, HALF, BRAIN, SHORT, BYTE = torch.float32, torch.float16, torch.bfloat16, torch.int16, torch.int8
-OF_LAWS = 4.0  # times what laws allow, of larger shapes: budgets of so few numbers are a matter of luck on a GPU
 Call = dict[str, Any]  # options of Adapter.make, arguments besides, lists of indices
 Calls = dict[str, Call]
 
@@ -126,7 +125,7 @@ def require_contract(adapter: Adapter, arguments: Arguments, fault: str | None =
     after, ran = copied(arguments, CPU), exact.ran
     like = before[adapter.tokens[0] if before.get(adapter.out) is None else adapter.out]
     assert (y.shape, y.dtype) == (exact.y.shape, like.dtype)
-    assert not ran.any() or error_ratio(y[ran], exact.y[ran], plain.y[ran].to(y.dtype)) <= OF_LAWS
+    assert not ran.any() or error_ratio(y[ran], exact.y[ran], plain.y[ran].to(y.dtype)) <= 1
     assert torch.equal(y[~ran], exact.y[~ran].to(y.dtype))
     for name, scale in adapter.pools.items():
         if before.get(name) is not None:
@@ -163,7 +162,7 @@ def require_stored(name: str, scale: str, before: Arguments, after: Arguments, e
         scales = after.get(scale)
         got = [decoded(after[name][entry], None if scales is None else scales[entry]) for _, entry in places]
         got = torch.stack(got).reshape(want.shape)
-        assert error_ratio(got, want.double(), rounded(plainly, after[name].dtype)) <= OF_LAWS, name
+        assert error_ratio(got, want.double(), rounded(plainly, after[name].dtype)) <= 1, name
 
 
 def equal_bytes(one: Tensor, other: Tensor) -> bool:
