@@ -7,9 +7,10 @@ import torch
 from calls import DELTA, FORMS, MAMBA3, REPLAY, SMALL, shaped
 from torch import Tensor
 
+from flashstate import State
 from flashstate.launch import uses_kernels
 from flashstate.launch.call import tensors_in
-from flashstate.proof import AnyCase, make_inputs
+from flashstate.proof import AnyCase, Case, make_inputs
 
 TINY = {"batch": 1, "heads": 2, "groups": 1, "rows": 3, "cols": 8, "channels": 5, "slots": 2}
 CASES: dict[str, AnyCase] = {
@@ -56,6 +57,20 @@ def test_an_output_in_the_memory_of_what_holds_states_is_refused_before_anything
             with pytest.raises(ValueError, match=f"^out must not share memory with {part}"):
                 op.function(**arguments, out=memory[len(memory) - needed :].view(out.dtype).reshape(out.shape))
             assert torch.equal(memory, before)
+
+
+@pytest.mark.parametrize("axis", range(3), ids=("rows", "tokens", "heads"))
+def test_an_output_may_take_turns_with_slots_in_pages(axis: int) -> None:
+    near = make_inputs(Case(2, 2, 1, 3, 8, tokens=2, slots=4), torch.device("cpu"))
+    pages, strides = torch.zeros(4, 100), [12, 6, 3, 1]
+    strides[axis] = pages.stride(0)
+    far = replace(near, state=State(pages[:, :48].view(4, 2, 3, 8).copy_(near.state.data)))
+    inside, behind = (pages.view(-1)[first:].as_strided((2, 2, 2, 3), strides) for first in (47, 48))
+    with pytest.raises(ValueError, match=r"^out must not share memory with state\.data"):
+        far.step(out=inside)
+    assert torch.equal(far.step(out=behind), near.step())
+    assert torch.equal(far.state.data, near.state.data)
+    far.of_rows(torch.tensor([0])).step(out=behind[:1])
 
 
 @pytest.mark.parametrize("name", FORMS)

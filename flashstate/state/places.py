@@ -21,7 +21,11 @@ class Place(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> Place:
+        """Return where a tensor is, with the axis of the largest stride for its slots."""
         width, tensor = tensor.element_size(), tensor if tensor.dim() else tensor[None]
+        # Tokens or heads of an activation may lie further apart than its rows. A single slot has its page too.
+        furthest = max(range(tensor.dim()), key=lambda axis: (axis == 0 or tensor.shape[axis] > 1, tensor.stride(axis)))
+        tensor = tensor.movedim(furthest, 0)
         first, page, size = tensor.data_ptr(), tensor.stride(0) * width, reach_of(tensor, 1) * width
         apart = tensor.dim() == len(POOL_AXES) and head_stride(tensor) is not None
         step, head = (tensor.stride(1) * width, reach_of(tensor, 2) * width) if apart else (0, size)
