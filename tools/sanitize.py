@@ -44,6 +44,7 @@ LAUNCHES = 50  # of a call, which must all leave the same bytes
 FOUND = 9  # exit status of compute-sanitizer where it finds something
 SECONDS = 480  # after which a watched process is ended
 TOOLS = {"memcheck": "bounds", "racecheck": "race"}  # of compute-sanitizer, each with the planted mistake it must find
+PADDING = {"memcheck": ("--padding", "32768")}  # bytes between allocations: a read past an end would hit the next one
 NOTHING_FOUND = re.compile(r"^=+ (?:ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards)", re.MULTILINE)
 HALF: dict[str, Any] = {"x": "bfloat16", "slots": 5}
 MAMBA2 = Case(3, 2, 1, 64, 128, bc="bfloat16", dt="bfloat16", **HALF)
@@ -286,7 +287,7 @@ def main() -> int:
             return 1
         right, watching = [], {}
         for tool, planted in TOOLS.items():
-            watched_by = sanitizer, "--tool", tool, "--error-exitcode", str(FOUND)
+            watched_by = sanitizer, "--tool", tool, *PADDING.get(tool, ()), "--error-exitcode", str(FOUND)
             watching[tool] = started("calls", folder, shares, *watched_by), started(planted, folder, 1, *watched_by)
         for tool, (calls, mistake) in watching.items():
             right.append(told(f"{tool} finds nothing", calls, found_nothing, since))
