@@ -77,8 +77,9 @@ def small_cases(words: str, cases: Cases) -> Iterable[AnyCase]:
 
 def cases_on_a_gpu(words: str, cases: Cases) -> Iterable[AnyCase]:
     if words == OF_CONFIGS:
-        # Where rows are odd the compiler lays out the window of one token in fewer threads than share a row of state.
-        return [replace(case, rows=5) if is_alone(case) else case for case in cases.real]
+        # With odd rows the compiler lays out the window of one token in fewer threads than share a row of state.
+        # Products of B and C in bfloat16 are nearly all exact, and their sums equal in any order.
+        return [replace(case, rows=5, bc="float16") if is_alone(case) else case for case in cases.real]
     return cases.real if words.startswith(OF_SHAPES) else (*small_cases(words, cases), *cases.real)
 
 

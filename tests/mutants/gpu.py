@@ -4,9 +4,23 @@ from mutants import Mutant
 
 LAWS_OF_ORDER = "test_laws.py -k compiled_kernel and byte-ReplayCase and not tokens and not format"  # of one token
 LARGE = "test_large.py::test_pools_and_activations_past_2_31_elements_work"
-RACE = "test_mamba3_states.py::test_launches_on_equal_inputs_give_equal_bytes_on_a_busy_gpu"
 REAL = "Case(groups=1, rows=64, cols=128, bc='bfloat16', x='bfloat16', slots=9)"
 REAL_REPLAY = "ReplayCase(rows=64, cols=128, bc='bfloat16', x='bfloat16', slots=9)"
+PER_CHANNEL = "DeltaReplayCase(batch=2, heads=2, key_heads=2, rows=16, cols=64, per_channel=True, slots=9)"
+EARLY = "test_early.py::test_starting_early_changes_no_byte"
+EARLY_MAMBA2 = "Case(groups=1, rows=64, cols=128, bc=bfloat16, x=bfloat16, slots=8)"
+EARLY_DELTA = "qk=bfloat16, gates=bfloat16, x=bfloat16, slots=8, format=bfloat16"
+WAIT_IN = {  # the file of a kernel, and the layer of test_early.py that starts it
+    "conv1d": EARLY_MAMBA2,
+    "mamba2": EARLY_MAMBA2,
+    "mamba2_at_once": "Case(batch=2, heads=2, groups=1, cols=32, exact=False, x=bfloat16, tokens=3, format=bfloat16)",
+    "gated_delta": "DeltaCase(batch=2, heads=2, key_heads=1, cols=32, qk=bfloat16, gates=bfloat16, x=bfloat16, "
+    "slots=8, tokens=3, format=bfloat16)",
+    "gated_delta_at_once": "DeltaCase(batch=2, heads=2, key_heads=1, cols=32, qk=bfloat16, gates=bfloat16, "
+    "exact=False, x=bfloat16, slots=8, tokens=3, format=bfloat16)",
+    "gated_delta_one_token": f"DeltaCase(batch=1, heads=16, key_heads=16, rows=128, cols=128, {EARLY_DELTA})",
+}
+PARTED = f"DeltaReplayCase(heads=16, key_heads=8, rows=128, cols=128, {EARLY_DELTA}, form=parted)"
 DIRECT, ACCURATE = "kernels: a call that repeats another", "kernels: output and state are as close"
 
 # fmt: off
@@ -20,23 +34,16 @@ MUTANTS = (
            "return number.to(tl.int32).to(tl.int64)", "return number.to(tl.int32)",
            f"{LARGE}[Case(heads=2, groups=1, rows=5, cols=20, x=float16, index=int64, slots=3)-0]", gpu=True),
     # kernels side by side
-    Mutant("mamba2_step does not wait for the kernel in front of it", "kernels/mamba2.py",
-           "        gdc_wait()\n", "        pass\n", "test_early.py -k early_changes_no_byte[Case", gpu=True),
-    Mutant("a convolution does not wait for the kernel in front of it", "kernels/conv1d.py",
-           "        gdc_wait()\n", "        pass\n", "test_early.py -k early_changes_no_byte[Case", gpu=True),
-    Mutant("the delta rule does not wait for the kernel in front of it", "kernels/gated_delta_one_token.py",
-           "        gdc_wait()\n", "        pass\n", "test_early.py -k early_changes_no_byte[DeltaCase", gpu=True),
+    *(Mutant(f"{kernel} does not wait for the kernel in front of it", f"kernels/{kernel}.py",
+             "        gdc_wait()\n", "        pass\n", f"{EARLY}[{layer}]", gpu=True)
+      for kernel, layer in WAIT_IN.items()),
+    Mutant("gated_delta_replay does not wait for the kernel in front of it", "kernels/gated_delta_replay.py",
+           "if WAITS:", "if False:", f"{EARLY}[{PARTED}]", gpu=True),
     Mutant("repeated calls start on the stream of a thread that has no other", "launch/driver.py",
            "torch._C._cuda_getCurrentRawStream(self._device_index)", "0",
            f"kernels: a CUDA graph draws fresh random bits | {REAL[:-1]}, rounding='stochastic', format='float16')",
            gpu=True),
     # warps side by side
-    Mutant("a warp stores v of its token before others have read that of the token before", "kernels/mamba3.py",
-           "                tl.debug_barrier()  # all warps have v of the token before", "                pass",
-           f"{RACE}[rank 1 turned, 1 tokens-False]", gpu=True),
-    Mutant("a warp stores what a token carries before others have read it", "kernels/mamba3.py",
-           "                tl.debug_barrier()\n                mamba3_token.store_carried(",
-           "                mamba3_token.store_carried(", f"{RACE}[rank 4, 3 tokens-False]", gpu=True),
     Mutant("a program is one warp in calls that repeat another", "launch/driver.py",
            "32 * metadata.num_warps", "32", f"{DIRECT} | {REAL_REPLAY}", gpu=True),
     Mutant("a program has no shared memory in calls that repeat another", "launch/driver.py",
@@ -49,14 +56,15 @@ MUTANTS = (
     # PTX and tensor cores, which the interpreter does not have
     Mutant("neighbours of bfloat16 change places", "kernels/ptx.py",
            '"shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;"', '"shl.b32 $1, $2, 16; and.b32 $0, $2, 0xFFFF0000;"',
-           f"{ACCURATE} | {REAL[:-1]}, format='bfloat16')", gpu=True),
+           f"{ACCURATE} | {REAL[:-1]}, format='bfloat16', tokens=2)", gpu=True),
     Mutant("exponentials are powers of two", "kernels/ptx.py",
-           '"mul.ftz.f32 e, $1, 0f3FB8AA3B;"', '"mov.f32 e, $1;"', f"{ACCURATE} | {REAL}", gpu=True),
+           '"mul.ftz.f32 e, $1, 0f3FB8AA3B;"', '"mov.f32 e, $1;"', f"{ACCURATE} | {PER_CHANNEL}", gpu=True),
     Mutant("quotients are not corrected", "kernels/ptx.py",
+           '    "fma.rn.f32 $0, e, q, $1;",\n    "fma.rn.f32 q, $0, r, q;",\n    "fma.rn.f32 $0, e, q, $1;",\n'
            '    "fma.rn.f32 $0, $0, r, q;",\n', '    "mov.f32 $0, q;",\n',
            "test_scaled_formats.py -k scales_are_divided_as_correctly", gpu=True),
-    Mutant("a fold into float32 leaves out a third of its products of terms", "kernels/tensor_cores.py",
-           "if i + j < 3:", "if i + j < 2:",
+    Mutant("a fold into float32 leaves out half of its products of terms", "kernels/tensor_cores.py",
+           "for order in tl.static_range(2, -1, -1):", "for order in tl.static_range(1, -1, -1):",
            f"{ACCURATE} | {REAL_REPLAY[:-1]}, tokens=4, window=8)", gpu=True),
     # the host
     Mutant("the host waits for numbers of slots", "ops/numbers.py",

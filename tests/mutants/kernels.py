@@ -13,6 +13,7 @@ RECURRENCE = "test_folds.py -k test_a_fold_is_the_recurrence_at_every_live_count
 EXTREME = "test_gated_delta_replay.py -k test_u_is_rounded_and_saturates and interpreter"
 REQUESTS = "test_pool_requests.py -k test_requests_live_in_a_pool_as_on_their_own and kernels"
 CURSORS = "test_rings.py::test_cursors_are_where_the_model_has_them_after_any_steps[interpreter-8-11-9-DeltaRing]"
+BESIDE = "compiled: test_compile.py::test_every_form_compiles_with_wide_accesses_of_the_state_and_without_spills"
 NORMS = "test_norms.py -k test_the_kernel_gives_what_the_reference_gives"
 ROUNDED = "test_formats.py -k test_triton_and_torch_round_to_equal_bytes and cpu"
 SCALED = "test_scaled_formats.py -k test_triton_and_torch_store_equal_bytes and cpu"
@@ -20,6 +21,7 @@ DRAWN = "test_formats.py -k test_a_step_draws_the_bits_that_the_seed_decides and
 DRAWN_AT_ONCE = "test_formats.py::test_tokens_at_once_draw_the_bits_of_the_last"
 PROPERTIES = "test_properties.py::test_a_call_equals_calls_of_one_token_of_one_row_bit_by_bit[packed-False-interpreter]"
 COMPILED = "test_compile_code.py"
+WAITS = f"compiled: {COMPILED}::test_warps_wait_for_each_other_before_they_overwrite_what_all_of_them_read"
 
 # fmt: off
 MUTANTS = (
@@ -242,6 +244,11 @@ MUTANTS = (
     Mutant("a full ring has room for a token", "kernels/rings.py",
            "(count < 0) | (count >= length)", "(count < 0) | (count > length)",
            "test_compat_contracts.py -k every_call_gives_what_the_contract_says and full and interpreter"),
+    Mutant("of two kernels of mamba2_replay the second does not wait for the first", "kernels/mamba2_replay.py",
+           "            gdc_wait()\n", "            pass\n", f"{BESIDE}[90-replay-one token, fold]"),
+    Mutant("of two kernels of gated_delta_replay the second does not wait for the first",
+           "kernels/gated_delta_replay.py", "            gdc_wait()\n", "            pass\n",
+           f"{BESIDE}[90-delta replay-one token, fold]"),
     # mamba3
     Mutant("bits of the first token are drawn for the last", "kernels/mamba3.py",
            "drawing = (seed, count - 1, stream)", "drawing = (seed, count * 0, stream)",
@@ -249,6 +256,13 @@ MUTANTS = (
     Mutant("bits of the first token are drawn for those between", "kernels/mamba3.py",
            "bits = random_bits((seed, t, stream)", "bits = random_bits((seed, t * 0, stream)",
            f"{EVERY_TOKEN} | mamba3_step"),
+    Mutant("a warp stores v of its token before others have read that of the token before", "kernels/mamba3.py",
+           "                tl.debug_barrier()  # all warps have v of the token before", "                pass", WAITS),
+    Mutant("a warp stores what a token leaves to the next before others have read it", "kernels/mamba3.py",
+           "                tl.debug_barrier()\n                mamba3_token.store_carried(",
+           "                mamba3_token.store_carried(", WAITS),
+    Mutant("a warp stores what a token in the middle leaves before others have read it", "kernels/mamba3.py",
+           "  # other tiles begin with what was there before\n            tl.debug_barrier()\n", "\n", WAITS),
     Mutant("every token has k of the one before the call", "kernels/mamba3.py",
            "        before = now\n", "        pass\n", f"{ACCURATE} | mamba3_step"),
     Mutant("weights of ranks lie head by head", "kernels/mamba3.py",
