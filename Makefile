@@ -43,7 +43,8 @@ test-oldest:
 # every law once per op. Another SEED lets laws meet other cases.
 SEED     ?= 0
 QUICK    ?=
-GPU_JOBS ?= $(shell expr $$(nproc) + $$(nproc) / 4)
+CORES     = $(shell env -u OMP_NUM_THREADS nproc)
+GPU_JOBS ?= $(shell expr $(CORES) + $(CORES) / 4)
 ON_A_GPU  = $(if $(QUICK),tests/test_laws.py,$(shell grep -lE "mark.gpu|device: torch.device|KERNELS|EVERYWHERE" tests/test_*.py))
 test-gpu: $(ENVIRONMENT)
 	env -u TRITON_INTERPRET OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -n $(GPU_JOBS) --dist worksteal --seed $(SEED) \
@@ -65,7 +66,7 @@ mutants: $(ENVIRONMENT)
 
 # The mistakes that only a GPU shows, on one.
 mutants-gpu: $(ENVIRONMENT)
-	env -u TRITON_INTERPRET OMP_NUM_THREADS=1 $(PYTHON) -m tools.mutants --gpu --jobs $$(nproc)
+	env -u TRITON_INTERPRET OMP_NUM_THREADS=1 $(PYTHON) -m tools.mutants --gpu --jobs $(CORES)
 
 # The plugin of vLLM in vLLM itself, in an environment of its own with a build for CPUs; about 20 minutes on 2 cores.
 # VLLM=0.26.0 is the oldest that is supported.
