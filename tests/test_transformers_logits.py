@@ -4,6 +4,7 @@ what formats of a StateCache get wrong, what they draw, and what they take."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.metadata import version
 from itertools import cycle
 from typing import Any
 
@@ -46,6 +47,9 @@ VARIANTS: dict[str, dict[str, Any]] = {  # of families, which differ in their mi
     "mamba, half": HALF, "falcon_h1, half": HALF, "olmo_hybrid, half": HALF, "bailing_hybrid, half": HALF | DENSE,
     "lfm2, half": HALF,
 }  # fmt: skip
+IS_OLD = tuple(map(int, version("transformers").split(".")[:2])) < (5, 23)
+# Models whose steps of one token fail in Transformers itself, before 5.23.
+STEPLESS = ("falcon_h1, gate before the norm", "falcon_h1, norm before the gate") if IS_OLD else ()
 CASES = [*KNOWN, *(name for name in VARIANTS if name.split(",")[0] in KNOWN)]
 
 
@@ -54,7 +58,7 @@ def test_logits_are_those_of_transformers(case: str, monkeypatch: pytest.MonkeyP
     family = case.split(",")[0]
     model: Any = tiny_model(family, **VARIANTS.get(case, {}))
     tokens = MASK[:, :9].bool()
-    exact, plain = (logits[tokens] for logits in expected(model, BY_ONE, MASK))
+    exact, plain = (logits[tokens] for logits in expected(model, (9,) if case in STEPLESS else BY_ONE, MASK))
     fs.enable(model)
     got = {"stock cache": forced(model, BY_ONE, stock_cache(model), MASK)}
     for way, (calls, options) in WAYS.items():
