@@ -43,7 +43,7 @@ test-oldest:
 # every law once per op. Another SEED lets laws meet other cases.
 SEED     ?= 0
 QUICK    ?=
-CORES     = $(shell env -u OMP_NUM_THREADS nproc)
+CORES     = $(shell env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)
 GPU_JOBS ?= $(shell expr $(CORES) + $(CORES) / 4)
 ON_A_GPU  = $(if $(QUICK),tests/test_laws.py,$(shell grep -lE "mark.gpu|device: torch.device|KERNELS|EVERYWHERE" tests/test_*.py))
 test-gpu: $(ENVIRONMENT)

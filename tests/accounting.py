@@ -18,7 +18,7 @@ def pytest_configure(config: pytest.Config) -> None:
     share_compilations()
     minutes, given = config.getoption("minutes"), getattr(config, "workerinput", {})
     ends = given["ends"] if given else time.monotonic() + 60 * minutes if minutes else None
-    if not given:
+    if not given and not config.option.collectonly:
         config.pluginmanager.register(Account(config, ends))
     if ends is not None:
         config.pluginmanager.register(Limit(ends))
@@ -68,6 +68,12 @@ class Account:
     def pytest_xdist_node_collection_finished(self, ids: Collection[str]) -> None:
         self.planned = ids
 
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Take a file that cannot be imported for a test that failed. Several processes may report it."""
+        if report.failed and report.nodeid not in self.outcomes:
+            self.outcomes[report.nodeid] = "failed"
+            self.tell_failure(report)
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         properties = dict(report.user_properties)
         if "cut off" in properties:
@@ -78,10 +84,13 @@ class Account:
         if report.when == "call" and report.passed and "meeting" in properties:
             self.met.add(properties["meeting"])
         if report.failed:
-            self.tell(f"\n{self.clock()} FAILED {report.nodeid}")
-            crash = getattr(report.longrepr, "reprcrash", None)
-            self.tell(f"  {str(crash.message if crash else report.longrepr).strip().splitlines()[0]}")
-            self.tell(f"  again: {self.again(report.nodeid)}")
+            self.tell_failure(report)
+
+    def tell_failure(self, report: pytest.CollectReport | pytest.TestReport) -> None:
+        self.tell(f"\n{self.clock()} FAILED {report.nodeid}")
+        crash = getattr(report.longrepr, "reprcrash", None)
+        self.tell(f"  {crash.message.splitlines()[0] if crash else str(report.longrepr).splitlines()[-1]}")
+        self.tell(f"  again: {self.again(report.nodeid)}")
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
@@ -112,10 +121,10 @@ class Account:
             f"  {len(self.planned)} tests: {count['passed']} passed, {count['failed']} failed, "
             f"{count['skipped']} skipped, {len(left)} not reached"
         )
-        if self.met:
-            self.tell_meetings()
         self.tell_some("not reached", left)
         self.tell_some("failed", [self.again(test) for test, outcome in self.outcomes.items() if outcome == "failed"])
+        if self.met:
+            self.tell_meetings()
 
     def tell_meetings(self) -> None:
         """Tell how many of the planned pairs of laws with ops, formats and configs passed."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from needs_transformers import transformers
 from torch import Tensor
 
 import flashstate.integrations.transformers as fs
@@ -18,8 +19,6 @@ from flashstate.integrations.transformers.mixers import KINDS
 from flashstate.integrations.transformers.mixers.kind import Replays
 from flashstate.integrations.transformers.store import Store
 from flashstate.integrations.transformers.tiny import FAMILIES, tiny_model
-
-transformers = pytest.importorskip("transformers")
 
 KNOWN = [family for family in FAMILIES if family in transformers.CONFIG_MAPPING]  # to the installed version
 KIND_OF = dict(MIXERS.values())  # of every family

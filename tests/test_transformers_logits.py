@@ -4,13 +4,13 @@ what formats of a StateCache get wrong, what they draw, and what they take."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.metadata import version
 from itertools import cycle
 from typing import Any
 
 import pytest
 import torch
 from decoding import KNOWN, REPLAYED, STATIC, TOKENS, call, expected, forced, greedy, states_of, stock_cache, store_of
+from needs_transformers import VERSION
 from torch import Tensor
 
 import flashstate
@@ -47,9 +47,8 @@ VARIANTS: dict[str, dict[str, Any]] = {  # of families, which differ in their mi
     "mamba, half": HALF, "falcon_h1, half": HALF, "olmo_hybrid, half": HALF, "bailing_hybrid, half": HALF | DENSE,
     "lfm2, half": HALF,
 }  # fmt: skip
-IS_OLD = tuple(map(int, version("transformers").split(".")[:2])) < (5, 23)
 # Models whose steps of one token fail in Transformers itself, before 5.23.
-STEPLESS = ("falcon_h1, gate before the norm", "falcon_h1, norm before the gate") if IS_OLD else ()
+STEPLESS = ("falcon_h1, gate before the norm", "falcon_h1, norm before the gate") if VERSION < (5, 23) else ()
 CASES = [*KNOWN, *(name for name in VARIANTS if name.split(",")[0] in KNOWN)]
 
 

@@ -63,7 +63,7 @@ MUTANTS = (
            '    "fma.rn.f32 $0, e, q, $1;",\n    "fma.rn.f32 q, $0, r, q;",\n    "fma.rn.f32 $0, e, q, $1;",\n'
            '    "fma.rn.f32 $0, $0, r, q;",\n', '    "mov.f32 $0, q;",\n',
            "test_scaled_formats.py -k scales_are_divided_as_correctly", gpu=True),
-    Mutant("a fold into float32 leaves out half of its products of terms", "kernels/tensor_cores.py",
+    Mutant("a fold into float32 leaves out the smallest of its products of terms", "kernels/tensor_cores.py",
            "for order in tl.static_range(2, -1, -1):", "for order in tl.static_range(1, -1, -1):",
            f"{ACCURATE} | {REAL_REPLAY[:-1]}, tokens=4, window=8)", gpu=True),
     # the host
