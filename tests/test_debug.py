@@ -21,6 +21,7 @@ from refusals import (
     Change,
     Refusal,
     at,
+    of_tensor,
     only,
     other,
     refuses,
@@ -32,6 +33,7 @@ from torch import Tensor
 
 import flashstate
 from flashstate import Slots
+from flashstate.proof import DeltaReplayCase
 
 Changes = dict[str, Any]  # fields of Slots, and arguments of the call
 
@@ -202,6 +204,11 @@ def fold_call() -> Arguments:
     return {name: call[name] for name in ("state", "ring", "A")} | FIRST_SLOTS
 
 
+def channel_fold_call() -> Arguments:
+    call = step_arguments(DeltaReplayCase(3, 2, 1, 5, 20, per_channel=True))
+    return {name: call[name] for name in ("state", "ring", "A_log", "dt_bias")} | FIRST_SLOTS
+
+
 FIRST_SLOTS = {"slots": torch.arange(3)}
 MEET: list[Refusal] = [
     (only("slots", lambda t: t[[0, 1, 1]]), r"^slots write slot \d more than once: rows 1, 2"),
@@ -210,11 +217,23 @@ MEET: list[Refusal] = [
 CURSORS: list[Refusal] = [
     (with_cursor(name, n), r"^ring.start must be below .* slot 0") for name in ("start", "count") for n in (-1, 99)
 ]
+
+
+def not_finite(name: str) -> Refusal:
+    """A tensor with a NaN at its end."""
+    return of_tensor(
+        name, lambda t: torch.where(t == t.flatten()[-1], torch.nan, t)
+    ), f"^{name} must be finite, got nan"
+
+
 TO_OTHERS: Refusal = (at(write=lambda t: t.flip(0)), r"^slots let row 0 write slot \d, which row 2 reads")
 FALLING: Refusal = (at(cu_seqlens=torch.tensor([0, 3, 2, 5])), "^slots.cu_seqlens must start at 0, never fall")
 AT_ONCE = {"exact": False, "snapshots": None}
 OTHERS: dict[str, tuple[Any, Callable[[], Arguments], list[Refusal]]] = {
-    "mamba3_step": (flashstate.mamba3_step, lambda: step_arguments(MAMBA3), [*MEET, TO_OTHERS]),
+    "mamba3_step": (
+        flashstate.mamba3_step, lambda: step_arguments(MAMBA3),
+        [*MEET, TO_OTHERS, not_finite("rotary.angle"), not_finite("rotary.bias_B")],
+    ),
     "mamba3_step, packed": (
         flashstate.mamba3_step, lambda: step_arguments(replace(MAMBA3, tokens=3, packed=True)), [FALLING],
     ),
@@ -226,7 +245,13 @@ OTHERS: dict[str, tuple[Any, Callable[[], Arguments], list[Refusal]]] = {
         flashstate.mamba2_replay, lambda: {**step_arguments(REPLAY), **FIRST_SLOTS},
         [*MEET, *CURSORS, (of_an_earlier_step, "^plan is of an earlier step: start and count of slot 0 were")],
     ),
-    "mamba2_fold": (flashstate.mamba2_fold, fold_call, [*MEET, *CURSORS]),
+    "mamba2_fold": (
+        flashstate.mamba2_fold, fold_call,
+        [*MEET, *CURSORS, (of_tensor("A", torch.neg), "^A must not be above 0"), not_finite("A")],
+    ),
+    "gated_delta_fold": (
+        flashstate.gated_delta_fold, channel_fold_call, [not_finite("A_log"), not_finite("dt_bias")],
+    ),
 }  # fmt: skip
 
 

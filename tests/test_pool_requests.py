@@ -167,7 +167,7 @@ class Requests:
 
     def release(self) -> None:
         slots = self.some(size=self.draw.choice([1, 1, 2]))
-        self.pool.release(slots)
+        self.pool.release(slots if len(slots) > 1 else list(torch.tensor(slots)))
         self.free += slots[::-1]
         for slot in slots:
             del self.held[slot]

@@ -179,6 +179,7 @@ OF_MAMBA3: list[Refusal] = [
     (other("state", angle=lambda t: t[..., :2].clone()), "^rotary.angle must have .* S=2"),
     (of_tensor("rotary.angle", lambda t: torch.stack([t] * 3, -2)), "^rotary.angle .*H=4,"),
     (only("rotary", lambda r: r.angle), "^rotary must be a Rotary or None, got Tensor", TypeError),
+    (of_tensor("rotary.angle", lambda t: t.clone().requires_grad_()), "^rotary.angle must not require grad"),
     (both(NO_UPDATE, at(parents=columns(1))), "^slots must not have parents"),
     (given(z=None), "^Wz must come with z"),
     (lambda a: {"Wo": None, "out": a["x"]}, r"^out must have shape \(.*R=3, H=4, D=6\)"),

@@ -145,3 +145,16 @@ def test_debug_finds_steps_that_were_not_committed_and_states_that_lag(case: Any
         last.fold(slots=last.slots)
         ring.folded(last.slots)
         step_without_ring()
+        before = first.plan()
+        last.step(plan=before)
+        with pytest.raises(ValueError, match=r"^the step before was not committed, .* slots .*: commit its plan, and "):
+            step_without_ring()  # though no row of its ring is live yet
+        ring.commit(before)
+        plan = first.plan()
+        first.step(plan=plan)
+        with pytest.raises(
+            ValueError, match=r"^plan is of an earlier step: the step in slot \d began at start and count "
+        ):
+            ring.commit(before)
+        ring.commit(plan)
+        assert ring.count[first.slots.long()].tolist() == [2, 2, 2]

@@ -189,9 +189,8 @@ class Op:
             if tensor is None and name in self.optional:
                 continue
             tensor = axes.check(name, tensor, tokens, sizes, device)
-            if axes.tokens and tensor.requires_grad and torch.is_grad_enabled():
-                remedy = f"call {self.name} inside torch.no_grad() or torch.inference_mode(), or give {name}.detach()"
-                raise ValueError(f"{name} must not require grad, as nothing here is differentiable: {remedy}")
+            if axes.tokens:
+                refuse_grad(self.name, name, tensor)
             setattr(given, name, tensor)
             for axis, size in zip(axes.names, tensor.shape[len(tokens.axes) if axes.tokens else 0 :], strict=False):
                 if axis not in sizes:  # as no state says it, and no tensor did before
@@ -322,6 +321,13 @@ def axes_in(hint: Any) -> Axes | None:
     """The axes that a type hint says: Annotated[Tensor, words], or that or None."""
     found = (getattr(one, "__metadata__", None) for one in (hint, *get_args(hint)))
     return next((Axes.parse(*words) for words in found if words), None)
+
+
+def refuse_grad(op: str, name: str, activation: Tensor) -> None:
+    """Raise where an activation of an op requires grad and grad mode is on."""
+    if activation.requires_grad and torch.is_grad_enabled():
+        remedy = f"call {op} inside torch.no_grad() or torch.inference_mode(), or give {name}.detach()"
+        raise ValueError(f"{name} must not require grad, as nothing here is differentiable: {remedy}")
 
 
 def check_slots(given: Given, rolls_back: bool) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from weakref import ReferenceType, WeakKeyDictionary, ref
@@ -18,6 +18,7 @@ from flashstate.state.ring import AnyRing, Plan
 from flashstate.state.slots import Slots
 from flashstate.state.state import State
 
+FINITE = "be finite"
 _debugging = False
 _rings: WeakKeyDictionary[State, ReferenceType[AnyRing]] = WeakKeyDictionary()  # of layers of pools
 # Cursors of slots, as they were when a ring replayed a step there that was not committed yet.
@@ -31,9 +32,9 @@ def debug() -> Iterator[None]:
     Found are two rows, or two tokens of a row, that write one slot; two rows that fill one row of the snapshots; a row
     that writes what another row reads; boundaries of packed tokens that are not in order; rows longer than max_len;
     invalid parents; inputs of live rows that are not finite, an A above 0, time steps below 0, and a decay above 1;
-    cursors of rings out of range; plans of an earlier step; replay of a slot whose step before was not committed; steps
-    without replay on slots of a pool whose rings have live rows; and all that `check_faults` reports, from calls before
-    it too. Not inside torch.compile; a CUDA graph cannot be captured inside.
+    cursors of rings out of range; plans of an earlier step; a step of a slot whose replay before was not committed;
+    steps without replay on slots of a pool whose rings have live rows; and all that `check_faults` reports, from calls
+    before it too. Not inside torch.compile; a CUDA graph cannot be captured inside.
     """
     if not _debugging:
         _open_steps.clear()
@@ -81,7 +82,7 @@ def check_debugged(given: Given, read: Callable[[Slots], Tensor] | None = None) 
         _check_no_live_rows(given.pool, torch.cat([reads, write.flatten()]))
     given.reads = reads
     for name, axes in getattr(given, "inputs", {}).items():
-        check_each(name, getattr(given, name), given, axes.tokens, torch.isfinite, "be finite")
+        check_each(name, getattr(given, name), torch.isfinite, FINITE, given if axes.tokens else None)
 
 
 def refuse_capture(tensor: Tensor) -> None:
@@ -91,7 +92,7 @@ def refuse_capture(tensor: Tensor) -> None:
 
 
 def _check_no_live_rows(pool: Tensor, slots: Tensor) -> None:
-    """Raise where an op without replay steps states whose ring has live rows."""
+    """Raise where an op without replay steps states whose ring has live rows, or tokens that were not committed."""
     for state, known in _rings.items():
         ring = known()
         if ring is not None and state.data.data_ptr() == pool.data_ptr():
@@ -100,6 +101,19 @@ def _check_no_live_rows(pool: Tensor, slots: Tensor) -> None:
             if live:
                 remedy = "fold them and call `folded`, or go on by replay"
                 raise ValueError(f"state lags behind its ring, which has live rows in {named(live)}: {remedy}")
+            _check_none_open(ring, used.tolist(), "commit its plan, and then fold the ring, or go on by replay")
+
+
+def _check_none_open(ring: AnyRing, slots: Sequence[int], remedy: str) -> None:
+    """Raise where the step before, of the layer that has this ring, was not committed."""
+    steps = _open_steps.get(ring, {})
+    left = [slot for slot in slots if slot in steps and steps[slot] == _cursors(ring, slot)]
+    if left:
+        raise ValueError(f"the step before was not committed, and this layer has it in {named(left)}: {remedy}")
+
+
+def _cursors(ring: AnyRing, slot: int) -> tuple[int, int]:
+    return int(ring.start[slot]), int(ring.count[slot])
 
 
 def named(slots: Sequence[int]) -> str:
@@ -108,14 +122,17 @@ def named(slots: Sequence[int]) -> str:
 
 
 def check_each(
-    name: str, tensor: Tensor | None, given: Given, has_tokens: bool, right: Callable[[Tensor], Tensor], must: str
+    name: str, tensor: Tensor | None, right: Callable[[Tensor], Tensor], must: str, given: Given | None = None
 ) -> None:
-    """Raise unless all numbers in a tensor are right; in activations only tokens whose row has a slot count.
-    must: the end of the message, such as "be finite"."""
+    """Raise unless all numbers in a tensor are right.
+
+    must: the end of the message, such as "be finite".
+    given: the call whose activation the tensor is, of which only tokens count whose row has a slot; None: a parameter.
+    """
     if tensor is None or not tensor.is_floating_point():
         return
     index, where = None, ""
-    if has_tokens:
+    if given is not None:
         slots, token_axes = given.slots, len(given.tokens.axes)
         tensor = tensor.flatten(0, token_axes - 1)
         at = token_positions(slots, given.tokens.batch, len(tensor), tensor.device)
@@ -128,6 +145,12 @@ def check_each(
             row, token = index[first[0]].tolist()
             where = f" in token {token} of row {row}"
         raise ValueError(f"{name} must {must}, got {float(tensor[tuple(first)]):.6g}{where}")
+
+
+def check_finite(parameters: Mapping[str, Tensor | None]) -> None:
+    """Raise unless all numbers in these parameters are finite."""
+    for name, tensor in parameters.items():
+        check_each(name, tensor, torch.isfinite, FINITE)
 
 
 def check_plan_of_now(ring: AnyRing, plan: Plan, committed: bool = False) -> None:
@@ -160,15 +183,27 @@ def check_commit(ring: AnyRing, plan: Plan) -> None:
     """Inside debug(), raise where a plan is not of this step, and note that the step ends."""
     if debugging():
         check_plan_of_now(ring, plan, committed=True)
+        planned = {slot: (start, live) for _, slot, start, live, *_ in plan.rows.tolist()}
+        for steps in _steps_of(ring.count):
+            for slot, cursors in steps.items():
+                if planned.get(slot, cursors) != cursors:
+                    step = f"the step in slot {slot} began at start and count {cursors[0]} and {cursors[1]}"
+                    had = "{} and {}".format(*planned[slot])
+                    raise ValueError(f"plan is of an earlier step: {step}, and the plan has {had}; commit its own plan")
         settle(ring.count, plan.rows[:, 1])
 
 
 def settle(count: Tensor, slots: Tensor) -> None:
     """Forget the uncommitted steps in these slots, of all rings that share these counts."""
     if debugging():
-        for ring, steps in _open_steps.items():
-            for slot in slots.tolist() if ring.count.data_ptr() == count.data_ptr() else []:
+        for steps in _steps_of(count):
+            for slot in slots.tolist():
                 steps.pop(slot, None)
+
+
+def _steps_of(count: Tensor) -> list[dict[int, tuple[int, int]]]:
+    """Return the uncommitted steps of every ring that has these counts."""
+    return [steps for ring, steps in _open_steps.items() if ring.count.data_ptr() == count.data_ptr()]
 
 
 def check_committed(given: Given) -> None:
@@ -179,13 +214,9 @@ def check_committed(given: Given) -> None:
     if not given.update:
         return
     read = resolve_read(slots, given.tokens.batch, len(ring.count), ring.count.device)
-    steps = _open_steps.setdefault(ring, {})
-    used = {slot: (int(ring.start[slot]), int(ring.count[slot])) for slot in read.tolist() if slot >= 0}
-    again = [slot for slot, cursors in used.items() if steps.get(slot) == cursors]
-    if again:
-        remedy = "commit the plan of a step once, after all layers"
-        raise ValueError(f"the step before was not committed, and this layer has it in {named(again)}: {remedy}")
-    steps.update(used)
+    used = [slot for slot in read.tolist() if slot >= 0]
+    _check_none_open(ring, used, "commit the plan of a step once, after all layers")
+    _open_steps.setdefault(ring, {}).update({slot: _cursors(ring, slot) for slot in used})
 
 
 def check_cursors(ring: AnyRing, slots: Slots | None, batch: int, tokens: int = 0) -> None:

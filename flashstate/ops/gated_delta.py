@@ -107,7 +107,7 @@ def check_decays(given: Given) -> None:
     """Inside debug(), raise where states would grow: a above 0 where it is the logarithm of the decay."""
     if debugging() and given.A_log is None:
         must = "not be above 0 without A_log, as the logarithm of a decay"
-        check_each("a", given.a, given, True, lambda a: a <= 0, must)
+        check_each("a", given.a, lambda a: a <= 0, must, given)
 
 
 def check_debugged_step(given: Given) -> None:

@@ -9,6 +9,7 @@ from flashstate.launch import uses_kernels
 from flashstate.launch.arguments import aligned
 from flashstate.launch.axes import OR_EXPANDED
 from flashstate.launch.registered import registered
+from flashstate.ops.debug import check_finite, debugging
 from flashstate.ops.folding import Fold, checked_fold, start_fold
 from flashstate.ops.gated_delta_replay import DeltaReplayProblem
 from flashstate.reference import gated_delta_replay as reference
@@ -62,6 +63,8 @@ def gated_delta_fold(
             raise ValueError(f"dt_bias must have shape (HV={heads}) where a ring has one decay per head, got {shape}")
     if not ring.per_channel:  # then it has logarithms of decays, and all calls are of one variant
         A_log = dt_bias = None
+    if debugging():
+        check_finite({"A_log": A_log, "dt_bias": dt_bias})
     fold(state, ring, A_log, dt_bias, qk_l2norm, *checked_fold("gated_delta_fold", state, ring, slots, tokens, into))
 
 

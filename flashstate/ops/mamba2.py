@@ -93,14 +93,12 @@ def check(given: Given) -> None:
 def check_signs(given: Given) -> None:
     """Inside debug(), raise where states would grow: A above 0, or time steps below."""
     if debugging():
-        check_each("A", given.A, given, False, lambda A: A <= 0, NOT_POSITIVE)
+        check_each("A", given.A, lambda A: A <= 0, NOT_POSITIVE)
         dt, bias = given.dt.float(), None if given.dt_bias is None else given.dt_bias.float()
         dt = dt[..., None] if dt.dim() == len(given.tokens.axes) + 1 else dt  # of rows, or of one for all
         bias = bias[:, None] if bias is not None and bias.dim() == 1 else bias
         steps = time_steps(dt, bias, given.dt_softplus, given.dt_limit)
-        check_each(
-            "dt", steps, given, True, lambda dt: dt >= 0, "not be below 0 where it counts, as exp(dt * A) decays"
-        )
+        check_each("dt", steps, lambda dt: dt >= 0, "not be below 0 where it counts, as exp(dt * A) decays", given)
 
 
 def check_debugged_step(given: Given) -> None:

@@ -9,7 +9,9 @@ from flashstate.launch import uses_kernels
 from flashstate.launch.arguments import aligned
 from flashstate.launch.axes import OR_EXPANDED
 from flashstate.launch.registered import registered
+from flashstate.ops.debug import check_each, check_finite, debugging
 from flashstate.ops.folding import Fold, checked_fold, start_fold
+from flashstate.ops.mamba2 import NOT_POSITIVE
 from flashstate.ops.mamba2_replay import ReplayProblem
 from flashstate.reference import mamba2_replay as reference
 from flashstate.state.ring import Ring, check_ring
@@ -49,6 +51,9 @@ def mamba2_fold(
     if A.dim() != 1:
         raise ValueError(f"A must have one value per head, as Mamba-2 has, got shape {tuple(A.shape)}")
     check_contiguous("A", A, OR_EXPANDED)
+    if debugging():
+        check_finite({"A": A})
+        check_each("A", A, lambda A: A <= 0, NOT_POSITIVE)
     fold(state, ring, A, *checked_fold("mamba2_fold", state, ring, slots, tokens, into))
 
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from flashstate.errors import check_contiguous, check_row_contiguous, check_tensor
 from flashstate.launch.arguments import row_stride, token_strides
-from flashstate.launch.call import Given, Op, one_kernel
+from flashstate.launch.call import Given, Op, one_kernel, refuse_grad
 from flashstate.launch.config import MOST_UNROLLED, Problem, TensorCoreProblem, next_power_of_2
 from flashstate.launch.environment import Gpu
 from flashstate.launch.table import Config
-from flashstate.ops.debug import check_debugged, check_each, debugging
+from flashstate.ops.debug import FINITE, check_debugged, check_each, check_finite, debugging
 from flashstate.ops.mamba2 import NOT_POSITIVE
 from flashstate.reference import mamba3 as reference
 from flashstate.state.mamba3 import Mamba3State, Rotary
@@ -110,6 +111,7 @@ def check_rotary(given: Given) -> None:
         shapes.reverse()
     check_tensor("rotary.angle", rotary.angle, *shapes[0], device=device, also=shapes[1])
     check_row_contiguous("rotary.angle", rotary.angle)
+    refuse_grad("mamba3_step", "rotary.angle", rotary.angle)
     for name, bias in (("rotary.bias_B", rotary.bias_B), ("rotary.bias_C", rotary.bias_C)):
         if bias is not None:
             check_tensor(name, bias, ("R", "H", "N"), (state.rank, H, N), device=device)
@@ -120,8 +122,11 @@ def check_debugged_step(given: Given) -> None:
     """Inside debug(), raise where the numbers in slots, or the signs of A and dt, are wrong."""
     check_debugged(given)
     if debugging():
-        check_each("A", given.A, given, True, lambda A: A <= 0, NOT_POSITIVE)
-        check_each("dt", given.dt, given, True, lambda dt: dt >= 0, "not be below 0, as exp(A * dt) decays")
+        check_each("A", given.A, lambda A: A <= 0, NOT_POSITIVE, given)
+        check_each("dt", given.dt, lambda dt: dt >= 0, "not be below 0, as exp(A * dt) decays", given)
+        if given.rotary is not None:
+            check_each("rotary.angle", given.rotary.angle, torch.isfinite, FINITE, given)
+            check_finite({"rotary.bias_B": given.rotary.bias_B, "rotary.bias_C": given.rotary.bias_C})
 
 
 class AnyHead(Problem):
