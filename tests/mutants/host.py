@@ -516,7 +516,7 @@ MUTANTS = (
            "test_debug.py::test_debug_looks_at_calls_of_all_ops[mamba3_step]"),
     Mutant("an angle may require grad", "ops/mamba3.py",
            '    refuse_grad("mamba3_step", "rotary.angle", rotary.angle)\n', "",
-           "test_refusals_of_ops.py -k mamba3_step"),
+           "test_refusals_of_ops.py::test_wrong_calls_are_refused_by_name_and_change_nothing[mamba3_step]"),
     Mutant("a commit moves the cursors of slots that have another request", "reference/rings.py",
            "rows = rows[generation[rows[:, 1]] == rows[:, 6]]", "pass",
            "test_pool.py::test_a_commit_leaves_slots_alone_that_have_another_request_since_the_plan[reference]"),
