@@ -131,6 +131,11 @@ WRONG: dict[Adapter, tuple[str, list[tuple[str, Call]]]] = {  # a call, and what
         ("num_accepted_tokens must have 3 entries or more", {"num_accepted_tokens": [1, 2]}),
         ("cu_seqlens must have shape (batch + 1), got (0,)", {"cu_seqlens": []}),
         ("state_batch_indices must be given for a batch of 15 on 14 slots", {"cu_seqlens": [0] * 16, **NO_SLOTS}),
+        ("exact=False needs max_query_len for 17 packed tokens: a row may have more than 16, which exact=True takes",
+         {**NO_SLOTS, "lengths": [17], "exact": False}),
+        ("exact=False is for up to 16 tokens per row, got 17",
+         {**NO_SLOTS, "lengths": [17], "exact": False, "max_query_len": 17, "x_dtype": torch.bfloat16}),
+        ("exact=False has no states between tokens", {"lengths": [17], "exact": False, "x_dtype": torch.bfloat16}),
     ]),
     FLASHINFER: ("padding, a buffer", [
         ("intermediate_states_buffer and dst_state_batch_indices must not both be given",
@@ -196,6 +201,7 @@ WRONG: dict[Adapter, tuple[str, list[tuple[str, Call]]]] = {  # a call, and what
         ("beta must be 1.0, got 2.0", {"beta": 2.0}),
         ("threshold must be 20.0, got 10", {"threshold": 10}),
         ("inplace_final_state=False is for rows of equal length", {"inplace_final_state": False}),
+        ("exact=False needs max_query_len for 17 packed tokens", {"shape": (1, 17), "exact": False}),
         ("ssm_state_indices must be a tensor, got NoneType", {"ssm_state_indices": None}),
     ]),
     VLLM_KDA: ("blocks", [
