@@ -18,7 +18,7 @@ from flashstate.compat.vllm_replay import (
     selective_state_update_replayssm_output_only,
     state_of,
 )
-from flashstate.errors import INT64, check_int, check_tensor
+from flashstate.errors import INT64, check_int
 from flashstate.launch.doors import remembering
 from flashstate.ops.conv1d import CONV1D_STEP, conv1d_step
 from flashstate.state.slots import MOST_TOKENS, Slots
@@ -130,8 +130,7 @@ def causal_conv1d_update(
     """
     check_int("null_block_id", null_block_id, *INT64)
     check_int("max_query_len", max_query_len, -1, MOST_TOKENS)
-    check_tensor("weight", weight, ("dim", "width"), (None, None))
-    width, out = weight.shape[1], x if out is None else out
+    width, out = shapes.width_of(weight), x if out is None else out
     window = shapes.with_axes("conv_state", conv_state, 3, 3)
     packed = query_start_loc is not None
     if packed and conv_state_indices is None:
