@@ -166,7 +166,7 @@ def require_stored(name: str, scale: str, before: Arguments, after: Arguments, e
 
 
 def equal_bytes(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+    return torch.equal(*(tensor.view(getattr(torch, f"int{8 * tensor.element_size()}")) for tensor in (one, other)))
 
 
 def require_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:

@@ -326,7 +326,9 @@ READ = {"initial_state_indices": [12, 7, 9]}
     [
         (FLASHINFER, {"tokens": (3, 3), "state_batch_indices": [5, 9, 8]}),
         (FLASHINFER, {"lengths": [3, 1, 2], "cache_steps": 3, "state_batch_indices": [5, 9, 8]}),
-        (VLLM, {"lengths": [3, 1, 2], "state_batch_indices": [5, 9, 8]}),
+        (VLLM, {"lengths": [13, 1, 2], "state_batch_indices": [5, 9, 8]}),
+        (VLLM, {"lengths": [8, 9, 7], "state_batch_indices": [5, 9, 8], "max_query_len": 9}),
+        (VLLM_RULE, {**VLLM_RULE.calls["packed, not normalised"], "shape": (1, 17), "max_query_len": 3}),
         (DECODING, {**READ, "shape": (3, 2), "disable_state_update": 1, "state": None}),
         (SEVERAL, {**READ, "shape": (3, 3), "disable_state_update": False}),
         *[(adapter, VLLM_DECAYS.calls[call]) for adapter in (VLLM_RULE, VLLM_DECAYS)

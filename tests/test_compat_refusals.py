@@ -40,13 +40,13 @@ WORDS = {  # that messages have for an argument besides its name
 
 
 def refuses(adapter: Adapter, arguments: Arguments, message: str) -> None:
-    """The call raises this, no tensor of it changes, and a shape that it got is one that it was given."""
+    """The call raises this, no tensor of it changes, and the shapes that it got are those that it was given."""
     before = copied(arguments)
     with pytest.raises((TypeError, ValueError, RuntimeError), match=message) as raised:
         adapter.function(**arguments)
-    shape = re.search(r"must have (?:shape .*|[^:]*got shape )(\(\d[\d, ]*\))$", str(raised.value))
-    given = [str(tuple(t.shape)) for t in arguments.values() if isinstance(t, Tensor)]
-    assert shape is None or shape[1] in given, raised.value
+    got = re.findall(r"got (?:shape )?(\(\d[\d, ]*\))", str(raised.value))
+    given = {str(tuple(t.shape)) for t in arguments.values() if isinstance(t, Tensor)}
+    assert given.issuperset(got) or "strides" in str(raised.value), raised.value
     for name, tensor in arguments.items():
         if isinstance(tensor, Tensor) and not tensor.is_meta:
             assert equal_bytes(tensor, before[name]), name
@@ -68,10 +68,20 @@ def wrong_forms(adapter: Adapter, name: str, tensor: Tensor) -> Iterator[tuple[s
     free = 2 if state and tensor.dim() > 3 else int(state or conv)  # axes that may be longer: of slots and steps
     for axis in range(free, min(tensor.dim(), 2) if conv and name in ("x", "conv_state") else tensor.dim()):
         yield f"longer {axis}", torch.cat([tensor, tensor.narrow(axis, 0, 1)], axis), False
+        if tensor.shape[axis] > 1 and not conv:
+            yield f"shorter {axis}", tensor.narrow(axis, 1, tensor.shape[axis] - 1), False
     if len(tensor) > 1 and (name == adapter.out or (state and tensor.dim() > 2)):
         yield "overlapping", tensor[:1].expand(tensor.shape), True
         if not conv:
             yield "gaps", torch.stack([tensor, tensor], -1)[..., 0], True
+
+
+def other_shapes(tensor: Tensor) -> Iterator[tuple[str, Tensor, None]]:
+    """Tensors with an axis of one entry, without one, and with one more, which calls may take."""
+    for axis in range(tensor.dim()):
+        yield f"one of {axis}", tensor.narrow(axis, 0, 1), None
+        yield f"without {axis}", tensor.select(axis, 0), None
+        yield f"another before {axis}", tensor.unsqueeze(axis), None
 
 
 NOT_READ = ("bc_pre", "prev_query_len", "cb_scaled", "cumAdt_vec", "cb_old", "scratch")
@@ -87,13 +97,14 @@ def test_what_is_no_such_tensor_is_refused(adapter: Adapter) -> None:
             if not isinstance(tensor, Tensor) or name in (*tried, *NOT_READ):
                 continue
             tried.add(name)
-            for what, value, by_name in wrong_forms(adapter, name, tensor):
+            for what, value, by_name in (*wrong_forms(adapter, name, tensor), *other_shapes(tensor)):
                 named = f"{name}|{WORDS.get(name, name)}" if by_name else every
                 message = rf"^(?=.*\b({named})\b)\w+( or \w+)? (must|is|are|has) "
                 try:
                     refuses(adapter, {**adapter.arguments(call), name: value}, message)
                 except (Exception, pytest.fail.Exception) as failure:
-                    raise AssertionError(f"{call}: {name} {what}: {failure}") from failure
+                    if by_name is not None or not isinstance(failure, pytest.fail.Exception):
+                        raise AssertionError(f"{call}: {name} {what}: {failure}") from failure
     takes = {name for name, parameter in parameters.items() if "Tensor" in str(parameter.annotation)}
     assert takes - {*tried, *NOT_READ} == set()
 
@@ -131,6 +142,11 @@ WRONG: dict[Adapter, tuple[str, list[tuple[str, Call]]]] = {  # a call, and what
         ("num_accepted_tokens must have 3 entries or more", {"num_accepted_tokens": [1, 2]}),
         ("cu_seqlens must have shape (batch + 1), got (0,)", {"cu_seqlens": []}),
         ("state_batch_indices must be given for a batch of 15 on 14 slots", {"cu_seqlens": [0] * 16, **NO_SLOTS}),
+        ("exact=False needs max_query_len for 17 packed tokens: a row may have more than 16, which exact=True takes",
+         {**NO_SLOTS, "lengths": [17], "exact": False}),
+        ("exact=False is for up to 16 tokens per row, got 17",
+         {**NO_SLOTS, "lengths": [17], "exact": False, "max_query_len": 17, "x_dtype": torch.bfloat16}),
+        ("exact=False has no states between tokens", {"lengths": [17], "exact": False, "x_dtype": torch.bfloat16}),
     ]),
     FLASHINFER: ("padding, a buffer", [
         ("intermediate_states_buffer and dst_state_batch_indices must not both be given",
@@ -196,6 +212,9 @@ WRONG: dict[Adapter, tuple[str, list[tuple[str, Call]]]] = {  # a call, and what
         ("beta must be 1.0, got 2.0", {"beta": 2.0}),
         ("threshold must be 20.0, got 10", {"threshold": 10}),
         ("inplace_final_state=False is for rows of equal length", {"inplace_final_state": False}),
+        ("exact=False needs max_query_len for 17 packed tokens", {"shape": (1, 17), "exact": False}),
+        ("exact=False has no states between tokens",
+         {"shape": (1, 17), "exact": False, "ssm_state_indices": [[5, 1, 2]] * 3, "x_dtype": torch.bfloat16}),
         ("ssm_state_indices must be a tensor, got NoneType", {"ssm_state_indices": None}),
     ]),
     VLLM_KDA: ("blocks", [

@@ -59,11 +59,11 @@ def causal_conv1d_update(
     has the other arguments, and says what differs from SGLang.
     """
     check_int("pad_slot_id", pad_slot_id, *INT64)
-    check_tensor("weight", weight, ("dim", "width"), (None, None))
+    width = shapes.width_of(weight)
     window = shapes.with_axes("conv_state", conv_state, 3, 3)
     tokens = shapes.tokens_before_channels("x", x, window.shape[1])
     check_device("x", x, window.device)
-    batch, steps, width = len(x), tokens.shape[1] if x.dim() == 3 else 1, weight.shape[1]
+    batch, steps = len(x), tokens.shape[1] if x.dim() == 3 else 1
     if conv_state_indices is None:
         read = shapes.own_slots("conv_state_indices", window, batch)
     else:
@@ -152,7 +152,7 @@ def selective_state_update(
         shapes.check_indices("state_batch_indices", read, device=state.device, batch=len(x))
         read = read.contiguous()
     rows = read if rows is None and buffer is not None else rows
-    snapshots = None if buffer is None else State(shapes.with_axes("intermediate_states_buffer", buffer, 4, 5, 2))
+    snapshots = None if buffer is None else _snapshots(buffer, state)
     slots = verify_slots(
         read, x.shape[1] if several else 1, disable_state_update, rows, retrieve_parent_token, pad_slot_id
     )
@@ -161,6 +161,15 @@ def selective_state_update(
         stored, x, tensors, out, dt_softplus=dt_softplus, slots=slots, snapshots=snapshots,
         update=not disable_state_update,
     )  # fmt: skip
+
+
+def _snapshots(buffer: Any, state: Tensor) -> State:
+    """Return the buffer for the state after every token, with a head axis where it lacks one."""
+    snapshots = shapes.with_axes("intermediate_states_buffer", buffer, 4, 5, 2)
+    if snapshots.shape[2:] != state.shape[1:]:
+        axes = ("rows", "steps", "heads", "dim", "dstate")
+        check_tensor("intermediate_states_buffer", buffer, axes, (None, None, *state.shape[1:]))
+    return State(snapshots)
 
 
 def _stochastic(state: Tensor, rounds: int) -> State:

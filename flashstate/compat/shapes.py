@@ -7,12 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashstate.errors import INDEX_DTYPES, check_device, check_tensor, dtype_name
+from flashstate.errors import INDEX_DTYPES, check_device, check_int, check_tensor, dtype_name
 from flashstate.launch.axes import Axes
 from flashstate.launch.call import Op
 from flashstate.ops.at_once import MOST_AT_ONCE
+from flashstate.ops.conv1d import LARGEST_WIDTH, SMALLEST_WIDTH
 from flashstate.ops.mamba2 import MAMBA2_STEP, mamba2_step
 from flashstate.state.formats import FORMATS
+from flashstate.state.slots import MOST_TOKENS
 from flashstate.state.state import State
 
 PARAMETERS = {"A": (2, 3, 0), "D": (1, 2, 0), "dt_bias": (1, 2, 0)}  # with_axes of those that no token brings
@@ -97,8 +99,12 @@ def _fitted(axes: Axes, tensor: Any) -> Any:
     if axes.tokens:
         return tensor if one_value else rows_contiguous(tensor)
     if one_value and tensor.numel() and tensor.dim() == len(axes.names) + more:
+        values = tensor
         for _ in axes.optional:
-            tensor = tensor[..., 0]
+            values = values[..., 0]
+        if values.is_contiguous():
+            return tensor
+        return values.reshape(*values.shape, *(1,) * more).contiguous().expand(tensor.shape)  # errors name that shape
     return tensor.contiguous()
 
 
@@ -165,9 +171,29 @@ def rows_of(x: Tensor, cu_seqlens: Tensor | None) -> tuple[int, Tensor | None]:
     return len(cu_seqlens) - 1, cu_seqlens.contiguous()
 
 
-def most_at_once(cu_seqlens: Tensor | None, exact: bool) -> int | None:
-    """The most tokens of a packed row with exact=False, where a caller has no argument that says fewer."""
-    return None if exact or cu_seqlens is None else MOST_AT_ONCE
+def most_at_once(tokens: int, cu_seqlens: Tensor | None, exact: bool, max_query_len: int | None) -> int | None:
+    """Return the most tokens of a packed row with exact=False; raise where no host knows that they fit a kernel.
+
+    tokens: how many all rows have together, which bounds a row where the caller gives no max_query_len.
+    """
+    if max_query_len is not None:
+        check_int("max_query_len", max_query_len, 1, MOST_TOKENS)
+    if exact or cu_seqlens is None:
+        return None
+    if max_query_len is None and tokens > MOST_AT_ONCE:
+        why = f"a row may have more than {MOST_AT_ONCE}, which exact=True takes"
+        raise ValueError(f"exact=False needs max_query_len for {tokens} packed tokens: {why}")
+    return max_query_len or MOST_AT_ONCE
+
+
+def width_of(weight: Any) -> int:
+    """Return the width of a convolution, of weight (dim, width)."""
+    check_tensor("weight", weight, ("dim", "width"), (None, None))
+    width = weight.shape[1]
+    if not SMALLEST_WIDTH <= width <= LARGEST_WIDTH:
+        got = f"got shape {tuple(weight.shape)}"
+        raise ValueError(f"weight must have a width from {SMALLEST_WIDTH} to {LARGEST_WIDTH}, {got}")
+    return width
 
 
 def list_of(name: str, numbers: Any, batch: int, device: torch.device | None = None) -> Tensor | None:

@@ -18,7 +18,7 @@ from flashstate.compat.vllm_replay import (
     selective_state_update_replayssm_output_only,
     state_of,
 )
-from flashstate.errors import INT64, check_int, check_tensor
+from flashstate.errors import INT64, check_int
 from flashstate.launch.doors import remembering
 from flashstate.ops.conv1d import CONV1D_STEP, conv1d_step
 from flashstate.state.slots import MOST_TOKENS, Slots
@@ -59,6 +59,7 @@ def selective_state_update(
     cache_philox_rounds: int = 0,
     *,
     exact: bool = True,
+    max_query_len: int | None = None,
 ) -> Tensor:
     """Step every row by its tokens; update the state in place, and fill and return `out`.
 
@@ -73,7 +74,9 @@ def selective_state_update(
     read, write, accepted = state_batch_indices, dst_state_batch_indices, num_accepted_tokens
     batch, bounds = shapes.rows_of(x, cu_seqlens)
     shapes.check_needs("state_batch_indices", read, dst_state_batch_indices=write, num_accepted_tokens=accepted)
-    slots = _slots(pool, batch, read, write, accepted, bounds, null_block_id, exact)
+    every = accepted is not None and bounds is not None  # every token has a place
+    longest = shapes.most_at_once(len(x), bounds, exact or every, max_query_len)
+    slots = _slots(pool, batch, read, write, accepted, bounds, null_block_id, every, longest)
     stored = state if isinstance(state, State) else pool
     stored = state_of(stored, enable_stochastic_rounding, cache_philox_rounds=cache_philox_rounds)
     return shapes.selective_step(stored, x, tensors, out, dt_softplus=dt_softplus, exact=exact, slots=slots)
@@ -81,15 +84,13 @@ def selective_state_update(
 
 def _slots(
     state: Tensor, batch: int, read: Tensor | None, write: Tensor | None, accepted: Tensor | None,
-    cu_seqlens: Tensor | None, null: int, exact: bool,
+    cu_seqlens: Tensor | None, null: int, every: bool, longest: int | None,
 ) -> Slots | None:  # fmt: skip
-    longest = shapes.most_at_once(cu_seqlens, exact)
     if read is None and cu_seqlens is None:
         return None
     if read is None:
         return Slots(shapes.own_slots("state_batch_indices", state, batch), cu_seqlens=cu_seqlens, max_len=longest)
     read = shapes.table_of("state_batch_indices", read, batch)
-    every = accepted is not None and cu_seqlens is not None  # every token has a place
     if write is not None:
         write = shapes.table_of("dst_state_batch_indices", write, batch, read.shape[1] if every else 1)
     elif accepted is not None:
@@ -100,7 +101,7 @@ def _slots(
     chosen = accepted is not None
     return Slots(
         read if chosen else read[:, 0], write=write, accepted=accepted, cu_seqlens=cu_seqlens, null=null,
-        max_len=None if every else longest, at_least_one=chosen,
+        max_len=longest, at_least_one=chosen,
     )  # fmt: skip
 
 
@@ -129,8 +130,7 @@ def causal_conv1d_update(
     """
     check_int("null_block_id", null_block_id, *INT64)
     check_int("max_query_len", max_query_len, -1, MOST_TOKENS)
-    check_tensor("weight", weight, ("dim", "width"), (None, None))
-    width, out = weight.shape[1], x if out is None else out
+    width, out = shapes.width_of(weight), x if out is None else out
     window = shapes.with_axes("conv_state", conv_state, 3, 3)
     packed = query_start_loc is not None
     if packed and conv_state_indices is None:

@@ -61,6 +61,7 @@ def fused_sigmoid_gating_delta_rule_update(
     is_kda: bool = False,
     *,
     exact: bool = True,
+    max_query_len: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Step every row by its tokens, with raw gates; return the outputs and the tensor that holds the states.
 
@@ -77,7 +78,7 @@ def fused_sigmoid_gating_delta_rule_update(
     return step_blocks(
         initial_state, q, k, v, delta.gate_of("a", a, v, HV, *channels), delta.gate_of("b", b, v, HV),
         inplace_final_state, rows, ssm_state_indices, num_accepted_tokens, scale=scale, exact=exact,
-        qk_l2norm=use_qk_l2norm_in_kernel, A_log=delta.of_heads("A_log", A_log, HV),
+        max_query_len=max_query_len, qk_l2norm=use_qk_l2norm_in_kernel, A_log=delta.of_heads("A_log", A_log, HV),
         dt_bias=delta.of_heads("dt_bias", dt_bias, HV, *channels),
     )  # fmt: skip
 
@@ -98,6 +99,7 @@ def fused_recurrent_gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     *,
     exact: bool = True,
+    max_query_len: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Step every row by its tokens, with given decays; return the outputs and the tensor that holds the states.
 
@@ -111,6 +113,7 @@ def fused_recurrent_gated_delta_rule(
     return step_blocks(
         initial_state, q, k, v, delta.gate_of("g", g, v, pool.shape[1]), beta, inplace_final_state, rows,
         ssm_state_indices, num_accepted_tokens, scale=scale, qk_l2norm=use_qk_l2norm_in_kernel, exact=exact,
+        max_query_len=max_query_len,
     )  # fmt: skip
 
 
@@ -147,7 +150,8 @@ def fused_recurrent_kda(
 
 def step_blocks(
     pool: Any, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, in_place: bool, rows: delta.Rows,
-    indices: Tensor | None, accepted: Tensor | None, exact: bool = True, **more: Any,
+    indices: Tensor | None, accepted: Tensor | None, exact: bool = True, max_query_len: int | None = None,
+    **more: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Step rows from block to block; return the outputs, and the pool, or with in_place=False a state per token."""
     check_flag("inplace_final_state", in_place)
@@ -161,7 +165,7 @@ def step_blocks(
             raise ValueError("inplace_final_state=False is for a tensor of states, got a State")
         states = torch.empty(batch * steps, *pool.shape[1:], dtype=pool.dtype, device=pool.device)
         snapshots = State(states.unflatten(0, (batch, steps)))
-    slots = _slots(batch, None if packed else steps, bounds, indices, accepted, in_place, v.device, exact)
+    slots = _slots(batch, steps, bounds, indices, accepted, in_place, v.device, exact, max_query_len)
     y = delta.delta_step(
         pool, q, k, v, a, b, packed=packed, slots=slots, snapshots=snapshots, update=in_place, exact=exact, **more
     )
@@ -169,17 +173,17 @@ def step_blocks(
 
 
 def _slots(
-    batch: int, steps: int | None, cu_seqlens: Tensor | None, indices: Tensor | None, accepted: Tensor | None,
-    update: bool, device: torch.device, exact: bool,
+    batch: int, steps: int, cu_seqlens: Tensor | None, indices: Tensor | None, accepted: Tensor | None,
+    update: bool, device: torch.device, exact: bool, max_query_len: int | None,
 ) -> Slots:  # fmt: skip
     """A list has the blocks of rows, a table one for every token, of which the accepted one is read, or the first."""
     read = shapes.table_of("ssm_state_indices", indices, batch, device=device)
     write = None
     if update and isinstance(indices, Tensor) and indices.dim() == 2:
-        columns = read.shape[1] if steps is None else steps
+        columns = steps if cu_seqlens is None else read.shape[1]
         write = shapes.table_of("ssm_state_indices", indices, batch, columns)[:, :columns]
     accepted = shapes.list_of("num_accepted_tokens", accepted, batch)
     return Slots(
         read[:, 0] if accepted is None else read, write=write, accepted=accepted, cu_seqlens=cu_seqlens,
-        null=NULL_BLOCK, max_len=shapes.most_at_once(cu_seqlens, exact) if write is None else None,
+        null=NULL_BLOCK, max_len=shapes.most_at_once(steps, cu_seqlens, exact or write is not None, max_query_len),
     )  # fmt: skip

@@ -123,7 +123,8 @@ def selective_state_update_replayssm_flashinfer(
         rows = f"{ring.length} rows of x_cache without {longest} of new tokens"
         raise ValueError(f"logical_window must be {ring.window}, the {rows}, got {logical_window}")
     if isinstance(state_batch_indices, Tensor) and state_batch_indices.dim() == 2:
-        state_batch_indices = state_batch_indices[:, 0]
+        batch, _ = shapes.rows_of(given["x"], cu_seqlens)
+        state_batch_indices = shapes.table_of("state_batch_indices", state_batch_indices, batch)[:, 0]
     slots = flashinfer_replay.slots_of(state, given["x"], state_batch_indices, null_block_id, cu_seqlens, longest)
     moves = update_trackers and state_batch_indices is not None
     if moves and longest != 1:

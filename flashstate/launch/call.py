@@ -358,7 +358,7 @@ def check_snapshots(given: Given, snapshots: Tensor, of: tuple[int, ...]) -> Non
         raise ValueError("snapshots of packed tokens need slots.max_len, the most tokens a row has")
     shape = tuple(snapshots.shape)
     if shape[2:] != of:
-        raise ValueError(f"snapshots must be of states {of}, got {shape[2:]}")
+        raise ValueError(f"snapshots must be of states {of}, got shape {shape}")
     check_device("snapshots", snapshots, given.pool.device)
     if shape[1] < tokens.longest:
         raise ValueError(f"snapshots must have room for {tokens.longest} tokens, got shape {shape}")
