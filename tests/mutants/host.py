@@ -184,7 +184,7 @@ MUTANTS = (
            '"several tokens" if problem.stored == "last" else', '"several tokens" if True else',
            "test_configs.py::test_calls_that_store_every_state_get_entries_of_their_own_or_those_of_calls_that_do_not"),
     Mutant("an entry of another kind under the same key is taken", "launch/config.py",
-           "for size, config in measured.items() if problem.valid(config)}", "for size, config in measured.items()}",
+           "for size, config in measured.items() if problem.usable(config)}", "for size, config in measured.items()}",
            "test_configs.py::test_an_entry_of_another_kind_under_the_same_key_is_passed_over"),
     Mutant("a config may have knobs of other problems", "launch/config.py",
            "return others and in_range and", "return in_range and",
