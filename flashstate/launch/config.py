@@ -161,8 +161,8 @@ class Problem:
         as nothing else hides their loads."""
         lanes = self.heuristic_lanes(gpu)
         per_thread = 16 if self.batch_heads < LARGE else 32
-        most_rows = min(next_power_of_2(self.rows), self.row_choices[-1], per_thread * self.warp // self.block_cols)
-        least = 1 if self.transposed else most_rows
+        rows = min(next_power_of_2(self.rows), self.row_choices[-1], per_thread * self.warp // self.block_cols)
+        least = 1 if self.transposed else rows
         config = Config(max(least, self.fewest_rows(Config(1, 1, lanes))), 1, lanes)
         if self.several_tokens and self.batch_heads < LARGE:
             most = min(self.knob_values[-1], self.most_together(config), MOST_UNROLLED // 2 // self.per_thread(config))
