@@ -20,11 +20,21 @@ ROUNDINGS_OF = {  # by the name of a format
 }
 ACTIVATIONS = ("float32", "bfloat16", "float16")  # dtypes of what tokens bring
 BENCHED = ("mamba2", "gated_delta", "mamba3", "conv1d", "mamba2_replay", "gated_delta_replay", "span")  # by `bench`
+NO_PEERS = "none"  # of `bench --peers`, in place of names
+PEERS = ("vllm", "flashinfer", "mamba_ssm", "fla")  # that `bench` compares with, each where an op has it
 WAYS = ("plain", "again", "int64", "ascending", "no-gate", "float32-dt")  # in which `bench --ways` calls ops
 BENCH_SECONDS = 300  # that `bench --quick` may take
+CPU_SECONDS = 20  # in which `bench` begins measurements on a CPU, unless told otherwise: all of it ends within a minute
 TUNE_SECONDS = 600  # that `tune --quick` may take
 LARGEST_WINDOW = 64  # of a replay ring
-FAMILY = "mamba2"  # of the random model of `generate`
+LARGEST_NUMBER = 1 << 16  # of steps, tokens, sizes and seconds in options
+LARGEST_MEMORY = 1 << 60  # bytes
+FAMILIES = (  # of the random model of `generate`
+    "mamba", "falcon_mamba", "jamba", "zamba", "mamba2", "bamba", "nemotron_h", "falcon_h1", "granitemoehybrid",
+    "zamba2", "qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "kimi_linear", "bailing_hybrid", "glm5_next",
+    "lfm2", "lfm2_moe", "lfm3",
+)  # fmt: skip
+FAMILY = "mamba2"  # of FAMILIES, unless another is asked for
 WINDOW = 16  # of replay in `generate`: the window that docs/choosing-a-format.md measures
 BINARY_UNITS, DECIMAL_UNITS = ("B", "KiB", "MiB", "GiB", "TiB"), ("B", "KB", "MB", "GB", "TB")
 UNITS = {
@@ -57,9 +67,16 @@ def listed(items: Iterable[object]) -> str:
 
 
 def did_you_mean(word: str, known: Collection[str]) -> str:
-    """Return the end of an error about an unknown word: the known words that begin with it, or the most similar."""
-    meant = [name for name in known if name.startswith(word)] or difflib.get_close_matches(word, known, n=1)
-    return f"; did you mean {' or '.join(meant)}?" if meant and word else ""
+    """Return the end of an error about an unknown word: the known words that begin with it, or nearly so, or the most
+    similar. Leading dashes and capitals do not count."""
+    given, bare = word.lstrip("-").lower(), {name.lstrip("-"): name for name in known}
+    nearly = difflib.get_close_matches(given, [name[: len(given) + 1] for name in bare], n=1, cutoff=0.7)
+    meant = (
+        [name for name in bare if name.startswith(given)]
+        or difflib.get_close_matches(given, bare, n=1)
+        or [name for name in bare if name.startswith(tuple(nearly))]
+    )
+    return f"; did you mean {' or '.join(bare[name] for name in meant)}?" if meant and given else ""
 
 
 def name_among(text: str, names: Collection[str]) -> str:
@@ -73,7 +90,8 @@ def name_among(text: str, names: Collection[str]) -> str:
 def check_format(name: str, rounding: str) -> tuple[str, str]:
     """Return the format and the rounding; ValueError where the format has no such rounding."""
     if rounding not in ROUNDINGS_OF[name]:
-        raise ValueError(f"{name} has no rounding {rounding!r}, only {listed(ROUNDINGS_OF[name])}")
+        hint = did_you_mean(rounding, ROUNDINGS_OF[name])
+        raise ValueError(f"{name} has no rounding {rounding!r}, only {listed(ROUNDINGS_OF[name])}{hint}")
     return name, rounding
 
 
@@ -87,8 +105,11 @@ def parse_memory(text: str) -> int:
     """Return the bytes of "40GiB", "40GB" or "1.5 TiB"."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]+)", text)
     size = int(Decimal(match[1]) * UNITS[match[2]]) if match and match[2] in UNITS else 0
-    if size < 1:
-        raise ValueError(f"memory must be a number above 0 and a unit of {listed(UNITS)}, as in 40GiB, got {text!r}")
+    if not 1 <= size <= LARGEST_MEMORY:
+        most = f"{LARGEST_MEMORY // UNITS['TiB']}TiB at most"
+        raise ValueError(
+            f"memory must be a number above 0 and a unit of {listed(UNITS)}, {most}, as in 40GiB, got {text!r}"
+        )
     return size
 
 

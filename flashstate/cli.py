@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import math
 import re
 import sys
 import warnings
@@ -19,8 +18,13 @@ from flashstate.basics import (
     ACTIVATIONS,
     BENCH_SECONDS,
     BENCHED,
+    CPU_SECONDS,
+    FAMILIES,
     FAMILY,
+    LARGEST_NUMBER,
     LARGEST_WINDOW,
+    NO_PEERS,
+    PEERS,
     ROUNDINGS,
     ROUNDINGS_OF,
     TUNE_SECONDS,
@@ -60,14 +64,16 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """Parse a command and its options; exits with a hint where a name is misspelt."""
     parser, commands = build_parser()
     name = argv[0] if argv else ""
+    of, words, known = parser, argv[:1], ["--version"]
     if name in commands:
-        known = ["--help", *COMMANDS[name].options, *COMMANDS[name].shape]
-        for word in takewhile(lambda word: word != "--", argv[1:]):
-            given, _, _ = word.partition("=")
-            if given.startswith("--") and not any(option.startswith(given) for option in known):
-                commands[name].error(f"there is no option {given}{did_you_mean(given, known)}")
+        of, words, known = commands[name], argv[1:], [*COMMANDS[name].options, *COMMANDS[name].shape]
     elif name and not name.startswith("-"):
         parser.error(f"there is no command {name!r}{did_you_mean(name, COMMANDS) or f', only {listed(COMMANDS)}'}")
+    known = ["-h", "--help", *(option for option in known if option.startswith("--"))]
+    for word in takewhile(lambda word: word != "--", words):
+        given, _, _ = word.partition("=")
+        if re.fullmatch(r"--?[A-Za-z]\S*", given) and not any(option.startswith(given) for option in known):
+            of.error(f"there is no option {given}{did_you_mean(given, known)}")
     return parser.parse_args(argv)
 
 
@@ -104,13 +110,12 @@ def told(check: Callable[[str], T]) -> Callable[[str], T]:
     return parse
 
 
-def whole(text: str, least: int | None = None, most: int | None = None) -> int:
+def whole(text: str, least: int, most: int) -> int:
     """Return a whole number in this range; ValueError where it is none."""
     if not re.fullmatch(r"[+-]?[0-9]+", text):
         raise ValueError(f"must be a whole number, got {text!r}")
-    number = int(text)
-    if not (-math.inf if least is None else least) <= number <= (math.inf if most is None else most):
-        raise ValueError(f"must be {f'at least {least}' if most is None else f'from {least} to {most}'}, got {number}")
+    if not least <= (number := int(text)) <= most:
+        raise ValueError(f"must be from {least} to {most}, got {number}")
     return number
 
 
@@ -122,7 +127,7 @@ def memory(text: str) -> str:
 
 def capability(text: str) -> tuple[int, int]:
     """Return a compute capability, such as 10.0."""
-    if not re.fullmatch(r"[0-9]+\.[0-9]+", text):
+    if not re.fullmatch(r"[0-9]{1,2}\.[0-9]", text):
         raise ValueError(f"must be two numbers, as in 10.0, got {text!r}")
     major, minor = text.split(".")
     return int(major), int(minor)
@@ -149,9 +154,12 @@ def named(names: Collection[str], help: str, metavar: str, **more: Any) -> Optio
     return option(help, metavar, type=told(partial(name_among, names=names)), **more)
 
 
-number = partial(option, metavar="N", type=told(partial(whole, least=1)))
-any_number = partial(option, metavar="N", type=told(whole))
-seed = partial(option, metavar="N", type=told(partial(whole, least=-(1 << 63), most=(1 << 63) - 1)), default=0)
+def number(help: str, least: int = 1, most: int = LARGEST_NUMBER, **more: Any) -> Option:
+    """An option that takes a whole number in this range."""
+    return option(help, "N", type=told(partial(whole, least=least, most=most)), **more)
+
+
+seed = partial(number, least=-(1 << 63), most=(1 << 63) - 1, default=0)
 numbers = partial(number, nargs="+")
 file = partial(option, metavar="FILE", type=Path)
 flag: Callable[..., Option] = partial(dict, action="store_true")
@@ -198,21 +206,23 @@ CHECK = {**DEVICE, "--quick": flag(help="one case per format, and few of ops wit
 DEMO = {
     **DEVICE,
     "--steps": number(f"model steps {TOLD}", default=150),
-    "--tokens": number(f"per request and step, all but the first speculative {TOLD}", default=4),
+    "--tokens": number(f"per request and step, all but the first speculative {TOLD}", most=LARGEST_WINDOW, default=4),
     "--seed": seed(f"of requests, weights and tokens {TOLD}"),
 }
 BENCH = {
     **MEASURED,
     "--tokens": numbers("per row and call; several are timed for every kind of store the op is measured with"),
-    "--ways": option(f"measure also calls as users make them: {listed(WAYS)} (default: all)", "WAY", nargs="*"),
-    "--peers": option("libraries to compare with, or none (default: all that can be imported)", "NAME", nargs="+"),
+    "--ways": named(WAYS, f"measure also calls as users make them: {listed(WAYS)} (default: all)", "WAY", nargs="*"),
+    "--peers": named(
+        (*PEERS, NO_PEERS), "libraries to compare with, or none (default: all that can be imported)", "NAME", nargs="+"
+    ),
     "--csv": file("write the measurements there"),
     "--plot": file("draw them there, as a PNG"),
     "--commit": option("what the CSV says of the sources where git cannot tell", "TEXT"),
     "--from-csv": file("measure nothing: show and draw this file"),
     "--host": flag(help="measure only what a call costs the host"),
     "--quick": flag(help="measure a few cells of all ops, or of OP, and write one file to send back"),
-    "--seconds": number(f"with --quick: that measuring may take (default: {BENCH_SECONDS})"),
+    "--seconds": number(f"with --quick: that measuring may take (default: {BENCH_SECONDS}, {CPU_SECONDS} on a CPU)"),
     "--json": file("with --quick: the file (default: named after the GPU, here)"),
     "--from-json": file("measure nothing: show and draw the file of a quick run"),
 }
@@ -241,16 +251,18 @@ SHAPE = {
     "--cols": number("of a head, the state dimension; of the delta rule: the key dimension"),
     "--groups": number("of B and C; of the delta rule: key heads"),
     "--per-channel": flag(default=None, help="with a decay per channel, as KDA has it"),
-    "--conv-width": any_number("0: no convolution (default: 4)"),
+    "--conv-width": number("0: no convolution (default: 4)", least=0),
     "--dtype": named(
         ACTIVATIONS, f"of activations: {listed(ACTIVATIONS)} (default: bfloat16)", "DTYPE", dest="activations"
     ),
-    "--window": any_number(f"of the replay ring, up to {LARGEST_WINDOW} (default: 0, no ring)"),
+    "--window": number(
+        f"of the replay ring, up to {LARGEST_WINDOW} (default: 0, no ring)", least=0, most=LARGEST_WINDOW
+    ),
     "--tokens": number("the longest call a ring takes (default: 1)"),
 }
 GENERATE = {
     "--model": option("a folder, or a name on the hub (default: a tiny random model)", "PATH"),
-    "--family": option(f"of the random model, such as qwen3_next (default: {FAMILY})", "NAME"),
+    "--family": named(FAMILIES, f"of the random model, such as qwen3_next (default: {FAMILY})", "NAME"),
     "--dtype": named(
         ACTIVATIONS,
         f"of weights: {listed(ACTIVATIONS)} (default: that of the model; float32, if it is random)",
@@ -262,10 +274,14 @@ GENERATE = {
     "--batch": number(f"rows, all with the same prompt {TOLD}", default=1),
     "--state": named(ROUNDINGS_OF, f"{listed(ROUNDINGS_OF)} {TOLD}", "FORMAT", default="float32"),
     "--rounding": ROUNDING,
-    "--replay": any_number(
-        f"window of replay; 0: none (default: {WINDOW} for int8 states that can be replayed, else 0)"
+    "--replay": number(
+        f"window of replay; 0: none (default: {WINDOW} for int8 states that can be replayed, else 0)",
+        least=0,
+        most=LARGEST_WINDOW,
     ),
-    "--drafts": number("tokens per step that prompt lookup proposes (default: none)", default=0),
+    "--drafts": number(
+        "tokens per step that prompt lookup proposes (default: none)", least=0, most=LARGEST_WINDOW - 1, default=0
+    ),
     "--seed": seed(f"of stochastic rounding and of random weights {TOLD}"),
     "--static": flag(help="a cache of fixed size, and on a GPU one CUDA graph per step"),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
 from functools import partial
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from flashstate.basics import BENCH_SECONDS, TUNE_SECONDS, check_device_name, check_format, listed
+from flashstate.basics import BENCH_SECONDS, CPU_SECONDS, TUNE_SECONDS, check_device_name, check_format, listed
 from flashstate.bench.jobs import Grid, Stored
 from flashstate.bench.limit import TimeLimit
 from flashstate.bench.ops import OPS
@@ -29,7 +30,8 @@ from flashstate.plan import show_plan
 from flashstate.tune import run_tune, run_tune_quick
 
 DEFAULT_OP = "mamba2"
-CPU_BATCHES, CPU_SECONDS = (1, 4), 20  # of `bench` without --batches: all jobs end within a minute
+NO_ROOM = r"can't allocate memory|(calculation|multiplication) overflow"  # in what torch raises of tensors on a CPU
+CPU_BATCHES = (1, 4)  # of `bench` without --batches
 
 
 def run(options: argparse.Namespace) -> int:
@@ -42,6 +44,11 @@ def run(options: argparse.Namespace) -> int:
         return 1
     except (ValueError, OSError) as error:
         errors(f"flashstate: {error}")
+        return 2
+    except (MemoryError, RuntimeError) as error:
+        if not re.search(NO_ROOM, str(error)) and not isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+            raise
+        errors("flashstate: there is not enough memory for numbers this large")
         return 2
 
 
@@ -72,7 +79,8 @@ def _bench(options: argparse.Namespace) -> int:
     if options.quick:
         require_only(options, "quick", ("op", "device", "seconds", "json", "commit"))
         device = find_device(options.device)
-        return run_quick(options.op, device, options.seconds or BENCH_SECONDS, options.json, options.commit)
+        seconds = options.seconds or (CPU_SECONDS if device.type == "cpu" else BENCH_SECONDS)
+        return run_quick(options.op, device, seconds, options.json, options.commit)
     require_quick(options, ("seconds", "json"))
     options.op = options.op or DEFAULT_OP
     _bench_op(options)
@@ -159,10 +167,10 @@ def _given(options: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
 def find_device(name: str | None) -> torch.device:
     """The device an option names, or the best there is; ValueError where there is no such device."""
     best = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(best if name is None else check_device_name(name))
-    if device.type == "cpu":
-        return device
-    index = 0 if device.index is None else device.index
+    kind, _, number = (best if name is None else check_device_name(name)).partition(":")
+    if kind == "cpu":
+        return torch.device("cpu")
+    index = int(number or 0)
     if index >= torch.cuda.device_count():
         raise ValueError(f"--device {name}: this machine has {torch.cuda.device_count()} GPUs that torch can use")
     return torch.device("cuda", index)

@@ -28,7 +28,8 @@ from flashstate.errors import counted, dtype_name
 from flashstate.state.formats import FORMATS, label_of
 
 VOCABULARY = 8  # of the random model: it repeats itself, so that some drafts are right
-ON_HUB = r"[\w.-]+(/[\w.-]+)?"  # what a name there looks like
+PART = r"\w([\w.-]*\w)?"  # of a name on the hub: ./x, ../x and x/.. are folders
+ON_HUB = rf"{PART}(/{PART})?"
 TINY = "Of a model this small neither speed nor bytes say anything: its rings and windows may outweigh its states."
 ON_CPU = "On a CPU flashstate runs its reference, which is plain torch and says nothing about speed on a GPU."
 
@@ -61,8 +62,6 @@ class Task:
             raise ValueError(f"--model must be {words}, got {self.model!r}, which is neither")
         if self.drafts and self.batch > 1:
             raise ValueError(f"--drafts needs --batch 1, got {self.batch}: Transformers takes drafts for one row only")
-        if self.replay is not None and self.replay < 0:
-            raise ValueError(f"--replay must be 0, for none, or a window of tokens, got {self.replay}")
 
 
 class Numbers:

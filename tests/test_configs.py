@@ -257,12 +257,27 @@ def test_calls_that_store_every_state_get_entries_of_their_own_or_those_of_calls
     assert choose_with_reason(stored, UNKNOWN) == (other, TABLE, 1024)
 
 
+def test_entries_that_no_call_of_their_problem_may_have_are_left_out_and_the_reason_says_so(
+    modes: dict[str, Any],
+) -> None:
+    good = Config(4, 1, 32)
+    for bad in (Config(3, 1, 32), Config(4, 1, 3), replace(good, registers=200), Config(64, 1, 32)):
+        launch_config._look_up.cache_clear()
+        modes[mode_key(PROBLEM)] = {1024: bad, 4096: good}
+        assert choose_with_reason(PROBLEM, UNKNOWN) == (good, f"{TABLE}, 1 of its 2 entries unusable", 4096)
+        modes[mode_key(PROBLEM)] = {1024: bad}
+        launch_config._look_up.cache_clear()
+        config, reason, _ = choose_with_reason(PROBLEM, UNKNOWN)
+        assert (config, reason[:40]) == (PROBLEM.heuristic(UNKNOWN), "heuristic: no usable entry in the table "), bad
+
+
 SHAPES = list(product((1, 5, 33, 64, 512), (1, 20, 128, 512)))
 SMALL = [shape for shape in SHAPES if max(shape) <= 128]
 NEAREST = 0, 0, "int8", "nearest", 1, 1
 KINDS = [  # problems of every shape, and of every access that a format may have
     *((replace(PROBLEM, format=name, several_tokens=several), SHAPES)
       for name, several in product(("float32", "int8"), (False, True))),
+    (replace(PROBLEM, warp=64), SHAPES),
     (Problem("pool_write", 0, 0, "bfloat16", "nearest", 1, 1, True, transposed=True), SHAPES),
     (DeltaProblem("gated_delta_step", 0, 0, "bfloat16", "stochastic", 1, 1), SHAPES),
     (AtOnceProblem("gated_delta_at_once", *NEAREST, True), SMALL),
@@ -310,8 +325,8 @@ def test_the_heuristic_takes_many_tiles_or_few_tokens_where_programs_are_enough_
         pytest.param({}, Config(12, 4, 32), id="rows not a power of two"),
         pytest.param({}, Config(16, 1, 12), id="lanes not a power of two"),
         pytest.param({}, Config(16, 2, 2), id="warps with fewer rows than they cover"),
-        pytest.param({}, Config(1 << 20, 1, 32), id="more rows than any tile"),
-        pytest.param({}, Config(4096, 64, 32), id="more warps than any program"),
+        pytest.param({}, Config(4096, 1, 32), id="more rows than any tile"),
+        pytest.param({}, Config(64, 16, 32), id="more warps than any program"),
         pytest.param({"cols": 16}, Config(8, 1, 8), id="more lanes than a row has accesses"),
         pytest.param({"vector": 16}, Config(2, 1, 8), id="a warp with fewer rows of bytes than it covers"),
         pytest.param({"transposed": True}, Config(8, 1, 8), id="a warp with fewer rows than it accesses"),

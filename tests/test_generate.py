@@ -12,9 +12,10 @@ from printed import output_of
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from flashstate import basics
 from flashstate.cli import main
 from flashstate.generate import Stopwatch, verdict
-from flashstate.integrations.transformers.tiny import tiny_model
+from flashstate.integrations.transformers.tiny import FAMILIES, tiny_model
 
 SHORT = ["generate", "--device", "cpu", "--tokens", "10"]
 
@@ -76,13 +77,19 @@ def test_a_bad_option_exits_with_2_and_says_why(capsys: pytest.CaptureFixture[st
     for argv, complaint in (
         (["--family", "mamba2", "--model", "x"], "--family is of a random model, and --model names another, 'x'"),
         (["--drafts", "2", "--batch", "2"], "--drafts needs --batch 1, got 2"),
-        (["--replay", "-1"], "--replay must be 0, for none, or a window of tokens, got -1"),
         (["--rounding", "stochastic"], "float32 has no rounding 'stochastic', only nearest"),
         (["--prompt", ""], "--prompt must have at least one token, got none"),
-        (["--model", "/none"], "--model must be a folder, or a name on the hub such as owner/name, got '/none'"),
+        *(
+            (["--model", path], f"--model must be a folder, or a name on the hub such as owner/name, got {path!r}")
+            for path in ("/none", "./none", "../none", "none/..")
+        ),
     ):
         assert main([*SHORT, *argv]) == 2
         assert complaint in capsys.readouterr().err
+
+
+def test_the_command_line_knows_the_families_there_are() -> None:
+    assert list(basics.FAMILIES) == list(FAMILIES)
 
 
 def test_without_transformers_the_error_says_how_to_install_it(

@@ -11,10 +11,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from flashstate.basics import NO_PEERS
 from flashstate.bench.binding import IN_PLACE, Binding, Step, Storing
 from flashstate.proof import Inputs
-
-NO_PEERS = "none"
 
 
 class MeasurementError(Exception):

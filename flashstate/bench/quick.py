@@ -113,8 +113,8 @@ def quick_cells(device: torch.device, op: str | None = None, parts: Iterable[Par
 
 
 def run_quick(op: str | None, device: torch.device, seconds: float, path: Path | None, commit: str | None) -> int:
-    """Measure with a progress bar, write the file after every cell, and print it. Exit status 1 where a cell is wrong
-    or fails."""
+    """Measure, with a line on stderr and the file written anew for every cell, and print the file. Exit status 1 where
+    a cell is wrong or fails."""
     limit = TimeLimit(seconds)
     where = {**provenance_of(device, commit), **facts_of(device), SLOTS: PLAIN_SLOTS}
     path = path or Path(f"flashstate-{table_name(where['device'] if device.type == 'cuda' else 'cpu')}")
@@ -126,6 +126,8 @@ def run_quick(op: str | None, device: torch.device, seconds: float, path: Path |
     console, entries = Console(stderr=True), measured(cells, device, limit)
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         for entry in track(entries, "measuring", len(cells), console=console, transient=True):
+            if entry["verdict"] != NO_TIME:
+                console.print(entry_line(entry), markup=False, highlight=False, soft_wrap=True)
             kept.cells.append(entry)
             kept.used = round(limit.used, 1)
             kept.write(path)
@@ -260,14 +262,18 @@ def config_lines(cells: Iterable[Entry]) -> list[str]:
     return [f"{sources.count(source)} configs: {source}" for source in dict.fromkeys(sources)]
 
 
+def entry_line(cell: Entry) -> str:
+    """Return a cell as a line of text: its time, or why it has none."""
+    return (
+        f"{cell['op']}, {cell['implementation']}, {cell['format']} {cell['rounding']}, {cell['tokens']} tokens, "
+        f"{cell['stored']} stored, batch {cell['batch']}: "
+        + (f"{cell['microseconds']:,.2f} µs" if cell["verdict"] == CORRECT else cell["verdict"])
+    )
+
+
 def untimed_lines(cells: Iterable[Entry]) -> list[str]:
     """What was not timed, and why."""
     untimed = [cell for cell in cells if cell["verdict"] != CORRECT]
     late = sum(cell["verdict"] == NO_TIME for cell in untimed)
-    lines = [
-        f"{cell['op']}, {cell['implementation']}, {cell['format']} {cell['rounding']}, {cell['tokens']} tokens, "
-        f"{cell['stored']} stored, batch {cell['batch']}: {cell['verdict']}"
-        for cell in untimed
-        if cell["verdict"] != NO_TIME
-    ]
+    lines = [entry_line(cell) for cell in untimed if cell["verdict"] != NO_TIME]
     return [*lines, *([f"{late} of {len(list(cells))} cells: {NO_TIME}"] if late else [])]

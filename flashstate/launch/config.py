@@ -25,6 +25,7 @@ from flashstate.state.state import State, head_stride, is_transposed
 
 CALL_COLUMNS = 8  # that one Philox call serves, or half of one in 8 bits: threads need their bits side by side
 KNOBS = {"tokens_together": 1, "tiles": 1, "ahead": 0}  # fields of a config of which a problem has one; plain values
+WARP_CHOICES = (1, 2, 4, 8)  # of a program
 POWERS = (1, 2, 4, 8, 16)  # tokens whose inputs are loaded together, or tiles of a program
 MOST_UNROLLED = 128  # elements of state in a thread, times tokens loaded together
 MOST_STAGED = 16 << 10  # bytes of a tile of which two or three are in shared memory
@@ -127,10 +128,14 @@ class Problem:
     def valid(self, config: Config) -> bool:
         """Whether a call may be launched so: threads share rows as a config says only where there are rows for all. Of
         transposed states one warp has no more rows than that either: else the compiler gives threads other columns."""
-        powers_of_two = all(n == next_power_of_2(n) for n in (config.block_rows, config.num_warps))
+        choosable = config.block_rows in self.row_choices and config.num_warps in WARP_CHOICES
         fewest = self.fewest_rows(config)
         fits = (config.block_rows, config.num_warps) == (fewest, 1) if self.transposed else config.block_rows >= fewest
-        return config.within_limits and powers_of_two and self.knows(config) and fits
+        return choosable and self.knows(config) and fits
+
+    def usable(self, config: Config) -> bool:
+        """Whether a table may hold a config: it is valid, and not so large that code and registers get out of hand."""
+        return self.valid(config) and self.manageable(config)
 
     def per_thread(self, config: Config) -> int:
         """Elements of state that a thread has."""
@@ -156,7 +161,8 @@ class Problem:
         as nothing else hides their loads."""
         lanes = self.heuristic_lanes(gpu)
         per_thread = 16 if self.batch_heads < LARGE else 32
-        least = 1 if self.transposed else min(next_power_of_2(self.rows), per_thread * self.warp // self.block_cols)
+        rows = min(next_power_of_2(self.rows), self.row_choices[-1], per_thread * self.warp // self.block_cols)
+        least = 1 if self.transposed else rows
         config = Config(max(least, self.fewest_rows(Config(1, 1, lanes))), 1, lanes)
         if self.several_tokens and self.batch_heads < LARGE:
             most = min(self.knob_values[-1], self.most_together(config), MOST_UNROLLED // 2 // self.per_thread(config))
@@ -217,12 +223,12 @@ class TensorCoreProblem(TiledProblem):
 
 
 def valid_configs(problem: Problem) -> list[Config]:
-    """Every config a table may hold for `problem`: valid, and not so large that code and registers get out of hand."""
+    """Return every config that is worth trying for `problem` and that a table may hold."""
     choices = product(
-        problem.row_choices, (1, 2, 4, 8), problem.lane_choices, problem.knob_choices, problem.register_choices
+        problem.row_choices, WARP_CHOICES, problem.lane_choices, problem.knob_choices, problem.register_choices
     )
     configs = [problem.turned(Config(r, w, lanes, registers=most), n) for r, w, lanes, n, most in choices]
-    return [config for config in configs if problem.valid(config) and problem.manageable(config)]
+    return [config for config in configs if problem.usable(config)]
 
 
 def next_power_of_2(n: int) -> int:
@@ -271,14 +277,18 @@ def choose_with_reason(problem: Problem, gpu: Gpu) -> Choice:
 
 @functools.lru_cache(maxsize=4096)
 def _look_up(problem: Problem, gpu: Gpu) -> Choice:
+    why = "no table"
     for mode, what in ((problem, ""), (replace(problem, stored="last"), ", for calls that store one state")):
         measured = measured_sizes(load_table(gpu.name), mode)
-        sizes = {size: config for size, config in measured.items() if problem.valid(config)}  # kinds may share a key
+        sizes = {size: config for size, config in measured.items() if problem.usable(config)}  # kinds may share a key
+        unusable = len(measured) - len(sizes)
         if sizes:
             nearest = min(sizes, key=lambda size: abs(math.log(size / problem.batch_heads)))
             marked = "" if is_measured(gpu.name) else f", which is {NOT_MEASURED}"
-            return Choice(sizes[nearest], f"table of {gpu.name}{marked}{what}", nearest)
-    return Choice(problem.heuristic(gpu), "heuristic: no table for this GPU, op, shape, format and mode")
+            but = f", {unusable} of its {len(measured)} entries unusable" if unusable else ""
+            return Choice(sizes[nearest], f"table of {gpu.name}{marked}{what}{but}", nearest)
+        why = "no usable entry in the table" if unusable else why
+    return Choice(problem.heuristic(gpu), f"heuristic: {why} for this GPU, op, shape, format and mode")
 
 
 def measured_sizes(configs: Configs, problem: Problem) -> Mapping[int, Config]:

@@ -51,11 +51,6 @@ class Config:
     registers: int = 0  # the most that a thread may have, so that more threads run at once; 0: the compiler's choice
 
     @property
-    def within_limits(self) -> bool:
-        """Whether every field has a value that some kernel could be launched with."""
-        return all(least <= getattr(self, name) <= most for name, (least, most) in LIMITS.items())
-
-    @property
     def unusual(self) -> dict[str, int]:
         """What is not as in a plain config, beside rows, warps and lanes."""
         return {f.name: getattr(self, f.name) for f in fields(self)[3:] if getattr(self, f.name) != f.default}
