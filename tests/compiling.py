@@ -1,7 +1,5 @@
 """Compile a kernel as a call would, for any architecture and without a GPU: the launch is collected, not run."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext

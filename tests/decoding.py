@@ -1,7 +1,5 @@
 """Tiny models of Transformers that decode: prompts, calls with known tokens, and the logits of Transformers alone."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections.abc import Callable, Sequence

@@ -124,22 +124,6 @@ def with_known_shape(init: Function) -> Function:
 
 
 @cache
-def block_of(element: Any, sizes: tuple[int, ...]) -> Any:
-    return core.block_type(element, list(sizes))
-
-
-def once_per_element(make: Function) -> Function:
-    """It makes the type of blocks of other elements anew in every operation."""
-    plain = core.dtype
-    return lambda self, of: block_of(of, self.sizes) if type(of) is plain else make(self, of)
-
-
-def as_it_is(make: Function) -> Function:
-    """It makes the type that the interpreter has for a type of blocks: another one that is equal."""
-    return lambda self, builder: self
-
-
-@cache
 def common_sizes(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...] | None:
     """Those of a result, unless axes have to be added or sizes do not fit."""
     fit = len(left) == len(right) and all(a == b or 1 in (a, b) for a, b in zip(left, right, strict=True))
@@ -261,8 +245,6 @@ SPARED: list[tuple[Any, str, Function]] = [
     (interpreter, "_patch_lang", what_is_left),
     (interpreter, "_get_np_dtype", once_per_name),
     (core.block_type, "__init__", once_per_shape),
-    (core.block_type, "with_element_ty", once_per_element),
-    (core.block_type, "to_ir", as_it_is),
     (core.tensor, "__init__", with_known_shape),
     (TritonSemantic, "binary_op_type_checking_impl", unless_of_one_type),
     (TritonSemantic, "cast", unless_of_numbers),

@@ -1,7 +1,5 @@
 """Forms of calls whose kernels are compiled without a GPU: every op, by what a call brings and stores."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """What ops declare of their arguments, and every kind of axis and of option that a declaration can name."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

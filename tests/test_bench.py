@@ -1,7 +1,5 @@
 """The benchmark: jobs of every op, what rows say, what is checked before it is timed, cold slots, roofs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

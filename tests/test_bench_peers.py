@@ -1,7 +1,5 @@
 """Peers of the benchmark: which are chosen, what they are given, what is skipped and why; and the cost on the host."""
 
-from __future__ import annotations
-
 import re
 from contextlib import nullcontext
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """flashstate bench --quick: what is in its file, that it stops in time, and that nothing unchecked has a time."""
 
-from __future__ import annotations
-
 import re
 import weakref
 from collections.abc import Sequence

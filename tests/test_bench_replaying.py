@@ -1,7 +1,5 @@
 """What the benchmarks of replay share: the live rows of their jobs, bytes, roofs, plans, and what is checked."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

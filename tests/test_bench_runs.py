@@ -1,7 +1,5 @@
 """What the benchmark measures in a run: all ways to call flashstate and peers, beside the roofs; and whole runs."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Sequence

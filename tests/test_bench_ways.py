@@ -1,7 +1,5 @@
 """`flashstate bench --ways`: what is other in a way, that it is timed so, and what explains its time."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The command line, and what it runs: info and check; the other commands have files of their own."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import subprocess

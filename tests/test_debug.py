@@ -2,7 +2,7 @@
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -36,14 +36,6 @@ from flashstate import Slots
 from flashstate.proof import DeltaReplayCase
 
 Changes = dict[str, Any]  # fields of Slots, and arguments of the call
-
-
-@pytest.fixture(autouse=True)
-def no_faults() -> Iterator[None]:
-    flashstate.check_faults()
-    yield
-    with contextlib.suppress(IndexError):
-        flashstate.check_faults()
 
 
 def arguments_of(form: str, changes: Changes, device: torch.device = CPU) -> Arguments:

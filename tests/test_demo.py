@@ -1,7 +1,5 @@
 """flashstate demo: what it serves, what it calls the truth, and that no padding, rejected token or slot leaks."""
 
-from __future__ import annotations
-
 import contextlib
 from contextlib import AbstractContextManager
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Every Python example in the documents runs, every relative link leads somewhere, and laws are listed once."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """flashstate generate: both rows, equal tokens, drafts, int8 by replay, and what is refused; on tiny random models."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

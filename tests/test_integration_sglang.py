@@ -273,5 +273,5 @@ def test_errors_name_the_call_and_the_layer_and_nothing_is_written(engine: Engin
         assert all(equal_bytes(t, before[name]) for name, t in arguments.items() if isinstance(t, Tensor))
     with pytest.raises(RuntimeError, match="in GDN packed_decode of a layer without a number: replayssm_d"):
         made.decode_kernel.packed_decode(
-            *[torch.ones(1, 1)] * 3, **dict.fromkeys(facts.PACKED[3:]), replayssm_d=torch.ones(1)
+            *[torch.ones(1, 1)] * 3, **dict.fromkeys(facts.WEIGHTS), replayssm_d=torch.ones(1)
         )

@@ -1,7 +1,5 @@
 """The plugin of vLLM without vLLM: options, pages, seeds, errors and versions. tests_vllm/ has the rest."""
 
-from __future__ import annotations
-
 import functools
 import sys
 import types

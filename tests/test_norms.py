@@ -1,7 +1,5 @@
 """ops/norms.py: the norm that CUDA graphs of decode steps launch, in the interpreter, and compiled."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from asking import spilled_bytes

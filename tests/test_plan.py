@@ -1,7 +1,5 @@
 """flashstate plan: bytes against those of pools, presets and configs, refusals, and the command."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

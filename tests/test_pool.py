@@ -11,7 +11,7 @@ from test_pool_requests import KINDS
 from torch import Tensor
 
 import flashstate
-from flashstate import Slots, State, StatePool
+from flashstate import State, StatePool
 from flashstate.launch import Problem, interpreted, override, valid_configs
 from flashstate.pool.layers import ssm_of
 from flashstate.reference import moving
@@ -93,23 +93,6 @@ def test_every_config_gives_the_same_bytes() -> None:
             memory.append((pool.layer(1).data, pool.layer(1).scale, pool.read(1, [0, 1])))
     assert len(memory) > 2
     assert all(torch.equal(*both) for row in memory for both in zip(row, memory[0], strict=True))
-
-
-@pytest.mark.parametrize("prompt", [1, 3])
-def test_a_request_continues_from_a_prompt_of_any_length(prompt: int) -> None:
-    """The last inputs of a prefill, and steps by the others: as all tokens in one call on a new slot."""
-    generator = torch.Generator().manual_seed(0)
-    weight, tokens = (torch.randn(size, generator=generator) for size in ((7, 4), (1, 6, 7)))
-    want = flashstate.conv1d_step(torch.zeros(1, 7, 3), tokens, weight)
-    pool = make_pool(conv_channels=7, conv_dtype=torch.float32, drafts=3)
-    slots, accepted = pool.acquire(), torch.zeros(1, dtype=torch.int32)
-    pool.write_window(0, slots, tokens[:, :prompt].mT)
-    for t in range(prompt, 6):
-        at = Slots(slots, accepted=accepted)
-        assert torch.equal(
-            flashstate.conv1d_step(pool.window(0), tokens[:, t : t + 1], weight, slots=at)[:, 0], want[:, t]
-        )
-        accepted = torch.ones_like(slots)
 
 
 def test_angles_are_stored_from_zero_to_less_than_a_turn() -> None:

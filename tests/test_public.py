@@ -1,7 +1,5 @@
 """What a user installs and imports: the names, the files, the version, and the map of the tree."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import subprocess

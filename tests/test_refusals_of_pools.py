@@ -227,7 +227,7 @@ def test_pools_that_cannot_be_are_not_allocated(kind: str) -> None:
 PAGES, SEED = torch.zeros(4, 250), torch.zeros(16, dtype=torch.int64)
 HALF, WHOLE = torch.zeros(4, 2, 3, 5, dtype=torch.float16), torch.zeros(4, 2, 3, 5)
 BYTES, SCALES = torch.zeros(2, 4, 2, 3, 5, dtype=torch.int8), torch.ones(4, 2, 3)
-KEYS, TURNS = torch.zeros(4, 1, 2, 8), torch.zeros(4, 2, 3)
+TURNS = torch.zeros(4, 2, 3)
 
 
 def page(start: int, *shape: int) -> Tensor:

@@ -1,7 +1,5 @@
 """The documentation site: its navigation, pages that are made for it, and docstrings as Markdown; without MkDocs."""
 
-from __future__ import annotations
-
 import re
 import sys
 import types

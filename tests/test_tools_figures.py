@@ -1,7 +1,5 @@
 """tools.figures: the tables of results/ in documents, that documents have them, and what these say of formats."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -72,9 +70,6 @@ def test_the_command_writes_every_document_and_draws_every_picture(
     tool.main()
     assert "| float32 | " in (tmp_path / "README.md").read_text(encoding="utf-8")
     assert [path.stem for path in drawn] == ["h200", "numerics", "choosing-a-format", "transformers"]
-
-
-FLOAT32, INT8 = ("float32", "nearest"), ("int8", "nearest")
 
 
 def test_the_results_show_what_the_document_says() -> None:

@@ -1,7 +1,5 @@
 """tools.frozen_launches: it freezes what calls launch, and tells where that has changed."""
 
-from __future__ import annotations
-
 import importlib
 import json
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 """tools.numerics, tools.numerics_ops and tools.numerics_delta: that they decode as the library does, measure what
 results have, and that results show what documents say."""
 
-from __future__ import annotations
-
 from itertools import product
 from pathlib import Path
 from typing import Any

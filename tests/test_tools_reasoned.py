@@ -1,7 +1,5 @@
 """tools.reasoned_table: what it reads from machine code, and that what it reckons from that has sense."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path

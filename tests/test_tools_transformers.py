@@ -1,7 +1,5 @@
 """tools.transformers_speed: roofs, rows, clocks and shares of kernels, and a run with tiny models on a CPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

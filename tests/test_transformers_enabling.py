@@ -1,8 +1,6 @@
 """enable and disable change one model and nothing else, also beside hooks that move what it reads, as accelerate has
 them, and with parts of it on several devices."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from functools import partial, update_wrapper

@@ -1,8 +1,6 @@
 """Models, versions and forwards that flashstate does not know are refused; what mixers derive from their parameters,
 and what they copy."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import gc

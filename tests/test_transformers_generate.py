@@ -1,8 +1,6 @@
 """What `generate` makes of prompts on flashstate is what it makes of them in Transformers, also with drafts, wherever
 they come from; sources of drafts that cannot work are refused."""
 
-from __future__ import annotations
-
 from itertools import cycle
 from pathlib import Path
 from typing import Any

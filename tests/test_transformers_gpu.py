@@ -1,8 +1,6 @@
 """On a GPU models give what they give on a CPU: with prompts in one launch per layer, and with steps that are CUDA
 graphs where a cache is static."""
 
-from __future__ import annotations
-
 import gc
 from typing import Any
 

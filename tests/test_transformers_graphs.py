@@ -3,8 +3,6 @@ a whole, and once.
 
 No graph is captured here: a stand-in runs the step that would be, and looks where things are."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

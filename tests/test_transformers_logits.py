@@ -1,8 +1,6 @@
 """Logits of models on flashstate are those of Transformers, call by call, with a prompt that is padded on the left;
 what formats of a StateCache get wrong, what they draw, and what they take."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import cycle
 from typing import Any

@@ -1,7 +1,5 @@
 """What a StateCache and an enabled model cannot do, they refuse by name; what is odd, but right, leaves no trace."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

@@ -1,7 +1,5 @@
 """flashstate tune: what the search asks, finds and keeps, with a stopwatch that needs no GPU."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """warmup: what it compiles is what later calls need, and it touches nothing."""
 
-from __future__ import annotations
-
 import ast
 import math
 import re

@@ -338,6 +338,8 @@ MUTANTS = (
            f"{SNAPSHOTS} | gated_delta_step"),
     Mutant("seeds move on where a packed row has no tokens", "kernels/seeds.py",
            "if (slot >= 0) & (count > 0):", "if slot >= 0:", PROPERTIES),
+    Mutant("the seed of the null slot moves on", "kernels/seeds.py", " & (slot != null)", "",
+           PROPERTIES.replace("packed", "one token")),
     Mutant("only the first slot of a request draws other bits", "kernels/seeds.py",
            "table_entry(read_ptr, b, read_stride, tl.program_id(1))", "table_entry(read_ptr, b, read_stride, 0)",
            "test_state.py::test_advance_moves_every_seed_on_by_the_same_word[interpreter]"),
