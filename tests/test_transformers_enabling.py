@@ -103,8 +103,8 @@ class Hook:
 
 
 def hooked(model: Any) -> list[Hook]:
-    """Put hooks on a model, on its layers and on their mixers."""
-    return [Hook(module) for module in (model, *model.get_decoder().layers, *mixers(model))]
+    """Put hooks on a model, on the one inside it, on its layers and on their mixers."""
+    return [Hook(module) for module in (model, model.base_model, *model.base_model.layers, *mixers(model))]
 
 
 def mixers(model: Any) -> list[Any]:
@@ -125,7 +125,7 @@ def test_hooks_and_flashstate_work_beside_each_other_and_leave_alone(family: str
     undo = [*(hook.remove for hook in hooks), lambda: fs.disable(model)]
     for step in undo if first else reversed(undo):
         step()
-    assert all(module.forward.__func__ is type(module).forward for module in (model, *mixers(model)))
+    assert all(module.forward.__func__ is type(module).forward for module in (model, model.base_model, *mixers(model)))
     assert torch.equal(model.generate(LONG, **OPTIONS), stock)
 
 

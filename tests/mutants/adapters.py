@@ -341,12 +341,30 @@ MUTANTS = (
            "test_transformers_generate.py::test_drafts_do_not_change_tokens[kimi_linear-{'replay': 5}-0]"),
     # integrations/transformers: misuse
     Mutant("a call that failed half way is forgotten", "integrations/transformers/use.py",
-           "self.torn = kind is not None and self.begun", "self.torn = False",
-           "test_transformers_refusals.py::test_after_a_call_that_failed_half_way_a_cache_refuses_until_it_is_reset"
-           "[mamba2-{}-{'drafts': 2, 'replay': 3}]"),
+           "self.torn |= kind is not None and self.begun", "pass",
+           "test_transformers_refusals.py -k test_after_a_call_that_failed_half_way"),
     Mutant("two threads may use a cache", "integrations/transformers/use.py",
            "if not self.lock.acquire(blocking=False):", "if not (self.lock.acquire(blocking=False) or True):",
            "test_transformers_refusals.py::test_a_cache_is_in_use_by_one_thread_at_a_time"),
+    Mutant("the model inside goes past the guards of a cache", "integrations/transformers/enabling.py",
+           "if isinstance(module, PreTrainedModel) and any(map(is_mixer, module.modules())):", "if module is model:",
+           "test_transformers_refusals.py::test_after_a_call_that_failed_half_way_a_cache_refuses_until_it_is_reset"
+           "[mamba2-{}-{'drafts': 2, 'replay': 3}]"),
+    Mutant("a cache without its name goes past its guards", "integrations/transformers/enabling.py",
+           "args[place] if len(args) > place else given.get(name)", "given.get(name)",
+           "test_transformers_refusals.py::"
+           "test_more_tokens_than_a_static_cache_has_room_for_are_refused_before_anything_moves"),
+    Mutant("a layer alone goes past the guards of a cache", "integrations/transformers/cache.py",
+           "            with self.use:  # also", "            if True:  # also",
+           "test_transformers_refusals.py::test_a_cache_is_in_use_by_one_thread_at_a_time"),
+    Mutant("layers that were left out are forgotten", "integrations/transformers/cache.py",
+           "self.use.torn |= self.call is not None", "self.use.torn |= False",
+           "test_transformers_refusals.py::test_after_a_call_that_failed_half_way_a_cache_refuses_until_it_is_reset"
+           "[mamba2-{}-{'drafts': 2, 'replay': 3}]"),
+    Mutant("the model inside counts tokens twice", "integrations/transformers/enabling.py",
+           "        if not outermost:\n", "        if False:\n",
+           "test_transformers_refusals.py::"
+           "test_more_tokens_than_a_static_cache_has_room_for_are_refused_before_anything_moves"),
     Mutant("a prompt as long as what a cache holds goes on", "integrations/transformers/cache.py",
            "if tokens is not None and tokens <= held:", "if tokens is not None and tokens < held:",
            "test_transformers_refusals.py::test_a_prompt_that_is_not_longer_than_what_a_cache_holds_is_refused"),
@@ -377,11 +395,11 @@ MUTANTS = (
            "test_other_rows_and_more_rows_than_max_batch_are_refused_before_anything_moves"),
     # integrations/transformers: models
     Mutant("disable leaves norms enabled", "integrations/transformers/enabling.py",
-           "if own_forward(norm) is forward:", "if False:",
+           "if own_forward(module) is forward:", "if module is model:",
            "test_transformers_generate.py::"
            "test_greedy_tokens_are_those_of_transformers_and_a_disabled_model_is_as_before[mamba2]"),
     Mutant("a norm of somebody else is replaced", "integrations/transformers/enabling.py",
-           "        if own_forward(norm) is None:\n", "        if True:\n",
+           "        if own_forward(module) is None:\n", "        if True:\n",
            "test_transformers_enabling.py::test_a_norm_that_somebody_has_replaced_keeps_its_forward"),
     Mutant("a copy of an enabled model runs the mixers of the first", "integrations/transformers/enabling.py",
            "vars(new).update(deepcopy(vars(module), memo))", "vars(new).update(vars(module))",

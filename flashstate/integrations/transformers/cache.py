@@ -156,6 +156,10 @@ class StateCache(Cache):
 
     def _begin(self, hidden: Tensor) -> None:
         """Decide how the tokens of a call go through all layers."""
+        if not torch.compiler.is_compiling():
+            with self.use:  # also of layers that somebody calls one by one
+                self.use.torn |= self.call is not None
+                self.use.check()
         batch, tokens, _ = hidden.shape
         self._check_rows(batch)
         fresh = self.batch is None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from copy import deepcopy
 from functools import cache, wraps
@@ -18,7 +18,7 @@ from transformers.generation import GenerationMode
 
 from flashstate.errors import check_dtype
 from flashstate.integrations.transformers.candidates import check_source, for_cache
-from flashstate.integrations.transformers.families import check_model, found_as, mixers_of
+from flashstate.integrations.transformers.families import check_model, found_as, is_mixer, mixers_of
 from flashstate.integrations.transformers.layers import DISABLED, StateLayer, has_states
 from flashstate.integrations.transformers.memory import Memory
 from flashstate.integrations.transformers.mixers.rms import lean
@@ -50,10 +50,9 @@ def enable(model: PreTrainedModel) -> PreTrainedModel:
         check_own(each.mixer)
     for each in found.values():
         set_forward(each.mixer, mixer_forward)
-    for norm, forward in norms_of(model):
-        if own_forward(norm) is None:
-            set_forward(norm, forward)
-    set_forward(model, model_forward(cls))
+    for module, forward in forwards_of(model):
+        if own_forward(module) is None:
+            set_forward(module, forward)
     model._is_stateful = False  # which would refuse drafts; `prepared_cache` refuses those of other caches
     for name, method in methods(cls).items():
         setattr(model, name, MethodType(method, model))
@@ -66,10 +65,9 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
     if is_enabled(model):
         for each in mixers_of(model).values():
             unset_forward(each.mixer)
-        for norm, forward in norms_of(model):
-            if own_forward(norm) is forward:
-                unset_forward(norm)
-        unset_forward(model)
+        for module, forward in forwards_of(model):
+            if own_forward(module) is forward:
+                unset_forward(module)
         for name in ("_is_stateful", *methods(type(model))):
             delattr(model, name)
         if CACHES.get(model):
@@ -106,6 +104,16 @@ def check_own(mixer: nn.Module) -> None:
     check_dtype("model", convolution(mixer).weight.dtype)
     if any(weight.device.type == "meta" for weight in mixer.parameters()):
         raise ValueError(f"this {name} is offloaded: flashstate needs its weights on the device it runs on")
+
+
+def forwards_of(model: nn.Module) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
+    """Yield the norms of a model, the model, and the models inside it that have mixers, each with its forward while
+    the model is enabled."""
+    yield from norms_of(model)
+    for module in model.modules():
+        cls: Any = type(module)
+        if isinstance(module, PreTrainedModel) and any(map(is_mixer, module.modules())):
+            yield module, model_forward(cls)
 
 
 def own_forward(module: Any) -> Any:
@@ -177,22 +185,24 @@ def cache_argument(cls: Any) -> str:
 
 @cache
 def model_forward(cls: Any) -> Callable[..., Any]:
-    """The forward of an enabled model of this class: as it was, but that a step on a StateCache may be a CUDA graph,
-    and that every model takes the cache as past_key_values, and returns it so."""
+    """The forward of an enabled model of this class, or of a model inside one: as it was, but that a StateCache is
+    guarded, that a step on it may be a CUDA graph, and that every model takes the cache as past_key_values, and returns
+    it so."""
     stock, name = cls.forward, cache_argument(cls)
+    place = list(inspect.signature(stock).parameters).index(name) - 1  # behind self
 
     @wraps(stock)
     def forward(self: Any, *args: Any, **given: Any) -> Any:
         if name != "past_key_values" and given.get("past_key_values") is not None:
             given[name] = given.pop("past_key_values")
-        kept: Any = given.get(name)
+        kept: Any = args[place] if len(args) > place else given.get(name)
         if torch.compiler.is_compiling():
             outputs = stock(self, *args, **given)
         elif not has_states(kept):
             with lean(kept is not None and tokens_of(args, given) == 1):
                 return stock(self, *args, **given)
         else:
-            outputs = on_states(self, stock, name, args, given)
+            outputs = on_states(self, stock, name, kept, args, given)
         if name != "past_key_values" and has_states(kept) and isinstance(outputs, dict):
             outputs["past_key_values"] = kept
         return outputs
@@ -200,16 +210,20 @@ def model_forward(cls: Any) -> Callable[..., Any]:
     return forward
 
 
-def on_states(model: Any, stock: Callable[..., Any], name: str, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
-    """The outputs of a call of a model with a StateCache in the argument of this name, as a CUDA graph where it can be
-    one."""
-    kept, tokens = given[name], tokens_of(args, given)
-    kept.check_call(tokens)
-    with kept.use:
-        if not args and kept.graphs.can_run(model, given):
+def on_states(
+    model: Any, stock: Callable[..., Any], name: str, kept: Any, args: tuple[Any, ...], given: dict[str, Any]
+) -> Any:
+    """The outputs of a call of a model with the StateCache `kept` in the argument of this name, as a CUDA graph where
+    it can be one."""
+    with kept.use as outermost:
+        if not outermost:
+            return stock(model, *args, **given)
+        tokens, generates = tokens_of(args, given), is_enabled(model)
+        kept.check_call(tokens)
+        if generates and not args and kept.graphs.can_run(model, given):
             outputs = kept.graphs.run(model, stock, name, given)
         else:
-            if kept.graphs.graphs:
+            if generates and kept.graphs.graphs:
                 kept.graphs.watch(model)
             with lean():
                 outputs = stock(model, *args, **given)

@@ -14,10 +14,11 @@ T = TypeVar("T")
 
 class Use:
     """Guard of a StateCache: one thread at a time, and no call after one that failed half way. As a context, it guards
-    a call of the model."""
+    a call of the model, and the calls of models inside it."""
 
     def __init__(self) -> None:
         self.lock = RLock()
+        self.depth = 0  # calls under way, of models inside each other
         self.begun = False  # whether a layer has had the tokens of the latest call
         self.torn = False  # whether some layers have had tokens that others have not
 
@@ -35,17 +36,22 @@ class Use:
         if not self.lock.acquire(blocking=False):
             raise RuntimeError("this StateCache is in use by another call")
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> bool:
+        """Take the lock; return whether the call is inside no other."""
         self.enter()
-        try:
-            self.check()
-        except RuntimeError:
-            self.lock.release()
-            raise
-        self.begun = False
+        if self.depth == 0:
+            try:
+                self.check()
+            except RuntimeError:
+                self.lock.release()
+                raise
+            self.begun = False
+        self.depth += 1
+        return self.depth == 1
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        self.torn = kind is not None and self.begun
+        self.depth -= 1
+        self.torn |= kind is not None and self.begun
         self.lock.release()
 
     def check(self) -> None:
