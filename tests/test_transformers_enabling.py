@@ -39,6 +39,23 @@ def test_copies_of_an_enabled_model_and_others_of_its_class_run_by_themselves() 
     assert torch.equal(greedy(twin, past_key_values=fs.StateCache(twin)), want)
 
 
+def test_a_shallow_copy_of_an_enabled_model_runs_its_own_methods_on_the_same_mixers() -> None:
+    model: Any = tiny_model("mamba2")
+    want = greedy(model)
+    cache = fs.StateCache(model)
+    for module in (model, model.backbone, model.backbone.norm_f, *mixers(model)):
+        twin = copy.copy(module)
+        assert twin.forward.__self__ is twin
+        assert vars(twin).keys() == vars(module).keys()
+    twin = copy.copy(model)
+    assert torch.equal(greedy(twin, past_key_values=fs.StateCache(twin)), want)
+    fs.disable(twin)
+    fs.enable(model)  # whose mixers were disabled with it
+    assert torch.equal(greedy(model, past_key_values=cache), want)
+    for each in (twin, model):
+        assert torch.equal(greedy(fs.disable(each)), want)
+
+
 @pytest.mark.parametrize("family", ["mamba2", "qwen3_5"])
 def test_an_enabled_model_trains_and_runs_without_a_cache_as_before(family: str) -> None:
     model: Any = tiny_model(family, dtype=torch.bfloat16)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from copy import deepcopy
 from functools import cache, wraps
 from types import MethodType
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +23,9 @@ from flashstate.integrations.transformers.memory import Memory
 from flashstate.integrations.transformers.mixers.rms import lean
 from flashstate.integrations.transformers.norms import norms_of
 from flashstate.integrations.transformers.store import convolution
-from flashstate.integrations.transformers.use import refuse_pickle
+from flashstate.integrations.transformers.use import CACHES, copied, reduced
 from flashstate.state.state import State
 
-CACHES: WeakKeyDictionary[nn.Module, WeakSet[Any]] = WeakKeyDictionary()  # StateCaches of every model
 PACKED = ("seq_idx", "cu_seq_lens_q")  # arguments of mixers for several sequences in one row
 
 
@@ -40,7 +38,7 @@ def enable(model: PreTrainedModel) -> PreTrainedModel:
     Transformers.
     """
     found = mixers_of(model)
-    if is_enabled(model):
+    if is_enabled(model) and all(has_forward(each.mixer) for each in found.values()):
         return model
     vars(model).pop(refuse_states.__name__, None)
     cls: Any = type(model)
@@ -51,8 +49,9 @@ def enable(model: PreTrainedModel) -> PreTrainedModel:
     for each in found.values():
         set_forward(each.mixer, mixer_forward)
     for module, forward in forwards_of(model):
-        if own_forward(module) is None:
+        if module is model or own_forward(module) is None:
             set_forward(module, forward)
+    CACHES.setdefault(model, WeakSet())
     model._is_stateful = False  # which would refuse drafts; `prepared_cache` refuses those of other caches
     for name, method in methods(cls).items():
         setattr(model, name, MethodType(method, model))
@@ -63,11 +62,8 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
     """Make a model again what it was before `enable`; returns it."""
     check_model(model)
     if is_enabled(model):
-        for each in mixers_of(model).values():
-            unset_forward(each.mixer)
-        for module, forward in forwards_of(model):
-            if own_forward(module) is forward:
-                unset_forward(module)
+        for module in filter(has_forward, model.modules()):
+            unset_forward(module)
         for name in ("_is_stateful", *methods(type(model))):
             delattr(model, name)
         if CACHES.get(model):
@@ -76,8 +72,8 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def refuse_states(model: Any, model_kwargs: dict[str, Any]) -> None:
-    """Stand in for `_validate_model_kwargs` of a disabled model whose StateCaches are still there: models of Mamba
-    alone would call `past_key_values` a typo."""
+    """Stand in for `_validate_model_kwargs` of a disabled model whose StateCaches, or those of the model it is a copy
+    of, are still there: models of Mamba alone would call `past_key_values` a typo."""
     if has_states(model_kwargs.get("past_key_values")):
         raise RuntimeError(DISABLED)
     type(model)._validate_model_kwargs(model, model_kwargs)
@@ -126,8 +122,13 @@ def own_forward(module: Any) -> Any:
 def set_forward(module: Any, forward: Callable[..., Any]) -> None:
     """Make a function the forward of one module. As a method it follows the module when that is copied."""
     setattr(module, forward_name(module), MethodType(forward, module))
-    module.__reduce_ex__ = MethodType(refuse_pickle, module)
+    module.__reduce_ex__ = MethodType(reduced, module)
     module.__deepcopy__ = MethodType(copied, module)
+
+
+def has_forward(module: Any) -> bool:
+    """Whether a module has a forward of flashstate, perhaps inside one of somebody else."""
+    return getattr(vars(module).get("__deepcopy__"), "__func__", None) is copied
 
 
 def unset_forward(module: Any) -> None:
@@ -137,13 +138,6 @@ def unset_forward(module: Any) -> None:
         del module.forward
     else:
         module._old_forward = MethodType(type(module).forward, module)
-
-
-def copied(module: Any, memo: dict[int, Any]) -> Any:
-    """Copy a module and its attributes as copy.deepcopy does, which would ask the `__reduce_ex__` that refuses."""
-    memo[id(module)] = new = object.__new__(type(module))
-    vars(new).update(deepcopy(vars(module), memo))
-    return new
 
 
 def mixer_forward(mixer: Any, hidden_states: Tensor, *args: Any, **given: Any) -> Tensor:

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import wraps
 from pickle import PicklingError
 from threading import RLock
+from types import MethodType
 from typing import Any, NoReturn, TypeVar
+from weakref import WeakKeyDictionary, WeakSet
+
+from torch import nn
 
 T = TypeVar("T")
+CACHES: WeakKeyDictionary[nn.Module, WeakSet[Any]] = WeakKeyDictionary()  # StateCaches of enabled models
 
 
 class Use:
@@ -72,6 +78,42 @@ def alone(method: Callable[..., T]) -> Callable[..., T]:
     return guarded
 
 
-def refuse_pickle(model: Any, protocol: Any) -> NoReturn:
-    """Stand in for `__reduce_ex__` of a module with a forward of flashstate, which could be dumped but not loaded."""
-    raise PicklingError(f"this {type(model).__name__} decodes on flashstate: disable(model) before it is pickled")
+def like(module: Any) -> Any:
+    """Return an empty module of the same class, to be a copy of it. A model has the CACHES of the one it is copied
+    from: whoever disables it may still give it one of them."""
+    new = object.__new__(type(module))
+    if module in CACHES:
+        CACHES[new] = CACHES[module]
+    return new
+
+
+class Shallow:
+    """A call that copies a module with a forward of flashstate, as copy.copy does. copy.copy makes it and pickle dumps
+    it, which is refused: the module could be dumped but not loaded."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    def __call__(self) -> Any:
+        """Return a module with the same attributes, whose own methods are bound to it."""
+        new = like(self.module)
+        for name, value in vars(self.module).items():
+            own = isinstance(value, MethodType) and value.__self__ is self.module
+            vars(new)[name] = MethodType(value.__func__, new) if own else value
+        return new
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        name = type(self.module).__name__
+        raise PicklingError(f"this {name} decodes on flashstate: disable(model) before it is pickled")
+
+
+def reduced(module: Any, protocol: Any) -> tuple[Shallow, tuple[()]]:
+    """Stand in for `__reduce_ex__` of a module with a forward of flashstate."""
+    return Shallow(module), ()
+
+
+def copied(module: Any, memo: dict[int, Any]) -> Any:
+    """Copy a module and its attributes, as copy.deepcopy does without `__reduce_ex__`."""
+    memo[id(module)] = new = like(module)
+    vars(new).update(deepcopy(vars(module), memo))
+    return new
