@@ -186,9 +186,11 @@ def test_a_cache_is_refused_by_other_models_and_by_its_own_when_that_is_disabled
     model, other = tiny_model("mamba2"), fs.enable(tiny_model("mamba2"))
     cache = fs.StateCache(model)
     refused("this StateCache is for another model than that of this Mamba2Mixer", call, other, PROMPT, cache, 0)
-    fs.disable(model)
-    for use in (lambda: call(model, PROMPT, cache, 0), lambda: greedy(model, past_key_values=cache)):
-        refused(r"a StateCache is for a model that runs on flashstate, but this model", use, error=RuntimeError)
+    copies = [copy.deepcopy(model), fs.disable(copy.deepcopy(model)), copy.copy(model)]
+    copies.append(copy.deepcopy(copies[1]))
+    for each in (*map(fs.disable, copies), fs.disable(model)):
+        for use in (partial(call, each, PROMPT, cache, 0), partial(greedy, each, past_key_values=cache)):
+            refused(r"not enabled for a StateCache: enable\(model\), and give it a", use, error=RuntimeError)
     cache.reset()
     assert greedy(fs.enable(model), past_key_values=cache).shape == (2, 14)
 
