@@ -90,6 +90,22 @@ def test_a_norm_that_somebody_has_replaced_keeps_its_forward() -> None:
         assert norm.forward is forward
 
 
+@pytest.mark.parametrize(("family", "place"), [("mamba2", 2), ("qwen3_next", 3)])
+@torch.no_grad()
+def test_a_forward_that_passes_all_arguments_on_takes_a_cache(family: str, place: int) -> None:
+    model: Any = tiny_model(family)
+
+    class Around(type(model)):  # type: ignore[misc]
+        def forward(self, *args: Any, **given: Any) -> Any:
+            return super().forward(*args, **given)
+
+    model.__class__ = Around
+    by_name, by_place = fs.StateCache(model), fs.StateCache(model)
+    model(PROMPT, past_key_values=by_name)
+    model(PROMPT, *[None] * (place - 1), by_place)
+    assert by_name.length == by_place.length == 6
+
+
 def test_packed_sequences_are_refused() -> None:
     """With a StateCache, and in a step over a stock cache."""
     model: Any = fs.enable(tiny_model("bamba"))

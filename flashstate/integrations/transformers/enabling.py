@@ -174,7 +174,8 @@ def own_cache_name(model: Any) -> str:
 @cache
 def cache_argument(cls: Any) -> str:
     """The argument of the forward of a class of models that is the cache: models of Mamba alone have another."""
-    return "past_key_values" if "past_key_values" in inspect.signature(cls.forward).parameters else "cache_params"
+    names = inspect.signature(cls.forward).parameters
+    return "cache_params" if "cache_params" in names and "past_key_values" not in names else "past_key_values"
 
 
 @cache
@@ -183,7 +184,7 @@ def model_forward(cls: Any) -> Callable[..., Any]:
     guarded, that a step on it may be a CUDA graph, and that every model takes the cache as past_key_values, and returns
     it so."""
     stock, name = cls.forward, cache_argument(cls)
-    place = list(inspect.signature(stock).parameters).index(name) - 1  # behind self
+    place = [*inspect.signature(stock).parameters, name].index(name) - 1  # behind self
 
     @wraps(stock)
     def forward(self: Any, *args: Any, **given: Any) -> Any:
