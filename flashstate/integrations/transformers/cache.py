@@ -156,7 +156,7 @@ class StateCache(Cache):
     def _begin(self, hidden: Tensor) -> None:
         """Decide how the tokens of a call go through all layers."""
         if not torch.compiler.is_compiling():
-            with self.use:  # also of layers that somebody calls one by one
+            with self.use:  # also where layers are called one by one
                 self.use.torn |= self.call is not None
                 self.use.check()
         batch, tokens, _ = hidden.shape

@@ -103,8 +103,8 @@ def check_own(mixer: nn.Module) -> None:
 
 
 def forwards_of(model: nn.Module) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
-    """Yield the norms of a model, the model, and the models inside it that have mixers, each with its forward while
-    the model is enabled."""
+    """Yield the norms of a model, the model, and the models inside it that have mixers, each with the forward that it
+    has while the model is enabled."""
     yield from norms_of(model)
     for module in model.modules():
         cls: Any = type(module)
@@ -127,7 +127,7 @@ def set_forward(module: Any, forward: Callable[..., Any]) -> None:
 
 
 def has_forward(module: Any) -> bool:
-    """Whether a module has a forward of flashstate, perhaps inside one of somebody else."""
+    """Return whether a module has a forward of flashstate, perhaps inside somebody else's."""
     return getattr(vars(module).get("__deepcopy__"), "__func__", None) is copied
 
 
@@ -180,9 +180,9 @@ def cache_argument(cls: Any) -> str:
 
 @cache
 def model_forward(cls: Any) -> Callable[..., Any]:
-    """The forward of an enabled model of this class, or of a model inside one: as it was, but that a StateCache is
-    guarded, that a step on it may be a CUDA graph, and that every model takes the cache as past_key_values, and returns
-    it so."""
+    """Return the forward of an enabled model of this class, or of a model inside one: the forward of the class, with a
+    guarded StateCache, a CUDA graph where a step on it can be one, and a cache that is taken and returned as
+    past_key_values."""
     stock, name = cls.forward, cache_argument(cls)
     place = [*inspect.signature(stock).parameters, name].index(name) - 1  # behind self
 
@@ -208,8 +208,8 @@ def model_forward(cls: Any) -> Callable[..., Any]:
 def on_states(
     model: Any, stock: Callable[..., Any], name: str, kept: Any, args: tuple[Any, ...], given: dict[str, Any]
 ) -> Any:
-    """The outputs of a call of a model with the StateCache `kept` in the argument of this name, as a CUDA graph where
-    it can be one."""
+    """Return the outputs of a call of a model with the StateCache `kept` in the argument `name`. A call that is not
+    inside another may be a CUDA graph."""
     with kept.use as outermost:
         if not outermost:
             return stock(model, *args, **given)

@@ -79,8 +79,8 @@ def alone(method: Callable[..., T]) -> Callable[..., T]:
 
 
 def like(module: Any) -> Any:
-    """Return an empty module of the same class, to be a copy of it. A model has the CACHES of the one it is copied
-    from: whoever disables it may still give it one of them."""
+    """Return an empty module of the same class, for a copy. The copy of a model has its CACHES: a copy that is disabled
+    may still be given one of them."""
     new = object.__new__(type(module))
     if module in CACHES:
         CACHES[new] = CACHES[module]
@@ -88,8 +88,8 @@ def like(module: Any) -> Any:
 
 
 class Shallow:
-    """A call that copies a module with a forward of flashstate, as copy.copy does. copy.copy makes it and pickle dumps
-    it, which is refused: the module could be dumped but not loaded."""
+    """Reduction of a module with a forward of flashstate: copy.copy calls it and has a shallow copy; pickle dumps it
+    and is refused, since the module could be dumped but not loaded."""
 
     def __init__(self, module: Any) -> None:
         self.module = module
