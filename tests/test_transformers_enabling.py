@@ -37,6 +37,23 @@ def test_copies_of_an_enabled_model_and_others_of_its_class_run_by_themselves() 
     assert torch.equal(greedy(twin, past_key_values=fs.StateCache(twin)), want)
 
 
+def test_a_shallow_copy_of_an_enabled_model_runs_its_own_methods_on_the_same_mixers() -> None:
+    model: Any = tiny_model("mamba2")
+    want = greedy(model)
+    cache = fs.StateCache(model)
+    for module in (model, model.backbone, model.backbone.norm_f, *mixers(model)):
+        twin = copy.copy(module)
+        assert twin.forward.__self__ is twin
+        assert vars(twin).keys() == vars(module).keys()
+    twin = copy.copy(model)
+    assert torch.equal(greedy(twin, past_key_values=fs.StateCache(twin)), want)
+    fs.disable(twin)
+    fs.enable(model)  # whose mixers were disabled with it
+    assert torch.equal(greedy(model, past_key_values=cache), want)
+    for each in (twin, model):
+        assert torch.equal(greedy(fs.disable(each)), want)
+
+
 @pytest.mark.parametrize("family", ["mamba2", "qwen3_5"])
 def test_an_enabled_model_trains_and_runs_without_a_cache_as_before(family: str) -> None:
     model: Any = tiny_model(family, dtype=torch.bfloat16)
@@ -71,6 +88,22 @@ def test_a_norm_that_somebody_has_replaced_keeps_its_forward() -> None:
         assert norm.forward is forward
 
 
+@pytest.mark.parametrize(("family", "place"), [("mamba2", 2), ("qwen3_next", 3)])
+@torch.no_grad()
+def test_a_forward_that_passes_all_arguments_on_takes_a_cache(family: str, place: int) -> None:
+    model: Any = tiny_model(family)
+
+    class Around(type(model)):  # type: ignore[misc]
+        def forward(self, *args: Any, **given: Any) -> Any:
+            return super().forward(*args, **given)
+
+    model.__class__ = Around
+    by_name, by_place = fs.StateCache(model), fs.StateCache(model)
+    model(PROMPT, past_key_values=by_name)
+    model(PROMPT, *[None] * (place - 1), by_place)
+    assert by_name.length == by_place.length == 6
+
+
 def test_packed_sequences_are_refused() -> None:
     """With a StateCache, and in a step over a stock cache."""
     model: Any = fs.enable(tiny_model("bamba"))
@@ -101,8 +134,8 @@ class Hook:
 
 
 def hooked(model: Any) -> list[Hook]:
-    """Put hooks on a model, on its layers and on their mixers."""
-    return [Hook(module) for module in (model, *model.get_decoder().layers, *mixers(model))]
+    """Put hooks on a model, on the one inside it, on its layers and on their mixers."""
+    return [Hook(module) for module in (model, model.base_model, *model.base_model.layers, *mixers(model))]
 
 
 def mixers(model: Any) -> list[Any]:
@@ -123,7 +156,7 @@ def test_hooks_and_flashstate_work_beside_each_other_and_leave_alone(family: str
     undo = [*(hook.remove for hook in hooks), lambda: fs.disable(model)]
     for step in undo if first else reversed(undo):
         step()
-    assert all(module.forward.__func__ is type(module).forward for module in (model, *mixers(model)))
+    assert all(module.forward.__func__ is type(module).forward for module in (model, model.base_model, *mixers(model)))
     assert torch.equal(model.generate(LONG, **OPTIONS), stock)
 
 

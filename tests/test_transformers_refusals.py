@@ -92,13 +92,27 @@ def test_after_a_call_that_failed_half_way_a_cache_refuses_until_it_is_reset(
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    call(model, PROMPT, cache, 0)
-    refused("got a batch of 1", call, model, PROMPT[:1], cache, 6)  # before anything moved
-    with model.get_decoder().layers[1].register_forward_pre_hook(interrupt), pytest.raises(KeyboardInterrupt):
-        call(model, TOKENS[:, 6:7], cache, 6)
-    for again in (lambda: call(model, TOKENS[:, 6:7], cache, 6), lambda: greedy(model, past_key_values=cache)):
-        refused(r"this StateCache failed half way, so some layers .*: reset\(\) it", again, error=RuntimeError)
-    cache.reset()
+    def step(of: Any) -> None:
+        with torch.no_grad():
+            of(TOKENS[:, 6:7], past_key_values=cache)
+
+    def require_refused() -> None:
+        uses = (partial(step, model), partial(step, model.base_model), partial(greedy, model, past_key_values=cache))
+        for use in uses:
+            refused(r"this StateCache failed half way, so some layers .*: reset\(\) it", use, error=RuntimeError)
+        cache.reset()
+
+    layers = model.get_decoder().layers
+    for of in (model, model.base_model):
+        call(model, PROMPT, cache, 0)
+        refused("got a batch of 1", call, model, PROMPT[:1], cache, 6)  # before anything moved
+        with layers[1].register_forward_pre_hook(interrupt), pytest.raises(KeyboardInterrupt):
+            step(of)
+        require_refused()
+    if family == "mamba2":
+        with torch.no_grad():
+            layers[0](torch.zeros(2, 1, 32), cache_params=cache)  # and no other layer
+        require_refused()
     assert torch.equal(greedy(model, past_key_values=cache), stock)
 
 
@@ -114,10 +128,12 @@ def test_a_cache_is_in_use_by_one_thread_at_a_time() -> None:
         def end(self) -> None: ...
 
     given, first = {"past_key_values": cache}, torch.zeros(1, dtype=torch.int64)
+    inside, layer = model.base_model, model.base_model.layers[0]
     rows = (cache.reorder_cache, cache.batch_select_indices)
     uses = [
         cache.reset, lambda: cache.crop(0), lambda: copy.deepcopy(cache), lambda: cache.batch_repeat_interleave(1),
         *(partial(use, first) for use in rows), lambda: call(model, PROMPT, cache, 0), lambda: greedy(model, **given),
+        lambda: inside(PROMPT, **given), lambda: layer(torch.zeros(1, 1, 32), cache),
     ]  # fmt: skip
     assert torch.equal(greedy(model, PROMPT[:1], streamer=Intruder(), **given), stock)
 
@@ -157,7 +173,8 @@ def test_a_model_in_another_dtype_is_refused_by_name() -> None:
     model: Any = tiny_model("qwen3_5")
     cache = fs.StateCache(model)
     made = "was made for a model in float32, but the model is in float16 now: make"
-    refused(made, greedy, model.half(), past_key_values=cache, error=TypeError)
+    for use in (greedy, lambda model, **given: model.base_model(PROMPT, **given)):
+        refused(made, use, model.half(), past_key_values=cache, error=TypeError)
     model.double()
     for use in (greedy, fs.StateCache, lambda model: fs.enable(fs.disable(model))):
         refused(r"model must be float32 or bfloat16 or float16, got float64", use, model, error=TypeError)
@@ -167,9 +184,11 @@ def test_a_cache_is_refused_by_other_models_and_by_its_own_when_that_is_disabled
     model, other = tiny_model("mamba2"), fs.enable(tiny_model("mamba2"))
     cache = fs.StateCache(model)
     refused("this StateCache is for another model than that of this Mamba2Mixer", call, other, PROMPT, cache, 0)
-    fs.disable(model)
-    for use in (lambda: call(model, PROMPT, cache, 0), lambda: greedy(model, past_key_values=cache)):
-        refused(r"a StateCache is for a model that runs on flashstate, but this model", use, error=RuntimeError)
+    copies = [copy.deepcopy(model), fs.disable(copy.deepcopy(model)), copy.copy(model)]
+    copies.append(copy.deepcopy(copies[1]))
+    for each in (*map(fs.disable, copies), fs.disable(model)):
+        for use in (partial(call, each, PROMPT, cache, 0), partial(greedy, each, past_key_values=cache)):
+            refused(r"not enabled for a StateCache: enable\(model\), and give it a", use, error=RuntimeError)
     cache.reset()
     assert greedy(fs.enable(model), past_key_values=cache).shape == (2, 14)
 
@@ -193,8 +212,11 @@ def test_more_tokens_than_a_static_cache_has_room_for_are_refused_before_anythin
     message = "room for max_cache_len=14 tokens, of which 0 are taken, got 18 more"
     refused(message, greedy, model, PROMPT.repeat(1, 3), past_key_values=cache)
     assert torch.equal(greedy(model, past_key_values=cache), stock)
-    with torch.no_grad(), pytest.raises(ValueError, match="of which 13 are taken, got 5 more"):
-        model(PROMPT[:, :5], past_key_values=cache)
+    for of, taken in ((model, 13), (model.base_model, 14)):
+        with torch.no_grad(), pytest.raises(ValueError, match=f"of which {taken} are taken, got 5 more"):
+            of(PROMPT[:, :5], None, None, cache)
+        with torch.no_grad():
+            model.base_model(PROMPT[:, :1], past_key_values=cache)
     model = tiny_model("mamba2")  # without attention there is no longest length
     assert greedy(model, past_key_values=fs.StateCache(model, max_cache_len=1)).shape == (2, 14)
 

@@ -7,7 +7,6 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from pickle import PicklingError
 from typing import Any, NoReturn
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from flashstate.basics import LARGEST_WINDOW
 from flashstate.errors import LARGEST_INT32, bytes_text, check_int, counted, dtype_name
-from flashstate.integrations.transformers.enabling import CACHES, enable
+from flashstate.integrations.transformers.enabling import enable
 from flashstate.integrations.transformers.families import mixers_of
 from flashstate.integrations.transformers.graphs import Graphs
 from flashstate.integrations.transformers.layers import StateLayer, cache_layers, forget, reorder_in_place
@@ -30,7 +29,7 @@ from flashstate.integrations.transformers.store import (
     convolution,
     sizes_of,
 )
-from flashstate.integrations.transformers.use import Use, alone
+from flashstate.integrations.transformers.use import CACHES, Use, alone
 from flashstate.state.formats import DTYPES, FORMATS, label_of
 from flashstate.state.ring import Plan
 
@@ -97,7 +96,7 @@ class StateCache(Cache):
         # Candidates may go past the last token.
         self.longest = None if max_cache_len is None else max_cache_len + drafts
         layers = cache_layers(model.config, self.found, self.longest, croppable=drafts > 0)
-        CACHES.setdefault(enable(model), WeakSet()).add(self)
+        CACHES[enable(model)].add(self)
         super().__init__(layers=layers)
         self.model_name, self.convolution = type(model).__name__, convolution(self.found[min(self.found)].mixer)
         self.dtype = self.convolution.weight.dtype
@@ -156,6 +155,10 @@ class StateCache(Cache):
 
     def _begin(self, hidden: Tensor) -> None:
         """Decide how the tokens of a call go through all layers."""
+        if not torch.compiler.is_compiling():
+            with self.use:  # also where layers are called one by one
+                self.use.torn |= self.call is not None
+                self.use.check()
         batch, tokens, _ = hidden.shape
         self._check_rows(batch)
         fresh = self.batch is None

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from copy import deepcopy
 from functools import cache, wraps
 from types import MethodType
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -18,16 +17,15 @@ from transformers.generation import GenerationMode
 
 from flashstate.errors import check_dtype
 from flashstate.integrations.transformers.candidates import check_source, for_cache
-from flashstate.integrations.transformers.families import check_model, found_as, mixers_of
+from flashstate.integrations.transformers.families import check_model, found_as, is_mixer, mixers_of
 from flashstate.integrations.transformers.layers import DISABLED, StateLayer, has_states
 from flashstate.integrations.transformers.memory import Memory
 from flashstate.integrations.transformers.mixers.rms import lean
 from flashstate.integrations.transformers.norms import norms_of
 from flashstate.integrations.transformers.store import convolution
-from flashstate.integrations.transformers.use import refuse_pickle
+from flashstate.integrations.transformers.use import CACHES, copied, reduced
 from flashstate.state.state import State
 
-CACHES: WeakKeyDictionary[nn.Module, WeakSet[Any]] = WeakKeyDictionary()  # StateCaches of every model
 PACKED = ("seq_idx", "cu_seq_lens_q")  # arguments of mixers for several sequences in one row
 
 
@@ -40,7 +38,7 @@ def enable(model: PreTrainedModel) -> PreTrainedModel:
     Transformers.
     """
     found = mixers_of(model)
-    if is_enabled(model):
+    if is_enabled(model) and all(has_forward(each.mixer) for each in found.values()):
         return model
     vars(model).pop(refuse_states.__name__, None)
     cls: Any = type(model)
@@ -50,10 +48,10 @@ def enable(model: PreTrainedModel) -> PreTrainedModel:
         check_own(each.mixer)
     for each in found.values():
         set_forward(each.mixer, mixer_forward)
-    for norm, forward in norms_of(model):
-        if own_forward(norm) is None:
-            set_forward(norm, forward)
-    set_forward(model, model_forward(cls))
+    for module, forward in forwards_of(model):
+        if module is model or own_forward(module) is None:
+            set_forward(module, forward)
+    CACHES.setdefault(model, WeakSet())
     model._is_stateful = False  # which would refuse drafts; `prepared_cache` refuses those of other caches
     for name, method in methods(cls).items():
         setattr(model, name, MethodType(method, model))
@@ -64,12 +62,8 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
     """Make a model again what it was before `enable`; returns it."""
     check_model(model)
     if is_enabled(model):
-        for each in mixers_of(model).values():
-            unset_forward(each.mixer)
-        for norm, forward in norms_of(model):
-            if own_forward(norm) is forward:
-                unset_forward(norm)
-        unset_forward(model)
+        for module in filter(has_forward, model.modules()):
+            unset_forward(module)
         for name in ("_is_stateful", *methods(type(model))):
             delattr(model, name)
         if CACHES.get(model):
@@ -78,8 +72,8 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def refuse_states(model: Any, model_kwargs: dict[str, Any]) -> None:
-    """Stand in for `_validate_model_kwargs` of a disabled model whose StateCaches are still there: models of Mamba
-    alone would call `past_key_values` a typo."""
+    """Stand in for `_validate_model_kwargs` of a disabled model whose StateCaches, or those of the model it is a copy
+    of, are still there: models of Mamba alone would call `past_key_values` a typo."""
     if has_states(model_kwargs.get("past_key_values")):
         raise RuntimeError(DISABLED)
     type(model)._validate_model_kwargs(model, model_kwargs)
@@ -108,6 +102,16 @@ def check_own(mixer: nn.Module) -> None:
         raise ValueError(f"this {name} is offloaded: flashstate needs its weights on the device it runs on")
 
 
+def forwards_of(model: nn.Module) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
+    """Yield the norms of a model, the model, and the models inside it that have mixers, each with the forward that it
+    has while the model is enabled."""
+    yield from norms_of(model)
+    for module in model.modules():
+        cls: Any = type(module)
+        if isinstance(module, PreTrainedModel) and any(map(is_mixer, module.modules())):
+            yield module, model_forward(cls)
+
+
 def own_forward(module: Any) -> Any:
     """The function that is the forward of one module, where that is not the one of its class."""
     own = vars(module).get(forward_name(module))
@@ -118,8 +122,13 @@ def own_forward(module: Any) -> Any:
 def set_forward(module: Any, forward: Callable[..., Any]) -> None:
     """Make a function the forward of one module. As a method it follows the module when that is copied."""
     setattr(module, forward_name(module), MethodType(forward, module))
-    module.__reduce_ex__ = MethodType(refuse_pickle, module)
+    module.__reduce_ex__ = MethodType(reduced, module)
     module.__deepcopy__ = MethodType(copied, module)
+
+
+def has_forward(module: Any) -> bool:
+    """Return whether a module has a forward of flashstate, perhaps inside somebody else's."""
+    return getattr(vars(module).get("__deepcopy__"), "__func__", None) is copied
 
 
 def unset_forward(module: Any) -> None:
@@ -129,13 +138,6 @@ def unset_forward(module: Any) -> None:
         del module.forward
     else:
         module._old_forward = MethodType(type(module).forward, module)
-
-
-def copied(module: Any, memo: dict[int, Any]) -> Any:
-    """Copy a module and its attributes as copy.deepcopy does, which would ask the `__reduce_ex__` that refuses."""
-    memo[id(module)] = new = object.__new__(type(module))
-    vars(new).update(deepcopy(vars(module), memo))
-    return new
 
 
 def mixer_forward(mixer: Any, hidden_states: Tensor, *args: Any, **given: Any) -> Tensor:
@@ -172,27 +174,30 @@ def own_cache_name(model: Any) -> str:
 @cache
 def cache_argument(cls: Any) -> str:
     """The argument of the forward of a class of models that is the cache: models of Mamba alone have another."""
-    return "past_key_values" if "past_key_values" in inspect.signature(cls.forward).parameters else "cache_params"
+    names = inspect.signature(cls.forward).parameters
+    return "cache_params" if "cache_params" in names and "past_key_values" not in names else "past_key_values"
 
 
 @cache
 def model_forward(cls: Any) -> Callable[..., Any]:
-    """The forward of an enabled model of this class: as it was, but that a step on a StateCache may be a CUDA graph,
-    and that every model takes the cache as past_key_values, and returns it so."""
+    """Return the forward of an enabled model of this class, or of a model inside one: the forward of the class, with a
+    guarded StateCache, a CUDA graph where a step on it can be one, and a cache that is taken and returned as
+    past_key_values."""
     stock, name = cls.forward, cache_argument(cls)
+    place = [*inspect.signature(stock).parameters, name].index(name) - 1  # behind self
 
     @wraps(stock)
     def forward(self: Any, *args: Any, **given: Any) -> Any:
         if name != "past_key_values" and given.get("past_key_values") is not None:
             given[name] = given.pop("past_key_values")
-        kept: Any = given.get(name)
+        kept: Any = args[place] if len(args) > place else given.get(name)
         if torch.compiler.is_compiling():
             outputs = stock(self, *args, **given)
         elif not has_states(kept):
             with lean(kept is not None and tokens_of(args, given) == 1):
                 return stock(self, *args, **given)
         else:
-            outputs = on_states(self, stock, name, args, given)
+            outputs = on_states(self, stock, name, kept, args, given)
         if name != "past_key_values" and has_states(kept) and isinstance(outputs, dict):
             outputs["past_key_values"] = kept
         return outputs
@@ -200,16 +205,20 @@ def model_forward(cls: Any) -> Callable[..., Any]:
     return forward
 
 
-def on_states(model: Any, stock: Callable[..., Any], name: str, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
-    """The outputs of a call of a model with a StateCache in the argument of this name, as a CUDA graph where it can be
-    one."""
-    kept, tokens = given[name], tokens_of(args, given)
-    kept.check_call(tokens)
-    with kept.use:
-        if not args and kept.graphs.can_run(model, given):
+def on_states(
+    model: Any, stock: Callable[..., Any], name: str, kept: Any, args: tuple[Any, ...], given: dict[str, Any]
+) -> Any:
+    """Return the outputs of a call of a model with the StateCache `kept` in the argument `name`. A call that is not
+    inside another may be a CUDA graph."""
+    with kept.use as outermost:
+        if not outermost:
+            return stock(model, *args, **given)
+        tokens, generates = tokens_of(args, given), is_enabled(model)
+        kept.check_call(tokens)
+        if generates and not args and kept.graphs.can_run(model, given):
             outputs = kept.graphs.run(model, stock, name, given)
         else:
-            if kept.graphs.graphs:
+            if generates and kept.graphs.graphs:
                 kept.graphs.watch(model)
             with lean():
                 outputs = stock(model, *args, **given)

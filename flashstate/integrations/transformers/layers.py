@@ -20,7 +20,7 @@ from transformers.cache_utils import (
 
 ATTENTION_OF = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}  # of layers that have a state too
 
-DISABLED = "a StateCache is for a model that runs on flashstate, but this model was disabled: enable(model)"
+DISABLED = "this model is not enabled for a StateCache: enable(model), and give it a StateCache that was made for it"
 
 
 class StateLayer(LinearAttentionCacheLayerMixin):
