@@ -23,7 +23,7 @@ from flashstate.pool.memory import Allocator
 from flashstate.pool.resizing import resized_layers
 from flashstate.state.faults import fault_flag
 from flashstate.state.mamba3 import Mamba3State
-from flashstate.state.ring import AnyRing, Plan, count_generations
+from flashstate.state.ring import AnyRing, Plan, generation_of, plan_of
 from flashstate.state.slots import SlotNumbers, Slots, as_slots
 from flashstate.state.state import State
 
@@ -86,7 +86,7 @@ class StatePool(Generic[LayerT]):
         self._generation: Tensor | None = None  # how often slots got other contents, for plans
         if rings:
             note_rings(ssm, rings)
-            self._generation = count_generations(rings)
+            self._generation = generation_of(rings[0])
         self._parts = all_parts(states, windows, rings)
         if self._device.type == "cuda":  # what cannot be made while a CUDA graph is captured
             self._parts.prepare()
@@ -292,7 +292,7 @@ class StatePool(Generic[LayerT]):
         slots: where the rows live; None: row b is slot b. With cu_seqlens, and then max_len, tokens are packed.
         tokens: per row and call; of packed tokens left out.
         """
-        return self.ring(0).plan(self._where(slots), tokens)
+        return plan_of(self.ring(0), self._where(slots), tokens, self._generation)
 
     def commit(self, plan: Plan, accepted: Tensor | None = None) -> None:
         """Keep the first `accepted` tokens, (batch,), of every row of the step that was planned, in all layers; None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
@@ -42,7 +42,6 @@ class AnyRing(Describes):
     count: Tensor
     window: int
     folds_by_hand: bool
-    generation: Tensor | None = None  # (slots,) int32: how often its pools gave a slot other contents; None: no pool
 
     axes: ClassVar[Mapping[str, tuple[str, ...]]]  # of every tensor that is written
     of_rows: ClassVar[str]  # the tensor with a value for every row of a state
@@ -138,27 +137,14 @@ class AnyRing(Describes):
 
         One small launch, which a CUDA graph captures; the host does not wait.
         """
-        where = as_slots(slots)
-        batch, longest = self.check_slots(where), tokens
-        if where is not None and where.cu_seqlens is not None:
-            if tokens is not None:
-                raise ValueError(f"tokens is not for packed tokens, whose number slots.cu_seqlens says, got {tokens}")
-            longest = where.max_len
-        else:
-            check_int("tokens", tokens, 1, self.window)
-        longest = check_call_length(self, longest)
-        with torch.inference_mode(False):  # else only inference mode could fill them again
-            rows = torch.empty(batch, FIELDS, dtype=torch.int32, device=self.count.device)
-            parts = torch.empty(2, dtype=torch.int32, device=self.count.device)
-        actions.make_plan(rows, parts, self.start, self.count, self.window, where, longest, self.generation)
-        return Plan(where, longest, rows, parts, self.count, self.window, self.generation)
+        return plan_of(self, slots, tokens)
 
     def commit(self, plan: Plan, accepted: Tensor | None = None) -> None:
         """Keep the first `accepted` tokens of every row of the step that was planned; call it once, after all layers.
 
         accepted: (batch,) int32 or int64, from 0 to the tokens of a row; None: all. A row that folded drops what it
-        folded. Numbers out of range keep none, or all, and set the flag that `flashstate.check_faults()` reports. Slots
-        of a pool that were cleared, copied to or written since the plan are left alone.
+        folded. Numbers out of range keep none, or all, and set the flag that `flashstate.check_faults()` reports. Of a
+        plan of a pool, slots that the pool has cleared, copied to or written since are left alone.
 
         One small launch, which a CUDA graph captures; the host does not wait.
         """
@@ -286,7 +272,7 @@ class Plan(Describes):
         token axis, how many it has, the generation of its slot, and a zero.
     parts: (2,) int32: how many rows fold, and how many have tokens and a slot.
     count, window: of the rings that it was made for, and that it is for alone.
-    generation: (slots,) int32, of the rings: how often their pools gave a slot other contents. None: no pool has them.
+    generation: (slots,) int32, of the pool that made it: how often slots got another request. None: of a ring alone.
 
     The tensors are on the device, and filled when the plan is made: a CUDA graph that captured it fills them anew.
     """
@@ -323,16 +309,30 @@ class Plan(Describes):
         return signature_of("plan", of_slots, self.tokens, describe(self.rows))
 
 
-def count_generations(rings: Sequence[AnyRing]) -> Tensor:
-    """Give the rings of a pool a generation for every slot, (slots,) int32, and return it. Pools that share counts of
-    rings share generations."""
-    count = rings[0].count
-    if count not in _generations:
+def generation_of(ring: AnyRing) -> Tensor:
+    """Return the tensor, (slots,) int32, that counts for all pools of a ring how often slots were given away."""
+    if ring.count not in _generations:
         with torch.inference_mode(False):  # else only inference mode could count on
-            _generations[count] = torch.zeros_like(count)
-    for ring in rings:
-        object.__setattr__(ring, "generation", _generations[count])  # rings are frozen
-    return _generations[count]
+            _generations[ring.count] = torch.zeros_like(ring.count)
+    return _generations[ring.count]
+
+
+def plan_of(ring: AnyRing, slots: Slots | Tensor | None, tokens: int | None, generation: Tensor | None = None) -> Plan:
+    """Plan a step of these slots. `Ring.plan` has the arguments; generation: (slots,) int32, of a pool."""
+    where = as_slots(slots)
+    batch, longest = ring.check_slots(where), tokens
+    if where is not None and where.cu_seqlens is not None:
+        if tokens is not None:
+            raise ValueError(f"tokens is not for packed tokens, whose number slots.cu_seqlens says, got {tokens}")
+        longest = where.max_len
+    else:
+        check_int("tokens", tokens, 1, ring.window)
+    longest = check_call_length(ring, longest)
+    with torch.inference_mode(False):  # else only inference mode could fill them again
+        rows = torch.empty(batch, FIELDS, dtype=torch.int32, device=ring.count.device)
+        parts = torch.empty(2, dtype=torch.int32, device=ring.count.device)
+    actions.make_plan(rows, parts, ring.start, ring.count, ring.window, where, longest, generation)
+    return Plan(where, longest, rows, parts, ring.count, ring.window, generation)
 
 
 def check_ring(ring: AnyRing, state: State, name: str = "ring", kind: type[AnyRing] = Ring) -> None:
