@@ -20,21 +20,21 @@ ROUNDINGS_OF = {  # by the name of a format
 }
 ACTIVATIONS = ("float32", "bfloat16", "float16")  # dtypes of what tokens bring
 BENCHED = ("mamba2", "gated_delta", "mamba3", "conv1d", "mamba2_replay", "gated_delta_replay", "span")  # by `bench`
-NO_PEERS = "none"  # of `bench --peers`, in place of names
-PEERS = ("vllm", "flashinfer", "mamba_ssm", "fla")  # that `bench` compares with, each where an op has it
+NO_PEERS = "none"  # the word for no peer in `bench --peers`
+PEER_NAMES = ("vllm", "flashinfer", "mamba_ssm", "fla")  # libraries that `bench` compares with
 WAYS = ("plain", "again", "int64", "ascending", "no-gate", "float32-dt")  # in which `bench --ways` calls ops
 BENCH_SECONDS = 300  # that `bench --quick` may take
-CPU_SECONDS = 20  # in which `bench` begins measurements on a CPU, unless told otherwise: all of it ends within a minute
+CPU_BENCH_SECONDS = 20  # in which `bench` begins measurements on a CPU, so that it ends within a minute
 TUNE_SECONDS = 600  # that `tune --quick` may take
 LARGEST_WINDOW = 64  # of a replay ring
-LARGEST_NUMBER = 1 << 16  # of steps, tokens, sizes and seconds in options
+LARGEST_NUMBER = 1 << 20  # of steps, tokens, sizes and seconds: options above it are typing errors
 LARGEST_MEMORY = 1 << 60  # bytes
 FAMILIES = (  # of the random model of `generate`
     "mamba", "falcon_mamba", "jamba", "zamba", "mamba2", "bamba", "nemotron_h", "falcon_h1", "granitemoehybrid",
     "zamba2", "qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "kimi_linear", "bailing_hybrid", "glm5_next",
     "lfm2", "lfm2_moe", "lfm3",
 )  # fmt: skip
-FAMILY = "mamba2"  # of FAMILIES, unless another is asked for
+FAMILY = "mamba2"  # the default
 WINDOW = 16  # of replay in `generate`: the window that docs/choosing-a-format.md measures
 BINARY_UNITS, DECIMAL_UNITS = ("B", "KiB", "MiB", "GiB", "TiB"), ("B", "KB", "MB", "GB", "TB")
 UNITS = {

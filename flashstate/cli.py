@@ -18,13 +18,13 @@ from flashstate.basics import (
     ACTIVATIONS,
     BENCH_SECONDS,
     BENCHED,
-    CPU_SECONDS,
+    CPU_BENCH_SECONDS,
     FAMILIES,
     FAMILY,
     LARGEST_NUMBER,
     LARGEST_WINDOW,
     NO_PEERS,
-    PEERS,
+    PEER_NAMES,
     ROUNDINGS,
     ROUNDINGS_OF,
     TUNE_SECONDS,
@@ -71,9 +71,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
         parser.error(f"there is no command {name!r}{did_you_mean(name, COMMANDS) or f', only {listed(COMMANDS)}'}")
     known = ["-h", "--help", *(option for option in known if option.startswith("--"))]
     for word in takewhile(lambda word: word != "--", words):
-        given, _, _ = word.partition("=")
-        if re.fullmatch(r"--?[A-Za-z]\S*", given) and not any(option.startswith(given) for option in known):
-            of.error(f"there is no option {given}{did_you_mean(given, known)}")
+        given = re.fullmatch(r"(--?[A-Za-z][^\s=]*)(=\S*)?", word)
+        if given and not any(option.startswith(given[1]) for option in known):
+            of.error(f"there is no option {given[1]}{did_you_mean(given[1], known)}")
     return parser.parse_args(argv)
 
 
@@ -214,7 +214,10 @@ BENCH = {
     "--tokens": numbers("per row and call; several are timed for every kind of store the op is measured with"),
     "--ways": named(WAYS, f"measure also calls as users make them: {listed(WAYS)} (default: all)", "WAY", nargs="*"),
     "--peers": named(
-        (*PEERS, NO_PEERS), "libraries to compare with, or none (default: all that can be imported)", "NAME", nargs="+"
+        (*PEER_NAMES, NO_PEERS),
+        "libraries to compare with, or none (default: all that can be imported)",
+        "NAME",
+        nargs="+",
     ),
     "--csv": file("write the measurements there"),
     "--plot": file("draw them there, as a PNG"),
@@ -222,7 +225,9 @@ BENCH = {
     "--from-csv": file("measure nothing: show and draw this file"),
     "--host": flag(help="measure only what a call costs the host"),
     "--quick": flag(help="measure a few cells of all ops, or of OP, and write one file to send back"),
-    "--seconds": number(f"with --quick: that measuring may take (default: {BENCH_SECONDS}, {CPU_SECONDS} on a CPU)"),
+    "--seconds": number(
+        f"with --quick: that measuring may take (default: {BENCH_SECONDS}, {CPU_BENCH_SECONDS} on a CPU)"
+    ),
     "--json": file("with --quick: the file (default: named after the GPU, here)"),
     "--from-json": file("measure nothing: show and draw the file of a quick run"),
 }

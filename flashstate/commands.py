@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from flashstate.basics import BENCH_SECONDS, CPU_SECONDS, TUNE_SECONDS, check_device_name, check_format, listed
+from flashstate.basics import BENCH_SECONDS, CPU_BENCH_SECONDS, TUNE_SECONDS, check_device_name, check_format, listed
 from flashstate.bench.jobs import Grid, Stored
 from flashstate.bench.limit import TimeLimit
 from flashstate.bench.ops import OPS
@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
     except (MemoryError, RuntimeError) as error:
         if not re.search(NO_ROOM, str(error)) and not isinstance(error, (MemoryError, torch.OutOfMemoryError)):
             raise
-        errors("flashstate: there is not enough memory for numbers this large")
+        errors(f"flashstate: there is not enough memory: {str(error).partition(chr(10))[0]}")
         return 2
 
 
@@ -79,7 +79,7 @@ def _bench(options: argparse.Namespace) -> int:
     if options.quick:
         require_only(options, "quick", ("op", "device", "seconds", "json", "commit"))
         device = find_device(options.device)
-        seconds = options.seconds or (CPU_SECONDS if device.type == "cpu" else BENCH_SECONDS)
+        seconds = options.seconds or (CPU_BENCH_SECONDS if device.type == "cpu" else BENCH_SECONDS)
         return run_quick(options.op, device, seconds, options.json, options.commit)
     require_quick(options, ("seconds", "json"))
     options.op = options.op or DEFAULT_OP
@@ -101,7 +101,7 @@ def _bench_op(options: argparse.Namespace) -> None:
         return run_host(op, peers, device)
     limit = None
     if device.type == "cpu" and options.batches is None:
-        options.batches, limit = CPU_BATCHES, TimeLimit(CPU_SECONDS)
+        options.batches, limit = CPU_BATCHES, TimeLimit(CPU_BENCH_SECONDS)
     if options.ways is not None:
         jobs = op.jobs(_changed(options, op.grids))
         return run_ways(op, jobs, options.ways, peers, device, options.csv, options.commit)

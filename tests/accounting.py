@@ -89,7 +89,8 @@ class Account:
     def tell_failure(self, report: pytest.CollectReport | pytest.TestReport) -> None:
         self.tell(f"\n{self.clock()} FAILED {report.nodeid}")
         crash = getattr(report.longrepr, "reprcrash", None)
-        self.tell(f"  {crash.message.splitlines()[0] if crash else str(report.longrepr).splitlines()[-1]}")
+        why = crash.message.partition("\n")[0] if crash else str(report.longrepr).rpartition("\n")[2]
+        self.tell(f"  {why}")
         self.tell(f"  again: {self.again(report.nodeid)}")
 
     @pytest.hookimpl(optionalhook=True)

@@ -34,7 +34,7 @@ def lacks_transformers() -> str | None:
     return f"transformers {version} is older than 5.21" if old else None
 
 
-# Files that a run names are collected all the same: needs_transformers.py skips those.
+# Files that a run names are collected all the same: those of models are skipped by needs_transformers.py.
 collect_ignore_glob = ["test_transformers_*.py", "test_tools_transformers.py"] if lacks_transformers() else []
 
 

@@ -13,7 +13,7 @@ import torch
 from benching import CPU, NEEDS_INTERPRETER, TINY, TWO_MICROSECONDS, Clock, measure_in_the_interpreter, tiny_job
 from printed import output_of
 
-from flashstate.basics import CPU_SECONDS
+from flashstate.basics import CPU_BENCH_SECONDS
 from flashstate.bench import measure, quick, timing
 from flashstate.bench.binding import IN_PLACE
 from flashstate.bench.jobs import Way
@@ -144,14 +144,15 @@ def test_the_command_writes_one_file_that_can_be_shown_and_drawn_elsewhere(
     assert re.findall(r"(?m)^(\w+), reference, CPU, .*, batch 1: [\d,.]+ µs$", said) == ["mamba2", "mamba2", "conv1d"]
     path = tmp_path / "flashstate-cpu.json"
     found = read_quick(path)
-    assert (found.complete, found.limit, found.where["commit"]) == (True, CPU_SECONDS, "abc")
+    assert (found.complete, found.limit, found.where["commit"]) == (True, CPU_BENCH_SECONDS, "abc")
 
     assert [row.implementation for row in found.rows] == ["reference, CPU"] * 3
     assert main(["bench", "--from-json", str(path), "--plot", str(tmp_path / "a.png")]) == 0
     again = output_of(capsys)
     assert again == shown.replace(" wrote flashstate-cpu.json: this one file has everything", "")
     assert all(
-        text in again for text in ("conv1d, width 4", "mamba2, 2 heads", "reference, CPU", f"of {CPU_SECONDS} seconds")
+        text in again
+        for text in ("conv1d, width 4", "mamba2, 2 heads", "reference, CPU", f"of {CPU_BENCH_SECONDS} seconds")
     )
     assert {path.name for path in tmp_path.glob("*.png")} == {"a-mamba2.png", "a-conv1d.png"}
     monkeypatch.setattr(measure, "error_ratio", lambda *tensors: 7.0)

@@ -117,7 +117,7 @@ BEFORE_TORCH = [  # what is said, and the exit status, with torch that cannot be
     ("bench --peers flashinfr", 2, "got 'flashinfr'; did you mean flashinfer?"),
     ("bench --ways again fast", 2, "--ways: must be one of plain, again, int64, ascending, no-gate, float32-dt, got"),
     ("generate --family qwen3next", 2, "got 'qwen3next'; did you mean qwen3_next?"),
-    ("bench --tokens 0", 2, "--tokens: must be from 1 to 65536, got 0"),
+    ("bench --tokens 0", 2, "--tokens: must be from 1 to 1048576, got 0"),
     ("generate --replay -1", 2, "--replay: must be from 0 to 64, got -1"),
     ("demo --steps many", 2, "--steps: must be a whole number, got 'many'"),
     ("check --quick yes", 2, "unrecognized arguments: yes"),
@@ -159,7 +159,7 @@ for words, status, said in {BEFORE_TORCH!r}:
 def test_the_command_line_knows_the_names_there_are() -> None:
     assert sorted(basics.BENCHED) == sorted(OPS)
     assert list(basics.WAYS) == list(WAYS)
-    assert set(basics.PEERS) == {name for op in OPS.values() for name in op.peers}
+    assert set(basics.PEER_NAMES) == {name for op in OPS.values() for name in op.peers}
     assert list(basics.ROUNDINGS_OF) == [format.name for format in FORMATS.values()]
 
 

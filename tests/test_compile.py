@@ -2,15 +2,17 @@
 states, and that nothing spills."""
 
 import re
-from collections.abc import Iterator
 from dataclasses import replace
-from itertools import cycle
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from asking import access_bytes, expected_accesses, require_one_order, spilled_bytes, state_loads
-from compiling import ARCHITECTURES, Call, chosen, collected, compile_launch, compiled
+from compiling import ARCHITECTURES, Call, calls_told_apart, chosen, collected, compile_launch, compiled
 from kernel_forms import (
     BASES,
     CONV,
@@ -27,27 +29,69 @@ from kernel_forms import (
     keep,
 )
 from tables import by_turns, case_of, risky_by_turns
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, CompilationError
 
 from flashstate import Slots, State, StatePool
 from flashstate.launch import Config, Problem
 from flashstate.launch.start import Launch
 from flashstate.ops.rings import place_counts
 from flashstate.proof import AnyCase, AnyReplayCase, Case, ConvCase, DeltaCase, Mamba3Case, dtype
+from flashstate.state.formats import FORMATS, PORTABLE_FORMATS
 
 pytestmark = pytest.mark.compiled
 
 
-def everywhere() -> Iterator[tuple[int | str, str, str]]:
-    """Every form of every op on an architecture: those that are compiled elsewhere, and every second of ops that have
-    none of these, on GPUs without a table in turn, all others on the one that has a table."""
-    without_table = cycle(architecture for architecture in ARCHITECTURES if architecture != 90)
-    for op, forms in FORMS.items():
-        for n, form in enumerate(forms):
-            elsewhere = op.endswith("elsewhere") or (f"{op} elsewhere" not in FORMS and n % 2 == 1)
-            yield next(without_table) if elsewhere else 90, op, form
+def test_forms_have_all_formats() -> None:
+    """Of the first op with all their roundings; of replay all but one, which an odd shape has."""
+    found = {op: {(case.format, case.rounding) for case, *_ in forms.values()} for op, forms in FORMS.items()}
+    assert found["mamba2"] == set(PORTABLE_FORMATS)
+    found["replay"] |= found.pop("replay elsewhere") | {("float8_e4m3fn", "nearest")}
+    found["delta replay"] |= found.pop("delta replay elsewhere")
+    found["mamba3"] |= found.pop("mamba3 elsewhere")
+    for op in found.keys() - {"convolution"}:
+        assert {name for name, _ in found[op]} == {fmt.name for fmt in FORMATS.values()}, op
 
 
-@pytest.mark.parametrize(("architecture", "op", "form"), list(everywhere()))
+# Architectures that have no table have a form of every op, and both makers kernels of one token and of several. Mamba-3
+# and replay on those that are not here are below.
+OTHERS: dict[str, dict[int | str, tuple[str, ...]]] = {
+    "mamba2": {
+        80: ("plain",), 89: ("int8",), 100: ("int16",), 103: ("paged",), 120: ("packed tokens",),
+        "gfx942": ("several tokens",), "gfx950": ("Mamba-1",),
+    },
+    "mamba2 at once": {80: ("float8",), 100: ("bfloat16",), "gfx950": ("without update",)},
+    "gated delta": {
+        80: ("several tokens",), 100: ("one token, kept padding",), "gfx942": ("log-decay",),
+        "gfx950": ("several tokens, packed",),
+    },
+    "gated delta at once": {89: ("bfloat16",), 103: ("without update",), 120: ("float8",), "gfx950": ("plain",)},
+    "mamba3": {},
+    "mamba3 elsewhere": {89: ("rank 1, turned",), 103: ("int8",), 120: ("rank 1",), "gfx942": ("plain",)},
+    "convolution": {
+        80: ("plain",), 89: ("packed",), 100: ("rolled back",), 103: ("a ring",),
+        120: ("snapshots",), "gfx942": ("width 8, no bias",),
+        "gfx950": ("longer windows",),
+    },
+    "replay": {},
+    "replay elsewhere": {
+        80: ("fold, 16 tokens",), 89: ("mamba2_fold",), 100: ("fold",), 103: ("keep",), "gfx950": ("either",),
+    },
+    "delta replay": {},
+    "delta replay elsewhere": {
+        80: ("gated_delta_fold of KDA",), 100: ("KDA, two tokens",), 120: ("fold, nine tokens",), "gfx942": ("either",),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("architecture", "op", "form"),
+    [
+        *((90, op, form) for op in FORMS if not op.endswith("elsewhere") for form in FORMS[op]
+          if form == "plain" or form not in chain(*OTHERS[op].values())),
+        *((architecture, op, form) for op in FORMS for architecture, forms in OTHERS[op].items() for form in forms),
+    ],
+)  # fmt: skip
 def test_every_form_compiles_with_wide_accesses_of_the_state_and_without_spills(
     architecture: int | str, op: str, form: str
 ) -> None:
@@ -63,8 +107,6 @@ def test_every_form_compiles_with_wide_accesses_of_the_state_and_without_spills(
         require_one_order(kernel, chosen(case, 90), case.problem.vector)
     if not op.endswith("elsewhere"):
         assert spilled_bytes(kernel) <= spills
-    if call is fold and isinstance(architecture, int) and architecture >= 90:  # it starts beside the kernel in front
-        assert "griddepcontrol.wait" in kernel.asm["ptx"]
 
 
 def require_wide_states(kernel: Any, case: AnyCase, call: Call, architecture: int | str) -> None:
@@ -108,6 +150,29 @@ def test_tokens_of_mamba2_at_once_are_summed_in_one_order_with_every_config(name
     widths = [re.findall(r"kWidth = (\d)", kernel.asm["ttgir"]) for kernel in kernels]
     assert {*widths[0]} == {"2"}
     assert widths == [widths[0]] * len(configs)
+
+
+@triton.jit
+def lengths(x, y):
+    return len(x) * 10 + len(y)
+
+
+@triton.jit
+def two_calls(ptr, THE_SAME: tl.constexpr):
+    number = tl.load(ptr)
+    first = lengths((number,), (number, number, number))
+    second = lengths((number,), (number, number, number)) if THE_SAME else lengths((number, number), (number, number))
+    tl.store(ptr, first + second)
+
+
+def test_calls_that_triton_would_take_for_each_other_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    target, signature = GPUTarget("cuda", 90, 32), {"ptr": "*i32", "THE_SAME": "constexpr"}
+    same, others = (ASTSource(two_calls, signature, {(1,): the_same}) for the_same in (True, False))
+    with calls_told_apart():
+        triton.compile(same, target=target)
+        with pytest.raises(CompilationError, match="cannot tell two calls of lengths apart"):
+            triton.compile(others, target=target)
 
 
 def test_eight_tokens_in_tiles_of_sixteen_rows_compile() -> None:

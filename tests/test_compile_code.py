@@ -467,14 +467,14 @@ def moved_bytes(ptx: str) -> int:
 
 @pytest.mark.parametrize(
     ("base", "name", "update"),
-    [(AT_ONCE, "float32", True), (AT_ONCE, "bfloat16", False), (replace(MAMBA2_AT_ONCE, **WIDE), "float32", True)],
+    [(AT_ONCE, "float32", True), (AT_ONCE, "bfloat16", False), (MAMBA2_AT_ONCE, "float32", True)],
 )
 def test_nothing_of_a_state_moves_between_threads_on_its_way_through_tensor_cores(
     base: Case | DeltaCase, name: str, update: bool
 ) -> None:
     """Sixteen rows more cost less than these rows have bytes, so they stay where they were loaded, and are stored from
     there."""
-    case, call = replace(base, format=name), plain if update else kept
+    case, call = replace(base, format=name, **WIDE), plain if update else kept
     few, more = (moved_bytes(compiled(case, 90, call, Config(rows, 1, 4)).asm["ptx"]) for rows in (16, 32))
     assert 0 <= more - few < 16 * case.cols * dtype(name).itemsize // 2
 

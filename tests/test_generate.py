@@ -78,7 +78,10 @@ def test_a_bad_option_exits_with_2_and_says_why(capsys: pytest.CaptureFixture[st
         (["--rounding", "stochastic"], "float32 has no rounding 'stochastic', only nearest"),
         (["--prompt", ""], "--prompt must have at least one token, got none"),
         *(
-            (["--model", path], f"--model must be a folder, or a name on the hub such as owner/name, got {path!r}")
+            (
+                ["--model", path, "--prompt", "-a=b c"],
+                f"--model must be a folder, or a name on the hub such as owner/name, got {path!r}",
+            )
             for path in ("/none", "./none", "../none", "none/..")
         ),
     ):

@@ -13,7 +13,7 @@ from flashstate.integrations.sglang import upstream
 VERSION = "0.5.23"
 LINEAR, MAMBA = "srt/layers/attention/linear", "srt/layers/attention/mamba"
 GDN, KDA = f"{LINEAR}/gdn_backend.py", f"{LINEAR}/kda_backend.py"
-MIXER, MIXER1 = f"{MAMBA}/mamba.py", f"{MAMBA}/mamba1.py"
+MIXER = f"{MAMBA}/mamba.py"
 DISPATCH = "kernels/ops/mamba/triton_ops/ssu_dispatch.py"
 
 ATTENTION = "kernels/ops/attention"

@@ -134,7 +134,7 @@ class Problem:
         return choosable and self.knows(config) and fits
 
     def usable(self, config: Config) -> bool:
-        """Whether a table may hold a config: it is valid, and not so large that code and registers get out of hand."""
+        """Return whether a table may hold a config: it is valid, and its code and registers do not get out of hand."""
         return self.valid(config) and self.manageable(config)
 
     def per_thread(self, config: Config) -> int:
@@ -285,8 +285,8 @@ def _look_up(problem: Problem, gpu: Gpu) -> Choice:
         if sizes:
             nearest = min(sizes, key=lambda size: abs(math.log(size / problem.batch_heads)))
             marked = "" if is_measured(gpu.name) else f", which is {NOT_MEASURED}"
-            but = f", {unusable} of its {len(measured)} entries unusable" if unusable else ""
-            return Choice(sizes[nearest], f"table of {gpu.name}{marked}{what}{but}", nearest)
+            left_out = f", {unusable} of its {len(measured)} entries unusable" if unusable else ""
+            return Choice(sizes[nearest], f"table of {gpu.name}{marked}{what}{left_out}", nearest)
         why = "no usable entry in the table" if unusable else why
     return Choice(problem.heuristic(gpu), f"heuristic: {why} for this GPU, op, shape, format and mode")
 

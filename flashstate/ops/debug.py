@@ -131,6 +131,7 @@ def check_each(
     """
     if tensor is None or not tensor.is_floating_point():
         return
+    refuse_capture(tensor)
     index, where = None, ""
     if given is not None:
         slots, token_axes = given.slots, len(given.tokens.axes)
@@ -186,7 +187,7 @@ def check_commit(ring: AnyRing, plan: Plan) -> None:
         planned = {slot: (start, live) for _, slot, start, live, *_ in plan.rows.tolist()}
         for steps in _steps_of(ring.count):
             for slot, cursors in steps.items():
-                if planned.get(slot, cursors) != cursors:
+                if planned.get(slot, cursors) != cursors == _cursors(ring, slot):  # else the step was given up
                     step = f"the step in slot {slot} began at start and count {cursors[0]} and {cursors[1]}"
                     had = "{} and {}".format(*planned[slot])
                     raise ValueError(f"plan is of an earlier step: {step}, and the plan has {had}; commit its own plan")

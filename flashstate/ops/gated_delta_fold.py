@@ -63,9 +63,10 @@ def gated_delta_fold(
             raise ValueError(f"dt_bias must have shape (HV={heads}) where a ring has one decay per head, got {shape}")
     if not ring.per_channel:  # then it has logarithms of decays, and all calls are of one variant
         A_log = dt_bias = None
+    checked = checked_fold("gated_delta_fold", state, ring, slots, tokens, into)
     if debugging():
         check_finite({"A_log": A_log, "dt_bias": dt_bias})
-    fold(state, ring, A_log, dt_bias, qk_l2norm, *checked_fold("gated_delta_fold", state, ring, slots, tokens, into))
+    fold(state, ring, A_log, dt_bias, qk_l2norm, *checked)
 
 
 @registered(name="gated_delta_fold")

@@ -51,10 +51,11 @@ def mamba2_fold(
     if A.dim() != 1:
         raise ValueError(f"A must have one value per head, as Mamba-2 has, got shape {tuple(A.shape)}")
     check_contiguous("A", A, OR_EXPANDED)
+    checked = checked_fold("mamba2_fold", state, ring, slots, tokens, into)
     if debugging():
         check_finite({"A": A})
         check_each("A", A, lambda A: A <= 0, NOT_POSITIVE)
-    fold(state, ring, A, *checked_fold("mamba2_fold", state, ring, slots, tokens, into))
+    fold(state, ring, A, *checked)
 
 
 @registered(name="mamba2_fold")

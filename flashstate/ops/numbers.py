@@ -36,7 +36,7 @@ def as_numbers(name: str, numbers: SlotNumbers) -> list[int]:
         check_tensor(name, numbers, ("slots",), (None,), dtypes=INDEX_DTYPES)
         return numbers.tolist()
     if isinstance(numbers, Sequence) and not isinstance(numbers, (str, bytes)):
-        return [number.tolist() if isinstance(number, Tensor) else number for number in numbers]
+        return [number.tolist() if isinstance(number, Tensor) and number.dim() == 0 else number for number in numbers]
     if isinstance(numbers, int):
         return [numbers]
     raise TypeError(f"{name} must be an int, a sequence of ints or an integer tensor, got {no_tensor(numbers)}")
