@@ -97,11 +97,17 @@ def test_a_forward_that_passes_all_arguments_on_takes_a_cache(family: str, place
         def forward(self, *args: Any, **given: Any) -> Any:
             return super().forward(*args, **given)
 
-    model.__class__ = Around
-    by_name, by_place = fs.StateCache(model), fs.StateCache(model)
-    model(PROMPT, past_key_values=by_name)
-    model(PROMPT, *[None] * (place - 1), by_place)
-    assert by_name.length == by_place.length == 6
+    def logits(cache: fs.StateCache, named: bool) -> list[Tensor]:
+        args: Any = [] if named else [*[None] * (place - 1), cache]
+        given: Any = {"past_key_values": cache} if named else {}
+        return [model(tokens, *args, **given).logits for tokens in TOKENS[:, :7].split(6, 1)]
+
+    want = logits(fs.StateCache(model), named=True)
+    fs.disable(model).__class__ = Around
+    for named in (True, False):
+        cache = fs.StateCache(model)
+        assert all(map(torch.equal, logits(cache, named), want))
+        assert cache.length == cache.get_seq_length() == 7
 
 
 def test_packed_sequences_are_refused() -> None:

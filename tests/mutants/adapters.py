@@ -382,7 +382,7 @@ MUTANTS = (
            "test_transformers_refusals.py::test_after_a_call_that_failed_half_way_a_cache_refuses_until_it_is_reset"
            "[mamba2-{}-{'drafts': 2, 'replay': 3}]"),
     Mutant("a cache without its name goes past its guards", "integrations/transformers/enabling.py",
-           "args[place] if len(args) > place else given.get(name)", "given.get(name)",
+           "unnamed[0] if unnamed else given.get(name)", "given.get(name)",
            "test_transformers_refusals.py::"
            "test_more_tokens_than_a_static_cache_has_room_for_are_refused_before_anything_moves"),
     Mutant("a layer alone goes past the guards of a cache", "integrations/transformers/cache.py",

@@ -13,6 +13,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 from transformers.generation import GenerationMode
 
 from flashstate.errors import check_dtype
@@ -173,9 +174,14 @@ def own_cache_name(model: Any) -> str:
 
 @cache
 def cache_argument(cls: Any) -> str:
-    """The argument of the forward of a class of models that is the cache: models of Mamba alone have another."""
-    names = inspect.signature(cls.forward).parameters
-    return "cache_params" if "cache_params" in names and "past_key_values" not in names else "past_key_values"
+    """Return the argument of the forward of a class of models that is the cache: models of Mamba alone have another.
+    A class whose forward passes all arguments on has the argument of the class that it is derived from."""
+    for forward in (base.forward for base in cls.__mro__ if hasattr(base, "forward")):
+        names = inspect.signature(forward).parameters
+        for name in ("past_key_values", "cache_params"):
+            if name in names:
+                return name
+    return "past_key_values"
 
 
 @cache
@@ -184,13 +190,13 @@ def model_forward(cls: Any) -> Callable[..., Any]:
     guarded StateCache, a CUDA graph where a step on it can be one, and a cache that is taken and returned as
     past_key_values."""
     stock, name = cls.forward, cache_argument(cls)
-    place = [*inspect.signature(stock).parameters, name].index(name) - 1  # behind self
 
     @wraps(stock)
     def forward(self: Any, *args: Any, **given: Any) -> Any:
         if name != "past_key_values" and given.get("past_key_values") is not None:
             given[name] = given.pop("past_key_values")
-        kept: Any = args[place] if len(args) > place else given.get(name)
+        unnamed = [each for each in args if isinstance(each, Cache)]
+        kept: Any = unnamed[0] if unnamed else given.get(name)
         if torch.compiler.is_compiling():
             outputs = stock(self, *args, **given)
         elif not has_states(kept):
