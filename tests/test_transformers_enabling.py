@@ -35,6 +35,9 @@ def test_copies_of_an_enabled_model_and_others_of_its_class_run_by_themselves() 
     assert not torch.equal(greedy(model, past_key_values=fs.StateCache(model)), want)
     fs.disable(model)
     assert torch.equal(greedy(twin, past_key_values=fs.StateCache(twin)), want)
+    twin.compile(backend="eager")
+    for each in (copy.copy(twin), copy.deepcopy(twin)):
+        assert each._compiled_call_impl is None  # which would run the weights of the first
 
 
 def test_a_shallow_copy_of_an_enabled_model_runs_its_own_methods_on_the_same_mixers() -> None:

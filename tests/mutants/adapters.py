@@ -445,7 +445,7 @@ MUTANTS = (
            "    return Shallow(module), ()\n", "    return Shallow(module).__reduce_ex__(protocol)\n",
            "test_transformers_enabling.py -k test_a_shallow_copy_of_an_enabled_model"),
     Mutant("a copy of an enabled model runs the mixers of the first", "integrations/transformers/use.py",
-           "vars(new).update(deepcopy(vars(module), memo))", "vars(new).update(vars(module))",
+           "vars(new).update(deepcopy(module.__getstate__(), memo))", "vars(new).update(vars(module))",
            "test_transformers_enabling.py::"
            "test_copies_of_an_enabled_model_and_others_of_its_class_run_by_themselves"),
     Mutant("a generation that failed leaves its candidates", "integrations/transformers/enabling.py",
