@@ -91,7 +91,27 @@ def test_a_norm_that_somebody_has_replaced_keeps_its_forward() -> None:
         assert norm.forward is forward
 
 
-@pytest.mark.parametrize(("family", "place"), [("mamba2", 2), ("qwen3_next", 3)])
+def test_disable_leaves_alone_what_somebody_has_replaced_since_enable() -> None:
+    model: Any = tiny_model("mamba2")
+    before = [dict(vars(module)) for module in model.modules()]
+    norm, mixer = model.backbone.norm_f, mixers(fs.enable(model))[0]
+    norm.forward = model.backbone.forward = forward = nn.Identity().forward
+    del mixer.forward
+    fs.disable(model)
+    assert norm.forward is model.backbone.forward is forward
+    del norm.forward, model.backbone.forward
+    assert [dict(vars(module)) for module in model.modules()] == before
+
+
+def test_an_enabled_model_takes_layers_of_others() -> None:
+    model: Any = fs.enable(tiny_model("mamba2"))
+    other: Any = tiny_model("mamba2")
+    model.backbone.layers[1] = other.backbone.layers[1]
+    stock = greedy(fs.disable(copy.deepcopy(model)))
+    assert torch.equal(greedy(model, past_key_values=fs.StateCache(model)), stock)
+
+
+@pytest.mark.parametrize(("family", "place"), [("mamba2", 2), ("falcon_mamba", 3), ("qwen3_next", 3)])
 @torch.no_grad()
 def test_a_forward_that_passes_all_arguments_on_takes_a_cache(family: str, place: int) -> None:
     model: Any = tiny_model(family)

@@ -28,6 +28,7 @@ from flashstate.integrations.transformers.use import CACHES, copied, reduced
 from flashstate.state.state import State
 
 PACKED = ("seq_idx", "cu_seq_lens_q")  # arguments of mixers for several sequences in one row
+OURS: set[Callable[..., Any]] = set()  # forwards of flashstate that modules have had
 
 
 def enable(model: PreTrainedModel) -> PreTrainedModel:
@@ -46,9 +47,8 @@ def enable(model: PreTrainedModel) -> PreTrainedModel:
     if not hasattr(cls, "prepare_inputs_for_generation"):
         raise ValueError(f"enable takes a model that generates, got {cls.__name__}: give it the model around this one")
     for each in found.values():
-        check_own(each.mixer)
-    for each in found.values():
-        set_forward(each.mixer, mixer_forward)
+        if not has_forward(each.mixer):
+            check_own(each.mixer)
     for module, forward in forwards_of(model):
         if module is model or own_forward(module) is None:
             set_forward(module, forward)
@@ -66,7 +66,7 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
         for module in filter(has_forward, model.modules()):
             unset_forward(module)
         for name in ("_is_stateful", *methods(type(model))):
-            delattr(model, name)
+            vars(model).pop(name, None)
         if CACHES.get(model):
             setattr(model, refuse_states.__name__, MethodType(refuse_states, model))
     return model
@@ -104,11 +104,13 @@ def check_own(mixer: nn.Module) -> None:
 
 
 def forwards_of(model: nn.Module) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
-    """Yield the norms of a model, the model, and the models inside it that have mixers, each with the forward that it
-    has while the model is enabled."""
+    """Yield the norms and mixers of a model, the model, and the models inside it that have mixers, each with the
+    forward that it has while the model is enabled."""
     yield from norms_of(model)
     for module in model.modules():
         cls: Any = type(module)
+        if is_mixer(module):
+            yield module, mixer_forward
         if isinstance(module, PreTrainedModel) and any(map(is_mixer, module.modules())):
             yield module, model_forward(cls)
 
@@ -122,6 +124,7 @@ def own_forward(module: Any) -> Any:
 
 def set_forward(module: Any, forward: Callable[..., Any]) -> None:
     """Make a function the forward of one module. As a method it follows the module when that is copied."""
+    OURS.add(forward)
     setattr(module, forward_name(module), MethodType(forward, module))
     module.__reduce_ex__ = MethodType(reduced, module)
     module.__deepcopy__ = MethodType(copied, module)
@@ -133,8 +136,11 @@ def has_forward(module: Any) -> bool:
 
 
 def unset_forward(module: Any) -> None:
-    """Give a module the forward of its class again."""
-    del module.__reduce_ex__, module.__deepcopy__
+    """Give a module the forward of its class again, unless somebody else has replaced that of flashstate."""
+    for name in ("__reduce_ex__", "__deepcopy__"):
+        vars(module).pop(name, None)
+    if own_forward(module) not in OURS:
+        return
     if forward_name(module) == "forward":
         del module.forward
     else:
