@@ -35,6 +35,9 @@ def test_copies_of_an_enabled_model_and_others_of_its_class_run_by_themselves() 
     assert not torch.equal(greedy(model, past_key_values=fs.StateCache(model)), want)
     fs.disable(model)
     assert torch.equal(greedy(twin, past_key_values=fs.StateCache(twin)), want)
+    twin.compile(backend="eager")
+    for each in (copy.copy(twin), copy.deepcopy(twin)):
+        assert each._compiled_call_impl is None  # which would run the weights of the first
 
 
 def test_a_shallow_copy_of_an_enabled_model_runs_its_own_methods_on_the_same_mixers() -> None:
@@ -88,7 +91,27 @@ def test_a_norm_that_somebody_has_replaced_keeps_its_forward() -> None:
         assert norm.forward is forward
 
 
-@pytest.mark.parametrize(("family", "place"), [("mamba2", 2), ("qwen3_next", 3)])
+def test_disable_leaves_alone_what_somebody_has_replaced_since_enable() -> None:
+    model: Any = tiny_model("mamba2")
+    before = [dict(vars(module)) for module in model.modules()]
+    norm, mixer = model.backbone.norm_f, mixers(fs.enable(model))[0]
+    norm.forward = model.backbone.forward = forward = nn.Identity().forward
+    del mixer.forward
+    fs.disable(model)
+    assert norm.forward is model.backbone.forward is forward
+    del norm.forward, model.backbone.forward
+    assert [dict(vars(module)) for module in model.modules()] == before
+
+
+def test_an_enabled_model_takes_layers_of_others() -> None:
+    model: Any = fs.enable(tiny_model("mamba2"))
+    other: Any = tiny_model("mamba2")
+    model.backbone.layers[1] = other.backbone.layers[1]
+    stock = greedy(fs.disable(copy.deepcopy(model)))
+    assert torch.equal(greedy(model, past_key_values=fs.StateCache(model)), stock)
+
+
+@pytest.mark.parametrize(("family", "place"), [("mamba2", 2), ("falcon_mamba", 3), ("qwen3_next", 3)])
 @torch.no_grad()
 def test_a_forward_that_passes_all_arguments_on_takes_a_cache(family: str, place: int) -> None:
     model: Any = tiny_model(family)
@@ -97,11 +120,17 @@ def test_a_forward_that_passes_all_arguments_on_takes_a_cache(family: str, place
         def forward(self, *args: Any, **given: Any) -> Any:
             return super().forward(*args, **given)
 
-    model.__class__ = Around
-    by_name, by_place = fs.StateCache(model), fs.StateCache(model)
-    model(PROMPT, past_key_values=by_name)
-    model(PROMPT, *[None] * (place - 1), by_place)
-    assert by_name.length == by_place.length == 6
+    def logits(cache: fs.StateCache, named: bool) -> list[Tensor]:
+        args: Any = [] if named else [*[None] * (place - 1), cache]
+        given: Any = {"past_key_values": cache} if named else {}
+        return [model(tokens, *args, **given).logits for tokens in TOKENS[:, :7].split(6, 1)]
+
+    want = logits(fs.StateCache(model), named=True)
+    fs.disable(model).__class__ = Around
+    for named in (True, False):
+        cache = fs.StateCache(model)
+        assert all(map(torch.equal, logits(cache, named), want))
+        assert cache.length == cache.get_seq_length() == 7
 
 
 def test_packed_sequences_are_refused() -> None:

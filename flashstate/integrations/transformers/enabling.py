@@ -13,6 +13,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 from transformers.generation import GenerationMode
 
 from flashstate.errors import check_dtype
@@ -27,6 +28,7 @@ from flashstate.integrations.transformers.use import CACHES, copied, reduced
 from flashstate.state.state import State
 
 PACKED = ("seq_idx", "cu_seq_lens_q")  # arguments of mixers for several sequences in one row
+OURS: set[Callable[..., Any]] = set()  # forwards of flashstate that modules have had
 
 
 def enable(model: PreTrainedModel) -> PreTrainedModel:
@@ -45,9 +47,8 @@ def enable(model: PreTrainedModel) -> PreTrainedModel:
     if not hasattr(cls, "prepare_inputs_for_generation"):
         raise ValueError(f"enable takes a model that generates, got {cls.__name__}: give it the model around this one")
     for each in found.values():
-        check_own(each.mixer)
-    for each in found.values():
-        set_forward(each.mixer, mixer_forward)
+        if not has_forward(each.mixer):
+            check_own(each.mixer)
     for module, forward in forwards_of(model):
         if module is model or own_forward(module) is None:
             set_forward(module, forward)
@@ -65,7 +66,7 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
         for module in filter(has_forward, model.modules()):
             unset_forward(module)
         for name in ("_is_stateful", *methods(type(model))):
-            delattr(model, name)
+            vars(model).pop(name, None)
         if CACHES.get(model):
             setattr(model, refuse_states.__name__, MethodType(refuse_states, model))
     return model
@@ -103,11 +104,13 @@ def check_own(mixer: nn.Module) -> None:
 
 
 def forwards_of(model: nn.Module) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
-    """Yield the norms of a model, the model, and the models inside it that have mixers, each with the forward that it
-    has while the model is enabled."""
+    """Yield the norms and mixers of a model, the model, and the models inside it that have mixers, each with the
+    forward that it has while the model is enabled."""
     yield from norms_of(model)
     for module in model.modules():
         cls: Any = type(module)
+        if is_mixer(module):
+            yield module, mixer_forward
         if isinstance(module, PreTrainedModel) and any(map(is_mixer, module.modules())):
             yield module, model_forward(cls)
 
@@ -121,6 +124,7 @@ def own_forward(module: Any) -> Any:
 
 def set_forward(module: Any, forward: Callable[..., Any]) -> None:
     """Make a function the forward of one module. As a method it follows the module when that is copied."""
+    OURS.add(forward)
     setattr(module, forward_name(module), MethodType(forward, module))
     module.__reduce_ex__ = MethodType(reduced, module)
     module.__deepcopy__ = MethodType(copied, module)
@@ -132,8 +136,11 @@ def has_forward(module: Any) -> bool:
 
 
 def unset_forward(module: Any) -> None:
-    """Give a module the forward of its class again."""
-    del module.__reduce_ex__, module.__deepcopy__
+    """Give a module the forward of its class again, unless somebody else has replaced that of flashstate."""
+    for name in ("__reduce_ex__", "__deepcopy__"):
+        vars(module).pop(name, None)
+    if own_forward(module) not in OURS:
+        return
     if forward_name(module) == "forward":
         del module.forward
     else:
@@ -173,9 +180,14 @@ def own_cache_name(model: Any) -> str:
 
 @cache
 def cache_argument(cls: Any) -> str:
-    """The argument of the forward of a class of models that is the cache: models of Mamba alone have another."""
-    names = inspect.signature(cls.forward).parameters
-    return "cache_params" if "cache_params" in names and "past_key_values" not in names else "past_key_values"
+    """Return the argument of the forward of a class of models that is the cache: models of Mamba alone have another.
+    A class whose forward passes all arguments on has the argument of the class that it is derived from."""
+    for forward in (base.forward for base in cls.__mro__ if hasattr(base, "forward")):
+        names = inspect.signature(forward).parameters
+        for name in ("past_key_values", "cache_params"):
+            if name in names:
+                return name
+    return "past_key_values"
 
 
 @cache
@@ -184,13 +196,13 @@ def model_forward(cls: Any) -> Callable[..., Any]:
     guarded StateCache, a CUDA graph where a step on it can be one, and a cache that is taken and returned as
     past_key_values."""
     stock, name = cls.forward, cache_argument(cls)
-    place = [*inspect.signature(stock).parameters, name].index(name) - 1  # behind self
 
     @wraps(stock)
     def forward(self: Any, *args: Any, **given: Any) -> Any:
         if name != "past_key_values" and given.get("past_key_values") is not None:
             given[name] = given.pop("past_key_values")
-        kept: Any = args[place] if len(args) > place else given.get(name)
+        unnamed = [each for each in args if isinstance(each, Cache)]
+        kept: Any = unnamed[0] if unnamed else given.get(name)
         if torch.compiler.is_compiling():
             outputs = stock(self, *args, **given)
         elif not has_states(kept):

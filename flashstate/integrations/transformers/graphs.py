@@ -57,7 +57,7 @@ class Graphs:
         steps = cache.batch is not None and tokens.shape[1] <= cache.format.drafts + 1
         asked = (given.get(name) or getattr(model.config, name, False) for name in UNGRAPHED)
         plain = not any(asked) and not any(cache.is_sliding)
-        busy = torch.is_grad_enabled() or torch.cuda.is_current_stream_capturing()
+        busy = cache.call is not None or torch.is_grad_enabled() or torch.cuda.is_current_stream_capturing()
         return steps and plain and not busy and self.on_one_device(model)
 
     def on_one_device(self, model: Any) -> bool:

@@ -97,7 +97,7 @@ class Shallow:
     def __call__(self) -> Any:
         """Return a module with the same attributes, whose own methods are bound to it."""
         new = like(self.module)
-        for name, value in vars(self.module).items():
+        for name, value in self.module.__getstate__().items():
             own = isinstance(value, MethodType) and value.__self__ is self.module
             vars(new)[name] = MethodType(value.__func__, new) if own else value
         return new
@@ -113,7 +113,7 @@ def reduced(module: Any, protocol: Any) -> tuple[Shallow, tuple[()]]:
 
 
 def copied(module: Any, memo: dict[int, Any]) -> Any:
-    """Copy a module and its attributes, as copy.deepcopy does without `__reduce_ex__`."""
+    """Copy a module and its attributes, as copy.deepcopy does without `__reduce_ex__`: not what it was compiled to."""
     memo[id(module)] = new = like(module)
-    vars(new).update(deepcopy(vars(module), memo))
+    vars(new).update(deepcopy(module.__getstate__(), memo))
     return new
