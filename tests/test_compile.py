@@ -107,6 +107,8 @@ def test_every_form_compiles_with_wide_accesses_of_the_state_and_without_spills(
         require_one_order(kernel, chosen(case, 90), case.problem.vector)
     if not op.endswith("elsewhere"):
         assert spilled_bytes(kernel) <= spills
+    if call is fold and isinstance(architecture, int) and architecture >= 90:  # it starts beside the kernel in front
+        assert "griddepcontrol.wait" in kernel.asm["ptx"]
 
 
 def require_wide_states(kernel: Any, case: AnyCase, call: Call, architecture: int | str) -> None:
