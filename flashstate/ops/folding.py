@@ -15,7 +15,7 @@ from flashstate.launch.arguments import slots_values, state_values, tile_values
 from flashstate.launch.axes import Tokens
 from flashstate.launch.call import Given
 from flashstate.launch.start import Launch, check_programs, kernel_in, start
-from flashstate.ops.debug import check_cursors, check_debugged, debugging
+from flashstate.ops.debug import check_cursors, check_debugged, debugging, refuse_capture
 from flashstate.ops.replaying import AnyReplay, ring_values
 from flashstate.state.faults import fault_flag
 from flashstate.state.places import Place
@@ -55,6 +55,7 @@ def checked_fold(
     batch = len(state.data) if where is None else len(where.read)
     each, most = tokens_to_fold(tokens, ring, batch)
     if debugging():
+        refuse_capture(state.data)
         if into is None:  # which may have other slots
             names, tokens_of_rows = ("pool", "tokens", "slots", "update"), Tokens(("batch",), (batch,), batch, 1)
             check_debugged(Given((*names, "ring"), (state.data, tokens_of_rows, where, True, ring)))
