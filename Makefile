@@ -17,7 +17,7 @@ demo: $(ENVIRONMENT)
 test: lint test-kernels
 
 # For changes under way: tests that are marked quick. No other file has some, and few files are collected faster than all.
-QUICK_FILES := tests/test_laws.py tests/test_mutants.py tests/test_refusals_of_ops.py
+QUICK_FILES := tests/test_laws.py tests/test_mutants.py tests/test_refusals_of_ops.py tests/test_refusals_of_states.py
 quick: lint
 	TRITON_INTERPRET=1 $(PYTEST) -m "quick and not gpu" $(QUICK_FILES)
 

@@ -160,6 +160,8 @@ TRANSPOSED = (
     r"^\w+ must be contiguous within a head: strides \((any, )+\d+, 1\), got \([\d, ]+\); only gated_delta_step takes"
 )
 STANDS = "a State or a tensor"
+ENTRIES = "must have an entry for each of the {} tokens, got shape"
+OTHER_RING = "^plan was made for rings of other slots: their start and count are not those of this ring"
 
 
 # Who refuses it

@@ -1,4 +1,5 @@
-"""Every Python example in the documents runs, every relative link leads somewhere, and laws are listed once."""
+"""Every Python example in the documents runs, relative links lead somewhere, what is said to be in a file is there,
+and laws are listed once."""
 
 import re
 from pathlib import Path
@@ -77,6 +78,18 @@ def test_every_relative_link_leads_to_a_file_and_a_heading_and_of_the_site_to_no
         broken += [] if there and inside else [f"{name(document)}: {path}#{anchor}"]
     assert links()
     assert not broken
+
+
+def test_what_documents_name_in_a_file_is_there() -> None:
+    named = [
+        (name(document), *match)
+        for document, text in TEXTS.items()
+        for match in re.findall(r"`(\w+)` (?:of|in) `([\w/]+\.py)`", " ".join(text.split()))
+        if document.name != "log.md"  # which tells of commits that were
+    ]
+    files = [(ROOT / path if (ROOT / path).exists() else ROOT / "flashstate" / path) for _, _, path in named]
+    assert named
+    assert [at for at, file in zip(named, files, strict=True) if not re.search(rf"\b{at[1]}\b", file.read_text())] == []
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -20,7 +20,7 @@ SCALED = "test_scaled_formats.py -k test_triton_and_torch_store_equal_bytes and 
 DRAWN = "test_formats.py -k test_a_step_draws_the_bits_that_the_seed_decides and interpreter"
 DRAWN_AT_ONCE = "test_formats.py::test_tokens_at_once_draw_the_bits_of_the_last"
 PROPERTIES = "test_properties.py::test_a_call_equals_calls_of_one_token_of_one_row_bit_by_bit[packed-False-interpreter]"
-COMPILED = "test_compile_code.py"
+COMPILED = "test_compile_waits.py"
 WAITS = f"compiled: {COMPILED}::test_warps_wait_for_each_other_before_they_overwrite_what_all_of_them_read"
 
 # fmt: off
