@@ -20,6 +20,7 @@ ROUNDINGS_OF = {  # by the name of a format
 }
 ACTIVATIONS = ("float32", "bfloat16", "float16")  # dtypes of what tokens bring
 BENCHED = ("mamba2", "gated_delta", "mamba3", "conv1d", "mamba2_replay", "gated_delta_replay", "span")  # by `bench`
+ENGINES = ("vllm",)  # whose layers `info` tells about
 NO_PEERS = "none"  # the word for no peer in `bench --peers`
 PEER_NAMES = ("vllm", "flashinfer", "mamba_ssm", "fla")  # libraries that `bench` compares with
 WAYS = ("plain", "again", "int64", "ascending", "no-gate", "float32-dt")  # in which `bench --ways` calls ops

@@ -19,6 +19,7 @@ from flashstate.basics import (
     BENCH_SECONDS,
     BENCHED,
     CPU_BENCH_SECONDS,
+    ENGINES,
     FAMILIES,
     FAMILY,
     LARGEST_NUMBER,
@@ -189,7 +190,12 @@ MEASURED = {
     "--batches": numbers("default: those of the op; on a CPU bench takes 1 and 4, and at most a minute"),
 }
 INFO = {
-    "op": OP,
+    "op": named(
+        (*BENCHED, *ENGINES),
+        f"{OP['help']}; or {listed(ENGINES)}: which of its layers flashstate recognises in the installed release",
+        "OP",
+        nargs="?",
+    ),
     **{f"--{name}": number(help, nargs=1) for name, help in SIZES.items()},
     "--format": named(ROUNDINGS_OF, f"{listed(ROUNDINGS_OF)} (default: the first that bench measures)", "FORMAT"),
     "--rounding": ROUNDING,
@@ -291,7 +297,9 @@ GENERATE = {
     "--static": flag(help="a cache of fixed size, and on a GPU one CUDA graph per step"),
 }
 COMMANDS = {
-    "info": Command("versions, devices, formats, and which launch config a case gets and why", INFO),
+    "info": Command(
+        "versions, devices, formats, and which launch config a case gets and why; which layers of vLLM are served", INFO
+    ),
     "check": Command("prove the laws every op obeys, on your device", CHECK),
     "demo": Command("serve requests from one pool per format and compare with float64", DEMO),
     "generate": Command("run a model of Transformers, alone and then on flashstate", GENERATE),

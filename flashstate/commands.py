@@ -23,7 +23,7 @@ from flashstate.bench.ways import run_ways, show_file
 from flashstate.check import run_check
 from flashstate.demo import show_demo
 from flashstate.generate import Task, show_generate
-from flashstate.info import show_info
+from flashstate.info import show_info, show_vllm
 from flashstate.launch import Gpu
 from flashstate.models import ModelShape, choose_shape
 from flashstate.plan import show_plan
@@ -53,6 +53,11 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _info(options: argparse.Namespace) -> None:
+    if options.op == "vllm":
+        words = ("format", "batches", "gpu", *(name for op in OPS.values() for name in op.case.sizes))
+        if given := _given(options, words):
+            raise ValueError(f"info vllm takes no --{min(given)}")
+        return show_vllm()
     options.op = options.op or DEFAULT_OP
     op = OPS[options.op]
     formats = [check_format(options.format or op.grids[0].formats[0][0], options.rounding)]

@@ -12,6 +12,8 @@ from rich.table import Column, Table
 
 from flashstate.basics import flashstate_version, wrapped
 from flashstate.bench.jobs import Job
+from flashstate.integrations.vllm import contract
+from flashstate.integrations.vllm.kinds import CHOOSING, KINDS, PAGES, Kind
 from flashstate.launch import Gpu, Problem, choose_with_reason, machine_of
 from flashstate.launch.config import mode_key
 from flashstate.state.formats import FORMATS
@@ -20,6 +22,10 @@ EXAMPLE_GPU = Gpu("NVIDIA H200", (9, 0))  # whose configs are shown on a machine
 COLUMNS_OF_CONFIGS = (
     "Rows are those of a tile, and lanes those of a row. An entry is the batch x heads that a config of a table is "
     "for. Besides: what is not as in a plain config."
+)
+NOT_RECOGNISED = (
+    "vLLM runs layers that are not recognised, and a model that has some takes no state and no stochastic rounding. "
+    "A newer flashstate may know them."
 )
 PAYS = (
     "Replay reads rings beside states and computes more, so it pays from some batch size on. As measured on an H200 in "
@@ -55,6 +61,27 @@ def show_info(jobs: Sequence[Job], gpu: Gpu | None, pays: Mapping[str, int]) -> 
     if pays:
         say(PAYS)
         console.print(pays_table(pays))
+
+
+def show_vllm() -> None:
+    """Print which layers of the installed vLLM flashstate recognises, and what it does not know of the others."""
+    sources = contract.installed()
+    if sources is None:
+        raise ValueError("vLLM is not installed: no layers to look at")
+    console = Console(highlight=False)
+    console.print(f"vLLM {sources.version} in {sources.root}", soft_wrap=True)
+    table = Table("what", "on", "recognised", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    rows: list[tuple[str, str, Kind | tuple[str, ...]]] = [("--mamba-backend flashstate", "", CHOOSING)]
+    rows += [(kind.name, "all devices" if kind.everywhere else "NVIDIA GPUs", kind) for kind in KINDS]
+    rows.append(("states of other formats", "", PAGES))
+    for name, devices, of in rows:
+        table.add_row(name, devices, "no" if contract.unknown(sources, of) else "yes")
+    console.print(table)
+    for name, _, of in rows:
+        for fact in contract.unknown(sources, of):
+            console.print(f"{name}: {fact}", markup=False, soft_wrap=True)
+    if any(contract.unknown(sources, of) for _, _, of in rows):
+        console.print("\n".join(wrapped(NOT_RECOGNISED, console.width)), markup=False)
 
 
 def versions() -> dict[str, str]:

@@ -17,8 +17,9 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearForgetGate
 from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 
+from flashstate.integrations.fingerprints import statements
 from flashstate.integrations.transformers import families
-from flashstate.integrations.transformers.families import KNOWN, MIXERS, Found, fingerprint, mixers_of, statements
+from flashstate.integrations.transformers.families import KNOWN, MIXERS, Found, fingerprint, mixers_of
 from flashstate.integrations.transformers.mixers.parameters import DERIVED, decay, derived
 from flashstate.integrations.transformers.mixers.short_conv import SHORT_CONV
 from flashstate.integrations.transformers.tiny import tiny_model

@@ -6,6 +6,7 @@ from tests_vllm import oldest, triton_on_cpu  # noqa: F401, they prepare vLLM
 import contextlib
 import dataclasses
 import functools
+import importlib
 import inspect
 import sys
 import tempfile
@@ -26,11 +27,12 @@ from vllm.model_executor.layers.mamba.ops import ssu_dispatch
 from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 from vllm.v1.attention.backends.mamba1_attn import Mamba1AttentionMetadata
-from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadata
+from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadata, compute_varlen_chunk_metadata
 from vllm.v1.attention.backends.short_conv_attn import ShortConvAttentionMetadata
 from vllm.v1.attention.backends.utils import compute_causal_conv1d_metadata
 
 from flashstate.integrations.vllm import register, upstream
+from flashstate.integrations.vllm.kinds import KDA, KINDS, LAYERS
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from models_of_peers import decoded
@@ -41,9 +43,9 @@ from peer_selective import VLLM
 
 vars(_custom_ops).pop("causal_conv1d_weight_pack", None)  # packs bfloat16 weights, on CPUs that have kernels for that
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-VERSION = upstream.version()
+VERSION = upstream.sources().version
 PREFIX, BLOCKS, PADDING = "model.layers.0.mixer", 14, 20  # PADDING: bytes behind the states of a page
-HIDDEN, HEADS, KEYS, WIDTH = 32, 4, 32, 4
+HIDDEN, HEADS, KEYS, WIDTH, CHUNK = 32, 4, 32, 4, 16
 VALUES = KEYS if torch.cuda.is_available() else 16  # vLLM's kernel for prompts compiles for heads of equal sizes alone
 
 
@@ -173,6 +175,9 @@ def mamba_metadata(kind: type, batch: Batch) -> Any:
     if lengths:
         continues = torch.tensor([c for _, _, c in batch.prefills], device=DEVICE)
         fields |= {"has_initial_states_p": continues, "query_start_loc_p": bounds(lengths), **conv_metadata(lengths)}
+        names = ("cu_chunk_seqlen_p", "last_chunk_indices_p", "seq_idx_p")
+        fields |= dict(zip(names, compute_varlen_chunk_metadata(bounds(lengths).cpu(), CHUNK), strict=True))
+        fields |= {"chunk_size": CHUNK, "prep_initial_states": bool(continues.any())}
     if batch.moves:
         fields |= moving_metadata(batch, fields["state_indices_tensor_d"])
     return of_class(kind, **fields)
@@ -211,7 +216,7 @@ class Family:
 
     @property
     def stock(self) -> type:
-        return getattr(__import__(self.module, fromlist=["_"]), self.name)
+        return getattr(importlib.import_module(self.module), self.name)
 
 
 def delta_config(**more: Any) -> SimpleNamespace:
@@ -224,13 +229,6 @@ def delta_config(**more: Any) -> SimpleNamespace:
 
 def make_delta(kind: type, config: VllmConfig, **more: Any) -> Any:
     return kind(delta_config(**more), config, prefix=PREFIX)
-
-
-def make_fused(kind: type, config: VllmConfig) -> Any:
-    """Layers whose graph has norm and projections of gates in one op, as on GPUs with drafts in bfloat16."""
-    layer = make_delta(kind, config)
-    layer.enable_fused_gdn_spec_decode = True
-    return layer
 
 
 def make_kimi(kind: type, config: VllmConfig, **more: Any) -> Any:
@@ -259,12 +257,12 @@ def make_short_conv(kind: type, config: VllmConfig) -> Any:
     return kind(sizes, HIDDEN, 0, config.model_config, config.cache_config, prefix=PREFIX)
 
 
-GDN, MAMBA = upstream.GDN, upstream.MAMBA
+MAMBA = f"vllm.{LAYERS.replace('/', '.')}"
+GDN = f"{MAMBA}.gdn"
 QWEN = Family(
     f"{GDN}.qwen_gdn_linear_attn", "QwenGatedDeltaNetAttention", make_delta, gdn_metadata, method="forward_cuda"
 )
 BRAIN_QWEN = dataclasses.replace(QWEN, own_dtype=True)
-FUSED_QWEN = dataclasses.replace(BRAIN_QWEN, make=make_fused)
 OLMO = Family(
     f"{GDN}.olmo_gdn_linear_attn", "OlmoHybridGatedDeltaNetAttention",
     functools.partial(make_delta, linear_allow_neg_eigval=True), gdn_metadata,
@@ -434,9 +432,9 @@ ADAPTERS = {
     "fused_recurrent_gated_delta_rule_packed_decode": VLLM_DECODE,
     "fused_sigmoid_gating_delta_rule_update": VLLM_RULE,
     "fused_recurrent_gated_delta_rule": VLLM_DECAYS,
-    "fused_recurrent_kda": VLLM_KDA if VERSION == "0.26.0" else VLLM_RAW_KDA,
-    "fused_recurrent_kda_packed_decode": VLLM_RAW_DECODE,
+    "fused_recurrent_kda": VLLM_KDA,
 }
+RAW_ADAPTERS = {"fused_recurrent_kda": VLLM_RAW_KDA, "fused_recurrent_kda_packed_decode": VLLM_RAW_DECODE}
 
 
 def modelled(adapter: Adapter, dtype: torch.dtype) -> Callable[..., Any]:
@@ -475,10 +473,12 @@ def on_models(family: Family, dtype: torch.dtype) -> Iterator[None]:
     """Let models in this dtype answer what layers of a family call."""
     ssu = ssu_dispatch._mamba_ssu_backend
     with contextlib.ExitStack() as stack:
-        for call in upstream.CALLS[family.module]:
-            if VERSION in call.versions and call.name in ADAPTERS:  # else it steps nothing
-                for module in call.modules or (family.module,):
-                    stack.enter_context(changed(module, call.name, modelled(ADAPTERS[call.name], dtype)))
+        (kind,) = (kind for kind in KINDS if kind.name == family.name)
+        for call in kind.calls:
+            for module in (family.module, *call.modules):
+                adapter = (RAW_ADAPTERS if module in KDA else ADAPTERS).get(call.name)
+                if adapter is not None and hasattr(importlib.import_module(module), call.name):
+                    stack.enter_context(changed(module, call.name, modelled(adapter, dtype)))
         ssu_dispatch._mamba_ssu_backend = modelled(VLLM, dtype)
         stack.callback(setattr, ssu_dispatch, "_mamba_ssu_backend", ssu)
         yield
@@ -487,7 +487,7 @@ def on_models(family: Family, dtype: torch.dtype) -> Iterator[None]:
 @contextlib.contextmanager
 def changed(module: str, name: str, value: Any) -> Iterator[None]:
     """Another value of a name in a module."""
-    place = __import__(module, fromlist=["_"])
+    place = importlib.import_module(module)
     before = getattr(place, name)
     setattr(place, name, value)
     try:

@@ -46,7 +46,7 @@ def counted(*bounds: Any) -> Iterator[Any]:
 
 
 def gathered(states: torch.Tensor, blocks: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
-    """What vLLM 0.32.0 has a kernel for that wants a GPU: the states in these blocks, or zeros."""
+    """Return what a kernel of vLLM that wants a GPU does: the states in these blocks, or zeros."""
     return torch.where(known[:, None, None, None], states[blocks], 0)
 
 
@@ -78,8 +78,9 @@ def interpret() -> None:
     assert vllm.triton_utils.triton is triton
     initialise, launch = Autotuner.__init__, GridExecutor.__call__
 
-    def with_one_config(self: Any, fn: Any, arg_names: Any, configs: Any, *args: Any, **more: Any) -> None:
-        initialise(self, fn, arg_names, configs[:1], *args, **more)
+    def with_one_config(self: Any, fn: Any, arg_names: Any, configs: Any, key: Any, *args: Any, **more: Any) -> None:
+        known = [name for name in key if name in arg_names]  # Triton 3.9 refuses others, which vLLM 0.27 has
+        initialise(self, fn, arg_names, configs[:1], known, *args, **more)
 
     def with_grid_first(self: Any, *args: Any, **more: Any) -> None:
         """Ask for the grid before tensors become pointers: the function of vLLM's convolution changes arguments."""
@@ -92,11 +93,11 @@ def interpret() -> None:
     Autotuner.__init__ = with_one_config
     interpreter._interpreter = Memory()
     GridExecutor.__call__ = with_grid_first
-    from vllm.model_executor.layers.mamba.ops import causal_conv1d, mamba_ssm
+    from vllm.model_executor.layers.mamba.ops import causal_conv1d, mamba_ssm, ssd_combined
     from vllm.platforms import current_platform
 
     with mock.patch.object(type(current_platform), "is_cpu", return_value=False):
-        for module in (causal_conv1d, mamba_ssm):  # where vLLM 0.32.0 takes other kernels on a CPU
+        for module in (causal_conv1d, mamba_ssm, ssd_combined):  # vLLM takes other kernels on a CPU since 0.27
             importlib.reload(module)
     with contextlib.suppress(ImportError):
         from vllm.model_executor.layers.mamba.ops import gather_initial_states

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
-import io
 import re
 import textwrap
-import tokenize
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
 from torch import nn
 
+from flashstate.integrations.fingerprints import fingerprint_of, statements
 from flashstate.integrations.transformers.mixers import KINDS
 from flashstate.integrations.transformers.mixers.kind import Kind, Replays
 
@@ -47,9 +45,6 @@ MIXERS: dict[str, tuple[str, str]] = {
 
 # Types of layers for which a cache of Transformers keeps a recurrent state or a window.
 RECURRENT = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
-
-# Tokens that change nothing but the looks of a statement.
-LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.INDENT, tokenize.DEDENT)
 
 # Fingerprints of these mixers and of the modules inside them, in all supported versions. `python -m
 # tools.transformers_fingerprints` prints what the installed version adds.
@@ -218,7 +213,7 @@ def fingerprint(cls: type[nn.Module]) -> str:
     names = forward.__code__.co_names if inspect.isfunction(forward) else ()
     for function in (forward, *filter(inspect.isfunction, map(vars(cls).get, names))):
         lines.extend(statements_of(function))
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
+    return fingerprint_of(lines)
 
 
 @cache
@@ -233,20 +228,3 @@ def source_of(function: Callable[..., Any]) -> str:
         return textwrap.dedent(inspect.getsource(function))
     except (OSError, TypeError):
         return ""
-
-
-def statements(source: str) -> Iterator[str]:
-    """The statements of a source, each behind its depth, without comments, docstrings and whitespace.
-
-    They are made of tokens, since all versions of Python have the same; their trees differ.
-    """
-    depth = 0
-    line: list[tokenize.TokenInfo] = []
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        depth += (token.type == tokenize.INDENT) - (token.type == tokenize.DEDENT)
-        if token.type == tokenize.NEWLINE:
-            if any(token.type != tokenize.STRING for token in line):
-                yield f"{depth} {''.join(''.join(token.string for token in line).split())}"
-            line.clear()
-        elif token.type not in LAYOUT:
-            line.append(token)

@@ -12,31 +12,13 @@ import torch
 from torch import Tensor
 
 from flashstate.errors import dtype_name
+from flashstate.integrations.vllm.kinds import Kind
 from flashstate.integrations.vllm.options import Options
 from flashstate.integrations.vllm.pages import PagedState, widened
 from flashstate.integrations.vllm.serving import Function, Serving, current, running
 from flashstate.state.formats import FORMATS
 
 PREFILL = "prefill"  # what errors call what prefill does to states that it finds in float32
-
-
-@dataclasses.dataclass(frozen=True)
-class Kind:
-    """What the plugin has to know of a class of layers.
-
-    methods: those that step states; a version of vLLM may lack some.
-    every_format: whether prefill of such layers takes states of every format; else those of float32 and of the model's
-        dtype alone.
-    float32_prefill: whether prefill gives and takes states of float32, whatever their format.
-    everywhere: whether such layers are served on all devices of vLLM; else on GPUs of NVIDIA alone.
-    settings: attributes that choose between ways to decode, and what they must be.
-    """
-
-    methods: tuple[str, ...]
-    every_format: bool = True
-    float32_prefill: bool = False
-    everywhere: bool = False
-    settings: tuple[tuple[str, Any], ...] = ()
 
 
 class Served:
@@ -94,6 +76,10 @@ class Served:
         if self.checkpoints or not getattr(spec, "num_prefill_checkpoint_blocks", None):
             return spec
         return dataclasses.replace(spec, num_prefill_checkpoint_blocks=0, prefill_checkpoint_alignment=None)
+
+    def get_prefill_checkpoint_alignment(self) -> int | None:
+        """Where prefill can store a second state on its way; vLLM asks since 0.33."""
+        return super().get_prefill_checkpoint_alignment() if self.checkpoints else None  # type: ignore[misc]
 
     @property
     def options(self) -> Options:

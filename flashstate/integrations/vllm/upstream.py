@@ -1,4 +1,4 @@
-"""Everything of vLLM that is not its public interface: names, versions, and where the plugin reaches in.
+"""Everything of vLLM that is not its public interface: names, and where the plugin reaches in.
 
 No other file of flashstate imports vLLM.
 """
@@ -6,7 +6,6 @@ No other file of flashstate imports vLLM.
 from __future__ import annotations
 
 import copyreg
-import dataclasses
 import functools
 import importlib
 import logging
@@ -21,38 +20,26 @@ from torch import Tensor
 from flashstate.compat import vllm as compat
 from flashstate.compat import vllm_kda
 from flashstate.errors import dtype_name
-from flashstate.integrations.reports import unknown_version
-from flashstate.integrations.vllm.layers import Kind, Served, subclass, with_dtype, with_room_for_scales
+from flashstate.integrations.vllm import contract
+from flashstate.integrations.vllm.kinds import CHOOSING, KDA, KINDS, PAGES, SSU, V2_STATES, Kind
+from flashstate.integrations.vllm.layers import Served, subclass, with_dtype, with_room_for_scales
 from flashstate.integrations.vllm.options import Options, parse
+from flashstate.integrations.vllm.pages import PagedState
 from flashstate.integrations.vllm.serving import Seeds, Serving, answered, current
 
-VERSIONS = ("0.26.0", "0.32.0")
 BACKEND = "flashstate"
 MOST_LAYERS = 1 << 12  # of a stage of a pipeline, for streams
-MAMBA = "vllm.model_executor.layers.mamba"
+OPS = "vllm.model_executor.layers.mamba.ops"
 
 logger = logging.getLogger("vllm.flashstate")  # below vLLM's own logger, which has a handler
 
-GDN = f"{MAMBA}.gdn"
-GATHER = f"{MAMBA}.ops.gather_initial_states"
-KDA = tuple(f"vllm.models.kimi_k3.{vendor}.ops.third_party.kda" for vendor in ("nvidia", "amd"))
-
-# Classes of layers, by module.
-KINDS = {
-    (f"{MAMBA}.mamba_mixer2", "MambaMixer2"): Kind(("conv_ssm_forward",), everywhere=True),
-    (f"{MAMBA}.mamba_mixer", "MambaMixer"): Kind(("forward_impl",), every_format=False),
-    (f"{MAMBA}.short_conv", "ShortConv"): Kind(("forward_cuda",)),
-    (f"{GDN}.qwen_gdn_linear_attn", "QwenGatedDeltaNetAttention"): Kind(
-        ("_forward_core", "_forward_core_fused_norm_packed"), settings=(("gdn_decode_kernel", "triton"),)
-    ),
-    (f"{GDN}.olmo_gdn_linear_attn", "OlmoHybridGatedDeltaNetAttention"): Kind(("_forward_core",)),
-    (f"{GDN}.kimi_gdn_linear_attn", "KimiGatedDeltaNetAttention"): Kind(("_forward",), float32_prefill=True),
-}
-
 
 def update_own_tokens(a: Any, b: Any, q: Any, **more: Any) -> Any:
-    """fused_sigmoid_gating_delta_rule_update where a and b may have more tokens than q. vLLM 0.26.0 gives it those of a
-    whole batch where only some rows have drafts; its own kernel then takes the first, whichever they are."""
+    """Answer fused_sigmoid_gating_delta_rule_update where a and b may have more tokens than q.
+
+    vLLM up to 0.27 gives it the gates of a whole batch where only some rows have drafts; its own kernel then takes the
+    first, whichever they are.
+    """
     if len(a) != q.shape[1]:
         tokens = metadata_of(current()).spec_token_indx
         a, b = a.index_select(0, tokens), b.index_select(0, tokens)
@@ -60,66 +47,48 @@ def update_own_tokens(a: Any, b: Any, q: Any, **more: Any) -> Any:
 
 
 def initial_states(states: Any, blocks: Tensor, known: Tensor) -> Tensor:
-    """The states (n, heads, rows, cols) in these blocks, and zeros where a request has none yet."""
+    """Return the states (n, heads, rows, cols) in these blocks, and zeros where a request has none yet."""
     if isinstance(states, Tensor):
-        stock: Tensor = importlib.import_module(GATHER).gather_initial_states(states, blocks, known)
+        stock: Tensor = _stock("gather_initial_states", "gather_initial_states")(states, blocks, known)
         return stock
     return torch.where(known[:, None, None, None], states[blocks], 0)
 
 
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """A function that layers of a module call.
-
-    state: its argument that has the states. modules: where they find it, if not in their own module. ours: what answers
-    it, if not what flashstate.compat.vllm has under its name. versions: those of vLLM in which it is called.
-    """
-
-    name: str
-    state: str | None = None
-    modules: tuple[str, ...] = ()
-    ours: Callable[..., Any] | None = None
-    versions: tuple[str, ...] = VERSIONS
+def scan(*args: Any, **more: Any) -> Any:
+    """Run vLLM's scan of prompts; store the last states here where its kernel cannot write the pages of a layer."""
+    stock, pages = _stock("ssd_combined", "mamba_chunk_scan_combined_varlen"), more.get("final_states_out")
+    if not isinstance(pages, PagedState):
+        return stock(*args, **more)
+    pages[more["final_state_indices"]] = stock(*args, **{**more, "final_states_out": None, "final_state_indices": None})
+    return None
 
 
-CONV = Call("causal_conv1d_update")
-CALLS = {
-    f"{MAMBA}.mamba_mixer2": (CONV,),
-    f"{MAMBA}.mamba_mixer": (CONV,),
-    f"{MAMBA}.short_conv": (CONV,),
-    f"{GDN}.qwen_gdn_linear_attn": (
-        CONV,
-        Call("fused_recurrent_gated_delta_rule_packed_decode", "initial_state"),
-        Call("fused_sigmoid_gating_delta_rule_update", "initial_state", ours=update_own_tokens),
-    ),
-    f"{GDN}.olmo_gdn_linear_attn": (CONV, Call("fused_recurrent_gated_delta_rule", "initial_state")),
-    f"{GDN}.kimi_gdn_linear_attn": (
-        CONV,
-        Call("gather_initial_states", ours=initial_states, versions=("0.32.0",)),
-        Call("fused_recurrent_kda", "initial_state", versions=("0.26.0",)),
-        *(
-            Call(name, "initial_state", KDA, getattr(vllm_kda, name), ("0.32.0",))
-            for name in ("fused_recurrent_kda", "fused_recurrent_kda_packed_decode")
-        ),
-    ),
-}
+def _stock(module: str, name: str) -> Callable[..., Any]:
+    """Return a function of vLLM where it is defined; the modules of layers may have ours in its place."""
+    return getattr(importlib.import_module(f"{OPS}.{module}"), name)
+
+
+OURS: dict[str, Callable[..., Any]] = {
+    "fused_sigmoid_gating_delta_rule_update": update_own_tokens,
+    "gather_initial_states": initial_states,
+    "mamba_chunk_scan_combined_varlen": scan,
+}  # in place of the adapters of flashstate.compat
 
 
 def install() -> None:
     """Add flashstate to what vLLM can choose. Calling it again changes nothing."""
-    found = version()
-    if found not in VERSIONS:
-        logger.warning(unknown_version("vLLM", VERSIONS, found))
+    if changed := contract.changes(sources(), CHOOSING):
+        logger.warning("flashstate is not active: it does not know vLLM %s, where %s", sources().version, changed)
         return
     add_backend()
     serve_layers()
 
 
-def version() -> str:
-    """The version of vLLM; its builds for CPUs are a package of their own."""
-    import vllm
-
-    return str(vllm.__version__).partition("+")[0]
+def sources() -> contract.Sources:
+    """Return the sources of the vLLM of this process."""
+    found = contract.installed()
+    assert found is not None  # vLLM itself loads the plugin
+    return found
 
 
 def add_backend() -> Any:
@@ -162,8 +131,8 @@ def serve_layers() -> None:
     if not _is_ours(PluggableLayer.__new__):
         for base in (PluggableLayer, CustomOp):  # which in vLLM 0.26.0 is the base of ShortConv
             base.__new__ = staticmethod(_ours(_make(base.__new__)))
-        stock = Platform.__dict__["_align_hybrid_block_size"].__func__
-        Platform._align_hybrid_block_size = classmethod(_ours(_align(stock)))
+        if (align := Platform.__dict__.get("_align_hybrid_block_size")) is not None:
+            Platform._align_hybrid_block_size = classmethod(_ours(_align(align.__func__)))
 
 
 def _ours(function: Any) -> Any:
@@ -182,11 +151,8 @@ def _make(stock: Callable[..., Any]) -> Callable[..., Any]:
     def make(cls: type, *args: Any, **more: Any) -> Any:
         if hasattr(cls, "get_state_shape") and not issubclass(cls, Served):
             options = _current_options()
-            kind = KINDS.get((cls.__module__, cls.__name__))
-            if options is not None and kind is not None and (kind.everywhere or on_cuda()):
-                return object.__new__(_class_of(cls, kind))
-            if options is not None:
-                _leave(cls.__name__, options)
+            if options is not None and (served := _class_of(cls, options)) is not None:
+                return object.__new__(served)
         return stock(cls, *args, **more)
 
     return make
@@ -200,19 +166,6 @@ def _current_options() -> Options | None:
     return None if config is None else options_of(config)
 
 
-_left: set[str] = set()
-
-
-def _leave(name: str, options: Options) -> None:
-    """Leave layers of this class to vLLM, and say so once; raise where options would then be lost."""
-    if options.dtype is not None or options.rounding != "nearest":
-        raise ValueError(f"flashstate does not serve layers of {name}: leave out state and stochastic rounding")
-    add_ssu_backend()
-    if name not in _left:
-        logger.warning("flashstate does not serve layers of %s: vLLM runs them", name)
-    _left.add(name)
-
-
 def on_cuda() -> bool:
     """Whether vLLM runs on GPUs of NVIDIA."""
     from vllm.platforms import current_platform
@@ -221,17 +174,42 @@ def on_cuda() -> bool:
 
 
 _classes: dict[type, type] = {}
+_left: set[str] = set()
 
 
-def _class_of(base: type, kind: Kind) -> type:
-    """The class of layers that run on flashstate in place of `base`, whose module asks for it the first time."""
-    if base not in _classes:
+def _class_of(base: type, options: Options) -> type | None:
+    """Return the class that runs on flashstate in place of `base`, or None where its layers are left to vLLM.
+
+    Say so once for each class that is left; raise where options would then be lost.
+    """
+    kind = next((kind for kind in KINDS if (kind.module, kind.name) == (base.__module__, base.__name__)), None)
+    if not contract.unknown(sources(), SSU):
         add_ssu_backend()
-        answer_calls(base.__module__)
-        from vllm.compilation.breakable_cudagraph import eager_break_during_capture
+    why = ""
+    if kind is not None and (kind.everywhere or on_cuda()):
+        try:
+            why = contract.changes(sources(), kind)
+            if not why:
+                return _classes.get(base) or _classes.setdefault(base, _served(base, kind))
+        except (ImportError, AttributeError) as error:  # the others are served all the same
+            why = str(error)
+    left = f"flashstate does not serve layers of {base.__name__}"
+    if why:
+        left = f"{left} in vLLM {sources().version}, where {why}"
+    if options.dtype is not None or options.rounding != "nearest":
+        raise ValueError(f"{left}: leave out state and stochastic rounding")
+    if base.__name__ not in _left:
+        logger.warning("%s: vLLM runs them", left)
+    _left.add(base.__name__)
+    return None
 
-        _classes[base] = subclass(base, kind, _begin, eager_break_during_capture)
-    return _classes[base]
+
+def _served(base: type, kind: Kind) -> type:
+    """Make the class of layers that run on flashstate, whose calls are answered from now on."""
+    from vllm.compilation.breakable_cudagraph import eager_break_during_capture
+
+    answer_calls(kind)
+    return subclass(base, kind, _begin, eager_break_during_capture)
 
 
 def _begin(layer: Served) -> None:
@@ -242,6 +220,7 @@ def _begin(layer: Served) -> None:
     config = get_current_vllm_config()
     options = options_of(config) or Options()
     check_engine(config, options, hasattr(layer, "gdn_decode_kernel"))
+    check_pages(options)
     layers = config.compilation_config.static_forward_context.values()
     others = [other for other in layers if isinstance(other, Served) and other is not layer]
     seeds = others[0].served.seeds if others and others[0].served else Seeds(layer.prefix)
@@ -258,15 +237,20 @@ def check_engine(config: Any, options: Options, chooses_kernel: bool) -> None:
 
     chooses_kernel: whether its layers look at VLLM_GDN_DECODE_KERNEL.
     """
-    # Model runner V1, and V2 of vLLM 0.26.0, count accepted drafts for hybrid models alone; others stay at one.
-    counts = config.model_config.is_hybrid or (config.use_v2_model_runner and version() != "0.26.0")
-    if config.speculative_config is not None and not counts:
+    if config.speculative_config is not None and not _counts_drafts(config):
         raise ValueError("vLLM cannot roll back the states of a model without attention: leave out speculative_config")
     if config.kv_transfer_config is not None and options.dtype is not None:
         kept = "vLLM cannot tell what takes pages over how states are stored"
         raise ValueError(f"{kept}: leave out state, or kv_transfer_config and kv_offloading_size")
     if chooses_kernel and os.environ.get("VLLM_GDN_DECODE_KERNEL", "").strip().lower() == "cuda":
         raise ValueError("VLLM_GDN_DECODE_KERNEL=cuda asks for a kernel of vLLM: leave it out, or mamba_backend")
+
+
+def _counts_drafts(config: Any) -> bool:
+    """Whether vLLM counts accepted drafts. For models without attention model runner V2 does, since 0.28."""
+    if config.model_config.is_hybrid:
+        return True
+    return config.use_v2_model_runner and "is_attention_free" in sources().text(V2_STATES)
 
 
 def stream_of(index: int) -> int:
@@ -277,15 +261,26 @@ def stream_of(index: int) -> int:
     return (stage + index) * get_tensor_model_parallel_world_size() + get_tensor_model_parallel_rank()
 
 
-def answer_calls(module: str) -> None:
-    """Let flashstate answer what a module of layers calls, while a layer of ours runs."""
-    for call in CALLS[module]:
-        if version() in call.versions:
-            for place in map(importlib.import_module, call.modules or (module,)):
-                stock = getattr(place, call.name)
-                if not _is_ours(stock):
-                    ours = call.ours or getattr(compat, call.name)
-                    setattr(place, call.name, _ours(answered(call.name, stock, ours, call.state)))
+def check_pages(options: Options) -> None:
+    """Raise where states shall have another format than vLLM's, and it is not known how vLLM sizes and copies pages."""
+    if options.dtype is not None and (changed := contract.changes(sources(), PAGES)):
+        raise ValueError(
+            f"flashstate does not know the pages of vLLM {sources().version}, where {changed}: leave out state"
+        )
+
+
+def answer_calls(kind: Kind) -> None:
+    """Let flashstate answer what layers of a kind call, while one that it serves runs."""
+    for call in kind.calls:
+        there = [module for module in (kind.module, *call.modules) if sources().text(sources().file_of(module))]
+        places = [place for place in map(importlib.import_module, there) if hasattr(place, call.name)]
+        if not places and sources().origins(kind.file, call.name):
+            raise AttributeError(f"{call.name} is not in {' or '.join(there)}")
+        for place in places:
+            stock = getattr(place, call.name)
+            if not _is_ours(stock):
+                ours = OURS.get(call.name) or getattr(vllm_kda if place.__name__ in KDA else compat, call.name)
+                setattr(place, call.name, _ours(answered(call.name, stock, ours, call.state)))
 
 
 def metadata_of(layer: Serving | None) -> Any:
@@ -331,19 +326,20 @@ def add_ssu_backend() -> None:
 def _align(stock: Callable[..., None]) -> Callable[..., None]:
     """Platform._align_hybrid_block_size, which sizes pages by what the class of a model says of its states."""
 
-    def align(cls: Any, vllm_config: Any, backend_cls: Any) -> None:
+    def align(cls: Any, vllm_config: Any, *args: Any, **more: Any) -> None:
         from vllm.model_executor.models import ModelRegistry
 
         options = options_of(vllm_config)
         if options is None or options.dtype is None:
-            stock(cls, vllm_config, backend_cls)
+            stock(cls, vllm_config, *args, **more)
             return
+        check_pages(options)
         config = vllm_config.model_config
         model, _ = ModelRegistry.resolve_model_cls(config.architecture, model_config=config)
         if hasattr(model, "get_mamba_specs_from_config"):
             raise ValueError(f"flashstate cannot size the pages of {model.__name__}: leave out state")
         with sized(model, options):
-            stock(cls, vllm_config, backend_cls)
+            stock(cls, vllm_config, *args, **more)
 
     return align
 

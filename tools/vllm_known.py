@@ -1,0 +1,43 @@
+"""Write what flashstate knows of vLLM: known.json, from the sources of every release that it serves.
+
+    python -m tools.vllm_known FOLDER...    # each holds a release as a folder `vllm`
+
+Prints the facts that were not known before. Read in vLLM what changed there, and run `make test-vllm-releases`, before
+you commit them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from flashstate.integrations.vllm.contract import KNOWN, Sources, all_facts, known
+
+
+def table(releases: Iterable[Sources]) -> dict[str, dict[str, str]]:
+    """By symbol, everything that these releases say of it, with the first and the last that says it."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for sources in sorted(releases, key=lambda one: [int(number) for number in one.version.split(".")]):
+        for symbol, says in dict.fromkeys(all_facts(sources)):
+            found.setdefault(symbol, {}).setdefault(says, []).append(sources.version)
+    return {
+        symbol: {says: " to ".join(dict.fromkeys((of[0], of[-1]))) for says, of in sorted(found[symbol].items())}
+        for symbol in sorted(found)
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("folders", nargs="+", type=Path)
+    releases = [Sources(folder / "vllm") for folder in parser.parse_args().folders]
+    for sources in releases:
+        for fact in dict.fromkeys(all_facts(sources)):
+            if fact.says not in known().get(fact.symbol, ()):
+                print(f"{sources.version}: {fact}")
+    KNOWN.write_text(json.dumps(table(releases), indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
