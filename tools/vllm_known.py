@@ -31,12 +31,18 @@ def table(releases: Iterable[Sources]) -> dict[str, dict[str, str]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folders", nargs="+", type=Path)
-    releases = [Sources(folder / "vllm") for folder in parser.parse_args().folders]
+    parser.add_argument("--check", action="store_true", help="write nothing; fail where known.json says something else")
+    options = parser.parse_args()
+    releases = [Sources(folder / "vllm") for folder in options.folders]
     for sources in releases:
         for fact in dict.fromkeys(all_facts(sources)):
             if fact.says not in known().get(fact.symbol, ()):
                 print(f"{sources.version}: {fact}")
-    KNOWN.write_text(json.dumps(table(releases), indent=1) + "\n")
+    text = json.dumps(table(releases), indent=1) + "\n"
+    if options.check and KNOWN.read_text() != text:
+        raise SystemExit(f"{KNOWN} does not say what these releases say: write it anew")
+    if not options.check:
+        KNOWN.write_text(text)
 
 
 if __name__ == "__main__":

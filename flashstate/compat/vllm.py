@@ -18,7 +18,7 @@ from flashstate.compat.vllm_replay import (
     selective_state_update_replayssm_output_only,
     state_of,
 )
-from flashstate.errors import INT64, check_int
+from flashstate.errors import INT64, check_flag, check_int
 from flashstate.launch.doors import remembering
 from flashstate.ops.conv1d import CONV1D_STEP, conv1d_step
 from flashstate.state.slots import MOST_TOKENS, Slots
@@ -117,10 +117,11 @@ def causal_conv1d_update(
     query_start_loc: Tensor | None = None,
     max_query_len: int = -1,
     null_block_id: int = 0,
-    block_idx_last_scheduled_token: Tensor | None = None,
-    initial_state_idx: Tensor | None = None,
     validate_data: bool = False,
     out: Tensor | None = None,
+    *,
+    block_idx_last_scheduled_token: Tensor | None = None,
+    initial_state_idx: Tensor | None = None,
 ) -> Tensor:
     """Convolve every row's tokens with the inputs before them; update conv_state in place, fill and return `out`.
 
@@ -130,6 +131,7 @@ def causal_conv1d_update(
     """
     check_int("null_block_id", null_block_id, *INT64)
     check_int("max_query_len", max_query_len, -1, MOST_TOKENS)
+    check_flag("validate_data", validate_data)  # vLLM up to 0.32 has another argument in its place
     width, out = shapes.width_of(weight), x if out is None else out
     window = shapes.with_axes("conv_state", conv_state, 3, 3)
     packed = query_start_loc is not None
