@@ -87,7 +87,7 @@ test-vllm-releases: $(VLLM_OLDEST)/ready $(VLLM_RELEASES:%=$(VLLM_SOURCES)/%/rea
 
 test-vllm-release-%: $(VLLM_OLDEST)/ready $(VLLM_SOURCES)/%/ready
 	PYTHONPATH=$(VLLM_SOURCES)/$* OMP_NUM_THREADS=1 $(VLLM_OLDEST)/bin/python -m pytest -q -m release \
-		tests_vllm/test_recognition.py tests_vllm/test_layers.py
+		tests_vllm/test_recognition.py tests_vllm/test_pages.py tests_vllm/test_layers.py
 
 # The plugin of SGLang over sources of SGLang, of which nothing is installed.
 SGLANG         := 0.5.23

@@ -25,10 +25,10 @@ class Layer:
     def forward(self, x: int, *, out=None):
         pages = self.kv_cache
         window, state = pages
-        state = state.transpose(1, 2)
+        rows = state.transpose(1, 2)
         if x:
             fill(x, states=state, dtype=state.dtype)
-        return step(x, state, slots=self.slots, out=out)
+        return step(x, rows, slots=self.slots, out=out)
 
     def prepare(self, rows: list[int]) -> None:
         self.slots = rows
@@ -92,15 +92,16 @@ EDITS = {
         "layers/layer.py", "slots=self.slots", "rows=self.slots", "Layer.forward calls step(_, state, out, rows)",
     ),
     "a state as another argument": (
-        "layers/layer.py", "step(x, state,", "step(state, x,", "Layer.forward calls step(state, _, out, slots)",
+        "layers/layer.py", "step(x, rows,", "step(rows, x,", "Layer.forward calls step(state, _, out, slots)",
     ),
     "a new call with a state": (
         "layers/layer.py", "        return step(", "        warm(window)\n        return step(",
         "Layer.forward calls warm(state)",
     ),
     "a new call with a state by another name": (
-        "layers/layer.py", "        return step(", "        w, *rest = [1, 2], pages\n        a = rest = pages[1][x:]\n"
-        "        warm(a=rest)\n        return step(", "Layer.forward calls warm(a=state)",
+        "layers/layer.py", "        return step(",
+        "        if x:\n            late, *_ = pages\n        early = late[x:]\n        warm(a=early)\n        return step(",
+        "Layer.forward calls warm(a=state)",
     ),
     "a state in a list": (
         "layers/layer.py", "        return step(", "        warm([x, window])\n        return step(",
@@ -161,7 +162,7 @@ def test_an_edit_without_meaning_changes_no_fact(written: Any, name: str) -> Non
 
 def test_a_change_is_said_in_one_line_with_the_number_of_others(written: Any) -> None:
     assert contract.changes(written(), KIND) == ""
-    one, two = (written("layers/layer.py", "step(x, state,", call) for call in ("step(x, 1, state,", "other(x, state,"))
+    one, two = (written("layers/layer.py", "step(x, rows,", call) for call in ("step(x, 1, rows,", "other(x, rows,"))
     assert contract.changes(one, KIND) == "Layer.forward calls step(_, _, state, out, slots)"
     assert contract.changes(two, KIND) == (
         "Layer.forward calls other(_, state, out, slots), and 1 more that `flashstate info vllm` lists"
