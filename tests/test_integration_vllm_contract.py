@@ -100,7 +100,7 @@ EDITS = {
     ),
     "a new call with a state by another name": (
         "layers/layer.py", "        return step(",
-        "        if x:\n            late, *_ = pages\n        early = late[x:]\n        warm(a=early)\n        return step(",
+        "        if x:\n            b, *_ = pages\n        a = b[x:]\n        warm(a=a)\n        return step(",
         "Layer.forward calls warm(a=state)",
     ),
     "a state in a list": (

@@ -521,7 +521,7 @@ MUTANTS = (
            "config.use_v2_model_runner",
            "test_integration_vllm.py::test_drafts_are_refused_where_vllm_does_not_count_those_accepted"),
     Mutant("the plugin is active in any vLLM", "integrations/vllm/upstream.py",
-           "    if changed := contract.changes(sources(), CHOOSING):", "    if changed := "":",
+           "    if changed := contract.changes(sources(), CHOOSING):", "    if changed := None:",
            "test_integration_vllm.py::test_the_plugin_is_inert_where_it_does_not_know_how_layers_are_made"),
     Mutant("layers with scales store a second state in a prefill", "integrations/vllm/layers.py",
            "super().get_prefill_checkpoint_alignment() if self.checkpoints else None",
