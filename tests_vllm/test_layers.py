@@ -101,16 +101,19 @@ OF_FORMATS = (
     "qwen, padding", "qwen, drafts", "qwen, prompts", "olmo, drafts and prompts", "kimi, padding",
     "mamba-2, drafts and padding",
 )  # fmt: skip
-SCALED = (*OF_FORMATS, "qwen, drafts and prompts", "kimi, prompts", "mamba-2, prompts")
+SCALED = (
+    *OF_FORMATS, "qwen, tokens before drafts", "qwen, drafts and prompts", "kimi, drafts and padding", "kimi, prompts",
+    "mamba-2, prompts",
+)  # fmt: skip
 
 # Cases for `make test-vllm-releases`: every kind, and every call that steps or fills its states.
 IN_FLOAT32 = (
     "mamba", "short convolution, padding", "short convolution, prompts", "short convolution, drafts and padding",
-    "kimi, drafts and padding", "qwen, tokens before drafts",
 )  # fmt: skip
 IN_INT8 = (
-    "qwen, padding", "qwen, drafts", "qwen, drafts and prompts", "olmo, drafts and prompts", "kimi, padding",
-    "kimi, prompts", "mamba-2, drafts and padding", "mamba-2, prompts",
+    "qwen, padding", "qwen, drafts", "qwen, tokens before drafts", "qwen, drafts and prompts",
+    "olmo, drafts and prompts", "kimi, padding", "kimi, drafts and padding", "kimi, prompts",
+    "mamba-2, drafts and padding", "mamba-2, prompts",
 )  # fmt: skip
 
 

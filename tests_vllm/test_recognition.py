@@ -159,7 +159,6 @@ def test_a_kind_whose_call_is_not_where_it_was_is_left_too() -> None:
     assert f"{gone}: vLLM runs them" in warned.call_args.args[0] % warned.call_args.args[1:]
 
 
-@pytest.mark.release
 def test_info_prints_the_table_and_starts_no_engine() -> None:
     program = (
         "import sys; from flashstate.cli import main; status = main(['info', 'vllm']); "

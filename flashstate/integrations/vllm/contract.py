@@ -44,6 +44,7 @@ class Sources:
     def __init__(self, root: Path) -> None:
         self.root = root
         self._trees: dict[str, ast.Module] = {}
+        self._imports: dict[str, list[ast.ImportFrom]] = {}
         self._prints: dict[str, str] = {}  # they take milliseconds, and kinds share places
 
     @functools.cached_property
@@ -87,11 +88,10 @@ class Sources:
         """The places that define a function which a file defines or imports by this name."""
         if self.definition(f"{file}::{name}") is not None:
             return [f"{file}::{name}"]
-        found: dict[str, None] = {}
-        for node in ast.walk(self.tree(file)):
-            if isinstance(node, ast.ImportFrom) and any(alias.name == name for alias in node.names):
-                found.update(dict.fromkeys(self.origins(self._file_of(node, file), name)))
-        return list(found)
+        if file not in self._imports:
+            self._imports[file] = [node for node in ast.walk(self.tree(file)) if isinstance(node, ast.ImportFrom)]
+        named = [node for node in self._imports[file] if any(alias.name == name for alias in node.names)]
+        return list(dict.fromkeys(place for node in named for place in self.origins(self._file_of(node, file), name)))
 
     def _file_of(self, node: ast.ImportFrom, file: str) -> str:
         """The file that an import statement in `file` reads from."""
