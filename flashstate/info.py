@@ -24,8 +24,8 @@ COLUMNS_OF_CONFIGS = (
     "for. Besides: what is not as in a plain config."
 )
 NOT_RECOGNISED = (
-    "vLLM runs layers that are not recognised, and a model that has some takes no state and no stochastic rounding. "
-    "A newer flashstate may know them."
+    "vLLM itself runs layers that are not recognised, and refuses the state option for models that have some. Without "
+    "the choice of the backend the whole plugin is inert. A newer flashstate may know these facts."
 )
 PAYS = (
     "Replay reads rings beside states and computes more, so it pays from some batch size on. As measured on an H200 in "
@@ -70,10 +70,10 @@ def show_vllm() -> None:
         raise ValueError("vLLM is not installed: no layers to look at")
     console = Console(highlight=False)
     console.print(f"vLLM {sources.version} in {sources.root}", soft_wrap=True)
-    table = Table("what", "on", "recognised", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    rows: list[tuple[str, str, Kind | tuple[str, ...]]] = [("--mamba-backend flashstate", "", CHOOSING)]
+    table = Table("part", "on", "recognised", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    rows: list[tuple[str, str, Kind | tuple[str, ...]]] = [("choice of the backend", "", CHOOSING)]
     rows += [(kind.name, "all devices" if kind.everywhere else "NVIDIA GPUs", kind) for kind in KINDS]
-    rows.append(("states of other formats", "", PAGES))
+    rows.append(("pages for the state option", "", PAGES))
     for name, devices, of in rows:
         table.add_row(name, devices, "no" if contract.unknown(sources, of) else "yes")
     console.print(table)

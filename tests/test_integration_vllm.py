@@ -6,12 +6,13 @@ import types
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from flashstate import State
-from flashstate.integrations.vllm import layers, options, pages, register, serving, upstream
+from flashstate.integrations.vllm import contract, layers, options, pages, register, serving, upstream
 from flashstate.integrations.vllm.contract import Sources
 from flashstate.integrations.vllm.kinds import V2_STATES, Kind
 from flashstate.state.formats import FORMATS
@@ -137,6 +138,8 @@ def test_drafts_are_refused_where_vllm_does_not_count_those_accepted(
 ) -> None:
     """Of a model without attention only model runner V2 counts them, if its sources say so."""
     monkeypatch.setattr(upstream, "sources", lambda: Sources(tmp_path))
+    known: tuple[str, ...] = ()
+    monkeypatch.setattr(contract, "unknown", lambda sources, of: known)
     file = tmp_path / V2_STATES
     file.parent.mkdir(parents=True)
     alone: dict[str, Any] = {"is_hybrid": False}
@@ -149,6 +152,9 @@ def test_drafts_are_refused_where_vllm_does_not_count_those_accepted(
             message = "vLLM cannot roll back the states of a model without attention"
             with nullcontext() if counts else pytest.raises(ValueError, match=message):
                 upstream.check_engine(engine_of(speculative_config="ngram", **changes), options.Options(), False)
+    known = ("init_model_state has another source",)
+    with pytest.raises(ValueError, match=message):
+        upstream.check_engine(engine_of(speculative_config="ngram", **second), options.Options(), False)
 
 
 def test_choices_that_would_be_lost_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,13 +245,24 @@ def test_the_plugin_is_inert_where_it_does_not_know_how_layers_are_made(
     monkeypatch.setattr(upstream.logger, "warning", lambda message, *args: said.append(message % args))
     register()
     assert said == [
-        "flashstate is not active: it does not know vLLM 0.99.0, where MambaBackendEnum is missing, and 3 more that "
-        "`flashstate info vllm` lists"
+        "flashstate is not active in vLLM 0.99.0: it does not know that MambaBackendEnum is missing (the first of 4 "
+        "unknown facts, which `flashstate info vllm` lists)"
     ]
 
 
+def test_a_plugin_that_fails_says_so_and_lets_vllm_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM calls plugins of everybody, whether they are chosen or not."""
+    said: list[str] = []
+    monkeypatch.setattr(upstream, "sources", lambda: types.SimpleNamespace(version="0.99.0"))
+    monkeypatch.setattr(upstream.logger, "warning", lambda message, *args: said.append(message % args))
+    monkeypatch.setattr(contract, "changes", mock.Mock(side_effect=OSError("no such file")))
+    register()
+    assert said == ["flashstate is not active in vLLM 0.99.0: no such file"]
+    assert upstream.options_of(types.SimpleNamespace()) is None
+
+
 @pytest.mark.parametrize("scaled", [True, False], ids=["pages with scales", "a tensor"])
-def test_a_scan_stores_last_states_where_its_kernel_cannot(scaled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scan_stores_last_states_where_its_kernel_cannot(scaled: bool) -> None:
     """vLLM's kernel writes them into a tensor of pages; into pages with scales they go by blocks."""
     given: dict[str, Any] = {}
     values = torch.randn(2, HEADS, ROWS, COLS)
@@ -254,12 +271,11 @@ def test_a_scan_stores_last_states_where_its_kernel_cannot(scaled: bool, monkeyp
         given.update(more)
         return values
 
-    monkeypatch.setattr(upstream, "_stock", lambda module, name: stock)
     _, states = paged(torch.int8)
     state = State(*pages.data_and_scale(states))
     found = pages.PagedState(state, lambda function, *args: function(*args)) if scaled else torch.zeros(4)
     blocks = torch.tensor([3, 1], dtype=torch.int32)
-    y = upstream.scan(1, out=2, final_states_out=found, final_state_indices=blocks)
+    y = pages.scan(stock, 1, out=2, final_states_out=found, final_state_indices=blocks)
     if scaled:
         assert isinstance(found, pages.PagedState)
         assert (y, given) == (None, {"out": 2, "final_states_out": None, "final_state_indices": None})
@@ -269,7 +285,7 @@ def test_a_scan_stores_last_states_where_its_kernel_cannot(scaled: bool, monkeyp
     else:
         assert y is values
         assert given == {"out": 2, "final_states_out": found, "final_state_indices": blocks}
-    assert upstream.scan(1, out=3) is values
+    assert pages.scan(stock, 1, out=3) is values
 
 
 def test_no_second_state_is_stored_on_the_way_of_a_prefill_where_pages_have_scales() -> None:

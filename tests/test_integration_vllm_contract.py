@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from flashstate.compat import vllm_kda
 from flashstate.integrations.vllm import contract
 from flashstate.integrations.vllm.contract import Sources
 from flashstate.integrations.vllm.kinds import CHOOSING, KDA, KINDS, PAGES, Call, Kind
+from flashstate.integrations.vllm.pages import AROUND
 from flashstate.integrations.vllm.upstream import OURS
 
 LAYER = '''
@@ -39,6 +41,9 @@ class Layer:
 OPS = "from .steps import step as step\nfrom .steps import fill\n"
 STEPS = "def step(x, state, slots=None, out: int = 0): ...\n\n\ndef fill(x, states): ...\n"
 BUILDER = '''
+NULL = 0
+
+
 class Builder:
     """Builds."""
 
@@ -48,7 +53,12 @@ class Builder:
 '''
 FILES = {"layers/layer.py": LAYER, "layers/ops.py": OPS, "layers/steps.py": STEPS, "builder.py": BUILDER}
 KIND = Kind(
-    "layers/layer.py", "Layer", ("forward",), (Call("step", "state"),), ("builder.py::Builder.build",), ("forward_cpu",)
+    "layers/layer.py",
+    "Layer",
+    ("forward",),
+    (Call("step", "state"),),
+    ("builder.py::Builder.build", "builder.py::NULL"),
+    ("forward_cpu",),
 )
 
 
@@ -75,9 +85,9 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., So
 
 def test_facts_are_parameters_calls_with_states_and_fingerprints(written: Any) -> None:
     facts = dict.fromkeys(map(str, contract.facts_of_kind(written(), KIND)))
-    (source,) = [fact for fact in facts if " has the source " in fact]
-    assert re.fullmatch(r"Builder\.build has the source [0-9a-f]{12}", source)
-    assert set(facts) - {source} == {
+    sources = {fact for fact in facts if re.fullmatch(r"(NULL|Builder\.build) has the source [0-9a-f]{12}", fact)}
+    assert len(sources) == 2
+    assert set(facts) - sources == {
         "Layer.forward takes (self, x, *, out=None)",
         "Layer.forward calls state.transpose(_, _)",
         "Layer.forward calls fill(_, dtype, states=state)",
@@ -86,7 +96,26 @@ def test_facts_are_parameters_calls_with_states_and_fingerprints(written: Any) -
     }
 
 
-# An edit of a file, and what then is not known.
+# Lines at the end of Layer.forward, and the fact of that method that is then not known.
+INSERTED = {
+    "a new call with a state": ("warm(window)", "calls warm(state)"),
+    "a state by another name": ("if x:\n    b, *_ = pages\na = b[x:]\nwarm(a=a)", "calls warm(a=state)"),
+    "a state with a type": ("a: int = pages[0]\nwarm(a)", "calls warm(state)"),
+    "a state named in an expression": ("if x and (a := pages):\n    warm(a)", "calls warm(state)"),
+    "states one by one": ("for a in pages:\n    warm(a)", "calls warm(state)"),
+    "a state among others": ("a, b = pages[0], 3\nwarm(a)", "calls warm(state)"),
+    "a state in a list": ("warm([x, window])", "calls warm(state)"),
+    "a state in a dictionary": ("a = {'a': rows}\nwarm(**a)", "calls warm(**=state)"),
+    "another view of a state": ("warm(rows.mT)", "calls warm(state)"),
+    "a new method of a state": ("rows.copy_(x)", "calls state.copy_(_)"),
+    "the layer": ("warm(self)", "calls warm(state)"),
+    "a state that is kept": ("self.rows = rows", "stores self.rows = rows"),
+    "a store into a state": ("window[x] = x.mT", "stores window[x] = x.mT"),
+    "a change of a state": ("window[x, 0] *= 2", "stores window[x, 0] *= 2"),
+}
+RETURN, PREPARE = "        return step(", "    def prepare("
+
+# An edit of a file, and the fact that is then not known.
 EDITS = {
     "a renamed keyword": (
         "layers/layer.py", "slots=self.slots", "rows=self.slots", "Layer.forward calls step(_, state, out, rows)",
@@ -94,44 +123,49 @@ EDITS = {
     "a state as another argument": (
         "layers/layer.py", "step(x, rows,", "step(rows, x,", "Layer.forward calls step(state, _, out, slots)",
     ),
-    "a new call with a state": (
-        "layers/layer.py", "        return step(", "        warm(window)\n        return step(",
-        "Layer.forward calls warm(state)",
-    ),
-    "a new call with a state by another name": (
-        "layers/layer.py", "        return step(",
-        "        if x:\n            b, *_ = pages\n        a = b[x:]\n        warm(a=a)\n        return step(",
-        "Layer.forward calls warm(a=state)",
-    ),
-    "a state in a list": (
-        "layers/layer.py", "        return step(", "        warm([x, window])\n        return step(",
-        "Layer.forward calls warm(state)",
-    ),
-    "a new method of a state": (
-        "layers/layer.py", "        return step(", "        state.copy_(x)\n        return step(",
-        "Layer.forward calls state.copy_(_)",
-    ),
     "a new method with states": (
-        "layers/layer.py", "    def prepare(", "    def fold(self):\n        self.kv_cache = None\n\n    def prepare(",
+        "layers/layer.py", PREPARE, f"    def fold(self):\n        self.kv_cache = None\n\n{PREPARE}",
+        "Layer.fold takes (self)",
+    ),
+    "a method that asks for states by name": (
+        "layers/layer.py", PREPARE, f"    def fold(self):\n        return getattr(self, 'kv_cache')\n\n{PREPARE}",
         "Layer.fold takes (self)",
     ),
     "a new function with states": (
         "layers/layer.py", "class Layer:", "def fold(layer, /):\n    layer.kv_cache = None\n\nclass Layer:",
         "fold takes (layer, /)",
     ),
+    "another class with states": (
+        "layers/layer.py", "class Layer:", "class Other:\n    def fold(self): return self.kv_cache\n\nclass Layer:",
+        "Other.fold takes (self)",
+    ),
     "an unknown override of a method that flashstate replaces": (
-        "layers/layer.py", "    def prepare(", "    def get_state_shape(self, rank): ...\n\n    def prepare(",
+        "layers/layer.py", PREPARE, f"    def get_state_shape(self, rank): ...\n\n{PREPARE}",
         "Layer.get_state_shape takes (self, rank)",
     ),
-    "a parameter of a method": ("layers/layer.py", "x: int, *, out", "x: int, z, *, out",
-                                "Layer.forward takes (self, x, z, *, out=None)"),
-    "the order of parameters of what is answered": (
+    "a parameter of a method": (
+        "layers/layer.py", "x: int, *, out", "x: int, z, *, out", "Layer.forward takes (self, x, z, *, out=None)",
+    ),
+    "the order of parameters of a function that flashstate answers": (
         "layers/steps.py", "slots=None, out: int = 0", "out=0, slots=None", "step takes (x, state, out=0, slots=None)",
     ),
-    "no call of what is answered": (
+    "another function under the name of one that flashstate answers": (
+        "layers/layer.py", "import step, fill", "import step2 as step, fill", "step is defined nowhere",
+    ),
+    "a class in place of a function that flashstate answers": (
+        "layers/steps.py", "def step(", "class step: ...\ndef step2(", "step is no function",
+    ),
+    "an import in a method": (
+        "layers/layer.py", RETURN, f"        from .steps import step\n{RETURN}",
+        "Layer imports step from layers/steps.py",
+    ),
+    "no call of a function that flashstate answers": (
         "layers/layer.py", "return step(", "return other(", "Layer does not call step",
     ),
+    "no states": ("layers/layer.py", LAYER, "class Layer: ...\n", "Layer is not in layers/layer.py"),
     "a builder that builds otherwise": ("builder.py", "row > 0", "row >= 0", "Builder.build has the source "),
+    "a decorator": ("builder.py", "    def build", "    @staticmethod\n    def build", "Builder.build has the source "),
+    "a constant": ("builder.py", "NULL = 0", "NULL = 1", "NULL has the source "),
     "no builder": ("builder.py", "def build(", "def make(", "Builder.build is missing"),
     "a file of a newer Python": ("builder.py", "class Builder", "klass Builder", "Builder.build is missing"),
 }  # fmt: skip
@@ -143,6 +177,13 @@ def test_an_edit_is_named(written: Any, name: str) -> None:
     assert any(str(fact).startswith(says) for fact in contract.unknown(written(*edit), KIND))
 
 
+@pytest.mark.parametrize("name", INSERTED)
+def test_a_new_use_of_states_is_named(written: Any, name: str) -> None:
+    lines, says = INSERTED[name]
+    edit = "layers/layer.py", RETURN, f"{textwrap.indent(lines, 8 * ' ')}\n{RETURN}"
+    assert contract.Fact("Layer.forward", says) in contract.unknown(written(*edit), KIND)
+
+
 # Edits that change nothing for flashstate.
 SAME = {
     "a comment and a docstring": ("builder.py", "        # in order\n", '        """Build."""\n'),
@@ -150,7 +191,7 @@ SAME = {
     "a type": ("layers/layer.py", "x: int, *", "x: float, *"),
     "a method without states": ("layers/layer.py", "self.slots = rows", "self.slots = rows.copy(1)"),
     "a function that never runs on flashstate": ("layers/layer.py", "slow(self", "slower(1, self"),
-    "what of a state is none": ("layers/layer.py", "dtype=state.dtype", "dtype=state.shape[0]"),
+    "what tells of a state": ("layers/layer.py", "dtype=state.dtype", "dtype=state.size(0)"),
     "where a function is defined": ("layers/ops.py", OPS, STEPS),
 }  # fmt: skip
 
@@ -165,7 +206,8 @@ def test_a_change_is_said_in_one_line_with_the_number_of_others(written: Any) ->
     one, two = (written("layers/layer.py", "step(x, rows,", call) for call in ("step(x, 1, rows,", "other(x, rows,"))
     assert contract.changes(one, KIND) == "Layer.forward calls step(_, _, state, out, slots)"
     assert contract.changes(two, KIND) == (
-        "Layer.forward calls other(_, state, out, slots), and 1 more that `flashstate info vllm` lists"
+        "Layer.forward calls other(_, state, out, slots) (the first of 2 unknown facts, which `flashstate info vllm` "
+        "lists)"
     )
 
 
@@ -184,18 +226,19 @@ CALLS = [
     for kind in KINDS
     for symbol, said in contract.known().items()
     for says in said
-    for call in kind.calls
-    if symbol.startswith((f"{kind.name}.", "_")) and says.startswith(f"calls {call.name}(")
+    for call in (*kind.calls, Call("selective_state_update", "state"))
+    if symbol.startswith(f"{kind.name}.") and says.startswith(f"calls {call.name}(")
 ]
 
 
 @pytest.mark.parametrize(("call", "says"), CALLS, ids=lambda value: value if isinstance(value, str) else value.name)
 def test_what_answers_a_call_takes_every_call_that_is_known(call: Call, says: str) -> None:
     """Positional arguments and keywords of the calls in known.json fit the functions of flashstate."""
-    answers = [OURS[call.name]] if call.name in OURS else [
+    answers = [table[call.name] for table in (OURS, AROUND) if call.name in table] or [
         getattr(module, call.name) for module in (compat, vllm_kda) if hasattr(module, call.name)
-    ]  # fmt: skip
-    positional, keywords = [], {}
+    ]
+    positional = ["stock"] if call.name in AROUND else []
+    keywords = {}
     for word in re.fullmatch(r"\w+\((.*)\)", says)[1].split(", "):  # type: ignore[index]
         name, _, _ = word.partition("=")
         if word in ("_", "state"):
@@ -236,6 +279,6 @@ def test_info_tells_of_a_release_without_importing_it(
     assert f"vLLM 0.99.0 in {tmp_path}" in printed
     assert re.search(r"MambaMixer2 +all devices +no", printed)
     assert "MambaMixer2: MambaBase is missing" in printed
-    assert "vLLM runs layers that are not recognised" in " ".join(printed.split())
+    assert "vLLM itself runs layers that are not recognised" in " ".join(printed.split())
     assert main(["info", "vllm", "--heads", "4"]) == 2
     assert "info vllm takes no --heads" in capsys.readouterr().err

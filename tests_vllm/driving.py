@@ -262,7 +262,6 @@ GDN = f"{MAMBA}.gdn"
 QWEN = Family(
     f"{GDN}.qwen_gdn_linear_attn", "QwenGatedDeltaNetAttention", make_delta, gdn_metadata, method="forward_cuda"
 )
-BRAIN_QWEN = dataclasses.replace(QWEN, own_dtype=True)
 OLMO = Family(
     f"{GDN}.olmo_gdn_linear_attn", "OlmoHybridGatedDeltaNetAttention",
     functools.partial(make_delta, linear_allow_neg_eigval=True), gdn_metadata,

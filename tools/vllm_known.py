@@ -1,4 +1,4 @@
-"""Write what flashstate knows of vLLM: known.json, from the sources of every release that it serves.
+"""Write known.json: the facts of every release of vLLM that flashstate serves.
 
     python -m tools.vllm_known FOLDER...    # each holds a release as a folder `vllm`
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -17,9 +18,9 @@ from flashstate.integrations.vllm.contract import KNOWN, Sources, all_facts, kno
 
 
 def table(releases: Iterable[Sources]) -> dict[str, dict[str, str]]:
-    """By symbol, everything that these releases say of it, with the first and the last that says it."""
+    """Return for each symbol its facts, with the first and the last release that states them."""
     found: dict[str, dict[str, list[str]]] = {}
-    for sources in sorted(releases, key=lambda one: [int(number) for number in one.version.split(".")]):
+    for sources in sorted(releases, key=lambda one: [int(number) for number in re.findall(r"\d+", one.version)]):
         for symbol, says in dict.fromkeys(all_facts(sources)):
             found.setdefault(symbol, {}).setdefault(says, []).append(sources.version)
     return {

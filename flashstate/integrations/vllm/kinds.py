@@ -12,6 +12,7 @@ LAYERS = "model_executor/layers/mamba"
 BACKENDS = "v1/attention/backends"
 DISPATCH = f"{LAYERS}/ops/ssu_dispatch.py"
 COPIES = "v1/worker/mamba_utils.py"
+QWEN, OLMO = f"{LAYERS}/gdn/qwen_gdn_linear_attn.py", f"{LAYERS}/gdn/olmo_gdn_linear_attn.py"
 V2_STATES = "v1/worker/gpu/model_states/__init__.py"
 KDA = tuple(f"vllm.models.kimi_k3.{vendor}.ops.third_party.kda" for vendor in ("nvidia", "amd"))
 
@@ -65,23 +66,31 @@ class Kind:
         return f"vllm.{self.file.removesuffix('.py').replace('/', '.')}"
 
 
-# What every kind depends on: how a layer keeps its pages, and what may run between CUDA graphs.
-COMMON = (f"{LAYERS}/abstract.py::MambaBase", "compilation/breakable_cudagraph.py::eager_break_during_capture")
 CONV = Call("causal_conv1d_update")
-BUILDERS = (
-    f"{BACKENDS}/mamba_attn.py::BaseMambaAttentionMetadataBuilder",
+
+# Sources that every kind needs: how a layer keeps its pages, how states lie in them, and what runs between CUDA graphs.
+COMMON = (
+    f"{LAYERS}/abstract.py::MambaBase",
+    f"{LAYERS}/mamba_utils.py::is_conv_state_dim_first",
+    "compilation/breakable_cudagraph.py::eager_break_during_capture",
+    f"{BACKENDS}/utils.py::NULL_BLOCK_ID",
     f"{BACKENDS}/utils.py::split_decodes_and_prefills",
     f"{BACKENDS}/utils.py::mamba_get_block_table_tensor",
+    f"{BACKENDS}/utils.py::compute_causal_conv1d_metadata",
 )
-DELTA_BUILDERS = (
+BUILDERS = (
+    f"{BACKENDS}/mamba_attn.py::BaseMambaAttentionMetadata",
+    f"{BACKENDS}/mamba_attn.py::BaseMambaAttentionMetadataBuilder",
+)
+DELTA = (
     *COMMON,
-    *BUILDERS[1:],
     f"{BACKENDS}/gdn_attn.py::GDNAttentionMetadata",
     f"{BACKENDS}/gdn_attn.py::GDNAttentionMetadataBuilder",
     f"{LAYERS}/gdn/base.py::GatedDeltaNetAttention",
 )
+SHAPES = f"{LAYERS}/mamba_utils.py::MambaStateShapeCalculator"
 
-# What choosing flashstate depends on: without it the plugin stays inert.
+# Sources for choosing the backend and making layers: without them the plugin stays inert.
 CHOOSING = (
     "config/mamba.py::MambaBackendEnum",
     "config/mamba.py::MambaConfig",
@@ -89,7 +98,7 @@ CHOOSING = (
     "model_executor/custom_op.py::CustomOp.__new__",
 )
 
-# What a backend of selective_state_update depends on.
+# Sources for a backend of selective_state_update.
 SSU = (
     f"{DISPATCH}::MambaSSUBackend",
     f"{DISPATCH}::TritonSSUBackend",
@@ -97,18 +106,27 @@ SSU = (
     f"{DISPATCH}::selective_state_update",
 )
 
-# What states of other formats than vLLM's depend on: how pages are sized, and how they are copied.
+# Sources for states of other formats than vLLM's: how pages are sized and copied.
 PAGES = (
     "platforms/interface.py::Platform._align_hybrid_block_size",
     "v1/kv_cache_interface.py::MambaSpec",
     "v1/worker/utils.py::copy_kv_cache_blocks_inplace",
     f"{LAYERS}/mamba_utils.py::get_conv_copy_spec",
     f"{LAYERS}/mamba_utils.py::get_temporal_copy_spec",
+    f"{COPIES}::batch_memcpy",
     f"{COPIES}::batch_memcpy_kernel",
     f"{COPIES}::collect_mamba_copy_meta",
+    f"{COPIES}::do_mamba_copy_block",
+    f"{COPIES}::preprocess_mamba",
     f"{COPIES}::_copy_mamba_state_block",
+    f"{COPIES}::_memcpy_u64_tiled",
+    f"{COPIES}::precopy_mamba_align_fused_kernel",
+    f"{COPIES}::postprocess_mamba_fused_kernel",
     f"{COPIES}::MambaSpecDecodeGPUContext",
 )
+
+# Sources for drafts of models without attention: whether model runner V2 counts accepted ones.
+DRAFTS = (f"{V2_STATES}::init_model_state", f"{V2_STATES}::resolve_model_state_cls")
 
 KINDS = (
     Kind(
@@ -120,7 +138,10 @@ KINDS = (
             *COMMON,
             *BUILDERS,
             *SSU,
+            f"{BACKENDS}/mamba2_attn.py::Mamba2AttentionMetadata",
             f"{BACKENDS}/mamba2_attn.py::Mamba2AttentionMetadataBuilder",
+            f"{LAYERS}/mamba_mixer2.py::mamba_mixer2",
+            f"{SHAPES}.mamba2_state_shape",
         ),
         elsewhere=("share_replayssm_ring_trackers",),
         everywhere=True,
@@ -131,7 +152,14 @@ KINDS = (
         "MambaMixer",
         ("forward_impl",),
         (CONV,),
-        (*COMMON, *BUILDERS, *SSU, f"{BACKENDS}/mamba1_attn.py::Mamba1AttentionMetadataBuilder"),
+        (
+            *COMMON,
+            *BUILDERS,
+            *SSU,
+            f"{BACKENDS}/mamba1_attn.py::Mamba1AttentionMetadataBuilder",
+            f"{LAYERS}/mamba_mixer.py::mamba_mixer",
+            f"{SHAPES}.mamba1_state_shape",
+        ),
         every_format=False,
         ssu=True,
     ),
@@ -140,11 +168,17 @@ KINDS = (
         "ShortConv",
         ("forward_cuda",),
         (CONV,),
-        (*COMMON, *BUILDERS, f"{BACKENDS}/short_conv_attn.py::ShortConvAttentionMetadataBuilder"),
+        (
+            *COMMON,
+            *BUILDERS,
+            f"{BACKENDS}/short_conv_attn.py::ShortConvAttentionMetadataBuilder",
+            f"{LAYERS}/short_conv.py::short_conv",
+            f"{SHAPES}.short_conv_state_shape",
+        ),
         elsewhere=("forward_native",),
     ),
     Kind(
-        f"{LAYERS}/gdn/qwen_gdn_linear_attn.py",
+        QWEN,
         "QwenGatedDeltaNetAttention",
         ("_forward_core",),
         (
@@ -152,7 +186,13 @@ KINDS = (
             Call("fused_recurrent_gated_delta_rule_packed_decode", "initial_state"),
             Call("fused_sigmoid_gating_delta_rule_update", "initial_state"),
         ),
-        DELTA_BUILDERS,
+        (
+            *DELTA,
+            f"{SHAPES}.gated_delta_net_state_shape",
+            f"{QWEN}::qwen_gdn_attention_core",
+            f"{QWEN}::QwenGatedDeltaNetAttention.__init__",  # sets the flags below
+            f"{QWEN}::QwenGatedDeltaNetAttention.forward_cuda",  # reads them
+        ),
         elsewhere=("_forward_core_decode_aiter",),
         settings=(
             ("gdn_decode_kernel", "triton"),
@@ -161,11 +201,11 @@ KINDS = (
         ),
     ),
     Kind(
-        f"{LAYERS}/gdn/olmo_gdn_linear_attn.py",
+        OLMO,
         "OlmoHybridGatedDeltaNetAttention",
         ("_forward_core",),
         (CONV, Call("fused_recurrent_gated_delta_rule", "initial_state")),
-        DELTA_BUILDERS,
+        (*DELTA, f"{SHAPES}.gated_delta_net_state_shape", f"{OLMO}::olmo_hybrid_gdn_full_forward"),
     ),
     Kind(
         f"{LAYERS}/gdn/kimi_gdn_linear_attn.py",
@@ -177,7 +217,7 @@ KINDS = (
             Call("fused_recurrent_kda", "initial_state", KDA),
             Call("fused_recurrent_kda_packed_decode", "initial_state", KDA, needed=False),
         ),
-        DELTA_BUILDERS,
+        (*DELTA, f"{SHAPES}.kda_state_shape"),
         float32_prefill=True,
     ),
 )

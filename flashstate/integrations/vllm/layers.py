@@ -78,7 +78,7 @@ class Served:
         return dataclasses.replace(spec, num_prefill_checkpoint_blocks=0, prefill_checkpoint_alignment=None)
 
     def get_prefill_checkpoint_alignment(self) -> int | None:
-        """Where prefill can store a second state on its way; vLLM asks since 0.33."""
+        """Return the token alignment of states that prefill stores on its way, or None; vLLM asks since 0.33."""
         return super().get_prefill_checkpoint_alignment() if self.checkpoints else None  # type: ignore[misc]
 
     @property

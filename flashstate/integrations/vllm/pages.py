@@ -76,3 +76,23 @@ class PagedState:
             one = torch.full((1, 1, 1, 1), states, dtype=self.dtype, device=self.device)
             states = one.expand(len(blocks), *self.shape[1:])
         self._call(write_states, self.state, blocks.contiguous(), states, NULL_BLOCK)
+
+
+def initial_states(stock: Callable[..., Any], states: Any, blocks: Tensor, known: Tensor) -> Any:
+    """Return the states (n, heads, rows, cols) in these blocks, and zeros where a request has none yet."""
+    if not isinstance(states, PagedState):
+        return stock(states, blocks, known)
+    return torch.where(known[:, None, None, None], states[blocks], 0)
+
+
+def scan(stock: Callable[..., Any], *args: Any, **more: Any) -> Any:
+    """Run vLLM's scan of prompts; store the last states here if its kernel cannot write the pages of a layer."""
+    pages = more.get("final_states_out")
+    if not isinstance(pages, PagedState):
+        return stock(*args, **more)
+    pages[more["final_state_indices"]] = stock(*args, **{**more, "final_states_out": None, "final_state_indices": None})
+    return None
+
+
+# Functions that run vLLM's own on states that it can take, and do their part of the work on pages with scales.
+AROUND = {"gather_initial_states": initial_states, "mamba_chunk_scan_combined_varlen": scan}

@@ -11,25 +11,21 @@ import importlib
 import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from flashstate.compat import vllm as compat
 from flashstate.compat import vllm_kda
 from flashstate.errors import dtype_name
 from flashstate.integrations.vllm import contract
-from flashstate.integrations.vllm.kinds import CHOOSING, KDA, KINDS, PAGES, SSU, V2_STATES, Kind
+from flashstate.integrations.vllm.kinds import CHOOSING, DRAFTS, KDA, KINDS, PAGES, SSU, V2_STATES, Call, Kind
 from flashstate.integrations.vllm.layers import Served, subclass, with_dtype, with_room_for_scales
 from flashstate.integrations.vllm.options import Options, parse
-from flashstate.integrations.vllm.pages import PagedState
-from flashstate.integrations.vllm.serving import Seeds, Serving, answered, current
+from flashstate.integrations.vllm.pages import AROUND
+from flashstate.integrations.vllm.serving import Function, Seeds, Serving, answered, current
 
 BACKEND = "flashstate"
 MOST_LAYERS = 1 << 12  # of a stage of a pipeline, for streams
-OPS = "vllm.model_executor.layers.mamba.ops"
 
 logger = logging.getLogger("vllm.flashstate")  # below vLLM's own logger, which has a handler
 
@@ -46,39 +42,20 @@ def update_own_tokens(a: Any, b: Any, q: Any, **more: Any) -> Any:
     return compat.fused_sigmoid_gating_delta_rule_update(a=a, b=b, q=q, **more)
 
 
-def initial_states(states: Any, blocks: Tensor, known: Tensor) -> Tensor:
-    """Return the states (n, heads, rows, cols) in these blocks, and zeros where a request has none yet."""
-    if isinstance(states, Tensor):
-        stock: Tensor = _stock("gather_initial_states", "gather_initial_states")(states, blocks, known)
-        return stock
-    return torch.where(known[:, None, None, None], states[blocks], 0)
-
-
-def scan(*args: Any, **more: Any) -> Any:
-    """Run vLLM's scan of prompts; store the last states here where its kernel cannot write the pages of a layer."""
-    stock, pages = _stock("ssd_combined", "mamba_chunk_scan_combined_varlen"), more.get("final_states_out")
-    if not isinstance(pages, PagedState):
-        return stock(*args, **more)
-    pages[more["final_state_indices"]] = stock(*args, **{**more, "final_states_out": None, "final_state_indices": None})
-    return None
-
-
-def _stock(module: str, name: str) -> Callable[..., Any]:
-    """Return a function of vLLM where it is defined; the modules of layers may have ours in its place."""
-    return getattr(importlib.import_module(f"{OPS}.{module}"), name)
-
-
-OURS: dict[str, Callable[..., Any]] = {
-    "fused_sigmoid_gating_delta_rule_update": update_own_tokens,
-    "gather_initial_states": initial_states,
-    "mamba_chunk_scan_combined_varlen": scan,
-}  # in place of the adapters of flashstate.compat
+OURS = {"fused_sigmoid_gating_delta_rule_update": update_own_tokens}  # in place of the adapters of flashstate.compat
 
 
 def install() -> None:
-    """Add flashstate to what vLLM can choose. Calling it again changes nothing."""
+    """Add flashstate to the backends that vLLM can choose. Calling it again changes nothing."""
+    try:
+        _install()
+    except Exception as error:  # of a vLLM that nobody has asked to run on flashstate
+        logger.warning("flashstate is not active in vLLM %s: %s", sources().version, error)
+
+
+def _install() -> None:
     if changed := contract.changes(sources(), CHOOSING):
-        logger.warning("flashstate is not active: it does not know vLLM %s, where %s", sources().version, changed)
+        logger.warning("flashstate is not active in vLLM %s: it does not know that %s", sources().version, changed)
         return
     add_backend()
     serve_layers()
@@ -115,8 +92,8 @@ def _reduce(member: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 
 def options_of(vllm_config: Any) -> Options | None:
     """The options of a model that runs on flashstate; None if it runs on something else."""
-    mamba = vllm_config.mamba_config
-    if mamba.backend is not add_backend():
+    mamba = getattr(vllm_config, "mamba_config", None)
+    if mamba is None or mamba.backend is not add_backend():
         return None
     extra = vllm_config.additional_config
     given = extra.get(BACKEND, {}) if isinstance(extra, dict) else {}
@@ -131,7 +108,8 @@ def serve_layers() -> None:
     if not _is_ours(PluggableLayer.__new__):
         for base in (PluggableLayer, CustomOp):  # which in vLLM 0.26.0 is the base of ShortConv
             base.__new__ = staticmethod(_ours(_make(base.__new__)))
-        if (align := Platform.__dict__.get("_align_hybrid_block_size")) is not None:
+        align = Platform.__dict__.get("_align_hybrid_block_size")
+        if isinstance(align, classmethod):  # else check_pages refuses formats that it would be needed for
             Platform._align_hybrid_block_size = classmethod(_ours(_align(align.__func__)))
 
 
@@ -182,24 +160,23 @@ def _class_of(base: type, options: Options) -> type | None:
 
     Say so once for each class that is left; raise where options would then be lost.
     """
-    kind = next((kind for kind in KINDS if (kind.module, kind.name) == (base.__module__, base.__name__)), None)
-    if not contract.unknown(sources(), SSU):
+    kind = next((kind for kind in KINDS if kind.name == base.__name__), None)
+    why = "flashstate does not serve them"
+    with suppress(Exception):  # vLLM names a backend that it lacks
         add_ssu_backend()
-    why = ""
     if kind is not None and (kind.everywhere or on_cuda()):
         try:
-            why = contract.changes(sources(), kind)
-            if not why:
+            moved = f"{kind.name} is in {base.__module__}" if base.__module__ != kind.module else ""
+            if not (changed := moved or contract.changes(sources(), kind)):
                 return _classes.get(base) or _classes.setdefault(base, _served(base, kind))
-        except (ImportError, AttributeError) as error:  # the others are served all the same
-            why = str(error)
-    left = f"flashstate does not serve layers of {base.__name__}"
-    if why:
-        left = f"{left} in vLLM {sources().version}, where {why}"
+            why = f"flashstate does not know that {changed}"
+        except Exception as error:  # other kinds are served all the same
+            why = f"flashstate failed: {error}"
+    left = f"vLLM {sources().version} runs layers of {base.__name__} itself, since {why}"
     if options.dtype is not None or options.rounding != "nearest":
-        raise ValueError(f"{left}: leave out state and stochastic rounding")
+        raise ValueError(f"leave out state and stochastic rounding: {left}")
     if base.__name__ not in _left:
-        logger.warning("%s: vLLM runs them", left)
+        logger.warning("%s", left)
     _left.add(base.__name__)
     return None
 
@@ -247,10 +224,11 @@ def check_engine(config: Any, options: Options, chooses_kernel: bool) -> None:
 
 
 def _counts_drafts(config: Any) -> bool:
-    """Whether vLLM counts accepted drafts. For models without attention model runner V2 does, since 0.28."""
+    """Return whether vLLM counts accepted drafts; of models without attention, model runner V2 does since 0.28."""
     if config.model_config.is_hybrid:
         return True
-    return config.use_v2_model_runner and "is_attention_free" in sources().text(V2_STATES)
+    known = not contract.unknown(sources(), DRAFTS)
+    return config.use_v2_model_runner and known and "is_attention_free" in sources().text(V2_STATES)
 
 
 def stream_of(index: int) -> int:
@@ -262,15 +240,13 @@ def stream_of(index: int) -> int:
 
 
 def check_pages(options: Options) -> None:
-    """Raise where states shall have another format than vLLM's, and it is not known how vLLM sizes and copies pages."""
+    """Raise if states have another format than vLLM's, and vLLM's way to size and copy pages is not known."""
     if options.dtype is not None and (changed := contract.changes(sources(), PAGES)):
-        raise ValueError(
-            f"flashstate does not know the pages of vLLM {sources().version}, where {changed}: leave out state"
-        )
+        raise ValueError(f"leave out state: flashstate does not know that in vLLM {sources().version} {changed}")
 
 
 def answer_calls(kind: Kind) -> None:
-    """Let flashstate answer what layers of a kind call, while one that it serves runs."""
+    """Let flashstate answer the calls of a kind of layers, while one that it serves runs."""
     for call in kind.calls:
         there = [module for module in (kind.module, *call.modules) if sources().text(sources().file_of(module))]
         places = [place for place in map(importlib.import_module, there) if hasattr(place, call.name)]
@@ -279,8 +255,15 @@ def answer_calls(kind: Kind) -> None:
         for place in places:
             stock = getattr(place, call.name)
             if not _is_ours(stock):
-                ours = OURS.get(call.name) or getattr(vllm_kda if place.__name__ in KDA else compat, call.name)
-                setattr(place, call.name, _ours(answered(call.name, stock, ours, call.state)))
+                setattr(place, call.name, _ours(_answer(call, stock, vllm_kda if place.__name__ in KDA else compat)))
+
+
+def _answer(call: Call, stock: Function, adapters: Any) -> Function:
+    """Return the function that takes the place of vLLM's own for a call."""
+    if call.name in AROUND:
+        return functools.partial(AROUND[call.name], stock)
+    ours = OURS.get(call.name) or getattr(adapters, call.name)
+    return answered(call.name, stock, ours, call.state)
 
 
 def metadata_of(layer: Serving | None) -> Any:
@@ -296,8 +279,15 @@ def _update(layer: Serving, pages: Any, *args: Any, **more: Any) -> None:
 
 
 def add_ssu_backend() -> None:
-    """Add what answers selective_state_update to the backends that vLLM starts by their names."""
+    """Add a backend of selective_state_update under our name: vLLM's own where it is not known how to answer it."""
     from vllm.model_executor.layers.mamba.ops import ssu_dispatch
+
+    backends, ours = ssu_dispatch._BACKEND_REGISTRY, add_backend()
+    if ours in backends:
+        return
+    if contract.unknown(sources(), SSU):
+        backends[ours] = backends[type(ours).TRITON]
+        return
 
     class FlashstateSSUBackend(ssu_dispatch.MambaSSUBackend):
         """Answers vLLM's selective_state_update for layers that run on flashstate, and leaves others to vLLM.
@@ -320,13 +310,13 @@ def add_ssu_backend() -> None:
             else:
                 layer.call("selective_state_update", _update, layer, state, *args, **more)
 
-    ssu_dispatch._BACKEND_REGISTRY.setdefault(add_backend(), FlashstateSSUBackend)
+    backends[ours] = FlashstateSSUBackend
 
 
 def _align(stock: Callable[..., None]) -> Callable[..., None]:
     """Platform._align_hybrid_block_size, which sizes pages by what the class of a model says of its states."""
 
-    def align(cls: Any, vllm_config: Any, *args: Any, **more: Any) -> None:
+    def align(cls: Any, vllm_config: Any, *args: Any, **more: Any) -> None:  # also for models of other backends
         from vllm.model_executor.models import ModelRegistry
 
         options = options_of(vllm_config)
