@@ -29,7 +29,7 @@ class Layer:
         window, state = pages
         rows = state.transpose(1, 2)
         if x:
-            fill(x, states=state, dtype=state.dtype)
+            fill(x, states=state, dtype=state.dtype, zero=True)
         return step(x, rows, slots=self.slots, out=out)
 
     def prepare(self, rows: list[int]) -> None:
@@ -88,9 +88,10 @@ def test_facts_are_parameters_calls_with_states_and_fingerprints(written: Any) -
     sources = {fact for fact in facts if re.fullmatch(r"(NULL|Builder\.build) has the source [0-9a-f]{12}", fact)}
     assert len(sources) == 2
     assert set(facts) - sources == {
+        "Layer is based on no class",
         "Layer.forward takes (self, x, *, out=None)",
         "Layer.forward calls state.transpose(_, _)",
-        "Layer.forward calls fill(_, dtype, states=state)",
+        "Layer.forward calls fill(_, dtype, states=state, zero=True)",
         "Layer.forward calls step(_, state, out, slots)",
         "step takes (x, state, slots=None, out=0)",
     }
@@ -109,6 +110,8 @@ INSERTED = {
     "another view of a state": ("warm(rows.mT)", "calls warm(state)"),
     "a new method of a state": ("rows.copy_(x)", "calls state.copy_(_)"),
     "the layer": ("warm(self)", "calls warm(state)"),
+    "a function inside": ("def inner(a):\n    warm(a)\n\ninner(rows)", "calls warm(state)"),
+    "a call of another method with states": ("self.forward(x)", "calls self.forward(_)"),
     "a state that is kept": ("self.rows = rows", "stores self.rows = rows"),
     "a store into a state": ("window[x] = x.mT", "stores window[x] = x.mT"),
     "a change of a state": ("window[x, 0] *= 2", "stores window[x, 0] *= 2"),
@@ -120,6 +123,10 @@ EDITS = {
     "a renamed keyword": (
         "layers/layer.py", "slots=self.slots", "rows=self.slots", "Layer.forward calls step(_, state, out, rows)",
     ),
+    "another constant": (
+        "layers/layer.py", "zero=True", "zero=False", "Layer.forward calls fill(_, dtype, states=state, zero=False)",
+    ),
+    "another base": ("layers/layer.py", "class Layer:", "class Layer(Base):", "Layer is based on Base"),
     "a state as another argument": (
         "layers/layer.py", "step(x, rows,", "step(rows, x,", "Layer.forward calls step(state, _, out, slots)",
     ),

@@ -175,14 +175,18 @@ def facts_of_kind(sources: Sources, kind: Kind) -> Iterator[Fact]:
     functions = functions_with_states(sources, kind)
     if not functions:
         yield Fact(kind.name, f"is not in {kind.file}")
+    node = sources.definition(f"{kind.file}::{kind.name}")
+    bases = [ast.unparse(base) for base in node.bases] if isinstance(node, ast.ClassDef) else []
+    yield Fact(kind.name, f"is based on {', '.join(bases) or 'no class'}")
     answered = {call.name for call in kind.calls}
+    named = {*answered, *(f"self.{function.name}" for function in functions.values())}
     called: set[str] = set()
     for name, function in functions.items():
         yield Fact(name, f"takes {parameters_of(function)}")
         states = names_of_states(function)
         for store in stores_of_states(function, states):
             yield Fact(name, f"stores {store}")
-        for callee, call in calls_with_states(function, states, answered):
+        for callee, call in calls_with_states(function, states, named):
             called.add(callee)
             yield Fact(name, f"calls {call}")
     for name in [call.name for call in kind.calls if call.needed] + ["selective_state_update"] * kind.ssu:
@@ -245,6 +249,11 @@ def names_of_states(function: Function) -> set[str]:
             bound.append((node.target, node.value))
         elif isinstance(node, (ast.For, ast.comprehension)):
             bound.append((node.target, node.iter))
+    inner = {node.name: node.args.args for node in ast.walk(function) if isinstance(node, Function)}
+    for node in ast.walk(function):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            given = zip(inner.get(node.func.id, ()), node.args, strict=False)
+            bound += [(ast.Name(parameter.arg), value) for parameter, value in given]
     before = -1
     while len(names) > before:
         before = len(names)
@@ -269,7 +278,7 @@ def stores_of_states(function: Function, states: Collection[str]) -> Iterator[st
 def calls_with_states(function: Function, states: Collection[str], named: Collection[str]) -> Iterator[tuple[str, str]]:
     """Yield the callee and the form of each call that is given a state or the layer, and of the named functions.
 
-    The form has `state` for a state, `_` for another positional argument, and the keywords in order.
+    The form has `state` for a state, `_` for another positional argument, and the keywords in order, with constants.
     """
     for node in ast.walk(function):
         if isinstance(node, ast.Call):
@@ -277,10 +286,13 @@ def calls_with_states(function: Function, states: Collection[str], named: Collec
             if isinstance(node.func, ast.Attribute) and is_state(node.func.value, states):
                 callee, of_state = f"state.{node.func.attr}", node.func.attr not in NO_STATE
             places = [holds_state(value, states) for value in node.args]
-            words = {word.arg or "**": holds_state(word.value, states) for word in node.keywords}
-            if of_state or any(places) or any(words.values()) or callee in named:
+            words = {word.arg or "**": word.value for word in node.keywords}
+            kept = [name for name, value in words.items() if holds_state(value, states)]
+            if of_state or any(places) or kept or callee in named:
                 form = ["state" if held else "_" for held in places]
-                form += [f"{name}{'=state' * held}" for name, held in sorted(words.items())]
+                for name, value in sorted(words.items()):
+                    constant = f"={value.value!r}" if isinstance(value, ast.Constant) else ""
+                    form.append(f"{name}=state" if name in kept else f"{name}{constant}")
                 yield callee, f"{callee}({', '.join(form)})"
 
 

@@ -141,6 +141,8 @@ KINDS = (
             f"{BACKENDS}/mamba2_attn.py::Mamba2AttentionMetadata",
             f"{BACKENDS}/mamba2_attn.py::Mamba2AttentionMetadataBuilder",
             f"{LAYERS}/mamba_mixer2.py::mamba_mixer2",
+            f"{LAYERS}/ops/ssd_combined.py::mamba_chunk_scan_combined_varlen",
+            f"{LAYERS}/ops/ssd_combined.py::_mamba_chunk_scan_combined_fwd",
             f"{SHAPES}.mamba2_state_shape",
         ),
         elsewhere=("share_replayssm_ring_trackers",),
@@ -217,7 +219,7 @@ KINDS = (
             Call("fused_recurrent_kda", "initial_state", KDA),
             Call("fused_recurrent_kda_packed_decode", "initial_state", KDA, needed=False),
         ),
-        (*DELTA, f"{SHAPES}.kda_state_shape"),
+        (*DELTA, f"{SHAPES}.kda_state_shape", f"{LAYERS}/ops/gather_initial_states.py::gather_initial_states"),
         float32_prefill=True,
     ),
 )

@@ -123,25 +123,22 @@ def _is_ours(function: Any) -> bool:
 
 
 def _make(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """__new__ of layers. vLLM's way to replace a class, `register_oot`, would import all classes at start-up, and
-    replace them for models that run on something else too."""
+    """Return __new__ of layers, which makes ours for a model that runs on flashstate.
+
+    vLLM's way to replace a class, `register_oot`, would import all classes at start-up, and replace them for models
+    that run on something else too.
+    """
+    from vllm.config import get_current_vllm_config_or_none  # fails now, not when a layer is made
 
     def make(cls: type, *args: Any, **more: Any) -> Any:
         if hasattr(cls, "get_state_shape") and not issubclass(cls, Served):
-            options = _current_options()
+            config = get_current_vllm_config_or_none()
+            options = None if config is None else options_of(config)
             if options is not None and (served := _class_of(cls, options)) is not None:
                 return object.__new__(served)
         return stock(cls, *args, **more)
 
     return make
-
-
-def _current_options() -> Options | None:
-    """The options of the model that vLLM is making; None if it runs on something else, or if there is none."""
-    from vllm.config import get_current_vllm_config_or_none
-
-    config = get_current_vllm_config_or_none()
-    return None if config is None else options_of(config)
 
 
 def on_cuda() -> bool:
