@@ -20,8 +20,10 @@ os.environ.update(
 
 import torch
 
-from tests_vllm import oldest  # noqa: F401, it prepares vLLM
+from tests_vllm import oldest  # it prepares vLLM
 
+# How many prompts, how long they are at most, and how many tokens follow; kernels of the oldest release are interpreted.
+COUNT, LONGEST, TOKENS = (3, 16, 12) if oldest.is_installed() else (6, 40, 32)
 RESULTS = "results: "  # what the line begins with
 COMMON = {
     "skip_tokenizer_init": True, "dtype": "float32", "enforce_eager": True, "max_model_len": 256, "max_num_seqs": 8,
@@ -75,19 +77,19 @@ def outcome(output: Any) -> dict[str, Any]:
 
 
 def together(llm: Any) -> list[dict[str, Any]]:
-    given = [{"prompt_token_ids": tokens} for tokens in prompts(6, 40)]
-    return [outcome(output) for output in llm.generate(given, parameters(32), use_tqdm=False)]
+    given = [{"prompt_token_ids": tokens} for tokens in prompts(COUNT, LONGEST)]
+    return [outcome(output) for output in llm.generate(given, parameters(TOKENS), use_tqdm=False)]
 
 
 def alone(llm: Any) -> list[dict[str, Any]]:
-    given = [{"prompt_token_ids": tokens} for tokens in prompts(6, 40)]
-    return [outcome(llm.generate(one, parameters(32), use_tqdm=False)[0]) for one in given]
+    given = [{"prompt_token_ids": tokens} for tokens in prompts(COUNT, LONGEST)]
+    return [outcome(llm.generate(one, parameters(TOKENS), use_tqdm=False)[0]) for one in given]
 
 
 def in_prompts(llm: Any) -> list[dict[str, Any]]:
     """The same as `alone`, with probabilities of these tokens as parts of prompts: the engine's other way to them."""
     results = alone(llm)
-    for tokens, result in zip(prompts(6, 40), results, strict=True):
+    for tokens, result in zip(prompts(COUNT, LONGEST), results, strict=True):
         whole = {"prompt_token_ids": tokens + result["tokens"]}
         output = llm.generate(whole, parameters(1, prompt_logprobs=1), use_tqdm=False)[0]
         of_prompt = output.prompt_logprobs[len(tokens) :]
