@@ -22,7 +22,7 @@ import torch
 
 from tests_vllm import oldest  # it prepares vLLM
 
-# How many prompts, how long they are at most, and how many tokens follow; kernels of the oldest release are interpreted.
+# The number of prompts, their greatest length, and the tokens that follow; vLLM 0.26 runs interpreted kernels here.
 COUNT, LONGEST, TOKENS = (3, 16, 12) if oldest.is_installed() else (6, 40, 32)
 RESULTS = "results: "  # what the line begins with
 COMMON = {
