@@ -22,8 +22,9 @@ import torch
 
 from tests_vllm import oldest  # it prepares vLLM
 
-# The number of prompts, their greatest length, and the tokens that follow; vLLM 0.26 runs interpreted kernels here.
-COUNT, LONGEST, TOKENS = (3, 16, 12) if oldest.is_installed() else (6, 40, 32)
+# The number of prompts, their greatest length, the tokens that follow, and the length of a prefix that is cached; vLLM
+# 0.26 runs interpreted kernels here.
+COUNT, LONGEST, TOKENS, PREFIX = (3, 16, 12, 40) if oldest.is_installed() else (6, 40, 32, 99)
 RESULTS = "results: "  # what the line begins with
 COMMON = {
     "skip_tokenizer_init": True, "dtype": "float32", "enforce_eager": True, "max_model_len": 256, "max_num_seqs": 8,
@@ -99,8 +100,9 @@ def in_prompts(llm: Any) -> list[dict[str, Any]]:
 
 def prefixes(llm: Any) -> list[dict[str, Any]]:
     """Requests that begin alike, one after the other, and the first of them again."""
-    start = prompts(1, 1, seed=3)[0] + torch.randint(1, 96, (99,), generator=torch.Generator().manual_seed(4)).tolist()
-    given = [start + more for more in ([], [5, 6, 7], [8], [])]
+    more = torch.randint(1, 96, (PREFIX,), generator=torch.Generator().manual_seed(4)).tolist()
+    start = prompts(1, 1, seed=3)[0] + more
+    given = [start + end for end in ([], [5, 6, 7], [8], [])]
     return [outcome(llm.generate({"prompt_token_ids": one}, parameters(12), use_tqdm=False)[0]) for one in given]
 
 
