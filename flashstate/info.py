@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from rich.box import SIMPLE_HEAD
@@ -12,8 +13,6 @@ from rich.table import Column, Table
 
 from flashstate.basics import flashstate_version, wrapped
 from flashstate.bench.jobs import Job
-from flashstate.integrations.vllm import contract
-from flashstate.integrations.vllm.kinds import CHOOSING, KINDS, PAGES, Kind
 from flashstate.launch import Gpu, Problem, choose_with_reason, machine_of
 from flashstate.launch.config import mode_key
 from flashstate.state.formats import FORMATS
@@ -64,14 +63,17 @@ def show_info(jobs: Sequence[Job], gpu: Gpu | None, pays: Mapping[str, int]) -> 
 
 
 def show_vllm() -> None:
-    """Print which layers of the installed vLLM flashstate recognises, and what it does not know of the others."""
+    """Print which layers of the installed vLLM flashstate recognises, and the facts of the others that are unknown."""
+    from flashstate.integrations.vllm import contract
+    from flashstate.integrations.vllm.kinds import CHOOSING, KINDS, PAGES
+
     sources = contract.installed()
     if sources is None:
         raise ValueError("vLLM is not installed: no layers to look at")
     console = Console(highlight=False)
     console.print(f"vLLM {sources.version} in {sources.root}", soft_wrap=True)
     table = Table("part", "on", "recognised", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    rows: list[tuple[str, str, Kind | tuple[str, ...]]] = [("choice of the backend", "", CHOOSING)]
+    rows: list[tuple[str, str, Any]] = [("choice of the backend", "", CHOOSING)]
     rows += [(kind.name, "all devices" if kind.everywhere else "NVIDIA GPUs", kind) for kind in KINDS]
     rows.append(("pages for the state option", "", PAGES))
     for name, devices, of in rows:
