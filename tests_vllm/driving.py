@@ -473,10 +473,11 @@ def on_models(family: Family, dtype: torch.dtype) -> Iterator[None]:
     ssu = ssu_dispatch._mamba_ssu_backend
     with contextlib.ExitStack() as stack:
         (kind,) = (kind for kind in KINDS if kind.name == family.name)
+        sources = upstream.sources()
         for call in kind.calls:
             for module in (family.module, *call.modules):
-                adapter = (RAW_ADAPTERS if module in KDA else ADAPTERS).get(call.name)
-                if adapter is not None and hasattr(importlib.import_module(module), call.name):
+                adapter, there = (RAW_ADAPTERS if module in KDA else ADAPTERS).get(call.name), sources.file_of(module)
+                if adapter and sources.text(there) and hasattr(importlib.import_module(module), call.name):
                     stack.enter_context(changed(module, call.name, modelled(adapter, dtype)))
         ssu_dispatch._mamba_ssu_backend = modelled(VLLM, dtype)
         stack.callback(setattr, ssu_dispatch, "_mamba_ssu_backend", ssu)
